@@ -242,8 +242,8 @@ PATTERNS = {
 def make_patterns(count, size, seed):
     """The data set `patterns`: uint8 images (count, size, size, 3) and labels (count,), a pure function of its arguments.
 
-    Scale, angle, phase, contrast, sign and two muted colours are random, with light noise, so that neither colour nor
-    single pixels tell the kind: an encoder has to learn the shape.
+    Scale, angle, phase, contrast, sign, brightness and two muted colours are random, with light noise, so that neither
+    colour nor single pixels tell the kind: an encoder has to learn the shape.
     """
     rng = np.random.default_rng(seed)
     labels = rng.permutation(np.arange(count) % len(PATTERNS))
@@ -260,8 +260,9 @@ def make_patterns(count, size, seed):
         dx, dy = x - offset * np.cos(p1), y - offset * np.sin(p1)
         value = pattern(u, v, np.hypot(dx, dy), np.arctan2(dy, dx), cycles, p2)
         value = value * rng.choice(np.float32([-1, 1]), (len(where), 1, 1))
-        colours = 0.5 + 0.16 * rng.standard_normal((2, len(where), 1, 1, 3), np.float32)
-        contrast = rng.uniform(0.12, 0.25, (len(where), 1, 1, 1)).astype(np.float32)
+        gray = 0.5 + 0.13 * rng.standard_normal((len(where), 1, 1, 1), np.float32)
+        colours = gray + 0.05 * rng.standard_normal((2, len(where), 1, 1, 3), np.float32)
+        contrast = rng.uniform(0.06, 0.28, (len(where), 1, 1, 1)).astype(np.float32)
         image = colours.mean(0) + value[..., None] * ((colours[0] - colours[1]) / 4 + contrast)
         image += 0.04 * rng.standard_normal(image.shape, np.float32)
         images[where] = (image.clip(0, 1) * 255 + 0.5).astype(np.uint8)

@@ -61,6 +61,7 @@ CIFAR = dict(
     COMMON, arch="vit_tiny", image_size=32, patch_size=2, epochs=800, warmup=100, batch_size=512, lr_batch=512,
     mix_slices=4, crop_scale=(0.1, 1.0),
     per_arch={
+        "vit_micro": dict(lr=4e-3, weight_decay=(0.02, 0.2), patch_size=8, hidden=512, dim=128),  # ours, for CPUs
         "vit_tiny": dict(lr=4e-3, weight_decay=(0.02, 0.2)),
         "vit_small": dict(lr=1e-3, weight_decay=(0.04, 0.4)),
         "vit_base": dict(lr=1.5e-3, weight_decay=(0.04, 0.4)),
@@ -184,6 +185,7 @@ def resolve(args, method_flags):
     recipe |= RELEASED if args.variant == "released" else {}
     given = {name: getattr(args, name) for name in ("variant", *method_flags)}
     named = "".join(f"-{k}{v}" for k, v in given.items() if v is not None and v != defaults[k])
+    recipe["warmup"] *= min(1, (args.epochs or recipe["epochs"]) / recipe["epochs"])  # a short run warms up in proportion
     for key, value in recipe.items():
         if getattr(args, key, None) is None:
             setattr(args, key, value)
@@ -539,7 +541,7 @@ def schedule(args, step, steps_per_epoch):
     of weight decays or momenta is the start and the end of a cosine.
     """
     epoch, done = step / steps_per_epoch, step / (args.epochs * steps_per_epoch)
-    peak, warmup = args.lr * args.batch_size / args.lr_batch, min(args.warmup, args.epochs)
+    peak, warmup = args.lr * args.batch_size / args.lr_batch, args.warmup
 
     def cosine(start, end, t):
         return end + (start - end) * (1 + math.cos(math.pi * t)) / 2
@@ -549,7 +551,7 @@ def schedule(args, step, steps_per_epoch):
     elif getattr(args, "milestones", None):
         lr = peak * 0.1 ** sum(epoch >= m for m in args.milestones)
     else:
-        lr = cosine(peak, args.min_lr, (epoch - warmup) / max(args.epochs - warmup, 1e-9))
+        lr = cosine(peak, args.min_lr, (epoch - warmup) / (args.epochs - warmup))
     pair = [v if isinstance(v, (tuple, list)) else (v, v) for v in (args.weight_decay, args.momentum)]
     return lr, *(cosine(start, end, done) for start, end in pair)
 
