@@ -229,9 +229,12 @@ PATTERNS = {
     "dots": lambda u, v, r, t, c, p: _bumps(np.cos(u) + np.cos(v), 0.7, 0.2),
     "rings": lambda u, v, r, t, c, p: _square(2 * np.pi * c * r + p),
     "grid": lambda u, v, r, t, c, p: _bumps(np.maximum(np.cos(u), np.cos(v)), 0.8),
-    "waves": lambda u, v, r, t, c, p: _square(u + 1.5 * np.sin(v)),
-    "zigzag": lambda u, v, r, t, c, p: _square(u + 2 * np.arcsin(np.sin(v))),
-    "hexagons": lambda u, v, r, t, c, p: _bumps(np.cos(u) + np.cos(u / 2 + 0.866 * v) + np.cos(u / 2 - 0.866 * v), 0, 0.3),
+    "waves": lambda u, v, r, t, c, p: _square(u + 1.8 * np.sin(v)),
+    "triangles": lambda u, v, r, t, c, p: _bumps((u / (2 * np.pi)) % 1 + (v / (2 * np.pi)) % 1, 1),
+    "crosses": lambda u, v, r, t, c, p: (
+        _bumps(np.minimum(abs(np.sin(u / 2)), abs(np.sin(v / 2))), 0.3)
+        * _bumps(np.maximum(abs(np.sin(u / 2)), abs(np.sin(v / 2))), 0.8)
+    ),
     "spokes": lambda u, v, r, t, c, p: _square(np.round(1.6 * c) * t + p),
     "bricks": lambda u, v, r, t, c, p: _bumps(
         np.maximum(np.cos(u), 2 * np.cos((v + np.pi * (np.cos(u / 2) > 0)) / 2) ** 8 - 1), 0.75
@@ -242,29 +245,32 @@ PATTERNS = {
 def make_patterns(count, size, seed):
     """The data set `patterns`: uint8 images (count, size, size, 3) and labels (count,), a pure function of its arguments.
 
-    Scale, angle, phase, contrast, sign, brightness and two muted colours are random, with light noise, so that neither
-    colour nor single pixels tell the kind: an encoder has to learn the shape.
+    Scale, angle, phase, a warp, sign, contrast, a gradient of light and two muted colours are random, with a little noise,
+    so that neither colour nor single pixels tell the kind: an encoder has to learn the shape.
     """
     rng = np.random.default_rng(seed)
     labels = rng.permutation(np.arange(count) % len(PATTERNS))
     images = np.empty((count, size, size, 3), np.uint8)
     axis = (np.arange(size, dtype=np.float32) + 0.5) / size - 0.5
-    x, y = axis[None, None, :], axis[None, :, None]
+    x0, y0 = axis[None, None, :], axis[None, :, None]
+    turn = np.float32(2 * np.pi)
     for kind, pattern in enumerate(PATTERNS.values()):
         where = np.flatnonzero(labels == kind)
-        draws = rng.random((5, len(where), 1, 1), np.float32)
-        angle, p1, p2 = np.float32(2 * np.pi) * draws[:3]
-        cycles, offset = 2.5 * 2 ** (1.3 * draws[3]), draws[4] / 2  # 2.5 to 6.2 cycles an image
-        u = 2 * np.float32(np.pi) * cycles * (np.cos(angle) * x + np.sin(angle) * y) + p1
-        v = 2 * np.float32(np.pi) * cycles * (np.cos(angle) * y - np.sin(angle) * x) + p2
-        dx, dy = x - offset * np.cos(p1), y - offset * np.sin(p1)
-        value = pattern(u, v, np.hypot(dx, dy), np.arctan2(dy, dx), cycles, p2)
-        value = value * rng.choice(np.float32([-1, 1]), (len(where), 1, 1))
-        gray = 0.5 + 0.13 * rng.standard_normal((len(where), 1, 1, 1), np.float32)
-        colours = gray + 0.05 * rng.standard_normal((2, len(where), 1, 1, 3), np.float32)
-        contrast = rng.uniform(0.06, 0.28, (len(where), 1, 1, 1)).astype(np.float32)
-        image = colours.mean(0) + value[..., None] * ((colours[0] - colours[1]) / 4 + contrast)
-        image += 0.04 * rng.standard_normal(image.shape, np.float32)
+        angle, p1, p2, w1, w2, w3, w4, light = turn * rng.random((8, len(where), 1, 1), np.float32)
+        x = x0 + 0.12 * np.sin(5 * (np.cos(w1) * x0 + np.sin(w1) * y0) + w2)  # the warp
+        y = y0 + 0.12 * np.sin(5 * (np.cos(w3) * x0 + np.sin(w3) * y0) + w4)
+        scale, offset = rng.random((2, len(where), 1, 1), np.float32)
+        cycles = 1.8 * 2 ** (0.7 * scale)
+        u = turn * cycles * (np.cos(angle) * x + np.sin(angle) * y) + p1
+        v = turn * cycles * (np.cos(angle) * y - np.sin(angle) * x) + p2
+        dx, dy = x - offset / 2 * np.cos(p1), y - offset / 2 * np.sin(p1)
+        value = pattern(u, v, np.hypot(dx, dy), np.arctan2(dy, dx), cycles, p2)[..., None]
+        sign = rng.choice(np.float32([-1, 1]), (len(where), 1, 1, 1))
+        shade = 0.3 * rng.standard_normal((len(where), 1, 1), np.float32) * (np.cos(light) * x0 + np.sin(light) * y0)
+        colours = 0.5 + 0.03 * rng.standard_normal((2, len(where), 1, 1, 3), np.float32)
+        contrast = rng.uniform(0.1, 0.28, (len(where), 1, 1, 1)).astype(np.float32)
+        image = colours.mean(0) + shade[..., None] + sign * value * ((colours[0] - colours[1]) / 4 + contrast)
+        image += 0.03 * rng.standard_normal(image.shape, np.float32)
         images[where] = (image.clip(0, 1) * 255 + 0.5).astype(np.uint8)
     return images, labels
 
@@ -357,11 +363,12 @@ ORDERS = torch.tensor(list(itertools.permutations(range(4))))  # of brightness, 
 RESAMPLE = {"bilinear": Image.Resampling.BILINEAR, "bicubic": Image.Resampling.BICUBIC}
 
 
-def random_resized_crop(sizes, draws, scale, ratio=(3 / 4, 4 / 3), area=None):
+def random_resized_crop(sizes, draws, scale, ratio=(3 / 4, 4 / 3), area=None, whole=False):
     """torchvision's RandomResizedCrop for many images at once: ten tries, then the centre crop of nearest aspect.
 
     sizes (n, 2) heights and widths; draws (n, 22) uniform in [0, 1): ten areas, ten aspects, top, left.
-    scale: range of the area fraction; area (n,): a given fraction instead of ten drawn ones.
+    scale: range of the area fraction; area (n,): a given fraction instead of ten drawn ones; whole: if ten tries fail, the
+    whole image.
     Returns (n, 4) int64 boxes (top, left, height, width) inside the image.
     """
     height, width = (sizes[:, i].astype(np.float64) for i in (0, 1))
@@ -376,6 +383,7 @@ def random_resized_crop(sizes, draws, scale, ratio=(3 / 4, 4 / 3), area=None):
     w0 = np.where(width / height > ratio[1], np.rint(height * ratio[1]), width)  # the fallback
     h0 = np.where(width / height < ratio[0], np.rint(width / ratio[0]), height)
     box = np.stack([top, left, h, w], 1)
+    h0, w0 = (height, width) if whole else (h0, w0)
     centre = np.stack([(height - h0) // 2, (width - w0) // 2, h0, w0], 1)
     return np.where(fits.any(1)[:, None], box, centre).astype(np.int64)
 
@@ -440,9 +448,6 @@ class EpochSampler:
     def __init__(self, length, batch_size, seed):
         self.length, self.batch_size, self.seed = length, batch_size, seed
         self.epoch = self.start = 0
-
-    def __len__(self):
-        return self.length // self.batch_size - self.start
 
     def order(self, epoch):
         return torch.randperm(self.length, generator=generator(self.seed, epoch, 1)).tolist()
@@ -724,7 +729,7 @@ def embedding_health(q, k):
 
 
 ARCHS = {  # short name: (timm name, what differs from it)
-    "vit_micro": ("vit_tiny_patch16_224", dict(embed_dim=96, depth=4, num_heads=3)),
+    "vit_micro": ("vit_tiny_patch16_224", dict(embed_dim=64, depth=3, num_heads=2)),
     "vit_tiny": ("vit_tiny_patch16_224", {}),
     "vit_small": ("vit_small_patch16_224", {}),
     "vit_base": ("vit_base_patch16_224", {}),
@@ -738,7 +743,8 @@ ARCHS = {  # short name: (timm name, what differs from it)
 def backbone_info(arch, image_size, patch_size, norm=IMAGENET_NORM, interpolation="bilinear", **more):
     """What backbone.pt says of an encoder besides its weights: how timm builds it, and what its images are like.
 
-    arch: a name of ARCHS or any timm model. ResNets get the 3 x 3 stem for images of up to 64 px; ViTs the given patch,
+    arch: a name of ARCHS or any timm model. ResNets get the 3 x 3 stem for images of up to 64 px
+    (but resnet_micro, which is to be fast on a CPU); ViTs the given patch,
     MoCo v3's initialisation, and a position embedding that is interpolated for other image sizes.
     """
     if arch not in ARCHS and not timm.is_model(arch):
@@ -749,7 +755,7 @@ def backbone_info(arch, image_size, patch_size, norm=IMAGENET_NORM, interpolatio
         if image_size % patch_size:
             fail(f"--patch-size {patch_size} does not divide --image-size {image_size}")
         kwargs |= dict(img_size=image_size, patch_size=patch_size, weight_init="moco", dynamic_img_size=True)
-    stem = "3x3" if name.startswith("resnet") and image_size <= 64 else "timm"
+    stem = "3x3" if name.startswith("resnet") and image_size <= 64 and arch != "resnet_micro" else "timm"
     info = dict(timm_name=name, create_kwargs=kwargs, stem=stem, image_size=image_size, mean=norm[0], std=norm[1])
     return {**info, "interpolation": interpolation, **more}
 
@@ -981,12 +987,10 @@ def load_run(path, config, images):
 
 def environment(device):
     """Versions, machine and commit, for the first line of a run."""
+    git = ["git", "describe", "--always", "--dirty", "--exclude=*"]
     try:
-        run = {"capture_output": True, "text": True, "timeout": 10, "cwd": Path(__file__).parent}
-        commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], **run).stdout.strip() or None
-        if commit and subprocess.run(["git", "status", "--porcelain", "-uno"], **run).stdout.strip():
-            commit += "+changes"
-    except (OSError, subprocess.SubprocessError):
+        commit = subprocess.run(git, capture_output=True, text=True, cwd=Path(__file__).parent).stdout.strip() or None
+    except OSError:
         commit = None
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
     versions = {"python": platform.python_version(), "torch": torch.__version__, "torchvision": torchvision.__version__}

@@ -51,52 +51,37 @@ EVALUATED = "momentum"  # the encoder that the authors evaluate
 
 # ================================================================ 1. arguments
 
-# Section 4.1.2 and Tables 8-10. lr is the effective rate at batch size lr_batch.
-VIEWS = dict(jitter=(0.4, 0.4, 0.2, 0.1), jitter_p=0.8, gray_p=0.2, blur_p=(1.0, 0.1), solarize_p=(0.0, 0.2))
+# fmt: off
+# Section 4.1.2 and Tables 8-10. lr is the effective rate at batch size lr_batch; "by" holds what depends on another flag.
 COMMON = dict(
     num_mix=3, temperature=0.2, momentum=(0.996, 1.0), min_lr=1e-6, hidden=4096, dim=256, drop_path=0.1, bn_groups=1,
-    interpolation="bicubic", norm=common.IMAGENET_NORM, **VIEWS,
-)  # fmt: skip
+    jitter=(0.4, 0.4, 0.2, 0.1), jitter_p=0.8, gray_p=0.2, blur_p=(1.0, 0.1), solarize_p=(0.0, 0.2), interpolation="bicubic",
+    norm=common.IMAGENET_NORM, lr=1e-3, weight_decay=(0.04, 0.4),  # for encoders of which the paper does not speak
+)
+RELEASED = dict(released=dict(num_mix=2))  # D2; D3 and D4 depend on the encoder, D1 and D5 are in the loss
 CIFAR = dict(
     COMMON, arch="vit_tiny", image_size=32, patch_size=2, epochs=800, warmup=100, batch_size=512, lr_batch=512,
     mix_slices=4, crop_scale=(0.1, 1.0),
-    per_arch={
-        "vit_micro": dict(lr=4e-3, weight_decay=(0.02, 0.2), patch_size=8, hidden=512, dim=128),  # ours, for CPUs
-        "vit_tiny": dict(lr=4e-3, weight_decay=(0.02, 0.2)),
-        "vit_small": dict(lr=1e-3, weight_decay=(0.04, 0.4)),
-        "vit_base": dict(lr=1.5e-3, weight_decay=(0.04, 0.4)),
-    },
-)  # fmt: skip
+    by=dict(variant=RELEASED, arch=dict(
+        vit_micro=dict(lr=2e-3, weight_decay=(0.02, 0.2), patch_size=8, hidden=512, dim=128),  # ours, for CPUs
+        vit_tiny=dict(lr=4e-3, weight_decay=(0.02, 0.2)),
+        vit_small=dict(lr=1e-3),
+        vit_base=dict(lr=1.5e-3),
+    )),
+)
 IMAGENET = dict(
     COMMON, arch="vit_small", image_size=224, patch_size=16, epochs=300, warmup=10, batch_size=1024, lr_batch=1024,
     mix_slices=8, crop_scale=(0.05, 1.0),
-    per_arch={
-        "vit_small": dict(lr=2e-3, weight_decay=(0.04, 0.4)),
-        "vit_base": dict(lr=3e-3, weight_decay=(0.04, 0.4)),
-    },
-)  # fmt: skip
+    by=dict(variant=RELEASED, arch=dict(vit_small=dict(lr=2e-3), vit_base=dict(lr=3e-3))),
+)
 RECIPES = {
-    # Ours, for two CPU cores; the loss is the paper's.
+    # Ours, for two CPU cores: small heads, fewer and larger patches, weaker views; the loss is the paper's.
     "patterns": dict(
-        COMMON,
-        arch="vit_micro",
-        image_size=32,
-        patch_size=8,
-        epochs=40,
-        warmup=4,
-        batch_size=128,
-        lr_batch=128,
-        lr=2e-3,
-        weight_decay=(0.02, 0.2),
-        num_mix=2,
-        mix_slices=1,
-        hidden=512,
-        dim=128,
-        drop_path=0.0,
-        crop_scale=(0.3, 1.0),
-        norm=common.NORMS["patterns"],
-        momentum=(0.98, 1.0),
-    ),  # fmt: skip
+        COMMON, arch="vit_micro", image_size=32, patch_size=8, epochs=40, warmup=1, batch_size=64, lr_batch=64,
+        lr=1e-3, weight_decay=(0.02, 0.2), num_mix=2, mix_slices=1, hidden=512, dim=128, drop_path=0.0,
+        crop_scale=(0.3, 1.0), blur_p=(0.1, 0.1), norm=common.NORMS["patterns"], momentum=(0.98, 1.0),
+        by=dict(variant=RELEASED),
+    ),
     "cifar10": CIFAR,
     "cifar100": CIFAR,
     "stl10": dict(CIFAR, image_size=96, patch_size=6),  # ours: not in the paper
@@ -104,9 +89,8 @@ RECIPES = {
     "imagenet": IMAGENET,
     "folder": IMAGENET,  # ours
 }
-RELEASED = dict(num_mix=2)  # D2; D3 and D4 depend on the encoder, D1 and D5 are in the loss
+# fmt: on
 TERMS = ("oto,mto,mtm", "oto,mto", "oto,mtm", "mto,mtm", "oto", "mto", "mtm")
-FALLBACK = dict(lr=1e-3, weight_decay=(0.04, 0.4))  # encoders for which the paper gives no rate
 
 
 def parse_args(argv=None):
@@ -179,12 +163,13 @@ def resolve(args, method_flags):
 
     method_flags: {flag: its default where the recipe has none}; those that differ become part of the folder's name.
     """
-    recipe = FALLBACK | RECIPES[args.dataset]
-    recipe |= recipe.pop("per_arch", {}).get(args.arch or recipe["arch"], {})
+    recipe = dict(RECIPES[args.dataset])
     defaults = {"variant": "paper"} | method_flags | recipe  # what the folder's name leaves out
-    recipe |= RELEASED if args.variant == "released" else {}
     given = {name: getattr(args, name) for name in ("variant", *method_flags)}
     named = "".join(f"-{k}{v}" for k, v in given.items() if v is not None and v != defaults[k])
+    for flag, overrides in recipe.pop("by", {}).items():  # what depends on another choice
+        choice = getattr(args, flag, None) or recipe.get(flag)
+        recipe |= overrides.get(choice, {})
     recipe["warmup"] *= min(1, (args.epochs or recipe["epochs"]) / recipe["epochs"])  # a short run warms up in proportion
     for key, value in recipe.items():
         if getattr(args, key, None) is None:
@@ -355,7 +340,7 @@ def soft_info_nce(q, k, index, weight, temperature):
 
     -1/N sum_i sum_j weight_j log softmax_t(sim(q_i, k_t) / temperature)[index_ij], sim the cosine: q (n, C) and k (N, C)
     are normalised here, the weights never. index (n, P) int64 into k, weight (P,). Gradients go to q and k; detach k for
-    the paper's sg(). No n x N target matrix is made. Returns a scalar, 0 <= chance = weight.sum() * log(N) at equal logits.
+    the paper's sg(). No n x N target matrix is made. Returns a scalar: weight.sum() * log(N) at equal logits.
     """
     logits = F.normalize(q, dim=1) @ F.normalize(k, dim=1).T / temperature
     positive = logits.gather(1, index)
@@ -429,15 +414,15 @@ class PatchMix(nn.Module):
         return weight * math.log(self.args.batch_size)
 
     def query(self, x):
-        """h = H(G(F(x))): (n, 3, H, W) -> (n, dim) float32."""
+        """h = H(G(F(x))): (n, 3, H, W) -> (n, dim), not in bf16."""
         with torch.autocast(x.device.type, torch.bfloat16, enabled=self.args.bf16):
-            return self.predictor(self.projector(self.backbone(x))).float()
+            return self.predictor(self.projector(self.backbone(x))).to(x.dtype)
 
     @torch.no_grad()
     def key(self, x):
-        """sg(z), z = G(F(x)) of the momentum encoder, of all processes: (n, 3, H, W) -> (N, dim) float32."""
+        """sg(z), z = G(F(x)) of the momentum encoder, of all processes: (n, 3, H, W) -> (N, dim), not in bf16."""
         with torch.autocast(x.device.type, torch.bfloat16, enabled=self.args.bf16):
-            return gather(self.momentum_projector(self.momentum_backbone(x)).float())
+            return gather(self.momentum_projector(self.momentum_backbone(x)).to(x.dtype))
 
     def forward(self, views, step):
         """views: this process's two (n, 3, H, W). Returns (Eq. 16, metrics: detached scalars, and q, k (n, dim))."""
@@ -537,8 +522,8 @@ def average_buffers(model):
 def schedule(args, step, steps_per_epoch):
     """(learning rate, weight decay, momentum of the momentum encoder) of a step.
 
-    The rate warms up linearly, then falls by a cosine to min_lr, or by 10 at each of the recipe's milestones (epochs). A pair
-    of weight decays or momenta is the start and the end of a cosine.
+    The rate warms up linearly, then falls by a cosine to min_lr, or by 10 at each of the recipe's milestones (shares of the
+    run). A pair of weight decays or momenta is the start and the end of a cosine.
     """
     epoch, done = step / steps_per_epoch, step / (args.epochs * steps_per_epoch)
     peak, warmup = args.lr * args.batch_size / args.lr_batch, args.warmup
@@ -549,7 +534,7 @@ def schedule(args, step, steps_per_epoch):
     if epoch < warmup:
         lr = peak * epoch / warmup
     elif getattr(args, "milestones", None):
-        lr = peak * 0.1 ** sum(epoch >= m for m in args.milestones)
+        lr = peak * 0.1 ** sum(done >= m for m in args.milestones)
     else:
         lr = cosine(peak, args.min_lr, (epoch - warmup) / (args.epochs - warmup))
     pair = [v if isinstance(v, (tuple, list)) else (v, v) for v in (args.weight_decay, args.momentum)]
@@ -708,9 +693,9 @@ def main(args):
     common.say(", ".join(f"{k} {v}" for k, v in environment.items()))
     introduce(args, model, train, test, steps)
     common.begin_run(args.out, config, checkpoint, step)
-    if not checkpoint:
-        first = dict(step=0, **environment, arguments=config, chance=model.chance())
-        if args.knn_every and test is not None and train.array is not None:
+    if checkpoint is None or Path(checkpoint).parent != Path(args.out):
+        first = dict(step=step, **environment, arguments=config, chance=model.chance())
+        if step == 0 and args.knn_every and test is not None and train.array is not None:
             first |= common.knn_floors(encoder, train, test, info, device, **options)
         common.write_metrics(args.out, first, args.epochs)
 

@@ -1,0 +1,689 @@
+"""JCL: Joint Contrastive Learning with Infinite Possibilities (Cai et al., NeurIPS 2020, arXiv 2009.14776).
+
+MoCo compares a query with one key of its image. JCL asks for the expected loss over all keys that augmentation could make:
+the keys of an image are taken as Gaussian, and Jensen's inequality turns the expectation into a closed form that needs only
+their mean and covariance, estimated from M' keys. Compared with MoCo's loss, the positive logit inside the logarithm grows by
+the variance of the keys along the query, lambda / (2 tau^2) q' Sigma q, and the numerator uses the mean key: the loss falls
+when an image's keys agree. Gradients reach the query only; the keys come from a momentum encoder, and their mean is enqueued.
+
+    Eq. 1              info_nce                MoCo v2's loss, and each term of Eq. 2
+    Eq. 2-3            JCL.forward, --vanilla  the average over keys
+    Eq. 5-7            the bound, in the tests
+    Eq. 8-9            jcl_loss                Algorithm 1, lines 6-10
+    Algorithm 1        JCL.forward, train_step, encode_keys
+
+    python jcl.py                                                             # laptop, no data, about 4 minutes
+    python jcl.py --dataset cifar10 --num-keys 1                              # the baseline, MoCo v2, one GPU
+    torchrun --nproc_per_node=8 jcl.py --dataset imagenet --data-dir DIR
+
+Baseline: `--num-keys 1` is MoCo v2 exactly (one key has no variance). New relative to it: jcl_loss, M' key views, the mean.
+
+Departures:
+    D1 lambda: paper 4.0, constant; released 2.0 after a linear ramp over the epochs (`--variant released`)
+    D2 M': paper 5 keys; the released script's 5 counts the query, so 4 keys (`--variant released`)
+    D3 batch and rate on ImageNet-1K: paper 512 and 0.06; released 256 and 0.03, the same ratio (`--variant released`)
+    D4 the paper removes 256 old keys while it adds N = 512 (App. C); here as many as are added
+    D5 Algorithm 1 updates f and g by the loss; g is a momentum encoder, as everywhere in the text
+    D6 App. D's class list has two misprints; common.IMAGENET100 is mended
+"""
+
+import copy
+import importlib.util
+import json
+import math
+import os
+import time
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import common
+
+METHOD = "jcl"
+EVALUATED = "query"  # the encoder that the authors evaluate
+
+# ================================================================ 1. arguments
+
+# fmt: off
+# "by" holds what depends on another flag. The rate is that of batch size lr_batch.
+COMMON = dict(
+    num_keys=5, lam=4.0, lam_schedule="constant",
+    crop_scale=(0.2, 1.0), jitter=(0.4, 0.4, 0.4, 0.1), jitter_p=0.8, gray_p=0.2,
+    blur_p=0.5, interpolation="bilinear", norm=common.IMAGENET_NORM, patch_size=16,
+    warmup=0, min_lr=0.0, dim=128, bn_groups=8, momentum=0.999, weight_decay=1e-4, temperature=0.2,
+    by=dict(variant=dict(released=dict(num_keys=4, lam=2.0, lam_schedule="ramp"))),
+)
+IMAGENET = dict(  # section 4.1 and App. C
+    COMMON, arch="resnet50", image_size=224, epochs=200, batch_size=512, lr=0.06, lr_batch=512, queue=65536,
+    by=dict(variant=dict(released=dict(num_keys=4, lam=2.0, lam_schedule="ramp", batch_size=256, lr=0.03, lr_batch=256))),
+)
+CIFAR = dict(  # ours: moco_jointcrop.py's, so that the two can be compared
+    COMMON, arch="resnet18", image_size=32, patch_size=4, epochs=500, batch_size=512, lr=0.5, lr_batch=512, min_lr=0.05,
+    queue=4096, blur_p=0.0,
+)
+RECIPES = {
+    "patterns": dict(  # ours, for two CPU cores
+        COMMON, arch="resnet_micro", image_size=32, patch_size=4, epochs=12, batch_size=128, lr=0.12, lr_batch=128, queue=1024,
+        blur_p=0.1, crop_scale=(0.3, 1.0), norm=common.NORMS["patterns"], bn_groups=2, momentum=0.98, warmup=1, num_keys=3,
+    ),
+    "cifar10": dict(CIFAR, norm=common.NORMS["cifar10"]),
+    "cifar100": dict(CIFAR, norm=common.NORMS["cifar100"]),
+    "stl10": dict(CIFAR, image_size=96, patch_size=8, queue=8192),
+    "imagenet100": dict(  # App. D; the queue's length is not restated there
+        COMMON, arch="resnet18", image_size=224, epochs=100, batch_size=128, lr=0.1, lr_batch=128, queue=65536,
+    ),
+    "imagenet": IMAGENET,
+    "folder": IMAGENET,  # ours
+}
+# fmt: on
+
+
+def parse_args(argv=None):
+    """The command line as a namespace in which every value of the recipe is filled in. Exits with a line on a mistake."""
+    parser = common.ArgumentParser("jcl.py", description=__doc__.splitlines()[0])
+    add_run_flags(parser)
+    group = parser.add_argument_group("JCL")
+    group.add_argument("--num-keys", type=int, metavar="M", help="keys per query, M' (Fig. 2a); 1 is MoCo v2")
+    group.add_argument("--lam", type=float, metavar="X", help="lambda of Eq. 8 (Fig. 2b)")
+    group.add_argument("--lam-schedule", choices=("constant", "ramp"), help="ramp: lambda (epoch + 1) / epochs, as released")
+    group.add_argument("--vanilla", action="store_true", default=None, help="the average loss over the keys, Eq. 2-3")
+    flags = {"num_keys": None, "lam": None, "lam_schedule": None, "vanilla": None}
+    args = resolve(parser.parse_args(argv), method_flags=flags)
+    args.vanilla = bool(args.vanilla)
+    if args.num_keys < 1 or not 0 <= args.lam < math.inf:
+        common.fail("--num-keys: at least 1; --lam: 0 or more")
+    return args
+
+
+# -------------------------------------------- run flags (same in all five files)
+
+
+def add_run_flags(parser):
+    parser.add_argument("--dataset", default="patterns", choices=common.DATASETS, help="data set, and whose recipe is used")
+    parser.add_argument("--data-dir", metavar="DIR", help="where it is, or is downloaded to; train/ and val/ or test/ are read")
+    parser.add_argument("--no-cache", action="store_true", help="do not keep small images decoded in memory")
+    parser.add_argument("--arch", help=f"{', '.join(common.ARCHS)}, or any timm model")
+    parser.add_argument("--image-size", type=int, metavar="N")
+    parser.add_argument("--patch-size", type=int, metavar="N", help="of a ViT")
+    parser.add_argument("--epochs", type=int, metavar="N")
+    parser.add_argument("--max-steps", type=int, metavar="N", help="stop and save after N steps, counted over resumes")
+    parser.add_argument("--batch-size", type=int, metavar="N", help="global: over all processes")
+    parser.add_argument("--lr", type=float, metavar="X", help="at the recipe's reference batch, scaled linearly with the batch")
+    parser.add_argument("--seed", type=int, default=0, metavar="N")
+    parser.add_argument("--queue", type=int, metavar="N", help="number of negatives kept (methods with a queue)")
+    parser.add_argument("--out", metavar="DIR", help="folder of the run (runs/METHOD-DATASET-ARCH-sSEED...)")
+    parser.add_argument("--resume", default="auto", metavar="auto|PATH|none")
+    parser.add_argument("--save-every", type=int, default=1, metavar="N", help="epochs")
+    parser.add_argument("--keep-every", type=int, default=0, metavar="N", help="epochs; 0: only the last two are kept")
+    parser.add_argument("--knn-every", type=int, default=10, metavar="N", help="epochs; 0: never")
+    parser.add_argument("--device", default="auto", choices=("auto", "cuda", "cpu"))
+    parser.add_argument("--amp", default="auto", choices=("auto", "bf16", "off"), help="auto: bf16 on CUDA")
+    parser.add_argument("--compile", action="store_true")
+    parser.add_argument("--grad-checkpoint", action="store_true", help="less memory, more time")
+    parser.add_argument("--workers", type=int, metavar="N", help="loader processes for each training process")
+    parser.add_argument("--tensorboard", action="store_true")
+    parser.add_argument("--show-views", metavar="PNG", help="write what the network is fed, and exit")
+    parser.add_argument("--variant", default="paper", choices=("paper", "released"))
+
+
+def resolve(args, method_flags):
+    """Fill in from the recipe what the command line left open, check it, and name the run's folder.
+
+    method_flags: {flag: its default where the recipe has none}; those that differ become part of the folder's name.
+    """
+    recipe = dict(RECIPES[args.dataset])
+    defaults = {"variant": "paper"} | method_flags | recipe  # what the folder's name leaves out
+    given = {name: getattr(args, name) for name in ("variant", *method_flags)}
+    named = "".join(f"-{k}{v}" for k, v in given.items() if v is not None and v != defaults[k])
+    for flag, overrides in recipe.pop("by", {}).items():  # what depends on another choice
+        choice = getattr(args, flag, None) or recipe.get(flag)
+        recipe |= overrides.get(choice, {})
+    recipe["warmup"] *= min(1, (args.epochs or recipe["epochs"]) / recipe["epochs"])  # a short run warms up in proportion
+    for key, value in recipe.items():
+        if getattr(args, key, None) is None:
+            setattr(args, key, value)
+    folder = f"{METHOD}-{args.dataset}-{args.arch}-s{args.seed}{named}"
+    args.out = args.out or "runs/" + "".join(c if c.isalnum() or c in "-_." else "+" for c in folder)
+    for name in ("image_size", "patch_size", "epochs", "batch_size", "lr", "save_every", "max_steps", "queue"):
+        if getattr(args, name) is not None and not 0 < getattr(args, name) < math.inf:
+            common.fail(f"--{name.replace('_', '-')} {getattr(args, name)}: give a number above 0")
+    for name in ("seed", "keep_every", "knn_every", "workers"):
+        if getattr(args, name) is not None and getattr(args, name) < 0:
+            common.fail(f"--{name.replace('_', '-')} {getattr(args, name)}: give 0 or more")
+    world = int(os.environ.get("WORLD_SIZE", 1))
+    if args.batch_size % world:
+        common.fail(f"--batch-size {args.batch_size} (global) cannot be shared out over {world} processes")
+    if args.device == "cuda" and not torch.cuda.is_available():
+        common.fail("--device cuda: torch sees no CUDA device; use --device cpu")
+    if args.tensorboard and importlib.util.find_spec("tensorboard") is None:
+        common.fail("--tensorboard needs a package: pip install tensorboard")
+    return args
+
+
+# ==================================================================== 2. views
+
+
+EXTRA = 0
+DRAWS = common.CROP_DRAWS + common.COLOUR_DRAWS  # of one view
+
+
+def make_sample(args):
+    """Query view and M' key views, as the function that common.Views calls with image sizes and uniform draws."""
+
+    def sample(index, sizes, draws):
+        draws = draws.reshape(len(index), 1 + args.num_keys, DRAWS)
+        cuts, colours = [], []
+        for view in range(1 + args.num_keys):
+            crop, colour = np.split(draws[:, view], [common.CROP_DRAWS], axis=1)
+            cuts.append((index, common.random_resized_crop(sizes, crop, args.crop_scale), args.image_size))
+            colours.append(common.random_colour(colour, args.jitter, args.jitter_p, args.gray_p, args.blur_p))
+        return cuts, np.stack(colours, 1)
+
+    return sample
+
+
+def show_views(args, loader, device):
+    """Write a grid of all views, as the network gets them but for the normalisation."""
+    batch = next(iter(loader))
+    views = [common.colour(v.to(device), batch["colour"][:, i]) for i, v in enumerate(batch["views"])]
+    common.save_grid(args.show_views, [v[:12] for v in views], ("query", *(f"key {m + 1}" for m in range(args.num_keys))))
+    common.say(f"views written to {args.show_views}")
+
+
+# ------------------------------------------ 3. encoder (same in all five files)
+
+
+class GroupedBatchNorm(nn.modules.batchnorm._BatchNorm):
+    """Batch norm whose statistics are taken over `groups` equal slices of the global batch, for (N, C) or (N, C, H, W).
+
+    Several groups emulate the separate batch norms of as many GPUs, on any number of processes that divides them. One
+    group is one set of statistics over all processes. Running statistics are the mean over this process's groups;
+    `average_buffers` then takes the mean over the processes.
+    """
+
+    def __init__(self, num_features, groups=1, affine=True):
+        super().__init__(num_features, affine=affine)
+        self.groups = groups
+
+    def _check_input_dim(self, x):
+        pass
+
+    def forward(self, x):
+        world = common.rank_and_world()[1]
+        if not self.training or (self.groups == 1 and world == 1):
+            return super().forward(x)
+        if self.groups == 1:
+            return self.over_all_processes(x)
+        # The library keeps channels apart, so groups are laid side by side as channels.
+        g, c = self.groups // world, x.shape[1]
+        y = x.reshape(g, -1, c, *x.shape[2:]).transpose(0, 1).flatten(1, 2)
+        mean, var = self.running_mean.repeat(g), self.running_var.repeat(g)
+        weight, bias = (None if p is None else p.repeat(g) for p in (self.weight, self.bias))
+        y = F.batch_norm(y, mean, var, weight, bias, True, self.momentum, self.eps)
+        with torch.no_grad():
+            self.running_mean.copy_(mean.view(g, c).mean(0))
+            self.running_var.copy_(var.view(g, c).mean(0))
+        return y.unflatten(1, (g, c)).transpose(0, 1).reshape(x.shape)
+
+    def over_all_processes(self, x):
+        """Each process's mean and variance, gathered with their gradient and combined: one collective."""
+        dims, shape = [d for d in range(x.dim()) if d != 1], [1, -1] + [1] * (x.dim() - 2)
+        x32 = x.to(torch.promote_types(x.dtype, torch.float32))
+        var, mean = torch.var_mean(x32, dims, correction=0)
+        means, variances = GatherWithGradient.apply(torch.stack([mean, var])).unbind(1)
+        mean = means.mean(0)
+        var = (variances + (means - mean).square()).mean(0)
+        count = x.numel() // x.shape[1] * len(means)
+        with torch.no_grad():
+            self.running_mean.lerp_(mean.to(self.running_mean), self.momentum)
+            self.running_var.lerp_((var * count / max(1, count - 1)).to(self.running_var), self.momentum)
+        y = (x32 - mean.view(shape)) * (var + self.eps).rsqrt().view(shape)
+        y = y if self.weight is None else torch.addcmul(self.bias.view(shape), y, self.weight.view(shape))
+        return y.to(x.dtype)
+
+
+def group_batch_norms(module, groups):
+    """Replace every nn.BatchNorm1d/2d in a module by a GroupedBatchNorm of the same parameters; returns the module."""
+    for name, child in module.named_children():
+        if isinstance(child, (nn.BatchNorm1d, nn.BatchNorm2d)):
+            norm = GroupedBatchNorm(child.num_features, groups, child.affine)
+            norm.load_state_dict(child.state_dict())
+            norm.eps, norm.momentum = child.eps, child.momentum
+            setattr(module, name, norm)
+        else:
+            group_batch_norms(child, groups)
+    return module
+
+
+# ===================================================================== 4. loss
+
+
+def jcl_loss(q, k, queue, temperature, lam):
+    """The bound on the expected InfoNCE over Gaussian keys (Eq. 8-9).
+
+    log[exp(q.mu/T + lam/(2 T^2) q' Sigma q) + sum_j exp(q.queue_j/T)] - q.mu/T, averaged over the batch. q (N, C) and
+    queue (K, C) of unit length; k (N, M', C), each key of unit length; mu is their mean, Sigma their (biased) covariance.
+    Gradients: to q only if k is detached, as in the paper; q' Sigma q is the variance of the M' projections q.k, so no C x C
+    matrix is made. lam >= 0; one key or lam = 0 with one key is InfoNCE. Computed in float32 or better. Returns a scalar.
+    """
+    q, k, queue = (x.to(torch.promote_types(x.dtype, torch.float32)) for x in (q, k, queue))
+    projections = torch.einsum("nc,nmc->nm", q, k) / temperature
+    mean = projections.mean(1, keepdim=True)  # q.mu / T
+    variance = (projections - mean).square().mean(1, keepdim=True)  # q' Sigma q / T^2, Algorithm 1, lines 7-8
+    logits = torch.cat([mean + lam / 2 * variance, q @ queue.T / temperature], dim=1)
+    return (logits.logsumexp(1, keepdim=True) - mean).mean()
+
+
+# ------------- queue and keys (same in the four queue files: jcl, clim, logo too)
+
+
+def info_nce(q, k, queue, temperature):
+    """InfoNCE with a queue: the positive is the key of the same row, the negatives are the queue's keys.
+
+    -mean log(exp(q.k / T) / (exp(q.k / T) + sum_j exp(q.queue_j / T))); q, k (N, C), queue (K, C), all of unit length. The
+    gradient goes to q (and to k, if it has one); at equal logits the loss is log(K + 1). Returns a scalar.
+    """
+    positive = (q * k).sum(1, keepdim=True)
+    logits = torch.cat([positive, q @ queue.T], dim=1) / temperature
+    return F.cross_entropy(logits, logits.new_zeros(len(q), dtype=torch.int64))
+
+
+class Queue(nn.Module):
+    """The last `length` keys, first in first out; random unit vectors at the start. Any length, any batch."""
+
+    def __init__(self, length, dim, seed):
+        super().__init__()
+        keys = torch.randn(length, dim, generator=common.generator(seed, 4))
+        self.register_buffer("keys", F.normalize(keys, dim=1))
+        self.register_buffer("position", torch.zeros(1, dtype=torch.int64))
+
+    @torch.no_grad()
+    def enqueue(self, keys):
+        """Replace the oldest by keys (n, dim), the same on every process; of more than `length` the last are kept."""
+        length = len(self.keys)
+        at = (self.position + torch.arange(len(keys), device=keys.device)) % length
+        self.keys.index_copy_(0, at[-length:], keys[-length:].to(self.keys))
+        self.position.add_(len(keys)).remainder_(length)
+
+
+@torch.no_grad()
+def encode_keys(encode, views, generator):
+    """Keys of all processes for several views, shuffled for batch norm: (views, N, C).
+
+    encode: images -> keys; views: list of this process's (n, 3, H, W). The keys of one image must not share their batch
+    statistics with its query, or the batch tells which is which (MoCo, section 3.3): all views of the global batch are
+    shuffled, each process encodes its part, and the keys are put back in order. The shuffle depends on the generator
+    alone, so any number of processes makes the same groups.
+    """
+    rank, world = common.rank_and_world()
+    n, total = len(views[0]), len(views) * len(views[0]) * world
+    shuffle = torch.randperm(total, generator=generator)
+    gathered = torch.arange(total).view(world, len(views), n).transpose(0, 1).flatten()  # where (view, image) came to lie
+    mine = gathered[shuffle].view(world, -1)[rank].to(views[0].device)
+    keys = gather(encode(gather(torch.cat(views)).index_select(0, mine)))
+    return torch.empty_like(keys).index_copy_(0, shuffle.to(keys.device), keys).view(len(views), n * world, -1)
+
+
+# ==================================================================== 5. model
+
+
+class JCL(nn.Module):
+    """Query encoder, momentum (key) encoder and queue of MoCo v2, with M' keys per query (Algorithm 1)."""
+
+    def __init__(self, args, info):
+        super().__init__()
+        self.args, self.temperature = args, args.temperature
+        self.backbone = group_batch_norms(common.build_backbone(info), args.bn_groups)
+        width = self.backbone.num_features
+        self.projector = nn.Sequential(nn.Linear(width, width), nn.ReLU(inplace=True), nn.Linear(width, args.dim))
+        self.momentum_backbone = copy.deepcopy(self.backbone).requires_grad_(False)
+        self.momentum_projector = copy.deepcopy(self.projector).requires_grad_(False)
+        self.queue = Queue(args.queue, args.dim, args.seed)
+
+    def chance(self):
+        return math.log(self.args.queue + 1)
+
+    def query(self, x):
+        """(n, 3, H, W) -> (n, dim) of unit length, not in bf16."""
+        with torch.autocast(x.device.type, torch.bfloat16, enabled=self.args.bf16):
+            return F.normalize(self.projector(self.backbone(x)).to(x.dtype), dim=1)
+
+    def key(self, x):
+        with torch.autocast(x.device.type, torch.bfloat16, enabled=self.args.bf16):
+            return F.normalize(self.momentum_projector(self.momentum_backbone(x)).to(x.dtype), dim=1)
+
+    def lam(self, step):
+        if self.args.lam_schedule == "constant":
+            return self.args.lam
+        return self.args.lam * (step // self.args.steps + 1) / self.args.epochs  # D1
+
+    def forward(self, views, step):
+        """views: this process's query view and M' key views (n, 3, H, W). Returns (loss, metrics: scalars, and q, k)."""
+        q = self.query(views[0])
+        keys = encode_keys(self.key, views[1:], common.generator(self.args.seed, step, 20))  # (M', N, C)
+        k = keys.unflatten(1, (-1, len(q)))[:, common.rank_and_world()[0]].transpose(0, 1)  # this process's (n, M', C)
+        if self.args.vanilla:
+            loss = sum(info_nce(q, key, self.queue.keys, self.temperature) for key in k.unbind(1)) / k.shape[1]  # Eq. 3
+        else:
+            loss = jcl_loss(q, k, self.queue.keys, self.temperature, self.lam(step))
+        self.new_keys = keys.mean(0)  # line 13: the means, not of unit length
+        variance = (k - k.mean(1, keepdim=True)).square().mean()  # Fig. 3b
+        return loss, {"loss": loss.detach(), "key_variance": variance, "q": q.detach(), "k": k[:, 0]}
+
+    def enqueue(self):
+        """After the backward pass, which still needs the old queue."""
+        self.queue.enqueue(self.new_keys)
+
+    @torch.no_grad()
+    def update_momentum_encoder(self, m):
+        """theta_k <- m theta_k + (1 - m) theta_q (MoCo, Eq. 2). Parameters only: the copies keep their own BN statistics."""
+        slow = [*self.momentum_backbone.parameters(), *self.momentum_projector.parameters()]
+        fast = [*self.backbone.parameters(), *self.projector.parameters()]
+        torch._foreach_lerp_(slow, fast, 1 - m)
+
+
+# ---------------------------------------- 6. distributed (same in all five files)
+
+
+def init_distributed(args):
+    """Join torchrun's process group, if there is one; returns this process's device."""
+    torch.set_flush_denormal(True)  # denormal numbers make a CPU several times slower
+    use_cuda = args.device != "cpu" and torch.cuda.is_available()
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if use_cuda else torch.device("cpu")
+    if use_cuda:
+        if device.index >= torch.cuda.device_count():
+            common.fail(f"process {device.index} has no GPU: this machine has {torch.cuda.device_count()}")
+        torch.cuda.set_device(device)
+        torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
+        torch.backends.cudnn.benchmark = True
+    if "WORLD_SIZE" in os.environ and not dist.is_initialized():
+        dist.init_process_group("nccl" if use_cuda else "gloo")
+    args.bf16 = args.amp == "bf16" or (args.amp == "auto" and use_cuda)
+    world = common.rank_and_world()[1]
+    if args.bn_groups > 1 and args.bn_groups % world:
+        common.say(f"batch-norm groups: {args.bn_groups} cannot be shared out over {world} processes, so {world} are used")
+        args.bn_groups = world
+    if args.batch_size % max(world, args.bn_groups):
+        common.fail(f"--batch-size {args.batch_size} cannot be divided into {args.bn_groups} batch-norm groups")
+    return device
+
+
+def gather(x):
+    """(n, ...) of each process -> (N, ...) of all, in rank order, without gradient."""
+    world = common.rank_and_world()[1]
+    if world == 1:
+        return x
+    out = x.new_empty(world * len(x), *x.shape[1:])
+    dist.all_gather_into_tensor(out, x.contiguous())
+    return out
+
+
+class GatherWithGradient(torch.autograd.Function):
+    """x -> (world, *x.shape) of all processes; each process's gradient flows back to the one whose x it was."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return gather(x.unsqueeze(0))
+
+    @staticmethod
+    def backward(ctx, gradient):
+        gradient = gradient.contiguous()
+        dist.all_reduce(gradient)
+        return gradient[dist.get_rank()]
+
+
+def average_buffers(model):
+    """Make batch norm's running statistics the mean over the processes: one collective."""
+    world = common.rank_and_world()[1]
+    norms = [m for m in model.modules() if isinstance(m, GroupedBatchNorm)]
+    buffers = [b for m in norms for b in (m.running_mean, m.running_var)]
+    if world > 1 and buffers:
+        flat = torch.cat([b.flatten() for b in buffers])
+        dist.all_reduce(flat)
+        for buffer, mean in zip(buffers, flat.div_(world).split([b.numel() for b in buffers]), strict=True):
+            buffer.copy_(mean.view_as(buffer))
+
+
+# ---------------------------- 7. schedule and checkpoint (same in all five files)
+
+
+def schedule(args, step, steps_per_epoch):
+    """(learning rate, weight decay, momentum of the momentum encoder) of a step.
+
+    The rate warms up linearly, then falls by a cosine to min_lr, or by 10 at each of the recipe's milestones (shares of the
+    run). A pair of weight decays or momenta is the start and the end of a cosine.
+    """
+    epoch, done = step / steps_per_epoch, step / (args.epochs * steps_per_epoch)
+    peak, warmup = args.lr * args.batch_size / args.lr_batch, args.warmup
+
+    def cosine(start, end, t):
+        return end + (start - end) * (1 + math.cos(math.pi * t)) / 2
+
+    if epoch < warmup:
+        lr = peak * epoch / warmup
+    elif getattr(args, "milestones", None):
+        lr = peak * 0.1 ** sum(done >= m for m in args.milestones)
+    else:
+        lr = cosine(peak, args.min_lr, (epoch - warmup) / (args.epochs - warmup))
+    pair = [v if isinstance(v, (tuple, list)) else (v, v) for v in (args.weight_decay, args.momentum)]
+    return lr, *(cosine(start, end, done) for start, end in pair)
+
+
+def parameter_groups(model, skip_vectors):
+    """Two optimiser groups of the trainable parameters; with skip_vectors, biases and other 1-D tensors do not decay."""
+    groups = [dict(params=[], decays=True), dict(params=[], decays=False)]
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            groups[skip_vectors and parameter.dim() <= 1]["params"].append(parameter)
+    return [g for g in groups if g["params"]]
+
+
+ENCODERS = {"query": "backbone", "momentum": "momentum_backbone"}  # their names in every model
+
+
+class EpochLog:
+    """Sums of an epoch's metrics, kept on the device, and its last embeddings: all that resuming in mid-epoch needs."""
+
+    last = 1024  # images whose embeddings are kept for the health figures
+
+    def __init__(self, state=None):
+        rank, world = common.rank_and_world()
+        self.names, self.sums, self.steps, self.pairs = [], None, 0, []
+        if state and state["steps"]:
+            self.names, self.steps, self.pairs = state["names"], state["steps"], [state["pairs"]] * (state["pairs"] is not None)
+            same = len(state["sums"]) == world
+            self.sums = state["sums"][rank] if same else state["sums"].mean(0)
+
+    def add(self, metrics, step, images_left):
+        """metrics: detached scalars, and q and k, this process's embeddings and their positives."""
+        q, k = metrics.pop("q"), metrics.pop("k")
+        values = torch.stack([v.double() for v in metrics.values()])
+        bad = torch.where(values[:1].isfinite(), math.inf, float(step))  # the first step of a loss that is no number
+        if self.sums is None:
+            self.names, self.sums = list(metrics), torch.cat([torch.zeros_like(values), bad])
+        self.sums = self.sums.to(values.device)
+        self.sums[:-1] += values
+        self.sums[-1:] = torch.minimum(self.sums[-1:], bad)
+        self.steps += 1
+        if images_left < self.last:
+            self.pairs.append(gather(torch.stack([q, k], 1)))
+
+    def state(self):
+        """The same on every process, whole: what `EpochLog(state)` goes on from."""
+        pairs = torch.cat(self.pairs).cpu() if self.pairs else None
+        sums = gather(self.sums.unsqueeze(0)).cpu() if self.steps else None
+        return dict(names=self.names, steps=self.steps, sums=sums, pairs=pairs)
+
+    def check(self, sampler):
+        """Stop in words if a loss was not a number; nothing has been saved since. Waits for the device."""
+        bad = gather(self.sums[-1:]).min().item() if self.steps else math.inf
+        if bad < math.inf:
+            images = ", ".join(map(str, sampler.batch(int(bad))[:8]))
+            common.fail(
+                f"the loss is not finite since step {bad:.0f} (images {images}, ...); the last checkpoint is from before it: "
+                "go on with --amp off, or with a lower --lr in a new --out and --resume PATH"
+            )
+
+    def means(self):
+        """{name: mean over the epoch and the processes}, and the health figures."""
+        mean = gather(self.sums[None, :-1]).mean(0) / self.steps
+        health = common.embedding_health(*torch.cat(self.pairs)[-self.last :].unbind(1)) if self.pairs else {}
+        return dict(zip(self.names, mean.tolist(), strict=True)) | health
+
+
+def restore(state, model, optimizer):
+    """Put a last.pt's state into model and optimiser; returns (step, EpochLog). Exits with a line if it does not fit."""
+    try:
+        model.load_state_dict(state["model"])
+        optimizer.load_state_dict(state["optimizer"])
+    except (RuntimeError, ValueError) as error:
+        common.fail(f"the checkpoint does not fit this model: {' '.join(str(error).split())[:300]}")
+    return state["step"], EpochLog(state["log"])
+
+
+# ===================================================================== 8. main
+
+
+def introduce(args, model, train, test, steps):
+    """The first lines of a run: everything that its numbers depend on."""
+    world, size = common.rank_and_world()[1], sum(p.numel() for p in model.backbone.parameters()) / 1e6
+    rate = args.lr * args.batch_size / args.lr_batch
+    keys = f"M' = {args.num_keys}, {'vanilla' if args.vanilla else f'lambda {args.lam:g}, {args.lam_schedule}'}"
+    queue = f"queue {args.queue} ({100 * args.queue / len(train):.1f} % of the data set)"
+    common.say(
+        f"{METHOD}, {keys}, variant {args.variant}; encoder {args.arch}, "
+        f"{size:.2f} M parameters, image {args.image_size} px; evaluated: the {EVALUATED} encoder\n"
+        f"data {args.dataset}: {len(train)} training images ({train.memory()}), {len(test) if test else 'no'} test images, "
+        f"{len(train.classes) or 'no'} classes; mean {args.norm[0]}, std {args.norm[1]}\n"
+        f"batch {args.batch_size} over {world} process(es), {args.batch_size // world} each; {steps} steps an epoch, "
+        f"{args.epochs} epochs; {'bf16' if args.bf16 else 'float32'}; batch-norm groups {args.bn_groups}\n"
+        f"rate {args.lr:g} at batch {args.lr_batch}, scaled linearly to {rate:g}; weight decay {args.weight_decay}, "
+        f"momentum {args.momentum}, temperature {args.temperature}\n"
+        f"{queue}; negatives per query {args.queue}; chance level of the loss (without variance) {model.chance():.3f}"
+    )
+
+
+def make_optimizer(args, model):
+    """SGD as in MoCo."""
+    return torch.optim.SGD(parameter_groups(model, skip_vectors=False), lr=0.0, momentum=0.9)
+
+
+def train_step(args, model, wrapped, optimizer, batch, step, steps, device):
+    """One step of Algorithm 1. Returns the metrics, on the device."""
+    views = [common.colour(v.to(device, non_blocking=True), batch["colour"][:, i]) for i, v in enumerate(batch["views"])]
+    views = [common.normalize(v, *args.norm) for v in views]
+    lr, weight_decay, momentum = schedule(args, step, steps)
+    for group in optimizer.param_groups:
+        group["lr"], group["weight_decay"] = lr, weight_decay if group["decays"] else 0.0
+    # What still draws from the global generator (drop-path) depends on nothing but this.
+    torch.manual_seed(common.generator(args.seed, step, 0, common.rank_and_world()[0]).initial_seed())
+    loss, metrics = wrapped(views, step)
+    optimizer.zero_grad(set_to_none=True)
+    loss.backward()
+    metrics["grad_norm"] = torch.nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
+    optimizer.step()
+    model.update_momentum_encoder(momentum)
+    model.enqueue()
+    average_buffers(model)
+    return metrics
+
+
+def main(args):
+    device = init_distributed(args)
+    more = dict(interpolation=args.interpolation, method=METHOD, encoder=EVALUATED)
+    info = common.backbone_info(args.arch, args.image_size, args.patch_size, args.norm, **more)
+    config = {"method": METHOD, **vars(args), "backbone": info}
+    checkpoint = None if args.show_views else common.open_run(args.out, config, args.resume)
+    train = common.load_images(args.dataset, args.data_dir, True, args.image_size, not args.no_cache, unlabeled=True)
+    test = common.load_images(args.dataset, args.data_dir, False, args.image_size, not args.no_cache) if train.classes else None
+    if len(train) < args.batch_size:
+        common.fail(f"{len(train)} images are fewer than one batch: give --batch-size {len(train)} or less")
+    workers = args.workers if args.workers is not None else common.default_workers(device)
+    sampler = common.EpochSampler(len(train), args.batch_size, args.seed)
+    views = common.Views(train, make_sample(args), EXTRA + (1 + args.num_keys) * DRAWS, args.seed, args.interpolation)
+    loader = common.make_loader(views, sampler, workers, device)
+    if args.show_views:
+        return show_views(args, loader, device)
+
+    torch.manual_seed(args.seed)
+    args.steps = len(train) // args.batch_size
+    model = JCL(args, info).to(device)
+    if args.grad_checkpoint:
+        model.backbone.set_grad_checkpointing()
+    if args.compile:
+        model.backbone.compile()
+        model.momentum_backbone.compile()
+    optimizer = make_optimizer(args, model)
+    steps, step, log = len(train) // args.batch_size, 0, EpochLog()
+    total = args.epochs * steps
+    end = min(total, args.max_steps or total)
+    if checkpoint:
+        step, log = restore(common.load_run(checkpoint, config, len(train)), model, optimizer)
+    if step >= end:
+        last = next((r for r in reversed(common.read_metrics(Path(args.out) / "metrics.jsonl")) if "loss" in r), {})
+        return common.say(f"{args.out} is at step {step} of {end} already. Its last epoch: {json.dumps(last)}")
+    distributed = dist.is_initialized()
+    wrapped = DistributedDataParallel(model, broadcast_buffers=False, gradient_as_bucket_view=True) if distributed else model
+    encoder, options = getattr(model, ENCODERS[EVALUATED]), dict(workers=workers, amp=args.bf16)
+    environment = common.environment(device)
+    common.say(", ".join(f"{k} {v}" for k, v in environment.items()))
+    introduce(args, model, train, test, steps)
+    common.begin_run(args.out, config, checkpoint, step)
+    if checkpoint is None or Path(checkpoint).parent != Path(args.out):
+        first = dict(step=step, **environment, arguments=config, chance=model.chance())
+        if step == 0 and args.knn_every and test is not None and train.array is not None:
+            first |= common.knn_floors(encoder, train, test, info, device, **options)
+        common.write_metrics(args.out, first, args.epochs)
+
+    stop, stopping = common.StopRequest(), False
+    while step < end and not stopping:
+        sampler.epoch, sampler.start = step // steps, step % steps
+        began = ready = time.perf_counter()
+        waited, first = 0.0, step
+        for batch in loader:
+            waited += time.perf_counter() - ready
+            metrics = train_step(args, model, wrapped, optimizer, batch, step, steps, device)
+            log.add(metrics, step, images_left=(steps - 1 - step % steps) * args.batch_size)
+            step += 1
+            if step % 10 == 0:
+                log.check(sampler)
+                pace = (time.perf_counter() - began) / (step - first)
+                where = f"epoch {sampler.epoch + 1}/{args.epochs}  step {step}/{total}  loss {metrics['loss']:.3f}"
+                common.progress(f"{where}  {args.batch_size / pace:.0f} images/s  {pace * (end - step) / 60:.1f} min left")
+            if step == end or stop.agreed(step):
+                break
+            ready = time.perf_counter()
+        log.check(sampler)
+        epoch, seconds = step // steps, time.perf_counter() - began
+        if step % steps == 0:
+            lr, _, momentum = schedule(args, step - 1, steps)
+            record = dict(epoch=epoch, step=step, **log.means(), lr=lr, momentum=momentum)
+            record |= dict(below_chance=model.chance() - record["loss"], data_wait=waited / seconds)
+            record |= dict(images_per_s=(step - first) * args.batch_size / seconds)
+            if args.knn_every and test is not None and (epoch % args.knn_every == 0 or step == total):
+                record["knn20_top1"] = common.knn_accuracy(encoder, train, test, info, device, **options)[20]
+            common.write_metrics(args.out, record, args.epochs, args.tensorboard)
+            log = EpochLog()
+        stopping = stop.agreed()
+        if step % steps or step == end or stopping or epoch % args.save_every == 0:
+            state = dict(model=model.state_dict(), optimizer=optimizer.state_dict(), step=step, log=log.state())
+            state |= dict(config=config, backbone=info, images=len(train))
+            kept = args.keep_every and step % steps == 0 and epoch % args.keep_every == 0
+            common.save_run(args.out, state, encoder.state_dict(), f"epoch-{epoch:04d}.pt" if kept else None)
+    if step == total:
+        common.say(f"finished. Judge it: python eval_knn.py {args.out}; python eval_linear.py {args.out}")
+    else:
+        common.say(f"stopped at step {step} of {total}, saved in {args.out}; the same command goes on from there")
+    if distributed:
+        dist.destroy_process_group()
+    if stopping and step < end:
+        raise SystemExit(75)  # stopped on request, not done
+
+
+if __name__ == "__main__":
+    main(parse_args())

@@ -1,0 +1,932 @@
+"""common.py against slow, obvious references: randomness, data, views, colour, evaluation, files and backbones."""
+
+import colorsys
+import json
+import math
+import os
+import pickle
+import socket
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import timm
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+import torchvision
+import torchvision.transforms.functional as TF
+from PIL import Image
+from torch import nn
+
+import common
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    torch.set_num_threads(1)  # quickest for such small tensors
+
+
+def refused(capsys, function, *args, **kwargs):
+    """Call a function that must end with exit status 2 and exactly one line on stderr; returns the line."""
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as stop:
+        function(*args, **kwargs)
+    captured = capsys.readouterr()
+    assert stop.value.code == 2 and captured.err.count("\n") == 1 and captured.err.startswith("error: ")
+    return captured.err
+
+
+def ks(sample, other=None):
+    """Kolmogorov-Smirnov distance to the uniform law (or another sample's), times sqrt(effective size): rarely above 2."""
+    sample = np.sort(np.ravel(sample))
+    if other is None:
+        ranks = np.arange(len(sample) + 1) / len(sample)
+        return max(abs(sample - ranks[1:]).max(), abs(sample - ranks[:-1]).max()) * len(sample) ** 0.5
+    other = np.sort(np.ravel(other))
+    at = np.concatenate([sample, other])
+    distance = np.searchsorted(sample, at, "right") / len(sample) - np.searchsorted(other, at, "right") / len(other)
+    return abs(distance).max() * (len(sample) * len(other) / len(at)) ** 0.5
+
+
+# ---------------------------------------------------------------- randomness
+
+
+def test_uniform_is_a_pure_function_of_its_keys():
+    index, epochs = np.array([5, 3, 10**6, 3, 0]), np.array([0, 2, 1, 0, 7])
+    whole = common.uniform(1, epochs, index, 9)
+    assert whole.shape == (5, 9) and whole.dtype == np.float64
+    for i in range(5):
+        assert np.array_equal(common.uniform(1, int(epochs[i]), index[i : i + 1], 9)[0], whole[i])
+    assert np.array_equal(common.uniform(1, epochs[::-1], index[::-1], 9), whole[::-1])
+    assert np.array_equal(common.uniform(1, epochs, index, 4), whole[:, :4])  # a position's draw knows nothing of the count
+
+
+def test_uniform_is_uniform_and_uncorrelated():
+    index = np.arange(20000)
+    base = common.uniform(0, 0, index, 6)
+    assert base.min() >= 0 and base.max() < 1
+    assert ks(base) < 2 and all(ks(base[:, j]) < 2 for j in range(6))
+    for seed, epoch, shift, purpose in [(0, 0, 1, 0), (0, 1, 0, 0), (1, 0, 0, 0), (0, 0, 0, 1)]:  # the next index, epoch, ...
+        other = common.uniform(seed, epoch, index + shift, 6, purpose)
+        assert abs(np.corrcoef(base.ravel(), other.ravel())[0, 1]) < 4.5 / base.size**0.5
+        assert ks((base - other) % 1) < 2 and not (base == other).any()
+    assert abs(np.corrcoef(base.T) - np.eye(6)).max() < 4.5 / len(index) ** 0.5  # positions
+    assert not (common.uniform(5, 0, index, 6) == common.uniform(0, 5, index, 6)).any()
+
+
+def test_generator_differs_by_each_key():
+    keys = [(a, b, c) for a in range(6) for b in range(6) for c in range(6)]
+    keys += [(0,), (1,), (0, 0), (0, 0, 0, 0), (0, 0, 0, 1), (10**12, 0, 0)]
+    draws = [tuple(torch.rand(3, generator=common.generator(*k)).tolist()) for k in keys]
+    assert len(set(draws)) == len(keys)
+    assert draws == [tuple(torch.rand(3, generator=common.generator(*k)).tolist()) for k in keys]
+    assert ks(np.array(draws)) < 2
+
+
+# -------------------------------------------------------------------- colour
+
+
+def pictures(height=21, width=18, dtype=torch.float64):
+    """Eight images: five random, a gray, a black, a white one; with pure colours in a corner of the first."""
+    x = torch.rand(8, 3, height, width, generator=common.generator(3), dtype=dtype)
+    x[0, :, 0, :6] = torch.tensor([[1, 0, 0, 1, 1, 0], [0, 1, 0, 1, 0, 1], [0, 0, 1, 0, 1, 1]], dtype=dtype)
+    x[1, :, 1] = (x[1, :, 1] * 3).floor() / 2  # equal channels, and channels at 0, 0.5 and 1
+    x[5], x[6], x[7] = x[5, :1], 0, 1
+    return x
+
+
+SPREAD = [0.0, 0.3, 1.0, 1.7, 2.5, 0.6, 1.4, 0.8]
+HUES = [-0.5, 0.5, 0.0, 0.1, -0.1, 0.3, 0.2, -0.4]
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("name", ["brightness", "contrast", "saturation", "hue"])
+def test_adjustments_are_torchvisions(name, dtype):
+    x = pictures(dtype=dtype)
+    tolerance = 2e-6 if dtype == torch.float32 or name == "hue" else 1e-12  # torchvision's hue is float32
+    for factors in (HUES, [0.5] * 8, [-0.5] * 8, HUES[::-1]) if name == "hue" else (SPREAD, [1.0] * 8, SPREAD[::-1]):
+        ours = getattr(common, f"adjust_{name}")(x, torch.tensor(factors, dtype=torch.float64))
+        theirs = [getattr(TF, f"adjust_{name}")(image, f) for image, f in zip(x.double(), factors, strict=True)]
+        assert ours.dtype == dtype
+        torch.testing.assert_close(ours.double(), torch.stack(theirs), rtol=0, atol=tolerance)
+    assert torch.equal(x, pictures(dtype=dtype))  # the argument is left alone
+
+
+def test_hue_turns_the_hue_of_every_pixel():
+    x, turned = pictures(), torch.empty_like(pictures())
+    for n, factor in enumerate(HUES):
+        for i in range(x.shape[2]):
+            for j in range(x.shape[3]):
+                h, s, v = colorsys.rgb_to_hsv(*x[n, :, i, j].tolist())
+                turned[n, :, i, j] = torch.tensor(colorsys.hsv_to_rgb((h + factor) % 1, s, v), dtype=x.dtype)
+    torch.testing.assert_close(common.adjust_hue(x, torch.tensor(HUES, dtype=x.dtype)), turned, rtol=0, atol=1e-12)
+
+
+def test_gray_solarize_and_normalize_are_torchvisions():
+    x, mean, std = pictures(), (0.1, 0.5, 0.7), (0.2, 0.3, 0.5)
+    torch.testing.assert_close(common.rgb_to_gray(x), TF.rgb_to_grayscale(x), rtol=0, atol=1e-12)
+    torch.testing.assert_close(common.solarize(x), TF.solarize(x, 0.5), rtol=0, atol=0)
+    torch.testing.assert_close(common.solarize(x, 0.2), TF.solarize(x, 0.2), rtol=0, atol=0)
+    torch.testing.assert_close(common.normalize(x, mean, std), TF.normalize(x, mean, std), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("shape", [(21, 18), (18, 40), (33, 17)])
+def test_blur_is_torchvisions_with_a_wide_kernel(shape):
+    x, sigma = pictures(*shape), torch.tensor([0.1, 0.5, 1.0, 1.3, 2.0, 2.0, 1.9, 0.7], dtype=torch.float64)
+    kernel = 2 * min(shape) - 1  # at least eight sigma wide
+    theirs = torch.stack([TF.gaussian_blur(image, kernel, s) for image, s in zip(x, sigma.tolist(), strict=True)])
+    torch.testing.assert_close(common.gaussian_blur(x, sigma), theirs, rtol=0, atol=1e-12)
+    torch.testing.assert_close(common.gaussian_blur(x.float(), sigma), theirs.float(), rtol=0, atol=2e-6)
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (1, 7), (9, 2), (16, 16)])
+def test_blur_keeps_constants_and_sigma_zero_keeps_all(shape):
+    x = pictures(32, 32)[..., : shape[0], : shape[1]]
+    assert torch.equal(common.gaussian_blur(x, torch.zeros(8)), x)
+    flat = x[..., :1, :1].expand_as(x)
+    torch.testing.assert_close(common.gaussian_blur(flat, torch.linspace(0, 2, 8)), flat, rtol=0, atol=1e-12)
+
+
+def torchvision_colour(image, row):
+    """One image, uint8 (3, H, W), by torchvision's functionals in the image's own order; the reference of `colour`."""
+    p = dict(zip(common.COLOUR, row.tolist(), strict=True))
+    x = image.double() / 255
+    for step in common.ORDERS[int(p["order"])].tolist():
+        name = ("brightness", "contrast", "saturation", "hue")[step]
+        x = getattr(TF, f"adjust_{name}")(x, p[name])
+    x = TF.rgb_to_grayscale(x, 3) if p["gray"] else x
+    x = TF.gaussian_blur(x, 33, p["sigma"]) if p["sigma"] else x
+    x = TF.solarize(x, 0.5) if p["solarize"] else x
+    return TF.hflip(x) if p["flip"] else x
+
+
+def test_colour_is_torchvisions_steps_image_by_image():
+    n = 128
+    x = torch.randint(0, 256, (n, 3, 20, 17), dtype=torch.uint8, generator=common.generator(4))
+    x[:20] = x[:20, :1]
+    draws = common.uniform(0, 0, np.arange(n), common.COLOUR_DRAWS)
+    row = common.random_colour(draws, (0.8, 0.8, 0.8, 0.2), 0.8, gray_p=0.3, blur_p=0.5, solarize_p=0.3, flip_p=0.5)
+    row, kept = torch.from_numpy(row), x.clone()
+    assert len(row[:, 4].unique()) == 24  # every order is met
+    ours = common.colour(x, row)
+    assert ours.dtype == torch.float32 and torch.equal(x, kept)
+    theirs = torch.stack([torchvision_colour(*pair) for pair in zip(x, row, strict=True)])
+    torch.testing.assert_close(ours.double(), theirs, rtol=0, atol=2e-5)
+    for size in (1, 2, 3, 16):  # small batches, where an operation touches all rows or none
+        parts = [common.colour(a, b) for a, b in zip(x.split(size), row.split(size), strict=True)]
+        torch.testing.assert_close(torch.cat(parts), ours, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("step", ["gray", "sigma", "solarize", "flip", "brightness"])
+@pytest.mark.parametrize("after", ["sigma", "solarize", "flip"])
+def test_colour_one_step_on_all_images_and_another_on_some(step, after):
+    x = torch.randint(0, 256, (3, 3, 20, 17), dtype=torch.uint8, generator=common.generator(5))
+    row = torch.tensor([[1.0, 1, 1, 0, 0, 0, 0, 0, 0]]).repeat(3, 1)
+    row[1, common.COLOUR.index(after)] = 1.5 if after == "sigma" else 1
+    row[:, common.COLOUR.index(step)] = 1.5 if step in ("sigma", "brightness") else 1
+    theirs = torch.stack([torchvision_colour(*pair) for pair in zip(x, row, strict=True)])
+    torch.testing.assert_close(common.colour(x, row).double(), theirs, rtol=0, atol=2e-5)
+
+
+def test_identity_colour_parameters_leave_the_image():
+    x = torch.randint(0, 256, (24, 3, 9, 8), dtype=torch.uint8, generator=common.generator(6))
+    row = torch.from_numpy(common.random_colour(common.uniform(0, 0, np.arange(24), common.COLOUR_DRAWS), flip_p=0))
+    assert torch.equal(row[:, [0, 1, 2, 3, 5, 6, 7, 8]], torch.tensor([[1.0, 1, 1, 0, 0, 0, 0, 0]]).expand(24, 8))
+    assert torch.equal(common.colour(x, row), x.float() / 255)
+
+
+def test_random_colour_probabilities_and_ranges():
+    n, p = 20000, dict(jitter_p=0.8, gray_p=0.2, blur_p=0.5, solarize_p=0.1, flip_p=0.4)
+    draws = common.uniform(7, 0, np.arange(n), common.COLOUR_DRAWS)
+    c = dict(zip(common.COLOUR, common.random_colour(draws, (0.4, 0.3, 1.5, 0.1), sigma=(0.1, 2.0), **p).T, strict=True))
+    jittered = c["brightness"] != 1
+    shares = [(jittered, 0.8), (c["gray"], 0.2), (c["sigma"] > 0, 0.5), (c["solarize"], 0.1), (c["flip"], 0.4)]
+    for on, share in shares:
+        assert set(np.unique(on)) == {0, 1} and abs(on.mean() - share) < 4 * (share * (1 - share) / n) ** 0.5
+    assert abs(np.corrcoef([on for on, _ in shares]) - np.eye(5)).max() < 4.5 / n**0.5  # one coin for each
+    ranges = dict(brightness=(0.6, 1.4), contrast=(0.7, 1.3), saturation=(0, 2.5), hue=(-0.1, 0.1))
+    for name, (low, high) in ranges.items():
+        assert ks((c[name][jittered] - low) / (high - low)) < 2
+        assert (c[name][~jittered] == (name != "hue")).all()
+    assert ks((c["sigma"][c["sigma"] > 0] - 0.1) / 1.9) < 2
+    counts = np.bincount(c["order"].astype(int), minlength=24)
+    assert len(counts) == 24 and abs(counts - n / 24).max() < 5 * (n / 24) ** 0.5
+    assert len({tuple(order) for order in common.ORDERS.tolist() if sorted(order) == [0, 1, 2, 3]}) == 24
+    sure = common.random_colour(draws[:500], (0.4,) * 3 + (0.1,), 1.0, 1.0, 1.0, solarize_p=1.0, flip_p=1.0)
+    assert (sure[:, [0, 1, 2, 3]] != [1, 1, 1, 0]).all() and (sure[:, 5:] > 0).all()
+
+
+# -------------------------------------------------------------- crops and cut
+
+SIZES = [(1, 1), (1, 2), (2, 1), (1, 300), (300, 1), (2, 3), (7, 5), (32, 32), (31, 97), (500, 375), (40, 4000)]
+
+
+@pytest.mark.parametrize("scale", [(0.08, 1.0), (0.2, 0.6), (1.0, 1.0), (1e-5, 1e-4)])
+@pytest.mark.parametrize("given", [False, True])
+def test_boxes_are_inside(scale, given):
+    sizes = np.repeat(SIZES, 400, axis=0)
+    draws = common.uniform(0, 0, np.arange(len(sizes)), common.CROP_DRAWS)
+    draws[::50, 20:], draws[1::50, 20:] = 1 - 2**-53, 0  # the extreme positions
+    area = np.linspace(*scale, len(sizes)) if given else None
+    box = common.random_resized_crop(sizes, draws, scale, area=area)
+    assert box.shape == (len(sizes), 4) and box.dtype == np.int64
+    assert (box[:, :2] >= 0).all() and (box[:, 2:] >= 1).all() and (box[:, :2] + box[:, 2:] <= sizes).all()
+
+
+@pytest.mark.parametrize(
+    "size, scale, ratio", [((32, 32), (0.08, 1), 4 / 3), ((40, 100), (0.2, 1), 4 / 3), ((60, 25), (0.3, 0.9), 2)]
+)
+def test_crops_have_torchvisions_law(size, scale, ratio):
+    n, ratio = 2500, (1 / ratio, ratio)
+    draws = common.uniform(1, 0, np.arange(n), common.CROP_DRAWS)
+    ours = common.random_resized_crop(np.tile(size, (n, 1)), draws, scale, ratio).astype(float)
+    image, params = torch.zeros(1, *size), torchvision.transforms.RandomResizedCrop.get_params
+    torch.manual_seed(0)
+    theirs = np.array([params(image, list(scale), list(ratio)) for _ in range(n)], float)
+    # top, left, height, width, area, aspect, bottom, right
+    a, b = ([*x.T, x[:, 2] * x[:, 3], x[:, 3] / x[:, 2], x[:, 0] + x[:, 2], x[:, 1] + x[:, 3]] for x in (ours, theirs))
+    for x, y in zip(a, b, strict=True):
+        assert abs(x.mean() - y.mean()) < 4 * ((x.var() + y.var()) / n) ** 0.5 + 1e-9 and ks(x, y) < 2
+
+
+def test_given_areas_are_kept():
+    n, area = 500, np.linspace(0.1, 0.5, 500)
+    box = common.random_resized_crop(np.tile((400, 400), (n, 1)), common.uniform(2, 0, np.arange(n), 22), None, area=area)
+    assert abs(box[:, 2] * box[:, 3] / 160000 - area).max() < 0.004  # rounding to pixels
+    assert ks((np.log(box[:, 3] / box[:, 2]) / np.log(4 / 3) + 1) / 2) < 2
+
+
+@pytest.mark.parametrize("size", [(10, 200), (200, 10), (1, 100), (100, 1), (3, 50), (37, 5)])
+def test_fallback_is_torchvisions_centre_crop_or_the_whole(size):
+    draws, scale = common.uniform(0, 0, np.arange(1), 22), (0.9, 1.0)
+    theirs = torchvision.transforms.RandomResizedCrop.get_params(torch.zeros(1, *size), list(scale), [3 / 4, 4 / 3])
+    assert common.random_resized_crop(np.array([size]), draws, scale)[0].tolist() == list(theirs)
+    assert common.random_resized_crop(np.array([size]), draws, scale, whole=True)[0].tolist() == [0, 0, *size]
+
+
+@pytest.mark.parametrize("interpolation", ["bilinear", "bicubic"])
+@pytest.mark.parametrize("box, size", [((5, 6, 20, 15), 8), ((5, 6, 20, 15), 33), ((0, 0, 40, 30), 16), ((3, 2, 1, 1), 5)])
+def test_cut_is_pils_crop_then_resize(interpolation, box, size):
+    image = np.random.default_rng(0).integers(0, 256, (40, 30, 3), dtype=np.uint8)
+    top, left, height, width = box
+    crop = Image.fromarray(image).crop((left, top, left + width, top + height))
+    theirs = np.asarray(crop.resize((size, size), Image.Resampling[interpolation.upper()])).astype(int)
+    ours = common.cut(image, np.array(box), size, interpolation)
+    assert ours.dtype == np.uint8 and ours.shape == (size, size, 3) and abs(ours - theirs).max() == 0
+
+
+@pytest.mark.parametrize("interpolation", ["bilinear", "bicubic"])
+def test_cut_at_the_same_size_is_the_identity(interpolation):
+    image = np.random.default_rng(0).integers(0, 256, (30, 30, 3), dtype=np.uint8)
+    assert np.array_equal(common.cut(image, (0, 0, 30, 30), 30, interpolation), image)
+    assert np.array_equal(common.cut(image, (4, 7, 20, 20), 20, interpolation), image[4:24, 7:27])
+
+
+def test_evaluation_crop_is_resize_then_centre_crop():
+    y, x = np.mgrid[:80, :120] / 20
+    image = np.stack([np.sin(x + c) * np.cos(y - c) for c in range(3)], 2) * 127 + 128
+    images = common.ImageSet("folder", [0], ["a"], image.astype(np.uint8)[None])
+    ours = common.CentreCrops(images, 28)[0].float()
+    theirs = TF.center_crop(TF.resize(Image.fromarray(images[0]), 32), 28)
+    assert ours.shape == (3, 28, 28) and abs(ours - TF.pil_to_tensor(theirs).float()).mean() < 1
+    exact = common.ImageSet("folder", [0], ["a"], images.array[:, :28, :28])
+    assert np.array_equal(common.CentreCrops(exact, 28)[0].permute(1, 2, 0), exact[0])
+
+
+# ------------------------------------------------------------ views and order
+
+
+def two_views(index, sizes, draws):
+    """A method's `sample`: two crops and their colour; the second is of the next image, as a partner would be."""
+    n = common.CROP_DRAWS
+    crops = [common.random_resized_crop(sizes, draws[:, i * n : (i + 1) * n], (0.2, 1)) for i in (0, 1)]
+    colour = common.random_colour(draws[:, 2 * n :], (0.4, 0.4, 0.4, 0.1), 0.8)[:, None].repeat(2, 1)
+    return [(index, crops[0], 12), ((index + 1) % 37, crops[1], 8)], colour
+
+
+def make_views(images=None):
+    array, labels = common.make_patterns(37, 16, 3)
+    images = images or common.ImageSet("patterns", labels, common.PATTERNS, array)
+    return common.Views(images, two_views, 2 * common.CROP_DRAWS + common.COLOUR_DRAWS, seed=5)
+
+
+def epoch_of(loader, sampler, epoch, start=0):
+    sampler.epoch, sampler.start = epoch, start
+    batches = list(loader)
+    assert len(batches) == len(sampler) == len(loader)
+    return [[b["index"], b["colour"], *b["views"]] for b in batches]
+
+
+def same(a, b):
+    return len(a) == len(b) and all(torch.equal(x, y) for p, q in zip(a, b, strict=True) for x, y in zip(p, q, strict=True))
+
+
+@pytest.mark.filterwarnings("ignore:This DataLoader will create")
+def test_worker_count_and_resuming_change_nothing():
+    runs = {}
+    for workers in (0, 1, 3):
+        sampler = common.EpochSampler(37, 8, seed=2)
+        loader = common.make_loader(make_views(), sampler, workers, CPU)
+        runs[workers] = [epoch_of(loader, sampler, e) for e in (0, 1)] + [epoch_of(loader, sampler, 0, start=2)]
+    first, second, resumed = runs[0]
+    assert [tuple(t.shape) for t in first[0]] == [(8,), (8, 2, 9), (8, 3, 12, 12), (8, 3, 8, 8)]
+    assert first[0][2].dtype == torch.uint8 and same(resumed, first[2:]) and not same(first, second)
+    for workers in (1, 3):
+        assert all(same(a, b) for a, b in zip(runs[workers], runs[0], strict=True))
+    views = make_views()
+    for i, index in enumerate(first[0][0].tolist()):  # each view is the one that `sample` asked for
+        draws = common.uniform(5, 0, np.array([index]), views.num_draws)
+        cuts, colour = two_views(np.array([index]), np.array([[16, 16]]), draws)
+        assert np.array_equal(first[0][1][i], colour[0])
+        for v, (image_index, boxes, size) in enumerate(cuts):
+            expected = common.cut(views.images.array[image_index[0]], boxes[0], size)
+            assert np.array_equal(first[0][2 + v][i].permute(1, 2, 0), expected)
+    # An image's views depend on (seed, epoch, index) alone, not on its batch.
+    alone = views.__getitems__([(1, int(second[3][0][5]))])
+    assert torch.equal(alone["views"][0][0], second[3][2][5]) and torch.equal(alone["colour"][0], second[3][1][5])
+    changed = views.__getitems__([(2, int(second[3][0][5]))])
+    assert not torch.equal(changed["views"][0], alone["views"][0])
+
+
+def test_a_run_that_raises_ends_in_spite_of_its_workers():
+    """With a loader still alive, as a traceback or a global keeps it; the timeout only stops a process that hangs for ever."""
+    code = """
+import common, test_common
+loader = common.make_loader(test_common.make_views(), common.EpochSampler(37, 8, 2), 1, test_common.CPU)
+for batch in loader:
+    raise ValueError("boom")
+"""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1 and done.stderr.endswith("ValueError: boom\n")
+
+
+def test_epochs_are_permutations_in_whole_batches(monkeypatch):
+    sampler = common.EpochSampler(37, 8, seed=2)
+    epochs = []
+    for epoch in range(3):
+        sampler.epoch = epoch
+        batches = list(sampler)
+        assert [len(b) for b in batches] == [8] * 4 and all(e == epoch for b in batches for e, _ in b)
+        epochs.append([[i for _, i in b] for b in batches])
+        flat = sum(epochs[-1], [])
+        assert len(set(flat)) == 32 and set(flat) <= set(range(37)) and flat != sorted(flat)
+        assert epochs[-1] == [sampler.batch(4 * epoch + step) for step in range(4)]
+    assert epochs[0] != epochs[1] != epochs[2]
+    assert common.EpochSampler(37, 8, seed=3).batch(0) != epochs[0][0]
+    for world in (2, 4):
+        parts = []
+        for rank in range(world):
+            monkeypatch.setattr(common, "rank_and_world", lambda r=rank, w=world: (r, w))
+            parts.append([[i for _, i in b] for b in sampler])
+        assert [sum(slices, []) for slices in zip(*parts, strict=True)] == epochs[2]
+
+
+# ----------------------------------------------------------------------- data
+
+
+@pytest.mark.parametrize("size", [8, 40])
+def test_patterns(size):
+    images, labels = common.make_patterns(200, size, 1)
+    assert images.shape == (200, size, size, 3) and images.dtype == np.uint8
+    assert np.bincount(labels).tolist() == [20] * 10 and (labels[:100] != np.sort(labels)[:100]).any()
+    again, other = common.make_patterns(200, size, 1), common.make_patterns(200, size, 2)
+    assert np.array_equal(images, again[0]) and np.array_equal(labels, again[1])
+    assert not np.array_equal(images, other[0]) and not np.array_equal(labels, other[1])
+    assert len(np.unique(images.reshape(200, -1), axis=0)) == 200 and images.reshape(200, -1).std(1).min() > 5
+
+
+def gradient(height=12, width=10):
+    """A smooth RGB image without symmetries."""
+    y, x = np.mgrid[:height, :width]
+    return np.stack([250 * y / height, 250 * x / width, 255 - 120 * y / height - 100 * x / width], 2).astype(np.uint8)
+
+
+def write_tree(root, folders, count=3, size=(12, 10)):
+    """A small random PNG tree: {folder: count} or a list of folders with `count` images each."""
+    rng = np.random.default_rng(0)
+    for folder, n in (folders if isinstance(folders, dict) else dict.fromkeys(folders, count)).items():
+        (root / folder).mkdir(parents=True, exist_ok=True)
+        for i in range(n):
+            Image.fromarray(rng.integers(0, 256, (*size, 3), dtype=np.uint8)).save(root / folder / f"{i}.png")
+    return root
+
+
+MODES = "RGB png, RGB jpg, L png, L JPEG, P png, RGBA png, LA png, 1 png, CMYK jpg, I;16 png, I;16 tif".split(", ")
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_images_of_any_mode_are_read_as_rgb(tmp_path, mode):
+    mode, extension = mode.split()
+    lossy, image, path = extension.lower().startswith("jp"), Image.fromarray(gradient()), tmp_path / f"x.{extension}"
+    if mode == "I;16":  # 16 bits of gray: the same picture as its upper 8 bits
+        expected = np.asarray(image.convert("L").convert("RGB"))
+        image = Image.fromarray(expected[:, :, 0].astype(np.uint16) * 257)
+    else:
+        image = image.convert(mode)
+        expected = np.asarray(image.convert("RGB"))
+    assert image.mode == mode
+    image.save(path, **({"quality": 100, "subsampling": 0} if lossy else {}))
+    read = common.read_image(path)
+    assert read.dtype == np.uint8 and read.shape == (12, 10, 3) and common.image_size(path) == (12, 10)
+    assert abs(read.astype(int) - expected).max() <= (6 if lossy else mode == "I;16")
+
+
+@pytest.mark.parametrize("extension, tolerance", [("png", 0), ("jpg", 6)])
+def test_exif_rotation(tmp_path, extension, tolerance):
+    a, path = gradient(), tmp_path / f"x.{extension}"
+    half, across = a[::-1, ::-1], a.swapaxes(0, 1)
+    turned = [a, a[:, ::-1], half, a[::-1], across, np.rot90(a, -1), half.swapaxes(0, 1), np.rot90(a)]  # orientations 1 to 8
+    for orientation, expected in enumerate(turned, 1):
+        exif = Image.Exif()
+        exif[0x0112] = orientation
+        Image.fromarray(a).save(path, exif=exif, **({"quality": 100, "subsampling": 0} if tolerance else {}))
+        read = common.read_image(path)
+        assert read.shape == expected.shape and common.image_size(path) == read.shape[:2]
+        assert abs(read.astype(int) - expected).max() <= tolerance, orientation
+
+
+@pytest.mark.parametrize("test_name", ["val", "test"])
+@pytest.mark.parametrize("name", ["folder", "imagenet", "cifar10", "patterns"])
+def test_a_layout_of_class_folders_is_read_whatever_the_name(tmp_path, test_name, name):
+    root = write_tree(tmp_path, {"train/b": 3, "train/a/deep": 2, f"{test_name}/a": 1, f"{test_name}/b": 2, "unlabeled/x/y": 4})
+    (root / "train" / "a" / "notes.txt").write_text("not an image")
+    (root / "train" / ".hidden").mkdir()
+    train, test = (common.load_images(name, root, part) for part in (True, False))
+    assert train.classes == test.classes == ["a", "b"]
+    assert train.labels.tolist() == [0, 0, 1, 1, 1] and test.labels.tolist() == [0, 1, 1]
+    assert train.array.shape == (5, 12, 10, 3) and "MiB" in train.memory()
+    joined = common.load_images(name, root, unlabeled=True)
+    assert joined.labels.tolist() == [0, 0, 1, 1, 1, -1, -1, -1, -1] and joined.classes == ["a", "b"]
+    assert len(common.load_images(name, root, False, unlabeled=True)) == 3
+    for images in (joined, common.load_images(name, root, unlabeled=True, cache=False)):
+        known = images.labelled()
+        assert known.labels.tolist() == train.labels.tolist() and known.classes == train.classes
+        assert all(np.array_equal(known[i], train[i]) for i in range(5))
+        only = images.of_classes([1])
+        assert only.classes == ["b"] and only.labels.tolist() == [0] * 3 and np.array_equal(only[2], train[4])
+        swapped = images.of_classes([1, 0])
+        assert swapped.classes == ["b", "a"] and swapped.labels.tolist() == [1, 1, 0, 0, 0]
+    assert train.labelled() is train
+
+
+def test_cached_and_uncached_images_are_the_same(tmp_path):
+    root = write_tree(tmp_path, {"train/a": 20, "train/b": 17, "val/a": 1, "val/b": 1})
+    cached, paths = (common.load_images("folder", root, cache=c) for c in (True, False))
+    assert paths.array is None and paths.memory() == "read from files"
+    assert np.array_equal(cached.sizes(range(3)), paths.sizes(range(3))) and cached.sizes(np.array([4])).tolist() == [[12, 10]]
+    keys = [(1, 3), (0, 36), (2, 20)]
+    a, b = (make_views(images).__getitems__(keys) for images in (cached, paths))
+    assert same([[a["index"], a["colour"], *a["views"]]], [[b["index"], b["colour"], *b["views"]]])
+
+
+def test_trees_without_labels_and_mixed_sizes(tmp_path):
+    root = write_tree(tmp_path / "tree", ["x", "y/z"])
+    write_tree(tmp_path / "tree", ["w"], size=(14, 10))
+    tree = common.load_images("folder", root)
+    assert tree.labels.tolist() == [-1] * 9 and tree.classes == [] and tree.array is None and len(tree.labelled()) == 0
+    assert sorted(map(tuple, tree.sizes(range(9)).tolist())) == [(12, 10)] * 6 + [(14, 10)] * 3
+    assert all(tree[i].shape[:2] == tuple(tree.sizes([i])[0]) for i in range(9))
+    assert common.load_images("folder", root, train=False) is None
+    write_tree(tmp_path / "flat", ["train", "unlabeled"])
+    assert common.load_images("folder", tmp_path / "flat", unlabeled=True).labels.tolist() == [-1] * 6
+    assert common.load_images("folder", write_tree(tmp_path / "big", ["b"], 1, (97, 20))).array is None
+    (tmp_path / "links" / "train").mkdir(parents=True)
+    (tmp_path / "links" / "train" / "a").symlink_to(root / "x", target_is_directory=True)
+    assert len(common.load_images("folder", tmp_path / "links")) == 3
+
+
+def damaged(root, content=lambda data: data[:-200]):
+    """A tree whose sixth image is cut off, or not one."""
+    path = write_tree(root, ["train/a", "train/b", "val/a", "val/b"]) / "train/b/2.png"
+    path.write_bytes(content(path.read_bytes()))
+    return root
+
+
+MISTAKES = [
+    ("imagenette", lambda root: root, "unknown data set"),
+    ("folder", lambda root: root / "none", "is not a folder"),
+    ("imagenet", lambda root: root / "none", "is not a folder"),
+    ("cifar10", lambda root: damaged(root) / "train/b/2.png", "is not a folder"),
+    ("imagenet100", lambda root: None, "needs --data-dir"),
+    ("imagenet", lambda root: write_tree(root, ["a", "b"]), "needs --data-dir"),
+    ("folder", lambda root: root, "no images"),
+    ("folder", lambda root: write_tree(root, {"train/a": 2, "train/b": 0}), "no images"),
+    ("folder", damaged, "2.png"),
+    ("folder", lambda root: damaged(root, lambda data: b"nothing"), "2.png"),
+]
+
+
+@pytest.mark.parametrize("name, make, words", MISTAKES)
+def test_what_cannot_be_loaded_is_one_line(tmp_path, capsys, name, make, words):
+    assert words in refused(capsys, common.load_images, name, make(tmp_path))
+
+
+def test_class_folders_must_agree_and_a_broken_file_is_named(tmp_path, capsys):
+    root = write_tree(tmp_path, ["train/a", "train/b", "val/a", "val/c"])
+    line = refused(capsys, common.load_images, "folder", root, False)
+    assert "b, c" in line and "different class folders" in line
+    images = common.load_images("folder", damaged(tmp_path / "late"), cache=False)
+    with pytest.raises(RuntimeError, match=r"b.2\.png"):
+        images[5]
+
+
+def test_torchvision_data(tmp_path, capsys, monkeypatch):
+    class Fake:
+        def __init__(self, root, download, **split):
+            if split == {"train": False}:
+                raise RuntimeError("no connection\nat all")
+            self.classes, self.targets, self.labels = ["a", "b"], [0, 1], np.array([1, -1])
+            self.data = np.zeros((2, 3, 6, 5) if "split" in split else (2, 6, 5, 3), np.uint8)
+            seen.append(split)
+
+    seen = []
+    for name in ("STL10", "CIFAR10"):
+        monkeypatch.setattr(torchvision.datasets, name, Fake)
+    for name, more, labels in (("stl10", False, [1, -1]), ("stl10", True, [1, -1]), ("cifar10", False, [0, 1])):
+        images = common.load_images(name, tmp_path, unlabeled=more)
+        assert images.array.shape == (2, 6, 5, 3) and images.classes == ["a", "b"] and images.labels.tolist() == labels
+    assert seen == [{"split": "train"}, {"split": "train+unlabeled"}, {"train": True}]
+    assert "no connection" in refused(capsys, common.load_images, "cifar10", tmp_path, False)
+
+
+def test_imagenet100(tmp_path):
+    synsets = timm.data.ImageNetInfo("imagenet-1k").label_names()
+    assert len(common.IMAGENET100) == len(set(common.IMAGENET100)) == 100 and set(common.IMAGENET100) <= set(synsets)
+    more = [s for s in synsets if s not in common.IMAGENET100][:4]
+    folders = [f"{part}/{c}" for part in ("train", "val") for c in (*common.IMAGENET100, *more)]
+    root = write_tree(tmp_path, folders, 1, (2, 2))
+    for part in (True, False):
+        images = common.load_images("imagenet100", root, part)
+        assert images.classes == sorted(common.IMAGENET100) and images.labels.tolist() == list(range(100))
+        assert len(common.load_images("imagenet", root, part).classes) == 104
+
+
+# ----------------------------------------------------------------- evaluation
+
+
+def slow_knn(train_x, train_y, test_x, k, temperature, num_classes):
+    """Weighted k-nearest neighbours by a double loop in float64, scaled so that the nearest votes 1."""
+    bank, queries = ([row / np.sqrt((row * row).sum()) for row in x.double().numpy()] for x in (train_x, test_x))
+    scores = torch.zeros(len(test_x), num_classes, dtype=torch.float64)
+    for i, q in enumerate(queries):
+        ranked = sorted(((float(q @ t), j) for j, t in enumerate(bank)), reverse=True)
+        for similarity, j in ranked[:k]:
+            scores[i, int(train_y[j])] += math.exp((similarity - ranked[0][0]) / temperature)
+    return scores
+
+
+SHAPES = [(23, 7, 5, 4, 0.07), (40, 1, 3, 2, 0.5), (1, 3, 4, 1, 0.1), (11, 13, 2, 9, 1.0)]
+
+
+@pytest.mark.parametrize("n, m, d, classes, temperature", SHAPES)
+def test_knn_is_a_double_loop(n, m, d, classes, temperature):
+    g = common.generator(n, m)
+    train_x, test_x = torch.randn(n, d, generator=g) * 3, torch.randn(m, d, generator=g) * 0.2
+    train_y, several = torch.randint(0, classes, (n,), generator=g), (5, 1, 200, 11)
+    scores = common.knn_scores(train_x, train_y, test_x, several, temperature, classes)
+    assert set(scores) == set(several)
+    for k in several:
+        slow = slow_knn(train_x, train_y, test_x, k, temperature, classes)
+        torch.testing.assert_close(scores[k].double(), slow, rtol=1e-4, atol=1e-5)
+        assert torch.equal(common.knn_predict(train_x, train_y, test_x, k, temperature, classes), slow.argmax(1))
+
+
+def test_knn_with_a_bank_that_needs_chunks():
+    """2 million points of the circle, labelled by octant, and more queries than one chunk holds, in the octants' middles."""
+    n, m = 2**21, 40
+    angle = torch.rand(n, generator=common.generator(0)) * 2 * math.pi
+    where = torch.arange(m) % 8
+    middle = (where + 0.5) * math.pi / 4
+    x, q = (torch.stack([a.cos(), a.sin()], 1) for a in (angle, middle))
+    scores = common.knn_scores(x, (angle * 4 / math.pi).long().clamp_max(7), q, (3,), 0.07, 8)[3]
+    torch.testing.assert_close(scores, 3 * F.one_hot(where, 8).float(), rtol=0, atol=1e-4)
+
+
+def test_repeated_k_is_one_k():
+    x, y = torch.randn(20, 4, generator=common.generator(1)), torch.arange(20) % 3
+    once, twice = (common.knn_scores(x, y, x[:5], ks, 0.1, 3)[3] for ks in ((3,), (3, 3)))
+    assert torch.equal(once, twice)
+
+
+class Tiny(nn.Sequential):
+    """A small encoder with batch statistics and dropout."""
+
+    def __init__(self):
+        torch.manual_seed(0)
+        super().__init__(nn.Conv2d(3, 6, 3), nn.BatchNorm2d(6), nn.ReLU(), nn.Dropout(0.5), nn.AdaptiveAvgPool2d(2))
+        self[1].running_mean.normal_()
+
+
+INFO = dict(image_size=16, mean=(0.4, 0.5, 0.6), std=(0.2, 0.3, 0.4), interpolation="bilinear")
+
+
+def pattern_set(n, size=16):
+    array, labels = common.make_patterns(n, size, 0)
+    return common.ImageSet("patterns", labels, common.PATTERNS, array)
+
+
+@pytest.mark.parametrize("batch_size, workers, training", [(256, 0, True), (4, 2, False), (1, 0, False)])
+def test_features_are_a_plain_loops(batch_size, workers, training):
+    encoder, images = Tiny().train(training), pattern_set(11)
+    features = common.extract_features(encoder, images, INFO, CPU, batch_size, workers)
+    assert all(m.training == training for m in encoder.modules())
+    encoder.double().eval()
+    mean, std = (torch.tensor(INFO[k], dtype=torch.float64).view(3, 1, 1) for k in ("mean", "std"))
+    for image, feature in zip(images.array, features, strict=True):
+        x = (torch.from_numpy(image).permute(2, 0, 1).double() / 255 - mean) / std
+        torch.testing.assert_close(feature.double(), encoder(x[None]).flatten(), rtol=1e-5, atol=1e-5)
+
+
+def test_an_encoder_that_changes_itself_is_an_error():
+    class Restless(Tiny):
+        def forward(self, x):
+            self[1].running_var.mul_(1.01)
+            return super().forward(x)
+
+    with pytest.raises(RuntimeError, match="running_var"):
+        common.extract_features(Restless(), pattern_set(3), INFO, CPU)
+
+
+def test_knn_accuracy_leaves_out_what_has_no_label():
+    images, test = pattern_set(60), pattern_set(60)
+    joined = common.ImageSet("patterns", np.r_[images.labels, [-1] * 20], common.PATTERNS, np.r_[images.array, images.array[:20]])
+    found = [common.knn_accuracy(Tiny(), bank, test, INFO, CPU, ks=(1, 20)) for bank in (images, joined)]
+    assert found[0] == found[1] and found[0][1] == 100 > found[0][20]  # every image's nearest is itself
+
+
+def sharded(rank=0, world=1, port=None, folder=None):
+    """Features, scores and a gather of (rank * 3) rows; on several processes each saves what it got."""
+    if folder is not None:
+        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(world))
+        torch.set_num_threads(1)
+        dist.init_process_group("gloo")
+    features = [common.extract_features(Tiny().train(), pattern_set(n), INFO, CPU, batch_size=2) for n in (7, 1)]
+    scores = [common.knn_scores(features[0], torch.arange(7) % 3, x, (2, 9), 0.1, 3) for x in features]
+    result = [*features, *(s[k] for s in scores for k in (2, 9))]
+    if folder is not None:
+        torch.save([*result, common.gather_uneven(torch.arange(6.0).view(3, 2)[: 3 * rank])], f"{folder}/{rank}.pt")
+        dist.destroy_process_group()
+    return result
+
+
+def test_two_processes_on_uneven_splits(tmp_path):
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+    torch.multiprocessing.spawn(sharded, (2, port, str(tmp_path)), nprocs=2)
+    one = [*sharded(), torch.arange(6.0).view(3, 2)]
+    for rank in range(2):
+        for a, b in zip(torch.load(tmp_path / f"{rank}.pt"), one, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+
+
+def test_embedding_health():
+    g = common.generator(9)
+    q = F.normalize(torch.randn(2000, 16, generator=g), dim=1)
+    good, flat = common.embedding_health(q, q), common.embedding_health(q[:1].expand(50, 16), -q[:1].expand(50, 16))
+    assert good["std"] == pytest.approx(1, abs=0.01) and 15.8 < good["rank"] <= 16.001
+    assert good["alignment"] == pytest.approx(0, abs=1e-6) and -4 < good["uniformity"] < -3.5
+    assert flat == pytest.approx(dict(std=0, rank=1, alignment=4, uniformity=0), abs=1e-3)
+    few = common.embedding_health(q[:5], q[5:10])["rank"]
+    assert 3 < few < 4.001  # five centred points span four dimensions
+    line = common.embedding_health(q[:40, :3] * torch.tensor([1.0, 0, 0]) + torch.tensor([0, 1.0, 0]), q[:40, :3])
+    assert line["rank"] < 2.001
+    x, y = (torch.randn(12, 5, generator=g) * 7 for _ in range(2))
+    a, b = (z.double() / z.double().square().sum(1, keepdim=True).sqrt() for z in (x, y))
+    distances = [float((a[i] - a[j]).square().sum()) for i in range(12) for j in range(i)]
+    share = torch.linalg.eigvalsh((a - a.mean(0)).T @ (a - a.mean(0))).clamp_min(0).sqrt()
+    share = (share / share.sum()).tolist()
+    expected = dict(
+        std=float((a - a.mean(0)).square().mean(0).sqrt().mean()) * 5**0.5,
+        rank=math.exp(-sum(s * math.log(s) for s in share)),
+        alignment=sum(float((p - q).square().sum()) for p, q in zip(a, b, strict=True)) / 12,
+        uniformity=math.log(sum(math.exp(-2 * s) for s in distances) / len(distances)),
+    )
+    assert common.embedding_health(x, y) == pytest.approx(expected, rel=1e-4)
+    assert all(math.isfinite(v) for v in common.embedding_health(x[:1], y[:1]).values())
+
+
+# ---------------------------------------------------------------------- files
+
+STATE = {"x": torch.arange(100.0), "step": 7, "lr": [0.1, 2.0], "nested": {"y": torch.zeros(2, 3, dtype=torch.int64)}}
+
+
+def assert_state(path, **changes):
+    torch.testing.assert_close(common.load_checkpoint(path), STATE | changes, rtol=0, atol=0)
+
+
+def test_checkpoints_are_read_back_by_us_and_by_torch(tmp_path):
+    path = tmp_path / "last.pt"
+    common.save_checkpoint(path, STATE)
+    assert_state(path)
+    torch.testing.assert_close(torch.load(path, weights_only=True), STATE, rtol=0, atol=0)
+    assert [p.name for p in tmp_path.iterdir()] == ["last.pt"]
+    common.save_checkpoint(path, STATE | {"step": 8}, keep_previous=True)
+    assert_state(path, step=8)
+    assert_state(tmp_path / "last.prev.pt")
+
+
+def test_damage_is_found(tmp_path):
+    path = tmp_path / "last.pt"
+    common.save_checkpoint(path, STATE)
+    data = path.read_bytes()
+    body = len(data) - 66  # then come the comment's length and the checksum
+    for position in range(0, body, 3):
+        path.write_bytes(data[:position] + bytes([data[position] ^ (1 << position % 8)]) + data[position + 1 :])
+        with pytest.raises(RuntimeError, match="damaged"):
+            common.read_checkpoint(path)
+    for length in [0, 1, 50, *range(100, body, 150), body - 1]:
+        path.write_bytes(data[:length])
+        with pytest.raises(RuntimeError, match="cannot be read"):
+            common.read_checkpoint(path)
+
+
+def test_fallback_to_the_previous_checkpoint(tmp_path, capsys):
+    path, previous = tmp_path / "last.pt", tmp_path / "last.prev.pt"
+    for step in (1, 2):
+        common.save_checkpoint(path, STATE | {"step": step}, keep_previous=True)
+    path.write_bytes(path.read_bytes()[:-300])
+    assert common.load_checkpoint(path)["step"] == 1 and "last.prev.pt" in capsys.readouterr().out
+    previous.write_bytes(b"nothing")
+    assert "last.prev.pt" in refused(capsys, common.load_checkpoint, path)
+    previous.unlink()
+    assert "last.pt" in refused(capsys, common.load_checkpoint, path)
+    torch.save([1, 2], path)
+    refused(capsys, common.load_checkpoint, path)
+
+
+class Hostile:
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return open, (str(self.path), "w")
+
+
+@pytest.mark.parametrize(
+    "save", [torch.save, lambda x, p: p.write_bytes(pickle.dumps(x, 2)), lambda x, p: common.save_checkpoint(p, x)]
+)
+def test_a_hostile_pickle_is_not_run(tmp_path, capsys, save):
+    path, victim = tmp_path / "backbone.pt", tmp_path / "victim"
+    save({"timm_name": "resnet18", "state_dict": Hostile(victim)}, path)
+    refused(capsys, common.load_backbone, path)
+    assert not victim.exists()
+
+
+def test_write_whole_is_all_or_nothing(tmp_path):
+    path = tmp_path / "file"
+    common.write_whole(path, lambda t: t.write_text("old"))
+
+    def half(temporary):
+        temporary.write_text("ne")
+        raise OSError("disk full")
+
+    with pytest.raises(OSError, match="disk full"):
+        common.write_whole(path, half)
+    assert path.read_text() == "old" and list(tmp_path.iterdir()) == [path]
+    common.write_whole(path, lambda t: t.write_text("new"))
+    assert path.read_text() == "new" and list(tmp_path.iterdir()) == [path]
+
+
+def test_metrics_are_kept_up_to_the_step(tmp_path, capsys):
+    out, path = tmp_path / "run", tmp_path / "run" / "metrics.jsonl"
+    assert common.read_metrics(path) == []
+    common.begin_run(out, {"lr": 1}, None, 0)
+    records = [{"torch": "x"}, *({"epoch": e, "step": 10 * e, "loss": 0.5} for e in (1, 2, 3))]
+    for record in records:
+        common.write_metrics(out, record, 3)
+    assert common.read_metrics(path) == records
+    with open(path, "a") as file:
+        file.write('{"epoch": 4, "st')
+    assert common.read_metrics(path) == records
+    common.begin_run(out, {"lr": 1}, out / "last.pt", 20)
+    assert common.read_metrics(path) == records[:3] and json.loads((out / "config.json").read_text()) == {"lr": 1}
+    common.begin_run(out, {"lr": 1}, None, 0)  # a run that had not saved yet starts again
+    assert common.read_metrics(path) == []
+
+
+CONFIG = dict(method="m", lr=0.1, jitter=(0.4, 0.1), workers=2, out="x", max_steps=None)
+
+
+def test_where_a_run_goes_on(tmp_path, capsys):
+    out = tmp_path / "a" / "run"
+    assert common.open_run(out, CONFIG) is None and not out.exists()
+    common.begin_run(out, CONFIG, None, 0)
+    assert common.open_run(out, CONFIG) is None  # nothing was saved yet
+    common.save_checkpoint(out / "last.prev.pt", STATE)
+    assert common.open_run(out, CONFIG) == out / "last.prev.pt"
+    common.save_checkpoint(out / "last.pt", STATE)
+    assert common.open_run(out, CONFIG | dict(workers=8, out="y", max_steps=5)) == out / "last.pt"
+    assert common.open_run(out, CONFIG, resume=str(out / "last.prev.pt")) == out / "last.prev.pt"
+    line = refused(capsys, common.open_run, out, CONFIG | dict(lr=0.2, workers=9, new=1))
+    assert "lr was 0.1, is 0.2" in line and "new was None, is 1" in line and "workers" not in line and "jitter" not in line
+    assert "not empty" in refused(capsys, common.open_run, out, CONFIG, resume="none")
+    assert "no such file" in refused(capsys, common.open_run, out, CONFIG, resume=str(out / "other.pt"))
+    assert common.open_run(tmp_path / "b", CONFIG, resume=str(out / "last.pt")) == out / "last.pt"
+    (tmp_path / "empty").mkdir()
+    assert common.open_run(tmp_path / "empty", CONFIG, resume="none") is None
+    (tmp_path / "file").write_text("")
+    for wrong in (tmp_path / "file", tmp_path / "file" / "run"):
+        assert "cannot be written" in refused(capsys, common.open_run, wrong, CONFIG)
+    for content in ("", "{", "[]"):
+        (out / "config.json").write_text(content)
+        assert "no readable config.json" in refused(capsys, common.open_run, out, CONFIG)
+    (out / "config.json").unlink()
+    assert "no readable config.json" in refused(capsys, common.open_run, out, CONFIG)
+
+
+def test_the_files_of_a_run(tmp_path, capsys):
+    config, backbone = dict(method="m", arch="a", image_size=8), {"timm_name": "n"}
+    state = dict(config=config, model={}, optimizer={}, images=10, backbone=backbone)
+    for step in (1, 2):
+        common.save_run(tmp_path, state | {"step": step}, {"w": torch.ones(2)}, keep=f"step{step}.pt")
+    steps = {p.name: common.load_run(p, config, 10)["step"] for p in tmp_path.glob("*.pt") if p.name != "backbone.pt"}
+    assert steps == {"last.pt": 2, "last.prev.pt": 1, "step1.pt": 1, "step2.pt": 2}
+    saved = torch.load(tmp_path / "backbone.pt", weights_only=True)
+    assert saved["timm_name"] == "n" and torch.equal(saved["state_dict"]["w"], torch.ones(2))
+    assert "arch a, not b" in refused(capsys, common.load_run, tmp_path / "last.pt", config | {"arch": "b"}, 10)
+    assert "10 images" in refused(capsys, common.load_run, tmp_path / "last.pt", config, 11)
+    assert "not a last.pt" in refused(capsys, common.load_run, tmp_path / "backbone.pt", config, 10)
+
+
+# ------------------------------------------------------------------ backbones
+
+
+@pytest.mark.parametrize(
+    "model", ["vit_micro 32 8 timm", "resnet_micro 32 2 3x3", "resnet18 32 2 3x3", "resnet_micro 96 16 timm"]
+)
+def test_backbones_are_read_back(tmp_path, capsys, model):
+    torch.manual_seed(0)
+    arch, size, patch, stem = model.split()
+    info = common.backbone_info(arch, int(size), int(patch), method="m", encoder="query")
+    backbone = common.build_backbone(info).eval()
+    for name, buffer in backbone.named_buffers():
+        if "running" in name:
+            buffer.uniform_(0.1, 0.3)
+    common.save_checkpoint(tmp_path / "backbone.pt", info | {"state_dict": backbone.state_dict()})
+    x = torch.randn(2, 3, int(size), int(size))
+    for path in (tmp_path, tmp_path / "backbone.pt"):
+        loaded, said = common.load_backbone(path)
+        assert not loaded.training and said["stem"] == stem and said["method"] == "m" and torch.equal(loaded(x), backbone(x))
+    assert backbone(x).shape == (2, backbone.num_features) and not torch.allclose(*backbone(x), rtol=1e-3)
+    plain = torch.load(tmp_path / "backbone.pt", weights_only=True)
+    model = timm.create_model(plain["timm_name"], **plain["create_kwargs"])
+    if plain["stem"] == "3x3":
+        model.conv1 = nn.Conv2d(3, model.conv1.out_channels, 3, padding=1, bias=False)
+        model.maxpool = nn.Identity()
+    model.load_state_dict(plain["state_dict"], strict=True)
+    assert torch.equal(model.eval()(x), backbone(x))
+    if arch.startswith("vit"):
+        assert loaded(torch.randn(2, 3, 48, 48)).shape == backbone(x).shape
+    weights = backbone.state_dict()
+    name = list(weights)[3]
+    missing = {k: v for k, v in weights.items() if k != name}
+    for wrong in (missing, weights | {"more": torch.ones(1)}, weights | {name: torch.ones(1, 7)}):
+        common.save_checkpoint(tmp_path / "backbone.pt", info | {"state_dict": wrong})
+        line = refused(capsys, common.load_backbone, tmp_path)
+        assert ("more" if "more" in wrong else name) in line
+
+
+def test_last_pt_holds_both_encoders(tmp_path, capsys):
+    info = common.backbone_info("resnet_micro", 16, 2, method="m", encoder="momentum")
+    query, momentum = (common.build_backbone(info).eval() for _ in range(2))
+    weights = {f"{p}backbone.{k}": v for p, m in (("", query), ("momentum_", momentum)) for k, v in m.state_dict().items()}
+    state = dict(config={}, optimizer={}, backbone=info, model=weights | {"projector.weight": torch.ones(1)})
+    common.save_run(tmp_path, state, momentum.state_dict())
+    x = torch.randn(2, 3, 16, 16)
+    for where, encoder, expected in [
+        (tmp_path, None, momentum),
+        (tmp_path, "query", query),
+        (tmp_path / "last.pt", None, momentum),
+        (tmp_path / "last.pt", "query", query),
+        (tmp_path / "backbone.pt", "momentum", momentum),
+    ]:
+        loaded, said = common.load_backbone(where, encoder)
+        assert said["encoder"] == (encoder or "momentum") and torch.equal(loaded(x), expected(x))
+    assert "momentum encoder only" in refused(capsys, common.load_backbone, tmp_path / "backbone.pt", "query")
+    assert "no checkpoint" in refused(capsys, common.load_backbone, tmp_path / "none")
+    common.save_checkpoint(tmp_path / "other.pt", STATE)
+    assert "not a checkpoint" in refused(capsys, common.load_backbone, tmp_path / "other.pt")
+    query_only = {k: v for k, v in weights.items() if not k.startswith("momentum_")}
+    common.save_checkpoint(tmp_path / "last.pt", state | {"model": query_only, "backbone": info | {"encoder": "query"}})
+    refused(capsys, common.load_backbone, tmp_path, "momentum")
+
+
+@pytest.mark.parametrize("arch", ["resnet10t", "resnetv2_18", "vit_relpos_small_patch16_224", "deit_tiny_patch16_224"])
+def test_any_timm_model_is_built_or_refused_in_a_line(capsys, arch):
+    try:
+        backbone = common.build_backbone(common.backbone_info(arch, 32, 8)).eval()
+    except SystemExit:
+        assert capsys.readouterr().err.count("\n") == 1
+    else:
+        assert backbone(torch.randn(2, 3, 32, 32)).shape == (2, backbone.num_features)
+
+
+def test_unknown_arch_and_patch_size(capsys):
+    assert "unknown --arch" in refused(capsys, common.backbone_info, "resnet_nano", 32, 2)
+    assert "does not divide" in refused(capsys, common.backbone_info, "vit_micro", 32, 5)

@@ -1,0 +1,253 @@
+"""eval_knn.py and eval_linear.py end to end on a tiny data set, and the linear probe against a plain loop."""
+
+import json
+import math
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from PIL import Image
+from test_common import refused, slow_knn
+
+import common
+import eval_knn
+import eval_linear
+
+SCRIPTS = [eval_knn, eval_linear]
+GREEN, RED = [50, 205, 50], [255, 0, 0]
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    torch.set_num_threads(1)
+
+
+def run(script, *flags):
+    return script.main(script.parse_args([*map(str, flags), "--device", "cpu"]))
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory):
+    """(a run's folder with an encoder of 16 px, a data set of three kinds of pattern: 12 training, 4 test images each)."""
+    root = tmp_path_factory.mktemp("tiny")
+    images, labels = common.make_patterns(160, 16, 0)
+    for kind, name in enumerate("abc"):
+        for i, image in enumerate(images[labels == kind]):
+            folder = root / "data" / ("train" if i < 12 else "val") / name
+            folder.mkdir(parents=True, exist_ok=True)
+            Image.fromarray(image).save(folder / f"{i:02}.png")
+    torch.manual_seed(0)
+    info = common.backbone_info("vit_micro", 16, 8, common.NORMS["patterns"], method="m", encoder="query")
+    (root / "run").mkdir()
+    common.save_checkpoint(root / "run" / "backbone.pt", info | {"state_dict": common.build_backbone(info).state_dict()})
+    (root / "run" / "config.json").write_text(json.dumps({"dataset": "folder", "data_dir": str(root / "data")}))
+    return root / "run", root / "data"
+
+
+def parts(checkpoint, data, classes="abc"):
+    """(encoder features, normalised pixels, labels) of both parts, image by image, without the project's loaders."""
+    encoder, found = common.load_backbone(checkpoint)[0], []
+    for part in ("train", "val"):
+        files = [(p, label) for label, c in enumerate(classes) for p in sorted((data / part / c).iterdir())]
+        x = torch.stack([torch.from_numpy(np.array(Image.open(p))).permute(2, 0, 1) / 255 for p, _ in files])
+        x = (x - 0.5) / 0.2
+        with torch.no_grad():
+            found.append((torch.cat([encoder(i[None]) for i in x]), x.flatten(1), torch.tensor([y for _, y in files])))
+    return found
+
+
+def slow_accuracy(train, test, which, k):
+    predicted = slow_knn(train[which], train[2], test[which], k, 0.07, 3).argmax(1)
+    return 100 * sum(int(p == y) for p, y in zip(predicted, test[2], strict=True)) / len(predicted)
+
+
+@pytest.mark.parametrize("classes", ["abc", "ca"])
+def test_knn_of_a_checkpoint_and_its_floors(tiny, classes):
+    flags = [tiny[0], "--k", 1, 3, 500] + ([] if classes == "abc" else ["--classes", *classes])
+    results = run(eval_knn, *flags)
+    assert list(results) == ["encoder", "raw pixels", "untrained"] and results == run(eval_knn, *flags)
+    train, test = parts(*tiny, classes)
+    for which, name in enumerate(("encoder", "raw pixels")):
+        assert results[name] == pytest.approx({f"knn{k}_top1": slow_accuracy(train, test, which, k) for k in (1, 3, 500)})
+    assert results["untrained"].keys() == results["encoder"].keys()
+    assert list(run(eval_knn, *flags, "--no-floors").items()) == [("encoder", results["encoder"])]
+
+
+@pytest.mark.parametrize("classes", ["abc", "ca"])
+def test_linear_probe_of_a_checkpoint_and_its_floors(tiny, classes, capsys):
+    flags = [tiny[0] / "backbone.pt", "--epochs", 5, "--lrs", 0.01, 0.1, 1] + (
+        ["--classes", *classes] if classes != "abc" else []
+    )
+    results = run(eval_linear, *flags)
+    assert list(results) == ["encoder", "raw pixels", "untrained"] and results == run(eval_linear, *flags)
+    train, test = parts(*tiny, classes)
+    for which, name in enumerate(("encoder", "raw pixels")):
+        logits = eval_linear.linear_probe(train[which], train[2], test[which], len(classes), epochs=5, lrs=[0.01, 0.1, 1])[
+            "logits"
+        ]
+        right = (logits.argmax(1) == test[2]).float()
+        expected = dict(
+            linear_top1=100 * right.mean().item(), linear_per_class=100 * right.view(len(classes), 4).mean(1).mean().item()
+        )
+        assert results[name] == pytest.approx(expected)
+    capsys.readouterr()
+    assert list(run(eval_linear, *flags, "--no-floors", "--lrs", 0.1)) == ["encoder"]
+    assert "edge of the grid" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_an_untrained_encoder_on_a_set_smaller_than_k(tiny, tmp_path, script):
+    """One solid colour a class, two training images and a test image each: solved by anything that sees colour."""
+    for c, colour in enumerate([(255, 0, 0), (0, 255, 0), (0, 0, 255)]):
+        for part, count in (("train", 2), ("test", 1)):
+            folder = tmp_path / part / str(c)
+            folder.mkdir(parents=True)
+            for i in range(count):
+                Image.new("RGB", (20 + i, 16), colour).save(folder / f"{i}.png")
+    flags = [
+        "--arch",
+        "vit_micro",
+        "--random-init",
+        "--image-size",
+        16,
+        "--patch-size",
+        8,
+        "--dataset",
+        "folder",
+        "--data-dir",
+        tmp_path,
+    ]
+    results = run(script, *flags, "--seed", 3, "--amp")
+    assert list(results) == ["encoder", "raw pixels"] and set(results["raw pixels"].values()) == {100.0}
+    assert results == run(script, *flags, "--seed", 3, "--amp")
+    other = run(script, tiny[0], "--dataset", "folder", "--data-dir", tmp_path, "--no-floors")  # a transfer
+    assert list(other["encoder"]) == list(results["encoder"])
+
+
+def test_repeated_k(tiny):
+    results = run(eval_knn, tiny[0], "--k", 3, 3, "--no-floors")
+    assert results == run(eval_knn, tiny[0], "--k", 3, "--no-floors")
+
+
+def test_pictures_of_neighbours(tiny, tmp_path):
+    """Each row shows a test image and its ten nearest training images, framed by whether their class is the test image's."""
+    run(eval_knn, tiny[0], "--k", 3, "--no-floors", "--pictures", tmp_path / "new" / "p")
+    (train_x, _, train_y), (test_x, _, test_y) = parts(*tiny)
+    nearest = (F.normalize(test_x, dim=1) @ F.normalize(train_x, dim=1).T).topk(10).indices
+    right = slow_knn(train_x, train_y, test_x, 3, 0.07, 3).argmax(1) == test_y
+    files = [p for c in "abc" for p in sorted((tiny[1] / "val" / c).iterdir())]
+    images = [np.array(Image.open(p).resize((96, 96), Image.Resampling.BILINEAR)).astype(int) for p in files]
+    assert 0 < right.sum() < 12
+    for name, wanted in (("right", True), ("wrong", False)):
+        sheet, shown = np.array(Image.open(tmp_path / "new" / "p" / f"{name}.png")).astype(int), []
+        for top in range(4, sheet.shape[0], 100):
+            left = sheet.shape[1] - 1100  # eleven images of 96 px, 4 px apart
+            cell = sheet[top : top + 96, left : left + 96]
+            shown.append(min(range(12), key=lambda i: abs(images[i] - cell).sum()))
+            frames = [sheet[top + 48, left + 100 * c - 2].tolist() for c in range(11)]
+            same = (train_y[nearest[shown[-1]]] == test_y[shown[-1]]).tolist()
+            assert frames[1:] == [GREEN if s else RED for s in same] and frames[0] not in (GREEN, RED)
+        assert sorted(shown) == torch.nonzero(right == wanted).flatten().tolist()
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+@pytest.mark.parametrize(
+    "flags",
+    ["", "RUN --random-init --arch vit_micro", "--arch vit_micro", "--random-init", "RUN --arch vit_micro", "RUN --batch-size 0"]
+    + ["RUN --nonsense", "RUN --k 0", "RUN --temperature 0", "RUN --epochs 0", "RUN --holdout 1", "RUN --lrs 0 1", "RUN --seed x"]
+    + ["RUN --classes a nothing", "NONE", "DATA", "RUN --encoder momentum", "RUN --dataset folder --data-dir DATA/train"]
+    + ["RUN --data-dir NONE", "RUN --dataset nothing", "RUN --device cuda", "--random-init --arch nothing"]
+    + ["--random-init --arch vit_micro --image-size 16 --patch-size 5 --dataset folder --data-dir DATA"],
+)
+def test_wrong_flags_are_one_line(tiny, capsys, monkeypatch, script, flags):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    places = {"RUN": tiny[0], "DATA": tiny[1], "NONE": tiny[0] / "none", "DATA/train": tiny[1] / "train"}
+    argv = [str(places.get(word, word)) for word in flags.split()]
+    refused(capsys, lambda: script.main(script.parse_args(argv)))
+
+
+# ------------------------------------------------------------- the probe
+
+
+def problem(n=50, m=20, d=6, classes=3, noise=1.0, dtype=torch.float64):
+    g = common.generator(n, m)
+    centres = 3 * torch.randn(classes, d, generator=g, dtype=dtype)
+    y = torch.arange(n + m) % classes
+    x = (centres[y] + noise * torch.randn(n + m, d, generator=g, dtype=dtype)) * torch.linspace(0.1, 30, d) + 5
+    return x[:n], y[:n], x[n:], y[n:]
+
+
+@pytest.mark.parametrize("epochs", [1, 2, 7])
+def test_the_probe_is_sgd_by_autograd(epochs):
+    """Full batches, so that no order matters: standardise, then torch's SGD with momentum and cosine, in float64."""
+    train_x, train_y, test_x, _ = problem()
+    lr = 0.25
+    found = eval_linear.linear_probe(train_x, train_y, test_x, 3, epochs=epochs, batch_size=1000, lrs=[lr])
+    a, b = ((x - train_x.mean(0)) / train_x.std(0) for x in (train_x, test_x))
+    layer = torch.nn.Linear(6, 3, dtype=torch.float64)
+    torch.nn.init.zeros_(layer.weight), torch.nn.init.zeros_(layer.bias)
+    optimiser = torch.optim.SGD(layer.parameters(), lr, momentum=0.9)
+    for epoch in range(epochs):
+        optimiser.param_groups[0]["lr"] = lr * 0.5 * (1 + math.cos(math.pi * epoch / epochs))
+        optimiser.zero_grad()
+        F.cross_entropy(layer(a), train_y).backward()
+        optimiser.step()
+    torch.testing.assert_close(found["logits"], layer(b).detach(), rtol=1e-9, atol=1e-9)
+
+
+def test_the_probe_solves_what_is_separable_and_is_deterministic():
+    train_x, train_y, test_x, test_y = problem(noise=0.05, dtype=torch.float32)
+    first, again = (eval_linear.linear_probe(train_x, train_y, test_x, 3, seed=4, batch_size=16) for _ in range(2))
+    assert eval_linear.scores(first["logits"], test_y, 3) == dict(linear_top1=100, linear_per_class=100)
+    assert max(first["held_out"].values()) == 100
+    assert torch.equal(first.pop("logits"), again.pop("logits")) and first == again
+
+
+def test_the_probe_never_looks_at_the_test_set():
+    train_x, train_y, test_x, _ = problem(noise=4.0)
+    a = eval_linear.linear_probe(train_x, train_y, test_x, 3, batch_size=16)
+    b = eval_linear.linear_probe(train_x, train_y, torch.cat([test_x[:3], -100 * test_x]), 3, batch_size=16)
+    assert (a["lr"], a["held_out"], a["at_edge"]) == (b["lr"], b["held_out"], b["at_edge"])
+    torch.testing.assert_close(a["logits"][:3], b["logits"][:3])
+    c = eval_linear.linear_probe(train_x * 7 - 3, train_y, test_x * 7 - 3, 3, batch_size=16)  # standardised away
+    torch.testing.assert_close(a["logits"], c["logits"], rtol=1e-6, atol=1e-6)
+
+
+def test_the_rate_is_the_best_held_out_one_of_the_grid():
+    train_x, train_y, test_x, _ = problem(200, noise=6.0)
+    grid = [1e-6, 1e-3, 0.1, 300.0]
+    probe = lambda lrs: eval_linear.linear_probe(train_x, train_y, test_x, 3, epochs=5, batch_size=64, lrs=lrs, holdout=0.3)  # noqa: E731
+    found, alone = probe(grid), [probe([lr]) for lr in grid]
+    assert found["held_out"] == {k: v for one in alone for k, v in one["held_out"].items()}  # the rates don't disturb each other
+    assert len(set(found["held_out"].values())) > 1 and all(one["at_edge"] for one in alone)
+    best = int(np.argmax(list(found["held_out"].values())))
+    assert found["lr"] == pytest.approx(grid[best]) and found["at_edge"] == (best in (0, 3))
+    torch.testing.assert_close(found["logits"], alone[best]["logits"])
+    few = eval_linear.linear_probe(train_x[:4], train_y[:4], test_x, 3, epochs=2, lrs=[0.1, 1.0])  # nothing to hold out
+    assert few["logits"].isfinite().all()
+
+
+def test_what_is_held_out_is_not_trained_on_and_then_everything_is():
+    """Random labels that many features can memorise: chance on the held-out half, and in the end no training error."""
+    g = common.generator(1)
+    x, y = torch.randn(60, 200, generator=g), torch.randint(0, 5, (60,), generator=g)
+    found = eval_linear.linear_probe(x, y, x, 5, lrs=[0.1, 0.5], holdout=0.5)
+    assert max(found["held_out"].values()) < 45 and torch.equal(found["logits"].argmax(1), y)
+
+
+def test_scores_against_a_loop():
+    g = common.generator(8)
+    labels, logits = torch.tensor([0] * 20 + [1, 2, 3, 4, 6] * 2), torch.randn(30, 8, generator=g)
+    logits[torch.arange(30), labels] += 1.5
+    ranked = [sorted(range(8), key=lambda c: -row[c]) for row in logits.tolist()]
+    right = [r[0] == y for r, y in zip(ranked, labels.tolist(), strict=True)]
+    classes = [[ok for ok, y in zip(right, labels.tolist(), strict=True) if y == c] for c in (0, 1, 2, 3, 4, 6)]
+    expected = dict(
+        linear_top1=100 * sum(right) / 30,
+        linear_top5=100 * sum(y in r[:5] for r, y in zip(ranked, labels.tolist(), strict=True)) / 30,
+        linear_per_class=100 * sum(sum(c) / len(c) for c in classes) / 6,
+    )
+    assert eval_linear.scores(logits, labels, 8) == pytest.approx(expected)
+    assert expected["linear_top1"] < expected["linear_top5"] != 100
+    assert set(eval_linear.scores(logits[:, :5], labels % 5, 5)) == {"linear_top1", "linear_per_class"}
