@@ -265,6 +265,7 @@ def make_patterns(count, size, seed):
         v = turn * cycles * (np.cos(angle) * y - np.sin(angle) * x) + p2
         dx, dy = x - offset / 2 * np.cos(p1), y - offset / 2 * np.sin(p1)
         value = pattern(u, v, np.hypot(dx, dy), np.arctan2(dy, dx), cycles, p2)[..., None]
+        value -= value.mean((1, 2, 3), keepdims=True)  # no kind is brighter than another
         sign = rng.choice(np.float32([-1, 1]), (len(where), 1, 1, 1))
         shade = 0.3 * rng.standard_normal((len(where), 1, 1), np.float32) * (np.cos(light) * x0 + np.sin(light) * y0)
         colours = 0.5 + 0.03 * rng.standard_normal((2, len(where), 1, 1, 3), np.float32)
@@ -743,9 +744,8 @@ ARCHS = {  # short name: (timm name, what differs from it)
 def backbone_info(arch, image_size, patch_size, norm=IMAGENET_NORM, interpolation="bilinear", **more):
     """What backbone.pt says of an encoder besides its weights: how timm builds it, and what its images are like.
 
-    arch: a name of ARCHS or any timm model. ResNets get the 3 x 3 stem for images of up to 64 px
-    (but resnet_micro, which is to be fast on a CPU); ViTs the given patch,
-    MoCo v3's initialisation, and a position embedding that is interpolated for other image sizes.
+    arch: a name of ARCHS or any timm model. ResNet-18, 34 and 50 get the 3 x 3 stem for images of up to 64
+    px; ViTs the given patch, MoCo v3's initialisation, and a position embedding that is interpolated for other image sizes.
     """
     if arch not in ARCHS and not timm.is_model(arch):
         fail(f"unknown --arch {arch}: give {', '.join(ARCHS)}, or a timm model")
@@ -755,7 +755,7 @@ def backbone_info(arch, image_size, patch_size, norm=IMAGENET_NORM, interpolatio
         if image_size % patch_size:
             fail(f"--patch-size {patch_size} does not divide --image-size {image_size}")
         kwargs |= dict(img_size=image_size, patch_size=patch_size, weight_init="moco", dynamic_img_size=True)
-    stem = "3x3" if name.startswith("resnet") and image_size <= 64 and arch != "resnet_micro" else "timm"
+    stem = "3x3" if arch in ("resnet18", "resnet34", "resnet50") and image_size <= 64 else "timm"
     info = dict(timm_name=name, create_kwargs=kwargs, stem=stem, image_size=image_size, mean=norm[0], std=norm[1])
     return {**info, "interpolation": interpolation, **more}
 
@@ -836,6 +836,15 @@ def _digest(path, length):
     return digest.hexdigest().encode()
 
 
+def _intact(path):
+    """Whether the checksum at the end of a checkpoint fits; True also for a file that has none."""
+    body = os.path.getsize(path) - 66
+    with open(path, "rb") as file:
+        file.seek(max(0, body))
+        tail = file.read()
+    return tail[:2] != struct.pack("<H", 64) or tail[2:] == _digest(path, body)
+
+
 def save_checkpoint(path, state, keep_previous=False):
     """torch.save with a checksum: a SHA-256 as the zip archive's comment, so any torch.load still reads the file.
 
@@ -850,7 +859,7 @@ def save_checkpoint(path, state, keep_previous=False):
         with open(temporary, "rb+") as file:
             file.seek(body)
             file.write(struct.pack("<H", len(comment)) + comment)
-        if keep_previous and path.exists():
+        if keep_previous and path.exists() and _intact(path):
             os.replace(path, path.with_name(path.stem + ".prev" + path.suffix))
 
     write_whole(path, write)
@@ -858,11 +867,7 @@ def save_checkpoint(path, state, keep_previous=False):
 
 def read_checkpoint(path):
     """The state in a file, or a RuntimeError that says in words why it cannot be used. Loads tensors and plain data only."""
-    size = os.path.getsize(path)
-    with open(path, "rb") as file:
-        file.seek(max(0, size - 66))
-        tail = file.read()
-    if tail[:2] == struct.pack("<H", 64) and tail[2:] != _digest(path, size - 66):
+    if not _intact(path):
         raise RuntimeError(f"{path} is damaged: its checksum does not fit")
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)
@@ -933,7 +938,7 @@ def open_run(out, config, resume="auto"):
     parent = next(p for p in (out, *out.absolute().parents) if p.exists())
     if not parent.is_dir() or not os.access(parent, os.W_OK):
         fail(f"--out {out} cannot be written: {parent} is not a folder that you may write to")
-    if out.exists() and any(out.iterdir()):
+    if out.exists() and any(p.suffix != ".tmp" for p in out.iterdir()):  # a kill may leave an unfinished file
         if resume == "none":
             fail(f"--out {out} is not empty: --resume none needs a new or empty folder")
         try:
@@ -959,7 +964,7 @@ def begin_run(out, config, checkpoint, step):
         kept = [r for r in read_metrics(out / "metrics.jsonl") if checkpoint and r.get("step", 0) <= step]
         write_whole(out / "metrics.jsonl", lambda t: t.write_text("".join(json.dumps(r) + "\n" for r in kept)))
     if checkpoint:
-        say(f"going on from {checkpoint} at step {step}")
+        say(f"going on at step {step}")
 
 
 def save_run(out, state, weights, keep=None):

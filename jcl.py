@@ -208,7 +208,7 @@ class GroupedBatchNorm(nn.modules.batchnorm._BatchNorm):
 
     def __init__(self, num_features, groups=1, affine=True):
         super().__init__(num_features, affine=affine)
-        self.groups = groups
+        self.groups, self.after = groups, nn.Identity()
 
     def _check_input_dim(self, x):
         pass
@@ -216,11 +216,13 @@ class GroupedBatchNorm(nn.modules.batchnorm._BatchNorm):
     def forward(self, x):
         world = common.rank_and_world()[1]
         if not self.training or (self.groups == 1 and world == 1):
-            return super().forward(x)
-        if self.groups == 1:
-            return self.over_all_processes(x)
+            return self.after(super().forward(x))
+        self.num_batches_tracked.add_(1)
+        return self.after(self.over_all_processes(x) if self.groups == 1 else self.in_groups(x, self.groups // world))
+
+    def in_groups(self, x, g):
         # The library keeps channels apart, so groups are laid side by side as channels.
-        g, c = self.groups // world, x.shape[1]
+        c = x.shape[1]
         y = x.reshape(g, -1, c, *x.shape[2:]).transpose(0, 1).flatten(1, 2)
         mean, var = self.running_mean.repeat(g), self.running_var.repeat(g)
         weight, bias = (None if p is None else p.repeat(g) for p in (self.weight, self.bias))
@@ -254,6 +256,8 @@ def group_batch_norms(module, groups):
             norm = GroupedBatchNorm(child.num_features, groups, child.affine)
             norm.load_state_dict(child.state_dict())
             norm.eps, norm.momentum = child.eps, child.momentum
+            if hasattr(child, "act"):  # timm's BatchNormAct2d
+                norm.after = nn.Sequential(child.drop, child.act)
             setattr(module, name, norm)
         else:
             group_batch_norms(child, groups)
@@ -339,7 +343,7 @@ class JCL(nn.Module):
         super().__init__()
         self.args, self.temperature = args, args.temperature
         self.backbone = group_batch_norms(common.build_backbone(info), args.bn_groups)
-        width = self.backbone.num_features
+        width = self.backbone.head_hidden_size
         self.projector = nn.Sequential(nn.Linear(width, width), nn.ReLU(inplace=True), nn.Linear(width, args.dim))
         self.momentum_backbone = copy.deepcopy(self.backbone).requires_grad_(False)
         self.momentum_projector = copy.deepcopy(self.projector).requires_grad_(False)

@@ -1,6 +1,6 @@
 """Pictures of runs, made by hand (needs matplotlib): learning curves of one or more runs.
 
-    python tests/figures.py curves OUT.png RUN [RUN ...]
+python tests/figures.py curves OUT.png RUN [RUN ...]
 """
 
 import json

@@ -377,6 +377,17 @@ def test_group_batch_norms_keeps_what_a_norm_is(method):
     assert original[1].running_mean.abs().sum() > 0 and torch.equal(grouped[1].running_mean, original[1].running_mean)
 
 
+@pytest.mark.parametrize("arch", ["resnet10t", "mobilenetv3_small_050", "convnext_atto"])
+def test_any_timm_model(arch, folder, tmp_path):
+    """Other stems, norms that hold an activation, layers after the pooling: trains, and grouped norms change nothing."""
+    model = common.build_backbone(common.backbone_info(arch, 32, 16)).eval()
+    x = torch.randn(2, 3, 32, 32)
+    with torch.no_grad():
+        expected = model(x)
+        torch.testing.assert_close(importlib.import_module(METHODS[0]).group_batch_norms(model, 1)(x), expected)
+    assert "stopped at step 1" in run(METHODS[0], folder, tmp_path, "--arch", arch, "--image-size", "32", "--max-steps", "1")
+
+
 # ------------------------------------------------------------- files and words
 
 
