@@ -12,11 +12,14 @@ Boxes are (top, left, height, width) in pixels. A label of -1 means "none".
 """
 
 import argparse
+import atexit
 import contextlib
 import functools
 import hashlib
 import itertools
 import json
+import math
+import multiprocessing
 import os
 import platform
 import shutil
@@ -203,8 +206,11 @@ def open_image(path):
 
 def read_image(path):
     """Any JPEG, PNG, ... of any mode (gray, palette, CMYK, alpha, EXIF-rotated) as uint8 (H, W, 3)."""
-    with open_image(path) as image:
-        return np.asarray(ImageOps.exif_transpose(image).convert("RGB"))
+    with open_image(path) as file:
+        image = ImageOps.exif_transpose(file)
+        if image.mode.startswith("I"):  # 16 bits of gray, which convert would clip at 255
+            return (np.asarray(image) >> 8).clip(0, 255).astype(np.uint8)[:, :, None].repeat(3, 2)
+        return np.asarray(image.convert("RGB"))
 
 
 def image_size(path):
@@ -408,8 +414,10 @@ def random_colour(draws, jitter=(0, 0, 0, 0), jitter_p=0.0, gray_p=0.0, blur_p=0
 def cut(image, box, size, interpolation="bilinear"):
     """Cut a box (top, left, height, width) from a uint8 image (H, W, 3) and resize it, antialiased: (size, size, 3)."""
     top, left, height, width = (float(v) for v in box)
-    image = Image.fromarray(image)
-    return np.asarray(image.resize((size, size), RESAMPLE[interpolation], box=(left, top, left + width, top + height)))
+    y, x = int(top), int(left)  # resize alone would also see the pixels around the box
+    image = Image.fromarray(image[y : math.ceil(top + height), x : math.ceil(left + width)])
+    box = (left - x, top - y, left - x + width, top - y + height)
+    return np.asarray(image.resize((size, size), RESAMPLE[interpolation], box=box))
 
 
 class Views(Dataset):
@@ -477,9 +485,17 @@ def _start_worker(_):
         signal.signal(number, signal.SIG_IGN)
 
 
+def _end_workers():
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler would report the workers' end as an error
+    for child in multiprocessing.active_children():
+        child.kill()
+
+
 def make_loader(dataset, sampler, workers, device):
     """A DataLoader over batches of keys; its workers live as long as the run."""
     options = {"persistent_workers": True, "prefetch_factor": 4} if workers else {}
+    if workers:  # they ignore SIGTERM, by which Python ends its children when a process exits: it would wait for ever
+        atexit.register(_end_workers)
     if workers and sys.platform == "linux":
         options["multiprocessing_context"] = "fork"  # the decoded images are shared, not copied
     options |= dict(
@@ -497,10 +513,6 @@ def rgb_to_gray(x):
     return (0.2989 * x[:, 0] + 0.587 * x[:, 1] + 0.114 * x[:, 2]).unsqueeze(1)
 
 
-def _blend(x, base, factor):
-    return torch.lerp(base, x, factor).clamp_(0, 1)
-
-
 def adjust_brightness(x, brightness_factor):
     """Each image times its factor (N,), clamped to [0, 1]."""
     return (x * _per_image(brightness_factor, x)).clamp_(0, 1)
@@ -508,13 +520,13 @@ def adjust_brightness(x, brightness_factor):
 
 def adjust_contrast(x, contrast_factor):
     """Blend with the image's mean gray; factor (N,)."""
-    base = rgb_to_gray(x).mean((1, 2, 3), keepdim=True)
-    return _blend(x, base, _per_image(contrast_factor, x))
+    mean = rgb_to_gray(x).mean((1, 2, 3), keepdim=True)
+    return torch.lerp(mean, x, _per_image(contrast_factor, x)).clamp_(0, 1)
 
 
 def adjust_saturation(x, saturation_factor):
     """Blend with the image's gray version; factor (N,)."""
-    return _blend(x, rgb_to_gray(x), _per_image(saturation_factor, x))
+    return torch.lerp(rgb_to_gray(x), x, _per_image(saturation_factor, x)).clamp_(0, 1)
 
 
 def adjust_hue(x, hue_factor):
@@ -586,7 +598,7 @@ def colour(x, parameters):
         for step, function in enumerate((adjust_brightness, adjust_contrast, adjust_saturation, adjust_hue)):
             rows = torch.nonzero(jittered & (steps[:, position] == step)).flatten()
             x = _on(x, rows, function, factors[step, rows])
-    x = _on(x, torch.nonzero(p["gray"]).flatten(), lambda v: rgb_to_gray(v).expand_as(v))
+    x = _on(x, torch.nonzero(p["gray"]).flatten(), lambda v: rgb_to_gray(v).repeat(1, 3, 1, 1))
     rows = torch.nonzero(p["sigma"]).flatten()
     x = _on(x, rows, gaussian_blur, p["sigma"][rows])
     x = _on(x, torch.nonzero(p["solarize"]).flatten(), solarize)
@@ -669,7 +681,7 @@ def knn_scores(train_x, train_y, test_x, ks, temperature, num_classes):
     bounded memory; the test images are shared out over the processes. Returns {k: (m, num_classes) float32, CPU}.
     """
     rank, world = rank_and_world()
-    device = train_x.device
+    device, ks = train_x.device, tuple(dict.fromkeys(ks))
     bank = F.normalize(train_x.float(), dim=1).T
     largest = min(max(ks), len(train_x))
     queries = F.normalize(test_x.float(), dim=1).tensor_split(world)[rank]
@@ -744,8 +756,7 @@ ARCHS = {  # short name: (timm name, what differs from it)
 def backbone_info(arch, image_size, patch_size, norm=IMAGENET_NORM, interpolation="bilinear", **more):
     """What backbone.pt says of an encoder besides its weights: how timm builds it, and what its images are like.
 
-    arch: a name of ARCHS or any timm model. ResNet-18, 34 and 50 get the 3 x 3 stem for images of up to 64
-    px; ViTs the given patch, MoCo v3's initialisation, and a position embedding that is interpolated for other image sizes.
+    arch: a name of ARCHS or any timm model. Plain ResNets get the 3 x 3 stem for images of up to 64 px; ViTs the given patch, MoCo v3's initialisation, and a position embedding that is interpolated for other image sizes.
     """
     if arch not in ARCHS and not timm.is_model(arch):
         fail(f"unknown --arch {arch}: give {', '.join(ARCHS)}, or a timm model")
@@ -755,14 +766,18 @@ def backbone_info(arch, image_size, patch_size, norm=IMAGENET_NORM, interpolatio
         if image_size % patch_size:
             fail(f"--patch-size {patch_size} does not divide --image-size {image_size}")
         kwargs |= dict(img_size=image_size, patch_size=patch_size, weight_init="moco", dynamic_img_size=True)
-    stem = "3x3" if arch in ("resnet18", "resnet34", "resnet50") and image_size <= 64 else "timm"
+    plain = arch.removeprefix("resnet").isdigit()  # resnet26d, resnetv2_50, ... have stems of their own
+    stem = "3x3" if plain and image_size <= 64 else "timm"
     info = dict(timm_name=name, create_kwargs=kwargs, stem=stem, image_size=image_size, mean=norm[0], std=norm[1])
     return {**info, "interpolation": interpolation, **more}
 
 
 def build_backbone(info, **more):
     """The untrained timm model without classifier that `info` describes, (N, 3, H, W) -> (N, width); more: for timm."""
-    backbone = timm.create_model(info["timm_name"], **info["create_kwargs"], **more)
+    try:
+        backbone = timm.create_model(info["timm_name"], **info["create_kwargs"], **more)
+    except TypeError as error:
+        fail(f"timm cannot build {info['timm_name']} so: {error}")
     if info["stem"] == "3x3":  # no 7 x 7 convolution and no max-pool, as CIFAR work has it
         backbone.conv1 = nn.Conv2d(3, backbone.conv1.out_channels, 3, padding=1, bias=False)
         backbone.maxpool = nn.Identity()
@@ -778,8 +793,7 @@ def load_backbone(path, encoder=None):
     """
     path = Path(path)
     if path.is_dir():
-        wanted = "last.pt" if encoder is not None and (path / "last.pt").exists() else "backbone.pt"
-        path = path / wanted
+        path = path / ("last.pt" if encoder is not None else "backbone.pt")
     if not path.exists():
         fail(f"no checkpoint at {path}: give a run folder, a last.pt or a backbone.pt")
     state = load_checkpoint(path)
@@ -883,16 +897,13 @@ def load_checkpoint(path):
     """`read_checkpoint`, falling back with a line to NAME.prev.pt; exits with a line if neither can be used."""
     path = Path(path)
     previous = path.with_name(path.stem + ".prev" + path.suffix)
-    try:
-        return read_checkpoint(path)
-    except (RuntimeError, OSError) as error:
-        if not previous.exists():
-            fail(str(error))
-        say(f"warning: {error}; going on from {previous}")
-    try:
-        return read_checkpoint(previous)
-    except (RuntimeError, OSError) as error:
-        fail(str(error))
+    for candidate in (path, previous):
+        try:
+            return read_checkpoint(candidate)
+        except (RuntimeError, OSError) as error:
+            if candidate == previous or not previous.exists():
+                fail(str(error))
+            say(f"warning: {error}; going on from {previous}")
 
 
 def read_metrics(path):
@@ -943,6 +954,8 @@ def open_run(out, config, resume="auto"):
             fail(f"--out {out} is not empty: --resume none needs a new or empty folder")
         try:
             old = json.loads((out / "config.json").read_text())
+            if not isinstance(old, dict):
+                raise ValueError("not a JSON object")
         except (OSError, ValueError):
             fail(f"--out {out} is not empty and has no readable config.json: give a new folder")
         names = sorted((set(old) | set(config)) - set(OPERATING))

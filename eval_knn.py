@@ -117,6 +117,7 @@ def parse_args(argv=None):
     check_encoder_flags(args)
     if min(args.k) < 1 or args.temperature <= 0:
         common.fail("--k and --temperature: give numbers above 0")
+    args.k = list(dict.fromkeys(args.k))
     return args
 
 

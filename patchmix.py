@@ -176,12 +176,11 @@ def resolve(args, method_flags):
             setattr(args, key, value)
     folder = f"{METHOD}-{args.dataset}-{args.arch}-s{args.seed}{named}"
     args.out = args.out or "runs/" + "".join(c if c.isalnum() or c in "-_." else "+" for c in folder)
-    for name in ("image_size", "patch_size", "epochs", "batch_size", "lr", "save_every", "max_steps", "queue"):
-        if getattr(args, name) is not None and not 0 < getattr(args, name) < math.inf:
-            common.fail(f"--{name.replace('_', '-')} {getattr(args, name)}: give a number above 0")
-    for name in ("seed", "keep_every", "knn_every", "workers"):
-        if getattr(args, name) is not None and getattr(args, name) < 0:
-            common.fail(f"--{name.replace('_', '-')} {getattr(args, name)}: give 0 or more")
+    zero = ("seed", "keep_every", "knn_every", "workers")  # these may be
+    for name in ("image_size", "patch_size", "epochs", "batch_size", "lr", "save_every", "max_steps", "queue", *zero):
+        value = getattr(args, name)
+        if value is not None and not (0 < value < math.inf or (value == 0 and name in zero)):
+            common.fail(f"--{name.replace('_', '-')} {value}: give {'0 or more' if name in zero else 'a number above 0'}")
     world = int(os.environ.get("WORLD_SIZE", 1))
     if args.batch_size % world:
         common.fail(f"--batch-size {args.batch_size} (global) cannot be shared out over {world} processes")
