@@ -64,12 +64,10 @@ def say(text="", end="\n"):
         print(("\r\x1b[K" if sys.stdout.isatty() else "") + text, end=end, flush=True)
 
 
-def progress(text, last=[0.0], every=30.0):  # noqa: B006  (the list keeps the time of the last plain line)
+def progress(text, last=[0.0]):  # noqa: B006  (the list keeps the time of the last line)
     """One line that rewrites itself on a terminal, and a plain line every 30 s in a log file."""
-    if sys.stdout.isatty():
-        say(text, end="")
-    elif time.monotonic() - last[0] > every:
-        say(text)
+    if sys.stdout.isatty() or time.monotonic() - last[0] > 30:
+        say(text, end="" if sys.stdout.isatty() else "\n")
         last[0] = time.monotonic()
 
 
@@ -347,17 +345,16 @@ def _load_torchvision(name, root, train, unlabeled):
     split = {"train": train}
     if name == "stl10":
         split = {"split": ("train+unlabeled" if unlabeled else "train") if train else "test"}
-    others = dist.is_initialized() and int(os.environ.get("LOCAL_RANK", 0)) > 0
-    try:  # one process of a node downloads, the others then find the files
-        if others:
-            dist.barrier()
-        with contextlib.redirect_stdout(sys.stderr):
-            data = getattr(torchvision.datasets, name.upper())(str(root), download=True, **split)
+    try:
+        for turn in (True, False):  # the first process of a node downloads, the others then find the files
+            if turn == (int(os.environ.get("LOCAL_RANK", 0)) == 0):
+                with contextlib.redirect_stdout(sys.stderr):
+                    data = getattr(torchvision.datasets, name.upper())(str(root), download=True, **split)
+            if dist.is_initialized():
+                dist.barrier()
     except (OSError, RuntimeError) as error:
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         fail(f"cannot get {name} into {root} ({reason}): connect, or give --data-dir with train/ and test/ folders")
-    if dist.is_initialized() and not others:
-        dist.barrier()
     array = data.data.transpose(0, 2, 3, 1) if name == "stl10" else data.data
     return ImageSet(name, data.labels if name == "stl10" else data.targets, data.classes, np.ascontiguousarray(array))
 
@@ -387,10 +384,9 @@ def random_resized_crop(sizes, draws, scale, ratio=(3 / 4, 4 / 3), area=None, wh
     first, rows = fits.argmax(1), np.arange(len(sizes))
     w, h = w[rows, first], h[rows, first]
     top, left = np.floor(draws[:, 20] * (height - h + 1)), np.floor(draws[:, 21] * (width - w + 1))
-    w0 = np.where(width / height > ratio[1], np.rint(height * ratio[1]), width)  # the fallback
-    h0 = np.where(width / height < ratio[0], np.rint(width / ratio[0]), height)
+    w0 = np.where((width / height > ratio[1]) & (not whole), np.rint(height * ratio[1]), width)  # the fallback
+    h0 = np.where((width / height < ratio[0]) & (not whole), np.rint(width / ratio[0]), height)
     box = np.stack([top, left, h, w], 1)
-    h0, w0 = (height, width) if whole else (h0, w0)
     centre = np.stack([(height - h0) // 2, (width - w0) // 2, h0, w0], 1)
     return np.where(fits.any(1)[:, None], box, centre).astype(np.int64)
 
@@ -429,8 +425,7 @@ class Views(Dataset):
     """
 
     def __init__(self, images, sample, num_draws, seed, interpolation="bilinear"):
-        self.images, self.sample, self.num_draws = images, sample, num_draws
-        self.seed, self.interpolation = seed, interpolation
+        self.images, self.sample, self.num_draws, self.seed, self.interpolation = images, sample, num_draws, seed, interpolation
 
     def __len__(self):
         return len(self.images)
@@ -480,6 +475,9 @@ def default_workers(device):
     return min(12, len(os.sched_getaffinity(0)) // local) if device.type == "cuda" else 0
 
 
+FORK = "fork" if sys.platform == "linux" else None  # workers share the decoded images instead of copying them
+
+
 def _start_worker(_):
     for number in (signal.SIGINT, signal.SIGTERM):  # the training process finishes its step and ends its workers
         signal.signal(number, signal.SIG_IGN)
@@ -493,14 +491,10 @@ def _end_workers():
 
 def make_loader(dataset, sampler, workers, device):
     """A DataLoader over batches of keys; its workers live as long as the run."""
-    options = {"persistent_workers": True, "prefetch_factor": 4} if workers else {}
-    if workers:  # they ignore SIGTERM, by which Python ends its children when a process exits: it would wait for ever
-        atexit.register(_end_workers)
-    if workers and sys.platform == "linux":
-        options["multiprocessing_context"] = "fork"  # the decoded images are shared, not copied
-    options |= dict(
-        num_workers=workers, collate_fn=default_convert, pin_memory=device.type == "cuda", worker_init_fn=_start_worker
-    )
+    options = dict(collate_fn=default_convert, pin_memory=device.type == "cuda", worker_init_fn=_start_worker)
+    if workers:
+        atexit.register(_end_workers)  # they ignore SIGTERM, by which Python ends its children: it would wait for ever
+        options |= dict(num_workers=workers, persistent_workers=True, prefetch_factor=4, multiprocessing_context=FORK)
     return DataLoader(dataset, batch_sampler=sampler, **options)
 
 
@@ -614,9 +608,6 @@ class CentreCrops(Dataset):
     def __init__(self, images, size, interpolation="bilinear"):
         self.images, self.size, self.interpolation = images, size, interpolation
 
-    def __len__(self):
-        return len(self.images)
-
     def __getitem__(self, i):
         image = self.images[i]
         height, width = image.shape[:2]
@@ -631,10 +622,10 @@ def gather_uneven(x):
     _, world = rank_and_world()
     if world == 1:
         return x
-    counts = [torch.zeros(1, dtype=torch.int64, device=x.device) for _ in range(world)]
-    dist.all_gather(counts, torch.tensor([len(x)], device=x.device))
-    longest = int(max(counts))
-    padded = torch.cat([x, x.new_zeros(longest - len(x), *x.shape[1:])])
+    count = torch.tensor([len(x)], device=x.device)
+    counts = [torch.zeros_like(count) for _ in range(world)]
+    dist.all_gather(counts, count)
+    padded = torch.cat([x, x.new_zeros(int(max(counts)) - len(x), *x.shape[1:])])
     parts = [torch.empty_like(padded) for _ in range(world)]
     dist.all_gather(parts, padded)
     return torch.cat([part[: int(n)] for part, n in zip(parts, counts, strict=True)])
@@ -652,19 +643,16 @@ def extract_features(encoder, images, info, device, batch_size=256, workers=0, a
     training = encoder.training
     encoder.eval()
     part = torch.arange(len(images)).tensor_split(world)[rank]
-    data = torch.utils.data.Subset(CentreCrops(images, info["image_size"], info["interpolation"]), part.tolist())
-    context = "fork" if workers and sys.platform == "linux" else None
-    loader = DataLoader(data, batch_size, num_workers=workers, pin_memory=device.type == "cuda", multiprocessing_context=context)
+    rows = part.tolist() or [0]  # a process without images encodes one for the rows' width, and drops it
+    data = torch.utils.data.Subset(CentreCrops(images, info["image_size"], info["interpolation"]), rows)
+    options = dict(num_workers=workers, multiprocessing_context=FORK if workers else None)
+    loader = DataLoader(data, batch_size, pin_memory=device.type == "cuda", **options)
     features = []
     for batch in loader:
         x = normalize(batch.to(device, non_blocking=True).float().div_(255), info["mean"], info["std"])
         with torch.autocast(device.type, torch.bfloat16, enabled=amp):
             features.append(encoder(x).flatten(1).float())
-    width = features[0].shape[1] if features else 0
-    if world > 1:  # a process without images still has to join, with rows of the right width
-        width = torch.tensor(width, device=device)
-        dist.all_reduce(width, dist.ReduceOp.MAX)
-    features = torch.cat(features) if features else torch.zeros(0, int(width), device=device)
+    features = torch.cat(features)[: len(part)]
     encoder.train(training)
     for key, value in encoder.state_dict().items():
         if not torch.equal(before[key], value):
@@ -703,13 +691,9 @@ def knn_predict(train_x, train_y, test_x, k, temperature, num_classes):
 
 def knn_accuracy(encoder, train, test, info, device, ks=(20,), temperature=0.07, workers=0, amp=False):
     """Top-1 accuracy in percent for each k: {k: float}. The bank is the labelled training set, augmented by nothing."""
-    train, options = train.labelled(), {"device": device, "workers": workers, "amp": amp}
-    train_x = extract_features(encoder, train, info, **options)
-    test_x = extract_features(encoder, test, info, **options)
-    scores = knn_scores(
-        train_x.to(device), torch.from_numpy(train.labels), test_x.to(device), ks, temperature, len(train.classes)
-    )
-    truth = torch.from_numpy(test.labels)
+    train, truth = train.labelled(), torch.from_numpy(test.labels)
+    train_x, test_x = (extract_features(encoder, part, info, device, 256, workers, amp).to(device) for part in (train, test))
+    scores = knn_scores(train_x, torch.from_numpy(train.labels), test_x, ks, temperature, len(train.classes))
     return {k: 100 * (s.argmax(1) == truth).float().mean().item() for k, s in scores.items()}
 
 
@@ -756,7 +740,8 @@ ARCHS = {  # short name: (timm name, what differs from it)
 def backbone_info(arch, image_size, patch_size, norm=IMAGENET_NORM, interpolation="bilinear", **more):
     """What backbone.pt says of an encoder besides its weights: how timm builds it, and what its images are like.
 
-    arch: a name of ARCHS or any timm model. Plain ResNets get the 3 x 3 stem for images of up to 64 px; ViTs the given patch, MoCo v3's initialisation, and a position embedding that is interpolated for other image sizes.
+    arch: a name of ARCHS or any timm model. Plain ResNets get the 3 x 3 stem for images of up to 64 px; ViTs the given
+    patch, MoCo v3's initialisation, and a position embedding that is interpolated for other image sizes.
     """
     if arch not in ARCHS and not timm.is_model(arch):
         fail(f"unknown --arch {arch}: give {', '.join(ARCHS)}, or a timm model")
@@ -791,9 +776,7 @@ def load_backbone(path, encoder=None):
     Returns (module in evaluation mode, info); info has image_size, mean, std, interpolation, method, encoder, timm_name,
     create_kwargs, stem. Every key must match. Exits with a line if the file does not fit.
     """
-    path = Path(path)
-    if path.is_dir():
-        path = path / ("last.pt" if encoder is not None else "backbone.pt")
+    path = Path(path) / ("backbone.pt" if encoder is None else "last.pt") if Path(path).is_dir() else Path(path)
     if not path.exists():
         fail(f"no checkpoint at {path}: give a run folder, a last.pt or a backbone.pt")
     state = load_checkpoint(path)
@@ -817,10 +800,9 @@ def load_backbone(path, encoder=None):
 
 # --------------------------------------------------------- 6. files of a run
 
-OPERATING = (  # flags that may change when a run goes on
-    "data_dir no_cache max_steps out resume save_every keep_every knn_every device amp compile grad_checkpoint workers "
-    "tensorboard show_views bf16"
-).split()
+# Flags that may change when a run goes on.
+OPERATING = "data_dir no_cache max_steps out resume save_every keep_every knn_every device amp bf16 compile workers".split()
+OPERATING += ["grad_checkpoint", "tensorboard", "show_views"]
 
 
 def write_whole(path, write):
@@ -835,10 +817,9 @@ def write_whole(path, write):
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
-    if hasattr(os, "O_DIRECTORY"):
-        folder = os.open(path.parent, os.O_DIRECTORY)
-        os.fsync(folder)
-        os.close(folder)
+    folder = os.open(path.parent, os.O_RDONLY)  # the new name, too, has to reach the disk
+    os.fsync(folder)
+    os.close(folder)
 
 
 def _digest(path, length):
@@ -930,9 +911,8 @@ def write_metrics(out, record, epochs, tensorboard=False):
         from torch.utils.tensorboard import SummaryWriter
 
         with SummaryWriter(out) as writer:
-            for name, value in record.items():
-                if isinstance(value, float):
-                    writer.add_scalar(name, value, record["step"])
+            for name in (k for k, v in record.items() if isinstance(v, float)):
+                writer.add_scalar(name, record[name], record["step"])
 
 
 def open_run(out, config, resume="auto"):
@@ -953,18 +933,14 @@ def open_run(out, config, resume="auto"):
         if resume == "none":
             fail(f"--out {out} is not empty: --resume none needs a new or empty folder")
         try:
-            old = json.loads((out / "config.json").read_text())
-            if not isinstance(old, dict):
-                raise ValueError("not a JSON object")
-        except (OSError, ValueError):
+            old = {**json.loads((out / "config.json").read_text())}
+        except (OSError, ValueError, TypeError):
             fail(f"--out {out} is not empty and has no readable config.json: give a new folder")
         names = sorted((set(old) | set(config)) - set(OPERATING))
         different = [f"{n} was {old.get(n)}, is {config.get(n)}" for n in names if old.get(n) != config.get(n)]
         if different:
             fail(f"--out {out} holds another configuration ({'; '.join(different)}): give another --out, or the same flags")
-    if resume in ("auto", "none"):
-        return last if resume == "auto" and last is not None and last.exists() else None
-    return Path(resume)
+    return {"auto": last, "none": None}.get(resume, Path(resume))
 
 
 def begin_run(out, config, checkpoint, step):
@@ -1011,25 +987,22 @@ def environment(device):
     except OSError:
         commit = None
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
-    versions = {"python": platform.python_version(), "torch": torch.__version__, "torchvision": torchvision.__version__}
-    return {**versions, "timm": timm.__version__, "numpy": np.__version__, "device": name, "commit": commit}
+    versions = {module.__name__: str(module.__version__) for module in (torch, torchvision, timm, np)}
+    return {"python": platform.python_version(), **versions, "device": name, "commit": commit}
 
 
-def save_grid(path, rows, labels=(), scale=None, border=None):
+def save_grid(path, rows, labels, border=None):
     """Write rows of images as one PNG. rows: list of (n, 3, H, W) float in [0, 1]; labels: a text per row.
 
     border: list per row of n colours ('green', 'red', ...) or None. Small images are enlarged without smoothing.
     """
-    size = max(row.shape[-1] for row in rows)
-    scale = scale or max(1, 96 // size)
-    side, gap = size * scale, 4
-    left = gap + max((8 * len(text) for text in labels), default=0)
+    size, gap = max(row.shape[-1] for row in rows), 6
+    side, left = size * max(1, 96 // size), gap + max(8 * len(text) for text in labels)
     sheet = Image.new("RGB", (left + max(len(r) for r in rows) * (side + gap), gap + len(rows) * (side + gap)), "white")
     draw = ImageDraw.Draw(sheet)
     for r, row in enumerate(rows):
         top = gap + r * (side + gap)
-        if labels:
-            draw.text((gap, top + side // 2 - 6), labels[r], fill="black", font_size=12)
+        draw.text((gap, top + side // 2 - 6), labels[r], fill="black", font_size=12)
         for c, image in enumerate(row.detach().cpu().clamp(0, 1).mul(255).round().byte().permute(0, 2, 3, 1).numpy()):
             x = left + c * (side + gap)
             if border and border[r] and border[r][c]:

@@ -110,15 +110,7 @@ def parse_args(argv=None):
     group.add_argument("--css-alpha", type=float, metavar="A", help="centre-suppressed sampling, Beta(A, A); 1: off (App. G)")
     group.add_argument("--crop-scale", type=float, nargs=2, metavar=("LO", "HI"), help="area range of the crops")
     group.add_argument("--blur-prob", type=float, nargs=2, metavar=("P1", "P2"), help="of blurring view 1, view 2")
-    flags = {
-        "moco": None,
-        "joint": "crop",
-        "beta": 0.0,
-        "joint_prob": 0.5,
-        "css_alpha": None,
-        "crop_scale": None,
-        "blur_prob": None,
-    }
+    flags = dict(joint="crop", beta=0.0, joint_prob=0.5) | dict.fromkeys(("moco", "css_alpha", "crop_scale", "blur_prob"))
     args = resolve(parser.parse_args(argv), method_flags=flags)
     if not 0 < args.crop_scale[0] < args.crop_scale[1] <= 1:
         common.fail(f"--crop-scale {args.crop_scale[0]} {args.crop_scale[1]}: give 0 < LO < HI <= 1")
@@ -228,7 +220,7 @@ def sample_joint(n, low, high, beta, generator=None, offset=0.0):
     return joint_from_uniform(u, v, low, high, beta, offset)
 
 
-NUM_VIEWS, EXTRA = 2, 6
+NUM_VIEWS, EXTRA, BLUR_COIN = 2, 6, 7  # views; draws besides theirs; which of a view's colour draws decides on blur
 DRAWS = common.CROP_DRAWS + common.COLOUR_DRAWS  # of one view
 SIGMA = (0.1, 2.0)
 
@@ -248,11 +240,11 @@ def make_sample(args):
         for view in range(NUM_VIEWS):
             crop, colour = np.split(draws[:, view], [common.CROP_DRAWS], axis=1)
             if args.css_alpha != 1:  # App. G: the position is drawn from Beta(alpha, alpha) instead of uniformly
-                crop[:, 20:] = [beta_draws(seed, args.css_alpha) for seed in crop[:, 20]]
+                crop[:, -2:] = [beta_draws(seed, args.css_alpha) for seed in crop[:, -1]]
             box = common.random_resized_crop(sizes, crop, args.crop_scale, whole=args.variant == "released")  # D2
             joint = common.random_resized_crop(sizes, crop, args.crop_scale, area=areas[view], whole=args.variant == "released")
             cuts.append((index, np.where(joint_crop[:, None], joint, box), args.image_size))
-            colour[:, 7] = np.where(joint_blur, extra[:, 5], colour[:, 7])  # one coin for both views
+            colour[:, BLUR_COIN] = np.where(joint_blur, extra[:, 5], colour[:, BLUR_COIN])  # one for both views
             blur, solarize = args.blur_prob[view], args.solarize_p[view]
             colours.append(common.random_colour(colour, args.jitter, args.jitter_p, args.gray_p, blur, SIGMA, solarize))
             sigma = colours[-1][:, common.COLOUR.index("sigma")]
