@@ -141,11 +141,11 @@ def test_pictures_of_neighbours(tiny, tmp_path):
     assert 0 < right.sum() < 12
     for name, wanted in (("right", True), ("wrong", False)):
         sheet, shown = np.array(Image.open(tmp_path / "new" / "p" / f"{name}.png")).astype(int), []
-        for top in range(4, sheet.shape[0], 100):
-            left = sheet.shape[1] - 1100  # eleven images of 96 px, 4 px apart
+        for top in range(6, sheet.shape[0], 102):
+            left = sheet.shape[1] - 1122  # eleven images of 96 px, 6 px apart
             cell = sheet[top : top + 96, left : left + 96]
             shown.append(min(range(12), key=lambda i: abs(images[i] - cell).sum()))
-            frames = [sheet[top + 48, left + 100 * c - 2].tolist() for c in range(11)]
+            frames = [sheet[top + 48, left + 102 * c - 2].tolist() for c in range(11)]
             same = (train_y[nearest[shown[-1]]] == test_y[shown[-1]]).tolist()
             assert frames[1:] == [GREEN if s else RED for s in same] and frames[0] not in (GREEN, RED)
         assert sorted(shown) == torch.nonzero(right == wanted).flatten().tolist()
