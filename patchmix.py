@@ -77,7 +77,7 @@ IMAGENET = dict(
 RECIPES = {
     # Ours, for two CPU cores: small heads, fewer and larger patches, weaker views; the loss is the paper's.
     "patterns": dict(
-        COMMON, arch="vit_micro", image_size=32, patch_size=8, epochs=40, warmup=1, batch_size=64, lr_batch=64,
+        COMMON, arch="vit_micro", image_size=32, patch_size=8, epochs=50, warmup=1, batch_size=64, lr_batch=64,
         lr=1e-3, weight_decay=(0.02, 0.2), num_mix=2, mix_slices=1, hidden=512, dim=128, drop_path=0.0,
         crop_scale=(0.3, 1.0), blur_p=(0.1, 0.1), norm=common.NORMS["patterns"], momentum=(0.98, 1.0),
         by=dict(variant=RELEASED),
