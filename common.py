@@ -740,8 +740,9 @@ ARCHS = {  # short name: (timm name, what differs from it)
 def backbone_info(arch, image_size, patch_size, norm=IMAGENET_NORM, interpolation="bilinear", **more):
     """What backbone.pt says of an encoder besides its weights: how timm builds it, and what its images are like.
 
-    arch: a name of ARCHS or any timm model. Plain ResNets get the 3 x 3 stem for images of up to 64 px; ViTs the given
-    patch, MoCo v3's initialisation, and a position embedding that is interpolated for other image sizes.
+    arch: a name of ARCHS or any timm model. Plain ResNets get the 3 x 3 stem for images of up to 64 px (but resnet_micro,
+    which is to be fast on a CPU); ViTs the given patch, MoCo v3's initialisation, and a position embedding that is
+    interpolated for other image sizes.
     """
     if arch not in ARCHS and not timm.is_model(arch):
         fail(f"unknown --arch {arch}: give {', '.join(ARCHS)}, or a timm model")
@@ -751,8 +752,8 @@ def backbone_info(arch, image_size, patch_size, norm=IMAGENET_NORM, interpolatio
         if image_size % patch_size:
             fail(f"--patch-size {patch_size} does not divide --image-size {image_size}")
         kwargs |= dict(img_size=image_size, patch_size=patch_size, weight_init="moco", dynamic_img_size=True)
-    plain = arch.removeprefix("resnet").isdigit()  # resnet26d, resnetv2_50, ... have stems of their own
-    stem = "3x3" if plain and image_size <= 64 else "timm"
+    plain = name.removeprefix("resnet").isdigit()  # resnet26d, resnetv2_50, ... have stems of their own
+    stem = "3x3" if plain and image_size <= 64 and arch != "resnet_micro" else "timm"
     info = dict(timm_name=name, create_kwargs=kwargs, stem=stem, image_size=image_size, mean=norm[0], std=norm[1])
     return {**info, "interpolation": interpolation, **more}
 
@@ -785,7 +786,7 @@ def load_backbone(path, encoder=None):
         prefix = {"query": "backbone.", "momentum": "momentum_backbone."}[info["encoder"]]
         weights = {k.removeprefix(prefix): v for k, v in state["model"].items() if k.startswith(prefix)}
     elif "timm_name" in state and "state_dict" in state:
-        info, weights = {k: v for k, v in state.items() if k != "state_dict"}, state["state_dict"]
+        info, weights = {k: v for k, v in state.items() if k not in ("state_dict", "file")}, state["state_dict"]
         if encoder not in (None, info["encoder"]):
             fail(f"{path} holds the {info['encoder']} encoder only: give last.pt for the {encoder} encoder")
     else:
@@ -832,12 +833,12 @@ def _digest(path, length):
 
 
 def _intact(path):
-    """Whether the checksum at the end of a checkpoint fits; True also for a file that has none."""
+    """Whether the checksum at the end of a checkpoint fits; None for a file that has none (one that was cut off, say)."""
     body = os.path.getsize(path) - 66
     with open(path, "rb") as file:
         file.seek(max(0, body))
         tail = file.read()
-    return tail[:2] != struct.pack("<H", 64) or tail[2:] == _digest(path, body)
+    return tail[2:] == _digest(path, body) if tail[:2] == struct.pack("<H", 64) else None
 
 
 def save_checkpoint(path, state, keep_previous=False):
@@ -862,7 +863,7 @@ def save_checkpoint(path, state, keep_previous=False):
 
 def read_checkpoint(path):
     """The state in a file, or a RuntimeError that says in words why it cannot be used. Loads tensors and plain data only."""
-    if not _intact(path):
+    if _intact(path) is False:
         raise RuntimeError(f"{path} is damaged: its checksum does not fit")
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)
@@ -875,12 +876,15 @@ def read_checkpoint(path):
 
 
 def load_checkpoint(path):
-    """`read_checkpoint`, falling back with a line to NAME.prev.pt; exits with a line if neither can be used."""
+    """`read_checkpoint`, and the file's name as 'file'; falls back, with a line, to NAME.prev.pt.
+
+    Exits with a line if neither can be used.
+    """
     path = Path(path)
     previous = path.with_name(path.stem + ".prev" + path.suffix)
     for candidate in (path, previous):
         try:
-            return read_checkpoint(candidate)
+            return {"file": str(candidate), **read_checkpoint(candidate)}
         except (RuntimeError, OSError) as error:
             if candidate == previous or not previous.exists():
                 fail(str(error))
@@ -952,8 +956,6 @@ def begin_run(out, config, checkpoint, step):
             write_whole(out / "config.json", lambda temporary: temporary.write_text(json.dumps(config, indent=1)))
         kept = [r for r in read_metrics(out / "metrics.jsonl") if checkpoint and r.get("step", 0) <= step]
         write_whole(out / "metrics.jsonl", lambda t: t.write_text("".join(json.dumps(r) + "\n" for r in kept)))
-    if checkpoint:
-        say(f"going on at step {step}")
 
 
 def save_run(out, state, weights, keep=None):
@@ -974,6 +976,7 @@ def load_run(path, config, images):
     for name in ("method", "arch", "image_size"):
         if state["config"][name] != config[name]:
             fail(f"{path} is of {name} {state['config'][name]}, not {config[name]}")
+    say(f"going on from {state['file']} at step {state['step']}")
     if state["images"] != images:
         fail(f"{path} was trained on {state['images']} images, here are {images}: check --data-dir")
     return state

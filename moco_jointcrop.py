@@ -327,7 +327,7 @@ def group_batch_norms(module, groups):
         if isinstance(child, (nn.BatchNorm1d, nn.BatchNorm2d)):
             norm = GroupedBatchNorm(child.num_features, groups, child.affine)
             norm.load_state_dict(child.state_dict())
-            norm.eps, norm.momentum = child.eps, child.momentum
+            norm.eps, norm.momentum, norm.training = child.eps, child.momentum, child.training
             if hasattr(child, "act"):  # timm's BatchNormAct2d
                 norm.after = nn.Sequential(child.drop, child.act)
             setattr(module, name, norm)
