@@ -183,7 +183,8 @@ class ImageSet:
     def of_classes(self, keep):
         """The images of the given classes, renumbered in that order; what has no label is left out."""
         index = np.flatnonzero(np.isin(self.labels, keep))
-        labels = np.array([keep.index(label) for label in self.labels[index].tolist()])
+        number = {label: i for i, label in enumerate(keep)}
+        labels = [number[label] for label in self.labels[index].tolist()]
         array = self.array[index] if self.array is not None else None
         paths = [self.paths[i] for i in index] if self.paths is not None else None
         return ImageSet(self.name, labels, [self.classes[i] for i in keep], array, paths)
@@ -295,8 +296,8 @@ def _read_folder(name, folder, classes, cache, unlabeled=None):
         size = image_size(paths[0])
         if cache and max(size) <= 96:
             with ThreadPoolExecutor(os.cpu_count()) as pool:
-                decoded = list(pool.map(read_image, paths))
-            array = np.stack(decoded) if all(image.shape[:2] == size for image in decoded) else None
+                same = all(other == size for other in pool.map(image_size, paths))
+                array = np.stack(list(pool.map(read_image, paths))) if same else None
     except RuntimeError as error:
         fail(f"{error}; remove or replace it")
     return ImageSet(name, labels, classes, array, paths)

@@ -698,7 +698,8 @@ def main(args):
     common.begin_run(args.out, config, checkpoint, step)
     if checkpoint is None or Path(checkpoint).parent != Path(args.out):
         first = dict(step=step, **environment, arguments=config, chance=model.chance())
-        if step == 0 and args.knn_every and test is not None and train.array is not None:
+        quick = train.array is not None and (device.type == "cuda" or len(train) <= 10_000)
+        if step == 0 and args.knn_every and test is not None and quick:
             first |= common.knn_floors(encoder, train, test, info, device, **options)
         common.write_metrics(args.out, first, args.epochs)
 
