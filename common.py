@@ -787,7 +787,7 @@ def load_backbone(path, encoder=None):
         prefix = {"query": "backbone.", "momentum": "momentum_backbone."}[info["encoder"]]
         weights = {k.removeprefix(prefix): v for k, v in state["model"].items() if k.startswith(prefix)}
     elif "timm_name" in state and "state_dict" in state:
-        info, weights = {k: v for k, v in state.items() if k not in ("state_dict", "file")}, state["state_dict"]
+        info, weights = {k: v for k, v in state.items() if k != "state_dict"}, state["state_dict"]
         if encoder not in (None, info["encoder"]):
             fail(f"{path} holds the {info['encoder']} encoder only: give last.pt for the {encoder} encoder")
     else:
@@ -877,15 +877,12 @@ def read_checkpoint(path):
 
 
 def load_checkpoint(path):
-    """`read_checkpoint`, and the file's name as 'file'; falls back, with a line, to NAME.prev.pt.
-
-    Exits with a line if neither can be used.
-    """
+    """`read_checkpoint`, falling back with a line to NAME.prev.pt; exits with a line if neither can be used."""
     path = Path(path)
     previous = path.with_name(path.stem + ".prev" + path.suffix)
     for candidate in (path, previous):
         try:
-            return {"file": str(candidate), **read_checkpoint(candidate)}
+            return read_checkpoint(candidate)
         except (RuntimeError, OSError) as error:
             if candidate == previous or not previous.exists():
                 fail(str(error))
@@ -977,7 +974,7 @@ def load_run(path, config, images):
     for name in ("method", "arch", "image_size"):
         if state["config"][name] != config[name]:
             fail(f"{path} is of {name} {state['config'][name]}, not {config[name]}")
-    say(f"going on from {state['file']} at step {state['step']}")
+    say(f"going on at step {state['step']}")
     if state["images"] != images:
         fail(f"{path} was trained on {state['images']} images, here are {images}: check --data-dir")
     return state

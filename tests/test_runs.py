@@ -145,7 +145,7 @@ def test_damaged_checkpoint(whole, folder, tmp_path):
     assert f"going on from {tmp_path / 'last.prev.pt'}" in said and "at step 4" in said
     assert [load(tmp_path / name)["step"] for name in ("last.prev.pt", "last.pt")] == [4, 7]  # the damaged file is not kept
     (tmp_path / "last.pt").unlink()
-    assert f"going on from {tmp_path / 'last.prev.pt'} at step 4" in run(method, folder, tmp_path)
+    assert "going on at step 4" in run(method, folder, tmp_path)
     assert_same_run(reference, tmp_path)
 
 
