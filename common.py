@@ -318,6 +318,8 @@ def load_images(name, data_dir=None, train=True, size=32, cache=True, unlabeled=
     if data_dir is not None and (root / "train").is_dir():
         return _load_layout(name, root, train, cache, unlabeled)
     if name == "patterns":
+        if data_dir is not None:
+            fail(f"--data-dir {data_dir} has no train/, and patterns are generated: leave it out, or give --dataset folder")
         count, seed = (4096, 0) if train else (1024, 1)
         array, labels = make_patterns(count, size, seed)
         return ImageSet(name, labels, PATTERNS, array)
@@ -402,10 +404,9 @@ def random_colour(draws, jitter=(0, 0, 0, 0), jitter_p=0.0, gray_p=0.0, blur_p=0
     on = coin < jitter_p
     low, high = np.maximum(0, 1 - np.array(jitter[:3])), 1 + np.array(jitter[:3])
     factors = [np.where(on, lo + (hi - lo) * d, 1) for lo, hi, d in zip(low, high, (b, c, s), strict=True)]
-    hue = np.where(on, jitter[3] * (2 * h - 1), 0)
-    blurred = np.where(blur < blur_p, sigma[0] + (sigma[1] - sigma[0]) * sig, 0)
-    rest = [np.floor(order * 24), gray < gray_p, blurred, sol < solarize_p, flip < flip_p]
-    return np.stack([*factors, hue, *rest], 1).astype(np.float32)
+    hue, blurred = np.where(on, jitter[3] * (2 * h - 1), 0), np.where(blur < blur_p, sigma[0] + (sigma[1] - sigma[0]) * sig, 0)
+    columns = *factors, hue, np.floor(order * 24), gray < gray_p, blurred, sol < solarize_p, flip < flip_p
+    return np.stack(columns, 1).astype(np.float32)
 
 
 def cut(image, box, size, interpolation="bilinear"):
@@ -427,9 +428,6 @@ class Views(Dataset):
 
     def __init__(self, images, sample, num_draws, seed, interpolation="bilinear"):
         self.images, self.sample, self.num_draws, self.seed, self.interpolation = images, sample, num_draws, seed, interpolation
-
-    def __len__(self):
-        return len(self.images)
 
     def __getitems__(self, keys):
         epochs, index = np.array(keys).T
@@ -533,7 +531,7 @@ def adjust_hue(x, hue_factor):
     sixth = torch.where(value == r, (g - b) / safe, torch.where(value == g, 2 + (b - r) / safe, 4 + (r - g) / safe))
     sixth = sixth + 6 * _per_image(hue_factor, x)[:, 0]
     # A channel is value - chroma * clamp(min(k, 4 - k), 0, 1), k = (offset + sixths of a turn) mod 6.
-    k = (sixth.unsqueeze(1) + x.new_tensor([5, 3, 1]).view(1, 3, 1, 1)) % 6
+    k = (sixth.unsqueeze(1) + torch.arange(5, 0, -2, dtype=x.dtype, device=x.device).view(1, 3, 1, 1)) % 6
     return value.unsqueeze(1) - chroma.unsqueeze(1) * torch.minimum(k, 4 - k).clamp_(0, 1)
 
 
@@ -561,10 +559,14 @@ def solarize(x, threshold=0.5):
     return torch.where(x >= threshold, 1 - x, x)
 
 
+@functools.cache
+def _constant(values, dtype, device):  # once on the device, which is then never waited for
+    return torch.tensor(values, dtype=dtype, device=device).view(1, -1, 1, 1)
+
+
 def normalize(x, mean, std):
     """Subtract mean and divide by std, each three numbers."""
-    mean, std = (torch.tensor(v, dtype=x.dtype, device=x.device).view(1, 3, 1, 1) for v in (mean, std))
-    return (x - mean) / std
+    return (x - _constant(tuple(mean), x.dtype, x.device)) / _constant(tuple(std), x.dtype, x.device)
 
 
 def _on(x, rows, function, *parameters):
@@ -573,7 +575,7 @@ def _on(x, rows, function, *parameters):
         return function(x, *parameters)
     if len(rows):
         rows = rows.to(x.device, non_blocking=True)
-        x.index_copy_(0, rows, function(x.index_select(0, rows), *(p.to(x.device) for p in parameters)))
+        x.index_copy_(0, rows, function(x.index_select(0, rows), *(p.index_select(0, rows) for p in parameters)))
     return x
 
 
@@ -584,18 +586,17 @@ def colour(x, parameters):
     draws; which images an operation touches is decided on the CPU, so the device is never waited for. Returns float
     in [0, 1].
     """
-    x = x.float().div_(255)
-    p = dict(zip(COLOUR, parameters.float().unbind(1), strict=True))
+    x, moved = x.float().div_(255), parameters.to(x.device, non_blocking=True).float()
+    p, on = (dict(zip(COLOUR, table.float().unbind(1), strict=True)) for table in (parameters, moved))
     factors = torch.stack([p["brightness"], p["contrast"], p["saturation"], p["hue"]])
     jittered = (factors != torch.tensor([[1.0], [1.0], [1.0], [0.0]])).any(0)
     steps = ORDERS[p["order"].long()]  # (N, 4): which of the four comes first, second, ...
     for position in range(4):
         for step, function in enumerate((adjust_brightness, adjust_contrast, adjust_saturation, adjust_hue)):
             rows = torch.nonzero(jittered & (steps[:, position] == step)).flatten()
-            x = _on(x, rows, function, factors[step, rows])
+            x = _on(x, rows, function, on[COLOUR[step]])
     x = _on(x, torch.nonzero(p["gray"]).flatten(), lambda v: rgb_to_gray(v).repeat(1, 3, 1, 1))
-    rows = torch.nonzero(p["sigma"]).flatten()
-    x = _on(x, rows, gaussian_blur, p["sigma"][rows])
+    x = _on(x, torch.nonzero(p["sigma"]).flatten(), gaussian_blur, on["sigma"])
     x = _on(x, torch.nonzero(p["solarize"]).flatten(), solarize)
     return _on(x, torch.nonzero(p["flip"]).flatten(), lambda v: v.flip(-1))
 
@@ -640,13 +641,13 @@ def extract_features(encoder, images, info, device, batch_size=256, workers=0, a
     and statistics are compared before and after.
     """
     rank, world = rank_and_world()
-    before = {k: v.clone() for k, v in encoder.state_dict().items()}
-    training = encoder.training
+    before, training = {k: v.clone() for k, v in encoder.state_dict().items()}, encoder.training
     encoder.eval()
     part = torch.arange(len(images)).tensor_split(world)[rank]
     rows = part.tolist() or [0]  # a process without images encodes one for the rows' width, and drops it
     data = torch.utils.data.Subset(CentreCrops(images, info["image_size"], info["interpolation"]), rows)
-    options = dict(num_workers=workers, multiprocessing_context=FORK if workers else None)
+    atexit.register(_end_workers)
+    options = dict(num_workers=workers, multiprocessing_context=FORK if workers else None, worker_init_fn=_start_worker)
     loader = DataLoader(data, batch_size, pin_memory=device.type == "cuda", **options)
     features = []
     for batch in loader:
@@ -718,12 +719,9 @@ def embedding_health(q, k):
     share = torch.linalg.svdvals(q - q.mean(0))
     share = share / share.sum().clamp_min(1e-12)
     pairs = torch.pdist(q) if len(q) > 1 else q.new_zeros(1)
-    return {
-        "std": (q.std(0, correction=0).mean() * q.shape[1] ** 0.5).item(),
-        "rank": torch.special.entr(share).sum().exp().item(),
-        "alignment": (q - k).square().sum(1).mean().item(),
-        "uniformity": pairs.square().mul(-2).exp().mean().log().item(),
-    }
+    std, rank = (q.std(0, correction=0).mean() * q.shape[1] ** 0.5).item(), torch.special.entr(share).sum().exp().item()
+    uniformity = pairs.square().mul(-2).exp().mean().log().item()
+    return dict(std=std, rank=rank, alignment=(q - k).square().sum(1).mean().item(), uniformity=uniformity)
 
 
 ARCHS = {  # short name: (timm name, what differs from it)
@@ -742,8 +740,8 @@ def backbone_info(arch, image_size, patch_size, norm=IMAGENET_NORM, interpolatio
     """What backbone.pt says of an encoder besides its weights: how timm builds it, and what its images are like.
 
     arch: a name of ARCHS or any timm model. Plain ResNets get the 3 x 3 stem for images of up to 64 px (but resnet_micro,
-    which is to be fast on a CPU); ViTs the given patch, MoCo v3's initialisation, and a position embedding that is
-    interpolated for other image sizes.
+    which is to be fast on a CPU); ViTs the given patch, MoCo v3's initialisation (but of the patch
+    embedding, which timm leaves out), and a position embedding that is interpolated for other image sizes.
     """
     if arch not in ARCHS and not timm.is_model(arch):
         fail(f"unknown --arch {arch}: give {', '.join(ARCHS)}, or a timm model")
@@ -762,9 +760,12 @@ def backbone_info(arch, image_size, patch_size, norm=IMAGENET_NORM, interpolatio
 def build_backbone(info, **more):
     """The untrained timm model without classifier that `info` describes, (N, 3, H, W) -> (N, width); more: for timm."""
     try:
-        backbone = timm.create_model(info["timm_name"], **info["create_kwargs"], **more)
-    except TypeError as error:
-        fail(f"timm cannot build {info['timm_name']} so: {error}")
+        backbone = timm.create_model(info["timm_name"], **info["create_kwargs"], **more).eval()
+        with torch.no_grad():
+            backbone(torch.zeros(1, 3, info["image_size"], info["image_size"]))
+    except (TypeError, AssertionError, RuntimeError) as error:
+        fail(f"timm's {info['timm_name']} does not work with these arguments and image size: {' '.join(str(error).split())}")
+    backbone.train()
     if info["stem"] == "3x3":  # no 7 x 7 convolution and no max-pool, as CIFAR work has it
         backbone.conv1 = nn.Conv2d(3, backbone.conv1.out_channels, 3, padding=1, bias=False)
         backbone.maxpool = nn.Identity()
@@ -942,12 +943,12 @@ def open_run(out, config, resume="auto"):
         different = [f"{n} was {old.get(n)}, is {config.get(n)}" for n in names if old.get(n) != config.get(n)]
         if different:
             fail(f"--out {out} holds another configuration ({'; '.join(different)}): give another --out, or the same flags")
-    return {"auto": last, "none": None}.get(resume, Path(resume))
+    elsewhere = Path(resume).resolve().parent != out.resolve()  # the same command again: --out has gone on since
+    return {"auto": last, "none": None}.get(resume, last if last and elsewhere else Path(resume))
 
 
 def begin_run(out, config, checkpoint, step):
-    """Make the run's folder, from the first process; drop the metrics that a run which goes on will write again."""
-    out = Path(out)
+    """Make the run's folder (a Path), from the first process; drop the metrics that a run which goes on will write again."""
     if rank_and_world()[0] == 0:
         out.mkdir(parents=True, exist_ok=True)
         if not (out / "config.json").exists():
@@ -958,7 +959,6 @@ def begin_run(out, config, checkpoint, step):
 
 def save_run(out, state, weights, keep=None):
     """Write last.pt (the one before becomes last.prev.pt) and backbone.pt, from the first process; keep: a third name."""
-    out = Path(out)
     if rank_and_world()[0] == 0:
         save_checkpoint(out / "last.pt", state, keep_previous=True)
         save_checkpoint(out / "backbone.pt", state["backbone"] | {"state_dict": weights})
@@ -971,9 +971,9 @@ def load_run(path, config, images):
     state = load_checkpoint(path)
     if not {"config", "model", "optimizer"} <= set(state):
         fail(f"{path} is not a last.pt of this project")
-    for name in ("method", "arch", "image_size"):
-        if state["config"][name] != config[name]:
-            fail(f"{path} is of {name} {state['config'][name]}, not {config[name]}")
+    for name in ("method", "arch", "image_size", "batch_size"):
+        if state["config"].get(name) != config.get(name):
+            fail(f"{path} is of {name} {state['config'].get(name)}, not {config.get(name)}")
     say(f"going on at step {state['step']}")
     if state["images"] != images:
         fail(f"{path} was trained on {state['images']} images, here are {images}: check --data-dir")
@@ -1009,4 +1009,6 @@ def save_grid(path, rows, labels, border=None):
             if border and border[r] and border[r][c]:
                 draw.rectangle((x - 3, top - 3, x + side + 2, top + side + 2), fill=border[r][c])
             sheet.paste(Image.fromarray(image).resize((side, side), Image.Resampling.NEAREST), (x, top))
-    write_whole(path, lambda temporary: sheet.save(temporary, "PNG"))
+    if rank_and_world()[0] == 0:
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        write_whole(path, lambda temporary: sheet.save(temporary, "PNG"))

@@ -30,7 +30,7 @@ def add_encoder_flags(parser):
     parser.add_argument("--arch", help=f"with --random-init: {', '.join(common.ARCHS)}, or any timm model")
     parser.add_argument("--random-init", action="store_true", help="an untrained encoder instead of a checkpoint")
     parser.add_argument("--image-size", type=int, default=32, metavar="N", help="with --random-init (32)")
-    parser.add_argument("--patch-size", type=int, metavar="N", help="with --random-init, of a ViT (a 16th of the image)")
+    parser.add_argument("--patch-size", type=int, metavar="N", help="with --random-init, of a ViT (2 up to 32 px, else 16)")
     parser.add_argument("--dataset", choices=common.DATASETS, help="default: what it was trained on, or patterns")
     parser.add_argument("--data-dir", metavar="DIR", help="default: where that was")
     parser.add_argument("--classes", nargs="+", metavar="NAME", help="keep these classes only")
@@ -57,10 +57,15 @@ def open_encoder(args):
     torch.set_flush_denormal(True)
     cuda = args.device != "cpu" and torch.cuda.is_available()
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if cuda else torch.device("cpu")
+    if cuda:
+        if (local := int(os.environ.get("LOCAL_WORLD_SIZE", 1))) > torch.cuda.device_count():
+            common.fail(f"{local} processes, but {torch.cuda.device_count()} GPU(s) here: lower --nproc_per_node")
+        torch.cuda.set_device(device)
+    args.workers = common.default_workers(device) if args.workers is None else args.workers
     if "WORLD_SIZE" in os.environ and not dist.is_initialized():
         dist.init_process_group("nccl" if cuda else "gloo")
     if args.random_init:
-        patch = args.patch_size or max(1, args.image_size // 16)
+        patch = args.patch_size or (2 if args.image_size <= 32 else 16)
         info = common.backbone_info(args.arch, args.image_size, patch, method="untrained", encoder="query")
         torch.manual_seed(args.seed)
         return device, common.build_backbone(info).eval().to(device), info
@@ -69,6 +74,8 @@ def open_encoder(args):
     if args.dataset is None and (folder / "config.json").exists():
         config = json.loads((folder / "config.json").read_text())
         args.dataset, args.data_dir = config["dataset"], args.data_dir or config["data_dir"]
+    if args.dataset is None:
+        common.fail("there is no config.json beside the checkpoint to tell its data set: give --dataset")
     return device, encoder.to(device), info
 
 
@@ -84,12 +91,13 @@ def open_data(args, info):
     return [part if args.classes is None else part.of_classes(keep) for part in (train, test)]
 
 
-def floor_encoders(args, info, device):
+def floor_encoders(args, info, device, train):
     """{name: encoder}: what a trained encoder has to beat."""
     torch.manual_seed(args.seed)
     pixels = nn.AvgPool2d(max(1, info["image_size"] // 32))
     untrained = {} if args.random_init else {"untrained": common.build_backbone(info).to(device)}
-    return {} if args.no_floors else {"raw pixels": pixels, **untrained}
+    floors = untrained if train.array is None else {"raw pixels": pixels, **untrained}  # large images are too many pixels
+    return {} if args.no_floors else floors
 
 
 def protocol(args, info, train, test):
@@ -142,11 +150,11 @@ def write_pictures(folder, train, test, train_x, test_x, predicted, count=12, ne
 def main(args):
     device, encoder, info = open_encoder(args)
     train, test = open_data(args, info)
-    options = dict(batch_size=args.batch_size, workers=args.workers or 0, amp=args.amp)
+    options = dict(batch_size=args.batch_size, workers=args.workers, amp=args.amp)
     train_y, test_y = torch.from_numpy(train.labels), torch.from_numpy(test.labels)
     common.say(f"{protocol(args, info, train, test)}\nkNN: cosine similarity, votes exp(similarity / {args.temperature})")
     results = {}
-    for name, network in {"encoder": encoder, **floor_encoders(args, info, device)}.items():
+    for name, network in {"encoder": encoder, **floor_encoders(args, info, device, train)}.items():
         train_x, test_x = (common.extract_features(network, part, info, device, **options) for part in (train, test))
         scores = common.knn_scores(train_x.to(device), train_y, test_x.to(device), args.k, args.temperature, len(train.classes))
         predicted = {k: score.argmax(1) for k, score in scores.items()}

@@ -137,12 +137,12 @@ def resolve(args, method_flags):
     method_flags: {flag: its default where the recipe has none}; those that differ become part of the folder's name.
     """
     recipe = dict(RECIPES[args.dataset])
-    defaults = {"variant": "paper"} | method_flags | recipe  # what the folder's name leaves out
-    given = {name: getattr(args, name) for name in ("variant", *method_flags)}
-    named = "".join(f"-{k}{v}" for k, v in given.items() if v is not None and v != defaults[k])
     for flag, overrides in recipe.pop("by", {}).items():  # what depends on another choice
         choice = getattr(args, flag, None) or recipe.get(flag)
         recipe |= overrides.get(choice, {})
+    defaults = {"variant": "paper"} | method_flags | recipe  # what the folder's name leaves out
+    given = {name: getattr(args, name) for name in ("variant", *method_flags)}
+    named = "".join(f"-{k}{v}" for k, v in given.items() if v is not None and v != defaults[k])
     recipe["warmup"] *= min(1, (args.epochs or recipe["epochs"]) / recipe["epochs"])  # a short run warms up in proportion
     for key, value in recipe.items():
         if getattr(args, key, None) is None:
@@ -272,10 +272,10 @@ def jcl_loss(q, k, queue, temperature, lam):
     log[exp(q.mu/T + lam/(2 T^2) q' Sigma q) + sum_j exp(q.queue_j/T)] - q.mu/T, averaged over the batch. q (N, C) and
     queue (K, C) of unit length; k (N, M', C), each key of unit length; mu is their mean, Sigma their (biased) covariance.
     Gradients: to q only if k is detached, as in the paper; q' Sigma q is the variance of the M' projections q.k, so no C x C
-    matrix is made. lam >= 0; one key or lam = 0 with one key is InfoNCE. Computed in float32 or better. Returns a scalar.
+    matrix is made. lam >= 0; with one key it is InfoNCE. Computed in float32 or better. Returns a scalar.
     """
     q, k, queue = (x.to(torch.promote_types(x.dtype, torch.float32)) for x in (q, k, queue))
-    projections = torch.einsum("nc,nmc->nm", q, k) / temperature
+    projections = (q[:, None] * k).sum(2) / temperature
     mean = projections.mean(1, keepdim=True)  # q.mu / T
     variance = (projections - mean).square().mean(1, keepdim=True)  # q' Sigma q / T^2, Algorithm 1, lines 7-8
     logits = torch.cat([mean + lam / 2 * variance, q @ queue.T / temperature], dim=1)
@@ -399,8 +399,8 @@ def init_distributed(args):
     use_cuda = args.device != "cpu" and torch.cuda.is_available()
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if use_cuda else torch.device("cpu")
     if use_cuda:
-        if device.index >= torch.cuda.device_count():
-            common.fail(f"process {device.index} has no GPU: this machine has {torch.cuda.device_count()}")
+        if (local := int(os.environ.get("LOCAL_WORLD_SIZE", 1))) > torch.cuda.device_count():
+            common.fail(f"{local} processes, but {torch.cuda.device_count()} GPU(s) here: lower --nproc_per_node")
         torch.cuda.set_device(device)
         torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
         torch.backends.cudnn.benchmark = True
@@ -506,7 +506,7 @@ class EpochLog:
         """metrics: detached scalars, and q and k, this process's embeddings and their positives."""
         q, k = metrics.pop("q"), metrics.pop("k")
         values = torch.stack([v.double() for v in metrics.values()])
-        bad = torch.where(values[:1].isfinite(), math.inf, float(step))  # the first step of a loss that is no number
+        bad = torch.where(values.isfinite().all(), math.inf, float(step)).view(1)  # the first step that is no number
         if self.sums is None:
             self.names, self.sums = list(metrics), torch.cat([torch.zeros_like(values), bad])
         self.sums = self.sums.to(values.device)
@@ -518,7 +518,7 @@ class EpochLog:
 
     def state(self):
         """The same on every process, whole: what `EpochLog(state)` goes on from."""
-        pairs = torch.cat(self.pairs).cpu() if self.pairs else None
+        pairs = torch.cat([p.cpu() for p in self.pairs]) if self.pairs else None
         sums = gather(self.sums.unsqueeze(0)).cpu() if self.steps else None
         return dict(names=self.names, steps=self.steps, sums=sums, pairs=pairs)
 
@@ -528,14 +528,15 @@ class EpochLog:
         if bad < math.inf:
             images = ", ".join(map(str, sampler.batch(int(bad))[:8]))
             common.fail(
-                f"the loss is not finite since step {bad:.0f} (images {images}, ...); the last checkpoint is from before it: "
-                "go on with --amp off, or with a lower --lr in a new --out and --resume PATH"
+                f"the loss or its gradient is not finite since step {bad:.0f} (images {images}, ...); the last checkpoint is "
+                "from before it: go on with --amp off, or with a lower --lr in a new --out and --resume PATH"
             )
 
     def means(self):
         """{name: mean over the epoch and the processes}, and the health figures."""
         mean = gather(self.sums[None, :-1]).mean(0) / self.steps
-        health = common.embedding_health(*torch.cat(self.pairs)[-self.last :].unbind(1)) if self.pairs else {}
+        pairs = [p.to(mean.device) for p in self.pairs]
+        health = common.embedding_health(*torch.cat(pairs)[-self.last :].unbind(1)) if pairs else {}
         return dict(zip(self.names, mean.tolist(), strict=True)) | health
 
 
@@ -627,6 +628,8 @@ def main(args):
     end = min(total, args.max_steps or total)
     if checkpoint:
         step, log = restore(common.load_run(checkpoint, config, len(train)), model, optimizer)
+    if (gather(torch.tensor([step], device=device)) != step).any():
+        common.fail(f"the processes found different checkpoints: --out {args.out} must be on a disk that all nodes share")
     if step >= end:
         last = next((r for r in reversed(common.read_metrics(Path(args.out) / "metrics.jsonl")) if "loss" in r), {})
         return common.say(f"{args.out} is at step {step} of {end} already. Its last epoch: {json.dumps(last)}")
@@ -636,7 +639,7 @@ def main(args):
     environment = common.environment(device)
     common.say(", ".join(f"{k} {v}" for k, v in environment.items()))
     introduce(args, model, train, test, steps)
-    common.begin_run(args.out, config, checkpoint, step)
+    common.begin_run(Path(args.out), config, checkpoint, step)
     if checkpoint is None or Path(checkpoint).parent != Path(args.out):
         first = dict(step=step, **environment, arguments=config, chance=model.chance())
         quick = train.array is not None and (device.type == "cuda" or len(train) <= 10_000)
@@ -674,11 +677,11 @@ def main(args):
             common.write_metrics(args.out, record, args.epochs, args.tensorboard)
             log = EpochLog()
         stopping = stop.agreed()
-        if step % steps or step == end or stopping or epoch % args.save_every == 0:
+        kept = args.keep_every and step % steps == 0 and epoch % args.keep_every == 0
+        if step % steps or step == end or stopping or epoch % args.save_every == 0 or kept:
             state = dict(model=model.state_dict(), optimizer=optimizer.state_dict(), step=step, log=log.state())
             state |= dict(config=config, backbone=info, images=len(train))
-            kept = args.keep_every and step % steps == 0 and epoch % args.keep_every == 0
-            common.save_run(args.out, state, encoder.state_dict(), f"epoch-{epoch:04d}.pt" if kept else None)
+            common.save_run(Path(args.out), state, encoder.state_dict(), f"epoch-{epoch:04d}.pt" if kept else None)
     if step == total:
         common.say(f"finished. Judge it: python eval_knn.py {args.out}; python eval_linear.py {args.out}")
     else:

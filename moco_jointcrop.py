@@ -66,7 +66,7 @@ MOCO = dict(
     v2=dict(),
     v3=dict(  # the released code, and MoCo v3's CONFIG: 100 epochs with 0.6 (300 epochs: --lr 0.3)
         epochs=100, batch_size=4096, lr=0.6, lr_batch=256, warmup=10, weight_decay=1e-6, momentum=(0.99, 1.0), temperature=1.0,
-        jitter=(0.4, 0.4, 0.2, 0.1), blur_prob=(1.0, 0.1), solarize_p=(0.0, 0.2), dim=256, hidden=4096, bn_groups=1,
+        min_lr=0.0, jitter=(0.4, 0.4, 0.2, 0.1), blur_prob=(1.0, 0.1), solarize_p=(0.0, 0.2), dim=256, hidden=4096, bn_groups=1,
     ),
 )
 IMAGENET = dict(
@@ -111,11 +111,13 @@ def parse_args(argv=None):
     group.add_argument("--crop-scale", type=float, nargs=2, metavar=("LO", "HI"), help="area range of the crops")
     group.add_argument("--blur-prob", type=float, nargs=2, metavar=("P1", "P2"), help="of blurring view 1, view 2")
     flags = dict(joint="crop", beta=0.0, joint_prob=0.5) | dict.fromkeys(("moco", "css_alpha", "crop_scale", "blur_prob"))
-    args = resolve(parser.parse_args(argv), method_flags=flags)
-    if not 0 < args.crop_scale[0] < args.crop_scale[1] <= 1:
-        common.fail(f"--crop-scale {args.crop_scale[0]} {args.crop_scale[1]}: give 0 < LO < HI <= 1")
-    if not all(0 <= p <= 1 for p in (args.joint_prob, *args.blur_prob)) or args.css_alpha <= 0 or not math.isfinite(args.beta):
-        common.fail("--joint-prob and --blur-prob: from 0 to 1; --css-alpha: above 0; --beta: a finite number")
+    args = parser.parse_args(argv)
+    if args.moco == "v3" and args.queue is not None:
+        common.fail("--queue: MoCo v3 has none, its negatives are the batch")
+    args = resolve(args, method_flags=flags)
+    shares, (low, high) = (args.joint_prob, *args.blur_prob), args.crop_scale
+    if not (0 < low < high <= 1 and all(0 <= p <= 1 for p in shares) and args.css_alpha > 0 and math.isfinite(args.beta)):
+        common.fail("--crop-scale: 0 < LO < HI <= 1; --joint-prob, --blur-prob: 0 to 1; --css-alpha: above 0; --beta: finite")
     if args.joint in ("blur", "either", "both") and max(args.blur_prob) == 0:
         common.fail(f"--joint {args.joint} has nothing to act on: this recipe does not blur; give --blur-prob 0.5 0.5")
     if args.variant == "released" and (args.joint not in ("none", "crop") or args.beta != 0 or args.css_alpha != 1):
@@ -160,12 +162,12 @@ def resolve(args, method_flags):
     method_flags: {flag: its default where the recipe has none}; those that differ become part of the folder's name.
     """
     recipe = dict(RECIPES[args.dataset])
-    defaults = {"variant": "paper"} | method_flags | recipe  # what the folder's name leaves out
-    given = {name: getattr(args, name) for name in ("variant", *method_flags)}
-    named = "".join(f"-{k}{v}" for k, v in given.items() if v is not None and v != defaults[k])
     for flag, overrides in recipe.pop("by", {}).items():  # what depends on another choice
         choice = getattr(args, flag, None) or recipe.get(flag)
         recipe |= overrides.get(choice, {})
+    defaults = {"variant": "paper"} | method_flags | recipe  # what the folder's name leaves out
+    given = {name: getattr(args, name) for name in ("variant", *method_flags)}
+    named = "".join(f"-{k}{v}" for k, v in given.items() if v is not None and v != defaults[k])
     recipe["warmup"] *= min(1, (args.epochs or recipe["epochs"]) / recipe["epochs"])  # a short run warms up in proportion
     for key, value in recipe.items():
         if getattr(args, key, None) is None:
@@ -227,22 +229,26 @@ SIGMA = (0.1, 2.0)
 
 def make_sample(args):
     """Query view and key view, as the function that common.Views calls with image sizes and uniform draws."""
-    offset = 0.1 if args.variant == "released" else 0.0  # D1
 
     def sample(index, sizes, draws):
-        extra, draws = draws[:, :EXTRA], draws[:, EXTRA:].reshape(len(index), NUM_VIEWS, DRAWS).copy()
+        released, extra, draws = (
+            args.variant == "released",
+            draws[:, :EXTRA],
+            draws[:, EXTRA:].reshape(len(index), NUM_VIEWS, DRAWS).copy(),
+        )
         crop_turn = extra[:, 0] < args.joint_prob if args.joint == "either" else np.full(len(index), args.joint != "blur")
         joint_crop = crop_turn & (args.joint != "none")
         joint_blur = np.full(len(index), args.joint == "both") | (~crop_turn if args.joint in ("blur", "either") else False)
-        areas = [a.numpy() for a in joint_from_uniform(*extra[:, 1:3].T, *args.crop_scale, args.beta, offset)]
+        areas = [a.numpy() for a in joint_from_uniform(*extra[:, 1:3].T, *args.crop_scale, args.beta, 0.1 * released)]  # D1
         sigmas = [s.numpy() for s in joint_from_uniform(*extra[:, 3:5].T, *SIGMA, args.beta)]
         cuts, colours = [], []
         for view in range(NUM_VIEWS):
             crop, colour = np.split(draws[:, view], [common.CROP_DRAWS], axis=1)
             if args.css_alpha != 1:  # App. G: the position is drawn from Beta(alpha, alpha) instead of uniformly
-                crop[:, -2:] = [beta_draws(seed, args.css_alpha) for seed in crop[:, -1]]
-            box = common.random_resized_crop(sizes, crop, args.crop_scale, whole=args.variant == "released")  # D2
-            joint = common.random_resized_crop(sizes, crop, args.crop_scale, area=areas[view], whole=args.variant == "released")
+                betas = [np.random.default_rng(int(s * 2**53)).beta(args.css_alpha, args.css_alpha, 2) for s in crop[:, -1]]
+                crop[:, -2:] = np.clip(betas, 0, 1 - 1e-9)
+            box = common.random_resized_crop(sizes, crop, args.crop_scale, whole=released)  # D2
+            joint = common.random_resized_crop(sizes, crop, args.crop_scale, area=areas[view], whole=released)
             cuts.append((index, np.where(joint_crop[:, None], joint, box), args.image_size))
             colour[:, BLUR_COIN] = np.where(joint_blur, extra[:, 5], colour[:, BLUR_COIN])  # one for both views
             blur, solarize = args.blur_prob[view], args.solarize_p[view]
@@ -252,11 +258,6 @@ def make_sample(args):
         return cuts, np.stack(colours, 1)
 
     return sample
-
-
-def beta_draws(seed, alpha):
-    """Two draws of Beta(alpha, alpha) below 1, a pure function of seed in [0, 1)."""
-    return np.random.default_rng(int(seed * 2**53)).beta(alpha, alpha, 2).clip(0, 1 - 1e-9)
 
 
 def show_views(args, loader, device):
@@ -428,7 +429,8 @@ class MoCo(nn.Module):
 
     def enqueue(self):
         """After the backward pass, which still needs the old queue."""
-        self.queue.enqueue(self.new_keys)
+        if self.args.moco != "v3":
+            self.queue.enqueue(self.new_keys)
 
     @torch.no_grad()
     def update_momentum_encoder(self, m):
@@ -471,17 +473,10 @@ class MoCoV3(MoCo):
             return self.predictor(self.projector(self.backbone(x))).to(x.dtype)
 
     def forward(self, views, step):
-        (q1, q2), (k1, k2) = [self.query(x) for x in views], [self.all_keys(x) for x in views]
+        (q1, q2), (k1, k2) = [self.query(x) for x in views], [gather(self.key(x).detach()) for x in views]
         first = common.rank_and_world()[0] * len(q1)
         loss = contrast(q1, k2, self.temperature, first) + contrast(q2, k1, self.temperature, first)
         return loss, {"loss": loss.detach(), "q": q1.detach(), "k": k2[first : first + len(q1)]}
-
-    @torch.no_grad()
-    def all_keys(self, x):
-        return gather(self.key(x))
-
-    def enqueue(self):
-        pass
 
 
 # ---------------------------------------- 6. distributed (same in all five files)
@@ -493,8 +488,8 @@ def init_distributed(args):
     use_cuda = args.device != "cpu" and torch.cuda.is_available()
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if use_cuda else torch.device("cpu")
     if use_cuda:
-        if device.index >= torch.cuda.device_count():
-            common.fail(f"process {device.index} has no GPU: this machine has {torch.cuda.device_count()}")
+        if (local := int(os.environ.get("LOCAL_WORLD_SIZE", 1))) > torch.cuda.device_count():
+            common.fail(f"{local} processes, but {torch.cuda.device_count()} GPU(s) here: lower --nproc_per_node")
         torch.cuda.set_device(device)
         torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
         torch.backends.cudnn.benchmark = True
@@ -600,7 +595,7 @@ class EpochLog:
         """metrics: detached scalars, and q and k, this process's embeddings and their positives."""
         q, k = metrics.pop("q"), metrics.pop("k")
         values = torch.stack([v.double() for v in metrics.values()])
-        bad = torch.where(values[:1].isfinite(), math.inf, float(step))  # the first step of a loss that is no number
+        bad = torch.where(values.isfinite().all(), math.inf, float(step)).view(1)  # the first step that is no number
         if self.sums is None:
             self.names, self.sums = list(metrics), torch.cat([torch.zeros_like(values), bad])
         self.sums = self.sums.to(values.device)
@@ -612,7 +607,7 @@ class EpochLog:
 
     def state(self):
         """The same on every process, whole: what `EpochLog(state)` goes on from."""
-        pairs = torch.cat(self.pairs).cpu() if self.pairs else None
+        pairs = torch.cat([p.cpu() for p in self.pairs]) if self.pairs else None
         sums = gather(self.sums.unsqueeze(0)).cpu() if self.steps else None
         return dict(names=self.names, steps=self.steps, sums=sums, pairs=pairs)
 
@@ -622,14 +617,15 @@ class EpochLog:
         if bad < math.inf:
             images = ", ".join(map(str, sampler.batch(int(bad))[:8]))
             common.fail(
-                f"the loss is not finite since step {bad:.0f} (images {images}, ...); the last checkpoint is from before it: "
-                "go on with --amp off, or with a lower --lr in a new --out and --resume PATH"
+                f"the loss or its gradient is not finite since step {bad:.0f} (images {images}, ...); the last checkpoint is "
+                "from before it: go on with --amp off, or with a lower --lr in a new --out and --resume PATH"
             )
 
     def means(self):
         """{name: mean over the epoch and the processes}, and the health figures."""
         mean = gather(self.sums[None, :-1]).mean(0) / self.steps
-        health = common.embedding_health(*torch.cat(self.pairs)[-self.last :].unbind(1)) if self.pairs else {}
+        pairs = [p.to(mean.device) for p in self.pairs]
+        health = common.embedding_health(*torch.cat(pairs)[-self.last :].unbind(1)) if pairs else {}
         return dict(zip(self.names, mean.tolist(), strict=True)) | health
 
 
@@ -650,7 +646,6 @@ def introduce(args, model, train, test, steps):
     """The first lines of a run: everything that its numbers depend on."""
     world, size = common.rank_and_world()[1], sum(p.numel() for p in model.backbone.parameters()) / 1e6
     rate = args.lr * args.batch_size / args.lr_batch
-    blur = f"blurred with {args.blur_prob}, J-Blur({args.beta:g})" if args.joint in ("blur", "either", "both") else args.blur_prob
     queue = f"queue {args.queue} ({100 * args.queue / len(train):.1f} % of the data set)"
     common.say(
         f"{METHOD}, MoCo {args.moco}, --joint {args.joint}, beta {args.beta:g}, variant {args.variant}; encoder {args.arch}, "
@@ -661,7 +656,7 @@ def introduce(args, model, train, test, steps):
         f"{args.epochs} epochs; {'bf16' if args.bf16 else 'float32'}; batch-norm groups {args.bn_groups}\n"
         f"rate {args.lr:g} at batch {args.lr_batch}, scaled linearly to {rate:g}; weight decay {args.weight_decay}, "
         f"momentum {args.momentum}, temperature {args.temperature}\n"
-        f"crop areas {tuple(args.crop_scale)}, blur {blur}; "
+        f"crop areas {tuple(args.crop_scale)}, blur {tuple(args.blur_prob)}; "
         f"{'no queue' if args.moco == 'v3' else queue}; negatives per query "
         f"{args.batch_size - 1 if args.moco == 'v3' else args.queue}; chance level of the loss {model.chance():.3f}"
     )
@@ -724,6 +719,8 @@ def main(args):
     end = min(total, args.max_steps or total)
     if checkpoint:
         step, log = restore(common.load_run(checkpoint, config, len(train)), model, optimizer)
+    if (gather(torch.tensor([step], device=device)) != step).any():
+        common.fail(f"the processes found different checkpoints: --out {args.out} must be on a disk that all nodes share")
     if step >= end:
         last = next((r for r in reversed(common.read_metrics(Path(args.out) / "metrics.jsonl")) if "loss" in r), {})
         return common.say(f"{args.out} is at step {step} of {end} already. Its last epoch: {json.dumps(last)}")
@@ -733,7 +730,7 @@ def main(args):
     environment = common.environment(device)
     common.say(", ".join(f"{k} {v}" for k, v in environment.items()))
     introduce(args, model, train, test, steps)
-    common.begin_run(args.out, config, checkpoint, step)
+    common.begin_run(Path(args.out), config, checkpoint, step)
     if checkpoint is None or Path(checkpoint).parent != Path(args.out):
         first = dict(step=step, **environment, arguments=config, chance=model.chance())
         quick = train.array is not None and (device.type == "cuda" or len(train) <= 10_000)
@@ -771,11 +768,11 @@ def main(args):
             common.write_metrics(args.out, record, args.epochs, args.tensorboard)
             log = EpochLog()
         stopping = stop.agreed()
-        if step % steps or step == end or stopping or epoch % args.save_every == 0:
+        kept = args.keep_every and step % steps == 0 and epoch % args.keep_every == 0
+        if step % steps or step == end or stopping or epoch % args.save_every == 0 or kept:
             state = dict(model=model.state_dict(), optimizer=optimizer.state_dict(), step=step, log=log.state())
             state |= dict(config=config, backbone=info, images=len(train))
-            kept = args.keep_every and step % steps == 0 and epoch % args.keep_every == 0
-            common.save_run(args.out, state, encoder.state_dict(), f"epoch-{epoch:04d}.pt" if kept else None)
+            common.save_run(Path(args.out), state, encoder.state_dict(), f"epoch-{epoch:04d}.pt" if kept else None)
     if step == total:
         common.say(f"finished. Judge it: python eval_knn.py {args.out}; python eval_linear.py {args.out}")
     else:

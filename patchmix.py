@@ -25,6 +25,7 @@ Departures (defaults follow the paper; `--variant released` follows the authors'
     D5 paper mixes the query of view 1 and keeps that of view 2; released the reverse
     D6 the momentum of a step is per step; the released loop overwrites its index, so its momentum moves once an epoch
     D7 ImageNet multi-crop (8 x 96 px) of the released configurations is not in the paper and not here
+    D8 the patch embedding is initialised as timm does it; the released code draws it by Xavier's rule
 Not said in the paper, taken from the released code: drop-path 0.1, AdamW's betas, ImageNet's mean and std on CIFAR,
 weight decay on all but 1-D tensors, mixing within the images of one GPU (here: slices, see --mix-slices).
 """
@@ -164,12 +165,12 @@ def resolve(args, method_flags):
     method_flags: {flag: its default where the recipe has none}; those that differ become part of the folder's name.
     """
     recipe = dict(RECIPES[args.dataset])
-    defaults = {"variant": "paper"} | method_flags | recipe  # what the folder's name leaves out
-    given = {name: getattr(args, name) for name in ("variant", *method_flags)}
-    named = "".join(f"-{k}{v}" for k, v in given.items() if v is not None and v != defaults[k])
     for flag, overrides in recipe.pop("by", {}).items():  # what depends on another choice
         choice = getattr(args, flag, None) or recipe.get(flag)
         recipe |= overrides.get(choice, {})
+    defaults = {"variant": "paper"} | method_flags | recipe  # what the folder's name leaves out
+    given = {name: getattr(args, name) for name in ("variant", *method_flags)}
+    named = "".join(f"-{k}{v}" for k, v in given.items() if v is not None and v != defaults[k])
     recipe["warmup"] *= min(1, (args.epochs or recipe["epochs"]) / recipe["epochs"])  # a short run warms up in proportion
     for key, value in recipe.items():
         if getattr(args, key, None) is None:
@@ -312,12 +313,12 @@ def patch_mix(images, num_mix, patch_size, permutation=None):
         raise ValueError(f"num_mix must be from 1 to the {tokens} patches of an image, not {num_mix}")
     if permutation is None:
         permutation = torch.randperm(tokens)
-    permutation = permutation.to(images.device)
     size = tokens // num_mix  # S
-    group = torch.arange(tokens, device=images.device) // size  # Eq. 3: the group of the j-th shuffled patch
+    group = torch.arange(tokens) // size  # Eq. 3: the group of the j-th shuffled patch
     group[size * num_mix :] = 0
-    group = torch.empty_like(group).index_copy_(0, permutation, group)  # Eq. 5, 7: unshuffled, a group for each place
+    group = torch.empty_like(group).index_copy_(0, permutation.cpu(), group)  # Eq. 5, 7: unshuffled, a group for each place
     group = group.view(height // ph, width // pw).repeat_interleave(ph, 0).repeat_interleave(pw, 1)
+    group = group.to(images.device, non_blocking=True)
     mixed = images
     for m in range(1, num_mix):  # Eq. 4: u(i, m) = (i + m) mod N, which is the batch rolled by -m
         mixed = torch.where(group == m, images.roll(-m, 0), mixed)
@@ -346,6 +347,7 @@ def soft_info_nce(q, k, index, weight, temperature):
     the paper's sg(). No n x N target matrix is made. Returns a scalar: weight.sum() * log(N) at equal logits.
     """
     logits = F.normalize(q, dim=1) @ F.normalize(k, dim=1).T / temperature
+    index, weight = index.to(q.device), weight.to(logits)
     positive = logits.gather(1, index)
     return (weight * (logits.logsumexp(1, keepdim=True) - positive)).sum(1).mean()
 
@@ -388,7 +390,7 @@ class PatchMix(nn.Module):
     def __init__(self, args, info):
         super().__init__()
         self.args, self.temperature, self.terms = args, args.temperature, args.terms.split(",")
-        drop = dict(drop_path_rate=args.drop_path) if info["timm_name"].startswith("vit_") else {}
+        drop = dict(drop_path_rate=args.drop_path) if info["timm_name"].startswith(("vit_", "deit")) else {}
         self.backbone = group_batch_norms(common.build_backbone(info, **drop), args.bn_groups)
         self.projector = mlp([self.backbone.head_hidden_size, args.hidden, args.hidden, args.dim], args.bn_groups)
         self.predictor = mlp([args.dim, args.hidden, args.dim], args.bn_groups)
@@ -401,11 +403,10 @@ class PatchMix(nn.Module):
         paper = args.variant == "paper"
         self.weights = {"oto": 1.0, "mto": 1.0 if paper else 0.5, "mtm": 1.0 if paper else 0.5 / args.num_mix}
         mto_index, mto_weight, mtm_index, mtm_weight = mix_targets(args.batch_size // args.mix_slices, args.num_mix)
-        rank, world = common.rank_and_world()
-        slices = torch.arange(args.batch_size).view(world, -1)[rank].view(args.mix_slices // world, -1)
+        slices = torch.arange(args.batch_size).view(args.mix_slices, -1)  # ids in the global batch: (slices, images)
         for name, index, weight in (
             ("oto", slices.view(-1, 1), torch.ones(1)),
-            ("mto", (slices[:, :1, None] + mto_index).flatten(0, 1), mto_weight),  # ids in the gathered global batch
+            ("mto", (slices[:, :1, None] + mto_index).flatten(0, 1), mto_weight),
             ("mtm", (slices[:, :1, None] + mtm_index).flatten(0, 1), mtm_weight),
         ):
             self.register_buffer(f"{name}_index", index, persistent=False)
@@ -429,23 +430,24 @@ class PatchMix(nn.Module):
 
     def forward(self, views, step):
         """views: this process's two (n, 3, H, W). Returns (Eq. 16, metrics: detached scalars, and q, k (n, dim))."""
-        x1, x2 = views if self.args.variant == "paper" else views[::-1]  # D5
+        # "1" is the view whose mix is the query: that of T_1 in the paper, of T_2 as released (D5).
+        x1, x2 = views if self.args.variant == "paper" else views[::-1]
         mix1, mix2 = mix_slices(x1, self.args, step, 0), mix_slices(x2, self.args, step, 1)  # Algorithm 2, lines 5-6
-        losses, own = {}, self.oto_index[:, 0]
+        first, losses = common.rank_and_world()[0] * len(x1), {}
+        own = slice(first, first + len(x1))  # this process's part of the global batch
         if "oto" in self.terms:
-            q, k = self.query(x2), self.key(x1)
-            losses["oto"] = soft_info_nce(q, k, self.oto_index, self.oto_weight, self.temperature)  # Eq. 15
+            h2, z1 = self.query(x2), self.key(x1)
+            losses["oto"] = soft_info_nce(h2, z1, self.oto_index[own], self.oto_weight, self.temperature)  # Eq. 15
         if "mto" in self.terms or "mtm" in self.terms:
             h_mix1 = self.query(mix1)
         if "mto" in self.terms:
             z2 = self.key(x2)
-            losses["mto"] = soft_info_nce(h_mix1, z2, self.mto_index, self.mto_weight, self.temperature)  # Eq. 13
+            losses["mto"] = soft_info_nce(h_mix1, z2, self.mto_index[own], self.mto_weight, self.temperature)  # Eq. 13
         if "mtm" in self.terms:
             z_mix2 = self.key(mix2)
-            losses["mtm"] = soft_info_nce(h_mix1, z_mix2, self.mtm_index, self.mtm_weight, self.temperature)  # Eq. 14
-        if "oto" not in self.terms:  # for the health figures
-            q, k = h_mix1, z2 if "mto" in self.terms else z_mix2
+            losses["mtm"] = soft_info_nce(h_mix1, z_mix2, self.mtm_index[own], self.mtm_weight, self.temperature)  # Eq. 14
         loss = sum(self.weights[term] * value for term, value in losses.items())  # Eq. 16
+        q, k = (h2, z1) if "oto" in self.terms else (h_mix1, z2 if "mto" in self.terms else z_mix2)  # for the health figures
         metrics = {"loss": loss.detach()} | {f"loss_{term}": value.detach() for term, value in losses.items()}
         return loss, metrics | {"q": q.detach(), "k": k[own]}
 
@@ -466,8 +468,8 @@ def init_distributed(args):
     use_cuda = args.device != "cpu" and torch.cuda.is_available()
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if use_cuda else torch.device("cpu")
     if use_cuda:
-        if device.index >= torch.cuda.device_count():
-            common.fail(f"process {device.index} has no GPU: this machine has {torch.cuda.device_count()}")
+        if (local := int(os.environ.get("LOCAL_WORLD_SIZE", 1))) > torch.cuda.device_count():
+            common.fail(f"{local} processes, but {torch.cuda.device_count()} GPU(s) here: lower --nproc_per_node")
         torch.cuda.set_device(device)
         torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
         torch.backends.cudnn.benchmark = True
@@ -573,7 +575,7 @@ class EpochLog:
         """metrics: detached scalars, and q and k, this process's embeddings and their positives."""
         q, k = metrics.pop("q"), metrics.pop("k")
         values = torch.stack([v.double() for v in metrics.values()])
-        bad = torch.where(values[:1].isfinite(), math.inf, float(step))  # the first step of a loss that is no number
+        bad = torch.where(values.isfinite().all(), math.inf, float(step)).view(1)  # the first step that is no number
         if self.sums is None:
             self.names, self.sums = list(metrics), torch.cat([torch.zeros_like(values), bad])
         self.sums = self.sums.to(values.device)
@@ -585,7 +587,7 @@ class EpochLog:
 
     def state(self):
         """The same on every process, whole: what `EpochLog(state)` goes on from."""
-        pairs = torch.cat(self.pairs).cpu() if self.pairs else None
+        pairs = torch.cat([p.cpu() for p in self.pairs]) if self.pairs else None
         sums = gather(self.sums.unsqueeze(0)).cpu() if self.steps else None
         return dict(names=self.names, steps=self.steps, sums=sums, pairs=pairs)
 
@@ -595,14 +597,15 @@ class EpochLog:
         if bad < math.inf:
             images = ", ".join(map(str, sampler.batch(int(bad))[:8]))
             common.fail(
-                f"the loss is not finite since step {bad:.0f} (images {images}, ...); the last checkpoint is from before it: "
-                "go on with --amp off, or with a lower --lr in a new --out and --resume PATH"
+                f"the loss or its gradient is not finite since step {bad:.0f} (images {images}, ...); the last checkpoint is "
+                "from before it: go on with --amp off, or with a lower --lr in a new --out and --resume PATH"
             )
 
     def means(self):
         """{name: mean over the epoch and the processes}, and the health figures."""
         mean = gather(self.sums[None, :-1]).mean(0) / self.steps
-        health = common.embedding_health(*torch.cat(self.pairs)[-self.last :].unbind(1)) if self.pairs else {}
+        pairs = [p.to(mean.device) for p in self.pairs]
+        health = common.embedding_health(*torch.cat(pairs)[-self.last :].unbind(1)) if pairs else {}
         return dict(zip(self.names, mean.tolist(), strict=True)) | health
 
 
@@ -686,6 +689,8 @@ def main(args):
     end = min(total, args.max_steps or total)
     if checkpoint:
         step, log = restore(common.load_run(checkpoint, config, len(train)), model, optimizer)
+    if (gather(torch.tensor([step], device=device)) != step).any():
+        common.fail(f"the processes found different checkpoints: --out {args.out} must be on a disk that all nodes share")
     if step >= end:
         last = next((r for r in reversed(common.read_metrics(Path(args.out) / "metrics.jsonl")) if "loss" in r), {})
         return common.say(f"{args.out} is at step {step} of {end} already. Its last epoch: {json.dumps(last)}")
@@ -695,7 +700,7 @@ def main(args):
     environment = common.environment(device)
     common.say(", ".join(f"{k} {v}" for k, v in environment.items()))
     introduce(args, model, train, test, steps)
-    common.begin_run(args.out, config, checkpoint, step)
+    common.begin_run(Path(args.out), config, checkpoint, step)
     if checkpoint is None or Path(checkpoint).parent != Path(args.out):
         first = dict(step=step, **environment, arguments=config, chance=model.chance())
         quick = train.array is not None and (device.type == "cuda" or len(train) <= 10_000)
@@ -733,11 +738,11 @@ def main(args):
             common.write_metrics(args.out, record, args.epochs, args.tensorboard)
             log = EpochLog()
         stopping = stop.agreed()
-        if step % steps or step == end or stopping or epoch % args.save_every == 0:
+        kept = args.keep_every and step % steps == 0 and epoch % args.keep_every == 0
+        if step % steps or step == end or stopping or epoch % args.save_every == 0 or kept:
             state = dict(model=model.state_dict(), optimizer=optimizer.state_dict(), step=step, log=log.state())
             state |= dict(config=config, backbone=info, images=len(train))
-            kept = args.keep_every and step % steps == 0 and epoch % args.keep_every == 0
-            common.save_run(args.out, state, encoder.state_dict(), f"epoch-{epoch:04d}.pt" if kept else None)
+            common.save_run(Path(args.out), state, encoder.state_dict(), f"epoch-{epoch:04d}.pt" if kept else None)
     if step == total:
         common.say(f"finished. Judge it: python eval_knn.py {args.out}; python eval_linear.py {args.out}")
     else:
