@@ -646,7 +646,6 @@ def introduce(args, model, train, test, steps):
     """The first lines of a run: everything that its numbers depend on."""
     world, size = common.rank_and_world()[1], sum(p.numel() for p in model.backbone.parameters()) / 1e6
     rate = args.lr * args.batch_size / args.lr_batch
-    queue = f"queue {args.queue} ({100 * args.queue / len(train):.1f} % of the data set)"
     common.say(
         f"{METHOD}, MoCo {args.moco}, --joint {args.joint}, beta {args.beta:g}, variant {args.variant}; encoder {args.arch}, "
         f"{size:.2f} M parameters, image {args.image_size} px; evaluated: the {EVALUATED} encoder\n"
@@ -657,7 +656,7 @@ def introduce(args, model, train, test, steps):
         f"rate {args.lr:g} at batch {args.lr_batch}, scaled linearly to {rate:g}; weight decay {args.weight_decay}, "
         f"momentum {args.momentum}, temperature {args.temperature}\n"
         f"crop areas {tuple(args.crop_scale)}, blur {tuple(args.blur_prob)}; "
-        f"{'no queue' if args.moco == 'v3' else queue}; negatives per query "
+        f"queue {'none' if args.moco == 'v3' else f'{args.queue} ({100 * args.queue / len(train):.1f} % of data)'}; negatives "
         f"{args.batch_size - 1 if args.moco == 'v3' else args.queue}; chance level of the loss {model.chance():.3f}"
     )
 
