@@ -97,7 +97,7 @@ def floor_encoders(args, info, device, train):
     torch.manual_seed(args.seed)
     pixels = nn.AvgPool2d(max(1, info["image_size"] // 32))
     untrained = {} if args.random_init else {"untrained": common.build_backbone(info).to(device)}
-    floors = untrained if train.array is None else {"raw pixels": pixels, **untrained}  # large images are too many pixels
+    floors = untrained if len(train) > 200_000 else {"raw pixels": pixels, **untrained}  # 3,072 numbers an image
     return {} if args.no_floors else floors
 
 
