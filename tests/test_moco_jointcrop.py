@@ -216,8 +216,8 @@ def test_encode_keys_restores_the_order(views):
 
 
 def tiny(flags=(), module=moco, name="MoCo"):
-    flags = ["--arch", "resnet_micro", "--batch-size", "8", "--queue", "32", "--device", "cpu", *flags]
-    args = module.parse_args(flags)
+    queue = [] if "v3" in flags else ["--queue", "32"]
+    args = module.parse_args(["--arch", "resnet_micro", "--batch-size", "8", "--device", "cpu", *queue, *flags])
     module.init_distributed(args)
     info = common.backbone_info(args.arch, args.image_size, args.patch_size, args.norm, method="m", encoder="query")
     torch.manual_seed(0)
