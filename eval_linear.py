@@ -120,7 +120,7 @@ def parse_args(argv=None):
     parser = common.ArgumentParser("eval_linear.py", description=__doc__.splitlines()[0])
     add_encoder_flags(parser)
     parser.add_argument("--epochs", type=int, default=50, metavar="N")
-    parser.add_argument("--lrs", type=float, nargs="+", metavar="X", help="grid of learning rates (0.0003 to 3, half decades)")
+    parser.add_argument("--lrs", type=float, nargs="+", metavar="X", help="grid of learning rates (0.00003 to 3, half decades)")
     parser.add_argument("--holdout", type=float, default=0.1, metavar="X", help="share of the training set that chooses the rate")
     args = parser.parse_args(argv)
     check_encoder_flags(args)
@@ -138,7 +138,7 @@ def linear_probe(train_x, train_y, test_x, num_classes, seed=0, epochs=50, batch
     set never sees, and the classifier is then trained on all of it.
     Returns {'logits': (m, num_classes), 'lr', 'at_edge': bool, 'held_out': {lr: percent}}.
     """
-    lrs = torch.tensor(lrs or [10.0**e for e in np.arange(-3.5, 0.51, 0.5)])
+    lrs = torch.tensor(lrs or [10.0**e for e in np.arange(-4.5, 0.51, 0.5)])
     mean, std = train_x.mean(0), train_x.std(0).clamp_min(1e-6)
     train_x, test_x = (F.pad((x - mean) / std, (0, 1), value=1.0) for x in (train_x, test_x))  # a last 1 for the bias
     order = torch.randperm(len(train_x), generator=common.generator(seed, 2))
@@ -192,7 +192,7 @@ def main(args):
         results[name] = scores(found.pop("logits").cpu(), test_y, len(train.classes))
         shown = "  ".join(f"{k} {v:.2f} %" for k, v in results[name].items())
         common.say(f"{name:>10}  {shown}  (rate {found['lr']:.3g}, {max(found['held_out'].values()):.2f} % held out)")
-        if found["at_edge"] and name == "encoder":
+        if found["at_edge"]:
             common.say(f"warning: the best rate is at the edge of the grid, widen it with --lrs: {found['held_out']}")
     if dist.is_initialized():
         dist.destroy_process_group()
