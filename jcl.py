@@ -12,7 +12,7 @@ when an image's keys agree. Gradients reach the query only; the keys come from a
     Eq. 8-9            jcl_loss                Algorithm 1, lines 6-10
     Algorithm 1        JCL.forward, train_step, encode_keys
 
-    python jcl.py                                                             # laptop, no data, about 4 minutes
+    python jcl.py                                                             # laptop, no data
     python jcl.py --dataset cifar10 --num-keys 1                              # the baseline, MoCo v2, one GPU
     torchrun --nproc_per_node=8 jcl.py --dataset imagenet --data-dir DIR
 
@@ -33,6 +33,7 @@ import json
 import math
 import os
 import time
+import warnings
 from pathlib import Path
 
 import numpy as np
@@ -396,6 +397,7 @@ class JCL(nn.Module):
 def init_distributed(args):
     """Join torchrun's process group, if there is one; returns this process's device."""
     torch.set_flush_denormal(True)  # denormal numbers make a CPU several times slower
+    warnings.filterwarnings("ignore", ".*broadcast_buffers.*")  # its new name is not in older versions of torch
     use_cuda = args.device != "cpu" and torch.cuda.is_available()
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if use_cuda else torch.device("cpu")
     if use_cuda:
@@ -556,7 +558,6 @@ def restore(state, model, optimizer):
 def introduce(args, model, train, test, steps):
     """The first lines of a run: everything that its numbers depend on."""
     world, size = common.rank_and_world()[1], sum(p.numel() for p in model.backbone.parameters()) / 1e6
-    rate = args.lr * args.batch_size / args.lr_batch
     keys = f"M' = {args.num_keys}, {'vanilla' if args.vanilla else f'lambda {args.lam:g}, {args.lam_schedule}'}"
     queue = f"queue {args.queue} ({100 * args.queue / len(train):.1f} % of the data set)"
     common.say(
@@ -566,8 +567,8 @@ def introduce(args, model, train, test, steps):
         f"{len(train.classes) or 'no'} classes; mean {args.norm[0]}, std {args.norm[1]}\n"
         f"batch {args.batch_size} over {world} process(es), {args.batch_size // world} each; {steps} steps an epoch, "
         f"{args.epochs} epochs; {'bf16' if args.bf16 else 'float32'}; batch-norm groups {args.bn_groups}\n"
-        f"rate {args.lr:g} at batch {args.lr_batch}, scaled linearly to {rate:g}; weight decay {args.weight_decay}, "
-        f"momentum {args.momentum}, temperature {args.temperature}\n"
+        f"rate {args.lr:g} at batch {args.lr_batch}, scaled linearly to {args.lr * args.batch_size / args.lr_batch:g}; "
+        f"weight decay {args.weight_decay}, momentum {args.momentum}, temperature {args.temperature}\n"
         f"{queue}; negatives per query {args.queue}; chance level of the loss (without variance) {model.chance():.3f}"
     )
 

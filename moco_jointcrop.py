@@ -13,7 +13,7 @@ encoder for the keys, and a queue of keys as negatives (v1, v2), or the batch's 
     MoCo, Eq. 1        info_nce                            MoCo, Eq. 2: update_momentum_encoder
     MoCo v3, Alg. 1    MoCoV3, contrast
 
-    python moco_jointcrop.py                                                  # laptop, no data, about 4 minutes
+    python moco_jointcrop.py                                                  # laptop, no data
     python moco_jointcrop.py --dataset cifar10 --joint none                   # the baseline, one GPU
     torchrun --nproc_per_node=8 moco_jointcrop.py --dataset imagenet --data-dir DIR --moco v1 --beta 0
 
@@ -37,6 +37,7 @@ import json
 import math
 import os
 import time
+import warnings
 from pathlib import Path
 
 import numpy as np
@@ -222,9 +223,9 @@ def sample_joint(n, low, high, beta, generator=None, offset=0.0):
     return joint_from_uniform(u, v, low, high, beta, offset)
 
 
-NUM_VIEWS, EXTRA, BLUR_COIN = 2, 6, 7  # views; draws besides theirs; which of a view's colour draws decides on blur
+# Draws besides the views' own; which of a view's colour draws decides on blur, and the range of its strength in pixels.
+NUM_VIEWS, EXTRA, BLUR_COIN, SIGMA = 2, 6, 7, (0.1, 2.0)
 DRAWS = common.CROP_DRAWS + common.COLOUR_DRAWS  # of one view
-SIGMA = (0.1, 2.0)
 
 
 def make_sample(args):
@@ -485,6 +486,7 @@ class MoCoV3(MoCo):
 def init_distributed(args):
     """Join torchrun's process group, if there is one; returns this process's device."""
     torch.set_flush_denormal(True)  # denormal numbers make a CPU several times slower
+    warnings.filterwarnings("ignore", ".*broadcast_buffers.*")  # its new name is not in older versions of torch
     use_cuda = args.device != "cpu" and torch.cuda.is_available()
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if use_cuda else torch.device("cpu")
     if use_cuda:
@@ -645,7 +647,6 @@ def restore(state, model, optimizer):
 def introduce(args, model, train, test, steps):
     """The first lines of a run: everything that its numbers depend on."""
     world, size = common.rank_and_world()[1], sum(p.numel() for p in model.backbone.parameters()) / 1e6
-    rate = args.lr * args.batch_size / args.lr_batch
     common.say(
         f"{METHOD}, MoCo {args.moco}, --joint {args.joint}, beta {args.beta:g}, variant {args.variant}; encoder {args.arch}, "
         f"{size:.2f} M parameters, image {args.image_size} px; evaluated: the {EVALUATED} encoder\n"
@@ -653,8 +654,8 @@ def introduce(args, model, train, test, steps):
         f"{len(train.classes) or 'no'} classes; mean {args.norm[0]}, std {args.norm[1]}\n"
         f"batch {args.batch_size} over {world} process(es), {args.batch_size // world} each; {steps} steps an epoch, "
         f"{args.epochs} epochs; {'bf16' if args.bf16 else 'float32'}; batch-norm groups {args.bn_groups}\n"
-        f"rate {args.lr:g} at batch {args.lr_batch}, scaled linearly to {rate:g}; weight decay {args.weight_decay}, "
-        f"momentum {args.momentum}, temperature {args.temperature}\n"
+        f"rate {args.lr:g} at batch {args.lr_batch}, scaled linearly to {args.lr * args.batch_size / args.lr_batch:g}; "
+        f"weight decay {args.weight_decay}, momentum {args.momentum}, temperature {args.temperature}\n"
         f"crop areas {tuple(args.crop_scale)}, blur {tuple(args.blur_prob)}; "
         f"queue {'none' if args.moco == 'v3' else f'{args.queue} ({100 * args.queue / len(train):.1f} % of data)'}; negatives "
         f"{args.batch_size - 1 if args.moco == 'v3' else args.queue}; chance level of the loss {model.chance():.3f}"

@@ -36,6 +36,7 @@ import json
 import math
 import os
 import time
+import warnings
 from pathlib import Path
 
 import numpy as np
@@ -465,6 +466,7 @@ class PatchMix(nn.Module):
 def init_distributed(args):
     """Join torchrun's process group, if there is one; returns this process's device."""
     torch.set_flush_denormal(True)  # denormal numbers make a CPU several times slower
+    warnings.filterwarnings("ignore", ".*broadcast_buffers.*")  # its new name is not in older versions of torch
     use_cuda = args.device != "cpu" and torch.cuda.is_available()
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if use_cuda else torch.device("cpu")
     if use_cuda:
@@ -625,7 +627,6 @@ def restore(state, model, optimizer):
 def introduce(args, model, train, test, steps):
     """The first lines of a run: everything that its numbers depend on."""
     world, size = common.rank_and_world()[1], sum(p.numel() for p in model.backbone.parameters()) / 1e6
-    rate = args.lr * args.batch_size / args.lr_batch
     common.say(
         f"{METHOD}, variant {args.variant}; encoder {args.arch}, {size:.2f} M parameters, image {args.image_size} px, patch "
         f"{args.patch_size}, heads {args.hidden} wide; evaluated: the {EVALUATED} encoder\n"
@@ -633,8 +634,8 @@ def introduce(args, model, train, test, steps):
         f"{len(train.classes) or 'no'} classes; mean {args.norm[0]}, std {args.norm[1]}\n"
         f"batch {args.batch_size} over {world} process(es), {args.batch_size // world} each; {steps} steps an epoch, "
         f"{args.epochs} epochs; {'bf16' if args.bf16 else 'float32'}; batch-norm groups {args.bn_groups}\n"
-        f"rate {args.lr:g} at batch {args.lr_batch}, scaled linearly to {rate:g}; weight decay {args.weight_decay}, "
-        f"momentum {args.momentum}, temperature {args.temperature}\n"
+        f"rate {args.lr:g} at batch {args.lr_batch}, scaled linearly to {args.lr * args.batch_size / args.lr_batch:g}; "
+        f"weight decay {args.weight_decay}, momentum {args.momentum}, temperature {args.temperature}\n"
         f"M = {args.num_mix} within {args.mix_slices} slice(s) of {args.batch_size // args.mix_slices} images; terms "
         f"{', '.join(f'{t} x {model.weights[t]:.3g}' for t in model.terms)}; negatives per query {args.batch_size - 1}, no "
         f"queue; chance level of the loss {model.chance():.3f}"

@@ -27,7 +27,7 @@ def curves(out, runs):
         right.plot([r["epoch"] for r in epochs], [r["below_chance"] for r in epochs], label=Path(run).name)
     left.set(xlabel="epoch", ylabel="kNN top-1, % (k = 20); dotted: raw pixels")
     right.set(xlabel="epoch", ylabel="chance level - loss")
-    left.legend(fontsize=8)
+    left.legend(fontsize=8, loc="lower right")
     figure.tight_layout()
     figure.savefig(out, dpi=110)
 
