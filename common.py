@@ -729,7 +729,7 @@ ARCHS = {  # short name: (timm name, what differs from it)
     "vit_tiny": ("vit_tiny_patch16_224", {}),
     "vit_small": ("vit_small_patch16_224", {}),
     "vit_base": ("vit_base_patch16_224", {}),
-    "resnet_micro": ("resnet18", dict(layers=(1, 1, 1, 1), channels=(32, 64, 128, 256))),
+    "resnet_micro": ("resnet18", dict(layers=(1, 1, 1, 1), channels=(32, 64, 128, 256), zero_init_last=False)),
     "resnet18": ("resnet18", {}),
     "resnet34": ("resnet34", {}),
     "resnet50": ("resnet50", {}),

@@ -69,7 +69,7 @@ CIFAR = dict(  # ours: moco_jointcrop.py's, so that the two can be compared
 )
 RECIPES = {
     "patterns": dict(  # ours, for two CPU cores
-        COMMON, arch="resnet_micro", image_size=32, patch_size=4, epochs=12, batch_size=128, lr=0.12, lr_batch=128, queue=1024,
+        COMMON, arch="resnet_micro", image_size=32, patch_size=4, epochs=40, batch_size=64, lr=0.12, lr_batch=128, queue=512,
         blur_p=0.1, crop_scale=(0.3, 1.0), norm=common.NORMS["patterns"], bn_groups=2, momentum=0.98, warmup=1, num_keys=3,
     ),
     "cifar10": dict(CIFAR, norm=common.NORMS["cifar10"]),
