@@ -681,7 +681,7 @@ def test_two_processes_on_uneven_splits(tmp_path):
     torch.multiprocessing.spawn(sharded, (2, port, str(tmp_path)), nprocs=2)
     one = [*sharded(), torch.arange(6.0).view(3, 2)]
     for rank in range(2):
-        for a, b in zip(torch.load(tmp_path / f"{rank}.pt"), one, strict=True):
+        for a, b in zip(torch.load(tmp_path / f"{rank}.pt", weights_only=True), one, strict=True):
             torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
 
 
