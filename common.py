@@ -724,15 +724,16 @@ def embedding_health(q, k):
     return dict(std=std, rank=rank, alignment=(q - k).square().sum(1).mean().item(), uniformity=uniformity)
 
 
+PLAIN = dict(zero_init_last=False)  # residual branches start as torchvision's and MoCo's do
 ARCHS = {  # short name: (timm name, what differs from it)
     "vit_micro": ("vit_tiny_patch16_224", dict(embed_dim=64, depth=3, num_heads=2)),
     "vit_tiny": ("vit_tiny_patch16_224", {}),
     "vit_small": ("vit_small_patch16_224", {}),
     "vit_base": ("vit_base_patch16_224", {}),
-    "resnet_micro": ("resnet18", dict(layers=(1, 1, 1, 1), channels=(32, 64, 128, 256), zero_init_last=False)),
-    "resnet18": ("resnet18", {}),
-    "resnet34": ("resnet34", {}),
-    "resnet50": ("resnet50", {}),
+    "resnet_micro": ("resnet18", dict(PLAIN, layers=(1, 1, 1, 1), channels=(16, 32, 64, 128), stem_type="deep", stem_width=8)),
+    "resnet18": ("resnet18", PLAIN),
+    "resnet34": ("resnet34", PLAIN),
+    "resnet50": ("resnet50", PLAIN),
 }
 
 

@@ -65,12 +65,14 @@ IMAGENET = dict(  # section 4.1 and App. C
 )
 CIFAR = dict(  # ours: moco_jointcrop.py's, so that the two can be compared
     COMMON, arch="resnet18", image_size=32, patch_size=4, epochs=500, batch_size=512, lr=0.5, lr_batch=512, min_lr=0.05,
-    queue=4096, blur_p=0.0,
+    queue=4096, blur_p=0.0, by=COMMON["by"] | dict(arch=dict(  # for CPUs
+        resnet_micro=dict(batch_size=256, lr=0.1, lr_batch=256, min_lr=0.0, momentum=0.99, blur_p=0.5)
+    )),
 )
 RECIPES = {
     "patterns": dict(  # ours, for two CPU cores
-        COMMON, arch="resnet_micro", image_size=32, patch_size=4, epochs=40, batch_size=64, lr=0.12, lr_batch=128, queue=512,
-        blur_p=0.1, crop_scale=(0.3, 1.0), norm=common.NORMS["patterns"], bn_groups=2, momentum=0.98, warmup=1, num_keys=3,
+        COMMON, arch="resnet_micro", image_size=32, patch_size=4, epochs=60, batch_size=64, lr=0.04, lr_batch=128, queue=128,
+        blur_p=0.1, crop_scale=(0.3, 1.0), norm=common.NORMS["patterns"], bn_groups=2, momentum=0.95, warmup=1, num_keys=3,
     ),
     "cifar10": dict(CIFAR, norm=common.NORMS["cifar10"]),
     "cifar100": dict(CIFAR, norm=common.NORMS["cifar100"]),
@@ -168,12 +170,11 @@ def resolve(args, method_flags):
 # ==================================================================== 2. views
 
 
-EXTRA = 0
 DRAWS = common.CROP_DRAWS + common.COLOUR_DRAWS  # of one view
 
 
 def make_sample(args):
-    """Query view and M' key views, as the function that common.Views calls with image sizes and uniform draws."""
+    """Query view and M' key views: the function that common.Views calls with image sizes and uniform draws, and their number."""
 
     def sample(index, sizes, draws):
         draws = draws.reshape(len(index), 1 + args.num_keys, DRAWS)
@@ -184,7 +185,7 @@ def make_sample(args):
             colours.append(common.random_colour(colour, args.jitter, args.jitter_p, args.gray_p, args.blur_p))
         return cuts, np.stack(colours, 1)
 
-    return sample
+    return sample, (1 + args.num_keys) * DRAWS
 
 
 def show_views(args, loader, device):
@@ -250,17 +251,10 @@ class GroupedBatchNorm(nn.modules.batchnorm._BatchNorm):
 
 
 def group_batch_norms(module, groups):
-    """Replace every nn.BatchNorm1d/2d in a module by a GroupedBatchNorm of the same parameters; returns the module."""
-    for name, child in module.named_children():
-        if isinstance(child, (nn.BatchNorm1d, nn.BatchNorm2d)):
-            norm = GroupedBatchNorm(child.num_features, groups, child.affine)
-            norm.load_state_dict(child.state_dict())
-            norm.eps, norm.momentum, norm.training = child.eps, child.momentum, child.training
-            if hasattr(child, "act"):  # timm's BatchNormAct2d
-                norm.after = nn.Sequential(child.drop, child.act)
-            setattr(module, name, norm)
-        else:
-            group_batch_norms(child, groups)
+    """Make every nn.BatchNorm1d/2d in a module a GroupedBatchNorm, in place, parameters kept; returns the module."""
+    for norm in [m for m in module.modules() if isinstance(m, (nn.BatchNorm1d, nn.BatchNorm2d))]:
+        after = nn.Sequential(norm.drop, norm.act) if hasattr(norm, "act") else nn.Identity()  # timm's BatchNormAct2d
+        norm.__class__, norm.groups, norm.after = GroupedBatchNorm, groups, after
     return module
 
 
@@ -397,7 +391,7 @@ class JCL(nn.Module):
 def init_distributed(args):
     """Join torchrun's process group, if there is one; returns this process's device."""
     torch.set_flush_denormal(True)  # denormal numbers make a CPU several times slower
-    warnings.filterwarnings("ignore", ".*broadcast_buffers.*")  # its new name is not in older versions of torch
+    warnings.filterwarnings("ignore", ".*(broadcast_buffers|Grad strides do not match).*")  # about speed and names only
     use_cuda = args.device != "cpu" and torch.cuda.is_available()
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if use_cuda else torch.device("cpu")
     if use_cuda:
@@ -610,7 +604,7 @@ def main(args):
         common.fail(f"{len(train)} images are fewer than one batch: give --batch-size {len(train)} or less")
     workers = args.workers if args.workers is not None else common.default_workers(device)
     sampler = common.EpochSampler(len(train), args.batch_size, args.seed)
-    views = common.Views(train, make_sample(args), EXTRA + (1 + args.num_keys) * DRAWS, args.seed, args.interpolation)
+    views = common.Views(train, *make_sample(args), args.seed, args.interpolation)
     loader = common.make_loader(views, sampler, workers, device)
     if args.show_views:
         return show_views(args, loader, device)

@@ -76,17 +76,18 @@ IMAGENET = dict(
 )
 CIFAR = dict(  # the stand-in: ContrastiveCrop's small configurations; no blur, so JointBlur needs --blur-prob 0.5 0.5
     COMMON, arch="resnet18", image_size=32, patch_size=4, epochs=500, batch_size=512, lr=0.5, lr_batch=512, min_lr=0.05,
-    queue=4096, blur_prob=(0.0, 0.0), by=dict(moco=dict(
-        v1=MOCO["v1"], v3=dict(MOCO["v3"], epochs=500, batch_size=512, blur_prob=(0.0, 0.0), hidden=2048),
-    )),
+    queue=4096, blur_prob=(0.0, 0.0), by=dict(
+        arch=dict(resnet_micro=dict(batch_size=256, lr=0.1, lr_batch=256, min_lr=0.0, momentum=0.99, blur_prob=(0.5, 0.5))),
+        moco=dict(v1=MOCO["v1"], v3=dict(MOCO["v3"], epochs=500, batch_size=512, blur_prob=(0.0, 0.0), hidden=2048)),
+    ),
 )
 RECIPES = {
     "patterns": dict(  # ours, for two CPU cores
-        COMMON, arch="resnet_micro", image_size=32, patch_size=4, epochs=40, batch_size=64, lr=0.12, lr_batch=128, queue=512,
-        blur_prob=(0.1, 0.1), crop_scale=(0.3, 1.0), norm=common.NORMS["patterns"], bn_groups=2, momentum=0.98, warmup=1,
+        COMMON, arch="resnet_micro", image_size=32, patch_size=4, epochs=60, batch_size=64, lr=0.04, lr_batch=128, queue=128,
+        blur_prob=(0.1, 0.1), crop_scale=(0.3, 1.0), norm=common.NORMS["patterns"], bn_groups=2, momentum=0.95, warmup=1,
         by=dict(moco=dict(
             v1=MOCO["v1"],
-            v3=dict(MOCO["v3"], epochs=40, batch_size=64, warmup=1, hidden=512, lr_batch=128, momentum=(0.98, 1.0)),
+            v3=dict(MOCO["v3"], epochs=60, batch_size=64, warmup=1, hidden=512, lr_batch=128, momentum=(0.98, 1.0)),
         )),
     ),
     "cifar10": dict(CIFAR, norm=common.NORMS["cifar10"]),
@@ -223,20 +224,17 @@ def sample_joint(n, low, high, beta, generator=None, offset=0.0):
     return joint_from_uniform(u, v, low, high, beta, offset)
 
 
-# Draws besides the views' own; which of a view's colour draws decides on blur, and the range of its strength in pixels.
+# Draws after the views' own; which of a view's colour draws decides on blur, and the range of its strength in pixels.
 NUM_VIEWS, EXTRA, BLUR_COIN, SIGMA = 2, 6, 7, (0.1, 2.0)
 DRAWS = common.CROP_DRAWS + common.COLOUR_DRAWS  # of one view
 
 
 def make_sample(args):
-    """Query view and key view, as the function that common.Views calls with image sizes and uniform draws."""
+    """Query view and key view: the function that common.Views calls with image sizes and uniform draws, and their number."""
 
     def sample(index, sizes, draws):
-        released, extra, draws = (
-            args.variant == "released",
-            draws[:, :EXTRA],
-            draws[:, EXTRA:].reshape(len(index), NUM_VIEWS, DRAWS).copy(),
-        )
+        released, extra = args.variant == "released", draws[:, NUM_VIEWS * DRAWS :]
+        draws = draws[:, : NUM_VIEWS * DRAWS].reshape(len(index), NUM_VIEWS, DRAWS).copy()
         crop_turn = extra[:, 0] < args.joint_prob if args.joint == "either" else np.full(len(index), args.joint != "blur")
         joint_crop = crop_turn & (args.joint != "none")
         joint_blur = np.full(len(index), args.joint == "both") | (~crop_turn if args.joint in ("blur", "either") else False)
@@ -258,7 +256,7 @@ def make_sample(args):
             sigma[:] = np.where(joint_blur & (sigma > 0), sigmas[view], sigma)
         return cuts, np.stack(colours, 1)
 
-    return sample
+    return sample, NUM_VIEWS * DRAWS + EXTRA
 
 
 def show_views(args, loader, device):
@@ -324,17 +322,10 @@ class GroupedBatchNorm(nn.modules.batchnorm._BatchNorm):
 
 
 def group_batch_norms(module, groups):
-    """Replace every nn.BatchNorm1d/2d in a module by a GroupedBatchNorm of the same parameters; returns the module."""
-    for name, child in module.named_children():
-        if isinstance(child, (nn.BatchNorm1d, nn.BatchNorm2d)):
-            norm = GroupedBatchNorm(child.num_features, groups, child.affine)
-            norm.load_state_dict(child.state_dict())
-            norm.eps, norm.momentum, norm.training = child.eps, child.momentum, child.training
-            if hasattr(child, "act"):  # timm's BatchNormAct2d
-                norm.after = nn.Sequential(child.drop, child.act)
-            setattr(module, name, norm)
-        else:
-            group_batch_norms(child, groups)
+    """Make every nn.BatchNorm1d/2d in a module a GroupedBatchNorm, in place, parameters kept; returns the module."""
+    for norm in [m for m in module.modules() if isinstance(m, (nn.BatchNorm1d, nn.BatchNorm2d))]:
+        after = nn.Sequential(norm.drop, norm.act) if hasattr(norm, "act") else nn.Identity()  # timm's BatchNormAct2d
+        norm.__class__, norm.groups, norm.after = GroupedBatchNorm, groups, after
     return module
 
 
@@ -454,6 +445,10 @@ class MoCoV3(MoCo):
     def __init__(self, args, info):
         super().__init__(args, info)
         del self.queue
+        for block in self.backbone.modules():  # MoCo v3 starts from zero residual branches
+            if hasattr(block, "zero_init_last"):
+                block.zero_init_last()
+        self.momentum_backbone = copy.deepcopy(self.backbone).requires_grad_(False)
 
         def mlp(widths):
             norms = [GroupedBatchNorm(w, args.bn_groups, affine=i < len(widths) - 2) for i, w in enumerate(widths[1:])]
@@ -486,7 +481,7 @@ class MoCoV3(MoCo):
 def init_distributed(args):
     """Join torchrun's process group, if there is one; returns this process's device."""
     torch.set_flush_denormal(True)  # denormal numbers make a CPU several times slower
-    warnings.filterwarnings("ignore", ".*broadcast_buffers.*")  # its new name is not in older versions of torch
+    warnings.filterwarnings("ignore", ".*(broadcast_buffers|Grad strides do not match).*")  # about speed and names only
     use_cuda = args.device != "cpu" and torch.cuda.is_available()
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if use_cuda else torch.device("cpu")
     if use_cuda:
@@ -701,7 +696,7 @@ def main(args):
         common.fail(f"{len(train)} images are fewer than one batch: give --batch-size {len(train)} or less")
     workers = args.workers if args.workers is not None else common.default_workers(device)
     sampler = common.EpochSampler(len(train), args.batch_size, args.seed)
-    views = common.Views(train, make_sample(args), EXTRA + NUM_VIEWS * DRAWS, args.seed, args.interpolation)
+    views = common.Views(train, *make_sample(args), args.seed, args.interpolation)
     loader = common.make_loader(views, sampler, workers, device)
     if args.show_views:
         return show_views(args, loader, device)

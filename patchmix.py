@@ -199,7 +199,7 @@ DRAWS = common.CROP_DRAWS + common.COLOUR_DRAWS  # of one view
 
 
 def make_sample(args):
-    """T_1 and T_2 of Table 10, as the function that common.Views calls with image sizes and uniform draws."""
+    """T_1 and T_2 of Table 10: the function that common.Views calls with image sizes and uniform draws, and their number."""
 
     def sample(index, sizes, draws):
         draws = draws.reshape(len(index), 2, DRAWS)
@@ -211,7 +211,7 @@ def make_sample(args):
             colours.append(common.random_colour(colour, args.jitter, args.jitter_p, args.gray_p, blur, solarize_p=solarize))
         return cuts, np.stack(colours, 1)
 
-    return sample
+    return sample, 2 * DRAWS
 
 
 def show_views(args, loader, device):
@@ -280,17 +280,10 @@ class GroupedBatchNorm(nn.modules.batchnorm._BatchNorm):
 
 
 def group_batch_norms(module, groups):
-    """Replace every nn.BatchNorm1d/2d in a module by a GroupedBatchNorm of the same parameters; returns the module."""
-    for name, child in module.named_children():
-        if isinstance(child, (nn.BatchNorm1d, nn.BatchNorm2d)):
-            norm = GroupedBatchNorm(child.num_features, groups, child.affine)
-            norm.load_state_dict(child.state_dict())
-            norm.eps, norm.momentum, norm.training = child.eps, child.momentum, child.training
-            if hasattr(child, "act"):  # timm's BatchNormAct2d
-                norm.after = nn.Sequential(child.drop, child.act)
-            setattr(module, name, norm)
-        else:
-            group_batch_norms(child, groups)
+    """Make every nn.BatchNorm1d/2d in a module a GroupedBatchNorm, in place, parameters kept; returns the module."""
+    for norm in [m for m in module.modules() if isinstance(m, (nn.BatchNorm1d, nn.BatchNorm2d))]:
+        after = nn.Sequential(norm.drop, norm.act) if hasattr(norm, "act") else nn.Identity()  # timm's BatchNormAct2d
+        norm.__class__, norm.groups, norm.after = GroupedBatchNorm, groups, after
     return module
 
 
@@ -466,7 +459,7 @@ class PatchMix(nn.Module):
 def init_distributed(args):
     """Join torchrun's process group, if there is one; returns this process's device."""
     torch.set_flush_denormal(True)  # denormal numbers make a CPU several times slower
-    warnings.filterwarnings("ignore", ".*broadcast_buffers.*")  # its new name is not in older versions of torch
+    warnings.filterwarnings("ignore", ".*(broadcast_buffers|Grad strides do not match).*")  # about speed and names only
     use_cuda = args.device != "cpu" and torch.cuda.is_available()
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if use_cuda else torch.device("cpu")
     if use_cuda:
@@ -672,7 +665,7 @@ def main(args):
         common.fail(f"{len(train)} images are fewer than one batch: give --batch-size {len(train)} or less")
     workers = args.workers if args.workers is not None else common.default_workers(device)
     sampler = common.EpochSampler(len(train), args.batch_size, args.seed)
-    views = common.Views(train, make_sample(args), 2 * DRAWS, args.seed, args.interpolation)
+    views = common.Views(train, *make_sample(args), args.seed, args.interpolation)
     loader = common.make_loader(views, sampler, workers, device)
     if args.show_views:
         return show_views(args, loader, device)

@@ -1,22 +1,39 @@
-"""Pictures of runs, made by hand (needs matplotlib): learning curves of one or more runs.
+"""Pictures for the README and of runs, made by hand from the project's folder (needs matplotlib).
 
-python tests/figures.py curves OUT.png RUN [RUN ...]
+python tests/figures.py curves OUT.png RUN [RUN ...]        learning curves
+python tests/figures.py corners OUT.png                     JointCrop, Fig. 7: how far apart the two crops are
+python tests/figures.py similarity OUT.png RUN [RUN ...]    JCL, Fig. 3: how much an image's features vary
 """
 
 import json
 import sys
 from pathlib import Path
 
+import numpy as np
+import torch
+import torch.nn.functional as F
 
-def curves(out, runs):
-    """kNN accuracy and loss below chance over the epochs, one line a run."""
+sys.path.insert(0, str(Path(__file__).parent.parent))
+import common  # noqa: E402
+
+
+def subplots(*args, **options):
+    """matplotlib's subplots, for files; imported here so that the numbers can be had without it."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, (left, right) = pyplot.subplots(1, 2, figsize=(10, 4))
-    for run in runs:
+    return pyplot.subplots(*args, **options)
+
+
+# ------------------------------------------------------------ learning curves
+
+
+def curves(args):
+    """kNN accuracy and loss below chance over the epochs, one line a run."""
+    figure, (left, right) = subplots(1, 2, figsize=(10, 4))
+    for run in args.runs:
         records = [json.loads(line) for line in (Path(run) / "metrics.jsonl").read_text().splitlines()]
         epochs = [r for r in records if "epoch" in r]
         judged = [(r["epoch"], r["knn20_top1"]) for r in epochs if "knn20_top1" in r]
@@ -29,10 +46,172 @@ def curves(out, runs):
     right.set(xlabel="epoch", ylabel="chance level - loss")
     left.legend(fontsize=8, loc="lower right")
     figure.tight_layout()
-    figure.savefig(out, dpi=110)
+    figure.savefig(args.out, dpi=110)
+
+
+# ---------------------------------------------------------- JointCrop, Fig. 7
+
+RANDOM_CROP = 45.97  # the figure's RandomCrop line, in pixels
+
+
+def corner_table(pairs):
+    """Mean distance in pixels of the two crops' top-left corners, over so many pairs of crops for each beta.
+
+    Returns rows (beta, ours, ours with the released code's offset, paper), and RandomCrop's distance.
+    """
+    from test_moco_jointcrop import FIGURE7, mean_corner_distance  # needs pytest, which the other pictures do not
+
+    table = []
+    for i, paper in enumerate(FIGURE7):
+        beta = 4 - i / 2
+        table.append((beta, mean_corner_distance(beta, 0.0, pairs), mean_corner_distance(beta, 0.1, pairs), paper))
+    return table, mean_corner_distance(None, 0.0, pairs)
+
+
+def corners(args):
+    """The table of Fig. 7, and its picture."""
+    table, random_crop = corner_table(args.pairs)
+    print("  beta    ours  offset 0.1   paper")
+    for row in table:
+        print("{:6.1f} {:7.2f} {:11.2f} {:7.2f}".format(*row))
+    print(f"RandomCrop {random_crop:.2f}, paper {RANDOM_CROP}")
+    beta, ours, offset, paper = zip(*table, strict=True)
+    figure, axes = subplots(figsize=(9, 5))
+    axes.plot(beta, ours, label="here: the paper's law")
+    axes.plot(beta, offset, linestyle="--", label="here: --variant released, offset 0.1")
+    axes.plot(beta, paper, "k.", markersize=9, label="read from the paper's Fig. 7")
+    label = f"here: RandomCrop, {random_crop:.2f} (paper: {RANDOM_CROP})"
+    axes.axhline(random_crop, color="gray", linestyle=":", label=label)
+    axes.set(xlabel="beta of J-Crop(beta)", ylabel="mean distance of the top-left corners, px (image: 224 x 224)")
+    axes.legend()
+    axes.grid(alpha=0.3)
+    figure.tight_layout()
+    figure.savefig(args.out, dpi=100)
+
+
+# ---------------------------------------------------------------- JCL, Fig. 3
+
+
+def recipe(config):
+    """How a run augments one view, from its config.json. blur and solarize hold the probabilities of view 1 and view 2."""
+    blur = config["blur_prob"] if "blur_prob" in config else config["blur_p"]
+    blur, solarize = (np.broadcast_to(p, 2).tolist() for p in (blur, config.get("solarize_p", 0.0)))
+    return {k: config[k] for k in ("crop_scale", "jitter", "jitter_p", "gray_p")} | dict(blur=blur, solarize=solarize)
+
+
+def make_sample(how, views, size):
+    """`views` independent augmentations of each image by a `recipe`: common.Views' function, and its number of draws.
+
+    Where a recipe has two kinds of view, they alternate. What ties the views of a pair together (JointCrop) is left out.
+    """
+
+    def sample(index, sizes, draws):
+        cuts, colours = [], []
+        for view, own in enumerate(np.split(draws, views, axis=1)):
+            crop, colour = np.split(own, [common.CROP_DRAWS], axis=1)
+            cuts.append((index, common.random_resized_crop(sizes, crop, how["crop_scale"]), size))
+            blur, solarize = how["blur"][view % 2], how["solarize"][view % 2]
+            given = how["jitter"], how["jitter_p"], how["gray_p"], blur
+            colours.append(common.random_colour(colour, *given, solarize_p=solarize))
+        return cuts, np.stack(colours, 1)
+
+    return sample, views * (common.CROP_DRAWS + common.COLOUR_DRAWS)
+
+
+def similarity_statistics(features):
+    """How far the features of an image's views agree (JCL, App. E): features (n, views, d) -> two (n,) float64 arrays.
+
+    Of the L2-normalised features: the mean of all views x views cosine similarities, self-pairs included, and the mean
+    diagonal of the (biased) covariance. Both follow from the mean mu, as |mu|^2 and (1 - |mu|^2) / d, which is checked.
+    """
+    x = F.normalize(features.double(), dim=2)
+    similarity = (x @ x.mT).mean((1, 2))
+    variance = x.var(1, correction=0).mean(1)
+    length = x.mean(1).square().sum(1)
+    # The second is compared times d, or it would be small whatever it is.
+    error = torch.stack([similarity - length, variance * x.shape[2] - (1 - length)]).abs().max()
+    if not error <= 1e-4:  # not finite, too
+        raise RuntimeError(f"|mu|^2 is off by {error:.2g}: some features are zero or not finite")
+    return similarity.numpy(), variance.numpy()
+
+
+@torch.no_grad()
+def view_statistics(encoder, info, how, images, index, views, device):
+    """`similarity_statistics` of the images of an index, (2, n). Draws depend on the image alone, so that runs share them."""
+    sample = make_sample(how, views, info["image_size"])
+    data = common.Views(images, *sample, seed=0, interpolation=info["interpolation"])
+    at_once = max(1, 256 // views)
+    batches = [[(0, i) for i in index[start : start + at_once]] for start in range(0, len(index), at_once)]
+    found = []
+    for batch in common.make_loader(data, batches, common.default_workers(device), device):
+        x = torch.stack(batch["views"], 1).flatten(0, 1).to(device)
+        x = common.normalize(common.colour(x, batch["colour"].flatten(0, 1)), info["mean"], info["std"])
+        found.append(similarity_statistics(encoder(x).flatten(1).cpu().unflatten(0, (-1, views))))
+    return np.concatenate(found, 1)
+
+
+def open_runs(args):
+    """The runs' recipes, and their images: those of the test set, or of the training set where there are no labels."""
+    if missing := [run for run in args.runs if not (Path(run) / "config.json").exists()]:
+        common.fail(f"{missing[0]} is not a run's folder: it has no config.json")
+    configs = [json.loads((Path(run) / "config.json").read_text()) for run in args.runs]
+    recipes = [recipe(config) for config in configs]
+    if any(other != recipes[0] for other in recipes):
+        print("note: the recipes differ, so each run gets views of its own")
+    if args.dataset is None:
+        if len({config["dataset"] for config in configs}) > 1:
+            common.fail("the runs were trained on different data sets: give --dataset")
+        args.dataset, args.data_dir = configs[0]["dataset"], args.data_dir or configs[0]["data_dir"]
+    parts = [common.load_images(args.dataset, args.data_dir, train, configs[0]["image_size"]) for train in (False, True)]
+    return recipes, parts[0] if parts[0] is not None and parts[0].classes else parts[1]
+
+
+def similarity(args):
+    """Mean and standard deviation over the images of both statistics, and their histograms, for each run."""
+    recipes, images = open_runs(args)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    # In random order, since the images may be sorted by class.
+    index = torch.randperm(len(images), generator=common.generator(0))[: args.images].tolist()
+    print(f"{len(index)} of {len(images)} images of {args.dataset}, {args.views} views of each; mean and standard deviation")
+    found = []
+    for run, how in zip(args.runs, recipes, strict=True):
+        encoder, info = common.load_backbone(run)
+        found.append(view_statistics(encoder.to(device), info, how, images, index, args.views, device))
+        (a, b), (sa, sb) = found[-1].mean(1), found[-1].std(1)
+        name = f"{Path(run).name}, {encoder.num_features} features"
+        print(f"{name}: similarity {a:.4f} +- {sa:.4f}, variance {b:.3e} +- {sb:.1e}")
+    figure, both = subplots(1, 2, figsize=(10, 4))
+    names = "mean cosine similarity of an image's views", "mean variance of a feature over an image's views"
+    for axes, name, values in zip(both, names, zip(*found, strict=True), strict=True):
+        bins = np.histogram_bin_edges(np.concatenate(values), 50)
+        for run, value in zip(args.runs, values, strict=True):
+            axes.hist(value, bins, alpha=0.5, label=Path(run).name)
+        axes.set(xlabel=name, ylabel="images")
+    both[0].legend(fontsize=8)
+    figure.tight_layout()
+    figure.savefig(args.out, dpi=110)
+
+
+def main():
+    parser = common.ArgumentParser("tests/figures.py", description=__doc__.splitlines()[0])
+    figures = parser.add_subparsers(required=True, metavar="FIGURE")
+    flags = {}
+    for function in (curves, corners, similarity):
+        flags[function] = figures.add_parser(function.__name__, help=function.__doc__)
+        flags[function].set_defaults(function=function)
+        flags[function].add_argument("out", metavar="OUT.png")
+    for function in (curves, similarity):
+        flags[function].add_argument("runs", nargs="+", metavar="RUN")
+    flags[corners].add_argument("--pairs", type=int, default=100_000, metavar="N", help="of crops, for each beta")
+    flags[similarity].add_argument("--images", type=int, default=1000, metavar="N", help="paper: 32,768")
+    flags[similarity].add_argument("--views", type=int, default=32, metavar="N", help="of each image")
+    flags[similarity].add_argument("--dataset", choices=common.DATASETS, help="default: what the runs were trained on")
+    flags[similarity].add_argument("--data-dir", metavar="DIR", help="default: where that was")
+    args = parser.parse_args()
+    if any(getattr(args, name, 1) < 1 for name in ("pairs", "images", "views")):
+        common.fail("--pairs, --images, --views: give at least 1")
+    args.function(args)
 
 
 if __name__ == "__main__":
-    if len(sys.argv) < 4 or sys.argv[1] != "curves":
-        sys.exit(__doc__)
-    curves(sys.argv[2], sys.argv[3:])
+    main()

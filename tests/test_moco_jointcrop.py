@@ -122,7 +122,7 @@ def sampled(flags, n=4000):
     args = moco.parse_args(["--dataset", "imagenet", *flags])
     sizes = np.full((n, 2), 224)
     table = common.uniform(0, 0, np.arange(n), moco.EXTRA + moco.NUM_VIEWS * moco.DRAWS)
-    cuts, colour = moco.make_sample(args)(np.arange(n), sizes, table)
+    cuts, colour = moco.make_sample(args)[0](np.arange(n), sizes, table)
     area = np.stack([box[:, 2] * box[:, 3] / 224**2 for _, box, _ in cuts])
     return area, colour[:, :, common.COLOUR.index("sigma")].T, colour
 
@@ -154,7 +154,7 @@ def test_jblur_has_one_coin_and_the_law_of_beta():
 def test_centre_suppressed_positions():
     args = moco.parse_args(["--dataset", "imagenet", "--joint", "none", "--css-alpha", "0.1"])
     table = common.uniform(0, 0, np.arange(3000), moco.EXTRA + moco.NUM_VIEWS * moco.DRAWS)
-    _, box, _ = moco.make_sample(args)(np.arange(3000), np.full((3000, 2), 224), table)[0][0]
+    _, box, _ = moco.make_sample(args)[0](np.arange(3000), np.full((3000, 2), 224), table)[0][0]
     room = 224 - box[:, 2]
     share = (box[:, 0] / np.maximum(room, 1))[room > 20]
     assert ((share < 0.1) | (share > 0.9)).mean() > 0.7 and share.min() >= 0 and share.max() <= 1  # Beta(0.1, 0.1): the edges

@@ -438,7 +438,7 @@ def test_recipes(dataset, arch):
 def test_views_are_table_10(dataset, smallest):
     args, n = patchmix.parse_args(["--dataset", dataset]), 4000
     draws = np.random.default_rng(0).random((n, 2 * patchmix.DRAWS))
-    cuts, colours = patchmix.make_sample(args)(np.arange(n), np.full((n, 2), 400), draws)
+    cuts, colours = patchmix.make_sample(args)[0](np.arange(n), np.full((n, 2), 400), draws)
     assert args.interpolation == "bicubic" and args.norm == ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
     boxes = [box for _, box, _ in cuts]
     assert [size for *_, size in cuts] == [args.image_size] * 2 and (boxes[0] != boxes[1]).any(1).mean() > 0.99

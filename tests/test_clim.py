@@ -1,0 +1,889 @@
+"""clim.py against slow references written from the paper (Eq. 1-6, App. A.2), its limit cases, and whole runs."""
+
+import itertools
+import math
+import os
+import socket
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from PIL import Image
+from test_runs import assert_equal, load, run
+from torch.nn.parallel import DistributedDataParallel
+
+import clim
+import common
+import jcl
+
+TINY = "--arch resnet_nano --image-size 16 --batch-size 8 --queue 32 --device cpu".split()
+
+
+@pytest.fixture(autouse=True)
+def _nano(monkeypatch):
+    monkeypatch.setitem(common.ARCHS, "resnet_nano", ("resnet18", dict(layers=(1, 1, 1, 1), channels=(4, 8, 8, 8))))
+    torch.set_num_threads(1)  # so small that threads only wait for each other
+
+
+def unit(*shape, seed=0, grad=False):
+    x = F.normalize(torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)), dim=-1)
+    return x.requires_grad_(grad)
+
+
+def points(kind, n, dims=3, seed=0):
+    """Rows of float64: of a normal law, on a coarse grid (so distances tie, and all sums are exact), repeated, all equal."""
+    g = torch.Generator().manual_seed(seed)
+    if kind == "normal":
+        return torch.randn(n, dims, dtype=torch.float64, generator=g)
+    grid = torch.randint(-2, 3, (n, dims), generator=g).double()
+    return {"grid": grid, "repeated": grid[torch.arange(n) // 3], "equal": grid[:1].expand(n, -1).clone()}[kind]
+
+
+def squared(a, b):
+    return sum((p - q) ** 2 for p, q in zip(a.tolist(), b.tolist(), strict=True))
+
+
+# ----------------------------------------------------------------- loss, Eq. 4
+
+
+def eq1(q, k, queue, tau):
+    """Eq. 1 of one query."""
+    positive = torch.exp(sum(a * b for a, b in zip(q, k, strict=True)) / tau)
+    return -torch.log(positive / (positive + sum(torch.exp((q * n).sum() / tau) for n in queue)))
+
+
+def eq4(q, k_anchor, k_positive, queue, tau, lam):
+    """Eq. 4, image by image; lam: a number an image."""
+    terms = [
+        lam[i] * eq1(q[i], k_anchor[i], queue, tau) + (1 - lam[i]) * eq1(q[i], k_positive[i], queue, tau) for i in range(len(q))
+    ]
+    return sum(terms) / len(terms)
+
+
+@pytest.mark.parametrize("tau", [0.07, 0.2, 1.0])
+@pytest.mark.parametrize("lam", [0.0, 0.3, 1.0, (0.0, 0.9, 0.25, 1.0)])
+def test_clim_loss_eq4(tau, lam):
+    q, anchor, positive, queue = unit(4, 6, grad=True), unit(4, 6, seed=1), unit(4, 6, seed=2), unit(9, 6, seed=3)
+    each = lam if isinstance(lam, tuple) else [lam] * 4
+    given = torch.tensor(lam, dtype=torch.float64) if isinstance(lam, tuple) else lam
+    ours, reference = clim.clim_loss(q, anchor, positive, queue, tau, given), eq4(q, anchor, positive, queue, tau, each)
+    assert ours.shape == ()
+    torch.testing.assert_close(ours, reference, rtol=1e-12, atol=0)
+    torch.testing.assert_close(*(torch.autograd.grad(loss, q)[0] for loss in (ours, reference)), rtol=1e-10, atol=1e-14)
+
+
+def test_clim_loss_limits():
+    q, anchor, positive, queue = (unit(n, 6, seed=s) for s, n in enumerate((5, 5, 5, 9)))
+    exact = dict(rtol=1e-12, atol=0)
+    loss = lambda lam, k=positive: clim.clim_loss(q, anchor, k, queue, 0.2, lam)  # noqa: E731
+    torch.testing.assert_close(loss(1.0), clim.info_nce(q, anchor, queue, 0.2), **exact)
+    torch.testing.assert_close(loss(0.0), clim.info_nce(q, positive, queue, 0.2), **exact)
+    torch.testing.assert_close(loss(0.3, anchor), clim.info_nce(q, anchor, queue, 0.2), **exact)  # the weights add up to 1
+    torch.testing.assert_close(loss(torch.full((5,), 0.3)), loss(0.3), rtol=1e-7, atol=0)  # float32 shares of an image
+    torch.testing.assert_close(loss(0.3), 0.3 * loss(1.0) + 0.7 * loss(0.0), **exact)
+
+
+# -------------------------------------------------------------------- neighbours
+
+
+def check_neighbors(found, x, k, tolerance=0.0):
+    """Each row's are k others, no two the same, at the k smallest distances in order; of equals, any."""
+    n = len(x)
+    assert found.shape == (n, min(k, n - 1)) and found.dtype == torch.int64
+    for i, row in enumerate(found.tolist()):
+        assert i not in row and len(set(row)) == len(row)
+        expected = sorted(squared(x[i], x[j]) for j in range(n) if j != i)[:k]
+        assert [squared(x[i], x[j]) for j in row] == pytest.approx(expected, rel=tolerance, abs=tolerance)
+
+
+@pytest.mark.parametrize("kind", ["normal", "grid", "repeated", "equal"])
+@pytest.mark.parametrize("n, k", [(1, 3), (2, 1), (2, 5), (30, 4), (30, 29), (30, 100)])
+def test_nearest_neighbors(kind, n, k):
+    x = points(kind, n)
+    check_neighbors(clim.nearest_neighbors(x, k), x, k, 1e-6 if kind == "normal" else 0.0)
+
+
+@pytest.mark.parametrize("offset", [0.0, 1000.0])
+def test_nearest_neighbors_far_from_the_origin(offset):
+    """Of float32 numbers that an offset does not round, so that it may not change anything."""
+    x = (torch.randint(-64, 65, (40, 8), generator=torch.Generator().manual_seed(0)) / 64).float()
+    check_neighbors(clim.nearest_neighbors(x + offset, 10), (x + offset).double(), 10, 1e-9)
+
+
+def test_nearest_neighbors_of_tight_clusters():
+    """Unit vectors, as embeddings are, in clusters that the distances between clusters do not drown."""
+    around = unit(6, 16)[torch.arange(48) % 6] + 1e-2 * points("normal", 48, 16)
+    x = F.normalize(around, dim=1).float()
+    check_neighbors(clim.nearest_neighbors(x, 10), x.double(), 10, 1e-6)
+
+
+def test_nearest_neighbors_of_many_rows():
+    """More pairs than any chunk of bounded memory holds: rows in pairs, whose nearest is known."""
+    n = 5900
+    x = F.normalize(torch.randn(n // 2, 16, generator=torch.Generator().manual_seed(0)), dim=1).repeat_interleave(2, 0)
+    x[1::2, 0] += 0.01
+    assert torch.equal(clim.nearest_neighbors(x, 1)[:, 0], torch.arange(n) ^ 1)
+
+
+@pytest.mark.parametrize("m", [1, 2, 7])
+def test_nearest_center(m):
+    x, centers = points("normal", 20), points("normal", m, seed=1)
+    assignment, distance = clim.nearest_center(x, centers)
+    table = [[squared(row, center) for center in centers] for row in x]
+    assert assignment.tolist() == [min(range(m), key=row.__getitem__) for row in table]
+    assert distance.tolist() == pytest.approx([min(row) for row in table], rel=1e-12)
+
+
+# ----------------------------------------------------------------------- k-means
+
+
+def clustered(x, m, iterations, seed=0):
+    """kmeans, and the objective of what it returns: the sum of squared distances to the assigned centres."""
+    centers, assignment = clim.kmeans(x, m, iterations, torch.Generator().manual_seed(seed))
+    assert centers.shape == (min(m, len(x)), x.shape[1]) and centers.dtype == x.dtype and centers.isfinite().all()
+    assert assignment.shape == (len(x),) and assignment.dtype == torch.int64
+    rows, c = x.double(), centers.double()
+    objective = 0.0
+    for i, j in enumerate(assignment.tolist()):  # to the nearest of the returned centres
+        distances = [squared(rows[i], center) for center in c]
+        assert distances[j] <= min(distances) * (1 + 1e-9) + 1e-9
+        objective += distances[j]
+    return centers, assignment, objective
+
+
+def lloyd(x, centers, iterations):
+    """Assign every point to its nearest centre, move every centre to the mean of its points, and again."""
+    centers = [c.clone() for c in centers]
+    for _ in range(iterations):
+        members = [[] for _ in centers]
+        for row in x:
+            members[min(range(len(centers)), key=lambda j: squared(row, centers[j]))].append(row)
+        assert all(members), "choose another seed: the reference does not know empty clusters"
+        centers = [sum(rows) / len(rows) for rows in members]
+    return torch.stack(centers)
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_kmeans_is_lloyds_algorithm(seed):
+    x = points("normal", 60, seed=seed) + 4 * points("grid", 60, seed=seed + 10).sign()
+    start = clustered(x, 5, 0, seed)[0]
+    rows = [tuple(row) for row in x.tolist()]
+    assert len({rows.index(tuple(c)) for c in start.tolist()}) == 5  # different rows
+    for iterations in (1, 2, 6):
+        torch.testing.assert_close(clustered(x, 5, iterations, seed)[0], lloyd(x, start, iterations), rtol=1e-9, atol=1e-12)
+
+
+def test_kmeans_starts_anywhere():
+    x = points("normal", 12)
+    starts = {tuple(clim.kmeans(x, 1, 0, torch.Generator().manual_seed(s))[0][0].tolist()) for s in range(200)}
+    assert len(starts) == 12
+
+
+@pytest.mark.parametrize("kind, n, m", [("normal", 50, 8), ("grid", 50, 20), ("repeated", 60, 15), ("equal", 9, 4)])
+def test_kmeans_never_gets_worse(kind, n, m):
+    x = points(kind, n)
+    for seed in range(3):
+        objectives = [clustered(x, m, iterations, seed)[2] for iterations in (0, 1, 2, 3, 5, 8, 20)]
+        for before, after in itertools.pairwise(objectives):
+            assert after <= before * (1 + 1e-12) + 1e-12
+        assert kind == "equal" or objectives[-1] < objectives[0]
+
+
+@pytest.mark.parametrize("x, m", [(points("repeated", 15), 5), (points("repeated", 15), 9), (points("equal", 6), 3)])
+def test_kmeans_as_many_clusters_as_points(x, m):
+    """A cluster that comes out empty finds a point that has none of its own, so every point ends as a centre."""
+    for seed in range(5):
+        assert clustered(x, m, 10, seed)[2] < 1e-20
+
+
+@pytest.mark.parametrize("n, m", [(1, 1), (1, 4), (3, 3), (3, 50)])
+def test_kmeans_of_few_rows(n, m):
+    x = points("normal", n)
+    for iterations in (0, 4):
+        centers, assignment, objective = clustered(x, m, iterations)
+        assert objective < 1e-20 and sorted(assignment.tolist()) == list(range(n))
+        assert sorted(centers.tolist()) == sorted(x.tolist())
+
+
+def test_kmeans_empty_cluster_starts_at_the_farthest_row():
+    x = torch.zeros(20, 2, dtype=torch.float64)
+    x[[3, 11, 17]] = torch.tensor([[1.0, 0.0], [0.0, 5.0], [-2.0, 0.0]], dtype=torch.float64)
+    both = 0
+    for seed in range(30):
+        if not clustered(x, 2, 0, seed)[0].any():  # both centres at the origin: one has all rows, the other none
+            both += 1
+            found = sorted(clustered(x, 2, 1, seed)[0].tolist())
+            assert found == sorted([pytest.approx(x.mean(0).tolist()), [0.0, 5.0]], key=lambda c: c == [0.0, 5.0])
+    assert both > 5
+
+
+def test_kmeans_is_deterministic():
+    x = points("normal", 40).float()
+    (a, b, _), (c, d, _), (e, _, _) = (clustered(x, 6, 5, seed) for seed in (3, 3, 4))
+    assert torch.equal(a, c) and torch.equal(b, d) and not torch.equal(a, e)
+
+
+# ------------------------------------------------- positives, Eq. 2 and App. A.2
+
+
+def neighborhoods(x, i, k):
+    """Every set that may be called the k nearest neighbours of row i: of rows at equal distance any may be the last ones."""
+    distance = {j: squared(x[i], x[j]) for j in range(len(x)) if j != i}
+    k = min(k, len(distance))
+    farthest = sorted(distance.values())[k - 1] if k else 0.0
+    sure, tied = ([j for j, d in distance.items() if test(d)] for test in (farthest.__gt__, farthest.__eq__))
+    return [sure + list(more) for more in itertools.combinations(tied, k - len(sure))]
+
+
+def obeys(chosen, i, neighbors, x, centers, assignment):
+    """Whether the chosen positives of row i are what Eq. 2 and App. A.2 make of these neighbours."""
+    if not neighbors:
+        return set(chosen) == {i}  # alone
+    center = centers[assignment[i]]
+    omega1 = {j for j in range(len(x)) if assignment[j] == assignment[i]}
+    omega_p = {j for j in omega1 & set(neighbors) if squared(x[j], center) <= squared(x[i], center)}
+    size = min(len(chosen), len(neighbors))
+    if len(omega_p) >= size:
+        right = len(set(chosen)) == size and set(chosen) <= omega_p
+    else:
+        topped_up = sorted(squared(x[i], x[j]) for j in set(chosen) - omega_p)
+        nearest = sorted(squared(x[i], x[j]) for j in neighbors if j not in omega_p)[: size - len(omega_p)]
+        right = omega_p <= set(chosen) <= set(neighbors) and topped_up == nearest
+    times = [chosen.count(j) for j in set(chosen)]
+    return right and max(times) - min(times) <= 1  # too few are repeated, all alike
+
+
+CASES = [  # points, N, clusters, k, number of positives
+    ("normal", 40, 4, 12, 3), ("normal", 40, 4, 12, 10), ("normal", 40, 1, 15, 4), ("normal", 40, 12, 8, 20),
+    ("grid", 24, 3, 6, 2), ("grid", 24, 3, 6, 5), ("grid", 24, 1, 8, 3), ("repeated", 18, 3, 5, 2), ("repeated", 18, 2, 7, 4),
+    ("equal", 9, 1, 4, 2), ("equal", 9, 2, 4, 3), ("equal", 9, 1, 100, 3), ("normal", 7, 2, 100, 3), ("normal", 7, 2, 100, 20),
+    ("normal", 1, 1, 4, 3), ("normal", 2, 1, 4, 3), ("normal", 2, 2, 1, 1), ("equal", 2, 1, 3, 2), ("normal", 3, 1, 1, 5),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("natural", [True, False])
+@pytest.mark.parametrize("kind, n, m, k, count", CASES)
+def test_select_positives(kind, n, m, k, count, natural):
+    """natural: clusters of k-means; else any centres and any assignment, which Eq. 2 allows as well."""
+    x, more, topped = points(kind, n), 0, 0
+    centers, assignment = points("grid", m, seed=1), torch.randint(m, (n,), generator=torch.Generator().manual_seed(2))
+    if natural:
+        centers = clim.kmeans(x, m, generator=torch.Generator().manual_seed(0))[0].round(decimals=3 if kind == "normal" else 0)
+        assignment = torch.tensor([min(range(len(centers)), key=lambda j: squared(row, centers[j])) for row in x])
+    for seed in range(3):
+        table = clim.select_positives(x, centers, assignment, k, count, torch.Generator().manual_seed(seed))
+        assert table.shape == (n, count) and table.dtype == torch.int64
+        for i, chosen in enumerate(table.tolist()):
+            assert any(obeys(chosen, i, near, x, centers, assignment) for near in neighborhoods(x, i, k)), (i, chosen)
+
+
+def test_select_positives_by_hand():
+    """Points on a line, the centre at 0. Anchor 6 has candidates on both sides of it; only those closer to 0 are meant."""
+    x = torch.tensor([[v] for v in (0.0, 1.0, -2.0, 3.0, 6.5, 7.5, 6.0, -6.0, 20.0)], dtype=torch.float64)
+    assignment = torch.tensor([0, 0, 0, 0, 0, 0, 0, 0, 1])
+    centers = torch.tensor([[0.0], [20.0]], dtype=torch.float64)
+    choose = lambda k, n: [set(r) for r in clim.select_positives(x, centers, assignment, k, n, common.generator(0)).tolist()]  # noqa: E731
+    assert choose(5, 3)[6] == {3, 1, 0}  # of 4, 5, 3, 1, 0 at distances 0.5, 1.5, 3, 5, 6
+    assert choose(5, 4)[6] == {3, 1, 0, 4}  # topped up with the nearest of the rest
+    assert choose(8, 5)[6] == {0, 1, 2, 3, 7}  # -6 is as far from the centre as 6: equality counts
+    assert choose(3, 2)[0] == {1, 2}  # nothing is closer to the centre than what lies on it
+    assert choose(2, 2)[8] == {5, 4}  # nothing in its cluster
+    assert choose(8, 8)[6] == {0, 1, 2, 3, 4, 5, 7, 8}
+
+
+def test_select_positives_is_uniform():
+    """3 of 8 candidates: each is chosen alike, in each place, and pairs are, too."""
+    x = torch.tensor([[float(v)] for v in range(10)], dtype=torch.float64)  # anchor 8; 9 is farther from the centre
+    centers, assignment, draws = torch.zeros(1, 1, dtype=torch.float64), torch.zeros(10, dtype=torch.int64), 2000
+    g = torch.Generator().manual_seed(0)
+    rows = torch.stack([clim.select_positives(x, centers, assignment, 9, 3, g)[8] for _ in range(draws)])
+    for place in range(3):
+        expected, counts = draws / 8, rows[:, place].bincount(minlength=10)
+        assert (counts[:8] - expected).abs().max() < 5 * math.sqrt(expected) and counts[8:].sum() == 0
+    pairs = (rows.sort(1).values[:, :2] * torch.tensor([10, 1])).sum(1)  # the two smallest of each draw
+    assert (pairs == 1).double().mean().item() == pytest.approx(6 / 56, abs=0.03)  # 0, 1 and any third
+
+
+@pytest.mark.parametrize("k, count", [(5, 3), (3, 5), (4, 4)])
+def test_take(k, count):
+    """Random preferred ones first, then the rest by rank; fewer than count are repeated."""
+    neighbors = torch.stack([torch.randperm(50, generator=torch.Generator().manual_seed(s))[:k] for s in range(2**k)])
+    preferred = torch.tensor(list(itertools.product([False, True], repeat=k)))
+    taken = clim.take(neighbors, preferred, count, torch.Generator().manual_seed(0))
+    for row, near, good in zip(taken.tolist(), neighbors.tolist(), preferred.tolist(), strict=True):
+        wanted = [j for j, p in zip(near, good, strict=True) if p]
+        rest = [j for j, p in zip(near, good, strict=True) if not p]
+        first = min(len(wanted), count)
+        assert set(row[:first]) <= set(wanted) and len(set(row[:first])) == first
+        assert row[first : min(k, count)] == rest[: max(0, min(k, count) - first)]
+        assert set(row[k:]) <= set(near) and len(row) == count
+    alone = clim.take(torch.zeros(4, 0, dtype=torch.int64), torch.zeros(4, 0, dtype=torch.bool), 3)
+    assert alone.tolist() == [[i] * 3 for i in range(4)]
+
+
+@pytest.mark.parametrize("selection", ["random", "knn", "kmeans", "center"])
+def test_choose_positives(selection):
+    """Table 6: what each choice may contain, and that it contains all of it now and then."""
+    x = points("normal", 30).float()
+    args = clim.parse_args([*TINY, "--selection", selection, "--num-clusters", "4", "--knn-k", "6", "--num-positives", "3"])
+    tables = torch.stack([clim.choose_positives(args, x, common.generator(s)) for s in range(100)])
+    assert torch.equal(tables[7], clim.choose_positives(args, x, common.generator(7)))
+    assert tables.shape == (100, 30, 3) and tables.dtype == torch.int64
+    for i, seen in enumerate(tables.transpose(0, 1).flatten(1)):
+        if selection == "random":
+            assert set(seen.tolist()) == set(range(30))
+        if selection == "knn":
+            assert set(seen.tolist()) == set(neighborhoods(x.double(), i, 6)[0])
+    for seed in range(5) if selection in ("kmeans", "center") else ():
+        centers, assignment = clim.kmeans(x, 4, generator=(g := common.generator(seed)))
+        for i, chosen in enumerate(tables[seed].tolist()):
+            if selection == "kmeans":
+                assert (assignment[chosen] == assignment[i]).all()
+            else:
+                near = neighborhoods(x.double(), i, 6)[0]
+                assert obeys(chosen, i, near, x.double(), centers.double(), assignment)
+        if selection == "kmeans":  # any member of the cluster, large or small
+            many = args.num_positives
+            args.num_positives = 400
+            rows = clim.choose_positives(args, x, common.generator(seed))
+            assert all(
+                set(rows[i].tolist()) == set(torch.nonzero(assignment == assignment[i]).flatten().tolist()) for i in (0, 9)
+            )
+            args.num_positives = many
+
+
+# ------------------------------------------------------------------ CutMix, Eq. 3
+
+
+def boxes(lam, height, width):
+    """CutMix's rand_bbox for every centre: the boxes (top, bottom, left, right) and how many centres give each."""
+    found = {}
+    cut_h, cut_w = int(height * math.sqrt(1 - lam)), int(width * math.sqrt(1 - lam))
+    for cy, cx in itertools.product(range(height), range(width)):
+        edges = np.clip([cy - cut_h // 2, cy + cut_h // 2], 0, height), np.clip([cx - cut_w // 2, cx + cut_w // 2], 0, width)
+        box = tuple(int(v) for v in np.concatenate(edges))
+        box = box if box[0] < box[1] and box[2] < box[3] else None  # no pixel at all
+        found[box] = found.get(box, 0) + 1
+    return found
+
+
+def box_of(mixed, x, partner):
+    """The box that holds the partner's pixels, or None; what is in it and around it is checked."""
+    inside = (mixed == partner).all(0)
+    assert ((mixed == x).all(0) ^ inside).all()  # every pixel is of one of them, in all three channels
+    if not inside.any():
+        return None
+    rows, columns = (torch.nonzero(inside.any(d)).flatten().tolist() for d in (1, 0))
+    box = rows[0], rows[-1] + 1, columns[0], columns[-1] + 1
+    assert inside[box[0] : box[1], box[2] : box[3]].all() and int(inside.sum()) == (box[1] - box[0]) * (box[3] - box[2])
+    return box
+
+
+@pytest.mark.parametrize("lam", [0.0, 0.2, 0.5, 0.81, 1.0])
+@pytest.mark.parametrize("height, width", [(6, 8), (5, 5)])
+def test_cutmix_an_image(lam, height, width):
+    """Every box that CutMix can draw, as often as it draws it; the share that is left, to the pixel."""
+    n = 6000
+    x, partner = torch.rand(n, 3, height, width) / 2, 0.5 + torch.rand(n, 3, height, width) / 2
+    before = x.clone(), partner.clone()
+    mixed, kept = clim.cutmix(x, partner, torch.full((n,), lam, dtype=torch.float64), torch.Generator().manual_seed(0))
+    assert torch.equal(x, before[0]) and torch.equal(partner, before[1])
+    assert mixed.dtype == x.dtype and kept.shape == (n,) and kept.dtype == torch.float64
+    count, expected = {}, boxes(lam, height, width)
+    for i in range(n):
+        box = box_of(mixed[i], x[i], partner[i])
+        area = (box[1] - box[0]) * (box[3] - box[2]) if box else 0
+        assert kept[i].item() == pytest.approx(1 - area / (height * width), abs=1e-12)
+        count[box] = count.get(box, 0) + 1
+    assert count.keys() == expected.keys()
+    for box, centres in expected.items():
+        often = n * centres / (height * width)
+        assert abs(count[box] - often) < 5 * math.sqrt(often)
+    assert kept.min() >= lam - 1e-12  # the edge, and whole pixels, only make the box smaller
+    if lam == 1:
+        assert torch.equal(mixed, x) and (kept == 1).all()
+
+
+def test_cutmix_a_batch():
+    """A number: one box for all images, the share a number too; lam = 0 in the middle takes all of the partner."""
+    x, partner, g = torch.zeros(4, 3, 8, 8), torch.ones(4, 3, 8, 8), torch.Generator().manual_seed(0)
+    shares, whole = [], 0
+    for step in range(300):
+        lam = (step % 11) / 10
+        mixed, kept = clim.cutmix(x, partner, lam, g)
+        assert isinstance(kept, float) and all(torch.equal(m, mixed[0]) for m in mixed)
+        box_of(mixed[0], x[0], partner[0])
+        assert kept == pytest.approx(1 - mixed.mean().item(), abs=1e-7) and kept >= lam - 1e-12
+        whole += kept == 0.0
+        shares.append(kept)
+        assert lam < 1 or kept == 1.0
+    assert whole and np.mean(shares) > 0.6  # 0.5 were it not for the edge
+    one, other = (clim.cutmix(x, partner, 0.4, torch.Generator().manual_seed(5)) for _ in range(2))
+    assert torch.equal(one[0], other[0]) and one[1] == other[1]
+
+
+def test_cutmix_each_image_its_own_box():
+    lam = torch.tensor([1.0, 0.0, 0.5, 0.5, 0.5, 0.9])
+    x, partner = torch.zeros(6, 3, 16, 16), torch.ones(6, 3, 16, 16)
+    mixed, kept = clim.cutmix(x, partner, lam, torch.Generator().manual_seed(1))
+    assert [box_of(*trio) for trio in zip(mixed, x, partner, strict=True)][0] is None
+    torch.testing.assert_close(kept, 1 - mixed.double().mean((1, 2, 3)))
+    assert len({tuple(m.flatten().tolist()) for m in mixed[2:5]}) > 1 and (kept >= lam - 1e-7).all()
+
+
+# ------------------------------------------------------------------------- views
+
+
+class Grays:
+    """Images of many sizes, each of one gray level: its index. As an ImageSet to common.Views."""
+
+    def __init__(self, n):
+        self.all = np.stack([20 + 7 * (np.arange(n) % 5), 20 + 11 * (np.arange(n) % 4)], 1)
+
+    def __len__(self):
+        return len(self.all)
+
+    def __getitem__(self, i):
+        return np.full((*self.all[i], 3), i, np.uint8)
+
+    def sizes(self, index):
+        return self.all[index]
+
+
+def sampled(flags=(), n=40, positives=None, seed=0):
+    """(args, images, table, cuts, colours, draws) of make_sample for all images."""
+    args, images = clim.parse_args([*TINY, *flags]), Grays(n)
+    if positives is None:
+        positives = torch.full((n, 3), -1, dtype=torch.int32)
+    sample, count = clim.make_sample(args, images, positives)
+    draws = common.uniform(seed, 0, np.arange(n), count)
+    cuts, colours = sample(np.arange(n), images.sizes(np.arange(n)), draws)
+    return args, images, positives, cuts, colours, draws
+
+
+def table_of(n, count=3, seed=0):
+    return torch.randint(n, (n, count), generator=torch.Generator().manual_seed(seed), dtype=torch.int32)
+
+
+def assert_same_views(a, b, views):
+    for (index, box, size), (other_index, other_box, other_size) in zip(a[0][:views], b[0][:views], strict=True):
+        assert np.array_equal(index, other_index) and np.array_equal(box, other_box) and size == other_size
+    assert np.array_equal(a[1][:, :views], b[1][:, :views])
+
+
+@pytest.mark.parametrize("flags", [(), ("--mix", "none"), ("--selection", "none"), ("--resolutions", "16", "12")])
+def test_own_views_are_the_baselines(flags):
+    """Two views without a table, whatever the flags; they are MoCo's, and the same whatever the table holds."""
+    args, images, _, cuts, colours, draws = sampled(flags)
+    assert len(cuts) == 2 and colours.shape == (40, 2, len(common.COLOUR))
+    theirs = jcl.parse_args([*TINY, "--num-keys", "1"])
+    for name in ("image_size", "crop_scale", "jitter", "jitter_p", "gray_p", "blur_p"):
+        setattr(theirs, name, getattr(args, name))
+    sample, count = jcl.make_sample(theirs)
+    assert_same_views((cuts, colours), sample(np.arange(40), images.sizes(np.arange(40)), draws[:, :count]), 2)
+    views = []
+    for seed in (0, 1):
+        *_, more_cuts, more_colours, _ = sampled(flags, positives=table_of(40, seed=seed))
+        assert len(more_cuts) == more_colours.shape[1] == (3 if "--mix" in flags else 4)
+        assert_same_views((cuts, colours), (more_cuts, more_colours), 2)
+        views.append(more_cuts)
+    assert not np.array_equal(views[0][2][0], views[1][2][0])
+    flat = np.stack([draws.flatten()[:40] for _ in range(2)])  # another draw moves all
+    assert flat.shape == (2, 40)
+
+
+@pytest.mark.parametrize("mix", ["cutmix", "none"])
+def test_views_of_the_partner(mix):
+    """It is one of the anchor's row, the same in all its views, cut inside its own bounds, each view for itself."""
+    _, images, table, cuts, colours, _ = sampled(["--mix", mix], positives=table_of(40))
+    partner = cuts[2][0]
+    assert all(p in table[i] for i, p in enumerate(partner.tolist()))
+    for view, (index, box, size) in enumerate(cuts):
+        assert np.array_equal(index, partner if view >= 2 else np.arange(40)) and size == 16
+        bounds, areas = images.sizes(index), box[:, 2] * box[:, 3]
+        assert (box[:, :2] >= 0).all() and (box[:, 2:] > 0).all() and (box[:, :2] + box[:, 2:] <= bounds).all()
+        assert (abs(areas / bounds.prod(1)) > 0.25).all()  # at least crop_scale of its own image
+    for a, b in itertools.combinations(range(len(cuts)), 2):
+        assert not np.array_equal(cuts[a][1], cuts[b][1]) and not np.array_equal(colours[:, a], colours[:, b])
+
+
+def test_partners_are_drawn_uniformly_and_anew_each_epoch():
+    n = 4000
+    table = torch.arange(5, dtype=torch.int32).expand(n, 5)  # a partner is the number of its column
+    args, images = clim.parse_args(TINY), Grays(n)
+    sample, count = clim.make_sample(args, images, table)
+    picks = []
+    for epoch in (0, 1):
+        cuts, _ = sample(np.arange(n), images.sizes(np.arange(n)), common.uniform(0, epoch, np.arange(n), count))
+        picks.append(cuts[2][0])
+        assert abs(np.bincount(picks[-1], minlength=5) - n / 5).max() < 5 * math.sqrt(n / 5)
+    assert (picks[0] == picks[1]).mean() == pytest.approx(0.2, abs=0.04)
+
+
+@pytest.mark.parametrize("resolutions", [("16", "12"), ("16", "16"), ("16", "12", "12")])
+@pytest.mark.parametrize("chosen", [False, True])
+def test_a_repeated_resolution_repeats_the_boxes(resolutions, chosen):
+    table = table_of(40) if chosen else None
+    once, again = sampled(positives=table), sampled(["--resolutions", *resolutions], positives=table)
+    views, copies = len(once[3]), len(resolutions) + 1 - len(set(resolutions))
+    assert len(again[3]) == again[4].shape[1] == copies * views
+    assert_same_views(once[3:5], again[3:5], views) if copies == 1 else None
+    for copy in range(1, copies):
+        for view in range(views):
+            first, second = again[3][view], again[3][copy * views + view]
+            assert np.array_equal(first[0], second[0]) and np.array_equal(first[1], second[1]) and first[2] == second[2]
+            assert not np.array_equal(again[4][:, view], again[4][:, copy * views + view])
+
+
+def test_views_are_cut_from_the_right_images():
+    """Through common.Views: every pixel tells which image it is of; a table that is filled later is seen."""
+    args, images, positives = clim.parse_args([*TINY, "--resolutions", "16", "16"]), Grays(40), table_of(40)
+    kept, positives = positives.clone(), positives.fill_(-1)
+    views = common.Views(images, *clim.make_sample(args, images, positives), seed=3)
+    keys = [(2, i) for i in (5, 39, 0, 17)]
+    assert len(views.__getitems__(keys)["views"]) == 4
+    positives.copy_(kept)
+    batch = views.__getitems__(keys)
+    levels = torch.stack([v.flatten(1).float().std(1) for v in batch["views"]])
+    assert len(batch["views"]) == 8 and batch["colour"].shape == (4, 8, len(common.COLOUR)) and (levels == 0).all()
+    seen = torch.stack([v[:, 0, 0, 0] for v in batch["views"]]).tolist()
+    for copy in (0, 4):
+        assert seen[copy] == seen[copy + 1] == [5, 39, 0, 17] and seen[copy + 2] == seen[copy + 3] == seen[2]
+    assert all(p in kept[i] for i, p in zip((5, 39, 0, 17), seen[2], strict=True))
+
+
+# ------------------------------------------------------------------- the model
+
+
+def tiny(flags=(), module=clim, name="CLIM"):
+    args = module.parse_args([*TINY, *flags])
+    module.init_distributed(args)
+    args.dim, args.steps = 8, 10
+    info = common.backbone_info(args.arch, args.image_size, args.patch_size, args.norm, method="m", encoder="query")
+    torch.manual_seed(0)
+    model = getattr(module, name)(args, info).double()
+    for p in (*model.momentum_backbone.parameters(), *model.momentum_projector.parameters()):
+        p.add_(0.1 * torch.randn_like(p))  # so that the two encoders differ
+    return model
+
+
+def random_views(count, seed=1, n=8):
+    return list(torch.rand(count, n, 3, 16, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)))
+
+
+def test_without_positives_it_is_moco_v2_exactly():
+    ours, theirs = tiny(["--selection", "none", "--resolutions", "16"]), tiny(["--num-keys", "1"], jcl, "JCL")
+    ours.load_state_dict(theirs.state_dict())
+    views = random_views(2)
+    for step in range(2):
+        (a, metrics), (b, others) = ours(views, step), theirs(views, step)
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=0)
+        torch.testing.assert_close(a, clim.info_nce(metrics["q"], metrics["k"], ours.queue.keys, 0.2), rtol=1e-12, atol=0)
+        for name in ("q", "k"):
+            torch.testing.assert_close(metrics[name], others[name], rtol=1e-12, atol=1e-14)
+        for model, loss in ((ours, a), (theirs, b)):
+            model.zero_grad()
+            loss.backward()
+            model.enqueue()
+            model.update_momentum_encoder(0.9)
+    for (name, p), (_, other) in zip(ours.named_parameters(), theirs.named_parameters(), strict=True):
+        assert (p.grad is None) == name.startswith("momentum")
+        torch.testing.assert_close(p, other, rtol=1e-12, atol=1e-14)
+        assert p.grad is None or torch.allclose(p.grad, other.grad, rtol=1e-9, atol=1e-14)
+    for one, two in zip(ours.buffers(), theirs.buffers(), strict=True):
+        torch.testing.assert_close(one, two, rtol=1e-12, atol=1e-14)
+
+
+def recorded(monkeypatch):
+    """A list of (x, partner, lam drawn, mixed) of the calls of cutmix from now on."""
+    calls, cutmix = [], clim.cutmix
+
+    def record(x, partner, lam, *args, **kwargs):
+        mixed, kept = cutmix(x, partner, lam, *args, **kwargs)
+        calls.append((x, partner, float(lam), mixed))
+        return mixed, kept
+
+    monkeypatch.setattr(clim, "cutmix", record)
+    return calls
+
+
+def resized(x, size):
+    return x if size == 16 else F.interpolate(x, (size, size), mode="bilinear", antialias=True)
+
+
+@pytest.mark.parametrize("positives", ["cutmix", "none", None])
+@pytest.mark.parametrize("resolutions", [(16,), (16, 12), (16, 16), (16, 12, 12)])
+def test_forward_is_eq6(resolutions, positives, monkeypatch):
+    """The sum over all pairs of sizes of Eq. 4; with running statistics, so that an embedding is a function of its image."""
+    model = tiny(["--resolutions", *map(str, resolutions), *(["--mix", positives] if positives else [])])
+    per_copy = {"cutmix": 4, "none": 3, None: 2}[positives]
+    copies = max(resolutions.count(r) for r in resolutions)
+    views = random_views(per_copy * copies)
+    model(views, 0)  # statistics of some batch
+    model.eval()
+    calls = recorded(monkeypatch)
+    loss, metrics = model(views, 5)
+    lam = {"cutmix": None, "none": 0.5, None: 1.0}[positives]
+    queries, anchors, partners, boxes = [], [], [], set()
+    for i, size in enumerate(resolutions):
+        copy = resolutions[:i].count(size)
+        x, own, *others = views[copy * per_copy : (copy + 1) * per_copy]
+        if positives == "cutmix":
+            mixed = next(m for a, b, _, m in calls if torch.equal(a, x) and torch.equal(b, others[1]))  # mixed at full size
+            boxes |= {box_of(*trio) for trio in zip(mixed, x, others[1], strict=True)}
+            x, lam = mixed, (mixed == x).all(1).double().mean().item()  # the share after clipping, not the one drawn
+        queries.append(model.query(resized(x, size)))
+        anchors.append(model.key(resized(own, size)))
+        partners.append(model.key(resized(others[0] if others else own, size)))
+    assert len(boxes) == (positives == "cutmix") and (positives is None or lam < 1)  # one box for all images and sizes
+    pairs = [eq4(q, a, p, model.queue.keys, 0.2, [lam] * 8) for q in queries for a, p in zip(anchors, partners, strict=True)]
+    assert len(pairs) == len(resolutions) ** 2
+    torch.testing.assert_close(loss, sum(pairs), rtol=1e-10, atol=0)
+    torch.testing.assert_close(metrics["loss"], loss.detach())
+    torch.testing.assert_close(metrics["q"], queries[0].detach())
+    torch.testing.assert_close(metrics["k"], anchors[0])
+    gradients = torch.autograd.grad(sum(pairs), list(model.projector.parameters()))
+    loss.backward()
+    for p, gradient in zip(model.projector.parameters(), gradients, strict=True):
+        torch.testing.assert_close(p.grad, gradient, rtol=1e-8, atol=1e-12)
+    assert all((p.grad is None) == n.startswith("momentum") for n, p in model.named_parameters())
+    before = model.queue.keys.clone()
+    model.enqueue()
+    torch.testing.assert_close(model.queue.keys[:8], anchors[0])  # the anchor's own, at the largest size, and no others
+    assert torch.equal(model.queue.keys[8:], before[8:])
+
+
+def test_a_mixed_query_depends_on_the_partner(monkeypatch):
+    model, views, calls = tiny(["--resolutions", "16", "12"]), random_views(4), recorded(monkeypatch)
+    model.eval()
+    _, metrics = model(views, 5)
+    inside = (calls[0][3] == views[3]).all(1, keepdim=True)
+    assert 0 < inside.double().mean() < 1
+    outside, within = (torch.where(mask, 0.5, views[3]) for mask in (~inside, inside))
+    unchanged, changed, own = (model([*views[:3], v], 5)[1]["q"] for v in (outside, within, views[0]))
+    assert torch.equal(metrics["q"], unchanged) and not torch.allclose(metrics["q"], changed, rtol=1e-6)
+    torch.testing.assert_close(own, model.query(views[0]).detach())  # an image mixed with itself
+    model.args.mix = "none"
+    assert torch.equal(model(views[:3], 5)[1]["q"], own)
+
+
+@pytest.mark.parametrize("alpha", [2.0, 0.5])
+def test_the_share_is_drawn_from_beta(alpha, monkeypatch):
+    """Beta(alpha, alpha), anew at each step and the same for all sizes: the law of the numbers that cutmix is given."""
+    model, calls, n = tiny(["--alpha", str(alpha), "--resolutions", "16", "12"]), recorded(monkeypatch), 800
+    model.query = model.key = lambda x: F.normalize(x[:, :, :4, :2].flatten(1)[:, :8], dim=1)
+    views = [v[:1, :, :4, :4] for v in random_views(4)]
+    model.args.resolutions = [4, 4]
+    for step in range(n):
+        model([*views, *views], step)
+    drawn = np.array([lam for _, _, lam, _ in calls]).reshape(n, 2)
+    assert np.array_equal(drawn[:, 0], drawn[:, 1])
+    s = np.sort(drawn[:, 0])
+    law = {2.0: 3 * s**2 - 2 * s**3, 0.5: 2 / np.pi * np.arcsin(np.sqrt(s))}[alpha]
+    assert abs(law - (np.arange(n) + 0.5) / n).max() < 1.95 / math.sqrt(n)  # Kolmogorov-Smirnov, far beyond 0.1 %
+
+
+@pytest.mark.parametrize("resolutions, views", [((16,), 2), ((16, 12), 4), ((16, 12), 3)])
+def test_chance_is_the_loss_of_equal_logits(resolutions, views):
+    model = tiny(["--resolutions", *map(str, resolutions)])
+    model.query = model.key = lambda x: unit(1, 8).expand(len(x), -1)
+    model.queue.keys.copy_(unit(1, 8).expand(32, -1))
+    assert model(random_views(views), 0)[0].item() == pytest.approx(model.chance()) == len(resolutions) ** 2 * math.log(33)
+
+
+def test_refresh_embeds_with_the_momentum_encoder(capsys):
+    """The table is that of the unit-length outputs of backbone and projector, running statistics, for normalised images."""
+    args = clim.parse_args([*TINY, "--selection", "knn", "--knn-k", "3", "--num-positives", "3"])
+    device = clim.init_distributed(args)
+    args.dim = 8
+    info = common.backbone_info(args.arch, 16, args.patch_size, ((0.4, 0.5, 0.6), (0.1, 0.2, 0.3)), method="m", encoder="query")
+    array, labels = common.make_patterns(30, 16, 0)
+    images = common.ImageSet("patterns", labels, common.PATTERNS, array)
+    torch.manual_seed(0)
+    model = clim.CLIM(args, info)
+    for p in (*model.momentum_backbone.parameters(), *model.momentum_projector.parameters()):
+        p.add_(0.3 * torch.randn_like(p))
+    model([torch.randn(8, 3, 16, 16) for _ in range(2)], 0)
+    positives = torch.full((30, 3), -1, dtype=torch.int32)
+    clim.refresh(args, model, images, info, device, 0, positives, workers=0)
+    assert model.training and model.momentum_backbone.training
+    model.eval()
+    with torch.no_grad():
+        x = torch.from_numpy(array).permute(0, 3, 1, 2) / 255
+        x = (x - torch.tensor(info["mean"]).view(3, 1, 1)) / torch.tensor(info["std"]).view(3, 1, 1)
+        x = model.momentum_projector(model.momentum_backbone(x)).double()
+        x = x / x.square().sum(1, keepdim=True).sqrt()
+    for i, row in enumerate(positives.tolist()):
+        assert set(row) == set(neighborhoods(x, i, 3)[0])
+    share = np.mean([labels[j] == labels[i] for i, row in enumerate(positives.tolist()) for j in row])
+    assert f" {100 * share:.1f} % " in capsys.readouterr().out
+
+
+# -------------------------------------------------------------- several processes
+
+SELECTIONS = ("random", "knn", "kmeans", "center")
+
+
+def embeddings(n):
+    """Unit vectors of which a third are copies of others."""
+    x = unit(n, 6, seed=n).float()
+    x[2::3] = x[: len(x[2::3])]
+    return x
+
+
+def member(index, ports, folder):
+    """Of groups of 1, 2 and 4 processes, one: tables of every selection, and two steps of float64 on its part of a batch."""
+    world = (1, 2, 2, 4, 4, 4, 4)[index]
+    rank = index - (0, 1, 1, 3, 3, 3, 3)[index]
+    torch.set_num_threads(1)
+    if world > 1:
+        os.environ |= dict(RANK=str(rank), WORLD_SIZE=str(world), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(ports[world]))
+    common.ARCHS["resnet_nano"] = ("resnet18", dict(layers=(1, 1, 1, 1), channels=(4, 8, 8, 8)))
+    args = clim.parse_args([*TINY, "--batch-size", "16", "--queue", "24", "--resolutions", "16", "12", "--num-positives", "3"])
+    args.bn_groups, args.dim = 4, 8
+    device = clim.init_distributed(args)
+    assert common.rank_and_world() == (rank, world)
+    result = dict(tables={}, losses=[])
+    for n, m, k in ((101, 7, 9), (30, 40, 5), (6, 2, 50)):
+        args.num_clusters, args.knn_k = m, k
+        for args.selection in SELECTIONS:
+            table = clim.choose_positives(args, embeddings(n), common.generator(n))
+            result["tables"][f"{args.selection}-{n}"] = table
+            assert all(torch.equal(table, other) for other in clim.gather(table.unsqueeze(0)))
+    info = common.backbone_info(args.arch, 16, 4, args.norm, method="clim", encoder="query")
+    torch.manual_seed(0)
+    model = clim.CLIM(args, info).double()
+    wrapped = DistributedDataParallel(model, broadcast_buffers=False) if world > 1 else model
+    mine = torch.stack(random_views(4, n=16)).view(4, world, -1, 3, 16, 16)[:, rank]
+    for step in range(2):
+        model.zero_grad()
+        loss, _ = wrapped(list(mine), step)
+        loss.backward()
+        model.enqueue()
+        clim.average_buffers(model)
+        result["losses"].append(clim.gather(loss.detach().view(1)).mean())
+    queues = clim.gather(model.queue.keys.unsqueeze(0))
+    assert device.type == "cpu" and all(torch.equal(queue, queues[0]) for queue in queues)
+    result |= dict(gradients={n: p.grad for n, p in model.named_parameters() if p.grad is not None}, state=model.state_dict())
+    if rank == 0:
+        torch.save(result, f"{folder}/{world}.pt")
+    if world > 1:
+        torch.distributed.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def groups(tmp_path_factory):
+    """{number of processes: what they got}"""
+    folder, ports = tmp_path_factory.mktemp("groups"), {}
+    with socket.socket() as a, socket.socket() as b:
+        for world, s in ((2, a), (4, b)):
+            s.bind(("127.0.0.1", 0))
+            ports[world] = s.getsockname()[1]
+    torch.multiprocessing.start_processes(member, (ports, str(folder)), nprocs=7, start_method="forkserver")
+    return {world: load(folder / f"{world}.pt") for world in (1, 2, 4)}
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_processes_choose_the_same_positives(groups, world):
+    one, other = (groups[w]["tables"] for w in (1, world))
+    assert len(one) == 12 and one.keys() == other.keys()
+    assert [name for name in one if not torch.equal(one[name], other[name])] == []
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_processes_train_as_one(groups, world):
+    one, other = groups[1], groups[world]
+    assert len(one["gradients"]) > 10
+    torch.testing.assert_close(other["losses"], one["losses"], rtol=1e-9, atol=1e-11)
+    torch.testing.assert_close(other["gradients"], one["gradients"], rtol=1e-8, atol=1e-10)
+    for name, value in one["state"].items():
+        torch.testing.assert_close(other["state"][name], value, rtol=1e-9, atol=1e-10, msg=name)
+
+
+# ------------------------------------------------------------------- whole runs
+
+# Four epochs of 4 steps: the first without positives, tables before the second and the fourth.
+RUN = "--arch resnet_nano --queue 32 --knn-every 0 --epochs 4 --clim-start 1 --refresh-every 2 --resolutions 16 12".split()
+RUN += "--num-clusters 6 --knn-k 8 --num-positives 3".split()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """68 patterns of 16 px as PNG files in train/, one folder a class."""
+    root = tmp_path_factory.mktemp("patterns")
+    for i, (image, label) in enumerate(zip(*common.make_patterns(68, 16, 0), strict=True)):
+        path = root / "train" / f"kind{label % 4}" / f"{i:03}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(image).save(path)
+    return root
+
+
+def final(out):
+    return {k: v for k, v in load(out / "last.pt").items() if k != "config"}
+
+
+def test_stopped_continued_and_by_other_workers(folder, tmp_path):
+    """In mid-epoch with a table, before an epoch without and one with a new table: the same weights and table, bit for bit."""
+    said = run("clim", folder, tmp_path / "whole", *RUN, "--keep-every", "1")
+    assert said.count("positives chosen") == 2 and "epoch 2: positives" in said and "epoch 4: positives" in said
+    tables = [load(tmp_path / "whole" / f"epoch-000{epoch}.pt")["positives"] for epoch in (1, 2, 3, 4)]
+    assert (tables[0] == -1).all() and (tables[1] >= 0).all() and (tables[1] < 68).all()
+    assert torch.equal(tables[1], tables[2]) and not torch.equal(tables[1], tables[3])
+    chosen = []
+    for stop in (6, 8, 12, None):
+        said = run("clim", folder, tmp_path / "parts", *RUN, *(["--max-steps", str(stop)] if stop else []))
+        chosen.append(said.count("positives chosen"))
+        assert load(tmp_path / "parts" / "last.pt")["step"] == (stop or 16)
+    assert chosen == [1, 0, 0, 1]
+    run("clim", folder, tmp_path / "workers", *RUN, "--workers", "2")
+    for other in ("parts", "workers"):
+        assert_equal(final(tmp_path / "whole"), final(tmp_path / other))
+    run("clim", folder, tmp_path / "none", *RUN, "--selection", "none", "--max-steps", "8")  # the baseline
+    first, plain = (load(tmp_path / name)["model"] for name in ("whole/epoch-0001.pt", "none/last.prev.pt"))
+    assert_equal(first, plain)  # before the first table
+    second, plain = (load(tmp_path / name)["model"] for name in ("whole/epoch-0002.pt", "none/last.pt"))
+    assert not all(torch.equal(second[name], plain[name]) for name in second)
+
+
+# --------------------------------------------------------------------- arguments
+
+MISTAKES = [
+    ["--variant", "released"],
+    ["--image-size", "32", "--resolutions", "24", "16"],
+    ["--image-size", "32", "--resolutions", "32", "48"],
+    ["--resolutions", "16", "0"],
+    ["--num-clusters", "0"],
+    ["--knn-k", "0"],
+    ["--num-positives", "-1"],
+    ["--refresh-every", "0"],
+    ["--clim-start", "-1"],
+    ["--alpha", "0"],
+    ["--alpha", "nan"],
+    ["--alpha", "inf"],
+    ["--arch", "vit_micro", "--patch-size", "4", "--resolutions", "32", "18"],
+    ["--selection", "best"],
+]
+
+
+@pytest.mark.parametrize("flags", MISTAKES, ids=" ".join)
+def test_mistakes_end_with_a_line(flags, capsys):
+    with pytest.raises(SystemExit) as stop:
+        clim.parse_args(flags)
+    said = capsys.readouterr()
+    assert stop.value.code == 2 and said.out == ""
+    assert said.err.startswith("error: ") and said.err.count("\n") == 1 and said.err.endswith("\n")
+    assert flags[0].strip("-") in said.err or flags[-3].strip("-") in said.err
+
+
+def test_recipes_of_clim():
+    paper = clim.parse_args(["--dataset", "imagenet"])
+    assert (paper.num_clusters, paper.knn_k, paper.num_positives, paper.refresh_every) == (10000, 40, 10, 5)  # App. A.2
+    assert (paper.arch, paper.batch_size, paper.lr, paper.lr_batch, paper.weight_decay) == ("resnet50", 512, 0.06, 512, 1e-4)
+    assert (paper.alpha, paper.temperature, paper.queue, paper.momentum, paper.dim) == (2.0, 0.2, 65536, 0.999, 128)
+    assert tuple(paper.resolutions) == (224, 160) and (paper.selection, paper.mix) == ("center", "cutmix")
+    assert clim.parse_args(["--dataset", "imagenet", "--selection", "knn"]).knn_k == 10  # Table 6
+    assert clim.parse_args(["--dataset", "imagenet", "--selection", "knn", "--knn-k", "20"]).knn_k == 20
+    for flags, sizes in ((["--resolutions", "24", "40"], [40, 24]), (["--image-size", "48"], [48])):
+        args = clim.parse_args(["--dataset", "cifar10", *flags])
+        assert list(args.resolutions) == sizes and args.image_size == sizes[0]

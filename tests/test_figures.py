@@ -1,0 +1,80 @@
+"""figures.py: the numbers that it draws. (The distances of Fig. 7 are held to the paper in test_moco_jointcrop.py.)"""
+
+import json
+
+import figures
+import numpy as np
+import pytest
+import torch
+from conftest import METHODS
+from torch import nn
+
+import common
+
+PLAIN = {"crop_scale": [1.0, 1.0], "jitter": [0, 0, 0, 0], "jitter_p": 0, "gray_p": 0, "blur": [0, 0], "solarize": [0, 0]}
+INFO = {"image_size": 32, "mean": (0.5,) * 3, "std": (0.2,) * 3, "interpolation": "bilinear"}
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def images():
+    array, labels = common.make_patterns(10, 32, seed=3)
+    return common.ImageSet("patterns", labels, common.PATTERNS, array)
+
+
+def test_similarity_statistics_against_a_loop():
+    features = torch.randn(3, 5, 7, dtype=torch.float64, generator=torch.Generator().manual_seed(0)) * 10
+    similarity, variance = figures.similarity_statistics(features)
+    for i, rows in enumerate(features.tolist()):
+        unit = [np.array(r) / np.linalg.norm(r) for r in rows]
+        assert similarity[i] == pytest.approx(np.mean([x @ y for x in unit for y in unit]))
+        assert variance[i] == pytest.approx(np.diag(np.cov(np.array(unit).T, bias=True)).mean())
+        assert variance[i] == pytest.approx((1 - np.square(np.mean(unit, 0)).sum()) / 7)
+
+
+def test_similarity_statistics_at_the_limits():
+    row = torch.arange(1.0, 7).expand(2, 4, 6)
+    for scale in (1.0, torch.tensor([0.5, 1, 2, 3])[:, None]):  # lengths do not count
+        similarity, variance = figures.similarity_statistics(row * scale)
+        assert similarity == pytest.approx(1) and variance == pytest.approx(0, abs=1e-12)
+    similarity, variance = figures.similarity_statistics(torch.eye(4)[None])  # orthogonal: only the self-pairs count
+    assert similarity == pytest.approx(1 / 4) and variance == pytest.approx(3 / 16)
+    for bad in (0.0, float("nan"), float("inf")):
+        with pytest.raises(RuntimeError, match="zero or not finite"):
+            figures.similarity_statistics(torch.full((2, 3, 4), bad))
+
+
+def test_views_belong_to_the_image(images):
+    """An image's views do not depend on the other images, nor on the number of views after them."""
+    recipe = PLAIN | {"crop_scale": [0.2, 1.0], "jitter": [0.4, 0.4, 0.4, 0.1], "jitter_p": 0.8, "blur": [1.0, 0.1]}
+
+    def found(index, views=4, recipe=recipe):
+        return figures.view_statistics(nn.Flatten(), INFO, recipe, images, index, views, CPU)
+
+    together = found(list(range(10)), 100)  # in batches of two
+    assert together[:, [7, 4]] == pytest.approx(found([7, 4], 100))
+    assert together.shape == (2, 10) and (together[0] < 0.9).all() and (together[1] > 0).all()
+    seen = []
+    for views in (3, 5):
+        figures.view_statistics(lambda x: seen.append(x) or x, INFO, recipe, images, [7], views, CPU)
+    torch.testing.assert_close(seen[0], seen[1][:3])
+    assert len(seen[1].unique(dim=0)) == 5
+    whole = figures.view_statistics(nn.AdaptiveAvgPool2d(1), INFO, PLAIN, images, [0, 1], 4, CPU)  # nothing but flips
+    assert whole[0] == pytest.approx(1) and whole[1] == pytest.approx(0, abs=1e-9)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_recipe_of_every_method(method):
+    module = __import__(method)
+    config = json.loads(json.dumps(vars(module.parse_args(["--dataset", "imagenet"]))))
+    recipe = figures.recipe(config)
+    assert recipe["crop_scale"] == config["crop_scale"] and recipe["jitter"] == config["jitter"]
+    if method in ("patchmix", "jcl", "moco_jointcrop"):  # a pair, one number, a pair of another name
+        pairs = ([1.0, 0.1], [0.0, 0.2]) if method == "patchmix" else ([0.5, 0.5], [0.0, 0.0])
+        assert (recipe["blur"], recipe["solarize"]) == pairs
+
+
+def test_corner_table():
+    table, random_crop = figures.corner_table(1000)
+    assert [row[0] for row in table] == [4 - i / 2 for i in range(17)] and 40 < random_crop < 52
+    assert all(ours > offset for _, ours, offset, _ in table)  # the offset narrows the range of ratios
