@@ -429,7 +429,7 @@ def nearest_neighbors(x, k):
     Exact: all pairs, in float64, ordered by float32 (so equal rows tie). In chunks of bounded memory, sharded over the
     processes, each of which gives the same x and gets the whole result.
     """
-    k, x = min(k, len(x) - 1), (x - x.mean(0)).double()
+    k, x = min(k, len(x) - 1), x.double() - x.double().mean(0)  # about the mean, where float32 is finest
     half = x.square().sum(1) / 2
 
     def nearest(part):
@@ -864,6 +864,7 @@ def main(args):
     else:
         common.say(f"stopped at step {step} of {total}, saved in {args.out}; the same command goes on from there")
     if distributed:
+        del wrapped  # before the group: in torch 2.11 a DDP that goes last can hang for ever
         dist.destroy_process_group()
     if stopping and step < end:
         raise SystemExit(75)  # stopped on request, not done

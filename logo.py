@@ -728,7 +728,8 @@ def restore(state, model, optimizer):
 def introduce(args, model, train, test, steps):
     """The first lines of a run: everything that its numbers depend on."""
     world, size = common.rank_and_world()[1], sum(p.numel() for p in model.backbone.parameters()) / 1e6
-    queue = f"queue {args.queue} ({100 * args.queue / len(train):.1f} % of the data set)" if args.base == "moco" else "no queue"
+    queue = f"queue {args.queue} ({100 * args.queue / len(train):.1f} % of the data set); negatives per query {args.queue}"
+    queue = queue if args.base == "moco" else "no queue, no negatives"
     l2l = f"L2L {args.affinity_form}, {args.l2l_weighting}" if args.l2l else "no L2L"
     common.say(
         f"{METHOD} on {args.base}, {args.local_crops} local crops of {args.local_size} px, {l2l}, variant {args.variant}; "
@@ -869,6 +870,7 @@ def main(args):
     else:
         common.say(f"stopped at step {step} of {total}, saved in {args.out}; the same command goes on from there")
     if distributed:
+        del wrapped, l2l  # before the group: in torch 2.11 a DDP that goes last can hang for ever
         dist.destroy_process_group()
     if stopping and step < end:
         raise SystemExit(75)  # stopped on request, not done

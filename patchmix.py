@@ -742,6 +742,7 @@ def main(args):
     else:
         common.say(f"stopped at step {step} of {total}, saved in {args.out}; the same command goes on from there")
     if distributed:
+        del wrapped  # before the group: in torch 2.11 a DDP that goes last can hang for ever
         dist.destroy_process_group()
     if stopping and step < end:
         raise SystemExit(75)  # stopped on request, not done

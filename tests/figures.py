@@ -51,36 +51,34 @@ def curves(args):
 
 # ---------------------------------------------------------- JointCrop, Fig. 7
 
-RANDOM_CROP = 45.97  # the figure's RandomCrop line, in pixels
-
 
 def corner_table(pairs):
     """Mean distance in pixels of the two crops' top-left corners, over so many pairs of crops for each beta.
 
-    Returns rows (beta, ours, ours with the released code's offset, paper), and RandomCrop's distance.
+    Returns rows (beta, ours, ours with the released code's offset, paper), and RandomCrop's distance, ours and the paper's.
     """
-    from test_moco_jointcrop import FIGURE7, mean_corner_distance  # needs pytest, which the other pictures do not
+    from test_moco_jointcrop import FIGURE7, RANDOM_CROP, mean_corner_distance  # needs pytest, which the other pictures do not
 
     table = []
     for i, paper in enumerate(FIGURE7):
         beta = 4 - i / 2
         table.append((beta, mean_corner_distance(beta, 0.0, pairs), mean_corner_distance(beta, 0.1, pairs), paper))
-    return table, mean_corner_distance(None, 0.0, pairs)
+    return table, mean_corner_distance(None, 0.0, pairs), RANDOM_CROP
 
 
 def corners(args):
     """The table of Fig. 7, and its picture."""
-    table, random_crop = corner_table(args.pairs)
+    table, random_crop, theirs = corner_table(args.pairs)
     print("  beta    ours  offset 0.1   paper")
     for row in table:
         print("{:6.1f} {:7.2f} {:11.2f} {:7.2f}".format(*row))
-    print(f"RandomCrop {random_crop:.2f}, paper {RANDOM_CROP}")
+    print(f"RandomCrop {random_crop:.2f}, paper {theirs}")
     beta, ours, offset, paper = zip(*table, strict=True)
     figure, axes = subplots(figsize=(9, 5))
     axes.plot(beta, ours, label="here: the paper's law")
     axes.plot(beta, offset, linestyle="--", label="here: --variant released, offset 0.1")
     axes.plot(beta, paper, "k.", markersize=9, label="read from the paper's Fig. 7")
-    label = f"here: RandomCrop, {random_crop:.2f} (paper: {RANDOM_CROP})"
+    label = f"here: RandomCrop, {random_crop:.2f} (paper: {theirs})"
     axes.axhline(random_crop, color="gray", linestyle=":", label=label)
     axes.set(xlabel="beta of J-Crop(beta)", ylabel="mean distance of the top-left corners, px (image: 224 x 224)")
     axes.legend()
@@ -96,7 +94,9 @@ def recipe(config):
     """How a run augments one view, from its config.json. blur and solarize hold the probabilities of view 1 and view 2."""
     blur = config["blur_prob"] if "blur_prob" in config else config["blur_p"]
     blur, solarize = (np.broadcast_to(p, 2).tolist() for p in (blur, config.get("solarize_p", 0.0)))
-    return {k: config[k] for k in ("crop_scale", "jitter", "jitter_p", "gray_p")} | dict(blur=blur, solarize=solarize)
+    crop_scale = config["crop_scale"] if "crop_scale" in config else config["global_scale"]
+    kept = {k: config[k] for k in ("jitter", "jitter_p", "gray_p")}
+    return dict(kept, crop_scale=crop_scale, blur=blur, solarize=solarize)
 
 
 def make_sample(how, views, size):

@@ -17,12 +17,13 @@ import clim
 import common
 import jcl
 
-TINY = "--arch resnet_nano --image-size 16 --batch-size 8 --queue 32 --device cpu".split()
+TINY = "--arch resnet_nano --image-size 16 --batch-size 8 --queue 16 --device cpu".split()
+NANO = ("resnet18", dict(layers=(1, 1, 1, 1), channels=(4, 8, 8, 8), zero_init_last=False))
 
 
 @pytest.fixture(autouse=True)
 def _nano(monkeypatch):
-    monkeypatch.setitem(common.ARCHS, "resnet_nano", ("resnet18", dict(layers=(1, 1, 1, 1), channels=(4, 8, 8, 8))))
+    monkeypatch.setitem(common.ARCHS, "resnet_nano", NANO)
     torch.set_num_threads(1)  # so small that threads only wait for each other
 
 
@@ -76,7 +77,10 @@ def test_clim_loss_eq4(tau, lam):
 def test_clim_loss_limits():
     q, anchor, positive, queue = (unit(n, 6, seed=s) for s, n in enumerate((5, 5, 5, 9)))
     exact = dict(rtol=1e-12, atol=0)
-    loss = lambda lam, k=positive: clim.clim_loss(q, anchor, k, queue, 0.2, lam)  # noqa: E731
+
+    def loss(lam, k=positive):
+        return clim.clim_loss(q, anchor, k, queue, 0.2, lam)
+
     torch.testing.assert_close(loss(1.0), clim.info_nce(q, anchor, queue, 0.2), **exact)
     torch.testing.assert_close(loss(0.0), clim.info_nce(q, positive, queue, 0.2), **exact)
     torch.testing.assert_close(loss(0.3, anchor), clim.info_nce(q, anchor, queue, 0.2), **exact)  # the weights add up to 1
@@ -266,7 +270,7 @@ CASES = [  # points, N, clusters, k, number of positives
 @pytest.mark.parametrize("kind, n, m, k, count", CASES)
 def test_select_positives(kind, n, m, k, count, natural):
     """natural: clusters of k-means; else any centres and any assignment, which Eq. 2 allows as well."""
-    x, more, topped = points(kind, n), 0, 0
+    x = points(kind, n)
     centers, assignment = points("grid", m, seed=1), torch.randint(m, (n,), generator=torch.Generator().manual_seed(2))
     if natural:
         centers = clim.kmeans(x, m, generator=torch.Generator().manual_seed(0))[0].round(decimals=3 if kind == "normal" else 0)
@@ -283,7 +287,10 @@ def test_select_positives_by_hand():
     x = torch.tensor([[v] for v in (0.0, 1.0, -2.0, 3.0, 6.5, 7.5, 6.0, -6.0, 20.0)], dtype=torch.float64)
     assignment = torch.tensor([0, 0, 0, 0, 0, 0, 0, 0, 1])
     centers = torch.tensor([[0.0], [20.0]], dtype=torch.float64)
-    choose = lambda k, n: [set(r) for r in clim.select_positives(x, centers, assignment, k, n, common.generator(0)).tolist()]  # noqa: E731
+
+    def choose(k, count):
+        return [set(row) for row in clim.select_positives(x, centers, assignment, k, count, common.generator(0)).tolist()]
+
     assert choose(5, 3)[6] == {3, 1, 0}  # of 4, 5, 3, 1, 0 at distances 0.5, 1.5, 3, 5, 6
     assert choose(5, 4)[6] == {3, 1, 0, 4}  # topped up with the nearest of the rest
     assert choose(8, 5)[6] == {0, 1, 2, 3, 7}  # -6 is as far from the centre as 6: equality counts
@@ -384,7 +391,7 @@ def box_of(mixed, x, partner):
 @pytest.mark.parametrize("height, width", [(6, 8), (5, 5)])
 def test_cutmix_an_image(lam, height, width):
     """Every box that CutMix can draw, as often as it draws it; the share that is left, to the pixel."""
-    n = 6000
+    n = 3000
     x, partner = torch.rand(n, 3, height, width) / 2, 0.5 + torch.rand(n, 3, height, width) / 2
     before = x.clone(), partner.clone()
     mixed, kept = clim.cutmix(x, partner, torch.full((n,), lam, dtype=torch.float64), torch.Generator().manual_seed(0))
@@ -489,8 +496,6 @@ def test_own_views_are_the_baselines(flags):
         assert_same_views((cuts, colours), (more_cuts, more_colours), 2)
         views.append(more_cuts)
     assert not np.array_equal(views[0][2][0], views[1][2][0])
-    flat = np.stack([draws.flatten()[:40] for _ in range(2)])  # another draw moves all
-    assert flat.shape == (2, 40)
 
 
 @pytest.mark.parametrize("mix", ["cutmix", "none"])
@@ -528,7 +533,7 @@ def test_a_repeated_resolution_repeats_the_boxes(resolutions, chosen):
     once, again = sampled(positives=table), sampled(["--resolutions", *resolutions], positives=table)
     views, copies = len(once[3]), len(resolutions) + 1 - len(set(resolutions))
     assert len(again[3]) == again[4].shape[1] == copies * views
-    assert_same_views(once[3:5], again[3:5], views) if copies == 1 else None
+    assert_same_views(once[3:5], again[3:5], 2)
     for copy in range(1, copies):
         for view in range(views):
             first, second = again[3][view], again[3][copy * views + view]
@@ -671,7 +676,7 @@ def test_a_mixed_query_depends_on_the_partner(monkeypatch):
 @pytest.mark.parametrize("alpha", [2.0, 0.5])
 def test_the_share_is_drawn_from_beta(alpha, monkeypatch):
     """Beta(alpha, alpha), anew at each step and the same for all sizes: the law of the numbers that cutmix is given."""
-    model, calls, n = tiny(["--alpha", str(alpha), "--resolutions", "16", "12"]), recorded(monkeypatch), 800
+    model, calls, n = tiny(["--alpha", str(alpha), "--resolutions", "16", "12"]), recorded(monkeypatch), 500
     model.query = model.key = lambda x: F.normalize(x[:, :, :4, :2].flatten(1)[:, :8], dim=1)
     views = [v[:1, :, :4, :4] for v in random_views(4)]
     model.args.resolutions = [4, 4]
@@ -688,8 +693,8 @@ def test_the_share_is_drawn_from_beta(alpha, monkeypatch):
 def test_chance_is_the_loss_of_equal_logits(resolutions, views):
     model = tiny(["--resolutions", *map(str, resolutions)])
     model.query = model.key = lambda x: unit(1, 8).expand(len(x), -1)
-    model.queue.keys.copy_(unit(1, 8).expand(32, -1))
-    assert model(random_views(views), 0)[0].item() == pytest.approx(model.chance()) == len(resolutions) ** 2 * math.log(33)
+    model.queue.keys.copy_(unit(1, 8).expand(16, -1))
+    assert model(random_views(views), 0)[0].item() == pytest.approx(model.chance()) == len(resolutions) ** 2 * math.log(17)
 
 
 def test_refresh_embeds_with_the_momentum_encoder(capsys):
@@ -739,7 +744,7 @@ def member(index, ports, folder):
     torch.set_num_threads(1)
     if world > 1:
         os.environ |= dict(RANK=str(rank), WORLD_SIZE=str(world), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(ports[world]))
-    common.ARCHS["resnet_nano"] = ("resnet18", dict(layers=(1, 1, 1, 1), channels=(4, 8, 8, 8)))
+    common.ARCHS["resnet_nano"] = NANO
     args = clim.parse_args([*TINY, "--batch-size", "16", "--queue", "24", "--resolutions", "16", "12", "--num-positives", "3"])
     args.bn_groups, args.dim = 4, 8
     device = clim.init_distributed(args)
@@ -819,10 +824,6 @@ def folder(tmp_path_factory):
     return root
 
 
-def final(out):
-    return {k: v for k, v in load(out / "last.pt").items() if k != "config"}
-
-
 def test_stopped_continued_and_by_other_workers(folder, tmp_path):
     """In mid-epoch with a table, before an epoch without and one with a new table: the same weights and table, bit for bit."""
     said = run("clim", folder, tmp_path / "whole", *RUN, "--keep-every", "1")
@@ -831,14 +832,13 @@ def test_stopped_continued_and_by_other_workers(folder, tmp_path):
     assert (tables[0] == -1).all() and (tables[1] >= 0).all() and (tables[1] < 68).all()
     assert torch.equal(tables[1], tables[2]) and not torch.equal(tables[1], tables[3])
     chosen = []
-    for stop in (6, 8, 12, None):
-        said = run("clim", folder, tmp_path / "parts", *RUN, *(["--max-steps", str(stop)] if stop else []))
+    for stop, workers in ((6, 2), (8, 0), (12, 2), (None, 0)):  # the first two workers live on over the first table
+        flags = ["--workers", str(workers), *(["--max-steps", str(stop)] if stop else [])]
+        said = run("clim", folder, tmp_path / "parts", *RUN, *flags)
         chosen.append(said.count("positives chosen"))
         assert load(tmp_path / "parts" / "last.pt")["step"] == (stop or 16)
     assert chosen == [1, 0, 0, 1]
-    run("clim", folder, tmp_path / "workers", *RUN, "--workers", "2")
-    for other in ("parts", "workers"):
-        assert_equal(final(tmp_path / "whole"), final(tmp_path / other))
+    assert_equal(*({k: v for k, v in load(tmp_path / out / "last.pt").items() if k != "config"} for out in ("whole", "parts")))
     run("clim", folder, tmp_path / "none", *RUN, "--selection", "none", "--max-steps", "8")  # the baseline
     first, plain = (load(tmp_path / name)["model"] for name in ("whole/epoch-0001.pt", "none/last.prev.pt"))
     assert_equal(first, plain)  # before the first table
@@ -873,7 +873,6 @@ def test_mistakes_end_with_a_line(flags, capsys):
     said = capsys.readouterr()
     assert stop.value.code == 2 and said.out == ""
     assert said.err.startswith("error: ") and said.err.count("\n") == 1 and said.err.endswith("\n")
-    assert flags[0].strip("-") in said.err or flags[-3].strip("-") in said.err
 
 
 def test_recipes_of_clim():

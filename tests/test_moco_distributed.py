@@ -47,11 +47,13 @@ def one_step(rank, world, port, method, path):
     if world > 1:
         queues = module.gather(model.queue.keys.unsqueeze(0))
         assert all(torch.equal(q, queues[0]) for q in queues)  # the same on every process
+        del wrapped  # before the group: in torch 2.11 a DDP that goes last can hang for ever
         torch.distributed.destroy_process_group()
 
 
 @pytest.mark.parametrize("method", MODELS)
-def test_one_two_and_four_processes_agree(method, tmp_path):
+def test_one_two_and_four_processes_agree(method, tmp_path, monkeypatch):
+    monkeypatch.setattr(common, "ARCHS", dict(common.ARCHS))
     results = []
     for world in (1, 2, 4):
         with socket.socket() as s:
