@@ -20,10 +20,11 @@ in it. Multi-resolution, a second augmentation, compares the same crop at severa
 Baseline: `--selection none` with one resolution is MoCo v2 exactly. New relative to it: kmeans, nearest_neighbors,
 select_positives, cutmix, clim_loss, choose_positives, two more views of the positive, and the loops of CLIM.forward.
 
-What a choice of positives costs, for ImageNet (n = 1.28 M, d = 128, m = 10,000 clusters): neighbours 2 n^2 d = 4.2e14
-operations in float32 (TF32 would confuse near neighbours), 20 iterations of k-means 40 n m d = 6.6e13 in float64; n x d in both
-precisions is 2 GB on every GPU, a chunk of similarities 0.25 GB, the table 51 MB. By those numbers alone about half a minute on
-one H100-class GPU and a few seconds on eight, beside a pass over all images; an estimate, not measured.
+What a choice of positives costs on ImageNet (n = 1.28 M, d = 128, m = 10,000 clusters), besides a pass over all images: the
+neighbours 2 n^2 d = 4.2e14 operations and, for similarities that are written, rounded and searched, some 40 TB of memory
+traffic; 20 iterations of k-means 40 n m d = 6.6e13 operations. All in float64, since TF32 or bf16 would confuse near
+neighbours. From the data sheet of an H100 (67 TFLOP/s in float64, 3.3 TB/s) half a minute on one and 4 s on eight; from that
+of a consumer GPU (1.3 TFLOP/s) six minutes. An estimate, not measured. Memory: x 1.3 GB, a chunk 1.5 GiB, the table 51 MB.
 
 There is no released code (`--variant released` is refused). Where the paper is silent, this is inference: the embedding is the
 momentum encoder's unit-length output for a centre crop; an image is no neighbour of itself; the positive's key comes from a
@@ -390,9 +391,9 @@ def encode_keys(encode, views, generator):
 
 
 def in_chunks(function, rows, width):
-    """function(indices) of all rows, in chunks whose `width` numbers a row stay within 256 MiB, sharded over the processes."""
+    """function(indices) of all rows, in chunks whose `width` float64 numbers a row stay within 1 GiB, sharded over processes."""
     rank, world = common.rank_and_world()
-    mine = rows.tensor_split(world)[rank].split(max(1, 2**25 // width))
+    mine = rows.tensor_split(world)[rank].split(max(1, 2**27 // width))
     return common.gather_uneven(torch.cat([function(part) for part in mine]))
 
 

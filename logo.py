@@ -85,6 +85,7 @@ RECIPES = {
     "patterns": dict(  # ours, for two CPU cores
         COMMON, arch="resnet_micro", image_size=32, patch_size=4, local_size=16, epochs=40, batch_size=64, lr=0.04, lr_batch=128,
         queue=128, blur_p=0.1, norm=common.NORMS["patterns"], bn_groups=2, momentum=0.95, warmup=1, temperature=0.2,
+        milestones=None,
         by=BY | dict(base=dict(simsiam=SIMSIAM | dict(dim=256, layers=2, hidden=128))),
     ),
     "cifar10": dict(CIFAR, norm=common.NORMS["cifar10"]),
