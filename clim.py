@@ -83,7 +83,7 @@ CIFAR = dict(  # ours: moco_jointcrop.py's, so that the two can be compared, and
 )
 RECIPES = {
     "patterns": dict(  # ours, for two CPU cores
-        COMMON, arch="resnet_micro", image_size=32, patch_size=4, epochs=60, batch_size=64, lr=0.04, lr_batch=128, queue=128,
+        COMMON, arch="resnet_micro", image_size=32, patch_size=4, epochs=60, batch_size=64, lr=0.02, lr_batch=128, queue=128,
         blur_p=0.1, crop_scale=(0.3, 1.0), norm=common.NORMS["patterns"], bn_groups=2, momentum=0.95, warmup=1,
         num_clusters=32, resolutions=(32,),
     ),

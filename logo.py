@@ -83,7 +83,7 @@ CIFAR = dict(  # supplement, section 1; layers and batch of SimSiam: a third par
 IMAGENET = dict(COMMON, arch="resnet34", image_size=224, local_size=96, by=BY)  # supplement, section 1, on ImageNet-100
 RECIPES = {
     "patterns": dict(  # ours, for two CPU cores
-        COMMON, arch="resnet_micro", image_size=32, patch_size=4, local_size=16, epochs=40, batch_size=64, lr=0.04, lr_batch=128,
+        COMMON, arch="resnet_micro", image_size=32, patch_size=4, local_size=16, epochs=40, batch_size=64, lr=0.02, lr_batch=128,
         queue=128, blur_p=0.1, norm=common.NORMS["patterns"], bn_groups=2, momentum=0.95, warmup=1, temperature=0.2,
         milestones=None,
         by=BY | dict(base=dict(simsiam=SIMSIAM | dict(dim=256, layers=2, hidden=128))),

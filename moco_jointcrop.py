@@ -83,11 +83,11 @@ CIFAR = dict(  # the stand-in: ContrastiveCrop's small configurations; no blur, 
 )
 RECIPES = {
     "patterns": dict(  # ours, for two CPU cores
-        COMMON, arch="resnet_micro", image_size=32, patch_size=4, epochs=60, batch_size=64, lr=0.04, lr_batch=128, queue=128,
+        COMMON, arch="resnet_micro", image_size=32, patch_size=4, epochs=75, batch_size=64, lr=0.02, lr_batch=128, queue=128,
         blur_prob=(0.1, 0.1), crop_scale=(0.3, 1.0), norm=common.NORMS["patterns"], bn_groups=2, momentum=0.95, warmup=1,
         by=dict(moco=dict(
             v1=MOCO["v1"],
-            v3=dict(MOCO["v3"], epochs=60, batch_size=64, warmup=1, hidden=512, lr_batch=128, momentum=(0.98, 1.0)),
+            v3=dict(MOCO["v3"], epochs=75, batch_size=64, warmup=1, hidden=512, lr_batch=128, momentum=(0.98, 1.0)),
         )),
     ),
     "cifar10": dict(CIFAR, norm=common.NORMS["cifar10"]),

@@ -122,12 +122,13 @@ def test_nearest_neighbors_of_tight_clusters():
     check_neighbors(clim.nearest_neighbors(x, 10), x.double(), 10, 1e-6)
 
 
-def test_nearest_neighbors_of_many_rows():
-    """More pairs than any chunk of bounded memory holds: rows in pairs, whose nearest is known."""
-    n = 5900
-    x = F.normalize(torch.randn(n // 2, 16, generator=torch.Generator().manual_seed(0)), dim=1).repeat_interleave(2, 0)
-    x[1::2, 0] += 0.01
-    assert torch.equal(clim.nearest_neighbors(x, 1)[:, 0], torch.arange(n) ^ 1)
+@pytest.mark.parametrize("width", [1, 2**25, 2**26 - 1, 2**40])
+def test_in_chunks(width):
+    """All rows, once and in order, in as many parts as their width asks for."""
+    parts, rows = [], torch.arange(10, 110)
+    found = clim.in_chunks(lambda part: parts.append(len(part)) or torch.stack([part, part**2], 1), rows, width)
+    assert torch.equal(found, torch.stack([rows, rows**2], 1))
+    assert sum(parts) == 100 and max(parts) * width * 8 <= max(2**31, width * 8) and (len(parts) == 1) == (width == 1)
 
 
 @pytest.mark.parametrize("m", [1, 2, 7])
@@ -843,11 +844,14 @@ def test_stopped_continued_and_by_other_workers(folder, tmp_path):
         assert load(tmp_path / "parts" / "last.pt")["step"] == (stop or 16)
     assert chosen == [1, 0, 0, 1]
     assert_equal(*({k: v for k, v in load(tmp_path / out / "last.pt").items() if k != "config"} for out in ("whole", "parts")))
-    run("clim", folder, tmp_path / "none", *RUN, "--selection", "none", "--max-steps", "8")  # the baseline
+    said = run("clim", folder, tmp_path / "none", *RUN, "--selection", "none", "--max-steps", "8")  # the baseline
+    assert "chosen" not in said and (load(tmp_path / "none" / "last.pt")["positives"] == -1).all()
     first, plain = (load(tmp_path / name)["model"] for name in ("whole/epoch-0001.pt", "none/last.prev.pt"))
     assert_equal(first, plain)  # before the first table
     second, plain = (load(tmp_path / name)["model"] for name in ("whole/epoch-0002.pt", "none/last.pt"))
     assert not all(torch.equal(second[name], plain[name]) for name in second)
+    said = run("clim", folder, tmp_path / "late", *RUN, "--resume", str(tmp_path / "none" / "last.pt"), "--max-steps", "9")
+    assert "epoch 3: positives chosen" in said  # of a run that had none; not a turn of its own
 
 
 # --------------------------------------------------------------------- arguments
