@@ -3,8 +3,11 @@
 python tests/figures.py curves OUT.png RUN [RUN ...]        learning curves
 python tests/figures.py corners OUT.png                     JointCrop, Fig. 7: how far apart the two crops are
 python tests/figures.py similarity OUT.png RUN [RUN ...]    JCL, Fig. 3: how much an image's features vary
+python tests/figures.py positives OUT.png RUN               CLIM: whom each selection would choose, and how well
+python tests/figures.py intraclass RUN [RUN ...]            CLIM, Table 10: how alike the images of a class are
 """
 
+import argparse
 import json
 import sys
 from pathlib import Path
@@ -192,24 +195,96 @@ def similarity(args):
     figure.savefig(args.out, dpi=110)
 
 
+# ------------------------------------------------- CLIM, positives and Table 10
+
+
+def run_images(args, config, train):
+    """The images a run was trained on (or its test images), or those of --dataset and --data-dir."""
+    name, data_dir = (args.dataset, args.data_dir) if args.dataset else (config["dataset"], args.data_dir or config["data_dir"])
+    images = common.load_images(name, data_dir, train, config["image_size"])
+    if images is None or not images.classes:
+        common.fail(f"{name} has no labelled {'training' if train else 'test'} images")
+    return images.labelled()
+
+
+def same_class_share(labels, positives):
+    """The share of chosen positives (N, P) that are of their image's class: labels (N,)."""
+    return (labels[positives] == labels[:, None]).float().mean().item()
+
+
+def positives(args):
+    """CLIM's choice of positives by a run's momentum encoder: the share of the same class for each selection, a picture of one.
+
+    Any run of a queue method will do. In the picture: an image, its ten positives (green: of its class), and a mix.
+    """
+    import clim
+
+    state = common.load_checkpoint(Path(args.run) / "last.pt")
+    config, info = state["config"], state["backbone"]
+    images = run_images(args, config, train=True)
+    model = clim.CLIM(argparse.Namespace(**config), info)  # the queue methods' models have the same parts
+    model.load_state_dict(state["model"])
+    encoder = torch.nn.Sequential(model.momentum_backbone, model.momentum_projector)
+    x = F.normalize(common.extract_features(encoder, images, info, torch.device("cpu")), dim=1)
+    labels = torch.from_numpy(images.labels)
+    print(f"{len(images)} images of {images.name}, {len(images.classes)} classes; share of positives of the image's own class:")
+    for selection in ("random", "knn", "kmeans", "center"):
+        flags = clim.parse_args(["--dataset", config["dataset"], "--arch", config["arch"], "--selection", selection])
+        table = clim.choose_positives(flags, x, common.generator(0))
+        print(f"{selection:8} {100 * same_class_share(labels, table):.1f} %")
+    rows, borders = [], []
+    anchors = torch.randperm(len(images), generator=common.generator(1))[: args.anchors].tolist()
+    for i in anchors:
+        group = torch.from_numpy(np.stack([images[j] for j in (i, *table[i].tolist())])).permute(0, 3, 1, 2).float() / 255
+        mix = clim.cutmix(group[:1], group[1:2], 0.6, common.generator(i))[0]
+        rows.append(torch.cat([group, mix]))
+        borders.append([None, *("green" if labels[j] == labels[i] else "red" for j in table[i]), None])
+    common.save_grid(args.out, rows, [images.classes[labels[i]] for i in anchors], borders)
+
+
+def class_similarity(features, labels):
+    """Mean cosine of all pairs of two images of a class, averaged over the classes (Table 10): features (N, d), labels (N,)."""
+    x = F.normalize(features.double(), dim=1)
+    means = []
+    for label in labels.unique():
+        rows = x[labels == label]
+        n = len(rows)
+        if n > 1:
+            means.append((rows.sum(0).square().sum() - n) / (n * (n - 1)))  # the self-pairs are left out
+    return torch.stack(means).mean().item()
+
+
+def intraclass(args):
+    """Intra-class similarity of the test images' features, for each run."""
+    for run in args.runs:
+        encoder, info = common.load_backbone(run)
+        images = run_images(args, json.loads((Path(run) / "config.json").read_text()), train=False)
+        features = common.extract_features(encoder, images, info, torch.device("cpu"))
+        print(f"{Path(run).name}: {class_similarity(features, torch.from_numpy(images.labels)):.3f}")
+
+
 def main():
     parser = common.ArgumentParser("tests/figures.py", description=__doc__.splitlines()[0])
     figures = parser.add_subparsers(required=True, metavar="FIGURE")
     flags = {}
-    for function in (curves, corners, similarity):
-        flags[function] = figures.add_parser(function.__name__, help=function.__doc__)
+    for function in (curves, corners, similarity, positives, intraclass):
+        flags[function] = figures.add_parser(function.__name__, help=function.__doc__.splitlines()[0])
         flags[function].set_defaults(function=function)
-        flags[function].add_argument("out", metavar="OUT.png")
-    for function in (curves, similarity):
+        if function is not intraclass:
+            flags[function].add_argument("out", metavar="OUT.png")
+    for function in (curves, similarity, intraclass):
         flags[function].add_argument("runs", nargs="+", metavar="RUN")
+    flags[positives].add_argument("run", metavar="RUN")
+    flags[positives].add_argument("--anchors", type=int, default=8, metavar="N", help="rows of the picture")
     flags[corners].add_argument("--pairs", type=int, default=100_000, metavar="N", help="of crops, for each beta")
     flags[similarity].add_argument("--images", type=int, default=1000, metavar="N", help="paper: 32,768")
     flags[similarity].add_argument("--views", type=int, default=32, metavar="N", help="of each image")
-    flags[similarity].add_argument("--dataset", choices=common.DATASETS, help="default: what the runs were trained on")
-    flags[similarity].add_argument("--data-dir", metavar="DIR", help="default: where that was")
+    for function in (similarity, positives, intraclass):
+        flags[function].add_argument("--dataset", choices=common.DATASETS, help="default: what the runs were trained on")
+        flags[function].add_argument("--data-dir", metavar="DIR", help="default: where that was")
     args = parser.parse_args()
-    if any(getattr(args, name, 1) < 1 for name in ("pairs", "images", "views")):
-        common.fail("--pairs, --images, --views: give at least 1")
+    if any(getattr(args, name, 1) < 1 for name in ("pairs", "images", "views", "anchors")):
+        common.fail("--pairs, --images, --views, --anchors: give at least 1")
     args.function(args)
 
 

@@ -78,3 +78,20 @@ def test_corner_table():
     table, random_crop, theirs = figures.corner_table(1000)
     assert [row[0] for row in table] == [4 - i / 2 for i in range(17)] and abs(random_crop - theirs) < 6
     assert all(ours > offset for _, ours, offset, _ in table)  # the offset narrows the range of ratios
+
+
+def test_class_similarity_against_a_loop():
+    features, labels = torch.randn(12, 5, generator=torch.Generator().manual_seed(0)), torch.arange(12) % 3
+    unit = [row / np.linalg.norm(row) for row in features.double().numpy()]
+    means = []
+    for c in range(3):
+        members = [unit[i] for i in range(12) if labels[i] == c]
+        means.append(np.mean([a @ b for i, a in enumerate(members) for j, b in enumerate(members) if i != j]))
+    assert figures.class_similarity(features, labels) == pytest.approx(np.mean(means))
+    assert figures.class_similarity(torch.ones(4, 3), torch.tensor([0, 0, 1, 1])) == pytest.approx(1)
+    assert figures.class_similarity(torch.eye(3), torch.tensor([0, 0, 1])) == pytest.approx(0)  # a class of one has no pairs
+
+
+def test_same_class_share():
+    labels, table = torch.tensor([0, 0, 1]), torch.tensor([[1, 2], [0, 0], [2, 1]])
+    assert figures.same_class_share(labels, table) == pytest.approx(4 / 6)
