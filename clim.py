@@ -116,12 +116,13 @@ def parse_args(argv=None):
     if args.variant == "released":
         common.fail("--variant released: CLIM has no released code; leave it out")
     if args.resolutions or args.image_size:  # either gives the other
-        args.resolutions = sorted(args.resolutions or [args.image_size], reverse=True)
+        args.resolutions = tuple(sorted(args.resolutions or [args.image_size], reverse=True))
         args.image_size = args.image_size or args.resolutions[0]
     args = resolve(args, method_flags=dict.fromkeys(flags))
     least = min(args.num_clusters, args.knn_k, args.num_positives, args.refresh_every, args.clim_start + 1, *args.resolutions)
     if least < 1 or not 0 < args.alpha < math.inf:
-        common.fail("--clim-start: 0 or more; --alpha: above 0; CLIM's other numbers: 1 or more")
+        whole = "--num-clusters, --knn-k, --num-positives, --refresh-every, --resolutions"
+        common.fail(f"{whole}: 1 or more; --clim-start: 0 or more; --alpha: above 0")
     if args.resolutions[0] != args.image_size:
         common.fail(f"--resolutions: the largest, {args.resolutions[0]}, must be the --image-size, {args.image_size}")
     if args.arch.startswith(("vit_", "deit")) and any(size % args.patch_size for size in args.resolutions):
@@ -427,14 +428,14 @@ def kmeans(x, num_clusters, iterations=20, generator=None):
 def nearest_neighbors(x, k):
     """The k nearest other rows of each row by L2 distance, nearest first: x (N, C) -> (N, min(k, N - 1)) int64.
 
-    Exact: all pairs, in float64, ordered by float32 (so equal rows tie). In chunks of bounded memory, sharded over the
-    processes, each of which gives the same x and gets the whole result.
+    Exact: all pairs, in float64, then rounded to float32, so that equal rows tie. In chunks of bounded memory, sharded over
+    the processes, each of which gives the same x and gets the whole result.
     """
-    k, x = min(k, len(x) - 1), x.double() - x.double().mean(0)  # about the mean, where float32 is finest
+    k, x = min(k, len(x) - 1), x.double() - x.double().mean(0)  # about the mean, for precision
     half = x.square().sum(1) / 2
 
     def nearest(part):
-        score = (x[part] @ x.T - half).float()
+        score = (x[part] @ x.T - half - half[part, None]).clamp_max(-1e-14).float()  # -d^2 / 2; copies tie
         return score.scatter_(1, part[:, None], -math.inf).topk(k).indices  # an image is no neighbour of itself (D1)
 
     return in_chunks(nearest, torch.arange(len(x), device=x.device), len(x))
@@ -801,7 +802,7 @@ def main(args):
     if checkpoint:
         state = common.load_run(checkpoint, config, len(train))
         step, log = restore(state, model, optimizer)
-        if state["positives"].shape == positives.shape:  # of another run, it may not
+        if args.selection != "none" and state["positives"].shape == positives.shape:  # another run's may not fit
             positives.copy_(state["positives"])
     if (gather(torch.tensor([step], device=device)) != step).any():
         common.fail(f"the processes found different checkpoints: --out {args.out} must be on a disk that all nodes share")

@@ -426,18 +426,17 @@ class MoCo(nn.Module):
         the locals' embeddings, all (n, dim), the last with their gradient).
         """
         one_way, rank = self.args.one_way, common.rank_and_world()[0]
-        keys = encode_keys(self.key, views[one_way:2], common.generator(self.args.seed, step, 20))
-        q1, *others = [self.query(x) for x in (views[:1] if one_way else views)]
-        k2, *k1 = reversed(keys.unflatten(1, (-1, len(q1)))[:, rank].unbind(0))
+        keys = encode_keys(self.key, views[1:2] if one_way else views[:2], common.generator(self.args.seed, step, 20))
+        queries = [self.query(x) for x in (views[:1] if one_way else views)]
+        k = keys.unflatten(1, (-1, len(queries[0])))[:, rank]  # this process's; the last is of the second global
 
         def nce(q, k):
             return info_nce(q, k, self.queue.keys, self.temperature)
 
-        pairs = [(q1, k2), *zip(others[:1], k1, strict=True)]
-        local_terms = [nce(q, k) for q in others[1:] for k in (*k1, k2)]
-        loss = combine(self.args, [nce(q, k) for q, k in pairs], local_terms)
+        global_terms = [nce(queries[0], k[-1])] if one_way else [nce(queries[0], k[1]), nce(queries[1], k[0])]
+        loss = combine(self.args, global_terms, [nce(q, key) for q in queries[2:] for key in k])
         self.new_keys = keys.flatten(0, 1)
-        return loss, {"loss": loss.detach(), "q": q1.detach(), "k": k2, "locals": others[1:]}
+        return loss, {"loss": loss.detach(), "q": queries[0].detach(), "k": k[-1], "locals": queries[2:]}
 
     def enqueue(self):
         """After the backward pass, which still needs the old queue."""
@@ -513,8 +512,8 @@ class LocalToLocal:
     def __init__(self, args, model, device):
         self.args, self.model, self.norm = args, model, torch.zeros((), device=device)
         self.affinity = Affinity(args.dim, args.affinity_hidden).to(device)
-        in_group = dist.is_initialized()
-        self.wrapped = DistributedDataParallel(self.affinity, broadcast_buffers=False) if in_group else self.affinity
+        distributed = dist.is_initialized()
+        self.wrapped = DistributedDataParallel(self.affinity, broadcast_buffers=False) if distributed else self.affinity
         rate = args.affinity_lr or args.lr * args.batch_size / args.lr_batch  # constant
         self.optimizer = torch.optim.SGD(self.affinity.parameters(), rate, momentum=0.9, weight_decay=args.weight_decay)
         self.parameters = [*model.backbone.parameters(), *model.projector.parameters()]

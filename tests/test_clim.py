@@ -117,9 +117,9 @@ def test_nearest_neighbors_far_from_the_origin(offset):
 
 def test_nearest_neighbors_of_tight_clusters():
     """Unit vectors, as embeddings are, in clusters that the distances between clusters do not drown."""
-    around = unit(6, 16)[torch.arange(48) % 6] + 1e-2 * points("normal", 48, 16)
+    around = unit(6, 16)[torch.arange(48) % 6] + 1e-4 * points("normal", 48, 16)
     x = F.normalize(around, dim=1).float()
-    check_neighbors(clim.nearest_neighbors(x, 10), x.double(), 10, 1e-6)
+    check_neighbors(clim.nearest_neighbors(x, 10), x.double(), 10, 1e-12)
 
 
 @pytest.mark.parametrize("width", [1, 2**25, 2**26 - 1, 2**40])
@@ -852,6 +852,9 @@ def test_stopped_continued_and_by_other_workers(folder, tmp_path):
     assert not all(torch.equal(second[name], plain[name]) for name in second)
     said = run("clim", folder, tmp_path / "late", *RUN, "--resume", str(tmp_path / "none" / "last.pt"), "--max-steps", "9")
     assert "epoch 3: positives chosen" in said  # of a run that had none; not a turn of its own
+    late = [*RUN, "--selection", "none", "--resume", str(tmp_path / "whole" / "epoch-0002.pt"), "--max-steps", "9"]
+    run("clim", folder, tmp_path / "plain", *late)
+    assert (load(tmp_path / "plain" / "last.pt")["positives"] == -1).all()  # the other run's are not taken over
 
 
 # --------------------------------------------------------------------- arguments

@@ -569,7 +569,7 @@ def test_clipped_step(base, ratio):
     args, model, l2l, _ = begin(*BASES[base], "--l2l-weighting", "clip", "--clip-ratio", str(ratio))
     velocity, norm = [torch.zeros_like(p) for p in encoder(model)], 0.0
     head = copy.deepcopy(list(model.predictor.parameters())) if base == "simsiam" else []
-    for step in range(4):
+    for step in range(3):
         before, views = copy.deepcopy(model), normalised(args, bytes_of(step))
         metrics = advance(args, model, l2l, still(model), step)
         lowered = softplus(scores(l2l.affinity, list(zip(*(embed(before, x) for x in views[2:]), strict=True)))).mean()
@@ -638,10 +638,10 @@ def test_state_of_local_to_local(flags):
 
 @pytest.fixture
 def small(monkeypatch):
-    """Whole runs in seconds: 20 images of 16 px, small heads, the signals' handlers put back."""
+    """Whole runs in a second: 12 images of 16 px, small heads, the signals' handlers put back."""
 
     def images(name, data_dir=None, train=True, *args, **more):
-        array, labels = common.make_patterns(20, 16, 0 if train else 1)
+        array, labels = common.make_patterns(12, 16, 0 if train else 1)
         return common.ImageSet(name, labels, common.PATTERNS, array)
 
     handlers = {n: signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGINT)}
@@ -681,7 +681,7 @@ def test_resumed_in_mid_epoch(name, small, tmp_path, monkeypatch):
 
     monkeypatch.setattr(logo, "train_step", train_step)
     runs = []
-    for name_of_run, stops in (("whole", (10,)), ("parts", (3, 10))):
+    for name_of_run, stops in (("whole", (6,)), ("parts", (2, 6))):
         out = tmp_path / name_of_run
         for stop in stops:
             flags = [*argv, *RESUMED[name], "--out", str(out), "--max-steps", str(stop)]
@@ -696,7 +696,7 @@ def test_resumed_in_mid_epoch(name, small, tmp_path, monkeypatch):
     one, two = runs
     assert one.keys() == two.keys() and sum(k.startswith("/0/l2l") for k in one) > 20
     assert [k for k in one if not (torch.equal(one[k], two[k]) if torch.is_tensor(one[k]) else one[k] == two[k])] == []
-    assert norms[:10] == norms[10:] and (name != "moco" or (norms[0] == 0 and min(norms[1:10]) > 0))
+    assert norms[:6] == norms[6:] and (name != "moco" or (norms[0] == 0 and min(norms[1:6]) > 0))
 
 
 # ------------------------------------------------------------------ processes
