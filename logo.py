@@ -124,7 +124,7 @@ def parse_args(argv=None):
         common.fail("--lam, --clip-ratio: 0 or more")
     if args.one_way and (args.base != "moco" or args.local_crops):
         common.fail("--one-way is MoCo v2's loss: it needs --base moco --local-crops 0")
-    if args.arch.startswith(("vit_", "deit")) and args.local_size % args.patch_size:
+    if args.local_crops and args.arch.startswith(("vit_", "deit")) and args.local_size % args.patch_size:
         common.fail(f"--patch-size {args.patch_size} does not divide the local crops' size, {args.local_size}")
     return args
 

@@ -822,6 +822,12 @@ def test_views_are_cut_to_their_sizes():
     assert batch["colour"].shape == (5, 4, 9)
 
 
+def test_patches_matter_to_local_crops_only_where_there_are_some():
+    logo.parse_args("--arch vit_micro --image-size 32 --patch-size 32 --local-crops 0".split())
+    with pytest.raises(SystemExit):
+        logo.parse_args("--arch vit_micro --image-size 32 --patch-size 32".split())
+
+
 @pytest.mark.parametrize("base", BASES)
 def test_vit_takes_locals_at_their_own_resolution(base):
     args = logo.parse_args([*BASES[base], "--arch", "vit_micro", "--patch-size", "8", "--batch-size", "8", "--queue", "16"])
