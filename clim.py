@@ -6,7 +6,7 @@ cluster's centre than the image itself, so that similar images move towards cent
 are not trusted outright: image and positive are mixed by CutMix, and the mix is drawn to both keys by the share that each has
 in it. Multi-resolution, a second augmentation, compares the same crop at several input sizes, every query with every key.
 
-    Eq. 1              info_nce                            one term of Eq. 4
+    Eq. 1              clim_loss, its nce                  (info_nce: the same as a function of its own)
     Eq. 2, App. A.2    kmeans, nearest_neighbors, select_positives
     Eq. 3              cutmix
     Eq. 4              clim_loss
