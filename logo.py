@@ -252,16 +252,13 @@ class GroupedBatchNorm(nn.modules.batchnorm._BatchNorm):
         return self.after(self.over_all_processes(x) if self.groups == 1 else self.in_groups(x, self.groups // world))
 
     def in_groups(self, x, g):
-        # The library keeps channels apart, so groups are laid side by side as channels.
-        c = x.shape[1]
-        y = x.reshape(g, -1, c, *x.shape[2:]).transpose(0, 1).flatten(1, 2)
-        mean, var = self.running_mean.repeat(g), self.running_var.repeat(g)
-        weight, bias = (None if p is None else p.repeat(g) for p in (self.weight, self.bias))
-        y = F.batch_norm(y, mean, var, weight, bias, True, self.momentum, self.eps)
+        mean, var = self.running_mean.repeat(g, 1), self.running_var.repeat(g, 1)
+        parts = zip(x.chunk(g), mean, var, strict=True)
+        y = torch.cat([F.batch_norm(p, m, v, self.weight, self.bias, True, self.momentum, self.eps) for p, m, v in parts])
         with torch.no_grad():
-            self.running_mean.copy_(mean.view(g, c).mean(0))
-            self.running_var.copy_(var.view(g, c).mean(0))
-        return y.unflatten(1, (g, c)).transpose(0, 1).reshape(x.shape)
+            self.running_mean.copy_(mean.mean(0))
+            self.running_var.copy_(var.mean(0))
+        return y
 
     def over_all_processes(self, x):
         """Each process's mean and variance, gathered with their gradient and combined: one collective."""
