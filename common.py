@@ -22,7 +22,6 @@ import math
 import multiprocessing
 import os
 import platform
-import shutil
 import signal
 import struct
 import subprocess
@@ -45,10 +44,22 @@ from torch.utils.data import DataLoader, Dataset, default_convert
 
 
 def fail(message):
-    """A user's mistake: one line on stderr, from the first process alone, and exit status 2."""
-    if os.environ.get("RANK", "0") == "0":
+    """A mistake of the user or the world: one line on stderr, from one process, and exit status 2."""
+    first = os.environ.get("RANK", "0") == "0"
+    if dist.is_initialized():  # perhaps only one process has found it: the first to come here says it
+        with contextlib.suppress(RuntimeError):
+            first = dist.distributed_c10d._get_default_store().add("failed", 1) == 1
+    if first:
         print(f"error: {message}", file=sys.stderr, flush=True)
     raise SystemExit(2)
+
+
+def end_without_peer(kind, error, trace):
+    """sys.excepthook of several processes: one that waits for another, which has ended, need not show where it waited."""
+    if issubclass(kind, RuntimeError) and ("closed by peer" in str(error) or "reset by peer" in str(error)):
+        print("error: another process of this run has ended; its own message says why", file=sys.stderr, flush=True)
+    else:
+        sys.__excepthook__(kind, error, trace)
 
 
 class ArgumentParser(argparse.ArgumentParser):
@@ -75,6 +86,11 @@ def rank_and_world():
     return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
 
 
+def collective_device():
+    """Where tensors have to be that the processes exchange."""
+    return "cuda" if dist.is_initialized() and dist.get_backend() == "nccl" else "cpu"
+
+
 class StopRequest:
     """SIGTERM and SIGINT ask a run to finish its step, save and end; a second one ends it at once."""
 
@@ -92,7 +108,7 @@ class StopRequest:
         world = rank_and_world()[1]
         if world == 1 or step % every:
             return self.requested and world == 1
-        flag = torch.tensor(float(self.requested), device="cuda" if dist.get_backend() == "nccl" else "cpu")
+        flag = torch.tensor(float(self.requested), device=collective_device())
         dist.all_reduce(flag, dist.ReduceOp.MAX)
         return flag.item() > 0
 
@@ -193,14 +209,21 @@ class ImageSet:
         return self if (self.labels >= 0).all() else self.of_classes(list(range(len(self.classes))))
 
 
+REPLACE = "put a readable one in its place, or begin a run with --skip-bad-images"
+
+
+class BadImage(Exception):
+    """An image file that cannot be decoded; the message names it."""
+
+
 @contextlib.contextmanager
 def open_image(path):
     """PIL's Image.open, whose errors name the file."""
     try:
         with Image.open(path) as image:
             yield image
-    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
-        raise RuntimeError(f"cannot read the image {path}: {error}") from error
+    except Exception as error:  # a damaged file may raise anything
+        raise BadImage(f"cannot read the image {path}: {error or type(error).__name__}") from error
 
 
 def read_image(path):
@@ -281,16 +304,36 @@ def make_patterns(count, size, seed):
     return images, labels
 
 
-def _read_folder(name, folder, classes, cache, unlabeled=None):
+def _readable(paths):
+    """(n,) bool: which files can be decoded. Each process reads its share of them."""
+    rank, world = rank_and_world()
+
+    def is_readable(path):
+        try:
+            return read_image(path) is not None
+        except BadImage:
+            return False
+
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        found = list(pool.map(is_readable, np.array_split(np.array(paths), world)[rank].tolist()))
+    return gather_uneven(torch.tensor(found, dtype=torch.uint8, device=collective_device())).bool().tolist()
+
+
+def _read_folder(name, folder, classes, cache, unlabeled=None, skip_bad=False):
     """A folder a class (classes: their names) and any tree `unlabeled`; without classes, `folder` is such a tree."""
     trees = [(folder / c, i) for i, c in enumerate(classes)] or [(folder, -1)]
     trees += [(unlabeled, -1)] if unlabeled else []
     paths, labels = [], []
     for tree, label in trees:
         found = sorted(str(p) for p in tree.rglob("*") if p.suffix.lower() in EXTENSIONS and p.is_file())
-        if not found:
-            fail(f"no images ({', '.join(EXTENSIONS)}) in {tree}")
         paths, labels = paths + found, labels + [label] * len(found)
+    if skip_bad and not all(good := _readable(paths)):
+        bad = list(itertools.compress(paths, np.logical_not(good)))
+        say(f"{len(bad)} of {len(paths)} images in {folder} cannot be read and are left out: {', '.join(bad[:5])}")
+        paths, labels = (list(itertools.compress(values, good)) for values in (paths, labels))
+    for tree, label in trees:
+        if label not in labels:
+            fail(f"no {'readable ' * skip_bad}images ({', '.join(EXTENSIONS)}) in {tree}")
     array = None
     try:
         size = image_size(paths[0])
@@ -298,25 +341,26 @@ def _read_folder(name, folder, classes, cache, unlabeled=None):
             with ThreadPoolExecutor(os.cpu_count()) as pool:
                 same = all(other == size for other in pool.map(image_size, paths))
                 array = np.stack(list(pool.map(read_image, paths))) if same else None
-    except RuntimeError as error:
-        fail(f"{error}; remove or replace it")
+    except BadImage as error:
+        fail(f"{error}; {REPLACE}")
     return ImageSet(name, labels, classes, array, paths)
 
 
-def load_images(name, data_dir=None, train=True, size=32, cache=True, unlabeled=False):
+def load_images(name, data_dir=None, train=True, size=32, cache=True, unlabeled=False, skip_bad=False):
     """A data set by name, or any data_dir with train/ (and val/ or test/), one folder a class.
 
-    size: of `patterns` only, which is generated; unlabeled: also return images without labels, for pre-training.
+    size: of `patterns` only, which is generated; unlabeled: also return images without labels, for pre-training; skip_bad:
+    read all files first, and leave out those that cannot be decoded.
     Returns an ImageSet, or None where train is False and there is no test set. Exits with a line if there is no data.
     """
     if name not in DATASETS:
         fail(f"unknown data set '{name}': choose one of {', '.join(DATASETS)}")
-    if data_dir is not None and not Path(data_dir).is_dir():
-        if name in ("imagenet", "imagenet100", "folder") or Path(data_dir).exists():
+    if data_dir is not None and not os.path.isdir(data_dir):
+        if name in ("imagenet", "imagenet100", "folder") or os.path.exists(data_dir) or len(Path(data_dir).name) > 255:
             fail(f"--data-dir {data_dir} is not a folder")
     root = Path(data_dir or "data")
-    if data_dir is not None and (root / "train").is_dir():
-        return _load_layout(name, root, train, cache, unlabeled)
+    if data_dir is not None and os.path.isdir(root / "train"):
+        return _load_layout(name, root, train, cache, unlabeled, skip_bad)
     if name == "patterns":
         if data_dir is not None:
             fail(f"--data-dir {data_dir} has no train/, and patterns are generated: leave it out, or give --dataset folder")
@@ -325,12 +369,12 @@ def load_images(name, data_dir=None, train=True, size=32, cache=True, unlabeled=
         return ImageSet(name, labels, PATTERNS, array)
     if name in ("imagenet", "imagenet100", "folder"):
         if name == "folder" and data_dir is not None:
-            return _read_folder(name, root, (), cache) if train else None
+            return _read_folder(name, root, (), cache, skip_bad=skip_bad) if train else None
         fail(f"--dataset {name} needs --data-dir DIR with train/ and val/, one folder a class")
     return _load_torchvision(name, root, train, unlabeled)
 
 
-def _load_layout(name, root, train, cache, unlabeled):
+def _load_layout(name, root, train, cache, unlabeled, skip_bad):
     """train/ and val/ or test/, one folder a class (or none: no labels), and unlabeled/."""
     folder = next((root / s for s in (("train",) if train else ("val", "test")) if (root / s).is_dir()), None)
     if folder is None:
@@ -341,7 +385,7 @@ def _load_layout(name, root, train, cache, unlabeled):
     if odd := sorted(set(have) ^ set(classes)):
         fail(f"{folder} and {root / 'train'} have different class folders: {', '.join(odd[:5])}")
     more = root / "unlabeled"
-    return _read_folder(name, folder, classes, cache, more if unlabeled and train and more.is_dir() else None)
+    return _read_folder(name, folder, classes, cache, more if unlabeled and train and more.is_dir() else None, skip_bad)
 
 
 def _load_torchvision(name, root, train, unlabeled):
@@ -483,9 +527,25 @@ def _start_worker(_):
 
 
 def _end_workers():
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler would report the workers' end as an error
     for child in multiprocessing.active_children():
         child.kill()
+
+
+class Loader(DataLoader):
+    """A DataLoader that says in a line what its workers died of."""
+
+    def __iter__(self):
+        try:
+            batches = super().__iter__()
+            if self.num_workers:  # torch's handler would raise wherever the training process is just then
+                signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            yield from batches
+        except BadImage as error:  # from a worker, with its traceback before the message
+            fail(f"{str(error).strip().splitlines()[-1].removeprefix('common.BadImage: ')}; {REPLACE}")
+        except RuntimeError as error:
+            if "DataLoader worker" not in str(error):
+                raise
+            fail(f"{error}: out of memory? The same command goes on from the last save; try fewer --workers")
 
 
 def make_loader(dataset, sampler, workers, device):
@@ -494,7 +554,7 @@ def make_loader(dataset, sampler, workers, device):
     if workers:
         atexit.register(_end_workers)  # they ignore SIGTERM, by which Python ends its children: it would wait for ever
         options |= dict(num_workers=workers, persistent_workers=True, prefetch_factor=4, multiprocessing_context=FORK)
-    return DataLoader(dataset, batch_sampler=sampler, **options)
+    return Loader(dataset, batch_sampler=sampler, **options)
 
 
 def _per_image(value, x):
@@ -648,7 +708,7 @@ def extract_features(encoder, images, info, device, batch_size=256, workers=0, a
     data = torch.utils.data.Subset(CentreCrops(images, info["image_size"], info["interpolation"]), rows)
     atexit.register(_end_workers)
     options = dict(num_workers=workers, multiprocessing_context=FORK if workers else None, worker_init_fn=_start_worker)
-    loader = DataLoader(data, batch_size, pin_memory=device.type == "cuda", **options)
+    loader = Loader(data, batch_size, pin_memory=device.type == "cuda", **options)
     features = []
     for batch in loader:
         x = normalize(batch.to(device, non_blocking=True).float().div_(255), info["mean"], info["std"])
@@ -657,7 +717,7 @@ def extract_features(encoder, images, info, device, batch_size=256, workers=0, a
     features = torch.cat(features)[: len(part)]
     encoder.train(training)
     for key, value in encoder.state_dict().items():
-        if not torch.equal(before[key], value):
+        if not torch.equal(before[key].nan_to_num(), value.nan_to_num()):
             raise RuntimeError(f"evaluation changed the frozen encoder: {key}")
     return gather_uneven(features).cpu()
 
@@ -780,24 +840,29 @@ def load_backbone(path, encoder=None):
     Returns (module in evaluation mode, info); info has image_size, mean, std, interpolation, method, encoder, timm_name,
     create_kwargs, stem. Every key must match. Exits with a line if the file does not fit.
     """
-    path = Path(path) / ("backbone.pt" if encoder is None else "last.pt") if Path(path).is_dir() else Path(path)
-    if not path.exists():
+    path = Path(path) / ("backbone.pt" if encoder is None else "last.pt") if os.path.isdir(path) else Path(path)
+    if not os.path.exists(path):
         fail(f"no checkpoint at {path}: give a run folder, a last.pt or a backbone.pt")
     state = load_checkpoint(path)
-    if "backbone" in state:  # last.pt holds both encoders
-        info = dict(state["backbone"], encoder=encoder or state["backbone"]["encoder"])
-        prefix = {"query": "backbone.", "momentum": "momentum_backbone."}[info["encoder"]]
-        weights = {k.removeprefix(prefix): v for k, v in state["model"].items() if k.startswith(prefix)}
-    elif "timm_name" in state and "state_dict" in state:
-        info, weights = {k: v for k, v in state.items() if k != "state_dict"}, state["state_dict"]
-        if encoder not in (None, info["encoder"]):
-            fail(f"{path} holds the {info['encoder']} encoder only: give last.pt for the {encoder} encoder")
-    else:
-        fail(f"{path} is not a checkpoint of this project: it has neither 'backbone' nor 'timm_name'")
-    backbone = build_backbone(info)
+    try:
+        if "backbone" in state:  # last.pt holds both encoders
+            info = dict(state["backbone"], encoder=encoder or state["backbone"]["encoder"])
+            prefix = {"query": "backbone.", "momentum": "momentum_backbone."}[info["encoder"]]
+            weights = {k.removeprefix(prefix): v for k, v in state["model"].items() if k.startswith(prefix)}
+        else:
+            info, weights = {k: v for k, v in state.items() if k != "state_dict"}, state["state_dict"]
+            if encoder not in (None, info["encoder"]):
+                fail(f"{path} holds the {info['encoder']} encoder only: give last.pt for the {encoder} encoder")
+        [float(v) for v in (*info["mean"], *info["std"])]
+        known = info["interpolation"] in RESAMPLE and isinstance(info["timm_name"], str) and isinstance(info["method"], str)
+        if len(info["mean"]) != 3 or len(info["std"]) != 3 or not known:
+            raise ValueError("a value is of the wrong kind")
+        backbone = build_backbone(info)
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
+        fail(f"{path} is not a checkpoint of this project: {type(error).__name__} {error}")
     try:
         backbone.load_state_dict(weights, strict=True)
-    except RuntimeError as error:
+    except (RuntimeError, TypeError, AttributeError) as error:
         fail(f"{path} does not fit {info['timm_name']}: {' '.join(str(error).split())[:600]}")
     return backbone.eval(), info
 
@@ -809,17 +874,26 @@ OPERATING = "data_dir no_cache max_steps out resume save_every keep_every knn_ev
 OPERATING += ["grad_checkpoint", "tensorboard", "show_views"]
 
 
+def cannot_write(path, error):
+    reason = " ".join(str(error).split())
+    fail(f"cannot write {path} ({reason}): is the disk full? Nothing that was there is lost; the same command goes on from it")
+
+
 def write_whole(path, write):
     """Call write(temporary path), flush it to the disk and put it in place in one step: whole or not at all."""
     path = Path(path)
     temporary = path.with_name(path.name + ".tmp")
     try:
+        path.parent.mkdir(parents=True, exist_ok=True)
         write(temporary)
         with open(temporary, "rb+") as file:
             os.fsync(file.fileno())
         os.replace(temporary, path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
+    except BaseException as error:
+        with contextlib.suppress(OSError):
+            temporary.unlink()
+        if isinstance(error, (OSError, RuntimeError)):  # torch's writer turns one into the other
+            cannot_write(path, error)
         raise
     folder = os.open(path.parent, os.O_RDONLY)  # the new name, too, has to reach the disk
     os.fsync(folder)
@@ -904,10 +978,13 @@ def write_metrics(out, record, epochs, tensorboard=False):
     """Add one JSON object to metrics.jsonl, flushed to the disk, and say an epoch's line; from the first process."""
     if rank_and_world()[0]:
         return
-    with open(Path(out) / "metrics.jsonl", "a") as file:
-        file.write(json.dumps(record) + "\n")
-        file.flush()
-        os.fsync(file.fileno())
+    try:
+        with open(Path(out) / "metrics.jsonl", "a") as file:
+            file.write(json.dumps(record) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        cannot_write(file.name, error)
     if "epoch" in record:
         shown = "  ".join(f"{k} {v:.4g}" for k, v in record.items() if k not in ("epoch", "step"))
         say(f"epoch {record['epoch']}/{epochs}  {shown}")
@@ -927,13 +1004,13 @@ def open_run(out, config, resume="auto"):
     """
     out = Path(out)
     config = json.loads(json.dumps(config))
-    last = next((out / n for n in ("last.pt", "last.prev.pt") if (out / n).exists()), None)
-    if resume not in ("auto", "none") and not Path(resume).exists():
-        fail(f"--resume {resume}: no such file")
-    parent = next(p for p in (out, *out.absolute().parents) if p.exists())
+    last = next((out / n for n in ("last.pt", "last.prev.pt") if os.path.exists(out / n)), None)
+    if resume not in ("auto", "none") and not os.path.isfile(resume):
+        fail(f"--resume {resume}: no such file; give auto, none or a last.pt")
+    parent = next(p for p in (out, *out.absolute().parents) if os.path.exists(p))
     if not parent.is_dir() or not os.access(parent, os.W_OK):
         fail(f"--out {out} cannot be written: {parent} is not a folder that you may write to")
-    if out.exists() and any(p.suffix != ".tmp" for p in out.iterdir()):  # a kill may leave an unfinished file
+    if os.path.exists(out) and any(p.suffix != ".tmp" for p in out.iterdir()):  # a kill may leave an unfinished file
         if resume == "none":
             fail(f"--out {out} is not empty: --resume none needs a new or empty folder")
         try:
@@ -951,26 +1028,32 @@ def open_run(out, config, resume="auto"):
 def begin_run(out, config, checkpoint, step):
     """Make the run's folder (a Path), from the first process; drop the metrics that a run which goes on will write again."""
     if rank_and_world()[0] == 0:
-        out.mkdir(parents=True, exist_ok=True)
         if not (out / "config.json").exists():
             write_whole(out / "config.json", lambda temporary: temporary.write_text(json.dumps(config, indent=1)))
-        kept = [r for r in read_metrics(out / "metrics.jsonl") if checkpoint and r.get("step", 0) <= step]
+        try:
+            kept = [r for r in read_metrics(out / "metrics.jsonl") if checkpoint and r.get("step", 0) <= step]
+        except OSError as error:
+            cannot_write(out / "metrics.jsonl", error)
         write_whole(out / "metrics.jsonl", lambda t: t.write_text("".join(json.dumps(r) + "\n" for r in kept)))
 
 
 def save_run(out, state, weights, keep=None):
-    """Write last.pt (the one before becomes last.prev.pt) and backbone.pt, from the first process; keep: a third name."""
+    """Write backbone.pt, keep (a third name) and last.pt, from the first process; the last.pt before becomes last.prev.pt.
+
+    last.pt comes last: a run that was killed before it writes all of them again.
+    """
     if rank_and_world()[0] == 0:
-        save_checkpoint(out / "last.pt", state, keep_previous=True)
         save_checkpoint(out / "backbone.pt", state["backbone"] | {"state_dict": weights})
         if keep:
-            write_whole(out / keep, lambda temporary: shutil.copyfile(out / "last.pt", temporary))
+            save_checkpoint(out / keep, state)
+        save_checkpoint(out / "last.pt", state, keep_previous=True)
 
 
 def load_run(path, config, images):
     """The state in a last.pt; exits with a line if it is not one, or another method's, encoder's or data set's."""
     state = load_checkpoint(path)
-    if not {"config", "model", "optimizer"} <= set(state):
+    parts = dict.fromkeys(("config", "model", "optimizer", "log"), dict) | dict.fromkeys(("step", "images"), int)
+    if not all(isinstance(state.get(name), kind) for name, kind in parts.items()) or min(state["step"], state["images"]) < 0:
         fail(f"{path} is not a last.pt of this project")
     for name in ("method", "arch", "image_size", "batch_size"):
         if state["config"].get(name) != config.get(name):
@@ -1011,5 +1094,4 @@ def save_grid(path, rows, labels, border=None):
                 draw.rectangle((x - 3, top - 3, x + side + 2, top + side + 2), fill=border[r][c])
             sheet.paste(Image.fromarray(image).resize((side, side), Image.Resampling.NEAREST), (x, top))
     if rank_and_world()[0] == 0:
-        Path(path).parent.mkdir(parents=True, exist_ok=True)
         write_whole(path, lambda temporary: sheet.save(temporary, "PNG"))

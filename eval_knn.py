@@ -11,6 +11,7 @@ raw pixels, and the same encoder untrained.
 """
 
 import json
+import math
 import os
 from pathlib import Path
 
@@ -33,6 +34,7 @@ def add_encoder_flags(parser):
     parser.add_argument("--patch-size", type=int, metavar="N", help="with --random-init, of a ViT (2 up to 32 px, else 16)")
     parser.add_argument("--dataset", choices=common.DATASETS, help="default: what it was trained on, or patterns")
     parser.add_argument("--data-dir", metavar="DIR", help="default: where that was")
+    parser.add_argument("--skip-bad-images", action="store_true", help="read every file first; leave out what cannot be decoded")
     parser.add_argument("--classes", nargs="+", metavar="NAME", help="keep these classes only")
     parser.add_argument("--batch-size", type=int, default=256, metavar="N", help="images encoded at once by each process")
     parser.add_argument("--seed", type=int, default=0, metavar="N")
@@ -45,9 +47,10 @@ def add_encoder_flags(parser):
 def check_encoder_flags(args):
     if args.random_init == (args.checkpoint is not None) or args.random_init != (args.arch is not None):
         common.fail("give a checkpoint, or --arch NAME --random-init")
-    for name in ("image_size", "patch_size", "batch_size"):
-        if getattr(args, name) is not None and getattr(args, name) < 1:
-            common.fail(f"--{name.replace('_', '-')} {getattr(args, name)}: give a number above 0")
+    for name in ("image_size", "patch_size", "batch_size", "workers", "seed"):
+        value, least = getattr(args, name), int(name not in ("workers", "seed"))
+        if value is not None and not least <= value < 10**9:
+            common.fail(f"--{name.replace('_', '-')} {value}: give a number from {least}, below {10**9}")
     if args.device == "cuda" and not torch.cuda.is_available():
         common.fail("--device cuda: torch sees no CUDA device; use --device cpu")
 
@@ -71,18 +74,20 @@ def open_encoder(args):
         return device, common.build_backbone(info).eval().to(device), info
     encoder, info = common.load_backbone(args.checkpoint, args.encoder)
     folder = Path(args.checkpoint) if Path(args.checkpoint).is_dir() else Path(args.checkpoint).parent
-    if args.dataset is None and (folder / "config.json").exists():
-        config = json.loads((folder / "config.json").read_text())
-        args.dataset, args.data_dir = config["dataset"], args.data_dir or config["data_dir"]
     if args.dataset is None:
-        common.fail("there is no config.json beside the checkpoint to tell its data set: give --dataset")
+        try:
+            config = json.loads((folder / "config.json").read_text())
+            args.dataset, args.data_dir = config["dataset"], args.data_dir or config["data_dir"]
+        except (OSError, ValueError, TypeError, KeyError):
+            common.fail("there is no readable config.json beside the checkpoint to tell its data set: give --dataset")
     return device, encoder.to(device), info
 
 
 def open_data(args, info):
     """(train, test): the labelled images of both parts, of --classes only."""
     args.dataset = args.dataset or "patterns"
-    train, test = (common.load_images(args.dataset, args.data_dir, part, info["image_size"]) for part in (True, False))
+    options = dict(size=info["image_size"], skip_bad=args.skip_bad_images)
+    train, test = (common.load_images(args.dataset, args.data_dir, part, **options) for part in (True, False))
     if test is None or not train.classes:
         common.fail("an evaluation needs labels: --data-dir with train/ and val/ or test/, one folder a class")
     if unknown := set(args.classes or ()) - set(train.classes):
@@ -123,7 +128,7 @@ def parse_args(argv=None):
     parser.add_argument("--pictures", metavar="DIR", help="write grids of test images and their nearest training images")
     args = parser.parse_args(argv)
     check_encoder_flags(args)
-    if min(args.k) < 1 or args.temperature <= 0:
+    if min(args.k) < 1 or not 0 < args.temperature < math.inf:
         common.fail("--k and --temperature: give numbers above 0")
     args.k = list(dict.fromkeys(args.k))
     return args
@@ -131,7 +136,6 @@ def parse_args(argv=None):
 
 def write_pictures(folder, train, test, train_x, test_x, predicted, count=12, neighbours=10):
     """right.png and wrong.png: test images and their nearest training images, framed green (same class) or red."""
-    Path(folder).mkdir(parents=True, exist_ok=True)
     bank = F.normalize(train_x, dim=1).T
     for name, right in (("right", True), ("wrong", False)):
         chosen = torch.nonzero((predicted == torch.from_numpy(test.labels)) == right).flatten()

@@ -34,6 +34,7 @@ def add_encoder_flags(parser):
     parser.add_argument("--patch-size", type=int, metavar="N", help="with --random-init, of a ViT (2 up to 32 px, else 16)")
     parser.add_argument("--dataset", choices=common.DATASETS, help="default: what it was trained on, or patterns")
     parser.add_argument("--data-dir", metavar="DIR", help="default: where that was")
+    parser.add_argument("--skip-bad-images", action="store_true", help="read every file first; leave out what cannot be decoded")
     parser.add_argument("--classes", nargs="+", metavar="NAME", help="keep these classes only")
     parser.add_argument("--batch-size", type=int, default=256, metavar="N", help="images encoded at once by each process")
     parser.add_argument("--seed", type=int, default=0, metavar="N")
@@ -46,9 +47,10 @@ def add_encoder_flags(parser):
 def check_encoder_flags(args):
     if args.random_init == (args.checkpoint is not None) or args.random_init != (args.arch is not None):
         common.fail("give a checkpoint, or --arch NAME --random-init")
-    for name in ("image_size", "patch_size", "batch_size"):
-        if getattr(args, name) is not None and getattr(args, name) < 1:
-            common.fail(f"--{name.replace('_', '-')} {getattr(args, name)}: give a number above 0")
+    for name in ("image_size", "patch_size", "batch_size", "workers", "seed"):
+        value, least = getattr(args, name), int(name not in ("workers", "seed"))
+        if value is not None and not least <= value < 10**9:
+            common.fail(f"--{name.replace('_', '-')} {value}: give a number from {least}, below {10**9}")
     if args.device == "cuda" and not torch.cuda.is_available():
         common.fail("--device cuda: torch sees no CUDA device; use --device cpu")
 
@@ -72,18 +74,20 @@ def open_encoder(args):
         return device, common.build_backbone(info).eval().to(device), info
     encoder, info = common.load_backbone(args.checkpoint, args.encoder)
     folder = Path(args.checkpoint) if Path(args.checkpoint).is_dir() else Path(args.checkpoint).parent
-    if args.dataset is None and (folder / "config.json").exists():
-        config = json.loads((folder / "config.json").read_text())
-        args.dataset, args.data_dir = config["dataset"], args.data_dir or config["data_dir"]
     if args.dataset is None:
-        common.fail("there is no config.json beside the checkpoint to tell its data set: give --dataset")
+        try:
+            config = json.loads((folder / "config.json").read_text())
+            args.dataset, args.data_dir = config["dataset"], args.data_dir or config["data_dir"]
+        except (OSError, ValueError, TypeError, KeyError):
+            common.fail("there is no readable config.json beside the checkpoint to tell its data set: give --dataset")
     return device, encoder.to(device), info
 
 
 def open_data(args, info):
     """(train, test): the labelled images of both parts, of --classes only."""
     args.dataset = args.dataset or "patterns"
-    train, test = (common.load_images(args.dataset, args.data_dir, part, info["image_size"]) for part in (True, False))
+    options = dict(size=info["image_size"], skip_bad=args.skip_bad_images)
+    train, test = (common.load_images(args.dataset, args.data_dir, part, **options) for part in (True, False))
     if test is None or not train.classes:
         common.fail("an evaluation needs labels: --data-dir with train/ and val/ or test/, one folder a class")
     if unknown := set(args.classes or ()) - set(train.classes):
@@ -124,7 +128,7 @@ def parse_args(argv=None):
     parser.add_argument("--holdout", type=float, default=0.1, metavar="X", help="share of the training set that chooses the rate")
     args = parser.parse_args(argv)
     check_encoder_flags(args)
-    if args.epochs < 1 or not 0 < args.holdout < 1 or min(args.lrs or [1]) <= 0:
+    if args.epochs < 1 or not 0 < args.holdout < 1 or not all(0 < lr < 1e9 for lr in args.lrs or ()):
         common.fail("--epochs and --lrs: above 0; --holdout: between 0 and 1")
     return args
 
@@ -139,7 +143,7 @@ def linear_probe(train_x, train_y, test_x, num_classes, seed=0, epochs=50, batch
     Returns {'logits': (m, num_classes), 'lr', 'at_edge': bool, 'held_out': {lr: percent}}.
     """
     lrs = torch.tensor(lrs or [10.0**e for e in np.arange(-4.5, 0.51, 0.5)])
-    mean, std = train_x.mean(0), train_x.std(0).clamp_min(1e-6)
+    mean, std = train_x.mean(0), train_x.std(0, correction=0).clamp_min(1e-6)
     train_x, test_x = (F.pad((x - mean) / std, (0, 1), value=1.0) for x in (train_x, test_x))  # a last 1 for the bias
     order = torch.randperm(len(train_x), generator=common.generator(seed, 2))
     check, rest = order.split([held := int(holdout * len(order)), len(order) - held])

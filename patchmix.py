@@ -35,8 +35,10 @@ import importlib.util
 import json
 import math
 import os
+import sys
 import time
 import warnings
+import zlib
 from pathlib import Path
 
 import numpy as np
@@ -44,6 +46,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.rendezvous import rendezvous
 from torch.nn.parallel import DistributedDataParallel
 
 import common
@@ -136,6 +139,7 @@ def add_run_flags(parser):
     parser.add_argument("--dataset", default="patterns", choices=common.DATASETS, help="data set, and whose recipe is used")
     parser.add_argument("--data-dir", metavar="DIR", help="where it is, or is downloaded to; train/ and val/ or test/ are read")
     parser.add_argument("--no-cache", action="store_true", help="do not keep small images decoded in memory")
+    parser.add_argument("--skip-bad-images", action="store_true", help="read every file first; leave out what cannot be decoded")
     parser.add_argument("--arch", help=f"{', '.join(common.ARCHS)}, or any timm model")
     parser.add_argument("--image-size", type=int, metavar="N")
     parser.add_argument("--patch-size", type=int, metavar="N", help="of a ViT")
@@ -181,8 +185,10 @@ def resolve(args, method_flags):
     zero = ("seed", "keep_every", "knn_every", "workers")  # these may be
     for name in ("image_size", "patch_size", "epochs", "batch_size", "lr", "save_every", "max_steps", "queue", *zero):
         value = getattr(args, name)
-        if value is not None and not (0 < value < math.inf or (value == 0 and name in zero)):
-            common.fail(f"--{name.replace('_', '-')} {value}: give {'0 or more' if name in zero else 'a number above 0'}")
+        most = 2**63 if name == "seed" else 10**9
+        if value is not None and not (0 < value < most or (value == 0 and name in zero)):
+            least = "from" if name in zero else "above"
+            common.fail(f"--{name.replace('_', '-')} {value}: give a number {least} 0, below {most}")
     world = int(os.environ.get("WORLD_SIZE", 1))
     if args.batch_size % world:
         common.fail(f"--batch-size {args.batch_size} (global) cannot be shared out over {world} processes")
@@ -466,14 +472,18 @@ def init_distributed(args):
         torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
         torch.backends.cudnn.benchmark = True
     if "WORLD_SIZE" in os.environ and not dist.is_initialized():
-        dist.init_process_group("nccl" if use_cuda else "gloo")
+        store, rank, world = next(rendezvous("env://"))
+        if os.environ.get("GROUP_WORLD_SIZE", "1") == "1":  # torchrun's restarts keep a store that holds dead workers' addresses
+            store = dist.PrefixStore(f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
+        dist.init_process_group("nccl" if use_cuda else "gloo", store=store, rank=rank, world_size=world)
+        sys.excepthook = common.end_without_peer
     args.bf16 = args.amp == "bf16" or (args.amp == "auto" and use_cuda)
     world = common.rank_and_world()[1]
     if args.bn_groups > 1 and args.bn_groups % world:
         common.say(f"batch-norm groups: {args.bn_groups} cannot be shared out over {world} processes, so {world} are used")
         args.bn_groups = world
-    if args.batch_size % max(world, args.bn_groups):
-        common.fail(f"--batch-size {args.batch_size} cannot be divided into {args.bn_groups} batch-norm groups")
+    if args.batch_size % max(world, args.bn_groups) or args.batch_size // args.bn_groups < 2:
+        common.fail(f"--batch-size {args.batch_size} cannot be divided into {args.bn_groups} batch-norm groups of 2 or more")
     return device
 
 
@@ -499,6 +509,24 @@ class GatherWithGradient(torch.autograd.Function):
         gradient = gradient.contiguous()
         dist.all_reduce(gradient)
         return gradient[dist.get_rank()]
+
+
+def require_agreement(what, value, device):
+    """Exit with a line unless all processes have the same value, an int."""
+    mine = torch.tensor([value], device=device)
+    if (gather(mine) != mine).any():
+        common.fail(f"the processes of this run have different {what}")
+
+
+@torch.no_grad()
+def finite_gradient(parameters):
+    """The gradient's norm. One that is not finite is then put to 0: no weight sees it, and `EpochLog.check` stops the run."""
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    norm = torch.nn.utils.get_total_norm(gradients)
+    bad = ~norm.isfinite()  # stays on the device, which is not waited for
+    for gradient in gradients:
+        gradient.masked_fill_(bad, 0)
+    return norm
 
 
 def average_buffers(model):
@@ -559,7 +587,8 @@ class EpochLog:
         rank, world = common.rank_and_world()
         self.names, self.sums, self.steps, self.pairs = [], None, 0, []
         if state and state["steps"]:
-            self.names, self.steps, self.pairs = state["names"], state["steps"], [state["pairs"]] * (state["pairs"] is not None)
+            self.names, self.steps = state["names"], state["steps"] + 0
+            self.pairs = [] if state["pairs"] is None else [state["pairs"].cpu()]
             same = len(state["sums"]) == world
             self.sums = state["sums"][rank] if same else state["sums"].mean(0)
 
@@ -601,14 +630,18 @@ class EpochLog:
         return dict(zip(self.names, mean.tolist(), strict=True)) | health
 
 
-def restore(state, model, optimizer):
-    """Put a last.pt's state into model and optimiser; returns (step, EpochLog). Exits with a line if it does not fit."""
+def restore(state, model, optimizer, more=None):
+    """Put a last.pt's state into model, optimiser and what `more(state)` fills; returns (step, EpochLog). Exits with a line if
+    it does not fit.
+    """
     try:
         model.load_state_dict(state["model"])
         optimizer.load_state_dict(state["optimizer"])
-    except (RuntimeError, ValueError) as error:
+        if more:
+            more(state)
+        return state["step"], EpochLog(state["log"])
+    except (RuntimeError, ValueError, TypeError, KeyError, AttributeError, IndexError) as error:
         common.fail(f"the checkpoint does not fit this model: {' '.join(str(error).split())[:300]}")
-    return state["step"], EpochLog(state["log"])
 
 
 # ===================================================================== 8. main
@@ -644,7 +677,7 @@ def train_step(args, model, wrapped, optimizer, batch, step, steps, device):
     loss, metrics = wrapped(views, step)
     optimizer.zero_grad(set_to_none=True)
     loss.backward()
-    metrics["grad_norm"] = torch.nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
+    metrics["grad_norm"] = finite_gradient(model.parameters())
     optimizer.step()
     model.update_momentum_encoder(momentum)
     average_buffers(model)
@@ -655,9 +688,13 @@ def main(args):
     device = init_distributed(args)
     info = describe_backbone(args)
     config = {"method": METHOD, **vars(args), "backbone": info}
+    flags = json.dumps({name: value for name, value in config.items() if name not in common.OPERATING})
+    require_agreement("flags", zlib.crc32(flags.encode()), device)
     checkpoint = None if args.show_views else common.open_run(args.out, config, args.resume)
-    train = common.load_images(args.dataset, args.data_dir, True, args.image_size, not args.no_cache, unlabeled=True)
-    test = common.load_images(args.dataset, args.data_dir, False, args.image_size, not args.no_cache) if train.classes else None
+    data = dict(size=args.image_size, cache=not args.no_cache, skip_bad=args.skip_bad_images)
+    train = common.load_images(args.dataset, args.data_dir, True, unlabeled=True, **data)
+    test = common.load_images(args.dataset, args.data_dir, False, **data) if train.classes else None
+    require_agreement("numbers of images: check --data-dir", len(train), device)
     if len(train) < args.batch_size:
         common.fail(f"{len(train)} images are fewer than one batch: give --batch-size {len(train)} or less")
     workers = args.workers if args.workers is not None else common.default_workers(device)
@@ -666,6 +703,8 @@ def main(args):
     loader = common.make_loader(views, sampler, workers, device)
     if args.show_views:
         return show_views(args, loader, device)
+    state = common.load_run(checkpoint, config, len(train)) if checkpoint else None
+    require_agreement("checkpoints: --out must be on a disk that all nodes share", state["step"] if state else 0, device)
 
     torch.manual_seed(args.seed)
     model = PatchMix(args, info).to(device)
@@ -678,10 +717,8 @@ def main(args):
     steps, step, log = len(train) // args.batch_size, 0, EpochLog()
     total = args.epochs * steps
     end = min(total, args.max_steps or total)
-    if checkpoint:
-        step, log = restore(common.load_run(checkpoint, config, len(train)), model, optimizer)
-    if (gather(torch.tensor([step], device=device)) != step).any():
-        common.fail(f"the processes found different checkpoints: --out {args.out} must be on a disk that all nodes share")
+    if state:
+        step, log = restore(state, model, optimizer)
     if step >= end:
         last = next((r for r in reversed(common.read_metrics(Path(args.out) / "metrics.jsonl")) if "loss" in r), {})
         return common.say(f"{args.out} is at step {step} of {end} already. Its last epoch: {json.dumps(last)}")
@@ -737,7 +774,8 @@ def main(args):
     if step == total:
         common.say(f"finished. Judge it: python eval_knn.py {args.out}; python eval_linear.py {args.out}")
     else:
-        common.say(f"stopped at step {step} of {total}, saved in {args.out}; the same command goes on from there")
+        why = " on request (exit status 75)" * stopping
+        common.say(f"stopped at step {step} of {total}{why}, saved in {args.out}; the same command goes on from there")
     if distributed:
         del wrapped  # before the group: in torch 2.11 a DDP that goes last can hang for ever
         dist.destroy_process_group()
