@@ -541,10 +541,12 @@ class Loader(DataLoader):
                 signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             yield from batches
         except BadImage as error:  # from a worker, with its traceback before the message
+            _end_workers()
             fail(f"{str(error).strip().splitlines()[-1].removeprefix('common.BadImage: ')}; {REPLACE}")
         except RuntimeError as error:
             if "DataLoader worker" not in str(error):
                 raise
+            _end_workers()
             fail(f"{error}: out of memory? The same command goes on from the last save; try fewer --workers")
 
 

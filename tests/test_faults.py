@@ -99,7 +99,11 @@ def life(script, argv, die, limit, environment):
         return get(self, i)
 
     common.ImageSet.__getitem__ = mortal
-    module.main(module.parse_args(argv))
+    try:
+        module.main(module.parse_args(argv))
+    except Exception:  # as the interpreter does, and multiprocessing does not
+        sys.excepthook(*sys.exc_info())
+        sys.exit(1)
 
 
 def processes(script, each, log, die=0, limit=0, seconds=240):
@@ -265,10 +269,10 @@ def test_an_unreadable_config_beside_an_encoder_is_one_line(begun, tmp_path, scr
 
 
 def assert_one_line_of_all(ends, words):
-    """All end with status 2; one of them says why."""
-    assert [status for status, _, _ in ends] == [2, 2], ends
-    error = "".join(error for _, _, error in ends)
-    assert is_one_line(2, error) and words in error, error
+    """One ends with status 2 and says why; another may be left waiting for it, and says that it is."""
+    statuses, lines = {status for status, _, _ in ends}, [line for _, _, error in ends for line in error.splitlines()]
+    said = [line for line in lines if "another process of this run has ended" not in line]
+    assert 2 in statuses <= {1, 2} and len(said) == 1 and is_one_line(2, said[0] + "\n") and words in said[0], ends
 
 
 DISAGREEMENTS = {  # what the second process gets, and a word of the line
@@ -279,7 +283,7 @@ DISAGREEMENTS = {  # what the second process gets, and a word of the line
     "a bad image": (["--data-dir", "bad"], "bad"),
     "another checkpoint": (["--out", "new"], "checkpoints"),
     "another configuration of a run": (["--out", "old", "--lr", "0.5"], ""),
-    "--skip-bad-images": (["--skip-bad-images"], "skip"),
+    "--skip-bad-images": (["--skip-bad-images"], "different flags"),
 }
 
 
@@ -312,8 +316,9 @@ def test_a_run_refuses_in_words_more_processes_than_its_groups_allow(folder, tmp
     monkeypatch.setitem(jcl.RECIPES["patterns"], "bn_groups", 3)
     argv = [*FLAGS, *QUIET, "--batch-size", "18", "--data-dir", folder, "--out", tmp_path / "run", "--max-steps"]
     assert attempt("jcl", [*argv, "1"]) == ("done", "")
-    with monkeypatch.context() as patch:  # as each of two processes would find out, before they meet
+    with monkeypatch.context() as patch:  # as each of two processes would find out
         patch.setattr(common, "rank_and_world", lambda: (0, 2))
+        patch.setattr(jcl, "require_agreement", lambda *_: None)
         refuse("jcl", [*argv, "2"], "bn_groups was 3")
 
 
