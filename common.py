@@ -51,6 +51,8 @@ def fail(message):
             first = dist.distributed_c10d._get_default_store().add("failed", 1) == 1
     if first:
         print(f"error: {message}", file=sys.stderr, flush=True)
+    if dist.is_initialized():
+        time.sleep(1)  # the others may have to ask the store, which can end with this process
     raise SystemExit(2)
 
 
@@ -843,7 +845,7 @@ def load_backbone(path, encoder=None):
     create_kwargs, stem. Every key must match. Exits with a line if the file does not fit.
     """
     path = Path(path) / ("backbone.pt" if encoder is None else "last.pt") if os.path.isdir(path) else Path(path)
-    if not os.path.exists(path):
+    if not os.path.isfile(path):
         fail(f"no checkpoint at {path}: give a run folder, a last.pt or a backbone.pt")
     state = load_checkpoint(path)
     try:
@@ -1010,8 +1012,8 @@ def open_run(out, config, resume="auto"):
     if resume not in ("auto", "none") and not os.path.isfile(resume):
         fail(f"--resume {resume}: no such file; give auto, none or a last.pt")
     parent = next(p for p in (out, *out.absolute().parents) if os.path.exists(p))
-    if not parent.is_dir() or not os.access(parent, os.W_OK):
-        fail(f"--out {out} cannot be written: {parent} is not a folder that you may write to")
+    if not parent.is_dir() or not os.access(parent, os.W_OK) or max(len(os.fsencode(p)) for p in out.parts or ".") > 255:
+        fail(f"--out {out} cannot be written: {parent} is not a folder that you may write to, or a name is too long")
     if os.path.exists(out) and any(p.suffix != ".tmp" for p in out.iterdir()):  # a kill may leave an unfinished file
         if resume == "none":
             fail(f"--out {out} is not empty: --resume none needs a new or empty folder")

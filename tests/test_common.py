@@ -848,7 +848,7 @@ def test_where_a_run_goes_on(tmp_path, capsys):
 
 def test_the_files_of_a_run(tmp_path, capsys):
     config, backbone = dict(method="m", arch="a", image_size=8), {"timm_name": "n"}
-    state = dict(config=config, model={}, optimizer={}, images=10, backbone=backbone)
+    state = dict(config=config, model={}, optimizer={}, log={}, images=10, backbone=backbone)
     for step in (1, 2):
         common.save_run(tmp_path, state | {"step": step}, {"w": torch.ones(2)}, keep=f"step{step}.pt")
     steps = {p.name: common.load_run(p, config, 10)["step"] for p in tmp_path.glob("*.pt") if p.name != "backbone.pt"}
@@ -858,6 +858,25 @@ def test_the_files_of_a_run(tmp_path, capsys):
     assert "arch a, not b" in refused(capsys, common.load_run, tmp_path / "last.pt", config | {"arch": "b"}, 10)
     assert "10 images" in refused(capsys, common.load_run, tmp_path / "last.pt", config, 11)
     assert "not a last.pt" in refused(capsys, common.load_run, tmp_path / "backbone.pt", config, 10)
+
+
+def test_a_save_that_fails_at_last_pt_has_written_the_rest(tmp_path, monkeypatch):
+    """A run that is killed before last.pt does the epoch again, and so writes all files again; the other order loses some."""
+    state = dict(step=1, backbone={"timm_name": "n"})
+    common.save_run(tmp_path, state, {"w": torch.zeros(1)})
+    save = common.save_checkpoint
+
+    def killed(path, *args, **options):
+        if path.name == "last.pt":
+            raise KeyboardInterrupt
+        save(path, *args, **options)
+
+    monkeypatch.setattr(common, "save_checkpoint", killed)
+    with pytest.raises(KeyboardInterrupt):
+        common.save_run(tmp_path, state | {"step": 2}, {"w": torch.ones(1)}, keep="epoch.pt")
+    assert common.read_checkpoint(tmp_path / "last.pt")["step"] == 1
+    assert common.read_checkpoint(tmp_path / "backbone.pt")["state_dict"]["w"] == 1
+    assert common.read_checkpoint(tmp_path / "epoch.pt")["step"] == 2
 
 
 # ------------------------------------------------------------------ backbones
