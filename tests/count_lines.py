@@ -12,7 +12,21 @@ import tokenize
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-TABLES = ("COMMON", "MOCO", "CIFAR", "IMAGENET", "RELEASED", "SIMSIAM", "BY", "RECIPES", "IMAGENET100", "NORMS", "PLAIN", "ARCHS")
+TABLES = (
+    "COMMON",
+    "MOCO",
+    "CIFAR",
+    "IMAGENET",
+    "RELEASED",
+    "SIMSIAM",
+    "BY",
+    "RECIPES",
+    "IMAGENET100",
+    "NORMS",
+    "PLAIN",
+    "ARCHS",
+    "FLAGS",
+)
 
 
 def code_lines(path):

@@ -184,7 +184,7 @@ def test_the_probe_is_sgd_by_autograd(epochs):
     train_x, train_y, test_x, _ = problem()
     lr = 0.25
     found = eval_linear.linear_probe(train_x, train_y, test_x, 3, epochs=epochs, batch_size=1000, lrs=[lr])
-    a, b = ((x - train_x.mean(0)) / train_x.std(0) for x in (train_x, test_x))
+    a, b = ((x - train_x.mean(0)) / train_x.std(0, correction=0) for x in (train_x, test_x))
     layer = torch.nn.Linear(6, 3, dtype=torch.float64)
     torch.nn.init.zeros_(layer.weight), torch.nn.init.zeros_(layer.bias)
     optimiser = torch.optim.SGD(layer.parameters(), lr, momentum=0.9)

@@ -1,0 +1,507 @@
+"""eval_linear.py's protocols: recipes, schedules, labels, L-BFGS; runs that are stopped, continued, shared by two processes."""
+
+import contextlib
+import io
+import json
+import math
+import os
+import random
+import signal
+import socket
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from PIL import Image
+from test_common import refused
+
+import common
+import eval_linear
+
+CLASSES, EACH, TEST = "abc", 14, 6
+STEPS = 2  # an epoch: 42 images in batches of 16
+FAST = ["--batch-size", "16", "--epochs", "3"]
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    torch.set_num_threads(1)
+
+
+def save_encoder(folder, arch, data):
+    info = common.backbone_info(arch, 16, 8, common.NORMS["patterns"], method="m", encoder="query")
+    torch.manual_seed(0)
+    encoder = common.build_backbone(info)
+    encoder(torch.randn(8, 3, 16, 16))  # batch norm's statistics are not the initial ones
+    folder.mkdir()
+    common.save_checkpoint(folder / "backbone.pt", info | {"state_dict": encoder.state_dict()})
+    (folder / "config.json").write_text(json.dumps({"dataset": "folder", "data_dir": str(data)}))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def places(tmp_path_factory):
+    """{name: path}: a data set of three kinds told by their light (train/, val/, test/), a ViT and a ResNet of 16 px."""
+    root, rng = tmp_path_factory.mktemp("places"), np.random.default_rng(0)
+    for kind, name in enumerate(CLASSES):
+        for i in range(EACH + 2 * TEST):
+            folder = root / "data" / ("train" if i < EACH else "val" if i < EACH + TEST else "test") / name
+            folder.mkdir(parents=True, exist_ok=True)
+            image = np.full((16, 16, 3), 60) + 60 * np.eye(3)[kind] + rng.normal(0, 12, (16, 16, 3))
+            Image.fromarray(image.clip(0, 255).astype(np.uint8)).save(folder / f"{name}{i:02}.png")
+    vit, resnet = (save_encoder(root / arch, arch, root / "data") for arch in ("vit_micro", "resnet_micro"))
+    return {"DATA": root / "data", "VIT": vit, "RESNET": resnet, "OUT": root / "out"}
+
+
+def run(*flags):
+    """(what main returns, what it prints), or (exit status, ...)."""
+    said, handlers = io.StringIO(), {n: signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        with contextlib.redirect_stdout(said):
+            result = eval_linear.main(eval_linear.parse_args([*map(str, flags), "--device", "cpu"]))
+    except SystemExit as stop:
+        result = stop.code
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+    return result, said.getvalue()
+
+
+def load(out):
+    return torch.load(out / "last.pt", weights_only=True)
+
+
+def flat(state, name=""):
+    if isinstance(state, dict | list | tuple):
+        pairs = state.items() if isinstance(state, dict) else enumerate(state)
+        return {k: v for key, value in pairs for k, v in flat(value, f"{name}/{key}").items()}
+    return {name: state}
+
+
+def assert_same_run(one, two):
+    """Bit for bit: weights, optimiser, metrics, but for times and for what operates a run."""
+    a, b = (flat({k: v for k, v in load(out).items() if k != "config"}) for out in (one, two))
+    assert a.keys() == b.keys()
+    assert [k for k in a if not (torch.equal(a[k], b[k]) if torch.is_tensor(a[k]) else a[k] == b[k])] == []
+    records = [[json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()][1:] for out in (one, two)]
+    assert [{k: v for k, v in r.items() if k != "images_per_s"} for r in records[0]] == [
+        {k: v for k, v in r.items() if k != "images_per_s"} for r in records[1]
+    ]
+
+
+def resolved(places, *flags, encoder="VIT", **changed):
+    args = eval_linear.parse_args([str(places[encoder]), *map(str, flags)])
+    info = common.load_backbone(places[encoder])[1] | changed
+    eval_linear.resolve(args, info)
+    return args
+
+
+# ------------------------------------------------------------- recipes and schedules
+
+SGD = dict(optimizer="sgd", momentum=0.9, weight_decay=0, crop_scale=(0.08, 1), milestones=(0.6, 0.8))
+MOCO = dict(SGD, epochs=100, batch_size=256, lr=30, lr_batch=256, nesterov=False)
+COSINE = dict(SGD, milestones=(), min_lr=0, lr_per="epoch", lr_batch=256)
+PATCHMIX = dict(COSINE, epochs=100, batch_size=1024, nesterov=True)
+TUNED = dict(optimizer="adamw", epochs=100, lr=5e-4, lr_batch=256, weight_decay=0.05, layer_decay=0.75, warmup=10, warmup_lr=1e-6)
+TUNED |= dict(min_lr=1e-5, drop_path=0.1, randaug=9, erase=0.25, mixup=0.8, cutmix=1, smoothing=0.1, milestones=(), pad=0)
+CLIM = dict(SGD, epochs=60, lr=1e-4, head_lr=10, milestones=(1 / 3, 2 / 3), randaug=0, mixup=0, cutmix=0, erase=0, smoothing=0)
+RESNET, VIT_S, VIT_B = "resnet50", "vit_small_patch16_224", "vit_base_patch16_224"
+
+
+@pytest.mark.parametrize(
+    "flags, timm_name, expected",
+    [
+        ("--protocol moco", RESNET, MOCO),
+        ("--protocol jcl", RESNET, MOCO),
+        ("--protocol jcl --dataset imagenet100", RESNET, dict(MOCO, lr=10)),
+        ("--protocol clim", RESNET, MOCO),
+        ("--protocol jointcrop", RESNET, dict(COSINE, epochs=90, batch_size=1024, lr=0.1, nesterov=False)),
+        ("--protocol jointcrop", VIT_S, dict(COSINE, epochs=90, batch_size=1024, lr=3)),
+        ("--protocol jointcrop-small", RESNET, dict(SGD, epochs=100, batch_size=512, lr=10, lr_batch=512)),
+        ("--protocol patchmix", "vit_tiny_patch16_224", dict(PATCHMIX, lr=0.05)),
+        ("--protocol patchmix", VIT_S, dict(PATCHMIX, lr=0.02)),
+        ("--protocol patchmix --dataset cifar10", VIT_B, dict(PATCHMIX, lr=0.01, batch_size=256)),
+        ("--finetune", VIT_S, dict(TUNED, protocol="patchmix", batch_size=1024)),
+        ("--finetune --dataset cifar100", "deit_tiny_patch16_224", dict(TUNED, lr=1e-3, batch_size=256, pad=4)),
+        ("--finetune", RESNET, dict(CLIM, protocol="clim")),
+        ("--finetune --protocol clim --lr 1 --milestones", VIT_S, dict(CLIM, lr=1, milestones=[])),
+        ("--finetune --epochs 10 --no-nesterov --mixup 0", VIT_S, dict(TUNED, epochs=10, warmup=1, nesterov=False, mixup=0)),
+        ("--protocol moco --milestones 0.5 --weight-decay 0.1", RESNET, dict(MOCO, milestones=[0.5], weight_decay=0.1)),
+        ("", RESNET, dict(protocol="probe", epochs=50, batch_size=256, holdout=0.1)),
+        ("--solver lbfgs", RESNET, dict(iterations=5000, strengths=np.logspace(-6, 5, 45).tolist(), metric="top1")),
+    ],
+)
+def test_recipes_are_the_papers(places, flags, timm_name, expected):
+    args = resolved(places, *flags.split(), timm_name=timm_name)
+    assert {k: getattr(args, k) for k in expected} == expected
+
+
+def test_schedules_are_the_papers(places):
+    """Rates at given epochs of 10 steps, at the recipe's batch."""
+    moco = resolved(places, "--protocol", "moco")
+    found = [
+        eval_linear.learning_rate(moco, 10 * epoch + step, 10)
+        for epoch, step in ((0, 0), (59, 9), (60, 0), (79, 9), (80, 0), (99, 9))
+    ]
+    assert found == pytest.approx([30, 30, 3, 3, 0.3, 0.3])
+    assert eval_linear.learning_rate(resolved(places, "--protocol", "moco", "--batch-size", 512), 0, 10) == 60
+    patchmix = resolved(places, "--protocol", "patchmix")  # a ViT-T: 0.05 * 1024 / 256
+    for epoch in (0, 1, 50, 99):
+        for step in (0, 9):
+            expected = 0.2 * (1 + math.cos(math.pi * epoch / 100)) / 2
+            assert eval_linear.learning_rate(patchmix, 10 * epoch + step, 10) == pytest.approx(expected)
+    assert eval_linear.learning_rate(patchmix, 999, 10) < 1e-4 * 0.2 * 3 and eval_linear.learning_rate(patchmix, 1000, 10) < 1e-12
+    clim = resolved(places, "--finetune", encoder="RESNET")
+    found = [
+        eval_linear.learning_rate(clim, 10 * epoch + step, 10) for epoch, step in ((19, 9), (20, 0), (39, 9), (40, 0), (59, 9))
+    ]
+    assert found == pytest.approx([1e-4, 1e-5, 1e-5, 1e-6, 1e-6])
+    tuned = resolved(places, "--finetune")
+    found = [eval_linear.learning_rate(tuned, step, 10) for step in (0, 50, 100, 550, 1000)]
+    assert found == pytest.approx([1e-6, 1e-6 + (4e-3 - 1e-6) / 2, 4e-3, (4e-3 + 1e-5) / 2, 1e-5])
+
+
+def groups_of(places, encoder, *flags):
+    args = resolved(places, "--finetune", *flags, encoder=encoder)
+    backbone, info = common.load_backbone(places[encoder])
+    network, head = eval_linear.make_network(args, backbone, info, 3, torch.device("cpu"))
+    optimizer = eval_linear.make_optimizer(args, network, head)
+    scale = {id(p): (g["lr_scale"], g["weight_decay"]) for g in optimizer.param_groups for p in g["params"]}
+    assert len(scale) == sum(len(g["params"]) for g in optimizer.param_groups) == len([*network.parameters()])
+    return {name: scale[id(p)] for name, p in network.named_parameters()}, type(optimizer).__name__
+
+
+def test_layer_decay(places):
+    """Block i of 3 (from 0) has 0.75^(3 - i) of the rate, the classifier all of it, the patches' embedding 0.75^4."""
+    found, optimizer = groups_of(places, "VIT")
+    assert optimizer == "AdamW" and found["head.weight"] == (1, 0.05) and found["head.bias"] == (1, 0)
+    for name, (scale, decay) in found.items():
+        depth = int(name.split(".")[1]) if name.startswith("blocks") else {"head": 3, "norm": 2}.get(name.split(".")[0], -1)
+        assert scale == pytest.approx(0.75 ** (3 - depth)), name
+        assert decay == (0.05 if name.endswith("weight") and "norm" not in name else 0), name
+
+
+def test_two_rates(places):
+    found, optimizer = groups_of(places, "RESNET")
+    assert optimizer == "SGD"
+    for name, (scale, decay) in found.items():
+        assert (scale * 1e-4, decay) == (pytest.approx(10 if name.startswith("fc.") else 1e-4), 0)
+    assert groups_of(places, "RESNET", "--head-lr", 2)[0]["fc.bias"][0] == pytest.approx(2e4)
+
+
+# ------------------------------------------------------------------ labels
+
+
+@pytest.mark.parametrize("fraction, total", [(0.01, 7), (0.1, 20), (0.5, 100), (1.0, 200)])
+def test_label_fractions_are_balanced_and_repeatable(fraction, total):
+    labels = np.random.default_rng(3).permutation(np.arange(200) % 7)
+    rows, again, other = (eval_linear.balanced_share(labels, fraction, seed) for seed in (0, 0, 1))
+    counts = np.bincount(labels[rows], minlength=7)
+    assert len(rows) == len(set(rows.tolist())) == total and (rows == again).all() and (np.diff(rows) > 0).all()
+    assert counts.max() - counts.min() <= 1 and counts.min() >= 1
+    assert len(other) == total and ((rows != other).any() or fraction == 1)
+    assert set(rows) <= set(eval_linear.balanced_share(labels, min(1, 2 * fraction), 0))
+
+
+def test_the_others_make_up_for_a_class_that_has_too_few():
+    labels = np.array([0] * 30 + [1] * 30 + [2] * 2)
+    rows = eval_linear.balanced_share(labels, 0.5, 0)
+    assert np.bincount(labels[rows]).tolist() in ([15, 14, 2], [14, 15, 2])
+
+
+def test_label_files(places, tmp_path, capsys):
+    train = common.load_images("folder", places["DATA"], True)
+    listed = tmp_path / "list.txt"
+    listed.write_text("a03.png\nc/c05.png\n\nb00.png\na03.png\n")
+    rows = eval_linear.listed_files(train, places["DATA"] / "train", listed)
+    assert [os.path.basename(train.paths[i]) for i in rows] == ["a03.png", "b00.png", "c05.png"]
+    result, said = run(places["VIT"], "--label-files", listed, "--epochs", 1, "--lrs", 0.1, "--no-floors")
+    assert list(result) == ["encoder"] and "3 of 42 training images, 1 to 1 for each class" in said
+    for text in ("a03.png\nnothing.png", "b/a03.png", "", "a20.png"):
+        listed.write_text(text)
+        refused(capsys, lambda: eval_linear.listed_files(train, places["DATA"] / "train", listed))
+    refused(capsys, lambda: eval_linear.listed_files(train, places["DATA"] / "train", tmp_path / "none"))
+    twice = common.ImageSet("x", [0, 1], "ab", paths=["d/a/1.png", "d/b/1.png"])
+    listed.write_text("1.png")
+    refused(capsys, lambda: eval_linear.listed_files(twice, "d", listed))
+    listed.write_text("b/1.png")
+    assert eval_linear.listed_files(twice, "d", listed).tolist() == [1]
+
+
+# ------------------------------------------------------------------ L-BFGS
+
+
+def problem(n=60, d=4, classes=3):
+    g = common.generator(n, d)
+    y = torch.arange(n) % classes
+    return torch.randn(classes, d, generator=g, dtype=torch.float64)[y] + torch.randn(n, d, generator=g, dtype=torch.float64), y
+
+
+def newton(x, y, classes, strength):
+    """The same minimum by damped Newton steps on the whole Hessian, in numpy."""
+    a, onehot, weight = np.hstack([x, np.ones((len(x), 1))]), np.eye(classes)[y], np.zeros((x.shape[1] + 1, classes))
+    penalty = strength * np.kron(np.diag([1.0] * x.shape[1] + [0.0]), np.eye(classes))
+    for _ in range(50):
+        p = np.exp(a @ weight - (a @ weight).max(1, keepdims=True))
+        p /= p.sum(1, keepdims=True)
+        hessian = penalty + 1e-9 * np.eye(len(penalty))  # the biases' common shift is free
+        curvature = p[:, :, None] * (np.eye(classes) - p[:, None])
+        hessian += np.einsum("ni,nj,nkl->ikjl", a, a, curvature, optimize=True).reshape(hessian.shape)
+        gradient = (a.T @ (p - onehot)).ravel() + penalty @ weight.ravel()
+        step = np.linalg.solve(hessian, gradient)
+        weight = weight - step.reshape(weight.shape) / max(1, np.abs(step).max())
+    return torch.from_numpy(weight)
+
+
+@pytest.mark.parametrize("strength", [0.01, 1.0, 30.0])
+def test_lbfgs_against_newton(strength):
+    x, y = problem()
+    weight, gradient = eval_linear.logistic_regression(x, y, 3, strength, tolerance=1e-8)
+    expected = newton(x.numpy(), y.numpy(), 3, strength)
+    assert gradient <= 1e-8
+    torch.testing.assert_close(weight[:-1], expected[:-1], rtol=1e-5, atol=1e-6)
+    centred = [w - w.mean() for w in (weight[-1], expected[-1])]  # a shift of all biases changes nothing
+    torch.testing.assert_close(*centred, rtol=1e-5, atol=1e-6)
+
+
+def test_lbfgs_in_the_limits():
+    """All penalty: no weights, and biases that give the classes' shares. None, on what can be told apart: no error."""
+    x, y = problem()
+    y[:15] = 0
+    weight, _ = eval_linear.logistic_regression(x, y, 3, 1e9, tolerance=1e-10)
+    torch.testing.assert_close(weight[-1].softmax(0), y.bincount() / 60.0, check_dtype=False, rtol=1e-6, atol=1e-6)
+    assert weight[:-1].abs().max() < 1e-6
+    x = x + 20 * F.one_hot(y, 4)
+    weight, _ = eval_linear.logistic_regression(x, y, 3, 1e-9)
+    assert ((x @ weight[:-1] + weight[-1]).argmax(1) == y).all()
+
+
+def test_the_strength_is_the_best_of_the_validation_part_and_then_all_is_fitted(capsys):
+    x, y = problem(120, 30)
+    x[:, 4:] *= 3  # noise
+    x, y, test_x, check = x.float(), y, x[:7].float() * 2, torch.arange(80, 120)
+    grid = [1e-3, 1.0, 30.0, 1e3, 1e6]
+    found = eval_linear.lbfgs_probe(x, y, check, test_x, 3, grid)
+    again = eval_linear.lbfgs_probe(x, y, check, torch.cat([test_x, -test_x]), 3, grid)
+    assert torch.equal(found["logits"], again["logits"][:7]) and found["held_out"] == again["held_out"]
+    mean = x[:80].double().mean(0)
+    scale = (x[:80] - mean).square().mean().sqrt()
+    fit = lambda rows, s: newton(((x[rows] - mean) / scale).numpy(), y[rows].numpy(), 3, s)  # noqa: E731
+    rows, right = torch.arange(80), {}
+    for s in grid:
+        w = fit(rows, s)
+        right[s] = 100 * ((((x[check] - mean) / scale) @ w[:-1] + w[-1]).argmax(1) == y[check]).double().mean().item()
+    assert {float(k): v for k, v in found["held_out"].items()} == pytest.approx(right)
+    best = max(right, key=lambda s: (right[s], s))
+    w = fit(torch.arange(120), best)
+    expected = (((test_x - mean) / scale) @ w[:-1] + w[-1]).softmax(1)
+    torch.testing.assert_close(found["logits"].softmax(1), expected, rtol=1e-3, atol=1e-4)
+    assert found["lr"] == best and found["at_edge"] == (best in (1e-3, 1e6))
+    capsys.readouterr()
+    eval_linear.lbfgs_probe(x, y, check, test_x, 3, [1e-3], iterations=2)
+    assert "warning: strength 0.001 has not converged in 2 iterations: gradient" in capsys.readouterr().out
+
+
+def test_lbfgs_of_a_checkpoint(places, tmp_path):
+    """val/ chooses where there is test/ too, else a part of train/; floors beside it; the scores of the test part."""
+    flags = ["--solver", "lbfgs", "--strengths", 0.1, 1, 10, "--metric", "per_class"]
+    result, said = run(places["VIT"], *flags)
+    assert list(result) == ["encoder", "raw pixels", "untrained"] and "18 images of val/ choose by per_class" in said
+    assert "all 60 are fitted" in said and result["encoder"]["linear_top1"] > 80
+    (tmp_path / "train").symlink_to(places["DATA"] / "train"), (tmp_path / "test").symlink_to(places["DATA"] / "test")
+    other, said = run(places["VIT"], *flags, "--dataset", "folder", "--data-dir", tmp_path, "--holdout", 0.5, "--no-floors")
+    assert list(other) == ["encoder"] and "21 images of the training set choose" in said and "all 42 are fitted" in said
+    assert other["encoder"].keys() == result["encoder"].keys() == {"linear_top1", "linear_per_class"}
+
+
+# ------------------------------------------------------------------ runs
+
+RUNS = {
+    "linear": ("RESNET", "--protocol", "moco", "--lr", 3),
+    "cosine": ("VIT", "--protocol", "patchmix", "--lr", 3),
+    "vit": ("VIT", "--finetune", "--erase", 0.9, "--eval-every", 1),
+    "resnet": ("RESNET", "--finetune", "--label-fraction", 0.9),
+}
+
+
+@pytest.fixture(scope="module", params=RUNS)
+def whole(request, places, tmp_path_factory):
+    """(flags of a run, the folder of an undisturbed one, what it returned, what it printed)."""
+    encoder, *flags = RUNS[request.param]
+    out = tmp_path_factory.mktemp("whole") / "run"
+    flags = [places[encoder], *flags, *FAST]
+    return request.param, flags, out, *run(*flags, "--out", out)
+
+
+def test_a_run_and_what_it_says(whole, places):
+    name, flags, out, result, said = whole
+    kind = "finetune" if "--finetune" in flags else "linear"
+    assert list(result) == ["encoder"] and result["encoder"].keys() == {f"{kind}_top1", f"{kind}_per_class"}
+    records = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    assert [r["step"] for r in records] == [0, STEPS, 2 * STEPS, 3 * STEPS] and records[0]["arguments"]["epochs"] == 3
+    assert result["encoder"].items() <= records[-1].items() and not result["encoder"].keys() & records[1].keys() or name == "vit"
+    args = resolved(places, *flags[1:], encoder="VIT" if flags[0] == places["VIT"] else "RESNET")
+    assert all(f"{k} {getattr(args, k)}" in said for k in args.values) and "scaled linearly" in said
+    before = {p.name: p.read_bytes() for p in out.iterdir()}
+    again, said = run(*flags, "--out", out)
+    assert again == result and "already" in said and {p.name: p.read_bytes() for p in out.iterdir()} == before
+
+
+def test_stopped_and_continued(whole, tmp_path):
+    """In mid-epoch, at an epoch's end, with loader processes, on request: the same as an undisturbed run, bit for bit."""
+    name, flags, out, result, _ = whole
+    assert run(*flags, "--out", tmp_path, "--max-steps", 1)[0] == {} and load(tmp_path)["step"] == 1
+    make, batches = common.Views.__getitems__, []
+
+    def interrupted(self, keys):
+        batches.append(len(keys))
+        if len(batches) == 2:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return make(self, keys)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(common.Views, "__getitems__", interrupted)
+        stopped, said = run(*flags, "--out", tmp_path)
+    assert stopped == 75 and load(tmp_path)["step"] == 3 and "exit status 75" in said
+    random.seed(99), np.random.seed(98), torch.manual_seed(97)  # nothing depends on what these were
+    assert run(*flags, "--out", tmp_path, "--workers", 1 if name == "vit" else 0)[0] == result
+    assert_same_run(out, tmp_path)
+
+
+@pytest.mark.parametrize("encoder", ["VIT", "RESNET"])
+def test_the_frozen_encoder_stays_as_it_is_and_learning_is_seen(places, tmp_path, encoder, monkeypatch):
+    """All weights and statistics, bit for bit; and the classifier learns what separates the classes."""
+    network, _ = common.load_backbone(places[encoder])
+    before = {k: v.clone() for k, v in network.state_dict().items()}
+    info = common.load_backbone(places[encoder])[1]
+    monkeypatch.setattr(common, "load_backbone", lambda *_: (network, info))
+    result, _ = run(
+        places[encoder],
+        "--protocol",
+        "moco",
+        "--lr",
+        5,
+        "--batch-size",
+        16,
+        "--epochs",
+        10,
+        "--out",
+        tmp_path,
+        "--crop-scale",
+        0.5,
+        1,
+    )
+    assert all(torch.equal(before[k], v) for k, v in network.state_dict().items()) and not network.training
+    assert result["encoder"]["linear_top1"] >= 70
+    head = load(tmp_path)["model"]
+    assert set(head) == {"weight", "bias"} and head["weight"].std() > 0.01
+
+    def careless(args, encoder, *_):
+        next(encoder.parameters()).data.add_(1e-3)
+        return torch.ones(3, dtype=torch.float64)
+
+    with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="frozen"):
+        patch.setattr(eval_linear, "train_step", careless)
+        run(places[encoder], "--protocol", "moco", "--epochs", 1, "--batch-size", 16, "--out", tmp_path / "b")
+
+
+@pytest.mark.parametrize(
+    "encoder, flags",
+    [("VIT", ["--lr", 0.04, "--warmup", 0, "--mixup", 0, "--randaug", 0]), ("RESNET", ["--lr", 0.01, "--head-lr", 0.1])],
+)
+def test_fine_tuning_learns(places, tmp_path, encoder, flags):
+    result, _ = run(places[encoder], "--finetune", *flags, "--batch-size", 14, "--epochs", 10, "--out", tmp_path)
+    assert result["encoder"]["finetune_top1"] >= 60
+    network = common.load_backbone(places[encoder])[0]
+    moved = [k for k, v in network.state_dict().items() if not torch.equal(v, load(tmp_path)["model"][k])]
+    assert len(moved) >= len([*network.parameters()])
+
+
+def test_augmentations_are_a_function_of_seed_epoch_and_image(places):
+    args = resolved(places, "--finetune", "--pad", 3)
+    train, info = common.load_images("folder", places["DATA"], True), common.load_backbone(places["VIT"])[1]
+    views = eval_linear.TrainingViews(train, args, info)
+    one, two = views.__getitems__([(0, 3), (1, 5), (1, 3)]), views.__getitems__([(1, 3), (0, 3)])
+    assert torch.equal(one["views"][0][0], two["views"][0][1]) and torch.equal(one["views"][0][2], two["views"][0][0])
+    assert not torch.equal(one["views"][0][0], one["views"][0][2]) and one["views"][0].shape == (3, 3, 16, 16)
+    strong = eval_linear.TrainingViews(train, resolved(places, "--finetune", "--pad", 3, "--randaug", 10), info)
+    assert len(strong.__getitems__([(e, 3) for e in range(150)])["views"][0]) == 150  # at the limit of all its operations
+    plain = resolved(places, "--finetune", "--pad", 3, "--randaug", 0)
+    batch = eval_linear.TrainingViews(train, plain, info).__getitems__([(e, 7) for e in range(40)])
+    padded, corners = np.pad(train[7], ((3, 3), (3, 3), (0, 0))), set()
+    for view in batch["views"][0]:
+        image = view.permute(1, 2, 0).numpy()
+        corners |= {(t, s) for t in range(7) for s in range(7) if (padded[t : t + 16, s : s + 16] == image).all()}
+    assert (
+        len(corners) > 15
+        and (batch["colour"][:, 0, :-1] == torch.tensor([1, 1, 1, 0, 0, 0, 0, 0])).float()[:, [0, 1, 2, 3, 5, 6, 7]].all()
+    )
+    assert 0 < batch["colour"][:, 0, -1].mean() < 1
+
+
+def group(index, port, flags, out):
+    """Process 0 runs alone, 1 and 2 as a group."""
+    torch.set_num_threads(1)
+    if index:
+        os.environ |= dict(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), WORLD_SIZE="2", RANK=str(index - 1))
+        dist.destroy_process_group = lambda: None  # one group for all that follows
+    for i, run_flags in enumerate(flags):
+        eval_linear.main(eval_linear.parse_args([*run_flags, "--out", f"{out}/{i}-{min(index, 1)}", "--device", "cpu"]))
+
+
+def test_two_processes_train_as_one(places, tmp_path):
+    """A frozen protocol, and fine-tuning where nothing pairs the images of a process: weights, optimiser, scores."""
+    tune = "--finetune --mixup 0 --cutmix 0 --drop-path 0".split()
+    flags = [[str(places["RESNET"]), "--protocol", "moco", "--lr", "3", *FAST], [str(places["VIT"]), *tune, *FAST]]
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+    torch.multiprocessing.start_processes(group, (port, flags, str(tmp_path)), nprocs=3, start_method="forkserver")
+    for i in range(len(flags)):
+        one, two = (tmp_path / f"{i}-{k}" for k in (0, 1))
+        a, b = (flat({k: load(out)[k] for k in ("model", "optimizer")}) for out in (one, two))
+        assert a.keys() == b.keys()
+        for name in a:
+            torch.testing.assert_close(a[name], b[name], rtol=1e-4, atol=1e-4, msg=lambda m, name=name: f"{name}: {m}")
+        first, second = (json.loads((out / "metrics.jsonl").read_text().splitlines()[-1]) for out in (one, two))
+        assert {k: v for k, v in first.items() if k != "images_per_s"} == pytest.approx(
+            {k: v for k, v in second.items() if k != "images_per_s"}, rel=1e-4
+        )
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "VIT --protocol nothing",
+        "VIT --solver lbfgs --protocol moco",
+        "VIT --solver lbfgs --finetune",
+        "VIT --finetune --protocol moco",
+    ]
+    + ["VIT --label-fraction 0", "VIT --label-fraction 1.5", "VIT --label-fraction 0.1 --label-files X", "VIT --label-files NONE"]
+    + ["VIT --lr 1", "VIT --protocol moco --lrs 1", "VIT --protocol moco --drop-path 0.1", "VIT --solver lbfgs --epochs 3"]
+    + ["VIT --out OUT", "VIT --metric top1", "VIT --solver lbfgs --strengths 0", "VIT --solver lbfgs --iterations 0"]
+    + ["VIT --protocol moco --epochs 0", "VIT --protocol moco --lr -1", "VIT --protocol moco --crop-scale 0.5 0.2"]
+    + ["VIT --protocol moco --batch-size 0", "VIT --protocol moco --out DATA", "VIT --protocol moco --out OUT"]  # 42 images
+    + ["VIT --finetune --pad 40 --image-size 0", "VIT --finetune --batch-size 15", "VIT --protocol moco --save-every 0"],
+)
+def test_wrong_flags_are_one_line(places, capsys, flags):
+    argv = [str({**places, "NONE": places["DATA"] / "none"}.get(word, word)) for word in flags.split()]
+    refused(capsys, lambda: eval_linear.main(eval_linear.parse_args(argv + ["--device", "cpu"])))
+    assert not places["OUT"].exists()
+
+
+def test_another_configuration_or_encoder_is_refused(places, tmp_path, capsys):
+    flags = [places["VIT"], "--protocol", "moco", *FAST, "--max-steps", 1, "--out", tmp_path]
+    run(*flags)
+    for more in (["--lr", 3], ["--seed", 1], ["--label-fraction", 0.9]):
+        assert run(*flags, *more)[0] == 2 and "another configuration" in capsys.readouterr().err
+    assert run(places["RESNET"], *flags[1:])[0] == 2 and "weights" in capsys.readouterr().err
+
+
+def test_a_loss_that_is_no_number(places, tmp_path, capsys):
+    flags = [places["VIT"], "--finetune", "--protocol", "clim", "--lr", 1e38, *FAST, "--out", tmp_path]
+    assert run(*flags)[0] == 2
+    error = capsys.readouterr().err
+    assert "not finite" in error and len(error.splitlines()) == 1 and not (tmp_path / "last.pt").exists()
