@@ -146,14 +146,14 @@ def parse_args(argv=None):
 
 def check_outputs(args):
     """Exit with a line, before any work, where something cannot be written or a flag would do nothing."""
-    if args.dump and Path(args.dump).exists():
+    if args.dump and os.path.exists(args.dump):
         common.fail(f"--dump {args.dump} is there already: give another name")
     for name in ("pictures", "dump", "attention", "similarities"):
         if path := getattr(args, name):
             folder = Path(path).absolute().parent if name == "dump" else Path(path).absolute()
-            there = next(p for p in (folder, *folder.parents) if p.exists())
-            if not there.is_dir() or not os.access(there, os.W_OK):
-                common.fail(f"--{name} {path} cannot be written: {there} is not a folder that you may write to")
+            there = next(p for p in (folder, *folder.parents) if os.path.exists(p))
+            if not there.is_dir() or not os.access(there, os.W_OK) or max(map(len, Path(path).parts)) > 255:
+                common.fail(f"--{name} {path} cannot be written: {there} is no folder you may write to, or a name is too long")
     if (args.images and not (args.attention or args.similarities)) or (args.keys and not args.similarities):
         common.fail("--images needs --attention or --similarities, and --keys needs --similarities")
 

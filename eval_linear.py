@@ -242,6 +242,7 @@ def check_flags(args):
     args.mode = "finetune" if args.finetune else "linear" if args.protocol not in (None, "probe") else cached
     if args.solver and (args.finetune or (args.protocol or "probe") != "probe"):
         common.fail(f"--solver {args.solver} goes with neither --finetune nor --protocol {args.protocol}")
+    args.label_files = args.label_files or None
     if args.label_fraction and args.label_files:
         common.fail("give --label-fraction or --label-files, not both")
     if args.finetune and args.protocol not in (None, *RECIPES["finetune"]):

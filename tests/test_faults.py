@@ -583,6 +583,10 @@ ACCEPTED = {  # generated values that are right: option: {value: the reason}
     "--out": {"": NOTHING, "missing/x": MADE},
     "--show-views": {"": NOTHING, "missing/x": MADE},
     "--pictures": {"": NOTHING, "missing/x": MADE},
+    "--attention": {"": NOTHING, "missing/x": MADE},
+    "--similarities": {"": NOTHING, "missing/x": MADE},
+    "--dump": {"": NOTHING, "missing/x": MADE},
+    "--label-files": {"": NOTHING},
     "--data-dir": {"": NOTHING},
 }
 
