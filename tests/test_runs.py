@@ -173,6 +173,26 @@ def test_loss_that_is_no_number(method, folder, tmp_path, monkeypatch, capsys):
     assert "going on" in run(method, folder, tmp_path, *flags, "--max-steps", "12")
 
 
+@pytest.mark.parametrize("arch", ["vit_micro", "resnet_nano"])
+@pytest.mark.parametrize("method", METHODS)
+def test_bf16_is_for_the_networks_only(method, arch, folder, tmp_path, monkeypatch):
+    """Embeddings, losses, statistics and weights stay in float32, and the loss is about that of a run without bf16."""
+    module, seen, losses = importlib.import_module(method), [], {}
+    add = module.EpochLog.add
+
+    def watch(self, metrics, step, images_left):
+        seen.extend(v.dtype for v in metrics.values())
+        losses.setdefault(amp, metrics["loss"].item())
+        add(self, metrics, step, images_left)
+
+    monkeypatch.setattr(module.EpochLog, "add", watch)
+    for amp in ("bf16", "off"):
+        run(method, folder, tmp_path / amp, "--arch", arch, "--amp", amp, "--max-steps", "2")
+    state = load(tmp_path / "bf16" / "last.pt")["model"]
+    assert set(seen) == {torch.float32} == {v.dtype for v in state.values() if v.is_floating_point()}
+    assert losses["bf16"] != losses["off"] and abs(losses["bf16"] / losses["off"] - 1) < 0.02
+
+
 # ---------------------------------------------------------------------- kills
 
 
