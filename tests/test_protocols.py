@@ -16,6 +16,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from PIL import Image
 from test_common import refused
+from test_runs import tensors
 
 import common
 import eval_linear
@@ -73,16 +74,9 @@ def load(out):
     return torch.load(out / "last.pt", weights_only=True)
 
 
-def flat(state, name=""):
-    if isinstance(state, dict | list | tuple):
-        pairs = state.items() if isinstance(state, dict) else enumerate(state)
-        return {k: v for key, value in pairs for k, v in flat(value, f"{name}/{key}").items()}
-    return {name: state}
-
-
 def assert_same_run(one, two):
     """Bit for bit: weights, optimiser, metrics, but for times and for what operates a run."""
-    a, b = (flat({k: v for k, v in load(out).items() if k != "config"}) for out in (one, two))
+    a, b = (tensors({k: v for k, v in load(out).items() if k != "config"}) for out in (one, two))
     assert a.keys() == b.keys()
     assert [k for k in a if not (torch.equal(a[k], b[k]) if torch.is_tensor(a[k]) else a[k] == b[k])] == []
     records = [[json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()][1:] for out in (one, two)]
@@ -461,7 +455,7 @@ def test_two_processes_train_as_one(places, tmp_path):
     torch.multiprocessing.start_processes(group, (port, flags, str(tmp_path)), nprocs=3, start_method="forkserver")
     for i in range(len(flags)):
         one, two = (tmp_path / f"{i}-{k}" for k in (0, 1))
-        a, b = (flat({k: load(out)[k] for k in ("model", "optimizer")}) for out in (one, two))
+        a, b = (tensors({k: load(out)[k] for k in ("model", "optimizer")}) for out in (one, two))
         assert a.keys() == b.keys()
         for name in a:
             torch.testing.assert_close(a[name], b[name], rtol=1e-4, atol=1e-4, msg=lambda m, name=name: f"{name}: {m}")
