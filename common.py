@@ -755,7 +755,7 @@ def knn_predict(train_x, train_y, test_x, k, temperature, num_classes):
     return knn_scores(train_x, train_y, test_x, (k,), temperature, num_classes)[k].argmax(1)
 
 
-def knn_accuracy(encoder, train, test, info, device, ks=(20,), temperature=0.07, workers=0, amp=False):
+def knn_accuracy(encoder, train, test, info, device, ks=(20, 200), temperature=0.07, workers=0, amp=False):
     """Top-1 accuracy in percent for each k: {k: float}. The bank is the labelled training set, augmented by nothing."""
     train, truth = train.labelled(), torch.from_numpy(test.labels)
     train_x, test_x = (extract_features(encoder, part, info, device, 256, workers, amp).to(device) for part in (train, test))
