@@ -2,6 +2,7 @@
 
     python tests/results.py train --data-dir DIR [--arms jcl clim] [--seeds 0 1 2] [--jobs 2]
     python tests/results.py floors --data-dir DIR
+    python tests/results.py protocols --data-dir DIR --jobs 1    every evaluation, on moco's and patchmix-3's seed 0 and untrained
     python tests/results.py readme                   write the tables into README
     python tests/results.py curves OUT.png           learning curves (needs matplotlib)
 
@@ -65,6 +66,20 @@ ARMS = {
     "patchmix-mtm": ("PatchMix, M = 3, mtm alone", "patchmix.py --num-mix 3 --terms mtm", "patchmix-1", 2),
     "mocov3": ("MoCo v3 (M = 1, released weights)", "patchmix.py --num-mix 1 --variant released", None, 2),
     "patchmix-released": ("PatchMix, M = 3, released weights", "patchmix.py --num-mix 3 --variant released", "mocov3", 2),
+}
+
+SHORT = "--label-fraction 0.1 --epochs 30"
+# name: (whose encoder, flags of eval_linear.py): the papers' settings but for the share of labels and the epochs
+PROTOCOLS = {
+    "linear probe (ours)": ("resnet", "--label-fraction 0.1"),
+    "linear, MoCo, JCL and CLIM": ("resnet", f"--protocol moco {SHORT}"),
+    "linear, JointCrop": ("resnet", f"--protocol jointcrop {SHORT}"),
+    "linear, JointCrop on small sets": ("resnet", f"--protocol jointcrop-small {SHORT}"),
+    "linear, PatchMix": ("vit", f"--protocol patchmix {SHORT}"),
+    "logistic regression (LoGo)": ("resnet", "--solver lbfgs --label-fraction 0.1"),
+    "fine-tuning, CLIM": ("resnet", f"--finetune {SHORT}"),
+    "fine-tuning, CLIM, 1 % of the labels": ("resnet", "--finetune --label-fraction 0.01 --epochs 60 --batch-size 64"),
+    "fine-tuning, PatchMix": ("vit", f"--finetune {SHORT}"),
 }
 
 
@@ -155,6 +170,36 @@ def floors(args):
     (KEPT / f"{args.budget}-floors.json").write_text(json.dumps(found, indent=1) + "\n")
 
 
+def evaluate(flags, out):
+    """Top-1 in percent of one evaluation."""
+    torch.set_num_threads(1)
+    trained = "--protocol" in flags or "--finetune" in flags
+    args = eval_linear.parse_args([*flags, "--workers", "0", *(["--out", out] if trained else ["--no-floors"])])
+    return next(v for k, v in eval_linear.main(args)["encoder"].items() if k.endswith("_top1"))
+
+
+def protocols(args):
+    """Each evaluation of PROTOCOLS, of a trained and of an untrained encoder."""
+    runs, how = Path(args.runs).resolve(), BUDGETS[args.budget]
+    file = KEPT / f"{args.budget}-protocols.json"
+    found = json.loads(file.read_text()) if file.exists() else {}
+    with ProcessPoolExecutor(args.jobs, get_context("spawn")) as pool:
+        waiting = {}
+        for name, (kind, flags) in PROTOCOLS.items():
+            untrained = ["--arch", how[kind], "--random-init", "--dataset", "cifar10"]
+            untrained += ["--patch-size", "8"] if how[kind] == "vit_micro" else []
+            run = str(runs / f"{args.budget}-{dict(resnet='moco', vit='patchmix-3')[kind]}-s0")
+            for encoder, words in {"trained": [run], "untrained": untrained}.items():
+                if encoder not in found.get(name, {}):
+                    out = runs / "protocols" / "".join(c if c.isalnum() else "-" for c in f"{encoder} {name}")
+                    line = [*words, *flags.split(), "--data-dir", args.data_dir]
+                    waiting[pool.submit(evaluate, line, str(out))] = name, encoder
+        for future in as_completed(waiting):
+            name, encoder = waiting[future]
+            found.setdefault(name, dict(flags=PROTOCOLS[name][1]))[encoder] = round(future.result(), 4)
+            file.write_text(json.dumps({name: found[name] for name in PROTOCOLS if name in found}, indent=1) + "\n")
+
+
 # --------------------------------------------------------------- the tables
 
 
@@ -200,14 +245,24 @@ def table(budget, tier):
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
+def protocol_table(budget):
+    """Markdown of the evaluations."""
+    lines = [["protocol", "encoder", "flags of `eval_linear.py`", "trained", "untrained"], ["---"] * 5]
+    for name, row in json.loads((KEPT / f"{budget}-protocols.json").read_text()).items():
+        kind = {"resnet": "MoCo v2", "vit": "PatchMix"}[PROTOCOLS[name][0]]
+        lines.append([name, kind, f"`{row['flags']}`", *(f"{row[e]:.1f}" if e in row else "" for e in ("trained", "untrained"))])
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
 def with_tables(readme):
     """README's text with each table between its two marks written anew."""
     for budget in BUDGETS:
-        for tier in (1, 2):
-            begin, end = f"<!-- tests/results.py: {budget}, tier {tier} -->\n", "\n<!-- end -->"
+        for what in ("tier 1", "tier 2", "protocols"):
+            begin, end = f"<!-- tests/results.py: {budget}, {what} -->\n", "\n<!-- end -->"
             if begin in readme:
                 before, after = readme.split(begin)
-                readme = before + begin + table(budget, tier) + after[after.index(end) :]
+                new = protocol_table(budget) if what == "protocols" else table(budget, int(what[-1]))
+                readme = before + begin + new + after[after.index(end) :]
     return readme
 
 
@@ -248,16 +303,17 @@ def curves(args):
 def main(argv=None):
     parser = common.ArgumentParser("tests/results.py", description=__doc__.splitlines()[0])
     actions = parser.add_subparsers(required=True, metavar="ACTION")
-    for name, function in dict(train=train, floors=floors, readme=write_readme, curves=curves).items():
+    for name, function in dict(train=train, floors=floors, protocols=protocols, readme=write_readme, curves=curves).items():
         action = actions.add_parser(name, help=function.__doc__)
         action.set_defaults(function=function)
         action.add_argument("--budget", choices=BUDGETS, default="cpu")
-        if function in (train, floors):
+        if function in (train, floors, protocols):
             action.add_argument("--data-dir", required=True, metavar="DIR")
         if function is train:
             tier1 = [arm for arm, (*_, tier) in ARMS.items() if tier == 1]
             action.add_argument("--arms", nargs="+", choices=ARMS, default=tier1, metavar="ARM", help="default: tier 1")
             action.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2], metavar="N")
+        if function in (train, protocols):
             action.add_argument("--jobs", type=int, default=2, metavar="N", help="runs side by side")
             action.add_argument("--runs", default="runs/results", metavar="DIR", help="where the runs' folders are")
         if function is curves:
