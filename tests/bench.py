@@ -80,6 +80,7 @@ def alone(prepare, *arguments, small=None):
 
 def _measured(prepare, arguments, small):
     torch.set_flush_denormal(True)
+    common.keep_memory()
     if small:
         prepare(*small)()
     function = prepare(*arguments)
