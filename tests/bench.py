@@ -80,7 +80,6 @@ def alone(prepare, *arguments, small=None):
 
 def _measured(prepare, arguments, small):
     torch.set_flush_denormal(True)
-    common.keep_memory()
     if small:
         prepare(*small)()
     function = prepare(*arguments)
@@ -397,11 +396,13 @@ def embeddings(count):
 
 
 def neighbors(count):
+    common.keep_memory()
     x = embeddings(count)
     return lambda: clim.nearest_neighbors(x, 40)
 
 
 def clusters(count):
+    common.keep_memory()
     x = embeddings(count)
     return lambda: clim.kmeans(x, max(1, count // 128), generator=torch.Generator().manual_seed(0))
 
@@ -597,6 +598,8 @@ def main(argv=None):
     parser.add_argument("--steps", type=int, default=2000, metavar="N", help="of flat")
     parser.add_argument("--json", metavar="FILE")
     args = parser.parse_args(argv)
+    torch.set_flush_denormal(True)
+    common.keep_memory()  # as the scripts do
     rows = SECTIONS[args.what](args)
     print(f"torch {torch.__version__}, {torch.get_num_threads()} threads\n{table(rows)}")
     if args.json and os.environ.get("RANK", "0") == "0":
