@@ -462,6 +462,7 @@ class PatchMix(nn.Module):
 def init_distributed(args):
     """Join torchrun's process group, if there is one; returns this process's device."""
     torch.set_flush_denormal(True)  # denormal numbers make a CPU several times slower
+    common.keep_memory()
     warnings.filterwarnings("ignore", ".*(broadcast_buffers|Grad strides do not match).*")  # about speed and names only
     use_cuda = args.device != "cpu" and torch.cuda.is_available()
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if use_cuda else torch.device("cpu")
