@@ -1,6 +1,7 @@
 """Does each paper's improvement over its baseline show? The runs, their numbers in tests/results, README's tables. By hand.
 
     python tests/results.py train --data-dir DIR [--arms jcl clim] [--seeds 0 1 2] [--jobs 2]
+    python tests/results.py train --budget patterns          each script's default run, and its baseline by the same recipe
     python tests/results.py floors --data-dir DIR
     python tests/results.py protocols --data-dir DIR --jobs 1    every evaluation, on moco's and patchmix-3's seed 0 and untrained
     python tests/results.py readme                   write the tables into README
@@ -34,12 +35,11 @@ import eval_linear  # noqa: E402
 KEPT = ROOT / "tests" / "results"
 MEASURES = {"knn20_top1": "kNN, k = 20", "knn200_top1": "kNN, k = 200", "linear_top1": "linear"}
 BUDGETS = {
-    "cpu": dict(
-        resnet="resnet_micro", vit="vit_micro", epochs=6, batch=128, knn_every=2, clim="--clim-start 1 --refresh-every 3"
-    ),
-    "gpu": dict(resnet="resnet18", vit="vit_tiny", epochs=200, batch=512, knn_every=20),
+    "cpu": dict(data="cifar10", resnet="resnet_micro", vit="vit_micro", epochs=6, batch=128, knn_every=2),
+    "gpu": dict(data="cifar10", resnet="resnet18", vit="vit_tiny", epochs=200, batch=512, knn_every=20),
+    "patterns": dict(data="patterns", resnet="resnet_micro", vit="vit_micro"),  # each script's default run
 }
-# name: (what it is, script and flags, its baseline, tier)
+# name: (what it is, script and flags, its baseline, tier); the budget `patterns` has arms of its own
 ARMS = {
     "moco": ("MoCo v2", "moco_jointcrop.py --joint none", None, 1),
     "jointcrop": ("J-Crop(0)", "moco_jointcrop.py --joint crop", "moco", 1),
@@ -67,6 +67,16 @@ ARMS = {
     "patchmix-mtm": ("PatchMix, M = 3, mtm alone", "patchmix.py --num-mix 3 --terms mtm", "patchmix-1", 2),
     "mocov3": ("MoCo v3 (M = 1, released weights)", "patchmix.py --num-mix 1 --variant released", None, 2),
     "patchmix-released": ("PatchMix, M = 3, released weights", "patchmix.py --num-mix 3 --variant released", "mocov3", 2),
+    "moco-default": ("MoCo v2", "moco_jointcrop.py --joint none", None, "patterns"),
+    "jointcrop-default": ("J-Crop(0)", "moco_jointcrop.py", "moco-default", "patterns"),
+    "jcl-one-key": ("one key: MoCo v2", "jcl.py --num-keys 1", None, "patterns"),
+    "jcl-default": ("JCL, M' = 3", "jcl.py", "jcl-one-key", "patterns"),
+    "clim-none": ("no positives: MoCo v2", "clim.py --selection none", None, "patterns"),
+    "clim-default": ("CLIM", "clim.py", "clim-none", "patterns"),
+    "logo-none": ("no local crops: MoCo, both views as queries", "logo.py --local-crops 0", None, "patterns"),
+    "logo-default": ("LoGo on MoCo", "logo.py", "logo-none", "patterns"),
+    "patchmix-one": ("PatchMix, M = 1", "patchmix.py --num-mix 1", None, "patterns"),
+    "patchmix-default": ("PatchMix, M = 2", "patchmix.py", "patchmix-one", "patterns"),
 }
 
 SHORT = "--label-fraction 0.1 --epochs 30"
@@ -104,6 +114,8 @@ FRONT = {
 def command(budget, arm, seed):
     """The command line of one run, without the data's place and the run's folder."""
     how, (_, script, _, _) = BUDGETS[budget], ARMS[arm]
+    if "epochs" not in how:
+        return f"{script} --seed {seed}"
     flags = f"--dataset cifar10 --arch {how['vit' if script.startswith('patchmix') else 'resnet']} --epochs {how['epochs']} "
     flags += f"--batch-size {how['batch']} --knn-every {how['knn_every']} --seed {seed}"
     soon = " --clim-start 1 --refresh-every 3" if script.startswith("clim") and how["epochs"] < 50 else ""
@@ -124,32 +136,41 @@ def keep(budget, arm, seed, record):
 
 def train_and_judge(line, out, data_dir):
     """Run a script to its end, judge what it learned; returns the record that is kept."""
-    torch.set_num_threads(1)
-    whole = not out.exists()
-    environment = dict(os.environ, OMP_NUM_THREADS="1")
+    whole, where = not out.exists(), ["--data-dir", data_dir] if data_dir else []
     with open(f"{out}.log", "a") as log:
-        words = [sys.executable, *shlex.split(line), "--data-dir", data_dir, "--workers", "0", "--out", str(out)]
+        words = [sys.executable, *shlex.split(line), *where, "--workers", "0", "--out", str(out)]
+        environment = dict(os.environ, OMP_NUM_THREADS="1")
         done = subprocess.run(words, cwd=ROOT, env=environment, stdout=log, stderr=subprocess.STDOUT)
     if done.returncode:
         raise RuntimeError(f"{line}: exit status {done.returncode}, see {out}.log")
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
-    flags = eval_linear.parse_args([str(out), "--data-dir", data_dir, "--no-floors", "--workers", "0"])
+    record = judge(line, out, where)
+    if whole:  # a run that goes on does not know what it used before
+        record["cpu_s"] = round(used.ru_utime + used.ru_stime)
+    return record
+
+
+def judge(line, out, where):
+    """The record of a run that has ended: its epochs with kNN, and the linear probe."""
+    torch.set_num_threads(1)
+    flags = eval_linear.parse_args([str(out), *where, "--no-floors", "--workers", "0"])
     linear = eval_linear.main(flags)["encoder"]["linear_top1"]
     first, *epochs = common.read_metrics(out / "metrics.jsonl")
     shown = ("epoch", "loss", "below_chance", "std", "knn20_top1", "knn200_top1")
     record = dict(command=line, **{k: first[k] for k in ("torch", "device", "commit")})
-    record["epochs"] = [{k: round(r[k], 4) for k in shown if k in r} for r in epochs]
-    record["linear_top1"] = round(linear, 4)
-    if whole:  # one that goes on does not know what it used before
-        record["cpu_s"] = round(used.ru_utime + used.ru_stime)
-    return record
+    record["epochs"] = [{k: round(r[k], 4) for k in shown if k in r} for r in epochs if "knn20_top1" in r]
+    return record | {"linear_top1": round(linear, 4)}
 
 
 def train(args):
     """Every run of the chosen arms that is not kept yet, --jobs side by side, all arms of a seed before the next seed."""
     runs = Path(args.runs).resolve()
     runs.mkdir(parents=True, exist_ok=True)
-    missing = [(arm, seed) for seed in args.seeds for arm in args.arms if seed not in kept_runs(args.budget, arm)]
+    tiers = ("patterns",) if args.budget == "patterns" else (1, 2)
+    arms = args.arms or [arm for arm, (*_, tier) in ARMS.items() if tier == tiers[0]]
+    if wrong := [arm for arm in arms if ARMS[arm][3] not in tiers]:
+        common.fail(f"--arms {' '.join(wrong)}: not of the budget {args.budget}")
+    missing = [(arm, seed) for seed in args.seeds for arm in arms if seed not in kept_runs(args.budget, arm)]
     print(f"{len(missing)} runs to do", flush=True)
     # A fresh process each, so that what its children used is the run's alone.
     with ProcessPoolExecutor(args.jobs, get_context("spawn"), max_tasks_per_child=1) as pool:
@@ -169,11 +190,11 @@ def floors(args):
     """Raw pixels, and both encoders untrained."""
     torch.set_num_threads(1)
     how, found = BUDGETS[args.budget], {}
-    parts = [common.load_images("cifar10", args.data_dir, part, size=32) for part in (True, False)]
+    parts = [common.load_images(how["data"], args.data_dir, part, size=32) for part in (True, False)]
     for name in ("pixels", "resnet", "vit"):
         torch.manual_seed(0)
         patch = 8 if how["vit"] == "vit_micro" else 2
-        info = common.backbone_info(how["resnet" if name == "pixels" else name], 32, patch, norm=common.NORMS["cifar10"])
+        info = common.backbone_info(how["resnet" if name == "pixels" else name], 32, patch, norm=common.NORMS[how["data"]])
         encoder = torch.nn.Flatten() if name == "pixels" else common.build_backbone(info)
         x = [common.extract_features(encoder, part, info, torch.device("cpu")) for part in parts]
         y = [torch.from_numpy(part.labels) for part in parts]
@@ -285,7 +306,7 @@ def protocol_table(budget):
 
 
 TABLES = {"front": front, "tier 1": lambda budget: table(budget, 1), "tier 2": lambda budget: table(budget, 2)}
-TABLES["protocols"] = protocol_table
+TABLES |= {"protocols": protocol_table, "runs": lambda budget: table(budget, "patterns")}
 
 
 def with_tables(readme):
@@ -318,7 +339,7 @@ def curves(args):
                 {r["epoch"]: r["knn20_top1"] for r in record["epochs"] if "knn20_top1" in r}
                 for record in kept_runs(args.budget, arm).values()
             ]
-            if tier > 1 or family not in (arm, baseline) or not runs:
+            if tier != 1 or family not in (arm, baseline) or not runs:
                 continue
             epochs = sorted(set.intersection(*(set(run) for run in runs)))
             values = [[run[e] for run in runs] for e in epochs]
@@ -340,10 +361,9 @@ def main(argv=None):
         action.set_defaults(function=function)
         action.add_argument("--budget", choices=BUDGETS, default="cpu")
         if function in (train, floors, protocols):
-            action.add_argument("--data-dir", required=True, metavar="DIR")
+            action.add_argument("--data-dir", metavar="DIR")
         if function is train:
-            tier1 = [arm for arm, (*_, tier) in ARMS.items() if tier == 1]
-            action.add_argument("--arms", nargs="+", choices=ARMS, default=tier1, metavar="ARM", help="default: tier 1")
+            action.add_argument("--arms", nargs="+", choices=ARMS, metavar="ARM", help="default: tier 1, or all of patterns")
             action.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2], metavar="N")
         if function in (train, protocols):
             action.add_argument("--jobs", type=int, default=2, metavar="N", help="runs side by side")
