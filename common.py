@@ -1,6 +1,6 @@
 """Data, evaluation and the files of a run: what the method files share, and nothing of training.
 
-    1. messages        fail, say, progress, StopRequest
+    1. messages        fail, memory_in_words, say, progress, StopRequest
     2. randomness      uniform, generator: pure functions of what is being made
     3. data sets       load_images -> ImageSet (patterns, cifar10, cifar100, stl10, imagenet100, imagenet, folder)
     4. views           random_resized_crop and random_colour draw; Views cuts in the loader; colour acts on the device
@@ -45,6 +45,8 @@ from torch.utils.data import DataLoader, Dataset, default_convert
 
 def fail(message):
     """A mistake of the user or the world: one line on stderr, from one process, and exit status 2."""
+    if lacks_memory(sys.exc_info()[1]):  # this is why, and `memory_in_words` says it
+        raise
     first = os.environ.get("RANK", "0") == "0"
     if dist.is_initialized():  # perhaps only one process has found it: the first to come here says it
         with contextlib.suppress(RuntimeError):
@@ -62,6 +64,32 @@ def end_without_peer(kind, error, trace):
         print("error: another process of this run has ended; its own message says why", file=sys.stderr, flush=True)
     else:
         sys.__excepthook__(kind, error, trace)
+
+
+def lacks_memory(error):
+    """What an exception says of too little memory, the CPU's or a GPU's; None if it says nothing of it."""
+    words = ("out of memory", "allocate memory", "unable to allocate", "bad_alloc", "alloc_failed", "memoryerror")
+    found = [line for line in f"{error}\n{type(error).__name__}".splitlines() if any(w in line.lower() for w in words)]
+    return found[0].strip() if found and isinstance(error, (MemoryError, RuntimeError, OSError)) else None
+
+
+def memory_in_words(main):
+    """For a script's main(args): too little memory ends it in a line that says which flags need less."""
+
+    @functools.wraps(main)
+    def explained(args):
+        try:
+            return main(args)
+        except (MemoryError, RuntimeError, OSError) as error:
+            if not (reason := lacks_memory(error)):
+                raise
+        advice = "give a lower --batch-size, or --amp"
+        if hasattr(args, "grad_checkpoint"):
+            advice = "the same command with --grad-checkpoint, --amp bf16 or fewer --workers goes on from the last save; a lower "
+            advice += "--batch-size (it is of all processes together) or --queue needs a new --out"
+        fail(f"too little memory ({reason.split(' Of the allocated')[0]}): {advice}")
+
+    return explained
 
 
 class ArgumentParser(argparse.ArgumentParser):
@@ -224,6 +252,8 @@ def open_image(path):
     try:
         with Image.open(path) as image:
             yield image
+    except MemoryError as error:  # the file may be good: it must not be left out
+        raise MemoryError(f"MemoryError while reading {path}") from error
     except Exception as error:  # a damaged file may raise anything
         raise BadImage(f"cannot read the image {path}: {error or type(error).__name__}") from error
 
@@ -546,7 +576,7 @@ class Loader(DataLoader):
             _end_workers()
             fail(f"{str(error).strip().splitlines()[-1].removeprefix('common.BadImage: ')}; {REPLACE}")
         except RuntimeError as error:
-            if "DataLoader worker" not in str(error):
+            if "DataLoader worker (pid" not in str(error):
                 raise
             _end_workers()
             fail(f"{error}: out of memory? The same command goes on from the last save; try fewer --workers")
@@ -964,7 +994,7 @@ def load_checkpoint(path):
         try:
             return read_checkpoint(candidate)
         except (RuntimeError, OSError) as error:
-            if candidate == previous or not previous.exists():
+            if candidate == previous or not previous.exists() or lacks_memory(error):
                 fail(str(error))
             say(f"warning: {error}; going on from {previous}")
 

@@ -747,6 +747,7 @@ def train_protocol(args, device, encoder, info):
     return {"encoder": result}
 
 
+@common.memory_in_words
 def main(args):
     device, encoder, info = open_encoder(args)
     resolve(args, info)

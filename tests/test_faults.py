@@ -82,8 +82,9 @@ def evaluate(script, checkpoint, folder, *more):
 # ---------------------------------------------------------------------- files
 
 
-def life(script, argv, die, limit, environment):
-    """A script in a process of its own. die: the image at which a loader's worker is killed; limit: of bytes in a file."""
+def life(script, argv, die, limit, environment, memory=0):
+    """A script in a process of its own. die: the image at which a loader's worker is killed; limit: of bytes in a file; memory:
+    bytes that it gets besides what it has after its imports."""
     os.environ |= environment
     module, get, parent, count = importlib.import_module(script), common.ImageSet.__getitem__, os.getpid(), [0]
     if script in METHODS:
@@ -91,6 +92,10 @@ def life(script, argv, die, limit, environment):
     if limit:  # as a full disk: a write stops in the middle
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+
+    if memory:
+        pages = int(Path("/proc/self/statm").read_text().split()[0])
+        resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + memory,) * 2)
 
     def mortal(self, i):
         count[0] += 1
@@ -106,7 +111,7 @@ def life(script, argv, die, limit, environment):
         sys.exit(1)
 
 
-def processes(script, each, log, die=0, limit=0, seconds=240):
+def processes(script, each, log, die=0, limit=0, memory=0, seconds=240):
     """[(exit status, stdout, stderr)] of a script in processes of their own, one for each list of arguments; several make a
     group. None is the status of one that does not end."""
     with socket.socket() as s:
@@ -115,7 +120,7 @@ def processes(script, each, log, die=0, limit=0, seconds=240):
     group, started = dict(WORLD_SIZE=str(len(each)), MASTER_ADDR="127.0.0.1", MASTER_PORT=port), []
     for rank, argv in enumerate(each):
         environment = group | dict(RANK=str(rank)) if len(each) > 1 else {}
-        args = (life, f"{log}{rank}", script, [str(a) for a in argv], die, limit, environment)
+        args = (life, f"{log}{rank}", script, [str(a) for a in argv], die, limit, environment, memory)
         started.append(runs.CHILDREN.Process(target=runs._redirected, args=args))
         started[-1].start()
     ends, until = [], time.monotonic() + seconds
@@ -388,6 +393,100 @@ def test_a_killed_worker_is_one_line(begun, folder, tmp_path, script):
     argv = argv if script == "jcl" else evaluate(script, begun["jcl"], folder)
     ((status, _, error),) = processes(script, [[*argv, "--workers", "2"]], tmp_path / "log", die=9)
     assert is_one_line(status, error) and "worker" in error, error
+
+
+# --------------------------------------------------------------------- memory
+
+
+def what_lacks_memory():
+    """Kinds of exceptions, as torch, numpy, Python and a loader's worker raise them."""
+    yield torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. Of the allocated memory ...")
+    yield RuntimeError("CUDA error: out of memory\nCUDA kernel errors might be asynchronously reported")
+    yield RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`")
+    yield RuntimeError("std::bad_alloc")
+    yield MemoryError()
+    yield MemoryError("Caught MemoryError in DataLoader worker process 0.\nOriginal Traceback:\n  File ...\nMemoryError")
+    yield RuntimeError("Caught RuntimeError in DataLoader worker process 0.\nRuntimeError: can't allocate memory: you ...")
+    yield OSError(12, "Cannot allocate memory")
+
+
+MEMORY = {method: ("--grad-checkpoint", "--amp bf16", "--batch-size") for method in METHODS}
+MEMORY |= {script: ("--batch-size", "--amp") for script in EVALUATIONS}
+
+
+@pytest.mark.parametrize("script", MEMORY)
+def test_too_little_memory_is_one_line_and_costs_nothing(begun, folder, tmp_path, monkeypatch, script):
+    """While encoding, training, building the network, reading a checkpoint or writing one."""
+    out = tmp_path / "run"
+    shutil.copytree(begun[script if script in METHODS else "jcl"], out)
+    argv = [*FLAGS, *QUIET, "--data-dir", folder, "--out", out] if script in METHODS else evaluate(script, out, folder)
+    before = {path: content for path, content in runs.contents(out).items() if path.name not in ("metrics.jsonl", "backbone.pt")}
+    places = [(common, "colour"), (torch, "save"), (torch.optim.Optimizer, "load_state_dict")] if script in METHODS else []
+    for target, name in [*places, (common, "normalize"), (torch, "load"), (common.timm, "create_model")]:
+        for error in what_lacks_memory() if name == "normalize" else [MemoryError(), next(what_lacks_memory())]:
+
+            def short(*_, error=error, **__):
+                raise error
+
+            with monkeypatch.context() as patch:
+                patch.setattr(target, name, short)
+                line = refuse(script, argv, "too little memory", *MEMORY[script])
+            assert ("--grad-checkpoint" in line) == (script in METHODS)
+            after = runs.contents(out)
+            assert {path: after[path] for path in before} == before and not list(out.glob("*.tmp"))
+    assert attempt(script, argv) == ("done", "")
+
+
+@pytest.mark.parametrize("script", MEMORY)
+def test_memory_that_runs_out_is_one_line(script, folder, tmp_path):
+    """An allocation that truly fails: images of 2048 px, in 400 MiB."""
+    argv = ["--data-dir", folder, "--arch", "resnet_micro", "--image-size", "2048", "--device", "cpu"]
+    if script in METHODS:
+        argv += ["--batch-size", "32", "--patch-size", "8", *QUIET, "--out", tmp_path / "run"]
+    else:
+        argv += ["--random-init", "--no-floors"]
+    ((status, _, error),) = processes(script, [argv], tmp_path / "log", memory=400 * 2**20)
+    assert is_one_line(status, error) and "too little memory" in error and not list(tmp_path.glob("run/*.pt")), error
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("error, words", [(MemoryError(), "MemoryError"), (RuntimeError("a mistake in the code"), None)])
+def test_an_error_in_a_worker_is_told_as_what_it_is(monkeypatch, folder, tmp_path, workers, error, words):
+    def wrong(*_):
+        raise error
+
+    monkeypatch.setattr(common, "cut", wrong)
+    argv = [*FLAGS, *QUIET, "--workers", workers, "--data-dir", folder, "--out", tmp_path]
+    if words:
+        refuse("jcl", argv, "too little memory", words)
+    else:
+        end, line = attempt("jcl", argv)
+        assert end.startswith("RuntimeError: ") and line == ""  # a traceback is right
+
+
+def test_a_checkpoint_is_not_passed_over_because_memory_is_short(begun, folder, tmp_path, monkeypatch):
+    """The one before it would cost an epoch."""
+    shutil.copytree(begun["jcl"], tmp_path / "run")
+    assert (tmp_path / "run" / "last.prev.pt").exists()
+    errors, torch_load = [MemoryError()], torch.load
+
+    def short(*args, **kwargs):
+        if errors:
+            raise errors.pop()
+        return torch_load(*args, **kwargs)
+
+    monkeypatch.setattr(torch, "load", short)
+    refuse("jcl", [*FLAGS, *QUIET, "--data-dir", folder, "--out", tmp_path / "run"], "too little memory")
+
+
+def test_an_image_is_not_bad_because_memory_is_short(folder, tmp_path, monkeypatch):
+    """Otherwise --skip-bad-images would leave good images out."""
+
+    def short(*_):
+        raise MemoryError
+
+    monkeypatch.setattr(Image.Image, "convert", short)
+    refuse("jcl", [*FLAGS, "--data-dir", folder, "--skip-bad-images", "--out", tmp_path / "run"], "too little memory", ".png")
 
 
 # ------------------------------------------------------------------- bad data
