@@ -681,11 +681,13 @@ def train_protocol(args, device, encoder, info):
     end = min(total, args.max_steps or total)
     state = common.load_run(checkpoint, config, len(train)) if checkpoint else None
     if state:
-        network.load_state_dict(state["model"])
-        optimizer.load_state_dict(state["optimizer"])
-        step, sums = state["step"], state["log"]["sums"]
-        sums = sums[rank] if len(sums) == world else sums.sum(0).div(world)
-        sums = sums.to(device)
+        try:
+            network.load_state_dict(state["model"])
+            optimizer.load_state_dict(state["optimizer"])
+            step, sums = state["step"], state["log"]["sums"].double().view(-1, 3)
+        except (RuntimeError, ValueError, TypeError, KeyError, AttributeError, IndexError) as error:
+            common.fail(f"{checkpoint} does not fit this training: {' '.join(str(error).split())[:300]}")
+        sums = (sums[rank] if len(sums) == world else sums.sum(0).div(world)).to(device)
     places = common.gather_uneven(torch.tensor([[step, len(train)]], device=common.collective_device()))
     if (places != places[0]).any():
         common.fail("the processes see different checkpoints or images: --out and --data-dir must be on shared disks")
