@@ -1071,12 +1071,22 @@ def begin_run(out, config, checkpoint, step):
         write_whole(out / "metrics.jsonl", lambda t: t.write_text("".join(json.dumps(r) + "\n" for r in kept)))
 
 
+def is_finite(state):
+    """Whether all numbers in the tensors of a nested state are finite."""
+    if torch.is_tensor(state):
+        return state.isfinite().all().item()
+    return all(map(is_finite, state.values() if isinstance(state, dict) else state if isinstance(state, (list, tuple)) else ()))
+
+
 def save_run(out, state, weights, keep=None):
     """Write backbone.pt, keep (a third name) and last.pt, from the first process; the last.pt before becomes last.prev.pt.
 
-    last.pt comes last: a run that was killed before it writes all of them again.
+    last.pt comes last: a run that was killed before it writes all of them again. Weights that the last step, whose loss and
+    gradient were finite, threw out of range are not saved.
     """
     if rank_and_world()[0] == 0:
+        if not is_finite([value for name, value in state.items() if name != "log"]):
+            fail(f"the weights are not finite after step {state['step']}, which is not saved: give a lower --lr and a new --out")
         save_checkpoint(out / "backbone.pt", state["backbone"] | {"state_dict": weights})
         if keep:
             save_checkpoint(out / keep, state)

@@ -253,8 +253,9 @@ def check_flags(args):
         common.fail(f"--{name.replace('_', '-')} is not used by {said[args.mode]}")
     for name, (_, low, high, _) in FLAGS.items():
         value = getattr(args, name)
-        if value is not None and not ((value > 0 if low is None else value >= low) and value <= high and value < math.inf):
-            limits = ("above 0" if low is None else f"at least {low}") + (f", at most {high}" if high < math.inf else "")
+        if value is not None and not ((value > 0 if low is None else value >= low) and value <= high and value < 10**9):
+            most = f"at most {high}" if high < math.inf else f"below {10**9}"
+            limits = ("above 0" if low is None else f"at least {low}") + f", {most}"
             common.fail(f"--{name.replace('_', '-')} {value}: give a number {limits}")
     low, high = args.crop_scale or (1, 1)
     positive = [*(args.lrs or ()), *(args.strengths or ()), *(1 + m for m in args.milestones or ()), low]
@@ -724,8 +725,8 @@ def train_protocol(args, device, encoder, info):
                 break
         epoch, everywhere = step // steps, common.gather_uneven(sums[None])
         loss, right, images = everywhere.sum(0).tolist()
-        if not math.isfinite(loss):
-            common.fail(f"the loss is not finite in epoch {sampler.epoch + 1}: give a lower --lr and a new --out")
+        if not math.isfinite(loss) or not common.is_finite(network.state_dict()):
+            common.fail(f"the loss or a weight is not finite in epoch {sampler.epoch + 1}: give a lower --lr and a new --out")
         if step % steps == 0:
             record = dict(epoch=epoch, step=step, loss=loss / images, train_top1=100 * right / images)
             pace = (step - first) * args.batch_size / (time.perf_counter() - began)

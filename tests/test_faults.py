@@ -383,6 +383,25 @@ def test_a_finite_gradient_is_left_as_it_is_and_another_becomes_zero(method):
         assert all(torch.equal(p.grad, torch.zeros_like(p)) for p in parameters[:2])
 
 
+@pytest.mark.parametrize("which", [0, -1])
+@pytest.mark.parametrize("method", METHODS)
+def test_weights_that_are_not_finite_are_never_saved(begun, folder, tmp_path, monkeypatch, method, which):
+    """A step whose loss and gradient are finite can throw them out of range; only the next loss would show it."""
+    module, out, train_step = importlib.import_module(method), tmp_path / "run", importlib.import_module(method).train_step
+
+    def thrown(args, model, *rest):
+        metrics = train_step(args, model, *rest)
+        [v for v in model.state_dict().values() if v.is_floating_point()][which].view(-1)[0] = float("inf")
+        return metrics
+
+    shutil.copytree(begun[method], out)
+    monkeypatch.setattr(module, "train_step", thrown)
+    before = {path: content for path, content in runs.contents(out).items() if path.suffix == ".pt"}
+    for more in (["--max-steps", "6"], []):  # the first step, and an epoch's end
+        refuse(method, [*FLAGS, *QUIET, "--data-dir", folder, "--out", out, *more], "not finite")
+        assert before.items() <= runs.contents(out).items()
+
+
 # -------------------------------------------------------------------- workers
 
 

@@ -494,11 +494,26 @@ def test_another_configuration_or_encoder_is_refused(places, tmp_path, capsys):
     assert run(places["RESNET"], *flags[1:])[0] == 2 and "weights" in capsys.readouterr().err
 
 
-def test_a_loss_that_is_no_number(places, tmp_path, capsys):
-    flags = [places["VIT"], "--finetune", "--protocol", "clim", "--lr", 1e38, *FAST, "--out", tmp_path]
+@pytest.mark.parametrize("part", ["loss", "weight"])
+def test_a_loss_or_weight_that_is_no_number(places, tmp_path, capsys, monkeypatch, part):
+    train_step = eval_linear.train_step
+
+    def spoiled(args, encoder, wrapped, *rest):
+        sums = train_step(args, encoder, wrapped, *rest)
+        next(wrapped.parameters()).detach().view(-1)[0] *= float("nan") if part == "weight" else 1
+        return sums * float("nan") if part == "loss" else sums
+
+    monkeypatch.setattr(eval_linear, "train_step", spoiled)
+    flags = [places["VIT"], "--finetune", "--protocol", "clim", *FAST, "--out", tmp_path, "--max-steps", 1]
     assert run(*flags)[0] == 2
     error = capsys.readouterr().err
     assert "not finite" in error and len(error.splitlines()) == 1 and not (tmp_path / "last.pt").exists()
+
+
+@pytest.mark.parametrize("flag", ["--lr", "--head-lr", "--warmup-lr", "--weight-decay", "--mixup"])
+def test_numbers_that_no_tensor_can_hold_are_refused(places, tmp_path, capsys, flag):
+    argv = [places["VIT"], "--finetune", "--protocol", "clim", *FAST, "--out", tmp_path / "run", f"{flag}=1e300"]
+    assert run(*argv)[0] == 2 and flag in capsys.readouterr().err and not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize("flags", [["--protocol", "moco"], ["--finetune", "--protocol", "patchmix"]])
