@@ -82,9 +82,9 @@ def evaluate(script, checkpoint, folder, *more):
 # ---------------------------------------------------------------------- files
 
 
-def life(script, argv, die, limit, environment, memory=0):
+def life(script, argv, die, limit, environment, memory=0, spoil=None):
     """A script in a process of its own. die: the image at which a loader's worker is killed; limit: of bytes in a file; memory:
-    bytes that it gets besides what it has after its imports."""
+    bytes that it gets besides what it has after its imports; spoil: the process whose images are no numbers."""
     os.environ |= environment
     module, get, parent, count = importlib.import_module(script), common.ImageSet.__getitem__, os.getpid(), [0]
     if script in METHODS:
@@ -93,6 +93,9 @@ def life(script, argv, die, limit, environment, memory=0):
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
 
+    if spoil is not None and spoil == int(os.environ.get("RANK", 0)):
+        normalize = common.normalize
+        common.normalize = lambda *args: normalize(*args) * float("nan")
     if memory:
         pages = int(Path("/proc/self/statm").read_text().split()[0])
         resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + memory,) * 2)
@@ -111,7 +114,7 @@ def life(script, argv, die, limit, environment, memory=0):
         sys.exit(1)
 
 
-def processes(script, each, log, die=0, limit=0, memory=0, seconds=240):
+def processes(script, each, log, die=0, limit=0, memory=0, spoil=None, seconds=240):
     """[(exit status, stdout, stderr)] of a script in processes of their own, one for each list of arguments; several make a
     group. None is the status of one that does not end."""
     with socket.socket() as s:
@@ -120,7 +123,7 @@ def processes(script, each, log, die=0, limit=0, memory=0, seconds=240):
     group, started = dict(WORLD_SIZE=str(len(each)), MASTER_ADDR="127.0.0.1", MASTER_PORT=port), []
     for rank, argv in enumerate(each):
         environment = group | dict(RANK=str(rank)) if len(each) > 1 else {}
-        args = (life, f"{log}{rank}", script, [str(a) for a in argv], die, limit, environment, memory)
+        args = (life, f"{log}{rank}", script, [str(a) for a in argv], die, limit, environment, memory, spoil)
         started.append(runs.CHILDREN.Process(target=runs._redirected, args=args))
         started[-1].start()
     ends, until = [], time.monotonic() + seconds
@@ -381,6 +384,34 @@ def test_a_finite_gradient_is_left_as_it_is_and_another_becomes_zero(method):
         parameters[0].grad[1, 2] = value
         assert not finite(parameters).isfinite()
         assert all(torch.equal(p.grad, torch.zeros_like(p)) for p in parameters[:2])
+
+
+@pytest.mark.parametrize("end", ["an epoch's end", "--max-steps", "a request", "one of two processes"])
+def test_nothing_of_a_step_that_is_not_finite_is_ever_saved(begun, folder, tmp_path, monkeypatch, end):
+    """Whatever comes next. Batch norm, queue and momentum encoder take that step up, but go on from before it, bit for bit."""
+    argv = [*FLAGS, *QUIET, "--arch", "resnet_nano", "--data-dir", folder, "--out", tmp_path / "run"]
+    assert attempt("jcl", [*argv, "--max-steps", "5"]) == ("done", "")
+    shutil.copytree(tmp_path / "run", tmp_path / "whole")
+    before = runs.contents(tmp_path / "run")
+    if end == "one of two processes":
+        assert_one_line_of_all(processes("jcl", [argv] * 2, tmp_path / "log", spoil=1), "not finite since step 5")
+    else:
+        normalize, calls = common.normalize, []
+
+        def spoiled(*args):
+            calls.append(0)
+            if end == "a request" and len(calls) == 1:
+                os.kill(os.getpid(), signal.SIGTERM)
+            return normalize(*args) * float("nan")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(common, "normalize", spoiled)
+            refuse("jcl", [*argv, *(["--max-steps", "6"] if end == "--max-steps" else [])], "not finite since step 5")
+        assert (len(calls) > 4) == (end == "an epoch's end")
+    assert runs.contents(tmp_path / "run") == before
+    for out in ("run", "whole"):
+        assert attempt("jcl", [*argv[:-1], tmp_path / out]) == ("done", "")
+    runs.assert_same_run(tmp_path / "run", tmp_path / "whole")
 
 
 @pytest.mark.parametrize("which", [0, -1])
