@@ -52,7 +52,8 @@ def fail(message):
         with contextlib.suppress(RuntimeError):
             first = dist.distributed_c10d._get_default_store().add("failed", 1) == 1
     if first:
-        print(f"error: {message}", file=sys.stderr, flush=True)
+        line = message.replace("\n", "\\n")  # a file's name may have one
+        print(f"error: {line}", file=sys.stderr, flush=True)
     if dist.is_initialized():
         time.sleep(1)  # the others may have to ask the store, which can end with this process
     raise SystemExit(2)
@@ -102,6 +103,8 @@ class ArgumentParser(argparse.ArgumentParser):
 def say(text="", end="\n"):
     """Print from the first process only; on a terminal, over the progress line."""
     if os.environ.get("RANK", "0") == "0":
+        code = getattr(sys.stdout, "encoding", None) or "utf-8"
+        text = text.encode(code, "backslashreplace").decode(code)  # a name may have what the terminal cannot show
         print(("\r\x1b[K" if sys.stdout.isatty() else "") + text, end=end, flush=True)
 
 
@@ -1000,12 +1003,12 @@ def load_checkpoint(path):
 
 
 def read_metrics(path):
-    """The records of a metrics.jsonl; a last line that was cut off is left out."""
+    """The records of a metrics.jsonl; what is none, as a last line that was cut off, is left out."""
     records = []
-    for line in Path(path).read_text().splitlines() if Path(path).exists() else ():
+    for line in Path(path).read_text(errors="replace").splitlines() if Path(path).is_file() else ():
         with contextlib.suppress(json.JSONDecodeError):
             records.append(json.loads(line))
-    return records
+    return [r for r in records if isinstance(r, dict) and isinstance(r.get("step", 0), int)]
 
 
 def write_metrics(out, record, epochs, tensorboard=False):

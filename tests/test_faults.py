@@ -172,6 +172,56 @@ def test_metrics_that_cannot_be_written_are_one_line(begun, folder, tmp_path, mo
     assert (out / "last.pt").read_bytes() == last and not list(out.glob("*.tmp"))
 
 
+RUBBISH = [b"\xff\xfe\x00\n", b"[1]\n5\nnull\n", b'{"step": "a"}\n{"step": null}\n{"loss": [', None]
+
+
+@pytest.mark.parametrize("content", RUBBISH)
+@pytest.mark.parametrize("script", ["jcl", "eval_linear"])
+def test_rubbish_in_metrics_is_left_out_or_refused(begun, folder, tmp_path, script, content):
+    """Before it goes on and after its end; None: a folder."""
+    out = tmp_path / "run"
+    argv = [*FLAGS, *QUIET, "--data-dir", folder, "--out", out]
+    if script == "eval_linear":
+        argv = evaluate(script, begun["jcl"], folder, "--protocol", "moco", "--batch-size", 16, "--out", out)
+    for more in (["--max-steps", "3"], [], []):
+        end, error = attempt(script, [*argv, *more])
+        assert (end, error) == ("done", "") or (content is None and is_one_line(end, error)), (end, error)
+        path = out / "metrics.jsonl"
+        if more == [] and content is not None:
+            steps = [r.get("step") for r in common.read_metrics(path)]
+            assert steps == ([0, 4, 8] if script == "jcl" else [0, 4])
+        if content is not None:
+            path.write_bytes(path.read_bytes() + content)
+        elif not more and path.is_file():
+            path.unlink()
+            path.mkdir()
+
+
+def test_names_that_no_terminal_can_show(begun, folder, tmp_path, monkeypatch):
+    """Line breaks, bytes that are no text, and letters that the terminal's code lacks."""
+    shutil.copytree(folder, tmp_path / "data")
+    first, second, *_ = sorted((tmp_path / "data" / "train").rglob("*.png"))
+    newline, odd = first.with_name("a\nb.png"), os.fsencode(second.parent) + b"/\xff.png"
+    first.rename(newline), os.rename(second, odd)
+    for part in ("train", "test"):
+        os.rename(tmp_path / "data" / part / "kind1", os.fsencode(tmp_path / "data" / part) + b"/gr\xc3\xbcn\xff")
+    argv = [*FLAGS, *QUIET, "--max-steps", "1", "--data-dir", tmp_path / "data", "--out"]
+    assert attempt("jcl", [*argv, tmp_path / "good"]) == ("done", "")
+    newline.write_bytes(b"")
+    refuse("jcl", [*argv, tmp_path / "bad"], "a\\nb.png")
+    with open(odd, "wb"):
+        pass
+    for code in ("ascii", "utf-8", "latin-1"):
+        shown = io.TextIOWrapper(io.BytesIO(), code)
+        monkeypatch.setattr(sys, "stdout", shown)
+        monkeypatch.setattr(contextlib, "redirect_stdout", lambda _: contextlib.nullcontext())
+        assert attempt("jcl", [*argv, tmp_path / code, "--skip-bad-images"]) == ("done", "")
+        assert attempt("eval_knn", evaluate("eval_knn", begun["jcl"], tmp_path / "data", "--skip-bad-images")) == ("done", "")
+        monkeypatch.undo()
+        shown.flush()
+        assert b"2 of 68 images" in shown.buffer.getvalue()
+
+
 class Hostile:
     """A pickle that would make a file."""
 
@@ -328,6 +378,38 @@ def test_a_run_refuses_in_words_more_processes_than_its_groups_allow(folder, tmp
         patch.setattr(common, "rank_and_world", lambda: (0, 2))
         patch.setattr(jcl, "require_agreement", lambda *_: None)
         refuse("jcl", [*argv, "2"], "bn_groups was 3")
+
+
+# ---------------------------------------------------------------------- kills
+
+
+def struck(argv, module, name, number, nth):
+    """A run of CLIM that gets a signal in the middle of a refresh or an evaluation: in the n-th call of a function."""
+    runs.narrow(importlib.import_module("clim"), drop_path=0.2)
+    module, count = importlib.import_module(module), [0]
+    function = getattr(module, name)
+
+    def wrapped(*args, **kwargs):
+        count[0] += 1
+        if count[0] == nth:
+            os.kill(os.getpid(), number)
+        return function(*args, **kwargs)
+
+    setattr(module, name, wrapped)
+    clim = importlib.import_module("clim")
+    clim.main(clim.parse_args(argv))
+
+
+@pytest.mark.parametrize("module, name, nth", [("clim", "choose_positives", 2), ("common", "knn_scores", 3)])
+def test_killed_in_a_refresh_or_an_evaluation(folder, tmp_path, module, name, nth):
+    """By SIGKILL or on request: it goes on from the epoch before, or the one after, and ends the same, bit for bit."""
+    flags = [*runs.TINY, "--device", "cpu", "--clim-start", "0", "--refresh-every", "1", "--data-dir", str(folder), "--out"]
+    assert attempt("clim", [*flags, tmp_path / "whole"]) == ("done", "")
+    for number, status in ((signal.SIGKILL, -signal.SIGKILL), (signal.SIGTERM, 75)):
+        argv = [*flags, str(tmp_path / f"run{status}")]
+        assert runs.child(struck, tmp_path / "log", argv, module, name, number, nth) == status
+        assert attempt("clim", argv) == ("done", "")
+        runs.assert_same_run(tmp_path / "whole", tmp_path / f"run{status}")
 
 
 # ---------------------------------------------------------- not finite numbers
