@@ -431,15 +431,27 @@ def kmeans(x, num_clusters, iterations=20, generator=None):
 def nearest_neighbors(x, k):
     """The k nearest other rows of each row by L2 distance, nearest first: x (N, C) -> (N, min(k, N - 1)) int64.
 
-    Exact: all pairs, in float64, then rounded to float32, so that equal rows tie. In chunks of bounded memory, sharded over
-    the processes, each of which gives the same x and gets the whole result.
+    Exact: by distances in float64, then rounded to float32, so that equal rows tie. All pairs are compared in float32 first,
+    which is faster; where its rounding could cost a row a neighbour, in float64. In chunks of bounded memory, sharded over the
+    processes, each of which gives the same x and gets the whole result.
     """
-    k, x = min(k, len(x) - 1), x.double() - x.double().mean(0)  # about the mean, for precision
+    k, few, x = min(k, len(x) - 1), min(k + 24, len(x) - 1), x.double() - x.double().mean(0)  # about the mean, for precision
     half = x.square().sum(1) / 2
+    x32, half32, rounding = x.float(), half.float(), half.max() / 256  # more than CUDA's TF32 rounds
 
-    def nearest(part):
+    def exact(part):
         score = (x[part] @ x.T - half - half[part, None]).clamp_max(-1e-14).float()  # -d^2 / 2; copies tie
         return score.scatter_(1, part[:, None], -math.inf).topk(k).indices  # an image is no neighbour of itself (D1)
+
+    def nearest(part):
+        rough = (x32[part] @ x32.T).sub_(half32).scatter_(1, part[:, None], -math.inf).topk(few)
+        found = rough.indices
+        score = (x[found] @ x[part, :, None])[..., 0] - half[found] - half[part, None]
+        best = score.clamp_max(-1e-14).float().topk(k)
+        neighbors = found.gather(1, best.indices)
+        unsure = (best.values[:, -1:] + half[part, None] < rough.values[:, -1:] + rounding).any(1)
+        neighbors[unsure] = exact(part[unsure])
+        return neighbors
 
     return in_chunks(nearest, torch.arange(len(x), device=x.device), len(x))
 
@@ -570,6 +582,7 @@ class CLIM(nn.Module):
 def init_distributed(args):
     """Join torchrun's process group, if there is one; returns this process's device."""
     torch.set_flush_denormal(True)  # denormal numbers make a CPU several times slower
+    common.keep_memory()
     warnings.filterwarnings("ignore", ".*(broadcast_buffers|Grad strides do not match).*")  # about speed and names only
     use_cuda = args.device != "cpu" and torch.cuda.is_available()
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if use_cuda else torch.device("cpu")
@@ -889,7 +902,8 @@ def main(args):
             record |= dict(below_chance=model.chance() - record["loss"], data_wait=waited / seconds)
             record |= dict(images_per_s=(step - first) * args.batch_size / seconds)
             if args.knn_every and test is not None and (epoch % args.knn_every == 0 or step == total):
-                record["knn20_top1"] = common.knn_accuracy(encoder, train, test, info, device, **options)[20]
+                found = common.knn_accuracy(encoder, train, test, info, device, **options)
+                record |= {f"knn{k}_top1": top1 for k, top1 in found.items()}
             common.write_metrics(args.out, record, args.epochs, args.tensorboard)
             log = EpochLog()
         stopping = stop.agreed()

@@ -60,6 +60,7 @@ def check_encoder_flags(args):
 def open_encoder(args):
     """Join torchrun's process group if there is one; returns (device, encoder, info)."""
     torch.set_flush_denormal(True)
+    common.keep_memory()
     cuda = args.device != "cpu" and torch.cuda.is_available()
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if cuda else torch.device("cpu")
     if cuda:

@@ -276,8 +276,9 @@ def jcl_loss(q, k, queue, temperature, lam):
     projections = (q[:, None] * k).sum(2) / temperature
     mean = projections.mean(1, keepdim=True)  # q.mu / T
     variance = (projections - mean).square().mean(1, keepdim=True)  # q' Sigma q / T^2, Algorithm 1, lines 7-8
-    logits = torch.cat([mean + lam / 2 * variance, q @ queue.T / temperature], dim=1)
-    return (logits.logsumexp(1, keepdim=True) - mean).mean()
+    logits = torch.cat([mean + lam / 2 * variance, (q / temperature) @ queue.T], dim=1)
+    gap = lam / 2 * variance.mean()  # by which the logit inside the logarithm is above the one outside
+    return F.cross_entropy(logits, logits.new_zeros(len(q), dtype=torch.int64)) + gap
 
 
 # ------------- queue and keys (same in the four queue files: jcl, clim, logo too)
@@ -394,6 +395,7 @@ class JCL(nn.Module):
 def init_distributed(args):
     """Join torchrun's process group, if there is one; returns this process's device."""
     torch.set_flush_denormal(True)  # denormal numbers make a CPU several times slower
+    common.keep_memory()
     warnings.filterwarnings("ignore", ".*(broadcast_buffers|Grad strides do not match).*")  # about speed and names only
     use_cuda = args.device != "cpu" and torch.cuda.is_available()
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if use_cuda else torch.device("cpu")
@@ -703,7 +705,8 @@ def main(args):
             record |= dict(below_chance=model.chance() - record["loss"], data_wait=waited / seconds)
             record |= dict(images_per_s=(step - first) * args.batch_size / seconds)
             if args.knn_every and test is not None and (epoch % args.knn_every == 0 or step == total):
-                record["knn20_top1"] = common.knn_accuracy(encoder, train, test, info, device, **options)[20]
+                found = common.knn_accuracy(encoder, train, test, info, device, **options)
+                record |= {f"knn{k}_top1": top1 for k, top1 in found.items()}
             common.write_metrics(args.out, record, args.epochs, args.tensorboard)
             log = EpochLog()
         stopping = stop.agreed()

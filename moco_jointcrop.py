@@ -485,6 +485,7 @@ class MoCoV3(MoCo):
 def init_distributed(args):
     """Join torchrun's process group, if there is one; returns this process's device."""
     torch.set_flush_denormal(True)  # denormal numbers make a CPU several times slower
+    common.keep_memory()
     warnings.filterwarnings("ignore", ".*(broadcast_buffers|Grad strides do not match).*")  # about speed and names only
     use_cuda = args.device != "cpu" and torch.cuda.is_available()
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if use_cuda else torch.device("cpu")
@@ -795,7 +796,8 @@ def main(args):
             record |= dict(below_chance=model.chance() - record["loss"], data_wait=waited / seconds)
             record |= dict(images_per_s=(step - first) * args.batch_size / seconds)
             if args.knn_every and test is not None and (epoch % args.knn_every == 0 or step == total):
-                record["knn20_top1"] = common.knn_accuracy(encoder, train, test, info, device, **options)[20]
+                found = common.knn_accuracy(encoder, train, test, info, device, **options)
+                record |= {f"knn{k}_top1": top1 for k, top1 in found.items()}
             common.write_metrics(args.out, record, args.epochs, args.tensorboard)
             log = EpochLog()
         stopping = stop.agreed()

@@ -122,6 +122,13 @@ def test_nearest_neighbors_of_tight_clusters():
     check_neighbors(clim.nearest_neighbors(x, 10), x.double(), 10, 1e-12)
 
 
+@pytest.mark.parametrize("spread", [1.0, 1e-1, 1e-4])
+def test_nearest_neighbors_that_float32_confuses(spread):
+    """More rows of a cluster than are looked at again: in float32 their order is lost where the cluster is tight."""
+    x = F.normalize(unit(3, 16)[torch.arange(300) % 3] + spread * points("normal", 300, 16), dim=1).float()
+    check_neighbors(clim.nearest_neighbors(x, 5), x.double(), 5, 1e-6 * spread**2)
+
+
 @pytest.mark.parametrize("width", [1, 2**25, 2**26 - 1, 2**40])
 def test_in_chunks(width):
     """All rows, once and in order, in as many parts as their width asks for."""

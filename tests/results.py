@@ -1,0 +1,378 @@
+"""Does each paper's improvement over its baseline show? The runs, their numbers in tests/results, README's tables. By hand.
+
+    python tests/results.py train --data-dir DIR [--arms jcl clim] [--seeds 0 1 2] [--jobs 2]
+    python tests/results.py train --budget patterns          each script's default run, and its baseline by the same recipe
+    python tests/results.py floors --data-dir DIR
+    python tests/results.py protocols --data-dir DIR --jobs 1    every evaluation, on moco's and patchmix-3's seed 0 and untrained
+    python tests/results.py readme                   write the tables into README
+    python tests/results.py curves OUT.png           learning curves (needs matplotlib)
+
+The protocol was fixed before the first run: CIFAR-10 (a JPEG copy), the encoder, epochs and batch of the budget for every arm,
+each script's own recipe apart from that (the rate scaled linearly with the batch), one thread, the encoder that the method's
+authors evaluate, the last epoch: kNN (k = 20 and 200), also on the way, and the linear probe. Nothing is tuned on these images.
+`train` does what is missing, several runs side by side, and goes on where it was stopped.
+"""
+
+import itertools
+import json
+import os
+import resource
+import shlex
+import statistics
+import subprocess
+import sys
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from multiprocessing import get_context
+from pathlib import Path
+
+import torch
+
+ROOT = Path(__file__).parent.parent
+sys.path.insert(0, str(ROOT))
+import common  # noqa: E402
+import eval_linear  # noqa: E402
+
+KEPT = ROOT / "tests" / "results"
+MEASURES = {"knn20_top1": "kNN, k = 20", "knn200_top1": "kNN, k = 200", "linear_top1": "linear"}
+BUDGETS = {
+    "cpu": dict(data="cifar10", resnet="resnet_micro", vit="vit_micro", epochs=6, batch=128, knn_every=2),
+    "gpu": dict(data="cifar10", resnet="resnet18", vit="vit_tiny", epochs=200, batch=512, knn_every=20),
+    "patterns": dict(data="patterns", resnet="resnet_micro", vit="vit_micro"),  # each script's default run
+}
+# name: (what it is, script and flags, its baseline, tier); the budget `patterns` has arms of its own
+ARMS = {
+    "moco": ("MoCo v2", "moco_jointcrop.py --joint none", None, 1),
+    "jointcrop": ("J-Crop(0)", "moco_jointcrop.py --joint crop", "moco", 1),
+    "jointblur": ("J-Blur(0)", "moco_jointcrop.py --joint blur", "moco", 1),
+    "jcl": ("JCL", "jcl.py", "moco", 1),
+    "clim": ("CLIM", "clim.py", "moco", 1),
+    "logo-moco": ("LoGo on MoCo", "logo.py", "moco", 1),
+    "simsiam": ("SimSiam", "logo.py --base simsiam --local-crops 0", None, 1),
+    "logo-simsiam": ("LoGo on SimSiam", "logo.py --base simsiam", "simsiam", 1),
+    "patchmix-1": ("PatchMix, M = 1", "patchmix.py --num-mix 1", None, 1),
+    "patchmix-3": ("PatchMix, M = 3", "patchmix.py --num-mix 3", "patchmix-1", 1),
+    "jointcrop-minus": ("J-Crop(-1)", "moco_jointcrop.py --joint crop --beta -1", "moco", 2),
+    "jointcrop-plus": ("J-Crop(2)", "moco_jointcrop.py --joint crop --beta 2", "moco", 2),
+    "either": ("J-Crop(0) or J-Blur(0), half each", "moco_jointcrop.py --joint either", "moco", 2),
+    "jcl-released": ("JCL, released (4 keys, ramp to lambda 2)", "jcl.py --variant released", "moco", 2),
+    "clim-selection": ("CLIM, selection alone", "clim.py --mix none", "moco", 2),
+    "clim-cutmix": ("CLIM, CutMix alone", "clim.py --selection random", "moco", 2),
+    "clim-resolutions": ("CLIM, 32 and 24 px", "clim.py --resolutions 32 24", "moco", 2),
+    "moco-symmetric": ("MoCo, both views as queries", "logo.py --local-crops 0", "moco", 2),
+    "logo-moco-no-l2l": ("LoGo on MoCo, no local-to-local", "logo.py --no-l2l", "moco-symmetric", 2),
+    "logo-simsiam-no-l2l": ("LoGo on SimSiam, no local-to-local", "logo.py --base simsiam --no-l2l", "simsiam", 2),
+    "patchmix-2": ("PatchMix, M = 2", "patchmix.py --num-mix 2", "patchmix-1", 2),
+    "patchmix-4": ("PatchMix, M = 4", "patchmix.py --num-mix 4", "patchmix-1", 2),
+    "patchmix-oto-mto": ("PatchMix, M = 3, oto and mto", "patchmix.py --num-mix 3 --terms oto,mto", "patchmix-1", 2),
+    "patchmix-mtm": ("PatchMix, M = 3, mtm alone", "patchmix.py --num-mix 3 --terms mtm", "patchmix-1", 2),
+    "mocov3": ("MoCo v3 (M = 1, released weights)", "patchmix.py --num-mix 1 --variant released", None, 2),
+    "patchmix-released": ("PatchMix, M = 3, released weights", "patchmix.py --num-mix 3 --variant released", "mocov3", 2),
+    "moco-default": ("MoCo v2", "moco_jointcrop.py --joint none", None, "patterns"),
+    "jointcrop-default": ("J-Crop(0)", "moco_jointcrop.py", "moco-default", "patterns"),
+    "jcl-one-key": ("one key: MoCo v2", "jcl.py --num-keys 1", None, "patterns"),
+    "jcl-default": ("JCL, M' = 3", "jcl.py", "jcl-one-key", "patterns"),
+    "clim-none": ("no positives: MoCo v2", "clim.py --selection none", None, "patterns"),
+    "clim-default": ("CLIM", "clim.py", "clim-none", "patterns"),
+    "logo-none": ("no local crops: MoCo, both views as queries", "logo.py --local-crops 0", None, "patterns"),
+    "logo-default": ("LoGo on MoCo", "logo.py", "logo-none", "patterns"),
+    "patchmix-one": ("PatchMix, M = 1", "patchmix.py --num-mix 1", None, "patterns"),
+    "patchmix-default": ("PatchMix, M = 2", "patchmix.py", "patchmix-one", "patterns"),
+}
+
+SHORT = "--label-fraction 0.1 --epochs 30"
+# name: (whose encoder, flags of eval_linear.py): the papers' settings but for the share of labels and the epochs
+PROTOCOLS = {
+    "linear probe (ours)": ("resnet", "--label-fraction 0.1"),
+    "linear, MoCo, JCL and CLIM": ("resnet", f"--protocol moco {SHORT}"),
+    "linear, JointCrop": ("resnet", f"--protocol jointcrop {SHORT}"),
+    "linear, JointCrop on small sets": ("resnet", f"--protocol jointcrop-small {SHORT}"),
+    "linear, PatchMix": ("vit", f"--protocol patchmix {SHORT}"),
+    "logistic regression (LoGo)": ("resnet", "--solver lbfgs --label-fraction 0.1"),
+    "fine-tuning, CLIM": ("resnet", f"--finetune {SHORT}"),
+    "fine-tuning, CLIM, 1 % of the labels": ("resnet", "--finetune --label-fraction 0.01 --epochs 60 --batch-size 64"),
+    "fine-tuning, PatchMix": ("vit", f"--finetune {SHORT}"),
+}
+# README's first table: arm, its file, what it changes, the paper's own gain
+FRONT = {
+    "patchmix-3": (
+        "patchmix.py",
+        "mixes the patches of M images and learns each one's share",
+        "CIFAR-10 kNN, ViT-S/2: 88.2 → 94.6",
+    ),
+    "jointcrop": ("moco_jointcrop.py", "draws the ratio of the two crops' areas", "ImageNet-1K linear, MoCo v1: 57.3 → 60.9"),
+    "jointblur": ("moco_jointcrop.py", "draws the ratio of the two blurs", "the same: 57.3 → 60.6"),
+    "jcl": ("jcl.py", "the expected loss over all keys of an image", "ImageNet-1K linear: 67.5 → 68.7"),
+    "clim": ("clim.py", "positives from other images, mixed in", "ImageNet-1K linear: 67.5 → 70.1"),
+    "logo-moco": ("logo.py", "local crops, pushed apart by a learned affinity", "ImageNet-100 kNN, ResNet-34: 64.2 → 76.8"),
+    "logo-simsiam": ("logo.py", "the same on SimSiam", "ImageNet-100 kNN, ResNet-34: 71.7 → 78.5"),
+}
+
+
+# ----------------------------------------------------------------- the runs
+
+
+def command(budget, arm, seed):
+    """The command line of one run, without the data's place and the run's folder."""
+    how, (_, script, _, _) = BUDGETS[budget], ARMS[arm]
+    if "epochs" not in how:
+        return f"{script} --seed {seed}"
+    flags = f"--dataset cifar10 --arch {how['vit' if script.startswith('patchmix') else 'resnet']} --epochs {how['epochs']} "
+    flags += f"--batch-size {how['batch']} --knn-every {how['knn_every']} --seed {seed}"
+    soon = " --clim-start 1 --refresh-every 3" if script.startswith("clim") and how["epochs"] < 50 else ""
+    return f"{script} {flags}{soon}"
+
+
+def kept_runs(budget, arm):
+    """{seed: record} of the runs that are done."""
+    file = KEPT / f"{budget}-{arm}.json"
+    return {int(seed): record for seed, record in json.loads(file.read_text()).items()} if file.exists() else {}
+
+
+def keep(budget, arm, seed, record):
+    runs = kept_runs(budget, arm) | {seed: record}
+    KEPT.mkdir(exist_ok=True)
+    (KEPT / f"{budget}-{arm}.json").write_text(json.dumps(dict(sorted(runs.items())), indent=1) + "\n")
+
+
+def train_and_judge(line, out, data_dir):
+    """Run a script to its end, judge what it learned; returns the record that is kept."""
+    whole, where = not out.exists(), ["--data-dir", data_dir] if data_dir else []
+    with open(f"{out}.log", "a") as log:
+        words = [sys.executable, *shlex.split(line), *where, "--workers", "0", "--out", str(out)]
+        environment = dict(os.environ, OMP_NUM_THREADS="1")
+        done = subprocess.run(words, cwd=ROOT, env=environment, stdout=log, stderr=subprocess.STDOUT)
+    if done.returncode:
+        raise RuntimeError(f"{line}: exit status {done.returncode}, see {out}.log")
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    record = judge(line, out, where)
+    if whole:  # a run that goes on does not know what it used before
+        record["cpu_s"] = round(used.ru_utime + used.ru_stime)
+    return record
+
+
+def judge(line, out, where):
+    """The record of a run that has ended: its epochs with kNN, and the linear probe."""
+    torch.set_num_threads(1)
+    flags = eval_linear.parse_args([str(out), *where, "--no-floors", "--workers", "0"])
+    linear = eval_linear.main(flags)["encoder"]["linear_top1"]
+    first, *epochs = common.read_metrics(out / "metrics.jsonl")
+    shown = ("epoch", "loss", "below_chance", "std", "knn20_top1", "knn200_top1")
+    record = dict(command=line, **{k: first[k] for k in ("torch", "device", "commit")})
+    record["epochs"] = [{k: round(r[k], 4) for k in shown if k in r} for r in epochs if "knn20_top1" in r]
+    return record | {"linear_top1": round(linear, 4)}
+
+
+def train(args):
+    """Every run of the chosen arms that is not kept yet, --jobs side by side, all arms of a seed before the next seed."""
+    runs = Path(args.runs).resolve()
+    runs.mkdir(parents=True, exist_ok=True)
+    tiers = ("patterns",) if args.budget == "patterns" else (1, 2)
+    arms = args.arms or [arm for arm, (*_, tier) in ARMS.items() if tier == tiers[0]]
+    if wrong := [arm for arm in arms if ARMS[arm][3] not in tiers]:
+        common.fail(f"--arms {' '.join(wrong)}: not of the budget {args.budget}")
+    missing = [(arm, seed) for seed in args.seeds for arm in arms if seed not in kept_runs(args.budget, arm)]
+    print(f"{len(missing)} runs to do", flush=True)
+    # A fresh process each, so that what its children used is the run's alone.
+    with ProcessPoolExecutor(args.jobs, get_context("spawn"), max_tasks_per_child=1) as pool:
+        waiting = {}
+        for arm, seed in missing:
+            out = runs / f"{args.budget}-{arm}-s{seed}"
+            future = pool.submit(train_and_judge, command(args.budget, arm, seed), out, args.data_dir)
+            waiting[future] = arm, seed
+        for future in as_completed(waiting):
+            arm, seed = waiting[future]
+            record = future.result()
+            keep(args.budget, arm, seed, record)
+            print(f"{arm}, seed {seed}: {shown(scores(record))}", flush=True)
+
+
+def floors(args):
+    """Raw pixels, and both encoders untrained."""
+    torch.set_num_threads(1)
+    how, found = BUDGETS[args.budget], {}
+    parts = [common.load_images(how["data"], args.data_dir, part, size=32) for part in (True, False)]
+    for name in ("pixels", "resnet", "vit"):
+        torch.manual_seed(0)
+        patch = 8 if how["vit"] == "vit_micro" else 2
+        info = common.backbone_info(how["resnet" if name == "pixels" else name], 32, patch, norm=common.NORMS[how["data"]])
+        encoder = torch.nn.Flatten() if name == "pixels" else common.build_backbone(info)
+        x = [common.extract_features(encoder, part, info, torch.device("cpu")) for part in parts]
+        y = [torch.from_numpy(part.labels) for part in parts]
+        knn = common.knn_scores(x[0], y[0], x[1], (20, 200), 0.07, 10)
+        linear = eval_linear.linear_probe(x[0], y[0], x[1], 10)["logits"]
+        judged = {"knn20_top1": knn[20], "knn200_top1": knn[200], "linear_top1": linear}
+        found[name] = {k: round(100 * (v.argmax(1) == y[1]).double().mean().item(), 4) for k, v in judged.items()}
+        print(f"{name}: {shown(found[name])}", flush=True)
+    (KEPT / f"{args.budget}-floors.json").write_text(json.dumps(found, indent=1) + "\n")
+
+
+def evaluate(flags, out):
+    """Top-1 in percent of one evaluation."""
+    torch.set_num_threads(1)
+    trained = "--protocol" in flags or "--finetune" in flags
+    args = eval_linear.parse_args([*flags, "--workers", "0", *(["--out", out] if trained else ["--no-floors"])])
+    return next(v for k, v in eval_linear.main(args)["encoder"].items() if k.endswith("_top1"))
+
+
+def protocols(args):
+    """Each evaluation of PROTOCOLS, of a trained and of an untrained encoder."""
+    runs, how = Path(args.runs).resolve(), BUDGETS[args.budget]
+    file = KEPT / f"{args.budget}-protocols.json"
+    found = json.loads(file.read_text()) if file.exists() else {}
+    with ProcessPoolExecutor(args.jobs, get_context("spawn")) as pool:
+        waiting = {}
+        for name, (kind, flags) in PROTOCOLS.items():
+            untrained = ["--arch", how[kind], "--random-init", "--dataset", "cifar10"]
+            untrained += ["--patch-size", "8"] if how[kind] == "vit_micro" else []
+            run = str(runs / f"{args.budget}-{dict(resnet='moco', vit='patchmix-3')[kind]}-s0")
+            for encoder, words in {"trained": [run], "untrained": untrained}.items():
+                if encoder not in found.get(name, {}):
+                    out = runs / "protocols" / "".join(c if c.isalnum() else "-" for c in f"{encoder} {name}")
+                    line = [*words, *flags.split(), "--data-dir", args.data_dir]
+                    waiting[pool.submit(evaluate, line, str(out))] = name, encoder
+        for future in as_completed(waiting):
+            name, encoder = waiting[future]
+            found.setdefault(name, dict(flags=PROTOCOLS[name][1]))[encoder] = round(future.result(), 4)
+            file.write_text(json.dumps({name: found[name] for name in PROTOCOLS if name in found}, indent=1) + "\n")
+
+
+# --------------------------------------------------------------- the tables
+
+
+def scores(record):
+    """{measure: percent} at the end of a run."""
+    return {name: record["epochs"][-1].get(name, record.get(name)) for name in MEASURES}
+
+
+def shown(values):
+    return ", ".join(f"{MEASURES[name]} {value:.1f}" for name, value in values.items())
+
+
+def spread(values, sign=""):
+    """Mean and standard deviation in words."""
+    mean = f"{statistics.mean(values):{sign}.1f}"
+    return mean + (f" ± {statistics.stdev(values):.1f}" if len(values) > 1 else "")
+
+
+def rows(budget, tier):
+    """Rows of the arms of a tier that have runs: name, number of seeds, each measure, and each less the baseline's."""
+    for arm, (name, script, baseline, arms_tier) in ARMS.items():
+        runs = {seed: scores(record) for seed, record in kept_runs(budget, arm).items()}
+        if arms_tier != tier or not runs:
+            continue
+        others = {seed: scores(record) for seed, record in kept_runs(budget, baseline).items()} if baseline else {}
+        both = sorted(runs.keys() & others.keys())
+        cells = [spread([run[measure] for run in runs.values()]) for measure in MEASURES]
+        for measure in ("knn20_top1", "linear_top1"):
+            cells.append(spread([runs[s][measure] - others[s][measure] for s in both], "+") if both else "")
+        used = [record["cpu_s"] / 60 for record in kept_runs(budget, arm).values() if "cpu_s" in record]
+        cells.append(f"{statistics.mean(used):.0f}" if used else "")
+        yield [f"{name}, `{script}`", str(len(runs)), *cells]
+
+
+def table(budget, tier):
+    """Markdown of one tier, with the floors below."""
+    heads = ["arm", "seeds", *MEASURES.values(), "gain, kNN 20", "gain, linear", "CPU minutes"]
+    lines = [heads, ["---"] * len(heads), *rows(budget, tier)]
+    file = KEPT / f"{budget}-floors.json"
+    names = {"pixels": "raw pixels", "resnet": "the ResNet untrained", "vit": "the ViT untrained"}
+    for floor, values in json.loads(file.read_text()).items() if file.exists() else ():
+        lines.append([names[floor], "", *(f"{values[m]:.1f}" for m in MEASURES), "", "", ""])
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def front(budget):
+    """Markdown of README's first table: each method beside its baseline and its paper."""
+    lines = [["file", "method, and what it changes", "seeds", "kNN", "gain", "linear", "gain", "in the paper"], ["---"] * 8]
+    for arm, (file, change, paper) in FRONT.items():
+        runs = {seed: scores(record) for seed, record in kept_runs(budget, arm).items()}
+        others = {seed: scores(record) for seed, record in kept_runs(budget, ARMS[arm][2]).items()}
+        both, cells = sorted(runs.keys() & others.keys()), []
+        for measure in ("knn20_top1", "linear_top1") if both else ():
+            pairs = [(others[s][measure], runs[s][measure]) for s in both]
+            before, after = (statistics.mean(values) for values in zip(*pairs, strict=True))
+            cells += [f"{before:.1f} → {after:.1f}", spread([b - a for a, b in pairs], "+")]
+        lines.append([f"[`{file}`]({file})", f"{ARMS[arm][0]}: {change}", str(len(both)), *(cells or [""] * 4), paper])
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def protocol_table(budget):
+    """Markdown of the evaluations."""
+    lines = [["protocol", "encoder", "flags of `eval_linear.py`", "trained", "untrained"], ["---"] * 5]
+    for name, row in json.loads((KEPT / f"{budget}-protocols.json").read_text()).items():
+        kind = {"resnet": "MoCo v2", "vit": "PatchMix"}[PROTOCOLS[name][0]]
+        lines.append([name, kind, f"`{row['flags']}`", *(f"{row[e]:.1f}" if e in row else "" for e in ("trained", "untrained"))])
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+TABLES = {"front": front, "tier 1": lambda budget: table(budget, 1), "tier 2": lambda budget: table(budget, 2)}
+TABLES |= {"protocols": protocol_table, "runs": lambda budget: table(budget, "patterns")}
+
+
+def with_tables(readme):
+    """README's text with each table between its two marks written anew."""
+    for budget, (what, make) in itertools.product(BUDGETS, TABLES.items()):
+        begin, end = f"<!-- tests/results.py: {budget}, {what} -->\n", "<!-- end -->"
+        if begin in readme:
+            before, after = readme.split(begin)
+            readme = before + begin + make(budget) + "\n" + after[after.index(end) :]
+    return readme
+
+
+def write_readme(args):
+    file = ROOT / "README.md"
+    file.write_text(with_tables(file.read_text()))
+
+
+def curves(args):
+    """kNN accuracy over the epochs: mean and range over the seeds, one panel for each family of baselines."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    families = {"moco": "MoCo v2 and what builds on it", "simsiam": "SimSiam", "patchmix-1": "PatchMix"}
+    figure, panels = pyplot.subplots(1, len(families), figsize=(14, 4.2), sharey=True)
+    for panel, (family, title) in zip(panels, families.items(), strict=True):
+        for arm, (name, _, baseline, tier) in ARMS.items():
+            runs = [
+                {r["epoch"]: r["knn20_top1"] for r in record["epochs"] if "knn20_top1" in r}
+                for record in kept_runs(args.budget, arm).values()
+            ]
+            if tier != 1 or family not in (arm, baseline) or not runs:
+                continue
+            epochs = sorted(set.intersection(*(set(run) for run in runs)))
+            values = [[run[e] for run in runs] for e in epochs]
+            (drawn,) = panel.plot(epochs, [statistics.mean(v) for v in values], marker="o", label=name)
+            panel.fill_between(epochs, [min(v) for v in values], [max(v) for v in values], color=drawn.get_color(), alpha=0.15)
+        panel.set(title=title, xlabel="epoch")
+        panel.legend(fontsize=8)
+        panel.grid(alpha=0.3)
+    panels[0].set(ylabel="kNN top-1, % (k = 20)")
+    figure.tight_layout()
+    figure.savefig(args.out, dpi=110)
+
+
+def main(argv=None):
+    parser = common.ArgumentParser("tests/results.py", description=__doc__.splitlines()[0])
+    actions = parser.add_subparsers(required=True, metavar="ACTION")
+    for name, function in dict(train=train, floors=floors, protocols=protocols, readme=write_readme, curves=curves).items():
+        action = actions.add_parser(name, help=function.__doc__)
+        action.set_defaults(function=function)
+        action.add_argument("--budget", choices=BUDGETS, default="cpu")
+        if function in (train, floors, protocols):
+            action.add_argument("--data-dir", metavar="DIR")
+        if function is train:
+            action.add_argument("--arms", nargs="+", choices=ARMS, metavar="ARM", help="default: tier 1, or all of patterns")
+            action.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2], metavar="N")
+        if function in (train, protocols):
+            action.add_argument("--jobs", type=int, default=2, metavar="N", help="runs side by side")
+            action.add_argument("--runs", default="runs/results", metavar="DIR", help="where the runs' folders are")
+        if function is curves:
+            action.add_argument("out", metavar="OUT.png")
+    args = parser.parse_args(argv)
+    args.function(args)
+
+
+if __name__ == "__main__":
+    main()
