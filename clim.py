@@ -810,6 +810,7 @@ def train_step(args, model, wrapped, optimizer, batch, step, steps, device):
     return metrics
 
 
+@common.memory_in_words
 def main(args):
     device = init_distributed(args)
     more = dict(interpolation=args.interpolation, method=METHOD, encoder=EVALUATED)

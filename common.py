@@ -1,6 +1,6 @@
 """Data, evaluation and the files of a run: what the method files share, and nothing of training.
 
-    1. messages        fail, say, progress, StopRequest
+    1. messages        fail, memory_in_words, say, progress, StopRequest
     2. randomness      uniform, generator: pure functions of what is being made
     3. data sets       load_images -> ImageSet (patterns, cifar10, cifar100, stl10, imagenet100, imagenet, folder)
     4. views           random_resized_crop and random_colour draw; Views cuts in the loader; colour acts on the device
@@ -46,12 +46,15 @@ from torch.utils.data import DataLoader, Dataset, default_convert
 
 def fail(message):
     """A mistake of the user or the world: one line on stderr, from one process, and exit status 2."""
+    if lacks_memory(sys.exc_info()[1]):  # this is why, and `memory_in_words` says it
+        raise
     first = os.environ.get("RANK", "0") == "0"
     if dist.is_initialized():  # perhaps only one process has found it: the first to come here says it
         with contextlib.suppress(RuntimeError):
             first = dist.distributed_c10d._get_default_store().add("failed", 1) == 1
     if first:
-        print(f"error: {message}", file=sys.stderr, flush=True)
+        line = message.replace("\n", "\\n")  # a file's name may have one
+        print(f"error: {line}", file=sys.stderr, flush=True)
     if dist.is_initialized():
         time.sleep(1)  # the others may have to ask the store, which can end with this process
     raise SystemExit(2)
@@ -65,6 +68,32 @@ def end_without_peer(kind, error, trace):
         sys.__excepthook__(kind, error, trace)
 
 
+def lacks_memory(error):
+    """What an exception says of too little memory, the CPU's or a GPU's; None if it says nothing of it."""
+    words = ("out of memory", "allocate memory", "unable to allocate", "bad_alloc", "alloc_failed", "memoryerror")
+    found = [line for line in f"{error}\n{type(error).__name__}".splitlines() if any(w in line.lower() for w in words)]
+    return found[0].strip() if found and isinstance(error, (MemoryError, RuntimeError, OSError)) else None
+
+
+def memory_in_words(main):
+    """For a script's main(args): too little memory ends it in a line that says which flags need less."""
+
+    @functools.wraps(main)
+    def explained(args):
+        try:
+            return main(args)
+        except (MemoryError, RuntimeError, OSError) as error:
+            if not (reason := lacks_memory(error)):
+                raise
+        advice = "give a lower --batch-size, or --amp"
+        if hasattr(args, "grad_checkpoint"):
+            advice = "the same command with --grad-checkpoint, --amp bf16 or fewer --workers goes on from the last save; a lower "
+            advice += "--batch-size (it is of all processes together) or --queue needs a new --out"
+        fail(f"too little memory ({reason.split(' Of the allocated')[0]}): {advice}")
+
+    return explained
+
+
 class ArgumentParser(argparse.ArgumentParser):
     """argparse whose errors are one line, as every other mistake's."""
 
@@ -75,6 +104,8 @@ class ArgumentParser(argparse.ArgumentParser):
 def say(text="", end="\n"):
     """Print from the first process only; on a terminal, over the progress line."""
     if os.environ.get("RANK", "0") == "0":
+        code = getattr(sys.stdout, "encoding", None) or "utf-8"
+        text = text.encode(code, "backslashreplace").decode(code)  # a name may have what the terminal cannot show
         print(("\r\x1b[K" if sys.stdout.isatty() else "") + text, end=end, flush=True)
 
 
@@ -233,6 +264,8 @@ def open_image(path):
     try:
         with Image.open(path) as image:
             yield image
+    except MemoryError as error:  # the file may be good: it must not be left out
+        raise MemoryError(f"MemoryError while reading {path}") from error
     except Exception as error:  # a damaged file may raise anything
         raise BadImage(f"cannot read the image {path}: {error or type(error).__name__}") from error
 
@@ -555,7 +588,7 @@ class Loader(DataLoader):
             _end_workers()
             fail(f"{str(error).strip().splitlines()[-1].removeprefix('common.BadImage: ')}; {REPLACE}")
         except RuntimeError as error:
-            if "DataLoader worker" not in str(error):
+            if "DataLoader worker (pid" not in str(error):
                 raise
             _end_workers()
             fail(f"{error}: out of memory? The same command goes on from the last save; try fewer --workers")
@@ -973,18 +1006,18 @@ def load_checkpoint(path):
         try:
             return read_checkpoint(candidate)
         except (RuntimeError, OSError) as error:
-            if candidate == previous or not previous.exists():
+            if candidate == previous or not previous.exists() or lacks_memory(error):
                 fail(str(error))
             say(f"warning: {error}; going on from {previous}")
 
 
 def read_metrics(path):
-    """The records of a metrics.jsonl; a last line that was cut off is left out."""
+    """The records of a metrics.jsonl; what is none, as a last line that was cut off, is left out."""
     records = []
-    for line in Path(path).read_text().splitlines() if Path(path).exists() else ():
+    for line in Path(path).read_text(errors="replace").splitlines() if Path(path).is_file() else ():
         with contextlib.suppress(json.JSONDecodeError):
             records.append(json.loads(line))
-    return records
+    return [r for r in records if isinstance(r, dict) and isinstance(r.get("step", 0), int)]
 
 
 def write_metrics(out, record, epochs, tensorboard=False):
@@ -1050,12 +1083,22 @@ def begin_run(out, config, checkpoint, step):
         write_whole(out / "metrics.jsonl", lambda t: t.write_text("".join(json.dumps(r) + "\n" for r in kept)))
 
 
+def is_finite(state):
+    """Whether all numbers in the tensors of a nested state are finite."""
+    if torch.is_tensor(state):
+        return state.isfinite().all().item()
+    return all(map(is_finite, state.values() if isinstance(state, dict) else state if isinstance(state, (list, tuple)) else ()))
+
+
 def save_run(out, state, weights, keep=None):
     """Write backbone.pt, keep (a third name) and last.pt, from the first process; the last.pt before becomes last.prev.pt.
 
-    last.pt comes last: a run that was killed before it writes all of them again.
+    last.pt comes last: a run that was killed before it writes all of them again. Weights that the last step, whose loss and
+    gradient were finite, threw out of range are not saved.
     """
     if rank_and_world()[0] == 0:
+        if not is_finite([value for name, value in state.items() if name != "log"]):
+            fail(f"the weights are not finite after step {state['step']}, which is not saved: give a lower --lr and a new --out")
         save_checkpoint(out / "backbone.pt", state["backbone"] | {"state_dict": weights})
         if keep:
             save_checkpoint(out / keep, state)

@@ -315,6 +315,7 @@ def write_similarities(folder, info, train, test, images, keys, bars):
 # --------------------------------------------------------------- 5. main
 
 
+@common.memory_in_words
 def main(args):
     device, encoder, info = open_encoder(args)
     if args.attention:  # refuses before long work

@@ -254,8 +254,9 @@ def check_flags(args):
         common.fail(f"--{name.replace('_', '-')} is not used by {said[args.mode]}")
     for name, (_, low, high, _) in FLAGS.items():
         value = getattr(args, name)
-        if value is not None and not ((value > 0 if low is None else value >= low) and value <= high and value < math.inf):
-            limits = ("above 0" if low is None else f"at least {low}") + (f", at most {high}" if high < math.inf else "")
+        if value is not None and not ((value > 0 if low is None else value >= low) and value <= high and value < 10**9):
+            most = f"at most {high}" if high < math.inf else f"below {10**9}"
+            limits = ("above 0" if low is None else f"at least {low}") + f", {most}"
             common.fail(f"--{name.replace('_', '-')} {value}: give a number {limits}")
     low, high = args.crop_scale or (1, 1)
     positive = [*(args.lrs or ()), *(args.strengths or ()), *(1 + m for m in args.milestones or ()), low]
@@ -693,11 +694,13 @@ def train_protocol(args, device, encoder, info):
     end = min(total, args.max_steps or total)
     state = common.load_run(checkpoint, config, len(train)) if checkpoint else None
     if state:
-        network.load_state_dict(state["model"])
-        optimizer.load_state_dict(state["optimizer"])
-        step, sums = state["step"], state["log"]["sums"]
-        sums = sums[rank] if len(sums) == world else sums.sum(0).div(world)
-        sums = sums.to(device)
+        try:
+            network.load_state_dict(state["model"])
+            optimizer.load_state_dict(state["optimizer"])
+            step, sums = state["step"], state["log"]["sums"].double().view(-1, 3)
+        except (RuntimeError, ValueError, TypeError, KeyError, AttributeError, IndexError) as error:
+            common.fail(f"{checkpoint} does not fit this training: {' '.join(str(error).split())[:300]}")
+        sums = (sums[rank] if len(sums) == world else sums.sum(0).div(world)).to(device)
     places = common.gather_uneven(torch.tensor([[step, len(train)]], device=common.collective_device()))
     if (places != places[0]).any():
         common.fail("the processes see different checkpoints or images: --out and --data-dir must be on shared disks")
@@ -734,8 +737,8 @@ def train_protocol(args, device, encoder, info):
                 break
         epoch, everywhere = step // steps, common.gather_uneven(sums[None])
         loss, right, images = everywhere.sum(0).tolist()
-        if not math.isfinite(loss):
-            common.fail(f"the loss is not finite in epoch {sampler.epoch + 1}: give a lower --lr and a new --out")
+        if not math.isfinite(loss) or not common.is_finite(network.state_dict()):
+            common.fail(f"the loss or a weight is not finite in epoch {sampler.epoch + 1}: give a lower --lr and a new --out")
         if step % steps == 0:
             record = dict(epoch=epoch, step=step, loss=loss / images, train_top1=100 * right / images)
             pace = (step - first) * args.batch_size / (time.perf_counter() - began)
@@ -759,6 +762,7 @@ def train_protocol(args, device, encoder, info):
     return {"encoder": result}
 
 
+@common.memory_in_words
 def main(args):
     device, encoder, info = open_encoder(args)
     resolve(args, info)

@@ -82,8 +82,9 @@ def evaluate(script, checkpoint, folder, *more):
 # ---------------------------------------------------------------------- files
 
 
-def life(script, argv, die, limit, environment):
-    """A script in a process of its own. die: the image at which a loader's worker is killed; limit: of bytes in a file."""
+def life(script, argv, die, limit, environment, memory=0, spoil=None):
+    """A script in a process of its own. die: the image at which a loader's worker is killed; limit: of bytes in a file; memory:
+    bytes that it gets besides what it has after its imports; spoil: the process whose images are no numbers."""
     os.environ |= environment
     module, get, parent, count = importlib.import_module(script), common.ImageSet.__getitem__, os.getpid(), [0]
     if script in METHODS:
@@ -91,6 +92,13 @@ def life(script, argv, die, limit, environment):
     if limit:  # as a full disk: a write stops in the middle
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+
+    if spoil is not None and spoil == int(os.environ.get("RANK", 0)):
+        normalize = common.normalize
+        common.normalize = lambda *args: normalize(*args) * float("nan")
+    if memory:
+        pages = int(Path("/proc/self/statm").read_text().split()[0])
+        resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + memory,) * 2)
 
     def mortal(self, i):
         count[0] += 1
@@ -106,7 +114,7 @@ def life(script, argv, die, limit, environment):
         sys.exit(1)
 
 
-def processes(script, each, log, die=0, limit=0, seconds=240):
+def processes(script, each, log, die=0, limit=0, memory=0, spoil=None, seconds=240):
     """[(exit status, stdout, stderr)] of a script in processes of their own, one for each list of arguments; several make a
     group. None is the status of one that does not end."""
     with socket.socket() as s:
@@ -115,7 +123,7 @@ def processes(script, each, log, die=0, limit=0, seconds=240):
     group, started = dict(WORLD_SIZE=str(len(each)), MASTER_ADDR="127.0.0.1", MASTER_PORT=port), []
     for rank, argv in enumerate(each):
         environment = group | dict(RANK=str(rank)) if len(each) > 1 else {}
-        args = (life, f"{log}{rank}", script, [str(a) for a in argv], die, limit, environment)
+        args = (life, f"{log}{rank}", script, [str(a) for a in argv], die, limit, environment, memory, spoil)
         started.append(runs.CHILDREN.Process(target=runs._redirected, args=args))
         started[-1].start()
     ends, until = [], time.monotonic() + seconds
@@ -162,6 +170,56 @@ def test_metrics_that_cannot_be_written_are_one_line(begun, folder, tmp_path, mo
     monkeypatch.setattr(os, "fsync", full)
     refuse(method, [*FLAGS, *QUIET, "--data-dir", folder, "--out", out], "metrics.jsonl")
     assert (out / "last.pt").read_bytes() == last and not list(out.glob("*.tmp"))
+
+
+RUBBISH = [b"\xff\xfe\x00\n", b"[1]\n5\nnull\n", b'{"step": "a"}\n{"step": null}\n{"loss": [', None]
+
+
+@pytest.mark.parametrize("content", RUBBISH)
+@pytest.mark.parametrize("script", ["jcl", "eval_linear"])
+def test_rubbish_in_metrics_is_left_out_or_refused(begun, folder, tmp_path, script, content):
+    """Before it goes on and after its end; None: a folder."""
+    out = tmp_path / "run"
+    argv = [*FLAGS, *QUIET, "--data-dir", folder, "--out", out]
+    if script == "eval_linear":
+        argv = evaluate(script, begun["jcl"], folder, "--protocol", "moco", "--batch-size", 16, "--out", out)
+    for more in (["--max-steps", "3"], [], []):
+        end, error = attempt(script, [*argv, *more])
+        assert (end, error) == ("done", "") or (content is None and is_one_line(end, error)), (end, error)
+        path = out / "metrics.jsonl"
+        if more == [] and content is not None:
+            steps = [r.get("step") for r in common.read_metrics(path)]
+            assert steps == ([0, 4, 8] if script == "jcl" else [0, 4])
+        if content is not None:
+            path.write_bytes(path.read_bytes() + content)
+        elif not more and path.is_file():
+            path.unlink()
+            path.mkdir()
+
+
+def test_names_that_no_terminal_can_show(begun, folder, tmp_path, monkeypatch):
+    """Line breaks, bytes that are no text, and letters that the terminal's code lacks."""
+    shutil.copytree(folder, tmp_path / "data")
+    first, second, *_ = sorted((tmp_path / "data" / "train").rglob("*.png"))
+    newline, odd = first.with_name("a\nb.png"), os.fsencode(second.parent) + b"/\xff.png"
+    first.rename(newline), os.rename(second, odd)
+    for part in ("train", "test"):
+        os.rename(tmp_path / "data" / part / "kind1", os.fsencode(tmp_path / "data" / part) + b"/gr\xc3\xbcn\xff")
+    argv = [*FLAGS, *QUIET, "--max-steps", "1", "--data-dir", tmp_path / "data", "--out"]
+    assert attempt("jcl", [*argv, tmp_path / "good"]) == ("done", "")
+    newline.write_bytes(b"")
+    refuse("jcl", [*argv, tmp_path / "bad"], "a\\nb.png")
+    with open(odd, "wb"):
+        pass
+    for code in ("ascii", "utf-8", "latin-1"):
+        shown = io.TextIOWrapper(io.BytesIO(), code)
+        monkeypatch.setattr(sys, "stdout", shown)
+        monkeypatch.setattr(contextlib, "redirect_stdout", lambda _: contextlib.nullcontext())
+        assert attempt("jcl", [*argv, tmp_path / code, "--skip-bad-images"]) == ("done", "")
+        assert attempt("eval_knn", evaluate("eval_knn", begun["jcl"], tmp_path / "data", "--skip-bad-images")) == ("done", "")
+        monkeypatch.undo()
+        shown.flush()
+        assert b"2 of 68 images" in shown.buffer.getvalue()
 
 
 class Hostile:
@@ -322,6 +380,38 @@ def test_a_run_refuses_in_words_more_processes_than_its_groups_allow(folder, tmp
         refuse("jcl", [*argv, "2"], "bn_groups was 3")
 
 
+# ---------------------------------------------------------------------- kills
+
+
+def struck(argv, module, name, number, nth):
+    """A run of CLIM that gets a signal in the middle of a refresh or an evaluation: in the n-th call of a function."""
+    runs.narrow(importlib.import_module("clim"), drop_path=0.2)
+    module, count = importlib.import_module(module), [0]
+    function = getattr(module, name)
+
+    def wrapped(*args, **kwargs):
+        count[0] += 1
+        if count[0] == nth:
+            os.kill(os.getpid(), number)
+        return function(*args, **kwargs)
+
+    setattr(module, name, wrapped)
+    clim = importlib.import_module("clim")
+    clim.main(clim.parse_args(argv))
+
+
+@pytest.mark.parametrize("module, name, nth", [("clim", "choose_positives", 2), ("common", "knn_scores", 3)])
+def test_killed_in_a_refresh_or_an_evaluation(folder, tmp_path, module, name, nth):
+    """By SIGKILL or on request: it goes on from the epoch before, or the one after, and ends the same, bit for bit."""
+    flags = [*runs.TINY, "--device", "cpu", "--clim-start", "0", "--refresh-every", "1", "--data-dir", str(folder), "--out"]
+    assert attempt("clim", [*flags, tmp_path / "whole"]) == ("done", "")
+    for number, status in ((signal.SIGKILL, -signal.SIGKILL), (signal.SIGTERM, 75)):
+        argv = [*flags, str(tmp_path / f"run{status}")]
+        assert runs.child(struck, tmp_path / "log", argv, module, name, number, nth) == status
+        assert attempt("clim", argv) == ("done", "")
+        runs.assert_same_run(tmp_path / "whole", tmp_path / f"run{status}")
+
+
 # ---------------------------------------------------------- not finite numbers
 
 
@@ -378,6 +468,53 @@ def test_a_finite_gradient_is_left_as_it_is_and_another_becomes_zero(method):
         assert all(torch.equal(p.grad, torch.zeros_like(p)) for p in parameters[:2])
 
 
+@pytest.mark.parametrize("end", ["an epoch's end", "--max-steps", "a request", "one of two processes"])
+def test_nothing_of_a_step_that_is_not_finite_is_ever_saved(begun, folder, tmp_path, monkeypatch, end):
+    """Whatever comes next. Batch norm, queue and momentum encoder take that step up, but go on from before it, bit for bit."""
+    argv = [*FLAGS, *QUIET, "--arch", "resnet_nano", "--data-dir", folder, "--out", tmp_path / "run"]
+    assert attempt("jcl", [*argv, "--max-steps", "5"]) == ("done", "")
+    shutil.copytree(tmp_path / "run", tmp_path / "whole")
+    before = runs.contents(tmp_path / "run")
+    if end == "one of two processes":
+        assert_one_line_of_all(processes("jcl", [argv] * 2, tmp_path / "log", spoil=1), "not finite since step 5")
+    else:
+        normalize, calls = common.normalize, []
+
+        def spoiled(*args):
+            calls.append(0)
+            if end == "a request" and len(calls) == 1:
+                os.kill(os.getpid(), signal.SIGTERM)
+            return normalize(*args) * float("nan")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(common, "normalize", spoiled)
+            refuse("jcl", [*argv, *(["--max-steps", "6"] if end == "--max-steps" else [])], "not finite since step 5")
+        assert (len(calls) > 4) == (end == "an epoch's end")
+    assert runs.contents(tmp_path / "run") == before
+    for out in ("run", "whole"):
+        assert attempt("jcl", [*argv[:-1], tmp_path / out]) == ("done", "")
+    runs.assert_same_run(tmp_path / "run", tmp_path / "whole")
+
+
+@pytest.mark.parametrize("which", [0, -1])
+@pytest.mark.parametrize("method", METHODS)
+def test_weights_that_are_not_finite_are_never_saved(begun, folder, tmp_path, monkeypatch, method, which):
+    """A step whose loss and gradient are finite can throw them out of range; only the next loss would show it."""
+    module, out, train_step = importlib.import_module(method), tmp_path / "run", importlib.import_module(method).train_step
+
+    def thrown(args, model, *rest):
+        metrics = train_step(args, model, *rest)
+        [v for v in model.state_dict().values() if v.is_floating_point()][which].view(-1)[0] = float("inf")
+        return metrics
+
+    shutil.copytree(begun[method], out)
+    monkeypatch.setattr(module, "train_step", thrown)
+    before = {path: content for path, content in runs.contents(out).items() if path.suffix == ".pt"}
+    for more in (["--max-steps", "6"], []):  # the first step, and an epoch's end
+        refuse(method, [*FLAGS, *QUIET, "--data-dir", folder, "--out", out, *more], "not finite")
+        assert before.items() <= runs.contents(out).items()
+
+
 # -------------------------------------------------------------------- workers
 
 
@@ -388,6 +525,100 @@ def test_a_killed_worker_is_one_line(begun, folder, tmp_path, script):
     argv = argv if script == "jcl" else evaluate(script, begun["jcl"], folder)
     ((status, _, error),) = processes(script, [[*argv, "--workers", "2"]], tmp_path / "log", die=9)
     assert is_one_line(status, error) and "worker" in error, error
+
+
+# --------------------------------------------------------------------- memory
+
+
+def what_lacks_memory():
+    """Kinds of exceptions, as torch, numpy, Python and a loader's worker raise them."""
+    yield torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. Of the allocated memory ...")
+    yield RuntimeError("CUDA error: out of memory\nCUDA kernel errors might be asynchronously reported")
+    yield RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`")
+    yield RuntimeError("std::bad_alloc")
+    yield MemoryError()
+    yield MemoryError("Caught MemoryError in DataLoader worker process 0.\nOriginal Traceback:\n  File ...\nMemoryError")
+    yield RuntimeError("Caught RuntimeError in DataLoader worker process 0.\nRuntimeError: can't allocate memory: you ...")
+    yield OSError(12, "Cannot allocate memory")
+
+
+MEMORY = {method: ("--grad-checkpoint", "--amp bf16", "--batch-size") for method in METHODS}
+MEMORY |= {script: ("--batch-size", "--amp") for script in EVALUATIONS}
+
+
+@pytest.mark.parametrize("script", MEMORY)
+def test_too_little_memory_is_one_line_and_costs_nothing(begun, folder, tmp_path, monkeypatch, script):
+    """While encoding, training, building the network, reading a checkpoint or writing one."""
+    out = tmp_path / "run"
+    shutil.copytree(begun[script if script in METHODS else "jcl"], out)
+    argv = [*FLAGS, *QUIET, "--data-dir", folder, "--out", out] if script in METHODS else evaluate(script, out, folder)
+    before = {path: content for path, content in runs.contents(out).items() if path.name not in ("metrics.jsonl", "backbone.pt")}
+    places = [(common, "colour"), (torch, "save"), (torch.optim.Optimizer, "load_state_dict")] if script in METHODS else []
+    for target, name in [*places, (common, "normalize"), (torch, "load"), (common.timm, "create_model")]:
+        for error in what_lacks_memory() if name == "normalize" else [MemoryError(), next(what_lacks_memory())]:
+
+            def short(*_, error=error, **__):
+                raise error
+
+            with monkeypatch.context() as patch:
+                patch.setattr(target, name, short)
+                line = refuse(script, argv, "too little memory", *MEMORY[script])
+            assert ("--grad-checkpoint" in line) == (script in METHODS)
+            after = runs.contents(out)
+            assert {path: after[path] for path in before} == before and not list(out.glob("*.tmp"))
+    assert attempt(script, argv) == ("done", "")
+
+
+@pytest.mark.parametrize("script", MEMORY)
+def test_memory_that_runs_out_is_one_line(script, folder, tmp_path):
+    """An allocation that truly fails: images of 2048 px, in 400 MiB."""
+    argv = ["--data-dir", folder, "--arch", "resnet_micro", "--image-size", "2048", "--device", "cpu"]
+    if script in METHODS:
+        argv += ["--batch-size", "32", "--patch-size", "8", *QUIET, "--out", tmp_path / "run"]
+    else:
+        argv += ["--random-init", "--no-floors"]
+    ((status, _, error),) = processes(script, [argv], tmp_path / "log", memory=400 * 2**20)
+    assert is_one_line(status, error) and "too little memory" in error and not list(tmp_path.glob("run/*.pt")), error
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("error, words", [(MemoryError(), "MemoryError"), (RuntimeError("a mistake in the code"), None)])
+def test_an_error_in_a_worker_is_told_as_what_it_is(monkeypatch, folder, tmp_path, workers, error, words):
+    def wrong(*_):
+        raise error
+
+    monkeypatch.setattr(common, "cut", wrong)
+    argv = [*FLAGS, *QUIET, "--workers", workers, "--data-dir", folder, "--out", tmp_path]
+    if words:
+        refuse("jcl", argv, "too little memory", words)
+    else:
+        end, line = attempt("jcl", argv)
+        assert end.startswith("RuntimeError: ") and line == ""  # a traceback is right
+
+
+def test_a_checkpoint_is_not_passed_over_because_memory_is_short(begun, folder, tmp_path, monkeypatch):
+    """The one before it would cost an epoch."""
+    shutil.copytree(begun["jcl"], tmp_path / "run")
+    assert (tmp_path / "run" / "last.prev.pt").exists()
+    errors, torch_load = [MemoryError()], torch.load
+
+    def short(*args, **kwargs):
+        if errors:
+            raise errors.pop()
+        return torch_load(*args, **kwargs)
+
+    monkeypatch.setattr(torch, "load", short)
+    refuse("jcl", [*FLAGS, *QUIET, "--data-dir", folder, "--out", tmp_path / "run"], "too little memory")
+
+
+def test_an_image_is_not_bad_because_memory_is_short(folder, tmp_path, monkeypatch):
+    """Otherwise --skip-bad-images would leave good images out."""
+
+    def short(*_):
+        raise MemoryError
+
+    monkeypatch.setattr(Image.Image, "convert", short)
+    refuse("jcl", [*FLAGS, "--data-dir", folder, "--skip-bad-images", "--out", tmp_path / "run"], "too little memory", ".png")
 
 
 # ------------------------------------------------------------------- bad data

@@ -494,8 +494,50 @@ def test_another_configuration_or_encoder_is_refused(places, tmp_path, capsys):
     assert run(places["RESNET"], *flags[1:])[0] == 2 and "weights" in capsys.readouterr().err
 
 
-def test_a_loss_that_is_no_number(places, tmp_path, capsys):
-    flags = [places["VIT"], "--finetune", "--protocol", "clim", "--lr", 1e38, *FAST, "--out", tmp_path]
+@pytest.mark.parametrize("part", ["loss", "weight"])
+def test_a_loss_or_weight_that_is_no_number(places, tmp_path, capsys, monkeypatch, part):
+    train_step = eval_linear.train_step
+
+    def spoiled(args, encoder, wrapped, *rest):
+        sums = train_step(args, encoder, wrapped, *rest)
+        next(wrapped.parameters()).detach().view(-1)[0] *= float("nan") if part == "weight" else 1
+        return sums * float("nan") if part == "loss" else sums
+
+    monkeypatch.setattr(eval_linear, "train_step", spoiled)
+    flags = [places["VIT"], "--finetune", "--protocol", "clim", *FAST, "--out", tmp_path, "--max-steps", 1]
     assert run(*flags)[0] == 2
     error = capsys.readouterr().err
     assert "not finite" in error and len(error.splitlines()) == 1 and not (tmp_path / "last.pt").exists()
+
+
+@pytest.mark.parametrize("flag", ["--lr", "--head-lr", "--warmup-lr", "--weight-decay", "--mixup"])
+def test_numbers_that_no_tensor_can_hold_are_refused(places, tmp_path, capsys, flag):
+    argv = [places["VIT"], "--finetune", "--protocol", "clim", *FAST, "--out", tmp_path / "run", f"{flag}=1e300"]
+    assert run(*argv)[0] == 2 and flag in capsys.readouterr().err and not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("flags", [["--protocol", "moco"], ["--finetune", "--protocol", "patchmix"]])
+def test_a_checkpoint_that_does_not_fit_is_one_line(places, tmp_path, capsys, flags):
+    """Of another shape, or with a part missing or of a wrong type; what is there stays as it is."""
+    flags = [places["VIT"], *flags, *FAST, "--max-steps", 1, "--out", tmp_path]
+    run(*flags)
+    state, path, wrong = load(tmp_path), tmp_path / "last.pt", {}
+    weight = next(k for k, v in state["model"].items() if v.dim() == 2)
+    cases = {"another shape": {"model": state["model"] | {weight: torch.zeros(5, 7)}}, "no weights": {"model": {}}}
+    cases |= {f"weights {v!r}": {"model": dict.fromkeys(state["model"], v)} for v in ("x", None, 1.5)}
+    groups = state["optimizer"]["param_groups"]
+    cases |= {f"groups {v!r}": {"optimizer": state["optimizer"] | {"param_groups": v}} for v in (None, [], groups[:-1], "x")}
+    cases |= {f"optimizer {v!r}": {"optimizer": v} for v in ({}, {"state": 1, "param_groups": groups})}
+    cases |= {f"sums {v!r}": {"log": {"sums": v}} for v in (None, 3, "x", torch.zeros(2), torch.zeros(1, 4))}
+    cases |= {"no sums": {"log": {}}, "no log": {"log": None}, "steps": {"step": -1}, "images": {"images": "42"}}
+    for words, change in cases.items():
+        torch.save(state | change, path)
+        before = path.read_bytes()
+        try:
+            ended = run(*flags[:-4], *flags[-2:])[0]
+        except Exception as error:
+            ended = repr(error)
+        error = capsys.readouterr().err
+        if ended != 2 or error.count("\n") != 1 or "last.pt" not in error or path.read_bytes() != before:
+            wrong[words] = ended, error[:300]
+    assert wrong == {}
