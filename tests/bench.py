@@ -19,10 +19,9 @@ import argparse
 import collections
 import contextlib
 import functools
-import importlib
+import importlib.util
 import itertools
 import json
-import math
 import multiprocessing
 import os
 import random
@@ -141,9 +140,11 @@ class Training:
 
     def batches(self):
         """Load batch after batch."""
-        for self.sampler.epoch in itertools.count():
-            for self.batch in self.loader:
-                yield self.batch
+        while True:
+            for batch in self.loader:
+                self.batch = batch
+                yield
+            self.sampler.epoch += 1
 
     def record(self):
         """One step, in which every call of the networks is noted for `bare`."""
@@ -256,7 +257,9 @@ def plain_ema(slow, fast, m):
 
 
 def steps(args):
-    """One row a method: seconds of a step and of its networks alone, their ratio, and the parts' shares of the step in percent."""
+    """One row a method: seconds of a step and of its networks alone, their ratio, and the parts' shares of the step in percent
+    (of the loss, the forward pass; its backward pass is in the rest).
+    """
     rows = []
     for method in args.methods:
         training = Training(method, args.arch, args.batch_size, *args.flags)
@@ -277,49 +280,52 @@ def usual_transform(size, mean, std):
     return T.Compose([T.RandomResizedCrop(size, (0.2, 1)), *jitter, *last])
 
 
-def input_(args):
-    """One row a kind of image: CPU milliseconds a view, two views an image. `decode` and `draft` (PIL's, which halves an image in
-    decoding while it stays above 224 px) are parts of `loader` and `usual`; one thread.
-    """
+def input_runs(size, count, folder):
+    """What `input` measures, {name: function}: decoded images at 32 px, else JPEG files of 500 x 375; two views of each."""
     module = importlib.import_module("moco_jointcrop")
+    flags = ["--joint", "none", "--blur-prob", "0.5", "0.5", "--image-size", str(size)]
+    options = module.parse_args(["--dataset", "cifar10", *flags])
+    array, paths = common.make_patterns(count, 32 if size == 32 else 500, 0)[0], [f"{folder}/{i}.jpg" for i in range(count)]
+    for path, image in zip(paths, array, strict=True):
+        Image.fromarray(image[:375]).save(path, quality=90)
+    images = common.ImageSet("", [0] * count, ["0"], **(dict(array=array) if size == 32 else dict(paths=paths)))
+    views, transform = common.Views(images, *module.make_sample(options), 0), usual_transform(size, *options.norm)
+    keys = [(0, i) for i in range(count)]
+    batch = views.__getitems__(keys)
+
+    def colour():
+        for i, view in enumerate(batch["views"]):
+            common.normalize(common.colour(view, batch["colour"][:, i]), *options.norm)
+
+    def usual():
+        for image in map(Image.fromarray, images):
+            torch.stack([transform(image), transform(image)])
+
+    def draft():
+        for path in paths:
+            with Image.open(path) as image:
+                image.draft("RGB", (size, size))
+                image.load()
+
+    runs = dict(loader=lambda: views.__getitems__(keys), colour=colour, usual=usual)
+    return runs if size == 32 else runs | dict(decode=lambda: list(images), draft=draft)
+
+
+def input_(args):
+    """One row a kind of image: CPU milliseconds a view, with one thread, as in a loader's worker. `decode` is part of `loader`
+    and `usual`; `draft` is PIL's faster decoding, which halves an image as long as that leaves 224 px.
+    """
     rows, threads = [], torch.get_num_threads()
-    torch.set_num_threads(1)  # as in a loader's worker
-    for size, source in ((32, "decoded"), (224, "JPEG, 500 x 375")):
-        flags = ["--joint", "none", "--blur-prob", "0.5", "0.5", "--image-size", str(size)]
-        options, count = module.parse_args(["--dataset", "cifar10", *flags]), args.batch_size if size == 32 else 16
+    torch.set_num_threads(1)
+    for size, source, count in ((32, "decoded", args.batch_size), (224, "JPEG, 500 x 375", args.batch_size // 8)):
         with tempfile.TemporaryDirectory() as folder:
-            array = common.make_patterns(count, 32 if size == 32 else 500, 0)[0]
-            paths = [f"{folder}/{i}.jpg" for i in range(count)]
-            for path, image in zip(paths, array, strict=True):
-                Image.fromarray(image[:375]).save(path, quality=90)
-            kind = dict(array=array) if size == 32 else dict(paths=paths)
-            images = common.ImageSet("", [0] * count, ["0"], **kind)
-            views, transform = common.Views(images, *module.make_sample(options), 0), usual_transform(size, *options.norm)
-            batch = views.__getitems__([(0, i) for i in range(count)])
-
-            def colour(batch=batch, options=options):
-                for i, view in enumerate(batch["views"]):
-                    common.normalize(common.colour(view, batch["colour"][:, i]), *options.norm)
-
-            def usual(images=images, transform=transform):
-                for image in map(Image.fromarray, images):
-                    torch.stack([transform(image), transform(image)])
-
-            def draft(paths=paths):
-                for path in paths:
-                    with Image.open(path) as image:
-                        image.draft("RGB", (224, 224))
-                        image.load()
-
-            def load(views=views, count=count):
-                views.__getitems__([(0, i) for i in range(count)])
-
-            functions = load, colour, usual, *((functools.partial(list, images), draft) if size == 224 else ())
-            times = interleaved(args.repeats, *functions, clock=time.process_time)
-            names = ("loader_ms", "colour_ms", "usual_ms", "decode_ms", "draft_ms")
-            row = dict(px=size, source=source) | {n: "" for n in names} | dict(zip(names, np.divide(times, 2 * count / 1000).tolist()))
-            ratios = row["usual_ms"] / row["loader_ms"], row["usual_ms"] / (row["loader_ms"] + row["colour_ms"])
-            rows.append(row | dict(usual_over_loader=ratios[0], usual_over_both=ratios[1]))
+            runs = input_runs(size, count, folder)
+            seconds = interleaved(args.repeats, *runs.values(), clock=time.process_time)
+        ms = dict.fromkeys(("loader", "colour", "usual", "decode", "draft"), "")
+        ms |= {name: 1000 * t / (2 * count) for name, t in zip(runs, seconds, strict=True)}
+        ratios = ms["usual"] / ms["loader"], ms["usual"] / (ms["loader"] + ms["colour"])
+        row = dict(px=size, source=source) | {f"{name}_ms": value for name, value in ms.items()}
+        rows.append(row | dict(usual_over_loader=ratios[0], usual_over_both=ratios[1]))
     torch.set_num_threads(threads)
     return rows
 
@@ -443,9 +449,11 @@ def positives(args):
         found |= dict(faiss_neighbors=faiss_neighbors, faiss_kmeans=faiss_clusters)
     rows = []
     for count in args.sizes:
+        turns = [[alone(f, count, small=(min(count, 256),)) for f in found.values()] for _ in range(args.repeats)]
+        seconds, mib = np.median(turns, axis=0).T.tolist()
         rows.append(dict(images=count))
-        for name, prepare in found.items():
-            rows[-1][f"{name}_s"], rows[-1][f"{name}_mib"] = alone(prepare, count, small=(min(count, 256),))
+        for name, t, m in zip(found, seconds, mib, strict=True):
+            rows[-1] |= {f"{name}_s": t, f"{name}_mib": m}
     return rows
 
 
@@ -502,11 +510,18 @@ def pace(args):
 
 
 def processes(args):
-    """One row a method: images/s of one process with two threads, of two with one each, and their ratio; medians of `--rounds`."""
+    """One row a method: images/s of one process with two threads, of two with one each, and their ratio; medians."""
     found = collections.defaultdict(list)
     command = [__file__, "pace", "--batch-size", str(args.batch_size), "--repeats", str(args.repeats), "--methods", *args.methods]
     command += ["--arch", args.arch] if args.arch else []
-    launch = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0"]
+    launch = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nproc_per_node=2",
+        "--rdzv-backend=c10d",
+        "--rdzv-endpoint=localhost:0",
+    ]
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder, "rows.json")
         for _, world in itertools.product(range(args.rounds), (1, 2)):
@@ -519,7 +534,7 @@ def processes(args):
     return [dict(method=m, one_process=one, two_processes=two, ratio=two / one) for m, one, two in pairs]
 
 
-SAVINGS = {"": [], "_checkpointed": ["--grad-checkpoint"], "_bf16": ["--amp", "bf16"]}
+SAVINGS = {"": ["--amp", "off"], "_checkpointed": ["--amp", "off", "--grad-checkpoint"], "_bf16": ["--amp", "bf16"]}
 
 
 def two_steps(*arguments):
@@ -537,7 +552,6 @@ def memory(args):
     for method in args.methods:
         rows.append(dict(method=method, batch=args.batch_size))
         for name, flags in SAVINGS.items():
-            flags = flags if "--amp" in flags else [*flags, "--amp", "off"]
             seconds, mib = alone(two_steps, method, args.arch, args.batch_size, *flags)
             rows[-1] |= {f"mib{name}": mib, f"s{name}": seconds}
     return rows
