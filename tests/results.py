@@ -299,7 +299,8 @@ def front(budget):
 def protocol_table(budget):
     """Markdown of the evaluations."""
     lines = [["protocol", "encoder", "flags of `eval_linear.py`", "trained", "untrained"], ["---"] * 5]
-    for name, row in json.loads((KEPT / f"{budget}-protocols.json").read_text()).items():
+    file = KEPT / f"{budget}-protocols.json"
+    for name, row in json.loads(file.read_text()).items() if file.exists() else ():
         kind = {"resnet": "MoCo v2", "vit": "PatchMix"}[PROTOCOLS[name][0]]
         lines.append([name, kind, f"`{row['flags']}`", *(f"{row[e]:.1f}" if e in row else "" for e in ("trained", "untrained"))])
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
