@@ -80,11 +80,12 @@ class Life:
         return time.time() - self.began
 
     def ranks(self):
-        """The training processes that there are, without their loaders' workers."""
+        """The training processes that there are, without their loaders' workers and torchrun's forks that are not Python yet."""
         if self.world == 1:
             return [self.process.pid]
         children = about(self.process.pid, f"task/{self.process.pid}/children").split()
-        return [int(child) for child in children if self.script in about(child, "cmdline")]
+        lines = {int(child): about(child, "cmdline") for child in children}
+        return [child for child, line in lines.items() if self.script in line and "torch.distributed.run" not in line]
 
     def trains(self):
         ranks = self.ranks()
