@@ -363,7 +363,7 @@ def _readable(paths):
     return gather_uneven(torch.tensor(found, dtype=torch.uint8, device=collective_device())).bool().tolist()
 
 
-def _read_folder(name, folder, classes, cache, unlabeled=None, skip_bad=False):
+def read_folder(name, folder, classes, cache, unlabeled=None, skip_bad=False):
     """A folder a class (classes: their names) and any tree `unlabeled`; without classes, `folder` is such a tree."""
     trees = [(folder / c, i) for i, c in enumerate(classes)] or [(folder, -1)]
     trees += [(unlabeled, -1)] if unlabeled else []
@@ -413,7 +413,7 @@ def load_images(name, data_dir=None, train=True, size=32, cache=True, unlabeled=
         return ImageSet(name, labels, PATTERNS, array)
     if name in ("imagenet", "imagenet100", "folder"):
         if name == "folder" and data_dir is not None:
-            return _read_folder(name, root, (), cache, skip_bad=skip_bad) if train else None
+            return read_folder(name, root, (), cache, skip_bad=skip_bad) if train else None
         fail(f"--dataset {name} needs --data-dir DIR with train/ and val/, one folder a class")
     return _load_torchvision(name, root, train, unlabeled)
 
@@ -429,7 +429,7 @@ def _load_layout(name, root, train, cache, unlabeled, skip_bad):
     if odd := sorted(set(have) ^ set(classes)):
         fail(f"{folder} and {root / 'train'} have different class folders: {', '.join(odd[:5])}")
     more = root / "unlabeled"
-    return _read_folder(name, folder, classes, cache, more if unlabeled and train and more.is_dir() else None, skip_bad)
+    return read_folder(name, folder, classes, cache, more if unlabeled and train and more.is_dir() else None, skip_bad)
 
 
 def _load_torchvision(name, root, train, unlabeled):

@@ -473,7 +473,7 @@ def open_validation(args, train, test):
     root = Path(args.data_dir or "data")
     if args.mode != "lbfgs" or args.data_dir is None or not all((root / part).is_dir() for part in ("train", "val", "test")):
         return None, test
-    return test, common._read_folder(args.dataset, root / "test", train.classes, True, skip_bad=args.skip_bad_images)
+    return test, common.read_folder(args.dataset, root / "test", train.classes, True, skip_bad=args.skip_bad_images)
 
 
 def open_parts(args, info):

@@ -360,6 +360,24 @@ def test_processes_that_disagree_end_in_one_line(begun, folder, tmp_path, monkey
     assert_one_line_of_all(processes("jcl", [first, [*first, *change]], tmp_path / "log"), words)
 
 
+def test_processes_agree_on_stopping_within_ten_steps(monkeypatch):
+    """All ask at the same steps, at least every tenth, and none stops alone in between, where the others would wait for it."""
+    stop, others, asked = common.StopRequest.__new__(common.StopRequest), [0.0], []
+
+    def all_reduce(flag, op):
+        asked.append(step)
+        flag.fill_(max(flag.item(), others[0]))
+
+    monkeypatch.setattr(common, "rank_and_world", lambda: (0, 2))
+    monkeypatch.setattr(common.dist, "all_reduce", all_reduce)
+    for stop.requested, others[0] in ((False, 0.0), (True, 0.0), (False, 1.0)):
+        asked.clear()
+        stops = []
+        for step in range(1, 101):
+            stops += [step] * stop.agreed(step)
+        assert max(np.diff([0, *asked])) <= 10 and stops == (asked if stop.requested or others[0] else [])
+
+
 def test_a_run_goes_on_with_as_many_processes_as_its_groups_allow(begun, folder, tmp_path):
     shutil.copytree(begun["jcl"], tmp_path / "run")
     argv = [*FLAGS, *QUIET, "--data-dir", folder, "--out", tmp_path / "run", "--max-steps", "6"]

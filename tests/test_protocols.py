@@ -16,6 +16,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from PIL import Image
 from test_common import refused
+from test_faults import Hostile
 from test_runs import tensors
 
 import common
@@ -518,7 +519,7 @@ def test_numbers_that_no_tensor_can_hold_are_refused(places, tmp_path, capsys, f
 
 @pytest.mark.parametrize("flags", [["--protocol", "moco"], ["--finetune", "--protocol", "patchmix"]])
 def test_a_checkpoint_that_does_not_fit_is_one_line(places, tmp_path, capsys, flags):
-    """Of another shape, or with a part missing or of a wrong type; what is there stays as it is."""
+    """Of another shape, with a part missing or of a wrong type, or a pickle that would run a command; what is there stays."""
     flags = [places["VIT"], *flags, *FAST, "--max-steps", 1, "--out", tmp_path]
     run(*flags)
     state, path, wrong = load(tmp_path), tmp_path / "last.pt", {}
@@ -530,6 +531,7 @@ def test_a_checkpoint_that_does_not_fit_is_one_line(places, tmp_path, capsys, fl
     cases |= {f"optimizer {v!r}": {"optimizer": v} for v in ({}, {"state": 1, "param_groups": groups})}
     cases |= {f"sums {v!r}": {"log": {"sums": v}} for v in (None, 3, "x", torch.zeros(2), torch.zeros(1, 4))}
     cases |= {"no sums": {"log": {}}, "no log": {"log": None}, "steps": {"step": -1}, "images": {"images": "42"}}
+    cases["hostile"] = {"model": Hostile(tmp_path / "marker")}
     for words, change in cases.items():
         torch.save(state | change, path)
         before = path.read_bytes()
@@ -540,4 +542,4 @@ def test_a_checkpoint_that_does_not_fit_is_one_line(places, tmp_path, capsys, fl
         error = capsys.readouterr().err
         if ended != 2 or error.count("\n") != 1 or "last.pt" not in error or path.read_bytes() != before:
             wrong[words] = ended, error[:300]
-    assert wrong == {}
+    assert wrong == {} and not (tmp_path / "marker").exists()
