@@ -839,7 +839,7 @@ def main(args):
     require_agreement("checkpoints: --out must be on a disk that all nodes share", state["step"] if state else 0, device)
 
     torch.manual_seed(args.seed)
-    model = CLIM(args, info).to(device)
+    model = CLIM(args, info).to(device, memory_format=torch.channels_last)
     if args.grad_checkpoint:
         model.backbone.set_grad_checkpointing()
     if args.compile:

@@ -650,7 +650,7 @@ def main(args):
 
     torch.manual_seed(args.seed)
     args.steps = len(train) // args.batch_size
-    model = JCL(args, info).to(device)
+    model = JCL(args, info).to(device, memory_format=torch.channels_last)
     if args.grad_checkpoint:
         model.backbone.set_grad_checkpointing()
     if args.compile:

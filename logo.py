@@ -837,7 +837,7 @@ def main(args):
     require_agreement("checkpoints: --out must be on a disk that all nodes share", state["step"] if state else 0, device)
 
     torch.manual_seed(args.seed)
-    model = (MoCo if args.base == "moco" else SimSiam)(args, info).to(device)
+    model = (MoCo if args.base == "moco" else SimSiam)(args, info).to(device, memory_format=torch.channels_last)
     l2l = LocalToLocal(args, model, device)
     if args.grad_checkpoint:
         model.backbone.set_grad_checkpointing()

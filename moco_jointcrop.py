@@ -741,7 +741,7 @@ def main(args):
     require_agreement("checkpoints: --out must be on a disk that all nodes share", state["step"] if state else 0, device)
 
     torch.manual_seed(args.seed)
-    model = (MoCoV3 if args.moco == "v3" else MoCo)(args, info).to(device)
+    model = (MoCoV3 if args.moco == "v3" else MoCo)(args, info).to(device, memory_format=torch.channels_last)
     if args.grad_checkpoint:
         model.backbone.set_grad_checkpointing()
     if args.compile:

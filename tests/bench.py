@@ -6,7 +6,7 @@ python tests/bench.py losses                 the losses against their plain form
 python tests/bench.py ema                    the momentum update against a loop over the parameters
 python tests/bench.py positives              CLIM's neighbours and k-means against the number of images (and against faiss)
 python tests/bench.py knn                    the kNN vote against a plain one; feature extraction against bare inference
-python tests/bench.py modes                  --compile, --amp bf16 and channels_last, relative to plain float32
+python tests/bench.py modes                  --compile, --amp bf16 and weights not in channels_last, relative to plain float32
 python tests/bench.py processes              two processes of one thread each against one process of two
 python tests/bench.py memory                 peak memory, and what --grad-checkpoint and bf16 save
 python tests/bench.py flat [--steps 2000]    memory and open files of each method over a run of many steps
@@ -118,6 +118,8 @@ class Training:
         self.info = common.backbone_info(args.arch, args.image_size, args.patch_size, args.norm, args.interpolation)
         kind = {"moco_jointcrop": "MoCo", "jcl": "JCL", "clim": "CLIM", "patchmix": "PatchMix", "logo": "MoCo"}[name]
         self.model = getattr(module, "SimSiam" if base == "simsiam" else kind)(args, self.info).to(self.device)
+        if name != "patchmix":
+            self.model.to(memory_format=torch.channels_last)
         if args.grad_checkpoint:
             self.model.backbone.set_grad_checkpointing()
         if args.compile:
@@ -478,7 +480,7 @@ def knn(args):
     return rows
 
 
-MODES = {"compile": ["--compile"], "bf16": ["--amp", "bf16"], "both": ["--compile", "--amp", "bf16"], "channels_last": []}
+MODES = {"compile": ["--compile"], "bf16": ["--amp", "bf16"], "both": ["--compile", "--amp", "bf16"], "nchw": []}
 
 
 def modes(args):
@@ -487,7 +489,7 @@ def modes(args):
     for method in args.methods:
         trainings = [Training(method, args.arch, args.batch_size, "--amp", "off")]
         trainings += [Training(method, args.arch, args.batch_size, *flags) for flags in MODES.values()]
-        trainings[-1].model.to(memory_format=torch.channels_last)
+        trainings[-1].model.to(memory_format=torch.contiguous_format)
         for training in trainings:
             training.step()  # compiles
         times = interleaved(args.repeats, *(training.step for training in trainings))
