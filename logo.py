@@ -80,9 +80,7 @@ CIFAR = dict(  # supplement, section 1; layers and batch of SimSiam: a third par
     COMMON, arch="resnet18", image_size=32, patch_size=4, local_scale=(0.08, 0.6), blur_p=0.0,
     by=BY | dict(
         base=dict(simsiam=SIMSIAM | dict(layers=2, batch_size=512)),
-        arch=dict(resnet_micro=dict(  # for CPUs
-            local_size=16, lr=0.1, milestones=None, momentum=0.99, blur_p=0.5, temperature=0.2, dim=128,
-        )),
+        arch=dict(resnet_micro=dict(lr=0.1, milestones=None, momentum=0.99, blur_p=0.5, temperature=0.2, dim=128)),  # for CPUs
     ),
 )
 IMAGENET = dict(COMMON, arch="resnet34", image_size=224, local_size=96, by=BY)  # supplement, section 1, on ImageNet-100
@@ -118,11 +116,14 @@ def parse_args(argv=None):
     group.add_argument("--lam", type=float, metavar="X", help="with --l2l-weighting lambda")
     group.add_argument("--global-scale", type=float, nargs=2, metavar=("LO", "HI"), help="area range, r_g to 1")
     group.add_argument("--local-scale", type=float, nargs=2, metavar=("LO", "HI"), help="area range, up to r_l")
+    group.add_argument("--local-size", type=int, metavar="N", help="px of a local crop; of a global one: --image-size")
     group.add_argument("--one-way", action="store_true", default=None, help="MoCo v2's loss; with --local-crops 0")
-    flags = "base local_crops no_l2l affinity_form l2l_weighting clip_ratio lam global_scale local_scale one_way".split()
+    flags = "base local_crops no_l2l affinity_form l2l_weighting clip_ratio lam global_scale local_scale local_size one_way".split()
     args = resolve(parser.parse_args(argv), method_flags=dict.fromkeys(flags) | {"variant": "released"})
     args.l2l, args.one_way = args.local_crops == 2 and not args.no_l2l, bool(args.one_way)
-    args.local_size = args.local_size if args.local_size and args.local_size <= args.image_size else args.image_size
+    if args.local_size is not None and args.local_size < 1:
+        common.fail("--local-size: 1 or more")
+    args.local_size = min(args.local_size or args.image_size, args.image_size)
     if any(not 0 < low < high <= 1 for low, high in (args.global_scale, args.local_scale)):
         common.fail("--global-scale, --local-scale: 0 < LO < HI <= 1")
     if not (0 <= args.lam < math.inf and 0 <= args.clip_ratio < math.inf):
