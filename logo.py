@@ -118,7 +118,9 @@ def parse_args(argv=None):
     group.add_argument("--local-scale", type=float, nargs=2, metavar=("LO", "HI"), help="area range, up to r_l")
     group.add_argument("--local-size", type=int, metavar="N", help="px of a local crop; of a global one: --image-size")
     group.add_argument("--one-way", action="store_true", default=None, help="MoCo v2's loss; with --local-crops 0")
-    flags = "base local_crops no_l2l affinity_form l2l_weighting clip_ratio lam global_scale local_scale local_size one_way".split()
+    flags = (
+        "base local_crops no_l2l affinity_form l2l_weighting clip_ratio lam global_scale local_scale local_size one_way".split()
+    )
     args = resolve(parser.parse_args(argv), method_flags=dict.fromkeys(flags) | {"variant": "released"})
     args.l2l, args.one_way = args.local_crops == 2 and not args.no_l2l, bool(args.one_way)
     if args.local_size is not None and args.local_size < 1:
