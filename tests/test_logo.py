@@ -863,6 +863,10 @@ def test_recipes():
     a = logo.parse_args(["--dataset", "imagenet100"])
     assert (a.arch, a.image_size, a.local_size, a.batch_size) == ("resnet34", 224, 96, 256)
     assert (a.epochs, a.lr, a.lr_batch) == (200, 0.03, 256)
+    for arch, flags, size in (("resnet18", "", 32), ("resnet_micro", "", 32), ("resnet18", "--local-size 16", 16)):
+        a = logo.parse_args(["--dataset", "cifar10", "--arch", arch, *flags.split()])
+        assert (a.image_size, a.local_size, a.local_scale) == (32, size, (0.08, 0.6))
+    a = logo.parse_args(["--dataset", "imagenet100"])
     assert (a.milestones, a.momentum, a.temperature, a.queue, a.dim, a.weight_decay) == ((0.6, 0.8), 0.999, 0.07, 4096, 128, 1e-4)
     assert (a.affinity_hidden, a.clip_ratio, a.jitter, a.blur_p) == (256, 0.015, (0.4, 0.4, 0.4, 0.1), 0.5)
     s = logo.parse_args(["--dataset", "cifar10", "--base", "simsiam"])
