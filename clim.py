@@ -158,7 +158,7 @@ def add_run_flags(parser):
     parser.add_argument("--device", default="auto", choices=("auto", "cuda", "cpu"))
     parser.add_argument("--amp", default="auto", choices=("auto", "bf16", "off"), help="auto: bf16 on CUDA")
     parser.add_argument("--compile", action="store_true")
-    parser.add_argument("--grad-checkpoint", action="store_true", help="less memory, more time")
+    parser.add_argument("--grad-checkpoint", action="store_true", help="less memory, more time; batch norm counts a batch twice")
     parser.add_argument("--workers", type=int, metavar="N", help="loader processes for each training process")
     parser.add_argument("--tensorboard", action="store_true")
     parser.add_argument("--show-views", metavar="PNG", help="write what the network is fed, and exit")
