@@ -21,18 +21,18 @@ Baseline: `--selection none` with one resolution is MoCo v2 exactly. New relativ
 select_positives, cutmix, clim_loss, choose_positives, two more views of the positive, and the loops of CLIM.forward.
 
 What a choice of positives costs on ImageNet (n = 1.28 M, d = 128, m = 10,000 clusters), besides a pass over all images: the
-neighbours 2 n^2 d = 4.2e14 operations and, for similarities that are written, rounded and searched, some 40 TB of memory
-traffic; 20 iterations of k-means 40 n m d = 6.6e13 operations. All in float64, since TF32 or bf16 would confuse near
-neighbours. From the data sheet of an H100 (67 TFLOP/s in float64, 3.3 TB/s) half a minute on one and 4 s on eight; from that
-of a consumer GPU (1.3 TFLOP/s) six minutes. An estimate, not measured. Memory: x 1.3 GB, a chunk 1.5 GiB, the table 51 MB.
+neighbours 2 n^2 d = 4.2e14 operations in float32, whose results, 6.6 TB, are written and read about five times (candidates, of
+which float64 chooses); 20 iterations of k-means 40 n m d = 6.6e13 operations in float64. From the data sheet of an H100 (67
+TFLOP/s in either, 3.3 TB/s) some 20 s on one. An estimate, not measured. Memory: x 2.6 GB, a chunk 1 GiB, the table 51 MB.
 
 There is no released code (`--variant released` is refused). Where the paper is silent, this is inference: the embedding is the
 momentum encoder's unit-length output for a centre crop; an image is no neighbour of itself; the positive's key comes from a
 view of its own; one CutMix box a batch, as in CutMix's code; without mixing, half the loss goes to each key; MoCo v2's
-temperature and colour jitter; the first table after --clim-start epochs of plain MoCo v2; the anchor's own key is enqueued.
+temperature and colour jitter; the first table after --clim-start epochs of plain MoCo v2; the anchor's own key is enqueued;
+all recipes but ImageNet's.
 
 Departures:
-    D1 Eq. 2 would let an image be its own positive (equality); it is left out
+    D1 Eq. 2 would let an image be its own positive (equality); it is left out, unless it is the only image
     D2 App. A.2 tops up with neighbours that Eq. 2 excludes: followed
     D3 Eq. 6 is a sum, four terms for two sizes, which raises the effective rate: as printed
     D4 Table 7's {224, 224} does not say what differs: here the crop is the same and the colours are drawn anew

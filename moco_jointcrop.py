@@ -28,7 +28,7 @@ Departures:
     D2 if ten aspect ratios do not fit: torchvision's centre crop, as the paper's "same steps"; released: the whole image
     D3 the released code has beta = 0 only, and no JointBlur: `--variant released` refuses the rest
     D4 the released default crop area begins at 0.08 in an older version; 0.2 here, as on its command line
-    D5 CIFAR's queue is a tenth of the data set; the stand-in's 65,536 would hold every image's own keys
+    D5 CIFAR's queue is 4,096, 8 % of its images; the stand-in's 65,536 would hold every image's own keys
     D6 the paper reports on MoCo v1 and the released code is on v3; the default here is v2, `--moco` chooses
 """
 

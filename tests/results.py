@@ -10,6 +10,8 @@
 The protocol was fixed before the first run: CIFAR-10 (a JPEG copy), the encoder, epochs and batch of the budget for every arm,
 each script's own recipe apart from that (the rate scaled linearly with the batch), one thread, the encoder that the method's
 authors evaluate, the last epoch: kNN (k = 20 and 200), also on the way, and the linear probe. Nothing is tuned on these images.
+One thing changed after the first runs: LoGo's local crops have 32 px, as in its supplement; the first runs, with 16 px (ours, to
+save time), are kept as arms of their own.
 `train` does what is missing, several runs side by side, and goes on where it was stopped.
 """
 
@@ -24,6 +26,7 @@ import sys
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from multiprocessing import get_context
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -39,46 +42,54 @@ BUDGETS = {
     "gpu": dict(data="cifar10", resnet="resnet18", vit="vit_tiny", epochs=200, batch=512, knn_every=20),
     "patterns": dict(data="patterns", resnet="resnet_micro", vit="vit_micro"),  # each script's default run
 }
-# name: (what it is, script and flags, its baseline, tier); the budget `patterns` has arms of its own
+
+
+class Arm(NamedTuple):
+    name: str
+    script: str  # with its flags
+    baseline: str | None
+    tier: int | str  # the budget `patterns` has arms of its own
+
+
 ARMS = {
-    "moco": ("MoCo v2", "moco_jointcrop.py --joint none", None, 1),
-    "jointcrop": ("J-Crop(0)", "moco_jointcrop.py --joint crop", "moco", 1),
-    "jointblur": ("J-Blur(0)", "moco_jointcrop.py --joint blur", "moco", 1),
-    "jcl": ("JCL", "jcl.py", "moco", 1),
-    "clim": ("CLIM", "clim.py", "moco", 1),
-    "moco-symmetric": ("MoCo, both views as queries", "logo.py --local-crops 0", "moco", 1),
-    "logo-moco": ("LoGo on MoCo", "logo.py", "moco", 1),
-    "simsiam": ("SimSiam", "logo.py --base simsiam --local-crops 0", None, 1),
-    "logo-simsiam": ("LoGo on SimSiam", "logo.py --base simsiam", "simsiam", 1),
-    "patchmix-1": ("PatchMix, M = 1", "patchmix.py --num-mix 1", None, 1),
-    "patchmix-3": ("PatchMix, M = 3", "patchmix.py --num-mix 3", "patchmix-1", 1),
-    "jointcrop-minus": ("J-Crop(-1)", "moco_jointcrop.py --joint crop --beta -1", "moco", 2),
-    "jointcrop-plus": ("J-Crop(2)", "moco_jointcrop.py --joint crop --beta 2", "moco", 2),
-    "either": ("J-Crop(0) or J-Blur(0), half each", "moco_jointcrop.py --joint either", "moco", 2),
-    "jcl-released": ("JCL, released (4 keys, ramp to lambda 2)", "jcl.py --variant released", "moco", 2),
-    "clim-selection": ("CLIM, selection alone", "clim.py --mix none", "moco", 2),
-    "clim-cutmix": ("CLIM, CutMix alone", "clim.py --selection random", "moco", 2),
-    "clim-resolutions": ("CLIM, 32 and 24 px", "clim.py --resolutions 32 24", "moco", 2),
-    "logo-moco-16": ("LoGo on MoCo, locals of 16 px", "logo.py --local-size 16", "moco-symmetric", 2),
-    "logo-moco-16-no-l2l": ("the same, no local-to-local", "logo.py --local-size 16 --no-l2l", "moco-symmetric", 2),
-    "logo-simsiam-16": ("LoGo on SimSiam, locals of 16 px", "logo.py --base simsiam --local-size 16", "simsiam", 2),
-    "logo-simsiam-16-no-l2l": ("the same, no local-to-local", "logo.py --base simsiam --local-size 16 --no-l2l", "simsiam", 2),
-    "patchmix-2": ("PatchMix, M = 2", "patchmix.py --num-mix 2", "patchmix-1", 2),
-    "patchmix-4": ("PatchMix, M = 4", "patchmix.py --num-mix 4", "patchmix-1", 2),
-    "patchmix-oto-mto": ("PatchMix, M = 3, oto and mto", "patchmix.py --num-mix 3 --terms oto,mto", "patchmix-1", 2),
-    "patchmix-mtm": ("PatchMix, M = 3, mtm alone", "patchmix.py --num-mix 3 --terms mtm", "patchmix-1", 2),
-    "mocov3": ("MoCo v3 (M = 1, released weights)", "patchmix.py --num-mix 1 --variant released", None, 2),
-    "patchmix-released": ("PatchMix, M = 3, released weights", "patchmix.py --num-mix 3 --variant released", "mocov3", 2),
-    "moco-default": ("MoCo v2", "moco_jointcrop.py --joint none", None, "patterns"),
-    "jointcrop-default": ("J-Crop(0)", "moco_jointcrop.py", "moco-default", "patterns"),
-    "jcl-one-key": ("one key: MoCo v2", "jcl.py --num-keys 1", None, "patterns"),
-    "jcl-default": ("JCL, M' = 3", "jcl.py", "jcl-one-key", "patterns"),
-    "clim-none": ("no positives: MoCo v2", "clim.py --selection none", None, "patterns"),
-    "clim-default": ("CLIM", "clim.py", "clim-none", "patterns"),
-    "logo-none": ("no local crops: MoCo, both views as queries", "logo.py --local-crops 0", None, "patterns"),
-    "logo-default": ("LoGo on MoCo", "logo.py", "logo-none", "patterns"),
-    "patchmix-one": ("PatchMix, M = 1", "patchmix.py --num-mix 1", None, "patterns"),
-    "patchmix-default": ("PatchMix, M = 2", "patchmix.py", "patchmix-one", "patterns"),
+    "moco": Arm("MoCo v2", "moco_jointcrop.py --joint none", None, 1),
+    "jointcrop": Arm("J-Crop(0)", "moco_jointcrop.py --joint crop", "moco", 1),
+    "jointblur": Arm("J-Blur(0)", "moco_jointcrop.py --joint blur", "moco", 1),
+    "jcl": Arm("JCL", "jcl.py", "moco", 1),
+    "clim": Arm("CLIM", "clim.py", "moco", 1),
+    "moco-symmetric": Arm("MoCo, both views as queries", "logo.py --local-crops 0", "moco", 1),
+    "logo-moco": Arm("LoGo on MoCo", "logo.py", "moco", 1),
+    "simsiam": Arm("SimSiam", "logo.py --base simsiam --local-crops 0", None, 1),
+    "logo-simsiam": Arm("LoGo on SimSiam", "logo.py --base simsiam", "simsiam", 1),
+    "patchmix-1": Arm("PatchMix, M = 1", "patchmix.py --num-mix 1", None, 1),
+    "patchmix-3": Arm("PatchMix, M = 3", "patchmix.py --num-mix 3", "patchmix-1", 1),
+    "jointcrop-minus": Arm("J-Crop(-1)", "moco_jointcrop.py --joint crop --beta -1", "moco", 2),
+    "jointcrop-plus": Arm("J-Crop(2)", "moco_jointcrop.py --joint crop --beta 2", "moco", 2),
+    "either": Arm("J-Crop(0) or J-Blur(0), half each", "moco_jointcrop.py --joint either", "moco", 2),
+    "jcl-released": Arm("JCL, released (4 keys, ramp to lambda 2)", "jcl.py --variant released", "moco", 2),
+    "clim-selection": Arm("CLIM, selection alone", "clim.py --mix none", "moco", 2),
+    "clim-cutmix": Arm("CLIM, CutMix alone", "clim.py --selection random", "moco", 2),
+    "clim-resolutions": Arm("CLIM, 32 and 24 px", "clim.py --resolutions 32 24", "moco", 2),
+    "logo-moco-16": Arm("LoGo on MoCo, locals of 16 px", "logo.py --local-size 16", "moco-symmetric", 2),
+    "logo-moco-16-no-l2l": Arm("the same, no local-to-local", "logo.py --local-size 16 --no-l2l", "moco-symmetric", 2),
+    "logo-simsiam-16": Arm("LoGo on SimSiam, locals of 16 px", "logo.py --base simsiam --local-size 16", "simsiam", 2),
+    "logo-simsiam-16-no-l2l": Arm("the same, no local-to-local", "logo.py --base simsiam --local-size 16 --no-l2l", "simsiam", 2),
+    "patchmix-2": Arm("PatchMix, M = 2", "patchmix.py --num-mix 2", "patchmix-1", 2),
+    "patchmix-4": Arm("PatchMix, M = 4", "patchmix.py --num-mix 4", "patchmix-1", 2),
+    "patchmix-oto-mto": Arm("PatchMix, M = 3, oto and mto", "patchmix.py --num-mix 3 --terms oto,mto", "patchmix-1", 2),
+    "patchmix-mtm": Arm("PatchMix, M = 3, mtm alone", "patchmix.py --num-mix 3 --terms mtm", "patchmix-1", 2),
+    "mocov3": Arm("MoCo v3 (M = 1, released weights)", "patchmix.py --num-mix 1 --variant released", None, 2),
+    "patchmix-released": Arm("PatchMix, M = 3, released weights", "patchmix.py --num-mix 3 --variant released", "mocov3", 2),
+    "moco-default": Arm("MoCo v2", "moco_jointcrop.py --joint none", None, "patterns"),
+    "jointcrop-default": Arm("J-Crop(0)", "moco_jointcrop.py", "moco-default", "patterns"),
+    "jcl-one-key": Arm("one key: MoCo v2", "jcl.py --num-keys 1", None, "patterns"),
+    "jcl-default": Arm("JCL, M' = 3", "jcl.py", "jcl-one-key", "patterns"),
+    "clim-none": Arm("no positives: MoCo v2", "clim.py --selection none", None, "patterns"),
+    "clim-default": Arm("CLIM", "clim.py", "clim-none", "patterns"),
+    "logo-none": Arm("no local crops: MoCo, both views as queries", "logo.py --local-crops 0", None, "patterns"),
+    "logo-default": Arm("LoGo on MoCo", "logo.py", "logo-none", "patterns"),
+    "patchmix-one": Arm("PatchMix, M = 1", "patchmix.py --num-mix 1", None, "patterns"),
+    "patchmix-default": Arm("PatchMix, M = 2", "patchmix.py", "patchmix-one", "patterns"),
 }
 
 SHORT = "--label-fraction 0.1 --epochs 30"
@@ -115,10 +126,12 @@ FRONT = {
 
 def command(budget, arm, seed):
     """The command line of one run, without the data's place and the run's folder."""
-    how, (_, script, _, _) = BUDGETS[budget], ARMS[arm]
+    how, script = BUDGETS[budget], ARMS[arm].script
     if "epochs" not in how:
         return f"{script} --seed {seed}"
-    flags = f"--dataset cifar10 --arch {how['vit' if script.startswith('patchmix') else 'resnet']} --epochs {how['epochs']} "
+    flags = (
+        f"--dataset {how['data']} --arch {how['vit' if script.startswith('patchmix') else 'resnet']} --epochs {how['epochs']} "
+    )
     flags += f"--batch-size {how['batch']} --knn-every {how['knn_every']} --seed {seed}"
     soon = " --clim-start 1 --refresh-every 3" if script.startswith("clim") and how["epochs"] < 50 else ""
     return f"{script} {flags}{soon}"
@@ -169,8 +182,8 @@ def train(args):
     runs = Path(args.runs).resolve()
     runs.mkdir(parents=True, exist_ok=True)
     tiers = ("patterns",) if args.budget == "patterns" else (1, 2)
-    arms = args.arms or [arm for arm, (*_, tier) in ARMS.items() if tier == tiers[0]]
-    if wrong := [arm for arm in arms if ARMS[arm][3] not in tiers]:
+    arms = args.arms or [name for name, arm in ARMS.items() if arm.tier == tiers[0]]
+    if wrong := [arm for arm in arms if ARMS[arm].tier not in tiers]:
         common.fail(f"--arms {' '.join(wrong)}: not of the budget {args.budget}")
     missing = [(arm, seed) for seed in args.seeds for arm in arms if seed not in kept_runs(args.budget, arm)]
     print(f"{len(missing)} runs to do", flush=True)
@@ -224,13 +237,13 @@ def protocols(args):
     with ProcessPoolExecutor(args.jobs, get_context("spawn")) as pool:
         waiting = {}
         for name, (kind, flags) in PROTOCOLS.items():
-            untrained = ["--arch", how[kind], "--random-init", "--dataset", "cifar10"]
+            untrained = ["--arch", how[kind], "--random-init", "--dataset", how["data"]]
             untrained += ["--patch-size", "8"] if how[kind] == "vit_micro" else []
             run = str(runs / f"{args.budget}-{dict(resnet='moco', vit='patchmix-3')[kind]}-s0")
             for encoder, words in {"trained": [run], "untrained": untrained}.items():
                 if encoder not in found.get(name, {}):
                     out = runs / "protocols" / "".join(c if c.isalnum() else "-" for c in f"{encoder} {name}")
-                    line = [*words, *flags.split(), "--data-dir", args.data_dir]
+                    line = [*words, *flags.split(), *(["--data-dir", args.data_dir] if args.data_dir else [])]
                     waiting[pool.submit(evaluate, line, str(out))] = name, encoder
         for future in as_completed(waiting):
             name, encoder = waiting[future]
@@ -250,51 +263,66 @@ def shown(values):
     return ", ".join(f"{MEASURES[name]} {value:.1f}" for name, value in values.items())
 
 
-def spread(values, sign=""):
+def spread(values, sign="", digits=1):
     """Mean and standard deviation in words."""
-    mean = f"{statistics.mean(values):{sign}.1f}"
-    return mean + (f" ± {statistics.stdev(values):.1f}" if len(values) > 1 else "")
+    mean = f"{statistics.mean(values):{sign}.{digits}f}"
+    return mean + (f" ± {statistics.stdev(values):.{digits}f}" if len(values) > 1 else "")
+
+
+def paired(budget, arm):
+    """[(the baseline's scores, the arm's)] of the seeds that both have."""
+    runs, others = (kept_runs(budget, name) if name else {} for name in (arm, ARMS[arm].baseline))
+    return [(scores(others[seed]), scores(runs[seed])) for seed in sorted(runs.keys() & others.keys())]
 
 
 def rows(budget, tier):
-    """Rows of the arms of a tier that have runs: name, number of seeds, each measure, and each less the baseline's."""
-    for arm, (name, script, baseline, arms_tier) in ARMS.items():
-        runs = {seed: scores(record) for seed, record in kept_runs(budget, arm).items()}
-        if arms_tier != tier or not runs:
+    """Rows of a tier's arms that have runs: name, number of seeds, each measure, gains over the baseline, spread, time."""
+    for name, arm in ARMS.items():
+        runs = kept_runs(budget, name).values()
+        if arm.tier != tier or not runs:
             continue
-        others = {seed: scores(record) for seed, record in kept_runs(budget, baseline).items()} if baseline else {}
-        both = sorted(runs.keys() & others.keys())
-        cells = [spread([run[measure] for run in runs.values()]) for measure in MEASURES]
+        cells, both = [spread([scores(run)[measure] for run in runs]) for measure in MEASURES], paired(budget, name)
         for measure in ("knn20_top1", "linear_top1"):
-            cells.append(spread([runs[s][measure] - others[s][measure] for s in both], "+") if both else "")
-        used = [record["cpu_s"] / 60 for record in kept_runs(budget, arm).values() if "cpu_s" in record]
+            cells.append(spread([own[measure] - other[measure] for other, own in both], "+") if both else "")
+        cells.append(ARMS[arm.baseline].name if both else "")
+        cells.append(spread([run["epochs"][-1]["std"] for run in runs], digits=2))
+        used = [run["cpu_s"] / 60 for run in runs if "cpu_s" in run]
         cells.append(f"{statistics.mean(used):.0f}" if used else "")
-        yield [f"{name}, `{script}`", str(len(runs)), *cells]
+        yield [f"{arm.name}, `{arm.script}`", str(len(runs)), *cells]
 
 
 def table(budget, tier):
-    """Markdown of one tier, with the floors below."""
-    heads = ["arm", "seeds", *MEASURES.values(), "gain, kNN 20", "gain, linear", "CPU minutes"]
+    """Markdown of one tier; the floors stand below all but tier 2."""
+    heads = [
+        "arm",
+        "seeds",
+        *MEASURES.values(),
+        "gain, kNN 20",
+        "gain, linear",
+        "over",
+        "spread of embeddings (`std`)",
+        "CPU minutes",
+    ]
     lines = [heads, ["---"] * len(heads), *rows(budget, tier)]
     file = KEPT / f"{budget}-floors.json"
     names = {"pixels": "raw pixels", "resnet": "the ResNet untrained", "vit": "the ViT untrained"}
-    for floor, values in json.loads(file.read_text()).items() if file.exists() else ():
-        lines.append([names[floor], "", *(f"{values[m]:.1f}" for m in MEASURES), "", "", ""])
+    for floor, values in json.loads(file.read_text()).items() if file.exists() and tier != 2 else ():
+        lines.append([names[floor], "", *(f"{values[m]:.1f}" for m in MEASURES), *[""] * 5])
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
 def front(budget):
     """Markdown of README's first table: each method beside its baseline and its paper."""
-    lines = [["file", "method, and what it changes", "seeds", "kNN", "gain", "linear", "gain", "in the paper"], ["---"] * 8]
-    for arm, (file, change, paper) in FRONT.items():
-        runs = {seed: scores(record) for seed, record in kept_runs(budget, arm).items()}
-        others = {seed: scores(record) for seed, record in kept_runs(budget, ARMS[arm][2]).items()}
-        both, cells = sorted(runs.keys() & others.keys()), []
+    heads = ["file", "method, and what it changes", "over", "seeds", "kNN", "gain", "linear", "gain", "in the paper"]
+    lines = [heads, ["---"] * len(heads)]
+    for name, (file, change, paper) in FRONT.items():
+        arm, both, cells = ARMS[name], paired(budget, name), []
         for measure in ("knn20_top1", "linear_top1") if both else ():
-            pairs = [(others[s][measure], runs[s][measure]) for s in both]
-            before, after = (statistics.mean(values) for values in zip(*pairs, strict=True))
-            cells += [f"{before:.1f} → {after:.1f}", spread([b - a for a, b in pairs], "+")]
-        lines.append([f"[`{file}`]({file})", f"{ARMS[arm][0]}: {change}", str(len(both)), *(cells or [""] * 4), paper])
+            before, after = ([one[measure] for one in ones] for ones in zip(*both, strict=True))
+            cells.append(f"{statistics.mean(before):.1f} → {statistics.mean(after):.1f}")
+            cells.append(spread([b - a for a, b in zip(before, after, strict=True)], "+"))
+        over = ARMS[arm.baseline].name
+        lines.append([f"[`{file}`]({file})", f"{arm.name}: {change}", over, str(len(both)), *(cells or [""] * 4), paper])
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
@@ -337,16 +365,16 @@ def curves(args):
     families = {"moco": "MoCo v2 and what builds on it", "simsiam": "SimSiam", "patchmix-1": "PatchMix"}
     figure, panels = pyplot.subplots(1, len(families), figsize=(14, 4.2), sharey=True)
     for panel, (family, title) in zip(panels, families.items(), strict=True):
-        for arm, (name, _, baseline, tier) in ARMS.items():
+        for name, arm in ARMS.items():
             runs = [
                 {r["epoch"]: r["knn20_top1"] for r in record["epochs"] if "knn20_top1" in r}
-                for record in kept_runs(args.budget, arm).values()
+                for record in kept_runs(args.budget, name).values()
             ]
-            if tier != 1 or family not in (arm, baseline) or not runs:
+            if arm.tier != 1 or family not in (name, arm.baseline) or not runs:
                 continue
             epochs = sorted(set.intersection(*(set(run) for run in runs)))
             values = [[run[e] for run in runs] for e in epochs]
-            (drawn,) = panel.plot(epochs, [statistics.mean(v) for v in values], marker="o", label=name)
+            (drawn,) = panel.plot(epochs, [statistics.mean(v) for v in values], marker="o", label=arm.name)
             panel.fill_between(epochs, [min(v) for v in values], [max(v) for v in values], color=drawn.get_color(), alpha=0.15)
         panel.set(title=title, xlabel="epoch")
         panel.legend(fontsize=8)
@@ -362,7 +390,7 @@ def main(argv=None):
     for name, function in dict(train=train, floors=floors, protocols=protocols, readme=write_readme, curves=curves).items():
         action = actions.add_parser(name, help=function.__doc__)
         action.set_defaults(function=function)
-        action.add_argument("--budget", choices=BUDGETS, default="cpu")
+        action.add_argument("--budget", choices=BUDGETS if function is train else ("cpu", "gpu"), default="cpu")
         if function in (train, floors, protocols):
             action.add_argument("--data-dir", metavar="DIR")
         if function is train:
