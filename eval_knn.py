@@ -38,7 +38,13 @@ def add_encoder_flags(parser):
     parser.add_argument("--data-dir", metavar="DIR", help="default: where that was")
     parser.add_argument("--skip-bad-images", action="store_true", help="read every file first; leave out what cannot be decoded")
     parser.add_argument("--classes", nargs="+", metavar="NAME", help="keep these classes only")
-    parser.add_argument("--batch-size", type=int, default=256, metavar="N", help="images encoded at once by each process")
+    parser.add_argument(
+        "--batch-size",
+        type=int,
+        default=256,
+        metavar="N",
+        help="images encoded at once by each process; what trains on crops: global",
+    )
     parser.add_argument("--seed", type=int, default=0, metavar="N")
     parser.add_argument("--workers", type=int, metavar="N")
     parser.add_argument("--device", default="auto", choices=("auto", "cuda", "cpu"))
@@ -50,9 +56,10 @@ def check_encoder_flags(args):
     if args.random_init == (args.checkpoint is not None) or args.random_init != (args.arch is not None):
         common.fail("give a checkpoint, or --arch NAME --random-init")
     for name in ("image_size", "patch_size", "batch_size", "workers", "seed"):
-        value, least = getattr(args, name), int(name not in ("workers", "seed"))
-        if value is not None and not least <= value < 10**9:
-            common.fail(f"--{name.replace('_', '-')} {value}: give a number from {least}, below {10**9}")
+        value, least, limit = getattr(args, name), int(name not in ("workers", "seed")), 1025 if name == "workers" else 10**9
+        if value is not None and not least <= value < limit:
+            common.fail(f"--{name.replace('_', '-')} {value}: give a number from {least}, below {limit}")
+    args.classes = args.classes and list(dict.fromkeys(args.classes))
     if args.device == "cuda" and not torch.cuda.is_available():
         common.fail("--device cuda: torch sees no CUDA device; use --device cpu")
 
@@ -95,6 +102,8 @@ def open_data(args, info):
         common.fail("an evaluation needs labels: --data-dir with train/ and val/ or test/, one folder a class")
     if unknown := set(args.classes or ()) - set(train.classes):
         common.fail(f"--classes {' '.join(sorted(unknown))}: not among {', '.join(train.classes[:20])}")
+    if len(args.classes or train.classes) < 2:
+        common.fail("an evaluation needs two classes or more")
     keep = [train.classes.index(c) for c in args.classes or train.classes]
     return [part if args.classes is None else part.of_classes(keep) for part in (train, test)]
 
@@ -138,8 +147,8 @@ def parse_args(argv=None):
     parser.add_argument("--keys", type=int, nargs="+", metavar="I", help="for --similarities: training images (seven at random)")
     args = parser.parse_args(argv)
     check_encoder_flags(args)
-    if min(args.k) < 1 or not 0 < args.temperature < math.inf:
-        common.fail("--k and --temperature: give numbers above 0")
+    if min(args.k) < 1 or not 1e-6 <= args.temperature < math.inf:
+        common.fail("--k: give numbers above 0; --temperature: from 1e-6")
     args.k = list(dict.fromkeys(args.k))
     check_outputs(args)
     return args
@@ -153,7 +162,11 @@ def check_outputs(args):
         if path := getattr(args, name):
             folder = Path(path).absolute().parent if name == "dump" else Path(path).absolute()
             there = next(p for p in (folder, *folder.parents) if os.path.exists(p))
-            if not there.is_dir() or not os.access(there, os.W_OK) or max(map(len, Path(path).parts)) > 255:
+            if (
+                not there.is_dir()
+                or not os.access(there, os.W_OK)
+                or max(len(os.fsencode(part)) for part in Path(path).absolute().parts) > 255
+            ):
                 common.fail(f"--{name} {path} cannot be written: {there} is no folder you may write to, or a name is too long")
     if (args.images and not (args.attention or args.similarities)) or (args.keys and not args.similarities):
         common.fail("--images needs --attention or --similarities, and --keys needs --similarities")

@@ -16,6 +16,7 @@ any number of processes, and go on where they were stopped, bit for bit; the las
 
 Departures: an epoch is whole batches, the images over are left out of it. Mixup and CutMix pair the images of a process, and
 drop-path draws for each, so a fine-tuning with them depends on the number of processes; nothing else does, but for rounding.
+Images are resized by the interpolation that the encoder was trained with; LoGo's released evaluation is bicubic.
 """
 
 import argparse
@@ -24,6 +25,7 @@ import json
 import math
 import os
 import random
+import re
 import time
 from pathlib import Path
 
@@ -54,7 +56,13 @@ def add_encoder_flags(parser):
     parser.add_argument("--data-dir", metavar="DIR", help="default: where that was")
     parser.add_argument("--skip-bad-images", action="store_true", help="read every file first; leave out what cannot be decoded")
     parser.add_argument("--classes", nargs="+", metavar="NAME", help="keep these classes only")
-    parser.add_argument("--batch-size", type=int, default=256, metavar="N", help="images encoded at once by each process")
+    parser.add_argument(
+        "--batch-size",
+        type=int,
+        default=256,
+        metavar="N",
+        help="images encoded at once by each process; what trains on crops: global",
+    )
     parser.add_argument("--seed", type=int, default=0, metavar="N")
     parser.add_argument("--workers", type=int, metavar="N")
     parser.add_argument("--device", default="auto", choices=("auto", "cuda", "cpu"))
@@ -66,9 +74,10 @@ def check_encoder_flags(args):
     if args.random_init == (args.checkpoint is not None) or args.random_init != (args.arch is not None):
         common.fail("give a checkpoint, or --arch NAME --random-init")
     for name in ("image_size", "patch_size", "batch_size", "workers", "seed"):
-        value, least = getattr(args, name), int(name not in ("workers", "seed"))
-        if value is not None and not least <= value < 10**9:
-            common.fail(f"--{name.replace('_', '-')} {value}: give a number from {least}, below {10**9}")
+        value, least, limit = getattr(args, name), int(name not in ("workers", "seed")), 1025 if name == "workers" else 10**9
+        if value is not None and not least <= value < limit:
+            common.fail(f"--{name.replace('_', '-')} {value}: give a number from {least}, below {limit}")
+    args.classes = args.classes and list(dict.fromkeys(args.classes))
     if args.device == "cuda" and not torch.cuda.is_available():
         common.fail("--device cuda: torch sees no CUDA device; use --device cpu")
 
@@ -111,6 +120,8 @@ def open_data(args, info):
         common.fail("an evaluation needs labels: --data-dir with train/ and val/ or test/, one folder a class")
     if unknown := set(args.classes or ()) - set(train.classes):
         common.fail(f"--classes {' '.join(sorted(unknown))}: not among {', '.join(train.classes[:20])}")
+    if len(args.classes or train.classes) < 2:
+        common.fail("an evaluation needs two classes or more")
     keep = [train.classes.index(c) for c in args.classes or train.classes]
     return [part if args.classes is None else part.of_classes(keep) for part in (train, test)]
 
@@ -143,7 +154,7 @@ def protocol(args, info, train, test):
 # on the data set or the encoder. [P] printed in the paper, [C] its released code, [I] inference: the paper is silent.
 COMMON = dict(
     optimizer="sgd", momentum=0.9, nesterov=False, lr_batch=256, weight_decay=0.0, milestones=(), lr_per="epoch",
-    warmup=0, warmup_lr=0.0, min_lr=0.0, crop_scale=(0.08, 1.0), pad=0, randaug=0.0, erase=0.0, mixup=0.0, cutmix=0.0,
+    warmup=0, warmup_lr=0.0, min_lr=0.0, crop_scale=(0.08, 1.0), pad=0, randaug=0, erase=0.0, mixup=0.0, cutmix=0.0,
     smoothing=0.0, by={},
 )
 MOCO = dict(COMMON, epochs=100, batch_size=256, lr=30.0, milestones=(0.6, 0.8))  # JCL 4.2 [P], CLIM 4.1 [P]; decay 0 [C]
@@ -169,7 +180,7 @@ RECIPES = {
     "finetune": {
         "patchmix": dict(  # 4.1.3: 100 epochs [P]; the rest [C]; the batch as in its linear protocol, each step a rate [I]
             COMMON, optimizer="adamw", epochs=100, batch_size=1024, lr=5e-4, head_lr=None, weight_decay=0.05, layer_decay=0.75,
-            lr_per="step", warmup=10, warmup_lr=1e-6, min_lr=1e-5, drop_path=0.1, randaug=9.0, erase=0.25, mixup=0.8, cutmix=1.0,
+            lr_per="step", warmup=10, warmup_lr=1e-6, min_lr=1e-5, drop_path=0.1, randaug=9, erase=0.25, mixup=0.8, cutmix=1.0,
             smoothing=0.1, by=dict(
                 vit_tiny=dict(lr=1e-3), cifar10=dict(batch_size=256, pad=4), cifar100=dict(batch_size=256, pad=4),
             ),
@@ -194,7 +205,7 @@ FLAGS = {  # name: (type, smallest value or None for "above 0", largest value, h
     "min_lr": (float, 0, math.inf, "the rate that a cosine ends with"),
     "pad": (int, 0, math.inf, "pixels: random crops of the padded image instead of resized ones"),
     "drop_path": (float, 0, 0.99, "fine-tuning: stochastic depth"),
-    "randaug": (float, 0, 10, "RandAugment's magnitude (timm rand-mX-mstd0.5-inc1); 0: none"),
+    "randaug": (int, 0, 10, "RandAugment's magnitude (timm rand-mX-mstd0.5-inc1); 0: none"),
     "erase": (float, 0, 1, "probability of random erasing"),
     "mixup": (float, 0, math.inf, "alpha; 0: none"),
     "cutmix": (float, 0, math.inf, "alpha; 0: none"),
@@ -237,7 +248,7 @@ def parse_args(argv=None):
 
 
 def check_flags(args):
-    """Refuse flags that contradict each other, are out of range, or would be without effect; sets args.mode."""
+    """Refuse flags that contradict each other, are out of range, or are not of this mode; sets args.mode."""
     given = {k for k, v in vars(args).items() if v is not None and v is not False}
     cached = "lbfgs" if args.solver == "lbfgs" else "probe"
     args.mode = "finetune" if args.finetune else "linear" if args.protocol not in (None, "probe") else cached
@@ -259,20 +270,24 @@ def check_flags(args):
             limits = ("above 0" if low is None else f"at least {low}") + f", {most}"
             common.fail(f"--{name.replace('_', '-')} {value}: give a number {limits}")
     low, high = args.crop_scale or (1, 1)
-    positive = [*(args.lrs or ()), *(args.strengths or ()), *(1 + m for m in args.milestones or ()), low]
+    positive = [*(args.lrs or ()), *(args.strengths or ()), low]
     if not all(0 < v < math.inf for v in positive) or not low <= high <= 1:
-        common.fail("--lrs, --strengths: above 0; --milestones: 0 or more; --crop-scale: two areas up to 1, the smaller first")
+        common.fail("--lrs, --strengths: above 0; --crop-scale: two areas up to 1, the smaller first")
+    if not all(0 < m < 1 for m in args.milestones or ()):
+        common.fail("--milestones: shares of the run between 0 and 1 (0.6 0.8, not 60 80)")
 
 
 def resolve(args, info):
     """Fill in from the recipe what the command line left open, for this encoder and data set, and name the run's folder."""
-    name, args.dataset = info["timm_name"].replace("deit", "vit"), args.dataset or "patterns"
+    name, args.dataset = re.sub("^deit3?_", "vit_", info["timm_name"]), args.dataset or "patterns"
     vit = name.startswith("vit_")
     args.protocol = args.mode if args.mode not in TRAINED else args.protocol or ("patchmix" if vit else "clim")
     recipe = dict(RECIPES[args.mode][args.protocol])
     by = recipe.pop("by", {})
     for trait in ("vit" * vit, "_".join(name.split("_")[:2]), args.dataset):
         recipe |= by.get(trait, {})
+    if info["image_size"] > 32 and "pad" in recipe:
+        recipe["pad"] = 0
     if "warmup" in recipe:  # a short run warms up in proportion
         recipe["warmup"] *= min(1, (args.epochs or recipe["epochs"]) / recipe["epochs"])
     args.values = list(recipe)
@@ -281,6 +296,10 @@ def resolve(args, info):
             setattr(args, key, value)
     if args.mode not in TRAINED:
         return
+    if args.optimizer == "sgd" and args.nesterov and not args.momentum:
+        common.fail("--momentum 0 needs --no-nesterov")
+    if args.mode == "finetune" and args.head_lr and args.layer_decay < 1:
+        common.fail("--head-lr goes with --layer-decay 1")
     world = common.rank_and_world()[1]
     if args.batch_size % world or (args.mixup + args.cutmix > 0 and args.batch_size // world % 2):
         common.fail(f"--batch-size {args.batch_size}: each of {world} process(es) gets as many, for mixup an even number")
@@ -386,11 +405,12 @@ def linear_probe(train_x, train_y, test_x, num_classes, seed=0, epochs=50, batch
         return (x @ weight.flatten(1)).view(len(x), *weight.shape[1:])
 
     grid, check = fit(rest, lrs), check if held else order
-    right = (logits(train_x[check], grid).argmax(-1) == train_y[check][:, None]).float().mean(0)
+    guesses = torch.cat([logits(train_x[part], grid).argmax(-1) for part in check.split(4096)])
+    right = (guesses == train_y[check][:, None]).float().mean(0)
     best = int(right.argmax())
     held_out = {f"{lr:.3g}": 100 * r for lr, r in zip(lrs.tolist(), right.tolist(), strict=True)}
     tested = logits(test_x, fit(order, lrs[best : best + 1]))[:, 0]
-    return dict(logits=tested, lr=lrs[best].item(), at_edge=best in (0, len(lrs) - 1), held_out=held_out)
+    return dict(logits=tested, lr=lrs[best].item(), at_edge=len(lrs) > 1 and best in (0, len(lrs) - 1), held_out=held_out)
 
 
 def scores(logits, labels, num_classes):
@@ -424,7 +444,7 @@ def logistic_regression(x, y, num_classes, strength, start=None, iterations=5000
         weight = torch.cat([basis.T @ start[:-1] / scale, start[-1:]])
     weight.requires_grad_()
     options = dict(tolerance_grad=tolerance, tolerance_change=0, history_size=20, line_search_fn="strong_wolfe")
-    optimizer = torch.optim.LBFGS([weight], max_iter=iterations, **options)
+    optimizer = torch.optim.LBFGS([weight], max_iter=iterations, max_eval=25 * iterations, **options)
 
     def closure():
         optimizer.zero_grad()
@@ -493,6 +513,8 @@ def evaluate_cached(args, device, encoder, info):
     order = torch.randperm(len(train), generator=common.generator(args.seed, 2))
     check = order[: max(1, int(args.holdout * len(train)))] if validation is None else len(train) + torch.arange(len(validation))
     where = f"{len(check)} images of {'the training set' if validation is None else 'val/'}"
+    if validation is not None:
+        common.say(f"val/ and test/ are both there: val/ chooses, and the {len(test)} images of test/ are judged")
     common.say(
         f"linear probe: features standardised, SGD, {args.epochs} epochs, cosine"
         if args.mode == "probe"
@@ -547,7 +569,7 @@ class TrainingViews(common.Views):
             options = dict(translate_const=int(0.45 * size), img_mean=tuple(round(255 * m) for m in info["mean"]))
             # At 10, "posterize" would keep 0 bits, which Pillow 13 refuses.
             options |= dict(interpolation=common.RESAMPLE[info["interpolation"]], magnitude_max=9.99)
-            self.randaug = rand_augment_transform(f"rand-m{args.randaug:g}-mstd0.5-inc1", options)
+            self.randaug = rand_augment_transform(f"rand-m{args.randaug}-mstd0.5-inc1", options)
 
     def draw(self, index, sizes, draws):
         """Boxes (n, 4) and flips for the images' sizes (n, 2) and uniform draws: what `common.Views` calls."""
@@ -586,6 +608,8 @@ def make_network(args, encoder, info, num_classes, device):
         network.load_state_dict(encoder.state_dict())
         network.reset_classifier(num_classes)
         head = network.get_classifier()
+        if not isinstance(head, nn.Linear):
+            common.fail(f"--finetune needs an encoder with one linear classifier, which {info['timm_name']} has not")
         norms = any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in network.modules())
         if norms and dist.is_initialized() and device.type == "cpu":
             common.fail("several processes cannot fine-tune batch norm on the CPU (torch's SyncBatchNorm is for GPUs): start one")
@@ -597,13 +621,13 @@ def make_network(args, encoder, info, num_classes, device):
 
 def make_optimizer(args, network, head):
     """SGD or AdamW. A group's rate is the schedule's times its lr_scale: --layer-decay's power, or --head-lr / --lr."""
-    if args.mode == "finetune" and args.layer_decay < 1:
+    if args.mode == "finetune" and not args.head_lr:
         names = network.no_weight_decay() if hasattr(network, "no_weight_decay") else ()
         groups = param_groups_layer_decay(network, args.weight_decay, names, layer_decay=args.layer_decay)
     else:
         new = {id(p) for p in head.parameters()}
         groups = [dict(params=[p for p in network.parameters() if id(p) not in new], lr_scale=1.0)]
-        scale = args.head_lr / args.lr if args.mode == "finetune" and args.head_lr else 1.0
+        scale = args.head_lr / args.lr if args.mode == "finetune" else 1.0
         groups = [g for g in groups if g["params"]] + [dict(params=[*head.parameters()], lr_scale=scale)]
     if args.optimizer == "adamw":
         return torch.optim.AdamW(groups, lr=0.0, weight_decay=args.weight_decay)
@@ -679,6 +703,7 @@ def train_protocol(args, device, encoder, info):
     before = fingerprint(encoder)
     config = {k: v for k, v in vars(args).items() if k not in ("eval_every", "values")}
     config |= {"method": f"{args.mode} {args.protocol}", "weights": before, "backbone": info}
+    config["checkpoint"] = args.checkpoint and os.path.abspath(args.checkpoint)
     checkpoint = common.open_run(args.out, config)
     train, test = open_parts(args, info)
     args.num_classes = len(train.classes)

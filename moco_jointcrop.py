@@ -184,7 +184,7 @@ def resolve(args, method_flags):
     zero = ("seed", "keep_every", "knn_every", "workers")  # these may be
     for name in ("image_size", "patch_size", "epochs", "batch_size", "lr", "save_every", "max_steps", "queue", *zero):
         value = getattr(args, name)
-        most = 2**63 if name == "seed" else 10**9
+        most = 2**63 if name == "seed" else 1025 if name == "workers" else 10**9
         if value is not None and not (0 < value < most or (value == 0 and name in zero)):
             least = "from" if name in zero else "above"
             common.fail(f"--{name.replace('_', '-')} {value}: give a number {least} 0, below {most}")

@@ -186,6 +186,13 @@ def test_two_rates(places):
     assert groups_of(places, "RESNET", "--head-lr", 2)[0]["fc.bias"][0] == pytest.approx(2e4)
 
 
+def test_decay_without_layers(places):
+    """A layer decay of 1 gives one rate, and still no weight decay to norms and biases."""
+    found, _ = groups_of(places, "VIT", "--layer-decay", 1)
+    assert {scale for scale, _ in found.values()} == {1} and found["norm.weight"][1] == found["head.bias"][1] == 0
+    assert found["head.weight"][1] == 0.05
+
+
 # ------------------------------------------------------------------ labels
 
 
@@ -479,10 +486,13 @@ def test_two_processes_train_as_one(places, tmp_path):
     + ["VIT --out OUT", "VIT --metric top1", "VIT --solver lbfgs --strengths 0", "VIT --solver lbfgs --iterations 0"]
     + ["VIT --protocol moco --epochs 0", "VIT --protocol moco --lr -1", "VIT --protocol moco --crop-scale 0.5 0.2"]
     + ["VIT --protocol moco --batch-size 0", "VIT --protocol moco --out DATA", "VIT --protocol moco --out OUT"]  # 42 images
-    + ["VIT --finetune --pad 40 --image-size 0", "VIT --finetune --batch-size 15", "VIT --protocol moco --save-every 0"],
+    + ["VIT --finetune --pad 40 --image-size 0", "VIT --finetune --batch-size 15", "VIT --protocol moco --save-every 0"]
+    + ["VIT --protocol moco --milestones 60 80", "VIT --protocol moco --milestones -0.5", "VIT --protocol patchmix --momentum 0"]
+    + ["VIT --finetune --head-lr 5", "RESNET --finetune --layer-decay 0.9", "VIT --finetune --randaug 8.5"]
+    + ["VIT --workers 1000000", "VIT --classes CLASS", "VIT --classes CLASS CLASS"],
 )
 def test_wrong_flags_are_one_line(places, capsys, flags):
-    argv = [str({**places, "NONE": places["DATA"] / "none"}.get(word, word)) for word in flags.split()]
+    argv = [str({**places, "NONE": places["DATA"] / "none", "CLASS": CLASSES[0]}.get(word, word)) for word in flags.split()]
     refused(capsys, lambda: eval_linear.main(eval_linear.parse_args(argv + ["--device", "cpu"])))
     assert not places["OUT"].exists()
 
@@ -493,6 +503,7 @@ def test_another_configuration_or_encoder_is_refused(places, tmp_path, capsys):
     for more in (["--lr", 3], ["--seed", 1], ["--label-fraction", 0.9]):
         assert run(*flags, *more)[0] == 2 and "another configuration" in capsys.readouterr().err
     assert run(places["RESNET"], *flags[1:])[0] == 2 and "weights" in capsys.readouterr().err
+    assert run(f"{places['VIT']}/", *flags[1:])[0] != 2  # the same encoder by another name
 
 
 @pytest.mark.parametrize("part", ["loss", "weight"])
