@@ -38,13 +38,7 @@ def add_encoder_flags(parser):
     parser.add_argument("--data-dir", metavar="DIR", help="default: where that was")
     parser.add_argument("--skip-bad-images", action="store_true", help="read every file first; leave out what cannot be decoded")
     parser.add_argument("--classes", nargs="+", metavar="NAME", help="keep these classes only")
-    parser.add_argument(
-        "--batch-size",
-        type=int,
-        default=256,
-        metavar="N",
-        help="images encoded at once by each process; what trains on crops: global",
-    )
+    parser.add_argument("--batch-size", type=int, default=256, metavar="N", help="images encoded at once, by each process")
     parser.add_argument("--seed", type=int, default=0, metavar="N")
     parser.add_argument("--workers", type=int, metavar="N")
     parser.add_argument("--device", default="auto", choices=("auto", "cuda", "cpu"))
@@ -162,11 +156,8 @@ def check_outputs(args):
         if path := getattr(args, name):
             folder = Path(path).absolute().parent if name == "dump" else Path(path).absolute()
             there = next(p for p in (folder, *folder.parents) if os.path.exists(p))
-            if (
-                not there.is_dir()
-                or not os.access(there, os.W_OK)
-                or max(len(os.fsencode(part)) for part in Path(path).absolute().parts) > 255
-            ):
+            too_long = any(len(os.fsencode(part)) > 255 for part in Path(path).parts)
+            if not there.is_dir() or not os.access(there, os.W_OK) or too_long:
                 common.fail(f"--{name} {path} cannot be written: {there} is no folder you may write to, or a name is too long")
     if (args.images and not (args.attention or args.similarities)) or (args.keys and not args.similarities):
         common.fail("--images needs --attention or --similarities, and --keys needs --similarities")

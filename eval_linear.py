@@ -56,13 +56,7 @@ def add_encoder_flags(parser):
     parser.add_argument("--data-dir", metavar="DIR", help="default: where that was")
     parser.add_argument("--skip-bad-images", action="store_true", help="read every file first; leave out what cannot be decoded")
     parser.add_argument("--classes", nargs="+", metavar="NAME", help="keep these classes only")
-    parser.add_argument(
-        "--batch-size",
-        type=int,
-        default=256,
-        metavar="N",
-        help="images encoded at once by each process; what trains on crops: global",
-    )
+    parser.add_argument("--batch-size", type=int, default=256, metavar="N", help="images encoded at once, by each process")
     parser.add_argument("--seed", type=int, default=0, metavar="N")
     parser.add_argument("--workers", type=int, metavar="N")
     parser.add_argument("--device", default="auto", choices=("auto", "cuda", "cpu"))
@@ -222,9 +216,10 @@ FLAGS = {  # name: (type, smallest value or None for "above 0", largest value, h
 
 
 def parse_args(argv=None):
-    parser = common.ArgumentParser("eval_linear.py", description=__doc__.splitlines()[0])
+    parser = common.ArgumentParser("eval_linear.py", description=__doc__.splitlines()[0], conflict_handler="resolve")
     add_encoder_flags(parser)
-    parser.set_defaults(batch_size=None)  # the recipe's; where all is trained on crops, it is global, over all processes
+    batch = "images encoded at once, by each process; --protocol, --finetune: the global batch, the recipe's"
+    parser.add_argument("--batch-size", type=int, metavar="N", help=batch)
     parser.add_argument("--protocol", choices=("probe", *RECIPES["linear"]), help="how the classifier is trained (probe)")
     parser.add_argument("--finetune", action="store_true", help="train all layers; --protocol patchmix (ViTs) or clim (others)")
     parser.add_argument("--solver", choices=("sgd", "lbfgs"), help="lbfgs: logistic regression on cached features")
