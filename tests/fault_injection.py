@@ -254,10 +254,11 @@ def disturbed_run(row, reference, out, timing, count, ways, chance):
 
 
 def restarted_by_torchrun(method, out, training, chance):
-    """A worker dies in training, once there is a checkpoint, and torchrun starts all workers again."""
+    """A worker dies in training, some epochs after the first checkpoint, and torchrun starts all workers again."""
     life = Life(method, 2, out, torchrun=("--standalone", "--nproc_per_node=2", "--max-restarts=2"))
-    life.wait_until((out / "last.pt").exists)
-    time.sleep(chance.random() * training / 3)
+    epoch = chance.randint(1, EPOCHS - 2)
+    life.wait_until(lambda: len(common.read_metrics(out / "metrics.jsonl")) > epoch)  # its first line is the run's
+    time.sleep(chance.random() * training / EPOCHS)
     life.kill("KILL one", chance)
     status = life.end()
     return [] if status == 0 and "going on at step" in life.said() else [f"status {status}: {life.said('stderr')[-400:]}"]
