@@ -405,7 +405,7 @@ def linear_probe(train_x, train_y, test_x, num_classes, seed=0, epochs=50, batch
     best = int(right.argmax())
     held_out = {f"{lr:.3g}": 100 * r for lr, r in zip(lrs.tolist(), right.tolist(), strict=True)}
     tested = logits(test_x, fit(order, lrs[best : best + 1]))[:, 0]
-    return dict(logits=tested, lr=lrs[best].item(), at_edge=len(lrs) > 1 and best in (0, len(lrs) - 1), held_out=held_out)
+    return dict(logits=tested, lr=lrs[best].item(), at_edge=best in (0, len(lrs) - 1), held_out=held_out)
 
 
 def scores(logits, labels, num_classes):

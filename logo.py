@@ -123,8 +123,8 @@ def parse_args(argv=None):
     )
     args = resolve(parser.parse_args(argv), method_flags=dict.fromkeys(flags) | {"variant": "released"})
     args.l2l, args.one_way = args.local_crops == 2 and not args.no_l2l, bool(args.one_way)
-    if args.local_size is not None and args.local_size < 1:
-        common.fail("--local-size: 1 or more")
+    if args.local_size is not None and not 0 < args.local_size < 10**9:
+        common.fail(f"--local-size {args.local_size}: give a number above 0, below {10**9}")
     args.local_size = min(args.local_size or args.image_size, args.image_size)
     if any(not 0 < low < high <= 1 for low, high in (args.global_scale, args.local_scale)):
         common.fail("--global-scale, --local-scale: 0 < LO < HI <= 1")
