@@ -219,7 +219,7 @@ def parse_args(argv=None):
     parser = common.ArgumentParser("eval_linear.py", description=__doc__.splitlines()[0], conflict_handler="resolve")
     add_encoder_flags(parser)
     batch = "images encoded at once, by each process; --protocol, --finetune: the global batch, the recipe's"
-    parser.add_argument("--batch-size", type=int, metavar="N", help=batch)
+    parser.add_argument("--batch-size", type=int, metavar="N", help=batch)  # instead of the one that eval_knn.py shares
     parser.add_argument("--protocol", choices=("probe", *RECIPES["linear"]), help="how the classifier is trained (probe)")
     parser.add_argument("--finetune", action="store_true", help="train all layers; --protocol patchmix (ViTs) or clim (others)")
     parser.add_argument("--solver", choices=("sgd", "lbfgs"), help="lbfgs: logistic regression on cached features")
