@@ -1,6 +1,7 @@
 """Does each paper's improvement over its baseline show? The runs, their numbers in tests/results, README's tables. By hand.
 
     python tests/results.py train --data-dir DIR [--arms jcl clim] [--seeds 0 1 2] [--jobs 2]
+    python tests/results.py train --budget cpu-long --data-dir DIR --seeds 0     the same for 30 epochs instead of six
     python tests/results.py train --budget patterns          each script's default run, and its baseline by the same recipe
     python tests/results.py floors --data-dir DIR
     python tests/results.py protocols --data-dir DIR --jobs 1    every evaluation, on moco's and patchmix-3's seed 0 and untrained
@@ -39,6 +40,7 @@ KEPT = ROOT / "tests" / "results"
 MEASURES = {"knn20_top1": "kNN, k = 20", "knn200_top1": "kNN, k = 200", "linear_top1": "linear"}
 BUDGETS = {
     "cpu": dict(data="cifar10", resnet="resnet_micro", vit="vit_micro", epochs=6, batch=128, knn_every=2),
+    "cpu-long": dict(data="cifar10", resnet="resnet_micro", vit="vit_micro", epochs=30, batch=128, knn_every=5),
     "gpu": dict(data="cifar10", resnet="resnet18", vit="vit_tiny", epochs=200, batch=512, knn_every=20),
     "patterns": dict(data="patterns", resnet="resnet_micro", vit="vit_micro"),  # each script's default run
 }
@@ -78,6 +80,8 @@ ARMS = {
     "patchmix-4": Arm("PatchMix, M = 4", "patchmix.py --num-mix 4", "patchmix-1", 2),
     "patchmix-oto-mto": Arm("PatchMix, M = 3, oto and mto", "patchmix.py --num-mix 3 --terms oto,mto", "patchmix-1", 2),
     "patchmix-mtm": Arm("PatchMix, M = 3, mtm alone", "patchmix.py --num-mix 3 --terms mtm", "patchmix-1", 2),
+    "patchmix-1-p4": Arm("PatchMix, M = 1, patches of 4 px", "patchmix.py --num-mix 1 --patch-size 4", None, 2),
+    "patchmix-3-p4": Arm("PatchMix, M = 3, patches of 4 px", "patchmix.py --num-mix 3 --patch-size 4", "patchmix-1-p4", 2),
     "mocov3": Arm("MoCo v3 (M = 1, released weights)", "patchmix.py --num-mix 1 --variant released", None, 2),
     "patchmix-released": Arm("PatchMix, M = 3, released weights", "patchmix.py --num-mix 3 --variant released", "mocov3", 2),
     "moco-default": Arm("MoCo v2", "moco_jointcrop.py --joint none", None, "patterns"),
@@ -133,7 +137,7 @@ def command(budget, arm, seed):
         f"--dataset {how['data']} --arch {how['vit' if script.startswith('patchmix') else 'resnet']} --epochs {how['epochs']} "
     )
     flags += f"--batch-size {how['batch']} --knn-every {how['knn_every']} --seed {seed}"
-    soon = " --clim-start 1 --refresh-every 3" if script.startswith("clim") and how["epochs"] < 50 else ""
+    soon = " --clim-start 1 --refresh-every 3" if script.startswith("clim") and how["epochs"] < 10 else ""
     return f"{script} {flags}{soon}"
 
 
