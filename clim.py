@@ -267,6 +267,35 @@ def show_views(args, loader, device):
 # ------------------------------------------ 3. encoder (same in all five files)
 
 
+class NormalizeOverProcesses(torch.autograd.Function):
+    """Batch norm of (n, C, ...) by the statistics of all processes' slices, of one size: (output, mean, biased variance).
+
+    With r = (var + eps)^-1/2, z = (x - mean) r and means E over all processes, dx = weight r (g - E[g] - z E[g z]); weight and
+    bias get this process's sums, as from other layers. One collective forward, one backward; nothing but x is kept.
+    """
+
+    @staticmethod
+    def forward(ctx, x, weight, bias, eps):
+        untouched = torch.zeros(2, len(weight), dtype=weight.dtype, device=x.device)  # make the statistics float32 for bf16
+        means, variances = gather(torch.stack(torch.batch_norm_update_stats(x, *untouched, 0.0)).unsqueeze(0)).unbind(1)
+        mean = means.mean(0)
+        var = (variances + (means - mean).square()).mean(0)
+        ctx.save_for_backward(x, weight, mean, var)
+        ctx.mark_non_differentiable(mean, var)
+        ctx.eps = eps
+        return F.batch_norm(x, mean, var, weight, bias, eps=eps), mean, var
+
+    @staticmethod
+    def backward(ctx, gradient, *_):
+        x, weight, mean, var = ctx.saved_tensors
+        constants = mean, var, None, None, False, ctx.eps, [True, True, True]
+        dx, dweight, dbias = torch.ops.aten.native_batch_norm_backward(gradient, x, weight, *constants)  # weight r g, sums
+        sums = gather(torch.stack([dweight, dbias]).unsqueeze(0)).sum(0)
+        mean_gz, mean_g = sums / (dist.get_world_size() * x.numel() // len(weight))
+        scale = -weight * (var + ctx.eps).rsqrt()
+        return dx.add_(F.batch_norm(x, mean, var, scale * mean_gz, scale * mean_g, eps=ctx.eps)), dweight, dbias, None
+
+
 class GroupedBatchNorm(nn.modules.batchnorm._BatchNorm):
     """Batch norm whose statistics are taken over `groups` equal slices of the global batch, for (N, C) or (N, C, H, W).
 
@@ -299,20 +328,12 @@ class GroupedBatchNorm(nn.modules.batchnorm._BatchNorm):
         return y
 
     def over_all_processes(self, x):
-        """Each process's mean and variance, gathered with their gradient and combined: one collective."""
-        dims, shape = [d for d in range(x.dim()) if d != 1], [1, -1] + [1] * (x.dim() - 2)
-        x32 = x.to(torch.promote_types(x.dtype, torch.float32))
-        var, mean = torch.var_mean(x32, dims, correction=0)
-        means, variances = GatherWithGradient.apply(torch.stack([mean, var])).unbind(1)
-        mean = means.mean(0)
-        var = (variances + (means - mean).square()).mean(0)
-        count = x.numel() // x.shape[1] * len(means)
-        with torch.no_grad():
-            self.running_mean.lerp_(mean.to(self.running_mean), self.momentum)
-            self.running_var.lerp_((var * count / max(1, count - 1)).to(self.running_var), self.momentum)
-        y = (x32 - mean.view(shape)) * (var + self.eps).rsqrt().view(shape)
-        y = y if self.weight is None else torch.addcmul(self.bias.view(shape), y, self.weight.view(shape))
-        return y.to(x.dtype)
+        constant = torch.ones_like(self.running_mean), torch.zeros_like(self.running_mean)
+        y, mean, var = NormalizeOverProcesses.apply(x, *((self.weight, self.bias) if self.affine else constant), self.eps)
+        count = x.numel() // x.shape[1] * dist.get_world_size()
+        self.running_mean.lerp_(mean, self.momentum)
+        self.running_var.lerp_(var * count / max(1, count - 1), self.momentum)
+        return y
 
 
 def group_batch_norms(module, groups):
@@ -616,20 +637,6 @@ def gather(x):
     out = x.new_empty(world * len(x), *x.shape[1:])
     dist.all_gather_into_tensor(out, x.contiguous())
     return out
-
-
-class GatherWithGradient(torch.autograd.Function):
-    """x -> (world, *x.shape) of all processes; each process's gradient flows back to the one whose x it was."""
-
-    @staticmethod
-    def forward(ctx, x):
-        return gather(x.unsqueeze(0))
-
-    @staticmethod
-    def backward(ctx, gradient):
-        gradient = gradient.contiguous()
-        dist.all_reduce(gradient)
-        return gradient[dist.get_rank()]
 
 
 def require_agreement(what, value, device):
