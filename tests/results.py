@@ -367,8 +367,9 @@ def curves(args):
     from matplotlib import pyplot
 
     families = {"moco": "MoCo v2 and what builds on it", "simsiam": "SimSiam", "patchmix-1": "PatchMix"}
-    figure, panels = pyplot.subplots(1, len(families), figsize=(14, 4.2), sharey=True)
-    for panel, (family, title) in zip(panels, families.items(), strict=True):
+    families = {family: title for family, title in families.items() if kept_runs(args.budget, family)}
+    figure, panels = pyplot.subplots(1, len(families), figsize=(5 * len(families), 4.2), sharey=True, squeeze=False)
+    for panel, (family, title) in zip(panels[0], families.items(), strict=True):
         for name, arm in ARMS.items():
             runs = [
                 {r["epoch"]: r["knn20_top1"] for r in record["epochs"] if "knn20_top1" in r}
@@ -383,7 +384,7 @@ def curves(args):
         panel.set(title=title, xlabel="epoch")
         panel.legend(fontsize=8)
         panel.grid(alpha=0.3)
-    panels[0].set(ylabel="kNN top-1, % (k = 20)")
+    panels[0, 0].set(ylabel="kNN top-1, % (k = 20)")
     figure.tight_layout()
     figure.savefig(args.out, dpi=110)
 
@@ -394,7 +395,8 @@ def main(argv=None):
     for name, function in dict(train=train, floors=floors, protocols=protocols, readme=write_readme, curves=curves).items():
         action = actions.add_parser(name, help=function.__doc__)
         action.set_defaults(function=function)
-        action.add_argument("--budget", choices=BUDGETS if function is train else ("cpu", "gpu"), default="cpu")
+        budgets = [name for name in BUDGETS if name != "patterns" or function is train]
+        action.add_argument("--budget", choices=budgets, default="cpu")
         if function in (train, floors, protocols):
             action.add_argument("--data-dir", metavar="DIR")
         if function is train:
