@@ -261,12 +261,12 @@ class NormalizeOverProcesses(torch.autograd.Function):
     @staticmethod
     def backward(ctx, gradient, *_):
         x, weight, mean, var = ctx.saved_tensors
-        constants = mean, var, None, None, False, ctx.eps, [True, True, True]
+        r = (var + ctx.eps).rsqrt()
+        constants = mean, var, mean, r, False, ctx.eps, [True, True, True]
         dx, dweight, dbias = torch.ops.aten.native_batch_norm_backward(gradient, x, weight, *constants)  # weight r g, sums
         sums = gather(torch.stack([dweight, dbias]).unsqueeze(0)).sum(0)
-        mean_gz, mean_g = sums / (dist.get_world_size() * x.numel() // len(weight))
-        scale = -weight * (var + ctx.eps).rsqrt()
-        return dx.add_(F.batch_norm(x, mean, var, scale * mean_gz, scale * mean_g, eps=ctx.eps)), dweight, dbias, None
+        slope, shift = -weight * r * sums / (dist.get_world_size() * x.numel() // len(weight))  # -weight r (E[g z], E[g])
+        return dx.add_(F.batch_norm(x, mean, var, slope, shift, eps=ctx.eps)), dweight, dbias, None
 
 
 class GroupedBatchNorm(nn.modules.batchnorm._BatchNorm):
