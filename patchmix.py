@@ -237,14 +237,15 @@ def show_views(args, loader, device):
 class NormalizeOverProcesses(torch.autograd.Function):
     """Batch norm of (n, C, ...) by the statistics of all processes' slices, of one size: (output, mean, biased variance).
 
-    With r = (var + eps)^-1/2, z = (x - mean) r and means E over all processes, dx = weight r (g - E[g] - z E[g z]); weight and
-    bias get this process's sums, as from other layers. One collective forward, one backward; nothing but x is kept.
+    What nn.SyncBatchNorm does on GPUs alone, from operations that CPUs have, too. With r = (var + eps)^-1/2, z = (x - mean) r
+    and means E over all processes, dx = weight r (g - E[g] - z E[g z]); weight and bias get this process's sums, as from other
+    layers. One collective forward, one backward; nothing of x's size is kept but x.
     """
 
     @staticmethod
     def forward(ctx, x, weight, bias, eps):
-        untouched = torch.zeros(2, len(weight), dtype=weight.dtype, device=x.device)  # make the statistics float32 for bf16
-        means, variances = gather(torch.stack(torch.batch_norm_update_stats(x, *untouched, 0.0)).unsqueeze(0)).unbind(1)
+        unused = torch.zeros(2, len(weight), dtype=weight.dtype, device=x.device)  # makes the statistics of bf16 float32
+        means, variances = gather(torch.stack(torch.batch_norm_update_stats(x, *unused, 0.0)).unsqueeze(0)).unbind(1)
         mean = means.mean(0)
         var = (variances + (means - mean).square()).mean(0)
         ctx.save_for_backward(x, weight, mean, var)
@@ -256,10 +257,10 @@ class NormalizeOverProcesses(torch.autograd.Function):
     def backward(ctx, gradient, *_):
         x, weight, mean, var = ctx.saved_tensors
         r = (var + ctx.eps).rsqrt()
-        constants = mean, var, mean, r, False, ctx.eps, [True, True, True]
-        dx, dweight, dbias = torch.ops.aten.native_batch_norm_backward(gradient, x, weight, *constants)  # weight r g, sums
-        sums = gather(torch.stack([dweight, dbias]).unsqueeze(0)).sum(0)
-        slope, shift = -weight * r * sums / (dist.get_world_size() * x.numel() // len(weight))  # -weight r (E[g z], E[g])
+        statistics = mean, var, mean, r, True, ctx.eps, [True, True, True]
+        dx, dweight, dbias = torch.ops.aten.native_batch_norm_backward(gradient, x, weight, *statistics)  # E of this process
+        own = torch.stack([dweight, dbias])
+        slope, shift = weight * r * (own - gather(own.unsqueeze(0)).mean(0)) / (x.numel() // len(weight))
         return dx.add_(F.batch_norm(x, mean, var, slope, shift, eps=ctx.eps)), dweight, dbias, None
 
 
@@ -296,11 +297,12 @@ class GroupedBatchNorm(nn.modules.batchnorm._BatchNorm):
 
     @torch.compiler.disable  # collectives
     def over_all_processes(self, x):
-        constant = torch.ones_like(self.running_mean), torch.zeros_like(self.running_mean)
-        y, mean, var = NormalizeOverProcesses.apply(x, *((self.weight, self.bias) if self.affine else constant), self.eps)
+        weight = self.weight if self.affine else torch.ones_like(self.running_mean)
+        bias = self.bias if self.affine else torch.zeros_like(self.running_mean)
+        y, mean, var = NormalizeOverProcesses.apply(x, weight, bias, self.eps)
         count = x.numel() // x.shape[1] * dist.get_world_size()
         self.running_mean.lerp_(mean, self.momentum)
-        self.running_var.lerp_(var * count / max(1, count - 1), self.momentum)
+        self.running_var.lerp_(var * count / (count - 1), self.momentum)
         return y
 
 

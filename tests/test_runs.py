@@ -303,6 +303,17 @@ def batch_norm_results(norm, x, weight):
     return [y.detach(), *gradients, norm.running_mean, norm.running_var]
 
 
+def checkpointed_gradients(world, rank):
+    """Of two layers with batch norm over all processes, whose forward pass is run again in the backward pass."""
+    torch.manual_seed(0)
+    layers = [nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(inplace=True), nn.Conv2d(4, 5, 3), nn.BatchNorm2d(5)]
+    net = importlib.import_module(METHODS[0]).group_batch_norms(nn.Sequential(*layers), 1)
+    x, weight = torch.randn(8, 3, 8, 8), torch.randn(8, 5, 4, 4)
+    x, weight = (v.chunk(world)[rank] for v in (x, weight))
+    (torch.utils.checkpoint.checkpoint_sequential(net, 2, x, use_reentrant=False) * weight).sum().backward()
+    return [p.grad for p in net.parameters()]
+
+
 def processes(index, port, folder, out):
     """Process 0 trains alone, 1 and 2 as a group: every method for an epoch in float64, and each case of batch norm."""
     world = 2 if index else 1
@@ -330,6 +341,7 @@ def processes(index, port, folder, out):
         average(norm)
         results.append(result)
     torch.save(results, f"{out}/norms-{index}.pt")
+    torch.save(checkpointed_gradients(world, max(0, index - 1)), f"{out}/checkpointed-{index}.pt")
 
 
 @pytest.fixture(scope="module")
@@ -371,6 +383,13 @@ def test_batch_norm_over_processes(trained, case):
         else:  # gradients of weight and bias add up
             together = parts[0][i] + parts[1][i]
         torch.testing.assert_close(together, value, rtol=tolerance, atol=tolerance)
+
+
+def test_checkpointing_with_batch_norm_over_processes(trained):
+    alone, *parts = (load(trained / f"checkpointed-{i}.pt") for i in range(3))
+    assert len(alone) == 8
+    for value, *halves in zip(alone, *parts, strict=True):
+        torch.testing.assert_close(sum(halves), value, rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.parametrize("method", METHODS)
