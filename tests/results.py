@@ -367,6 +367,7 @@ def curves(args):
     from matplotlib import pyplot
 
     families = {"moco": "MoCo v2 and what builds on it", "simsiam": "SimSiam", "patchmix-1": "PatchMix"}
+    pixels = json.loads((KEPT / "cpu-floors.json").read_text())["pixels"]
     families = {family: title for family, title in families.items() if kept_runs(args.budget, family)}
     figure, panels = pyplot.subplots(1, len(families), figsize=(5 * len(families), 4.2), sharey=True, squeeze=False)
     for panel, (family, title) in zip(panels[0], families.items(), strict=True):
@@ -381,6 +382,7 @@ def curves(args):
             values = [[run[e] for run in runs] for e in epochs]
             (drawn,) = panel.plot(epochs, [statistics.mean(v) for v in values], marker="o", label=arm.name)
             panel.fill_between(epochs, [min(v) for v in values], [max(v) for v in values], color=drawn.get_color(), alpha=0.15)
+        panel.axhline(pixels["knn20_top1"], ls="--", c="gray", label="raw pixels")
         panel.set(title=title, xlabel="epoch")
         panel.legend(fontsize=8)
         panel.grid(alpha=0.3)
