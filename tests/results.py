@@ -60,7 +60,7 @@ ARMS = {
     "jcl": Arm("JCL", "jcl.py", "moco", 1),
     "clim": Arm("CLIM", "clim.py", "moco", 1),
     "moco-symmetric": Arm("MoCo, both views as queries", "logo.py --local-crops 0", "moco", 1),
-    "logo-moco": Arm("LoGo on MoCo", "logo.py", "moco", 1),
+    "logo-moco": Arm("LoGo on MoCo", "logo.py", "moco-symmetric", 1),
     "simsiam": Arm("SimSiam", "logo.py --base simsiam --local-crops 0", None, 1),
     "logo-simsiam": Arm("LoGo on SimSiam", "logo.py --base simsiam", "simsiam", 1),
     "patchmix-1": Arm("PatchMix, M = 1", "patchmix.py --num-mix 1", None, 1),
@@ -378,7 +378,8 @@ def curves(args):
                 {r["epoch"]: r["knn20_top1"] for r in record["epochs"] if "knn20_top1" in r}
                 for record in kept_runs(args.budget, name).values()
             ]
-            if arm.tier != 1 or family not in (name, arm.baseline) or not runs:
+            over = ARMS[arm.baseline].baseline if arm.baseline else None
+            if arm.tier != 1 or family not in (name, arm.baseline, over) or not runs:
                 continue
             epochs = sorted(set.intersection(*(set(run) for run in runs)))
             values = [[run[e] for run in runs] for e in epochs]
