@@ -280,7 +280,7 @@ def show_views(args, loader, device):
 class NormalizeOverProcesses(torch.autograd.Function):
     """Batch norm of (n, C, ...) by the statistics of all processes' slices, of one size: (output, mean, biased variance).
 
-    What nn.SyncBatchNorm does on GPUs alone, from operations that CPUs have, too. With r = (var + eps)^-1/2, z = (x - mean) r
+    As nn.SyncBatchNorm, which needs GPUs, but of operations that CPUs have, too. With r = (var + eps)^-1/2, z = (x - mean) r
     and means E over all processes, dx = weight r (g - E[g] - z E[g z]); weight and bias get this process's sums, as from other
     layers. One collective forward, one backward; nothing of x's size is kept but x.
     """
@@ -301,7 +301,7 @@ class NormalizeOverProcesses(torch.autograd.Function):
         x, weight, mean, var = ctx.saved_tensors
         r = (var + ctx.eps).rsqrt()
         statistics = mean, var, mean, r, True, ctx.eps, [True, True, True]
-        dx, dweight, dbias = torch.ops.aten.native_batch_norm_backward(gradient, x, weight, *statistics)  # E of this process
+        dx, dweight, dbias = torch.ops.aten.native_batch_norm_backward(gradient, x, weight, *statistics)  # E over these n
         own = torch.stack([dweight, dbias])
         slope, shift = weight * r * (own - gather(own.unsqueeze(0)).mean(0)) / (x.numel() // len(weight))
         return dx.add_(F.batch_norm(x, mean, var, slope, shift, eps=ctx.eps)), dweight, dbias, None
