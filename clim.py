@@ -248,7 +248,8 @@ def cutmix(x, partner, lam, generator=None):
     rows, columns = (torch.arange(n) for n in (height, width))
     box = ((rows >= top) & (rows < bottom))[:, None, :, None] & ((columns >= left) & (columns < right))[:, None, None, :]
     kept = 1 - ((bottom - top) * (right - left)).flatten().double() / (height * width)
-    return torch.where(box.to(x.device), partner, x), kept if torch.is_tensor(lam) and lam.dim() else kept.item()
+    mixed = torch.where(box.to(x.device, non_blocking=True), partner, x)
+    return mixed, kept if torch.is_tensor(lam) and lam.dim() else kept.item()
 
 
 def show_views(args, loader, device):
@@ -410,9 +411,9 @@ def encode_keys(encode, views, generator):
     n, total = len(views[0]), len(views) * len(views[0]) * world
     shuffle = torch.randperm(total, generator=generator)
     gathered = torch.arange(total).view(world, len(views), n).transpose(0, 1).flatten()  # where (view, image) came to lie
-    mine = gathered[shuffle].view(world, -1)[rank].to(views[0].device)
+    mine = gathered[shuffle].view(world, -1)[rank].to(views[0].device, non_blocking=True)
     keys = gather(encode(gather(torch.cat(views)).index_select(0, mine)))
-    return torch.empty_like(keys).index_copy_(0, shuffle.to(keys.device), keys).view(len(views), n * world, -1)
+    return torch.empty_like(keys).index_copy_(0, shuffle.to(keys.device, non_blocking=True), keys).view(len(views), n * world, -1)
 
 
 # ------------------------------------------------------- positives (section 3.2.1)
@@ -730,7 +731,7 @@ class EpochLog:
         bad = torch.where(values.isfinite().all(), math.inf, float(step)).view(1)  # the first step that is no number
         if self.sums is None:
             self.names, self.sums = list(metrics), torch.cat([torch.zeros_like(values), bad])
-        self.sums = self.sums.to(values.device)
+        self.sums = self.sums.to(values.device, non_blocking=True)
         self.sums[:-1] += values
         self.sums[-1:] = torch.minimum(self.sums[-1:], bad)
         self.steps += 1

@@ -417,9 +417,9 @@ def encode_keys(encode, views, generator):
     n, total = len(views[0]), len(views) * len(views[0]) * world
     shuffle = torch.randperm(total, generator=generator)
     gathered = torch.arange(total).view(world, len(views), n).transpose(0, 1).flatten()  # where (view, image) came to lie
-    mine = gathered[shuffle].view(world, -1)[rank].to(views[0].device)
+    mine = gathered[shuffle].view(world, -1)[rank].to(views[0].device, non_blocking=True)
     keys = gather(encode(gather(torch.cat(views)).index_select(0, mine)))
-    return torch.empty_like(keys).index_copy_(0, shuffle.to(keys.device), keys).view(len(views), n * world, -1)
+    return torch.empty_like(keys).index_copy_(0, shuffle.to(keys.device, non_blocking=True), keys).view(len(views), n * world, -1)
 
 
 # ==================================================================== 5. model
@@ -572,7 +572,7 @@ class LocalToLocal:
         noise = None
         if self.args.affinity_form == "logistic":
             noise = torch.randn(2, *local[0].shape, generator=common.generator(self.args.seed, step, 30))
-            noise = noise.to(local[0]) * 0.3 / self.args.dim**0.5
+            noise = noise.to(local[0], non_blocking=True) * 0.3 / self.args.dim**0.5
         loss = affinity_loss(self.wrapped, *local, noise, self.args.affinity_form)
         self.optimizer.zero_grad()
         loss.backward()
@@ -588,7 +588,8 @@ class LocalToLocal:
         if dist.is_initialized():
             flat = torch.cat([gradient.flatten() for gradient in gradients])
             dist.all_reduce(flat.div_(dist.get_world_size()))
-            torch.nn.utils.vector_to_parameters(flat, gradients)
+            parts = flat.split([gradient.numel() for gradient in gradients])
+            gradients = [part.view_as(gradient) for part, gradient in zip(parts, gradients, strict=True)]
         scale = (self.args.clip_ratio * self.norm / torch.nn.utils.get_total_norm(gradients)).clamp(max=1)
         for parameter, gradient in zip(self.parameters, gradients, strict=True):
             parameter.grad = gradient * scale.nan_to_num()  # while the norm is 0, so is the step
@@ -739,7 +740,7 @@ class EpochLog:
         bad = torch.where(values.isfinite().all(), math.inf, float(step)).view(1)  # the first step that is no number
         if self.sums is None:
             self.names, self.sums = list(metrics), torch.cat([torch.zeros_like(values), bad])
-        self.sums = self.sums.to(values.device)
+        self.sums = self.sums.to(values.device, non_blocking=True)
         self.sums[:-1] += values
         self.sums[-1:] = torch.minimum(self.sums[-1:], bad)
         self.steps += 1

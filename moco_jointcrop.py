@@ -404,9 +404,9 @@ def encode_keys(encode, views, generator):
     n, total = len(views[0]), len(views) * len(views[0]) * world
     shuffle = torch.randperm(total, generator=generator)
     gathered = torch.arange(total).view(world, len(views), n).transpose(0, 1).flatten()  # where (view, image) came to lie
-    mine = gathered[shuffle].view(world, -1)[rank].to(views[0].device)
+    mine = gathered[shuffle].view(world, -1)[rank].to(views[0].device, non_blocking=True)
     keys = gather(encode(gather(torch.cat(views)).index_select(0, mine)))
-    return torch.empty_like(keys).index_copy_(0, shuffle.to(keys.device), keys).view(len(views), n * world, -1)
+    return torch.empty_like(keys).index_copy_(0, shuffle.to(keys.device, non_blocking=True), keys).view(len(views), n * world, -1)
 
 
 # ==================================================================== 5. model
@@ -633,7 +633,7 @@ class EpochLog:
         bad = torch.where(values.isfinite().all(), math.inf, float(step)).view(1)  # the first step that is no number
         if self.sums is None:
             self.names, self.sums = list(metrics), torch.cat([torch.zeros_like(values), bad])
-        self.sums = self.sums.to(values.device)
+        self.sums = self.sums.to(values.device, non_blocking=True)
         self.sums[:-1] += values
         self.sums[-1:] = torch.minimum(self.sums[-1:], bad)
         self.steps += 1

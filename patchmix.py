@@ -610,7 +610,7 @@ class EpochLog:
         bad = torch.where(values.isfinite().all(), math.inf, float(step)).view(1)  # the first step that is no number
         if self.sums is None:
             self.names, self.sums = list(metrics), torch.cat([torch.zeros_like(values), bad])
-        self.sums = self.sums.to(values.device)
+        self.sums = self.sums.to(values.device, non_blocking=True)
         self.sums[:-1] += values
         self.sums[-1:] = torch.minimum(self.sums[-1:], bad)
         self.steps += 1

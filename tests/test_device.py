@@ -1,0 +1,67 @@
+"""Every script on a simulated device: nothing mixes devices, no step waits for the device, and the numbers are the CPU's."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import simulated_device
+import torch
+
+pytestmark = pytest.mark.skipif(
+    not hasattr(torch.utils.backend_registration, "_setup_privateuseone_for_python_backend"),
+    reason="this torch has no devices made of Python",
+)
+
+
+def simulate(folder, *launch):
+    """What simulated_device.py found, in one process or, with torchrun's words, two."""
+    command = [sys.executable, *launch, simulated_device.__file__, str(folder)]
+    done = subprocess.run(command, env=dict(os.environ, OMP_NUM_THREADS="1"), capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads((folder / "found.json").read_text())
+
+
+@pytest.fixture(scope="module")
+def one(tmp_path_factory):
+    return simulate(tmp_path_factory.mktemp("one"))
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory):
+    launch = "-m torch.distributed.run --nproc_per_node=2 --rdzv-backend=c10d --rdzv-endpoint=localhost:0".split()
+    return simulate(tmp_path_factory.mktemp("two"), *launch)
+
+
+def first_epoch(records):
+    return {name: records[1][name] for name in ("loss", "grad_norm", "std", "alignment")}
+
+
+def test_the_simulation_sees_what_is_wrong(one):
+    seen = one["noticed"]
+    assert "aten.add.Tensor on tensors of both devices" in seen["mixed"][0]
+    assert all(len(seen[wrong]) == 1 for wrong in ("mixed", "value", "shape", "blocking", "literal", "back")), seen
+    assert not any(seen[right] for right in ("scalar", "copy", "own")), seen
+
+
+@pytest.mark.parametrize("case", simulated_device.CASES)
+def test_a_run_is_the_same_on_a_device_and_never_waits_in_a_step(one, case):
+    assert one[case]["waits"] == {}
+    assert [r["step"] for r in one[case]["sim"]] == [0, 6, 12]  # stopped at 9 and resumed
+    assert first_epoch(one[case]["sim"]) == pytest.approx(first_epoch(one[case]["cpu"]), rel=1e-2, abs=1e-3)
+
+
+@pytest.mark.parametrize("case", simulated_device.EVALUATIONS)
+def test_an_evaluation_is_the_same_on_a_device(one, case):
+    assert one[case]["waits"] == {}
+    for name, values in one[case]["cpu"].items():
+        assert one[case]["sim"][name] == pytest.approx(values, abs=7)  # two of 32 images may turn by rounding
+
+
+@pytest.mark.parametrize("case", simulated_device.FOR_TWO)
+def test_two_processes_train_as_one_on_a_device(one, two, case):
+    if case in simulated_device.CASES:
+        assert first_epoch(two[case]["sim"]) == pytest.approx(first_epoch(one[case]["sim"]), rel=1e-2, abs=1e-3)
+    else:
+        assert two[case]["sim"]["encoder"] == pytest.approx(one[case]["sim"]["encoder"], abs=7)
