@@ -73,6 +73,8 @@ ARMS = {
     "clim-selection": Arm("CLIM, selection alone", "clim.py --mix none", "moco", 2),
     "clim-cutmix": Arm("CLIM, CutMix alone", "clim.py --selection random", "moco", 2),
     "clim-resolutions": Arm("CLIM, 32 and 24 px", "clim.py --resolutions 32 24", "moco", 2),
+    "clim-resolutions-slow": Arm("the same, a quarter of the rate", "clim.py --resolutions 32 24 --lr 0.025", "moco", 2),
+    "moco-resolutions": Arm("MoCo v2, 32 and 24 px", "clim.py --selection none --resolutions 32 24", "moco", 2),
     "moco-04": Arm("MoCo v2, crops from 0.4 of the area", "moco_jointcrop.py --joint none --crop-scale 0.4 1", "moco", 2),
     "moco-symmetric-02": Arm("both views as queries, crops from 0.2", "logo.py --local-crops 0 --global-scale 0.2 1", "moco", 2),
     "logo-moco-no-l2l": Arm("LoGo on MoCo, no local-to-local", "logo.py --no-l2l", "moco-symmetric", 2),
