@@ -65,6 +65,7 @@ ARMS = {
     "logo-simsiam": Arm("LoGo on SimSiam", "logo.py --base simsiam", "simsiam", 1),
     "patchmix-1": Arm("PatchMix, M = 1", "patchmix.py --num-mix 1", None, 1),
     "patchmix-3": Arm("PatchMix, M = 3", "patchmix.py --num-mix 3", "patchmix-1", 1),
+    "moco-twice": Arm("MoCo v2, twice the epochs", "moco_jointcrop.py --joint none --epochs 12", "moco", 2),
     "jointcrop-minus": Arm("J-Crop(-1)", "moco_jointcrop.py --joint crop --beta -1", "moco", 2),
     "jointcrop-plus": Arm("J-Crop(2)", "moco_jointcrop.py --joint crop --beta 2", "moco", 2),
     "jointcrop-released": Arm("J-Crop(0), released", "moco_jointcrop.py --joint crop --variant released", "moco", 2),
@@ -140,9 +141,8 @@ def command(budget, arm, seed):
     how, script = BUDGETS[budget], ARMS[arm].script
     if "epochs" not in how:
         return f"{script} --seed {seed}"
-    flags = (
-        f"--dataset {how['data']} --arch {how['vit' if script.startswith('patchmix') else 'resnet']} --epochs {how['epochs']} "
-    )
+    flags = f"--dataset {how['data']} --arch {how['vit' if script.startswith('patchmix') else 'resnet']} "
+    flags += "" if "--epochs" in script else f"--epochs {how['epochs']} "
     flags += f"--batch-size {how['batch']} --knn-every {how['knn_every']} --seed {seed}"
     soon = " --clim-start 1 --refresh-every 3" if script.startswith("clim") and how["epochs"] < 10 else ""
     return f"{script} {flags}{soon}"
