@@ -15,6 +15,7 @@ import argparse
 import atexit
 import contextlib
 import ctypes
+import datetime
 import functools
 import hashlib
 import itertools
@@ -40,6 +41,7 @@ import torchvision
 from PIL import Image, ImageDraw, ImageOps
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, default_convert
+from torchvision.transforms.functional import rgb_to_grayscale, solarize
 
 # ---------------------------------------------------------------- 1. messages
 
@@ -114,6 +116,9 @@ def progress(text, last=[0.0]):  # noqa: B006  (the list keeps the time of the l
     if sys.stdout.isatty() or time.monotonic() - last[0] > 30:
         say(text, end="" if sys.stdout.isatty() else "\n")
         last[0] = time.monotonic()
+
+
+PATIENCE = datetime.timedelta(hours=2)  # of processes that wait for others: the first of a node may be downloading
 
 
 def rank_and_world():
@@ -238,14 +243,17 @@ class ImageSet:
     def memory(self):
         return "read from files" if self.array is None else f"{self.array.nbytes / 2**20:.0f} MiB decoded"
 
-    def of_classes(self, keep):
-        """The images of the given classes, renumbered in that order; what has no label is left out."""
-        index = np.flatnonzero(np.isin(self.labels, keep))
-        number = {label: i for i, label in enumerate(keep)}
-        labels = [number[label] for label in self.labels[index].tolist()]
+    def subset(self, index):
+        """The images of the given rows, in that order."""
         array = self.array[index] if self.array is not None else None
         paths = [self.paths[i] for i in index] if self.paths is not None else None
-        return ImageSet(self.name, labels, [self.classes[i] for i in keep], array, paths)
+        return ImageSet(self.name, self.labels[index], self.classes, array, paths)
+
+    def of_classes(self, keep):
+        """The images of the given classes, renumbered in that order; what has no label is left out."""
+        part, number = self.subset(np.flatnonzero(np.isin(self.labels, keep))), {label: i for i, label in enumerate(keep)}
+        labels = [number[label] for label in part.labels.tolist()]
+        return ImageSet(self.name, labels, [self.classes[i] for i in keep], part.array, part.paths)
 
     def labelled(self):
         return self if (self.labels >= 0).all() else self.of_classes(list(range(len(self.classes))))
@@ -521,12 +529,12 @@ class Views(Dataset):
         epochs, index = np.array(keys).T
         draws = uniform(self.seed, epochs, index, self.num_draws)
         cuts, colour_parameters = self.sample(index, self.images.sizes(index), draws)
-        read = functools.cache(self.images.__getitem__)  # an image that several views use is decoded once
-        views = []
-        for image_index, boxes, size in cuts:
-            pairs = zip(image_index.tolist(), boxes, strict=True)
-            view = np.stack([cut(read(i), box, size, self.interpolation) for i, box in pairs])
-            views.append(torch.from_numpy(view).permute(0, 3, 1, 2))
+        views = [np.empty((len(index), size, size, 3), np.uint8) for _, _, size in cuts]
+        for row in range(len(index)):
+            read = functools.cache(self.images.__getitem__)  # an image that several views use is decoded once
+            for view, (image_index, boxes, size) in zip(views, cuts, strict=True):
+                view[row] = cut(read(image_index[row].item()), boxes[row], size, self.interpolation)
+        views = [torch.from_numpy(view).permute(0, 3, 1, 2) for view in views]
         return {"views": views, "colour": torch.from_numpy(colour_parameters), "index": torch.from_numpy(index)}
 
 
@@ -591,7 +599,8 @@ class Loader(DataLoader):
             if "DataLoader worker (pid" not in str(error):
                 raise
             _end_workers()
-            fail(f"{error}: out of memory? The same command goes on from the last save; try fewer --workers")
+            reason = "out of memory, or of shared memory (/dev/shm)?"
+            fail(f"{error}: {reason} The same command goes on from the last save; try fewer --workers")
 
 
 def make_loader(dataset, sampler, workers, device):
@@ -599,17 +608,12 @@ def make_loader(dataset, sampler, workers, device):
     options = dict(collate_fn=default_convert, pin_memory=device.type == "cuda", worker_init_fn=_start_worker)
     if workers:
         atexit.register(_end_workers)  # they ignore SIGTERM, by which Python ends its children: it would wait for ever
-        options |= dict(num_workers=workers, persistent_workers=True, prefetch_factor=4, multiprocessing_context=FORK)
+        options |= dict(num_workers=workers, persistent_workers=True, multiprocessing_context=FORK)
     return Loader(dataset, batch_sampler=sampler, **options)
 
 
 def _per_image(value, x):
     return torch.as_tensor(value, dtype=x.dtype, device=x.device).reshape(-1, 1, 1, 1)
-
-
-def rgb_to_gray(x):
-    """(N, 3, H, W) -> (N, 1, H, W), torchvision's weights."""
-    return (0.2989 * x[:, 0] + 0.587 * x[:, 1] + 0.114 * x[:, 2]).unsqueeze(1)
 
 
 def adjust_brightness(x, brightness_factor):
@@ -619,13 +623,13 @@ def adjust_brightness(x, brightness_factor):
 
 def adjust_contrast(x, contrast_factor):
     """Blend with the image's mean gray; factor (N,)."""
-    mean = rgb_to_gray(x).mean((1, 2, 3), keepdim=True)
+    mean = rgb_to_grayscale(x).mean((1, 2, 3), keepdim=True)
     return torch.lerp(mean, x, _per_image(contrast_factor, x)).clamp_(0, 1)
 
 
 def adjust_saturation(x, saturation_factor):
     """Blend with the image's gray version; factor (N,)."""
-    return torch.lerp(rgb_to_gray(x), x, _per_image(saturation_factor, x)).clamp_(0, 1)
+    return torch.lerp(rgb_to_grayscale(x), x, _per_image(saturation_factor, x)).clamp_(0, 1)
 
 
 def adjust_hue(x, hue_factor):
@@ -658,11 +662,6 @@ def gaussian_blur(x, sigma):
         return (weight / weight.sum(-1, keepdim=True)).unsqueeze(1)
 
     return matrix(x.shape[2]) @ x @ matrix(x.shape[3]).transpose(-1, -2)
-
-
-def solarize(x, threshold=0.5):
-    """Invert every value that is at least the threshold."""
-    return torch.where(x >= threshold, 1 - x, x)
 
 
 @functools.cache
@@ -701,9 +700,9 @@ def colour(x, parameters):
         for step, function in enumerate((adjust_brightness, adjust_contrast, adjust_saturation, adjust_hue)):
             rows = torch.nonzero(jittered & (steps[:, position] == step)).flatten()
             x = _on(x, rows, function, on[COLOUR[step]])
-    x = _on(x, torch.nonzero(p["gray"]).flatten(), lambda v: rgb_to_gray(v).repeat(1, 3, 1, 1))
+    x = _on(x, torch.nonzero(p["gray"]).flatten(), lambda v: rgb_to_grayscale(v).repeat(1, 3, 1, 1))
     x = _on(x, torch.nonzero(p["sigma"]).flatten(), gaussian_blur, on["sigma"])
-    x = _on(x, torch.nonzero(p["solarize"]).flatten(), solarize)
+    x = _on(x, torch.nonzero(p["solarize"]).flatten(), lambda v: solarize(v, 0.5))
     return _on(x, torch.nonzero(p["flip"]).flatten(), lambda v: v.flip(-1))
 
 
@@ -734,9 +733,9 @@ def gather_uneven(x):
     counts = [torch.zeros_like(count) for _ in range(world)]
     dist.all_gather(counts, count)
     padded = torch.cat([x, x.new_zeros(int(max(counts)) - len(x), *x.shape[1:])])
-    parts = [torch.empty_like(padded) for _ in range(world)]
-    dist.all_gather(parts, padded)
-    return torch.cat([part[: int(n)] for part, n in zip(parts, counts, strict=True)])
+    gathered = padded.new_empty(world, *padded.shape)
+    dist.all_gather_into_tensor(gathered.flatten(0, 1), padded)
+    return torch.cat([part[: int(n)] for part, n in zip(gathered, counts, strict=True)])
 
 
 @torch.no_grad()
@@ -773,8 +772,9 @@ def knn_scores(train_x, train_y, test_x, ks, temperature, num_classes):
     """Weighted k-nearest-neighbour class scores for several k at once.
 
     train_x (n, d) and test_x (m, d) are L2-normalised here; train_y (n,) int64. A neighbour votes for its class with
-    exp(cosine / temperature), scaled so that the nearest one's vote is 1. k above n counts all. Exact, in chunks of
-    bounded memory; the test images are shared out over the processes. Returns {k: (m, num_classes) float32, CPU}.
+    exp(cosine / temperature), scaled so that the nearest one's vote is 1. k above n counts all. Exact but
+    for the rounding of matrix products (TF32 on a GPU while training), in chunks of bounded memory; the test images are shared
+    out over the processes. Returns {k: (m, num_classes) float32, CPU}.
     """
     rank, world = rank_and_world()
     device, ks = train_x.device, tuple(dict.fromkeys(ks))
@@ -846,9 +846,9 @@ ARCHS = {  # short name: (timm name, what differs from it)
 def backbone_info(arch, image_size, patch_size, norm=IMAGENET_NORM, interpolation="bilinear", **more):
     """What backbone.pt says of an encoder besides its weights: how timm builds it, and what its images are like.
 
-    arch: a name of ARCHS or any timm model. Plain ResNets get the 3 x 3 stem for images of up to 64 px (but resnet_micro,
-    which is to be fast on a CPU); ViTs the given patch, MoCo v3's initialisation (but of the patch
-    embedding, which timm leaves out), and a position embedding that is interpolated for other image sizes.
+    arch: a name of ARCHS or any timm model. Plain ResNets get the 3 x 3 stem for images of up to 64 px (except resnet_micro,
+    which is to be fast on a CPU); ViTs the given patch, MoCo v3's initialisation (except of the patch embedding, which timm
+    leaves out), and a position embedding that is interpolated for other image sizes.
     """
     if arch not in ARCHS and not timm.is_model(arch):
         fail(f"unknown --arch {arch}: give {', '.join(ARCHS)}, or a timm model")
@@ -899,7 +899,7 @@ def load_backbone(path, encoder=None):
             info, weights = {k: v for k, v in state.items() if k != "state_dict"}, state["state_dict"]
             if encoder not in (None, info["encoder"]):
                 fail(f"{path} holds the {info['encoder']} encoder only: give last.pt for the {encoder} encoder")
-        [float(v) for v in (*info["mean"], *info["std"])]
+        [float(v) for v in (*info["mean"], *info["std"])]  # numbers, or an error
         known = info["interpolation"] in RESAMPLE and isinstance(info["timm_name"], str) and isinstance(info["method"], str)
         if len(info["mean"]) != 3 or len(info["std"]) != 3 or not known:
             raise ValueError("a value is of the wrong kind")
@@ -1060,7 +1060,7 @@ def open_run(out, config, resume="auto"):
         if resume == "none":
             fail(f"--out {out} is not empty: --resume none needs a new or empty folder")
         try:
-            old = {**json.loads((out / "config.json").read_text())}
+            old = {**json.loads((out / "config.json").read_text())}  # an object, or a TypeError
         except (OSError, ValueError, TypeError):
             fail(f"--out {out} is not empty and has no readable config.json: give a new folder")
         names = sorted((set(old) | set(config)) - set(OPERATING))
@@ -1087,7 +1087,8 @@ def is_finite(state):
     """Whether all numbers in the tensors of a nested state are finite."""
     if torch.is_tensor(state):
         return state.isfinite().all().item()
-    return all(map(is_finite, state.values() if isinstance(state, dict) else state if isinstance(state, (list, tuple)) else ()))
+    parts = state.values() if isinstance(state, dict) else state if isinstance(state, (list, tuple)) else ()
+    return all(map(is_finite, parts))
 
 
 def save_run(out, state, weights, keep=None):

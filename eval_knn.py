@@ -70,7 +70,7 @@ def open_encoder(args):
         torch.cuda.set_device(device)
     args.workers = common.default_workers(device) if args.workers is None else args.workers
     if "WORLD_SIZE" in os.environ and not dist.is_initialized():
-        dist.init_process_group("nccl" if cuda else "gloo")
+        dist.init_process_group("nccl" if cuda else "gloo", timeout=common.PATIENCE)
     if args.random_init:
         patch = args.patch_size or (2 if args.image_size <= 32 else 16)
         info = common.backbone_info(args.arch, args.image_size, patch, method="untrained", encoder="query")
@@ -167,7 +167,7 @@ def choose_images(args, train, test):
     """(test images, keys for each of them) to draw, as indices: the given ones, or random ones that no encoder changes.
 
     PatchMix's Fig. 4 has a key of the query's class as number 4, between two of related classes. Here these are its
-    neighbours in the order of the classes, which is the order of kinds for ImageNet's ids; the others are any.
+    neighbours in the order of the classes, and ImageNet's ids are sorted by kind; the others are of any class.
     """
     for name, given, part in (("images", args.images, test), ("keys", args.keys, train)):
         if given and not (0 <= min(given) and max(given) < len(part)):
@@ -216,7 +216,6 @@ def write_dump(path, lines, train, test, train_x, test_x):
         with open(temporary, "wb") as file:  # given a name, savez would add .npz to it
             np.savez(file, **arrays)
 
-    Path(path).parent.mkdir(parents=True, exist_ok=True)
     common.write_whole(path, write)
 
 
@@ -342,7 +341,7 @@ def main(args):
         results[name] = {f"knn{k}_top1": 100 * (p == test_y).float().mean().item() for k, p in predicted.items()}
         common.say(f"{name:>10}  " + "  ".join(f"k={k} {v:.2f} %" for k, v in zip(args.k, results[name].values(), strict=True)))
         if name == "encoder" and args.pictures and first:
-            middle = args.k[len(args.k) // 2 - (len(args.k) > 1)]
+            middle = args.k[(len(args.k) - 1) // 2]
             write_pictures(args.pictures, train, test, train_x, test_x, predicted[middle])
     if args.attention and first:
         write_attention(args.attention, encoder, info, device, test, images)

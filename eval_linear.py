@@ -1,4 +1,4 @@
-"""Judge an encoder by its labels' worth: a linear classifier on frozen features, or fine-tuning all layers.
+"""Judge an encoder with labels: a linear classifier on its frozen features, or fine-tuning of all layers.
 
 The default, `--protocol probe`, computes features once, standardises them, and trains a classifier on them for a whole grid of
 learning rates at once, in seconds. The rate is chosen on a tenth of the training set; the test set is used once. Beside the
@@ -88,7 +88,7 @@ def open_encoder(args):
         torch.cuda.set_device(device)
     args.workers = common.default_workers(device) if args.workers is None else args.workers
     if "WORLD_SIZE" in os.environ and not dist.is_initialized():
-        dist.init_process_group("nccl" if cuda else "gloo")
+        dist.init_process_group("nccl" if cuda else "gloo", timeout=common.PATIENCE)
     if args.random_init:
         patch = args.patch_size or (2 if args.image_size <= 32 else 16)
         info = common.backbone_info(args.arch, args.image_size, patch, method="untrained", encoder="query")
@@ -308,13 +308,6 @@ def resolve(args, info):
 # ------------------------------------------------------------- 3. labels
 
 
-def subset(images, index):
-    """The images of the given rows, in that order."""
-    array = None if images.array is None else images.array[index]
-    paths = None if images.paths is None else [images.paths[i] for i in index]
-    return common.ImageSet(images.name, images.labels[index], images.classes, array, paths)
-
-
 def balanced_share(labels, fraction, seed):
     """Rows of a share of the labels (n,), the same count for each class up to one, and at least one: sorted, fixed by the seed.
 
@@ -357,9 +350,9 @@ def choose_labels(args, train):
     if args.label_fraction is None and args.label_files is None:
         return train
     if args.label_files:
-        chosen = subset(train, listed_files(train, Path(args.data_dir or "data") / "train", args.label_files))
+        chosen = train.subset(listed_files(train, Path(args.data_dir or "data") / "train", args.label_files))
     else:
-        chosen = subset(train, balanced_share(train.labels, args.label_fraction, args.seed))
+        chosen = train.subset(balanced_share(train.labels, args.label_fraction, args.seed))
     counts = np.bincount(chosen.labels, minlength=len(train.classes))
     common.say(f"labels: {len(chosen)} of {len(train)} training images, {counts.min()} to {counts.max()} for each class")
     return chosen

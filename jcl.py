@@ -9,7 +9,7 @@ when an image's keys agree. Gradients reach the query only; the keys come from a
     Eq. 1              info_nce                MoCo v2's loss, and each term of Eq. 2
     Eq. 2-3            JCL.forward, --vanilla  the average over keys
     Eq. 5-7            the bound, in the tests
-    Eq. 8-9            jcl_loss                Algorithm 1, lines 6-10
+    Eq. 8-9            jcl_loss                Algorithm 1, lines 7-10
     Algorithm 1        JCL.forward, train_step, encode_keys
 
     python jcl.py                                                             # laptop, no data
@@ -23,7 +23,7 @@ Departures:
     D2 M': paper 5 keys; the released script's 5 counts the query, so 4 keys (`--variant released`)
     D3 batch and rate on ImageNet-1K: paper 512 and 0.06; released 256 and 0.03, the same ratio (`--variant released`)
     D4 the paper removes 256 old keys while it adds N = 512 (App. C); here as many as are added
-    D5 Algorithm 1 updates f and g by the loss; g is a momentum encoder, as everywhere in the text
+    D5 Algorithm 1 updates f and g by the loss; g is a momentum encoder (App. C)
     D6 App. D's class list has two misprints; common.IMAGENET100 is mended
 """
 
@@ -97,10 +97,9 @@ def parse_args(argv=None):
     group.add_argument("--num-keys", type=int, metavar="M", help="keys per query, M' (Fig. 2a); 1 is MoCo v2")
     group.add_argument("--lam", type=float, metavar="X", help="lambda of Eq. 8 (Fig. 2b)")
     group.add_argument("--lam-schedule", choices=("constant", "ramp"), help="ramp: lambda (epoch + 1) / epochs, as released")
-    group.add_argument("--vanilla", action="store_true", default=None, help="the average loss over the keys, Eq. 2-3")
-    flags = {"num_keys": None, "lam": None, "lam_schedule": None, "vanilla": None}
+    group.add_argument("--vanilla", action="store_true", help="the average loss over the keys, Eq. 2-3")
+    flags = {"num_keys": None, "lam": None, "lam_schedule": None, "vanilla": False}
     args = resolve(parser.parse_args(argv), method_flags=flags)
-    args.vanilla = bool(args.vanilla)
     if not (1 <= args.num_keys <= 1000 and 0 <= args.lam < math.inf):
         common.fail("--num-keys: 1 to 1000; --lam: 0 or more")
     return args
@@ -252,7 +251,7 @@ class GroupedBatchNorm(nn.modules.batchnorm._BatchNorm):
 
     def forward(self, x):
         world = common.rank_and_world()[1]
-        if not self.training or (self.groups == 1 and world == 1):
+        if not self.training or self.groups == world:  # this process is one group
             return self.after(super().forward(x))
         self.num_batches_tracked.add_(1)
         return self.after(self.over_all_processes(x) if self.groups == 1 else self.in_groups(x, self.groups // world))
@@ -299,7 +298,7 @@ def jcl_loss(q, k, queue, temperature, lam):
     q, k, queue = (x.to(torch.promote_types(x.dtype, torch.float32)) for x in (q, k, queue))
     projections = (q[:, None] * k).sum(2) / temperature
     mean = projections.mean(1, keepdim=True)  # q.mu / T
-    variance = (projections - mean).square().mean(1, keepdim=True)  # q' Sigma q / T^2, Algorithm 1, lines 7-8
+    variance = (projections - mean).square().mean(1, keepdim=True)  # q' Sigma q / T^2, Algorithm 1, lines 8-9
     logits = torch.cat([mean + lam / 2 * variance, (q / temperature) @ queue.T], dim=1)
     gap = lam / 2 * variance.mean()  # by which the logit inside the logarithm is above the one outside
     return F.cross_entropy(logits, logits.new_zeros(len(q), dtype=torch.int64)) + gap
@@ -433,14 +432,14 @@ def init_distributed(args):
         store, rank, world = next(rendezvous("env://"))
         if os.environ.get("GROUP_WORLD_SIZE", "1") == "1":  # torchrun's restarts keep a store that holds dead workers' addresses
             store = dist.PrefixStore(f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
-        dist.init_process_group("nccl" if use_cuda else "gloo", store=store, rank=rank, world_size=world)
+        dist.init_process_group("nccl" if use_cuda else "gloo", store=store, rank=rank, world_size=world, timeout=common.PATIENCE)
         sys.excepthook = common.end_without_peer
     args.bf16 = args.amp == "bf16" or (args.amp == "auto" and use_cuda)
     world = common.rank_and_world()[1]
     if args.bn_groups > 1 and args.bn_groups % world:
         common.say(f"batch-norm groups: {args.bn_groups} cannot be shared out over {world} processes, so {world} are used")
         args.bn_groups = world
-    if args.batch_size % max(world, args.bn_groups) or args.batch_size // args.bn_groups < 2:
+    if args.batch_size % args.bn_groups or args.batch_size // args.bn_groups < 2:
         common.fail(f"--batch-size {args.batch_size} cannot be divided into {args.bn_groups} batch-norm groups of 2 or more")
     return device
 
@@ -479,10 +478,9 @@ def average_buffers(model):
     norms = [m for m in model.modules() if isinstance(m, GroupedBatchNorm)]
     buffers = [b for m in norms for b in (m.running_mean, m.running_var)]
     if world > 1 and buffers:
-        flat = torch.cat([b.flatten() for b in buffers])
+        flat = torch.cat(buffers)
         dist.all_reduce(flat)
-        for buffer, mean in zip(buffers, flat.div_(world).split([b.numel() for b in buffers]), strict=True):
-            buffer.copy_(mean.view_as(buffer))
+        torch._foreach_copy_(buffers, flat.div_(world).split([len(b) for b in buffers]))
 
 
 # ---------------------------- 7. schedule and checkpoint (same in all five files)
@@ -519,9 +517,6 @@ def parameter_groups(model, skip_vectors):
     return [g for g in groups if g["params"]]
 
 
-ENCODERS = {"query": "backbone", "momentum": "momentum_backbone"}  # their names in every model
-
-
 class EpochLog:
     """Sums of an epoch's metrics, kept on the device, and its last embeddings: all that resuming in mid-epoch needs."""
 
@@ -531,7 +526,7 @@ class EpochLog:
         rank, world = common.rank_and_world()
         self.names, self.sums, self.steps, self.pairs = [], None, 0, []
         if state and state["steps"]:
-            self.names, self.steps = state["names"], state["steps"] + 0
+            self.names, self.steps = state["names"], state["steps"] + 0  # a number, or a TypeError
             self.pairs = [] if state["pairs"] is None else [state["pairs"].cpu()]
             same = len(state["sums"]) == world
             self.sums = state["sums"][rank] if same else state["sums"].mean(0)
@@ -558,7 +553,7 @@ class EpochLog:
 
     def check(self, sampler):
         """Stop in words if a loss was not a number; nothing has been saved since. Waits for the device."""
-        bad = gather(self.sums[-1:]).min().item() if self.steps else math.inf
+        bad = gather(self.sums[-1:]).min().item()
         if bad < math.inf:
             images = ", ".join(map(str, sampler.batch(int(bad))[:8]))
             common.fail(
@@ -570,14 +565,12 @@ class EpochLog:
         """{name: mean over the epoch and the processes}, and the health figures."""
         mean = gather(self.sums[None, :-1]).mean(0) / self.steps
         pairs = [p.to(mean.device) for p in self.pairs]
-        health = common.embedding_health(*torch.cat(pairs)[-self.last :].unbind(1)) if pairs else {}
+        health = common.embedding_health(*torch.cat(pairs)[-self.last :].unbind(1))
         return dict(zip(self.names, mean.tolist(), strict=True)) | health
 
 
 def restore(state, model, optimizer, more=None):
-    """Put a last.pt's state into model, optimiser and what `more(state)` fills; returns (step, EpochLog). Exits with a line if
-    it does not fit.
-    """
+    """Load a last.pt's state (the rest by `more(state)`); returns (step, EpochLog). Exits with a line if it does not fit."""
     try:
         model.load_state_dict(state["model"])
         optimizer.load_state_dict(state["optimizer"])
@@ -677,17 +670,17 @@ def main(args):
         return common.say(f"{args.out} is at step {step} of {end} already. Its last epoch: {json.dumps(last)}")
     distributed = dist.is_initialized()
     wrapped = DistributedDataParallel(model, broadcast_buffers=False, gradient_as_bucket_view=True) if distributed else model
-    encoder, options = getattr(model, ENCODERS[EVALUATED]), dict(workers=workers, amp=args.bf16)
+    encoder, options = model.backbone, dict(workers=workers, amp=args.bf16)
     environment = common.environment(device)
     common.say(", ".join(f"{k} {v}" for k, v in environment.items()))
     introduce(args, model, train, test, steps)
     common.begin_run(Path(args.out), config, checkpoint, step)
     if checkpoint is None or Path(checkpoint).parent != Path(args.out):
-        first = dict(step=step, **environment, arguments=config, chance=model.chance())
+        record = dict(step=step, **environment, arguments=config, chance=model.chance())
         quick = train.array is not None and (device.type == "cuda" or len(train) <= 10_000)
         if step == 0 and args.knn_every and test is not None and quick:
-            first |= common.knn_floors(encoder, train, test, info, device, **options)
-        common.write_metrics(args.out, first, args.epochs)
+            record |= common.knn_floors(encoder, train, test, info, device, **options)
+        common.write_metrics(args.out, record, args.epochs)
 
     stop, stopping = common.StopRequest(), False
     while step < end and not stopping:

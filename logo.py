@@ -62,7 +62,8 @@ EVALUATED = "query"  # the encoder that the authors evaluate
 # ================================================================ 1. arguments
 
 # fmt: off
-# "by" holds what depends on another flag, in this order. The rate is that of batch size lr_batch.
+# "by" holds what depends on another flag, in this order. The rate is that of batch size lr_batch. COMMON is the released code's,
+# but for the crops (supplement, section 1) and lam (a third party's).
 COMMON = dict(
     base="moco", local_crops=2, global_scale=(0.4, 1.0), local_scale=(0.08, 0.4), local_size=None,
     affinity_form="logistic", affinity_hidden=256, affinity_lr=None, l2l_weighting="clip", clip_ratio=0.015, lam=1e-4,
@@ -211,9 +212,7 @@ DRAWS = common.CROP_DRAWS + common.COLOUR_DRAWS  # of one view
 
 
 def make_sample(args):
-    """Two global views, then the local ones: the function that common.Views calls with image sizes and uniform draws, and
-    their number.
-    """
+    """Two global views, then the local ones: what common.Views calls with image sizes and uniform draws, and their number."""
     kinds = [(args.global_scale, args.image_size)] * 2 + [(args.local_scale, args.local_size)] * args.local_crops
 
     def sample(index, sizes, draws):
@@ -287,7 +286,7 @@ class GroupedBatchNorm(nn.modules.batchnorm._BatchNorm):
 
     def forward(self, x):
         world = common.rank_and_world()[1]
-        if not self.training or (self.groups == 1 and world == 1):
+        if not self.training or self.groups == world:  # this process is one group
             return self.after(super().forward(x))
         self.num_batches_tracked.add_(1)
         return self.after(self.over_all_processes(x) if self.groups == 1 else self.in_groups(x, self.groups // world))
@@ -341,8 +340,8 @@ def affinity_loss(affinity, local1, local2, noise=None, form="logistic"):
 
     local1, local2 (N, C) of unit length, row by row of the same image; both are detached here. Negatives: the other local of
     the batch rolled by one. noise (2, N, C) is added to the positives. logistic (released): softplus of minus the positives'
-    and of the negatives' scores, both orders. linear (paper): minus Omega = E f(positive) - E f(negative), f the softplus of
-    the score, so that f > 0; unbounded below. Returns a scalar.
+    and of the negatives' scores, both orders. linear (paper): -Omega, where Omega = E f(positive) - E f(negative) and f is the
+    softplus of the score, so that f > 0; unbounded below. Returns a scalar.
     """
     a, b = local1.detach(), local2.detach()
     x, y = (0, 0) if noise is None else noise
@@ -571,7 +570,8 @@ class LocalToLocal:
             local = [GatherWithGradient.apply(x).flatten(0, 1) for x in local]
         noise = None
         if self.args.affinity_form == "logistic":
-            noise = torch.randn(2, *local[0].shape, generator=common.generator(self.args.seed, step, 30))
+            draws = common.generator(self.args.seed, step, 30)
+            noise = torch.randn(2, *local[0].shape, generator=draws, pin_memory=local[0].is_cuda)
             noise = noise.to(local[0], non_blocking=True) * 0.3 / self.args.dim**0.5
         loss = affinity_loss(self.wrapped, *local, noise, self.args.affinity_form)
         self.optimizer.zero_grad()
@@ -630,14 +630,14 @@ def init_distributed(args):
         store, rank, world = next(rendezvous("env://"))
         if os.environ.get("GROUP_WORLD_SIZE", "1") == "1":  # torchrun's restarts keep a store that holds dead workers' addresses
             store = dist.PrefixStore(f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
-        dist.init_process_group("nccl" if use_cuda else "gloo", store=store, rank=rank, world_size=world)
+        dist.init_process_group("nccl" if use_cuda else "gloo", store=store, rank=rank, world_size=world, timeout=common.PATIENCE)
         sys.excepthook = common.end_without_peer
     args.bf16 = args.amp == "bf16" or (args.amp == "auto" and use_cuda)
     world = common.rank_and_world()[1]
     if args.bn_groups > 1 and args.bn_groups % world:
         common.say(f"batch-norm groups: {args.bn_groups} cannot be shared out over {world} processes, so {world} are used")
         args.bn_groups = world
-    if args.batch_size % max(world, args.bn_groups) or args.batch_size // args.bn_groups < 2:
+    if args.batch_size % args.bn_groups or args.batch_size // args.bn_groups < 2:
         common.fail(f"--batch-size {args.batch_size} cannot be divided into {args.bn_groups} batch-norm groups of 2 or more")
     return device
 
@@ -676,10 +676,9 @@ def average_buffers(model):
     norms = [m for m in model.modules() if isinstance(m, GroupedBatchNorm)]
     buffers = [b for m in norms for b in (m.running_mean, m.running_var)]
     if world > 1 and buffers:
-        flat = torch.cat([b.flatten() for b in buffers])
+        flat = torch.cat(buffers)
         dist.all_reduce(flat)
-        for buffer, mean in zip(buffers, flat.div_(world).split([b.numel() for b in buffers]), strict=True):
-            buffer.copy_(mean.view_as(buffer))
+        torch._foreach_copy_(buffers, flat.div_(world).split([len(b) for b in buffers]))
 
 
 # ---------------------------- 7. schedule and checkpoint (same in all five files)
@@ -716,9 +715,6 @@ def parameter_groups(model, skip_vectors):
     return [g for g in groups if g["params"]]
 
 
-ENCODERS = {"query": "backbone", "momentum": "momentum_backbone"}  # their names in every model
-
-
 class EpochLog:
     """Sums of an epoch's metrics, kept on the device, and its last embeddings: all that resuming in mid-epoch needs."""
 
@@ -728,7 +724,7 @@ class EpochLog:
         rank, world = common.rank_and_world()
         self.names, self.sums, self.steps, self.pairs = [], None, 0, []
         if state and state["steps"]:
-            self.names, self.steps = state["names"], state["steps"] + 0
+            self.names, self.steps = state["names"], state["steps"] + 0  # a number, or a TypeError
             self.pairs = [] if state["pairs"] is None else [state["pairs"].cpu()]
             same = len(state["sums"]) == world
             self.sums = state["sums"][rank] if same else state["sums"].mean(0)
@@ -755,7 +751,7 @@ class EpochLog:
 
     def check(self, sampler):
         """Stop in words if a loss was not a number; nothing has been saved since. Waits for the device."""
-        bad = gather(self.sums[-1:]).min().item() if self.steps else math.inf
+        bad = gather(self.sums[-1:]).min().item()
         if bad < math.inf:
             images = ", ".join(map(str, sampler.batch(int(bad))[:8]))
             common.fail(
@@ -767,14 +763,12 @@ class EpochLog:
         """{name: mean over the epoch and the processes}, and the health figures."""
         mean = gather(self.sums[None, :-1]).mean(0) / self.steps
         pairs = [p.to(mean.device) for p in self.pairs]
-        health = common.embedding_health(*torch.cat(pairs)[-self.last :].unbind(1)) if pairs else {}
+        health = common.embedding_health(*torch.cat(pairs)[-self.last :].unbind(1))
         return dict(zip(self.names, mean.tolist(), strict=True)) | health
 
 
 def restore(state, model, optimizer, more=None):
-    """Put a last.pt's state into model, optimiser and what `more(state)` fills; returns (step, EpochLog). Exits with a line if
-    it does not fit.
-    """
+    """Load a last.pt's state (the rest by `more(state)`); returns (step, EpochLog). Exits with a line if it does not fit."""
     try:
         model.load_state_dict(state["model"])
         optimizer.load_state_dict(state["optimizer"])
@@ -884,17 +878,17 @@ def main(args):
         return common.say(f"{args.out} is at step {step} of {end} already. Its last epoch: {json.dumps(last)}")
     distributed = dist.is_initialized()
     wrapped = DistributedDataParallel(model, broadcast_buffers=False, gradient_as_bucket_view=True) if distributed else model
-    encoder, options = getattr(model, ENCODERS[EVALUATED]), dict(workers=workers, amp=args.bf16)
+    encoder, options = model.backbone, dict(workers=workers, amp=args.bf16)
     environment = common.environment(device)
     common.say(", ".join(f"{k} {v}" for k, v in environment.items()))
     introduce(args, model, train, test, steps)
     common.begin_run(Path(args.out), config, checkpoint, step)
     if checkpoint is None or Path(checkpoint).parent != Path(args.out):
-        first = dict(step=step, **environment, arguments=config, chance=model.chance())
+        record = dict(step=step, **environment, arguments=config, chance=model.chance())
         quick = train.array is not None and (device.type == "cuda" or len(train) <= 10_000)
         if step == 0 and args.knn_every and test is not None and quick:
-            first |= common.knn_floors(encoder, train, test, info, device, **options)
-        common.write_metrics(args.out, first, args.epochs)
+            record |= common.knn_floors(encoder, train, test, info, device, **options)
+        common.write_metrics(args.out, record, args.epochs)
 
     stop, stopping = common.StopRequest(), False
     while step < end and not stopping:

@@ -21,7 +21,7 @@ Baseline: `--joint none` is MoCo. New relative to it: joint_from_uniform and the
 
 Of this paper only the appendix could be read; the main text, with JointBlur's definition and the small data sets' settings,
 could not. Inference, therefore: JointBlur is the same law on sigma in [0.1, 2.0], and in its runs one coin an image decides
-for both views; CIFAR and STL-10 follow ContrastiveCrop's public configurations as a stand-in; MoCo v1's views are its too.
+for both views; CIFAR and STL-10 follow ContrastiveCrop's public configurations as a stand-in; so do MoCo v1's views.
 
 Departures:
     D1 s_b: paper ln(s_max / s_min); the released code subtracts 0.1 inside the logarithm (`--variant released`)
@@ -64,7 +64,7 @@ EVALUATED = "query"  # the encoder that the authors evaluate
 COMMON = dict(
     moco="v2", css_alpha=1.0, crop_scale=(0.2, 1.0), jitter=(0.4, 0.4, 0.4, 0.1), jitter_p=0.8, gray_p=0.2,
     blur_prob=(0.5, 0.5), solarize_p=(0.0, 0.0), interpolation="bilinear", norm=common.IMAGENET_NORM, patch_size=16,
-    warmup=0, min_lr=0.0, dim=128, hidden=None, bn_groups=8, momentum=0.999, weight_decay=1e-4, temperature=0.2,
+    warmup=0, min_lr=0.0, dim=128, bn_groups=8, momentum=0.999, weight_decay=1e-4, temperature=0.2,
 )
 MOCO = dict(
     v1=dict(temperature=0.07, milestones=(0.6, 0.8)),  # ContrastiveCrop's setting, which the paper names as its own (G)
@@ -242,9 +242,9 @@ def make_sample(args):
     def sample(index, sizes, draws):
         released, extra = args.variant == "released", draws[:, NUM_VIEWS * DRAWS :]
         draws = draws[:, : NUM_VIEWS * DRAWS].reshape(len(index), NUM_VIEWS, DRAWS).copy()
-        crop_turn = extra[:, 0] < args.joint_prob if args.joint == "either" else np.full(len(index), args.joint != "blur")
-        joint_crop = crop_turn & (args.joint != "none")
-        joint_blur = np.full(len(index), args.joint == "both") | (~crop_turn if args.joint in ("blur", "either") else False)
+        coin = extra[:, 0] < args.joint_prob  # of "either": JointCrop, else JointBlur
+        joint_crop = coin if args.joint == "either" else np.full(len(index), args.joint in ("crop", "both"))
+        joint_blur = ~coin if args.joint == "either" else np.full(len(index), args.joint in ("blur", "both"))
         areas = [a.numpy() for a in joint_from_uniform(*extra[:, 1:3].T, *args.crop_scale, args.beta, 0.1 * released)]  # D1
         sigmas = [s.numpy() for s in joint_from_uniform(*extra[:, 3:5].T, *SIGMA, args.beta)]
         cuts, colours = [], []
@@ -324,7 +324,7 @@ class GroupedBatchNorm(nn.modules.batchnorm._BatchNorm):
 
     def forward(self, x):
         world = common.rank_and_world()[1]
-        if not self.training or (self.groups == 1 and world == 1):
+        if not self.training or self.groups == world:  # this process is one group
             return self.after(super().forward(x))
         self.num_batches_tracked.add_(1)
         return self.after(self.over_all_processes(x) if self.groups == 1 else self.in_groups(x, self.groups // world))
@@ -420,8 +420,8 @@ class MoCo(nn.Module):
         self.args, self.temperature = args, args.temperature
         self.backbone = group_batch_norms(common.build_backbone(info), args.bn_groups)
         width = self.backbone.head_hidden_size
-        hidden = [] if args.moco == "v1" else [nn.Linear(width, args.hidden or width), nn.ReLU(inplace=True)]
-        self.projector = nn.Sequential(*hidden, nn.Linear((args.hidden or width) if hidden else width, args.dim))
+        hidden = [] if args.moco == "v1" else [nn.Linear(width, width), nn.ReLU(inplace=True)]
+        self.projector = nn.Sequential(*hidden, nn.Linear(width, args.dim))
         self.momentum_backbone = copy.deepcopy(self.backbone).requires_grad_(False)
         self.momentum_projector = copy.deepcopy(self.projector).requires_grad_(False)
         self.queue = Queue(args.queue, args.dim, args.seed)
@@ -486,7 +486,7 @@ class MoCoV3(MoCo):
 
         self.projector = mlp([self.backbone.head_hidden_size, args.hidden, args.dim])
         self.predictor = mlp([args.dim, args.hidden, args.dim])
-        self.predictor[-1] = nn.Identity()  # the ResNet predictor ends without batch norm
+        self.predictor[-1] = nn.Identity()  # MoCo v3's for ResNets, here for ViTs, too: no batch norm at its end
         self.momentum_projector = copy.deepcopy(self.projector).requires_grad_(False)
 
     def chance(self):
@@ -497,7 +497,7 @@ class MoCoV3(MoCo):
             return self.predictor(self.projector(self.backbone(x))).to(x.dtype)
 
     def forward(self, views, step):
-        (q1, q2), (k1, k2) = [self.query(x) for x in views], [gather(self.key(x).detach()) for x in views]
+        (q1, q2), (k1, k2) = [self.query(x) for x in views], [gather(self.key(x)) for x in views]
         first = common.rank_and_world()[0] * len(q1)
         loss = contrast(q1, k2, self.temperature, first) + contrast(q2, k1, self.temperature, first)
         return loss, {"loss": loss.detach(), "q": q1.detach(), "k": k2[first : first + len(q1)]}
@@ -523,14 +523,14 @@ def init_distributed(args):
         store, rank, world = next(rendezvous("env://"))
         if os.environ.get("GROUP_WORLD_SIZE", "1") == "1":  # torchrun's restarts keep a store that holds dead workers' addresses
             store = dist.PrefixStore(f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
-        dist.init_process_group("nccl" if use_cuda else "gloo", store=store, rank=rank, world_size=world)
+        dist.init_process_group("nccl" if use_cuda else "gloo", store=store, rank=rank, world_size=world, timeout=common.PATIENCE)
         sys.excepthook = common.end_without_peer
     args.bf16 = args.amp == "bf16" or (args.amp == "auto" and use_cuda)
     world = common.rank_and_world()[1]
     if args.bn_groups > 1 and args.bn_groups % world:
         common.say(f"batch-norm groups: {args.bn_groups} cannot be shared out over {world} processes, so {world} are used")
         args.bn_groups = world
-    if args.batch_size % max(world, args.bn_groups) or args.batch_size // args.bn_groups < 2:
+    if args.batch_size % args.bn_groups or args.batch_size // args.bn_groups < 2:
         common.fail(f"--batch-size {args.batch_size} cannot be divided into {args.bn_groups} batch-norm groups of 2 or more")
     return device
 
@@ -569,10 +569,9 @@ def average_buffers(model):
     norms = [m for m in model.modules() if isinstance(m, GroupedBatchNorm)]
     buffers = [b for m in norms for b in (m.running_mean, m.running_var)]
     if world > 1 and buffers:
-        flat = torch.cat([b.flatten() for b in buffers])
+        flat = torch.cat(buffers)
         dist.all_reduce(flat)
-        for buffer, mean in zip(buffers, flat.div_(world).split([b.numel() for b in buffers]), strict=True):
-            buffer.copy_(mean.view_as(buffer))
+        torch._foreach_copy_(buffers, flat.div_(world).split([len(b) for b in buffers]))
 
 
 # ---------------------------- 7. schedule and checkpoint (same in all five files)
@@ -609,9 +608,6 @@ def parameter_groups(model, skip_vectors):
     return [g for g in groups if g["params"]]
 
 
-ENCODERS = {"query": "backbone", "momentum": "momentum_backbone"}  # their names in every model
-
-
 class EpochLog:
     """Sums of an epoch's metrics, kept on the device, and its last embeddings: all that resuming in mid-epoch needs."""
 
@@ -621,7 +617,7 @@ class EpochLog:
         rank, world = common.rank_and_world()
         self.names, self.sums, self.steps, self.pairs = [], None, 0, []
         if state and state["steps"]:
-            self.names, self.steps = state["names"], state["steps"] + 0
+            self.names, self.steps = state["names"], state["steps"] + 0  # a number, or a TypeError
             self.pairs = [] if state["pairs"] is None else [state["pairs"].cpu()]
             same = len(state["sums"]) == world
             self.sums = state["sums"][rank] if same else state["sums"].mean(0)
@@ -648,7 +644,7 @@ class EpochLog:
 
     def check(self, sampler):
         """Stop in words if a loss was not a number; nothing has been saved since. Waits for the device."""
-        bad = gather(self.sums[-1:]).min().item() if self.steps else math.inf
+        bad = gather(self.sums[-1:]).min().item()
         if bad < math.inf:
             images = ", ".join(map(str, sampler.batch(int(bad))[:8]))
             common.fail(
@@ -660,14 +656,12 @@ class EpochLog:
         """{name: mean over the epoch and the processes}, and the health figures."""
         mean = gather(self.sums[None, :-1]).mean(0) / self.steps
         pairs = [p.to(mean.device) for p in self.pairs]
-        health = common.embedding_health(*torch.cat(pairs)[-self.last :].unbind(1)) if pairs else {}
+        health = common.embedding_health(*torch.cat(pairs)[-self.last :].unbind(1))
         return dict(zip(self.names, mean.tolist(), strict=True)) | health
 
 
 def restore(state, model, optimizer, more=None):
-    """Put a last.pt's state into model, optimiser and what `more(state)` fills; returns (step, EpochLog). Exits with a line if
-    it does not fit.
-    """
+    """Load a last.pt's state (the rest by `more(state)`); returns (step, EpochLog). Exits with a line if it does not fit."""
     try:
         model.load_state_dict(state["model"])
         optimizer.load_state_dict(state["optimizer"])
@@ -768,17 +762,17 @@ def main(args):
         return common.say(f"{args.out} is at step {step} of {end} already. Its last epoch: {json.dumps(last)}")
     distributed = dist.is_initialized()
     wrapped = DistributedDataParallel(model, broadcast_buffers=False, gradient_as_bucket_view=True) if distributed else model
-    encoder, options = getattr(model, ENCODERS[EVALUATED]), dict(workers=workers, amp=args.bf16)
+    encoder, options = model.backbone, dict(workers=workers, amp=args.bf16)
     environment = common.environment(device)
     common.say(", ".join(f"{k} {v}" for k, v in environment.items()))
     introduce(args, model, train, test, steps)
     common.begin_run(Path(args.out), config, checkpoint, step)
     if checkpoint is None or Path(checkpoint).parent != Path(args.out):
-        first = dict(step=step, **environment, arguments=config, chance=model.chance())
+        record = dict(step=step, **environment, arguments=config, chance=model.chance())
         quick = train.array is not None and (device.type == "cuda" or len(train) <= 10_000)
         if step == 0 and args.knn_every and test is not None and quick:
-            first |= common.knn_floors(encoder, train, test, info, device, **options)
-        common.write_metrics(args.out, first, args.epochs)
+            record |= common.knn_floors(encoder, train, test, info, device, **options)
+        common.write_metrics(args.out, record, args.epochs)
 
     stop, stopping = common.StopRequest(), False
     while step < end and not stopping:

@@ -20,7 +20,8 @@ mix_targets, the weights in soft_info_nce and two more terms in forward.
 
 Departures (defaults follow the paper; `--variant released` follows the authors' code where it says so):
     D1 weights of the terms: paper 1, 1, 1 with mix-to-mix weights that sum to M; released 1, 1/2, 1/2 and sum 1
-    D2 M: paper 3; released 2                          D3 heads of ViT-S: paper 6; released 12
+    D2 M: paper 3; released 2
+    D3 heads of ViT-S: paper 6; released 12
     D4 ViT-T: paper has a momentum encoder; released none (here: momentum 0)
     D5 paper mixes the query of view 1 and keeps that of view 2; released the reverse
     D6 the momentum of a step is per step; the released loop overwrites its index, so its momentum moves once an epoch
@@ -225,9 +226,8 @@ def show_views(args, loader, device):
     batch = next(iter(loader))
     views = [common.colour(v.to(device), batch["colour"][:, i]) for i, v in enumerate(batch["views"])]
     mixed = [mix_slices(v, args, step=0, view=i) for i, v in enumerate(views)]
-    count = min(12, len(views[0]))
     labels = ("view 1", "view 2", f"mix 1, M={args.num_mix}", f"mix 2, M={args.num_mix}")
-    common.save_grid(args.show_views, [v[:count] for v in views + mixed], labels)
+    common.save_grid(args.show_views, [v[:12] for v in views + mixed], labels)
     common.say(f"views written to {args.show_views}")
 
 
@@ -281,7 +281,7 @@ class GroupedBatchNorm(nn.modules.batchnorm._BatchNorm):
 
     def forward(self, x):
         world = common.rank_and_world()[1]
-        if not self.training or (self.groups == 1 and world == 1):
+        if not self.training or self.groups == world:  # this process is one group
             return self.after(super().forward(x))
         self.num_batches_tracked.add_(1)
         return self.after(self.over_all_processes(x) if self.groups == 1 else self.in_groups(x, self.groups // world))
@@ -337,9 +337,9 @@ def patch_mix(images, num_mix, patch_size, permutation=None):
     size = tokens // num_mix  # S
     group = torch.arange(tokens) // size  # Eq. 3: the group of the j-th shuffled patch
     group[size * num_mix :] = 0
-    group = torch.empty_like(group).index_copy_(0, permutation.cpu(), group)  # Eq. 5, 7: unshuffled, a group for each place
-    group = group.view(height // ph, width // pw).repeat_interleave(ph, 0).repeat_interleave(pw, 1)
-    group = group.to(images.device, non_blocking=True)
+    group = group[permutation.cpu().argsort()]  # Eq. 5, 7: unshuffled, a group for each place
+    group = group.to(images.device, non_blocking=True).view(height // ph, width // pw)
+    group = group.repeat_interleave(ph, 0).repeat_interleave(pw, 1)
     mixed = images
     for m in range(1, num_mix):  # Eq. 4: u(i, m) = (i + m) mod N, which is the batch rolled by -m
         mixed = torch.where(group == m, images.roll(-m, 0), mixed)
@@ -415,11 +415,9 @@ class PatchMix(nn.Module):
         self.backbone = group_batch_norms(common.build_backbone(info, **drop), args.bn_groups)
         self.projector = mlp([self.backbone.head_hidden_size, args.hidden, args.hidden, args.dim], args.bn_groups)
         self.predictor = mlp([args.dim, args.hidden, args.dim], args.bn_groups)
-        self.momentum_backbone = group_batch_norms(common.build_backbone(info), args.bn_groups)
+        self.momentum_backbone = group_batch_norms(common.build_backbone(info), args.bn_groups).requires_grad_(False)
         self.momentum_backbone.load_state_dict(self.backbone.state_dict())
-        self.momentum_projector = copy.deepcopy(self.projector)
-        self.momentum_backbone.requires_grad_(False)
-        self.momentum_projector.requires_grad_(False)
+        self.momentum_projector = copy.deepcopy(self.projector).requires_grad_(False)
         # D1: weights of the terms, and of the positives within mix-to-mix.
         paper = args.variant == "paper"
         self.weights = {"oto": 1.0, "mto": 1.0 if paper else 0.5, "mtm": 1.0 if paper else 0.5 / args.num_mix}
@@ -500,14 +498,14 @@ def init_distributed(args):
         store, rank, world = next(rendezvous("env://"))
         if os.environ.get("GROUP_WORLD_SIZE", "1") == "1":  # torchrun's restarts keep a store that holds dead workers' addresses
             store = dist.PrefixStore(f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
-        dist.init_process_group("nccl" if use_cuda else "gloo", store=store, rank=rank, world_size=world)
+        dist.init_process_group("nccl" if use_cuda else "gloo", store=store, rank=rank, world_size=world, timeout=common.PATIENCE)
         sys.excepthook = common.end_without_peer
     args.bf16 = args.amp == "bf16" or (args.amp == "auto" and use_cuda)
     world = common.rank_and_world()[1]
     if args.bn_groups > 1 and args.bn_groups % world:
         common.say(f"batch-norm groups: {args.bn_groups} cannot be shared out over {world} processes, so {world} are used")
         args.bn_groups = world
-    if args.batch_size % max(world, args.bn_groups) or args.batch_size // args.bn_groups < 2:
+    if args.batch_size % args.bn_groups or args.batch_size // args.bn_groups < 2:
         common.fail(f"--batch-size {args.batch_size} cannot be divided into {args.bn_groups} batch-norm groups of 2 or more")
     return device
 
@@ -546,10 +544,9 @@ def average_buffers(model):
     norms = [m for m in model.modules() if isinstance(m, GroupedBatchNorm)]
     buffers = [b for m in norms for b in (m.running_mean, m.running_var)]
     if world > 1 and buffers:
-        flat = torch.cat([b.flatten() for b in buffers])
+        flat = torch.cat(buffers)
         dist.all_reduce(flat)
-        for buffer, mean in zip(buffers, flat.div_(world).split([b.numel() for b in buffers]), strict=True):
-            buffer.copy_(mean.view_as(buffer))
+        torch._foreach_copy_(buffers, flat.div_(world).split([len(b) for b in buffers]))
 
 
 # ---------------------------- 7. schedule and checkpoint (same in all five files)
@@ -586,9 +583,6 @@ def parameter_groups(model, skip_vectors):
     return [g for g in groups if g["params"]]
 
 
-ENCODERS = {"query": "backbone", "momentum": "momentum_backbone"}  # their names in every model
-
-
 class EpochLog:
     """Sums of an epoch's metrics, kept on the device, and its last embeddings: all that resuming in mid-epoch needs."""
 
@@ -598,7 +592,7 @@ class EpochLog:
         rank, world = common.rank_and_world()
         self.names, self.sums, self.steps, self.pairs = [], None, 0, []
         if state and state["steps"]:
-            self.names, self.steps = state["names"], state["steps"] + 0
+            self.names, self.steps = state["names"], state["steps"] + 0  # a number, or a TypeError
             self.pairs = [] if state["pairs"] is None else [state["pairs"].cpu()]
             same = len(state["sums"]) == world
             self.sums = state["sums"][rank] if same else state["sums"].mean(0)
@@ -625,7 +619,7 @@ class EpochLog:
 
     def check(self, sampler):
         """Stop in words if a loss was not a number; nothing has been saved since. Waits for the device."""
-        bad = gather(self.sums[-1:]).min().item() if self.steps else math.inf
+        bad = gather(self.sums[-1:]).min().item()
         if bad < math.inf:
             images = ", ".join(map(str, sampler.batch(int(bad))[:8]))
             common.fail(
@@ -637,14 +631,12 @@ class EpochLog:
         """{name: mean over the epoch and the processes}, and the health figures."""
         mean = gather(self.sums[None, :-1]).mean(0) / self.steps
         pairs = [p.to(mean.device) for p in self.pairs]
-        health = common.embedding_health(*torch.cat(pairs)[-self.last :].unbind(1)) if pairs else {}
+        health = common.embedding_health(*torch.cat(pairs)[-self.last :].unbind(1))
         return dict(zip(self.names, mean.tolist(), strict=True)) | health
 
 
 def restore(state, model, optimizer, more=None):
-    """Put a last.pt's state into model, optimiser and what `more(state)` fills; returns (step, EpochLog). Exits with a line if
-    it does not fit.
-    """
+    """Load a last.pt's state (the rest by `more(state)`); returns (step, EpochLog). Exits with a line if it does not fit."""
     try:
         model.load_state_dict(state["model"])
         optimizer.load_state_dict(state["optimizer"])
@@ -736,17 +728,17 @@ def main(args):
         return common.say(f"{args.out} is at step {step} of {end} already. Its last epoch: {json.dumps(last)}")
     distributed = dist.is_initialized()
     wrapped = DistributedDataParallel(model, broadcast_buffers=False, gradient_as_bucket_view=True) if distributed else model
-    encoder, options = getattr(model, ENCODERS[EVALUATED]), dict(workers=workers, amp=args.bf16)
+    encoder, options = model.momentum_backbone, dict(workers=workers, amp=args.bf16)
     environment = common.environment(device)
     common.say(", ".join(f"{k} {v}" for k, v in environment.items()))
     introduce(args, model, train, test, steps)
     common.begin_run(Path(args.out), config, checkpoint, step)
     if checkpoint is None or Path(checkpoint).parent != Path(args.out):
-        first = dict(step=step, **environment, arguments=config, chance=model.chance())
+        record = dict(step=step, **environment, arguments=config, chance=model.chance())
         quick = train.array is not None and (device.type == "cuda" or len(train) <= 10_000)
         if step == 0 and args.knn_every and test is not None and quick:
-            first |= common.knn_floors(encoder, train, test, info, device, **options)
-        common.write_metrics(args.out, first, args.epochs)
+            record |= common.knn_floors(encoder, train, test, info, device, **options)
+        common.write_metrics(args.out, record, args.epochs)
 
     stop, stopping = common.StopRequest(), False
     while step < end and not stopping:

@@ -16,7 +16,7 @@ def unit(*shape, seed=0, grad=False):
 
 
 def eq8(q, k, queue, tau, lam):
-    """Eq. 8-9 image by image, Sigma as a matrix (Algorithm 1, lines 6-9)."""
+    """Eq. 8-9 image by image, Sigma as a matrix (Algorithm 1, lines 7-10)."""
     losses = []
     for i in range(len(q)):
         mu = sum(k[i]) / len(k[i])
