@@ -80,6 +80,7 @@ ARMS = {
     "moco-symmetric-02": Arm("both views as queries, crops from 0.2", "logo.py --local-crops 0 --global-scale 0.2 1", "moco", 2),
     "logo-moco-no-l2l": Arm("LoGo on MoCo, no local-to-local", "logo.py --no-l2l", "moco-symmetric", 2),
     "logo-moco-paper": Arm("LoGo on MoCo, the paper's linear form", "logo.py --variant paper", "moco-symmetric", 2),
+    "logo-moco-paper-slow": Arm("the same, a fifth of the rate", "logo.py --variant paper --lr 0.02", "moco-symmetric", 2),
     "logo-moco-16": Arm("LoGo on MoCo, locals of 16 px", "logo.py --local-size 16", "moco-symmetric", 2),
     "logo-moco-16-no-l2l": Arm("the same, no local-to-local", "logo.py --local-size 16 --no-l2l", "moco-symmetric", 2),
     "logo-simsiam-16": Arm("LoGo on SimSiam, locals of 16 px", "logo.py --base simsiam --local-size 16", "simsiam", 2),
