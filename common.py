@@ -118,7 +118,7 @@ def progress(text, last=[0.0]):  # noqa: B006  (the list keeps the time of the l
         last[0] = time.monotonic()
 
 
-PATIENCE = datetime.timedelta(hours=2)  # of processes that wait for others: the first of a node may be downloading
+PATIENCE = datetime.timedelta(minutes=30)  # of processes that wait for others: the first of a node may be downloading
 
 
 def rank_and_world():

@@ -12,7 +12,7 @@ The protocol was fixed before the first run: CIFAR-10 (a JPEG copy), the encoder
 each script's own recipe apart from that (the rate scaled linearly with the batch), one thread, the encoder that the method's
 authors evaluate, the last epoch: kNN (k = 20 and 200), also on the way, and the linear probe. Nothing is tuned on these images.
 One thing changed after the first runs: LoGo's local crops have 32 px, as in its supplement; the first runs, with 16 px (ours, to
-save time), are kept as arms of their own.
+save time), are kept as arms of their own. The arms of ONLY_CPU came after the others, to look for reasons.
 `train` does what is missing, several runs side by side, and goes on where it was stopped.
 """
 
@@ -105,6 +105,8 @@ ARMS = {
     "patchmix-default": Arm("PatchMix, M = 2", "patchmix.py", "patchmix-one", "patterns"),
 }
 
+ONLY_CPU = ("moco-twice", "clim-resolutions-slow", "logo-moco-paper-slow")  # whose --epochs and --lr fit that budget
+
 SHORT = "--label-fraction 0.1 --epochs 30"
 # name: (whose encoder, flags of eval_linear.py): the papers' settings but for the share of labels and the epochs
 PROTOCOLS = {
@@ -195,7 +197,7 @@ def train(args):
     runs.mkdir(parents=True, exist_ok=True)
     tiers = ("patterns",) if args.budget == "patterns" else (1, 2)
     arms = args.arms or [name for name, arm in ARMS.items() if arm.tier == tiers[0]]
-    if wrong := [arm for arm in arms if ARMS[arm].tier not in tiers]:
+    if wrong := [arm for arm in arms if ARMS[arm].tier not in tiers or (arm in ONLY_CPU and args.budget != "cpu")]:
         common.fail(f"--arms {' '.join(wrong)}: not of the budget {args.budget}")
     missing = [(arm, seed) for seed in args.seeds for arm in arms if seed not in kept_runs(args.budget, arm)]
     print(f"{len(missing)} runs to do", flush=True)

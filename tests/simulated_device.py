@@ -186,7 +186,18 @@ EVALUATIONS = {
     "MoCo's linear protocol": "eval_linear --protocol moco --epochs 2 --batch-size 32 --out OUT",
     "fine-tuning": "eval_linear --finetune --epochs 2 --batch-size 32 --out OUT",
 }
-FOR_TWO = ("JCL", "CLIM", "LoGo on MoCo", "LoGo on SimSiam", "PatchMix", "kNN", "fine-tuning")
+FOR_TWO = (
+    "MoCo v2, J-Crop",
+    "MoCo v3, J-Crop",
+    "JCL",
+    "CLIM",
+    "LoGo on MoCo",
+    "LoGo on SimSiam",
+    "PatchMix",
+    "kNN",
+    "MoCo's linear protocol",
+    "fine-tuning",
+)
 
 
 def counted(function, inside):
