@@ -186,18 +186,8 @@ EVALUATIONS = {
     "MoCo's linear protocol": "eval_linear --protocol moco --epochs 2 --batch-size 32 --out OUT",
     "fine-tuning": "eval_linear --finetune --epochs 2 --batch-size 32 --out OUT",
 }
-FOR_TWO = (
-    "MoCo v2, J-Crop",
-    "MoCo v3, J-Crop",
-    "JCL",
-    "CLIM",
-    "LoGo on MoCo",
-    "LoGo on SimSiam",
-    "PatchMix",
-    "kNN",
-    "MoCo's linear protocol",
-    "fine-tuning",
-)
+ONLY_ONE = ("CLIM, two sizes", "LoGo on MoCo, paper", "linear probe")  # nothing new in two processes
+FOR_TWO = [name for name in CASES | EVALUATIONS if name not in ONLY_ONE]
 
 
 def counted(function, inside):
@@ -216,7 +206,7 @@ def train(case, out, device):
     """(records, waits in steps) of a run, stopped at its ninth step of twelve and resumed."""
     script, *flags = case.split()
     module, inside = importlib.import_module(script), collections.Counter()
-    flags += ["--out", str(out), "--epochs", "2", "--batch-size", "16", "--workers", "0", "--knn-every", "1"]
+    flags += ["--out", str(out), "--epochs", "2", "--batch-size", "16", "--workers", "0", "--knn-every", "1", "--device", "cpu"]
     join, replace = module.init_distributed, functools.partial(mock.patch.object, module)
     with (
         replace("init_distributed", lambda args: (join(args), torch.device(device))[1]),
@@ -244,7 +234,7 @@ def evaluate(case, run, out, device):
         mock.patch.object(module, "train_step", step, create=True),
         Simulation() if device != "cpu" else contextlib.nullcontext(),
     ):
-        return module.main(module.parse_args([str(run), "--workers", "0", *flags])), inside
+        return module.main(module.parse_args([str(run), "--workers", "0", "--device", "cpu", *flags])), inside
 
 
 def main(folder):
