@@ -14,7 +14,7 @@ in it. Multi-resolution, a second augmentation, compares the same crop at severa
     Table 6            choose_positives, --selection, --mix
 
     python clim.py                                                            # laptop, no data
-    python clim.py --dataset cifar10 --selection none --resolutions 32        # the baseline, MoCo v2, one GPU
+    python clim.py --dataset cifar10 --selection none                         # the baseline, MoCo v2, one GPU
     torchrun --nproc_per_node=8 clim.py --dataset imagenet --data-dir DIR
 
 Baseline: `--selection none` with one resolution is MoCo v2 exactly. New relative to it: kmeans, nearest_neighbors,
@@ -34,7 +34,7 @@ all recipes but ImageNet's.
 Departures:
     D1 Eq. 2 would let an image be its own positive (equality); it is left out, unless it is the only image
     D2 App. A.2 tops up with neighbours that Eq. 2 excludes: followed
-    D3 Eq. 6 is a sum, four terms for two sizes, which raises the effective rate: as printed
+    D3 Eq. 6 is a sum, four terms for two sizes, which raises the effective rate: as printed; small images have one size here
     D4 Table 7's {224, 224} does not say what differs: here the crop is the same and the colours are drawn anew
 """
 
@@ -80,8 +80,8 @@ IMAGENET = dict(  # App. A, but for the epochs: 200 as in section 4.4 (App. A: 1
 )
 CIFAR = dict(  # ours: moco_jointcrop.py's, so that the two can be compared, and as many images a cluster as on ImageNet
     COMMON, arch="resnet18", image_size=32, patch_size=4, epochs=500, batch_size=512, lr=0.5, lr_batch=512, min_lr=0.05,
-    queue=4096, blur_p=0.0, num_clusters=400, resolutions=(32, 24), by=COMMON["by"] | dict(arch=dict(  # for CPUs
-        resnet_micro=dict(batch_size=256, lr=0.1, lr_batch=256, min_lr=0.0, momentum=0.99, blur_p=0.5, resolutions=(32,))
+    queue=4096, blur_p=0.0, num_clusters=400, resolutions=(32,), by=COMMON["by"] | dict(arch=dict(  # for CPUs
+        resnet_micro=dict(batch_size=256, lr=0.1, lr_batch=256, min_lr=0.0, momentum=0.99, blur_p=0.5)
     )),
 )
 RECIPES = {
@@ -92,7 +92,7 @@ RECIPES = {
     ),
     "cifar10": dict(CIFAR, norm=common.NORMS["cifar10"]),
     "cifar100": dict(CIFAR, norm=common.NORMS["cifar100"]),
-    "stl10": dict(CIFAR, image_size=96, patch_size=8, queue=8192, num_clusters=800, resolutions=(96, 64)),
+    "stl10": dict(CIFAR, image_size=96, patch_size=8, queue=8192, num_clusters=800, resolutions=(96,)),
     "imagenet100": dict(IMAGENET, arch="resnet18", queue=16384, num_clusters=1000),  # ours
     "imagenet": IMAGENET,
     "folder": IMAGENET,  # ours
