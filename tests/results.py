@@ -88,7 +88,6 @@ ARMS = {
     "patchmix-2": Arm("PatchMix, M = 2", "patchmix.py --num-mix 2", "patchmix-1", 2),
     "patchmix-4": Arm("PatchMix, M = 4", "patchmix.py --num-mix 4", "patchmix-1", 2),
     "patchmix-oto-mto": Arm("PatchMix, M = 3, oto and mto", "patchmix.py --num-mix 3 --terms oto,mto", "patchmix-1", 2),
-    "patchmix-oto-mtm": Arm("PatchMix, M = 3, oto and mtm", "patchmix.py --num-mix 3 --terms oto,mtm", "patchmix-1", 2),
     "patchmix-mto-mtm": Arm("PatchMix, M = 3, mto and mtm", "patchmix.py --num-mix 3 --terms mto,mtm", "patchmix-1", 2),
     "patchmix-oto": Arm("PatchMix, oto alone", "patchmix.py --num-mix 3 --terms oto", "patchmix-1", 2),
     "patchmix-mto": Arm("PatchMix, M = 3, mto alone", "patchmix.py --num-mix 3 --terms mto", "patchmix-1", 2),
