@@ -203,7 +203,7 @@ def counted(function, inside):
 
 
 def train(case, out, device):
-    """(records, waits in steps) of a run, stopped at its ninth step of twelve and resumed."""
+    """(records, waits in steps) of a run, stopped at its fourth step of six and resumed."""
     script, *flags = case.split()
     module, inside = importlib.import_module(script), collections.Counter()
     flags += ["--out", str(out), "--epochs", "2", "--batch-size", "16", "--workers", "0", "--knn-every", "1", "--device", "cpu"]
@@ -214,7 +214,7 @@ def train(case, out, device):
         mock.patch.object(module.EpochLog, "add", counted(module.EpochLog.add, inside)),
         Simulation() if device != "cpu" else contextlib.nullcontext(),
     ):
-        for more in (["--max-steps", "9"], []):
+        for more in (["--max-steps", "4"], []):
             module.main(module.parse_args([*flags, *more]))
     return common.read_metrics(out / "metrics.jsonl"), inside
 
@@ -243,7 +243,7 @@ def main(folder):
     with Simulation():
         found, few = {"noticed": noticed()}, common.make_patterns
     with (
-        mock.patch.object(common, "make_patterns", lambda n, *more: few({4096: 96, 1024: 32}[n], *more)),
+        mock.patch.object(common, "make_patterns", lambda n, *more: few({4096: 48, 1024: 16}[n], *more)),
         mock.patch.object(dist, "destroy_process_group"),  # one group for all
         contextlib.redirect_stdout(sys.stderr),
     ):
