@@ -63,7 +63,7 @@ EVALUATED = "query"  # the encoder that the authors evaluate
 
 # fmt: off
 # "by" holds what depends on another flag, in this order. The rate is that of batch size lr_batch. COMMON is the released code's,
-# but for the crops (supplement, section 1) and lam (a third party's).
+# but for the crops (supplement, section 1), and lam and SimSiam's hidden (a third party's).
 COMMON = dict(
     base="moco", local_crops=2, global_scale=(0.4, 1.0), local_scale=(0.08, 0.4), local_size=None,
     affinity_form="logistic", affinity_hidden=256, affinity_lr=None, l2l_weighting="clip", clip_ratio=0.015, lam=1e-4,
