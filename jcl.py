@@ -227,11 +227,12 @@ class NormalizeOverProcesses(torch.autograd.Function):
     def backward(ctx, gradient, *_):
         x, weight, mean, var = ctx.saved_tensors
         r = (var + ctx.eps).rsqrt()
-        statistics = mean, var, mean, r, True, ctx.eps, [True, True, True]
-        dx, dweight, dbias = torch.ops.aten.native_batch_norm_backward(gradient, x, weight, *statistics)  # E over these n
-        own = torch.stack([dweight, dbias])
-        slope, shift = weight * r * (own - gather(own.unsqueeze(0)).mean(0)) / (x.numel() // len(weight))
-        return dx.add_(F.batch_norm(x, mean, var, slope, shift, eps=ctx.eps)), dweight, dbias, None
+        statistics = mean, var, mean, r, True, ctx.eps, [False, True, True]  # the sums of g z and g alone
+        _, dweight, dbias = torch.ops.aten.native_batch_norm_backward(gradient, x, weight, *statistics)
+        scale = weight * r
+        slope, shift = -scale * gather(torch.stack([dweight, dbias]).unsqueeze(0)).mean(0) / (x.numel() // len(weight))
+        dx = F.batch_norm(x, mean, var, slope, shift, eps=ctx.eps)
+        return dx.addcmul_(gradient, scale.to(x.dtype).view(-1, *[1] * (x.dim() - 2))), dweight, dbias, None
 
 
 class GroupedBatchNorm(nn.modules.batchnorm._BatchNorm):
