@@ -421,17 +421,32 @@ def encode_keys(encode, views, generator):
 
 
 def in_chunks(function, rows, width):
-    """function(indices) of all rows, in chunks whose `width` float64 numbers a row stay within 1 GiB, sharded over processes."""
+    """function(indices) of all rows, sharded over processes, in chunks of 128 MiB (`width` float64 numbers a row) or 128 rows."""
     rank, world = common.rank_and_world()
-    mine = rows.tensor_split(world)[rank].split(max(1, 2**27 // width))
+    mine = rows.tensor_split(world)[rank].split(max(128, 2**24 // width))
     return common.gather_uneven(torch.cat([function(part) for part in mine]))
 
 
 def nearest_center(x, centers):
-    """(assignment (N,), squared distance (N,)) of x (N, C) to the nearest of centers (m, C)."""
+    """x (N, C), centers (m, C) -> (N,): which centre is the nearest of each row."""
     half, rows = centers.square().sum(1) / 2, torch.arange(len(x), device=x.device)
-    assignment = in_chunks(lambda part: (x[part] @ centers.T - half).argmax(1), rows, len(centers))
-    return assignment, (x - centers[assignment]).square().sum(1)
+    return in_chunks(lambda part: (x[part] @ centers.T - half).argmax(1), rows, len(centers))
+
+
+def largest(x, k):
+    """(values, indices) as of x.topk(k), x (n, N), sooner where N is large.
+
+    The k largest of a row lie in the k groups of 16 columns whose largest is largest; only these are sorted out.
+    """
+    groups = x.shape[1] // 16  # column i is in group i % groups; what is left over is in none
+    if groups <= k:
+        return x.topk(k)
+    group = x[:, : 16 * groups].unflatten(1, (16, groups)).amax(1).topk(k).indices
+    column = torch.arange(x.shape[1], device=x.device)
+    columns = (group[:, None] + column[: 16 * groups : groups, None]).flatten(1)
+    columns = torch.cat([columns, column[16 * groups :].expand(len(x), -1)], dim=1)
+    values, order = x.gather(1, columns).topk(k)
+    return values, columns.gather(1, order)
 
 
 @torch.no_grad()
@@ -444,13 +459,13 @@ def kmeans(x, num_clusters, iterations=20, generator=None):
     rows = x.double()
     centers = rows[torch.randperm(len(x), generator=generator)[:num_clusters].to(x.device)]
     for _ in range(iterations):
-        assignment, distance = nearest_center(rows, centers)
+        before, assignment = centers, nearest_center(rows, centers)
         count = assignment.bincount(minlength=len(centers))
         centers = torch.zeros_like(centers).index_add_(0, assignment, rows) / count.clamp_min(1)[:, None]
-        empty = torch.nonzero(count == 0).flatten()
-        centers[empty] = rows[distance.topk(len(empty)).indices]
+        if len(empty := torch.nonzero(count == 0).flatten()):
+            centers[empty] = rows[(rows - before[assignment]).square().sum(1).topk(len(empty)).indices]
     centers = centers.to(x.dtype)
-    return centers, nearest_center(rows, centers.double())[0]
+    return centers, nearest_center(rows, centers.double())
 
 
 @torch.no_grad()
@@ -470,12 +485,11 @@ def nearest_neighbors(x, k):
         return score.scatter_(1, part[:, None], -math.inf).topk(k).indices  # an image is no neighbour of itself (D1)
 
     def nearest(part):
-        rough = (x32[part] @ x32.T).sub_(half32).scatter_(1, part[:, None], -math.inf).topk(few)
-        found = rough.indices
+        rough, found = largest((x32[part] @ x32.T).sub_(half32).scatter_(1, part[:, None], -math.inf), few)
         score = (x[found] @ x[part, :, None])[..., 0] - half[found] - half[part, None]
         best = score.clamp_max(-1e-14).float().topk(k)
         neighbors = found.gather(1, best.indices)
-        unsure = (best.values[:, -1:] + half[part, None] < rough.values[:, -1:] + rounding).any(1)
+        unsure = (best.values[:, -1:] + half[part, None] < rough[:, -1:] + rounding).any(1)
         neighbors[unsure] = exact(part[unsure])
         return neighbors
 
@@ -585,8 +599,8 @@ class CLIM(nn.Module):
             queries.append(self.query(resize(x, size)))
             keys.append(encode_keys(self.key, [resize(v, size) for v in rest], common.generator(args.seed, step, 20 + i)))
         mine = [k.unflatten(1, (-1, len(x)))[:, rank] for k in keys]  # (1 or 2, n, C) of each size
-        pairs = itertools.product(queries, mine)  # Eq. 6
-        loss = sum(clim_loss(q, k[0], k[-1], self.queue.keys, self.temperature, lam) for q, k in pairs)
+        # Eq. 6
+        loss = sum(clim_loss(q, k[0], k[-1], self.queue.keys, self.temperature, lam) for q in queries for k in mine)
         self.new_keys = keys[0][0]
         return loss, {"loss": loss.detach(), "q": queries[0].detach(), "k": mine[0][0]}
 
