@@ -23,7 +23,7 @@ select_positives, cutmix, clim_loss, choose_positives, two more views of the pos
 What a choice of positives costs on ImageNet (n = 1.28 M, d = 128, m = 10,000 clusters), besides a pass over all images: the
 neighbours 2 n^2 d = 4.2e14 operations in float32, whose results, 6.6 TB, are written and read about five times (candidates, of
 which float64 chooses); 20 iterations of k-means 40 n m d = 6.6e13 operations in float64. From the data sheet of an H100 (67
-TFLOP/s in either, 3.3 TB/s) some 20 s on one. An estimate, not measured. Memory: x 2.6 GB, a chunk 1 GiB, the table 51 MB.
+TFLOP/s in either, 3.3 TB/s) some 20 s on one. An estimate, not measured. Memory: x 2.6 GB, a chunk 0.7 GB, the table 51 MB.
 
 There is no released code (`--variant released` is refused). Where the paper is silent, this is inference: the embedding is the
 momentum encoder's unit-length output for a centre crop; an image is no neighbour of itself; the positive's key comes from a
@@ -255,7 +255,7 @@ def cutmix(x, partner, lam, generator=None):
 def show_views(args, loader, device):
     """Write a grid of all views and the mix, as the network gets them but for the normalisation."""
     batch = next(iter(loader))
-    views = [common.colour(v.to(device), batch["colour"][:, i])[:12] for i, v in enumerate(batch["views"])][:4]
+    views = [view[:12] for view in common.colour_views(batch, device)][:4]
     labels = ["query view", "key view", "key, positive", "query, positive"][: len(views)]
     if len(views) == 4:
         lam = torch.rand(len(views[0]), generator=common.generator(args.seed))
@@ -812,8 +812,7 @@ def make_optimizer(args, model):
 
 def train_step(args, model, wrapped, optimizer, batch, step, steps, device):
     """One step of MoCo's Algorithm 1. Returns the metrics, on the device."""
-    views = [common.colour(v.to(device, non_blocking=True), batch["colour"][:, i]) for i, v in enumerate(batch["views"])]
-    views = [common.normalize(v, *args.norm) for v in views]
+    views = [common.normalize(v, *args.norm) for v in common.colour_views(batch, device)]
     lr, weight_decay, momentum = schedule(args, step, steps)
     for group in optimizer.param_groups:
         group["lr"], group["weight_decay"] = lr, weight_decay if group["decays"] else 0.0

@@ -693,17 +693,29 @@ def colour(x, parameters):
     """
     x, moved = x.float().div_(255), parameters.to(x.device, non_blocking=True).float()
     p, on = (dict(zip(COLOUR, table.float().unbind(1), strict=True)) for table in (parameters, moved))
-    factors = torch.stack([p["brightness"], p["contrast"], p["saturation"], p["hue"]])
-    jittered = (factors != torch.tensor([[1.0], [1.0], [1.0], [0.0]])).any(0)
+    jittered = (parameters[:, :4] != torch.tensor([1.0, 1, 1, 0])).any(1, keepdim=True)
     steps = ORDERS[p["order"].long()]  # (N, 4): which of the four comes first, second, ...
-    for position in range(4):
-        for step, function in enumerate((adjust_brightness, adjust_contrast, adjust_saturation, adjust_hue)):
-            rows = torch.nonzero(jittered & (steps[:, position] == step)).flatten()
-            x = _on(x, rows, function, on[COLOUR[step]])
+    # Turn 0 is every image's hue, which is dear; turns below 0 are what comes before it in the image's order.
+    turns = torch.arange(4) - (steps == 3).long().argmax(1, keepdim=True)
+    functions = adjust_brightness, adjust_contrast, adjust_saturation, adjust_hue
+    for turn, (step, function) in itertools.product(range(-3, 4), enumerate(functions)):
+        rows = torch.nonzero((jittered & (steps == step) & (turns == turn)).any(1)).flatten()
+        x = _on(x, rows, function, on[COLOUR[step]])
     x = _on(x, torch.nonzero(p["gray"]).flatten(), lambda v: rgb_to_grayscale(v).repeat(1, 3, 1, 1))
     x = _on(x, torch.nonzero(p["sigma"]).flatten(), gaussian_blur, on["sigma"])
     x = _on(x, torch.nonzero(p["solarize"]).flatten(), lambda v: solarize(v, 0.5))
     return _on(x, torch.nonzero(p["flip"]).flatten(), lambda v: v.flip(-1))
+
+
+def colour_views(batch, device):
+    """The views of a batch of `Views`, moved to the device and coloured, those of one size in one pass: list of (n, 3, H, W)."""
+    views = [v.to(device, non_blocking=True) for v in batch["views"]]
+    for size in {v.shape[-1] for v in views}:
+        same = [i for i, v in enumerate(views) if v.shape[-1] == size]
+        x = colour(torch.cat([views[i] for i in same]), batch["colour"][:, same].transpose(0, 1).flatten(0, 1))
+        for i, view in zip(same, x.chunk(len(same)), strict=True):
+            views[i] = view
+    return views
 
 
 # -------------------------------------------------------------- 5. evaluation

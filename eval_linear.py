@@ -638,7 +638,7 @@ def train_step(args, encoder, wrapped, optimizer, batch, labels, step, steps, in
 
     wrapped: the network, or the classifier of a frozen encoder, maybe in DDP, which averages the gradients.
     """
-    x = common.colour(batch["views"][0].to(device, non_blocking=True), batch["colour"][:, 0])
+    (x,) = common.colour_views(batch, device)
     x, y = common.normalize(x, info["mean"], info["std"]), labels[batch["index"]].to(device, non_blocking=True)
     truth = y
     for image, i in zip(x if args.erase else (), batch["index"].tolist(), strict=False):

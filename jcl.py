@@ -196,7 +196,7 @@ def make_sample(args):
 def show_views(args, loader, device):
     """Write a grid of all views, as the network gets them but for the normalisation."""
     batch = next(iter(loader))
-    views = [common.colour(v.to(device), batch["colour"][:, i]) for i, v in enumerate(batch["views"])]
+    views = common.colour_views(batch, device)
     common.save_grid(args.show_views, [v[:12] for v in views], ("query", *(f"key {m + 1}" for m in range(args.num_keys))))
     common.say(f"views written to {args.show_views}")
 
@@ -610,8 +610,7 @@ def make_optimizer(args, model):
 
 def train_step(args, model, wrapped, optimizer, batch, step, steps, device):
     """One step of Algorithm 1. Returns the metrics, on the device."""
-    views = [common.colour(v.to(device, non_blocking=True), batch["colour"][:, i]) for i, v in enumerate(batch["views"])]
-    views = [common.normalize(v, *args.norm) for v in views]
+    views = [common.normalize(v, *args.norm) for v in common.colour_views(batch, device)]
     lr, weight_decay, momentum = schedule(args, step, steps)
     for group in optimizer.param_groups:
         group["lr"], group["weight_decay"] = lr, weight_decay if group["decays"] else 0.0

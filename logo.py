@@ -24,13 +24,13 @@ form is the released code's; all of SimSiam's (of which no code was released) an
 Departures, from the released code if not said otherwise:
     D1 default: the released form, which is bounded and needs no lambda. Released: a logistic affinity, the mean over the six
        terms, and L_ll as a step of its own, clipped to 1.5 % of the last gradient's norm. Paper (`--variant paper`): a linear
-       objective, L_gg + L_lg + lambda L_ll with the sum of the terms, one step
+       objective, L_gg + L_lg + lambda L_ll with the sum of L_lg's four terms, one step
     D2 a momentum update each step; released: two, as each forward pass makes one
     D3 weight decay once a step; released: twice, in both optimisers of the encoder
     D4 the clip's reference norm is kept over epochs and saved; released: 0 at the start of every epoch, which stops L_ll there
     D5 the affinity sees the whole batch on every process; released: each process has an affinity of its own
     D6 negatives of the affinity: the batch rolled by one; released: reversed, which pairs the middle of an odd batch with itself
-    D7 local crops take [0.08, r_l] of the area (supplement); released default: 0.05
+    D7 local crops take [0.08, r_l] of the area (supplement); released default: 0.05. On patterns at half the size, to save time
     D8 no local keys, which released code makes and drops; no clip of the main gradient at norm 100, which never acts
     D9 STL-10: ResNet-18; the supplement's small AlexNet is not in timm
 """
@@ -230,7 +230,7 @@ def make_sample(args):
 def show_views(args, loader, device):
     """Write a grid of all views, as the network gets them but for the normalisation."""
     batch = next(iter(loader))
-    views = [common.colour(v.to(device), batch["colour"][:, i]) for i, v in enumerate(batch["views"])]
+    views = common.colour_views(batch, device)
     labels = ("global 1", "global 2", "local 1", "local 2")[: len(views)]
     common.save_grid(args.show_views, [v[:12] for v in views], labels)
     common.say(f"views written to {args.show_views}")
@@ -809,8 +809,7 @@ def make_optimizer(args, model):
 
 def train_step(args, model, wrapped, optimizer, l2l, batch, step, steps, device):
     """One step of Algorithm 1. Returns the metrics, on the device."""
-    views = [common.colour(v.to(device, non_blocking=True), batch["colour"][:, i]) for i, v in enumerate(batch["views"])]
-    views = [common.normalize(v, *args.norm) for v in views]
+    views = [common.normalize(v, *args.norm) for v in common.colour_views(batch, device)]
     lr, weight_decay, momentum = schedule(args, step, steps)
     for group in optimizer.param_groups:
         group["lr"], group["weight_decay"] = lr, weight_decay if group["decays"] else 0.0

@@ -224,7 +224,7 @@ def make_sample(args):
 def show_views(args, loader, device):
     """Write a grid of both views and both mixes, as the network gets them but for the normalisation."""
     batch = next(iter(loader))
-    views = [common.colour(v.to(device), batch["colour"][:, i]) for i, v in enumerate(batch["views"])]
+    views = common.colour_views(batch, device)
     mixed = [mix_slices(v, args, step=0, view=i) for i, v in enumerate(views)]
     labels = ("view 1", "view 2", f"mix 1, M={args.num_mix}", f"mix 2, M={args.num_mix}")
     common.save_grid(args.show_views, [v[:12] for v in views + mixed], labels)
@@ -671,8 +671,7 @@ def introduce(args, model, train, test, steps):
 
 def train_step(args, model, wrapped, optimizer, batch, step, steps, device):
     """Lines 4-11 of Algorithm 2. Returns the metrics, on the device."""
-    views = [common.colour(v.to(device, non_blocking=True), batch["colour"][:, i]) for i, v in enumerate(batch["views"])]
-    views = [common.normalize(v, *args.norm) for v in views]
+    views = [common.normalize(v, *args.norm) for v in common.colour_views(batch, device)]
     lr, weight_decay, momentum = schedule(args, step, steps)
     for group in optimizer.param_groups:
         group["lr"], group["weight_decay"] = lr, weight_decay if group["decays"] else 0.0

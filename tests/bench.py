@@ -296,8 +296,8 @@ def input_runs(size, count, folder):
     batch = views.__getitems__(keys)
 
     def colour():
-        for i, view in enumerate(batch["views"]):
-            common.normalize(common.colour(view, batch["colour"][:, i]), *options.norm)
+        for view in common.colour_views(batch, torch.device("cpu")):
+            common.normalize(view, *options.norm)
 
     def usual():
         for image in map(Image.fromarray, images):

@@ -189,6 +189,17 @@ def test_colour_one_step_on_all_images_and_another_on_some(step, after):
     torch.testing.assert_close(common.colour(x, row).double(), theirs, rtol=0, atol=2e-5)
 
 
+def test_views_are_coloured_each_by_its_own_parameters():
+    """Three views, of two sizes in turn."""
+    n, sizes, draws = 16, (12, 8, 12), common.uniform(0, 0, np.arange(48), common.COLOUR_DRAWS)
+    views = [torch.randint(0, 256, (n, 3, size, size), dtype=torch.uint8, generator=common.generator(size)) for size in sizes]
+    rows = torch.from_numpy(common.random_colour(draws, (0.8, 0.8, 0.8, 0.2), 0.8, 0.3, 0.5, solarize_p=0.3)).view(n, 3, -1)
+    ours = common.colour_views(dict(views=views, colour=rows), torch.device("cpu"))
+    theirs = [common.colour(view, rows[:, i]) for i, view in enumerate(views)]
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-6)
+    assert all(view.dtype == torch.uint8 for view in views)
+
+
 def test_identity_colour_parameters_leave_the_image():
     x = torch.randint(0, 256, (24, 3, 9, 8), dtype=torch.uint8, generator=common.generator(6))
     row = torch.from_numpy(common.random_colour(common.uniform(0, 0, np.arange(24), common.COLOUR_DRAWS), flip_p=0))
