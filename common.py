@@ -3,7 +3,7 @@
     1. messages        fail, memory_in_words, say, progress, StopRequest
     2. randomness      uniform, generator: pure functions of what is being made
     3. data sets       load_images -> ImageSet (patterns, cifar10, cifar100, stl10, imagenet100, imagenet, folder)
-    4. views           random_resized_crop and random_colour draw; Views cuts in the loader; colour acts on the device
+    4. views           random_resized_crop and random_colour draw; Views cuts in the loader; colour_views on the device
     5. evaluation      extract_features, knn_scores, knn_predict, embedding_health, load_backbone
     6. files of a run  open_run, begin_run, save_run, load_run, write_metrics, save_checkpoint, load_checkpoint, save_grid
 
@@ -685,7 +685,7 @@ def _on(x, rows, function, *parameters):
 
 
 def colour(x, parameters):
-    """Colour one view: jitter in each image's own order, then grayscale, blur, solarize, flip.
+    """Colour images: jitter in each one's own order, then grayscale, blur, solarize, flip.
 
     x uint8 (N, 3, H, W) on the device; parameters (N, 9) on the CPU, columns as COLOUR (see `random_colour`). Never
     draws; which images an operation touches is decided on the CPU, so the device is never waited for. Returns float
@@ -695,7 +695,7 @@ def colour(x, parameters):
     p, on = (dict(zip(COLOUR, table.float().unbind(1), strict=True)) for table in (parameters, moved))
     jittered = (parameters[:, :4] != torch.tensor([1.0, 1, 1, 0])).any(1, keepdim=True)
     steps = ORDERS[p["order"].long()]  # (N, 4): which of the four comes first, second, ...
-    # Turn 0 is every image's hue, which is dear; turns below 0 are what comes before it in the image's order.
+    # Hue costs most, so all are turned at once, in turn 0; turns below 0 are what comes before it in an image's order.
     turns = torch.arange(4) - (steps == 3).long().argmax(1, keepdim=True)
     functions = adjust_brightness, adjust_contrast, adjust_saturation, adjust_hue
     for turn, (step, function) in itertools.product(range(-3, 4), enumerate(functions)):
