@@ -428,15 +428,15 @@ def in_chunks(function, rows, width):
 
 
 def nearest_center(x, centers):
-    """x (N, C), centers (m, C) -> (N,): which centre is the nearest of each row."""
+    """x (N, C), centers (m, C) -> (N,) int64: each row's nearest centre by L2 distance."""
     half, rows = centers.square().sum(1) / 2, torch.arange(len(x), device=x.device)
     return in_chunks(lambda part: (x[part] @ centers.T - half).argmax(1), rows, len(centers))
 
 
 def largest(x, k):
-    """(values, indices) as of x.topk(k), x (n, N), sooner where N is large.
+    """(values, indices), (n, k) each, as of x.topk(k) for x (n, N), sooner where N is large.
 
-    The k largest of a row lie in the k groups of 16 columns whose largest is largest; only these are sorted out.
+    The k largest of a row lie in those k groups of 16 columns whose maxima are largest; only these groups are sorted.
     """
     groups = x.shape[1] // 16  # column i is in group i % groups; what is left over is in none
     if groups <= k:

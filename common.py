@@ -708,7 +708,10 @@ def colour(x, parameters):
 
 
 def colour_views(batch, device):
-    """The views of a batch of `Views`, moved to the device and coloured, those of one size in one pass: list of (n, 3, H, W)."""
+    """A batch of `Views` -> list of its views (n, 3, H, W), moved to the device and coloured, float in [0, 1].
+
+    Views of one size are coloured in one pass, which costs a GPU fewer launches.
+    """
     views = [v.to(device, non_blocking=True) for v in batch["views"]]
     for size in {v.shape[-1] for v in views}:
         same = [i for i, v in enumerate(views) if v.shape[-1] == size]
