@@ -75,7 +75,7 @@ COMMON = dict(
     knn_k=40, by=dict(selection=dict(knn=dict(knn_k=10))),  # Table 6: the comparison with kNN draws from the nearest ten
 )
 IMAGENET = dict(  # App. A, but for the epochs: 200 as in section 4.4 (App. A: 1,200); Table 7's best sizes
-    COMMON, arch="resnet50", image_size=224, epochs=200, batch_size=512, lr=0.06, lr_batch=512, queue=65536,
+    COMMON, arch="resnet50", image_size=224, epochs=200, batch_size=512, lr=0.06, lr_batch=512, queue=65536, bn_groups=16,
     num_clusters=10000, resolutions=(224, 160),
 )
 CIFAR = dict(  # ours: moco_jointcrop.py's, so that the two can be compared, and as many images a cluster as on ImageNet

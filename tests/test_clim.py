@@ -906,6 +906,7 @@ def test_recipes_of_clim():
     assert (paper.num_clusters, paper.knn_k, paper.num_positives, paper.refresh_every) == (10000, 40, 10, 5)  # App. A.2
     assert (paper.arch, paper.batch_size, paper.lr, paper.lr_batch, paper.weight_decay) == ("resnet50", 512, 0.06, 512, 1e-4)
     assert (paper.alpha, paper.temperature, paper.queue, paper.momentum, paper.dim) == (2.0, 0.2, 65536, 0.999, 128)
+    assert paper.bn_groups == 16  # App. A: 16 GPUs
     assert tuple(paper.resolutions) == (224, 160) and (paper.selection, paper.mix) == ("center", "cutmix")
     assert clim.parse_args(["--dataset", "imagenet", "--selection", "knn"]).knn_k == 10  # Table 6
     assert clim.parse_args(["--dataset", "imagenet", "--selection", "knn", "--knn-k", "20"]).knn_k == 20
