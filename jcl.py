@@ -25,6 +25,9 @@ Departures:
     D4 the paper removes 256 old keys while it adds N = 512 (App. C); here as many as are added
     D5 Algorithm 1 updates f and g by the loss; g is a momentum encoder (App. C)
     D6 App. D's class list has two misprints; common.IMAGENET100 is mended
+    D7 the rate's cosine moves once a step; released once an epoch, so up to 0.8 % of the peak rate apart (not reproduced)
+    D8 released float32, and of the processes' batch-norm statistics the first's; here bf16 in the encoders on CUDA (--amp off:
+       float32), and the statistics' mean
 """
 
 import copy

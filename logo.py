@@ -31,8 +31,14 @@ Departures, from the released code if not said otherwise:
     D5 the affinity sees the whole batch on every process; released: each process has an affinity of its own
     D6 negatives of the affinity: the batch rolled by one; released: reversed, which pairs the middle of an odd batch with itself
     D7 local crops take [0.08, r_l] of the area (supplement); released default: 0.05. On patterns at half the size, to save time
-    D8 no local keys, which released code makes and drops; no clip of the main gradient at norm 100, which never acts
+    D8 no local keys, which released code makes and drops; no clip of the main gradient at norm 100, nor 1e-6 added to the
+       norm that the clip of L_ll divides by
     D9 STL-10: ResNet-18; the supplement's small AlexNet is not in timm
+    D10 colours once, in MoCo v2's order; released blur before jitter and gray, and on CIFAR jitter, gray, flip and
+       normalisation twice, with the std (0.2023, 0.1994, 0.2010)
+    D11 baseline: global crops and, with --one-way, the key's view enqueued; released crops from 0.08, both views enqueued
+    D12 released float32, and of the processes' batch-norm statistics the first's; here bf16 in the encoders on CUDA (--amp
+       off: float32), and the statistics' mean
 """
 
 import copy
@@ -458,7 +464,9 @@ class MoCo(nn.Module):
         the locals' embeddings, all (n, dim), the last with their gradient).
         """
         one_way, rank = self.args.one_way, common.rank_and_world()[0]
-        keys = encode_keys(self.key, views[1:2] if one_way else views[:2], common.generator(self.args.seed, step, 20))
+        keyed = views[1:2] if one_way else views[:2]  # each view's keys in a batch of their own, as released
+        draws = [common.generator(self.args.seed, step, 20 + i) for i in range(len(keyed))]
+        keys = torch.cat([encode_keys(self.key, [x], draw) for x, draw in zip(keyed, draws, strict=True)])
         queries = [self.query(x) for x in (views[:1] if one_way else views)]
         k = keys.unflatten(1, (-1, len(queries[0])))[:, rank]  # this process's; the last is of the second global
 

@@ -27,9 +27,13 @@ Departures:
     D1 s_b: paper ln(s_max / s_min); the released code subtracts 0.1 inside the logarithm (`--variant released`)
     D2 if ten aspect ratios do not fit: torchvision's centre crop, as the paper's "same steps"; released: the whole image
     D3 the released code has beta = 0 only, and no JointBlur: `--variant released` refuses the rest
-    D4 the released default crop area begins at 0.08 in an older version; 0.2 here, as on its command line
+    D4 crop areas from 0.2 here, as in the command of the released README; the released script's own default is 0.08
     D5 CIFAR's queue is 4,096, 8 % of its images; the stand-in's 65,536 would hold every image's own keys
     D6 the paper reports on MoCo v1 and the released code is on v3; the default here is v2, `--moco` chooses
+    D7 v3's LARS is timm's, whose trust ratio divides by |g| + wd |w| + 1e-8, the released by |g + wd w|: at wd 1e-6 a step
+       differs by 1e-6 of itself at gradients as large as the weights, by 1e-2 at 1e-4 of that; a library's, so kept
+    D8 v3's momentum update follows the optimiser's step; released before the forwards: m's index moves by one
+    D9 v3 on a ViT keeps the settings of ResNets, which the paper reports (LARS, no batch norm at the predictor's end)
 """
 
 import copy

@@ -260,7 +260,9 @@ def cosine(p, z):
 
 
 def keys_of(args, model, views, step):
-    return logo.encode_keys(model.key, views, common.generator(args.seed, step, 20)).detach()
+    """Each view's keys by themselves: their batch statistics are of one view."""
+    found = [logo.encode_keys(model.key, [x], common.generator(args.seed, step, 20 + i)) for i, x in enumerate(views)]
+    return torch.cat(found).detach()
 
 
 def terms(args, model, views, step):
