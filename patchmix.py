@@ -15,18 +15,23 @@ between mixed and natural images. A momentum encoder makes the keys; the other i
     python patchmix.py --dataset cifar10 --arch vit_tiny                      # one GPU
     torchrun --nproc_per_node=8 patchmix.py --dataset imagenet --data-dir DIR --arch vit_small
 
-Baseline: MoCo v3 is `--num-mix 1 --variant released` (its symmetric loss divided by 2 tau); new here are patch_mix,
-mix_targets, the weights in soft_info_nce and two more terms in forward.
+Baseline: MoCo v3 is `--num-mix 1 --terms oto,mto`, L(q2, k1) + L(q1, k2), its symmetric loss divided by 2 tau; new here are
+patch_mix, mix_targets, the weights in soft_info_nce and two more terms in forward.
 
 Departures (defaults follow the paper; `--variant released` follows the authors' code where it says so):
-    D1 weights of the terms: paper 1, 1, 1 with mix-to-mix weights that sum to M; released 1, 1/2, 1/2 and sum 1
+    D1 weights of the terms: paper 1, 1, 1 with mix-to-mix weights that sum to M; released 1, 1/2, 1/2 and sum 1, and the
+       labels of original to original smoothed by 0.1 over all keys, so that M = 1 is not MoCo v3 there
     D2 M: paper 3; released 2
     D3 heads of ViT-S: paper 6; released 12
-    D4 ViT-T: paper has a momentum encoder; released none (here: momentum 0)
+    D4 ViT-T: paper has a momentum encoder; released none: the encoder itself makes the keys, in training mode
     D5 paper mixes the query of view 1 and keeps that of view 2; released the reverse
     D6 the momentum of a step is per step; the released loop overwrites its index, so its momentum moves once an epoch
-    D7 ImageNet multi-crop (8 x 96 px) of the released configurations is not in the paper and not here
+    D7 ImageNet multi-crop of the released configurations (8 x 96 px more, globals from 0.35) is not in the paper, not here
     D8 the patch embedding is initialised as timm does it; the released code draws it by Xavier's rule
+    D9 warm-up of W steps: i / W of the peak at step i; the released linspace i / (W - 1), not reproduced
+    D10 a permutation for each slice; released one for all GPUs, which seed alike (reproduced)
+    D11 the momentum update follows the optimiser's step (Algorithm 2); released before the forwards: m's index moves by one
+    D12 below 2M - 1 images repeated mix-to-mix targets add up; the released scatter keeps the last, so a row sums to less
 Not said in the paper, taken from the released code: drop-path 0.1, AdamW's betas, ImageNet's mean and std on CIFAR,
 weight decay on all but 1-D tensors, mixing within the images of one GPU (here: slices, see --mix-slices).
 """
@@ -111,7 +116,7 @@ def parse_args(argv=None):
     if args.queue is not None:
         common.fail("--queue: PatchMix has none, its negatives are the batch")
     if args.variant == "released" and args.arch == "vit_tiny":
-        args.momentum = (0.0, 0.0)  # D4: after every step the momentum encoder is the encoder
+        args.momentum = (0.0, 0.0)  # D4
     check_mix(args)
     return args
 
@@ -361,17 +366,21 @@ def mix_targets(n, num_mix):
     return mto_index, torch.full((num_mix,), 1 / num_mix), mtm_index, mtm_weight
 
 
-def soft_info_nce(q, k, index, weight, temperature):
+def soft_info_nce(q, k, index, weight, temperature, smoothing=0.0):
     """Cross-entropy of each query against weighted positives among the keys (Eq. 13-15).
 
     -1/N sum_i sum_j weight_j log softmax_t(sim(q_i, k_t) / temperature)[index_ij], sim the cosine: q (n, C) and k (N, C)
     are normalised here, the weights never. index (n, P) int64 into k, weight (P,). Gradients go to q and k; detach k for
-    the paper's sg(). No n x N target matrix is made. Returns a scalar: weight.sum() * log(N) at equal logits.
+    the paper's sg(). smoothing s (released: D1): 1 - s of each weight stays, s is spread over all N keys. No n x N target
+    matrix is made. Returns a scalar: weight.sum() * log(N) at equal logits.
     """
     logits = F.normalize(q, dim=1) @ F.normalize(k, dim=1).T / temperature
     index, weight = index.to(q.device), weight.to(logits)
-    positive = logits.gather(1, index)
-    return (weight * (logits.logsumexp(1, keepdim=True) - positive)).sum(1).mean()
+    below = logits.logsumexp(1, keepdim=True)
+    loss = (weight * (below - logits.gather(1, index))).sum(1).mean()
+    if smoothing:
+        loss = (1 - smoothing) * loss + smoothing * weight.sum() * (below.mean() - logits.mean())
+    return loss
 
 
 # ==================================================================== 5. model
@@ -393,7 +402,8 @@ def mix_slices(images, args, step, view):
     local, tokens = args.mix_slices // world, (args.image_size // args.patch_size) ** 2
     mixed = []
     for i, part in enumerate(images.chunk(local)):
-        draw = common.generator(args.seed, step, 10 + view, rank * local + i)
+        number = rank * local + i if args.variant == "paper" else 0  # D10
+        draw = common.generator(args.seed, step, 10 + view, number)
         mixed.append(patch_mix(part, args.num_mix, args.patch_size, torch.randperm(tokens, generator=draw)))
     return torch.cat(mixed)
 
@@ -416,11 +426,15 @@ class PatchMix(nn.Module):
         self.backbone = group_batch_norms(common.build_backbone(info, **drop), args.bn_groups)
         self.projector = mlp([self.backbone.head_hidden_size, args.hidden, args.hidden, args.dim], args.bn_groups)
         self.predictor = mlp([args.dim, args.hidden, args.dim], args.bn_groups)
-        self.momentum_backbone = group_batch_norms(common.build_backbone(info), args.bn_groups).requires_grad_(False)
-        self.momentum_backbone.load_state_dict(self.backbone.state_dict())
-        self.momentum_projector = copy.deepcopy(self.projector).requires_grad_(False)
-        # D1: weights of the terms, and of the positives within mix-to-mix.
+        if args.momentum == (0.0, 0.0):  # D4: no momentum encoder, its names are the encoder's own
+            self.momentum_backbone, self.momentum_projector = self.backbone, self.projector
+        else:
+            self.momentum_backbone = group_batch_norms(common.build_backbone(info), args.bn_groups).requires_grad_(False)
+            self.momentum_backbone.load_state_dict(self.backbone.state_dict())
+            self.momentum_projector = copy.deepcopy(self.projector).requires_grad_(False)
+        # D1: weights of the terms, and of the positives within mix-to-mix; smoothing of original to original.
         paper = args.variant == "paper"
+        self.smoothing = 0.0 if paper else 0.1
         self.weights = {"oto": 1.0, "mto": 1.0 if paper else 0.5, "mtm": 1.0 if paper else 0.5 / args.num_mix}
         mto_index, mto_weight, mtm_index, mtm_weight = mix_targets(args.batch_size // args.mix_slices, args.num_mix)
         slices = torch.arange(args.batch_size).view(args.mix_slices, -1)  # ids in the global batch: (slices, images)
@@ -457,7 +471,8 @@ class PatchMix(nn.Module):
         own = slice(first, first + len(x1))  # this process's part of the global batch
         if "oto" in self.terms:
             h2, z1 = self.query(x2), self.key(x1)
-            losses["oto"] = soft_info_nce(h2, z1, self.oto_index[own], self.oto_weight, self.temperature)  # Eq. 15
+            oto = self.oto_index[own], self.oto_weight
+            losses["oto"] = soft_info_nce(h2, z1, *oto, self.temperature, self.smoothing)  # Eq. 15
         if "mto" in self.terms or "mtm" in self.terms:
             h_mix1 = self.query(mix1)
         if "mto" in self.terms:

@@ -213,6 +213,22 @@ def test_soft_info_nce_one_hot_is_cross_entropy_and_duplicates_add_up():
     assert torch.autograd.grad(detached, (q, k), allow_unused=True)[1] is None
 
 
+@pytest.mark.parametrize("term", ["oto", "mto", "mtm"])
+@pytest.mark.parametrize("smoothing", [0.1, 0.7, 1.0])
+def test_smoothing_spreads_a_share_over_all_keys(term, smoothing):
+    """Against a dense target: (1 - s) weights + s sum(weights) / N."""
+    q, k, targets = problem(7, 2, 4)
+    index, weight = targets[term]
+    ours = patchmix.soft_info_nce(q, k, index, weight, 0.3, smoothing)
+    target = torch.zeros(7, 11, dtype=torch.float64).scatter_add_(1, index, weight.expand(7, -1))
+    target = (1 - smoothing) * target + smoothing * weight.sum() / 11
+    theirs = -(target * F.log_softmax(F.normalize(q) @ F.normalize(k).T / 0.3, 1)).sum(1).mean()
+    torch.testing.assert_close(ours, theirs)
+    torch.testing.assert_close(torch.autograd.grad(ours, (q, k)), torch.autograd.grad(theirs, (q, k)))
+    equal = patchmix.soft_info_nce(q, k[:1].expand(11, -1), index, weight, 0.3, smoothing)
+    assert equal.item() == pytest.approx(weight.sum().item() * math.log(11))
+
+
 @pytest.mark.parametrize("num_mix", [2, 3])
 def test_a_mixed_query_is_best_between_its_sources(num_mix):
     """With orthogonal keys the minimum, log M at low temperature, is where the similarity is shared as the mixture is."""
@@ -252,7 +268,7 @@ def in_batch(n, slices, num_mix):
 
 
 def total_by_loops(model, args, views):
-    """Eq. 13-16 from the model's own modules; the released code's weights and roles of the views where asked for."""
+    """Eq. 13-16 from the model's own modules; the released code's weights, smoothing and roles of the views where asked for."""
     released = args.variant == "released"
     x1, x2 = views[::-1] if released else views
     mix1, mix2 = (patchmix.mix_slices(x, args, 5, i) for i, x in enumerate((x1, x2)))
@@ -261,6 +277,10 @@ def total_by_loops(model, args, views):
     pairs = {"oto": (x2, x1), "mto": (mix1, x2), "mtm": (mix1, mix2)}
     pairs = {t: (heads(model, x), keys(model, y)) for t, (x, y) in pairs.items() if t in args.terms.split(",")}
     terms = {t: nce_by_loops(*pairs[t], *targets[t], 0.2) for t in pairs}
+    if released and "oto" in terms:
+        everyone = torch.arange(args.batch_size).expand(args.batch_size, -1)
+        even = torch.full((args.batch_size,), 1 / args.batch_size)
+        terms["oto"] = 0.9 * terms["oto"] + 0.1 * nce_by_loops(*pairs["oto"], everyone, even, 0.2)
     return sum(factor[t] * terms[t] for t in pairs), terms
 
 
@@ -281,10 +301,10 @@ def test_total_eq_16(make_model, double, variant, terms):
     assert metrics["q"].shape == metrics["k"].shape == (args.batch_size, args.dim)
 
 
-@pytest.mark.parametrize("variant, factor", [("paper", 2), ("released", 1)])
-def test_without_mixing_it_is_moco_v3(make_model, double, variant, factor):
-    """M = 1, released: MoCo v3's symmetric loss over 2 tau; with the paper's weights one direction counts twice."""
-    args, model = make_model("--num-mix", "1", "--variant", variant)
+@pytest.mark.parametrize("terms, factor", [("oto,mto", 1), ("oto,mto,mtm", 2)])
+def test_without_mixing_it_is_moco_v3(make_model, double, terms, factor):
+    """M = 1 without mix-to-mix: MoCo v3's symmetric loss over 2 tau; with it one direction counts twice."""
+    args, model = make_model("--num-mix", "1", "--terms", terms)
     x1, x2 = views_of(args)
     own = torch.arange(args.batch_size)[:, None], torch.ones(1)
     one, two = (nce_by_loops(heads(model, a), keys(model, b), *own, 0.2) for a, b in ((x1, x2), (x2, x1)))
@@ -306,8 +326,9 @@ def test_rings_stay_within_their_slices(variant, monkeypatch):
     for i in range(12):  # four images a slice, three of them in a mixed one
         ring = {i // 4 * 4 + (i + m) % 4 for m in range(3)}
         assert set(mixed[i].unique().tolist()) == ring
-    own = [mixed[s : s + 4, 0] == ids[s : s + 4, 0] for s in (0, 4, 8)]  # each slice, view and step has its own shuffle
-    assert not torch.equal(own[0], own[1]) and not torch.equal(own[1], own[2])
+    # Each view and step has its own shuffle, and each slice in the paper's variant (D10).
+    own = [mixed[s : s + 4, 0] == ids[s : s + 4, 0] for s in (0, 4, 8)]
+    assert torch.equal(own[0], own[1]) == torch.equal(own[1], own[2]) == (variant == "released")
     for step, view in ((7, 1), (8, 0)):
         assert not torch.equal(mixed, patchmix.mix_slices(ids, args, step, view))
     parts = []
@@ -331,6 +352,35 @@ def test_momentum_update(make_model, double, m):
         torch.testing.assert_close(new, m * old + (1 - m) * query, rtol=1e-13, atol=1e-15)
         assert m not in (0, 1) or torch.equal(new, old if m else query)
     assert all(torch.equal(a, b) for a, b in zip(statistics, model.momentum_projector.buffers(), strict=True))
+
+
+def test_released_vit_tiny_has_no_momentum_encoder(make_model, double, monkeypatch):
+    """D4: keys of the encoder itself in training mode, so that they pass drop-path and move the batch norms."""
+    for name, value in (("drop_path", 0.5), ("image_size", 16), ("patch_size", 4)):
+        monkeypatch.setitem(patchmix.RECIPES["patterns"], name, value)
+    monkeypatch.setitem(common.ARCHS, "vit_tiny", common.ARCHS["vit_micro"])
+    args, model = make_model("--variant", "released")
+    assert model.momentum_backbone is not model.backbone and args.momentum[0] > 0
+    args = patchmix.parse_args([*TINY, "--arch", "vit_tiny", "--variant", "released"])
+    args.bf16 = False
+    model = patchmix.PatchMix(args, patchmix.describe_backbone(args))
+    assert model.momentum_backbone is model.backbone and model.momentum_projector is model.projector
+    trained = list(model.parameters())
+    grouped = [p for group in patchmix.parameter_groups(model, skip_vectors=True) for p in group["params"]]
+    assert len(grouped) == len(trained) == len({id(p) for p in grouped}) and all(p.requires_grad for p in grouped)
+    counts = [m.num_batches_tracked for m in model.projector if isinstance(m, patchmix.GroupedBatchNorm)]
+    x = views_of(args)
+    first, second = model.key(x[0]), model.key(x[0])
+    assert not torch.equal(first, second) and not first.requires_grad  # drop-path
+    assert [int(c) for c in counts] == [2] * len(counts)
+    loss, _ = model(x, 0)
+    loss.backward()
+    before = [p.detach().clone() for p in trained]
+    model.update_momentum_encoder(0.0)
+    assert all(torch.equal(a, b) for a, b in zip(before, trained, strict=True))
+    other = patchmix.PatchMix(args, patchmix.describe_backbone(args))
+    other.load_state_dict(model.state_dict())
+    assert all(torch.equal(a, b) for a, b in zip(other.state_dict().values(), model.state_dict().values(), strict=True))
 
 
 def test_train_step(make_model, double):
