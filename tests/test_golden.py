@@ -1,0 +1,550 @@
+"""The same numbers as the authors' code: public functions, forward passes, schedules and crops against tests/golden.
+
+Every comparison is in float64 and gives the largest |ours - theirs| over the largest |theirs|. `python tests/test_golden.py`
+prints README's table of them.
+"""
+
+import contextlib
+import functools
+import math
+import types
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from conftest import ROOT
+from torch import nn
+
+import common
+import jcl
+import logo
+import moco_jointcrop
+import patchmix
+
+EXACT = 1e-12
+CHECKS, WHAT = {}, {}  # {name: function}; {method: what was compared}
+
+
+def check(method, what):
+    """A comparison of a method. The function takes `same(ours, theirs, bound=EXACT)`; what it returns goes into the table."""
+
+    def register(function):
+        CHECKS[f"{method}: {function.__name__}"] = function
+        WHAT.setdefault(method, []).append(what)
+        return function
+
+    return register
+
+
+@contextlib.contextmanager
+def double():
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+@functools.cache
+def run(name):
+    """(the largest difference of a check, what it returns); raises AssertionError where one is above its bound."""
+    found = [0.0]
+
+    def same(ours, theirs, bound=EXACT, scale=None):
+        ours, theirs = (torch.as_tensor(x).detach() for x in (ours, theirs))
+        assert ours.shape == theirs.shape
+        assert ours.dtype == theirs.dtype or bound == 0
+        difference = ((ours - theirs).abs().max() / (scale or theirs.abs().max())).item()
+        assert difference <= bound, f"{difference:.2e} is above {bound:.0e}"
+        found.append(difference)
+
+    with double():
+        more = CHECKS[name](same)
+    return max(found), more or {}
+
+
+@functools.cache
+def golden(method):
+    """{name: tensor or, for a 0-d array of a file's settings, a tensor without dimensions}."""
+    with np.load(ROOT / "tests" / "golden" / f"{method}.npz", allow_pickle=False) as file:
+        return {name: torch.from_numpy(file[name]) for name in file.files if file[name].dtype.kind in "fi"}
+
+
+def leaf(x):
+    return x.clone().requires_grad_()
+
+
+# --------------------------------------------------- adapters: models whose encoders hand over given embeddings
+
+
+class Embeddings(nn.Module):
+    """In place of a backbone: an image's channel `channel` is its embedding."""
+
+    def __init__(self, channel):
+        super().__init__()
+        self.channel = channel
+
+    def forward(self, x):
+        return x[:, self.channel].flatten(1)
+
+
+def as_images(query, key):
+    """Images (N, 2, 1, C) of which the encoder sees the query, the momentum encoder the key."""
+    return torch.stack([query, key], 1)[:, :, None]
+
+
+class ViewEmbeddings(nn.Module):
+    """In place of a backbone for PatchMix: {(view, is it mixed): embeddings}, the view read from the pixels' values."""
+
+    def __init__(self, table):
+        super().__init__()
+        self.table = table
+
+    def forward(self, x):
+        return self.table[int(x.mean()), bool(x.flatten(1).std(1).max() > 1e-9)]
+
+
+def replace_encoders(model, query, key):
+    """Make a model's encoders these modules, its heads the identity."""
+    model.backbone, model.projector = query, nn.Identity()
+    model.momentum_backbone, model.momentum_projector = key, nn.Identity()
+    if hasattr(model, "predictor"):
+        model.predictor = nn.Identity()
+    return model
+
+
+def parsed(module, n, *flags):
+    args = module.parse_args(["--batch-size", str(n), "--device", "cpu", *flags])
+    args.bf16, args.bn_groups = False, 1
+    return args
+
+
+def describe(module, args):
+    more = dict(method=module.METHOD, encoder="query")
+    return common.backbone_info(args.arch, args.image_size, args.patch_size, args.norm, **more)
+
+
+def patchmix_forward(n, query, key, *flags):
+    """PatchMix.forward for embeddings by view and mixing."""
+    args = parsed(patchmix, n, "--mix-slices", "1", *flags)
+    model = patchmix.PatchMix(args, patchmix.describe_backbone(args))
+    replace_encoders(model, ViewEmbeddings(query), ViewEmbeddings(key))
+    size = args.image_size
+    views = [(v + torch.arange(n) / (4 * n)).view(n, 1, 1, 1).expand(n, 3, size, size) for v in (0, 1)]
+    return model(views, 0)[0]
+
+
+def queue_model(module, name, f, n, *flags):
+    """A model of a queue method on the golden file's queue."""
+    args = parsed(module, n, "--queue", str(len(f["queue"])), *flags)
+    args.dim, args.temperature, args.steps = f["queue"].shape[1], f["temperature"].item(), 1
+    model = replace_encoders(getattr(module, name)(args, describe(module, args)), Embeddings(0), Embeddings(1))
+    model.queue.keys.copy_(f["queue"])
+    return model
+
+
+def jointcrop_boxes(sizes, draws, least):
+    """Boxes (n, 2, 4) of the released views, from the released code's order of draws."""
+    args = parsed(moco_jointcrop, 64, "--variant", "released", "--crop-scale", str(least), "1")
+    sample, width = moco_jointcrop.make_sample(args)
+    table = np.full((len(draws), width), 0.5)
+    for view in (0, 1):
+        start = view * moco_jointcrop.DRAWS + 10  # after ten areas
+        table[:, start : start + 12] = draws[:, 2 + 12 * view : 14 + 12 * view]
+    extra = moco_jointcrop.NUM_VIEWS * moco_jointcrop.DRAWS
+    table[:, extra + 1 : extra + 3] = draws[:, :2]
+    cuts, _ = sample(np.arange(len(draws)), sizes, table)
+    return np.stack([box for _, box, _ in cuts], 1)
+
+
+def lars(matrix, vector):
+    """MoCo v3's optimiser for two parameters."""
+    holder = nn.ParameterList([matrix, vector])
+    return moco_jointcrop.make_optimizer(parsed(moco_jointcrop, 64, "--moco", "v3"), holder)
+
+
+# ------------------------------------------------------------------------- PatchMix
+
+
+@check("PatchMix", "mixed images")
+def mixed_images(same):
+    f = golden("patchmix")
+    for case, num_mix in (("m2", 2), ("m3", 3), ("m3_coarse", 3)):
+        patch, shuffle = f[f"mix_{case}_patch_size"].item(), f[f"mix_{case}_permutation"]
+        same(patchmix.patch_mix(f["mix_images"], num_mix, patch, shuffle), f[f"mix_{case}_images"], bound=0)
+
+
+@check("PatchMix", "targets")
+def targets(same):
+    f = golden("patchmix")
+    for m in (2, 3):
+        mto, mto_weight, mtm, mtm_weight = patchmix.mix_targets(8, m)
+        for name, index, weight in (("mto", mto, mto_weight), ("mtm", mtm, mtm_weight / m)):
+            dense = torch.zeros(8, 8).scatter_add_(1, index, weight.expand(8, -1))
+            same(dense, f[f"target_{name}_m{m}"])
+
+
+def patchmix_terms(f, h2, h_mix1, m, smoothing):
+    """{term: the released code's loss}, by the public functions."""
+    t, own = f["loss_temperature"].item(), torch.arange(8)[:, None]
+    mto, mto_weight, mtm, mtm_weight = patchmix.mix_targets(8, m)
+    nce = patchmix.soft_info_nce
+    return dict(
+        oto=nce(h2, f["loss_z1"], own, torch.ones(1), t, smoothing),
+        mto=nce(h_mix1, f["loss_z2"], mto, mto_weight, t),
+        mtm=nce(h_mix1, f["loss_z_mix2"], mtm, mtm_weight / m, t),
+    )
+
+
+@check("PatchMix", "three losses")
+def losses(same):
+    f = golden("patchmix")
+    for m in (2, 3):
+        for smoothing, kind in ((0.1, "smoothed"), (0.0, "plain")):
+            found = patchmix_terms(f, f["loss_h2"], f["loss_h_mix1"], m, smoothing)
+            same(found["oto"], f[f"loss_oto_{kind}"])
+            same(found["mto"], f[f"loss_mto_m{m}"])
+            same(found["mtm"], f[f"loss_mtm_m{m}"])
+    everyone, even = torch.arange(8).expand(8, -1), torch.full((8,), 1 / 8)  # smoothing written out
+    rest = f["loss_h2"], f["loss_z1"], everyone, even, f["loss_temperature"].item()
+    same(0.9 * f["loss_oto_plain"] + 0.1 * patchmix.soft_info_nce(*rest), f["loss_oto_smoothed"])
+
+
+@check("PatchMix", "their sum with gradients")
+def total(same):
+    f = golden("patchmix")
+    for m in (2, 3):
+        for smoothing, kind in ((0.1, "smoothed"), (0.0, "plain")):
+            h2, h_mix1 = leaf(f["loss_h2"]), leaf(f["loss_h_mix1"])
+            found = patchmix_terms(f, h2, h_mix1, m, smoothing)
+            loss = found["oto"] + found["mto"] / 2 + found["mtm"] / 2
+            compare_total(same, f, f"loss_m{m}_{kind}", loss, h2, h_mix1)
+
+
+def compare_total(same, f, name, loss, h2, h_mix1):
+    same(loss, f[f"{name}_total"])
+    for ours, theirs in zip(torch.autograd.grad(loss, (h2, h_mix1)), ("h2", "h_mix1"), strict=True):
+        same(ours, f[f"{name}_grad_{theirs}"])
+
+
+@check("PatchMix", "`forward`")
+def forward(same):
+    f = golden("patchmix")
+    for m in (2, 3):
+        h2, h_mix1 = leaf(f["loss_h2"]), leaf(f["loss_h_mix1"])
+        query = {(0, False): h2, (1, True): h_mix1}
+        key = {(1, False): f["loss_z1"], (0, False): f["loss_z2"], (0, True): f["loss_z_mix2"]}
+        loss = patchmix_forward(8, query, key, "--variant", "released", "--num-mix", str(m))
+        compare_total(same, f, f"loss_m{m}_smoothed", loss, h2, h_mix1)
+
+
+@check("PatchMix", "40 steps of rate, weight decay and momentum")
+def schedule(same):
+    f = golden("patchmix")
+    s = {name.removeprefix("schedule_"): value.tolist() for name, value in f.items() if name.startswith("schedule_")}
+    args = types.SimpleNamespace(epochs=s["epochs"], warmup=s["warmup_epochs"], lr=s["base_lr"], batch_size=s["batch_size"])
+    args.lr_batch, args.min_lr, args.weight_decay = 256, s["min_lr"], s["weight_decay_start_end"]
+    args.momentum, per_epoch = (s["momentum_start"], 1.0), s["steps_per_epoch"]
+    ours = torch.tensor([patchmix.schedule(args, step, per_epoch) for step in range(args.epochs * per_epoch)])
+    warm = args.warmup * per_epoch
+    same(ours[warm:, 0], f["schedule_lr"][warm:])
+    same(ours[:warm, 0], f["schedule_lr"][:warm] * (warm - 1) / warm)  # D9
+    same(ours[:, 1], f["schedule_weight_decay"])
+    same(ours[:, 2], f["schedule_momentum_intended"])
+    once = ours[:, 2].unflatten(0, (-1, per_epoch))[:, 1:2].expand(-1, per_epoch)  # D6: the index stays at 1
+    same(once.flatten(), f["schedule_momentum_as_released"])
+
+
+# ------------------------------------------------------------------------------ JCL
+
+
+def jcl_lambdas():
+    f = golden("jcl")
+    return f, enumerate(f["epoch"].tolist())
+
+
+@check("JCL", "loss and gradients at four lambdas")
+def loss_and_gradient(same):
+    f, epochs = jcl_lambdas()
+    for i, _ in epochs:
+        raw, q = leaf(f["query_before_normalisation"]), leaf(f["query"])
+        k, rest = F.normalize(f["keys_before_normalisation"], dim=2), (f["queue"], f["temperature"].item(), f["lam"][i].item())
+        same(jcl.jcl_loss(q, k, *rest), f["loss"][i])
+        same(torch.autograd.grad(jcl.jcl_loss(q, f["keys"], *rest), q)[0], f["grad_query"][i])
+        loss = jcl.jcl_loss(F.normalize(raw, dim=1), f["keys"], *rest)
+        same(torch.autograd.grad(loss, raw)[0], f["grad_query_before_normalisation"][i])
+
+
+@check("JCL", "`forward` with lambda's ramp")
+def forward_and_ramp(same):
+    f, epochs = jcl_lambdas()
+    total = str(f["epochs_total"].item())
+    keys = f["keys_before_normalisation"].unbind(1)
+    for i, epoch in epochs:
+        model = queue_model(jcl, "JCL", f, 6, "--variant", "released", "--epochs", total)
+        assert len(keys) == model.args.num_keys and model.args.lam == f["lambda_final"].item()
+        same(torch.tensor(model.lam(epoch)), f["lam"][i])
+        raw = leaf(f["query_before_normalisation"])
+        loss, _ = model([as_images(x, x) for x in (raw, *keys)], epoch)  # one step an epoch
+        same(loss, f["loss"][i])
+        same(torch.autograd.grad(loss, raw)[0], f["grad_query_before_normalisation"][i])
+        same(model.new_keys, f["enqueued_keys"])
+
+
+@check("JCL", "the queue")
+def queue(same):
+    f = golden("jcl")
+    for module in (jcl, moco_jointcrop, logo):
+        ours = module.Queue(*f["queue"].shape, 0)
+        ours.keys.copy_(f["queue"])
+        ours.position.fill_(f["queue_position"])
+        ours.enqueue(f["keys"].mean(1))
+        same(ours.keys, f["queue_after"])
+        assert ours.position.item() == f["queue_position_after"].item()  # it wraps
+
+
+# ----------------------------------------------------------------------------- LoGo
+
+
+def affinity():
+    f = golden("logo")
+    ours = logo.Affinity(f["local1"].shape[1], len(f["affinity.0.bias"]))
+    ours.load_state_dict(ours.state_dict() | {f"layers.{n[9:]}": v for n, v in f.items() if n.startswith("affinity.")})
+    return f, ours.train()
+
+
+def raws(f):
+    return {name: leaf(f[f"{name}_before_normalisation"]) for name in ("global1", "global2", "local1", "local2")}
+
+
+@check("LoGo", "affinity scores")
+def affinity_scores(same):
+    f, ours = affinity()
+    one, two, (x, y) = f["local1"], f["local2"], f["noise"]
+    same(ours(one + x, two + y), f["score_positive_12"])
+    same(ours(two + x, one + y), f["score_positive_21"])
+    same(ours(one, two), f["score_local1_local2"])
+    same(ours(one, two.roll(1, 0)), f["score_negative_12_rolled"])
+    same(ours(two, one.roll(1, 0)), f["score_negative_21_rolled"])
+    same(ours(one, two.flip(0)), f["score_negative_12_flipped"])
+
+
+@check("LoGo", "affinity loss and its gradients")
+def affinity_loss(same):
+    f, ours = affinity()
+    loss = logo.affinity_loss(ours, f["local1"], f["local2"], f["noise"])
+    same(loss, f["affinity_loss_rolled"])
+    loss.backward()
+    for name, parameter in ours.layers.named_parameters():
+        theirs = f[f"grad_affinity_loss_rolled.{name}"]
+        before_norm = name in ("0.bias", "3.bias")  # gradients that are 0 but for rounding
+        scale = f[f"grad_affinity_loss_rolled.{name.replace('bias', 'weight')}"].abs().max() if before_norm else None
+        same(parameter.grad, theirs, scale=scale)
+
+
+@check("LoGo", "dissimilarity of locals and its gradients")
+def dissimilarity(same):
+    f, ours = affinity()
+    raw, unit = [raws(f)[name] for name in ("local1", "local2")], [leaf(f[name]) for name in ("local1", "local2")]
+    for inputs, suffix in ((unit, ""), (raw, "_before_normalisation")):
+        locals_ = inputs if not suffix else [F.normalize(x, dim=1) for x in inputs]
+        loss = logo.local_dissimilarity(ours, *locals_)
+        same(loss, f["local_dissimilarity"])
+        for name, gradient in zip(("local1", "local2"), torch.autograd.grad(loss, inputs), strict=True):
+            same(gradient, f[f"grad_local_dissimilarity_{name}{suffix}"])
+
+
+PAIRS = [("global1", 2), ("global2", 1)] + [(local, key) for local in ("local1", "local2") for key in (1, 2)]
+
+
+@check("LoGo", "six InfoNCE terms, their mean and its gradients")
+def nce_terms(same):
+    f = golden("logo")
+    queries = {name: leaf(f[name]) for name in raws(f)}
+    for module in (logo, jcl, moco_jointcrop):
+        rest = f["queue"], f["temperature"].item()
+        terms = [module.info_nce(queries[name], f[f"key_global{key}"], *rest) for name, key in PAIRS]
+        for (name, key), term in zip(PAIRS, terms, strict=True):
+            same(term, f[f"nce_{name}_key{key}"])
+    loss = logo.combine(types.SimpleNamespace(variant="released"), terms[:2], terms[2:])
+    same(loss, f["nce_total"])
+    for name, gradient in zip(queries, torch.autograd.grad(loss, list(queries.values())), strict=True):
+        same(gradient, f[f"grad_nce_total_{name}"])
+
+
+@check("LoGo", "`forward` and the queue after it")
+def logo_forward(same):
+    f = golden("logo")
+    model, inputs = queue_model(logo, "MoCo", f, 6), raws(f)
+    keys = [f["key_global1"], f["key_global2"], f["local1"], f["local2"]]  # no keys of locals are made
+    loss, _ = model([as_images(x, k) for x, k in zip(inputs.values(), keys, strict=True)], 0)
+    same(loss, f["nce_total"])
+    for name, gradient in zip(inputs, torch.autograd.grad(loss, list(inputs.values())), strict=True):
+        same(gradient, f[f"grad_nce_total_{name}_before_normalisation"])
+    model.enqueue()
+    same(model.queue.keys, f["queue_after"])
+
+
+# ------------------------------------------------------------------------ JointCrop
+
+LEAST = {"min020": 0.2, "min008": 0.08}
+
+
+@check("JointCrop", "areas")
+def areas(same):
+    f = golden("jointcrop")
+    for name, least in LEAST.items():
+        u, v = f[f"draws_{name}"][:, :2].T
+        ours = torch.stack(moco_jointcrop.joint_from_uniform(u, v, least, 1, 0, offset=0.1), 1)
+        same(ours, f[f"areas_{name}"])
+        same((ours[:, 1] / ours[:, 0]).log(), f[f"log_ratio_{name}"])
+
+
+@check("JointCrop", "800 boxes, to the pixel")
+def boxes(same):
+    f = golden("jointcrop")
+    for name, least in LEAST.items():
+        sizes, draws = (f[f"{key}_{name}"].numpy() for key in ("image_height_width", "draws"))
+        theirs, found = f[f"boxes_{name}"], []
+        for view in (0, 1):
+            crop = np.concatenate([np.full((200, 10), 0.5), draws[:, 2 + 12 * view : 14 + 12 * view]], 1)
+            area = f[f"areas_{name}"][:, view].numpy()
+            found.append(common.random_resized_crop(sizes, crop, (least, 1.0), area=area, whole=True))
+        same(torch.from_numpy(np.stack(found, 1)), theirs, bound=0)
+        same(torch.from_numpy(jointcrop_boxes(sizes, draws, least)), theirs, bound=0)
+        assert (theirs[:, :, 2:] == f[f"image_height_width_{name}"][:, None]).all(2).any()  # ten tries failed
+
+
+@check("JointCrop", "99 quantiles of the sampler")
+def quantiles(same):
+    """Theirs are of float32 draws; both sides' sampling errors are in the standard error."""
+    f, worst = golden("jointcrop"), 0.0
+    n, p = int(f["quantile_draws"]), f["quantile_probability"].numpy()
+    for i, (name, least) in enumerate(LEAST.items()):
+        generator = torch.Generator().manual_seed(i)
+        a, b = (x.numpy() for x in moco_jointcrop.sample_joint(n, least, 1.0, 0.0, generator, offset=0.1))
+        for what, ours in (("log_ratio", np.log(b / a)), ("area1", a), ("area2", b)):
+            key = f"quantile_{what}_{name}"
+            error = math.sqrt(2) * f[f"{key}_standard_error"].numpy()  # as many draws
+            worst = max(worst, (np.abs(np.quantile(ours, p) - f[key].numpy()) / error).max())
+    assert worst < 5, worst
+    return dict(standard_errors=math.ceil(worst))
+
+
+# -------------------------------------------------------------------------- MoCo v3
+
+
+def moco_v3_inputs(t):
+    f = golden("mocov3")
+    return f, f[f"temperature_{t}"].item(), leaf(f["q1"]), leaf(f["q2"])
+
+
+def compare_moco_v3(same, f, t, loss, q1, q2, factor=1.0):
+    same(factor * loss, f[f"loss_{t}"])
+    for name, gradient in zip(("q1", "q2"), torch.autograd.grad(loss, (q1, q2)), strict=True):
+        same(factor * gradient, f[f"grad_{name}_{t}"])
+
+
+@check("MoCo v3", "loss and gradients at two temperatures")
+def contrast(same):
+    for t in ("t020", "t100"):
+        f, temperature, q1, q2 = moco_v3_inputs(t)
+        one, two = (moco_jointcrop.contrast(q, f[k], temperature, 0) for q, k in ((q1, "k2"), (q2, "k1")))
+        same(one, f[f"loss_q1_k2_{t}"])
+        same(two, f[f"loss_q2_k1_{t}"])
+        compare_moco_v3(same, f, t, one + two, q1, q2)
+        own = torch.arange(10)[:, None], torch.ones(1), temperature
+        one, two = (patchmix.soft_info_nce(q, f[k], *own) for q, k in ((q1, "k2"), (q2, "k1")))
+        compare_moco_v3(same, f, t, one + two, q1, q2, 2 * temperature)
+
+
+@check("MoCo v3", "`forward`")
+def moco_v3_forward(same):
+    for t in ("t020", "t100"):
+        f, temperature, q1, q2 = moco_v3_inputs(t)
+        args = parsed(moco_jointcrop, 10, "--moco", "v3", "--variant", "released")
+        args.hidden = args.dim = 16
+        model = moco_jointcrop.MoCoV3(args, describe(moco_jointcrop, args))
+        replace_encoders(model, Embeddings(0), Embeddings(1)).temperature = temperature
+        loss, _ = model([as_images(q1, f["k1"]), as_images(q2, f["k2"])], 0)
+        compare_moco_v3(same, f, t, loss, q1, q2)
+
+
+@check("MoCo v3", "`patchmix.py --num-mix 1 --terms oto,mto`")
+def moco_v3_by_patchmix(same):
+    """PatchMix's baseline is MoCo v3's symmetric loss divided by 2 tau."""
+    f, temperature, q1, q2 = moco_v3_inputs("t020")
+    query, key = {(0, False): q1, (1, False): q2}, {(0, False): f["k1"], (1, False): f["k2"]}
+    loss = patchmix_forward(10, query, key, "--num-mix", "1", "--terms", "oto,mto")
+    compare_moco_v3(same, f, "t020", loss, q1, q2, 2 * temperature)
+
+
+@check("MoCo v3", "three steps of LARS (vectors)")
+def lars_steps(same):
+    """D7 of moco_jointcrop.py: vectors exactly; of matrices the first step is the released one but for the trust ratio."""
+    f, found = golden("mocov3"), {}
+    small, large = f["lars_small_gradient_factor"].item(), f["lars_weight_decay_large"].item()
+    ordinary = f["lars_weight_decay"].item()
+    for suffix, factor, decay in (("", 1, ordinary), ("_small_gradients", small, ordinary), ("_large_decay", 1, large)):
+        matrix, vector = (nn.Parameter(f[f"lars_{name}_before"].clone()) for name in ("matrix", "vector"))
+        optimizer, before = lars(matrix, vector), f["lars_matrix_before"]
+        for step, rate in enumerate(f["lars_lr"].tolist()):
+            matrix.grad, vector.grad = (factor * f[f"lars_{name}_gradients"][step] for name in ("matrix", "vector"))
+            norms = [x.norm() for x in (matrix.grad, matrix.detach(), matrix.grad + decay * matrix.detach())]
+            for group in optimizer.param_groups:
+                group["lr"], group["weight_decay"] = rate, decay if group["decays"] else 0.0
+            optimizer.step()
+            same(vector, f[f"lars_vector_after{suffix}"][step])
+            moved, theirs = (x.detach() - before for x in (matrix, f[f"lars_matrix_after{suffix}"][step]))
+            if step == 0:
+                g, p, u = norms
+                torch.testing.assert_close(moved, theirs * u / (g + decay * p + 1e-8), rtol=1e-10, atol=1e-16)
+        found[suffix] = ((moved - theirs).norm() / theirs.norm()).item()
+    assert 1e-7 < found[""] < 1e-5 and 1e-3 < found["_small_gradients"] < 2e-2 and found["_large_decay"] < 0.1, found
+    return dict(ordinary=found[""], small=found["_small_gradients"])
+
+
+# ------------------------------------------------------------------------ the tests
+
+PURPOSE = {
+    "PatchMix": "warm-up of W steps: (W - 1) / W of theirs; momentum per step (theirs: per epoch)",
+    "JCL": "the rate's cosine moves per step (theirs: per epoch)",
+    "LoGo": "the affinity's negatives: the batch rolled by one (theirs: reversed)",
+    "JointCrop": "nothing; the quantiles agree within {standard_errors} standard errors",
+    "MoCo v3": "timm's LARS: matrices move differently by {ordinary:.0e}, at gradients 1e-4 as large by {small:.0e}",
+}
+BEGIN, END = "<!-- tests/test_golden.py -->\n", "<!-- end of tests/test_golden.py -->"
+
+
+def above(x):
+    """A power of ten above x, with room for another machine's rounding; 1e-13 at least."""
+    return f"< 1e{max(-13, math.ceil(math.log10(x)) + 1)}" if x else "0"
+
+
+def table():
+    """README's table, of the results of all checks."""
+    lines = ["| method | what was compared | largest difference | what differs on purpose |", "| --- | --- | --- | --- |"]
+    for method, what in WHAT.items():
+        results = [run(name) for name in CHECKS if name.split(":")[0] == method]
+        more = {key: value for _, found in results for key, value in found.items()}
+        largest = above(max(difference for difference, _ in results))
+        lines.append(f"| {method} | {', '.join(what)} | {largest} | {PURPOSE[method].format(**more)} |")
+    return "\n".join([*lines, "| CLIM | nothing: no code was released | | |"])
+
+
+@pytest.mark.parametrize("name", CHECKS)
+def test_same_numbers(name):
+    run(name)
+
+
+def test_readme():
+    readme = (ROOT / "README.md").read_text()
+    assert readme.split(BEGIN)[1].split(END)[0] == table() + "\n"
+
+
+if __name__ == "__main__":
+    for name in CHECKS:
+        print(f"{name:50} {run(name)[0]:.1e}  {run(name)[1] or ''}")
+    print(f"\n{table()}")
