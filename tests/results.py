@@ -94,8 +94,9 @@ ARMS = {
     "patchmix-mtm": Arm("PatchMix, M = 3, mtm alone", "patchmix.py --num-mix 3 --terms mtm", "patchmix-1", 2),
     "patchmix-1-p4": Arm("PatchMix, M = 1, patches of 4 px", "patchmix.py --num-mix 1 --patch-size 4", None, 2),
     "patchmix-3-p4": Arm("PatchMix, M = 3, patches of 4 px", "patchmix.py --num-mix 3 --patch-size 4", "patchmix-1-p4", 2),
-    "mocov3": Arm("MoCo v3 (M = 1, released weights)", "patchmix.py --num-mix 1 --variant released", None, 2),
-    "patchmix-released": Arm("PatchMix, M = 3, released weights", "patchmix.py --num-mix 3 --variant released", "mocov3", 2),
+    # Both were run before --variant released smoothed labels (D1 of patchmix.py): the first is `--num-mix 1 --terms oto,mto` now.
+    "mocov3": Arm("MoCo v3 (M = 1, older released form)", "patchmix.py --num-mix 1 --variant released", None, 2),
+    "patchmix-released": Arm("PatchMix, M = 3, older released form", "patchmix.py --num-mix 3 --variant released", "mocov3", 2),
     "moco-default": Arm("MoCo v2", "moco_jointcrop.py --joint none", None, "patterns"),
     "jointcrop-default": Arm("J-Crop(0)", "moco_jointcrop.py", "moco-default", "patterns"),
     "jcl-one-key": Arm("one key: MoCo v2", "jcl.py --num-keys 1", None, "patterns"),
