@@ -33,7 +33,7 @@ Departures:
     D7 v3's LARS is timm's, whose trust ratio divides by |g| + wd |w| + 1e-8, the released by |g + wd w|: at wd 1e-6 a step
        differs by 1e-6 of itself at gradients as large as the weights, by 1e-2 at 1e-4 of that; a library's, so kept
     D8 v3's momentum update follows the optimiser's step; released before the forwards: m's index moves by one
-    D9 v3 on a ViT keeps the settings of ResNets, which the paper reports (LARS, no batch norm at the predictor's end)
+    D9 v3 on a ViT keeps the settings of ResNets (LARS, no batch norm at the predictor's end); released MoCo v3's for ViTs
 """
 
 import copy

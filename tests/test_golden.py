@@ -67,7 +67,7 @@ def run(name):
 
 @functools.cache
 def golden(method):
-    """{name: tensor or, for a 0-d array of a file's settings, a tensor without dimensions}."""
+    """{name: tensor} of a method's file; a setting is a tensor without dimensions."""
     with np.load(ROOT / "tests" / "golden" / f"{method}.npz", allow_pickle=False) as file:
         return {name: torch.from_numpy(file[name]) for name in file.files if file[name].dtype.kind in "fi"}
 
