@@ -1,7 +1,7 @@
 """The same numbers as the authors' code: public functions, forward passes, schedules and crops against tests/golden.
 
-Every comparison is in float64 and gives the largest |ours - theirs| over the largest |theirs|. `python tests/test_golden.py`
-prints README's table of them.
+Every comparison is in float64 and gives the largest |ours - theirs| over the largest |theirs|.
+`python tests/test_golden.py` prints README's table of them.
 """
 
 import contextlib
@@ -27,7 +27,7 @@ CHECKS, WHAT = {}, {}  # {name: function}; {method: what was compared}
 
 
 def check(method, what):
-    """A comparison of a method. The function takes `same(ours, theirs, bound=EXACT)`; what it returns goes into the table."""
+    """A comparison; the function takes `same(ours, theirs, bound=EXACT)`, and what it returns goes into the table."""
 
     def register(function):
         CHECKS[f"{method}: {function.__name__}"] = function
@@ -244,8 +244,8 @@ def forward(same):
 def schedule(same):
     f = golden("patchmix")
     s = {name.removeprefix("schedule_"): value.tolist() for name, value in f.items() if name.startswith("schedule_")}
-    args = types.SimpleNamespace(epochs=s["epochs"], warmup=s["warmup_epochs"], lr=s["base_lr"], batch_size=s["batch_size"])
-    args.lr_batch, args.min_lr, args.weight_decay = 256, s["min_lr"], s["weight_decay_start_end"]
+    args = types.SimpleNamespace(epochs=s["epochs"], warmup=s["warmup_epochs"], lr=s["base_lr"], lr_batch=256)
+    args.batch_size, args.min_lr, args.weight_decay = s["batch_size"], s["min_lr"], s["weight_decay_start_end"]
     args.momentum, per_epoch = (s["momentum_start"], 1.0), s["steps_per_epoch"]
     ours = torch.tensor([patchmix.schedule(args, step, per_epoch) for step in range(args.epochs * per_epoch)])
     warm = args.warmup * per_epoch
@@ -270,7 +270,8 @@ def loss_and_gradient(same):
     f, epochs = jcl_lambdas()
     for i, _ in epochs:
         raw, q = leaf(f["query_before_normalisation"]), leaf(f["query"])
-        k, rest = F.normalize(f["keys_before_normalisation"], dim=2), (f["queue"], f["temperature"].item(), f["lam"][i].item())
+        k = F.normalize(f["keys_before_normalisation"], dim=2)
+        rest = f["queue"], f["temperature"].item(), f["lam"][i].item()
         same(jcl.jcl_loss(q, k, *rest), f["loss"][i])
         same(torch.autograd.grad(jcl.jcl_loss(q, f["keys"], *rest), q)[0], f["grad_query"][i])
         loss = jcl.jcl_loss(F.normalize(raw, dim=1), f["keys"], *rest)
@@ -483,7 +484,7 @@ def moco_v3_by_patchmix(same):
 
 @check("MoCo v3", "three steps of LARS (vectors)")
 def lars_steps(same):
-    """D7 of moco_jointcrop.py: vectors exactly; of matrices the first step is the released one but for the trust ratio."""
+    """D7 of moco_jointcrop.py: vectors exactly; of matrices the first step but for the trust ratio."""
     f, found = golden("mocov3"), {}
     small, large = f["lars_small_gradient_factor"].item(), f["lars_weight_decay_large"].item()
     ordinary = f["lars_weight_decay"].item()
@@ -525,7 +526,7 @@ def above(x):
 
 def table():
     """README's table, of the results of all checks."""
-    lines = ["| method | what was compared | largest difference | what differs on purpose |", "| --- | --- | --- | --- |"]
+    lines = ["| method | what was compared | largest difference | what differs on purpose |", "| --- " * 4 + "|"]
     for method, what in WHAT.items():
         results = [run(name) for name in CHECKS if name.split(":")[0] == method]
         more = {key: value for _, found in results for key, value in found.items()}
