@@ -1,23 +1,25 @@
-"""Data, evaluation and the files of a run: what the method files share, and nothing of training.
+"""Data, evaluation and the life of a run: what the method files share, and nothing of training.
 
-    1. messages        fail, memory_in_words, say, progress, StopRequest
-    2. randomness      uniform, generator: pure functions of what is being made
-    3. data sets       load_images -> ImageSet (patterns, cifar10, cifar100, stl10, imagenet100, imagenet, folder)
-    4. views           random_resized_crop and random_colour draw; Views cuts in the loader; colour_views on the device
-    5. evaluation      extract_features, knn_scores, knn_predict, embedding_health, load_backbone
-    6. files of a run  open_run, begin_run, save_run, load_run, write_metrics, save_checkpoint, load_checkpoint, save_grid
+    1. messages    fail, say, progress; join_processes, from_all, StopRequest
+    2. randomness  uniform, generator: pure functions of what is being made
+    3. data sets   load_images -> ImageSet (patterns, cifar10, ..., imagenet, folder); OwnImages; open_images
+    4. views       random_resized_crop, random_colour draw; Views cuts in the loader; colour_views on the device
+    5. evaluation  extract_features, knn_scores, knn_predict, embedding_health, load_backbone
+    6. flags       run_parser, parse_run: what operates every run, and a recipe's values as defaults
+    7. run         Run: the folder, going on, what is said and logged, stopping, saving
 
-Conventions: images are RGB. Loaders give uint8 (N, 3, H, W); everything on the device is float in [0, 1] until `normalize`.
-Boxes are (top, left, height, width) in pixels. A label of -1 means "none".
+Conventions: images are RGB. Loaders give uint8 (N, 3, H, W); everything on the device is float in [0, 1] until
+`normalize`. Boxes are (top, left, height, width) in pixels. A label of -1 means "none".
 """
 
 import argparse
 import atexit
 import contextlib
+import copy
 import ctypes
 import datetime
 import functools
-import hashlib
+import importlib.util
 import itertools
 import json
 import math
@@ -25,10 +27,12 @@ import multiprocessing
 import os
 import platform
 import signal
-import struct
 import subprocess
 import sys
 import time
+import warnings
+import zipfile
+import zlib
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -40,67 +44,39 @@ import torch.nn.functional as F
 import torchvision
 from PIL import Image, ImageDraw, ImageOps
 from torch import nn
+from torch.distributed.rendezvous import rendezvous
+from torch.torch_version import TorchVersion
 from torch.utils.data import DataLoader, Dataset, default_convert
+from torchvision.datasets.folder import make_dataset
 from torchvision.transforms.functional import rgb_to_grayscale, solarize
+from torchvision.transforms.v2.functional import to_image
 
 # ---------------------------------------------------------------- 1. messages
 
 
+def tell_torchrun(line):
+    """Leave a process's last words where torchrun looks for them: it ends its own report with them."""
+    if report := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        found = {"message": line, "extraInfo": {"timestamp": str(int(time.time()))}}
+        Path(report).write_text(json.dumps({"message": found}))
+
+
 def fail(message):
-    """A mistake of the user or the world: one line on stderr, from one process, and exit status 2."""
-    if lacks_memory(sys.exc_info()[1]):  # this is why, and `memory_in_words` says it
-        raise
+    """A mistake of the user: one line on stderr, from one process, and exit status 2."""
     first = os.environ.get("RANK", "0") == "0"
     if dist.is_initialized():  # perhaps only one process has found it: the first to come here says it
-        with contextlib.suppress(RuntimeError):
+        with contextlib.suppress(RuntimeError):  # the store is gone: somebody has said why
             first = dist.distributed_c10d._get_default_store().add("failed", 1) == 1
+    line = "error: " + message.replace("\n", "\\n")  # a file's name may have one
     if first:
-        line = message.replace("\n", "\\n")  # a file's name may have one
-        print(f"error: {line}", file=sys.stderr, flush=True)
-    if dist.is_initialized():
-        time.sleep(1)  # the others may have to ask the store, which can end with this process
+        print(line, file=sys.stderr, flush=True)
+    tell_torchrun(line)
     raise SystemExit(2)
 
 
-def end_without_peer(kind, error, trace):
-    """sys.excepthook of several processes: one that waits for another, which has ended, need not show where it waited."""
-    if issubclass(kind, RuntimeError) and ("closed by peer" in str(error) or "reset by peer" in str(error)):
-        print("error: another process of this run has ended; its own message says why", file=sys.stderr, flush=True)
-    else:
-        sys.__excepthook__(kind, error, trace)
-
-
-def lacks_memory(error):
-    """What an exception says of too little memory, the CPU's or a GPU's; None if it says nothing of it."""
-    words = ("out of memory", "allocate memory", "unable to allocate", "bad_alloc", "alloc_failed", "memoryerror")
-    found = [line for line in f"{error}\n{type(error).__name__}".splitlines() if any(w in line.lower() for w in words)]
-    return found[0].strip() if found and isinstance(error, (MemoryError, RuntimeError, OSError)) else None
-
-
-def memory_in_words(main):
-    """For a script's main(args): too little memory ends it in a line that says which flags need less."""
-
-    @functools.wraps(main)
-    def explained(args):
-        try:
-            return main(args)
-        except (MemoryError, RuntimeError, OSError) as error:
-            if not (reason := lacks_memory(error)):
-                raise
-        advice = "give a lower --batch-size, or --amp"
-        if hasattr(args, "grad_checkpoint"):
-            advice = "the same command with --grad-checkpoint, --amp bf16 or fewer --workers goes on from the last save; a lower "
-            advice += "--batch-size (it is of all processes together) or --queue needs a new --out"
-        fail(f"too little memory ({reason.split(' Of the allocated')[0]}): {advice}")
-
-    return explained
-
-
-class ArgumentParser(argparse.ArgumentParser):
-    """argparse whose errors are one line, as every other mistake's."""
-
-    def error(self, message):
-        fail(f"{message} (see python {self.prog} --help)")
+for _package, _oldest in ((torch, "2.11"), (torchvision, "0.26"), (timm, "1.0.20")):  # as requirements.txt
+    if TorchVersion(_package.__version__) < _oldest:
+        fail(f"{_package.__name__} {_package.__version__} is too old: see requirements.txt")
 
 
 def say(text="", end="\n"):
@@ -109,6 +85,11 @@ def say(text="", end="\n"):
         code = getattr(sys.stdout, "encoding", None) or "utf-8"
         text = text.encode(code, "backslashreplace").decode(code)  # a name may have what the terminal cannot show
         print(("\r\x1b[K" if sys.stdout.isatty() else "") + text, end=end, flush=True)
+
+
+def last_words(line):
+    say(line)
+    tell_torchrun(line)
 
 
 def progress(text, last=[0.0]):  # noqa: B006  (the list keeps the time of the last line)
@@ -126,38 +107,102 @@ def rank_and_world():
 
 
 def keep_memory():
-    """Let the C library keep what is freed: to map large tensors anew costs a CPU up to a quarter of a step. (glibc only.)"""
+    """Let glibc keep what is freed: to map large tensors anew costs a CPU up to a quarter of a step."""
     with contextlib.suppress(AttributeError, OSError, TypeError):  # another C library
         libc = ctypes.CDLL(None)
         libc.mallopt(-4, 0)  # M_MMAP_MAX: no block, however large, is mapped on its own
         libc.mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD: the top of the heap stays
 
 
-def collective_device():
-    """Where tensors have to be that the processes exchange."""
-    return "cuda" if dist.is_initialized() and dist.get_backend() == "nccl" else "cpu"
+def join_processes(args):
+    """Join torchrun's process group, if there is one; returns this process's device. Sets args.bf16."""
+    torch.set_flush_denormal(True)  # denormal numbers make a CPU several times slower
+    keep_memory()
+    warnings.filterwarnings("ignore", ".*(broadcast_buffers|Grad strides do not match).*")  # about speed and names only
+    cuda = args.device != "cpu" and torch.cuda.is_available()
+    if args.device == "cuda" and not cuda:
+        fail("--device cuda: torch sees no CUDA device; use --device cpu")
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if cuda else torch.device("cpu")
+    args.bf16 = args.amp == "bf16" or (args.amp == "auto" and cuda)
+    sizes = [getattr(args, name, 32) for name in ("image_size", "local_size")]
+    if args.bf16 and not cuda and min(sizes) <= 16 and not args.arch.startswith(("vit_", "deit")):
+        fail("--amp bf16 on a CPU: at 16 px and below torch's gradients of convolutions are wrong: give --amp off")
+    if cuda:
+        torch.cuda.set_device(device)
+        torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
+        torch.backends.cudnn.benchmark = True
+    elif args.arch and args.arch.endswith("_micro") and "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(1)  # a second one gives 15 %, and takes two thirds when another program wants a core
+    if "WORLD_SIZE" in os.environ and not dist.is_initialized():
+        store, rank, world = next(rendezvous("env://"))
+        if os.environ.get("GROUP_WORLD_SIZE", "1") == "1":  # a restart's store still holds dead workers' addresses
+            store = dist.PrefixStore(f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
+        backend = "nccl" if cuda else "gloo"
+        dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=PATIENCE)
+    return device
+
+
+def from_all(value):
+    """[what each process has], on all of them, in rank order. Tensors have to be the CPU's."""
+    found = [value] * rank_and_world()[1]
+    if len(found) > 1:
+        dist.all_gather_object(found, value)
+    return found
+
+
+def from_first(make):
+    """What make() returns on the first process, on all of them."""
+    made = [make() if rank_and_world()[0] == 0 else None]
+    if dist.is_initialized():
+        dist.broadcast_object_list(made)
+    return made[0]
 
 
 class StopRequest:
-    """SIGTERM and SIGINT ask a run to finish its step, save and end; a second one ends it at once."""
+    """SIGTERM and SIGINT ask a run to finish its step, save and end with exit status 75; after 3 s, another ends it."""
 
     def __init__(self):
-        self.requested = False
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, self._handle)
+        self.requested, self.at_once, self.next_note = 0.0, False, 0  # requested: when
+        self.before = {n: signal.signal(n, self._handle) for n in (signal.SIGTERM, signal.SIGINT)}
+        world = rank_and_world()[1]
+        self.group = dist.new_group(backend="gloo") if world > 1 else None  # notes are compared without the device
 
     def _handle(self, number, frame):
-        self.requested = True
-        signal.signal(number, signal.SIG_DFL)
+        now = time.monotonic()
+        if not self.requested:
+            self.requested = now
+            self.leave(number)
+        elif now > self.requested + 3:  # before, it is the same request: a scheduler's to all, and torchrun's
+            signal.signal(number, signal.SIG_DFL)
+            signal.raise_signal(number)
 
-    def agreed(self, step=0, every=10):
-        """Whether any process was asked; several processes compare notes at every tenth step only."""
-        world = rank_and_world()[1]
-        if world == 1 or step % every:
-            return self.requested and world == 1
-        flag = torch.tensor(float(self.requested), device=collective_device())
-        dist.all_reduce(flag, dist.ReduceOp.MAX)
-        return flag.item() > 0
+    def leave(self, number=None):
+        """In an evaluation, when everything is saved, the program ends where it is."""
+        if self.requested and self.at_once:
+            last_words("stopped on request (exit status 75) in an evaluation; the same command makes up for it")
+            if number == signal.SIGTERM:  # at once: to take torch down takes seconds, and a callback loses exceptions
+                _end_workers()
+                os._exit(75)
+            raise SystemExit(75)
+
+    @contextlib.contextmanager
+    def answered_at_once(self):
+        self.at_once = True
+        self.leave()
+        yield
+        self.at_once = False
+
+    def agreed(self, step=None, pace=0.0):
+        """Whether any process was asked; several compare notes after a step, of fast ones (pace: s) twice a second."""
+        if self.group is None:
+            return self.requested > 0
+        if step is not None and step < self.next_note:
+            return False
+        note = torch.tensor([self.requested > 0, pace], dtype=torch.float64)
+        dist.all_reduce(note, dist.ReduceOp.MAX, group=self.group)
+        if step is not None:
+            self.next_note = step + max(1, int(0.5 / max(note[1].item(), 1e-3)))
+        return note[0].item() > 0
 
 
 # -------------------------------------------------------------- 2. randomness
@@ -195,11 +240,17 @@ def generator(*keys):
     return torch.Generator().manual_seed(int(_hash(*keys)[0] >> np.uint64(1)))
 
 
+def seed_step(seed, step):
+    """Seed the global generator, from which drop-path draws, by (seed, step, rank)."""
+    torch.manual_seed(generator(seed, step, 0, rank_and_world()[0]).initial_seed())
+
+
 # --------------------------------------------------------------- 3. data sets
 
 DATASETS = ("patterns", "cifar10", "cifar100", "stl10", "imagenet100", "imagenet", "folder")
 IMAGENET_NORM = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
 NORMS = {
+    "imagenet": IMAGENET_NORM,
     "patterns": ((0.5, 0.5, 0.5), (0.2, 0.2, 0.2)),
     "cifar10": ((0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)),
     "cifar100": ((0.5071, 0.4865, 0.4409), (0.2673, 0.2564, 0.2762)),
@@ -221,7 +272,8 @@ IMAGENET100 = tuple(f"n{i}" for i in IMAGENET100.split())
 class ImageSet:
     """Images with labels, either decoded (one uint8 array) or as paths that are decoded when asked for.
 
-    labels (n,) int64, -1 where there is none; classes: names; images[i] -> uint8 array (H, W, 3).
+    labels (n,) int64, -1 where there is none; classes: names; paths (n,) bytes in one array, which loader workers share
+    as they would not share strings; images[i] -> uint8 array (H, W, 3).
     """
 
     def __init__(self, name, labels, classes, array=None, paths=None):
@@ -232,34 +284,62 @@ class ImageSet:
         return len(self.labels)
 
     def __getitem__(self, i):
-        return self.array[i] if self.array is not None else read_image(self.paths[i])
+        return self.array[i] if self.array is not None else read_image(self.path(i))
+
+    def path(self, i):
+        return os.fsdecode(self.paths[i])
 
     def sizes(self, index):
         """(n, 2) int64 heights and widths, from the array or the files' headers."""
         if self.array is not None:
             return np.tile(np.array(self.array.shape[1:3]), (len(index), 1))
-        return np.array([image_size(self.paths[i]) for i in index])
-
-    def memory(self):
-        return "read from files" if self.array is None else f"{self.array.nbytes / 2**20:.0f} MiB decoded"
+        return np.array([image_size(self.path(i)) for i in index])
 
     def subset(self, index):
         """The images of the given rows, in that order."""
-        array = self.array[index] if self.array is not None else None
-        paths = [self.paths[i] for i in index] if self.paths is not None else None
-        return ImageSet(self.name, self.labels[index], self.classes, array, paths)
-
-    def of_classes(self, keep):
-        """The images of the given classes, renumbered in that order; what has no label is left out."""
-        part, number = self.subset(np.flatnonzero(np.isin(self.labels, keep))), {label: i for i, label in enumerate(keep)}
-        labels = [number[label] for label in part.labels.tolist()]
-        return ImageSet(self.name, labels, [self.classes[i] for i in keep], part.array, part.paths)
+        part = copy.copy(self)
+        part.labels = self.labels[index]
+        part.array, part.paths = (None if rows is None else rows[index] for rows in (self.array, self.paths))
+        return part
 
     def labelled(self):
-        return self if (self.labels >= 0).all() else self.of_classes(list(range(len(self.classes))))
+        return self.subset(np.flatnonzero(self.labels >= 0)) if (self.labels < 0).any() else self
 
 
-REPLACE = "put a readable one in its place, or begin a run with --skip-bad-images"
+class OwnImages(ImageSet):
+    """A user's own map-style Dataset as an ImageSet: of PIL images, uint8 arrays (H, W[, 3]) or uint8 tensors (C, H,
+    W).
+
+    An item may be a tuple that begins with the image. Labels, if `labelled`, are data.targets, or else the items'
+    second entries, for which every item is read once. A batch's images are held from `sizes` on, so that each is
+    decoded once.
+    """
+
+    def __init__(self, data, labelled=False):
+        labels = getattr(data, "targets", None) if labelled else [-1] * len(data)
+        labels = np.array([data[i][1] for i in range(len(data))] if labels is None else labels)
+        names = getattr(data, "classes", None) or [str(i) for i in range(labels.max(initial=-1) + 1)]
+        super().__init__("own", labels, names)
+        self.data, self.rows, self.held = data, np.arange(len(data)), {}
+
+    def subset(self, index):
+        part = super().subset(index)
+        part.rows, part.held = self.rows[index], {}
+        return part
+
+    def sizes(self, index):
+        self.held |= {i: self[i] for i in index.tolist()}
+        return np.array([self.held[i].shape[:2] for i in index.tolist()])
+
+    def __getitem__(self, i):
+        if i in self.held:
+            return self.held.pop(i)
+        item = self.data[int(self.rows[i])]
+        image = item[0] if isinstance(item, (tuple, list)) else item
+        image = to_image(image.convert("RGB") if isinstance(image, Image.Image) else image)  # (3 or 1, H, W)
+        if image.dtype != torch.uint8:
+            raise BadImage(f"image {i} of your data set is {image.dtype}: give PIL images, or uint8 arrays or tensors")
+        return image.expand(3, -1, -1).permute(1, 2, 0).numpy()
 
 
 class BadImage(Exception):
@@ -272,8 +352,6 @@ def open_image(path):
     try:
         with Image.open(path) as image:
             yield image
-    except MemoryError as error:  # the file may be good: it must not be left out
-        raise MemoryError(f"MemoryError while reading {path}") from error
     except Exception as error:  # a damaged file may raise anything
         raise BadImage(f"cannot read the image {path}: {error or type(error).__name__}") from error
 
@@ -302,7 +380,7 @@ def _bumps(x, threshold, softness=0.1):
     return np.tanh((x - threshold) / softness)
 
 
-# Ten kinds: u, v are rotated coordinates in radians; r, t polar ones; c the cycles an image; p a phase. Values in [-1, 1].
+# Ten kinds: u, v are rotated coordinates in radians; r, t polar ones; c the cycles an image; p a phase.
 PATTERNS = {
     "stripes": lambda u, v, r, t, c, p: _square(u),
     "checks": lambda u, v, r, t, c, p: _square(u) * _square(v),
@@ -323,10 +401,11 @@ PATTERNS = {
 
 
 def make_patterns(count, size, seed):
-    """The data set `patterns`: uint8 images (count, size, size, 3) and labels (count,), a pure function of its arguments.
+    """The data set `patterns`: uint8 images (count, size, size, 3) and labels (count,), a pure function of its
+    arguments.
 
-    Scale, angle, phase, a warp, sign, contrast, a gradient of light and two muted colours are random, with a little noise,
-    so that neither colour nor single pixels tell the kind: an encoder has to learn the shape.
+    Scale, angle, phase, a warp, sign, contrast, a gradient of light and two muted colours are random, with a little
+    noise, so that neither colour nor single pixels tell the kind: an encoder has to learn the shape.
     """
     rng = np.random.default_rng(seed)
     labels = rng.permutation(np.arange(count) % len(PATTERNS))
@@ -356,88 +435,72 @@ def make_patterns(count, size, seed):
     return images, labels
 
 
-def _readable(paths):
-    """(n,) bool: which files can be decoded. Each process reads its share of them."""
-    rank, world = rank_and_world()
-
-    def is_readable(path):
-        try:
-            return read_image(path) is not None
-        except BadImage:
-            return False
-
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        found = list(pool.map(is_readable, np.array_split(np.array(paths), world)[rank].tolist()))
-    return gather_uneven(torch.tensor(found, dtype=torch.uint8, device=collective_device())).bool().tolist()
+def list_files(folder, classes, unlabeled):
+    """(paths (n,) bytes, labels (n,) int64) of a folder a class, and of trees without labels, sorted."""
+    samples = make_dataset(folder, {c: i for i, c in enumerate(classes)}, EXTENSIONS) if classes else []
+    for tree in (path.resolve() for path in unlabeled):
+        samples += make_dataset(tree.parent, {tree.name: -1}, EXTENSIONS)
+    paths, labels = zip(*samples, strict=True)
+    return np.array([os.fsencode(path) for path in paths]), np.array(labels)
 
 
-def read_folder(name, folder, classes, cache, unlabeled=None, skip_bad=False):
-    """A folder a class (classes: their names) and any tree `unlabeled`; without classes, `folder` is such a tree."""
-    trees = [(folder / c, i) for i, c in enumerate(classes)] or [(folder, -1)]
-    trees += [(unlabeled, -1)] if unlabeled else []
-    paths, labels = [], []
-    for tree, label in trees:
-        found = sorted(str(p) for p in tree.rglob("*") if p.suffix.lower() in EXTENSIONS and p.is_file())
-        paths, labels = paths + found, labels + [label] * len(found)
-    if skip_bad and not all(good := _readable(paths)):
-        bad = list(itertools.compress(paths, np.logical_not(good)))
-        say(f"{len(bad)} of {len(paths)} images in {folder} cannot be read and are left out: {', '.join(bad[:5])}")
-        paths, labels = (list(itertools.compress(values, good)) for values in (paths, labels))
-    for tree, label in trees:
-        if label not in labels:
-            fail(f"no {'readable ' * skip_bad}images ({', '.join(EXTENSIONS)}) in {tree}")
+def read_folder(name, folder, classes, cache, unlabeled=None):
+    """A folder a class (classes: their names) and any tree `unlabeled`; without classes, `folder` is such a tree.
+
+    The first process lists the files and tells the others; images of one size of up to 96 px are decoded at once.
+    """
+    trees = [tree for tree in (None if classes else folder, unlabeled) if tree]
     array = None
     try:
-        size = image_size(paths[0])
-        if cache and max(size) <= 96:
-            with ThreadPoolExecutor(os.cpu_count()) as pool:
-                same = all(other == size for other in pool.map(image_size, paths))
-                array = np.stack(list(pool.map(read_image, paths))) if same else None
-    except BadImage as error:
-        fail(f"{error}; {REPLACE}")
+        paths, labels = from_first(lambda: list_files(folder, classes, trees))
+        names = [os.fsdecode(path) for path in paths] if cache and max(image_size(os.fsdecode(paths[0]))) <= 96 else []
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            if len(set(pool.map(image_size, names))) == 1:
+                array = np.stack(list(pool.map(read_image, names)))
+    except (BadImage, FileNotFoundError) as error:  # make_dataset names the classes without images
+        fail(str(error))
     return ImageSet(name, labels, classes, array, paths)
 
 
-def load_images(name, data_dir=None, train=True, size=32, cache=True, unlabeled=False, skip_bad=False):
+def load_images(name, data_dir=None, train=True, size=32, cache=True, unlabeled=False):
     """A data set by name, or any data_dir with train/ (and val/ or test/), one folder a class.
 
-    size: of `patterns` only, which is generated; unlabeled: also return images without labels, for pre-training; skip_bad:
-    read all files first, and leave out those that cannot be decoded.
+    size: of `patterns` only, which is generated; unlabeled: also return images without labels, for pre-training.
     Returns an ImageSet, or None where train is False and there is no test set. Exits with a line if there is no data.
     """
-    if name not in DATASETS:
-        fail(f"unknown data set '{name}': choose one of {', '.join(DATASETS)}")
     if data_dir is not None and not os.path.isdir(data_dir):
-        if name in ("imagenet", "imagenet100", "folder") or os.path.exists(data_dir) or len(Path(data_dir).name) > 255:
+        if name in ("imagenet", "imagenet100", "folder") or os.path.exists(data_dir):
             fail(f"--data-dir {data_dir} is not a folder")
     root = Path(data_dir or "data")
     if data_dir is not None and os.path.isdir(root / "train"):
-        return _load_layout(name, root, train, cache, unlabeled, skip_bad)
+        return _load_layout(name, root, train, cache, unlabeled)
     if name == "patterns":
         if data_dir is not None:
-            fail(f"--data-dir {data_dir} has no train/, and patterns are generated: leave it out, or give --dataset folder")
+            fail(f"--data-dir {data_dir} has no train/, and patterns are generated: give --dataset folder")
         count, seed = (4096, 0) if train else (1024, 1)
         array, labels = make_patterns(count, size, seed)
         return ImageSet(name, labels, PATTERNS, array)
     if name in ("imagenet", "imagenet100", "folder"):
         if name == "folder" and data_dir is not None:
-            return read_folder(name, root, (), cache, skip_bad=skip_bad) if train else None
+            return read_folder(name, root, (), cache) if train else None
         fail(f"--dataset {name} needs --data-dir DIR with train/ and val/, one folder a class")
     return _load_torchvision(name, root, train, unlabeled)
 
 
-def _load_layout(name, root, train, cache, unlabeled, skip_bad):
+def _load_layout(name, root, train, cache, unlabeled):
     """train/ and val/ or test/, one folder a class (or none: no labels), and unlabeled/."""
     folder = next((root / s for s in (("train",) if train else ("val", "test")) if (root / s).is_dir()), None)
     if folder is None:
         return None
-    classes, have = (sorted(p.name for p in d.iterdir() if p.is_dir() and p.name[0] != ".") for d in (root / "train", folder))
+    classes, have = (
+        sorted(p.name for p in d.iterdir() if p.is_dir() and p.name[0] != ".") for d in (root / "train", folder)
+    )
     if name == "imagenet100" and set(IMAGENET100) <= set(classes):
         classes, have = sorted(IMAGENET100), [c for c in have if c in IMAGENET100]
     if odd := sorted(set(have) ^ set(classes)):
         fail(f"{folder} and {root / 'train'} have different class folders: {', '.join(odd[:5])}")
     more = root / "unlabeled"
-    return read_folder(name, folder, classes, cache, more if unlabeled and train and more.is_dir() else None, skip_bad)
+    return read_folder(name, folder, classes, cache, more if unlabeled and train and more.is_dir() else None)
 
 
 def _load_torchvision(name, root, train, unlabeled):
@@ -458,6 +521,21 @@ def _load_torchvision(name, root, train, unlabeled):
     return ImageSet(name, data.labels if name == "stl10" else data.targets, data.classes, np.ascontiguousarray(array))
 
 
+def open_images(args, train=None, test=None):
+    """(training images, test images or None) that the flags name, or a user's own; exits with a line if none."""
+    if train is not None:
+        train, test = OwnImages(train, labelled=test is not None), test and OwnImages(test, labelled=True)
+    else:
+        options = dict(size=args.image_size, cache=not args.no_cache)
+        train = load_images(args.dataset, args.data_dir, True, unlabeled=True, **options)
+        test = load_images(args.dataset, args.data_dir, False, **options) if train.classes else None
+    if len(train) < args.batch_size:
+        fail(f"{len(train)} images are fewer than one batch: give --batch-size {len(train)} or less")
+    if getattr(args, "queue", 0) is None:  # the recipe leaves it to the data
+        args.queue = min(65536, max(args.batch_size, len(train) // 10))
+    return train, test
+
+
 # ------------------------------------------------------------------- 4. views
 
 CROP_DRAWS, COLOUR_DRAWS = 22, 11
@@ -469,9 +547,8 @@ RESAMPLE = {"bilinear": Image.Resampling.BILINEAR, "bicubic": Image.Resampling.B
 def random_resized_crop(sizes, draws, scale, ratio=(3 / 4, 4 / 3), area=None, whole=False):
     """torchvision's RandomResizedCrop for many images at once: ten tries, then the centre crop of nearest aspect.
 
-    sizes (n, 2) heights and widths; draws (n, 22) uniform in [0, 1): ten areas, ten aspects, top, left.
-    scale: range of the area fraction; area (n,): a given fraction instead of ten drawn ones; whole: if ten tries fail, the
-    whole image.
+    sizes (n, 2) heights and widths; draws (n, 22) uniform in [0, 1): ten areas, ten aspects, top, left. scale: range of
+    the area fraction; area (n,): a given fraction instead of ten drawn ones; whole: if ten tries fail, the whole image.
     Returns (n, 4) int64 boxes (top, left, height, width) inside the image.
     """
     height, width = (sizes[:, i].astype(np.float64) for i in (0, 1))
@@ -490,7 +567,9 @@ def random_resized_crop(sizes, draws, scale, ratio=(3 / 4, 4 / 3), area=None, wh
     return np.where(fits.any(1)[:, None], box, centre).astype(np.int64)
 
 
-def random_colour(draws, jitter=(0, 0, 0, 0), jitter_p=0.0, gray_p=0.0, blur_p=0.0, sigma=(0.1, 2.0), solarize_p=0.0, flip_p=0.5):
+def random_colour(
+    draws, jitter=(0, 0, 0, 0), jitter_p=0.0, gray_p=0.0, blur_p=0.0, sigma=(0.1, 2.0), solarize_p=0.0, flip_p=0.5
+):
     """Colour parameters of one view, for `colour`: draws (n, 11) uniform -> (n, 9) float32, columns as COLOUR.
 
     jitter: torchvision ColorJitter's (brightness, contrast, saturation, hue); the rest are probabilities, and the range
@@ -500,7 +579,8 @@ def random_colour(draws, jitter=(0, 0, 0, 0), jitter_p=0.0, gray_p=0.0, blur_p=0
     on = coin < jitter_p
     low, high = np.maximum(0, 1 - np.array(jitter[:3])), 1 + np.array(jitter[:3])
     factors = [np.where(on, lo + (hi - lo) * d, 1) for lo, hi, d in zip(low, high, (b, c, s), strict=True)]
-    hue, blurred = np.where(on, jitter[3] * (2 * h - 1), 0), np.where(blur < blur_p, sigma[0] + (sigma[1] - sigma[0]) * sig, 0)
+    hue = np.where(on, jitter[3] * (2 * h - 1), 0)
+    blurred = np.where(blur < blur_p, sigma[0] + (sigma[1] - sigma[0]) * sig, 0)
     columns = *factors, hue, np.floor(order * 24), gray < gray_p, blurred, sol < solarize_p, flip < flip_p
     return np.stack(columns, 1).astype(np.float32)
 
@@ -517,25 +597,26 @@ def cut(image, box, size, interpolation="bilinear"):
 class Views(Dataset):
     """Cuts views in the loader's workers; asked for a whole batch of (epoch, index) keys at once.
 
-    sample(index, sizes, draws) -> (cuts, colour) is the method's: cuts is a list over views of
-    (image index (n,), boxes (n, 4), output size), colour is (n, views, 9) float32 as `random_colour` gives.
-    A batch is {'views': [uint8 (n, 3, S, S), ...], 'colour': (n, views, 9), 'index': (n,)}.
+    sample(index, sizes, draws) -> (cuts, colours) is the method's: lists over views, of (image index (n,), boxes (n,
+    4), output size) and of (n, 9) float32 as `random_colour` gives. A batch is {'views': [uint8 (n, 3, S, S), ...],
+    'colour': (n, views, 9), 'index': (n,)}.
     """
 
     def __init__(self, images, sample, num_draws, seed, interpolation="bilinear"):
-        self.images, self.sample, self.num_draws, self.seed, self.interpolation = images, sample, num_draws, seed, interpolation
+        self.images, self.sample, self.num_draws = images, sample, num_draws
+        self.seed, self.interpolation = seed, interpolation
 
     def __getitems__(self, keys):
         epochs, index = np.array(keys).T
         draws = uniform(self.seed, epochs, index, self.num_draws)
-        cuts, colour_parameters = self.sample(index, self.images.sizes(index), draws)
+        cuts, colours = self.sample(index, self.images.sizes(index), draws)
         views = [np.empty((len(index), size, size, 3), np.uint8) for _, _, size in cuts]
         for row in range(len(index)):
             read = functools.cache(self.images.__getitem__)  # an image that several views use is decoded once
             for view, (image_index, boxes, size) in zip(views, cuts, strict=True):
                 view[row] = cut(read(image_index[row].item()), boxes[row], size, self.interpolation)
         views = [torch.from_numpy(view).permute(0, 3, 1, 2) for view in views]
-        return {"views": views, "colour": torch.from_numpy(colour_parameters), "index": torch.from_numpy(index)}
+        return {"views": views, "colour": torch.from_numpy(np.stack(colours, 1)), "index": torch.from_numpy(index)}
 
 
 class EpochSampler:
@@ -551,11 +632,6 @@ class EpochSampler:
     def order(self, epoch):
         return torch.randperm(self.length, generator=generator(self.seed, epoch, 1)).tolist()
 
-    def batch(self, step):
-        """The image indices of the global batch of a step, counted over all epochs."""
-        epoch, step = divmod(step, self.length // self.batch_size)
-        return self.order(epoch)[step * self.batch_size : (step + 1) * self.batch_size]
-
     def __iter__(self):
         rank, world = rank_and_world()
         epoch, order, local = self.epoch, self.order(self.epoch), self.batch_size // world
@@ -564,10 +640,11 @@ class EpochSampler:
             yield [(epoch, i) for i in order[begin : begin + local]]
 
 
-def default_workers(device):
-    """Loader processes for each training process: the CPU is busy enough without; a GPU gets up to 12."""
-    local = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    return min(12, len(os.sched_getaffinity(0)) // local) if device.type == "cuda" else 0
+def workers_of(args, device):
+    """--workers, or what suits: the CPU is busy enough without; a GPU gets up to 12 for each training process."""
+    if args.workers is not None or device.type != "cuda" or sys.platform != "linux":  # elsewhere `sample` can't be sent
+        return args.workers or 0
+    return min(12, len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
 
 
 FORK = "fork" if sys.platform == "linux" else None  # workers share the decoded images instead of copying them
@@ -579,37 +656,34 @@ def _start_worker(_):
 
 
 def _end_workers():
+    if FORK:
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # or torch would report their end, after what was the error
     for child in multiprocessing.active_children():
         child.kill()
 
 
 class Loader(DataLoader):
-    """A DataLoader that says in a line what its workers died of."""
+    """A DataLoader whose error is a line that names the image which cannot be read."""
+
+    def __init__(self, data, device, workers=0, **options):
+        if workers:
+            atexit.register(_end_workers)  # they ignore SIGTERM, by which Python would end them
+            options |= dict(num_workers=workers, multiprocessing_context=FORK, worker_init_fn=_start_worker)
+        super().__init__(data, pin_memory=device.type == "cuda", **options)
 
     def __iter__(self):
         try:
-            batches = super().__iter__()
-            if self.num_workers:  # torch's handler would raise wherever the training process is just then
-                signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-            yield from batches
+            yield from super().__iter__()
         except BadImage as error:  # from a worker, with its traceback before the message
-            _end_workers()
-            fail(f"{str(error).strip().splitlines()[-1].removeprefix('common.BadImage: ')}; {REPLACE}")
-        except RuntimeError as error:
-            if "DataLoader worker (pid" not in str(error):
-                raise
-            _end_workers()
-            reason = "out of memory, or of shared memory (/dev/shm)?"
-            fail(f"{error}: {reason} The same command goes on from the last save; try fewer --workers")
+            fail(str(error).strip().splitlines()[-1].removeprefix("common.BadImage: "))
 
 
-def make_loader(dataset, sampler, workers, device):
-    """A DataLoader over batches of keys; its workers live as long as the run."""
-    options = dict(collate_fn=default_convert, pin_memory=device.type == "cuda", worker_init_fn=_start_worker)
-    if workers:
-        atexit.register(_end_workers)  # they ignore SIGTERM, by which Python ends its children: it would wait for ever
-        options |= dict(num_workers=workers, persistent_workers=True, multiprocessing_context=FORK)
-    return Loader(dataset, batch_sampler=sampler, **options)
+def make_loader(args, views, device):
+    """Batches of `views` as --batch-size, --seed and --workers say; its workers live as long as the run."""
+    sampler = EpochSampler(len(views.images), args.batch_size, args.seed)
+    workers = workers_of(args, device)
+    options = dict(batch_sampler=sampler, collate_fn=default_convert, persistent_workers=workers > 0)
+    return Loader(views, device, workers, **options)
 
 
 def _per_image(value, x):
@@ -724,8 +798,20 @@ def colour_views(batch, device):
 # -------------------------------------------------------------- 5. evaluation
 
 
+def own_part(x):
+    """This process's rows of a tensor (n, ...): the processes share it out in rank order."""
+    rank, world = rank_and_world()
+    return x.tensor_split(world)[rank]
+
+
+def gather_uneven(x):
+    """Concatenate a tensor (n, ...) over the processes, in rank order, where n may differ and be 0. No gradient."""
+    return torch.cat([part.to(x.device) for part in from_all(x.cpu())])
+
+
 class CentreCrops(Dataset):
-    """Images as an evaluation sees them: as they are where the size fits, else 256/224 of it and its centre crop."""
+    """Images as an evaluation sees them, uint8 (3, size, size): as they are where the size fits, else the centre crop
+    of an image whose shorter side is 256/224 of it."""
 
     def __init__(self, images, size, interpolation="bilinear"):
         self.images, self.size, self.interpolation = images, size, interpolation
@@ -739,72 +825,73 @@ class CentreCrops(Dataset):
         return torch.from_numpy(np.array(image)).permute(2, 0, 1)
 
 
-def gather_uneven(x):
-    """Concatenate a tensor over the processes, in rank order, where each may hold another number of rows."""
-    _, world = rank_and_world()
-    if world == 1:
-        return x
-    count = torch.tensor([len(x)], device=x.device)
-    counts = [torch.zeros_like(count) for _ in range(world)]
-    dist.all_gather(counts, count)
-    padded = torch.cat([x, x.new_zeros(int(max(counts)) - len(x), *x.shape[1:])])
-    gathered = padded.new_empty(world, *padded.shape)
-    dist.all_gather_into_tensor(gathered.flatten(0, 1), padded)
-    return torch.cat([part[: int(n)] for part, n in zip(gathered, counts, strict=True)])
+@contextlib.contextmanager
+def evaluation_mode(module):
+    """A module in evaluation mode, and afterwards each of its parts in the mode in which it was."""
+    modes = [(part, part.training) for part in module.modules()]
+    yield module.eval()
+    for part, training in modes:
+        part.training = training
 
 
 @torch.no_grad()
-def extract_features(encoder, images, info, device, batch_size=256, workers=0, amp=False):
-    """Features of every image in evaluation mode: (n, d) float32 on the CPU, in order, on every process.
+def output_width(module, image_size):
+    """How many numbers an encoder, (N, 3, H, W) -> (N, width), gives for an image: one of zeros is encoded."""
+    device = next((p.device for p in module.parameters()), "cpu")
+    with evaluation_mode(module):
+        return module(torch.zeros(1, 3, image_size, image_size, device=device)).flatten(1).shape[1]
 
-    info: image_size, mean, std, interpolation, as in backbone.pt. Each process encodes its part. The encoder's weights
-    and statistics are compared before and after.
+
+@torch.no_grad()
+def extract_features(encoder, images, info, device, batch_size=256, workers=0, amp=False, whole=True):
+    """Features of every image in evaluation mode: (n, width) float32 on the CPU, in order, on every process.
+
+    encoder: (N, 3, H, W) -> (N, width), on the device; images: len and [i] -> uint8 (H, W, 3); info: image_size, mean,
+    std, interpolation, as in backbone.pt; amp: bf16. Each process encodes its part (`own_part`); whole=False returns
+    that only. Raises RuntimeError if the encoder's weights or statistics have changed.
     """
-    rank, world = rank_and_world()
-    before, training = {k: v.clone() for k, v in encoder.state_dict().items()}, encoder.training
-    encoder.eval()
-    part = torch.arange(len(images)).tensor_split(world)[rank]
-    rows = part.tolist() or [0]  # a process without images encodes one for the rows' width, and drops it
-    data = torch.utils.data.Subset(CentreCrops(images, info["image_size"], info["interpolation"]), rows)
-    atexit.register(_end_workers)
-    options = dict(num_workers=workers, multiprocessing_context=FORK if workers else None, worker_init_fn=_start_worker)
-    loader = Loader(data, batch_size, pin_memory=device.type == "cuda", **options)
+    before = {k: v.clone() for k, v in encoder.state_dict().items()}
+    mine = own_part(torch.arange(len(images)))
+    crops = CentreCrops(images, info["image_size"], info["interpolation"])
+    # A process without images encodes one for the features' width, and drops it.
+    crops = torch.utils.data.Subset(crops, mine.tolist() or [0])
     features = []
-    for batch in loader:
-        x = normalize(batch.to(device, non_blocking=True).float().div_(255), info["mean"], info["std"])
-        with torch.autocast(device.type, torch.bfloat16, enabled=amp):
-            features.append(encoder(x).flatten(1).float())
-    features = torch.cat(features)[: len(part)]
-    encoder.train(training)
+    with evaluation_mode(encoder):
+        for batch in Loader(crops, device, workers, batch_size=batch_size):
+            x = normalize(batch.to(device, non_blocking=True).float().div_(255), info["mean"], info["std"])
+            with torch.autocast(device.type, torch.bfloat16, enabled=amp):
+                features.append(encoder(x).flatten(1).float().cpu())
     for key, value in encoder.state_dict().items():
         if not torch.equal(before[key].nan_to_num(), value.nan_to_num()):
             raise RuntimeError(f"evaluation changed the frozen encoder: {key}")
-    return gather_uneven(features).cpu()
+    features = torch.cat(features)[: len(mine)]
+    return gather_uneven(features) if whole else features
 
 
 @torch.no_grad()
 def knn_scores(train_x, train_y, test_x, ks, temperature, num_classes):
-    """Weighted k-nearest-neighbour class scores for several k at once.
+    """Weighted k-nearest-neighbour class scores for several k at once (Wu et al., arXiv 1805.01978).
 
-    train_x (n, d) and test_x (m, d) are L2-normalised here; train_y (n,) int64. A neighbour votes for its class with
-    exp(cosine / temperature), scaled so that the nearest one's vote is 1. k above n counts all. Exact but
-    for the rounding of matrix products (TF32 on a GPU while training), in chunks of bounded memory; the test images are shared
-    out over the processes. Returns {k: (m, num_classes) float32, CPU}.
+    train_x (n, d) and train_y (n,) int64 in [0, num_classes): the bank, or in a process group this process's part of
+    it, which may be empty; test_x (m, d): the same, whole, on every process. Both are L2-normalised here. A neighbour
+    votes for its class with exp(cosine / temperature), scaled so that the nearest one's vote is 1; k above the bank's
+    size counts all. Each process finds the nearest in its part for a chunk of test images, and the nearest of all
+    these are the nearest in the bank: exact but for the rounding of matrix products, in bounded memory; equally near
+    ones come in any order. Returns {k: (m, num_classes) float32 on the CPU}, on every process.
     """
-    rank, world = rank_and_world()
-    device, ks = train_x.device, tuple(dict.fromkeys(ks))
-    bank = F.normalize(train_x.float(), dim=1).T
-    largest = min(max(ks), len(train_x))
-    queries = F.normalize(test_x.float(), dim=1).tensor_split(world)[rank]
-    scores = {k: [torch.zeros(0, num_classes, device=device)] for k in ks}
-    for chunk in queries.split(max(1, 2**26 // max(1, len(train_x)))):
-        similarity, nearest = (chunk @ bank).topk(largest, dim=1)
-        vote = ((similarity - similarity[:, :1]) / temperature).exp()
-        label = train_y.to(device)[nearest]
-        for k in ks:
-            score = torch.zeros(len(chunk), num_classes, device=device)
-            scores[k].append(score.scatter_add_(1, label[:, :k], vote[:, :k]))
-    return {k: gather_uneven(torch.cat(parts)).cpu() for k, parts in scores.items()}
+    bank, queries = (F.normalize(x.float(), dim=1) for x in (train_x, test_x))
+    train_y, most = train_y.to(bank.device), max(ks)
+    longest = int(gather_uneven(torch.tensor([len(bank)])).max())  # all processes take the same chunks
+    scores = {k: [] for k in ks}
+    for chunk in queries.split(max(1, 2**26 // longest)):
+        similarity, row = (chunk @ bank.T).topk(min(most, len(bank)), dim=1)
+        similarity, label = (gather_uneven(x.T).T for x in (similarity, train_y[row]))
+        similarity, column = similarity.topk(min(most, similarity.shape[1]), dim=1)
+        label, vote = label.gather(1, column), ((similarity - similarity[:, :1]) / temperature).exp()
+        for k, chunks in scores.items():
+            score = torch.zeros(len(chunk), num_classes, device=bank.device)
+            chunks.append(score.scatter_add_(1, label[:, :k], vote[:, :k]).cpu())
+    return {k: torch.cat(chunks) for k, chunks in scores.items()}
 
 
 def knn_predict(train_x, train_y, test_x, k, temperature, num_classes):
@@ -814,18 +901,12 @@ def knn_predict(train_x, train_y, test_x, k, temperature, num_classes):
 
 def knn_accuracy(encoder, train, test, info, device, ks=(20, 200), temperature=0.07, workers=0, amp=False):
     """Top-1 accuracy in percent for each k: {k: float}. The bank is the labelled training set, augmented by nothing."""
-    train, truth = train.labelled(), torch.from_numpy(test.labels)
-    train_x, test_x = (extract_features(encoder, part, info, device, 256, workers, amp).to(device) for part in (train, test))
-    scores = knn_scores(train_x, torch.from_numpy(train.labels), test_x, ks, temperature, len(train.classes))
+    train, options = train.labelled(), dict(workers=workers, amp=amp)
+    train_x = extract_features(encoder, train, info, device, whole=False, **options).to(device)
+    test_x = extract_features(encoder, test, info, device, **options).to(device)
+    train_y, truth = own_part(torch.from_numpy(train.labels)), torch.from_numpy(test.labels)
+    scores = knn_scores(train_x, train_y, test_x, ks, temperature, len(train.classes))
     return {k: 100 * (s.argmax(1) == truth).float().mean().item() for k, s in scores.items()}
-
-
-def knn_floors(encoder, train, test, info, device, **options):
-    """What a trained encoder has to beat: kNN (k = 20) of raw pixels and of the given untrained encoder."""
-    pixels = nn.AvgPool2d(max(1, info["image_size"] // 32))
-    found = [knn_accuracy(e, train, test, info, device, **options)[20] for e in (pixels, encoder)]
-    say(f"floors, kNN (k = 20): raw pixels {found[0]:.1f} %, this encoder untrained {found[1]:.1f} %")
-    return dict(zip(("knn20_top1_pixels", "knn20_top1_untrained"), found, strict=True))
 
 
 @torch.no_grad()
@@ -834,15 +915,19 @@ def embedding_health(q, k):
 
     std: mean per-dimension standard deviation times sqrt(d), 1 on a uniform sphere, 0 collapsed; rank: effective rank,
     exp of the singular values' entropy, at most min(n, d); alignment: mean squared distance of positives; uniformity:
-    log mean exp(-2 squared distance) of pairs, -4 at best and 0 collapsed.
+    log mean exp(-2 squared distance) of pairs, -4 at best and 0 collapsed. (Wang and Isola, arXiv 2005.10242; Roy and
+    Vetterli's effective rank.)
     """
     q, k = F.normalize(q.float(), dim=1), F.normalize(k.float(), dim=1)
     share = torch.linalg.svdvals(q - q.mean(0))
     share = share / share.sum().clamp_min(1e-12)
     pairs = torch.pdist(q) if len(q) > 1 else q.new_zeros(1)
-    std, rank = (q.std(0, correction=0).mean() * q.shape[1] ** 0.5).item(), torch.special.entr(share).sum().exp().item()
-    uniformity = pairs.square().mul(-2).exp().mean().log().item()
-    return dict(std=std, rank=rank, alignment=(q - k).square().sum(1).mean().item(), uniformity=uniformity)
+    return dict(
+        std=(q.std(0, correction=0).mean() * q.shape[1] ** 0.5).item(),
+        rank=torch.special.entr(share).sum().exp().item(),
+        alignment=(q - k).square().sum(1).mean().item(),
+        uniformity=pairs.square().mul(-2).exp().mean().log().item(),
+    )
 
 
 PLAIN = dict(zero_init_last=False)  # residual branches start as torchvision's and MoCo's do
@@ -851,7 +936,10 @@ ARCHS = {  # short name: (timm name, what differs from it)
     "vit_tiny": ("vit_tiny_patch16_224", {}),
     "vit_small": ("vit_small_patch16_224", {}),
     "vit_base": ("vit_base_patch16_224", {}),
-    "resnet_micro": ("resnet18", dict(PLAIN, layers=(1, 1, 1, 1), channels=(16, 32, 64, 128), stem_type="deep", stem_width=8)),
+    "resnet_micro": (
+        "resnet18",
+        dict(zero_init_last=False, layers=(1, 1, 1, 1), channels=(16, 32, 64, 128), stem_type="deep", stem_width=8),
+    ),
     "resnet18": ("resnet18", PLAIN),
     "resnet34": ("resnet34", PLAIN),
     "resnet50": ("resnet50", PLAIN),
@@ -861,10 +949,14 @@ ARCHS = {  # short name: (timm name, what differs from it)
 def backbone_info(arch, image_size, patch_size, norm=IMAGENET_NORM, interpolation="bilinear", **more):
     """What backbone.pt says of an encoder besides its weights: how timm builds it, and what its images are like.
 
-    arch: a name of ARCHS or any timm model. Plain ResNets get the 3 x 3 stem for images of up to 64 px (except resnet_micro,
-    which is to be fast on a CPU); ViTs the given patch, MoCo v3's initialisation (except of the patch embedding, which timm
-    leaves out), and a position embedding that is interpolated for other image sizes.
+    arch: a name of ARCHS, any timm model, or None for a user's own module. Plain ResNets get the 3 x 3 stem for images
+    of up to 64 px (except resnet_micro, which is to be fast on a CPU); ViTs the given patch, MoCo v3's initialisation
+    (except of the patch embedding, which timm leaves out), and a position embedding that is interpolated for other
+    image sizes.
     """
+    like = dict(image_size=image_size, mean=norm[0], std=norm[1], interpolation=interpolation, **more)
+    if arch is None:
+        return dict(timm_name=None, create_kwargs={}, stem="own", **like)
     if arch not in ARCHS and not timm.is_model(arch):
         fail(f"unknown --arch {arch}: give {', '.join(ARCHS)}, or a timm model")
     name, kwargs = ARCHS.get(arch, (arch, {}))
@@ -875,34 +967,43 @@ def backbone_info(arch, image_size, patch_size, norm=IMAGENET_NORM, interpolatio
         kwargs |= dict(img_size=image_size, patch_size=patch_size, weight_init="moco", dynamic_img_size=True)
     plain = name.removeprefix("resnet").isdigit()  # resnet26d, resnetv2_50, ... have stems of their own
     stem = "3x3" if plain and image_size <= 64 and arch != "resnet_micro" else "timm"
-    info = dict(timm_name=name, create_kwargs=kwargs, stem=stem, image_size=image_size, mean=norm[0], std=norm[1])
-    return {**info, "interpolation": interpolation, **more}
+    return dict(timm_name=name, create_kwargs=kwargs, stem=stem, **like)
+
+
+def arch_name(info):
+    """The name by which --arch calls an encoder that `backbone_info` describes."""
+    for short, (name, kwargs) in ARCHS.items():
+        if name == info["timm_name"] and kwargs.items() <= info["create_kwargs"].items():
+            return short
+    return info["timm_name"] or "own encoder"
 
 
 def build_backbone(info, **more):
     """The untrained timm model without classifier that `info` describes, (N, 3, H, W) -> (N, width); more: for timm."""
     try:
-        backbone = timm.create_model(info["timm_name"], **info["create_kwargs"], **more).eval()
-        with torch.no_grad():
-            backbone(torch.zeros(1, 3, info["image_size"], info["image_size"]))
+        backbone = timm.create_model(info["timm_name"], **info["create_kwargs"], **more)
+        output_width(backbone, info["image_size"])
     except (TypeError, AssertionError, RuntimeError) as error:
-        fail(f"timm's {info['timm_name']} does not work with these arguments and image size: {' '.join(str(error).split())}")
-    backbone.train()
+        reason = " ".join(str(error).split())
+        fail(f"timm's {info['timm_name']} does not work with these arguments and image size: {reason}")
     if info["stem"] == "3x3":  # no 7 x 7 convolution and no max-pool, as CIFAR work has it
         backbone.conv1 = nn.Conv2d(3, backbone.conv1.out_channels, 3, padding=1, bias=False)
         backbone.maxpool = nn.Identity()
     return backbone
 
 
-def load_backbone(path, encoder=None):
+def load_backbone(path, encoder=None, module=None):
     """Load a pre-trained backbone from a run folder, a last.pt or a backbone.pt.
 
     encoder: 'query' or 'momentum'; by default the one the method's authors evaluate, which is what backbone.pt holds.
-    Returns (module in evaluation mode, info); info has image_size, mean, std, interpolation, method, encoder, timm_name,
+    module: gets the weights; without it timm builds what the file names, which a user's own encoder does not. Returns
+    (module in evaluation mode, info); info has image_size, mean, std, interpolation, method, encoder, timm_name,
     create_kwargs, stem. Every key must match. Exits with a line if the file does not fit.
     """
-    path = Path(path) / ("backbone.pt" if encoder is None else "last.pt") if os.path.isdir(path) else Path(path)
-    if not os.path.isfile(path):
+    path = Path(path)
+    if path.is_dir():
+        path = path / ("backbone.pt" if encoder is None else "last.pt")
+    if not path.is_file():
         fail(f"no checkpoint at {path}: give a run folder, a last.pt or a backbone.pt")
     state = load_checkpoint(path)
     try:
@@ -914,120 +1015,566 @@ def load_backbone(path, encoder=None):
             info, weights = {k: v for k, v in state.items() if k != "state_dict"}, state["state_dict"]
             if encoder not in (None, info["encoder"]):
                 fail(f"{path} holds the {info['encoder']} encoder only: give last.pt for the {encoder} encoder")
-        [float(v) for v in (*info["mean"], *info["std"])]  # numbers, or an error
-        known = info["interpolation"] in RESAMPLE and isinstance(info["timm_name"], str) and isinstance(info["method"], str)
-        if len(info["mean"]) != 3 or len(info["std"]) != 3 or not known:
-            raise ValueError("a value is of the wrong kind")
-        backbone = build_backbone(info)
-    except (KeyError, TypeError, AttributeError, ValueError) as error:
-        fail(f"{path} is not a checkpoint of this project: {type(error).__name__} {error}")
-    try:
-        backbone.load_state_dict(weights, strict=True)
-    except (RuntimeError, TypeError, AttributeError) as error:
-        fail(f"{path} does not fit {info['timm_name']}: {' '.join(str(error).split())[:600]}")
+        if module is None and info["timm_name"] is None:
+            fail(f"{path} holds a user's own encoder: give it too, as main(args, encoder=MODULE)")
+        backbone = build_backbone(info) if module is None else module
+        backbone.load_state_dict(weights)
+    except (KeyError, TypeError, AttributeError, ValueError, RuntimeError) as error:
+        reason = f"{type(error).__name__} {' '.join(str(error).split())[:600]}"
+        fail(f"{path} is not a checkpoint of this project, or does not fit its encoder: {reason}")
     return backbone.eval(), info
 
 
-# --------------------------------------------------------- 6. files of a run
-
-# Flags that may change when a run goes on.
-OPERATING = "data_dir no_cache max_steps out resume save_every keep_every knn_every device amp bf16 compile workers".split()
-OPERATING += ["grad_checkpoint", "tensorboard", "show_views"]
+# What eval_knn.py and eval_linear.py share: the encoder, the images and the floors (flags: EVALUATION_FLAGS).
 
 
-def cannot_write(path, error):
-    reason = " ".join(str(error).split())
-    fail(f"cannot write {path} ({reason}): is the disk full? Nothing that was there is lost; the same command goes on from it")
+def open_encoder(args, module=None):
+    """Join torchrun's process group if there is one; returns (device, encoder in evaluation mode, info).
+
+    module: a user's own encoder, which gets the checkpoint's weights, or is judged as it is if there is no checkpoint.
+    Fills in args.workers, and args.dataset and data_dir from the run.
+    """
+    given = args.checkpoint is not None or module is not None
+    if args.random_init == given or args.random_init != (args.arch is not None):
+        fail("give a checkpoint, or --arch NAME --random-init")
+    device = join_processes(args)
+    torch.backends.cuda.matmul.allow_tf32 = False  # neighbours are compared in float32
+    args.workers = workers_of(args, device)
+    if args.checkpoint is None:
+        args.dataset = args.dataset or "patterns"
+        patch = args.patch_size or (2 if args.image_size <= 32 else 16)
+        info = backbone_info(args.arch, args.image_size, patch, method="no run", encoder="given")
+        torch.manual_seed(args.seed)
+        encoder = build_backbone(info) if module is None else module
+        return device, encoder.eval().to(device), info
+    encoder, info = load_backbone(args.checkpoint, args.encoder, module)
+    if args.dataset is None:
+        folder = Path(args.checkpoint) if os.path.isdir(args.checkpoint) else Path(args.checkpoint).parent
+        try:
+            config = json.loads((folder / "config.json").read_text())
+            args.dataset, args.data_dir = config["dataset"], args.data_dir or config["data_dir"]
+        except (OSError, ValueError, TypeError, KeyError):
+            fail("there is no readable config.json beside the checkpoint to tell its data set: give --dataset")
+    return device, encoder.to(device), info
+
+
+def open_data(args, info, train=None, test=None, labels=True):
+    """(training images, test images or None), labelled ones only. train, test: a user's own Datasets, for --dataset's.
+
+    Own training images have labels if there is a test set. labels: exits with a line if there is no test set, or only
+    one class.
+    """
+    if train is None:
+        parts = (load_images(args.dataset, args.data_dir, part, size=info["image_size"]) for part in (True, False))
+        train, test = parts
+    else:
+        args.dataset, args.data_dir = "own", None
+        train, test = OwnImages(train, labelled=test is not None), test and OwnImages(test, labelled=True)
+    if labels and (test is None or len(train.classes) < 2):
+        fail("an evaluation needs labels of two classes: --data-dir with train/ and val/ or test/, one folder a class")
+    return train.labelled() if train.classes else train, test and test.labelled()
+
+
+def floor_encoders(args, info, device, count):
+    """{name: encoder}: what a trained encoder has to beat: raw pixels of up to 200,000 images, and itself untrained."""
+    torch.manual_seed(args.seed)
+    pixels = nn.AvgPool2d(max(1, info["image_size"] // 32))  # at most 63 x 63 of them
+    floors = {"raw pixels": pixels} if count <= 200_000 else {}
+    if info["timm_name"] and not args.random_init:
+        floors["untrained"] = build_backbone(info).to(device)
+    return {} if args.no_floors else floors
+
+
+def protocol(args, info, train, test):
+    """What an evaluation's numbers depend on, as lines."""
+    scale = f"shorter side 256/224 of {info['image_size']} px, centre crop, {info['interpolation']}"
+    same = train.array is not None and train.array.shape[1:3] == (info["image_size"],) * 2
+    return (
+        f"encoder {arch_name(info)} of {info['method']}, the {info['encoder']} encoder, evaluation mode; "
+        f"features: before the projector, after the last norm and pooling\n"
+        f"data {args.dataset}: {len(train)} training and {len(test or ())} test images, {len(train.classes)} classes; "
+        f"{'no resize' if same else scale}; mean {tuple(info['mean'])}, std {tuple(info['std'])}"
+    )
+
+
+# ------------------------------------------------------------------- 6. flags
+
+
+def number(kind, least, most=10**9):
+    """An argparse type: an int or a float from `least` to `most`."""
+
+    def parse(text):
+        value = kind(text)
+        if not least <= value <= most:
+            raise argparse.ArgumentTypeError(f"{text} is not from {least:g} to {most:g}")
+        return value
+
+    parse.__name__ = kind.__name__  # argparse's word for a text that is no number
+    return parse
+
+
+NATURAL, COUNT, POSITIVE, SHARE = number(int, 0), number(int, 1), number(float, 1e-9), number(float, 0, 1)
+AT_LEAST_TWO, SEED, WORKERS = number(int, 2), number(int, 0, 2**63 - 1), number(int, 0, 1024)
+
+# fmt: off
+FLAGS = dict(  # of every training run: group, flag, argparse's options
+    data=dict(
+        dataset=dict(default="patterns", choices=DATASETS, help="data set, and whose recipe is used"),
+        data_dir=dict(metavar="DIR", help="where it is, or is downloaded to; train/ and val/ or test/ are read"),
+        no_cache=dict(action="store_true", help="do not keep small images decoded in memory"),
+        arch=dict(metavar="NAME", help="vit_tiny, vit_small, vit_base, resnet18, resnet50, ..., or any timm model"),
+        image_size=dict(type=COUNT, metavar="N", help="px of a view"),
+        patch_size=dict(type=COUNT, metavar="N", help="px, of a ViT"),
+    ),
+    recipe=dict(
+        variant=dict(choices=("paper", "released"), default="paper", help="the paper's form, or that of its code"),
+        epochs=dict(type=COUNT, metavar="N", help="over which the schedules run"),
+        batch_size=dict(type=AT_LEAST_TWO, metavar="N", help="global: over all processes"),
+        lr=dict(type=POSITIVE, metavar="X", help="at the recipe's batch; scaled linearly with the batch"),
+        seed=dict(type=SEED, default=0, metavar="N", help="of everything that is drawn"),
+    ),
+    operation=dict(  # these may change when a run goes on
+        out=dict(metavar="DIR", help="folder of the run (runs/METHOD-DATASET-ARCH-sSEED...)"),
+        resume=dict(default="auto", metavar="auto|PATH|none", help="auto: go on from what is in --out"),
+        max_steps=dict(type=COUNT, metavar="N", help="stop and save after N steps, counted over resumes"),
+        save_every=dict(type=COUNT, default=1, metavar="N", help="save every N epochs"),
+        keep_every=dict(type=NATURAL, default=0, metavar="N", help="keep a copy every N epochs; 0: the last two only"),
+        knn_every=dict(type=NATURAL, default=10, metavar="N", help="judge every N epochs; 0: never"),
+        device=dict(default="auto", choices=("auto", "cuda", "cpu"), help="auto: a GPU where there is one"),
+        amp=dict(default="auto", choices=("auto", "bf16", "off"), help="auto: bf16 on CUDA, off on a CPU"),
+        compile=dict(action="store_true", help="compile the encoders: minutes at the start, faster steps"),
+        grad_checkpoint=dict(action="store_true", help="less memory, more time; batch norm counts a batch twice"),
+        workers=dict(type=WORKERS, metavar="N", help="loader processes for each training process"),
+        tensorboard=dict(action="store_true", help="write its events, too"),
+        show_views=dict(metavar="PNG", help="write what the network is fed, and exit"),
+    ),
+)
+# fmt: on
+EVALUATION_FLAGS = dict(  # of eval_knn.py and eval_linear.py
+    encoder=dict(choices=("query", "momentum"), help="default: the one that the method's authors evaluate"),
+    random_init=dict(action="store_true", help="an untrained encoder, --arch, instead of a checkpoint"),
+    arch=dict(metavar="NAME", help="with --random-init: vit_tiny, resnet18, ..., or any timm model"),
+    image_size=dict(type=COUNT, default=32, metavar="N", help="with --random-init"),
+    patch_size=dict(type=COUNT, metavar="N", help="with --random-init, of a ViT: 2 up to 32 px, else 16"),
+    dataset=dict(choices=DATASETS, help="default: what the encoder was trained on, or patterns"),
+    data_dir=dict(metavar="DIR", help="default: where that was"),
+    seed=dict(type=NATURAL, default=0, metavar="N", help="of what is drawn"),
+    workers=dict(type=WORKERS, metavar="N", help="loader processes (up to 12 for a GPU, else 0)"),
+    device=dict(default="auto", choices=("auto", "cuda", "cpu"), help="auto: a GPU where there is one"),
+    amp=dict(action="store_true", help="encode in bf16"),
+    no_floors=dict(action="store_true", help="leave out raw pixels and the untrained encoder"),
+)
+OPERATING = {*FLAGS["operation"], "data_dir", "no_cache", "bf16", "name", "eval_every"}
+
+
+class Help(argparse.ArgumentDefaultsHelpFormatter):
+    """Shows the defaults that there are."""
+
+    def _get_help_string(self, action):
+        return action.help if action.default is None or action.default is False else super()._get_help_string(action)
+
+
+class ArgumentParser(argparse.ArgumentParser):
+    """argparse whose errors are one line, as every other mistake's, without abbreviations."""
+
+    def __init__(self, prog, description, **options):
+        super().__init__(prog, description=description, formatter_class=Help, allow_abbrev=False, **options)
+
+    def error(self, message):
+        fail(f"{message} (see python {self.prog} --help)")
+
+
+def add_flags(parser, flags):
+    for flag, options in flags.items():
+        parser.add_argument("--" + flag.replace("_", "-"), **options)
+
+
+def evaluation_parser(prog, doc):
+    parser = ArgumentParser(prog, doc.splitlines()[0])
+    parser.add_argument("checkpoint", nargs="?", help="a run's folder, a last.pt or a backbone.pt")
+    add_flags(parser, EVALUATION_FLAGS)
+    return parser
+
+
+def run_parser(prog, doc, evaluated):
+    """The flags of every training run. doc: the script's docstring; evaluated: the encoder that the authors judge."""
+    about = (
+        "Defaults are those of --dataset patterns, which is generated here; --dataset imagenet --help shows ImageNet's."
+    )
+    parser = ArgumentParser(prog, f"{doc.splitlines()[0]} {about}", add_help=False)
+    for name, flags in FLAGS.items():
+        add_flags(parser.add_argument_group(name), flags)
+    parser.set_defaults(evaluated=evaluated)
+    return parser
+
+
+def parse_run(parser, argv, recipe):
+    """The command line as a namespace, with a recipe's values as defaults. Exits with a line on a mistake.
+
+    recipe(given) -> {name: value}, of flags and of constants; given: the namespace of the command line alone, where a
+    flag that it does not have is None. Added: method, norm (mean, std), backbone (see `backbone_info`), name (the
+    run's).
+    """
+    given = parser.parse_known_args(argv)[0]
+    parser.set_defaults(**recipe(given))
+    parser.add_argument("-h", "--help", action="help", help="show this and exit")
+    args = parser.parse_args(argv)
+    args.method = parser.prog.removesuffix(".py")
+    args.warmup *= min(1, args.epochs / parser.get_default("epochs"))  # a short run warms up in proportion
+    args.norm = NORMS.get(getattr(args, "norm", args.dataset), IMAGENET_NORM)
+    more = dict(interpolation=args.interpolation, method=args.method, encoder=args.evaluated)
+    args.backbone = backbone_info(args.arch, args.image_size, args.patch_size, args.norm, **more)
+    general = {"evaluated"}.union(*FLAGS.values()) - {"variant"}
+    changed = [flag for flag in vars(given) if flag not in general and getattr(args, flag) != parser.get_default(flag)]
+    name = "-".join(
+        [args.method, args.dataset, args.arch, f"s{args.seed}", *(f"{f}{getattr(args, f)}" for f in changed)]
+    )
+    args.name = "".join(c if c.isalnum() or c in "-_." else "+" for c in name)
+    if args.batch_size % (world := int(os.environ.get("WORLD_SIZE", 1))):
+        fail(f"--batch-size {args.batch_size} (global) cannot be shared out over {world} processes")
+    if args.tensorboard and importlib.util.find_spec("tensorboard") is None:
+        fail("--tensorboard needs a package: pip install tensorboard")
+    return args
+
+
+# --------------------------------------------------------------------- 7. run
+
+
+class Run:
+    """The life of a run: its folder, going on, what is said and logged, stopping, saving. Nothing of training.
+
+        run = Run(args, device)                    # what is wrong with --out is said here; nothing is written
+        run.begin(model, optimizer, train, ...)    # goes on from last.pt, if there is one; introduces the run
+        while run.goes_on():
+            for batch in run.batches(loader):      # what is left of this epoch; ends early if asked to stop
+                run.log(metrics)                   # counts the step
+            run.end_epoch()                        # saves; then evaluates; then writes the record
+        run.finish()
+
+    step: steps made; steps: of an epoch; total: of all epochs; end: where this call stops (--max-steps).
+    """
+
+    health_images = 1024  # the last images of an epoch, whose embeddings the health figures are of
+
+    def __init__(self, args, device, train=None, encoder=None):
+        """train, encoder: a user's own, which the run's name and backbone.pt tell."""
+        if train is not None:
+            args.name = args.name.replace(f"-{args.dataset}-", "-own-", 1)
+        if encoder is not None:
+            args.name, args.arch = args.name.replace(f"-{args.arch}-", "-own-", 1), "own"
+            args.backbone |= dict(timm_name=None, create_kwargs={}, stem="own")
+        args.out = args.out or f"runs/{args.name}"
+        self.args, self.device, self.out = args, device, Path(args.out)
+        self.config = json.loads(json.dumps(vars(args)))
+        self.checkpoint = None if getattr(args, "show_views", None) else open_run(self.out, self.config, args.resume)
+        self.step, self.record, self.saved, self.stopping = 0, None, None, False
+        self.start_epoch()
+
+    def start_epoch(self):
+        self.names, self.sums, self.count = [], None, 0  # of the metrics that are averaged, and how many steps
+        self.last, self.pairs = {}, []  # the others; embeddings for the health figures
+        self.seen = 0, 0.0  # at the last check: steps, and the sum of their gradients' norms
+
+    def begin(self, model, optimizer, train, test=None, encoder=None, chance=None, about="", **options):
+        """Load what last.pt holds and say what the run's numbers depend on.
+
+        encoder: what backbone.pt gets, and kNN judges on `test` every --knn-every epochs; or `evaluate`, a function
+        without arguments that returns {name: score}, asked every `every` epochs and at the end. chance: the loss at
+        equal logits. about: the method's own words. Other options: what else is saved, by name: tensors, or objects
+        with state_dict and load_state_dict.
+        """
+        args, self.encoder, self.chance = self.args, encoder, chance
+        self.evaluate, self.every = options.pop("evaluate", None), options.pop("every", 0)
+        self.parts = dict(model=model, optimizer=optimizer, **options)
+        self.images, self.steps = len(train), len(train) // args.batch_size
+        self.total = args.epochs * self.steps
+        self.end = min(self.total, args.max_steps or self.total)
+        if test is not None and args.knn_every:
+            judged = encoder, train, test, args.backbone, self.device
+            how = dict(workers=workers_of(args, self.device), amp=args.bf16)
+            self.evaluate = lambda: {f"knn{k}_top1": v for k, v in knn_accuracy(*judged, **how).items()}
+            self.every = args.knn_every
+        records = self.restore() if self.checkpoint else []
+        self.resumed_at = self.step
+        self.same_everywhere()
+        self.stop = StopRequest()
+        if not self.goes_on() and not self.record:
+            return
+        environment = versions(self.device)
+        say(", ".join(f"{k} {v}" for k, v in environment.items()))
+        say(introduction(args, encoder, train, test, self.steps, chance, about) if encoder is not None else about)
+        if not records:
+            records = [dict(step=self.step, **environment, arguments=self.config, chance=chance)]
+        if rank_and_world()[0] == 0:
+            for unfinished in self.out.glob("*.tmp"):  # of a process that was killed in a write
+                unfinished.unlink()
+            lines = "".join(json.dumps(record) + "\n" for record in records)
+            write_whole(self.out / "config.json", lambda path: path.write_text(json.dumps(self.config, indent=1)))
+            write_whole(self.out / "metrics.jsonl", lambda path: path.write_text(lines))
+        if self.record:
+            self.end_record()
+
+    def restore(self):
+        """Take over a last.pt; returns the records up to it. Exits with a line if it is another's, or does not fit."""
+        state = load_checkpoint(self.checkpoint)
+        rank, world = rank_and_world()
+        try:
+            here, there = self.config | {"images": self.images}, state["config"] | {"images": state["images"]}
+            for name in ("method", "arch", "image_size", "batch_size", "images"):
+                if here.get(name) != there.get(name):
+                    fail(f"{self.checkpoint} is of {name} {there.get(name)}, not {here.get(name)}")
+            for name, part in self.parts.items():
+                part.copy_(state[name]) if torch.is_tensor(part) else part.load_state_dict(state[name])
+            self.step, self.record, log = state["step"], state["record"], state["log"]
+            self.names, self.count, sums = log["names"], log["count"], log["sums"]
+            if self.count:
+                self.sums = (sums[rank] if len(sums) == world else sums.mean(0)).to(self.device)
+        except (RuntimeError, ValueError, TypeError, KeyError, AttributeError, IndexError) as error:
+            reason = f"{type(error).__name__} {' '.join(str(error).split())[:300]}"
+            fail(f"{self.checkpoint} is not a last.pt of this method, or does not fit its model: {reason}")
+        say(f"going on at step {self.step}")
+        self.saved = self.step
+        records = [r for r in read_metrics(self.out / "metrics.jsonl") if r.get("step", 0) <= self.step]
+        if self.record and (not records or any(r.get("epoch") == self.record["epoch"] for r in records)):
+            self.record = None  # written already, or in another folder
+        return records
+
+    def same_everywhere(self):
+        """Exit with a line unless the processes have the same flags, images and checkpoint."""
+        flags = {name: value for name, value in self.config.items() if name not in OPERATING}
+        marks = from_all((flags, self.images, self.step))
+        if any(mark != marks[0] for mark in marks):
+            fail("the processes differ in flags, images or checkpoint: --data-dir and --out must be on shared disks")
+
+    def goes_on(self):
+        return self.step < self.end and not self.stopping
+
+    def batches(self, loader):
+        """The batches that are left of this epoch."""
+        sampler = loader.batch_sampler
+        sampler.epoch, sampler.start = divmod(self.step, self.steps)
+        self.first, self.waited = self.step, 0.0
+        self.epoch_began = ready = time.perf_counter()
+        for batch in loader:
+            self.waited += time.perf_counter() - ready
+            yield batch
+            self.stopping = self.stop.agreed(self.step, self.pace())
+            if self.step == self.end or self.stopping:
+                break
+            ready = time.perf_counter()
+
+    def pace(self):
+        """Seconds a step."""
+        return (time.perf_counter() - self.epoch_began) / max(1, self.step - self.first)
+
+    def log(self, metrics):
+        """Count a step. metrics: 0-d tensors, which are averaged over the epoch and the processes; numbers, of which
+        the last is kept; q and k, the embeddings (n, C) of images and of their positives, for the health figures.
+        """
+        pair = [metrics.pop(name).detach() for name in ("q", "k") if name in metrics]
+        tensors = {name: v.detach().double() for name, v in metrics.items() if torch.is_tensor(v)}
+        self.last = {name: v for name, v in metrics.items() if name not in tensors}
+        values = torch.stack([*tensors.values()])
+        self.names, self.sums = [*tensors], values if self.sums is None else self.sums + values
+        self.step, self.count = self.step + 1, self.count + 1
+        if pair and -self.step % self.steps * self.args.batch_size < self.health_images:
+            self.pairs.append(torch.stack(pair, 1))
+        if self.step == self.resumed_at + 1:
+            say(f"step {self.step}: loss {metrics['loss']:.4f}")
+        if self.step % 10 == 0:
+            self.check()
+            where = f"epoch {-(-self.step // self.steps)}/{self.args.epochs}  step {self.step}/{self.total}"
+            pace, left = self.pace(), self.end - self.step
+            speed = f"{self.args.batch_size / pace:.0f} images/s  {pace * left / 60:.1f} min left"
+            progress(f"{where}  loss {metrics['loss']:.3f}  {speed}")
+
+    def check(self):
+        """Stop in words if the loss or the gradient is not finite (nothing is saved since); warn of a jump."""
+        if self.count and not self.sums.isfinite().all():
+            advice = "go on with --amp off, or with a lower --lr in a new --out and --resume PATH"
+            fail(f"the loss or its gradient is not finite by step {self.step}; last.pt is from before: {advice}")
+        norms = self.sums[self.names.index("grad_norm")].item() if "grad_norm" in self.names else 0.0
+        (count, before), self.seen = self.seen, (self.count, norms)
+        if count and norms - before > 1000 * before / count:
+            say(f"warning: before step {self.step} the gradient's norm has jumped to over a hundred times its mean")
+
+    def means(self):
+        """{name: mean over the steps since the last record and over the processes}."""
+        mean = gather_uneven(self.sums[None]).mean(0) / self.count
+        return dict(zip(self.names, mean.tolist(), strict=True))
+
+    def end_epoch(self):
+        """After the last batch, or a request to stop: save, then evaluate, then write the record."""
+        self.check()
+        self.stopping = self.stopping or self.stop.agreed()
+        epoch, left = divmod(self.step, self.steps)
+        if left == 0:
+            speed = dict(data_wait=self.waited / (time.perf_counter() - self.epoch_began))
+            speed |= dict(images_per_s=self.args.batch_size / self.pace())
+            self.record = dict(epoch=epoch, step=self.step, **self.means(), **self.health(), **self.last, **speed)
+            if self.chance is not None:
+                self.record["below_chance"] = self.chance - self.record["loss"]
+            self.start_epoch()
+        kept = left == 0 and self.args.keep_every and epoch % self.args.keep_every == 0
+        if left or kept or not self.goes_on() or epoch % self.args.save_every == 0:
+            self.save(f"epoch-{epoch:04d}.pt" if kept else None)
+        if self.record:
+            self.end_record()
+
+    def health(self):
+        """`embedding_health` of the epoch's last images, or nothing."""
+        if not self.pairs:
+            return {}
+        pairs = gather_uneven(torch.cat(self.pairs)[-self.health_images :])
+        return embedding_health(*pairs[-self.health_images :].unbind(1))
+
+    def end_record(self):
+        """Write the record, with what an evaluation finds if one is due; asked to stop, leave that to the next call."""
+        due = self.evaluate and (self.step == self.total or (self.every and self.record["epoch"] % self.every == 0))
+        if due and self.stopping:
+            return
+        if due:
+            with self.evaluation():
+                self.record |= self.evaluate()
+        write_metrics(self.out, self.record, self.args.epochs, self.args.tensorboard)
+        if self.record["epoch"] >= 3 and self.record.get("std", 1) < 0.1:
+            say("warning: std is below 0.1 (1: spread over the sphere): the embeddings have collapsed")
+        self.record = None
+
+    @contextlib.contextmanager
+    def evaluation(self):
+        """What takes long between steps: everything is saved before, so that a request to stop is answered at once."""
+        if self.saved != self.step:
+            self.save()
+        with self.stop.answered_at_once():
+            yield
+
+    def save(self, keep=None):
+        """Write backbone.pt, keep (a third name) and last.pt, from the first process; last.pt becomes last.prev.pt.
+
+        last.pt comes last: a run that was killed before it writes all of them again. Weights that the last step threw
+        out of range are not saved.
+        """
+        sums = gather_uneven(self.sums[None]).cpu() if self.count else None
+        state = {name: part if torch.is_tensor(part) else part.state_dict() for name, part in self.parts.items()}
+        if not is_finite(state):
+            fail(f"weights are not finite after step {self.step}, which is not saved: give a lower --lr, a new --out")
+        state |= dict(step=self.step, record=self.record, log=dict(names=self.names, count=self.count, sums=sums))
+        state |= dict(config=self.config, images=self.images)
+        if rank_and_world()[0] == 0:
+            if self.encoder is not None:
+                state["backbone"] = self.args.backbone
+                weights = {"state_dict": self.encoder.state_dict()}
+                save_checkpoint(self.out / "backbone.pt", self.args.backbone | weights)
+            if keep:
+                save_checkpoint(self.out / keep, state)
+            save_checkpoint(self.out / "last.pt", state, keep_previous=True)
+        self.saved = self.step
+
+    def finish(self):
+        """Say how it ended and leave the process group; exit status 75 if it was asked to stop."""
+        asked = self.stopping and (self.step < self.end or self.record is not None)  # or there is nothing left to do
+        self.result = next((r for r in reversed(read_metrics(self.out / "metrics.jsonl")) if "loss" in r), {})
+        if self.step == self.resumed_at:
+            last = json.dumps(self.result)
+            say(f"{self.out} is at step {self.step} of {self.end} already. Its last epoch: {last}")
+        elif self.step < self.total or self.record:  # asked to stop in the last step: its evaluation is left
+            loss = f" (mean loss since the last record: {self.means()['loss']:.4f})" if self.count else ""
+            why = " on request (exit status 75)" * asked
+            where = f"stopped at step {self.step} of {self.total}"
+            last_words(f"{where}{why}{loss}; the same command goes on from {self.out}")
+        elif self.encoder is not None:
+            say(f"finished. Judge it: python eval_knn.py {self.out}; python eval_linear.py {self.out}")
+        for number, handler in self.stop.before.items():
+            signal.signal(number, handler)
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        if asked:
+            raise SystemExit(75)
+
+
+def introduction(args, encoder, train, test, steps, chance, about):
+    """The first lines of a method's run: everything that its numbers depend on."""
+    world, size = rank_and_world()[1], sum(p.numel() for p in encoder.parameters()) / 1e6
+    memory = "read when needed" if train.array is None else f"{train.array.nbytes / 2**20:.0f} MiB decoded"
+    queue = getattr(args, "queue", None)
+    share = f"; the queue is {100 * queue / len(train):.1f} % of the images" if queue else ""
+    share += ", much above the usual tenth: --queue" if queue and queue > len(train) / 5 else ""
+    return f"""{args.method}, {about}; variant {args.variant}; chance level of the loss {chance:.3f}{share}
+encoder {args.arch}, {size:.2f} M parameters, {args.image_size} px; evaluated: the {args.evaluated} encoder
+data {train.name}: {len(train)} training images ({memory}), {len(test) if test else "no"} test images, \
+{len(train.classes) or "no"} classes; mean {args.norm[0]}, std {args.norm[1]}
+batch {args.batch_size} over {world} process(es), {args.batch_size // world} each; {steps} steps an epoch, \
+{args.epochs} epochs; {"bf16" if args.bf16 else "float32"}; batch-norm groups {args.bn_groups}
+rate {args.lr:g} at batch {args.lr_batch}, scaled linearly to {args.lr * args.batch_size / args.lr_batch:g}; \
+weight decay {args.weight_decay}, momentum {args.momentum}, temperature {args.temperature}"""
 
 
 def write_whole(path, write):
     """Call write(temporary path), flush it to the disk and put it in place in one step: whole or not at all."""
     path = Path(path)
-    temporary = path.with_name(path.name + ".tmp")
+    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         write(temporary)
         with open(temporary, "rb+") as file:
             os.fsync(file.fileno())
         os.replace(temporary, path)
-    except BaseException as error:
+    except (OSError, RuntimeError) as error:  # torch's writer turns one into the other
         with contextlib.suppress(OSError):
             temporary.unlink()
-        if isinstance(error, (OSError, RuntimeError)):  # torch's writer turns one into the other
-            cannot_write(path, error)
-        raise
-    folder = os.open(path.parent, os.O_RDONLY)  # the new name, too, has to reach the disk
-    os.fsync(folder)
-    os.close(folder)
+        fail(f"cannot write {path} ({error}): nothing that was there is lost; the same command goes on from it")
+    if os.name == "posix":  # the new name, too, has to reach the disk
+        folder = os.open(path.parent, os.O_RDONLY)
+        os.fsync(folder)
+        os.close(folder)
 
 
-def _digest(path, length):
-    digest = hashlib.sha256()
-    with open(path, "rb") as file:
-        while length > 0 and (block := file.read(min(length, 2**24))):
-            digest.update(block)
-            length -= len(block)
-    return digest.hexdigest().encode()
-
-
-def _intact(path):
-    """Whether the checksum at the end of a checkpoint fits; None for a file that has none (one that was cut off, say)."""
-    body = os.path.getsize(path) - 66
-    with open(path, "rb") as file:
-        file.seek(max(0, body))
-        tail = file.read()
-    return tail[2:] == _digest(path, body) if tail[:2] == struct.pack("<H", 64) else None
+def is_intact(path):
+    """Whether a checkpoint's archive is whole: torch.load alone would take flipped bits for weights."""
+    try:
+        with zipfile.ZipFile(path) as archive:
+            unread = any(
+                entry.external_attr for entry in archive.infolist()
+            )  # 0 in torch's files; testzip reads past it
+            return archive.testzip() is None and not unread
+    except (zipfile.BadZipFile, OSError, EOFError, ValueError, RuntimeError, zlib.error):
+        return False
 
 
 def save_checkpoint(path, state, keep_previous=False):
-    """torch.save with a checksum: a SHA-256 as the zip archive's comment, so any torch.load still reads the file.
-
-    keep_previous: the file that was there becomes NAME.prev.pt.
-    """
+    """torch.save, whole or not at all. keep_previous: the file that was there, if intact, becomes NAME.prev.pt."""
     path = Path(path)
 
     def write(temporary):
         torch.save(state, temporary)
-        body = temporary.stat().st_size - 2  # a zip ends with the length of its comment, which is 0 so far
-        comment = _digest(temporary, body)
-        with open(temporary, "rb+") as file:
-            file.seek(body)
-            file.write(struct.pack("<H", len(comment)) + comment)
-        if keep_previous and path.exists() and _intact(path):
+        if keep_previous and path.exists() and is_intact(path):
             os.replace(path, path.with_name(path.stem + ".prev" + path.suffix))
 
     write_whole(path, write)
 
 
-def read_checkpoint(path):
-    """The state in a file, or a RuntimeError that says in words why it cannot be used. Loads tensors and plain data only."""
-    if _intact(path) is False:
-        raise RuntimeError(f"{path} is damaged: its checksum does not fit")
-    try:
-        state = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:
-        reason = str(error).strip().splitlines()
-        raise RuntimeError(f"{path} cannot be read as a checkpoint: {reason[0] if reason else type(error).__name__}") from error
-    if not isinstance(state, dict):
-        raise RuntimeError(f"{path} is not a checkpoint of this project")
-    return state
-
-
 def load_checkpoint(path):
-    """`read_checkpoint`, falling back with a line to NAME.prev.pt; exits with a line if neither can be used."""
+    """The state in a file, or, with a line, in NAME.prev.pt beside it; exits with a line if neither can be used.
+
+    Loads tensors and plain data only.
+    """
     path = Path(path)
     previous = path.with_name(path.stem + ".prev" + path.suffix)
     for candidate in (path, previous):
         try:
-            return read_checkpoint(candidate)
-        except (RuntimeError, OSError) as error:
-            if candidate == previous or not previous.exists() or lacks_memory(error):
-                fail(str(error))
-            say(f"warning: {error}; going on from {previous}")
+            state = torch.load(candidate, map_location="cpu", weights_only=True) if is_intact(candidate) else None
+        except Exception as error:  # a file from elsewhere may hold anything; torch's advice is to load it unsafely
+            state = type(error).__name__
+        if isinstance(state, dict):
+            return state
+        if candidate == previous or not previous.exists():
+            fail(f"{candidate} is damaged, or not a checkpoint of this project")
+        say(f"warning: {candidate} is damaged; going on from {previous}")
 
 
 def read_metrics(path):
-    """The records of a metrics.jsonl; what is none, as a last line that was cut off, is left out."""
+    """The records of a metrics.jsonl; what is not JSON, as a last line that was cut off, is left out."""
     records = []
     for line in Path(path).read_text(errors="replace").splitlines() if Path(path).is_file() else ():
         with contextlib.suppress(json.JSONDecodeError):
@@ -1035,19 +1582,19 @@ def read_metrics(path):
     return [r for r in records if isinstance(r, dict) and isinstance(r.get("step", 0), int)]
 
 
-def write_metrics(out, record, epochs, tensorboard=False):
-    """Add one JSON object to metrics.jsonl, flushed to the disk, and say an epoch's line; from the first process."""
+def write_metrics(out, record, epochs=0, tensorboard=False):
+    """Add one JSON object to metrics.jsonl, flushed to the disk, and say what matters most; from the first process."""
     if rank_and_world()[0]:
         return
-    try:
-        with open(Path(out) / "metrics.jsonl", "a") as file:
-            file.write(json.dumps(record) + "\n")
-            file.flush()
-            os.fsync(file.fileno())
-    except OSError as error:
-        cannot_write(file.name, error)
+    with open(Path(out) / "metrics.jsonl", "a") as file:
+        file.write(json.dumps(record) + "\n")
+        file.flush()
+        os.fsync(file.fileno())
     if "epoch" in record:
-        shown = "  ".join(f"{k} {v:.4g}" for k, v in record.items() if k not in ("epoch", "step"))
+        below = f" ({record['below_chance']:.2f} below chance)" if "below_chance" in record else ""
+        scores = [f"{name} {value:.1f} %" for name, value in record.items() if name.endswith("_top1")]
+        scores += [f"std {record['std']:.2f}"] if "std" in record else []
+        shown = "  ".join([f"loss {record['loss']:.4f}{below}", *scores, f"{record['images_per_s']:.0f} images/s"])
         say(f"epoch {record['epoch']}/{epochs}  {shown}")
     if tensorboard:
         from torch.utils.tensorboard import SummaryWriter
@@ -1058,19 +1605,17 @@ def write_metrics(out, record, epochs, tensorboard=False):
 
 
 def open_run(out, config, resume="auto"):
-    """Find out, before any work, what to do with --out: the checkpoint to go on from, or None for a new run.
+    """Find out, before any work, what to do with --out: the checkpoint (a Path) to go on from, or None for a new run.
 
     A folder with the same configuration (OPERATING flags apart) goes on; another configuration, or files that are not a
     run's, end with a line. Nothing is written.
     """
-    out = Path(out)
-    config = json.loads(json.dumps(config))
     last = next((out / n for n in ("last.pt", "last.prev.pt") if os.path.exists(out / n)), None)
     if resume not in ("auto", "none") and not os.path.isfile(resume):
         fail(f"--resume {resume}: no such file; give auto, none or a last.pt")
     parent = next(p for p in (out, *out.absolute().parents) if os.path.exists(p))
-    if not parent.is_dir() or not os.access(parent, os.W_OK) or max(len(os.fsencode(p)) for p in out.parts or ".") > 255:
-        fail(f"--out {out} cannot be written: {parent} is not a folder that you may write to, or a name is too long")
+    if not parent.is_dir() or not os.access(parent, os.W_OK):
+        fail(f"--out {out} cannot be written: {parent} is not a folder that you may write to")
     if os.path.exists(out) and any(p.suffix != ".tmp" for p in out.iterdir()):  # a kill may leave an unfinished file
         if resume == "none":
             fail(f"--out {out} is not empty: --resume none needs a new or empty folder")
@@ -1081,21 +1626,12 @@ def open_run(out, config, resume="auto"):
         names = sorted((set(old) | set(config)) - set(OPERATING))
         different = [f"{n} was {old.get(n)}, is {config.get(n)}" for n in names if old.get(n) != config.get(n)]
         if different:
-            fail(f"--out {out} holds another configuration ({'; '.join(different)}): give another --out, or the same flags")
-    elsewhere = Path(resume).resolve().parent != out.resolve()  # the same command again: --out has gone on since
-    return {"auto": last, "none": None}.get(resume, last if last and elsewhere else Path(resume))
-
-
-def begin_run(out, config, checkpoint, step):
-    """Make the run's folder (a Path), from the first process; drop the metrics that a run which goes on will write again."""
-    if rank_and_world()[0] == 0:
-        if not (out / "config.json").exists():
-            write_whole(out / "config.json", lambda temporary: temporary.write_text(json.dumps(config, indent=1)))
-        try:
-            kept = [r for r in read_metrics(out / "metrics.jsonl") if checkpoint and r.get("step", 0) <= step]
-        except OSError as error:
-            cannot_write(out / "metrics.jsonl", error)
-        write_whole(out / "metrics.jsonl", lambda t: t.write_text("".join(json.dumps(r) + "\n" for r in kept)))
+            fail(f"--out {out} is of another configuration ({'; '.join(different)}): give another --out")
+    if resume in ("auto", "none"):
+        return last
+    if last and Path(resume).resolve().parent == out.resolve() and not os.path.samefile(resume, last):
+        fail(f"--resume {resume} would overwrite {last}, which is newer: give a new --out")
+    return last or Path(resume)  # the same command again: --out has gone on since
 
 
 def is_finite(state):
@@ -1106,64 +1642,46 @@ def is_finite(state):
     return all(map(is_finite, parts))
 
 
-def save_run(out, state, weights, keep=None):
-    """Write backbone.pt, keep (a third name) and last.pt, from the first process; the last.pt before becomes last.prev.pt.
-
-    last.pt comes last: a run that was killed before it writes all of them again. Weights that the last step, whose loss and
-    gradient were finite, threw out of range are not saved.
-    """
-    if rank_and_world()[0] == 0:
-        if not is_finite([value for name, value in state.items() if name != "log"]):
-            fail(f"the weights are not finite after step {state['step']}, which is not saved: give a lower --lr and a new --out")
-        save_checkpoint(out / "backbone.pt", state["backbone"] | {"state_dict": weights})
-        if keep:
-            save_checkpoint(out / keep, state)
-        save_checkpoint(out / "last.pt", state, keep_previous=True)
-
-
-def load_run(path, config, images):
-    """The state in a last.pt; exits with a line if it is not one, or another method's, encoder's or data set's."""
-    state = load_checkpoint(path)
-    parts = dict.fromkeys(("config", "model", "optimizer", "log"), dict) | dict.fromkeys(("step", "images"), int)
-    if not all(isinstance(state.get(name), kind) for name, kind in parts.items()) or min(state["step"], state["images"]) < 0:
-        fail(f"{path} is not a last.pt of this project")
-    for name in ("method", "arch", "image_size", "batch_size"):
-        if state["config"].get(name) != config.get(name):
-            fail(f"{path} is of {name} {state['config'].get(name)}, not {config.get(name)}")
-    say(f"going on at step {state['step']}")
-    if state["images"] != images:
-        fail(f"{path} was trained on {state['images']} images, here are {images}: check --data-dir")
-    return state
-
-
-def environment(device):
+def versions(device):
     """Versions, machine and commit, for the first line of a run."""
     git = ["git", "describe", "--always", "--dirty", "--exclude=*"]
     try:
         commit = subprocess.run(git, capture_output=True, text=True, cwd=Path(__file__).parent).stdout.strip() or None
     except OSError:
         commit = None
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
-    versions = {module.__name__: str(module.__version__) for module in (torch, torchvision, timm, np)}
-    return {"python": platform.python_version(), **versions, "device": name, "commit": commit}
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU, {torch.get_num_threads()} thread(s)"
+    packages = {module.__name__: str(module.__version__) for module in (torch, torchvision, timm, np)}
+    return {"python": platform.python_version(), **packages, "device": name, "commit": commit}
 
 
-def save_grid(path, rows, labels, border=None):
+def save_grid(path, rows, labels, border=None, captions=None):
     """Write rows of images as one PNG. rows: list of (n, 3, H, W) float in [0, 1]; labels: a text per row.
 
-    border: list per row of n colours ('green', 'red', ...) or None. Small images are enlarged without smoothing.
+    border: list per row of n colours ('green', 'red', ...) or None; captions: list per row of n texts below the images.
+    Small images are enlarged without smoothing.
     """
-    size, gap = max(row.shape[-1] for row in rows), 6
-    side, left = size * max(1, 96 // size), gap + max(8 * len(text) for text in labels)
-    sheet = Image.new("RGB", (left + max(len(r) for r in rows) * (side + gap), gap + len(rows) * (side + gap)), "white")
+    size, gap, foot = max(row.shape[-1] for row in rows), 6, 14 if captions else 0
+    side = size * max(1, 96 // size)
+    ruler = ImageDraw.Draw(Image.new("1", (1, 1)))
+    left = 2 * gap + max(int(ruler.textbbox((0, 0), text, font_size=12)[2]) for text in labels)
+    height = side + foot + gap
+    sheet = Image.new("RGB", (left + max(len(r) for r in rows) * (side + gap), gap + len(rows) * height), "white")
     draw = ImageDraw.Draw(sheet)
     for r, row in enumerate(rows):
-        top = gap + r * (side + gap)
-        draw.text((gap, top + side // 2 - 6), labels[r], fill="black", font_size=12)
+        top = gap + r * height
+        draw.text((gap, top + side // 2), labels[r], fill="black", font_size=12, anchor="lm")
         for c, image in enumerate(row.detach().cpu().clamp(0, 1).mul(255).round().byte().permute(0, 2, 3, 1).numpy()):
             x = left + c * (side + gap)
             if border and border[r] and border[r][c]:
                 draw.rectangle((x - 3, top - 3, x + side + 2, top + side + 2), fill=border[r][c])
             sheet.paste(Image.fromarray(image).resize((side, side), Image.Resampling.NEAREST), (x, top))
+            if captions:
+                draw.text((x + side // 2, top + side + 3), captions[r][c], fill="black", font_size=11, anchor="ma")
     if rank_and_world()[0] == 0:
         write_whole(path, lambda temporary: sheet.save(temporary, "PNG"))
+
+
+def save_views(path, views, labels):
+    """What --show-views writes: the first twelve images of each view, (n, 3, H, W) in [0, 1], a row a view."""
+    save_grid(path, [view[:12] for view in views], labels)
+    say(f"views written to {path}")

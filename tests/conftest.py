@@ -1,4 +1,4 @@
-"""Shared by the tests: the project's root on the path, few threads, and small helpers."""
+"""Shared by the tests: the project's root on the path, one thread, --slow, and small helpers."""
 
 import os
 import sys
@@ -9,13 +9,32 @@ import torch
 
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
-METHODS = [p.stem for p in (ROOT / f"{m}.py" for m in ("moco_jointcrop", "jcl", "clim", "logo", "patchmix")) if p.exists()]
+METHODS = [
+    p.stem for p in (ROOT / f"{m}.py" for m in ("moco_jointcrop", "jcl", "clim", "logo", "patchmix")) if p.exists()
+]
+
+
+def pytest_addoption(parser):
+    parser.addoption(
+        "--slow", action="store_true", help="also the tests that take long: whole runs, several processes, kills"
+    )
+
+
+def pytest_configure(config):
+    config.addinivalue_line("markers", "slow: run with --slow only")
+
+
+def pytest_collection_modifyitems(config, items):
+    if not config.getoption("--slow"):
+        for item in items:
+            if item.get_closest_marker("slow"):
+                item.add_marker(pytest.mark.skip(reason="--slow runs it"))
 
 
 @pytest.fixture(autouse=True)
 def _quiet(monkeypatch):
-    torch.set_num_threads(2)
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+    torch.set_num_threads(1)  # a second one would wait for whatever else runs
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "TORCHELASTIC_ERROR_FILE"):
         monkeypatch.delenv(name, raising=False)
 
 
