@@ -34,9 +34,9 @@ def make_model(monkeypatch):
         args = patchmix.parse_args([*TINY, *flags])
         args.bf16 = False
         torch.manual_seed(0)
-        model = patchmix.PatchMix(args, patchmix.describe_backbone(args))
+        model = patchmix.group_batch_norms(patchmix.PatchMix(args), args.bn_groups)
         for p in (*model.momentum_backbone.parameters(), *model.momentum_projector.parameters()):
-            p.add_(0.1 * torch.randn(p.shape))
+            p.data.add_(0.1 * torch.randn(p.shape))
         return args, model
 
     return make
@@ -51,7 +51,7 @@ def views_of(args, seed=1):
 
 
 def mix_by_loops(images, num_mix, ph, pw, k):
-    """Eq. 1-7, patch by patch: the j-th shuffled patch of mixed image i is patch k(j) of image u(i, m), m = floor(j / S)."""
+    """Eq. 1-7, patch by patch: shuffled patch j of mixed image i is patch k(j) of image u(i, m), m = floor(j / S)."""
     n, _, height, width = images.shape
     tokens, columns = (height // ph) * (width // pw), width // pw
     size, mixed = tokens // num_mix, torch.zeros_like(images)
@@ -89,23 +89,23 @@ MIXES = [  # N, M, (H, W), (p_h, p_w)
 ]
 
 
-@pytest.mark.parametrize("reference", [mix_by_loops, mix_by_index])
 @pytest.mark.parametrize("n, num_mix, size, patch", MIXES)
-def test_patch_mix_eq_1_to_9(n, num_mix, size, patch, reference):
+def test_patch_mix_eq_1_to_9(n, num_mix, size, patch):
     g = torch.Generator().manual_seed(n)
     x, weight = (torch.randn(n, 2, *size, dtype=torch.float64, generator=g) for _ in range(2))
     k = torch.randperm(size[0] // patch[0] * (size[1] // patch[1]), generator=g)
     ours, theirs = x.clone().requires_grad_(), x.clone().requires_grad_()
     mixed = patchmix.patch_mix(ours, num_mix, patch if patch[0] != patch[1] else patch[0], k)
-    expected = reference(theirs, num_mix, *patch, k)
-    assert torch.equal(mixed, expected)
-    gradients = [torch.autograd.grad((y * weight).sum(), at)[0] for y, at in ((mixed, ours), (expected, theirs))]
-    torch.testing.assert_close(*gradients)
+    gradient = torch.autograd.grad((mixed * weight).sum(), ours)[0]
+    for reference in (mix_by_loops, mix_by_index):
+        expected = reference(theirs, num_mix, *patch, k)
+        assert torch.equal(mixed, expected)
+        torch.testing.assert_close(gradient, torch.autograd.grad((expected * weight).sum(), theirs)[0])
 
 
 @pytest.mark.parametrize("n, num_mix, size, patch", [c for c in MIXES if c[0] >= c[1]])
 def test_patch_mix_keeps_places_and_shares(n, num_mix, size, patch):
-    """Every pixel comes from its own place; each source gives floor(T / M) patches, the own image also what is left over."""
+    """Every pixel comes from its own place; each source gives floor(T / M) patches, the own one the rest, too."""
     pixels = 3 * size[0] * size[1]
     mixed = patchmix.patch_mix(torch.arange(n * pixels).view(n, 3, *size), num_mix, patch)
     assert torch.equal(mixed % pixels, torch.arange(pixels).view(3, *size).expand_as(mixed))
@@ -124,7 +124,7 @@ def test_patch_mix_draws_its_own_permutation():
     assert len({patchmix.patch_mix(x, 2, 4).numpy().tobytes() for _ in range(4)}) == 4
 
 
-@pytest.mark.parametrize("num_mix, patch", [(2, 3), (2, (4, 3)), (2, (3, 4)), (0, 4), (-1, 4), (5, 4)])
+@pytest.mark.parametrize("num_mix, patch", [(2, 3), (2, (4, 3)), (2, (3, 4)), (0, 4), (5, 4)])
 def test_patch_mix_refuses(num_mix, patch):
     with pytest.raises(ValueError, match="num_mix" if patch == 4 else "do not tile"):
         patchmix.patch_mix(torch.zeros(8, 3, 8, 8), num_mix, patch)
@@ -133,14 +133,16 @@ def test_patch_mix_refuses(num_mix, patch):
 # ---------------------------------------------------------------- mix_targets
 
 
-@pytest.mark.parametrize("n, num_mix", [(9, 3), (8, 1), (7, 4), (5, 3), (11, 2), (4, 3), (3, 3), (6, 5), (2, 4)])
+@pytest.mark.parametrize("n, num_mix", [(9, 3), (8, 1), (7, 4), (5, 3), (4, 3), (2, 4)])
 def test_mix_targets_eq_10_to_12(n, num_mix):
     mto_index, mto_weight, mtm_index, mtm_weight = patchmix.mix_targets(n, num_mix)
     assert mto_index.dtype == mtm_index.dtype == torch.int64
     assert mto_index.tolist() == [[(i + m) % n for m in range(num_mix)] for i in range(n)]
     assert mtm_index.tolist() == [[(i - num_mix + 1 + j) % n for j in range(2 * num_mix - 1)] for i in range(n)]
     omega = [1 - abs(num_mix - j - 1) / num_mix for j in range(2 * num_mix - 1)]
-    assert mtm_weight.tolist() == pytest.approx(omega, abs=1e-7) and mto_weight.tolist() == pytest.approx([1 / num_mix] * num_mix)
+    assert mtm_weight.tolist() == pytest.approx(omega, abs=1e-7) and mto_weight.tolist() == pytest.approx(
+        [1 / num_mix] * num_mix
+    )
     assert mto_weight.sum().item() == pytest.approx(1) and mtm_weight.sum().item() == pytest.approx(num_mix)
     target = torch.zeros(n, n).scatter_add_(1, mtm_index, mtm_weight.expand(n, -1))
     assert torch.allclose(target.sum(1), torch.tensor(float(num_mix)))  # below 2M - 1 images some repeat, and add up
@@ -188,7 +190,9 @@ def problem(n, num_mix, keys=0, dim=5, seed=0):
 
 
 @pytest.mark.parametrize("term", ["oto", "mto", "mtm"])
-@pytest.mark.parametrize("n, num_mix, keys, temperature", [(6, 3, 0, 0.2), (7, 2, 4, 0.5), (4, 3, 2, 1.0), (3, 1, 0, 0.07)])
+@pytest.mark.parametrize(
+    "n, num_mix, keys, temperature", [(6, 3, 0, 0.2), (7, 2, 4, 0.5), (4, 3, 2, 1.0), (3, 1, 0, 0.07)]
+)
 def test_soft_info_nce_eq_13_to_15(term, n, num_mix, keys, temperature):
     q, k, targets = problem(n, num_mix, keys)
     ours = patchmix.soft_info_nce(q, k, *targets[term], temperature)
@@ -214,7 +218,7 @@ def test_soft_info_nce_one_hot_is_cross_entropy_and_duplicates_add_up():
 
 
 @pytest.mark.parametrize("term", ["oto", "mto", "mtm"])
-@pytest.mark.parametrize("smoothing", [0.1, 0.7, 1.0])
+@pytest.mark.parametrize("smoothing", [0.1, 1.0])
 def test_smoothing_spreads_a_share_over_all_keys(term, smoothing):
     """Against a dense target: (1 - s) weights + s sum(weights) / N."""
     q, k, targets = problem(7, 2, 4)
@@ -231,7 +235,7 @@ def test_smoothing_spreads_a_share_over_all_keys(term, smoothing):
 
 @pytest.mark.parametrize("num_mix", [2, 3])
 def test_a_mixed_query_is_best_between_its_sources(num_mix):
-    """With orthogonal keys the minimum, log M at low temperature, is where the similarity is shared as the mixture is."""
+    """With orthogonal keys the minimum, log M at low temperature, is where similarity is shared as the mixture is."""
     n = 8
     index, weight = patchmix.mix_targets(n, num_mix)[:2]
     k = torch.eye(n, dtype=torch.float64)
@@ -268,7 +272,7 @@ def in_batch(n, slices, num_mix):
 
 
 def total_by_loops(model, args, views):
-    """Eq. 13-16 from the model's own modules; the released code's weights, smoothing and roles of the views where asked for."""
+    """Eq. 13-16 from the model's own modules; the released weights, smoothing and roles of the views if asked for."""
     released = args.variant == "released"
     x1, x2 = views[::-1] if released else views
     mix1, mix2 = (patchmix.mix_slices(x, args, 5, i) for i, x in enumerate((x1, x2)))
@@ -284,8 +288,13 @@ def total_by_loops(model, args, views):
     return sum(factor[t] * terms[t] for t in pairs), terms
 
 
-@pytest.mark.parametrize("variant", ["paper", "released"])
-@pytest.mark.parametrize("terms", patchmix.TERMS)
+ALL = "oto,mto,mtm"
+
+
+@pytest.mark.parametrize(
+    "variant, terms",
+    [("paper", ALL), ("released", ALL), ("paper", "oto,mto"), ("released", "mto,mtm"), ("paper", "mtm")],
+)
 def test_total_eq_16(make_model, double, variant, terms):
     args, model = make_model("--variant", variant, "--terms", terms)
     views = views_of(args)
@@ -294,10 +303,9 @@ def test_total_eq_16(make_model, double, variant, terms):
     torch.testing.assert_close(loss, expected)
     assert parts.keys() == set(terms.split(","))
     for term, value in parts.items():
-        torch.testing.assert_close(metrics[f"loss_{term}"], value.detach())
+        torch.testing.assert_close(metrics[f"loss_{term}"], value)
     trained = [p for p in model.parameters() if p.requires_grad]
     torch.testing.assert_close(torch.autograd.grad(loss, trained), torch.autograd.grad(expected, trained))
-    assert not any(v.requires_grad for v in metrics.values())
     assert metrics["q"].shape == metrics["k"].shape == (args.batch_size, args.dim)
 
 
@@ -341,13 +349,13 @@ def test_rings_stay_within_their_slices(variant, monkeypatch):
 # ------------------------------------------------ momentum, groups, schedule
 
 
-@pytest.mark.parametrize("m", [0.0, 0.99, 0.3, 1.0])
+@pytest.mark.parametrize("m", [0.0, 0.3, 1.0])
 def test_momentum_update(make_model, double, m):
     args, model = make_model()
     slow = [*model.momentum_backbone.parameters(), *model.momentum_projector.parameters()]
     fast = [*model.backbone.parameters(), *model.projector.parameters()]
     before, statistics = [p.clone() for p in slow], [b.clone() for b in model.momentum_projector.buffers()]
-    model.update_momentum_encoder(m)
+    model.update(m)
     for new, old, query in zip(slow, before, fast, strict=True):
         torch.testing.assert_close(new, m * old + (1 - m) * query, rtol=1e-13, atol=1e-15)
         assert m not in (0, 1) or torch.equal(new, old if m else query)
@@ -356,42 +364,46 @@ def test_momentum_update(make_model, double, m):
 
 def test_released_vit_tiny_has_no_momentum_encoder(make_model, double, monkeypatch):
     """D4: keys of the encoder itself in training mode, so that they pass drop-path and move the batch norms."""
-    for name, value in (("drop_path", 0.5), ("image_size", 16), ("patch_size", 4)):
-        monkeypatch.setitem(patchmix.RECIPES["patterns"], name, value)
+    monkeypatch.setitem(patchmix.RECIPES["patterns"], "drop_path", 0.5)
     monkeypatch.setitem(common.ARCHS, "vit_tiny", common.ARCHS["vit_micro"])
     args, model = make_model("--variant", "released")
     assert model.momentum_backbone is not model.backbone and args.momentum[0] > 0
-    args = patchmix.parse_args([*TINY, "--arch", "vit_tiny", "--variant", "released"])
-    args.bf16 = False
-    model = patchmix.PatchMix(args, patchmix.describe_backbone(args))
+    args, model = make_model("--arch", "vit_tiny", "--variant", "released")
     assert model.momentum_backbone is model.backbone and model.momentum_projector is model.projector
     trained = list(model.parameters())
-    grouped = [p for group in patchmix.parameter_groups(model, skip_vectors=True) for p in group["params"]]
+    groups = patchmix.param_groups_weight_decay(model, args.weight_decay[0])
+    grouped = [p for group in groups for p in group["params"]]
     assert len(grouped) == len(trained) == len({id(p) for p in grouped}) and all(p.requires_grad for p in grouped)
     counts = [m.num_batches_tracked for m in model.projector if isinstance(m, patchmix.GroupedBatchNorm)]
     x = views_of(args)
     first, second = model.key(x[0]), model.key(x[0])
     assert not torch.equal(first, second) and not first.requires_grad  # drop-path
     assert [int(c) for c in counts] == [2] * len(counts)
-    loss, _ = model(x, 0)
-    loss.backward()
+    model(x, 0)[0].backward()
     before = [p.detach().clone() for p in trained]
-    model.update_momentum_encoder(0.0)
+    model.update(0.0)
     assert all(torch.equal(a, b) for a, b in zip(before, trained, strict=True))
-    other = patchmix.PatchMix(args, patchmix.describe_backbone(args))
-    other.load_state_dict(model.state_dict())
-    assert all(torch.equal(a, b) for a, b in zip(other.state_dict().values(), model.state_dict().values(), strict=True))
+
+
+def test_drop_path_is_of_the_encoder_only(make_model, double, monkeypatch):
+    monkeypatch.setitem(patchmix.RECIPES["patterns"], "drop_path", 0.5)
+    args, model = make_model()
+    x = views_of(args)[0]
+    assert not torch.equal(model.query(x), model.query(x))
+    assert torch.equal(model.key(x), model.key(x))
 
 
 def test_train_step(make_model, double):
-    """One step: only the trainable parameters move by the optimiser, then the momentum encoder once, by this step's 1 - m."""
+    """One step: the optimiser moves the trainable parameters only, then the momentum encoder moves once, by 1 - m."""
     args, model = make_model("--seed", "3")
-    optimizer = torch.optim.AdamW(patchmix.parameter_groups(model, skip_vectors=True), lr=0.0)
+    optimizer = torch.optim.AdamW(patchmix.param_groups_weight_decay(model, args.weight_decay[0]), lr=0.0)
     names = {id(p): name for name, p in model.named_parameters()}
-    grouped = [(names[id(p)], group["decays"]) for group in optimizer.param_groups for p in group["params"]]
+    grouped = [(names[id(p)], group["weight_decay"] > 0) for group in optimizer.param_groups for p in group["params"]]
     trainable = [name for name, p in model.named_parameters() if not name.startswith("momentum_")]
     assert sorted(name for name, _ in grouped) == sorted(trainable)  # each exactly once
-    assert {name for name, decays in grouped if not decays} == {n for n in trainable if model.get_parameter(n).dim() == 1}
+    assert {name for name, decays in grouped if not decays} == {
+        n for n in trainable if model.get_parameter(n).dim() == 1
+    }
     assert {("backbone.pos_embed", True), ("backbone.cls_token", True), ("backbone.norm.bias", False)} <= set(grouped)
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     draws = np.full((args.batch_size, 2, common.COLOUR_DRAWS), 0.9)
@@ -428,10 +440,14 @@ def test_schedule():
     steps = plan(milestones=(0.4, 0.6))
     expected = {79: 0.8, 80: 0.08, 119: 0.08, 120: 0.008, 199: 0.008, 20: 0.4}
     assert {s: patchmix.schedule(steps, s, 10)[0] for s in expected} == pytest.approx(expected)
-    pairs = [patchmix.schedule(plan(weight_decay=(0.04, 0.4), momentum=(0.996, 1.0)), s, 10)[1:] for s in (0, 50, 100, 200)]
+    pairs = [
+        patchmix.schedule(plan(weight_decay=(0.04, 0.4), momentum=(0.996, 1.0)), s, 10)[1:] for s in (0, 50, 100, 200)
+    ]
     quarter = (1 + math.cos(math.pi / 4)) / 2
     assert pairs[0] == pytest.approx((0.04, 0.996)) and pairs[2] == pytest.approx((0.22, 0.998))
-    assert pairs[1] == pytest.approx((0.4 - 0.36 * quarter, 1 - 0.004 * quarter)) and pairs[3] == pytest.approx((0.4, 1.0))
+    assert pairs[1] == pytest.approx((0.4 - 0.36 * quarter, 1 - 0.004 * quarter)) and pairs[3] == pytest.approx(
+        (0.4, 1.0)
+    )
     assert patchmix.schedule(plan(), 77, 10)[1:] == (0.1, 0.9)
 
 
@@ -466,22 +482,21 @@ def test_recipes(dataset, arch):
     assert released.num_mix == 2 and released.momentum == ((0, 0) if arch == "vit_tiny" else (0.996, 1.0))
     assert patchmix.parse_args(["--dataset", dataset]).arch == ("vit_small" if dataset == "imagenet" else "vit_tiny")
     with torch.device("meta"):  # shapes only
-        model = patchmix.PatchMix(args, patchmix.describe_backbone(args))
-        heads_12 = patchmix.PatchMix(released, patchmix.describe_backbone(released)).backbone.blocks[0].attn.num_heads
+        model = patchmix.PatchMix(args)
+        if arch == "vit_small":  # D3
+            assert patchmix.PatchMix(released).backbone.blocks[0].attn.num_heads == 12
     heads, width, millions = TABLE_8[dataset, arch]
     attention = model.backbone.blocks[0].attn
     assert (len(model.backbone.blocks), attention.num_heads, model.backbone.embed_dim) == (12, heads, width)
-    assert heads_12 == (12 if arch == "vit_small" else heads)
     assert sum(p.numel() for p in model.backbone.parameters()) / 1e6 == pytest.approx(millions, rel=0.02)
     # Table 9: widths, and what follows each linear layer; BN* has no parameters.
     for head, widths in ((model.projector, (width, 4096, 4096, 256)), (model.predictor, (256, 4096, 256))):
-        kinds = [type(m).__name__.replace("GroupedBatchNorm", "BN") for m in head]
-        assert kinds == ["Linear", "BN", "ReLU"] * (len(widths) - 2) + ["Linear", "BN"]
+        kinds = [type(m).__name__ for m in head]
+        assert kinds == ["Linear", "BatchNorm1d", "ReLU"] * (len(widths) - 2) + ["Linear", "BatchNorm1d"]
         linears = [m for m in head if isinstance(m, torch.nn.Linear)]
         assert [(m.in_features, m.out_features) for m in linears] == list(zip(widths, widths[1:], strict=False))
-        assert [m.weight is not None for m in head if type(m).__name__ == "GroupedBatchNorm"] == [True] * (len(widths) - 2) + [
-            False
-        ]
+        learned = [m.weight is not None for m in head if isinstance(m, torch.nn.BatchNorm1d)]
+        assert learned == [True] * (len(widths) - 2) + [False]
 
 
 @pytest.mark.parametrize("dataset, smallest", [("cifar10", 0.1), ("imagenet", 0.05)])
@@ -493,7 +508,7 @@ def test_views_are_table_10(dataset, smallest):
     boxes = [box for _, box, _ in cuts]
     assert [size for *_, size in cuts] == [args.image_size] * 2 and (boxes[0] != boxes[1]).any(1).mean() > 0.99
     for view, (blur_p, solarize_p) in enumerate(((1.0, 0.0), (0.1, 0.2))):
-        c = dict(zip(common.COLOUR, colours[:, view].T, strict=True))
+        c = dict(zip(common.COLOUR, colours[view].T, strict=True))
         area, aspect = boxes[view][:, 2] * boxes[view][:, 3] / 400**2, boxes[view][:, 3] / boxes[view][:, 2]
         assert smallest * 0.98 < area.min() < smallest * 1.2 and area.max() <= 1
         assert 0.74 < aspect.min() < 0.77 and 1.3 < aspect.max() < 1.35
@@ -515,10 +530,9 @@ def test_views_are_table_10(dataset, smallest):
         ("--num-mix 0", "num-mix"),
         ("--num-mix 7", "slice has 6 images"),
         ("--mix-slices 1 --image-size 8 --num-mix 5", "4 patches"),
-        ("--mix-slices 0", "mix-slices"),
         ("--mix-slices 5", "batch-size 12"),
-        ("--patch-size 5", "patch-size 5"),
-        ("--terms oto,oto", "terms"),
+        ("--arch resnet18 --patch-size 5", "patch-size 5"),
+        ("--terms oto,mot", "some of oto, mto, mtm"),
         ("--queue 64", "queue"),
     ],
 )
@@ -529,6 +543,44 @@ def test_wrong_flags(capsys, flags, word):
     assert stop.value.code == 2 and len(error.splitlines()) == 1 and word in error
 
 
+def test_terms_have_one_order():
+    assert patchmix.parse_args(["--terms", "mtm,oto"]).terms == "oto,mtm"
+
+
 def test_more_processes_than_slices(monkeypatch, capsys):
     monkeypatch.setenv("WORLD_SIZE", "3")
     assert patchmix.parse_args(TINY).mix_slices == 3 and "3 are used" in capsys.readouterr().out
+
+
+# ------------------------------------------------------------------ whole runs
+
+
+class Noise(torch.utils.data.Dataset):
+    """A user's own images."""
+
+    def __len__(self):
+        return 64
+
+    def __getitem__(self, i):
+        return torch.randint(256, (3, 20, 20), dtype=torch.uint8, generator=torch.Generator().manual_seed(i))
+
+
+@pytest.mark.slow
+def test_own_images_and_encoder_stopped_and_resumed(tmp_path):
+    flags = (
+        "--dataset folder --image-size 16 --patch-size 4 --batch-size 16 --mix-slices 2 --epochs 2 --device cpu".split()
+    )
+    states = []
+    for name, calls in (("whole", [[]]), ("parts", [["--max-steps", "3"], []])):
+        for more in calls:
+            torch.manual_seed(0)
+            encoder = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 4, 4), torch.nn.BatchNorm2d(8), torch.nn.Flatten())
+            args = patchmix.parse_args([*flags, "--out", str(tmp_path / name), *more])
+            args.hidden, args.dim = 16, 8
+            patchmix.main(args, train=Noise(), encoder=encoder)
+        states.append(common.load_checkpoint(tmp_path / name / "last.pt"))
+    whole, parts = (state["model"] for state in states)
+    assert states[0]["step"] == 8 and all(torch.equal(whole[name], parts[name]) for name in whole)
+    records = [common.read_metrics(tmp_path / name / "metrics.jsonl")[1:] for name in ("whole", "parts")]
+    for name in ("epoch", "loss", "loss_oto", "loss_mto", "loss_mtm", "grad_norm"):
+        assert [r[name] for r in records[0]] == [r[name] for r in records[1]]
