@@ -1,8 +1,12 @@
 """clim.py against slow references written from the paper (Eq. 1-6, App. A.2), its limit cases, and whole runs."""
 
+import contextlib
+import io
 import itertools
+import json
 import math
 import os
+import signal
 import socket
 
 import numpy as np
@@ -10,7 +14,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from PIL import Image
-from test_runs import assert_equal, load, run
 from torch.nn.parallel import DistributedDataParallel
 
 import clim
@@ -27,13 +30,17 @@ def _nano(monkeypatch):
     torch.set_num_threads(1)  # so small that threads only wait for each other
 
 
+def load(path):
+    return torch.load(path, weights_only=True)
+
+
 def unit(*shape, seed=0, grad=False):
     x = F.normalize(torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)), dim=-1)
     return x.requires_grad_(grad)
 
 
 def points(kind, n, dims=3, seed=0):
-    """Rows of float64: of a normal law, on a coarse grid (so distances tie, and all sums are exact), repeated, all equal."""
+    """Rows of float64: of a normal law, on a coarse grid (distances tie, all sums are exact), repeated, all equal."""
     g = torch.Generator().manual_seed(seed)
     if kind == "normal":
         return torch.randn(n, dims, dtype=torch.float64, generator=g)
@@ -57,13 +64,13 @@ def eq1(q, k, queue, tau):
 def eq4(q, k_anchor, k_positive, queue, tau, lam):
     """Eq. 4, image by image; lam: a number an image."""
     terms = [
-        lam[i] * eq1(q[i], k_anchor[i], queue, tau) + (1 - lam[i]) * eq1(q[i], k_positive[i], queue, tau) for i in range(len(q))
+        lam[i] * eq1(q[i], k_anchor[i], queue, tau) + (1 - lam[i]) * eq1(q[i], k_positive[i], queue, tau)
+        for i in range(len(q))
     ]
     return sum(terms) / len(terms)
 
 
-@pytest.mark.parametrize("tau", [0.07, 0.2, 1.0])
-@pytest.mark.parametrize("lam", [0.0, 0.3, 1.0, (0.0, 0.9, 0.25, 1.0)])
+@pytest.mark.parametrize("tau, lam", [(0.07, 0.3), (0.2, 0.0), (0.2, (0.0, 0.9, 0.25, 1.0)), (1.0, 0.7)])
 def test_clim_loss_eq4(tau, lam):
     q, anchor, positive, queue = unit(4, 6, grad=True), unit(4, 6, seed=1), unit(4, 6, seed=2), unit(9, 6, seed=3)
     each = lam if isinstance(lam, tuple) else [lam] * 4
@@ -83,7 +90,7 @@ def test_clim_loss_limits():
 
     torch.testing.assert_close(loss(1.0), clim.info_nce(q, anchor, queue, 0.2), **exact)
     torch.testing.assert_close(loss(0.0), clim.info_nce(q, positive, queue, 0.2), **exact)
-    torch.testing.assert_close(loss(0.3, anchor), clim.info_nce(q, anchor, queue, 0.2), **exact)  # the weights add up to 1
+    torch.testing.assert_close(loss(0.3, anchor), clim.info_nce(q, anchor, queue, 0.2), **exact)  # they add up to 1
     torch.testing.assert_close(loss(torch.full((5,), 0.3)), loss(0.3), rtol=1e-7, atol=0)  # float32 shares of an image
     torch.testing.assert_close(loss(0.3), 0.3 * loss(1.0) + 0.7 * loss(0.0), **exact)
 
@@ -94,6 +101,9 @@ def test_clim_loss_limits():
 def check_neighbors(found, x, k, tolerance=0.0):
     """Each row's are k others, no two the same, at the k smallest distances in order; of equals, any."""
     n = len(x)
+    if n == 1:
+        assert found.tolist() == [[0]]  # alone (D1)
+        return
     assert found.shape == (n, min(k, n - 1)) and found.dtype == torch.int64
     for i, row in enumerate(found.tolist()):
         assert i not in row and len(set(row)) == len(row)
@@ -102,50 +112,33 @@ def check_neighbors(found, x, k, tolerance=0.0):
 
 
 @pytest.mark.parametrize("kind", ["normal", "grid", "repeated", "equal"])
-@pytest.mark.parametrize("n, k", [(1, 3), (2, 1), (2, 5), (30, 4), (30, 29), (30, 100)])
+@pytest.mark.parametrize("n, k", [(1, 3), (2, 5), (30, 4), (30, 100)])
 def test_nearest_neighbors(kind, n, k):
     x = points(kind, n)
     check_neighbors(clim.nearest_neighbors(x, k), x, k, 1e-6 if kind == "normal" else 0.0)
 
 
-@pytest.mark.parametrize("offset", [0.0, 1000.0])
-def test_nearest_neighbors_far_from_the_origin(offset):
+def test_nearest_neighbors_far_from_the_origin():
     """Of float32 numbers that an offset does not round, so that it may not change anything."""
-    x = (torch.randint(-64, 65, (40, 8), generator=torch.Generator().manual_seed(0)) / 64).float()
-    check_neighbors(clim.nearest_neighbors(x + offset, 10), (x + offset).double(), 10, 1e-9)
+    x = (torch.randint(-64, 65, (40, 8), generator=torch.Generator().manual_seed(0)) / 64).float() + 1000
+    check_neighbors(clim.nearest_neighbors(x, 10), x.double(), 10, 1e-9)
 
 
-def test_nearest_neighbors_of_tight_clusters():
-    """Unit vectors, as embeddings are, in clusters that the distances between clusters do not drown."""
-    around = unit(6, 16)[torch.arange(48) % 6] + 1e-4 * points("normal", 48, 16)
-    x = F.normalize(around, dim=1).float()
-    check_neighbors(clim.nearest_neighbors(x, 10), x.double(), 10, 1e-12)
-
-
-@pytest.mark.parametrize("spread", [1.0, 1e-1, 1e-4])
-def test_nearest_neighbors_that_float32_confuses(spread):
-    """More rows of a cluster than are looked at again: in float32 their order is lost where the cluster is tight."""
-    x = F.normalize(unit(3, 16)[torch.arange(300) % 3] + spread * points("normal", 300, 16), dim=1).float()
-    check_neighbors(clim.nearest_neighbors(x, 5), x.double(), 5, 1e-6 * spread**2)
-
-
-@pytest.mark.parametrize("n, k", [(1, 1), (31, 2), (32, 2), (64, 4), (100, 6), (1000, 7), (1003, 40)])
-@pytest.mark.parametrize("kind", ["normal", "steps", "equal", "infinite"])
-def test_largest_is_topk(kind, n, k):
-    """Of equal values, any, but none twice."""
-    x = torch.randn(5, n, generator=torch.Generator().manual_seed(n))
-    x = dict(normal=x, steps=x.round(), equal=torch.zeros_like(x), infinite=x.masked_fill(x < 1, -math.inf))[kind]
-    values, indices = clim.largest(x, k)
-    assert torch.equal(values, x.topk(k).values) and torch.equal(x.gather(1, indices), values)
-    assert all(len(set(row)) == k for row in indices.tolist())
+def test_nearest_neighbors_that_float32_confuses():
+    """Unit vectors, as embeddings are, in clusters so tight that float32 finds others: why it is float64."""
+    x = F.normalize(unit(3, 16)[torch.arange(120) % 3] + 1e-4 * points("normal", 120, 16), dim=1).float()
+    found = clim.nearest_neighbors(x, 5)
+    check_neighbors(found, x.double(), 5, 1e-14)
+    in_float32 = torch.cdist(x, x).fill_diagonal_(math.inf).topk(5, largest=False).indices
+    assert (in_float32.sort(1).values != found.sort(1).values).any()
 
 
 @pytest.mark.parametrize("width, chunk", [(1, 1000), (2**16, 256), (2**40, 128)])
 def test_in_chunks(width, chunk):
     """All rows, once and in order, in as many parts as their width asks for."""
-    parts, rows = [], torch.arange(10, 1010)
-    found = clim.in_chunks(lambda part: parts.append(len(part)) or torch.stack([part, part**2], 1), rows, width)
-    assert torch.equal(found, torch.stack([rows, rows**2], 1)) and sum(parts) == 1000 and max(parts) == chunk
+    parts = []
+    found = clim.in_chunks(lambda rows: parts.append(len(rows)) or rows**2, torch.zeros(1000, 3), width)
+    assert torch.equal(found, torch.arange(1000) ** 2) and sum(parts) == 1000 and max(parts) == chunk
 
 
 @pytest.mark.parametrize("m", [1, 2, 7])
@@ -184,14 +177,16 @@ def lloyd(x, centers, iterations):
     return torch.stack(centers)
 
 
-@pytest.mark.parametrize("seed", [0, 1, 2])
+@pytest.mark.parametrize("seed", [0, 1])
 def test_kmeans_is_lloyds_algorithm(seed):
     x = points("normal", 60, seed=seed) + 4 * points("grid", 60, seed=seed + 10).sign()
     start = clustered(x, 5, 0, seed)[0]
     rows = [tuple(row) for row in x.tolist()]
     assert len({rows.index(tuple(c)) for c in start.tolist()}) == 5  # different rows
     for iterations in (1, 2, 6):
-        torch.testing.assert_close(clustered(x, 5, iterations, seed)[0], lloyd(x, start, iterations), rtol=1e-9, atol=1e-12)
+        torch.testing.assert_close(
+            clustered(x, 5, iterations, seed)[0], lloyd(x, start, iterations), rtol=1e-9, atol=1e-12
+        )
 
 
 def test_kmeans_starts_anywhere():
@@ -203,7 +198,7 @@ def test_kmeans_starts_anywhere():
 @pytest.mark.parametrize("kind, n, m", [("normal", 50, 8), ("grid", 50, 20), ("repeated", 60, 15), ("equal", 9, 4)])
 def test_kmeans_never_gets_worse(kind, n, m):
     x = points(kind, n)
-    for seed in range(3):
+    for seed in range(2):
         objectives = [clustered(x, m, iterations, seed)[2] for iterations in (0, 1, 2, 3, 5, 8, 20)]
         for before, after in itertools.pairwise(objectives):
             assert after <= before * (1 + 1e-12) + 1e-12
@@ -248,7 +243,7 @@ def test_kmeans_is_deterministic():
 
 
 def neighborhoods(x, i, k):
-    """Every set that may be called the k nearest neighbours of row i: of rows at equal distance any may be the last ones."""
+    """Every set that may be called the k nearest neighbours of row i: of rows equally far, any may be the last."""
     distance = {j: squared(x[i], x[j]) for j in range(len(x)) if j != i}
     k = min(k, len(distance))
     farthest = sorted(distance.values())[k - 1] if k else 0.0
@@ -275,10 +270,9 @@ def obeys(chosen, i, neighbors, x, centers, assignment):
 
 
 CASES = [  # points, N, clusters, k, number of positives
-    ("normal", 40, 4, 12, 3), ("normal", 40, 4, 12, 10), ("normal", 40, 1, 15, 4), ("normal", 40, 12, 8, 20),
-    ("grid", 24, 3, 6, 2), ("grid", 24, 3, 6, 5), ("grid", 24, 1, 8, 3), ("repeated", 18, 3, 5, 2), ("repeated", 18, 2, 7, 4),
-    ("equal", 9, 1, 4, 2), ("equal", 9, 2, 4, 3), ("equal", 9, 1, 100, 3), ("normal", 7, 2, 100, 3), ("normal", 7, 2, 100, 20),
-    ("normal", 1, 1, 4, 3), ("normal", 2, 1, 4, 3), ("normal", 2, 2, 1, 1), ("equal", 2, 1, 3, 2), ("normal", 3, 1, 1, 5),
+    ("normal", 40, 4, 12, 3), ("normal", 40, 1, 15, 4), ("normal", 40, 12, 8, 20), ("grid", 24, 3, 6, 5),
+    ("repeated", 18, 2, 7, 4), ("equal", 9, 2, 4, 3), ("normal", 7, 2, 100, 20), ("normal", 1, 1, 4, 3),
+    ("normal", 2, 2, 1, 1),
 ]  # fmt: skip
 
 
@@ -289,7 +283,9 @@ def test_select_positives(kind, n, m, k, count, natural):
     x = points(kind, n)
     centers, assignment = points("grid", m, seed=1), torch.randint(m, (n,), generator=torch.Generator().manual_seed(2))
     if natural:
-        centers = clim.kmeans(x, m, generator=torch.Generator().manual_seed(0))[0].round(decimals=3 if kind == "normal" else 0)
+        centers = clim.kmeans(x, m, generator=torch.Generator().manual_seed(0))[0].round(
+            decimals=3 if kind == "normal" else 0
+        )
         assignment = torch.tensor([min(range(len(centers)), key=lambda j: squared(row, centers[j])) for row in x])
     for seed in range(3):
         table = clim.select_positives(x, centers, assignment, k, count, torch.Generator().manual_seed(seed))
@@ -299,13 +295,15 @@ def test_select_positives(kind, n, m, k, count, natural):
 
 
 def test_select_positives_by_hand():
-    """Points on a line, the centre at 0. Anchor 6 has candidates on both sides of it; only those closer to 0 are meant."""
+    """Points on a line, the centre at 0. Anchor 6 has candidates on both sides; only those closer to 0 are meant."""
     x = torch.tensor([[v] for v in (0.0, 1.0, -2.0, 3.0, 6.5, 7.5, 6.0, -6.0, 20.0)], dtype=torch.float64)
     assignment = torch.tensor([0, 0, 0, 0, 0, 0, 0, 0, 1])
     centers = torch.tensor([[0.0], [20.0]], dtype=torch.float64)
 
     def choose(k, count):
-        return [set(row) for row in clim.select_positives(x, centers, assignment, k, count, common.generator(0)).tolist()]
+        return [
+            set(row) for row in clim.select_positives(x, centers, assignment, k, count, common.generator(0)).tolist()
+        ]
 
     assert choose(5, 3)[6] == {3, 1, 0}  # of 4, 5, 3, 1, 0 at distances 0.5, 1.5, 3, 5, 6
     assert choose(5, 4)[6] == {3, 1, 0, 4}  # topped up with the nearest of the rest
@@ -341,8 +339,6 @@ def test_take(k, count):
         assert set(row[:first]) <= set(wanted) and len(set(row[:first])) == first
         assert row[first : min(k, count)] == rest[: max(0, min(k, count) - first)]
         assert set(row[k:]) <= set(near) and len(row) == count
-    alone = clim.take(torch.zeros(4, 0, dtype=torch.int64), torch.zeros(4, 0, dtype=torch.bool), 3)
-    assert alone.tolist() == [[i] * 3 for i in range(4)]
 
 
 def test_take_draws_for_each_row():
@@ -385,7 +381,10 @@ def boxes(lam, height, width):
     found = {}
     cut_h, cut_w = int(height * math.sqrt(1 - lam)), int(width * math.sqrt(1 - lam))
     for cy, cx in itertools.product(range(height), range(width)):
-        edges = np.clip([cy - cut_h // 2, cy + cut_h // 2], 0, height), np.clip([cx - cut_w // 2, cx + cut_w // 2], 0, width)
+        edges = (
+            np.clip([cy - cut_h // 2, cy + cut_h // 2], 0, height),
+            np.clip([cx - cut_w // 2, cx + cut_w // 2], 0, width),
+        )
         box = tuple(int(v) for v in np.concatenate(edges))
         box = box if box[0] < box[1] and box[2] < box[3] else None  # no pixel at all
         found[box] = found.get(box, 0) + 1
@@ -404,8 +403,7 @@ def box_of(mixed, x, partner):
     return box
 
 
-@pytest.mark.parametrize("lam", [0.0, 0.2, 0.5, 0.81, 1.0])
-@pytest.mark.parametrize("height, width", [(6, 8), (5, 5)])
+@pytest.mark.parametrize("lam, height, width", [(0.0, 5, 5), (0.2, 6, 8), (0.81, 6, 8), (1.0, 5, 5)])
 def test_cutmix_an_image(lam, height, width):
     """Every box that CutMix can draw, as often as it draws it; the share that is left, to the pixel."""
     n = 3000
@@ -483,7 +481,7 @@ def sampled(flags=(), n=40, positives=None, seed=0):
     sample, count = clim.make_sample(args, images, positives)
     draws = common.uniform(seed, 0, np.arange(n), count)
     cuts, colours = sample(np.arange(n), images.sizes(np.arange(n)), draws)
-    return args, images, positives, cuts, colours, draws
+    return args, images, positives, cuts, np.stack(colours, 1), draws
 
 
 def table_of(n, count=3, seed=0):
@@ -505,14 +503,17 @@ def test_own_views_are_the_baselines(flags):
     for name in ("image_size", "crop_scale", "jitter", "jitter_p", "gray_p", "blur_p"):
         setattr(theirs, name, getattr(args, name))
     sample, count = jcl.make_sample(theirs)
-    assert_same_views((cuts, colours), sample(np.arange(40), images.sizes(np.arange(40)), draws[:, :count]), 2)
+    moco_cuts, moco_colours = sample(np.arange(40), images.sizes(np.arange(40)), draws[:, :count])
+    assert_same_views((cuts, colours), (moco_cuts, np.stack(moco_colours, 1)), 2)
     views = []
     for seed in (0, 1):
         *_, more_cuts, more_colours, _ = sampled(flags, positives=table_of(40, seed=seed))
-        assert len(more_cuts) == more_colours.shape[1] == (3 if "--mix" in flags else 4)
+        assert (
+            len(more_cuts) == more_colours.shape[1] == (2 if "--selection" in flags else 3 if "--mix" in flags else 4)
+        )
         assert_same_views((cuts, colours), (more_cuts, more_colours), 2)
         views.append(more_cuts)
-    assert not np.array_equal(views[0][2][0], views[1][2][0])
+    assert "--selection" in flags or not np.array_equal(views[0][2][0], views[1][2][0])
 
 
 @pytest.mark.parametrize("mix", ["cutmix", "none"])
@@ -545,8 +546,9 @@ def test_partners_are_drawn_uniformly_and_anew_each_epoch():
     assert (picks[0] == picks[1]).mean() == pytest.approx(0.2, abs=0.04)
 
 
-@pytest.mark.parametrize("resolutions", [("16", "12"), ("16", "16"), ("16", "12", "12")])
-@pytest.mark.parametrize("chosen", [False, True])
+@pytest.mark.parametrize(
+    "resolutions, chosen", [(("16", "12"), True), (("16", "16"), False), (("16", "12", "12"), True)]
+)
 def test_a_repeated_resolution_repeats_the_boxes(resolutions, chosen):
     table = table_of(40) if chosen else None
     once, again = sampled(positives=table), sampled(["--resolutions", *resolutions], positives=table)
@@ -582,11 +584,10 @@ def test_views_are_cut_from_the_right_images():
 
 def tiny(flags=(), module=clim, name="CLIM"):
     args = module.parse_args([*TINY, *flags])
-    module.init_distributed(args)
-    args.dim, args.steps = 8, 10
-    info = common.backbone_info(args.arch, args.image_size, args.patch_size, args.norm, method="m", encoder="query")
+    common.join_processes(args)
+    args.dim = 8
     torch.manual_seed(0)
-    model = getattr(module, name)(args, info).double()
+    model = module.group_batch_norms(getattr(module, name)(args), args.bn_groups).double()
     for p in (*model.momentum_backbone.parameters(), *model.momentum_projector.parameters()):
         p.add_(0.1 * torch.randn_like(p))  # so that the two encoders differ
     return model
@@ -601,16 +602,17 @@ def test_without_positives_it_is_moco_v2_exactly():
     ours.load_state_dict(theirs.state_dict())
     views = random_views(2)
     for step in range(2):
-        (a, metrics), (b, others) = ours(views, step), theirs(views, step)
+        (a, metrics), (b, others) = ours(views, step), theirs(views, step, 4.0)
         torch.testing.assert_close(a, b, rtol=1e-12, atol=0)
-        torch.testing.assert_close(a, clim.info_nce(metrics["q"], metrics["k"], ours.queue.keys, 0.2), rtol=1e-12, atol=0)
+        torch.testing.assert_close(
+            a, clim.info_nce(metrics["q"], metrics["k"], ours.queue.keys, 0.2), rtol=1e-12, atol=0
+        )
         for name in ("q", "k"):
             torch.testing.assert_close(metrics[name], others[name], rtol=1e-12, atol=1e-14)
         for model, loss in ((ours, a), (theirs, b)):
             model.zero_grad()
             loss.backward()
-            model.enqueue()
-            model.update_momentum_encoder(0.9)
+            model.update(0.9)
     for (name, p), (_, other) in zip(ours.named_parameters(), theirs.named_parameters(), strict=True):
         assert (p.grad is None) == name.startswith("momentum")
         torch.testing.assert_close(p, other, rtol=1e-12, atol=1e-14)
@@ -636,10 +638,19 @@ def resized(x, size):
     return x if size == 16 else F.interpolate(x, (size, size), mode="bilinear", antialias=True)
 
 
-@pytest.mark.parametrize("positives", ["cutmix", "none", None])
-@pytest.mark.parametrize("resolutions", [(16,), (16, 12), (16, 16), (16, 12, 12)])
+FORWARD = [
+    ("cutmix", (16,)),
+    ("cutmix", (16, 12, 12)),
+    ("none", (16, 12)),
+    ("none", (16, 16)),
+    (None, (16,)),
+    (None, (16, 12)),
+]
+
+
+@pytest.mark.parametrize("positives, resolutions", FORWARD)
 def test_forward_is_eq6(resolutions, positives, monkeypatch):
-    """The sum over all pairs of sizes of Eq. 4; with running statistics, so that an embedding is a function of its image."""
+    """The sum over all pairs of sizes of Eq. 4; with running statistics: an embedding is a function of its image."""
     model = tiny(["--resolutions", *map(str, resolutions), *(["--mix", positives] if positives else [])])
     per_copy = {"cutmix": 4, "none": 3, None: 2}[positives]
     copies = max(resolutions.count(r) for r in resolutions)
@@ -654,18 +665,22 @@ def test_forward_is_eq6(resolutions, positives, monkeypatch):
         copy = resolutions[:i].count(size)
         x, own, *others = views[copy * per_copy : (copy + 1) * per_copy]
         if positives == "cutmix":
-            mixed = next(m for a, b, _, m in calls if torch.equal(a, x) and torch.equal(b, others[1]))  # mixed at full size
+            mixed = next(
+                m for a, b, _, m in calls if torch.equal(a, x) and torch.equal(b, others[1])
+            )  # mixed at full size
             boxes |= {box_of(*trio) for trio in zip(mixed, x, others[1], strict=True)}
             x, lam = mixed, (mixed == x).all(1).double().mean().item()  # the share after clipping, not the one drawn
         queries.append(model.query(resized(x, size)))
         anchors.append(model.key(resized(own, size)))
         partners.append(model.key(resized(others[0] if others else own, size)))
     assert len(boxes) == (positives == "cutmix") and (positives is None or lam < 1)  # one box for all images and sizes
-    pairs = [eq4(q, a, p, model.queue.keys, 0.2, [lam] * 8) for q in queries for a, p in zip(anchors, partners, strict=True)]
+    pairs = [
+        eq4(q, a, p, model.queue.keys, 0.2, [lam] * 8) for q in queries for a, p in zip(anchors, partners, strict=True)
+    ]
     assert len(pairs) == len(resolutions) ** 2
     torch.testing.assert_close(loss, sum(pairs), rtol=1e-10, atol=0)
-    torch.testing.assert_close(metrics["loss"], loss.detach())
-    torch.testing.assert_close(metrics["q"], queries[0].detach())
+    torch.testing.assert_close(metrics["loss"], loss)
+    torch.testing.assert_close(metrics["q"], queries[0])
     torch.testing.assert_close(metrics["k"], anchors[0])
     gradients = torch.autograd.grad(sum(pairs), list(model.projector.parameters()))
     loss.backward()
@@ -673,7 +688,7 @@ def test_forward_is_eq6(resolutions, positives, monkeypatch):
         torch.testing.assert_close(p.grad, gradient, rtol=1e-8, atol=1e-12)
     assert all((p.grad is None) == n.startswith("momentum") for n, p in model.named_parameters())
     before = model.queue.keys.clone()
-    model.enqueue()
+    model.update(1.0)
     torch.testing.assert_close(model.queue.keys[:8], anchors[0])  # the anchor's own, at the largest size, and no others
     assert torch.equal(model.queue.keys[8:], before[8:])
 
@@ -687,7 +702,7 @@ def test_a_mixed_query_depends_on_the_partner(monkeypatch):
     outside, within = (torch.where(mask, 0.5, views[3]) for mask in (~inside, inside))
     unchanged, changed, own = (model([*views[:3], v], 5)[1]["q"] for v in (outside, within, views[0]))
     assert torch.equal(metrics["q"], unchanged) and not torch.allclose(metrics["q"], changed, rtol=1e-6)
-    torch.testing.assert_close(own, model.query(views[0]).detach())  # an image mixed with itself
+    torch.testing.assert_close(own, model.query(views[0]))  # an image mixed with itself
     model.args.mix = "none"
     assert torch.equal(model(views[:3], 5)[1]["q"], own)
 
@@ -695,7 +710,7 @@ def test_a_mixed_query_depends_on_the_partner(monkeypatch):
 @pytest.mark.parametrize("alpha", [2.0, 0.5])
 def test_the_share_is_drawn_from_beta(alpha, monkeypatch):
     """Beta(alpha, alpha), anew at each step and the same for all sizes: the law of the numbers that cutmix is given."""
-    model, calls, n = tiny(["--alpha", str(alpha), "--resolutions", "16", "12"]), recorded(monkeypatch), 500
+    model, calls, n = tiny(["--alpha", str(alpha), "--resolutions", "16", "12"]), recorded(monkeypatch), 300
     model.query = model.key = lambda x: F.normalize(x[:, :, :4, :2].flatten(1)[:, :8], dim=1)
     views = [v[:1, :, :4, :4] for v in random_views(4)]
     model.args.resolutions = [4, 4]
@@ -713,29 +728,30 @@ def test_chance_is_the_loss_of_equal_logits(resolutions, views):
     model = tiny(["--resolutions", *map(str, resolutions)])
     model.query = model.key = lambda x: unit(1, 8).expand(len(x), -1)
     model.queue.keys.copy_(unit(1, 8).expand(16, -1))
-    assert model(random_views(views), 0)[0].item() == pytest.approx(model.chance()) == len(resolutions) ** 2 * math.log(17)
+    loss, _ = model(random_views(views), 0)
+    assert loss.item() == pytest.approx(len(resolutions) ** 2 * math.log(17))
 
 
 def test_refresh_embeds_with_the_momentum_encoder(capsys):
-    """The table is that of the unit-length outputs of backbone and projector, running statistics, for normalised images."""
+    """The table is that of backbone and projector, unit-length outputs, running statistics, for normalised images."""
     args = clim.parse_args([*TINY, "--selection", "knn", "--knn-k", "3", "--num-positives", "3"])
-    device = clim.init_distributed(args)
+    device = common.join_processes(args)
     args.dim = 8
-    info = common.backbone_info(args.arch, 16, args.patch_size, ((0.4, 0.5, 0.6), (0.1, 0.2, 0.3)), method="m", encoder="query")
+    args.backbone |= dict(mean=(0.4, 0.5, 0.6), std=(0.1, 0.2, 0.3))
     array, labels = common.make_patterns(30, 16, 0)
     images = common.ImageSet("patterns", labels, common.PATTERNS, array)
     torch.manual_seed(0)
-    model = clim.CLIM(args, info)
+    model = clim.CLIM(args)
     for p in (*model.momentum_backbone.parameters(), *model.momentum_projector.parameters()):
         p.add_(0.3 * torch.randn_like(p))
     model([torch.randn(8, 3, 16, 16) for _ in range(2)], 0)
     positives = torch.full((30, 3), -1, dtype=torch.int32)
-    clim.refresh(args, model, images, info, device, 0, positives, workers=0)
+    clim.refresh(args, model, images, device, 0, positives)
     assert model.training and model.momentum_backbone.training
     model.eval()
     with torch.no_grad():
         x = torch.from_numpy(array).permute(0, 3, 1, 2) / 255
-        x = (x - torch.tensor(info["mean"]).view(3, 1, 1)) / torch.tensor(info["std"]).view(3, 1, 1)
+        x = (x - torch.tensor([0.4, 0.5, 0.6]).view(3, 1, 1)) / torch.tensor([0.1, 0.2, 0.3]).view(3, 1, 1)
         x = model.momentum_projector(model.momentum_backbone(x)).double()
         x = x / x.square().sum(1, keepdim=True).sqrt()
     for i, row in enumerate(positives.tolist()):
@@ -757,16 +773,20 @@ def embeddings(n):
 
 
 def member(index, ports, folder):
-    """Of groups of 1, 2 and 4 processes, one: tables of every selection, and two steps of float64 on its part of a batch."""
+    """Of groups of 1, 2 and 4 processes, one: tables of every selection, and two steps of float64 on its part."""
     world = (1, 2, 2, 4, 4, 4, 4)[index]
     rank = index - (0, 1, 1, 3, 3, 3, 3)[index]
     torch.set_num_threads(1)
     if world > 1:
-        os.environ |= dict(RANK=str(rank), WORLD_SIZE=str(world), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(ports[world]))
+        os.environ |= dict(
+            RANK=str(rank), WORLD_SIZE=str(world), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(ports[world])
+        )
     common.ARCHS["resnet_nano"] = NANO
-    args = clim.parse_args([*TINY, "--batch-size", "16", "--queue", "24", "--resolutions", "16", "12", "--num-positives", "3"])
+    args = clim.parse_args(
+        [*TINY, "--batch-size", "16", "--queue", "24", "--resolutions", "16", "12", "--num-positives", "3"]
+    )
     args.bn_groups, args.dim = 4, 8
-    device = clim.init_distributed(args)
+    device = common.join_processes(args)
     assert common.rank_and_world() == (rank, world)
     result = dict(tables={}, losses=[])
     for n, m, k in ((101, 7, 9), (30, 40, 5), (6, 2, 50)):
@@ -775,21 +795,22 @@ def member(index, ports, folder):
             table = clim.choose_positives(args, embeddings(n), common.generator(n))
             result["tables"][f"{args.selection}-{n}"] = table
             assert all(torch.equal(table, other) for other in clim.gather(table.unsqueeze(0)))
-    info = common.backbone_info(args.arch, 16, 4, args.norm, method="clim", encoder="query")
     torch.manual_seed(0)
-    model = clim.CLIM(args, info).double()
+    model = clim.group_batch_norms(clim.CLIM(args), args.bn_groups).double()
     wrapped = DistributedDataParallel(model, broadcast_buffers=False) if world > 1 else model
     mine = torch.stack(random_views(4, n=16)).view(4, world, -1, 3, 16, 16)[:, rank]
     for step in range(2):
         model.zero_grad()
         loss, _ = wrapped(list(mine), step)
         loss.backward()
-        model.enqueue()
+        model.update(1.0)
         clim.average_buffers(model)
         result["losses"].append(clim.gather(loss.detach().view(1)).mean())
     queues = clim.gather(model.queue.keys.unsqueeze(0))
     assert device.type == "cpu" and all(torch.equal(queue, queues[0]) for queue in queues)
-    result |= dict(gradients={n: p.grad for n, p in model.named_parameters() if p.grad is not None}, state=model.state_dict())
+    result |= dict(
+        gradients={n: p.grad for n, p in model.named_parameters() if p.grad is not None}, state=model.state_dict()
+    )
     if rank == 0:
         torch.save(result, f"{folder}/{world}.pt")
     if world > 1:
@@ -809,6 +830,7 @@ def groups(tmp_path_factory):
     return {world: load(folder / f"{world}.pt") for world in (1, 2, 4)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world", [2, 4])
 def test_processes_choose_the_same_positives(groups, world):
     one, other = (groups[w]["tables"] for w in (1, world))
@@ -816,6 +838,7 @@ def test_processes_choose_the_same_positives(groups, world):
     assert [name for name in one if not torch.equal(one[name], other[name])] == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world", [2, 4])
 def test_processes_train_as_one(groups, world):
     one, other = groups[1], groups[world]
@@ -823,14 +846,16 @@ def test_processes_train_as_one(groups, world):
     torch.testing.assert_close(other["losses"], one["losses"], rtol=1e-9, atol=1e-11)
     torch.testing.assert_close(other["gradients"], one["gradients"], rtol=1e-8, atol=1e-10)
     for name, value in one["state"].items():
+        if name.endswith("num_batches_tracked"):  # counts where a process is one group
+            continue
         torch.testing.assert_close(other["state"][name], value, rtol=1e-9, atol=1e-10, msg=name)
 
 
 # ------------------------------------------------------------------- whole runs
 
 # Four epochs of 4 steps: the first without positives, tables before the second and the fourth.
-RUN = "--arch resnet_nano --queue 32 --knn-every 0 --epochs 4 --clim-start 1 --refresh-every 2 --resolutions 16 12".split()
-RUN += "--num-clusters 6 --knn-k 8 --num-positives 3".split()
+RUN = "--arch resnet_nano --image-size 16 --batch-size 16 --queue 32 --knn-every 0 --epochs 4".split()
+RUN += "--clim-start 1 --refresh-every 2 --resolutions 16 12 --num-clusters 6 --knn-k 8 --num-positives 3".split()
 
 
 @pytest.fixture(scope="module")
@@ -844,9 +869,40 @@ def folder(tmp_path_factory):
     return root
 
 
+def run(folder, out, *flags):
+    """A run in this process; returns what it prints."""
+    said, handlers = io.StringIO(), {n: signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        with contextlib.redirect_stdout(said):
+            clim.main(clim.parse_args([*RUN, "--data-dir", str(folder), "--out", str(out), *flags]))
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+    return said.getvalue()
+
+
+def assert_equal(one, two):
+    torch.testing.assert_close(one, two, rtol=0, atol=0)
+
+
+def state(path):
+    """What is the same in two runs that are the same, of a last.pt."""
+    return {
+        name: part for name, part in load(path).items() if name in ("model", "optimizer", "positives", "step", "images")
+    }
+
+
+def records(out):
+    """Of an epoch that was broken off, the health figures are of fewer images; times are never the same."""
+    other = "std rank alignment uniformity images_per_s data_wait".split()
+    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()[1:]]
+    return [{name: value for name, value in line.items() if name not in other} for line in lines]
+
+
+@pytest.mark.slow
 def test_stopped_continued_and_by_other_workers(folder, tmp_path):
-    """In mid-epoch with a table, before an epoch without and one with a new table: the same weights and table, bit for bit."""
-    said = run("clim", folder, tmp_path / "whole", *RUN, "--keep-every", "1")
+    """In mid-epoch with a table, before an epoch without and one with a new table: bit for bit the same."""
+    said = run(folder, tmp_path / "whole", "--keep-every", "1")
     assert said.count("positives chosen") == 2 and "epoch 2: positives" in said and "epoch 4: positives" in said
     tables = [load(tmp_path / "whole" / f"epoch-000{epoch}.pt")["positives"] for epoch in (1, 2, 3, 4)]
     assert (tables[0] == -1).all() and (tables[1] >= 0).all() and (tables[1] < 68).all()
@@ -854,22 +910,74 @@ def test_stopped_continued_and_by_other_workers(folder, tmp_path):
     chosen = []
     for stop, workers in ((6, 2), (8, 0), (12, 2), (None, 0)):  # the first two workers live on over the first table
         flags = ["--workers", str(workers), *(["--max-steps", str(stop)] if stop else [])]
-        said = run("clim", folder, tmp_path / "parts", *RUN, *flags)
-        chosen.append(said.count("positives chosen"))
+        chosen.append(run(folder, tmp_path / "parts", *flags).count("positives chosen"))
         assert load(tmp_path / "parts" / "last.pt")["step"] == (stop or 16)
     assert chosen == [1, 0, 0, 1]
-    assert_equal(*({k: v for k, v in load(tmp_path / out / "last.pt").items() if k != "config"} for out in ("whole", "parts")))
-    said = run("clim", folder, tmp_path / "none", *RUN, "--selection", "none", "--max-steps", "8")  # the baseline
+    assert_equal(*(state(tmp_path / out / "last.pt") for out in ("whole", "parts")))
+    assert records(tmp_path / "whole") == records(tmp_path / "parts") and len(records(tmp_path / "whole")) == 4
+
+
+@pytest.mark.slow
+def test_from_and_to_the_baseline(folder, tmp_path):
+    """Before the first table it is its baseline; the baseline's checkpoint goes on with positives, and the reverse."""
+    run(folder, tmp_path / "whole", "--keep-every", "1", "--max-steps", "8")
+    said = run(folder, tmp_path / "none", "--selection", "none", "--keep-every", "1", "--max-steps", "8")
     assert "chosen" not in said and (load(tmp_path / "none" / "last.pt")["positives"] == -1).all()
-    first, plain = (load(tmp_path / name)["model"] for name in ("whole/epoch-0001.pt", "none/last.prev.pt"))
-    assert_equal(first, plain)  # before the first table
-    second, plain = (load(tmp_path / name)["model"] for name in ("whole/epoch-0002.pt", "none/last.pt"))
-    assert not all(torch.equal(second[name], plain[name]) for name in second)
-    said = run("clim", folder, tmp_path / "late", *RUN, "--resume", str(tmp_path / "none" / "last.pt"), "--max-steps", "9")
+    ours, plain = ([load(tmp_path / out / f"epoch-000{e}.pt")["model"] for e in (1, 2)] for out in ("whole", "none"))
+    assert_equal(ours[0], plain[0])
+    assert not all(torch.equal(ours[1][name], plain[1][name]) for name in ours[1])
+    said = run(folder, tmp_path / "late", "--resume", str(tmp_path / "none" / "last.pt"), "--max-steps", "9")
     assert "epoch 3: positives chosen" in said  # of a run that had none; not a turn of its own
-    late = [*RUN, "--selection", "none", "--resume", str(tmp_path / "whole" / "epoch-0002.pt"), "--max-steps", "9"]
-    run("clim", folder, tmp_path / "plain", *late)
-    assert (load(tmp_path / "plain" / "last.pt")["positives"] == -1).all()  # the other run's are not taken over
+    second = str(tmp_path / "whole" / "epoch-0002.pt")
+    said = run(folder, tmp_path / "plain", "--selection", "none", "--resume", second, "--max-steps", "9")
+    assert "chosen" not in said and "step 9: loss" in said
+
+
+@pytest.mark.slow
+def test_a_stop_while_positives_are_chosen(folder, tmp_path, monkeypatch):
+    """Everything is saved before, so it is answered at once; the same command makes up for it."""
+    run(folder, tmp_path / "whole", "--max-steps", "8")
+    choose = clim.choose_positives
+
+    def stop(*args):
+        os.kill(os.getpid(), signal.SIGINT)
+        return choose(*args)
+
+    monkeypatch.setattr(clim, "choose_positives", stop)
+    with pytest.raises(SystemExit) as end:
+        run(folder, tmp_path / "parts", "--max-steps", "8")
+    assert end.value.code == 75 and load(tmp_path / "parts" / "last.pt")["step"] == 4
+    monkeypatch.setattr(clim, "choose_positives", choose)
+    assert "epoch 2: positives chosen" in run(folder, tmp_path / "parts", "--max-steps", "8")
+    assert_equal(*(state(tmp_path / out / "last.pt") for out in ("whole", "parts")))
+
+
+@pytest.mark.parametrize(
+    "flags, rows", [([], 5), (["--mix", "none", "--resolutions", "16", "16"], 3), (["--selection", "none"], 2)]
+)
+def test_show_views(flags, rows, folder, tmp_path):
+    """A row a view, and the mix."""
+    run(folder, tmp_path / "run", *flags, "--show-views", str(tmp_path / "views.png"))
+    with Image.open(tmp_path / "views.png") as sheet:
+        assert sheet.height == 6 + rows * (96 + 6)
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.slow
+def test_own_images_and_encoder(tmp_path):
+    """Positives come from a user's own Dataset, through a user's own encoder."""
+    array, labels = common.make_patterns(40, 16, 0)
+    encoder = torch.nn.Sequential(
+        torch.nn.Conv2d(3, 8, 3, 2), torch.nn.ReLU(), torch.nn.AdaptiveAvgPool2d(1), torch.nn.Flatten()
+    )
+    flags = [*RUN, "--dataset", "folder", "--out", str(tmp_path / "own"), "--max-steps", "4"]
+    images = [(Image.fromarray(image), int(label)) for image, label in zip(array, labels, strict=True)]
+    handlers = {n: signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGINT)}
+    clim.main(clim.parse_args(flags), train=images, encoder=encoder)
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+    table = load(tmp_path / "own" / "last.pt")["positives"]
+    assert table.shape == (40, 3) and (table >= 0).all()
 
 
 # --------------------------------------------------------------------- arguments
@@ -881,6 +989,7 @@ MISTAKES = [
     ["--resolutions", "16", "0"],
     ["--num-clusters", "0"],
     ["--knn-k", "0"],
+    ["--knn-k", "100000"],
     ["--num-positives", "-1"],
     ["--refresh-every", "0"],
     ["--clim-start", "-1"],
@@ -904,12 +1013,21 @@ def test_mistakes_end_with_a_line(flags, capsys):
 def test_recipes_of_clim():
     paper = clim.parse_args(["--dataset", "imagenet"])
     assert (paper.num_clusters, paper.knn_k, paper.num_positives, paper.refresh_every) == (10000, 40, 10, 5)  # App. A.2
-    assert (paper.arch, paper.batch_size, paper.lr, paper.lr_batch, paper.weight_decay) == ("resnet50", 512, 0.06, 512, 1e-4)
+    assert (paper.arch, paper.batch_size, paper.lr, paper.lr_batch, paper.weight_decay) == (
+        "resnet50",
+        512,
+        0.06,
+        512,
+        1e-4,
+    )
     assert (paper.alpha, paper.temperature, paper.queue, paper.momentum, paper.dim) == (2.0, 0.2, 65536, 0.999, 128)
     assert paper.bn_groups == 16  # App. A: 16 GPUs
-    assert tuple(paper.resolutions) == (224, 160) and (paper.selection, paper.mix) == ("center", "cutmix")
+    assert paper.resolutions == [224, 160] and (paper.selection, paper.mix) == ("center", "cutmix")
     assert clim.parse_args(["--dataset", "imagenet", "--selection", "knn"]).knn_k == 10  # Table 6
     assert clim.parse_args(["--dataset", "imagenet", "--selection", "knn", "--knn-k", "20"]).knn_k == 20
     for flags, sizes in ((["--resolutions", "24", "40"], [40, 24]), (["--image-size", "48"], [48])):
         args = clim.parse_args(["--dataset", "cifar10", *flags])
-        assert list(args.resolutions) == sizes and args.image_size == sizes[0]
+        assert args.resolutions == sizes and args.image_size == sizes[0]
+    plain = clim.parse_args([])  # what the name of the run's folder tells
+    assert plain.name == clim.parse_args(["--resolutions", "32"]).name == "clim-patterns-resnet_micro-s0"
+    assert clim.parse_args(["--selection", "knn"]).name == plain.name + "-selectionknn"
