@@ -1,4 +1,4 @@
-"""logo.py against the supplement's Eq. 4, the main text's losses and Algorithm 1, written out as loops; limits; processes."""
+"""logo.py against the supplement's Eq. 4, the main text's losses and Algorithm 1, as loops; limits; processes."""
 
 import copy
 import io
@@ -118,8 +118,7 @@ def test_affinity_is_a_small_mlp(training):
 
 
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("training", [False, True])
-@pytest.mark.parametrize("noisy", [False, True])
+@pytest.mark.parametrize("training, noisy", [(True, True), (True, False), (False, True)])
 def test_affinity_loss(form, training, noisy):
     """Against loops over an odd batch; its gradient reaches the affinity and not the locals."""
     a, b, noise = unit(5, 6, grad=True), unit(5, 6, seed=1, grad=True), 0.2 * random(2, 5, 6, seed=2)
@@ -152,7 +151,7 @@ def test_negatives_are_the_batch_rolled_by_one(form):
 
 
 def test_affinity_loss_limits():
-    """At zero scores 2 ln 2 and 0; as far as it goes, 0 for the logistic form, none for the linear one; no order of the two."""
+    """At zero scores 2 ln 2 and 0; the least is 0 in the logistic form, none in the linear one; no order of the two."""
     a, b, module = unit(5, 6), unit(5, 6, seed=1), affinity(False)
     losses = {form: logo.affinity_loss(module, a, b, None, form) for form in FORMS}
     torch.testing.assert_close(logo.affinity_loss(module, b, a), losses["logistic"])  # the default form
@@ -169,8 +168,7 @@ def test_affinity_loss_limits():
     assert logo.affinity_loss(oracle, a, b, None, "linear").item() == pytest.approx(-100)
 
 
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize("form, training", [("logistic", True), ("linear", True), ("logistic", False)])
 def test_local_dissimilarity(form, training):
     """Mean softplus of the score, a gradient to the locals alone; the affinity stays as it is, and its gradients."""
     a, b = unit(5, 6, grad=True), unit(5, 6, seed=1, grad=True)
@@ -202,13 +200,15 @@ def test_local_dissimilarity_is_low_for_pairs_that_score_low():
         last.zero_()
     (gradient,) = gradients(logo.local_dissimilarity(module, a, b), [a])
     assert module(a - 0.01 * gradient, b).mean() < module(a, b).mean()
-    with pytest.raises(ValueError, match="cosine"):
-        logo.local_dissimilarity(module, a, b, "cosine")
 
 
 def test_combine():
     released, paper = (logo.parse_args(["--variant", variant]) for variant in ("released", "paper"))
-    g, one, local = [torch.tensor(1.0), torch.tensor(2.0)], [torch.tensor(7.0)], [torch.tensor(v) for v in (3.0, 5.0, 10.0, 11.0)]
+    g, one, local = (
+        [torch.tensor(1.0), torch.tensor(2.0)],
+        [torch.tensor(7.0)],
+        [torch.tensor(v) for v in (3.0, 5.0, 10.0, 11.0)],
+    )
     assert logo.combine(released, g, local).item() == pytest.approx(32 / 6)
     assert logo.combine(paper, g, local).item() == pytest.approx(1.5 + 29)
     for args in (released, paper):
@@ -223,15 +223,13 @@ def tiny(*flags, module=logo, seed=0):
     argv = ["--arch", "resnet_nano", "--image-size", "16", "--batch-size", "16", "--queue", "40", "--device", "cpu"]
     args = module.parse_args([*argv, *flags])
     args.dim, args.hidden, args.affinity_hidden, args.weight_decay, args.momentum = 8, 8, 12, 0.01, 0.9
-    args.lr, args.lr_batch, args.warmup, args.milestones, args.temperature, args.steps = 0.05, 128, 0, (0.99,), 0.2, 10
+    args.lr, args.lr_batch, args.warmup, args.milestones, args.temperature = 0.05, 128, 0, (0.99,), 0.2
     args.bn_groups = 4 if args.bn_groups > 1 else 1
-    module.init_distributed(args)
-    info = common.backbone_info(args.arch, 16, 4, args.norm, method=module.METHOD, encoder="query")
-    info["stem"] = "timm"
+    args.backbone["stem"] = "timm"
+    common.join_processes(args)
     torch.manual_seed(seed)
-    if module is jcl:
-        return args, jcl.JCL(args, info)
-    return args, (logo.MoCo if args.base == "moco" else logo.SimSiam)(args, info)
+    kind = jcl.JCL if module is jcl else logo.MoCo if args.base == "moco" else logo.SimSiam
+    return args, module.group_batch_norms(kind(args), args.bn_groups)
 
 
 def inputs(n=4, seed=0, grad=False):
@@ -266,7 +264,7 @@ def keys_of(args, model, views, step):
 
 
 def terms(args, model, views, step):
-    """([global to global], [local to global]), each view by a forward pass of its own; the right sides are constants."""
+    """([global to global], [local to global]), each view by a pass of its own; the right sides are constants."""
     if args.base == "simsiam":
         z = [project(model, x) for x in views]
         p = [model.predictor(v) for v in z]
@@ -288,8 +286,7 @@ def learned(model):
 
 
 @pytest.mark.parametrize("base", BASES)
-@pytest.mark.parametrize("variant", ["released", "paper"])
-@pytest.mark.parametrize("crops", ["0", "2"])
+@pytest.mark.parametrize("variant, crops", [("released", "2"), ("paper", "2"), ("released", "0")])
 def test_forward(base, variant, crops):
     """The loss and its gradients are those of the terms one by one; without locals, the mean of the two directions."""
     args, model = tiny(*BASES[base], "--variant", variant, "--local-crops", crops)
@@ -309,10 +306,9 @@ def test_forward(base, variant, crops):
 
 
 @pytest.mark.parametrize("base", BASES)
-@pytest.mark.parametrize("variant", ["released", "paper"])
-def test_globals_are_constants_to_the_locals(base, variant, monkeypatch):
+def test_globals_are_constants_to_the_locals(base, monkeypatch):
     """L_lg has no gradient to the globals, through whichever weights; keys and targets have none at all."""
-    args, model = tiny(*BASES[base], "--variant", variant)
+    args, model = tiny(*BASES[base])
     views = inputs(grad=True)
     cases = [lambda g, local: sum(local), lambda g, local: sum(g), lambda g, local: g[0], lambda g, local: g[1]]
     for case, reached in zip(cases, ([2, 3], [0, 1], [0], [1]), strict=True):
@@ -332,32 +328,31 @@ def test_enqueue(one_way):
     keys = keys_of(args, copy.deepcopy(model), views[one_way:2], 3)
     model(views, 3)
     assert torch.equal(model.queue.keys, before)
-    model.enqueue()
+    model.update(0.9)
     new = 16 * (2 - one_way)
     torch.testing.assert_close(model.queue.keys, torch.cat([*keys, before[new:]]))
     assert int(model.queue.position) == new
     model(views, 4)
-    model.enqueue()
+    model.update(0.9)
     assert int(model.queue.position) == 2 * new % 40
 
 
 def test_one_way_is_jcl_with_one_key():
     flags = ["--local-crops", "0", "--one-way"]
     (args, model), (other_args, other) = tiny(*flags), tiny("--num-keys", "1", module=jcl)
-    other.temperature = other_args.temperature = model.temperature = args.temperature = 0.13
+    other_args.temperature = args.temperature = 0.13
     other.load_state_dict(model.state_dict())
     for step in range(2):
         views = inputs(2, seed=step)
-        losses = [m(views, step)[0] for m in (model, other)]
+        losses = [model(views, step)[0], other(views, step, 4.0)[0]]
         torch.testing.assert_close(*losses, rtol=1e-12, atol=0)
         assert_close(*(gradients(loss, learned(m)) for loss, m in zip(losses, (model, other), strict=True)))
         for m in (model, other):
-            m.enqueue()
-            m.update_momentum_encoder(0.9)
+            m.update(0.9)
     assert_close(model.state_dict().values(), other.state_dict().values())
 
 
-@pytest.mark.parametrize("flags, terms", [([], 1), (["--variant", "paper"], 5), (["--local-crops", "0"], 1)])
+@pytest.mark.parametrize("flags, terms", [([], 1), (["--variant", "paper"], 5)])
 def test_chance_is_the_loss_at_equal_logits(flags, terms):
     args, model = tiny(*flags)
     with torch.no_grad():
@@ -369,7 +364,7 @@ def test_chance_is_the_loss_at_equal_logits(flags, terms):
     assert model.chance() == pytest.approx(loss.item()) == pytest.approx(terms * math.log(41))
 
 
-@pytest.mark.parametrize("flags, most", [([], 1), (["--variant", "paper"], 5), (["--local-crops", "0"], 1)])
+@pytest.mark.parametrize("flags, most", [([], 1), (["--variant", "paper"], 5)])
 def test_range_of_simsiam(flags, most):
     """-1 where all is alike, 1 where the predictor tells the opposite, between them else; chance is 0."""
     args, model = tiny("--base", "simsiam", *flags)
@@ -396,8 +391,9 @@ class Still(torch.optim.SGD):
 def bytes_of(seed, n=4):
     """A batch as the loader gives it, uncoloured: four views of 16 images, or two."""
     g = torch.Generator().manual_seed(100 + seed)
-    views = [torch.randint(0, 256, (16, 3, s, s), generator=g, dtype=torch.uint8) for s in (16, 16, 8, 8)[:n]]
+    arrays = [torch.randint(0, 256, (16, s, s, 3), generator=g, dtype=torch.uint8) for s in (16, 16, 8, 8)[:n]]
     identity = torch.tensor([1, 1, 1, 0, 0, 0, 0, 0, 0], dtype=torch.float32)
+    views = [array.permute(0, 3, 1, 2) for array in arrays]  # channels last in memory
     return {"views": views, "colour": identity.expand(16, n, 9).clone()}
 
 
@@ -409,7 +405,7 @@ def normalised(args, batch):
 def begin(*flags, seed=0):
     args, model = tiny(*flags, seed=seed)
     l2l = logo.LocalToLocal(args, model, torch.device("cpu"))
-    return args, model, l2l, logo.make_optimizer(args, model)
+    return args, model, l2l, torch.optim.SGD(learned(model), lr=0.0, momentum=0.9, weight_decay=args.weight_decay)
 
 
 def advance(args, model, l2l, optimizer, step, n=4):
@@ -418,7 +414,7 @@ def advance(args, model, l2l, optimizer, step, n=4):
 
 
 def still(model):
-    return Still([dict(params=learned(model), decays=True)], lr=0.0)
+    return Still(learned(model), lr=0.0)
 
 
 def encoder(model):
@@ -452,7 +448,12 @@ class Algorithm1:
     """The same steps in a plain way, on copies: the affinity first, then the encoder."""
 
     def __init__(self, args, model, l2l):
-        self.args, self.model, self.affinity, self.norm, self.step_number = args, *copy.deepcopy([model, l2l.affinity]), 0.0, 0
+        self.args, self.model, self.affinity, self.norm, self.step_number = (
+            args,
+            *copy.deepcopy([model, l2l.affinity]),
+            0.0,
+            0,
+        )
         decay = args.weight_decay
         self.main, self.second = Sgd(learned(self.model), decay), Sgd(encoder(self.model), 0.0)
         self.of_affinity = Sgd(list(self.affinity.parameters()), decay)
@@ -490,7 +491,6 @@ class Algorithm1:
 
 RUNS = {
     "moco": ["--base", "moco", "--clip-ratio", "0.3"],
-    "moco unclipped": ["--base", "moco", "--clip-ratio", "1e9"],
     "moco linear clip": ["--base", "moco", "--affinity-form", "linear", "--clip-ratio", "0.3"],
     "moco paper": ["--base", "moco", "--variant", "paper", "--lam", "0.5"],
     "moco no-l2l": ["--base", "moco", "--no-l2l"],
@@ -530,9 +530,8 @@ def test_algorithm1(name, monkeypatch):
     assert not any(same) if args.l2l else all(same)
 
 
-@pytest.mark.parametrize("base", BASES)
-def test_noise_of_the_affinity(base, monkeypatch):
-    """Normal, of standard deviation 0.3 / sqrt(dim), another one for each step, local and image; none in the linear form."""
+def test_noise_of_the_affinity(monkeypatch):
+    """Normal, of standard deviation 0.3 / sqrt(dim), new for each step, local and image; none in the linear form."""
     found, loss = [], logo.affinity_loss
 
     def spy(affinity, local1, local2, noise=None, form="logistic"):
@@ -540,22 +539,21 @@ def test_noise_of_the_affinity(base, monkeypatch):
         return loss(affinity, local1, local2, noise, form)
 
     monkeypatch.setattr(logo, "affinity_loss", spy)
-    run = begin(*BASES[base])
-    for step in range(8):
+    run = begin()
+    for step in range(4):
         advance(*run, step)
     noise = torch.stack(found)
-    assert noise.shape == (8, 2, 16, 8) and len(noise.unique()) == noise.numel()
+    assert noise.shape == (4, 2, 16, 8) and len(noise.unique()) == noise.numel()
     assert noise.std().item() == pytest.approx(0.3 / math.sqrt(8), rel=0.06)
     within = (noise.abs() < 0.3 / math.sqrt(8)).double().mean().item()
-    assert noise.mean().abs() < 0.01 and within == pytest.approx(0.683, abs=0.04)
+    assert noise.mean().abs() < 0.015 and within == pytest.approx(0.683, abs=0.04)
     found.clear()
-    advance(*begin(*BASES[base], "--affinity-form", "linear"), 0)
+    advance(*begin("--affinity-form", "linear"), 0)
     assert found[0] is None
 
 
-@pytest.mark.parametrize("base", BASES)
-def test_no_step_of_the_encoder_before_there_is_a_norm(base):
-    args, model, l2l, _ = begin(*BASES[base], "--l2l-weighting", "clip", "--clip-ratio", "1e9")
+def test_no_step_of_the_encoder_before_there_is_a_norm():
+    args, model, l2l, _ = begin("--clip-ratio", "1e9")
     before, untrained = copy.deepcopy(encoder(model)), copy.deepcopy(list(l2l.affinity.parameters()))
     advance(args, model, l2l, still(model), 0)
     assert all(torch.equal(p, q) for p, q in zip(encoder(model), before, strict=True))
@@ -564,8 +562,7 @@ def test_no_step_of_the_encoder_before_there_is_a_norm(base):
     assert not all(torch.equal(p, q) for p, q in zip(encoder(model), before, strict=True))
 
 
-@pytest.mark.parametrize("base", BASES)
-@pytest.mark.parametrize("ratio", [0.0, 0.01, 1e6])
+@pytest.mark.parametrize("base, ratio", [("moco", 0.0), ("moco", 0.01), ("simsiam", 0.01), ("simsiam", 1e6)])
 def test_clipped_step(base, ratio):
     """L_ll's step is its gradient, never longer than the ratio allows, and nothing else: no decay, no predictor."""
     args, model, l2l, _ = begin(*BASES[base], "--l2l-weighting", "clip", "--clip-ratio", str(ratio))
@@ -585,7 +582,9 @@ def test_clipped_step(base, ratio):
         if ratio == 1e6 and step:
             assert norm_of(applied) == pytest.approx(norm_of(wanted))
         else:
-            assert norm_of(wanted) > ratio * norm and norm_of(applied) == pytest.approx(ratio * norm, rel=1e-5, abs=1e-12)
+            assert norm_of(wanted) > ratio * norm and norm_of(applied) == pytest.approx(
+                ratio * norm, rel=1e-5, abs=1e-12
+            )
         scale = norm_of(applied) / norm_of(wanted)
         assert_close(applied, [scale * g for g in wanted], rtol=1e-5, atol=1e-10)
         norm = norm_of([p.grad for p in learned(model)])  # of the main gradient, which the next step is measured by
@@ -594,10 +593,9 @@ def test_clipped_step(base, ratio):
     assert not head or all(torch.equal(p, q) for p, q in zip(head, model.predictor.parameters(), strict=True))
 
 
-@pytest.mark.parametrize("base", BASES)
-def test_lambda_adds_to_the_gradient(base):
-    """The gradient of the loss and lambda times that of L_ll; with lambda 0 that of the loss, though the affinity learns."""
-    found, flags = {}, [*BASES[base], "--l2l-weighting", "lambda"]
+def test_lambda_adds_to_the_gradient():
+    """The loss's gradient and lambda times that of L_ll; with lambda 0 the loss's alone, though the affinity learns."""
+    found, flags = {}, ["--l2l-weighting", "lambda"]
     for lam in ("0", "0.7"):
         args, model, l2l, _ = begin(*flags, "--lam", lam)
         views, before = normalised(args, bytes_of(0)), copy.deepcopy(model)
@@ -607,30 +605,31 @@ def test_lambda_adds_to_the_gradient(base):
         assert not any(torch.equal(p, q) for p, q in zip(l2l.affinity.parameters(), untrained, strict=True))
     lowered = softplus(scores(l2l.affinity, list(zip(*(embed(before, x) for x in views[2:]), strict=True)))).mean()
     main = gradients(total(args, terms(args, before, views, 0)), learned(before))
-    more = [torch.zeros_like(p) if g is None else g for p, g in zip(main, gradients(lowered, learned(before)), strict=True)]
+    more = [
+        torch.zeros_like(p) if g is None else g for p, g in zip(main, gradients(lowered, learned(before)), strict=True)
+    ]
     assert_close(found["0"], main)
     assert_close(found["0.7"], [g + 0.7 * h for g, h in zip(main, more, strict=True)])
     assert norm_of(more) > 1e-4 * norm_of(main)  # it would be seen
 
 
-@pytest.mark.parametrize("flags", [["--clip-ratio", "0.5"], ["--base", "simsiam", "--lam", "0.5"]], ids=list(BASES))
-def test_state_of_local_to_local(flags):
-    """Saved, read with weights_only and loaded into a fresh one: the next step is the same, bit for bit; unloaded, it is not."""
-    args, model, l2l, optimizer = begin(*flags)
+def test_state_of_local_to_local():
+    """Saved, read with weights_only and loaded anew: the next step is the same, bit for bit; unloaded, it is not."""
+    args, model, l2l, optimizer = begin("--clip-ratio", "0.5")
     for step in range(2):
         advance(args, model, l2l, optimizer, step)
     file = io.BytesIO()
-    torch.save({"l2l": l2l.state(), "model": model.state_dict(), "optimizer": optimizer.state_dict()}, file)
+    parts = dict(l2l.state(), model=model, optimizer=optimizer)
+    torch.save({name: part if torch.is_tensor(part) else part.state_dict() for name, part in parts.items()}, file)
     advance(args, model, l2l, optimizer, 2)
     results = []
-    for loaded in (True, False):
-        other = begin(*flags, seed=1)
+    for loaded in (parts.keys(), ["model", "optimizer"]):
+        other = begin("--clip-ratio", "0.5", seed=1)
         file.seek(0)
-        saved = torch.load(file, weights_only=True)
-        other[1].load_state_dict(saved["model"])
-        other[3].load_state_dict(saved["optimizer"])
-        if loaded:
-            other[2].load(saved["l2l"])
+        saved, theirs = torch.load(file, weights_only=True), dict(other[2].state(), model=other[1], optimizer=other[3])
+        for name in loaded:
+            part = theirs[name]
+            part.copy_(saved[name]) if torch.is_tensor(part) else part.load_state_dict(saved[name])
         advance(*other, 2)
         pairs = [*zip(model.parameters(), other[1].parameters(), strict=True)]
         pairs += zip(l2l.affinity.state_dict().values(), other[2].affinity.state_dict().values(), strict=True)
@@ -648,9 +647,9 @@ def small(monkeypatch):
 
     handlers = {n: signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGINT)}
     monkeypatch.setattr(common, "load_images", images)
-    recipe = logo.RECIPES["patterns"] | dict(dim=16, hidden=16, affinity_hidden=16, local_size=8)
-    recipe["by"] = recipe["by"] | dict(base=dict(simsiam=dict(bn_groups=1, l2l_weighting="lambda", milestones=None)))
-    monkeypatch.setitem(logo.RECIPES, "patterns", recipe)
+    sizes = dict(dim=16, hidden=16, affinity_hidden=16, local_size=8)
+    for recipes in (logo.RECIPES, logo.SIMSIAM_RECIPES):
+        monkeypatch.setitem(recipes, "patterns", recipes["patterns"] | sizes)
     yield
     for number, handler in handlers.items():
         signal.signal(number, handler)
@@ -665,12 +664,14 @@ def flat(state, name=""):
 
 
 RESUMED = {"moco": ["--clip-ratio", "0.5"], "simsiam": ["--base", "simsiam", "--lam", "0.5"]}
+UNLIKE = "images_per_s data_wait std rank alignment uniformity".split()  # in an epoch that was broken off
 RESUMED["paper"] = ["--variant", "paper", "--lam", "0.5"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", RESUMED)
 def test_resumed_in_mid_epoch(name, small, tmp_path, monkeypatch):
-    """Bit for bit an undisturbed run: weights, optimisers, affinity, norm and metrics; the norm lasts over epochs and stops."""
+    """Bit for bit an undisturbed run: weights, optimisers, affinity, norm, metrics; the norm lasts over epochs."""
     argv = "--arch resnet_nano --image-size 16 --batch-size 4 --epochs 2 --queue 20".split()
     argv += "--knn-every 0 --workers 0 --device cpu".split()
     norms, step_of_logo = [], logo.train_step
@@ -690,15 +691,30 @@ def test_resumed_in_mid_epoch(name, small, tmp_path, monkeypatch):
             logo.main(logo.parse_args(flags))
             saved = torch.load(out / "last.pt", weights_only=True)
             assert saved.pop("step") == stop
-        saved.pop("config")
+        assert {"affinity", "affinity_optimizer", "second", "norm"} < saved.keys()
+        del saved["config"], saved["record"], saved["log"]
         records = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-        epochs = [{k: v for k, v in r.items() if k not in ("images_per_s", "data_wait")} for r in records if "epoch" in r]
+        epochs = [{k: v for k, v in r.items() if k not in UNLIKE} for r in records if "epoch" in r]
         assert len(epochs) == 2 and epochs[0]["dissimilarity"] > 0
         runs.append(flat([saved, epochs]))
     one, two = runs
-    assert one.keys() == two.keys() and sum(k.startswith("/0/l2l") for k in one) > 20
+    assert one.keys() == two.keys()
     assert [k for k in one if not (torch.equal(one[k], two[k]) if torch.is_tensor(one[k]) else one[k] == two[k])] == []
     assert norms[:6] == norms[6:] and (name != "moco" or (norms[0] == 0 and min(norms[1:6]) > 0))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("base", BASES)
+def test_own_images_and_encoder(base, small, tmp_path):
+    """One epoch of a list of arrays and a module without batch norm; backbone.pt holds its weights."""
+    flags = "--batch-size 4 --image-size 16 --epochs 1 --queue 20 --workers 0 --device cpu --out".split()
+    encoder = nn.Sequential(nn.AdaptiveAvgPool2d(4), nn.Flatten(), nn.Linear(48, 8))
+    before = copy.deepcopy(encoder.state_dict())
+    images = list(common.make_patterns(8, 20, 0)[0])
+    logo.main(logo.parse_args([*flags, str(tmp_path), *BASES[base]]), train=images, encoder=encoder)
+    saved = torch.load(tmp_path / "backbone.pt", weights_only=True)["state_dict"]
+    assert all(torch.equal(saved[name], encoder.state_dict()[name]) for name in before)
+    assert not any(torch.equal(saved[name], value) for name, value in before.items())
 
 
 # ------------------------------------------------------------------ processes
@@ -722,18 +738,21 @@ def two_steps(rank, world, port, path):
             batch = bytes_of(step)
             batch = {"views": [v[mine] for v in batch["views"]], "colour": batch["colour"][mine]}
             metrics = logo.train_step(args, model, wrapped, optimizer, l2l, batch, step, 10, torch.device("cpu"))
-            mean = {name: logo.gather(metrics[name].view(1)).mean() for name in ("loss", "affinity_loss", "dissimilarity")}
+            names = ("loss", "affinity_loss", "dissimilarity")
+            mean = {name: logo.gather(metrics[name].detach().view(1)).mean() for name in names}
             found.append([mean, [p.grad.clone() for p in learned(model)]])
-        results[base] = flat([found, model.state_dict(), optimizer.state_dict(), l2l.state()])
+        l2l_state = [part if torch.is_tensor(part) else part.state_dict() for part in l2l.state().values()]
+        results[base] = flat([found, model.state_dict(), optimizer.state_dict(), l2l_state])
         weights = torch.cat([v.double().flatten() for m in (model, l2l.affinity) for v in m.state_dict().values()])
         assert (logo.gather(weights[None]) == weights).all()  # the same on every process
-        del wrapped, l2l  # before the group: in torch 2.11 a DDP that goes last can hang for ever
+        del wrapped  # before the group: in torch 2.11 a DDP that goes last can hang for ever
     if rank == 0:
         torch.save(results, path)
     if world:
         torch.distributed.destroy_process_group()
 
 
+@pytest.mark.slow
 def test_any_number_of_processes_makes_the_same_steps(tmp_path):
     """One process without a group, and groups of 1, 2 and 4, in float64."""
     mp.get_context("forkserver").set_forkserver_preload(["torch", "torchvision", "timm"])
@@ -751,8 +770,10 @@ def test_any_number_of_processes_makes_the_same_steps(tmp_path):
     for other in results[1:]:
         for base, alone in results[0].items():
             assert other[base].keys() == alone.keys() and sum(map(torch.is_tensor, alone.values())) > 100
-            for name, value in alone.items():
-                torch.testing.assert_close(other[base][name], value, rtol=1e-8, atol=1e-10, msg=lambda m, n=name: f"{n}: {m}")
+            for name in (n for n in alone if "num_batches_tracked" not in n):  # counts, which nothing uses
+                torch.testing.assert_close(
+                    other[base][name], alone[name], rtol=1e-8, atol=1e-10, msg=lambda m, n=name: f"{n}: {m}"
+                )
 
 
 # ---------------------------------------------------------------------- views
@@ -764,6 +785,7 @@ def boxes(flags, n=3000, module=logo):
     sample, count = module.make_sample(args)
     index = np.arange(n)
     cuts, colours = sample(index, np.full((n, 2), 1000), common.uniform(0, 0, index, count))
+    colours = np.stack(colours, 1)
     assert colours.shape == (n, len(cuts), 9) and all(np.array_equal(i, index) for i, _, _ in cuts)
     return [(box, size) for _, box, size in cuts], colours
 
@@ -773,8 +795,6 @@ def boxes(flags, n=3000, module=logo):
     [
         ("--dataset imagenet100", (224, 96), (0.4, 1), (0.08, 0.4)),
         ("--dataset cifar10", (32, 32), (0.4, 1), (0.08, 0.6)),
-        ("--dataset stl10", (96, 96), (0.4, 1), (0.08, 0.4)),
-        ("--dataset patterns", (32, 16), (0.4, 1), (0.08, 0.4)),
         ("--dataset patterns --image-size 8", (8, 8), (0.4, 1), (0.08, 0.4)),
         ("--dataset imagenet --global-scale 0.2 0.5 --local-scale 0.05 0.9", (224, 96), (0.2, 0.5), (0.05, 0.9)),
     ],
@@ -832,12 +852,13 @@ def test_patches_matter_to_local_crops_only_where_there_are_some():
 
 @pytest.mark.parametrize("base", BASES)
 def test_vit_takes_locals_at_their_own_resolution(base):
-    args = logo.parse_args([*BASES[base], "--arch", "vit_micro", "--patch-size", "8", "--batch-size", "8", "--queue", "16"])
+    args = logo.parse_args(
+        [*BASES[base], "--arch", "vit_micro", "--patch-size", "8", "--batch-size", "8", "--queue", "16"]
+    )
     assert (args.image_size, args.local_size, args.arch) == (32, 16, "vit_micro")
     args.dim, args.hidden, tokens = 8, 8, []
-    logo.init_distributed(args)
-    info = common.backbone_info(args.arch, args.image_size, args.patch_size, args.norm, method="m", encoder="query")
-    model = (logo.MoCo if base == "moco" else logo.SimSiam)(args, info)
+    common.join_processes(args)
+    model = logo.group_batch_norms((logo.MoCo if base == "moco" else logo.SimSiam)(args), args.bn_groups)
     model.backbone.blocks[0].register_forward_hook(lambda module, given, out: tokens.append(out.shape[1]))
     views = [random(8, 3, s, s, seed=i, grad=True) for i, s in enumerate((32, 32, 16, 16))]
     loss, metrics = model(views, 0)
@@ -869,36 +890,29 @@ def test_recipes():
         a = logo.parse_args(["--dataset", "cifar10", "--arch", arch, *flags.split()])
         assert (a.image_size, a.local_size, a.local_scale) == (32, size, (0.08, 0.6))
     a = logo.parse_args(["--dataset", "imagenet100"])
-    assert (a.milestones, a.momentum, a.temperature, a.queue, a.dim, a.weight_decay) == ((0.6, 0.8), 0.999, 0.07, 4096, 128, 1e-4)
+    assert (a.milestones, a.momentum, a.temperature, a.queue, a.dim, a.weight_decay) == (
+        (0.6, 0.8),
+        0.999,
+        0.07,
+        4096,
+        128,
+        1e-4,
+    )
     assert (a.affinity_hidden, a.clip_ratio, a.jitter, a.blur_p) == (256, 0.015, (0.4, 0.4, 0.4, 0.1), 0.5)
     s = logo.parse_args(["--dataset", "cifar10", "--base", "simsiam"])
+    assert s.queue == 0  # none; None would be a share of the images
     assert (s.arch, s.batch_size, s.lr, s.layers, s.dim, s.hidden, s.lam) == ("resnet18", 512, 0.03, 2, 2048, 512, 1e-4)
     assert logo.parse_args(["--one-way", "--local-crops", "0"]).one_way is True and logo.parse_args([]).one_way is False
 
 
 MISTAKES = """
 --one-way
---one-way --base simsiam
 --one-way --base simsiam --local-crops 0
 --local-crops 1
---base byol
---affinity-form cosine
---l2l-weighting none
---variant third
---global-scale 0 1
 --global-scale 0.4 1.1
---global-scale 0.9 0.4
---global-scale 0.4
---local-scale nan 0.4
---local-scale 0.08 inf
---local-scale 0.4 0.08
---lam -1
 --lam nan
 --clip-ratio -0.1
---clip-ratio inf
 --patch-size 32 --arch vit_micro --image-size 32
---patch-size 12 --arch vit_micro --image-size 36
---patch-size 56 --arch deit_tiny_patch16_224 --dataset imagenet
 """
 
 
