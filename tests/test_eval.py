@@ -2,13 +2,15 @@
 
 import json
 import math
+import shutil
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from PIL import Image
-from test_common import refused, slow_knn
+from test_common import refused
+from test_features import slow_knn
 
 import common
 import eval_knn
@@ -29,7 +31,7 @@ def run(script, *flags):
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory):
-    """(a run's folder with an encoder of 16 px, a data set of three kinds of pattern: 12 training, 4 test images each)."""
+    """(a run's folder with an encoder of 16 px, a data set of three kinds of pattern, 12 training, 4 test images)."""
     root = tmp_path_factory.mktemp("tiny")
     images, labels = common.make_patterns(160, 16, 0)
     for kind, name in enumerate("abc"):
@@ -40,7 +42,9 @@ def tiny(tmp_path_factory):
     torch.manual_seed(0)
     info = common.backbone_info("vit_micro", 16, 8, common.NORMS["patterns"], method="m", encoder="query")
     (root / "run").mkdir()
-    common.save_checkpoint(root / "run" / "backbone.pt", info | {"state_dict": common.build_backbone(info).state_dict()})
+    common.save_checkpoint(
+        root / "run" / "backbone.pt", info | {"state_dict": common.build_backbone(info).state_dict()}
+    )
     (root / "run" / "config.json").write_text(json.dumps({"dataset": "folder", "data_dir": str(root / "data")}))
     return root / "run", root / "data"
 
@@ -62,35 +66,30 @@ def slow_accuracy(train, test, which, k):
     return 100 * sum(int(p == y) for p, y in zip(predicted, test[2], strict=True)) / len(predicted)
 
 
-@pytest.mark.parametrize("classes", ["abc", "ca"])
-def test_knn_of_a_checkpoint_and_its_floors(tiny, classes):
-    flags = [tiny[0], "--k", 1, 3, 500] + ([] if classes == "abc" else ["--classes", *classes])
+def test_knn_of_a_checkpoint_and_its_floors(tiny):
+    flags = [tiny[0], "--k", 1, 3, 500]
     results = run(eval_knn, *flags)
     assert list(results) == ["encoder", "raw pixels", "untrained"] and results == run(eval_knn, *flags)
-    train, test = parts(*tiny, classes)
+    train, test = parts(*tiny)
     for which, name in enumerate(("encoder", "raw pixels")):
-        assert results[name] == pytest.approx({f"knn{k}_top1": slow_accuracy(train, test, which, k) for k in (1, 3, 500)})
+        assert results[name] == pytest.approx(
+            {f"knn{k}_top1": slow_accuracy(train, test, which, k) for k in (1, 3, 500)}
+        )
     assert results["untrained"].keys() == results["encoder"].keys()
     assert list(run(eval_knn, *flags, "--no-floors").items()) == [("encoder", results["encoder"])]
 
 
-@pytest.mark.parametrize("classes", ["abc", "ca"])
-def test_linear_probe_of_a_checkpoint_and_its_floors(tiny, classes, capsys):
-    flags = [tiny[0] / "backbone.pt", "--epochs", 5, "--lrs", 0.01, 0.1, 1] + (
-        ["--classes", *classes] if classes != "abc" else []
-    )
+def test_linear_probe_of_a_checkpoint_and_its_floors(tiny, capsys):
+    flags = [tiny[0] / "backbone.pt", "--epochs", 5, "--lrs", 0.01, 0.1, 1]
     results = run(eval_linear, *flags)
     assert list(results) == ["encoder", "raw pixels", "untrained"] and results == run(eval_linear, *flags)
-    train, test = parts(*tiny, classes)
+    train, test = parts(*tiny)
     for which, name in enumerate(("encoder", "raw pixels")):
-        logits = eval_linear.linear_probe(train[which], train[2], test[which], len(classes), epochs=5, lrs=[0.01, 0.1, 1])[
-            "logits"
-        ]
-        right = (logits.argmax(1) == test[2]).float()
-        expected = dict(
-            linear_top1=100 * right.mean().item(), linear_per_class=100 * right.view(len(classes), 4).mean(1).mean().item()
-        )
-        assert results[name] == pytest.approx(expected)
+        options = dict(epochs=5, lrs=[0.01, 0.1, 1])
+        found = eval_linear.linear_probe(train[which], train[2], test[which], 3, **options)
+        right = (found["logits"].argmax(1) == test[2]).float()
+        per_class = 100 * right.view(3, 4).mean(1).mean().item()
+        assert results[name] == pytest.approx(dict(linear_top1=100 * right.mean().item(), linear_per_class=per_class))
     capsys.readouterr()
     assert list(run(eval_linear, *flags, "--no-floors", "--lrs", 0.1)) == ["encoder"]
     assert "edge of the grid" in capsys.readouterr().out
@@ -105,19 +104,8 @@ def test_an_untrained_encoder_on_a_set_smaller_than_k(tiny, tmp_path, script):
             folder.mkdir(parents=True)
             for i in range(count):
                 Image.new("RGB", (20 + i, 16), colour).save(folder / f"{i}.png")
-    flags = [
-        "--arch",
-        "vit_micro",
-        "--random-init",
-        "--image-size",
-        16,
-        "--patch-size",
-        8,
-        "--dataset",
-        "folder",
-        "--data-dir",
-        tmp_path,
-    ]
+    flags = ["--arch", "vit_micro", "--random-init", "--image-size", 16, "--patch-size", 8]
+    flags += ["--dataset", "folder", "--data-dir", tmp_path]
     results = run(script, *flags, "--seed", 3, "--amp")
     assert list(results) == ["encoder", "raw pixels"] and set(results["raw pixels"].values()) == {100.0}
     assert results == run(script, *flags, "--seed", 3, "--amp")
@@ -131,35 +119,120 @@ def test_repeated_k(tiny):
 
 
 def test_pictures_of_neighbours(tiny, tmp_path):
-    """Each row shows a test image and its ten nearest training images, framed by whether their class is the test image's."""
+    """Each row: a test image and its ten nearest training images, framed by whether their class is the test image's."""
     run(eval_knn, tiny[0], "--k", 3, "--no-floors", "--pictures", tmp_path / "new" / "p")
     (train_x, _, train_y), (test_x, _, test_y) = parts(*tiny)
     nearest = (F.normalize(test_x, dim=1) @ F.normalize(train_x, dim=1).T).topk(10).indices
     right = slow_knn(train_x, train_y, test_x, 3, 0.07, 3).argmax(1) == test_y
     files = [p for c in "abc" for p in sorted((tiny[1] / "val" / c).iterdir())]
-    images = [np.array(Image.open(p).resize((96, 96), Image.Resampling.BILINEAR)).astype(int) for p in files]
+    images = [np.array(Image.open(p).resize((96, 96), Image.Resampling.NEAREST)).astype(int) for p in files]
     assert 0 < right.sum() < 12
     for name, wanted in (("right", True), ("wrong", False)):
         sheet, shown = np.array(Image.open(tmp_path / "new" / "p" / f"{name}.png")).astype(int), []
-        for top in range(6, sheet.shape[0], 102):
+        for top in range(6, sheet.shape[0], 116):
             left = sheet.shape[1] - 1122  # eleven images of 96 px, 6 px apart
             cell = sheet[top : top + 96, left : left + 96]
             shown.append(min(range(12), key=lambda i: abs(images[i] - cell).sum()))
+            assert (images[shown[-1]] == cell).all()
             frames = [sheet[top + 48, left + 102 * c - 2].tolist() for c in range(11)]
             same = (train_y[nearest[shown[-1]]] == test_y[shown[-1]]).tolist()
             assert frames[1:] == [GREEN if s else RED for s in same] and frames[0] not in (GREEN, RED)
         assert sorted(shown) == torch.nonzero(right == wanted).flatten().tolist()
 
 
+class Own(torch.utils.data.Dataset):
+    """A user's data set: (PIL image, label), or images alone."""
+
+    def __init__(self, folder, labelled=True):
+        self.files = [(p, label) for label, c in enumerate("abc") for p in sorted((folder / c).iterdir())]
+        self.labelled = labelled
+
+    def __len__(self):
+        return len(self.files)
+
+    def __getitem__(self, i):
+        image = Image.open(self.files[i][0]).convert("RGB")
+        return (image, self.files[i][1]) if self.labelled else image
+
+
+def test_own_encoder_and_own_data(tiny, tmp_path, capsys):
+    """A user's module and Datasets give the numbers of the same encoder, saved by us, on the same folder."""
+    module, info = common.load_backbone(tiny[0])
+    own = dict(train=Own(tiny[1] / "train"), test=Own(tiny[1] / "val"))
+    args = lambda script, *flags: script.parse_args([*map(str, flags), "--device", "cpu"])  # noqa: E731
+    expected = run(eval_knn, tiny[0], "--k", 3)
+    assert eval_knn.main(args(eval_knn, tiny[0], "--k", 3), **own) == expected
+    state = common.backbone_info(None, 16, None, (info["mean"], info["std"]), method="m", encoder="query")
+    common.save_checkpoint(tmp_path / "backbone.pt", state | {"state_dict": module.state_dict()})
+    flags = [tmp_path, "--dataset", "folder", "--k", 3]
+    found = eval_knn.main(args(eval_knn, *flags), encoder=common.build_backbone(info), **own)
+    assert found == {k: v for k, v in expected.items() if k != "untrained"}
+    assert "own encoder" in refused(capsys, lambda: eval_knn.main(args(eval_knn, *flags), **own))
+    bare = eval_knn.main(args(eval_knn, "--image-size", 16, "--k", 3), encoder=module, **own)
+    assert set(bare) == {"encoder", "raw pixels"}
+    found = eval_linear.main(args(eval_linear, "--image-size", 16, "--epochs", 2), encoder=module, **own)
+    assert set(found) == {"encoder", "raw pixels"}
+    for flags in (["--protocol", "moco"], ["--finetune", "--protocol", "patchmix"], ["--finetune"]):
+        flags += ["--image-size", 16, "--batch-size", 12, "--epochs", 1, "--pad", 0, "--out", tmp_path / flags[-1]]
+        assert eval_linear.main(args(eval_linear, *flags), encoder=module, **own)["encoder"]
+
+
+def test_a_dump_without_labels(tiny, tmp_path, capsys):
+    """Of an unlabelled folder, of one class, and of a user's own images: nothing is judged."""
+    only = tmp_path / "one class"
+    for part in ("train", "val"):
+        shutil.copytree(tiny[1] / part / "a", only / part / "a")
+    places = [["--dataset", "folder", "--data-dir", tiny[1] / "train" / "a"], ["--data-dir", only]]
+    for i, flags in enumerate(places):
+        assert "labels" in refused(capsys, lambda flags=flags: run(eval_knn, tiny[0], *flags))
+        assert run(eval_knn, tiny[0], *flags, "--dump", tmp_path / f"{i}.npz") == {}
+        data = np.load(tmp_path / f"{i}.npz")
+        assert data["train_features"].shape == (12, 64) and (data["train_labels"] == [-1, 0][i]).all()
+        assert ("test_features" in data) == (i == 1)
+    args = eval_knn.parse_args([str(tiny[0]), "--device", "cpu", "--dump", str(tmp_path / "own.npz")])
+    assert eval_knn.main(args, train=Own(tiny[1] / "train", labelled=False)) == {}
+    data = np.load(tmp_path / "own.npz")
+    assert data["train_index"].tolist() == list(range(36)) and (data["train_labels"] == -1).all()
+    torch.testing.assert_close(torch.from_numpy(data["train_features"]), parts(*tiny)[0][0], rtol=1e-4, atol=1e-5)
+
+
+def test_a_wrong_file_is_one_line_without_torchs_advice(tiny, tmp_path, capsys):
+    torch.save({"model": torch.nn.Linear(2, 2)}, tmp_path / "a.pt")  # a pickled module
+    torch.save({"state_dict": {}, "epoch": 3}, tmp_path / "b.pt")  # somebody else's
+    (tmp_path / "c.pt").write_text("no checkpoint")
+    for name in "abc":
+        line = refused(capsys, lambda name=name: run(eval_knn, tmp_path / f"{name}.pt", "--dataset", "patterns"))
+        assert f"{name}.pt" in line and "weights_only" not in line
+
+
 @pytest.mark.parametrize("script", SCRIPTS)
-@pytest.mark.parametrize(
-    "flags",
-    ["", "RUN --random-init --arch vit_micro", "--arch vit_micro", "--random-init", "RUN --arch vit_micro", "RUN --batch-size 0"]
-    + ["RUN --nonsense", "RUN --k 0", "RUN --temperature 0", "RUN --epochs 0", "RUN --holdout 1", "RUN --lrs 0 1", "RUN --seed x"]
-    + ["RUN --classes a nothing", "NONE", "DATA", "RUN --encoder momentum", "RUN --dataset folder --data-dir DATA/train"]
-    + ["RUN --data-dir NONE", "RUN --dataset nothing", "RUN --device cuda", "--random-init --arch nothing"]
-    + ["--random-init --arch vit_micro --image-size 16 --patch-size 5 --dataset folder --data-dir DATA"],
-)
+def test_encoders_are_called_by_our_names(tiny, capsys, script):
+    run(script, tiny[0], "--no-floors")
+    assert "encoder vit_micro of m, the query encoder" in capsys.readouterr().out
+
+
+MISTAKES = [
+    "",
+    "RUN --random-init --arch vit_micro",
+    "--arch vit_micro",
+    "RUN --batch-size 0",
+    "RUN --nonsense",
+    "RUN --class a b",  # no abbreviations
+    "RUN --seed x",
+    "RUN --workers 1000000",
+    "NONE",
+    "DATA",
+    "RUN --encoder momentum",
+    "RUN --dataset folder --data-dir DATA/train",
+    "RUN --device cuda",
+    "--random-init --arch nothing",
+    "--random-init --arch vit_micro --image-size 16 --patch-size 5 --dataset folder --data-dir DATA",
+]
+MISTAKES = [(script, flags) for script in SCRIPTS for flags in MISTAKES]
+MISTAKES += [(eval_knn, "RUN --k 0"), (eval_knn, "RUN --temperature 0")]
+
+
+@pytest.mark.parametrize("script, flags", MISTAKES)
 def test_wrong_flags_are_one_line(tiny, capsys, monkeypatch, script, flags):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     places = {"RUN": tiny[0], "DATA": tiny[1], "NONE": tiny[0] / "none", "DATA/train": tiny[1] / "train"}
@@ -178,8 +251,7 @@ def problem(n=50, m=20, d=6, classes=3, noise=1.0, dtype=torch.float64):
     return x[:n], y[:n], x[n:], y[n:]
 
 
-@pytest.mark.parametrize("epochs", [1, 2, 7])
-def test_the_probe_is_sgd_by_autograd(epochs):
+def test_the_probe_is_sgd_by_autograd(epochs=7):
     """Full batches, so that no order matters: standardise, then torch's SGD with momentum and cosine, in float64."""
     train_x, train_y, test_x, _ = problem()
     lr = 0.25
@@ -217,9 +289,11 @@ def test_the_probe_never_looks_at_the_test_set():
 def test_the_rate_is_the_best_held_out_one_of_the_grid():
     train_x, train_y, test_x, _ = problem(200, noise=6.0)
     grid = [1e-6, 1e-3, 0.1, 300.0]
-    probe = lambda lrs: eval_linear.linear_probe(train_x, train_y, test_x, 3, epochs=5, batch_size=64, lrs=lrs, holdout=0.3)  # noqa: E731
+    options = dict(epochs=5, batch_size=64, holdout=0.3)
+    probe = lambda lrs: eval_linear.linear_probe(train_x, train_y, test_x, 3, lrs=lrs, **options)  # noqa: E731
     found, alone = probe(grid), [probe([lr]) for lr in grid]
-    assert found["held_out"] == {k: v for one in alone for k, v in one["held_out"].items()}  # the rates don't disturb each other
+    apart = {k: v for one in alone for k, v in one["held_out"].items()}
+    assert found["held_out"] == apart  # the rates don't disturb each other
     assert len(set(found["held_out"].values())) > 1 and all(one["at_edge"] for one in alone)
     best = int(np.argmax(list(found["held_out"].values())))
     assert found["lr"] == pytest.approx(grid[best]) and found["at_edge"] == (best in (0, 3))

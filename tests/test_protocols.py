@@ -1,4 +1,4 @@
-"""eval_linear.py's protocols: recipes, schedules, labels, L-BFGS; runs that are stopped, continued, shared by two processes."""
+"""eval_linear.py's protocols: recipes, schedules, labels, L-BFGS; runs stopped, continued, shared by two processes."""
 
 import contextlib
 import io
@@ -16,8 +16,6 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from PIL import Image
 from test_common import refused
-from test_faults import Hostile
-from test_runs import tensors
 
 import common
 import eval_linear
@@ -45,7 +43,7 @@ def save_encoder(folder, arch, data):
 
 @pytest.fixture(scope="module")
 def places(tmp_path_factory):
-    """{name: path}: a data set of three kinds told by their light (train/, val/, test/), a ViT and a ResNet of 16 px."""
+    """{name: path}: a data set of three kinds told by their colour (train/, val/, test/), a ViT and a ResNet."""
     root, rng = tmp_path_factory.mktemp("places"), np.random.default_rng(0)
     for kind, name in enumerate(CLASSES):
         for i in range(EACH + 2 * TEST):
@@ -71,23 +69,35 @@ def run(*flags):
     return result, said.getvalue()
 
 
+def tensors(state, name=""):
+    """{path: leaf} of a nested state."""
+    if isinstance(state, (dict, list, tuple)):
+        items = state.items() if isinstance(state, dict) else enumerate(state)
+        return {k: v for key, part in items for k, v in tensors(part, f"{name}/{key}").items()}
+    return {name: state}
+
+
+def records_of(out):
+    """The epochs' records without what depends on time."""
+    records = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    return [{k: v for k, v in r.items() if k not in ("images_per_s", "data_wait")} for r in records if "epoch" in r]
+
+
 def load(out):
     return torch.load(out / "last.pt", weights_only=True)
 
 
 def assert_same_run(one, two):
     """Bit for bit: weights, optimiser, metrics, but for times and for what operates a run."""
-    a, b = (tensors({k: v for k, v in load(out).items() if k != "config"}) for out in (one, two))
+    a, b = (tensors({k: v for k, v in load(out).items() if k not in ("config", "record")}) for out in (one, two))
     assert a.keys() == b.keys()
     assert [k for k in a if not (torch.equal(a[k], b[k]) if torch.is_tensor(a[k]) else a[k] == b[k])] == []
-    records = [[json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()][1:] for out in (one, two)]
-    assert [{k: v for k, v in r.items() if k != "images_per_s"} for r in records[0]] == [
-        {k: v for k, v in r.items() if k != "images_per_s"} for r in records[1]
-    ]
+    assert records_of(one) == records_of(two)
 
 
 def resolved(places, *flags, encoder="VIT", **changed):
     args = eval_linear.parse_args([str(places[encoder]), *map(str, flags)])
+    args.dataset = args.dataset or "patterns"
     info = common.load_backbone(places[encoder])[1] | changed
     eval_linear.resolve(args, info)
     return args
@@ -99,9 +109,15 @@ SGD = dict(optimizer="sgd", momentum=0.9, weight_decay=0, crop_scale=(0.08, 1), 
 MOCO = dict(SGD, epochs=100, batch_size=256, lr=30, lr_batch=256, nesterov=False)
 COSINE = dict(SGD, milestones=(), min_lr=0, lr_per="epoch", lr_batch=256)
 PATCHMIX = dict(COSINE, epochs=100, batch_size=1024, nesterov=True)
-TUNED = dict(optimizer="adamw", epochs=100, lr=5e-4, lr_batch=256, weight_decay=0.05, layer_decay=0.75, warmup=10, warmup_lr=1e-6)
-TUNED |= dict(min_lr=1e-5, drop_path=0.1, randaug=9, erase=0.25, mixup=0.8, cutmix=1, smoothing=0.1, milestones=(), pad=0)
-CLIM = dict(SGD, epochs=60, lr=1e-4, head_lr=10, milestones=(1 / 3, 2 / 3), randaug=0, mixup=0, cutmix=0, erase=0, smoothing=0)
+TUNED = dict(
+    optimizer="adamw", epochs=100, lr=5e-4, lr_batch=256, weight_decay=0.05, layer_decay=0.75, warmup=10, warmup_lr=1e-6
+)
+TUNED |= dict(
+    min_lr=1e-5, drop_path=0.1, randaug=9, erase=0.25, mixup=0.8, cutmix=1, smoothing=0.1, milestones=(), pad=0
+)
+CLIM = dict(
+    SGD, epochs=60, lr=1e-4, head_lr=10, milestones=(1 / 3, 2 / 3), randaug=0, mixup=0, cutmix=0, erase=0, smoothing=0
+)
 RESNET, VIT_S, VIT_B = "resnet50", "vit_small_patch16_224", "vit_base_patch16_224"
 
 
@@ -122,10 +138,14 @@ RESNET, VIT_S, VIT_B = "resnet50", "vit_small_patch16_224", "vit_base_patch16_22
         ("--finetune --dataset cifar100", "deit_tiny_patch16_224", dict(TUNED, lr=1e-3, batch_size=256, pad=4)),
         ("--finetune", RESNET, dict(CLIM, protocol="clim")),
         ("--finetune --protocol clim --lr 1 --milestones", VIT_S, dict(CLIM, lr=1, milestones=[])),
-        ("--finetune --epochs 10 --no-nesterov --mixup 0", VIT_S, dict(TUNED, epochs=10, warmup=1, nesterov=False, mixup=0)),
+        (
+            "--finetune --epochs 10 --no-nesterov --mixup 0",
+            VIT_S,
+            dict(TUNED, epochs=10, warmup=1, nesterov=False, mixup=0),
+        ),
         ("--protocol moco --milestones 0.5 --weight-decay 0.1", RESNET, dict(MOCO, milestones=[0.5], weight_decay=0.1)),
         ("", RESNET, dict(protocol="probe", epochs=50, batch_size=256, holdout=0.1)),
-        ("--solver lbfgs", RESNET, dict(iterations=5000, strengths=np.logspace(-6, 5, 45).tolist(), metric="top1")),
+        ("--solver lbfgs", RESNET, dict(iterations=5000, strengths=None, metric="top1")),
     ],
 )
 def test_recipes_are_the_papers(places, flags, timm_name, expected):
@@ -147,10 +167,14 @@ def test_schedules_are_the_papers(places):
         for step in (0, 9):
             expected = 0.2 * (1 + math.cos(math.pi * epoch / 100)) / 2
             assert eval_linear.learning_rate(patchmix, 10 * epoch + step, 10) == pytest.approx(expected)
-    assert eval_linear.learning_rate(patchmix, 999, 10) < 1e-4 * 0.2 * 3 and eval_linear.learning_rate(patchmix, 1000, 10) < 1e-12
+    assert (
+        eval_linear.learning_rate(patchmix, 999, 10) < 1e-4 * 0.2 * 3
+        and eval_linear.learning_rate(patchmix, 1000, 10) < 1e-12
+    )
     clim = resolved(places, "--finetune", encoder="RESNET")
     found = [
-        eval_linear.learning_rate(clim, 10 * epoch + step, 10) for epoch, step in ((19, 9), (20, 0), (39, 9), (40, 0), (59, 9))
+        eval_linear.learning_rate(clim, 10 * epoch + step, 10)
+        for epoch, step in ((19, 9), (20, 0), (39, 9), (40, 0), (59, 9))
     ]
     assert found == pytest.approx([1e-4, 1e-5, 1e-5, 1e-6, 1e-6])
     tuned = resolved(places, "--finetune")
@@ -173,7 +197,9 @@ def test_layer_decay(places):
     found, optimizer = groups_of(places, "VIT")
     assert optimizer == "AdamW" and found["head.weight"] == (1, 0.05) and found["head.bias"] == (1, 0)
     for name, (scale, decay) in found.items():
-        depth = int(name.split(".")[1]) if name.startswith("blocks") else {"head": 3, "norm": 2}.get(name.split(".")[0], -1)
+        depth = (
+            int(name.split(".")[1]) if name.startswith("blocks") else {"head": 3, "norm": 2}.get(name.split(".")[0], -1)
+        )
         assert scale == pytest.approx(0.75 ** (3 - depth)), name
         assert decay == (0.05 if name.endswith("weight") and "norm" not in name else 0), name
 
@@ -218,14 +244,14 @@ def test_label_files(places, tmp_path, capsys):
     listed = tmp_path / "list.txt"
     listed.write_text("a03.png\nc/c05.png\n\nb00.png\na03.png\n")
     rows = eval_linear.listed_files(train, places["DATA"] / "train", listed)
-    assert [os.path.basename(train.paths[i]) for i in rows] == ["a03.png", "b00.png", "c05.png"]
+    assert [os.path.basename(train.path(i)) for i in rows] == ["a03.png", "b00.png", "c05.png"]
     result, said = run(places["VIT"], "--label-files", listed, "--epochs", 1, "--lrs", 0.1, "--no-floors")
     assert list(result) == ["encoder"] and "3 of 42 training images, 1 to 1 for each class" in said
     for text in ("a03.png\nnothing.png", "b/a03.png", "", "a20.png"):
         listed.write_text(text)
         refused(capsys, lambda: eval_linear.listed_files(train, places["DATA"] / "train", listed))
     refused(capsys, lambda: eval_linear.listed_files(train, places["DATA"] / "train", tmp_path / "none"))
-    twice = common.ImageSet("x", [0, 1], "ab", paths=["d/a/1.png", "d/b/1.png"])
+    twice = common.ImageSet("x", [0, 1], "ab", paths=np.array([b"d/a/1.png", b"d/b/1.png"]))
     listed.write_text("1.png")
     refused(capsys, lambda: eval_linear.listed_files(twice, "d", listed))
     listed.write_text("b/1.png")
@@ -238,7 +264,9 @@ def test_label_files(places, tmp_path, capsys):
 def problem(n=60, d=4, classes=3):
     g = common.generator(n, d)
     y = torch.arange(n) % classes
-    return torch.randn(classes, d, generator=g, dtype=torch.float64)[y] + torch.randn(n, d, generator=g, dtype=torch.float64), y
+    return torch.randn(classes, d, generator=g, dtype=torch.float64)[y] + torch.randn(
+        n, d, generator=g, dtype=torch.float64
+    ), y
 
 
 def newton(x, y, classes, strength):
@@ -310,11 +338,15 @@ def test_lbfgs_of_a_checkpoint(places, tmp_path):
     """val/ chooses where there is test/ too, else a part of train/; floors beside it; the scores of the test part."""
     flags = ["--solver", "lbfgs", "--strengths", 0.1, 1, 10, "--metric", "per_class"]
     result, said = run(places["VIT"], *flags)
-    assert list(result) == ["encoder", "raw pixels", "untrained"] and "18 images of val/ choose by per_class" in said
+    assert (
+        list(result) == ["encoder", "raw pixels", "untrained"] and "18 images choose the strength by per_class" in said
+    )
     assert "all 60 are fitted" in said and result["encoder"]["linear_top1"] > 80
     (tmp_path / "train").symlink_to(places["DATA"] / "train"), (tmp_path / "test").symlink_to(places["DATA"] / "test")
-    other, said = run(places["VIT"], *flags, "--dataset", "folder", "--data-dir", tmp_path, "--holdout", 0.5, "--no-floors")
-    assert list(other) == ["encoder"] and "21 images of the training set choose" in said and "all 42 are fitted" in said
+    other, said = run(
+        places["VIT"], *flags, "--dataset", "folder", "--data-dir", tmp_path, "--holdout", 0.5, "--no-floors"
+    )
+    assert list(other) == ["encoder"] and "21 images choose" in said and "all 42 are fitted" in said
     assert other["encoder"].keys() == result["encoder"].keys() == {"linear_top1", "linear_per_class"}
 
 
@@ -322,9 +354,7 @@ def test_lbfgs_of_a_checkpoint(places, tmp_path):
 
 RUNS = {
     "linear": ("RESNET", "--protocol", "moco", "--lr", 3),
-    "cosine": ("VIT", "--protocol", "patchmix", "--lr", 3),
-    "vit": ("VIT", "--finetune", "--erase", 0.9, "--eval-every", 1),
-    "resnet": ("RESNET", "--finetune", "--label-fraction", 0.9),
+    "finetune": ("VIT", "--finetune", "--erase", 0.9, "--eval-every", 1, "--label-fraction", 0.9),
 }
 
 
@@ -343,7 +373,8 @@ def test_a_run_and_what_it_says(whole, places):
     assert list(result) == ["encoder"] and result["encoder"].keys() == {f"{kind}_top1", f"{kind}_per_class"}
     records = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     assert [r["step"] for r in records] == [0, STEPS, 2 * STEPS, 3 * STEPS] and records[0]["arguments"]["epochs"] == 3
-    assert result["encoder"].items() <= records[-1].items() and not result["encoder"].keys() & records[1].keys() or name == "vit"
+    assert result["encoder"].items() <= records[-1].items()
+    assert (result["encoder"].keys() <= records[1].keys()) == (name == "finetune")
     args = resolved(places, *flags[1:], encoder="VIT" if flags[0] == places["VIT"] else "RESNET")
     assert all(f"{k} {getattr(args, k)}" in said for k in args.values) and "scaled linearly" in said
     before = {p.name: p.read_bytes() for p in out.iterdir()}
@@ -352,7 +383,7 @@ def test_a_run_and_what_it_says(whole, places):
 
 
 def test_stopped_and_continued(whole, tmp_path):
-    """In mid-epoch, at an epoch's end, with loader processes, on request: the same as an undisturbed run, bit for bit."""
+    """In mid-epoch, at an epoch's end, with loader processes, on request: as an undisturbed run, bit for bit."""
     name, flags, out, result, _ = whole
     assert run(*flags, "--out", tmp_path, "--max-steps", 1)[0] == {} and load(tmp_path)["step"] == 1
     make, batches = common.Views.__getitems__, []
@@ -368,33 +399,19 @@ def test_stopped_and_continued(whole, tmp_path):
         stopped, said = run(*flags, "--out", tmp_path)
     assert stopped == 75 and load(tmp_path)["step"] == 3 and "exit status 75" in said
     random.seed(99), np.random.seed(98), torch.manual_seed(97)  # nothing depends on what these were
-    assert run(*flags, "--out", tmp_path, "--workers", 1 if name == "vit" else 0)[0] == result
+    assert run(*flags, "--out", tmp_path, "--workers", 1 if name == "finetune" else 0)[0] == result
     assert_same_run(out, tmp_path)
 
 
-@pytest.mark.parametrize("encoder", ["VIT", "RESNET"])
+@pytest.mark.parametrize("encoder", ["RESNET"])
 def test_the_frozen_encoder_stays_as_it_is_and_learning_is_seen(places, tmp_path, encoder, monkeypatch):
     """All weights and statistics, bit for bit; and the classifier learns what separates the classes."""
     network, _ = common.load_backbone(places[encoder])
     before = {k: v.clone() for k, v in network.state_dict().items()}
     info = common.load_backbone(places[encoder])[1]
     monkeypatch.setattr(common, "load_backbone", lambda *_: (network, info))
-    result, _ = run(
-        places[encoder],
-        "--protocol",
-        "moco",
-        "--lr",
-        5,
-        "--batch-size",
-        16,
-        "--epochs",
-        10,
-        "--out",
-        tmp_path,
-        "--crop-scale",
-        0.5,
-        1,
-    )
+    flags = "--protocol moco --lr 5 --batch-size 16 --epochs 10 --crop-scale 0.5 1".split()
+    result, _ = run(places[encoder], *flags, "--out", tmp_path)
     assert all(torch.equal(before[k], v) for k, v in network.state_dict().items()) and not network.training
     assert result["encoder"]["linear_top1"] >= 70
     head = load(tmp_path)["model"]
@@ -402,7 +419,7 @@ def test_the_frozen_encoder_stays_as_it_is_and_learning_is_seen(places, tmp_path
 
     def careless(args, encoder, *_):
         next(encoder.parameters()).data.add_(1e-3)
-        return torch.ones(3, dtype=torch.float64)
+        return {"loss": torch.ones(())}
 
     with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="frozen"):
         patch.setattr(eval_linear, "train_step", careless)
@@ -411,7 +428,10 @@ def test_the_frozen_encoder_stays_as_it_is_and_learning_is_seen(places, tmp_path
 
 @pytest.mark.parametrize(
     "encoder, flags",
-    [("VIT", ["--lr", 0.04, "--warmup", 0, "--mixup", 0, "--randaug", 0]), ("RESNET", ["--lr", 0.01, "--head-lr", 0.1])],
+    [
+        ("VIT", ["--lr", 0.04, "--warmup", 0, "--mixup", 0, "--randaug", 0]),
+        ("RESNET", ["--lr", 0.01, "--head-lr", 0.1]),
+    ],
 )
 def test_fine_tuning_learns(places, tmp_path, encoder, flags):
     result, _ = run(places[encoder], "--finetune", *flags, "--batch-size", 14, "--epochs", 10, "--out", tmp_path)
@@ -429,7 +449,9 @@ def test_augmentations_are_a_function_of_seed_epoch_and_image(places):
     assert torch.equal(one["views"][0][0], two["views"][0][1]) and torch.equal(one["views"][0][2], two["views"][0][0])
     assert not torch.equal(one["views"][0][0], one["views"][0][2]) and one["views"][0].shape == (3, 3, 16, 16)
     strong = eval_linear.TrainingViews(train, resolved(places, "--finetune", "--pad", 3, "--randaug", 10), info)
-    assert len(strong.__getitems__([(e, 3) for e in range(150)])["views"][0]) == 150  # at the limit of all its operations
+    assert (
+        len(strong.__getitems__([(e, 3) for e in range(150)])["views"][0]) == 150
+    )  # at the limit of all its operations
     plain = resolved(places, "--finetune", "--pad", 3, "--randaug", 0)
     batch = eval_linear.TrainingViews(train, plain, info).__getitems__([(e, 7) for e in range(40)])
     padded, corners = np.pad(train[7], ((3, 3), (3, 3), (0, 0))), set()
@@ -438,7 +460,9 @@ def test_augmentations_are_a_function_of_seed_epoch_and_image(places):
         corners |= {(t, s) for t in range(7) for s in range(7) if (padded[t : t + 16, s : s + 16] == image).all()}
     assert (
         len(corners) > 15
-        and (batch["colour"][:, 0, :-1] == torch.tensor([1, 1, 1, 0, 0, 0, 0, 0])).float()[:, [0, 1, 2, 3, 5, 6, 7]].all()
+        and (batch["colour"][:, 0, :-1] == torch.tensor([1, 1, 1, 0, 0, 0, 0, 0]))
+        .float()[:, [0, 1, 2, 3, 5, 6, 7]]
+        .all()
     )
     assert 0 < batch["colour"][:, 0, -1].mean() < 1
 
@@ -453,6 +477,7 @@ def group(index, port, flags, out):
         eval_linear.main(eval_linear.parse_args([*run_flags, "--out", f"{out}/{i}-{min(index, 1)}", "--device", "cpu"]))
 
 
+@pytest.mark.slow
 def test_two_processes_train_as_one(places, tmp_path):
     """A frozen protocol, and fine-tuning where nothing pairs the images of a process: weights, optimiser, scores."""
     tune = "--finetune --mixup 0 --cutmix 0 --drop-path 0".split()
@@ -460,39 +485,78 @@ def test_two_processes_train_as_one(places, tmp_path):
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
-    torch.multiprocessing.start_processes(group, (port, flags, str(tmp_path)), nprocs=3, start_method="forkserver")
+    torch.multiprocessing.start_processes(group, (port, flags, str(tmp_path)), nprocs=3, start_method="fork")
     for i in range(len(flags)):
         one, two = (tmp_path / f"{i}-{k}" for k in (0, 1))
         a, b = (tensors({k: load(out)[k] for k in ("model", "optimizer")}) for out in (one, two))
         assert a.keys() == b.keys()
         for name in a:
             torch.testing.assert_close(a[name], b[name], rtol=1e-4, atol=1e-4, msg=lambda m, name=name: f"{name}: {m}")
-        first, second = (json.loads((out / "metrics.jsonl").read_text().splitlines()[-1]) for out in (one, two))
-        assert {k: v for k, v in first.items() if k != "images_per_s"} == pytest.approx(
-            {k: v for k, v in second.items() if k != "images_per_s"}, rel=1e-4
-        )
+        first, second = (records_of(out)[-1] for out in (one, two))
+        assert first == pytest.approx(second, rel=1e-4)
 
 
-@pytest.mark.parametrize(
-    "flags",
-    [
-        "VIT --protocol nothing",
-        "VIT --solver lbfgs --protocol moco",
-        "VIT --solver lbfgs --finetune",
-        "VIT --finetune --protocol moco",
-    ]
-    + ["VIT --label-fraction 0", "VIT --label-fraction 1.5", "VIT --label-fraction 0.1 --label-files X", "VIT --label-files NONE"]
-    + ["VIT --lr 1", "VIT --protocol moco --lrs 1", "VIT --protocol moco --drop-path 0.1", "VIT --solver lbfgs --epochs 3"]
-    + ["VIT --out OUT", "VIT --metric top1", "VIT --solver lbfgs --strengths 0", "VIT --solver lbfgs --iterations 0"]
-    + ["VIT --protocol moco --epochs 0", "VIT --protocol moco --lr -1", "VIT --protocol moco --crop-scale 0.5 0.2"]
-    + ["VIT --protocol moco --batch-size 0", "VIT --protocol moco --out DATA", "VIT --protocol moco --out OUT"]  # 42 images
-    + ["VIT --finetune --pad 40 --image-size 0", "VIT --finetune --batch-size 15", "VIT --protocol moco --save-every 0"]
-    + ["VIT --protocol moco --milestones 60 80", "VIT --protocol moco --milestones -0.5", "VIT --protocol patchmix --momentum 0"]
-    + ["VIT --finetune --head-lr 5", "RESNET --finetune --layer-decay 0.9", "VIT --finetune --randaug 8.5"]
-    + ["VIT --workers 1000000", "VIT --classes CLASS", "VIT --classes CLASS CLASS"],
-)
+@pytest.mark.parametrize("name", ["regnety_002", "efficientnet_b0", "densenet121"])
+def test_batch_norm_over_processes_keeps_the_activation(places, name, monkeypatch):
+    """Norm and activation are one layer in these; what is converted for torchrun computes the same."""
+    info = common.backbone_info(name, 32, None, method="m", encoder="query")
+    args = resolved(places, "--finetune", timm_name=name)
+    torch.manual_seed(0)
+    encoder, x, networks = common.build_backbone(info), torch.randn(2, 3, 32, 32), []
+    with torch.no_grad():
+        encoder.train()(torch.randn(8, 3, 32, 32))  # batch norm's statistics are not the initial ones
+    for world in (1, 2):
+        monkeypatch.setattr(common, "rank_and_world", lambda world=world: (0, world))
+        network, head = eval_linear.make_network(args, encoder, info, 3, torch.device("cpu"))
+        assert any(isinstance(m, torch.nn.SyncBatchNorm) for m in network.modules()) == (world == 2)
+        networks.append(network.eval())
+    with torch.no_grad():
+        assert torch.equal(networks[0](x), networks[1](x)) and networks[0](x).std() > 0
+
+
+@pytest.mark.parametrize("flags", [[], ["--solver", "lbfgs"]])
+def test_features_that_no_process_should_hold_alone(places, capsys, monkeypatch, flags):
+    monkeypatch.setattr(common, "output_width", lambda *_: 2**25)
+    monkeypatch.setattr(common, "extract_features", lambda *_, **__: pytest.fail("work was begun"))
+
+    def two_processes(*_):
+        monkeypatch.setattr(common, "rank_and_world", lambda: (0, 2))
+        return {}
+
+    monkeypatch.setattr(common, "floor_encoders", two_processes)
+    assert run(places["VIT"], *flags)[0] == 2 and "2**30" in capsys.readouterr().err
+
+
+MISTAKES = [
+    "VIT --protocol nothing",
+    "VIT --solver lbfgs --protocol moco",
+    "VIT --finetune --protocol moco",
+    "VIT --label-fraction 0",
+    "VIT --label-fraction 0.1 --label-files X",
+    "VIT --label-files NONE",
+    "VIT --lr 1",
+    "VIT --out OUT",
+    "VIT --metric top1",
+    "VIT --protocol moco --lrs 1",
+    "VIT --protocol moco --drop-path 0.1",
+    "VIT --solver lbfgs --epochs 3",
+    "VIT --solver lbfgs --strengths 0",
+    "VIT --protocol moco --lr 1e300",
+    "VIT --protocol moco --crop-scale 0.5 0.2",
+    "VIT --protocol moco --out DATA",
+    "VIT --protocol moco --out OUT",  # 42 images are no batch
+    "VIT --protocol moco --milestones 60 80",
+    "VIT --protocol patchmix --momentum 0",
+    "VIT --finetune --batch-size 15",
+    "VIT --finetune --eval-every -1",
+    "VIT --finetune --head-lr 5",
+    "VIT --finetune --randaug 8.5",
+]
+
+
+@pytest.mark.parametrize("flags", MISTAKES)
 def test_wrong_flags_are_one_line(places, capsys, flags):
-    argv = [str({**places, "NONE": places["DATA"] / "none", "CLASS": CLASSES[0]}.get(word, word)) for word in flags.split()]
+    argv = [str({**places, "NONE": places["DATA"] / "none"}.get(word, word)) for word in flags.split()]
     refused(capsys, lambda: eval_linear.main(eval_linear.parse_args(argv + ["--device", "cpu"])))
     assert not places["OUT"].exists()
 
@@ -500,57 +564,7 @@ def test_wrong_flags_are_one_line(places, capsys, flags):
 def test_another_configuration_or_encoder_is_refused(places, tmp_path, capsys):
     flags = [places["VIT"], "--protocol", "moco", *FAST, "--max-steps", 1, "--out", tmp_path]
     run(*flags)
-    for more in (["--lr", 3], ["--seed", 1], ["--label-fraction", 0.9]):
+    for more in (["--lr", 3], ["--label-fraction", 0.9]):
         assert run(*flags, *more)[0] == 2 and "another configuration" in capsys.readouterr().err
     assert run(places["RESNET"], *flags[1:])[0] == 2 and "weights" in capsys.readouterr().err
     assert run(f"{places['VIT']}/", *flags[1:])[0] != 2  # the same encoder by another name
-
-
-@pytest.mark.parametrize("part", ["loss", "weight"])
-def test_a_loss_or_weight_that_is_no_number(places, tmp_path, capsys, monkeypatch, part):
-    train_step = eval_linear.train_step
-
-    def spoiled(args, encoder, wrapped, *rest):
-        sums = train_step(args, encoder, wrapped, *rest)
-        next(wrapped.parameters()).detach().view(-1)[0] *= float("nan") if part == "weight" else 1
-        return sums * float("nan") if part == "loss" else sums
-
-    monkeypatch.setattr(eval_linear, "train_step", spoiled)
-    flags = [places["VIT"], "--finetune", "--protocol", "clim", *FAST, "--out", tmp_path, "--max-steps", 1]
-    assert run(*flags)[0] == 2
-    error = capsys.readouterr().err
-    assert "not finite" in error and len(error.splitlines()) == 1 and not (tmp_path / "last.pt").exists()
-
-
-@pytest.mark.parametrize("flag", ["--lr", "--head-lr", "--warmup-lr", "--weight-decay", "--mixup"])
-def test_numbers_that_no_tensor_can_hold_are_refused(places, tmp_path, capsys, flag):
-    argv = [places["VIT"], "--finetune", "--protocol", "clim", *FAST, "--out", tmp_path / "run", f"{flag}=1e300"]
-    assert run(*argv)[0] == 2 and flag in capsys.readouterr().err and not (tmp_path / "run").exists()
-
-
-@pytest.mark.parametrize("flags", [["--protocol", "moco"], ["--finetune", "--protocol", "patchmix"]])
-def test_a_checkpoint_that_does_not_fit_is_one_line(places, tmp_path, capsys, flags):
-    """Of another shape, with a part missing or of a wrong type, or a pickle that would run a command; what is there stays."""
-    flags = [places["VIT"], *flags, *FAST, "--max-steps", 1, "--out", tmp_path]
-    run(*flags)
-    state, path, wrong = load(tmp_path), tmp_path / "last.pt", {}
-    weight = next(k for k, v in state["model"].items() if v.dim() == 2)
-    cases = {"another shape": {"model": state["model"] | {weight: torch.zeros(5, 7)}}, "no weights": {"model": {}}}
-    cases |= {f"weights {v!r}": {"model": dict.fromkeys(state["model"], v)} for v in ("x", None, 1.5)}
-    groups = state["optimizer"]["param_groups"]
-    cases |= {f"groups {v!r}": {"optimizer": state["optimizer"] | {"param_groups": v}} for v in (None, [], groups[:-1], "x")}
-    cases |= {f"optimizer {v!r}": {"optimizer": v} for v in ({}, {"state": 1, "param_groups": groups})}
-    cases |= {f"sums {v!r}": {"log": {"sums": v}} for v in (None, 3, "x", torch.zeros(2), torch.zeros(1, 4))}
-    cases |= {"no sums": {"log": {}}, "no log": {"log": None}, "steps": {"step": -1}, "images": {"images": "42"}}
-    cases["hostile"] = {"model": Hostile(tmp_path / "marker")}
-    for words, change in cases.items():
-        torch.save(state | change, path)
-        before = path.read_bytes()
-        try:
-            ended = run(*flags[:-4], *flags[-2:])[0]
-        except Exception as error:
-            ended = repr(error)
-        error = capsys.readouterr().err
-        if ended != 2 or error.count("\n") != 1 or "last.pt" not in error or path.read_bytes() != before:
-            wrong[words] = ended, error[:300]
-    assert wrong == {} and not (tmp_path / "marker").exists()

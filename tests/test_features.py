@@ -1,0 +1,298 @@
+"""common.py's evaluation against slow, obvious references: features, kNN over processes, health figures, backbones."""
+
+import math
+import os
+import socket
+
+import numpy as np
+import pytest
+import timm
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+import torchvision.transforms.functional as TF
+from PIL import Image
+from test_common import refused
+from torch import nn
+
+import common
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    torch.set_num_threads(1)  # quickest for such small tensors
+
+
+def test_evaluation_crop_is_resize_then_centre_crop():
+    y, x = np.mgrid[:80, :120] / 20
+    image = np.stack([np.sin(x + c) * np.cos(y - c) for c in range(3)], 2) * 127 + 128
+    images = common.ImageSet("folder", [0], ["a"], image.astype(np.uint8)[None])
+    ours = common.CentreCrops(images, 28)[0].float()
+    theirs = TF.center_crop(TF.resize(Image.fromarray(images[0]), 32), 28)
+    assert ours.shape == (3, 28, 28) and abs(ours - TF.pil_to_tensor(theirs).float()).mean() < 1
+    exact = common.ImageSet("folder", [0], ["a"], images.array[:, :28, :28])
+    assert np.array_equal(common.CentreCrops(exact, 28)[0].permute(1, 2, 0), exact[0])
+
+
+def slow_knn(train_x, train_y, test_x, k, temperature, num_classes):
+    """Weighted k-nearest neighbours by a double loop in float64, scaled so that the nearest votes 1."""
+    bank, queries = ([row / np.sqrt((row * row).sum()) for row in x.double().numpy()] for x in (train_x, test_x))
+    scores = torch.zeros(len(test_x), num_classes, dtype=torch.float64)
+    for i, q in enumerate(queries):
+        ranked = sorted(((float(q @ t), j) for j, t in enumerate(bank)), reverse=True)
+        for similarity, j in ranked[:k]:
+            scores[i, int(train_y[j])] += math.exp((similarity - ranked[0][0]) / temperature)
+    return scores
+
+
+SHAPES = [(23, 7, 5, 4, 0.07), (1, 3, 4, 1, 0.1), (11, 13, 2, 9, 1.0)]
+
+
+@pytest.mark.parametrize("n, m, d, classes, temperature", SHAPES)
+def test_knn_is_a_double_loop(n, m, d, classes, temperature):
+    g = common.generator(n, m)
+    train_x, test_x = torch.randn(n, d, generator=g) * 3, torch.randn(m, d, generator=g) * 0.2
+    train_y, several = torch.randint(0, classes, (n,), generator=g), (5, 1, 200, 11)
+    scores = common.knn_scores(train_x, train_y, test_x, several, temperature, classes)
+    assert set(scores) == set(several)
+    for k in several:
+        slow = slow_knn(train_x, train_y, test_x, k, temperature, classes)
+        torch.testing.assert_close(scores[k].double(), slow, rtol=1e-4, atol=1e-5)
+        assert torch.equal(common.knn_predict(train_x, train_y, test_x, k, temperature, classes), slow.argmax(1))
+
+
+def test_knn_with_a_bank_that_needs_chunks():
+    """2 million points of the circle, labels: octants; more queries than one chunk holds, in the octants' middles."""
+    n, m = 2**21, 40
+    angle = torch.rand(n, generator=common.generator(0)) * 2 * math.pi
+    where = torch.arange(m) % 8
+    middle = (where + 0.5) * math.pi / 4
+    x, q = (torch.stack([a.cos(), a.sin()], 1) for a in (angle, middle))
+    scores = common.knn_scores(x, (angle * 4 / math.pi).long().clamp_max(7), q, (3,), 0.07, 8)[3]
+    torch.testing.assert_close(scores, 3 * F.one_hot(where, 8).float(), rtol=0, atol=1e-4)
+
+
+def test_repeated_k_is_one_k():
+    x, y = torch.randn(20, 4, generator=common.generator(1)), torch.arange(20) % 3
+    once, twice = (common.knn_scores(x, y, x[:5], ks, 0.1, 3)[3] for ks in ((3,), (3, 3)))
+    assert torch.equal(once, twice)
+
+
+class Tiny(nn.Sequential):
+    """A small encoder with batch statistics and dropout."""
+
+    def __init__(self):
+        torch.manual_seed(0)
+        super().__init__(nn.Conv2d(3, 6, 3), nn.BatchNorm2d(6), nn.ReLU(), nn.Dropout(0.5), nn.AdaptiveAvgPool2d(2))
+        self[1].running_mean.normal_()
+
+
+INFO = dict(image_size=16, mean=(0.4, 0.5, 0.6), std=(0.2, 0.3, 0.4), interpolation="bilinear")
+
+
+def pattern_set(n, size=16):
+    array, labels = common.make_patterns(n, size, 0)
+    return common.ImageSet("patterns", labels, common.PATTERNS, array)
+
+
+@pytest.mark.parametrize("batch_size, workers, training", [(256, 0, True), (4, 2, False), (1, 0, False)])
+def test_features_are_a_plain_loops(batch_size, workers, training):
+    encoder, images = Tiny().train(training), pattern_set(11)
+    features = common.extract_features(encoder, images, INFO, CPU, batch_size, workers)
+    assert all(m.training == training for m in encoder.modules())
+    encoder.double().eval()
+    mean, std = (torch.tensor(INFO[k], dtype=torch.float64).view(3, 1, 1) for k in ("mean", "std"))
+    for image, feature in zip(images.array, features, strict=True):
+        x = (torch.from_numpy(image).permute(2, 0, 1).double() / 255 - mean) / std
+        torch.testing.assert_close(feature.double(), encoder(x[None]).flatten(), rtol=1e-5, atol=1e-5)
+
+
+def test_an_encoder_that_changes_itself_is_an_error():
+    class Restless(Tiny):
+        def forward(self, x):
+            self[1].running_var.mul_(1.01)
+            return super().forward(x)
+
+    with pytest.raises(RuntimeError, match="running_var"):
+        common.extract_features(Restless(), pattern_set(3), INFO, CPU)
+
+
+def test_knn_accuracy_leaves_out_what_has_no_label():
+    images, test = pattern_set(60), pattern_set(60)
+    joined = common.ImageSet(
+        "patterns", np.r_[images.labels, [-1] * 20], common.PATTERNS, np.r_[images.array, images.array[:20]]
+    )
+    found = [common.knn_accuracy(Tiny(), bank, test, INFO, CPU, ks=(1, 20)) for bank in (images, joined)]
+    assert found[0] == found[1] and found[0][1] == 100 > found[0][20]  # every image's nearest is itself
+
+
+def sharded(rank=0, world=1, port=None, folder=None):
+    """Features, their parts, scores and accuracies of one process or of several, each of which saves what it got."""
+    if folder is not None:
+        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(world))
+        torch.set_num_threads(1)
+        dist.init_process_group("gloo")
+    encoder, test = Tiny().train(), pattern_set(5)
+    result, test_x = [], common.extract_features(encoder, test, INFO, CPU)
+    for n in (7, 2, 1):  # banks: on three processes the second and third have parts without images
+        images = pattern_set(n)
+        whole = common.extract_features(encoder, images, INFO, CPU, batch_size=2)
+        part = common.extract_features(encoder, images, INFO, CPU, batch_size=2, whole=False)
+        torch.testing.assert_close(part, common.own_part(whole))
+        assert len(part) == n // world + (rank < n % world)
+        train_y = common.own_part(torch.arange(n) % 3)
+        scores = common.knn_scores(part, train_y, test_x, (1, 2, 9), 0.1, 3)
+        result += [whole, *scores.values(), common.knn_predict(part, train_y, test_x, 2, 0.1, 3)]
+        accuracy = common.knn_accuracy(encoder, images, test, INFO, CPU, ks=(1, 20))
+        result.append(torch.tensor([*accuracy.values()]))
+    if folder is not None:
+        gathered = common.gather_uneven(torch.arange(6.0).view(3, 2)[: 3 * (rank == 1)])
+        torch.save([*result, gathered], f"{folder}/{rank}.pt")
+        dist.destroy_process_group()
+    return result
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_several_processes_find_what_one_finds(tmp_path, world):
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+    torch.multiprocessing.start_processes(sharded, (world, port, str(tmp_path)), nprocs=world, start_method="fork")
+    one = [*sharded(), torch.arange(6.0).view(3, 2)]
+    for rank in range(world):
+        for a, b in zip(torch.load(tmp_path / f"{rank}.pt", weights_only=True), one, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+
+
+def test_output_width_and_modes_that_stay():
+    """A user's frozen batch norm stays in evaluation mode, the rest in training mode."""
+    encoder = Tiny().train()
+    encoder[1].eval()
+    before = [m.training for m in encoder.modules()]
+    statistics = encoder[1].running_mean.clone()
+    assert (
+        common.output_width(encoder, 16) == 24 == common.extract_features(encoder, pattern_set(2), INFO, CPU).shape[1]
+    )
+    assert [m.training for m in encoder.modules()] == before and encoder[1].running_mean.equal(statistics)
+    assert common.output_width(nn.AvgPool2d(2), 16) == 3 * 8 * 8
+
+
+def test_embedding_health():
+    g = common.generator(9)
+    q = F.normalize(torch.randn(2000, 16, generator=g), dim=1)
+    good, flat = common.embedding_health(q, q), common.embedding_health(q[:1].expand(50, 16), -q[:1].expand(50, 16))
+    assert good["std"] == pytest.approx(1, abs=0.01) and 15.8 < good["rank"] <= 16.001
+    assert good["alignment"] == pytest.approx(0, abs=1e-6) and -4 < good["uniformity"] < -3.5
+    assert flat == pytest.approx(dict(std=0, rank=1, alignment=4, uniformity=0), abs=1e-3)
+    few = common.embedding_health(q[:5], q[5:10])["rank"]
+    assert 3 < few < 4.001  # five centred points span four dimensions
+    line = common.embedding_health(q[:40, :3] * torch.tensor([1.0, 0, 0]) + torch.tensor([0, 1.0, 0]), q[:40, :3])
+    assert line["rank"] < 2.001
+    x, y = (torch.randn(12, 5, generator=g) * 7 for _ in range(2))
+    a, b = (z.double() / z.double().square().sum(1, keepdim=True).sqrt() for z in (x, y))
+    distances = [float((a[i] - a[j]).square().sum()) for i in range(12) for j in range(i)]
+    share = torch.linalg.eigvalsh((a - a.mean(0)).T @ (a - a.mean(0))).clamp_min(0).sqrt()
+    share = (share / share.sum()).tolist()
+    expected = dict(
+        std=float((a - a.mean(0)).square().mean(0).sqrt().mean()) * 5**0.5,
+        rank=math.exp(-sum(s * math.log(s) for s in share)),
+        alignment=sum(float((p - q).square().sum()) for p, q in zip(a, b, strict=True)) / 12,
+        uniformity=math.log(sum(math.exp(-2 * s) for s in distances) / len(distances)),
+    )
+    assert common.embedding_health(x, y) == pytest.approx(expected, rel=1e-4)
+    assert all(math.isfinite(v) for v in common.embedding_health(x[:1], y[:1]).values())
+
+
+# ------------------------------------------------------------------ backbones
+
+
+@pytest.mark.parametrize(
+    "model", ["vit_micro 32 8 timm", "resnet_micro 32 2 timm", "resnet18 32 2 3x3", "resnet_micro 96 16 timm"]
+)
+def test_backbones_are_read_back(tmp_path, capsys, model):
+    torch.manual_seed(0)
+    arch, size, patch, stem = model.split()
+    info = common.backbone_info(arch, int(size), int(patch), method="m", encoder="query")
+    backbone = common.build_backbone(info).eval()
+    for name, buffer in backbone.named_buffers():
+        if "running" in name:
+            buffer.uniform_(0.1, 0.3)
+    common.save_checkpoint(tmp_path / "backbone.pt", info | {"state_dict": backbone.state_dict()})
+    x = torch.randn(2, 3, int(size), int(size))
+    for path in (tmp_path, tmp_path / "backbone.pt"):
+        loaded, said = common.load_backbone(path)
+        assert (
+            not loaded.training
+            and said["stem"] == stem
+            and said["method"] == "m"
+            and torch.equal(loaded(x), backbone(x))
+        )
+    assert backbone(x).shape == (2, backbone.num_features) and not torch.allclose(*backbone(x), rtol=1e-3)
+    plain = torch.load(tmp_path / "backbone.pt", weights_only=True)
+    model = timm.create_model(plain["timm_name"], **plain["create_kwargs"])
+    if plain["stem"] == "3x3":
+        model.conv1 = nn.Conv2d(3, model.conv1.out_channels, 3, padding=1, bias=False)
+        model.maxpool = nn.Identity()
+    model.load_state_dict(plain["state_dict"], strict=True)
+    assert torch.equal(model.eval()(x), backbone(x))
+    if arch.startswith("vit"):
+        assert loaded(torch.randn(2, 3, 48, 48)).shape == backbone(x).shape
+    weights = backbone.state_dict()
+    name = list(weights)[3]
+    missing = {k: v for k, v in weights.items() if k != name}
+    for wrong in (missing, weights | {"more": torch.ones(1)}, weights | {name: torch.ones(1, 7)}):
+        common.save_checkpoint(tmp_path / "backbone.pt", info | {"state_dict": wrong})
+        line = refused(capsys, common.load_backbone, tmp_path)
+        assert ("more" if "more" in wrong else name) in line
+
+
+def test_last_pt_holds_both_encoders(tmp_path, capsys):
+    info = common.backbone_info("resnet_micro", 16, 2, method="m", encoder="momentum")
+    query, momentum = (common.build_backbone(info).eval() for _ in range(2))
+    weights = {
+        f"{p}backbone.{k}": v for p, m in (("", query), ("momentum_", momentum)) for k, v in m.state_dict().items()
+    }
+    state = dict(config={}, optimizer={}, backbone=info, model=weights | {"projector.weight": torch.ones(1)})
+    common.save_checkpoint(tmp_path / "last.pt", state)
+    common.save_checkpoint(tmp_path / "backbone.pt", info | {"state_dict": momentum.state_dict()})
+    x = torch.randn(2, 3, 16, 16)
+    for where, encoder, expected in [
+        (tmp_path, None, momentum),
+        (tmp_path, "query", query),
+        (tmp_path / "last.pt", None, momentum),
+        (tmp_path / "last.pt", "query", query),
+        (tmp_path / "backbone.pt", "momentum", momentum),
+    ]:
+        loaded, said = common.load_backbone(where, encoder)
+        assert said["encoder"] == (encoder or "momentum") and torch.equal(loaded(x), expected(x))
+    assert "momentum encoder only" in refused(capsys, common.load_backbone, tmp_path / "backbone.pt", "query")
+    assert "no checkpoint" in refused(capsys, common.load_backbone, tmp_path / "none")
+    common.save_checkpoint(tmp_path / "other.pt", {"state_dict": {}, "epoch": 3})
+    assert "not a checkpoint" in refused(capsys, common.load_backbone, tmp_path / "other.pt")
+    query_only = {k: v for k, v in weights.items() if not k.startswith("momentum_")}
+    common.save_checkpoint(tmp_path / "last.pt", state | {"model": query_only, "backbone": info | {"encoder": "query"}})
+    refused(capsys, common.load_backbone, tmp_path, "momentum")
+
+
+@pytest.mark.parametrize("arch", ["resnet10t", "resnetv2_18", "vit_relpos_small_patch16_224", "deit_tiny_patch16_224"])
+def test_any_timm_model_is_built_or_refused_in_a_line(capsys, arch):
+    try:
+        backbone = common.build_backbone(common.backbone_info(arch, 32, 8)).eval()
+    except SystemExit:
+        assert capsys.readouterr().err.count("\n") == 1
+    else:
+        assert backbone(torch.randn(2, 3, 32, 32)).shape == (2, backbone.num_features)
+
+
+def test_encoders_are_called_as_arch_does():
+    for arch in (*common.ARCHS, "resnet10t"):
+        assert common.arch_name(common.backbone_info(arch, 32, 4)) == arch
+    assert common.arch_name(common.backbone_info(None, 32, None)) == "own encoder"
+
+
+def test_stem_arch_and_patch_size(capsys):
+    assert [common.backbone_info("resnet50", size, 2)["stem"] for size in (32, 64, 96)] == ["3x3", "3x3", "timm"]
+    assert "unknown --arch" in refused(capsys, common.backbone_info, "resnet_nano", 32, 2)
+    assert "does not divide" in refused(capsys, common.backbone_info, "vit_micro", 32, 5)
