@@ -1,20 +1,21 @@
 """A device made of Python, to see without a GPU what would go wrong on one.
 
     python tests/simulated_device.py FOLDER                                                one process
-    python -m torch.distributed.run --nproc_per_node=2 tests/simulated_device.py FOLDER    two, in DistributedDataParallel
+    python -m torch.distributed.run --nproc_per_node=2 tests/simulated_device.py FOLDER    two, in DDP
 
-Its tensors say that they lie on `sim`, and the CPU computes them. Operations on tensors of both devices raise, as on a GPU, and
-so do collectives on the CPU's tensors, as with NCCL. What makes a program wait for a GPU is counted by the line of ours that
-asked for it: a value that is read, a shape that depends on values, a copy that blocks. Every script is run whole, on the CPU and
-on `sim`, there stopped and resumed on the way. FOLDER/found.json then has {case: {"cpu": records of metrics.jsonl, "sim": the
-same, "waits": {line: count} in training steps}}, and under "noticed" what was seen of code that is wrong on purpose.
-What only a GPU can show, speed, memory, kernels of its own and bf16, this cannot.
+Its tensors say that they lie on `sim`, and the CPU computes them. Operations on tensors of both devices raise, as on a
+GPU, and so do collectives on the CPU's tensors, as with NCCL. What makes a program wait for a GPU is counted by the
+line of ours that asked for it: a value that is read, a shape that depends on values, a copy that blocks. Every script
+is run whole, on the CPU and on `sim`, there stopped and resumed on the way. FOLDER/found.json then has {case: {"cpu":
+records of metrics.jsonl, "sim": the same, "waits": {line: count} in training steps}}, and under "noticed" what was seen
+of code that is wrong on purpose. What only a GPU can show, speed, memory, kernels of its own and bf16, this cannot.
 """
 
 import collections
 import contextlib
 import functools
 import importlib
+import itertools
 import json
 import os
 import sys
@@ -25,7 +26,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from torch.utils import backend_registration
-from torch.utils._python_dispatch import TorchDispatchMode, return_and_correct_aliasing
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, return_and_correct_aliasing
 from torch.utils._pytree import tree_leaves, tree_map
 
 ROOT = Path(__file__).parent.parent
@@ -106,7 +107,8 @@ def compute(function, args, kwargs):
                 note("an index of the CPU, or a mask")
             away = [x for x in away if all(x is not y for y in index)]
         if away:
-            raise RuntimeError(f"{function} on tensors of both devices: {[(tuple(x.shape), x.device.type) for x in tensors]}")
+            shapes = [(tuple(x.shape), x.device.type) for x in tensors]
+            raise RuntimeError(f"{function} on tensors of both devices: {shapes}")
         if function in READS:
             note(str(function))
     out = function(*tree_map(unwrap, args), **tree_map(unwrap, kwargs))
@@ -157,11 +159,10 @@ def noticed():
         except RuntimeError as error:
             note(f"raised {error}")
 
-    wrong = dict(mixed=mixed, value=lambda: x.sum().item(), shape=lambda: x[x > 0], blocking=lambda: torch.ones(3).to("sim:0"))
-    wrong |= dict(literal=lambda: torch.tensor([1.0], device="sim:0"), back=lambda: x.cpu())
-    right = dict(
-        scalar=lambda: x * torch.tensor(2.0), copy=lambda: torch.ones(3).to("sim:0", non_blocking=True), own=lambda: x + x
-    )
+    wrong = dict(mixed=mixed, value=lambda: x.sum().item(), shape=lambda: x[x > 0], back=lambda: x.cpu())
+    wrong |= dict(blocking=lambda: torch.ones(3).to("sim:0"), literal=lambda: torch.tensor([1.0], device="sim:0"))
+    right = dict(scalar=lambda: x * torch.tensor(2.0), own=lambda: x + x)
+    right |= dict(copy=lambda: torch.ones(3).to("sim:0", non_blocking=True))
     for name, function in (wrong | right).items():
         before = waits.copy()
         function()
@@ -190,13 +191,14 @@ ONLY_ONE = ("CLIM, two sizes", "LoGo on MoCo, paper", "linear probe")  # nothing
 FOR_TWO = [name for name in CASES | EVALUATIONS if name not in ONLY_ONE]
 
 
-def counted(function, inside):
-    """The function; waits that it causes are added to `inside`."""
+def counted(function, inside, free=0):
+    """The function; waits that it causes are added to `inside`, but for its first `free` calls."""
+    calls = itertools.count()
 
     def call(*args, **kwargs):
         before = waits.copy()
         result = function(*args, **kwargs)
-        inside.update(waits - before)
+        inside.update(waits - before if next(calls) >= free else ())
         return result
 
     return call
@@ -205,16 +207,15 @@ def counted(function, inside):
 def train(case, out, device):
     """(records, waits in steps) of a run, stopped at its fourth step of six and resumed."""
     script, *flags = case.split()
-    module, inside = importlib.import_module(script), collections.Counter()
-    flags += ["--out", str(out), "--epochs", "2", "--batch-size", "16", "--workers", "0", "--knn-every", "1", "--device", "cpu"]
-    join, replace = module.init_distributed, functools.partial(mock.patch.object, module)
-    with (
-        replace("init_distributed", lambda args: (join(args), torch.device(device))[1]),
-        replace("train_step", counted(module.train_step, inside)),
-        mock.patch.object(module.EpochLog, "add", counted(module.EpochLog.add, inside)),
-        Simulation() if device != "cpu" else contextlib.nullcontext(),
-    ):
-        for more in (["--max-steps", "4"], []):
+    module, inside, join = importlib.import_module(script), collections.Counter(), common.join_processes
+    flags += [*"--epochs 2 --batch-size 16 --workers 0 --knn-every 1 --device cpu --out".split(), str(out)]
+    for more in (["--max-steps", "4"], []):
+        with (  # a start's first step loads constants and prints its loss
+            mock.patch.object(common, "join_processes", lambda args: (join(args), torch.device(device))[1]),
+            mock.patch.object(module, "train_step", counted(module.train_step, inside, free=1)),
+            mock.patch.object(common.Run, "log", counted(common.Run.log, inside, free=1)),
+            Simulation() if device != "cpu" else contextlib.nullcontext(),
+        ):
             module.main(module.parse_args([*flags, *more]))
     return common.read_metrics(out / "metrics.jsonl"), inside
 
@@ -223,18 +224,28 @@ def evaluate(case, run, out, device):
     """(results, waits in training steps) of an evaluation of a run."""
     script, *flags = (str(out) if word == "OUT" else word for word in case.split())
     module, inside = importlib.import_module(script), collections.Counter()
-    open_encoder, step = module.open_encoder, counted(getattr(module, "train_step", lambda: None), inside)
+    open_encoder, step = common.open_encoder, counted(getattr(module, "train_step", lambda: None), inside)
 
-    def opened(args):
-        _, encoder, info = open_encoder(args)
+    def opened(*args):
+        _, encoder, info = open_encoder(*args)
         return torch.device(device), encoder.to(device), info
 
     with (
-        mock.patch.object(module, "open_encoder", opened),
+        mock.patch.object(common, "open_encoder", opened),
         mock.patch.object(module, "train_step", step, create=True),
         Simulation() if device != "cpu" else contextlib.nullcontext(),
     ):
         return module.main(module.parse_args([str(run), "--workers", "0", "--device", "cpu", *flags])), inside
+
+
+def unseen(function):
+    """The function, without the simulation: what torch brings to NCCL itself, and what goes over gloo anyway."""
+
+    def call(*args, **kwargs):
+        with _disable_current_modes():
+            return function(*args, **kwargs)
+
+    return call
 
 
 def main(folder):
@@ -245,15 +256,18 @@ def main(folder):
     with (
         mock.patch.object(common, "make_patterns", lambda n, *more: few({4096: 48, 1024: 16}[n], *more)),
         mock.patch.object(dist, "destroy_process_group"),  # one group for all
+        mock.patch.object(dist, "all_gather_object", unseen(dist.all_gather_object)),
+        mock.patch.object(common.StopRequest, "agreed", unseen(common.StopRequest.agreed)),
         contextlib.redirect_stdout(sys.stderr),
     ):
         for name, case in (CASES | EVALUATIONS).items():
             if world > 1 and name not in FOR_TWO:
                 continue
-            run = functools.partial(train, case) if name in CASES else functools.partial(evaluate, case, folder / "sim PatchMix")
+            run = functools.partial(train, case)
+            if name in EVALUATIONS:
+                run = functools.partial(evaluate, case, folder / "sim PatchMix")
             found[name] = dict(cpu=run(folder / f"cpu {name}", "cpu")[0]) if world == 1 else {}
-            with mock.patch.object(common, "collective_device", lambda: "sim:0"):  # as with NCCL
-                found[name]["sim"], found[name]["waits"] = run(folder / f"sim {name}", "sim:0")
+            found[name]["sim"], found[name]["waits"] = run(folder / f"sim {name}", "sim:0")
     if rank == 0:
         (folder / "found.json").write_text(json.dumps(found))
     return library

@@ -1,33 +1,26 @@
-"""common.py against slow, obvious references: randomness, data, views, colour, evaluation, files and backbones."""
+"""common.py against slow, obvious references: randomness, data, views, colour, flags, files."""
 
 import colorsys
 import json
-import math
 import os
 import pickle
-import socket
 import subprocess
 import sys
+from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import timm
 import torch
-import torch.distributed as dist
-import torch.nn.functional as F
 import torchvision
 import torchvision.transforms.functional as TF
+from conftest import ROOT
 from PIL import Image
-from torch import nn
 
 import common
 
 CPU = torch.device("cpu")
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    torch.set_num_threads(1)  # quickest for such small tensors
 
 
 def refused(capsys, function, *args, **kwargs):
@@ -41,7 +34,7 @@ def refused(capsys, function, *args, **kwargs):
 
 
 def ks(sample, other=None):
-    """Kolmogorov-Smirnov distance to the uniform law (or another sample's), times sqrt(effective size): rarely above 2."""
+    """Kolmogorov-Smirnov distance to the uniform law (or a sample's), times sqrt(effective size): rarely above 2."""
     sample = np.sort(np.ravel(sample))
     if other is None:
         ranks = np.arange(len(sample) + 1) / len(sample)
@@ -62,7 +55,9 @@ def test_uniform_is_a_pure_function_of_its_keys():
     for i in range(5):
         assert np.array_equal(common.uniform(1, int(epochs[i]), index[i : i + 1], 9)[0], whole[i])
     assert np.array_equal(common.uniform(1, epochs[::-1], index[::-1], 9), whole[::-1])
-    assert np.array_equal(common.uniform(1, epochs, index, 4), whole[:, :4])  # a position's draw knows nothing of the count
+    assert np.array_equal(
+        common.uniform(1, epochs, index, 4), whole[:, :4]
+    )  # a position's draw knows nothing of the count
 
 
 def test_uniform_is_uniform_and_uncorrelated():
@@ -70,7 +65,12 @@ def test_uniform_is_uniform_and_uncorrelated():
     base = common.uniform(0, 0, index, 6)
     assert base.min() >= 0 and base.max() < 1
     assert ks(base) < 2 and all(ks(base[:, j]) < 2 for j in range(6))
-    for seed, epoch, shift, purpose in [(0, 0, 1, 0), (0, 1, 0, 0), (1, 0, 0, 0), (0, 0, 0, 1)]:  # the next index, epoch, ...
+    for seed, epoch, shift, purpose in [
+        (0, 0, 1, 0),
+        (0, 1, 0, 0),
+        (1, 0, 0, 0),
+        (0, 0, 0, 1),
+    ]:  # the next index, epoch, ...
         other = common.uniform(seed, epoch, index + shift, 6, purpose)
         assert abs(np.corrcoef(base.ravel(), other.ravel())[0, 1]) < 4.5 / base.size**0.5
         assert ks((base - other) % 1) < 2 and not (base == other).any()
@@ -133,19 +133,21 @@ def test_normalize_is_torchvisions():
 
 @pytest.mark.parametrize("shape", [(21, 18), (18, 40), (33, 17)])
 def test_blur_is_torchvisions_with_a_wide_kernel(shape):
-    x, sigma = pictures(*shape), torch.tensor([0.1, 0.5, 1.0, 1.3, 2.0, 2.0, 1.9, 0.7], dtype=torch.float64)
-    kernel = 2 * min(shape) - 1  # at least eight sigma wide
+    x, sigma = pictures(*shape), torch.tensor([0.1, 0.5, 1.0, 1.3, 2.0, 2.0, 3.0, 0.7], dtype=torch.float64)
+    kernel = 2 * min(shape) - 1  # over five sigma to each side
     theirs = torch.stack([TF.gaussian_blur(image, kernel, s) for image, s in zip(x, sigma.tolist(), strict=True)])
-    torch.testing.assert_close(common.gaussian_blur(x, sigma), theirs, rtol=0, atol=1e-12)
-    torch.testing.assert_close(common.gaussian_blur(x.float(), sigma), theirs.float(), rtol=0, atol=2e-6)
+    torch.testing.assert_close(common.gaussian_blur(x, sigma, 3.0), theirs, rtol=0, atol=1e-6)
+    torch.testing.assert_close(common.gaussian_blur(x.float(), sigma, 3.0), theirs.float(), rtol=0, atol=2e-6)
+    alone = common.gaussian_blur(x[1:2], sigma[1:2], 0.5), common.gaussian_blur(x[:6], sigma[:6], 2.0)[1:2]
+    torch.testing.assert_close(*alone, rtol=0, atol=1e-15)  # whatever else is in the batch
 
 
 @pytest.mark.parametrize("shape", [(1, 1), (1, 7), (9, 2), (16, 16)])
 def test_blur_keeps_constants_and_sigma_zero_keeps_all(shape):
     x = pictures(32, 32)[..., : shape[0], : shape[1]]
-    assert torch.equal(common.gaussian_blur(x, torch.zeros(8)), x)
+    assert torch.equal(common.gaussian_blur(x, torch.zeros(8), 0.0), x)
     flat = x[..., :1, :1].expand_as(x)
-    torch.testing.assert_close(common.gaussian_blur(flat, torch.linspace(0, 2, 8)), flat, rtol=0, atol=1e-12)
+    torch.testing.assert_close(common.gaussian_blur(flat, torch.linspace(0, 2, 8), 2.0), flat, rtol=0, atol=1e-12)
 
 
 def torchvision_colour(image, row):
@@ -178,8 +180,7 @@ def test_colour_is_torchvisions_steps_image_by_image():
         torch.testing.assert_close(torch.cat(parts), ours, rtol=0, atol=1e-6)
 
 
-@pytest.mark.parametrize("step", ["gray", "sigma", "solarize", "flip", "brightness"])
-@pytest.mark.parametrize("after", ["sigma", "solarize", "flip"])
+@pytest.mark.parametrize("step, after", [("gray", "sigma"), ("sigma", "solarize"), ("brightness", "flip")])
 def test_colour_one_step_on_all_images_and_another_on_some(step, after):
     x = torch.randint(0, 256, (3, 3, 20, 17), dtype=torch.uint8, generator=common.generator(5))
     row = torch.tensor([[1.0, 1, 1, 0, 0, 0, 0, 0, 0]]).repeat(3, 1)
@@ -192,8 +193,12 @@ def test_colour_one_step_on_all_images_and_another_on_some(step, after):
 def test_views_are_coloured_each_by_its_own_parameters():
     """Three views, of two sizes in turn."""
     n, sizes, draws = 16, (12, 8, 12), common.uniform(0, 0, np.arange(48), common.COLOUR_DRAWS)
-    views = [torch.randint(0, 256, (n, 3, size, size), dtype=torch.uint8, generator=common.generator(size)) for size in sizes]
-    rows = torch.from_numpy(common.random_colour(draws, (0.8, 0.8, 0.8, 0.2), 0.8, 0.3, 0.5, solarize_p=0.3)).view(n, 3, -1)
+    views = [
+        torch.randint(0, 256, (n, 3, size, size), dtype=torch.uint8, generator=common.generator(size)) for size in sizes
+    ]
+    rows = torch.from_numpy(common.random_colour(draws, (0.8, 0.8, 0.8, 0.2), 0.8, 0.3, 0.5, solarize_p=0.3)).view(
+        n, 3, -1
+    )
     ours = common.colour_views(dict(views=views, colour=rows), torch.device("cpu"))
     theirs = [common.colour(view, rows[:, i]) for i, view in enumerate(views)]
     torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-6)
@@ -210,7 +215,9 @@ def test_identity_colour_parameters_leave_the_image():
 def test_random_colour_probabilities_and_ranges():
     n, p = 20000, dict(jitter_p=0.8, gray_p=0.2, blur_p=0.5, solarize_p=0.1, flip_p=0.4)
     draws = common.uniform(7, 0, np.arange(n), common.COLOUR_DRAWS)
-    c = dict(zip(common.COLOUR, common.random_colour(draws, (0.4, 0.3, 1.5, 0.1), sigma=(0.1, 2.0), **p).T, strict=True))
+    c = dict(
+        zip(common.COLOUR, common.random_colour(draws, (0.4, 0.3, 1.5, 0.1), sigma=(0.1, 2.0), **p).T, strict=True)
+    )
     jittered = c["brightness"] != 1
     shares = [(jittered, 0.8), (c["gray"], 0.2), (c["sigma"] > 0, 0.5), (c["solarize"], 0.1), (c["flip"], 0.4)]
     for on, share in shares:
@@ -263,7 +270,9 @@ def test_crops_have_torchvisions_law(size, scale, ratio):
 
 def test_given_areas_are_kept():
     n, area = 500, np.linspace(0.1, 0.5, 500)
-    box = common.random_resized_crop(np.tile((400, 400), (n, 1)), common.uniform(2, 0, np.arange(n), 22), None, area=area)
+    box = common.random_resized_crop(
+        np.tile((400, 400), (n, 1)), common.uniform(2, 0, np.arange(n), 22), None, area=area
+    )
     assert abs(box[:, 2] * box[:, 3] / 160000 - area).max() < 0.004  # rounding to pixels
     assert ks((np.log(box[:, 3] / box[:, 2]) / np.log(4 / 3) + 1) / 2) < 2
 
@@ -277,7 +286,9 @@ def test_fallback_is_torchvisions_centre_crop_or_the_whole(size):
 
 
 @pytest.mark.parametrize("interpolation", ["bilinear", "bicubic"])
-@pytest.mark.parametrize("box, size", [((5, 6, 20, 15), 8), ((5, 6, 20, 15), 33), ((0, 0, 40, 30), 16), ((3, 2, 1, 1), 5)])
+@pytest.mark.parametrize(
+    "box, size", [((5, 6, 20, 15), 8), ((5, 6, 20, 15), 33), ((0, 0, 40, 30), 16), ((3, 2, 1, 1), 5)]
+)
 def test_cut_is_pils_crop_then_resize(interpolation, box, size):
     image = np.random.default_rng(0).integers(0, 256, (40, 30, 3), dtype=np.uint8)
     top, left, height, width = box
@@ -294,17 +305,6 @@ def test_cut_at_the_same_size_is_the_identity(interpolation):
     assert np.array_equal(common.cut(image, (4, 7, 20, 20), 20, interpolation), image[4:24, 7:27])
 
 
-def test_evaluation_crop_is_resize_then_centre_crop():
-    y, x = np.mgrid[:80, :120] / 20
-    image = np.stack([np.sin(x + c) * np.cos(y - c) for c in range(3)], 2) * 127 + 128
-    images = common.ImageSet("folder", [0], ["a"], image.astype(np.uint8)[None])
-    ours = common.CentreCrops(images, 28)[0].float()
-    theirs = TF.center_crop(TF.resize(Image.fromarray(images[0]), 32), 28)
-    assert ours.shape == (3, 28, 28) and abs(ours - TF.pil_to_tensor(theirs).float()).mean() < 1
-    exact = common.ImageSet("folder", [0], ["a"], images.array[:, :28, :28])
-    assert np.array_equal(common.CentreCrops(exact, 28)[0].permute(1, 2, 0), exact[0])
-
-
 # ------------------------------------------------------------ views and order
 
 
@@ -312,8 +312,8 @@ def two_views(index, sizes, draws):
     """A method's `sample`: two crops and their colour; the second is of the next image, as a partner would be."""
     n = common.CROP_DRAWS
     crops = [common.random_resized_crop(sizes, draws[:, i * n : (i + 1) * n], (0.2, 1)) for i in (0, 1)]
-    colour = common.random_colour(draws[:, 2 * n :], (0.4, 0.4, 0.4, 0.1), 0.8)[:, None].repeat(2, 1)
-    return [(index, crops[0], 12), ((index + 1) % 37, crops[1], 8)], colour
+    colour = common.random_colour(draws[:, 2 * n :], (0.4, 0.4, 0.4, 0.1), 0.8)
+    return [(index, crops[0], 12), ((index + 1) % 37, crops[1], 8)], [colour, colour]
 
 
 def make_views(images=None):
@@ -322,24 +322,30 @@ def make_views(images=None):
     return common.Views(images, two_views, 2 * common.CROP_DRAWS + common.COLOUR_DRAWS, seed=5)
 
 
-def epoch_of(loader, sampler, epoch, start=0):
-    sampler.epoch, sampler.start = epoch, start
+def make_loader(workers=0):
+    args = SimpleNamespace(batch_size=8, seed=2, workers=workers)
+    return common.make_loader(args, make_views(), CPU)
+
+
+def epoch_of(loader, epoch, start=0):
+    loader.batch_sampler.epoch, loader.batch_sampler.start = epoch, start
     batches = list(loader)
     assert len(batches) == 4 - start
     return [[b["index"], b["colour"], *b["views"]] for b in batches]
 
 
 def same(a, b):
-    return len(a) == len(b) and all(torch.equal(x, y) for p, q in zip(a, b, strict=True) for x, y in zip(p, q, strict=True))
+    return len(a) == len(b) and all(
+        torch.equal(x, y) for p, q in zip(a, b, strict=True) for x, y in zip(p, q, strict=True)
+    )
 
 
 @pytest.mark.filterwarnings("ignore:This DataLoader will create")
 def test_worker_count_and_resuming_change_nothing():
     runs = {}
     for workers in (0, 1, 3):
-        sampler = common.EpochSampler(37, 8, seed=2)
-        loader = common.make_loader(make_views(), sampler, workers, CPU)
-        runs[workers] = [epoch_of(loader, sampler, e) for e in (0, 1)] + [epoch_of(loader, sampler, 0, start=2)]
+        loader = make_loader(workers)
+        runs[workers] = [epoch_of(loader, e) for e in (0, 1)] + [epoch_of(loader, 0, start=2)]
     first, second, resumed = runs[0]
     assert [tuple(t.shape) for t in first[0]] == [(8,), (8, 2, 9), (8, 3, 12, 12), (8, 3, 8, 8)]
     assert first[0][2].dtype == torch.uint8 and same(resumed, first[2:]) and not same(first, second)
@@ -349,7 +355,7 @@ def test_worker_count_and_resuming_change_nothing():
     for i, index in enumerate(first[0][0].tolist()):  # each view is the one that `sample` asked for
         draws = common.uniform(5, 0, np.array([index]), views.num_draws)
         cuts, colour = two_views(np.array([index]), np.array([[16, 16]]), draws)
-        assert np.array_equal(first[0][1][i], colour[0])
+        assert np.array_equal(first[0][1][i], np.concatenate(colour))
         for v, (image_index, boxes, size) in enumerate(cuts):
             expected = common.cut(views.images.array[image_index[0]], boxes[0], size)
             assert np.array_equal(first[0][2 + v][i].permute(1, 2, 0), expected)
@@ -360,17 +366,18 @@ def test_worker_count_and_resuming_change_nothing():
     assert not torch.equal(changed["views"][0], alone["views"][0])
 
 
+@pytest.mark.slow
 def test_a_run_that_raises_ends_in_spite_of_its_workers():
-    """With a loader still alive, as a traceback or a global keeps it; the timeout only stops a process that hangs for ever."""
+    """With a loader still alive, as a traceback or a global keeps it, and its error is the last thing on the screen."""
     code = """
 import common, test_common
-loader = common.make_loader(test_common.make_views(), common.EpochSampler(37, 8, 2), 1, test_common.CPU)
+loader = test_common.make_loader(2)
 for batch in loader:
     raise ValueError("boom")
 """
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 1 and done.stderr.endswith("ValueError: boom\n")
+    assert done.returncode == 1 and done.stderr.endswith("ValueError: boom\n"), done.stderr
 
 
 def test_epochs_are_permutations_in_whole_batches(monkeypatch):
@@ -383,9 +390,11 @@ def test_epochs_are_permutations_in_whole_batches(monkeypatch):
         epochs.append([[i for _, i in b] for b in batches])
         flat = sum(epochs[-1], [])
         assert len(set(flat)) == 32 and set(flat) <= set(range(37)) and flat != sorted(flat)
-        assert epochs[-1] == [sampler.batch(4 * epoch + step) for step in range(4)]
+        sampler.start = 2
+        assert [[i for _, i in b] for b in sampler] == epochs[-1][2:]
+        sampler.start = 0
     assert epochs[0] != epochs[1] != epochs[2]
-    assert common.EpochSampler(37, 8, seed=3).batch(0) != epochs[0][0]
+    assert [[i for _, i in b] for b in common.EpochSampler(37, 8, seed=3)] != epochs[0]
     for world in (2, 4):
         parts = []
         for rank in range(world):
@@ -448,7 +457,16 @@ def test_images_of_any_mode_are_read_as_rgb(tmp_path, mode):
 def test_exif_rotation(tmp_path, extension, tolerance):
     a, path = gradient(), tmp_path / f"x.{extension}"
     half, across = a[::-1, ::-1], a.swapaxes(0, 1)
-    turned = [a, a[:, ::-1], half, a[::-1], across, np.rot90(a, -1), half.swapaxes(0, 1), np.rot90(a)]  # orientations 1 to 8
+    turned = [
+        a,
+        a[:, ::-1],
+        half,
+        a[::-1],
+        across,
+        np.rot90(a, -1),
+        half.swapaxes(0, 1),
+        np.rot90(a),
+    ]  # orientations 1 to 8
     for orientation, expected in enumerate(turned, 1):
         exif = Image.Exif()
         exif[0x0112] = orientation
@@ -458,16 +476,17 @@ def test_exif_rotation(tmp_path, extension, tolerance):
         assert abs(read.astype(int) - expected).max() <= tolerance, orientation
 
 
-@pytest.mark.parametrize("test_name", ["val", "test"])
-@pytest.mark.parametrize("name", ["folder", "imagenet", "cifar10", "patterns"])
+@pytest.mark.parametrize("name, test_name", [("folder", "val"), ("imagenet", "test"), ("patterns", "val")])
 def test_a_layout_of_class_folders_is_read_whatever_the_name(tmp_path, test_name, name):
-    root = write_tree(tmp_path, {"train/b": 3, "train/a/deep": 2, f"{test_name}/a": 1, f"{test_name}/b": 2, "unlabeled/x/y": 4})
+    root = write_tree(
+        tmp_path, {"train/b": 3, "train/a/deep": 2, f"{test_name}/a": 1, f"{test_name}/b": 2, "unlabeled/x/y": 4}
+    )
     (root / "train" / "a" / "notes.txt").write_text("not an image")
     (root / "train" / ".hidden").mkdir()
     train, test = (common.load_images(name, root, part) for part in (True, False))
     assert train.classes == test.classes == ["a", "b"]
     assert train.labels.tolist() == [0, 0, 1, 1, 1] and test.labels.tolist() == [0, 1, 1]
-    assert train.array.shape == (5, 12, 10, 3) and "MiB" in train.memory()
+    assert train.array.shape == (5, 12, 10, 3)
     joined = common.load_images(name, root, unlabeled=True)
     assert joined.labels.tolist() == [0, 0, 1, 1, 1, -1, -1, -1, -1] and joined.classes == ["a", "b"]
     assert len(common.load_images(name, root, False, unlabeled=True)) == 3
@@ -475,18 +494,16 @@ def test_a_layout_of_class_folders_is_read_whatever_the_name(tmp_path, test_name
         known = images.labelled()
         assert known.labels.tolist() == train.labels.tolist() and known.classes == train.classes
         assert all(np.array_equal(known[i], train[i]) for i in range(5))
-        only = images.of_classes([1])
-        assert only.classes == ["b"] and only.labels.tolist() == [0] * 3 and np.array_equal(only[2], train[4])
-        swapped = images.of_classes([1, 0])
-        assert swapped.classes == ["b", "a"] and swapped.labels.tolist() == [1, 1, 0, 0, 0]
     assert train.labelled() is train
 
 
 def test_cached_and_uncached_images_are_the_same(tmp_path):
     root = write_tree(tmp_path, {"train/a": 20, "train/b": 17, "val/a": 1, "val/b": 1})
     cached, paths = (common.load_images("folder", root, cache=c) for c in (True, False))
-    assert paths.array is None and paths.memory() == "read from files"
-    assert np.array_equal(cached.sizes(range(3)), paths.sizes(range(3))) and cached.sizes(np.array([4])).tolist() == [[12, 10]]
+    assert paths.array is None
+    assert np.array_equal(cached.sizes(range(3)), paths.sizes(range(3))) and cached.sizes(np.array([4])).tolist() == [
+        [12, 10]
+    ]
     keys = [(1, 3), (0, 36), (2, 20)]
     a, b = (make_views(images).__getitems__(keys) for images in (cached, paths))
     assert same([[a["index"], a["colour"], *a["views"]]], [[b["index"], b["colour"], *b["views"]]])
@@ -508,6 +525,60 @@ def test_trees_without_labels_and_mixed_sizes(tmp_path):
     assert len(common.load_images("folder", tmp_path / "links")) == 3
 
 
+GROWTH = """
+import multiprocessing, os
+from pathlib import Path
+import numpy as np
+import common
+
+def private():
+    lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
+    return sum(int(line.split()[1]) for line in lines if line.startswith("Private_")) / 1024
+
+def measure(read, pipe):
+    before = private()
+    for i in range(200_000):
+        read(i)
+    pipe.send(private() - before)
+
+names = np.array([f"train/n{i % 1000:08}/n{i % 1000:08}_{i:08}.JPEG".encode() for i in range(200_000)])
+images, strings = common.ImageSet("folder", [0] * len(names), ["a"], paths=names), [os.fsdecode(n) for n in names]
+for read in (images.path, strings.__getitem__):
+    receiver, sender = multiprocessing.Pipe(duplex=False)
+    process = multiprocessing.get_context("fork").Process(target=measure, args=(read, sender))
+    process.start()
+    print(receiver.recv())
+    process.join()
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/smaps_rollup").exists(), reason="Linux only")
+def test_a_worker_that_reads_all_names_does_not_grow():
+    """In MiB of its own, of a forked process. Python's strings are copied as they are counted: some 30 MiB here."""
+    found = subprocess.run([sys.executable, "-c", GROWTH], cwd=ROOT, capture_output=True, text=True, check=True)
+    ours, strings = map(float, found.stdout.split())
+    assert ours < 5 and strings > 10
+
+
+def test_files_are_listed_once_by_the_first_process(tmp_path, monkeypatch):
+    """As one array of bytes, in order; the other processes are told."""
+    for folder in range(20):
+        (tmp_path / "train" / f"c{folder:02}").mkdir(parents=True)
+        for i in range(30):
+            (tmp_path / "train" / f"c{folder:02}" / f"{i:02}.jpg").touch()
+    images = common.load_images("folder", tmp_path, cache=False)
+    expected = sorted(str(p) for p in (tmp_path / "train").rglob("*.jpg"))
+    assert [images.path(i) for i in range(600)] == expected and images.labels.tolist() == [i // 30 for i in range(600)]
+    assert isinstance(images.paths, np.ndarray) and images.paths.dtype.kind == "S"
+    found = images.paths, images.labels
+    monkeypatch.setattr(common, "rank_and_world", lambda: (1, 2))
+    monkeypatch.setattr(common.dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(common.dist, "broadcast_object_list", lambda told: told.__setitem__(0, found))
+    monkeypatch.setattr(common, "list_files", lambda *_: pytest.fail("listed by the second process"))
+    again = common.load_images("folder", tmp_path, cache=False)
+    assert np.array_equal(again.paths, images.paths) and np.array_equal(again.labels, images.labels)
+
+
 def damaged(root, content=lambda data: data[:-200]):
     """A tree whose sixth image is cut off, or not one."""
     path = write_tree(root, ["train/a", "train/b", "val/a", "val/b"]) / "train/b/2.png"
@@ -516,14 +587,13 @@ def damaged(root, content=lambda data: data[:-200]):
 
 
 MISTAKES = [
-    ("imagenette", lambda root: root, "unknown data set"),
     ("folder", lambda root: root / "none", "is not a folder"),
     ("imagenet", lambda root: root / "none", "is not a folder"),
     ("cifar10", lambda root: damaged(root) / "train/b/2.png", "is not a folder"),
     ("imagenet100", lambda root: None, "needs --data-dir"),
     ("imagenet", lambda root: write_tree(root, ["a", "b"]), "needs --data-dir"),
-    ("folder", lambda root: root, "no images"),
-    ("folder", lambda root: write_tree(root, {"train/a": 2, "train/b": 0}), "no images"),
+    ("folder", lambda root: root, "no valid file"),
+    ("folder", lambda root: write_tree(root, {"train/a": 2, "train/b": 0}), "no valid file for the classes b"),
     ("folder", damaged, "2.png"),
     ("folder", lambda root: damaged(root, lambda data: b"nothing"), "2.png"),
 ]
@@ -574,151 +644,6 @@ def test_imagenet100(tmp_path):
         assert len(common.load_images("imagenet", root, part).classes) == 104
 
 
-# ----------------------------------------------------------------- evaluation
-
-
-def slow_knn(train_x, train_y, test_x, k, temperature, num_classes):
-    """Weighted k-nearest neighbours by a double loop in float64, scaled so that the nearest votes 1."""
-    bank, queries = ([row / np.sqrt((row * row).sum()) for row in x.double().numpy()] for x in (train_x, test_x))
-    scores = torch.zeros(len(test_x), num_classes, dtype=torch.float64)
-    for i, q in enumerate(queries):
-        ranked = sorted(((float(q @ t), j) for j, t in enumerate(bank)), reverse=True)
-        for similarity, j in ranked[:k]:
-            scores[i, int(train_y[j])] += math.exp((similarity - ranked[0][0]) / temperature)
-    return scores
-
-
-SHAPES = [(23, 7, 5, 4, 0.07), (40, 1, 3, 2, 0.5), (1, 3, 4, 1, 0.1), (11, 13, 2, 9, 1.0)]
-
-
-@pytest.mark.parametrize("n, m, d, classes, temperature", SHAPES)
-def test_knn_is_a_double_loop(n, m, d, classes, temperature):
-    g = common.generator(n, m)
-    train_x, test_x = torch.randn(n, d, generator=g) * 3, torch.randn(m, d, generator=g) * 0.2
-    train_y, several = torch.randint(0, classes, (n,), generator=g), (5, 1, 200, 11)
-    scores = common.knn_scores(train_x, train_y, test_x, several, temperature, classes)
-    assert set(scores) == set(several)
-    for k in several:
-        slow = slow_knn(train_x, train_y, test_x, k, temperature, classes)
-        torch.testing.assert_close(scores[k].double(), slow, rtol=1e-4, atol=1e-5)
-        assert torch.equal(common.knn_predict(train_x, train_y, test_x, k, temperature, classes), slow.argmax(1))
-
-
-def test_knn_with_a_bank_that_needs_chunks():
-    """2 million points of the circle, labelled by octant, and more queries than one chunk holds, in the octants' middles."""
-    n, m = 2**21, 40
-    angle = torch.rand(n, generator=common.generator(0)) * 2 * math.pi
-    where = torch.arange(m) % 8
-    middle = (where + 0.5) * math.pi / 4
-    x, q = (torch.stack([a.cos(), a.sin()], 1) for a in (angle, middle))
-    scores = common.knn_scores(x, (angle * 4 / math.pi).long().clamp_max(7), q, (3,), 0.07, 8)[3]
-    torch.testing.assert_close(scores, 3 * F.one_hot(where, 8).float(), rtol=0, atol=1e-4)
-
-
-def test_repeated_k_is_one_k():
-    x, y = torch.randn(20, 4, generator=common.generator(1)), torch.arange(20) % 3
-    once, twice = (common.knn_scores(x, y, x[:5], ks, 0.1, 3)[3] for ks in ((3,), (3, 3)))
-    assert torch.equal(once, twice)
-
-
-class Tiny(nn.Sequential):
-    """A small encoder with batch statistics and dropout."""
-
-    def __init__(self):
-        torch.manual_seed(0)
-        super().__init__(nn.Conv2d(3, 6, 3), nn.BatchNorm2d(6), nn.ReLU(), nn.Dropout(0.5), nn.AdaptiveAvgPool2d(2))
-        self[1].running_mean.normal_()
-
-
-INFO = dict(image_size=16, mean=(0.4, 0.5, 0.6), std=(0.2, 0.3, 0.4), interpolation="bilinear")
-
-
-def pattern_set(n, size=16):
-    array, labels = common.make_patterns(n, size, 0)
-    return common.ImageSet("patterns", labels, common.PATTERNS, array)
-
-
-@pytest.mark.parametrize("batch_size, workers, training", [(256, 0, True), (4, 2, False), (1, 0, False)])
-def test_features_are_a_plain_loops(batch_size, workers, training):
-    encoder, images = Tiny().train(training), pattern_set(11)
-    features = common.extract_features(encoder, images, INFO, CPU, batch_size, workers)
-    assert all(m.training == training for m in encoder.modules())
-    encoder.double().eval()
-    mean, std = (torch.tensor(INFO[k], dtype=torch.float64).view(3, 1, 1) for k in ("mean", "std"))
-    for image, feature in zip(images.array, features, strict=True):
-        x = (torch.from_numpy(image).permute(2, 0, 1).double() / 255 - mean) / std
-        torch.testing.assert_close(feature.double(), encoder(x[None]).flatten(), rtol=1e-5, atol=1e-5)
-
-
-def test_an_encoder_that_changes_itself_is_an_error():
-    class Restless(Tiny):
-        def forward(self, x):
-            self[1].running_var.mul_(1.01)
-            return super().forward(x)
-
-    with pytest.raises(RuntimeError, match="running_var"):
-        common.extract_features(Restless(), pattern_set(3), INFO, CPU)
-
-
-def test_knn_accuracy_leaves_out_what_has_no_label():
-    images, test = pattern_set(60), pattern_set(60)
-    joined = common.ImageSet("patterns", np.r_[images.labels, [-1] * 20], common.PATTERNS, np.r_[images.array, images.array[:20]])
-    found = [common.knn_accuracy(Tiny(), bank, test, INFO, CPU, ks=(1, 20)) for bank in (images, joined)]
-    assert found[0] == found[1] and found[0][1] == 100 > found[0][20]  # every image's nearest is itself
-
-
-def sharded(rank=0, world=1, port=None, folder=None):
-    """Features, scores and a gather of (rank * 3) rows; on several processes each saves what it got."""
-    if folder is not None:
-        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(world))
-        torch.set_num_threads(1)
-        dist.init_process_group("gloo")
-    features = [common.extract_features(Tiny().train(), pattern_set(n), INFO, CPU, batch_size=2) for n in (7, 1)]
-    scores = [common.knn_scores(features[0], torch.arange(7) % 3, x, (2, 9), 0.1, 3) for x in features]
-    result = [*features, *(s[k] for s in scores for k in (2, 9))]
-    if folder is not None:
-        torch.save([*result, common.gather_uneven(torch.arange(6.0).view(3, 2)[: 3 * rank])], f"{folder}/{rank}.pt")
-        dist.destroy_process_group()
-    return result
-
-
-def test_two_processes_on_uneven_splits(tmp_path):
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
-    torch.multiprocessing.spawn(sharded, (2, port, str(tmp_path)), nprocs=2)
-    one = [*sharded(), torch.arange(6.0).view(3, 2)]
-    for rank in range(2):
-        for a, b in zip(torch.load(tmp_path / f"{rank}.pt", weights_only=True), one, strict=True):
-            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
-
-
-def test_embedding_health():
-    g = common.generator(9)
-    q = F.normalize(torch.randn(2000, 16, generator=g), dim=1)
-    good, flat = common.embedding_health(q, q), common.embedding_health(q[:1].expand(50, 16), -q[:1].expand(50, 16))
-    assert good["std"] == pytest.approx(1, abs=0.01) and 15.8 < good["rank"] <= 16.001
-    assert good["alignment"] == pytest.approx(0, abs=1e-6) and -4 < good["uniformity"] < -3.5
-    assert flat == pytest.approx(dict(std=0, rank=1, alignment=4, uniformity=0), abs=1e-3)
-    few = common.embedding_health(q[:5], q[5:10])["rank"]
-    assert 3 < few < 4.001  # five centred points span four dimensions
-    line = common.embedding_health(q[:40, :3] * torch.tensor([1.0, 0, 0]) + torch.tensor([0, 1.0, 0]), q[:40, :3])
-    assert line["rank"] < 2.001
-    x, y = (torch.randn(12, 5, generator=g) * 7 for _ in range(2))
-    a, b = (z.double() / z.double().square().sum(1, keepdim=True).sqrt() for z in (x, y))
-    distances = [float((a[i] - a[j]).square().sum()) for i in range(12) for j in range(i)]
-    share = torch.linalg.eigvalsh((a - a.mean(0)).T @ (a - a.mean(0))).clamp_min(0).sqrt()
-    share = (share / share.sum()).tolist()
-    expected = dict(
-        std=float((a - a.mean(0)).square().mean(0).sqrt().mean()) * 5**0.5,
-        rank=math.exp(-sum(s * math.log(s) for s in share)),
-        alignment=sum(float((p - q).square().sum()) for p, q in zip(a, b, strict=True)) / 12,
-        uniformity=math.log(sum(math.exp(-2 * s) for s in distances) / len(distances)),
-    )
-    assert common.embedding_health(x, y) == pytest.approx(expected, rel=1e-4)
-    assert all(math.isfinite(v) for v in common.embedding_health(x[:1], y[:1]).values())
-
-
 # ---------------------------------------------------------------------- files
 
 STATE = {"x": torch.arange(100.0), "step": 7, "lr": [0.1, 2.0], "nested": {"y": torch.zeros(2, 3, dtype=torch.int64)}}
@@ -739,19 +664,28 @@ def test_checkpoints_are_read_back_by_us_and_by_torch(tmp_path):
     assert_state(tmp_path / "last.prev.pt")
 
 
-def test_damage_is_found(tmp_path):
+def test_damage_is_found(tmp_path, capsys):
+    """Flipped bits and cut ends: what is read is right, or nothing is."""
     path = tmp_path / "last.pt"
     common.save_checkpoint(path, STATE)
-    data = path.read_bytes()
-    body = len(data) - 66  # then come the comment's length and the checksum
-    for position in range(0, body, 3):
-        path.write_bytes(data[:position] + bytes([data[position] ^ (1 << position % 8)]) + data[position + 1 :])
-        with pytest.raises(RuntimeError, match="damaged"):
-            common.read_checkpoint(path)
-    for length in [0, 1, 50, *range(100, body, 150), body - 1]:
+    data, refusals = path.read_bytes(), 0
+
+    def is_right_or_refused():
+        try:
+            return torch.testing.assert_close(common.load_checkpoint(path), STATE, rtol=0, atol=0) is not None
+        except SystemExit as stop:
+            return stop.code == 2
+
+    entries = data.index(b"PK\1\2")  # bit 4 of one: an entry that claims to be a folder, of which torch reads no bytes
+    flips = [(i, i % 8) for i in range(0, len(data), 5)] + [(i, 4) for i in range(entries, len(data))]
+    for position, bit in flips:
+        path.write_bytes(data[:position] + bytes([data[position] ^ (1 << bit)]) + data[position + 1 :])
+        refusals += is_right_or_refused()
+    assert refusals > len(flips) / 2
+    for length in [0, 1, *range(40, len(data), 97), len(data) - 1]:
         path.write_bytes(data[:length])
-        with pytest.raises(RuntimeError, match="cannot be read"):
-            common.read_checkpoint(path)
+        assert is_right_or_refused()
+    capsys.readouterr()
 
 
 def test_fallback_to_the_previous_checkpoint(tmp_path, capsys):
@@ -776,9 +710,7 @@ class Hostile:
         return open, (str(self.path), "w")
 
 
-@pytest.mark.parametrize(
-    "save", [torch.save, lambda x, p: p.write_bytes(pickle.dumps(x, 2)), lambda x, p: common.save_checkpoint(p, x)]
-)
+@pytest.mark.parametrize("save", [torch.save, lambda x, p: p.write_bytes(pickle.dumps(x, 2))])
 def test_a_hostile_pickle_is_not_run(tmp_path, capsys, save):
     path, victim = tmp_path / "backbone.pt", tmp_path / "victim"
     save({"timm_name": "resnet18", "state_dict": Hostile(victim)}, path)
@@ -786,7 +718,7 @@ def test_a_hostile_pickle_is_not_run(tmp_path, capsys, save):
     assert not victim.exists()
 
 
-@pytest.mark.parametrize("error", [OSError("disk full"), RuntimeError("disk full"), KeyboardInterrupt(), ValueError("wrong")])
+@pytest.mark.parametrize("error", [OSError("disk full"), RuntimeError("disk full"), ValueError("wrong")])
 def test_write_whole_is_all_or_nothing(tmp_path, capsys, error):
     """What a disk can do is one line (torch's writer makes a RuntimeError of it); all else passes through."""
     path = tmp_path / "file"
@@ -802,46 +734,53 @@ def test_write_whole_is_all_or_nothing(tmp_path, capsys, error):
     else:
         with pytest.raises(type(error)):
             common.write_whole(path, half)
+        next(tmp_path.glob("file.*.tmp")).unlink()
     assert path.read_text() == "old" and list(tmp_path.iterdir()) == [path]
     common.write_whole(path, lambda t: t.write_text("new"))
     assert path.read_text() == "new" and list(tmp_path.iterdir()) == [path]
 
 
-def test_metrics_are_kept_up_to_the_step(tmp_path, capsys):
-    out, path = tmp_path / "run", tmp_path / "run" / "metrics.jsonl"
+def test_metrics_are_written_and_read(tmp_path, capsys, monkeypatch):
+    path = tmp_path / "metrics.jsonl"
     assert common.read_metrics(path) == []
-    common.begin_run(out, {"lr": 1}, None, 0)
-    records = [{"torch": "x"}, *({"epoch": e, "step": 10 * e, "loss": 0.5} for e in (1, 2, 3))]
+    records = [{"step": 0, "torch": "x"}, {"epoch": 1, "step": 10, "loss": 0.5, "images_per_s": 3.0}]
     for record in records:
-        common.write_metrics(out, record, 3)
+        common.write_metrics(tmp_path, record, 3)
+    assert common.read_metrics(path) == records and "epoch 1/3  loss 0.5000  3 images/s" in capsys.readouterr().out
+    for rubbish in (b'{"epoch": 4, "st', b"\xff\xfe\x00\n", b"[1]\n5\nnull\n", b'{"step": "a"}\n{"step": null}\n'):
+        path.write_bytes(path.read_bytes() + rubbish)
+        assert common.read_metrics(path) == records
+    monkeypatch.setattr(common, "rank_and_world", lambda: (1, 2))
+    common.write_metrics(tmp_path, records[1])
     assert common.read_metrics(path) == records
-    with open(path, "a") as file:
-        file.write('{"epoch": 4, "st')
-    assert common.read_metrics(path) == records
-    common.begin_run(out, {"lr": 1}, out / "last.pt", 20)
-    assert common.read_metrics(path) == records[:3] and json.loads((out / "config.json").read_text()) == {"lr": 1}
-    common.begin_run(out, {"lr": 1}, None, 0)  # a run that had not saved yet starts again
-    assert common.read_metrics(path) == []
 
 
-CONFIG = dict(method="m", lr=0.1, jitter=(0.4, 0.1), workers=2, out="x", max_steps=None)
+CONFIG = dict(method="m", lr=0.1, jitter=[0.4, 0.1], workers=2, out="x", max_steps=None)
 
 
 def test_where_a_run_goes_on(tmp_path, capsys):
     out = tmp_path / "a" / "run"
     assert common.open_run(out, CONFIG) is None and not out.exists()
-    common.begin_run(out, CONFIG, None, 0)
+    out.mkdir(parents=True)
+    (out / "config.json.tmp").write_text("{")  # a kill at the very start
+    assert common.open_run(out, CONFIG) is None
+    (out / "config.json").write_text(json.dumps(CONFIG))
     assert common.open_run(out, CONFIG) is None  # nothing was saved yet
     common.save_checkpoint(out / "last.prev.pt", STATE)
     assert common.open_run(out, CONFIG) == out / "last.prev.pt"
     common.save_checkpoint(out / "last.pt", STATE)
     assert common.open_run(out, CONFIG | dict(workers=8, out="y", max_steps=5)) == out / "last.pt"
-    assert common.open_run(out, CONFIG, resume=str(out / "last.prev.pt")) == out / "last.prev.pt"
+    assert "newer" in refused(capsys, common.open_run, out, CONFIG, resume=str(out / "last.prev.pt"))
+    assert common.open_run(out, CONFIG, resume=str(out / "last.pt")) == out / "last.pt"
     line = refused(capsys, common.open_run, out, CONFIG | dict(lr=0.2, workers=9, new=1))
-    assert "lr was 0.1, is 0.2" in line and "new was None, is 1" in line and "workers" not in line and "jitter" not in line
+    assert (
+        "lr was 0.1, is 0.2" in line and "new was None, is 1" in line and "workers" not in line and "jitter" not in line
+    )
     assert "not empty" in refused(capsys, common.open_run, out, CONFIG, resume="none")
     assert "no such file" in refused(capsys, common.open_run, out, CONFIG, resume=str(out / "other.pt"))
     assert common.open_run(tmp_path / "b", CONFIG, resume=str(out / "last.pt")) == out / "last.pt"
+    common.save_checkpoint(tmp_path / "other.pt", STATE)  # --resume PATH again: --out has gone on since
+    assert common.open_run(out, CONFIG, resume=str(tmp_path / "other.pt")) == out / "last.pt"
     (tmp_path / "empty").mkdir()
     assert common.open_run(tmp_path / "empty", CONFIG, resume="none") is None
     (tmp_path / "file").write_text("")
@@ -852,115 +791,3 @@ def test_where_a_run_goes_on(tmp_path, capsys):
         assert "no readable config.json" in refused(capsys, common.open_run, out, CONFIG)
     (out / "config.json").unlink()
     assert "no readable config.json" in refused(capsys, common.open_run, out, CONFIG)
-
-
-def test_the_files_of_a_run(tmp_path, capsys):
-    config, backbone = dict(method="m", arch="a", image_size=8), {"timm_name": "n"}
-    state = dict(config=config, model={}, optimizer={}, log={}, images=10, backbone=backbone)
-    for step in (1, 2):
-        common.save_run(tmp_path, state | {"step": step}, {"w": torch.ones(2)}, keep=f"step{step}.pt")
-    steps = {p.name: common.load_run(p, config, 10)["step"] for p in tmp_path.glob("*.pt") if p.name != "backbone.pt"}
-    assert steps == {"last.pt": 2, "last.prev.pt": 1, "step1.pt": 1, "step2.pt": 2}
-    saved = torch.load(tmp_path / "backbone.pt", weights_only=True)
-    assert saved["timm_name"] == "n" and torch.equal(saved["state_dict"]["w"], torch.ones(2))
-    assert "arch a, not b" in refused(capsys, common.load_run, tmp_path / "last.pt", config | {"arch": "b"}, 10)
-    assert "10 images" in refused(capsys, common.load_run, tmp_path / "last.pt", config, 11)
-    assert "not a last.pt" in refused(capsys, common.load_run, tmp_path / "backbone.pt", config, 10)
-
-
-def test_a_save_that_fails_at_last_pt_has_written_the_rest(tmp_path, monkeypatch):
-    """A run that is killed before last.pt does the epoch again, and so writes all files again; the other order loses some."""
-    state = dict(step=1, backbone={"timm_name": "n"})
-    common.save_run(tmp_path, state, {"w": torch.zeros(1)})
-    save = common.save_checkpoint
-
-    def killed(path, *args, **options):
-        if path.name == "last.pt":
-            raise KeyboardInterrupt
-        save(path, *args, **options)
-
-    monkeypatch.setattr(common, "save_checkpoint", killed)
-    with pytest.raises(KeyboardInterrupt):
-        common.save_run(tmp_path, state | {"step": 2}, {"w": torch.ones(1)}, keep="epoch.pt")
-    assert common.read_checkpoint(tmp_path / "last.pt")["step"] == 1
-    assert common.read_checkpoint(tmp_path / "backbone.pt")["state_dict"]["w"] == 1
-    assert common.read_checkpoint(tmp_path / "epoch.pt")["step"] == 2
-
-
-# ------------------------------------------------------------------ backbones
-
-
-@pytest.mark.parametrize(
-    "model", ["vit_micro 32 8 timm", "resnet_micro 32 2 timm", "resnet18 32 2 3x3", "resnet_micro 96 16 timm"]
-)
-def test_backbones_are_read_back(tmp_path, capsys, model):
-    torch.manual_seed(0)
-    arch, size, patch, stem = model.split()
-    info = common.backbone_info(arch, int(size), int(patch), method="m", encoder="query")
-    backbone = common.build_backbone(info).eval()
-    for name, buffer in backbone.named_buffers():
-        if "running" in name:
-            buffer.uniform_(0.1, 0.3)
-    common.save_checkpoint(tmp_path / "backbone.pt", info | {"state_dict": backbone.state_dict()})
-    x = torch.randn(2, 3, int(size), int(size))
-    for path in (tmp_path, tmp_path / "backbone.pt"):
-        loaded, said = common.load_backbone(path)
-        assert not loaded.training and said["stem"] == stem and said["method"] == "m" and torch.equal(loaded(x), backbone(x))
-    assert backbone(x).shape == (2, backbone.num_features) and not torch.allclose(*backbone(x), rtol=1e-3)
-    plain = torch.load(tmp_path / "backbone.pt", weights_only=True)
-    model = timm.create_model(plain["timm_name"], **plain["create_kwargs"])
-    if plain["stem"] == "3x3":
-        model.conv1 = nn.Conv2d(3, model.conv1.out_channels, 3, padding=1, bias=False)
-        model.maxpool = nn.Identity()
-    model.load_state_dict(plain["state_dict"], strict=True)
-    assert torch.equal(model.eval()(x), backbone(x))
-    if arch.startswith("vit"):
-        assert loaded(torch.randn(2, 3, 48, 48)).shape == backbone(x).shape
-    weights = backbone.state_dict()
-    name = list(weights)[3]
-    missing = {k: v for k, v in weights.items() if k != name}
-    for wrong in (missing, weights | {"more": torch.ones(1)}, weights | {name: torch.ones(1, 7)}):
-        common.save_checkpoint(tmp_path / "backbone.pt", info | {"state_dict": wrong})
-        line = refused(capsys, common.load_backbone, tmp_path)
-        assert ("more" if "more" in wrong else name) in line
-
-
-def test_last_pt_holds_both_encoders(tmp_path, capsys):
-    info = common.backbone_info("resnet_micro", 16, 2, method="m", encoder="momentum")
-    query, momentum = (common.build_backbone(info).eval() for _ in range(2))
-    weights = {f"{p}backbone.{k}": v for p, m in (("", query), ("momentum_", momentum)) for k, v in m.state_dict().items()}
-    state = dict(config={}, optimizer={}, backbone=info, model=weights | {"projector.weight": torch.ones(1)})
-    common.save_run(tmp_path, state, momentum.state_dict())
-    x = torch.randn(2, 3, 16, 16)
-    for where, encoder, expected in [
-        (tmp_path, None, momentum),
-        (tmp_path, "query", query),
-        (tmp_path / "last.pt", None, momentum),
-        (tmp_path / "last.pt", "query", query),
-        (tmp_path / "backbone.pt", "momentum", momentum),
-    ]:
-        loaded, said = common.load_backbone(where, encoder)
-        assert said["encoder"] == (encoder or "momentum") and torch.equal(loaded(x), expected(x))
-    assert "momentum encoder only" in refused(capsys, common.load_backbone, tmp_path / "backbone.pt", "query")
-    assert "no checkpoint" in refused(capsys, common.load_backbone, tmp_path / "none")
-    common.save_checkpoint(tmp_path / "other.pt", STATE)
-    assert "not a checkpoint" in refused(capsys, common.load_backbone, tmp_path / "other.pt")
-    query_only = {k: v for k, v in weights.items() if not k.startswith("momentum_")}
-    common.save_checkpoint(tmp_path / "last.pt", state | {"model": query_only, "backbone": info | {"encoder": "query"}})
-    refused(capsys, common.load_backbone, tmp_path, "momentum")
-
-
-@pytest.mark.parametrize("arch", ["resnet10t", "resnetv2_18", "vit_relpos_small_patch16_224", "deit_tiny_patch16_224"])
-def test_any_timm_model_is_built_or_refused_in_a_line(capsys, arch):
-    try:
-        backbone = common.build_backbone(common.backbone_info(arch, 32, 8)).eval()
-    except SystemExit:
-        assert capsys.readouterr().err.count("\n") == 1
-    else:
-        assert backbone(torch.randn(2, 3, 32, 32)).shape == (2, backbone.num_features)
-
-
-def test_stem_arch_and_patch_size(capsys):
-    assert [common.backbone_info("resnet50", size, 2)["stem"] for size in (32, 64, 96)] == ["3x3", "3x3", "timm"]
-    assert "unknown --arch" in refused(capsys, common.backbone_info, "resnet_nano", 32, 2)
-    assert "does not divide" in refused(capsys, common.backbone_info, "vit_micro", 32, 5)

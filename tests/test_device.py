@@ -1,4 +1,4 @@
-"""Every script on a simulated device: nothing mixes devices, no step waits for the device, and the numbers are the CPU's."""
+"""Every script on a simulated device: nothing mixes devices, no step waits for it, and the numbers are the CPU's."""
 
 import json
 import os
@@ -9,17 +9,17 @@ import pytest
 import simulated_device
 import torch
 
-pytestmark = pytest.mark.skipif(
-    not hasattr(torch.utils.backend_registration, "_setup_privateuseone_for_python_backend"),
-    reason="this torch has no devices made of Python",
-)
+DEVICES = hasattr(torch.utils.backend_registration, "_setup_privateuseone_for_python_backend")
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(not DEVICES, reason="this torch has no devices made of Python")]
 TRAINED = ("MoCo's linear protocol", "fine-tuning")  # the evaluations that have steps
 
 
 def simulate(folder, *launch):
     """What simulated_device.py found, in one process or, with torchrun's words, two."""
     command = [sys.executable, *launch, simulated_device.__file__, str(folder)]
-    done = subprocess.run(command, env=dict(os.environ, OMP_NUM_THREADS="1"), capture_output=True, text=True, timeout=1200)
+    done = subprocess.run(
+        command, env=dict(os.environ, OMP_NUM_THREADS="1"), capture_output=True, text=True, timeout=1200
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads((folder / "found.json").read_text())
 

@@ -129,7 +129,7 @@ def describe(module, args):
 def patchmix_forward(n, query, key, *flags):
     """PatchMix.forward for embeddings by view and mixing."""
     args = parsed(patchmix, n, "--mix-slices", "1", *flags)
-    model = patchmix.PatchMix(args, patchmix.describe_backbone(args))
+    model = patchmix.PatchMix(args)
     replace_encoders(model, ViewEmbeddings(query), ViewEmbeddings(key))
     size = args.image_size
     views = [(v + torch.arange(n) / (4 * n)).view(n, 1, 1, 1).expand(n, 3, size, size) for v in (0, 1)]
@@ -140,7 +140,7 @@ def queue_model(module, name, f, n, *flags):
     """A model of a queue method on the golden file's queue."""
     args = parsed(module, n, "--queue", str(len(f["queue"])), *flags)
     args.dim, args.temperature, args.steps = f["queue"].shape[1], f["temperature"].item(), 1
-    model = replace_encoders(getattr(module, name)(args, describe(module, args)), Embeddings(0), Embeddings(1))
+    model = replace_encoders(getattr(module, name)(args), Embeddings(0), Embeddings(1))
     model.queue.keys.copy_(f["queue"])
     return model
 
@@ -153,8 +153,8 @@ def jointcrop_boxes(sizes, draws, least):
     for view in (0, 1):
         start = view * moco_jointcrop.DRAWS + 10  # after ten areas
         table[:, start : start + 12] = draws[:, 2 + 12 * view : 14 + 12 * view]
-    extra = moco_jointcrop.NUM_VIEWS * moco_jointcrop.DRAWS
-    table[:, extra + 1 : extra + 3] = draws[:, :2]
+    shared = 2 * moco_jointcrop.DRAWS
+    table[:, shared + 1 : shared + 3] = draws[:, :2]
     cuts, _ = sample(np.arange(len(draws)), sizes, table)
     return np.stack([box for _, box, _ in cuts], 1)
 
@@ -286,9 +286,10 @@ def forward_and_ramp(same):
     for i, epoch in epochs:
         model = queue_model(jcl, "JCL", f, 6, "--variant", "released", "--epochs", total)
         assert len(keys) == model.args.num_keys and model.args.lam == f["lambda_final"].item()
-        same(torch.tensor(model.lam(epoch)), f["lam"][i])
+        lam = jcl.scheduled_lam(model.args, epoch)
+        same(torch.tensor(lam), f["lam"][i])
         raw = leaf(f["query_before_normalisation"])
-        loss, _ = model([as_images(x, x) for x in (raw, *keys)], epoch)  # one step an epoch
+        loss, _ = model([as_images(x, x) for x in (raw, *keys)], epoch, lam)
         same(loss, f["loss"][i])
         same(torch.autograd.grad(loss, raw)[0], f["grad_query_before_normalisation"][i])
         same(model.new_keys, f["enqueued_keys"])
@@ -384,7 +385,7 @@ def logo_forward(same):
     same(loss, f["nce_total"])
     for name, gradient in zip(inputs, torch.autograd.grad(loss, list(inputs.values())), strict=True):
         same(gradient, f[f"grad_nce_total_{name}_before_normalisation"])
-    model.enqueue()
+    model.queue.enqueue(model.new_keys)
     same(model.queue.keys, f["queue_after"])
 
 
@@ -466,9 +467,8 @@ def moco_v3_forward(same):
     for t in ("t020", "t100"):
         f, temperature, q1, q2 = moco_v3_inputs(t)
         args = parsed(moco_jointcrop, 10, "--moco", "v3", "--variant", "released")
-        args.hidden = args.dim = 16
-        model = moco_jointcrop.MoCoV3(args, describe(moco_jointcrop, args))
-        replace_encoders(model, Embeddings(0), Embeddings(1)).temperature = temperature
+        args.hidden, args.dim, args.temperature = 16, 16, temperature
+        model = replace_encoders(moco_jointcrop.MoCoV3(args), Embeddings(0), Embeddings(1))
         loss, _ = model([as_images(q1, f["k1"]), as_images(q2, f["k2"])], 0)
         compare_moco_v3(same, f, t, loss, q1, q2)
 
@@ -495,7 +495,7 @@ def lars_steps(same):
             matrix.grad, vector.grad = (factor * f[f"lars_{name}_gradients"][step] for name in ("matrix", "vector"))
             norms = [x.norm() for x in (matrix.grad, matrix.detach(), matrix.grad + decay * matrix.detach())]
             for group in optimizer.param_groups:
-                group["lr"], group["weight_decay"] = rate, decay if group["decays"] else 0.0
+                group["lr"], group["weight_decay"] = rate, decay if group["weight_decay"] else 0.0
             optimizer.step()
             same(vector, f[f"lars_vector_after{suffix}"][step])
             moved, theirs = (x.detach() - before for x in (matrix, f[f"lars_matrix_after{suffix}"][step]))

@@ -1,26 +1,34 @@
 """What the files promise of each other: equal blocks, size, independence, safe loading, names."""
 
 import ast
+import importlib
 import re
 
+import count_lines
 import pytest
+import torch
 from conftest import METHODS, ROOT
-from count_lines import code_lines
+
+import common
 
 FIVE = ("moco_jointcrop", "jcl", "clim", "logo", "patchmix")
+QUEUE = [m for m in METHODS if m != "patchmix"]
 SCRIPTS = sorted(ROOT.glob("*.py"))
-SOURCES = SCRIPTS + sorted((ROOT / "tests").glob("*.py"))
+SOURCES = SCRIPTS + sorted((ROOT / "tests").rglob("*.py"))
 BANNER = re.compile(r"# (-{3,}|={3,}) (.+)")
-SHARED = ("run flags", "3. encoder", "6. distributed", "7. schedule and checkpoint")
+CODE = dict(jcl=260, patchmix=325, moco_jointcrop=345, clim=405, logo=410, common=1090, eval_knn=185, eval_linear=450)
+# 950 were planned for common.py; the evaluations' shared room, own data and faults of a run took the rest.
+MACHINE_ROOM, MAIN, MATHEMATICS = 110, 45, 130  # code lines, code lines, a line's number
+SHARE = 60  # % of a file's code lines that are the method; in jcl.py, the smallest, more than half
 
 
 def blocks(path):
-    """{banner's words: the block's lines with the banner, to the next banner}, for the blocks that are the same elsewhere."""
+    """{banner's words: the block's lines with the banner, to the next banner}, of blocks that are elsewhere, too."""
     found, lines = {}, None
     for line in path.read_text().splitlines():
         if match := BANNER.fullmatch(line):
             lines = []
-            if "(same in " in line:
+            if "(the same in " in line:
                 assert match[2] not in found, f"{path.name} has '{match[2]}' twice"
                 found[match[2]] = lines
         if lines is not None:
@@ -41,25 +49,51 @@ def test_blocks_are_the_same(name):
 
 @pytest.mark.parametrize("method", METHODS)
 def test_every_method_has_the_shared_blocks(method):
-    assert {f"{name} (same in all five files)" for name in SHARED} <= BLOCKS[f"{method}.py"].keys()
-    everywhere = {name for found in BLOCKS.values() for name in found if "all five files" in name}
-    assert everywhere <= BLOCKS[f"{method}.py"].keys()
-
-
-def test_evaluations_and_queue_files_have_theirs():
-    shared = {name for name in NAMES if "same in eval_knn.py and eval_linear.py" in name}
-    assert shared and shared <= BLOCKS["eval_knn.py"].keys() and shared <= BLOCKS["eval_linear.py"].keys()
-    for method in METHODS:
-        has_queue = any("four queue files" in name for name in BLOCKS[f"{method}.py"])
-        assert has_queue == (method != "patchmix")
+    """The machine room, to the end of the file; in the queue files InfoNCE, the queue and the keys."""
+    (room,) = (block for name, block in BLOCKS[f"{method}.py"].items() if "all five files" in name)
+    assert "machine room" in room and (ROOT / f"{method}.py").read_text().rstrip().endswith(room)
+    assert room.endswith('if __name__ == "__main__":\n    main(parse_args())')
+    queue = [name for name in BLOCKS[f"{method}.py"] if "moco_jointcrop, jcl, clim and logo" in name]
+    assert len(queue) == (2 if method in QUEUE else 0)
 
 
 @pytest.mark.parametrize("path", SCRIPTS, ids=lambda p: p.name)
 def test_size(path):
-    lines, longest = code_lines(path)
-    ceiling = {"common": 760, "moco_jointcrop": 555, "patchmix": 546, "eval_linear": 560}
-    ceiling |= {"clim": 620, "logo": 630}  # k-means and a neighbour search; two bases and an affinity
-    assert lines <= ceiling.get(path.stem, 520) and longest <= 112
+    assert len(count_lines.code_lines(path)) <= CODE[path.stem]
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_the_paper_comes_first(method):
+    path, found = ROOT / f"{method}.py", count_lines.rooms(ROOT / f"{method}.py")
+    code = len(count_lines.code_lines(path))
+    share = 100 * (code - found["machine room"] - found["imports"]) / code
+    assert [*found] == ["imports", "recipes", "the paper", "views", "model", "training", "machine room"]
+    assert found["machine room"] <= MACHINE_ROOM and count_lines.function_lines(path, "main")[0] <= MAIN
+    assert count_lines.mathematics(path) < MATHEMATICS
+    assert share > 50 if method == "jcl" else share >= SHARE
+
+
+def test_readme_is_a_front_door():
+    readme = ROOT / "README.md"
+    assert len(readme.read_text().splitlines()) <= 250 and readme.stat().st_size <= 16 * 1024
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda p: p.name)
+def test_lines_are_short(path):
+    assert max(map(len, path.read_text().splitlines())) <= 120
+
+
+def test_counting(tmp_path):
+    path = tmp_path / "file.py"
+    path.write_text(
+        '"""Doc."""\n\nimport a  # 1\n\nT = dict(\n    x=1,\n)\n# ==== 1. recipes\n\n\n'
+        'def main():\n    """Doc."""\n    # no\n    b(\n        1\n    )\n'
+    )
+    assert sorted(count_lines.code_lines(path)) == [3, 11, 14, 15, 16]
+    assert count_lines.rooms(path) == {"imports": 1, "recipes": 4} and count_lines.function_lines(path, "main") == (
+        4,
+        11,
+    )
 
 
 def test_top_level_names():
@@ -88,18 +122,45 @@ def test_imports(path):
     ours = imported & {p.stem for p in SCRIPTS}
     assert ours == (set() if path.stem == "common" else {"common"})
     if path.stem == "common":
-        names = {n.id for n in nodes if isinstance(n, ast.Name)} | {n.attr for n in nodes if isinstance(n, ast.Attribute)}
+        names = {n.id for n in nodes if isinstance(n, ast.Name)}
+        names |= {n.attr for n in nodes if isinstance(n, ast.Attribute)}
         texts = [n.value for n in nodes if isinstance(n, ast.Constant) and isinstance(n.value, str)]
         assert not names & set(FIVE) and not [t for t in texts if t in FIVE]
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_every_trained_parameter_is_in_one_group_of_the_optimiser(method, tmp_path, monkeypatch):
+    """Caught where main hands its parts to the run."""
+
+    class Caught(Exception):
+        pass
+
+    def begin(self, model, optimizer, *_, **__):
+        found.extend((model, optimizer))
+        raise Caught
+
+    found, module = [], importlib.import_module(method)
+    monkeypatch.setattr(common.Run, "begin", begin)
+    flags = "--arch vit_micro --image-size 16 --patch-size 8 --batch-size 16 --device cpu --out".split()
+    with pytest.raises(Caught):
+        module.main(module.parse_args([*flags, str(tmp_path / "run")]))
+    model, optimizer = found
+    grouped = [id(p) for group in optimizer.param_groups for p in group["params"]]
+    trained = [id(p) for p in model.parameters() if p.requires_grad]
+    assert (
+        len(set(grouped)) == len(grouped)
+        and set(grouped) >= set(trained)
+        and isinstance(optimizer, torch.optim.Optimizer)
+    )
 
 
 def test_no_paths_of_a_machine():
     """No file points into somebody's computer."""
     folders = "|".join(("tmp", "work", "home", "root", "mnt", "Users", "var"))
     pattern = re.compile(rf"(?<![\w.:/])/({folders})/")
-    files = [
-        *SOURCES,
-        *(p for p in ROOT.iterdir() if p.is_file() and p.suffix in (".md", ".txt", ".toml", "") and p.name != ".git"),
+    texts = [p for p in ROOT.iterdir() if p.is_file() and p.suffix in (".md", ".txt", ".toml", "") and p.name != ".git"]
+    files = [*SOURCES, *texts]
+    found = [
+        f"{p.name}:{i + 1}" for p in files for i, line in enumerate(p.read_text().splitlines()) if pattern.search(line)
     ]
-    found = [f"{p.name}:{i + 1}" for p in files for i, line in enumerate(p.read_text().splitlines()) if pattern.search(line)]
     assert found == [] and len(files) > 5 and pattern.search("see /" + "home/me")
