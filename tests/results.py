@@ -1,21 +1,23 @@
-"""Does each paper's improvement over its baseline show? The runs, their numbers in tests/results, README's tables. By hand.
+"""Does each paper's improvement over its baseline show? The runs, their numbers in tests/results, the tables. By hand.
 
     python tests/results.py train --data-dir DIR [--arms jcl clim] [--seeds 0 1 2] [--jobs 2]
     python tests/results.py train --budget cpu-long --data-dir DIR --seeds 0     the same for 30 epochs instead of six
-    python tests/results.py train --budget patterns          each script's default run, and its baseline by the same recipe
+    python tests/results.py train --budget patterns          each script's default run, and its baseline
     python tests/results.py floors --data-dir DIR
-    python tests/results.py protocols --data-dir DIR --jobs 1    every evaluation, on moco's and patchmix-3's seed 0 and untrained
-    python tests/results.py readme                   write the tables into README
+    python tests/results.py protocols --data-dir DIR --jobs 1    every evaluation, trained (seed 0) and untrained
+    python tests/results.py readme                   write the tables into README.md and tests/results/README.md
     python tests/results.py curves OUT.png           learning curves (needs matplotlib)
 
-The protocol was fixed before the first run: CIFAR-10 (a JPEG copy), the encoder, epochs and batch of the budget for every arm,
-each script's own recipe apart from that (the rate scaled linearly with the batch), one thread, the encoder that the method's
-authors evaluate, the last epoch: kNN (k = 20 and 200), also on the way, and the linear probe. Nothing is tuned on these images.
-One thing changed after the first runs: LoGo's local crops have 32 px, as in its supplement; the first runs, with 16 px (ours, to
-save time), are kept as arms of their own. The arms of ONLY_CPU came after the others, to look for reasons.
+The protocol was fixed before the first run: CIFAR-10 (a JPEG copy), the encoder, epochs and batch of the budget for
+every arm, each script's own recipe apart from that (the rate scaled linearly with the batch), one thread, the encoder
+that the method's authors evaluate, the last epoch: kNN (k = 20 and 200), also on the way, and the linear probe. Nothing
+is tuned on these images. One thing changed after the first runs: LoGo's local crops have 32 px, as in its supplement;
+the first runs, with 16 px (ours, to save time), are kept as arms of their own. The arms of ONLY_CPU came after the
+others, to look for reasons.
 `train` does what is missing, several runs side by side, and goes on where it was stopped.
 """
 
+import argparse
 import itertools
 import json
 import os
@@ -38,6 +40,7 @@ import eval_linear  # noqa: E402
 
 KEPT = ROOT / "tests" / "results"
 MEASURES = {"knn20_top1": "kNN, k = 20", "knn200_top1": "kNN, k = 200", "linear_top1": "linear"}
+SHOWN = ("knn20_top1", "linear_top1")  # in the tables
 BUDGETS = {
     "cpu": dict(data="cifar10", resnet="resnet_micro", vit="vit_micro", epochs=6, batch=128, knn_every=2),
     "cpu-long": dict(data="cifar10", resnet="resnet_micro", vit="vit_micro", epochs=30, batch=128, knn_every=5),
@@ -74,17 +77,27 @@ ARMS = {
     "clim-selection": Arm("CLIM, selection alone", "clim.py --mix none", "moco", 2),
     "clim-cutmix": Arm("CLIM, CutMix alone", "clim.py --selection random", "moco", 2),
     "clim-resolutions": Arm("CLIM, 32 and 24 px", "clim.py --resolutions 32 24", "moco", 2),
-    "clim-resolutions-slow": Arm("the same, a quarter of the rate", "clim.py --resolutions 32 24 --lr 0.025", "moco", 2),
+    "clim-resolutions-slow": Arm(
+        "the same, a quarter of the rate", "clim.py --resolutions 32 24 --lr 0.025", "moco", 2
+    ),
     "moco-resolutions": Arm("MoCo v2, 32 and 24 px", "clim.py --selection none --resolutions 32 24", "moco", 2),
-    "moco-04": Arm("MoCo v2, crops from 0.4 of the area", "moco_jointcrop.py --joint none --crop-scale 0.4 1", "moco", 2),
-    "moco-symmetric-02": Arm("both views as queries, crops from 0.2", "logo.py --local-crops 0 --global-scale 0.2 1", "moco", 2),
+    "moco-04": Arm(
+        "MoCo v2, crops from 0.4 of the area", "moco_jointcrop.py --joint none --crop-scale 0.4 1", "moco", 2
+    ),
+    "moco-symmetric-02": Arm(
+        "both views as queries, crops from 0.2", "logo.py --local-crops 0 --global-scale 0.2 1", "moco", 2
+    ),
     "logo-moco-no-l2l": Arm("LoGo on MoCo, no local-to-local", "logo.py --no-l2l", "moco-symmetric", 2),
     "logo-moco-paper": Arm("LoGo on MoCo, the paper's linear form", "logo.py --variant paper", "moco-symmetric", 2),
-    "logo-moco-paper-slow": Arm("the same, a fifth of the rate", "logo.py --variant paper --lr 0.02", "moco-symmetric", 2),
+    "logo-moco-paper-slow": Arm(
+        "the same, a fifth of the rate", "logo.py --variant paper --lr 0.02", "moco-symmetric", 2
+    ),
     "logo-moco-16": Arm("LoGo on MoCo, locals of 16 px", "logo.py --local-size 16", "moco-symmetric", 2),
     "logo-moco-16-no-l2l": Arm("the same, no local-to-local", "logo.py --local-size 16 --no-l2l", "moco-symmetric", 2),
     "logo-simsiam-16": Arm("LoGo on SimSiam, locals of 16 px", "logo.py --base simsiam --local-size 16", "simsiam", 2),
-    "logo-simsiam-16-no-l2l": Arm("the same, no local-to-local", "logo.py --base simsiam --local-size 16 --no-l2l", "simsiam", 2),
+    "logo-simsiam-16-no-l2l": Arm(
+        "the same, no local-to-local", "logo.py --base simsiam --local-size 16 --no-l2l", "simsiam", 2
+    ),
     "patchmix-2": Arm("PatchMix, M = 2", "patchmix.py --num-mix 2", "patchmix-1", 2),
     "patchmix-4": Arm("PatchMix, M = 4", "patchmix.py --num-mix 4", "patchmix-1", 2),
     "patchmix-oto-mto": Arm("PatchMix, M = 3, oto and mto", "patchmix.py --num-mix 3 --terms oto,mto", "patchmix-1", 2),
@@ -93,10 +106,11 @@ ARMS = {
     "patchmix-mto": Arm("PatchMix, M = 3, mto alone", "patchmix.py --num-mix 3 --terms mto", "patchmix-1", 2),
     "patchmix-mtm": Arm("PatchMix, M = 3, mtm alone", "patchmix.py --num-mix 3 --terms mtm", "patchmix-1", 2),
     "patchmix-1-p4": Arm("PatchMix, M = 1, patches of 4 px", "patchmix.py --num-mix 1 --patch-size 4", None, 2),
-    "patchmix-3-p4": Arm("PatchMix, M = 3, patches of 4 px", "patchmix.py --num-mix 3 --patch-size 4", "patchmix-1-p4", 2),
-    # Both were run before --variant released smoothed labels (D1 of patchmix.py): the first is `--num-mix 1 --terms oto,mto` now.
-    "mocov3": Arm("MoCo v3 (M = 1, older released form)", "patchmix.py --num-mix 1 --variant released", None, 2),
-    "patchmix-released": Arm("PatchMix, M = 3, older released form", "patchmix.py --num-mix 3 --variant released", "mocov3", 2),
+    "patchmix-3-p4": Arm(
+        "PatchMix, M = 3, patches of 4 px", "patchmix.py --num-mix 3 --patch-size 4", "patchmix-1-p4", 2
+    ),
+    "mocov3": Arm("MoCo v3, now `--terms oto,mto`", "patchmix.py --num-mix 1 --variant released", None, 2),
+    "patchmix-released": Arm("PatchMix, M = 3, released", "patchmix.py --num-mix 3 --variant released", "mocov3", 2),
     "moco-default": Arm("MoCo v2", "moco_jointcrop.py --joint none", None, "patterns"),
     "jointcrop-default": Arm("J-Crop(0)", "moco_jointcrop.py", "moco-default", "patterns"),
     "jcl-one-key": Arm("one key: MoCo v2", "jcl.py --num-keys 1", None, "patterns"),
@@ -109,6 +123,10 @@ ARMS = {
     "patchmix-default": Arm("PatchMix, M = 2", "patchmix.py", "patchmix-one", "patterns"),
 }
 
+# Measured before the keys of each view had batch norms of their own, as in LoGo's released code.
+OLD_KEYS = ("moco-symmetric", "moco-symmetric-02", "logo-none", "logo-default", *(a for a in ARMS if "logo-moco" in a))
+# Measured before PatchMix's --variant released smoothed labels and shared its permutation (D1, D10 of patchmix.py).
+OLD_RELEASED = ("mocov3", "patchmix-released")
 ONLY_CPU = ("moco-twice", "clim-resolutions-slow", "logo-moco-paper-slow")  # whose --epochs and --lr fit that budget
 
 SHORT = "--label-fraction 0.1 --epochs 30"
@@ -124,34 +142,15 @@ PROTOCOLS = {
     "fine-tuning, CLIM, 1 % of the labels": ("resnet", "--finetune --label-fraction 0.01 --epochs 60 --batch-size 64"),
     "fine-tuning, PatchMix": ("vit", f"--finetune {SHORT}"),
 }
-PAPERS = {  # on arXiv
-    "patchmix.py": "2306.12243",
-    "moco_jointcrop.py": "2412.16522",
-    "jcl.py": "2009.14776",
-    "clim.py": "2011.02697",
-    "logo.py": "2203.17205",
-}
-# README's first table: arm, its file, what it changes, the paper's own gain
+# README's table: arm, and the gain that the paper reports
 FRONT = {
-    "patchmix-3": (
-        "patchmix.py",
-        "mixes the patches of M images and learns each one's share",
-        "CIFAR-10 kNN, ViT-S/2: 88.2 → 94.6",
-    ),
-    "jointcrop": (
-        "moco_jointcrop.py",
-        "JointCrop, draws the ratio of the two crops' areas",
-        "ImageNet-1K linear, MoCo v1: 57.3 → 60.9",
-    ),
-    "jointblur": ("moco_jointcrop.py", "JointBlur, draws the ratio of the two blurs", "the same: 57.3 → 60.6"),
-    "jcl": ("jcl.py", "the expected loss over all keys of an image", "ImageNet-1K linear: 67.5 → 68.7"),
-    "clim": ("clim.py", "positives from other images, mixed in", "ImageNet-1K linear: 67.5 → 70.1"),
-    "logo-moco": (
-        "logo.py",
-        "local crops, pushed apart by a learned affinity",
-        "ImageNet-100 kNN, ResNet-34, over MoCo: 64.2 → 76.8",
-    ),
-    "logo-simsiam": ("logo.py", "the same on SimSiam", "ImageNet-100 kNN, ResNet-34: 71.7 → 78.5"),
+    "jointcrop": "ImageNet-1K linear, MoCo v1: 57.3 → 60.9",
+    "jointblur": "the same: 57.3 → 60.6",
+    "jcl": "ImageNet-1K linear: 67.5 → 68.7",
+    "clim": "ImageNet-1K linear: 67.5 → 70.1",
+    "logo-moco": "ImageNet-100 kNN, ResNet-34, over MoCo: 64.2 → 76.8",
+    "logo-simsiam": "ImageNet-100 kNN, ResNet-34: 71.7 → 78.5",
+    "patchmix-3": "CIFAR-10 kNN, ViT-S/2: 88.2 → 94.6",
 }
 
 
@@ -211,7 +210,7 @@ def judge(line, out, where):
 
 
 def train(args):
-    """Every run of the chosen arms that is not kept yet, --jobs side by side, all arms of a seed before the next seed."""
+    """Every run of the arms that is not kept yet, --jobs side by side, all arms of a seed before the next seed."""
     runs = Path(args.runs).resolve()
     runs.mkdir(parents=True, exist_ok=True)
     tiers = ("patterns",) if args.budget == "patterns" else (1, 2)
@@ -242,7 +241,9 @@ def floors(args):
     for name in ("pixels", "resnet", "vit"):
         torch.manual_seed(0)
         patch = 8 if how["vit"] == "vit_micro" else 2
-        info = common.backbone_info(how["resnet" if name == "pixels" else name], 32, patch, norm=common.NORMS[how["data"]])
+        info = common.backbone_info(
+            how["resnet" if name == "pixels" else name], 32, patch, norm=common.NORMS[how["data"]]
+        )
         encoder = torch.nn.Flatten() if name == "pixels" else common.build_backbone(info)
         x = [common.extract_features(encoder, part, info, torch.device("cpu")) for part in parts]
         y = [torch.from_numpy(part.labels) for part in parts]
@@ -308,85 +309,89 @@ def paired(budget, arm):
     return [(scores(others[seed]), scores(runs[seed])) for seed in sorted(runs.keys() & others.keys())]
 
 
-def rows(budget, tier):
-    """Rows of a tier's arms that have runs: name, number of seeds, each measure, gains over the baseline, spread, time."""
+def named(arm):
+    """An arm's name, marked where the code has changed since it was measured."""
+    return ARMS[arm].name + " †" * (arm in OLD_KEYS) + " ‡" * (arm in OLD_RELEASED)
+
+
+def minutes(runs):
+    used = [run["cpu_s"] / 60 for run in runs if "cpu_s" in run]
+    return f"{statistics.mean(used):.0f}" if used else ""
+
+
+def markdown(heads, rows):
+    return "\n".join("| " + " | ".join(line) + " |" for line in [heads, ["---"] * len(heads), *rows])
+
+
+def table(budget, tier):
+    """Markdown of a tier's arms that have runs; floors below all but tier 2, which is shorter."""
+    heads = ["arm", "seeds", "kNN", "linear", "gain, kNN", "gain, linear", "over"]
+    heads += ["`std`", "CPU minutes"] if tier != 2 else []
+    rows, file = [], KEPT / f"{budget}-floors.json"
     for name, arm in ARMS.items():
         runs = kept_runs(budget, name).values()
         if arm.tier != tier or not runs:
             continue
-        cells, both = [spread([scores(run)[measure] for run in runs]) for measure in MEASURES], paired(budget, name)
-        for measure in ("knn20_top1", "linear_top1"):
+        both, cells = paired(budget, name), [f"{named(name)}, `{arm.script}`", str(len(runs))]
+        cells += [spread([scores(run)[measure] for run in runs]) for measure in SHOWN]
+        for measure in SHOWN:
             cells.append(spread([own[measure] - other[measure] for other, own in both], "+") if both else "")
-        cells.append(ARMS[arm.baseline].name if both else "")
-        cells.append(spread([run["epochs"][-1]["std"] for run in runs], digits=2))
-        used = [run["cpu_s"] / 60 for run in runs if "cpu_s" in run]
-        cells.append(f"{statistics.mean(used):.0f}" if used else "")
-        yield [f"{arm.name}, `{arm.script}`", str(len(runs)), *cells]
-
-
-def table(budget, tier):
-    """Markdown of one tier; the floors stand below all but tier 2."""
-    heads = [
-        "arm",
-        "seeds",
-        *MEASURES.values(),
-        "gain, kNN 20",
-        "gain, linear",
-        "over",
-        "spread of embeddings (`std`)",
-        "CPU minutes",
-    ]
-    lines = [heads, ["---"] * len(heads), *rows(budget, tier)]
-    file = KEPT / f"{budget}-floors.json"
+        cells.append(named(arm.baseline) if both else "")
+        if tier != 2:
+            cells += [spread([run["epochs"][-1]["std"] for run in runs], digits=2), minutes(runs)]
+        rows.append(cells)
     names = {"pixels": "raw pixels", "resnet": "the ResNet untrained", "vit": "the ViT untrained"}
     for floor, values in json.loads(file.read_text()).items() if file.exists() and tier != 2 else ():
-        lines.append([names[floor], "", *(f"{values[m]:.1f}" for m in MEASURES), *[""] * 5])
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+        rows.append([names[floor], "", *(f"{values[m]:.1f}" for m in SHOWN), *[""] * 5])
+    return markdown(heads, rows)
 
 
 def front(budget):
-    """Markdown of README's first table: each method beside its baseline and its paper."""
-    heads = ["file", "method, and what it changes", "over", "seeds", "kNN", "gain", "linear", "gain", "in the paper"]
-    lines = [heads, ["---"] * len(heads)]
-    for name, (file, change, paper) in FRONT.items():
-        arm, both, cells = ARMS[name], paired(budget, name), []
-        for measure in ("knn20_top1", "linear_top1") if both else ():
+    """Markdown of README's table: each method beside its baseline, what it costs, and its paper."""
+    heads = ["method", "over", "seeds", "kNN", "gain", "linear", "gain", "CPU minutes", "the paper's own numbers"]
+    rows = []
+    for name, paper in FRONT.items():
+        other, both, cells = ARMS[name].baseline, paired(budget, name), []
+        for measure in SHOWN if both else ():
             before, after = ([one[measure] for one in ones] for ones in zip(*both, strict=True))
             cells.append(f"{statistics.mean(before):.1f} → {statistics.mean(after):.1f}")
             cells.append(spread([b - a for a, b in zip(before, after, strict=True)], "+"))
-        method = f"[{arm.name}](https://arxiv.org/abs/{PAPERS[file]}): {change}"
-        over = ARMS[arm.baseline].name
-        lines.append([f"[`{file}`]({file})", method, over, str(len(both)), *(cells or [""] * 4), paper])
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+        used = [minutes(kept_runs(budget, arm).values()) for arm in (other, name)]
+        cells = [*(cells or [""] * 4), " → ".join(used) if all(used) else ""]
+        rows.append([named(name), named(other), str(len(both)), *cells, paper])
+    return markdown(heads, rows)
 
 
 def protocol_table(budget):
     """Markdown of the evaluations."""
-    lines = [["protocol", "encoder", "flags of `eval_linear.py`", "trained", "untrained"], ["---"] * 5]
-    file = KEPT / f"{budget}-protocols.json"
+    rows, file = [], KEPT / f"{budget}-protocols.json"
     for name, row in json.loads(file.read_text()).items() if file.exists() else ():
         kind = {"resnet": "MoCo v2", "vit": "PatchMix"}[PROTOCOLS[name][0]]
-        lines.append([name, kind, f"`{row['flags']}`", *(f"{row[e]:.1f}" if e in row else "" for e in ("trained", "untrained"))])
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+        rows.append([name, kind, f"`{row['flags']}`", *(f"{row[e]:.1f}" for e in ("trained", "untrained") if e in row)])
+    return markdown(["protocol", "encoder", "flags of `eval_linear.py`", "trained", "untrained"], rows)
 
 
 TABLES = {"front": front, "tier 1": lambda budget: table(budget, 1), "tier 2": lambda budget: table(budget, 2)}
 TABLES |= {"protocols": protocol_table, "runs": lambda budget: table(budget, "patterns")}
 
 
-def with_tables(readme):
-    """README's text with each table between its two marks written anew."""
+PAGES = ROOT / "README.md", KEPT / "README.md"
+
+
+def with_tables(page):
+    """A page's text with each table between its two marks written anew."""
     for budget, (what, make) in itertools.product(BUDGETS, TABLES.items()):
         begin, end = f"<!-- tests/results.py: {budget}, {what} -->\n", "<!-- end -->"
-        if begin in readme:
-            before, after = readme.split(begin)
-            readme = before + begin + make(budget) + "\n" + after[after.index(end) :]
-    return readme
+        if begin in page:
+            before, after = page.split(begin)
+            page = before + begin + make(budget) + "\n" + after[after.index(end) :]
+    return page
 
 
-def write_readme(args):
-    file = ROOT / "README.md"
-    file.write_text(with_tables(file.read_text()))
+def write_pages(args):
+    """Write the tables into README.md and tests/results/README.md."""
+    for page in PAGES:
+        page.write_text(with_tables(page.read_text()))
 
 
 def curves(args):
@@ -412,7 +417,9 @@ def curves(args):
             epochs = sorted(set.intersection(*(set(run) for run in runs)))
             values = [[run[e] for run in runs] for e in epochs]
             (drawn,) = panel.plot(epochs, [statistics.mean(v) for v in values], marker="o", label=arm.name)
-            panel.fill_between(epochs, [min(v) for v in values], [max(v) for v in values], color=drawn.get_color(), alpha=0.15)
+            panel.fill_between(
+                epochs, [min(v) for v in values], [max(v) for v in values], color=drawn.get_color(), alpha=0.15
+            )
         panel.axhline(pixels["knn20_top1"], ls="--", c="gray", label="raw pixels")
         panel.set(title=title, xlabel="epoch")
         panel.legend(fontsize=8)
@@ -424,8 +431,10 @@ def curves(args):
 
 def main(argv=None):
     parser = common.ArgumentParser("tests/results.py", description=__doc__.splitlines()[0])
-    actions = parser.add_subparsers(required=True, metavar="ACTION")
-    for name, function in dict(train=train, floors=floors, protocols=protocols, readme=write_readme, curves=curves).items():
+    actions = parser.add_subparsers(required=True, metavar="ACTION", parser_class=argparse.ArgumentParser)
+    for name, function in dict(
+        train=train, floors=floors, protocols=protocols, readme=write_pages, curves=curves
+    ).items():
         action = actions.add_parser(name, help=function.__doc__)
         action.set_defaults(function=function)
         budgets = [name for name in BUDGETS if name != "patterns" or function is train]
@@ -433,7 +442,9 @@ def main(argv=None):
         if function in (train, floors, protocols):
             action.add_argument("--data-dir", metavar="DIR")
         if function is train:
-            action.add_argument("--arms", nargs="+", choices=ARMS, metavar="ARM", help="default: tier 1, or all of patterns")
+            action.add_argument(
+                "--arms", nargs="+", choices=ARMS, metavar="ARM", help="default: tier 1, or all of patterns"
+            )
             action.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2], metavar="N")
         if function in (train, protocols):
             action.add_argument("--jobs", type=int, default=2, metavar="N", help="runs side by side")
