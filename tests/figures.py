@@ -1,6 +1,6 @@
 """Pictures for the README and of runs, made by hand from the project's folder (needs matplotlib).
 
-python tests/figures.py curves OUT.png RUN [RUN ...]        learning curves
+python tests/figures.py explain [FOLDER] [NAME ...]         what goes in, what is compared with what: README's pictures
 python tests/figures.py corners OUT.png                     JointCrop, Fig. 7: how far apart the two crops are
 python tests/figures.py similarity OUT.png RUN [RUN ...]    JCL, Fig. 3: how much an image's features vary
 python tests/figures.py positives OUT.png RUN               CLIM: whom each selection would choose, and how well
@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.nn.functional as F
+from torch.utils.data import default_convert
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 import common  # noqa: E402
@@ -30,26 +31,14 @@ def subplots(*args, **options):
     return pyplot.subplots(*args, **options)
 
 
-# ------------------------------------------------------------ learning curves
+# ------------------------------------------------------------------- explain
 
 
-def curves(args):
-    """kNN accuracy and loss below chance over the epochs, one line a run."""
-    figure, (left, right) = subplots(1, 2, figsize=(10, 4))
-    for run in args.runs:
-        records = [json.loads(line) for line in (Path(run) / "metrics.jsonl").read_text().splitlines()]
-        epochs = [r for r in records if "epoch" in r]
-        judged = [(r["epoch"], r["knn20_top1"]) for r in epochs if "knn20_top1" in r]
-        if "knn20_top1_untrained" in records[0]:
-            judged = [(0, records[0]["knn20_top1_untrained"]), *judged]
-            left.axhline(records[0]["knn20_top1_pixels"], color="gray", linestyle=":", linewidth=1)
-        left.plot(*zip(*judged, strict=True), marker="o", label=Path(run).name)
-        right.plot([r["epoch"] for r in epochs], [r["below_chance"] for r in epochs], label=Path(run).name)
-    left.set(xlabel="epoch", ylabel="kNN top-1, % (k = 20); dotted: raw pixels")
-    right.set(xlabel="epoch", ylabel="chance level - loss")
-    left.legend(fontsize=8, loc="lower right")
-    figure.tight_layout()
-    figure.savefig(args.out, dpi=110)
+def explain(args):
+    """The pictures of README: what goes in, and what is compared with what."""
+    import explain as pictures
+
+    pictures.explain(args.folder, args.names)
 
 
 # ---------------------------------------------------------- JointCrop, Fig. 7
@@ -58,9 +47,13 @@ def curves(args):
 def corner_table(pairs):
     """Mean distance in pixels of the two crops' top-left corners, over so many pairs of crops for each beta.
 
-    Returns rows (beta, ours, ours with the released code's offset, paper), and RandomCrop's distance, ours and the paper's.
+    Returns rows (beta, ours, ours with the released offset, paper), and RandomCrop's distance, ours and the paper's.
     """
-    from test_moco_jointcrop import FIGURE7, RANDOM_CROP, mean_corner_distance  # needs pytest, which the other pictures do not
+    from test_moco_jointcrop import (
+        FIGURE7,
+        RANDOM_CROP,
+        mean_corner_distance,
+    )  # needs pytest, which the other pictures do not
 
     table = []
     for i, paper in enumerate(FIGURE7):
@@ -94,7 +87,7 @@ def corners(args):
 
 
 def recipe(config):
-    """How a run augments one view, from its config.json. blur and solarize hold the probabilities of view 1 and view 2."""
+    """How a run augments one view, from its config.json; blur and solarize: the probabilities of view 1 and view 2."""
     blur = config["blur_prob"] if "blur_prob" in config else config["blur_p"]
     blur, solarize = (np.broadcast_to(p, 2).tolist() for p in (blur, config.get("solarize_p", 0.0)))
     crop_scale = config["crop_scale"] if "crop_scale" in config else config["global_scale"]
@@ -105,7 +98,7 @@ def recipe(config):
 def make_sample(how, views, size):
     """`views` independent augmentations of each image by a `recipe`: common.Views' function, and its number of draws.
 
-    Where a recipe has two kinds of view, they alternate. What ties the views of a pair together (JointCrop) is left out.
+    Where a recipe has two kinds of view, they alternate. What ties the views of a pair (JointCrop) is left out.
     """
 
     def sample(index, sizes, draws):
@@ -116,7 +109,7 @@ def make_sample(how, views, size):
             blur, solarize = how["blur"][view % 2], how["solarize"][view % 2]
             given = how["jitter"], how["jitter_p"], how["gray_p"], blur
             colours.append(common.random_colour(colour, *given, solarize_p=solarize))
-        return cuts, np.stack(colours, 1)
+        return cuts, colours
 
     return sample, views * (common.CROP_DRAWS + common.COLOUR_DRAWS)
 
@@ -140,13 +133,13 @@ def similarity_statistics(features):
 
 @torch.no_grad()
 def view_statistics(encoder, info, how, images, index, views, device):
-    """`similarity_statistics` of the images of an index, (2, n). Draws depend on the image alone, so that runs share them."""
+    """`similarity_statistics` of the images of an index, (2, n). Draws depend on the image alone: runs share them."""
     sample = make_sample(how, views, info["image_size"])
     data = common.Views(images, *sample, seed=0, interpolation=info["interpolation"])
     at_once = max(1, 256 // views)
     batches = [[(0, i) for i in index[start : start + at_once]] for start in range(0, len(index), at_once)]
     found = []
-    for batch in common.make_loader(data, batches, common.default_workers(device), device):
+    for batch in common.Loader(data, device, batch_sampler=batches, collate_fn=default_convert):
         x = torch.stack(batch["views"], 1).flatten(0, 1).to(device)
         x = common.normalize(common.colour(x, batch["colour"].flatten(0, 1)), info["mean"], info["std"])
         found.append(similarity_statistics(encoder(x).flatten(1).cpu().unflatten(0, (-1, views))))
@@ -165,7 +158,9 @@ def open_runs(args):
         if len({config["dataset"] for config in configs}) > 1:
             common.fail("the runs were trained on different data sets: give --dataset")
         args.dataset, args.data_dir = configs[0]["dataset"], args.data_dir or configs[0]["data_dir"]
-    parts = [common.load_images(args.dataset, args.data_dir, train, configs[0]["image_size"]) for train in (False, True)]
+    parts = [
+        common.load_images(args.dataset, args.data_dir, train, configs[0]["image_size"]) for train in (False, True)
+    ]
     return recipes, parts[0] if parts[0] is not None and parts[0].classes else parts[1]
 
 
@@ -175,7 +170,9 @@ def similarity(args):
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     # In random order, since the images may be sorted by class.
     index = torch.randperm(len(images), generator=common.generator(0))[: args.images].tolist()
-    print(f"{len(index)} of {len(images)} images of {args.dataset}, {args.views} views of each; mean and standard deviation")
+    print(
+        f"{len(index)} of {len(images)} images of {args.dataset}, {args.views} views each; mean +- standard deviation"
+    )
     found = []
     for run, how in zip(args.runs, recipes, strict=True):
         encoder, info = common.load_backbone(run)
@@ -200,7 +197,9 @@ def similarity(args):
 
 def run_images(args, config, train):
     """The images a run was trained on (or its test images), or those of --dataset and --data-dir."""
-    name, data_dir = (args.dataset, args.data_dir) if args.dataset else (config["dataset"], args.data_dir or config["data_dir"])
+    name, data_dir = (
+        (args.dataset, args.data_dir) if args.dataset else (config["dataset"], args.data_dir or config["data_dir"])
+    )
     images = common.load_images(name, data_dir, train, config["image_size"])
     if images is None or not images.classes:
         common.fail(f"{name} has no labelled {'training' if train else 'test'} images")
@@ -213,7 +212,7 @@ def same_class_share(labels, positives):
 
 
 def positives(args):
-    """CLIM's choice of positives by a run's momentum encoder: the share of the same class for each selection, a picture of one.
+    """CLIM's choice of positives by a run's momentum encoder: each one's share of the same class, a picture.
 
     Any run of a queue method will do. In the picture: an image, its ten positives (green: of its class), and a mix.
     """
@@ -222,12 +221,12 @@ def positives(args):
     state = common.load_checkpoint(Path(args.run) / "last.pt")
     config, info = state["config"], state["backbone"]
     images = run_images(args, config, train=True)
-    model = clim.CLIM(argparse.Namespace(**config), info)  # the queue methods' models have the same parts
+    model = clim.CLIM(argparse.Namespace(**config))  # the queue methods' models have the same parts
     model.load_state_dict(state["model"])
     encoder = torch.nn.Sequential(model.momentum_backbone, model.momentum_projector)
     x = F.normalize(common.extract_features(encoder, images, info, torch.device("cpu")), dim=1)
     labels = torch.from_numpy(images.labels)
-    print(f"{len(images)} images of {images.name}, {len(images.classes)} classes; share of positives of the image's own class:")
+    print(f"{len(images)} images of {len(images.classes)} classes; share of positives of the image's own class:")
     for selection in ("random", "knn", "kmeans", "center"):
         flags = clim.parse_args(["--dataset", config["dataset"], "--arch", config["arch"], "--selection", selection])
         table = clim.choose_positives(flags, x, common.generator(0))
@@ -235,7 +234,9 @@ def positives(args):
     rows, borders = [], []
     anchors = torch.randperm(len(images), generator=common.generator(1))[: args.anchors].tolist()
     for i in anchors:
-        group = torch.from_numpy(np.stack([images[j] for j in (i, *table[i].tolist())])).permute(0, 3, 1, 2).float() / 255
+        group = (
+            torch.from_numpy(np.stack([images[j] for j in (i, *table[i].tolist())])).permute(0, 3, 1, 2).float() / 255
+        )
         mix = clim.cutmix(group[:1], group[1:2], 0.6, common.generator(i))[0]
         rows.append(torch.cat([group, mix]))
         borders.append([None, *("green" if labels[j] == labels[i] else "red" for j in table[i]), None])
@@ -243,7 +244,7 @@ def positives(args):
 
 
 def class_similarity(features, labels):
-    """Mean cosine of all pairs of two images of a class, averaged over the classes (Table 10): features (N, d), labels (N,)."""
+    """Mean cosine of pairs of a class, averaged over the classes (Table 10): features (N, d), labels (N,)."""
     x = F.normalize(features.double(), dim=1)
     means = []
     for label in labels.unique():
@@ -265,22 +266,28 @@ def intraclass(args):
 
 def main():
     parser = common.ArgumentParser("tests/figures.py", description=__doc__.splitlines()[0])
-    figures = parser.add_subparsers(required=True, metavar="FIGURE")
+    figures = parser.add_subparsers(required=True, metavar="FIGURE", parser_class=argparse.ArgumentParser)
     flags = {}
-    for function in (curves, corners, similarity, positives, intraclass):
+    for function in (explain, corners, similarity, positives, intraclass):
         flags[function] = figures.add_parser(function.__name__, help=function.__doc__.splitlines()[0])
         flags[function].set_defaults(function=function)
-        if function is not intraclass:
+        if function not in (explain, intraclass):
             flags[function].add_argument("out", metavar="OUT.png")
-    for function in (curves, similarity, intraclass):
+    for function in (similarity, intraclass):
         flags[function].add_argument("runs", nargs="+", metavar="RUN")
+    flags[explain].add_argument("folder", nargs="?", default=".github", metavar="FOLDER")
+    flags[explain].add_argument(
+        "names", nargs="*", metavar="NAME", help="overview, jointcrop, jcl, ...: all by default"
+    )
     flags[positives].add_argument("run", metavar="RUN")
     flags[positives].add_argument("--anchors", type=int, default=8, metavar="N", help="rows of the picture")
     flags[corners].add_argument("--pairs", type=int, default=100_000, metavar="N", help="of crops, for each beta")
     flags[similarity].add_argument("--images", type=int, default=1000, metavar="N", help="paper: 32,768")
     flags[similarity].add_argument("--views", type=int, default=32, metavar="N", help="of each image")
     for function in (similarity, positives, intraclass):
-        flags[function].add_argument("--dataset", choices=common.DATASETS, help="default: what the runs were trained on")
+        flags[function].add_argument(
+            "--dataset", choices=common.DATASETS, help="default: what the runs were trained on"
+        )
         flags[function].add_argument("--data-dir", metavar="DIR", help="default: where that was")
     args = parser.parse_args()
     if any(getattr(args, name, 1) < 1 for name in ("pairs", "images", "views", "anchors")):

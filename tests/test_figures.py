@@ -11,7 +11,14 @@ from torch import nn
 
 import common
 
-PLAIN = {"crop_scale": [1.0, 1.0], "jitter": [0, 0, 0, 0], "jitter_p": 0, "gray_p": 0, "blur": [0, 0], "solarize": [0, 0]}
+PLAIN = {
+    "crop_scale": [1.0, 1.0],
+    "jitter": [0, 0, 0, 0],
+    "jitter_p": 0,
+    "gray_p": 0,
+    "blur": [0, 0],
+    "solarize": [0, 0],
+}
 INFO = {"image_size": 32, "mean": (0.5,) * 3, "std": (0.2,) * 3, "interpolation": "bilinear"}
 CPU = torch.device("cpu")
 
@@ -68,7 +75,10 @@ def test_recipe_of_every_method(method):
     module = __import__(method)
     config = json.loads(json.dumps(vars(module.parse_args(["--dataset", "imagenet"]))))
     recipe = figures.recipe(config)
-    assert recipe["crop_scale"] == config.get("crop_scale", config.get("global_scale")) and recipe["jitter"] == config["jitter"]
+    assert (
+        recipe["crop_scale"] == config.get("crop_scale", config.get("global_scale"))
+        and recipe["jitter"] == config["jitter"]
+    )
     if method in ("patchmix", "jcl", "moco_jointcrop"):  # a pair, one number, a pair of another name
         pairs = ([1.0, 0.1], [0.0, 0.2]) if method == "patchmix" else ([0.5, 0.5], [0.0, 0.0])
         assert (recipe["blur"], recipe["solarize"]) == pairs
@@ -89,9 +99,26 @@ def test_class_similarity_against_a_loop():
         means.append(np.mean([a @ b for i, a in enumerate(members) for j, b in enumerate(members) if i != j]))
     assert figures.class_similarity(features, labels) == pytest.approx(np.mean(means))
     assert figures.class_similarity(torch.ones(4, 3), torch.tensor([0, 0, 1, 1])) == pytest.approx(1)
-    assert figures.class_similarity(torch.eye(3), torch.tensor([0, 0, 1])) == pytest.approx(0)  # a class of one has no pairs
+    assert figures.class_similarity(torch.eye(3), torch.tensor([0, 0, 1])) == pytest.approx(
+        0
+    )  # a class of one has no pairs
 
 
 def test_same_class_share():
     labels, table = torch.tensor([0, 0, 1]), torch.tensor([[1, 2], [0, 0], [2, 1]])
     assert figures.same_class_share(labels, table) == pytest.approx(4 / 6)
+
+
+@pytest.mark.slow
+def test_pictures_that_explain(tmp_path):
+    """The six figures of README are drawn anew as they are kept."""
+    pytest.importorskip("matplotlib")
+    import explain
+    from PIL import Image
+
+    explain.explain(tmp_path)
+    for name in explain.FIGURES:
+        new, old = (
+            np.asarray(Image.open(p / f"{name}.png").convert("RGB")) for p in (tmp_path, explain.ROOT / ".github")
+        )
+        assert new.shape == old.shape and np.abs(new.astype(int) - old).mean() < 5, name

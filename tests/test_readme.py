@@ -1,4 +1,4 @@
-"""README keeps its word: links lead somewhere, commands parse, tables are those of tests/results."""
+"""The pages keep their word: links lead somewhere, commands parse, Python runs, tables are those of tests/results."""
 
 import importlib
 import re
@@ -7,49 +7,136 @@ from pathlib import Path
 
 import pytest
 import results
-from count_lines import ROOT, code_lines
+import torch
+import torchvision
+from conftest import ROOT
 
-README = (ROOT / "README.md").read_text()
-COMMAND = re.compile(r"(?:python|torchrun(?: -\S+)*) (?:\w+)\.py(?: [^`\n#]*)?")
+import common
+
+PAGES = {page: (ROOT / page).read_text() for page in ("README.md", "tests/README.md", "tests/results/README.md")}
+README = PAGES["README.md"]
+SCRIPTS = sorted({p.stem for p in ROOT.glob("*.py")} - {"common"})
+COMMAND = re.compile(rf"(?<!/)\b(?:{'|'.join(SCRIPTS)})\.py(?: [^`\n#]*)?")
 
 
 def commands():
-    """Every command line of README that starts one of the seven scripts, in blocks and in the text."""
-    inline = re.findall(r"`([^`\n]+)`", re.sub(r"```.*?```", "", README, flags=re.S))
-    blocks = [line for block in re.findall(r"```bash[^\n]*\n(.*?)```", README, re.S) for line in block.splitlines()]
-    found = [c.strip() for text in inline + blocks for c in COMMAND.findall(text)]
-    return sorted({c for c in found if "SCRIPT" not in c and "..." not in c})
+    """Every command line of one of the seven scripts, from its name on, in blocks and in the text."""
+    text = "\n".join(PAGES.values()).replace("\\\n", " ")
+    inline = re.findall(r"`([^`\n]+)`", re.sub(r"```.*?```", "", text, flags=re.S))
+    blocks = [line for block in re.findall(r"```bash[^\n]*\n(.*?)```", text, re.S) for line in block.splitlines()]
+    return sorted({c.strip() for line in inline + blocks for c in COMMAND.findall(line) if "diff" not in line})
 
 
-def test_links():
-    headings = [re.sub(r"[^\w\- ]", "", h.lower()).strip().replace(" ", "-") for h in re.findall(r"^#+ (.*)$", README, re.M)]
-    targets = re.findall(r"\]\(([^)\s]+)\)", README)
-    for target in targets:
-        if target.startswith("#"):
-            assert target[1:] in headings, target
-        elif not target.startswith("https://arxiv.org/abs/"):
-            assert (ROOT / target).exists(), target
-    assert len(targets) > 20
+def python_blocks(page):
+    return re.findall(r"^```python\n(.*?)^```", PAGES[page], re.M | re.S)
+
+
+def run_block(code, **names):
+    exec(compile(code, "README.md", "exec"), names)
+    return names
+
+
+def anchors(page):
+    return [re.sub(r"[^\w\- ]", "", h.lower()).strip().replace(" ", "-") for h in re.findall(r"^#+ (.*)$", page, re.M)]
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_links(page):
+    for target in re.findall(r"\]\(([^)\s]+)\)", PAGES[page]):
+        path, _, anchor = target.partition("#")
+        if not path.startswith("https://arxiv.org/abs/"):
+            file = (ROOT / page).parent / path if path else ROOT / page
+            assert file.exists(), target
+            assert not anchor or anchor in anchors(file.read_text()), target
+
+
+def test_front_door():
+    """README is short, shows every picture that is kept, and starts with the two commands of .ci/run."""
+    assert len(README.splitlines()) <= 250 and len(README.encode()) <= 16384
+    shown = {Path(p).name for text in PAGES.values() for p in re.findall(r"\]\(([^)\s]+\.png)\)", text)}
+    assert shown == {p.name for p in (ROOT / ".github").glob("*.png")}
+    assert all(p.stat().st_size < 250_000 for p in (ROOT / ".github").glob("*.png"))
+    first, second = re.findall(r"```bash ci\n(.*?)```", README, re.S)
+    assert "patchmix.py" in first and "pytest" in second
 
 
 @pytest.mark.parametrize("line", commands())
 def test_commands(line, monkeypatch, tmp_path):
-    """Each script takes the flags that README gives it."""
-    words = shlex.split(line)
-    script = next(i for i, word in enumerate(words) if word.endswith(".py"))
+    """Each script takes the flags that the pages give it."""
+    script, *words = shlex.split(line)
     monkeypatch.chdir(tmp_path)
-    importlib.import_module(words[script][:-3]).parse_args(words[script + 1 :])
+    if "--help" not in words:
+        importlib.import_module(script[:-3]).parse_args(words)
 
 
 def test_there_are_commands_of_every_script():
-    scripts = {p.stem for p in ROOT.glob("*.py")} - {"common"}
-    assert {re.search(r"(\w+)\.py", c)[1] for c in commands()} == scripts and len(commands()) > 15
+    assert {c.split(".py")[0] for c in commands()} == set(SCRIPTS) and len(commands()) > 50
 
 
-def test_tables():
-    """README's tables are what tests/results.py makes of tests/results/*.json, and it has all of the chosen marks."""
-    assert results.with_tables(README) == README
-    assert "<!-- tests/results.py: cpu, tier 1 -->\n| arm |" in README
+def backbone(arch, size, path):
+    """An untrained encoder, written as a run would have."""
+    info = common.backbone_info(arch, size, 4, method="m", encoder="query")
+    Path(path).mkdir(parents=True)
+    made = common.build_backbone(info).eval()
+    common.save_checkpoint(Path(path) / "backbone.pt", info | {"state_dict": made.state_dict()})
+    return made
+
+
+def test_copied_functions():
+    images, keys = torch.rand(4, 3, 32, 32), torch.randn(4, 8)
+    found = run_block(
+        python_blocks("README.md")[0], images=images, keys=keys, encode=lambda x: x.mean((2, 3)) @ keys[:3]
+    )
+    assert found["mixed"].shape == images.shape and found["loss"].isfinite()
+
+
+def test_own_data_and_encoder(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    run_block(python_blocks("README.md")[1])
+    assert (tmp_path / "runs/mine/backbone.pt").exists() and "kNN" in capsys.readouterr().out
+
+
+def test_weights_elsewhere(tmp_path, monkeypatch):
+    """The project's own way, timm's, and a training step of torchvision's Mask R-CNN, on random weights."""
+    monkeypatch.chdir(tmp_path)
+    torch.manual_seed(0)
+    _, _, own_code, timm_code = python_blocks("README.md")
+    (detector_code,) = python_blocks("tests/README.md")
+    vit = backbone("vit_micro", 32, re.search(r'"(runs/[^"/]+)', own_code)[1])
+    resnet = backbone("resnet50", 224, re.search(r'"(runs/[^"/]+)', detector_code)[1])
+    own, timms = run_block(own_code), run_block(timm_code)["backbone"].eval()
+    x = common.normalize(own["images"], own["info"]["mean"], own["info"]["std"])
+    with torch.no_grad():
+        assert torch.equal(timms(x), vit(x)) and torch.equal(own["features"], vit(x))
+    found = run_block(detector_code)
+    losses = {k.removeprefix("loss_"): v.item() for k, v in found["losses"].items()}
+    assert set(losses) == {"classifier", "box_reg", "mask", "objectness", "rpn_box_reg"} and losses["mask"] > 0
+    moved = found["resnet"].layer4[2].conv3.weight.detach() - resnet.layer4[2].conv3.weight
+    assert 0 < moved.abs().max() < 0.1  # trained, from these weights
+    plain = torchvision.models.resnet50()
+    plain.fc = torch.nn.Identity()
+    plain.load_state_dict(resnet.state_dict())
+    with torch.no_grad():
+        x = torch.randn(1, 3, 64, 64)
+        torch.testing.assert_close(plain.eval()(x), resnet(x), rtol=1e-4, atol=1e-5)  # the same network
+
+
+def test_the_3x3_stem(tmp_path, monkeypatch):
+    """The lines of README for a ResNet at 32 px."""
+    monkeypatch.chdir(tmp_path)
+    code = python_blocks("README.md")[3]
+    made, x = backbone("resnet18", 32, re.search(r'"(runs/[^"/]+)', code)[1]), torch.rand(2, 3, 32, 32)
+    with torch.no_grad():
+        assert torch.equal(run_block(code)["backbone"].eval()(x), made(x))
+
+
+@pytest.mark.parametrize("page", results.PAGES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_tables(page):
+    """The tables are what tests/results.py makes of tests/results/*.json, and none is empty."""
+    text = page.read_text()
+    assert results.with_tables(text) == text
+    begun = re.findall(r"<!-- tests/results.py: .* -->\n(.*)", text)
+    assert begun and all(line.startswith("| ") for line in begun)
 
 
 def test_results_say_how_they_were_made():
@@ -71,14 +158,9 @@ def test_gain_is_paired(tmp_path, monkeypatch):
     for arm, values in {"moco": {0: 40, 1: 50, 5: 99}, "jcl": {0: 42, 1: 54, 2: 10}}.items():
         for seed, value in values.items():
             epochs = [dict(epoch=6, knn20_top1=value, knn200_top1=value, std=0.5)]
-            results.keep("cpu", arm, seed, dict(command="", epochs=epochs, linear_top1=value - 1))
-    assert "| 2 | 45.0 → 48.0 | +3.0 ± 1.4 | 44.0 → 47.0 | +3.0 ± 1.4 |" in results.front("cpu")
+            results.keep("cpu", arm, seed, dict(command="", epochs=epochs, linear_top1=value - 1, cpu_s=600))
+    assert "| 2 | 45.0 → 48.0 | +3.0 ± 1.4 | 44.0 → 47.0 | +3.0 ± 1.4 | 10 → 10 |" in results.front("cpu")
     (row,) = (line for line in results.table("cpu", 1).splitlines() if "| JCL," in line)
     assert "| 3 | 35.3 ± 22.7 |" in row and row.count("+3.0 ± 1.4") == 2
     text = "a\n<!-- tests/results.py: cpu, front -->\nold\n<!-- end -->\nb"
     assert results.with_tables(text) == text.replace("old", results.front("cpu"))
-
-
-def test_code_lines():
-    for name, lines in re.findall(r"`(\w+\.py)` (\d+)[,.]", README.split("Code lines:")[1].split("\n")[0]):
-        assert code_lines(Path(ROOT, name))[0] == int(lines), name

@@ -1,0 +1,433 @@
+"""The figures that explain the methods, made by the methods' own functions: python tests/figures.py explain FOLDER.
+
+What goes in, and what is compared with what. The photographs are in .github/photos. Every view is cut and coloured by
+the method's own make_sample with its ImageNet recipe, every mix, ratio, choice and weight is made by its own functions.
+Which draws are shown (the epochs below) was chosen by eye, for views in which something can be recognised.
+"""
+
+from pathlib import Path
+
+import matplotlib
+import numpy as np
+import torch
+import torch.nn.functional as F
+from PIL import Image
+
+import clim
+import common
+import jcl
+import logo
+import moco_jointcrop
+import patchmix
+
+matplotlib.use("Agg")
+from matplotlib import pyplot
+from matplotlib.patches import FancyArrowPatch, Rectangle
+
+ROOT = Path(__file__).parent.parent
+WIDTH = 760  # px, as README shows it; written 1.6 times as large
+ASTRONAUT, CAT, COFFEE, SKY, RETINA, ROCKET = range(6)  # in the order of their names
+JCL_EPOCHS, LOGO_EPOCH, PATCHMIX_EPOCH, CLIM_ANCHOR = (1, 1), 3, 1, 7
+THIRDS = ("", "1/3", "2/3", "1")
+QUERY, KEY, APART, GRAY = "#0969da", "#1a7f37", "#cf222e", "#57606a"
+
+
+# ------------------------------------------------------------ what is shown
+
+
+def photographs():
+    return common.load_images("folder", str(ROOT / ".github" / "photos"))
+
+
+def arguments(method, *flags, colours=True):
+    """A method's ImageNet recipe; without colours only the cuts, the blur and the flip are left of a view."""
+    args = method.parse_args(["--dataset", "imagenet", *flags])
+    if not colours:
+        args.jitter_p = args.gray_p = 0.0
+    return args
+
+
+def views(sample, photos, index, epoch):
+    """[each view of the photographs of an index (n, 3, S, S)] and [(whose photograph (n,), its box (n, 4)), ...]."""
+    data = common.Views(photos, *sample, seed=0)
+    batch = data.__getitems__([(epoch, i) for i in index])
+    draws = common.uniform(0, np.full(len(index), epoch), np.array(index), sample[1])
+    cuts, _ = sample[0](np.array(index), photos.sizes(np.array(index)), draws)
+    return common.colour_views(batch, torch.device("cpu")), [(which, boxes) for which, boxes, _ in cuts]
+
+
+def thumbnails(photos):
+    """A stand-in for an encoder: the six photographs as 4 x 4 pixels, centred, of unit length."""
+    pixels = [common.cut(photos[i], (0, 0, *photos[i].shape[:2]), 4).reshape(-1) for i in range(len(photos))]
+    x = torch.tensor(np.array(pixels)).float()
+    return F.normalize(x - x.mean(0), dim=1)
+
+
+# ------------------------------------------------------------------ drawing
+
+
+class Page:
+    """A sheet of WIDTH x height pixels, the origin top left."""
+
+    def __init__(self, height):
+        self.figure = pyplot.figure(figsize=(WIDTH / 100, height / 100), dpi=160)
+        self.axes = self.figure.add_axes((0, 0, 1, 1))
+        self.axes.set(xlim=(0, WIDTH), ylim=(height, 0))
+        self.axes.axis("off")
+        self.height = height
+
+    def text(self, x, y, text, size=8, **options):
+        options = dict(ha="center", va="center", linespacing=1.25) | options
+        if options["va"] == "center" and "\n" not in text and "rotation" not in options:  # one line for all of a row
+            y, options["va"] = y + size / 2, "baseline"
+        self.axes.text(x, y, text, fontsize=size, **options)
+
+    def title(self, name, idea):
+        self.text(12, 18, name, 11, weight="bold", ha="left")
+        self.text(12, 38, idea, 8.5, color=GRAY, ha="left")
+
+    def image(self, image, x, y, size, frame=None, boxes=(), thick=2.2):
+        """An image (3, S, S), or (H, W, 3) as it is in the middle of the square; boxes: [(box, colour), ...] on it."""
+        image = image.clamp(0, 1).permute(1, 2, 0).numpy() if torch.is_tensor(image) else image
+        height, width = image.shape[:2]
+        scale = size / max(height, width)
+        left, top = x + (size - width * scale) / 2, y + (size - height * scale) / 2
+        right, bottom = left + width * scale, top + height * scale
+        self.axes.imshow(image, extent=(left, right, bottom, top), interpolation="antialiased", zorder=1, aspect="auto")
+        for box, colour in boxes:
+            y, x, high, wide = (v * scale for v in box)
+            for edge, lw in (("white", 2.6), (colour, 1.6)):
+                rectangle = Rectangle((left + x, top + y), wide, high, fill=False, ec=edge, lw=lw, zorder=2)
+                self.axes.add_patch(rectangle)
+        if frame:
+            place = (left, top), right - left, bottom - top
+            self.axes.add_patch(Rectangle(*place, fill=False, ec=frame, lw=thick, zorder=2))
+
+    def arrow(self, start, end, colour, both=False, bend=0.0):
+        style = "<|-|>" if both else "-|>"
+        options = dict(connectionstyle=f"arc3,rad={bend}", mutation_scale=10, lw=1.6, shrinkA=0, shrinkB=0, zorder=3)
+        self.axes.add_patch(FancyArrowPatch(start, end, arrowstyle=style, color=colour, **options))
+
+    def plot(self, x, y, width, height, **options):
+        """Axes of their own for a small plot."""
+        place = (x / WIDTH, 1 - (y + height) / self.height, width / WIDTH, height / self.height)
+        axes = self.figure.add_axes(place, **options)
+        axes.tick_params(labelsize=6.5, length=2, pad=2)
+        for side in ("top", "right"):
+            axes.spines[side].set_visible(False)
+        return axes
+
+    def save(self, path):
+        """With 256 colours, a third of the size."""
+        self.figure.canvas.draw()
+        Image.fromarray(np.asarray(self.figure.canvas.buffer_rgba())[..., :3]).quantize(256).save(path, optimize=True)
+        pyplot.close(self.figure)
+        print(f"{path}: {Path(path).stat().st_size / 1024:.0f} KB")
+
+
+# ---------------------------------------------------------------- the figures
+
+
+def overview(photos, path):
+    """All five ideas beside their baseline: the same photograph goes in."""
+    page, left, step, tile = Page(448), 92, 111.5, 92
+    half, third = (tile - 3) / 2, (tile - 6) / 3
+    top, middle, low, last = 66, 170, 280, 394
+    ideas = {
+        "MoCo v2": "the baseline: one\nview finds another",
+        "JointCrop": "how unlike two crops\nare, is drawn first",
+        "JCL": "all keys of an image,\nin closed form",
+        "CLIM": "a neighbour, mixed\nin, is a positive, too",
+        "LoGo": "local crops, pushed\napart by a network",
+        "PatchMix": "patches of M images,\neach to be found",
+    }
+    rows = ((top, "what\ngoes in", "black"), (middle, "the\nquery", QUERY), (low, "is drawn\nto", KEY))
+    for y, text, colour in rows:
+        page.text(10, y + tile / 2, text, 9, weight="bold", color=colour, ha="left")
+    page.text(10, last + 20, "is pushed\nfrom", 9, weight="bold", color=APART, ha="left")
+    x = [left + step * i for i in range(6)]
+    for place, (name, idea) in zip(x, ideas.items(), strict=True):
+        page.text(place + tile / 2, 14, name, 10, weight="bold")
+        page.text(place + tile / 2, 40, idea, 7.2, color=GRAY)
+        page.arrow((place + tile / 2, middle + tile + 3), (place + tile / 2, low - 3), KEY)
+
+    def small(image, place, n, y, colour=None, size=half):
+        page.image(image, place + n * (size + 3), y, size, colour, thick=1.5)
+
+    def under(text, place, n, y, size=half, colour=KEY):
+        page.text(place + n * (size + 3) + size / 2, y, text, 8, color=colour)
+
+    for place, flags, epoch in ((x[0], ("--joint", "none"), 12), (x[1], (), 2)):
+        args = arguments(moco_jointcrop, *flags, colours=False)
+        (q, k), ((_, box_q), (_, box_k)) = views(moco_jointcrop.make_sample(args), photos, [ASTRONAUT], epoch)
+        page.image(photos[ASTRONAUT], place, top, tile, boxes=[(box_q[0], QUERY), (box_k[0], KEY)])
+        page.image(q[0], place, middle, tile, QUERY)
+        page.image(k[0], place, low, tile, KEY)
+
+    args = arguments(jcl, colours=False)
+    seen, cuts = views(jcl.make_sample(args), photos, [ASTRONAUT], 3)
+    page.image(photos[ASTRONAUT], x[2], top, tile, boxes=[(b[0], KEY if v else QUERY) for v, (_, b) in enumerate(cuts)])
+    page.image(seen[0][0], x[2], middle, tile, QUERY)
+    for n, key in enumerate(seen[1:]):
+        small(key[0], x[2] + n // 3 * (third + 3) / 2, n % 3, low + n // 3 * (third + 3), KEY, third)
+    page.text(x[2] + tile / 2, low + 2 * third + 20, "their mean and\nhow they differ", 7.2, color=KEY)
+
+    table = clim.select_positives(thumbnails(photos), *clusters(photos), k=1, num_positives=1)
+    args = arguments(clim, "--resolutions", "224", colours=False)
+    seen, _ = views(clim.make_sample(args, photos, table), photos, [ASTRONAUT], 1)
+    mixed, kept = clim.cutmix(seen[0], seen[3], 0.6, common.generator(2))
+    for n, photo in enumerate((ASTRONAUT, table[ASTRONAUT, 0].item())):
+        small(photos[photo], x[3], n, top + (tile - half) / 2)
+    page.image(mixed[0], x[3], middle, tile, QUERY)
+    for n, share in enumerate((kept, 1 - kept)):
+        small(seen[1 + n][0], x[3], n, low, KEY)
+        under(f"{100 * share:.0f} %", x[3], n, low + half + 12)
+
+    seen, cuts = views(logo.make_sample(arguments(logo, colours=False)), photos, [ASTRONAUT], LOGO_EPOCH)
+    boxes = [(b[0], QUERY if v > 1 else KEY) for v, (_, b) in enumerate(cuts)]
+    page.image(photos[ASTRONAUT], x[4], top, tile, boxes=boxes)
+    for n in (0, 1):
+        small(seen[2 + n][0], x[4], n, middle + (tile - half) / 2, QUERY)
+        small(seen[n][0], x[4], n, low, KEY)
+    y = middle + (tile - half) / 2 - 5
+    page.arrow((x[4] + half * 0.5, y), (x[4] + half * 1.55, y), APART, True, -0.4)
+    page.text(x[4] + tile / 2, low + half + 12, "both global crops", 7.2, color=KEY)
+
+    three, args = [ASTRONAUT, CAT, COFFEE], arguments(patchmix, colours=False)
+    (view, other), _ = views(patchmix.make_sample(args), photos, three, 1)
+    mixed = patchmix.patch_mix(view, 3, 32, torch.randperm(49, generator=common.generator(0)))
+    page.image(mixed[0], x[5], middle, tile, QUERY)
+    for n, share in enumerate(patchmix.mix_targets(3, 3)[1]):
+        small(photos[three[n]], x[5], n, top + (tile - third) / 2, None, third)
+        small(other[n], x[5], n, low, KEY, third)
+        under(f"{100 * share:.0f} %", x[5], n, low + third + 12, third)
+
+    args = arguments(moco_jointcrop, "--joint", "none", colours=False)
+    (_, others), _ = views(moco_jointcrop.make_sample(args), photos, [ROCKET, RETINA, SKY, COFFEE, CAT], 2)
+    for n, image in enumerate(others):
+        small(image, left, n, last, APART, 40)
+    text = "...  keys of other images: a queue of\nearlier ones, in PatchMix the batch"
+    page.text(left + 5 * 43 + 8, last + 20, text, 8, ha="left")
+    page.text(x[4] + tile / 2, last + 20, "also: a local crop\nfrom the other", 8)
+    page.save(path)
+
+
+def joint(photos, path):
+    """JointCrop and JointBlur: pairs of views, and the law of their ratio."""
+    page, tile, top = Page(500), 82, 88
+    idea = "Two random crops mostly have similar areas, and match easily: draw the ratio of areas first"
+    page.title("JointCrop and JointBlur", idea)
+    x = [108 + n * (tile + 4) for n in range(3)]
+    for x0 in (x, [v + 3 * tile + 20 for v in x]):
+        for place, text, colour in zip(x0, ("photograph", "query", "is drawn to"), ("black", QUERY, KEY), strict=True):
+            page.text(place + tile / 2, top - 16, text, 8.5, weight="bold", color=colour)
+    page.text(705, top - 16, "how often", 8.5, weight="bold")
+    blur = ("--joint", "blur", "--blur-prob", "1", "1")
+    rows = (
+        ("RandomCrop", "the baseline: crops\nof random areas", ("--joint", "none"), (12, 6)),
+        ("JointCrop", "beta = 0:\nevery ratio", ("--beta", "0"), (2, 7)),
+        ("JointCrop", "beta = -4: mostly\nextreme ratios", ("--beta", "-4"), (4, 9)),
+        ("JointBlur", "a clear view and a\nblurred one (the\ncentres, enlarged)", blur, (8, 7)),
+    )
+    for row, (name, how, flags, epochs) in enumerate(rows):
+        y, args = top + row * (tile + 20), arguments(moco_jointcrop, *flags, colours=False)
+        page.text(10, y + tile / 2 - 14, name, 9, weight="bold", ha="left")
+        page.text(10, y + tile / 2 + 16 + 5 * how.count("\n"), how, 7.2, color=GRAY, ha="left")
+        for n, (photo, epoch) in enumerate(zip((ASTRONAUT, COFFEE), epochs, strict=True)):
+            (q, k), ((_, a), (_, b)) = views(moco_jointcrop.make_sample(args), photos, [photo], epoch)
+            shift = n * (3 * tile + 20)
+            page.image(photos[photo], x[0] + shift, y, tile, boxes=[(a[0], QUERY), (b[0], KEY)])
+            q, k = (v[0, :, 70:154, 70:154] if args.joint == "blur" else v[0] for v in (q, k))
+            page.image(q, x[1] + shift, y, tile, QUERY)
+            page.image(k, x[2] + shift, y, tile, KEY)
+        beta = None if args.joint == "none" else args.beta
+        low, high = moco_jointcrop.SIGMA if args.joint == "blur" else args.crop_scale
+        first, second = moco_jointcrop.sample_joint(200_000, low, high, beta, common.generator(0))
+        plot, widest = page.plot(662, y + 4, 86, tile - 16), high / low
+        plot.hist((second / first).log().numpy(), 40, color=GRAY)
+        plot.set_xticks(np.log([1 / widest, 1, widest]), [f"1/{widest:.0f}", "1", f"{widest:.0f}"])
+        plot.set_yticks([])
+        plot.spines["left"].set_visible(False)
+        plot.text(
+            0.5,
+            -0.32,
+            "ratio of the blurs" if args.joint == "blur" else "ratio of the areas",
+            fontsize=6.5,
+            ha="center",
+            transform=plot.transAxes,
+        )
+    page.save(path)
+
+
+def joint_contrast(photos, path):
+    """JCL: one key an image against M' keys, and what their agreement is worth."""
+    page, tile, top = Page(420), 84, 88
+    page.title("JCL", "A query is not compared with one key of its image, but with all that augmentation could make")
+    x = [112 + n * (tile + 8) for n in range(7)]
+    heads = ("photograph", "black"), ("query", QUERY), ("is drawn to", KEY)
+    for place, (text, colour) in zip(x, heads, strict=False):
+        page.text(place + tile / 2, top - 16, text, 8.5, weight="bold", color=colour)
+    for row, (name, how, keys) in enumerate((("MoCo v2", "one key", 1), ("JCL", "M' = 5 keys", 5))):
+        y, args = top + row * (tile + 24), arguments(jcl, "--num-keys", str(keys))
+        page.text(10, y + tile / 2 - 8, name, 9, weight="bold", ha="left")
+        page.text(10, y + tile / 2 + 10, how, 7.5, color=GRAY, ha="left")
+        seen, cuts = views(jcl.make_sample(args), photos, [CAT], JCL_EPOCHS[row])
+        boxes = [(b[0], KEY if v else QUERY) for v, (_, b) in enumerate(cuts)]
+        page.image(photos[CAT], x[0], y, tile, boxes=boxes)
+        for n, view in enumerate(seen):
+            page.image(view[0], x[1 + n], y, tile, KEY if n else QUERY)
+    note = "one key is one sample of what augmentation\ncan make of the image ..."
+    page.text(x[3], top + tile / 2, note, 8, color=GRAY, ha="left")
+    y = top + 2 * (tile + 24)
+    note = "... JCL estimates them all from five: the query is drawn to their mean,\n"
+    note += "and the loss is the higher, the more the keys differ along the query"
+    page.text((x[2] + x[6] + tile) / 2, y - 2, note, 8, color=KEY)
+    page.text(10, y + 74, "both are\npushed from", 9, weight="bold", color=APART, ha="left")
+    args = arguments(jcl, "--num-keys", "1")
+    (_, keys), _ = views(jcl.make_sample(args), photos, [ASTRONAUT, COFFEE, ROCKET, RETINA, SKY], 9)
+    for n, view in enumerate(keys):
+        page.image(view, x[0] + n * (tile * 0.7 + 6), y + 44, tile * 0.7, APART)
+    page.text(x[4] - 24, y + 74, "...  keys of the images before, in a queue", 8, ha="left")
+    page.save(path)
+
+
+def clusters(photos):
+    return clim.kmeans(thumbnails(photos), 2, generator=common.generator(0))
+
+
+def mixture(photos, path):
+    """CLIM: whom an image is mixed with, the mix, and what the mix is drawn to."""
+    page, tile, top = Page(306), 104, 92
+    idea = "Positives from other images: neighbours nearer to the centre of their cluster, mixed in by CutMix"
+    page.title("CLIM", idea)
+    page.text(128, top - 20, "1. choose positives", 8.5, weight="bold")
+    plot = page.plot(14, top - 6, 228, 172)
+    random = common.generator(5)
+    places = torch.tensor([[0.0, 0.0], [2.6, 0.6], [1.1, 2.3]])
+    points = places.repeat_interleave(60, 0) + 0.62 * torch.randn(180, 2, generator=random)
+    centers, assignment = clim.kmeans(points, 3, generator=random)
+    anchor = CLIM_ANCHOR
+    near = clim.nearest_neighbors(points, 16)[anchor]
+    distance = (points - centers[assignment]).square().sum(1)
+    count = ((distance <= distance[anchor]) & (assignment == assignment[anchor]))[near].sum().item()  # Eq. 2
+    chosen = clim.select_positives(points, centers, assignment, 16, count)[anchor]
+    for m, colour in enumerate(("#9ec5f8", "#c9b8f0", "#f4c79a")):
+        plot.scatter(*points[assignment == m].T, s=9, color=colour)
+    plot.scatter(*centers.T, marker="x", s=46, color="black", lw=1.6, label="centre of a cluster")
+    plot.scatter(*points[near].T, s=22, facecolors="none", edgecolors=GRAY, lw=0.9, label="neighbour of the image")
+    plot.scatter(*points[chosen].T, s=22, color=KEY, label="its positives")
+    plot.scatter(*points[anchor], s=80, marker="*", color=QUERY, zorder=3, label="the image")
+    plot.axis("off")
+    plot.legend(fontsize=6.5, loc="upper center", bbox_to_anchor=(0.5, 0.04), frameon=False, ncol=2, handletextpad=0.2)
+    table = clim.select_positives(thumbnails(photos), *clusters(photos), k=1, num_positives=1)
+    args = arguments(clim, "--resolutions", "224")
+    seen, _ = views(clim.make_sample(args, photos, table), photos, [ROCKET], 3)
+    mixed, kept = clim.cutmix(seen[0], seen[3], 0.6, common.generator(2))
+    x = 262, 374, 506, 638
+    page.text((x[0] + x[1] + tile) / 2, top - 20, "2. an image, and a positive", 8.5, weight="bold")
+    page.text(x[2] + tile / 2, top - 20, "3. mixed: the query", 8.5, weight="bold", color=QUERY)
+    page.text(x[3] + tile / 2, top - 20, "4. is drawn to", 8.5, weight="bold", color=KEY)
+    for n, text in ((0, "the image"), (3, "its positive")):
+        page.image(seen[n][0], x[n // 3], top + 34, tile)
+        page.text(x[n // 3] + tile / 2, top + 34 + tile + 14, text, 8, color=GRAY)
+    note = "(here: of the six photographs the one most\nlike it in 4 x 4 pixels, without an encoder)"
+    page.text((x[0] + x[1] + tile) / 2, top + 34 + tile + 34, note, 7, color=GRAY)
+    page.image(mixed[0], x[2], top + 34, tile, QUERY)
+    page.text(x[2] + tile / 2, top + 34 + tile + 14, f"{100 * kept:.0f} % of the image", 8, color=QUERY)
+    page.arrow((x[1] + tile + 4, top + 34 + tile / 2), (x[2] - 4, top + 34 + tile / 2), GRAY)
+    side = 76
+    for n, (share, text) in enumerate(((kept, "its own key"), (1 - kept, "the positive's key"))):
+        y = top - 6 + n * (side + 28)
+        page.image(seen[1 + n][0], x[3] + 14, y, side, KEY)
+        page.text(x[3] + 14 + side / 2, y + side + 12, f"{100 * share:.0f} %: {text}", 8, color=KEY)
+        page.arrow((x[2] + tile + 4, top + 34 + tile / 2), (x[3] + 10, y + side / 2), KEY)
+    page.save(path)
+
+
+def local_global(photos, path):
+    """LoGo: which crops are drawn together, and which are pushed apart."""
+    page, top = Page(356), 92
+    page.title("LoGo", "Large crops see the same things; small ones see different things, so they are pushed apart")
+    seen, cuts = views(logo.make_sample(arguments(logo)), photos, [ASTRONAUT], LOGO_EPOCH)
+    photo, size, small = 230, 96, 74
+    boxes = [(b[0], KEY if v < 2 else APART) for v, (_, b) in enumerate(cuts)]
+    page.text(14 + photo / 2, top - 18, "photograph, four crops", 8.5, weight="bold")
+    page.image(photos[ASTRONAUT], 14, top, photo, boxes=boxes)
+    x, low = (300, 452), top + size + 62
+    page.text((x[0] + x[1] + size) / 2, top - 18, "global crops", 8.5, weight="bold", color=KEY)
+    for n in (0, 1):
+        page.image(seen[n][0], x[n], top, size, KEY)
+        page.image(seen[2 + n][0], x[n] + (size - small) / 2, low, small, APART)
+    for n, m in ((0, 0), (0, 1), (1, 0), (1, 1)):  # a local, a global
+        start, end = x[n] + size / 2 + 8 * (m - n), x[m] + size / 2 + 14 * (n - m)
+        page.arrow((start, low - 4), (end, top + size + 4), KEY)
+    page.arrow((x[0] + size + 4, top + size / 2), (x[1] - 4, top + size / 2), KEY, True)
+    y = low + small / 2
+    page.arrow((x[0] + (size + small) / 2 + 4, y), (x[1] + (size - small) / 2 - 4, y), APART, True)
+    page.text((x[0] + x[1] + size) / 2, low + small + 16, "local crops", 8.5, weight="bold", color=APART)
+    notes = (
+        (top + size / 2, "global to global:", "each is drawn to the\nother's key", KEY),
+        (top + size + 32, "local to global:", "drawn to both; the\nglobals stay as they are", KEY),
+        (
+            y,
+            "local to local:",
+            "pushed apart, by what a\nsmall network has learned\nto tell: are two locals\nof one image?",
+            APART,
+        ),
+    )
+    for place, head, text, colour in notes:
+        page.text(576, place - 18, head, 8.5, weight="bold", color=colour, ha="left", va="top")
+        page.text(576, place, text, 8, ha="left", va="top")
+    page.save(path)
+
+
+def patches(photos, path):
+    """PatchMix: the mix, and the shares that it is to find."""
+    page, top, tile = Page(566), 84, 92
+    page.title("PatchMix", "The patches of M images make one; a ViT learns to find each of them again, with its share")
+    args, order = arguments(patchmix, colours=False), [ASTRONAUT, CAT, COFFEE, ROCKET, RETINA, SKY]
+    (one, two), _ = views(patchmix.make_sample(args), photos, order, PATCHMIX_EPOCH)
+    permutations = [torch.randperm(49, generator=common.generator(n)) for n in (0, 1)]
+    mixed, other = (patchmix.patch_mix(v, 3, 32, p) for v, p in zip((one, two), permutations, strict=True))
+    x = [60 + n * (tile + 26) for n in range(3)]
+    page.text((x[0] + x[2] + tile) / 2, top - 14, "three images of the batch", 8.5, weight="bold")
+    for n in range(3):
+        page.image(one[n], x[n], top, tile)
+        if n:
+            page.text(x[n] - 13, top + tile / 2, "+", 13)
+    page.arrow((x[2] + tile + 12, top + tile / 2), (x[2] + tile + 60, top + tile / 2), GRAY)
+    page.text(x[2] + tile + 120, top - 14, "one mix, M = 3", 8.5, weight="bold", color=QUERY)
+    page.image(mixed[0], x[2] + tile + 74, top, tile, QUERY)
+    note = "every patch stays\nat its place; each mix\nbegins with another\nimage of the batch"
+    page.text(x[2] + 2 * tile + 92, top + tile / 2, note, 8, ha="left")
+    index, weight, near, triangle = patchmix.mix_targets(6, 3)
+    side, y0 = 44, top + tile + 84
+    tables = (
+        (62, two, index, weight, "a mix finds its images", "other views of the images"),
+        (432, other, near, triangle, "mixes find those that share images", "mixes of the other views"),
+    )
+    for x0, columns, where, share, head, across in tables:
+        page.text(x0 + 3.5 * (side + 2), y0 - 58, head, 9, weight="bold")
+        page.text(x0 + 4 * (side + 2), y0 - 40, "is drawn to: " + across, 7.5, color=KEY)
+        page.text(x0 - 14, y0 + 3.5 * (side + 2), "query: the mixes", 7.5, color=QUERY, rotation=90, va="center")
+        target = torch.zeros(6, 6).scatter_add_(1, where, share.expand(6, -1))
+        for i in range(6):
+            y = y0 + 22 + i * (side + 2)
+            page.image(columns[i], x0 + (i + 1) * (side + 2), y0 - 26, side, KEY, thick=1.5)
+            page.image(mixed[i], x0 - 2, y, side, QUERY, thick=1.5)
+            for j, value in enumerate(target[i].tolist()):
+                x = x0 + (j + 1) * (side + 2)
+                look = dict(color=KEY, alpha=0.75 * value) if value else dict(color=GRAY, alpha=0.06)
+                page.axes.add_patch(Rectangle((x, y), side, side, lw=0, **look))
+                page.text(x + side / 2, y + side / 2, THIRDS[round(3 * value)], 8.5)
+    page.save(path)
+
+
+FIGURES = dict(overview=overview, jointcrop=joint, jcl=joint_contrast, clim=mixture, logo=local_global)
+FIGURES["patchmix"] = patches
+
+
+def explain(folder, names=()):
+    photos = photographs()
+    for name in names or FIGURES:
+        FIGURES[name](photos, Path(folder) / f"{name}.png")
