@@ -124,7 +124,7 @@ def join_processes(args):
         fail("--device cuda: torch sees no CUDA device; use --device cpu")
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if cuda else torch.device("cpu")
     args.bf16 = args.amp == "bf16" or (args.amp == "auto" and cuda)
-    sizes = [getattr(args, name, 32) for name in ("image_size", "local_size")]
+    sizes = [getattr(args, name, 32) for name in ("image_size", "local_size")] + [*getattr(args, "resolutions", ())]
     if args.bf16 and not cuda and min(sizes) <= 16 and not args.arch.startswith(("vit_", "deit")):
         fail("--amp bf16 on a CPU: at 16 px and below torch's gradients of convolutions are wrong: give --amp off")
     if cuda:
