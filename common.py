@@ -937,6 +937,7 @@ ARCHS = {  # short name: (timm name, what differs from it)
         "resnet18",
         dict(zero_init_last=False, layers=(1, 1, 1, 1), channels=(16, 32, 64, 128), stem_type="deep", stem_width=8),
     ),
+    "resnet_mini": ("resnet18", dict(zero_init_last=False, layers=(1, 1, 1, 1), channels=(16, 32, 64, 128))),
     "resnet18": ("resnet18", PLAIN),
     "resnet34": ("resnet34", PLAIN),
     "resnet50": ("resnet50", PLAIN),
@@ -947,9 +948,9 @@ def backbone_info(arch, image_size, patch_size, norm=IMAGENET_NORM, interpolatio
     """What backbone.pt says of an encoder besides its weights: how timm builds it, and what its images are like.
 
     arch: a name of ARCHS, any timm model, or None for a user's own module. Plain ResNets get the 3 x 3 stem for images
-    of up to 64 px (except resnet_micro, which is to be fast on a CPU); ViTs the given patch, MoCo v3's initialisation
-    (except of the patch embedding, which timm leaves out), and a position embedding that is interpolated for other
-    image sizes.
+    of up to 64 px (resnet_mini with stride 2, resnet_micro none: they are to be fast on a CPU); ViTs the given patch,
+    MoCo v3's initialisation (except of the patch embedding, which timm leaves out), and a position embedding that is
+    interpolated for other image sizes.
     """
     like = dict(image_size=image_size, mean=norm[0], std=norm[1], interpolation=interpolation, **more)
     if arch is None:
@@ -963,7 +964,8 @@ def backbone_info(arch, image_size, patch_size, norm=IMAGENET_NORM, interpolatio
             fail(f"--patch-size {patch_size} does not divide --image-size {image_size}")
         kwargs |= dict(img_size=image_size, patch_size=patch_size, weight_init="moco", dynamic_img_size=True)
     plain = name.removeprefix("resnet").isdigit()  # resnet26d, resnetv2_50, ... have stems of their own
-    stem = "3x3" if plain and image_size <= 64 and arch != "resnet_micro" else "timm"
+    small = plain and image_size <= 64 and arch != "resnet_micro"
+    stem = "timm" if not small else "3x3-s2" if arch == "resnet_mini" else "3x3"
     return dict(timm_name=name, create_kwargs=kwargs, stem=stem, **like)
 
 
@@ -983,8 +985,9 @@ def build_backbone(info, **more):
     except (TypeError, AssertionError, RuntimeError) as error:
         reason = " ".join(str(error).split())
         fail(f"timm's {info['timm_name']} does not work with these arguments and image size: {reason}")
-    if info["stem"] == "3x3":  # no 7 x 7 convolution and no max-pool, as CIFAR work has it
-        backbone.conv1 = nn.Conv2d(3, backbone.conv1.out_channels, 3, padding=1, bias=False)
+    if info["stem"] in ("3x3", "3x3-s2"):  # no 7 x 7 convolution and no max-pool, as CIFAR work has it
+        stride = 2 if info["stem"] == "3x3-s2" else 1
+        backbone.conv1 = nn.Conv2d(3, backbone.conv1.out_channels, 3, stride, padding=1, bias=False)
         backbone.maxpool = nn.Identity()
     return backbone
 

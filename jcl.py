@@ -74,7 +74,7 @@ RECIPES = dict(
     imagenet=dict(IMAGENET, knn_every=50),  # its kNN takes minutes
     folder=dict(IMAGENET, queue=None),  # ours: a tenth of the images
 )
-CPU = dict(batch_size=256, lr=0.1, lr_batch=256, min_lr=0.0, momentum=0.99, blur_p=0.5)  # ours: for resnet_micro
+CPU = dict(batch_size=256, lr=0.1, lr_batch=256, min_lr=0.0, momentum=0.99, blur_p=0.5)  # ours: the small encoders
 RELEASED = dict(num_keys=4, lam=2.0, lam_schedule="ramp")  # D1, D2
 RELEASED_IMAGENET = dict(RELEASED, batch_size=256, lr=0.03, lr_batch=256)  # D3
 # fmt: on
@@ -83,7 +83,7 @@ RELEASED_IMAGENET = dict(RELEASED, batch_size=256, lr=0.03, lr_batch=256)  # D3
 def recipe(given):
     """The hyper-parameters that the data set, the encoder and the variant of a command line stand for."""
     values = dict(RECIPES[given.dataset])
-    if given.arch == "resnet_micro" and given.dataset in ("cifar10", "cifar100", "stl10"):
+    if given.arch in ("resnet_micro", "resnet_mini") and given.dataset in ("cifar10", "cifar100", "stl10"):
         values |= CPU
     if given.variant == "released":
         values |= RELEASED_IMAGENET if given.dataset in ("imagenet", "folder") else RELEASED

@@ -101,7 +101,7 @@ def recipe(given):
     values = dict(RECIPES[given.dataset])
     small = given.dataset in ("cifar10", "cifar100", "stl10")
     large = given.dataset in ("imagenet100", "imagenet", "folder")
-    if given.arch == "resnet_micro" and small:
+    if given.arch in ("resnet_micro", "resnet_mini") and small:
         values |= CPU
     if given.moco == "v1":
         values |= V1_IMAGENET if large else V1

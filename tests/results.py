@@ -1,27 +1,20 @@
 """Does each paper's improvement over its baseline show? The runs, their numbers in tests/results, the tables. By hand.
 
     python tests/results.py train --data-dir DIR [--arms jcl clim] [--seeds 0 1 2] [--jobs 2]
-    python tests/results.py train --budget cpu-long --data-dir DIR --seeds 0     the same for 30 epochs instead of six
     python tests/results.py train --budget patterns          each script's default run, and its baseline
     python tests/results.py floors --data-dir DIR
     python tests/results.py protocols --data-dir DIR --jobs 1    every evaluation, trained (seed 0) and untrained
     python tests/results.py readme                   write the tables into README.md and tests/results/README.md
     python tests/results.py curves OUT.png           learning curves (needs matplotlib)
 
-The protocol was fixed before the first run: CIFAR-10 (a JPEG copy), the encoder, epochs and batch of the budget for
-every arm, each script's own recipe apart from that (the rate scaled linearly with the batch), one thread, the encoder
-that the method's authors evaluate, the last epoch: kNN (k = 20 and 200), also on the way, and the linear probe. Nothing
-is tuned on these images. One thing changed after the first runs: LoGo's local crops have 32 px, as in its supplement;
-the first runs, with 16 px (ours, to save time), are kept as arms of their own. The arms of ONLY_CPU came after the
-others, to look for reasons.
-`train` does what is missing, several runs side by side, and goes on where it was stopped.
+The protocol (tests/results/README.md) was written down before the first run. `train` does what is missing, several runs
+side by side, and goes on where it was stopped.
 """
 
 import argparse
 import itertools
 import json
 import os
-import resource
 import shlex
 import statistics
 import subprocess
@@ -41,11 +34,14 @@ import eval_linear  # noqa: E402
 KEPT = ROOT / "tests" / "results"
 MEASURES = {"knn20_top1": "kNN, k = 20", "knn200_top1": "kNN, k = 200", "linear_top1": "linear"}
 SHOWN = ("knn20_top1", "linear_top1")  # in the tables
-BUDGETS = {
-    "cpu": dict(data="cifar10", resnet="resnet_micro", vit="vit_micro", epochs=6, batch=128, knn_every=2),
-    "cpu-long": dict(data="cifar10", resnet="resnet_micro", vit="vit_micro", epochs=30, batch=128, knn_every=5),
-    "gpu": dict(data="cifar10", resnet="resnet18", vit="vit_tiny", epochs=200, batch=512, knn_every=20),
-    "patterns": dict(data="patterns", resnet="resnet_micro", vit="vit_micro"),  # each script's default run
+BUDGETS = {  # amp: of the ResNets
+    "cpu": dict(
+        data="cifar10", resnet="resnet_mini", vit="vit_micro", patch=4, amp="bf16", epochs=50, batch=128, knn_every=10
+    ),
+    "gpu": dict(
+        data="cifar10", resnet="resnet18", vit="vit_tiny", patch=2, amp="auto", epochs=200, batch=512, knn_every=20
+    ),
+    "patterns": dict(data="patterns"),  # each script's default run
 }
 
 
@@ -58,58 +54,24 @@ class Arm(NamedTuple):
 
 ARMS = {
     "moco": Arm("MoCo v2", "moco_jointcrop.py --joint none", None, 1),
-    "jointcrop": Arm("J-Crop(0)", "moco_jointcrop.py --joint crop", "moco", 1),
-    "jointblur": Arm("J-Blur(0)", "moco_jointcrop.py --joint blur", "moco", 1),
     "jcl": Arm("JCL", "jcl.py", "moco", 1),
+    "jointcrop": Arm("J-Crop(0)", "moco_jointcrop.py --joint crop", "moco", 1),
     "clim": Arm("CLIM", "clim.py", "moco", 1),
+    "jointblur": Arm("J-Blur(0)", "moco_jointcrop.py --joint blur", "moco", 1),
     "moco-symmetric": Arm("MoCo, both views as queries", "logo.py --local-crops 0", "moco", 1),
     "logo-moco": Arm("LoGo on MoCo", "logo.py", "moco-symmetric", 1),
-    "simsiam": Arm("SimSiam", "logo.py --base simsiam --local-crops 0", None, 1),
-    "logo-simsiam": Arm("LoGo on SimSiam", "logo.py --base simsiam", "simsiam", 1),
     "patchmix-1": Arm("PatchMix, M = 1", "patchmix.py --num-mix 1", None, 1),
     "patchmix-3": Arm("PatchMix, M = 3", "patchmix.py --num-mix 3", "patchmix-1", 1),
-    "moco-twice": Arm("MoCo v2, twice the epochs", "moco_jointcrop.py --joint none --epochs 12", "moco", 2),
-    "jointcrop-minus": Arm("J-Crop(-1)", "moco_jointcrop.py --joint crop --beta -1", "moco", 2),
-    "jointcrop-plus": Arm("J-Crop(2)", "moco_jointcrop.py --joint crop --beta 2", "moco", 2),
+    "simsiam": Arm("SimSiam", "logo.py --base simsiam --local-crops 0", None, 1),
+    "logo-simsiam": Arm("LoGo on SimSiam", "logo.py --base simsiam", "simsiam", 1),
+    "moco-twice": Arm("MoCo v2, twice the epochs", "moco_jointcrop.py --joint none --epochs 100", "moco", 2),
     "jointcrop-released": Arm("J-Crop(0), released", "moco_jointcrop.py --joint crop --variant released", "moco", 2),
-    "either": Arm("J-Crop(0) or J-Blur(0), half each", "moco_jointcrop.py --joint either", "moco", 2),
     "jcl-released": Arm("JCL, released (4 keys, ramp to lambda 2)", "jcl.py --variant released", "moco", 2),
+    "clim-late": Arm("CLIM from the 25th epoch on", "clim.py --clim-start 25", "moco", 2),
     "clim-selection": Arm("CLIM, selection alone", "clim.py --mix none", "moco", 2),
     "clim-cutmix": Arm("CLIM, CutMix alone", "clim.py --selection random", "moco", 2),
-    "clim-resolutions": Arm("CLIM, 32 and 24 px", "clim.py --resolutions 32 24", "moco", 2),
-    "clim-resolutions-slow": Arm(
-        "the same, a quarter of the rate", "clim.py --resolutions 32 24 --lr 0.025", "moco", 2
-    ),
-    "moco-resolutions": Arm("MoCo v2, 32 and 24 px", "clim.py --selection none --resolutions 32 24", "moco", 2),
-    "moco-04": Arm(
-        "MoCo v2, crops from 0.4 of the area", "moco_jointcrop.py --joint none --crop-scale 0.4 1", "moco", 2
-    ),
-    "moco-symmetric-02": Arm(
-        "both views as queries, crops from 0.2", "logo.py --local-crops 0 --global-scale 0.2 1", "moco", 2
-    ),
     "logo-moco-no-l2l": Arm("LoGo on MoCo, no local-to-local", "logo.py --no-l2l", "moco-symmetric", 2),
-    "logo-moco-paper": Arm("LoGo on MoCo, the paper's linear form", "logo.py --variant paper", "moco-symmetric", 2),
-    "logo-moco-paper-slow": Arm(
-        "the same, a fifth of the rate", "logo.py --variant paper --lr 0.02", "moco-symmetric", 2
-    ),
-    "logo-moco-16": Arm("LoGo on MoCo, locals of 16 px", "logo.py --local-size 16", "moco-symmetric", 2),
-    "logo-moco-16-no-l2l": Arm("the same, no local-to-local", "logo.py --local-size 16 --no-l2l", "moco-symmetric", 2),
-    "logo-simsiam-16": Arm("LoGo on SimSiam, locals of 16 px", "logo.py --base simsiam --local-size 16", "simsiam", 2),
-    "logo-simsiam-16-no-l2l": Arm(
-        "the same, no local-to-local", "logo.py --base simsiam --local-size 16 --no-l2l", "simsiam", 2
-    ),
-    "patchmix-2": Arm("PatchMix, M = 2", "patchmix.py --num-mix 2", "patchmix-1", 2),
-    "patchmix-4": Arm("PatchMix, M = 4", "patchmix.py --num-mix 4", "patchmix-1", 2),
-    "patchmix-oto-mto": Arm("PatchMix, M = 3, oto and mto", "patchmix.py --num-mix 3 --terms oto,mto", "patchmix-1", 2),
-    "patchmix-mto-mtm": Arm("PatchMix, M = 3, mto and mtm", "patchmix.py --num-mix 3 --terms mto,mtm", "patchmix-1", 2),
-    "patchmix-oto": Arm("PatchMix, oto alone", "patchmix.py --num-mix 3 --terms oto", "patchmix-1", 2),
-    "patchmix-mto": Arm("PatchMix, M = 3, mto alone", "patchmix.py --num-mix 3 --terms mto", "patchmix-1", 2),
-    "patchmix-mtm": Arm("PatchMix, M = 3, mtm alone", "patchmix.py --num-mix 3 --terms mtm", "patchmix-1", 2),
-    "patchmix-1-p4": Arm("PatchMix, M = 1, patches of 4 px", "patchmix.py --num-mix 1 --patch-size 4", None, 2),
-    "patchmix-3-p4": Arm(
-        "PatchMix, M = 3, patches of 4 px", "patchmix.py --num-mix 3 --patch-size 4", "patchmix-1-p4", 2
-    ),
-    "mocov3": Arm("MoCo v3, now `--terms oto,mto`", "patchmix.py --num-mix 1 --variant released", None, 2),
+    "mocov3": Arm("MoCo v3", "patchmix.py --num-mix 1 --terms oto,mto", None, 2),
     "patchmix-released": Arm("PatchMix, M = 3, released", "patchmix.py --num-mix 3 --variant released", "mocov3", 2),
     "moco-default": Arm("MoCo v2", "moco_jointcrop.py --joint none", None, "patterns"),
     "jointcrop-default": Arm("J-Crop(0)", "moco_jointcrop.py", "moco-default", "patterns"),
@@ -122,12 +84,6 @@ ARMS = {
     "patchmix-one": Arm("PatchMix, M = 1", "patchmix.py --num-mix 1", None, "patterns"),
     "patchmix-default": Arm("PatchMix, M = 2", "patchmix.py", "patchmix-one", "patterns"),
 }
-
-# Measured before the keys of each view had batch norms of their own, as in LoGo's released code.
-OLD_KEYS = ("moco-symmetric", "moco-symmetric-02", "logo-none", "logo-default", *(a for a in ARMS if "logo-moco" in a))
-# Measured before PatchMix's --variant released smoothed labels and shared its permutation (D1, D10 of patchmix.py).
-OLD_RELEASED = ("mocov3", "patchmix-released")
-ONLY_CPU = ("moco-twice", "clim-resolutions-slow", "logo-moco-paper-slow")  # whose --epochs and --lr fit that budget
 
 SHORT = "--label-fraction 0.1 --epochs 30"
 # name: (whose encoder, flags of eval_linear.py): the papers' settings but for the share of labels and the epochs
@@ -162,11 +118,11 @@ def command(budget, arm, seed):
     how, script = BUDGETS[budget], ARMS[arm].script
     if "epochs" not in how:
         return f"{script} --seed {seed}"
-    flags = f"--dataset {how['data']} --arch {how['vit' if script.startswith('patchmix') else 'resnet']} "
-    flags += "" if "--epochs" in script else f"--epochs {how['epochs']} "
-    flags += f"--batch-size {how['batch']} --knn-every {how['knn_every']} --seed {seed}"
-    soon = " --clim-start 1 --refresh-every 3" if script.startswith("clim") and how["epochs"] < 10 else ""
-    return f"{script} {flags}{soon}"
+    epochs = "" if "--epochs" in script else f" --epochs {how['epochs']}"
+    vit = script.startswith("patchmix")
+    encoder = f"{how['vit']} --patch-size {how['patch']}" if vit else f"{how['resnet']} --amp {how['amp']}"
+    flags = f"--dataset {how['data']} --arch {encoder}{epochs} --batch-size {how['batch']}"
+    return f"{script} {flags} --knn-every {how['knn_every']} --seed {seed}"
 
 
 def kept_runs(budget, arm):
@@ -183,22 +139,18 @@ def keep(budget, arm, seed, record):
 
 def train_and_judge(line, out, data_dir):
     """Run a script to its end, judge what it learned; returns the record that is kept."""
-    whole, where = not out.exists(), ["--data-dir", data_dir] if data_dir else []
+    where = ["--data-dir", data_dir] if data_dir else []
     with open(f"{out}.log", "a") as log:
         words = [sys.executable, *shlex.split(line), *where, "--workers", "0", "--out", str(out)]
         environment = dict(os.environ, OMP_NUM_THREADS="1")
         done = subprocess.run(words, cwd=ROOT, env=environment, stdout=log, stderr=subprocess.STDOUT)
     if done.returncode:
         raise RuntimeError(f"{line}: exit status {done.returncode}, see {out}.log")
-    used = resource.getrusage(resource.RUSAGE_CHILDREN)
-    record = judge(line, out, where)
-    if whole:  # a run that goes on does not know what it used before
-        record["cpu_s"] = round(used.ru_utime + used.ru_stime)
-    return record
+    return judge(line, out, where)
 
 
 def judge(line, out, where):
-    """The record of a run that has ended: its epochs with kNN, and the linear probe."""
+    """The record of a run that has ended: its epochs with kNN, the linear probe, and the minutes that it trained."""
     torch.set_num_threads(1)
     flags = eval_linear.parse_args([str(out), *where, "--no-floors", "--workers", "0"])
     linear = eval_linear.main(flags)["encoder"]["linear_top1"]
@@ -206,7 +158,9 @@ def judge(line, out, where):
     shown = ("epoch", "loss", "below_chance", "std", "knn20_top1", "knn200_top1")
     record = dict(command=line, **{k: first[k] for k in ("torch", "device", "commit")})
     record["epochs"] = [{k: round(r[k], 4) for k in shown if k in r} for r in epochs if "knn20_top1" in r]
-    return record | {"linear_top1": round(linear, 4)}
+    images = epochs[0]["step"] * first["arguments"]["batch_size"]
+    minutes = sum(images / r["images_per_s"] for r in epochs) / 60
+    return record | {"linear_top1": round(linear, 4), "minutes": round(minutes, 1)}
 
 
 def train(args):
@@ -215,7 +169,7 @@ def train(args):
     runs.mkdir(parents=True, exist_ok=True)
     tiers = ("patterns",) if args.budget == "patterns" else (1, 2)
     arms = args.arms or [name for name, arm in ARMS.items() if arm.tier == tiers[0]]
-    if wrong := [arm for arm in arms if ARMS[arm].tier not in tiers or (arm in ONLY_CPU and args.budget != "cpu")]:
+    if wrong := [arm for arm in arms if ARMS[arm].tier not in tiers]:
         common.fail(f"--arms {' '.join(wrong)}: not of the budget {args.budget}")
     missing = [(arm, seed) for seed in args.seeds for arm in arms if seed not in kept_runs(args.budget, arm)]
     print(f"{len(missing)} runs to do", flush=True)
@@ -240,10 +194,8 @@ def floors(args):
     parts = [common.load_images(how["data"], args.data_dir, part, size=32) for part in (True, False)]
     for name in ("pixels", "resnet", "vit"):
         torch.manual_seed(0)
-        patch = 8 if how["vit"] == "vit_micro" else 2
-        info = common.backbone_info(
-            how["resnet" if name == "pixels" else name], 32, patch, norm=common.NORMS[how["data"]]
-        )
+        arch = how["vit" if name == "vit" else "resnet"]
+        info = common.backbone_info(arch, 32, how["patch"], norm=common.NORMS[how["data"]])
         encoder = torch.nn.Flatten() if name == "pixels" else common.build_backbone(info)
         x = [common.extract_features(encoder, part, info, torch.device("cpu")) for part in parts]
         y = [torch.from_numpy(part.labels) for part in parts]
@@ -272,7 +224,7 @@ def protocols(args):
         waiting = {}
         for name, (kind, flags) in PROTOCOLS.items():
             untrained = ["--arch", how[kind], "--random-init", "--dataset", how["data"]]
-            untrained += ["--patch-size", "8"] if how[kind] == "vit_micro" else []
+            untrained += ["--patch-size", str(how["patch"])]
             run = str(runs / f"{args.budget}-{dict(resnet='moco', vit='patchmix-3')[kind]}-s0")
             for encoder, words in {"trained": [run], "untrained": untrained}.items():
                 if encoder not in found.get(name, {}):
@@ -309,14 +261,8 @@ def paired(budget, arm):
     return [(scores(others[seed]), scores(runs[seed])) for seed in sorted(runs.keys() & others.keys())]
 
 
-def named(arm):
-    """An arm's name, marked where the code has changed since it was measured."""
-    return ARMS[arm].name + " †" * (arm in OLD_KEYS) + " ‡" * (arm in OLD_RELEASED)
-
-
 def minutes(runs):
-    used = [run["cpu_s"] / 60 for run in runs if "cpu_s" in run]
-    return f"{statistics.mean(used):.0f}" if used else ""
+    return f"{statistics.mean(run['minutes'] for run in runs):.0f}"
 
 
 def markdown(heads, rows):
@@ -326,17 +272,17 @@ def markdown(heads, rows):
 def table(budget, tier):
     """Markdown of a tier's arms that have runs; floors below all but tier 2, which is shorter."""
     heads = ["arm", "seeds", "kNN", "linear", "gain, kNN", "gain, linear", "over"]
-    heads += ["`std`", "CPU minutes"] if tier != 2 else []
+    heads += ["`std`", "minutes"] if tier != 2 else []
     rows, file = [], KEPT / f"{budget}-floors.json"
     for name, arm in ARMS.items():
         runs = kept_runs(budget, name).values()
         if arm.tier != tier or not runs:
             continue
-        both, cells = paired(budget, name), [f"{named(name)}, `{arm.script}`", str(len(runs))]
+        both, cells = paired(budget, name), [f"{arm.name}, `{arm.script}`", str(len(runs))]
         cells += [spread([scores(run)[measure] for run in runs]) for measure in SHOWN]
         for measure in SHOWN:
             cells.append(spread([own[measure] - other[measure] for other, own in both], "+") if both else "")
-        cells.append(named(arm.baseline) if both else "")
+        cells.append(ARMS[arm.baseline].name if both else "")
         if tier != 2:
             cells += [spread([run["epochs"][-1]["std"] for run in runs], digits=2), minutes(runs)]
         rows.append(cells)
@@ -348,7 +294,7 @@ def table(budget, tier):
 
 def front(budget):
     """Markdown of README's table: each method beside its baseline, what it costs, and its paper."""
-    heads = ["method", "over", "seeds", "kNN", "gain", "linear", "gain", "CPU minutes", "the paper's own numbers"]
+    heads = ["method", "over", "seeds", "kNN", "gain", "linear", "gain", "minutes", "the paper's own numbers"]
     rows = []
     for name, paper in FRONT.items():
         other, both, cells = ARMS[name].baseline, paired(budget, name), []
@@ -358,7 +304,7 @@ def front(budget):
             cells.append(spread([b - a for a, b in zip(before, after, strict=True)], "+"))
         used = [minutes(kept_runs(budget, arm).values()) for arm in (other, name)]
         cells = [*(cells or [""] * 4), " → ".join(used) if all(used) else ""]
-        rows.append([named(name), named(other), str(len(both)), *cells, paper])
+        rows.append([ARMS[name].name, ARMS[other].name, str(len(both)), *cells, paper])
     return markdown(heads, rows)
 
 
