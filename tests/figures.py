@@ -132,8 +132,11 @@ def similarity_statistics(features):
 
 
 @torch.no_grad()
-def view_statistics(encoder, info, how, images, index, views, device):
-    """`similarity_statistics` of the images of an index, (2, n). Draws depend on the image alone: runs share them."""
+def view_features(encoder, info, how, images, index, views, device):
+    """Features of `views` augmentations by a `recipe` of the images of an index: (n, views, d) float32 on the CPU.
+
+    Draws depend on the image alone: runs share them.
+    """
     sample = make_sample(how, views, info["image_size"])
     data = common.Views(images, *sample, seed=0, interpolation=info["interpolation"])
     at_once = max(1, 256 // views)
@@ -142,8 +145,13 @@ def view_statistics(encoder, info, how, images, index, views, device):
     for batch in common.Loader(data, device, batch_sampler=batches, collate_fn=default_convert):
         x = torch.stack(batch["views"], 1).flatten(0, 1).to(device)
         x = common.normalize(common.colour(x, batch["colour"].flatten(0, 1)), info["mean"], info["std"])
-        found.append(similarity_statistics(encoder(x).flatten(1).cpu().unflatten(0, (-1, views))))
-    return np.concatenate(found, 1)
+        found.append(encoder(x).flatten(1).cpu().unflatten(0, (-1, views)))
+    return torch.cat(found)
+
+
+def view_statistics(encoder, info, how, images, index, views, device):
+    """`similarity_statistics` of the images of an index, (2, n)."""
+    return np.stack(similarity_statistics(view_features(encoder, info, how, images, index, views, device)))
 
 
 def open_runs(args):
@@ -211,25 +219,32 @@ def same_class_share(labels, positives):
     return (labels[positives] == labels[:, None]).float().mean().item()
 
 
-def positives(args):
-    """CLIM's choice of positives by a run's momentum encoder: each one's share of the same class, a picture.
-
-    Any run of a queue method will do. In the picture: an image, its ten positives (green: of its class), and a mix.
-    """
+def choose(run, images, selections=("random", "knn", "kmeans", "center")):
+    """{selection: CLIM's table of positives, (N, 10)}, by a run's momentum encoder: any run of a queue method."""
     import clim
 
-    state = common.load_checkpoint(Path(args.run) / "last.pt")
+    state = common.load_checkpoint(Path(run) / "last.pt")
     config, info = state["config"], state["backbone"]
-    images = run_images(args, config, train=True)
     model = clim.CLIM(argparse.Namespace(**config))  # the queue methods' models have the same parts
     model.load_state_dict(state["model"])
     encoder = torch.nn.Sequential(model.momentum_backbone, model.momentum_projector)
     x = F.normalize(common.extract_features(encoder, images, info, torch.device("cpu")), dim=1)
+    flags = ["--dataset", config["dataset"], "--arch", config["arch"], "--selection"]
+    flags = {selection: clim.parse_args([*flags, selection]) for selection in selections}
+    return {selection: clim.choose_positives(args, x, common.generator(0)) for selection, args in flags.items()}
+
+
+def positives(args):
+    """CLIM's choice of positives by a run's momentum encoder: each one's share of the same class, a picture.
+
+    In the picture: an image, its ten positives (green: of its class), and a mix.
+    """
+    import clim
+
+    images = run_images(args, json.loads((Path(args.run) / "config.json").read_text()), train=True)
     labels = torch.from_numpy(images.labels)
     print(f"{len(images)} images of {len(images.classes)} classes; share of positives of the image's own class:")
-    for selection in ("random", "knn", "kmeans", "center"):
-        flags = clim.parse_args(["--dataset", config["dataset"], "--arch", config["arch"], "--selection", selection])
-        table = clim.choose_positives(flags, x, common.generator(0))
+    for selection, table in choose(args.run, images).items():
         print(f"{selection:8} {100 * same_class_share(labels, table):.1f} %")
     rows, borders = [], []
     anchors = torch.randperm(len(images), generator=common.generator(1))[: args.anchors].tolist()
@@ -262,6 +277,88 @@ def intraclass(args):
         images = run_images(args, json.loads((Path(run) / "config.json").read_text()), train=False)
         features = common.extract_features(encoder, images, info, torch.device("cpu"))
         print(f"{Path(run).name}: {class_similarity(features, torch.from_numpy(images.labels)):.3f}")
+
+
+# -------------------------- what JointCrop, LoGo and PatchMix say of features
+
+
+def only_crops(low, high):
+    """A `recipe` of crops of an area from low to high, with flips and no colour."""
+    plain = dict(jitter=(0, 0, 0, 0), jitter_p=0.0, gray_p=0.0, blur=[0.0, 0.0], solarize=[0.0, 0.0])
+    return dict(plain, crop_scale=(low, high))
+
+
+def scale_accuracy(encoder, info, train, test, device, areas=(1.0, 0.2), k=20):
+    """kNN accuracy between crops of different scale, which JointCrop trains for: {(bank's area, query's): percent}."""
+    parts, crops = (train, test), {}
+    for area in areas:
+        given = encoder, info, only_crops(area, area)
+        crops[area] = [view_features(*given, part, list(range(len(part))), 1, device)[:, 0] for part in parts]
+    labels, truth = (torch.from_numpy(part.labels) for part in parts)
+    found = {}
+    for bank in areas:
+        for query in areas:
+            chosen = common.knn_predict(crops[bank][0], labels, crops[query][1], k, 0.07, len(train.classes))
+            found[bank, query] = 100 * (chosen == truth).double().mean().item()
+    return found
+
+
+def crop_similarity(small, large):
+    """Mean cosine of two crops of an image, and of different images, for small and large crops (n, 2, d) each.
+
+    LoGo draws large crops of an image together and to its small ones, and lets two small ones differ. Returns {pair:
+    (of one image, of different images)}; the pairs are small-small, small-large, large-large.
+    """
+    small, large = (F.normalize(x.double(), dim=2) for x in (small, large))
+    found = {}
+    for name, a, b in (("small-small", small, small), ("small-large", small, large), ("large-large", large, large)):
+        table = a[:, 0] @ b[:, 1].T
+        n = len(table)
+        own = table.diagonal().sum()
+        found[name] = (own / n).item(), ((table.sum() - own) / (n * (n - 1))).item()
+    return found
+
+
+def similarity_bars(views, labels, groups, temperature=0.07):
+    """PatchMix, Fig. 4: how high the bar exp((cos - 1) / temperature) of a query is over each kind of key, on average.
+
+    views (n, 2, d): queries and keys; labels (n,); groups: a number for each class, the same for related ones. Returns
+    {kind: mean}: the query's own image, its class, a related class, any other class.
+    """
+    q, k = F.normalize(views.double(), dim=2).unbind(1)
+    bars = ((q @ k.T - 1) / temperature).exp()
+    same, related = labels[:, None] == labels, groups[labels][:, None] == groups[labels]
+    own = torch.eye(len(labels), dtype=torch.bool)
+    kinds = {"own image": own, "own class": same & ~own, "related class": related & ~same, "other class": ~related}
+    return {kind: bars[pairs].mean().item() for kind, pairs in kinds.items()}
+
+
+def mechanisms(run, train, test, few=1000):
+    """All these figures of a run on CIFAR-10, {name: number}: of its test images, or of so many of them."""
+    config = json.loads((Path(run) / "config.json").read_text())
+    encoder, info = common.load_backbone(run)
+    device, labels = torch.device("cpu"), torch.from_numpy(test.labels)
+    index = torch.randperm(len(test), generator=common.generator(0))[:few].tolist()
+    given = encoder, info
+    similarity, variance = view_statistics(*given, recipe(config), test, index, 32, device).mean(1)
+    found = {"JCL, Fig. 3: similarity of an image's 32 views": similarity, "their variance": variance}
+    features = common.extract_features(encoder, test, info, device)
+    found["CLIM, Table 10: similarity in a class"] = class_similarity(features, labels)
+    found["that of any two images"] = class_similarity(features, torch.zeros_like(labels))
+    if config.get("queue"):
+        for selection, table in choose(run, train, ("knn", "center")).items():
+            share = same_class_share(torch.from_numpy(train.labels), table)
+            found[f"CLIM's positives of the image's class, {selection}, %"] = 100 * share
+    for (bank, query), accuracy in scale_accuracy(*given, train, test, device).items():
+        found[f"JointCrop: kNN, bank of crops of area {bank:g}, queries {query:g}, %"] = accuracy
+    pairs = [view_features(*given, only_crops(*area), test, index, 2, device) for area in ((0.08, 0.6), (0.4, 1.0))]
+    for name, (own, other) in crop_similarity(*pairs).items():
+        found[f"LoGo: similarity, {name}, one image"], found[f"{name}, two images"] = own, other
+    views = view_features(*given, recipe(config), test, index, 2, device)
+    vehicle = torch.tensor([name in ("airplane", "automobile", "ship", "truck") for name in test.classes]).long()
+    for kind, bar in similarity_bars(views, labels[index], vehicle).items():
+        found[f"PatchMix, Fig. 4: bar of {kind}"] = bar
+    return {name: float(value) for name, value in found.items()}
 
 
 def main():

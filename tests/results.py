@@ -1,9 +1,10 @@
 """Does each paper's improvement over its baseline show? The runs, their numbers in tests/results, the tables. By hand.
 
     python tests/results.py train --data-dir DIR [--arms jcl clim] [--seeds 0 1 2] [--jobs 2]
-    python tests/results.py train --budget patterns          each script's default run, and its baseline
+    python tests/results.py train --budget patterns          each script's default run
     python tests/results.py floors --data-dir DIR
     python tests/results.py protocols --data-dir DIR --jobs 1    every evaluation, trained (seed 0) and untrained
+    python tests/results.py mechanisms --data-dir DIR        the papers' own analyses of the runs of seed 0
     python tests/results.py readme                   write the tables into README.md and tests/results/README.md
     python tests/results.py curves OUT.png           learning curves (needs matplotlib)
 
@@ -28,6 +29,8 @@ import torch
 
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
+import figures  # noqa: E402
+
 import common  # noqa: E402
 import eval_linear  # noqa: E402
 
@@ -73,16 +76,11 @@ ARMS = {
     "logo-moco-no-l2l": Arm("LoGo on MoCo, no local-to-local", "logo.py --no-l2l", "moco-symmetric", 2),
     "mocov3": Arm("MoCo v3", "patchmix.py --num-mix 1 --terms oto,mto", None, 2),
     "patchmix-released": Arm("PatchMix, M = 3, released", "patchmix.py --num-mix 3 --variant released", "mocov3", 2),
-    "moco-default": Arm("MoCo v2", "moco_jointcrop.py --joint none", None, "patterns"),
-    "jointcrop-default": Arm("J-Crop(0)", "moco_jointcrop.py", "moco-default", "patterns"),
-    "jcl-one-key": Arm("one key: MoCo v2", "jcl.py --num-keys 1", None, "patterns"),
-    "jcl-default": Arm("JCL, M' = 3", "jcl.py", "jcl-one-key", "patterns"),
-    "clim-none": Arm("no positives: MoCo v2", "clim.py --selection none", None, "patterns"),
-    "clim-default": Arm("CLIM", "clim.py", "clim-none", "patterns"),
-    "logo-none": Arm("no local crops: MoCo, both views as queries", "logo.py --local-crops 0", None, "patterns"),
-    "logo-default": Arm("LoGo on MoCo", "logo.py", "logo-none", "patterns"),
-    "patchmix-one": Arm("PatchMix, M = 1", "patchmix.py --num-mix 1", None, "patterns"),
-    "patchmix-default": Arm("PatchMix, M = 2", "patchmix.py", "patchmix-one", "patterns"),
+    "jointcrop-default": Arm("J-Crop(0)", "moco_jointcrop.py", None, "patterns"),
+    "jcl-default": Arm("JCL, M' = 3", "jcl.py", None, "patterns"),
+    "clim-default": Arm("CLIM", "clim.py", None, "patterns"),
+    "logo-default": Arm("LoGo on MoCo", "logo.py", None, "patterns"),
+    "patchmix-default": Arm("PatchMix, M = 2", "patchmix.py", None, "patterns"),
 }
 
 SHORT = "--label-fraction 0.1 --epochs 30"
@@ -237,6 +235,21 @@ def protocols(args):
             file.write_text(json.dumps({name: found[name] for name in PROTOCOLS if name in found}, indent=1) + "\n")
 
 
+def mechanisms(args):
+    """What each paper says that its loss does, by the paper's own analysis, on the runs of seed 0 that are there."""
+    torch.set_num_threads(1)
+    runs, how = Path(args.runs).resolve(), BUDGETS[args.budget]
+    parts = [common.load_images(how["data"], args.data_dir, part, size=32) for part in (True, False)]
+    file = KEPT / f"{args.budget}-mechanisms.json"
+    found = json.loads(file.read_text()) if file.exists() else {}
+    for arm in ARMS:
+        run = runs / f"{args.budget}-{arm}-s0"
+        if arm not in found and 0 in kept_runs(args.budget, arm) and run.is_dir():
+            found[arm] = figures.mechanisms(run, *parts)
+            print(f"{arm}: {found[arm]}", flush=True)
+            file.write_text(json.dumps({name: found[name] for name in ARMS if name in found}, indent=1) + "\n")
+
+
 # --------------------------------------------------------------- the tables
 
 
@@ -298,12 +311,13 @@ def front(budget):
     rows = []
     for name, paper in FRONT.items():
         other, both, cells = ARMS[name].baseline, paired(budget, name), []
-        for measure in SHOWN if both else ():
+        if not both:
+            continue
+        for measure in SHOWN:
             before, after = ([one[measure] for one in ones] for ones in zip(*both, strict=True))
             cells.append(f"{statistics.mean(before):.1f} → {statistics.mean(after):.1f}")
             cells.append(spread([b - a for a, b in zip(before, after, strict=True)], "+"))
-        used = [minutes(kept_runs(budget, arm).values()) for arm in (other, name)]
-        cells = [*(cells or [""] * 4), " → ".join(used) if all(used) else ""]
+        cells.append(" → ".join(minutes(kept_runs(budget, arm).values()) for arm in (other, name)))
         rows.append([ARMS[name].name, ARMS[other].name, str(len(both)), *cells, paper])
     return markdown(heads, rows)
 
@@ -317,8 +331,18 @@ def protocol_table(budget):
     return markdown(["protocol", "encoder", "flags of `eval_linear.py`", "trained", "untrained"], rows)
 
 
+def mechanism_table(budget):
+    """Markdown of the papers' analyses: a figure a row, an arm a column."""
+    file = KEPT / f"{budget}-mechanisms.json"
+    found = json.loads(file.read_text()) if file.exists() else {}
+    heads = ["measure", *(ARMS[arm].name for arm in found)]
+    names = dict.fromkeys(name for values in found.values() for name in values)
+    rows = [[name, *(f"{v[name]:.4g}" if name in v else "" for v in found.values())] for name in names]
+    return markdown(heads, rows)
+
+
 TABLES = {"front": front, "tier 1": lambda budget: table(budget, 1), "tier 2": lambda budget: table(budget, 2)}
-TABLES |= {"protocols": protocol_table, "runs": lambda budget: table(budget, "patterns")}
+TABLES |= {"protocols": protocol_table, "mechanisms": mechanism_table, "runs": lambda budget: table(budget, "patterns")}
 
 
 PAGES = ROOT / "README.md", KEPT / "README.md"
@@ -379,13 +403,13 @@ def main(argv=None):
     parser = common.ArgumentParser("tests/results.py", description=__doc__.splitlines()[0])
     actions = parser.add_subparsers(required=True, metavar="ACTION", parser_class=argparse.ArgumentParser)
     for name, function in dict(
-        train=train, floors=floors, protocols=protocols, readme=write_pages, curves=curves
+        train=train, floors=floors, protocols=protocols, mechanisms=mechanisms, readme=write_pages, curves=curves
     ).items():
         action = actions.add_parser(name, help=function.__doc__)
         action.set_defaults(function=function)
         budgets = [name for name in BUDGETS if name != "patterns" or function is train]
         action.add_argument("--budget", choices=budgets, default="cpu")
-        if function in (train, floors, protocols):
+        if function in (train, floors, protocols, mechanisms):
             action.add_argument("--data-dir", metavar="DIR")
         if function is train:
             action.add_argument(
@@ -394,6 +418,7 @@ def main(argv=None):
             action.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2], metavar="N")
         if function in (train, protocols):
             action.add_argument("--jobs", type=int, default=2, metavar="N", help="runs side by side")
+        if function in (train, protocols, mechanisms):
             action.add_argument("--runs", default="runs/results", metavar="DIR", help="where the runs' folders are")
         if function is curves:
             action.add_argument("out", metavar="OUT.png")

@@ -209,7 +209,14 @@ def test_embedding_health():
 
 
 @pytest.mark.parametrize(
-    "model", ["vit_micro 32 8 timm", "resnet_micro 32 2 timm", "resnet18 32 2 3x3", "resnet_micro 96 16 timm"]
+    "model",
+    [
+        "vit_micro 32 8 timm",
+        "resnet_micro 32 2 timm",
+        "resnet18 32 2 3x3",
+        "resnet_mini 32 2 3x3-s2",
+        "resnet_micro 96 16 timm",
+    ],
 )
 def test_backbones_are_read_back(tmp_path, capsys, model):
     torch.manual_seed(0)
@@ -232,8 +239,9 @@ def test_backbones_are_read_back(tmp_path, capsys, model):
     assert backbone(x).shape == (2, backbone.num_features) and not torch.allclose(*backbone(x), rtol=1e-3)
     plain = torch.load(tmp_path / "backbone.pt", weights_only=True)
     model = timm.create_model(plain["timm_name"], **plain["create_kwargs"])
-    if plain["stem"] == "3x3":
-        model.conv1 = nn.Conv2d(3, model.conv1.out_channels, 3, padding=1, bias=False)
+    if plain["stem"] != "timm":
+        stride = 1 if plain["stem"] == "3x3" else 2
+        model.conv1 = nn.Conv2d(3, model.conv1.out_channels, 3, stride, padding=1, bias=False)
         model.maxpool = nn.Identity()
     model.load_state_dict(plain["state_dict"], strict=True)
     assert torch.equal(model.eval()(x), backbone(x))
@@ -294,5 +302,6 @@ def test_encoders_are_called_as_arch_does():
 
 def test_stem_arch_and_patch_size(capsys):
     assert [common.backbone_info("resnet50", size, 2)["stem"] for size in (32, 64, 96)] == ["3x3", "3x3", "timm"]
+    assert [common.backbone_info("resnet_mini", size, 2)["stem"] for size in (32, 96)] == ["3x3-s2", "timm"]
     assert "unknown --arch" in refused(capsys, common.backbone_info, "resnet_nano", 32, 2)
     assert "does not divide" in refused(capsys, common.backbone_info, "vit_micro", 32, 5)

@@ -6,6 +6,7 @@ import figures
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from conftest import METHODS
 from torch import nn
 
@@ -102,6 +103,42 @@ def test_class_similarity_against_a_loop():
     assert figures.class_similarity(torch.eye(3), torch.tensor([0, 0, 1])) == pytest.approx(
         0
     )  # a class of one has no pairs
+
+
+def test_crop_similarity_against_a_loop():
+    small, large = torch.randn(2, 5, 2, 4, generator=torch.Generator().manual_seed(0)).unbind()
+    found = figures.crop_similarity(small, large)
+    for name, a, b in (("small-small", small, small), ("small-large", small, large), ("large-large", large, large)):
+        cosine = [[F.cosine_similarity(a[i, 0], b[j, 1], dim=0).item() for j in range(5)] for i in range(5)]
+        own = [cosine[i][i] for i in range(5)]
+        others = [cosine[i][j] for i in range(5) for j in range(5) if i != j]
+        assert found[name] == pytest.approx((np.mean(own), np.mean(others)), rel=1e-5)
+
+
+def test_similarity_bars_against_a_loop():
+    views = torch.randn(8, 2, 4, generator=torch.Generator().manual_seed(0))
+    labels, groups = torch.arange(8) % 4, torch.tensor([0, 0, 1, 1])
+    kinds = {"own image": [], "own class": [], "related class": [], "other class": []}
+    for i, a in enumerate(labels.tolist()):
+        for j, b in enumerate(labels.tolist()):
+            bar = np.exp((F.cosine_similarity(views[i, 0], views[j, 1], dim=0).item() - 1) / 0.07)
+            kind = "own image" if i == j else "own class" if a == b else "related class" if a // 2 == b // 2 else ""
+            kinds[kind or "other class"].append(bar)
+    found = figures.similarity_bars(views, labels, groups)
+    assert found == pytest.approx({kind: np.mean(bars) for kind, bars in kinds.items()}, rel=1e-4)
+    alike = figures.similarity_bars(torch.ones(8, 2, 3), labels, groups)
+    assert alike == pytest.approx(dict.fromkeys(kinds, 1.0))
+
+
+def test_scale_accuracy(images):
+    """With the mean colour as feature: each image is its own neighbour at its own scale, and is found at another."""
+    encoder = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten())
+    apart = common.ImageSet("patterns", np.arange(10), list("abcdefghij"), images.array)  # a class each
+    found = figures.scale_accuracy(encoder, INFO, apart, apart, CPU, k=1)
+    assert found.keys() == {(a, b) for a in (1.0, 0.2) for b in (1.0, 0.2)}
+    assert found[1.0, 1.0] == found[0.2, 0.2] == 100 and 10 <= found[1.0, 0.2] < 100
+    constant = figures.scale_accuracy(lambda x: torch.ones(len(x), 2), INFO, apart, apart, CPU, k=1)
+    assert all(value == 10 for value in constant.values())  # one image in ten
 
 
 def test_same_class_share():

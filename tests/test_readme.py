@@ -121,11 +121,12 @@ def test_weights_elsewhere(tmp_path, monkeypatch):
         torch.testing.assert_close(plain.eval()(x), resnet(x), rtol=1e-4, atol=1e-5)  # the same network
 
 
-def test_the_3x3_stem(tmp_path, monkeypatch):
+@pytest.mark.parametrize("arch", ["resnet18", "resnet_mini"])
+def test_the_3x3_stem(arch, tmp_path, monkeypatch):
     """The lines of README for a ResNet at 32 px."""
     monkeypatch.chdir(tmp_path)
     code = python_blocks("README.md")[3]
-    made, x = backbone("resnet18", 32, re.search(r'"(runs/[^"/]+)', code)[1]), torch.rand(2, 3, 32, 32)
+    made, x = backbone(arch, 32, re.search(r'"(runs/[^"/]+)', code)[1]), torch.rand(2, 3, 32, 32)
     with torch.no_grad():
         assert torch.equal(run_block(code)["backbone"].eval()(x), made(x))
 
@@ -158,7 +159,7 @@ def test_gain_is_paired(tmp_path, monkeypatch):
     for arm, values in {"moco": {0: 40, 1: 50, 5: 99}, "jcl": {0: 42, 1: 54, 2: 10}}.items():
         for seed, value in values.items():
             epochs = [dict(epoch=6, knn20_top1=value, knn200_top1=value, std=0.5)]
-            results.keep("cpu", arm, seed, dict(command="", epochs=epochs, linear_top1=value - 1, cpu_s=600))
+            results.keep("cpu", arm, seed, dict(command="", epochs=epochs, linear_top1=value - 1, minutes=10))
     assert "| 2 | 45.0 → 48.0 | +3.0 ± 1.4 | 44.0 → 47.0 | +3.0 ± 1.4 | 10 → 10 |" in results.front("cpu")
     (row,) = (line for line in results.table("cpu", 1).splitlines() if "| JCL," in line)
     assert "| 3 | 35.3 ± 22.7 |" in row and row.count("+3.0 ± 1.4") == 2
