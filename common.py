@@ -131,7 +131,7 @@ def join_processes(args):
         torch.cuda.set_device(device)
         torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
         torch.backends.cudnn.benchmark = True
-    elif args.arch and args.arch.endswith("_micro") and "OMP_NUM_THREADS" not in os.environ:
+    elif args.arch and args.arch.endswith(("_micro", "_mini")) and "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(1)  # a second one gives 15 %, and takes two thirds when another program wants a core
     if "WORLD_SIZE" in os.environ and not dist.is_initialized():
         store, rank, world = next(rendezvous("env://"))
