@@ -341,19 +341,22 @@ def mechanisms(run, train, test, few=1000):
     index = torch.randperm(len(test), generator=common.generator(0))[:few].tolist()
     given = encoder, info
     similarity, variance = view_statistics(*given, recipe(config), test, index, 32, device).mean(1)
-    found = {"JCL, Fig. 3: similarity of an image's 32 views": similarity, "their variance": variance}
+    found = {
+        "JCL, Fig. 3: similarity of an image's 32 views": similarity,
+        "JCL, Fig. 3: their variance, a feature": variance,
+    }
     features = common.extract_features(encoder, test, info, device)
-    found["CLIM, Table 10: similarity in a class"] = class_similarity(features, labels)
-    found["that of any two images"] = class_similarity(features, torch.zeros_like(labels))
+    found["CLIM, Table 10: similarity of two images of a class"] = class_similarity(features, labels)
+    found["CLIM: similarity of any two images"] = class_similarity(features, torch.zeros_like(labels))
     if config.get("queue"):
         for selection, table in choose(run, train, ("knn", "center")).items():
             share = same_class_share(torch.from_numpy(train.labels), table)
-            found[f"CLIM's positives of the image's class, {selection}, %"] = 100 * share
+            found[f"CLIM: chosen positives of the image's class, --selection {selection}, %"] = 100 * share
     for (bank, query), accuracy in scale_accuracy(*given, train, test, device).items():
         found[f"JointCrop: kNN, bank of crops of area {bank:g}, queries {query:g}, %"] = accuracy
     pairs = [view_features(*given, only_crops(*area), test, index, 2, device) for area in ((0.08, 0.6), (0.4, 1.0))]
     for name, (own, other) in crop_similarity(*pairs).items():
-        found[f"LoGo: similarity, {name}, one image"], found[f"{name}, two images"] = own, other
+        found[f"LoGo: similarity, {name}, one image"], found[f"LoGo: similarity, {name}, two images"] = own, other
     views = view_features(*given, recipe(config), test, index, 2, device)
     vehicle = torch.tensor([name in ("airplane", "automobile", "ship", "truck") for name in test.classes]).long()
     for kind, bar in similarity_bars(views, labels[index], vehicle).items():

@@ -1,7 +1,6 @@
 """Does each paper's improvement over its baseline show? The runs, their numbers in tests/results, the tables. By hand.
 
     python tests/results.py train --data-dir DIR [--arms jcl clim] [--seeds 0 1 2] [--jobs 2]
-    python tests/results.py train --budget patterns          each script's default run
     python tests/results.py floors --data-dir DIR
     python tests/results.py protocols --data-dir DIR --jobs 1    every evaluation, trained (seed 0) and untrained
     python tests/results.py mechanisms --data-dir DIR        the papers' own analyses of the runs of seed 0
@@ -44,7 +43,6 @@ BUDGETS = {  # amp: of the ResNets
     "gpu": dict(
         data="cifar10", resnet="resnet18", vit="vit_tiny", patch=2, amp="auto", epochs=200, batch=512, knn_every=20
     ),
-    "patterns": dict(data="patterns"),  # each script's default run
 }
 
 
@@ -52,7 +50,7 @@ class Arm(NamedTuple):
     name: str
     script: str  # with its flags
     baseline: str | None
-    tier: int | str  # the budget `patterns` has arms of its own
+    tier: int
 
 
 ARMS = {
@@ -76,11 +74,6 @@ ARMS = {
     "logo-moco-no-l2l": Arm("LoGo on MoCo, no local-to-local", "logo.py --no-l2l", "moco-symmetric", 2),
     "mocov3": Arm("MoCo v3", "patchmix.py --num-mix 1 --terms oto,mto", None, 2),
     "patchmix-released": Arm("PatchMix, M = 3, released", "patchmix.py --num-mix 3 --variant released", "mocov3", 2),
-    "jointcrop-default": Arm("J-Crop(0)", "moco_jointcrop.py", None, "patterns"),
-    "jcl-default": Arm("JCL, M' = 3", "jcl.py", None, "patterns"),
-    "clim-default": Arm("CLIM", "clim.py", None, "patterns"),
-    "logo-default": Arm("LoGo on MoCo", "logo.py", None, "patterns"),
-    "patchmix-default": Arm("PatchMix, M = 2", "patchmix.py", None, "patterns"),
 }
 
 SHORT = "--label-fraction 0.1 --epochs 30"
@@ -114,8 +107,6 @@ FRONT = {
 def command(budget, arm, seed):
     """The command line of one run, without the data's place and the run's folder."""
     how, script = BUDGETS[budget], ARMS[arm].script
-    if "epochs" not in how:
-        return f"{script} --seed {seed}"
     epochs = "" if "--epochs" in script else f" --epochs {how['epochs']}"
     vit = script.startswith("patchmix")
     encoder = f"{how['vit']} --patch-size {how['patch']}" if vit else f"{how['resnet']} --amp {how['amp']}"
@@ -165,10 +156,7 @@ def train(args):
     """Every run of the arms that is not kept yet, --jobs side by side, all arms of a seed before the next seed."""
     runs = Path(args.runs).resolve()
     runs.mkdir(parents=True, exist_ok=True)
-    tiers = ("patterns",) if args.budget == "patterns" else (1, 2)
-    arms = args.arms or [name for name, arm in ARMS.items() if arm.tier == tiers[0]]
-    if wrong := [arm for arm in arms if ARMS[arm].tier not in tiers]:
-        common.fail(f"--arms {' '.join(wrong)}: not of the budget {args.budget}")
+    arms = args.arms or [name for name, arm in ARMS.items() if arm.tier == 1]
     missing = [(arm, seed) for seed in args.seeds for arm in arms if seed not in kept_runs(args.budget, arm)]
     print(f"{len(missing)} runs to do", flush=True)
     # A fresh process each, so that what its children used is the run's alone.
@@ -282,25 +270,22 @@ def markdown(heads, rows):
     return "\n".join("| " + " | ".join(line) + " |" for line in [heads, ["---"] * len(heads), *rows])
 
 
-def table(budget, tier):
-    """Markdown of a tier's arms that have runs; floors below all but tier 2, which is shorter."""
-    heads = ["arm", "seeds", "kNN", "linear", "gain, kNN", "gain, linear", "over"]
-    heads += ["`std`", "minutes"] if tier != 2 else []
+def table(budget):
+    """Markdown of the arms that have runs, and of the floors below."""
+    heads = ["arm", "seeds", "kNN", "linear", "gain, kNN", "gain, linear", "over", "`std`", "minutes"]
     rows, file = [], KEPT / f"{budget}-floors.json"
     for name, arm in ARMS.items():
         runs = kept_runs(budget, name).values()
-        if arm.tier != tier or not runs:
+        if not runs:
             continue
         both, cells = paired(budget, name), [f"{arm.name}, `{arm.script}`", str(len(runs))]
         cells += [spread([scores(run)[measure] for run in runs]) for measure in SHOWN]
         for measure in SHOWN:
             cells.append(spread([own[measure] - other[measure] for other, own in both], "+") if both else "")
-        cells.append(ARMS[arm.baseline].name if both else "")
-        if tier != 2:
-            cells += [spread([run["epochs"][-1]["std"] for run in runs], digits=2), minutes(runs)]
-        rows.append(cells)
+        cells += [ARMS[arm.baseline].name if both else "", spread([run["epochs"][-1]["std"] for run in runs], digits=2)]
+        rows.append([*cells, minutes(runs)])
     names = {"pixels": "raw pixels", "resnet": "the ResNet untrained", "vit": "the ViT untrained"}
-    for floor, values in json.loads(file.read_text()).items() if file.exists() and tier != 2 else ():
+    for floor, values in json.loads(file.read_text()).items() if file.exists() else ():
         rows.append([names[floor], "", *(f"{values[m]:.1f}" for m in SHOWN), *[""] * 5])
     return markdown(heads, rows)
 
@@ -341,10 +326,7 @@ def mechanism_table(budget):
     return markdown(heads, rows)
 
 
-TABLES = {"front": front, "tier 1": lambda budget: table(budget, 1), "tier 2": lambda budget: table(budget, 2)}
-TABLES |= {"protocols": protocol_table, "mechanisms": mechanism_table, "runs": lambda budget: table(budget, "patterns")}
-
-
+TABLES = dict(front=front, arms=table, mechanisms=mechanism_table, protocols=protocol_table)
 PAGES = ROOT / "README.md", KEPT / "README.md"
 
 
@@ -382,7 +364,7 @@ def curves(args):
                 for record in kept_runs(args.budget, name).values()
             ]
             over = ARMS[arm.baseline].baseline if arm.baseline else None
-            if arm.tier != 1 or family not in (name, arm.baseline, over) or not runs:
+            if arm.tier > 1 or family not in (name, arm.baseline, over) or not runs:
                 continue
             epochs = sorted(set.intersection(*(set(run) for run in runs)))
             values = [[run[e] for run in runs] for e in epochs]
@@ -407,14 +389,11 @@ def main(argv=None):
     ).items():
         action = actions.add_parser(name, help=function.__doc__)
         action.set_defaults(function=function)
-        budgets = [name for name in BUDGETS if name != "patterns" or function is train]
-        action.add_argument("--budget", choices=budgets, default="cpu")
+        action.add_argument("--budget", choices=BUDGETS, default="cpu")
         if function in (train, floors, protocols, mechanisms):
             action.add_argument("--data-dir", metavar="DIR")
         if function is train:
-            action.add_argument(
-                "--arms", nargs="+", choices=ARMS, metavar="ARM", help="default: tier 1, or all of patterns"
-            )
+            action.add_argument("--arms", nargs="+", choices=ARMS, metavar="ARM", help="default: tier 1")
             action.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2], metavar="N")
         if function in (train, protocols):
             action.add_argument("--jobs", type=int, default=2, metavar="N", help="runs side by side")

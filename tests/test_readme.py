@@ -70,7 +70,7 @@ def test_commands(line, monkeypatch, tmp_path):
 
 
 def test_there_are_commands_of_every_script():
-    assert {c.split(".py")[0] for c in commands()} == set(SCRIPTS) and len(commands()) > 50
+    assert {c.split(".py")[0] for c in commands()} == set(SCRIPTS) and len(commands()) > 20
 
 
 def backbone(arch, size, path):
@@ -136,8 +136,8 @@ def test_tables(page):
     """The tables are what tests/results.py makes of tests/results/*.json, and none is empty."""
     text = page.read_text()
     assert results.with_tables(text) == text
-    begun = re.findall(r"<!-- tests/results.py: .* -->\n(.*)", text)
-    assert begun and all(line.startswith("| ") for line in begun)
+    rows = re.findall(r"<!-- tests/results.py: .* -->\n\| .*\n\| ---.*\n(.*)", text)
+    assert len(rows) == text.count("<!-- tests/results.py: ") and all(row.startswith("| ") for row in rows)
 
 
 def test_results_say_how_they_were_made():
@@ -161,7 +161,7 @@ def test_gain_is_paired(tmp_path, monkeypatch):
             epochs = [dict(epoch=6, knn20_top1=value, knn200_top1=value, std=0.5)]
             results.keep("cpu", arm, seed, dict(command="", epochs=epochs, linear_top1=value - 1, minutes=10))
     assert "| 2 | 45.0 → 48.0 | +3.0 ± 1.4 | 44.0 → 47.0 | +3.0 ± 1.4 | 10 → 10 |" in results.front("cpu")
-    (row,) = (line for line in results.table("cpu", 1).splitlines() if "| JCL," in line)
+    (row,) = (line for line in results.table("cpu").splitlines() if "| JCL," in line)
     assert "| 3 | 35.3 ± 22.7 |" in row and row.count("+3.0 ± 1.4") == 2
     text = "a\n<!-- tests/results.py: cpu, front -->\nold\n<!-- end -->\nb"
     assert results.with_tables(text) == text.replace("old", results.front("cpu"))
