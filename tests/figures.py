@@ -306,8 +306,8 @@ def scale_accuracy(encoder, info, train, test, device, areas=(1.0, 0.2), k=20):
 def crop_similarity(small, large):
     """Mean cosine of two crops of an image, and of different images, for small and large crops (n, 2, d) each.
 
-    LoGo draws large crops of an image together and to its small ones, and lets two small ones differ. Returns {pair:
-    (of one image, of different images)}; the pairs are small-small, small-large, large-large.
+    LoGo draws an image's large crops together and its small ones to them, and lets two small ones differ. Returns
+    {pair: (of one image, of different images)}; the pairs are small-small, small-large, large-large.
     """
     small, large = (F.normalize(x.double(), dim=2) for x in (small, large))
     found = {}
@@ -320,7 +320,7 @@ def crop_similarity(small, large):
 
 
 def similarity_bars(views, labels, groups, temperature=0.07):
-    """PatchMix, Fig. 4: how high the bar exp((cos - 1) / temperature) of a query is over each kind of key, on average.
+    """After PatchMix, Fig. 4: how high the bar exp((cos - 1) / temperature) of a query is for each kind of key.
 
     views (n, 2, d): queries and keys; labels (n,); groups: a number for each class, the same for related ones. Returns
     {kind: mean}: the query's own image, its class, a related class, any other class.
@@ -334,13 +334,19 @@ def similarity_bars(views, labels, groups, temperature=0.07):
 
 
 def mechanisms(run, train, test, few=1000):
-    """All these figures of a run on CIFAR-10, {name: number}: of its test images, or of so many of them."""
+    """All these figures of a run on CIFAR-10, {name: number}: of its test images, or of so many of them.
+
+    Views are those of MoCo v2's recipe there, whatever the run's own.
+    """
+    import moco_jointcrop
+
+    how = recipe(vars(moco_jointcrop.parse_args(["--dataset", "cifar10", "--arch", "resnet_mini"])))
     config = json.loads((Path(run) / "config.json").read_text())
     encoder, info = common.load_backbone(run)
     device, labels = torch.device("cpu"), torch.from_numpy(test.labels)
     index = torch.randperm(len(test), generator=common.generator(0))[:few].tolist()
     given = encoder, info
-    similarity, variance = view_statistics(*given, recipe(config), test, index, 32, device).mean(1)
+    similarity, variance = view_statistics(*given, how, test, index, 32, device).mean(1)
     found = {
         "JCL, Fig. 3: similarity of an image's 32 views": similarity,
         "JCL, Fig. 3: their variance, a feature": variance,
@@ -357,10 +363,10 @@ def mechanisms(run, train, test, few=1000):
     pairs = [view_features(*given, only_crops(*area), test, index, 2, device) for area in ((0.08, 0.6), (0.4, 1.0))]
     for name, (own, other) in crop_similarity(*pairs).items():
         found[f"LoGo: similarity, {name}, one image"], found[f"LoGo: similarity, {name}, two images"] = own, other
-    views = view_features(*given, recipe(config), test, index, 2, device)
+    views = view_features(*given, how, test, index, 2, device)
     vehicle = torch.tensor([name in ("airplane", "automobile", "ship", "truck") for name in test.classes]).long()
     for kind, bar in similarity_bars(views, labels[index], vehicle).items():
-        found[f"PatchMix, Fig. 4: bar of {kind}"] = bar
+        found[f"after PatchMix, Fig. 4: bar of {kind}"] = bar
     return {name: float(value) for name, value in found.items()}
 
 

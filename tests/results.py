@@ -1,9 +1,8 @@
 """Does each paper's improvement over its baseline show? The runs, their numbers in tests/results, the tables. By hand.
 
-    python tests/results.py train --data-dir DIR [--arms jcl clim] [--seeds 0 1 2] [--jobs 2]
+    python tests/results.py train --data-dir DIR [--arms jcl clim] [--seeds 0 1] [--jobs 2]
     python tests/results.py floors --data-dir DIR
-    python tests/results.py protocols --data-dir DIR --jobs 1    every evaluation, trained (seed 0) and untrained
-    python tests/results.py mechanisms --data-dir DIR        the papers' own analyses of the runs of seed 0
+    python tests/results.py mechanisms --data-dir DIR        what the losses do, in the runs of seed 0
     python tests/results.py readme                   write the tables into README.md and tests/results/README.md
     python tests/results.py curves OUT.png           learning curves (needs matplotlib)
 
@@ -50,7 +49,8 @@ class Arm(NamedTuple):
     name: str
     script: str  # with its flags
     baseline: str | None
-    tier: int
+    tier: int  # 1: trained by default; 2: if asked for
+    times: int = 1  # the budget's epochs
 
 
 ARMS = {
@@ -65,10 +65,10 @@ ARMS = {
     "patchmix-3": Arm("PatchMix, M = 3", "patchmix.py --num-mix 3", "patchmix-1", 1),
     "simsiam": Arm("SimSiam", "logo.py --base simsiam --local-crops 0", None, 1),
     "logo-simsiam": Arm("LoGo on SimSiam", "logo.py --base simsiam", "simsiam", 1),
-    "moco-twice": Arm("MoCo v2, twice the epochs", "moco_jointcrop.py --joint none --epochs 100", "moco", 2),
+    "moco-twice": Arm("MoCo v2, twice the epochs", "moco_jointcrop.py --joint none", "moco", 2, times=2),
     "jointcrop-released": Arm("J-Crop(0), released", "moco_jointcrop.py --joint crop --variant released", "moco", 2),
     "jcl-released": Arm("JCL, released (4 keys, ramp to lambda 2)", "jcl.py --variant released", "moco", 2),
-    "clim-late": Arm("CLIM from the 25th epoch on", "clim.py --clim-start 25", "moco", 2),
+    "clim-late": Arm("CLIM after 25 epochs of MoCo v2", "clim.py --clim-start 25", "moco", 2),
     "clim-selection": Arm("CLIM, selection alone", "clim.py --mix none", "moco", 2),
     "clim-cutmix": Arm("CLIM, CutMix alone", "clim.py --selection random", "moco", 2),
     "logo-moco-no-l2l": Arm("LoGo on MoCo, no local-to-local", "logo.py --no-l2l", "moco-symmetric", 2),
@@ -76,19 +76,6 @@ ARMS = {
     "patchmix-released": Arm("PatchMix, M = 3, released", "patchmix.py --num-mix 3 --variant released", "mocov3", 2),
 }
 
-SHORT = "--label-fraction 0.1 --epochs 30"
-# name: (whose encoder, flags of eval_linear.py): the papers' settings but for the share of labels and the epochs
-PROTOCOLS = {
-    "linear probe (ours)": ("resnet", "--label-fraction 0.1"),
-    "linear, MoCo, JCL and CLIM": ("resnet", f"--protocol moco {SHORT}"),
-    "linear, JointCrop": ("resnet", f"--protocol jointcrop {SHORT}"),
-    "linear, JointCrop on small sets": ("resnet", f"--protocol jointcrop-small {SHORT}"),
-    "linear, PatchMix": ("vit", f"--protocol patchmix {SHORT}"),
-    "logistic regression (LoGo)": ("resnet", "--solver lbfgs --label-fraction 0.1"),
-    "fine-tuning, CLIM": ("resnet", f"--finetune {SHORT}"),
-    "fine-tuning, CLIM, 1 % of the labels": ("resnet", "--finetune --label-fraction 0.01 --epochs 60 --batch-size 64"),
-    "fine-tuning, PatchMix": ("vit", f"--finetune {SHORT}"),
-}
 # README's table: arm, and the gain that the paper reports
 FRONT = {
     "jointcrop": "ImageNet-1K linear, MoCo v1: 57.3 → 60.9",
@@ -107,11 +94,10 @@ FRONT = {
 def command(budget, arm, seed):
     """The command line of one run, without the data's place and the run's folder."""
     how, script = BUDGETS[budget], ARMS[arm].script
-    epochs = "" if "--epochs" in script else f" --epochs {how['epochs']}"
     vit = script.startswith("patchmix")
     encoder = f"{how['vit']} --patch-size {how['patch']}" if vit else f"{how['resnet']} --amp {how['amp']}"
-    flags = f"--dataset {how['data']} --arch {encoder}{epochs} --batch-size {how['batch']}"
-    return f"{script} {flags} --knn-every {how['knn_every']} --seed {seed}"
+    flags = f"--dataset {how['data']} --arch {encoder} --epochs {how['epochs'] * ARMS[arm].times}"
+    return f"{script} {flags} --batch-size {how['batch']} --knn-every {how['knn_every']} --seed {seed}"
 
 
 def kept_runs(budget, arm):
@@ -193,38 +179,8 @@ def floors(args):
     (KEPT / f"{args.budget}-floors.json").write_text(json.dumps(found, indent=1) + "\n")
 
 
-def evaluate(flags, out):
-    """Top-1 in percent of one evaluation."""
-    torch.set_num_threads(1)
-    trained = "--protocol" in flags or "--finetune" in flags
-    args = eval_linear.parse_args([*flags, "--workers", "0", *(["--out", out] if trained else ["--no-floors"])])
-    return next(v for k, v in eval_linear.main(args)["encoder"].items() if k.endswith("_top1"))
-
-
-def protocols(args):
-    """Each evaluation of PROTOCOLS, of a trained and of an untrained encoder."""
-    runs, how = Path(args.runs).resolve(), BUDGETS[args.budget]
-    file = KEPT / f"{args.budget}-protocols.json"
-    found = json.loads(file.read_text()) if file.exists() else {}
-    with ProcessPoolExecutor(args.jobs, get_context("spawn")) as pool:
-        waiting = {}
-        for name, (kind, flags) in PROTOCOLS.items():
-            untrained = ["--arch", how[kind], "--random-init", "--dataset", how["data"]]
-            untrained += ["--patch-size", str(how["patch"])]
-            run = str(runs / f"{args.budget}-{dict(resnet='moco', vit='patchmix-3')[kind]}-s0")
-            for encoder, words in {"trained": [run], "untrained": untrained}.items():
-                if encoder not in found.get(name, {}):
-                    out = runs / "protocols" / "".join(c if c.isalnum() else "-" for c in f"{encoder} {name}")
-                    line = [*words, *flags.split(), *(["--data-dir", args.data_dir] if args.data_dir else [])]
-                    waiting[pool.submit(evaluate, line, str(out))] = name, encoder
-        for future in as_completed(waiting):
-            name, encoder = waiting[future]
-            found.setdefault(name, dict(flags=PROTOCOLS[name][1]))[encoder] = round(future.result(), 4)
-            file.write_text(json.dumps({name: found[name] for name in PROTOCOLS if name in found}, indent=1) + "\n")
-
-
 def mechanisms(args):
-    """What each paper says that its loss does, by the paper's own analysis, on the runs of seed 0 that are there."""
+    """What the losses do, by the papers' analyses and ours (`figures.mechanisms`), of the runs of seed 0."""
     torch.set_num_threads(1)
     runs, how = Path(args.runs).resolve(), BUDGETS[args.budget]
     parts = [common.load_images(how["data"], args.data_dir, part, size=32) for part in (True, False)]
@@ -307,26 +263,17 @@ def front(budget):
     return markdown(heads, rows)
 
 
-def protocol_table(budget):
-    """Markdown of the evaluations."""
-    rows, file = [], KEPT / f"{budget}-protocols.json"
-    for name, row in json.loads(file.read_text()).items() if file.exists() else ():
-        kind = {"resnet": "MoCo v2", "vit": "PatchMix"}[PROTOCOLS[name][0]]
-        rows.append([name, kind, f"`{row['flags']}`", *(f"{row[e]:.1f}" for e in ("trained", "untrained") if e in row)])
-    return markdown(["protocol", "encoder", "flags of `eval_linear.py`", "trained", "untrained"], rows)
-
-
 def mechanism_table(budget):
-    """Markdown of the papers' analyses: a figure a row, an arm a column."""
+    """Markdown of what the losses do: a figure a row, an arm a column."""
     file = KEPT / f"{budget}-mechanisms.json"
     found = json.loads(file.read_text()) if file.exists() else {}
     heads = ["measure", *(ARMS[arm].name for arm in found)]
     names = dict.fromkeys(name for values in found.values() for name in values)
-    rows = [[name, *(f"{v[name]:.4g}" if name in v else "" for v in found.values())] for name in names]
+    rows = [[name, *(f"{v[name]:#.4g}" if name in v else "" for v in found.values())] for name in names]
     return markdown(heads, rows)
 
 
-TABLES = dict(front=front, arms=table, mechanisms=mechanism_table, protocols=protocol_table)
+TABLES = dict(front=front, arms=table, mechanisms=mechanism_table)
 PAGES = ROOT / "README.md", KEPT / "README.md"
 
 
@@ -385,19 +332,19 @@ def main(argv=None):
     parser = common.ArgumentParser("tests/results.py", description=__doc__.splitlines()[0])
     actions = parser.add_subparsers(required=True, metavar="ACTION", parser_class=argparse.ArgumentParser)
     for name, function in dict(
-        train=train, floors=floors, protocols=protocols, mechanisms=mechanisms, readme=write_pages, curves=curves
+        train=train, floors=floors, mechanisms=mechanisms, readme=write_pages, curves=curves
     ).items():
         action = actions.add_parser(name, help=function.__doc__)
         action.set_defaults(function=function)
         action.add_argument("--budget", choices=BUDGETS, default="cpu")
-        if function in (train, floors, protocols, mechanisms):
+        if function in (train, floors, mechanisms):
             action.add_argument("--data-dir", metavar="DIR")
         if function is train:
             action.add_argument("--arms", nargs="+", choices=ARMS, metavar="ARM", help="default: tier 1")
-            action.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2], metavar="N")
-        if function in (train, protocols):
+            action.add_argument("--seeds", nargs="+", type=int, default=[0, 1], metavar="N")
+        if function is train:
             action.add_argument("--jobs", type=int, default=2, metavar="N", help="runs side by side")
-        if function in (train, protocols, mechanisms):
+        if function in (train, mechanisms):
             action.add_argument("--runs", default="runs/results", metavar="DIR", help="where the runs' folders are")
         if function is curves:
             action.add_argument("out", metavar="OUT.png")

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from conftest import METHODS
 from torch import nn
 
+import clim
 import common
 
 PLAIN = {
@@ -131,14 +132,39 @@ def test_similarity_bars_against_a_loop():
 
 
 def test_scale_accuracy(images):
-    """With the mean colour as feature: each image is its own neighbour at its own scale, and is found at another."""
-    encoder = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten())
+    """With four mean colours as features: each image is its own neighbour at its own scale, and is found at another."""
+    encoder = nn.Sequential(nn.AdaptiveAvgPool2d(2), nn.Flatten())
     apart = common.ImageSet("patterns", np.arange(10), list("abcdefghij"), images.array)  # a class each
     found = figures.scale_accuracy(encoder, INFO, apart, apart, CPU, k=1)
     assert found.keys() == {(a, b) for a in (1.0, 0.2) for b in (1.0, 0.2)}
     assert found[1.0, 1.0] == found[0.2, 0.2] == 100 and 10 <= found[1.0, 0.2] < 100
+    whole, part = (  # the bank is of the first, the queries are of the second
+        figures.view_features(encoder, INFO, figures.only_crops(area, area), apart, list(range(10)), 1, CPU)[:, 0]
+        for area in (1.0, 0.2)
+    )
+    chosen = common.knn_predict(whole, torch.arange(10), part, 1, 0.07, 10)
+    assert found[1.0, 0.2] == pytest.approx(10 * (chosen == torch.arange(10)).sum().item()) != found[0.2, 1.0]
     constant = figures.scale_accuracy(lambda x: torch.ones(len(x), 2), INFO, apart, apart, CPU, k=1)
     assert all(value == 10 for value in constant.values())  # one image in ten
+
+
+def test_positives_are_chosen_by_the_momentum_encoder(tmp_path, images):
+    """--selection knn gives each image's ten nearest, by the embeddings of what last.pt holds."""
+    args = clim.parse_args(["--arch", "resnet_micro", "--out", str(tmp_path)])
+    args.bf16 = False
+    torch.manual_seed(0)
+    model, many = clim.CLIM(args), images.subset(np.arange(20) % 10)
+    many.array = many.array + np.arange(20, dtype=np.uint8)[:, None, None, None]  # twenty images, all of them different
+    for p in model.momentum_projector.parameters():  # no copy of the query's any more
+        p.add_(torch.randn_like(p))
+    state = dict(config=json.loads(json.dumps(vars(args))), backbone=args.backbone, model=model.state_dict())
+    common.save_checkpoint(tmp_path / "last.pt", state)
+    table = figures.choose(tmp_path, many, ("knn",))["knn"]
+    x = common.normalize(torch.from_numpy(many.array).permute(0, 3, 1, 2) / 255, *args.norm)
+    with torch.no_grad():
+        x = model.eval().momentum_projector(model.momentum_backbone(x))
+    nearest = torch.cdist(*[F.normalize(x, dim=1).double()] * 2).fill_diagonal_(9).topk(10, largest=False).indices
+    assert table.sort(1).values.tolist() == nearest.sort(1).values.tolist()
 
 
 def test_same_class_share():
