@@ -86,7 +86,8 @@ SIMSIAM_RECIPES = dict(
     patterns=dict(SIMSIAM, dim=256, layers=2, hidden=128), cifar10=SIMSIAM_CIFAR, cifar100=SIMSIAM_CIFAR,
 )
 PAPER = dict(affinity_form="linear", l2l_weighting="lambda")  # D1
-CPU = dict(lr=0.1, milestones=None, momentum=0.99, blur_p=0.5, temperature=0.2, dim=128)  # ours: the small encoders
+CPU = dict(lr=0.1, milestones=None, momentum=0.99, blur_p=0.5, temperature=0.2)  # ours: the small encoders
+SIMSIAM_CPU = dict(CPU, dim=512, hidden=128)
 # fmt: on
 
 
@@ -98,7 +99,7 @@ def recipe(given):
     if given.variant == "paper":
         values |= PAPER
     if given.arch in ("resnet_micro", "resnet_mini") and given.dataset in ("cifar10", "cifar100"):
-        values |= CPU
+        values |= SIMSIAM_CPU if given.base == "simsiam" else CPU
     if (given.affinity_form or values["affinity_form"]) == "linear":
         values["affinity_lr"] = 1e-4  # unbounded below, so slowly
     return values

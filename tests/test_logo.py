@@ -902,6 +902,9 @@ def test_recipes():
     s = logo.parse_args(["--dataset", "cifar10", "--base", "simsiam"])
     assert s.queue == 0  # none; None would be a share of the images
     assert (s.arch, s.batch_size, s.lr, s.layers, s.dim, s.hidden, s.lam) == ("resnet18", 512, 0.03, 2, 2048, 512, 1e-4)
+    for flags in ("", "--dataset cifar10 --arch resnet_mini", "--dataset cifar10", "--dataset folder"):
+        s = logo.parse_args(["--base", "simsiam", *flags.split()])
+        assert 2 * s.hidden <= s.dim  # the predictor is a bottleneck (SimSiam, section 3)
     assert logo.parse_args(["--one-way", "--local-crops", "0"]).one_way is True and logo.parse_args([]).one_way is False
 
 
