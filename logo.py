@@ -87,7 +87,7 @@ SIMSIAM_RECIPES = dict(
 )
 PAPER = dict(affinity_form="linear", l2l_weighting="lambda")  # D1
 CPU = dict(lr=0.1, milestones=None, momentum=0.99, blur_p=0.5, temperature=0.2)  # ours: the small encoders
-SIMSIAM_CPU = dict(CPU, dim=512, hidden=128)
+SIMSIAM_CPU = dict(CPU, dim=512, hidden=128)  # a bottleneck of a quarter, as SimSiam's
 # fmt: on
 
 
