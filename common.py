@@ -307,12 +307,11 @@ class ImageSet:
 
 
 class OwnImages(ImageSet):
-    """A user's own map-style Dataset as an ImageSet: of PIL images, uint8 arrays (H, W[, 3]) or uint8 tensors (C, H,
-    W).
+    """A user's own map-style Dataset as an ImageSet.
 
-    An item may be a tuple that begins with the image. Labels, if `labelled`, are data.targets, or else the items'
-    second entries, for which every item is read once. A batch's images are held from `sizes` on, so that each is
-    decoded once.
+    Its images are PIL's, uint8 arrays (H, W[, 3]) or uint8 tensors (C, H, W). An item may be a tuple that begins with
+    the image. Labels, if `labelled`, are data.targets, or else the items' second entries, for which every item is read
+    once. A batch's images are held from `sizes` on, so that each is decoded once.
     """
 
     def __init__(self, data, labelled=False):
@@ -401,8 +400,7 @@ PATTERNS = {
 
 
 def make_patterns(count, size, seed):
-    """The data set `patterns`: uint8 images (count, size, size, 3) and labels (count,), a pure function of its
-    arguments.
+    """The data set `patterns`, by its arguments alone: uint8 images (count, size, size, 3) and labels (count,).
 
     Scale, angle, phase, a warp, sign, contrast, a gradient of light and two muted colours are random, with a little
     noise, so that neither colour nor single pixels tell the kind: an encoder has to learn the shape.
@@ -1534,10 +1532,8 @@ def is_intact(path):
     """Whether a checkpoint's archive is whole: torch.load alone would take flipped bits for weights."""
     try:
         with zipfile.ZipFile(path) as archive:
-            unread = any(
-                entry.external_attr for entry in archive.infolist()
-            )  # 0 in torch's files; testzip reads past it
-            return archive.testzip() is None and not unread
+            # testzip reads past these attributes, which are 0 in torch's files.
+            return archive.testzip() is None and not any(entry.external_attr for entry in archive.infolist())
     except (zipfile.BadZipFile, OSError, EOFError, ValueError, RuntimeError, zlib.error):
         return False
 

@@ -342,7 +342,6 @@ def main(argv=None):
         if function is train:
             action.add_argument("--arms", nargs="+", choices=ARMS, metavar="ARM", help="default: tier 1")
             action.add_argument("--seeds", nargs="+", type=int, default=[0, 1], metavar="N")
-        if function is train:
             action.add_argument("--jobs", type=int, default=2, metavar="N", help="runs side by side")
         if function in (train, mechanisms):
             action.add_argument("--runs", default="runs/results", metavar="DIR", help="where the runs' folders are")
