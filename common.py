@@ -317,7 +317,8 @@ class OwnImages(ImageSet):
     def __init__(self, data, labelled=False):
         labels = getattr(data, "targets", None) if labelled else [-1] * len(data)
         labels = np.array([data[i][1] for i in range(len(data))] if labels is None else labels)
-        names = getattr(data, "classes", None) or [str(i) for i in range(labels.max(initial=-1) + 1)]
+        names = getattr(data, "classes", None) if labelled else ()
+        names = [str(i) for i in range(labels.max(initial=-1) + 1)] if names is None else names
         super().__init__("own", labels, names)
         self.data, self.rows, self.held = data, np.arange(len(data)), {}
 
@@ -1085,7 +1086,7 @@ def floor_encoders(args, info, device, count):
 
 def protocol(args, info, train, test):
     """What an evaluation's numbers depend on, as lines."""
-    scale = f"shorter side 256/224 of {info['image_size']} px, centre crop, {info['interpolation']}"
+    scale = f"if not of {info['image_size']} px: shorter side 256/224 of it, centre crop, {info['interpolation']}"
     same = train.array is not None and train.array.shape[1:3] == (info["image_size"],) * 2
     return (
         f"encoder {arch_name(info)} of {info['method']}, the {info['encoder']} encoder, evaluation mode; "
@@ -1218,7 +1219,9 @@ def parse_run(parser, argv, recipe):
     parser.add_argument("-h", "--help", action="help", help="show this and exit")
     args = parser.parse_args(argv)
     args.method = parser.prog.removesuffix(".py")
-    args.warmup *= min(1, args.epochs / parser.get_default("epochs"))  # a short run warms up in proportion
+    usual = {name: parser.get_default(name) for name in ("epochs", "lr", "batch_size")}
+    args.warmup *= min(1, args.epochs / usual["epochs"])  # a short run warms up in proportion
+    args.min_lr *= args.lr * args.batch_size / (usual["lr"] * usual["batch_size"])  # the last rate follows the first
     args.norm = NORMS.get(getattr(args, "norm", args.dataset), IMAGENET_NORM)
     more = dict(interpolation=args.interpolation, method=args.method, encoder=args.evaluated)
     args.backbone = backbone_info(args.arch, args.image_size, args.patch_size, args.norm, **more)

@@ -31,7 +31,8 @@ Departures:
        (`--variant released`): the whole image
     D3 the released code has beta = 0 only, and no JointBlur: `--variant released` refuses the rest
     D4 crop areas from 0.2 here, as in the command of the released README; the released script's own default is 0.08
-    D5 CIFAR's queue is 4,096, 8 % of its images; the stand-in's 65,536 would hold every image's own keys
+    D5 the queue is 8 % of the images, 4,096 on CIFAR; the stand-in's 65,536 would hold every image's own keys. STL-10's
+       encoder has ImageNet's stem, the stand-in's CIFAR's
     D6 the paper reports on MoCo v1 and the released code is on v3; the default here is v2, `--moco` chooses
     D7 v3's LARS is timm's, whose trust ratio divides by |g| + wd |w| + 1e-8, the released by |g + wd w|: at wd 1e-6 a
        step differs by 1e-6 of itself at gradients as large as the weights, by 1e-2 at 1e-4 of that; a library's, so
@@ -39,6 +40,8 @@ Departures:
     D8 v3's momentum update follows the optimiser's step; released before the forwards: m's index moves by one
     D9 v3 on a ViT keeps the settings of ResNets (LARS, no batch norm at the predictor's end); released MoCo v3's for
        ViTs
+    D10 v1's rate falls to a tenth at 60 and at 80 % of the epochs; ContrastiveCrop's own file multiplies it by 0, with
+       which training would end at 60 %
 """
 
 import copy

@@ -411,6 +411,7 @@ class OwnEncoder(nn.Sequential):
     def __init__(self):
         torch.manual_seed(3)
         super().__init__(nn.Conv2d(3, 8, 3, 2), nn.BatchNorm2d(8), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten())
+        self[1].bias.requires_grad_(False)  # a user may freeze what is to stay
 
 
 @pytest.mark.parametrize("method", [m for m in METHODS if m != "patchmix"])
@@ -431,6 +432,7 @@ def test_own_data_and_encoder(method, tmp_path, monkeypatch, capsys):
     encoder = OwnEncoder()
     encoder.load_state_dict(weights["state_dict"], strict=True)
     assert weights["stem"] == "own" and not torch.equal(encoder[0].weight, OwnEncoder()[0].weight)
+    assert torch.equal(encoder[1].bias, OwnEncoder()[1].bias)
     assert all("knn20_top1" in r for r in records(out)[1:])
     for stop in ("3", "8"):
         run(method, None, tmp_path / "b", *flags, "--max-steps", stop, train=data, test=test, encoder=OwnEncoder())
@@ -864,6 +866,20 @@ def import_scripts(folder):
     os.chdir(folder)
     for script in SCRIPTS:
         importlib.import_module(script)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_the_schedule_keeps_its_shape(method):
+    """Another batch or rate scales the rate of every step, that of the last one, too."""
+    module = importlib.import_module(method)
+    usual = module.parse_args(["--dataset", "cifar10"])
+
+    def rates(*flags):
+        args = module.parse_args(["--dataset", "cifar10", *flags])
+        return np.array([module.schedule(args, step, 1)[0] for step in range(args.epochs + 1)])
+
+    assert rates("--batch-size", str(usual.batch_size // 16)) == pytest.approx(rates() / 16)
+    assert rates("--lr", "1e-3") == pytest.approx(rates() * 1e-3 / usual.lr)
 
 
 @pytest.mark.slow
