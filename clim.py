@@ -57,8 +57,8 @@ import common
 
 # fmt: off
 BASE = dict(  # the rate is that of batch size lr_batch
-    selection="center", mix="cutmix", num_positives=10, knn_k=40, refresh_every=5, clim_start=5,  # App. A.2
-    alpha=2.0,  # Table 9
+    selection="center", mix="cutmix", num_positives=10, knn_k=40, refresh_every=5,  # App. A.2
+    alpha=2.0, clim_start=5,  # Table 9; ours
     temperature=0.2, dim=128, momentum=0.999, weight_decay=1e-4, warmup=0, min_lr=0.0, bn_groups=8, patch_size=16,
     interpolation="bilinear", crop_scale=(0.2, 1.0), jitter=(0.4, 0.4, 0.4, 0.1), jitter_p=0.8, gray_p=0.2, blur_p=0.5,
 )
@@ -81,7 +81,7 @@ RECIPES = dict(
     stl10=dict(CIFAR, image_size=96, patch_size=8, queue=8192, num_clusters=800, resolutions=[96]),
     imagenet100=dict(IMAGENET, arch="resnet18", queue=16384, num_clusters=1000),  # ours
     imagenet=dict(IMAGENET, knn_every=50),  # its kNN takes minutes
-    folder=dict(IMAGENET, queue=None),  # ours: a tenth of the images
+    folder=dict(IMAGENET, queue=None, num_clusters=None),  # ours: a tenth of the images, 128 images a cluster
 )
 CPU = dict(batch_size=256, lr=0.1, lr_batch=256, min_lr=0.0, momentum=0.99, blur_p=0.5)  # ours: the small encoders
 KNN = dict(knn_k=10)  # Table 6: the comparison with kNN draws from the nearest ten
@@ -97,7 +97,7 @@ def recipe(given):
         values |= KNN
     if given.resolutions:  # the largest size is that of the views
         values["image_size"] = max(given.resolutions)
-    elif given.image_size:
+    elif given.image_size not in (None, values["image_size"]):
         values["resolutions"] = [given.image_size]
     return values
 
@@ -475,7 +475,8 @@ def refresh(args, model, images, device, epoch, positives):
     share = ""
     if images.classes:
         labels = torch.from_numpy(images.labels)
-        same = (labels[positives.long()] == labels[:, None])[labels >= 0].float().mean()
+        own, others = labels[:, None], labels[positives.long()]
+        same = (own == others)[(own >= 0) & (others >= 0)].float().mean()
         share = f"; {100 * same:.1f} % of them are of the image's own class"
     common.say(f"epoch {epoch + 1}: positives chosen in {time.perf_counter() - began:.1f} s{share}")
 
@@ -503,6 +504,7 @@ def main(args, train=None, test=None, encoder=None):
     args.bn_groups = batch_norm_groups(args)
     run = common.Run(args, device, train, encoder)
     train, test = common.open_images(args, train, test)
+    args.num_clusters = args.num_clusters or max(1, len(train) // 128)
     none_yet = torch.full((len(train), args.num_positives), -1, dtype=torch.int32)
     positives = none_yet.share_memory_()  # with the loader's workers
     views = common.Views(train, *make_sample(args, train, positives), args.seed, args.interpolation)
@@ -515,9 +517,12 @@ def main(args, train=None, test=None, encoder=None):
     trained = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.SGD(trained, lr=0.0, momentum=0.9, weight_decay=args.weight_decay)
     ddp = in_parallel(args, model)
-    about = f"selection {args.selection}, mix {args.mix}, sizes {args.resolutions}, {args.queue} negatives a query"
+    chosen = f"selection {args.selection}, {args.num_clusters} clusters, mix {args.mix}"
+    about = f"{chosen}, sizes {args.resolutions}, {args.queue} negatives a query"
     chance = len(args.resolutions) ** 2 * math.log(args.queue + 1)
     run.begin(model, optimizer, train, test, model.backbone, chance=chance, about=about, positives=positives)
+    if args.selection != "none" and args.clim_start >= args.epochs:
+        common.say("warning: no positives will be chosen: give --clim-start a number below --epochs")
     while run.goes_on():
         epoch, begun = divmod(run.step, run.steps)
         due = begun == 0 and (epoch - args.clim_start) % args.refresh_every == 0

@@ -758,6 +758,19 @@ def test_refresh_embeds_with_the_momentum_encoder(capsys):
         assert set(row) == set(neighborhoods(x, i, 3)[0])
     share = np.mean([labels[j] == labels[i] for i, row in enumerate(positives.tolist()) for j in row])
     assert f" {100 * share:.1f} % " in capsys.readouterr().out
+    images.labels[::2] = -1  # without a label: nothing is known of a pair with such an image
+    clim.refresh(args, model, images, device, 0, positives)
+    pairs = [(images.labels[i], images.labels[j]) for i, row in enumerate(positives.tolist()) for j in row]
+    share = np.mean([a == b for a, b in pairs if a >= 0 and b >= 0])
+    assert f" {100 * share:.1f} % " in capsys.readouterr().out
+
+
+def test_what_follows_from_the_number_of_images_and_epochs(folder, tmp_path, capsys):
+    """Of an own folder, as many clusters as ImageNet's share; epochs that end before there are positives are told."""
+    flags = ["--dataset", "folder", "--resolutions", "16", "--data-dir", str(folder), "--out", str(tmp_path / "run")]
+    clim.main(clim.parse_args([*TINY, *flags, "--epochs", "2", "--max-steps", "1"]))
+    said = capsys.readouterr().out
+    assert ", 1 clusters, " in said and "no positives will be chosen" in said
 
 
 # -------------------------------------------------------------- several processes
@@ -1025,8 +1038,13 @@ def test_recipes_of_clim():
     assert paper.resolutions == [224, 160] and (paper.selection, paper.mix) == ("center", "cutmix")
     assert clim.parse_args(["--dataset", "imagenet", "--selection", "knn"]).knn_k == 10  # Table 6
     assert clim.parse_args(["--dataset", "imagenet", "--selection", "knn", "--knn-k", "20"]).knn_k == 20
-    for flags, sizes in ((["--resolutions", "24", "40"], [40, 24]), (["--image-size", "48"], [48])):
-        args = clim.parse_args(["--dataset", "cifar10", *flags])
+    for flags, sizes in (
+        ("--dataset cifar10 --resolutions 24 40", [40, 24]),
+        ("--dataset cifar10 --image-size 48", [48]),
+        ("--dataset imagenet --image-size 224", [224, 160]),  # as without
+        ("--dataset imagenet --image-size 192", [192]),
+    ):
+        args = clim.parse_args(flags.split())
         assert args.resolutions == sizes and args.image_size == sizes[0]
     plain = clim.parse_args([])  # what the name of the run's folder tells
     assert plain.name == clim.parse_args(["--resolutions", "32"]).name == "clim-patterns-resnet_micro-s0"
