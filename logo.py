@@ -25,7 +25,8 @@ is the released code's; all of SimSiam's (of which no code was released) and lam
 Departures, from the released code if not said otherwise:
     D1 default: the released form, which is bounded and needs no lambda: a logistic affinity, the mean over the six
        terms, and L_ll as a step of its own, clipped to 1.5 % of the last gradient's norm. Paper (`--variant paper`): a
-       linear objective, L_gg + L_lg + lambda L_ll with the sum of L_lg's four terms, one step
+       linear objective, L_gg + L_lg + lambda L_ll with the sum of L_lg's four terms, one step, at the same rate: the
+       loss is five times as large. SimSiam, in both: lambda, of which 1e-4 is a third party's and acts little
     D2 a momentum update each step; released: two, as each forward pass makes one
     D3 weight decay once a step; released: twice, in both optimisers of the encoder
     D4 the clip's reference norm is kept over epochs and saved; released: 0 at an epoch's start, which stops L_ll there
@@ -40,6 +41,8 @@ Departures, from the released code if not said otherwise:
     D11 baseline: global crops and, with --one-way, the key's view enqueued; released crops from 0.08, both enqueued
     D12 released float32, and of the processes' batch-norm statistics the first's; here bf16 in the encoders on CUDA
        (--amp off: float32), and the statistics' mean
+    D13 SimSiam's rate, batch and weight decay are LoGo's MoCo's, and the predictor's rate falls with the others';
+       SimSiam's own code keeps it constant
 """
 
 import copy
@@ -87,7 +90,7 @@ SIMSIAM_RECIPES = dict(
 )
 PAPER = dict(affinity_form="linear", l2l_weighting="lambda")  # D1
 CPU = dict(lr=0.1, milestones=None, momentum=0.99, blur_p=0.5, temperature=0.2)  # ours: the small encoders
-SIMSIAM_CPU = dict(CPU, dim=512, hidden=128)  # a bottleneck of a quarter, as SimSiam's
+SIMSIAM_CPU = dict(CPU, batch_size=256, dim=512, hidden=128)  # a bottleneck of a quarter, as SimSiam's
 # fmt: on
 
 
@@ -98,7 +101,7 @@ def recipe(given):
         values |= SIMSIAM_RECIPES.get(given.dataset, SIMSIAM)
     if given.variant == "paper":
         values |= PAPER
-    if given.arch in ("resnet_micro", "resnet_mini") and given.dataset in ("cifar10", "cifar100"):
+    if given.arch in ("resnet_micro", "resnet_mini") and given.dataset in ("cifar10", "cifar100", "stl10"):
         values |= SIMSIAM_CPU if given.base == "simsiam" else CPU
     if (given.affinity_form or values["affinity_form"]) == "linear":
         values["affinity_lr"] = 1e-4  # unbounded below, so slowly
@@ -328,7 +331,7 @@ class SimSiam(nn.Module):
 
         widths = [common.output_width(self.backbone, args.image_size)] + [args.dim] * args.layers
         layers = [m for a, b in zip(widths, widths[1:], strict=False) for m in layer(a, b)]
-        self.projector = nn.Sequential(*layers[:-1])
+        self.projector = nn.Sequential(*layers[:-2], nn.BatchNorm1d(args.dim, affine=False))  # SimSiam's code
         self.predictor = nn.Sequential(*layer(args.dim, args.hidden), nn.Linear(args.hidden, args.dim))
 
     def chance(self):
@@ -377,6 +380,7 @@ class LocalToLocal:
         rate = args.affinity_lr or args.lr * args.batch_size / args.lr_batch  # constant
         self.optimizer = torch.optim.SGD(self.affinity.parameters(), rate, momentum=0.9, weight_decay=args.weight_decay)
         encoder = [*model.backbone.parameters(), *model.projector.parameters()]
+        encoder = [p for p in encoder if p.requires_grad]  # a user's own may have frozen ones
         self.second = torch.optim.SGD(encoder, lr=0.0, momentum=0.9)
 
     def dissimilarity(self, local, step):
@@ -455,6 +459,8 @@ def parse_args(argv=None):
     group.add_argument("--queue", type=common.COUNT, metavar="K", help="negatives of MoCo: the keys of earlier batches")
     args = common.parse_run(parser, argv, recipe)
     args.l2l = args.local_crops == 2 and not args.no_l2l
+    if args.base == "simsiam" and args.queue:
+        common.fail("--queue: SimSiam has no negatives; leave it out, or give --base moco")
     args.local_size = min(args.local_size or args.image_size, args.image_size)
     if args.one_way and (args.base != "moco" or args.local_crops):
         common.fail("--one-way is MoCo v2's loss: it needs --base moco --local-crops 0")

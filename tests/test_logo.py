@@ -220,8 +220,8 @@ def test_combine():
 
 def tiny(*flags, module=logo, seed=0):
     """(args, model) of 16 images of 16 px and locals of 8 px, small heads, decay and momentum that can be seen."""
-    argv = ["--arch", "resnet_nano", "--image-size", "16", "--batch-size", "16", "--queue", "40", "--device", "cpu"]
-    args = module.parse_args([*argv, *flags])
+    argv = ["--arch", "resnet_nano", "--image-size", "16", "--batch-size", "16", "--device", "cpu"]
+    args = module.parse_args([*argv, *([] if "simsiam" in flags else ["--queue", "40"]), *flags])
     args.dim, args.hidden, args.affinity_hidden, args.weight_decay, args.momentum = 8, 8, 12, 0.01, 0.9
     args.lr, args.lr_batch, args.warmup, args.milestones, args.temperature = 0.05, 128, 0, (0.99,), 0.2
     args.bn_groups = 4 if args.bn_groups > 1 else 1
@@ -593,6 +593,15 @@ def test_clipped_step(base, ratio):
     assert not head or all(torch.equal(p, q) for p, q in zip(head, model.predictor.parameters(), strict=True))
 
 
+def test_simsiams_output_norm_has_no_weights():
+    """As SimSiam's code: the projector ends with a batch norm of mean 0 and variance 1, and has no other bias."""
+    args, model = tiny("--base", "simsiam")
+    z = model.project(random(16, 3, 16, 16))
+    torch.testing.assert_close(z.mean(0), torch.zeros(8), atol=1e-5, rtol=0)
+    torch.testing.assert_close(z.var(0, correction=0), torch.ones(8), atol=1e-2, rtol=0)
+    assert not list(model.projector[-1].parameters())
+
+
 def test_lambda_adds_to_the_gradient():
     """The loss's gradient and lambda times that of L_ll; with lambda 0 the loss's alone, though the affinity learns."""
     found, flags = {}, ["--l2l-weighting", "lambda"]
@@ -852,9 +861,7 @@ def test_patches_matter_to_local_crops_only_where_there_are_some():
 
 @pytest.mark.parametrize("base", BASES)
 def test_vit_takes_locals_at_their_own_resolution(base):
-    args = logo.parse_args(
-        [*BASES[base], "--arch", "vit_micro", "--patch-size", "8", "--batch-size", "8", "--queue", "16"]
-    )
+    args = logo.parse_args([*BASES[base], "--arch", "vit_micro", "--patch-size", "8", "--batch-size", "8"])
     assert (args.image_size, args.local_size, args.arch) == (32, 16, "vit_micro")
     args.dim, args.hidden, tokens = 8, 8, []
     common.join_processes(args)
@@ -911,6 +918,7 @@ def test_recipes():
 MISTAKES = """
 --one-way
 --one-way --base simsiam --local-crops 0
+--queue 64 --base simsiam
 --local-crops 1
 --global-scale 0.4 1.1
 --lam nan
