@@ -71,7 +71,8 @@ def choose_images(args, train, test):
         own, draw = int(test.labels[i]), np.random.default_rng(i)
         far = [c for c in draw.permutation(count).tolist() if (c - own) % count not in (0, 1, count - 1)]
         classes = [*far[:2], (own - 1) % count, own, (own + 1) % count, *far[2:4]]
-        keys.append(args.keys or [int(draw.choice(np.flatnonzero(train.labels == c))) for c in classes])
+        rows = [np.flatnonzero(train.labels == c) for c in classes]
+        keys.append(args.keys or [int(draw.choice(own)) for own in rows if len(own)])
     return images, keys
 
 
@@ -225,7 +226,7 @@ def main(args, encoder=None, train=None, test=None):
     train, test = common.open_data(args, info, train, test, labels=pictures or not args.dump)
     judged = test is not None and len(train.classes) > 1  # else there is only something to dump
     parts = {"train": train} if test is None else {"train": train, "test": test}
-    images, keys = choose_images(args, train, test) if judged else ((), ())
+    images, keys = choose_images(args, train, test) if args.attention or args.similarities else ((), ())
     lines = f"{common.protocol(args, info, train, test)}\nkNN: cosine, votes exp(similarity / {args.temperature})"
     common.say(lines)
     options = dict(batch_size=args.batch_size, workers=args.workers, amp=args.amp)

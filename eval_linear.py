@@ -269,7 +269,7 @@ def linear_probe(train_x, train_y, test_x, num_classes, seed=0, epochs=50, batch
     set never sees, and the classifier is then trained on all of it.
     Returns {'logits': (m, num_classes), 'lr', 'at_edge': bool, 'held_out': {lr: percent}}.
     """
-    lrs = torch.tensor(lrs or [10.0**e for e in np.arange(-4.5, 0.51, 0.5)])
+    lrs = torch.tensor(lrs or [10.0**e for e in np.arange(-4.5, 1.51, 0.5)])
     mean, std = train_x.mean(0), train_x.std(0, correction=0).clamp_min(1e-6)
     train_x, test_x = (F.pad((x - mean) / std, (0, 1), value=1.0) for x in (train_x, test_x))  # a last 1 for the bias
     order = torch.randperm(len(train_x), generator=common.generator(seed, 2))
@@ -390,8 +390,9 @@ def open_validation(args, train, test):
         or not all((root / part).is_dir() for part in ("train", "val", "test"))
     ):
         return None, test
-    common.say("val/ and test/ are both there: val/ chooses, test/ is judged")
-    return test, common.read_folder(args.dataset, root / "test", train.classes, True)
+    judged = common.read_folder(args.dataset, root / "test", train.classes, True)
+    common.say(f"val/ and test/ are both there: val/ chooses, test/ with its {len(judged)} images is judged")
+    return test, judged
 
 
 def evaluate_cached(args, device, encoder, info, train, test):
@@ -611,6 +612,8 @@ def train_protocol(args, device, encoder, info, train, test):
     loader = common.make_loader(args, TrainingViews(train, args, info), device)
     labels, test_y, steps = torch.from_numpy(train.labels), torch.from_numpy(test.labels), len(train) // args.batch_size
     network, head = make_network(args, encoder, info, args.num_classes, device)
+    if device.type == "cpu" and any(isinstance(module, nn.SyncBatchNorm) for module in network.modules()):
+        common.fail("--finetune with batch norm in several processes needs GPUs: start one process")
     wrapped = DistributedDataParallel(network) if dist.is_initialized() else network
     optimizer = make_optimizer(args, network, head)
 

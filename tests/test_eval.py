@@ -193,6 +193,10 @@ def test_a_dump_without_labels(tiny, tmp_path, capsys):
     assert eval_knn.main(args, train=Own(tiny[1] / "train", labelled=False)) == {}
     data = np.load(tmp_path / "own.npz")
     assert data["train_index"].tolist() == list(range(36)) and (data["train_labels"] == -1).all()
+    args.dump, named = str(tmp_path / "named.npz"), Own(tiny[1] / "train")
+    named.classes = list("abc")  # as torchvision's sets: without a test set they are no labels
+    eval_knn.main(args, train=named)
+    assert len(np.load(args.dump)["train_features"]) == 36
     torch.testing.assert_close(torch.from_numpy(data["train_features"]), parts(*tiny)[0][0], rtol=1e-4, atol=1e-5)
 
 

@@ -213,6 +213,9 @@ def test_keys_are_as_in_the_papers_figure():
         assert len(own) == 7 == len(set(classes)) and classes[2:5] == [(label - 1) % 10, label, (label + 1) % 10]
     args = eval_knn.parse_args(["run", "--similarities", "bars", "--images", "9", "--keys", "1", "59"])
     assert eval_knn.choose_images(args, images, images) == ([9], [[1, 59]])
+    args = eval_knn.parse_args(["run", "--similarities", "bars", "--images", "9"])
+    fewer = images.subset(np.flatnonzero(labels != 2))  # a class without training images has no key
+    assert len(eval_knn.choose_images(args, fewer, images)[1][0]) == 6
 
 
 def test_similarity_pictures(judged):

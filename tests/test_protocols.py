@@ -514,6 +514,18 @@ def test_batch_norm_over_processes_keeps_the_activation(places, name, monkeypatc
         assert torch.equal(networks[0](x), networks[1](x)) and networks[0](x).std() > 0
 
 
+def test_batch_norm_over_processes_of_a_cpu_is_refused(places, capsys, monkeypatch):
+    make = eval_linear.make_network
+
+    def of_two(*given):
+        monkeypatch.setattr(common, "rank_and_world", lambda: (0, 2))
+        return make(*given)
+
+    monkeypatch.setattr(eval_linear, "make_network", of_two)
+    args = eval_linear.parse_args([str(places["RESNET"]), "--finetune", *FAST, "--out", str(places["OUT"])])
+    assert "batch norm" in refused(capsys, eval_linear.main, args) and not places["OUT"].exists()
+
+
 @pytest.mark.parametrize("flags", [[], ["--solver", "lbfgs"]])
 def test_features_that_no_process_should_hold_alone(places, capsys, monkeypatch, flags):
     monkeypatch.setattr(common, "output_width", lambda *_: 2**25)
