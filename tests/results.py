@@ -145,8 +145,8 @@ def train(args):
     arms = args.arms or [name for name, arm in ARMS.items() if arm.tier == 1]
     missing = [(arm, seed) for seed in args.seeds for arm in arms if seed not in kept_runs(args.budget, arm)]
     print(f"{len(missing)} runs to do", flush=True)
-    # A fresh process each, so that what its children used is the run's alone.
-    with ProcessPoolExecutor(args.jobs, get_context("spawn"), max_tasks_per_child=1) as pool:
+    failed = False
+    with ProcessPoolExecutor(args.jobs, get_context("spawn")) as pool:
         waiting = {}
         for arm, seed in missing:
             out = runs / f"{args.budget}-{arm}-s{seed}"
@@ -154,9 +154,14 @@ def train(args):
             waiting[future] = arm, seed
         for future in as_completed(waiting):
             arm, seed = waiting[future]
-            record = future.result()
-            keep(args.budget, arm, seed, record)
-            print(f"{arm}, seed {seed}: {shown(scores(record))}", flush=True)
+            if error := future.exception():  # the others go on
+                print(f"{arm}, seed {seed}: {error}", file=sys.stderr, flush=True)
+                failed = True
+                continue
+            keep(args.budget, arm, seed, future.result())
+            print(f"{arm}, seed {seed}: {shown(scores(future.result()))}", flush=True)
+    if failed:
+        raise SystemExit(1)
 
 
 def floors(args):
@@ -254,11 +259,13 @@ def front(budget):
         other, both, cells = ARMS[name].baseline, paired(budget, name), []
         if not both:
             continue
+        before, after = (kept_runs(budget, arm) for arm in (other, name))
+        spent = [minutes([runs[seed] for seed in before.keys() & after.keys()]) for runs in (before, after)]
         for measure in SHOWN:
             before, after = ([one[measure] for one in ones] for ones in zip(*both, strict=True))
             cells.append(f"{statistics.mean(before):.1f} → {statistics.mean(after):.1f}")
             cells.append(spread([b - a for a, b in zip(before, after, strict=True)], "+"))
-        cells.append(" → ".join(minutes(kept_runs(budget, arm).values()) for arm in (other, name)))
+        cells.append(" → ".join(spent))
         rows.append([ARMS[name].name, ARMS[other].name, str(len(both)), *cells, paper])
     return markdown(heads, rows)
 
