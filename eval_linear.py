@@ -130,7 +130,7 @@ def parse_args(argv=None):
     add("--finetune", action="store_true", help="train all layers; --protocol patchmix (ViTs) or clim (others)")
     add("--solver", choices=("sgd", "lbfgs"), help="lbfgs: logistic regression on cached features")
     add("--label-files", metavar="LIST", help="train on these files: one a line, base name or path in train/")
-    add("--lrs", type=positive, nargs="+", metavar="X", help="the probe's grid of rates (0.00003 to 3)")
+    add("--lrs", type=positive, nargs="+", metavar="X", help="the probe's grid of rates (0.00003 to 32)")
     add("--strengths", type=positive, nargs="+", metavar="X", help="L-BFGS: L2 strengths (45, 1e-6 to 1e5)")
     add("--metric", choices=("top1", "per_class"), help="L-BFGS: what chooses the strength (top1)")
     add("--out", metavar="DIR", help="folder of a training (runs/...); the same command goes on from it")

@@ -22,6 +22,10 @@ New relative to it: local crops, Affinity, affinity_loss, local_dissimilarity, L
 Of this paper only the supplement could be read. The equations of the main text are as others quote them; the MoCo form
 is the released code's; all of SimSiam's (of which no code was released) and lambda for MoCo are inference.
 
+Beware: the affinity has batch norms, and sees the pairs of one image and those of two, here as in the released code, in
+batches of their own. So it need not compare the locals to tell the two kinds, and in our runs it hardly does: it ranks
+all pairs rightly in such batches, but 63 % of them where both kinds share one (tests/results/README.md).
+
 Departures, from the released code if not said otherwise:
     D1 default: the released form, which is bounded and needs no lambda: a logistic affinity, the mean over the six
        terms, and L_ll as a step of its own, clipped to 1.5 % of the last gradient's norm. Paper (`--variant paper`): a

@@ -319,6 +319,42 @@ def crop_similarity(small, large):
     return found
 
 
+@torch.no_grad()
+def affinity_ranking(affinity, local1, local2):
+    """How well LoGo's affinity, in training mode as ever, ranks pairs of local crops: {scored how: share of couples}.
+
+    local1, local2 (N, d) of unit length, row by row of the same image. In the second half of the images the other local
+    is rolled by one, which makes pairs of two images. A couple is a pair of one image and a pair of two, and ranked
+    rightly if the first scores higher. Scores are of batches of their own, as in training, of one batch for all, and
+    the cosines.
+    """
+    half = len(local1) // 2
+    one, two = (local1[:half], local2[:half]), (local1[half:], local2[half:].roll(1, 0))
+    together = affinity(*(torch.cat(pair) for pair in zip(one, two, strict=True)))
+    scores = {
+        "in batches of their own": (affinity(*one), affinity(*two)),
+        "in one batch": together.split([half, len(local1) - half]),
+        "by cosine": ((one[0] * one[1]).sum(1), (two[0] * two[1]).sum(1)),
+    }
+    return {how: (a[:, None] > b).double().mean().item() for how, (a, b) in scores.items()}
+
+
+def local_embeddings(run, images, index):
+    """(the affinity of a run of LoGo, the embeddings of two local crops of each image, (n, d) each)."""
+    import logo
+
+    state = common.load_checkpoint(Path(run) / "last.pt")
+    args, info = argparse.Namespace(**state["config"]), state["backbone"]
+    model = (logo.MoCo if args.base == "moco" else logo.SimSiam)(args)
+    model.load_state_dict(state["model"])
+    affinity = logo.Affinity(args.dim, args.affinity_hidden)
+    affinity.load_state_dict(state["affinity"])
+    encoder = torch.nn.Sequential(model.backbone, model.projector).eval()
+    how, info = dict(recipe(vars(args)), crop_scale=args.local_scale), dict(info, image_size=args.local_size)
+    found = view_features(encoder, info, how, images, index, 2, torch.device("cpu"))
+    return affinity, *F.normalize(found, dim=2).unbind(1)
+
+
 def similarity_bars(views, labels, groups, temperature=0.07):
     """After PatchMix, Fig. 4: how high the bar exp((cos - 1) / temperature) of a query is for each kind of key.
 
@@ -363,6 +399,9 @@ def mechanisms(run, train, test, few=1000):
     pairs = [view_features(*given, only_crops(*area), test, index, 2, device) for area in ((0.08, 0.6), (0.4, 1.0))]
     for name, (own, other) in crop_similarity(*pairs).items():
         found[f"LoGo: similarity, {name}, one image"], found[f"LoGo: similarity, {name}, two images"] = own, other
+    if config.get("l2l"):
+        for scored, share in affinity_ranking(*local_embeddings(run, test, index)).items():
+            found[f"LoGo: affinity of locals of one image above two images', {scored}, %"] = 100 * share
     views = view_features(*given, how, test, index, 2, device)
     vehicle = torch.tensor([name in ("airplane", "automobile", "ship", "truck") for name in test.classes]).long()
     for kind, bar in similarity_bars(views, labels[index], vehicle).items():

@@ -185,3 +185,16 @@ def test_pictures_that_explain(tmp_path):
             np.asarray(Image.open(p / f"{name}.png").convert("RGB")) for p in (tmp_path, explain.ROOT / ".github")
         )
         assert new.shape == old.shape and np.abs(new.astype(int) - old).mean() < 5, name
+
+
+def test_affinity_ranking():
+    """An affinity that knows the batch alone ranks by it; one that is the cosine is the cosine's equal everywhere."""
+    rng = torch.Generator().manual_seed(0)
+    a = F.normalize(torch.randn(40, 6, generator=rng), dim=1)
+    b = F.normalize(a + 0.8 * torch.randn(40, 6, generator=rng), dim=1)
+    found = figures.affinity_ranking(lambda x, y: (x * y).sum(1), a, b)
+    pairs = [(a[i] @ b[i], a[j] @ b[j - 1 if j > 20 else 39]) for i in range(20) for j in range(20, 40)]
+    expected = np.mean([float(one > two) for one, two in pairs])
+    assert 0.5 < expected < 1 and all(share == pytest.approx(expected) for share in found.values())
+    batch = figures.affinity_ranking(lambda x, y: (x * y).mean() + 0 * x[:, 0], a, b)
+    assert batch["in batches of their own"] == 1 and batch["in one batch"] == 0  # ties
