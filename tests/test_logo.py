@@ -681,7 +681,7 @@ RESUMED["paper"] = ["--variant", "paper", "--lam", "0.5"]
 @pytest.mark.parametrize("name", RESUMED)
 def test_resumed_in_mid_epoch(name, small, tmp_path, monkeypatch):
     """Bit for bit an undisturbed run: weights, optimisers, affinity, norm, metrics; the norm lasts over epochs."""
-    argv = "--arch resnet_nano --image-size 16 --batch-size 4 --epochs 2 --queue 20".split()
+    argv = "--arch resnet_nano --image-size 16 --batch-size 4 --epochs 2".split()
     argv += "--knn-every 0 --workers 0 --device cpu".split()
     norms, step_of_logo = [], logo.train_step
 
@@ -716,7 +716,7 @@ def test_resumed_in_mid_epoch(name, small, tmp_path, monkeypatch):
 @pytest.mark.parametrize("base", BASES)
 def test_own_images_and_encoder(base, small, tmp_path):
     """One epoch of a list of arrays and a module without batch norm; backbone.pt holds its weights."""
-    flags = "--batch-size 4 --image-size 16 --epochs 1 --queue 20 --workers 0 --device cpu --out".split()
+    flags = "--batch-size 4 --image-size 16 --epochs 1 --workers 0 --device cpu --out".split()
     encoder = nn.Sequential(nn.AdaptiveAvgPool2d(4), nn.Flatten(), nn.Linear(48, 8))
     before = copy.deepcopy(encoder.state_dict())
     images = list(common.make_patterns(8, 20, 0)[0])
