@@ -22,9 +22,9 @@ New relative to it: local crops, Affinity, affinity_loss, local_dissimilarity, L
 Of this paper only the supplement could be read. The equations of the main text are as others quote them; the MoCo form
 is the released code's; all of SimSiam's (of which no code was released) and lambda for MoCo are inference.
 
-Beware: the affinity has batch norms, and sees the pairs of one image and those of two, here as in the released code, in
-batches of their own. So it need not compare the locals to tell the two kinds, and in our runs it hardly does: it ranks
-all pairs rightly in such batches, but 63 % of them where both kinds share one (tests/results/README.md).
+Beware: the affinity has batch norms and sees pairs of one image and pairs of two, here as in the released code, in
+batches of their own. So it need not compare the locals, and in our runs hardly does: it ranks all rightly in such
+batches, but 63 % where both kinds share one (tests/results/README.md).
 
 Departures, from the released code if not said otherwise:
     D1 default: the released form, which is bounded and needs no lambda: a logistic affinity, the mean over the six
@@ -37,16 +37,14 @@ Departures, from the released code if not said otherwise:
     D5 the affinity sees the whole batch on every process; released: each process has an affinity of its own
     D6 negatives of the affinity: the batch rolled by one; released: reversed, where an odd batch's middle meets itself
     D7 local crops take [0.08, r_l] of the area (supplement); released default: 0.05. On patterns at half the size
-    D8 no local keys, which released code makes and drops; no clip of the main gradient at norm 100, nor 1e-6 added to
-       the norm that the clip of L_ll divides by
+    D8 no local keys, which released code makes and drops; main gradient not clipped at 100; no 1e-6 in L_ll's clip
     D9 STL-10: ResNet-18; the supplement's small AlexNet is not in timm
     D10 colours once, in MoCo v2's order; released blur before jitter and gray, and on CIFAR jitter, gray, flip and
        normalisation twice, with the std (0.2023, 0.1994, 0.2010)
     D11 baseline: global crops and, with --one-way, the key's view enqueued; released crops from 0.08, both enqueued
     D12 released float32, and of the processes' batch-norm statistics the first's; here bf16 in the encoders on CUDA
        (--amp off: float32), and the statistics' mean
-    D13 SimSiam's rate, batch and weight decay are LoGo's MoCo's, and the predictor's rate falls with the others';
-       SimSiam's own code keeps it constant
+    D13 SimSiam: rate, batch and weight decay are LoGo's MoCo's; the predictor's rate falls, too (its code: constant)
 """
 
 import copy
