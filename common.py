@@ -317,9 +317,8 @@ class OwnImages(ImageSet):
     def __init__(self, data, labelled=False):
         labels = getattr(data, "targets", None) if labelled else [-1] * len(data)
         labels = np.array([data[i][1] for i in range(len(data))] if labels is None else labels)
-        names = getattr(data, "classes", None) if labelled else ()
-        names = [str(i) for i in range(labels.max(initial=-1) + 1)] if names is None else names
-        super().__init__("own", labels, names)
+        names = getattr(data, "classes", None) if labelled else None
+        super().__init__("own", labels, names or [str(i) for i in range(labels.max(initial=-1) + 1)])
         self.data, self.rows, self.held = data, np.arange(len(data)), {}
 
     def subset(self, index):
