@@ -232,7 +232,8 @@ def choose_positives(args, x, generator=None):
     if args.selection == "knn":
         neighbors = nearest_neighbors(x, args.knn_k)
         return take(neighbors, torch.ones_like(neighbors, dtype=torch.bool), args.num_positives, generator)
-    centers, assignment = kmeans(x, args.num_clusters, generator=generator)
+    num_clusters = args.num_clusters or max(1, len(x) // 128)  # as many images a cluster as on ImageNet
+    centers, assignment = kmeans(x, num_clusters, generator=generator)
     if args.selection == "center":
         return select_positives(x, centers, assignment, args.knn_k, args.num_positives, generator)
     members, count = assignment.argsort(stable=True), assignment.bincount()  # any of the cluster
@@ -504,7 +505,6 @@ def main(args, train=None, test=None, encoder=None):
     args.bn_groups = batch_norm_groups(args)
     run = common.Run(args, device, train, encoder)
     train, test = common.open_images(args, train, test)
-    args.num_clusters = args.num_clusters or max(1, len(train) // 128)
     none_yet = torch.full((len(train), args.num_positives), -1, dtype=torch.int32)
     positives = none_yet.share_memory_()  # with the loader's workers
     views = common.Views(train, *make_sample(args, train, positives), args.seed, args.interpolation)
@@ -517,7 +517,7 @@ def main(args, train=None, test=None, encoder=None):
     trained = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.SGD(trained, lr=0.0, momentum=0.9, weight_decay=args.weight_decay)
     ddp = in_parallel(args, model)
-    chosen = f"selection {args.selection}, {args.num_clusters} clusters, mix {args.mix}"
+    chosen = f"selection {args.selection}, {args.num_clusters or 'N / 128'} clusters, mix {args.mix}"
     about = f"{chosen}, sizes {args.resolutions}, {args.queue} negatives a query"
     chance = len(args.resolutions) ** 2 * math.log(args.queue + 1)
     run.begin(model, optimizer, train, test, model.backbone, chance=chance, about=about, positives=positives)

@@ -769,8 +769,12 @@ def test_what_follows_from_the_number_of_images_and_epochs(folder, tmp_path, cap
     """Of an own folder, as many clusters as ImageNet's share; epochs that end before there are positives are told."""
     flags = ["--dataset", "folder", "--resolutions", "16", "--data-dir", str(folder), "--out", str(tmp_path / "run")]
     clim.main(clim.parse_args([*TINY, *flags, "--epochs", "2", "--max-steps", "1"]))
-    said = capsys.readouterr().out
-    assert ", 1 clusters, " in said and "no positives will be chosen" in said
+    assert "no positives will be chosen" in capsys.readouterr().out
+    x, tables = unit(300, 6, seed=0), []
+    for clusters in ([], ["--num-clusters", "2"], ["--num-clusters", "300"]):
+        args = clim.parse_args([*TINY, *flags, *clusters])
+        tables.append(clim.choose_positives(args, x, common.generator(0)))
+    assert torch.equal(tables[0], tables[1]) and not torch.equal(tables[0], tables[2])
 
 
 # -------------------------------------------------------------- several processes
