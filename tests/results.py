@@ -18,8 +18,8 @@ import shlex
 import statistics
 import subprocess
 import sys
-from concurrent.futures import ProcessPoolExecutor, as_completed
-from multiprocessing import get_context
+import threading
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import NamedTuple
 
@@ -112,16 +112,12 @@ def keep(budget, arm, seed, record):
     (KEPT / f"{budget}-{arm}.json").write_text(json.dumps(dict(sorted(runs.items())), indent=1) + "\n")
 
 
-def train_and_judge(line, out, data_dir):
-    """Run a script to its end, judge what it learned; returns the record that is kept."""
-    where = ["--data-dir", data_dir] if data_dir else []
+def run_script(line, out, where):
+    """Run a script to its end, its words into OUT.log; returns the exit status."""
+    words = [sys.executable, *shlex.split(line), *where, "--workers", "0", "--out", str(out)]
+    environment = dict(os.environ, OMP_NUM_THREADS="1")
     with open(f"{out}.log", "a") as log:
-        words = [sys.executable, *shlex.split(line), *where, "--workers", "0", "--out", str(out)]
-        environment = dict(os.environ, OMP_NUM_THREADS="1")
-        done = subprocess.run(words, cwd=ROOT, env=environment, stdout=log, stderr=subprocess.STDOUT)
-    if done.returncode:
-        raise RuntimeError(f"{line}: exit status {done.returncode}, see {out}.log")
-    return judge(line, out, where)
+        return subprocess.run(words, cwd=ROOT, env=environment, stdout=log, stderr=subprocess.STDOUT).returncode
 
 
 def judge(line, out, where):
@@ -139,27 +135,43 @@ def judge(line, out, where):
 
 
 def train(args):
-    """Every run of the arms that is not kept yet, --jobs side by side, all arms of a seed before the next seed."""
+    """Every run of the arms that is not kept yet, --jobs side by side, all arms of a seed before the next seed.
+
+    A run that fails is told and the others go on; after one that was asked to stop no more begin.
+    """
     runs = Path(args.runs).resolve()
     runs.mkdir(parents=True, exist_ok=True)
+    where = ["--data-dir", args.data_dir] if args.data_dir else []
     arms = args.arms or [name for name, arm in ARMS.items() if arm.tier == 1]
     missing = [(arm, seed) for seed in args.seeds for arm in arms if seed not in kept_runs(args.budget, arm)]
     print(f"{len(missing)} runs to do", flush=True)
-    failed = False
-    with ProcessPoolExecutor(args.jobs, get_context("spawn")) as pool:
+    failed, stopped, pool = False, threading.Event(), ThreadPoolExecutor(args.jobs)
+
+    def run(line, out):
+        if stopped.is_set():
+            return None
+        status = run_script(line, out, where)
+        if status == 75:  # asked to stop: no more begin
+            stopped.set()
+        return status
+
+    try:
         waiting = {}
         for arm, seed in missing:
-            out = runs / f"{args.budget}-{arm}-s{seed}"
-            future = pool.submit(train_and_judge, command(args.budget, arm, seed), out, args.data_dir)
-            waiting[future] = arm, seed
+            line, out = command(args.budget, arm, seed), runs / f"{args.budget}-{arm}-s{seed}"
+            waiting[pool.submit(run, line, out)] = arm, seed, line, out
         for future in as_completed(waiting):
-            arm, seed = waiting[future]
-            if error := future.exception():  # the others go on
-                print(f"{arm}, seed {seed}: {error}", file=sys.stderr, flush=True)
+            arm, seed, line, out = waiting[future]
+            status = future.result()
+            if status:
+                print(f"{arm}, seed {seed}: exit status {status}, see {out}.log", file=sys.stderr, flush=True)
                 failed = True
-                continue
-            keep(args.budget, arm, seed, future.result())
-            print(f"{arm}, seed {seed}: {shown(scores(future.result()))}", flush=True)
+            elif status == 0:
+                record = judge(line, out, where)
+                keep(args.budget, arm, seed, record)
+                print(f"{arm}, seed {seed}: {shown(scores(record))}", flush=True)
+    finally:  # after Ctrl-C, too, which the scripts answer themselves
+        pool.shutdown(cancel_futures=True)
     if failed:
         raise SystemExit(1)
 
