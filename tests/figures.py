@@ -385,7 +385,7 @@ def mechanisms(run, train, test, few=1000):
     similarity, variance = view_statistics(*given, how, test, index, 32, device).mean(1)
     found = {
         "JCL, Fig. 3: similarity of an image's 32 views": similarity,
-        "JCL, Fig. 3: their variance, a feature": variance,
+        "JCL, Fig. 3: their variance, a feature, in thousandths": 1000 * variance,
     }
     features = common.extract_features(encoder, test, info, device)
     found["CLIM, Table 10: similarity of two images of a class"] = class_similarity(features, labels)

@@ -197,18 +197,19 @@ def floors(args):
 
 
 def mechanisms(args):
-    """What the losses do, by the papers' analyses and ours (`figures.mechanisms`), of the runs of seed 0."""
+    """What the losses do, by the papers' analyses and ours (`figures.mechanisms`), of every run that is kept."""
     torch.set_num_threads(1)
     runs, how = Path(args.runs).resolve(), BUDGETS[args.budget]
     parts = [common.load_images(how["data"], args.data_dir, part, size=32) for part in (True, False)]
     file = KEPT / f"{args.budget}-mechanisms.json"
     found = json.loads(file.read_text()) if file.exists() else {}
-    for arm in ARMS:
-        run = runs / f"{args.budget}-{arm}-s0"
-        if arm not in found and 0 in kept_runs(args.budget, arm) and run.is_dir():
-            found[arm] = figures.mechanisms(run, *parts)
-            print(f"{arm}: {found[arm]}", flush=True)
-            file.write_text(json.dumps({name: found[name] for name in ARMS if name in found}, indent=1) + "\n")
+    for arm, seed in ((name, str(seed)) for name in ARMS for seed in kept_runs(args.budget, name)):
+        run = runs / f"{args.budget}-{arm}-s{seed}"
+        if seed not in found.setdefault(arm, {}) and run.is_dir():
+            found[arm][seed] = figures.mechanisms(run, *parts)
+            print(f"{arm}, seed {seed}: {found[arm][seed]}", flush=True)
+            kept = {name: dict(sorted(found[name].items())) for name in ARMS if found.get(name)}
+            file.write_text(json.dumps(kept, indent=1) + "\n")
 
 
 # --------------------------------------------------------------- the tables
@@ -286,10 +287,13 @@ def mechanism_table(budget):
     """Markdown of what the losses do: a figure a row, an arm a column."""
     file = KEPT / f"{budget}-mechanisms.json"
     found = json.loads(file.read_text()) if file.exists() else {}
-    heads = ["measure", *(ARMS[arm].name for arm in found)]
-    names = dict.fromkeys(name for values in found.values() for name in values)
-    rows = [[name, *(f"{v[name]:#.4g}" if name in v else "" for v in found.values())] for name in names]
-    return markdown(heads, rows)
+    names = dict.fromkeys(name for runs in found.values() for run in runs.values() for name in run)
+    rows = [["seeds", *(str(len(runs)) for runs in found.values())]]
+    for name in names:
+        values = [[run[name] for run in runs.values() if name in run] for runs in found.values()]
+        digits = 2 if name.endswith("%") else 4
+        rows.append([name, *(spread(v, digits=digits) if v else "" for v in values)])
+    return markdown(["measure", *(ARMS[arm].name for arm in found)], rows)
 
 
 TABLES = dict(front=front, arms=table, mechanisms=mechanism_table)
