@@ -2,7 +2,7 @@
 
     python tests/results.py train --data-dir DIR [--arms jcl clim] [--seeds 0 1] [--jobs 2]
     python tests/results.py floors --data-dir DIR
-    python tests/results.py mechanisms --data-dir DIR        what the losses do, in the runs of seed 0
+    python tests/results.py mechanisms --data-dir DIR        what the losses do, in all runs
     python tests/results.py readme                   write the tables into README.md and tests/results/README.md
     python tests/results.py curves OUT.png           learning curves (needs matplotlib)
 
