@@ -50,7 +50,7 @@ class Arm(NamedTuple):
     script: str  # with its flags
     baseline: str | None
     tier: int  # 1: trained by default; 2: if asked for
-    times: int = 1  # the budget's epochs
+    times: float = 1  # the budget's epochs
 
 
 ARMS = {
@@ -66,6 +66,7 @@ ARMS = {
     "simsiam": Arm("SimSiam", "logo.py --base simsiam --local-crops 0", None, 1),
     "logo-simsiam": Arm("LoGo on SimSiam", "logo.py --base simsiam", "simsiam", 1),
     "moco-twice": Arm("MoCo v2, twice the epochs", "moco_jointcrop.py --joint none", "moco", 2, times=2),
+    "moco-half-more": Arm("MoCo v2, 1.5 times the epochs", "moco_jointcrop.py --joint none", "moco", 2, times=1.5),
     "jointcrop-released": Arm("J-Crop(0), released", "moco_jointcrop.py --joint crop --variant released", "moco", 2),
     "jcl-released": Arm("JCL, released (4 keys, ramp to lambda 2)", "jcl.py --variant released", "moco", 2),
     "clim-late": Arm("CLIM after 25 epochs of MoCo v2", "clim.py --clim-start 25", "moco", 2),
@@ -96,7 +97,7 @@ def command(budget, arm, seed):
     how, script = BUDGETS[budget], ARMS[arm].script
     vit = script.startswith("patchmix")
     encoder = f"{how['vit']} --patch-size {how['patch']}" if vit else f"{how['resnet']} --amp {how['amp']}"
-    flags = f"--dataset {how['data']} --arch {encoder} --epochs {how['epochs'] * ARMS[arm].times}"
+    flags = f"--dataset {how['data']} --arch {encoder} --epochs {round(how['epochs'] * ARMS[arm].times)}"
     return f"{script} {flags} --batch-size {how['batch']} --knn-every {how['knn_every']} --seed {seed}"
 
 
