@@ -25,7 +25,6 @@ import json
 import math
 import multiprocessing
 import os
-import platform
 import signal
 import subprocess
 import sys
@@ -185,13 +184,6 @@ class StopRequest:
                 os._exit(75)
             raise SystemExit(75)
 
-    @contextlib.contextmanager
-    def answered_at_once(self):
-        self.at_once = True
-        self.leave()
-        yield
-        self.at_once = False
-
     def agreed(self, step=None, pace=0.0):
         """Whether any process was asked; several compare notes after a step, of fast ones (pace: s) twice a second."""
         if self.group is None:
@@ -218,9 +210,8 @@ def _mix(x):
 def _hash(*keys):
     """Chain integers or integer arrays (broadcast) into a uint64 array."""
     state = np.zeros(1, np.uint64)
-    with np.errstate(over="ignore"):
-        for key in keys:
-            state = _mix(state + np.asarray(key).astype(np.uint64) + np.uint64(0x9E3779B97F4A7C15))
+    for key in keys:
+        state = _mix(state + np.asarray(key).astype(np.uint64) + np.uint64(0x9E3779B97F4A7C15))
     return state
 
 
@@ -230,8 +221,7 @@ def uniform(seed, epoch, index, count, purpose=0):
     index (n,) ints -> (n, count) float64 in [0, 1), a pure function of (seed, purpose, epoch, index, position).
     """
     start = _hash(seed, purpose, epoch, np.asarray(index))[:, None]
-    with np.errstate(over="ignore"):
-        bits = _mix(start + np.arange(1, count + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15))
+    bits = _mix(start + np.arange(1, count + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15))
     return (bits >> np.uint64(11)) * 2.0**-53
 
 
@@ -291,9 +281,7 @@ class ImageSet:
 
     def sizes(self, index):
         """(n, 2) int64 heights and widths, from the array or the files' headers."""
-        if self.array is not None:
-            return np.tile(np.array(self.array.shape[1:3]), (len(index), 1))
-        return np.array([image_size(self.path(i)) for i in index])
+        return np.array([image_size(self.path(i)) if self.array is None else self.array.shape[1:3] for i in index])
 
     def subset(self, index):
         """The images of the given rows, in that order."""
@@ -367,8 +355,10 @@ def read_image(path):
 def image_size(path):
     """(height, width) from the header, after EXIF rotation."""
     with open_image(path) as image:
+        if image.format == "TIFF":
+            image.load()  # Pillow turns these itself
         width, height = image.size
-        return (width, height) if image.getexif().get(0x0112, 1) >= 5 else (height, width)
+        return (width, height) if image.getexif().get(0x0112) in (5, 6, 7, 8) else (height, width)
 
 
 def _square(x):
@@ -466,19 +456,17 @@ def load_images(name, data_dir=None, train=True, size=32, cache=True, unlabeled=
     size: of `patterns` only, which is generated; unlabeled: also return images without labels, for pre-training.
     Returns an ImageSet, or None where train is False and there is no test set. Exits with a line if there is no data.
     """
-    if data_dir is not None and not os.path.isdir(data_dir):
-        if name in ("imagenet", "imagenet100", "folder") or os.path.exists(data_dir):
-            fail(f"--data-dir {data_dir} is not a folder")
-    root = Path(data_dir or "data")
-    if data_dir is not None and os.path.isdir(root / "train"):
+    root, given = Path(data_dir or "data"), name in ("imagenet", "imagenet100", "folder")  # never downloaded
+    if data_dir is not None and not root.is_dir() and (given or root.exists()):
+        fail(f"--data-dir {data_dir} is not a folder")
+    if data_dir is not None and (root / "train").is_dir():
         return _load_layout(name, root, train, cache, unlabeled)
     if name == "patterns":
         if data_dir is not None:
             fail(f"--data-dir {data_dir} has no train/, and patterns are generated: give --dataset folder")
-        count, seed = (4096, 0) if train else (1024, 1)
-        array, labels = make_patterns(count, size, seed)
+        array, labels = make_patterns(4096, size, seed=0) if train else make_patterns(1024, size, seed=1)
         return ImageSet(name, labels, PATTERNS, array)
-    if name in ("imagenet", "imagenet100", "folder"):
+    if given:
         if name == "folder" and data_dir is not None:
             return read_folder(name, root, (), cache) if train else None
         fail(f"--dataset {name} needs --data-dir DIR with train/ and val/, one folder a class")
@@ -490,9 +478,8 @@ def _load_layout(name, root, train, cache, unlabeled):
     folder = next((root / s for s in (("train",) if train else ("val", "test")) if (root / s).is_dir()), None)
     if folder is None:
         return None
-    classes, have = (
-        sorted(p.name for p in d.iterdir() if p.is_dir() and p.name[0] != ".") for d in (root / "train", folder)
-    )
+    parts = root / "train", folder
+    classes, have = (sorted(p.name for p in d.iterdir() if p.is_dir() and p.name[0] != ".") for d in parts)
     if name == "imagenet100" and set(IMAGENET100) <= set(classes):
         classes, have = sorted(IMAGENET100), [c for c in have if c in IMAGENET100]
     if odd := sorted(set(have) ^ set(classes)):
@@ -506,8 +493,8 @@ def _load_torchvision(name, root, train, unlabeled):
     if name == "stl10":
         split = {"split": ("train+unlabeled" if unlabeled else "train") if train else "test"}
     try:
-        for turn in (True, False):  # the first process of a node downloads, the others then find the files
-            if turn == (int(os.environ.get("LOCAL_RANK", 0)) == 0):
+        for turn in range(3):  # the first process of all downloads, then each node's first; the others find the files
+            if turn == sum(os.environ.get(name, "0") != "0" for name in ("RANK", "LOCAL_RANK")):
                 with contextlib.redirect_stdout(sys.stderr):
                     data = getattr(torchvision.datasets, name.upper())(str(root), download=True, **split)
             if dist.is_initialized():
@@ -565,9 +552,7 @@ def random_resized_crop(sizes, draws, scale, ratio=(3 / 4, 4 / 3), area=None, wh
     return np.where(fits.any(1)[:, None], box, centre).astype(np.int64)
 
 
-def random_colour(
-    draws, jitter=(0, 0, 0, 0), jitter_p=0.0, gray_p=0.0, blur_p=0.0, sigma=(0.1, 2.0), solarize_p=0.0, flip_p=0.5
-):
+def random_colour(draws, jitter=(0,) * 4, jitter_p=0, gray_p=0, blur_p=0, sigma=(0.1, 2.0), solarize_p=0, flip_p=0.5):
     """Colour parameters of one view, for `colour`: draws (n, 11) uniform -> (n, 9) float32, columns as COLOUR.
 
     jitter: torchvision ColorJitter's (brightness, contrast, saturation, hue); the rest are probabilities, and the range
@@ -969,17 +954,20 @@ def backbone_info(arch, image_size, patch_size, norm=IMAGENET_NORM, interpolatio
 
 def arch_name(info):
     """The name by which --arch calls an encoder that `backbone_info` describes."""
-    for short, (name, kwargs) in ARCHS.items():
-        if name == info["timm_name"] and kwargs.items() <= info["create_kwargs"].items():
-            return short
-    return info["timm_name"] or "own encoder"
+    name, given = info["timm_name"], info["create_kwargs"].items()
+    fitting = (short for short, (timm_name, more) in ARCHS.items() if timm_name == name and more.items() <= given)
+    return next(fitting, name or "own encoder")
 
 
-def build_backbone(info, **more):
-    """The untrained timm model without classifier that `info` describes, (N, 3, H, W) -> (N, width); more: for timm."""
+def build_backbone(info, sizes=(), **more):
+    """The untrained timm model without classifier that `info` describes, (N, 3, H, W) -> (N, width).
+
+    sizes: of the images that it will see, too; more: for timm. Exits with a line if it does not take such images.
+    """
     try:
         backbone = timm.create_model(info["timm_name"], **info["create_kwargs"], **more)
-        output_width(backbone, info["image_size"])
+        for size in {info["image_size"], *sizes}:
+            output_width(backbone, size)
     except (TypeError, AssertionError, RuntimeError) as error:
         reason = " ".join(str(error).split())
         fail(f"timm's {info['timm_name']} does not work with these arguments and image size: {reason}")
@@ -1063,8 +1051,7 @@ def open_data(args, info, train=None, test=None, labels=True):
     one class.
     """
     if train is None:
-        parts = (load_images(args.dataset, args.data_dir, part, size=info["image_size"]) for part in (True, False))
-        train, test = parts
+        train, test = (load_images(args.dataset, args.data_dir, t, size=info["image_size"]) for t in (True, False))
     else:
         args.dataset, args.data_dir = "own", None
         train, test = OwnImages(train, labelled=test is not None), test and OwnImages(test, labelled=True)
@@ -1087,12 +1074,10 @@ def protocol(args, info, train, test):
     """What an evaluation's numbers depend on, as lines."""
     scale = f"if not of {info['image_size']} px: shorter side 256/224 of it, centre crop, {info['interpolation']}"
     same = train.array is not None and train.array.shape[1:3] == (info["image_size"],) * 2
-    return (
-        f"encoder {arch_name(info)} of {info['method']}, the {info['encoder']} encoder, evaluation mode; "
-        f"features: before the projector, after the last norm and pooling\n"
-        f"data {args.dataset}: {len(train)} training and {len(test or ())} test images, {len(train.classes)} classes; "
-        f"{'no resize' if same else scale}; mean {tuple(info['mean'])}, std {tuple(info['std'])}"
-    )
+    return f"""encoder {arch_name(info)} of {info["method"]}, the {info["encoder"]} encoder, evaluation mode; \
+features: before the projector, after the last norm and pooling
+data {args.dataset}: {len(train)} training and {len(test or ())} test images, {len(train.classes)} classes; \
+{"no resize" if same else scale}; mean {tuple(info["mean"])}, std {tuple(info["std"])}"""
 
 
 # ------------------------------------------------------------------- 6. flags
@@ -1196,9 +1181,7 @@ def evaluation_parser(prog, doc):
 
 def run_parser(prog, doc, evaluated):
     """The flags of every training run. doc: the script's docstring; evaluated: the encoder that the authors judge."""
-    about = (
-        "Defaults are those of --dataset patterns, which is generated here; --dataset imagenet --help shows ImageNet's."
-    )
+    about = "Defaults are those of --dataset patterns, generated here; --dataset imagenet --help shows ImageNet's."
     parser = ArgumentParser(prog, f"{doc.splitlines()[0]} {about}", add_help=False)
     for name, flags in FLAGS.items():
         add_flags(parser.add_argument_group(name), flags)
@@ -1226,10 +1209,8 @@ def parse_run(parser, argv, recipe):
     args.backbone = backbone_info(args.arch, args.image_size, args.patch_size, args.norm, **more)
     general = {"evaluated"}.union(*FLAGS.values()) - {"variant"}
     changed = [flag for flag in vars(given) if flag not in general and getattr(args, flag) != parser.get_default(flag)]
-    name = "-".join(
-        [args.method, args.dataset, args.arch, f"s{args.seed}", *(f"{f}{getattr(args, f)}" for f in changed)]
-    )
-    args.name = "".join(c if c.isalnum() or c in "-_." else "+" for c in name)
+    parts = [args.method, args.dataset, args.arch, f"s{args.seed}", *(f"{f}{getattr(args, f)}" for f in changed)]
+    args.name = "".join(c if c.isalnum() or c in "-_." else "+" for c in "-".join(parts))
     if args.batch_size % (world := int(os.environ.get("WORLD_SIZE", 1))):
         fail(f"--batch-size {args.batch_size} (global) cannot be shared out over {world} processes")
     if args.tensorboard and importlib.util.find_spec("tensorboard") is None:
@@ -1263,6 +1244,8 @@ class Run:
         if encoder is not None:
             args.name, args.arch = args.name.replace(f"-{args.arch}-", "-own-", 1), "own"
             args.backbone |= dict(timm_name=None, create_kwargs={}, stem="own")
+            if args.grad_checkpoint and not hasattr(encoder, "set_grad_checkpointing"):
+                fail("--grad-checkpoint needs an encoder with timm's set_grad_checkpointing, which yours has not")
         args.out = args.out or f"runs/{args.name}"
         self.args, self.device, self.out = args, device, Path(args.out)
         self.config = json.loads(json.dumps(vars(args)))
@@ -1303,8 +1286,7 @@ class Run:
         environment = versions(self.device)
         say(", ".join(f"{k} {v}" for k, v in environment.items()))
         say(introduction(args, encoder, train, test, self.steps, chance, about) if encoder is not None else about)
-        if not records:
-            records = [dict(step=self.step, **environment, arguments=self.config, chance=chance)]
+        records = records or [dict(step=self.step, **environment, arguments=self.config, chance=chance)]
         if rank_and_world()[0] == 0:
             for unfinished in self.out.glob("*.tmp"):  # of a process that was killed in a write
                 unfinished.unlink()
@@ -1341,7 +1323,8 @@ class Run:
 
     def same_everywhere(self):
         """Exit with a line unless the processes have the same flags, images and checkpoint."""
-        flags = {name: value for name, value in self.config.items() if name not in OPERATING}
+        own = OPERATING - {"max_steps", "save_every", "keep_every", "knn_every", "eval_every"}  # when all act together
+        flags = {name: value for name, value in self.config.items() if name not in own}
         marks = from_all((flags, self.images, self.step))
         if any(mark != marks[0] for mark in marks):
             fail("the processes differ in flags, images or checkpoint: --data-dir and --out must be on shared disks")
@@ -1375,6 +1358,8 @@ class Run:
         tensors = {name: v.detach().double() for name, v in metrics.items() if torch.is_tensor(v)}
         self.last = {name: v for name, v in metrics.items() if name not in tensors}
         values = torch.stack([*tensors.values()])
+        if self.names != [*tensors]:  # an epoch's first step, or other flags than before the run was broken off
+            self.sums, self.count = None, 0
         self.names, self.sums = [*tensors], values if self.sums is None else self.sums + values
         self.step, self.count = self.step + 1, self.count + 1
         if pair and -self.step % self.steps * self.args.batch_size < self.health_images:
@@ -1446,8 +1431,10 @@ class Run:
         """What takes long between steps: everything is saved before, so that a request to stop is answered at once."""
         if self.saved != self.step:
             self.save()
-        with self.stop.answered_at_once():
-            yield
+        self.stop.at_once = True
+        self.stop.leave()
+        yield
+        self.stop.at_once = False
 
     def save(self, keep=None):
         """Write backbone.pt, keep (a third name) and last.pt, from the first process; last.pt becomes last.prev.pt.
@@ -1505,7 +1492,8 @@ encoder {args.arch}, {size:.2f} M parameters, {args.image_size} px; evaluated: t
 data {train.name}: {len(train)} training images ({memory}), {len(test) if test else "no"} test images, \
 {len(train.classes) or "no"} classes; mean {args.norm[0]}, std {args.norm[1]}
 batch {args.batch_size} over {world} process(es), {args.batch_size // world} each; {steps} steps an epoch, \
-{args.epochs} epochs; {"bf16" if args.bf16 else "float32"}; batch-norm groups {args.bn_groups}
+{args.epochs} epochs; {"bf16" if args.bf16 else "TF32" if torch.backends.cuda.matmul.allow_tf32 else "float32"}; \
+batch-norm groups {args.bn_groups}
 rate {args.lr:g} at batch {args.lr_batch}, scaled linearly to {args.lr * args.batch_size / args.lr_batch:g}; \
 weight decay {args.weight_decay}, momentum {args.momentum}, temperature {args.temperature}"""
 
@@ -1560,12 +1548,10 @@ def load_checkpoint(path):
     path = Path(path)
     previous = path.with_name(path.stem + ".prev" + path.suffix)
     for candidate in (path, previous):
-        try:
+        with contextlib.suppress(Exception):  # of a file from elsewhere; torch's advice is to load it unsafely
             state = torch.load(candidate, map_location="cpu", weights_only=True) if is_intact(candidate) else None
-        except Exception as error:  # a file from elsewhere may hold anything; torch's advice is to load it unsafely
-            state = type(error).__name__
-        if isinstance(state, dict):
-            return state
+            if isinstance(state, dict):
+                return state
         if candidate == previous or not previous.exists():
             fail(f"{candidate} is damaged, or not a checkpoint of this project")
         say(f"warning: {candidate} is damaged; going on from {previous}")
@@ -1622,8 +1608,7 @@ def open_run(out, config, resume="auto"):
         except (OSError, ValueError, TypeError):
             fail(f"--out {out} is not empty and has no readable config.json: give a new folder")
         names = sorted((set(old) | set(config)) - set(OPERATING))
-        different = [f"{n} was {old.get(n)}, is {config.get(n)}" for n in names if old.get(n) != config.get(n)]
-        if different:
+        if different := [f"{n} was {old.get(n)}, is {config.get(n)}" for n in names if old.get(n) != config.get(n)]:
             fail(f"--out {out} is of another configuration ({'; '.join(different)}): give another --out")
     if resume in ("auto", "none"):
         return last
@@ -1643,13 +1628,12 @@ def is_finite(state):
 def versions(device):
     """Versions, machine and commit, for the first line of a run."""
     git = ["git", "describe", "--always", "--dirty", "--exclude=*"]
-    try:
+    commit = None
+    with contextlib.suppress(OSError):
         commit = subprocess.run(git, capture_output=True, text=True, cwd=Path(__file__).parent).stdout.strip() or None
-    except OSError:
-        commit = None
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU, {torch.get_num_threads()} thread(s)"
     packages = {module.__name__: str(module.__version__) for module in (torch, torchvision, timm, np)}
-    return {"python": platform.python_version(), **packages, "device": name, "commit": commit}
+    return {"python": sys.version.split()[0], **packages, "device": name, "commit": commit}
 
 
 def save_grid(path, rows, labels, border=None, captions=None):

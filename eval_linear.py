@@ -194,9 +194,7 @@ def resolve(args, info):
         common.fail("--head-lr goes with --layer-decay 1")
     world = common.rank_and_world()[1]
     if args.batch_size % world or (args.mixup + args.cutmix > 0 and args.batch_size // world % 2):
-        common.fail(
-            f"--batch-size {args.batch_size}: each of {world} process(es) gets as many, for mixup an even number"
-        )
+        common.fail(f"--batch-size {args.batch_size}: each of {world} process(es) gets as many, with mixup evenly")
     path = Path(args.checkpoint or args.arch or "own").resolve()
     source = path.name if path.is_dir() or not args.checkpoint else path.parent.name
     labels = f"-{args.label_fraction:g}" if args.label_fraction else "-listed" if args.label_files else ""
@@ -251,9 +249,8 @@ def choose_labels(args, train):
     else:
         chosen = train.subset(balanced_share(train.labels, args.label_fraction, args.seed))
     counts = np.bincount(chosen.labels, minlength=len(train.classes))
-    common.say(
-        f"labels: {len(chosen)} of {len(train)} training images, {counts.min()} to {counts.max()} for each class"
-    )
+    each = f"{counts.min()} to {counts.max()} for each class"
+    common.say(f"labels: {len(chosen)} of {len(train)} training images, {each}")
     return chosen
 
 
@@ -371,9 +368,8 @@ def lbfgs_probe(x, y, check, test_x, num_classes, strengths, metric="top1", iter
         unfinished += [(strength, gradient)] * (gradient > tolerance)
     weight, gradient = logistic_regression(x, y, num_classes, best, start, iterations, tolerance)
     for strength, left in unfinished + [(best, gradient)] * (gradient > tolerance):
-        common.say(
-            f"warning: strength {strength:.3g} has not converged in {iterations} iterations: gradient {left:.1e}"
-        )
+        late = f"has not converged in {iterations} iterations: gradient {left:.1e}"
+        common.say(f"warning: strength {strength:.3g} {late}")
     at_edge = len(held_out) > 1 and best in (min(held_out), max(held_out))
     return dict(logits=torch.addmm(weight[-1], test_x, weight[:-1]), lr=best, at_edge=at_edge, held_out=held_out)
 
@@ -383,12 +379,8 @@ def lbfgs_probe(x, y, check, test_x, num_classes, strengths, metric="top1", iter
 
 def open_validation(args, train, test):
     """(validation, test): where --data-dir has val/ and test/ both, they are that; else (None, test)."""
-    root = Path(args.data_dir or ".")
-    if (
-        args.mode != "lbfgs"
-        or args.data_dir is None
-        or not all((root / part).is_dir() for part in ("train", "val", "test"))
-    ):
+    root, parts = Path(args.data_dir or "."), ("train", "val", "test")
+    if args.mode != "lbfgs" or not args.data_dir or not all((root / part).is_dir() for part in parts):
         return None, test
     judged = common.read_folder(args.dataset, root / "test", train.classes, True)
     common.say(f"val/ and test/ are both there: val/ chooses, test/ with its {len(judged)} images is judged")
@@ -402,28 +394,20 @@ def evaluate_cached(args, device, encoder, info, train, test):
     labels = [torch.from_numpy(part.labels) for part in parts]
     train_y, test_y, classes = torch.cat(labels[:-1]).to(device), labels[-1], len(train.classes)
     order = torch.randperm(len(train), generator=common.generator(args.seed, 2))
-    check = (
-        order[: max(1, int(args.holdout * len(train)))]
-        if validation is None
-        else len(train) + torch.arange(len(validation))
-    )
+    check = order[: max(1, int(args.holdout * len(train)))]
+    if validation is not None:
+        check = len(train) + torch.arange(len(validation))
     if args.mode == "lbfgs":
-        common.say(
-            f"L-BFGS: {len(check)} images choose the strength by {args.metric}; then all {len(train_y)} are fitted"
-        )
+        common.say(f"L-BFGS: {len(check)} images choose the strength by {args.metric}; all {len(train_y)} are fitted")
     chosen, flag = ("rate", "--lrs") if args.mode == "probe" else ("strength", "--strengths")
     results = {}
     for name, network in {"encoder": encoder, **common.floor_encoders(args, info, device, len(train))}.items():
         if name == "raw pixels" and args.mode == "lbfgs" and len(train) > 10_000:
             continue  # 3,072 numbers an image: hours
         if common.rank_and_world()[1] > 1 and len(train_y) * common.output_width(network, info["image_size"]) > 2**30:
-            common.fail(
-                f"{len(train_y)} images have more than 2**30 features, which each process would hold: start one"
-            )
+            common.fail(f"{len(train_y)} images' features are over 2**30 numbers for each process: start one")
         options = dict(batch_size=args.batch_size, workers=args.workers, amp=args.amp)
-        *train_x, test_x = (
-            common.extract_features(network, part, info, device, **options).to(device) for part in parts
-        )
+        *train_x, test_x = (common.extract_features(network, x, info, device, **options).to(device) for x in parts)
         train_x = torch.cat(train_x)
         if args.mode == "probe":
             found = linear_probe(
@@ -436,9 +420,7 @@ def evaluate_cached(args, device, encoder, info, train, test):
         held_out = f"{chosen} {found['lr']:.3g}, {max(found['held_out'].values()):.2f} % held out"
         common.say(f"{name:>10}  {show(results[name])}  ({held_out})")
         if found["at_edge"]:
-            common.say(
-                f"warning: the best {chosen} is at the edge of the grid, widen it with {flag}: {found['held_out']}"
-            )
+            common.say(f"warning: the best {chosen} is at the edge of the grid, widen it: {flag}; {found['held_out']}")
     return results
 
 

@@ -453,7 +453,7 @@ def test_images_of_any_mode_are_read_as_rgb(tmp_path, mode):
     assert abs(read.astype(int) - expected).max() <= (6 if lossy else mode == "I;16")
 
 
-@pytest.mark.parametrize("extension, tolerance", [("png", 0), ("jpg", 6)])
+@pytest.mark.parametrize("extension, tolerance", [("png", 0), ("jpg", 6), ("tif", 0)])
 def test_exif_rotation(tmp_path, extension, tolerance):
     a, path = gradient(), tmp_path / f"x.{extension}"
     half, across = a[::-1, ::-1], a.swapaxes(0, 1)
@@ -466,8 +466,8 @@ def test_exif_rotation(tmp_path, extension, tolerance):
         np.rot90(a, -1),
         half.swapaxes(0, 1),
         np.rot90(a),
-    ]  # orientations 1 to 8
-    for orientation, expected in enumerate(turned, 1):
+    ]  # orientations 1 to 8; others mean nothing
+    for orientation, expected in enumerate([*turned, a, a], 1):
         exif = Image.Exif()
         exif[0x0112] = orientation
         Image.fromarray(a).save(path, exif=exif, **({"quality": 100, "subsampling": 0} if tolerance else {}))
@@ -630,6 +630,22 @@ def test_torchvision_data(tmp_path, capsys, monkeypatch):
         assert images.array.shape == (2, 6, 5, 3) and images.classes == ["a", "b"] and images.labels.tolist() == labels
     assert seen == [{"split": "train"}, {"split": "train+unlabeled"}, {"train": True}]
     assert "no connection" in refused(capsys, common.load_images, "cifar10", tmp_path, False)
+
+
+def test_one_process_of_all_downloads_first_then_one_of_each_node(tmp_path, monkeypatch):
+    """Its files may be on a disk that the nodes share."""
+    waits = []
+    monkeypatch.setattr(torchvision.datasets, "CIFAR10", lambda *_, **__: order.append(len(waits)) or 1 / 0)
+    monkeypatch.setattr(common.dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(common.dist, "barrier", lambda: waits.append(1))
+    order = []
+    for rank, local in ((0, 0), (1, 1), (2, 0), (3, 1)):
+        waits.clear()
+        monkeypatch.setenv("RANK", str(rank))
+        monkeypatch.setenv("LOCAL_RANK", str(local))
+        with pytest.raises(ZeroDivisionError):
+            common.load_images("cifar10", tmp_path)
+    assert order == [0, 2, 1, 2]  # after how many barriers
 
 
 def test_imagenet100(tmp_path):

@@ -247,6 +247,7 @@ def assert_one_line_of_all(ends, words):
 DISAGREEMENTS = {  # what the second process gets, and a word of the line
     "flags": (["--lr", "0.5"], "processes differ"),
     "no data": (["--data-dir", "missing"], "missing"),
+    "when to stop": (["--max-steps", "2"], "processes differ"),
     "another checkpoint": (["--out", "new"], "processes differ"),
     "another configuration of a run": (["--out", "old", "--lr", "0.5"], ""),
 }

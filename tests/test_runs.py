@@ -442,6 +442,13 @@ def test_own_data_and_encoder(method, tmp_path, monkeypatch, capsys):
 
 
 @pytest.mark.parametrize("method", ONE)
+def test_an_own_encoder_that_cannot_be_checkpointed_is_refused(method, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    stopped(2, method, None, tmp_path / "a", "--dataset", "folder", "--grad-checkpoint", encoder=OwnEncoder())
+    assert "--grad-checkpoint" in capsys.readouterr().err and not (tmp_path / "a").exists()
+
+
+@pytest.mark.parametrize("method", ONE)
 def test_own_data_is_decoded_once_for_a_batch_and_never_judged_elsewhere(method, tmp_path, capsys):
     data = Own(40, lambda x: x, False)
     flags = ["--dataset", "folder", "--batch-size", "16", "--queue", "32"]
