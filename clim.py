@@ -26,16 +26,18 @@ for 20 iterations of k-means, in float64: about a minute on one H100 by its data
 
 There is no released code (`--variant released` is refused). Where the paper is silent, this is inference: the embedding
 is the momentum encoder's unit-length output for a centre crop; an image is no neighbour of itself; the positive's key
-comes from a view of its own; one CutMix box a batch, as in CutMix's code; without mixing, half the loss goes to each
-key; MoCo v2's temperature and colour jitter; the first table after --clim-start epochs of plain MoCo v2; the anchor's
-own key is enqueued; all recipes but ImageNet's.
+comes from a view of its own and is encoded with the anchor's, so that a batch-norm group has twice as many keys as
+queries; each epoch one of an image's ten is drawn; one CutMix box a batch, as in CutMix's code, at the largest size; 20
+iterations of k-means from random rows; without mixing, half the loss goes to each key; MoCo v2's temperature and colour
+jitter; the first table after --clim-start epochs of plain MoCo v2; the anchor's own key is enqueued; bf16 in the
+encoders on CUDA; all recipes but ImageNet's.
 
 Departures:
     D1 Eq. 2 would let an image be its own positive (equality); it is left out, unless it is the only image
     D2 App. A.2 tops up with neighbours that Eq. 2 excludes: followed
     D3 Eq. 6 is a sum, four terms for two sizes, which raises the effective rate: as printed; small images have one size
        here
-    D4 Table 7's {224, 224} does not say what differs: here the crop is the same and the colours are drawn anew
+    D4 Table 7's {224, 224} does not say what differs: here the crop is the same; colours and flip are drawn anew
 """
 
 import copy
@@ -271,7 +273,7 @@ def make_sample(args, images, positives):
 
     The query and the key view of an image, then the key and (to be mixed) the query view of its positive, which is
     drawn from the table (N, num_positives) for this epoch; while the table is -1, the first two only. All of them again
-    for each copy, the same crops in other colours.
+    for each copy, the same crops in other colours, flipped anew.
     """
     repeats = copies(args.resolutions)
 
@@ -293,6 +295,13 @@ def make_sample(args, images, positives):
     return sample, repeats * 4 * DRAWS + 1
 
 
+def mix(args, x, partner, step):
+    """Eq. 3 on a batch as training mixes it: one share and one box, the same on every process. Returns as `cutmix`."""
+    draws = common.generator(args.seed, step, 30)
+    lam = np.random.default_rng(draws.initial_seed()).beta(args.alpha, args.alpha)
+    return cutmix(x, partner, lam, draws)
+
+
 def show_views(args, positives, loader, device):
     """What --show-views writes: the views of an image and of a positive, and the mix, before the normalisation."""
     if args.selection != "none":
@@ -302,8 +311,7 @@ def show_views(args, positives, loader, device):
     views = views[: len(views) // copies(args.resolutions)]
     names = ["query view", "key view", "key, positive", "query, positive"][: len(views)]
     if len(views) == 4:
-        lam = torch.rand(len(views[0]), generator=common.generator(args.seed))
-        views.append(cutmix(views[0], views[3], lam, common.generator(args.seed))[0])
+        views.append(mix(args, views[0], views[3], step=0)[0])
         names.append("query, mixed")
     common.save_views(args.show_views, views, names)
 
@@ -379,7 +387,7 @@ class CLIM(nn.Module):
     def __init__(self, args, encoder=None):
         super().__init__()
         self.args = args
-        self.backbone = encoder or common.build_backbone(args.backbone)
+        self.backbone = encoder or common.build_backbone(args.backbone, args.resolutions)
         width = common.output_width(self.backbone, args.image_size)
         self.projector = nn.Sequential(nn.Linear(width, width), nn.ReLU(inplace=True), nn.Linear(width, args.dim))
         self.momentum_backbone = copy.deepcopy(self.backbone).requires_grad_(False)
@@ -408,9 +416,7 @@ class CLIM(nn.Module):
             if number == 3:
                 lam = 0.5  # without mixing, half the loss goes to each key
             elif number == 4:
-                draws = common.generator(args.seed, step, 30)
-                lam = np.random.default_rng(draws.initial_seed()).beta(args.alpha, args.alpha)
-                x, lam = cutmix(x, others.pop(), lam, draws)  # Eq. 3: the same box at every size
+                x, lam = mix(args, x, others.pop(), step)  # Eq. 3: the same box at every size
             queries.append(self.query(resize(x, size)))
             generator = common.generator(args.seed, step, 20 + i)
             keys.append(encode_keys(self.key, [resize(view, size) for view in others], generator))  # (1 or 2, N, C)
@@ -464,7 +470,7 @@ def parse_args(argv=None):
 
 
 def refresh(args, model, images, device, epoch, positives):
-    """Choose the table of positives anew, from the momentum encoder's embeddings of all images, in float32."""
+    """Choose the table of positives anew, from the momentum encoder's embeddings of all images, without bf16."""
     began = time.perf_counter()
     encoder, workers = nn.Sequential(model.momentum_backbone, model.momentum_projector), common.workers_of(args, device)
     features = common.extract_features(encoder, images, args.backbone, device, workers=workers)
@@ -596,15 +602,13 @@ class GroupedBatchNorm(nn.modules.batchnorm._BatchNorm):
 
 
 def batch_norm_groups(args):
-    """The recipe's number of groups, or, with a line, the largest below it that the processes and the batch allow."""
+    """The recipe's number of groups, or, with a line: as many as processes that do not divide it; fewer if none fit."""
     world, asked = common.rank_and_world()[1], args.bn_groups
     most = asked if asked == 1 or asked % world == 0 else world
     fitting = [g for g in range(most, 1, -1) if g % world == 0 and args.batch_size % g == 0 and args.batch_size > g]
     groups = (fitting or [1])[0]
     if groups != asked:
-        common.say(
-            f"batch-norm groups: {groups} for {asked}, with {world} process(es) and a batch of {args.batch_size}"
-        )
+        common.say(f"batch-norm groups: {groups} for {asked}, with {world} process(es), batch {args.batch_size}")
     return groups
 
 

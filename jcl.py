@@ -27,9 +27,10 @@ Departures:
     D4 the paper removes 256 old keys while it adds N = 512 (App. C); here as many as are added
     D5 Algorithm 1 updates f and g by the loss; g is a momentum encoder (App. C)
     D6 App. D's class list has two misprints; common.IMAGENET100 is mended
-    D7 the rate's cosine moves once a step; released once an epoch, up to 0.8 % of the peak rate apart (not reproduced)
+    D7 the rate's cosine moves once a step; released once an epoch, in 200 epochs up to 0.8 % of the peak rate
+       apart (not reproduced)
     D8 released float32, and the first process's batch-norm statistics; here bf16 in the encoders on CUDA (--amp off:
-       float32), and the statistics' mean
+       float32, with products in TF32), and the statistics' mean
     D9 --vanilla: in the paper the gradient goes through all branches (section 3.2); here to the query only
 """
 
@@ -48,7 +49,7 @@ import common
 # ================================================================== 1. recipes
 
 # fmt: off
-BASE = dict(  # App. C; the rate is that of batch size lr_batch
+BASE = dict(  # section 4.1 and App. C; the rate is that of batch size lr_batch
     num_keys=5, lam=4.0, lam_schedule="constant", vanilla=False, temperature=0.2, dim=128, momentum=0.999,
     weight_decay=1e-4, warmup=0, min_lr=0.0, bn_groups=8, patch_size=16, interpolation="bilinear",
     crop_scale=(0.2, 1.0), jitter=(0.4, 0.4, 0.4, 0.1), jitter_p=0.8, gray_p=0.2, blur_p=0.5,
@@ -231,15 +232,14 @@ class JCL(nn.Module):
         """views: this process's query and M' key views (n, 3, H, W). Returns (loss, metrics: scalars, and q, k)."""
         q = self.query(views[0])
         keys = encode_keys(self.key, views[1:], common.generator(self.args.seed, step, 20))  # (M', N, C)
-        first = common.rank_and_world()[0] * len(q)
-        k = keys[:, first : first + len(q)].transpose(0, 1)  # of this process's images: (n, M', C)
+        k = keys.split(len(q), dim=1)[common.rank_and_world()[0]].transpose(0, 1)  # this process's: (n, M', C)
         if self.args.vanilla:
             losses = [info_nce(q, key, self.queue.keys, self.args.temperature) for key in k.unbind(1)]
             loss = sum(losses) / len(losses)  # Eq. 3
         else:
             loss = jcl_loss(q, k, self.queue.keys, self.args.temperature, lam)
         self.new_keys = keys.mean(0)  # Algorithm 1, line 13, for `update`: the means, not of unit length
-        variance = (k - k.mean(1, keepdim=True)).square().mean()  # the mean of Sigma's diagonal
+        variance = k.var(1, correction=0).mean()  # the mean of Sigma's diagonal
         return loss, dict(loss=loss, key_variance=variance, q=q, k=k[:, 0])
 
     @torch.no_grad()
@@ -378,15 +378,13 @@ class GroupedBatchNorm(nn.modules.batchnorm._BatchNorm):
 
 
 def batch_norm_groups(args):
-    """The recipe's number of groups, or, with a line, the largest below it that the processes and the batch allow."""
+    """The recipe's number of groups, or, with a line: as many as processes that do not divide it; fewer if none fit."""
     world, asked = common.rank_and_world()[1], args.bn_groups
     most = asked if asked == 1 or asked % world == 0 else world
     fitting = [g for g in range(most, 1, -1) if g % world == 0 and args.batch_size % g == 0 and args.batch_size > g]
     groups = (fitting or [1])[0]
     if groups != asked:
-        common.say(
-            f"batch-norm groups: {groups} for {asked}, with {world} process(es) and a batch of {args.batch_size}"
-        )
+        common.say(f"batch-norm groups: {groups} for {asked}, with {world} process(es), batch {args.batch_size}")
     return groups
 
 

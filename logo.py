@@ -37,14 +37,15 @@ Departures, from the released code if not said otherwise:
     D5 the affinity sees the whole batch on every process; released: each process has an affinity of its own
     D6 negatives of the affinity: the batch rolled by one; released: reversed, where an odd batch's middle meets itself
     D7 local crops take [0.08, r_l] of the area (supplement); released default: 0.05. On patterns at half the size
-    D8 no local keys, which released code makes and drops; main gradient not clipped at 100; no 1e-6 in L_ll's clip
+    D8 no local keys, which released code makes and drops; main gradient not clipped at 100
     D9 STL-10: ResNet-18; the supplement's small AlexNet is not in timm
     D10 colours once, in MoCo v2's order; released blur before jitter and gray, and on CIFAR jitter, gray, flip and
        normalisation twice, with the std (0.2023, 0.1994, 0.2010)
     D11 baseline: global crops and, with --one-way, the key's view enqueued; released crops from 0.08, both enqueued
     D12 released float32, and of the processes' batch-norm statistics the first's; here bf16 in the encoders on CUDA
-       (--amp off: float32), and the statistics' mean
-    D13 SimSiam: rate, batch and weight decay are LoGo's MoCo's; the predictor's rate falls, too (its code: constant)
+       (--amp off: float32, with products in TF32), and the statistics' mean
+    D13 SimSiam: rate and weight decay are LoGo's MoCo's, as is the batch but on CIFAR (512, a third party's, whose rate
+       is half of that here); the rate falls by a cosine, the predictor's, too (SimSiam's code: constant)
 """
 
 import copy
@@ -262,7 +263,7 @@ class MoCo(nn.Module):
     def __init__(self, args, encoder=None):
         super().__init__()
         self.args = args
-        self.backbone = encoder or common.build_backbone(args.backbone)
+        self.backbone = encoder or common.build_backbone(args.backbone, [args.local_size])
         width = common.output_width(self.backbone, args.image_size)
         self.projector = nn.Sequential(nn.Linear(width, width), nn.ReLU(inplace=True), nn.Linear(width, args.dim))
         self.momentum_backbone = copy.deepcopy(self.backbone).requires_grad_(False)
@@ -323,7 +324,7 @@ class SimSiam(nn.Module):
     def __init__(self, args, encoder=None):
         super().__init__()
         self.args = args
-        self.backbone = encoder or common.build_backbone(args.backbone)
+        self.backbone = encoder or common.build_backbone(args.backbone, [args.local_size])
         for block in self.backbone.modules():
             if encoder is None and hasattr(block, "zero_init_last"):
                 block.zero_init_last()  # SimSiam starts from zero residual branches
@@ -379,11 +380,12 @@ class LocalToLocal:
     def __init__(self, args, model, device):
         self.args, self.model, self.norm = args, model, torch.zeros((), device=device)
         self.affinity = Affinity(args.dim, args.affinity_hidden).to(device)
-        rate = args.affinity_lr or args.lr * args.batch_size / args.lr_batch  # constant
-        self.optimizer = torch.optim.SGD(self.affinity.parameters(), rate, momentum=0.9, weight_decay=args.weight_decay)
+        self.rate = args.affinity_lr or args.lr * args.batch_size / args.lr_batch  # the affinity's, constant
+        options = dict(lr=0.0, momentum=0.9)
+        self.optimizer = torch.optim.SGD(self.affinity.parameters(), weight_decay=args.weight_decay, **options)
         encoder = [*model.backbone.parameters(), *model.projector.parameters()]
         encoder = [p for p in encoder if p.requires_grad]  # a user's own may have frozen ones
-        self.second = torch.optim.SGD(encoder, lr=0.0, momentum=0.9)
+        self.second = torch.optim.SGD(encoder, **options)
 
     def dissimilarity(self, local, step):
         """A step of the affinity (Eq. 6), then L_ll of the whole batch, with a gradient to this process's locals."""
@@ -394,15 +396,14 @@ class LocalToLocal:
             noise = torch.randn(2, *local[0].shape, generator=draws, pin_memory=local[0].is_cuda)
             noise = noise.to(local[0], non_blocking=True) * 0.3 / self.args.dim**0.5
         loss = affinity_loss(self.affinity, *local, noise, self.args.affinity_form)
-        descend(self.optimizer, loss)  # Eq. 6
+        descend(self.optimizer, loss, self.rate)  # Eq. 6
         dissimilarity = local_dissimilarity(self.affinity, *local, self.args.affinity_form)
         return dissimilarity, dict(affinity_loss=loss, dissimilarity=dissimilarity)
 
     def clipped_step(self, views, step, lr):
         """The encoder's own step; views: the two local ones. Returns the metrics."""
         dissimilarity, metrics = self.dissimilarity([self.model.local(x) for x in views], step)
-        self.second.param_groups[0]["lr"] = lr
-        descend(self.second, dissimilarity, self.args.clip_ratio * self.norm)
+        descend(self.second, dissimilarity, lr, self.args.clip_ratio * self.norm)
         return metrics
 
     def state(self):
@@ -419,16 +420,17 @@ def gather_with_gradient(x):
     return AllReduce.apply(torch.cat(parts))
 
 
-def descend(optimizer, loss, most=math.inf):
+def descend(optimizer, loss, lr, most=math.inf):
     """A step down a loss outside DDP: its gradient is averaged over the processes, then clipped to the norm `most`."""
+    optimizer.param_groups[0]["lr"] = lr
     parameters = optimizer.param_groups[0]["params"]
-    gradients = torch.autograd.grad(loss, parameters)
+    gradients = torch.autograd.grad(loss, parameters, materialize_grads=True)  # an own encoder may leave some unused
     if dist.is_initialized():
         flat = torch.cat([gradient.flatten() for gradient in gradients])
         dist.all_reduce(flat.div_(dist.get_world_size()))
         parts = flat.split([gradient.numel() for gradient in gradients])
         gradients = [part.view_as(gradient) for part, gradient in zip(parts, gradients, strict=True)]
-    scale = (most / torch.nn.utils.get_total_norm(gradients)).clamp(max=1)
+    scale = (most / (torch.nn.utils.get_total_norm(gradients) + 1e-6)).clamp(max=1)  # 1e-6 as torch's own clipping
     for parameter, gradient in zip(parameters, gradients, strict=True):
         parameter.grad = gradient * scale
     optimizer.step()
@@ -446,15 +448,12 @@ def parse_args(argv=None):
     group.add_argument("--local-crops", type=int, choices=(0, 2), help="0: symmetrised MoCo, or SimSiam")
     group.add_argument("--no-l2l", action="store_true", default=None, help="without local-to-local dissimilarity")
     group.add_argument("--affinity-form", choices=("logistic", "linear"), help="what the affinity learns by (D1)")
-    group.add_argument(
-        "--l2l-weighting", choices=("clip", "lambda"), help="L_ll: a clipped step, or a term of the loss"
-    )
-    group.add_argument(
-        "--clip-ratio", type=common.number(float, 0), metavar="X", help="clip: of the last gradient's norm"
-    )
-    group.add_argument("--lam", type=common.number(float, 0), metavar="X", help="lambda, where L_ll is a term")
+    weight = common.number(float, 0)
+    group.add_argument("--l2l-weighting", choices=("clip", "lambda"), help="L_ll: a step of its own, or a term")
+    group.add_argument("--clip-ratio", type=weight, metavar="X", help="of that step, to the last gradient's norm")
+    group.add_argument("--lam", type=weight, metavar="X", help="lambda, where L_ll is a term of the loss")
     scale = dict(type=common.SHARE, nargs=2, metavar=("LO", "HI"))
-    group.add_argument("--global-scale", **scale, help="area of a global crop: r_g to 1 (supplement, Table 9)")
+    group.add_argument("--global-scale", **scale, help="area of a global crop (supplement, Table 9)")
     group.add_argument("--local-scale", **scale, help="area of a local crop, up to r_l (supplement, Table 8)")
     group.add_argument("--local-size", type=common.COUNT, metavar="N", help="px of a local crop (the global ones')")
     group.add_argument("--one-way", action="store_true", default=None, help="MoCo v2's loss; with --local-crops 0")
@@ -463,7 +462,11 @@ def parse_args(argv=None):
     args.l2l = args.local_crops == 2 and not args.no_l2l
     if args.base == "simsiam" and args.queue:
         common.fail("--queue: SimSiam has no negatives; leave it out, or give --base moco")
-    args.local_size = min(args.local_size or args.image_size, args.image_size)
+    unused = "lam" if args.l2l_weighting == "clip" else "clip_ratio"
+    if getattr(args, unused) != parser.get_default(unused):
+        common.fail(f"--{unused.replace('_', '-')} has no effect with --l2l-weighting {args.l2l_weighting}")
+    size = (args.local_crops and args.local_size) or args.image_size
+    args.local_size = min(size, args.image_size)
     if args.one_way and (args.base != "moco" or args.local_crops):
         common.fail("--one-way is MoCo v2's loss: it needs --base moco --local-crops 0")
     if args.local_crops and args.arch.startswith(("vit_", "deit")) and args.local_size % args.patch_size:
@@ -585,15 +588,13 @@ class GroupedBatchNorm(nn.modules.batchnorm._BatchNorm):
 
 
 def batch_norm_groups(args):
-    """The recipe's number of groups, or, with a line, the largest below it that the processes and the batch allow."""
+    """The recipe's number of groups, or, with a line: as many as processes that do not divide it; fewer if none fit."""
     world, asked = common.rank_and_world()[1], args.bn_groups
     most = asked if asked == 1 or asked % world == 0 else world
     fitting = [g for g in range(most, 1, -1) if g % world == 0 and args.batch_size % g == 0 and args.batch_size > g]
     groups = (fitting or [1])[0]
     if groups != asked:
-        common.say(
-            f"batch-norm groups: {groups} for {asked}, with {world} process(es) and a batch of {args.batch_size}"
-        )
+        common.say(f"batch-norm groups: {groups} for {asked}, with {world} process(es), batch {args.batch_size}")
     return groups
 
 

@@ -22,18 +22,19 @@ Baseline: `--joint none` is MoCo. New relative to it: joint_from_uniform and the
 
 Of this paper only the appendix could be read; the main text, with JointBlur's definition and the small data sets'
 settings, could not. Inference, therefore: JointBlur is the same law on sigma in [0.1, 2.0], and in its runs one coin an
-image decides for both views; CIFAR and STL-10 follow ContrastiveCrop's public configurations as a stand-in; so do
-MoCo v1's views.
+image decides for both views; CIFAR and STL-10 follow, with MoCo v2, ContrastiveCrop's public configurations as a
+stand-in; so do MoCo v1's views.
 
 Departures:
     D1 s_b: paper ln(s_max / s_min); the released code subtracts 0.1 inside the logarithm (`--variant released`)
     D2 if ten aspect ratios do not fit: torchvision's centre crop, as the paper's "same steps"; released
        (`--variant released`): the whole image
-    D3 the released code has beta = 0 only, and no JointBlur: `--variant released` refuses the rest
+    D3 the released code has beta = 0 only, no JointBlur, no CSS: `--variant released` refuses the rest
     D4 crop areas from 0.2 here, as in the command of the released README; the released script's own default is 0.08
     D5 the queue is 8 % of the images, 4,096 on CIFAR; the stand-in's 65,536 would hold every image's own keys. STL-10's
        encoder has ImageNet's stem, the stand-in's CIFAR's
-    D6 the paper reports on MoCo v1 and the released code is on v3; the default here is v2, `--moco` chooses
+    D6 the paper reports on MoCo v1 and the released code is on v3; the default here is v2, `--moco` chooses;
+       `--variant released` changes D1 and D2 only, whatever the version
     D7 v3's LARS is timm's, whose trust ratio divides by |g| + wd |w| + 1e-8, the released by |g + wd w|: at wd 1e-6 a
        step differs by 1e-6 of itself at gradients as large as the weights, by 1e-2 at 1e-4 of that; a library's, so
        kept
@@ -42,6 +43,8 @@ Departures:
        ViTs
     D10 v1's rate falls to a tenth at 60 and at 80 % of the epochs; ContrastiveCrop's own file multiplies it by 0, with
        which training would end at 60 %
+    D11 code of MoCo v1 and v2: float32, and the first process's batch-norm statistics; here bf16 in the encoders on
+       CUDA (--amp off: float32, with products in TF32), and the statistics' mean
 """
 
 import copy
@@ -94,7 +97,7 @@ V3_IMAGENET = dict(  # the released code, and MoCo v3's CONFIG: 100 epochs with 
     momentum=(0.99, 1.0), temperature=1.0, dim=256, hidden=4096, bn_groups=1, jitter=(0.4, 0.4, 0.2, 0.1),
     blur_prob=(1.0, 0.1), solarize_p=(0.0, 0.2),
 )
-V3_CIFAR = dict(V3_IMAGENET, epochs=500, batch_size=512, hidden=2048, blur_prob=(0.0, 0.0))
+V3_CIFAR = dict(V3_IMAGENET, epochs=500, batch_size=512, hidden=2048, blur_prob=(0.0, 0.0))  # ours, as the next
 V3_PATTERNS = dict(V3_IMAGENET, epochs=75, batch_size=64, lr_batch=128, warmup=1, hidden=512, momentum=(0.98, 1.0))
 # fmt: on
 
@@ -495,15 +498,13 @@ class GroupedBatchNorm(nn.modules.batchnorm._BatchNorm):
 
 
 def batch_norm_groups(args):
-    """The recipe's number of groups, or, with a line, the largest below it that the processes and the batch allow."""
+    """The recipe's number of groups, or, with a line: as many as processes that do not divide it; fewer if none fit."""
     world, asked = common.rank_and_world()[1], args.bn_groups
     most = asked if asked == 1 or asked % world == 0 else world
     fitting = [g for g in range(most, 1, -1) if g % world == 0 and args.batch_size % g == 0 and args.batch_size > g]
     groups = (fitting or [1])[0]
     if groups != asked:
-        common.say(
-            f"batch-norm groups: {groups} for {asked}, with {world} process(es) and a batch of {args.batch_size}"
-        )
+        common.say(f"batch-norm groups: {groups} for {asked}, with {world} process(es), batch {args.batch_size}")
     return groups
 
 

@@ -38,9 +38,11 @@ Departures (the default is the paper; "released" is `--variant released` where n
     D12 below 2M - 1 images repeated mix-to-mix targets add up; the released scatter keeps the last, so a row sums to
         less (not reproduced)
     D13 paper: images are mixed around the whole batch (Eq. 4, 10, 11: mod N); here, as released, around each slice of
-        it, of which --mix-slices is the number (released: one a GPU)
+        it, of which --mix-slices is the number (released: one a GPU; the recipes' 4 and 8 are ours)
+    D14 released fp16; here bf16 in the encoders on CUDA (--amp off: float32, with products in TF32)
 Not said in the paper, taken from the released code: drop-path 0.1, AdamW's betas, ImageNet's mean and std on CIFAR,
-weight decay on all but 1-D tensors, the last learning rate, bicubic crops, heads without biases. The paper's "rest 260
+weight decay on all but 1-D tensors, the last learning rate, bicubic crops, heads without biases, batch norm over all
+processes. The paper's "rest 260
 epochs" of 300 with 10 of warm-up are taken as 290.
 """
 
@@ -104,7 +106,7 @@ RELEASED = dict(num_mix=2, smoothing=0.1)  # D2, D1
 def recipe(given):
     """The hyper-parameters that the data set, the encoder and the variant of a command line stand for."""
     values = dict(RECIPES[given.dataset])
-    arch = given.arch or values["arch"]
+    arch = (given.arch or values["arch"]).removesuffix("_patch16_224")  # timm's own names, too
     if given.dataset in ("cifar10", "cifar100", "stl10"):
         values |= CIFAR_ENCODERS.get(arch, {})
     elif given.dataset != "patterns":
@@ -125,7 +127,7 @@ def patch_mix(images, num_mix, patch_size, permutation=None):
     images (N, C, H, W), any values; patch_size p or (p_h, p_w), which divide H and W; permutation (T,) int64, the
     shuffle k of Eq. 2, T = H/p_h * W/p_w (drawn if None). Mixed image i takes from image (i + m) mod N the m-th of M
     groups of floor(T / M) shuffled patches, each at its own place; the T mod M patches that are left over stay with
-    image i, though its share in Eq. 10 remains 1/M. Returns (N, C, H, W), with M = 1 the images themselves; gradients
+    image i, though its share in Eq. 13 remains 1/M. Returns (N, C, H, W), with M = 1 the images themselves; gradients
     pass through. Raises ValueError where these do not fit.
     """
     n, _, height, width = images.shape
@@ -293,21 +295,19 @@ class PatchMix(nn.Module):
     def forward(self, views, step):
         """views: this process's two (n, 3, H, W). Returns (Eq. 16, metrics: scalars, and q, k (n, dim))."""
         x1, x2 = views if self.args.variant == "paper" else views[::-1]  # D5
-        mix1, mix2 = mix_slices(x1, self.args, step, 0), mix_slices(x2, self.args, step, 1)  # Algorithm 2, lines 5-6
         pairs = {}  # {term: (h, z)}
         if "oto" in self.terms:
             pairs["oto"] = self.query(x2), self.key(x1)  # Eq. 15
         if "mto" in self.terms or "mtm" in self.terms:
-            h_mix1 = self.query(mix1)
+            h_mix1 = self.query(mix_slices(x1, self.args, step, 0))  # Algorithm 2, line 5
         if "mto" in self.terms:
             pairs["mto"] = h_mix1, self.key(x2)  # Eq. 13
         if "mtm" in self.terms:
-            pairs["mtm"] = h_mix1, self.key(mix2)  # Eq. 14
+            pairs["mtm"] = h_mix1, self.key(mix_slices(x2, self.args, step, 1))  # line 6; Eq. 14
         losses = {term: self.contrast(term, h, z) for term, (h, z) in pairs.items()}
         loss = sum(self.term_weights[term] * value for term, value in losses.items())  # Eq. 16
         q, z = pairs[self.terms[0]]
-        first = common.rank_and_world()[0] * len(q)
-        k = z[first : first + len(q)]  # of this process's images
+        k = z.split(len(q))[common.rank_and_world()[0]]  # of this process's images
         return loss, dict(loss=loss, q=q, k=k) | {f"loss_{term}": value for term, value in losses.items()}
 
     @torch.no_grad()
@@ -340,7 +340,7 @@ def parse_args(argv=None):
     group.add_argument("--terms", type=some_terms, metavar="T,...", help="of Eq. 16: some of oto, mto, mtm (Table 7)")
     group.add_argument("--mix-slices", type=common.COUNT, metavar="N", help="mix within N equal slices of a batch")
     args = common.parse_run(parser, argv, recipe)
-    if args.variant == "released" and args.arch == "vit_small":
+    if args.variant == "released" and args.arch.removesuffix("_patch16_224") == "vit_small":
         args.backbone["create_kwargs"]["num_heads"] = 12  # D3
     fit_mix(args)
     return args
@@ -397,7 +397,7 @@ def main(args, train=None, test=None, encoder=None):
     optimizer = torch.optim.AdamW(groups, lr=0.0, fused=True)
     ddp = in_parallel(args, model)
     terms = ", ".join(f"{term} x {model.term_weights[term]:.3g}" for term in model.terms)
-    about = f"M = {args.num_mix} in {args.mix_slices} slice(s), terms {terms}, {args.batch_size - 1} negatives a query"
+    about = f"M = {args.num_mix} in {args.mix_slices} slice(s), terms {terms}, {args.batch_size} keys a query"
     run.begin(model, optimizer, train, test, model.momentum_backbone, chance=model.chance(), about=about)
     while run.goes_on():
         for batch in run.batches(loader):
@@ -467,15 +467,13 @@ class GroupedBatchNorm(nn.modules.batchnorm._BatchNorm):
 
 
 def batch_norm_groups(args):
-    """The recipe's number of groups, or, with a line, the largest below it that the processes and the batch allow."""
+    """The recipe's number of groups, or, with a line: as many as processes that do not divide it; fewer if none fit."""
     world, asked = common.rank_and_world()[1], args.bn_groups
     most = asked if asked == 1 or asked % world == 0 else world
     fitting = [g for g in range(most, 1, -1) if g % world == 0 and args.batch_size % g == 0 and args.batch_size > g]
     groups = (fitting or [1])[0]
     if groups != asked:
-        common.say(
-            f"batch-norm groups: {groups} for {asked}, with {world} process(es) and a batch of {args.batch_size}"
-        )
+        common.say(f"batch-norm groups: {groups} for {asked}, with {world} process(es), batch {args.batch_size}")
     return groups
 
 

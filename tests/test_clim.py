@@ -972,9 +972,13 @@ def test_a_stop_while_positives_are_chosen(folder, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     "flags, rows", [([], 5), (["--mix", "none", "--resolutions", "16", "16"], 3), (["--selection", "none"], 2)]
 )
-def test_show_views(flags, rows, folder, tmp_path):
-    """A row a view, and the mix."""
+def test_show_views(flags, rows, folder, tmp_path, monkeypatch):
+    """A row a view, and the mix, of which the share is that of the first step."""
+    calls = recorded(monkeypatch)
     run(folder, tmp_path / "run", *flags, "--show-views", str(tmp_path / "views.png"))
+    if rows == 5:
+        tiny([])(random_views(4), 0)
+        assert len({share for _, _, share, _ in calls}) == 1 and len(calls) == 2
     with Image.open(tmp_path / "views.png") as sheet:
         assert sheet.height == 6 + rows * (96 + 6)
     assert not (tmp_path / "run").exists()

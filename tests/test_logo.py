@@ -472,7 +472,7 @@ class Algorithm1:
         args, model, views = self.args, self.model, normalised(self.args, batch)
         if args.l2l and args.l2l_weighting == "clip":
             found = gradients(self.dissimilarity([embed(model, x) for x in views[2:]], noise), encoder(model))
-            scale = min(1.0, args.clip_ratio * self.norm / norm_of(found))
+            scale = min(1.0, args.clip_ratio * self.norm / (norm_of(found) + 1e-6))
             self.second.step([scale * g for g in found], rate(args))
         keys = keys_of(args, model, views[:2], self.step_number) if args.base == "moco" else None
         loss = self.loss = total(args, terms(args, model, views, self.step_number))
@@ -550,6 +550,40 @@ def test_noise_of_the_affinity(monkeypatch):
     found.clear()
     advance(*begin("--affinity-form", "linear"), 0)
     assert found[0] is None
+
+
+@pytest.mark.parametrize("most", [math.inf, 0.0])
+def test_descend(most):
+    """Its rate is the one given, not a checkpoint's; what the loss leaves out stays; no gradient is no step."""
+    used, unused = (nn.Parameter(torch.ones(3)) for _ in range(2))
+    optimizer = torch.optim.SGD([used, unused], lr=7.0)
+    logo.descend(optimizer, 2 * used.sum(), 0.1, most)
+    torch.testing.assert_close(used.detach(), torch.full((3,), 0.8 if most else 1.0))
+    assert torch.equal(unused, torch.ones(3))
+    logo.descend(optimizer, 0 * used.sum(), 0.1, most)
+    assert used.isfinite().all()
+
+
+def test_the_affinitys_rate_is_the_command_lines():
+    """Also where a checkpoint of another rate was loaded."""
+    args, model, l2l, _ = begin()
+    l2l.optimizer.param_groups[0]["lr"] = 1e9
+    advance(args, model, l2l, still(model), 0)
+    assert l2l.optimizer.param_groups[0]["lr"] == pytest.approx(rate(args))
+
+
+@pytest.mark.parametrize("base", BASES)
+def test_an_encoder_of_one_size_only_is_refused(base, capsys):
+    args = logo.parse_args([*BASES[base], *"--arch test_coatnet --image-size 160 --local-size 96".split()])
+    with pytest.raises(SystemExit) as stop:
+        (logo.MoCo if base == "moco" else logo.SimSiam)(args)
+    assert stop.value.code == 2 and "test_coatnet does not work" in capsys.readouterr().err
+
+
+def test_local_crops_that_there_are_not_have_no_size():
+    """So bf16, which torch computes wrongly at 16 px on a CPU, is not refused."""
+    args = logo.parse_args("--local-crops 0 --amp bf16 --device cpu --image-size 32".split())
+    assert common.join_processes(args).type == "cpu" and args.local_size == 32
 
 
 def test_no_step_of_the_encoder_before_there_is_a_norm():
@@ -710,6 +744,16 @@ def test_resumed_in_mid_epoch(name, small, tmp_path, monkeypatch):
     assert one.keys() == two.keys()
     assert [k for k in one if not (torch.equal(one[k], two[k]) if torch.is_tensor(one[k]) else one[k] == two[k])] == []
     assert norms[:6] == norms[6:] and (name != "moco" or (norms[0] == 0 and min(norms[1:6]) > 0))
+
+
+def test_going_on_in_mid_epoch_with_other_metrics(small, tmp_path):
+    """The means are of the steps since."""
+    argv = "--arch resnet_nano --image-size 16 --batch-size 4 --epochs 1 --knn-every 0 --workers 0 --device cpu".split()
+    logo.main(logo.parse_args([*argv, "--out", str(tmp_path / "a"), "--max-steps", "1"]))
+    more = ["--no-l2l", "--resume", str(tmp_path / "a" / "last.pt"), "--out", str(tmp_path / "b")]
+    logo.main(logo.parse_args([*argv, *more]))
+    (record,) = [r for r in common.read_metrics(tmp_path / "b" / "metrics.jsonl") if "epoch" in r]
+    assert record["step"] == 3 and 0 < record["loss"] < 100 and "dissimilarity" not in record
 
 
 @pytest.mark.slow
@@ -923,6 +967,8 @@ MISTAKES = """
 --global-scale 0.4 1.1
 --lam nan
 --clip-ratio -0.1
+--lam 0.5
+--clip-ratio 0.3 --base simsiam
 --patch-size 32 --arch vit_micro --image-size 32
 """
 

@@ -478,6 +478,10 @@ def test_recipes(dataset, arch):
     assert patchmix.schedule(args, warmup, 1) == pytest.approx((rate, *patchmix.schedule(args, warmup, 1)[1:]))
     assert patchmix.schedule(args, epochs, 1) == pytest.approx((1e-6, decay[1], 1.0))
     assert (args.momentum, args.num_mix, args.temperature, args.terms) == ((0.996, 1.0), 3, 0.2, "oto,mto,mtm")
+    for variant in ("paper", "released"):  # by timm's name, too
+        flags = ["--dataset", dataset, "--variant", variant, "--arch"]
+        ours, timms = (vars(patchmix.parse_args([*flags, name])) for name in (arch, f"{arch}_patch16_224"))
+        assert {k for k in ours if ours[k] != timms[k]} == {"arch", "name"}
     released = patchmix.parse_args(["--dataset", dataset, "--arch", arch, "--variant", "released"])
     assert released.num_mix == 2 and released.momentum == ((0, 0) if arch == "vit_tiny" else (0.996, 1.0))
     assert patchmix.parse_args(["--dataset", dataset]).arch == ("vit_small" if dataset == "imagenet" else "vit_tiny")
