@@ -1002,7 +1002,7 @@ def load_backbone(path, encoder=None, module=None):
             if encoder not in (None, info["encoder"]):
                 fail(f"{path} holds the {info['encoder']} encoder only: give last.pt for the {encoder} encoder")
         if module is None and info["timm_name"] is None:
-            fail(f"{path} holds a user's own encoder: give it too, as main(args, encoder=MODULE)")
+            fail(f"{path} holds a user's own encoder: give it, too, as eval_knn.main(args, encoder=MODULE)")
         backbone = build_backbone(info) if module is None else module
         backbone.load_state_dict(weights)
     except (KeyError, TypeError, AttributeError, ValueError, RuntimeError) as error:
@@ -1471,7 +1471,7 @@ class Run:
             where = f"stopped at step {self.step} of {self.total}"
             last_words(f"{where}{why}{loss}; the same command goes on from {self.out}")
         elif self.encoder is not None:
-            say(f"finished. Judge it: python eval_knn.py {self.out}; python eval_linear.py {self.out}")
+            say(f"finished. Judge it, with labels: python eval_knn.py {self.out}; python eval_linear.py {self.out}")
         for number, handler in self.stop.before.items():
             signal.signal(number, handler)
         if dist.is_initialized():

@@ -104,7 +104,7 @@ def test_weights_elsewhere(tmp_path, monkeypatch):
     (detector_code,) = python_blocks("tests/README.md")
     vit = backbone("vit_micro", 32, re.search(r'"(runs/[^"/]+)', own_code)[1])
     resnet = backbone("resnet50", 224, re.search(r'"(runs/[^"/]+)', detector_code)[1])
-    own, timms = run_block(own_code), run_block(timm_code)["backbone"].eval()
+    own, timms = run_block(own_code), run_block(timm_code)["backbone"]
     x = common.normalize(own["images"], own["info"]["mean"], own["info"]["std"])
     with torch.no_grad():
         assert torch.equal(timms(x), vit(x)) and torch.equal(own["features"], vit(x))
@@ -128,7 +128,7 @@ def test_the_3x3_stem(arch, tmp_path, monkeypatch):
     code = python_blocks("README.md")[3]
     made, x = backbone(arch, 32, re.search(r'"(runs/[^"/]+)', code)[1]), torch.rand(2, 3, 32, 32)
     with torch.no_grad():
-        assert torch.equal(run_block(code)["backbone"].eval()(x), made(x))
+        assert torch.equal(run_block(code)["backbone"](x), made(x))
 
 
 @pytest.mark.parametrize("page", results.PAGES, ids=lambda p: str(p.relative_to(ROOT)))
