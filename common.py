@@ -98,6 +98,7 @@ def progress(text, last=[0.0]):  # noqa: B006  (the list keeps the time of the l
         last[0] = time.monotonic()
 
 
+GROUPS = itertools.count()  # process groups that this program has made
 PATIENCE = datetime.timedelta(minutes=30)  # of processes that wait for others: the first of a node may be downloading
 
 
@@ -136,6 +137,7 @@ def join_processes(args):
         store, rank, world = next(rendezvous("env://"))
         if os.environ.get("GROUP_WORLD_SIZE", "1") == "1":  # a restart's store still holds dead workers' addresses
             store = dist.PrefixStore(f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
+        store = dist.PrefixStore(f"group {next(GROUPS)}", store)  # nor may a second one find the first's
         backend = "nccl" if cuda else "gloo"
         dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=PATIENCE)
     return device
@@ -506,10 +508,17 @@ def _load_torchvision(name, root, train, unlabeled):
     return ImageSet(name, data.labels if name == "stl10" else data.targets, data.classes, np.ascontiguousarray(array))
 
 
+def own_images(train, test):
+    """A user's Datasets as ImageSets; those for training have labels if there is a test set, which may be None."""
+    if train is None:
+        fail("a data set of your own to test on needs one to train on, too")
+    return OwnImages(train, labelled=test is not None), test and OwnImages(test, labelled=True)
+
+
 def open_images(args, train=None, test=None):
     """(training images, test images or None) that the flags name, or a user's own; exits with a line if none."""
-    if train is not None:
-        train, test = OwnImages(train, labelled=test is not None), test and OwnImages(test, labelled=True)
+    if train is not None or test is not None:
+        train, test = own_images(train, test)
     else:
         options = dict(size=args.image_size, cache=not args.no_cache)
         train = load_images(args.dataset, args.data_dir, True, unlabeled=True, **options)
@@ -1014,27 +1023,30 @@ def load_backbone(path, encoder=None, module=None):
 # What eval_knn.py and eval_linear.py share: the encoder, the images and the floors (flags: EVALUATION_FLAGS).
 
 
-def open_encoder(args, module=None):
+def open_encoder(args, module=None, own=False):
     """Join torchrun's process group if there is one; returns (device, encoder in evaluation mode, info).
 
-    module: a user's own encoder, which gets the checkpoint's weights, or is judged as it is if there is no checkpoint.
-    Fills in args.workers, and args.dataset and data_dir from the run.
+    module: a user's own encoder, which gets the checkpoint's weights, or, if there is none, is judged as it is on the
+    first process. own: the images are a user's. Fills in args.workers, and args.dataset and data_dir from the run.
     """
     given = args.checkpoint is not None or module is not None
     if args.random_init == given or args.random_init != (args.arch is not None):
         fail("give a checkpoint, or --arch NAME --random-init")
+    if args.checkpoint and (args.image_size or args.patch_size):
+        fail("--image-size and --patch-size go without a checkpoint, which has its own")
     device = join_processes(args)
     torch.backends.cuda.matmul.allow_tf32 = False  # neighbours are compared in float32
     args.workers = workers_of(args, device)
     if args.checkpoint is None:
-        args.dataset = args.dataset or "patterns"
-        patch = args.patch_size or (2 if args.image_size <= 32 else 16)
-        info = backbone_info(args.arch, args.image_size, patch, method="no run", encoder="given")
+        args.dataset, size = args.dataset or "patterns", args.image_size or 32
+        patch = args.patch_size or (2 if size <= 32 else 16)
+        info = backbone_info(args.arch, size, patch, method="no run", encoder="given")
         torch.manual_seed(args.seed)
         encoder = build_backbone(info) if module is None else module
+        encoder.load_state_dict(from_first(encoder.cpu().state_dict))
         return device, encoder.eval().to(device), info
     encoder, info = load_backbone(args.checkpoint, args.encoder, module)
-    if args.dataset is None:
+    if args.dataset is None and not own:
         folder = Path(args.checkpoint) if os.path.isdir(args.checkpoint) else Path(args.checkpoint).parent
         try:
             config = json.loads((folder / "config.json").read_text())
@@ -1050,11 +1062,11 @@ def open_data(args, info, train=None, test=None, labels=True):
     Own training images have labels if there is a test set. labels: exits with a line if there is no test set, or only
     one class.
     """
-    if train is None:
+    if train is None and test is None:
         train, test = (load_images(args.dataset, args.data_dir, t, size=info["image_size"]) for t in (True, False))
     else:
         args.dataset, args.data_dir = "own", None
-        train, test = OwnImages(train, labelled=test is not None), test and OwnImages(test, labelled=True)
+        train, test = own_images(train, test)
     if labels and (test is None or len(train.classes) < 2):
         fail("an evaluation needs labels of two classes: --data-dir with train/ and val/ or test/, one folder a class")
     return train.labelled() if train.classes else train, test and test.labelled()
@@ -1075,7 +1087,7 @@ def protocol(args, info, train, test):
     scale = f"if not of {info['image_size']} px: shorter side 256/224 of it, centre crop, {info['interpolation']}"
     same = train.array is not None and train.array.shape[1:3] == (info["image_size"],) * 2
     return f"""encoder {arch_name(info)} of {info["method"]}, the {info["encoder"]} encoder, evaluation mode; \
-features: before the projector, after the last norm and pooling
+features: before the projector, after the last norm and pooling, in {"bf16" if args.amp else "float32"}
 data {args.dataset}: {len(train)} training and {len(test or ())} test images, {len(train.classes)} classes; \
 {"no resize" if same else scale}; mean {tuple(info["mean"])}, std {tuple(info["std"])}"""
 
@@ -1137,8 +1149,8 @@ EVALUATION_FLAGS = dict(  # of eval_knn.py and eval_linear.py
     encoder=dict(choices=("query", "momentum"), help="default: the one that the method's authors evaluate"),
     random_init=dict(action="store_true", help="an untrained encoder, --arch, instead of a checkpoint"),
     arch=dict(metavar="NAME", help="with --random-init: vit_tiny, resnet18, ..., or any timm model"),
-    image_size=dict(type=COUNT, default=32, metavar="N", help="with --random-init"),
-    patch_size=dict(type=COUNT, metavar="N", help="with --random-init, of a ViT: 2 up to 32 px, else 16"),
+    image_size=dict(type=COUNT, metavar="N", help="without a checkpoint (32)"),
+    patch_size=dict(type=COUNT, metavar="N", help="the same, of a ViT (2 up to 32 px, else 16)"),
     dataset=dict(choices=DATASETS, help="default: what the encoder was trained on, or patterns"),
     data_dir=dict(metavar="DIR", help="default: where that was"),
     seed=dict(type=NATURAL, default=0, metavar="N", help="of what is drawn"),
@@ -1376,7 +1388,7 @@ class Run:
     def check(self):
         """Stop in words if the loss or the gradient is not finite (nothing is saved since); warn of a jump."""
         if self.count and not self.sums.isfinite().all():
-            advice = "go on with --amp off, or with a lower --lr in a new --out and --resume PATH"
+            advice = "go on without bf16, or with a lower --lr in a new --out (and --resume PATH)"
             fail(f"the loss or its gradient is not finite by step {self.step}; last.pt is from before: {advice}")
         norms = self.sums[self.names.index("grad_norm")].item() if "grad_norm" in self.names else 0.0
         (count, before), self.seen = self.seen, (self.count, norms)

@@ -218,7 +218,7 @@ def write_similarities(folder, info, train, test, images, keys, bars):
 
 def main(args, encoder=None, train=None, test=None):
     """{"encoder" or a floor: {"knn20_top1": percent, ...}}. encoder, train, test: a user's own module and Datasets."""
-    device, encoder, info = common.open_encoder(args, encoder)
+    device, encoder, info = common.open_encoder(args, encoder, own=train is not None)
     make_folders(args)
     if args.attention:  # refuses before long work
         last_attention(encoder, torch.zeros(1, 3, info["image_size"], info["image_size"], device=device))
@@ -229,19 +229,17 @@ def main(args, encoder=None, train=None, test=None):
     images, keys = choose_images(args, train, test) if args.attention or args.similarities else ((), ())
     lines = f"{common.protocol(args, info, train, test)}\nkNN: cosine, votes exp(similarity / {args.temperature})"
     common.say(lines)
-    options = dict(batch_size=args.batch_size, workers=args.workers, amp=args.amp)
+    how = dict(batch_size=args.batch_size, workers=args.workers, amp=args.amp)
     networks = {"encoder": encoder, **(common.floor_encoders(args, info, device, len(train)) if judged else {})}
     results, bars = {}, [{} for _ in images]
     for name, network in networks.items():
-        x = {
-            k: common.extract_features(network, p, info, device, **options, whole=k == "test") for k, p in parts.items()
-        }
+        x = {k: common.extract_features(network, p, info, device, **how, whole=k == "test") for k, p in parts.items()}
         if name == "encoder" and args.dump:
             write_dump(args.dump, lines, parts, x | {"train": common.gather_uneven(x["train"])})
         if not judged:
             continue
         if args.similarities:
-            keys_x = common.extract_features(network, train.subset(np.concatenate(keys)), info, device, **options)
+            keys_x = common.extract_features(network, train.subset(np.concatenate(keys)), info, device, **how)
             for i, own_x, values in zip(images, keys_x.split([len(own) for own in keys]), bars, strict=True):
                 values[name] = similarity(x["test"][i], own_x, args.temperature)
         train_y, test_y = common.own_part(torch.from_numpy(train.labels)), torch.from_numpy(test.labels)

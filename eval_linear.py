@@ -23,6 +23,7 @@ to 2**30 numbers (4 GiB).
 """
 
 import argparse
+import copy
 import hashlib
 import math
 import os
@@ -70,7 +71,7 @@ RECIPES = {  # "mode protocol", and what an encoder or a data set changes in it:
     "linear jointcrop-small": dict(  # CIFAR, STL-10, Tiny-ImageNet: ContrastiveCrop's [C]
         COMMON, epochs=100, batch_size=512, lr=10.0, lr_batch=512, milestones=(0.6, 0.8),
     ),
-    # 4.1.3: 100 epochs [P]; the rest [C]; the rate for encoders that are no ViT-T, -S, -B: as S [I]
+    # 4.1.3: 100 epochs [P]; the rest [C]; the rate for encoders that are no ViT-T, -S, -B: as S, for vit_micro as T [I]
     "linear patchmix": dict(COMMON, epochs=100, batch_size=1024, lr=0.02, nesterov=True),
     "linear patchmix vit_tiny": dict(lr=0.05),
     "linear patchmix vit_base": dict(lr=0.01),
@@ -154,7 +155,7 @@ def check_flags(args):
     if args.finetune or args.protocol in LINEAR:
         args.mode = "finetune" if args.finetune else "linear"
         if args.solver:
-            common.fail(f"--solver {args.solver} goes with neither --finetune nor --protocol {args.protocol}")
+            common.fail(f"--solver {args.solver} is for cached features: leave out --finetune and --protocol")
     if args.finetune and args.protocol not in (None, "patchmix", "clim"):
         common.fail(f"--finetune goes with --protocol patchmix or clim, not {args.protocol}")
     known = {"label_fraction"}.union(*(recipe for name, recipe in RECIPES.items() if name.split()[0] == args.mode))
@@ -178,6 +179,10 @@ def resolve(args, info):
     recipe = dict(RECIPES[f"{args.mode} {args.protocol}"])
     for trait in ("vit" * vit, "_".join(name.split("_")[:2]), args.dataset):
         recipe |= RECIPES.get(f"{args.mode} {args.protocol} {trait}", {})
+    if name == "own" and "layer_decay" in recipe:  # of whose layers nothing is known
+        recipe |= dict(layer_decay=1.0, drop_path=0.0)
+        if args.drop_path or args.layer_decay not in (None, 1.0):
+            common.fail("--drop-path and --layer-decay need an encoder of timm's, not your own")
     if info["image_size"] > 32 and "pad" in recipe:
         recipe["pad"] = 0
     if "warmup" in recipe:  # a short run warms up in proportion
@@ -410,9 +415,8 @@ def evaluate_cached(args, device, encoder, info, train, test):
         *train_x, test_x = (common.extract_features(network, x, info, device, **options).to(device) for x in parts)
         train_x = torch.cat(train_x)
         if args.mode == "probe":
-            found = linear_probe(
-                train_x, train_y, test_x, classes, args.seed, args.epochs, lrs=args.lrs, holdout=args.holdout
-            )
+            options = dict(lrs=args.lrs, holdout=args.holdout)
+            found = linear_probe(train_x, train_y, test_x, classes, args.seed, args.epochs, **options)
         else:
             options = (args.strengths, args.metric, args.iterations, args.tolerance)
             found = lbfgs_probe(train_x, train_y, check.to(device), test_x, classes, *options)
@@ -482,11 +486,10 @@ def make_network(args, encoder, info, num_classes, device):
     """(network, head): what is trained and its new linear layer, N(0, 0.01) and bias 0. Frozen: the head is all."""
     torch.manual_seed(args.seed)
     if args.mode == "linear":
-        encoder.requires_grad_(False)
         network = head = nn.Linear(common.output_width(encoder, info["image_size"]), num_classes)
     elif info["timm_name"] is None:
         head = nn.Linear(common.output_width(encoder, info["image_size"]), num_classes)
-        network = nn.Sequential(encoder, nn.Flatten(), head)
+        network = nn.Sequential(copy.deepcopy(encoder), nn.Flatten(), head).requires_grad_()
     else:
         network = common.build_backbone(info, **({"drop_path_rate": args.drop_path} if args.drop_path else {}))
         network.load_state_dict(encoder.state_dict())
@@ -526,10 +529,8 @@ def learning_rate(args, step, steps_per_epoch):
         return args.warmup_lr + (peak - args.warmup_lr) * epoch / args.warmup
     if args.milestones:
         return peak * 0.1 ** sum(epoch / args.epochs >= m for m in args.milestones)
-    return (
-        args.min_lr
-        + (peak - args.min_lr) * (1 + math.cos(math.pi * (epoch - args.warmup) / (args.epochs - args.warmup))) / 2
-    )
+    turn = math.pi * (epoch - args.warmup) / (args.epochs - args.warmup)
+    return args.min_lr + (peak - args.min_lr) * (1 + math.cos(turn)) / 2
 
 
 def train_step(args, encoder, wrapped, optimizer, batch, labels, step, steps, info, device):
@@ -588,6 +589,9 @@ def train_protocol(args, device, encoder, info, train, test):
     """Train as the recipe says; returns {'encoder': scores of the last epoch}, or {} before its end."""
     args.weights, args.num_classes = fingerprint(encoder), len(train.classes)
     args.checkpoint = args.checkpoint and os.path.abspath(args.checkpoint)
+    small = info["image_size"] <= 16 and not (info["timm_name"] or "").startswith(("vit_", "deit"))
+    if args.mode == "finetune" and args.amp and device.type == "cpu" and small:
+        common.fail("--amp on a CPU: at 16 px and below torch's gradients of convolutions are wrong: leave it out")
     run = common.Run(args, device)
     if len(train) < args.batch_size:
         common.fail(f"{len(train)} images are fewer than one batch: give --batch-size {len(train)} or less")
@@ -626,7 +630,7 @@ def train_protocol(args, device, encoder, info, train, test):
 
 def main(args, encoder=None, train=None, test=None):
     """{"encoder" or a floor: {"linear_top1": percent, ...}}. encoder, train, test: a user's own module and Datasets."""
-    device, encoder, info = common.open_encoder(args, encoder)
+    device, encoder, info = common.open_encoder(args, encoder, own=train is not None)
     train, test = common.open_data(args, info, train, test)
     resolve(args, info)
     common.say(common.protocol(args, info, train, test))

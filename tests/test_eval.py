@@ -1,5 +1,6 @@
 """eval_knn.py and eval_linear.py end to end on a tiny data set, and the linear probe against a plain loop."""
 
+import copy
 import json
 import math
 import shutil
@@ -174,7 +175,69 @@ def test_own_encoder_and_own_data(tiny, tmp_path, capsys):
     assert set(found) == {"encoder", "raw pixels"}
     for flags in (["--protocol", "moco"], ["--finetune", "--protocol", "patchmix"], ["--finetune"]):
         flags += ["--image-size", 16, "--batch-size", 12, "--epochs", 1, "--pad", 0, "--out", tmp_path / flags[-1]]
-        assert eval_linear.main(args(eval_linear, *flags), encoder=module, **own)["encoder"]
+        found = eval_linear.main(args(eval_linear, *flags), encoder=module, **own)
+        assert found["encoder"] and eval_linear.main(args(eval_linear, *flags), encoder=module, **own) == found
+        capsys.readouterr()
+    assert all(p.requires_grad for p in module.parameters())  # and its weights: or the run would not have gone on
+
+
+def test_an_own_encoder_is_fine_tuned_whole(tiny, tmp_path, capsys):
+    """Also one that the user has frozen; of its layers nothing is known, so nothing is said of them."""
+    module, _ = common.load_backbone(tiny[0])
+    module.requires_grad_(False)
+    own = dict(encoder=module, train=Own(tiny[1] / "train"), test=Own(tiny[1] / "val"))
+    flags = f"--finetune --protocol patchmix --image-size 16 --batch-size 12 --epochs 1 --pad 0 --out {tmp_path / 'a'}"
+    parse = lambda more="": eval_linear.parse_args([*flags.split(), "--device", "cpu", *more.split()])  # noqa: E731
+    eval_linear.main(parse(), **own)
+    trained = torch.load(tmp_path / "a" / "last.pt", weights_only=True)["model"]
+    assert not torch.equal(trained["0.patch_embed.proj.weight"], module.patch_embed.proj.weight)
+    said = capsys.readouterr().out
+    assert "layer_decay 1.0" in said and "drop_path 0.0" in said
+    assert "--drop-path" in refused(capsys, lambda: eval_linear.main(parse("--drop-path 0.3"), **own))
+
+
+def test_own_images_need_no_config_and_a_test_set_a_training_set(tiny, tmp_path, capsys):
+    shutil.copy(tiny[0] / "backbone.pt", tmp_path)
+    own, argv = dict(train=Own(tiny[1] / "train"), test=Own(tiny[1] / "val")), ["--device", "cpu", "--k", "3"]
+    found = eval_knn.main(eval_knn.parse_args([str(tmp_path / "backbone.pt"), *argv]), **own)
+    assert found == run(eval_knn, tiny[0], "--k", 3)
+    del own["train"]
+    for script in SCRIPTS:
+        line = refused(capsys, lambda s=script: s.main(s.parse_args([str(tiny[0]), "--device", "cpu"]), **own))
+        assert "one to train on" in line
+
+
+def test_processes_judge_the_first_ones_encoder(tiny, monkeypatch):
+    """An own module without a checkpoint may be another on each."""
+    theirs, _ = common.load_backbone(tiny[0])
+    monkeypatch.setattr(common, "from_first", lambda make: theirs.state_dict())
+    mine = copy.deepcopy(theirs)
+    torch.nn.init.zeros_(mine.cls_token)
+    args = eval_knn.parse_args(["--image-size", "16", "--device", "cpu"])
+    _, encoder, _ = common.open_encoder(args, mine)
+    assert torch.equal(encoder.cls_token, theirs.cls_token) and theirs.cls_token.any()
+
+
+def test_bf16_is_refused_where_torch_computes_it_wrongly(tiny, tmp_path, capsys):
+    info = common.backbone_info("resnet_micro", 16, None, method="m", encoder="query")
+    common.save_checkpoint(tmp_path / "backbone.pt", info | {"state_dict": common.build_backbone(info).state_dict()})
+    flags = ["--dataset", "folder", "--data-dir", tiny[1], "--finetune", "--amp"]
+    assert "--amp on a CPU" in refused(capsys, lambda: run(eval_linear, tmp_path, *flags))
+
+
+def test_each_process_group_of_a_program_has_a_store_of_its_own(monkeypatch):
+    """Or the second would look for the first one's addresses."""
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    shared = torch.distributed.HashStore()
+    monkeypatch.setattr(common, "rendezvous", lambda _: iter([(shared, 0, 1)]))
+    args, found = eval_knn.parse_args(["--device", "cpu"]), []
+    for _ in range(2):
+        common.join_processes(args)
+        store = torch.distributed.distributed_c10d._get_default_store()
+        found.append(store.check(["address"]))
+        store.set("address", "mine")
+        torch.distributed.destroy_process_group()
+    assert found == [False, False]
 
 
 def test_a_dump_without_labels(tiny, tmp_path, capsys):
@@ -229,6 +292,7 @@ MISTAKES = [
     "RUN --encoder momentum",
     "RUN --dataset folder --data-dir DATA/train",
     "RUN --device cuda",
+    "RUN --image-size 64",
     "--random-init --arch nothing",
     "--random-init --arch vit_micro --image-size 16 --patch-size 5 --dataset folder --data-dir DATA",
 ]

@@ -16,7 +16,7 @@ QUEUE = [m for m in METHODS if m != "patchmix"]
 SCRIPTS = sorted(ROOT.glob("*.py"))
 SOURCES = SCRIPTS + sorted((ROOT / "tests").rglob("*.py"))
 BANNER = re.compile(r"# (-{3,}|={3,}) (.+)")
-CODE = dict(jcl=260, patchmix=325, moco_jointcrop=345, clim=405, logo=410, common=1070, eval_knn=185, eval_linear=450)
+CODE = dict(jcl=260, patchmix=325, moco_jointcrop=345, clim=405, logo=410, common=1080, eval_knn=185, eval_linear=450)
 ALL = 3330  # of all eight
 # 950 were planned for common.py; the evaluations' shared room, own data and faults of a run took the rest.
 MACHINE_ROOM, MAIN, MATHEMATICS = 110, 45, 130  # code lines, code lines, a line's number
