@@ -656,7 +656,8 @@ def in_parallel(args, model):
             backbone.compile()
     if not dist.is_initialized():
         return model
-    return DistributedDataParallel(model, broadcast_buffers=False, gradient_as_bucket_view=True)
+    options = dict(broadcast_buffers=False, gradient_as_bucket_view=True)
+    return DistributedDataParallel(model, find_unused_parameters=args.arch == "own", **options)
 
 
 def schedule(args, step, steps_per_epoch):

@@ -123,7 +123,8 @@ def join_processes(args):
     if args.device == "cuda" and not cuda:
         fail("--device cuda: torch sees no CUDA device; use --device cpu")
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if cuda else torch.device("cpu")
-    args.bf16 = args.amp == "bf16" or (args.amp == "auto" and cuda)
+    native = cuda and torch.cuda.is_bf16_supported(including_emulation=False)
+    args.bf16 = args.amp == "bf16" or (args.amp == "auto" and native)
     sizes = [getattr(args, name, 32) for name in ("image_size", "local_size")] + [*getattr(args, "resolutions", ())]
     if args.bf16 and not cuda and min(sizes) <= 16 and not args.arch.startswith(("vit_", "deit")):
         fail("--amp bf16 on a CPU: at 16 px and below torch's gradients of convolutions are wrong: give --amp off")
@@ -1136,7 +1137,7 @@ FLAGS = dict(  # of every training run: group, flag, argparse's options
         keep_every=dict(type=NATURAL, default=0, metavar="N", help="keep a copy every N epochs; 0: the last two only"),
         knn_every=dict(type=NATURAL, default=10, metavar="N", help="judge every N epochs; 0: never"),
         device=dict(default="auto", choices=("auto", "cuda", "cpu"), help="auto: a GPU where there is one"),
-        amp=dict(default="auto", choices=("auto", "bf16", "off"), help="auto: bf16 on CUDA, off on a CPU"),
+        amp=dict(default="auto", choices=("auto", "bf16", "off"), help="auto: bf16 on GPUs that have it"),
         compile=dict(action="store_true", help="compile the encoders: minutes at the start, faster steps"),
         grad_checkpoint=dict(action="store_true", help="less memory, more time; batch norm counts a batch twice"),
         workers=dict(type=WORKERS, metavar="N", help="loader processes for each training process"),

@@ -188,6 +188,7 @@ EVALUATIONS = {
     "fine-tuning": "eval_linear --finetune --epochs 2 --batch-size 32 --out OUT",
 }
 ONLY_ONE = ("CLIM, two sizes", "LoGo on MoCo, paper", "linear probe")  # nothing new in two processes
+FEWER = {4096: 48, 1024: 16}  # patterns
 FOR_TWO = [name for name in CASES | EVALUATIONS if name not in ONLY_ONE]
 
 
@@ -226,8 +227,8 @@ def evaluate(case, run, out, device):
     module, inside = importlib.import_module(script), collections.Counter()
     open_encoder, step = common.open_encoder, counted(getattr(module, "train_step", lambda: None), inside)
 
-    def opened(*args):
-        _, encoder, info = open_encoder(*args)
+    def opened(*args, **named):
+        _, encoder, info = open_encoder(*args, **named)
         return torch.device(device), encoder.to(device), info
 
     with (
@@ -254,7 +255,7 @@ def main(folder):
     with Simulation():
         found, few = {"noticed": noticed()}, common.make_patterns
     with (
-        mock.patch.object(common, "make_patterns", lambda n, *more: few({4096: 48, 1024: 16}[n], *more)),
+        mock.patch.object(common, "make_patterns", lambda n, *more, **named: few(FEWER[n], *more, **named)),
         mock.patch.object(dist, "destroy_process_group"),  # one group for all
         mock.patch.object(dist, "all_gather_object", unseen(dist.all_gather_object)),
         mock.patch.object(common.StopRequest, "agreed", unseen(common.StopRequest.agreed)),

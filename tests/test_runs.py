@@ -441,6 +441,18 @@ def test_own_data_and_encoder(method, tmp_path, monkeypatch, capsys):
     assert "68, not 70" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("method", [m for m in METHODS if m in ("jcl", "logo")])
+def test_an_own_encoder_may_leave_parameters_unused(method, tmp_path, monkeypatch):
+    """Under DDP, here of one process, too."""
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    monkeypatch.setattr(common, "rendezvous", lambda _: iter([(dist.HashStore(), 0, 1)]))
+    encoder = OwnEncoder()
+    encoder[0].unused = nn.Parameter(torch.ones(3))
+    options = dict(train=Own(68, Image.fromarray, True), encoder=encoder)
+    run(method, None, tmp_path, "--dataset", "folder", "--queue", "32", "--max-steps", "3", **options)
+    assert load(tmp_path / "last.pt")["step"] == 3 and torch.equal(encoder[0].unused, torch.ones(3))
+
+
 @pytest.mark.parametrize("method", ONE)
 def test_an_own_encoder_that_cannot_be_checkpointed_is_refused(method, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
