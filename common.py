@@ -358,7 +358,7 @@ def read_image(path):
 def image_size(path):
     """(height, width) from the header, after EXIF rotation."""
     with open_image(path) as image:
-        if image.format == "TIFF":
+        if image.format == "TIFF" and image.getexif().get(0x0112, 1) > 4:
             image.load()  # Pillow turns these itself
         width, height = image.size
         return (width, height) if image.getexif().get(0x0112) in (5, 6, 7, 8) else (height, width)
@@ -1087,8 +1087,9 @@ def protocol(args, info, train, test):
     """What an evaluation's numbers depend on, as lines."""
     scale = f"if not of {info['image_size']} px: shorter side 256/224 of it, centre crop, {info['interpolation']}"
     same = train.array is not None and train.array.shape[1:3] == (info["image_size"],) * 2
+    precision = "bf16" if args.amp else "float32 (CUDA's convolutions: TF32)"
     return f"""encoder {arch_name(info)} of {info["method"]}, the {info["encoder"]} encoder, evaluation mode; \
-features: before the projector, after the last norm and pooling, in {"bf16" if args.amp else "float32"}
+features: before the projector, after the last norm and pooling; {precision}
 data {args.dataset}: {len(train)} training and {len(test or ())} test images, {len(train.classes)} classes; \
 {"no resize" if same else scale}; mean {tuple(info["mean"])}, std {tuple(info["std"])}"""
 
