@@ -24,7 +24,7 @@ is the released code's; all of SimSiam's (of which no code was released) and lam
 
 Beware: the affinity has batch norms and sees pairs of one image and pairs of two, here as in the released code, in
 batches of their own. So it need not compare the locals, and in our runs hardly does: it ranks all rightly in such
-batches, but 63 % where both kinds share one (tests/results/README.md).
+batches, but 57 to 63 % where both kinds share one (tests/results/README.md).
 
 Departures, from the released code if not said otherwise:
     D1 default: the released form, which is bounded and needs no lambda: a logistic affinity, the mean over the six

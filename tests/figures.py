@@ -225,7 +225,8 @@ def choose(run, images, selections=("random", "knn", "kmeans", "center")):
 
     state = common.load_checkpoint(Path(run) / "last.pt")
     config, info = state["config"], state["backbone"]
-    model = clim.CLIM(argparse.Namespace(**config))  # the queue methods' models have the same parts
+    config = {"resolutions": ()} | config  # the queue methods' models have the same parts
+    model = clim.CLIM(argparse.Namespace(**config))
     model.load_state_dict(state["model"])
     encoder = torch.nn.Sequential(model.momentum_backbone, model.momentum_projector)
     x = F.normalize(common.extract_features(encoder, images, info, torch.device("cpu")), dim=1)

@@ -1,5 +1,6 @@
 """figures.py: the numbers that it draws. (The distances of Fig. 7 are held to the paper in test_moco_jointcrop.py.)"""
 
+import importlib
 import json
 
 import figures
@@ -12,6 +13,7 @@ from torch import nn
 
 import clim
 import common
+import jcl
 
 PLAIN = {
     "crop_scale": [1.0, 1.0],
@@ -148,12 +150,13 @@ def test_scale_accuracy(images):
     assert all(value == 10 for value in constant.values())  # one image in ten
 
 
-def test_positives_are_chosen_by_the_momentum_encoder(tmp_path, images):
-    """--selection knn gives each image's ten nearest, by the embeddings of what last.pt holds."""
-    args = clim.parse_args(["--arch", "resnet_micro", "--out", str(tmp_path)])
+@pytest.mark.parametrize("model", [clim.CLIM, jcl.JCL])
+def test_positives_are_chosen_by_the_momentum_encoder(model, tmp_path, images):
+    """--selection knn gives each image's ten nearest, by the embeddings of what a queue method's last.pt holds."""
+    args = importlib.import_module(model.__module__).parse_args(["--arch", "resnet_micro", "--out", str(tmp_path)])
     args.bf16 = False
     torch.manual_seed(0)
-    model, many = clim.CLIM(args), images.subset(np.arange(20) % 10)
+    model, many = model(args), images.subset(np.arange(20) % 10)
     many.array = many.array + np.arange(20, dtype=np.uint8)[:, None, None, None]  # twenty images, all of them different
     for p in model.momentum_projector.parameters():  # no copy of the query's any more
         p.add_(torch.randn_like(p))
