@@ -199,7 +199,7 @@ def resolve(args, info):
         common.fail("--head-lr goes with --layer-decay 1")
     world = common.rank_and_world()[1]
     if args.batch_size % world or (args.mixup + args.cutmix > 0 and args.batch_size // world % 2):
-        common.fail(f"--batch-size {args.batch_size}: each of {world} process(es) gets as many, with mixup evenly")
+        common.fail(f"--batch-size {args.batch_size}: {world} process(es) get equal parts, with mixup even numbers")
     path = Path(args.checkpoint or args.arch or "own").resolve()
     source = path.name if path.is_dir() or not args.checkpoint else path.parent.name
     labels = f"-{args.label_fraction:g}" if args.label_fraction else "-listed" if args.label_files else ""

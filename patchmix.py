@@ -42,8 +42,7 @@ Departures (the default is the paper; "released" is `--variant released` where n
     D14 released fp16; here bf16 in the encoders on CUDA (--amp off: float32, with products in TF32)
 Not said in the paper, taken from the released code: drop-path 0.1, AdamW's betas, ImageNet's mean and std on CIFAR,
 weight decay on all but 1-D tensors, the last learning rate, bicubic crops, heads without biases, batch norm over all
-processes. The paper's "rest 260
-epochs" of 300 with 10 of warm-up are taken as 290.
+processes. The paper's "rest 260 epochs" of 300 with 10 of warm-up are taken as 290.
 """
 
 import argparse
