@@ -161,7 +161,7 @@ def test_gain_is_paired(tmp_path, monkeypatch):
             epochs = [dict(epoch=6, knn20_top1=value, knn200_top1=value, std=0.5)]
             record = dict(command="", epochs=epochs, linear_top1=value - 1, minutes=10 + seed)
             results.keep("cpu", arm, seed, record)
-    assert "| 2 | 45.0 → 48.0 | +3.0 ± 1.4 | 44.0 → 47.0 | +3.0 ± 1.4 | 10 → 10 |" in results.front("cpu")
+    assert "| 2 | 45.0 → 48.0 | +3.0 ± 1.4 | 44.0 → 47.0 | +3.0 ± 1.4 | x 2 |" in results.front("cpu")
     (row,) = (line for line in results.table("cpu").splitlines() if "| JCL," in line)
     assert "| 3 | 35.3 ± 22.7 |" in row and row.count("+3.0 ± 1.4") == 2
     text = "a\n<!-- tests/results.py: cpu, front -->\nold\n<!-- end -->\nb"
