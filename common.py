@@ -130,7 +130,7 @@ def join_processes(args):
         fail("--amp bf16 on a CPU: at 16 px and below torch's gradients of convolutions are wrong: give --amp off")
     if cuda:
         torch.cuda.set_device(device)
-        torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
+        torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = native  # the same GPUs have both
         torch.backends.cudnn.benchmark = True
     elif args.arch and args.arch.endswith(("_micro", "_mini")) and "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(1)  # a second one gives 15 %, and takes two thirds when another program wants a core
@@ -1044,7 +1044,8 @@ def open_encoder(args, module=None, own=False):
         info = backbone_info(args.arch, size, patch, method="no run", encoder="given")
         torch.manual_seed(args.seed)
         encoder = build_backbone(info) if module is None else module
-        encoder.load_state_dict(from_first(encoder.cpu().state_dict))
+        if rank_and_world()[1] > 1:
+            encoder.load_state_dict(from_first(encoder.cpu().state_dict))
         return device, encoder.eval().to(device), info
     encoder, info = load_backbone(args.checkpoint, args.encoder, module)
     if args.dataset is None and not own:
@@ -1337,8 +1338,8 @@ class Run:
 
     def same_everywhere(self):
         """Exit with a line unless the processes have the same flags, images and checkpoint."""
-        own = OPERATING - {"max_steps", "save_every", "keep_every", "knn_every", "eval_every"}  # when all act together
-        flags = {name: value for name, value in self.config.items() if name not in own}
+        when = {"max_steps", "save_every", "keep_every", "knn_every", "eval_every"}  # all have to act together
+        flags = {name: value for name, value in self.config.items() if name not in OPERATING - when}
         marks = from_all((flags, self.images, self.step))
         if any(mark != marks[0] for mark in marks):
             fail("the processes differ in flags, images or checkpoint: --data-dir and --out must be on shared disks")

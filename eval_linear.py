@@ -600,7 +600,8 @@ def train_protocol(args, device, encoder, info, train, test):
     network, head = make_network(args, encoder, info, args.num_classes, device)
     if device.type == "cpu" and any(isinstance(module, nn.SyncBatchNorm) for module in network.modules()):
         common.fail("--finetune with batch norm in several processes needs GPUs: start one process")
-    wrapped = DistributedDataParallel(network) if dist.is_initialized() else network
+    unused = args.mode == "finetune" and info["timm_name"] is None  # an own encoder may leave some parameters unused
+    wrapped = DistributedDataParallel(network, find_unused_parameters=unused) if dist.is_initialized() else network
     optimizer = make_optimizer(args, network, head)
 
     def evaluate():

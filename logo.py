@@ -381,11 +381,10 @@ class LocalToLocal:
         self.args, self.model, self.norm = args, model, torch.zeros((), device=device)
         self.affinity = Affinity(args.dim, args.affinity_hidden).to(device)
         self.rate = args.affinity_lr or args.lr * args.batch_size / args.lr_batch  # the affinity's, constant
-        options = dict(lr=0.0, momentum=0.9)
-        self.optimizer = torch.optim.SGD(self.affinity.parameters(), weight_decay=args.weight_decay, **options)
+        self.optimizer = torch.optim.SGD(self.affinity.parameters(), 0.0, momentum=0.9, weight_decay=args.weight_decay)
         encoder = [*model.backbone.parameters(), *model.projector.parameters()]
         encoder = [p for p in encoder if p.requires_grad]  # a user's own may have frozen ones
-        self.second = torch.optim.SGD(encoder, **options)
+        self.second = torch.optim.SGD(encoder, 0.0, momentum=0.9)
 
     def dissimilarity(self, local, step):
         """A step of the affinity (Eq. 6), then L_ll of the whole batch, with a gradient to this process's locals."""
@@ -450,7 +449,7 @@ def parse_args(argv=None):
     group.add_argument("--affinity-form", choices=("logistic", "linear"), help="what the affinity learns by (D1)")
     weight = common.number(float, 0)
     group.add_argument("--l2l-weighting", choices=("clip", "lambda"), help="L_ll: a step of its own, or a term")
-    group.add_argument("--clip-ratio", type=weight, metavar="X", help="of that step, to the last gradient's norm")
+    group.add_argument("--clip-ratio", type=weight, metavar="X", help="clip its gradient to X times the main one's")
     group.add_argument("--lam", type=weight, metavar="X", help="lambda, where L_ll is a term of the loss")
     scale = dict(type=common.SHARE, nargs=2, metavar=("LO", "HI"))
     group.add_argument("--global-scale", **scale, help="area of a global crop (supplement, Table 9)")
@@ -462,11 +461,11 @@ def parse_args(argv=None):
     args.l2l = args.local_crops == 2 and not args.no_l2l
     if args.base == "simsiam" and args.queue:
         common.fail("--queue: SimSiam has no negatives; leave it out, or give --base moco")
-    unused = "lam" if args.l2l_weighting == "clip" else "clip_ratio"
-    if getattr(args, unused) != parser.get_default(unused):
-        common.fail(f"--{unused.replace('_', '-')} has no effect with --l2l-weighting {args.l2l_weighting}")
-    size = (args.local_crops and args.local_size) or args.image_size
-    args.local_size = min(size, args.image_size)
+    used = {"clip": "clip_ratio", "lambda": "lam"}[args.l2l_weighting] if args.l2l else "neither"
+    for name in {"clip_ratio", "lam"} - {used}:
+        if getattr(args, name) != parser.get_default(name):
+            common.fail(f"--{name.replace('_', '-')} has no effect: of L_ll's two weights this run uses {used}")
+    args.local_size = min((args.local_crops and args.local_size) or args.image_size, args.image_size)
     if args.one_way and (args.base != "moco" or args.local_crops):
         common.fail("--one-way is MoCo v2's loss: it needs --base moco --local-crops 0")
     if args.local_crops and args.arch.startswith(("vit_", "deit")) and args.local_size % args.patch_size:
@@ -588,7 +587,7 @@ class GroupedBatchNorm(nn.modules.batchnorm._BatchNorm):
 
 
 def batch_norm_groups(args):
-    """The recipe's number of groups, or, with a line: as many as processes that do not divide it; fewer if none fit."""
+    """The recipe's groups, or, with a line: one a process where these do not divide them, or fewer for the batch."""
     world, asked = common.rank_and_world()[1], args.bn_groups
     most = asked if asked == 1 or asked % world == 0 else world
     fitting = [g for g in range(most, 1, -1) if g % world == 0 and args.batch_size % g == 0 and args.batch_size > g]

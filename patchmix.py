@@ -466,7 +466,7 @@ class GroupedBatchNorm(nn.modules.batchnorm._BatchNorm):
 
 
 def batch_norm_groups(args):
-    """The recipe's number of groups, or, with a line: as many as processes that do not divide it; fewer if none fit."""
+    """The recipe's groups, or, with a line: one a process where these do not divide them, or fewer for the batch."""
     world, asked = common.rank_and_world()[1], args.bn_groups
     most = asked if asked == 1 or asked % world == 0 else world
     fitting = [g for g in range(most, 1, -1) if g % world == 0 and args.batch_size % g == 0 and args.batch_size > g]

@@ -593,6 +593,13 @@ def tiny(flags=(), module=clim, name="CLIM"):
     return model
 
 
+def test_an_encoder_that_does_not_take_every_resolution_is_refused(capsys):
+    args = clim.parse_args([*TINY, *"--arch test_coatnet --image-size 160 --resolutions 160 96".split()])
+    with pytest.raises(SystemExit) as stop:
+        clim.CLIM(args)
+    assert stop.value.code == 2 and "test_coatnet does not work" in capsys.readouterr().err
+
+
 def random_views(count, seed=1, n=8):
     return list(torch.rand(count, n, 3, 16, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)))
 

@@ -1,5 +1,6 @@
 """eval_knn.py and eval_linear.py end to end on a tiny data set, and the linear probe against a plain loop."""
 
+import argparse
 import copy
 import json
 import math
@@ -211,11 +212,46 @@ def test_processes_judge_the_first_ones_encoder(tiny, monkeypatch):
     """An own module without a checkpoint may be another on each."""
     theirs, _ = common.load_backbone(tiny[0])
     monkeypatch.setattr(common, "from_first", lambda make: theirs.state_dict())
+    monkeypatch.setattr(common, "rank_and_world", lambda: (1, 2))
     mine = copy.deepcopy(theirs)
     torch.nn.init.zeros_(mine.cls_token)
     args = eval_knn.parse_args(["--image-size", "16", "--device", "cpu"])
     _, encoder, _ = common.open_encoder(args, mine)
     assert torch.equal(encoder.cls_token, theirs.cls_token) and theirs.cls_token.any()
+
+
+def test_one_process_judges_an_own_encoder_as_it_is(tiny, monkeypatch):
+    """Even one that saves a part of itself only."""
+    mine, _ = common.load_backbone(tiny[0])
+    monkeypatch.setattr(mine, "state_dict", lambda: {})
+    args = eval_knn.parse_args(["--image-size", "16", "--device", "cpu"])
+    assert common.open_encoder(args, mine)[1] is mine
+
+
+def test_fine_tuning_lets_an_own_encoder_leave_parameters_unused(tiny, tmp_path, monkeypatch):
+    """Under DDP, here of one process, too."""
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    monkeypatch.setattr(common, "rendezvous", lambda _: iter([(torch.distributed.HashStore(), 0, 1)]))
+    module, _ = common.load_backbone(tiny[0])
+    module.unused = torch.nn.Parameter(torch.ones(3))
+    flags = f"--finetune --protocol patchmix --image-size 16 --batch-size 12 --epochs 1 --pad 0 --out {tmp_path / 'a'}"
+    args = eval_linear.parse_args([*flags.split(), "--device", "cpu"])
+    own = dict(encoder=module, train=Own(tiny[1] / "train"), test=Own(tiny[1] / "val"))
+    assert "finetune_top1" in eval_linear.main(args, **own)["encoder"]
+
+
+@pytest.mark.parametrize("native", [True, False])
+def test_bf16_by_itself_and_tf32_are_of_gpus_that_have_them(native, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: native or including_emulation)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    libraries = argparse.Namespace(allow_tf32=not native), argparse.Namespace(allow_tf32=not native)
+    monkeypatch.setattr(torch.backends.cuda, "matmul", libraries[0])
+    monkeypatch.setattr(torch.backends, "cudnn", libraries[1])
+    for asked, given in {"auto": native, "bf16": True, "off": False}.items():
+        args = argparse.Namespace(device="auto", amp=asked, arch="resnet50")
+        assert common.join_processes(args).type == "cuda" and args.bf16 == given
+        assert [library.allow_tf32 for library in libraries] == [native] * 2
 
 
 def test_bf16_is_refused_where_torch_computes_it_wrongly(tiny, tmp_path, capsys):

@@ -969,6 +969,8 @@ MISTAKES = """
 --clip-ratio -0.1
 --lam 0.5
 --clip-ratio 0.3 --base simsiam
+--clip-ratio 0.3 --no-l2l
+--lam 0.5 --l2l-weighting lambda --local-crops 0
 --patch-size 32 --arch vit_micro --image-size 32
 """
 
