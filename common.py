@@ -3,10 +3,10 @@
     1. messages    fail, say, progress; join_processes, from_all, StopRequest
     2. randomness  uniform, generator: pure functions of what is being made
     3. data sets   load_images -> ImageSet (patterns, cifar10, ..., imagenet, folder); OwnImages; open_images
-    4. views       random_resized_crop, random_colour draw; Views cuts in the loader; colour_views on the device
+    4. views       View declares one; ViewDataset draws and cuts in the loader; colour_views works on the device
     5. evaluation  extract_features, knn_scores, knn_predict, embedding_health, load_backbone
-    6. flags       run_parser, parse_run: what operates every run, and a recipe's values as defaults
-    7. run         Run: the folder, going on, what is said and logged, stopping, saving
+    6. flags       parse_choices, parse_flags: what operates every run, and every value of a recipe
+    7. run         Run: the files of a run: its folder, checkpoints and records
 
 Conventions: images are RGB. Loaders give uint8 (N, 3, H, W); everything on the device is float in [0, 1] until
 `normalize`. Boxes are (top, left, height, width) in pixels. A label of -1 means "none".
@@ -18,7 +18,10 @@ import contextlib
 import copy
 import ctypes
 import datetime
+import difflib
+import errno
 import functools
+import hashlib
 import importlib.util
 import itertools
 import json
@@ -28,12 +31,14 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 import warnings
 import zipfile
 import zlib
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import timm
@@ -49,6 +54,11 @@ from torch.utils.data import DataLoader, Dataset, default_convert
 from torchvision.datasets.folder import make_dataset
 from torchvision.transforms.functional import rgb_to_grayscale, solarize
 from torchvision.transforms.v2.functional import to_image
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None
 
 # ---------------------------------------------------------------- 1. messages
 
@@ -87,8 +97,18 @@ def say(text="", end="\n"):
 
 
 def last_words(line):
+    """Say a line, and leave it for torchrun's report, too."""
     say(line)
     tell_torchrun(line)
+
+
+def start(main, parse_args):
+    """Run a script: Ctrl-C before training begins, or after it, ends it with a line in place of a traceback."""
+    try:
+        main(parse_args())
+    except KeyboardInterrupt:
+        last_words("stopped by Ctrl-C (exit status 130) outside of training; the same command begins again")
+        raise SystemExit(130) from None
 
 
 def progress(text, last=[0.0]):  # noqa: B006  (the list keeps the time of the last line)
@@ -115,7 +135,7 @@ def keep_memory():
 
 
 def join_processes(args):
-    """Join torchrun's process group, if there is one; returns this process's device. Sets args.bf16."""
+    """Join torchrun's process group, if there is one. Returns this process's device."""
     torch.set_flush_denormal(True)  # denormal numbers make a CPU several times slower
     keep_memory()
     warnings.filterwarnings("ignore", ".*(broadcast_buffers|Grad strides do not match).*")  # about speed and names only
@@ -123,14 +143,10 @@ def join_processes(args):
     if args.device == "cuda" and not cuda:
         fail("--device cuda: torch sees no CUDA device; use --device cpu")
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if cuda else torch.device("cpu")
-    native = cuda and torch.cuda.is_bf16_supported(including_emulation=False)
-    args.bf16 = args.amp == "bf16" or (args.amp == "auto" and native)
-    sizes = [getattr(args, name, 32) for name in ("image_size", "local_size")] + [*getattr(args, "resolutions", ())]
-    if args.bf16 and not cuda and min(sizes) <= 16 and not args.arch.startswith(("vit_", "deit")):
-        fail("--amp bf16 on a CPU: at 16 px and below torch's gradients of convolutions are wrong: give --amp off")
     if cuda:
         torch.cuda.set_device(device)
-        torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = native  # the same GPUs have both
+        # The same GPUs have TF32 and bf16.
+        torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = has_bf16(device)
         torch.backends.cudnn.benchmark = True
     elif args.arch and args.arch.endswith(("_micro", "_mini")) and "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(1)  # a second one gives 15 %, and takes two thirds when another program wants a core
@@ -138,10 +154,23 @@ def join_processes(args):
         store, rank, world = next(rendezvous("env://"))
         if os.environ.get("GROUP_WORLD_SIZE", "1") == "1":  # a restart's store still holds dead workers' addresses
             store = dist.PrefixStore(f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
-        store = dist.PrefixStore(f"group {next(GROUPS)}", store)  # nor may a second one find the first's
+        store = dist.PrefixStore(f"group {next(GROUPS)}", store)  # nor may a second group find the first one's
         backend = "nccl" if cuda else "gloo"
         dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=PATIENCE)
     return device
+
+
+def has_bf16(device):
+    """True if the device computes bf16 natively. CPUs do not count: they only emulate it, or are slow at it."""
+    return device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
+
+
+def use_bf16(amp, device, arch, sizes):
+    """True if the encoders compute in bf16: amp is 'auto', 'bf16' or 'off'; sizes: of the images, in pixels."""
+    chosen = amp == "bf16" or (amp == "auto" and has_bf16(device))
+    if chosen and device.type == "cpu" and min(sizes) <= 16 and not is_vit(arch):
+        fail("--amp bf16 on a CPU: at 16 px and below torch's gradients of convolutions are wrong: give --amp off")
+    return chosen
 
 
 def from_all(value):
@@ -161,43 +190,67 @@ def from_first(make):
 
 
 class StopRequest:
-    """SIGTERM and SIGINT ask a run to finish its step, save and end with exit status 75; after 3 s, another ends it."""
+    """Lets SIGTERM and Ctrl-C (SIGINT) ask a run to stop, while the `with` block runs.
 
-    def __init__(self):
-        self.requested, self.at_once, self.next_note = 0.0, False, 0  # requested: when
-        self.before = {n: signal.signal(n, self._handle) for n in (signal.SIGTERM, signal.SIGINT)}
-        world = rank_and_world()[1]
-        self.group = dist.new_group(backend="gloo") if world > 1 else None  # notes are compared without the device
+        with StopRequest() as stop:
+            ...
+            if stop.agreed():      # after each step: leave the loop and save
+                break
+            with stop.at_once():   # everything is saved: a request ends the program here
+                ...
+
+    A second signal, three seconds or more after the first, ends the program as it would without this class. Outside
+    the main thread Python handles no signals, so there the class only reads what other processes were asked.
+    """
+
+    def __enter__(self):
+        self.requested_at, self.ends_here, self.previous = None, False, {}
+        if threading.current_thread() is threading.main_thread():
+            self.previous = {n: signal.signal(n, self._handle) for n in (signal.SIGTERM, signal.SIGINT)}
+        several = rank_and_world()[1] > 1
+        self.group = dist.new_group(backend="gloo") if several else None  # the device need not wait for it
+        return self
+
+    def __exit__(self, *_):
+        for number, handler in self.previous.items():
+            signal.signal(number, handler)
 
     def _handle(self, number, frame):
         now = time.monotonic()
-        if not self.requested:
-            self.requested = now
-            self.leave(number)
-        elif now > self.requested + 3:  # before, it is the same request: a scheduler's to all, and torchrun's
+        if self.requested_at is None:
+            self.requested_at = now
+            if self.ends_here:
+                self._end(number)
+        elif now > self.requested_at + 3:  # earlier, it is the same request: a scheduler's to all, and torchrun's
             signal.signal(number, signal.SIG_DFL)
             signal.raise_signal(number)
 
-    def leave(self, number=None):
-        """In an evaluation, when everything is saved, the program ends where it is."""
-        if self.requested and self.at_once:
-            last_words("stopped on request (exit status 75) in an evaluation; the same command makes up for it")
-            if number == signal.SIGTERM:  # at once: to take torch down takes seconds, and a callback loses exceptions
-                _end_workers()
-                os._exit(75)
-            raise SystemExit(75)
+    def _end(self, number):
+        last_words("stopped on request (exit status 75) when all was saved; the same command makes up for the rest")
+        if number == signal.SIGTERM:  # at once: to take torch down takes seconds, and a callback loses exceptions
+            end_workers()
+            os._exit(75)
+        raise SystemExit(75)
 
-    def agreed(self, step=None, pace=0.0):
-        """Whether any process was asked; several compare notes after a step, of fast ones (pace: s) twice a second."""
+    def agreed(self):
+        """True if any process has received a signal. Costs one small all-reduce per call."""
+        requested = self.requested_at is not None
         if self.group is None:
-            return self.requested > 0
-        if step is not None and step < self.next_note:
-            return False
-        note = torch.tensor([self.requested > 0, pace], dtype=torch.float64)
+            return requested
+        note = torch.tensor(float(requested))
         dist.all_reduce(note, dist.ReduceOp.MAX, group=self.group)
-        if step is not None:
-            self.next_note = step + max(1, int(0.5 / max(note[1].item(), 1e-3)))
-        return note[0].item() > 0
+        return note.item() > 0
+
+    @contextlib.contextmanager
+    def at_once(self):
+        """Inside, a request ends the program at once. For long work that begins when everything is saved."""
+        self.ends_here = True
+        if self.requested_at is not None:
+            self._end(signal.SIGINT)
+        try:
+            yield
+        finally:
+            self.ends_here = False
 
 
 # -------------------------------------------------------------- 2. randomness
@@ -218,6 +271,10 @@ def _hash(*keys):
     return state
 
 
+# What a random stream is for: the third key of `generator`, so that no two draws share one. The numbers never change.
+STREAM_STEP, STREAM_ORDER = 0, 1
+
+
 def uniform(seed, epoch, index, count, purpose=0):
     """Counter-based uniform draws: the same for an image whatever batch, worker or process asks.
 
@@ -235,7 +292,7 @@ def generator(*keys):
 
 def seed_step(seed, step):
     """Seed the global generator, from which drop-path draws, by (seed, step, rank)."""
-    torch.manual_seed(generator(seed, step, 0, rank_and_world()[0]).initial_seed())
+    torch.manual_seed(generator(seed, step, STREAM_STEP, rank_and_world()[0]).initial_seed())
 
 
 # --------------------------------------------------------------- 3. data sets
@@ -526,8 +583,6 @@ def open_images(args, train=None, test=None):
         test = load_images(args.dataset, args.data_dir, False, **options) if train.classes else None
     if len(train) < args.batch_size:
         fail(f"{len(train)} images are fewer than one batch: give --batch-size {len(train)} or less")
-    if getattr(args, "queue", 0) is None:  # the recipe leaves it to the data
-        args.queue = min(65536, max(args.batch_size, len(train) // 10))
     return train, test
 
 
@@ -587,22 +642,67 @@ def cut(image, box, size, interpolation="bilinear"):
     return np.asarray(image.resize((size, size), RESAMPLE[interpolation], box=box))
 
 
-class Views(Dataset):
-    """Cuts views in the loader's workers; asked for a whole batch of (epoch, index) keys at once.
+class View(NamedTuple):
+    """One view of an image as a method file declares it: a random resized crop, then colour changes, then a flip."""
 
-    sample(index, sizes, draws) -> (cuts, colours) is the method's: lists over views, of (image index (n,), boxes (n,
-    4), output size) and of (n, 9) float32 as `random_colour` gives. A batch is {'views': [uint8 (n, 3, S, S), ...],
-    'colour': (n, views, 9), 'index': (n,)}.
+    size: int  # pixels of the square that is cut
+    area: tuple  # (lowest, highest) share of the image that is cut
+    ratio: tuple  # (lowest, highest) width / height of what is cut
+    jitter: tuple  # largest change of (brightness, contrast, saturation, hue), as torchvision's ColorJitter has them
+    jitter_p: float  # the probability of that
+    gray_p: float  # the probability of a gray image
+    blur_p: float  # the probability of a Gaussian blur
+    blur_sigma: tuple  # (lowest, highest) sigma of the blur, in pixels
+    solarize_p: float  # the probability of inverting all values above one half
+    flip_p: float  # the probability of a horizontal flip
+
+
+VIEW_DRAWS = CROP_DRAWS + COLOUR_DRAWS  # uniform numbers that one view takes per image
+
+
+def draw_view(view, sizes, draws):
+    """Draw the boxes and colours of one view of n images, all independently.
+
+    view: a View; sizes (n, 2) heights and widths; draws (n, VIEW_DRAWS) uniform in [0, 1). Returns ((n, 4) int64 boxes,
+    (n, 9) float32 colour parameters), see `random_resized_crop` and `random_colour`.
+    """
+    crop, colour = draws[:, :CROP_DRAWS], draws[:, CROP_DRAWS:]
+    return random_resized_crop(sizes, crop, view.area, view.ratio), colour_of(view, colour)
+
+
+def colour_of(view, draws):
+    """`random_colour` with a view's numbers: draws (n, COLOUR_DRAWS) -> (n, 9)."""
+    chances = view.jitter_p, view.gray_p, view.blur_p, view.blur_sigma, view.solarize_p, view.flip_p
+    return random_colour(draws, view.jitter, *chances)
+
+
+class ViewDataset(Dataset):
+    """Cuts the views of images in the loader's workers. It is asked for a whole batch of (epoch, index) keys at once.
+
+    views: list of View. By default each is drawn from numbers of its own. A method whose views depend on each other
+    gives `draw`: draw(index, sizes, draws) -> (cuts, colours), with index (n,) the rows of the images, sizes (n, 2)
+    their heights and widths, draws (n, len(views) * VIEW_DRAWS + extra_draws) uniform in [0, 1); cuts: list over views
+    of (rows (n,) of the images to cut from, boxes (n, 4), output size); colours: list over views of (n, 9) parameters.
+    A batch is {'views': [uint8 (n, 3, S, S), ...], 'colour': (n, views, 9), 'index': (n,)}.
     """
 
-    def __init__(self, images, sample, num_draws, seed, interpolation="bilinear"):
-        self.images, self.sample, self.num_draws = images, sample, num_draws
-        self.seed, self.interpolation = seed, interpolation
+    def __init__(self, images, views, seed, interpolation="bilinear", draw=None, extra_draws=0):
+        self.images, self.views, self.seed, self.interpolation = images, views, seed, interpolation
+        self.draw = draw or self.draw_independently
+        self.num_draws = len(views) * VIEW_DRAWS + extra_draws
+
+    def draw_independently(self, index, sizes, draws):
+        cuts, colours = [], []
+        for view, own in zip(self.views, np.split(draws, len(self.views), axis=1), strict=True):
+            boxes, colour = draw_view(view, sizes, own)
+            cuts.append((index, boxes, view.size))
+            colours.append(colour)
+        return cuts, colours
 
     def __getitems__(self, keys):
         epochs, index = np.array(keys).T
         draws = uniform(self.seed, epochs, index, self.num_draws)
-        cuts, colours = self.sample(index, self.images.sizes(index), draws)
+        cuts, colours = self.draw(index, self.images.sizes(index), draws)
         views = [np.empty((len(index), size, size, 3), np.uint8) for _, _, size in cuts]
         for row in range(len(index)):
             read = functools.cache(self.images.__getitem__)  # an image that several views use is decoded once
@@ -613,17 +713,18 @@ class Views(Dataset):
 
 
 class EpochSampler:
-    """Batches of (epoch, index) keys: a permutation per (seed, epoch), whole batches, this process's slice of each.
-
-    `epoch` and `start` (the first batch, for a resumed epoch) are set before iterating.
-    """
+    """Batches of (epoch, index) keys: one permutation per (seed, epoch), whole batches, this process's rows of each."""
 
     def __init__(self, length, batch_size, seed):
         self.length, self.batch_size, self.seed = length, batch_size, seed
-        self.epoch = self.start = 0
+        self.set_epoch(0)
+
+    def set_epoch(self, epoch, start=0):
+        """Choose the epoch, counted from 0, and the first of its batches, which a run that goes on has not yet had."""
+        self.epoch, self.start = epoch, start
 
     def order(self, epoch):
-        return torch.randperm(self.length, generator=generator(self.seed, epoch, 1)).tolist()
+        return torch.randperm(self.length, generator=generator(self.seed, epoch, STREAM_ORDER)).tolist()
 
     def __iter__(self):
         rank, world = rank_and_world()
@@ -634,13 +735,21 @@ class EpochSampler:
 
 
 def workers_of(args, device):
-    """--workers, or what suits: the CPU is busy enough without; a GPU gets up to 12 for each training process."""
-    if args.workers is not None or device.type != "cuda" or sys.platform != "linux":  # elsewhere `sample` can't be sent
+    """--workers, or what suits: none beside a CPU that trains; up to 12 per training process for a GPU."""
+    if args.workers is not None or device.type != "cuda" or sys.platform != "linux":  # elsewhere `draw` can't be sent
         return args.workers or 0
     return min(12, len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
 
 
-FORK = "fork" if sys.platform == "linux" else None  # workers share the decoded images instead of copying them
+LOADERS = []  # processes that loaders of this program have started; a user's own child processes are not among them
+
+
+class WorkerContext(type(multiprocessing.get_context("fork" if sys.platform == "linux" else None))):
+    """Starts loader workers, and remembers them. On Linux they are forked, and share the decoded images."""
+
+    def Process(self, *args, **kwargs):  # noqa: N802  (multiprocessing's name)
+        LOADERS.append(super().Process(*args, **kwargs))
+        return LOADERS[-1]
 
 
 def _start_worker(_):
@@ -648,35 +757,49 @@ def _start_worker(_):
         signal.signal(number, signal.SIG_IGN)
 
 
-def _end_workers():
-    if FORK:
+def end_workers():
+    """Kill the loader workers of this program, at once."""
+    if sys.platform == "linux" and LOADERS:
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # or torch would report their end, after what was the error
-    for child in multiprocessing.active_children():
-        child.kill()
+    for worker in LOADERS:
+        if worker.is_alive():
+            worker.kill()
 
 
 class Loader(DataLoader):
-    """A DataLoader whose error is a line that names the image which cannot be read."""
+    """A DataLoader that exits with an error message, naming the image, if one cannot be read.
+
+    waited: seconds that the loop over it has waited for batches; began: when that loop began (time.perf_counter).
+    """
 
     def __init__(self, data, device, workers=0, **options):
         if workers:
-            atexit.register(_end_workers)  # they ignore SIGTERM, by which Python would end them
-            options |= dict(num_workers=workers, multiprocessing_context=FORK, worker_init_fn=_start_worker)
+            atexit.register(end_workers)  # they ignore SIGTERM, by which Python would end them
+            options |= dict(num_workers=workers, multiprocessing_context=WorkerContext(), worker_init_fn=_start_worker)
         super().__init__(data, pin_memory=device.type == "cuda", **options)
 
     def __iter__(self):
+        self.began = asked = time.perf_counter()
+        self.waited = 0.0
         try:
-            yield from super().__iter__()
+            for batch in super().__iter__():
+                self.waited += time.perf_counter() - asked
+                yield batch
+                asked = time.perf_counter()
         except BadImage as error:  # from a worker, with its traceback before the message
             fail(str(error).strip().splitlines()[-1].removeprefix("common.BadImage: "))
 
 
-def make_loader(args, views, device):
-    """Batches of `views` as --batch-size, --seed and --workers say; its workers live as long as the run."""
-    sampler = EpochSampler(len(views.images), args.batch_size, args.seed)
+def make_loader(args, images, views, device, draw=None, extra_draws=0):
+    """Batches of views of `images`, as --batch-size, --seed and --workers say. Arguments as `ViewDataset`.
+
+    `loader.batch_sampler.set_epoch` chooses the epoch. The workers live as long as the run.
+    """
+    data = ViewDataset(images, views, args.seed, args.interpolation, draw, extra_draws)
+    sampler = EpochSampler(len(images), args.batch_size, args.seed)
     workers = workers_of(args, device)
     options = dict(batch_sampler=sampler, collate_fn=default_convert, persistent_workers=workers > 0)
-    return Loader(views, device, workers, **options)
+    return Loader(data, device, workers, **options)
 
 
 def _per_image(value, x):
@@ -772,7 +895,7 @@ def colour(x, parameters):
 
 
 def colour_views(batch, device):
-    """A batch of `Views` -> list of its views (n, 3, H, W), moved to the device and coloured, float in [0, 1].
+    """A batch of `ViewDataset` -> list of its views (n, 3, H, W), moved to the device and coloured, float in [0, 1].
 
     Views of one size are coloured in one pass, which costs a GPU fewer launches.
     """
@@ -788,10 +911,10 @@ def colour_views(batch, device):
 # -------------------------------------------------------------- 5. evaluation
 
 
-def own_part(x):
-    """This process's rows of a tensor (n, ...): the processes share it out in rank order."""
+def own_rows(x, dim=0):
+    """This process's rows of what belongs to all processes: they share dimension `dim` out in rank order."""
     rank, world = rank_and_world()
-    return x.tensor_split(world)[rank]
+    return x.tensor_split(world, dim)[rank]
 
 
 def gather_uneven(x):
@@ -837,11 +960,11 @@ def extract_features(encoder, images, info, device, batch_size=256, workers=0, a
     """Features of every image in evaluation mode: (n, width) float32 on the CPU, in order, on every process.
 
     encoder: (N, 3, H, W) -> (N, width), on the device; images: len and [i] -> uint8 (H, W, 3); info: image_size, mean,
-    std, interpolation, as in backbone.pt; amp: bf16. Each process encodes its part (`own_part`); whole=False returns
+    std, interpolation, as in backbone.pt; amp: bf16. Each process encodes its part (`own_rows`); whole=False returns
     that only. Raises RuntimeError if the encoder's weights or statistics have changed.
     """
     before = {k: v.clone() for k, v in encoder.state_dict().items()}
-    mine = own_part(torch.arange(len(images)))
+    mine = own_rows(torch.arange(len(images)))
     crops = CentreCrops(images, info["image_size"], info["interpolation"])
     # A process without images encodes one for the features' width, and drops it.
     crops = torch.utils.data.Subset(crops, mine.tolist() or [0])
@@ -894,9 +1017,15 @@ def knn_accuracy(encoder, train, test, info, device, ks=(20, 200), temperature=0
     train, options = train.labelled(), dict(workers=workers, amp=amp)
     train_x = extract_features(encoder, train, info, device, whole=False, **options).to(device)
     test_x = extract_features(encoder, test, info, device, **options).to(device)
-    train_y, truth = own_part(torch.from_numpy(train.labels)), torch.from_numpy(test.labels)
+    train_y, truth = own_rows(torch.from_numpy(train.labels)), torch.from_numpy(test.labels)
     scores = knn_scores(train_x, train_y, test_x, ks, temperature, len(train.classes))
     return {k: 100 * (s.argmax(1) == truth).float().mean().item() for k, s in scores.items()}
+
+
+def knn_record(args, encoder, train, test, device):
+    """`knn_accuracy` of a method's encoder as an epoch's record has it: {"knn20_top1": percent, ...}."""
+    found = knn_accuracy(encoder, train, test, args.backbone, device, workers=workers_of(args, device), amp=args.bf16)
+    return {f"knn{k}_top1": percent for k, percent in found.items()}
 
 
 @torch.no_grad()
@@ -937,22 +1066,28 @@ ARCHS = {  # short name: (timm name, what differs from it)
 }
 
 
-def backbone_info(arch, image_size, patch_size, norm=IMAGENET_NORM, interpolation="bilinear", **more):
+def is_vit(arch):
+    """True if an architecture's name, one of ARCHS or timm's, is a ViT's."""
+    return arch.startswith(("vit_", "deit"))
+
+
+def backbone_info(arch, image_size, patch_size, norm="imagenet", interpolation="bilinear", **more):
     """What backbone.pt says of an encoder besides its weights: how timm builds it, and what its images are like.
 
-    arch: a name of ARCHS, any timm model, or None for a user's own module. Plain ResNets get the 3 x 3 stem for images
-    of up to 64 px (resnet_mini with stride 2, resnet_micro none: they are to be fast on a CPU); ViTs the given patch,
-    MoCo v3's initialisation (except of the patch embedding, which timm leaves out), and a position embedding that is
-    interpolated for other image sizes.
+    arch: a name of ARCHS, any timm model, or None for a user's own module; norm: a name of NORMS. For images of up to
+    64 px plain ResNets get the 3 x 3 stem (resnet_mini with stride 2, resnet_micro none: they are to be fast on a CPU).
+    ViTs get the given patch size, MoCo v3's initialisation (except of the patch embedding, which timm leaves out), and
+    a position embedding that is interpolated for other image sizes.
     """
-    like = dict(image_size=image_size, mean=norm[0], std=norm[1], interpolation=interpolation, **more)
+    mean, std = NORMS[norm]
+    like = dict(image_size=image_size, mean=mean, std=std, interpolation=interpolation, **more)
     if arch is None:
         return dict(timm_name=None, create_kwargs={}, stem="own", **like)
     if arch not in ARCHS and not timm.is_model(arch):
         fail(f"unknown --arch {arch}: give {', '.join(ARCHS)}, or a timm model")
     name, kwargs = ARCHS.get(arch, (arch, {}))
     kwargs = {**kwargs, "num_classes": 0}
-    if name.startswith(("vit_", "deit")):
+    if is_vit(name):
         if image_size % patch_size:
             fail(f"--patch-size {patch_size} does not divide --image-size {image_size}")
         kwargs |= dict(img_size=image_size, patch_size=patch_size, weight_init="moco", dynamic_img_size=True)
@@ -1111,40 +1246,47 @@ def number(kind, least, most=10**9):
     return parse
 
 
-NATURAL, COUNT, POSITIVE, SHARE = number(int, 0), number(int, 1), number(float, 1e-9), number(float, 0, 1)
-AT_LEAST_TWO, SEED, WORKERS = number(int, 2), number(int, 0, 2**63 - 1), number(int, 0, 1024)
+def auto_or(kind):
+    """An argparse type: the word auto, or what `kind` takes."""
+
+    def parse(text):
+        return text if text == "auto" else kind(text)
+
+    parse.__name__ = f"auto or {kind.__name__}"
+    return parse
+
+
+NATURAL, COUNT, AT_LEAST_TWO = number(int, 0), number(int, 1), number(int, 2)
+REAL, NOT_NEGATIVE, POSITIVE = number(float, -1e9, 1e9), number(float, 0), number(float, 1e-9)
+SHARE, POSITIVE_SHARE, SEED = number(float, 0, 1), number(float, 1e-9, 1), number(int, 0, 2**63 - 1)
+WORKERS = number(int, 0, 1024)
 
 # fmt: off
-FLAGS = dict(  # of every training run: group, flag, argparse's options
+RUN_FLAGS = dict(  # of every training run: {group: {flag: (default, argparse's options)}}
     data=dict(
-        dataset=dict(default="patterns", choices=DATASETS, help="data set, and whose recipe is used"),
-        data_dir=dict(metavar="DIR", help="where it is, or is downloaded to; train/ and val/ or test/ are read"),
-        no_cache=dict(action="store_true", help="do not keep small images decoded in memory"),
-        arch=dict(metavar="NAME", help="vit_tiny, vit_small, vit_base, resnet18, resnet50, ..., or any timm model"),
-        image_size=dict(type=COUNT, metavar="N", help="px of a view"),
-        patch_size=dict(type=COUNT, metavar="N", help="px, of a ViT"),
+        dataset=("patterns", dict(choices=DATASETS, help="data set; it also chooses the recipe")),
+        data_dir=(None, dict(metavar="DIR", help="its folder: train/ and val/ or test/ in it are read")),
+        no_cache=(False, dict(action="store_true", help="do not keep small images decoded in memory")),
     ),
-    recipe=dict(
-        variant=dict(choices=("paper", "released"), default="paper", help="the paper's form, or that of its code"),
-        epochs=dict(type=COUNT, metavar="N", help="over which the schedules run"),
-        batch_size=dict(type=AT_LEAST_TWO, metavar="N", help="global: over all processes"),
-        lr=dict(type=POSITIVE, metavar="X", help="at the recipe's batch; scaled linearly with the batch"),
-        seed=dict(type=SEED, default=0, metavar="N", help="of everything that is drawn"),
+    run=dict(
+        variant=("paper", dict(choices=("paper", "released"), help="the paper's form, or that of the authors' code")),
+        seed=(0, dict(type=SEED, metavar="N", help="seed of everything that is drawn")),
     ),
     operation=dict(  # these may change when a run goes on
-        out=dict(metavar="DIR", help="folder of the run (runs/METHOD-DATASET-ARCH-sSEED...)"),
-        resume=dict(default="auto", metavar="auto|PATH|none", help="auto: go on from what is in --out"),
-        max_steps=dict(type=COUNT, metavar="N", help="stop and save after N steps, counted over resumes"),
-        save_every=dict(type=COUNT, default=1, metavar="N", help="save every N epochs"),
-        keep_every=dict(type=NATURAL, default=0, metavar="N", help="keep a copy every N epochs; 0: the last two only"),
-        knn_every=dict(type=NATURAL, default=10, metavar="N", help="judge every N epochs; 0: never"),
-        device=dict(default="auto", choices=("auto", "cuda", "cpu"), help="auto: a GPU where there is one"),
-        amp=dict(default="auto", choices=("auto", "bf16", "off"), help="auto: bf16 on GPUs that have it"),
-        compile=dict(action="store_true", help="compile the encoders: minutes at the start, faster steps"),
-        grad_checkpoint=dict(action="store_true", help="less memory, more time; batch norm counts a batch twice"),
-        workers=dict(type=WORKERS, metavar="N", help="loader processes for each training process"),
-        tensorboard=dict(action="store_true", help="write its events, too"),
-        show_views=dict(metavar="PNG", help="write what the network is fed, and exit"),
+        out=(None, dict(metavar="DIR", help="folder of the run (runs/METHOD-DATASET-ARCH-sSEED...)")),
+        resume=("auto", dict(metavar="auto|PATH|none", help="auto: go on from what is in --out")),
+        max_steps=(None, dict(type=COUNT, metavar="N", help="stop and save after N steps, counted over all calls")),
+        save_every=(1, dict(type=COUNT, metavar="N", help="epochs between saves")),
+        keep_every=(0, dict(type=NATURAL, metavar="N", help="epochs between copies that are kept; 0: none is")),
+        knn_every=(10, dict(type=NATURAL, metavar="N", help="epochs between judgements by kNN; 0: never")),
+        device=("auto", dict(choices=("auto", "cuda", "cpu"), help="auto: a GPU where there is one")),
+        amp=("auto", dict(choices=("auto", "bf16", "off"), help="auto: bf16 on GPUs that have it")),
+        compile=(False, dict(action="store_true", help="compile the encoders: minutes at the start, faster steps")),
+        grad_checkpoint=(False, dict(
+            action="store_true", help="less memory, more time; batch norm's statistics move twice per step")),
+        workers=(None, dict(type=WORKERS, metavar="N", help="loader processes per training process")),
+        tensorboard=(False, dict(action="store_true", help="also write TensorBoard's events")),
+        show_views=(None, dict(metavar="PNG", help="write a picture of what the network is fed, and exit")),
     ),
 )
 # fmt: on
@@ -1162,14 +1304,17 @@ EVALUATION_FLAGS = dict(  # of eval_knn.py and eval_linear.py
     amp=dict(action="store_true", help="encode in bf16"),
     no_floors=dict(action="store_true", help="leave out raw pixels and the untrained encoder"),
 )
-OPERATING = {*FLAGS["operation"], "data_dir", "no_cache", "bf16", "name", "eval_every"}
+# What may differ between two calls of one run; an evaluation's, too.
+OPERATING = {*RUN_FLAGS["operation"], "data_dir", "no_cache", "bf16", "name", "typed", "eval_every"}
 
 
 class Help(argparse.ArgumentDefaultsHelpFormatter):
     """Shows the defaults that there are."""
 
     def _get_help_string(self, action):
-        return action.help if action.default is None or action.default is False else super()._get_help_string(action)
+        if action.default in (None, False, argparse.SUPPRESS):
+            return action.help
+        return super()._get_help_string(action)
 
 
 class ArgumentParser(argparse.ArgumentParser):
@@ -1181,336 +1326,426 @@ class ArgumentParser(argparse.ArgumentParser):
     def error(self, message):
         fail(f"{message} (see python {self.prog} --help)")
 
-
-def add_flags(parser, flags):
-    for flag, options in flags.items():
-        parser.add_argument("--" + flag.replace("_", "-"), **options)
+    def parse_args(self, args=None, namespace=None):
+        parsed, unknown = self.parse_known_args(args, namespace)
+        if unknown:
+            flag = unknown[0].split("=")[0]
+            close = difflib.get_close_matches(flag.replace("_", "-"), self._option_string_actions, n=1)
+            self.error(f"unknown argument {unknown[0]}" + (f": did you mean {close[0]}?" if close else ""))
+        return parsed
 
 
 def evaluation_parser(prog, doc):
     parser = ArgumentParser(prog, doc.splitlines()[0])
     parser.add_argument("checkpoint", nargs="?", help="a run's folder, a last.pt or a backbone.pt")
-    add_flags(parser, EVALUATION_FLAGS)
+    for flag, options in EVALUATION_FLAGS.items():
+        parser.add_argument(option(flag), **options)
     return parser
 
 
-def run_parser(prog, doc, evaluated):
-    """The flags of every training run. doc: the script's docstring; evaluated: the encoder that the authors judge."""
-    about = "Defaults are those of --dataset patterns, generated here; --dataset imagenet --help shows ImageNet's."
-    parser = ArgumentParser(prog, f"{doc.splitlines()[0]} {about}", add_help=False)
-    for name, flags in FLAGS.items():
-        add_flags(parser.add_argument_group(name), flags)
-    parser.set_defaults(evaluated=evaluated)
-    return parser
+def option(name):
+    """The flag of a value: crop_scale -> --crop-scale."""
+    return "--" + name.replace("_", "-")
 
 
-def parse_run(parser, argv, recipe):
-    """The command line as a namespace, with a recipe's values as defaults. Exits with a line on a mistake.
+def shown(value):
+    """A value as one would type it after its flag."""
+    if isinstance(value, (tuple, list)):
+        return " ".join(map(shown, value)) or "none"
+    return f"{value:g}" if isinstance(value, float) else str(value)
 
-    recipe(given) -> {name: value}, of flags and of constants; given: the namespace of the command line alone, where a
-    flag that it does not have is None. Added: method, norm (mean, std), backbone (see `backbone_info`), name (the
-    run's).
+
+def parse_choices(argv, flags, *names):
+    """The values that choose a recipe, before the other flags are known.
+
+    Returns a namespace with dataset, arch, variant and `names`. A value that is not on the command line is None, but
+    for dataset ("patterns"). flags: as `parse_flags`.
     """
-    given = parser.parse_known_args(argv)[0]
-    parser.set_defaults(**recipe(given))
+    parser = ArgumentParser("", "", add_help=False)
+    for name in ("dataset", "variant"):
+        _, options = RUN_FLAGS["data" if name == "dataset" else "run"][name]
+        parser.add_argument(option(name), **options, default="patterns" if name == "dataset" else None)
+    rows = {name: row for group in flags.values() for name, row in group.items()}
+    for name in ("arch", *names):
+        kind, text, *nargs = rows[name]
+        add_flag(parser, name, kind, text, None, nargs[0] if nargs else None)
+    return parser.parse_known_args(argv)[0]
+
+
+def add_flag(parser, name, kind, text, default, nargs=None):
+    """Add the flag of one value. kind: an argparse type, a tuple of words to choose from, or bool (--x, --no-x)."""
+    if kind is bool:
+        options = dict(action=argparse.BooleanOptionalAction)
+    elif isinstance(kind, tuple):
+        options = dict(choices=kind)
+    else:
+        options = dict(type=kind, nargs=nargs, metavar="X")
+    parser.add_argument(option(name), default=default, help=text, **options)
+
+
+def parse_flags(script, doc, argv, values, flags, **defaults):
+    """The command line of a training run as a namespace. Exits with an error message on a mistake.
+
+    values: the recipe, {name: value}, of which every value becomes a flag. flags: {group: {name: (kind, help[,
+    nargs])}}, where kind is as in `add_flag`; a pair or a longer tuple takes as many values, nargs "+" or "*" any
+    number. defaults: of general flags, where a script's differ. Added: `typed`, the sorted names of the recipe's values
+    (and seed and variant) that the command line gives.
+    """
+    defaults_of = "The defaults are those of --dataset patterns; --dataset imagenet --help shows ImageNet's."
+    usage = f"python {script} [flags]"
+    parser = ArgumentParser(script, f"{doc.splitlines()[0]} {defaults_of}", usage=usage, add_help=False)
+    usual = {name: default for group in RUN_FLAGS.values() for name, (default, _) in group.items()}
+    usual |= defaults | values
+    for group, rows in RUN_FLAGS.items():
+        section = parser.add_argument_group(group)
+        for name, (_, options) in rows.items():
+            no_default = usual[name] is None or usual[name] is False
+            text = options["help"] + ("" if no_default else f" (default: {usual[name]})")
+            section.add_argument(option(name), **{**options, "help": text}, default=argparse.SUPPRESS)
+    of_others = set()  # flags that this script has, but not this recipe
+    for group, rows in flags.items():
+        section = parser.add_argument_group(group)
+        for name, (kind, text, *nargs) in rows.items():
+            if name not in values:
+                of_others.add(option(name))
+                continue
+            count = len(values[name]) if isinstance(values[name], tuple) else None
+            about = f"{text} (default: {shown(values[name])})".replace("%", "%%")
+            add_flag(section, name, kind, about, argparse.SUPPRESS, nargs[0] if nargs else count)
     parser.add_argument("-h", "--help", action="help", help="show this and exit")
-    args = parser.parse_args(argv)
-    args.method = parser.prog.removesuffix(".py")
-    usual = {name: parser.get_default(name) for name in ("epochs", "lr", "batch_size")}
-    args.warmup *= min(1, args.epochs / usual["epochs"])  # a short run warms up in proportion
-    args.min_lr *= args.lr * args.batch_size / (usual["lr"] * usual["batch_size"])  # the last rate follows the first
-    args.norm = NORMS.get(getattr(args, "norm", args.dataset), IMAGENET_NORM)
-    more = dict(interpolation=args.interpolation, method=args.method, encoder=args.evaluated)
-    args.backbone = backbone_info(args.arch, args.image_size, args.patch_size, args.norm, **more)
-    general = {"evaluated"}.union(*FLAGS.values()) - {"variant"}
-    changed = [flag for flag in vars(given) if flag not in general and getattr(args, flag) != parser.get_default(flag)]
-    parts = [args.method, args.dataset, args.arch, f"s{args.seed}", *(f"{f}{getattr(args, f)}" for f in changed)]
-    args.name = "".join(c if c.isalnum() or c in "-_." else "+" for c in "-".join(parts))
+    for text in sys.argv[1:] if argv is None else argv:
+        if text.split("=")[0] in of_others:
+            fail(f"{text.split('=')[0]} has no effect: the recipe of these choices has no such value")
+    typed = {n: tuple(v) if isinstance(v, list) else v for n, v in vars(parser.parse_args(argv)).items()}
+    args = argparse.Namespace(**usual | typed)
+    args.typed = sorted(set(typed) & {*values, "variant"} - set(RUN_FLAGS["operation"]))
+    check_flags(args, typed)
+    return args
+
+
+def check_flags(args, typed):
+    """Exit with an error message if general flags do not go together, or with this machine."""
+    if args.data_dir is not None and "dataset" not in typed:
+        fail(f"--data-dir needs --dataset, which chooses the recipe and the normalisation: {', '.join(DATASETS[1:])}")
     if args.batch_size % (world := int(os.environ.get("WORLD_SIZE", 1))):
         fail(f"--batch-size {args.batch_size} (global) cannot be shared out over {world} processes")
     if args.tensorboard and importlib.util.find_spec("tensorboard") is None:
         fail("--tensorboard needs a package: pip install tensorboard")
+    if args.show_views:
+        parent = Path(args.show_views).absolute().parent
+        if not parent.is_dir() or not os.access(parent, os.W_OK):
+            fail(f"--show-views {args.show_views}: {parent} is not a folder that you may write to")
+
+
+def check_views(args):
+    """Exit with an error message if values of an augmentation do not go together."""
+    for name in ("crop_scale", "global_scale", "local_scale", "crop_ratio", "blur_sigma"):
+        low, high = getattr(args, name, (0, 1))
+        if low > high:
+            fail(f"{option(name)} {low:g} {high:g}: give the smaller number first")
+    if hasattr(args, "jitter") and args.jitter[3] > 0.5:
+        fail(f"--jitter: the hue changes by at most 0.5, not {args.jitter[3]:g}")
+    if not is_vit(args.arch):
+        refuse(args, ["patch_size"], f"{args.arch} has no patches")
+
+
+def refuse(args, names, reason):
+    """Exit with an error message if one of these values was typed, as it has no effect."""
+    for name in names:
+        if name in args.typed:
+            fail(f"{option(name)} has no effect: {reason}")
+
+
+def run_name(args):
+    """METHOD-DATASET-ARCH-sSEED and every value of the recipe that was typed: the name of a run's default folder."""
+    typed = [name for name in args.typed if name not in ("dataset", "arch")]
+    values = "".join(f"-{name}{shown(getattr(args, name)).replace(' ', ',')}" for name in typed)
+    if len(values) > 120:
+        values = f"{values[:100]}-{hashlib.sha256(values.encode()).hexdigest()[:8]}"
+    name = f"{args.method}-{args.dataset}-{args.arch}-s{args.seed}{values}"
+    return "".join(c if c.isalnum() or c in "-_.," else "+" for c in name)
+
+
+def settle(args, device, train=None, encoder=None):
+    """A copy of args with what is known only when training begins: the name of a run of own objects, out, bf16.
+
+    train, encoder: a user's own data set and module, or None. What the user did not type and the number of processes
+    may have decided (batch-norm groups, mix slices) is taken from the run in --out, if there is one.
+    """
+    args = argparse.Namespace(**vars(args))
+    args.backbone = dict(args.backbone)
+    if train is not None:
+        args.name = args.name.replace(f"-{args.dataset}-", "-own-", 1)
+    if encoder is not None:
+        args.name, args.arch = args.name.replace(f"-{args.arch}-", "-own-", 1), "own"
+        args.backbone |= dict(timm_name=None, create_kwargs={}, stem="own")
+        if args.grad_checkpoint and not hasattr(encoder, "set_grad_checkpointing"):
+            fail("--grad-checkpoint needs an encoder with timm's set_grad_checkpointing, which yours has not")
+    args.out = args.out or f"runs/{args.name}"
+    sizes = [getattr(args, "local_size", args.image_size), *getattr(args, "resolutions", ()), args.image_size]
+    args.bf16 = use_bf16(args.amp, device, args.arch, sizes)
+    world, began = rank_and_world()[1], read_config(args.out)
+    for name in {"bn_groups", "mix_slices"} & set(vars(args)) & set(began) - set(args.typed):
+        setattr(args, name, began[name])
+        if began[name] % world:
+            fail(
+                f"the run in {args.out} has {option(name)} {began[name]}, which {world} processes do not divide: start "
+                f"a number of processes that divides it, or give another --out"
+            )
     return args
 
 
-# --------------------------------------------------------------------- 7. run
+# -------------------------------------------------------- 7. the files of a run
 
 
 class Run:
-    """The life of a run: its folder, going on, what is said and logged, stopping, saving. Nothing of training.
+    """The files of a run: its folder, checkpoints and records. It does nothing but what it is asked to.
 
-        run = Run(args, device)                    # what is wrong with --out is said here; nothing is written
-        run.begin(model, optimizer, train, ...)    # goes on from last.pt, if there is one; introduces the run
-        while run.goes_on():
-            for batch in run.batches(loader):      # what is left of this epoch; ends early if asked to stop
-                run.log(metrics)                   # counts the step
-            run.end_epoch()                        # saves; then evaluates; then writes the record
-        run.finish()
-
-    step: steps made; steps: of an epoch; total: of all epochs; end: where this call stops (--max-steps).
+    run = Run(args, device)                        # refuses an --out of another run; nothing is written yet
+    step, record = run.load(train, model=model, optimizer=optimizer)
+    run.begin(step, last_step, introduction)       # writes config.json, unless nothing is left to do
+    run.count(step, metrics)                       # after each step: adds up the metrics, shows the progress
+    record = run.summary(step, loader)             # after each epoch: the metrics' means
+    run.save(step, record, encoder, model=model, optimizer=optimizer)
+    run.write(record)                              # after the record is judged: adds it to metrics.jsonl
+    run.finish(step, record, stopping)
     """
 
-    health_images = 1024  # the last images of an epoch, whose embeddings the health figures are of
-
-    def __init__(self, args, device, train=None, encoder=None):
-        """train, encoder: a user's own, which the run's name and backbone.pt tell."""
-        if train is not None:
-            args.name = args.name.replace(f"-{args.dataset}-", "-own-", 1)
-        if encoder is not None:
-            args.name, args.arch = args.name.replace(f"-{args.arch}-", "-own-", 1), "own"
-            args.backbone |= dict(timm_name=None, create_kwargs={}, stem="own")
-            if args.grad_checkpoint and not hasattr(encoder, "set_grad_checkpointing"):
-                fail("--grad-checkpoint needs an encoder with timm's set_grad_checkpointing, which yours has not")
-        args.out = args.out or f"runs/{args.name}"
+    def __init__(self, args, device):
         self.args, self.device, self.out = args, device, Path(args.out)
         self.config = json.loads(json.dumps(vars(args)))
-        self.checkpoint = None if getattr(args, "show_views", None) else open_run(self.out, self.config, args.resume)
-        self.step, self.record, self.saved, self.stopping = 0, None, None, False
+        self.checkpoint = find_checkpoint(self.out, self.config, args.resume)
         self.start_epoch()
 
     def start_epoch(self):
-        self.names, self.sums, self.count = [], None, 0  # of the metrics that are averaged, and how many steps
-        self.last, self.pairs = {}, []  # the others; embeddings for the health figures
-        self.seen = 0, 0.0  # at the last check: steps, and the sum of their gradients' norms
+        """Begin the sums of an epoch anew."""
+        self.names, self.sums, self.steps_counted = [], None, 0  # of the metrics that are averaged
+        self.last_values = {}  # of the other metrics
+        self.checked = 0, 0.0  # at the last check: the steps counted, and the sum of their gradients' norms
 
-    def begin(self, model, optimizer, train, test=None, encoder=None, chance=None, about="", **options):
-        """Load what last.pt holds and say what the run's numbers depend on.
+    def load(self, images, **parts):
+        """Take over last.pt, if there is one. Returns (step, record); record: of an epoch that was not yet judged.
 
-        encoder: what backbone.pt gets, and kNN judges on `test` every --knn-every epochs; or `evaluate`, a function
-        without arguments that returns {name: score}, asked every `every` epochs and at the end. chance: the loss at
-        equal logits. about: the method's own words. Other options: what else is saved, by name: tensors, or objects
-        with state_dict and load_state_dict.
+        images: the training images, which must be those that the run began with. parts: what is saved, by name:
+        tensors, or objects with state_dict and load_state_dict. Exits with an error message if last.pt does not fit.
         """
-        args, self.encoder, self.chance = self.args, encoder, chance
-        self.evaluate, self.every = options.pop("evaluate", None), options.pop("every", 0)
-        self.parts = dict(model=model, optimizer=optimizer, **options)
-        self.images, self.steps = len(train), len(train) // args.batch_size
-        self.total = args.epochs * self.steps
-        self.end = min(self.total, args.max_steps or self.total)
-        if test is not None and args.knn_every:
-            judged = encoder, train, test, args.backbone, self.device
-            how = dict(workers=workers_of(args, self.device), amp=args.bf16)
-            self.evaluate = lambda: {f"knn{k}_top1": v for k, v in knn_accuracy(*judged, **how).items()}
-            self.every = args.knn_every
-        records = self.restore() if self.checkpoint else []
-        self.resumed_at = self.step
-        self.same_everywhere()
-        self.stop = StopRequest()
-        if not self.goes_on() and not self.record:
-            return
-        environment = versions(self.device)
-        say(", ".join(f"{k} {v}" for k, v in environment.items()))
-        say(introduction(args, encoder, train, test, self.steps, chance, about) if encoder is not None else about)
-        records = records or [dict(step=self.step, **environment, arguments=self.config, chance=chance)]
-        if rank_and_world()[0] == 0:
-            for unfinished in self.out.glob("*.tmp"):  # of a process that was killed in a write
-                unfinished.unlink()
-            lines = "".join(json.dumps(record) + "\n" for record in records)
-            write_whole(self.out / "config.json", lambda path: path.write_text(json.dumps(self.config, indent=1)))
-            write_whole(self.out / "metrics.jsonl", lambda path: path.write_text(lines))
-        if self.record:
-            self.end_record()
+        self.images = {"number": len(images), "checksum": getattr(images, "checksum", str)()}
+        self.steps_per_epoch = len(images) // self.args.batch_size
+        self.total_steps = self.args.epochs * self.steps_per_epoch
+        self.records, step, record = [], 0, None
+        if self.checkpoint:
+            step, record = self.restore(load_checkpoint(self.checkpoint), parts)
+        self.first_step, self.saved_step = step, step if self.checkpoint else None
+        together = {"max_steps", "save_every", "keep_every", "knn_every", "eval_every"}  # all have to act together
+        flags = {name: value for name, value in self.config.items() if name not in OPERATING - together}
+        marks = from_all((flags, self.images, step))
+        if any(mark != marks[0] for mark in marks):
+            fail("the processes differ in flags, images or checkpoint: --data-dir and --out must be on shared disks")
+        return step, record
 
-    def restore(self):
-        """Take over a last.pt; returns the records up to it. Exits with a line if it is another's, or does not fit."""
-        state = load_checkpoint(self.checkpoint)
+    def restore(self, state, parts):
+        """Take over the state of a last.pt: part of `load`."""
         rank, world = rank_and_world()
         try:
-            here, there = self.config | {"images": self.images}, state["config"] | {"images": state["images"]}
-            for name in ("method", "arch", "image_size", "batch_size", "images"):
-                if here.get(name) != there.get(name):
-                    fail(f"{self.checkpoint} is of {name} {there.get(name)}, not {here.get(name)}")
-            for name, part in self.parts.items():
+            for name in ("method", "arch", "image_size", "batch_size"):
+                if self.config.get(name) != state["config"].get(name):
+                    fail(f"{self.checkpoint} is of {name} {state['config'].get(name)}, not {self.config.get(name)}")
+            if self.images != state["images"]:
+                counts = f"{state['images']['number']} images, now {self.images['number']}"
+                fail(
+                    f"{self.checkpoint} was trained on other images ({counts}, or other files): "
+                    "give each data set, and each fold of a cross-validation, an --out of its own"
+                )
+            for name, part in parts.items():
                 part.copy_(state[name]) if torch.is_tensor(part) else part.load_state_dict(state[name])
-            self.step, self.record, log = state["step"], state["record"], state["log"]
-            self.names, self.count, sums = log["names"], log["count"], log["sums"]
-            if self.count:
+            step, record, log = state["step"], state["record"], state["log"]
+            self.names, self.steps_counted, sums = log["names"], log["count"], log["sums"]
+            if self.steps_counted:
                 self.sums = (sums[rank] if len(sums) == world else sums.mean(0)).to(self.device)
         except (RuntimeError, ValueError, TypeError, KeyError, AttributeError, IndexError) as error:
             reason = f"{type(error).__name__} {' '.join(str(error).split())[:300]}"
             fail(f"{self.checkpoint} is not a last.pt of this method, or does not fit its model: {reason}")
-        say(f"going on at step {self.step}")
-        self.saved = self.step
-        records = [r for r in read_metrics(self.out / "metrics.jsonl") if r.get("step", 0) <= self.step]
-        if self.record and (not records or any(r.get("epoch") == self.record["epoch"] for r in records)):
-            self.record = None  # written already, or in another folder
-        return records
+        say(f"going on at step {step}")
+        self.records = [r for r in read_metrics(self.out / "metrics.jsonl") if r.get("step", 0) <= step]
+        if record and (not self.records or any(r.get("epoch") == record["epoch"] for r in self.records)):
+            record = None  # it is written already, or the records are in another folder
+        return step, record
 
-    def same_everywhere(self):
-        """Exit with a line unless the processes have the same flags, images and checkpoint."""
-        when = {"max_steps", "save_every", "keep_every", "knn_every", "eval_every"}  # all have to act together
-        flags = {name: value for name, value in self.config.items() if name not in OPERATING - when}
-        marks = from_all((flags, self.images, self.step))
-        if any(mark != marks[0] for mark in marks):
-            fail("the processes differ in flags, images or checkpoint: --data-dir and --out must be on shared disks")
+    def begin(self, step, last_step, introduction, chance=None, pending=None):
+        """Claim the folder, say what the run's numbers depend on, and write config.json and the first record.
 
-    def goes_on(self):
-        return self.step < self.end and not self.stopping
-
-    def batches(self, loader):
-        """The batches that are left of this epoch."""
-        sampler = loader.batch_sampler
-        sampler.epoch, sampler.start = divmod(self.step, self.steps)
-        self.first, self.waited = self.step, 0.0
-        self.epoch_began = ready = time.perf_counter()
-        for batch in loader:
-            self.waited += time.perf_counter() - ready
-            yield batch
-            self.stopping = self.stop.agreed(self.step, self.pace())
-            if self.step == self.end or self.stopping:
-                break
-            ready = time.perf_counter()
-
-    def pace(self):
-        """Seconds a step."""
-        return (time.perf_counter() - self.epoch_began) / max(1, self.step - self.first)
-
-    def log(self, metrics):
-        """Count a step. metrics: 0-d tensors, which are averaged over the epoch and the processes; numbers, of which
-        the last is kept; q and k, the embeddings (n, C) of images and of their positives, for the health figures.
+        last_step: where this call ends; chance: the loss at equal logits; pending: the record that `load` returned. A
+        run that has nothing left to do is left as it is.
         """
-        pair = [metrics.pop(name).detach() for name in ("q", "k") if name in metrics]
-        tensors = {name: v.detach().double() for name, v in metrics.items() if torch.is_tensor(v)}
-        self.last = {name: v for name, v in metrics.items() if name not in tensors}
-        values = torch.stack([*tensors.values()])
-        if self.names != [*tensors]:  # an epoch's first step, or other flags than before the run was broken off
-            self.sums, self.count = None, 0
-        self.names, self.sums = [*tensors], values if self.sums is None else self.sums + values
-        self.step, self.count = self.step + 1, self.count + 1
-        if pair and -self.step % self.steps * self.args.batch_size < self.health_images:
-            self.pairs.append(torch.stack(pair, 1))
-        if self.step == self.resumed_at + 1:
-            say(f"step {self.step}: loss {metrics['loss']:.4f}")
-        if self.step % 10 == 0:
-            self.check()
-            where = f"epoch {-(-self.step // self.steps)}/{self.args.epochs}  step {self.step}/{self.total}"
-            pace, left = self.pace(), self.end - self.step
-            speed = f"{self.args.batch_size / pace:.0f} images/s  {pace * left / 60:.1f} min left"
-            progress(f"{where}  loss {metrics['loss']:.3f}  {speed}")
+        self.last_step, self.chance, self.began = last_step, chance, time.perf_counter()
+        if step >= last_step and not pending:
+            return
+        environment = versions(self.device)
+        say(", ".join(f"{k} {v}" for k, v in environment.items()))
+        say(introduction)
+        first = dict(step=step, **environment, arguments=self.config, images=self.images, chance=chance)
+        if rank_and_world()[0] == 0:
+            self.lock = lock_folder(self.out)  # held as long as the file is open
+            for unfinished in self.out.glob("*.tmp"):  # of a process that was killed in a write
+                unfinished.unlink()
+            lines = "".join(json.dumps(record) + "\n" for record in self.records or [first])
+            write_whole(self.out / "config.json", lambda path: path.write_text(json.dumps(self.config, indent=1)))
+            write_whole(self.out / "metrics.jsonl", lambda path: path.write_text(lines))
 
-    def check(self):
-        """Stop in words if the loss or the gradient is not finite (nothing is saved since); warn of a jump."""
-        if self.count and not self.sums.isfinite().all():
+    def count(self, step, metrics):
+        """Add up the metrics of a step, and show the progress every ten steps.
+
+        step: the number of steps that have been made; metrics: 0-d tensors, which are averaged over the epoch and the
+        processes, and numbers, of which the last is kept.
+        """
+        tensors = {name: value.detach().double() for name, value in metrics.items() if torch.is_tensor(value)}
+        self.last_values = {name: value for name, value in metrics.items() if name not in tensors}
+        values = torch.stack([*tensors.values()])
+        if self.names != [*tensors]:  # the first step, or another kind of epoch (CLIM's positives have come)
+            self.names, self.sums, self.steps_counted = [*tensors], torch.zeros_like(values), 0
+        self.sums = self.sums + values
+        self.steps_counted += 1
+        if step == self.first_step + 1:
+            say(f"step {step}: loss {metrics['loss'].item():.4f}")
+        if step % 10 == 0:
+            self.check(step)
+            pace = (time.perf_counter() - self.began) / (step - self.first_step)
+            epoch = -(-step // self.steps_per_epoch)
+            where = f"epoch {epoch}/{self.args.epochs}  step {step}/{self.total_steps}"
+            speed = f"{self.args.batch_size / pace:.0f} images/s  {pace * (self.last_step - step) / 60:.1f} min left"
+            progress(f"{where}  loss {metrics['loss'].item():.3f}  {speed}")
+
+    def check(self, step):
+        """Exit with an error message if a loss or gradient was not finite. Warn if the gradient's norm has jumped."""
+        if self.steps_counted and not self.sums.isfinite().all():
             advice = "go on without bf16, or with a lower --lr in a new --out (and --resume PATH)"
-            fail(f"the loss or its gradient is not finite by step {self.step}; last.pt is from before: {advice}")
-        norms = self.sums[self.names.index("grad_norm")].item() if "grad_norm" in self.names else 0.0
-        (count, before), self.seen = self.seen, (self.count, norms)
-        if count and norms - before > 1000 * before / count:
-            say(f"warning: before step {self.step} the gradient's norm has jumped to over a hundred times its mean")
+            fail(f"the loss or its gradient is not finite by step {step}; last.pt is from before: {advice}")
+        total = self.sums[self.names.index("grad_norm")].item() if "grad_norm" in self.names else 0.0
+        (steps, before), self.checked = self.checked, (self.steps_counted, total)
+        if steps and total - before > 1000 * before / steps:
+            say(f"warning: before step {step} the gradient's norm has jumped to over a hundred times its mean")
 
     def means(self):
-        """{name: mean over the steps since the last record and over the processes}."""
-        mean = gather_uneven(self.sums[None]).mean(0) / self.count
+        """{name: mean over the counted steps and the processes}."""
+        mean = gather_uneven(self.sums[None]).mean(0) / self.steps_counted
         return dict(zip(self.names, mean.tolist(), strict=True))
 
-    def end_epoch(self):
-        """After the last batch, or a request to stop: save, then evaluate, then write the record."""
-        self.check()
-        self.stopping = self.stopping or self.stop.agreed()
-        epoch, left = divmod(self.step, self.steps)
-        if left == 0:
-            speed = dict(data_wait=self.waited / (time.perf_counter() - self.epoch_began))
-            speed |= dict(images_per_s=self.args.batch_size / self.pace())
-            self.record = dict(epoch=epoch, step=self.step, **self.means(), **self.health(), **self.last, **speed)
-            if self.chance is not None:
-                self.record["below_chance"] = self.chance - self.record["loss"]
-            self.start_epoch()
-        kept = left == 0 and self.args.keep_every and epoch % self.args.keep_every == 0
-        if left or kept or not self.goes_on() or epoch % self.args.save_every == 0:
-            self.save(f"epoch-{epoch:04d}.pt" if kept else None)
-        if self.record:
-            self.end_record()
+    def summary(self, step, loader):
+        """The record of the epoch that ends with this step: means, last values and speed. Begins the sums anew."""
+        self.check(step)
+        record = dict(epoch=step // self.steps_per_epoch, step=step, **self.means(), **self.last_values)
+        if self.chance is not None:
+            record["below_chance"] = self.chance - record["loss"]
+        seconds = time.perf_counter() - loader.began
+        record |= dict(data_wait=loader.waited / seconds)
+        record |= dict(images_per_s=self.args.batch_size * self.steps_counted / seconds)
+        self.start_epoch()
+        return record
 
-    def health(self):
-        """`embedding_health` of the epoch's last images, or nothing."""
-        if not self.pairs:
-            return {}
-        pairs = gather_uneven(torch.cat(self.pairs)[-self.health_images :])
-        return embedding_health(*pairs[-self.health_images :].unbind(1))
+    def save(self, step, record, encoder=None, keep=None, **parts):
+        """Write backbone.pt, a copy named `keep` and last.pt, from the first process. last.pt becomes last.prev.pt.
 
-    def end_record(self):
-        """Write the record, with what an evaluation finds if one is due; asked to stop, leave that to the next call."""
-        due = self.evaluate and (self.step == self.total or (self.every and self.record["epoch"] % self.every == 0))
-        if due and self.stopping:
-            return
-        if due:
-            with self.evaluation():
-                self.record |= self.evaluate()
-        write_metrics(self.out, self.record, self.args.epochs, self.args.tensorboard)
-        if self.record["epoch"] >= 3 and self.record.get("std", 1) < 0.1:
-            say("warning: std is below 0.1 (1: spread over the sphere): the embeddings have collapsed")
-        self.record = None
-
-    @contextlib.contextmanager
-    def evaluation(self):
-        """What takes long between steps: everything is saved before, so that a request to stop is answered at once."""
-        if self.saved != self.step:
-            self.save()
-        self.stop.at_once = True
-        self.stop.leave()
-        yield
-        self.stop.at_once = False
-
-    def save(self, keep=None):
-        """Write backbone.pt, keep (a third name) and last.pt, from the first process; last.pt becomes last.prev.pt.
-
-        last.pt comes last: a run that was killed before it writes all of them again. Weights that the last step threw
-        out of range are not saved.
+        record: of an epoch that is not yet judged, or None; encoder: what backbone.pt holds; parts: as in `load`. If
+        step is saved already, nothing is done. last.pt comes last, so that a run that was killed before it writes all
+        of them again. Exits with an error message if weights are not finite: they are not saved.
         """
-        sums = gather_uneven(self.sums[None]).cpu() if self.count else None
-        state = {name: part if torch.is_tensor(part) else part.state_dict() for name, part in self.parts.items()}
+        if self.saved_step == step and not keep:
+            return
+        sums = gather_uneven(self.sums[None]).cpu() if self.steps_counted else None
+        state = {name: part if torch.is_tensor(part) else part.state_dict() for name, part in parts.items()}
         if not is_finite(state):
-            fail(f"weights are not finite after step {self.step}, which is not saved: give a lower --lr, a new --out")
-        state |= dict(step=self.step, record=self.record, log=dict(names=self.names, count=self.count, sums=sums))
+            fail(f"weights are not finite after step {step}, which is not saved: give a lower --lr, a new --out")
+        state |= dict(step=step, record=record, log=dict(names=self.names, count=self.steps_counted, sums=sums))
         state |= dict(config=self.config, images=self.images)
         if rank_and_world()[0] == 0:
-            if self.encoder is not None:
+            if encoder is not None:
                 state["backbone"] = self.args.backbone
-                weights = {"state_dict": self.encoder.state_dict()}
+                weights = {"state_dict": encoder.state_dict()}
                 save_checkpoint(self.out / "backbone.pt", self.args.backbone | weights)
             if keep:
                 save_checkpoint(self.out / keep, state)
             save_checkpoint(self.out / "last.pt", state, keep_previous=True)
-        self.saved = self.step
+        self.saved_step = step
 
-    def finish(self):
-        """Say how it ended and leave the process group; exit status 75 if it was asked to stop."""
-        asked = self.stopping and (self.step < self.end or self.record is not None)  # or there is nothing left to do
-        self.result = next((r for r in reversed(read_metrics(self.out / "metrics.jsonl")) if "loss" in r), {})
-        if self.step == self.resumed_at:
-            last = json.dumps(self.result)
-            say(f"{self.out} is at step {self.step} of {self.end} already. Its last epoch: {last}")
-        elif self.step < self.total or self.record:  # asked to stop in the last step: its evaluation is left
-            loss = f" (mean loss since the last record: {self.means()['loss']:.4f})" if self.count else ""
+    def write(self, record):
+        """Add the record of an epoch to metrics.jsonl, and say what matters most of it."""
+        write_metrics(self.out, record, self.args.epochs, self.args.tensorboard)
+        if record["epoch"] >= 3 and record.get("std", 1) < 0.1:
+            say("warning: std is below 0.1 (1: spread over the sphere): the embeddings have collapsed")
+
+    def finish(self, step, record, stopping):
+        """Say how the run has ended, and leave the process group. Exits with status 75 if it was asked to stop.
+
+        stopping: whether it was asked; record: of an epoch that is not yet judged, or None.
+        """
+        asked = stopping and (step < self.last_step or record is not None)  # otherwise nothing is left to do
+        if step == self.first_step and not record:
+            last = next((r for r in reversed(read_metrics(self.out / "metrics.jsonl")) if "loss" in r), {})
+            say(f"{self.out} is at step {step} of {self.last_step} already. Its last epoch: {json.dumps(last)}")
+        elif step < self.total_steps or record:
+            loss = f" (mean loss since the last record: {self.means()['loss']:.4f})" if self.steps_counted else ""
             why = " on request (exit status 75)" * asked
-            where = f"stopped at step {self.step} of {self.total}"
-            last_words(f"{where}{why}{loss}; the same command goes on from {self.out}")
-        elif self.encoder is not None:
+            last_words(
+                f"stopped at step {step} of {self.total_steps}{why}{loss}; the same command goes on from {self.out}"
+            )
+        elif (self.out / "backbone.pt").exists():
             say(f"finished. Judge it, with labels: python eval_knn.py {self.out}; python eval_linear.py {self.out}")
-        for number, handler in self.stop.before.items():
-            signal.signal(number, handler)
         if dist.is_initialized():
             dist.destroy_process_group()
         if asked:
             raise SystemExit(75)
 
 
-def introduction(args, encoder, train, test, steps, chance, about):
-    """The first lines of a method's run: everything that its numbers depend on."""
+def is_due(epoch, every, epochs):
+    """True after every `every`-th epoch, counted from 1, and after the last; never if `every` is 0."""
+    return every > 0 and (epoch % every == 0 or epoch == epochs)
+
+
+def introduction(args, encoder, train, test, chance, about):
+    """The first lines of a method's run: everything that its numbers depend on. about: the method's own words."""
     world, size = rank_and_world()[1], sum(p.numel() for p in encoder.parameters()) / 1e6
     memory = "read when needed" if train.array is None else f"{train.array.nbytes / 2**20:.0f} MiB decoded"
     queue = getattr(args, "queue", None)
     share = f"; the queue is {100 * queue / len(train):.1f} % of the images" if queue else ""
     share += ", much above the usual tenth: --queue" if queue and queue > len(train) / 5 else ""
+    mean, std = NORMS[args.norm]
+    precision = "bf16" if args.bf16 else "TF32" if torch.backends.cuda.matmul.allow_tf32 else "float32"
+    groups = getattr(args, "bn_groups", "one, over all processes")
     return f"""{args.method}, {about}; variant {args.variant}; chance level of the loss {chance:.3f}{share}
-encoder {args.arch}, {size:.2f} M parameters, {args.image_size} px; evaluated: the {args.evaluated} encoder
+encoder {args.arch}, {size:.2f} M parameters, {args.image_size} px; evaluated: the {args.backbone["encoder"]} encoder
 data {train.name}: {len(train)} training images ({memory}), {len(test) if test else "no"} test images, \
-{len(train.classes) or "no"} classes; mean {args.norm[0]}, std {args.norm[1]}
-batch {args.batch_size} over {world} process(es), {args.batch_size // world} each; {steps} steps an epoch, \
-{args.epochs} epochs; {"bf16" if args.bf16 else "TF32" if torch.backends.cuda.matmul.allow_tf32 else "float32"}; \
-batch-norm groups {args.bn_groups}
+{len(train.classes) or "no"} classes; mean {mean}, std {std}
+batch {args.batch_size} over {world} process(es), {args.batch_size // world} each; \
+{len(train) // args.batch_size} steps per epoch, {args.epochs} epochs; {precision}; batch-norm groups: {groups}
 rate {args.lr:g} at batch {args.lr_batch}, scaled linearly to {args.lr * args.batch_size / args.lr_batch:g}; \
-weight decay {args.weight_decay}, momentum {args.momentum}, temperature {args.temperature}"""
+weight decay {shown(args.weight_decay)}, momentum encoder {shown(getattr(args, "momentum", "none"))}, temperature \
+{shown(getattr(args, "temperature", "none"))}"""
+
+
+def lock_folder(folder):
+    """Lock the file `lock` in a folder for this process; returns the open file, which holds the lock.
+
+    Exits with an error message if another process has it. The lock ends with the process. Where the file system has no
+    locks, none is taken.
+    """
+    if fcntl is None:
+        return None
+    folder.mkdir(parents=True, exist_ok=True)
+    file = open(folder / "lock", "w")
+    try:
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # unlike flock's, forked workers do not inherit it
+    except OSError as error:
+        if error.errno in (errno.EACCES, errno.EAGAIN):
+            fail(f"another run is at work in --out {folder}: wait for it, stop it, or give another --out")
+    return file
+
+
+def read_config(folder):
+    """The config.json of a run's folder; {} if there is none that can be read."""
+    try:
+        return {**json.loads((Path(folder) / "config.json").read_text())}
+    except (OSError, ValueError, TypeError):
+        return {}
 
 
 def write_whole(path, write):
@@ -1603,11 +1838,12 @@ def write_metrics(out, record, epochs=0, tensorboard=False):
                 writer.add_scalar(name, record[name], record["step"])
 
 
-def open_run(out, config, resume="auto"):
-    """Find out, before any work, what to do with --out: the checkpoint (a Path) to go on from, or None for a new run.
+def find_checkpoint(out, config, resume="auto"):
+    """The checkpoint (a Path) from which a run in the folder `out` goes on, or None for a new run. Writes nothing.
 
-    A folder with the same configuration (OPERATING flags apart) goes on; another configuration, or files that are not a
-    run's, end with a line. Nothing is written.
+    A folder with the same configuration (OPERATING flags apart) goes on. A folder without a checkpoint, in which a run
+    has failed before its first save, is taken over. Another configuration, or files that are not a run's, exit with an
+    error message.
     """
     last = next((out / n for n in ("last.pt", "last.prev.pt") if os.path.exists(out / n)), None)
     if resume not in ("auto", "none") and not os.path.isfile(resume):
@@ -1615,21 +1851,36 @@ def open_run(out, config, resume="auto"):
     parent = next(p for p in (out, *out.absolute().parents) if os.path.exists(p))
     if not parent.is_dir() or not os.access(parent, os.W_OK):
         fail(f"--out {out} cannot be written: {parent} is not a folder that you may write to")
-    if os.path.exists(out) and any(p.suffix != ".tmp" for p in out.iterdir()):  # a kill may leave an unfinished file
+    unfinished = {".tmp"}  # a kill may leave these
+    files = [p for p in out.iterdir() if p.suffix not in unfinished and p.name != "lock"] if out.exists() else []
+    if files:
         if resume == "none":
             fail(f"--out {out} is not empty: --resume none needs a new or empty folder")
-        try:
-            old = {**json.loads((out / "config.json").read_text())}  # an object, or a TypeError
-        except (OSError, ValueError, TypeError):
+        old = read_config(out)
+        if not old:
             fail(f"--out {out} is not empty and has no readable config.json: give a new folder")
-        names = sorted((set(old) | set(config)) - set(OPERATING))
-        if different := [f"{n} was {old.get(n)}, is {config.get(n)}" for n in names if old.get(n) != config.get(n)]:
+        different = differences(old, config)
+        if different and any(p.suffix == ".pt" for p in files):
             fail(f"--out {out} is of another configuration ({'; '.join(different)}): give another --out")
+        if different:
+            say(f"{out} has no checkpoint: it is taken over, although its run was another ({'; '.join(different)})")
     if resume in ("auto", "none"):
         return last
     if last and Path(resume).resolve().parent == out.resolve() and not os.path.samefile(resume, last):
         fail(f"--resume {resume} would overwrite {last}, which is newer: give a new --out")
     return last or Path(resume)  # the same command again: --out has gone on since
+
+
+def differences(old, new):
+    """What a configuration changes in another, as a list of 'NAME was X, is Y'; OPERATING flags do not count."""
+    found = []
+    for name in sorted((set(old) | set(new)) - OPERATING):
+        was, now = old.get(name), new.get(name)
+        if was != now and not isinstance(now, dict):  # `backbone` only repeats what flags say
+            found.append(f"{name} was {shown(was)}, is {shown(now)}")
+    if not found and old.get("backbone") != new.get("backbone"):
+        found.append("the encoder is another")
+    return found
 
 
 def is_finite(state):
@@ -1679,6 +1930,6 @@ def save_grid(path, rows, labels, border=None, captions=None):
 
 
 def save_views(path, views, labels):
-    """What --show-views writes: the first twelve images of each view, (n, 3, H, W) in [0, 1], a row a view."""
+    """Write --show-views' picture: a row per view, with its first twelve images (n, 3, H, W) in [0, 1]."""
     save_grid(path, [view[:12] for view in views], labels)
     say(f"views written to {path}")

@@ -1,39 +1,44 @@
 """JCL: Joint Contrastive Learning with Infinite Possibilities (Cai et al., NeurIPS 2020, arXiv 2009.14776).
 
-MoCo compares a query with one key of its image. JCL asks for the expected loss over all keys that augmentation could
-make: the keys of an image are taken as Gaussian, and Jensen's inequality turns the expectation into a closed form that
-needs only their mean and covariance, estimated from M' keys. Compared with MoCo's loss, the positive logit inside the
-logarithm grows by the variance of the keys along the query, lambda / (2 tau^2) q' Sigma q, and the numerator uses the
-mean key: the loss is low where an image's keys agree. Gradients reach the query only; the keys come from a momentum
-encoder, which follows the query's, and their mean is enqueued.
+MoCo compares a query with one key of the same image. JCL asks for the expected loss over all keys that augmentation
+could make of that image. It takes these keys to be Gaussian. Jensen's inequality then turns the expectation into a
+closed form, which needs only the keys' mean and covariance. Both are estimated from M' keys.
 
-    Eq. 1         info_nce                MoCo v2's loss, and each term of Eq. 2
-    Eq. 2-3       JCL.forward, --vanilla  the average over keys
-    Eq. 4-7       the bound, in the tests
-    Eq. 8-9       jcl_loss                Algorithm 1, lines 7-10
-    Algorithm 1   make_sample (line 4), JCL.forward (5-10), train_step (11-12), JCL.update (13)
+Two things change in MoCo's loss. The positive logit inside the logarithm grows by the variance of the keys along the
+query, lambda / (2 tau^2) q' Sigma q. The numerator uses the mean key. So the loss is low where the keys of an image
+agree. Gradients reach the query only: a momentum encoder makes the keys. The mean keys enter the queue.
 
-    python jcl.py                                                             # laptop, no data
-    python jcl.py --dataset cifar10 --num-keys 1                              # the baseline, MoCo v2, one GPU
+    Eq. 1         info_nce                 MoCo v2's loss, and each term of Eq. 2
+    Eq. 2-3       JCL.forward, --vanilla   the average loss over the keys
+    Eq. 4-7       (in the tests)           the derivation of the bound
+    Eq. 8-9       jcl_loss                 Algorithm 1, lines 7-10
+    Algorithm 1   main                     line 4; JCL.forward (5-10); main (11-13)
+
+    python jcl.py                                                             # a laptop, no data
+    python jcl.py --dataset cifar10 --num-keys 1                              # the baseline, MoCo v2, on one GPU
     torchrun --nproc_per_node=8 jcl.py --dataset imagenet --data-dir DIR
 
-Baseline: `--num-keys 1` is MoCo v2 exactly (one key has no variance). New relative to it: jcl_loss, M' key views, the
-mean.
+The baseline is MoCo v2: `--num-keys 1` is exactly it, because one key has no variance. JCL adds the loss, M' key views
+per image, and the mean of the keys.
 
-Departures:
-    D1 lambda: paper 4.0, constant; released 2.0 after a linear ramp over the epochs (`--variant released`)
-    D2 M': paper 5 keys; the released script's 5 counts the query, so 4 keys (`--variant released`)
-    D3 batch and rate on ImageNet-1K: paper 512 and 0.06; released 256 and 0.03, the same ratio (`--variant released`)
-    D4 the paper removes 256 old keys while it adds N = 512 (App. C); here as many as are added
-    D5 Algorithm 1 updates f and g by the loss; g is a momentum encoder (App. C)
-    D6 App. D's class list has two misprints; common.IMAGENET100 is mended
-    D7 the rate's cosine moves once a step; released once an epoch, in 200 epochs up to 0.8 % of the peak rate
-       apart (not reproduced)
-    D8 released float32, and the first process's batch-norm statistics; here bf16 in the encoders on CUDA (--amp off:
-       float32, with products in TF32), and the statistics' mean
-    D9 --vanilla: in the paper the gradient goes through all branches (section 3.2); here to the query only
+Departures of this file, of the paper and of the released code from each other:
+    D1 lambda. Paper and here: 4.0, constant. Released (`--variant released`): 2.0, after a linear ramp over the epochs.
+    D2 The number of keys M'. Paper and here: 5. Released (`--variant released`): 4, because the script's 5 counts the
+       query.
+    D3 Batch size and learning rate on ImageNet-1K. Paper and here: 512 and 0.06. Released (`--variant released`): 256
+       and 0.03, which is the same ratio.
+    D4 The queue. Paper (App. C): 256 old keys leave while N = 512 enter. Here and released: as many leave as enter.
+    D5 The encoder g. Paper (Algorithm 1): the loss updates f and g. Here and released: g is a momentum encoder, as the
+       paper's App. C says.
+    D6 The classes of ImageNet-100. Paper (App. D): the list has two misprints. Here: common.IMAGENET100 corrects them.
+    D7 The cosine of the learning rate. Here: it moves once per step. Released: it moves once per epoch. In 200 epochs
+       the two differ by at most 0.8 % of the peak rate (not reproduced).
+    D8 Precision and statistics. Released: float32, and the first process's batch-norm statistics. Here: the encoders
+       compute in bf16 on CUDA (`--amp off`: in float32, with products in TF32), and the statistics are averaged.
+    D9 `--vanilla`. Paper (section 3.2): gradients pass through all branches. Here: they reach the query only.
 """
 
+import argparse
 import copy
 import math
 
@@ -49,45 +54,47 @@ import common
 # ================================================================== 1. recipes
 
 # fmt: off
-BASE = dict(  # section 4.1 and App. C; the rate is that of batch size lr_batch
+BASE = dict(  # section 4.1 and App. C
     num_keys=5, lam=4.0, lam_schedule="constant", vanilla=False, temperature=0.2, dim=128, momentum=0.999,
-    weight_decay=1e-4, warmup=0, min_lr=0.0, bn_groups=8, patch_size=16, interpolation="bilinear",
-    crop_scale=(0.2, 1.0), jitter=(0.4, 0.4, 0.4, 0.1), jitter_p=0.8, gray_p=0.2, blur_p=0.5,
+    sgd_momentum=0.9, weight_decay=1e-4, warmup=0.0, min_lr=0.0, bn_groups=8, patch_size=16,
+    norm="imagenet", interpolation="bilinear", crop_scale=(0.2, 1.0), crop_ratio=(3 / 4, 4 / 3),
+    jitter=(0.4, 0.4, 0.4, 0.1), jitter_p=0.8, gray_p=0.2, blur_p=0.5, blur_sigma=(0.1, 2.0), flip_p=0.5,
 )
-IMAGENET = dict(  # section 4.1 and App. C
+IMAGENET = dict(  # section 4.1 and App. C; lr is the rate at batch size lr_batch
     BASE, arch="resnet50", image_size=224, epochs=200, batch_size=512, lr=0.06, lr_batch=512, queue=65536,
 )
 CIFAR = dict(  # ours: moco_jointcrop.py's, so that the two can be compared
     BASE, arch="resnet18", image_size=32, patch_size=4, epochs=500, batch_size=512, lr=0.5, lr_batch=512, min_lr=0.05,
-    queue=4096, blur_p=0.0,
+    queue=4096, blur_p=0.0, norm="cifar10",
 )
 RECIPES = dict(
     patterns=dict(  # ours, for two CPU cores
         BASE, arch="resnet_micro", image_size=32, patch_size=4, epochs=45, batch_size=64, lr=0.06, lr_batch=128,
-        queue=128, blur_p=0.1, crop_scale=(0.3, 1.0), bn_groups=2, momentum=0.95, warmup=5, num_keys=3,
+        queue=128, blur_p=0.1, crop_scale=(0.3, 1.0), bn_groups=2, momentum=0.95, warmup=5.0, num_keys=3,
+        norm="patterns",
     ),
     cifar10=CIFAR,
-    cifar100=CIFAR,
-    stl10=dict(CIFAR, image_size=96, patch_size=8, queue=8192),
-    imagenet100=dict(  # App. D; the queue's length is not restated there
+    cifar100=dict(CIFAR, norm="cifar100"),
+    stl10=dict(CIFAR, image_size=96, patch_size=8, queue=8192, norm="imagenet"),
+    imagenet100=dict(  # App. D; the paper does not restate the queue's length there
         BASE, arch="resnet18", image_size=224, epochs=100, batch_size=128, lr=0.1, lr_batch=128, queue=65536,
     ),
     imagenet=dict(IMAGENET, knn_every=50),  # its kNN takes minutes
-    folder=dict(IMAGENET, queue=None),  # ours: a tenth of the images
+    folder=dict(IMAGENET, queue="auto"),  # ours: a tenth of the images
 )
-CPU = dict(batch_size=256, lr=0.1, lr_batch=256, min_lr=0.0, momentum=0.99, blur_p=0.5)  # ours: the small encoders
+SMALL_ENCODERS = dict(batch_size=256, lr=0.1, lr_batch=256, min_lr=0.0, momentum=0.99, blur_p=0.5)  # ours
 RELEASED = dict(num_keys=4, lam=2.0, lam_schedule="ramp")  # D1, D2
 RELEASED_IMAGENET = dict(RELEASED, batch_size=256, lr=0.03, lr_batch=256)  # D3
 # fmt: on
 
 
-def recipe(given):
-    """The hyper-parameters that the data set, the encoder and the variant of a command line stand for."""
-    values = dict(RECIPES[given.dataset])
-    if given.arch in ("resnet_micro", "resnet_mini") and given.dataset in ("cifar10", "cifar100", "stl10"):
-        values |= CPU
-    if given.variant == "released":
-        values |= RELEASED_IMAGENET if given.dataset in ("imagenet", "folder") else RELEASED
+def recipe(chosen):
+    """The hyper-parameters {name: value} of a data set, an encoder and a variant: a namespace with these three."""
+    values = dict(RECIPES[chosen.dataset])
+    if chosen.arch in ("resnet_micro", "resnet_mini") and chosen.dataset in ("cifar10", "cifar100", "stl10"):
+        values |= SMALL_ENCODERS
+    if chosen.variant == "released":
+        values |= RELEASED_IMAGENET if chosen.dataset in ("imagenet", "folder") else RELEASED
     return values
 
 
@@ -95,109 +102,137 @@ def recipe(given):
 
 
 def jcl_loss(q, k, queue, temperature, lam):
-    """The bound on the expected InfoNCE over Gaussian keys (Eq. 8-9).
+    """The bound on the expected InfoNCE loss over Gaussian keys (Eq. 8-9), as a scalar.
 
-    log[exp(q.mu/T + lam/(2 T^2) q' Sigma q) + sum_j exp(q.queue_j/T)] - q.mu/T, averaged over the batch. q (N, C) of
-    unit length; k (N, M', C), each key of unit length; mu is their mean, Sigma their (biased) covariance; queue (K, C),
-    unit vectors or means of some. lam >= 0; with one key it is InfoNCE. Gradients go to q, and to k and queue unless
-    they are detached, as in the paper. q' Sigma q is the variance of the M' projections q.k, so no C x C matrix is
-    made. Promoted to float32 (call it outside autocast). Returns a scalar.
+    It is log[exp(q.mu / T + lam / (2 T^2) q' Sigma q) + sum_j exp(q.queue_j / T)] - q.mu / T, averaged over the batch.
+    mu and Sigma are the mean and the (biased) covariance of an image's keys. With one key the loss is InfoNCE.
+
+    q: (N, C) queries, L2-normalised. k: (N, M', C) keys, each L2-normalised. queue: (K, C) negatives, L2-normalised
+    keys or means of some. temperature: T > 0. lam: lambda >= 0.
+    Gradients reach q. They also reach k and queue unless these are detached, as the paper has them.
+    The loss is computed in float32 at least: call it outside autocast. Raises ValueError if the shapes do not fit.
     """
+    if q.dim() != 2 or k.dim() != 3 or k.shape[::2] != q.shape or queue.shape[1:] != q.shape[1:]:
+        shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, queue {tuple(queue.shape)}"
+        raise ValueError(f"jcl_loss takes q (N, C), k (N, M', C) and queue (K, C), not {shapes}")
     q, k, queue = (x.to(torch.promote_types(x.dtype, torch.float32)) for x in (q, k, queue))
-    projections = (q[:, None] * k).sum(2) / temperature
-    mean = projections.mean(1, keepdim=True)  # q.mu / T, Algorithm 1, line 7
-    variance = (projections - mean).square().mean(1, keepdim=True)  # q' Sigma q / T^2, Algorithm 1, lines 8-9
-    inside = torch.cat([mean + lam / 2 * variance, (q / temperature) @ queue.T], dim=1)  # the exponents in Eq. 8
-    return (inside.logsumexp(1, keepdim=True) - mean).mean()  # Eq. 8; its mean over the batch is Eq. 9
+    projections = (q[:, None] * k).sum(2) / temperature  # q.k_m / T
+    mean = projections.mean(1, keepdim=True)  # q.mu / T: Algorithm 1, line 7
+    # q' Sigma q is the variance of the M' projections, so no C x C matrix is needed: Algorithm 1, lines 8 and 9
+    variance = (projections - mean).square().mean(1, keepdim=True)
+    positive = mean + lam / 2 * variance  # the first exponent of Eq. 8
+    negatives = (q / temperature) @ queue.T
+    loss = torch.cat([positive, negatives], dim=1).logsumexp(1, keepdim=True) - mean  # Eq. 8
+    return loss.mean()  # Eq. 9
 
 
 # -------- InfoNCE with a queue (the same in moco_jointcrop, jcl, clim and logo)
 
 
 def info_nce(q, k, queue, temperature):
-    """InfoNCE with a queue (MoCo, Eq. 1): the positive is the key of the same row, the negatives the queue's keys.
+    """MoCo's loss, InfoNCE with a queue (MoCo, Eq. 1), as a scalar.
 
-    -mean log(exp(q.k / T) / (exp(q.k / T) + sum_j exp(q.queue_j / T))); q, k (N, C), queue (K, C), all of unit length.
-    The gradient goes to q (and to k, if it has one); at equal logits the loss is log(K + 1). Returns a scalar.
+    It is the mean of -log(exp(q.k / T) / (exp(q.k / T) + sum_j exp(q.queue_j / T))). The positive of a query is the key
+    of the same row. The negatives are the keys of the queue. At equal logits the loss is log(K + 1).
+
+    q, k: (N, C), and queue: (K, C), all L2-normalised. temperature: T > 0.
+    Gradients reach q, and also k and queue unless these are detached. Raises ValueError if the shapes do not fit.
     """
+    if q.dim() != 2 or k.shape != q.shape or queue.shape[1:] != q.shape[1:]:
+        shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, queue {tuple(queue.shape)}"
+        raise ValueError(f"info_nce takes q (N, C), k (N, C) and queue (K, C), not {shapes}")
     positive = (q * k).sum(1, keepdim=True)
     logits = torch.cat([positive, q @ queue.T], dim=1) / temperature
     return F.cross_entropy(logits, logits.new_zeros(len(q), dtype=torch.int64))
 
 
-# ==================================================================== 3. views
-
-DRAWS = common.CROP_DRAWS + common.COLOUR_DRAWS  # of one view
+# ============================================================= 3. augmentation
 
 
-def make_sample(args):
-    """What common.Views calls for a query and M' key views an image, with sizes and uniform draws, and their number."""
-    views = 1 + args.num_keys
-
-    def sample(index, sizes, draws):
-        cuts, colours = [], []
-        for draw in draws.reshape(len(index), views, DRAWS).swapaxes(0, 1):
-            crop, colour = draw[:, : common.CROP_DRAWS], draw[:, common.CROP_DRAWS :]
-            cuts.append((index, common.random_resized_crop(sizes, crop, args.crop_scale), args.image_size))
-            colours.append(common.random_colour(colour, args.jitter, args.jitter_p, args.gray_p, args.blur_p))
-        return cuts, colours
-
-    return sample, views * DRAWS
+def augmentation(args):
+    """A query view and M' key views per image, all drawn alike (App. C: MoCo v2's augmentation): a list of View."""
+    view = common.View(
+        size=args.image_size,
+        area=args.crop_scale,
+        ratio=args.crop_ratio,
+        jitter=args.jitter,
+        jitter_p=args.jitter_p,
+        gray_p=args.gray_p,
+        blur_p=args.blur_p,
+        blur_sigma=args.blur_sigma,
+        solarize_p=0.0,
+        flip_p=args.flip_p,
+    )
+    query, key = view, view
+    return [query] + [key] * args.num_keys
 
 
 # ==================================================================== 4. model
 
 # ----------------- queue and keys (the same in moco_jointcrop, jcl, clim and logo)
 
+STREAM_QUEUE, STREAM_SHUFFLE = 4, 20  # random streams, see common.generator
+
 
 class Queue(nn.Module):
-    """The last `length` keys, first in first out; random unit vectors at the start. Any length, any batch."""
+    """The last `length` keys, first in, first out. It begins with random L2-normalised vectors.
+
+    keys: (length, dim). Any length goes with any batch size: the queue wraps around.
+    """
 
     def __init__(self, length, dim, seed):
         super().__init__()
-        keys = torch.randn(length, dim, generator=common.generator(seed, 4))
+        keys = torch.randn(length, dim, generator=common.generator(seed, STREAM_QUEUE))
         self.register_buffer("keys", F.normalize(keys, dim=1))
-        self.register_buffer("position", torch.zeros(1, dtype=torch.int64))
+        self.register_buffer("position", torch.zeros(1, dtype=torch.int64))  # of the oldest key
 
     @torch.no_grad()
     def enqueue(self, keys):
-        """Replace the oldest by keys (n, dim), the same on every process; of more than `length` the last are kept."""
+        """Replace the oldest keys by `keys` (n, dim), which must be the same on every process.
+
+        If there are more than `length`, the last ones stay.
+        """
         length = len(self.keys)
-        at = (self.position + torch.arange(len(keys), device=keys.device)) % length
-        self.keys.index_copy_(0, at[-length:], keys[-length:].to(self.keys))
+        rows = (self.position + torch.arange(len(keys), device=keys.device)) % length
+        self.keys.index_copy_(0, rows[-length:], keys[-length:].to(self.keys))
         self.position.add_(len(keys)).remainder_(length)
 
 
 def exchange(x, wanted):
-    """Rows of all processes' x (n, ...), taken as one tensor: process r gets those of wanted[r], (m, ...).
+    """Rows of the global batch for each process: process r gets the rows wanted[r], as (m, ...).
 
-    wanted (world, m) int64 on the CPU, the same on all processes, as is n. No gradient.
+    x: (n, ...) on each process; the global batch is all of them in rank order. wanted: (world, m) int64 on the CPU, the
+    same on all processes. No gradient. Each process receives only what it asked for, not the whole batch.
     """
     rank, world = common.rank_and_world()
     if world == 1:
         return x[wanted[0].to(x.device, non_blocking=True)]
     owner, row = wanted // len(x), wanted % len(x)
-    send = torch.cat([row[r][owner[r] == rank] for r in range(world)])
-    give, take = (owner == rank).sum(1).tolist(), owner[rank].bincount(minlength=world).tolist()
+    rows_to_send = torch.cat([row[r][owner[r] == rank] for r in range(world)])
+    send_counts = (owner == rank).sum(1).tolist()
+    receive_counts = owner[rank].bincount(minlength=world).tolist()
     received = x.new_empty(wanted.shape[1], *x.shape[1:])
-    dist.all_to_all_single(received, x[send.to(x.device, non_blocking=True)].contiguous(), take, give)
-    place = owner[rank].argsort(stable=True).to(x.device, non_blocking=True)
+    to_send = x[rows_to_send.to(x.device, non_blocking=True)].contiguous()
+    dist.all_to_all_single(received, to_send, receive_counts, send_counts)
+    place = owner[rank].argsort(stable=True).to(x.device, non_blocking=True)  # what arrives is sorted by its sender
     return torch.empty_like(received).index_copy_(0, place, received)
 
 
 @torch.no_grad()
 def encode_keys(encode, views, generator):
-    """Keys of all processes for several views, shuffled for batch norm: (views, N, C).
+    """Encode several views of the global batch as keys, shuffled for batch norm: (views, N, C).
 
-    encode: images -> keys; views: list of this process's (n, 3, H, W). The keys of one image must not share their batch
-    statistics with its query, or the batch tells which is which (MoCo, section 3.3): all views of the global batch are
-    shuffled, each process encodes its part, and the keys are put back in order. The shuffle depends on the generator
-    alone, so any number of processes makes the same groups.
+    encode: maps images to keys. views: list of this process's images (n, 3, H, W).
+    A key must not share its batch statistics with the query of its image: the encoder could tell from them which belong
+    together (MoCo, section 3.3). So the rows of all views of the global batch are shuffled, each process encodes its
+    part, and the keys are put back in order. The shuffle depends on the generator alone, so any number of processes
+    makes the same batch-norm groups.
     """
     n, world = len(views[0]), common.rank_and_world()[1]
     shuffle = torch.randperm(len(views) * n * world, generator=generator)
-    place = torch.arange(len(shuffle)).view(world, len(views), n).transpose(0, 1).flatten()  # where (view, image) lies
-    mine = exchange(torch.cat(views), place[shuffle].view(world, -1))
+    # Where row (view, image of the global batch) lies when the processes' concatenated views stand in rank order.
+    location = torch.arange(len(shuffle)).view(world, len(views), n).transpose(0, 1).flatten()
+    mine = exchange(torch.cat(views), location[shuffle].view(world, -1))
     keys = gather(encode(mine))
     shuffle = shuffle.to(keys.device, non_blocking=True)
     return torch.empty_like(keys).index_copy_(0, shuffle, keys).view(len(views), n * world, -1)
@@ -207,7 +242,10 @@ def encode_keys(encode, views, generator):
 
 
 class JCL(nn.Module):
-    """Query encoder, momentum (key) encoder and queue of MoCo v2, with M' keys per query (Algorithm 1)."""
+    """MoCo v2's query encoder, momentum encoder (for the keys) and queue, with M' keys per query (Algorithm 1).
+
+    args: the namespace of `parse_args`. encoder: a module that maps (N, 3, H, W) to (N, width), instead of --arch.
+    """
 
     def __init__(self, args, encoder=None):
         super().__init__()
@@ -220,197 +258,323 @@ class JCL(nn.Module):
         self.queue = Queue(args.queue, args.dim, args.seed)
 
     def query(self, x):
-        """(n, 3, H, W) -> (n, dim) of unit length, in x's dtype."""
+        """The queries of images: (n, 3, H, W) -> (n, dim), L2-normalised, in the dtype of x."""
         with torch.autocast(x.device.type, torch.bfloat16, enabled=self.args.bf16):
             return F.normalize(self.projector(self.backbone(x)).to(x.dtype), dim=1)
 
     def key(self, x):
+        """The keys of images, by the momentum encoder: (n, 3, H, W) -> (n, dim), L2-normalised, in the dtype of x."""
         with torch.autocast(x.device.type, torch.bfloat16, enabled=self.args.bf16):
             return F.normalize(self.momentum_projector(self.momentum_backbone(x)).to(x.dtype), dim=1)
 
     def forward(self, views, step, lam):
-        """views: this process's query and M' key views (n, 3, H, W). Returns (loss, metrics: scalars, and q, k)."""
-        q = self.query(views[0])
-        keys = encode_keys(self.key, views[1:], common.generator(self.args.seed, step, 20))  # (M', N, C)
-        k = keys.split(len(q), dim=1)[common.rank_and_world()[0]].transpose(0, 1)  # this process's: (n, M', C)
+        """Lines 5 to 10 of Algorithm 1: the loss of a batch.
+
+        views: this process's query view and M' key views, each (n, 3, H, W), normalised. step: chooses the shuffle of
+        the keys. lam: lambda. Returns (loss, keys to enqueue (N, dim), metrics {name: tensor}). Gradients reach the
+        query encoder only.
+        """
+        q = self.query(views[0])  # line 5
+        shuffle = common.generator(self.args.seed, step, STREAM_SHUFFLE)
+        keys = encode_keys(self.key, views[1:], shuffle)  # line 6: (M', N, C), of all processes
+        k = common.own_rows(keys, dim=1).transpose(0, 1)  # (n, M', C)
         if self.args.vanilla:
             losses = [info_nce(q, key, self.queue.keys, self.args.temperature) for key in k.unbind(1)]
             loss = sum(losses) / len(losses)  # Eq. 3
         else:
-            loss = jcl_loss(q, k, self.queue.keys, self.args.temperature, lam)
-        self.new_keys = keys.mean(0)  # Algorithm 1, line 13, for `update`: the means, not of unit length
-        variance = k.var(1, correction=0).mean()  # the mean of Sigma's diagonal
-        return loss, dict(loss=loss, key_variance=variance, q=q, k=k[:, 0])
+            loss = jcl_loss(q, k, self.queue.keys, self.args.temperature, lam)  # lines 7 to 10
+        mean_keys = keys.mean(0)  # line 13 enqueues them; they are shorter than 1
+        metrics = dict(key_variance=k.var(1, correction=0).mean(), q=q, k=k[:, 0])  # the mean of Sigma's diagonal
+        return loss, mean_keys, metrics
 
     @torch.no_grad()
     def update(self, m):
-        """After the optimiser's step: theta_k <- m theta_k + (1 - m) theta_q (MoCo, Eq. 2); the new keys are enqueued.
+        """Move the momentum encoder: theta_k <- m theta_k + (1 - m) theta_q (MoCo, Eq. 2), for m in [0, 1].
 
-        Parameters only: the copies keep their own batch-norm statistics.
+        Only parameters move. The momentum encoder keeps its own batch-norm statistics.
         """
         slow = [*self.momentum_backbone.parameters(), *self.momentum_projector.parameters()]
         fast = [*self.backbone.parameters(), *self.projector.parameters()]
         torch._foreach_lerp_(slow, fast, 1 - m)
-        self.queue.enqueue(self.new_keys)
 
 
 # ================================================================= 5. training
 
+# fmt: off
+FLAGS = {  # {group: {value of the recipe: (kind, help)}}; common.add_flag says what a kind is
+    "loss": dict(
+        num_keys=(common.number(int, 1, 100), "keys per query, M' (Fig. 2a); 1 is MoCo v2"),
+        lam=(common.NOT_NEGATIVE, "lambda of Eq. 8 (Fig. 2b)"),
+        lam_schedule=(("constant", "ramp"), "ramp: lambda grows linearly over the epochs (D1)"),
+        vanilla=(bool, "the average InfoNCE loss over the keys, Eq. 2-3, instead of Eq. 8"),
+        temperature=(common.POSITIVE, "temperature tau of the loss (Fig. 2c)"),
+        queue=(common.auto_or(common.COUNT), "negatives per query, keys of earlier batches; auto: a tenth of the images"),
+    ),
+    "model": dict(
+        arch=(str, "encoder: resnet_micro, resnet18, resnet50, vit_small, ..., or any timm model"),
+        image_size=(common.COUNT, "side of a view, in pixels"),
+        patch_size=(common.COUNT, "side of a ViT's patch, in pixels"),
+        dim=(common.COUNT, "size of queries and keys"),
+        bn_groups=(common.COUNT, "equal slices of the batch that have batch-norm statistics of their own"),
+        momentum=(common.SHARE, "momentum m of the momentum encoder"),
+    ),
+    "schedule": dict(
+        epochs=(common.COUNT, "epochs of the whole training"),
+        batch_size=(common.AT_LEAST_TWO, "images per step, over all processes"),
+        lr=(common.POSITIVE, "learning rate at batch size --lr-batch; it is scaled linearly with --batch-size"),
+        lr_batch=(common.COUNT, "batch size for which --lr is given"),
+        min_lr=(common.NOT_NEGATIVE, "learning rate at the end; not given, it is scaled as --lr is"),
+        warmup=(common.NOT_NEGATIVE, "epochs of linear warm-up; not given, it shrinks with --epochs"),
+        weight_decay=(common.NOT_NEGATIVE, "weight decay of SGD"),
+        sgd_momentum=(common.SHARE, "momentum of SGD"),
+    ),
+    "augmentation": dict(
+        crop_scale=(common.POSITIVE_SHARE, "smallest and largest area of a crop, as shares of the image"),
+        crop_ratio=(common.POSITIVE, "smallest and largest width / height of a crop"),
+        interpolation=(("bilinear", "bicubic"), "how a crop is resized"),
+        jitter=(common.NOT_NEGATIVE, "largest change of brightness, contrast, saturation and hue"),
+        jitter_p=(common.SHARE, "probability of these changes"),
+        gray_p=(common.SHARE, "probability of a gray view"),
+        blur_p=(common.SHARE, "probability of a blurred view"),
+        blur_sigma=(common.POSITIVE, "smallest and largest sigma of the blur, in pixels"),
+        flip_p=(common.SHARE, "probability of a horizontal flip"),
+        norm=(tuple(common.NORMS), "the data set whose mean and standard deviation normalise the views"),
+    ),
+}
+# fmt: on
+
 
 def parse_args(argv=None):
-    """The command line as a namespace with every value of the recipe. Exits with a line on a mistake."""
-    parser = common.run_parser("jcl.py", __doc__, evaluated="query")
-    group = parser.add_argument_group("JCL")
-    group.add_argument("--num-keys", type=common.COUNT, metavar="M", help="keys a query, M' (Fig. 2a); 1 is MoCo v2")
-    group.add_argument("--lam", type=common.number(float, 0), metavar="X", help="lambda of Eq. 8 (Fig. 2b)")
-    group.add_argument("--lam-schedule", choices=("constant", "ramp"), help="ramp: lambda (epoch + 1) / epochs (D1)")
-    group.add_argument("--vanilla", action="store_true", default=None, help="the average loss over the keys, Eq. 2-3")
-    group.add_argument("--queue", type=common.COUNT, metavar="K", help="negatives: the keys of earlier batches")
-    return common.parse_run(parser, argv, recipe)
+    """The command line as a namespace with every value of the recipe. Exits with an error message on a mistake.
+
+    argv: a list of words; sys.argv's if None.
+    """
+    values = recipe(common.parse_choices(argv, FLAGS))
+    args = common.parse_flags("jcl.py", __doc__, argv, values, FLAGS)
+    usual = argparse.Namespace(**values)
+    if "warmup" not in args.typed:
+        args.warmup *= min(1, args.epochs / usual.epochs)  # a shorter run warms up in proportion
+    if "min_lr" not in args.typed:
+        args.min_lr *= peak_rate(args) / peak_rate(usual)  # the last rate follows the first
+    if args.num_keys == 1 or args.vanilla:
+        common.refuse(args, ["lam", "lam_schedule"], "one key has no variance, and --vanilla does not use it")
+    common.check_views(args)
+    args.method = "jcl"
+    described = dict(method=args.method, encoder="query")
+    args.backbone = common.backbone_info(
+        args.arch, args.image_size, args.patch_size, args.norm, args.interpolation, **described
+    )
+    args.name = common.run_name(args)
+    return args
+
+
+def peak_rate(args):
+    """The learning rate after the warm-up: --lr, scaled linearly with the batch size."""
+    return args.lr * args.batch_size / args.lr_batch
+
+
+def schedule(args, step, steps_per_epoch):
+    """(learning rate, weight decay, momentum of the momentum encoder) of a step, counted from 0.
+
+    The rate warms up linearly from 0, then falls by a cosine to --min-lr. The other two are constant.
+    """
+    epoch = step / steps_per_epoch
+    if epoch < args.warmup:
+        lr = peak_rate(args) * epoch / args.warmup
+    else:
+        done = (epoch - args.warmup) / (args.epochs - args.warmup)
+        lr = args.min_lr + (peak_rate(args) - args.min_lr) * (1 + math.cos(math.pi * done)) / 2
+    return lr, args.weight_decay, args.momentum
 
 
 def scheduled_lam(args, epoch):
-    """lambda of an epoch, counted from 0: constant, or, as released, a ramp up to it (D1)."""
+    """lambda in an epoch, counted from 0. It is constant or, in the released code, a ramp up to --lam (D1)."""
     return args.lam if args.lam_schedule == "constant" else args.lam * (epoch + 1) / args.epochs
 
 
-def train_step(args, model, ddp, optimizer, batch, step, steps, device):
-    """One step of Algorithm 1; steps: of an epoch. Returns the metrics, on the device."""
-    lr, weight_decay, momentum = schedule(args, step, steps)
-    for group in optimizer.param_groups:  # a weight decay of 0: a group that never decays
-        group.update(lr=lr, weight_decay=weight_decay if group["weight_decay"] else 0.0)
-    views = [common.normalize(view, *args.norm) for view in common.colour_views(batch, device)]
-    common.seed_step(args.seed, step)  # of what still draws from the global generator
-    loss, metrics = ddp(views, step, scheduled_lam(args, step // steps))
-    optimizer.zero_grad(set_to_none=True)
-    loss.backward()
-    metrics |= dict(grad_norm=gradient_norm(model), lr=lr, momentum=momentum)
-    optimizer.step()
-    model.update(momentum)
-    average_buffers(model)
-    return metrics
-
-
 def main(args, train=None, test=None, encoder=None):
-    """Train. train, test: map-style Datasets of images instead of --dataset's; encoder: (N, 3, H, W) -> (N, width)."""
+    """Train as args say; the same call goes on where an earlier one was stopped.
+
+    args: the namespace of `parse_args`. train, test: map-style Datasets of images to use instead of --dataset.
+    encoder: a module that maps (N, 3, H, W) to (N, width), to train instead of --arch; a copy of it is trained. The
+    trained weights are in backbone.pt of the run's folder.
+    """
+    # Data
     device = common.join_processes(args)
+    args = common.settle(args, device, train, encoder)
     args.bn_groups = batch_norm_groups(args)
-    run = common.Run(args, device, train, encoder)
+    run = None if args.show_views else common.Run(args, device)
     train, test = common.open_images(args, train, test)
-    loader = common.make_loader(args, common.Views(train, *make_sample(args), args.seed, args.interpolation), device)
+    loader = common.make_loader(args, train, augmentation(args), device)
+    mean, std = common.NORMS[args.norm]
     if args.show_views:
-        names = ("query", *(f"key {m + 1}" for m in range(args.num_keys)))
+        names = ["query", *(f"key {m + 1}" for m in range(args.num_keys))]
         return common.save_views(args.show_views, common.colour_views(next(iter(loader)), device), names)
 
+    # Model and optimiser
+    if args.queue == "auto":
+        args.queue = min(65536, max(args.batch_size, len(train) // 10))
     torch.manual_seed(args.seed)
-    model = group_batch_norms(JCL(args, encoder).to(device, memory_format=torch.channels_last), args.bn_groups)
+    model = JCL(args, copy.deepcopy(encoder)).to(device, memory_format=torch.channels_last)
+    model = split_batch_norms(model, args.bn_groups)
     trained = [p for p in model.parameters() if p.requires_grad]
-    optimizer = torch.optim.SGD(trained, lr=0.0, momentum=0.9, weight_decay=args.weight_decay)
+    optimizer = torch.optim.SGD(trained, args.lr, momentum=args.sgd_momentum, weight_decay=args.weight_decay)
     ddp = in_parallel(args, model)
+
+    # The run's folder: the same command goes on from its last.pt
+    steps_per_epoch = len(train) // args.batch_size
+    total_steps = args.epochs * steps_per_epoch
+    last_step = min(args.max_steps or total_steps, total_steps)
+    saved = dict(model=model, optimizer=optimizer)
+    step, record = run.load(train, **saved)
+    chance = math.log(args.queue + 1)  # the loss at equal logits
     kind = "vanilla" if args.vanilla else f"lambda {args.lam:g}, {args.lam_schedule}"
-    about = f"M' = {args.num_keys}, {kind}, {args.queue} negatives a query"
-    run.begin(model, optimizer, train, test, model.backbone, chance=math.log(args.queue + 1), about=about)
-    while run.goes_on():
-        for batch in run.batches(loader):
-            run.log(train_step(args, model, ddp, optimizer, batch, run.step, run.steps, device))
-        run.end_epoch()
+    about = f"M' = {args.num_keys}, {kind}, {args.queue} negatives per query"
+    run.begin(step, last_step, common.introduction(args, model.backbone, train, test, chance, about), chance, record)
+
+    stopping = False
+    with common.StopRequest() as stop:
+        for epoch in range(step // steps_per_epoch, args.epochs + 1):
+            # Judge the epoch that has ended, if one has. This comes first: a run that was stopped here goes on here.
+            if record and not stopping:
+                if test is not None and common.is_due(epoch, args.knn_every, args.epochs):
+                    run.save(step, record, model.backbone, **saved)  # before what takes long
+                    with stop.at_once():
+                        record |= common.knn_record(args, model.backbone, train, test, device)
+                run.write(record)
+                record = None
+            if step >= last_step or stopping:
+                break
+
+            # Train for an epoch, or for what is left of it
+            loader.batch_sampler.set_epoch(epoch, start=step % steps_per_epoch)
+            for batch in loader:
+                lr, weight_decay, momentum = schedule(args, step, steps_per_epoch)
+                for group in optimizer.param_groups:
+                    group.update(lr=lr, weight_decay=weight_decay)
+                # Algorithm 1, line 4: a query view and M' key views per image
+                views = [common.normalize(view, mean, std) for view in common.colour_views(batch, device)]
+                common.seed_step(args.seed, step)  # for what draws from the global generator, as drop-path
+                # Lines 5 to 10: the loss
+                loss, mean_keys, metrics = ddp(views, step, scheduled_lam(args, epoch))
+                # Lines 11 and 12: the step of the query encoder; the momentum encoder follows
+                optimizer.zero_grad(set_to_none=True)
+                loss.backward()
+                grad_norm = gradient_norm(model)
+                optimizer.step()
+                model.update(momentum)
+                average_statistics(model)
+                # Line 13: the mean keys are negatives of the next steps
+                model.queue.enqueue(mean_keys)
+                # Count and log; a request to stop ends the loop after this step
+                step += 1
+                q, k = metrics.pop("q"), metrics.pop("k")
+                run.count(step, dict(loss=loss, **metrics, grad_norm=grad_norm, lr=lr, momentum=momentum))
+                stopping = stop.agreed()
+                if step == last_step or stopping:
+                    break
+
+            # Save. An epoch's record is saved too, and is judged and written above
+            if step % steps_per_epoch == 0:
+                record = run.summary(step, loader) | common.embedding_health(gather(q.detach()), gather(k))
+            keep = record and args.keep_every and (epoch + 1) % args.keep_every == 0
+            if keep or stopping or step == last_step or common.is_due(epoch + 1, args.save_every, args.epochs):
+                run.save(step, record, model.backbone, f"epoch-{epoch + 1:04d}.pt" if keep else None, **saved)
     del ddp  # before the process group: in torch 2.11 a DDP that goes last can hang for ever
-    run.finish()
+    run.finish(step, record, stopping)
 
 
-# ============ 6. machine room (the same in all five files: read it once)
+# =============================================================== 6. machinery
 
-
-class AllReduce(torch.autograd.Function):
-    """The sum over the processes; its gradient is the sum of their gradients."""
-
-    @staticmethod
-    def forward(ctx, x):
-        x = x.clone()
-        dist.all_reduce(x)
-        return x
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return AllReduce.apply(gradient)
+# -- batch norm in groups (the same in moco_jointcrop, jcl, clim and logo)
 
 
 class GroupedBatchNorm(nn.modules.batchnorm._BatchNorm):
     """Batch norm whose statistics are taken over `groups` equal slices of the global batch, for (N, C) or (N, C, H, W).
 
-    Several groups stand for the separate batch norms of as many GPUs, on any number of processes that divides them; one
-    is one set of statistics over all processes. Running statistics are the mean over this process's groups;
-    `average_buffers` then takes the mean over the processes.
+    The groups stand for the separate batch norms of as many GPUs, on any number of processes that divides them. The
+    running statistics are the mean over this process's groups; `average_statistics` takes it over the processes.
+    norm: the batch norm whose parameters, statistics and state_dict keys this one takes over.
     """
 
+    def __init__(self, norm, groups):
+        super().__init__(norm.num_features, norm.eps, norm.momentum, norm.affine, norm.track_running_stats)
+        self.weight, self.bias = norm.weight, norm.bias
+        self.running_mean, self.running_var = norm.running_mean, norm.running_var
+        self.num_batches_tracked, self.groups, self.training = norm.num_batches_tracked, groups, norm.training
+        # timm's BatchNormAct2d also drops and activates.
+        self.after = nn.Sequential(norm.drop, norm.act) if hasattr(norm, "act") else nn.Identity()
+
     def _check_input_dim(self, x):
-        pass
+        """Any dimension will do."""
 
     def forward(self, x):
-        world = common.rank_and_world()[1]
-        if not self.training or self.groups == world:  # this process is one group
-            y = super().forward(x)
-        elif self.groups == 1:
-            y = self.over_processes(x, world)
-        else:
-            y = self.in_groups(x, self.groups // world)
-        return self.after(y)
-
-    def in_groups(self, x, g):
-        mean, var = self.running_mean.repeat(g, 1), self.running_var.repeat(g, 1)
-        options = self.weight, self.bias, True, self.momentum, self.eps
-        y = torch.cat([F.batch_norm(part, m, v, *options) for part, m, v in zip(x.chunk(g), mean, var, strict=True)])
+        groups_here = self.groups // common.rank_and_world()[1]
+        if not self.training or groups_here <= 1:
+            return self.after(super().forward(x))
+        mean = self.running_mean.repeat(groups_here, 1)
+        var = self.running_var.repeat(groups_here, 1)
+        slices = [
+            F.batch_norm(part, m, v, self.weight, self.bias, True, self.momentum, self.eps)  # moves m and v in place
+            for part, m, v in zip(x.chunk(groups_here), mean, var, strict=True)
+        ]
         self.running_mean.copy_(mean.mean(0))
         self.running_var.copy_(var.mean(0))
-        return y
-
-    @torch.compiler.disable  # collectives
-    def over_processes(self, x, world):
-        wide, others = x.to(self.running_mean.dtype), [0, *range(2, x.dim())]
-        mean = AllReduce.apply(wide.mean(others, keepdim=True)) / world
-        var = AllReduce.apply((wide - mean).square().mean(others, keepdim=True)) / world
-        count = world * x.numel() // x.shape[1]
-        self.running_mean.lerp_(mean.detach().flatten(), self.momentum)
-        self.running_var.lerp_(var.detach().flatten() * count / (count - 1), self.momentum)
-        shape = (-1, *[1] * (x.dim() - 2))
-        scale, shift = (1.0, 0.0) if self.weight is None else (self.weight.view(shape), self.bias.view(shape))
-        return ((wide - mean) * (var + self.eps).rsqrt() * scale + shift).to(x.dtype)
+        return self.after(torch.cat(slices))
 
 
 def batch_norm_groups(args):
-    """The recipe's groups, or, with a line: one a process where these do not divide them, or fewer for the batch."""
-    world, asked = common.rank_and_world()[1], args.bn_groups
-    most = asked if asked == 1 or asked % world == 0 else world
-    fitting = [g for g in range(most, 1, -1) if g % world == 0 and args.batch_size % g == 0 and args.batch_size > g]
-    groups = (fitting or [1])[0]
-    if groups != asked:
-        common.say(f"batch-norm groups: {groups} for {asked}, with {world} process(es), batch {args.batch_size}")
+    """The number of batch-norm groups: --bn-groups, or what comes nearest to it, with a note.
+
+    It becomes the number of processes if they do not divide it, and fewer if the batch cannot be divided by it. A
+    group has at least two images.
+    """
+    world, groups = common.rank_and_world()[1], args.bn_groups
+    if groups > 1 and groups % world:
+        groups = world
+    while groups > 1 and (groups % world or args.batch_size % groups or args.batch_size == groups):
+        groups -= 1
+    if groups != args.bn_groups:
+        note = f"with {world} process(es) and batch size {args.batch_size}"
+        common.say(f"batch-norm groups: {groups} instead of {args.bn_groups}, {note}")
     return groups
 
 
-def group_batch_norms(module, groups):
-    """Make every batch norm of a module one over `groups` slices of the global batch, in place; returns the module."""
-    if groups == 1 and dist.is_initialized() and next(module.parameters()).is_cuda:
+def split_batch_norms(module, groups):
+    """Replace every batch norm of a module by one over `groups` slices of the global batch; returns the module.
+
+    One group over several processes is torch's SyncBatchNorm, which needs CUDA: on CPUs it exits with an error message.
+    """
+    if groups == 1 and common.rank_and_world()[1] > 1:
+        if not next(module.parameters()).is_cuda:
+            common.fail("--bn-groups 1 with several processes needs GPUs: give --bn-groups a multiple of the processes")
         return timm.layers.convert_sync_batchnorm(module)
-    for norm in [m for m in module.modules() if isinstance(m, (nn.BatchNorm1d, nn.BatchNorm2d))]:
-        after = [norm.drop, norm.act] if hasattr(norm, "act") else []  # timm's BatchNormAct2d
-        norm.after = nn.Sequential(*after)
-        norm.__class__, norm.groups = GroupedBatchNorm, groups  # parameters and statistics stay where they are
+    for name, child in module.named_children():
+        if isinstance(child, (nn.BatchNorm1d, nn.BatchNorm2d)):
+            setattr(module, name, GroupedBatchNorm(child, groups))
+        else:
+            split_batch_norms(child, groups)
     return module
 
 
-def average_buffers(model):
-    """Make batch norm's running statistics the mean over the processes: one collective."""
+@torch.no_grad()
+def average_statistics(model):
+    """Make the running statistics of grouped batch norms their mean over the processes. Costs one all-reduce."""
     world = common.rank_and_world()[1]
-    buffers = [b for m in model.modules() if isinstance(m, GroupedBatchNorm) for b in (m.running_mean, m.running_var)]
+    norms = [module for module in model.modules() if isinstance(module, GroupedBatchNorm)]
+    buffers = [buffer for norm in norms for buffer in (norm.running_mean, norm.running_var)]
     if world > 1 and buffers:
         flat = torch.cat(buffers)
         dist.all_reduce(flat)
-        torch._foreach_copy_(buffers, flat.div_(world).split([len(b) for b in buffers]))
+        means = (flat / world).split([len(buffer) for buffer in buffers])
+        torch._foreach_copy_(buffers, means)
+
+
+# ------------------------------- several processes (the same in all five files)
 
 
 def gather(x):
-    """(n, ...) of each process -> (N, ...) of all, in rank order, without gradient."""
+    """Concatenate (n, ...) of each process to (N, ...) of all, in rank order, without gradient."""
     world = common.rank_and_world()[1]
     if world == 1:
         return x
@@ -420,11 +584,12 @@ def gather(x):
 
 
 def gradient_norm(model):
+    """The L2 norm of all gradients, a 0-d tensor."""
     return torch.nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
 
 
 def in_parallel(args, model):
-    """The model as --grad-checkpoint, --compile and torchrun want it run."""
+    """The model as --grad-checkpoint and --compile want it run, and in DDP if there are several processes."""
     if args.grad_checkpoint:
         model.backbone.set_grad_checkpointing()
     if args.compile:
@@ -432,31 +597,11 @@ def in_parallel(args, model):
             backbone.compile()
     if not dist.is_initialized():
         return model
-    options = dict(broadcast_buffers=False, gradient_as_bucket_view=True)
-    return DistributedDataParallel(model, find_unused_parameters=args.arch == "own", **options)
-
-
-def schedule(args, step, steps_per_epoch):
-    """(learning rate, weight decay, momentum of the momentum encoder) of a step.
-
-    The rate warms up linearly, then falls by a cosine to min_lr, or by 10 at each of the recipe's milestones (shares of
-    the run). A pair of weight decays or momenta is the start and the end of a cosine.
-    """
-    epoch, done = step / steps_per_epoch, step / (args.epochs * steps_per_epoch)
-    peak, warmup = args.lr * args.batch_size / args.lr_batch, args.warmup
-
-    def cosine(start, end, t):
-        return end + (start - end) * (1 + math.cos(math.pi * t)) / 2
-
-    if epoch < warmup:
-        lr = peak * epoch / warmup
-    elif getattr(args, "milestones", None):
-        lr = peak * 0.1 ** sum(done >= m for m in args.milestones)
-    else:
-        lr = cosine(peak, args.min_lr, (epoch - warmup) / (args.epochs - warmup))
-    pair = [v if isinstance(v, (tuple, list)) else (v, v) for v in (args.weight_decay, args.momentum)]
-    return lr, *(cosine(start, end, done) for start, end in pair)
+    may_have_unused = args.arch == "own"  # only a user's own encoder may leave parameters unused
+    return DistributedDataParallel(
+        model, broadcast_buffers=False, gradient_as_bucket_view=True, find_unused_parameters=may_have_unused
+    )
 
 
 if __name__ == "__main__":
-    main(parse_args())
+    common.start(main, parse_args)
