@@ -308,7 +308,7 @@ FLAGS = {  # {group: {value of the recipe: (kind, help)}}; common.add_flag says 
         lam_schedule=(("constant", "ramp"), "ramp: lambda grows linearly over the epochs (D1)"),
         vanilla=(bool, "the average InfoNCE loss over the keys, Eq. 2-3, instead of Eq. 8"),
         temperature=(common.POSITIVE, "temperature tau of the loss (Fig. 2c)"),
-        queue=(common.auto_or(common.COUNT), "negatives per query (keys of earlier batches); auto: a tenth of the data"),
+        queue=(common.auto_or(common.COUNT), "negatives per query, earlier keys; auto: a tenth of the images"),
     ),
     "model": dict(
         arch=(str, "encoder: resnet_micro, resnet18, resnet50, vit_small, ..., or any timm model"),
