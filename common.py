@@ -1,4 +1,4 @@
-"""Data, evaluation and the life of a run: what the method files share, and nothing of training.
+"""Data, evaluation and the files of a run: what the method files share, and nothing of training.
 
     1. messages    fail, say, progress; join_processes, from_all, StopRequest
     2. randomness  uniform, generator: pure functions of what is being made
@@ -6,10 +6,10 @@
     4. views       View declares one; ViewDataset draws and cuts in the loader; colour_views works on the device
     5. evaluation  extract_features, knn_scores, knn_predict, embedding_health, load_backbone
     6. flags       parse_choices, parse_flags: what operates every run, and every value of a recipe
-    7. run         Run: the files of a run: its folder, checkpoints and records
+    7. run         Run: the folder, checkpoints and records of a run
 
-Conventions: images are RGB. Loaders give uint8 (N, 3, H, W); everything on the device is float in [0, 1] until
-`normalize`. Boxes are (top, left, height, width) in pixels. A label of -1 means "none".
+Conventions: images are RGB. Loaders give uint8 (N, 3, H, W). On the device images are float in [0, 1], then normalised.
+Boxes are (top, left, height, width) in pixels. A label of -1 means "none".
 """
 
 import argparse
@@ -64,17 +64,17 @@ except ImportError:  # Windows
 
 
 def tell_torchrun(line):
-    """Leave a process's last words where torchrun looks for them: it ends its own report with them."""
+    """Leave a process's last words where torchrun looks for them. It ends its own report with them."""
     if report := os.environ.get("TORCHELASTIC_ERROR_FILE"):
         found = {"message": line, "extraInfo": {"timestamp": str(int(time.time()))}}
         Path(report).write_text(json.dumps({"message": found}))
 
 
 def fail(message):
-    """A mistake of the user: one line on stderr, from one process, and exit status 2."""
+    """Answer a mistake of the user: print one line on stderr, from one process, and exit with status 2."""
     first = os.environ.get("RANK", "0") == "0"
-    if dist.is_initialized():  # perhaps only one process has found it: the first to come here says it
-        with contextlib.suppress(RuntimeError):  # the store is gone: somebody has said why
+    if dist.is_initialized():  # perhaps only one process has found the mistake: the first to come here says it
+        with contextlib.suppress(RuntimeError):  # the store is gone: another process has said why
             first = dist.distributed_c10d._get_default_store().add("failed", 1) == 1
     line = "error: " + message.replace("\n", "\\n")  # a file's name may have one
     if first:
@@ -89,7 +89,7 @@ for _package, _oldest in ((torch, "2.11"), (torchvision, "0.26"), (timm, "1.0.20
 
 
 def say(text="", end="\n"):
-    """Print from the first process only; on a terminal, over the progress line."""
+    """Print from the first process only. On a terminal the text replaces the progress line."""
     if os.environ.get("RANK", "0") == "0":
         code = getattr(sys.stdout, "encoding", None) or "utf-8"
         text = text.encode(code, "backslashreplace").decode(code)  # a name may have what the terminal cannot show
@@ -112,22 +112,23 @@ def start(main, parse_args):
 
 
 def progress(text, last=[0.0]):  # noqa: B006  (the list keeps the time of the last line)
-    """One line that rewrites itself on a terminal, and a plain line every 30 s in a log file."""
+    """Show how far long work has come: on a terminal a line that rewrites itself, in a log file a line every 30 s."""
     if sys.stdout.isatty() or time.monotonic() - last[0] > 30:
         say(text, end="" if sys.stdout.isatty() else "\n")
         last[0] = time.monotonic()
 
 
 GROUPS = itertools.count()  # process groups that this program has made
-PATIENCE = datetime.timedelta(minutes=30)  # of processes that wait for others: the first of a node may be downloading
+PATIENCE = datetime.timedelta(minutes=30)  # how long a process waits for others: one of them may be downloading
 
 
 def rank_and_world():
+    """(this process's rank, the number of processes); (0, 1) without a process group."""
     return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
 
 
 def keep_memory():
-    """Let glibc keep what is freed: to map large tensors anew costs a CPU up to a quarter of a step."""
+    """Let glibc keep freed memory. Mapping large tensors anew would cost a CPU up to a quarter of a step."""
     with contextlib.suppress(AttributeError, OSError, TypeError):  # another C library
         libc = ctypes.CDLL(None)
         libc.mallopt(-4, 0)  # M_MMAP_MAX: no block, however large, is mapped on its own
@@ -174,7 +175,7 @@ def use_bf16(amp, device, arch, sizes):
 
 
 def from_all(value):
-    """[what each process has], on all of them, in rank order. Tensors have to be the CPU's."""
+    """The values of all processes as a list in rank order, on every process. Tensors must be on the CPU."""
     found = [value] * rank_and_world()[1]
     if len(found) > 1:
         dist.all_gather_object(found, value)
@@ -182,7 +183,7 @@ def from_all(value):
 
 
 def from_first(make):
-    """What make() returns on the first process, on all of them."""
+    """What make() returns on the first process, on every process. The others do not call it."""
     made = [make() if rank_and_world()[0] == 0 else None]
     if dist.is_initialized():
         dist.broadcast_object_list(made)
@@ -257,14 +258,14 @@ class StopRequest:
 
 
 def _mix(x):
-    """SplitMix64's finaliser: a bijection of uint64 whose output bits each depend on all input bits."""
+    """SplitMix64's finaliser: a bijection of uint64. Each bit of its output depends on all bits of its input."""
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return x ^ (x >> np.uint64(31))
 
 
 def _hash(*keys):
-    """Chain integers or integer arrays (broadcast) into a uint64 array."""
+    """Hash integers, or integer arrays of the same or of broadcast shapes, into one uint64 array."""
     state = np.zeros(1, np.uint64)
     for key in keys:
         state = _mix(state + np.asarray(key).astype(np.uint64) + np.uint64(0x9E3779B97F4A7C15))
@@ -276,9 +277,10 @@ STREAM_STEP, STREAM_ORDER = 0, 1
 
 
 def uniform(seed, epoch, index, count, purpose=0):
-    """Counter-based uniform draws: the same for an image whatever batch, worker or process asks.
+    """Uniform numbers for images: (n, count) float64 in [0, 1).
 
-    index (n,) ints -> (n, count) float64 in [0, 1), a pure function of (seed, purpose, epoch, index, position).
+    index: (n,) ints. A number is a pure function of (seed, purpose, epoch, index, position). So an image gets the same
+    numbers whatever batch, worker or process asks for them.
     """
     start = _hash(seed, purpose, epoch, np.asarray(index))[:, None]
     bits = _mix(start + np.arange(1, count + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15))
@@ -286,12 +288,12 @@ def uniform(seed, epoch, index, count, purpose=0):
 
 
 def generator(*keys):
-    """A torch CPU generator seeded by a hash of integer keys, e.g. (seed, step, purpose, slice)."""
+    """A torch CPU generator that is seeded by a hash of integer keys, for example (seed, step, stream)."""
     return torch.Generator().manual_seed(int(_hash(*keys)[0] >> np.uint64(1)))
 
 
 def seed_step(seed, step):
-    """Seed the global generator, from which drop-path draws, by (seed, step, rank)."""
+    """Seed the global generator by (seed, step, rank). Drop-path draws from it."""
     torch.manual_seed(generator(seed, step, STREAM_STEP, rank_and_world()[0]).initial_seed())
 
 
@@ -595,10 +597,12 @@ RESAMPLE = {"bilinear": Image.Resampling.BILINEAR, "bicubic": Image.Resampling.B
 
 
 def random_resized_crop(sizes, draws, scale, ratio=(3 / 4, 4 / 3), area=None, whole=False):
-    """torchvision's RandomResizedCrop for many images at once: ten tries, then the centre crop of nearest aspect.
+    """Boxes of random crops, as torchvision's RandomResizedCrop draws them, for many images at once.
 
-    sizes (n, 2) heights and widths; draws (n, 22) uniform in [0, 1): ten areas, ten aspects, top, left. scale: range of
-    the area fraction; area (n,): a given fraction instead of ten drawn ones; whole: if ten tries fail, the whole image.
+    sizes: (n, 2) heights and widths. draws: (n, 22) uniform in [0, 1): ten areas, ten aspect ratios, top, left.
+    scale: the lowest and highest share of the image's area. ratio: the lowest and highest width / height. area: (n,)
+    given shares instead of drawn ones. The first of ten tries that fits is taken. If none fits, it is the centre crop
+    whose aspect ratio is nearest, or, with `whole`, the whole image.
     Returns (n, 4) int64 boxes (top, left, height, width) inside the image.
     """
     height, width = (sizes[:, i].astype(np.float64) for i in (0, 1))
@@ -618,10 +622,11 @@ def random_resized_crop(sizes, draws, scale, ratio=(3 / 4, 4 / 3), area=None, wh
 
 
 def random_colour(draws, jitter=(0,) * 4, jitter_p=0, gray_p=0, blur_p=0, sigma=(0.1, 2.0), solarize_p=0, flip_p=0.5):
-    """Colour parameters of one view, for `colour`: draws (n, 11) uniform -> (n, 9) float32, columns as COLOUR.
+    """Colour parameters of one view of n images, for `colour`: (n, 9) float32 with columns as COLOUR.
 
-    jitter: torchvision ColorJitter's (brightness, contrast, saturation, hue); the rest are probabilities, and the range
-    of the blur's sigma in pixels. Identity values: factors 1, hue 0, gray 0, sigma 0, solarize 0, flip 0.
+    draws: (n, 11) uniform in [0, 1). jitter: (brightness, contrast, saturation, hue) of torchvision's ColorJitter.
+    sigma: the lowest and highest sigma of the blur, in pixels. The arguments that end in _p are probabilities.
+    What is not changed gets: factors 1, hue 0, gray 0, sigma 0, solarize 0, flip 0.
     """
     coin, b, c, s, h, order, gray, blur, sig, sol, flip = draws.T
     on = coin < jitter_p
@@ -634,7 +639,10 @@ def random_colour(draws, jitter=(0,) * 4, jitter_p=0, gray_p=0, blur_p=0, sigma=
 
 
 def cut(image, box, size, interpolation="bilinear"):
-    """Cut a box (top, left, height, width) from a uint8 image (H, W, 3) and resize it, antialiased: (size, size, 3)."""
+    """Cut a box (top, left, height, width) from a uint8 image (H, W, 3) and resize it with antialiasing.
+
+    Returns uint8 (size, size, 3). interpolation: a name of RESAMPLE.
+    """
     top, left, height, width = (float(v) for v in box)
     y, x = int(top), int(left)  # resize alone would also see the pixels around the box
     image = Image.fromarray(image[y : math.ceil(top + height), x : math.ceil(left + width)])
@@ -807,23 +815,23 @@ def _per_image(value, x):
 
 
 def adjust_brightness(x, brightness_factor):
-    """Each image times its factor (N,), clamped to [0, 1]."""
+    """Multiply each image by its factor (N,), and clamp it to [0, 1]."""
     return (x * _per_image(brightness_factor, x)).clamp_(0, 1)
 
 
 def adjust_contrast(x, contrast_factor):
-    """Blend with the image's mean gray; factor (N,)."""
+    """Blend each image with its mean gray value by its factor (N,)."""
     mean = rgb_to_grayscale(x).mean((1, 2, 3), keepdim=True)
     return torch.lerp(mean, x, _per_image(contrast_factor, x)).clamp_(0, 1)
 
 
 def adjust_saturation(x, saturation_factor):
-    """Blend with the image's gray version; factor (N,)."""
+    """Blend each image with its gray version by its factor (N,)."""
     return torch.lerp(rgb_to_grayscale(x), x, _per_image(saturation_factor, x)).clamp_(0, 1)
 
 
 def adjust_hue(x, hue_factor):
-    """Rotate the hue by factor (N,) in [-0.5, 0.5] turns, value and saturation kept."""
+    """Rotate each image's hue by its factor (N,) in [-0.5, 0.5] turns. Value and saturation stay."""
     value, low = x.amax(1), x.amin(1)
     chroma = value - low
     r, g, b = x.unbind(1)
@@ -836,10 +844,11 @@ def adjust_hue(x, hue_factor):
 
 
 def gaussian_blur(x, sigma, largest=2.0):
-    """A Gaussian with reflected borders; sigma (N,) in pixels, 0 leaves an image as it is; largest: of all sigmas.
+    """Blur each image by a Gaussian of its sigma (N,), in pixels, with reflected borders. 0 leaves an image as it is.
 
-    Columns, then rows, by kernels of 5 sigma to each side, which hold all but 6e-7 of a Gaussian (in images of at most
-    that size: as wide as they can be mirrored). They are as wide for all sigmas up to 2, whatever else is in the batch.
+    largest: the largest of all sigmas. The kernels reach 5 sigma to each side, which holds all but 6e-7 of a Gaussian;
+    in smaller images they reach as far as can be mirrored. They are equally wide for all sigmas up to 2, so that an
+    image's result does not depend on the rest of its batch.
     """
     sigma = torch.as_tensor(sigma, dtype=x.dtype, device=x.device).clamp_min(1e-3).view(-1, 1)
     reach = min(math.ceil(5 * max(2, largest)), x.shape[2] - 1, x.shape[3] - 1)
@@ -851,17 +860,17 @@ def gaussian_blur(x, sigma, largest=2.0):
 
 
 @functools.cache
-def _constant(values, dtype, device):  # once on the device, which is then never waited for
+def _constant(values, dtype, device):  # made once per device, which is then never waited for
     return torch.tensor(values, dtype=dtype, device=device).view(1, -1, 1, 1)
 
 
 def normalize(x, mean, std):
-    """Subtract mean and divide by std, each three numbers."""
+    """Normalise images (N, 3, H, W): subtract `mean` and divide by `std`, each three numbers."""
     return (x - _constant(tuple(mean), x.dtype, x.device)) / _constant(tuple(std), x.dtype, x.device)
 
 
 def _on(x, rows, function, *parameters):
-    """Apply a function to the given rows of a batch in place (all rows: without the copies)."""
+    """Apply a function to the given rows of a batch, in place. If these are all rows, nothing is copied."""
     if len(rows) == len(x):
         return function(x, *parameters)
     if len(rows):
@@ -871,17 +880,16 @@ def _on(x, rows, function, *parameters):
 
 
 def colour(x, parameters):
-    """Colour images: jitter in each one's own order, then grayscale, blur, solarize, flip.
+    """Colour images: jitter in each image's own order, then grayscale, blur, solarize, flip. Returns float in [0, 1].
 
-    x uint8 (N, 3, H, W) on the device; parameters (N, 9) on the CPU, columns as COLOUR (see `random_colour`). Never
-    draws; which images an operation touches is decided on the CPU, so the device is never waited for. Returns float
-    in [0, 1].
+    x: uint8 (N, 3, H, W) on the device. parameters: (N, 9) on the CPU, with columns as COLOUR, see `random_colour`.
+    Nothing is drawn here. The CPU decides which images an operation touches, so the device is never waited for.
     """
     x, moved = x.float().div_(255), parameters.to(x.device, non_blocking=True).float()
     p, on = (dict(zip(COLOUR, table.float().unbind(1), strict=True)) for table in (parameters, moved))
     jittered = (parameters[:, :4] != torch.tensor([1.0, 1, 1, 0])).any(1, keepdim=True)
     steps = ORDERS[p["order"].long()]  # (N, 4): which of the four comes first, second, ...
-    # Hue costs most, so all are turned at once, in turn 0; turns below 0 are what comes before it in an image's order.
+    # Hue costs most, so it is changed for all images at once, in turn 0. What comes before it has turns below 0.
     turns = torch.arange(4) - (steps == 3).long().argmax(1, keepdim=True)
     functions = adjust_brightness, adjust_contrast, adjust_saturation, adjust_hue
     for turn, (step, function) in itertools.product(range(-3, 4), enumerate(functions)):
@@ -1352,7 +1360,10 @@ def shown(value):
     """A value as one would type it after its flag."""
     if isinstance(value, (tuple, list)):
         return " ".join(map(shown, value)) or "none"
-    return f"{value:g}" if isinstance(value, float) else str(value)
+    if isinstance(value, float):
+        short = f"{value:g}"
+        return short if math.isclose(float(short), value, rel_tol=1e-12) else repr(value)
+    return str(value)
 
 
 def parse_choices(argv, flags, *names):
@@ -1609,7 +1620,7 @@ class Run:
             say(f"step {step}: loss {metrics['loss'].item():.4f}")
         if step % 10 == 0:
             self.check(step)
-            pace = (time.perf_counter() - self.began) / (step - self.first_step)
+            pace = (time.perf_counter() - self.began) / (step - self.first_step)  # seconds per step, judging included
             epoch = -(-step // self.steps_per_epoch)
             where = f"epoch {epoch}/{self.args.epochs}  step {step}/{self.total_steps}"
             speed = f"{self.args.batch_size / pace:.0f} images/s  {pace * (self.last_step - step) / 60:.1f} min left"
@@ -1680,8 +1691,9 @@ class Run:
         """
         asked = stopping and (step < self.last_step or record is not None)  # otherwise nothing is left to do
         if step == self.first_step and not record:
-            last = next((r for r in reversed(read_metrics(self.out / "metrics.jsonl")) if "loss" in r), {})
-            say(f"{self.out} is at step {step} of {self.last_step} already. Its last epoch: {json.dumps(last)}")
+            last = last_record(self.out)
+            shown_values = ", ".join(f"{k} {shown(v)}" for k, v in last.items() if k in SHOWN or k.endswith("_top1"))
+            say(f"{self.out} is at step {step} of {self.last_step} already. Its last epoch: {shown_values}")
         elif step < self.total_steps or record:
             loss = f" (mean loss since the last record: {self.means()['loss']:.4f})" if self.steps_counted else ""
             why = " on request (exit status 75)" * asked
@@ -1694,6 +1706,14 @@ class Run:
             dist.destroy_process_group()
         if asked:
             raise SystemExit(75)
+
+
+SHOWN = ("epoch", "loss", "std")  # what is said of a record, beside its scores
+
+
+def last_record(folder):
+    """The last epoch's record in a run's folder, as a dict; {} if there is none."""
+    return next((r for r in reversed(read_metrics(Path(folder) / "metrics.jsonl")) if "loss" in r), {})
 
 
 def is_due(epoch, every, epochs):
