@@ -20,6 +20,7 @@ import ctypes
 import datetime
 import functools
 import importlib.util
+import io
 import itertools
 import json
 import math
@@ -41,7 +42,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 import torchvision
-from PIL import Image, ImageDraw, ImageOps
+from PIL import Image, ImageDraw, UnidentifiedImageError
 from torch import nn
 from torch.distributed.rendezvous import rendezvous
 from torch.torch_version import TorchVersion
@@ -333,35 +334,120 @@ class OwnImages(ImageSet):
 
 
 class BadImage(Exception):
-    """An image file that cannot be decoded; the message names it."""
+    """An image that cannot be used; the message names it and says what to do."""
+
+
+def open_file(path):
+    """PIL's Image.open, which gives up a JPEG for some damages to its EXIF: then as if it had none."""
+    try:
+        return Image.open(path)
+    except UnidentifiedImageError as error:
+        with contextlib.suppress(UnidentifiedImageError):
+            return Image.open(io.BytesIO(Path(path).read_bytes().replace(b"Exif\0\0", b"none\0\0", 1)))
+        raise error
 
 
 @contextlib.contextmanager
 def open_image(path):
-    """PIL's Image.open, whose errors name the file."""
+    """An open image file, not yet decoded. Raises BadImage, which names the file, for whatever goes wrong."""
     try:
-        with Image.open(path) as image:
+        with open_file(path) as image:
             yield image
+    except BadImage:
+        raise
     except Exception as error:  # a damaged file may raise anything
-        raise BadImage(f"cannot read the image {path}: {error or type(error).__name__}") from error
+        reason = f"cannot read the image {path}: {error or type(error).__name__}"
+        raise BadImage(f"{reason}. Replace this file with an intact one: a run cannot go on with fewer") from error
+
+
+TURNS = {
+    2: Image.Transpose.FLIP_LEFT_RIGHT,
+    3: Image.Transpose.ROTATE_180,
+    4: Image.Transpose.FLIP_TOP_BOTTOM,
+    5: Image.Transpose.TRANSPOSE,
+    6: Image.Transpose.ROTATE_270,
+    7: Image.Transpose.TRANSVERSE,
+    8: Image.Transpose.ROTATE_90,
+}
+
+
+def read_orientation(image):
+    """The EXIF orientation, 1 to 8, of an open file: 1 if there is none, or none that can be read.
+
+    Only the header is read, and nothing is changed. A PNG's own getexif would decode the pixels, to look behind them.
+    A TIFF with rotation is decoded: Pillow turns it then, and what is left to do is 1.
+    """
+    try:
+        orientation = Image.Image.getexif(image).get(0x0112)
+        if image.format == "TIFF" and orientation in TURNS:
+            image.load()
+            orientation = Image.Image.getexif(image).get(0x0112)
+        return int(orientation) if orientation in TURNS else 1
+    except Exception:  # damaged EXIF may raise anything, and the picture may be intact; if not, decoding it says so
+        return 1
+
+
+def value_range(image):
+    """(white, least) of a PIL image that `convert` would not scale right, by its type and header alone; else None.
+
+    white: the value that means white, 1 for floats. A TIFF's header may name 12 bits or a largest value
+    (MaxSampleValue): one that is not 2^k - 1 is only this picture's, and says nothing. Without that, 16 bits end at
+    65535, and 32 bits are taken for 8. least: a largest value below it leaves open which value is white.
+    """
+    tags = getattr(image, "tag_v2", {})  # a TIFF's
+    bits, largest = (np.ravel(tags.get(tag, 0))[0] for tag in (258, 281))  # BitsPerSample, MaxSampleValue
+    sixteen = bits == 16 or ";16" in image.mode + str(getattr(image, "tile", ())[:1])
+    if image.mode == "F":
+        return 1, 0
+    if image.mode[0] != "I":  # colours: Pillow has kept the upper 8 of 16 bits
+        return (255, 16) if sixteen and image.format != "PPM" else None
+    if largest in [2**k - 1 for k in range(8, 17)]:
+        return int(largest), 0
+    if bits == 12:
+        return 4095, 0
+    if image.format == "PPM":  # Pillow has scaled it by the largest value, which the header names
+        return 65535, 0
+    return (65535, 4096) if image.mode.startswith("I;16") or image.format == "PNG" else (255, 0)
+
+
+def to_rgb(image, name):
+    """A PIL image of any mode -> one of mode RGB, 8 bits per channel.
+
+    Raises BadImage, with the name, if the header does not say which value is white. To scale each picture by its own
+    values would brighten the dark ones.
+    """
+    found = value_range(image)
+    if found is None:
+        return image.convert("RGB")
+    (white, least), deep = found, image.mode[0] in "IF"
+    values = np.asarray(image if deep else image.convert("RGB"))
+    low, high = values.min(), values.max()
+    if not (low >= 0 and high <= white) or 0 < high < least:
+        kind = {"F": "float", "I": "integer"}.get(image.mode, "16-bit")
+        note = f"{kind} values of {low:g} to {high:g}" if deep else "16-bit values below 4096"
+        raise BadImage(f"{name} has {note}, and does not say which one is white: convert it to 8 bits per channel")
+    if deep:
+        values = np.rint(values * (255 / white)).astype(np.uint8)
+    return Image.fromarray(values).convert("RGB")
 
 
 def read_image(path):
-    """Any JPEG, PNG, ... of any mode (gray, palette, CMYK, alpha, EXIF-rotated) as uint8 (H, W, 3)."""
+    """Any JPEG, PNG, ... of any mode (gray, palette, CMYK, alpha, 16 bits, EXIF-rotated) as uint8 (H, W, 3).
+
+    Raises BadImage for a file that is damaged or whose values have no known white.
+    """
     with open_image(path) as file:
-        image = ImageOps.exif_transpose(file)
-        if image.mode.startswith("I"):  # 16 bits of gray, which convert would clip at 255
-            return (np.asarray(image) >> 8).clip(0, 255).astype(np.uint8)[:, :, None].repeat(3, 2)
-        return np.asarray(image.convert("RGB"))
+        orientation = read_orientation(file)
+        image = to_rgb(file, path)
+        return np.asarray(image.transpose(TURNS[orientation]) if orientation in TURNS else image)
 
 
 def image_size(path):
-    """(height, width) from the header, after EXIF rotation."""
-    with open_image(path) as image:
-        if image.format == "TIFF" and image.getexif().get(0x0112, 1) > 4:
-            image.load()  # Pillow turns these itself
-        width, height = image.size
-        return (width, height) if image.getexif().get(0x0112) in (5, 6, 7, 8) else (height, width)
+    """(height, width) of what `read_image` returns, from the header."""
+    with open_image(path) as file:
+        turned = read_orientation(file) >= 5  # before the size: of a TIFF it changes that
+        width, height = file.size
+        return (width, height) if turned else (height, width)
 
 
 def _square(x):

@@ -1,0 +1,214 @@
+"""Image sets: which files are read and how, what is refused in words, and by what two sets are told apart."""
+
+import struct
+import zlib
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image, PngImagePlugin
+
+import common
+
+
+def gradient(height=12, width=10):
+    """A smooth RGB image without symmetries."""
+    y, x = np.mgrid[:height, :width]
+    return np.stack([250 * y / height, 250 * x / width, 255 - 120 * y / height - 100 * x / width], 2).astype(np.uint8)
+
+
+def write_tree(root, counts, seed=0):
+    """Random PNG files: {folder: how many}."""
+    rng = np.random.default_rng(seed)
+    for folder, count in counts.items():
+        (root / folder).mkdir(parents=True)
+        for i in range(count):
+            Image.fromarray(rng.integers(0, 256, (12, 10, 3), dtype=np.uint8)).save(root / folder / f"{i}.png")
+    return root
+
+
+def refused(capsys, function, *args, **options):
+    """The one line with which a call ends the program, with status 2."""
+    with pytest.raises(SystemExit) as stop:
+        function(*args, **options)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert stop.value.code == 2 and line.startswith("error: ")
+    return line
+
+
+class Own(torch.utils.data.Dataset):
+    """A user's Dataset of `items`; counts what is read."""
+
+    def __init__(self, items, **more):
+        self.items, self.read = items, 0
+        vars(self).update(more)
+
+    def __len__(self):
+        return len(self.items)
+
+    def __getitem__(self, i):
+        self.read += 1
+        item = self.items[i]
+        return item() if callable(item) else item
+
+
+# ------------------------------------------------------------- what values mean
+
+
+def save(path, values, **options):
+    Image.fromarray(values).save(path, **options)
+    return path
+
+
+def levels(dtype, top):
+    """(12, 10) values from 0 to `top`, and the gray levels that they show."""
+    unit = np.arange(120).reshape(12, 10) / 119
+    values = unit * top
+    values = values.astype(dtype) if np.dtype(dtype).kind == "f" else np.rint(values).astype(dtype)
+    return values, np.rint(255 * unit)[..., None].repeat(3, 2)
+
+
+BITS = {  # name: (type, the value that is white, TIFF tags)
+    "16 bits.tif": (np.uint16, 65535, {}),
+    "16 bits.png": (np.uint16, 65535, {}),
+    "12 bits, as the header says.tif": (np.uint16, 4095, {281: 4095}),
+    "8 bits in 16, as the header says.tif": (np.uint16, 255, {281: 255}),
+    "8 bits in 32.tif": (np.int32, 255, {}),
+    "16 bits in 32, as the header says.tif": (np.int32, 65535, {281: 65535}),
+    "the largest value of this picture.tif": (np.uint16, 65535, {281: 65001}),
+    "floats.tif": (np.float32, 1, {}),
+}
+
+
+@pytest.mark.parametrize("name", BITS)
+def test_deep_images_are_scaled_by_what_the_header_says(tmp_path, name):
+    dtype, white, tags = BITS[name]
+    values, expected = levels(dtype, white)
+    read = common.read_image(save(tmp_path / name, values, **({"tiffinfo": tags} if tags else {})))
+    assert read.dtype == np.uint8 and abs(read - expected).max() <= 1 and len(np.unique(read)) == 120
+
+
+def test_twelve_bits_per_sample(tmp_path):
+    """A TIFF of two packed pixels, 2048 and 4095."""
+    tags = [(256, 2), (257, 1), (258, 12), (259, 1), (262, 1), (273, 200), (277, 1), (278, 1), (279, 3)]
+    entries = b"".join(struct.pack("<HHII", tag, 4, 1, value) for tag, value in tags)
+    header = b"II*\0" + struct.pack("<IH", 8, len(tags)) + entries + bytes(4)
+    (tmp_path / "12.tif").write_bytes(header.ljust(200, b"\0") + bytes.fromhex("800fff"))
+    assert common.read_image(tmp_path / "12.tif").tolist() == [[[128] * 3, [255] * 3]]
+
+
+def test_a_dark_picture_of_a_known_depth_stays_dark(tmp_path):
+    for name, values, tags in (
+        ("black.tif", np.zeros((12, 10), np.uint16), {}),
+        ("dark.tif", levels(np.uint16, 400)[0], {281: 4095}),
+        ("floats.tif", levels(np.float32, 0.1)[0], {}),
+    ):
+        assert common.read_image(save(tmp_path / name, values, tiffinfo=tags)).max() <= 26
+    (tmp_path / "x.ppm").write_bytes(b"P5 10 12 4095\n" + np.full(120, 400, ">u2").tobytes())  # names its white
+    assert abs(common.read_image(tmp_path / "x.ppm").astype(int) - 25).max() <= 1
+
+
+def deep_png(value):
+    """A PNG with 16 bits per colour, all of one value."""
+    rows = b"".join(b"\0" + np.full((10, 3), value, ">u2").tobytes() for _ in range(12))
+    chunks = (b"IHDR", struct.pack(">IIBBBBB", 10, 12, 16, 2, 0, 0, 0)), (b"IDAT", zlib.compress(rows)), (b"IEND", b"")
+    parts = [struct.pack(">I", len(d)) + kind + d + struct.pack(">I", zlib.crc32(kind + d)) for kind, d in chunks]
+    return b"\x89PNG\r\n\x1a\n" + b"".join(parts)
+
+
+UNKNOWN = {
+    "twelve in sixteen.tif": levels(np.uint16, 4095)[0],
+    "twelve in sixteen.png": levels(np.uint16, 4095)[0],
+    "int32.tif": levels(np.int32, 4095)[0],
+    "negative.tif": levels(np.int32, 200)[0] - 1,
+    "floats.tif": levels(np.float32, 255)[0],
+    "nan.tif": levels(np.float32, 1)[0] * np.float32("nan"),
+}
+
+
+@pytest.mark.parametrize("name", [*UNKNOWN, "colours.png"])
+def test_values_whose_white_is_unknown_are_refused_in_words(tmp_path, name):
+    if name in UNKNOWN:
+        save(tmp_path / name, UNKNOWN[name])
+        with pytest.raises(common.BadImage, match="image 0 of your data set has .*convert it to 8 bits"):
+            common.OwnImages(Own([Image.open(tmp_path / name)]))[0]
+    else:
+        (tmp_path / name).write_bytes(deep_png(30000))
+        assert common.read_image(tmp_path / name).tolist() == [[[117] * 3] * 10] * 12
+        (tmp_path / name).write_bytes(deep_png(4000))
+    with pytest.raises(common.BadImage, match=f"{name} has .*values .*convert it to 8 bits per channel"):
+        common.read_image(tmp_path / name)
+
+
+# ------------------------------------------------------------------------- EXIF
+
+
+def exif_bytes(*entries):
+    """EXIF (big-endian) with orientation 6 and other tags: (tag, type, count, 4 bytes of value or an offset)."""
+    rows = sorted([(0x0112, 3, 1, b"\0\6\0\0"), *entries])
+    body = b"".join(struct.pack(">HHI", *row[:3]) + row[3] for row in rows)
+    return b"Exif\0\0MM\0*" + struct.pack(">IH", 8, len(rows)) + body + bytes(4)
+
+
+DAMAGED = {  # EXIF, and whether the picture is turned
+    "a maker in floats": (exif_bytes((0x010F, 11, 1, b"abcd")), True),
+    "text for a number": (exif_bytes((0x0128, 2, 4, b"abc\0")), True),
+    "an unknown type": (exif_bytes((0x0103, 99, 1, b"abcd")), True),
+    "an offset behind the end": (exif_bytes((0x8769, 4, 1, b"\xff\xff\xff\0")), True),
+    "a part in text": (exif_bytes((0x8769, 2, 4, b"abc\0")), True),
+    "cut off": (exif_bytes()[:17], False),
+    "nothing": (b"Exif\0\0", False),
+    "no TIFF": (b"Exif\0\0" + b"garbage" * 5, False),
+    "a text for the resolution": (exif_bytes((0x011A, 2, 2, b"a\0\0\0"), (0x0128, 3, 1, b"\0\2\0\0")), None),
+    "an empty text for the resolution": (exif_bytes((0x011A, 2, 1, bytes(4)), (0x0128, 3, 1, b"\0\2\0\0")), None),
+}
+
+
+@pytest.mark.filterwarnings("ignore")  # Pillow warns of some
+@pytest.mark.parametrize("extension", ["jpg", "png", "webp"])
+@pytest.mark.parametrize("kind", DAMAGED)
+def test_damaged_exif_does_not_end_a_run(tmp_path, kind, extension):
+    exif, turned = DAMAGED[kind]
+    options = {"jpg": {"quality": 100, "subsampling": 0}, "png": {}, "webp": {"lossless": True}}[extension]
+    image = Image.fromarray(gradient())
+    image.save(tmp_path / f"plain.{extension}", **options)
+    expected = common.read_image(tmp_path / f"plain.{extension}")
+    path = tmp_path / f"x.{extension}"
+    image.save(path, exif=exif, **options)
+    read = common.read_image(path)
+    assert common.image_size(path) == read.shape[:2]
+    if turned is None:  # Pillow itself may give up; which of the two does not matter, as long as both agree
+        turned = read.shape[:2] == (10, 12)
+    assert np.array_equal(read, np.rot90(expected, -1) if turned else expected)
+
+
+def test_a_damaged_file_is_to_be_replaced(tmp_path):
+    path = save(tmp_path / "x.png", gradient())
+    for content in (path.read_bytes()[:-200], b"", b"text"):
+        path.write_bytes(content)
+        with pytest.raises(common.BadImage, match=r"cannot read the image .*x\.png: .*\. Replace this file") as error:
+            common.read_image(path)
+        assert "BytesIO" not in str(error.value)
+    path.unlink()
+    with pytest.raises(common.BadImage, match=r"No such file.*Replace this file"):
+        common.image_size(path)
+
+
+def test_the_size_of_a_png_is_read_from_its_header(tmp_path, monkeypatch):
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    save(tmp_path / "plain.png", gradient())
+    save(tmp_path / "turned.png", gradient(), exif=exif)
+    data = (tmp_path / "turned.png").read_bytes()
+    start = data.index(b"eXIf") - 4
+    chunk = data[start : start + 12 + struct.unpack(">I", data[start : start + 4])[0]]
+    data = data.replace(chunk, b"")
+    (tmp_path / "late.png").write_bytes(data[:-12] + chunk + data[-12:])  # behind the pixels
+    xmp = PngImagePlugin.PngInfo()
+    xmp.add_itxt("XML:com.adobe.xmp", '<x tiff:Orientation="6"/>')
+    save(tmp_path / "xmp.png", gradient(), pnginfo=xmp)
+    names = "plain.png", "turned.png", "late.png", "xmp.png"
+    read = [common.read_image(tmp_path / name) for name in names]
+    monkeypatch.setattr(PngImagePlugin.PngImageFile, "load", lambda _: pytest.fail("decoded"))
+    sizes = [common.image_size(tmp_path / name) for name in names]
+    assert sizes == [image.shape[:2] for image in read] == [(12, 10), (10, 12), (12, 10), (10, 12)]
