@@ -303,15 +303,55 @@ class OwnImages(ImageSet):
 
     Its images are PIL's, uint8 arrays (H, W[, 3]) or uint8 tensors (C, H, W). An item may be a tuple that begins with
     the image. Labels, if `labelled`, are data.targets, or else the items' second entries, for which every item is read
-    once. A batch's images are held from `sizes` on, so that each is decoded once.
+    once. A batch's images are held from `sizes` on, so that each is decoded once. owner: what an error calls the data.
     """
 
-    def __init__(self, data, labelled=False):
-        labels = getattr(data, "targets", None) if labelled else [-1] * len(data)
-        labels = np.array([data[i][1] for i in range(len(data))] if labels is None else labels)
-        names = getattr(data, "classes", None) if labelled else None
-        super().__init__("own", labels, names or [str(i) for i in range(labels.max(initial=-1) + 1)])
-        self.data, self.rows, self.held = data, np.arange(len(data)), {}
+    def __init__(self, data, labelled=False, owner="your data set"):
+        self.owner, self.data = owner, data
+        labels = self.read_labels() if labelled else np.full(self.length(), -1)
+        names = list(getattr(data, "classes", None) or ()) if labelled else []
+        numbers = [str(i) for i in range(labels.max(initial=-1) + 1)]
+        if names and len(names) < len(numbers):
+            fail(f"{owner} has a label {labels.max()}, and `classes` has {len(names)} names: give one name per class")
+        super().__init__("own", labels, names or numbers)
+        self.rows, self.held = np.arange(len(labels)), {}
+
+    def length(self):
+        """The number of items. Exits with an error message if there is none, or the data set is not a map-style one."""
+        try:
+            if isinstance(self.data, torch.utils.data.IterableDataset) or not hasattr(self.data, "__getitem__"):
+                raise TypeError
+            count = len(self.data)
+        except (TypeError, NotImplementedError):
+            kind = type(self.data).__name__
+            fail(f"{self.owner} is of type {kind}: give a map-style Dataset, with __len__ and __getitem__")
+        if count == 0:
+            fail(f"{self.owner} is empty: its length is 0")
+        return count
+
+    def read_labels(self):
+        """(n,) int64. Exits with an error message if the items have no labels, or other ones than whole numbers."""
+        count, labels = self.length(), getattr(self.data, "targets", None)
+        remedy = "give `targets`, or items (image, label), with one whole number from 0 per image"
+        if labels is None:
+            labels = []
+            for i in range(count):
+                item = self.data[i]
+                if not isinstance(item, (tuple, list)) or len(item) < 2:
+                    fail(f"item {i} of {self.owner} has no label, it is {describe(item)}: {remedy}")
+                labels.append(item[1])
+        try:
+            array = np.array([x.item() if isinstance(x, torch.Tensor) else x for x in labels])
+        except (TypeError, ValueError, RuntimeError):  # labels of several numbers, or no list of labels
+            array = np.array(None)
+        if array.shape != (count,):
+            fail(f"{self.owner} has {count} images, and labels that are no list of {count} numbers: {remedy}")
+        if array.dtype.kind not in "iub" or array.min() < -1:
+            wrong = next(x for x in array.tolist() if not isinstance(x, int) or x < -1)
+            fail(f"{self.owner} has labels like {wrong!r:.40}: {remedy}. Names of classes go into `classes`")
+        if array.max() < 0:
+            fail(f"{self.owner} has no labels, all are -1: {remedy}")
+        return array.astype(np.int64)
 
     def subset(self, index):
         part = super().subset(index)
@@ -325,12 +365,24 @@ class OwnImages(ImageSet):
     def __getitem__(self, i):
         if i in self.held:
             return self.held.pop(i)
-        item = self.data[int(self.rows[i])]
-        image = item[0] if isinstance(item, (tuple, list)) else item
-        image = to_image(image.convert("RGB") if isinstance(image, Image.Image) else image)  # (3 or 1, H, W)
-        if image.dtype != torch.uint8:
-            raise BadImage(f"image {i} of your data set is {image.dtype}: give PIL images, or uint8 arrays or tensors")
-        return image.expand(3, -1, -1).permute(1, 2, 0).numpy()
+        row = int(self.rows[i])
+        item = self.data[row]
+        image = item[0] if isinstance(item, (tuple, list)) and len(item) else item
+        where, remedy = f"image {row} of {self.owner}", "give PIL images, or uint8 arrays or tensors"
+        if not isinstance(image, (Image.Image, np.ndarray, torch.Tensor)):
+            raise BadImage(f"{where} is {describe(image)}: {remedy}, alone or as (image, label)")
+        if isinstance(image, Image.Image):
+            return np.asarray(to_rgb(image, where))
+        if str(image.dtype).removeprefix("torch.") != "uint8":
+            raise BadImage(f"{where} is {image.dtype}: {remedy}")
+        if image.ndim not in (2, 3) or len(found := to_image(image)) not in (1, 3):
+            raise BadImage(f"{where} has shape {tuple(image.shape)}: give arrays (H, W, 3) or tensors (3, H, W)")
+        return found.expand(3, -1, -1).permute(1, 2, 0).numpy()
+
+
+def describe(item):
+    """What an error message calls a thing that is no image: its type, and a dict's keys."""
+    return f"a dict of {', '.join(map(str, item))}"[:80] if isinstance(item, dict) else f"of type {type(item).__name__}"
 
 
 class BadImage(Exception):
@@ -596,10 +648,21 @@ def _load_torchvision(name, root, train, unlabeled):
 
 
 def own_images(train, test):
-    """A user's Datasets as ImageSets; those for training have labels if there is a test set, which may be None."""
+    """A user's Datasets as ImageSets; those for training have labels if there is a test set, which may be None.
+
+    Exits with an error message if a label or the first image is not what OwnImages takes.
+    """
     if train is None:
         fail("a data set of your own to test on needs one to train on, too")
-    return OwnImages(train, labelled=test is not None), test and OwnImages(test, labelled=True)
+    train = OwnImages(train, labelled=test is not None, owner="your training data set")
+    test = None if test is None else OwnImages(test, labelled=True, owner="your test data set")
+    try:
+        for images in (train, test):
+            if images is not None:
+                images[0]
+    except BadImage as error:
+        fail(str(error))
+    return train, test
 
 
 def open_images(args, train=None, test=None):

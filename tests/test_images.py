@@ -1,6 +1,7 @@
 """Image sets: which files are read and how, what is refused in words, and by what two sets are told apart."""
 
 import struct
+import types
 import zlib
 
 import numpy as np
@@ -212,3 +213,77 @@ def test_the_size_of_a_png_is_read_from_its_header(tmp_path, monkeypatch):
     monkeypatch.setattr(PngImagePlugin.PngImageFile, "load", lambda _: pytest.fail("decoded"))
     sizes = [common.image_size(tmp_path / name) for name in names]
     assert sizes == [image.shape[:2] for image in read] == [(12, 10), (10, 12), (12, 10), (10, 12)]
+
+
+# -------------------------------------------------------------------- own images
+
+IMAGE = gradient()
+
+
+class Stream(torch.utils.data.IterableDataset):
+    def __iter__(self):
+        return iter([IMAGE])
+
+
+class NoLength(torch.utils.data.Dataset):
+    def __getitem__(self, i):
+        return IMAGE
+
+
+WRONG = {  # (training set, test set or None, words of the message)
+    "a stream": (Stream(), None, "your training data set is of type Stream: give a map-style Dataset"),
+    "no length": (NoLength(), None, "of type NoLength: give a map-style Dataset, with __len__ and __getitem__"),
+    "a loader": (torch.utils.data.DataLoader(Own([IMAGE])), None, "of type DataLoader: give a map-style"),
+    "empty": (Own([]), None, "your training data set is empty"),
+    "dicts": (
+        Own([{"image": IMAGE, "label": 1}]),
+        None,
+        "training data set is a dict of image, label: give PIL images",
+    ),
+    "labelled dicts": (Own([{"image": IMAGE, "y": 1}]), Own([(IMAGE, 1)]), "no label, it is a dict of image, y: give"),
+    "paths": (Own(["a.png"]), None, "image 0 of your training data set is of type str: give PIL images"),
+    "four channels": (Own([np.zeros((9, 9, 4), np.uint8)]), None, "has shape (9, 9, 4): give arrays (H, W, 3)"),
+    "channels first": (Own([np.zeros((3, 9, 9), np.uint8)]), None, "has shape (3, 9, 9): give arrays (H, W, 3)"),
+    "batches": (Own([torch.zeros(2, 3, 9, 9, dtype=torch.uint8)]), None, "has shape (2, 3, 9, 9)"),
+    "floats": (Own([torch.zeros(3, 9, 9)]), None, "is torch.float32: give PIL images, or uint8"),
+    "no labels in test": (
+        Own([(IMAGE, 0)]),
+        Own([IMAGE]),
+        "item 0 of your test data set has no label, it is of type nd",
+    ),
+    "none as labels": (Own([(IMAGE, 0)]), Own([(IMAGE, None)]), "your test data set has labels like None: give"),
+    "minus one": (Own([(IMAGE, 0)]), Own([(IMAGE, -1)]), "your test data set has no labels, all are -1"),
+    "minus two": (Own([(IMAGE, 0)]), Own([(IMAGE, -2)]), "has labels like -2"),
+    "text": (
+        Own([(IMAGE, "cat")]),
+        Own([(IMAGE, "cat")]),
+        "your training data set has labels like 'cat': give `targets`",
+    ),
+    "text targets": (Own([IMAGE], targets=["cat"]), Own([(IMAGE, 1)]), "Names of classes go into `classes`"),
+    "fractions": (Own([(IMAGE, torch.tensor(0.5))]), Own([(IMAGE, 1)]), "has labels like 0.5"),
+    "one-hot": (Own([(IMAGE, torch.eye(3)[0])]), Own([(IMAGE, 1)]), "no list of 1 numbers"),
+    "few targets": (Own([IMAGE, IMAGE], targets=[0]), Own([(IMAGE, 1)]), "2 images, and labels that are no list of 2"),
+    "few names": (Own([(IMAGE, 2)], classes=["a"]), Own([(IMAGE, 1)]), "a label 2, and `classes` has 1 names"),
+}
+
+
+@pytest.mark.parametrize("kind", WRONG)
+def test_own_data_of_another_kind_end_in_one_line(capsys, kind):
+    train, test, words = WRONG[kind]
+    args = types.SimpleNamespace(batch_size=1)
+    assert words in refused(capsys, common.open_images, args, train, test)
+
+
+def test_own_labels_of_many_types():
+    for make in (int, np.int64, torch.tensor, np.array, bool):
+        images = common.OwnImages(Own([(IMAGE, make(1)), (IMAGE, make(0))]), labelled=True)
+        assert images.labels.tolist() == [1, 0] and images.labels.dtype == np.int64
+    for targets in ([1, -1], torch.tensor([1, -1]), np.array([1, -1])):
+        images = common.OwnImages(Own([IMAGE, IMAGE], targets=targets, classes=("a", "b")), labelled=True)
+        assert images.labels.tolist() == [1, -1] and images.classes == ["a", "b"] and len(images.labelled()) == 1
+
+
+def test_a_later_item_of_another_kind_is_named():
+    data = common.OwnImages(Own([IMAGE, {"image": IMAGE}, IMAGE]), owner="your training data set")
+    with pytest.raises(common.BadImage, match="image 1 of your training data set is a dict of image"):
+        data.subset(np.array([2, 1]))[1]
