@@ -267,11 +267,12 @@ class ImageSet:
     """Images with labels, either decoded (one uint8 array) or as paths that are decoded when asked for.
 
     labels (n,) int64, -1 where there is none; classes: names; paths (n,) bytes in one array, which loader workers share
-    as they would not share strings; images[i] -> uint8 array (H, W, 3).
+    as they would not share strings; folders: bytes, what stands before the relative names in the paths;
+    images[i] -> uint8 array (H, W, 3).
     """
 
-    def __init__(self, name, labels, classes, array=None, paths=None):
-        self.name, self.array, self.paths = name, array, paths
+    def __init__(self, name, labels, classes, array=None, paths=None, folders=()):
+        self.name, self.array, self.paths, self.folders = name, array, paths, folders
         self.labels, self.classes = np.asarray(labels, np.int64), list(classes)
 
     def __len__(self):
@@ -565,41 +566,63 @@ def make_patterns(count, size, seed):
 
 
 def list_files(folder, classes, unlabeled):
-    """(paths (n,) bytes, labels (n,) int64) of a folder a class, and of trees without labels, sorted."""
-    samples = make_dataset(folder, {c: i for i, c in enumerate(classes)}, EXTENSIONS) if classes else []
-    for tree in (path.resolve() for path in unlabeled):
-        samples += make_dataset(tree.parent, {tree.name: -1}, EXTENSIONS)
+    """The images of one folder per class, and of trees without labels.
+
+    Returns paths (n,) bytes, sorted, labels (n,) int64, and the folders (bytes) before the relative names in the paths.
+    Raises FileNotFoundError, which names the folders without images.
+    """
+    samples = make_dataset(folder, {c: i for i, c in enumerate(classes)}, EXTENSIONS, None, True) if classes else []
+    found = {label for _, label in samples}
+    empty = [Path(folder, c) for i, c in enumerate(classes) if i not in found]
+    trees = [path.resolve() for path in unlabeled]
+    for tree in trees:
+        more = make_dataset(tree.parent, {tree.name: -1}, EXTENSIONS, None, True)
+        empty += [] if more else [tree]
+        samples += more
+    if empty:
+        names = ", ".join(map(str, empty[:5])) + (", ..." if len(empty) > 5 else "")
+        raise FileNotFoundError(f"no image in {names}: an image's name ends in one of {' '.join(EXTENSIONS)}")
     paths, labels = zip(*samples, strict=True)
-    return np.array([os.fsencode(path) for path in paths]), np.array(labels)
+    folders = [os.fsencode(os.path.join(f, "")) for f in (*([folder] if classes else []), *trees)]
+    return np.array([os.fsencode(path) for path in paths]), np.array(labels), folders
+
+
+def counted(images, count):
+    """Yield the images, and show after every 1,000 of them how many of `count` have been read."""
+    for done, image in enumerate(images, 1):
+        if done % 1000 == 0:
+            progress(f"reading images: {done} of {count}")
+        yield image
 
 
 def read_folder(name, folder, classes, cache, unlabeled=None):
-    """A folder a class (classes: their names) and any tree `unlabeled`; without classes, `folder` is such a tree.
+    """One folder per class (classes: their names) and any tree `unlabeled`; without classes, `folder` is such a tree.
 
     The first process lists the files and tells the others; images of one size of up to 96 px are decoded at once.
     """
     trees = [tree for tree in (None if classes else folder, unlabeled) if tree]
     array = None
     try:
-        paths, labels = from_first(lambda: list_files(folder, classes, trees))
+        paths, labels, folders = from_first(lambda: list_files(folder, classes, trees))
         names = [os.fsdecode(path) for path in paths] if cache and max(image_size(os.fsdecode(paths[0]))) <= 96 else []
         with ThreadPoolExecutor(os.cpu_count()) as pool:
             if len(set(pool.map(image_size, names))) == 1:
-                array = np.stack(list(pool.map(read_image, names)))
-    except (BadImage, FileNotFoundError) as error:  # make_dataset names the classes without images
+                array = np.stack(list(counted(pool.map(read_image, names), len(names))))
+    except (BadImage, FileNotFoundError) as error:
         fail(str(error))
-    return ImageSet(name, labels, classes, array, paths)
+    return ImageSet(name, labels, classes, array, paths, folders)
 
 
 def load_images(name, data_dir=None, train=True, size=32, cache=True, unlabeled=False):
-    """A data set by name, or any data_dir with train/ (and val/ or test/), one folder a class.
+    """A data set by name, or any data_dir with train/ (and val/ or test/), one folder per class.
 
     size: of `patterns` only, which is generated; unlabeled: also return images without labels, for pre-training.
-    Returns an ImageSet, or None where train is False and there is no test set. Exits with a line if there is no data.
+    Returns an ImageSet, or None where train is False and there is no test set. Exits with an error message if there is
+    no data. Downloads only into the folder data/, an empty folder, or one with torchvision's files.
     """
     root, given = Path(data_dir or "data"), name in ("imagenet", "imagenet100", "folder")  # never downloaded
-    if data_dir is not None and not root.is_dir() and (given or root.exists()):
-        fail(f"--data-dir {data_dir} is not a folder")
+    if data_dir is not None and not root.is_dir():
+        fail(f"--data-dir {data_dir} {'is not a folder' if root.exists() else 'does not exist'}")
     if data_dir is not None and (root / "train").is_dir():
         return _load_layout(name, root, train, cache, unlabeled)
     if name == "patterns":
@@ -610,12 +633,25 @@ def load_images(name, data_dir=None, train=True, size=32, cache=True, unlabeled=
     if given:
         if name == "folder" and data_dir is not None:
             return read_folder(name, root, (), cache) if train else None
-        fail(f"--dataset {name} needs --data-dir DIR with train/ and val/, one folder a class")
+        if name == "folder":
+            fail("--dataset folder needs --data-dir DIR, a folder of images. For labels, DIR has train/ and val/")
+        found = "" if data_dir is None else f"; {data_dir} has no train/"
+        fail(f"--dataset {name} needs --data-dir DIR with train/ and val/, each with one folder per class{found}")
+    if data_dir is not None and not _may_download(root):
+        where = "name the folder that has them, or an empty one to download into, or leave --data-dir out (data/)"
+        fail(f"--data-dir {data_dir} has neither train/ nor torchvision's files of {name}: {where}")
     return _load_torchvision(name, root, train, unlabeled)
 
 
+def _may_download(root):
+    """True for the default folder, an empty one (but for hidden files), and one with files of torchvision's."""
+    visible = {path.name for path in root.iterdir() if path.name[0] != "."}
+    known = torchvision.datasets.CIFAR10, torchvision.datasets.CIFAR100, torchvision.datasets.STL10
+    return root == Path("data") or not visible or any({d.base_folder, d.filename} & visible for d in known)
+
+
 def _load_layout(name, root, train, cache, unlabeled):
-    """train/ and val/ or test/, one folder a class (or none: no labels), and unlabeled/."""
+    """train/ and val/ or test/, one folder per class (or none: no labels), and unlabeled/."""
     folder = next((root / s for s in (("train",) if train else ("val", "test")) if (root / s).is_dir()), None)
     if folder is None:
         return None

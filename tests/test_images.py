@@ -1,5 +1,6 @@
 """Image sets: which files are read and how, what is refused in words, and by what two sets are told apart."""
 
+import os
 import struct
 import types
 import zlib
@@ -7,9 +8,11 @@ import zlib
 import numpy as np
 import pytest
 import torch
+import torchvision
 from PIL import Image, PngImagePlugin
 
 import common
+import eval_knn
 
 
 def gradient(height=12, width=10):
@@ -51,6 +54,80 @@ class Own(torch.utils.data.Dataset):
         self.read += 1
         item = self.items[i]
         return item() if callable(item) else item
+
+
+# -------------------------------------------------------- folders and downloads
+
+
+@pytest.fixture
+def downloads(monkeypatch):
+    """The folders into which torchvision's CIFAR-10 would be downloaded; nothing is."""
+    found = []
+
+    class Fake(torchvision.datasets.CIFAR10):
+        def __init__(self, root, download, train):
+            found.append(root)
+            self.data, self.targets, self.classes = np.zeros((2, 8, 8, 3), np.uint8), [0, 1], ["a", "b"]
+
+    monkeypatch.setattr(torchvision.datasets, "CIFAR10", Fake)
+    return found
+
+
+def test_nothing_is_downloaded_into_a_users_folder(tmp_path, capsys, downloads):
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "thesis.txt").touch()
+    line = refused(capsys, common.load_images, "cifar10", tmp_path / "mine")
+    assert "mine has neither train/ nor torchvision's files of cifar10: name the folder that has them" in line
+    for name in (*common.DATASETS, "cifar10"):
+        line = refused(capsys, common.load_images, name, tmp_path / "typo")
+        assert line == f"error: --data-dir {tmp_path / 'typo'} does not exist"
+    assert not downloads and not (tmp_path / "typo").exists()
+
+
+@pytest.mark.parametrize("content", ["", ".DS_Store", "cifar-10-batches-py", "cifar-10-python.tar.gz", "stl10_binary"])
+def test_downloads_go_into_an_empty_folder_or_torchvisions(tmp_path, downloads, content, monkeypatch):
+    root = tmp_path / "root"
+    root.mkdir()
+    if content:
+        (root / content).touch()
+    assert len(common.load_images("cifar10", root)) == 2 and downloads == [str(root)]
+    monkeypatch.chdir(tmp_path)
+    common.load_images("cifar10")
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "notes.txt").touch()
+    common.load_images("cifar10")
+    common.load_images("cifar10", "data")
+    assert downloads[1:] == ["data"] * 3
+
+
+def test_messages_about_folders(tmp_path, capsys):
+    (tmp_path / "empty").mkdir()
+    line = refused(capsys, common.load_images, "folder", tmp_path / "empty")
+    assert f"no image in {tmp_path / 'empty'}: " in line
+    write_tree(tmp_path / "tree", {"train/a": 1, "train/b": 0, "train/c": 0})
+    line = refused(capsys, common.load_images, "folder", tmp_path / "tree")
+    assert f"no image in {tmp_path / 'tree/train/b'}, {tmp_path / 'tree/train/c'}: " in line
+    line = refused(capsys, common.load_images, "folder")
+    assert (
+        line == "error: --dataset folder needs --data-dir DIR, a folder of images. For labels, DIR has train/ and val/"
+    )
+    line = refused(capsys, common.load_images, "imagenet", tmp_path)
+    assert line.endswith(f"with train/ and val/, each with one folder per class; {tmp_path} has no train/")
+
+
+def test_an_evaluation_says_that_its_folder_does_not_exist(capsys):
+    argv = ["--random-init", "--arch", "resnet_micro", "--device", "cpu", "--data-dir", "/nowhere"]
+    line = refused(capsys, lambda: eval_knn.main(eval_knn.parse_args(argv)))
+    assert line == "error: --data-dir /nowhere does not exist"
+
+
+def test_reading_images_says_how_far_it_is(tmp_path, capsys, monkeypatch):
+    root = write_tree(tmp_path, {"x": 1})
+    for i in range(1, 2100):
+        os.link(root / "x" / "0.png", root / "x" / f"{i}.png")
+    monkeypatch.setattr(common, "progress", common.say)
+    assert common.load_images("folder", root).array.shape == (2100, 12, 10, 3)
+    assert capsys.readouterr().out == "reading images: 1000 of 2100\nreading images: 2000 of 2100\n"
 
 
 # ------------------------------------------------------------- what values mean
