@@ -1,7 +1,10 @@
 """Image sets: which files are read and how, what is refused in words, and by what two sets are told apart."""
 
 import os
+import shutil
 import struct
+import subprocess
+import sys
 import types
 import zlib
 
@@ -9,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 import torchvision
+from conftest import ROOT
 from PIL import Image, PngImagePlugin
 
 import common
@@ -40,6 +44,81 @@ def refused(capsys, function, *args, **options):
     return line
 
 
+# -------------------------------------------------------------------- checksum
+
+TREE = {"train/a": 3, "train/b": 2, "val/a": 2, "val/b": 2, "unlabeled/x": 2}
+
+
+def checksums(root, **options):
+    parts = [common.load_images("folder", root, part, unlabeled=True, **options) for part in (True, False)]
+    return [images.checksum() for images in parts]
+
+
+def test_a_copied_folder_is_the_same_set(tmp_path, monkeypatch):
+    root = write_tree(tmp_path / "one", TREE)
+    before = checksums(root)
+    assert all(len(x) == 16 and int(x, 16) >= 0 for x in before) and before[0] != before[1]
+    shutil.copytree(root, tmp_path / "deep" / "er" / "two")
+    assert checksums(tmp_path / "deep" / "er" / "two") == before == checksums(root, cache=False)
+    monkeypatch.chdir(tmp_path)
+    assert checksums("one") == before
+    flat = [common.load_images("folder", folder / "unlabeled").checksum() for folder in (root, tmp_path / "one")]
+    assert flat[0] == flat[1]
+
+
+@pytest.mark.parametrize("change", ["another val", "a name", "a size", "a label", "one fewer"])
+def test_another_set_of_files_has_another_checksum(tmp_path, change):
+    root = write_tree(tmp_path / "data", TREE)
+    before = checksums(root)
+    if change == "another val":
+        shutil.rmtree(root / "val")
+        write_tree(root, {"val/a": 2, "val/b": 2}, seed=1)
+        (root / "val" / "a" / "1.png").write_bytes((root / "val" / "a" / "1.png").read_bytes() + b"longer")
+    elif change == "a name":
+        (root / "val" / "b" / "1.png").rename(root / "val" / "b" / "7.png")
+    elif change == "a size":
+        Image.fromarray(gradient(30, 30)).save(root / "val" / "b" / "1.png")
+    elif change == "a label":
+        (root / "val" / "b" / "1.png").rename(root / "val" / "a" / "2.png")
+    else:
+        (root / "val" / "b" / "1.png").unlink()
+    after = checksums(root)
+    assert after[0] == before[0] and after[1] != before[1]
+
+
+def test_a_checksum_reads_a_thousand_sizes_of_files_and_all_names(monkeypatch):
+    """As of ImageNet: 1.28 million names, in seconds."""
+    names = np.array([f"/x/train/n{i % 1000:08}/{i:08}.JPEG".encode() for i in range(200_000)])
+    asked = []
+    monkeypatch.setattr(os.path, "getsize", lambda path: asked.append(path) or 5)
+    images = common.ImageSet("folder", np.arange(200_000) % 1000, "ab", paths=names, folders=[b"/x/train/"])
+    first = images.checksum()
+    assert len(set(asked)) == 1000 and {asked[0], asked[-1]} == {images.path(0), images.path(199_999)}
+    images.paths = np.char.replace(names, b"/x/", b"/elsewhere/")
+    images.folders = [b"/elsewhere/train/"]
+    assert images.checksum() == first
+    images.paths[77] = b"/elsewhere/train/other.JPEG"
+    assert images.checksum() != first
+
+
+def test_a_checksum_of_decoded_images(tmp_path):
+    patterns = [common.load_images("patterns", train=part, size=16) for part in (True, False, False)]
+    sums = [images.checksum() for images in patterns]
+    assert sums[0] != sums[1] == sums[2] != common.load_images("patterns", train=False, size=20).checksum()
+    program = "import common; print(common.load_images('patterns', train=False, size=16).checksum())"
+    again = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert again.stdout.strip() == sums[1]
+    patterns[2].array = patterns[1].array.copy()
+    patterns[2].array[500, 3, 3, 0] ^= 1
+    assert patterns[2].checksum() != sums[1]
+    large = np.zeros((23000, 32, 32, 3), np.uint8)
+    images = common.ImageSet("cifar10", np.zeros(len(large)), ["a"], large)
+    first = images.checksum()
+    large[-1] = 1
+    assert images.checksum() != first
+    assert common.ImageSet("cifar10", np.ones(len(large)), ["a"], large).checksum() != images.checksum()
+
+
 class Own(torch.utils.data.Dataset):
     """A user's Dataset of `items`; counts what is read."""
 
@@ -54,6 +133,21 @@ class Own(torch.utils.data.Dataset):
         self.read += 1
         item = self.items[i]
         return item() if callable(item) else item
+
+
+def test_a_checksum_of_own_images():
+    images = list(common.make_patterns(100, 16, 0)[0])
+    data = Own(images)
+    first = common.OwnImages(data).checksum()
+    assert data.read == 40  # 20 of them, twice
+    assert first == common.OwnImages(Own([Image.fromarray(x) for x in images])).checksum()
+    assert first != common.OwnImages(Own(images[:-1])).checksum()
+    assert first != common.OwnImages(Own([*images[:-1], images[0]])).checksum()
+    labels = [common.OwnImages(Own(images, targets=[0] * 99 + [last]), True).checksum() for last in (0, 0, 1)]
+    assert labels[0] == labels[1] != labels[2]
+    rng = np.random.default_rng(0)
+    random = Own([lambda: rng.integers(0, 256, (16, 16, 3), dtype=np.uint8)] * 100)  # as random transforms give
+    assert common.OwnImages(random).checksum() == common.OwnImages(random).checksum()
 
 
 # -------------------------------------------------------- folders and downloads
