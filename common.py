@@ -23,6 +23,7 @@ import errno
 import functools
 import hashlib
 import importlib.util
+import io
 import itertools
 import json
 import math
@@ -46,7 +47,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 import torchvision
-from PIL import Image, ImageDraw, ImageOps
+from PIL import Image, ImageDraw, UnidentifiedImageError
 from torch import nn
 from torch.distributed.rendezvous import rendezvous
 from torch.torch_version import TorchVersion
@@ -325,11 +326,12 @@ class ImageSet:
     """Images with labels, either decoded (one uint8 array) or as paths that are decoded when asked for.
 
     labels (n,) int64, -1 where there is none; classes: names; paths (n,) bytes in one array, which loader workers share
-    as they would not share strings; images[i] -> uint8 array (H, W, 3).
+    as they would not share strings; folders: bytes, what stands before the relative names in the paths;
+    images[i] -> uint8 array (H, W, 3).
     """
 
-    def __init__(self, name, labels, classes, array=None, paths=None):
-        self.name, self.array, self.paths = name, array, paths
+    def __init__(self, name, labels, classes, array=None, paths=None, folders=()):
+        self.name, self.array, self.paths, self.folders = name, array, paths, folders
         self.labels, self.classes = np.asarray(labels, np.int64), list(classes)
 
     def __len__(self):
@@ -355,21 +357,92 @@ class ImageSet:
     def labelled(self):
         return self.subset(np.flatnonzero(self.labels >= 0)) if (self.labels < 0).any() else self
 
+    def checksum(self):
+        """16 hexadecimal digits that tell whether two image sets are the same. Seconds, however many images.
+
+        They depend on the number of images, their order, the labels and the images. Of files these are all names below
+        the data folder, which may be moved, and the byte sizes of 1,000 files spread evenly. Of an array it is all of
+        it, or, above 64 MiB, 1,000 images spread evenly.
+        """
+        digest = hashlib.sha256(self.labels.astype("<i8").tobytes())
+        for part in self.content():
+            digest.update(hashlib.sha256(part).digest())
+        return digest.hexdigest()[:16]
+
+    def content(self):
+        """Yield what `checksum` reads beside the labels, as bytes."""
+        if self.paths is not None:
+            yield b"\0".join(self.relative(path) for path in self.paths.tolist())
+            yield repr([file_size(self.path(i)) for i in self.spread(1000)]).encode()
+        else:
+            whole = self.array.nbytes <= 2**26
+            yield repr(self.array.shape).encode()
+            yield np.ascontiguousarray(self.array if whole else self.array[self.spread(1000)])
+
+    def relative(self, path):
+        """A path (bytes) without the folder of the data set."""
+        folder = next((folder for folder in self.folders if path.startswith(folder)), b"")
+        return path[len(folder) :]
+
+    def spread(self, count):
+        """Up to `count` row numbers, spread evenly from the first row to the last."""
+        return np.linspace(0, len(self) - 1, min(count, len(self))).round().astype(np.int64)
+
 
 class OwnImages(ImageSet):
     """A user's own map-style Dataset as an ImageSet.
 
     Its images are PIL's, uint8 arrays (H, W[, 3]) or uint8 tensors (C, H, W). An item may be a tuple that begins with
     the image. Labels, if `labelled`, are data.targets, or else the items' second entries, for which every item is read
-    once. A batch's images are held from `sizes` on, so that each is decoded once.
+    once. A batch's images are held from `sizes` on, so that each is decoded once. owner: what an error calls the data.
     """
 
-    def __init__(self, data, labelled=False):
-        labels = getattr(data, "targets", None) if labelled else [-1] * len(data)
-        labels = np.array([data[i][1] for i in range(len(data))] if labels is None else labels)
-        names = getattr(data, "classes", None) if labelled else None
-        super().__init__("own", labels, names or [str(i) for i in range(labels.max(initial=-1) + 1)])
-        self.data, self.rows, self.held = data, np.arange(len(data)), {}
+    def __init__(self, data, labelled=False, owner="your data set"):
+        self.owner, self.data = owner, data
+        labels = self.read_labels() if labelled else np.full(self.length(), -1)
+        names = list(getattr(data, "classes", None) or ()) if labelled else []
+        numbers = [str(i) for i in range(labels.max(initial=-1) + 1)]
+        if names and len(names) < len(numbers):
+            fail(f"{owner} has a label {labels.max()}, and `classes` has {len(names)} names: give one name per class")
+        super().__init__("own", labels, names or numbers)
+        self.rows, self.held = np.arange(len(labels)), {}
+
+    def length(self):
+        """The number of items. Exits with an error message if there is none, or the data set is not a map-style one."""
+        try:
+            if isinstance(self.data, torch.utils.data.IterableDataset) or not hasattr(self.data, "__getitem__"):
+                raise TypeError
+            count = len(self.data)
+        except (TypeError, NotImplementedError):
+            kind = type(self.data).__name__
+            fail(f"{self.owner} is of type {kind}: give a map-style Dataset, with __len__ and __getitem__")
+        if count == 0:
+            fail(f"{self.owner} is empty: its length is 0")
+        return count
+
+    def read_labels(self):
+        """(n,) int64. Exits with an error message if the items have no labels, or other ones than whole numbers."""
+        count, labels = self.length(), getattr(self.data, "targets", None)
+        remedy = "give `targets`, or items (image, label), with one whole number from 0 per image"
+        if labels is None:
+            labels = []
+            for i in range(count):
+                item = self.data[i]
+                if not isinstance(item, (tuple, list)) or len(item) < 2:
+                    fail(f"item {i} of {self.owner} has no label, it is {describe(item)}: {remedy}")
+                labels.append(item[1])
+        try:
+            array = np.array([x.item() if isinstance(x, torch.Tensor) else x for x in labels])
+        except (TypeError, ValueError, RuntimeError):  # labels of several numbers, or no list of labels
+            array = np.array(None)
+        if array.shape != (count,):
+            fail(f"{self.owner} has {count} images, and labels that are no list of {count} numbers: {remedy}")
+        if array.dtype.kind not in "iub" or array.min() < -1:
+            wrong = next(x for x in array.tolist() if not isinstance(x, int) or x < -1)
+            fail(f"{self.owner} has labels like {wrong!r:.40}: {remedy}. Names of classes go into `classes`")
+        if array.max() < 0:
+            fail(f"{self.owner} has no labels, all are -1: {remedy}")
+        return array.astype(np.int64)
 
     def subset(self, index):
         part = super().subset(index)
@@ -383,44 +456,156 @@ class OwnImages(ImageSet):
     def __getitem__(self, i):
         if i in self.held:
             return self.held.pop(i)
-        item = self.data[int(self.rows[i])]
-        image = item[0] if isinstance(item, (tuple, list)) else item
-        image = to_image(image.convert("RGB") if isinstance(image, Image.Image) else image)  # (3 or 1, H, W)
-        if image.dtype != torch.uint8:
-            raise BadImage(f"image {i} of your data set is {image.dtype}: give PIL images, or uint8 arrays or tensors")
-        return image.expand(3, -1, -1).permute(1, 2, 0).numpy()
+        row = int(self.rows[i])
+        item = self.data[row]
+        image = item[0] if isinstance(item, (tuple, list)) and len(item) else item
+        where, remedy = f"image {row} of {self.owner}", "give PIL images, or uint8 arrays or tensors"
+        if not isinstance(image, (Image.Image, np.ndarray, torch.Tensor)):
+            raise BadImage(f"{where} is {describe(image)}: {remedy}, alone or as (image, label)")
+        if isinstance(image, Image.Image):
+            return np.asarray(to_rgb(image, where))
+        if str(image.dtype).removeprefix("torch.") != "uint8":
+            raise BadImage(f"{where} is {image.dtype}: {remedy}")
+        if image.ndim not in (2, 3) or len(found := to_image(image)) not in (1, 3):
+            raise BadImage(f"{where} has shape {tuple(image.shape)}: give arrays (H, W, 3) or tensors (3, H, W)")
+        return found.expand(3, -1, -1).permute(1, 2, 0).numpy()
+
+    def content(self):
+        """Yield 20 images spread evenly, or none if a second reading differs: then the data set draws at random."""
+        images, again = ([self[i] for i in self.spread(20).tolist()] for _ in range(2))
+        if all(map(np.array_equal, images, again)):
+            for image in images:
+                yield repr(image.shape).encode() + image.tobytes()
+
+
+def describe(item):
+    """What an error message calls a thing that is no image: its type, and a dict's keys."""
+    return f"a dict of {', '.join(map(str, item))}"[:80] if isinstance(item, dict) else f"of type {type(item).__name__}"
+
+
+def file_size(path):
+    """A file's bytes, or -1 if it is missing."""
+    try:
+        return os.path.getsize(path)
+    except OSError:
+        return -1
 
 
 class BadImage(Exception):
-    """An image file that cannot be decoded; the message names it."""
+    """An image that cannot be used; the message names it and says what to do."""
+
+
+def open_file(path):
+    """PIL's Image.open, which gives up a JPEG for some damages to its EXIF: then as if it had none."""
+    try:
+        return Image.open(path)
+    except UnidentifiedImageError as error:
+        with contextlib.suppress(UnidentifiedImageError):
+            return Image.open(io.BytesIO(Path(path).read_bytes().replace(b"Exif\0\0", b"none\0\0", 1)))
+        raise error
 
 
 @contextlib.contextmanager
 def open_image(path):
-    """PIL's Image.open, whose errors name the file."""
+    """An open image file, not yet decoded. Raises BadImage, which names the file, for whatever goes wrong."""
     try:
-        with Image.open(path) as image:
+        with open_file(path) as image:
             yield image
+    except BadImage:
+        raise
     except Exception as error:  # a damaged file may raise anything
-        raise BadImage(f"cannot read the image {path}: {error or type(error).__name__}") from error
+        reason = f"cannot read the image {path}: {error or type(error).__name__}"
+        raise BadImage(f"{reason}. Replace this file with an intact one: a run cannot go on with fewer") from error
+
+
+TURNS = {
+    2: Image.Transpose.FLIP_LEFT_RIGHT,
+    3: Image.Transpose.ROTATE_180,
+    4: Image.Transpose.FLIP_TOP_BOTTOM,
+    5: Image.Transpose.TRANSPOSE,
+    6: Image.Transpose.ROTATE_270,
+    7: Image.Transpose.TRANSVERSE,
+    8: Image.Transpose.ROTATE_90,
+}
+
+
+def read_orientation(image):
+    """The EXIF orientation, 1 to 8, of an open file: 1 if there is none, or none that can be read.
+
+    Only the header is read, and nothing is changed. A PNG's own getexif would decode the pixels, to look behind them.
+    A TIFF with rotation is decoded: Pillow turns it then, and what is left to do is 1.
+    """
+    try:
+        orientation = Image.Image.getexif(image).get(0x0112)
+        if image.format == "TIFF" and orientation in TURNS:
+            image.load()
+            orientation = Image.Image.getexif(image).get(0x0112)
+        return int(orientation) if orientation in TURNS else 1
+    except Exception:  # damaged EXIF may raise anything, and the picture may be intact; if not, decoding it says so
+        return 1
+
+
+def value_range(image):
+    """(white, least) of a PIL image that `convert` would not scale right, by its type and header alone; else None.
+
+    white: the value that means white, 1 for floats. A TIFF's header may name 12 bits or a largest value
+    (MaxSampleValue): one that is not 2^k - 1 is only this picture's, and says nothing. Without that, 16 bits end at
+    65535, and 32 bits are taken for 8. least: a largest value below it leaves open which value is white.
+    """
+    tags = getattr(image, "tag_v2", {})  # a TIFF's
+    bits, largest = (np.ravel(tags.get(tag, 0))[0] for tag in (258, 281))  # BitsPerSample, MaxSampleValue
+    sixteen = bits == 16 or ";16" in image.mode + str(getattr(image, "tile", ())[:1])
+    if image.mode == "F":
+        return 1, 0
+    if image.mode[0] != "I":  # colours: Pillow has kept the upper 8 of 16 bits
+        return (255, 16) if sixteen and image.format != "PPM" else None
+    if largest in [2**k - 1 for k in range(8, 17)]:
+        return int(largest), 0
+    if bits == 12:
+        return 4095, 0
+    if image.format == "PPM":  # Pillow has scaled it by the largest value, which the header names
+        return 65535, 0
+    return (65535, 4096) if image.mode.startswith("I;16") or image.format == "PNG" else (255, 0)
+
+
+def to_rgb(image, name):
+    """A PIL image of any mode -> one of mode RGB, 8 bits per channel.
+
+    Raises BadImage, with the name, if the header does not say which value is white. To scale each picture by its own
+    values would brighten the dark ones.
+    """
+    found = value_range(image)
+    if found is None:
+        return image.convert("RGB")
+    (white, least), deep = found, image.mode[0] in "IF"
+    values = np.asarray(image if deep else image.convert("RGB"))
+    low, high = values.min(), values.max()
+    if not (low >= 0 and high <= white) or 0 < high < least:
+        kind = {"F": "float", "I": "integer"}.get(image.mode, "16-bit")
+        note = f"{kind} values of {low:g} to {high:g}" if deep else "16-bit values below 4096"
+        raise BadImage(f"{name} has {note}, and does not say which one is white: convert it to 8 bits per channel")
+    if deep:
+        values = np.rint(values * (255 / white)).astype(np.uint8)
+    return Image.fromarray(values).convert("RGB")
 
 
 def read_image(path):
-    """Any JPEG, PNG, ... of any mode (gray, palette, CMYK, alpha, EXIF-rotated) as uint8 (H, W, 3)."""
+    """Any JPEG, PNG, ... of any mode (gray, palette, CMYK, alpha, 16 bits, EXIF-rotated) as uint8 (H, W, 3).
+
+    Raises BadImage for a file that is damaged or whose values have no known white.
+    """
     with open_image(path) as file:
-        image = ImageOps.exif_transpose(file)
-        if image.mode.startswith("I"):  # 16 bits of gray, which convert would clip at 255
-            return (np.asarray(image) >> 8).clip(0, 255).astype(np.uint8)[:, :, None].repeat(3, 2)
-        return np.asarray(image.convert("RGB"))
+        orientation = read_orientation(file)
+        image = to_rgb(file, path)
+        return np.asarray(image.transpose(TURNS[orientation]) if orientation in TURNS else image)
 
 
 def image_size(path):
-    """(height, width) from the header, after EXIF rotation."""
-    with open_image(path) as image:
-        if image.format == "TIFF" and image.getexif().get(0x0112, 1) > 4:
-            image.load()  # Pillow turns these itself
-        width, height = image.size
-        return (width, height) if image.getexif().get(0x0112) in (5, 6, 7, 8) else (height, width)
+    """(height, width) of what `read_image` returns, from the header."""
+    with open_image(path) as file:
+        turned = read_orientation(file) >= 5  # before the size: of a TIFF it changes that
+        width, height = file.size
+        return (width, height) if turned else (height, width)
 
 
 def _square(x):
@@ -486,41 +671,63 @@ def make_patterns(count, size, seed):
 
 
 def list_files(folder, classes, unlabeled):
-    """(paths (n,) bytes, labels (n,) int64) of a folder a class, and of trees without labels, sorted."""
-    samples = make_dataset(folder, {c: i for i, c in enumerate(classes)}, EXTENSIONS) if classes else []
-    for tree in (path.resolve() for path in unlabeled):
-        samples += make_dataset(tree.parent, {tree.name: -1}, EXTENSIONS)
+    """The images of one folder per class, and of trees without labels.
+
+    Returns paths (n,) bytes, sorted, labels (n,) int64, and the folders (bytes) before the relative names in the paths.
+    Raises FileNotFoundError, which names the folders without images.
+    """
+    samples = make_dataset(folder, {c: i for i, c in enumerate(classes)}, EXTENSIONS, None, True) if classes else []
+    found = {label for _, label in samples}
+    empty = [Path(folder, c) for i, c in enumerate(classes) if i not in found]
+    trees = [path.resolve() for path in unlabeled]
+    for tree in trees:
+        more = make_dataset(tree.parent, {tree.name: -1}, EXTENSIONS, None, True)
+        empty += [] if more else [tree]
+        samples += more
+    if empty:
+        names = ", ".join(map(str, empty[:5])) + (", ..." if len(empty) > 5 else "")
+        raise FileNotFoundError(f"no image in {names}: an image's name ends in one of {' '.join(EXTENSIONS)}")
     paths, labels = zip(*samples, strict=True)
-    return np.array([os.fsencode(path) for path in paths]), np.array(labels)
+    folders = [os.fsencode(os.path.join(f, "")) for f in (*([folder] if classes else []), *trees)]
+    return np.array([os.fsencode(path) for path in paths]), np.array(labels), folders
+
+
+def counted(images, count):
+    """Yield the images, and show after every 1,000 of them how many of `count` have been read."""
+    for done, image in enumerate(images, 1):
+        if done % 1000 == 0:
+            progress(f"reading images: {done} of {count}")
+        yield image
 
 
 def read_folder(name, folder, classes, cache, unlabeled=None):
-    """A folder a class (classes: their names) and any tree `unlabeled`; without classes, `folder` is such a tree.
+    """One folder per class (classes: their names) and any tree `unlabeled`; without classes, `folder` is such a tree.
 
     The first process lists the files and tells the others; images of one size of up to 96 px are decoded at once.
     """
     trees = [tree for tree in (None if classes else folder, unlabeled) if tree]
     array = None
     try:
-        paths, labels = from_first(lambda: list_files(folder, classes, trees))
+        paths, labels, folders = from_first(lambda: list_files(folder, classes, trees))
         names = [os.fsdecode(path) for path in paths] if cache and max(image_size(os.fsdecode(paths[0]))) <= 96 else []
         with ThreadPoolExecutor(os.cpu_count()) as pool:
             if len(set(pool.map(image_size, names))) == 1:
-                array = np.stack(list(pool.map(read_image, names)))
-    except (BadImage, FileNotFoundError) as error:  # make_dataset names the classes without images
+                array = np.stack(list(counted(pool.map(read_image, names), len(names))))
+    except (BadImage, FileNotFoundError) as error:
         fail(str(error))
-    return ImageSet(name, labels, classes, array, paths)
+    return ImageSet(name, labels, classes, array, paths, folders)
 
 
 def load_images(name, data_dir=None, train=True, size=32, cache=True, unlabeled=False):
-    """A data set by name, or any data_dir with train/ (and val/ or test/), one folder a class.
+    """A data set by name, or any data_dir with train/ (and val/ or test/), one folder per class.
 
     size: of `patterns` only, which is generated; unlabeled: also return images without labels, for pre-training.
-    Returns an ImageSet, or None where train is False and there is no test set. Exits with a line if there is no data.
+    Returns an ImageSet, or None where train is False and there is no test set. Exits with an error message if there is
+    no data. Downloads only into the folder data/, an empty folder, or one with torchvision's files.
     """
     root, given = Path(data_dir or "data"), name in ("imagenet", "imagenet100", "folder")  # never downloaded
-    if data_dir is not None and not root.is_dir() and (given or root.exists()):
-        fail(f"--data-dir {data_dir} is not a folder")
+    if data_dir is not None and not root.is_dir():
+        fail(f"--data-dir {data_dir} {'is not a folder' if root.exists() else 'does not exist'}")
     if data_dir is not None and (root / "train").is_dir():
         return _load_layout(name, root, train, cache, unlabeled)
     if name == "patterns":
@@ -531,12 +738,25 @@ def load_images(name, data_dir=None, train=True, size=32, cache=True, unlabeled=
     if given:
         if name == "folder" and data_dir is not None:
             return read_folder(name, root, (), cache) if train else None
-        fail(f"--dataset {name} needs --data-dir DIR with train/ and val/, one folder a class")
+        if name == "folder":
+            fail("--dataset folder needs --data-dir DIR, a folder of images. For labels, DIR has train/ and val/")
+        found = "" if data_dir is None else f"; {data_dir} has no train/"
+        fail(f"--dataset {name} needs --data-dir DIR with train/ and val/, each with one folder per class{found}")
+    if data_dir is not None and not _may_download(root):
+        where = "name the folder that has them, or an empty one to download into, or leave --data-dir out (data/)"
+        fail(f"--data-dir {data_dir} has neither train/ nor torchvision's files of {name}: {where}")
     return _load_torchvision(name, root, train, unlabeled)
 
 
+def _may_download(root):
+    """True for the default folder, an empty one (but for hidden files), and one with files of torchvision's."""
+    visible = {path.name for path in root.iterdir() if path.name[0] != "."}
+    known = torchvision.datasets.CIFAR10, torchvision.datasets.CIFAR100, torchvision.datasets.STL10
+    return root == Path("data") or not visible or any({d.base_folder, d.filename} & visible for d in known)
+
+
 def _load_layout(name, root, train, cache, unlabeled):
-    """train/ and val/ or test/, one folder a class (or none: no labels), and unlabeled/."""
+    """train/ and val/ or test/, one folder per class (or none: no labels), and unlabeled/."""
     folder = next((root / s for s in (("train",) if train else ("val", "test")) if (root / s).is_dir()), None)
     if folder is None:
         return None
@@ -569,10 +789,21 @@ def _load_torchvision(name, root, train, unlabeled):
 
 
 def own_images(train, test):
-    """A user's Datasets as ImageSets; those for training have labels if there is a test set, which may be None."""
+    """A user's Datasets as ImageSets; those for training have labels if there is a test set, which may be None.
+
+    Exits with an error message if a label or the first image is not what OwnImages takes.
+    """
     if train is None:
         fail("a data set of your own to test on needs one to train on, too")
-    return OwnImages(train, labelled=test is not None), test and OwnImages(test, labelled=True)
+    train = OwnImages(train, labelled=test is not None, owner="your training data set")
+    test = None if test is None else OwnImages(test, labelled=True, owner="your test data set")
+    try:
+        for images in (train, test):
+            if images is not None:
+                images[0]
+    except BadImage as error:
+        fail(str(error))
+    return train, test
 
 
 def open_images(args, train=None, test=None):

@@ -570,7 +570,7 @@ def test_files_are_listed_once_by_the_first_process(tmp_path, monkeypatch):
     expected = sorted(str(p) for p in (tmp_path / "train").rglob("*.jpg"))
     assert [images.path(i) for i in range(600)] == expected and images.labels.tolist() == [i // 30 for i in range(600)]
     assert isinstance(images.paths, np.ndarray) and images.paths.dtype.kind == "S"
-    found = images.paths, images.labels
+    found = images.paths, images.labels, images.folders
     monkeypatch.setattr(common, "rank_and_world", lambda: (1, 2))
     monkeypatch.setattr(common.dist, "is_initialized", lambda: True)
     monkeypatch.setattr(common.dist, "broadcast_object_list", lambda told: told.__setitem__(0, found))
@@ -587,13 +587,13 @@ def damaged(root, content=lambda data: data[:-200]):
 
 
 MISTAKES = [
-    ("folder", lambda root: root / "none", "is not a folder"),
-    ("imagenet", lambda root: root / "none", "is not a folder"),
+    ("folder", lambda root: root / "none", "does not exist"),
+    ("imagenet", lambda root: root / "none", "does not exist"),
     ("cifar10", lambda root: damaged(root) / "train/b/2.png", "is not a folder"),
     ("imagenet100", lambda root: None, "needs --data-dir"),
     ("imagenet", lambda root: write_tree(root, ["a", "b"]), "needs --data-dir"),
-    ("folder", lambda root: root, "no valid file"),
-    ("folder", lambda root: write_tree(root, {"train/a": 2, "train/b": 0}), "no valid file for the classes b"),
+    ("folder", lambda root: root, "no image in /"),
+    ("folder", lambda root: write_tree(root, {"train/a": 2, "train/b": 0}), "/train/b: an image's name ends in"),
     ("folder", damaged, "2.png"),
     ("folder", lambda root: damaged(root, lambda data: b"nothing"), "2.png"),
 ]

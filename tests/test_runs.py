@@ -465,7 +465,7 @@ def test_own_data_is_decoded_once_for_a_batch_and_never_judged_elsewhere(method,
     data = Own(40, lambda x: x, False)
     flags = ["--dataset", "folder", "--batch-size", "16", "--queue", "32"]
     run(method, None, tmp_path / "a", *flags, train=data)
-    assert len(data.decoded) == 2 * 2 * 16 and len(set(data.decoded[:32])) == 32
+    assert len(data.decoded) == 1 + 2 * 2 * 16 and len(set(data.decoded[1:33])) == 32  # the first is tried out
     assert not any("knn20_top1" in r for r in records(tmp_path / "a"))
     wrong = Own(40, lambda x: torch.from_numpy(x).permute(2, 0, 1) / 255, False)
     for workers in (0, 1):
@@ -1061,7 +1061,7 @@ def test_torchrun_tells_a_mistake_and_a_request(folder, tmp_path):
     """Our line stands in torchrun's own report, where the reader looks: at its end."""
     status, screen = torchrun(["--dataset", "folder", "--data-dir", "missing"], tmp_path / "mistake")
     last = screen.strip().splitlines()[-2]
-    assert status == 1 and last.split(": ", 1)[1].startswith("error: --data-dir missing is not a folder")
+    assert status == 1 and last.split(": ", 1)[1].startswith("error: --data-dir missing does not exist")
     assert screen.splitlines()[0].startswith("error: ")
     argv = ["--batch-size", "16", "--epochs", "500", "--knn-every", "0", "--out", tmp_path / "run"]
     status, screen = torchrun(argv, tmp_path / "request", ask=True)

@@ -1,0 +1,460 @@
+"""Image sets: which files are read and how, what is refused in words, and by what two sets are told apart."""
+
+import os
+import shutil
+import struct
+import subprocess
+import sys
+import types
+import zlib
+
+import numpy as np
+import pytest
+import torch
+import torchvision
+from conftest import ROOT
+from PIL import Image, PngImagePlugin
+
+import common
+import eval_knn
+
+
+def gradient(height=12, width=10):
+    """A smooth RGB image without symmetries."""
+    y, x = np.mgrid[:height, :width]
+    return np.stack([250 * y / height, 250 * x / width, 255 - 120 * y / height - 100 * x / width], 2).astype(np.uint8)
+
+
+def write_tree(root, counts, seed=0):
+    """Random PNG files: {folder: how many}."""
+    rng = np.random.default_rng(seed)
+    for folder, count in counts.items():
+        (root / folder).mkdir(parents=True)
+        for i in range(count):
+            Image.fromarray(rng.integers(0, 256, (12, 10, 3), dtype=np.uint8)).save(root / folder / f"{i}.png")
+    return root
+
+
+def refused(capsys, function, *args, **options):
+    """The one line with which a call ends the program, with status 2."""
+    with pytest.raises(SystemExit) as stop:
+        function(*args, **options)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert stop.value.code == 2 and line.startswith("error: ")
+    return line
+
+
+# -------------------------------------------------------------------- checksum
+
+TREE = {"train/a": 3, "train/b": 2, "val/a": 2, "val/b": 2, "unlabeled/x": 2}
+
+
+def checksums(root, **options):
+    parts = [common.load_images("folder", root, part, unlabeled=True, **options) for part in (True, False)]
+    return [images.checksum() for images in parts]
+
+
+def test_a_copied_folder_is_the_same_set(tmp_path, monkeypatch):
+    root = write_tree(tmp_path / "one", TREE)
+    before = checksums(root)
+    assert all(len(x) == 16 and int(x, 16) >= 0 for x in before) and before[0] != before[1]
+    shutil.copytree(root, tmp_path / "deep" / "er" / "two")
+    assert checksums(tmp_path / "deep" / "er" / "two") == before == checksums(root, cache=False)
+    monkeypatch.chdir(tmp_path)
+    assert checksums("one") == before
+    flat = [common.load_images("folder", folder / "unlabeled").checksum() for folder in (root, tmp_path / "one")]
+    assert flat[0] == flat[1]
+
+
+@pytest.mark.parametrize("change", ["another val", "a name", "a size", "a label", "one fewer"])
+def test_another_set_of_files_has_another_checksum(tmp_path, change):
+    root = write_tree(tmp_path / "data", TREE)
+    before = checksums(root)
+    if change == "another val":
+        shutil.rmtree(root / "val")
+        write_tree(root, {"val/a": 2, "val/b": 2}, seed=1)
+        (root / "val" / "a" / "1.png").write_bytes((root / "val" / "a" / "1.png").read_bytes() + b"longer")
+    elif change == "a name":
+        (root / "val" / "b" / "1.png").rename(root / "val" / "b" / "7.png")
+    elif change == "a size":
+        Image.fromarray(gradient(30, 30)).save(root / "val" / "b" / "1.png")
+    elif change == "a label":
+        (root / "val" / "b" / "1.png").rename(root / "val" / "a" / "2.png")
+    else:
+        (root / "val" / "b" / "1.png").unlink()
+    after = checksums(root)
+    assert after[0] == before[0] and after[1] != before[1]
+
+
+def test_a_checksum_reads_a_thousand_sizes_of_files_and_all_names(monkeypatch):
+    """As of ImageNet: 1.28 million names, in seconds."""
+    names = np.array([f"/x/train/n{i % 1000:08}/{i:08}.JPEG".encode() for i in range(200_000)])
+    asked = []
+    monkeypatch.setattr(os.path, "getsize", lambda path: asked.append(path) or 5)
+    images = common.ImageSet("folder", np.arange(200_000) % 1000, "ab", paths=names, folders=[b"/x/train/"])
+    first = images.checksum()
+    assert len(set(asked)) == 1000 and {asked[0], asked[-1]} == {images.path(0), images.path(199_999)}
+    images.paths = np.char.replace(names, b"/x/", b"/elsewhere/")
+    images.folders = [b"/elsewhere/train/"]
+    assert images.checksum() == first
+    images.paths[77] = b"/elsewhere/train/other.JPEG"
+    assert images.checksum() != first
+
+
+def test_a_checksum_of_decoded_images(tmp_path):
+    patterns = [common.load_images("patterns", train=part, size=16) for part in (True, False, False)]
+    sums = [images.checksum() for images in patterns]
+    assert sums[0] != sums[1] == sums[2] != common.load_images("patterns", train=False, size=20).checksum()
+    program = "import common; print(common.load_images('patterns', train=False, size=16).checksum())"
+    again = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert again.stdout.strip() == sums[1]
+    patterns[2].array = patterns[1].array.copy()
+    patterns[2].array[500, 3, 3, 0] ^= 1
+    assert patterns[2].checksum() != sums[1]
+    large = np.zeros((23000, 32, 32, 3), np.uint8)
+    images = common.ImageSet("cifar10", np.zeros(len(large)), ["a"], large)
+    first = images.checksum()
+    large[-1] = 1
+    assert images.checksum() != first
+    assert common.ImageSet("cifar10", np.ones(len(large)), ["a"], large).checksum() != images.checksum()
+
+
+class Own(torch.utils.data.Dataset):
+    """A user's Dataset of `items`; counts what is read."""
+
+    def __init__(self, items, **more):
+        self.items, self.read = items, 0
+        vars(self).update(more)
+
+    def __len__(self):
+        return len(self.items)
+
+    def __getitem__(self, i):
+        self.read += 1
+        item = self.items[i]
+        return item() if callable(item) else item
+
+
+def test_a_checksum_of_own_images():
+    images = list(common.make_patterns(100, 16, 0)[0])
+    data = Own(images)
+    first = common.OwnImages(data).checksum()
+    assert data.read == 40  # 20 of them, twice
+    assert first == common.OwnImages(Own([Image.fromarray(x) for x in images])).checksum()
+    assert first != common.OwnImages(Own(images[:-1])).checksum()
+    assert first != common.OwnImages(Own([*images[:-1], images[0]])).checksum()
+    labels = [common.OwnImages(Own(images, targets=[0] * 99 + [last]), True).checksum() for last in (0, 0, 1)]
+    assert labels[0] == labels[1] != labels[2]
+    rng = np.random.default_rng(0)
+    random = Own([lambda: rng.integers(0, 256, (16, 16, 3), dtype=np.uint8)] * 100)  # as random transforms give
+    assert common.OwnImages(random).checksum() == common.OwnImages(random).checksum()
+
+
+# -------------------------------------------------------- folders and downloads
+
+
+@pytest.fixture
+def downloads(monkeypatch):
+    """The folders into which torchvision's CIFAR-10 would be downloaded; nothing is."""
+    found = []
+
+    class Fake(torchvision.datasets.CIFAR10):
+        def __init__(self, root, download, train):
+            found.append(root)
+            self.data, self.targets, self.classes = np.zeros((2, 8, 8, 3), np.uint8), [0, 1], ["a", "b"]
+
+    monkeypatch.setattr(torchvision.datasets, "CIFAR10", Fake)
+    return found
+
+
+def test_nothing_is_downloaded_into_a_users_folder(tmp_path, capsys, downloads):
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "thesis.txt").touch()
+    line = refused(capsys, common.load_images, "cifar10", tmp_path / "mine")
+    assert "mine has neither train/ nor torchvision's files of cifar10: name the folder that has them" in line
+    for name in (*common.DATASETS, "cifar10"):
+        line = refused(capsys, common.load_images, name, tmp_path / "typo")
+        assert line == f"error: --data-dir {tmp_path / 'typo'} does not exist"
+    assert not downloads and not (tmp_path / "typo").exists()
+
+
+@pytest.mark.parametrize("content", ["", ".DS_Store", "cifar-10-batches-py", "cifar-10-python.tar.gz", "stl10_binary"])
+def test_downloads_go_into_an_empty_folder_or_torchvisions(tmp_path, downloads, content, monkeypatch):
+    root = tmp_path / "root"
+    root.mkdir()
+    if content:
+        (root / content).touch()
+    assert len(common.load_images("cifar10", root)) == 2 and downloads == [str(root)]
+    monkeypatch.chdir(tmp_path)
+    common.load_images("cifar10")
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "notes.txt").touch()
+    common.load_images("cifar10")
+    common.load_images("cifar10", "data")
+    assert downloads[1:] == ["data"] * 3
+
+
+def test_messages_about_folders(tmp_path, capsys):
+    (tmp_path / "empty").mkdir()
+    line = refused(capsys, common.load_images, "folder", tmp_path / "empty")
+    assert f"no image in {tmp_path / 'empty'}: " in line
+    write_tree(tmp_path / "tree", {"train/a": 1, "train/b": 0, "train/c": 0})
+    line = refused(capsys, common.load_images, "folder", tmp_path / "tree")
+    assert f"no image in {tmp_path / 'tree/train/b'}, {tmp_path / 'tree/train/c'}: " in line
+    line = refused(capsys, common.load_images, "folder")
+    assert (
+        line == "error: --dataset folder needs --data-dir DIR, a folder of images. For labels, DIR has train/ and val/"
+    )
+    line = refused(capsys, common.load_images, "imagenet", tmp_path)
+    assert line.endswith(f"with train/ and val/, each with one folder per class; {tmp_path} has no train/")
+
+
+def test_an_evaluation_says_that_its_folder_does_not_exist(capsys):
+    argv = ["--random-init", "--arch", "resnet_micro", "--device", "cpu", "--data-dir", "/nowhere"]
+    line = refused(capsys, lambda: eval_knn.main(eval_knn.parse_args(argv)))
+    assert line == "error: --data-dir /nowhere does not exist"
+
+
+def test_reading_images_says_how_far_it_is(tmp_path, capsys, monkeypatch):
+    root = write_tree(tmp_path, {"x": 1})
+    for i in range(1, 2100):
+        os.link(root / "x" / "0.png", root / "x" / f"{i}.png")
+    monkeypatch.setattr(common, "progress", common.say)
+    assert common.load_images("folder", root).array.shape == (2100, 12, 10, 3)
+    assert capsys.readouterr().out == "reading images: 1000 of 2100\nreading images: 2000 of 2100\n"
+
+
+# ------------------------------------------------------------- what values mean
+
+
+def save(path, values, **options):
+    Image.fromarray(values).save(path, **options)
+    return path
+
+
+def levels(dtype, top):
+    """(12, 10) values from 0 to `top`, and the gray levels that they show."""
+    unit = np.arange(120).reshape(12, 10) / 119
+    values = unit * top
+    values = values.astype(dtype) if np.dtype(dtype).kind == "f" else np.rint(values).astype(dtype)
+    return values, np.rint(255 * unit)[..., None].repeat(3, 2)
+
+
+BITS = {  # name: (type, the value that is white, TIFF tags)
+    "16 bits.tif": (np.uint16, 65535, {}),
+    "16 bits.png": (np.uint16, 65535, {}),
+    "12 bits, as the header says.tif": (np.uint16, 4095, {281: 4095}),
+    "8 bits in 16, as the header says.tif": (np.uint16, 255, {281: 255}),
+    "8 bits in 32.tif": (np.int32, 255, {}),
+    "16 bits in 32, as the header says.tif": (np.int32, 65535, {281: 65535}),
+    "the largest value of this picture.tif": (np.uint16, 65535, {281: 65001}),
+    "floats.tif": (np.float32, 1, {}),
+}
+
+
+@pytest.mark.parametrize("name", BITS)
+def test_deep_images_are_scaled_by_what_the_header_says(tmp_path, name):
+    dtype, white, tags = BITS[name]
+    values, expected = levels(dtype, white)
+    read = common.read_image(save(tmp_path / name, values, **({"tiffinfo": tags} if tags else {})))
+    assert read.dtype == np.uint8 and abs(read - expected).max() <= 1 and len(np.unique(read)) == 120
+
+
+def test_twelve_bits_per_sample(tmp_path):
+    """A TIFF of two packed pixels, 2048 and 4095."""
+    tags = [(256, 2), (257, 1), (258, 12), (259, 1), (262, 1), (273, 200), (277, 1), (278, 1), (279, 3)]
+    entries = b"".join(struct.pack("<HHII", tag, 4, 1, value) for tag, value in tags)
+    header = b"II*\0" + struct.pack("<IH", 8, len(tags)) + entries + bytes(4)
+    (tmp_path / "12.tif").write_bytes(header.ljust(200, b"\0") + bytes.fromhex("800fff"))
+    assert common.read_image(tmp_path / "12.tif").tolist() == [[[128] * 3, [255] * 3]]
+
+
+def test_a_dark_picture_of_a_known_depth_stays_dark(tmp_path):
+    for name, values, tags in (
+        ("black.tif", np.zeros((12, 10), np.uint16), {}),
+        ("dark.tif", levels(np.uint16, 400)[0], {281: 4095}),
+        ("floats.tif", levels(np.float32, 0.1)[0], {}),
+    ):
+        assert common.read_image(save(tmp_path / name, values, tiffinfo=tags)).max() <= 26
+    (tmp_path / "x.ppm").write_bytes(b"P5 10 12 4095\n" + np.full(120, 400, ">u2").tobytes())  # names its white
+    assert abs(common.read_image(tmp_path / "x.ppm").astype(int) - 25).max() <= 1
+
+
+def deep_png(value):
+    """A PNG with 16 bits per colour, all of one value."""
+    rows = b"".join(b"\0" + np.full((10, 3), value, ">u2").tobytes() for _ in range(12))
+    chunks = (b"IHDR", struct.pack(">IIBBBBB", 10, 12, 16, 2, 0, 0, 0)), (b"IDAT", zlib.compress(rows)), (b"IEND", b"")
+    parts = [struct.pack(">I", len(d)) + kind + d + struct.pack(">I", zlib.crc32(kind + d)) for kind, d in chunks]
+    return b"\x89PNG\r\n\x1a\n" + b"".join(parts)
+
+
+UNKNOWN = {
+    "twelve in sixteen.tif": levels(np.uint16, 4095)[0],
+    "twelve in sixteen.png": levels(np.uint16, 4095)[0],
+    "int32.tif": levels(np.int32, 4095)[0],
+    "negative.tif": levels(np.int32, 200)[0] - 1,
+    "floats.tif": levels(np.float32, 255)[0],
+    "nan.tif": levels(np.float32, 1)[0] * np.float32("nan"),
+}
+
+
+@pytest.mark.parametrize("name", [*UNKNOWN, "colours.png"])
+def test_values_whose_white_is_unknown_are_refused_in_words(tmp_path, name):
+    if name in UNKNOWN:
+        save(tmp_path / name, UNKNOWN[name])
+        with pytest.raises(common.BadImage, match="image 0 of your data set has .*convert it to 8 bits"):
+            common.OwnImages(Own([Image.open(tmp_path / name)]))[0]
+    else:
+        (tmp_path / name).write_bytes(deep_png(30000))
+        assert common.read_image(tmp_path / name).tolist() == [[[117] * 3] * 10] * 12
+        (tmp_path / name).write_bytes(deep_png(4000))
+    with pytest.raises(common.BadImage, match=f"{name} has .*values .*convert it to 8 bits per channel"):
+        common.read_image(tmp_path / name)
+
+
+# ------------------------------------------------------------------------- EXIF
+
+
+def exif_bytes(*entries):
+    """EXIF (big-endian) with orientation 6 and other tags: (tag, type, count, 4 bytes of value or an offset)."""
+    rows = sorted([(0x0112, 3, 1, b"\0\6\0\0"), *entries])
+    body = b"".join(struct.pack(">HHI", *row[:3]) + row[3] for row in rows)
+    return b"Exif\0\0MM\0*" + struct.pack(">IH", 8, len(rows)) + body + bytes(4)
+
+
+DAMAGED = {  # EXIF, and whether the picture is turned
+    "a maker in floats": (exif_bytes((0x010F, 11, 1, b"abcd")), True),
+    "text for a number": (exif_bytes((0x0128, 2, 4, b"abc\0")), True),
+    "an unknown type": (exif_bytes((0x0103, 99, 1, b"abcd")), True),
+    "an offset behind the end": (exif_bytes((0x8769, 4, 1, b"\xff\xff\xff\0")), True),
+    "a part in text": (exif_bytes((0x8769, 2, 4, b"abc\0")), True),
+    "cut off": (exif_bytes()[:17], False),
+    "nothing": (b"Exif\0\0", False),
+    "no TIFF": (b"Exif\0\0" + b"garbage" * 5, False),
+    "a text for the resolution": (exif_bytes((0x011A, 2, 2, b"a\0\0\0"), (0x0128, 3, 1, b"\0\2\0\0")), None),
+    "an empty text for the resolution": (exif_bytes((0x011A, 2, 1, bytes(4)), (0x0128, 3, 1, b"\0\2\0\0")), None),
+}
+
+
+@pytest.mark.filterwarnings("ignore")  # Pillow warns of some
+@pytest.mark.parametrize("extension", ["jpg", "png", "webp"])
+@pytest.mark.parametrize("kind", DAMAGED)
+def test_damaged_exif_does_not_end_a_run(tmp_path, kind, extension):
+    exif, turned = DAMAGED[kind]
+    options = {"jpg": {"quality": 100, "subsampling": 0}, "png": {}, "webp": {"lossless": True}}[extension]
+    image = Image.fromarray(gradient())
+    image.save(tmp_path / f"plain.{extension}", **options)
+    expected = common.read_image(tmp_path / f"plain.{extension}")
+    path = tmp_path / f"x.{extension}"
+    image.save(path, exif=exif, **options)
+    read = common.read_image(path)
+    assert common.image_size(path) == read.shape[:2]
+    if turned is None:  # Pillow itself may give up; which of the two does not matter, as long as both agree
+        turned = read.shape[:2] == (10, 12)
+    assert np.array_equal(read, np.rot90(expected, -1) if turned else expected)
+
+
+def test_a_damaged_file_is_to_be_replaced(tmp_path):
+    path = save(tmp_path / "x.png", gradient())
+    for content in (path.read_bytes()[:-200], b"", b"text"):
+        path.write_bytes(content)
+        with pytest.raises(common.BadImage, match=r"cannot read the image .*x\.png: .*\. Replace this file") as error:
+            common.read_image(path)
+        assert "BytesIO" not in str(error.value)
+    path.unlink()
+    with pytest.raises(common.BadImage, match=r"No such file.*Replace this file"):
+        common.image_size(path)
+
+
+def test_the_size_of_a_png_is_read_from_its_header(tmp_path, monkeypatch):
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    save(tmp_path / "plain.png", gradient())
+    save(tmp_path / "turned.png", gradient(), exif=exif)
+    data = (tmp_path / "turned.png").read_bytes()
+    start = data.index(b"eXIf") - 4
+    chunk = data[start : start + 12 + struct.unpack(">I", data[start : start + 4])[0]]
+    data = data.replace(chunk, b"")
+    (tmp_path / "late.png").write_bytes(data[:-12] + chunk + data[-12:])  # behind the pixels
+    xmp = PngImagePlugin.PngInfo()
+    xmp.add_itxt("XML:com.adobe.xmp", '<x tiff:Orientation="6"/>')
+    save(tmp_path / "xmp.png", gradient(), pnginfo=xmp)
+    names = "plain.png", "turned.png", "late.png", "xmp.png"
+    read = [common.read_image(tmp_path / name) for name in names]
+    monkeypatch.setattr(PngImagePlugin.PngImageFile, "load", lambda _: pytest.fail("decoded"))
+    sizes = [common.image_size(tmp_path / name) for name in names]
+    assert sizes == [image.shape[:2] for image in read] == [(12, 10), (10, 12), (12, 10), (10, 12)]
+
+
+# -------------------------------------------------------------------- own images
+
+IMAGE = gradient()
+
+
+class Stream(torch.utils.data.IterableDataset):
+    def __iter__(self):
+        return iter([IMAGE])
+
+
+class NoLength(torch.utils.data.Dataset):
+    def __getitem__(self, i):
+        return IMAGE
+
+
+WRONG = {  # (training set, test set or None, words of the message)
+    "a stream": (Stream(), None, "your training data set is of type Stream: give a map-style Dataset"),
+    "no length": (NoLength(), None, "of type NoLength: give a map-style Dataset, with __len__ and __getitem__"),
+    "a loader": (torch.utils.data.DataLoader(Own([IMAGE])), None, "of type DataLoader: give a map-style"),
+    "empty": (Own([]), None, "your training data set is empty"),
+    "dicts": (
+        Own([{"image": IMAGE, "label": 1}]),
+        None,
+        "training data set is a dict of image, label: give PIL images",
+    ),
+    "labelled dicts": (Own([{"image": IMAGE, "y": 1}]), Own([(IMAGE, 1)]), "no label, it is a dict of image, y: give"),
+    "paths": (Own(["a.png"]), None, "image 0 of your training data set is of type str: give PIL images"),
+    "four channels": (Own([np.zeros((9, 9, 4), np.uint8)]), None, "has shape (9, 9, 4): give arrays (H, W, 3)"),
+    "channels first": (Own([np.zeros((3, 9, 9), np.uint8)]), None, "has shape (3, 9, 9): give arrays (H, W, 3)"),
+    "batches": (Own([torch.zeros(2, 3, 9, 9, dtype=torch.uint8)]), None, "has shape (2, 3, 9, 9)"),
+    "floats": (Own([torch.zeros(3, 9, 9)]), None, "is torch.float32: give PIL images, or uint8"),
+    "no labels in test": (
+        Own([(IMAGE, 0)]),
+        Own([IMAGE]),
+        "item 0 of your test data set has no label, it is of type nd",
+    ),
+    "none as labels": (Own([(IMAGE, 0)]), Own([(IMAGE, None)]), "your test data set has labels like None: give"),
+    "minus one": (Own([(IMAGE, 0)]), Own([(IMAGE, -1)]), "your test data set has no labels, all are -1"),
+    "minus two": (Own([(IMAGE, 0)]), Own([(IMAGE, -2)]), "has labels like -2"),
+    "text": (
+        Own([(IMAGE, "cat")]),
+        Own([(IMAGE, "cat")]),
+        "your training data set has labels like 'cat': give `targets`",
+    ),
+    "text targets": (Own([IMAGE], targets=["cat"]), Own([(IMAGE, 1)]), "Names of classes go into `classes`"),
+    "fractions": (Own([(IMAGE, torch.tensor(0.5))]), Own([(IMAGE, 1)]), "has labels like 0.5"),
+    "one-hot": (Own([(IMAGE, torch.eye(3)[0])]), Own([(IMAGE, 1)]), "no list of 1 numbers"),
+    "few targets": (Own([IMAGE, IMAGE], targets=[0]), Own([(IMAGE, 1)]), "2 images, and labels that are no list of 2"),
+    "few names": (Own([(IMAGE, 2)], classes=["a"]), Own([(IMAGE, 1)]), "a label 2, and `classes` has 1 names"),
+}
+
+
+@pytest.mark.parametrize("kind", WRONG)
+def test_own_data_of_another_kind_end_in_one_line(capsys, kind):
+    train, test, words = WRONG[kind]
+    args = types.SimpleNamespace(batch_size=1)
+    assert words in refused(capsys, common.open_images, args, train, test)
+
+
+def test_own_labels_of_many_types():
+    for make in (int, np.int64, torch.tensor, np.array, bool):
+        images = common.OwnImages(Own([(IMAGE, make(1)), (IMAGE, make(0))]), labelled=True)
+        assert images.labels.tolist() == [1, 0] and images.labels.dtype == np.int64
+    for targets in ([1, -1], torch.tensor([1, -1]), np.array([1, -1])):
+        images = common.OwnImages(Own([IMAGE, IMAGE], targets=targets, classes=("a", "b")), labelled=True)
+        assert images.labels.tolist() == [1, -1] and images.classes == ["a", "b"] and len(images.labelled()) == 1
+
+
+def test_a_later_item_of_another_kind_is_named():
+    data = common.OwnImages(Own([IMAGE, {"image": IMAGE}, IMAGE]), owner="your training data set")
+    with pytest.raises(common.BadImage, match="image 1 of your training data set is a dict of image"):
+        data.subset(np.array([2, 1]))[1]
