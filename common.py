@@ -1771,7 +1771,7 @@ class Run:
         images: the training images, which must be those that the run began with. parts: what is saved, by name:
         tensors, or objects with state_dict and load_state_dict. Exits with an error message if last.pt does not fit.
         """
-        self.images = {"number": len(images), "checksum": getattr(images, "checksum", str)()}
+        self.images = {"number": len(images), "checksum": images.checksum()}
         self.steps_per_epoch = len(images) // self.args.batch_size
         self.total_steps = self.args.epochs * self.steps_per_epoch
         self.records, step, record = [], 0, None
