@@ -1679,15 +1679,18 @@ def check_flags(args, typed):
             fail(f"--show-views {args.show_views}: {parent} is not a folder that you may write to")
 
 
-def check_views(args):
-    """Exit with an error message if values of an augmentation do not go together."""
+def check_views(args, patches_of_vits=True):
+    """Exit with an error message if values of an augmentation do not go together.
+
+    patches_of_vits: whether --patch-size is of ViTs alone, and refused for other encoders.
+    """
     for name in ("crop_scale", "global_scale", "local_scale", "crop_ratio", "blur_sigma"):
         low, high = getattr(args, name, (0, 1))
         if low > high:
             fail(f"{option(name)} {low:g} {high:g}: give the smaller number first")
     if hasattr(args, "jitter") and args.jitter[3] > 0.5:
         fail(f"--jitter: the hue changes by at most 0.5, not {args.jitter[3]:g}")
-    if not is_vit(args.arch):
+    if patches_of_vits and not is_vit(args.arch):
         refuse(args, ["patch_size"], f"{args.arch} has no patches")
 
 
