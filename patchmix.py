@@ -1,54 +1,66 @@
 """PatchMix: Inter-Instance Similarity Modeling for Contrastive Learning (Shen et al., arXiv 2306.12243).
 
-Two images of a data set are rarely as unrelated as one-hot contrast claims. PatchMix makes images whose similarity is
-known: the patches of M images are mixed into one, at the places they had, and a ViT learns to give each source its
-share. Three contrasts are added up: mixed query against original keys (M positives), mixed query against the mixed keys
-of the other view (2M - 1 positives, weighted by the sources they share), and original against original, which closes
-the gap between mixed and natural images. A momentum encoder makes the keys; the other images of the batch are the
-negatives.
+Contrastive learning takes two images for unrelated, which they rarely are. PatchMix makes images whose relations are
+known. It cuts M images of a batch into patches and puts patches of all M together, each at the place that it had. A ViT
+then learns to find every source of such a mixed image, in equal shares.
 
-    Eq. 1-7       patch_mix           M images into one, patch by patch (8-9: the same by flat indices, in the tests)
-    Eq. 10-12     mix_targets         who is in a mixed image, and with what weight (17-19 repeat 9, 11, 12)
-    Eq. 13-15     soft_info_nce       mix to origin (mto), mix to mix (mtm), origin to origin (oto)
+A query is made by the encoder, a key by a momentum encoder. The negatives are the other keys of the batch. Three
+contrasts are added up. The command line names them by the paper's letters:
+    mto, mix to origin     A mixed query has M positives, the original keys of its M sources, with weight 1/M each.
+    mtm, mix to mix        A mixed query has 2M - 1 positives, the mixed keys of the other view that share sources
+                           with it. The weight of each is the share of common sources.
+    oto, origin to origin  An original query has one positive, the original key of its image. This closes the gap
+                           between mixed and natural images.
+
+    Eq. 1-9       patch_mix           M images into one, patch by patch (Eq. 8-9 and 17: the same by flat indices)
+    Eq. 10-12     mix_targets         the positives of a mixed query and their weights (also Eq. 18-19)
+    Eq. 13-15     soft_info_nce       the three contrasts
     Eq. 16        PatchMix.forward    their sum
-    Algorithm 1   patch_mix, mix_targets
-    Algorithm 2   main, train_step, PatchMix
+    Algorithm 1   patch_mix (lines 2 to 7), mix_targets (8)
+    Algorithm 2   PatchMix (lines 1 and 2), main (3, 4, 10 and 11), PatchMix.forward (5 to 9, the loss of 10)
 
-    python patchmix.py                                                        # laptop, no data
+    python patchmix.py                                                        # a laptop, no data
     python patchmix.py --dataset cifar10 --arch vit_tiny                      # one GPU
     torchrun --nproc_per_node=8 patchmix.py --dataset imagenet --data-dir DIR --arch vit_small
 
-Baseline: MoCo v3 is `--num-mix 1 --terms oto,mto`, L(q2, k1) + L(q1, k2), its symmetric loss divided by 2 tau. New
-relative to it: patch_mix, mix_targets, the weights in soft_info_nce, a third term.
+The baseline is MoCo v3: `--num-mix 1 --terms oto,mto` is L(q2, k1) + L(q1, k2), its symmetric loss divided by 2 tau.
+PatchMix adds patch_mix, mix_targets, the weights in soft_info_nce, and the third term.
 
-Departures (the default is the paper; "released" is `--variant released` where nothing else is said):
-    D1 weights of the terms: paper 1, 1, 1 with mix-to-mix weights that sum to M; released 1, 1/2, 1/2 and sum 1, and
-       the labels of original to original smoothed by 0.1 over all keys, so that M = 1 is not MoCo v3 there
-    D2 M: paper 3; released 2
-    D3 heads of ViT-S: paper 6; released 12
-    D4 ViT-T: paper has a momentum encoder; released none: the encoder itself makes the keys, in training mode
-    D5 paper mixes the query of view 1 and keeps that of view 2; released the reverse
-    D6 momentum: per step; the released loop overwrites its index, so it moves once an epoch (not reproduced)
-    D7 the released ImageNet configurations add 8 crops of 96 px, with globals from 0.35: not in the paper, not here
-    D8 the patch embedding is initialised as timm does it; released by Xavier's rule (not reproduced)
-    D9 warm-up of W steps: i / W of the peak at step i; released i / (W - 1) (not reproduced)
-    D10 paper: one permutation a view and batch (Eq. 2); here one for each slice; released one for all GPUs
-    D11 momentum update after the optimiser's step (Algorithm 2); released before the forwards: m's index moves by one
-        (not reproduced)
-    D12 below 2M - 1 images repeated mix-to-mix targets add up; the released scatter keeps the last, so a row sums to
-        less (not reproduced)
-    D13 paper: images are mixed around the whole batch (Eq. 4, 10, 11: mod N); here, as released, around each slice of
-        it, of which --mix-slices is the number (released: one a GPU; the recipes' 4 and 8 are ours)
-    D14 released fp16; here bf16 in the encoders on CUDA (--amp off: float32, with products in TF32)
-Not said in the paper, taken from the released code: drop-path 0.1, AdamW's betas, ImageNet's mean and std on CIFAR,
-weight decay on all but 1-D tensors, the last learning rate, bicubic crops, heads without biases, batch norm over all
-processes. The paper's "rest 260 epochs" of 300 with 10 of warm-up are taken as 290.
+Departures of this file, of the paper and of the released code from each other:
+    D1 Weights. Paper and here: the three terms count 1 each, and the weights of mtm sum to M. Released (`--variant
+       released`): oto counts 1, the other two 1/2, and the weights of mtm sum to 1. That is `--term-weights 1 0.5 X`
+       with X = 1/2 / M. The released code also smooths oto's targets: 0.1 of them is spread over all keys. So M = 1 is
+       not MoCo v3 there.
+    D2 The number of images M. Paper and here: 3. Released (`--variant released`): 2.
+    D3 The heads of ViT-S. Paper and here: 6. Released (`--variant released`): 12.
+    D4 The keys of ViT-T. Paper and here: a momentum encoder makes them. Released (`--variant released`): the encoder
+       itself makes them, in training mode. That is `--momentum 0 0`.
+    D5 The mixed query. Paper and here: it is of view 1, the original one of view 2. Released (`--variant released`):
+       the reverse.
+    D6 The momentum. Paper and here: it moves per step. Released: the loop overwrites its index, so that it moves once
+       per epoch (not reproduced).
+    D7 Small crops. Released: the ImageNet configurations add 8 crops of 96 px, and cut the large ones from 0.35 of the
+       area up. The paper has neither (not reproduced).
+    D8 The patch embedding. Here: it is initialised as timm does it. Released: by Xavier's rule (not reproduced).
+    D9 The warm-up of W steps. Here: step i has i / W of the peak rate. Released: i / (W - 1) (not reproduced).
+    D10 The momentum encoder. Paper (Algorithm 2) and here: it moves after the optimiser's step. Released: it moves
+       before the forward pass, so that the index of its momentum differs by one (not reproduced).
+    D11 Batches of fewer than 2M - 1 images. A positive of mtm can then come twice. Here: its weights are added.
+       Released: the last one is kept, so that they sum to less (not reproduced).
+    D12 The ring of images. Paper (Eq. 4, 10, 11: mod N): images are mixed around the whole batch. Released: around the
+       part of the batch that a GPU has. Here: around each of --mix-slices equal slices of the batch, on any number of
+       GPUs that divides them. The recipes' 4 and 8 slices are ours.
+    D13 Precision. Released: fp16. Here: the encoders compute in bf16 on CUDA (`--amp off`: in float32, with products in
+       TF32).
+The paper does not say, and the released code does: drop-path 0.1, AdamW's betas, ImageNet's mean and standard deviation
+on CIFAR, weight decay on all but 1-D tensors, the last learning rate, bicubic crops, heads without biases, and batch
+norm over all processes. The paper's 10 epochs of warm-up and "rest 260 epochs" make no 300. They are taken as 10 and
+290.
 """
 
 import argparse
 import copy
 import math
-import os
 from itertools import pairwise
 
 import timm
@@ -64,23 +76,25 @@ import common
 # ================================================================== 1. recipes
 
 # fmt: off
-BASE = dict(  # section 4.1.2, Tables 9 and 10 (blur and solarisation of T_1, T_2); the rate is that of batch lr_batch
-    num_mix=3, terms="oto,mto,mtm", smoothing=0.0, temperature=0.2, momentum=(0.996, 1.0), min_lr=1e-6, bn_groups=1,
-    hidden=4096, dim=256, drop_path=0.1, norm="imagenet", interpolation="bicubic", jitter=(0.4, 0.4, 0.2, 0.1),
-    jitter_p=0.8, gray_p=0.2, blur_p=(1.0, 0.1), solarize_p=(0.0, 0.2),
-    lr=1e-3, weight_decay=(0.04, 0.4),  # for encoders of which the paper does not speak
+BASE = dict(  # section 4.1.2, Tables 9 and 10; of the pairs blur_p and solarize_p, one number is T_1's, the other T_2's
+    num_mix=3, terms="oto,mto,mtm", term_weights=(1.0, 1.0, 1.0), smoothing=0.0, mixed_view=1, temperature=0.2,
+    num_heads="auto", hidden=4096, dim=256, drop_path=0.1, momentum=(0.996, 1.0),
+    betas=(0.9, 0.999), min_lr=1e-6,
+    norm="imagenet", interpolation="bicubic", crop_ratio=(3 / 4, 4 / 3), jitter=(0.4, 0.4, 0.2, 0.1), jitter_p=0.8,
+    gray_p=0.2, blur_p=(1.0, 0.1), blur_sigma=(0.1, 2.0), solarize_p=(0.0, 0.2), flip_p=0.5,
+    lr=1e-3, weight_decay=(0.04, 0.4),  # the paper gives rates per encoder: these are for the others
 )
-CIFAR = dict(
-    BASE, arch="vit_tiny", image_size=32, patch_size=2, epochs=800, warmup=100, batch_size=512, lr_batch=512,
+CIFAR = dict(  # section 4.1.2; lr is the rate at batch size lr_batch
+    BASE, arch="vit_tiny", image_size=32, patch_size=2, epochs=800, warmup=100.0, batch_size=512, lr_batch=512,
     mix_slices=4, crop_scale=(0.1, 1.0),
 )
-IMAGENET = dict(
-    BASE, arch="vit_small", image_size=224, patch_size=16, epochs=300, warmup=10, batch_size=1024, lr_batch=1024,
+IMAGENET = dict(  # section 4.1.2
+    BASE, arch="vit_small", image_size=224, patch_size=16, epochs=300, warmup=10.0, batch_size=1024, lr_batch=1024,
     mix_slices=8, crop_scale=(0.05, 1.0),
 )
 RECIPES = dict(
     patterns=dict(  # ours, for two CPU cores: small heads, few patches, weak views
-        BASE, arch="vit_micro", image_size=32, patch_size=8, epochs=50, warmup=1, batch_size=64, lr_batch=64,
+        BASE, arch="vit_micro", image_size=32, patch_size=8, epochs=50, warmup=1.0, batch_size=64, lr_batch=64,
         weight_decay=(0.02, 0.2), num_mix=2, mix_slices=1, hidden=512, dim=128, drop_path=0.0, crop_scale=(0.3, 1.0),
         blur_p=(0.1, 0.1), norm="patterns", momentum=(0.98, 1.0),
     ),
@@ -98,22 +112,21 @@ CIFAR_ENCODERS = dict(  # section 4.1.2
     vit_base=dict(lr=1.5e-3),
 )
 IMAGENET_ENCODERS = dict(vit_small=dict(lr=2e-3), vit_base=dict(lr=3e-3))
-RELEASED = dict(num_mix=2, smoothing=0.1)  # D2, D1
+RELEASED = dict(num_mix=2, smoothing=0.1, mixed_view=2)  # D2, D1, D5; D1's weights follow M, see parse_args
+RELEASED_ENCODERS = dict(vit_small=dict(num_heads=12), vit_tiny=dict(momentum=(0.0, 0.0)))  # D3, D4
 # fmt: on
 
 
-def recipe(given):
-    """The hyper-parameters that the data set, the encoder and the variant of a command line stand for."""
-    values = dict(RECIPES[given.dataset])
-    arch = (given.arch or values["arch"]).removesuffix("_patch16_224")  # timm's own names, too
-    if given.dataset in ("cifar10", "cifar100", "stl10"):
+def recipe(chosen):
+    """The hyper-parameters {name: value} of a data set, an encoder and a variant: a namespace with these three."""
+    values = dict(RECIPES[chosen.dataset])
+    arch = (chosen.arch or values["arch"]).removesuffix("_patch16_224")  # timm's own names, too
+    if chosen.dataset in ("cifar10", "cifar100", "stl10"):
         values |= CIFAR_ENCODERS.get(arch, {})
-    elif given.dataset != "patterns":
+    elif chosen.dataset != "patterns":
         values |= IMAGENET_ENCODERS.get(arch, {})
-    if given.variant == "released":
-        values |= RELEASED
-        if arch == "vit_tiny":
-            values |= dict(momentum=(0.0, 0.0))  # D4
+    if chosen.variant == "released":
+        values |= RELEASED | RELEASED_ENCODERS.get(arch, {})
     return values
 
 
@@ -121,57 +134,128 @@ def recipe(given):
 
 
 def patch_mix(images, num_mix, patch_size, permutation=None):
-    """Mix each image with the num_mix - 1 that follow it in the batch, patch by patch (Algorithm 1, Eq. 1-7).
+    """Mix each image with the num_mix - 1 images that follow it in the batch, patch by patch (Algorithm 1, Eq. 1-7).
 
-    images (N, C, H, W), any values; patch_size p or (p_h, p_w), which divide H and W; permutation (T,) int64, the
-    shuffle k of Eq. 2, T = H/p_h * W/p_w (drawn if None). Mixed image i takes from image (i + m) mod N the m-th of M
-    groups of floor(T / M) shuffled patches, each at its own place; the T mod M patches that are left over stay with
-    image i, though its share in Eq. 13 remains 1/M. Returns (N, C, H, W), with M = 1 the images themselves; gradients
-    pass through. Raises ValueError where these do not fit.
+    The T patches are shuffled by one permutation for all images, and cut into M groups of S = floor(T / M). Mixed image
+    i takes group m from image (i + m) mod N. Every patch stays at its place. The T mod M patches that are left over are
+    those of image i, though its share in Eq. 13 remains 1/M. With M = 1 the images stay as they are.
+
+    images: (N, C, H, W), any values. num_mix: M, from 1 to T. patch_size: p, or (p_h, p_w), which divide H and W.
+    permutation: (T,) int64, the shuffle k of Eq. 2 for T = H/p_h * W/p_w patches; it is drawn if None.
+    Returns the mixed images (N, C, H, W). Gradients pass through. Raises ValueError if these do not fit together.
     """
-    n, _, height, width = images.shape
-    ph, pw = (patch_size, patch_size) if isinstance(patch_size, int) else patch_size
-    if height % ph or width % pw:
-        raise ValueError(f"patches of {ph} x {pw} do not tile an image of {height} x {width}")
-    tokens = (height // ph) * (width // pw)  # T, Eq. 1
-    if not 1 <= num_mix <= tokens:
-        raise ValueError(f"num_mix must be from 1 to the {tokens} patches of an image, not {num_mix}")
+    if images.dim() != 4:
+        raise ValueError(f"patch_mix takes images (N, C, H, W), not {tuple(images.shape)}")
+    height, width = images.shape[2:]
+    patch_height, patch_width = (patch_size, patch_size) if isinstance(patch_size, int) else patch_size
+    if height % patch_height or width % patch_width:
+        raise ValueError(f"patches of {patch_height} x {patch_width} do not tile an image of {height} x {width}")
+    rows, columns = height // patch_height, width // patch_width
+    num_patches = rows * columns  # T, Eq. 1
+    if not 1 <= num_mix <= num_patches:
+        raise ValueError(f"num_mix must be from 1 to the {num_patches} patches of an image, not {num_mix}")
     if permutation is None:
-        permutation = torch.randperm(tokens)  # k, Eq. 2
-    if sorted(permutation.tolist()) != list(range(tokens)):
-        raise ValueError(f"permutation must hold each of 0 to {tokens - 1} once")
-    size = tokens // num_mix  # S
-    of_shuffled = torch.arange(tokens) // size  # Eq. 3: the group of the j-th shuffled patch
-    of_shuffled[size * num_mix :] = 0
-    of_patch = of_shuffled[permutation.cpu().argsort()]  # Eq. 5, 7: unshuffled, the group of each place
-    of_patch = of_patch.to(images.device, non_blocking=True).view(height // ph, width // pw)
-    of_pixel = of_patch.repeat_interleave(ph, 0).repeat_interleave(pw, 1)
+        permutation = torch.randperm(num_patches)  # k, Eq. 2: Algorithm 1, line 2
+    if sorted(permutation.tolist()) != list(range(num_patches)):
+        raise ValueError(f"permutation must hold each of 0 to {num_patches - 1} once")
+    group_size = num_patches // num_mix  # S
+    # Line 3, Eq. 3: the j-th shuffled patch is in group j // S. What is left over counts as group 0, the image's own.
+    group_of_shuffled = torch.arange(num_patches) // group_size
+    group_of_shuffled[group_size * num_mix :] = 0
+    # Line 7, Eq. 5 and 7: the patches go back to their places, and their groups with them.
+    group_of_patch = group_of_shuffled[permutation.cpu().argsort()].view(rows, columns)
+    group_of_patch = group_of_patch.to(images.device, non_blocking=True)
+    group_of_pixel = group_of_patch.repeat_interleave(patch_height, 0).repeat_interleave(patch_width, 1)
     mixed = images
-    for m in range(1, num_mix):  # Eq. 4, 6: u(i, m) = (i + m) mod N, which is the batch rolled by -m
-        mixed = torch.where(of_pixel == m, images.roll(-m, 0), mixed)
+    for m in range(1, num_mix):  # lines 4 to 6, Eq. 4 and 6: rolled by -m, the batch has image (i + m) mod N in row i
+        mixed = torch.where(group_of_pixel == m, images.roll(-m, 0), mixed)
     return mixed
 
 
 def mix_targets(n, num_mix):
-    """The images in each mixed image, and the mixed images that share some with it (Eq. 10-12).
+    """The positives of the mixed images: their sources, and the mixed images that share some with them (Eq. 10-12).
 
-    Returns mto_index (n, M) int64, mto_weight (M,) = 1/M, mtm_index (n, 2M-1) int64, mtm_weight (2M-1,): 1/M, 2/M, ...,
-    1, ..., 1/M, which sum to M. Indices are of the n images, counted around; below n = 2M - 1 some repeat, and their
-    weights add up.
+    n: the number of images that are mixed, N. num_mix: M.
+    Returns (mto_index (n, M) int64, mto_weight (M,), mtm_index (n, 2M-1) int64, mtm_weight (2M-1,)). The indices count
+    the n images, and go around: mod n. mto_weight is 1/M each. mtm_weight is 1/M, 2/M, ..., 1, ..., 2/M, 1/M, which
+    sum to M. With fewer than 2M - 1 images a positive can come twice; its weights then add up in `soft_info_nce`.
+    Raises ValueError if n or num_mix is below 1.
     """
+    if n < 1 or num_mix < 1:
+        raise ValueError(f"mix_targets takes at least 1 image and num_mix 1, not {n} and {num_mix}")
     i = torch.arange(n)[:, None]
     mto_index = (i + torch.arange(num_mix)) % n  # Eq. 10
     mto_weight = torch.full((num_mix,), 1 / num_mix)  # the 1/M of Eq. 13
     offset = torch.arange(2 * num_mix - 1) - (num_mix - 1)
     mtm_index = (i + offset) % n  # Eq. 11
-    mtm_weight = 1 - offset.abs() / num_mix  # Eq. 12: |M - j - 1| = |offset|
+    mtm_weight = 1 - offset.abs() / num_mix  # Eq. 12, where |M - j - 1| is |offset|
     return mto_index, mto_weight, mtm_index, mtm_weight
 
 
-def batch_targets(n, slices, num_mix):
-    """{term of Eq. 16: (index (n, P) int64, weight (P,))}: the positives of each image of a batch that mixes in slices.
+def soft_info_nce(q, k, index, weight, temperature, smoothing=0.0):
+    """The cross-entropy of queries against weighted positives among the keys (Eq. 13-15), as a scalar.
 
-    Indices are rows of the whole batch.
+    It is -1/n sum_i sum_j weight_j log softmax_t(sim(q_i, k_t) / T)[index_ij], where sim is the cosine. q and k are
+    L2-normalised here. The weights are used as given. At equal logits the loss is weight.sum() * log(N).
+
+    q: (n, C) queries. k: (N, C) keys. index: (n, P) int64, the positives of each query as rows of k. weight: (P,).
+    temperature: T > 0. smoothing: s in [0, 1] (D1); 1 - s of each weight stays, and s of their sum is spread over all
+    keys. Gradients reach q and k: detach k for the paper's sg(). Raises ValueError if the shapes do not fit.
+    """
+    fits = q.dim() == k.dim() == index.dim() == 2 and q.shape[1] == k.shape[1]
+    if not fits or len(index) != len(q) or weight.shape != index.shape[1:]:
+        shapes = ", ".join(str(tuple(x.shape)) for x in (q, k, index, weight))
+        raise ValueError(f"soft_info_nce takes q (n, C), k (N, C), index (n, P) and weight (P,), not {shapes}")
+    logits = F.normalize(q, dim=1) @ F.normalize(k, dim=1).T / temperature
+    index, weight = index.to(q.device), weight.to(logits)
+    log_sum = logits.logsumexp(1, keepdim=True)
+    loss = (weight * (log_sum - logits.gather(1, index))).sum(1).mean()
+    if smoothing:
+        loss = (1 - smoothing) * loss + smoothing * weight.sum() * (log_sum.mean() - logits.mean())
+    return loss
+
+
+# ============================================================= 3. augmentation
+
+
+def augmentation(args):
+    """The two views per image, drawn by T_1 and T_2 of Table 10: a list of View."""
+    view = common.View(
+        size=args.image_size,
+        area=args.crop_scale,
+        ratio=args.crop_ratio,
+        jitter=args.jitter,
+        jitter_p=args.jitter_p,
+        gray_p=args.gray_p,
+        blur_p=args.blur_p[0],
+        blur_sigma=args.blur_sigma,
+        solarize_p=args.solarize_p[0],
+        flip_p=args.flip_p,
+    )
+    return [view, view._replace(blur_p=args.blur_p[1], solarize_p=args.solarize_p[1])]
+
+
+# ==================================================================== 4. model
+
+STREAM_PERMUTATION = 10  # random streams of the two views, 10 and 11, see common.generator
+
+
+def mix_in_slices(images, args, step, number):
+    """Patch-mix images within --mix-slices equal slices of the global batch (D12): (n, C, H, W) -> (n, C, H, W).
+
+    images: this process's rows. number: 0 for the mixed queries' view, 1 for the mixed keys'. The permutation is one per
+    view and batch, the same in all slices and on all processes.
+    """
+    generator = common.generator(args.seed, step, STREAM_PERMUTATION + number, 0)
+    permutation = torch.randperm((args.image_size // args.patch_size) ** 2, generator=generator)
+    slices = images.chunk(args.mix_slices // common.rank_and_world()[1])
+    return torch.cat([patch_mix(part, args.num_mix, args.patch_size, permutation) for part in slices])
+
+
+def batch_targets(n, slices, num_mix):
+    """The positives of each image of a batch that is mixed in slices: {term: (index (n, P) int64, weight (P,))}.
+
+    The indices are rows of the whole batch of n images.
     """
     mto_index, mto_weight, mtm_index, mtm_weight = mix_targets(n // slices, num_mix)
     first = torch.arange(0, n, n // slices)[:, None, None]  # the first row of each slice
@@ -182,60 +266,8 @@ def batch_targets(n, slices, num_mix):
     )
 
 
-def soft_info_nce(q, k, index, weight, temperature, smoothing=0.0):
-    """Cross-entropy of each query against weighted positives among the keys (Eq. 13-15).
-
-    -1/n sum_i sum_j weight_j log softmax_t(sim(q_i, k_t) / temperature)[index_ij], sim the cosine: q (n, C) and k (N,
-    C) are normalised here, the weights never. index (n, P) int64 into k, weight (P,). Gradients go to q and k; detach k
-    for the paper's sg(). smoothing s (D1): 1 - s of each weight stays, s of their sum is spread over all N keys. No n x
-    N target matrix is made. Returns a scalar: weight.sum() * log(N) at equal logits.
-    """
-    logits = F.normalize(q, dim=1) @ F.normalize(k, dim=1).T / temperature
-    index, weight = index.to(q.device), weight.to(logits)
-    log_sum = logits.logsumexp(1, keepdim=True)
-    loss = (weight * (log_sum - logits.gather(1, index))).sum(1).mean()
-    if smoothing:
-        loss = (1 - smoothing) * loss + smoothing * weight.sum() * (log_sum.mean() - logits.mean())
-    return loss
-
-
-# ==================================================================== 3. views
-
-DRAWS = common.CROP_DRAWS + common.COLOUR_DRAWS  # of one view
-
-
-def make_sample(args):
-    """T_1 and T_2 of Table 10: what common.Views calls with sizes and uniform draws, and the number of draws."""
-
-    def sample(index, sizes, draws):
-        cuts, colours = [], []
-        for view, draw in enumerate(draws.reshape(len(index), 2, DRAWS).swapaxes(0, 1)):
-            crop, colour = draw[:, : common.CROP_DRAWS], draw[:, common.CROP_DRAWS :]
-            cuts.append((index, common.random_resized_crop(sizes, crop, args.crop_scale), args.image_size))
-            change = dict(blur_p=args.blur_p[view], solarize_p=args.solarize_p[view])
-            colours.append(common.random_colour(colour, args.jitter, args.jitter_p, args.gray_p, **change))
-        return cuts, colours
-
-    return sample, 2 * DRAWS
-
-
-def mix_slices(images, args, step, view):
-    """patch_mix within each of this process's slices of the batch, each slice and view with its own permutation."""
-    rank, world = common.rank_and_world()
-    local, tokens = args.mix_slices // world, (args.image_size // args.patch_size) ** 2
-    mixed = []
-    for i, part in enumerate(images.chunk(local)):
-        number = rank * local + i if args.variant == "paper" else 0  # D10
-        permutation = torch.randperm(tokens, generator=common.generator(args.seed, step, 10 + view, number))
-        mixed.append(patch_mix(part, args.num_mix, args.patch_size, permutation))
-    return torch.cat(mixed)
-
-
-# ==================================================================== 4. model
-
-
 def mlp(widths):
-    """Table 9: Linear + BN + ReLU, and at the end Linear + BN without parameters."""
+    """A head of Table 9: Linear, batch norm and ReLU per layer; the last has no ReLU, and no learned scale and shift."""
     layers = []
     for inputs, outputs in pairwise(widths):
         layers += [nn.Linear(inputs, outputs, bias=False), nn.BatchNorm1d(outputs), nn.ReLU(inplace=True)]
@@ -243,77 +275,84 @@ def mlp(widths):
 
 
 class PatchMix(nn.Module):
-    """Encoder F, projector G, predictor H, and the momentum copies of F and G (Algorithm 2)."""
+    """Encoder F, projector G, predictor H, and the momentum encoder: slow copies of F and G (Algorithm 2).
+
+    args: the namespace of `parse_args`. encoder: a module that maps (N, 3, H, W) to (N, width), instead of --arch.
+    """
 
     def __init__(self, args, encoder=None):
         super().__init__()
-        self.args, self.terms = args, args.terms.split(",")
-        drop = dict(drop_path_rate=args.drop_path) if args.arch.startswith(("vit_", "deit")) else {}
-        self.backbone = encoder or common.build_backbone(args.backbone, **drop)
+        self.args = args
+        self.terms = args.terms.split(",")
+        self.term_weights = dict(zip(TERMS, args.term_weights, strict=True))
+        drop_path = dict(drop_path_rate=args.drop_path) if common.is_vit(args.arch) else {}
+        self.backbone = encoder or common.build_backbone(args.backbone, **drop_path)  # Algorithm 2, line 1
         width = common.output_width(self.backbone, args.image_size)
         self.projector = mlp([width, args.hidden, args.hidden, args.dim])
         self.predictor = mlp([args.dim, args.hidden, args.dim])
-        if any(args.momentum):
+        if max(args.momentum) > 0:  # line 2
             self.momentum_backbone = copy.deepcopy(self.backbone).requires_grad_(False)
             self.momentum_projector = copy.deepcopy(self.projector).requires_grad_(False)
             for module in self.momentum_backbone.modules():
-                if isinstance(module, timm.layers.DropPath):  # of the encoder only
+                if isinstance(module, timm.layers.DropPath):  # the encoder only drops paths
                     module.drop_prob = 0.0
-        else:  # D4
+        else:  # D4: there is no momentum encoder
             self.momentum_backbone, self.momentum_projector = self.backbone, self.projector
-        self.term_weights = dict(oto=1.0, mto=1.0, mtm=1.0)
-        if args.variant == "released":
-            self.term_weights = dict(oto=1.0, mto=0.5, mtm=0.5 / args.num_mix)  # D1
+        # Line 7: the targets are the same in all steps
         for term, (index, weight) in batch_targets(args.batch_size, args.mix_slices, args.num_mix).items():
             self.register_buffer(f"{term}_index", index, persistent=False)
             self.register_buffer(f"{term}_weight", weight, persistent=False)
 
-    def chance(self):
-        """The loss at equal logits: the weights' sum times log N."""
-        weight = sum(self.term_weights[term] * getattr(self, f"{term}_weight").sum().item() for term in self.terms)
-        return weight * math.log(self.args.batch_size)
-
     def query(self, x):
-        """h = H(G(F(x))): (n, 3, H, W) -> (n, dim), in x's dtype."""
+        """The queries of images, h = H(G(F(x))): (n, 3, H, W) -> (n, dim), not normalised, in the dtype of x."""
         with torch.autocast(x.device.type, torch.bfloat16, enabled=self.args.bf16):
             return self.predictor(self.projector(self.backbone(x))).to(x.dtype)
 
     @torch.no_grad()
     def key(self, x):
-        """sg(z), z = G(F(x)) of the momentum encoder, of all processes: (n, 3, H, W) -> (N, dim), in x's dtype."""
+        """The keys of all processes' images, sg(z) of Eq. 16, z = G(F(x)) by the momentum encoder.
+
+        (n, 3, H, W) of this process -> (N, dim), not normalised, in the dtype of x. No gradient.
+        """
         with torch.autocast(x.device.type, torch.bfloat16, enabled=self.args.bf16):
             return gather(self.momentum_projector(self.momentum_backbone(x)).to(x.dtype))
 
     def contrast(self, term, h, z):
-        """A term of Eq. 16: this process's h (n, dim) against all processes' z (N, dim)."""
-        index = getattr(self, f"{term}_index").unflatten(0, (-1, len(h)))[common.rank_and_world()[0]]  # of these h
+        """A term of Eq. 16 as a scalar: this process's queries h (n, dim) against the keys z (N, dim) of all."""
+        index = common.own_rows(getattr(self, f"{term}_index"))
         weight = getattr(self, f"{term}_weight")
         smoothing = self.args.smoothing if term == "oto" else 0.0  # D1
         return soft_info_nce(h, z, index, weight, self.args.temperature, smoothing)
 
     def forward(self, views, step):
-        """views: this process's two (n, 3, H, W). Returns (Eq. 16, metrics: scalars, and q, k (n, dim))."""
-        x1, x2 = views if self.args.variant == "paper" else views[::-1]  # D5
-        pairs = {}  # {term: (h, z)}
+        """Lines 5 to 10 of Algorithm 2: the loss of a batch.
+
+        views: this process's two views, each (n, 3, H, W), normalised. step: chooses the shuffles of the patches.
+        Returns (loss, None, metrics {name: tensor}); no keys are enqueued. Gradients reach the encoder only, not the
+        keys.
+        """
+        x1, x2 = views if self.args.mixed_view == 1 else views[::-1]  # D5
+        pairs = {}  # {term: (queries, keys)}: lines 8 and 9, but only what the terms need
         if "oto" in self.terms:
             pairs["oto"] = self.query(x2), self.key(x1)  # Eq. 15
         if "mto" in self.terms or "mtm" in self.terms:
-            h_mix1 = self.query(mix_slices(x1, self.args, step, 0))  # Algorithm 2, line 5
+            h_mix1 = self.query(mix_in_slices(x1, self.args, step, 0))  # line 5
         if "mto" in self.terms:
             pairs["mto"] = h_mix1, self.key(x2)  # Eq. 13
         if "mtm" in self.terms:
-            pairs["mtm"] = h_mix1, self.key(mix_slices(x2, self.args, step, 1))  # line 6; Eq. 14
+            pairs["mtm"] = h_mix1, self.key(mix_in_slices(x2, self.args, step, 1))  # line 6; Eq. 14
         losses = {term: self.contrast(term, h, z) for term, (h, z) in pairs.items()}
-        loss = sum(self.term_weights[term] * value for term, value in losses.items())  # Eq. 16
+        loss = sum(self.term_weights[term] * value for term, value in losses.items())  # line 10: Eq. 16
         q, z = pairs[self.terms[0]]
-        k = z.split(len(q))[common.rank_and_world()[0]]  # of this process's images
-        return loss, dict(loss=loss, q=q, k=k) | {f"loss_{term}": value for term, value in losses.items()}
+        metrics = {f"loss_{term}": value for term, value in losses.items()}
+        return loss, None, metrics | dict(q=q, k=common.own_rows(z))
 
     @torch.no_grad()
     def update(self, m):
-        """After the optimiser's step: Xi <- m Xi + (1 - m) Theta (Algorithm 2, line 11).
+        """Move the momentum encoder: Xi <- m Xi + (1 - m) Theta (Algorithm 2, line 11), for m in [0, 1].
 
-        Parameters only: the copies keep their own batch-norm statistics.
+        Only parameters move. The momentum encoder keeps its own batch-norm statistics. Where the encoder itself makes
+        the keys (D4), m is 0, and nothing changes.
         """
         slow = [*self.momentum_backbone.parameters(), *self.momentum_projector.parameters()]
         fast = [*self.backbone.parameters(), *self.projector.parameters()]
@@ -322,95 +361,256 @@ class PatchMix(nn.Module):
 
 # ================================================================= 5. training
 
+TERMS = ("oto", "mto", "mtm")  # of Eq. 16
+
 
 def some_terms(text):
-    """The argparse type of --terms: some of oto, mto and mtm."""
-    known, chosen = ("oto", "mto", "mtm"), text.split(",")
-    if not set(chosen) <= set(known):
-        raise argparse.ArgumentTypeError(f"{text!r}: give some of {', '.join(known)}, with commas and without blanks")
-    return ",".join(term for term in known if term in chosen)
+    """The argparse type of --terms: some of TERMS, in that order, with commas between them."""
+    chosen = text.split(",")
+    if not set(chosen) <= set(TERMS):
+        raise argparse.ArgumentTypeError(f"{text!r}: give some of {', '.join(TERMS)}, with commas and without blanks")
+    return ",".join(term for term in TERMS if term in chosen)
+
+
+# fmt: off
+FLAGS = {  # {group: {value of the recipe: (kind, help)}}; common.add_flag says what a kind is
+    "loss": dict(
+        num_mix=(common.COUNT, "images that are mixed into one, M (Table 6); 1: none are"),
+        mix_slices=(common.COUNT, "equal slices of the batch; images are mixed within each (D12)"),
+        mixed_view=(common.number(int, 1, 2), "the view, 1 or 2, whose mixed images are the queries (D5)"),
+        terms=(some_terms, "terms of the loss, Eq. 16: some of oto,mto,mtm (Table 7)"),
+        term_weights=(common.NOT_NEGATIVE, "weights of oto, mto and mtm in the loss; 0 for those that --terms omits"),
+        smoothing=(common.SHARE, "share of oto's targets that is spread over all keys (D1)"),
+        temperature=(common.POSITIVE, "temperature tau of the loss"),
+    ),
+    "model": dict(
+        arch=(str, "encoder: vit_micro, vit_tiny, vit_small, vit_base, or any timm model"),
+        image_size=(common.COUNT, "side of a view, in pixels"),
+        patch_size=(common.COUNT, "side of a patch, in pixels, of the ViT and of the mixing"),
+        num_heads=(common.auto_or(common.COUNT), "heads of the ViT's attention; auto: as timm has it (D3)"),
+        drop_path=(common.SHARE, "drop-path rate of the ViT's last block; earlier blocks have less"),
+        hidden=(common.COUNT, "hidden size of the projector and the predictor (Table 9)"),
+        dim=(common.COUNT, "size of queries and keys (Table 9)"),
+        momentum=(common.SHARE, "momentum mu of the momentum encoder, at the start and at the end; 0 0: none (D4)"),
+    ),
+    "schedule": dict(
+        epochs=(common.COUNT, "epochs of the whole training"),
+        batch_size=(common.AT_LEAST_TWO, "images per step, over all processes"),
+        lr=(common.POSITIVE, "learning rate at batch size --lr-batch; it is scaled linearly with --batch-size"),
+        lr_batch=(common.COUNT, "batch size for which --lr is given"),
+        min_lr=(common.NOT_NEGATIVE, "learning rate at the end; not given, it is scaled as --lr is"),
+        warmup=(common.NOT_NEGATIVE, "epochs of linear warm-up; not given, it shrinks with --epochs"),
+        weight_decay=(common.NOT_NEGATIVE, "weight decay of AdamW, at the start and at the end"),
+        betas=(common.number(float, 0, 0.999999), "betas of AdamW"),
+    ),
+    "augmentation": dict(
+        crop_scale=(common.POSITIVE_SHARE, "smallest and largest area of a crop, as shares of the image"),
+        crop_ratio=(common.POSITIVE, "smallest and largest width / height of a crop"),
+        interpolation=(("bilinear", "bicubic"), "how a crop is resized"),
+        jitter=(common.NOT_NEGATIVE, "largest change of brightness, contrast, saturation and hue"),
+        jitter_p=(common.SHARE, "probability of these changes"),
+        gray_p=(common.SHARE, "probability of a gray view"),
+        blur_p=(common.SHARE, "probability of a blurred view, by T_1 and by T_2"),
+        blur_sigma=(common.POSITIVE, "smallest and largest sigma of the blur, in pixels"),
+        solarize_p=(common.SHARE, "probability of a solarised view, by T_1 and by T_2"),
+        flip_p=(common.SHARE, "probability of a horizontal flip"),
+        norm=(tuple(common.NORMS), "the data set whose mean and standard deviation normalise the views"),
+    ),
+}
+# fmt: on
 
 
 def parse_args(argv=None):
-    """The command line as a namespace with every value of the recipe. Exits with a line on a mistake."""
-    parser = common.run_parser("patchmix.py", __doc__, evaluated="momentum")
-    group = parser.add_argument_group("PatchMix")
-    group.add_argument("--num-mix", type=common.COUNT, metavar="M", help="images mixed into one (Table 6)")
-    group.add_argument("--terms", type=some_terms, metavar="T,...", help="of Eq. 16: some of oto, mto, mtm (Table 7)")
-    group.add_argument("--mix-slices", type=common.COUNT, metavar="N", help="mix within N equal slices of a batch")
-    args = common.parse_run(parser, argv, recipe)
-    if args.variant == "released" and args.arch.removesuffix("_patch16_224") == "vit_small":
-        args.backbone["create_kwargs"]["num_heads"] = 12  # D3
-    fit_mix(args)
+    """The command line as a namespace with every value of the recipe. Exits with an error message on a mistake.
+
+    argv: a list of words; sys.argv's if None.
+    """
+    values = recipe(common.parse_choices(argv, FLAGS))
+    args = common.parse_flags("patchmix.py", __doc__, argv, values, FLAGS)
+    usual = argparse.Namespace(**values)
+    if "warmup" not in args.typed:
+        args.warmup *= min(1, args.epochs / usual.epochs)  # a shorter run warms up in proportion
+    if "min_lr" not in args.typed:
+        args.min_lr *= peak_rate(args) / peak_rate(usual)  # the last rate follows the first
+    if "term_weights" not in args.typed and args.variant == "released":
+        args.term_weights = (1.0, 0.5, 0.5 / args.num_mix)  # D1
+    check_terms(args)
+    common.check_views(args, patches_of_vits=False)
+    args.method = "patchmix"
+    described = dict(method=args.method, encoder="momentum")
+    args.backbone = common.backbone_info(
+        args.arch, args.image_size, args.patch_size, args.norm, args.interpolation, **described
+    )
+    if args.num_heads != "auto":
+        args.backbone["create_kwargs"]["num_heads"] = args.num_heads
+    args.name = common.run_name(args)
     return args
 
 
-def fit_mix(args):
-    """Fit --mix-slices to the processes; exit with a line if batch, slices, patches and M do not go together."""
-    world = int(os.environ.get("WORLD_SIZE", 1))
-    if args.mix_slices % world:  # a slice must lie within one process
-        common.say(f"mix slices: {args.mix_slices} cannot be shared out over {world} processes, so {world} are used")
-        args.mix_slices = world
-    if args.batch_size % args.mix_slices:
-        common.fail(f"--batch-size {args.batch_size} cannot be divided into {args.mix_slices} equal --mix-slices")
+def check_terms(args):
+    """Exit with an error message if terms, mixing and encoder do not go together. Warn where the encoder is no ViT."""
+    terms = args.terms.split(",")
+    if "oto" not in terms:
+        common.refuse(args, ["smoothing"], "only oto's targets are smoothed, and --terms omits it")
+    if terms == ["oto"]:
+        common.refuse(args, ["num_mix", "mix_slices"], "--terms oto mixes no images")
+    if args.num_mix == 1:
+        common.refuse(args, ["mix_slices"], "--num-mix 1 mixes no images")
+    if "term_weights" in args.typed:
+        for term, weight in zip(TERMS, args.term_weights, strict=True):
+            if (weight > 0) != (term in terms):
+                common.fail(
+                    f"--term-weights gives {term} {weight:g}, but --terms is {args.terms}: omitted terms have 0"
+                )
+    if not common.is_vit(args.arch):
+        common.refuse(args, ["drop_path", "num_heads"], f"{args.arch} is not a ViT")
+        if args.num_mix == 1 or terms == ["oto"]:
+            common.refuse(args, ["patch_size"], f"{args.arch} has no patches, and no images are mixed")
+        common.say(f"warning: PatchMix is made for ViTs, whose patches it mixes; {args.arch} has none")
+
+
+def fit_slices(args):
+    """The number of mix slices: --mix-slices, or the number of processes if they do not divide it, with a note.
+
+    A slice must lie within one process. Exits with an error message if batch, slices, patches and M do not go together.
+    """
+    world, slices = common.rank_and_world()[1], args.mix_slices
+    if slices % world:
+        slices = world
+        common.say(f"mix slices: {slices} instead of {args.mix_slices}, which {world} processes do not divide")
+    if args.batch_size % slices:
+        common.fail(f"--batch-size {args.batch_size} cannot be divided into {slices} equal --mix-slices")
     if args.image_size % args.patch_size:
         common.fail(f"--patch-size {args.patch_size} does not divide --image-size {args.image_size}")
-    images, patches = args.batch_size // args.mix_slices, (args.image_size // args.patch_size) ** 2
+    images, patches = args.batch_size // slices, (args.image_size // args.patch_size) ** 2
     if args.num_mix > min(images, patches):
         common.fail(f"--num-mix {args.num_mix} is too large: a slice has {images} images, an image {patches} patches")
+    return slices
 
 
-def train_step(args, model, ddp, optimizer, batch, step, steps, device):
-    """Lines 4-11 of Algorithm 2; steps: of an epoch. Returns the metrics, on the device."""
-    lr, weight_decay, momentum = schedule(args, step, steps)
-    for group in optimizer.param_groups:  # a weight decay of 0: a group that never decays
-        group.update(lr=lr, weight_decay=weight_decay if group["weight_decay"] else 0.0)
-    views = [common.normalize(view, *args.norm) for view in common.colour_views(batch, device)]
-    common.seed_step(args.seed, step)  # of what still draws from the global generator: drop-path
-    loss, metrics = ddp(views, step)
-    optimizer.zero_grad(set_to_none=True)
-    loss.backward()
-    metrics |= dict(grad_norm=gradient_norm(model), lr=lr, momentum=momentum)
-    optimizer.step()
-    model.update(momentum)
-    average_buffers(model)
-    return metrics
+def peak_rate(args):
+    """The learning rate after the warm-up: --lr, scaled linearly with the batch size."""
+    return args.lr * args.batch_size / args.lr_batch
+
+
+def cosine(start, end, done):
+    """Half a cosine from `start` to `end`; done: the share of the way, from 0 to 1."""
+    return end + (start - end) * (1 + math.cos(math.pi * done)) / 2
+
+
+def schedule(args, step, steps_per_epoch):
+    """(learning rate, weight decay, momentum of the momentum encoder) of a step, counted from 0.
+
+    The rate warms up linearly from 0, then falls by a cosine to --min-lr. The other two follow a cosine from their
+    first to their second value.
+    """
+    epoch, done = step / steps_per_epoch, step / (args.epochs * steps_per_epoch)
+    if epoch < args.warmup:
+        lr = peak_rate(args) * epoch / args.warmup
+    else:
+        lr = cosine(peak_rate(args), args.min_lr, (epoch - args.warmup) / (args.epochs - args.warmup))
+    return lr, cosine(*args.weight_decay, done), cosine(*args.momentum, done)
 
 
 def main(args, train=None, test=None, encoder=None):
-    """Train. train, test: map-style Datasets of images instead of --dataset's; encoder: (N, 3, H, W) -> (N, width)."""
+    """Train as args say; the same call goes on where an earlier one was stopped.
+
+    args: the namespace of `parse_args`. train, test: map-style Datasets of images to use instead of --dataset.
+    encoder: a module that maps (N, 3, H, W) to (N, width), to train instead of --arch; a copy of it is trained. The
+    trained weights are in backbone.pt of the run's folder.
+    """
+    # Data
     device = common.join_processes(args)
-    args.bn_groups = batch_norm_groups(args)
-    run = common.Run(args, device, train, encoder)
+    args = common.settle(args, device, train, encoder)
+    args.mix_slices = fit_slices(args)
+    run = None if args.show_views else common.Run(args, device)
     train, test = common.open_images(args, train, test)
-    loader = common.make_loader(args, common.Views(train, *make_sample(args), args.seed, args.interpolation), device)
+    loader = common.make_loader(args, train, augmentation(args), device)
+    mean, std = common.NORMS[args.norm]
     if args.show_views:
         views = common.colour_views(next(iter(loader)), device)
-        mixed = [mix_slices(view, args, 0, i) for i, view in enumerate(views)]
-        names = ("view 1", "view 2", f"mix 1, M={args.num_mix}", f"mix 2, M={args.num_mix}")
+        mixed = [mix_in_slices(view, args, 0, number) for number, view in enumerate(views)]
+        names = ["view 1", "view 2", f"view 1 mixed, M = {args.num_mix}", f"view 2 mixed, M = {args.num_mix}"]
         return common.save_views(args.show_views, views + mixed, names)
 
+    # Model and optimiser
     torch.manual_seed(args.seed)
-    model = group_batch_norms(PatchMix(args, encoder).to(device), args.bn_groups)
+    model = synchronize_batch_norms(PatchMix(args, copy.deepcopy(encoder)).to(device))
     groups = param_groups_weight_decay(model, args.weight_decay[0])
-    optimizer = torch.optim.AdamW(groups, lr=0.0, fused=True)
+    optimizer = torch.optim.AdamW(groups, args.lr, betas=args.betas, fused=True)
     ddp = in_parallel(args, model)
+
+    # The run's folder: the same command goes on from its last.pt
+    steps_per_epoch = len(train) // args.batch_size
+    total_steps = args.epochs * steps_per_epoch
+    last_step = min(args.max_steps or total_steps, total_steps)
+    saved = dict(model=model, optimizer=optimizer)
+    step, record = run.load(train, **saved)
+    target_sums = dict(oto=1, mto=1, mtm=args.num_mix)  # of the weights of a query's positives
+    chance = sum(model.term_weights[term] * target_sums[term] for term in model.terms) * math.log(args.batch_size)
     terms = ", ".join(f"{term} x {model.term_weights[term]:.3g}" for term in model.terms)
-    about = f"M = {args.num_mix} in {args.mix_slices} slice(s), terms {terms}, {args.batch_size} keys a query"
-    run.begin(model, optimizer, train, test, model.momentum_backbone, chance=model.chance(), about=about)
-    while run.goes_on():
-        for batch in run.batches(loader):
-            run.log(train_step(args, model, ddp, optimizer, batch, run.step, run.steps, device))
-        run.end_epoch()
+    about = f"M = {args.num_mix} in {args.mix_slices} slice(s), terms {terms}, {args.batch_size} keys per query"
+    run.begin(
+        step, last_step, common.introduction(args, model.momentum_backbone, train, test, chance, about), chance, record
+    )
+
+    stopping = False
+    with common.StopRequest() as stop:
+        for epoch in range(step // steps_per_epoch, args.epochs + 1):
+            # Judge the epoch that has ended, if one has. This comes first: a run that was stopped here goes on here.
+            if record and not stopping:
+                if test is not None and common.is_due(epoch, args.knn_every, args.epochs):
+                    run.save(step, record, model.momentum_backbone, **saved)  # before what takes long
+                    with stop.at_once():
+                        record |= common.knn_record(args, model.momentum_backbone, train, test, device)
+                run.write(record)
+                record = None
+            if step >= last_step or stopping:
+                break
+
+            # Train for an epoch, or for what is left of it
+            loader.batch_sampler.set_epoch(epoch, start=step % steps_per_epoch)
+            for batch in loader:
+                lr, weight_decay, momentum = schedule(args, step, steps_per_epoch)
+                no_decay, decay = optimizer.param_groups  # in the order of param_groups_weight_decay
+                no_decay.update(lr=lr)
+                decay.update(lr=lr, weight_decay=weight_decay)
+                # Algorithm 2, line 4: two views per image
+                views = [common.normalize(view, mean, std) for view in common.colour_views(batch, device)]
+                common.seed_step(args.seed, step)  # for what draws from the global generator, as drop-path
+                # Lines 5 to 10: the mixed images, queries, keys and the loss
+                loss, _, metrics = ddp(views, step)
+                # Line 10: the step of the encoder. Line 11: the momentum encoder follows
+                optimizer.zero_grad(set_to_none=True)
+                loss.backward()
+                grad_norm = gradient_norm(model)
+                optimizer.step()
+                model.update(momentum)
+                # Count and log; a request to stop ends the loop after this step
+                step += 1
+                q, k = metrics.pop("q"), metrics.pop("k")
+                run.count(step, dict(loss=loss, **metrics, grad_norm=grad_norm, lr=lr, momentum=momentum))
+                stopping = stop.agreed()
+                if step == last_step or stopping:
+                    break
+
+            # Save. An epoch's record is saved too, and is judged and written above
+            if step % steps_per_epoch == 0:
+                record = run.summary(step, loader) | common.embedding_health(gather(q.detach()), gather(k))
+            keep = record and args.keep_every and (epoch + 1) % args.keep_every == 0
+            if keep or stopping or step == last_step or common.is_due(epoch + 1, args.save_every, args.epochs):
+                run.save(step, record, model.momentum_backbone, f"epoch-{epoch + 1:04d}.pt" if keep else None, **saved)
     del ddp  # before the process group: in torch 2.11 a DDP that goes last can hang for ever
-    run.finish()
+    run.finish(step, record, stopping)
 
 
-# ============ 6. machine room (the same in all five files: read it once)
+# =============================================================== 6. machinery
+
+# -- batch norm over all processes (the same in moco_jointcrop, logo and patchmix)
 
 
 class AllReduce(torch.autograd.Function):
-    """The sum over the processes; its gradient is the sum of their gradients."""
+    """The sum of a tensor over the processes. The gradient is the sum of the processes' gradients."""
 
     @staticmethod
     def forward(ctx, x):
@@ -423,82 +623,65 @@ class AllReduce(torch.autograd.Function):
         return AllReduce.apply(gradient)
 
 
-class GroupedBatchNorm(nn.modules.batchnorm._BatchNorm):
-    """Batch norm whose statistics are taken over `groups` equal slices of the global batch, for (N, C) or (N, C, H, W).
+class GlobalBatchNorm(nn.modules.batchnorm._BatchNorm):
+    """Batch norm whose statistics are taken over the global batch, for (N, C) or (N, C, H, W), on CPUs.
 
-    Several groups stand for the separate batch norms of as many GPUs, on any number of processes that divides them; one
-    is one set of statistics over all processes. Running statistics are the mean over this process's groups;
-    `average_buffers` then takes the mean over the processes.
+    It does what torch's SyncBatchNorm does on GPUs. All processes have the same statistics, and gradients flow through
+    them. Each process must have as many images as the others.
+    norm: the batch norm whose parameters, statistics and state_dict keys this one takes over.
     """
 
+    def __init__(self, norm):
+        super().__init__(norm.num_features, norm.eps, norm.momentum, norm.affine, norm.track_running_stats)
+        self.weight, self.bias = norm.weight, norm.bias
+        self.running_mean, self.running_var = norm.running_mean, norm.running_var
+        self.num_batches_tracked, self.training = norm.num_batches_tracked, norm.training
+        # timm's BatchNormAct2d also drops and activates.
+        self.after = nn.Sequential(norm.drop, norm.act) if hasattr(norm, "act") else nn.Identity()
+
     def _check_input_dim(self, x):
-        pass
+        """Any dimension will do."""
 
+    @torch.compiler.disable  # it cannot compile the collectives
     def forward(self, x):
+        if not self.training:
+            return self.after(super().forward(x))
         world = common.rank_and_world()[1]
-        if not self.training or self.groups == world:  # this process is one group
-            y = super().forward(x)
-        elif self.groups == 1:
-            y = self.over_processes(x, world)
-        else:
-            y = self.in_groups(x, self.groups // world)
-        return self.after(y)
-
-    def in_groups(self, x, g):
-        mean, var = self.running_mean.repeat(g, 1), self.running_var.repeat(g, 1)
-        options = self.weight, self.bias, True, self.momentum, self.eps
-        y = torch.cat([F.batch_norm(part, m, v, *options) for part, m, v in zip(x.chunk(g), mean, var, strict=True)])
-        self.running_mean.copy_(mean.mean(0))
-        self.running_var.copy_(var.mean(0))
-        return y
-
-    @torch.compiler.disable  # collectives
-    def over_processes(self, x, world):
-        wide, others = x.to(self.running_mean.dtype), [0, *range(2, x.dim())]
-        mean = AllReduce.apply(wide.mean(others, keepdim=True)) / world
-        var = AllReduce.apply((wide - mean).square().mean(others, keepdim=True)) / world
-        count = world * x.numel() // x.shape[1]
+        wide = x.to(self.running_mean.dtype)  # x is bf16 under autocast
+        all_but_channels = [0, *range(2, x.dim())]
+        mean = AllReduce.apply(wide.mean(all_but_channels, keepdim=True)) / world
+        var = AllReduce.apply((wide - mean).square().mean(all_but_channels, keepdim=True)) / world
+        count = world * x.numel() // x.shape[1]  # values per channel
         self.running_mean.lerp_(mean.detach().flatten(), self.momentum)
         self.running_var.lerp_(var.detach().flatten() * count / (count - 1), self.momentum)
-        shape = (-1, *[1] * (x.dim() - 2))
-        scale, shift = (1.0, 0.0) if self.weight is None else (self.weight.view(shape), self.bias.view(shape))
-        return ((wide - mean) * (var + self.eps).rsqrt() * scale + shift).to(x.dtype)
+        y = (wide - mean) * (var + self.eps).rsqrt()
+        if self.affine:
+            y = y * self.weight.view_as(mean) + self.bias.view_as(mean)
+        return self.after(y.to(x.dtype))
 
 
-def batch_norm_groups(args):
-    """The recipe's groups, or, with a line: one a process where these do not divide them, or fewer for the batch."""
-    world, asked = common.rank_and_world()[1], args.bn_groups
-    most = asked if asked == 1 or asked % world == 0 else world
-    fitting = [g for g in range(most, 1, -1) if g % world == 0 and args.batch_size % g == 0 and args.batch_size > g]
-    groups = (fitting or [1])[0]
-    if groups != asked:
-        common.say(f"batch-norm groups: {groups} for {asked}, with {world} process(es), batch {args.batch_size}")
-    return groups
+def synchronize_batch_norms(module):
+    """Replace every batch norm of a module by one over the batch of all processes; returns the module.
 
-
-def group_batch_norms(module, groups):
-    """Make every batch norm of a module one over `groups` slices of the global batch, in place; returns the module."""
-    if groups == 1 and dist.is_initialized() and next(module.parameters()).is_cuda:
+    With one process the module stays as it is. On CUDA the new ones are torch's SyncBatchNorm.
+    """
+    if common.rank_and_world()[1] == 1:
+        return module
+    if any(parameter.is_cuda for parameter in module.parameters()):
         return timm.layers.convert_sync_batchnorm(module)
-    for norm in [m for m in module.modules() if isinstance(m, (nn.BatchNorm1d, nn.BatchNorm2d))]:
-        after = [norm.drop, norm.act] if hasattr(norm, "act") else []  # timm's BatchNormAct2d
-        norm.after = nn.Sequential(*after)
-        norm.__class__, norm.groups = GroupedBatchNorm, groups  # parameters and statistics stay where they are
+    for name, child in module.named_children():
+        if isinstance(child, (nn.BatchNorm1d, nn.BatchNorm2d)):
+            setattr(module, name, GlobalBatchNorm(child))
+        else:
+            synchronize_batch_norms(child)
     return module
 
 
-def average_buffers(model):
-    """Make batch norm's running statistics the mean over the processes: one collective."""
-    world = common.rank_and_world()[1]
-    buffers = [b for m in model.modules() if isinstance(m, GroupedBatchNorm) for b in (m.running_mean, m.running_var)]
-    if world > 1 and buffers:
-        flat = torch.cat(buffers)
-        dist.all_reduce(flat)
-        torch._foreach_copy_(buffers, flat.div_(world).split([len(b) for b in buffers]))
+# ------------------------------- several processes (the same in all five files)
 
 
 def gather(x):
-    """(n, ...) of each process -> (N, ...) of all, in rank order, without gradient."""
+    """Concatenate (n, ...) of each process to (N, ...) of all, in rank order, without gradient."""
     world = common.rank_and_world()[1]
     if world == 1:
         return x
@@ -508,11 +691,12 @@ def gather(x):
 
 
 def gradient_norm(model):
+    """The L2 norm of all gradients, a 0-d tensor."""
     return torch.nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
 
 
 def in_parallel(args, model):
-    """The model as --grad-checkpoint, --compile and torchrun want it run."""
+    """The model as --grad-checkpoint and --compile want it run, and in DDP if there are several processes."""
     if args.grad_checkpoint:
         model.backbone.set_grad_checkpointing()
     if args.compile:
@@ -520,31 +704,11 @@ def in_parallel(args, model):
             backbone.compile()
     if not dist.is_initialized():
         return model
-    options = dict(broadcast_buffers=False, gradient_as_bucket_view=True)
-    return DistributedDataParallel(model, find_unused_parameters=args.arch == "own", **options)
-
-
-def schedule(args, step, steps_per_epoch):
-    """(learning rate, weight decay, momentum of the momentum encoder) of a step.
-
-    The rate warms up linearly, then falls by a cosine to min_lr, or by 10 at each of the recipe's milestones (shares of
-    the run). A pair of weight decays or momenta is the start and the end of a cosine.
-    """
-    epoch, done = step / steps_per_epoch, step / (args.epochs * steps_per_epoch)
-    peak, warmup = args.lr * args.batch_size / args.lr_batch, args.warmup
-
-    def cosine(start, end, t):
-        return end + (start - end) * (1 + math.cos(math.pi * t)) / 2
-
-    if epoch < warmup:
-        lr = peak * epoch / warmup
-    elif getattr(args, "milestones", None):
-        lr = peak * 0.1 ** sum(done >= m for m in args.milestones)
-    else:
-        lr = cosine(peak, args.min_lr, (epoch - warmup) / (args.epochs - warmup))
-    pair = [v if isinstance(v, (tuple, list)) else (v, v) for v in (args.weight_decay, args.momentum)]
-    return lr, *(cosine(start, end, done) for start, end in pair)
+    may_have_unused = args.arch == "own"  # only a user's own encoder may leave parameters unused
+    return DistributedDataParallel(
+        model, broadcast_buffers=False, gradient_as_bucket_view=True, find_unused_parameters=may_have_unused
+    )
 
 
 if __name__ == "__main__":
-    main(parse_args())
+    common.start(main, parse_args)
