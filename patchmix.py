@@ -112,7 +112,7 @@ CIFAR_ENCODERS = dict(  # section 4.1.2
     vit_base=dict(lr=1.5e-3),
 )
 IMAGENET_ENCODERS = dict(vit_small=dict(lr=2e-3), vit_base=dict(lr=3e-3))
-RELEASED = dict(num_mix=2, smoothing=0.1, mixed_view=2)  # D2, D1, D5; D1's weights follow M, see parse_args
+RELEASED = dict(num_mix=2, term_weights=(1.0, 0.5, 0.25), smoothing=0.1, mixed_view=2)  # D2, D1, D1, D5
 RELEASED_ENCODERS = dict(vit_small=dict(num_heads=12), vit_tiny=dict(momentum=(0.0, 0.0)))  # D3, D4
 # fmt: on
 
@@ -243,8 +243,8 @@ STREAM_PERMUTATION = 10  # random streams of the two views, 10 and 11, see commo
 def mix_in_slices(images, args, step, number):
     """Patch-mix images within --mix-slices equal slices of the global batch (D12): (n, C, H, W) -> (n, C, H, W).
 
-    images: this process's rows. number: 0 for the mixed queries' view, 1 for the mixed keys'. The permutation is one per
-    view and batch, the same in all slices and on all processes.
+    images: this process's rows. number: 0 for the mixed queries' view, 1 for the mixed keys'. There is one permutation
+    per view and batch (Eq. 2), the same in all slices and on all processes.
     """
     generator = common.generator(args.seed, step, STREAM_PERMUTATION + number, 0)
     permutation = torch.randperm((args.image_size // args.patch_size) ** 2, generator=generator)
@@ -267,7 +267,10 @@ def batch_targets(n, slices, num_mix):
 
 
 def mlp(widths):
-    """A head of Table 9: Linear, batch norm and ReLU per layer; the last has no ReLU, and no learned scale and shift."""
+    """A head of Table 9: Linear, batch norm and ReLU per layer. The last layer has no ReLU, and its norm no parameters.
+
+    widths: the sizes of the input, of each hidden layer and of the output.
+    """
     layers = []
     for inputs, outputs in pairwise(widths):
         layers += [nn.Linear(inputs, outputs, bias=False), nn.BatchNorm1d(outputs), nn.ReLU(inplace=True)]
@@ -433,7 +436,7 @@ def parse_args(argv=None):
     if "min_lr" not in args.typed:
         args.min_lr *= peak_rate(args) / peak_rate(usual)  # the last rate follows the first
     if "term_weights" not in args.typed and args.variant == "released":
-        args.term_weights = (1.0, 0.5, 0.5 / args.num_mix)  # D1
+        args.term_weights = (1.0, 0.5, 0.5 / args.num_mix)  # D1: the weights of mtm sum to 1 there, here to M
     check_terms(args)
     common.check_views(args, patches_of_vits=False)
     args.method = "patchmix"
@@ -458,10 +461,10 @@ def check_terms(args):
         common.refuse(args, ["mix_slices"], "--num-mix 1 mixes no images")
     if "term_weights" in args.typed:
         for term, weight in zip(TERMS, args.term_weights, strict=True):
-            if (weight > 0) != (term in terms):
-                common.fail(
-                    f"--term-weights gives {term} {weight:g}, but --terms is {args.terms}: omitted terms have 0"
-                )
+            if term in terms and weight == 0:
+                common.fail(f"--term-weights gives {term} the weight 0: leave it out of --terms instead")
+            if term not in terms and weight > 0:
+                common.fail(f"--term-weights gives {term} the weight {weight:g}, but --terms omits it: give it 0")
     if not common.is_vit(args.arch):
         common.refuse(args, ["drop_path", "num_heads"], f"{args.arch} is not a ViT")
         if args.num_mix == 1 or terms == ["oto"]:
@@ -470,12 +473,15 @@ def check_terms(args):
 
 
 def fit_slices(args):
-    """The number of mix slices: --mix-slices, or the number of processes if they do not divide it, with a note.
+    """The number of mix slices: the recipe's, or the number of processes if they do not divide it, with a note.
 
-    A slice must lie within one process. Exits with an error message if batch, slices, patches and M do not go together.
+    A slice must lie within one process. Exits with an error message if processes do not divide a --mix-slices that was
+    typed, or if batch, slices, patches and M do not go together.
     """
     world, slices = common.rank_and_world()[1], args.mix_slices
     if slices % world:
+        if "mix_slices" in args.typed:
+            common.fail(f"--mix-slices {slices} cannot be shared out over {world} processes")
         slices = world
         common.say(f"mix slices: {slices} instead of {args.mix_slices}, which {world} processes do not divide")
     if args.batch_size % slices:
@@ -550,9 +556,8 @@ def main(args, train=None, test=None, encoder=None):
     chance = sum(model.term_weights[term] * target_sums[term] for term in model.terms) * math.log(args.batch_size)
     terms = ", ".join(f"{term} x {model.term_weights[term]:.3g}" for term in model.terms)
     about = f"M = {args.num_mix} in {args.mix_slices} slice(s), terms {terms}, {args.batch_size} keys per query"
-    run.begin(
-        step, last_step, common.introduction(args, model.momentum_backbone, train, test, chance, about), chance, record
-    )
+    introduction = common.introduction(args, model.momentum_backbone, train, test, chance, about)
+    run.begin(step, last_step, introduction, chance, record)
 
     stopping = False
     with common.StopRequest() as stop:
