@@ -128,7 +128,7 @@ def describe(module, args):
 
 def patchmix_forward(n, query, key, *flags):
     """PatchMix.forward for embeddings by view and mixing."""
-    args = parsed(patchmix, n, "--mix-slices", "1", *flags)
+    args = parsed(patchmix, n, *flags)
     model = patchmix.PatchMix(args)
     replace_encoders(model, ViewEmbeddings(query), ViewEmbeddings(key))
     size = args.image_size
