@@ -542,7 +542,7 @@ def main(args, train=None, test=None, encoder=None):
     # Model and optimiser
     torch.manual_seed(args.seed)
     model = synchronize_batch_norms(PatchMix(args, copy.deepcopy(encoder)).to(device))
-    groups = param_groups_weight_decay(model, args.weight_decay[0])
+    groups = param_groups_weight_decay(model)  # 1-D tensors, which have no weight decay, and the rest
     optimizer = torch.optim.AdamW(groups, args.lr, betas=args.betas, fused=True)
     ddp = in_parallel(args, model)
 
@@ -577,7 +577,7 @@ def main(args, train=None, test=None, encoder=None):
             loader.batch_sampler.set_epoch(epoch, start=step % steps_per_epoch)
             for batch in loader:
                 lr, weight_decay, momentum = schedule(args, step, steps_per_epoch)
-                no_decay, decay = optimizer.param_groups  # in the order of param_groups_weight_decay
+                no_decay, decay = optimizer.param_groups
                 no_decay.update(lr=lr)
                 decay.update(lr=lr, weight_decay=weight_decay)
                 # Algorithm 2, line 4: two views per image

@@ -1,45 +1,48 @@
-"""PatchMix against slow references written from the paper (arXiv 2306.12243), its limit cases and its tables."""
+"""patchmix.py against slow references written from the paper, its limit cases, its tables and its command line."""
 
+import json
 import math
+import socket
 import types
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 
 import common
 import patchmix
 
-TINY = "--arch vit_micro --image-size 16 --patch-size 4 --batch-size 12 --num-mix 3 --mix-slices 2 --epochs 10".split()
+TINY = "--arch vit_micro --image-size 16 --patch-size 4 --batch-size 12 --epochs 10 --hidden 16 --dim 8".split()
+MIX = "--num-mix 3 --mix-slices 2".split()
+ALL = "oto,mto,mtm"
 
 
 @pytest.fixture
-def double(monkeypatch):
+def double():
     """Everything in float64, so that a difference is an error and not rounding."""
-    monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)
     torch.set_default_dtype(torch.float64)
     yield
     torch.set_default_dtype(torch.float32)
 
 
 @pytest.fixture
-def make_model(monkeypatch):
-    """A function: flags -> (args, small model whose momentum encoder differs from its encoder)."""
-    torch.set_num_threads(1)  # so small that threads only wait for each other
+def free_port():
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
 
-    def make(*flags):
-        for name, value in (("hidden", 16), ("dim", 8)):
-            monkeypatch.setitem(patchmix.RECIPES["patterns"], name, value)
-        args = patchmix.parse_args([*TINY, *flags])
-        args.bf16 = False
-        torch.manual_seed(0)
-        model = patchmix.group_batch_norms(patchmix.PatchMix(args), args.bn_groups)
-        for p in (*model.momentum_backbone.parameters(), *model.momentum_projector.parameters()):
-            p.data.add_(0.1 * torch.randn(p.shape))
-        return args, model
 
-    return make
+def make_model(*flags):
+    """(args, a small model whose momentum encoder differs from its encoder)."""
+    args = patchmix.parse_args([*TINY, *flags])
+    args.bf16 = False
+    torch.manual_seed(0)
+    model = patchmix.PatchMix(args)
+    for p in (*model.momentum_backbone.parameters(), *model.momentum_projector.parameters()):
+        p.data.add_(0.1 * torch.randn(p.shape))
+    return args, model
 
 
 def views_of(args, seed=1):
@@ -124,10 +127,22 @@ def test_patch_mix_draws_its_own_permutation():
     assert len({patchmix.patch_mix(x, 2, 4).numpy().tobytes() for _ in range(4)}) == 4
 
 
-@pytest.mark.parametrize("num_mix, patch", [(2, 3), (2, (4, 3)), (2, (3, 4)), (0, 4), (5, 4)])
-def test_patch_mix_refuses(num_mix, patch):
-    with pytest.raises(ValueError, match="num_mix" if patch == 4 else "do not tile"):
-        patchmix.patch_mix(torch.zeros(8, 3, 8, 8), num_mix, patch)
+@pytest.mark.parametrize(
+    "shape, num_mix, patch, permutation, word",
+    [
+        ((8, 3, 8, 8), 2, 3, None, "do not tile"),
+        ((8, 3, 8, 8), 2, (4, 3), None, "do not tile"),
+        ((8, 3, 8, 8), 0, 4, None, "num_mix"),
+        ((8, 3, 8, 8), 5, 4, None, "num_mix"),
+        ((8, 3, 8, 8), 2, 4, [0, 1, 2, 2], "permutation"),
+        ((8, 3, 8, 8), 2, 4, [0, 1, 2], "permutation"),
+        ((3, 8, 8), 2, 4, None, "images"),
+    ],
+)
+def test_patch_mix_refuses(shape, num_mix, patch, permutation, word):
+    permutation = None if permutation is None else torch.tensor(permutation)
+    with pytest.raises(ValueError, match=word):
+        patchmix.patch_mix(torch.zeros(shape), num_mix, patch, permutation)
 
 
 # ---------------------------------------------------------------- mix_targets
@@ -160,6 +175,12 @@ def test_mix_targets_figure_7():
     assert [tuple(row) for row in mto_index.tolist()] == view_1
     assert mtm_index[0].tolist() == [7, 8, 0, 1, 2] and mtm_index[8].tolist() == [6, 7, 8, 0, 1]
     assert mtm_weight.tolist() == pytest.approx([1 / 3, 2 / 3, 1, 2 / 3, 1 / 3])
+
+
+@pytest.mark.parametrize("n, num_mix", [(0, 1), (4, 0)])
+def test_mix_targets_refuses(n, num_mix):
+    with pytest.raises(ValueError, match="at least 1"):
+        patchmix.mix_targets(n, num_mix)
 
 
 # -------------------------------------------------------------- soft_info_nce
@@ -250,6 +271,16 @@ def test_a_mixed_query_is_best_between_its_sources(num_mix):
     assert patchmix.soft_info_nce(k[index[:, 0]], k, index, weight.double(), 0.01) > loss + 1  # one source takes all
 
 
+@pytest.mark.parametrize("wrong", [0, 1, 2, 3])
+def test_soft_info_nce_refuses(wrong):
+    """One of q, k, index and weight at a time has a shape that cannot be right."""
+    inputs = [torch.ones(6, 5), torch.ones(7, 5), torch.zeros(6, 3, dtype=torch.int64), torch.ones(3)]
+    assert patchmix.soft_info_nce(*inputs, 0.2).dim() == 0
+    inputs[wrong] = inputs[wrong][..., :-1]
+    with pytest.raises(ValueError, match="soft_info_nce takes"):
+        patchmix.soft_info_nce(*inputs, 0.2)
+
+
 # ---------------------------------------------------------- the total, Eq. 16
 
 
@@ -271,11 +302,19 @@ def in_batch(n, slices, num_mix):
     return {term: (torch.tensor(index), torch.tensor(weight)) for term, (index, weight) in lists.items()}
 
 
+def mixed_by_loops(images, args, step, view):
+    """Eq. 1-7 within each slice, all by the permutation of this step and view."""
+    tokens = (args.image_size // args.patch_size) ** 2
+    k = torch.randperm(tokens, generator=common.generator(args.seed, step, 10 + view, 0))
+    slices = images.chunk(args.mix_slices)
+    return torch.cat([mix_by_loops(x, args.num_mix, args.patch_size, args.patch_size, k) for x in slices])
+
+
 def total_by_loops(model, args, views):
     """Eq. 13-16 from the model's own modules; the released weights, smoothing and roles of the views if asked for."""
     released = args.variant == "released"
     x1, x2 = views[::-1] if released else views
-    mix1, mix2 = (patchmix.mix_slices(x, args, 5, i) for i, x in enumerate((x1, x2)))
+    mix1, mix2 = (mixed_by_loops(x, args, 5, i) for i, x in enumerate((x1, x2)))
     targets = in_batch(args.batch_size, args.mix_slices, args.num_mix)
     factor = {"oto": 1, "mto": 0.5, "mtm": 0.5 / args.num_mix} if released else dict.fromkeys(targets, 1)
     pairs = {"oto": (x2, x1), "mto": (mix1, x2), "mtm": (mix1, mix2)}
@@ -295,22 +334,28 @@ ALL = "oto,mto,mtm"
     "variant, terms",
     [("paper", ALL), ("released", ALL), ("paper", "oto,mto"), ("released", "mto,mtm"), ("paper", "mtm")],
 )
-def test_total_eq_16(make_model, double, variant, terms):
-    args, model = make_model("--variant", variant, "--terms", terms)
+def test_total_eq_16(double, variant, terms):
+    args, model = make_model(*MIX, "--variant", variant, "--terms", terms)
     views = views_of(args)
-    loss, metrics = model(views, 5)
+    loss, keys_to_enqueue, metrics = model(views, 5)
     expected, parts = total_by_loops(model, args, views)
     torch.testing.assert_close(loss, expected)
-    assert parts.keys() == set(terms.split(","))
+    assert keys_to_enqueue is None
+    assert metrics.keys() == {f"loss_{term}" for term in terms.split(",")} | {"q", "k"}
     for term, value in parts.items():
         torch.testing.assert_close(metrics[f"loss_{term}"], value)
     trained = [p for p in model.parameters() if p.requires_grad]
     torch.testing.assert_close(torch.autograd.grad(loss, trained), torch.autograd.grad(expected, trained))
-    assert metrics["q"].shape == metrics["k"].shape == (args.batch_size, args.dim)
+
+
+def test_term_weights_weigh_the_terms(double):
+    args, model = make_model(*MIX, "--term-weights", "2", "0.25", "3")
+    loss, _, metrics = model(views_of(args), 5)
+    torch.testing.assert_close(loss, 2 * metrics["loss_oto"] + 0.25 * metrics["loss_mto"] + 3 * metrics["loss_mtm"])
 
 
 @pytest.mark.parametrize("terms, factor", [("oto,mto", 1), ("oto,mto,mtm", 2)])
-def test_without_mixing_it_is_moco_v3(make_model, double, terms, factor):
+def test_without_mixing_it_is_moco_v3(double, terms, factor):
     """M = 1 without mix-to-mix: MoCo v3's symmetric loss over 2 tau; with it one direction counts twice."""
     args, model = make_model("--num-mix", "1", "--terms", terms)
     x1, x2 = views_of(args)
@@ -319,38 +364,68 @@ def test_without_mixing_it_is_moco_v3(make_model, double, terms, factor):
     torch.testing.assert_close(model([x1, x2], 0)[0], factor * one + two)
 
 
-@pytest.mark.parametrize("flags", ["", "--variant released", "--terms mtm", "--terms oto,mto", "--num-mix 1"])
-def test_chance_is_the_loss_at_equal_logits(make_model, double, flags):
-    args, model = make_model(*flags.split())
-    model.momentum_projector.register_forward_hook(lambda module, inputs, output: torch.ones_like(output))
-    assert model(views_of(args), 0)[0].item() == pytest.approx(model.chance(), rel=1e-12)
-
-
-@pytest.mark.parametrize("variant", ["paper", "released"])
-def test_rings_stay_within_their_slices(variant, monkeypatch):
-    args = patchmix.parse_args([*TINY, "--mix-slices", "3", "--variant", variant])
+def test_rings_stay_within_their_slices(monkeypatch):
+    """Each slice mixes its own images, by one permutation per view and step for all slices and processes."""
     ids = torch.arange(12.0).view(-1, 1, 1, 1).expand(12, 3, 16, 16)
-    mixed = patchmix.mix_slices(ids, args, 7, 0)
-    for i in range(12):  # four images a slice, three of them in a mixed one
-        ring = {i // 4 * 4 + (i + m) % 4 for m in range(3)}
-        assert set(mixed[i].unique().tolist()) == ring
-    # Each view and step has its own shuffle, and each slice in the paper's variant (D10).
-    own = [mixed[s : s + 4, 0] == ids[s : s + 4, 0] for s in (0, 4, 8)]
-    assert torch.equal(own[0], own[1]) == torch.equal(own[1], own[2]) == (variant == "released")
-    for step, view in ((7, 1), (8, 0)):
-        assert not torch.equal(mixed, patchmix.mix_slices(ids, args, step, view))
+    own_patches = []
+    for slices in (1, 3):
+        args = patchmix.parse_args([*TINY, "--num-mix", "3", "--mix-slices", str(slices)])
+        mixed = patchmix.mix_in_slices(ids, args, 7, 0)
+        size = 12 // slices
+        for i in range(12):
+            ring = {i // size * size + (i + m) % size for m in range(3)}
+            assert set(mixed[i].unique().tolist()) == ring
+        own_patches += list(mixed == ids)
+        for step, view in ((7, 1), (8, 0)):
+            assert not torch.equal(mixed, patchmix.mix_in_slices(ids, args, step, view))
+    assert all(torch.equal(own, own_patches[0]) for own in own_patches)
     parts = []
     for rank in range(3):  # the same on any number of processes
         monkeypatch.setattr(common, "rank_and_world", lambda rank=rank: (rank, 3))
-        parts.append(patchmix.mix_slices(ids.chunk(3)[rank], args, 7, 0))
+        parts.append(patchmix.mix_in_slices(ids.chunk(3)[rank], args, 7, 0))
     assert torch.equal(torch.cat(parts), mixed)
 
 
-# ------------------------------------------------ momentum, groups, schedule
+def process(rank, port, folder):
+    """One of two processes: the loss, gradients and buffers of a batch that both share."""
+    torch.set_num_threads(1)
+    torch.set_default_dtype(torch.float64)
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+    torch.save(trained_once(*MIX), f"{folder}/{rank}.pt")
+    dist.destroy_process_group()
+
+
+def trained_once(*flags):
+    args, model = make_model(*flags)
+    model = patchmix.synchronize_batch_norms(model)
+    loss = model([common.own_rows(view) for view in views_of(args)], 5)[0]
+    loss.backward()
+    return loss.detach(), [p.grad for p in model.parameters() if p.requires_grad], dict(model.named_buffers())
+
+
+@pytest.mark.slow
+def test_two_processes_are_one(tmp_path, double, free_port):
+    """Loss and gradients are means over the processes; the running statistics are the same on both."""
+    torch.multiprocessing.start_processes(process, (free_port, str(tmp_path)), 2, start_method="spawn")
+    (loss, gradients, buffers), (other_loss, other_gradients, other) = (
+        torch.load(tmp_path / f"{r}.pt") for r in (0, 1)
+    )
+    expected = trained_once(*MIX)
+    close = dict(rtol=1e-9, atol=1e-11)
+    torch.testing.assert_close((loss + other_loss) / 2, expected[0], **close)
+    for ours, theirs, one in zip(gradients, other_gradients, expected[1], strict=True):
+        torch.testing.assert_close((ours + theirs) / 2, one, **close)
+    for name, value in expected[2].items():
+        if "running" in name:
+            torch.testing.assert_close(buffers[name], value, **close)
+            assert torch.equal(buffers[name], other[name])
+
+
+# -------------------------------------- momentum encoder, optimiser, schedule
 
 
 @pytest.mark.parametrize("m", [0.0, 0.3, 1.0])
-def test_momentum_update(make_model, double, m):
+def test_momentum_update(double, m):
     args, model = make_model()
     slow = [*model.momentum_backbone.parameters(), *model.momentum_projector.parameters()]
     fast = [*model.backbone.parameters(), *model.projector.parameters()]
@@ -362,72 +437,88 @@ def test_momentum_update(make_model, double, m):
     assert all(torch.equal(a, b) for a, b in zip(statistics, model.momentum_projector.buffers(), strict=True))
 
 
-def test_released_vit_tiny_has_no_momentum_encoder(make_model, double, monkeypatch):
-    """D4: keys of the encoder itself in training mode, so that they pass drop-path and move the batch norms."""
-    monkeypatch.setitem(patchmix.RECIPES["patterns"], "drop_path", 0.5)
+def test_released_vit_tiny_has_no_momentum_encoder(double, monkeypatch):
+    """D4: the encoder itself makes the keys, in training mode, so that they pass drop-path and move the batch norms."""
     monkeypatch.setitem(common.ARCHS, "vit_tiny", common.ARCHS["vit_micro"])
     args, model = make_model("--variant", "released")
     assert model.momentum_backbone is not model.backbone and args.momentum[0] > 0
-    args, model = make_model("--arch", "vit_tiny", "--variant", "released")
+    args, model = make_model("--arch", "vit_tiny", "--variant", "released", "--drop-path", "0.5")
     assert model.momentum_backbone is model.backbone and model.momentum_projector is model.projector
-    trained = list(model.parameters())
-    groups = patchmix.param_groups_weight_decay(model, args.weight_decay[0])
-    grouped = [p for group in groups for p in group["params"]]
-    assert len(grouped) == len(trained) == len({id(p) for p in grouped}) and all(p.requires_grad for p in grouped)
-    counts = [m.num_batches_tracked for m in model.projector if isinstance(m, patchmix.GroupedBatchNorm)]
     x = views_of(args)
+    statistics = [b.clone() for b in model.projector.buffers()]
     first, second = model.key(x[0]), model.key(x[0])
     assert not torch.equal(first, second) and not first.requires_grad  # drop-path
-    assert [int(c) for c in counts] == [2] * len(counts)
+    assert not all(torch.equal(a, b) for a, b in zip(statistics, model.projector.buffers(), strict=True))
     model(x, 0)[0].backward()
-    before = [p.detach().clone() for p in trained]
+    assert all(p.grad is not None for p in model.parameters())
+    before = [p.detach().clone() for p in model.parameters()]
     model.update(0.0)
-    assert all(torch.equal(a, b) for a, b in zip(before, trained, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
 
 
-def test_drop_path_is_of_the_encoder_only(make_model, double, monkeypatch):
-    monkeypatch.setitem(patchmix.RECIPES["patterns"], "drop_path", 0.5)
-    args, model = make_model()
+def test_drop_path_is_of_the_encoder_only(double):
+    args, model = make_model("--drop-path", "0.5")
     x = views_of(args)[0]
     assert not torch.equal(model.query(x), model.query(x))
     assert torch.equal(model.key(x), model.key(x))
 
 
-def test_train_step(make_model, double):
-    """One step: the optimiser moves the trainable parameters only, then the momentum encoder moves once, by 1 - m."""
-    args, model = make_model("--seed", "3")
-    optimizer = torch.optim.AdamW(patchmix.param_groups_weight_decay(model, args.weight_decay[0]), lr=0.0)
-    names = {id(p): name for name, p in model.named_parameters()}
-    grouped = [(names[id(p)], group["weight_decay"] > 0) for group in optimizer.param_groups for p in group["params"]]
-    trainable = [name for name, p in model.named_parameters() if not name.startswith("momentum_")]
-    assert sorted(name for name, _ in grouped) == sorted(trainable)  # each exactly once
-    assert {name for name, decays in grouped if not decays} == {
-        n for n in trainable if model.get_parameter(n).dim() == 1
-    }
-    assert {("backbone.pos_embed", True), ("backbone.cls_token", True), ("backbone.norm.bias", False)} <= set(grouped)
-    before = {name: p.detach().clone() for name, p in model.named_parameters()}
-    draws = np.full((args.batch_size, 2, common.COLOUR_DRAWS), 0.9)
-    colour = np.stack([common.random_colour(d) for d in draws.swapaxes(0, 1)], 1)
-    images = [((v * 40 + 128).clamp(0, 255)).byte() for v in views_of(args)]
-    batch = {"views": images, "colour": torch.from_numpy(colour)}
-    metrics = patchmix.train_step(args, model, model, optimizer, batch, 9, 10, torch.device("cpu"))
-    lr, weight_decay, m = patchmix.schedule(args, 9, 10)
-    assert {(g["lr"], g["weight_decay"]) for g in optimizer.param_groups} == {(lr, weight_decay), (lr, 0.0)} and lr > 0
-    gradients = [p.grad for p in model.parameters() if p.requires_grad]
-    assert all(g is not None for g in gradients)
-    assert metrics["grad_norm"].item() == pytest.approx(math.sqrt(sum(g.square().sum().item() for g in gradients)))
-    for name, p in model.named_parameters():
+class Noise(torch.utils.data.Dataset):
+    """A user's own images."""
+
+    def __len__(self):
+        return 48
+
+    def __getitem__(self, i):
+        return torch.randint(256, (3, 20, 20), dtype=torch.uint8, generator=torch.Generator().manual_seed(i))
+
+
+def state_after(steps, out, *flags):
+    """(args, last.pt) of a run on Noise."""
+    args = patchmix.parse_args([*TINY, "--device", "cpu", "--max-steps", str(steps), "--out", str(out), *flags])
+    patchmix.main(args, train=Noise())
+    return args, common.load_checkpoint(out / "last.pt")
+
+
+@pytest.mark.parametrize("start", ["0.04", "0"])
+def test_main_moves_encoder_and_momentum_encoder(tmp_path, start):
+    """The optimiser moves what is trained, weight decay is of matrices only, and the momentum encoder follows."""
+    args, state = state_after(1, tmp_path, "--warmup", "0", "--weight-decay", start, "0.4", "--momentum", "0.3", "0.6")
+    torch.manual_seed(args.seed)
+    args.bf16 = False
+    model = patchmix.PatchMix(args)
+    before, after = dict(model.named_parameters()), state["model"]
+    for name, p in before.items():
         if name.startswith("momentum_"):
-            query = model.get_parameter(name.removeprefix("momentum_"))
-            torch.testing.assert_close(p, m * before[name] + (1 - m) * query, rtol=1e-13, atol=1e-15)
-            assert p.grad is None and not p.requires_grad
+            follows = 0.3 * p + 0.7 * after[name.removeprefix("momentum_")]
+            torch.testing.assert_close(after[name], follows)
         else:
-            assert not torch.equal(p, before[name])
+            assert not torch.equal(after[name], p)
+    trained = {name: p for name, p in before.items() if p.requires_grad}
+    no_decay, decay = patchmix.param_groups_weight_decay(model)
+    assert all(p.dim() == 1 for p in no_decay["params"]) and all(p.dim() > 1 for p in decay["params"])
+    assert {id(p) for p in no_decay["params"] + decay["params"]} == {id(p) for p in trained.values()}
+    # The third step's optimiser holds what the schedule says, also where weight decay starts at 0.
+    args, state = state_after(3, tmp_path, "--warmup", "0", "--weight-decay", start, "0.4", "--momentum", "0.3", "0.6")
+    lr, weight_decay, _ = patchmix.schedule(args, 2, 4)
+    groups = state["optimizer"]["param_groups"]
+    assert [(g["lr"], g["weight_decay"]) for g in groups] == [(lr, 0.0), (lr, weight_decay)] and weight_decay > 0
+    assert [len(g["params"]) for g in groups] == [len(no_decay["params"]), len(decay["params"])]
+
+
+def test_chance_is_the_loss_at_equal_logits(tmp_path):
+    """A projector of zeros makes keys that are all alike: the loss is the chance level, with any weights."""
+    for flags in (MIX, ["--variant", "released"], ["--terms", "mtm", *MIX], ["--num-mix", "1", "--terms", "oto,mto"]):
+        state_after(1, tmp_path / " ".join(flags), *flags)
+        record = common.read_metrics(tmp_path / " ".join(flags) / "metrics.jsonl")[0]
+        args, model = make_model(*flags)
+        model.momentum_projector.register_forward_hook(lambda module, inputs, output: torch.ones_like(output))
+        assert model(views_of(args), 0)[0].item() == pytest.approx(record["chance"], rel=1e-5)
 
 
 def plan(**more):
-    values = dict(lr=0.8, batch_size=64, lr_batch=64, warmup=4, epochs=20, min_lr=1e-3, weight_decay=0.1, momentum=0.9)
-    return types.SimpleNamespace(**values | more)
+    values = dict(lr=0.8, batch_size=64, lr_batch=64, warmup=4, epochs=20, min_lr=1e-3)
+    return types.SimpleNamespace(**values | dict(weight_decay=(0.04, 0.4), momentum=(0.996, 1.0)) | more)
 
 
 def test_schedule():
@@ -437,18 +528,11 @@ def test_schedule():
     assert rates[120] == pytest.approx((0.8 + 1e-3) / 2) and rates[200] == pytest.approx(1e-3)
     assert patchmix.schedule(plan(warmup=0), 0, 10)[0] == pytest.approx(0.8)
     assert patchmix.schedule(plan(batch_size=160), 40, 10)[0] == pytest.approx(2.0)  # linear in the batch
-    steps = plan(milestones=(0.4, 0.6))
-    expected = {79: 0.8, 80: 0.08, 119: 0.08, 120: 0.008, 199: 0.008, 20: 0.4}
-    assert {s: patchmix.schedule(steps, s, 10)[0] for s in expected} == pytest.approx(expected)
-    pairs = [
-        patchmix.schedule(plan(weight_decay=(0.04, 0.4), momentum=(0.996, 1.0)), s, 10)[1:] for s in (0, 50, 100, 200)
-    ]
+    pairs = [patchmix.schedule(plan(), s, 10)[1:] for s in (0, 50, 100, 200)]
     quarter = (1 + math.cos(math.pi / 4)) / 2
-    assert pairs[0] == pytest.approx((0.04, 0.996)) and pairs[2] == pytest.approx((0.22, 0.998))
-    assert pairs[1] == pytest.approx((0.4 - 0.36 * quarter, 1 - 0.004 * quarter)) and pairs[3] == pytest.approx(
-        (0.4, 1.0)
-    )
-    assert patchmix.schedule(plan(), 77, 10)[1:] == (0.1, 0.9)
+    assert pairs[0] == pytest.approx((0.04, 0.996)) and pairs[3] == pytest.approx((0.4, 1.0))
+    assert pairs[1] == pytest.approx((0.4 - 0.36 * quarter, 1 - 0.004 * quarter))
+    assert pairs[2] == pytest.approx((0.22, 0.998))
 
 
 # --------------------------------------------------------------- the paper's tables
@@ -482,8 +566,10 @@ def test_recipes(dataset, arch):
         flags = ["--dataset", dataset, "--variant", variant, "--arch"]
         ours, timms = (vars(patchmix.parse_args([*flags, name])) for name in (arch, f"{arch}_patch16_224"))
         assert {k for k in ours if ours[k] != timms[k]} == {"arch", "name"}
+    assert (args.term_weights, args.betas, args.norm) == ((1, 1, 1), (0.9, 0.999), "imagenet")
     released = patchmix.parse_args(["--dataset", dataset, "--arch", arch, "--variant", "released"])
-    assert released.num_mix == 2 and released.momentum == ((0, 0) if arch == "vit_tiny" else (0.996, 1.0))
+    assert (released.num_mix, released.smoothing, released.term_weights) == (2, 0.1, (1, 0.5, 0.25))
+    assert released.momentum == ((0, 0) if arch == "vit_tiny" else (0.996, 1.0))
     assert patchmix.parse_args(["--dataset", dataset]).arch == ("vit_small" if dataset == "imagenet" else "vit_tiny")
     with torch.device("meta"):  # shapes only
         model = patchmix.PatchMix(args)
@@ -505,39 +591,43 @@ def test_recipes(dataset, arch):
 
 @pytest.mark.parametrize("dataset, smallest", [("cifar10", 0.1), ("imagenet", 0.05)])
 def test_views_are_table_10(dataset, smallest):
-    args, n = patchmix.parse_args(["--dataset", dataset]), 4000
-    draws = np.random.default_rng(0).random((n, 2 * patchmix.DRAWS))
-    cuts, colours = patchmix.make_sample(args)[0](np.arange(n), np.full((n, 2), 400), draws)
-    assert args.interpolation == "bicubic" and args.norm == ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
-    boxes = [box for _, box, _ in cuts]
-    assert [size for *_, size in cuts] == [args.image_size] * 2 and (boxes[0] != boxes[1]).any(1).mean() > 0.99
-    for view, (blur_p, solarize_p) in enumerate(((1.0, 0.0), (0.1, 0.2))):
-        c = dict(zip(common.COLOUR, colours[view].T, strict=True))
-        area, aspect = boxes[view][:, 2] * boxes[view][:, 3] / 400**2, boxes[view][:, 3] / boxes[view][:, 2]
-        assert smallest * 0.98 < area.min() < smallest * 1.2 and area.max() <= 1
-        assert 0.74 < aspect.min() < 0.77 and 1.3 < aspect.max() < 1.35
-        shares = [(c["sigma"] > 0), (c["solarize"] > 0), (c["flip"] > 0), (c["gray"] > 0), (c["hue"] != 0)]
-        assert [s.mean() for s in shares] == pytest.approx([blur_p, solarize_p, 0.5, 0.2, 0.8], abs=0.04)
-        for name, spread in (("brightness", 0.4), ("contrast", 0.4), ("saturation", 0.2)):
-            assert (c[name].min(), c[name].max()) == pytest.approx((1 - spread, 1 + spread), abs=0.01)
-        assert np.abs(c["hue"]).max() == pytest.approx(0.1, abs=0.002)
-        sigma = c["sigma"][c["sigma"] > 0]
-        assert 0.1 <= sigma.min() < 0.2 and 1.9 < sigma.max() <= 2.0
+    args = patchmix.parse_args(["--dataset", dataset])
+    common_to_both = dict(area=(smallest, 1.0), ratio=(3 / 4, 4 / 3), jitter=(0.4, 0.4, 0.2, 0.1), jitter_p=0.8)
+    common_to_both |= dict(size=args.image_size, gray_p=0.2, blur_sigma=(0.1, 2.0), flip_p=0.5)
+    views = [common_to_both | dict(blur_p=1.0, solarize_p=0.0), common_to_both | dict(blur_p=0.1, solarize_p=0.2)]
+    assert [view._asdict() for view in patchmix.augmentation(args)] == views
+    assert args.interpolation == "bicubic"
 
 
-# ----------------------------------------------------------------- wrong input
+# ------------------------------------------------------------ the command line
+
+
+def test_released_weights_follow_num_mix():
+    """D1: mix-to-mix counts 1/2 with weights that sum to 1, whatever M; typed weights hold."""
+    assert patchmix.parse_args(["--variant", "released", "--num-mix", "4"]).term_weights == (1, 0.5, 0.125)
+    typed = ["--variant", "released", "--num-mix", "4", "--term-weights", "1", "2", "3"]
+    assert patchmix.parse_args(typed).term_weights == (1, 2, 3)
+    assert patchmix.parse_args(["--num-mix", "4"]).term_weights == (1, 1, 1)
 
 
 @pytest.mark.parametrize(
     "flags, word",
     [
         ("--num-mix 0", "num-mix"),
-        ("--num-mix 7", "slice has 6 images"),
-        ("--mix-slices 1 --image-size 8 --num-mix 5", "4 patches"),
-        ("--mix-slices 5", "batch-size 12"),
-        ("--arch resnet18 --patch-size 5", "patch-size 5"),
+        ("--image-size 10", "patch-size 4 does not divide"),
         ("--terms oto,mot", "some of oto, mto, mtm"),
         ("--queue 64", "queue"),
+        ("--bn-groups 2", "bn-groups"),
+        ("--terms mto,mtm --smoothing 0.1", "--smoothing has no effect"),
+        ("--terms oto --num-mix 2", "--num-mix has no effect"),
+        ("--terms oto --mix-slices 2", "--mix-slices has no effect"),
+        ("--num-mix 1 --mix-slices 2", "--mix-slices has no effect"),
+        ("--terms oto,mto --term-weights 1 1 1", "omits it"),
+        ("--term-weights 1 0 1", "leave it out of --terms"),
+        ("--arch resnet18 --drop-path 0.1", "--drop-path has no effect"),
+        ("--arch resnet18 --num-heads 3", "--num-heads has no effect"),
+        ("--arch resnet18 --num-mix 1", "--patch-size has no effect"),
+        ("--crop-scale 0.9 0.1", "smaller number first"),
     ],
 )
 def test_wrong_flags(capsys, flags, word):
@@ -547,41 +637,65 @@ def test_wrong_flags(capsys, flags, word):
     assert stop.value.code == 2 and len(error.splitlines()) == 1 and word in error
 
 
+@pytest.mark.parametrize(
+    "flags, word",
+    [
+        ("--num-mix 7 --mix-slices 2", "slice has 6 images"),
+        ("--image-size 8 --num-mix 5", "4 patches"),
+        ("--mix-slices 5", "batch-size 12"),
+        ("--arch resnet18 --patch-size 5", "patch-size 5"),
+    ],
+)
+def test_batch_slices_and_patches_that_do_not_go_together(capsys, tmp_path, flags, word):
+    with pytest.raises(SystemExit) as stop:
+        state_after(1, tmp_path / "run", *flags.split())
+    error = capsys.readouterr().err
+    assert stop.value.code == 2 and len(error.splitlines()) == 1 and word in error
+    assert not (tmp_path / "run").exists()
+
+
 def test_terms_have_one_order():
     assert patchmix.parse_args(["--terms", "mtm,oto"]).terms == "oto,mtm"
 
 
-def test_more_processes_than_slices(monkeypatch, capsys):
-    monkeypatch.setenv("WORLD_SIZE", "3")
-    assert patchmix.parse_args(TINY).mix_slices == 3 and "3 are used" in capsys.readouterr().out
+def test_slices_that_processes_do_not_divide(monkeypatch, capsys):
+    """The recipe's number gives way to the number of processes; a number that was typed does not."""
+    monkeypatch.setattr(common, "rank_and_world", lambda: (0, 3))
+    assert patchmix.fit_slices(patchmix.parse_args(TINY)) == 3
+    assert "3 instead of 1" in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        patchmix.fit_slices(patchmix.parse_args([*TINY, "--mix-slices", "2"]))
+    assert "--mix-slices 2" in capsys.readouterr().err
+
+
+def test_a_run_goes_on_with_the_slices_that_it_began_with(tmp_path, capsys):
+    state_after(1, tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert config["mix_slices"] == 1
+    (tmp_path / "config.json").write_text(json.dumps(config | {"mix_slices": 3}))  # as three processes leave it
+    assert state_after(2, tmp_path)[1]["config"]["mix_slices"] == 3
+    assert "in 3 slice(s)" in capsys.readouterr().out
+
+
+def test_an_encoder_without_patches_is_warned_of_and_trained(tmp_path, capsys):
+    _, state = state_after(1, tmp_path, "--arch", "resnet_micro", "--num-mix", "3")
+    assert "warning: PatchMix is made for ViTs" in capsys.readouterr().out and state["step"] == 1
 
 
 # ------------------------------------------------------------------ whole runs
 
 
-class Noise(torch.utils.data.Dataset):
-    """A user's own images."""
-
-    def __len__(self):
-        return 64
-
-    def __getitem__(self, i):
-        return torch.randint(256, (3, 20, 20), dtype=torch.uint8, generator=torch.Generator().manual_seed(i))
-
-
 @pytest.mark.slow
 def test_own_images_and_encoder_stopped_and_resumed(tmp_path):
-    flags = (
-        "--dataset folder --image-size 16 --patch-size 4 --batch-size 16 --mix-slices 2 --epochs 2 --device cpu".split()
-    )
     states = []
     for name, calls in (("whole", [[]]), ("parts", [["--max-steps", "3"], []])):
         for more in calls:
             torch.manual_seed(0)
             encoder = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 4, 4), torch.nn.BatchNorm2d(8), torch.nn.Flatten())
-            args = patchmix.parse_args([*flags, "--out", str(tmp_path / name), *more])
-            args.hidden, args.dim = 16, 8
-            patchmix.main(args, train=Noise(), encoder=encoder)
+            given = {key: value.clone() for key, value in encoder.state_dict().items()}
+            flags = [*TINY, *MIX, "--device", "cpu", "--epochs", "2", "--out", str(tmp_path / name)]
+            patchmix.main(patchmix.parse_args([*flags, *more]), train=Noise(), encoder=encoder)
+            assert all(torch.equal(value, given[key]) for key, value in encoder.state_dict().items())
         states.append(common.load_checkpoint(tmp_path / name / "last.pt"))
     whole, parts = (state["model"] for state in states)
     assert states[0]["step"] == 8 and all(torch.equal(whole[name], parts[name]) for name in whole)
