@@ -24,7 +24,8 @@ lambda.
 
 Caution: the affinity has batch norms. In the released code and here, pairs of one image and pairs of two images pass
 it in batches of their own. It can then tell the kinds of batch apart without comparing the locals. In our runs it ranks
-all pairs rightly in such batches, but 57 to 63 % in a mixed batch (tests/results/README.md).
+all pairs rightly in such batches, but 57 to 63 % in a mixed batch (tests/results/README.md). With `--affinity-batch
+joint` (ours) both kinds pass it in one batch.
 
 Departures of this file, of the paper and of the released code from each other:
     D1 Terms and weights. Paper (`--variant paper`): the affinity's objective is linear, L_lg is the sum of its
@@ -51,6 +52,8 @@ Departures of this file, of the paper and of the released code from each other:
     D13 SimSiam's rates. Here (inference): rate and weight decay are LoGo's on MoCo, the batch too, except on CIFAR
        (512, a third party's, whose rate is half of that here). The rate falls by a cosine, also the predictor's.
        SimSiam's code: the predictor's rate is constant.
+    D14 The affinity's batches. Here and released: "separate". `--affinity-batch joint` is ours: both kinds of pairs
+       share the statistics of batch norm. So they do in L_ll, where the pairs of two images are constants.
 """
 
 import argparse
@@ -70,9 +73,10 @@ import common
 
 # fmt: off
 BASE = dict(  # the released code's, but for the crops (supplement, section 1) and lam; lr is the rate at batch lr_batch
-    local_crops=2, l2l=True, affinity_form="logistic", affinity_hidden=256, affinity_lr="auto", affinity_noise=0.3,
-    clip_ratio=0.015, lam=1e-4, epochs=200, batch_size=256, lr=0.03, lr_batch=256, min_lr=0.0, warmup=0.0,
-    weight_decay=1e-4, sgd_momentum=0.9, patch_size=16, norm="imagenet", interpolation="bilinear",
+    local_crops=2, l2l=True, affinity_form="logistic", affinity_batch="separate", affinity_hidden=256,
+    affinity_lr="auto", affinity_noise=0.3, clip_ratio=0.015, lam=1e-4, epochs=200, batch_size=256, lr=0.03,
+    lr_batch=256, min_lr=0.0, warmup=0.0, weight_decay=1e-4, sgd_momentum=0.9, patch_size=16, norm="imagenet",
+    interpolation="bilinear",
     global_scale=(0.4, 1.0), local_scale=(0.08, 0.4), crop_ratio=(3 / 4, 4 / 3), jitter=(0.4, 0.4, 0.4, 0.1),
     jitter_p=0.8, gray_p=0.2, blur_p=0.5, blur_sigma=(0.1, 2.0), flip_p=0.5,
 )
@@ -152,14 +156,14 @@ class Affinity(nn.Module):
         return self.layers(torch.cat([a, b], dim=1)).squeeze(1)
 
 
-def affinity_loss(affinity, local1, local2, noise=None, form="logistic"):
+def affinity_loss(affinity, local1, local2, noise=None, form="logistic", batch="separate"):
     """The loss of the affinity, a scalar: it is to score two locals of one image above locals of two (Eq. 6).
 
     The positives are the pairs (local1, local2), row by row of the same image. In the negatives the second local is
     that of the batch rolled by one. form: "logistic" (released) is the softplus of minus the positives' scores plus the
     softplus of the negatives' scores, the mean over both orders of the two. It is at least 0. "linear" (paper) is
     -Omega = E f(negative) - E f(positive), where f is the softplus of the score (supplement, Eq. 4). It has no lower
-    bound.
+    bound. batch: as in `score_pairs`.
 
     affinity: maps two (N, C) to scores (N,). local1, local2: (N, C), L2-normalised. noise: (2, N, C), added to the
     positives, or None. Gradients reach the affinity only. Raises ValueError for other shapes and words.
@@ -174,21 +178,46 @@ def affinity_loss(affinity, local1, local2, noise=None, form="logistic"):
     a, b = local1.detach(), local2.detach()
     x, y = noise
     if form == "linear":
-        return F.softplus(affinity(a, b.roll(1, 0))).mean() - F.softplus(affinity(a + x, b + y)).mean()  # -Eq. 4
-    positive = F.softplus(-affinity(a + x, b + y)) + F.softplus(-affinity(b + x, a + y))
-    negative = F.softplus(affinity(a, b.roll(1, 0))) + F.softplus(affinity(b, a.roll(1, 0)))
+        positive, negative = score_pairs(affinity, [(a + x, b + y), (a, b.roll(1, 0))], batch)
+        return F.softplus(negative).mean() - F.softplus(positive).mean()  # -Eq. 4
+    pairs = [(a + x, b + y), (b + x, a + y), (a, b.roll(1, 0)), (b, a.roll(1, 0))]
+    positive12, positive21, negative12, negative21 = score_pairs(affinity, pairs, batch)
+    positive = F.softplus(-positive12) + F.softplus(-positive21)
+    negative = F.softplus(negative12) + F.softplus(negative21)
     return (positive + negative).mean() / 2
 
 
-def local_dissimilarity(affinity, local1, local2):
+def local_dissimilarity(affinity, local1, local2, batch="separate"):
     """L_ll, a scalar that the encoder minimises: the mean softplus of the affinity's score for two locals of one image.
 
-    affinity: an nn.Module that maps two (N, C) to scores (N,). local1, local2: (N, C), L2-normalised. Gradients reach
-    the locals only: the affinity's parameters are constants. Raises ValueError if the shapes do not fit.
+    affinity: an nn.Module that maps two (N, C) to scores (N,). local1, local2: (N, C), L2-normalised. batch: as in
+    `score_pairs`; in "joint" the pairs of two images, too, are in the batch, as constants. Gradients reach the locals
+    only: the affinity's parameters are constants. Raises ValueError for other shapes and words.
     """
     check_locals("local_dissimilarity", local1, local2)
     constants = {name: p.detach() for name, p in affinity.named_parameters()}
-    return F.softplus(torch.func.functional_call(affinity, constants, (local1, local2))).mean()
+
+    def frozen(a, b):
+        return torch.func.functional_call(affinity, constants, (a, b))
+
+    pairs = [(local1, local2)]
+    if batch == "joint":
+        pairs.append((local1.detach(), local2.detach().roll(1, 0)))
+    return F.softplus(score_pairs(frozen, pairs, batch)[0]).mean()
+
+
+def score_pairs(affinity, pairs, batch):
+    """The scores (N,) of each item of a list of pairs ((N, C), (N, C)), as a list.
+
+    batch: "separate" (released): each item passes the affinity in a batch of its own. "joint" (ours): all pass in one
+    batch, so that batch norm cannot tell them apart. Raises ValueError for other words.
+    """
+    if batch == "separate":
+        return [affinity(first, second) for first, second in pairs]
+    if batch != "joint":
+        raise ValueError(f"batch is 'separate' or 'joint', not {batch!r}")
+    firsts, seconds = zip(*pairs, strict=True)
+    return affinity(torch.cat(firsts), torch.cat(seconds)).chunk(len(pairs))
 
 
 def check_locals(function, local1, local2):
@@ -458,7 +487,7 @@ def affinity_step(args, affinity, optimizer, lr, local1, local2, step):
         draws = common.generator(args.seed, step, STREAM_NOISE)
         noise = torch.randn(2, *local1.shape, generator=draws, pin_memory=local1.is_cuda)
         noise = noise.to(local1, non_blocking=True) * args.affinity_noise / args.dim**0.5
-    loss = affinity_loss(affinity, local1, local2, noise, args.affinity_form)
+    loss = affinity_loss(affinity, local1, local2, noise, args.affinity_form, args.affinity_batch)
     descend(optimizer, loss, lr)
     return loss
 
@@ -496,6 +525,7 @@ FLAGS = {  # {group: {value of the recipe: (kind, help)}}; common.add_flag says 
         clip_ratio=(common.NOT_NEGATIVE, "clip: largest gradient of L_ll, as a share of the last main gradient's norm"),
         lam=(common.NOT_NEGATIVE, "lambda: the weight of L_ll in Eq. 9"),
         affinity_form=(("logistic", "linear"), "what the affinity learns by (D1); it also chooses --affinity-lr"),
+        affinity_batch=(("separate", "joint"), "joint: pairs of one and of two images in one batch (ours, D14)"),
         affinity_hidden=(common.COUNT, "width of the affinity's two hidden layers"),
         affinity_lr=(common.auto_or(common.POSITIVE), "the affinity's rate, constant; auto: the encoder's peak rate"),
         affinity_noise=(common.NOT_NEGATIVE, "noise on the logistic form's positives, times sqrt(dim)"),
@@ -576,7 +606,7 @@ def parse_args(argv=None):
 
 def refuse_local_flags(args):
     """Exit with an error message if a flag of the local crops or of their dissimilarity was typed without effect."""
-    of_affinity = ["affinity_form", "affinity_hidden", "affinity_lr", "affinity_noise"]
+    of_affinity = ["affinity_form", "affinity_hidden", "affinity_lr", "affinity_noise", "affinity_batch"]
     of_dissimilarity = ["l2l_weighting", "clip_ratio", "lam", *of_affinity]
     if args.local_crops == 1:
         common.fail("--local-crops 1: LoGo compares two local crops with each other; give 2 or 0")
@@ -711,7 +741,7 @@ def main(args, train=None, test=None, encoder=None):
                     # Released (D1). Eq. 6: the affinity's step. Then a step of the encoder down L_ll alone
                     local1, local2 = (gather_with_gradient(model.local(view)) for view in views[2:])
                     ranking_loss = affinity_step(args, affinity, affinity_optimizer, affinity_lr, local1, local2, step)
-                    dissimilarity = local_dissimilarity(affinity, local1, local2)
+                    dissimilarity = local_dissimilarity(affinity, local1, local2, args.affinity_batch)
                     descend(second_optimizer, dissimilarity, lr, args.clip_ratio * previous_norm)
                     l2l_metrics = dict(affinity_loss=ranking_loss, dissimilarity=dissimilarity)
                 # L_gg and L_lg
@@ -721,7 +751,7 @@ def main(args, train=None, test=None, encoder=None):
                     # Paper. Eq. 6: the affinity's step. Then L_ll is a term of Eq. 9
                     local1, local2 = (gather_with_gradient(local) for local in locals_here)
                     ranking_loss = affinity_step(args, affinity, affinity_optimizer, affinity_lr, local1, local2, step)
-                    dissimilarity = local_dissimilarity(affinity, local1, local2)
+                    dissimilarity = local_dissimilarity(affinity, local1, local2, args.affinity_batch)
                     objective = loss + args.lam * dissimilarity
                     l2l_metrics = dict(affinity_loss=ranking_loss, dissimilarity=dissimilarity)
                 # Eq. 9: the step of the encoder

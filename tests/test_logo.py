@@ -86,19 +86,46 @@ def softplus(x):
     return torch.log(1 + torch.exp(x))
 
 
-def omega(affinity, a, b, noise, form):
+def separate(affinity, *parts):
+    """Each part's scores, in batches of their own."""
+    return [scores(affinity, part) for part in parts]
+
+
+def joint(affinity, *parts):
+    """Each part's scores, all in one batch."""
+    found = scores(affinity, [pair for part in parts for pair in part])
+    return [found[i * len(parts[0]) : (i + 1) * len(parts[0])] for i in range(len(parts))]
+
+
+BATCHES = {"separate": separate, "joint": joint}
+
+
+def omega(affinity, a, b, noise, form, score=separate):
     """What the affinity minimises, pair by pair: minus Eq. 4, or the released logistic form."""
     n, (x, y) = len(a), noise
     positives = [(a[i] + x[i], b[i] + y[i]) for i in range(n)]
     negatives = [(a[i], b[i - 1]) for i in range(n)]  # b[-1] for the first
     if form == "linear":
-        return -(sum(softplus(scores(affinity, positives))) / n - sum(softplus(scores(affinity, negatives))) / n)
-    reverse = [(b[i] + x[i], a[i] + y[i]) for i in range(n)], [(b[i], a[i - 1]) for i in range(n)]
+        positive, negative = score(affinity, positives, negatives)
+        return -(sum(softplus(positive)) / n - sum(softplus(negative)) / n)
+    other_positives, other_negatives = (
+        [(b[i] + x[i], a[i] + y[i]) for i in range(n)],
+        [(b[i], a[i - 1]) for i in range(n)],
+    )
+    found = score(affinity, positives, other_positives, negatives, other_negatives)
     total = 0.0
-    for positive, negative in ((positives, negatives), reverse):
-        for s, t in zip(scores(affinity, positive), scores(affinity, negative), strict=True):
-            total = total - 0.5 * torch.log(1 / (1 + torch.exp(-s))) - 0.5 * torch.log(1 - 1 / (1 + torch.exp(-t)))
+    for s in torch.cat(found[:2]):
+        total = total - 0.5 * torch.log(1 / (1 + torch.exp(-s)))
+    for s in torch.cat(found[2:]):
+        total = total - 0.5 * torch.log(1 - 1 / (1 + torch.exp(-s)))
     return total / n
+
+
+def dissimilarity_of(affinity, a, b, score=separate):
+    """L_ll, pair by pair; negatives in the batch are constants."""
+    positives, c, d = list(zip(a, b, strict=True)), a.detach(), b.detach()
+    negatives = [(c[i], d[i - 1]) for i in range(len(c))]
+    return sum(softplus(score(affinity, positives, negatives)[0])) / len(a)
 
 
 @pytest.mark.parametrize("training", [False, True])
@@ -111,17 +138,32 @@ def test_affinity_is_a_small_mlp(training):
 
 
 @pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("batch", BATCHES)
 @pytest.mark.parametrize("training, noisy", [(True, True), (True, False), (False, True)])
-def test_affinity_loss(form, training, noisy):
+def test_affinity_loss(form, batch, training, noisy):
     """Against loops over an odd batch; its gradient reaches the affinity and not the locals."""
     a, b, noise = unit(5, 6, grad=True), unit(5, 6, seed=1, grad=True), 0.2 * random(2, 5, 6, seed=2)
     module, other = affinity(training), affinity(training)
-    ours = logo.affinity_loss(module, a, b, noise if noisy else None, form)
-    reference = omega(other, a.detach(), b.detach(), noise if noisy else 0 * noise, form)
+    ours = logo.affinity_loss(module, a, b, noise if noisy else None, form, batch)
+    reference = omega(other, a.detach(), b.detach(), noise if noisy else 0 * noise, form, BATCHES[batch])
     torch.testing.assert_close(ours, reference)
     assert_close(gradients(ours, list(module.parameters())), gradients(reference, list(other.parameters())))
     ours.backward()
     assert a.grad is None and b.grad is None and module.layers[0].weight.grad.abs().max() > 0
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_batch_norm_tells_separate_batches_apart_but_not_a_joint_one(form):
+    """An affinity that looks at a batch's mean alone has no loss in the one, and learns nothing in the other."""
+    a, b = unit(6, 4), unit(6, 4, seed=1)
+    alike = F.normalize(a + 0.1 * b, dim=1)
+
+    def of_the_batch(x, y):
+        return (1e3 * ((x * y).sum(1).mean() - 0.5)).expand(len(x))
+
+    losses = {batch: logo.affinity_loss(of_the_batch, a, alike, None, form, batch).item() for batch in BATCHES}
+    assert losses["separate"] < losses["joint"] - 1
+    assert losses["separate"] < 1e-9 and losses["joint"] > (-1e-9 if form == "linear" else 2 * math.log(2))
 
 
 def test_affinity_loss_limits():
@@ -142,13 +184,14 @@ def test_affinity_loss_limits():
     assert logo.affinity_loss(oracle, a, b, None, "linear").item() == pytest.approx(-100)
 
 
+@pytest.mark.parametrize("batch", BATCHES)
 @pytest.mark.parametrize("training", [False, True])
-def test_local_dissimilarity(training):
+def test_local_dissimilarity(training, batch):
     """Mean softplus of the score, a gradient to the locals alone; the affinity stays as it is, and its gradients."""
     a, b = unit(5, 6, grad=True), unit(5, 6, seed=1, grad=True)
     module, other = affinity(training), affinity(training)
-    ours = logo.local_dissimilarity(module, a, b)
-    reference = sum(softplus(scores(other, list(zip(a, b, strict=True))))) / 5
+    ours = logo.local_dissimilarity(module, a, b, batch)
+    reference = dissimilarity_of(other, a, b, BATCHES[batch])
     torch.testing.assert_close(ours, reference)
     assert_close(gradients(ours, [a, b]), gradients(reference, [a, b]))
     for p in module.parameters():
@@ -186,10 +229,12 @@ def test_combine():
     "call",
     [
         lambda f, a: logo.affinity_loss(f, a, a, None, "Linear"),
+        lambda f, a: logo.affinity_loss(f, a, a, batch="Joint"),
         lambda f, a: logo.affinity_loss(f, a, a[:4]),
         lambda f, a: logo.affinity_loss(f, a[None], a[None]),
         lambda f, a: logo.affinity_loss(f, a, a, torch.zeros(5, 6)),
         lambda f, a: logo.local_dissimilarity(f, a, a[:1]),
+        lambda f, a: logo.local_dissimilarity(f, a, a, "Joint"),
         lambda f, a: f(a, a[:1]),
         lambda f, a: combined("Paper", [1.0], []),
         lambda f, a: combined("paper", [], [1.0]),
@@ -445,10 +490,11 @@ class Algorithm1:
         local = [embed(self.model, x) for x in views[2:]]
         a, b = (v.detach() for v in local)
         noise = torch.zeros(2, *a.shape) if noise is None else noise
-        loss = omega(self.affinity, a, b, noise, self.args.affinity_form)
+        score = BATCHES[self.args.affinity_batch]
+        loss = omega(self.affinity, a, b, noise, self.args.affinity_form, score)
         lr = 1e-4 if self.args.affinity_form == "linear" else self.rate
         self.of_affinity.step(gradients(loss, self.of_affinity.parameters), lr)
-        return softplus(scores(self.affinity, list(zip(*local, strict=True)))).mean()
+        return dissimilarity_of(self.affinity, *local, score)
 
     def step(self, views, noise):
         args, model = self.args, self.model
@@ -512,11 +558,13 @@ RUNS = {
     "moco": "--base moco --clip-ratio 0.3",
     "moco, nothing clipped": "--base moco --clip-ratio 1e6",
     "moco, linear": "--base moco --affinity-form linear --clip-ratio 0.3",
+    "moco, joint": "--base moco --affinity-batch joint --clip-ratio 0.3",
     "moco, paper": "--base moco --variant paper --lam 0.5",
     "moco, no l2l": "--base moco --no-l2l",
     "moco, alone": "--base moco --local-crops 0",
     "simsiam": "--base simsiam --lam 0.5",
     "simsiam, paper": "--base simsiam --variant paper --lam 0.5",
+    "simsiam, joint": "--base simsiam --variant paper --affinity-batch joint --lam 0.5",
     "simsiam, clip": "--base simsiam --l2l-weighting clip --clip-ratio 0.3",
     "simsiam, alone": "--base simsiam --local-crops 0",
 }
@@ -788,6 +836,7 @@ MISTAKES = """
 --affinity-hidden 64 --no-l2l
 --affinity-lr 0.1 --local-crops 0
 --affinity-noise 0.1 --affinity-form linear
+--affinity-batch joint --no-l2l
 --affinity-form Linear
 --min-lr 0.01 --milestones 0.5
 --min-lr 0.01 --dataset cifar10
