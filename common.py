@@ -1698,7 +1698,8 @@ def refuse(args, names, reason):
     """Exit with an error message if one of these values was typed, as it has no effect."""
     for name in names:
         if name in args.typed:
-            fail(f"{option(name)} has no effect: {reason}")
+            flag = option(f"no_{name}") if getattr(args, name) is False else option(name)
+            fail(f"{flag} has no effect: {reason}")
 
 
 def run_name(args):

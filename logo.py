@@ -1,53 +1,62 @@
-"""LoGo: Leverage Your Local and Global Representations (CVPR 2022, arXiv 2203.17205), on MoCo and SimSiam.
+"""LoGo: Leverage Your Local and Global Representations (CVPR 2022, arXiv 2203.17205), on MoCo and on SimSiam.
 
-Large crops of an image show the same things, small ones often do not. LoGo takes two global and two local crops.
-Globals are drawn to each other, as ever; locals are drawn to the globals, but never the globals to the locals (they are
-constants there); and the two locals are pushed apart, since they are different parts. How alike two locals are is not
-measured by their cosine but learned: an affinity network is trained to score locals of one image above locals of two,
-and the encoder then lowers, a little, its score for its own pairs. The two take turns, step by step.
+Large crops of an image show much the same. Small crops often do not. LoGo takes two global and two local crops per
+image. The two globals are drawn to each other. The locals are drawn to the globals, which are constants there. The two
+locals are pushed apart, because they show different parts. Their similarity is learned: an affinity network is trained
+to score two locals of one image above locals of two images. The encoder lowers the score of its own pairs a little.
 
     L_gg, L_lg    MoCo.forward, SimSiam.forward, combine
-    Eq. 6         affinity_loss        -Omega: what the affinity learns (supplement, Eq. 4)
-    L_ll          local_dissimilarity  what the encoder lowers
-    Eq. 9         train_step           L_gg + L_lg + lambda L_ll: what the encoder learns
-    Algorithm 1   LocalToLocal, train_step, in turn: Eq. 6, then Eq. 9
+    Eq. 6         affinity_loss, affinity_step: what the affinity learns (supplement, Eq. 4)
+    L_ll          local_dissimilarity: what the encoder lowers
+    Eq. 9         main: L_gg + L_lg + lambda L_ll, what the encoder learns
+    Algorithm 1   main: in each step Eq. 6 is first, then Eq. 9
 
-    python logo.py                                                            # laptop, no data
-    python logo.py --dataset cifar10 --local-crops 0 --one-way                # the baseline, MoCo v2, one GPU
+    python logo.py                                                            # a laptop, no data
+    python logo.py --dataset cifar10 --local-crops 0 --one-way                # the baseline, MoCo v2, on one GPU
     torchrun --nproc_per_node=8 logo.py --dataset imagenet100 --data-dir DIR --base simsiam
 
-Baseline: `--local-crops 0` is symmetrised MoCo (both views are queries), or SimSiam; with `--one-way` MoCo v2's loss.
-New relative to it: local crops, Affinity, affinity_loss, local_dissimilarity, LocalToLocal.
+The baseline is MoCo or SimSiam with two global crops: `--local-crops 0`. Both views are queries there. With `--one-way`
+it is MoCo v2's loss, with one query. LoGo adds the local crops, the affinity, and the step or the term of L_ll.
 
-Of this paper only the supplement could be read. The equations of the main text are as others quote them; the MoCo form
-is the released code's; all of SimSiam's (of which no code was released) and lambda for MoCo are inference.
+Inference: only the supplement of this paper could be read. The equations of the main text are as others quote them. The
+MoCo form is the released code's. No code of the SimSiam form was released, so all of it is inference. So is MoCo's
+lambda.
 
-Beware: the affinity has batch norms and sees pairs of one image and pairs of two, here as in the released code, in
-batches of their own. So it need not compare the locals, and in our runs hardly does: it ranks all rightly in such
-batches, but 57 to 63 % where both kinds share one (tests/results/README.md).
+Caution: the affinity has batch norms. In the released code and here, pairs of one image and pairs of two images pass
+it in batches of their own. It can then tell the kinds of batch apart without comparing the locals. In our runs it ranks
+all pairs rightly in such batches, but 57 to 63 % in a mixed batch (tests/results/README.md). With `--affinity-batch
+joint` (ours) both kinds pass it in one batch.
 
-Departures, from the released code if not said otherwise:
-    D1 default: the released form, which is bounded and needs no lambda: a logistic affinity, the mean over the six
-       terms, and L_ll as a step of its own, clipped to 1.5 % of the last gradient's norm. Paper (`--variant paper`): a
-       linear objective, L_gg + L_lg + lambda L_ll with the sum of L_lg's four terms, one step, at the same rate: the
-       loss is five times as large. SimSiam, in both: lambda, of which 1e-4 is a third party's and acts little
-    D2 a momentum update each step; released: two, as each forward pass makes one
-    D3 weight decay once a step; released: twice, in both optimisers of the encoder
-    D4 the clip's reference norm is kept over epochs and saved; released: 0 at an epoch's start, which stops L_ll there
-    D5 the affinity sees the whole batch on every process; released: each process has an affinity of its own
-    D6 negatives of the affinity: the batch rolled by one; released: reversed, where an odd batch's middle meets itself
-    D7 local crops take [0.08, r_l] of the area (supplement); released default: 0.05. On patterns at half the size
-    D8 no local keys, which released code makes and drops; main gradient not clipped at 100
-    D9 STL-10: ResNet-18; the supplement's small AlexNet is not in timm
-    D10 colours once, in MoCo v2's order; released blur before jitter and gray, and on CIFAR jitter, gray, flip and
-       normalisation twice, with the std (0.2023, 0.1994, 0.2010)
-    D11 baseline: global crops and, with --one-way, the key's view enqueued; released crops from 0.08, both enqueued
-    D12 released float32, and of the processes' batch-norm statistics the first's; here bf16 in the encoders on CUDA
-       (--amp off: float32, with products in TF32), and the statistics' mean
-    D13 SimSiam: rate and weight decay are LoGo's MoCo's, as is the batch but on CIFAR (512, a third party's, whose rate
-       is half of that here); the rate falls by a cosine, the predictor's, too (SimSiam's code: constant)
+Departures of this file, of the paper and of the released code from each other:
+    D1 Terms and weights. Paper (`--variant paper`): the affinity's objective is linear, L_lg is the sum of its
+       four terms, and lambda L_ll is a term of the loss. At the same rate this loss is five times as large. Here and
+       released: the objective is logistic and so bounded, the loss is the mean of the six terms, and L_ll has a step of
+       its own, clipped to 1.5 % of the last gradient's norm. That needs no lambda. On SimSiam both variants here have
+       lambda. Its value, 1e-4, is a third party's and has little effect.
+    D2 The momentum encoder. Here: it moves once per step. Released: twice, once per forward pass (not reproduced).
+    D3 Weight decay. Here: once per step. Released: twice, in both optimisers of the encoder (not reproduced).
+    D4 The norm that the clip refers to. Here: it is kept over epochs and saved. Released: it is 0 at the start of each
+       epoch, which stops L_ll for a step (not reproduced).
+    D5 The affinity. Here: it is the same on each process and sees the whole batch. Released: each process has its own.
+    D6 The affinity's negatives. Here: the batch rolled by one. Released: the batch reversed, in which the middle image
+       of an odd batch meets itself.
+    D7 The smallest area of a local crop. Paper (supplement) and here: 0.08. Released: 0.05.
+    D8 Keys of local crops, and a clip of the main gradient at 100. Released: both, the keys unused. Here: neither.
+    D9 The encoder on STL-10. Paper: a small AlexNet. Here: ResNet-18, because timm has no such AlexNet.
+    D10 The order of colour changes. Here: MoCo v2's. Released: the blur comes before the jitter; on CIFAR, all but the
+       crop comes twice, with the standard deviation (0.2023, 0.1994, 0.2010).
+    D11 The baseline. Here: global crops; with `--one-way` the key's view is enqueued. Released: crops from 0.08 of the
+       area; both views' keys are enqueued.
+    D12 Precision and statistics. Released: float32, and the first process's batch-norm statistics. Here: the encoders
+       compute in bf16 on CUDA (`--amp off`: in float32, with products in TF32), and the statistics are averaged.
+    D13 SimSiam's rates. Here (inference): rate and weight decay are LoGo's on MoCo, the batch too, except on CIFAR
+       (512, a third party's, whose rate is half of that here). The rate falls by a cosine, also the predictor's.
+       SimSiam's code: the predictor's rate is constant.
+    D14 The affinity's batches. Here and released: "separate". `--affinity-batch joint` is ours: both kinds of pairs
+       share the statistics of batch norm. So they do in L_ll, where the pairs of two images are constants.
 """
 
+import argparse
 import copy
 import math
 
@@ -63,51 +72,66 @@ import common
 # ================================================================== 1. recipes
 
 # fmt: off
-BASE = dict(  # the released code's, but for the crops (supplement, section 1) and lam; lr is that of batch lr_batch
-    base="moco", local_crops=2, no_l2l=False, one_way=False, global_scale=(0.4, 1.0), local_scale=(0.08, 0.4),
-    affinity_form="logistic", affinity_hidden=256, affinity_lr=None, l2l_weighting="clip", clip_ratio=0.015, lam=1e-4,
-    jitter=(0.4, 0.4, 0.4, 0.1), jitter_p=0.8, gray_p=0.2, blur_p=0.5, interpolation="bilinear", patch_size=16,
-    epochs=200, batch_size=256, lr=0.03, lr_batch=256, milestones=(0.6, 0.8), warmup=0, min_lr=0.0, weight_decay=1e-4,
-    dim=128, momentum=0.999, temperature=0.07, queue=4096, bn_groups=8,
+BASE = dict(  # the released code's, but for the crops (supplement, section 1) and lam; lr is the rate at batch lr_batch
+    local_crops=2, l2l=True, affinity_form="logistic", affinity_batch="separate", affinity_hidden=256,
+    affinity_lr="auto", affinity_noise=0.3, clip_ratio=0.015, lam=1e-4, epochs=200, batch_size=256, lr=0.03,
+    lr_batch=256, min_lr=0.0, warmup=0.0, weight_decay=1e-4, sgd_momentum=0.9, patch_size=16, norm="imagenet",
+    interpolation="bilinear",
+    global_scale=(0.4, 1.0), local_scale=(0.08, 0.4), crop_ratio=(3 / 4, 4 / 3), jitter=(0.4, 0.4, 0.4, 0.1),
+    jitter_p=0.8, gray_p=0.2, blur_p=0.5, blur_sigma=(0.1, 2.0), flip_p=0.5,
+)
+PATTERNS = dict(  # ours, for two CPU cores
+    BASE, arch="resnet_micro", image_size=32, local_size=16, patch_size=4, epochs=28, batch_size=64, lr=0.06,
+    lr_batch=128, warmup=5.0, blur_p=0.1, norm="patterns",
 )
 CIFAR = dict(  # supplement, section 1
-    BASE, arch="resnet18", image_size=32, patch_size=4, local_scale=(0.08, 0.6), blur_p=0.0,
+    BASE, arch="resnet18", image_size=32, local_size=32, patch_size=4, local_scale=(0.08, 0.6), blur_p=0.0,
+    norm="cifar10",
 )
-IMAGENET = dict(BASE, arch="resnet50", image_size=224, local_size=96)
-RECIPES = dict(
-    patterns=dict(  # ours, for two CPU cores
-        BASE, arch="resnet_micro", image_size=32, patch_size=4, local_size=16, epochs=28, batch_size=64, lr=0.06,
-        lr_batch=128, milestones=None, warmup=5, momentum=0.95, temperature=0.2, queue=128, blur_p=0.1, bn_groups=2,
-    ),
-    cifar10=CIFAR,
-    cifar100=CIFAR,
-    stl10=dict(BASE, arch="resnet18", image_size=96, patch_size=8),  # supplement, section 1, and D9
-    imagenet100=dict(IMAGENET, arch="resnet34"),  # supplement, section 1
-    imagenet=dict(IMAGENET, queue=65536, knn_every=50),  # ours; its kNN takes minutes
-    folder=dict(IMAGENET, queue=None),  # ours: a tenth of the images
+STL10 = dict(BASE, arch="resnet18", image_size=96, local_size=96, patch_size=8)  # supplement, section 1, and D9
+IMAGENET100 = dict(BASE, arch="resnet34", image_size=224, local_size=96)  # supplement, section 1
+IMAGENET = dict(BASE, arch="resnet50", image_size=224, local_size=96)  # ours
+MOCO = dict(  # the released code's
+    base="moco", one_way=False, l2l_weighting="clip", milestones=(0.6, 0.8), dim=128, momentum=0.999, temperature=0.07,
+    queue=4096, bn_groups=8,
 )
-SIMSIAM = dict(dim=2048, layers=3, hidden=512, queue=0, bn_groups=1, l2l_weighting="lambda", milestones=None)
-SIMSIAM_CIFAR = dict(SIMSIAM, layers=2, batch_size=512)  # a third party's, as hidden and lam
+RECIPES = dict(  # on MoCo
+    patterns=dict(PATTERNS, **MOCO) | dict(milestones=(), momentum=0.95, temperature=0.2, queue=128, bn_groups=2),
+    cifar10=dict(CIFAR, **MOCO),
+    cifar100=dict(CIFAR, **MOCO) | dict(norm="cifar100"),
+    stl10=dict(STL10, **MOCO),
+    imagenet100=dict(IMAGENET100, **MOCO),
+    imagenet=dict(IMAGENET, **MOCO) | dict(queue=65536, knn_every=50),  # its kNN takes minutes
+    folder=dict(IMAGENET, **MOCO) | dict(queue="auto"),  # ours: a tenth of the images
+)
+SIMSIAM = dict(base="simsiam", l2l_weighting="lambda", milestones=(), dim=2048, layers=3, hidden=512)  # inference
+SIMSIAM_CIFAR = dict(SIMSIAM, layers=2) | dict(batch_size=512)  # a third party's, as hidden and lam
 SIMSIAM_RECIPES = dict(
-    patterns=dict(SIMSIAM, dim=256, layers=2, hidden=128), cifar10=SIMSIAM_CIFAR, cifar100=SIMSIAM_CIFAR,
+    patterns=dict(PATTERNS, **SIMSIAM) | dict(dim=256, layers=2, hidden=128),
+    cifar10=dict(CIFAR, **SIMSIAM) | SIMSIAM_CIFAR,
+    cifar100=dict(CIFAR, **SIMSIAM) | SIMSIAM_CIFAR | dict(norm="cifar100"),
+    stl10=dict(STL10, **SIMSIAM),
+    imagenet100=dict(IMAGENET100, **SIMSIAM),
+    imagenet=dict(IMAGENET, **SIMSIAM) | dict(knn_every=50),
+    folder=dict(IMAGENET, **SIMSIAM),
 )
 PAPER = dict(affinity_form="linear", l2l_weighting="lambda")  # D1
-CPU = dict(lr=0.1, milestones=None, momentum=0.99, blur_p=0.5, temperature=0.2)  # ours: the small encoders
-SIMSIAM_CPU = dict(CPU, batch_size=256, dim=512, hidden=128)  # a bottleneck of a quarter, as SimSiam's
+SMALL_ENCODERS = dict(lr=0.1, milestones=(), blur_p=0.5)  # ours
+SMALL_MOCO = dict(SMALL_ENCODERS, momentum=0.99, temperature=0.2)
+SMALL_SIMSIAM = dict(SMALL_ENCODERS, batch_size=256, dim=512, hidden=128)  # hidden: a quarter of dim, as SimSiam's
 # fmt: on
 
 
-def recipe(given):
-    """The hyper-parameters that the data set, the encoder, the base and the variant of a command line stand for."""
-    values = dict(RECIPES[given.dataset])
-    if given.base == "simsiam":
-        values |= SIMSIAM_RECIPES.get(given.dataset, SIMSIAM)
-    if given.variant == "paper":
+def recipe(chosen):
+    """The hyper-parameters {name: value} of a namespace with dataset, arch, variant, base and affinity_form."""
+    on_simsiam = chosen.base == "simsiam"
+    values = dict(SIMSIAM_RECIPES[chosen.dataset] if on_simsiam else RECIPES[chosen.dataset])
+    if chosen.arch in ("resnet_micro", "resnet_mini") and chosen.dataset in ("cifar10", "cifar100", "stl10"):
+        values |= SMALL_SIMSIAM if on_simsiam else SMALL_MOCO
+    if chosen.variant == "paper":
         values |= PAPER
-    if given.arch in ("resnet_micro", "resnet_mini") and given.dataset in ("cifar10", "cifar100", "stl10"):
-        values |= SIMSIAM_CPU if given.base == "simsiam" else CPU
-    if (given.affinity_form or values["affinity_form"]) == "linear":
-        values["affinity_lr"] = 1e-4  # unbounded below, so slowly
+    if (chosen.affinity_form or values["affinity_form"]) == "linear":
+        values |= dict(affinity_lr=1e-4)  # a third party's: the linear objective has no lower bound
     return values
 
 
@@ -115,7 +139,10 @@ def recipe(given):
 
 
 class Affinity(nn.Module):
-    """The learned affinity of local crops: forward(a, b), (N, dim) each -> score (N,), high for crops of one image."""
+    """The learned affinity of local crops.
+
+    forward(a, b): two (N, dim) -> scores (N,), high for two crops of one image. Raises ValueError for other shapes.
+    """
 
     def __init__(self, dim, hidden):
         super().__init__()
@@ -124,38 +151,89 @@ class Affinity(nn.Module):
         self.layers = nn.Sequential(*layers)
 
     def forward(self, a, b):
+        if a.dim() != 2 or a.shape != b.shape:
+            raise ValueError(f"Affinity takes two (N, dim), not {tuple(a.shape)} and {tuple(b.shape)}")
         return self.layers(torch.cat([a, b], dim=1)).squeeze(1)
 
 
-def affinity_loss(affinity, local1, local2, noise=None, form="logistic"):
-    """What the affinity minimises: it is to score two locals of one image above locals of two (Eq. 6).
+def affinity_loss(affinity, local1, local2, noise=None, form="logistic", batch="separate"):
+    """The loss of the affinity, a scalar: it is to score two locals of one image above locals of two (Eq. 6).
 
-    local1, local2 (N, C) of unit length, row by row of the same image; both are detached here. Negatives: the other
-    local of the batch rolled by one. noise (2, N, C) is added to the positives. logistic (released): softplus of minus
-    the positives' and of the negatives' scores, both orders. linear (paper): -Omega, where Omega = E f(positive) - E
-    f(negative) (supplement, Eq. 4) and f, the softplus of the score, is above 0; unbounded below. Returns a scalar.
+    The positives are the pairs (local1, local2), row by row of the same image. In the negatives the second local is
+    that of the batch rolled by one. form: "logistic" (released) is the softplus of minus the positives' scores plus the
+    softplus of the negatives' scores, the mean over both orders of the two. It is at least 0. "linear" (paper) is
+    -Omega = E f(negative) - E f(positive), where f is the softplus of the score (supplement, Eq. 4). It has no lower
+    bound. batch: as in `score_pairs`.
+
+    affinity: maps two (N, C) to scores (N,). local1, local2: (N, C), L2-normalised. noise: (2, N, C), added to the
+    positives, or None. Gradients reach the affinity only. Raises ValueError for other shapes and words.
     """
+    if form not in ("logistic", "linear"):
+        raise ValueError(f"form is 'logistic' or 'linear', not {form!r}")
+    check_locals("affinity_loss", local1, local2)
+    if noise is None:
+        noise = local1.new_zeros(2, *local1.shape)
+    if noise.shape != (2, *local1.shape):
+        raise ValueError(f"noise is (2, N, C), so {(2, *local1.shape)} here, not {tuple(noise.shape)}")
     a, b = local1.detach(), local2.detach()
-    x, y = (0, 0) if noise is None else noise
+    x, y = noise
     if form == "linear":
-        return F.softplus(affinity(a, b.roll(1, 0))).mean() - F.softplus(affinity(a + x, b + y)).mean()  # -Eq. 4
-    positive = F.softplus(-affinity(a + x, b + y)) + F.softplus(-affinity(b + x, a + y))
-    negative = F.softplus(affinity(a, b.roll(1, 0))) + F.softplus(affinity(b, a.roll(1, 0)))
+        positive, negative = score_pairs(affinity, [(a + x, b + y), (a, b.roll(1, 0))], batch)
+        return F.softplus(negative).mean() - F.softplus(positive).mean()  # -Eq. 4
+    pairs = [(a + x, b + y), (b + x, a + y), (a, b.roll(1, 0)), (b, a.roll(1, 0))]
+    positive12, positive21, negative12, negative21 = score_pairs(affinity, pairs, batch)
+    positive = F.softplus(-positive12) + F.softplus(-positive21)
+    negative = F.softplus(negative12) + F.softplus(negative21)
     return (positive + negative).mean() / 2
 
 
-def local_dissimilarity(affinity, local1, local2, form="logistic"):
-    """L_ll, what the encoder minimises: the mean softplus of the affinity's score for two locals of one image, (N, C).
+def local_dissimilarity(affinity, local1, local2, batch="separate"):
+    """L_ll, a scalar that the encoder minimises: the mean softplus of the affinity's score for two locals of one image.
 
-    The gradient goes to the locals only; the affinity is a constant. In the linear form this is f itself, in the
-    logistic one the price of taking the pair for a negative: the same number, whatever the form. Returns a scalar.
+    affinity: an nn.Module that maps two (N, C) to scores (N,). local1, local2: (N, C), L2-normalised. batch: as in
+    `score_pairs`; in "joint" the pairs of two images, too, are in the batch, as constants. Gradients reach the locals
+    only: the affinity's parameters are constants. Raises ValueError for other shapes and words.
     """
+    check_locals("local_dissimilarity", local1, local2)
     constants = {name: p.detach() for name, p in affinity.named_parameters()}
-    return F.softplus(torch.func.functional_call(affinity, constants, (local1, local2))).mean()
+
+    def frozen(a, b):
+        return torch.func.functional_call(affinity, constants, (a, b))
+
+    pairs = [(local1, local2)]
+    if batch == "joint":
+        pairs.append((local1.detach(), local2.detach().roll(1, 0)))
+    return F.softplus(score_pairs(frozen, pairs, batch)[0]).mean()
+
+
+def score_pairs(affinity, pairs, batch):
+    """The scores (N,) of each item of a list of pairs ((N, C), (N, C)), as a list.
+
+    batch: "separate" (released): each item passes the affinity in a batch of its own. "joint" (ours): all pass in one
+    batch, so that batch norm cannot tell them apart. Raises ValueError for other words.
+    """
+    if batch == "separate":
+        return [affinity(first, second) for first, second in pairs]
+    if batch != "joint":
+        raise ValueError(f"batch is 'separate' or 'joint', not {batch!r}")
+    firsts, seconds = zip(*pairs, strict=True)
+    return affinity(torch.cat(firsts), torch.cat(seconds)).chunk(len(pairs))
+
+
+def check_locals(function, local1, local2):
+    """Raise ValueError unless the locals are two (N, C)."""
+    if local1.dim() != 2 or local1.shape != local2.shape:
+        raise ValueError(f"{function} takes local1, local2 (N, C), not {tuple(local1.shape)}, {tuple(local2.shape)}")
 
 
 def combine(args, global_terms, local_terms):
-    """L_gg and L_lg: the mean of all terms (released), or L_gg + L_lg with the local terms summed (paper, D1)."""
+    """L_gg and L_lg of lists of scalars, as a scalar (D1).
+
+    args.variant "released": the mean of all terms. "paper": L_gg + L_lg, the mean of the global terms plus the sum of
+    the local ones. Raises ValueError for another variant, and without global terms.
+    """
+    if args.variant not in ("released", "paper") or not global_terms:
+        raise ValueError(f"combine takes variant 'released' or 'paper', not {args.variant!r}, and global terms")
     if args.variant == "released":
         return (sum(global_terms) + sum(local_terms)) / (len(global_terms) + len(local_terms))
     return sum(global_terms) / len(global_terms) + sum(local_terms)
@@ -165,90 +243,109 @@ def combine(args, global_terms, local_terms):
 
 
 def info_nce(q, k, queue, temperature):
-    """InfoNCE with a queue (MoCo, Eq. 1): the positive is the key of the same row, the negatives the queue's keys.
+    """MoCo's loss, InfoNCE with a queue (MoCo, Eq. 1), as a scalar.
 
-    -mean log(exp(q.k / T) / (exp(q.k / T) + sum_j exp(q.queue_j / T))); q, k (N, C), queue (K, C), all of unit length.
-    The gradient goes to q (and to k, if it has one); at equal logits the loss is log(K + 1). Returns a scalar.
+    It is the mean of -log(exp(q.k / T) / (exp(q.k / T) + sum_j exp(q.queue_j / T))). The positive of a query is the key
+    of the same row. The negatives are the keys of the queue. At equal logits the loss is log(K + 1).
+
+    q, k: (N, C), and queue: (K, C), all L2-normalised. temperature: T > 0.
+    Gradients reach q, and also k and queue unless these are detached. Raises ValueError if the shapes do not fit.
     """
+    if q.dim() != 2 or k.shape != q.shape or queue.shape[1:] != q.shape[1:]:
+        shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, queue {tuple(queue.shape)}"
+        raise ValueError(f"info_nce takes q (N, C), k (N, C) and queue (K, C), not {shapes}")
     positive = (q * k).sum(1, keepdim=True)
     logits = torch.cat([positive, q @ queue.T], dim=1) / temperature
     return F.cross_entropy(logits, logits.new_zeros(len(q), dtype=torch.int64))
 
 
-# ==================================================================== 3. views
-
-DRAWS = common.CROP_DRAWS + common.COLOUR_DRAWS  # of one view
+# ============================================================= 3. augmentation
 
 
-def make_sample(args):
-    """What common.Views calls for two global and the local views, with sizes and uniform draws, and their number."""
-    kinds = [(args.global_scale, args.image_size)] * 2 + [(args.local_scale, args.local_size)] * args.local_crops
-
-    def sample(index, sizes, draws):
-        cuts, colours = [], []
-        draws = draws.reshape(len(index), len(kinds), DRAWS).swapaxes(0, 1)
-        for (scale, size), draw in zip(kinds, draws, strict=True):
-            crop, colour = draw[:, : common.CROP_DRAWS], draw[:, common.CROP_DRAWS :]
-            cuts.append((index, common.random_resized_crop(sizes, crop, scale), size))
-            colours.append(common.random_colour(colour, args.jitter, args.jitter_p, args.gray_p, args.blur_p))
-        return cuts, colours
-
-    return sample, len(kinds) * DRAWS
+def augmentation(args):
+    """Two global and two local views per image; without local crops only the global ones: a list of View."""
+    global_view = common.View(
+        size=args.image_size,
+        area=args.global_scale,
+        ratio=args.crop_ratio,
+        jitter=args.jitter,
+        jitter_p=args.jitter_p,
+        gray_p=args.gray_p,
+        blur_p=args.blur_p,
+        blur_sigma=args.blur_sigma,
+        solarize_p=0.0,
+        flip_p=args.flip_p,
+    )
+    local_view = global_view._replace(size=args.local_size, area=args.local_scale)
+    return [global_view, global_view] + [local_view] * args.local_crops
 
 
 # ==================================================================== 4. model
 
 # ----------------- queue and keys (the same in moco_jointcrop, jcl, clim and logo)
 
+STREAM_QUEUE, STREAM_SHUFFLE = 4, 20  # random streams, see common.generator
+
 
 class Queue(nn.Module):
-    """The last `length` keys, first in first out; random unit vectors at the start. Any length, any batch."""
+    """The last `length` keys, first in, first out. It begins with random L2-normalised vectors.
+
+    keys: (length, dim). Any length goes with any batch size: the queue wraps around.
+    """
 
     def __init__(self, length, dim, seed):
         super().__init__()
-        keys = torch.randn(length, dim, generator=common.generator(seed, 4))
+        keys = torch.randn(length, dim, generator=common.generator(seed, STREAM_QUEUE))
         self.register_buffer("keys", F.normalize(keys, dim=1))
-        self.register_buffer("position", torch.zeros(1, dtype=torch.int64))
+        self.register_buffer("position", torch.zeros(1, dtype=torch.int64))  # of the oldest key
 
     @torch.no_grad()
     def enqueue(self, keys):
-        """Replace the oldest by keys (n, dim), the same on every process; of more than `length` the last are kept."""
+        """Replace the oldest keys by `keys` (n, dim), which must be the same on every process.
+
+        If there are more than `length`, the last ones stay.
+        """
         length = len(self.keys)
-        at = (self.position + torch.arange(len(keys), device=keys.device)) % length
-        self.keys.index_copy_(0, at[-length:], keys[-length:].to(self.keys))
+        rows = (self.position + torch.arange(len(keys), device=keys.device)) % length
+        self.keys.index_copy_(0, rows[-length:], keys[-length:].to(self.keys))
         self.position.add_(len(keys)).remainder_(length)
 
 
 def exchange(x, wanted):
-    """Rows of all processes' x (n, ...), taken as one tensor: process r gets those of wanted[r], (m, ...).
+    """Rows of the global batch for each process: process r gets the rows wanted[r], as (m, ...).
 
-    wanted (world, m) int64 on the CPU, the same on all processes, as is n. No gradient.
+    x: (n, ...) on each process; the global batch is all of them in rank order. wanted: (world, m) int64 on the CPU, the
+    same on all processes. No gradient. Each process receives only what it asked for, not the whole batch.
     """
     rank, world = common.rank_and_world()
     if world == 1:
         return x[wanted[0].to(x.device, non_blocking=True)]
     owner, row = wanted // len(x), wanted % len(x)
-    send = torch.cat([row[r][owner[r] == rank] for r in range(world)])
-    give, take = (owner == rank).sum(1).tolist(), owner[rank].bincount(minlength=world).tolist()
+    rows_to_send = torch.cat([row[r][owner[r] == rank] for r in range(world)])
+    send_counts = (owner == rank).sum(1).tolist()
+    receive_counts = owner[rank].bincount(minlength=world).tolist()
     received = x.new_empty(wanted.shape[1], *x.shape[1:])
-    dist.all_to_all_single(received, x[send.to(x.device, non_blocking=True)].contiguous(), take, give)
-    place = owner[rank].argsort(stable=True).to(x.device, non_blocking=True)
+    to_send = x[rows_to_send.to(x.device, non_blocking=True)].contiguous()
+    dist.all_to_all_single(received, to_send, receive_counts, send_counts)
+    place = owner[rank].argsort(stable=True).to(x.device, non_blocking=True)  # what arrives is sorted by its sender
     return torch.empty_like(received).index_copy_(0, place, received)
 
 
 @torch.no_grad()
 def encode_keys(encode, views, generator):
-    """Keys of all processes for several views, shuffled for batch norm: (views, N, C).
+    """Encode several views of the global batch as keys, shuffled for batch norm: (views, N, C).
 
-    encode: images -> keys; views: list of this process's (n, 3, H, W). The keys of one image must not share their batch
-    statistics with its query, or the batch tells which is which (MoCo, section 3.3): all views of the global batch are
-    shuffled, each process encodes its part, and the keys are put back in order. The shuffle depends on the generator
-    alone, so any number of processes makes the same groups.
+    encode: maps images to keys. views: list of this process's images (n, 3, H, W).
+    A key must not share its batch statistics with the query of its image: the encoder could tell from them which belong
+    together (MoCo, section 3.3). So the rows of all views of the global batch are shuffled, each process encodes its
+    part, and the keys are put back in order. The shuffle depends on the generator alone, so any number of processes
+    makes the same batch-norm groups.
     """
     n, world = len(views[0]), common.rank_and_world()[1]
     shuffle = torch.randperm(len(views) * n * world, generator=generator)
-    place = torch.arange(len(shuffle)).view(world, len(views), n).transpose(0, 1).flatten()  # where (view, image) lies
-    mine = exchange(torch.cat(views), place[shuffle].view(world, -1))
+    # Where row (view, image of the global batch) lies when the processes' concatenated views stand in rank order.
+    location = torch.arange(len(shuffle)).view(world, len(views), n).transpose(0, 1).flatten()
+    mine = exchange(torch.cat(views), location[shuffle].view(world, -1))
     keys = gather(encode(mine))
     shuffle = shuffle.to(keys.device, non_blocking=True)
     return torch.empty_like(keys).index_copy_(0, shuffle, keys).view(len(views), n * world, -1)
@@ -258,7 +355,11 @@ def encode_keys(encode, views, generator):
 
 
 class MoCo(nn.Module):
-    """Query encoder, momentum (key) encoder and queue of MoCo v2; globals are queries and keys, locals queries only."""
+    """MoCo v2's query encoder, momentum encoder (for the keys) and queue. Global crops are queries and keys; local
+    crops are queries only.
+
+    args: the namespace of `parse_args`. encoder: a module that maps (N, 3, H, W) to (N, width), instead of --arch.
+    """
 
     def __init__(self, args, encoder=None):
         super().__init__()
@@ -270,56 +371,60 @@ class MoCo(nn.Module):
         self.momentum_projector = copy.deepcopy(self.projector).requires_grad_(False)
         self.queue = Queue(args.queue, args.dim, args.seed)
 
-    def chance(self):
-        """The loss at equal logits."""
-        terms = 1 if self.args.variant == "released" else 1 + 2 * self.args.local_crops
-        return terms * math.log(self.args.queue + 1)
-
     def query(self, x):
-        """(n, 3, H, W) -> (n, dim) of unit length, in x's dtype."""
+        """The queries of images: (n, 3, H, W) -> (n, dim), L2-normalised, in the dtype of x."""
         with torch.autocast(x.device.type, torch.bfloat16, enabled=self.args.bf16):
             return F.normalize(self.projector(self.backbone(x)).to(x.dtype), dim=1)
 
-    local = query  # the embedding that the affinity sees
-
     def key(self, x):
+        """The keys of images, by the momentum encoder: (n, 3, H, W) -> (n, dim), L2-normalised, in the dtype of x."""
         with torch.autocast(x.device.type, torch.bfloat16, enabled=self.args.bf16):
             return F.normalize(self.momentum_projector(self.momentum_backbone(x)).to(x.dtype), dim=1)
 
-    def forward(self, views, step):
-        """views: this process's two global and two or no local ones (n, 3, H, W). Returns (loss, metrics).
+    def local(self, x):
+        """The embeddings of local crops, which the affinity compares. They are their queries."""
+        return self.query(x)
 
-        metrics: scalars, and q, k, and locals, whose embeddings keep their gradient.
+    def forward(self, views, step):
+        """L_gg and L_lg of a batch.
+
+        views: this process's two global and two or no local views, each (n, 3, H, W), normalised. step: chooses the
+        shuffle of the keys. Returns (loss, keys to enqueue (N or 2 N, dim), metrics {name: tensor}). metrics["locals"]
+        is the list of the local views' embeddings, with gradient. Gradients reach the query encoder only.
         """
-        queried, keyed = (views[:1], views[1:2]) if self.args.one_way else (views, views[:2])
-        draws = [common.generator(self.args.seed, step, 20 + i) for i in range(len(keyed))]
-        keys = torch.cat([encode_keys(self.key, [x], draw) for x, draw in zip(keyed, draws, strict=True)])
+        if self.args.one_way:  # MoCo v2: the first view is the query, the second the key
+            queried, keyed = views[:1], views[1:2]
+        else:
+            queried, keyed = views, views[:2]
+        shuffles = [common.generator(self.args.seed, step, STREAM_SHUFFLE + i) for i in range(len(keyed))]
+        keys = [encode_keys(self.key, [x], shuffle)[0] for x, shuffle in zip(keyed, shuffles, strict=True)]
         q = [self.query(x) for x in queried]
-        k = keys.unflatten(1, (-1, len(q[0])))[:, common.rank_and_world()[0]]  # this process's
+        k = [common.own_rows(key) for key in keys]
 
         def nce(query, key):
             return info_nce(query, key, self.queue.keys, self.args.temperature)
 
-        global_terms = [nce(query, key) for query, key in zip(q[:2], k.flip(0), strict=True)]  # L_gg: the other's key
+        global_terms = [nce(query, key) for query, key in zip(q[:2], reversed(k), strict=True)]  # L_gg
         local_terms = [nce(query, key) for query in q[2:] for key in k]  # L_lg
         loss = combine(self.args, global_terms, local_terms)
-        self.new_keys = keys.flatten(0, 1)
-        return loss, dict(loss=loss, q=q[0], k=k[-1], locals=q[2:])
+        return loss, torch.cat(keys), dict(q=q[0], k=k[-1], locals=q[2:])
 
     @torch.no_grad()
     def update(self, m):
-        """After the optimiser's step: theta_k <- m theta_k + (1 - m) theta_q (MoCo, Eq. 2); the new keys are enqueued.
+        """Move the momentum encoder: theta_k <- m theta_k + (1 - m) theta_q (MoCo, Eq. 2), for m in [0, 1].
 
-        Parameters only: the copies keep their own batch-norm statistics.
+        Only parameters move. The momentum encoder keeps its own batch-norm statistics.
         """
         slow = [*self.momentum_backbone.parameters(), *self.momentum_projector.parameters()]
         fast = [*self.backbone.parameters(), *self.projector.parameters()]
         torch._foreach_lerp_(slow, fast, 1 - m)
-        self.queue.enqueue(self.new_keys)
 
 
 class SimSiam(nn.Module):
-    """Siamese encoder and predictor: negative cosines, no keys, no queue (SimSiam, section 3)."""
+    """SimSiam's encoder and predictor (SimSiam, section 3). It has no momentum encoder, no keys and no queue.
+
+    args: the namespace of `parse_args`. encoder: a module that maps (N, 3, H, W) to (N, width), instead of --arch.
+    """
 
     def __init__(self, args, encoder=None):
         super().__init__()
@@ -329,26 +434,30 @@ class SimSiam(nn.Module):
             if encoder is None and hasattr(block, "zero_init_last"):
                 block.zero_init_last()  # SimSiam starts from zero residual branches
 
-        def layer(a, b):
-            return [nn.Linear(a, b, bias=False), nn.BatchNorm1d(b), nn.ReLU(inplace=True)]
+        def layer(inputs, outputs):
+            return [nn.Linear(inputs, outputs, bias=False), nn.BatchNorm1d(outputs), nn.ReLU(inplace=True)]
 
-        widths = [common.output_width(self.backbone, args.image_size)] + [args.dim] * args.layers
-        layers = [m for a, b in zip(widths, widths[1:], strict=False) for m in layer(a, b)]
-        self.projector = nn.Sequential(*layers[:-2], nn.BatchNorm1d(args.dim, affine=False))  # SimSiam's code
+        layers = layer(common.output_width(self.backbone, args.image_size), args.dim)
+        for _ in range(args.layers - 1):
+            layers += layer(args.dim, args.dim)
+        layers[-2:] = [nn.BatchNorm1d(args.dim, affine=False)]  # the last layer has no weights here and no ReLU
+        self.projector = nn.Sequential(*layers)
         self.predictor = nn.Sequential(*layer(args.dim, args.hidden), nn.Linear(args.hidden, args.dim))
 
-    def chance(self):
-        return 0.0
-
     def project(self, x):
+        """The projections z of images: (n, 3, H, W) -> (n, dim), in the dtype of x."""
         with torch.autocast(x.device.type, torch.bfloat16, enabled=self.args.bf16):
             return self.projector(self.backbone(x)).to(x.dtype)
 
     def local(self, x):
+        """The embeddings of local crops, which the affinity compares: their projections, L2-normalised (inference)."""
         return F.normalize(self.project(x), dim=1)
 
     def forward(self, views, step):
-        """As MoCo.forward: p = predictor(z) is drawn to z of another view, and z is a constant there."""
+        """L_gg and L_lg of a batch: the prediction of each view is drawn to the projections of others, as constants.
+
+        views, step and what is returned: as in `MoCo.forward`, but there are no keys to enqueue: None.
+        """
         z = [self.project(x) for x in views]
         p = [self.predictor(v) for v in z]
         z1, z2 = (v.detach() for v in z[:2])
@@ -360,76 +469,44 @@ class SimSiam(nn.Module):
         local_terms = [distance(local, z) for local in p[2:] for z in (z1, z2)]  # L_lg
         loss = combine(self.args, global_terms, local_terms)
         q, k, *local = [F.normalize(v, dim=1) for v in (z1, z2, *z[2:])]
-        return loss, dict(loss=loss, q=q, k=k, locals=local)
-
-    def update(self, m):
-        """No momentum encoder, no queue."""
+        return loss, None, dict(q=q, k=k, locals=local)
 
 
-# ------------------------------------------------------------- local to local
+# ------------------------------------------------------------- the two steps
+
+STREAM_NOISE = 30  # a random stream, see common.generator
 
 
-class LocalToLocal:
-    """The affinity with its optimiser, and the encoder's step away from it (Algorithm 1).
+def affinity_step(args, affinity, optimizer, lr, local1, local2, step):
+    """Make one step of the affinity down Eq. 6; returns its loss, a scalar.
 
-    With the weighting "clip" (released) that step is the encoder's own, by a second SGD without weight decay, its
-    gradient clipped to clip_ratio times the norm of the last main gradient, and before the main loss is computed; none
-    is made before there is such a norm. With "lambda" (paper) L_ll is a term of the main loss.
+    local1, local2: (N, dim), the locals of the global batch, the same on all processes. step: chooses the noise.
     """
-
-    def __init__(self, args, model, device):
-        self.args, self.model, self.norm = args, model, torch.zeros((), device=device)
-        self.affinity = Affinity(args.dim, args.affinity_hidden).to(device)
-        self.rate = args.affinity_lr or args.lr * args.batch_size / args.lr_batch  # the affinity's, constant
-        self.optimizer = torch.optim.SGD(self.affinity.parameters(), 0.0, momentum=0.9, weight_decay=args.weight_decay)
-        encoder = [*model.backbone.parameters(), *model.projector.parameters()]
-        encoder = [p for p in encoder if p.requires_grad]  # a user's own may have frozen ones
-        self.second = torch.optim.SGD(encoder, 0.0, momentum=0.9)
-
-    def dissimilarity(self, local, step):
-        """A step of the affinity (Eq. 6), then L_ll of the whole batch, with a gradient to this process's locals."""
-        local = [gather_with_gradient(x) for x in local]
-        noise = None
-        if self.args.affinity_form == "logistic":
-            draws = common.generator(self.args.seed, step, 30)
-            noise = torch.randn(2, *local[0].shape, generator=draws, pin_memory=local[0].is_cuda)
-            noise = noise.to(local[0], non_blocking=True) * 0.3 / self.args.dim**0.5
-        loss = affinity_loss(self.affinity, *local, noise, self.args.affinity_form)
-        descend(self.optimizer, loss, self.rate)  # Eq. 6
-        dissimilarity = local_dissimilarity(self.affinity, *local, self.args.affinity_form)
-        return dissimilarity, dict(affinity_loss=loss, dissimilarity=dissimilarity)
-
-    def clipped_step(self, views, step, lr):
-        """The encoder's own step; views: the two local ones. Returns the metrics."""
-        dissimilarity, metrics = self.dissimilarity([self.model.local(x) for x in views], step)
-        descend(self.second, dissimilarity, lr, self.args.clip_ratio * self.norm)
-        return metrics
-
-    def state(self):
-        """What a checkpoint holds, by name."""
-        return dict(affinity=self.affinity, affinity_optimizer=self.optimizer, second=self.second, norm=self.norm)
+    noise = None
+    if args.affinity_form == "logistic":
+        draws = common.generator(args.seed, step, STREAM_NOISE)
+        noise = torch.randn(2, *local1.shape, generator=draws, pin_memory=local1.is_cuda)
+        noise = noise.to(local1, non_blocking=True) * args.affinity_noise / args.dim**0.5
+    loss = affinity_loss(affinity, local1, local2, noise, args.affinity_form, args.affinity_batch)
+    descend(optimizer, loss, lr)
+    return loss
 
 
-def gather_with_gradient(x):
-    """(n, C) of each process -> (N, C) of all; the gradients of all processes flow back to it."""
-    if not dist.is_initialized():
-        return x
-    rank, world = common.rank_and_world()
-    parts = [x if r == rank else torch.zeros_like(x) for r in range(world)]
-    return AllReduce.apply(torch.cat(parts))
+def descend(optimizer, loss, lr, max_norm=math.inf):
+    """Make one step of an optimiser down a loss that does not pass DDP.
 
-
-def descend(optimizer, loss, lr, most=math.inf):
-    """A step down a loss outside DDP: its gradient is averaged over the processes, then clipped to the norm `most`."""
+    The gradient is averaged over the processes. Then it is clipped to the norm max_norm, a number or a 0-d tensor.
+    """
     optimizer.param_groups[0]["lr"] = lr
     parameters = optimizer.param_groups[0]["params"]
-    gradients = torch.autograd.grad(loss, parameters, materialize_grads=True)  # an own encoder may leave some unused
+    # A user's own encoder may leave some parameters unused.
+    gradients = torch.autograd.grad(loss, parameters, materialize_grads=True)
     if dist.is_initialized():
         flat = torch.cat([gradient.flatten() for gradient in gradients])
         dist.all_reduce(flat.div_(dist.get_world_size()))
         parts = flat.split([gradient.numel() for gradient in gradients])
         gradients = [part.view_as(gradient) for part, gradient in zip(parts, gradients, strict=True)]
-    scale = (most / (torch.nn.utils.get_total_norm(gradients) + 1e-6)).clamp(max=1)  # 1e-6 as torch's own clipping
+    scale = (max_norm / (torch.nn.utils.get_total_norm(gradients) + 1e-6)).clamp(max=1)  # 1e-6 as torch's own clipping
     for parameter, gradient in zip(parameters, gradients, strict=True):
         parameter.grad = gradient * scale
     optimizer.step()
@@ -437,101 +514,376 @@ def descend(optimizer, loss, lr, most=math.inf):
 
 # ================================================================= 5. training
 
+# fmt: off
+FLAGS = {  # {group: {value of the recipe: (kind, help)}}; common.add_flag says what a kind is
+    "loss": dict(
+        base=(("moco", "simsiam"), "what LoGo is put on; it also chooses the recipe"),
+        local_crops=(common.number(int, 0, 2), "local crops per image, 2 or 0; 0 is symmetrised MoCo, or SimSiam"),
+        one_way=(bool, "MoCo v2's loss: one query per image; with --local-crops 0"),
+        l2l=(bool, "local-to-local dissimilarity"),
+        l2l_weighting=(("clip", "lambda"), "L_ll as a clipped step of its own, or as a term of the loss (D1)"),
+        clip_ratio=(common.NOT_NEGATIVE, "clip: largest gradient of L_ll, as a share of the last main gradient's norm"),
+        lam=(common.NOT_NEGATIVE, "lambda: the weight of L_ll in Eq. 9"),
+        affinity_form=(("logistic", "linear"), "what the affinity learns by (D1); it also chooses --affinity-lr"),
+        affinity_batch=(("separate", "joint"), "joint: pairs of one and of two images in one batch (ours, D14)"),
+        affinity_hidden=(common.COUNT, "width of the affinity's two hidden layers"),
+        affinity_lr=(common.auto_or(common.POSITIVE), "the affinity's rate, constant; auto: the encoder's peak rate"),
+        affinity_noise=(common.NOT_NEGATIVE, "noise on the logistic form's positives, times sqrt(dim)"),
+        temperature=(common.POSITIVE, "temperature of MoCo's loss"),
+        queue=(common.auto_or(common.COUNT), "MoCo's negatives per query, earlier keys; auto: a tenth of the images"),
+    ),
+    "model": dict(
+        arch=(str, "encoder: resnet_micro, resnet18, resnet50, vit_small, ..., or any timm model"),
+        image_size=(common.COUNT, "side of a global view, in pixels"),
+        local_size=(common.COUNT, "side of a local view, in pixels; not given, it is at most --image-size"),
+        patch_size=(common.COUNT, "side of a ViT's patch, in pixels"),
+        dim=(common.COUNT, "size of the embeddings"),
+        layers=(common.COUNT, "layers of SimSiam's projector"),
+        hidden=(common.COUNT, "width of SimSiam's predictor"),
+        bn_groups=(common.COUNT, "equal slices of the batch that have batch-norm statistics of their own"),
+        momentum=(common.SHARE, "momentum m of the momentum encoder"),
+    ),
+    "schedule": dict(
+        epochs=(common.COUNT, "epochs of the whole training"),
+        batch_size=(common.AT_LEAST_TWO, "images per step, over all processes"),
+        lr=(common.POSITIVE, "learning rate at batch size --lr-batch; it is scaled linearly with --batch-size"),
+        lr_batch=(common.COUNT, "batch size for which --lr is given"),
+        milestones=(common.SHARE, "shares of the run after which the rate falls to a tenth; none: a cosine", "*"),
+        min_lr=(common.NOT_NEGATIVE, "learning rate at the end of the cosine; not given, it is scaled as --lr is"),
+        warmup=(common.NOT_NEGATIVE, "epochs of linear warm-up; not given, it shrinks with --epochs"),
+        weight_decay=(common.NOT_NEGATIVE, "weight decay of SGD"),
+        sgd_momentum=(common.SHARE, "momentum of SGD, the affinity's too"),
+    ),
+    "augmentation": dict(
+        global_scale=(common.POSITIVE_SHARE, "smallest and largest area of a global crop (supplement, Table 9)"),
+        local_scale=(common.POSITIVE_SHARE, "smallest and largest area of a local crop (supplement, Table 8)"),
+        crop_ratio=(common.POSITIVE, "smallest and largest width / height of a crop"),
+        interpolation=(("bilinear", "bicubic"), "how a crop is resized"),
+        jitter=(common.NOT_NEGATIVE, "largest change of brightness, contrast, saturation and hue"),
+        jitter_p=(common.SHARE, "probability of these changes"),
+        gray_p=(common.SHARE, "probability of a gray view"),
+        blur_p=(common.SHARE, "probability of a blurred view"),
+        blur_sigma=(common.POSITIVE, "smallest and largest sigma of the blur, in pixels"),
+        flip_p=(common.SHARE, "probability of a horizontal flip"),
+        norm=(tuple(common.NORMS), "the data set whose mean and standard deviation normalise the views"),
+    ),
+}
+# fmt: on
+
 
 def parse_args(argv=None):
-    """The command line as a namespace with every value of the recipe. Exits with a line on a mistake."""
-    parser = common.run_parser("logo.py", __doc__, evaluated="query")
-    parser.set_defaults(variant="released")  # D1
-    group = parser.add_argument_group("LoGo")
-    group.add_argument("--base", choices=("moco", "simsiam"), help="what LoGo is put on")
-    group.add_argument("--local-crops", type=int, choices=(0, 2), help="0: symmetrised MoCo, or SimSiam")
-    group.add_argument("--no-l2l", action="store_true", default=None, help="without local-to-local dissimilarity")
-    group.add_argument("--affinity-form", choices=("logistic", "linear"), help="what the affinity learns by (D1)")
-    weight = common.number(float, 0)
-    group.add_argument("--l2l-weighting", choices=("clip", "lambda"), help="L_ll: a step of its own, or a term")
-    group.add_argument("--clip-ratio", type=weight, metavar="X", help="clip its gradient to X times the main one's")
-    group.add_argument("--lam", type=weight, metavar="X", help="lambda, where L_ll is a term of the loss")
-    scale = dict(type=common.SHARE, nargs=2, metavar=("LO", "HI"))
-    group.add_argument("--global-scale", **scale, help="area of a global crop (supplement, Table 9)")
-    group.add_argument("--local-scale", **scale, help="area of a local crop, up to r_l (supplement, Table 8)")
-    group.add_argument("--local-size", type=common.COUNT, metavar="N", help="px of a local crop (the global ones')")
-    group.add_argument("--one-way", action="store_true", default=None, help="MoCo v2's loss; with --local-crops 0")
-    group.add_argument("--queue", type=common.COUNT, metavar="K", help="negatives of MoCo: the keys of earlier batches")
-    args = common.parse_run(parser, argv, recipe)
-    args.l2l = args.local_crops == 2 and not args.no_l2l
-    if args.base == "simsiam" and args.queue:
-        common.fail("--queue: SimSiam has no negatives; leave it out, or give --base moco")
-    used = {"clip": "clip_ratio", "lambda": "lam"}[args.l2l_weighting] if args.l2l else "neither"
-    for name in {"clip_ratio", "lam"} - {used}:
-        if getattr(args, name) != parser.get_default(name):
-            common.fail(f"--{name.replace('_', '-')} has no effect: of L_ll's two weights this run uses {used}")
-    args.local_size = min((args.local_crops and args.local_size) or args.image_size, args.image_size)
-    if args.one_way and (args.base != "moco" or args.local_crops):
-        common.fail("--one-way is MoCo v2's loss: it needs --base moco --local-crops 0")
-    if args.local_crops and args.arch.startswith(("vit_", "deit")) and args.local_size % args.patch_size:
+    """The command line as a namespace with every value of the recipe. Exits with an error message on a mistake.
+
+    argv: a list of words; sys.argv's if None.
+    """
+    values = recipe(common.parse_choices(argv, FLAGS, "base", "affinity_form"))
+    args = common.parse_flags("logo.py", __doc__, argv, values, FLAGS, variant="released")  # D1
+    usual = argparse.Namespace(**values)
+    if "warmup" not in args.typed:
+        args.warmup *= min(1, args.epochs / usual.epochs)  # a shorter run warms up in proportion
+    if "min_lr" not in args.typed:
+        args.min_lr *= peak_rate(args) / peak_rate(usual)  # the last rate follows the first
+    if args.milestones:
+        common.refuse(args, ["min_lr"], "the rate falls at --milestones (without a value: a cosine down to --min-lr)")
+    refuse_local_flags(args)
+    args.l2l = args.l2l and args.local_crops == 2
+    if "local_size" not in args.typed:
+        # The recipe's size is at most the global one, and there is none without local crops.
+        args.local_size = min(args.local_size, args.image_size) if args.local_crops else args.image_size
+    if args.local_size > args.image_size:
+        common.fail(f"--local-size {args.local_size} is above --image-size {args.image_size}: local crops are smaller")
+    common.check_views(args)
+    if args.local_crops and common.is_vit(args.arch) and args.local_size % args.patch_size:
         common.fail(f"--patch-size {args.patch_size} does not divide the local crops' size, {args.local_size}")
+    args.method = "logo"
+    described = dict(method=args.method, encoder="query")
+    args.backbone = common.backbone_info(
+        args.arch, args.image_size, args.patch_size, args.norm, args.interpolation, **described
+    )
+    args.name = common.run_name(args)
     return args
 
 
-def train_step(args, model, ddp, optimizer, l2l, batch, step, steps, device):
-    """One step of Algorithm 1; steps: of an epoch. Returns the metrics, on the device."""
-    lr, weight_decay, momentum = schedule(args, step, steps)
-    for group in optimizer.param_groups:  # a weight decay of 0: a group that never decays
-        group.update(lr=lr, weight_decay=weight_decay if group["weight_decay"] else 0.0)
-    views = [common.normalize(view, *args.norm) for view in common.colour_views(batch, device)]
-    common.seed_step(args.seed, step)  # of what still draws from the global generator
-    clipped = args.l2l and args.l2l_weighting == "clip"
-    more = l2l.clipped_step(views[2:], step, lr) if clipped else {}  # Eq. 6, then L_ll alone (D1)
-    loss, metrics = ddp(views, step)
-    local = metrics.pop("locals")
-    if args.l2l and not clipped:
-        dissimilarity, more = l2l.dissimilarity(local, step)  # Eq. 6
-        loss = loss + args.lam * dissimilarity  # Eq. 9
-    optimizer.zero_grad(set_to_none=True)
-    loss.backward()
-    metrics |= dict(**more, grad_norm=gradient_norm(model), lr=lr, momentum=momentum)
-    l2l.norm.copy_(metrics["grad_norm"])
-    optimizer.step()
-    model.update(momentum)
-    average_buffers(model)
-    return metrics
+def refuse_local_flags(args):
+    """Exit with an error message if a flag of the local crops or of their dissimilarity was typed without effect."""
+    of_affinity = ["affinity_form", "affinity_hidden", "affinity_lr", "affinity_noise", "affinity_batch"]
+    of_dissimilarity = ["l2l_weighting", "clip_ratio", "lam", *of_affinity]
+    if args.local_crops == 1:
+        common.fail("--local-crops 1: LoGo compares two local crops with each other; give 2 or 0")
+    if args.base == "moco" and args.one_way and args.local_crops:
+        common.fail("--one-way is MoCo v2's loss, which has no local crops: give --local-crops 0, too")
+    if args.local_crops == 0:
+        names = ["local_size", "local_scale", "l2l", "variant", *of_dissimilarity]
+        common.refuse(args, names, "--local-crops 0 leaves out all that is about local crops")
+    elif not args.l2l:
+        common.refuse(args, of_dissimilarity, "--no-l2l leaves out the local-to-local dissimilarity")
+    elif args.l2l_weighting == "clip":
+        common.refuse(args, ["lam"], "with --l2l-weighting clip the weight of L_ll is --clip-ratio")
+    else:
+        common.refuse(args, ["clip_ratio"], "with --l2l-weighting lambda the weight of L_ll is --lam")
+    if args.affinity_form == "linear":
+        common.refuse(args, ["affinity_noise"], "the linear form has no noise")
+
+
+def peak_rate(args):
+    """The learning rate after the warm-up: --lr, scaled linearly with the batch size."""
+    return args.lr * args.batch_size / args.lr_batch
+
+
+def schedule(args, step, steps_per_epoch):
+    """(learning rate, weight decay, momentum of the momentum encoder) of a step, counted from 0.
+
+    The rate warms up linearly from 0. Then it falls to a tenth at each of --milestones. If there are none, it falls by
+    a cosine to --min-lr. The other two are constant. SimSiam has no momentum encoder, so its momentum is 0.
+    """
+    epoch = step / steps_per_epoch
+    if epoch < args.warmup:
+        lr = peak_rate(args) * epoch / args.warmup
+    elif args.milestones:
+        done = step / (args.epochs * steps_per_epoch)
+        lr = peak_rate(args) * 0.1 ** sum(done >= milestone for milestone in args.milestones)
+    else:
+        done = (epoch - args.warmup) / (args.epochs - args.warmup)
+        lr = args.min_lr + (peak_rate(args) - args.min_lr) * (1 + math.cos(math.pi * done)) / 2
+    return lr, args.weight_decay, args.momentum if args.base == "moco" else 0.0
+
+
+def chance_level(args):
+    """The loss at equal logits: of MoCo's terms, each log(K + 1); 0 for SimSiam's cosines."""
+    if args.base == "simsiam":
+        return 0.0
+    terms = 1 + 2 * args.local_crops if args.variant == "paper" else 1  # `combine` takes the sum, or the mean
+    return terms * math.log(args.queue + 1)
 
 
 def main(args, train=None, test=None, encoder=None):
-    """Train. train, test: map-style Datasets of images instead of --dataset's; encoder: (N, 3, H, W) -> (N, width)."""
+    """Train as args say; the same call goes on where an earlier one was stopped.
+
+    args: the namespace of `parse_args`. train, test: map-style Datasets of images to use instead of --dataset.
+    encoder: a module that maps (N, 3, H, W) to (N, width), to train instead of --arch; a copy of it is trained. The
+    trained weights are in backbone.pt of the run's folder.
+    """
+    # Data
     device = common.join_processes(args)
-    args.bn_groups = batch_norm_groups(args)
-    run = common.Run(args, device, train, encoder)
+    args = common.settle(args, device, train, encoder)
+    if args.base == "moco":
+        args.bn_groups = batch_norm_groups(args)
+    run = None if args.show_views else common.Run(args, device)
     train, test = common.open_images(args, train, test)
-    loader = common.make_loader(args, common.Views(train, *make_sample(args), args.seed, args.interpolation), device)
+    loader = common.make_loader(args, train, augmentation(args), device)
+    mean, std = common.NORMS[args.norm]
     if args.show_views:
-        names = ("global 1", "global 2", "local 1", "local 2")
+        names = ["global 1", "global 2", *["local 1", "local 2"][: args.local_crops]]
         return common.save_views(args.show_views, common.colour_views(next(iter(loader)), device), names)
 
+    # Model and optimiser
+    if args.base == "moco" and args.queue == "auto":
+        args.queue = min(65536, max(args.batch_size, len(train) // 10))
     torch.manual_seed(args.seed)
-    model = (MoCo if args.base == "moco" else SimSiam)(args, encoder).to(device, memory_format=torch.channels_last)
-    model = group_batch_norms(model, args.bn_groups)
-    l2l = LocalToLocal(args, model, device)
+    if args.base == "moco":
+        model = MoCo(args, copy.deepcopy(encoder)).to(device, memory_format=torch.channels_last)
+        model = split_batch_norms(model, args.bn_groups)
+    else:
+        model = SimSiam(args, copy.deepcopy(encoder)).to(device, memory_format=torch.channels_last)
+        model = synchronize_batch_norms(model)
     trained = [p for p in model.parameters() if p.requires_grad]
-    optimizer = torch.optim.SGD(trained, lr=0.0, momentum=0.9, weight_decay=args.weight_decay)
+    optimizer = torch.optim.SGD(trained, args.lr, momentum=args.sgd_momentum, weight_decay=args.weight_decay)
     ddp = in_parallel(args, model)
+
+    # The affinity and its optimiser; for --l2l-weighting clip a second optimiser of the encoder, without weight decay
+    affinity = Affinity(args.dim, args.affinity_hidden).to(device)
+    affinity_lr = peak_rate(args) if args.affinity_lr == "auto" else args.affinity_lr
+    affinity_optimizer = torch.optim.SGD(
+        affinity.parameters(), affinity_lr, momentum=args.sgd_momentum, weight_decay=args.weight_decay
+    )
+    of_encoder = [p for p in (*model.backbone.parameters(), *model.projector.parameters()) if p.requires_grad]
+    second_optimizer = torch.optim.SGD(of_encoder, args.lr, momentum=args.sgd_momentum)
+    previous_norm = torch.zeros((), device=device)  # of the last step's main gradient
+
+    # The run's folder: the same command goes on from its last.pt
+    steps_per_epoch = len(train) // args.batch_size
+    total_steps = args.epochs * steps_per_epoch
+    last_step = min(args.max_steps or total_steps, total_steps)
+    saved = dict(model=model, optimizer=optimizer, affinity=affinity, affinity_optimizer=affinity_optimizer)
+    saved |= dict(second_optimizer=second_optimizer, previous_norm=previous_norm)
+    step, record = run.load(train, **saved)
+    chance = chance_level(args)
     kind = f"L2L {args.affinity_form}, {args.l2l_weighting}" if args.l2l else "no L2L"
     areas = f"areas {args.global_scale} and {args.local_scale}"
     about = f"on {args.base}, {args.local_crops} local crops of {args.local_size} px, {areas}, {kind}"
-    run.begin(model, optimizer, train, test, model.backbone, chance=model.chance(), about=about, **l2l.state())
-    while run.goes_on():
-        for batch in run.batches(loader):
-            run.log(train_step(args, model, ddp, optimizer, l2l, batch, run.step, run.steps, device))
-        run.end_epoch()
+    run.begin(step, last_step, common.introduction(args, model.backbone, train, test, chance, about), chance, record)
+
+    stopping = False
+    with common.StopRequest() as stop:
+        for epoch in range(step // steps_per_epoch, args.epochs + 1):
+            # Judge the epoch that has ended, if one has. This comes first: a run that was stopped here goes on here.
+            if record and not stopping:
+                if test is not None and common.is_due(epoch, args.knn_every, args.epochs):
+                    run.save(step, record, model.backbone, **saved)  # before what takes long
+                    with stop.at_once():
+                        record |= common.knn_record(args, model.backbone, train, test, device)
+                run.write(record)
+                record = None
+            if step >= last_step or stopping:
+                break
+
+            # Train for an epoch, or for what is left of it
+            loader.batch_sampler.set_epoch(epoch, start=step % steps_per_epoch)
+            for batch in loader:
+                lr, weight_decay, momentum = schedule(args, step, steps_per_epoch)
+                for group in optimizer.param_groups:
+                    group.update(lr=lr, weight_decay=weight_decay)
+                # Two global and two local views per image
+                views = [common.normalize(view, mean, std) for view in common.colour_views(batch, device)]
+                common.seed_step(args.seed, step)  # for what draws from the global generator, as drop-path
+                l2l_metrics = {}
+                if args.l2l and args.l2l_weighting == "clip":
+                    # Released (D1). Eq. 6: the affinity's step. Then a step of the encoder down L_ll alone
+                    local1, local2 = (gather_with_gradient(model.local(view)) for view in views[2:])
+                    ranking_loss = affinity_step(args, affinity, affinity_optimizer, affinity_lr, local1, local2, step)
+                    dissimilarity = local_dissimilarity(affinity, local1, local2, args.affinity_batch)
+                    descend(second_optimizer, dissimilarity, lr, args.clip_ratio * previous_norm)
+                    l2l_metrics = dict(affinity_loss=ranking_loss, dissimilarity=dissimilarity)
+                # L_gg and L_lg
+                loss, keys, metrics = ddp(views, step)
+                objective, locals_here = loss, metrics.pop("locals")
+                if args.l2l and args.l2l_weighting == "lambda":
+                    # Paper. Eq. 6: the affinity's step. Then L_ll is a term of Eq. 9
+                    local1, local2 = (gather_with_gradient(local) for local in locals_here)
+                    ranking_loss = affinity_step(args, affinity, affinity_optimizer, affinity_lr, local1, local2, step)
+                    dissimilarity = local_dissimilarity(affinity, local1, local2, args.affinity_batch)
+                    objective = loss + args.lam * dissimilarity
+                    l2l_metrics = dict(affinity_loss=ranking_loss, dissimilarity=dissimilarity)
+                # Eq. 9: the step of the encoder
+                optimizer.zero_grad(set_to_none=True)
+                objective.backward()
+                grad_norm = gradient_norm(model)
+                previous_norm.copy_(grad_norm)
+                optimizer.step()
+                # MoCo: the momentum encoder follows, and the keys are negatives of the next steps
+                if args.base == "moco":
+                    model.update(momentum)
+                    average_statistics(model)
+                    model.queue.enqueue(keys)
+                # Count and log; a request to stop ends the loop after this step
+                step += 1
+                q, k = metrics.pop("q"), metrics.pop("k")
+                run.count(step, dict(loss=loss, **l2l_metrics, grad_norm=grad_norm, lr=lr, momentum=momentum))
+                stopping = stop.agreed()
+                if step == last_step or stopping:
+                    break
+
+            # Save. An epoch's record is saved too, and is judged and written above
+            if step % steps_per_epoch == 0:
+                record = run.summary(step, loader) | common.embedding_health(gather(q.detach()), gather(k))
+            keep = record and args.keep_every and (epoch + 1) % args.keep_every == 0
+            if keep or stopping or step == last_step or common.is_due(epoch + 1, args.save_every, args.epochs):
+                run.save(step, record, model.backbone, f"epoch-{epoch + 1:04d}.pt" if keep else None, **saved)
     del ddp  # before the process group: in torch 2.11 a DDP that goes last can hang for ever
-    run.finish()
+    run.finish(step, record, stopping)
 
 
-# ============ 6. machine room (the same in all five files: read it once)
+# =============================================================== 6. machinery
+
+
+def gather_with_gradient(x):
+    """Concatenate (n, C) of each process to (N, C) of all, in rank order. The gradients of all processes flow back."""
+    if not dist.is_initialized():
+        return x
+    rank, world = common.rank_and_world()
+    parts = [x if r == rank else torch.zeros_like(x) for r in range(world)]
+    return AllReduce.apply(torch.cat(parts))
+
+
+# -- batch norm in groups (the same in moco_jointcrop, jcl, clim and logo)
+
+
+class GroupedBatchNorm(nn.modules.batchnorm._BatchNorm):
+    """Batch norm whose statistics are taken over `groups` equal slices of the global batch, for (N, C) or (N, C, H, W).
+
+    The groups stand for the separate batch norms of as many GPUs, on any number of processes that divides them. The
+    running statistics are the mean over this process's groups; `average_statistics` takes it over the processes.
+    norm: the batch norm whose parameters, statistics and state_dict keys this one takes over.
+    """
+
+    def __init__(self, norm, groups):
+        super().__init__(norm.num_features, norm.eps, norm.momentum, norm.affine, norm.track_running_stats)
+        self.weight, self.bias = norm.weight, norm.bias
+        self.running_mean, self.running_var = norm.running_mean, norm.running_var
+        self.num_batches_tracked, self.groups, self.training = norm.num_batches_tracked, groups, norm.training
+        # timm's BatchNormAct2d also drops and activates.
+        self.after = nn.Sequential(norm.drop, norm.act) if hasattr(norm, "act") else nn.Identity()
+
+    def _check_input_dim(self, x):
+        """Any dimension will do."""
+
+    def forward(self, x):
+        groups_here = self.groups // common.rank_and_world()[1]
+        if not self.training or groups_here <= 1:
+            return self.after(super().forward(x))
+        mean = self.running_mean.repeat(groups_here, 1)
+        var = self.running_var.repeat(groups_here, 1)
+        slices = [
+            F.batch_norm(part, m, v, self.weight, self.bias, True, self.momentum, self.eps)  # moves m and v in place
+            for part, m, v in zip(x.chunk(groups_here), mean, var, strict=True)
+        ]
+        self.running_mean.copy_(mean.mean(0))
+        self.running_var.copy_(var.mean(0))
+        return self.after(torch.cat(slices))
+
+
+def batch_norm_groups(args):
+    """The number of batch-norm groups: --bn-groups, or what comes nearest to it, with a note.
+
+    It becomes the number of processes if they do not divide it, and fewer if the batch cannot be divided by it. A
+    group has at least two images.
+    """
+    world, groups = common.rank_and_world()[1], args.bn_groups
+    if groups > 1 and groups % world:
+        groups = world
+    while groups > 1 and (groups % world or args.batch_size % groups or args.batch_size == groups):
+        groups -= 1
+    if groups != args.bn_groups:
+        note = f"with {world} process(es) and batch size {args.batch_size}"
+        common.say(f"batch-norm groups: {groups} instead of {args.bn_groups}, {note}")
+    return groups
+
+
+def split_batch_norms(module, groups):
+    """Replace every batch norm of a module by one over `groups` slices of the global batch; returns the module.
+
+    One group over several processes is torch's SyncBatchNorm, which needs CUDA: on CPUs it exits with an error message.
+    """
+    if groups == 1 and common.rank_and_world()[1] > 1:
+        if not next(module.parameters()).is_cuda:
+            common.fail("--bn-groups 1 with several processes needs GPUs: give --bn-groups a multiple of the processes")
+        return timm.layers.convert_sync_batchnorm(module)
+    for name, child in module.named_children():
+        if isinstance(child, (nn.BatchNorm1d, nn.BatchNorm2d)):
+            setattr(module, name, GroupedBatchNorm(child, groups))
+        else:
+            split_batch_norms(child, groups)
+    return module
+
+
+@torch.no_grad()
+def average_statistics(model):
+    """Make the running statistics of grouped batch norms their mean over the processes. Costs one all-reduce."""
+    world = common.rank_and_world()[1]
+    norms = [module for module in model.modules() if isinstance(module, GroupedBatchNorm)]
+    buffers = [buffer for norm in norms for buffer in (norm.running_mean, norm.running_var)]
+    if world > 1 and buffers:
+        flat = torch.cat(buffers)
+        dist.all_reduce(flat)
+        means = (flat / world).split([len(buffer) for buffer in buffers])
+        torch._foreach_copy_(buffers, means)
+
+
+# -- batch norm over all processes (the same in moco_jointcrop, logo and patchmix)
 
 
 class AllReduce(torch.autograd.Function):
-    """The sum over the processes; its gradient is the sum of their gradients."""
+    """The sum of a tensor over the processes. The gradient is the sum of the processes' gradients."""
 
     @staticmethod
     def forward(ctx, x):
@@ -544,82 +896,65 @@ class AllReduce(torch.autograd.Function):
         return AllReduce.apply(gradient)
 
 
-class GroupedBatchNorm(nn.modules.batchnorm._BatchNorm):
-    """Batch norm whose statistics are taken over `groups` equal slices of the global batch, for (N, C) or (N, C, H, W).
+class GlobalBatchNorm(nn.modules.batchnorm._BatchNorm):
+    """Batch norm whose statistics are taken over the global batch, for (N, C) or (N, C, H, W), on CPUs.
 
-    Several groups stand for the separate batch norms of as many GPUs, on any number of processes that divides them; one
-    is one set of statistics over all processes. Running statistics are the mean over this process's groups;
-    `average_buffers` then takes the mean over the processes.
+    It does what torch's SyncBatchNorm does on GPUs. All processes have the same statistics, and gradients flow through
+    them. Each process must have as many images as the others.
+    norm: the batch norm whose parameters, statistics and state_dict keys this one takes over.
     """
 
+    def __init__(self, norm):
+        super().__init__(norm.num_features, norm.eps, norm.momentum, norm.affine, norm.track_running_stats)
+        self.weight, self.bias = norm.weight, norm.bias
+        self.running_mean, self.running_var = norm.running_mean, norm.running_var
+        self.num_batches_tracked, self.training = norm.num_batches_tracked, norm.training
+        # timm's BatchNormAct2d also drops and activates.
+        self.after = nn.Sequential(norm.drop, norm.act) if hasattr(norm, "act") else nn.Identity()
+
     def _check_input_dim(self, x):
-        pass
+        """Any dimension will do."""
 
+    @torch.compiler.disable  # it cannot compile the collectives
     def forward(self, x):
+        if not self.training:
+            return self.after(super().forward(x))
         world = common.rank_and_world()[1]
-        if not self.training or self.groups == world:  # this process is one group
-            y = super().forward(x)
-        elif self.groups == 1:
-            y = self.over_processes(x, world)
-        else:
-            y = self.in_groups(x, self.groups // world)
-        return self.after(y)
-
-    def in_groups(self, x, g):
-        mean, var = self.running_mean.repeat(g, 1), self.running_var.repeat(g, 1)
-        options = self.weight, self.bias, True, self.momentum, self.eps
-        y = torch.cat([F.batch_norm(part, m, v, *options) for part, m, v in zip(x.chunk(g), mean, var, strict=True)])
-        self.running_mean.copy_(mean.mean(0))
-        self.running_var.copy_(var.mean(0))
-        return y
-
-    @torch.compiler.disable  # collectives
-    def over_processes(self, x, world):
-        wide, others = x.to(self.running_mean.dtype), [0, *range(2, x.dim())]
-        mean = AllReduce.apply(wide.mean(others, keepdim=True)) / world
-        var = AllReduce.apply((wide - mean).square().mean(others, keepdim=True)) / world
-        count = world * x.numel() // x.shape[1]
+        wide = x.to(self.running_mean.dtype)  # x is bf16 under autocast
+        all_but_channels = [0, *range(2, x.dim())]
+        mean = AllReduce.apply(wide.mean(all_but_channels, keepdim=True)) / world
+        var = AllReduce.apply((wide - mean).square().mean(all_but_channels, keepdim=True)) / world
+        count = world * x.numel() // x.shape[1]  # values per channel
         self.running_mean.lerp_(mean.detach().flatten(), self.momentum)
         self.running_var.lerp_(var.detach().flatten() * count / (count - 1), self.momentum)
-        shape = (-1, *[1] * (x.dim() - 2))
-        scale, shift = (1.0, 0.0) if self.weight is None else (self.weight.view(shape), self.bias.view(shape))
-        return ((wide - mean) * (var + self.eps).rsqrt() * scale + shift).to(x.dtype)
+        y = (wide - mean) * (var + self.eps).rsqrt()
+        if self.affine:
+            y = y * self.weight.view_as(mean) + self.bias.view_as(mean)
+        return self.after(y.to(x.dtype))
 
 
-def batch_norm_groups(args):
-    """The recipe's groups, or, with a line: one a process where these do not divide them, or fewer for the batch."""
-    world, asked = common.rank_and_world()[1], args.bn_groups
-    most = asked if asked == 1 or asked % world == 0 else world
-    fitting = [g for g in range(most, 1, -1) if g % world == 0 and args.batch_size % g == 0 and args.batch_size > g]
-    groups = (fitting or [1])[0]
-    if groups != asked:
-        common.say(f"batch-norm groups: {groups} for {asked}, with {world} process(es), batch {args.batch_size}")
-    return groups
+def synchronize_batch_norms(module):
+    """Replace every batch norm of a module by one over the batch of all processes; returns the module.
 
-
-def group_batch_norms(module, groups):
-    """Make every batch norm of a module one over `groups` slices of the global batch, in place; returns the module."""
-    if groups == 1 and dist.is_initialized() and next(module.parameters()).is_cuda:
+    With one process the module stays as it is. On CUDA the new ones are torch's SyncBatchNorm.
+    """
+    if common.rank_and_world()[1] == 1:
+        return module
+    if any(parameter.is_cuda for parameter in module.parameters()):
         return timm.layers.convert_sync_batchnorm(module)
-    for norm in [m for m in module.modules() if isinstance(m, (nn.BatchNorm1d, nn.BatchNorm2d))]:
-        after = [norm.drop, norm.act] if hasattr(norm, "act") else []  # timm's BatchNormAct2d
-        norm.after = nn.Sequential(*after)
-        norm.__class__, norm.groups = GroupedBatchNorm, groups  # parameters and statistics stay where they are
+    for name, child in module.named_children():
+        if isinstance(child, (nn.BatchNorm1d, nn.BatchNorm2d)):
+            setattr(module, name, GlobalBatchNorm(child))
+        else:
+            synchronize_batch_norms(child)
     return module
 
 
-def average_buffers(model):
-    """Make batch norm's running statistics the mean over the processes: one collective."""
-    world = common.rank_and_world()[1]
-    buffers = [b for m in model.modules() if isinstance(m, GroupedBatchNorm) for b in (m.running_mean, m.running_var)]
-    if world > 1 and buffers:
-        flat = torch.cat(buffers)
-        dist.all_reduce(flat)
-        torch._foreach_copy_(buffers, flat.div_(world).split([len(b) for b in buffers]))
+# ------------------------------- several processes (the same in all five files)
 
 
 def gather(x):
-    """(n, ...) of each process -> (N, ...) of all, in rank order, without gradient."""
+    """Concatenate (n, ...) of each process to (N, ...) of all, in rank order, without gradient."""
     world = common.rank_and_world()[1]
     if world == 1:
         return x
@@ -629,11 +964,12 @@ def gather(x):
 
 
 def gradient_norm(model):
+    """The L2 norm of all gradients, a 0-d tensor."""
     return torch.nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
 
 
 def in_parallel(args, model):
-    """The model as --grad-checkpoint, --compile and torchrun want it run."""
+    """The model as --grad-checkpoint and --compile want it run, and in DDP if there are several processes."""
     if args.grad_checkpoint:
         model.backbone.set_grad_checkpointing()
     if args.compile:
@@ -641,31 +977,11 @@ def in_parallel(args, model):
             backbone.compile()
     if not dist.is_initialized():
         return model
-    options = dict(broadcast_buffers=False, gradient_as_bucket_view=True)
-    return DistributedDataParallel(model, find_unused_parameters=args.arch == "own", **options)
-
-
-def schedule(args, step, steps_per_epoch):
-    """(learning rate, weight decay, momentum of the momentum encoder) of a step.
-
-    The rate warms up linearly, then falls by a cosine to min_lr, or by 10 at each of the recipe's milestones (shares of
-    the run). A pair of weight decays or momenta is the start and the end of a cosine.
-    """
-    epoch, done = step / steps_per_epoch, step / (args.epochs * steps_per_epoch)
-    peak, warmup = args.lr * args.batch_size / args.lr_batch, args.warmup
-
-    def cosine(start, end, t):
-        return end + (start - end) * (1 + math.cos(math.pi * t)) / 2
-
-    if epoch < warmup:
-        lr = peak * epoch / warmup
-    elif getattr(args, "milestones", None):
-        lr = peak * 0.1 ** sum(done >= m for m in args.milestones)
-    else:
-        lr = cosine(peak, args.min_lr, (epoch - warmup) / (args.epochs - warmup))
-    pair = [v if isinstance(v, (tuple, list)) else (v, v) for v in (args.weight_decay, args.momentum)]
-    return lr, *(cosine(start, end, done) for start, end in pair)
+    may_have_unused = args.arch == "own"  # only a user's own encoder may leave parameters unused
+    return DistributedDataParallel(
+        model, broadcast_buffers=False, gradient_as_bucket_view=True, find_unused_parameters=may_have_unused
+    )
 
 
 if __name__ == "__main__":
-    main(parse_args())
+    common.start(main, parse_args)

@@ -381,11 +381,11 @@ def logo_forward(same):
     f = golden("logo")
     model, inputs = queue_model(logo, "MoCo", f, 6), raws(f)
     keys = [f["key_global1"], f["key_global2"], f["local1"], f["local2"]]  # no keys of locals are made
-    loss, _ = model([as_images(x, k) for x, k in zip(inputs.values(), keys, strict=True)], 0)
+    loss, enqueued, _ = model([as_images(x, k) for x, k in zip(inputs.values(), keys, strict=True)], 0)
     same(loss, f["nce_total"])
     for name, gradient in zip(inputs, torch.autograd.grad(loss, list(inputs.values())), strict=True):
         same(gradient, f[f"grad_nce_total_{name}_before_normalisation"])
-    model.queue.enqueue(model.new_keys)
+    model.queue.enqueue(enqueued)
     same(model.queue.keys, f["queue_after"])
 
 
