@@ -441,20 +441,6 @@ def main(args, train=None, test=None, encoder=None):
 # ============ 6. machine room (the same in all five files: read it once)
 
 
-class AllReduce(torch.autograd.Function):
-    """The sum over the processes; its gradient is the sum of their gradients."""
-
-    @staticmethod
-    def forward(ctx, x):
-        x = x.clone()
-        dist.all_reduce(x)
-        return x
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return AllReduce.apply(gradient)
-
-
 class GroupedBatchNorm(nn.modules.batchnorm._BatchNorm):
     """Batch norm whose statistics are taken over `groups` equal slices of the global batch, for (N, C) or (N, C, H, W).
 
@@ -576,6 +562,77 @@ def schedule(args, step, steps_per_epoch):
         lr = cosine(peak, args.min_lr, (epoch - warmup) / (args.epochs - warmup))
     pair = [v if isinstance(v, (tuple, list)) else (v, v) for v in (args.weight_decay, args.momentum)]
     return lr, *(cosine(start, end, done) for start, end in pair)
+
+
+# -- batch norm over all processes (the same in moco_jointcrop, logo and patchmix)
+
+
+class AllReduce(torch.autograd.Function):
+    """The sum of a tensor over the processes. The gradient is the sum of the processes' gradients."""
+
+    @staticmethod
+    def forward(ctx, x):
+        x = x.clone()
+        dist.all_reduce(x)
+        return x
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return AllReduce.apply(gradient)
+
+
+class GlobalBatchNorm(nn.modules.batchnorm._BatchNorm):
+    """Batch norm whose statistics are taken over the global batch, for (N, C) or (N, C, H, W), on CPUs.
+
+    It does what torch's SyncBatchNorm does on GPUs. All processes have the same statistics, and gradients flow through
+    them. Each process must have as many images as the others.
+    norm: the batch norm whose parameters, statistics and state_dict keys this one takes over.
+    """
+
+    def __init__(self, norm):
+        super().__init__(norm.num_features, norm.eps, norm.momentum, norm.affine, norm.track_running_stats)
+        self.weight, self.bias = norm.weight, norm.bias
+        self.running_mean, self.running_var = norm.running_mean, norm.running_var
+        self.num_batches_tracked, self.training = norm.num_batches_tracked, norm.training
+        # timm's BatchNormAct2d also drops and activates.
+        self.after = nn.Sequential(norm.drop, norm.act) if hasattr(norm, "act") else nn.Identity()
+
+    def _check_input_dim(self, x):
+        """Any dimension will do."""
+
+    @torch.compiler.disable  # it cannot compile the collectives
+    def forward(self, x):
+        if not self.training:
+            return self.after(super().forward(x))
+        world = common.rank_and_world()[1]
+        wide = x.to(self.running_mean.dtype)  # x is bf16 under autocast
+        all_but_channels = [0, *range(2, x.dim())]
+        mean = AllReduce.apply(wide.mean(all_but_channels, keepdim=True)) / world
+        var = AllReduce.apply((wide - mean).square().mean(all_but_channels, keepdim=True)) / world
+        count = world * x.numel() // x.shape[1]  # values per channel
+        self.running_mean.lerp_(mean.detach().flatten(), self.momentum)
+        self.running_var.lerp_(var.detach().flatten() * count / (count - 1), self.momentum)
+        y = (wide - mean) * (var + self.eps).rsqrt()
+        if self.affine:
+            y = y * self.weight.view_as(mean) + self.bias.view_as(mean)
+        return self.after(y.to(x.dtype))
+
+
+def synchronize_batch_norms(module):
+    """Replace every batch norm of a module by one over the batch of all processes; returns the module.
+
+    With one process the module stays as it is. On CUDA the new ones are torch's SyncBatchNorm.
+    """
+    if common.rank_and_world()[1] == 1:
+        return module
+    if any(parameter.is_cuda for parameter in module.parameters()):
+        return timm.layers.convert_sync_batchnorm(module)
+    for name, child in module.named_children():
+        if isinstance(child, (nn.BatchNorm1d, nn.BatchNorm2d)):
+            setattr(module, name, GlobalBatchNorm(child))
+        else:
+            synchronize_batch_norms(child)
+    return module
 
 
 if __name__ == "__main__":
