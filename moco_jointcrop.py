@@ -1,53 +1,67 @@
 """MoCo with JointCrop and JointBlur (arXiv 2412.16522, AAAI 2025), on MoCo v1, v2 and v3.
 
-Two random crops of an image mostly have similar areas, and make easy positives. JointCrop draws the ratio of the two
-areas first, from a law that one number sets, and then the areas: beta > 0 similar areas, beta = 0 a uniform log-ratio,
-beta < 0 extreme ratios. Each view's area is still spread over the same range; loss, model and cost are untouched.
-JointBlur does the same to the two blur strengths, so that one view is sharp and one is not. The rest is MoCo: a query
-encoder, a momentum encoder for the keys, and a queue of keys as negatives (v1, v2), or the batch's keys and a predictor
-(v3).
+Two random crops of an image mostly have similar areas. Such pairs are easy positives. JointCrop draws the ratio of the
+two areas first, and then the areas. One number, beta, sets the law of the ratio: beta > 0 prefers similar areas,
+beta = 0 makes the logarithm of the ratio uniform, and beta < 0 prefers extreme ratios. The areas stay in the same
+range. Loss, model and cost stay as they are.
 
-    Algorithm 1        joint_from_uniform, sample_joint    the two areas (or two blur strengths)
-    Eq. 4-10           RandomCrop's own ratio law, in the tests; here `--joint none`
-    App. F             make_sample, --joint either         JointCrop or JointBlur, one of the two per image
-    App. G             centre_suppressed, --css-alpha      centre-suppressed sampling of the position
+JointBlur does the same with the strengths of the two blurs, so that one view is sharp and the other is not. The rest is
+MoCo. A momentum encoder makes the keys. The negatives are a queue of earlier keys (v1, v2) or the other keys of the
+batch (v3, which also has a predictor).
+
+    Algorithm 1        joint_from_uniform, sample_joint    the two areas, or the two sigmas of the blurs
+    Eq. 4-10           (in the tests)                      RandomCrop's own law of the ratio; here `--joint none`
+    App. F             draw_views, --joint either          JointCrop or JointBlur, one of the two per image
+    App. G             centre_suppressed, --css-alpha      centre-suppressed sampling of a crop's position
     MoCo, Eq. 1, 2     info_nce; MoCo.update               the loss; the momentum encoder
-    MoCo v3, Alg. 1    contrast, MoCoV3
+    MoCo v3, Alg. 1    contrast, MoCoV3.forward            the symmetric loss
 
-    python moco_jointcrop.py                                                  # laptop, no data
-    python moco_jointcrop.py --dataset cifar10 --joint none                   # the baseline, one GPU
-    torchrun --nproc_per_node=8 moco_jointcrop.py --dataset imagenet --data-dir DIR --moco v1 --beta 0
+    python moco_jointcrop.py                                                  # a laptop, no data
+    python moco_jointcrop.py --dataset cifar10 --joint none                   # the baseline, MoCo v2, on one GPU
+    torchrun --nproc_per_node=8 moco_jointcrop.py --dataset imagenet --data-dir DIR --moco v1
 
-Baseline: `--joint none` is MoCo. New relative to it: joint_from_uniform and the lines of make_sample that call it.
+The baseline is MoCo: `--joint none` is exactly it. JointCrop and JointBlur add joint_from_uniform and what draw_views
+does with it. In another project, with torchvision's transforms, three lines make the views of an image:
 
-Of this paper only the appendix could be read; the main text, with JointBlur's definition and the small data sets'
-settings, could not. Inference, therefore: JointBlur is the same law on sigma in [0.1, 2.0], and in its runs one coin an
-image decides for both views; CIFAR and STL-10 follow, with MoCo v2, ContrastiveCrop's public configurations as a
-stand-in; so do MoCo v1's views.
+    areas = torch.cat(sample_joint(1, 0.2, 1.0, beta=0.0)).tolist()
+    boxes = [RandomResizedCrop.get_params(image, scale=[area, area], ratio=[3 / 4, 4 / 3]) for area in areas]
+    views = [resized_crop(image, *box, size=[224, 224]) for box in boxes]
 
-Departures:
-    D1 s_b: paper ln(s_max / s_min); the released code subtracts 0.1 inside the logarithm (`--variant released`)
-    D2 if ten aspect ratios do not fit: torchvision's centre crop, as the paper's "same steps"; released
-       (`--variant released`): the whole image
-    D3 the released code has beta = 0 only, no JointBlur, no CSS: `--variant released` refuses the rest
-    D4 crop areas from 0.2 here, as in the command of the released README; the released script's own default is 0.08
-    D5 the queue is 8 % of the images, 4,096 on CIFAR; the stand-in's 65,536 would hold every image's own keys. STL-10's
-       encoder has ImageNet's stem, the stand-in's CIFAR's
-    D6 the paper reports on MoCo v1 and the released code is on v3; the default here is v2, `--moco` chooses;
-       `--variant released` changes D1 and D2 only, whatever the version
-    D7 v3's LARS is timm's, whose trust ratio divides by |g| + wd |w| + 1e-8, the released by |g + wd w|: at wd 1e-6 a
-       step differs by 1e-6 of itself at gradients as large as the weights, by 1e-2 at 1e-4 of that; a library's, so
-       kept
-    D8 v3's momentum update follows the optimiser's step; released before the forwards: m's index moves by one
-    D9 v3 on a ViT keeps the settings of ResNets (LARS, no batch norm at the predictor's end); released MoCo v3's for
-       ViTs
-    D10 v1's rate falls to a tenth at 60 and at 80 % of the epochs; ContrastiveCrop's own file multiplies it by 0, with
-       which training would end at 60 %
-    D11 code of MoCo v1 and v2: float32, and the first process's batch-norm statistics; here bf16 in the encoders on
-       CUDA (--amp off: float32, with products in TF32), and the statistics' mean
+Only the paper's appendix could be read here. The main text defines JointBlur and the settings of small data sets, so
+these are inferred. JointBlur is the same law on the sigma of the blur. Where it acts, one coin per image decides for
+both views whether they are blurred. CIFAR and STL-10, and the views of MoCo v1, follow ContrastiveCrop's public
+configurations.
+
+Departures of this file, of the paper and of the released code from each other:
+    D1 s_b, line 1 of Algorithm 1. Paper and here: ln(s_max / s_min). Released (`--variant released`):
+       ln(s_max / s_min - 0.1).
+    D2 A crop for which ten aspect ratios do not fit. Paper ("the same steps as RandomCrop") and here: torchvision's
+       centre crop. Released (`--variant released`): the whole image.
+    D3 What is drawn jointly. Paper and here: JointCrop and JointBlur with any beta, and centre-suppressed sampling.
+       Released: JointCrop with beta 0. `--variant released` refuses the others.
+    D4 The areas of crops. Here: from 0.2, as in the command of the released README. Released: the script's own default
+       is from 0.08 (`--crop-scale 0.08 1`).
+    D5 CIFAR and STL-10. ContrastiveCrop: a queue of 65,536, which would hold keys of every image, and CIFAR's stem.
+       Here: a queue of 4,096 on CIFAR, which is 8 % of the images, and ImageNet's stem on STL-10.
+    D6 The version of MoCo. Paper (appendix): v1. Released: v3. Here: v2, and `--moco` chooses. `--variant released`
+       changes D1 and D2 only, whatever the version.
+    D7 LARS of MoCo v3. Released: the trust ratio divides by |g + wd w|. Here: timm's, which divides by
+       |g| + wd |w| + 1e-8. At weight decay 1e-6 a step differs by 1e-6 of itself where gradients are as large as
+       weights, and by 1e-2 where they are 1e-4 of them (not reproduced).
+    D8 The momentum encoder of MoCo v3. Here: it moves after the optimiser's step. Released: it moves before the forward
+       passes, so the index of m differs by one (not reproduced).
+    D9 MoCo v3 on a ViT. Released MoCo v3: AdamW, and batch norm at the end of the predictor. Here: the settings of
+       ResNets, which are LARS and no such batch norm.
+    D10 The learning rate of MoCo v1. ContrastiveCrop: its file multiplies the rate by 0 at 60 % of the epochs, which
+       would end the training. Here: the rate falls to a tenth at 60 % and again at 80 %.
+    D11 Precision and statistics of MoCo v1 and v2. Released: float32, and the first process's batch-norm statistics.
+       Here: the encoders compute in bf16 on CUDA (`--amp off`: in float32, with products in TF32), and the statistics
+       are averaged.
 """
 
+import argparse
 import copy
+import functools
 import math
 
 import numpy as np
@@ -64,55 +78,61 @@ import common
 # ================================================================== 1. recipes
 
 # fmt: off
-BASE = dict(  # MoCo v2; a pair of probabilities is of the two views; the rate is that of batch size lr_batch
+BASE = dict(  # MoCo v2; a pair of blur_prob or solarize_p is of the query view and of the key view
     moco="v2", joint="crop", beta=0.0, joint_prob=0.5, css_alpha=1.0, temperature=0.2, dim=128, momentum=0.999,
-    weight_decay=1e-4, warmup=0, min_lr=0.0, bn_groups=8, patch_size=16, interpolation="bilinear",
-    crop_scale=(0.2, 1.0), jitter=(0.4, 0.4, 0.4, 0.1), jitter_p=0.8, gray_p=0.2, blur_prob=(0.5, 0.5),
-    solarize_p=(0.0, 0.0),
+    sgd_momentum=0.9, weight_decay=1e-4, warmup=0.0, min_lr=0.0, milestones=(), bn_groups=8, patch_size=16,
+    norm="imagenet", interpolation="bilinear", crop_scale=(0.2, 1.0), crop_ratio=(3 / 4, 4 / 3),
+    jitter=(0.4, 0.4, 0.4, 0.1), jitter_p=0.8, gray_p=0.2, blur_prob=(0.5, 0.5), blur_sigma=(0.1, 2.0),
+    solarize_p=(0.0, 0.0), flip_p=0.5,
 )
-IMAGENET = dict(
+IMAGENET = dict(  # MoCo's; lr is the rate at batch size lr_batch
     BASE, arch="resnet50", image_size=224, epochs=200, batch_size=256, lr=0.03, lr_batch=256, queue=65536,
 )
-CIFAR = dict(  # ContrastiveCrop's small configurations, as a stand-in; no blur, so JointBlur needs --blur-prob 0.5 0.5
+CIFAR = dict(  # ContrastiveCrop's small configurations; they do not blur, so JointBlur needs --blur-prob 0.5 0.5
     BASE, arch="resnet18", image_size=32, patch_size=4, epochs=500, batch_size=512, lr=0.5, lr_batch=512, min_lr=0.05,
-    queue=4096, blur_prob=(0.0, 0.0),
+    queue=4096, blur_prob=(0.0, 0.0), norm="cifar10",
 )
 RECIPES = dict(
     patterns=dict(  # ours, for two CPU cores
         BASE, arch="resnet_micro", image_size=32, patch_size=4, epochs=75, batch_size=64, lr=0.02, lr_batch=128,
-        queue=128, blur_prob=(0.1, 0.1), crop_scale=(0.3, 1.0), bn_groups=2, momentum=0.95, warmup=1,
+        queue=128, blur_prob=(0.1, 0.1), crop_scale=(0.3, 1.0), bn_groups=2, momentum=0.95, warmup=1.0,
+        norm="patterns",
     ),
     cifar10=CIFAR,
-    cifar100=CIFAR,
-    stl10=dict(CIFAR, image_size=96, patch_size=8, queue=8192),
+    cifar100=dict(CIFAR, norm="cifar100"),
+    stl10=dict(CIFAR, image_size=96, patch_size=8, queue=8192, norm="imagenet"),
     imagenet100=dict(IMAGENET, arch="resnet18", queue=16384),  # ours
     imagenet=dict(IMAGENET, knn_every=50),  # its kNN takes minutes
-    folder=dict(IMAGENET, queue=None),  # ours: a tenth of the images
+    folder=dict(IMAGENET, queue="auto"),  # ours: a tenth of the images
 )
-CPU = dict(batch_size=256, lr=0.1, lr_batch=256, min_lr=0.0, momentum=0.99, blur_prob=(0.5, 0.5))  # ours
-V1 = dict(temperature=0.07, milestones=(0.6, 0.8))  # ContrastiveCrop's, which the paper names as its own (App. G)
+SMALL_ENCODERS = dict(  # ours
+    batch_size=256, lr=0.1, lr_batch=256, min_lr=0.0, momentum=0.99, blur_prob=(0.5, 0.5),
+)
+V1 = dict(moco="v1", temperature=0.07, milestones=(0.6, 0.8))  # ContrastiveCrop's, as the paper's (App. G)
 V1_IMAGENET = dict(V1, epochs=100)
 V3_IMAGENET = dict(  # the released code, and MoCo v3's CONFIG: 100 epochs with 0.6 (300 epochs: --lr 0.3)
-    queue=0, epochs=100, batch_size=4096, lr=0.6, lr_batch=256, warmup=10, min_lr=0.0, weight_decay=1e-6,
-    momentum=(0.99, 1.0), temperature=1.0, dim=256, hidden=4096, bn_groups=1, jitter=(0.4, 0.4, 0.2, 0.1),
+    moco="v3", epochs=100, batch_size=4096, lr=0.6, lr_batch=256, warmup=10.0, min_lr=0.0, weight_decay=1e-6,
+    trust_coeff=0.001, momentum=(0.99, 1.0), temperature=1.0, dim=256, hidden=4096, jitter=(0.4, 0.4, 0.2, 0.1),
     blur_prob=(1.0, 0.1), solarize_p=(0.0, 0.2),
 )
 V3_CIFAR = dict(V3_IMAGENET, epochs=500, batch_size=512, hidden=2048, blur_prob=(0.0, 0.0))  # ours, as the next
-V3_PATTERNS = dict(V3_IMAGENET, epochs=75, batch_size=64, lr_batch=128, warmup=1, hidden=512, momentum=(0.98, 1.0))
+V3_PATTERNS = dict(V3_IMAGENET, epochs=75, batch_size=64, lr_batch=128, warmup=1.0, hidden=512, momentum=(0.98, 1.0))
+NOT_IN_V3 = ("queue", "bn_groups", "milestones")  # its negatives and its batch norms are the global batch's
 # fmt: on
 
 
-def recipe(given):
-    """The hyper-parameters that the data set, the encoder and MoCo's version of a command line stand for."""
-    values = dict(RECIPES[given.dataset])
-    small = given.dataset in ("cifar10", "cifar100", "stl10")
-    large = given.dataset in ("imagenet100", "imagenet", "folder")
-    if given.arch in ("resnet_micro", "resnet_mini") and small:
-        values |= CPU
-    if given.moco == "v1":
+def recipe(chosen):
+    """The hyper-parameters {name: value} of a data set, an encoder and MoCo's version: a namespace with these three."""
+    values = dict(RECIPES[chosen.dataset])
+    small = chosen.dataset in ("cifar10", "cifar100", "stl10")
+    large = chosen.dataset in ("imagenet100", "imagenet", "folder")
+    if chosen.arch in ("resnet_micro", "resnet_mini") and small:
+        values |= SMALL_ENCODERS
+    if chosen.moco == "v1":
         values |= V1_IMAGENET if large else V1
-    if given.moco == "v3":
+    if chosen.moco == "v3":
         values |= V3_IMAGENET if large else V3_CIFAR if small else V3_PATTERNS
+        values = {name: value for name, value in values.items() if name not in NOT_IN_V3}
     return values
 
 
@@ -120,19 +140,26 @@ def recipe(given):
 
 
 def joint_from_uniform(u, v, low, high, beta, offset=0.0):
-    """Algorithm 1 on uniform draws: u, v (n,) in [0, 1) -> (a, b), two (n,) float64 tensors in [low, high].
+    """Two values per row of which Algorithm 1 draws the ratio first: (a, b), two (n,) float64 tensors in [low, high].
 
-    ln(b / a) follows the law of beta on [-s_b, s_b], s_b = ln(high / low - offset), drawn by u through the inverse of
-    its distribution function; given the ratio, a is uniform on the values that keep both in range, drawn by v. beta
-    None: both independent and uniform (RandomCrop). low > 0. offset: 0.1 in the released code (D1).
+    The logarithm of b / a follows the law of beta on [-s_b, s_b], where s_b = ln(high / low - offset). Given the ratio,
+    a is uniform on the values for which a and b are in range.
+
+    u, v: (n,) uniform draws in [0, 1). u decides on the ratio, v on a. low > 0. beta: any number, or None for two
+    independent uniform values (RandomCrop). offset: 0.1 in the released code (D1).
+    Raises ValueError if 0 < low <= high does not hold.
     """
+    if not 0 < low <= high:
+        raise ValueError(f"joint_from_uniform takes 0 < low <= high, not low {low} and high {high}")
     u, v = (torch.as_tensor(x, dtype=torch.float64) for x in (u, v))
     if beta is None:
         return low + (high - low) * u, low + (high - low) * v
     s_b = math.log(high / low - offset)  # line 1
     if abs(beta) < 1e-6:
         log_ratio = s_b * (2 * u - 1)  # line 5, and the limit of both other cases
-    else:  # lines 3 and 7: normal, standard deviation s_b / |beta|, truncated at |beta| standard deviations
+    else:
+        # Lines 3 and 7: a normal law of standard deviation s_b / |beta|, truncated at |beta| standard deviations. u is
+        # put into the inverse of its distribution function.
         tail = torch.special.ndtr(torch.tensor(-abs(beta), dtype=torch.float64))
         log_ratio = (torch.special.ndtri(tail + u * (1 - 2 * tail)) * (s_b / abs(beta))).clamp(-s_b, s_b)
     if beta < 0:  # lines 8-12: mirrored within each half, so that the extremes are the likeliest
@@ -144,22 +171,34 @@ def joint_from_uniform(u, v, low, high, beta, offset=0.0):
 
 
 def sample_joint(n, low, high, beta, generator=None, offset=0.0):
-    """n pairs of Algorithm 1: two (n,) float64 tensors in [low, high], areas for J-Crop or blur sigmas for J-Blur."""
+    """n pairs of Algorithm 1: two (n,) float64 tensors in [low, high]. They are areas (J-Crop) or sigmas (J-Blur).
+
+    generator: a torch.Generator on the CPU, or None for the global one. The rest is as in `joint_from_uniform`.
+    """
     u, v = torch.rand(2, n, dtype=torch.float64, generator=generator)
     return joint_from_uniform(u, v, low, high, beta, offset)
 
 
 def centre_suppressed(draws, alpha):
-    """Positions by centre-suppressed sampling (App. G): draws (n,) uniform in [0, 1) -> (n, 2) of Beta(alpha, alpha).
+    """Positions of crops by centre-suppressed sampling (App. G): (n, 2) of the law Beta(alpha, alpha), in [0, 1).
 
-    A position is a share, below 1, of the room that a crop leaves; alpha < 1 prefers the edges. Each draw seeds a pair.
+    A position (top, left) is a share of the room that a crop leaves. alpha > 0: below 1 it prefers the edges.
+    draws: (n,) uniform in [0, 1), each the seed of a pair.
     """
     pairs = [np.random.default_rng(int(draw * 2**53)).beta(alpha, alpha, 2) for draw in draws]
     return np.clip(pairs, 0, 1 - 1e-9)
 
 
 def contrast(q, k, temperature, first):
-    """MoCo v3's ctr: 2 T x cross-entropy of q (n, C) against all keys k (N, C); row i's positive is first + i."""
+    """MoCo v3's ctr (its Algorithm 1), as a scalar: 2 T times the cross-entropy of cosine similarities.
+
+    q: (n, C) this process's queries. k: (N, C) the keys of all processes. The positive of row i is key first + i, and
+    the others are its negatives. temperature: T > 0. Both are L2-normalised here.
+    Gradients reach q, and also k unless it is detached. Raises ValueError if the shapes do not fit.
+    """
+    if q.dim() != 2 or k.dim() != 2 or q.shape[1] != k.shape[1] or not 0 <= first <= len(k) - len(q):
+        shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)} and first {first}"
+        raise ValueError(f"contrast takes q (n, C), k (N, C) and first from 0 to N - n, not {shapes}")
     logits = F.normalize(q, dim=1) @ F.normalize(k, dim=1).T / temperature
     return 2 * temperature * F.cross_entropy(logits, first + torch.arange(len(q), device=q.device))
 
@@ -168,110 +207,159 @@ def contrast(q, k, temperature, first):
 
 
 def info_nce(q, k, queue, temperature):
-    """InfoNCE with a queue (MoCo, Eq. 1): the positive is the key of the same row, the negatives the queue's keys.
+    """MoCo's loss, InfoNCE with a queue (MoCo, Eq. 1), as a scalar.
 
-    -mean log(exp(q.k / T) / (exp(q.k / T) + sum_j exp(q.queue_j / T))); q, k (N, C), queue (K, C), all of unit length.
-    The gradient goes to q (and to k, if it has one); at equal logits the loss is log(K + 1). Returns a scalar.
+    It is the mean of -log(exp(q.k / T) / (exp(q.k / T) + sum_j exp(q.queue_j / T))). The positive of a query is the key
+    of the same row. The negatives are the keys of the queue. At equal logits the loss is log(K + 1).
+
+    q, k: (N, C), and queue: (K, C), all L2-normalised. temperature: T > 0.
+    Gradients reach q, and also k and queue unless these are detached. Raises ValueError if the shapes do not fit.
     """
+    if q.dim() != 2 or k.shape != q.shape or queue.shape[1:] != q.shape[1:]:
+        shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, queue {tuple(queue.shape)}"
+        raise ValueError(f"info_nce takes q (N, C), k (N, C) and queue (K, C), not {shapes}")
     positive = (q * k).sum(1, keepdim=True)
     logits = torch.cat([positive, q @ queue.T], dim=1) / temperature
     return F.cross_entropy(logits, logits.new_zeros(len(q), dtype=torch.int64))
 
 
-# ==================================================================== 3. views
+# ============================================================= 3. augmentation
 
-DRAWS = common.CROP_DRAWS + common.COLOUR_DRAWS  # of one view
-SHARED = 6  # draws of both views together, after their own
-BLUR, SIGMA = 7, (0.1, 2.0)  # which of a view's colour draws decides on blur; the range of its strength in pixels
+SHARED_DRAWS = 6  # uniform numbers per image that both views share, after those of each view
+POSITION = slice(20, 22)  # the columns of a view's crop draws that decide on its top and left
+BLUR_COIN = 7  # the column of a view's colour draws that decides whether it is blurred
+SIGMA = common.COLOUR.index("sigma")
+RELEASED_OFFSET = 0.1  # D1
 
 
-def make_sample(args):
-    """What common.Views calls for a query and a key view an image, with sizes and uniform draws, and their number."""
+def augmentation(args):
+    """A query view and a key view per image, which differ in blur and solarization at most: a list of View.
+
+    `draw_views` draws them.
+    """
+    query = common.View(
+        size=args.image_size,
+        area=args.crop_scale,
+        ratio=args.crop_ratio,
+        jitter=args.jitter,
+        jitter_p=args.jitter_p,
+        gray_p=args.gray_p,
+        blur_p=args.blur_prob[0],
+        blur_sigma=args.blur_sigma,
+        solarize_p=args.solarize_p[0],
+        flip_p=args.flip_p,
+    )
+    key = query._replace(blur_p=args.blur_prob[1], solarize_p=args.solarize_p[1])
+    return [query, key]
+
+
+def draw_views(args, index, sizes, draws):
+    """Draw the two views of n images. This is where --joint acts.
+
+    index: (n,) rows of the images. sizes: (n, 2) their heights and widths. draws: (n, 2 VIEW_DRAWS + SHARED_DRAWS)
+    uniform in [0, 1). Returns (cuts, colours) as `common.ViewDataset` wants them.
+    """
     released = args.variant == "released"
-    offset = 0.1 if released else 0.0  # D1
+    query_draws, key_draws, shared = np.split(draws, [common.VIEW_DRAWS, 2 * common.VIEW_DRAWS], axis=1)
+    coin, area_u, area_v, sigma_u, sigma_v, blur_coin = shared.T
 
-    def sample(index, sizes, draws):
-        coin, area_u, area_v, sigma_u, sigma_v, blur = draws[:, 2 * DRAWS :].T
+    # Which images have JointCrop, and which have JointBlur
+    if args.joint == "either":  # App. F: one of the two
+        joint_crop = coin < args.joint_prob
+        joint_blur = ~joint_crop
+    else:
         joint_crop = np.full(len(index), args.joint in ("crop", "both"))
         joint_blur = np.full(len(index), args.joint in ("blur", "both"))
-        if args.joint == "either":  # App. F
-            joint_crop = coin < args.joint_prob
-            joint_blur = ~joint_crop
-        areas = joint_from_uniform(area_u, area_v, *args.crop_scale, args.beta, offset)
-        sigmas = joint_from_uniform(sigma_u, sigma_v, *SIGMA, args.beta)
-        cuts, colours = [], []
-        for view in (0, 1):
-            draw = draws[:, view * DRAWS : (view + 1) * DRAWS].copy()
-            crop, colour = draw[:, : common.CROP_DRAWS], draw[:, common.CROP_DRAWS :]
-            if args.css_alpha != 1:
-                crop[:, -2:] = centre_suppressed(crop[:, -1], args.css_alpha)
-            alone = common.random_resized_crop(sizes, crop, args.crop_scale, whole=released)  # D2
-            joint = common.random_resized_crop(sizes, crop, args.crop_scale, area=areas[view], whole=released)
-            cuts.append((index, np.where(joint_crop[:, None], joint, alone), args.image_size))
-            colour[:, BLUR] = np.where(joint_blur, blur, colour[:, BLUR])  # one coin for both views
-            chances = args.jitter_p, args.gray_p, args.blur_prob[view]
-            parameters = common.random_colour(colour, args.jitter, *chances, SIGMA, args.solarize_p[view])
-            sigma = parameters[:, common.COLOUR.index("sigma")]
-            sigma[:] = np.where(joint_blur & (sigma > 0), sigmas[view], sigma)
-            colours.append(parameters)
-        return cuts, colours
 
-    return sample, 2 * DRAWS + SHARED
+    # Algorithm 1: a pair of areas and a pair of sigmas per image
+    areas = joint_from_uniform(area_u, area_v, *args.crop_scale, args.beta, RELEASED_OFFSET if released else 0.0)
+    sigmas = joint_from_uniform(sigma_u, sigma_v, *args.blur_sigma, args.beta)
+
+    cuts, colours = [], []
+    own_draws = query_draws, key_draws
+    for view, own, area, sigma in zip(augmentation(args), own_draws, areas, sigmas, strict=True):
+        crop_draws, colour_draws = own[:, : common.CROP_DRAWS].copy(), own[:, common.CROP_DRAWS :].copy()
+        # The box: its area is the joint one, or the view's own; its aspect ratio and position are always its own
+        if args.css_alpha != 1:
+            crop_draws[:, POSITION] = centre_suppressed(crop_draws[:, -1], args.css_alpha)
+        alone = common.random_resized_crop(sizes, crop_draws, view.area, view.ratio, whole=released)  # D2
+        joint = common.random_resized_crop(sizes, crop_draws, view.area, view.ratio, area=area, whole=released)
+        cuts.append((index, np.where(joint_crop[:, None], joint, alone), view.size))
+        # The colour: where the blur is joint, both views have one coin for it, and the joint sigmas
+        colour_draws[:, BLUR_COIN] = np.where(joint_blur, blur_coin, colour_draws[:, BLUR_COIN])
+        colour = common.colour_of(view, colour_draws)
+        is_blurred = colour[:, SIGMA] > 0
+        colour[:, SIGMA] = np.where(joint_blur & is_blurred, sigma, colour[:, SIGMA])
+        colours.append(colour)
+    return cuts, colours
 
 
 # ==================================================================== 4. model
 
 # ----------------- queue and keys (the same in moco_jointcrop, jcl, clim and logo)
 
+STREAM_QUEUE, STREAM_SHUFFLE = 4, 20  # random streams, see common.generator
+
 
 class Queue(nn.Module):
-    """The last `length` keys, first in first out; random unit vectors at the start. Any length, any batch."""
+    """The last `length` keys, first in, first out. It begins with random L2-normalised vectors.
+
+    keys: (length, dim). Any length goes with any batch size: the queue wraps around.
+    """
 
     def __init__(self, length, dim, seed):
         super().__init__()
-        keys = torch.randn(length, dim, generator=common.generator(seed, 4))
+        keys = torch.randn(length, dim, generator=common.generator(seed, STREAM_QUEUE))
         self.register_buffer("keys", F.normalize(keys, dim=1))
-        self.register_buffer("position", torch.zeros(1, dtype=torch.int64))
+        self.register_buffer("position", torch.zeros(1, dtype=torch.int64))  # of the oldest key
 
     @torch.no_grad()
     def enqueue(self, keys):
-        """Replace the oldest by keys (n, dim), the same on every process; of more than `length` the last are kept."""
+        """Replace the oldest keys by `keys` (n, dim), which must be the same on every process.
+
+        If there are more than `length`, the last ones stay.
+        """
         length = len(self.keys)
-        at = (self.position + torch.arange(len(keys), device=keys.device)) % length
-        self.keys.index_copy_(0, at[-length:], keys[-length:].to(self.keys))
+        rows = (self.position + torch.arange(len(keys), device=keys.device)) % length
+        self.keys.index_copy_(0, rows[-length:], keys[-length:].to(self.keys))
         self.position.add_(len(keys)).remainder_(length)
 
 
 def exchange(x, wanted):
-    """Rows of all processes' x (n, ...), taken as one tensor: process r gets those of wanted[r], (m, ...).
+    """Rows of the global batch for each process: process r gets the rows wanted[r], as (m, ...).
 
-    wanted (world, m) int64 on the CPU, the same on all processes, as is n. No gradient.
+    x: (n, ...) on each process; the global batch is all of them in rank order. wanted: (world, m) int64 on the CPU, the
+    same on all processes. No gradient. Each process receives only what it asked for, not the whole batch.
     """
     rank, world = common.rank_and_world()
     if world == 1:
         return x[wanted[0].to(x.device, non_blocking=True)]
     owner, row = wanted // len(x), wanted % len(x)
-    send = torch.cat([row[r][owner[r] == rank] for r in range(world)])
-    give, take = (owner == rank).sum(1).tolist(), owner[rank].bincount(minlength=world).tolist()
+    rows_to_send = torch.cat([row[r][owner[r] == rank] for r in range(world)])
+    send_counts = (owner == rank).sum(1).tolist()
+    receive_counts = owner[rank].bincount(minlength=world).tolist()
     received = x.new_empty(wanted.shape[1], *x.shape[1:])
-    dist.all_to_all_single(received, x[send.to(x.device, non_blocking=True)].contiguous(), take, give)
-    place = owner[rank].argsort(stable=True).to(x.device, non_blocking=True)
+    to_send = x[rows_to_send.to(x.device, non_blocking=True)].contiguous()
+    dist.all_to_all_single(received, to_send, receive_counts, send_counts)
+    place = owner[rank].argsort(stable=True).to(x.device, non_blocking=True)  # what arrives is sorted by its sender
     return torch.empty_like(received).index_copy_(0, place, received)
 
 
 @torch.no_grad()
 def encode_keys(encode, views, generator):
-    """Keys of all processes for several views, shuffled for batch norm: (views, N, C).
+    """Encode several views of the global batch as keys, shuffled for batch norm: (views, N, C).
 
-    encode: images -> keys; views: list of this process's (n, 3, H, W). The keys of one image must not share their batch
-    statistics with its query, or the batch tells which is which (MoCo, section 3.3): all views of the global batch are
-    shuffled, each process encodes its part, and the keys are put back in order. The shuffle depends on the generator
-    alone, so any number of processes makes the same groups.
+    encode: maps images to keys. views: list of this process's images (n, 3, H, W).
+    A key must not share its batch statistics with the query of its image: the encoder could tell from them which belong
+    together (MoCo, section 3.3). So the rows of all views of the global batch are shuffled, each process encodes its
+    part, and the keys are put back in order. The shuffle depends on the generator alone, so any number of processes
+    makes the same batch-norm groups.
     """
     n, world = len(views[0]), common.rank_and_world()[1]
     shuffle = torch.randperm(len(views) * n * world, generator=generator)
-    place = torch.arange(len(shuffle)).view(world, len(views), n).transpose(0, 1).flatten()  # where (view, image) lies
-    mine = exchange(torch.cat(views), place[shuffle].view(world, -1))
+    # Where row (view, image of the global batch) lies when the processes' concatenated views stand in rank order.
+    location = torch.arange(len(shuffle)).view(world, len(views), n).transpose(0, 1).flatten()
+    mine = exchange(torch.cat(views), location[shuffle].view(world, -1))
     keys = gather(encode(mine))
     shuffle = shuffle.to(keys.device, non_blocking=True)
     return torch.empty_like(keys).index_copy_(0, shuffle, keys).view(len(views), n * world, -1)
@@ -281,51 +369,61 @@ def encode_keys(encode, views, generator):
 
 
 class MoCo(nn.Module):
-    """Query encoder, momentum (key) encoder and queue: MoCo v1 (linear head) and v2 (two-layer head)."""
+    """MoCo v1's (linear head) or v2's (two-layer head) query encoder, momentum encoder (for the keys) and queue.
+
+    args: the namespace of `parse_args`. encoder: a module that maps (N, 3, H, W) to (N, width), instead of --arch.
+    """
 
     def __init__(self, args, encoder=None):
         super().__init__()
         self.args = args
         self.backbone = encoder or common.build_backbone(args.backbone)
         width = common.output_width(self.backbone, args.image_size)
-        hidden = [] if args.moco == "v1" else [nn.Linear(width, width), nn.ReLU(inplace=True)]
-        self.projector = nn.Sequential(*hidden, nn.Linear(width, args.dim))
+        if args.moco == "v1":
+            self.projector = nn.Sequential(nn.Linear(width, args.dim))
+        else:
+            self.projector = nn.Sequential(nn.Linear(width, width), nn.ReLU(inplace=True), nn.Linear(width, args.dim))
         self.momentum_backbone = copy.deepcopy(self.backbone).requires_grad_(False)
         self.momentum_projector = copy.deepcopy(self.projector).requires_grad_(False)
-        self.queue = Queue(args.queue, args.dim, args.seed) if args.queue else None  # v3 has none
+        if args.moco != "v3":
+            self.queue = Queue(args.queue, args.dim, args.seed)
 
     def query(self, x):
-        """(n, 3, H, W) -> (n, dim) of unit length, in x's dtype."""
+        """The queries of images: (n, 3, H, W) -> (n, dim), L2-normalised, in the dtype of x."""
         with torch.autocast(x.device.type, torch.bfloat16, enabled=self.args.bf16):
             return F.normalize(self.projector(self.backbone(x)).to(x.dtype), dim=1)
 
     def key(self, x):
+        """The keys of images, by the momentum encoder: (n, 3, H, W) -> (n, dim), L2-normalised, in the dtype of x."""
         with torch.autocast(x.device.type, torch.bfloat16, enabled=self.args.bf16):
             return F.normalize(self.momentum_projector(self.momentum_backbone(x)).to(x.dtype), dim=1)
 
     def forward(self, views, step):
-        """views: this process's query and key views (n, 3, H, W). Returns (loss, metrics: scalars, and q, k)."""
+        """The loss of a batch (MoCo, Algorithm 1).
+
+        views: this process's query view and key view, each (n, 3, H, W), normalised. step: chooses the shuffle of the
+        keys. Returns (loss, keys to enqueue (N, dim), metrics {name: tensor}). Gradients reach the query encoder only.
+        """
         q = self.query(views[0])
-        self.new_keys = encode_keys(self.key, views[1:], common.generator(self.args.seed, step, 20))[0]  # (N, C)
-        k = self.new_keys.unflatten(0, (-1, len(q)))[common.rank_and_world()[0]]  # this process's (n, C)
+        shuffle = common.generator(self.args.seed, step, STREAM_SHUFFLE)
+        keys = encode_keys(self.key, views[1:], shuffle)[0]  # (N, C), of all processes
+        k = common.own_rows(keys)  # (n, C)
         loss = info_nce(q, k, self.queue.keys, self.args.temperature)  # MoCo, Eq. 1
-        return loss, dict(loss=loss, q=q, k=k)
+        return loss, keys, dict(q=q, k=k)
 
     @torch.no_grad()
     def update(self, m):
-        """After the optimiser's step: theta_k <- m theta_k + (1 - m) theta_q (MoCo, Eq. 2); the new keys are enqueued.
+        """Move the momentum encoder: theta_k <- m theta_k + (1 - m) theta_q (MoCo, Eq. 2), for m in [0, 1].
 
-        Parameters only: the copies keep their own batch-norm statistics.
+        Only parameters move. The momentum encoder keeps its own batch-norm statistics.
         """
         slow = [*self.momentum_backbone.parameters(), *self.momentum_projector.parameters()]
         fast = [*self.backbone.parameters(), *self.projector.parameters()]
         torch._foreach_lerp_(slow, fast, 1 - m)
-        if self.queue:
-            self.queue.enqueue(self.new_keys)
 
 
 class MoCoV3(MoCo):
-    """MoCo v3 (--moco v3): projector and predictor, a symmetric loss against the batch's keys, no queue."""
+    """MoCo v3's query encoder with a predictor, and its momentum encoder. Its heads replace MoCo's. It has no queue."""
 
     def __init__(self, args, encoder=None):
         super().__init__(args, encoder)
@@ -333,116 +431,360 @@ class MoCoV3(MoCo):
             for block in self.modules():
                 if hasattr(block, "zero_init_last"):
                     block.zero_init_last()
-
-        def mlp(width, *end):
-            hidden = nn.Linear(width, args.hidden, bias=False), nn.BatchNorm1d(args.hidden), nn.ReLU(inplace=True)
-            return nn.Sequential(*hidden, nn.Linear(args.hidden, args.dim, bias=False), *end)
-
         width = common.output_width(self.backbone, args.image_size)
-        self.projector = mlp(width, nn.BatchNorm1d(args.dim, affine=False))
-        self.predictor = mlp(args.dim)  # D9
+        self.projector = two_layers(width, args.hidden, args.dim)
+        self.projector.append(nn.BatchNorm1d(args.dim, affine=False))
+        self.predictor = two_layers(args.dim, args.hidden, args.dim)  # D9
         self.momentum_projector = copy.deepcopy(self.projector).requires_grad_(False)
 
     def query(self, x):
+        """The queries of images: (n, 3, H, W) -> (n, dim), not normalised, in the dtype of x."""
         with torch.autocast(x.device.type, torch.bfloat16, enabled=self.args.bf16):
             return self.predictor(self.projector(self.backbone(x))).to(x.dtype)
 
     def forward(self, views, step):
-        """MoCo v3's Algorithm 1; arguments and result as MoCo's."""
-        (q1, q2), (k1, k2) = [self.query(x) for x in views], [gather(self.key(x)) for x in views]
+        """The loss of a batch (MoCo v3, Algorithm 1). It is symmetric in the two views.
+
+        views: this process's query view and key view, each (n, 3, H, W), normalised. step is not used. Returns (loss,
+        None, since no keys are enqueued, metrics {name: tensor}). Gradients reach the query encoder only.
+        """
+        q1, q2 = [self.query(view) for view in views]
+        k1, k2 = [gather(self.key(view)) for view in views]  # (N, C), of all processes
         first = common.rank_and_world()[0] * len(q1)
-        temperature = self.args.temperature
-        loss = contrast(q1, k2, temperature, first) + contrast(q2, k1, temperature, first)
-        return loss, dict(loss=loss, q=q1, k=k2[first : first + len(q1)])
+        loss = contrast(q1, k2, self.args.temperature, first) + contrast(q2, k1, self.args.temperature, first)
+        return loss, None, dict(q=q1, k=common.own_rows(k2))
+
+
+def two_layers(inputs, hidden, outputs):
+    """A head of MoCo v3: linear, batch norm, ReLU, linear."""
+    first = nn.Linear(inputs, hidden, bias=False)
+    return nn.Sequential(first, nn.BatchNorm1d(hidden), nn.ReLU(inplace=True), nn.Linear(hidden, outputs, bias=False))
 
 
 # ================================================================= 5. training
 
+# fmt: off
+FLAGS = {  # {group: {value of the recipe: (kind, help)}}; common.add_flag says what a kind is
+    "loss": dict(
+        moco=(("v1", "v2", "v3"), "version of MoCo: heads, loss, optimiser and schedule (D6); it chooses the recipe"),
+        temperature=(common.POSITIVE, "temperature of the loss"),
+        queue=(common.auto_or(common.COUNT), "negatives per query, earlier keys; auto: a tenth of the images"),
+    ),
+    "model": dict(
+        arch=(str, "encoder: resnet_micro, resnet18, resnet50, vit_small, ..., or any timm model"),
+        image_size=(common.COUNT, "side of a view, in pixels"),
+        patch_size=(common.COUNT, "side of a ViT's patch, in pixels"),
+        dim=(common.COUNT, "size of queries and keys"),
+        hidden=(common.COUNT, "width of the hidden layer of v3's projector and predictor"),
+        bn_groups=(common.COUNT, "equal slices of the batch that have batch-norm statistics of their own"),
+        momentum=(common.SHARE, "momentum m of the momentum encoder; of v3 at the start and at the end"),
+    ),
+    "schedule": dict(
+        epochs=(common.COUNT, "epochs of the whole training"),
+        batch_size=(common.AT_LEAST_TWO, "images per step, over all processes"),
+        lr=(common.POSITIVE, "learning rate at batch size --lr-batch; it is scaled linearly with --batch-size"),
+        lr_batch=(common.COUNT, "batch size for which --lr is given"),
+        min_lr=(common.NOT_NEGATIVE, "learning rate at the end of the cosine; not given, it is scaled as --lr is"),
+        milestones=(common.SHARE, "shares of the epochs where the rate falls to a tenth; none: a cosine", "*"),
+        warmup=(common.NOT_NEGATIVE, "epochs of linear warm-up; not given, it shrinks with --epochs"),
+        weight_decay=(common.NOT_NEGATIVE, "weight decay of SGD, or of v3's LARS"),
+        sgd_momentum=(common.SHARE, "momentum of SGD, or of v3's LARS"),
+        trust_coeff=(common.POSITIVE, "trust coefficient of v3's LARS"),
+    ),
+    "augmentation": dict(
+        joint=(("none", "crop", "blur", "either", "both"), "what is drawn jointly; either: one per image (App. F)"),
+        beta=(common.REAL, "beta of J-Crop(beta) and J-Blur(beta), of any sign (Algorithm 1)"),
+        joint_prob=(common.SHARE, "probability of JointCrop, otherwise JointBlur, with --joint either (App. F)"),
+        css_alpha=(common.POSITIVE, "alpha of centre-suppressed sampling (App. G); 1: a uniform position"),
+        crop_scale=(common.POSITIVE_SHARE, "smallest and largest area of a crop, as shares of the image"),
+        crop_ratio=(common.POSITIVE, "smallest and largest width / height of a crop"),
+        interpolation=(("bilinear", "bicubic"), "how a crop is resized"),
+        jitter=(common.NOT_NEGATIVE, "largest change of brightness, contrast, saturation and hue"),
+        jitter_p=(common.SHARE, "probability of these changes"),
+        gray_p=(common.SHARE, "probability of a gray view"),
+        blur_prob=(common.SHARE, "probability of a blurred query view, and of a blurred key view"),
+        blur_sigma=(common.POSITIVE, "smallest and largest sigma of the blur, in pixels"),
+        solarize_p=(common.SHARE, "probability of a solarized query view, and of a solarized key view"),
+        flip_p=(common.SHARE, "probability of a horizontal flip"),
+        norm=(tuple(common.NORMS), "the data set whose mean and standard deviation normalise the views"),
+    ),
+}
+# fmt: on
+
 
 def parse_args(argv=None):
-    """The command line as a namespace with every value of the recipe. Exits with a line on a mistake."""
-    parser = common.run_parser("moco_jointcrop.py", __doc__, evaluated="query")
-    group = parser.add_argument_group("MoCo with JointCrop and JointBlur")
-    real, area = common.number(float, -1e9, 1e9), common.number(float, 1e-9, 1)
-    group.add_argument("--moco", choices=("v1", "v2", "v3"), help="MoCo's version: heads, loss, schedule (D6)")
-    joint = ("none", "crop", "blur", "either", "both")
-    group.add_argument("--joint", choices=joint, help="what is drawn jointly; either: one of the two (App. F)")
-    group.add_argument("--beta", type=real, metavar="X", help="of J-Crop(beta), J-Blur(beta); any real number")
-    group.add_argument("--joint-prob", type=common.SHARE, metavar="P", help="of JointCrop, if --joint either (App. F)")
-    group.add_argument("--css-alpha", type=common.POSITIVE, metavar="A", help="position by Beta(A, A); 1: off (App. G)")
-    group.add_argument("--crop-scale", type=area, nargs=2, metavar=("LO", "HI"), help="area range of the crops")
-    group.add_argument("--blur-prob", type=common.SHARE, nargs=2, metavar=("P1", "P2"), help="of blurring each view")
-    group.add_argument("--queue", type=common.COUNT, metavar="K", help="negatives: the keys of earlier batches")
-    args = common.parse_run(parser, argv, recipe)
-    if args.moco == "v3" and args.queue:
-        common.fail("--queue: MoCo v3 has none, its negatives are the batch")
-    if args.crop_scale[0] >= args.crop_scale[1]:
-        common.fail(f"--crop-scale {args.crop_scale[0]} {args.crop_scale[1]}: LO has to be below HI")
-    if args.joint in ("blur", "either", "both") and max(args.blur_prob) == 0:
-        common.fail(f"--joint {args.joint} has nothing to act on: this recipe does not blur; give --blur-prob 0.5 0.5")
-    if args.variant == "released" and (args.joint not in ("none", "crop") or args.beta != 0 or args.css_alpha != 1):
-        common.fail("--variant released: the released code has JointCrop with beta 0 only (D3)")
+    """The command line as a namespace with every value of the recipe. Exits with an error message on a mistake.
+
+    argv: a list of words; sys.argv's if None.
+    """
+    values = recipe(common.parse_choices(argv, FLAGS, "moco"))
+    args = common.parse_flags("moco_jointcrop.py", __doc__, argv, values, FLAGS)
+    usual = argparse.Namespace(**values)
+    if "warmup" not in args.typed:
+        args.warmup *= min(1, args.epochs / usual.epochs)  # a shorter run warms up in proportion
+    if "min_lr" not in args.typed:
+        args.min_lr *= peak_rate(args) / peak_rate(usual)  # the last rate follows the first
+    common.check_views(args)
+    check_joint(args)
+    if args.moco != "v3" and args.milestones:
+        common.refuse(args, ["min_lr"], "the rate falls at --milestones, so no cosine ends at it")
+    args.method = "moco_jointcrop"
+    described = dict(method=args.method, encoder="query")
+    args.backbone = common.backbone_info(
+        args.arch, args.image_size, args.patch_size, args.norm, args.interpolation, **described
+    )
+    args.name = common.run_name(args)
     return args
 
 
-def make_optimizer(args, model):
-    """SGD as in MoCo; LARS for v3, without decay and adaptation of biases and batch norms (D7)."""
+def check_joint(args):
+    """Exit with an error message if --joint and the values that it uses do not go together."""
+    if args.joint == "none":
+        common.refuse(args, ["beta"], "--joint none draws nothing jointly")
+    if args.joint != "either":
+        common.refuse(args, ["joint_prob"], "it is the probability of --joint either")
+    if args.joint in ("blur", "either", "both") and max(args.blur_prob) == 0:
+        common.fail(f"--joint {args.joint} has nothing to act on: this recipe does not blur; give --blur-prob 0.5 0.5")
+    if args.joint in ("blur", "either", "both") and args.blur_sigma[0] == args.blur_sigma[1]:
+        common.fail(f"--joint {args.joint} has nothing to act on: --blur-sigma leaves one sigma")
+    if args.joint in ("crop", "either", "both") and args.crop_scale[0] == args.crop_scale[1]:
+        common.fail(f"--joint {args.joint} has nothing to act on: --crop-scale leaves one area")
+    if max(args.blur_prob) == 0:
+        common.refuse(args, ["blur_sigma"], "no view is blurred; give --blur-prob 0.5 0.5")
+    if args.variant == "released" and (args.joint not in ("none", "crop") or args.beta != 0 or args.css_alpha != 1):
+        common.fail("--variant released: the released code has JointCrop with beta 0 only (D3)")
+
+
+def peak_rate(args):
+    """The learning rate after the warm-up: --lr, scaled linearly with the batch size."""
+    return args.lr * args.batch_size / args.lr_batch
+
+
+def schedule(args, step, steps_per_epoch):
+    """(learning rate, weight decay, momentum of the momentum encoder) of a step, counted from 0.
+
+    The rate warms up linearly from 0. Then it falls to a tenth at each of --milestones or, if there are none, by a
+    cosine to --min-lr. The momentum is constant or, of v3, a cosine over the whole training.
+    """
+    epoch = step / steps_per_epoch
+    whole = step / (args.epochs * steps_per_epoch)  # the share of the training that is done
+    if epoch < args.warmup:
+        lr = peak_rate(args) * epoch / args.warmup
+    elif args.moco != "v3" and args.milestones:
+        lr = peak_rate(args) * 0.1 ** sum(whole >= milestone for milestone in args.milestones)
+    else:
+        done = (epoch - args.warmup) / (args.epochs - args.warmup)
+        lr = args.min_lr + (peak_rate(args) - args.min_lr) * (1 + math.cos(math.pi * done)) / 2
     if args.moco == "v3":
-        return Lars(param_groups_weight_decay(model, args.weight_decay), lr=0.0, momentum=0.9, trust_coeff=0.001)
+        first, last = args.momentum
+        momentum = last + (first - last) * (1 + math.cos(math.pi * whole)) / 2
+    else:
+        momentum = args.momentum
+    return lr, args.weight_decay, momentum
+
+
+def make_optimizer(args, model):
+    """SGD as in MoCo v1 and v2, or v3's LARS, without decay and adaptation of biases and batch norms (D7)."""
+    if args.moco == "v3":
+        trained = param_groups_weight_decay(model, args.weight_decay)
+        return Lars(trained, args.lr, momentum=args.sgd_momentum, trust_coeff=args.trust_coeff)
     trained = [p for p in model.parameters() if p.requires_grad]
-    return torch.optim.SGD(trained, lr=0.0, momentum=0.9, weight_decay=args.weight_decay)
-
-
-def train_step(args, model, ddp, optimizer, batch, step, steps, device):
-    """One step of MoCo's Algorithm 1; steps: of an epoch. Returns the metrics, on the device."""
-    lr, weight_decay, momentum = schedule(args, step, steps)
-    for group in optimizer.param_groups:  # a weight decay of 0: a group that never decays
-        group.update(lr=lr, weight_decay=weight_decay if group["weight_decay"] else 0.0)
-    views = [common.normalize(view, *args.norm) for view in common.colour_views(batch, device)]
-    common.seed_step(args.seed, step)  # of what still draws from the global generator
-    loss, metrics = ddp(views, step)
-    optimizer.zero_grad(set_to_none=True)
-    loss.backward()
-    metrics |= dict(grad_norm=gradient_norm(model), lr=lr, momentum=momentum)
-    optimizer.step()
-    model.update(momentum)
-    average_buffers(model)
-    return metrics
+    return torch.optim.SGD(trained, args.lr, momentum=args.sgd_momentum, weight_decay=args.weight_decay)
 
 
 def main(args, train=None, test=None, encoder=None):
-    """Train. train, test: map-style Datasets of images instead of --dataset's; encoder: (N, 3, H, W) -> (N, width)."""
-    device = common.join_processes(args)
-    args.bn_groups = batch_norm_groups(args)
-    run = common.Run(args, device, train, encoder)
-    train, test = common.open_images(args, train, test)
-    loader = common.make_loader(args, common.Views(train, *make_sample(args), args.seed, args.interpolation), device)
-    if args.show_views:
-        return common.save_views(args.show_views, common.colour_views(next(iter(loader)), device), ("query", "key"))
+    """Train as args say; the same call goes on where an earlier one was stopped.
 
+    args: the namespace of `parse_args`. train, test: map-style Datasets of images to use instead of --dataset.
+    encoder: a module that maps (N, 3, H, W) to (N, width), to train instead of --arch; a copy of it is trained. The
+    trained weights are in backbone.pt of the run's folder.
+    """
+    # Data
+    device = common.join_processes(args)
+    args = common.settle(args, device, train, encoder)
+    if args.moco != "v3":
+        args.bn_groups = batch_norm_groups(args)
+    run = None if args.show_views else common.Run(args, device)
+    train, test = common.open_images(args, train, test)
+    draw = functools.partial(draw_views, args)
+    loader = common.make_loader(args, train, augmentation(args), device, draw, SHARED_DRAWS)
+    mean, std = common.NORMS[args.norm]
+    if args.show_views:
+        names = ["query", "key"]
+        return common.save_views(args.show_views, common.colour_views(next(iter(loader)), device), names)
+
+    # Model and optimiser
     torch.manual_seed(args.seed)
-    model = (MoCoV3 if args.moco == "v3" else MoCo)(args, encoder).to(device, memory_format=torch.channels_last)
-    model = group_batch_norms(model, args.bn_groups)
+    if args.moco == "v3":
+        model = MoCoV3(args, copy.deepcopy(encoder)).to(device, memory_format=torch.channels_last)
+        model = synchronize_batch_norms(model)
+        negatives = args.batch_size - 1
+        chance = 4 * args.temperature * math.log(args.batch_size)  # the loss at equal logits: two terms of 2 T each
+    else:
+        if args.queue == "auto":
+            args.queue = min(65536, max(args.batch_size, len(train) // 10))
+        model = MoCo(args, copy.deepcopy(encoder)).to(device, memory_format=torch.channels_last)
+        model = split_batch_norms(model, args.bn_groups)
+        negatives = args.queue
+        chance = math.log(args.queue + 1)  # the loss at equal logits
     optimizer = make_optimizer(args, model)
     ddp = in_parallel(args, model)
-    negatives = args.queue or args.batch_size - 1
-    scale = 4 * args.temperature if args.moco == "v3" else 1  # v3's loss has two terms of 2 T each
-    views = f"crop areas {tuple(args.crop_scale)}, blur {tuple(args.blur_prob)}"
-    about = f"MoCo {args.moco}, --joint {args.joint}, beta {args.beta:g}, {views}, {negatives} negatives a query"
-    run.begin(model, optimizer, train, test, model.backbone, chance=scale * math.log(negatives + 1), about=about)
-    while run.goes_on():
-        for batch in run.batches(loader):
-            run.log(train_step(args, model, ddp, optimizer, batch, run.step, run.steps, device))
-        run.end_epoch()
+
+    # The run's folder: the same command goes on from its last.pt
+    steps_per_epoch = len(train) // args.batch_size
+    total_steps = args.epochs * steps_per_epoch
+    last_step = min(args.max_steps or total_steps, total_steps)
+    saved = dict(model=model, optimizer=optimizer)
+    step, record = run.load(train, **saved)
+    views = f"crop areas {common.shown(args.crop_scale)}, blur {common.shown(args.blur_prob)}"
+    about = f"MoCo {args.moco}, --joint {args.joint}, beta {args.beta:g}, {views}, {negatives} negatives per query"
+    run.begin(step, last_step, common.introduction(args, model.backbone, train, test, chance, about), chance, record)
+
+    stopping = False
+    with common.StopRequest() as stop:
+        for epoch in range(step // steps_per_epoch, args.epochs + 1):
+            # Judge the epoch that has ended, if one has. This comes first: a run that was stopped here goes on here.
+            if record and not stopping:
+                if test is not None and common.is_due(epoch, args.knn_every, args.epochs):
+                    run.save(step, record, model.backbone, **saved)  # before what takes long
+                    with stop.at_once():
+                        record |= common.knn_record(args, model.backbone, train, test, device)
+                run.write(record)
+                record = None
+            if step >= last_step or stopping:
+                break
+
+            # Train for an epoch, or for what is left of it
+            loader.batch_sampler.set_epoch(epoch, start=step % steps_per_epoch)
+            for batch in loader:
+                lr, weight_decay, momentum = schedule(args, step, steps_per_epoch)
+                for group in optimizer.param_groups:
+                    decays = group["weight_decay"] > 0  # v3's biases and batch norms never do
+                    group.update(lr=lr, weight_decay=weight_decay if decays else 0.0)
+                # A query view and a key view per image, by JointCrop and JointBlur (Algorithm 1)
+                views = [common.normalize(view, mean, std) for view in common.colour_views(batch, device)]
+                common.seed_step(args.seed, step)  # for what draws from the global generator, as drop-path
+                # The loss: MoCo's Eq. 1, or MoCo v3's Algorithm 1
+                loss, keys, metrics = ddp(views, step)
+                # The step of the query encoder; the momentum encoder follows (MoCo, Eq. 2)
+                optimizer.zero_grad(set_to_none=True)
+                loss.backward()
+                grad_norm = gradient_norm(model)
+                optimizer.step()
+                model.update(momentum)
+                average_statistics(model)
+                # The keys are negatives of the next steps; v3 enqueues none
+                if keys is not None:
+                    model.queue.enqueue(keys)
+                # Count and log; a request to stop ends the loop after this step
+                step += 1
+                q, k = metrics.pop("q"), metrics.pop("k")
+                run.count(step, dict(loss=loss, **metrics, grad_norm=grad_norm, lr=lr, momentum=momentum))
+                stopping = stop.agreed()
+                if step == last_step or stopping:
+                    break
+
+            # Save. An epoch's record is saved too, and is judged and written above
+            if step % steps_per_epoch == 0:
+                record = run.summary(step, loader) | common.embedding_health(gather(q.detach()), gather(k))
+            keep = record and args.keep_every and (epoch + 1) % args.keep_every == 0
+            if keep or stopping or step == last_step or common.is_due(epoch + 1, args.save_every, args.epochs):
+                run.save(step, record, model.backbone, f"epoch-{epoch + 1:04d}.pt" if keep else None, **saved)
     del ddp  # before the process group: in torch 2.11 a DDP that goes last can hang for ever
-    run.finish()
+    run.finish(step, record, stopping)
 
 
-# ============ 6. machine room (the same in all five files: read it once)
+# =============================================================== 6. machinery
+
+# -- batch norm in groups (the same in moco_jointcrop, jcl, clim and logo)
+
+
+class GroupedBatchNorm(nn.modules.batchnorm._BatchNorm):
+    """Batch norm whose statistics are taken over `groups` equal slices of the global batch, for (N, C) or (N, C, H, W).
+
+    The groups stand for the separate batch norms of as many GPUs, on any number of processes that divides them. The
+    running statistics are the mean over this process's groups; `average_statistics` takes it over the processes.
+    norm: the batch norm whose parameters, statistics and state_dict keys this one takes over.
+    """
+
+    def __init__(self, norm, groups):
+        super().__init__(norm.num_features, norm.eps, norm.momentum, norm.affine, norm.track_running_stats)
+        self.weight, self.bias = norm.weight, norm.bias
+        self.running_mean, self.running_var = norm.running_mean, norm.running_var
+        self.num_batches_tracked, self.groups, self.training = norm.num_batches_tracked, groups, norm.training
+        # timm's BatchNormAct2d also drops and activates.
+        self.after = nn.Sequential(norm.drop, norm.act) if hasattr(norm, "act") else nn.Identity()
+
+    def _check_input_dim(self, x):
+        """Any dimension will do."""
+
+    def forward(self, x):
+        groups_here = self.groups // common.rank_and_world()[1]
+        if not self.training or groups_here <= 1:
+            return self.after(super().forward(x))
+        mean = self.running_mean.repeat(groups_here, 1)
+        var = self.running_var.repeat(groups_here, 1)
+        slices = [
+            F.batch_norm(part, m, v, self.weight, self.bias, True, self.momentum, self.eps)  # moves m and v in place
+            for part, m, v in zip(x.chunk(groups_here), mean, var, strict=True)
+        ]
+        self.running_mean.copy_(mean.mean(0))
+        self.running_var.copy_(var.mean(0))
+        return self.after(torch.cat(slices))
+
+
+def batch_norm_groups(args):
+    """The number of batch-norm groups: --bn-groups, or what comes nearest to it, with a note.
+
+    It becomes the number of processes if they do not divide it, and fewer if the batch cannot be divided by it. A
+    group has at least two images.
+    """
+    world, groups = common.rank_and_world()[1], args.bn_groups
+    if groups > 1 and groups % world:
+        groups = world
+    while groups > 1 and (groups % world or args.batch_size % groups or args.batch_size == groups):
+        groups -= 1
+    if groups != args.bn_groups:
+        note = f"with {world} process(es) and batch size {args.batch_size}"
+        common.say(f"batch-norm groups: {groups} instead of {args.bn_groups}, {note}")
+    return groups
+
+
+def split_batch_norms(module, groups):
+    """Replace every batch norm of a module by one over `groups` slices of the global batch; returns the module.
+
+    One group over several processes is torch's SyncBatchNorm, which needs CUDA: on CPUs it exits with an error message.
+    """
+    if groups == 1 and common.rank_and_world()[1] > 1:
+        if not next(module.parameters()).is_cuda:
+            common.fail("--bn-groups 1 with several processes needs GPUs: give --bn-groups a multiple of the processes")
+        return timm.layers.convert_sync_batchnorm(module)
+    for name, child in module.named_children():
+        if isinstance(child, (nn.BatchNorm1d, nn.BatchNorm2d)):
+            setattr(module, name, GroupedBatchNorm(child, groups))
+        else:
+            split_batch_norms(child, groups)
+    return module
+
+
+@torch.no_grad()
+def average_statistics(model):
+    """Make the running statistics of grouped batch norms their mean over the processes. Costs one all-reduce."""
+    world = common.rank_and_world()[1]
+    norms = [module for module in model.modules() if isinstance(module, GroupedBatchNorm)]
+    buffers = [buffer for norm in norms for buffer in (norm.running_mean, norm.running_var)]
+    if world > 1 and buffers:
+        flat = torch.cat(buffers)
+        dist.all_reduce(flat)
+        means = (flat / world).split([len(buffer) for buffer in buffers])
+        torch._foreach_copy_(buffers, means)
+
+
+# -- batch norm over all processes (the same in moco_jointcrop, logo and patchmix)
 
 
 class AllReduce(torch.autograd.Function):
-    """The sum over the processes; its gradient is the sum of their gradients."""
+    """The sum of a tensor over the processes. The gradient is the sum of the processes' gradients."""
 
     @staticmethod
     def forward(ctx, x):
@@ -455,82 +797,65 @@ class AllReduce(torch.autograd.Function):
         return AllReduce.apply(gradient)
 
 
-class GroupedBatchNorm(nn.modules.batchnorm._BatchNorm):
-    """Batch norm whose statistics are taken over `groups` equal slices of the global batch, for (N, C) or (N, C, H, W).
+class GlobalBatchNorm(nn.modules.batchnorm._BatchNorm):
+    """Batch norm whose statistics are taken over the global batch, for (N, C) or (N, C, H, W), on CPUs.
 
-    Several groups stand for the separate batch norms of as many GPUs, on any number of processes that divides them; one
-    is one set of statistics over all processes. Running statistics are the mean over this process's groups;
-    `average_buffers` then takes the mean over the processes.
+    It does what torch's SyncBatchNorm does on GPUs. All processes have the same statistics, and gradients flow through
+    them. Each process must have as many images as the others.
+    norm: the batch norm whose parameters, statistics and state_dict keys this one takes over.
     """
 
+    def __init__(self, norm):
+        super().__init__(norm.num_features, norm.eps, norm.momentum, norm.affine, norm.track_running_stats)
+        self.weight, self.bias = norm.weight, norm.bias
+        self.running_mean, self.running_var = norm.running_mean, norm.running_var
+        self.num_batches_tracked, self.training = norm.num_batches_tracked, norm.training
+        # timm's BatchNormAct2d also drops and activates.
+        self.after = nn.Sequential(norm.drop, norm.act) if hasattr(norm, "act") else nn.Identity()
+
     def _check_input_dim(self, x):
-        pass
+        """Any dimension will do."""
 
+    @torch.compiler.disable  # it cannot compile the collectives
     def forward(self, x):
+        if not self.training:
+            return self.after(super().forward(x))
         world = common.rank_and_world()[1]
-        if not self.training or self.groups == world:  # this process is one group
-            y = super().forward(x)
-        elif self.groups == 1:
-            y = self.over_processes(x, world)
-        else:
-            y = self.in_groups(x, self.groups // world)
-        return self.after(y)
-
-    def in_groups(self, x, g):
-        mean, var = self.running_mean.repeat(g, 1), self.running_var.repeat(g, 1)
-        options = self.weight, self.bias, True, self.momentum, self.eps
-        y = torch.cat([F.batch_norm(part, m, v, *options) for part, m, v in zip(x.chunk(g), mean, var, strict=True)])
-        self.running_mean.copy_(mean.mean(0))
-        self.running_var.copy_(var.mean(0))
-        return y
-
-    @torch.compiler.disable  # collectives
-    def over_processes(self, x, world):
-        wide, others = x.to(self.running_mean.dtype), [0, *range(2, x.dim())]
-        mean = AllReduce.apply(wide.mean(others, keepdim=True)) / world
-        var = AllReduce.apply((wide - mean).square().mean(others, keepdim=True)) / world
-        count = world * x.numel() // x.shape[1]
+        wide = x.to(self.running_mean.dtype)  # x is bf16 under autocast
+        all_but_channels = [0, *range(2, x.dim())]
+        mean = AllReduce.apply(wide.mean(all_but_channels, keepdim=True)) / world
+        var = AllReduce.apply((wide - mean).square().mean(all_but_channels, keepdim=True)) / world
+        count = world * x.numel() // x.shape[1]  # values per channel
         self.running_mean.lerp_(mean.detach().flatten(), self.momentum)
         self.running_var.lerp_(var.detach().flatten() * count / (count - 1), self.momentum)
-        shape = (-1, *[1] * (x.dim() - 2))
-        scale, shift = (1.0, 0.0) if self.weight is None else (self.weight.view(shape), self.bias.view(shape))
-        return ((wide - mean) * (var + self.eps).rsqrt() * scale + shift).to(x.dtype)
+        y = (wide - mean) * (var + self.eps).rsqrt()
+        if self.affine:
+            y = y * self.weight.view_as(mean) + self.bias.view_as(mean)
+        return self.after(y.to(x.dtype))
 
 
-def batch_norm_groups(args):
-    """The recipe's groups, or, with a line: one a process where these do not divide them, or fewer for the batch."""
-    world, asked = common.rank_and_world()[1], args.bn_groups
-    most = asked if asked == 1 or asked % world == 0 else world
-    fitting = [g for g in range(most, 1, -1) if g % world == 0 and args.batch_size % g == 0 and args.batch_size > g]
-    groups = (fitting or [1])[0]
-    if groups != asked:
-        common.say(f"batch-norm groups: {groups} for {asked}, with {world} process(es), batch {args.batch_size}")
-    return groups
+def synchronize_batch_norms(module):
+    """Replace every batch norm of a module by one over the batch of all processes; returns the module.
 
-
-def group_batch_norms(module, groups):
-    """Make every batch norm of a module one over `groups` slices of the global batch, in place; returns the module."""
-    if groups == 1 and dist.is_initialized() and next(module.parameters()).is_cuda:
+    With one process the module stays as it is. On CUDA the new ones are torch's SyncBatchNorm.
+    """
+    if common.rank_and_world()[1] == 1:
+        return module
+    if any(parameter.is_cuda for parameter in module.parameters()):
         return timm.layers.convert_sync_batchnorm(module)
-    for norm in [m for m in module.modules() if isinstance(m, (nn.BatchNorm1d, nn.BatchNorm2d))]:
-        after = [norm.drop, norm.act] if hasattr(norm, "act") else []  # timm's BatchNormAct2d
-        norm.after = nn.Sequential(*after)
-        norm.__class__, norm.groups = GroupedBatchNorm, groups  # parameters and statistics stay where they are
+    for name, child in module.named_children():
+        if isinstance(child, (nn.BatchNorm1d, nn.BatchNorm2d)):
+            setattr(module, name, GlobalBatchNorm(child))
+        else:
+            synchronize_batch_norms(child)
     return module
 
 
-def average_buffers(model):
-    """Make batch norm's running statistics the mean over the processes: one collective."""
-    world = common.rank_and_world()[1]
-    buffers = [b for m in model.modules() if isinstance(m, GroupedBatchNorm) for b in (m.running_mean, m.running_var)]
-    if world > 1 and buffers:
-        flat = torch.cat(buffers)
-        dist.all_reduce(flat)
-        torch._foreach_copy_(buffers, flat.div_(world).split([len(b) for b in buffers]))
+# ------------------------------- several processes (the same in all five files)
 
 
 def gather(x):
-    """(n, ...) of each process -> (N, ...) of all, in rank order, without gradient."""
+    """Concatenate (n, ...) of each process to (N, ...) of all, in rank order, without gradient."""
     world = common.rank_and_world()[1]
     if world == 1:
         return x
@@ -540,11 +865,12 @@ def gather(x):
 
 
 def gradient_norm(model):
+    """The L2 norm of all gradients, a 0-d tensor."""
     return torch.nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
 
 
 def in_parallel(args, model):
-    """The model as --grad-checkpoint, --compile and torchrun want it run."""
+    """The model as --grad-checkpoint and --compile want it run, and in DDP if there are several processes."""
     if args.grad_checkpoint:
         model.backbone.set_grad_checkpointing()
     if args.compile:
@@ -552,31 +878,11 @@ def in_parallel(args, model):
             backbone.compile()
     if not dist.is_initialized():
         return model
-    options = dict(broadcast_buffers=False, gradient_as_bucket_view=True)
-    return DistributedDataParallel(model, find_unused_parameters=args.arch == "own", **options)
-
-
-def schedule(args, step, steps_per_epoch):
-    """(learning rate, weight decay, momentum of the momentum encoder) of a step.
-
-    The rate warms up linearly, then falls by a cosine to min_lr, or by 10 at each of the recipe's milestones (shares of
-    the run). A pair of weight decays or momenta is the start and the end of a cosine.
-    """
-    epoch, done = step / steps_per_epoch, step / (args.epochs * steps_per_epoch)
-    peak, warmup = args.lr * args.batch_size / args.lr_batch, args.warmup
-
-    def cosine(start, end, t):
-        return end + (start - end) * (1 + math.cos(math.pi * t)) / 2
-
-    if epoch < warmup:
-        lr = peak * epoch / warmup
-    elif getattr(args, "milestones", None):
-        lr = peak * 0.1 ** sum(done >= m for m in args.milestones)
-    else:
-        lr = cosine(peak, args.min_lr, (epoch - warmup) / (args.epochs - warmup))
-    pair = [v if isinstance(v, (tuple, list)) else (v, v) for v in (args.weight_decay, args.momentum)]
-    return lr, *(cosine(start, end, done) for start, end in pair)
+    may_have_unused = args.arch == "own"  # only a user's own encoder may leave parameters unused
+    return DistributedDataParallel(
+        model, broadcast_buffers=False, gradient_as_bucket_view=True, find_unused_parameters=may_have_unused
+    )
 
 
 if __name__ == "__main__":
-    main(parse_args())
+    common.start(main, parse_args)

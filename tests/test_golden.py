@@ -117,13 +117,8 @@ def replace_encoders(model, query, key):
 
 def parsed(module, n, *flags):
     args = module.parse_args(["--batch-size", str(n), "--device", "cpu", *flags])
-    args.bf16, args.bn_groups = False, 1
+    args.bf16 = False
     return args
-
-
-def describe(module, args):
-    more = dict(method=module.METHOD, encoder="query")
-    return common.backbone_info(args.arch, args.image_size, args.patch_size, args.norm, **more)
 
 
 def patchmix_forward(n, query, key, *flags):
@@ -139,7 +134,7 @@ def patchmix_forward(n, query, key, *flags):
 def queue_model(module, name, f, n, *flags):
     """A model of a queue method on the golden file's queue."""
     args = parsed(module, n, "--queue", str(len(f["queue"])), *flags)
-    args.dim, args.temperature, args.steps = f["queue"].shape[1], f["temperature"].item(), 1
+    args.dim, args.temperature = f["queue"].shape[1], f["temperature"].item()
     model = replace_encoders(getattr(module, name)(args), Embeddings(0), Embeddings(1))
     model.queue.keys.copy_(f["queue"])
     return model
@@ -148,14 +143,13 @@ def queue_model(module, name, f, n, *flags):
 def jointcrop_boxes(sizes, draws, least):
     """Boxes (n, 2, 4) of the released views, from the released code's order of draws."""
     args = parsed(moco_jointcrop, 64, "--variant", "released", "--crop-scale", str(least), "1")
-    sample, width = moco_jointcrop.make_sample(args)
-    table = np.full((len(draws), width), 0.5)
+    table = np.full((len(draws), 2 * common.VIEW_DRAWS + moco_jointcrop.SHARED_DRAWS), 0.5)
     for view in (0, 1):
-        start = view * moco_jointcrop.DRAWS + 10  # after ten areas
+        start = view * common.VIEW_DRAWS + 10  # after ten areas
         table[:, start : start + 12] = draws[:, 2 + 12 * view : 14 + 12 * view]
-    shared = 2 * moco_jointcrop.DRAWS
+    shared = 2 * common.VIEW_DRAWS
     table[:, shared + 1 : shared + 3] = draws[:, :2]
-    cuts, _ = sample(np.arange(len(draws)), sizes, table)
+    cuts, _ = moco_jointcrop.draw_views(args, np.arange(len(draws)), sizes, table)
     return np.stack([box for _, box, _ in cuts], 1)
 
 
@@ -289,10 +283,10 @@ def forward_and_ramp(same):
         lam = jcl.scheduled_lam(model.args, epoch)
         same(torch.tensor(lam), f["lam"][i])
         raw = leaf(f["query_before_normalisation"])
-        loss, _ = model([as_images(x, x) for x in (raw, *keys)], epoch, lam)
+        loss, enqueued, _ = model([as_images(x, x) for x in (raw, *keys)], epoch, lam)
         same(loss, f["loss"][i])
         same(torch.autograd.grad(loss, raw)[0], f["grad_query_before_normalisation"][i])
-        same(model.new_keys, f["enqueued_keys"])
+        same(enqueued, f["enqueued_keys"])
 
 
 @check("JCL", "the queue")
@@ -469,7 +463,8 @@ def moco_v3_forward(same):
         args = parsed(moco_jointcrop, 10, "--moco", "v3", "--variant", "released")
         args.hidden, args.dim, args.temperature = 16, 16, temperature
         model = replace_encoders(moco_jointcrop.MoCoV3(args), Embeddings(0), Embeddings(1))
-        loss, _ = model([as_images(q1, f["k1"]), as_images(q2, f["k2"])], 0)
+        loss, keys, _ = model([as_images(q1, f["k1"]), as_images(q2, f["k2"])], 0)
+        assert keys is None  # nothing is enqueued
         compare_moco_v3(same, f, t, loss, q1, q2)
 
 
