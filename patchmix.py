@@ -1,16 +1,16 @@
 """PatchMix: Inter-Instance Similarity Modeling for Contrastive Learning (Shen et al., arXiv 2306.12243).
 
-Contrastive learning takes two images for unrelated, which they rarely are. PatchMix makes images whose relations are
+Contrastive learning treats any two images as unrelated. They rarely are. PatchMix makes images whose relations are
 known. It cuts M images of a batch into patches and puts patches of all M together, each at the place that it had. A ViT
-then learns to find every source of such a mixed image, in equal shares.
+then learns that such a mixed image is similar to each of its sources, in equal shares.
 
-A query is made by the encoder, a key by a momentum encoder. The negatives are the other keys of the batch. Three
-contrasts are added up. The command line names them by the paper's letters:
+The encoder makes queries of images, and a momentum encoder makes keys. The negatives of a query are the other keys of
+the batch. The loss is the sum of three contrasts. They have short names, as in the paper and on the command line:
     mto, mix to origin     A mixed query has M positives, the original keys of its M sources, with weight 1/M each.
     mtm, mix to mix        A mixed query has 2M - 1 positives, the mixed keys of the other view that share sources
-                           with it. The weight of each is the share of common sources.
-    oto, origin to origin  An original query has one positive, the original key of its image. This closes the gap
-                           between mixed and natural images.
+                           with it. The weight of each is the share of the M sources that both have.
+    oto, origin to origin  An original query has one positive, the original key of the same image. Without it the
+                           encoder would learn from mixed queries only, and natural images look different.
 
     Eq. 1-9       patch_mix           M images into one, patch by patch (Eq. 8-9 and 17: the same by flat indices)
     Eq. 10-12     mix_targets         the positives of a mixed query and their weights (also Eq. 18-19)
@@ -27,16 +27,16 @@ The baseline is MoCo v3: `--num-mix 1 --terms oto,mto` is L(q2, k1) + L(q1, k2),
 PatchMix adds patch_mix, mix_targets, the weights in soft_info_nce, and the third term.
 
 Departures of this file, of the paper and of the released code from each other:
-    D1 Weights. Paper and here: the three terms count 1 each, and the weights of mtm sum to M. Released (`--variant
-       released`): oto counts 1, the other two 1/2, and the weights of mtm sum to 1. That is `--term-weights 1 0.5 X`
-       with X = 1/2 / M. The released code also smooths oto's targets: 0.1 of them is spread over all keys. So M = 1 is
-       not MoCo v3 there.
+    D1 The terms' weights. Paper and here: each term counts 1, and the weights of mtm's positives sum to M. Released
+       (`--variant released`): oto counts 1, the other two 0.5, and the weights of mtm's positives sum to 1. Here that
+       is `--term-weights 1 0.5 X` with X = 0.5 / M. The released code also smooths oto's targets: it spreads 0.1 of
+       them over all keys. So its M = 1 is not MoCo v3.
     D2 The number of images M. Paper and here: 3. Released (`--variant released`): 2.
-    D3 The heads of ViT-S. Paper and here: 6. Released (`--variant released`): 12.
+    D3 The attention heads of ViT-S. Paper and here: 6. Released (`--variant released`): 12.
     D4 The keys of ViT-T. Paper and here: a momentum encoder makes them. Released (`--variant released`): the encoder
        itself makes them, in training mode. That is `--momentum 0 0`.
     D5 The mixed query. Paper and here: it is of view 1, the original one of view 2. Released (`--variant released`):
-       the reverse.
+       the reverse, `--mixed-view 2`.
     D6 The momentum. Paper and here: it moves per step. Released: the loop overwrites its index, so that it moves once
        per epoch (not reproduced).
     D7 Small crops. Released: the ImageNet configurations add 8 crops of 96 px, and cut the large ones from 0.35 of the
@@ -52,10 +52,10 @@ Departures of this file, of the paper and of the released code from each other:
        GPUs that divides them. The recipes' 4 and 8 slices are ours.
     D13 Precision. Released: fp16. Here: the encoders compute in bf16 on CUDA (`--amp off`: in float32, with products in
        TF32).
-The paper does not say, and the released code does: drop-path 0.1, AdamW's betas, ImageNet's mean and standard deviation
-on CIFAR, weight decay on all but 1-D tensors, the last learning rate, bicubic crops, heads without biases, and batch
-norm over all processes. The paper's 10 epochs of warm-up and "rest 260 epochs" make no 300. They are taken as 10 and
-290.
+The paper does not give these values. They are the released code's: drop-path 0.1, AdamW's betas, ImageNet's mean and
+standard deviation on CIFAR, weight decay on all but 1-D tensors, the last learning rate, bicubic crops, heads without
+biases, and batch norm over all processes. The paper's 10 epochs of warm-up and "rest 260 epochs" do not add up to its
+300. They are taken as 10 and 290.
 """
 
 import argparse
@@ -78,8 +78,7 @@ import common
 # fmt: off
 BASE = dict(  # section 4.1.2, Tables 9 and 10; of the pairs blur_p and solarize_p, one number is T_1's, the other T_2's
     num_mix=3, terms="oto,mto,mtm", term_weights=(1.0, 1.0, 1.0), smoothing=0.0, mixed_view=1, temperature=0.2,
-    num_heads="auto", hidden=4096, dim=256, drop_path=0.1, momentum=(0.996, 1.0),
-    betas=(0.9, 0.999), min_lr=1e-6,
+    num_heads="auto", drop_path=0.1, hidden=4096, dim=256, momentum=(0.996, 1.0), min_lr=1e-6, betas=(0.9, 0.999),
     norm="imagenet", interpolation="bicubic", crop_ratio=(3 / 4, 4 / 3), jitter=(0.4, 0.4, 0.2, 0.1), jitter_p=0.8,
     gray_p=0.2, blur_p=(1.0, 0.1), blur_sigma=(0.1, 2.0), solarize_p=(0.0, 0.2), flip_p=0.5,
     lr=1e-3, weight_decay=(0.04, 0.4),  # the paper gives rates per encoder: these are for the others
@@ -159,15 +158,16 @@ def patch_mix(images, num_mix, patch_size, permutation=None):
     if sorted(permutation.tolist()) != list(range(num_patches)):
         raise ValueError(f"permutation must hold each of 0 to {num_patches - 1} once")
     group_size = num_patches // num_mix  # S
-    # Line 3, Eq. 3: the j-th shuffled patch is in group j // S. What is left over counts as group 0, the image's own.
+    # Line 3, Eq. 3: the j-th shuffled patch is in group j // S. What is left over joins group 0, the image's own.
     group_of_shuffled = torch.arange(num_patches) // group_size
     group_of_shuffled[group_size * num_mix :] = 0
-    # Line 7, Eq. 5 and 7: the patches go back to their places, and their groups with them.
+    # Line 7, Eq. 5 and 7: by r = argsort(k) the patches go back to their places, and so do their groups.
     group_of_patch = group_of_shuffled[permutation.cpu().argsort()].view(rows, columns)
     group_of_patch = group_of_patch.to(images.device, non_blocking=True)
     group_of_pixel = group_of_patch.repeat_interleave(patch_height, 0).repeat_interleave(patch_width, 1)
     mixed = images
-    for m in range(1, num_mix):  # lines 4 to 6, Eq. 4 and 6: rolled by -m, the batch has image (i + m) mod N in row i
+    # Lines 4 to 6, Eq. 4 and 6: group m of row i is of image (i + m) mod N, in row i of the batch rolled by -m.
+    for m in range(1, num_mix):
         mixed = torch.where(group_of_pixel == m, images.roll(-m, 0), mixed)
     return mixed
 
@@ -237,7 +237,8 @@ def augmentation(args):
 
 # ==================================================================== 4. model
 
-STREAM_PERMUTATION = 10  # random streams of the two views, 10 and 11, see common.generator
+TERMS = ("oto", "mto", "mtm")  # of Eq. 16
+STREAM_PERMUTATION = 10  # random streams, 10 and 11 for the two views, see common.generator
 
 
 def mix_in_slices(images, args, step, number):
@@ -364,8 +365,6 @@ class PatchMix(nn.Module):
 
 # ================================================================= 5. training
 
-TERMS = ("oto", "mto", "mtm")  # of Eq. 16
-
 
 def some_terms(text):
     """The argparse type of --terms: some of TERMS, in that order, with commas between them."""
@@ -437,7 +436,7 @@ def parse_args(argv=None):
         args.min_lr *= peak_rate(args) / peak_rate(usual)  # the last rate follows the first
     if "term_weights" not in args.typed and args.variant == "released":
         args.term_weights = (1.0, 0.5, 0.5 / args.num_mix)  # D1: the weights of mtm sum to 1 there, here to M
-    check_terms(args)
+    check_values(args)
     common.check_views(args, patches_of_vits=False)
     args.method = "patchmix"
     described = dict(method=args.method, encoder="momentum")
@@ -450,7 +449,7 @@ def parse_args(argv=None):
     return args
 
 
-def check_terms(args):
+def check_values(args):
     """Exit with an error message if terms, mixing and encoder do not go together. Warn where the encoder is no ViT."""
     terms = args.terms.split(",")
     if "oto" not in terms:

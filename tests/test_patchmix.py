@@ -106,20 +106,6 @@ def test_patch_mix_eq_1_to_9(n, num_mix, size, patch):
         torch.testing.assert_close(gradient, torch.autograd.grad((expected * weight).sum(), theirs)[0])
 
 
-@pytest.mark.parametrize("n, num_mix, size, patch", [c for c in MIXES if c[0] >= c[1]])
-def test_patch_mix_keeps_places_and_shares(n, num_mix, size, patch):
-    """Every pixel comes from its own place; each source gives floor(T / M) patches, the own one the rest, too."""
-    pixels = 3 * size[0] * size[1]
-    mixed = patchmix.patch_mix(torch.arange(n * pixels).view(n, 3, *size), num_mix, patch)
-    assert torch.equal(mixed % pixels, torch.arange(pixels).view(3, *size).expand_as(mixed))
-    area, tokens = patch[0] * patch[1], size[0] * size[1] // (patch[0] * patch[1])
-    for i in range(n):
-        sources, counts = (mixed[i, 0] // pixels).unique(return_counts=True)
-        expected = {(i + m) % n: tokens // num_mix * area for m in range(num_mix)}
-        expected[i] += tokens % num_mix * area
-        assert dict(zip(sources.tolist(), counts.tolist(), strict=True)) == expected
-
-
 def test_patch_mix_draws_its_own_permutation():
     x = torch.arange(4.0).view(4, 1, 1, 1).expand(4, 1, 16, 16)
     assert torch.equal(patchmix.patch_mix(x, 1, 4), x)
@@ -602,12 +588,13 @@ def test_views_are_table_10(dataset, smallest):
 # ------------------------------------------------------------ the command line
 
 
-def test_released_weights_follow_num_mix():
-    """D1: mix-to-mix counts 1/2 with weights that sum to 1, whatever M; typed weights hold."""
+def test_what_follows_from_other_flags():
+    """D1: mtm's weights sum to 1/2, whatever M, but typed weights hold. The terms have one order."""
     assert patchmix.parse_args(["--variant", "released", "--num-mix", "4"]).term_weights == (1, 0.5, 0.125)
     typed = ["--variant", "released", "--num-mix", "4", "--term-weights", "1", "2", "3"]
     assert patchmix.parse_args(typed).term_weights == (1, 2, 3)
     assert patchmix.parse_args(["--num-mix", "4"]).term_weights == (1, 1, 1)
+    assert patchmix.parse_args(["--terms", "mtm,oto"]).terms == "oto,mtm"
 
 
 @pytest.mark.parametrize(
@@ -628,34 +615,18 @@ def test_released_weights_follow_num_mix():
         ("--arch resnet18 --num-heads 3", "--num-heads has no effect"),
         ("--arch resnet18 --num-mix 1", "--patch-size has no effect"),
         ("--crop-scale 0.9 0.1", "smaller number first"),
-    ],
-)
-def test_wrong_flags(capsys, flags, word):
-    with pytest.raises(SystemExit) as stop:
-        patchmix.parse_args([*TINY, *flags.split()])
-    error = capsys.readouterr().err
-    assert stop.value.code == 2 and len(error.splitlines()) == 1 and word in error
-
-
-@pytest.mark.parametrize(
-    "flags, word",
-    [
         ("--num-mix 7 --mix-slices 2", "slice has 6 images"),
         ("--image-size 8 --num-mix 5", "4 patches"),
         ("--mix-slices 5", "batch-size 12"),
         ("--arch resnet18 --patch-size 5", "patch-size 5"),
     ],
 )
-def test_batch_slices_and_patches_that_do_not_go_together(capsys, tmp_path, flags, word):
+def test_wrong_flags(capsys, tmp_path, flags, word):
     with pytest.raises(SystemExit) as stop:
         state_after(1, tmp_path / "run", *flags.split())
     error = capsys.readouterr().err
     assert stop.value.code == 2 and len(error.splitlines()) == 1 and word in error
     assert not (tmp_path / "run").exists()
-
-
-def test_terms_have_one_order():
-    assert patchmix.parse_args(["--terms", "mtm,oto"]).terms == "oto,mtm"
 
 
 def test_slices_that_processes_do_not_divide(monkeypatch, capsys):
