@@ -76,9 +76,8 @@ BASE = dict(  # the released code's, but for the crops (supplement, section 1) a
     local_crops=2, l2l=True, affinity_form="logistic", affinity_batch="separate", affinity_hidden=256,
     affinity_lr="auto", affinity_noise=0.3, clip_ratio=0.015, lam=1e-4, epochs=200, batch_size=256, lr=0.03,
     lr_batch=256, min_lr=0.0, warmup=0.0, weight_decay=1e-4, sgd_momentum=0.9, patch_size=16, norm="imagenet",
-    interpolation="bilinear",
-    global_scale=(0.4, 1.0), local_scale=(0.08, 0.4), crop_ratio=(3 / 4, 4 / 3), jitter=(0.4, 0.4, 0.4, 0.1),
-    jitter_p=0.8, gray_p=0.2, blur_p=0.5, blur_sigma=(0.1, 2.0), flip_p=0.5,
+    interpolation="bilinear", global_scale=(0.4, 1.0), local_scale=(0.08, 0.4), crop_ratio=(3 / 4, 4 / 3),
+    jitter=(0.4, 0.4, 0.4, 0.1), jitter_p=0.8, gray_p=0.2, blur_p=0.5, blur_sigma=(0.1, 2.0), flip_p=0.5,
 )
 PATTERNS = dict(  # ours, for two CPU cores
     BASE, arch="resnet_micro", image_size=32, local_size=16, patch_size=4, epochs=28, batch_size=64, lr=0.06,
@@ -96,24 +95,24 @@ MOCO = dict(  # the released code's
     queue=4096, bn_groups=8,
 )
 RECIPES = dict(  # on MoCo
-    patterns=dict(PATTERNS, **MOCO) | dict(milestones=(), momentum=0.95, temperature=0.2, queue=128, bn_groups=2),
-    cifar10=dict(CIFAR, **MOCO),
-    cifar100=dict(CIFAR, **MOCO) | dict(norm="cifar100"),
-    stl10=dict(STL10, **MOCO),
-    imagenet100=dict(IMAGENET100, **MOCO),
-    imagenet=dict(IMAGENET, **MOCO) | dict(queue=65536, knn_every=50),  # its kNN takes minutes
-    folder=dict(IMAGENET, **MOCO) | dict(queue="auto"),  # ours: a tenth of the images
+    patterns=PATTERNS | MOCO | dict(milestones=(), momentum=0.95, temperature=0.2, queue=128, bn_groups=2),
+    cifar10=CIFAR | MOCO,
+    cifar100=CIFAR | MOCO | dict(norm="cifar100"),
+    stl10=STL10 | MOCO,
+    imagenet100=IMAGENET100 | MOCO,
+    imagenet=IMAGENET | MOCO | dict(queue=65536, knn_every=50),  # its kNN takes minutes
+    folder=IMAGENET | MOCO | dict(queue="auto"),  # ours: a tenth of the images
 )
 SIMSIAM = dict(base="simsiam", l2l_weighting="lambda", milestones=(), dim=2048, layers=3, hidden=512)  # inference
-SIMSIAM_CIFAR = dict(SIMSIAM, layers=2) | dict(batch_size=512)  # a third party's, as hidden and lam
+SIMSIAM_CIFAR = dict(SIMSIAM, layers=2, batch_size=512)  # a third party's, as hidden and lam
 SIMSIAM_RECIPES = dict(
-    patterns=dict(PATTERNS, **SIMSIAM) | dict(dim=256, layers=2, hidden=128),
-    cifar10=dict(CIFAR, **SIMSIAM) | SIMSIAM_CIFAR,
-    cifar100=dict(CIFAR, **SIMSIAM) | SIMSIAM_CIFAR | dict(norm="cifar100"),
-    stl10=dict(STL10, **SIMSIAM),
-    imagenet100=dict(IMAGENET100, **SIMSIAM),
-    imagenet=dict(IMAGENET, **SIMSIAM) | dict(knn_every=50),
-    folder=dict(IMAGENET, **SIMSIAM),
+    patterns=PATTERNS | SIMSIAM | dict(dim=256, layers=2, hidden=128),
+    cifar10=CIFAR | SIMSIAM_CIFAR,
+    cifar100=CIFAR | SIMSIAM_CIFAR | dict(norm="cifar100"),
+    stl10=STL10 | SIMSIAM,
+    imagenet100=IMAGENET100 | SIMSIAM,
+    imagenet=IMAGENET | SIMSIAM | dict(knn_every=50),
+    folder=IMAGENET | SIMSIAM,
 )
 PAPER = dict(affinity_form="linear", l2l_weighting="lambda")  # D1
 SMALL_ENCODERS = dict(lr=0.1, milestones=(), blur_p=0.5)  # ours
@@ -456,7 +455,7 @@ class SimSiam(nn.Module):
     def forward(self, views, step):
         """L_gg and L_lg of a batch: the prediction of each view is drawn to the projections of others, as constants.
 
-        views, step and what is returned: as in `MoCo.forward`, but there are no keys to enqueue: None.
+        views and what is returned: as in `MoCo.forward`. There are no keys to enqueue: None. step is not used.
         """
         z = [self.project(x) for x in views]
         p = [self.predictor(v) for v in z]
