@@ -71,27 +71,47 @@ def test_bound_on_the_expectation_eq6():
             torch.testing.assert_close(bound, samples.mean())
 
 
+def test_what_cannot_be_right_raises():
+    q, k, queue = unit(4, 6), unit(4, 5, 6, seed=1), unit(9, 6, seed=2)
+    for wrong in (
+        (q, k[:, 0], queue),
+        (q, k[:3], queue),
+        (q, k[..., :5], queue),
+        (q, k, queue[:, :5]),
+        (q[0], k, queue),
+    ):
+        with pytest.raises(ValueError, match="jcl_loss takes"):
+            jcl.jcl_loss(*wrong, 0.2, 4.0)
+
+
 def tiny(module, name, *flags):
     flags = ["--arch", "resnet_micro", "--batch-size", "8", "--queue", "32", "--device", "cpu", *flags]
     args = module.parse_args(flags)
     args.bf16 = False
     torch.manual_seed(0)
-    return module.group_batch_norms(getattr(module, name)(args), args.bn_groups).double()
+    return module.split_batch_norms(getattr(module, name)(args), args.bn_groups).double()
 
 
-def test_forward_enqueues_the_mean_and_keeps_keys_constant():
+def test_forward_gives_the_mean_key_and_keeps_keys_constant():
     model = tiny(jcl, "JCL", "--num-keys", "3")
-    x = torch.randn(4, 8, 3, 32, 32, dtype=torch.float64)
-    loss, _ = model(list(x), 0, 4.0)
+    x = list(torch.randn(4, 8, 3, 32, 32, dtype=torch.float64))
+    loss, mean_keys, metrics = model(x, 0, 4.0)
     loss.backward()
     assert all((p.grad is None) == n.startswith("momentum") for n, p in model.named_parameters())
-    keys, before = model.new_keys, [p.clone() for p in model.momentum_projector.parameters()]
-    assert keys.shape == (8, model.args.dim) and (keys.norm(dim=1) < 1).all()
+    keys = jcl.encode_keys(model.key, x[1:], common.generator(0, 0, jcl.STREAM_SHUFFLE))
+    torch.testing.assert_close(mean_keys, keys.mean(0))
+    expected = jcl.jcl_loss(metrics["q"], keys.transpose(0, 1), model.queue.keys, 0.2, 4.0)
+    torch.testing.assert_close(loss, expected)
+    torch.testing.assert_close(metrics["key_variance"], keys.var(0, correction=0).mean())
+
+
+def test_update_moves_the_momentum_encoder():
+    model = tiny(jcl, "JCL")
+    before = [p.clone() for p in model.momentum_projector.parameters()]
     with torch.no_grad():
         for p in model.projector.parameters():
             p.add_(1)
     model.update(0.75)
-    torch.testing.assert_close(model.queue.keys[:8], keys)
     for now, then in zip(model.momentum_projector.parameters(), before, strict=True):
         torch.testing.assert_close(now, then + 0.25)
 
@@ -99,19 +119,16 @@ def test_forward_enqueues_the_mean_and_keeps_keys_constant():
 def test_one_key_is_moco_v2_exactly():
     moco, ours = tiny(moco_jointcrop, "MoCo", "--joint", "none"), tiny(jcl, "JCL", "--num-keys", "1")
     x = list(torch.randn(2, 8, 3, 32, 32, dtype=torch.float64))
-    for step in range(2):
-        (a, _), (b, _) = moco(x, step), ours(x, step, 4.0)
-        torch.testing.assert_close(a, b, rtol=1e-12, atol=0)
-        moco.update(0.99)
-        ours.update(0.99)
-    torch.testing.assert_close(moco.queue.keys, ours.queue.keys)
+    (a, moco_keys, _), (b, mean_keys, _) = moco(x, 0), ours(x, 0, 4.0)
+    torch.testing.assert_close(a, b, rtol=1e-12, atol=0)
+    assert torch.equal(moco_keys, mean_keys)
 
 
 def test_vanilla_is_the_average_of_eq2():
     model = tiny(jcl, "JCL", "--num-keys", "3", "--vanilla")
     x = list(torch.randn(4, 8, 3, 32, 32, dtype=torch.float64))
-    loss, metrics = model(x, 0, 4.0)
-    keys = jcl.encode_keys(model.key, x[1:], common.generator(0, 0, 20))
+    loss, _, metrics = model(x, 0, 4.0)
+    keys = jcl.encode_keys(model.key, x[1:], common.generator(0, 0, jcl.STREAM_SHUFFLE))
     losses = [jcl.info_nce(metrics["q"], key, model.queue.keys, 0.2) for key in keys]
     torch.testing.assert_close(loss, sum(losses) / 3)
 

@@ -11,10 +11,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 import common
 
-METHODS = {  # (file, model, flags, batch-norm groups, what forward gets besides views and step)
-    "moco v2": ("moco_jointcrop", "MoCo", ["--queue", "24"], 4, ()),
-    "moco v3": ("moco_jointcrop", "MoCoV3", ["--moco", "v3"], 1, ()),
-    "jcl": ("jcl", "JCL", ["--queue", "24"], 4, (4.0,)),
+METHODS = {  # (file, model, flags, what forward gets besides views and step)
+    "moco v2": ("moco_jointcrop", "MoCo", ["--queue", "24", "--bn-groups", "4"], ()),
+    "moco v3": ("moco_jointcrop", "MoCoV3", ["--moco", "v3"], ()),
+    "jcl": ("jcl", "JCL", ["--queue", "24", "--bn-groups", "4"], (4.0,)),
 }
 
 
@@ -23,14 +23,18 @@ def two_steps(rank, world, port, method, path):
     torch.set_num_threads(1)
     if world > 1:
         os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    file, name, flags, groups, rest = METHODS[method]
+    file, name, flags, rest = METHODS[method]
     module = importlib.import_module(file)
     small = ["--image-size", "16", "--batch-size", "16", "--device", "cpu", *flags]
     args = module.parse_args(["--arch", "resnet_micro", *small])
-    args.bn_groups = groups
-    device = common.join_processes(args)
+    args.bf16 = False
+    common.join_processes(args)
     torch.manual_seed(0)
-    model = module.group_batch_norms(getattr(module, name)(args), args.bn_groups).double()
+    model = getattr(module, name)(args)
+    if name == "MoCoV3":
+        model = module.synchronize_batch_norms(model).double()
+    else:
+        model = module.split_batch_norms(model, args.bn_groups).double()
     wrapped = DistributedDataParallel(model, broadcast_buffers=False) if world > 1 else model
     views = 1 + getattr(args, "num_keys", 1)
     batch = torch.randn(views, 16, 3, 16, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
@@ -38,18 +42,21 @@ def two_steps(rank, world, port, method, path):
     losses = []
     for step in range(2):
         model.zero_grad()
-        loss, _ = wrapped(list(mine), step, *rest)
+        loss, keys, _ = wrapped(list(mine), step, *rest)
         loss.backward()
         model.update(0.9)
-        module.average_buffers(model)
+        module.average_statistics(model)
+        if keys is not None:
+            model.queue.enqueue(keys)
         losses.append(module.gather(loss.detach().view(1)).mean())
+    state = model.state_dict()
+    for name, value in state.items():  # the same on every process
+        everyone = module.gather(value.reshape(1, -1))
+        assert all(torch.equal(row, everyone[0]) for row in everyone), name
     if rank == 0:
         gradients = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
-        torch.save({"losses": losses, "gradients": gradients, "state": model.state_dict(), "device": str(device)}, path)
+        torch.save({"losses": losses, "gradients": gradients, "state": state}, path)
     if world > 1:
-        if model.queue:
-            queues = module.gather(model.queue.keys.unsqueeze(0))
-            assert all(torch.equal(q, queues[0]) for q in queues)  # the same on every process
         del wrapped  # before the group: in torch 2.11 a DDP that goes last can hang for ever
         torch.distributed.destroy_process_group()
 

@@ -1,12 +1,15 @@
 """moco_jointcrop.py against the papers: the joint sampler's law, views, queue, InfoNCE, MoCo v3's contrast."""
 
 import math
+import textwrap
 
 import numpy as np
 import pytest
 import timm
 import torch
 import torch.nn.functional as F
+from torchvision.transforms import RandomResizedCrop
+from torchvision.transforms.functional import resized_crop
 
 import common
 import moco_jointcrop as moco
@@ -124,48 +127,55 @@ def test_figure7_corner_distances(every):
         assert mean_corner_distance(4 - i / 2, 0.1) == pytest.approx(FIGURE7[i], abs=0.3)
 
 
-def sampled(flags, n=4000):
+def drawn(flags, n=4000):
+    """The areas (2, n), sigmas (2, n), colours (n, 2, 9) and query boxes of the first n images' views."""
     args = moco.parse_args(["--dataset", "imagenet", *flags])
-    sizes = np.full((n, 2), 224)
-    sample, width = moco.make_sample(args)
-    table = common.uniform(0, 0, np.arange(n), width)
+    table = common.uniform(0, 0, np.arange(n), 2 * common.VIEW_DRAWS + moco.SHARED_DRAWS)
     before = table.copy()
-    cuts, colours = sample(np.arange(n), sizes, table)
+    cuts, colours = moco.draw_views(args, np.arange(n), np.full((n, 2), 224), table)
     assert np.array_equal(table, before)
-    area, colour = np.stack([box[:, 2] * box[:, 3] / 224**2 for _, box, _ in cuts]), np.stack(colours, 1)
-    return area, colour[:, :, common.COLOUR.index("sigma")].T, colour
+    areas, colours = np.stack([box[:, 2] * box[:, 3] / 224**2 for _, box, _ in cuts]), np.stack(colours, 1)
+    return areas, colours[:, :, moco.SIGMA].T, colours, cuts[0][1]
 
 
 def test_views_of_each_joint_mode():
     modes = ("none", "crop", "blur", "both", "either")
-    log = {m: np.log(np.divide(*sampled(["--joint", m, "--beta", "-4"])[0])) for m in modes}
-    extreme = {m: (abs(u) > math.log(2)).mean() for m, u in log.items()}
+    views = {mode: drawn(["--joint", mode, *([] if mode == "none" else ["--beta", "-4"])]) for mode in modes}
+    extreme = {mode: (abs(np.log(np.divide(*found[0]))) > math.log(2)).mean() for mode, found in views.items()}
     assert extreme["none"] == extreme["blur"] and 0.2 < extreme["none"] < 0.36
     assert extreme["crop"] == extreme["both"] > 0.93
     assert extreme["either"] == pytest.approx((extreme["none"] + extreme["crop"]) / 2, abs=0.05)
-    base = sampled(["--joint", "none"])[2]
-    for mode in ("crop", "blur", "both", "either"):  # all but the blur's column is as in the baseline
-        other = sampled(["--joint", mode])[2]
-        keep = [i for i, name in enumerate(common.COLOUR) if name != "sigma"]
-        assert np.array_equal(base[:, :, keep], other[:, :, keep])
+    others = [i for i in range(len(common.COLOUR)) if i != moco.SIGMA]
+    for mode in modes:  # everything else is as in the baseline
+        assert np.array_equal(views["none"][2][:, :, others], views[mode][2][:, :, others])
+
+
+def test_either_is_one_of_the_two_per_image():
+    alone, crop, blur = (drawn(["--joint", mode]) for mode in ("none", "crop", "blur"))
+    areas, sigmas, *_ = drawn(["--joint", "either", "--joint-prob", "0.3"])
+    has_crop = (areas != alone[0]).any(0)
+    assert has_crop.mean() == pytest.approx(0.3, abs=0.03)
+    assert np.array_equal(areas[:, has_crop], crop[0][:, has_crop])
+    assert np.array_equal(sigmas[:, has_crop], alone[1][:, has_crop])
+    has_blur = ~has_crop & (alone[0] != crop[0]).any(0)  # a few boxes are equal with and without JointCrop
+    assert np.array_equal(sigmas[:, has_blur], blur[1][:, has_blur])
 
 
 def test_jblur_has_one_coin_and_the_law_of_beta():
-    _, sigma, _ = sampled(["--joint", "blur", "--beta", "0"])
+    _, sigma, *_ = drawn(["--joint", "blur", "--beta", "0"])
     assert ((sigma[0] > 0) == (sigma[1] > 0)).all() and (sigma[0] > 0).mean() == pytest.approx(0.5, abs=0.03)
     both = sigma[:, sigma[0] > 0]
     assert both.min() >= 0.1 and both.max() <= 2.0
     s_b = math.log(20)
     assert np.log(both[1] / both[0]).std() == pytest.approx(s_b / math.sqrt(3), rel=0.05)  # uniform on [-s_b, s_b]
-    _, independent, _ = sampled(["--joint", "none"])
+    _, narrow, *_ = drawn(["--joint", "blur", "--blur-sigma", "0.5", "0.7"])
+    assert narrow[narrow > 0].min() >= 0.5 and 0.6 < narrow.max() <= 0.7 + 1e-6
+    _, independent, *_ = drawn(["--joint", "none"])
     assert ((independent[0] > 0) & (independent[1] > 0)).mean() == pytest.approx(0.25, abs=0.03)
 
 
 def test_centre_suppressed_positions():
-    args = moco.parse_args(["--dataset", "imagenet", "--joint", "none", "--css-alpha", "0.1"])
-    sample, width = moco.make_sample(args)
-    cuts, _ = sample(np.arange(3000), np.full((3000, 2), 224), common.uniform(0, 0, np.arange(3000), width))
-    _, box, _ = cuts[0]
+    box = drawn(["--joint", "none", "--css-alpha", "0.1"])[3]
     room = 224 - box[:, 2]
     share = (box[:, 0] / np.maximum(room, 1))[room > 20]
     assert ((share < 0.1) | (share > 0.9)).mean() > 0.7 and share.min() >= 0 and share.max() <= 1  # the edges
@@ -175,11 +185,67 @@ def test_centre_suppressed_positions():
     assert abs(np.corrcoef(positions.T)[0, 1]) < 0.03
 
 
-def test_released_refuses_what_it_lacks(capsys):
-    for flags in (["--joint", "blur"], ["--beta", "1"], ["--css-alpha", "0.6"]):
-        with pytest.raises(SystemExit) as stop:
-            moco.parse_args(["--dataset", "imagenet", "--variant", "released", *flags])
-        assert stop.value.code == 2 and capsys.readouterr().err.count("\n") == 1
+REFUSED = (  # (flags, words of the message)
+    ("--variant released --joint blur", "released code"),
+    ("--variant released --beta 1", "released code"),
+    ("--variant released --css-alpha 0.6", "released code"),
+    ("--joint none --beta 2", "--beta has no effect"),
+    ("--joint crop --joint-prob 0.3", "--joint-prob has no effect"),
+    ("--joint crop --crop-scale 0.5 0.5", "one area"),
+    ("--joint blur --blur-sigma 1 1", "one sigma"),
+    ("--joint blur --blur-prob 0 0", "--blur-prob 0.5 0.5"),
+    ("--blur-prob 0 0 --blur-sigma 1 2", "--blur-sigma has no effect"),
+    ("--moco v1 --min-lr 0.1", "--min-lr has no effect"),
+    ("--moco v3 --queue 64", "--queue has no effect"),
+    ("--moco v3 --bn-groups 2", "--bn-groups has no effect"),
+    ("--moco v3 --milestones 0.5", "--milestones has no effect"),
+    ("--moco v1 --hidden 64", "--hidden has no effect"),
+    ("--trust-coeff 0.1", "--trust-coeff has no effect"),
+)
+
+
+@pytest.mark.parametrize("flags, words", REFUSED)
+def test_flags_without_effect_are_refused(flags, words, capsys):
+    with pytest.raises(SystemExit) as stop:
+        moco.parse_args(["--dataset", "imagenet", *flags.split()])
+    message = capsys.readouterr().err
+    assert stop.value.code == 2 and message.count("\n") == 1 and words in message
+
+
+def test_the_lines_for_torchvision():
+    """What the docstring shows for use in another project gives views whose boxes have the areas that were drawn."""
+    lines = [
+        line for line in moco.__doc__.splitlines() if line.startswith(("    areas =", "    boxes =", "    views ="))
+    ]
+    assert len(lines) == 3
+    code = compile(textwrap.dedent("\n".join(lines)), "docstring", "exec")
+    torch.manual_seed(0)
+    found = []
+    for _ in range(200):
+        names = dict(torch=torch, sample_joint=moco.sample_joint, RandomResizedCrop=RandomResizedCrop)
+        names |= dict(resized_crop=resized_crop, image=torch.rand(3, 240, 320))
+        exec(code, names)
+        assert [view.shape for view in names["views"]] == [(3, 224, 224)] * 2
+        found += zip(names["areas"], names["boxes"], strict=True)
+    for area, (_, _, height, width) in found:
+        if area < 0.7:  # some aspect ratio of ten fits in any case
+            assert abs(height * width - area * 240 * 320) <= (height + width + 2) / 2  # both sides are rounded
+    assert min(area for area, _ in found) < 0.25 and max(area for area, _ in found) > 0.95
+
+
+def test_what_cannot_be_right_raises():
+    q, k = unit(4, 6), unit(8, 6)
+    for wrong in ((q, k[:, :5], 0.2, 0), (q, k, 0.2, 5), (q, k, 0.2, -1), (q[0], k, 0.2, 0), (q, k[:3], 0.2, 0)):
+        with pytest.raises(ValueError, match="contrast takes"):
+            moco.contrast(*wrong)
+    for wrong in ((q, k, k, 0.2), (q, q, k[:, :5], 0.2), (q[0], q[0], k, 0.2)):
+        with pytest.raises(ValueError, match="info_nce takes"):
+            moco.info_nce(*wrong)
+    for low, high in ((0.0, 1.0), (1.0, 0.2), (-1.0, 1.0)):
+        with pytest.raises(ValueError, match="low"):
+            moco.sample_joint(3, low, high, 0.0)
+    with pytest.raises(ValueError):
+        moco.centre_suppressed([0.5], 0.0)
 
 
 # ------------------------------------------------------------------ MoCo
@@ -233,10 +299,11 @@ def test_encode_keys_restores_the_order(views):
 def tiny(*flags, encoder=None):
     queue = [] if "v3" in flags else ["--queue", "32"]
     args = moco.parse_args(["--arch", "resnet_micro", "--batch-size", "8", "--device", "cpu", *queue, *flags])
-    common.join_processes(args)
+    args.bf16 = False
     torch.manual_seed(0)
-    model = (moco.MoCoV3 if "v3" in flags else moco.MoCo)(args, encoder)
-    return args, moco.group_batch_norms(model, args.bn_groups).double()
+    if args.moco == "v3":
+        return args, moco.synchronize_batch_norms(moco.MoCoV3(args, encoder)).double()
+    return args, moco.split_batch_norms(moco.MoCo(args, encoder), args.bn_groups).double()
 
 
 def images():
@@ -244,15 +311,12 @@ def images():
 
 
 def test_moco_forward_is_info_nce_of_its_embeddings():
-    args, model = tiny()
-    loss, metrics = model(images(), 0)
-    torch.testing.assert_close(loss, moco.info_nce(metrics["q"], metrics["k"], model.queue.keys, 0.2))
+    _, model = tiny()
+    loss, keys, metrics = model(images(), 0)
+    torch.testing.assert_close(loss, moco.info_nce(metrics["q"], keys, model.queue.keys, 0.2))
+    assert torch.equal(metrics["k"], keys) and not keys.requires_grad
     loss.backward()
     assert all((p.grad is None) == n.startswith("momentum") for n, p in model.named_parameters())
-    before = model.queue.keys.clone()
-    model.update(0.9)
-    torch.testing.assert_close(model.queue.keys[:8], model.new_keys)
-    assert torch.equal(before[8:], model.queue.keys[8:])
 
 
 def test_momentum_update_moves_by_exactly_one_minus_m():
@@ -286,7 +350,7 @@ def test_v3_is_symmetric_and_has_no_queue():
     model.eval()  # running statistics, so that the order of the views cannot matter
     torch.testing.assert_close(model([one, two], 0)[0], model([two, one], 0)[0])
     assert not any("queue" in name for name in model.state_dict())
-    model.update(0.9)
+    assert model([one, two], 0)[1] is None  # keys to enqueue
 
 
 def test_v3_starts_from_zero_residual_branches_of_its_own_encoder():
@@ -314,9 +378,24 @@ def test_recipes_of_moco():
     assert (v1.temperature, v1.milestones, v1.queue, v1.lr, v1.momentum) == (0.07, (0.6, 0.8), 65536, 0.03, 0.999)
     assert (v2.temperature, v2.epochs, v2.batch_size, v2.weight_decay, v2.bn_groups) == (0.2, 200, 256, 1e-4, 8)
     assert (v3.batch_size, v3.lr, v3.lr_batch, v3.momentum, v3.temperature) == (4096, 0.6, 256, (0.99, 1.0), 1.0)
-    assert (v3.hidden, v3.blur_prob, v3.solarize_p, v3.bn_groups) == (4096, (1.0, 0.1), (0.0, 0.2), 1)
+    assert (v3.hidden, v3.blur_prob, v3.solarize_p, v3.trust_coeff) == (4096, (1.0, 0.1), (0.0, 0.2), 0.001)
     small = moco.parse_args(["--dataset", "cifar10", "--moco", "v3", "--arch", "resnet_micro", "--epochs", "50"])
-    assert (small.batch_size, small.hidden, small.blur_prob, small.queue) == (512, 2048, (0.0, 0.0), 0)
+    assert (small.batch_size, small.hidden, small.blur_prob, small.norm) == (512, 2048, (0.0, 0.0), "cifar10")
     assert small.warmup == 1.0  # a tenth of the recipe's epochs: a tenth of its warm-up
     heads = {v: len(tiny("--moco", v)[1].projector) for v in ("v1", "v2")}
     assert heads == {"v1": 1, "v2": 3}  # linear; Linear, ReLU, Linear
+
+
+def test_schedules_of_moco():
+    def rates(*flags):
+        args = moco.parse_args(["--epochs", "10", "--lr", "1", "--lr-batch", "64", "--warmup", "2", *flags])
+        return [moco.schedule(args, step, 4) for step in range(0, 41, 4)]  # at each epoch's begin, and at the end
+
+    v1, v2, v3 = (rates("--moco", v) for v in ("v1", "v2", "v3"))
+    assert [lr for lr, *_ in v1] == pytest.approx([0, 0.5, 1, 1, 1, 1, 0.1, 0.1, 0.01, 0.01, 0.01])
+    cosine = [0, 0.5, *((1 + math.cos(math.pi * epoch / 8)) / 2 for epoch in range(9))]
+    assert [lr for lr, *_ in v2] == [lr for lr, *_ in v3] == pytest.approx(cosine)
+    assert rates("--moco", "v1", "--milestones") == v2  # none: the cosine
+    assert [lr for lr, *_ in rates("--min-lr", "0.2")][-1] == pytest.approx(0.2)
+    assert {m for *_, m in v2} == {0.95} and {decay for _, decay, _ in v3} == {1e-6}
+    assert [m for *_, m in v3] == pytest.approx([1 - 0.01 * (1 + math.cos(math.pi * e / 10)) for e in range(11)])
