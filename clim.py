@@ -725,8 +725,9 @@ def refresh(args, model, images, device, epoch, positives):
         in_float64 = x.double()
         parts = []
         for rows in mine.split(rows_per_chunk(len(x))):
-            common.progress(f"choosing positives: {sum(map(len, parts)) * world} of {len(x)} images")
             parts.append(nearest_neighbors(in_float64, args.knn_k, rows))
+            done = min(len(x), world * sum(len(part) for part in parts))
+            common.progress(f"choosing positives: {done} of {len(x)} images")
         neighbors = common.gather_uneven(torch.cat(parts))
 
     generator = common.generator(args.seed, epoch, STREAM_POSITIVES)
