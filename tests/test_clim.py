@@ -152,10 +152,6 @@ def test_nearest_neighbors_in_parts(monkeypatch):
     assert torch.equal(clim.nearest_neighbors(x, 6), whole)
 
 
-def test_chunks_are_bounded():
-    assert clim.rows_per_chunk(50_000) * 50_000 * 8 <= 2**27 and clim.rows_per_chunk(2**40) == 128
-
-
 # ----------------------------------------------------------------------- k-means
 
 
@@ -208,20 +204,14 @@ def test_kmeans_never_gets_worse(kind, n, m):
         assert kind == "equal" or objectives[-1] < objectives[0]
 
 
-@pytest.mark.parametrize("x, m", [(points("repeated", 15), 5), (points("repeated", 15), 9), (points("equal", 6), 3)])
-def test_kmeans_as_many_clusters_as_points(x, m):
+AS_MANY = [("repeated", 15, 5), ("repeated", 15, 9), ("equal", 6, 3), ("normal", 3, 50), ("normal", 1, 1)]
+
+
+@pytest.mark.parametrize("kind, n, m", AS_MANY)
+def test_kmeans_as_many_clusters_as_points(kind, n, m):
     """A cluster that comes out empty finds a point that has none of its own, so every point ends as a centre."""
     for seed in range(5):
-        assert clustered(x, m, 10, seed)[2] < 1e-20
-
-
-@pytest.mark.parametrize("n, m", [(1, 1), (1, 4), (3, 3), (3, 50)])
-def test_kmeans_of_few_rows(n, m):
-    x = points("normal", n)
-    for iterations in (0, 4):
-        centers, assignment, objective = clustered(x, m, iterations)
-        assert objective < 1e-20 and sorted(assignment.tolist()) == list(range(n))
-        assert sorted(centers.tolist()) == sorted(x.tolist())
+        assert clustered(points(kind, n), m, 10, seed)[2] < 1e-20
 
 
 def test_kmeans_empty_cluster_starts_at_the_farthest_row():
@@ -474,15 +464,6 @@ def test_cutmix_a_batch():
     assert torch.equal(one[0], other[0]) and one[1] == other[1]
 
 
-def test_cutmix_each_image_its_own_box():
-    lam = torch.tensor([1.0, 0.0, 0.5, 0.5, 0.5, 0.9])
-    x, partner = torch.zeros(6, 3, 16, 16), torch.ones(6, 3, 16, 16)
-    mixed, kept = clim.cutmix(x, partner, lam, torch.Generator().manual_seed(1))
-    assert [box_of(*trio) for trio in zip(mixed, x, partner, strict=True)][0] is None
-    torch.testing.assert_close(kept, 1 - mixed.double().mean((1, 2, 3)))
-    assert len({tuple(m.flatten().tolist()) for m in mixed[2:5]}) > 1 and (kept >= lam - 1e-7).all()
-
-
 # ------------------------------------------------------------------------- views
 
 
@@ -720,20 +701,6 @@ def test_forward_is_eq6(resolutions, positives, monkeypatch):
     torch.testing.assert_close(keys, anchors[0])  # to enqueue: the anchors' own, at the largest size
 
 
-def test_a_mixed_query_depends_on_the_partner(monkeypatch):
-    model, views, calls = tiny(["--resolutions", "16", "12"]), random_views(4), recorded(monkeypatch)
-    model.eval()
-    metrics = model(views, 5)[2]
-    inside = (calls[0][3] == views[3]).all(1, keepdim=True)
-    assert 0 < inside.double().mean() < 1
-    outside, within = (torch.where(mask, 0.5, views[3]) for mask in (~inside, inside))
-    unchanged, changed, own = (model([*views[:3], v], 5)[2]["q"] for v in (outside, within, views[0]))
-    assert torch.equal(metrics["q"], unchanged) and not torch.allclose(metrics["q"], changed, rtol=1e-6)
-    torch.testing.assert_close(own, model.query(views[0]))  # an image mixed with itself
-    model.args.mix = "none"
-    assert torch.equal(model(views[:3], 5)[2]["q"], own)
-
-
 @pytest.mark.parametrize("alpha", [2.0, 0.5])
 def test_the_share_is_drawn_from_beta(alpha, monkeypatch):
     """Beta(alpha, alpha), anew at each step and the same for all sizes: the law of the numbers that cutmix is given."""
@@ -789,3 +756,289 @@ def test_refresh_embeds_with_the_momentum_encoder(capsys):
     pairs = [(images.labels[i], images.labels[j]) for i, row in enumerate(positives.tolist()) for j in row]
     share = np.mean([a == b for a, b in pairs if a >= 0 and b >= 0])
     assert f" {100 * share:.1f} % " in capsys.readouterr().out
+
+
+# -------------------------------------------------------------- several processes
+
+
+def member(index, port, folder):
+    """Alone or one of two processes: tables of every selection, and two steps of float64 on its part of a batch."""
+    world, rank = (1, 2, 2)[index], (0, 0, 1)[index]
+    torch.set_num_threads(1)
+    if world > 1:
+        os.environ |= dict(RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    common.ARCHS["resnet_nano"] = NANO
+    flags = "--batch-size 16 --queue 24 --resolutions 16 12 --num-positives 3 --bn-groups 4".split()
+    args = clim.parse_args([*TINY, *flags])
+    args.bf16 = False
+    device = common.join_processes(args)
+    assert common.rank_and_world() == (rank, world)
+    torch.manual_seed(0)
+    model = clim.split_batch_norms(clim.CLIM(args), args.bn_groups)
+    result = dict(tables={}, losses=[])
+    for n, args.num_clusters, args.knn_k in ((101, 7, 9), (30, 40, 5), (16, 2, 50)):
+        array, labels = common.make_patterns(n, 16, 0)
+        array[2::3] = array[: len(array[2::3])]  # a third are copies of others
+        images = common.ImageSet("patterns", labels, common.PATTERNS, array)
+        for args.selection in ("random", "knn", "kmeans", "center"):
+            table = torch.full((n, 3), -1, dtype=torch.int32)
+            clim.refresh(args, model, images, device, 0, table)
+            assert (table >= 0).all() and all(torch.equal(table, other) for other in common.from_all(table))
+            result["tables"][f"{args.selection}-{n}"] = table
+    model.double()
+    wrapped = DistributedDataParallel(model, broadcast_buffers=False) if world > 1 else model
+    mine = torch.stack(random_views(4, n=16)).view(4, world, -1, 3, 16, 16)[:, rank]
+    for step in range(2):
+        model.zero_grad()
+        loss, keys, _ = wrapped(list(mine), step)
+        loss.backward()
+        model.queue.enqueue(keys)
+        clim.average_statistics(model)
+        result["losses"].append(clim.gather(loss.detach().view(1)).mean())
+    queues = clim.gather(model.queue.keys.unsqueeze(0))
+    assert all(torch.equal(queue, queues[0]) for queue in queues)
+    result |= dict(gradients={n: p.grad for n, p in model.named_parameters() if p.grad is not None})
+    result |= dict(state=model.state_dict())
+    if rank == 0:
+        torch.save(result, f"{folder}/{world}.pt")
+    if world > 1:
+        del wrapped  # before the group: in torch 2.11 a DDP that goes last can hang for ever
+        torch.distributed.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def one_and_two(tmp_path_factory):
+    """What one process and two have got."""
+    folder = tmp_path_factory.mktemp("groups")
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+    torch.multiprocessing.start_processes(member, (port, str(folder)), nprocs=3, start_method="forkserver")
+    return load(folder / "1.pt"), load(folder / "2.pt")
+
+
+@pytest.mark.slow
+def test_two_processes_choose_the_same_positives(one_and_two):
+    one, two = (result["tables"] for result in one_and_two)
+    assert len(one) == 12 and one.keys() == two.keys()
+    assert [name for name in one if not torch.equal(one[name], two[name])] == []
+
+
+@pytest.mark.slow
+def test_two_processes_train_as_one(one_and_two):
+    one, two = one_and_two
+    assert len(one["gradients"]) > 10
+    torch.testing.assert_close(two["losses"], one["losses"], rtol=1e-9, atol=1e-11)
+    torch.testing.assert_close(two["gradients"], one["gradients"], rtol=1e-8, atol=1e-10)
+    for name, value in one["state"].items():
+        if not name.endswith("num_batches_tracked"):  # counts where a process is one group
+            torch.testing.assert_close(two["state"][name], value, rtol=1e-9, atol=1e-10, msg=name)
+
+
+# ------------------------------------------------------------------- whole runs
+
+# Four epochs of 4 steps: the first without positives, tables before the second and the fourth.
+RUN = "--dataset patterns --arch resnet_nano --image-size 16 --batch-size 16 --queue 32 --knn-every 0".split()
+RUN += "--epochs 4 --resolutions 16 12 --device cpu".split()
+CHOICE = "--clim-start 1 --refresh-every 2 --num-clusters 6 --knn-k 8".split()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """68 patterns of 16 px as PNG files in train/, one folder a class."""
+    root = tmp_path_factory.mktemp("patterns")
+    for i, (image, label) in enumerate(zip(*common.make_patterns(68, 16, 0), strict=True)):
+        path = root / "train" / f"kind{label % 4}" / f"{i:03}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(image).save(path)
+    return root
+
+
+def run(folder, out, *flags):
+    """A run in this process; returns what it prints."""
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said):
+        clim.main(clim.parse_args([*RUN, "--data-dir", str(folder), "--out", str(out), *flags]))
+    return said.getvalue()
+
+
+def assert_same_state(one, two):
+    """The same weights, optimiser and table, bit for bit."""
+    for name in ("model", "optimizer", "positives", "step"):
+        torch.testing.assert_close(load(one / "last.pt")[name], load(two / "last.pt")[name], rtol=0, atol=0)
+
+
+def losses(out):
+    return [json.loads(line)["loss"] for line in (out / "metrics.jsonl").read_text().splitlines()[1:]]
+
+
+@pytest.mark.slow
+def test_stopped_continued_and_by_other_workers(folder, tmp_path):
+    """In mid-epoch with a table, before an epoch without and one with a new table: bit for bit the same."""
+    said = run(folder, tmp_path / "whole", *CHOICE, "--keep-every", "1")
+    assert said.count("positives chosen") == 2 and "epoch 2: positives" in said and "epoch 4: positives" in said
+    tables = [load(tmp_path / "whole" / f"epoch-000{epoch}.pt")["positives"] for epoch in (1, 2, 3, 4)]
+    assert (tables[0] == -1).all() and (tables[1] >= 0).all() and (tables[1] < 68).all()
+    assert torch.equal(tables[1], tables[2]) and not torch.equal(tables[1], tables[3])
+    chosen = []
+    for stop, workers in ((6, 2), (8, 0), (12, 2), (None, 0)):  # the first two workers live on over the first table
+        flags = ["--workers", str(workers), *(["--max-steps", str(stop)] if stop else [])]
+        chosen.append(run(folder, tmp_path / "parts", *CHOICE, *flags).count("positives chosen"))
+        assert load(tmp_path / "parts" / "last.pt")["step"] == (stop or 16)
+    assert chosen == [1, 0, 0, 1]
+    assert_same_state(tmp_path / "whole", tmp_path / "parts")
+    assert losses(tmp_path / "whole") == losses(tmp_path / "parts") and len(losses(tmp_path / "whole")) == 4
+
+
+@pytest.mark.slow
+def test_from_and_to_the_baseline(folder, tmp_path):
+    """Before the first table it is its baseline; the baseline's checkpoint goes on with positives, and the reverse."""
+    run(folder, tmp_path / "whole", *CHOICE, "--keep-every", "1", "--max-steps", "8")
+    said = run(folder, tmp_path / "none", "--selection", "none", "--keep-every", "1", "--max-steps", "8")
+    assert "chosen" not in said and (load(tmp_path / "none" / "last.pt")["positives"] == -1).all()
+    ours, plain = ([load(tmp_path / out / f"epoch-000{e}.pt")["model"] for e in (1, 2)] for out in ("whole", "none"))
+    torch.testing.assert_close(ours[0], plain[0], rtol=0, atol=0)
+    assert not all(torch.equal(ours[1][name], plain[1][name]) for name in ours[1])
+    baseline = str(tmp_path / "none" / "last.pt")
+    said = run(folder, tmp_path / "late", *CHOICE, "--resume", baseline, "--max-steps", "9")
+    assert "epoch 3: positives chosen" in said  # it has none yet, so they are chosen before their turn
+    second = str(tmp_path / "whole" / "epoch-0002.pt")
+    said = run(folder, tmp_path / "plain", "--selection", "none", "--resume", second, "--max-steps", "9")
+    assert "chosen" not in said and "step 9: loss" in said
+
+
+@pytest.mark.slow
+def test_a_stop_while_positives_are_chosen(folder, tmp_path, monkeypatch):
+    """Everything is saved before, so it is answered at once; the same command makes up for it."""
+    flags = [*CHOICE, "--save-every", "4", "--max-steps", "8"]
+    run(folder, tmp_path / "whole", *flags)
+    choose = clim.choose_positives
+
+    def stop(*args):
+        os.kill(os.getpid(), signal.SIGINT)
+        return choose(*args)
+
+    monkeypatch.setattr(clim, "choose_positives", stop)
+    with pytest.raises(SystemExit) as end:
+        run(folder, tmp_path / "parts", *flags)
+    assert end.value.code == 75 and load(tmp_path / "parts" / "last.pt")["step"] == 4
+    monkeypatch.setattr(clim, "choose_positives", choose)
+    assert "epoch 2: positives chosen" in run(folder, tmp_path / "parts", *flags)
+    assert_same_state(tmp_path / "whole", tmp_path / "parts")
+
+
+SHOWN = [([], 6), (["--mix", "none", "--resolutions", "16", "16"], 3), (["--selection", "none"], 2)]
+
+
+@pytest.mark.parametrize("flags, rows", SHOWN)
+def test_show_views(flags, rows, folder, tmp_path, monkeypatch):
+    """A row per view, then the mix of training's first step, and the mix with its box in a red frame."""
+    sheets = []
+    monkeypatch.setattr(
+        common, "save_grid", lambda path, images, labels: sheets.append(dict(zip(labels, images, strict=True)))
+    )
+    run(folder, tmp_path / "run", *flags, "--show-views", str(tmp_path / "views.png"))
+    (sheet,) = sheets
+    assert len(sheet) == rows and not (tmp_path / "run").exists()
+    if rows == 6:
+        query, partner, mixed, framed = (
+            sheet[label] for label in ("query", "positive's query", "mixed query", "its box, framed")
+        )
+        trained, _ = clim.mix(clim.parse_args(TINY), query, partner, step=0)
+        top, bottom, left, right = box_of(mixed[0], query[0], partner[0])
+        red = (framed == torch.tensor([1.0, 0.0, 0.0]).view(3, 1, 1)).all(1)
+        around = torch.zeros(16, 16, dtype=torch.bool)
+        around[max(0, top - 1) : bottom + 1, max(0, left - 1) : right + 1] = True
+        around[top:bottom, left:right] = False
+        assert torch.equal(mixed, trained) and around.any() and all(torch.equal(r, around) for r in red)
+
+
+@pytest.mark.slow
+def test_own_images_and_encoder(tmp_path, capsys):
+    """Positives come from a user's own Dataset, through a user's own encoder; auto is a cluster per 128 images."""
+    array, labels = common.make_patterns(300, 16, 0)
+    encoder = torch.nn.Sequential(
+        torch.nn.Conv2d(3, 8, 3, 2), torch.nn.ReLU(), torch.nn.AdaptiveAvgPool2d(1), torch.nn.Flatten()
+    )
+    images = [(Image.fromarray(image), int(label)) for image, label in zip(array, labels, strict=True)]
+    tables = []
+    for clusters in ([], ["--num-clusters", "2"], ["--num-clusters", "50"]):
+        out = tmp_path / f"own{len(tables)}"
+        flags = [*RUN, *"--dataset folder --bn-groups 2 --clim-start 0 --max-steps 1 --out".split(), str(out)]
+        clim.main(clim.parse_args([*flags, *clusters]), train=images, encoder=encoder)
+        tables.append(load(out / "last.pt")["positives"])
+    assert tables[0].shape == (300, 10) and (tables[0] >= 0).all()
+    assert torch.equal(tables[0], tables[1]) and not torch.equal(tables[0], tables[2])
+
+
+def test_epochs_without_positives_are_told(folder, tmp_path):
+    said = run(folder, tmp_path / "run", "--clim-start", "4", "--max-steps", "1")
+    assert "no positives will be chosen" in said
+
+
+# --------------------------------------------------------------------- arguments
+
+MISTAKES = """
+    --variant released
+    --image-size 32 --resolutions 24 16
+    --image-size 32 --resolutions 32 48
+    --resolutions 16 0
+    --num-clusters 0
+    --knn-k 0
+    --knn-k 100000
+    --num-positives -1
+    --refresh-every 0
+    --clim-start -1
+    --kmeans-iterations 0
+    --alpha 0
+    --alpha nan
+    --alpha inf
+    --arch vit_micro --patch-size 4 --resolutions 32 18
+    --selection best
+    --selection none --mix none
+    --selection none --alpha 1
+    --selection none --num-clusters 5
+    --selection none --kmeans-iterations 5
+    --selection none --knn-k 5
+    --selection none --num-positives 5
+    --selection none --refresh-every 5
+    --selection none --clim-start 5
+    --selection random --num-clusters 5
+    --selection random --kmeans-iterations 5
+    --selection random --knn-k 5
+    --selection knn --num-clusters 5
+    --selection knn --kmeans-iterations 5
+    --selection kmeans --knn-k 5
+    --mix none --alpha 1
+"""
+
+
+@pytest.mark.parametrize("flags", MISTAKES.strip().splitlines())
+def test_mistakes_end_with_an_error_message(flags, capsys):
+    with pytest.raises(SystemExit) as stop:
+        clim.parse_args(flags.split())
+    said = capsys.readouterr()
+    assert stop.value.code == 2 and said.out == ""
+    assert said.err.startswith("error: ") and said.err.count("\n") == 1 and said.err.endswith("\n")
+
+
+def values(args, names):
+    return [getattr(args, name) for name in names.split()]
+
+
+def test_recipes():
+    paper = clim.parse_args(["--dataset", "imagenet"])
+    assert values(paper, "num_clusters knn_k num_positives refresh_every") == [10000, 40, 10, 5]  # App. A.2
+    assert values(paper, "arch batch_size lr lr_batch weight_decay") == ["resnet50", 512, 0.06, 512, 1e-4]
+    assert values(paper, "alpha temperature queue momentum dim bn_groups") == [2.0, 0.2, 65536, 0.999, 128, 16]
+    assert values(paper, "resolutions selection mix") == [(224, 160), "center", "cutmix"]
+    assert clim.parse_args("--dataset imagenet --selection knn".split()).knn_k == 10  # Table 6
+    assert clim.parse_args("--dataset imagenet --selection knn --knn-k 20".split()).knn_k == 20
+    for flags, sizes in (
+        ("--dataset cifar10 --resolutions 24 40", (40, 24)),
+        ("--dataset cifar10 --image-size 48", (48,)),
+        ("--dataset imagenet --image-size 224", (224, 160)),  # as without
+        ("--dataset imagenet --image-size 192", (192,)),
+    ):
+        args = clim.parse_args(flags.split())
+        assert args.resolutions == sizes and args.image_size == sizes[0]
