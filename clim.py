@@ -40,7 +40,8 @@ decides:
     - Without mixing (--mix none), half the loss goes to each key.
     - Temperature and colour jitter are MoCo v2's.
     - Only the anchor's own key at the largest size enters the queue.
-    - The encoders compute in bf16 on CUDA (`--amp off`: in float32, with products in TF32).
+    - The encoders compute in bf16 on CUDA (`--amp off`: in float32, with products in TF32), and batch-norm statistics
+      are averaged over the processes.
     - All recipes but ImageNet's are ours.
 
 Departures of this file and of the paper from each other:
@@ -124,7 +125,7 @@ def recipe(chosen):
     if chosen.resolutions is not None:
         values["image_size"] = max(chosen.resolutions)  # views are cut at the largest size
     elif chosen.image_size not in (None, values["image_size"]):
-        values["resolutions"] = (chosen.image_size,)
+        values["resolutions"] = (chosen.image_size,)  # another size of views is the only size
     return values
 
 
@@ -402,7 +403,7 @@ def mix(args, x, partner, step):
 
 
 def show_views(args, positives, loader, device):
-    """Write the picture of --show-views: the first copy of the views and the mix, and where its box lies."""
+    """Write the picture of --show-views: the views of one copy, the mixed query, and the same with its box framed."""
     if args.selection != "none":
         positives.random_(len(positives), generator=common.generator(args.seed))
         common.say("no encoder has chosen positives yet: those in the picture are random")

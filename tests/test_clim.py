@@ -128,12 +128,6 @@ def test_nearest_neighbors(kind, n, k):
     check_neighbors(clim.nearest_neighbors(x, k), x, k, 1e-6 if kind == "normal" else 0.0)
 
 
-def test_nearest_neighbors_far_from_the_origin():
-    """Of float32 numbers that an offset does not round, so that it may not change anything."""
-    x = (torch.randint(-64, 65, (40, 8), generator=torch.Generator().manual_seed(0)) / 64).float() + 1000
-    check_neighbors(clim.nearest_neighbors(x, 10), x.double(), 10, 1e-9)
-
-
 def test_nearest_neighbors_that_float32_confuses():
     """Unit vectors, as embeddings are, in clusters so tight that float32 finds others: why it is float64."""
     x = F.normalize(unit(3, 16)[torch.arange(120) % 3] + 1e-4 * points("normal", 120, 16), dim=1).float()
@@ -703,16 +697,11 @@ def test_forward_is_eq6(resolutions, positives, monkeypatch):
 
 @pytest.mark.parametrize("alpha", [2.0, 0.5])
 def test_the_share_is_drawn_from_beta(alpha, monkeypatch):
-    """Beta(alpha, alpha), anew at each step and the same for all sizes: the law of the numbers that cutmix is given."""
-    model, calls, n = tiny(["--alpha", str(alpha), "--resolutions", "16", "12"]), recorded(monkeypatch), 300
-    model.query = model.key = lambda x: F.normalize(x[:, :, :4, :2].flatten(1)[:, :8], dim=1)
-    views = [v[:1, :, :4, :4] for v in random_views(4)]
-    model.args.resolutions = (4, 4)
+    """Beta(alpha, alpha), anew at each step: the law of the numbers that cutmix is given."""
+    args, calls, n = clim.parse_args([*TINY, "--alpha", str(alpha)]), recorded(monkeypatch), 300
     for step in range(n):
-        model([*views, *views], step)
-    drawn = np.array([lam for _, _, lam, _ in calls]).reshape(n, 2)
-    assert np.array_equal(drawn[:, 0], drawn[:, 1])
-    s = np.sort(drawn[:, 0])
+        clim.mix(args, *torch.zeros(2, 1, 3, 4, 4), step)
+    s = np.sort([lam for _, _, lam, _ in calls])
     law = {2.0: 3 * s**2 - 2 * s**3, 0.5: 2 / np.pi * np.arcsin(np.sqrt(s))}[alpha]
     assert abs(law - (np.arange(n) + 0.5) / n).max() < 1.95 / math.sqrt(n)  # Kolmogorov-Smirnov, far beyond 0.1 %
 
@@ -934,9 +923,11 @@ SHOWN = [([], 6), (["--mix", "none", "--resolutions", "16", "16"], 3), (["--sele
 def test_show_views(flags, rows, folder, tmp_path, monkeypatch):
     """A row per view, then the mix of training's first step, and the mix with its box in a red frame."""
     sheets = []
-    monkeypatch.setattr(
-        common, "save_grid", lambda path, images, labels: sheets.append(dict(zip(labels, images, strict=True)))
-    )
+
+    def keep(path, images, labels):
+        sheets.append(dict(zip(labels, images, strict=True)))
+
+    monkeypatch.setattr(common, "save_grid", keep)
     run(folder, tmp_path / "run", *flags, "--show-views", str(tmp_path / "views.png"))
     (sheet,) = sheets
     assert len(sheet) == rows and not (tmp_path / "run").exists()
@@ -954,7 +945,7 @@ def test_show_views(flags, rows, folder, tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_own_images_and_encoder(tmp_path, capsys):
+def test_own_images_and_encoder(tmp_path):
     """Positives come from a user's own Dataset, through a user's own encoder; auto is a cluster per 128 images."""
     array, labels = common.make_patterns(300, 16, 0)
     encoder = torch.nn.Sequential(
