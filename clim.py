@@ -1,46 +1,63 @@
 """CLIM: Center-wise Local Image Mixture (Li et al., ICLR 2021 submission, arXiv 2011.02697), on MoCo v2.
 
-MoCo's only positives are views of the same image. CLIM adds other images. Every few epochs all images are embedded and
-clustered; the positives of an image are those of its k nearest neighbours that share its cluster and lie closer to the
-cluster's centre than the image itself, so that similar images move towards centres together. Neighbours may be wrong,
-so they are not trusted outright: image and positive are mixed by CutMix, and the mix is drawn to both keys by the share
-that each has in it. Multi-resolution, a second augmentation, compares the same crop at several input sizes, every query
-with every key.
+MoCo's only positives are views of the same image. CLIM adds other images as positives. Every few epochs it embeds all
+images, clusters them, and finds the nearest neighbours of each. The positives of an image are those of its neighbours
+that share its cluster and lie closer to the cluster's centre than the image itself. So similar images move together,
+towards the centres.
 
-    Eq. 1              clim_loss, its nce                         info_nce is the same, as a function of its own
+Some of these positives are wrong, so the loss does not trust them fully. CutMix pastes a box of the positive into the
+image. The mix is the query. It is drawn to the key of the image and to the key of the positive, each by the share of
+pixels that it has in the mix. Multi-resolution is a second augmentation: the same crop is encoded at several sizes, and
+the query of every size is compared with the keys of every size.
+
+    Eq. 1              info_nce                                   MoCo v2's loss, and each term of Eq. 4
     Eq. 2, App. A.2    kmeans, nearest_neighbors, select_positives
     Eq. 3              cutmix
     Eq. 4              clim_loss
-    Eq. 5              says what a crop is; nothing computes it
-    Eq. 6              CLIM.forward                               the sum over pairs of resolutions
-    Table 6            choose_positives, --selection, --mix
+    Eq. 5              (not computed)                             it says what a crop and a size are
+    Eq. 6              CLIM.forward                               the sum over pairs of sizes
+    Table 6            choose_positives, --selection, --mix       other positives, and no mixing
 
-    python clim.py                                                            # laptop, no data
-    python clim.py --dataset cifar10 --selection none                         # the baseline, MoCo v2, one GPU
+    python clim.py                                                            # a laptop, no data
+    python clim.py --dataset cifar10 --selection none                         # the baseline, MoCo v2, on one GPU
     torchrun --nproc_per_node=8 clim.py --dataset imagenet --data-dir DIR
 
-Baseline: `--selection none` with one resolution is MoCo v2 exactly. New relative to it: the functions above, two more
-views of the positive, and the loops of CLIM.forward. A choice of positives on ImageNet (n = 1.28 M, d = 128, m = 10,000
-clusters) takes, besides a pass over all images, 2 n^2 d = 4.2e14 operations for the neighbours and 40 n m d = 6.6e13
-for 20 iterations of k-means, in float64: about a minute on one H100 by its data sheet. An estimate, not measured.
+The baseline is MoCo v2: `--selection none` with one resolution is exactly it. CLIM adds the choice of positives, two
+views of the positive, the mix, and the sum over sizes. A choice of positives on ImageNet needs a pass over all images,
+4.2e14 operations in float64 for the neighbours, which the processes share, and 6.6e13 for k-means, which each process
+makes. By an H100's data sheet that is about a minute on one GPU. It was not measured.
 
-There is no released code (`--variant released` is refused). Where the paper is silent, this is inference: the embedding
-is the momentum encoder's unit-length output for a centre crop; an image is no neighbour of itself; the positive's key
-comes from a view of its own and is encoded with the anchor's, so that a batch-norm group has twice as many keys as
-queries; each epoch one of an image's ten is drawn; one CutMix box a batch, as in CutMix's code, at the largest size; 20
-iterations of k-means from random rows; without mixing, half the loss goes to each key; MoCo v2's temperature and colour
-jitter; the first table after --clim-start epochs of plain MoCo v2; the anchor's own key is enqueued; bf16 in the
-encoders on CUDA; all recipes but ImageNet's.
+There is no released code, so `--variant released` exits with an error message. Where the paper is silent, this file
+decides:
+    - The embedding is the momentum encoder's L2-normalised output for a centre crop.
+    - An image is not its own neighbour.
+    - k-means starts from random images and makes 20 iterations.
+    - The first epochs (--clim-start) are plain MoCo v2. Then the first positives are chosen.
+    - In each epoch an image gets one of its ten positives at random.
+    - The key of the positive comes from a view of its own. It is encoded together with the anchor's key, so a
+      batch-norm group holds twice as many keys as queries.
+    - CutMix draws one share and one box per batch, as the code of the CutMix paper does, and mixes at the largest size.
+    - Without mixing (--mix none), half the loss goes to each key.
+    - Temperature and colour jitter are MoCo v2's.
+    - Only the anchor's own key at the largest size enters the queue.
+    - The encoders compute in bf16 on CUDA (`--amp off`: in float32, with products in TF32), and batch-norm statistics
+      are averaged over the processes.
+    - All recipes but ImageNet's are ours.
 
-Departures:
-    D1 Eq. 2 would let an image be its own positive (equality); it is left out, unless it is the only image
-    D2 App. A.2 tops up with neighbours that Eq. 2 excludes: followed
-    D3 Eq. 6 is a sum, four terms for two sizes, which raises the effective rate: as printed; small images have one size
-       here
-    D4 Table 7's {224, 224} does not say what differs: here the crop is the same; colours and flip are drawn anew
+Departures of this file and of the paper from each other:
+    D1 The anchor. Paper: Eq. 2 holds for the anchor itself (equality). Here: an image is its own positive only if it is
+       the only image.
+    D2 Too few positives. Paper (App. A.2): neighbours that Eq. 2 excludes fill the ten places, nearest first. Here:
+       the same, although it contradicts Eq. 2.
+    D3 The sum of Eq. 6. Paper and here: a sum, which has four terms for two sizes and so raises the effective learning
+       rate. Recipes for small images have one size here.
+    D4 The sizes {224, 224} of Table 7. Paper: it does not say what differs between the two. Here: the crops are the
+       same, and colours and flips are drawn anew.
 """
 
+import argparse
 import copy
+import functools
 import itertools
 import math
 import time
@@ -58,49 +75,57 @@ import common
 # ================================================================== 1. recipes
 
 # fmt: off
-BASE = dict(  # the rate is that of batch size lr_batch
+BASE = dict(
     selection="center", mix="cutmix", num_positives=10, knn_k=40, refresh_every=5,  # App. A.2
-    alpha=2.0, clim_start=5,  # Table 9; ours
-    temperature=0.2, dim=128, momentum=0.999, weight_decay=1e-4, warmup=0, min_lr=0.0, bn_groups=8, patch_size=16,
-    interpolation="bilinear", crop_scale=(0.2, 1.0), jitter=(0.4, 0.4, 0.4, 0.1), jitter_p=0.8, gray_p=0.2, blur_p=0.5,
+    alpha=2.0,  # Table 9
+    clim_start=5, kmeans_iterations=20,  # ours
+    temperature=0.2, dim=128, momentum=0.999, sgd_momentum=0.9, weight_decay=1e-4, warmup=0.0, min_lr=0.0, bn_groups=8,
+    patch_size=16,
+    norm="imagenet", interpolation="bilinear", crop_scale=(0.2, 1.0), crop_ratio=(3 / 4, 4 / 3),
+    jitter=(0.4, 0.4, 0.4, 0.1), jitter_p=0.8, gray_p=0.2, blur_p=0.5, blur_sigma=(0.1, 2.0), flip_p=0.5,
 )
-IMAGENET = dict(  # App. A, but for the epochs: 200 as in section 4.4 (App. A: 1,200); Table 7's best sizes
+IMAGENET = dict(  # App. A, but for 200 epochs (section 4.4; App. A: 1,200); lr is the rate at batch size lr_batch
     BASE, arch="resnet50", image_size=224, epochs=200, batch_size=512, lr=0.06, lr_batch=512, queue=65536,
-    bn_groups=16, num_clusters=10000, resolutions=[224, 160],
+    bn_groups=16, num_clusters=10000, resolutions=(224, 160),  # Table 7's best sizes
 )
-CIFAR = dict(  # ours: moco_jointcrop.py's, so that the two can be compared, and as many images a cluster as on ImageNet
+CIFAR = dict(  # ours: moco_jointcrop.py's, so that the two can be compared; as many images per cluster as on ImageNet
     BASE, arch="resnet18", image_size=32, patch_size=4, epochs=500, batch_size=512, lr=0.5, lr_batch=512, min_lr=0.05,
-    queue=4096, blur_p=0.0, num_clusters=400, resolutions=[32],
+    queue=4096, blur_p=0.0, norm="cifar10", num_clusters=400, resolutions=(32,),
 )
 RECIPES = dict(
     patterns=dict(  # ours, for two CPU cores
         BASE, arch="resnet_micro", image_size=32, patch_size=4, epochs=45, batch_size=64, lr=0.06, lr_batch=128,
-        queue=128, blur_p=0.1, crop_scale=(0.3, 1.0), bn_groups=2, momentum=0.95, warmup=5,
-        num_clusters=32, resolutions=[32],
+        queue=128, blur_p=0.1, crop_scale=(0.3, 1.0), bn_groups=2, momentum=0.95, warmup=5.0, norm="patterns",
+        num_clusters=32, resolutions=(32,),
     ),
     cifar10=CIFAR,
-    cifar100=CIFAR,
-    stl10=dict(CIFAR, image_size=96, patch_size=8, queue=8192, num_clusters=800, resolutions=[96]),
+    cifar100=dict(CIFAR, norm="cifar100"),
+    stl10=dict(
+        CIFAR, image_size=96, patch_size=8, queue=8192, norm="imagenet", num_clusters=800, resolutions=(96,),
+    ),
     imagenet100=dict(IMAGENET, arch="resnet18", queue=16384, num_clusters=1000),  # ours
     imagenet=dict(IMAGENET, knn_every=50),  # its kNN takes minutes
-    folder=dict(IMAGENET, queue=None, num_clusters=None),  # ours: a tenth of the images, 128 images a cluster
+    folder=dict(IMAGENET, queue="auto", num_clusters="auto"),  # ours: a tenth of the images, 128 images per cluster
 )
-CPU = dict(batch_size=256, lr=0.1, lr_batch=256, min_lr=0.0, momentum=0.99, blur_p=0.5)  # ours: the small encoders
-KNN = dict(knn_k=10)  # Table 6: the comparison with kNN draws from the nearest ten
+SMALL_ENCODERS = dict(batch_size=256, lr=0.1, lr_batch=256, min_lr=0.0, momentum=0.99, blur_p=0.5)  # ours
+KNN = dict(knn_k=10)  # Table 6: the comparison with kNN takes positives from the nearest ten
 # fmt: on
 
 
-def recipe(given):
-    """The hyper-parameters that the data set, the encoder and other choices of a command line stand for."""
-    values = dict(RECIPES[given.dataset])
-    if given.arch in ("resnet_micro", "resnet_mini") and given.dataset in ("cifar10", "cifar100", "stl10"):
-        values |= CPU
-    if given.selection == "knn":
+def recipe(chosen):
+    """The hyper-parameters {name: value} of a data set, an encoder and other choices.
+
+    chosen: a namespace with dataset, arch, selection, resolutions and image_size; only the data set may not be None.
+    """
+    values = dict(RECIPES[chosen.dataset])
+    if chosen.arch in ("resnet_micro", "resnet_mini") and chosen.dataset in ("cifar10", "cifar100", "stl10"):
+        values |= SMALL_ENCODERS
+    if chosen.selection == "knn":
         values |= KNN
-    if given.resolutions:  # the largest size is that of the views
-        values["image_size"] = max(given.resolutions)
-    elif given.image_size not in (None, values["image_size"]):
-        values["resolutions"] = [given.image_size]
+    if chosen.resolutions is not None:
+        values["image_size"] = max(chosen.resolutions)  # views are cut at the largest size
+    elif chosen.image_size not in (None, values["image_size"]):
+        values["resolutions"] = (chosen.image_size,)  # another size of views is the only size
     return values
 
 
@@ -108,267 +133,361 @@ def recipe(given):
 
 
 def clim_loss(q, k_anchor, k_positive, queue, temperature, lam):
-    """Eq. 4: lam InfoNCE(q, k_anchor) + (1 - lam) InfoNCE(q, k_positive); the queue's keys are the negatives of both.
+    """The loss of mixed queries (Eq. 4), lam * NCE(q, k_anchor) + (1 - lam) * NCE(q, k_positive), as a scalar.
 
-    q, k_anchor, k_positive (N, C), queue (K, C), all of unit length; lam in [0, 1], a float or (N,). The gradient goes
-    to q (and to the keys, if they have one). lam = 1 is MoCo's loss. Returns a scalar.
+    NCE is InfoNCE (Eq. 1). The keys of the queue are the negatives of both terms. lam = 1 is MoCo's loss.
+
+    q: (N, C) queries. k_anchor, k_positive: (N, C) keys. queue: (K, C). All are L2-normalised. temperature: T > 0.
+    lam: in [0, 1], a float, or (N,) for a share per query.
+    Gradients reach q, and also the keys and the queue unless these are detached. Raises ValueError if the shapes do not
+    fit.
     """
-    negatives, target = q @ queue.T, torch.zeros(len(q), dtype=torch.int64, device=q.device)
-    lam = lam.to(q) if torch.is_tensor(lam) else lam
+    lam_shape = tuple(lam.shape) if torch.is_tensor(lam) else ()
+    keys_fit = q.dim() == 2 and k_anchor.shape == q.shape and k_positive.shape == q.shape
+    if not keys_fit or queue.shape[1:] != q.shape[1:] or lam_shape not in ((), (len(q),)):
+        shapes = f"q {tuple(q.shape)}, k_anchor {tuple(k_anchor.shape)}, k_positive {tuple(k_positive.shape)}"
+        shapes += f", queue {tuple(queue.shape)} and lam {lam_shape}"
+        raise ValueError(f"clim_loss takes q, k_anchor, k_positive (N, C), queue (K, C), lam () or (N,), not {shapes}")
+    negatives = q @ queue.T
+    target = torch.zeros(len(q), dtype=torch.int64, device=q.device)
 
-    def nce(k):  # Eq. 1, image by image
+    def nce(k):  # Eq. 1 for each query: (N,)
         logits = torch.cat([(q * k).sum(1, keepdim=True), negatives], dim=1) / temperature
         return F.cross_entropy(logits, target, reduction="none")
 
+    lam = lam.to(q) if torch.is_tensor(lam) else lam
     return (lam * nce(k_anchor) + (1 - lam) * nce(k_positive)).mean()  # Eq. 4
 
 
 def cutmix(x, partner, lam, generator=None):
-    """Eq. 3, as CutMix has it: a box of about (1 - lam) of the area of x is replaced by the same box of the partner.
+    """Mix two batches of images (Eq. 3): returns (mixed images, the share of x that is left in them).
 
-    x, partner (N, 3, H, W); lam in [0, 1]: a float, one box for all, or (N,), a box an image. The box's centre is
-    uniform in the image, and what hangs over the edge is cut off. Returns (mixed, the share of x that is left: a float
-    or (N,) float64).
+    A box of about (1 - lam) of the area of x is replaced by the same box of the partner. The box has the shape of the
+    image. Its centre is uniform in the image. What hangs over the edge is cut off, so the share can exceed lam.
+
+    x, partner: (N, C, H, W). lam: in [0, 1], a float for one box in all images, or (N,) for a box per image. generator:
+    a torch CPU generator. The share is a float, or (N,) float64 if lam is (N,). Raises ValueError if shapes do not fit
+    or lam is not in [0, 1]. Source: the code of CutMix (Yun et al., arXiv 1905.04899).
     """
+    share = torch.as_tensor(lam, dtype=torch.float64).cpu()
+    if x.dim() != 4 or partner.shape != x.shape or tuple(share.shape) not in ((), (len(x),)):
+        shapes = f"x {tuple(x.shape)}, partner {tuple(partner.shape)} and lam {tuple(share.shape)}"
+        raise ValueError(f"cutmix takes x and partner (N, C, H, W), and lam () or (N,), not {shapes}")
+    if not ((share >= 0) & (share <= 1)).all():
+        raise ValueError(f"cutmix takes lam in [0, 1], not {lam}")
     height, width = x.shape[2:]
-    side = (1 - torch.as_tensor(lam, dtype=torch.float64).cpu().reshape(-1)).sqrt()  # of the box, as a share
+    side = (1 - share.reshape(-1)).sqrt()  # of each box, as a share of the image's side
 
-    def extent(size):
-        middle = (torch.rand(len(side), dtype=torch.float64, generator=generator) * size).long()
+    def interval(size):  # where the boxes begin and end along `size` pixels: two (boxes, 1) int64
+        centre = (torch.rand(len(side), dtype=torch.float64, generator=generator) * size).long()
         half = (side * size).long() // 2
-        return [(middle + sign * half).clamp(0, size).view(-1, 1) for sign in (-1, 1)]
+        return (centre - half).clamp(0, size)[:, None], (centre + half).clamp(0, size)[:, None]
 
-    (top, bottom), (left, right) = extent(height), extent(width)
+    top, bottom = interval(height)
+    left, right = interval(width)
     row, column = torch.arange(height), torch.arange(width)
-    rows, columns = (row >= top) & (row < bottom), (column >= left) & (column < right)
-    box = (rows[:, :, None] & columns[:, None, :])[:, None].to(x.device, non_blocking=True)  # 1 - M
+    in_rows = (row >= top) & (row < bottom)  # (boxes, H)
+    in_columns = (column >= left) & (column < right)  # (boxes, W)
+    in_box = (in_rows[:, None, :, None] & in_columns[:, None, None, :]).to(x.device, non_blocking=True)  # 1 - M
+    mixed = torch.where(in_box, partner, x)  # Eq. 3
     kept = 1 - ((bottom - top) * (right - left)).flatten().double() / (height * width)
-    mixed = torch.where(box, partner, x)  # Eq. 3
-    return mixed, kept if torch.is_tensor(lam) and lam.dim() else kept.item()
+    return mixed, (kept if share.dim() else kept.item())
 
 
 # ------------------------------- choice of positives (section 3.2.1 and App. A.2)
 
 
-def in_chunks(function, x, width):
-    """function(rows) of all rows of x, shared out over the processes, in chunks of 128 MiB or 128 rows.
-
-    width: the float64 numbers that a row needs. In a process group every process gives the same x and gets all results.
-    """
-    rank, world = common.rank_and_world()
-    mine = torch.arange(len(x), device=x.device).tensor_split(world)[rank]
-    return common.gather_uneven(torch.cat([function(rows) for rows in mine.split(max(128, 2**24 // width))]))
-
-
-def nearest_center(x, centers):
-    """x (N, C), centers (m, C) -> (N,) int64: each row's nearest centre by L2 distance."""
-    return in_chunks(lambda rows: torch.cdist(x[rows], centers).argmin(1), x, len(centers))
+def rows_per_chunk(width):
+    """How many rows of `width` float64 numbers a chunk has: 128 MiB of them, but at least 128."""
+    return max(128, 2**24 // width)
 
 
 @torch.no_grad()
-def kmeans(x, num_clusters, iterations=20, generator=None):
-    """Lloyd's k-means by L2 distance from random rows: x (N, C) -> (centers (m, C), assignment (N,) int64 to them).
+def nearest_neighbors(x, k, rows=None):
+    """The k nearest other rows of each row by L2 distance, nearest first: (n, min(k, N - 1)) int64.
 
-    m = min(num_clusters, N). A cluster that comes out empty starts anew at the row farthest from its centre. Computed
-    in float64; the generator is a CPU one.
+    x: (N, C). rows: (n,) int64, the rows whose neighbours are wanted; all if None. An image is not its own neighbour,
+    unless it is the only one (D1). Distances are computed in float64, because float32 finds other neighbours. Then they
+    are rounded to float32, so that copies of an image are equally far. Raises ValueError if x or k cannot be right.
     """
+    if x.dim() != 2 or len(x) == 0 or k < 1:
+        raise ValueError(f"nearest_neighbors takes x (N, C) with N > 0, and k > 0, not x {tuple(x.shape)} and k {k}")
+    x, k = x.double(), min(k, max(1, len(x) - 1))
+    rows = torch.arange(len(x), device=x.device) if rows is None else rows
+    neighbors = []
+    for chunk in rows.split(rows_per_chunk(len(x))):
+        distance = torch.cdist(x[chunk], x).float().clamp_min(1e-7)
+        distance.scatter_(1, chunk[:, None], math.inf)  # from the image to itself
+        neighbors.append(distance.topk(k, largest=False).indices)
+    return torch.cat(neighbors)
+
+
+def nearest_center(x, centers):
+    """The nearest centre of each row by L2 distance: x (N, C), centers (m, C) -> (N,) int64."""
+    chunks = x.split(rows_per_chunk(len(centers)))
+    return torch.cat([torch.cdist(chunk, centers).argmin(1) for chunk in chunks])
+
+
+@torch.no_grad()
+def kmeans(x, num_clusters, iterations=20, generator=None, report=None):
+    """Lloyd's k-means by L2 distance: returns (centers (m, C), assignment (N,) int64 to these centres).
+
+    x: (N, C). m is min(num_clusters, N). The first centres are random rows. A cluster that comes out empty starts anew
+    at the row that is farthest from its centre. All is computed in float64; the centres have the dtype of x. generator:
+    a torch CPU generator. report: is called with the number of iterations that are done, after each. Raises ValueError
+    if x or a number cannot be right.
+    """
+    if x.dim() != 2 or len(x) == 0 or num_clusters < 1 or iterations < 0:
+        given = f"x {tuple(x.shape)}, {num_clusters} clusters and {iterations} iterations"
+        raise ValueError(f"kmeans takes x (N, C) with N > 0, 1 cluster or more, and 0 iterations or more, not {given}")
     rows = x.double()
     centers = rows[torch.randperm(len(x), generator=generator)[:num_clusters].to(x.device)]
-    for _ in range(iterations):
+    for iteration in range(iterations):
         assignment = nearest_center(rows, centers)
         count = assignment.bincount(minlength=len(centers))
         empty = torch.nonzero(count == 0).flatten()
         farthest = (rows - centers[assignment]).square().sum(1).topk(len(empty)).indices
         centers = torch.zeros_like(centers).index_add_(0, assignment, rows) / count.clamp_min(1)[:, None]
         centers[empty] = rows[farthest]
+        if report is not None:
+            report(iteration + 1)
     centers = centers.to(x.dtype)
     return centers, nearest_center(rows, centers.double())
 
 
-@torch.no_grad()
-def nearest_neighbors(x, k):
-    """The k nearest other rows of each row by L2 distance, nearest first: x (N, C) -> (N, min(k, N - 1)) int64.
-
-    An image is no neighbour of itself, unless it is the only one (D1). In float64, as float32 would give other
-    neighbours; then rounded, so that copies of an image are equally far.
-    """
-    x, k = x.double(), min(k, max(1, len(x) - 1))
-
-    def nearest(rows):
-        distance = torch.cdist(x[rows], x).float().clamp_min(1e-7)
-        return distance.scatter_(1, rows[:, None], math.inf).topk(k, largest=False).indices
-
-    return in_chunks(nearest, x, len(x))
-
-
 def take(neighbors, preferred, count, generator=None):
-    """App. A.2: `count` of each row's neighbors (N, k), nearest first: random preferred ones (N, k, bool), then the
-    nearest of the rest; too few are repeated. Returns (N, count) int64.
+    """Choose `count` neighbours per row (App. A.2): (N, count) int64.
+
+    Preferred ones come first, in random order. Then come the others, nearest first. If there are too few, they repeat
+    in that order. neighbors: (N, k) int64, nearest first. preferred: (N, k) bool.
     """
-    n, k = neighbors.shape
-    turn = torch.rand(n, k, generator=generator).to(neighbors.device)
-    order = torch.where(preferred, turn, 1 + torch.arange(k, device=neighbors.device)).argsort(1)
-    wanted = torch.arange(count, device=neighbors.device) % k
-    return neighbors.gather(1, order[:, wanted])
+    k = neighbors.shape[1]
+    # Sort each row by a number: random in [0, 1) for preferred neighbours, 1 + rank for the others.
+    random = torch.rand(neighbors.shape, generator=generator).to(neighbors.device)
+    rank = torch.arange(k, device=neighbors.device)
+    order = torch.where(preferred, random, 1 + rank).argsort(1)
+    repeated = torch.arange(count, device=neighbors.device) % k
+    return neighbors.gather(1, order[:, repeated])
 
 
 @torch.no_grad()
-def select_positives(x, centers, assignment, k=40, num_positives=10, generator=None):
-    """Center-wise local selection (Eq. 2, App. A.2): x (N, C), centers (m, C), assignment (N,) -> (N, num_positives).
+def select_positives(x, centers, assignment, k=40, num_positives=10, generator=None, neighbors=None):
+    """Center-wise local selection (Eq. 2, App. A.2): a table of positives (N, num_positives), int64 rows of x.
 
-    Of an image's k nearest neighbours, those in its cluster that are at most as far from its centre: num_positives
-    random ones of them, topped up with the nearest of the other neighbours. Too few neighbours are repeated; an image
-    without any is its own positive. The generator is a CPU one. Returns int64 rows of x.
+    The candidates are those of an image's k nearest neighbours that are in its cluster and at most as far from its
+    centre as the image is. num_positives random ones are chosen. If there are fewer, the nearest of the other
+    neighbours are added. If the neighbours are too few, they repeat. An only image is its own positive.
+
+    x: (N, C). centers: (m, C). assignment: (N,) int64. generator: a torch CPU generator. neighbors: (N, k) int64,
+    nearest first, if they are known; then the argument k is not used. Raises ValueError if the shapes do not fit.
     """
-    neighbors = nearest_neighbors(x, k)  # Omega_2
+    shapes = f"x {tuple(x.shape)}, centers {tuple(centers.shape)}, assignment {tuple(assignment.shape)}"
+    if x.dim() != 2 or centers.dim() != 2 or centers.shape[1:] != x.shape[1:] or assignment.shape != x.shape[:1]:
+        raise ValueError(f"select_positives takes x (N, C), centers (m, C) and assignment (N,), not {shapes}")
+    if neighbors is None:
+        neighbors = nearest_neighbors(x, k)  # Omega_2
+    if neighbors.dim() != 2 or len(neighbors) != len(x) or num_positives < 1:
+        given = f"{tuple(neighbors.shape)} and {num_positives} with {shapes}"
+        raise ValueError(f"select_positives takes neighbors (N, k) and 1 positive or more, not {given}")
     same_cluster = assignment[neighbors] == assignment[:, None]  # Omega_1
-    distance = (x.double() - centers.double()[assignment]).square().sum(1)  # of each row from its centre
-    closer = distance[neighbors] <= distance[:, None]
+    to_center = (x.double() - centers.double()[assignment]).square().sum(1)  # each image's squared distance
+    closer = to_center[neighbors] <= to_center[:, None]
     return take(neighbors, same_cluster & closer, num_positives, generator)  # Eq. 2
 
 
-def choose_positives(args, x, generator=None):
-    """The table of positives, (N, num_positives) int64, of embeddings x (N, C) by --selection (Table 6)."""
-    if args.selection == "random":
-        return torch.randint(len(x), (len(x), args.num_positives), generator=generator)
-    if args.selection == "knn":
-        neighbors = nearest_neighbors(x, args.knn_k)
-        return take(neighbors, torch.ones_like(neighbors, dtype=torch.bool), args.num_positives, generator)
-    num_clusters = args.num_clusters or max(1, len(x) // 128)  # as many images a cluster as on ImageNet
-    centers, assignment = kmeans(x, num_clusters, generator=generator)
-    if args.selection == "center":
-        return select_positives(x, centers, assignment, args.knn_k, args.num_positives, generator)
-    members, count = assignment.argsort(stable=True), assignment.bincount()  # any of the cluster
-    first = count.cumsum(0) - count  # where a cluster's members begin
-    turn = torch.rand(len(x), args.num_positives, dtype=torch.float64, generator=generator).to(x.device)
-    return members[first[assignment, None] + (turn * count[assignment, None]).long()]
+def random_members(assignment, count, generator=None):
+    """`count` random rows of each row's own cluster, which may repeat: assignment (N,) int64 -> (N, count) int64."""
+    by_cluster = assignment.argsort(stable=True)
+    sizes = assignment.bincount()
+    first = sizes.cumsum(0) - sizes  # where a cluster begins in by_cluster
+    random = torch.rand(len(assignment), count, dtype=torch.float64, generator=generator).to(assignment.device)
+    return by_cluster[first[assignment, None] + (random * sizes[assignment, None]).long()]
 
 
 # -------- InfoNCE with a queue (the same in moco_jointcrop, jcl, clim and logo)
 
 
 def info_nce(q, k, queue, temperature):
-    """InfoNCE with a queue (MoCo, Eq. 1): the positive is the key of the same row, the negatives the queue's keys.
+    """MoCo's loss, InfoNCE with a queue (MoCo, Eq. 1), as a scalar.
 
-    -mean log(exp(q.k / T) / (exp(q.k / T) + sum_j exp(q.queue_j / T))); q, k (N, C), queue (K, C), all of unit length.
-    The gradient goes to q (and to k, if it has one); at equal logits the loss is log(K + 1). Returns a scalar.
+    It is the mean of -log(exp(q.k / T) / (exp(q.k / T) + sum_j exp(q.queue_j / T))). The positive of a query is the key
+    of the same row. The negatives are the keys of the queue. At equal logits the loss is log(K + 1).
+
+    q, k: (N, C), and queue: (K, C), all L2-normalised. temperature: T > 0.
+    Gradients reach q, and also k and queue unless these are detached. Raises ValueError if the shapes do not fit.
     """
+    if q.dim() != 2 or k.shape != q.shape or queue.shape[1:] != q.shape[1:]:
+        shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, queue {tuple(queue.shape)}"
+        raise ValueError(f"info_nce takes q (N, C), k (N, C) and queue (K, C), not {shapes}")
     positive = (q * k).sum(1, keepdim=True)
     logits = torch.cat([positive, q @ queue.T], dim=1) / temperature
     return F.cross_entropy(logits, logits.new_zeros(len(q), dtype=torch.int64))
 
 
-# ==================================================================== 3. views
+# ============================================================= 3. augmentation
 
-DRAWS = common.CROP_DRAWS + common.COLOUR_DRAWS  # of one view
+VIEWS = ("query", "key", "positive's key", "positive's query")  # of one copy
+STREAM_POSITIVES, STREAM_MIX = 5, 30  # random streams, see common.generator
 
 
-def copies(resolutions):
-    """How often the views of an image are coloured: a size that is named twice gets all views again (D4)."""
+def num_copies(resolutions):
+    """How many copies of the views are made: as many as there are of the size that is named most often (D4)."""
     return max(resolutions.count(size) for size in resolutions)
 
 
-def make_sample(args, images, positives):
-    """What common.Views calls for an image's views, with sizes and uniform draws, and the number of draws.
+def augmentation(args):
+    """The views of a copy (VIEWS), all drawn alike (App. A: MoCo v2's augmentation), for each copy: a list of View.
 
-    The query and the key view of an image, then the key and (to be mixed) the query view of its positive, which is
-    drawn from the table (N, num_positives) for this epoch; while the table is -1, the first two only. All of them again
-    for each copy, the same crops in other colours, flipped anew.
+    All are cut at the largest size. CLIM.forward resizes them to the others, so that the crop is the same (Eq. 5).
     """
-    repeats = copies(args.resolutions)
+    view = common.View(
+        size=args.image_size,
+        area=args.crop_scale,
+        ratio=args.crop_ratio,
+        jitter=args.jitter,
+        jitter_p=args.jitter_p,
+        gray_p=args.gray_p,
+        blur_p=args.blur_p,
+        blur_sigma=args.blur_sigma,
+        solarize_p=0.0,
+        flip_p=args.flip_p,
+    )
+    query, key = view, view
+    positives_key, positives_query = view, view
+    return [query, key, positives_key, positives_query] * num_copies(args.resolutions)
 
-    def sample(index, sizes, draws):
-        chosen = positives[torch.from_numpy(index)].numpy().astype(np.int64)  # (n, num_positives)
-        column = (draws[:, -1] * chosen.shape[1]).astype(int)
-        pick = chosen[np.arange(len(index)), column]
-        sources = [(index, sizes)] * 2
-        if args.selection != "none" and pick[0] >= 0:
-            sources += [(pick, images.sizes(pick))] * (2 if args.mix == "cutmix" else 1)
-        draws = draws[:, :-1].reshape(len(index), repeats, 4, DRAWS)
-        cuts, colours = [], []
-        for again, (view, (source, bounds)) in itertools.product(range(repeats), enumerate(sources)):
-            crop, colour = draws[:, 0, view, : common.CROP_DRAWS], draws[:, again, view, common.CROP_DRAWS :]
-            cuts.append((source, common.random_resized_crop(bounds, crop, args.crop_scale), args.image_size))
-            colours.append(common.random_colour(colour, args.jitter, args.jitter_p, args.gray_p, args.blur_p))
-        return cuts, colours
 
-    return sample, repeats * 4 * DRAWS + 1
+def draw_views(args, images, positives, index, sizes, draws):
+    """Draw the views of images and of their positives: returns (cuts, colours), as common.ViewDataset wants them.
+
+    The views are those of `augmentation`. While there are no positives, they are the first two of each copy. With
+    --mix none, they are the first three, as nothing is pasted into the query.
+
+    images: the ImageSet. positives: (N, num_positives) int32, the table of positives; -1 if none are chosen yet. index,
+    sizes, draws: as in common.ViewDataset; one number per image is extra, the last.
+    """
+    # The last number chooses the partner, one of the image's positives.
+    column = (draws[:, -1] * positives.shape[1]).astype(int)
+    partner = positives.numpy()[index, column].astype(np.int64)
+    sources = [(index, sizes), (index, sizes)]  # the image's query and key
+    if args.selection != "none" and partner[0] >= 0:
+        partner_sizes = images.sizes(partner)
+        sources.append((partner, partner_sizes))  # the positive's key
+        if args.mix == "cutmix":
+            sources.append((partner, partner_sizes))  # the positive's query
+
+    # A second copy has the boxes of the first, and colours and flips of its own (D4).
+    views = augmentation(args)
+    copies = num_copies(args.resolutions)
+    draws = draws[:, :-1].reshape(len(index), copies, len(VIEWS), common.VIEW_DRAWS)
+    cuts, colours = [], []
+    for number in range(copies):
+        for i, (rows, row_sizes) in enumerate(sources):
+            box_draws = draws[:, 0, i, : common.CROP_DRAWS]
+            colour_draws = draws[:, number, i, common.CROP_DRAWS :]
+            view_draws = np.concatenate([box_draws, colour_draws], axis=1)
+            boxes, colour = common.draw_view(views[i], row_sizes, view_draws)
+            cuts.append((rows, boxes, views[i].size))
+            colours.append(colour)
+    return cuts, colours
 
 
 def mix(args, x, partner, step):
-    """Eq. 3 on a batch as training mixes it: one share and one box, the same on every process. Returns as `cutmix`."""
-    draws = common.generator(args.seed, step, 30)
-    lam = np.random.default_rng(draws.initial_seed()).beta(args.alpha, args.alpha)
-    return cutmix(x, partner, lam, draws)
+    """Mix a batch as training does, with one share and one box, the same on every process. Returns as `cutmix`.
+
+    The share is drawn from Beta(alpha, alpha) (section 3.2.2). x, partner: (n, 3, H, W). step: chooses what is drawn.
+    """
+    generator = common.generator(args.seed, step, STREAM_MIX)
+    lam = np.random.default_rng(generator.initial_seed()).beta(args.alpha, args.alpha)
+    return cutmix(x, partner, lam, generator)
 
 
 def show_views(args, positives, loader, device):
-    """What --show-views writes: the views of an image and of a positive, and the mix, before the normalisation."""
+    """Write the picture of --show-views: the views of one copy, the mixed query, and the same with its box framed."""
     if args.selection != "none":
         positives.random_(len(positives), generator=common.generator(args.seed))
-        common.say("no encoder has chosen positives yet: they are random here")
+        common.say("no encoder has chosen positives yet: those in the picture are random")
     views = common.colour_views(next(iter(loader)), device)
-    views = views[: len(views) // copies(args.resolutions)]
-    names = ["query view", "key view", "key, positive", "query, positive"][: len(views)]
-    if len(views) == 4:
-        views.append(mix(args, views[0], views[3], step=0)[0])
-        names.append("query, mixed")
-    common.save_views(args.show_views, views, names)
+    first_copy = views[: len(views) // num_copies(args.resolutions)]
+    shown = dict(zip(VIEWS, first_copy, strict=False))
+    if "positive's query" in shown:
+        query, partner = shown["query"], shown["positive's query"]
+        mixed, _ = mix(args, query, partner, step=0)
+        box, _ = mix(args, torch.zeros_like(query), torch.ones_like(query), step=0)  # 1 in the box, else 0
+        thickness = max(1, args.image_size // 64)
+        frame = F.max_pool2d(box, 2 * thickness + 1, stride=1, padding=thickness) > box
+        red = torch.tensor([1.0, 0.0, 0.0], device=device).view(3, 1, 1)
+        shown["mixed query"] = mixed
+        shown["its box, framed"] = torch.where(frame, red, mixed)
+    common.save_views(args.show_views, list(shown.values()), list(shown))
 
 
 # ==================================================================== 4. model
 
 # ----------------- queue and keys (the same in moco_jointcrop, jcl, clim and logo)
 
+STREAM_QUEUE, STREAM_SHUFFLE = 4, 20  # random streams, see common.generator
+
 
 class Queue(nn.Module):
-    """The last `length` keys, first in first out; random unit vectors at the start. Any length, any batch."""
+    """The last `length` keys, first in, first out. It begins with random L2-normalised vectors.
+
+    keys: (length, dim). Any length goes with any batch size: the queue wraps around.
+    """
 
     def __init__(self, length, dim, seed):
         super().__init__()
-        keys = torch.randn(length, dim, generator=common.generator(seed, 4))
+        keys = torch.randn(length, dim, generator=common.generator(seed, STREAM_QUEUE))
         self.register_buffer("keys", F.normalize(keys, dim=1))
-        self.register_buffer("position", torch.zeros(1, dtype=torch.int64))
+        self.register_buffer("position", torch.zeros(1, dtype=torch.int64))  # of the oldest key
 
     @torch.no_grad()
     def enqueue(self, keys):
-        """Replace the oldest by keys (n, dim), the same on every process; of more than `length` the last are kept."""
+        """Replace the oldest keys by `keys` (n, dim), which must be the same on every process.
+
+        If there are more than `length`, the last ones stay.
+        """
         length = len(self.keys)
-        at = (self.position + torch.arange(len(keys), device=keys.device)) % length
-        self.keys.index_copy_(0, at[-length:], keys[-length:].to(self.keys))
+        rows = (self.position + torch.arange(len(keys), device=keys.device)) % length
+        self.keys.index_copy_(0, rows[-length:], keys[-length:].to(self.keys))
         self.position.add_(len(keys)).remainder_(length)
 
 
 def exchange(x, wanted):
-    """Rows of all processes' x (n, ...), taken as one tensor: process r gets those of wanted[r], (m, ...).
+    """Rows of the global batch for each process: process r gets the rows wanted[r], as (m, ...).
 
-    wanted (world, m) int64 on the CPU, the same on all processes, as is n. No gradient.
+    x: (n, ...) on each process; the global batch is all of them in rank order. wanted: (world, m) int64 on the CPU, the
+    same on all processes. No gradient. Each process receives only what it asked for, not the whole batch.
     """
     rank, world = common.rank_and_world()
     if world == 1:
         return x[wanted[0].to(x.device, non_blocking=True)]
     owner, row = wanted // len(x), wanted % len(x)
-    send = torch.cat([row[r][owner[r] == rank] for r in range(world)])
-    give, take = (owner == rank).sum(1).tolist(), owner[rank].bincount(minlength=world).tolist()
+    rows_to_send = torch.cat([row[r][owner[r] == rank] for r in range(world)])
+    send_counts = (owner == rank).sum(1).tolist()
+    receive_counts = owner[rank].bincount(minlength=world).tolist()
     received = x.new_empty(wanted.shape[1], *x.shape[1:])
-    dist.all_to_all_single(received, x[send.to(x.device, non_blocking=True)].contiguous(), take, give)
-    place = owner[rank].argsort(stable=True).to(x.device, non_blocking=True)
+    to_send = x[rows_to_send.to(x.device, non_blocking=True)].contiguous()
+    dist.all_to_all_single(received, to_send, receive_counts, send_counts)
+    place = owner[rank].argsort(stable=True).to(x.device, non_blocking=True)  # what arrives is sorted by its sender
     return torch.empty_like(received).index_copy_(0, place, received)
 
 
 @torch.no_grad()
 def encode_keys(encode, views, generator):
-    """Keys of all processes for several views, shuffled for batch norm: (views, N, C).
+    """Encode several views of the global batch as keys, shuffled for batch norm: (views, N, C).
 
-    encode: images -> keys; views: list of this process's (n, 3, H, W). The keys of one image must not share their batch
-    statistics with its query, or the batch tells which is which (MoCo, section 3.3): all views of the global batch are
-    shuffled, each process encodes its part, and the keys are put back in order. The shuffle depends on the generator
-    alone, so any number of processes makes the same groups.
+    encode: maps images to keys. views: list of this process's images (n, 3, H, W).
+    A key must not share its batch statistics with the query of its image: the encoder could tell from them which belong
+    together (MoCo, section 3.3). So the rows of all views of the global batch are shuffled, each process encodes its
+    part, and the keys are put back in order. The shuffle depends on the generator alone, so any number of processes
+    makes the same batch-norm groups.
     """
     n, world = len(views[0]), common.rank_and_world()[1]
     shuffle = torch.randperm(len(views) * n * world, generator=generator)
-    place = torch.arange(len(shuffle)).view(world, len(views), n).transpose(0, 1).flatten()  # where (view, image) lies
-    mine = exchange(torch.cat(views), place[shuffle].view(world, -1))
+    # Where row (view, image of the global batch) lies when the processes' concatenated views stand in rank order.
+    location = torch.arange(len(shuffle)).view(world, len(views), n).transpose(0, 1).flatten()
+    mine = exchange(torch.cat(views), location[shuffle].view(world, -1))
     keys = gather(encode(mine))
     shuffle = shuffle.to(keys.device, non_blocking=True)
     return torch.empty_like(keys).index_copy_(0, shuffle, keys).view(len(views), n * world, -1)
@@ -378,11 +497,15 @@ def encode_keys(encode, views, generator):
 
 
 def resize(x, size):
+    """Images (n, 3, S, S) resized to (n, 3, size, size), antialiased."""
     return x if x.shape[-1] == size else F.interpolate(x, (size, size), mode="bilinear", antialias=True)
 
 
 class CLIM(nn.Module):
-    """Query encoder, momentum (key) encoder and queue of MoCo v2, on mixed images and at several resolutions."""
+    """MoCo v2's query encoder, momentum encoder (for the keys) and queue, with mixed queries and several sizes.
+
+    args: the namespace of `parse_args`. encoder: a module that maps (N, 3, H, W) to (N, width), instead of --arch.
+    """
 
     def __init__(self, args, encoder=None):
         super().__init__()
@@ -395,246 +518,432 @@ class CLIM(nn.Module):
         self.queue = Queue(args.queue, args.dim, args.seed)
 
     def query(self, x):
-        """(n, 3, H, W) -> (n, dim) of unit length, in x's dtype."""
+        """The queries of images: (n, 3, H, W) -> (n, dim), L2-normalised, in the dtype of x."""
         with torch.autocast(x.device.type, torch.bfloat16, enabled=self.args.bf16):
             return F.normalize(self.projector(self.backbone(x)).to(x.dtype), dim=1)
 
     def key(self, x):
+        """The keys of images, by the momentum encoder: (n, 3, H, W) -> (n, dim), L2-normalised, in the dtype of x."""
         with torch.autocast(x.device.type, torch.bfloat16, enabled=self.args.bf16):
             return F.normalize(self.momentum_projector(self.momentum_backbone(x)).to(x.dtype), dim=1)
 
     def forward(self, views, step):
-        """views: this process's query and key view (n, 3, H, W), and, if there are positives, their key and query view,
-        all at the largest size; again for each copy. Returns (loss, metrics: scalars, and q, k (n, dim)).
+        """The loss of a batch: Eq. 6, or MoCo's loss, summed over the same pairs of sizes, if there are no positives.
+
+        views: this process's views (n, 3, H, W), normalised, as `draw_views` orders them. step: chooses CutMix's box
+        and the shuffles of the keys. Returns (loss, keys to enqueue (N, dim), metrics {name: tensor}). Gradients reach
+        the query encoder only.
         """
-        args, sizes, lam = self.args, self.args.resolutions, 1.0
-        number = len(views) // copies(sizes)  # of views in a copy: 2 without positives, 3 without mixing, 4
+        args, sizes = self.args, self.args.resolutions
+        views_per_copy = len(views) // num_copies(sizes)
+        have_positives = views_per_copy > 2  # until they are chosen, a copy is the image's own two views
+        lam = 0.5  # without mixing, half the loss goes to each key
         queries, keys = [], []
         for i, size in enumerate(sizes):
-            first = sizes[:i].count(size) * number  # a size that comes again has views of its own
-            x, *others = views[first : first + number]
-            if number == 3:
-                lam = 0.5  # without mixing, half the loss goes to each key
-            elif number == 4:
-                x, lam = mix(args, x, others.pop(), step)  # Eq. 3: the same box at every size
+            first = sizes[:i].count(size) * views_per_copy  # a size that is named again has a copy of its own
+            view = dict(zip(VIEWS, views[first : first + views_per_copy], strict=False))
+            x, key_views = view["query"], [view["key"]]
+            if have_positives:
+                key_views.append(view["positive's key"])
+                if args.mix == "cutmix":
+                    x, lam = mix(args, x, view["positive's query"], step)  # Eq. 3: the same box at every size
             queries.append(self.query(resize(x, size)))
-            generator = common.generator(args.seed, step, 20 + i)
-            keys.append(encode_keys(self.key, [resize(view, size) for view in others], generator))  # (1 or 2, N, C)
-        rank = common.rank_and_world()[0]
-        mine = [k.unflatten(1, (-1, len(x)))[:, rank] for k in keys]  # this process's (1 or 2, n, C) of each size
-        pairs = itertools.product(queries, mine)
-        loss = sum(clim_loss(q, k[0], k[-1], self.queue.keys, args.temperature, lam) for q, k in pairs)  # Eq. 6
-        self.new_keys = keys[0][0]  # the anchors' own, at the largest size
-        return loss, dict(loss=loss, q=queries[0], k=mine[0][0])
+            shuffle = common.generator(args.seed, step, STREAM_SHUFFLE + i)
+            keys.append(encode_keys(self.key, [resize(v, size) for v in key_views], shuffle))  # (1 or 2, N, C)
+        own_keys = [common.own_rows(k, dim=1) for k in keys]  # (1 or 2, n, C) for each size
+        losses = []
+        for q, k in itertools.product(queries, own_keys):
+            if have_positives:
+                losses.append(clim_loss(q, k[0], k[1], self.queue.keys, args.temperature, lam))  # Eq. 4
+            else:
+                losses.append(info_nce(q, k[0], self.queue.keys, args.temperature))  # Eq. 1
+        anchor_keys = keys[0][0]  # the images' own keys at the largest size
+        return sum(losses), anchor_keys, dict(q=queries[0], k=own_keys[0][0])  # Eq. 6
 
     @torch.no_grad()
     def update(self, m):
-        """After the optimiser's step: theta_k <- m theta_k + (1 - m) theta_q (MoCo, Eq. 2); the new keys are enqueued.
+        """Move the momentum encoder: theta_k <- m theta_k + (1 - m) theta_q (MoCo, Eq. 2), for m in [0, 1].
 
-        Parameters only: the copies keep their own batch-norm statistics.
+        Only parameters move. The momentum encoder keeps its own batch-norm statistics.
         """
         slow = [*self.momentum_backbone.parameters(), *self.momentum_projector.parameters()]
         fast = [*self.backbone.parameters(), *self.projector.parameters()]
         torch._foreach_lerp_(slow, fast, 1 - m)
-        self.queue.enqueue(self.new_keys)
 
 
 # ================================================================= 5. training
 
+# fmt: off
+FLAGS = {  # {group: {value of the recipe: (kind, help[, number of values])}}; common.add_flag says what a kind is
+    "positives": dict(
+        selection=(("none", "random", "knn", "kmeans", "center"), "how positives are chosen (Table 6); none: MoCo v2"),
+        num_clusters=(common.auto_or(common.COUNT), "clusters of k-means, m (Table 8); auto: one per 128 images"),
+        kmeans_iterations=(common.number(int, 1, 1000), "iterations of k-means"),
+        knn_k=(common.number(int, 1, 1000), "nearest neighbours, k (Table 8)"),
+        num_positives=(common.number(int, 1, 1000), "positives per image (App. A.2)"),
+        refresh_every=(common.COUNT, "epochs between choices of positives"),
+        clim_start=(common.NATURAL, "epochs of MoCo v2 before the first choice"),
+    ),
+    "loss": dict(
+        mix=(("cutmix", "none"), "how a positive enters the query (Table 6); none: half the loss to each key"),
+        alpha=(common.POSITIVE, "parameter of CutMix's Beta(alpha, alpha) (Table 9)"),
+        temperature=(common.POSITIVE, "temperature tau of the loss"),
+        queue=(common.auto_or(common.COUNT), "negatives per query, earlier keys; auto: a tenth of the images"),
+    ),
+    "model": dict(
+        arch=(str, "encoder: resnet_micro, resnet18, resnet50, vit_small, ..., or any timm model"),
+        image_size=(common.COUNT, "side of a view, in pixels"),
+        resolutions=(common.COUNT, "sides at which the views are encoded, in pixels (Table 7)", "+"),
+        patch_size=(common.COUNT, "side of a ViT's patch, in pixels"),
+        dim=(common.COUNT, "size of queries and keys"),
+        bn_groups=(common.COUNT, "equal slices of the batch that have batch-norm statistics of their own"),
+        momentum=(common.SHARE, "momentum m of the momentum encoder"),
+    ),
+    "schedule": dict(
+        epochs=(common.COUNT, "epochs of the whole training"),
+        batch_size=(common.AT_LEAST_TWO, "images per step, over all processes"),
+        lr=(common.POSITIVE, "learning rate at batch size --lr-batch; it is scaled linearly with --batch-size"),
+        lr_batch=(common.COUNT, "batch size for which --lr is given"),
+        min_lr=(common.NOT_NEGATIVE, "learning rate at the end; not given, it is scaled as --lr is"),
+        warmup=(common.NOT_NEGATIVE, "epochs of linear warm-up; not given, it shrinks with --epochs"),
+        weight_decay=(common.NOT_NEGATIVE, "weight decay of SGD"),
+        sgd_momentum=(common.SHARE, "momentum of SGD"),
+    ),
+    "augmentation": dict(
+        crop_scale=(common.POSITIVE_SHARE, "smallest and largest area of a crop, as shares of the image"),
+        crop_ratio=(common.POSITIVE, "smallest and largest width / height of a crop"),
+        interpolation=(("bilinear", "bicubic"), "how a crop is resized"),
+        jitter=(common.NOT_NEGATIVE, "largest change of brightness, contrast, saturation and hue"),
+        jitter_p=(common.SHARE, "probability of these changes"),
+        gray_p=(common.SHARE, "probability of a gray view"),
+        blur_p=(common.SHARE, "probability of a blurred view"),
+        blur_sigma=(common.POSITIVE, "smallest and largest sigma of the blur, in pixels"),
+        flip_p=(common.SHARE, "probability of a horizontal flip"),
+        norm=(tuple(common.NORMS), "the data set whose mean and standard deviation normalise the views"),
+    ),
+}
+# fmt: on
+
 
 def parse_args(argv=None):
-    """The command line as a namespace with every value of the recipe. Exits with a line on a mistake."""
-    parser = common.run_parser("clim.py", __doc__, evaluated="query")
-    group = parser.add_argument_group("CLIM")
-    few = common.number(int, 1, 1000)
-    choices = ("none", "random", "knn", "kmeans", "center")
-    group.add_argument("--selection", choices=choices, help="of positives (Table 6); none: MoCo v2")
-    group.add_argument("--mix", choices=("cutmix", "none"), help="none: half the loss to each key (Table 6)")
-    group.add_argument("--num-clusters", type=common.COUNT, metavar="N", help="of k-means, m (Table 8)")
-    group.add_argument("--knn-k", type=few, metavar="N", help="nearest neighbours, k (Table 8)")
-    group.add_argument("--num-positives", type=few, metavar="N", help="kept of them (App. A.2)")
-    group.add_argument("--alpha", type=common.POSITIVE, metavar="A", help="of CutMix's Beta(A, A) (Table 9)")
-    group.add_argument("--resolutions", type=common.COUNT, nargs="+", metavar="N", help="px of the inputs (Table 7)")
-    group.add_argument("--refresh-every", type=common.COUNT, metavar="N", help="epochs between choices of positives")
-    group.add_argument("--clim-start", type=common.NATURAL, metavar="N", help="epochs of MoCo v2 before positives")
-    group.add_argument("--queue", type=common.COUNT, metavar="K", help="negatives: the keys of earlier batches")
-    args = common.parse_run(parser, argv, recipe)
-    args.resolutions = sorted(args.resolutions, reverse=True)
+    """The command line as a namespace with every value of the recipe. Exits with an error message on a mistake.
+
+    argv: a list of words; sys.argv's if None.
+    """
+    values = recipe(common.parse_choices(argv, FLAGS, "selection", "resolutions", "image_size"))
+    args = common.parse_flags("clim.py", __doc__, argv, values, FLAGS)
     if args.variant == "released":
         common.fail("--variant released: CLIM has no released code; leave it out")
+    usual = argparse.Namespace(**values)
+    if "warmup" not in args.typed:
+        args.warmup *= min(1, args.epochs / usual.epochs)  # a shorter run warms up in proportion
+    if "min_lr" not in args.typed:
+        args.min_lr *= peak_rate(args) / peak_rate(usual)  # the last rate follows the first
+    args.resolutions = tuple(sorted(args.resolutions, reverse=True))  # the largest, at which views are cut, comes first
     if args.resolutions[0] != args.image_size:
-        common.fail(f"--resolutions: the largest, {args.resolutions[0]}, must be the --image-size, {args.image_size}")
-    if args.arch.startswith(("vit_", "deit")) and any(size % args.patch_size for size in args.resolutions):
-        common.fail(f"--resolutions: --patch-size {args.patch_size} must divide each of {args.resolutions}")
+        sizes = f"--resolutions {common.shown(args.resolutions)}"
+        common.fail(f"{sizes}: the largest must be the --image-size, {args.image_size}")
+    if common.is_vit(args.arch) and any(size % args.patch_size for size in args.resolutions):
+        sizes = f"--resolutions {common.shown(args.resolutions)}"
+        common.fail(f"{sizes}: --patch-size {args.patch_size} must divide each of them")
+    refuse_unused(args)
+    common.check_views(args)
+    args.method = "clim"
+    described = dict(method=args.method, encoder="query")
+    args.backbone = common.backbone_info(
+        args.arch, args.image_size, args.patch_size, args.norm, args.interpolation, **described
+    )
+    args.name = common.run_name(args)
     return args
 
 
+def refuse_unused(args):
+    """Exit with an error message if a flag was typed that has no effect with this --selection and --mix."""
+    clusters = ["num_clusters", "kmeans_iterations"]
+    of_positives = [*clusters, "knn_k", "num_positives", "refresh_every", "clim_start", "mix", "alpha"]
+    unused = dict(none=of_positives, random=[*clusters, "knn_k"], knn=clusters, kmeans=["knn_k"], center=[])
+    common.refuse(args, unused[args.selection], f"--selection {args.selection} does not use it")
+    if args.mix == "none":
+        common.refuse(args, ["alpha"], "--mix none draws no share")
+
+
+def peak_rate(args):
+    """The learning rate after the warm-up: --lr, scaled linearly with the batch size."""
+    return args.lr * args.batch_size / args.lr_batch
+
+
+def schedule(args, step, steps_per_epoch):
+    """(learning rate, weight decay, momentum of the momentum encoder) of a step, counted from 0.
+
+    The rate warms up linearly from 0, then falls by a cosine to --min-lr. The other two are constant.
+    """
+    epoch = step / steps_per_epoch
+    if epoch < args.warmup:
+        lr = peak_rate(args) * epoch / args.warmup
+    else:
+        done = (epoch - args.warmup) / (args.epochs - args.warmup)
+        lr = args.min_lr + (peak_rate(args) - args.min_lr) * (1 + math.cos(math.pi * done)) / 2
+    return lr, args.weight_decay, args.momentum
+
+
+def choose_positives(args, x, generator=None, neighbors=None):
+    """The table of positives by --selection (Table 6): embeddings x (N, C) -> (N, num_positives) int64.
+
+    neighbors: (N, knn_k) int64, if they are known. k-means shows its progress.
+    """
+
+    def report(done):
+        common.progress(f"choosing positives: {done} of {args.kmeans_iterations} iterations of k-means")
+
+    count = args.num_positives
+    if args.selection == "random":
+        return torch.randint(len(x), (len(x), count), generator=generator)
+    if args.selection == "knn":
+        neighbors = nearest_neighbors(x, args.knn_k) if neighbors is None else neighbors
+        return take(neighbors, torch.ones_like(neighbors, dtype=torch.bool), count, generator)
+    centers, assignment = kmeans(x, args.num_clusters, args.kmeans_iterations, generator, report)
+    if args.selection == "kmeans":
+        return random_members(assignment, count, generator)
+    return select_positives(x, centers, assignment, args.knn_k, count, generator, neighbors)
+
+
 def refresh(args, model, images, device, epoch, positives):
-    """Choose the table of positives anew, from the momentum encoder's embeddings of all images, without bf16."""
+    """Choose the table of positives anew, in place. Says how long it took and, with labels, how many are right.
+
+    The embeddings are the momentum encoder's, in float32. positives: (N, num_positives) int32.
+    """
     began = time.perf_counter()
-    encoder, workers = nn.Sequential(model.momentum_backbone, model.momentum_projector), common.workers_of(args, device)
+    encoder = nn.Sequential(model.momentum_backbone, model.momentum_projector)
+    workers = common.workers_of(args, device)
     features = common.extract_features(encoder, images, args.backbone, device, workers=workers)
     x = F.normalize(features, dim=1).to(device)
-    table = choose_positives(args, x, common.generator(args.seed, epoch, 5)).to(device)
+
+    # Each process finds the neighbours of its part of the images.
+    neighbors = None
+    if args.selection in ("knn", "center"):
+        mine = common.own_rows(torch.arange(len(x), device=device))
+        world = common.rank_and_world()[1]
+        in_float64 = x.double()
+        parts = []
+        for rows in mine.split(rows_per_chunk(len(x))):
+            parts.append(nearest_neighbors(in_float64, args.knn_k, rows))
+            done = min(len(x), world * sum(len(part) for part in parts))
+            common.progress(f"choosing positives: {done} of {len(x)} images")
+        neighbors = common.gather_uneven(torch.cat(parts))
+
+    generator = common.generator(args.seed, epoch, STREAM_POSITIVES)
+    table = choose_positives(args, x, generator, neighbors).to(device)
     if dist.is_initialized():
-        dist.broadcast(table, 0)  # the sums of k-means on CUDA differ in the last bits
+        dist.broadcast(table, 0)  # the sums of k-means on CUDA differ in the last bits between processes
     positives.copy_(table)
     share = ""
     if images.classes:
         labels = torch.from_numpy(images.labels)
         own, others = labels[:, None], labels[positives.long()]
-        same = (own == others)[(own >= 0) & (others >= 0)].float().mean()
-        share = f"; {100 * same:.1f} % of them are of the image's own class"
+        both_known = (own >= 0) & (others >= 0)
+        share = f"; {100 * (own == others)[both_known].float().mean():.1f} % of them are of the image's own class"
     common.say(f"epoch {epoch + 1}: positives chosen in {time.perf_counter() - began:.1f} s{share}")
 
 
-def train_step(args, model, ddp, optimizer, batch, step, steps, device):
-    """One step of MoCo's Algorithm 1; steps: of an epoch. Returns the metrics, on the device."""
-    lr, weight_decay, momentum = schedule(args, step, steps)
-    for group in optimizer.param_groups:  # a weight decay of 0: a group that never decays
-        group.update(lr=lr, weight_decay=weight_decay if group["weight_decay"] else 0.0)
-    views = [common.normalize(view, *args.norm) for view in common.colour_views(batch, device)]
-    common.seed_step(args.seed, step)  # of what still draws from the global generator
-    loss, metrics = ddp(views, step)
-    optimizer.zero_grad(set_to_none=True)
-    loss.backward()
-    metrics |= dict(grad_norm=gradient_norm(model), lr=lr, momentum=momentum)
-    optimizer.step()
-    model.update(momentum)
-    average_buffers(model)
-    return metrics
-
-
 def main(args, train=None, test=None, encoder=None):
-    """Train. train, test: map-style Datasets of images instead of --dataset's; encoder: (N, 3, H, W) -> (N, width)."""
+    """Train as args say; the same call goes on where an earlier one was stopped.
+
+    args: the namespace of `parse_args`. train, test: map-style Datasets of images to use instead of --dataset's.
+    encoder: a module that maps (N, 3, H, W) to (N, width), to train instead of --arch; a copy of it is trained. The
+    trained weights are in backbone.pt of the run's folder.
+    """
+    # Data
     device = common.join_processes(args)
+    args = common.settle(args, device, train, encoder)
     args.bn_groups = batch_norm_groups(args)
-    run = common.Run(args, device, train, encoder)
+    run = None if args.show_views else common.Run(args, device)
     train, test = common.open_images(args, train, test)
-    none_yet = torch.full((len(train), args.num_positives), -1, dtype=torch.int32)
-    positives = none_yet.share_memory_()  # with the loader's workers
-    views = common.Views(train, *make_sample(args, train, positives), args.seed, args.interpolation)
-    loader = common.make_loader(args, views, device)
+    positives = torch.full((len(train), args.num_positives), -1, dtype=torch.int32)
+    positives.share_memory_()  # the loader's workers see it when it changes
+    draw = functools.partial(draw_views, args, train, positives)
+    loader = common.make_loader(args, train, augmentation(args), device, draw, extra_draws=1)
+    mean, std = common.NORMS[args.norm]
     if args.show_views:
         return show_views(args, positives, loader, device)
 
+    # Model and optimiser
+    if args.queue == "auto":
+        args.queue = min(65536, max(args.batch_size, len(train) // 10))
+    if args.num_clusters == "auto":
+        args.num_clusters = max(1, len(train) // 128)
     torch.manual_seed(args.seed)
-    model = group_batch_norms(CLIM(args, encoder).to(device, memory_format=torch.channels_last), args.bn_groups)
+    model = CLIM(args, copy.deepcopy(encoder)).to(device, memory_format=torch.channels_last)
+    model = split_batch_norms(model, args.bn_groups)
     trained = [p for p in model.parameters() if p.requires_grad]
-    optimizer = torch.optim.SGD(trained, lr=0.0, momentum=0.9, weight_decay=args.weight_decay)
+    optimizer = torch.optim.SGD(trained, args.lr, momentum=args.sgd_momentum, weight_decay=args.weight_decay)
     ddp = in_parallel(args, model)
-    chosen = f"selection {args.selection}, {args.num_clusters or 'N / 128'} clusters, mix {args.mix}"
-    about = f"{chosen}, sizes {args.resolutions}, {args.queue} negatives a query"
-    chance = len(args.resolutions) ** 2 * math.log(args.queue + 1)
-    run.begin(model, optimizer, train, test, model.backbone, chance=chance, about=about, positives=positives)
+
+    # The run's folder: the same command goes on from its last.pt
+    steps_per_epoch = len(train) // args.batch_size
+    total_steps = args.epochs * steps_per_epoch
+    last_step = min(args.max_steps or total_steps, total_steps)
+    saved = dict(model=model, optimizer=optimizer, positives=positives)
+    step, record = run.load(train, **saved)
+    chance = len(args.resolutions) ** 2 * math.log(args.queue + 1)  # the loss at equal logits
+    kind = "no positives" if args.selection == "none" else f"selection {args.selection}, mix {args.mix}"
+    about = f"{kind}, sizes {common.shown(args.resolutions)}, {args.queue} negatives per query"
+    run.begin(step, last_step, common.introduction(args, model.backbone, train, test, chance, about), chance, record)
     if args.selection != "none" and args.clim_start >= args.epochs:
         common.say("warning: no positives will be chosen: give --clim-start a number below --epochs")
-    while run.goes_on():
-        epoch, begun = divmod(run.step, run.steps)
-        due = begun == 0 and (epoch - args.clim_start) % args.refresh_every == 0
-        if args.selection != "none" and epoch >= args.clim_start and (due or positives[0, 0] < 0):
-            with run.evaluation():
-                refresh(args, model, train, device, epoch, positives)
-        for batch in run.batches(loader):
-            run.log(train_step(args, model, ddp, optimizer, batch, run.step, run.steps, device))
-        run.end_epoch()
+
+    stopping = False
+    with common.StopRequest() as stop:
+        for epoch in range(step // steps_per_epoch, args.epochs + 1):
+            # Judge the epoch that has ended, if one has. This comes first: a run that was stopped here goes on here.
+            if record and not stopping:
+                if test is not None and common.is_due(epoch, args.knn_every, args.epochs):
+                    run.save(step, record, model.backbone, **saved)  # before what takes long
+                    with stop.at_once():
+                        record |= common.knn_record(args, model.backbone, train, test, device)
+                run.write(record)
+                record = None
+            if step >= last_step or stopping:
+                break
+
+            # Choose positives anew every few epochs, and where a run goes on from one that had none (App. A.2)
+            if args.selection != "none" and epoch >= args.clim_start:
+                begins = step % steps_per_epoch == 0
+                due = begins and (epoch - args.clim_start) % args.refresh_every == 0
+                none_chosen = positives[0, 0] < 0
+                if due or none_chosen:
+                    run.save(step, record, model.backbone, **saved)  # before what takes long
+                    with stop.at_once():
+                        refresh(args, model, train, device, epoch, positives)
+
+            # Train for an epoch, or for what is left of it
+            loader.batch_sampler.set_epoch(epoch, start=step % steps_per_epoch)
+            for batch in loader:
+                lr, weight_decay, momentum = schedule(args, step, steps_per_epoch)
+                for group in optimizer.param_groups:
+                    group.update(lr=lr, weight_decay=weight_decay)
+                # A query and a key view per image and, once positives are chosen, of one of them
+                views = [common.normalize(view, mean, std) for view in common.colour_views(batch, device)]
+                common.seed_step(args.seed, step)  # for what draws from the global generator, as drop-path
+                # Eq. 3 mixes the queries; Eq. 6 sums Eq. 4 over all pairs of sizes
+                loss, anchor_keys, metrics = ddp(views, step)
+                # The step of the query encoder; the momentum encoder follows
+                optimizer.zero_grad(set_to_none=True)
+                loss.backward()
+                grad_norm = gradient_norm(model)
+                optimizer.step()
+                model.update(momentum)
+                average_statistics(model)
+                # The images' own keys are negatives of the next steps
+                model.queue.enqueue(anchor_keys)
+                # Count and log; a request to stop ends the loop after this step
+                step += 1
+                q, k = metrics.pop("q"), metrics.pop("k")
+                run.count(step, dict(loss=loss, **metrics, grad_norm=grad_norm, lr=lr, momentum=momentum))
+                stopping = stop.agreed()
+                if step == last_step or stopping:
+                    break
+
+            # Save. An epoch's record is saved too, and is judged and written above
+            if step % steps_per_epoch == 0:
+                record = run.summary(step, loader) | common.embedding_health(gather(q.detach()), gather(k))
+            keep = record and args.keep_every and (epoch + 1) % args.keep_every == 0
+            if keep or stopping or step == last_step or common.is_due(epoch + 1, args.save_every, args.epochs):
+                run.save(step, record, model.backbone, f"epoch-{epoch + 1:04d}.pt" if keep else None, **saved)
     del ddp  # before the process group: in torch 2.11 a DDP that goes last can hang for ever
-    run.finish()
+    run.finish(step, record, stopping)
 
 
-# ============ 6. machine room (the same in all five files: read it once)
+# =============================================================== 6. machinery
 
-
-class AllReduce(torch.autograd.Function):
-    """The sum over the processes; its gradient is the sum of their gradients."""
-
-    @staticmethod
-    def forward(ctx, x):
-        x = x.clone()
-        dist.all_reduce(x)
-        return x
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return AllReduce.apply(gradient)
+# -- batch norm in groups (the same in moco_jointcrop, jcl, clim and logo)
 
 
 class GroupedBatchNorm(nn.modules.batchnorm._BatchNorm):
     """Batch norm whose statistics are taken over `groups` equal slices of the global batch, for (N, C) or (N, C, H, W).
 
-    Several groups stand for the separate batch norms of as many GPUs, on any number of processes that divides them; one
-    is one set of statistics over all processes. Running statistics are the mean over this process's groups;
-    `average_buffers` then takes the mean over the processes.
+    The groups stand for the separate batch norms of as many GPUs, on any number of processes that divides them. The
+    running statistics are the mean over this process's groups; `average_statistics` takes it over the processes.
+    norm: the batch norm whose parameters, statistics and state_dict keys this one takes over.
     """
 
+    def __init__(self, norm, groups):
+        super().__init__(norm.num_features, norm.eps, norm.momentum, norm.affine, norm.track_running_stats)
+        self.weight, self.bias = norm.weight, norm.bias
+        self.running_mean, self.running_var = norm.running_mean, norm.running_var
+        self.num_batches_tracked, self.groups, self.training = norm.num_batches_tracked, groups, norm.training
+        # timm's BatchNormAct2d also drops and activates.
+        self.after = nn.Sequential(norm.drop, norm.act) if hasattr(norm, "act") else nn.Identity()
+
     def _check_input_dim(self, x):
-        pass
+        """Any dimension will do."""
 
     def forward(self, x):
-        world = common.rank_and_world()[1]
-        if not self.training or self.groups == world:  # this process is one group
-            y = super().forward(x)
-        elif self.groups == 1:
-            y = self.over_processes(x, world)
-        else:
-            y = self.in_groups(x, self.groups // world)
-        return self.after(y)
-
-    def in_groups(self, x, g):
-        mean, var = self.running_mean.repeat(g, 1), self.running_var.repeat(g, 1)
-        options = self.weight, self.bias, True, self.momentum, self.eps
-        y = torch.cat([F.batch_norm(part, m, v, *options) for part, m, v in zip(x.chunk(g), mean, var, strict=True)])
+        groups_here = self.groups // common.rank_and_world()[1]
+        if not self.training or groups_here <= 1:
+            return self.after(super().forward(x))
+        mean = self.running_mean.repeat(groups_here, 1)
+        var = self.running_var.repeat(groups_here, 1)
+        slices = [
+            F.batch_norm(part, m, v, self.weight, self.bias, True, self.momentum, self.eps)  # moves m and v in place
+            for part, m, v in zip(x.chunk(groups_here), mean, var, strict=True)
+        ]
         self.running_mean.copy_(mean.mean(0))
         self.running_var.copy_(var.mean(0))
-        return y
-
-    @torch.compiler.disable  # collectives
-    def over_processes(self, x, world):
-        wide, others = x.to(self.running_mean.dtype), [0, *range(2, x.dim())]
-        mean = AllReduce.apply(wide.mean(others, keepdim=True)) / world
-        var = AllReduce.apply((wide - mean).square().mean(others, keepdim=True)) / world
-        count = world * x.numel() // x.shape[1]
-        self.running_mean.lerp_(mean.detach().flatten(), self.momentum)
-        self.running_var.lerp_(var.detach().flatten() * count / (count - 1), self.momentum)
-        shape = (-1, *[1] * (x.dim() - 2))
-        scale, shift = (1.0, 0.0) if self.weight is None else (self.weight.view(shape), self.bias.view(shape))
-        return ((wide - mean) * (var + self.eps).rsqrt() * scale + shift).to(x.dtype)
+        return self.after(torch.cat(slices))
 
 
 def batch_norm_groups(args):
-    """The recipe's groups, or, with a line: one a process where these do not divide them, or fewer for the batch."""
-    world, asked = common.rank_and_world()[1], args.bn_groups
-    most = asked if asked == 1 or asked % world == 0 else world
-    fitting = [g for g in range(most, 1, -1) if g % world == 0 and args.batch_size % g == 0 and args.batch_size > g]
-    groups = (fitting or [1])[0]
-    if groups != asked:
-        common.say(f"batch-norm groups: {groups} for {asked}, with {world} process(es), batch {args.batch_size}")
+    """The number of batch-norm groups: --bn-groups, or what comes nearest to it, with a note.
+
+    It becomes the number of processes if they do not divide it, and fewer if the batch cannot be divided by it. A
+    group has at least two images.
+    """
+    world, groups = common.rank_and_world()[1], args.bn_groups
+    if groups > 1 and groups % world:
+        groups = world
+    while groups > 1 and (groups % world or args.batch_size % groups or args.batch_size == groups):
+        groups -= 1
+    if groups != args.bn_groups:
+        note = f"with {world} process(es) and batch size {args.batch_size}"
+        common.say(f"batch-norm groups: {groups} instead of {args.bn_groups}, {note}")
     return groups
 
 
-def group_batch_norms(module, groups):
-    """Make every batch norm of a module one over `groups` slices of the global batch, in place; returns the module."""
-    if groups == 1 and dist.is_initialized() and next(module.parameters()).is_cuda:
+def split_batch_norms(module, groups):
+    """Replace every batch norm of a module by one over `groups` slices of the global batch; returns the module.
+
+    One group over several processes is torch's SyncBatchNorm, which needs CUDA: on CPUs it exits with an error message.
+    """
+    if groups == 1 and common.rank_and_world()[1] > 1:
+        if not next(module.parameters()).is_cuda:
+            common.fail("--bn-groups 1 with several processes needs GPUs: give --bn-groups a multiple of the processes")
         return timm.layers.convert_sync_batchnorm(module)
-    for norm in [m for m in module.modules() if isinstance(m, (nn.BatchNorm1d, nn.BatchNorm2d))]:
-        after = [norm.drop, norm.act] if hasattr(norm, "act") else []  # timm's BatchNormAct2d
-        norm.after = nn.Sequential(*after)
-        norm.__class__, norm.groups = GroupedBatchNorm, groups  # parameters and statistics stay where they are
+    for name, child in module.named_children():
+        if isinstance(child, (nn.BatchNorm1d, nn.BatchNorm2d)):
+            setattr(module, name, GroupedBatchNorm(child, groups))
+        else:
+            split_batch_norms(child, groups)
     return module
 
 
-def average_buffers(model):
-    """Make batch norm's running statistics the mean over the processes: one collective."""
+@torch.no_grad()
+def average_statistics(model):
+    """Make the running statistics of grouped batch norms their mean over the processes. Costs one all-reduce."""
     world = common.rank_and_world()[1]
-    buffers = [b for m in model.modules() if isinstance(m, GroupedBatchNorm) for b in (m.running_mean, m.running_var)]
+    norms = [module for module in model.modules() if isinstance(module, GroupedBatchNorm)]
+    buffers = [buffer for norm in norms for buffer in (norm.running_mean, norm.running_var)]
     if world > 1 and buffers:
         flat = torch.cat(buffers)
         dist.all_reduce(flat)
-        torch._foreach_copy_(buffers, flat.div_(world).split([len(b) for b in buffers]))
+        means = (flat / world).split([len(buffer) for buffer in buffers])
+        torch._foreach_copy_(buffers, means)
+
+
+# ------------------------------- several processes (the same in all five files)
 
 
 def gather(x):
-    """(n, ...) of each process -> (N, ...) of all, in rank order, without gradient."""
+    """Concatenate (n, ...) of each process to (N, ...) of all, in rank order, without gradient."""
     world = common.rank_and_world()[1]
     if world == 1:
         return x
@@ -644,11 +953,12 @@ def gather(x):
 
 
 def gradient_norm(model):
+    """The L2 norm of all gradients, a 0-d tensor."""
     return torch.nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
 
 
 def in_parallel(args, model):
-    """The model as --grad-checkpoint, --compile and torchrun want it run."""
+    """The model as --grad-checkpoint and --compile want it run, and in DDP if there are several processes."""
     if args.grad_checkpoint:
         model.backbone.set_grad_checkpointing()
     if args.compile:
@@ -656,31 +966,11 @@ def in_parallel(args, model):
             backbone.compile()
     if not dist.is_initialized():
         return model
-    options = dict(broadcast_buffers=False, gradient_as_bucket_view=True)
-    return DistributedDataParallel(model, find_unused_parameters=args.arch == "own", **options)
-
-
-def schedule(args, step, steps_per_epoch):
-    """(learning rate, weight decay, momentum of the momentum encoder) of a step.
-
-    The rate warms up linearly, then falls by a cosine to min_lr, or by 10 at each of the recipe's milestones (shares of
-    the run). A pair of weight decays or momenta is the start and the end of a cosine.
-    """
-    epoch, done = step / steps_per_epoch, step / (args.epochs * steps_per_epoch)
-    peak, warmup = args.lr * args.batch_size / args.lr_batch, args.warmup
-
-    def cosine(start, end, t):
-        return end + (start - end) * (1 + math.cos(math.pi * t)) / 2
-
-    if epoch < warmup:
-        lr = peak * epoch / warmup
-    elif getattr(args, "milestones", None):
-        lr = peak * 0.1 ** sum(done >= m for m in args.milestones)
-    else:
-        lr = cosine(peak, args.min_lr, (epoch - warmup) / (args.epochs - warmup))
-    pair = [v if isinstance(v, (tuple, list)) else (v, v) for v in (args.weight_decay, args.momentum)]
-    return lr, *(cosine(start, end, done) for start, end in pair)
+    may_have_unused = args.arch == "own"  # only a user's own encoder may leave parameters unused
+    return DistributedDataParallel(
+        model, broadcast_buffers=False, gradient_as_bucket_view=True, find_unused_parameters=may_have_unused
+    )
 
 
 if __name__ == "__main__":
-    main(parse_args())
+    common.start(main, parse_args)

@@ -1,6 +1,8 @@
 """clim.py against slow references written from the paper (Eq. 1-6, App. A.2), its limit cases, and whole runs."""
 
 import contextlib
+import functools
+import inspect
 import io
 import itertools
 import json
@@ -20,14 +22,13 @@ import clim
 import common
 import jcl
 
-TINY = "--arch resnet_nano --image-size 16 --batch-size 8 --queue 16 --device cpu".split()
+TINY = "--arch resnet_nano --image-size 16 --batch-size 8 --queue 16 --dim 8 --device cpu".split()
 NANO = ("resnet18", dict(layers=(1,) * 4, channels=(4, 8, 8, 8), zero_init_last=False))
 
 
 @pytest.fixture(autouse=True)
 def _nano(monkeypatch):
     monkeypatch.setitem(common.ARCHS, "resnet_nano", NANO)
-    torch.set_num_threads(1)  # so small that threads only wait for each other
 
 
 def load(path):
@@ -95,6 +96,15 @@ def test_clim_loss_limits():
     torch.testing.assert_close(loss(0.3), 0.3 * loss(1.0) + 0.7 * loss(0.0), **exact)
 
 
+@pytest.mark.parametrize("wrong", ["k_positive", "queue", "lam of a column", "lam of another length"])
+def test_clim_loss_refuses_wrong_shapes(wrong):
+    k_positive = unit(4, 1, 6) if wrong == "k_positive" else unit(4, 6)
+    queue = unit(9, 5) if wrong == "queue" else unit(9, 6)
+    lam = {"lam of a column": torch.rand(4, 1), "lam of another length": torch.rand(3)}.get(wrong, 0.5)
+    with pytest.raises(ValueError, match="clim_loss takes"):
+        clim.clim_loss(unit(4, 6), unit(4, 6), k_positive, queue, 0.2, lam)
+
+
 # -------------------------------------------------------------------- neighbours
 
 
@@ -118,12 +128,6 @@ def test_nearest_neighbors(kind, n, k):
     check_neighbors(clim.nearest_neighbors(x, k), x, k, 1e-6 if kind == "normal" else 0.0)
 
 
-def test_nearest_neighbors_far_from_the_origin():
-    """Of float32 numbers that an offset does not round, so that it may not change anything."""
-    x = (torch.randint(-64, 65, (40, 8), generator=torch.Generator().manual_seed(0)) / 64).float() + 1000
-    check_neighbors(clim.nearest_neighbors(x, 10), x.double(), 10, 1e-9)
-
-
 def test_nearest_neighbors_that_float32_confuses():
     """Unit vectors, as embeddings are, in clusters so tight that float32 finds others: why it is float64."""
     x = F.normalize(unit(3, 16)[torch.arange(120) % 3] + 1e-4 * points("normal", 120, 16), dim=1).float()
@@ -133,19 +137,13 @@ def test_nearest_neighbors_that_float32_confuses():
     assert (in_float32.sort(1).values != found.sort(1).values).any()
 
 
-@pytest.mark.parametrize("width, chunk", [(1, 1000), (2**16, 256), (2**40, 128)])
-def test_in_chunks(width, chunk):
-    """All rows, once and in order, in as many parts as their width asks for."""
-    parts = []
-    found = clim.in_chunks(lambda rows: parts.append(len(rows)) or rows**2, torch.zeros(1000, 3), width)
-    assert torch.equal(found, torch.arange(1000) ** 2) and sum(parts) == 1000 and max(parts) == chunk
-
-
-@pytest.mark.parametrize("m", [1, 2, 7])
-def test_nearest_center(m):
-    x, centers = points("normal", 20), points("normal", m, seed=1)
-    table = [[squared(row, center) for center in centers] for row in x]
-    assert clim.nearest_center(x, centers).tolist() == [min(range(m), key=row.__getitem__) for row in table]
+def test_nearest_neighbors_in_parts(monkeypatch):
+    """Neither chunks nor asking for some rows only changes the neighbours."""
+    x = points("normal", 50)
+    whole, rows = clim.nearest_neighbors(x, 6), torch.tensor([7, 3, 49, 0])
+    assert torch.equal(clim.nearest_neighbors(x, 6, rows), whole[rows])
+    monkeypatch.setattr(clim, "rows_per_chunk", lambda width: 7)
+    assert torch.equal(clim.nearest_neighbors(x, 6), whole)
 
 
 # ----------------------------------------------------------------------- k-means
@@ -179,6 +177,7 @@ def lloyd(x, centers, iterations):
 
 @pytest.mark.parametrize("seed", [0, 1])
 def test_kmeans_is_lloyds_algorithm(seed):
+    """From different random rows."""
     x = points("normal", 60, seed=seed) + 4 * points("grid", 60, seed=seed + 10).sign()
     start = clustered(x, 5, 0, seed)[0]
     rows = [tuple(row) for row in x.tolist()]
@@ -187,12 +186,6 @@ def test_kmeans_is_lloyds_algorithm(seed):
         torch.testing.assert_close(
             clustered(x, 5, iterations, seed)[0], lloyd(x, start, iterations), rtol=1e-9, atol=1e-12
         )
-
-
-def test_kmeans_starts_anywhere():
-    x = points("normal", 12)
-    starts = {tuple(clim.kmeans(x, 1, 0, torch.Generator().manual_seed(s))[0][0].tolist()) for s in range(200)}
-    assert len(starts) == 12
 
 
 @pytest.mark.parametrize("kind, n, m", [("normal", 50, 8), ("grid", 50, 20), ("repeated", 60, 15), ("equal", 9, 4)])
@@ -205,20 +198,14 @@ def test_kmeans_never_gets_worse(kind, n, m):
         assert kind == "equal" or objectives[-1] < objectives[0]
 
 
-@pytest.mark.parametrize("x, m", [(points("repeated", 15), 5), (points("repeated", 15), 9), (points("equal", 6), 3)])
-def test_kmeans_as_many_clusters_as_points(x, m):
+AS_MANY = [("repeated", 15, 5), ("repeated", 15, 9), ("equal", 6, 3), ("normal", 3, 50), ("normal", 1, 1)]
+
+
+@pytest.mark.parametrize("kind, n, m", AS_MANY)
+def test_kmeans_as_many_clusters_as_points(kind, n, m):
     """A cluster that comes out empty finds a point that has none of its own, so every point ends as a centre."""
     for seed in range(5):
-        assert clustered(x, m, 10, seed)[2] < 1e-20
-
-
-@pytest.mark.parametrize("n, m", [(1, 1), (1, 4), (3, 3), (3, 50)])
-def test_kmeans_of_few_rows(n, m):
-    x = points("normal", n)
-    for iterations in (0, 4):
-        centers, assignment, objective = clustered(x, m, iterations)
-        assert objective < 1e-20 and sorted(assignment.tolist()) == list(range(n))
-        assert sorted(centers.tolist()) == sorted(x.tolist())
+        assert clustered(points(kind, n), m, 10, seed)[2] < 1e-20
 
 
 def test_kmeans_empty_cluster_starts_at_the_farthest_row():
@@ -233,10 +220,10 @@ def test_kmeans_empty_cluster_starts_at_the_farthest_row():
     assert both > 5
 
 
-def test_kmeans_is_deterministic():
-    x = points("normal", 40).float()
-    (a, b, _), (c, d, _), (e, _, _) = (clustered(x, 6, 5, seed) for seed in (3, 3, 4))
-    assert torch.equal(a, c) and torch.equal(b, d) and not torch.equal(a, e)
+def test_kmeans_reports_and_draws_from_its_generator():
+    x, done = points("normal", 40), []
+    runs = [clim.kmeans(x, 6, 3, torch.Generator().manual_seed(seed), done.append)[0] for seed in (3, 3, 4)]
+    assert torch.equal(runs[0], runs[1]) and not torch.equal(runs[0], runs[2]) and done == [1, 2, 3] * 3
 
 
 # ------------------------------------------------- positives, Eq. 2 and App. A.2
@@ -326,33 +313,59 @@ def test_select_positives_is_uniform():
     assert (pairs == 1).double().mean().item() == pytest.approx(6 / 56, abs=0.03)  # 0, 1 and any third
 
 
-@pytest.mark.parametrize("k, count", [(5, 3), (3, 5), (4, 4)])
-def test_take(k, count):
-    """Random preferred ones first, then the rest by rank; fewer than count are repeated."""
-    neighbors = torch.stack([torch.randperm(50, generator=torch.Generator().manual_seed(s))[:k] for s in range(2**k)])
-    preferred = torch.tensor(list(itertools.product([False, True], repeat=k)))
-    taken = clim.take(neighbors, preferred, count, torch.Generator().manual_seed(0))
-    for row, near, good in zip(taken.tolist(), neighbors.tolist(), preferred.tolist(), strict=True):
-        wanted = [j for j, p in zip(near, good, strict=True) if p]
-        rest = [j for j, p in zip(near, good, strict=True) if not p]
-        first = min(len(wanted), count)
-        assert set(row[:first]) <= set(wanted) and len(set(row[:first])) == first
-        assert row[first : min(k, count)] == rest[: max(0, min(k, count) - first)]
-        assert set(row[k:]) <= set(near) and len(row) == count
+def test_select_positives_with_given_neighbors():
+    x, centers = points("normal", 40), points("grid", 3, seed=1)
+    assignment = torch.arange(40) % 3
+    near = clim.nearest_neighbors(x, 9)
+    own, given = (
+        clim.select_positives(x, centers, assignment, k, 4, common.generator(0), neighbors)
+        for k, neighbors in ((9, None), (2, near))
+    )
+    assert torch.equal(own, given)
 
 
-def test_take_draws_for_each_row():
-    rows = clim.take(torch.arange(4).expand(1000, 4), torch.ones(1000, 4, dtype=torch.bool), 2, common.generator(0))
-    counts = (rows * torch.tensor([4, 1])).sum(1).bincount(minlength=16).view(4, 4)
-    off = ~torch.eye(4, dtype=torch.bool)
-    assert (counts[off] - 1000 / 12).abs().max() < 5 * math.sqrt(1000 / 12) and counts[~off].sum() == 0
+def test_positives_can_be_chosen_without_common():
+    """The functions, copied into another program, need torch and math only."""
+    names = "rows_per_chunk nearest_neighbors nearest_center kmeans take select_positives".split()
+    program = {"torch": torch, "math": math}
+    exec("".join(inspect.getsource(getattr(clim, name)) for name in names), program)
+    x = points("normal", 30)
+    clusters = program["kmeans"](x, 3, generator=common.generator(0))
+    table = program["select_positives"](x, *clusters, 8, 4, common.generator(1))
+    assert torch.equal(table, clim.select_positives(x, *clusters, 8, 4, common.generator(1)))
+
+
+WRONG = {
+    "neighbours of a vector": lambda x: clim.nearest_neighbors(x[0], 3),
+    "no neighbours": lambda x: clim.nearest_neighbors(x, 0),
+    "no clusters": lambda x: clim.kmeans(x, 0),
+    "no rows": lambda x: clim.kmeans(x[:0], 3),
+    "centres of another size": lambda x: clim.select_positives(x, x[:2, :1], torch.zeros(9, dtype=torch.int64)),
+    "assignment of other rows": lambda x: clim.select_positives(x, x[:2], torch.zeros(8, dtype=torch.int64)),
+    "neighbours of other rows": lambda x: clim.select_positives(
+        x, x[:2], torch.zeros(9, dtype=torch.int64), neighbors=torch.zeros(8, 3, dtype=torch.int64)
+    ),
+    "partners of another size": lambda x: clim.cutmix(torch.zeros(2, 3, 8, 8), torch.zeros(2, 3, 4, 4), 0.5),
+    "shares as a column": lambda x: clim.cutmix(*torch.zeros(2, 2, 3, 8, 8), torch.rand(2, 1)),
+    "a share above 1": lambda x: clim.cutmix(*torch.zeros(2, 2, 3, 8, 8), 1.5),
+}
+
+
+@pytest.mark.parametrize("call", WRONG.values(), ids=WRONG)
+def test_wrong_arguments_are_refused(call):
+    with pytest.raises(ValueError, match="takes"):
+        call(points("normal", 9))
 
 
 @pytest.mark.parametrize("selection", ["random", "knn", "kmeans", "center"])
 def test_choose_positives(selection):
     """Table 6: what each choice may contain, and that it contains all of it now and then."""
-    x, every = points("normal", 30).float(), ["--num-clusters", "4", "--knn-k", "6", "--num-positives"]
-    few, many = (clim.parse_args([*TINY, "--selection", selection, *every, str(count)]) for count in (3, 400))
+    x = points("normal", 30).float()
+    few, many = (
+        clim.parse_args([*TINY, "--selection", selection, "--num-positives", str(count)]) for count in (3, 400)
+    )
+    for args in (few, many):
+        args.num_clusters, args.knn_k = 4, 6
     tables = torch.stack([clim.choose_positives(few, x, common.generator(seed)) for seed in range(100)])
     assert tables.shape == (100, 30, 3) and tables.dtype == torch.int64
     assert torch.equal(tables[7], clim.choose_positives(few, x, common.generator(7)))
@@ -445,20 +458,11 @@ def test_cutmix_a_batch():
     assert torch.equal(one[0], other[0]) and one[1] == other[1]
 
 
-def test_cutmix_each_image_its_own_box():
-    lam = torch.tensor([1.0, 0.0, 0.5, 0.5, 0.5, 0.9])
-    x, partner = torch.zeros(6, 3, 16, 16), torch.ones(6, 3, 16, 16)
-    mixed, kept = clim.cutmix(x, partner, lam, torch.Generator().manual_seed(1))
-    assert [box_of(*trio) for trio in zip(mixed, x, partner, strict=True)][0] is None
-    torch.testing.assert_close(kept, 1 - mixed.double().mean((1, 2, 3)))
-    assert len({tuple(m.flatten().tolist()) for m in mixed[2:5]}) > 1 and (kept >= lam - 1e-7).all()
-
-
 # ------------------------------------------------------------------------- views
 
 
 class Grays:
-    """Images of many sizes, each of one gray level: its index. As an ImageSet to common.Views."""
+    """Images of many sizes, each of one gray level: its index. As an ImageSet to common.ViewDataset."""
 
     def __init__(self, n):
         self.all = np.stack([20 + 7 * (np.arange(n) % 5), 20 + 11 * (np.arange(n) % 4)], 1)
@@ -473,15 +477,21 @@ class Grays:
         return self.all[index]
 
 
-def sampled(flags=(), n=40, positives=None, seed=0):
-    """(args, images, table, cuts, colours, draws) of make_sample for all images."""
-    args, images = clim.parse_args([*TINY, *flags]), Grays(n)
-    if positives is None:
-        positives = torch.full((n, 3), -1, dtype=torch.int32)
-    sample, count = clim.make_sample(args, images, positives)
-    draws = common.uniform(seed, 0, np.arange(n), count)
-    cuts, colours = sample(np.arange(n), images.sizes(np.arange(n)), draws)
-    return args, images, positives, cuts, np.stack(colours, 1), draws
+def data(positives, *flags, images=None):
+    """What training cuts views from, with this table of positives; None: none are chosen yet."""
+    args = clim.parse_args([*TINY, *flags])
+    images = Grays(40) if images is None else images
+    positives = torch.full((len(images), 3), -1, dtype=torch.int32) if positives is None else positives
+    draw = functools.partial(clim.draw_views, args, images, positives)
+    return common.ViewDataset(images, clim.augmentation(args), args.seed, draw=draw, extra_draws=1)
+
+
+def drawn(data, epoch=0):
+    """(cuts, colours (n, views, 9)) of all images."""
+    index = np.arange(len(data.images))
+    draws = common.uniform(data.seed, epoch, index, data.num_draws)
+    cuts, colours = data.draw(index, data.images.sizes(index), draws)
+    return cuts, np.stack(colours, 1)
 
 
 def table_of(n, count=3, seed=0):
@@ -494,32 +504,29 @@ def assert_same_views(a, b, views):
     assert np.array_equal(a[1][:, :views], b[1][:, :views])
 
 
-@pytest.mark.parametrize("flags", [(), ("--mix", "none"), ("--selection", "none"), ("--resolutions", "16", "12")])
-def test_own_views_are_the_baselines(flags):
-    """Two views without a table, whatever the flags; they are MoCo's, and the same whatever the table holds."""
-    args, images, _, cuts, colours, draws = sampled(flags)
-    assert len(cuts) == 2 and colours.shape == (40, 2, len(common.COLOUR))
+@pytest.mark.parametrize(
+    "flags, views", [((), 4), (("--mix", "none"), 3), (("--selection", "none"), 2), (("--resolutions", "16", "12"), 4)]
+)
+def test_own_views_are_the_baselines(flags, views):
+    """Without a table there are two views, MoCo v2's. With one they stay, and others come, if they are used."""
+    own = drawn(data(None, *flags))
+    assert len(own[0]) == own[1].shape[1] == 2
     theirs = jcl.parse_args([*TINY, "--num-keys", "1"])
-    for name in ("image_size", "crop_scale", "jitter", "jitter_p", "gray_p", "blur_p"):
-        setattr(theirs, name, getattr(args, name))
-    sample, count = jcl.make_sample(theirs)
-    moco_cuts, moco_colours = sample(np.arange(40), images.sizes(np.arange(40)), draws[:, :count])
-    assert_same_views((cuts, colours), (moco_cuts, np.stack(moco_colours, 1)), 2)
-    views = []
+    assert_same_views(own, drawn(common.ViewDataset(Grays(40), jcl.augmentation(theirs), theirs.seed)), 2)
+    partners = []
     for seed in (0, 1):
-        *_, more_cuts, more_colours, _ = sampled(flags, positives=table_of(40, seed=seed))
-        assert (
-            len(more_cuts) == more_colours.shape[1] == (2 if "--selection" in flags else 3 if "--mix" in flags else 4)
-        )
-        assert_same_views((cuts, colours), (more_cuts, more_colours), 2)
-        views.append(more_cuts)
-    assert "--selection" in flags or not np.array_equal(views[0][2][0], views[1][2][0])
+        more = drawn(data(table_of(40, seed=seed), *flags))
+        assert len(more[0]) == more[1].shape[1] == views
+        assert_same_views(own, more, 2)
+        partners.append(more[0][-1][0])
+    assert views == 2 or not np.array_equal(*partners)
 
 
 @pytest.mark.parametrize("mix", ["cutmix", "none"])
 def test_views_of_the_partner(mix):
     """It is one of the anchor's row, the same in all its views, cut inside its own bounds, each view for itself."""
-    _, images, table, cuts, _, _ = sampled(["--mix", mix], positives=table_of(40))
+    table, images = table_of(40), Grays(40)
+    cuts, _ = drawn(data(table, "--mix", mix))
     partner = cuts[2][0]
     assert all(p in table[i] for i, p in enumerate(partner.tolist()))
     for view, (index, box, size) in enumerate(cuts):
@@ -527,7 +534,7 @@ def test_views_of_the_partner(mix):
         bounds, areas = images.sizes(index), box[:, 2] * box[:, 3]
         assert (box[:, :2] >= 0).all() and (box[:, 2:] > 0).all() and (box[:, :2] + box[:, 2:] <= bounds).all()
         assert (areas / bounds.prod(1) > 0.25).all()  # at least crop_scale of its own image
-    *_, cuts, colours, _ = sampled(["--mix", mix], positives=torch.arange(40, dtype=torch.int32)[:, None].expand(40, 3))
+    cuts, colours = drawn(data(torch.arange(40, dtype=torch.int32)[:, None].repeat(1, 3), "--mix", mix))
     for a, b in itertools.combinations(range(len(cuts)), 2):  # of the same images
         assert np.array_equal(cuts[a][0], cuts[b][0]) and (cuts[a][1] == cuts[b][1]).all(1).mean() < 0.1
         assert (colours[:, a] == colours[:, b]).all(1).mean() < 0.1
@@ -535,38 +542,30 @@ def test_views_of_the_partner(mix):
 
 def test_partners_are_drawn_uniformly_and_anew_each_epoch():
     n = 4000
-    table = torch.arange(5, dtype=torch.int32).expand(n, 5)  # a partner is the number of its column
-    args, images = clim.parse_args(TINY), Grays(n)
-    sample, count = clim.make_sample(args, images, table)
-    picks = []
-    for epoch in (0, 1):
-        cuts, _ = sample(np.arange(n), images.sizes(np.arange(n)), common.uniform(0, epoch, np.arange(n), count))
-        picks.append(cuts[2][0])
-        assert abs(np.bincount(picks[-1], minlength=5) - n / 5).max() < 5 * math.sqrt(n / 5)
+    table = torch.arange(5, dtype=torch.int32).repeat(n, 1)  # a partner is the number of its column
+    picks = [drawn(data(table, images=Grays(n)), epoch)[0][2][0] for epoch in (0, 1)]
+    for pick in picks:
+        assert abs(np.bincount(pick, minlength=5) - n / 5).max() < 5 * math.sqrt(n / 5)
     assert (picks[0] == picks[1]).mean() == pytest.approx(0.2, abs=0.04)
 
 
-@pytest.mark.parametrize(
-    "resolutions, chosen", [(("16", "12"), True), (("16", "16"), False), (("16", "12", "12"), True)]
-)
+@pytest.mark.parametrize("resolutions, chosen", [("16 12", True), ("16 16", False), ("16 12 12", True)])
 def test_a_repeated_resolution_repeats_the_boxes(resolutions, chosen):
-    table = table_of(40) if chosen else None
-    once, again = sampled(positives=table), sampled(["--resolutions", *resolutions], positives=table)
-    views, copies = len(once[3]), len(resolutions) + 1 - len(set(resolutions))
-    assert len(again[3]) == again[4].shape[1] == copies * views
-    assert_same_views(once[3:5], again[3:5], 2)
-    for copy in range(1, copies):
-        for view in range(views):
-            first, second = again[3][view], again[3][copy * views + view]
-            assert np.array_equal(first[0], second[0]) and np.array_equal(first[1], second[1]) and first[2] == second[2]
-            assert not np.array_equal(again[4][:, view], again[4][:, copy * views + view])
+    table, sizes = table_of(40) if chosen else None, resolutions.split()
+    once, again = drawn(data(table)), drawn(data(table, "--resolutions", *sizes))
+    views, copies = len(once[0]), len(sizes) + 1 - len(set(sizes))
+    assert len(again[0]) == again[1].shape[1] == copies * views
+    assert_same_views(once, again, 2)
+    for view in range(views * (copies - 1)):
+        first, second = again[0][view], again[0][view + views]
+        assert np.array_equal(first[0], second[0]) and np.array_equal(first[1], second[1]) and first[2] == second[2]
+        assert not np.array_equal(again[1][:, view], again[1][:, view + views])
 
 
 def test_views_are_cut_from_the_right_images():
-    """Through common.Views: every pixel tells which image it is of; a table that is filled later is seen."""
-    args, images, positives = clim.parse_args([*TINY, "--resolutions", "16", "16"]), Grays(40), table_of(40)
-    kept, positives = positives.clone(), positives.fill_(-1)
-    views = common.Views(images, *clim.make_sample(args, images, positives), seed=3)
+    """Every pixel tells which image it is of; a table that is filled later is seen."""
+    kept, positives = table_of(40), torch.full((40, 3), -1, dtype=torch.int32)
+    views = data(positives, "--resolutions", "16", "16")
     keys = [(2, i) for i in (5, 39, 0, 17)]
     assert len(views.__getitems__(keys)["views"]) == 4
     positives.copy_(kept)
@@ -584,10 +583,9 @@ def test_views_are_cut_from_the_right_images():
 
 def tiny(flags=(), module=clim, name="CLIM"):
     args = module.parse_args([*TINY, *flags])
-    common.join_processes(args)
-    args.dim = 8
+    args.bf16 = False
     torch.manual_seed(0)
-    model = module.group_batch_norms(getattr(module, name)(args), args.bn_groups).double()
+    model = module.split_batch_norms(getattr(module, name)(args), args.bn_groups).double()
     for p in (*model.momentum_backbone.parameters(), *model.momentum_projector.parameters()):
         p.add_(0.1 * torch.randn_like(p))  # so that the two encoders differ
     return model
@@ -609,17 +607,18 @@ def test_without_positives_it_is_moco_v2_exactly():
     ours.load_state_dict(theirs.state_dict())
     views = random_views(2)
     for step in range(2):
-        (a, metrics), (b, others) = ours(views, step), theirs(views, step, 4.0)
+        (a, keys, metrics), (b, other_keys, others) = ours(views, step), theirs(views, step, 4.0)
         torch.testing.assert_close(a, b, rtol=1e-12, atol=0)
         torch.testing.assert_close(
             a, clim.info_nce(metrics["q"], metrics["k"], ours.queue.keys, 0.2), rtol=1e-12, atol=0
         )
         for name in ("q", "k"):
             torch.testing.assert_close(metrics[name], others[name], rtol=1e-12, atol=1e-14)
-        for model, loss in ((ours, a), (theirs, b)):
+        for model, loss, new in ((ours, a, keys), (theirs, b, other_keys)):
             model.zero_grad()
             loss.backward()
             model.update(0.9)
+            model.queue.enqueue(new)
     for (name, p), (_, other) in zip(ours.named_parameters(), theirs.named_parameters(), strict=True):
         assert (p.grad is None) == name.startswith("momentum")
         torch.testing.assert_close(p, other, rtol=1e-12, atol=1e-14)
@@ -665,7 +664,7 @@ def test_forward_is_eq6(resolutions, positives, monkeypatch):
     model(views, 0)  # statistics of some batch
     model.eval()
     calls = recorded(monkeypatch)
-    loss, metrics = model(views, 5)
+    loss, keys, metrics = model(views, 5)
     lam = {"cutmix": None, "none": 0.5, None: 1.0}[positives]
     queries, anchors, partners, boxes = [], [], [], set()
     for i, size in enumerate(resolutions):
@@ -686,7 +685,6 @@ def test_forward_is_eq6(resolutions, positives, monkeypatch):
     ]
     assert len(pairs) == len(resolutions) ** 2
     torch.testing.assert_close(loss, sum(pairs), rtol=1e-10, atol=0)
-    torch.testing.assert_close(metrics["loss"], loss)
     torch.testing.assert_close(metrics["q"], queries[0])
     torch.testing.assert_close(metrics["k"], anchors[0])
     gradients = torch.autograd.grad(sum(pairs), list(model.projector.parameters()))
@@ -694,56 +692,33 @@ def test_forward_is_eq6(resolutions, positives, monkeypatch):
     for p, gradient in zip(model.projector.parameters(), gradients, strict=True):
         torch.testing.assert_close(p.grad, gradient, rtol=1e-8, atol=1e-12)
     assert all((p.grad is None) == n.startswith("momentum") for n, p in model.named_parameters())
-    before = model.queue.keys.clone()
-    model.update(1.0)
-    torch.testing.assert_close(model.queue.keys[:8], anchors[0])  # the anchor's own, at the largest size, and no others
-    assert torch.equal(model.queue.keys[8:], before[8:])
-
-
-def test_a_mixed_query_depends_on_the_partner(monkeypatch):
-    model, views, calls = tiny(["--resolutions", "16", "12"]), random_views(4), recorded(monkeypatch)
-    model.eval()
-    _, metrics = model(views, 5)
-    inside = (calls[0][3] == views[3]).all(1, keepdim=True)
-    assert 0 < inside.double().mean() < 1
-    outside, within = (torch.where(mask, 0.5, views[3]) for mask in (~inside, inside))
-    unchanged, changed, own = (model([*views[:3], v], 5)[1]["q"] for v in (outside, within, views[0]))
-    assert torch.equal(metrics["q"], unchanged) and not torch.allclose(metrics["q"], changed, rtol=1e-6)
-    torch.testing.assert_close(own, model.query(views[0]))  # an image mixed with itself
-    model.args.mix = "none"
-    assert torch.equal(model(views[:3], 5)[1]["q"], own)
+    torch.testing.assert_close(keys, anchors[0])  # to enqueue: the anchors' own, at the largest size
 
 
 @pytest.mark.parametrize("alpha", [2.0, 0.5])
 def test_the_share_is_drawn_from_beta(alpha, monkeypatch):
-    """Beta(alpha, alpha), anew at each step and the same for all sizes: the law of the numbers that cutmix is given."""
-    model, calls, n = tiny(["--alpha", str(alpha), "--resolutions", "16", "12"]), recorded(monkeypatch), 300
-    model.query = model.key = lambda x: F.normalize(x[:, :, :4, :2].flatten(1)[:, :8], dim=1)
-    views = [v[:1, :, :4, :4] for v in random_views(4)]
-    model.args.resolutions = [4, 4]
+    """Beta(alpha, alpha), anew at each step: the law of the numbers that cutmix is given."""
+    args, calls, n = clim.parse_args([*TINY, "--alpha", str(alpha)]), recorded(monkeypatch), 300
     for step in range(n):
-        model([*views, *views], step)
-    drawn = np.array([lam for _, _, lam, _ in calls]).reshape(n, 2)
-    assert np.array_equal(drawn[:, 0], drawn[:, 1])
-    s = np.sort(drawn[:, 0])
+        clim.mix(args, *torch.zeros(2, 1, 3, 4, 4), step)
+    s = np.sort([lam for _, _, lam, _ in calls])
     law = {2.0: 3 * s**2 - 2 * s**3, 0.5: 2 / np.pi * np.arcsin(np.sqrt(s))}[alpha]
     assert abs(law - (np.arange(n) + 0.5) / n).max() < 1.95 / math.sqrt(n)  # Kolmogorov-Smirnov, far beyond 0.1 %
 
 
 @pytest.mark.parametrize("resolutions, views", [((16,), 2), ((16, 12), 4), ((16, 12), 3)])
 def test_chance_is_the_loss_of_equal_logits(resolutions, views):
-    model = tiny(["--resolutions", *map(str, resolutions)])
+    model = tiny(["--resolutions", *map(str, resolutions), *(["--mix", "none"] if views == 3 else [])])
     model.query = model.key = lambda x: unit(1, 8).expand(len(x), -1)
     model.queue.keys.copy_(unit(1, 8).expand(16, -1))
-    loss, _ = model(random_views(views), 0)
+    loss = model(random_views(views), 0)[0]
     assert loss.item() == pytest.approx(len(resolutions) ** 2 * math.log(17))
 
 
 def test_refresh_embeds_with_the_momentum_encoder(capsys):
     """The table is that of backbone and projector, unit-length outputs, running statistics, for normalised images."""
     args = clim.parse_args([*TINY, "--selection", "knn", "--knn-k", "3", "--num-positives", "3"])
-    device = common.join_processes(args)
-    args.dim = 8
+    device, args.bf16 = torch.device("cpu"), False
     args.backbone |= dict(mean=(0.4, 0.5, 0.6), std=(0.1, 0.2, 0.3))
     array, labels = common.make_patterns(30, 16, 0)
     images = common.ImageSet("patterns", labels, common.PATTERNS, array)
@@ -772,69 +747,47 @@ def test_refresh_embeds_with_the_momentum_encoder(capsys):
     assert f" {100 * share:.1f} % " in capsys.readouterr().out
 
 
-def test_what_follows_from_the_number_of_images_and_epochs(folder, tmp_path, capsys):
-    """Of an own folder, as many clusters as ImageNet's share; epochs that end before there are positives are told."""
-    flags = ["--dataset", "folder", "--resolutions", "16", "--data-dir", str(folder), "--out", str(tmp_path / "run")]
-    clim.main(clim.parse_args([*TINY, *flags, "--epochs", "2", "--max-steps", "1"]))
-    assert "no positives will be chosen" in capsys.readouterr().out
-    x, tables = unit(300, 6, seed=0), []
-    for clusters in ([], ["--num-clusters", "2"], ["--num-clusters", "300"]):
-        args = clim.parse_args([*TINY, *flags, *clusters])
-        tables.append(clim.choose_positives(args, x, common.generator(0)))
-    assert torch.equal(tables[0], tables[1]) and not torch.equal(tables[0], tables[2])
-
-
 # -------------------------------------------------------------- several processes
 
-SELECTIONS = ("random", "knn", "kmeans", "center")
 
-
-def embeddings(n):
-    """Unit vectors of which a third are copies of others."""
-    x = unit(n, 6, seed=n).float()
-    x[2::3] = x[: len(x[2::3])]
-    return x
-
-
-def member(index, ports, folder):
-    """Of groups of 1, 2 and 4 processes, one: tables of every selection, and two steps of float64 on its part."""
-    world = (1, 2, 2, 4, 4, 4, 4)[index]
-    rank = index - (0, 1, 1, 3, 3, 3, 3)[index]
+def member(index, port, folder):
+    """Alone or one of two processes: tables of every selection, and two steps of float64 on its part of a batch."""
+    world, rank = (1, 2, 2)[index], (0, 0, 1)[index]
     torch.set_num_threads(1)
     if world > 1:
-        os.environ |= dict(
-            RANK=str(rank), WORLD_SIZE=str(world), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(ports[world])
-        )
+        os.environ |= dict(RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     common.ARCHS["resnet_nano"] = NANO
-    args = clim.parse_args(
-        [*TINY, "--batch-size", "16", "--queue", "24", "--resolutions", "16", "12", "--num-positives", "3"]
-    )
-    args.bn_groups, args.dim = 4, 8
+    flags = "--batch-size 16 --queue 24 --resolutions 16 12 --num-positives 3 --bn-groups 4".split()
+    args = clim.parse_args([*TINY, *flags])
+    args.bf16 = False
     device = common.join_processes(args)
     assert common.rank_and_world() == (rank, world)
-    result = dict(tables={}, losses=[])
-    for n, m, k in ((101, 7, 9), (30, 40, 5), (6, 2, 50)):
-        args.num_clusters, args.knn_k = m, k
-        for args.selection in SELECTIONS:
-            table = clim.choose_positives(args, embeddings(n), common.generator(n))
-            result["tables"][f"{args.selection}-{n}"] = table
-            assert all(torch.equal(table, other) for other in clim.gather(table.unsqueeze(0)))
     torch.manual_seed(0)
-    model = clim.group_batch_norms(clim.CLIM(args), args.bn_groups).double()
+    model = clim.split_batch_norms(clim.CLIM(args), args.bn_groups)
+    result = dict(tables={}, losses=[])
+    for n, args.num_clusters, args.knn_k in ((101, 7, 9), (30, 40, 5), (16, 2, 50)):
+        array, labels = common.make_patterns(n, 16, 0)
+        array[2::3] = array[: len(array[2::3])]  # a third are copies of others
+        images = common.ImageSet("patterns", labels, common.PATTERNS, array)
+        for args.selection in ("random", "knn", "kmeans", "center"):
+            table = torch.full((n, 3), -1, dtype=torch.int32)
+            clim.refresh(args, model, images, device, 0, table)
+            assert (table >= 0).all() and all(torch.equal(table, other) for other in common.from_all(table))
+            result["tables"][f"{args.selection}-{n}"] = table
+    model.double()
     wrapped = DistributedDataParallel(model, broadcast_buffers=False) if world > 1 else model
     mine = torch.stack(random_views(4, n=16)).view(4, world, -1, 3, 16, 16)[:, rank]
     for step in range(2):
         model.zero_grad()
-        loss, _ = wrapped(list(mine), step)
+        loss, keys, _ = wrapped(list(mine), step)
         loss.backward()
-        model.update(1.0)
-        clim.average_buffers(model)
+        model.queue.enqueue(keys)
+        clim.average_statistics(model)
         result["losses"].append(clim.gather(loss.detach().view(1)).mean())
     queues = clim.gather(model.queue.keys.unsqueeze(0))
-    assert device.type == "cpu" and all(torch.equal(queue, queues[0]) for queue in queues)
-    result |= dict(
-        gradients={n: p.grad for n, p in model.named_parameters() if p.grad is not None}, state=model.state_dict()
-    )
+    assert all(torch.equal(queue, queues[0]) for queue in queues)
+    result |= dict(gradients={n: p.grad for n, p in model.named_parameters() if p.grad is not None})
+    result |= dict(state=model.state_dict())
     if rank == 0:
         torch.save(result, f"{folder}/{world}.pt")
     if world > 1:
@@ -843,43 +796,40 @@ def member(index, ports, folder):
 
 
 @pytest.fixture(scope="module")
-def groups(tmp_path_factory):
-    """{number of processes: what they got}"""
-    folder, ports = tmp_path_factory.mktemp("groups"), {}
-    with socket.socket() as a, socket.socket() as b:
-        for world, s in ((2, a), (4, b)):
-            s.bind(("127.0.0.1", 0))
-            ports[world] = s.getsockname()[1]
-    torch.multiprocessing.start_processes(member, (ports, str(folder)), nprocs=7, start_method="forkserver")
-    return {world: load(folder / f"{world}.pt") for world in (1, 2, 4)}
+def one_and_two(tmp_path_factory):
+    """What one process and two have got."""
+    folder = tmp_path_factory.mktemp("groups")
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+    torch.multiprocessing.start_processes(member, (port, str(folder)), nprocs=3, start_method="forkserver")
+    return load(folder / "1.pt"), load(folder / "2.pt")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("world", [2, 4])
-def test_processes_choose_the_same_positives(groups, world):
-    one, other = (groups[w]["tables"] for w in (1, world))
-    assert len(one) == 12 and one.keys() == other.keys()
-    assert [name for name in one if not torch.equal(one[name], other[name])] == []
+def test_two_processes_choose_the_same_positives(one_and_two):
+    one, two = (result["tables"] for result in one_and_two)
+    assert len(one) == 12 and one.keys() == two.keys()
+    assert [name for name in one if not torch.equal(one[name], two[name])] == []
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("world", [2, 4])
-def test_processes_train_as_one(groups, world):
-    one, other = groups[1], groups[world]
+def test_two_processes_train_as_one(one_and_two):
+    one, two = one_and_two
     assert len(one["gradients"]) > 10
-    torch.testing.assert_close(other["losses"], one["losses"], rtol=1e-9, atol=1e-11)
-    torch.testing.assert_close(other["gradients"], one["gradients"], rtol=1e-8, atol=1e-10)
+    torch.testing.assert_close(two["losses"], one["losses"], rtol=1e-9, atol=1e-11)
+    torch.testing.assert_close(two["gradients"], one["gradients"], rtol=1e-8, atol=1e-10)
     for name, value in one["state"].items():
-        if name.endswith("num_batches_tracked"):  # counts where a process is one group
-            continue
-        torch.testing.assert_close(other["state"][name], value, rtol=1e-9, atol=1e-10, msg=name)
+        if not name.endswith("num_batches_tracked"):  # counts where a process is one group
+            torch.testing.assert_close(two["state"][name], value, rtol=1e-9, atol=1e-10, msg=name)
 
 
 # ------------------------------------------------------------------- whole runs
 
 # Four epochs of 4 steps: the first without positives, tables before the second and the fourth.
-RUN = "--arch resnet_nano --image-size 16 --batch-size 16 --queue 32 --knn-every 0 --epochs 4".split()
-RUN += "--clim-start 1 --refresh-every 2 --resolutions 16 12 --num-clusters 6 --knn-k 8 --num-positives 3".split()
+RUN = "--dataset patterns --arch resnet_nano --image-size 16 --batch-size 16 --queue 32 --knn-every 0".split()
+RUN += "--epochs 4 --resolutions 16 12 --device cpu".split()
+CHOICE = "--clim-start 1 --refresh-every 2 --num-clusters 6 --knn-k 8".split()
 
 
 @pytest.fixture(scope="module")
@@ -895,38 +845,26 @@ def folder(tmp_path_factory):
 
 def run(folder, out, *flags):
     """A run in this process; returns what it prints."""
-    said, handlers = io.StringIO(), {n: signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGINT)}
-    try:
-        with contextlib.redirect_stdout(said):
-            clim.main(clim.parse_args([*RUN, "--data-dir", str(folder), "--out", str(out), *flags]))
-    finally:
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said):
+        clim.main(clim.parse_args([*RUN, "--data-dir", str(folder), "--out", str(out), *flags]))
     return said.getvalue()
 
 
-def assert_equal(one, two):
-    torch.testing.assert_close(one, two, rtol=0, atol=0)
+def assert_same_state(one, two):
+    """The same weights, optimiser and table, bit for bit."""
+    for name in ("model", "optimizer", "positives", "step"):
+        torch.testing.assert_close(load(one / "last.pt")[name], load(two / "last.pt")[name], rtol=0, atol=0)
 
 
-def state(path):
-    """What is the same in two runs that are the same, of a last.pt."""
-    return {
-        name: part for name, part in load(path).items() if name in ("model", "optimizer", "positives", "step", "images")
-    }
-
-
-def records(out):
-    """Of an epoch that was broken off, the health figures are of fewer images; times are never the same."""
-    other = "std rank alignment uniformity images_per_s data_wait".split()
-    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()[1:]]
-    return [{name: value for name, value in line.items() if name not in other} for line in lines]
+def losses(out):
+    return [json.loads(line)["loss"] for line in (out / "metrics.jsonl").read_text().splitlines()[1:]]
 
 
 @pytest.mark.slow
 def test_stopped_continued_and_by_other_workers(folder, tmp_path):
     """In mid-epoch with a table, before an epoch without and one with a new table: bit for bit the same."""
-    said = run(folder, tmp_path / "whole", "--keep-every", "1")
+    said = run(folder, tmp_path / "whole", *CHOICE, "--keep-every", "1")
     assert said.count("positives chosen") == 2 and "epoch 2: positives" in said and "epoch 4: positives" in said
     tables = [load(tmp_path / "whole" / f"epoch-000{epoch}.pt")["positives"] for epoch in (1, 2, 3, 4)]
     assert (tables[0] == -1).all() and (tables[1] >= 0).all() and (tables[1] < 68).all()
@@ -934,24 +872,25 @@ def test_stopped_continued_and_by_other_workers(folder, tmp_path):
     chosen = []
     for stop, workers in ((6, 2), (8, 0), (12, 2), (None, 0)):  # the first two workers live on over the first table
         flags = ["--workers", str(workers), *(["--max-steps", str(stop)] if stop else [])]
-        chosen.append(run(folder, tmp_path / "parts", *flags).count("positives chosen"))
+        chosen.append(run(folder, tmp_path / "parts", *CHOICE, *flags).count("positives chosen"))
         assert load(tmp_path / "parts" / "last.pt")["step"] == (stop or 16)
     assert chosen == [1, 0, 0, 1]
-    assert_equal(*(state(tmp_path / out / "last.pt") for out in ("whole", "parts")))
-    assert records(tmp_path / "whole") == records(tmp_path / "parts") and len(records(tmp_path / "whole")) == 4
+    assert_same_state(tmp_path / "whole", tmp_path / "parts")
+    assert losses(tmp_path / "whole") == losses(tmp_path / "parts") and len(losses(tmp_path / "whole")) == 4
 
 
 @pytest.mark.slow
 def test_from_and_to_the_baseline(folder, tmp_path):
     """Before the first table it is its baseline; the baseline's checkpoint goes on with positives, and the reverse."""
-    run(folder, tmp_path / "whole", "--keep-every", "1", "--max-steps", "8")
+    run(folder, tmp_path / "whole", *CHOICE, "--keep-every", "1", "--max-steps", "8")
     said = run(folder, tmp_path / "none", "--selection", "none", "--keep-every", "1", "--max-steps", "8")
     assert "chosen" not in said and (load(tmp_path / "none" / "last.pt")["positives"] == -1).all()
     ours, plain = ([load(tmp_path / out / f"epoch-000{e}.pt")["model"] for e in (1, 2)] for out in ("whole", "none"))
-    assert_equal(ours[0], plain[0])
+    torch.testing.assert_close(ours[0], plain[0], rtol=0, atol=0)
     assert not all(torch.equal(ours[1][name], plain[1][name]) for name in ours[1])
-    said = run(folder, tmp_path / "late", "--resume", str(tmp_path / "none" / "last.pt"), "--max-steps", "9")
-    assert "epoch 3: positives chosen" in said  # of a run that had none; not a turn of its own
+    baseline = str(tmp_path / "none" / "last.pt")
+    said = run(folder, tmp_path / "late", *CHOICE, "--resume", baseline, "--max-steps", "9")
+    assert "epoch 3: positives chosen" in said  # it has none yet, so they are chosen before their turn
     second = str(tmp_path / "whole" / "epoch-0002.pt")
     said = run(folder, tmp_path / "plain", "--selection", "none", "--resume", second, "--max-steps", "9")
     assert "chosen" not in said and "step 9: loss" in said
@@ -960,7 +899,8 @@ def test_from_and_to_the_baseline(folder, tmp_path):
 @pytest.mark.slow
 def test_a_stop_while_positives_are_chosen(folder, tmp_path, monkeypatch):
     """Everything is saved before, so it is answered at once; the same command makes up for it."""
-    run(folder, tmp_path / "whole", "--max-steps", "8")
+    flags = [*CHOICE, "--save-every", "4", "--max-steps", "8"]
+    run(folder, tmp_path / "whole", *flags)
     choose = clim.choose_positives
 
     def stop(*args):
@@ -969,98 +909,127 @@ def test_a_stop_while_positives_are_chosen(folder, tmp_path, monkeypatch):
 
     monkeypatch.setattr(clim, "choose_positives", stop)
     with pytest.raises(SystemExit) as end:
-        run(folder, tmp_path / "parts", "--max-steps", "8")
+        run(folder, tmp_path / "parts", *flags)
     assert end.value.code == 75 and load(tmp_path / "parts" / "last.pt")["step"] == 4
     monkeypatch.setattr(clim, "choose_positives", choose)
-    assert "epoch 2: positives chosen" in run(folder, tmp_path / "parts", "--max-steps", "8")
-    assert_equal(*(state(tmp_path / out / "last.pt") for out in ("whole", "parts")))
+    assert "epoch 2: positives chosen" in run(folder, tmp_path / "parts", *flags)
+    assert_same_state(tmp_path / "whole", tmp_path / "parts")
 
 
-@pytest.mark.parametrize(
-    "flags, rows", [([], 5), (["--mix", "none", "--resolutions", "16", "16"], 3), (["--selection", "none"], 2)]
-)
+SHOWN = [([], 6), (["--mix", "none", "--resolutions", "16", "16"], 3), (["--selection", "none"], 2)]
+
+
+@pytest.mark.parametrize("flags, rows", SHOWN)
 def test_show_views(flags, rows, folder, tmp_path, monkeypatch):
-    """A row a view, and the mix, of which the share is that of the first step."""
-    calls = recorded(monkeypatch)
+    """A row per view, then the mix of training's first step, and the mix with its box in a red frame."""
+    sheets = []
+
+    def keep(path, images, labels):
+        sheets.append(dict(zip(labels, images, strict=True)))
+
+    monkeypatch.setattr(common, "save_grid", keep)
     run(folder, tmp_path / "run", *flags, "--show-views", str(tmp_path / "views.png"))
-    if rows == 5:
-        tiny([])(random_views(4), 0)
-        assert len({share for _, _, share, _ in calls}) == 1 and len(calls) == 2
-    with Image.open(tmp_path / "views.png") as sheet:
-        assert sheet.height == 6 + rows * (96 + 6)
-    assert not (tmp_path / "run").exists()
+    (sheet,) = sheets
+    assert len(sheet) == rows and not (tmp_path / "run").exists()
+    if rows == 6:
+        query, partner, mixed, framed = (
+            sheet[label] for label in ("query", "positive's query", "mixed query", "its box, framed")
+        )
+        trained, _ = clim.mix(clim.parse_args(TINY), query, partner, step=0)
+        top, bottom, left, right = box_of(mixed[0], query[0], partner[0])
+        red = (framed == torch.tensor([1.0, 0.0, 0.0]).view(3, 1, 1)).all(1)
+        around = torch.zeros(16, 16, dtype=torch.bool)
+        around[max(0, top - 1) : bottom + 1, max(0, left - 1) : right + 1] = True
+        around[top:bottom, left:right] = False
+        assert torch.equal(mixed, trained) and around.any() and all(torch.equal(r, around) for r in red)
 
 
 @pytest.mark.slow
 def test_own_images_and_encoder(tmp_path):
-    """Positives come from a user's own Dataset, through a user's own encoder."""
-    array, labels = common.make_patterns(40, 16, 0)
+    """Positives come from a user's own Dataset, through a user's own encoder; auto is a cluster per 128 images."""
+    array, labels = common.make_patterns(300, 16, 0)
     encoder = torch.nn.Sequential(
         torch.nn.Conv2d(3, 8, 3, 2), torch.nn.ReLU(), torch.nn.AdaptiveAvgPool2d(1), torch.nn.Flatten()
     )
-    flags = [*RUN, "--dataset", "folder", "--out", str(tmp_path / "own"), "--max-steps", "4"]
     images = [(Image.fromarray(image), int(label)) for image, label in zip(array, labels, strict=True)]
-    handlers = {n: signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGINT)}
-    clim.main(clim.parse_args(flags), train=images, encoder=encoder)
-    for number, handler in handlers.items():
-        signal.signal(number, handler)
-    table = load(tmp_path / "own" / "last.pt")["positives"]
-    assert table.shape == (40, 3) and (table >= 0).all()
+    tables = []
+    for clusters in ([], ["--num-clusters", "2"], ["--num-clusters", "50"]):
+        out = tmp_path / f"own{len(tables)}"
+        flags = [*RUN, *"--dataset folder --bn-groups 2 --clim-start 0 --max-steps 1 --out".split(), str(out)]
+        clim.main(clim.parse_args([*flags, *clusters]), train=images, encoder=encoder)
+        tables.append(load(out / "last.pt")["positives"])
+    assert tables[0].shape == (300, 10) and (tables[0] >= 0).all()
+    assert torch.equal(tables[0], tables[1]) and not torch.equal(tables[0], tables[2])
+
+
+def test_epochs_without_positives_are_told(folder, tmp_path):
+    said = run(folder, tmp_path / "run", "--clim-start", "4", "--max-steps", "1")
+    assert "no positives will be chosen" in said
 
 
 # --------------------------------------------------------------------- arguments
 
-MISTAKES = [
-    ["--variant", "released"],
-    ["--image-size", "32", "--resolutions", "24", "16"],
-    ["--image-size", "32", "--resolutions", "32", "48"],
-    ["--resolutions", "16", "0"],
-    ["--num-clusters", "0"],
-    ["--knn-k", "0"],
-    ["--knn-k", "100000"],
-    ["--num-positives", "-1"],
-    ["--refresh-every", "0"],
-    ["--clim-start", "-1"],
-    ["--alpha", "0"],
-    ["--alpha", "nan"],
-    ["--alpha", "inf"],
-    ["--arch", "vit_micro", "--patch-size", "4", "--resolutions", "32", "18"],
-    ["--selection", "best"],
-]
+MISTAKES = """
+    --variant released
+    --image-size 32 --resolutions 24 16
+    --image-size 32 --resolutions 32 48
+    --resolutions 16 0
+    --num-clusters 0
+    --knn-k 0
+    --knn-k 100000
+    --num-positives -1
+    --refresh-every 0
+    --clim-start -1
+    --kmeans-iterations 0
+    --alpha 0
+    --alpha nan
+    --alpha inf
+    --arch vit_micro --patch-size 4 --resolutions 32 18
+    --selection best
+    --selection none --mix none
+    --selection none --alpha 1
+    --selection none --num-clusters 5
+    --selection none --kmeans-iterations 5
+    --selection none --knn-k 5
+    --selection none --num-positives 5
+    --selection none --refresh-every 5
+    --selection none --clim-start 5
+    --selection random --num-clusters 5
+    --selection random --kmeans-iterations 5
+    --selection random --knn-k 5
+    --selection knn --num-clusters 5
+    --selection knn --kmeans-iterations 5
+    --selection kmeans --knn-k 5
+    --mix none --alpha 1
+"""
 
 
-@pytest.mark.parametrize("flags", MISTAKES, ids=" ".join)
-def test_mistakes_end_with_a_line(flags, capsys):
+@pytest.mark.parametrize("flags", MISTAKES.strip().splitlines())
+def test_mistakes_end_with_an_error_message(flags, capsys):
     with pytest.raises(SystemExit) as stop:
-        clim.parse_args(flags)
+        clim.parse_args(flags.split())
     said = capsys.readouterr()
     assert stop.value.code == 2 and said.out == ""
     assert said.err.startswith("error: ") and said.err.count("\n") == 1 and said.err.endswith("\n")
 
 
-def test_recipes_of_clim():
+def values(args, names):
+    return [getattr(args, name) for name in names.split()]
+
+
+def test_recipes():
     paper = clim.parse_args(["--dataset", "imagenet"])
-    assert (paper.num_clusters, paper.knn_k, paper.num_positives, paper.refresh_every) == (10000, 40, 10, 5)  # App. A.2
-    assert (paper.arch, paper.batch_size, paper.lr, paper.lr_batch, paper.weight_decay) == (
-        "resnet50",
-        512,
-        0.06,
-        512,
-        1e-4,
-    )
-    assert (paper.alpha, paper.temperature, paper.queue, paper.momentum, paper.dim) == (2.0, 0.2, 65536, 0.999, 128)
-    assert paper.bn_groups == 16  # App. A: 16 GPUs
-    assert paper.resolutions == [224, 160] and (paper.selection, paper.mix) == ("center", "cutmix")
-    assert clim.parse_args(["--dataset", "imagenet", "--selection", "knn"]).knn_k == 10  # Table 6
-    assert clim.parse_args(["--dataset", "imagenet", "--selection", "knn", "--knn-k", "20"]).knn_k == 20
+    assert values(paper, "num_clusters knn_k num_positives refresh_every") == [10000, 40, 10, 5]  # App. A.2
+    assert values(paper, "arch batch_size lr lr_batch weight_decay") == ["resnet50", 512, 0.06, 512, 1e-4]
+    assert values(paper, "alpha temperature queue momentum dim bn_groups") == [2.0, 0.2, 65536, 0.999, 128, 16]
+    assert values(paper, "resolutions selection mix") == [(224, 160), "center", "cutmix"]
+    assert clim.parse_args("--dataset imagenet --selection knn".split()).knn_k == 10  # Table 6
+    assert clim.parse_args("--dataset imagenet --selection knn --knn-k 20".split()).knn_k == 20
     for flags, sizes in (
-        ("--dataset cifar10 --resolutions 24 40", [40, 24]),
-        ("--dataset cifar10 --image-size 48", [48]),
-        ("--dataset imagenet --image-size 224", [224, 160]),  # as without
-        ("--dataset imagenet --image-size 192", [192]),
+        ("--dataset cifar10 --resolutions 24 40", (40, 24)),
+        ("--dataset cifar10 --image-size 48", (48,)),
+        ("--dataset imagenet --image-size 224", (224, 160)),  # as without
+        ("--dataset imagenet --image-size 192", (192,)),
     ):
         args = clim.parse_args(flags.split())
         assert args.resolutions == sizes and args.image_size == sizes[0]
-    plain = clim.parse_args([])  # what the name of the run's folder tells
-    assert plain.name == clim.parse_args(["--resolutions", "32"]).name == "clim-patterns-resnet_micro-s0"
-    assert clim.parse_args(["--selection", "knn"]).name == plain.name + "-selectionknn"
