@@ -851,20 +851,6 @@ def test_where_a_run_goes_on(tmp_path, capsys):
     assert "no readable config.json" in refused(capsys, common.find_checkpoint, out, CONFIG)
 
 
-HOLD = "import sys, common; file = common.lock_folder(common.Path(sys.argv[1])); print(1, flush=True); input()"
-
-
-@pytest.mark.skipif(common.fcntl is None, reason="no such locks here")
-def test_a_folder_is_locked_as_long_as_its_process_lives(tmp_path, capsys):
-    command = [sys.executable, "-c", HOLD, str(tmp_path)]
-    with subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
-        assert other.stdout.readline() == b"1\n"
-        assert f"another run is at work in --out {tmp_path}" in refused(capsys, common.lock_folder, tmp_path)
-        other.kill()
-        other.wait()
-    assert common.lock_folder(tmp_path) is not None
-
-
 # ------------------------------------------------------------ requests to stop
 
 SIGNALS = signal.SIGTERM, signal.SIGINT
