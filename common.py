@@ -140,7 +140,8 @@ def join_processes(args):
     """Join torchrun's process group, if there is one. Returns this process's device."""
     torch.set_flush_denormal(True)  # denormal numbers make a CPU several times slower
     keep_memory()
-    warnings.filterwarnings("ignore", ".*(broadcast_buffers|Grad strides do not match).*")  # about speed and names only
+    # These are about speed and names only.
+    warnings.filterwarnings("ignore", ".*(broadcast_buffers|Grad strides do not match|all_gather_into_tensor).*")
     cuda = args.device != "cpu" and torch.cuda.is_available()
     if args.device == "cuda" and not cuda:
         fail("--device cuda: torch sees no CUDA device; use --device cpu")

@@ -12,6 +12,15 @@ sys.path.insert(0, str(ROOT))
 METHODS = [
     p.stem for p in (ROOT / f"{m}.py" for m in ("moco_jointcrop", "jcl", "clim", "logo", "patchmix")) if p.exists()
 ]
+# What chooses another recipe or another form of a method.
+CHOICES = dict(
+    moco_jointcrop=("--moco v1", "--moco v3", "--joint blur", "--joint either", "--variant released"),
+    jcl=("--variant released", "--vanilla"),
+    clim=("--selection none", "--selection random", "--mix none"),
+    logo=("--base simsiam", "--variant paper", "--affinity-form linear"),
+    patchmix=("--variant released",),
+)
+VARIANTS = [(method, flags) for method in METHODS for flags in ("", *CHOICES[method])]
 
 
 def pytest_addoption(parser):

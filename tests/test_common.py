@@ -2,10 +2,14 @@
 
 import colorsys
 import json
+import multiprocessing
 import os
 import pickle
+import signal
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -308,27 +312,38 @@ def test_cut_at_the_same_size_is_the_identity(interpolation):
 # ------------------------------------------------------------ views and order
 
 
-def two_views(index, sizes, draws):
-    """A method's `sample`: two crops and their colour; the second is of the next image, as a partner would be."""
-    n = common.CROP_DRAWS
-    crops = [common.random_resized_crop(sizes, draws[:, i * n : (i + 1) * n], (0.2, 1)) for i in (0, 1)]
-    colour = common.random_colour(draws[:, 2 * n :], (0.4, 0.4, 0.4, 0.1), 0.8)
-    return [(index, crops[0], 12), ((index + 1) % 37, crops[1], 8)], [colour, colour]
+VIEW = dict(
+    ratio=(3 / 4, 4 / 3),
+    jitter=(0.4, 0.4, 0.4, 0.1),
+    jitter_p=0.8,
+    gray_p=0.2,
+    blur_p=0.5,
+    blur_sigma=(0.1, 2.0),
+    solarize_p=0.1,
+    flip_p=0.5,
+)
+VIEWS = [common.View(size=12, area=(0.2, 1.0), **VIEW), common.View(size=8, area=(0.05, 0.2), **VIEW)]
 
 
-def make_views(images=None):
+def with_a_partner(index, sizes, draws):
+    """A method's `draw`: two crops with one colour; the second is of the next image, as a partner would be."""
+    boxes, colour = common.draw_view(VIEWS[0], sizes, draws[:, : common.VIEW_DRAWS])
+    other, _ = common.draw_view(VIEWS[1], sizes, draws[:, common.VIEW_DRAWS : 2 * common.VIEW_DRAWS])
+    return [(index, boxes, 12), ((index + 1) % 37, other, 8)], [colour, colour]
+
+
+def some_images():
     array, labels = common.make_patterns(37, 16, 3)
-    images = images or common.ImageSet("patterns", labels, common.PATTERNS, array)
-    return common.Views(images, two_views, 2 * common.CROP_DRAWS + common.COLOUR_DRAWS, seed=5)
+    return common.ImageSet("patterns", labels, common.PATTERNS, array)
 
 
-def make_loader(workers=0):
-    args = SimpleNamespace(batch_size=8, seed=2, workers=workers)
-    return common.make_loader(args, make_views(), CPU)
+def make_loader(workers=0, draw=with_a_partner):
+    args = SimpleNamespace(batch_size=8, seed=5, workers=workers, interpolation="bilinear")
+    return common.make_loader(args, some_images(), VIEWS, CPU, draw, extra_draws=1)
 
 
 def epoch_of(loader, epoch, start=0):
-    loader.batch_sampler.epoch, loader.batch_sampler.start = epoch, start
+    loader.batch_sampler.set_epoch(epoch, start)
     batches = list(loader)
     assert len(batches) == 4 - start
     return [[b["index"], b["colour"], *b["views"]] for b in batches]
@@ -351,19 +366,43 @@ def test_worker_count_and_resuming_change_nothing():
     assert first[0][2].dtype == torch.uint8 and same(resumed, first[2:]) and not same(first, second)
     for workers in (1, 3):
         assert all(same(a, b) for a, b in zip(runs[workers], runs[0], strict=True))
-    views = make_views()
-    for i, index in enumerate(first[0][0].tolist()):  # each view is the one that `sample` asked for
-        draws = common.uniform(5, 0, np.array([index]), views.num_draws)
-        cuts, colour = two_views(np.array([index]), np.array([[16, 16]]), draws)
+    data = common.ViewDataset(some_images(), VIEWS, 5, draw=with_a_partner, extra_draws=1)
+    for i, index in enumerate(first[0][0].tolist()):  # each view is the one that `draw` asked for
+        draws = common.uniform(5, 0, np.array([index]), 2 * common.VIEW_DRAWS + 1)
+        cuts, colour = with_a_partner(np.array([index]), np.array([[16, 16]]), draws)
         assert np.array_equal(first[0][1][i], np.concatenate(colour))
         for v, (image_index, boxes, size) in enumerate(cuts):
-            expected = common.cut(views.images.array[image_index[0]], boxes[0], size)
+            expected = common.cut(data.images.array[image_index[0]], boxes[0], size)
             assert np.array_equal(first[0][2 + v][i].permute(1, 2, 0), expected)
     # An image's views depend on (seed, epoch, index) alone, not on its batch.
-    alone = views.__getitems__([(1, int(second[3][0][5]))])
+    alone = data.__getitems__([(1, int(second[3][0][5]))])
     assert torch.equal(alone["views"][0][0], second[3][2][5]) and torch.equal(alone["colour"][0], second[3][1][5])
-    changed = views.__getitems__([(2, int(second[3][0][5]))])
+    changed = data.__getitems__([(2, int(second[3][0][5]))])
     assert not torch.equal(changed["views"][0], alone["views"][0])
+
+
+def test_views_are_drawn_independently_as_declared():
+    """Without `draw`: each view has a crop and colours of its own, of the image's own pixels, in its own size."""
+    batch = common.ViewDataset(some_images(), VIEWS, 5).__getitems__([(1, i) for i in range(37)])
+    assert [tuple(v.shape) for v in batch["views"]] == [(37, 3, 12, 12), (37, 3, 8, 8)]
+    draws = np.split(common.uniform(5, 1, np.arange(37), 2 * common.VIEW_DRAWS), 2, axis=1)
+    for v, (view, own) in enumerate(zip(VIEWS, draws, strict=True)):
+        crop, colour = own[:, : common.CROP_DRAWS], own[:, common.CROP_DRAWS :]
+        boxes = common.random_resized_crop(np.full((37, 2), 16), crop, view.area, view.ratio)
+        assert np.array_equal(common.draw_view(view, np.full((37, 2), 16), own)[0], boxes)
+        expected = [common.cut(image, box, view.size) for image, box in zip(some_images().array, boxes, strict=True)]
+        assert np.array_equal(batch["views"][v].permute(0, 2, 3, 1), np.stack(expected))
+        rest = view.jitter, view.jitter_p, view.gray_p, view.blur_p, view.blur_sigma, view.solarize_p, view.flip_p
+        assert np.array_equal(batch["colour"][:, v], common.random_colour(colour, *rest))
+    assert not torch.equal(batch["colour"][:, 0], batch["colour"][:, 1])
+
+
+def test_the_loader_counts_what_it_waits():
+    loader, began = make_loader(), time.perf_counter()
+    for _ in loader:
+        time.sleep(0.02)
+    seconds = time.perf_counter() - began
+    assert 0 < loader.waited < seconds - 4 * 0.02 and began <= loader.began < began + seconds
 
 
 @pytest.mark.slow
@@ -384,17 +423,17 @@ def test_epochs_are_permutations_in_whole_batches(monkeypatch):
     sampler = common.EpochSampler(37, 8, seed=2)
     epochs = []
     for epoch in range(3):
-        sampler.epoch = epoch
+        sampler.set_epoch(epoch)
         batches = list(sampler)
         assert [len(b) for b in batches] == [8] * 4 and all(e == epoch for b in batches for e, _ in b)
         epochs.append([[i for _, i in b] for b in batches])
         flat = sum(epochs[-1], [])
         assert len(set(flat)) == 32 and set(flat) <= set(range(37)) and flat != sorted(flat)
-        sampler.start = 2
+        sampler.set_epoch(epoch, start=2)
         assert [[i for _, i in b] for b in sampler] == epochs[-1][2:]
-        sampler.start = 0
     assert epochs[0] != epochs[1] != epochs[2]
     assert [[i for _, i in b] for b in common.EpochSampler(37, 8, seed=3)] != epochs[0]
+    sampler.set_epoch(2)
     for world in (2, 4):
         parts = []
         for rank in range(world):
@@ -505,7 +544,7 @@ def test_cached_and_uncached_images_are_the_same(tmp_path):
         [12, 10]
     ]
     keys = [(1, 3), (0, 36), (2, 20)]
-    a, b = (make_views(images).__getitems__(keys) for images in (cached, paths))
+    a, b = (common.ViewDataset(images, VIEWS, 5).__getitems__(keys) for images in (cached, paths))
     assert same([[a["index"], a["colour"], *a["views"]]], [[b["index"], b["colour"], *b["views"]]])
 
 
@@ -776,34 +815,113 @@ CONFIG = dict(method="m", lr=0.1, jitter=[0.4, 0.1], workers=2, out="x", max_ste
 
 def test_where_a_run_goes_on(tmp_path, capsys):
     out = tmp_path / "a" / "run"
-    assert common.open_run(out, CONFIG) is None and not out.exists()
+    assert common.find_checkpoint(out, CONFIG) is None and not out.exists()
     out.mkdir(parents=True)
     (out / "config.json.tmp").write_text("{")  # a kill at the very start
-    assert common.open_run(out, CONFIG) is None
+    assert common.find_checkpoint(out, CONFIG) is None
     (out / "config.json").write_text(json.dumps(CONFIG))
-    assert common.open_run(out, CONFIG) is None  # nothing was saved yet
+    assert common.find_checkpoint(out, CONFIG) is None  # nothing was saved yet
+    (out / "lock").touch()
+    assert common.find_checkpoint(out, CONFIG | dict(lr=0.2)) is None  # so that another run may have the folder
+    assert "is taken over" in (said := capsys.readouterr().out) and "lr was 0.1, is 0.2" in said
     common.save_checkpoint(out / "last.prev.pt", STATE)
-    assert common.open_run(out, CONFIG) == out / "last.prev.pt"
+    assert common.find_checkpoint(out, CONFIG) == out / "last.prev.pt"
     common.save_checkpoint(out / "last.pt", STATE)
-    assert common.open_run(out, CONFIG | dict(workers=8, out="y", max_steps=5)) == out / "last.pt"
-    assert "newer" in refused(capsys, common.open_run, out, CONFIG, resume=str(out / "last.prev.pt"))
-    assert common.open_run(out, CONFIG, resume=str(out / "last.pt")) == out / "last.pt"
-    line = refused(capsys, common.open_run, out, CONFIG | dict(lr=0.2, workers=9, new=1))
+    assert common.find_checkpoint(out, CONFIG | dict(workers=8, out="y", max_steps=5)) == out / "last.pt"
+    assert "newer" in refused(capsys, common.find_checkpoint, out, CONFIG, resume=str(out / "last.prev.pt"))
+    assert common.find_checkpoint(out, CONFIG, resume=str(out / "last.pt")) == out / "last.pt"
+    line = refused(capsys, common.find_checkpoint, out, CONFIG | dict(lr=0.2, workers=9, new=1))
     assert (
         "lr was 0.1, is 0.2" in line and "new was None, is 1" in line and "workers" not in line and "jitter" not in line
     )
-    assert "not empty" in refused(capsys, common.open_run, out, CONFIG, resume="none")
-    assert "no such file" in refused(capsys, common.open_run, out, CONFIG, resume=str(out / "other.pt"))
-    assert common.open_run(tmp_path / "b", CONFIG, resume=str(out / "last.pt")) == out / "last.pt"
+    assert "not empty" in refused(capsys, common.find_checkpoint, out, CONFIG, resume="none")
+    assert "no such file" in refused(capsys, common.find_checkpoint, out, CONFIG, resume=str(out / "other.pt"))
+    assert common.find_checkpoint(tmp_path / "b", CONFIG, resume=str(out / "last.pt")) == out / "last.pt"
     common.save_checkpoint(tmp_path / "other.pt", STATE)  # --resume PATH again: --out has gone on since
-    assert common.open_run(out, CONFIG, resume=str(tmp_path / "other.pt")) == out / "last.pt"
+    assert common.find_checkpoint(out, CONFIG, resume=str(tmp_path / "other.pt")) == out / "last.pt"
     (tmp_path / "empty").mkdir()
-    assert common.open_run(tmp_path / "empty", CONFIG, resume="none") is None
+    assert common.find_checkpoint(tmp_path / "empty", CONFIG, resume="none") is None
     (tmp_path / "file").write_text("")
     for wrong in (tmp_path / "file", tmp_path / "file" / "run"):
-        assert "cannot be written" in refused(capsys, common.open_run, wrong, CONFIG)
+        assert "cannot be written" in refused(capsys, common.find_checkpoint, wrong, CONFIG)
     for content in ("", "{", "[]"):
         (out / "config.json").write_text(content)
-        assert "no readable config.json" in refused(capsys, common.open_run, out, CONFIG)
+        assert "no readable config.json" in refused(capsys, common.find_checkpoint, out, CONFIG)
     (out / "config.json").unlink()
-    assert "no readable config.json" in refused(capsys, common.open_run, out, CONFIG)
+    assert "no readable config.json" in refused(capsys, common.find_checkpoint, out, CONFIG)
+
+
+# ------------------------------------------------------------ requests to stop
+
+SIGNALS = signal.SIGTERM, signal.SIGINT
+
+
+def test_signal_handlers_are_put_back_whatever_happens():
+    before = [signal.getsignal(number) for number in SIGNALS]
+    with pytest.raises(ValueError), common.StopRequest() as stop:
+        assert not stop.agreed() and [signal.getsignal(number) for number in SIGNALS] != before
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert stop.agreed()
+        raise ValueError
+    assert [signal.getsignal(number) for number in SIGNALS] == before
+
+
+def test_a_second_signal_ends_the_program_if_it_is_not_the_same_request(monkeypatch):
+    """A scheduler and torchrun may both send the first; who asks again later means it."""
+    now = [100.0]
+    monkeypatch.setattr(common.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(signal, "SIG_DFL", signal.default_int_handler)  # instead of the end of this process
+    with pytest.raises(KeyboardInterrupt), common.StopRequest() as stop:
+        for second in (0.0, 1.0, 2.9):
+            now[0] = 100 + second
+            os.kill(os.getpid(), signal.SIGTERM)
+        assert stop.agreed()
+        now[0] = 104.0
+        os.kill(os.getpid(), signal.SIGTERM)
+        pytest.fail("the second request was not answered")
+
+
+def test_a_request_ends_long_work_at_once_and_only_there(capsys):
+    with pytest.raises(SystemExit) as ended, common.StopRequest() as stop:
+        with stop.at_once():
+            pass
+        os.kill(os.getpid(), signal.SIGINT)  # outside it waits to be asked for
+        assert stop.agreed()
+        with stop.at_once():
+            pytest.fail("a request that came before is answered before the work")
+    assert ended.value.code == 75 and "exit status 75" in capsys.readouterr().out
+    with pytest.raises(SystemExit), common.StopRequest() as stop, stop.at_once():
+        os.kill(os.getpid(), signal.SIGINT)
+        pytest.fail("not answered")
+
+
+def test_outside_the_main_thread_no_signal_is_handled():
+    found = []
+
+    def work():
+        with common.StopRequest() as stop:
+            found.append((stop.agreed(), [signal.getsignal(number) for number in SIGNALS]))
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert found == [(False, [signal.getsignal(number) for number in SIGNALS])]
+
+
+def test_the_end_of_the_loaders_leaves_other_child_processes_alive():
+    """end_workers kills what loaders started, and nothing of a user's own."""
+    user = multiprocessing.get_context("spawn").Process(target=time.sleep, args=(60,))
+    user.start()
+    before = signal.getsignal(signal.SIGCHLD)
+    batches = iter(make_loader(2))
+    next(batches)
+    workers = common.LOADERS[-2:]
+    assert all(worker.is_alive() for worker in workers)
+    common.end_workers()
+    for worker in workers:
+        worker.join(10)
+    alive = user.is_alive()
+    user.kill()
+    user.join()
+    signal.signal(signal.SIGCHLD, before)
+    assert alive and not any(worker.is_alive() for worker in workers)
