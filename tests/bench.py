@@ -378,13 +378,19 @@ RATES = {"A100": 312e12, "H100": 989e12}  # bf16 operations per second by the da
 SHARES = {"ResNet": 0.2, "ViT": 0.4}  # of these rates that training is taken to reach
 PROBES = 4, 8  # batch sizes of the two steps that are measured; what grows between them is per image
 STEP_FLAGS = "--dataset imagenet --device cpu --amp bf16 --epochs 1 --max-steps 1 --knn-every 0 --workers 0"
-ATTENTION = {  # the CPU's names of what flop_counter knows by a GPU's
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: lambda q, k, v, *_, **__: flop_counter.sdpa_flop_count(
-        q, k, v
-    ),
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: lambda grad, q, k, v, *_, **__: (
-        flop_counter.sdpa_backward_flop_count(grad, q, k, v)
-    ),
+
+
+def attention(q, k, v, *_, **__):
+    return flop_counter.sdpa_flop_count(q, k, v)
+
+
+def attention_backward(grad, q, k, v, *_, **__):
+    return flop_counter.sdpa_backward_flop_count(grad, q, k, v)
+
+
+ATTENTION = {  # the CPU's kernels, which flop_counter does not know
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: attention,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: attention_backward,
 }
 
 
@@ -495,13 +501,15 @@ def needs_of(method):
     """
     script, *flags = method.split()
     flags += ["--clim-start", "0"] if script == "clim" else []  # with its positives
+    flags += ["--mix-slices", "1"] if script == "patchmix" else []  # so few images have no eight slices
     environment, found = os.environ | {"OMP_NUM_THREADS": "1"}, []
     for count in PROBES:
         with tempfile.TemporaryDirectory() as folder:
-            for i, image in enumerate(common.make_patterns(count, 500, 0)[0]):
+            photographs = sorted((ROOT / ".github" / "photos").glob("*.jpg"))[:count]
+            for i, photograph in enumerate(photographs):
                 path = Path(folder, "train", f"kind{i % 2}", f"{i}.jpg")
                 path.parent.mkdir(parents=True, exist_ok=True)
-                Image.fromarray(image[:375]).save(path, quality=90)
+                Image.open(photograph).resize((500, 375)).save(path, quality=90)
             words = [*flags, *STEP_FLAGS.split(), "--batch-size", str(count), "--data-dir", folder]
             command = [sys.executable, __file__, "probe", script, *words, "--out", f"{folder}/run"]
             done = subprocess.run(command, env=environment, capture_output=True, text=True)
@@ -517,37 +525,39 @@ def needs_of(method):
 def needs(args):
     """One row per script: what 8 GPUs need for its ImageNet recipe in bf16. Computed, not measured on a GPU.
 
-    The memory of a GPU is weights, gradients, the optimiser's state, the queue, the gathered keys of the whole batch,
-    and what an image needs at the peak of a step times the images per GPU.
+    The memory of a GPU is that of the weights with their gradients and the optimiser's state, of the queue and the
+    gathered keys of the whole batch, and of what an image needs at the peak of a step times the images per GPU.
     """
     rows = []
     for method in [name for name in NEEDS if name in args.methods or name.split()[0] in args.methods]:
         script, *flags = method.split()
         options = importlib.import_module(script).parse_args(["--dataset", "imagenet", *flags])
-        found, here = needs_of(method), options.batch_size // GPUS
-        fixed = sum(found[k] for k in ("weights", "gradients", "optimizer"))
+        found, per_gpu = needs_of(method), options.batch_size // GPUS
+        fixed = found["weights"] + found["gradients"] + found["optimizer"]
         keys = found["queue"] + found["gathered"] * options.batch_size
-        memory = fixed + keys + found["live"] * here
-        operations, share = found["operations"] * IMAGENET, SHARES["ViT" if common.is_vit(options.arch) else "ResNet"]
-        row = {"script": f"`{' '.join([script + '.py', *flags])}`", "encoder": options.arch}
-        row |= {"epochs": options.epochs, "images per GPU": here}
-        row |= {"weights, gradients, optimiser, GB": fixed / 1e9, "queue, gathered keys, GB": keys / 1e9}
-        row |= {"per image: saved, MB": found["saved"] / 1e6, "at the peak, MB": found["live"] / 1e6}
-        row |= {"memory per GPU, GB": memory / 1e9, "10^15 operations per epoch": operations / 1e15}
-        for name, rate in RATES.items():
-            row[f"hours, {GPUS} {name}"] = operations * options.epochs / (GPUS * rate * share) / 3600
-        per_s = GPUS * RATES["A100"] * share / found["operations"]
-        row |= {"images/s, A100": per_s, "cores to load them": per_s * found["cut_s"]}
-        row |= {"check: growth over peak": found["grown"] / found["live"]}
-        rows.append(row)
-    write_between(ROOT / "tests" / "README.md", "<!-- tests/bench.py: needs -->", table(rows)) if args.write else None
+        share = SHARES["ViT" if common.is_vit(options.arch) else "ResNet"]
+        images_per_s = {name: GPUS * rate * share / found["operations"] for name, rate in RATES.items()}
+        row = {"script": f"`{' '.join([f'{script}.py', *flags])}`"}
+        row |= {"encoder": options.arch, "images per GPU": per_gpu, "weights, gradients, optimiser, GB": fixed / 1e9}
+        row |= {"queue, keys, GB": keys / 1e9, "saved per image, MB": found["saved"] / 1e6}
+        row |= {"peak per image, MB": found["live"] / 1e6, "grown over peak": found["grown"] / found["live"]}
+        row |= {"memory per GPU, GB": (fixed + keys + found["live"] * per_gpu) / 1e9}
+        row |= {"epochs": options.epochs, "GFLOP per image": found["operations"] / 1e9}
+        row |= {"10^15 operations per epoch": found["operations"] * IMAGENET / 1e15}
+        row |= {f"hours, 8 {n}": options.epochs * IMAGENET / per_s / 3600 for n, per_s in images_per_s.items()}
+        row |= {f"images/s, 8 {name}": per_s for name, per_s in images_per_s.items()}
+        row |= {"loading, ms per image and core": 1000 * found["cut_s"]}
+        row |= {f"cores, 8 {name}": per_s * found["cut_s"] for name, per_s in images_per_s.items()}
+        rows.append({name: float(f"{v:.2g}") if isinstance(v, float) else v for name, v in row.items()})
+    if args.write:
+        names = list(rows[0])
+        parts = names[: names.index("epochs")], [names[0], *names[names.index("epochs") :]]
+        text = "\n\n".join(table([{name: row[name] for name in part} for row in rows]) for part in parts)
+        page, begin = ROOT / "tests" / "README.md", "<!-- tests/bench.py: needs -->\n"
+        before, after = page.read_text().split(begin)
+        about = f"By `python tests/bench.py needs --write`; loading and growth on {machine()}."
+        page.write_text(f"{before}{begin}{about}\n\n{text}\n{after[after.index('<!-- end -->') :]}")
     return rows
-
-
-def write_between(page, begin, text):
-    """Replace what stands in a page between the line `begin` and the next <!-- end -->."""
-    before, after = page.read_text().split(begin + "\n")
-    page.write_text(f"{before}{begin}\n{text}\n{after[after.index('<!-- end -->') :]}")
 
 
 # ------------------------------------------------------------------------ main
@@ -556,7 +566,7 @@ def write_between(page, begin, text):
 def table(rows):
     """Markdown of a list of equal dictionaries."""
     lines = ["| " + " | ".join(rows[0]) + " |", "|" + "---:|" * len(rows[0])]
-    cells = [[f"{v:.4g}" if isinstance(v, float) else str(v) for v in row.values()] for row in rows]
+    cells = [[f"{float(f'{v:.4g}'):g}" if isinstance(v, float) else str(v) for v in row.values()] for row in rows]
     return "\n".join([*lines, *("| " + " | ".join(row) + " |" for row in cells)])
 
 
