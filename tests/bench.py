@@ -1,14 +1,15 @@
-"""Measures time, by hand; the tests only look whether it runs. A section prints a table, its command and the machine.
+"""Measures time and memory, by hand. Each section prints a table, its command and the machine.
 
-python tests/bench.py steps [--against PATH]   a training step over the bare forward and backward of its networks, and
-                                               over the same step of another checkout
-python tests/bench.py loader                   a view from the loader against torchvision's transforms, image by image
-python tests/bench.py positives                CLIM's neighbours and k-means, and faiss's where it is installed
-python tests/bench.py knn                      the kNN vote against a plain one; features against bare inference
-python tests/bench.py processes                whole runs: two processes of one thread against one process of two
+python tests/bench.py steps [--against FOLDER]   a training step, over the bare forward and backward of its networks,
+                                                 and over the same step of another checkout
+python tests/bench.py loader                     a view from the loader, over torchvision's transforms image by image
+python tests/bench.py positives                  CLIM's neighbours and k-means, and faiss's if it is installed
+python tests/bench.py knn                        the kNN vote over a plain one; features over bare inference
+python tests/bench.py processes                  whole runs: two processes of one thread over one process of two
+python tests/bench.py needs                      what training on ImageNet needs of eight GPUs, computed on a CPU
 
-What is compared runs in turn, A, B, B, A, by one thread unless said otherwise, and the tables have medians of
-time.perf_counter: the ratios mean more than the times.
+What is compared runs in turn: A, B, B, A. It has one thread unless said otherwise. The tables have medians of
+time.perf_counter. Ratios mean more than times, because other programs may use the machine, too.
 """
 
 import argparse
@@ -17,35 +18,43 @@ import functools
 import importlib
 import importlib.util
 import itertools
+import json
 import os
 import random
+import resource
 import shlex
 import subprocess
 import sys
 import tempfile
 import time
+import weakref
 from pathlib import Path
-from unittest import mock
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 import torchvision.transforms as T
 from PIL import Image, ImageFilter
+from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils import flop_counter
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 ROOT = Path(__file__).parent.parent
 METHODS = ("moco_jointcrop", "jcl", "clim", "logo", "logo --base simsiam", "patchmix")
 
 
 def in_turn(rounds, *functions):
-    """Medians of what each function returns, called in turn, so that a slow spell of the machine meets all; one call
-    before.
+    """What each function returns in each round, (rounds, functions, ...). The order turns round from round to round.
+
+    So a slow spell of the machine meets all functions. One round before these is left out.
     """
-    found = [[] for _ in functions]
+    found = []
     for turn in range(rounds + 1):
-        for i, function in list(enumerate(functions))[:: (-1) ** turn]:
-            found[i].append(function())
-    return np.median(np.array(found)[:, 1:], axis=1).tolist()
+        order = list(enumerate(functions))[:: (-1) ** turn]
+        answers = {i: function() for i, function in order}
+        found.append([answers[i] for i in range(len(functions))])
+    return np.array(found[1:])
 
 
 def seconds_of(function):
@@ -59,58 +68,94 @@ def seconds_of(function):
 
 def interleaved(rounds, *functions):
     """Median seconds of each function."""
-    return in_turn(rounds, *map(seconds_of, functions))
+    return np.median(in_turn(rounds, *map(seconds_of, functions)), axis=0).tolist()
 
 
 # ----------------------------------------------------------------------- steps
 
 
-def serve(house, method, flags):
-    """A run of a method of the checkout `house` whose every step waits for a word on stdin, and answers with its
-    seconds by the clock and of the processor.
+def watch_loader(module, before, after):
+    """Call before(batch) and after(batch) of each batch that a method's training loop takes from its loader.
 
-    "step": the next step. "bare": forward and backward of the same networks on the same inputs, and nothing else. What
-    it knows of the house: `main`, `parse_args`, `train_step`, and the names of the model's networks.
+    `after` is called when the loop asks for the next batch or ends. module: the method file. What happens between the
+    two calls is a training step and its bookkeeping, without the loading. It knows of a checkout that the method trains
+    in `main` and loads by common.Loader.
+    """
+    loader, begin = module.common.Loader, module.common.Loader.__iter__
+
+    def watched(self):
+        batches = begin(self)
+        if not hasattr(self.batch_sampler, "epoch"):  # an evaluation's
+            yield from batches
+            return
+        for batch in batches:
+            before(batch)
+            try:
+                yield batch
+            finally:
+                after(batch)
+
+    loader.__iter__ = watched
+
+
+NETWORKS = {"query", "key", "local", "project"}  # what the models call the functions that run their networks
+
+
+def serve(house, method, flags):
+    """Run a method of the checkout `house`; each step waits for a word on stdin and answers with its seconds.
+
+    "step": the next step. "bare": forward and backward of the same networks on the same inputs, and nothing else. The
+    answer has the seconds by the clock and of the processor.
     """
     sys.path.insert(0, house)
-    module = importlib.import_module(method)
-    train_step, answer, calls, busy = module.train_step, sys.stdout, [], []
+    module, answer, calls, busy = importlib.import_module(method), sys.stdout, [], []
+    in_parallel, models = module.in_parallel, []
 
-    def noting(function):
+    def noting(function, name):
         def call(x):
-            calls.extend([(function, x.detach())] * (not busy))
-            busy.append(1)  # `local` of LoGo may call `project`
+            calls.extend([(function, name, x.detach())] * (not busy))
+            busy.append(1)  # one of these functions may call another
             y = function(x)
             busy.pop()
             return y
 
         return call
 
-    def bare(model):
-        model.zero_grad(set_to_none=True)
-        outputs = [function(x) for function, x in calls if function.__name__ != "key"]
+    def remember(args, model):
+        models.append(model)
+        for name in NETWORKS & set(dir(model)):
+            setattr(model, name, noting(getattr(model, name), name))
+        return in_parallel(args, model)
+
+    def bare():
+        models[0].zero_grad(set_to_none=True)
+        outputs = [function(x) for function, name, x in calls if name != "key"]
         with torch.no_grad():
-            for function, x in calls:
-                if function.__name__ == "key":
+            for function, name, x in calls:
+                if name == "key":
                     function(x)
         torch.autograd.backward(outputs, [torch.ones_like(y).cumsum(1) for y in outputs])
 
-    def waiting(args, model, *others):
-        while word := sys.stdin.readline().strip():
-            began = time.perf_counter(), time.process_time()
-            if word == "bare":
-                bare(model)
-            else:
-                with contextlib.ExitStack() as stack:
-                    for name in {"query", "key", "local", "project"} & set(dir(model)) if not calls else ():
-                        stack.enter_context(mock.patch.object(model, name, noting(getattr(model, name))))
-                    metrics = train_step(args, model, *others)
-            print(time.perf_counter() - began[0], time.process_time() - began[1], file=answer, flush=True)
-            if word == "step":
-                return metrics
-        raise SystemExit
+    def tell(began):
+        print(time.perf_counter() - began[0], time.process_time() - began[1], file=answer, flush=True)
 
-    module.train_step = waiting
+    def before(_):
+        while (word := sys.stdin.readline().strip()) == "bare":
+            began.append((time.perf_counter(), time.process_time()))
+            bare()
+            tell(began.pop())
+        if not word:
+            raise SystemExit
+        began.append((time.perf_counter(), time.process_time()))
+
+    def after(_):
+        tell(began.pop())
+        for name in NETWORKS & set(vars(models[0])):  # the first step has told what the networks are fed
+            delattr(models[0], name)
+
+    began = []
+    module.in_parallel = remember
+    watch_loader(module, before, after)
     with contextlib.redirect_stdout(sys.stderr):
         module.main(module.parse_args(flags))
 
@@ -146,8 +191,10 @@ def make_folder(folder, count):
 
 
 def steps(args):
-    """One row a method and encoder: milliseconds of a step, over its networks alone, over the other checkout's step by
-    the clock and by the processor's time, which other programs disturb less.
+    """One row per method and encoder: the milliseconds of a step, and its ratios to its networks alone and to the step
+    of another checkout, by the clock and by the processor's time, which other programs disturb less.
+
+    A ratio is the median over the rounds of the ratio within a round.
     """
     rows = []
     for kind, method in itertools.product(args.arch, args.methods):
@@ -163,14 +210,15 @@ def steps(args):
             where = {name: ["--data-dir", folder, "--out", f"{folder}/{name}"] for name in houses}
             runs = [Served(house, script, flags + where[name], args.threads) for name, house in houses.items()]
             words = [functools.partial(run, "step") for run in runs] + [functools.partial(runs[0], "bare")]
-            step, *other, bare = in_turn(args.rounds, *words)
+            seconds = in_turn(args.rounds, *words)  # (rounds, checkouts and bare, clock and processor)
             for run in runs:
                 run.end()
-        rows.append(
-            dict(method=method, arch=kind, batch=args.batch_size, ms=1000 * step[0], over_bare=step[0] / bare[0])
-        )
-        for there in other:
-            rows[-1] |= dict(there_ms=1000 * there[0], ratio=step[0] / there[0], cpu_ratio=step[1] / there[1])
+        ms = 1000 * np.median(seconds, axis=0)
+        ratios = np.median(seconds[:, :1] / seconds[:, 1:], axis=0)  # of the first to each of the others
+        row = dict(method=method, arch=kind, batch=args.batch_size, ms=ms[0, 0], over_bare=ratios[-1, 0])
+        if args.against:
+            row |= dict(there_ms=ms[1, 0], ratio=ratios[0, 0], cpu_ratio=ratios[0, 1])
+        rows.append({name: float(v) if isinstance(v, np.floating) else v for name, v in row.items()})
     return rows
 
 
@@ -188,21 +236,21 @@ def usual_transform(size, mean, std):
 def loader_runs(size, count, folder):
     """What `loader` measures, {name: function}: two views of images, decoded at 32 px, else JPEG files of 500 x 375."""
     jcl = importlib.import_module("jcl")
-    options = jcl.parse_args(["--dataset", "cifar10", "--num-keys", "1", "--image-size", str(size)])
-    options.blur_p = 0.5
+    options = jcl.parse_args(f"--dataset cifar10 --num-keys 1 --image-size {size} --blur-p 0.5".split())
     array = common.make_patterns(count, 32 if size == 32 else 500, 0)[0]
     paths = [f"{folder}/{i}.jpg" for i in range(count)]
     for path, image in zip(paths, array, strict=True):
         Image.fromarray(image[:375]).save(path, quality=90)
     source = dict(array=array) if size == 32 else dict(paths=np.array([os.fsencode(path) for path in paths]))
     images = common.ImageSet("", [0] * count, ["0"], **source)
-    views, transform = common.Views(images, *jcl.make_sample(options), 0), usual_transform(size, *options.norm)
+    mean, std = common.NORMS[options.norm]
+    views, transform = common.ViewDataset(images, jcl.augmentation(options), 0), usual_transform(size, mean, std)
     keys = [(0, i) for i in range(count)]
     batch = views.__getitems__(keys)
 
     def colour():
         for view in common.colour_views(batch, torch.device("cpu")):
-            common.normalize(view, *options.norm)
+            common.normalize(view, mean, std)
 
     def usual():
         for i in range(count):
@@ -322,17 +370,207 @@ def processes(args):
     return rows
 
 
+# ----------------------------------------------------------------------- needs
+
+NEEDS = (*METHODS[:1], "moco_jointcrop --moco v3", *METHODS[1:])  # the scripts' ImageNet recipes
+GPUS, IMAGENET = 8, 1_281_167  # GPUs of a run; training images of ImageNet-1K
+RATES = {"A100": 312e12, "H100": 989e12}  # bf16 operations per second by the data sheets, without sparsity
+SHARES = {"ResNet": 0.2, "ViT": 0.4}  # of these rates that training is taken to reach
+PROBES = 4, 8  # batch sizes of the two steps that are measured; what grows between them is per image
+STEP_FLAGS = "--dataset imagenet --device cpu --amp bf16 --epochs 1 --max-steps 1 --knn-every 0 --workers 0"
+
+
+def attention(q, k, v, *_, **__):
+    return flop_counter.sdpa_flop_count(q, k, v)
+
+
+def attention_backward(grad, q, k, v, *_, **__):
+    return flop_counter.sdpa_backward_flop_count(grad, q, k, v)
+
+
+ATTENTION = {  # the CPU's kernels, which flop_counter does not know
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: attention,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: attention_backward,
+}
+
+
+class Bytes:
+    """Adds up the bytes of tensors' storages, each once, as long as they are alive; `peak` is the most there was."""
+
+    def __init__(self):
+        self.now = self.peak = 0
+        self.known = weakref.WeakKeyDictionary()
+
+    def add(self, tensor):
+        storage = tensor.untyped_storage()
+        if storage not in self.known:
+            self.known[storage] = True
+            self.now += storage.nbytes()
+            self.peak = max(self.peak, self.now)
+            weakref.finalize(storage, self.remove, storage.nbytes())
+
+    def remove(self, count):
+        self.now -= count
+
+
+class LiveTensors(TorchDispatchMode):
+    """Adds up in `bytes` what tensors are made while it is on."""
+
+    def __init__(self):
+        super().__init__()
+        self.bytes = Bytes()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        for x in tree_leaves(result):
+            if isinstance(x, torch.Tensor):
+                self.bytes.add(x)
+        return result
+
+
+def probe(method, flags):
+    """Run one training step of a method and print as JSON what it took.
+
+    operations: those of matrix products, convolutions and attention, a multiplication and an addition being two.
+    saved: bytes that were kept for the backward pass. live: bytes of all tensors of the step at its peak. grown: by how
+    many bytes the process's memory grew. cut_s: seconds of the processor that making the batch took. weights, queue,
+    gradients, optimizer, gathered: bytes.
+    """
+    sys.path.insert(0, str(ROOT))
+    module, found, answer = importlib.import_module(method), {}, sys.stdout
+    in_parallel, gather, models = module.in_parallel, module.gather, []
+    live, saved, stack = LiveTensors(), Bytes(), contextlib.ExitStack()
+    operations = flop_counter.FlopCounterMode(display=False, custom_mapping=ATTENTION)
+
+    def remember(args, model):
+        models.append(model)
+        return in_parallel(args, model)
+
+    def cut(dataset, keys):
+        began = time.process_time()
+        batch = make_batch(dataset, keys)
+        found["cut_s"] = time.process_time() - began
+        return batch
+
+    def gathered(x):
+        found["gathered"] = found.get("gathered", 0) + x.numel() * x.element_size()
+        return gather(x)
+
+    def keep(x):
+        if id(x) not in parameters:
+            saved.add(x)
+        return x
+
+    def size(tensors):
+        return sum(x.numel() * x.element_size() for x in tensors)
+
+    def optimizer_has(optimizer, *_):
+        tensors = [p for group in optimizer.param_groups for p in group["params"]]
+        found["gradients"] = found.get("gradients", 0) + size(p.grad for p in tensors if p.grad is not None)
+        state = [x for values in optimizer.state.values() for x in values.values() if torch.is_tensor(x)]
+        found["optimizer"] = found.get("optimizer", 0) + size(state)
+
+    def before(batch):
+        parameters.update(id(p) for p in models[0].parameters())
+        model = models[0]
+        found["queue"] = size([model.queue.keys]) if hasattr(model, "queue") else 0
+        found["weights"] = size([*model.parameters(), *model.buffers()]) - found["queue"]
+        memory.append(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
+        for mode in (torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x), operations, live):
+            stack.enter_context(mode)
+
+    def after(_):
+        stack.close()
+        found["grown"] = 1024 * (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - memory[0])
+        found.update(operations=operations.get_total_flops(), saved=saved.peak, live=live.bytes.peak)
+
+    parameters, memory = set(), []
+    module.in_parallel, module.gather = remember, gathered
+    make_batch, module.common.ViewDataset.__getitems__ = module.common.ViewDataset.__getitems__, cut
+    register_optimizer_step_post_hook(optimizer_has)
+    watch_loader(module, before, after)
+    with contextlib.redirect_stdout(sys.stderr):
+        module.main(module.parse_args(flags))
+    print(json.dumps(found), file=answer)
+
+
+def needs_of(method):
+    """What a method's ImageNet recipe needs: a dictionary with bytes, operations and seconds, per image or in all.
+
+    A slope between two steps of different batch sizes gives what is per image.
+    """
+    script, *flags = method.split()
+    flags += ["--clim-start", "0"] if script == "clim" else []  # with its positives
+    flags += ["--mix-slices", "1"] if script == "patchmix" else []  # so few images have no eight slices
+    environment, found = os.environ | {"OMP_NUM_THREADS": "1"}, []
+    for count in PROBES:
+        with tempfile.TemporaryDirectory() as folder:
+            photographs = sorted((ROOT / ".github" / "photos").glob("*.jpg"))[:count]
+            for i, photograph in enumerate(photographs):
+                path = Path(folder, "train", f"kind{i % 2}", f"{i}.jpg")
+                path.parent.mkdir(parents=True, exist_ok=True)
+                Image.open(photograph).resize((500, 375)).save(path, quality=90)
+            words = [*flags, *STEP_FLAGS.split(), "--batch-size", str(count), "--data-dir", folder]
+            command = [sys.executable, __file__, "probe", script, *words, "--out", f"{folder}/run"]
+            done = subprocess.run(command, env=environment, capture_output=True, text=True)
+            if done.returncode:
+                raise SystemExit(f"{' '.join(command)} ended:\n{done.stderr[-2000:]}")
+            found.append(json.loads(done.stdout.splitlines()[-1]))
+    few, many = found
+    per_image = {k: (many[k] - few[k]) / (PROBES[1] - PROBES[0]) for k in ("operations", "saved", "live", "grown")}
+    per_image |= dict(cut_s=many["cut_s"] / PROBES[1], gathered=many.get("gathered", 0) / PROBES[1])
+    return per_image | {k: many[k] for k in ("weights", "gradients", "optimizer", "queue")}
+
+
+def needs(args):
+    """One row per script: what 8 GPUs need for its ImageNet recipe in bf16. Computed, not measured on a GPU.
+
+    The memory of a GPU is that of the weights with their gradients and the optimiser's state, of the queue and the
+    gathered keys of the whole batch, and of what an image needs at the peak of a step times the images per GPU.
+    """
+    rows = []
+    for method in [name for name in NEEDS if name in args.methods or name.split()[0] in args.methods]:
+        script, *flags = method.split()
+        options = importlib.import_module(script).parse_args(["--dataset", "imagenet", *flags])
+        found, per_gpu = needs_of(method), options.batch_size // GPUS
+        fixed = found["weights"] + found["gradients"] + found["optimizer"]
+        keys = found["queue"] + found["gathered"] * options.batch_size
+        share = SHARES["ViT" if common.is_vit(options.arch) else "ResNet"]
+        images_per_s = {name: GPUS * rate * share / found["operations"] for name, rate in RATES.items()}
+        row = {"script": f"`{' '.join([f'{script}.py', *flags])}`"}
+        row |= {"encoder": options.arch, "images per GPU": per_gpu, "weights, gradients, optimiser, GB": fixed / 1e9}
+        row |= {"queue, keys, GB": keys / 1e9, "saved per image, MB": found["saved"] / 1e6}
+        row |= {"peak per image, MB": found["live"] / 1e6, "grown over peak": found["grown"] / found["live"]}
+        row |= {"memory per GPU, GB": (fixed + keys + found["live"] * per_gpu) / 1e9}
+        row |= {"epochs": options.epochs, "GFLOP per image": found["operations"] / 1e9}
+        row |= {"10^15 operations per epoch": found["operations"] * IMAGENET / 1e15}
+        row |= {f"hours, 8 {n}": options.epochs * IMAGENET / per_s / 3600 for n, per_s in images_per_s.items()}
+        row |= {f"images/s, 8 {name}": per_s for name, per_s in images_per_s.items()}
+        row |= {"loading, ms per image and core": 1000 * found["cut_s"]}
+        row |= {f"cores, 8 {name}": per_s * found["cut_s"] for name, per_s in images_per_s.items()}
+        rows.append({name: float(f"{v:.2g}") if isinstance(v, float) else v for name, v in row.items()})
+    if args.write:
+        names = list(rows[0])
+        parts = names[: names.index("epochs")], [names[0], *names[names.index("epochs") :]]
+        text = "\n\n".join(table([{name: row[name] for name in part} for row in rows]) for part in parts)
+        page, begin = ROOT / "tests" / "README.md", "<!-- tests/bench.py: needs -->\n"
+        before, after = page.read_text().split(begin)
+        about = f"By `python tests/bench.py needs --write`; loading and growth on {machine()}."
+        page.write_text(f"{before}{begin}{about}\n\n{text}\n{after[after.index('<!-- end -->') :]}")
+    return rows
+
+
 # ------------------------------------------------------------------------ main
 
 
 def table(rows):
     """Markdown of a list of equal dictionaries."""
     lines = ["| " + " | ".join(rows[0]) + " |", "|" + "---:|" * len(rows[0])]
-    cells = [[f"{v:.4g}" if isinstance(v, float) else str(v) for v in row.values()] for row in rows]
+    cells = [[f"{float(f'{v:.4g}'):g}" if isinstance(v, float) else str(v) for v in row.values()] for row in rows]
     return "\n".join([*lines, *("| " + " | ".join(row) + " |" for row in cells)])
 
 
-SECTIONS = dict(steps=steps, loader=loader, positives=positives, knn=knn, processes=processes)
+SECTIONS = dict(steps=steps, loader=loader, positives=positives, knn=knn, processes=processes, needs=needs)
 
 
 def machine():
@@ -354,6 +592,7 @@ def main(argv=None):
     parser.add_argument("--rounds", type=int, default=10, metavar="N")
     parser.add_argument("--sizes", type=int, nargs="+", default=[12_500, 50_000], metavar="N", help="positives, knn")
     parser.add_argument("--threads", type=int, default=1, metavar="N")
+    parser.add_argument("--write", action="store_true", help="write the table of needs into tests/README.md")
     args = parser.parse_args(argv)
     torch.set_num_threads(args.threads)
     torch.set_flush_denormal(True)
@@ -366,6 +605,8 @@ def main(argv=None):
 
 if __name__ == "__main__" and sys.argv[1:2] == ["serve"]:
     serve(sys.argv[2], sys.argv[3], sys.argv[4:])
+elif __name__ == "__main__" and sys.argv[1:2] == ["probe"]:
+    probe(sys.argv[2], sys.argv[3:])
 else:
     sys.path.insert(0, str(ROOT))
     import common

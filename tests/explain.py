@@ -1,10 +1,11 @@
 """The figures that explain the methods, made by the methods' own functions: python tests/figures.py explain FOLDER.
 
-What goes in, and what is compared with what. The photographs are in .github/photos. Every view is cut and coloured by
-the method's own make_sample with its ImageNet recipe, every mix, ratio, choice and weight is made by its own functions.
-Which draws are shown (the epochs below) was chosen by eye, for views in which something can be recognised.
+They show what goes in, and what is compared with what. The photographs are in .github/photos. Every view is declared
+and drawn by the method's own file with its ImageNet recipe. Every mix, ratio, choice and weight is made by its own
+functions. Which draws are shown (the epochs below) was chosen by eye, so that something can be recognised.
 """
 
+import functools
 from pathlib import Path
 
 import matplotlib
@@ -26,8 +27,14 @@ from matplotlib.patches import FancyArrowPatch, Rectangle
 
 ROOT = Path(__file__).parent.parent
 WIDTH = 760  # px, as README shows it; written 1.6 times as large
-ASTRONAUT, CAT, COFFEE, SKY, RETINA, ROCKET = range(6)  # in the order of their names
+ASTRONAUT, CAT, COFFEE, SKY, RETINA, ROCKET, FLOWER, PALACE = range(8)
+ALIKE = {  # two crops each of three photographs, (top, left, side): they stand for six images, of which two are alike
+    CAT: ((0, 0, 300), (70, 150, 230)),
+    FLOWER: ((40, 110, 240), (0, 20, 320)),
+    PALACE: ((0, 10, 280), (60, 60, 260)),
+}
 JCL_EPOCHS, LOGO_EPOCH, PATCHMIX_EPOCH, CLIM_ANCHOR = (1, 1), 3, 1, 7
+CLIM_IMAGE, CLIM_EPOCH = 2, 3  # a row of ALIKE, an epoch
 THIRDS = ("", "1/3", "2/3", "1")
 QUERY, KEY, APART, GRAY = "#0969da", "#1a7f37", "#cf222e", "#57606a"
 
@@ -36,31 +43,58 @@ QUERY, KEY, APART, GRAY = "#0969da", "#1a7f37", "#cf222e", "#57606a"
 
 
 def photographs():
-    return common.load_images("folder", str(ROOT / ".github" / "photos"))
+    by_name = common.load_images("folder", str(ROOT / ".github" / "photos"))
+    return by_name.subset(np.array([0, 1, 2, 3, 6, 7, 4, 5]))  # ASTRONAUT, CAT, ...
+
+
+def alike(photos):
+    """Six images, of which two are always alike: the crops of ALIKE."""
+    crops = [common.cut(photos[i], (top, left, side, side), 256) for i in ALIKE for top, left, side in ALIKE[i]]
+    return common.ImageSet("", np.zeros(len(crops), np.int64), ["image"], np.stack(crops))
 
 
 def arguments(method, *flags, colours=True):
     """A method's ImageNet recipe; without colours only the cuts, the blur and the flip are left of a view."""
-    args = method.parse_args(["--dataset", "imagenet", *flags])
-    if not colours:
-        args.jitter_p = args.gray_p = 0.0
-    return args
+    plain = () if colours else ("--jitter-p", "0", "--gray-p", "0")
+    return method.parse_args(["--dataset", "imagenet", *flags, *plain])
 
 
-def views(sample, photos, index, epoch):
-    """[each view of the photographs of an index (n, 3, S, S)] and [(whose photograph (n,), its box (n, 4)), ...]."""
-    data = common.Views(photos, *sample, seed=0)
+def views(method, args, images, index, epoch, positives=None):
+    """[each view of the images of an index (n, 3, S, S)] and [(whose image (n,), its box (n, 4)), ...].
+
+    positives: CLIM's table of positives.
+    """
+    drawn = {}
+    if method is moco_jointcrop:
+        drawn = dict(draw=functools.partial(method.draw_views, args), extra_draws=method.SHARED_DRAWS)
+    elif method is clim:
+        drawn = dict(draw=functools.partial(method.draw_views, args, images, positives), extra_draws=1)
+    data = common.ViewDataset(images, method.augmentation(args), 0, args.interpolation, **drawn)
     batch = data.__getitems__([(epoch, i) for i in index])
-    draws = common.uniform(0, np.full(len(index), epoch), np.array(index), sample[1])
-    cuts, _ = sample[0](np.array(index), photos.sizes(np.array(index)), draws)
-    return common.colour_views(batch, torch.device("cpu")), [(which, boxes) for which, boxes, _ in cuts]
+    draws = common.uniform(0, np.full(len(index), epoch), np.array(index), data.num_draws)
+    cuts, _ = data.draw(np.array(index), images.sizes(np.array(index)), draws)
+    return common.colour_views(batch, torch.device("cpu")), [(rows, boxes) for rows, boxes, _ in cuts]
 
 
-def thumbnails(photos):
-    """A stand-in for an encoder: the six photographs as 4 x 4 pixels, centred, of unit length."""
-    pixels = [common.cut(photos[i], (0, 0, *photos[i].shape[:2]), 4).reshape(-1) for i in range(len(photos))]
+def thumbnails(images):
+    """A stand-in for an encoder: images as 4 x 4 pixels, centred and L2-normalised."""
+    pixels = [common.cut(images[i], (0, 0, *images[i].shape[:2]), 4).reshape(-1) for i in range(len(images))]
     x = torch.tensor(np.array(pixels)).float()
     return F.normalize(x - x.mean(0), dim=1)
+
+
+def pasted(view, mixed):
+    """The box (top, left, height, width) in which two images (3, S, S) differ: what CutMix has pasted."""
+    rows, columns = torch.nonzero((view != mixed).any(0)).unbind(1)
+    top, left = rows.min().item(), columns.min().item()
+    return top, left, rows.max().item() - top + 1, columns.max().item() - left + 1
+
+
+def likest(images):
+    """CLIM's one positive of each image, by `thumbnails`: (n, 1)."""
+    x = thumbnails(images)
+    centers, assignment = clim.kmeans(x, 3, generator=common.generator(0))
+    return clim.select_positives(x, centers, assignment, k=1, num_positives=1)
 
 
 # ------------------------------------------------------------------ drawing
@@ -129,19 +163,19 @@ class Page:
 
 
 def overview(photos, path):
-    """All five ideas beside their baseline: the same photograph goes in."""
+    """All five ideas beside their baseline."""
     page, left, step, tile = Page(448), 92, 111.5, 92
     half, third = (tile - 3) / 2, (tile - 6) / 3
     top, middle, low, last = 66, 170, 280, 394
     ideas = {
         "MoCo v2": "the baseline: one\nview finds another",
-        "JointCrop": "how unlike two crops\nare, is drawn first",
+        "JointCrop": "the areas' ratio\nis drawn first",
         "JCL": "all keys of an image,\nin closed form",
-        "CLIM": "a neighbour, mixed\nin, is a positive, too",
+        "CLIM": "a similar image,\nmixed in, is a positive",
         "LoGo": "local crops, pushed\napart by a network",
-        "PatchMix": "patches of M images,\neach to be found",
+        "PatchMix": "patches of M images:\nfind each image again",
     }
-    rows = ((top, "what\ngoes in", "black"), (middle, "the\nquery", QUERY), (low, "is drawn\nto", KEY))
+    rows = ((top, "what\ngoes in", "black"), (middle, "the\nquery", QUERY), (low, "is pulled\nto", KEY))
     for y, text, colour in rows:
         page.text(10, y + tile / 2, text, 9, weight="bold", color=colour, ha="left")
     page.text(10, last + 20, "is pushed\nfrom", 9, weight="bold", color=APART, ha="left")
@@ -159,31 +193,32 @@ def overview(photos, path):
 
     for place, flags, epoch in ((x[0], ("--joint", "none"), 12), (x[1], (), 2)):
         args = arguments(moco_jointcrop, *flags, colours=False)
-        (q, k), ((_, box_q), (_, box_k)) = views(moco_jointcrop.make_sample(args), photos, [ASTRONAUT], epoch)
+        (q, k), ((_, box_q), (_, box_k)) = views(moco_jointcrop, args, photos, [ASTRONAUT], epoch)
         page.image(photos[ASTRONAUT], place, top, tile, boxes=[(box_q[0], QUERY), (box_k[0], KEY)])
         page.image(q[0], place, middle, tile, QUERY)
         page.image(k[0], place, low, tile, KEY)
 
     args = arguments(jcl, colours=False)
-    seen, cuts = views(jcl.make_sample(args), photos, [ASTRONAUT], 3)
+    seen, cuts = views(jcl, args, photos, [ASTRONAUT], 3)
     page.image(photos[ASTRONAUT], x[2], top, tile, boxes=[(b[0], KEY if v else QUERY) for v, (_, b) in enumerate(cuts)])
     page.image(seen[0][0], x[2], middle, tile, QUERY)
     for n, key in enumerate(seen[1:]):
         small(key[0], x[2] + n // 3 * (third + 3) / 2, n % 3, low + n // 3 * (third + 3), KEY, third)
     page.text(x[2] + tile / 2, low + 2 * third + 20, "their mean and\nhow they differ", 7.2, color=KEY)
 
-    table = clim.select_positives(thumbnails(photos), *clusters(photos), k=1, num_positives=1)
+    images = alike(photos)
+    table, anchor = likest(images), CLIM_IMAGE
     args = arguments(clim, "--resolutions", "224", colours=False)
-    seen, _ = views(clim.make_sample(args, photos, table), photos, [ASTRONAUT], 1)
+    seen, _ = views(clim, args, images, [anchor], CLIM_EPOCH, table)
     mixed, kept = clim.cutmix(seen[0], seen[3], 0.6, common.generator(2))
-    for n, photo in enumerate((ASTRONAUT, table[ASTRONAUT, 0].item())):
-        small(photos[photo], x[3], n, top + (tile - half) / 2)
-    page.image(mixed[0], x[3], middle, tile, QUERY)
+    for n, image in enumerate((anchor, table[anchor, 0].item())):
+        small(images[image], x[3], n, top + (tile - half) / 2)
+    page.image(mixed[0], x[3], middle, tile, QUERY, boxes=[(pasted(seen[0][0], mixed[0]), QUERY)])
     for n, share in enumerate((kept, 1 - kept)):
         small(seen[1 + n][0], x[3], n, low, KEY)
         under(f"{100 * share:.0f} %", x[3], n, low + half + 12)
 
-    seen, cuts = views(logo.make_sample(arguments(logo, colours=False)), photos, [ASTRONAUT], LOGO_EPOCH)
+    seen, cuts = views(logo, arguments(logo, colours=False), photos, [ASTRONAUT], LOGO_EPOCH)
     boxes = [(b[0], QUERY if v > 1 else KEY) for v, (_, b) in enumerate(cuts)]
     page.image(photos[ASTRONAUT], x[4], top, tile, boxes=boxes)
     for n in (0, 1):
@@ -194,7 +229,7 @@ def overview(photos, path):
     page.text(x[4] + tile / 2, low + half + 12, "both global crops", 7.2, color=KEY)
 
     three, args = [ASTRONAUT, CAT, COFFEE], arguments(patchmix, colours=False)
-    (view, other), _ = views(patchmix.make_sample(args), photos, three, 1)
+    (view, other), _ = views(patchmix, args, photos, three, 1)
     mixed = patchmix.patch_mix(view, 3, 32, torch.randperm(49, generator=common.generator(0)))
     page.image(mixed[0], x[5], middle, tile, QUERY)
     for n, share in enumerate(patchmix.mix_targets(3, 3)[1]):
@@ -203,7 +238,7 @@ def overview(photos, path):
         under(f"{100 * share:.0f} %", x[5], n, low + third + 12, third)
 
     args = arguments(moco_jointcrop, "--joint", "none", colours=False)
-    (_, others), _ = views(moco_jointcrop.make_sample(args), photos, [ROCKET, RETINA, SKY, COFFEE, CAT], 2)
+    (_, others), _ = views(moco_jointcrop, args, photos, [ROCKET, RETINA, SKY, COFFEE, CAT], 2)
     for n, image in enumerate(others):
         small(image, left, n, last, APART, 40)
     text = "...  keys of other images: a queue of\nearlier ones, in PatchMix the batch"
@@ -219,29 +254,32 @@ def joint(photos, path):
     page.title("JointCrop and JointBlur", idea)
     x = [108 + n * (tile + 4) for n in range(3)]
     for x0 in (x, [v + 3 * tile + 20 for v in x]):
-        for place, text, colour in zip(x0, ("photograph", "query", "is drawn to"), ("black", QUERY, KEY), strict=True):
+        for place, text, colour in zip(x0, ("photograph", "query", "is pulled to"), ("black", QUERY, KEY), strict=True):
             page.text(place + tile / 2, top - 16, text, 8.5, weight="bold", color=colour)
     page.text(705, top - 16, "how often", 8.5, weight="bold")
-    blur = ("--joint", "blur", "--blur-prob", "1", "1")
+    # Both views of JointBlur's pairs are of the whole photograph, so that they differ by their blur alone
+    blur = ("--joint", "blur", "--blur-prob", "1", "1", "--crop-scale", "1", "1", "--flip-p", "0")
     rows = (
         ("RandomCrop", "the baseline: crops\nof random areas", ("--joint", "none"), (12, 6)),
         ("JointCrop", "beta = 0:\nevery ratio", ("--beta", "0"), (2, 7)),
         ("JointCrop", "beta = -4: mostly\nextreme ratios", ("--beta", "-4"), (4, 9)),
-        ("JointBlur", "a clear view and a\nblurred one (the\ncentres, enlarged)", blur, (8, 7)),
+        ("JointBlur", "one clear, one blurred\n(their centres,\nenlarged)", blur, (8, 7)),
     )
     for row, (name, how, flags, epochs) in enumerate(rows):
         y, args = top + row * (tile + 20), arguments(moco_jointcrop, *flags, colours=False)
         page.text(10, y + tile / 2 - 14, name, 9, weight="bold", ha="left")
         page.text(10, y + tile / 2 + 16 + 5 * how.count("\n"), how, 7.2, color=GRAY, ha="left")
         for n, (photo, epoch) in enumerate(zip((ASTRONAUT, COFFEE), epochs, strict=True)):
-            (q, k), ((_, a), (_, b)) = views(moco_jointcrop.make_sample(args), photos, [photo], epoch)
+            (q, k), ((_, a), (_, b)) = views(moco_jointcrop, args, photos, [photo], epoch)
             shift = n * (3 * tile + 20)
-            page.image(photos[photo], x[0] + shift, y, tile, boxes=[(a[0], QUERY), (b[0], KEY)])
-            q, k = (v[0, :, 70:154, 70:154] if args.joint == "blur" else v[0] for v in (q, k))
-            page.image(q, x[1] + shift, y, tile, QUERY)
-            page.image(k, x[2] + shift, y, tile, KEY)
+            if args.joint == "blur":
+                q, k = (v[:, :, 70:154, 70:154] for v in (q, k))
+            else:
+                page.image(photos[photo], x[0] + shift, y, tile, boxes=[(a[0], QUERY), (b[0], KEY)])
+            page.image(q[0], x[1] + shift, y, tile, QUERY)
+            page.image(k[0], x[2] + shift, y, tile, KEY)
         beta = None if args.joint == "none" else args.beta
-        low, high = moco_jointcrop.SIGMA if args.joint == "blur" else args.crop_scale
+        low, high = args.blur_sigma if args.joint == "blur" else args.crop_scale
         first, second = moco_jointcrop.sample_joint(200_000, low, high, beta, common.generator(0))
         plot, widest = page.plot(662, y + 4, 86, tile - 16), high / low
         plot.hist((second / first).log().numpy(), 40, color=GRAY)
@@ -264,14 +302,14 @@ def joint_contrast(photos, path):
     page, tile, top = Page(420), 84, 88
     page.title("JCL", "A query is not compared with one key of its image, but with all that augmentation could make")
     x = [112 + n * (tile + 8) for n in range(7)]
-    heads = ("photograph", "black"), ("query", QUERY), ("is drawn to", KEY)
+    heads = ("photograph", "black"), ("query", QUERY), ("is pulled to", KEY)
     for place, (text, colour) in zip(x, heads, strict=False):
         page.text(place + tile / 2, top - 16, text, 8.5, weight="bold", color=colour)
     for row, (name, how, keys) in enumerate((("MoCo v2", "one key", 1), ("JCL", "M' = 5 keys", 5))):
         y, args = top + row * (tile + 24), arguments(jcl, "--num-keys", str(keys))
         page.text(10, y + tile / 2 - 8, name, 9, weight="bold", ha="left")
         page.text(10, y + tile / 2 + 10, how, 7.5, color=GRAY, ha="left")
-        seen, cuts = views(jcl.make_sample(args), photos, [CAT], JCL_EPOCHS[row])
+        seen, cuts = views(jcl, args, photos, [CAT], JCL_EPOCHS[row])
         boxes = [(b[0], KEY if v else QUERY) for v, (_, b) in enumerate(cuts)]
         page.image(photos[CAT], x[0], y, tile, boxes=boxes)
         for n, view in enumerate(seen):
@@ -279,26 +317,22 @@ def joint_contrast(photos, path):
     note = "one key is one sample of what augmentation\ncan make of the image ..."
     page.text(x[3], top + tile / 2, note, 8, color=GRAY, ha="left")
     y = top + 2 * (tile + 24)
-    note = "... JCL estimates them all from five: the query is drawn to their mean,\n"
-    note += "and the loss is the higher, the more the keys differ along the query"
+    note = "... JCL estimates all keys from five: the query is pulled to their mean,\n"
+    note += "and the loss is higher where the keys differ along the query"
     page.text((x[2] + x[6] + tile) / 2, y - 2, note, 8, color=KEY)
     page.text(10, y + 74, "both are\npushed from", 9, weight="bold", color=APART, ha="left")
     args = arguments(jcl, "--num-keys", "1")
-    (_, keys), _ = views(jcl.make_sample(args), photos, [ASTRONAUT, COFFEE, ROCKET, RETINA, SKY], 9)
+    (_, keys), _ = views(jcl, args, photos, [ASTRONAUT, COFFEE, ROCKET, RETINA, SKY], 9)
     for n, view in enumerate(keys):
         page.image(view, x[0] + n * (tile * 0.7 + 6), y + 44, tile * 0.7, APART)
     page.text(x[4] - 24, y + 74, "...  keys of the images before, in a queue", 8, ha="left")
     page.save(path)
 
 
-def clusters(photos):
-    return clim.kmeans(thumbnails(photos), 2, generator=common.generator(0))
-
-
 def mixture(photos, path):
-    """CLIM: whom an image is mixed with, the mix, and what the mix is drawn to."""
+    """CLIM: whom an image is mixed with, the mix, and what the mix is pulled to."""
     page, tile, top = Page(306), 104, 92
-    idea = "Positives from other images: neighbours nearer to the centre of their cluster, mixed in by CutMix"
+    idea = "Other images are positives, too: neighbours nearer to their cluster's centre, mixed in by CutMix"
     page.title("CLIM", idea)
     page.text(128, top - 20, "1. choose positives", 8.5, weight="bold")
     plot = page.plot(14, top - 6, 228, 172)
@@ -319,20 +353,19 @@ def mixture(photos, path):
     plot.scatter(*points[anchor], s=80, marker="*", color=QUERY, zorder=3, label="the image")
     plot.axis("off")
     plot.legend(fontsize=6.5, loc="upper center", bbox_to_anchor=(0.5, 0.04), frameon=False, ncol=2, handletextpad=0.2)
-    table = clim.select_positives(thumbnails(photos), *clusters(photos), k=1, num_positives=1)
-    args = arguments(clim, "--resolutions", "224")
-    seen, _ = views(clim.make_sample(args, photos, table), photos, [ROCKET], 3)
+    images, args = alike(photos), arguments(clim, "--resolutions", "224")
+    seen, _ = views(clim, args, images, [CLIM_IMAGE], CLIM_EPOCH, likest(images))
     mixed, kept = clim.cutmix(seen[0], seen[3], 0.6, common.generator(2))
     x = 262, 374, 506, 638
     page.text((x[0] + x[1] + tile) / 2, top - 20, "2. an image, and a positive", 8.5, weight="bold")
     page.text(x[2] + tile / 2, top - 20, "3. mixed: the query", 8.5, weight="bold", color=QUERY)
-    page.text(x[3] + tile / 2, top - 20, "4. is drawn to", 8.5, weight="bold", color=KEY)
+    page.text(x[3] + tile / 2, top - 20, "4. is pulled to", 8.5, weight="bold", color=KEY)
     for n, text in ((0, "the image"), (3, "its positive")):
         page.image(seen[n][0], x[n // 3], top + 34, tile)
         page.text(x[n // 3] + tile / 2, top + 34 + tile + 14, text, 8, color=GRAY)
-    note = "(here: of the six photographs the one most\nlike it in 4 x 4 pixels, without an encoder)"
+    note = "(here: both are of one photograph, and chosen\nfrom six images by 4 x 4 pixels of each)"
     page.text((x[0] + x[1] + tile) / 2, top + 34 + tile + 34, note, 7, color=GRAY)
-    page.image(mixed[0], x[2], top + 34, tile, QUERY)
+    page.image(mixed[0], x[2], top + 34, tile, QUERY, boxes=[(pasted(seen[0][0], mixed[0]), QUERY)])
     page.text(x[2] + tile / 2, top + 34 + tile + 14, f"{100 * kept:.0f} % of the image", 8, color=QUERY)
     page.arrow((x[1] + tile + 4, top + 34 + tile / 2), (x[2] - 4, top + 34 + tile / 2), GRAY)
     side = 76
@@ -345,29 +378,29 @@ def mixture(photos, path):
 
 
 def local_global(photos, path):
-    """LoGo: which crops are drawn together, and which are pushed apart."""
+    """LoGo: which crops are pulled together, and which are pushed apart."""
     page, top = Page(356), 92
-    page.title("LoGo", "Large crops see the same things; small ones see different things, so they are pushed apart")
-    seen, cuts = views(logo.make_sample(arguments(logo)), photos, [ASTRONAUT], LOGO_EPOCH)
+    page.title("LoGo", "Large crops see the same things. Small ones may see different things, so they are pushed apart")
+    seen, cuts = views(logo, arguments(logo), photos, [ASTRONAUT], LOGO_EPOCH)
     photo, size, small = 230, 96, 74
-    boxes = [(b[0], KEY if v < 2 else APART) for v, (_, b) in enumerate(cuts)]
+    boxes = [(b[0], KEY if v < 2 else QUERY) for v, (_, b) in enumerate(cuts)]
     page.text(14 + photo / 2, top - 18, "photograph, four crops", 8.5, weight="bold")
     page.image(photos[ASTRONAUT], 14, top, photo, boxes=boxes)
     x, low = (300, 452), top + size + 62
     page.text((x[0] + x[1] + size) / 2, top - 18, "global crops", 8.5, weight="bold", color=KEY)
     for n in (0, 1):
         page.image(seen[n][0], x[n], top, size, KEY)
-        page.image(seen[2 + n][0], x[n] + (size - small) / 2, low, small, APART)
+        page.image(seen[2 + n][0], x[n] + (size - small) / 2, low, small, QUERY)
     for n, m in ((0, 0), (0, 1), (1, 0), (1, 1)):  # a local, a global
         start, end = x[n] + size / 2 + 8 * (m - n), x[m] + size / 2 + 14 * (n - m)
         page.arrow((start, low - 4), (end, top + size + 4), KEY)
     page.arrow((x[0] + size + 4, top + size / 2), (x[1] - 4, top + size / 2), KEY, True)
     y = low + small / 2
     page.arrow((x[0] + (size + small) / 2 + 4, y), (x[1] + (size - small) / 2 - 4, y), APART, True)
-    page.text((x[0] + x[1] + size) / 2, low + small + 16, "local crops", 8.5, weight="bold", color=APART)
+    page.text((x[0] + x[1] + size) / 2, low + small + 16, "local crops", 8.5, weight="bold", color=QUERY)
     notes = (
-        (top + size / 2, "global to global:", "each is drawn to the\nother's key", KEY),
-        (top + size + 32, "local to global:", "drawn to both; the\nglobals stay as they are", KEY),
+        (top + size / 2, "global to global:", "each is pulled to the\nother's key", KEY),
+        (top + size + 32, "local to global:", "pulled to both; the\nglobals stay as they are", KEY),
         (
             y,
             "local to local:",
@@ -384,9 +417,9 @@ def local_global(photos, path):
 def patches(photos, path):
     """PatchMix: the mix, and the shares that it is to find."""
     page, top, tile = Page(566), 84, 92
-    page.title("PatchMix", "The patches of M images make one; a ViT learns to find each of them again, with its share")
-    args, order = arguments(patchmix, colours=False), [ASTRONAUT, CAT, COFFEE, ROCKET, RETINA, SKY]
-    (one, two), _ = views(patchmix.make_sample(args), photos, order, PATCHMIX_EPOCH)
+    page.title("PatchMix", "Patches of M images make one mix. A ViT learns to find each image again, with its share")
+    args, order = arguments(patchmix, colours=False), [ASTRONAUT, CAT, COFFEE, FLOWER, PALACE, ROCKET]
+    (one, two), _ = views(patchmix, args, photos, order, PATCHMIX_EPOCH)
     permutations = [torch.randperm(49, generator=common.generator(n)) for n in (0, 1)]
     mixed, other = (patchmix.patch_mix(v, 3, 32, p) for v, p in zip((one, two), permutations, strict=True))
     x = [60 + n * (tile + 26) for n in range(3)]
@@ -408,7 +441,7 @@ def patches(photos, path):
     )
     for x0, columns, where, share, head, across in tables:
         page.text(x0 + 3.5 * (side + 2), y0 - 58, head, 9, weight="bold")
-        page.text(x0 + 4 * (side + 2), y0 - 40, "is drawn to: " + across, 7.5, color=KEY)
+        page.text(x0 + 4 * (side + 2), y0 - 40, "is pulled to: " + across, 7.5, color=KEY)
         page.text(x0 - 14, y0 + 3.5 * (side + 2), "query: the mixes", 7.5, color=QUERY, rotation=90, va="center")
         target = torch.zeros(6, 6).scatter_add_(1, where, share.expand(6, -1))
         for i in range(6):
