@@ -5,7 +5,7 @@ known. It cuts M images of a batch into patches and puts patches of all M togeth
 then learns that such a mixed image is similar to each of its sources, in equal shares.
 
 The encoder makes queries of images, and a momentum encoder makes keys. The negatives of a query are the other keys of
-the batch. The loss is the sum of three contrasts. They have short names, as in the paper and on the command line:
+the batch. The loss is the sum of three contrasts. They have short names in the paper and on the command line:
     mto, mix to origin     A mixed query has M positives, the original keys of its M sources, with weight 1/M each.
     mtm, mix to mix        A mixed query has 2M - 1 positives, the mixed keys of the other view that share sources
                            with it. The weight of each is the share of the M sources that both have.
@@ -157,6 +157,7 @@ def patch_mix(images, num_mix, patch_size, permutation=None):
         permutation = torch.randperm(num_patches)  # k, Eq. 2: Algorithm 1, line 2
     if sorted(permutation.tolist()) != list(range(num_patches)):
         raise ValueError(f"permutation must hold each of 0 to {num_patches - 1} once")
+    # The pixels need not be shuffled and put back. It is enough to know in which group the patch at each place is.
     group_size = num_patches // num_mix  # S
     # Line 3, Eq. 3: the j-th shuffled patch is in group j // S. What is left over joins group 0, the image's own.
     group_of_shuffled = torch.arange(num_patches) // group_size
@@ -195,12 +196,13 @@ def mix_targets(n, num_mix):
 def soft_info_nce(q, k, index, weight, temperature, smoothing=0.0):
     """The cross-entropy of queries against weighted positives among the keys (Eq. 13-15), as a scalar.
 
-    It is -1/n sum_i sum_j weight_j log softmax_t(sim(q_i, k_t) / T)[index_ij], where sim is the cosine. q and k are
+    It is -1/n sum_i sum_j weight_j log softmax_t(sim(q_i, k_t) / tau)[index_ij], where sim is the cosine. q and k are
     L2-normalised here. The weights are used as given. At equal logits the loss is weight.sum() * log(N).
 
-    q: (n, C) queries. k: (N, C) keys. index: (n, P) int64, the positives of each query as rows of k. weight: (P,).
-    temperature: T > 0. smoothing: s in [0, 1] (D1); 1 - s of each weight stays, and s of their sum is spread over all
-    keys. Gradients reach q and k: detach k for the paper's sg(). Raises ValueError if the shapes do not fit.
+    q: (n, C) queries, the paper's h. k: (N, C) keys, the paper's z. index: (n, P) int64, the positives of each query as
+    rows of k. weight: (P,), theirs. temperature: tau > 0. smoothing: s in [0, 1] (D1); 1 - s of each weight stays, and
+    s of their sum is spread evenly over all keys.
+    Gradients reach q, and also k unless it is detached, as in the paper. Raises ValueError if the shapes do not fit.
     """
     fits = q.dim() == k.dim() == index.dim() == 2 and q.shape[1] == k.shape[1]
     if not fits or len(index) != len(q) or weight.shape != index.shape[1:]:
@@ -248,7 +250,8 @@ def mix_in_slices(images, args, step, number):
     per view and batch (Eq. 2), the same in all slices and on all processes.
     """
     generator = common.generator(args.seed, step, STREAM_PERMUTATION + number, 0)
-    permutation = torch.randperm((args.image_size // args.patch_size) ** 2, generator=generator)
+    num_patches = (args.image_size // args.patch_size) ** 2
+    permutation = torch.randperm(num_patches, generator=generator)
     slices = images.chunk(args.mix_slices // common.rank_and_world()[1])
     return torch.cat([patch_mix(part, args.num_mix, args.patch_size, permutation) for part in slices])
 
@@ -298,7 +301,7 @@ class PatchMix(nn.Module):
             self.momentum_backbone = copy.deepcopy(self.backbone).requires_grad_(False)
             self.momentum_projector = copy.deepcopy(self.projector).requires_grad_(False)
             for module in self.momentum_backbone.modules():
-                if isinstance(module, timm.layers.DropPath):  # the encoder only drops paths
+                if isinstance(module, timm.layers.DropPath):  # only the encoder drops paths
                     module.drop_prob = 0.0
         else:  # D4: there is no momentum encoder
             self.momentum_backbone, self.momentum_projector = self.backbone, self.projector
