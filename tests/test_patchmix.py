@@ -373,12 +373,14 @@ def test_rings_stay_within_their_slices(monkeypatch):
 
 
 def process(rank, port, folder):
-    """One of two processes: the loss, gradients and buffers of a batch that both share."""
+    """One of two processes: the loss, gradients and buffers of a batch that both share, and a step of main."""
     torch.set_num_threads(1)
     torch.set_default_dtype(torch.float64)
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
     torch.save(trained_once(*MIX), f"{folder}/{rank}.pt")
-    dist.destroy_process_group()
+    torch.set_default_dtype(torch.float32)
+    flags = [*TINY, "--device", "cpu", "--max-steps", "1", "--out", f"{folder}/run"]
+    patchmix.main(patchmix.parse_args(flags), train=Noise())  # it leaves the process group
 
 
 def trained_once(*flags):
@@ -391,12 +393,16 @@ def trained_once(*flags):
 
 @pytest.mark.slow
 def test_two_processes_are_one(tmp_path, double, free_port):
-    """Loss and gradients are means over the processes; the running statistics are the same on both."""
+    """Loss and gradients are means over the processes; the running statistics are the same on both.
+
+    main mixes in as many slices as there are processes, where the recipe has one.
+    """
     torch.multiprocessing.start_processes(process, (free_port, str(tmp_path)), 2, start_method="spawn")
     (loss, gradients, buffers), (other_loss, other_gradients, other) = (
         torch.load(tmp_path / f"{r}.pt") for r in (0, 1)
     )
     expected = trained_once(*MIX)
+    assert json.loads((tmp_path / "run" / "config.json").read_text())["mix_slices"] == 2
     close = dict(rtol=1e-9, atol=1e-11)
     torch.testing.assert_close((loss + other_loss) / 2, expected[0], **close)
     for ours, theirs, one in zip(gradients, other_gradients, expected[1], strict=True):
