@@ -554,8 +554,6 @@ def check_joint(args):
         common.fail(f"--joint {args.joint} has nothing to act on: --blur-sigma leaves one sigma")
     if args.joint in ("crop", "either", "both") and args.crop_scale[0] == args.crop_scale[1]:
         common.fail(f"--joint {args.joint} has nothing to act on: --crop-scale leaves one area")
-    if max(args.blur_prob) == 0:
-        common.refuse(args, ["blur_sigma"], "no view is blurred; give --blur-prob 0.5 0.5")
     if args.variant == "released" and (args.joint not in ("none", "crop") or args.beta != 0 or args.css_alpha != 1):
         common.fail("--variant released: the released code has JointCrop with beta 0 only (D3)")
 

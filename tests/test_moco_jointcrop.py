@@ -195,6 +195,7 @@ REFUSED = (  # (flags, words of the message)
     ("--joint blur --blur-sigma 1 1", "one sigma"),
     ("--joint blur --blur-prob 0 0", "--blur-prob 0.5 0.5"),
     ("--blur-prob 0 0 --blur-sigma 1 2", "--blur-sigma has no effect"),
+    ("--jitter-p 0 --jitter 0.1 0.1 0.1 0.1", "--jitter has no effect"),
     ("--moco v1 --min-lr 0.1", "--min-lr has no effect"),
     ("--moco v3 --queue 64", "--queue has no effect"),
     ("--moco v3 --bn-groups 2", "--bn-groups has no effect"),
