@@ -1691,6 +1691,9 @@ def check_views(args, patches_of_vits=True):
             fail(f"{option(name)} {low:g} {high:g}: give the smaller number first")
     if hasattr(args, "jitter") and args.jitter[3] > 0.5:
         fail(f"--jitter: the hue changes by at most 0.5, not {args.jitter[3]:g}")
+    for name, chance in (("jitter", "jitter_p"), ("blur_sigma", "blur_p"), ("blur_sigma", "blur_prob")):
+        if not np.any(getattr(args, chance, 1)):  # a probability, or one per view
+            refuse(args, [name], f"{option(chance)} is 0")
     if patches_of_vits and not is_vit(args.arch):
         refuse(args, ["patch_size"], f"{args.arch} has no patches")
 

@@ -50,8 +50,8 @@ Departures of this file, of the paper and of the released code from each other:
        weights, and by 1e-2 where they are 1e-4 of them (not reproduced).
     D8 The momentum encoder of MoCo v3. Here: it moves after the optimiser's step. Released: it moves before the forward
        passes, so the index of m differs by one (not reproduced).
-    D9 MoCo v3 on a ViT. Released MoCo v3: AdamW, and batch norm at the end of the predictor. Here: the settings of
-       ResNets, which are LARS and no such batch norm.
+    D9 MoCo v3 on a ViT. Released MoCo v3: AdamW, a projector of three layers, and batch norm at the end of the
+       predictor. Here: the settings of ResNets, which are LARS, two layers and no such batch norm.
     D10 The learning rate of MoCo v1. ContrastiveCrop: its file multiplies the rate by 0 at 60 % of the epochs, which
        would end the training. Here: the rate falls to a tenth at 60 % and again at 80 %.
     D11 Precision and statistics of MoCo v1 and v2. Released: float32, and the first process's batch-norm statistics.
@@ -131,7 +131,12 @@ def recipe(chosen):
     if chosen.moco == "v1":
         values |= V1_IMAGENET if large else V1
     if chosen.moco == "v3":
-        values |= V3_IMAGENET if large else V3_CIFAR if small else V3_PATTERNS
+        if large:
+            values |= V3_IMAGENET
+        elif small:
+            values |= V3_CIFAR
+        else:
+            values |= V3_PATTERNS
         values = {name: value for name, value in values.items() if name not in NOT_IN_V3}
     return values
 
@@ -226,9 +231,9 @@ def info_nce(q, k, queue, temperature):
 # ============================================================= 3. augmentation
 
 SHARED_DRAWS = 6  # uniform numbers per image that both views share, after those of each view
-POSITION = slice(20, 22)  # the columns of a view's crop draws that decide on its top and left
-BLUR_COIN = 7  # the column of a view's colour draws that decides whether it is blurred
-SIGMA = common.COLOUR.index("sigma")
+POSITION_COLUMNS = slice(20, 22)  # the columns of a view's crop draws that decide on its top and left
+COIN_COLUMN = 7  # the column of a view's colour draws that decides whether it is blurred
+SIGMA_COLUMN = common.COLOUR.index("sigma")
 RELEASED_OFFSET = 0.1  # D1
 
 
@@ -281,15 +286,15 @@ def draw_views(args, index, sizes, draws):
         crop_draws, colour_draws = own[:, : common.CROP_DRAWS].copy(), own[:, common.CROP_DRAWS :].copy()
         # The box: its area is the joint one, or the view's own; its aspect ratio and position are always its own
         if args.css_alpha != 1:
-            crop_draws[:, POSITION] = centre_suppressed(crop_draws[:, -1], args.css_alpha)
+            crop_draws[:, POSITION_COLUMNS] = centre_suppressed(crop_draws[:, -1], args.css_alpha)
         alone = common.random_resized_crop(sizes, crop_draws, view.area, view.ratio, whole=released)  # D2
         joint = common.random_resized_crop(sizes, crop_draws, view.area, view.ratio, area=area, whole=released)
         cuts.append((index, np.where(joint_crop[:, None], joint, alone), view.size))
         # The colour: where the blur is joint, both views have one coin for it, and the joint sigmas
-        colour_draws[:, BLUR_COIN] = np.where(joint_blur, blur_coin, colour_draws[:, BLUR_COIN])
+        colour_draws[:, COIN_COLUMN] = np.where(joint_blur, blur_coin, colour_draws[:, COIN_COLUMN])
         colour = common.colour_of(view, colour_draws)
-        is_blurred = colour[:, SIGMA] > 0
-        colour[:, SIGMA] = np.where(joint_blur & is_blurred, sigma, colour[:, SIGMA])
+        is_blurred = colour[:, SIGMA_COLUMN] > 0
+        colour[:, SIGMA_COLUMN] = np.where(joint_blur & is_blurred, sigma, colour[:, SIGMA_COLUMN])
         colours.append(colour)
     return cuts, colours
 
@@ -477,7 +482,7 @@ FLAGS = {  # {group: {value of the recipe: (kind, help)}}; common.add_flag says 
         dim=(common.COUNT, "size of queries and keys"),
         hidden=(common.COUNT, "width of the hidden layer of v3's projector and predictor"),
         bn_groups=(common.COUNT, "equal slices of the batch that have batch-norm statistics of their own"),
-        momentum=(common.SHARE, "momentum m of the momentum encoder; of v3 at the start and at the end"),
+        momentum=(common.SHARE, "momentum m of the momentum encoder; v3: at the start and at the end"),
     ),
     "schedule": dict(
         epochs=(common.COUNT, "epochs of the whole training"),
@@ -549,8 +554,6 @@ def check_joint(args):
         common.fail(f"--joint {args.joint} has nothing to act on: --blur-sigma leaves one sigma")
     if args.joint in ("crop", "either", "both") and args.crop_scale[0] == args.crop_scale[1]:
         common.fail(f"--joint {args.joint} has nothing to act on: --crop-scale leaves one area")
-    if max(args.blur_prob) == 0:
-        common.refuse(args, ["blur_sigma"], "no view is blurred; give --blur-prob 0.5 0.5")
     if args.variant == "released" and (args.joint not in ("none", "crop") or args.beta != 0 or args.css_alpha != 1):
         common.fail("--variant released: the released code has JointCrop with beta 0 only (D3)")
 

@@ -135,7 +135,7 @@ def drawn(flags, n=4000):
     cuts, colours = moco.draw_views(args, np.arange(n), np.full((n, 2), 224), table)
     assert np.array_equal(table, before)
     areas, colours = np.stack([box[:, 2] * box[:, 3] / 224**2 for _, box, _ in cuts]), np.stack(colours, 1)
-    return areas, colours[:, :, moco.SIGMA].T, colours, cuts[0][1]
+    return areas, colours[:, :, moco.SIGMA_COLUMN].T, colours, cuts[0][1]
 
 
 def test_views_of_each_joint_mode():
@@ -145,7 +145,7 @@ def test_views_of_each_joint_mode():
     assert extreme["none"] == extreme["blur"] and 0.2 < extreme["none"] < 0.36
     assert extreme["crop"] == extreme["both"] > 0.93
     assert extreme["either"] == pytest.approx((extreme["none"] + extreme["crop"]) / 2, abs=0.05)
-    others = [i for i in range(len(common.COLOUR)) if i != moco.SIGMA]
+    others = [i for i in range(len(common.COLOUR)) if i != moco.SIGMA_COLUMN]
     for mode in modes:  # everything else is as in the baseline
         assert np.array_equal(views["none"][2][:, :, others], views[mode][2][:, :, others])
 
@@ -195,6 +195,7 @@ REFUSED = (  # (flags, words of the message)
     ("--joint blur --blur-sigma 1 1", "one sigma"),
     ("--joint blur --blur-prob 0 0", "--blur-prob 0.5 0.5"),
     ("--blur-prob 0 0 --blur-sigma 1 2", "--blur-sigma has no effect"),
+    ("--jitter-p 0 --jitter 0.1 0.1 0.1 0.1", "--jitter has no effect"),
     ("--moco v1 --min-lr 0.1", "--min-lr has no effect"),
     ("--moco v3 --queue 64", "--queue has no effect"),
     ("--moco v3 --bn-groups 2", "--bn-groups has no effect"),
