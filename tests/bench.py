@@ -74,28 +74,26 @@ def interleaved(rounds, *functions):
 # ----------------------------------------------------------------------- steps
 
 
-def watch_loader(module, before, after):
-    """Call before(batch) and after(batch) of each batch that a method's training loop takes from its loader.
+def watched(begin, before, after):
+    """A replacement of common.Loader.__iter__ that calls before(batch) and after(batch) of each batch for training.
 
-    `after` is called when the loop asks for the next batch or ends. module: the method file. What happens between the
-    two calls is a training step and its bookkeeping, without the loading. It knows of a checkout that the method trains
-    in `main` and loads by common.Loader.
+    begin: common.Loader.__iter__. `after` is called when the training loop asks for the next batch, or ends. So what
+    happens between the two calls is a training step with its bookkeeping, without the loading. Loaders of evaluations
+    are left alone.
     """
-    loader, begin = module.common.Loader, module.common.Loader.__iter__
 
-    def watched(self):
-        batches = begin(self)
-        if not hasattr(self.batch_sampler, "epoch"):  # an evaluation's
-            yield from batches
+    def batches(loader):
+        if not hasattr(loader.batch_sampler, "epoch"):
+            yield from begin(loader)
             return
-        for batch in batches:
+        for batch in begin(loader):
             before(batch)
             try:
                 yield batch
             finally:
                 after(batch)
 
-    loader.__iter__ = watched
+    return batches
 
 
 NETWORKS = {"query", "key", "local", "project"}  # what the models call the functions that run their networks
@@ -155,7 +153,8 @@ def serve(house, method, flags):
 
     began = []
     module.in_parallel = remember
-    watch_loader(module, before, after)
+    loader = module.common.Loader
+    loader.__iter__ = watched(loader.__iter__, before, after)
     with contextlib.redirect_stdout(sys.stderr):
         module.main(module.parse_args(flags))
 
@@ -488,7 +487,8 @@ def probe(method, flags):
     module.in_parallel, module.gather = remember, gathered
     make_batch, module.common.ViewDataset.__getitems__ = module.common.ViewDataset.__getitems__, cut
     register_optimizer_step_post_hook(optimizer_has)
-    watch_loader(module, before, after)
+    loader = module.common.Loader
+    loader.__iter__ = watched(loader.__iter__, before, after)
     with contextlib.redirect_stdout(sys.stderr):
         module.main(module.parse_args(flags))
     print(json.dumps(found), file=answer)

@@ -1,13 +1,14 @@
-"""Pictures for the README and of runs, made by hand from the project's folder (needs matplotlib).
+"""Makes pictures for the README and of runs, by hand from the project's folder. It needs matplotlib.
 
-python tests/figures.py explain [FOLDER] [NAME ...]         what goes in, what is compared with what: README's pictures
+python tests/figures.py explain [FOLDER] [NAME ...]         README's pictures: what goes in, what is compared with what
 python tests/figures.py corners OUT.png                     JointCrop, Fig. 7: how far apart the two crops are
 python tests/figures.py similarity OUT.png RUN [RUN ...]    JCL, Fig. 3: how much an image's features vary
-python tests/figures.py positives OUT.png RUN               CLIM: whom each selection would choose, and how well
+python tests/figures.py positives OUT.png RUN               CLIM: which positives each selection chooses, and how well
 python tests/figures.py intraclass RUN [RUN ...]            CLIM, Table 10: how alike the images of a class are
 """
 
 import argparse
+import importlib
 import json
 import sys
 from pathlib import Path
@@ -86,39 +87,22 @@ def corners(args):
 # ---------------------------------------------------------------- JCL, Fig. 3
 
 
-def recipe(config):
-    """How a run augments one view, from its config.json; blur and solarize: the probabilities of view 1 and view 2."""
-    blur = config["blur_prob"] if "blur_prob" in config else config["blur_p"]
-    blur, solarize = (np.broadcast_to(p, 2).tolist() for p in (blur, config.get("solarize_p", 0.0)))
-    crop_scale = config["crop_scale"] if "crop_scale" in config else config["global_scale"]
-    kept = {k: config[k] for k in ("jitter", "jitter_p", "gray_p")}
-    return dict(kept, crop_scale=crop_scale, blur=blur, solarize=solarize)
+def views_of(config):
+    """The two kinds of view of a run, a list of two View, from its config.json.
 
-
-def make_sample(how, views, size):
-    """`views` independent augmentations of each image by a `recipe`: common.Views' function, and its number of draws.
-
-    Where a recipe has two kinds of view, they alternate. What ties the views of a pair (JointCrop) is left out.
+    They are drawn independently here: what ties the views of a pair (JointCrop) is left out, and so are LoGo's local
+    crops and CLIM's partners.
     """
-
-    def sample(index, sizes, draws):
-        cuts, colours = [], []
-        for view, own in enumerate(np.split(draws, views, axis=1)):
-            crop, colour = np.split(own, [common.CROP_DRAWS], axis=1)
-            cuts.append((index, common.random_resized_crop(sizes, crop, how["crop_scale"]), size))
-            blur, solarize = how["blur"][view % 2], how["solarize"][view % 2]
-            given = how["jitter"], how["jitter_p"], how["gray_p"], blur
-            colours.append(common.random_colour(colour, *given, solarize_p=solarize))
-        return cuts, colours
-
-    return sample, views * (common.CROP_DRAWS + common.COLOUR_DRAWS)
+    method = importlib.import_module(config["method"])
+    return method.augmentation(argparse.Namespace(**config))[:2]
 
 
 def similarity_statistics(features):
     """How far the features of an image's views agree (JCL, App. E): features (n, views, d) -> two (n,) float64 arrays.
 
-    Of the L2-normalised features: the mean of all views x views cosine similarities, self-pairs included, and the mean
-    diagonal of the (biased) covariance. Both follow from the mean mu, as |mu|^2 and (1 - |mu|^2) / d, which is checked.
+    The first is the mean of all views x views cosine similarities, self-pairs included. The second is the mean diagonal
+    of the (biased) covariance of the L2-normalised features. Both follow from the mean mu, as |mu|^2 and
+    (1 - |mu|^2) / d, which is checked. Raises RuntimeError if features are zero or not finite.
     """
     x = F.normalize(features.double(), dim=2)
     similarity = (x @ x.mT).mean((1, 2))
@@ -132,36 +116,37 @@ def similarity_statistics(features):
 
 
 @torch.no_grad()
-def view_features(encoder, info, how, images, index, views, device):
-    """Features of `views` augmentations by a `recipe` of the images of an index: (n, views, d) float32 on the CPU.
+def view_features(encoder, info, kinds, images, index, count, device):
+    """Features of `count` views of each image of an index: (n, count, d) float32 on the CPU.
 
-    Draws depend on the image alone: runs share them.
+    kinds: list of View, which take turns; their size is the encoder's. The draws depend on the image alone, so that
+    runs share them.
     """
-    sample = make_sample(how, views, info["image_size"])
-    data = common.Views(images, *sample, seed=0, interpolation=info["interpolation"])
-    at_once = max(1, 256 // views)
+    views = [kinds[i % len(kinds)]._replace(size=info["image_size"]) for i in range(count)]
+    data = common.ViewDataset(images, views, 0, info["interpolation"])
+    at_once = max(1, 256 // count)
     batches = [[(0, i) for i in index[start : start + at_once]] for start in range(0, len(index), at_once)]
     found = []
     for batch in common.Loader(data, device, batch_sampler=batches, collate_fn=default_convert):
         x = torch.stack(batch["views"], 1).flatten(0, 1).to(device)
         x = common.normalize(common.colour(x, batch["colour"].flatten(0, 1)), info["mean"], info["std"])
-        found.append(encoder(x).flatten(1).cpu().unflatten(0, (-1, views)))
+        found.append(encoder(x).flatten(1).cpu().unflatten(0, (-1, count)))
     return torch.cat(found)
 
 
-def view_statistics(encoder, info, how, images, index, views, device):
-    """`similarity_statistics` of the images of an index, (2, n)."""
-    return np.stack(similarity_statistics(view_features(encoder, info, how, images, index, views, device)))
+def view_statistics(encoder, info, kinds, images, index, count, device):
+    """`similarity_statistics` of `count` views of the images of an index, (2, n)."""
+    return np.stack(similarity_statistics(view_features(encoder, info, kinds, images, index, count, device)))
 
 
 def open_runs(args):
-    """The runs' recipes, and their images: those of the test set, or of the training set where there are no labels."""
+    """The runs' kinds of view, and their images: the test set, or the training set if there are no labels."""
     if missing := [run for run in args.runs if not (Path(run) / "config.json").exists()]:
         common.fail(f"{missing[0]} is not a run's folder: it has no config.json")
     configs = [json.loads((Path(run) / "config.json").read_text()) for run in args.runs]
-    recipes = [recipe(config) for config in configs]
-    if any(other != recipes[0] for other in recipes):
-        print("note: the recipes differ, so each run gets views of its own")
+    kinds = [views_of(config) for config in configs]
+    if any(other != kinds[0] for other in kinds):
+        print("note: the runs' views differ, so each run is shown views of its own")
     if args.dataset is None:
         if len({config["dataset"] for config in configs}) > 1:
             common.fail("the runs were trained on different data sets: give --dataset")
@@ -169,12 +154,12 @@ def open_runs(args):
     parts = [
         common.load_images(args.dataset, args.data_dir, train, configs[0]["image_size"]) for train in (False, True)
     ]
-    return recipes, parts[0] if parts[0] is not None and parts[0].classes else parts[1]
+    return kinds, parts[0] if parts[0] is not None and parts[0].classes else parts[1]
 
 
 def similarity(args):
     """Mean and standard deviation over the images of both statistics, and their histograms, for each run."""
-    recipes, images = open_runs(args)
+    kinds_of_runs, images = open_runs(args)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     # In random order, since the images may be sorted by class.
     index = torch.randperm(len(images), generator=common.generator(0))[: args.images].tolist()
@@ -182,9 +167,9 @@ def similarity(args):
         f"{len(index)} of {len(images)} images of {args.dataset}, {args.views} views each; mean +- standard deviation"
     )
     found = []
-    for run, how in zip(args.runs, recipes, strict=True):
+    for run, kinds in zip(args.runs, kinds_of_runs, strict=True):
         encoder, info = common.load_backbone(run)
-        found.append(view_statistics(encoder.to(device), info, how, images, index, args.views, device))
+        found.append(view_statistics(encoder.to(device), info, kinds, images, index, args.views, device))
         (a, b), (sa, sb) = found[-1].mean(1), found[-1].std(1)
         name = f"{Path(run).name}, {encoder.num_features} features"
         print(f"{name}: similarity {a:.4f} +- {sa:.4f}, variance {b:.3e} +- {sb:.1e}")
@@ -284,9 +269,22 @@ def intraclass(args):
 
 
 def only_crops(low, high):
-    """A `recipe` of crops of an area from low to high, with flips and no colour."""
-    plain = dict(jitter=(0, 0, 0, 0), jitter_p=0.0, gray_p=0.0, blur=[0.0, 0.0], solarize=[0.0, 0.0])
-    return dict(plain, crop_scale=(low, high))
+    """One kind of view: crops of an area from low to high, with flips and without colour, as a list of View."""
+    size = 32  # view_features replaces it
+    return [
+        common.View(
+            size,
+            area=(low, high),
+            ratio=(3 / 4, 4 / 3),
+            jitter=(0, 0, 0, 0),
+            jitter_p=0,
+            gray_p=0,
+            blur_p=0,
+            blur_sigma=(0.1, 2.0),
+            solarize_p=0,
+            flip_p=0.5,
+        )
+    ]
 
 
 def scale_accuracy(encoder, info, train, test, device, areas=(1.0, 0.2), k=20):
@@ -322,12 +320,12 @@ def crop_similarity(small, large):
 
 @torch.no_grad()
 def affinity_ranking(affinity, local1, local2):
-    """How well LoGo's affinity, in training mode as ever, ranks pairs of local crops: {scored how: share of couples}.
+    """How well LoGo's affinity ranks pairs of local crops: {how they were scored: share of couples ranked rightly}.
 
-    local1, local2 (N, d) of unit length, row by row of the same image. In the second half of the images the other local
-    is rolled by one, which makes pairs of two images. A couple is a pair of one image and a pair of two, and ranked
-    rightly if the first scores higher. Scores are of batches of their own, as in training, of one batch for all, and
-    the cosines.
+    local1, local2: (N, d), L2-normalised, row by row of the same image. In the second half of the images the other
+    local is rolled by one, which makes pairs of two images. A couple is a pair of one image and a pair of two images.
+    It is ranked rightly if the first scores higher. The affinity scores both kinds in batches of their own, and in one
+    batch. It is in training mode, in which its batch norm sees the batch. The cosines are scored beside it.
     """
     half = len(local1) // 2
     one, two = (local1[:half], local2[:half]), (local1[half:], local2[half:].roll(1, 0))
@@ -351,8 +349,8 @@ def local_embeddings(run, images, index):
     affinity = logo.Affinity(args.dim, args.affinity_hidden)
     affinity.load_state_dict(state["affinity"])
     encoder = torch.nn.Sequential(model.backbone, model.projector).eval()
-    how, info = dict(recipe(vars(args)), crop_scale=args.local_scale), dict(info, image_size=args.local_size)
-    found = view_features(encoder, info, how, images, index, 2, torch.device("cpu"))
+    info = dict(info, image_size=args.local_size)
+    found = view_features(encoder, info, logo.augmentation(args)[2:], images, index, 2, torch.device("cpu"))
     return affinity, *F.normalize(found, dim=2).unbind(1)
 
 
@@ -377,13 +375,13 @@ def mechanisms(run, train, test, few=1000):
     """
     import moco_jointcrop
 
-    how = recipe(vars(moco_jointcrop.parse_args(["--dataset", "cifar10", "--arch", "resnet_mini"])))
+    kinds = moco_jointcrop.augmentation(moco_jointcrop.parse_args(["--dataset", "cifar10", "--arch", "resnet_mini"]))
     config = json.loads((Path(run) / "config.json").read_text())
     encoder, info = common.load_backbone(run)
     device, labels = torch.device("cpu"), torch.from_numpy(test.labels)
     index = torch.randperm(len(test), generator=common.generator(0))[:few].tolist()
     given = encoder, info
-    similarity, variance = view_statistics(*given, how, test, index, 32, device).mean(1)
+    similarity, variance = view_statistics(*given, kinds, test, index, 32, device).mean(1)
     found = {
         "JCL, Fig. 3: similarity of an image's 32 views": similarity,
         "JCL, Fig. 3: their variance, a feature, in thousandths": 1000 * variance,
@@ -403,7 +401,7 @@ def mechanisms(run, train, test, few=1000):
     if config.get("l2l"):
         for scored, share in affinity_ranking(*local_embeddings(run, test, index)).items():
             found[f"LoGo: affinity of locals of one image above two images', {scored}, %"] = 100 * share
-    views = view_features(*given, how, test, index, 2, device)
+    views = view_features(*given, kinds, test, index, 2, device)
     vehicle = torch.tensor([name in ("airplane", "automobile", "ship", "truck") for name in test.classes]).long()
     for kind, bar in similarity_bars(views, labels[index], vehicle).items():
         found[f"after PatchMix, Fig. 4: bar of {kind}"] = bar

@@ -185,7 +185,7 @@ def floors(args):
     for name in ("pixels", "resnet", "vit"):
         torch.manual_seed(0)
         arch = how["vit" if name == "vit" else "resnet"]
-        info = common.backbone_info(arch, 32, how["patch"], norm=common.NORMS[how["data"]])
+        info = common.backbone_info(arch, 32, how["patch"], norm=how["data"])
         encoder = torch.nn.Flatten() if name == "pixels" else common.build_backbone(info)
         x = [common.extract_features(encoder, part, info, torch.device("cpu")) for part in parts]
         y = [torch.from_numpy(part.labels) for part in parts]

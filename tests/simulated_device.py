@@ -1,14 +1,14 @@
-"""A device made of Python, to see without a GPU what would go wrong on one.
+"""A device made of Python, which shows without a GPU what would go wrong on one.
 
     python tests/simulated_device.py FOLDER                                                one process
     python -m torch.distributed.run --nproc_per_node=2 tests/simulated_device.py FOLDER    two, in DDP
 
 Its tensors say that they lie on `sim`, and the CPU computes them. Operations on tensors of both devices raise, as on a
-GPU, and so do collectives on the CPU's tensors, as with NCCL. What makes a program wait for a GPU is counted by the
-line of ours that asked for it: a value that is read, a shape that depends on values, a copy that blocks. Every script
-is run whole, on the CPU and on `sim`, there stopped and resumed on the way. FOLDER/found.json then has {case: {"cpu":
-records of metrics.jsonl, "sim": the same, "waits": {line: count} in training steps}}, and under "noticed" what was seen
-of code that is wrong on purpose. What only a GPU can show, speed, memory, kernels of its own and bf16, this cannot.
+GPU. Collectives on the CPU's tensors raise, as with NCCL. Whatever makes a program wait for a GPU is counted by the
+line of ours that asked for it: reading a value, a shape that depends on values, a copy that blocks. Every script runs
+whole on the CPU and on `sim`, and is stopped and resumed on the way there. FOLDER/found.json then has {case: {"cpu":
+records of metrics.jsonl, "sim": the same, "waits": {line: count} in training steps}}. Under "noticed" it has what was
+seen of code that is wrong on purpose. Speed, memory, a GPU's own kernels and bf16 it cannot show.
 """
 
 import collections
@@ -31,6 +31,8 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
+from bench import watched  # noqa: E402
+
 import common  # noqa: E402
 
 aten = torch.ops.aten
@@ -192,17 +194,19 @@ FEWER = {4096: 48, 1024: 16}  # patterns
 FOR_TWO = [name for name in CASES | EVALUATIONS if name not in ONLY_ONE]
 
 
-def counted(function, inside, free=0):
-    """The function; waits that it causes are added to `inside`, but for its first `free` calls."""
-    calls = itertools.count()
+def counting(inside, free):
+    """A patch of common.Loader that adds to `inside` the waits of training steps, but for the first `free` steps."""
+    steps, before = itertools.count(), collections.Counter()
 
-    def call(*args, **kwargs):
-        before = waits.copy()
-        result = function(*args, **kwargs)
-        inside.update(waits - before if next(calls) >= free else ())
-        return result
+    def start(_):
+        before.clear()
+        before.update(waits)
 
-    return call
+    def end(_):
+        if next(steps) >= free:
+            inside.update(waits - before)
+
+    return mock.patch.object(common.Loader, "__iter__", watched(common.Loader.__iter__, start, end))
 
 
 def train(case, out, device):
@@ -211,10 +215,9 @@ def train(case, out, device):
     module, inside, join = importlib.import_module(script), collections.Counter(), common.join_processes
     flags += [*"--epochs 2 --batch-size 16 --workers 0 --knn-every 1 --device cpu --out".split(), str(out)]
     for more in (["--max-steps", "4"], []):
-        with (  # a start's first step loads constants and prints its loss
+        with (
             mock.patch.object(common, "join_processes", lambda args: (join(args), torch.device(device))[1]),
-            mock.patch.object(module, "train_step", counted(module.train_step, inside, free=1)),
-            mock.patch.object(common.Run, "log", counted(common.Run.log, inside, free=1)),
+            counting(inside, free=1),  # a start's first step loads constants and prints its loss
             Simulation() if device != "cpu" else contextlib.nullcontext(),
         ):
             module.main(module.parse_args([*flags, *more]))
@@ -225,7 +228,7 @@ def evaluate(case, run, out, device):
     """(results, waits in training steps) of an evaluation of a run."""
     script, *flags = (str(out) if word == "OUT" else word for word in case.split())
     module, inside = importlib.import_module(script), collections.Counter()
-    open_encoder, step = common.open_encoder, counted(getattr(module, "train_step", lambda: None), inside)
+    open_encoder = common.open_encoder
 
     def opened(*args, **named):
         _, encoder, info = open_encoder(*args, **named)
@@ -233,7 +236,7 @@ def evaluate(case, run, out, device):
 
     with (
         mock.patch.object(common, "open_encoder", opened),
-        mock.patch.object(module, "train_step", step, create=True),
+        counting(inside, free=1),
         Simulation() if device != "cpu" else contextlib.nullcontext(),
     ):
         return module.main(module.parse_args([str(run), "--workers", "0", "--device", "cpu", *flags])), inside

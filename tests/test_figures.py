@@ -1,4 +1,4 @@
-"""figures.py: the numbers that it draws. (The distances of Fig. 7 are held to the paper in test_moco_jointcrop.py.)"""
+"""figures.py: the numbers that it draws. test_moco_jointcrop.py holds the distances of Fig. 7 to the paper."""
 
 import importlib
 import json
@@ -15,14 +15,6 @@ import clim
 import common
 import jcl
 
-PLAIN = {
-    "crop_scale": [1.0, 1.0],
-    "jitter": [0, 0, 0, 0],
-    "jitter_p": 0,
-    "gray_p": 0,
-    "blur": [0, 0],
-    "solarize": [0, 0],
-}
 INFO = {"image_size": 32, "mean": (0.5,) * 3, "std": (0.2,) * 3, "interpolation": "bilinear"}
 CPU = torch.device("cpu")
 
@@ -57,35 +49,32 @@ def test_similarity_statistics_at_the_limits():
 
 def test_views_belong_to_the_image(images):
     """An image's views do not depend on the other images, nor on the number of views after them."""
-    recipe = PLAIN | {"crop_scale": [0.2, 1.0], "jitter": [0.4, 0.4, 0.4, 0.1], "jitter_p": 0.8, "blur": [1.0, 0.1]}
+    kinds = [figures.only_crops(0.2, 1.0)[0]._replace(jitter=(0.4, 0.4, 0.4, 0.1), jitter_p=0.8, blur_p=1.0)]
 
-    def found(index, views=4, recipe=recipe):
-        return figures.view_statistics(nn.Flatten(), INFO, recipe, images, index, views, CPU)
+    def found(index, count):
+        return figures.view_statistics(nn.Flatten(), INFO, kinds, images, index, count, CPU)
 
     together = found(list(range(10)), 100)  # in batches of two
     assert together[:, [7, 4]] == pytest.approx(found([7, 4], 100))
     assert together.shape == (2, 10) and (together[0] < 0.9).all() and (together[1] > 0).all()
-    seen = []
-    for views in (3, 5):
-        figures.view_statistics(lambda x: seen.append(x) or x, INFO, recipe, images, [7], views, CPU)
-    torch.testing.assert_close(seen[0], seen[1][:3])
-    assert len(seen[1].unique(dim=0)) == 5
-    whole = figures.view_statistics(nn.AdaptiveAvgPool2d(1), INFO, PLAIN, images, [0, 1], 4, CPU)  # nothing but flips
-    assert whole[0] == pytest.approx(1) and whole[1] == pytest.approx(0, abs=1e-9)
+    three, five = (figures.view_features(nn.Flatten(), INFO, kinds, images, [7], count, CPU) for count in (3, 5))
+    torch.testing.assert_close(three, five[:, :3])
+    assert len(five[0].unique(dim=0)) == 5
+    whole = figures.only_crops(1.0, 1.0)  # nothing but flips
+    same = figures.view_statistics(nn.AdaptiveAvgPool2d(1), INFO, whole, images, [0, 1], 4, CPU)
+    assert same[0] == pytest.approx(1) and same[1] == pytest.approx(0, abs=1e-9)
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_recipe_of_every_method(method):
-    module = __import__(method)
-    config = json.loads(json.dumps(vars(module.parse_args(["--dataset", "imagenet"]))))
-    recipe = figures.recipe(config)
-    assert (
-        recipe["crop_scale"] == config.get("crop_scale", config.get("global_scale"))
-        and recipe["jitter"] == config["jitter"]
-    )
-    if method in ("patchmix", "jcl", "moco_jointcrop"):  # a pair, one number, a pair of another name
-        pairs = ([1.0, 0.1], [0.0, 0.2]) if method == "patchmix" else ([0.5, 0.5], [0.0, 0.0])
-        assert (recipe["blur"], recipe["solarize"]) == pairs
+def test_views_of_every_method(method):
+    """The views that are shown to a run are its own, as its config.json says."""
+    words = "--dataset imagenet --gray-p 0.37 --blur-sigma 0.5 1.5".split()
+    args = importlib.import_module(method).parse_args(words)
+    kinds = figures.views_of(json.loads(json.dumps(vars(args))))
+    assert len(kinds) == 2 and all(view.gray_p == 0.37 and list(view.blur_sigma) == [0.5, 1.5] for view in kinds)
+    assert kinds[0].size == kinds[1].size == 224
+    blurs = [1.0, 0.1] if method == "patchmix" else [0.5, 0.5]
+    assert [view.blur_p for view in kinds] == blurs
 
 
 def test_corner_table():
@@ -163,7 +152,7 @@ def test_positives_are_chosen_by_the_momentum_encoder(model, tmp_path, images):
     state = dict(config=json.loads(json.dumps(vars(args))), backbone=args.backbone, model=model.state_dict())
     common.save_checkpoint(tmp_path / "last.pt", state)
     table = figures.choose(tmp_path, many, ("knn",))["knn"]
-    x = common.normalize(torch.from_numpy(many.array).permute(0, 3, 1, 2) / 255, *args.norm)
+    x = common.normalize(torch.from_numpy(many.array).permute(0, 3, 1, 2) / 255, *common.NORMS[args.norm])
     with torch.no_grad():
         x = model.eval().momentum_projector(model.momentum_backbone(x))
     nearest = torch.cdist(*[F.normalize(x, dim=1).double()] * 2).fill_diagonal_(9).topk(10, largest=False).indices
@@ -184,10 +173,16 @@ def test_pictures_that_explain(tmp_path):
 
     explain.explain(tmp_path)
     for name in explain.FIGURES:
-        new, old = (
-            np.asarray(Image.open(p / f"{name}.png").convert("RGB")) for p in (tmp_path, explain.ROOT / ".github")
-        )
-        assert new.shape == old.shape and np.abs(new.astype(int) - old).mean() < 5, name
+        files = tmp_path / f"{name}.png", explain.ROOT / ".github" / f"{name}.png"
+        new, old = (np.asarray(Image.open(file).convert("RGB")).astype(int) for file in files)
+        assert new.shape == old.shape and np.abs(new - old).mean() < 5, name
+
+
+def test_positives_of_the_pictures_look_like_their_images():
+    """The two crops of a photograph are each other's positives."""
+    explain = pytest.importorskip("explain")
+    photos = explain.photographs()
+    assert explain.likest(explain.alike(photos)).flatten().tolist() == [1, 0, 3, 2, 5, 4]
 
 
 def test_affinity_ranking():
