@@ -1604,7 +1604,7 @@ EVALUATION_FLAGS = dict(  # of eval_knn.py and eval_linear.py: {group: {flag: ar
         seed=dict(type=SEED, default=0, metavar="N", help="seed of what is drawn"),
         workers=dict(type=WORKERS, metavar="N", help="loader processes (default: up to 12 for a GPU, else 0)"),
         device=dict(default="auto", choices=("auto", "cuda", "cpu"), help="auto: a GPU where there is one"),
-        amp=dict(default="auto", choices=("auto", "bf16", "off"), help="encoding; auto: bf16 on GPUs that have it"),
+        amp=dict(default="auto", choices=("auto", "bf16", "off"), help="of encoders; auto: bf16 on GPUs that have it"),
         no_floors=dict(action="store_true", help="leave out raw pixels and the untrained encoder"),
     ),
 )

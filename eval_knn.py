@@ -134,7 +134,7 @@ def write_dump(path, lines, parts, features):
 
 
 def write_neighbours(folder, info, train, test, train_x, test_x, predicted, count=12, neighbours=10):
-    """Write right.png and wrong.png: test images with their class and the predicted one, and the nearest training images.
+    """Write right.png and wrong.png: test images, their class, the predicted one, and the nearest training images.
 
     train_x: this process's rows of the bank. test_x: (m, d), whole. predicted: (m,). count: rows per picture. A green
     frame means the test image's class, a red one another class.

@@ -101,7 +101,7 @@ RECIPES = {  # "mode protocol", and what an encoder or a data set changes in it:
         drop_path=0.0,
     ),
 }
-RUN = dict(resume="auto", max_steps=None, save_every=1, keep_every=0, eval_every=0, tensorboard=False)
+RUN = dict(resume="auto", max_steps=None, save_every=1, eval_every=0, tensorboard=False)
 MOST = 1e9
 FLAGS = {  # name: (type, least, most, help)
     "epochs": (int, 1, MOST, "epochs of the whole training (the probe: 50)"),
@@ -166,6 +166,7 @@ def parse_args(argv=None):
     add("--out", metavar="DIR", help="its folder (default: runs/...); the same command goes on from what is in it")
     add_numbers(group, OPERATION)
     args = parser.parse_args(argv)
+    args.typed = [name for name, value in vars(args).items() if value != parser.get_default(name)]
     check_flags(args)
     return args
 
@@ -190,6 +191,8 @@ def check_flags(args):
     for name in sorted({"out", "lrs", "strengths", "metric", *COMMON, *FLAGS, *OPERATION} - used):
         if getattr(args, name) is not None:
             common.fail(f"{common.option(name)} is not used by this evaluation ({args.mode})")
+    if args.mode in ("linear", "finetune"):
+        common.refuse(args, ["no_floors"], "only the probe and L-BFGS have floors")
     if args.label_fraction and args.label_files:
         common.fail("give --label-fraction or --label-files, not both")
     if args.crop_scale and args.crop_scale[0] > args.crop_scale[1]:
@@ -227,7 +230,15 @@ def resolve(args, info):
 
 
 def check_training(args):
-    """Exit with an error message if values of a training do not go together."""
+    """Exit with an error message if values of a training do not go together, or if one has no effect."""
+    if args.optimizer == "adamw":
+        common.refuse(args, ["momentum", "nesterov"], "it is SGD's, and --optimizer is adamw")
+    if args.milestones:
+        common.refuse(args, ["min_lr"], "the rate ends as --milestones say, not with a cosine")
+    if not args.warmup:
+        common.refuse(args, ["warmup_lr"], "there is no --warmup")
+    if args.pad:
+        common.refuse(args, ["crop_scale"], f"crops are places of the padded image (--pad {args.pad})")
     if args.optimizer == "sgd" and args.nesterov and not args.momentum:
         common.fail("--momentum 0 needs --no-nesterov")
     if args.mode == "finetune" and args.head_lr and args.layer_decay < 1:
@@ -459,6 +470,7 @@ def evaluate_cached(args, device, encoder, info, train, test):
     order = torch.randperm(len(train), generator=common.generator(args.seed, STREAM_HOLDOUT))
     check = order[: max(1, int(args.holdout * len(train)))]
     if validation is not None:
+        common.refuse(args, ["holdout"], "the images of val/ choose the strength")
         check = len(train) + torch.arange(len(validation))
     if args.mode == "lbfgs":
         common.say(f"L-BFGS: {len(check)} images choose the strength by {args.metric}; all {len(train_y)} are fitted")
@@ -791,9 +803,8 @@ def train_protocol(args, device, encoder, info, train, test):
             # Save. An epoch's record is saved too, and is judged and written above
             if step % steps_per_epoch == 0:
                 record = run.summary(step, loader)
-            keep = record and args.keep_every and (epoch + 1) % args.keep_every == 0
-            if keep or stopping or step == last_step or common.is_due(epoch + 1, args.save_every, args.epochs):
-                run.save(step, record, keep=f"epoch-{epoch + 1:04d}.pt" if keep else None, **saved)
+            if stopping or step == last_step or common.is_due(epoch + 1, args.save_every, args.epochs):
+                run.save(step, record, **saved)
     if frozen and fingerprint(encoder) != args.weights:
         raise RuntimeError("training changed the frozen encoder")
     del ddp  # before the process group: in torch 2.11 a DDP that goes last can hang for ever
