@@ -602,8 +602,6 @@ def make_network(args, encoder, info, num_classes, device):
     nn.init.zeros_(head.bias)
     if common.rank_and_world()[1] > 1:
         network = convert_sync_batchnorm(network)  # timm's: torch's would drop the activation in a BatchNormAct2d
-        if device.type == "cpu" and any(isinstance(module, nn.SyncBatchNorm) for module in network.modules()):
-            common.fail("--finetune with batch norm in several processes needs GPUs: start one process")
     return network.to(device), head
 
 
@@ -733,6 +731,8 @@ def train_protocol(args, device, encoder, info, train, test):
     # Network and optimiser
     network, head = make_network(args, encoder, info, args.num_classes, device)
     network.train()
+    if device.type == "cpu" and any(isinstance(module, nn.SyncBatchNorm) for module in network.modules()):
+        common.fail("--finetune with batch norm in several processes needs GPUs: start one process")
     unused = not frozen and info["timm_name"] is None  # an own encoder may leave some parameters unused
     ddp = DistributedDataParallel(network, find_unused_parameters=unused) if dist.is_initialized() else network
     optimizer = make_optimizer(args, network, head)
