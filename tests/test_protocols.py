@@ -643,42 +643,42 @@ def test_features_that_no_process_should_hold_alone(places, capsys, monkeypatch,
 
 
 MISTAKES = [
-    "VIT --protocol nothing",
-    "VIT --solver lbfgs --protocol moco",
-    "VIT --finetune --protocol moco",
-    "VIT --label-fraction 0",
-    "VIT --label-fraction 0.1 --label-files X",
-    "VIT --label-files NONE",
-    "VIT --lr 1",
-    "VIT --out OUT",
-    "VIT --metric top1",
-    "VIT --protocol moco --lrs 1",
-    "VIT --protocol moco --drop-path 0.1",
-    "VIT --solver lbfgs --epochs 3",
-    "VIT --solver lbfgs --strengths 0",
-    "VIT --protocol moco --lr 1e300",
-    "VIT --protocol moco --crop-scale 0.5 0.2",
-    "VIT --protocol moco --out DATA",
-    "VIT --protocol moco --out OUT",  # 42 images are no batch
-    "VIT --protocol moco --milestones 60 80",
-    "VIT --protocol patchmix --momentum 0",
-    "VIT --finetune --batch-size 15",
-    "VIT --finetune --eval-every -1",
-    "VIT --finetune --head-lr 5",
-    "VIT --finetune --randaug 8.5",
-    "VIT --finetune --momentum 0.8",
-    "VIT --finetune --pad 2 --crop-scale 0.5 1",
-    "VIT --protocol moco --min-lr 0.1",
-    "VIT --protocol moco --warmup-lr 0.1",
-    "VIT --protocol moco --no-floors",
-    "VIT --solver lbfgs --holdout 0.2",
+    ("VIT --protocol nothing", "invalid choice: 'nothing'"),
+    ("VIT --solver lbfgs --protocol moco", "leave out --finetune and --protocol"),
+    ("VIT --finetune --protocol moco", "not moco"),
+    ("VIT --label-fraction 0", "--label-fraction: 0 is not from"),
+    ("VIT --label-fraction 0.1 --label-files X", "not both"),
+    ("VIT --label-files NONE", "cannot be read"),
+    ("VIT --lr 1", "--lr is not used by this evaluation (probe)"),
+    ("VIT --out OUT", "--out is not used"),
+    ("VIT --metric top1", "--metric is not used"),
+    ("VIT --protocol moco --lrs 1", "--lrs is not used by this evaluation (linear)"),
+    ("VIT --protocol moco --drop-path 0.1", "--drop-path is not used"),
+    ("VIT --solver lbfgs --epochs 3", "--epochs is not used by this evaluation (lbfgs)"),
+    ("VIT --solver lbfgs --strengths 0", "--strengths: 0 is not from"),
+    ("VIT --solver lbfgs --holdout 0.2", "--holdout has no effect"),
+    ("VIT --protocol moco --lr 1e300", "--lr: 1e300 is not from"),
+    ("VIT --protocol moco --crop-scale 0.5 0.2", "the smaller area first"),
+    ("VIT --protocol moco --out DATA", "no readable config.json"),
+    ("VIT --protocol moco --out OUT", "42 images are fewer than one batch"),
+    ("VIT --protocol moco --milestones 60 80", "--milestones: 60 is not from"),
+    ("VIT --protocol moco --min-lr 0.1", "--min-lr has no effect"),
+    ("VIT --protocol moco --warmup-lr 0.1", "--warmup-lr has no effect"),
+    ("VIT --protocol moco --no-floors", "--no-floors has no effect"),
+    ("VIT --protocol patchmix --momentum 0", "needs --no-nesterov"),
+    ("VIT --finetune --batch-size 15", "--batch-size 15"),
+    ("VIT --finetune --eval-every -1", "--eval-every: -1 is not from"),
+    ("VIT --finetune --head-lr 5", "--layer-decay 1"),
+    ("VIT --finetune --randaug 8.5", "invalid int value: '8.5'"),
+    ("VIT --finetune --momentum 0.8", "--momentum has no effect"),
+    ("VIT --finetune --pad 2 --crop-scale 0.5 1", "--crop-scale has no effect"),
 ]
 
 
-@pytest.mark.parametrize("flags", MISTAKES)
-def test_wrong_flags_are_one_line(places, capsys, flags):
+@pytest.mark.parametrize("flags, words", MISTAKES)
+def test_wrong_flags_are_one_line(places, capsys, flags, words):
     argv = [str({**places, "NONE": places["DATA"] / "none"}.get(word, word)) for word in flags.split()]
-    refused(capsys, lambda: eval_linear.main(eval_linear.parse_args(argv + ["--device", "cpu"])))
+    assert words in refused(capsys, run_or_exit, *argv)
     assert not places["OUT"].exists()
 
 
