@@ -1162,9 +1162,27 @@ def gather_uneven(x):
     return torch.cat([part.to(x.device) for part in from_all(x.cpu())])
 
 
+@contextlib.contextmanager
+def exact_products():
+    """Inside, products of float32 matrices are computed in float32, never in TF32. It is a decorator, too.
+
+    TF32 keeps 10 of the 23 bits of each factor. That is enough to encode images. It is too few to compare neighbours,
+    or to fit a classifier to a tolerance.
+    """
+    allowed = torch.backends.cuda.matmul.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = False
+    try:
+        yield
+    finally:
+        torch.backends.cuda.matmul.allow_tf32 = allowed
+
+
 class CentreCrops(Dataset):
-    """Images as an evaluation sees them, uint8 (3, size, size): as they are where the size fits, else the centre crop
-    of an image whose shorter side is 256/224 of it."""
+    """Images as an evaluation sees them: uint8 (3, size, size).
+
+    An image that has this size is taken as it is. Of any other image it is the centre crop, after a resize that makes
+    the shorter side 256/224 of `size`.
+    """
 
     def __init__(self, images, size, interpolation="bilinear"):
         self.images, self.size, self.interpolation = images, size, interpolation
@@ -1180,7 +1198,7 @@ class CentreCrops(Dataset):
 
 @contextlib.contextmanager
 def evaluation_mode(module):
-    """A module in evaluation mode, and afterwards each of its parts in the mode in which it was."""
+    """Inside, the module is in evaluation mode. Afterwards each of its parts is in the mode in which it was."""
     modes = [(part, part.training) for part in module.modules()]
     yield module.eval()
     for part, training in modes:
@@ -1188,20 +1206,37 @@ def evaluation_mode(module):
 
 
 @torch.no_grad()
-def output_width(module, image_size):
-    """How many numbers an encoder, (N, 3, H, W) -> (N, width), gives for an image: one of zeros is encoded."""
+def encode_zeros(module, image_size):
+    """What an encoder makes of one image of zeros, as (1, width)."""
     device = next((p.device for p in module.parameters()), "cpu")
     with evaluation_mode(module):
-        return module(torch.zeros(1, 3, image_size, image_size, device=device)).flatten(1).shape[1]
+        return module(torch.zeros(1, 3, image_size, image_size, device=device)).flatten(1)
+
+
+def output_width(module, image_size):
+    """How many numbers an encoder, (N, 3, H, W) -> (N, width), gives per image. One image of zeros is encoded.
+
+    Exits with an error message if the encoder does not take images of this size.
+    """
+    try:
+        return encode_zeros(module, image_size).shape[1]
+    except Exception as error:  # a user's own module may raise anything
+        name, reason = type(module).__name__, " ".join(str(error).split())[:300]
+        fail(
+            f"the encoder, of type {name}, does not map images (1, 3, {image_size}, {image_size}) to features "
+            f"(1, width): {reason}. Give --image-size N that it takes, or an encoder for {image_size} px"
+        )
 
 
 @torch.no_grad()
-def extract_features(encoder, images, info, device, batch_size=256, workers=0, amp=False, whole=True):
-    """Features of every image in evaluation mode: (n, width) float32 on the CPU, in order, on every process.
+def extract_features(encoder, images, info, device, batch_size=256, workers=0, amp=False, whole=True, what="features"):
+    """The features of every image: (n, width) float32 on the CPU, in order, on every process.
 
-    encoder: (N, 3, H, W) -> (N, width), on the device; images: len and [i] -> uint8 (H, W, 3); info: image_size, mean,
-    std, interpolation, as in backbone.pt; amp: bf16. Each process encodes its part (`own_rows`); whole=False returns
-    that only. Raises RuntimeError if the encoder's weights or statistics have changed.
+    encoder: maps (N, 3, H, W) to (N, width), and is on the device; it is used in evaluation mode. images: len and
+    [i] -> uint8 (H, W, 3). info: image_size, mean, std and interpolation, as in backbone.pt. batch_size: of each
+    process. amp: encode in bf16. whole: False returns this process's rows only (`own_rows`), which it encodes. what:
+    what the progress line calls it.
+    No gradient. Raises RuntimeError if the encoder's weights or statistics have changed.
     """
     before = {k: v.clone() for k, v in encoder.state_dict().items()}
     mine = own_rows(torch.arange(len(images)))
@@ -1210,7 +1245,9 @@ def extract_features(encoder, images, info, device, batch_size=256, workers=0, a
     crops = torch.utils.data.Subset(crops, mine.tolist() or [0])
     features = []
     with evaluation_mode(encoder):
-        for batch in Loader(crops, device, workers, batch_size=batch_size):
+        for i, batch in enumerate(Loader(crops, device, workers, batch_size=batch_size)):
+            done = min(i * batch_size * rank_and_world()[1], len(images))  # by all processes, which are about as fast
+            progress(f"{what}: {done} of {len(images)} images")
             x = normalize(batch.to(device, non_blocking=True).float().div_(255), info["mean"], info["std"])
             with torch.autocast(device.type, torch.bfloat16, enabled=amp):
                 features.append(encoder(x).flatten(1).float().cpu())
@@ -1222,21 +1259,25 @@ def extract_features(encoder, images, info, device, batch_size=256, workers=0, a
 
 
 @torch.no_grad()
+@exact_products()
 def knn_scores(train_x, train_y, test_x, ks, temperature, num_classes):
-    """Weighted k-nearest-neighbour class scores for several k at once (Wu et al., arXiv 1805.01978).
+    """Weighted k-nearest-neighbour class scores: {k: (m, num_classes) float32 on the CPU}, on every process.
 
-    train_x (n, d) and train_y (n,) int64 in [0, num_classes): the bank, or in a process group this process's part of
-    it, which may be empty; test_x (m, d): the same, whole, on every process. Both are L2-normalised here. A neighbour
-    votes for its class with exp(cosine / temperature), scaled so that the nearest one's vote is 1; k above the bank's
-    size counts all. Each process finds the nearest in its part for a chunk of test images, and the nearest of all
-    these are the nearest in the bank: exact but for the rounding of matrix products, in bounded memory; equally near
-    ones come in any order. Returns {k: (m, num_classes) float32 on the CPU}, on every process.
+    A neighbour votes for its class with exp(cosine / temperature). Votes are scaled so that the nearest one's is 1.
+    train_x: (n, d), the bank, and train_y: (n,) int64 in [0, num_classes). In a process group each process gives its
+    rows of the bank, which may be none. test_x: (m, d), the same and whole on every process. train_x and test_x are
+    L2-normalised here. ks: several k, of which one above the size of the bank counts all of it.
+    Each process finds the nearest of its rows for a chunk of test images. The nearest of these are the nearest in the
+    bank. So the result is exact but for the rounding of matrix products, and the memory is bounded. Neighbours that are
+    equally near come in any order. No gradient. Source: Wu et al., arXiv 1805.01978.
     """
     bank, queries = (F.normalize(x.float(), dim=1) for x in (train_x, test_x))
     train_y, most = train_y.to(bank.device), max(ks)
     longest = int(gather_uneven(torch.tensor([len(bank)])).max())  # all processes take the same chunks
-    scores = {k: [] for k in ks}
+    scores, done = {k: [] for k in ks}, 0
     for chunk in queries.split(max(1, 2**26 // longest)):
+        progress(f"neighbours: of {done} of {len(queries)} images")
+        done += len(chunk)
         similarity, row = (chunk @ bank.T).topk(min(most, len(bank)), dim=1)
         similarity, label = (gather_uneven(x.T).T for x in (similarity, train_y[row]))
         similarity, column = similarity.topk(min(most, similarity.shape[1]), dim=1)
@@ -1253,7 +1294,7 @@ def knn_predict(train_x, train_y, test_x, k, temperature, num_classes):
 
 
 def knn_accuracy(encoder, train, test, info, device, ks=(20, 200), temperature=0.07, workers=0, amp=False):
-    """Top-1 accuracy in percent for each k: {k: float}. The bank is the labelled training set, augmented by nothing."""
+    """Top-1 accuracy in percent: {k: float}. The bank is the labelled training set, without augmentation."""
     train, options = train.labelled(), dict(workers=workers, amp=amp)
     train_x = extract_features(encoder, train, info, device, whole=False, **options).to(device)
     test_x = extract_features(encoder, test, info, device, **options).to(device)
@@ -1345,17 +1386,19 @@ def arch_name(info):
 
 
 def build_backbone(info, sizes=(), **more):
-    """The untrained timm model without classifier that `info` describes, (N, 3, H, W) -> (N, width).
+    """The untrained timm model without classifier that `info` describes: it maps (N, 3, H, W) to (N, width).
 
-    sizes: of the images that it will see, too; more: for timm. Exits with a line if it does not take such images.
+    sizes: further sizes of images that it will see. more: further arguments for timm. Exits with an error message if
+    the model does not take them.
     """
     try:
         backbone = timm.create_model(info["timm_name"], **info["create_kwargs"], **more)
         for size in {info["image_size"], *sizes}:
-            output_width(backbone, size)
+            encode_zeros(backbone, size)
     except (TypeError, AssertionError, RuntimeError) as error:
-        reason = " ".join(str(error).split())
-        fail(f"timm's {info['timm_name']} does not work with these arguments and image size: {reason}")
+        name, reason = info["timm_name"], " ".join(str(error).split())
+        all_sizes = ", ".join(str(size) for size in sorted({info["image_size"], *sizes}))
+        fail(f"timm's {name} does not work with images of {all_sizes} px: {reason}. Change --image-size or --arch")
     if info["stem"] in ("3x3", "3x3-s2"):  # no 7 x 7 convolution and no max-pool, as CIFAR work has it
         stride = 2 if info["stem"] == "3x3-s2" else 1
         backbone.conv1 = nn.Conv2d(3, backbone.conv1.out_channels, 3, stride, padding=1, bias=False)
@@ -1364,12 +1407,12 @@ def build_backbone(info, sizes=(), **more):
 
 
 def load_backbone(path, encoder=None, module=None):
-    """Load a pre-trained backbone from a run folder, a last.pt or a backbone.pt.
+    """Load a pre-trained backbone from a run's folder, a last.pt or a backbone.pt: (module in evaluation mode, info).
 
-    encoder: 'query' or 'momentum'; by default the one the method's authors evaluate, which is what backbone.pt holds.
-    module: gets the weights; without it timm builds what the file names, which a user's own encoder does not. Returns
-    (module in evaluation mode, info); info has image_size, mean, std, interpolation, method, encoder, timm_name,
-    create_kwargs, stem. Every key must match. Exits with a line if the file does not fit.
+    encoder: 'query' or 'momentum'. By default it is the one that the method's authors evaluate, which backbone.pt
+    holds. module: gets the weights. Without it timm builds what the file names; a user's own encoder has to be given.
+    info has image_size, mean, std, interpolation, method, encoder, timm_name, create_kwargs and stem.
+    Every key must match. Exits with an error message if the file does not fit.
     """
     path = Path(path)
     if path.is_dir():
@@ -1400,18 +1443,23 @@ def load_backbone(path, encoder=None, module=None):
 
 
 def open_encoder(args, module=None, own=False):
-    """Join torchrun's process group if there is one; returns (device, encoder in evaluation mode, info).
+    """The encoder to judge: (device, encoder in evaluation mode, info). Joins torchrun's process group, if any.
 
-    module: a user's own encoder, which gets the checkpoint's weights, or, if there is none, is judged as it is on the
-    first process. own: the images are a user's. Fills in args.workers, and args.dataset and data_dir from the run.
+    module: a user's own encoder. It gets the checkpoint's weights. Without a checkpoint it is judged as it is on the
+    first process. own: True if the images are a user's. Fills in args.workers and args.bf16, and from the run's
+    config.json args.dataset and args.data_dir. Exits with an error message if flags do not go together, or if the
+    encoder does not take the images' size.
     """
     given = args.checkpoint is not None or module is not None
     if args.random_init == given or args.random_init != (args.arch is not None):
         fail("give a checkpoint, or --arch NAME --random-init")
     if args.checkpoint and (args.image_size or args.patch_size):
         fail("--image-size and --patch-size go without a checkpoint, which has its own")
+    if args.encoder and not args.checkpoint:
+        fail("--encoder chooses one of a checkpoint's two encoders: give a checkpoint")
+    if args.patch_size and not is_vit(args.arch or ""):
+        fail(f"--patch-size has no effect: {args.arch or 'an own encoder'} is no ViT of timm's")
     device = join_processes(args)
-    torch.backends.cuda.matmul.allow_tf32 = False  # neighbours are compared in float32
     args.workers = workers_of(args, device)
     if args.checkpoint is None:
         args.dataset, size = args.dataset or "patterns", args.image_size or 32
@@ -1421,23 +1469,30 @@ def open_encoder(args, module=None, own=False):
         encoder = build_backbone(info) if module is None else module
         if rank_and_world()[1] > 1:
             encoder.load_state_dict(from_first(encoder.cpu().state_dict))
-        return device, encoder.eval().to(device), info
-    encoder, info = load_backbone(args.checkpoint, args.encoder, module)
-    if args.dataset is None and not own:
-        folder = Path(args.checkpoint) if os.path.isdir(args.checkpoint) else Path(args.checkpoint).parent
-        try:
-            config = json.loads((folder / "config.json").read_text())
-            args.dataset, args.data_dir = config["dataset"], args.data_dir or config["data_dir"]
-        except (OSError, ValueError, TypeError, KeyError):
-            fail("there is no readable config.json beside the checkpoint to tell its data set: give --dataset")
-    return device, encoder.to(device), info
+    else:
+        encoder, info = load_backbone(args.checkpoint, args.encoder, module)
+        if args.dataset is None and not own:
+            config = read_config(run_folder(args.checkpoint))
+            if "dataset" not in config:
+                fail("there is no readable config.json beside the checkpoint to tell its data set: give --dataset")
+            args.dataset, args.data_dir = config["dataset"], args.data_dir or config.get("data_dir")
+    args.bf16 = use_bf16(args.amp, device, arch_name(info), [info["image_size"]])
+    encoder = encoder.eval().to(device)
+    output_width(encoder, info["image_size"])  # refuses an encoder of another input size, before long work
+    return device, encoder, info
+
+
+def run_folder(checkpoint):
+    """The folder of the run that a checkpoint is of: itself, or where its file is."""
+    path = Path(checkpoint)
+    return path if path.is_dir() else path.parent
 
 
 def open_data(args, info, train=None, test=None, labels=True):
-    """(training images, test images or None), labelled ones only. train, test: a user's own Datasets, for --dataset's.
+    """The images of an evaluation that have labels: (training images, test images or None).
 
-    Own training images have labels if there is a test set. labels: exits with a line if there is no test set, or only
-    one class.
+    train, test: a user's own Datasets, instead of --dataset's. Own training images have labels if there is a test set.
+    labels: True exits with an error message if there is no test set, or only one class.
     """
     if train is None and test is None:
         train, test = (load_images(args.dataset, args.data_dir, t, size=info["image_size"]) for t in (True, False))
@@ -1445,12 +1500,16 @@ def open_data(args, info, train=None, test=None, labels=True):
         args.dataset, args.data_dir = "own", None
         train, test = own_images(train, test)
     if labels and (test is None or len(train.classes) < 2):
-        fail("an evaluation needs labels of two classes: --data-dir with train/ and val/ or test/, one folder a class")
+        layout = "--data-dir with train/ and val/ or test/, each with one folder per class"
+        fail(f"an evaluation needs a test set and labels of two classes: {layout}")
     return train.labelled() if train.classes else train, test and test.labelled()
 
 
 def floor_encoders(args, info, device, count):
-    """{name: encoder}: what a trained encoder has to beat: raw pixels of up to 200,000 images, and itself untrained."""
+    """What a trained encoder has to beat, as {name: encoder}: raw pixels, and the same encoder untrained.
+
+    count: of the training images. Above 200,000 the raw pixels are left out.
+    """
     torch.manual_seed(args.seed)
     pixels = nn.AvgPool2d(max(1, info["image_size"] // 32))  # at most 63 x 63 of them
     floors = {"raw pixels": pixels} if count <= 200_000 else {}
@@ -1460,12 +1519,13 @@ def floor_encoders(args, info, device, count):
 
 
 def protocol(args, info, train, test):
-    """What an evaluation's numbers depend on, as lines."""
+    """What an evaluation's numbers depend on, as lines of text."""
     scale = f"if not of {info['image_size']} px: shorter side 256/224 of it, centre crop, {info['interpolation']}"
     same = train.array is not None and train.array.shape[1:3] == (info["image_size"],) * 2
-    precision = "bf16" if args.amp else "float32 (CUDA's convolutions: TF32)"
+    tf32 = torch.backends.cuda.matmul.allow_tf32
+    precision = "bf16" if args.bf16 else "float32 with products in TF32" if tf32 else "float32"
     return f"""encoder {arch_name(info)} of {info["method"]}, the {info["encoder"]} encoder, evaluation mode; \
-features: before the projector, after the last norm and pooling; {precision}
+features: before the projector, after the last norm and pooling; the encoder computes in {precision}
 data {args.dataset}: {len(train)} training and {len(test or ())} test images, {len(train.classes)} classes; \
 {"no resize" if same else scale}; mean {tuple(info["mean"])}, std {tuple(info["std"])}"""
 
@@ -1529,21 +1589,27 @@ RUN_FLAGS = dict(  # of every training run: {group: {flag: (default, argparse's 
         show_views=(None, dict(metavar="PNG", help="write a picture of what the network is fed, and exit")),
     ),
 )
-# fmt: on
-EVALUATION_FLAGS = dict(  # of eval_knn.py and eval_linear.py
-    encoder=dict(choices=("query", "momentum"), help="default: the one that the method's authors evaluate"),
-    random_init=dict(action="store_true", help="an untrained encoder, --arch, instead of a checkpoint"),
-    arch=dict(metavar="NAME", help="with --random-init: vit_tiny, resnet18, ..., or any timm model"),
-    image_size=dict(type=COUNT, metavar="N", help="without a checkpoint (32)"),
-    patch_size=dict(type=COUNT, metavar="N", help="the same, of a ViT (2 up to 32 px, else 16)"),
-    dataset=dict(choices=DATASETS, help="default: what the encoder was trained on, or patterns"),
-    data_dir=dict(metavar="DIR", help="default: where that was"),
-    seed=dict(type=NATURAL, default=0, metavar="N", help="of what is drawn"),
-    workers=dict(type=WORKERS, metavar="N", help="loader processes (up to 12 for a GPU, else 0)"),
-    device=dict(default="auto", choices=("auto", "cuda", "cpu"), help="auto: a GPU where there is one"),
-    amp=dict(action="store_true", help="encode in bf16"),
-    no_floors=dict(action="store_true", help="leave out raw pixels and the untrained encoder"),
+EVALUATION_FLAGS = dict(  # of eval_knn.py and eval_linear.py: {group: {flag: argparse's options}}
+    encoder=dict(
+        encoder=dict(choices=("query", "momentum"), help="default: the one that the method's authors evaluate"),
+        random_init=dict(action="store_true", help="judge an untrained encoder, --arch, instead of a checkpoint"),
+        arch=dict(metavar="NAME", help="with --random-init: vit_tiny, resnet18, ..., or any timm model"),
+        image_size=dict(type=COUNT, metavar="N", help="without a checkpoint: side of the images (default: 32)"),
+        patch_size=dict(type=COUNT, metavar="N", help="without a checkpoint: of a ViT (default: 2; above 32 px 16)"),
+    ),
+    data=dict(
+        dataset=dict(choices=DATASETS, help="default: what the encoder was trained on, or patterns"),
+        data_dir=dict(metavar="DIR", help="its folder (default: where the run had it)"),
+    ),
+    operation=dict(
+        seed=dict(type=SEED, default=0, metavar="N", help="seed of what is drawn"),
+        workers=dict(type=WORKERS, metavar="N", help="loader processes (default: up to 12 for a GPU, else 0)"),
+        device=dict(default="auto", choices=("auto", "cuda", "cpu"), help="auto: a GPU where there is one"),
+        amp=dict(default="auto", choices=("auto", "bf16", "off"), help="of encoders; auto: bf16 on GPUs that have it"),
+        no_floors=dict(action="store_true", help="leave out raw pixels and the untrained encoder"),
+    ),
 )
+# fmt: on
 # What may differ between two calls of one run; an evaluation's, too.
 OPERATING = {*RUN_FLAGS["operation"], "data_dir", "no_cache", "bf16", "name", "typed", "eval_every"}
 
@@ -1575,11 +1641,14 @@ class ArgumentParser(argparse.ArgumentParser):
         return parsed
 
 
-def evaluation_parser(prog, doc):
-    parser = ArgumentParser(prog, doc.splitlines()[0])
-    parser.add_argument("checkpoint", nargs="?", help="a run's folder, a last.pt or a backbone.pt")
-    for flag, options in EVALUATION_FLAGS.items():
-        parser.add_argument(option(flag), **options)
+def evaluation_parser(script, doc):
+    """A parser with what eval_knn.py and eval_linear.py share: the checkpoint and EVALUATION_FLAGS."""
+    parser = ArgumentParser(script, doc.splitlines()[0], usage=f"python {script} [RUN] [flags]")
+    parser.add_argument("checkpoint", nargs="?", metavar="RUN", help="a run's folder, a last.pt or a backbone.pt")
+    for group, rows in EVALUATION_FLAGS.items():
+        section = parser.add_argument_group(group)
+        for flag, options in rows.items():
+            section.add_argument(option(flag), **options)
     return parser
 
 

@@ -1,25 +1,32 @@
-"""Judge an encoder with labels: a linear classifier on its frozen features, or fine-tuning of all layers.
+"""Judge an encoder with labels: by a linear classifier on its frozen features, or by fine-tuning all its layers.
 
-The default, `--protocol probe`, computes features once, standardises them, and trains a classifier on them for a whole
-grid of learning rates at once, in seconds. The rate is chosen on a tenth of the training set; the test set is used
-once. Beside the number stand two floors: raw pixels, and the same encoder untrained.
+The default is `--protocol probe`. It computes the features once, standardises them, and trains a linear classifier on
+them for a grid of learning rates at once, in seconds. The rate is chosen on a tenth of the training set. The test set
+is used once. The same number is printed for two floors: raw pixels, and the same encoder untrained.
 
     python eval_linear.py runs/patchmix-patterns-vit_micro-s0
     python eval_linear.py RUN --dataset cifar100 --data-dir DIR                # transfer
-    python eval_linear.py RUN --solver lbfgs --metric per_class                # transfer as LoGo's Table 5
+    python eval_linear.py RUN --solver lbfgs --metric per_class                # transfer as in LoGo's Table 5
     torchrun --nproc_per_node=8 eval_linear.py RUN --data-dir DIR --protocol moco
     python eval_linear.py RUN --finetune --label-fraction 0.01
 
-The papers' own protocols (`--protocol moco|jcl|clim|jointcrop|jointcrop-small|patchmix`) train on random crops of the
-images, on any number of processes, and go on where they were stopped, bit for bit; the last epoch is reported, never
-the best. `--finetune` trains all layers: PatchMix's recipe for ViTs, CLIM's for other encoders. Every value is a flag,
-and is printed. Your own encoder and data: eval_linear.main(args, encoder=MODULE, train=DATASET, test=DATASET).
+The papers' own protocols are `--protocol moco|jcl|clim|jointcrop|jointcrop-small|patchmix`. They train on random crops
+of the images, on any number of processes. The same command goes on where a run was stopped, bit for bit. The score is
+that of the last epoch, never of the best one.
+`--finetune` trains all layers. ViTs take PatchMix's recipe by default, and other encoders CLIM's.
+Every value of a recipe is a flag, and is printed.
+Your own encoder and data: eval_linear.main(args, encoder=MODULE, train=DATASET, test=DATASET).
 
-Departures: an epoch is whole batches, the images over are left out of it. Mixup and CutMix pair the images of a
-process, and drop-path draws for each, so a fine-tuning with them depends on the number of processes; nothing else
-does, but for rounding. Images are resized by the interpolation that the encoder was trained with; LoGo's released
-evaluation is bicubic. The probe and L-BFGS compute features on all processes and fit on each: with several of them, up
-to 2**30 numbers (4 GiB).
+Departures from the papers:
+    D1 An epoch is whole batches. The images over are left out of it.
+    D2 Mixup and CutMix pair the images of one process, and each process draws for drop-path. So a fine-tuning with them
+       depends on the number of processes. Nothing else does, but for rounding.
+    D3 Images are resized by the interpolation that the encoder was trained with. LoGo's released evaluation: bicubic.
+    D4 Precision. The encoder computes in bf16 on GPUs that have it (`--amp off`: in float32, with products in TF32).
+       The probe is fitted in float32, and L-BFGS works in float64.
+
+The probe and L-BFGS compute the features on all processes, and each process then fits on all of them. With several
+processes these may be up to 2**30 numbers (4 GiB).
 """
 
 import argparse
@@ -42,14 +49,15 @@ from timm.layers import convert_sync_batchnorm
 from timm.optim import param_groups_layer_decay
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import default_convert
 
 import common
 
-# ---------------------------------------------------------- 1. recipes and arguments
+# ===================================================== 1. recipes and arguments
 
 # fmt: off
-# Milestones and warm-up end at shares of the run and at epochs; the rate is that of batch size lr_batch.
-# [P] printed in the paper, [C] its released code, [I] inference: the paper is silent.
+# lr is the rate at batch size lr_batch. Milestones are shares of the run; warmup counts epochs.
+# [P]: printed in the paper. [C]: from its released code. [I]: our inference, where both are silent.
 COMMON = dict(
     optimizer="sgd", momentum=0.9, nesterov=False, lr_batch=256, weight_decay=0.0, milestones=(), lr_per="epoch",
     warmup=0, warmup_lr=0.0, min_lr=0.0, crop_scale=(0.08, 1.0), pad=0, randaug=0, erase=0.0, mixup=0.0, cutmix=0.0,
@@ -57,10 +65,12 @@ COMMON = dict(
 )
 MOCO = dict(COMMON, epochs=100, batch_size=256, lr=30.0, milestones=(0.6, 0.8))  # JCL, CLIM [P], decay 0 [C]
 LINEAR = ("moco", "jcl", "clim", "jointcrop", "jointcrop-small", "patchmix")
+RATES = [10.0**e for e in np.arange(-4.5, 1.51, 0.5)]  # the probe's grid: 13 rates from 0.00003 to 32
+STRENGTHS = np.logspace(-6, 5, 45).tolist()  # L-BFGS's grid
 RECIPES = {  # "mode protocol", and what an encoder or a data set changes in it: "mode protocol trait"
-    "probe probe": dict(epochs=50, batch_size=256, lrs=None, holdout=0.1),  # ours
+    "probe probe": dict(epochs=50, batch_size=256, lrs=RATES, holdout=0.1),  # ours
     "lbfgs lbfgs": dict(  # LoGo, supplementary 3: L-BFGS, L2, 5000 iterations [P]; grid: BYOL's and SimCLR's [I]
-        batch_size=256, strengths=None, holdout=0.1, metric="top1", iterations=5000, tolerance=1e-6,
+        batch_size=256, strengths=STRENGTHS, holdout=0.1, metric="top1", iterations=5000, tolerance=1e-6,
     ),
     "linear moco": MOCO,
     "linear jcl": MOCO,
@@ -71,13 +81,13 @@ RECIPES = {  # "mode protocol", and what an encoder or a data set changes in it:
     "linear jointcrop-small": dict(  # CIFAR, STL-10, Tiny-ImageNet: ContrastiveCrop's [C]
         COMMON, epochs=100, batch_size=512, lr=10.0, lr_batch=512, milestones=(0.6, 0.8),
     ),
-    # 4.1.3: 100 epochs [P]; the rest [C]; the rate for encoders that are no ViT-T, -S, -B: as S, for vit_micro as T [I]
+    # 4.1.3: 100 epochs [P]; the rest [C]. Other encoders than ViT-T, -S, -B have the rate of S, vit_micro that of T [I]
     "linear patchmix": dict(COMMON, epochs=100, batch_size=1024, lr=0.02, nesterov=True),
     "linear patchmix vit_tiny": dict(lr=0.05),
     "linear patchmix vit_base": dict(lr=0.01),
     "linear patchmix cifar10": dict(batch_size=256),
     "linear patchmix cifar100": dict(batch_size=256),
-    # 4.1.3: 100 epochs [P]; the rest [C]; the batch as in its linear protocol, each step a rate [I]
+    # 4.1.3: 100 epochs [P]; the rest [C]. The batch is as in its linear protocol, and each step has a rate [I]
     "finetune patchmix": dict(
         COMMON, optimizer="adamw", epochs=100, batch_size=1024, lr=5e-4, head_lr=None, weight_decay=0.05,
         layer_decay=0.75, lr_per="step", warmup=10, warmup_lr=1e-6, min_lr=1e-5, drop_path=0.1, randaug=9, erase=0.25,
@@ -91,66 +101,84 @@ RECIPES = {  # "mode protocol", and what an encoder or a data set changes in it:
         drop_path=0.0,
     ),
 }
-RUN = dict(resume="auto", max_steps=None, save_every=1, keep_every=0, eval_every=0, tensorboard=False)
+RUN = dict(resume="auto", max_steps=None, save_every=1, eval_every=0, tensorboard=False)
 MOST = 1e9
 FLAGS = {  # name: (type, least, most, help)
-    "epochs": (int, 1, MOST, "(the probe: 50)"),
-    "batch_size": (int, 1, MOST, "a training's global batch; else the images encoded at once, by each process"),
-    "lr": (float, 1e-9, MOST, "rate at batch --lr-batch, scaled linearly with the batch"),
-    "lr_batch": (int, 1, MOST, "the batch that --lr is for"),
-    "head_lr": (float, 1e-9, MOST, "fine-tuning: rate of the new classifier, at --lr-batch"),
-    "layer_decay": (float, 1e-9, 1, "fine-tuning: each layer's rate is this times that of the layer above"),
-    "momentum": (float, 0, 1, "of SGD"),
-    "weight_decay": (float, 0, MOST, "of the optimizer"),
-    "warmup": (float, 0, MOST, "epochs of linear warm-up"),
-    "warmup_lr": (float, 0, MOST, "the rate it begins with"),
-    "min_lr": (float, 0, MOST, "the rate that a cosine ends with"),
-    "pad": (int, 0, MOST, "pixels: random crops of the padded image instead of resized ones"),
-    "drop_path": (float, 0, 0.99, "fine-tuning: stochastic depth"),
-    "randaug": (int, 0, 10, "RandAugment's magnitude (timm rand-mX-mstd0.5-inc1); 0: none"),
+    "epochs": (int, 1, MOST, "epochs of the whole training (the probe: 50)"),
+    "batch_size": (int, 1, MOST, "images per step, over all processes; probe, L-BFGS: encoded at once per process"),
+    "lr": (float, 1e-9, MOST, "learning rate at batch size --lr-batch; it is scaled linearly with --batch-size"),
+    "lr_batch": (int, 1, MOST, "batch size for which --lr is given"),
+    "head_lr": (float, 1e-9, MOST, "fine-tuning: learning rate of the new classifier at --lr-batch"),
+    "layer_decay": (float, 1e-9, 1, "fine-tuning: each layer's rate is this times that of the layer above it"),
+    "momentum": (float, 0, 1, "momentum of SGD"),
+    "weight_decay": (float, 0, MOST, "weight decay of the optimizer"),
+    "warmup": (float, 0, MOST, "epochs of linear warm-up; not given, it shrinks with --epochs"),
+    "warmup_lr": (float, 0, MOST, "learning rate with which the warm-up begins"),
+    "min_lr": (float, 0, MOST, "learning rate with which a cosine ends"),
+    "pad": (int, 0, MOST, "pixels of padding: crops are random places of the padded image, without a resize; 0: none"),
+    "drop_path": (float, 0, 0.99, "fine-tuning: probability of stochastic depth in the last block"),
+    "randaug": (int, 0, 10, "magnitude of RandAugment (timm's rand-mX-mstd0.5-inc1); 0: none"),
     "erase": (float, 0, 1, "probability of random erasing"),
-    "mixup": (float, 0, MOST, "alpha; 0: none"),
-    "cutmix": (float, 0, MOST, "alpha; 0: none"),
-    "smoothing": (float, 0, 0.99, "of the labels"),
-    "max_steps": (int, 1, MOST, "stop and save after N steps, counted over resumes"),
-    "save_every": (int, 1, MOST, "epochs (1)"),
-    "eval_every": (int, 0, MOST, "epochs; 0: the last one only (0)"),
+    "mixup": (float, 0, MOST, "alpha of mixup; 0: none"),
+    "cutmix": (float, 0, MOST, "alpha of CutMix; 0: none"),
+    "smoothing": (float, 0, 0.99, "smoothing of the labels"),
     "holdout": (float, 0.001, 0.999, "share of the training set that chooses the rate or the strength (0.1)"),
-    "iterations": (int, 1, MOST, "L-BFGS, at most, for each strength (5000)"),
-    "tolerance": (float, 1e-12, MOST, "L-BFGS: converged when no entry of the whitened gradient is above (1e-6)"),
-    "label_fraction": (float, 1e-9, 1, "train on this share of the labels, the same count for each class"),
+    "iterations": (int, 1, MOST, "L-BFGS: most iterations for each strength (5000)"),
+    "tolerance": (float, 1e-12, MOST, "L-BFGS: it has converged if no entry of the whitened gradient is above (1e-6)"),
+}
+OPERATION = {
+    "max_steps": (int, 1, MOST, "stop and save after N steps, counted over all calls"),
+    "save_every": (int, 1, MOST, "epochs between saves (1)"),
+    "eval_every": (int, 0, MOST, "epochs between judgements; 0: the last epoch only (0)"),
 }
 # fmt: on
 
+# Random streams, see common.generator: what draws, and the numbers that keep the draws apart. They never change.
+STREAM_HOLDOUT, STREAM_PROBE, STREAM_LABELS, STREAM_CLASSES, STREAM_RANDAUG, STREAM_ERASE = 2, 3, 4, 5, 6, 7
+
 
 def parse_args(argv=None):
+    """The command line as a namespace. Exits with an error message on a mistake.
+
+    argv: a list of words; sys.argv's if None. What is not given is None until main knows the encoder.
+    """
     parser = common.evaluation_parser("eval_linear.py", __doc__)
     positive, share = common.number(float, 1e-9), common.number(float, 1e-9, 1)
-    add = parser.add_argument
-    add("--protocol", choices=("probe", *LINEAR), help="how the classifier is trained (probe)")
-    add("--finetune", action="store_true", help="train all layers; --protocol patchmix (ViTs) or clim (others)")
-    add("--solver", choices=("sgd", "lbfgs"), help="lbfgs: logistic regression on cached features")
-    add("--label-files", metavar="LIST", help="train on these files: one a line, base name or path in train/")
-    add("--lrs", type=positive, nargs="+", metavar="X", help="the probe's grid of rates (0.00003 to 32)")
-    add("--strengths", type=positive, nargs="+", metavar="X", help="L-BFGS: L2 strengths (45, 1e-6 to 1e5)")
-    add("--metric", choices=("top1", "per_class"), help="L-BFGS: what chooses the strength (top1)")
-    add("--out", metavar="DIR", help="folder of a training (runs/...); the same command goes on from it")
-    add = parser.add_argument_group("what the protocols set").add_argument
-    add("--optimizer", choices=("sgd", "adamw"))
-    add("--nesterov", action=argparse.BooleanOptionalAction)
-    add("--milestones", type=share, nargs="*", metavar="X", help="shares of the run: rate / 10; none: a cosine")
+    add = parser.add_argument_group("protocol").add_argument
+    add("--protocol", choices=("probe", *LINEAR), help="how the classifier is trained (default: probe)")
+    add("--finetune", action="store_true", help="train all layers; --protocol is patchmix (ViTs) or clim (others)")
+    add("--solver", choices=("sgd", "lbfgs"), help="lbfgs: logistic regression on features that are computed once")
+    add("--label-fraction", type=share, metavar="X", help="train on this share of the labels, equally many per class")
+    add("--label-files", metavar="LIST", help="train on these files: one per line, base name or path in train/")
+    group = parser.add_argument_group("recipe", "The protocol sets what is not given.")
+    add = group.add_argument
+    add_numbers(group, FLAGS)
+    add("--optimizer", choices=("sgd", "adamw"), help="the optimizer of a training")
+    add("--nesterov", action=argparse.BooleanOptionalAction, help="Nesterov's form of SGD's momentum")
+    add("--milestones", type=share, nargs="*", metavar="X", help="shares of the run where rate / 10; none: a cosine")
     add("--lr-per", choices=("epoch", "step"), help="how often the rate changes")
-    add("--crop-scale", type=share, nargs=2, metavar=("LO", "HI"), help="area of the random resized crops")
-    for name, (kind, least, most, text) in FLAGS.items():
-        metavar = "N" if kind is int else "X"
-        add("--" + name.replace("_", "-"), type=common.number(kind, least, most), metavar=metavar, help=text)
+    add("--crop-scale", type=share, nargs=2, metavar="X", help="smallest and largest area of a crop, as shares")
+    add("--lrs", type=positive, nargs="+", metavar="X", help="the probe's grid of rates (13 from 0.00003 to 32)")
+    add("--strengths", type=positive, nargs="+", metavar="X", help="L-BFGS: strengths of L2 (45 from 1e-6 to 1e5)")
+    add("--metric", choices=("top1", "per_class"), help="L-BFGS: the score that chooses the strength (top1)")
+    group = parser.add_argument_group("operation of a training", "A protocol's or a fine-tuning's.")
+    add = group.add_argument
+    add("--out", metavar="DIR", help="its folder (default: runs/...); the same command goes on from what is in it")
+    add_numbers(group, OPERATION)
     args = parser.parse_args(argv)
+    args.typed = [name for name, value in vars(args).items() if value != parser.get_default(name)]
     check_flags(args)
     return args
 
 
+def add_numbers(group, flags):
+    """Add flags that take one number to a group of a parser. flags: {name: (type, least, most, help)}."""
+    for name, (kind, least, most, text) in flags.items():
+        group.add_argument(common.option(name), type=common.number(kind, least, most), metavar="X", help=text)
+
+
 def check_flags(args):
-    """Set args.mode, one of probe, lbfgs, linear, finetune; refuse flags that contradict it or each other."""
+    """Set args.mode to probe, lbfgs, linear or finetune. Exits with an error message if flags contradict each other."""
     args.mode = "lbfgs" if args.solver == "lbfgs" else "probe"
     if args.finetune or args.protocol in LINEAR:
         args.mode = "finetune" if args.finetune else "linear"
@@ -158,11 +186,13 @@ def check_flags(args):
             common.fail(f"--solver {args.solver} is for cached features: leave out --finetune and --protocol")
     if args.finetune and args.protocol not in (None, "patchmix", "clim"):
         common.fail(f"--finetune goes with --protocol patchmix or clim, not {args.protocol}")
-    known = {"label_fraction"}.union(*(recipe for name, recipe in RECIPES.items() if name.split()[0] == args.mode))
-    known |= {"out", *RUN} if args.mode in ("linear", "finetune") else set()
-    for name in sorted({"out", "lrs", "strengths", "metric", *COMMON, *FLAGS} - known):
+    used = set().union(*(recipe for name, recipe in RECIPES.items() if name.split()[0] == args.mode))
+    used |= {"out", *OPERATION} if args.mode in ("linear", "finetune") else set()
+    for name in sorted({"out", "lrs", "strengths", "metric", *COMMON, *FLAGS, *OPERATION} - used):
         if getattr(args, name) is not None:
-            common.fail(f"--{name.replace('_', '-')} is not used by this evaluation ({args.mode})")
+            common.fail(f"{common.option(name)} is not used by this evaluation ({args.mode})")
+    if args.mode in ("linear", "finetune"):
+        common.refuse(args, ["no_floors"], "only the probe and L-BFGS have floors")
     if args.label_fraction and args.label_files:
         common.fail("give --label-fraction or --label-files, not both")
     if args.crop_scale and args.crop_scale[0] > args.crop_scale[1]:
@@ -170,16 +200,20 @@ def check_flags(args):
 
 
 def resolve(args, info):
-    """Fill in from the recipe what the command line left open, for this encoder and data set, and name the run."""
+    """Fill in from the recipe what the command line left open, for this encoder and data set.
+
+    Exits with an error message if values do not go together, with each other or with the encoder.
+    """
     name = re.sub("^deit3?_", "vit_", info["timm_name"] or "own")
     vit = name.startswith("vit_")
     if args.mode in ("probe", "lbfgs"):
         args.protocol = args.mode
     args.protocol = args.protocol or ("patchmix" if vit else "clim")
     recipe = dict(RECIPES[f"{args.mode} {args.protocol}"])
-    for trait in ("vit" * vit, "_".join(name.split("_")[:2]), args.dataset):
+    traits = ["vit"] if vit else []
+    for trait in (*traits, "_".join(name.split("_")[:2]), args.dataset):
         recipe |= RECIPES.get(f"{args.mode} {args.protocol} {trait}", {})
-    if name == "own" and "layer_decay" in recipe:  # of whose layers nothing is known
+    if name == "own" and "layer_decay" in recipe:  # nothing is known of its layers
         recipe |= dict(layer_decay=1.0, drop_path=0.0)
         if args.drop_path or args.layer_decay not in (None, 1.0):
             common.fail("--drop-path and --layer-decay need an encoder of timm's, not your own")
@@ -191,8 +225,20 @@ def resolve(args, info):
     for key, value in (RUN | recipe).items():
         if getattr(args, key, None) is None:
             setattr(args, key, value)
-    if args.mode in ("probe", "lbfgs"):
-        return
+    if args.mode in ("linear", "finetune"):
+        check_training(args)
+
+
+def check_training(args):
+    """Exit with an error message if values of a training do not go together, or if one has no effect."""
+    if args.optimizer == "adamw":
+        common.refuse(args, ["momentum", "nesterov"], "it is SGD's, and --optimizer is adamw")
+    if args.milestones:
+        common.refuse(args, ["min_lr"], "the rate ends as --milestones say, not with a cosine")
+    if not args.warmup:
+        common.refuse(args, ["warmup_lr"], "there is no --warmup")
+    if args.pad:
+        common.refuse(args, ["crop_scale"], f"crops are places of the padded image (--pad {args.pad})")
     if args.optimizer == "sgd" and args.nesterov and not args.momentum:
         common.fail("--momentum 0 needs --no-nesterov")
     if args.mode == "finetune" and args.head_lr and args.layer_decay < 1:
@@ -200,37 +246,36 @@ def resolve(args, info):
     world = common.rank_and_world()[1]
     if args.batch_size % world or (args.mixup + args.cutmix > 0 and args.batch_size // world % 2):
         common.fail(f"--batch-size {args.batch_size}: {world} process(es) get equal parts, with mixup even numbers")
-    path = Path(args.checkpoint or args.arch or "own").resolve()
-    source = path.name if path.is_dir() or not args.checkpoint else path.parent.name
-    labels = f"-{args.label_fraction:g}" if args.label_fraction else "-listed" if args.label_files else ""
-    args.method, args.bf16 = f"{args.mode} {args.protocol}", args.amp  # as common.Run knows them
-    args.name = f"{args.mode}-{args.protocol}-{args.dataset}-{source}-s{args.seed}{labels}"
 
 
-# ------------------------------------------------------------- 2. labels
+# =================================================================== 2. labels
 
 
 def balanced_share(labels, fraction, seed):
-    """Sorted rows of a share of the labels (n,), as many for each class up to one, and at least one; fixed by the seed.
+    """The sorted rows (m,) of a share of the labels (n,). The seed fixes them.
 
-    The classes give images in turn, so that the others make up for a class that has too few, and a smaller share is
-    part of a larger one.
+    Each class has as many as any other, or one more. Classes that have too few give all, and the others make up for
+    them. Each class has at least one. The rows of a smaller share are among those of a larger one.
     """
     classes, labels = np.unique(labels, return_inverse=True)
-    order = torch.randperm(len(labels), generator=common.generator(seed, 4)).numpy()
-    first = torch.randperm(len(classes), generator=common.generator(seed, 5)).numpy()  # which classes give one more
-    turn = np.empty(len(labels), np.int64)
+    order = torch.randperm(len(labels), generator=common.generator(seed, STREAM_LABELS)).numpy()
+    first = torch.randperm(len(classes), generator=common.generator(seed, STREAM_CLASSES)).numpy()  # have one more
+    turn = np.empty(len(labels), np.int64)  # the classes give images in turn: in which turn an image comes
     for c in range(len(classes)):
-        mine = order[labels[order] == c]
-        turn[mine] = np.arange(len(mine))
+        rows = order[labels[order] == c]
+        turn[rows] = np.arange(len(rows))
     count = max(round(fraction * len(labels)), len(classes))
     return np.sort(np.lexsort((first[labels], turn))[:count])
 
 
 def listed_files(images, root, file):
-    """Rows of the files that a list names, one a line: base names (SimCLR's splits) or paths relative to `root`."""
+    """The sorted rows of the files that a list names, one per line.
+
+    A line is a base name, as in SimCLR's splits, or a path relative to `root`. Exits with an error message if a line is
+    not the name of exactly one file.
+    """
     if images.paths is None:
-        common.fail("--label-files needs images in files: --data-dir with train/, one folder a class")
+        common.fail("--label-files needs images in files: --data-dir with train/, one folder per class")
     found = {}
     for i in range(len(images)):
         for name in {os.path.basename(images.path(i)), os.path.relpath(images.path(i), root)}:
@@ -246,42 +291,47 @@ def listed_files(images, root, file):
 
 
 def choose_labels(args, train):
-    """The training images whose labels may be used."""
-    if args.label_fraction is None and args.label_files is None:
-        return train
+    """The training images whose labels may be used, as --label-fraction or --label-files says."""
     if args.label_files:
-        chosen = train.subset(listed_files(train, Path(args.data_dir or "data") / "train", args.label_files))
+        rows = listed_files(train, Path(args.data_dir or "data") / "train", args.label_files)
+    elif args.label_fraction:
+        rows = balanced_share(train.labels, args.label_fraction, args.seed)
     else:
-        chosen = train.subset(balanced_share(train.labels, args.label_fraction, args.seed))
+        return train
+    chosen = train.subset(rows)
     counts = np.bincount(chosen.labels, minlength=len(train.classes))
-    each = f"{counts.min()} to {counts.max()} for each class"
+    each = f"{counts.min()} to {counts.max()} per class"
     common.say(f"labels: {len(chosen)} of {len(train)} training images, {each}")
     return chosen
 
 
-# ------------------------------------------------------- 3. linear probe
+# ============================================================= 3. linear probe
 
 
 @torch.no_grad()
+@common.exact_products()
 def linear_probe(train_x, train_y, test_x, num_classes, seed=0, epochs=50, batch_size=256, lrs=None, holdout=0.1):
-    """A linear classifier on cached features: a grid of learning rates at once, the best by a held-out part.
+    """A linear classifier on cached features, trained with a grid of learning rates at once.
 
-    train_x (n, d), test_x (m, d) are standardised by the training features' mean and std; train_y (n,) int64 in
-    [0, num_classes). SGD, momentum 0.9, cosine. The rate is chosen on `holdout` of the training set, which the test
-    set never sees, and the classifier is then trained on all of it.
-    Returns {'logits': (m, num_classes), 'lr', 'at_edge': bool, 'held_out': {lr: percent}}.
+    train_x: (n, d) and test_x: (m, d), features, which are standardised by the training features' mean and deviation.
+    train_y: (n,) int64 in [0, num_classes). lrs: the grid; RATES if None. holdout: share of the training set.
+    The classifier is trained by SGD with momentum 0.9 and a cosine. The rate is chosen on the share that is held out of
+    the training set; then all of the training set is fitted. The test set chooses nothing.
+    Returns {'logits': (m, num_classes), 'lr': the rate, 'at_edge': bool, 'held_out': {rate: percent}}.
     """
-    lrs = torch.tensor(lrs or [10.0**e for e in np.arange(-4.5, 1.51, 0.5)])
+    lrs = torch.tensor(lrs or RATES)
     mean, std = train_x.mean(0), train_x.std(0, correction=0).clamp_min(1e-6)
     train_x, test_x = (F.pad((x - mean) / std, (0, 1), value=1.0) for x in (train_x, test_x))  # a last 1 for the bias
-    order = torch.randperm(len(train_x), generator=common.generator(seed, 2))
+    order = torch.randperm(len(train_x), generator=common.generator(seed, STREAM_HOLDOUT))
     check, rest = order.split([held := int(holdout * len(order)), len(order) - held])
 
-    def fit(rows, rates):
+    def fit(rows, rates, what):
         weight = train_x.new_zeros(train_x.shape[1], len(rates), num_classes)
         velocity, rates = torch.zeros_like(weight), rates.to(weight).view(-1, 1)
         for epoch in range(epochs):
-            batches = rows[torch.randperm(len(rows), generator=common.generator(seed, 3, epoch))].split(batch_size)
+            common.progress(f"probe: {what}, epoch {epoch + 1} of {epochs}")
+            shuffled = torch.randperm(len(rows), generator=common.generator(seed, STREAM_PROBE, epoch))
+            batches = rows[shuffled].split(batch_size)
             for i, batch in enumerate(batches):
                 x, rate = train_x[batch], 0.5 * (1 + math.cos(math.pi * (epoch + i / len(batches)) / epochs))
                 error = logits(x, weight).softmax(-1)
@@ -293,17 +343,22 @@ def linear_probe(train_x, train_y, test_x, num_classes, seed=0, epochs=50, batch
     def logits(x, weight):  # one product for all rates: (n, d) and (d, rates, classes) -> (n, rates, classes)
         return (x @ weight.flatten(1)).view(len(x), *weight.shape[1:])
 
-    grid, check = fit(rest, lrs), check if held else order
+    grid = fit(rest, lrs, f"{len(lrs)} rates")
+    check = check if held else order
     guesses = torch.cat([logits(train_x[part], grid).argmax(-1) for part in check.split(4096)])
     right = (guesses == train_y[check][:, None]).float().mean(0)
     best = int(right.argmax())
     held_out = {f"{lr:.3g}": 100 * r for lr, r in zip(lrs.tolist(), right.tolist(), strict=True)}
-    tested = logits(test_x, fit(order, lrs[best : best + 1]))[:, 0]
+    tested = logits(test_x, fit(order, lrs[best : best + 1], "the best rate"))[:, 0]
     return dict(logits=tested, lr=lrs[best].item(), at_edge=best in (0, len(lrs) - 1), held_out=held_out)
 
 
 def scores(logits, labels, num_classes):
-    """{linear_top1, linear_top5 (more than five classes), linear_per_class (mean over classes)}, in percent."""
+    """The scores of logits (m, num_classes) against labels (m,), in percent, as a dict.
+
+    linear_top1; linear_top5 if there are more than five classes; linear_per_class, the mean over the classes of each
+    one's top-1.
+    """
     ranked = logits.topk(min(5, num_classes), dim=1).indices == labels[:, None]
     right = ranked[:, 0].float()
     per_class = torch.stack([right[labels == c].mean() for c in labels.unique()])
@@ -311,18 +366,22 @@ def scores(logits, labels, num_classes):
     return {"linear_top1": 100 * right.mean().item(), **top5, "linear_per_class": 100 * per_class.mean().item()}
 
 
-# --------------------------------- 4. logistic regression by L-BFGS
+# ========================================== 4. logistic regression by L-BFGS
 
 
-def logistic_regression(x, y, num_classes, strength, start=None, iterations=5000, tolerance=1e-6):
-    """Multinomial logistic regression with L2: minimises sum_i CE(x_i W + b, y_i) + strength / 2 |W|^2, the bias free.
+def logistic_regression(
+    x, y, num_classes, strength, start=None, iterations=5000, tolerance=1e-6, what="logistic regression"
+):
+    """Multinomial logistic regression with an L2 penalty.
 
-    The strength is 1 / C of scikit-learn. x (n, d) float64, y (n,) int64; the sum is divided by n, which leaves the
-    minimum where it is. start: weights to begin from. Returns (weights (d + 1, num_classes), the bias last; largest
-    entry of the gradient, which is converged below `tolerance`).
+    Returns (weights (d + 1, num_classes), largest entry of the gradient). The weights are W and, as their last row, the
+    bias b. They minimise sum_i CE(x_i W + b, y_i) + strength / 2 |W|^2. The bias is free.
+    x: (n, d) float64. y: (n,) int64. strength: 1 / C of scikit-learn. The sum is divided by n, which leaves the minimum
+    where it is. start: weights to begin from. what: what the progress line calls it.
+    It has converged if the largest entry of the gradient is at most `tolerance`.
 
-    L-BFGS works on W = P V, where P whitens the features as far as the penalty lets it: the minimum is the same, but a
-    few strong directions no longer make thousands of iterations of what takes tens.
+    L-BFGS works on V with W = P V, where P whitens the features as far as the penalty lets it. The minimum is the same.
+    But a few strong directions no longer take thousands of iterations where tens are enough.
     """
     values, basis = torch.linalg.eigh(x.T @ x / len(x))
     decay = strength / len(x)
@@ -335,7 +394,12 @@ def logistic_regression(x, y, num_classes, strength, start=None, iterations=5000
     options = dict(tolerance_grad=tolerance, tolerance_change=0, history_size=20, line_search_fn="strong_wolfe")
     optimizer = torch.optim.LBFGS([weight], max_iter=iterations, max_eval=25 * iterations, **options)
 
+    evaluations = 0
+
     def closure():
+        nonlocal evaluations
+        evaluations += 1
+        common.progress(f"L-BFGS: {what}, evaluation {evaluations} of the gradient")
         optimizer.zero_grad()
         penalty = decay / 2 * (scale * weight[:-1]).square().sum()
         loss = F.cross_entropy(torch.addmm(weight[-1], white, weight[:-1]), y) + penalty
@@ -348,14 +412,16 @@ def logistic_regression(x, y, num_classes, strength, start=None, iterations=5000
     return torch.cat([basis @ (scale * v[:-1]), v[-1:]]), weight.grad.abs().max().item()
 
 
+@common.exact_products()
 def lbfgs_probe(x, y, check, test_x, num_classes, strengths, metric="top1", iterations=5000, tolerance=1e-6):
-    """Logistic regression whose L2 strength is chosen on a validation part; then all of x is fitted.
+    """Logistic regression on cached features. Its L2 strength is chosen on a validation part; then all of x is fitted.
 
-    x (n, d), test_x (m, d): features; x of training and validation images, check: rows of the latter. Features are
-    centred (the free bias makes that no difference) and divided by one number, their root mean square, so that a
-    strength means the same for every encoder while directions keep their share; all in float64. From strong to weak,
-    each fit begins where the last one ended. strengths: None: 45 from 1e-6 to 1e5. Returns {'logits': (m,
-    num_classes), 'lr': the strength, 'at_edge', 'held_out': {strength: percent}}.
+    x: (n, d), features of training and validation images. y: (n,) int64. check: rows of the validation images. test_x:
+    (m, d). strengths: the grid. metric: the score that chooses, top1 or per_class.
+    The features are centred, which the free bias makes no difference to. They are divided by one number, their root
+    mean square. So a strength means the same for every encoder, while directions keep their share. All is in float64.
+    The fits go from the strongest penalty to the weakest. Each begins where the last one ended.
+    Returns {'logits': (m, num_classes), 'lr': the strength, 'at_edge': bool, 'held_out': {strength: percent}}.
     """
     rest = torch.ones(len(x), dtype=torch.bool, device=x.device)
     rest[check] = False
@@ -364,14 +430,17 @@ def lbfgs_probe(x, y, check, test_x, num_classes, strengths, metric="top1", iter
     x, test_x = (x - mean) / scale, (test_x - mean) / scale
     weight, best, start, held_out, unfinished = None, None, None, {}, []
     fit_x, fit_y, check_x, check_y = x[rest], y[rest], x[check], y[check].cpu()
-    for strength in sorted(set(strengths or np.logspace(-6, 5, 45).tolist()), reverse=True):
-        weight, gradient = logistic_regression(fit_x, fit_y, num_classes, strength, weight, iterations, tolerance)
+    grid = sorted(set(strengths), reverse=True)
+    for i, strength in enumerate(grid, start=1):
+        what = f"strength {strength:.3g}, {i} of {len(grid)}"
+        weight, gradient = logistic_regression(fit_x, fit_y, num_classes, strength, weight, iterations, tolerance, what)
         logits = torch.addmm(weight[-1], check_x, weight[:-1]).cpu()
         held_out[strength] = scores(logits, check_y, num_classes)[f"linear_{metric}"]
         if best is None or held_out[strength] > held_out[best]:  # of equals the strongest
             best, start = strength, weight
         unfinished += [(strength, gradient)] * (gradient > tolerance)
-    weight, gradient = logistic_regression(x, y, num_classes, best, start, iterations, tolerance)
+    what = f"the best strength, {best:.3g}, on all images"
+    weight, gradient = logistic_regression(x, y, num_classes, best, start, iterations, tolerance, what)
     for strength, left in unfinished + [(best, gradient)] * (gradient > tolerance):
         late = f"has not converged in {iterations} iterations: gradient {left:.1e}"
         common.say(f"warning: strength {strength:.3g} {late}")
@@ -379,11 +448,11 @@ def lbfgs_probe(x, y, check, test_x, num_classes, strengths, metric="top1", iter
     return dict(logits=torch.addmm(weight[-1], test_x, weight[:-1]), lr=best, at_edge=at_edge, held_out=held_out)
 
 
-# --------------------------------------- 5. on cached features: probe and L-BFGS
+# ================================== 5. on cached features: probe and L-BFGS
 
 
 def open_validation(args, train, test):
-    """(validation, test): where --data-dir has val/ and test/ both, they are that; else (None, test)."""
+    """(validation images or None, test images): val/ and test/ where --data-dir has both and L-BFGS chooses by val/."""
     root, parts = Path(args.data_dir or "."), ("train", "val", "test")
     if args.mode != "lbfgs" or not args.data_dir or not all((root / part).is_dir() for part in parts):
         return None, test
@@ -393,14 +462,15 @@ def open_validation(args, train, test):
 
 
 def evaluate_cached(args, device, encoder, info, train, test):
-    """The probe or L-BFGS, on features that are computed once, of the encoder and of its floors: {name: scores}."""
+    """The probe or L-BFGS on features that are computed once, for the encoder and its floors: {name: scores}."""
     validation, test = open_validation(args, train, test)
     parts = [part for part in (train, validation, test) if part is not None]
     labels = [torch.from_numpy(part.labels) for part in parts]
     train_y, test_y, classes = torch.cat(labels[:-1]).to(device), labels[-1], len(train.classes)
-    order = torch.randperm(len(train), generator=common.generator(args.seed, 2))
+    order = torch.randperm(len(train), generator=common.generator(args.seed, STREAM_HOLDOUT))
     check = order[: max(1, int(args.holdout * len(train)))]
     if validation is not None:
+        common.refuse(args, ["holdout"], "the images of val/ choose the strength")
         check = len(train) + torch.arange(len(validation))
     if args.mode == "lbfgs":
         common.say(f"L-BFGS: {len(check)} images choose the strength by {args.metric}; all {len(train_y)} are fitted")
@@ -408,10 +478,10 @@ def evaluate_cached(args, device, encoder, info, train, test):
     results = {}
     for name, network in {"encoder": encoder, **common.floor_encoders(args, info, device, len(train))}.items():
         if name == "raw pixels" and args.mode == "lbfgs" and len(train) > 10_000:
-            continue  # 3,072 numbers an image: hours
+            continue  # 3,072 numbers per image take hours
         if common.rank_and_world()[1] > 1 and len(train_y) * common.output_width(network, info["image_size"]) > 2**30:
             common.fail(f"{len(train_y)} images' features are over 2**30 numbers for each process: start one")
-        options = dict(batch_size=args.batch_size, workers=args.workers, amp=args.amp)
+        options = dict(batch_size=args.batch_size, workers=args.workers, amp=args.bf16, what=f"features of {name}")
         *train_x, test_x = (common.extract_features(network, x, info, device, **options).to(device) for x in parts)
         train_x = torch.cat(train_x)
         if args.mode == "probe":
@@ -429,16 +499,34 @@ def evaluate_cached(args, device, encoder, info, train, test):
 
 
 def show(result):
+    """Scores in percent as a line of text."""
     return "  ".join(f"{k} {v:.2f} %" for k, v in result.items())
 
 
-# ------------------------------------- 6. the papers' protocols: training
+# =================================== 6. the papers' protocols: what is trained
 
 
-class TrainingViews(common.Views):
-    """One view of each image, a random resized crop (or a crop of the padded image), with RandAugment if asked for.
+def augmentation(args, info):
+    """One view per image: a random resized crop and a flip. RandAugment, erasing, mixup and CutMix follow it."""
+    return common.View(
+        size=info["image_size"],
+        area=args.crop_scale,
+        ratio=(3 / 4, 4 / 3),
+        jitter=(0, 0, 0, 0),
+        jitter_p=0.0,
+        gray_p=0.0,
+        blur_p=0.0,
+        blur_sigma=(0.1, 2.0),
+        solarize_p=0.0,
+        flip_p=0.5,
+    )
 
-    The flip, which follows on the device, might as well come before: RandAugment treats left and right alike.
+
+class TrainingViews(common.ViewDataset):
+    """One view of each image, as `augmentation` says. With --pad it is a random place of the padded image instead.
+
+    RandAugment, if it is asked for, follows here. The flip follows on the device. It might as well come before:
+    RandAugment treats left and right alike.
     """
 
     def __init__(self, images, args, info):
@@ -448,42 +536,55 @@ class TrainingViews(common.Views):
         if pad:
             array = np.pad(images.array, ((0, 0), (pad, pad), (pad, pad), (0, 0)))
             images = common.ImageSet(images.name, images.labels, images.classes, array)
-        super().__init__(images, self.draw, common.CROP_DRAWS + common.COLOUR_DRAWS, args.seed, info["interpolation"])
-        self.args, self.size, self.randaug = args, size, None
+        draw = self.draw_padded if pad else None
+        super().__init__(images, [augmentation(args, info)], args.seed, info["interpolation"], draw)
+        self.pad, self.randaug = pad, None
         if args.randaug:
             options = dict(translate_const=int(0.45 * size), img_mean=tuple(round(255 * m) for m in info["mean"]))
             # At 10, "posterize" would keep 0 bits, which Pillow 13 refuses.
             options |= dict(interpolation=common.RESAMPLE[info["interpolation"]], magnitude_max=9.99)
             self.randaug = rand_augment_transform(f"rand-m{args.randaug}-mstd0.5-inc1", options)
 
-    def draw(self, index, sizes, draws):
-        """Boxes (n, 4) and flips for the images' sizes (n, 2) and uniform draws (n, D): what `common.Views` calls."""
-        crop, colour = np.split(draws, [common.CROP_DRAWS], axis=1)
-        box = common.random_resized_crop(sizes, crop, self.args.crop_scale)
-        if self.args.pad:
-            corner = np.floor(crop[:, 20:] * (2 * self.args.pad + 1)).astype(np.int64)
-            box = np.concatenate([corner, np.full_like(corner, self.size)], 1)
-        return [(index, box, self.size)], [common.random_colour(colour)]
+    def draw_padded(self, index, sizes, draws):
+        """Boxes of the view's size at random places of padded images, for `common.ViewDataset`."""
+        view = self.views[0]
+        crop, colour = draws[:, : common.CROP_DRAWS], draws[:, common.CROP_DRAWS :]
+        corner = np.floor(crop[:, 20:] * (2 * self.pad + 1)).astype(np.int64)
+        boxes = np.concatenate([corner, np.full_like(corner, view.size)], axis=1)
+        return [(index, boxes, view.size)], [common.colour_of(view, colour)]
 
     def __getitems__(self, keys):
         batch = super().__getitems__(keys)
-        for view, key in zip(batch["views"][0] if self.randaug else (), keys, strict=False):
-            seed_libraries(self.seed, 6, *key)
-            image = self.randaug(Image.fromarray(view.permute(1, 2, 0).numpy()))
-            view.copy_(torch.from_numpy(np.array(image)).permute(2, 0, 1))
+        if self.randaug:
+            for view, key in zip(batch["views"][0], keys, strict=True):
+                seed_libraries(self.seed, STREAM_RANDAUG, *key)
+                image = self.randaug(Image.fromarray(view.permute(1, 2, 0).numpy()))
+                view.copy_(torch.from_numpy(np.array(image)).permute(2, 0, 1))
         return batch
 
 
 def seed_libraries(*keys):
-    """timm's augmentations draw from the global generators: make what they draw depend on integer keys only."""
+    """Make what timm's augmentations draw depend on integer keys only: they draw from the global generators."""
     number = common.generator(*keys).initial_seed()
     random.seed(number)
     np.random.seed(number % 2**32)
     torch.manual_seed(number)
 
 
+def erase(args, x, index, epoch):
+    """Erase a random box of each image (n, 3, H, W) with probability --erase, in place. index: (n,) its rows."""
+    erasing = RandomErasing(args.erase, mode="pixel", device=x.device)
+    for image, row in zip(x, index.tolist(), strict=True):
+        seed_libraries(args.seed, STREAM_ERASE, epoch, row)
+        erasing(image)
+
+
 def make_network(args, encoder, info, num_classes, device):
-    """(network, head): what is trained and its new linear layer, N(0, 0.01) and bias 0. Frozen: the head is all."""
+    """What is trained, and its new linear layer: (network, head). The network of a frozen encoder is the head alone.
+
+    The head's weights are drawn from N(0, 0.01), and its bias is 0. For a fine-tuning the encoder is copied. With
+    several processes batch norm is taken over all of them.
+    """
     torch.manual_seed(args.seed)
     if args.mode == "linear":
         network = head = nn.Linear(common.output_width(encoder, info["image_size"]), num_classes)
@@ -505,15 +606,19 @@ def make_network(args, encoder, info, num_classes, device):
 
 
 def make_optimizer(args, network, head):
-    """SGD or AdamW. A group's rate is the schedule's times its lr_scale: --layer-decay's power, or --head-lr / --lr."""
+    """SGD or AdamW. Each group has `lr_scale`, by which the schedule's rate is multiplied.
+
+    lr_scale is a power of --layer-decay, or --head-lr / --lr for the head.
+    """
     if args.mode == "finetune" and not args.head_lr:
         names = network.no_weight_decay() if hasattr(network, "no_weight_decay") else ()
         groups = param_groups_layer_decay(network, args.weight_decay, names, layer_decay=args.layer_decay)
     else:
         new = {id(p) for p in head.parameters()}
-        groups = [dict(params=[p for p in network.parameters() if id(p) not in new], lr_scale=1.0)]
         scale = args.head_lr / args.lr if args.mode == "finetune" else 1.0
-        groups = [g for g in groups if g["params"]] + [dict(params=[*head.parameters()], lr_scale=scale)]
+        groups = [dict(params=[*head.parameters()], lr_scale=scale)]
+        if pretrained := [p for p in network.parameters() if id(p) not in new]:
+            groups.insert(0, dict(params=pretrained, lr_scale=1.0))
     if args.optimizer == "adamw":
         return torch.optim.AdamW(groups, lr=0.0, weight_decay=args.weight_decay)
     return torch.optim.SGD(
@@ -522,7 +627,11 @@ def make_optimizer(args, network, head):
 
 
 def learning_rate(args, step, steps_per_epoch):
-    """The rate of a step, before a group's lr_scale: warm-up, then by 10 at each milestone, or a cosine to min_lr."""
+    """The learning rate of a step, counted from 0, before a group's lr_scale.
+
+    It warms up linearly. Then it falls by a factor of 10 at each milestone or, without milestones, by a cosine to
+    --min-lr.
+    """
     epoch = step / steps_per_epoch if args.lr_per == "step" else step // steps_per_epoch
     peak = args.lr * args.batch_size / args.lr_batch
     if epoch < args.warmup:
@@ -533,34 +642,6 @@ def learning_rate(args, step, steps_per_epoch):
     return args.min_lr + (peak - args.min_lr) * (1 + math.cos(turn)) / 2
 
 
-def train_step(args, encoder, wrapped, optimizer, batch, labels, step, steps, info, device):
-    """One step on this process's images. Returns {loss, train_top1 (percent): 0-d tensors, lr}.
-
-    wrapped: the network, or the classifier of a frozen encoder, maybe in DDP, which averages the gradients.
-    """
-    (x,) = common.colour_views(batch, device)
-    x, y = common.normalize(x, info["mean"], info["std"]), labels[batch["index"]].to(device, non_blocking=True)
-    truth = y
-    for image, i in zip(x if args.erase else (), batch["index"].tolist(), strict=False):
-        seed_libraries(args.seed, 7, step // steps, i)
-        RandomErasing(args.erase, mode="pixel", device=device)(image)
-    seed_libraries(args.seed, step, 0, common.rank_and_world()[0])  # mixup and drop-path
-    if args.mixup or args.cutmix:
-        x, y = Mixup(args.mixup, args.cutmix, label_smoothing=args.smoothing, num_classes=args.num_classes)(x, y)
-    lr = learning_rate(args, step, steps)
-    for group in optimizer.param_groups:
-        group["lr"] = lr * group["lr_scale"]
-    frozen = args.mode == "linear"
-    with torch.autocast(device.type, torch.bfloat16, enabled=args.amp), torch.set_grad_enabled(not frozen):
-        logits = (encoder if frozen else wrapped)(x).flatten(1)
-    logits = wrapped(logits.float()) if frozen else logits.float()
-    loss = F.cross_entropy(logits, y, label_smoothing=args.smoothing if y.dim() == 1 else 0.0)
-    optimizer.zero_grad(set_to_none=True)
-    loss.backward()
-    optimizer.step()
-    return {"loss": loss.detach(), "train_top1": 100 * (logits.argmax(1) == truth).float().mean(), "lr": lr}
-
-
 def fingerprint(module):
     """A hash of all weights and statistics, bit for bit."""
     digest = hashlib.sha256()
@@ -569,78 +650,193 @@ def fingerprint(module):
     return digest.hexdigest()
 
 
-# ----------------------------------------- 7. the papers' protocols: main
+# ======================================= 7. the papers' protocols: the training
 
 
-def introduction(args, train, steps, network):
-    """What the numbers depend on: every value of the recipe, and what follows from them."""
+def name_run(args, encoder, train, test):
+    """A copy of args with all that a training is known by: what its folder is called, and what it is compared by.
+
+    Added are `weights`, `train_images` and `test_images`: checksums of the frozen encoder and of the images with their
+    labels. A run goes on, or repeats its result, only where all of them are the same. Where the images are not those
+    of the encoder's own run, nor of a data set's default folder, the name has a checksum of them, too.
+    """
+    args = copy.copy(args)
+    path = Path(args.checkpoint or args.arch or "own").resolve()
+    source, config = path.name, {}
+    if args.checkpoint:
+        folder = common.run_folder(args.checkpoint).resolve()
+        source, config, args.checkpoint = folder.name, common.read_config(folder), os.path.abspath(args.checkpoint)
+    sums = train.checksum(), test.checksum()
+    args.weights, args.num_classes = fingerprint(encoder), len(train.classes)
+    args.train_images, args.test_images = (
+        f"{len(images)} with checksum {own}" for images, own in zip((train, test), sums, strict=True)
+    )
+    labels = f"-{args.label_fraction:g}" if args.label_fraction else "-listed" if args.label_files else ""
+    of_the_run = (args.dataset, same_path(args.data_dir)) == (config.get("dataset"), same_path(config.get("data_dir")))
+    if args.dataset == "own" or (args.data_dir is not None and not of_the_run):
+        labels += "-" + hashlib.sha256("".join(sums).encode()).hexdigest()[:8]
+    args.method = f"{args.mode} {args.protocol}"
+    args.name = f"{args.mode}-{args.protocol}-{args.dataset}-{source}-s{args.seed}{labels}"
+    args.out = args.out or f"runs/{args.name}"
+    return args
+
+
+def same_path(folder):
+    """A folder's name in a form in which two names can be compared, or None."""
+    return folder and os.path.abspath(folder)
+
+
+def introduction(args, train, steps_per_epoch, network):
+    """What the numbers depend on, as lines of text: every value of the recipe, and what follows from them."""
     trained = sum(p.numel() for p in network.parameters() if p.requires_grad) / 1e6
     world, peak = common.rank_and_world()[1], args.lr * args.batch_size / args.lr_batch
     what = "all layers" if args.mode == "finetune" else "a linear classifier; the encoder is frozen, in evaluation mode"
     return (
-        f"{what} ({trained:.3f} M parameters trained); the last epoch is reported\n"
+        f"{what} ({trained:.3f} M parameters trained); the score is that of the last epoch\n"
         + ", ".join(f"{k} {getattr(args, k)}" for k in args.values)
-        + f"\nrate {args.lr:g} at batch {args.lr_batch}, scaled linearly to {peak:g}; {len(train)} images, {steps} "
-        f"steps an epoch, {args.batch_size // world} images for each of {world} process(es)"
+        + f"\nrate {args.lr:g} at batch {args.lr_batch}, scaled linearly to {peak:g}; {len(train)} images, "
+        f"{steps_per_epoch} steps per epoch, {args.batch_size // world} images for each of {world} process(es)"
     )
 
 
+def judge(args, device, encoder, network, info, test):
+    """The scores of the test images, in percent: {"linear_top1": ..., ...}, or {"finetune_top1": ..., ...}.
+
+    encoder: what makes the features. network: the classifier on them or, for a fine-tuning, encoder and classifier.
+    """
+    options = dict(batch_size=args.batch_size // common.rank_and_world()[1], workers=args.workers, amp=args.bf16)
+    if args.mode == "finetune":
+        logits = common.extract_features(network, test, info, device, **options, what="test")
+    else:
+        features = common.extract_features(encoder, test, info, device, **options, what="test")
+        with torch.no_grad():
+            logits = network(features.to(device)).cpu()
+    found = scores(logits, torch.from_numpy(test.labels), args.num_classes)
+    return {name.replace("linear", args.mode): value for name, value in found.items()}
+
+
 def train_protocol(args, device, encoder, info, train, test):
-    """Train as the recipe says; returns {'encoder': scores of the last epoch}, or {} before its end."""
-    args.weights, args.num_classes = fingerprint(encoder), len(train.classes)
-    args.checkpoint = args.checkpoint and os.path.abspath(args.checkpoint)
-    small = info["image_size"] <= 16 and not (info["timm_name"] or "").startswith(("vit_", "deit"))
-    if args.mode == "finetune" and args.amp and device.type == "cpu" and small:
-        common.fail("--amp on a CPU: at 16 px and below torch's gradients of convolutions are wrong: leave it out")
+    """Train as the recipe says: {"encoder": scores of the last epoch}, or {} if the training ends before it."""
+    # Data
+    frozen = args.mode == "linear"
+    args = name_run(args, encoder, train, test)
     run = common.Run(args, device)
     if len(train) < args.batch_size:
         common.fail(f"{len(train)} images are fewer than one batch: give --batch-size {len(train)} or less")
-    loader = common.make_loader(args, TrainingViews(train, args, info), device)
-    labels, test_y, steps = torch.from_numpy(train.labels), torch.from_numpy(test.labels), len(train) // args.batch_size
+    sampler = common.EpochSampler(len(train), args.batch_size, args.seed)
+    options = dict(batch_sampler=sampler, collate_fn=default_convert, persistent_workers=args.workers > 0)
+    loader = common.Loader(TrainingViews(train, args, info), device, args.workers, **options)
+    labels = torch.from_numpy(train.labels)
+
+    # Network and optimiser
     network, head = make_network(args, encoder, info, args.num_classes, device)
+    network.train()
     if device.type == "cpu" and any(isinstance(module, nn.SyncBatchNorm) for module in network.modules()):
         common.fail("--finetune with batch norm in several processes needs GPUs: start one process")
-    unused = args.mode == "finetune" and info["timm_name"] is None  # an own encoder may leave some parameters unused
-    wrapped = DistributedDataParallel(network, find_unused_parameters=unused) if dist.is_initialized() else network
+    unused = not frozen and info["timm_name"] is None  # an own encoder may leave some parameters unused
+    ddp = DistributedDataParallel(network, find_unused_parameters=unused) if dist.is_initialized() else network
     optimizer = make_optimizer(args, network, head)
+    autocast = torch.autocast(device.type, torch.bfloat16, enabled=args.bf16)
+    mixup = None
+    if args.mixup or args.cutmix:
+        mixup = Mixup(args.mixup, args.cutmix, label_smoothing=args.smoothing, num_classes=args.num_classes)
 
-    def evaluate():
-        options = dict(batch_size=args.batch_size // common.rank_and_world()[1], workers=args.workers, amp=args.amp)
-        x = common.extract_features(network if args.mode == "finetune" else encoder, test, info, device, **options)
-        with torch.no_grad():
-            logits = x if args.mode == "finetune" else head(x.to(device)).cpu()
-        found = scores(logits, test_y, args.num_classes)
-        return {name.replace("linear", args.mode): value for name, value in found.items()}
+    # The run's folder: the same command goes on from its last.pt
+    steps_per_epoch = len(train) // args.batch_size
+    total_steps = args.epochs * steps_per_epoch
+    last_step = min(args.max_steps or total_steps, total_steps)
+    saved = dict(model=network, optimizer=optimizer)
+    step, record = run.load(train, **saved)
+    run.begin(step, last_step, introduction(args, train, steps_per_epoch, network), pending=record)
 
-    about = introduction(args, train, steps, network)
-    run.begin(network, optimizer, train, evaluate=evaluate, every=args.eval_every, about=about)
-    network.train()
-    while run.goes_on():
-        for batch in run.batches(loader):
-            run.log(train_step(args, encoder, wrapped, optimizer, batch, labels, run.step, steps, info, device))
-        run.end_epoch()
-    if args.mode == "linear" and fingerprint(encoder) != args.weights:
+    stopping, judged = False, None
+    with common.StopRequest() as stop:
+        for epoch in range(step // steps_per_epoch, args.epochs + 1):
+            # Judge the epoch that has ended, if one has. This comes first: a run that was stopped here goes on here.
+            if record and not stopping:
+                if epoch == args.epochs or common.is_due(epoch, args.eval_every, args.epochs):
+                    run.save(step, record, **saved)  # before what takes long
+                    with stop.at_once():
+                        record |= judge(args, device, encoder, network, info, test)
+                run.write(record)
+                judged, record = record, None
+            if step >= last_step or stopping:
+                break
+
+            # Train for an epoch, or for what is left of it
+            loader.batch_sampler.set_epoch(epoch, start=step % steps_per_epoch)
+            for batch in loader:
+                lr = learning_rate(args, step, steps_per_epoch)
+                for group in optimizer.param_groups:
+                    group["lr"] = lr * group["lr_scale"]
+                # One view per image
+                (x,) = common.colour_views(batch, device)
+                x = common.normalize(x, info["mean"], info["std"])
+                y = target = labels[batch["index"]].to(device, non_blocking=True)
+                if args.erase:
+                    erase(args, x, batch["index"], epoch)
+                seed_libraries(args.seed, step, common.STREAM_STEP, common.rank_and_world()[0])  # mixup and drop-path
+                if mixup:
+                    x, target = mixup(x, y)  # (n, classes): the labels of both images, smoothed
+                # The logits and the loss
+                if frozen:
+                    with torch.no_grad(), autocast:
+                        features = encoder(x).flatten(1).float()
+                    logits = ddp(features)
+                else:
+                    with autocast:
+                        logits = ddp(x)
+                    logits = logits.flatten(1).float()
+                loss = F.cross_entropy(logits, target, label_smoothing=0.0 if mixup else args.smoothing)
+                # The step
+                optimizer.zero_grad(set_to_none=True)
+                loss.backward()
+                optimizer.step()
+                # Count and log; a request to stop ends the loop after this step
+                step += 1
+                train_top1 = 100 * (logits.argmax(1) == y).float().mean()
+                run.count(step, dict(loss=loss, train_top1=train_top1, lr=lr))
+                stopping = stop.agreed()
+                if step == last_step or stopping:
+                    break
+
+            # Save. An epoch's record is saved too, and is judged and written above
+            if step % steps_per_epoch == 0:
+                record = run.summary(step, loader)
+            if stopping or step == last_step or common.is_due(epoch + 1, args.save_every, args.epochs):
+                run.save(step, record, **saved)
+    if frozen and fingerprint(encoder) != args.weights:
         raise RuntimeError("training changed the frozen encoder")
-    run.finish()
-    result = {name: value for name, value in run.result.items() if name.startswith(args.mode)}
-    if run.step < run.total:
+    del ddp  # before the process group: in torch 2.11 a DDP that goes last can hang for ever
+    run.finish(step, record, stopping)
+    if step < total_steps:
         return {}
+    judged = judged or run.records[-1]  # the run was finished before
+    result = {name: value for name, value in judged.items() if name.startswith(args.mode)}
     common.say(f"{'encoder':>10}  {show(result)}  (epoch {args.epochs}, the last)")
     return {"encoder": result}
 
 
 def main(args, encoder=None, train=None, test=None):
-    """{"encoder" or a floor: {"linear_top1": percent, ...}}. encoder, train, test: a user's own module and Datasets."""
+    """Judge an encoder as args say: {"encoder" or a floor: {"linear_top1": percent, ...}}.
+
+    args: the namespace of `parse_args`. encoder: a module that maps (N, 3, H, W) to (N, width), instead of timm's.
+    train, test: map-style Datasets of images and labels to use instead of --dataset.
+    """
+    args = copy.copy(args)
     device, encoder, info = common.open_encoder(args, encoder, own=train is not None)
     train, test = common.open_data(args, info, train, test)
     resolve(args, info)
     common.say(common.protocol(args, info, train, test))
-    evaluation = evaluate_cached if args.mode in ("probe", "lbfgs") else train_protocol
-    results = evaluation(args, device, encoder, info, choose_labels(args, train), test)
+    train = choose_labels(args, train)
+    if args.mode in ("probe", "lbfgs"):
+        results = evaluate_cached(args, device, encoder, info, train, test)
+    else:
+        results = train_protocol(args, device, encoder, info, train, test)
     if dist.is_initialized():
         dist.destroy_process_group()
     return results
 
 
 if __name__ == "__main__":
-    main(parse_args())
+    common.start(main, parse_args)

@@ -2,9 +2,13 @@
 
 import argparse
 import copy
+import gc
 import json
 import math
+import runpy
 import shutil
+import sys
+import weakref
 
 import numpy as np
 import pytest
@@ -42,7 +46,7 @@ def tiny(tmp_path_factory):
             folder.mkdir(parents=True, exist_ok=True)
             Image.fromarray(image).save(folder / f"{i:02}.png")
     torch.manual_seed(0)
-    info = common.backbone_info("vit_micro", 16, 8, common.NORMS["patterns"], method="m", encoder="query")
+    info = common.backbone_info("vit_micro", 16, 8, "patterns", method="m", encoder="query")
     (root / "run").mkdir()
     common.save_checkpoint(
         root / "run" / "backbone.pt", info | {"state_dict": common.build_backbone(info).state_dict()}
@@ -97,6 +101,77 @@ def test_linear_probe_of_a_checkpoint_and_its_floors(tiny, capsys):
     assert "edge of the grid" in capsys.readouterr().out
 
 
+# ------------------------------------------------------------- precision, progress, Ctrl-C
+
+
+@pytest.fixture
+def allow_tf32():
+    """Sets whether CUDA's matrix products may use TF32, and afterwards that they may not."""
+    yield lambda allowed: setattr(torch.backends.cuda.matmul, "allow_tf32", allowed)
+    torch.backends.cuda.matmul.allow_tf32 = False
+
+
+class Products(torch.overrides.TorchFunctionMode):
+    """Notes for each product of matrices whether TF32 was allowed, by the width of the first factor."""
+
+    def __init__(self):
+        super().__init__()
+        self.allowed = {}
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        if function in (torch.Tensor.matmul, torch.Tensor.__matmul__, torch.matmul, torch.addmm, F.linear):
+            name = "linear" if function is F.linear else "product"
+            self.allowed.setdefault(name, set()).add(torch.backends.cuda.matmul.allow_tf32)
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("flags", [["--k", 3], ["--epochs", 2], ["--solver", "lbfgs", "--strengths", 1]])
+def test_only_what_follows_the_encoder_is_kept_from_tf32(tiny, tmp_path, allow_tf32, flags):
+    """The encoder's layers may use TF32. Neighbours, the probe and L-BFGS may not. Afterwards all is as before."""
+    allow_tf32(True)
+    script = eval_knn if "--k" in flags else eval_linear
+    flags += ["--pictures", tmp_path, "--similarities", tmp_path] if script is eval_knn else []
+    with Products() as products:
+        run(script, tiny[0], *flags, "--no-floors")
+    assert products.allowed == {"linear": {True}, "product": {False}} and torch.backends.cuda.matmul.allow_tf32
+
+
+def test_the_protocols_line_tells_the_precision(tiny, allow_tf32, capsys):
+    for amp, allowed, said in (("off", False, "float32"), ("off", True, "TF32"), ("bf16", True, "bf16")):
+        allow_tf32(allowed)
+        run(eval_knn, tiny[0], "--k", 3, "--no-floors", "--amp", amp)
+        line = capsys.readouterr().out.splitlines()[0]
+        assert line.endswith(said) and ("TF32" in line) == (said == "TF32")
+
+
+def test_long_work_says_what_it_is_and_how_far(tiny, tmp_path, monkeypatch):
+    lines = []
+    monkeypatch.setattr(common, "progress", lines.append)
+    run(eval_knn, tiny[0], "--batch-size", 10)
+    for name in ("encoder", "raw pixels", "untrained"):
+        assert f"features of {name}, train: 30 of 36 images" in lines
+    assert "neighbours: of 0 of 12 images" in lines
+    run(eval_linear, tiny[0], "--epochs", 3, "--no-floors")
+    assert "features of encoder: 0 of 36 images" in lines and "probe: 13 rates, epoch 2 of 3" in lines
+    run(eval_linear, tiny[0], "--solver", "lbfgs", "--strengths", 1, 10, "--no-floors")
+    assert "L-BFGS: strength 1, 2 of 2, evaluation 1 of the gradient" in lines
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_ctrl_c_is_answered_in_words(tiny, monkeypatch, capsys, script):
+    def interrupted(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(common, "extract_features", interrupted)
+    monkeypatch.setattr(sys, "argv", [script.__file__, str(tiny[0]), "--device", "cpu"])
+    with pytest.raises(SystemExit) as stop:
+        runpy.run_path(script.__file__, run_name="__main__")
+    assert stop.value.code == 130 and "stopped by Ctrl-C" in capsys.readouterr().out
+
+
+# ------------------------------------------------------------- other data, other encoders
+
+
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_an_untrained_encoder_on_a_set_smaller_than_k(tiny, tmp_path, script):
     """One solid colour a class, two training images and a test image each: solved by anything that sees colour."""
@@ -108,9 +183,9 @@ def test_an_untrained_encoder_on_a_set_smaller_than_k(tiny, tmp_path, script):
                 Image.new("RGB", (20 + i, 16), colour).save(folder / f"{i}.png")
     flags = ["--arch", "vit_micro", "--random-init", "--image-size", 16, "--patch-size", 8]
     flags += ["--dataset", "folder", "--data-dir", tmp_path]
-    results = run(script, *flags, "--seed", 3, "--amp")
+    results = run(script, *flags, "--seed", 3, "--amp", "bf16")
     assert list(results) == ["encoder", "raw pixels"] and set(results["raw pixels"].values()) == {100.0}
-    assert results == run(script, *flags, "--seed", 3, "--amp")
+    assert results == run(script, *flags, "--seed", 3, "--amp", "bf16")
     other = run(script, tiny[0], "--dataset", "folder", "--data-dir", tmp_path, "--no-floors")  # a transfer
     assert list(other["encoder"]) == list(results["encoder"])
 
@@ -164,7 +239,7 @@ def test_own_encoder_and_own_data(tiny, tmp_path, capsys):
     args = lambda script, *flags: script.parse_args([*map(str, flags), "--device", "cpu"])  # noqa: E731
     expected = run(eval_knn, tiny[0], "--k", 3)
     assert eval_knn.main(args(eval_knn, tiny[0], "--k", 3), **own) == expected
-    state = common.backbone_info(None, 16, None, (info["mean"], info["std"]), method="m", encoder="query")
+    state = common.backbone_info(None, 16, None, "patterns", method="m", encoder="query")
     common.save_checkpoint(tmp_path / "backbone.pt", state | {"state_dict": module.state_dict()})
     flags = [tmp_path, "--dataset", "folder", "--k", 3]
     found = eval_knn.main(args(eval_knn, *flags), encoder=common.build_backbone(info), **own)
@@ -228,16 +303,30 @@ def test_one_process_judges_an_own_encoder_as_it_is(tiny, monkeypatch):
     assert common.open_encoder(args, mine)[1] is mine
 
 
-def test_fine_tuning_lets_an_own_encoder_leave_parameters_unused(tiny, tmp_path, monkeypatch):
-    """Under DDP, here of one process, too."""
+def test_fine_tuning_in_a_process_group_of_one(tiny, tmp_path, monkeypatch):
+    """An own encoder may leave parameters unused. DDP is gone before its process group, or it could hang for ever."""
     monkeypatch.setenv("WORLD_SIZE", "1")
     monkeypatch.setattr(common, "rendezvous", lambda _: iter([(torch.distributed.HashStore(), 0, 1)]))
+    wrapped, left, end = [], [], torch.distributed.destroy_process_group
+
+    class Watched(torch.nn.parallel.DistributedDataParallel):
+        def __init__(self, *args, **options):
+            super().__init__(*args, **options)
+            wrapped.append(weakref.ref(self))
+
+    def destroy():
+        gc.collect()
+        left.append([one() is not None for one in wrapped])
+        end()
+
+    monkeypatch.setattr(eval_linear, "DistributedDataParallel", Watched)
+    monkeypatch.setattr(torch.distributed, "destroy_process_group", destroy)
     module, _ = common.load_backbone(tiny[0])
     module.unused = torch.nn.Parameter(torch.ones(3))
     flags = f"--finetune --protocol patchmix --image-size 16 --batch-size 12 --epochs 1 --pad 0 --out {tmp_path / 'a'}"
     args = eval_linear.parse_args([*flags.split(), "--device", "cpu"])
     own = dict(encoder=module, train=Own(tiny[1] / "train"), test=Own(tiny[1] / "val"))
-    assert "finetune_top1" in eval_linear.main(args, **own)["encoder"]
+    assert "finetune_top1" in eval_linear.main(args, **own)["encoder"] and left == [[False]]
 
 
 @pytest.mark.parametrize("native", [True, False])
@@ -248,17 +337,26 @@ def test_bf16_by_itself_and_tf32_are_of_gpus_that_have_them(native, monkeypatch)
     libraries = argparse.Namespace(allow_tf32=not native), argparse.Namespace(allow_tf32=not native)
     monkeypatch.setattr(torch.backends.cuda, "matmul", libraries[0])
     monkeypatch.setattr(torch.backends, "cudnn", libraries[1])
+    device = common.join_processes(argparse.Namespace(device="auto", arch="resnet50"))
+    assert device.type == "cuda" and [library.allow_tf32 for library in libraries] == [native] * 2
     for asked, given in {"auto": native, "bf16": True, "off": False}.items():
-        args = argparse.Namespace(device="auto", amp=asked, arch="resnet50")
-        assert common.join_processes(args).type == "cuda" and args.bf16 == given
-        assert [library.allow_tf32 for library in libraries] == [native] * 2
+        assert common.use_bf16(asked, device, "resnet50", [224]) == given
 
 
 def test_bf16_is_refused_where_torch_computes_it_wrongly(tiny, tmp_path, capsys):
     info = common.backbone_info("resnet_micro", 16, None, method="m", encoder="query")
     common.save_checkpoint(tmp_path / "backbone.pt", info | {"state_dict": common.build_backbone(info).state_dict()})
-    flags = ["--dataset", "folder", "--data-dir", tiny[1], "--finetune", "--amp"]
-    assert "--amp on a CPU" in refused(capsys, lambda: run(eval_linear, tmp_path, *flags))
+    flags = ["--dataset", "folder", "--data-dir", tiny[1], "--finetune", "--amp", "bf16"]
+    assert "--amp bf16 on a CPU" in refused(capsys, lambda: run(eval_linear, tmp_path, *flags))
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_an_encoder_of_another_image_size_is_one_line(tiny, capsys, script):
+    flat = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(3 * 8 * 8, 4))
+    own = dict(encoder=flat, train=Own(tiny[1] / "train"), test=Own(tiny[1] / "val"))
+    args = script.parse_args(["--image-size", "16", "--device", "cpu"])
+    line = refused(capsys, lambda: script.main(args, **own))
+    assert "(1, 3, 16, 16)" in line and "--image-size" in line
 
 
 def test_each_process_group_of_a_program_has_a_store_of_its_own(monkeypatch):
@@ -284,6 +382,8 @@ def test_a_dump_without_labels(tiny, tmp_path, capsys):
     places = [["--dataset", "folder", "--data-dir", tiny[1] / "train" / "a"], ["--data-dir", only]]
     for i, flags in enumerate(places):
         assert "labels" in refused(capsys, lambda flags=flags: run(eval_knn, tiny[0], *flags))
+        line = refused(capsys, lambda: run(eval_knn, tiny[0], *flags, "--dump", tmp_path / "x.npz", "--k", 5))  # noqa: B023
+        assert "--k has no effect" in line
         assert run(eval_knn, tiny[0], *flags, "--dump", tmp_path / f"{i}.npz") == {}
         data = np.load(tmp_path / f"{i}.npz")
         assert data["train_features"].shape == (12, 64) and (data["train_labels"] == [-1, 0][i]).all()
@@ -315,33 +415,46 @@ def test_encoders_are_called_by_our_names(tiny, capsys, script):
 
 
 MISTAKES = [
-    "",
-    "RUN --random-init --arch vit_micro",
-    "--arch vit_micro",
-    "RUN --batch-size 0",
-    "RUN --nonsense",
-    "RUN --class a b",  # no abbreviations
-    "RUN --seed x",
-    "RUN --workers 1000000",
-    "NONE",
-    "DATA",
-    "RUN --encoder momentum",
-    "RUN --dataset folder --data-dir DATA/train",
-    "RUN --device cuda",
-    "RUN --image-size 64",
-    "--random-init --arch nothing",
-    "--random-init --arch vit_micro --image-size 16 --patch-size 5 --dataset folder --data-dir DATA",
+    ("", "give a checkpoint, or"),
+    ("RUN --random-init --arch vit_micro", "give a checkpoint, or"),
+    ("--arch vit_micro", "give a checkpoint, or"),
+    ("--random-init --arch vit_micro --encoder query", "--encoder chooses"),
+    ("--random-init --arch resnet_micro --patch-size 4", "--patch-size has no effect"),
+    ("--random-init --arch nothing", "unknown --arch nothing"),
+    ("--random-init --arch vit_micro --image-size 16 --patch-size 5", "does not divide"),
+    ("RUN --batch-size 0", "--batch-size: 0 is not from"),
+    ("RUN --nonsense", "unknown argument --nonsense"),
+    ("RUN --class a b", "unknown argument --class"),
+    ("RUN --seed x", "invalid int value: 'x'"),
+    ("RUN --workers 1000000", "--workers: 1000000 is not from"),
+    ("NONE", "no checkpoint at"),
+    ("DATA", "no checkpoint at"),
+    ("RUN --encoder momentum", "no checkpoint at"),
+    ("RUN --dataset folder --data-dir DATA/train", "one folder per class"),
+    ("RUN --data-dir NONE", "none does not exist"),
+    ("RUN --device cuda", "sees no CUDA device"),
+    ("RUN --image-size 64", "--image-size and --patch-size go without"),
 ]
-MISTAKES = [(script, flags) for script in SCRIPTS for flags in MISTAKES]
-MISTAKES += [(eval_knn, "RUN --k 0"), (eval_knn, "RUN --temperature 0")]
+OF_KNN = [
+    ("RUN --k 0", "--k: 0 is not from"),
+    ("RUN --temperature 0", "--temperature: 0 is not from"),
+    ("RUN --images 5", "--images has no effect"),
+    ("RUN --images 5 --pictures OUT", "--images has no effect"),
+    ("RUN --keys 5", "--keys has no effect"),
+    ("RUN --keys 5 --attention OUT", "--keys has no effect"),
+]
+MISTAKES = [(script, *mistake) for script in SCRIPTS for mistake in MISTAKES]
+MISTAKES += [(eval_knn, *mistake) for mistake in OF_KNN]
 
 
-@pytest.mark.parametrize("script, flags", MISTAKES)
-def test_wrong_flags_are_one_line(tiny, capsys, monkeypatch, script, flags):
+@pytest.mark.parametrize("script, flags, words", MISTAKES)
+def test_wrong_flags_are_one_line(tiny, capsys, monkeypatch, script, flags, words):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     places = {"RUN": tiny[0], "DATA": tiny[1], "NONE": tiny[0] / "none", "DATA/train": tiny[1] / "train"}
+    places["OUT"] = tiny[0] / "out"
     argv = [str(places.get(word, word)) for word in flags.split()]
-    refused(capsys, lambda: script.main(script.parse_args(argv)))
+    assert words in refused(capsys, lambda: script.main(script.parse_args(argv)))
+    assert not places["OUT"].exists()
 
 
 # ------------------------------------------------------------- the probe

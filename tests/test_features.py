@@ -140,9 +140,9 @@ def sharded(rank=0, world=1, port=None, folder=None):
         images = pattern_set(n)
         whole = common.extract_features(encoder, images, INFO, CPU, batch_size=2)
         part = common.extract_features(encoder, images, INFO, CPU, batch_size=2, whole=False)
-        torch.testing.assert_close(part, common.own_part(whole))
+        torch.testing.assert_close(part, common.own_rows(whole))
         assert len(part) == n // world + (rank < n % world)
-        train_y = common.own_part(torch.arange(n) % 3)
+        train_y = common.own_rows(torch.arange(n) % 3)
         scores = common.knn_scores(part, train_y, test_x, (1, 2, 9), 0.1, 3)
         result += [whole, *scores.values(), common.knn_predict(part, train_y, test_x, 2, 0.1, 3)]
         accuracy = common.knn_accuracy(encoder, images, test, INFO, CPU, ks=(1, 20))

@@ -38,7 +38,7 @@ def judged(tmp_path_factory):
             folder.mkdir(parents=True, exist_ok=True)
             Image.fromarray(image).save(folder / f"{i:02}.png")
     torch.manual_seed(0)
-    info = common.backbone_info("vit_micro", 16, 4, common.NORMS["patterns"], method="m", encoder="query")
+    info = common.backbone_info("vit_micro", 16, 4, "patterns", method="m", encoder="query")
     common.save_checkpoint(root / "backbone.pt", info | {"state_dict": common.build_backbone(info).state_dict()})
     flags = [root / "backbone.pt", "--dataset", "folder", "--data-dir", root / "data", "--k", 3, "--images", 5, 0]
     flags += ["--dump", root / "new" / "features.npz", "--attention", root / "maps", "--similarities", root / "bars"]
@@ -82,6 +82,12 @@ def test_dump_is_what_was_judged(judged):
         right += votes.argmax() == truth
     assert results["encoder"]["knn3_top1"] == pytest.approx(100 * right / len(queries))
     assert f"k=3 {100 * right / len(queries):.2f} %" in printed and not list((root / "new").glob("*.tmp"))
+
+
+def test_it_says_which_files_it_wrote(judged):
+    root, _, printed = judged
+    files = [p for p in root.rglob("*.*") if "data" not in p.parts and p.name != "backbone.pt"]
+    assert len(files) == 4 and all(f"written to {path}" in printed for path in files)
 
 
 def test_dump_without_paths(tmp_path):

@@ -1,11 +1,13 @@
 """eval_linear.py's protocols: recipes, schedules, labels, L-BFGS; runs stopped, continued, shared by two processes."""
 
 import contextlib
+import inspect
 import io
 import json
 import math
 import os
 import random
+import shutil
 import signal
 import socket
 
@@ -31,7 +33,7 @@ def one_thread():
 
 
 def save_encoder(folder, arch, data):
-    info = common.backbone_info(arch, 16, 8, common.NORMS["patterns"], method="m", encoder="query")
+    info = common.backbone_info(arch, 16, 8, "patterns", method="m", encoder="query")
     torch.manual_seed(0)
     encoder = common.build_backbone(info)
     encoder(torch.randn(8, 3, 16, 16))  # batch norm's statistics are not the initial ones
@@ -55,17 +57,14 @@ def places(tmp_path_factory):
     return {"DATA": root / "data", "VIT": vit, "RESNET": resnet, "OUT": root / "out"}
 
 
-def run(*flags):
+def run(*flags, **own):
     """(what main returns, what it prints), or (exit status, ...)."""
-    said, handlers = io.StringIO(), {n: signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGINT)}
+    said = io.StringIO()
     try:
         with contextlib.redirect_stdout(said):
-            result = eval_linear.main(eval_linear.parse_args([*map(str, flags), "--device", "cpu"]))
+            result = eval_linear.main(eval_linear.parse_args([*map(str, flags), "--device", "cpu"]), **own)
     except SystemExit as stop:
         result = stop.code
-    finally:
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
     return result, said.getvalue()
 
 
@@ -138,14 +137,10 @@ RESNET, VIT_S, VIT_B = "resnet50", "vit_small_patch16_224", "vit_base_patch16_22
         ("--finetune --dataset cifar100", "deit_tiny_patch16_224", dict(TUNED, lr=1e-3, batch_size=256, pad=4)),
         ("--finetune", RESNET, dict(CLIM, protocol="clim")),
         ("--finetune --protocol clim --lr 1 --milestones", VIT_S, dict(CLIM, lr=1, milestones=[])),
-        (
-            "--finetune --epochs 10 --no-nesterov --mixup 0",
-            VIT_S,
-            dict(TUNED, epochs=10, warmup=1, nesterov=False, mixup=0),
-        ),
+        ("--finetune --epochs 10 --mixup 0", VIT_S, dict(TUNED, epochs=10, warmup=1, mixup=0)),
         ("--protocol moco --milestones 0.5 --weight-decay 0.1", RESNET, dict(MOCO, milestones=[0.5], weight_decay=0.1)),
         ("", RESNET, dict(protocol="probe", epochs=50, batch_size=256, holdout=0.1)),
-        ("--solver lbfgs", RESNET, dict(iterations=5000, strengths=None, metric="top1")),
+        ("--solver lbfgs", RESNET, dict(iterations=5000, tolerance=1e-6, metric="top1")),
     ],
 )
 def test_recipes_are_the_papers(places, flags, timm_name, expected):
@@ -246,7 +241,7 @@ def test_label_files(places, tmp_path, capsys):
     rows = eval_linear.listed_files(train, places["DATA"] / "train", listed)
     assert [os.path.basename(train.path(i)) for i in rows] == ["a03.png", "b00.png", "c05.png"]
     result, said = run(places["VIT"], "--label-files", listed, "--epochs", 1, "--lrs", 0.1, "--no-floors")
-    assert list(result) == ["encoder"] and "3 of 42 training images, 1 to 1 for each class" in said
+    assert list(result) == ["encoder"] and "3 of 42 training images, 1 to 1 per class" in said
     for text in ("a03.png\nnothing.png", "b/a03.png", "", "a20.png"):
         listed.write_text(text)
         refused(capsys, lambda: eval_linear.listed_files(train, places["DATA"] / "train", listed))
@@ -386,7 +381,7 @@ def test_stopped_and_continued(whole, tmp_path):
     """In mid-epoch, at an epoch's end, with loader processes, on request: as an undisturbed run, bit for bit."""
     name, flags, out, result, _ = whole
     assert run(*flags, "--out", tmp_path, "--max-steps", 1)[0] == {} and load(tmp_path)["step"] == 1
-    make, batches = common.Views.__getitems__, []
+    make, batches = common.ViewDataset.__getitems__, []
 
     def interrupted(self, keys):
         batches.append(len(keys))
@@ -395,7 +390,7 @@ def test_stopped_and_continued(whole, tmp_path):
         return make(self, keys)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(common.Views, "__getitems__", interrupted)
+        patch.setattr(common.ViewDataset, "__getitems__", interrupted)
         stopped, said = run(*flags, "--out", tmp_path)
     assert stopped == 75 and load(tmp_path)["step"] == 3 and "exit status 75" in said
     random.seed(99), np.random.seed(98), torch.manual_seed(97)  # nothing depends on what these were
@@ -403,27 +398,135 @@ def test_stopped_and_continued(whole, tmp_path):
     assert_same_run(out, tmp_path)
 
 
-@pytest.mark.parametrize("encoder", ["RESNET"])
-def test_the_frozen_encoder_stays_as_it_is_and_learning_is_seen(places, tmp_path, encoder, monkeypatch):
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_request_while_the_last_epoch_is_judged(whole, tmp_path, monkeypatch, number):
+    """The training is saved before it is judged. The same command then only judges."""
+    _, flags, out, result, _ = whole
+    extract, ended = common.extract_features, []
+
+    def interrupted(*args, **options):
+        os.kill(os.getpid(), number)
+        return extract(*args, **options)
+
+    def end_at_once(code):
+        ended.append(code)
+        raise SystemExit(code)
+
+    flags = [*flags, "--out", tmp_path, "--eval-every", 0]
+    with monkeypatch.context() as patch:
+        patch.setattr(common, "extract_features", interrupted)
+        patch.setattr(os, "_exit", end_at_once)
+        status, said = run(*flags)
+    assert status == 75 and ended == [75] * (number == signal.SIGTERM) and "when all was saved" in said
+    assert load(tmp_path)["step"] == 3 * STEPS and len(records_of(tmp_path)) == 2
+    assert run(*flags)[0] == result and len(records_of(tmp_path)) == 3
+
+
+def test_the_loop_stands_in_one_function():
+    text = inspect.getsource(eval_linear.train_protocol)
+    order = (
+        "for epoch in",
+        "judge(",
+        "for batch in loader",
+        "zero_grad",
+        "loss.backward()",
+        "optimizer.step()",
+        "run.save",
+    )
+    places = [text.rindex(words) for words in order]
+    assert places == sorted(places)
+
+
+def test_the_frozen_encoder_stays_as_it_is_and_learning_is_seen(places, tmp_path, monkeypatch):
     """All weights and statistics, bit for bit; and the classifier learns what separates the classes."""
-    network, _ = common.load_backbone(places[encoder])
+    network, info = common.load_backbone(places["RESNET"])
     before = {k: v.clone() for k, v in network.state_dict().items()}
-    info = common.load_backbone(places[encoder])[1]
     monkeypatch.setattr(common, "load_backbone", lambda *_: (network, info))
     flags = "--protocol moco --lr 5 --batch-size 16 --epochs 10 --crop-scale 0.5 1".split()
-    result, _ = run(places[encoder], *flags, "--out", tmp_path)
+    result, _ = run(places["RESNET"], *flags, "--out", tmp_path)
     assert all(torch.equal(before[k], v) for k, v in network.state_dict().items()) and not network.training
     assert result["encoder"]["linear_top1"] >= 70
     head = load(tmp_path)["model"]
     assert set(head) == {"weight", "bias"} and head["weight"].std() > 0.01
 
-    def careless(args, encoder, *_):
-        next(encoder.parameters()).data.add_(1e-3)
-        return {"loss": torch.ones(())}
 
-    with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="frozen"):
-        patch.setattr(eval_linear, "train_step", careless)
-        run(places[encoder], "--protocol", "moco", "--epochs", 1, "--batch-size", 16, "--out", tmp_path / "b")
+def test_an_encoder_that_changes_while_a_classifier_is_trained(places, tmp_path):
+    class Careless(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.encoder, _ = common.load_backbone(places["VIT"])
+            self.register_buffer("seen", torch.zeros(()))
+
+        def forward(self, x):
+            self.seen += len(x) == 16  # a training batch; the test's are of 12 and 2
+            return self.encoder(x)
+
+    data = Own(places["DATA"] / "train"), Own(places["DATA"] / "val", 14)
+    flags = "--protocol moco --image-size 16 --batch-size 16 --epochs 1 --out".split()
+    with pytest.raises(RuntimeError, match="frozen"):
+        run(*flags, tmp_path / "b", encoder=Careless(), train=data[0], test=data[1])
+
+
+# ------------------------------------------------------------- other images
+
+
+class Own(torch.utils.data.Dataset):
+    """A user's data set of the first `count` images in a folder with one folder per class: (PIL image, label)."""
+
+    def __init__(self, folder, count=100):
+        self.files = [(p, label) for label, c in enumerate(CLASSES) for p in sorted((folder / c).iterdir())][:count]
+
+    def __len__(self):
+        return len(self.files)
+
+    def __getitem__(self, i):
+        return Image.open(self.files[i][0]).convert("RGB"), self.files[i][1]
+
+
+@pytest.fixture(scope="module")
+def two_tests(places, tmp_path_factory):
+    """Two folders with the same train/ and another val/ of as many images."""
+    root = tmp_path_factory.mktemp("two")
+    for name, part in (("A", "val"), ("B", "test")):
+        shutil.copytree(places["DATA"] / "train", root / name / "train")
+        shutil.copytree(places["DATA"] / part, root / name / "val")
+    return root
+
+
+def test_another_test_set_never_repeats_a_score(places, two_tests, tmp_path, monkeypatch, capsys):
+    """In the default folder it gets another name. In a given one it is refused, also for own Datasets."""
+    monkeypatch.chdir(tmp_path)
+    flags = [places["RESNET"], "--protocol", "moco", *FAST]
+    assert "encoder" in run(*flags)[0]
+    for name in "AB":
+        result, said = run(*flags, "--dataset", "folder", "--data-dir", two_tests / name)
+        assert "encoder" in result and "already" not in said
+    again, said = run(*flags, "--dataset", "folder", "--data-dir", two_tests / "B")
+    assert again == result and "already" in said
+    names = sorted(p.name for p in (tmp_path / "runs").iterdir())
+    usual = "linear-moco-folder-resnet_micro-s0"
+    assert len(names) == 3 and names[0] == usual and all(name.startswith(f"{usual}-") for name in names[1:])
+
+    flags += ["--dataset", "folder", "--out", tmp_path / "one"]
+    assert "encoder" in run(*flags, "--data-dir", two_tests / "A")[0]
+    line = refused(capsys, run_or_exit, *flags, "--data-dir", two_tests / "B")
+    assert "test_images was 18 with checksum" in line and "give another --out" in line
+    moved = shutil.copytree(two_tests / "A", tmp_path / "moved")
+    assert "already" in run(*flags, "--data-dir", moved)[1]  # the same images in another place
+
+    train, out = Own(places["DATA"] / "train"), ["--out", tmp_path / "own"]
+    tests = [Own(places["DATA"] / "val"), Own(places["DATA"] / "test"), Own(places["DATA"] / "val", 17)]
+    assert "encoder" in run(*flags, *out, train=train, test=tests[0])[0]
+    assert "already" in run(*flags, *out, train=train, test=tests[0])[1]
+    for test in tests[1:]:
+        assert run(*flags, *out, train=train, test=test)[0] == 2 and "test_images" in capsys.readouterr().err
+
+
+def run_or_exit(*flags):
+    eval_linear.main(eval_linear.parse_args([*map(str, flags), "--device", "cpu"]))
+
+
+# ------------------------------------------------------------- training
 
 
 @pytest.mark.parametrize(
@@ -540,36 +643,42 @@ def test_features_that_no_process_should_hold_alone(places, capsys, monkeypatch,
 
 
 MISTAKES = [
-    "VIT --protocol nothing",
-    "VIT --solver lbfgs --protocol moco",
-    "VIT --finetune --protocol moco",
-    "VIT --label-fraction 0",
-    "VIT --label-fraction 0.1 --label-files X",
-    "VIT --label-files NONE",
-    "VIT --lr 1",
-    "VIT --out OUT",
-    "VIT --metric top1",
-    "VIT --protocol moco --lrs 1",
-    "VIT --protocol moco --drop-path 0.1",
-    "VIT --solver lbfgs --epochs 3",
-    "VIT --solver lbfgs --strengths 0",
-    "VIT --protocol moco --lr 1e300",
-    "VIT --protocol moco --crop-scale 0.5 0.2",
-    "VIT --protocol moco --out DATA",
-    "VIT --protocol moco --out OUT",  # 42 images are no batch
-    "VIT --protocol moco --milestones 60 80",
-    "VIT --protocol patchmix --momentum 0",
-    "VIT --finetune --batch-size 15",
-    "VIT --finetune --eval-every -1",
-    "VIT --finetune --head-lr 5",
-    "VIT --finetune --randaug 8.5",
+    ("VIT --protocol nothing", "invalid choice: 'nothing'"),
+    ("VIT --solver lbfgs --protocol moco", "leave out --finetune and --protocol"),
+    ("VIT --finetune --protocol moco", "not moco"),
+    ("VIT --label-fraction 0", "--label-fraction: 0 is not from"),
+    ("VIT --label-fraction 0.1 --label-files X", "not both"),
+    ("VIT --label-files NONE", "cannot be read"),
+    ("VIT --lr 1", "--lr is not used by this evaluation (probe)"),
+    ("VIT --out OUT", "--out is not used"),
+    ("VIT --metric top1", "--metric is not used"),
+    ("VIT --protocol moco --lrs 1", "--lrs is not used by this evaluation (linear)"),
+    ("VIT --protocol moco --drop-path 0.1", "--drop-path is not used"),
+    ("VIT --solver lbfgs --epochs 3", "--epochs is not used by this evaluation (lbfgs)"),
+    ("VIT --solver lbfgs --strengths 0", "--strengths: 0 is not from"),
+    ("VIT --solver lbfgs --holdout 0.2", "--holdout has no effect"),
+    ("VIT --protocol moco --lr 1e300", "--lr: 1e300 is not from"),
+    ("VIT --protocol moco --crop-scale 0.5 0.2", "the smaller area first"),
+    ("VIT --protocol moco --out DATA", "no readable config.json"),
+    ("VIT --protocol moco --out OUT", "42 images are fewer than one batch"),
+    ("VIT --protocol moco --milestones 60 80", "--milestones: 60 is not from"),
+    ("VIT --protocol moco --min-lr 0.1", "--min-lr has no effect"),
+    ("VIT --protocol moco --warmup-lr 0.1", "--warmup-lr has no effect"),
+    ("VIT --protocol moco --no-floors", "--no-floors has no effect"),
+    ("VIT --protocol patchmix --momentum 0", "needs --no-nesterov"),
+    ("VIT --finetune --batch-size 15", "--batch-size 15"),
+    ("VIT --finetune --eval-every -1", "--eval-every: -1 is not from"),
+    ("VIT --finetune --head-lr 5", "--layer-decay 1"),
+    ("VIT --finetune --randaug 8.5", "invalid int value: '8.5'"),
+    ("VIT --finetune --momentum 0.8", "--momentum has no effect"),
+    ("VIT --finetune --pad 2 --crop-scale 0.5 1", "--crop-scale has no effect"),
 ]
 
 
-@pytest.mark.parametrize("flags", MISTAKES)
-def test_wrong_flags_are_one_line(places, capsys, flags):
+@pytest.mark.parametrize("flags, words", MISTAKES)
+def test_wrong_flags_are_one_line(places, capsys, flags, words):
     argv = [str({**places, "NONE": places["DATA"] / "none"}.get(word, word)) for word in flags.split()]
-    refused(capsys, lambda: eval_linear.main(eval_linear.parse_args(argv + ["--device", "cpu"])))
+    assert words in refused(capsys, run_or_exit, *argv)
     assert not places["OUT"].exists()
 
 
