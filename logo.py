@@ -19,8 +19,8 @@ The baseline is MoCo or SimSiam with two global crops: `--local-crops 0`. Both v
 it is MoCo v2's loss, with one query. LoGo adds the local crops, the affinity, and the step or the term of L_ll.
 
 Inference: only the supplement of this paper could be read. The equations of the main text are as others quote them. The
-MoCo form is the released code's. No code of the SimSiam form was released, so all of it is inference. So is MoCo's
-lambda.
+MoCo form is the released code's. No code of the SimSiam form was released, so all of it is inference, and so is lambda
+on MoCo.
 
 Caution: the affinity has batch norms. In the released code and here, pairs of one image and pairs of two images pass
 it in batches of their own. It can then tell the kinds of batch apart without comparing the locals. In our runs it ranks
@@ -43,17 +43,18 @@ Departures of this file, of the paper and of the released code from each other:
     D7 The smallest area of a local crop. Paper (supplement) and here: 0.08. Released: 0.05.
     D8 Keys of local crops, and a clip of the main gradient at 100. Released: both, the keys unused. Here: neither.
     D9 The encoder on STL-10. Paper: a small AlexNet. Here: ResNet-18, because timm has no such AlexNet.
-    D10 The order of colour changes. Here: MoCo v2's. Released: the blur comes before the jitter; on CIFAR, all but the
-       crop comes twice, with the standard deviation (0.2023, 0.1994, 0.2010).
-    D11 The baseline. Here: global crops; with `--one-way` the key's view is enqueued. Released: crops from 0.08 of the
-       area; both views' keys are enqueued.
+    D10 Colour changes. Here: once per view, in MoCo v2's order. Released: the blur comes before the jitter. On CIFAR
+       jitter, gray, flip and normalisation come twice, with the standard deviation (0.2023, 0.1994, 0.2010).
+    D11 The baseline. Here: it has global crops, and with `--one-way` the keys of one view are enqueued. Released: its
+       crops take at least 0.08 of the area, and the keys of both views are enqueued.
     D12 Precision and statistics. Released: float32, and the first process's batch-norm statistics. Here: the encoders
        compute in bf16 on CUDA (`--amp off`: in float32, with products in TF32), and the statistics are averaged.
-    D13 SimSiam's rates. Here (inference): rate and weight decay are LoGo's on MoCo, the batch too, except on CIFAR
-       (512, a third party's, whose rate is half of that here). The rate falls by a cosine, also the predictor's.
-       SimSiam's code: the predictor's rate is constant.
-    D14 The affinity's batches. Here and released: "separate". `--affinity-batch joint` is ours: both kinds of pairs
-       share the statistics of batch norm. So they do in L_ll, where the pairs of two images are constants.
+    D13 SimSiam's recipe (inference). Rate, batch size and weight decay are LoGo's on MoCo. On CIFAR the batch has
+       512 images, as a third party's, whose rate is half of that here. All rates fall by a cosine. In SimSiam's own
+       code the predictor's rate is constant.
+    D14 The affinity's batches. Here and released: pairs of one image and of two images have batches of their own.
+       `--affinity-batch joint` is ours: both kinds share batch norm's statistics, in Eq. 6 and in L_ll. In L_ll the
+       pairs of two images are constants.
 """
 
 import argparse

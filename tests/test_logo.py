@@ -668,22 +668,22 @@ def test_an_own_encoder(base, tmp_path):
     assert not any(torch.equal(saved[name], value) for name, value in before.items())
 
 
-def run_in_processes(rank, world, port, folder):
-    """A run of both bases as one of several processes; world 0: as one without a group."""
+def run_as_one_of(rank, world, port, name, out):
+    """A run as one of several processes; world 0: as one without a group."""
     torch.set_num_threads(1)
     torch.set_default_dtype(torch.float64)
     torch.Tensor.float = torch.Tensor.double
     common.ARCHS["resnet_nano"] = NANO
     if world:
         os.environ |= dict(RANK=str(rank), WORLD_SIZE=str(world), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    for name in ("moco", "simsiam"):
-        args = parse(*RUNS[name].split())
-        args.out = f"{folder}/{name}"
-        logo.main(args, train=images())
+    args = parse(*RUNS[name].split())
+    args.out = str(out)
+    logo.main(args, train=images())
 
 
 @pytest.mark.slow
-def test_any_number_of_processes_makes_the_same_steps(tmp_path):
+@pytest.mark.parametrize("name", ["moco", "simsiam"])
+def test_any_number_of_processes_makes_the_same_steps(name, tmp_path):
     """One process without a group, and groups of 1, 2 and 4, in float64."""
     mp.get_context("forkserver").set_forkserver_preload(["torch", "torchvision", "timm"])
     results = []
@@ -691,21 +691,22 @@ def test_any_number_of_processes_makes_the_same_steps(tmp_path):
         with socket.socket() as s:
             s.bind(("127.0.0.1", 0))
             port = s.getsockname()[1]
-        folder = tmp_path / str(world)
+        out = tmp_path / str(world)
         if world:
-            mp.start_processes(run_in_processes, (world, port, folder), nprocs=world, start_method="forkserver")
+            mp.start_processes(run_as_one_of, (world, port, name, out), nprocs=world, start_method="forkserver")
         else:
-            run_in_processes(0, 0, port, folder)
-        saved = [torch.load(folder / name / "last.pt", weights_only=True) for name in ("moco", "simsiam")]
-        losses = [s["loss"] for n in ("moco", "simsiam") for s in common.read_metrics(folder / n / "metrics.jsonl")[1:]]
-        results.append(flat([[state[part] for part in WEIGHTS] for state in saved] + losses))
+            run_as_one_of(0, 0, port, name, out)
+        saved = torch.load(out / "last.pt", weights_only=True)
+        (record,) = [r for r in common.read_metrics(out / "metrics.jsonl") if "epoch" in r]
+        metrics = [record[metric] for metric in ("loss", "affinity_loss", "dissimilarity", "grad_norm")]
+        results.append(flat([[saved[part] for part in WEIGHTS], metrics]))
     alone = results[0]
-    assert sum(map(torch.is_tensor, alone.values())) > 200
+    assert sum(map(torch.is_tensor, alone.values())) > 100
     for other in results[1:]:
         assert other.keys() == alone.keys()
-        for name in (n for n in alone if "num_batches_tracked" not in n):  # counts, which nothing uses
+        for part in (n for n in alone if "num_batches_tracked" not in n):  # counts, which nothing uses
             torch.testing.assert_close(
-                other[name], alone[name], rtol=1e-8, atol=1e-10, msg=lambda m, n=name: f"{n}: {m}"
+                other[part], alone[part], rtol=1e-8, atol=1e-10, msg=lambda m, n=part: f"{n}: {m}"
             )
 
 
