@@ -138,24 +138,6 @@ def recipe(chosen):
 # ================================================================ 2. the paper
 
 
-class Affinity(nn.Module):
-    """The learned affinity of local crops.
-
-    forward(a, b): two (N, dim) -> scores (N,), high for two crops of one image. Raises ValueError for other shapes.
-    """
-
-    def __init__(self, dim, hidden):
-        super().__init__()
-        layers = [nn.Linear(2 * dim, hidden), nn.BatchNorm1d(hidden), nn.ReLU(inplace=True)]
-        layers += [nn.Linear(hidden, hidden), nn.BatchNorm1d(hidden), nn.ReLU(inplace=True), nn.Linear(hidden, 1)]
-        self.layers = nn.Sequential(*layers)
-
-    def forward(self, a, b):
-        if a.dim() != 2 or a.shape != b.shape:
-            raise ValueError(f"Affinity takes two (N, dim), not {tuple(a.shape)} and {tuple(b.shape)}")
-        return self.layers(torch.cat([a, b], dim=1)).squeeze(1)
-
-
 def affinity_loss(affinity, local1, local2, noise=None, form="logistic", batch="separate"):
     """The loss of the affinity, a scalar: it is to score two locals of one image above locals of two (Eq. 6).
 
@@ -185,6 +167,24 @@ def affinity_loss(affinity, local1, local2, noise=None, form="logistic", batch="
     positive = F.softplus(-positive12) + F.softplus(-positive21)
     negative = F.softplus(negative12) + F.softplus(negative21)
     return (positive + negative).mean() / 2
+
+
+class Affinity(nn.Module):
+    """The learned affinity of local crops.
+
+    forward(a, b): two (N, dim) -> scores (N,), high for two crops of one image. Raises ValueError for other shapes.
+    """
+
+    def __init__(self, dim, hidden):
+        super().__init__()
+        layers = [nn.Linear(2 * dim, hidden), nn.BatchNorm1d(hidden), nn.ReLU(inplace=True)]
+        layers += [nn.Linear(hidden, hidden), nn.BatchNorm1d(hidden), nn.ReLU(inplace=True), nn.Linear(hidden, 1)]
+        self.layers = nn.Sequential(*layers)
+
+    def forward(self, a, b):
+        if a.dim() != 2 or a.shape != b.shape:
+            raise ValueError(f"Affinity takes two (N, dim), not {tuple(a.shape)} and {tuple(b.shape)}")
+        return self.layers(torch.cat([a, b], dim=1)).squeeze(1)
 
 
 def local_dissimilarity(affinity, local1, local2, batch="separate"):
