@@ -1,7 +1,7 @@
 """The same numbers as the authors' code: public functions, forward passes, schedules and crops against tests/golden.
 
 Every comparison is in float64 and gives the largest |ours - theirs| over the largest |theirs|.
-`python tests/test_golden.py` prints README's table of them.
+`python tests/test_golden.py` prints the table of them that golden/README.md has.
 """
 
 import contextlib
@@ -520,7 +520,7 @@ def above(x):
 
 
 def table():
-    """README's table, of the results of all checks."""
+    """The table of golden/README.md, of the results of all checks."""
     lines = ["| method | what was compared | largest difference | what differs on purpose |", "| --- " * 4 + "|"]
     for method, what in WHAT.items():
         results = [run(name) for name in CHECKS if name.split(":")[0] == method]
@@ -536,7 +536,7 @@ def test_same_numbers(name):
 
 
 def test_readme():
-    readme = (ROOT / "README.md").read_text()
+    readme = (ROOT / "tests" / "golden" / "README.md").read_text()
     assert readme.split(BEGIN)[1].split(END)[0] == table() + "\n"
 
 
