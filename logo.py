@@ -138,24 +138,6 @@ def recipe(chosen):
 # ================================================================ 2. the paper
 
 
-class Affinity(nn.Module):
-    """The learned affinity of local crops.
-
-    forward(a, b): two (N, dim) -> scores (N,), high for two crops of one image. Raises ValueError for other shapes.
-    """
-
-    def __init__(self, dim, hidden):
-        super().__init__()
-        layers = [nn.Linear(2 * dim, hidden), nn.BatchNorm1d(hidden), nn.ReLU(inplace=True)]
-        layers += [nn.Linear(hidden, hidden), nn.BatchNorm1d(hidden), nn.ReLU(inplace=True), nn.Linear(hidden, 1)]
-        self.layers = nn.Sequential(*layers)
-
-    def forward(self, a, b):
-        if a.dim() != 2 or a.shape != b.shape:
-            raise ValueError(f"Affinity takes two (N, dim), not {tuple(a.shape)} and {tuple(b.shape)}")
-        return self.layers(torch.cat([a, b], dim=1)).squeeze(1)
-
-
 def affinity_loss(affinity, local1, local2, noise=None, form="logistic", batch="separate"):
     """The loss of the affinity, a scalar: it is to score two locals of one image above locals of two (Eq. 6).
 
@@ -187,6 +169,38 @@ def affinity_loss(affinity, local1, local2, noise=None, form="logistic", batch="
     return (positive + negative).mean() / 2
 
 
+def score_pairs(affinity, pairs, batch):
+    """The scores (N,) of each item of a list of pairs ((N, C), (N, C)), as a list.
+
+    batch: "separate" (released): each item passes the affinity in a batch of its own. "joint" (ours): all pass in one
+    batch, so that batch norm cannot tell them apart. Raises ValueError for other words.
+    """
+    if batch == "separate":
+        return [affinity(first, second) for first, second in pairs]
+    if batch != "joint":
+        raise ValueError(f"batch is 'separate' or 'joint', not {batch!r}")
+    firsts, seconds = zip(*pairs, strict=True)
+    return affinity(torch.cat(firsts), torch.cat(seconds)).chunk(len(pairs))
+
+
+class Affinity(nn.Module):
+    """The learned affinity of local crops.
+
+    forward(a, b): two (N, dim) -> scores (N,), high for two crops of one image. Raises ValueError for other shapes.
+    """
+
+    def __init__(self, dim, hidden):
+        super().__init__()
+        layers = [nn.Linear(2 * dim, hidden), nn.BatchNorm1d(hidden), nn.ReLU(inplace=True)]
+        layers += [nn.Linear(hidden, hidden), nn.BatchNorm1d(hidden), nn.ReLU(inplace=True), nn.Linear(hidden, 1)]
+        self.layers = nn.Sequential(*layers)
+
+    def forward(self, a, b):
+        if a.dim() != 2 or a.shape != b.shape:
+            raise ValueError(f"Affinity takes two (N, dim), not {tuple(a.shape)} and {tuple(b.shape)}")
+        return self.layers(torch.cat([a, b], dim=1)).squeeze(1)
+
+
 def local_dissimilarity(affinity, local1, local2, batch="separate"):
     """L_ll, a scalar that the encoder minimises: the mean softplus of the affinity's score for two locals of one image.
 
@@ -204,20 +218,6 @@ def local_dissimilarity(affinity, local1, local2, batch="separate"):
     if batch == "joint":
         pairs.append((local1.detach(), local2.detach().roll(1, 0)))
     return F.softplus(score_pairs(frozen, pairs, batch)[0]).mean()
-
-
-def score_pairs(affinity, pairs, batch):
-    """The scores (N,) of each item of a list of pairs ((N, C), (N, C)), as a list.
-
-    batch: "separate" (released): each item passes the affinity in a batch of its own. "joint" (ours): all pass in one
-    batch, so that batch norm cannot tell them apart. Raises ValueError for other words.
-    """
-    if batch == "separate":
-        return [affinity(first, second) for first, second in pairs]
-    if batch != "joint":
-        raise ValueError(f"batch is 'separate' or 'joint', not {batch!r}")
-    firsts, seconds = zip(*pairs, strict=True)
-    return affinity(torch.cat(firsts), torch.cat(seconds)).chunk(len(pairs))
 
 
 def check_locals(function, local1, local2):
