@@ -169,6 +169,20 @@ def affinity_loss(affinity, local1, local2, noise=None, form="logistic", batch="
     return (positive + negative).mean() / 2
 
 
+def score_pairs(affinity, pairs, batch):
+    """The scores (N,) of each item of a list of pairs ((N, C), (N, C)), as a list.
+
+    batch: "separate" (released): each item passes the affinity in a batch of its own. "joint" (ours): all pass in one
+    batch, so that batch norm cannot tell them apart. Raises ValueError for other words.
+    """
+    if batch == "separate":
+        return [affinity(first, second) for first, second in pairs]
+    if batch != "joint":
+        raise ValueError(f"batch is 'separate' or 'joint', not {batch!r}")
+    firsts, seconds = zip(*pairs, strict=True)
+    return affinity(torch.cat(firsts), torch.cat(seconds)).chunk(len(pairs))
+
+
 class Affinity(nn.Module):
     """The learned affinity of local crops.
 
@@ -204,20 +218,6 @@ def local_dissimilarity(affinity, local1, local2, batch="separate"):
     if batch == "joint":
         pairs.append((local1.detach(), local2.detach().roll(1, 0)))
     return F.softplus(score_pairs(frozen, pairs, batch)[0]).mean()
-
-
-def score_pairs(affinity, pairs, batch):
-    """The scores (N,) of each item of a list of pairs ((N, C), (N, C)), as a list.
-
-    batch: "separate" (released): each item passes the affinity in a batch of its own. "joint" (ours): all pass in one
-    batch, so that batch norm cannot tell them apart. Raises ValueError for other words.
-    """
-    if batch == "separate":
-        return [affinity(first, second) for first, second in pairs]
-    if batch != "joint":
-        raise ValueError(f"batch is 'separate' or 'joint', not {batch!r}")
-    firsts, seconds = zip(*pairs, strict=True)
-    return affinity(torch.cat(firsts), torch.cat(seconds)).chunk(len(pairs))
 
 
 def check_locals(function, local1, local2):
