@@ -603,8 +603,8 @@ def free_port():
         return s.getsockname()[1]
 
 
-NORMS = [(groups, shape, affine) for groups in (2, 4) for shape in ((8, 3), (8, 3, 2, 5)) for affine in (True, False)]
-BOTH = [(*case, torch.float64) for case in NORMS] + [(groups, (8, 3, 2, 5), True, torch.bfloat16) for groups in (2, 4)]
+NORMS = [(groups, shape, affine) for groups in (1, 4) for shape in ((8, 3), (8, 3, 2, 5)) for affine in (True, False)]
+BOTH = [(*case, torch.float64) for case in NORMS] + [(groups, (8, 3, 2, 5), True, torch.bfloat16) for groups in (1, 4)]
 RELATIVE = {torch.float32: 5e-4, torch.float64: 1e-9}  # by which two processes may differ from one
 
 
@@ -614,7 +614,11 @@ def batch_norm_case(groups, shape, affine):
     x, weight = (torch.randn(shape, dtype=torch.float64, generator=g) for _ in range(2))
     kind = nn.BatchNorm1d if len(shape) == 2 else nn.BatchNorm2d
     norm = nn.Sequential(kind(shape[1], affine=affine)).double()
-    importlib.import_module("jcl").split_batch_norms(nn.ModuleList([norm, nn.Linear(1, 1)]), groups)
+    with_parameters = nn.ModuleList([norm, nn.Linear(1, 1)])
+    if groups == 1:  # over all processes
+        importlib.import_module("patchmix").synchronize_batch_norms(with_parameters)
+    else:
+        importlib.import_module("jcl").split_batch_norms(with_parameters, groups)
     for p in norm.parameters():
         nn.init.normal_(p, generator=g)
     rows = torch.arange(len(x)).view(-1, *[1] * (len(shape) - 1))
@@ -626,6 +630,17 @@ def batch_norm_results(norm, x, weight):
     y = norm(x)
     gradients = torch.autograd.grad((y * weight).sum(), [x, *norm.parameters()])
     return [y.detach(), *gradients, norm[0].running_mean, norm[0].running_var]
+
+
+def checkpointed_gradients(world, rank):
+    """Of two layers with batch norm over all processes, whose forward pass is run again in the backward pass."""
+    torch.manual_seed(0)
+    layers = [nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(inplace=True), nn.Conv2d(4, 5, 3), nn.BatchNorm2d(5)]
+    net = importlib.import_module("patchmix").synchronize_batch_norms(nn.Sequential(*layers))
+    x, weight = torch.randn(8, 3, 8, 8), torch.randn(8, 5, 4, 4)
+    x, weight = (v.chunk(world)[rank] for v in (x, weight))
+    (torch.utils.checkpoint.checkpoint_sequential(net, 2, x, use_reentrant=False) * weight).sum().backward()
+    return [p.grad for p in net.parameters()]
 
 
 def exchanged(method, rank, world):
@@ -669,6 +684,7 @@ def processes(index, port, folder, out):
         average(norm)
         results.append(result)
     torch.save(results, f"{out}/norms-{index}.pt")
+    torch.save(checkpointed_gradients(world, rank), f"{out}/checkpointed-{index}.pt")
     torch.save([exchanged(m, rank, world) for m in METHODS if m != "patchmix"], f"{out}/exchanged-{index}.pt")
 
 
@@ -709,7 +725,7 @@ def test_exchange_is_indexing_the_rows_of_all_processes(trained):
 
 
 @pytest.mark.slow
-def test_batch_norm_in_groups_over_processes(trained):
+def test_batch_norm_over_processes(trained):
     alone, *parts = (load(trained / f"norms-{i}.pt") for i in range(3))
     for case, *dtype in zip(range(len(BOTH)), (b[-1] for b in BOTH), strict=True):
         half = dtype == [torch.bfloat16]
@@ -726,7 +742,15 @@ def test_batch_norm_in_groups_over_processes(trained):
             torch.testing.assert_close(together, value, rtol=tolerance, atol=tolerance)
 
 
-@pytest.mark.parametrize("groups, shape, affine", NORMS)
+@pytest.mark.slow
+def test_checkpointing_with_batch_norm_over_processes(trained):
+    alone, *parts = (load(trained / f"checkpointed-{i}.pt") for i in range(3))
+    assert len(alone) == 8
+    for value, *halves in zip(alone, *parts, strict=True):
+        torch.testing.assert_close(sum(halves), value, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("groups, shape, affine", [(2, (8, 3), True), *NORMS[4:]])
 def test_batch_norm_is_one_for_each_slice(groups, shape, affine):
     norm, x, weight = batch_norm_case(groups, shape, affine)
     kind = nn.BatchNorm1d if len(shape) == 2 else nn.BatchNorm2d
