@@ -1,4 +1,4 @@
-"""Does each paper's improvement over its baseline show? The runs, their numbers in tests/results, the tables. By hand.
+"""Does each paper's improvement over its baseline show? Makes the runs and the tables of their numbers, by hand.
 
     python tests/results.py train --data-dir DIR [--arms jcl clim] [--seeds 0 1] [--jobs 2]
     python tests/results.py floors --data-dir DIR
@@ -6,11 +6,12 @@
     python tests/results.py readme                   write the tables into README.md and tests/results/README.md
     python tests/results.py curves OUT.png           learning curves (needs matplotlib)
 
-The protocol (tests/results/README.md) was written down before the first run. `train` does what is missing, several runs
-side by side, and goes on where it was stopped.
+The protocol (tests/results/README.md) was written down before the first run. `train` makes the runs that are missing,
+several side by side. It goes on where it was stopped. The numbers are kept in tests/results/*.json.
 """
 
 import argparse
+import functools
 import itertools
 import json
 import os
@@ -72,10 +73,29 @@ ARMS = {
     "clim-late": Arm("CLIM after 25 epochs of MoCo v2", "clim.py --clim-start 25", "moco", 2),
     "clim-selection": Arm("CLIM, selection alone", "clim.py --mix none", "moco", 2),
     "clim-cutmix": Arm("CLIM, CutMix alone", "clim.py --selection random", "moco", 2),
+    "logo-moco-joint": Arm(
+        "LoGo on MoCo, affinity in one batch", "logo.py --affinity-batch joint", "moco-symmetric", 2
+    ),
     "logo-moco-no-l2l": Arm("LoGo on MoCo, no local-to-local", "logo.py --no-l2l", "moco-symmetric", 2),
     "mocov3": Arm("MoCo v3", "patchmix.py --num-mix 1 --terms oto,mto", None, 2),
-    "patchmix-released": Arm("PatchMix, M = 3, released", "patchmix.py --num-mix 3 --variant released", "mocov3", 2),
+    "patchmix-released": Arm(
+        "PatchMix, M = 3, the released code's term weights", "patchmix.py --num-mix 3 --variant released", "mocov3", 2
+    ),
 }
+
+CLAIMS = (  # what is claimed; the arm, what it is compared with, its time over that one's
+    ("JointCrop beats MoCo v2", "jointcrop", "moco", "1"),
+    ("JCL beats MoCo v2", "jcl", "moco", "2"),
+    ("JCL beats MoCo v2 of twice the epochs", "jcl", "moco-twice", "1"),
+    ("CLIM beats MoCo v2", "clim", "moco", "1.5"),
+    ("CLIM beats MoCo v2 of 1.5 times the epochs", "clim", "moco-half-more", "1"),
+    ("JointBlur beats MoCo v2", "jointblur", "moco", "1"),
+    ("LoGo beats MoCo of both views", "logo-moco", "moco-symmetric", "2.5"),
+    ("LoGo beats SimSiam", "logo-simsiam", "simsiam", "2.5"),
+    ("PatchMix with M = 3 beats M = 1", "patchmix-3", "patchmix-1", "1"),
+    ("the same with the released code's term weights, over MoCo v3", "patchmix-released", "mocov3", "1.1"),
+)
+NOISE = 0.5  # points by which 10,000 test images alone let an accuracy err
 
 # README's table: arm, its time over the baseline's (from one sitting: tests/results/README.md), the paper's gain
 FRONT = {
@@ -231,9 +251,9 @@ def spread(values, sign="", digits=1):
     return mean + (f" ± {statistics.stdev(values):.{digits}f}" if len(values) > 1 else "")
 
 
-def paired(budget, arm):
-    """[(the baseline's scores, the arm's)] of the seeds that both have."""
-    runs, others = (kept_runs(budget, name) if name else {} for name in (arm, ARMS[arm].baseline))
+def paired(budget, arm, other):
+    """[(scores of the arm `other`, scores of the arm)] of the seeds that both have; other: None for no arm."""
+    runs, others = (kept_runs(budget, name) if name else {} for name in (arm, other))
     return [(scores(others[seed]), scores(runs[seed])) for seed in sorted(runs.keys() & others.keys())]
 
 
@@ -250,7 +270,7 @@ def table(budget):
         if not runs:
             continue
         longer = f" --epochs {round(BUDGETS[budget]['epochs'] * arm.times)}" if arm.times != 1 else ""
-        both, cells = paired(budget, name), [f"{arm.name}, `{arm.script}{longer}`", str(len(runs))]
+        both, cells = paired(budget, name, arm.baseline), [f"{arm.name}, `{arm.script}{longer}`", str(len(runs))]
         cells += [spread([scores(run)[measure] for run in runs]) for measure in SHOWN]
         for measure in SHOWN:
             cells.append(spread([own[measure] - other[measure] for other, own in both], "+") if both else "")
@@ -267,7 +287,8 @@ def front(budget):
     heads = ["method", "over", "seeds", "kNN", "gain", "linear", "gain", "time", "the paper's own numbers"]
     rows = []
     for name, (time, paper) in FRONT.items():
-        other, both, cells = ARMS[name].baseline, paired(budget, name), []
+        other, cells = ARMS[name].baseline, []
+        both = paired(budget, name, other)
         if not both:
             continue
         for measure in SHOWN:
@@ -278,20 +299,74 @@ def front(budget):
     return markdown(heads, rows)
 
 
-def mechanism_table(budget):
-    """Markdown of what the losses do: a figure a row, an arm a column."""
-    file = KEPT / f"{budget}-mechanisms.json"
-    found = json.loads(file.read_text()) if file.exists() else {}
-    names = dict.fromkeys(name for runs in found.values() for run in runs.values() for name in run)
-    rows = [["seeds", *(str(len(runs)) for runs in found.values())]]
-    for name in names:
-        values = [[run[name] for run in runs.values() if name in run] for runs in found.values()]
-        digits = 2 if name.endswith("%") else 4
-        rows.append([name, *(spread(v, digits=digits) if v else "" for v in values)])
-    return markdown(["measure", *(ARMS[arm].name for arm in found)], rows)
+def verdict(gains):
+    """What the gains of all seeds and measures say of a claim: is each larger than what the test set errs by?"""
+    if min(gains) > NOISE:
+        return "shown"
+    return "the opposite" if max(gains) < -NOISE else "not shown"
 
 
-TABLES = dict(front=front, arms=table, mechanisms=mechanism_table)
+def claims(budget):
+    """Markdown of what the papers claim, of the gains here, and of the verdict that follows from them."""
+    rows = []
+    for claim, arm, other, time in CLAIMS:
+        if both := paired(budget, arm, other):
+            gains = [[own[measure] - others[measure] for others, own in both] for measure in SHOWN]
+            cells = [*(spread(gain, "+") for gain in gains), str(len(both)), f"x {time}", verdict(sum(gains, []))]
+            rows.append([claim, *cells])
+    return markdown(["claim", "gain, kNN", "gain, linear", "seeds", "time", "verdict"], rows)
+
+
+# Tables of what the losses do: {table: {column: the measure's name in figures.mechanisms}}
+VIEWS, PAIRS = "JCL, Fig. 3: ", "LoGo: similarity, "
+AFFINITY = "LoGo: affinity of locals of one image above two images', "
+ANALYSES = {
+    "JCL": {
+        "similarity of an image's 32 views": VIEWS + "similarity of an image's 32 views",
+        "their variance per feature, thousandths": VIEWS + "their variance, a feature, in thousandths",
+        "similarity of any two images": "CLIM: similarity of any two images",
+    },
+    "CLIM": {
+        "similarity of two images of a class": "CLIM, Table 10: similarity of two images of a class",
+        "similarity of any two images": "CLIM: similarity of any two images",
+        "`knn` positives of the class, %": "CLIM: chosen positives of the image's class, --selection knn, %",
+        "`center` positives of the class, %": "CLIM: chosen positives of the image's class, --selection center, %",
+    },
+    "JointCrop": {
+        f"bank {bank}, queries {query}, %": f"JointCrop: kNN, bank of crops of area {bank}, queries {query}, %"
+        for bank in ("1", "0.2")
+        for query in ("1", "0.2")
+    },
+    "LoGo": {
+        f"{pair}, {of}": f"{PAIRS}{pair}, {of}"
+        for of in ("one image", "two images")
+        for pair in ("small-small", "small-large", "large-large")
+    },
+    "affinity": {
+        f"{how}, %": f"{AFFINITY}{how}, %" for how in ("in batches of their own", "in one batch", "by cosine")
+    },
+    "PatchMix": {
+        kind: f"after PatchMix, Fig. 4: bar of {kind}"
+        for kind in ("own image", "own class", "related class", "other class")
+    },
+}
+
+
+def analysis(table, budget):
+    """Markdown of one of ANALYSES: an arm per row, a measure per column."""
+    file, rows = KEPT / f"{budget}-mechanisms.json", []
+    for arm, runs in json.loads(file.read_text()).items() if file.exists() else ():
+        cells = []
+        for name in ANALYSES[table].values():
+            values = [run[name] for run in runs.values() if name in run]
+            cells.append(spread(values, digits=2 if name.endswith("%") else 4) if values else "")
+        if any(cells):
+            rows.append([ARMS[arm].name, str(len(runs)), *cells])
+    return markdown(["arm", "seeds", *ANALYSES[table]], rows)
+
+
+TABLES = dict(claims=claims, front=front, arms=table)
+TABLES |= {f"mechanisms, {name}": functools.partial(analysis, name) for name in ANALYSES}
 PAGES = ROOT / "README.md", KEPT / "README.md"
 
 
