@@ -1276,7 +1276,7 @@ def knn_scores(train_x, train_y, test_x, ks, temperature, num_classes):
     longest = int(gather_uneven(torch.tensor([len(bank)])).max())  # all processes take the same chunks
     scores, done = {k: [] for k in ks}, 0
     for chunk in queries.split(max(1, 2**26 // longest)):
-        progress(f"neighbours: of {done} of {len(queries)} images")
+        progress(f"neighbours: found for {done} of {len(queries)} images")
         done += len(chunk)
         similarity, row = (chunk @ bank.T).topk(min(most, len(bank)), dim=1)
         similarity, label = (gather_uneven(x.T).T for x in (similarity, train_y[row]))

@@ -398,8 +398,9 @@ def logistic_regression(
 
     def closure():
         nonlocal evaluations
+        if evaluations % 10 == 0:
+            common.progress(f"L-BFGS: {what}, after {evaluations} evaluations of the gradient")
         evaluations += 1
-        common.progress(f"L-BFGS: {what}, evaluation {evaluations} of the gradient")
         optimizer.zero_grad()
         penalty = decay / 2 * (scale * weight[:-1]).square().sum()
         loss = F.cross_entropy(torch.addmm(weight[-1], white, weight[:-1]), y) + penalty
@@ -706,9 +707,9 @@ def judge(args, device, encoder, network, info, test):
     """
     options = dict(batch_size=args.batch_size // common.rank_and_world()[1], workers=args.workers, amp=args.bf16)
     if args.mode == "finetune":
-        logits = common.extract_features(network, test, info, device, **options, what="test")
+        logits = common.extract_features(network, test, info, device, **options, what="judging the test set")
     else:
-        features = common.extract_features(encoder, test, info, device, **options, what="test")
+        features = common.extract_features(encoder, test, info, device, **options, what="judging the test set")
         with torch.no_grad():
             logits = network(features.to(device)).cpu()
     found = scores(logits, torch.from_numpy(test.labels), args.num_classes)

@@ -150,11 +150,11 @@ def test_long_work_says_what_it_is_and_how_far(tiny, tmp_path, monkeypatch):
     run(eval_knn, tiny[0], "--batch-size", 10)
     for name in ("encoder", "raw pixels", "untrained"):
         assert f"features of {name}, train: 30 of 36 images" in lines
-    assert "neighbours: of 0 of 12 images" in lines
+    assert "neighbours: found for 0 of 12 images" in lines
     run(eval_linear, tiny[0], "--epochs", 3, "--no-floors")
     assert "features of encoder: 0 of 36 images" in lines and "probe: 13 rates, epoch 2 of 3" in lines
     run(eval_linear, tiny[0], "--solver", "lbfgs", "--strengths", 1, 10, "--no-floors")
-    assert "L-BFGS: strength 1, 2 of 2, evaluation 1 of the gradient" in lines
+    assert "L-BFGS: strength 1, 2 of 2, after 10 evaluations of the gradient" in lines
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
