@@ -1605,7 +1605,7 @@ EVALUATION_FLAGS = dict(  # of eval_knn.py and eval_linear.py: {group: {flag: ar
         seed=dict(type=SEED, default=0, metavar="N", help="seed of what is drawn"),
         workers=dict(type=WORKERS, metavar="N", help="loader processes (default: up to 12 for a GPU, else 0)"),
         device=dict(default="auto", choices=("auto", "cuda", "cpu"), help="auto: a GPU where there is one"),
-        amp=dict(default="auto", choices=("auto", "bf16", "off"), help="of encoders; auto: bf16 on GPUs that have it"),
+        amp=dict(default="auto", choices=("auto", "bf16", "off"), help="precision; auto: bf16 on GPUs that have it"),
         no_floors=dict(action="store_true", help="leave out raw pixels and the untrained encoder"),
     ),
 )
@@ -1641,15 +1641,23 @@ class ArgumentParser(argparse.ArgumentParser):
         return parsed
 
 
-def evaluation_parser(script, doc):
-    """A parser with what eval_knn.py and eval_linear.py share: the checkpoint and EVALUATION_FLAGS."""
-    parser = ArgumentParser(script, doc.splitlines()[0], usage=f"python {script} [RUN] [flags]")
-    parser.add_argument("checkpoint", nargs="?", metavar="RUN", help="a run's folder, a last.pt or a backbone.pt")
-    for group, rows in EVALUATION_FLAGS.items():
+def parse_evaluation(script, doc, argv, flags):
+    """The command line of eval_knn.py or eval_linear.py as a namespace. Exits with an error message on a mistake.
+
+    flags: what the script has besides EVALUATION_FLAGS, in the same form. Added: `typed`, the names of the flags whose
+    values are not the defaults.
+    """
+    parser = ArgumentParser(script, doc.splitlines()[0], usage=f"python {script} [RUN] [flags]", add_help=False)
+    section = parser.add_argument_group("what is judged")
+    section.add_argument("checkpoint", nargs="?", metavar="RUN", help="a run's folder, a last.pt or a backbone.pt")
+    for group, rows in (EVALUATION_FLAGS | flags).items():
         section = parser.add_argument_group(group)
-        for flag, options in rows.items():
-            section.add_argument(option(flag), **options)
-    return parser
+        for name, options in rows.items():
+            section.add_argument(option(name), **options)
+    parser.add_argument("-h", "--help", action="help", help="show this and exit")
+    args = parser.parse_args(argv)
+    args.typed = [name for name, value in vars(args).items() if value != parser.get_default(name)]
+    return args
 
 
 def option(name):

@@ -32,38 +32,36 @@ import common
 # ================================================================ 1. arguments
 
 
+# fmt: off
+FLAGS = {  # {group: {flag: argparse's options}}
+    "kNN": dict(
+        k=dict(type=common.COUNT, nargs="+", default=[10, 20, 100, 200], metavar="K", help="numbers of neighbours"),
+        temperature=dict(
+            type=common.number(float, 1e-6), default=0.07, metavar="T", help="temperature of the votes"),
+        batch_size=dict(type=common.COUNT, default=256, metavar="N", help="images encoded at once, by each process"),
+    ),
+    "files to write": dict(
+        dump=dict(metavar="FILE.npz", help="features, labels, class names and paths for numpy; needs no labels"),
+        pictures=dict(metavar="DIR", help="grids of test images and their nearest training images"),
+        attention=dict(metavar="DIR", help="ViTs: what each head's CLS token attends to in the last block"),
+        similarities=dict(metavar="DIR", help="how similar test images and some training images are, as bars"),
+        images=dict(
+            type=common.NATURAL, nargs="+", metavar="I",
+            help="test images of --attention and --similarities, from 0 (default: four at random)"),
+        keys=dict(
+            type=common.NATURAL, nargs="+", metavar="I",
+            help="training images of --similarities (default: seven at random)"),
+    ),
+}
+# fmt: on
+
+
 def parse_args(argv=None):
     """The command line as a namespace. Exits with an error message on a mistake.
 
     argv: a list of words; sys.argv's if None.
     """
-    parser = common.evaluation_parser("eval_knn.py", __doc__)
-    count, index = common.number(int, 1), common.number(int, 0)
-    add = parser.add_argument_group("kNN").add_argument
-    add("--k", type=count, nargs="+", default=[10, 20, 100, 200], metavar="K", help="numbers of neighbours that vote")
-    add("--temperature", type=common.number(float, 1e-6), default=0.07, metavar="T", help="temperature of the votes")
-    add("--batch-size", type=count, default=256, metavar="N", help="images encoded at once, by each process")
-    add = parser.add_argument_group("files to write").add_argument
-    add("--dump", metavar="FILE.npz", help="features, labels, class names and paths for numpy; needs no labels")
-    add("--pictures", metavar="DIR", help="grids of test images and their nearest training images")
-    add("--attention", metavar="DIR", help="ViTs: what each head's CLS token attends to in the last block")
-    add("--similarities", metavar="DIR", help="how similar test images and some training images are, as bars")
-    add(
-        "--images",
-        type=index,
-        nargs="+",
-        metavar="I",
-        help="test images of these two, from 0 (default: four at random)",
-    )
-    add(
-        "--keys",
-        type=index,
-        nargs="+",
-        metavar="I",
-        help="training images of --similarities (default: seven at random)",
-    )
-    args = parser.parse_args(argv)
-    args.typed = [name for name, value in vars(args).items() if value != parser.get_default(name)]
+    args = common.parse_evaluation("eval_knn.py", __doc__, argv, FLAGS)
     if not args.attention and not args.similarities:
         common.refuse(args, ["images"], "it chooses what --attention and --similarities draw, and neither is given")
     if not args.similarities:

@@ -102,34 +102,79 @@ RECIPES = {  # "mode protocol", and what an encoder or a data set changes in it:
     ),
 }
 RUN = dict(resume="auto", max_steps=None, save_every=1, eval_every=0, tensorboard=False)
-MOST = 1e9
-FLAGS = {  # name: (type, least, most, help)
-    "epochs": (int, 1, MOST, "epochs of the whole training (the probe: 50)"),
-    "batch_size": (int, 1, MOST, "images per step, over all processes; probe, L-BFGS: encoded at once per process"),
-    "lr": (float, 1e-9, MOST, "learning rate at batch size --lr-batch; it is scaled linearly with --batch-size"),
-    "lr_batch": (int, 1, MOST, "batch size for which --lr is given"),
-    "head_lr": (float, 1e-9, MOST, "fine-tuning: learning rate of the new classifier at --lr-batch"),
-    "layer_decay": (float, 1e-9, 1, "fine-tuning: each layer's rate is this times that of the layer above it"),
-    "momentum": (float, 0, 1, "momentum of SGD"),
-    "weight_decay": (float, 0, MOST, "weight decay of the optimizer"),
-    "warmup": (float, 0, MOST, "epochs of linear warm-up; not given, it shrinks with --epochs"),
-    "warmup_lr": (float, 0, MOST, "learning rate with which the warm-up begins"),
-    "min_lr": (float, 0, MOST, "learning rate with which a cosine ends"),
-    "pad": (int, 0, MOST, "pixels of padding: crops are random places of the padded image, without a resize; 0: none"),
-    "drop_path": (float, 0, 0.99, "fine-tuning: probability of stochastic depth in the last block"),
-    "randaug": (int, 0, 10, "magnitude of RandAugment (timm's rand-mX-mstd0.5-inc1); 0: none"),
-    "erase": (float, 0, 1, "probability of random erasing"),
-    "mixup": (float, 0, MOST, "alpha of mixup; 0: none"),
-    "cutmix": (float, 0, MOST, "alpha of CutMix; 0: none"),
-    "smoothing": (float, 0, 0.99, "smoothing of the labels"),
-    "holdout": (float, 0.001, 0.999, "share of the training set that chooses the rate or the strength (0.1)"),
-    "iterations": (int, 1, MOST, "L-BFGS: most iterations for each strength (5000)"),
-    "tolerance": (float, 1e-12, MOST, "L-BFGS: it has converged if no entry of the whitened gradient is above (1e-6)"),
-}
-OPERATION = {
-    "max_steps": (int, 1, MOST, "stop and save after N steps, counted over all calls"),
-    "save_every": (int, 1, MOST, "epochs between saves (1)"),
-    "eval_every": (int, 0, MOST, "epochs between judgements; 0: the last epoch only (0)"),
+FLAGS = {  # {group: {flag: argparse's options}}; what is not given, the protocol sets
+    "protocol": dict(
+        protocol=dict(choices=("probe", *LINEAR), help="how the classifier is trained (default: probe)"),
+        finetune=dict(action="store_true", help="train all layers; --protocol is patchmix (ViTs) or clim (others)"),
+        solver=dict(choices=("sgd", "lbfgs"), help="lbfgs: logistic regression on features that are computed once"),
+        label_fraction=dict(
+            type=common.POSITIVE_SHARE, metavar="X", help="train on this share of the labels, equally many per class"),
+        label_files=dict(metavar="LIST", help="train on these files: one per line, base name or path in train/"),
+    ),
+    "probe and L-BFGS": dict(
+        lrs=dict(
+            type=common.POSITIVE, nargs="+", metavar="X", help="the probe's grid of rates (13 from 0.00003 to 32)"),
+        strengths=dict(
+            type=common.POSITIVE, nargs="+", metavar="X", help="L-BFGS: strengths of the L2 penalty (45, 1e-6 to 1e5)"),
+        holdout=dict(
+            type=common.number(float, 0.001, 0.999), metavar="X",
+            help="share of the training set that chooses the rate or the strength (0.1)"),
+        metric=dict(choices=("top1", "per_class"), help="L-BFGS: the score that chooses the strength (top1)"),
+        iterations=dict(type=common.COUNT, metavar="N", help="L-BFGS: most iterations for each strength (5000)"),
+        tolerance=dict(
+            type=common.number(float, 1e-12), metavar="X",
+            help="L-BFGS has converged if no entry of the whitened gradient is above this (1e-6)"),
+    ),
+    "schedule": dict(
+        epochs=dict(type=common.COUNT, metavar="N", help="epochs of the whole training (the probe: 50)"),
+        batch_size=dict(
+            type=common.COUNT, metavar="N",
+            help="images per step, over all processes; probe and L-BFGS: images encoded at once per process"),
+        lr=dict(
+            type=common.POSITIVE, metavar="X",
+            help="learning rate at batch size --lr-batch; it is scaled linearly with --batch-size"),
+        lr_batch=dict(type=common.COUNT, metavar="N", help="batch size for which --lr is given"),
+        lr_per=dict(choices=("epoch", "step"), help="how often the rate changes"),
+        milestones=dict(
+            type=common.POSITIVE_SHARE, nargs="*", metavar="X",
+            help="shares of the run where the rate falls by a factor of 10; none: it falls by a cosine"),
+        min_lr=dict(type=common.NOT_NEGATIVE, metavar="X", help="learning rate with which a cosine ends"),
+        warmup=dict(
+            type=common.NOT_NEGATIVE, metavar="X",
+            help="epochs of linear warm-up; not given, it shrinks with --epochs"),
+        warmup_lr=dict(type=common.NOT_NEGATIVE, metavar="X", help="learning rate with which the warm-up begins"),
+        optimizer=dict(choices=("sgd", "adamw"), help="the optimizer"),
+        momentum=dict(type=common.SHARE, metavar="X", help="momentum of SGD"),
+        nesterov=dict(action=argparse.BooleanOptionalAction, help="Nesterov's form of that momentum"),
+        weight_decay=dict(type=common.NOT_NEGATIVE, metavar="X", help="weight decay of the optimizer"),
+    ),
+    "fine-tuning": dict(
+        head_lr=dict(type=common.POSITIVE, metavar="X", help="learning rate of the new classifier at --lr-batch"),
+        layer_decay=dict(
+            type=common.POSITIVE_SHARE, metavar="X", help="each layer's rate is this times that of the layer above it"),
+        drop_path=dict(
+            type=common.number(float, 0, 0.99), metavar="X", help="probability of stochastic depth in the last block"),
+    ),
+    "augmentation": dict(
+        crop_scale=dict(
+            type=common.POSITIVE_SHARE, nargs=2, metavar="X", help="smallest and largest area of a crop, as shares"),
+        pad=dict(
+            type=common.NATURAL, metavar="N",
+            help="pixels of padding; crops are places of the padded image, without a resize; 0: none"),
+        randaug=dict(
+            type=common.number(int, 0, 10), metavar="N",
+            help="magnitude of RandAugment (timm's rand-mN-mstd0.5-inc1); 0: none"),
+        erase=dict(type=common.SHARE, metavar="X", help="probability of random erasing"),
+        mixup=dict(type=common.NOT_NEGATIVE, metavar="X", help="alpha of mixup; 0: none"),
+        cutmix=dict(type=common.NOT_NEGATIVE, metavar="X", help="alpha of CutMix; 0: none"),
+        smoothing=dict(type=common.number(float, 0, 0.99), metavar="X", help="smoothing of the labels"),
+    ),
+    "a training's folder": dict(
+        out=dict(metavar="DIR", help="default: runs/PROTOCOL-DATASET-RUN...; the same command goes on from it"),
+        max_steps=dict(type=common.COUNT, metavar="N", help="stop and save after N steps, counted over all calls"),
+        save_every=dict(type=common.COUNT, metavar="N", help="epochs between saves (1)"),
+        eval_every=dict(type=common.NATURAL, metavar="N", help="epochs between judgements; 0: the last epoch only (0)"),
+    ),
 }
 # fmt: on
 
@@ -142,39 +187,9 @@ def parse_args(argv=None):
 
     argv: a list of words; sys.argv's if None. What is not given is None until main knows the encoder.
     """
-    parser = common.evaluation_parser("eval_linear.py", __doc__)
-    positive, share = common.number(float, 1e-9), common.number(float, 1e-9, 1)
-    add = parser.add_argument_group("protocol").add_argument
-    add("--protocol", choices=("probe", *LINEAR), help="how the classifier is trained (default: probe)")
-    add("--finetune", action="store_true", help="train all layers; --protocol is patchmix (ViTs) or clim (others)")
-    add("--solver", choices=("sgd", "lbfgs"), help="lbfgs: logistic regression on features that are computed once")
-    add("--label-fraction", type=share, metavar="X", help="train on this share of the labels, equally many per class")
-    add("--label-files", metavar="LIST", help="train on these files: one per line, base name or path in train/")
-    group = parser.add_argument_group("recipe", "The protocol sets what is not given.")
-    add = group.add_argument
-    add_numbers(group, FLAGS)
-    add("--optimizer", choices=("sgd", "adamw"), help="the optimizer of a training")
-    add("--nesterov", action=argparse.BooleanOptionalAction, help="Nesterov's form of SGD's momentum")
-    add("--milestones", type=share, nargs="*", metavar="X", help="shares of the run where rate / 10; none: a cosine")
-    add("--lr-per", choices=("epoch", "step"), help="how often the rate changes")
-    add("--crop-scale", type=share, nargs=2, metavar="X", help="smallest and largest area of a crop, as shares")
-    add("--lrs", type=positive, nargs="+", metavar="X", help="the probe's grid of rates (13 from 0.00003 to 32)")
-    add("--strengths", type=positive, nargs="+", metavar="X", help="L-BFGS: strengths of L2 (45 from 1e-6 to 1e5)")
-    add("--metric", choices=("top1", "per_class"), help="L-BFGS: the score that chooses the strength (top1)")
-    group = parser.add_argument_group("operation of a training", "A protocol's or a fine-tuning's.")
-    add = group.add_argument
-    add("--out", metavar="DIR", help="its folder (default: runs/...); the same command goes on from what is in it")
-    add_numbers(group, OPERATION)
-    args = parser.parse_args(argv)
-    args.typed = [name for name, value in vars(args).items() if value != parser.get_default(name)]
+    args = common.parse_evaluation("eval_linear.py", __doc__, argv, FLAGS)
     check_flags(args)
     return args
-
-
-def add_numbers(group, flags):
-    """Add flags that take one number to a group of a parser. flags: {name: (type, least, most, help)}."""
-    for name, (kind, least, most, text) in flags.items():
-        group.add_argument(common.option(name), type=common.number(kind, least, most), metavar="X", help=text)
 
 
 def check_flags(args):
@@ -186,11 +201,10 @@ def check_flags(args):
             common.fail(f"--solver {args.solver} is for cached features: leave out --finetune and --protocol")
     if args.finetune and args.protocol not in (None, "patchmix", "clim"):
         common.fail(f"--finetune goes with --protocol patchmix or clim, not {args.protocol}")
-    used = set().union(*(recipe for name, recipe in RECIPES.items() if name.split()[0] == args.mode))
-    used |= {"out", *OPERATION} if args.mode in ("linear", "finetune") else set()
-    for name in sorted({"out", "lrs", "strengths", "metric", *COMMON, *FLAGS, *OPERATION} - used):
-        if getattr(args, name) is not None:
-            common.fail(f"{common.option(name)} is not used by this evaluation ({args.mode})")
+    used = set(FLAGS["protocol"]).union(*(r for name, r in RECIPES.items() if name.split()[0] == args.mode))
+    used |= set(FLAGS["a training's folder"]) if args.mode in ("linear", "finetune") else set()
+    unused = {name for rows in FLAGS.values() for name in rows} - used
+    common.refuse(args, sorted(unused), f"this evaluation ({args.mode}) does not use it")
     if args.mode in ("linear", "finetune"):
         common.refuse(args, ["no_floors"], "only the probe and L-BFGS have floors")
     if args.label_fraction and args.label_files:
