@@ -16,13 +16,9 @@ from test_common import refused
 from torch import nn
 
 import common
+import jcl
 
 CPU = torch.device("cpu")
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    torch.set_num_threads(1)  # quickest for such small tensors
 
 
 def test_evaluation_crop_is_resize_then_centre_crop():
@@ -177,6 +173,18 @@ def test_output_width_and_modes_that_stay():
     )
     assert [m.training for m in encoder.modules()] == before and encoder[1].running_mean.equal(statistics)
     assert common.output_width(nn.AvgPool2d(2), 16) == 3 * 8 * 8
+
+
+def test_an_image_size_that_an_encoder_does_not_take_is_named(capsys):
+    flat = nn.Sequential(nn.Flatten(), nn.Linear(3 * 8 * 8, 4))
+    for wrong in (flat, nn.LSTM(3, 3)):
+        line = refused(capsys, common.output_width, wrong, 16)
+        assert type(wrong).__name__ in line and "(1, 3, 16, 16)" in line and "--image-size" in line
+    vit = common.backbone_info("vit_micro", 16, 8)
+    line = refused(capsys, common.build_backbone, vit, sizes=[20])
+    assert "16, 20 px" in line and "--image-size" in line
+    args = jcl.parse_args([])
+    assert "(1, 3, 32, 32)" in refused(capsys, jcl.JCL, args, flat)
 
 
 def test_embedding_health():

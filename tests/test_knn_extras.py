@@ -18,11 +18,6 @@ YELLOW, GREEN, BLUE, PALE = (253, 231, 37), (50, 205, 50), (70, 130, 180), 235
 TRAIN, TEST = 8, 4  # images a class
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    torch.set_num_threads(1)
-
-
 def knn(*flags):
     return eval_knn.main(eval_knn.parse_args([*map(str, flags), "--device", "cpu", "--workers", "0"]))
 
@@ -251,26 +246,22 @@ def test_similarity_pictures(judged):
 
 @pytest.mark.parametrize(
     "flags, words",
-    [("--dump HERE/backbone.pt", "there already"), ("--dump HERE/backbone.pt/f.npz", "cannot be written")]
-    + [
+    [
+        ("--dump HERE/backbone.pt", "there already"),
+        ("--dump HERE/backbone.pt/f.npz", "cannot be written"),
         ("--attention HERE/backbone.pt", "cannot be written"),
         ("--similarities HERE/backbone.pt/x", "cannot be written"),
-    ]
-    + [("--attention HERE/n --images 12", "from 0 to 11"), ("--attention HERE/n --images -1", "from 0 to")]
-    + [("--similarities HERE/n --keys 0 24", "from 0 to 23")],
+        ("--attention HERE/n --images 12", "from 0 to 11"),
+        ("--attention HERE/n --images -1", "from 0 to"),
+        ("--similarities HERE/n --keys 0 24", "from 0 to 23"),
+    ],
 )
 def test_mistakes_are_one_line(judged, capsys, monkeypatch, flags, words):
     root = judged[0]
     monkeypatch.setattr(common, "extract_features", lambda *_, **__: pytest.fail("work was begun"))
     before = {p: p.stat().st_mtime_ns for p in root.rglob("*.*")}
-    run = [
-        root / "backbone.pt",
-        "--dataset",
-        "folder",
-        "--data-dir",
-        root / "data",
-        *flags.replace("HERE", str(root)).split(),
-    ]
+    flags = flags.replace("HERE", str(root)).split()
+    run = [root / "backbone.pt", "--dataset", "folder", "--data-dir", root / "data", *flags]
     assert words in refused(capsys, lambda: knn(*run))
     assert before == {p: p.stat().st_mtime_ns for p in root.rglob("*.*")}
 

@@ -27,11 +27,6 @@ STEPS = 2  # an epoch: 42 images in batches of 16
 FAST = ["--batch-size", "16", "--epochs", "3"]
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    torch.set_num_threads(1)
-
-
 def save_encoder(folder, arch, data):
     info = common.backbone_info(arch, 16, 8, "patterns", method="m", encoder="query")
     torch.manual_seed(0)
