@@ -337,7 +337,8 @@ def linear_probe(train_x, train_y, test_x, num_classes, seed=0, epochs=50, batch
     mean, std = train_x.mean(0), train_x.std(0, correction=0).clamp_min(1e-6)
     train_x, test_x = (F.pad((x - mean) / std, (0, 1), value=1.0) for x in (train_x, test_x))  # a last 1 for the bias
     order = torch.randperm(len(train_x), generator=common.generator(seed, STREAM_HOLDOUT))
-    check, rest = order.split([held := int(holdout * len(order)), len(order) - held])
+    held = int(holdout * len(order))
+    check, rest = order[:held], order[held:]
 
     def fit(rows, rates, what):
         weight = train_x.new_zeros(train_x.shape[1], len(rates), num_classes)
@@ -347,7 +348,8 @@ def linear_probe(train_x, train_y, test_x, num_classes, seed=0, epochs=50, batch
             shuffled = torch.randperm(len(rows), generator=common.generator(seed, STREAM_PROBE, epoch))
             batches = rows[shuffled].split(batch_size)
             for i, batch in enumerate(batches):
-                x, rate = train_x[batch], 0.5 * (1 + math.cos(math.pi * (epoch + i / len(batches)) / epochs))
+                x = train_x[batch]
+                rate = 0.5 * (1 + math.cos(math.pi * (epoch + i / len(batches)) / epochs))
                 error = logits(x, weight).softmax(-1)
                 error[torch.arange(len(batch)), :, train_y[batch]] -= 1  # the gradient of cross-entropy
                 velocity = 0.9 * velocity + (x.T @ error.flatten(1)).view_as(weight) / len(batch)
@@ -358,7 +360,8 @@ def linear_probe(train_x, train_y, test_x, num_classes, seed=0, epochs=50, batch
         return (x @ weight.flatten(1)).view(len(x), *weight.shape[1:])
 
     grid = fit(rest, lrs, f"{len(lrs)} rates")
-    check = check if held else order
+    if held == 0:
+        check = order
     guesses = torch.cat([logits(train_x[part], grid).argmax(-1) for part in check.split(4096)])
     right = (guesses == train_y[check][:, None]).float().mean(0)
     best = int(right.argmax())
@@ -432,7 +435,7 @@ def lbfgs_probe(x, y, check, test_x, num_classes, strengths, metric="top1", iter
     """Logistic regression on cached features. Its L2 strength is chosen on a validation part; then all of x is fitted.
 
     x: (n, d), features of training and validation images. y: (n,) int64. check: rows of the validation images. test_x:
-    (m, d). strengths: the grid. metric: the score that chooses, top1 or per_class.
+    (m, d). strengths: the grid; STRENGTHS if None. metric: the score that chooses, top1 or per_class.
     The features are centred, which the free bias makes no difference to. They are divided by one number, their root
     mean square. So a strength means the same for every encoder, while directions keep their share. All is in float64.
     The fits go from the strongest penalty to the weakest. Each begins where the last one ended.
@@ -445,7 +448,7 @@ def lbfgs_probe(x, y, check, test_x, num_classes, strengths, metric="top1", iter
     x, test_x = (x - mean) / scale, (test_x - mean) / scale
     weight, best, start, held_out, unfinished = None, None, None, {}, []
     fit_x, fit_y, check_x, check_y = x[rest], y[rest], x[check], y[check].cpu()
-    grid = sorted(set(strengths), reverse=True)
+    grid = sorted(set(strengths or STRENGTHS), reverse=True)
     for i, strength in enumerate(grid, start=1):
         what = f"strength {strength:.3g}, {i} of {len(grid)}"
         weight, gradient = logistic_regression(fit_x, fit_y, num_classes, strength, weight, iterations, tolerance, what)
@@ -453,10 +456,13 @@ def lbfgs_probe(x, y, check, test_x, num_classes, strengths, metric="top1", iter
         held_out[strength] = scores(logits, check_y, num_classes)[f"linear_{metric}"]
         if best is None or held_out[strength] > held_out[best]:  # of equals the strongest
             best, start = strength, weight
-        unfinished += [(strength, gradient)] * (gradient > tolerance)
+        if gradient > tolerance:
+            unfinished.append((strength, gradient))
     what = f"the best strength, {best:.3g}, on all images"
     weight, gradient = logistic_regression(x, y, num_classes, best, start, iterations, tolerance, what)
-    for strength, left in unfinished + [(best, gradient)] * (gradient > tolerance):
+    if gradient > tolerance:
+        unfinished.append((best, gradient))
+    for strength, left in unfinished:
         late = f"has not converged in {iterations} iterations: gradient {left:.1e}"
         common.say(f"warning: strength {strength:.3g} {late}")
     at_edge = len(held_out) > 1 and best in (min(held_out), max(held_out))
@@ -468,8 +474,10 @@ def lbfgs_probe(x, y, check, test_x, num_classes, strengths, metric="top1", iter
 
 def open_validation(args, train, test):
     """(validation images or None, test images): val/ and test/ where --data-dir has both and L-BFGS chooses by val/."""
-    root, parts = Path(args.data_dir or "."), ("train", "val", "test")
-    if args.mode != "lbfgs" or not args.data_dir or not all((root / part).is_dir() for part in parts):
+    if args.mode != "lbfgs" or args.data_dir is None:
+        return None, test
+    root = Path(args.data_dir)
+    if not all((root / part).is_dir() for part in ("train", "val", "test")):
         return None, test
     judged = common.read_folder(args.dataset, root / "test", train.classes, True)
     common.say(f"val/ and test/ are both there: val/ chooses, test/ with its {len(judged)} images is judged")
@@ -479,7 +487,7 @@ def open_validation(args, train, test):
 def evaluate_cached(args, device, encoder, info, train, test):
     """The probe or L-BFGS on features that are computed once, for the encoder and its floors: {name: scores}."""
     validation, test = open_validation(args, train, test)
-    parts = [part for part in (train, validation, test) if part is not None]
+    parts = [train, test] if validation is None else [train, validation, test]
     labels = [torch.from_numpy(part.labels) for part in parts]
     train_y, test_y, classes = torch.cat(labels[:-1]).to(device), labels[-1], len(train.classes)
     order = torch.randperm(len(train), generator=common.generator(args.seed, STREAM_HOLDOUT))
@@ -497,7 +505,8 @@ def evaluate_cached(args, device, encoder, info, train, test):
         if common.rank_and_world()[1] > 1 and len(train_y) * common.output_width(network, info["image_size"]) > 2**30:
             common.fail(f"{len(train_y)} images' features are over 2**30 numbers for each process: start one")
         options = dict(batch_size=args.batch_size, workers=args.workers, amp=args.bf16, what=f"features of {name}")
-        *train_x, test_x = (common.extract_features(network, x, info, device, **options).to(device) for x in parts)
+        train_x = [common.extract_features(network, part, info, device, **options).to(device) for part in parts]
+        test_x = train_x.pop()
         train_x = torch.cat(train_x)
         if args.mode == "probe":
             options = dict(lrs=args.lrs, holdout=args.holdout)
