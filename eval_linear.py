@@ -685,29 +685,28 @@ def name_run(args, encoder, train, test):
     of the encoder's own run, nor of a data set's default folder, the name has a checksum of them, too.
     """
     args = copy.copy(args)
-    path = Path(args.checkpoint or args.arch or "own").resolve()
-    source, config = path.name, {}
+    source, of_encoder = args.arch or "own", {}
     if args.checkpoint:
+        args.checkpoint = os.path.abspath(args.checkpoint)
         folder = common.run_folder(args.checkpoint).resolve()
-        source, config, args.checkpoint = folder.name, common.read_config(folder), os.path.abspath(args.checkpoint)
-    sums = train.checksum(), test.checksum()
+        source, of_encoder = folder.name, common.read_config(folder)
     args.weights, args.num_classes = fingerprint(encoder), len(train.classes)
-    args.train_images, args.test_images = (
-        f"{len(images)} with checksum {own}" for images, own in zip((train, test), sums, strict=True)
-    )
-    labels = f"-{args.label_fraction:g}" if args.label_fraction else "-listed" if args.label_files else ""
-    of_the_run = (args.dataset, same_path(args.data_dir)) == (config.get("dataset"), same_path(config.get("data_dir")))
-    if args.dataset == "own" or (args.data_dir is not None and not of_the_run):
-        labels += "-" + hashlib.sha256("".join(sums).encode()).hexdigest()[:8]
+    train_sum, test_sum = train.checksum(), test.checksum()
+    args.train_images = f"{len(train)} with checksum {train_sum}"
+    args.test_images = f"{len(test)} with checksum {test_sum}"
     args.method = f"{args.mode} {args.protocol}"
-    args.name = f"{args.mode}-{args.protocol}-{args.dataset}-{source}-s{args.seed}{labels}"
+    args.name = f"{args.mode}-{args.protocol}-{args.dataset}-{source}-s{args.seed}"
+    if args.label_fraction:
+        args.name += f"-{args.label_fraction:g}"
+    if args.label_files:
+        args.name += "-listed"
+    usual = args.data_dir is None
+    if args.data_dir and args.dataset == of_encoder.get("dataset") and of_encoder.get("data_dir"):
+        usual = os.path.abspath(args.data_dir) == os.path.abspath(of_encoder["data_dir"])
+    if args.dataset == "own" or not usual:
+        args.name += "-" + hashlib.sha256((train_sum + test_sum).encode()).hexdigest()[:8]
     args.out = args.out or f"runs/{args.name}"
     return args
-
-
-def same_path(folder):
-    """A folder's name in a form in which two names can be compared, or None."""
-    return folder and os.path.abspath(folder)
 
 
 def introduction(args, train, steps_per_epoch, network):
