@@ -1311,12 +1311,14 @@ def knn_record(args, encoder, train, test, device):
 
 @torch.no_grad()
 def embedding_health(q, k):
-    """Label-free figures that show collapse, of unit embeddings q and their positives k, both (n, d).
+    """Label-free figures that show collapse, as a dict of floats.
 
-    std: mean per-dimension standard deviation times sqrt(d), 1 on a uniform sphere, 0 collapsed; rank: effective rank,
-    exp of the singular values' entropy, at most min(n, d); alignment: mean squared distance of positives; uniformity:
-    log mean exp(-2 squared distance) of pairs, -4 at best and 0 collapsed. (Wang and Isola, arXiv 2005.10242; Roy and
-    Vetterli's effective rank.)
+    q: (n, d) embeddings, and k: (n, d) their positives. Both are L2-normalised here.
+    std: the mean over the dimensions of the standard deviation, times sqrt(d). It is 1 on a uniform sphere, and 0 if
+    all embeddings are equal. rank: the effective rank, exp of the singular values' entropy, at most min(n, d).
+    alignment: the mean squared distance of positives. uniformity: log mean exp(-2 squared distance) over pairs. It is
+    -4 at best, and 0 if all embeddings are equal.
+    No gradient. Sources: Wang and Isola, arXiv 2005.10242; the effective rank is Roy and Vetterli's.
     """
     q, k = F.normalize(q.float(), dim=1), F.normalize(k.float(), dim=1)
     share = torch.linalg.svdvals(q - q.mean(0))
@@ -1355,10 +1357,11 @@ def is_vit(arch):
 def backbone_info(arch, image_size, patch_size, norm="imagenet", interpolation="bilinear", **more):
     """What backbone.pt says of an encoder besides its weights: how timm builds it, and what its images are like.
 
-    arch: a name of ARCHS, any timm model, or None for a user's own module; norm: a name of NORMS. For images of up to
-    64 px plain ResNets get the 3 x 3 stem (resnet_mini with stride 2, resnet_micro none: they are to be fast on a CPU).
-    ViTs get the given patch size, MoCo v3's initialisation (except of the patch embedding, which timm leaves out), and
-    a position embedding that is interpolated for other image sizes.
+    arch: a name of ARCHS, any timm model, or None for a user's own module. norm: a name of NORMS. more: further entries.
+    Plain ResNets get a 3 x 3 stem for images of up to 64 px. resnet_mini's has stride 2, and resnet_micro keeps timm's,
+    as they are to be fast on a CPU. ViTs get the given patch size and MoCo v3's initialisation, except of the patch
+    embedding, which timm leaves out. Their position embedding is interpolated for other image sizes.
+    Exits with an error message if timm has no such model, or if the patches do not fit the images.
     """
     mean, std = NORMS[norm]
     like = dict(image_size=image_size, mean=mean, std=std, interpolation=interpolation, **more)
