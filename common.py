@@ -1200,9 +1200,11 @@ class CentreCrops(Dataset):
 def evaluation_mode(module):
     """Inside, the module is in evaluation mode. Afterwards each of its parts is in the mode in which it was."""
     modes = [(part, part.training) for part in module.modules()]
-    yield module.eval()
-    for part, training in modes:
-        part.training = training
+    try:
+        yield module.eval()
+    finally:
+        for part, training in modes:
+            part.training = training
 
 
 @torch.no_grad()
@@ -1296,8 +1298,8 @@ def knn_predict(train_x, train_y, test_x, k, temperature, num_classes):
 def knn_accuracy(encoder, train, test, info, device, ks=(20, 200), temperature=0.07, workers=0, amp=False):
     """Top-1 accuracy in percent: {k: float}. The bank is the labelled training set, without augmentation."""
     train, options = train.labelled(), dict(workers=workers, amp=amp)
-    train_x = extract_features(encoder, train, info, device, whole=False, **options).to(device)
-    test_x = extract_features(encoder, test, info, device, **options).to(device)
+    train_x = extract_features(encoder, train, info, device, whole=False, what="features, train", **options).to(device)
+    test_x = extract_features(encoder, test, info, device, what="features, test", **options).to(device)
     train_y, truth = own_rows(torch.from_numpy(train.labels)), torch.from_numpy(test.labels)
     scores = knn_scores(train_x, train_y, test_x, ks, temperature, len(train.classes))
     return {k: 100 * (s.argmax(1) == truth).float().mean().item() for k, s in scores.items()}
@@ -1357,7 +1359,7 @@ def is_vit(arch):
 def backbone_info(arch, image_size, patch_size, norm="imagenet", interpolation="bilinear", **more):
     """What backbone.pt says of an encoder besides its weights: how timm builds it, and what its images are like.
 
-    arch: a name of ARCHS, any timm model, or None for a user's own module. norm: a name of NORMS. more: further entries.
+    arch: a name of ARCHS, any timm model, or None for a user's own module. norm: a name of NORMS. more: more entries.
     Plain ResNets get a 3 x 3 stem for images of up to 64 px. resnet_mini's has stride 2, and resnet_micro keeps timm's,
     as they are to be fast on a CPU. ViTs get the given patch size and MoCo v3's initialisation, except of the patch
     embedding, which timm leaves out. Their position embedding is interpolated for other image sizes.
