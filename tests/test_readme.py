@@ -20,8 +20,8 @@ SCRIPTS = sorted({p.stem for p in ROOT.glob("*.py")} - {"common"})
 COMMAND = re.compile(rf"(?<!/)\b(?:{'|'.join(SCRIPTS)})\.py(?: [^`\n#]*)?")
 
 # Options of torchrun, Slurm, pytest and Docker.
-OF_OTHERS = """--nnodes --nproc_per_node --max-restarts --rdzv-id --rdzv-backend --rdzv-endpoint --nodes --ntasks-per-node
---gpus-per-node --cpus-per-task --signal --requeue --time --open-mode --durations --ipc"""
+OF_OTHERS = """--nnodes --nproc_per_node --max-restarts --rdzv-id --rdzv-backend --rdzv-endpoint --nodes
+--ntasks-per-node --gpus-per-node --cpus-per-task --signal --requeue --time --open-mode --durations --ipc"""
 
 
 def commands():
@@ -80,7 +80,7 @@ def test_every_flag_that_is_named_exists(monkeypatch, capsys):
     """In one of the scripts or tools."""
     known = set(OF_OTHERS.split())
     for tool in (ROOT / "tests").glob("*.py"):  # the tools beside the tests have flags of their own
-        known |= set(re.findall(r'argument\(\s*"(--[\w-]+)"', tool.read_text()))
+        known |= set(re.findall(r'(?:argument|option)\(\s*"(--[\w-]+)"', tool.read_text()))
     for script in SCRIPTS:
         for choice in ("", "--moco v3", "--base simsiam"):
             with contextlib.suppress(SystemExit):
