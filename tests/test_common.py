@@ -591,6 +591,7 @@ for read in (images.path, strings.__getitem__):
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/smaps_rollup").exists(), reason="Linux only")
 def test_a_worker_that_reads_all_names_does_not_grow():
     """In MiB of its own, of a forked process. Python's strings are copied as they are counted: some 30 MiB here."""

@@ -62,6 +62,27 @@ def test_help_lists_every_value_of_the_recipe(method, variant, dataset, capsys, 
         assert len(line.split("(default")[0].split()) > 3, f"{name} is not explained"
 
 
+@pytest.mark.parametrize("dataset", common.DATASETS)
+@pytest.mark.parametrize("method", METHODS)
+def test_what_is_not_typed_is_the_recipes(method, dataset):
+    args = importlib.import_module(method).parse_args(["--dataset", dataset])
+    recipe = recipe_of(method, ["--dataset", dataset])
+    assert {name: getattr(args, name) for name in recipe} == recipe and args.typed == []
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_what_is_typed_holds_as_it_is(method):
+    """What follows from other values does so only where it is not typed itself."""
+    parse, usual = importlib.import_module(method).parse_args, recipe_of(method, [])
+    epochs, batch = usual["epochs"] // 2, usual["batch_size"] // 2
+    half = ["--epochs", str(epochs), "--batch-size", str(batch)]
+    args = parse(half)
+    assert args.warmup == pytest.approx(usual["warmup"] * epochs / usual["epochs"])
+    assert args.min_lr == pytest.approx(usual["min_lr"] / 2) and args.lr == usual["lr"]
+    args = parse([*half, "--warmup", "3", "--min-lr", "0.001"])
+    assert (args.warmup, args.min_lr, args.epochs, args.batch_size) == (3, 0.001, epochs, batch)
+
+
 # ----------------------------------------------------------------- the effect
 
 TINY = "--dataset patterns --image-size 16 --batch-size 16 --max-steps 2 --knn-every 0 --device cpu".split()

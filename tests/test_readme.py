@@ -1,5 +1,6 @@
 """The pages keep their word: links lead somewhere, commands parse, Python runs, tables are those of tests/results."""
 
+import contextlib
 import importlib
 import re
 import shlex
@@ -18,6 +19,10 @@ README = PAGES["README.md"]
 SCRIPTS = sorted({p.stem for p in ROOT.glob("*.py")} - {"common"})
 COMMAND = re.compile(rf"(?<!/)\b(?:{'|'.join(SCRIPTS)})\.py(?: [^`\n#]*)?")
 
+# Options of torchrun, Slurm, pytest and Docker.
+OF_OTHERS = """--nnodes --nproc_per_node --max-restarts --rdzv-id --rdzv-backend --rdzv-endpoint --nodes
+--ntasks-per-node --gpus-per-node --cpus-per-task --signal --requeue --time --open-mode --durations --ipc"""
+
 
 def commands():
     """Every command line of one of the seven scripts, from its name on, in blocks and in the text."""
@@ -27,8 +32,10 @@ def commands():
     return sorted({c.strip() for line in inline + blocks for c in COMMAND.findall(line) if "diff" not in line})
 
 
-def python_blocks(page):
-    return re.findall(r"^```python\n(.*?)^```", PAGES[page], re.M | re.S)
+def python_block(page, word):
+    """The one Python block of a page that has a word."""
+    (block,) = (b for b in re.findall(r"^```python\n(.*?)^```", PAGES[page], re.M | re.S) if word in b)
+    return block
 
 
 def run_block(code, **names):
@@ -51,8 +58,8 @@ def test_links(page):
 
 
 def test_front_door():
-    """README is short, shows every picture that is kept, and starts with the two commands of .ci/run."""
-    assert len(README.splitlines()) <= 250 and len(README.encode()) <= 16384
+    """README is short, shows every picture that is kept, and has the two commands that .ci/run takes from it."""
+    assert len(README.splitlines()) <= 250 and len(README.encode()) <= 17 * 1024
     shown = {Path(p).name for text in PAGES.values() for p in re.findall(r"\]\(([^)\s]+\.png)\)", text)}
     assert shown == {p.name for p in (ROOT / ".github").glob("*.png")}
     assert all(p.stat().st_size < 250_000 for p in (ROOT / ".github").glob("*.png"))
@@ -67,6 +74,21 @@ def test_commands(line, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     if "--help" not in words:
         importlib.import_module(script[:-3]).parse_args(words)
+
+
+def test_every_flag_that_is_named_exists(monkeypatch, capsys):
+    """In one of the scripts or tools."""
+    known = set(OF_OTHERS.split())
+    for tool in (ROOT / "tests").glob("*.py"):  # the tools beside the tests have flags of their own
+        known |= set(re.findall(r'(?:argument|option)\(\s*"(--[\w-]+)"', tool.read_text()))
+    for script in SCRIPTS:
+        for choice in ("", "--moco v3", "--base simsiam"):
+            with contextlib.suppress(SystemExit):
+                importlib.import_module(script).parse_args([*choice.split(), "--help"])
+            known |= set(re.findall(r"(?<![\w-])(--[\w-]+)", capsys.readouterr().out))
+    for page, text in PAGES.items():
+        named = set(re.findall(r"(?<![\w<!-])(--[a-z][\w-]*)", text))
+        assert named - known == set(), page
 
 
 def test_there_are_commands_of_every_script():
@@ -84,15 +106,14 @@ def backbone(arch, size, path):
 
 def test_copied_functions():
     images, keys = torch.rand(4, 3, 32, 32), torch.randn(4, 8)
-    found = run_block(
-        python_blocks("README.md")[0], images=images, keys=keys, encode=lambda x: x.mean((2, 3)) @ keys[:3]
-    )
+    code = python_block("README.md", "import mix_targets")
+    found = run_block(code, images=images, keys=keys, encode=lambda x: x.mean((2, 3)) @ keys[:3])
     assert found["mixed"].shape == images.shape and found["loss"].isfinite()
 
 
 def test_own_data_and_encoder(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    run_block(python_blocks("README.md")[1])
+    run_block(python_block("README.md", "eval_knn.main("))
     assert (tmp_path / "runs/mine/backbone.pt").exists() and "kNN" in capsys.readouterr().out
 
 
@@ -100,8 +121,9 @@ def test_weights_elsewhere(tmp_path, monkeypatch):
     """The project's own way, timm's, and a training step of torchvision's Mask R-CNN, on random weights."""
     monkeypatch.chdir(tmp_path)
     torch.manual_seed(0)
-    _, _, own_code, timm_code = python_blocks("README.md")
-    (detector_code,) = python_blocks("tests/README.md")
+    own_code = python_block("README.md", "common.load_backbone(")
+    timm_code = python_block("README.md", "timm.create_model(")
+    detector_code = python_block("tests/README.md", "MaskRCNN(")
     vit = backbone("vit_micro", 32, re.search(r'"(runs/[^"/]+)', own_code)[1])
     resnet = backbone("resnet50", 224, re.search(r'"(runs/[^"/]+)', detector_code)[1])
     own, timms = run_block(own_code), run_block(timm_code)["backbone"]
@@ -125,7 +147,7 @@ def test_weights_elsewhere(tmp_path, monkeypatch):
 def test_the_3x3_stem(arch, tmp_path, monkeypatch):
     """The lines of README for a ResNet at 32 px."""
     monkeypatch.chdir(tmp_path)
-    code = python_blocks("README.md")[3]
+    code = python_block("README.md", "timm.create_model(")
     made, x = backbone(arch, 32, re.search(r'"(runs/[^"/]+)', code)[1]), torch.rand(2, 3, 32, 32)
     with torch.no_grad():
         assert torch.equal(run_block(code)["backbone"](x), made(x))

@@ -332,6 +332,51 @@ def test_a_gradient_that_jumps_is_told(whole, folder, tmp_path, monkeypatch):
     assert "warning" not in run(whole[0], folder, tmp_path / "b", *flags)
 
 
+@pytest.mark.parametrize("method", ONE)
+def test_embeddings_that_have_collapsed_are_told(method, folder, tmp_path, monkeypatch):
+    """From the third epoch on."""
+    health, flags = common.embedding_health, "--epochs 3 --batch-size 34 --knn-every 0".split()
+    assert "collapsed" not in run(method, folder, tmp_path / "a", *flags)
+    monkeypatch.setattr(common, "embedding_health", lambda q, k: health(q, k) | {"std": 0.05})
+    said = run(method, folder, tmp_path / "b", *flags)
+    assert said.count("the embeddings have collapsed") == 1 and said.index("epoch 3/3") < said.index("collapsed")
+
+
+def watched(method, monkeypatch):
+    """A list that gets the model of each later run, as `in_parallel` has prepared it."""
+    module, models = importlib.import_module(method), []
+    prepare = module.in_parallel
+    monkeypatch.setattr(module, "in_parallel", lambda args, model: models.append(model) or prepare(args, model))
+    return models
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_gradient_checkpointing_changes_nothing(method, folder, tmp_path, monkeypatch):
+    """Of a ViT: where there is no batch norm, weights are equal bit for bit, drop-path included."""
+    models = watched(method, monkeypatch)
+    for name, flags in (("usual", []), ("again", ["--grad-checkpoint"])):
+        run(method, folder, tmp_path / name, *flags, "--max-steps", "2")
+    assert [model.backbone.grad_checkpointing for model in models] == [False, True]
+    assert_equal(*(load(tmp_path / name / "last.pt")["model"] for name in ("usual", "again")))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", METHODS)
+def test_a_compiled_encoder_is_the_same_one(method, folder, tmp_path, monkeypatch):
+    """Its weights have the usual names in both files. Here without the compiler's own code."""
+    compile, models = torch.compile, watched(method, monkeypatch)
+    monkeypatch.setattr(torch, "compile", lambda module, **_: compile(module, backend="eager"))
+    for name, flags in (("usual", []), ("compiled", ["--compile"])):
+        run(method, folder, tmp_path / name, *flags, "--max-steps", "2")
+    assert [model.backbone._compiled_call_impl is not None for model in models] == [False, True]
+    for file in ("last.pt", "backbone.pt"):
+        usual, compiled = (load(tmp_path / name / file) for name in ("usual", "compiled"))
+        key = "model" if file == "last.pt" else "state_dict"
+        assert usual[key].keys() == compiled[key].keys()
+        for name, value in usual[key].items():
+            torch.testing.assert_close(value, compiled[key][name], rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize("method, arch", [(m, "vit_micro") for m in METHODS] + [(m, "resnet_nano") for m in ONE])
 def test_bf16_is_for_the_networks_only(method, arch, folder, tmp_path, monkeypatch):
     """Embeddings, losses, statistics and weights stay in float32, and the loss is about that of a run without bf16."""
