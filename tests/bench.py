@@ -35,7 +35,7 @@ import torch
 import torch.nn.functional as F
 import torchvision.transforms as T
 from PIL import Image, ImageFilter
-from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils import flop_counter
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -431,9 +431,10 @@ def probe(method, flags):
     """Run one training step of a method and print as JSON what it took.
 
     operations: those of matrix products, convolutions and attention, a multiplication and an addition being two.
-    saved: bytes that were kept for the backward pass. live: bytes of all tensors of the step at its peak. grown: by how
-    many bytes the process's memory grew. cut_s: seconds of the processor that making the batch took. weights, queue,
-    gradients, optimizer, gathered: bytes.
+    saved: bytes that were kept for the backward pass. live: bytes of all tensors of the step at its peak, before the
+    optimiser's step, which needs little of a large batch's memory. grown: by how many bytes the process's memory grew
+    until then. cut_s: seconds of the processor that making the batch took. weights, queue, gradients, optimizer,
+    gathered: bytes.
     """
     sys.path.insert(0, str(ROOT))
     module, found, answer = importlib.import_module(method), {}, sys.stdout
@@ -463,7 +464,13 @@ def probe(method, flags):
     def size(tensors):
         return sum(x.numel() * x.element_size() for x in tensors)
 
-    def optimizer_has(optimizer, *_):
+    def begin_step(optimizer, *_):
+        first = next(models[0].parameters())
+        if any(p is first for group in optimizer.param_groups for p in group["params"]):  # not LoGo's affinity's
+            found["live"] = live.bytes.peak
+            found["grown"] = 1024 * (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - memory[0])
+
+    def end_step(optimizer, *_):
         tensors = [p for group in optimizer.param_groups for p in group["params"]]
         found["gradients"] = found.get("gradients", 0) + size(p.grad for p in tensors if p.grad is not None)
         state = [x for values in optimizer.state.values() for x in values.values() if torch.is_tensor(x)]
@@ -480,13 +487,13 @@ def probe(method, flags):
 
     def after(_):
         stack.close()
-        found["grown"] = 1024 * (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - memory[0])
-        found.update(operations=operations.get_total_flops(), saved=saved.peak, live=live.bytes.peak)
+        found.update(operations=operations.get_total_flops(), saved=saved.peak)
 
     parameters, memory = set(), []
     module.in_parallel, module.gather = remember, gathered
     make_batch, module.common.ViewDataset.__getitems__ = module.common.ViewDataset.__getitems__, cut
-    register_optimizer_step_post_hook(optimizer_has)
+    register_optimizer_step_pre_hook(begin_step)
+    register_optimizer_step_post_hook(end_step)
     loader = module.common.Loader
     loader.__iter__ = watched(loader.__iter__, before, after)
     with contextlib.redirect_stdout(sys.stderr):

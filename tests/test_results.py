@@ -1,4 +1,6 @@
-"""The runs behind the tables: what `results.py train` does when a run fails or is asked to stop."""
+"""The runs behind the tables, and the tables."""
+
+import importlib
 
 import pytest
 import results
@@ -27,3 +29,25 @@ def test_a_failing_run_does_not_hide_the_others_and_a_stopped_one_ends_the_queue
     said = capsys.readouterr()
     assert "learns, seed 0: kNN, k = 20 50.0, kNN, k = 200 40.0, linear 45.0" in said.out
     assert "fails, seed 0: exit status 1" in said.err and "stops, seed 0: exit status 75" in said.err
+
+
+@pytest.mark.parametrize("arm", results.ARMS)
+def test_every_arm_is_a_command_that_its_script_takes(arm):
+    script, *words = results.command("cpu", arm, seed=0).split()
+    args = importlib.import_module(script.removesuffix(".py")).parse_args(words)
+    assert (args.dataset, args.seed, args.batch_size) == ("cifar10", 0, 128)
+
+
+def test_pages_have_what_the_files_say():
+    """The tables of README and of the results' page are those that `results.py readme` would write."""
+    for page in results.PAGES:
+        text = page.read_text()
+        assert "<!-- tests/results.py: " in text and results.with_tables(text) == text
+
+
+@pytest.mark.parametrize(
+    ("gains", "said"),
+    [([0.6, 2.0], "shown"), ([0.6, 0.4], "not shown"), ([-0.6, -3.0], "the opposite"), ([-3.0, 0.6], "not shown")],
+)
+def test_a_verdict_follows_from_all_gains(gains, said):
+    assert results.verdict(gains) == said
