@@ -1,41 +1,47 @@
 """JCL: Joint Contrastive Learning with Infinite Possibilities (Cai et al., NeurIPS 2020, arXiv 2009.14776).
 
-MoCo compares a query with one key of the same image. JCL asks for the expected loss over all keys that augmentation
-could make of that image. It takes these keys to be Gaussian. Jensen's inequality then turns the expectation into a
-closed form, which needs only the keys' mean and covariance. Both are estimated from M' keys.
+MoCo compares the embedding of one view of an image, the query, with that of another view, the key. JCL minimises the
+expected loss over all keys that augmentation could make of the image. Jensen's inequality bounds this expectation from
+above. If the keys are Gaussian, the bound has a closed form, which needs only their mean and covariance. Both are
+estimated from M' keys.
 
-Two things change in MoCo's loss. The positive logit inside the logarithm grows by the variance of the keys along the
-query, lambda / (2 tau^2) q' Sigma q. The numerator uses the mean key. So the loss is low where the keys of an image
-agree. Gradients reach the query only: a momentum encoder makes the keys. The mean keys enter the queue.
+Two things change in MoCo's loss. The mean key mu takes the place of the key. In the denominator the positive logit
+also grows by lambda / (2 tau^2) q^T Sigma q, which is the variance of the keys along the query, scaled by lambda. So
+the loss is low where the keys of an image agree. Gradients reach the query only, because a momentum encoder makes the
+keys. The mean keys enter the queue of negatives.
 
-    Eq. 1         info_nce                 MoCo v2's loss, and each term of Eq. 2
-    Eq. 2-3       JCL.forward, --vanilla   the average loss over the keys
-    Eq. 4-7       (in the tests)           the derivation of the bound
-    Eq. 8-9       jcl_loss                 Algorithm 1, lines 7-10
-    Algorithm 1   main                     line 4; JCL.forward (5-10); main (11-13)
+    Eq. 1                      info_nce                 MoCo v2's loss, and each term of Eq. 3
+    Eq. 2-3                    JCL.forward, --vanilla   the average loss over the keys
+    Eq. 4-7                    (in the tests)           the derivation of the bound
+    Eq. 8-9                    jcl_loss                 the bound, and its mean over the batch
+    Algorithm 1, line 4        main                     the views
+    Algorithm 1, lines 5-10    JCL.forward              queries, keys and the loss; lines 7-10 are jcl_loss
+    Algorithm 1, lines 12-13   main                     the update of the encoders, and the queue
 
     python jcl.py                                                             # a laptop, no data
     python jcl.py --dataset cifar10 --num-keys 1                              # the baseline, MoCo v2, on one GPU
     torchrun --nproc_per_node=8 jcl.py --dataset imagenet --data-dir DIR
 
-The baseline is MoCo v2: `--num-keys 1` is exactly it, because one key has no variance. JCL adds the loss, M' key views
+The baseline is MoCo v2. It is exactly `--num-keys 1`, because one key has no variance. JCL adds the loss, M' key views
 per image, and the mean of the keys.
 
 Departures of this file, of the paper and of the released code from each other:
-    D1 lambda. Paper and here: 4.0, constant. Released (`--variant released`): 2.0, after a linear ramp over the epochs.
-    D2 The number of keys M'. Paper and here: 5. Released (`--variant released`): 4, because the script's 5 counts the
-       query.
+    D1 lambda. Paper and here: 4.0, constant. Released (`--variant released`): a linear ramp over the epochs, up to 2.0.
+    D2 The number of keys M'. Paper and here: 5. Released (`--variant released`): 4, because the 5 in its script
+       counts the query, too.
     D3 Batch size and learning rate on ImageNet-1K. Paper and here: 512 and 0.06. Released (`--variant released`): 256
        and 0.03, which is the same ratio.
     D4 The queue. Paper (App. C): 256 old keys leave while N = 512 enter. Here and released: as many leave as enter.
     D5 The encoder g. Paper (Algorithm 1): the loss updates f and g. Here and released: g is a momentum encoder, as the
        paper's App. C says.
     D6 The classes of ImageNet-100. Paper (App. D): the list has two misprints. Here: common.IMAGENET100 corrects them.
-    D7 The cosine of the learning rate. Here: it moves once per step. Released: it moves once per epoch. In 200 epochs
-       the two differ by at most 0.8 % of the peak rate (not reproduced).
+    D7 The cosine of the learning rate. Here: the rate changes once per step. Released: it changes once per epoch (not
+       reproduced). In 200 epochs the two differ by at most 0.8 % of the peak rate.
     D8 Precision and statistics. Released: float32, and the first process's batch-norm statistics. Here: the encoders
-       compute in bf16 on CUDA (`--amp off`: in float32, with products in TF32), and the statistics are averaged.
-    D9 `--vanilla`. Paper (section 3.2): gradients pass through all branches. Here: they reach the query only.
+       compute in bf16 on CUDA (`--amp off`: in float32, with products in TF32), and batch-norm statistics are averaged
+       over the processes.
+    D9 `--vanilla`. Paper (section 3.2): both encoders are learned, and the losses of all pairs are backpropagated.
+       Here: gradients reach the query only.
 """
 
 import argparse
@@ -63,7 +69,7 @@ BASE = dict(  # section 4.1 and App. C
 IMAGENET = dict(  # section 4.1 and App. C; lr is the rate at batch size lr_batch
     BASE, arch="resnet50", image_size=224, epochs=200, batch_size=512, lr=0.06, lr_batch=512, queue=65536,
 )
-CIFAR = dict(  # ours: moco_jointcrop.py's, so that the two can be compared
+CIFAR = dict(  # ours: the values of moco_jointcrop.py, so that the two can be compared
     BASE, arch="resnet18", image_size=32, patch_size=4, epochs=500, batch_size=512, lr=0.5, lr_batch=512, min_lr=0.05,
     queue=4096, blur_p=0.0, norm="cifar10",
 )
@@ -80,7 +86,7 @@ RECIPES = dict(
         BASE, arch="resnet18", image_size=224, epochs=100, batch_size=128, lr=0.1, lr_batch=128, queue=65536,
     ),
     imagenet=dict(IMAGENET, knn_every=50),  # its kNN takes minutes
-    folder=dict(IMAGENET, queue="auto"),  # ours: a tenth of the images
+    folder=dict(IMAGENET, queue="auto"),  # ours: the queue is a tenth of the images
 )
 SMALL_ENCODERS = dict(batch_size=256, lr=0.1, lr_batch=256, min_lr=0.0, momentum=0.99, blur_p=0.5)  # ours
 RELEASED = dict(num_keys=4, lam=2.0, lam_schedule="ramp")  # D1, D2
@@ -89,7 +95,7 @@ RELEASED_IMAGENET = dict(RELEASED, batch_size=256, lr=0.03, lr_batch=256)  # D3
 
 
 def recipe(chosen):
-    """The hyper-parameters {name: value} of a data set, an encoder and a variant: a namespace with these three."""
+    """Return the hyper-parameters {name: value}. chosen: a namespace with dataset, arch and variant."""
     values = dict(RECIPES[chosen.dataset])
     if chosen.arch in ("resnet_micro", "resnet_mini") and chosen.dataset in ("cifar10", "cifar100", "stl10"):
         values |= SMALL_ENCODERS
@@ -102,15 +108,17 @@ def recipe(chosen):
 
 
 def jcl_loss(q, k, queue, temperature, lam):
-    """The bound on the expected InfoNCE loss over Gaussian keys (Eq. 8-9), as a scalar.
+    """Return JCL's loss, an upper bound on the expected InfoNCE loss over Gaussian keys (Eq. 8-9), as a scalar.
 
-    It is log[exp(q.mu / T + lam / (2 T^2) q' Sigma q) + sum_j exp(q.queue_j / T)] - q.mu / T, averaged over the batch.
-    mu and Sigma are the mean and the (biased) covariance of an image's keys. With one key the loss is InfoNCE.
+    It is log[exp(q.mu / T + lam / (2 T^2) q^T Sigma q) + sum_j exp(q.queue_j / T)] - q.mu / T, averaged over the batch.
+    mu and Sigma are the mean and the covariance of an image's keys (divided by M', not M' - 1). With lam >= 1 it is a
+    bound. With one key it is InfoNCE, whatever lam is.
 
-    q: (N, C) queries, L2-normalised. k: (N, M', C) keys, each L2-normalised. queue: (K, C) negatives, L2-normalised
-    keys or means of some. temperature: T > 0. lam: lambda >= 0.
-    Gradients reach q. They also reach k and queue unless these are detached, as the paper has them.
-    The loss is computed in float32 at least: call it outside autocast. Raises ValueError if the shapes do not fit.
+    q: (N, C) queries, L2-normalised. k: (N, M', C) keys, each L2-normalised; k[i] are the keys of q[i]. queue: (K, C)
+    negatives, for example earlier keys, or means of keys. temperature: T > 0. lam: lambda >= 0.
+    Gradients reach q. They also reach k and queue unless these are detached, as they are in this file (D5).
+    float16 and bfloat16 are converted to float32. Call it outside autocast, which would undo that. Raises ValueError if
+    the shapes do not fit.
     """
     if q.dim() != 2 or k.dim() != 3 or k.shape[::2] != q.shape or queue.shape[1:] != q.shape[1:]:
         shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, queue {tuple(queue.shape)}"
@@ -118,7 +126,7 @@ def jcl_loss(q, k, queue, temperature, lam):
     q, k, queue = (x.to(torch.promote_types(x.dtype, torch.float32)) for x in (q, k, queue))
     projections = (q[:, None] * k).sum(2) / temperature  # q.k_m / T
     mean = projections.mean(1, keepdim=True)  # q.mu / T: Algorithm 1, line 7
-    # q' Sigma q is the variance of the M' projections, so no C x C matrix is needed: Algorithm 1, lines 8 and 9
+    # q^T Sigma q / T^2 is the variance of the M' projections. No C x C matrix is needed: Algorithm 1, lines 8 and 9
     variance = (projections - mean).square().mean(1, keepdim=True)
     positive = mean + lam / 2 * variance  # the first exponent of Eq. 8
     negatives = (q / temperature) @ queue.T
@@ -150,7 +158,7 @@ def info_nce(q, k, queue, temperature):
 
 
 def augmentation(args):
-    """A query view and M' key views per image, all drawn alike (App. C: MoCo v2's augmentation): a list of View."""
+    """Return a list of View: one query view and M' key views per image. All are drawn alike, as in MoCo v2 (App. C)."""
     view = common.View(
         size=args.image_size,
         area=args.crop_scale,
@@ -268,23 +276,23 @@ class JCL(nn.Module):
             return F.normalize(self.momentum_projector(self.momentum_backbone(x)).to(x.dtype), dim=1)
 
     def forward(self, views, step, lam):
-        """Lines 5 to 10 of Algorithm 1: the loss of a batch.
+        """Return (loss, mean keys to enqueue (N, dim), metrics {name: tensor}) of a batch: Algorithm 1, lines 5 to 10.
 
-        views: this process's query view and M' key views, each (n, 3, H, W), normalised. step: chooses the shuffle of
-        the keys. lam: lambda. Returns (loss, keys to enqueue (N, dim), metrics {name: tensor}). Gradients reach the
-        query encoder only.
+        views: this process's query view and M' key views, each (n, 3, H, W), normalised. step: seeds the shuffle of the
+        keys. lam: lambda. Gradients reach the query encoder only.
         """
         q = self.query(views[0])  # line 5
         shuffle = common.generator(self.args.seed, step, STREAM_SHUFFLE)
         keys = encode_keys(self.key, views[1:], shuffle)  # line 6: (M', N, C), of all processes
         k = common.own_rows(keys, dim=1).transpose(0, 1)  # (n, M', C)
         if self.args.vanilla:
-            losses = [info_nce(q, key, self.queue.keys, self.args.temperature) for key in k.unbind(1)]
+            losses = [info_nce(q, key, self.queue.keys, self.args.temperature) for key in k.unbind(1)]  # Eq. 2
             loss = sum(losses) / len(losses)  # Eq. 3
         else:
             loss = jcl_loss(q, k, self.queue.keys, self.args.temperature, lam)  # lines 7 to 10
-        mean_keys = keys.mean(0)  # line 13 enqueues them; they are shorter than 1
-        metrics = dict(key_variance=k.var(1, correction=0).mean(), q=q, k=k[:, 0])  # the mean of Sigma's diagonal
+        mean_keys = keys.mean(0)  # for line 13; not L2-normalised, their norm is at most 1
+        # key_variance is the mean of Sigma's diagonal
+        metrics = dict(key_variance=k.var(1, correction=0).mean(), q=q, k=k[:, 0])
         return loss, mean_keys, metrics
 
     @torch.no_grad()
@@ -305,8 +313,8 @@ FLAGS = {  # {group: {value of the recipe: (kind, help)}}; common.add_flag says 
     "loss": dict(
         num_keys=(common.number(int, 1, 100), "keys per query, M' (Fig. 2a); 1 is MoCo v2"),
         lam=(common.NOT_NEGATIVE, "lambda of Eq. 8 (Fig. 2b)"),
-        lam_schedule=(("constant", "ramp"), "ramp: lambda grows linearly over the epochs (D1)"),
-        vanilla=(bool, "the average InfoNCE loss over the keys, Eq. 2-3, instead of Eq. 8"),
+        lam_schedule=(("constant", "ramp"), "ramp: lambda grows linearly over the epochs, up to --lam"),
+        vanilla=(bool, "use the average InfoNCE loss over the keys (Eq. 2-3) instead of Eq. 8"),
         temperature=(common.POSITIVE, "temperature tau of the loss (Fig. 2c)"),
         queue=(common.auto_or(common.COUNT), "negatives per query: earlier keys; auto: a tenth of the images"),
     ),
@@ -388,7 +396,7 @@ def schedule(args, step, steps_per_epoch):
 
 
 def scheduled_lam(args, epoch):
-    """lambda in an epoch, counted from 0. It is constant or, in the released code, a ramp up to --lam (D1)."""
+    """Return lambda for an epoch, counted from 0: constant or, as in the released code, a ramp up to --lam (D1)."""
     return args.lam if args.lam_schedule == "constant" else args.lam * (epoch + 1) / args.epochs
 
 
@@ -455,9 +463,9 @@ def main(args, train=None, test=None, encoder=None):
                 # Algorithm 1, line 4: a query view and M' key views per image
                 views = [common.normalize(view, mean, std) for view in common.colour_views(batch, device)]
                 common.seed_step(args.seed, step)  # for layers that draw random numbers, such as drop-path
-                # Lines 5 to 10: the loss
+                # Lines 5 to 10, and Eq. 9: the loss
                 loss, mean_keys, metrics = ddp(views, step, scheduled_lam(args, epoch))
-                # Lines 11 and 12: the step of the query encoder; the momentum encoder follows
+                # Line 12: update the query encoder. Then move the momentum encoder (D5)
                 optimizer.zero_grad(set_to_none=True)
                 loss.backward()
                 grad_norm = gradient_norm(model)
