@@ -311,7 +311,7 @@ def info_nce(q, k, queue, temperature):
     """MoCo's loss, InfoNCE with a queue (MoCo, Eq. 1), as a scalar.
 
     It is the mean of -log(exp(q.k / T) / (exp(q.k / T) + sum_j exp(q.queue_j / T))). The positive of a query is the key
-    of the same row. The negatives are the keys of the queue. At equal logits the loss is log(K + 1).
+    of the same row. The negatives are the K keys of the queue. At equal logits the loss is log(K + 1).
 
     q, k: (N, C), and queue: (K, C), all L2-normalised. temperature: T > 0.
     Gradients reach q, and also k and queue unless these are detached. Raises ValueError if the shapes do not fit.
@@ -321,7 +321,7 @@ def info_nce(q, k, queue, temperature):
         raise ValueError(f"info_nce takes q (N, C), k (N, C) and queue (K, C), not {shapes}")
     positive = (q * k).sum(1, keepdim=True)
     logits = torch.cat([positive, q @ queue.T], dim=1) / temperature
-    return F.cross_entropy(logits, logits.new_zeros(len(q), dtype=torch.int64))
+    return F.cross_entropy(logits, logits.new_zeros(len(q), dtype=torch.int64))  # the positive is in column 0
 
 
 # ============================================================= 3. augmentation
@@ -454,10 +454,10 @@ class Queue(nn.Module):
 
 
 def exchange(x, wanted):
-    """Rows of the global batch for each process: process r gets the rows wanted[r], as (m, ...).
+    """Exchange rows between processes: on process r, return the rows wanted[r] of the global batch, as (m, ...).
 
-    x: (n, ...) on each process; the global batch is all of them in rank order. wanted: (world, m) int64 on the CPU, the
-    same on all processes. No gradient. Each process receives only what it asked for, not the whole batch.
+    x: (n, ...), this process's part of the global batch, which is all parts in rank order. wanted: (world, m) int64 on
+    the CPU, the same on all processes. No gradient. A process receives only the rows that it wants.
     """
     rank, world = common.rank_and_world()
     if world == 1:
@@ -469,7 +469,7 @@ def exchange(x, wanted):
     received = x.new_empty(wanted.shape[1], *x.shape[1:])
     to_send = x[rows_to_send.to(x.device, non_blocking=True)].contiguous()
     dist.all_to_all_single(received, to_send, receive_counts, send_counts)
-    place = owner[rank].argsort(stable=True).to(x.device, non_blocking=True)  # what arrives is sorted by its sender
+    place = owner[rank].argsort(stable=True).to(x.device, non_blocking=True)  # rows arrive sorted by sender
     return torch.empty_like(received).index_copy_(0, place, received)
 
 
@@ -478,14 +478,14 @@ def encode_keys(encode, views, generator):
     """Encode several views of the global batch as keys, shuffled for batch norm: (views, N, C).
 
     encode: maps images to keys. views: list of this process's images (n, 3, H, W).
-    A key must not share its batch statistics with the query of its image: the encoder could tell from them which belong
-    together (MoCo, section 3.3). So the rows of all views of the global batch are shuffled, each process encodes its
-    part, and the keys are put back in order. The shuffle depends on the generator alone, so any number of processes
-    makes the same batch-norm groups.
+    The key and the query of an image must not share batch statistics. Else the encoder could use these to tell which
+    key belongs to a query (MoCo, section 3.3). So the rows of all views of the global batch are shuffled, each process
+    encodes its part, and the keys are put back in order. The shuffle depends on the generator alone, so any number of
+    processes makes the same batch-norm groups.
     """
     n, world = len(views[0]), common.rank_and_world()[1]
     shuffle = torch.randperm(len(views) * n * world, generator=generator)
-    # Where row (view, image of the global batch) lies when the processes' concatenated views stand in rank order.
+    # Number the rows by (view, image). location: where each row lies in the processes' concatenated views.
     location = torch.arange(len(shuffle)).view(world, len(views), n).transpose(0, 1).flatten()
     mine = exchange(torch.cat(views), location[shuffle].view(world, -1))
     keys = gather(encode(mine))
@@ -588,15 +588,15 @@ FLAGS = {  # {group: {value of the recipe: (kind, help[, number of values])}}; c
         mix=(("cutmix", "none"), "how a positive enters the query (Table 6); none: half the loss to each key"),
         alpha=(common.POSITIVE, "parameter of CutMix's Beta(alpha, alpha) (Table 9)"),
         temperature=(common.POSITIVE, "temperature tau of the loss"),
-        queue=(common.auto_or(common.COUNT), "negatives per query, earlier keys; auto: a tenth of the images"),
+        queue=(common.auto_or(common.COUNT), "negatives per query: earlier keys; auto: a tenth of the images"),
     ),
     "model": dict(
         arch=(str, "encoder: resnet_micro, resnet18, resnet50, vit_small, ..., or any timm model"),
         image_size=(common.COUNT, "side of a view, in pixels"),
         resolutions=(common.COUNT, "sides at which the views are encoded, in pixels (Table 7)", "+"),
         patch_size=(common.COUNT, "side of a ViT's patch, in pixels"),
-        dim=(common.COUNT, "size of queries and keys"),
-        bn_groups=(common.COUNT, "equal slices of the batch that have batch-norm statistics of their own"),
+        dim=(common.COUNT, "dimension of queries and keys"),
+        bn_groups=(common.COUNT, "equal slices of the batch; each has its own batch-norm statistics"),
         momentum=(common.SHARE, "momentum m of the momentum encoder"),
     ),
     "schedule": dict(
@@ -604,8 +604,8 @@ FLAGS = {  # {group: {value of the recipe: (kind, help[, number of values])}}; c
         batch_size=(common.AT_LEAST_TWO, "images per step, over all processes"),
         lr=(common.POSITIVE, "learning rate at batch size --lr-batch; it is scaled linearly with --batch-size"),
         lr_batch=(common.COUNT, "batch size for which --lr is given"),
-        min_lr=(common.NOT_NEGATIVE, "learning rate at the end; not given, it is scaled as --lr is"),
-        warmup=(common.NOT_NEGATIVE, "epochs of linear warm-up; not given, it shrinks with --epochs"),
+        min_lr=(common.NOT_NEGATIVE, "learning rate at the end; if not given, it is scaled as --lr is"),
+        warmup=(common.NOT_NEGATIVE, "epochs of linear warm-up; if not given, it shrinks with --epochs"),
         weight_decay=(common.NOT_NEGATIVE, "weight decay of SGD"),
         sgd_momentum=(common.SHARE, "momentum of SGD"),
     ),
@@ -614,7 +614,7 @@ FLAGS = {  # {group: {value of the recipe: (kind, help[, number of values])}}; c
         crop_ratio=(common.POSITIVE, "smallest and largest width / height of a crop"),
         interpolation=(("bilinear", "bicubic"), "how a crop is resized"),
         jitter=(common.NOT_NEGATIVE, "largest change of brightness, contrast, saturation and hue"),
-        jitter_p=(common.SHARE, "probability of these changes"),
+        jitter_p=(common.SHARE, "probability of these colour changes"),
         gray_p=(common.SHARE, "probability of a gray view"),
         blur_p=(common.SHARE, "probability of a blurred view"),
         blur_sigma=(common.POSITIVE, "smallest and largest sigma of the blur, in pixels"),
@@ -626,7 +626,7 @@ FLAGS = {  # {group: {value of the recipe: (kind, help[, number of values])}}; c
 
 
 def parse_args(argv=None):
-    """The command line as a namespace with every value of the recipe. Exits with an error message on a mistake.
+    """Return the command line as a namespace with every value of the recipe. Exits with an error message on a mistake.
 
     argv: a list of words; sys.argv's if None.
     """
@@ -636,9 +636,9 @@ def parse_args(argv=None):
         common.fail("--variant released: CLIM has no released code; leave it out")
     usual = argparse.Namespace(**values)
     if "warmup" not in args.typed:
-        args.warmup *= min(1, args.epochs / usual.epochs)  # a shorter run warms up in proportion
+        args.warmup *= min(1, args.epochs / usual.epochs)  # a shorter run has a shorter warm-up
     if "min_lr" not in args.typed:
-        args.min_lr *= peak_rate(args) / peak_rate(usual)  # the last rate follows the first
+        args.min_lr *= peak_rate(args) / peak_rate(usual)  # the last rate is scaled as the peak rate is
     args.resolutions = tuple(sorted(args.resolutions, reverse=True))  # the largest, at which views are cut, comes first
     if args.resolutions[0] != args.image_size:
         sizes = f"--resolutions {common.shown(args.resolutions)}"
@@ -673,7 +673,7 @@ def peak_rate(args):
 
 
 def schedule(args, step, steps_per_epoch):
-    """(learning rate, weight decay, momentum of the momentum encoder) of a step, counted from 0.
+    """Return (learning rate, weight decay, momentum of the momentum encoder) for a step, counted from 0.
 
     The rate warms up linearly from 0, then falls by a cosine to --min-lr. The other two are constant.
     """
@@ -746,9 +746,9 @@ def refresh(args, model, images, device, epoch, positives):
 
 
 def main(args, train=None, test=None, encoder=None):
-    """Train as args say; the same call goes on where an earlier one was stopped.
+    """Train as args say. If an earlier call was stopped, the same call continues its run.
 
-    args: the namespace of `parse_args`. train, test: map-style Datasets of images to use instead of --dataset's.
+    args: the namespace of `parse_args`. train, test: map-style Datasets of images to use instead of --dataset.
     encoder: a module that maps (N, 3, H, W) to (N, width), to train instead of --arch; a copy of it is trained. The
     trained weights are in backbone.pt of the run's folder.
     """
@@ -778,7 +778,7 @@ def main(args, train=None, test=None, encoder=None):
     optimizer = torch.optim.SGD(trained, args.lr, momentum=args.sgd_momentum, weight_decay=args.weight_decay)
     ddp = in_parallel(args, model)
 
-    # The run's folder: the same command goes on from its last.pt
+    # The run's folder: if it holds a last.pt, the run continues from it
     steps_per_epoch = len(train) // args.batch_size
     total_steps = args.epochs * steps_per_epoch
     last_step = min(args.max_steps or total_steps, total_steps)
@@ -793,11 +793,11 @@ def main(args, train=None, test=None, encoder=None):
 
     stopping = False
     with common.StopRequest() as stop:
-        for epoch in range(step // steps_per_epoch, args.epochs + 1):
-            # Judge the epoch that has ended, if one has. This comes first: a run that was stopped here goes on here.
+        for epoch in range(step // steps_per_epoch, args.epochs + 1):  # one round more, to judge the last epoch
+            # Judge the epoch before, if that is still to do. If a run is stopped meanwhile, it continues from here.
             if record and not stopping:
                 if test is not None and common.is_due(epoch, args.knn_every, args.epochs):
-                    run.save(step, record, model.backbone, **saved)  # before what takes long
+                    run.save(step, record, model.backbone, **saved)  # because what follows takes long
                     with stop.at_once():
                         record |= common.knn_record(args, model.backbone, train, test, device)
                 run.write(record)
@@ -811,7 +811,7 @@ def main(args, train=None, test=None, encoder=None):
                 due = begins and (epoch - args.clim_start) % args.refresh_every == 0
                 none_chosen = positives[0, 0] < 0
                 if due or none_chosen:
-                    run.save(step, record, model.backbone, **saved)  # before what takes long
+                    run.save(step, record, model.backbone, **saved)  # because what follows takes long
                     with stop.at_once():
                         refresh(args, model, train, device, epoch, positives)
 
@@ -823,7 +823,7 @@ def main(args, train=None, test=None, encoder=None):
                     group.update(lr=lr, weight_decay=weight_decay)
                 # A query and a key view per image and, once positives are chosen, of one of them
                 views = [common.normalize(view, mean, std) for view in common.colour_views(batch, device)]
-                common.seed_step(args.seed, step)  # for what draws from the global generator, as drop-path
+                common.seed_step(args.seed, step)  # for layers that draw random numbers, such as drop-path
                 # Eq. 3 mixes the queries; Eq. 6 sums Eq. 4 over all pairs of sizes
                 loss, anchor_keys, metrics = ddp(views, step)
                 # The step of the query encoder; the momentum encoder follows
@@ -835,7 +835,7 @@ def main(args, train=None, test=None, encoder=None):
                 average_statistics(model)
                 # The images' own keys are negatives of the next steps
                 model.queue.enqueue(anchor_keys)
-                # Count and log; a request to stop ends the loop after this step
+                # Count and log. A request to stop (Ctrl-C or SIGTERM) ends the loop after this step
                 step += 1
                 q, k = metrics.pop("q"), metrics.pop("k")
                 run.count(step, dict(loss=loss, **metrics, grad_norm=grad_norm, lr=lr, momentum=momentum))
@@ -843,13 +843,13 @@ def main(args, train=None, test=None, encoder=None):
                 if step == last_step or stopping:
                     break
 
-            # Save. An epoch's record is saved too, and is judged and written above
+            # Save. This includes the record of an epoch that has ended; the next round judges and writes it
             if step % steps_per_epoch == 0:
                 record = run.summary(step, loader) | common.embedding_health(gather(q.detach()), gather(k))
             keep = record and args.keep_every and (epoch + 1) % args.keep_every == 0
             if keep or stopping or step == last_step or common.is_due(epoch + 1, args.save_every, args.epochs):
                 run.save(step, record, model.backbone, f"epoch-{epoch + 1:04d}.pt" if keep else None, **saved)
-    del ddp  # before the process group: in torch 2.11 a DDP that goes last can hang for ever
+    del ddp  # before the process group ends: in torch 2.11 a DDP that is deleted after it can hang for ever
     run.finish(step, record, stopping)
 
 
@@ -861,8 +861,8 @@ def main(args, train=None, test=None, encoder=None):
 class GroupedBatchNorm(nn.modules.batchnorm._BatchNorm):
     """Batch norm whose statistics are taken over `groups` equal slices of the global batch, for (N, C) or (N, C, H, W).
 
-    The groups stand for the separate batch norms of as many GPUs, on any number of processes that divides them. The
-    running statistics are the mean over this process's groups; `average_statistics` takes it over the processes.
+    Each group acts as the batch norm of one GPU would. The number of processes must divide `groups`. The running
+    statistics are the mean over this process's groups. `average_statistics` then averages them over the processes.
     norm: the batch norm whose parameters, statistics and state_dict keys this one takes over.
     """
 
@@ -871,11 +871,11 @@ class GroupedBatchNorm(nn.modules.batchnorm._BatchNorm):
         self.weight, self.bias = norm.weight, norm.bias
         self.running_mean, self.running_var = norm.running_mean, norm.running_var
         self.num_batches_tracked, self.groups, self.training = norm.num_batches_tracked, groups, norm.training
-        # timm's BatchNormAct2d also drops and activates.
+        # timm's BatchNormAct2d also applies a dropout and an activation.
         self.after = nn.Sequential(norm.drop, norm.act) if hasattr(norm, "act") else nn.Identity()
 
     def _check_input_dim(self, x):
-        """Any dimension will do."""
+        """Accept any number of dimensions."""
 
     def forward(self, x):
         groups_here = self.groups // common.rank_and_world()[1]
@@ -884,7 +884,7 @@ class GroupedBatchNorm(nn.modules.batchnorm._BatchNorm):
         mean = self.running_mean.repeat(groups_here, 1)
         var = self.running_var.repeat(groups_here, 1)
         slices = [
-            F.batch_norm(part, m, v, self.weight, self.bias, True, self.momentum, self.eps)  # moves m and v in place
+            F.batch_norm(part, m, v, self.weight, self.bias, True, self.momentum, self.eps)  # updates m and v in place
             for part, m, v in zip(x.chunk(groups_here), mean, var, strict=True)
         ]
         self.running_mean.copy_(mean.mean(0))
@@ -893,10 +893,10 @@ class GroupedBatchNorm(nn.modules.batchnorm._BatchNorm):
 
 
 def batch_norm_groups(args):
-    """The number of batch-norm groups: --bn-groups, or what comes nearest to it, with a note.
+    """Return the number of batch-norm groups. Prints a note if it is not --bn-groups.
 
-    It becomes the number of processes if they do not divide it, and fewer if the batch cannot be divided by it. A
-    group has at least two images.
+    If the number of processes does not divide --bn-groups, there is one group per process. If the groups would differ
+    in size or have only one image, there are fewer.
     """
     world, groups = common.rank_and_world()[1], args.bn_groups
     if groups > 1 and groups % world:
@@ -912,7 +912,8 @@ def batch_norm_groups(args):
 def split_batch_norms(module, groups):
     """Replace every batch norm of a module by one over `groups` slices of the global batch; returns the module.
 
-    One group over several processes is torch's SyncBatchNorm, which needs CUDA: on CPUs it exits with an error message.
+    One group over several processes is torch's SyncBatchNorm. It needs CUDA. Without CUDA, this exits with an error
+    message.
     """
     if groups == 1 and common.rank_and_world()[1] > 1:
         if not next(module.parameters()).is_cuda:
@@ -928,7 +929,7 @@ def split_batch_norms(module, groups):
 
 @torch.no_grad()
 def average_statistics(model):
-    """Make the running statistics of grouped batch norms their mean over the processes. Costs one all-reduce."""
+    """Average the running statistics of grouped batch norms over the processes. Costs one all-reduce."""
     world = common.rank_and_world()[1]
     norms = [module for module in model.modules() if isinstance(module, GroupedBatchNorm)]
     buffers = [buffer for norm in norms for buffer in (norm.running_mean, norm.running_var)]
@@ -943,7 +944,7 @@ def average_statistics(model):
 
 
 def gather(x):
-    """Concatenate (n, ...) of each process to (N, ...) of all, in rank order, without gradient."""
+    """Concatenate the tensors (n, ...) of all processes to (N, ...), in rank order. No gradient."""
     world = common.rank_and_world()[1]
     if world == 1:
         return x
@@ -953,12 +954,12 @@ def gather(x):
 
 
 def gradient_norm(model):
-    """The L2 norm of all gradients, a 0-d tensor."""
+    """Return the L2 norm of all gradients, as a 0-d tensor."""
     return torch.nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
 
 
 def in_parallel(args, model):
-    """The model as --grad-checkpoint and --compile want it run, and in DDP if there are several processes."""
+    """Apply --grad-checkpoint and --compile to the model, wrap it in DDP if there are several processes, return it."""
     if args.grad_checkpoint:
         model.backbone.set_grad_checkpointing()
     if args.compile:

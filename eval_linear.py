@@ -764,7 +764,7 @@ def train_protocol(args, device, encoder, info, train, test):
     if args.mixup or args.cutmix:
         mixup = Mixup(args.mixup, args.cutmix, label_smoothing=args.smoothing, num_classes=args.num_classes)
 
-    # The run's folder: the same command goes on from its last.pt
+    # The run's folder: if it holds a last.pt, the run continues from it
     steps_per_epoch = len(train) // args.batch_size
     total_steps = args.epochs * steps_per_epoch
     last_step = min(args.max_steps or total_steps, total_steps)
@@ -774,11 +774,11 @@ def train_protocol(args, device, encoder, info, train, test):
 
     stopping, judged = False, None
     with common.StopRequest() as stop:
-        for epoch in range(step // steps_per_epoch, args.epochs + 1):
-            # Judge the epoch that has ended, if one has. This comes first: a run that was stopped here goes on here.
+        for epoch in range(step // steps_per_epoch, args.epochs + 1):  # one round more, to judge the last epoch
+            # Judge the epoch before, if that is still to do. If a run is stopped meanwhile, it continues from here.
             if record and not stopping:
                 if epoch == args.epochs or common.is_due(epoch, args.eval_every, args.epochs):
-                    run.save(step, record, **saved)  # before what takes long
+                    run.save(step, record, **saved)  # because what follows takes long
                     with stop.at_once():
                         record |= judge(args, device, encoder, network, info, test)
                 run.write(record)
@@ -815,7 +815,7 @@ def train_protocol(args, device, encoder, info, train, test):
                 optimizer.zero_grad(set_to_none=True)
                 loss.backward()
                 optimizer.step()
-                # Count and log; a request to stop ends the loop after this step
+                # Count and log. A request to stop (Ctrl-C or SIGTERM) ends the loop after this step
                 step += 1
                 train_top1 = 100 * (logits.argmax(1) == y).float().mean()
                 run.count(step, dict(loss=loss, train_top1=train_top1, lr=lr))
@@ -823,14 +823,14 @@ def train_protocol(args, device, encoder, info, train, test):
                 if step == last_step or stopping:
                     break
 
-            # Save. An epoch's record is saved too, and is judged and written above
+            # Save. This includes the record of an epoch that has ended; the next round judges and writes it
             if step % steps_per_epoch == 0:
                 record = run.summary(step, loader)
             if stopping or step == last_step or common.is_due(epoch + 1, args.save_every, args.epochs):
                 run.save(step, record, **saved)
     if frozen and fingerprint(encoder) != args.weights:
         raise RuntimeError("training changed the frozen encoder")
-    del ddp  # before the process group: in torch 2.11 a DDP that goes last can hang for ever
+    del ddp  # before the process group ends: in torch 2.11 a DDP that is deleted after it can hang for ever
     run.finish(step, record, stopping)
     if step < total_steps:
         return {}

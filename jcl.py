@@ -1,41 +1,47 @@
 """JCL: Joint Contrastive Learning with Infinite Possibilities (Cai et al., NeurIPS 2020, arXiv 2009.14776).
 
-MoCo compares a query with one key of the same image. JCL asks for the expected loss over all keys that augmentation
-could make of that image. It takes these keys to be Gaussian. Jensen's inequality then turns the expectation into a
-closed form, which needs only the keys' mean and covariance. Both are estimated from M' keys.
+MoCo compares the embedding of one view of an image, the query, with that of another view, the key. JCL minimises the
+expected loss over all keys that augmentation could make of the image. Jensen's inequality bounds this expectation from
+above. If the keys are Gaussian, the bound has a closed form, which needs only their mean and covariance. Both are
+estimated from M' keys.
 
-Two things change in MoCo's loss. The positive logit inside the logarithm grows by the variance of the keys along the
-query, lambda / (2 tau^2) q' Sigma q. The numerator uses the mean key. So the loss is low where the keys of an image
-agree. Gradients reach the query only: a momentum encoder makes the keys. The mean keys enter the queue.
+Two things change in MoCo's loss. The mean key mu takes the place of the key. In the denominator the positive logit
+also grows by lambda / (2 tau^2) q^T Sigma q, which is the variance of the keys along the query, scaled by lambda. So
+the loss is low where the keys of an image agree. Gradients reach the query only, because a momentum encoder makes the
+keys. The mean keys enter the queue of negatives.
 
-    Eq. 1         info_nce                 MoCo v2's loss, and each term of Eq. 2
-    Eq. 2-3       JCL.forward, --vanilla   the average loss over the keys
-    Eq. 4-7       (in the tests)           the derivation of the bound
-    Eq. 8-9       jcl_loss                 Algorithm 1, lines 7-10
-    Algorithm 1   main                     line 4; JCL.forward (5-10); main (11-13)
+    Eq. 1                      info_nce                 MoCo v2's loss, and each term of Eq. 3
+    Eq. 2-3                    JCL.forward, --vanilla   the average loss over the keys
+    Eq. 4-7                    (in the tests)           the derivation of the bound
+    Eq. 8-9                    jcl_loss                 the bound, and its mean over the batch
+    Algorithm 1, line 4        main                     the views
+    Algorithm 1, lines 5-10    JCL.forward              queries, keys and the loss; lines 7-10 are jcl_loss
+    Algorithm 1, lines 12-13   main                     the update of the encoders, and the queue
 
     python jcl.py                                                             # a laptop, no data
     python jcl.py --dataset cifar10 --num-keys 1                              # the baseline, MoCo v2, on one GPU
     torchrun --nproc_per_node=8 jcl.py --dataset imagenet --data-dir DIR
 
-The baseline is MoCo v2: `--num-keys 1` is exactly it, because one key has no variance. JCL adds the loss, M' key views
+The baseline is MoCo v2. It is exactly `--num-keys 1`, because one key has no variance. JCL adds the loss, M' key views
 per image, and the mean of the keys.
 
 Departures of this file, of the paper and of the released code from each other:
-    D1 lambda. Paper and here: 4.0, constant. Released (`--variant released`): 2.0, after a linear ramp over the epochs.
-    D2 The number of keys M'. Paper and here: 5. Released (`--variant released`): 4, because the script's 5 counts the
-       query.
+    D1 lambda. Paper and here: 4.0, constant. Released (`--variant released`): a linear ramp over the epochs, up to 2.0.
+    D2 The number of keys M'. Paper and here: 5. Released (`--variant released`): 4, because the 5 in its script
+       counts the query, too.
     D3 Batch size and learning rate on ImageNet-1K. Paper and here: 512 and 0.06. Released (`--variant released`): 256
        and 0.03, which is the same ratio.
     D4 The queue. Paper (App. C): 256 old keys leave while N = 512 enter. Here and released: as many leave as enter.
     D5 The encoder g. Paper (Algorithm 1): the loss updates f and g. Here and released: g is a momentum encoder, as the
        paper's App. C says.
     D6 The classes of ImageNet-100. Paper (App. D): the list has two misprints. Here: common.IMAGENET100 corrects them.
-    D7 The cosine of the learning rate. Here: it moves once per step. Released: it moves once per epoch. In 200 epochs
-       the two differ by at most 0.8 % of the peak rate (not reproduced).
+    D7 The cosine of the learning rate. Here: the rate changes once per step. Released: it changes once per epoch (not
+       reproduced). In 200 epochs the two differ by at most 0.8 % of the peak rate.
     D8 Precision and statistics. Released: float32, and the first process's batch-norm statistics. Here: the encoders
-       compute in bf16 on CUDA (`--amp off`: in float32, with products in TF32), and the statistics are averaged.
-    D9 `--vanilla`. Paper (section 3.2): gradients pass through all branches. Here: they reach the query only.
+       compute in bf16 on CUDA (`--amp off`: in float32, with products in TF32), and batch-norm statistics are averaged
+       over the processes.
+    D9 `--vanilla`. Paper (section 3.2): both encoders are learned, and the losses of all pairs are backpropagated.
+       Here: gradients reach the query only.
 """
 
 import argparse
@@ -63,7 +69,7 @@ BASE = dict(  # section 4.1 and App. C
 IMAGENET = dict(  # section 4.1 and App. C; lr is the rate at batch size lr_batch
     BASE, arch="resnet50", image_size=224, epochs=200, batch_size=512, lr=0.06, lr_batch=512, queue=65536,
 )
-CIFAR = dict(  # ours: moco_jointcrop.py's, so that the two can be compared
+CIFAR = dict(  # ours: the values of moco_jointcrop.py, so that the two can be compared
     BASE, arch="resnet18", image_size=32, patch_size=4, epochs=500, batch_size=512, lr=0.5, lr_batch=512, min_lr=0.05,
     queue=4096, blur_p=0.0, norm="cifar10",
 )
@@ -80,7 +86,7 @@ RECIPES = dict(
         BASE, arch="resnet18", image_size=224, epochs=100, batch_size=128, lr=0.1, lr_batch=128, queue=65536,
     ),
     imagenet=dict(IMAGENET, knn_every=50),  # its kNN takes minutes
-    folder=dict(IMAGENET, queue="auto"),  # ours: a tenth of the images
+    folder=dict(IMAGENET, queue="auto"),  # ours: the queue is a tenth of the images
 )
 SMALL_ENCODERS = dict(batch_size=256, lr=0.1, lr_batch=256, min_lr=0.0, momentum=0.99, blur_p=0.5)  # ours
 RELEASED = dict(num_keys=4, lam=2.0, lam_schedule="ramp")  # D1, D2
@@ -89,7 +95,7 @@ RELEASED_IMAGENET = dict(RELEASED, batch_size=256, lr=0.03, lr_batch=256)  # D3
 
 
 def recipe(chosen):
-    """The hyper-parameters {name: value} of a data set, an encoder and a variant: a namespace with these three."""
+    """Return the hyper-parameters {name: value}. chosen: a namespace with dataset, arch and variant."""
     values = dict(RECIPES[chosen.dataset])
     if chosen.arch in ("resnet_micro", "resnet_mini") and chosen.dataset in ("cifar10", "cifar100", "stl10"):
         values |= SMALL_ENCODERS
@@ -102,15 +108,17 @@ def recipe(chosen):
 
 
 def jcl_loss(q, k, queue, temperature, lam):
-    """The bound on the expected InfoNCE loss over Gaussian keys (Eq. 8-9), as a scalar.
+    """Return JCL's loss, an upper bound on the expected InfoNCE loss over Gaussian keys (Eq. 8-9), as a scalar.
 
-    It is log[exp(q.mu / T + lam / (2 T^2) q' Sigma q) + sum_j exp(q.queue_j / T)] - q.mu / T, averaged over the batch.
-    mu and Sigma are the mean and the (biased) covariance of an image's keys. With one key the loss is InfoNCE.
+    It is log[exp(q.mu / T + lam / (2 T^2) q^T Sigma q) + sum_j exp(q.queue_j / T)] - q.mu / T, averaged over the batch.
+    mu and Sigma are the mean and the covariance of an image's keys (divided by M', not M' - 1). With lam >= 1 it is a
+    bound. With one key it is InfoNCE, whatever lam is.
 
-    q: (N, C) queries, L2-normalised. k: (N, M', C) keys, each L2-normalised. queue: (K, C) negatives, L2-normalised
-    keys or means of some. temperature: T > 0. lam: lambda >= 0.
-    Gradients reach q. They also reach k and queue unless these are detached, as the paper has them.
-    The loss is computed in float32 at least: call it outside autocast. Raises ValueError if the shapes do not fit.
+    q: (N, C) queries, L2-normalised. k: (N, M', C) keys, each L2-normalised; k[i] are the keys of q[i]. queue: (K, C)
+    negatives, for example earlier keys, or means of keys. temperature: T > 0. lam: lambda >= 0.
+    Gradients reach q. They also reach k and queue unless these are detached, as they are in this file (D5).
+    float16 and bfloat16 are converted to float32. Call it outside autocast, which would undo that. Raises ValueError if
+    the shapes do not fit.
     """
     if q.dim() != 2 or k.dim() != 3 or k.shape[::2] != q.shape or queue.shape[1:] != q.shape[1:]:
         shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, queue {tuple(queue.shape)}"
@@ -118,7 +126,7 @@ def jcl_loss(q, k, queue, temperature, lam):
     q, k, queue = (x.to(torch.promote_types(x.dtype, torch.float32)) for x in (q, k, queue))
     projections = (q[:, None] * k).sum(2) / temperature  # q.k_m / T
     mean = projections.mean(1, keepdim=True)  # q.mu / T: Algorithm 1, line 7
-    # q' Sigma q is the variance of the M' projections, so no C x C matrix is needed: Algorithm 1, lines 8 and 9
+    # q^T Sigma q / T^2 is the variance of the M' projections. No C x C matrix is needed: Algorithm 1, lines 8 and 9
     variance = (projections - mean).square().mean(1, keepdim=True)
     positive = mean + lam / 2 * variance  # the first exponent of Eq. 8
     negatives = (q / temperature) @ queue.T
@@ -133,7 +141,7 @@ def info_nce(q, k, queue, temperature):
     """MoCo's loss, InfoNCE with a queue (MoCo, Eq. 1), as a scalar.
 
     It is the mean of -log(exp(q.k / T) / (exp(q.k / T) + sum_j exp(q.queue_j / T))). The positive of a query is the key
-    of the same row. The negatives are the keys of the queue. At equal logits the loss is log(K + 1).
+    of the same row. The negatives are the K keys of the queue. At equal logits the loss is log(K + 1).
 
     q, k: (N, C), and queue: (K, C), all L2-normalised. temperature: T > 0.
     Gradients reach q, and also k and queue unless these are detached. Raises ValueError if the shapes do not fit.
@@ -143,14 +151,14 @@ def info_nce(q, k, queue, temperature):
         raise ValueError(f"info_nce takes q (N, C), k (N, C) and queue (K, C), not {shapes}")
     positive = (q * k).sum(1, keepdim=True)
     logits = torch.cat([positive, q @ queue.T], dim=1) / temperature
-    return F.cross_entropy(logits, logits.new_zeros(len(q), dtype=torch.int64))
+    return F.cross_entropy(logits, logits.new_zeros(len(q), dtype=torch.int64))  # the positive is in column 0
 
 
 # ============================================================= 3. augmentation
 
 
 def augmentation(args):
-    """A query view and M' key views per image, all drawn alike (App. C: MoCo v2's augmentation): a list of View."""
+    """Return a list of View: one query view and M' key views per image. All are drawn alike, as in MoCo v2 (App. C)."""
     view = common.View(
         size=args.image_size,
         area=args.crop_scale,
@@ -199,10 +207,10 @@ class Queue(nn.Module):
 
 
 def exchange(x, wanted):
-    """Rows of the global batch for each process: process r gets the rows wanted[r], as (m, ...).
+    """Exchange rows between processes: on process r, return the rows wanted[r] of the global batch, as (m, ...).
 
-    x: (n, ...) on each process; the global batch is all of them in rank order. wanted: (world, m) int64 on the CPU, the
-    same on all processes. No gradient. Each process receives only what it asked for, not the whole batch.
+    x: (n, ...), this process's part of the global batch, which is all parts in rank order. wanted: (world, m) int64 on
+    the CPU, the same on all processes. No gradient. A process receives only the rows that it wants.
     """
     rank, world = common.rank_and_world()
     if world == 1:
@@ -214,7 +222,7 @@ def exchange(x, wanted):
     received = x.new_empty(wanted.shape[1], *x.shape[1:])
     to_send = x[rows_to_send.to(x.device, non_blocking=True)].contiguous()
     dist.all_to_all_single(received, to_send, receive_counts, send_counts)
-    place = owner[rank].argsort(stable=True).to(x.device, non_blocking=True)  # what arrives is sorted by its sender
+    place = owner[rank].argsort(stable=True).to(x.device, non_blocking=True)  # rows arrive sorted by sender
     return torch.empty_like(received).index_copy_(0, place, received)
 
 
@@ -223,14 +231,14 @@ def encode_keys(encode, views, generator):
     """Encode several views of the global batch as keys, shuffled for batch norm: (views, N, C).
 
     encode: maps images to keys. views: list of this process's images (n, 3, H, W).
-    A key must not share its batch statistics with the query of its image: the encoder could tell from them which belong
-    together (MoCo, section 3.3). So the rows of all views of the global batch are shuffled, each process encodes its
-    part, and the keys are put back in order. The shuffle depends on the generator alone, so any number of processes
-    makes the same batch-norm groups.
+    The key and the query of an image must not share batch statistics. Else the encoder could use these to tell which
+    key belongs to a query (MoCo, section 3.3). So the rows of all views of the global batch are shuffled, each process
+    encodes its part, and the keys are put back in order. The shuffle depends on the generator alone, so any number of
+    processes makes the same batch-norm groups.
     """
     n, world = len(views[0]), common.rank_and_world()[1]
     shuffle = torch.randperm(len(views) * n * world, generator=generator)
-    # Where row (view, image of the global batch) lies when the processes' concatenated views stand in rank order.
+    # Number the rows by (view, image). location: where each row lies in the processes' concatenated views.
     location = torch.arange(len(shuffle)).view(world, len(views), n).transpose(0, 1).flatten()
     mine = exchange(torch.cat(views), location[shuffle].view(world, -1))
     keys = gather(encode(mine))
@@ -268,23 +276,23 @@ class JCL(nn.Module):
             return F.normalize(self.momentum_projector(self.momentum_backbone(x)).to(x.dtype), dim=1)
 
     def forward(self, views, step, lam):
-        """Lines 5 to 10 of Algorithm 1: the loss of a batch.
+        """Return (loss, mean keys to enqueue (N, dim), metrics {name: tensor}) of a batch: Algorithm 1, lines 5 to 10.
 
-        views: this process's query view and M' key views, each (n, 3, H, W), normalised. step: chooses the shuffle of
-        the keys. lam: lambda. Returns (loss, keys to enqueue (N, dim), metrics {name: tensor}). Gradients reach the
-        query encoder only.
+        views: this process's query view and M' key views, each (n, 3, H, W), normalised. step: seeds the shuffle of the
+        keys. lam: lambda. Gradients reach the query encoder only.
         """
         q = self.query(views[0])  # line 5
         shuffle = common.generator(self.args.seed, step, STREAM_SHUFFLE)
         keys = encode_keys(self.key, views[1:], shuffle)  # line 6: (M', N, C), of all processes
         k = common.own_rows(keys, dim=1).transpose(0, 1)  # (n, M', C)
         if self.args.vanilla:
-            losses = [info_nce(q, key, self.queue.keys, self.args.temperature) for key in k.unbind(1)]
+            losses = [info_nce(q, key, self.queue.keys, self.args.temperature) for key in k.unbind(1)]  # Eq. 2
             loss = sum(losses) / len(losses)  # Eq. 3
         else:
             loss = jcl_loss(q, k, self.queue.keys, self.args.temperature, lam)  # lines 7 to 10
-        mean_keys = keys.mean(0)  # line 13 enqueues them; they are shorter than 1
-        metrics = dict(key_variance=k.var(1, correction=0).mean(), q=q, k=k[:, 0])  # the mean of Sigma's diagonal
+        mean_keys = keys.mean(0)  # for line 13; not L2-normalised, their norm is at most 1
+        # key_variance is the mean of Sigma's diagonal
+        metrics = dict(key_variance=k.var(1, correction=0).mean(), q=q, k=k[:, 0])
         return loss, mean_keys, metrics
 
     @torch.no_grad()
@@ -305,17 +313,17 @@ FLAGS = {  # {group: {value of the recipe: (kind, help)}}; common.add_flag says 
     "loss": dict(
         num_keys=(common.number(int, 1, 100), "keys per query, M' (Fig. 2a); 1 is MoCo v2"),
         lam=(common.NOT_NEGATIVE, "lambda of Eq. 8 (Fig. 2b)"),
-        lam_schedule=(("constant", "ramp"), "ramp: lambda grows linearly over the epochs (D1)"),
-        vanilla=(bool, "the average InfoNCE loss over the keys, Eq. 2-3, instead of Eq. 8"),
+        lam_schedule=(("constant", "ramp"), "ramp: lambda grows linearly over the epochs, up to --lam"),
+        vanilla=(bool, "use the average InfoNCE loss over the keys (Eq. 2-3) instead of Eq. 8"),
         temperature=(common.POSITIVE, "temperature tau of the loss (Fig. 2c)"),
-        queue=(common.auto_or(common.COUNT), "negatives per query, earlier keys; auto: a tenth of the images"),
+        queue=(common.auto_or(common.COUNT), "negatives per query: earlier keys; auto: a tenth of the images"),
     ),
     "model": dict(
         arch=(str, "encoder: resnet_micro, resnet18, resnet50, vit_small, ..., or any timm model"),
         image_size=(common.COUNT, "side of a view, in pixels"),
         patch_size=(common.COUNT, "side of a ViT's patch, in pixels"),
-        dim=(common.COUNT, "size of queries and keys"),
-        bn_groups=(common.COUNT, "equal slices of the batch that have batch-norm statistics of their own"),
+        dim=(common.COUNT, "dimension of queries and keys"),
+        bn_groups=(common.COUNT, "equal slices of the batch; each has its own batch-norm statistics"),
         momentum=(common.SHARE, "momentum m of the momentum encoder"),
     ),
     "schedule": dict(
@@ -323,8 +331,8 @@ FLAGS = {  # {group: {value of the recipe: (kind, help)}}; common.add_flag says 
         batch_size=(common.AT_LEAST_TWO, "images per step, over all processes"),
         lr=(common.POSITIVE, "learning rate at batch size --lr-batch; it is scaled linearly with --batch-size"),
         lr_batch=(common.COUNT, "batch size for which --lr is given"),
-        min_lr=(common.NOT_NEGATIVE, "learning rate at the end; not given, it is scaled as --lr is"),
-        warmup=(common.NOT_NEGATIVE, "epochs of linear warm-up; not given, it shrinks with --epochs"),
+        min_lr=(common.NOT_NEGATIVE, "learning rate at the end; if not given, it is scaled as --lr is"),
+        warmup=(common.NOT_NEGATIVE, "epochs of linear warm-up; if not given, it shrinks with --epochs"),
         weight_decay=(common.NOT_NEGATIVE, "weight decay of SGD"),
         sgd_momentum=(common.SHARE, "momentum of SGD"),
     ),
@@ -333,7 +341,7 @@ FLAGS = {  # {group: {value of the recipe: (kind, help)}}; common.add_flag says 
         crop_ratio=(common.POSITIVE, "smallest and largest width / height of a crop"),
         interpolation=(("bilinear", "bicubic"), "how a crop is resized"),
         jitter=(common.NOT_NEGATIVE, "largest change of brightness, contrast, saturation and hue"),
-        jitter_p=(common.SHARE, "probability of these changes"),
+        jitter_p=(common.SHARE, "probability of these colour changes"),
         gray_p=(common.SHARE, "probability of a gray view"),
         blur_p=(common.SHARE, "probability of a blurred view"),
         blur_sigma=(common.POSITIVE, "smallest and largest sigma of the blur, in pixels"),
@@ -345,7 +353,7 @@ FLAGS = {  # {group: {value of the recipe: (kind, help)}}; common.add_flag says 
 
 
 def parse_args(argv=None):
-    """The command line as a namespace with every value of the recipe. Exits with an error message on a mistake.
+    """Return the command line as a namespace with every value of the recipe. Exits with an error message on a mistake.
 
     argv: a list of words; sys.argv's if None.
     """
@@ -353,9 +361,9 @@ def parse_args(argv=None):
     args = common.parse_flags("jcl.py", __doc__, argv, values, FLAGS)
     usual = argparse.Namespace(**values)
     if "warmup" not in args.typed:
-        args.warmup *= min(1, args.epochs / usual.epochs)  # a shorter run warms up in proportion
+        args.warmup *= min(1, args.epochs / usual.epochs)  # a shorter run has a shorter warm-up
     if "min_lr" not in args.typed:
-        args.min_lr *= peak_rate(args) / peak_rate(usual)  # the last rate follows the first
+        args.min_lr *= peak_rate(args) / peak_rate(usual)  # the last rate is scaled as the peak rate is
     if args.num_keys == 1 or args.vanilla:
         common.refuse(args, ["lam", "lam_schedule"], "one key has no variance, and --vanilla does not use it")
     common.check_views(args)
@@ -374,7 +382,7 @@ def peak_rate(args):
 
 
 def schedule(args, step, steps_per_epoch):
-    """(learning rate, weight decay, momentum of the momentum encoder) of a step, counted from 0.
+    """Return (learning rate, weight decay, momentum of the momentum encoder) for a step, counted from 0.
 
     The rate warms up linearly from 0, then falls by a cosine to --min-lr. The other two are constant.
     """
@@ -388,12 +396,12 @@ def schedule(args, step, steps_per_epoch):
 
 
 def scheduled_lam(args, epoch):
-    """lambda in an epoch, counted from 0. It is constant or, in the released code, a ramp up to --lam (D1)."""
+    """Return lambda for an epoch, counted from 0: constant or, as in the released code, a ramp up to --lam (D1)."""
     return args.lam if args.lam_schedule == "constant" else args.lam * (epoch + 1) / args.epochs
 
 
 def main(args, train=None, test=None, encoder=None):
-    """Train as args say; the same call goes on where an earlier one was stopped.
+    """Train as args say. If an earlier call was stopped, the same call continues its run.
 
     args: the namespace of `parse_args`. train, test: map-style Datasets of images to use instead of --dataset.
     encoder: a module that maps (N, 3, H, W) to (N, width), to train instead of --arch; a copy of it is trained. The
@@ -421,7 +429,7 @@ def main(args, train=None, test=None, encoder=None):
     optimizer = torch.optim.SGD(trained, args.lr, momentum=args.sgd_momentum, weight_decay=args.weight_decay)
     ddp = in_parallel(args, model)
 
-    # The run's folder: the same command goes on from its last.pt
+    # The run's folder: if it holds a last.pt, the run continues from it
     steps_per_epoch = len(train) // args.batch_size
     total_steps = args.epochs * steps_per_epoch
     last_step = min(args.max_steps or total_steps, total_steps)
@@ -434,11 +442,11 @@ def main(args, train=None, test=None, encoder=None):
 
     stopping = False
     with common.StopRequest() as stop:
-        for epoch in range(step // steps_per_epoch, args.epochs + 1):
-            # Judge the epoch that has ended, if one has. This comes first: a run that was stopped here goes on here.
+        for epoch in range(step // steps_per_epoch, args.epochs + 1):  # one round more, to judge the last epoch
+            # Judge the epoch before, if that is still to do. If a run is stopped meanwhile, it continues from here.
             if record and not stopping:
                 if test is not None and common.is_due(epoch, args.knn_every, args.epochs):
-                    run.save(step, record, model.backbone, **saved)  # before what takes long
+                    run.save(step, record, model.backbone, **saved)  # because what follows takes long
                     with stop.at_once():
                         record |= common.knn_record(args, model.backbone, train, test, device)
                 run.write(record)
@@ -454,10 +462,10 @@ def main(args, train=None, test=None, encoder=None):
                     group.update(lr=lr, weight_decay=weight_decay)
                 # Algorithm 1, line 4: a query view and M' key views per image
                 views = [common.normalize(view, mean, std) for view in common.colour_views(batch, device)]
-                common.seed_step(args.seed, step)  # for what draws from the global generator, as drop-path
-                # Lines 5 to 10: the loss
+                common.seed_step(args.seed, step)  # for layers that draw random numbers, such as drop-path
+                # Lines 5 to 10, and Eq. 9: the loss
                 loss, mean_keys, metrics = ddp(views, step, scheduled_lam(args, epoch))
-                # Lines 11 and 12: the step of the query encoder; the momentum encoder follows
+                # Line 12: update the query encoder. Then move the momentum encoder (D5)
                 optimizer.zero_grad(set_to_none=True)
                 loss.backward()
                 grad_norm = gradient_norm(model)
@@ -466,7 +474,7 @@ def main(args, train=None, test=None, encoder=None):
                 average_statistics(model)
                 # Line 13: the mean keys are negatives of the next steps
                 model.queue.enqueue(mean_keys)
-                # Count and log; a request to stop ends the loop after this step
+                # Count and log. A request to stop (Ctrl-C or SIGTERM) ends the loop after this step
                 step += 1
                 q, k = metrics.pop("q"), metrics.pop("k")
                 run.count(step, dict(loss=loss, **metrics, grad_norm=grad_norm, lr=lr, momentum=momentum))
@@ -474,13 +482,13 @@ def main(args, train=None, test=None, encoder=None):
                 if step == last_step or stopping:
                     break
 
-            # Save. An epoch's record is saved too, and is judged and written above
+            # Save. This includes the record of an epoch that has ended; the next round judges and writes it
             if step % steps_per_epoch == 0:
                 record = run.summary(step, loader) | common.embedding_health(gather(q.detach()), gather(k))
             keep = record and args.keep_every and (epoch + 1) % args.keep_every == 0
             if keep or stopping or step == last_step or common.is_due(epoch + 1, args.save_every, args.epochs):
                 run.save(step, record, model.backbone, f"epoch-{epoch + 1:04d}.pt" if keep else None, **saved)
-    del ddp  # before the process group: in torch 2.11 a DDP that goes last can hang for ever
+    del ddp  # before the process group ends: in torch 2.11 a DDP that is deleted after it can hang for ever
     run.finish(step, record, stopping)
 
 
@@ -492,8 +500,8 @@ def main(args, train=None, test=None, encoder=None):
 class GroupedBatchNorm(nn.modules.batchnorm._BatchNorm):
     """Batch norm whose statistics are taken over `groups` equal slices of the global batch, for (N, C) or (N, C, H, W).
 
-    The groups stand for the separate batch norms of as many GPUs, on any number of processes that divides them. The
-    running statistics are the mean over this process's groups; `average_statistics` takes it over the processes.
+    Each group acts as the batch norm of one GPU would. The number of processes must divide `groups`. The running
+    statistics are the mean over this process's groups. `average_statistics` then averages them over the processes.
     norm: the batch norm whose parameters, statistics and state_dict keys this one takes over.
     """
 
@@ -502,11 +510,11 @@ class GroupedBatchNorm(nn.modules.batchnorm._BatchNorm):
         self.weight, self.bias = norm.weight, norm.bias
         self.running_mean, self.running_var = norm.running_mean, norm.running_var
         self.num_batches_tracked, self.groups, self.training = norm.num_batches_tracked, groups, norm.training
-        # timm's BatchNormAct2d also drops and activates.
+        # timm's BatchNormAct2d also applies a dropout and an activation.
         self.after = nn.Sequential(norm.drop, norm.act) if hasattr(norm, "act") else nn.Identity()
 
     def _check_input_dim(self, x):
-        """Any dimension will do."""
+        """Accept any number of dimensions."""
 
     def forward(self, x):
         groups_here = self.groups // common.rank_and_world()[1]
@@ -515,7 +523,7 @@ class GroupedBatchNorm(nn.modules.batchnorm._BatchNorm):
         mean = self.running_mean.repeat(groups_here, 1)
         var = self.running_var.repeat(groups_here, 1)
         slices = [
-            F.batch_norm(part, m, v, self.weight, self.bias, True, self.momentum, self.eps)  # moves m and v in place
+            F.batch_norm(part, m, v, self.weight, self.bias, True, self.momentum, self.eps)  # updates m and v in place
             for part, m, v in zip(x.chunk(groups_here), mean, var, strict=True)
         ]
         self.running_mean.copy_(mean.mean(0))
@@ -524,10 +532,10 @@ class GroupedBatchNorm(nn.modules.batchnorm._BatchNorm):
 
 
 def batch_norm_groups(args):
-    """The number of batch-norm groups: --bn-groups, or what comes nearest to it, with a note.
+    """Return the number of batch-norm groups. Prints a note if it is not --bn-groups.
 
-    It becomes the number of processes if they do not divide it, and fewer if the batch cannot be divided by it. A
-    group has at least two images.
+    If the number of processes does not divide --bn-groups, there is one group per process. If the groups would differ
+    in size or have only one image, there are fewer.
     """
     world, groups = common.rank_and_world()[1], args.bn_groups
     if groups > 1 and groups % world:
@@ -543,7 +551,8 @@ def batch_norm_groups(args):
 def split_batch_norms(module, groups):
     """Replace every batch norm of a module by one over `groups` slices of the global batch; returns the module.
 
-    One group over several processes is torch's SyncBatchNorm, which needs CUDA: on CPUs it exits with an error message.
+    One group over several processes is torch's SyncBatchNorm. It needs CUDA. Without CUDA, this exits with an error
+    message.
     """
     if groups == 1 and common.rank_and_world()[1] > 1:
         if not next(module.parameters()).is_cuda:
@@ -559,7 +568,7 @@ def split_batch_norms(module, groups):
 
 @torch.no_grad()
 def average_statistics(model):
-    """Make the running statistics of grouped batch norms their mean over the processes. Costs one all-reduce."""
+    """Average the running statistics of grouped batch norms over the processes. Costs one all-reduce."""
     world = common.rank_and_world()[1]
     norms = [module for module in model.modules() if isinstance(module, GroupedBatchNorm)]
     buffers = [buffer for norm in norms for buffer in (norm.running_mean, norm.running_var)]
@@ -574,7 +583,7 @@ def average_statistics(model):
 
 
 def gather(x):
-    """Concatenate (n, ...) of each process to (N, ...) of all, in rank order, without gradient."""
+    """Concatenate the tensors (n, ...) of all processes to (N, ...), in rank order. No gradient."""
     world = common.rank_and_world()[1]
     if world == 1:
         return x
@@ -584,12 +593,12 @@ def gather(x):
 
 
 def gradient_norm(model):
-    """The L2 norm of all gradients, a 0-d tensor."""
+    """Return the L2 norm of all gradients, as a 0-d tensor."""
     return torch.nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
 
 
 def in_parallel(args, model):
-    """The model as --grad-checkpoint and --compile want it run, and in DDP if there are several processes."""
+    """Apply --grad-checkpoint and --compile to the model, wrap it in DDP if there are several processes, return it."""
     if args.grad_checkpoint:
         model.backbone.set_grad_checkpointing()
     if args.compile:

@@ -395,7 +395,7 @@ FLAGS = {  # {group: {value of the recipe: (kind, help)}}; common.add_flag says 
         num_heads=(common.auto_or(common.COUNT), "heads of the ViT's attention; auto: as timm has it (D3)"),
         drop_path=(common.SHARE, "drop-path rate of the ViT's last block; earlier blocks have less"),
         hidden=(common.COUNT, "hidden size of the projector and the predictor (Table 9)"),
-        dim=(common.COUNT, "size of queries and keys (Table 9)"),
+        dim=(common.COUNT, "dimension of queries and keys (Table 9)"),
         momentum=(common.SHARE, "momentum mu of the momentum encoder, at the start and at the end; 0 0: none (D4)"),
     ),
     "schedule": dict(
@@ -403,8 +403,8 @@ FLAGS = {  # {group: {value of the recipe: (kind, help)}}; common.add_flag says 
         batch_size=(common.AT_LEAST_TWO, "images per step, over all processes"),
         lr=(common.POSITIVE, "learning rate at batch size --lr-batch; it is scaled linearly with --batch-size"),
         lr_batch=(common.COUNT, "batch size for which --lr is given"),
-        min_lr=(common.NOT_NEGATIVE, "learning rate at the end; not given, it is scaled as --lr is"),
-        warmup=(common.NOT_NEGATIVE, "epochs of linear warm-up; not given, it shrinks with --epochs"),
+        min_lr=(common.NOT_NEGATIVE, "learning rate at the end; if not given, it is scaled as --lr is"),
+        warmup=(common.NOT_NEGATIVE, "epochs of linear warm-up; if not given, it shrinks with --epochs"),
         weight_decay=(common.NOT_NEGATIVE, "weight decay of AdamW, at the start and at the end"),
         betas=(common.number(float, 0, 0.999999), "betas of AdamW"),
     ),
@@ -413,7 +413,7 @@ FLAGS = {  # {group: {value of the recipe: (kind, help)}}; common.add_flag says 
         crop_ratio=(common.POSITIVE, "smallest and largest width / height of a crop"),
         interpolation=(("bilinear", "bicubic"), "how a crop is resized"),
         jitter=(common.NOT_NEGATIVE, "largest change of brightness, contrast, saturation and hue"),
-        jitter_p=(common.SHARE, "probability of these changes"),
+        jitter_p=(common.SHARE, "probability of these colour changes"),
         gray_p=(common.SHARE, "probability of a gray view"),
         blur_p=(common.SHARE, "probability of a blurred view, by T_1 and by T_2"),
         blur_sigma=(common.POSITIVE, "smallest and largest sigma of the blur, in pixels"),
@@ -426,7 +426,7 @@ FLAGS = {  # {group: {value of the recipe: (kind, help)}}; common.add_flag says 
 
 
 def parse_args(argv=None):
-    """The command line as a namespace with every value of the recipe. Exits with an error message on a mistake.
+    """Return the command line as a namespace with every value of the recipe. Exits with an error message on a mistake.
 
     argv: a list of words; sys.argv's if None.
     """
@@ -434,9 +434,9 @@ def parse_args(argv=None):
     args = common.parse_flags("patchmix.py", __doc__, argv, values, FLAGS)
     usual = argparse.Namespace(**values)
     if "warmup" not in args.typed:
-        args.warmup *= min(1, args.epochs / usual.epochs)  # a shorter run warms up in proportion
+        args.warmup *= min(1, args.epochs / usual.epochs)  # a shorter run has a shorter warm-up
     if "min_lr" not in args.typed:
-        args.min_lr *= peak_rate(args) / peak_rate(usual)  # the last rate follows the first
+        args.min_lr *= peak_rate(args) / peak_rate(usual)  # the last rate is scaled as the peak rate is
     if "term_weights" not in args.typed and args.variant == "released":
         args.term_weights = (1.0, 0.5, 0.5 / args.num_mix)  # D1: the weights of mtm sum to 1 there, here to M
     check_values(args)
@@ -507,7 +507,7 @@ def cosine(start, end, done):
 
 
 def schedule(args, step, steps_per_epoch):
-    """(learning rate, weight decay, momentum of the momentum encoder) of a step, counted from 0.
+    """Return (learning rate, weight decay, momentum of the momentum encoder) for a step, counted from 0.
 
     The rate warms up linearly from 0, then falls by a cosine to --min-lr. The other two follow a cosine from their
     first to their second value.
@@ -521,7 +521,7 @@ def schedule(args, step, steps_per_epoch):
 
 
 def main(args, train=None, test=None, encoder=None):
-    """Train as args say; the same call goes on where an earlier one was stopped.
+    """Train as args say. If an earlier call was stopped, the same call continues its run.
 
     args: the namespace of `parse_args`. train, test: map-style Datasets of images to use instead of --dataset.
     encoder: a module that maps (N, 3, H, W) to (N, width), to train instead of --arch; a copy of it is trained. The
@@ -548,7 +548,7 @@ def main(args, train=None, test=None, encoder=None):
     optimizer = torch.optim.AdamW(groups, args.lr, betas=args.betas, fused=True)
     ddp = in_parallel(args, model)
 
-    # The run's folder: the same command goes on from its last.pt
+    # The run's folder: if it holds a last.pt, the run continues from it
     steps_per_epoch = len(train) // args.batch_size
     total_steps = args.epochs * steps_per_epoch
     last_step = min(args.max_steps or total_steps, total_steps)
@@ -563,11 +563,11 @@ def main(args, train=None, test=None, encoder=None):
 
     stopping = False
     with common.StopRequest() as stop:
-        for epoch in range(step // steps_per_epoch, args.epochs + 1):
-            # Judge the epoch that has ended, if one has. This comes first: a run that was stopped here goes on here.
+        for epoch in range(step // steps_per_epoch, args.epochs + 1):  # one round more, to judge the last epoch
+            # Judge the epoch before, if that is still to do. If a run is stopped meanwhile, it continues from here.
             if record and not stopping:
                 if test is not None and common.is_due(epoch, args.knn_every, args.epochs):
-                    run.save(step, record, model.momentum_backbone, **saved)  # before what takes long
+                    run.save(step, record, model.momentum_backbone, **saved)  # because what follows takes long
                     with stop.at_once():
                         record |= common.knn_record(args, model.momentum_backbone, train, test, device)
                 run.write(record)
@@ -584,7 +584,7 @@ def main(args, train=None, test=None, encoder=None):
                 decay.update(lr=lr, weight_decay=weight_decay)
                 # Algorithm 2, line 4: two views per image
                 views = [common.normalize(view, mean, std) for view in common.colour_views(batch, device)]
-                common.seed_step(args.seed, step)  # for what draws from the global generator, as drop-path
+                common.seed_step(args.seed, step)  # for layers that draw random numbers, such as drop-path
                 # Lines 5 to 10: the mixed images, queries, keys and the loss
                 loss, _, metrics = ddp(views, step)
                 # Line 10: the step of the encoder. Line 11: the momentum encoder follows
@@ -593,7 +593,7 @@ def main(args, train=None, test=None, encoder=None):
                 grad_norm = gradient_norm(model)
                 optimizer.step()
                 model.update(momentum)
-                # Count and log; a request to stop ends the loop after this step
+                # Count and log. A request to stop (Ctrl-C or SIGTERM) ends the loop after this step
                 step += 1
                 q, k = metrics.pop("q"), metrics.pop("k")
                 run.count(step, dict(loss=loss, **metrics, grad_norm=grad_norm, lr=lr, momentum=momentum))
@@ -601,13 +601,13 @@ def main(args, train=None, test=None, encoder=None):
                 if step == last_step or stopping:
                     break
 
-            # Save. An epoch's record is saved too, and is judged and written above
+            # Save. This includes the record of an epoch that has ended; the next round judges and writes it
             if step % steps_per_epoch == 0:
                 record = run.summary(step, loader) | common.embedding_health(gather(q.detach()), gather(k))
             keep = record and args.keep_every and (epoch + 1) % args.keep_every == 0
             if keep or stopping or step == last_step or common.is_due(epoch + 1, args.save_every, args.epochs):
                 run.save(step, record, model.momentum_backbone, f"epoch-{epoch + 1:04d}.pt" if keep else None, **saved)
-    del ddp  # before the process group: in torch 2.11 a DDP that goes last can hang for ever
+    del ddp  # before the process group ends: in torch 2.11 a DDP that is deleted after it can hang for ever
     run.finish(step, record, stopping)
 
 
@@ -643,11 +643,11 @@ class GlobalBatchNorm(nn.modules.batchnorm._BatchNorm):
         self.weight, self.bias = norm.weight, norm.bias
         self.running_mean, self.running_var = norm.running_mean, norm.running_var
         self.num_batches_tracked, self.training = norm.num_batches_tracked, norm.training
-        # timm's BatchNormAct2d also drops and activates.
+        # timm's BatchNormAct2d also applies a dropout and an activation.
         self.after = nn.Sequential(norm.drop, norm.act) if hasattr(norm, "act") else nn.Identity()
 
     def _check_input_dim(self, x):
-        """Any dimension will do."""
+        """Accept any number of dimensions."""
 
     @torch.compiler.disable  # it cannot compile the collectives
     def forward(self, x):
@@ -688,7 +688,7 @@ def synchronize_batch_norms(module):
 
 
 def gather(x):
-    """Concatenate (n, ...) of each process to (N, ...) of all, in rank order, without gradient."""
+    """Concatenate the tensors (n, ...) of all processes to (N, ...), in rank order. No gradient."""
     world = common.rank_and_world()[1]
     if world == 1:
         return x
@@ -698,12 +698,12 @@ def gather(x):
 
 
 def gradient_norm(model):
-    """The L2 norm of all gradients, a 0-d tensor."""
+    """Return the L2 norm of all gradients, as a 0-d tensor."""
     return torch.nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
 
 
 def in_parallel(args, model):
-    """The model as --grad-checkpoint and --compile want it run, and in DDP if there are several processes."""
+    """Apply --grad-checkpoint and --compile to the model, wrap it in DDP if there are several processes, return it."""
     if args.grad_checkpoint:
         model.backbone.set_grad_checkpointing()
     if args.compile:
