@@ -760,7 +760,7 @@ def main(args, train=None, test=None, encoder=None):
                 grad_norm = gradient_norm(model)
                 previous_norm.copy_(grad_norm)
                 optimizer.step()
-                # MoCo: the momentum encoder follows, and the keys are negatives of the next steps
+                # MoCo: move the momentum encoder. The keys are negatives of the next steps
                 if args.base == "moco":
                     model.update(momentum)
                     average_statistics(model)

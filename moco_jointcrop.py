@@ -669,7 +669,7 @@ def main(args, train=None, test=None, encoder=None):
                 common.seed_step(args.seed, step)  # for layers that draw random numbers, such as drop-path
                 # The loss: MoCo's Eq. 1, or MoCo v3's Algorithm 1
                 loss, keys, metrics = ddp(views, step)
-                # The step of the query encoder; the momentum encoder follows (MoCo, Eq. 2)
+                # Update the query encoder. Then move the momentum encoder (MoCo, Eq. 2)
                 optimizer.zero_grad(set_to_none=True)
                 loss.backward()
                 grad_norm = gradient_norm(model)
