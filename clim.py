@@ -51,8 +51,9 @@ decides:
 Departures of this file and of the paper from each other:
     D1 The image itself (the paper's anchor). Paper: it fulfils the inequality of Eq. 2, as an equality. Here: an image
        is its own positive only if it is the only image.
-    D2 Too few positives. Paper (App. A.2): the nearest of the "remained" neighbours are selected. Here: neighbours that
-       Eq. 2 excludes fill the ten places, nearest first. We read the paper so, although this contradicts Eq. 2.
+    D2 Too few positives. Paper (App. A.2): "we simply select the most nearest samples among the remained top-40 knn
+       samples". Here: neighbours that Eq. 2 excludes fill the ten places, nearest first. This is how we read the paper,
+       although it contradicts Eq. 2.
     D3 The sum of Eq. 6. Paper and here: a sum, which has four terms for two sizes and so raises the effective learning
        rate. Recipes for small images have one size here.
     D4 The sizes {224, 224} of Table 7. Paper: it does not say what differs between the two. Here: both have the same

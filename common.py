@@ -1569,19 +1569,22 @@ RUN_FLAGS = dict(  # of every training run: {group: {flag: (default, argparse's 
         no_cache=(False, dict(action="store_true", help="do not keep decoded small images in memory")),
     ),
     run=dict(
-        variant=("paper", dict(choices=("paper", "released"), help="follow the paper, or the authors' code where they differ")),
+        variant=("paper", dict(choices=("paper", "released"), help="follow the paper, or the authors' released code")),
         seed=(0, dict(type=SEED, metavar="N", help="seed of all random numbers")),
     ),
     operation=dict(  # these may change when a run goes on
-        out=(None, dict(metavar="DIR", help="folder of the run; if not given: runs/METHOD-DATASET-ARCH-sSEED...")),
-        resume=("auto", dict(metavar="auto|PATH|none", help="auto: continue the run in --out; PATH: continue from a checkpoint; none: new")),
+        out=(None, dict(metavar="DIR", help="folder of the run; if not given, runs/METHOD-DATASET-ARCH-sSEED...")),
+        resume=("auto", dict(
+            metavar="auto|PATH|none",
+            help="auto: continue the run in --out, if any; PATH: continue from this last.pt; none: start a new run")),
         max_steps=(None, dict(type=COUNT, metavar="N", help="save and stop when the run has made N steps in all")),
         save_every=(1, dict(type=COUNT, metavar="N", help="epochs between saves")),
-        keep_every=(0, dict(type=NATURAL, metavar="N", help="epochs between checkpoints that are not overwritten; 0: none")),
+        keep_every=(0, dict(type=NATURAL, metavar="N", help="epochs between checkpoints that stay; 0: none")),
         knn_every=(10, dict(type=NATURAL, metavar="N", help="epochs between evaluations by kNN; 0: never")),
         device=("auto", dict(choices=("auto", "cuda", "cpu"), help="auto: a GPU where there is one")),
         amp=("auto", dict(choices=("auto", "bf16", "off"), help="auto: bf16 on GPUs that have it; off: float32")),
-        compile=(False, dict(action="store_true", help="compile the encoders: steps are faster after minutes")),
+        compile=(False, dict(
+            action="store_true", help="compile the encoders: this takes minutes at the start, then steps are faster")),
         grad_checkpoint=(False, dict(
             action="store_true", help="less memory, more time; batch norm's averages are updated twice per step")),
         workers=(None, dict(type=WORKERS, metavar="N", help="processes that load images, per training process")),
