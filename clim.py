@@ -225,7 +225,7 @@ def nearest_neighbors(x, k, rows=None):
     rows = torch.arange(len(x), device=x.device) if rows is None else rows
     neighbors = []
     for chunk in rows.split(rows_per_chunk(len(x))):
-        distance = torch.cdist(x[chunk], x).float().clamp_min(1e-7)
+        distance = torch.cdist(x[chunk], x).float().clamp_min(1e-7)  # what is nearer counts as a copy
         distance.scatter_(1, chunk[:, None], math.inf)  # from a row to itself
         neighbors.append(distance.topk(k, largest=False).indices)
     return torch.cat(neighbors)
@@ -310,7 +310,7 @@ def select_positives(x, centers, assignment, k=40, num_positives=10, generator=N
 
 
 def random_members(assignment, count, generator=None):
-    """Draw `count` rows of each row's own cluster: (N,) int64 -> (N, count) int64. Repeats and itself may occur."""
+    """Draw `count` rows of each row's own cluster: (N,) int64 -> (N, count) int64. They may repeat."""
     by_cluster = assignment.argsort(stable=True)
     sizes = assignment.bincount()
     first = sizes.cumsum(0) - sizes  # where each cluster begins in by_cluster
@@ -322,7 +322,7 @@ def random_members(assignment, count, generator=None):
 
 
 def info_nce(q, k, queue, temperature):
-    """MoCo's loss, InfoNCE with a queue (MoCo, Eq. 1), as a scalar.
+    """Return MoCo's loss, InfoNCE with a queue (MoCo, Eq. 1), as a scalar.
 
     It is the mean of -log(exp(q.k / T) / (exp(q.k / T) + sum_j exp(q.queue_j / T))). The positive of a query is the key
     of the same row. The negatives are the K keys of the queue. At equal logits the loss is log(K + 1).
