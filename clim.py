@@ -6,53 +6,58 @@ that share its cluster and lie closer to the cluster's centre than the image its
 towards the centres.
 
 Some of these positives are wrong, so the loss does not trust them fully. CutMix pastes a box of the positive into the
-image. The mix is the query. It is drawn to the key of the image and to the key of the positive, each by the share of
-pixels that it has in the mix. Multi-resolution is a second augmentation: the same crop is encoded at several sizes, and
-the query of every size is compared with the keys of every size.
+image. The query is the embedding of this mix. Its loss has two terms, one with the image's key and one with the
+positive's key. The weight of each is its share of the pixels in the mix. Multi-resolution is a second augmentation: the
+same crop is encoded at several sizes, and the query of every size is compared with the keys of every size.
 
     Eq. 1              info_nce                                   MoCo v2's loss, and each term of Eq. 4
     Eq. 2, App. A.2    kmeans, nearest_neighbors, select_positives
     Eq. 3              cutmix
     Eq. 4              clim_loss
-    Eq. 5              (not computed)                             it says what a crop and a size are
+    Eq. 5              (not computed)                             it defines the scale of a crop
     Eq. 6              CLIM.forward                               the sum over pairs of sizes
-    Table 6            choose_positives, --selection, --mix       other positives, and no mixing
+    Table 6            choose_positives, --selection, --mix       other ways to choose positives, and no mixing
 
     python clim.py                                                            # a laptop, no data
     python clim.py --dataset cifar10 --selection none                         # the baseline, MoCo v2, on one GPU
     torchrun --nproc_per_node=8 clim.py --dataset imagenet --data-dir DIR
 
-The baseline is MoCo v2: `--selection none` with one resolution is exactly it. CLIM adds the choice of positives, two
-views of the positive, the mix, and the sum over sizes. A choice of positives on ImageNet needs a pass over all images,
-4.2e14 operations in float64 for the neighbours, which the processes share, and 6.6e13 for k-means, which each process
-makes. By an H100's data sheet that is about a minute on one GPU. It was not measured.
+The baseline is MoCo v2. It is exactly `--selection none` with one resolution. CLIM adds the choice of positives, two
+views of the positive, the mix, and the sum over sizes.
+
+On ImageNet, each choice of positives needs a pass over all images. The neighbours then take 4.2e14 operations in
+float64, which the processes share. k-means takes 6.6e13, and each process computes all of them. By an H100's data sheet
+that is about a minute on one GPU. It was not measured.
 
 There is no released code, so `--variant released` exits with an error message. Where the paper is silent, this file
 decides:
-    - The embedding is the momentum encoder's L2-normalised output for a centre crop.
+    - The embedding by which positives are chosen is the momentum encoder's L2-normalised output for a centre crop.
     - An image is not its own neighbour.
     - k-means starts from random images and makes 20 iterations.
     - The first epochs (--clim-start) are plain MoCo v2. Then the first positives are chosen.
     - In each epoch an image gets one of its ten positives at random.
-    - The key of the positive comes from a view of its own. It is encoded together with the anchor's key, so a
+    - The key of the positive comes from a view of its own. It is encoded together with the image's key, so a
       batch-norm group holds twice as many keys as queries.
     - CutMix draws one share and one box per batch, as the code of the CutMix paper does, and mixes at the largest size.
+      The lambda of Eq. 4 is the share of pixels that is left, as in that code. It can differ from the share that is
+      drawn, because the box is cut off at the image's edge and rounded to whole pixels.
     - Without mixing (--mix none), half the loss goes to each key.
-    - Temperature and colour jitter are MoCo v2's.
-    - Only the anchor's own key at the largest size enters the queue.
+    - Temperature and colour jitter are MoCo v2's. (The paper's list does not name hue, which MoCo v2's has.)
+    - Only the image's own key at the largest size enters the queue.
     - The encoders compute in bf16 on CUDA (`--amp off`: in float32, with products in TF32), and batch-norm statistics
       are averaged over the processes.
     - All recipes but ImageNet's are ours.
 
 Departures of this file and of the paper from each other:
-    D1 The anchor. Paper: Eq. 2 holds for the anchor itself (equality). Here: an image is its own positive only if it is
-       the only image.
-    D2 Too few positives. Paper (App. A.2): neighbours that Eq. 2 excludes fill the ten places, nearest first. Here:
-       the same, although it contradicts Eq. 2.
+    D1 The image itself (the paper's anchor). Paper: it fulfils the inequality of Eq. 2, as an equality. Here: an image
+       is its own positive only if it is the only image.
+    D2 Too few positives. Paper (App. A.2): "we simply select the most nearest samples among the remained top-40 knn
+       samples". Here: neighbours that Eq. 2 excludes fill the ten places, nearest first. This is how we read the paper,
+       although it contradicts Eq. 2.
     D3 The sum of Eq. 6. Paper and here: a sum, which has four terms for two sizes and so raises the effective learning
        rate. Recipes for small images have one size here.
-    D4 The sizes {224, 224} of Table 7. Paper: it does not say what differs between the two. Here: the crops are the
-       same, and colours and flips are drawn anew.
+    D4 The sizes {224, 224} of Table 7. Paper: it does not say what differs between the two. Here: both have the same
+       crop, and each has colours and a flip of its own.
 """
 
 import argparse
@@ -88,7 +93,7 @@ IMAGENET = dict(  # App. A, but for 200 epochs (section 4.4; App. A: 1,200); lr 
     BASE, arch="resnet50", image_size=224, epochs=200, batch_size=512, lr=0.06, lr_batch=512, queue=65536,
     bn_groups=16, num_clusters=10000, resolutions=(224, 160),  # Table 7's best sizes
 )
-CIFAR = dict(  # ours: moco_jointcrop.py's, so that the two can be compared; as many images per cluster as on ImageNet
+CIFAR = dict(  # ours: the values of moco_jointcrop.py, for comparison; as many images per cluster as on ImageNet
     BASE, arch="resnet18", image_size=32, patch_size=4, epochs=500, batch_size=512, lr=0.5, lr_batch=512, min_lr=0.05,
     queue=4096, blur_p=0.0, norm="cifar10", num_clusters=400, resolutions=(32,),
 )
@@ -105,7 +110,7 @@ RECIPES = dict(
     ),
     imagenet100=dict(IMAGENET, arch="resnet18", queue=16384, num_clusters=1000),  # ours
     imagenet=dict(IMAGENET, knn_every=50),  # its kNN takes minutes
-    folder=dict(IMAGENET, queue="auto", num_clusters="auto"),  # ours: a tenth of the images, 128 images per cluster
+    folder=dict(IMAGENET, queue="auto", num_clusters="auto"),  # ours: queue of a tenth of the images, 128 per cluster
 )
 SMALL_ENCODERS = dict(batch_size=256, lr=0.1, lr_batch=256, min_lr=0.0, momentum=0.99, blur_p=0.5)  # ours
 KNN = dict(knn_k=10)  # Table 6: the comparison with kNN takes positives from the nearest ten
@@ -113,9 +118,9 @@ KNN = dict(knn_k=10)  # Table 6: the comparison with kNN takes positives from th
 
 
 def recipe(chosen):
-    """The hyper-parameters {name: value} of a data set, an encoder and other choices.
+    """Return the hyper-parameters {name: value}.
 
-    chosen: a namespace with dataset, arch, selection, resolutions and image_size; only the data set may not be None.
+    chosen: a namespace with dataset, arch, selection, resolutions and image_size. All but dataset may be None.
     """
     values = dict(RECIPES[chosen.dataset])
     if chosen.arch in ("resnet_micro", "resnet_mini") and chosen.dataset in ("cifar10", "cifar100", "stl10"):
@@ -133,12 +138,13 @@ def recipe(chosen):
 
 
 def clim_loss(q, k_anchor, k_positive, queue, temperature, lam):
-    """The loss of mixed queries (Eq. 4), lam * NCE(q, k_anchor) + (1 - lam) * NCE(q, k_positive), as a scalar.
+    """Return the loss of mixed queries (Eq. 4), lam * NCE(q, k_anchor) + (1 - lam) * NCE(q, k_positive), as a scalar.
 
-    NCE is InfoNCE (Eq. 1). The keys of the queue are the negatives of both terms. lam = 1 is MoCo's loss.
+    NCE is InfoNCE (Eq. 1). The keys of the queue are the negatives of both terms. With lam = 1 it is MoCo's loss.
 
-    q: (N, C) queries. k_anchor, k_positive: (N, C) keys. queue: (K, C). All are L2-normalised. temperature: T > 0.
-    lam: in [0, 1], a float, or (N,) for a share per query.
+    q: (N, C) queries, one per mixed image. k_anchor: (N, C), the keys of the images. k_positive: (N, C), the keys of
+    the images that were pasted in. queue: (K, C). All are L2-normalised. temperature: T > 0. lam: in [0, 1], the share
+    of k_anchor's images in the mix, a float, or (N,) for a share per query.
     Gradients reach q, and also the keys and the queue unless these are detached. Raises ValueError if the shapes do not
     fit.
     """
@@ -162,12 +168,14 @@ def clim_loss(q, k_anchor, k_positive, queue, temperature, lam):
 def cutmix(x, partner, lam, generator=None):
     """Mix two batches of images (Eq. 3): returns (mixed images, the share of x that is left in them).
 
-    A box of about (1 - lam) of the area of x is replaced by the same box of the partner. The box has the shape of the
-    image. Its centre is uniform in the image. What hangs over the edge is cut off, so the share can exceed lam.
+    A box of about (1 - lam) of the area of x is replaced by the same box of the partner. The box has the image's aspect
+    ratio. Its centre is uniform in the image. The part of it that lies outside the image is dropped, so the share can
+    exceed lam. Use the share, not lam, as the weight in the loss.
 
-    x, partner: (N, C, H, W). lam: in [0, 1], a float for one box in all images, or (N,) for a box per image. generator:
-    a torch CPU generator. The share is a float, or (N,) float64 if lam is (N,). Raises ValueError if shapes do not fit
-    or lam is not in [0, 1]. Source: the code of CutMix (Yun et al., arXiv 1905.04899).
+    x, partner: (N, C, H, W); row i of partner is pasted into row i of x. lam: the wanted share of x, in [0, 1], often
+    drawn from Beta(alpha, alpha); a float for one box in all images, or (N,) for a box per image. generator: a torch
+    CPU generator; torch's global one if None. The share is a float, or (N,) float64 on the CPU if lam is (N,). Raises
+    ValueError if shapes do not fit or lam is not in [0, 1]. Source: the code of CutMix (Yun et al., arXiv 1905.04899).
     """
     share = torch.as_tensor(lam, dtype=torch.float64).cpu()
     if x.dim() != 4 or partner.shape != x.shape or tuple(share.shape) not in ((), (len(x),)):
@@ -189,7 +197,7 @@ def cutmix(x, partner, lam, generator=None):
     in_rows = (row >= top) & (row < bottom)  # (boxes, H)
     in_columns = (column >= left) & (column < right)  # (boxes, W)
     in_box = (in_rows[:, None, :, None] & in_columns[:, None, None, :]).to(x.device, non_blocking=True)  # 1 - M
-    mixed = torch.where(in_box, partner, x)  # Eq. 3
+    mixed = torch.where(in_box, partner, x)  # Eq. 3: x where the mask M is 1
     kept = 1 - ((bottom - top) * (right - left)).flatten().double() / (height * width)
     return mixed, (kept if share.dim() else kept.item())
 
@@ -198,17 +206,18 @@ def cutmix(x, partner, lam, generator=None):
 
 
 def rows_per_chunk(width):
-    """How many rows of `width` float64 numbers a chunk has: 128 MiB of them, but at least 128."""
+    """Return how many rows of `width` float64 numbers a chunk has: as many as 128 MiB hold, but at least 128."""
     return max(128, 2**24 // width)
 
 
 @torch.no_grad()
 def nearest_neighbors(x, k, rows=None):
-    """The k nearest other rows of each row by L2 distance, nearest first: (n, min(k, N - 1)) int64.
+    """Return the k nearest other rows of each row by L2 distance, nearest first: (n, min(k, N - 1)) int64.
 
-    x: (N, C). rows: (n,) int64, the rows whose neighbours are wanted; all if None. An image is not its own neighbour,
-    unless it is the only one (D1). Distances are computed in float64, because float32 finds other neighbours. Then they
-    are rounded to float32, so that copies of an image are equally far. Raises ValueError if x or k cannot be right.
+    x: (N, C). rows: (n,) int64, the rows whose neighbours are wanted; all if None. A row is not its own neighbour,
+    unless it is the only one (D1). Distances are computed in float64, because rounding in float32 changes which
+    neighbours are found. Then they are rounded to float32, so that copies of an image have equal distances. Raises
+    ValueError if the shape of x or k does not fit.
     """
     if x.dim() != 2 or len(x) == 0 or k < 1:
         raise ValueError(f"nearest_neighbors takes x (N, C) with N > 0, and k > 0, not x {tuple(x.shape)} and k {k}")
@@ -216,26 +225,28 @@ def nearest_neighbors(x, k, rows=None):
     rows = torch.arange(len(x), device=x.device) if rows is None else rows
     neighbors = []
     for chunk in rows.split(rows_per_chunk(len(x))):
-        distance = torch.cdist(x[chunk], x).float().clamp_min(1e-7)
-        distance.scatter_(1, chunk[:, None], math.inf)  # from the image to itself
+        distance = torch.cdist(x[chunk], x).float().clamp_min(1e-7)  # what is nearer counts as a copy
+        distance.scatter_(1, chunk[:, None], math.inf)  # from a row to itself
         neighbors.append(distance.topk(k, largest=False).indices)
     return torch.cat(neighbors)
 
 
 def nearest_center(x, centers):
-    """The nearest centre of each row by L2 distance: x (N, C), centers (m, C) -> (N,) int64."""
+    """Return the number of each row's nearest centre by L2 distance: x (N, C), centers (m, C) -> (N,) int64."""
     chunks = x.split(rows_per_chunk(len(centers)))
     return torch.cat([torch.cdist(chunk, centers).argmin(1) for chunk in chunks])
 
 
 @torch.no_grad()
 def kmeans(x, num_clusters, iterations=20, generator=None, report=None):
-    """Lloyd's k-means by L2 distance: returns (centers (m, C), assignment (N,) int64 to these centres).
+    """Run Lloyd's k-means by L2 distance. Return (centers (m, C), assignment (N,) int64 of each row to its centre).
 
-    x: (N, C). m is min(num_clusters, N). The first centres are random rows. A cluster that comes out empty starts anew
-    at the row that is farthest from its centre. All is computed in float64; the centres have the dtype of x. generator:
-    a torch CPU generator. report: is called with the number of iterations that are done, after each. Raises ValueError
-    if x or a number cannot be right.
+    x: (N, C); its rows are used as given, not normalised. m is min(num_clusters, N). The first centres are random rows.
+    If clusters come out empty, they start anew at the rows that are farthest from their centres. Exactly `iterations`
+    are made; there is no test of convergence. They are computed in float64; the centres have the dtype of x. generator:
+    a torch CPU generator; torch's global one if None. report: a function that is called after each iteration with the
+    number of those done. No gradient. Raises ValueError if the shape of x or a number does not fit. To copy it, also
+    copy `nearest_center` and `rows_per_chunk`.
     """
     if x.dim() != 2 or len(x) == 0 or num_clusters < 1 or iterations < 0:
         given = f"x {tuple(x.shape)}, {num_clusters} clusters and {iterations} iterations"
@@ -258,8 +269,8 @@ def kmeans(x, num_clusters, iterations=20, generator=None, report=None):
 def take(neighbors, preferred, count, generator=None):
     """Choose `count` neighbours per row (App. A.2): (N, count) int64.
 
-    Preferred ones come first, in random order. Then come the others, nearest first. If there are too few, they repeat
-    in that order. neighbors: (N, k) int64, nearest first. preferred: (N, k) bool.
+    Preferred ones come first, in random order. Then come the others, nearest first. If k < count, they repeat in that
+    order. neighbors: (N, k) int64, nearest first. preferred: (N, k) bool.
     """
     k = neighbors.shape[1]
     # Sort each row by a number: random in [0, 1) for preferred neighbours, 1 + rank for the others.
@@ -272,14 +283,17 @@ def take(neighbors, preferred, count, generator=None):
 
 @torch.no_grad()
 def select_positives(x, centers, assignment, k=40, num_positives=10, generator=None, neighbors=None):
-    """Center-wise local selection (Eq. 2, App. A.2): a table of positives (N, num_positives), int64 rows of x.
+    """Choose positives by center-wise local selection (Eq. 2, App. A.2): returns (N, num_positives) int64, rows of x.
 
     The candidates are those of an image's k nearest neighbours that are in its cluster and at most as far from its
     centre as the image is. num_positives random ones are chosen. If there are fewer, the nearest of the other
-    neighbours are added. If the neighbours are too few, they repeat. An only image is its own positive.
+    neighbours are added (D2). If the neighbours are too few, they repeat. If there is only one image, it is its own
+    positive.
 
-    x: (N, C). centers: (m, C). assignment: (N,) int64. generator: a torch CPU generator. neighbors: (N, k) int64,
-    nearest first, if they are known; then the argument k is not used. Raises ValueError if the shapes do not fit.
+    x: (N, C), one embedding per image. centers: (m, C), and assignment: (N,) int64, the number of each image's centre:
+    both as `kmeans` returns them. generator: a torch CPU generator; torch's global one if None. neighbors: (N, k)
+    int64, nearest first, if they are known; then the argument k is not used. No gradient. Raises ValueError if the
+    shapes do not fit. To copy it, also copy `take`, `nearest_neighbors` and `rows_per_chunk`.
     """
     shapes = f"x {tuple(x.shape)}, centers {tuple(centers.shape)}, assignment {tuple(assignment.shape)}"
     if x.dim() != 2 or centers.dim() != 2 or centers.shape[1:] != x.shape[1:] or assignment.shape != x.shape[:1]:
@@ -289,17 +303,17 @@ def select_positives(x, centers, assignment, k=40, num_positives=10, generator=N
     if neighbors.dim() != 2 or len(neighbors) != len(x) or num_positives < 1:
         given = f"{tuple(neighbors.shape)} and {num_positives} with {shapes}"
         raise ValueError(f"select_positives takes neighbors (N, k) and 1 positive or more, not {given}")
-    same_cluster = assignment[neighbors] == assignment[:, None]  # Omega_1
+    same_cluster = assignment[neighbors] == assignment[:, None]  # in Omega_1
     to_center = (x.double() - centers.double()[assignment]).square().sum(1)  # each image's squared distance
-    closer = to_center[neighbors] <= to_center[:, None]
-    return take(neighbors, same_cluster & closer, num_positives, generator)  # Eq. 2
+    closer = to_center[neighbors] <= to_center[:, None]  # the inequality of Eq. 2
+    return take(neighbors, same_cluster & closer, num_positives, generator)  # Eq. 2's Omega_p is preferred: App. A.2
 
 
 def random_members(assignment, count, generator=None):
-    """`count` random rows of each row's own cluster, which may repeat: assignment (N,) int64 -> (N, count) int64."""
+    """Draw `count` rows of each row's own cluster: (N,) int64 -> (N, count) int64. They may repeat."""
     by_cluster = assignment.argsort(stable=True)
     sizes = assignment.bincount()
-    first = sizes.cumsum(0) - sizes  # where a cluster begins in by_cluster
+    first = sizes.cumsum(0) - sizes  # where each cluster begins in by_cluster
     random = torch.rand(len(assignment), count, dtype=torch.float64, generator=generator).to(assignment.device)
     return by_cluster[first[assignment, None] + (random * sizes[assignment, None]).long()]
 
@@ -308,7 +322,7 @@ def random_members(assignment, count, generator=None):
 
 
 def info_nce(q, k, queue, temperature):
-    """MoCo's loss, InfoNCE with a queue (MoCo, Eq. 1), as a scalar.
+    """Return MoCo's loss, InfoNCE with a queue (MoCo, Eq. 1), as a scalar.
 
     It is the mean of -log(exp(q.k / T) / (exp(q.k / T) + sum_j exp(q.queue_j / T))). The positive of a query is the key
     of the same row. The negatives are the K keys of the queue. At equal logits the loss is log(K + 1).
@@ -326,19 +340,20 @@ def info_nce(q, k, queue, temperature):
 
 # ============================================================= 3. augmentation
 
-VIEWS = ("query", "key", "positive's key", "positive's query")  # of one copy
+VIEWS = ("query", "key", "positive's key", "positive's query")  # the views of one copy, in this order
 STREAM_POSITIVES, STREAM_MIX = 5, 30  # random streams, see common.generator
 
 
 def num_copies(resolutions):
-    """How many copies of the views are made: as many as there are of the size that is named most often (D4)."""
+    """Return how many copies of the views are needed: 1, or more if a size is named several times (D4)."""
     return max(resolutions.count(size) for size in resolutions)
 
 
 def augmentation(args):
-    """The views of a copy (VIEWS), all drawn alike (App. A: MoCo v2's augmentation), for each copy: a list of View.
+    """Return a list of View: those of VIEWS for each copy. All are drawn alike, as in MoCo v2 (App. A).
 
-    All are cut at the largest size. CLIM.forward resizes them to the others, so that the crop is the same (Eq. 5).
+    All are cut at the largest size. CLIM.forward resizes them to the other sizes, so that these have the same crop
+    (section 3.3).
     """
     view = common.View(
         size=args.image_size,
@@ -358,15 +373,15 @@ def augmentation(args):
 
 
 def draw_views(args, images, positives, index, sizes, draws):
-    """Draw the views of images and of their positives: returns (cuts, colours), as common.ViewDataset wants them.
+    """Draw the views of images and of their positives: returns (cuts, colours), as common.ViewDataset needs them.
 
     The views are those of `augmentation`. While there are no positives, they are the first two of each copy. With
     --mix none, they are the first three, as nothing is pasted into the query.
 
     images: the ImageSet. positives: (N, num_positives) int32, the table of positives; -1 if none are chosen yet. index,
-    sizes, draws: as in common.ViewDataset; one number per image is extra, the last.
+    sizes, draws: as in common.ViewDataset; the last column of draws is extra, and chooses the positive.
     """
-    # The last number chooses the partner, one of the image's positives.
+    # The last number chooses the partner: one of the image's positives.
     column = (draws[:, -1] * positives.shape[1]).astype(int)
     partner = positives.numpy()[index, column].astype(np.int64)
     sources = [(index, sizes), (index, sizes)]  # the image's query and key
@@ -393,9 +408,9 @@ def draw_views(args, images, positives, index, sizes, draws):
 
 
 def mix(args, x, partner, step):
-    """Mix a batch as training does, with one share and one box, the same on every process. Returns as `cutmix`.
+    """Mix a batch with one share and one box, which are the same on every process. Returns what `cutmix` returns.
 
-    The share is drawn from Beta(alpha, alpha) (section 3.2.2). x, partner: (n, 3, H, W). step: chooses what is drawn.
+    The share is drawn from Beta(alpha, alpha) (section 3.2.2). x, partner: (n, 3, H, W). step: seeds share and box.
     """
     generator = common.generator(args.seed, step, STREAM_MIX)
     lam = np.random.default_rng(generator.initial_seed()).beta(args.alpha, args.alpha)
@@ -497,7 +512,7 @@ def encode_keys(encode, views, generator):
 
 
 def resize(x, size):
-    """Images (n, 3, S, S) resized to (n, 3, size, size), antialiased."""
+    """Resize images (n, 3, S, S) to (n, 3, size, size), with antialiasing."""
     return x if x.shape[-1] == size else F.interpolate(x, (size, size), mode="bilinear", antialias=True)
 
 
@@ -528,15 +543,15 @@ class CLIM(nn.Module):
             return F.normalize(self.momentum_projector(self.momentum_backbone(x)).to(x.dtype), dim=1)
 
     def forward(self, views, step):
-        """The loss of a batch: Eq. 6, or MoCo's loss, summed over the same pairs of sizes, if there are no positives.
+        """Return (loss, keys to enqueue (N, dim), metrics {name: tensor}) of a batch. The loss is Eq. 6.
 
-        views: this process's views (n, 3, H, W), normalised, as `draw_views` orders them. step: chooses CutMix's box
-        and the shuffles of the keys. Returns (loss, keys to enqueue (N, dim), metrics {name: tensor}). Gradients reach
-        the query encoder only.
+        While there are no positives, the loss is MoCo's, summed over the same pairs of sizes. views: this process's
+        views (n, 3, H, W), normalised, as `draw_views` orders them. step: seeds CutMix's share and box, and the
+        shuffles of the keys. Gradients reach the query encoder only.
         """
         args, sizes = self.args, self.args.resolutions
         views_per_copy = len(views) // num_copies(sizes)
-        have_positives = views_per_copy > 2  # until they are chosen, a copy is the image's own two views
+        have_positives = views_per_copy > 2  # until they are chosen, a copy has the image's own two views
         lam = 0.5  # without mixing, half the loss goes to each key
         queries, keys = [], []
         for i, size in enumerate(sizes):
@@ -687,7 +702,7 @@ def schedule(args, step, steps_per_epoch):
 
 
 def choose_positives(args, x, generator=None, neighbors=None):
-    """The table of positives by --selection (Table 6): embeddings x (N, C) -> (N, num_positives) int64.
+    """Choose the table of positives by --selection (Table 6): embeddings x (N, C) -> (N, num_positives) int64.
 
     neighbors: (N, knn_k) int64, if they are known. k-means shows its progress.
     """
@@ -708,7 +723,7 @@ def choose_positives(args, x, generator=None, neighbors=None):
 
 
 def refresh(args, model, images, device, epoch, positives):
-    """Choose the table of positives anew, in place. Says how long it took and, with labels, how many are right.
+    """Choose the table of positives anew, in place. Prints the seconds and, with labels, the share of right ones.
 
     The embeddings are the momentum encoder's, in float32. positives: (N, num_positives) int32.
     """
@@ -759,7 +774,7 @@ def main(args, train=None, test=None, encoder=None):
     run = None if args.show_views else common.Run(args, device)
     train, test = common.open_images(args, train, test)
     positives = torch.full((len(train), args.num_positives), -1, dtype=torch.int32)
-    positives.share_memory_()  # the loader's workers see it when it changes
+    positives.share_memory_()  # so that the loader's workers see its changes
     draw = functools.partial(draw_views, args, train, positives)
     loader = common.make_loader(args, train, augmentation(args), device, draw, extra_draws=1)
     mean, std = common.NORMS[args.norm]
@@ -805,7 +820,7 @@ def main(args, train=None, test=None, encoder=None):
             if step >= last_step or stopping:
                 break
 
-            # Choose positives anew every few epochs, and where a run goes on from one that had none (App. A.2)
+            # Choose positives every few epochs (App. A.2), and if the run continues from one that had none
             if args.selection != "none" and epoch >= args.clim_start:
                 begins = step % steps_per_epoch == 0
                 due = begins and (epoch - args.clim_start) % args.refresh_every == 0
@@ -821,12 +836,12 @@ def main(args, train=None, test=None, encoder=None):
                 lr, weight_decay, momentum = schedule(args, step, steps_per_epoch)
                 for group in optimizer.param_groups:
                     group.update(lr=lr, weight_decay=weight_decay)
-                # A query and a key view per image and, once positives are chosen, of one of them
+                # A query view and a key view per image. Once positives are chosen, also views of one positive
                 views = [common.normalize(view, mean, std) for view in common.colour_views(batch, device)]
                 common.seed_step(args.seed, step)  # for layers that draw random numbers, such as drop-path
-                # Eq. 3 mixes the queries; Eq. 6 sums Eq. 4 over all pairs of sizes
+                # The loss: Eq. 3 mixes the queries, and Eq. 6 sums Eq. 4 over all pairs of sizes
                 loss, anchor_keys, metrics = ddp(views, step)
-                # The step of the query encoder; the momentum encoder follows
+                # Update the query encoder. Then move the momentum encoder
                 optimizer.zero_grad(set_to_none=True)
                 loss.backward()
                 grad_norm = gradient_norm(model)

@@ -1570,28 +1570,31 @@ WORKERS = number(int, 0, 1024)
 RUN_FLAGS = dict(  # of every training run: {group: {flag: (default, argparse's options)}}
     data=dict(
         dataset=("patterns", dict(choices=DATASETS, help="data set; it also chooses the recipe")),
-        data_dir=(None, dict(metavar="DIR", help="its folder: train/ and val/ or test/ in it are read")),
-        no_cache=(False, dict(action="store_true", help="do not keep small images decoded in memory")),
+        data_dir=(None, dict(metavar="DIR", help="its folder, with train/, and val/ or test/")),
+        no_cache=(False, dict(action="store_true", help="do not keep decoded small images in memory")),
     ),
     run=dict(
-        variant=("paper", dict(choices=("paper", "released"), help="the paper's form, or that of the authors' code")),
-        seed=(0, dict(type=SEED, metavar="N", help="seed of everything that is drawn")),
+        variant=("paper", dict(choices=("paper", "released"), help="follow the paper, or the authors' released code")),
+        seed=(0, dict(type=SEED, metavar="N", help="seed of all random numbers")),
     ),
     operation=dict(  # these may change when a run goes on
-        out=(None, dict(metavar="DIR", help="folder of the run (runs/METHOD-DATASET-ARCH-sSEED...)")),
-        resume=("auto", dict(metavar="auto|PATH|none", help="auto: go on from what is in --out")),
-        max_steps=(None, dict(type=COUNT, metavar="N", help="stop and save after N steps, counted over all calls")),
+        out=(None, dict(metavar="DIR", help="folder of the run; if not given, runs/METHOD-DATASET-ARCH-sSEED...")),
+        resume=("auto", dict(
+            metavar="auto|PATH|none",
+            help="auto: continue the run in --out, if any; PATH: continue from this last.pt; none: start a new run")),
+        max_steps=(None, dict(type=COUNT, metavar="N", help="save and stop when the run has made N steps in all")),
         save_every=(1, dict(type=COUNT, metavar="N", help="epochs between saves")),
-        keep_every=(0, dict(type=NATURAL, metavar="N", help="epochs between copies that are kept; 0: none is")),
-        knn_every=(10, dict(type=NATURAL, metavar="N", help="epochs between judgements by kNN; 0: never")),
+        keep_every=(0, dict(type=NATURAL, metavar="N", help="epochs between checkpoints that stay; 0: none")),
+        knn_every=(10, dict(type=NATURAL, metavar="N", help="epochs between evaluations by kNN; 0: never")),
         device=("auto", dict(choices=("auto", "cuda", "cpu"), help="auto: a GPU where there is one")),
-        amp=("auto", dict(choices=("auto", "bf16", "off"), help="auto: bf16 on GPUs that have it")),
-        compile=(False, dict(action="store_true", help="compile the encoders: minutes at the start, faster steps")),
+        amp=("auto", dict(choices=("auto", "bf16", "off"), help="auto: bf16 on GPUs that have it; off: float32")),
+        compile=(False, dict(
+            action="store_true", help="compile the encoders: this takes minutes at the start, then steps are faster")),
         grad_checkpoint=(False, dict(
-            action="store_true", help="less memory, more time; batch norm's statistics move twice per step")),
-        workers=(None, dict(type=WORKERS, metavar="N", help="loader processes per training process")),
-        tensorboard=(False, dict(action="store_true", help="also write TensorBoard's events")),
-        show_views=(None, dict(metavar="PNG", help="write a picture of what the network is fed, and exit")),
+            action="store_true", help="less memory, more time; batch norm's averages are updated twice per step")),
+        workers=(None, dict(type=WORKERS, metavar="N", help="processes that load images, per training process")),
+        tensorboard=(False, dict(action="store_true", help="also write the metrics for TensorBoard")),
+        show_views=(None, dict(metavar="PNG", help="write a picture of the network's inputs, and exit")),
     ),
 )
 EVALUATION_FLAGS = dict(  # of eval_knn.py and eval_linear.py: {group: {flag: argparse's options}}

@@ -138,7 +138,7 @@ def jcl_loss(q, k, queue, temperature, lam):
 
 
 def info_nce(q, k, queue, temperature):
-    """MoCo's loss, InfoNCE with a queue (MoCo, Eq. 1), as a scalar.
+    """Return MoCo's loss, InfoNCE with a queue (MoCo, Eq. 1), as a scalar.
 
     It is the mean of -log(exp(q.k / T) / (exp(q.k / T) + sum_j exp(q.queue_j / T))). The positive of a query is the key
     of the same row. The negatives are the K keys of the queue. At equal logits the loss is log(K + 1).

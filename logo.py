@@ -243,7 +243,7 @@ def combine(args, global_terms, local_terms):
 
 
 def info_nce(q, k, queue, temperature):
-    """MoCo's loss, InfoNCE with a queue (MoCo, Eq. 1), as a scalar.
+    """Return MoCo's loss, InfoNCE with a queue (MoCo, Eq. 1), as a scalar.
 
     It is the mean of -log(exp(q.k / T) / (exp(q.k / T) + sum_j exp(q.queue_j / T))). The positive of a query is the key
     of the same row. The negatives are the K keys of the queue. At equal logits the loss is log(K + 1).
@@ -760,7 +760,7 @@ def main(args, train=None, test=None, encoder=None):
                 grad_norm = gradient_norm(model)
                 previous_norm.copy_(grad_norm)
                 optimizer.step()
-                # MoCo: the momentum encoder follows, and the keys are negatives of the next steps
+                # MoCo: move the momentum encoder. The keys are negatives of the next steps
                 if args.base == "moco":
                     model.update(momentum)
                     average_statistics(model)

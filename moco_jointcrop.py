@@ -212,7 +212,7 @@ def contrast(q, k, temperature, first):
 
 
 def info_nce(q, k, queue, temperature):
-    """MoCo's loss, InfoNCE with a queue (MoCo, Eq. 1), as a scalar.
+    """Return MoCo's loss, InfoNCE with a queue (MoCo, Eq. 1), as a scalar.
 
     It is the mean of -log(exp(q.k / T) / (exp(q.k / T) + sum_j exp(q.queue_j / T))). The positive of a query is the key
     of the same row. The negatives are the K keys of the queue. At equal logits the loss is log(K + 1).
@@ -669,7 +669,7 @@ def main(args, train=None, test=None, encoder=None):
                 common.seed_step(args.seed, step)  # for layers that draw random numbers, such as drop-path
                 # The loss: MoCo's Eq. 1, or MoCo v3's Algorithm 1
                 loss, keys, metrics = ddp(views, step)
-                # The step of the query encoder; the momentum encoder follows (MoCo, Eq. 2)
+                # Update the query encoder. Then move the momentum encoder (MoCo, Eq. 2)
                 optimizer.zero_grad(set_to_none=True)
                 loss.backward()
                 grad_norm = gradient_norm(model)

@@ -587,7 +587,7 @@ def main(args, train=None, test=None, encoder=None):
                 common.seed_step(args.seed, step)  # for layers that draw random numbers, such as drop-path
                 # Lines 5 to 10: the mixed images, queries, keys and the loss
                 loss, _, metrics = ddp(views, step)
-                # Line 10: the step of the encoder. Line 11: the momentum encoder follows
+                # Line 10: update the encoder. Line 11: move the momentum encoder
                 optimizer.zero_grad(set_to_none=True)
                 loss.backward()
                 grad_norm = gradient_norm(model)
