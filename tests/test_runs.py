@@ -1133,20 +1133,18 @@ def test_two_runs_at_once_in_one_folder(method, folder, tmp_path, capsys):
     assert "stopped at step 1" in run(method, folder, tmp_path, "--max-steps", "1")
 
 
-@pytest.mark.parametrize("method", ONE)
-def test_what_the_processes_decided_goes_on_as_it_began(method, folder, tmp_path, monkeypatch, capsys):
-    """Four processes made four groups of the recipe's two; one goes on with these, three cannot."""
-    with monkeypatch.context() as patch:
-        patch.setattr(importlib.import_module(method), "batch_norm_groups", lambda args: 4)
-        run(method, folder, tmp_path, "--max-steps", "3")
+@pytest.mark.parametrize("method, name", [("jcl", "bn_groups"), ("patchmix", "mix_slices")])
+def test_what_the_processes_may_decide_goes_on_as_it_began(method, name, folder, tmp_path, capsys, monkeypatch):
+    """A run with four goes on with four where nothing else is typed, as one of four processes would; three cannot."""
+    module, flag = importlib.import_module(method), common.option(name)
+    run(method, folder, tmp_path, flag, "4", "--max-steps", "3")
     run(method, folder, tmp_path, "--max-steps", "5")
-    assert json.loads((tmp_path / "config.json").read_text())["bn_groups"] == 4
+    assert json.loads((tmp_path / "config.json").read_text())[name] == 4
+    assert_one_line(lambda: run(method, folder, tmp_path, flag, "2"), capsys, f"{name} was 4, is 2")
     monkeypatch.setattr(common, "rank_and_world", lambda: (0, 3))
-    flags = ["--out", str(tmp_path)]
-    args = importlib.import_module(method).parse_args([*TINY, *flags])
-    assert_one_line(lambda: common.settle(args, torch.device("cpu")), capsys, "--bn-groups 4, which 3 processes do not")
-    typed = importlib.import_module(method).parse_args([*TINY, *flags, "--bn-groups", "3"])
-    assert common.settle(typed, torch.device("cpu")).bn_groups == 3  # refused later, as another configuration
+    args = module.parse_args([*TINY, "--out", str(tmp_path)])
+    words = f"{flag} 4, which 3 processes do not divide"
+    assert_one_line(lambda: common.settle(args, torch.device("cpu")), capsys, words)
 
 
 @pytest.mark.parametrize("method", ONE)
