@@ -149,6 +149,7 @@ def test_stopped_and_continued(whole, folder, tmp_path):
     assert f"knn20_top1 {last['knn20_top1']}" in said and contents(tmp_path) == before
 
 
+@pytest.mark.parametrize("whole", ONE, indirect=True)
 def test_first_and_last_words_of_a_short_run(whole, folder, tmp_path):
     """--max-steps 3, which everyone tries first, tells the first loss and the mean of all."""
     said = run(whole[0], folder, tmp_path, "--max-steps", "3")
@@ -1121,8 +1122,9 @@ def hold(folder, ready, end):
 @pytest.mark.skipif(common.fcntl is None, reason="no such locks here")
 @pytest.mark.parametrize("method", ONE)
 def test_two_runs_at_once_in_one_folder(method, folder, tmp_path, capsys):
-    ready, end = CHILDREN.Event(), CHILDREN.Event()
-    other = CHILDREN.Process(target=hold, args=(tmp_path, ready, end))
+    fork = torch.multiprocessing.get_context("fork")  # the fastest; the child only locks and waits
+    ready, end = fork.Event(), fork.Event()
+    other = fork.Process(target=hold, args=(tmp_path, ready, end))
     other.start()
     assert ready.wait(60)
     before = contents(tmp_path)
