@@ -29,7 +29,10 @@ def commands():
     text = "\n".join(PAGES.values()).replace("\\\n", " ")
     inline = re.findall(r"`([^`\n]+)`", re.sub(r"```.*?```", "", text, flags=re.S))
     blocks = [line for block in re.findall(r"```bash[^\n]*\n(.*?)```", text, re.S) for line in block.splitlines()]
-    return sorted({c.strip() for line in inline + blocks for c in COMMAND.findall(line) if "diff" not in line})
+    found = {c.strip() for line in inline + blocks for c in COMMAND.findall(line) if "diff" not in line}
+    choices = {line: re.search(r"[\w|-]+\|[\w|-]+", line) for line in found}  # A|B stands for either
+    each = [[line.replace(c[0], w) for w in c[0].split("|")] if c else [line] for line, c in choices.items()]
+    return sorted({line for lines in each for line in lines})
 
 
 def python_block(page, word):
