@@ -562,7 +562,7 @@ def needs(args):
         text = "\n\n".join(table([{name: row[name] for name in part} for row in rows]) for part in parts)
         page, begin = ROOT / "tests" / "README.md", "<!-- tests/bench.py: needs -->\n"
         before, after = page.read_text().split(begin)
-        about = f"By `python tests/bench.py needs --write`; loading and growth on {machine()}."
+        about = f"Made by `python tests/bench.py needs --write`. Loading and growth are of {machine()}."
         page.write_text(f"{before}{begin}{about}\n\n{text}\n{after[after.index('<!-- end -->') :]}")
     return rows
 

@@ -9,7 +9,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import common
 
 QUICK = ["--rounds", "1", "--batch-size", "16"]
-SMALL = {"loader": [], "positives": ["--sizes", "300", "400"], "knn": ["--sizes", "50"]}
+SMALL = {"loader": [], "positives": ["--sizes", "300", "400"], "knn": ["--sizes", "20"]}
 
 
 def rows_of(section, *flags):
