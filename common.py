@@ -362,8 +362,8 @@ class ImageSet:
         """16 hexadecimal digits that tell whether two image sets are the same. Seconds, however many images.
 
         They depend on the number of images, their order, the labels and the images. Of files these are all names below
-        the data folder, which may be moved, and the byte sizes of 1,000 files spread evenly. Of an array it is all of
-        it, or, above 64 MiB, 1,000 images spread evenly.
+        the data folder, which may be moved, the byte sizes of 1,000 files spread evenly, and the whole of 20 of these.
+        Of an array it is all of it, or, above 64 MiB, 1,000 images spread evenly.
         """
         digest = hashlib.sha256(self.labels.astype("<i8").tobytes())
         for part in self.content():
@@ -375,6 +375,7 @@ class ImageSet:
         if self.paths is not None:
             yield b"\0".join(self.relative(path) for path in self.paths.tolist())
             yield repr([file_size(self.path(i)) for i in self.spread(1000)]).encode()
+            yield from (file_bytes(self.path(i)) for i in self.spread(20))  # uncompressed files are often equally long
         else:
             whole = self.array.nbytes <= 2**26
             yield repr(self.array.shape).encode()
@@ -490,6 +491,14 @@ def file_size(path):
         return os.path.getsize(path)
     except OSError:
         return -1
+
+
+def file_bytes(path):
+    """What is in a file; nothing if it is missing."""
+    try:
+        return Path(path).read_bytes()
+    except OSError:
+        return b""
 
 
 class BadImage(Exception):
