@@ -1825,7 +1825,8 @@ def settle(args, device, train=None, encoder=None):
     args.out = args.out or f"runs/{args.name}"
     sizes = [getattr(args, "local_size", args.image_size), *getattr(args, "resolutions", ()), args.image_size]
     args.bf16 = use_bf16(args.amp, device, args.arch, sizes)
-    world, began = rank_and_world()[1], read_config(args.out)
+    world = rank_and_world()[1]
+    began = read_config(args.out) if any(Path(args.out).glob("*.pt")) else {}  # else the folder is taken over
     for name in {"bn_groups", "mix_slices"} & set(vars(args)) & set(began) - set(args.typed):
         setattr(args, name, began[name])
         if began[name] % world:

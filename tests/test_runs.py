@@ -1103,11 +1103,13 @@ def test_a_folder_without_a_checkpoint_is_taken_over(method, folder, tmp_path, m
 
     with monkeypatch.context() as patch, pytest.raises(MemoryError):
         patch.setattr(importlib.import_module(method), "gradient_norm", too_little_memory)
+        patch.setattr(importlib.import_module(method), "batch_norm_groups", lambda args: 8)
         run(method, folder, tmp_path)
-    assert (tmp_path / "config.json").exists() and not list(tmp_path.glob("*.pt"))
+    assert json.loads((tmp_path / "config.json").read_text())["bn_groups"] == 8 and not list(tmp_path.glob("*.pt"))
     said = run(method, folder, tmp_path, "--batch-size", "8", "--max-steps", "1")
     assert "is taken over" in said and "batch_size was 16, is 8" in said
-    assert json.loads((tmp_path / "config.json").read_text())["batch_size"] == 8
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert config["batch_size"] == 8 and config["bn_groups"] == 2  # the recipe's groups, not the failed run's
     assert [r["step"] for r in records(tmp_path)] == [0]
 
 
