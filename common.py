@@ -2076,8 +2076,8 @@ weight decay {shown(args.weight_decay)}, momentum encoder {shown(getattr(args, "
 def lock_folder(folder):
     """Lock the file `lock` in a folder for this process; returns the open file, which holds the lock.
 
-    Exits with an error message if another process has it, or if it cannot be written. The lock ends with the process. Where the file system has no
-    locks, none is taken.
+    Exits with an error message if another process has it, or if it cannot be written. The lock ends with the process.
+    Where the file system has no locks, none is taken.
     """
     if fcntl is None:
         return None
