@@ -207,7 +207,7 @@ class StopRequest:
     """
 
     def __enter__(self):
-        self.requested_at, self.ends_here, self.previous = None, False, {}
+        self.requested_at, self.ends_here, self.previous, self.process = None, False, {}, os.getpid()
         if threading.current_thread() is threading.main_thread():
             self.previous = {n: signal.signal(n, self._handle) for n in (signal.SIGTERM, signal.SIGINT)}
         several = rank_and_world()[1] > 1
@@ -219,6 +219,8 @@ class StopRequest:
             signal.signal(number, handler)
 
     def _handle(self, number, frame):
+        if os.getpid() != self.process:  # a loader worker, which was forked just now, and will ignore signals
+            return
         now = time.monotonic()
         if self.requested_at is None:
             self.requested_at = now
@@ -362,8 +364,8 @@ class ImageSet:
         """16 hexadecimal digits that tell whether two image sets are the same. Seconds, however many images.
 
         They depend on the number of images, their order, the labels and the images. Of files these are all names below
-        the data folder, which may be moved, and the byte sizes of 1,000 files spread evenly. Of an array it is all of
-        it, or, above 64 MiB, 1,000 images spread evenly.
+        the data folder, which may be moved, the byte sizes of 1,000 files spread evenly, and the whole of 20 of these.
+        Of an array it is all of it, or, above 64 MiB, 1,000 images spread evenly.
         """
         digest = hashlib.sha256(self.labels.astype("<i8").tobytes())
         for part in self.content():
@@ -375,6 +377,7 @@ class ImageSet:
         if self.paths is not None:
             yield b"\0".join(self.relative(path) for path in self.paths.tolist())
             yield repr([file_size(self.path(i)) for i in self.spread(1000)]).encode()
+            yield from (file_bytes(self.path(i)) for i in self.spread(20))  # uncompressed files are often equally long
         else:
             whole = self.array.nbytes <= 2**26
             yield repr(self.array.shape).encode()
@@ -490,6 +493,14 @@ def file_size(path):
         return os.path.getsize(path)
     except OSError:
         return -1
+
+
+def file_bytes(path):
+    """What is in a file; nothing if it is missing."""
+    try:
+        return Path(path).read_bytes()
+    except OSError:
+        return b""
 
 
 class BadImage(Exception):
@@ -1819,7 +1830,8 @@ def settle(args, device, train=None, encoder=None):
     args.out = args.out or f"runs/{args.name}"
     sizes = [getattr(args, "local_size", args.image_size), *getattr(args, "resolutions", ()), args.image_size]
     args.bf16 = use_bf16(args.amp, device, args.arch, sizes)
-    world, began = rank_and_world()[1], read_config(args.out)
+    world = rank_and_world()[1]
+    began = read_config(args.out) if any(Path(args.out).glob("*.pt")) else {}  # else the folder is taken over
     for name in {"bn_groups", "mix_slices"} & set(vars(args)) & set(began) - set(args.typed):
         setattr(args, name, began[name])
         if began[name] % world:
@@ -2069,13 +2081,16 @@ weight decay {shown(args.weight_decay)}, momentum encoder {shown(getattr(args, "
 def lock_folder(folder):
     """Lock the file `lock` in a folder for this process; returns the open file, which holds the lock.
 
-    Exits with an error message if another process has it. The lock ends with the process. Where the file system has no
-    locks, none is taken.
+    Exits with an error message if another process has it, or if it cannot be written. The lock ends with the process.
+    Where the file system has no locks, none is taken.
     """
     if fcntl is None:
         return None
-    folder.mkdir(parents=True, exist_ok=True)
-    file = open(folder / "lock", "w")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        file = open(folder / "lock", "w")
+    except OSError as error:  # for example, the file is another user's
+        fail(f"cannot write {folder / 'lock'} ({error}): give another --out")
     try:
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # unlike flock's, forked workers do not inherit it
     except OSError as error:

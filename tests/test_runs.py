@@ -1104,11 +1104,13 @@ def test_a_folder_without_a_checkpoint_is_taken_over(method, folder, tmp_path, m
 
     with monkeypatch.context() as patch, pytest.raises(MemoryError):
         patch.setattr(importlib.import_module(method), "gradient_norm", too_little_memory)
+        patch.setattr(importlib.import_module(method), "batch_norm_groups", lambda args: 8)
         run(method, folder, tmp_path)
-    assert (tmp_path / "config.json").exists() and not list(tmp_path.glob("*.pt"))
+    assert json.loads((tmp_path / "config.json").read_text())["bn_groups"] == 8 and not list(tmp_path.glob("*.pt"))
     said = run(method, folder, tmp_path, "--batch-size", "8", "--max-steps", "1")
     assert "is taken over" in said and "batch_size was 16, is 8" in said
-    assert json.loads((tmp_path / "config.json").read_text())["batch_size"] == 8
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert config["batch_size"] == 8 and config["bn_groups"] == 2  # the recipe's groups, not the failed run's
     assert [r["step"] for r in records(tmp_path)] == [0]
 
 
@@ -1133,6 +1135,12 @@ def test_two_runs_at_once_in_one_folder(method, folder, tmp_path, capsys):
     other.kill()  # the lock ends with the process, however it ends
     other.join()
     assert "stopped at step 1" in run(method, folder, tmp_path, "--max-steps", "1")
+
+
+@pytest.mark.skipif(common.fcntl is None, reason="no such locks here")
+def test_a_lock_that_cannot_be_written(tmp_path, capsys):
+    (tmp_path / "lock").mkdir()  # as good as another user's file, which the superuser could write
+    assert_one_line(lambda: common.lock_folder(tmp_path), capsys, f"cannot write {tmp_path / 'lock'}")
 
 
 @pytest.mark.parametrize("method, name", [("jcl", "bn_groups"), ("patchmix", "mix_slices")])
