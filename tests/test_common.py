@@ -896,6 +896,16 @@ def test_a_request_ends_long_work_at_once_and_only_there(capsys):
         pytest.fail("not answered")
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="workers are forked on Linux only")
+def test_a_process_that_was_just_forked_does_not_answer_a_request():
+    """A loader worker gets a terminal's Ctrl-C, too, perhaps before it has begun to ignore it."""
+    with common.StopRequest() as stop, stop.at_once():
+        child = multiprocessing.get_context("fork").Process(target=signal.raise_signal, args=(signal.SIGINT,))
+        child.start()
+        child.join()
+    assert child.exitcode == 0
+
+
 def test_outside_the_main_thread_no_signal_is_handled():
     found = []
 
