@@ -399,7 +399,7 @@ def test_two_processes_are_one(tmp_path, double, free_port):
     """
     torch.multiprocessing.start_processes(process, (free_port, str(tmp_path)), 2, start_method="spawn")
     (loss, gradients, buffers), (other_loss, other_gradients, other) = (
-        torch.load(tmp_path / f"{r}.pt") for r in (0, 1)
+        torch.load(tmp_path / f"{r}.pt", weights_only=True) for r in (0, 1)
     )
     expected = trained_once(*MIX)
     assert json.loads((tmp_path / "run" / "config.json").read_text())["mix_slices"] == 2
