@@ -819,7 +819,10 @@ def own_images(train, test):
 
 
 def open_images(args, train=None, test=None):
-    """(training images, test images or None) that the flags name, or a user's own; exits with an error message if none."""
+    """(training images, test images or None) that the flags name, or a user's own.
+
+    Exits with an error message if there are none, or too few for one batch.
+    """
     if train is not None or test is not None:
         train, test = own_images(train, test)
     else:
@@ -2150,7 +2153,9 @@ def save_checkpoint(path, state, keep_previous=False):
 
 
 def load_checkpoint(path):
-    """The state in a file, or, with a line, in NAME.prev.pt beside it; exits with an error message if neither can be used.
+    """The state in a file or, if that is damaged, in NAME.prev.pt beside it, which it says.
+
+    Exits with an error message if neither can be used.
 
     Loads tensors and plain data only.
     """
