@@ -833,10 +833,11 @@ class GroupedBatchNorm(nn.modules.batchnorm._BatchNorm):
 
 
 def batch_norm_groups(args):
-    """Return the number of batch-norm groups. Prints a note if it is not --bn-groups.
+    """Return the number of batch-norm groups. Prints a note if it is not the recipe's.
 
-    If the number of processes does not divide --bn-groups, there is one group per process. If the groups would differ
-    in size or have only one image, there are fewer.
+    If the number of processes does not divide the recipe's number, there is one group per process. If the groups would
+    differ in size or have only one image, there are fewer. A --bn-groups that was typed is not changed: if it does not
+    fit, this exits with an error message.
     """
     world, groups = common.rank_and_world()[1], args.bn_groups
     if groups > 1 and groups % world:
@@ -845,6 +846,8 @@ def batch_norm_groups(args):
         groups -= 1
     if groups != args.bn_groups:
         note = f"with {world} process(es) and batch size {args.batch_size}"
+        if "bn_groups" in args.typed:
+            common.fail(f"--bn-groups {args.bn_groups} does not fit {note}: give {groups}, or leave it out")
         common.say(f"batch-norm groups: {groups} instead of {args.bn_groups}, {note}")
     return groups
 

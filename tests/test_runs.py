@@ -851,6 +851,11 @@ def test_batch_norm_groups_follow_the_batch_and_the_processes(method, monkeypatc
     assert module.batch_norm_groups(args) == given
     said = capsys.readouterr().out
     assert said.count("\n") == (asked != given) and (asked == given or f"groups: {given} instead of {asked}" in said)
+    typed = module.parse_args([*TINY, "--batch-size", str(batch), "--bn-groups", str(asked)])
+    if asked == given:
+        assert module.batch_norm_groups(typed) == given
+    else:
+        assert_one_line(lambda: module.batch_norm_groups(typed), capsys, f"give {given}")
 
 
 # ------------------------------------------------------------- files and words
