@@ -2076,13 +2076,16 @@ weight decay {shown(args.weight_decay)}, momentum encoder {shown(getattr(args, "
 def lock_folder(folder):
     """Lock the file `lock` in a folder for this process; returns the open file, which holds the lock.
 
-    Exits with an error message if another process has it. The lock ends with the process. Where the file system has no
-    locks, none is taken.
+    Exits with an error message if another process has it, or if it cannot be written. The lock ends with the process.
+    Where the file system has no locks, none is taken.
     """
     if fcntl is None:
         return None
-    folder.mkdir(parents=True, exist_ok=True)
-    file = open(folder / "lock", "w")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        file = open(folder / "lock", "w")
+    except OSError as error:  # for example, the file is another user's
+        fail(f"cannot write {folder / 'lock'} ({error}): give another --out")
     try:
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # unlike flock's, forked workers do not inherit it
     except OSError as error:

@@ -1135,6 +1135,12 @@ def test_two_runs_at_once_in_one_folder(method, folder, tmp_path, capsys):
     assert "stopped at step 1" in run(method, folder, tmp_path, "--max-steps", "1")
 
 
+@pytest.mark.skipif(common.fcntl is None, reason="no such locks here")
+def test_a_lock_that_cannot_be_written(tmp_path, capsys):
+    (tmp_path / "lock").mkdir()  # as good as another user's file, which the superuser could write
+    assert_one_line(lambda: common.lock_folder(tmp_path), capsys, f"cannot write {tmp_path / 'lock'}")
+
+
 @pytest.mark.parametrize("method", ONE)
 def test_what_the_processes_decided_goes_on_as_it_began(method, folder, tmp_path, monkeypatch, capsys):
     """Four processes made four groups of the recipe's two; one goes on with these, three cannot."""
