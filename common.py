@@ -1763,6 +1763,8 @@ def check_flags(args, typed):
         fail(f"--data-dir needs --dataset, which chooses the recipe and the normalisation: {', '.join(DATASETS[1:])}")
     if args.batch_size % (world := int(os.environ.get("WORLD_SIZE", 1))):
         fail(f"--batch-size {args.batch_size} (global) cannot be shared out over {world} processes")
+    if typed.get("warmup", 0) > args.epochs:
+        fail(f"--warmup {shown(args.warmup)} is longer than the training, --epochs {args.epochs}: give a smaller one")
     if args.tensorboard and importlib.util.find_spec("tensorboard") is None:
         fail("--tensorboard needs a package: pip install tensorboard")
     if args.show_views:
