@@ -1223,10 +1223,10 @@ def evaluation_mode(module):
 
 @torch.no_grad()
 def encode_zeros(module, image_size):
-    """What an encoder makes of one image of zeros, as (1, width)."""
+    """What an encoder makes of one image of zeros."""
     device = next((p.device for p in module.parameters()), "cpu")
     with evaluation_mode(module):
-        return module(torch.zeros(1, 3, image_size, image_size, device=device)).flatten(1)
+        return module(torch.zeros(1, 3, image_size, image_size, device=device))
 
 
 def output_width(module, image_size):
@@ -1235,7 +1235,7 @@ def output_width(module, image_size):
     Exits with an error message if the encoder does not take images of this size.
     """
     try:
-        return encode_zeros(module, image_size).shape[1]
+        return encode_zeros(module, image_size).flatten(1).shape[1]
     except Exception as error:  # a user's own module may raise anything
         name, reason = type(module).__name__, " ".join(str(error).split())[:300]
         fail(
@@ -1771,6 +1771,8 @@ def check_flags(args, typed):
         fail(f"--data-dir needs --dataset, which chooses the recipe and the normalisation: {', '.join(DATASETS[1:])}")
     if args.batch_size % (world := int(os.environ.get("WORLD_SIZE", 1))):
         fail(f"--batch-size {args.batch_size} (global) cannot be shared out over {world} processes")
+    if typed.get("warmup", 0) > args.epochs:
+        fail(f"--warmup {shown(args.warmup)} is longer than the training, --epochs {args.epochs}: give a smaller one")
     if args.tensorboard and importlib.util.find_spec("tensorboard") is None:
         fail("--tensorboard needs a package: pip install tensorboard")
     if args.show_views:
@@ -1830,6 +1832,11 @@ def settle(args, device, train=None, encoder=None):
         args.backbone |= dict(timm_name=None, create_kwargs={}, stem="own")
         if args.grad_checkpoint and not hasattr(encoder, "set_grad_checkpointing"):
             fail("--grad-checkpoint needs an encoder with timm's set_grad_checkpointing, which yours has not")
+        trial = copy.deepcopy(encoder)
+        output_width(trial, args.image_size)  # refuses an encoder of another input size
+        shape = tuple(encode_zeros(trial, args.image_size).shape)
+        if len(shape) != 2:  # for example, a ResNet without its last layer gives (1, width, 1, 1)
+            fail(f"the encoder gives {shape} for one image, not (1, width): end it with torch.nn.Flatten()")
     args.out = args.out or f"runs/{args.name}"
     sizes = [getattr(args, "local_size", args.image_size), *getattr(args, "resolutions", ()), args.image_size]
     args.bf16 = use_bf16(args.amp, device, args.arch, sizes)

@@ -332,6 +332,7 @@ WRONG = [  # flags, words of the error
     ("--interpolation nearest", "bicubic"),
     ("--batch-size 1", "not from 2"),
     ("--temperature 0", "--temperature"),
+    ("--epochs 2 --warmup 2.5", "--warmup 2.5 is longer than the training"),
 ]
 OF_ONE = [
     ("jcl", "--num-keys 100000", "not from 1 to 100"),

@@ -499,6 +499,16 @@ def test_an_own_encoder_may_leave_parameters_unused(method, tmp_path, monkeypatc
     assert load(tmp_path / "last.pt")["step"] == 3 and torch.equal(encoder[0].unused, torch.ones(3))
 
 
+@pytest.mark.parametrize("method", METHODS)
+def test_an_own_encoder_that_gives_maps_is_refused(method, tmp_path, capsys):
+    """As a torchvision ResNet without its last layer does."""
+    module, data = importlib.import_module(method), Own(68, Image.fromarray, False)
+    args = module.parse_args([*TINY, "--out", str(tmp_path / "run")])
+    maps = nn.Sequential(*list(OwnEncoder())[:-1])
+    assert_one_line(lambda: module.main(args, data, encoder=maps), capsys, "gives (1, 8, 1, 1) for one image")
+    assert not (tmp_path / "run").exists()
+
+
 @pytest.mark.parametrize("method", ONE)
 def test_an_own_encoder_that_cannot_be_checkpointed_is_refused(method, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
