@@ -1703,7 +1703,7 @@ def parse_choices(argv, flags, *names):
     Returns a namespace with dataset, arch, variant and `names`. A value that is not on the command line is None, but
     for dataset ("patterns"). flags: as `parse_flags`.
     """
-    parser = ArgumentParser("", "", add_help=False)
+    parser = ArgumentParser(None, "", add_help=False)  # None: the script that runs
     for name in ("dataset", "variant"):
         _, options = RUN_FLAGS["data" if name == "dataset" else "run"][name]
         parser.add_argument(option(name), **options, default="patterns" if name == "dataset" else None)
@@ -1731,7 +1731,7 @@ def parse_flags(script, doc, argv, values, flags, **defaults):
     values: the recipe, {name: value}, of which every value becomes a flag. flags: {group: {name: (kind, help[,
     nargs])}}, where kind is as in `add_flag`; a pair or a longer tuple takes as many values, nargs "+" or "*" any
     number. defaults: of general flags, where a script's differ. Added: `typed`, the sorted names of the recipe's values
-    (and seed and variant) that the command line gives.
+    (and variant) that the command line gives.
     """
     defaults_of = "The defaults are those of --dataset patterns; --dataset imagenet --help shows ImageNet's."
     usage = f"python {script} [flags]"
