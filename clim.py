@@ -48,7 +48,7 @@ decides:
       are averaged over the processes.
     - All recipes but ImageNet's are ours.
 
-Departures of this file and of the paper from each other:
+Where this file and the paper differ:
     D1 The image itself (the paper's anchor). Paper: it fulfils the inequality of Eq. 2, as an equality. Here: an image
        is its own positive only if it is the only image.
     D2 Too few positives. Paper (App. A.2): "we simply select the most nearest samples among the remained top-40 knn
@@ -471,8 +471,8 @@ class Queue(nn.Module):
 def exchange(x, wanted):
     """Exchange rows between processes: on process r, return the rows wanted[r] of the global batch, as (m, ...).
 
-    x: (n, ...), this process's part of the global batch, which is all parts in rank order. wanted: (world, m) int64 on
-    the CPU, the same on all processes. No gradient. A process receives only the rows that it wants.
+    x: (n, ...), this process's part. The global batch is all parts, in rank order. wanted: (world, m) int64 on the
+    CPU, the same on all processes. No gradient. A process receives only the rows that it wants.
     """
     rank, world = common.rank_and_world()
     if world == 1:
@@ -500,7 +500,7 @@ def encode_keys(encode, views, generator):
     """
     n, world = len(views[0]), common.rank_and_world()[1]
     shuffle = torch.randperm(len(views) * n * world, generator=generator)
-    # Number the rows by (view, image). location: where each row lies in the processes' concatenated views.
+    # Row v N + i is view v of image i. location: its place if all processes' torch.cat(views) stood in rank order.
     location = torch.arange(len(shuffle)).view(world, len(views), n).transpose(0, 1).flatten()
     mine = exchange(torch.cat(views), location[shuffle].view(world, -1))
     keys = gather(encode(mine))
@@ -619,7 +619,7 @@ FLAGS = {  # {group: {value of the recipe: (kind, help[, number of values])}}; c
         batch_size=(common.AT_LEAST_TWO, "images per step, over all processes"),
         lr=(common.POSITIVE, "learning rate at batch size --lr-batch; it is scaled linearly with --batch-size"),
         lr_batch=(common.COUNT, "batch size for which --lr is given"),
-        min_lr=(common.NOT_NEGATIVE, "learning rate at the end; if not given, it is scaled as --lr is"),
+        min_lr=(common.NOT_NEGATIVE, "learning rate at the end; if not given, it keeps its ratio to the peak rate"),
         warmup=(common.NOT_NEGATIVE, "epochs of linear warm-up; if not given, it shrinks with --epochs"),
         weight_decay=(common.NOT_NEGATIVE, "weight decay of SGD"),
         sgd_momentum=(common.SHARE, "momentum of SGD"),
@@ -809,7 +809,7 @@ def main(args, train=None, test=None, encoder=None):
     stopping = False
     with common.StopRequest() as stop:
         for epoch in range(step // steps_per_epoch, args.epochs + 1):  # one round more, to judge the last epoch
-            # Judge the epoch before, if that is still to do. If a run is stopped meanwhile, it continues from here.
+            # Judge the previous epoch, if that is still to do. A run that is stopped while judging continues from here
             if record and not stopping:
                 if test is not None and common.is_due(epoch, args.knn_every, args.epochs):
                     run.save(step, record, model.backbone, **saved)  # because what follows takes long
@@ -858,7 +858,7 @@ def main(args, train=None, test=None, encoder=None):
                 if step == last_step or stopping:
                     break
 
-            # Save. This includes the record of an epoch that has ended; the next round judges and writes it
+            # Save. After a whole epoch, its record is saved, too. The next round judges the epoch and writes the record
             if step % steps_per_epoch == 0:
                 record = run.summary(step, loader) | common.embedding_health(gather(q.detach()), gather(k))
             keep = record and args.keep_every and (epoch + 1) % args.keep_every == 0

@@ -775,7 +775,7 @@ def train_protocol(args, device, encoder, info, train, test):
     stopping, judged = False, None
     with common.StopRequest() as stop:
         for epoch in range(step // steps_per_epoch, args.epochs + 1):  # one round more, to judge the last epoch
-            # Judge the epoch before, if that is still to do. If a run is stopped meanwhile, it continues from here.
+            # Judge the previous epoch, if that is still to do. A run that is stopped while judging continues from here
             if record and not stopping:
                 if epoch == args.epochs or common.is_due(epoch, args.eval_every, args.epochs):
                     run.save(step, record, **saved)  # because what follows takes long
@@ -823,7 +823,7 @@ def train_protocol(args, device, encoder, info, train, test):
                 if step == last_step or stopping:
                     break
 
-            # Save. This includes the record of an epoch that has ended; the next round judges and writes it
+            # Save. After a whole epoch, its record is saved, too. The next round judges the epoch and writes the record
             if step % steps_per_epoch == 0:
                 record = run.summary(step, loader)
             if stopping or step == last_step or common.is_due(epoch + 1, args.save_every, args.epochs):

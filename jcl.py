@@ -6,9 +6,9 @@ above. If the keys are Gaussian, the bound has a closed form, which needs only t
 estimated from M' keys.
 
 Two things change in MoCo's loss. The mean key mu takes the place of the key. In the denominator the positive logit
-also grows by lambda / (2 tau^2) q^T Sigma q, which is the variance of the keys along the query, scaled by lambda. So
-the loss is low where the keys of an image agree. Gradients reach the query only, because a momentum encoder makes the
-keys. The mean keys enter the queue of negatives.
+also grows by lambda / (2 tau^2) times the variance of the keys along the query, q^T Sigma q. So the loss is low where
+the keys of an image agree. Gradients reach the query only, because a momentum encoder makes the keys. The mean keys
+enter the queue of negatives.
 
     Eq. 1                      info_nce                 MoCo v2's loss, and each term of Eq. 3
     Eq. 2-3                    JCL.forward, --vanilla   the average loss over the keys
@@ -22,10 +22,10 @@ keys. The mean keys enter the queue of negatives.
     python jcl.py --dataset cifar10 --num-keys 1                              # the baseline, MoCo v2, on one GPU
     torchrun --nproc_per_node=8 jcl.py --dataset imagenet --data-dir DIR
 
-The baseline is MoCo v2. It is exactly `--num-keys 1`, because one key has no variance. JCL adds the loss, M' key views
-per image, and the mean of the keys.
+The baseline is MoCo v2. It is exactly `--num-keys 1`, because one key has no variance. JCL has its own loss, M'
+key views per image instead of one, and mean keys in the queue.
 
-Departures of this file, of the paper and of the released code from each other:
+Where this file, the paper and the released code differ:
     D1 lambda. Paper and here: 4.0, constant. Released (`--variant released`): a linear ramp over the epochs, up to 2.0.
     D2 The number of keys M'. Paper and here: 5. Released (`--variant released`): 4, because the 5 in its script
        counts the query, too.
@@ -111,8 +111,8 @@ def jcl_loss(q, k, queue, temperature, lam):
     """Return JCL's loss, an upper bound on the expected InfoNCE loss over Gaussian keys (Eq. 8-9), as a scalar.
 
     It is log[exp(q.mu / T + lam / (2 T^2) q^T Sigma q) + sum_j exp(q.queue_j / T)] - q.mu / T, averaged over the batch.
-    mu and Sigma are the mean and the covariance of an image's keys (divided by M', not M' - 1). With lam >= 1 it is a
-    bound. With one key it is InfoNCE, whatever lam is.
+    mu and Sigma are the mean and the covariance of an image's keys (Sigma is a sum divided by M', not M' - 1). With
+    lam >= 1 the loss is a bound. With one key it is InfoNCE, whatever lam is.
 
     q: (N, C) queries, L2-normalised. k: (N, M', C) keys, each L2-normalised; k[i] are the keys of q[i]. queue: (K, C)
     negatives, for example earlier keys, or means of keys. temperature: T > 0. lam: lambda >= 0.
@@ -209,8 +209,8 @@ class Queue(nn.Module):
 def exchange(x, wanted):
     """Exchange rows between processes: on process r, return the rows wanted[r] of the global batch, as (m, ...).
 
-    x: (n, ...), this process's part of the global batch, which is all parts in rank order. wanted: (world, m) int64 on
-    the CPU, the same on all processes. No gradient. A process receives only the rows that it wants.
+    x: (n, ...), this process's part. The global batch is all parts, in rank order. wanted: (world, m) int64 on the
+    CPU, the same on all processes. No gradient. A process receives only the rows that it wants.
     """
     rank, world = common.rank_and_world()
     if world == 1:
@@ -238,7 +238,7 @@ def encode_keys(encode, views, generator):
     """
     n, world = len(views[0]), common.rank_and_world()[1]
     shuffle = torch.randperm(len(views) * n * world, generator=generator)
-    # Number the rows by (view, image). location: where each row lies in the processes' concatenated views.
+    # Row v N + i is view v of image i. location: its place if all processes' torch.cat(views) stood in rank order.
     location = torch.arange(len(shuffle)).view(world, len(views), n).transpose(0, 1).flatten()
     mine = exchange(torch.cat(views), location[shuffle].view(world, -1))
     keys = gather(encode(mine))
@@ -331,7 +331,7 @@ FLAGS = {  # {group: {value of the recipe: (kind, help)}}; common.add_flag says 
         batch_size=(common.AT_LEAST_TWO, "images per step, over all processes"),
         lr=(common.POSITIVE, "learning rate at batch size --lr-batch; it is scaled linearly with --batch-size"),
         lr_batch=(common.COUNT, "batch size for which --lr is given"),
-        min_lr=(common.NOT_NEGATIVE, "learning rate at the end; if not given, it is scaled as --lr is"),
+        min_lr=(common.NOT_NEGATIVE, "learning rate at the end; if not given, it keeps its ratio to the peak rate"),
         warmup=(common.NOT_NEGATIVE, "epochs of linear warm-up; if not given, it shrinks with --epochs"),
         weight_decay=(common.NOT_NEGATIVE, "weight decay of SGD"),
         sgd_momentum=(common.SHARE, "momentum of SGD"),
@@ -443,7 +443,7 @@ def main(args, train=None, test=None, encoder=None):
     stopping = False
     with common.StopRequest() as stop:
         for epoch in range(step // steps_per_epoch, args.epochs + 1):  # one round more, to judge the last epoch
-            # Judge the epoch before, if that is still to do. If a run is stopped meanwhile, it continues from here.
+            # Judge the previous epoch, if that is still to do. A run that is stopped while judging continues from here
             if record and not stopping:
                 if test is not None and common.is_due(epoch, args.knn_every, args.epochs):
                     run.save(step, record, model.backbone, **saved)  # because what follows takes long
@@ -482,7 +482,7 @@ def main(args, train=None, test=None, encoder=None):
                 if step == last_step or stopping:
                     break
 
-            # Save. This includes the record of an epoch that has ended; the next round judges and writes it
+            # Save. After a whole epoch, its record is saved, too. The next round judges the epoch and writes the record
             if step % steps_per_epoch == 0:
                 record = run.summary(step, loader) | common.embedding_health(gather(q.detach()), gather(k))
             keep = record and args.keep_every and (epoch + 1) % args.keep_every == 0

@@ -27,7 +27,7 @@ it in batches of their own. It can then tell the kinds of batch apart without co
 all pairs rightly in such batches, but 57 to 63 % in a mixed batch (tests/results/README.md). With `--affinity-batch
 joint` (ours) both kinds pass it in one batch.
 
-Departures of this file, of the paper and of the released code from each other:
+Where this file, the paper and the released code differ:
     D1 Terms and weights. Paper (`--variant paper`): the affinity's objective is linear, L_lg is the sum of its
        four terms, and lambda L_ll is a term of the loss. At the same rate this loss is five times as large. Here and
        released: the objective is logistic and so bounded, the loss is the mean of the six terms, and L_ll has a step of
@@ -314,8 +314,8 @@ class Queue(nn.Module):
 def exchange(x, wanted):
     """Exchange rows between processes: on process r, return the rows wanted[r] of the global batch, as (m, ...).
 
-    x: (n, ...), this process's part of the global batch, which is all parts in rank order. wanted: (world, m) int64 on
-    the CPU, the same on all processes. No gradient. A process receives only the rows that it wants.
+    x: (n, ...), this process's part. The global batch is all parts, in rank order. wanted: (world, m) int64 on the
+    CPU, the same on all processes. No gradient. A process receives only the rows that it wants.
     """
     rank, world = common.rank_and_world()
     if world == 1:
@@ -343,7 +343,7 @@ def encode_keys(encode, views, generator):
     """
     n, world = len(views[0]), common.rank_and_world()[1]
     shuffle = torch.randperm(len(views) * n * world, generator=generator)
-    # Number the rows by (view, image). location: where each row lies in the processes' concatenated views.
+    # Row v N + i is view v of image i. location: its place if all processes' torch.cat(views) stood in rank order.
     location = torch.arange(len(shuffle)).view(world, len(views), n).transpose(0, 1).flatten()
     mine = exchange(torch.cat(views), location[shuffle].view(world, -1))
     keys = gather(encode(mine))
@@ -549,7 +549,7 @@ FLAGS = {  # {group: {value of the recipe: (kind, help)}}; common.add_flag says 
         lr=(common.POSITIVE, "learning rate at batch size --lr-batch; it is scaled linearly with --batch-size"),
         lr_batch=(common.COUNT, "batch size for which --lr is given"),
         milestones=(common.SHARE, "shares of the run after which the rate falls to a tenth; none: a cosine", "*"),
-        min_lr=(common.NOT_NEGATIVE, "learning rate at the end of the cosine; if not given, it is scaled as --lr is"),
+        min_lr=(common.NOT_NEGATIVE, "final rate of the cosine; if not given, it keeps its ratio to the peak rate"),
         warmup=(common.NOT_NEGATIVE, "epochs of linear warm-up; if not given, it shrinks with --epochs"),
         weight_decay=(common.NOT_NEGATIVE, "weight decay of SGD"),
         sgd_momentum=(common.SHARE, "momentum of SGD, the affinity's too"),
@@ -716,7 +716,7 @@ def main(args, train=None, test=None, encoder=None):
     stopping = False
     with common.StopRequest() as stop:
         for epoch in range(step // steps_per_epoch, args.epochs + 1):  # one round more, to judge the last epoch
-            # Judge the epoch before, if that is still to do. If a run is stopped meanwhile, it continues from here.
+            # Judge the previous epoch, if that is still to do. A run that is stopped while judging continues from here
             if record and not stopping:
                 if test is not None and common.is_due(epoch, args.knn_every, args.epochs):
                     run.save(step, record, model.backbone, **saved)  # because what follows takes long
@@ -773,7 +773,7 @@ def main(args, train=None, test=None, encoder=None):
                 if step == last_step or stopping:
                     break
 
-            # Save. This includes the record of an epoch that has ended; the next round judges and writes it
+            # Save. After a whole epoch, its record is saved, too. The next round judges the epoch and writes the record
             if step % steps_per_epoch == 0:
                 record = run.summary(step, loader) | common.embedding_health(gather(q.detach()), gather(k))
             keep = record and args.keep_every and (epoch + 1) % args.keep_every == 0

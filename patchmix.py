@@ -26,7 +26,7 @@ the batch. The loss is the sum of three contrasts. They have short names in the 
 The baseline is MoCo v3: `--num-mix 1 --terms oto,mto` is L(q2, k1) + L(q1, k2), its symmetric loss divided by 2 tau.
 PatchMix adds patch_mix, mix_targets, the weights in soft_info_nce, and the third term.
 
-Departures of this file, of the paper and of the released code from each other:
+Where this file, the paper and the released code differ:
     D1 The terms' weights. Paper and here: each term counts 1, and the weights of mtm's positives sum to M. Released
        (`--variant released`): oto counts 1, the other two 0.5, and the weights of mtm's positives sum to 1. Here that
        is `--term-weights 1 0.5 X` with X = 0.5 / M. The released code also smooths oto's targets: it spreads 0.1 of
@@ -403,7 +403,7 @@ FLAGS = {  # {group: {value of the recipe: (kind, help)}}; common.add_flag says 
         batch_size=(common.AT_LEAST_TWO, "images per step, over all processes"),
         lr=(common.POSITIVE, "learning rate at batch size --lr-batch; it is scaled linearly with --batch-size"),
         lr_batch=(common.COUNT, "batch size for which --lr is given"),
-        min_lr=(common.NOT_NEGATIVE, "learning rate at the end; if not given, it is scaled as --lr is"),
+        min_lr=(common.NOT_NEGATIVE, "learning rate at the end; if not given, it keeps its ratio to the peak rate"),
         warmup=(common.NOT_NEGATIVE, "epochs of linear warm-up; if not given, it shrinks with --epochs"),
         weight_decay=(common.NOT_NEGATIVE, "weight decay of AdamW, at the start and at the end"),
         betas=(common.number(float, 0, 0.999999), "betas of AdamW"),
@@ -564,7 +564,7 @@ def main(args, train=None, test=None, encoder=None):
     stopping = False
     with common.StopRequest() as stop:
         for epoch in range(step // steps_per_epoch, args.epochs + 1):  # one round more, to judge the last epoch
-            # Judge the epoch before, if that is still to do. If a run is stopped meanwhile, it continues from here.
+            # Judge the previous epoch, if that is still to do. A run that is stopped while judging continues from here
             if record and not stopping:
                 if test is not None and common.is_due(epoch, args.knn_every, args.epochs):
                     run.save(step, record, model.momentum_backbone, **saved)  # because what follows takes long
@@ -601,7 +601,7 @@ def main(args, train=None, test=None, encoder=None):
                 if step == last_step or stopping:
                     break
 
-            # Save. This includes the record of an epoch that has ended; the next round judges and writes it
+            # Save. After a whole epoch, its record is saved, too. The next round judges the epoch and writes the record
             if step % steps_per_epoch == 0:
                 record = run.summary(step, loader) | common.embedding_health(gather(q.detach()), gather(k))
             keep = record and args.keep_every and (epoch + 1) % args.keep_every == 0
