@@ -343,7 +343,8 @@ def encode_keys(encode, views, generator):
     """
     n, world = len(views[0]), common.rank_and_world()[1]
     shuffle = torch.randperm(len(views) * n * world, generator=generator)
-    # Row v N + i is view v of image i. location: its place if all processes' torch.cat(views) stood in rank order.
+    # Row v * N + i is view v of image i. location[row] is its index in the concatenation, in rank order, of every
+    # process's torch.cat(views).
     location = torch.arange(len(shuffle)).view(world, len(views), n).transpose(0, 1).flatten()
     mine = exchange(torch.cat(views), location[shuffle].view(world, -1))
     keys = gather(encode(mine))
