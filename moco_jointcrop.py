@@ -765,7 +765,7 @@ def split_batch_norms(module, groups):
     """
     if groups == 1 and common.rank_and_world()[1] > 1:
         if not next(module.parameters()).is_cuda:
-            common.fail("--bn-groups 1 with several processes needs GPUs: give --bn-groups a multiple of the processes")
+            common.fail("--bn-groups 1 with several processes needs GPUs: give a multiple of the number of processes")
         return timm.layers.convert_sync_batchnorm(module)
     for name, child in module.named_children():
         if isinstance(child, (nn.BatchNorm1d, nn.BatchNorm2d)):
