@@ -35,6 +35,7 @@ import sys
 import threading
 import time
 import warnings
+import weakref
 import zipfile
 import zlib
 from concurrent.futures import ThreadPoolExecutor
@@ -995,15 +996,18 @@ def workers_of(args, device):
     return min(12, len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
 
 
-LOADERS = []  # processes that loaders of this program have started; a user's own child processes are not among them
+# Processes that loaders of this program have started; a user's own child processes are not among them. The references
+# are weak, because a process object keeps files open until it is gone.
+LOADERS = weakref.WeakSet()
 
 
 class WorkerContext(type(multiprocessing.get_context("fork" if sys.platform == "linux" else None))):
     """Starts loader workers, and remembers them. On Linux they are forked, and share the decoded images."""
 
     def Process(self, *args, **kwargs):  # noqa: N802  (multiprocessing's name)
-        LOADERS.append(super().Process(*args, **kwargs))
-        return LOADERS[-1]
+        worker = super().Process(*args, **kwargs)
+        LOADERS.add(worker)
+        return worker
 
 
 def _start_worker(_):
@@ -1015,7 +1019,7 @@ def end_workers():
     """Kill the loader workers of this program, at once."""
     if sys.platform == "linux" and LOADERS:
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # or torch would report their end, after what was the error
-    for worker in LOADERS:
+    for worker in list(LOADERS):
         if worker.is_alive():
             worker.kill()
 

@@ -1,6 +1,7 @@
 """common.py against slow, obvious references: randomness, data, views, colour, flags, files."""
 
 import colorsys
+import gc
 import json
 import multiprocessing
 import os
@@ -923,11 +924,11 @@ def test_the_end_of_the_loaders_leaves_other_child_processes_alive():
     """end_workers kills what loaders started, and nothing of a user's own."""
     user = multiprocessing.get_context("spawn").Process(target=time.sleep, args=(60,))
     user.start()
-    before = signal.getsignal(signal.SIGCHLD)
+    before, earlier = signal.getsignal(signal.SIGCHLD), set(common.LOADERS)
     batches = iter(make_loader(2))
     next(batches)
-    workers = common.LOADERS[-2:]
-    assert all(worker.is_alive() for worker in workers)
+    workers = set(common.LOADERS) - earlier
+    assert len(workers) == 2 and all(worker.is_alive() for worker in workers)
     common.end_workers()
     for worker in workers:
         worker.join(10)
@@ -936,3 +937,16 @@ def test_the_end_of_the_loaders_leaves_other_child_processes_alive():
     user.join()
     signal.signal(signal.SIGCHLD, before)
     assert alive and not any(worker.is_alive() for worker in workers)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="open files are counted in /proc")
+def test_evaluations_leave_no_files_open():
+    """A long run evaluates often, each time with new workers."""
+    images = common.ImageSet("x", [0] * 4, ["a"], np.zeros((4, 8, 8, 3), np.uint8))
+    info = dict(image_size=8, mean=(0, 0, 0), std=(1, 1, 1), interpolation="bilinear")
+    counts = []
+    for _ in range(3):
+        common.extract_features(torch.nn.Flatten(), images, info, torch.device("cpu"), workers=2)
+        gc.collect()
+        counts.append(len(os.listdir("/proc/self/fd")))
+    assert counts[0] == counts[1] == counts[2]
