@@ -52,8 +52,9 @@ Where this file, the paper and the released code differ:
     D13 SimSiam's recipe (inference). Rate, batch size and weight decay are LoGo's on MoCo. On CIFAR the batch has
        512 images, as a third party's, whose rate is half of that here. All rates fall by a cosine. In SimSiam's own
        code the predictor's rate is constant.
-    D14 The affinity's batches. Here and released: pairs of one image and of two images have batches of their own.
-       `--affinity-batch joint` is ours: both kinds share batch norm's statistics, in Eq. 6 and in L_ll. In L_ll the
+    D14 The affinity's batches. Here and released: pairs of one image and of two images have batches of their own, and
+       only pairs of one image have noise. Either tells the kinds apart. `--affinity-batch joint` is ours: both kinds
+       have the noise, and share batch norm's statistics. They share these in L_ll, too, where there is no noise and the
        pairs of two images are constants.
 """
 
@@ -148,7 +149,9 @@ def affinity_loss(affinity, local1, local2, noise=None, form="logistic", batch="
     bound. batch: as in `score_pairs`.
 
     affinity: maps two (N, C) to scores (N,). local1, local2: (N, C), L2-normalised. noise: (2, N, C), added to the
-    positives, or None. Gradients reach the affinity only. Raises ValueError for other shapes and words.
+    positives, or None. With batch "joint" the negatives are made of the same noisy locals, so that the two kinds differ
+    in nothing but who is paired with whom. Gradients reach the affinity only. Raises ValueError for other shapes and
+    words.
     """
     if form not in ("logistic", "linear"):
         raise ValueError(f"form is 'logistic' or 'linear', not {form!r}")
@@ -159,11 +162,13 @@ def affinity_loss(affinity, local1, local2, noise=None, form="logistic", batch="
         raise ValueError(f"noise is (2, N, C), so {(2, *local1.shape)} here, not {tuple(noise.shape)}")
     a, b = local1.detach(), local2.detach()
     x, y = noise
+    positives = [(a + x, b + y), (b + x, a + y)]
+    of_one_image = positives if batch == "joint" else [(a, b), (b, a)]
+    negatives = [(first, second.roll(1, 0)) for first, second in of_one_image]
     if form == "linear":
-        positive, negative = score_pairs(affinity, [(a + x, b + y), (a, b.roll(1, 0))], batch)
+        positive, negative = score_pairs(affinity, [positives[0], negatives[0]], batch)
         return F.softplus(negative).mean() - F.softplus(positive).mean()  # -Eq. 4
-    pairs = [(a + x, b + y), (b + x, a + y), (a, b.roll(1, 0)), (b, a.roll(1, 0))]
-    positive12, positive21, negative12, negative21 = score_pairs(affinity, pairs, batch)
+    positive12, positive21, negative12, negative21 = score_pairs(affinity, positives + negatives, batch)
     positive = F.softplus(-positive12) + F.softplus(-positive21)
     negative = F.softplus(negative12) + F.softplus(negative21)
     return (positive + negative).mean() / 2
@@ -529,7 +534,7 @@ FLAGS = {  # {group: {value of the recipe: (kind, help)}}; common.add_flag says 
         affinity_batch=(("separate", "joint"), "joint: pairs of one and of two images in one batch (ours, D14)"),
         affinity_hidden=(common.COUNT, "width of the affinity's two hidden layers"),
         affinity_lr=(common.auto_or(common.POSITIVE), "the affinity's rate, constant; auto: the encoder's peak rate"),
-        affinity_noise=(common.NOT_NEGATIVE, "noise on the logistic form's positives, times sqrt(dim)"),
+        affinity_noise=(common.NOT_NEGATIVE, "noise on the logistic form's locals, times sqrt(dim); see D14"),
         temperature=(common.POSITIVE, "temperature of MoCo's loss"),
         queue=(common.auto_or(common.COUNT), "MoCo's negatives per query: earlier keys; auto: a tenth of the images"),
     ),

@@ -104,14 +104,15 @@ BATCHES = {"separate": separate, "joint": joint}
 def omega(affinity, a, b, noise, form, score=separate):
     """What the affinity minimises, pair by pair: minus Eq. 4, or the released logistic form."""
     n, (x, y) = len(a), noise
+    u, v = noise if score is joint else 0 * noise  # the negatives' noise
     positives = [(a[i] + x[i], b[i] + y[i]) for i in range(n)]
-    negatives = [(a[i], b[i - 1]) for i in range(n)]  # b[-1] for the first
+    negatives = [(a[i] + u[i], b[i - 1] + v[i - 1]) for i in range(n)]  # b[-1] for the first
     if form == "linear":
         positive, negative = score(affinity, positives, negatives)
         return -(sum(softplus(positive)) / n - sum(softplus(negative)) / n)
     other_positives, other_negatives = (
         [(b[i] + x[i], a[i] + y[i]) for i in range(n)],
-        [(b[i], a[i - 1]) for i in range(n)],
+        [(b[i] + u[i], a[i - 1] + v[i - 1]) for i in range(n)],
     )
     found = score(affinity, positives, other_positives, negatives, other_negatives)
     total = 0.0
@@ -165,6 +166,19 @@ def test_batch_norm_tells_separate_batches_apart_but_not_a_joint_one(form):
     losses = {batch: logo.affinity_loss(of_the_batch, a, alike, None, form, batch).item() for batch in BATCHES}
     assert losses["separate"] < losses["joint"] - 1
     assert losses["separate"] < 1e-9 and losses["joint"] > (-1e-9 if form == "linear" else 2 * math.log(2))
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_noise_tells_separate_batches_apart_but_not_a_joint_one(form):
+    """So with an affinity that looks at the length of each local alone, which noise changes."""
+    a, b, noise = unit(6, 4), unit(6, 4, seed=1), random(2, 6, 4, seed=2)
+
+    def of_the_length(x, y):
+        return 1e3 * ((x.norm(dim=1) - 1).abs() + (y.norm(dim=1) - 1).abs() - 1e-3)
+
+    losses = {batch: logo.affinity_loss(of_the_length, a, b, noise, form, batch).item() for batch in BATCHES}
+    assert losses["separate"] < 0.5
+    assert losses["joint"] > (-1e-9 if form == "linear" else 2 * math.log(2))
 
 
 def test_affinity_loss_limits():
