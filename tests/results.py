@@ -3,11 +3,12 @@
     python tests/results.py train --data-dir DIR [--arms jcl clim] [--seeds 0 1] [--jobs 2]
     python tests/results.py floors --data-dir DIR
     python tests/results.py mechanisms --data-dir DIR        what the losses do, in all runs
+    python tests/results.py few --data-dir DIR --arm mocov3  one run of PatchMix where images are few
     python tests/results.py readme                   write the tables into README.md and tests/results/README.md
     python tests/results.py curves OUT.png           learning curves (needs matplotlib)
 
 The protocol (tests/results/README.md) was written down before the first run. `train` makes the runs that are missing,
-several side by side. It goes on where it was stopped. The numbers are kept in tests/results/*.json.
+several side by side. It goes on where it was stopped, as `few` does. The numbers are kept in tests/results/*.json.
 """
 
 import argparse
@@ -24,7 +25,9 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import NamedTuple
 
+import timm
 import torch
+from torchvision.datasets import ImageFolder
 
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
@@ -32,6 +35,7 @@ import figures  # noqa: E402
 
 import common  # noqa: E402
 import eval_linear  # noqa: E402
+import patchmix  # noqa: E402
 
 KEPT = ROOT / "tests" / "results"
 MEASURES = {"knn20_top1": "kNN, k = 20", "knn200_top1": "kNN, k = 200", "linear_top1": "linear"}
@@ -195,6 +199,40 @@ def train(args):
         pool.shutdown(cancel_futures=True)
     if failed:
         raise SystemExit(1)
+
+
+FEW = dict(per_class=200, epochs=330, knn_every=30)
+FEW_ARMS = ("mocov3", "patchmix-released")
+
+
+def few(args):
+    """A run of PatchMix where images are few: the first 200 of each class by name, and a ViT of 1.2 M parameters.
+
+    If it is stopped, the numbers that it has reached are kept, and the same command continues it.
+    """
+    torch.set_num_threads(1)
+    train, test = (ImageFolder(Path(args.data_dir) / part) for part in ("train", "test"))
+    of_class = [[i for i, label in enumerate(train.targets) if label == c] for c in range(len(train.classes))]
+    first = torch.utils.data.Subset(train, sum((rows[: FEW["per_class"]] for rows in of_class), []))
+    torch.manual_seed(args.seed)
+    encoder = timm.create_model(
+        "vit_tiny_patch16_224", img_size=32, patch_size=4, embed_dim=128, depth=6, num_heads=4, num_classes=0
+    )
+    script, *flags = ARMS[args.arm].script.split()
+    flags += f"--dataset cifar10 --arch vit_micro --patch-size 4 --amp bf16 --epochs {args.epochs}".split()
+    flags += f"--batch-size 128 --knn-every {FEW['knn_every']} --seed {args.seed} --workers 0 --device cpu".split()
+    out = Path(args.runs) / f"few-{args.arm}-s{args.seed}"
+    try:
+        patchmix.main(patchmix.parse_args([*flags, "--out", str(out)]), first, test, encoder)
+    finally:  # also of a run that was stopped
+        if (out / "metrics.jsonl").exists():
+            head, *epochs = common.read_metrics(out / "metrics.jsonl")
+            line = f"tests/results.py few --arm {args.arm} --seed {args.seed}"
+            record = dict(command=line, flags=" ".join(flags), **{k: head[k] for k in ("torch", "device", "commit")})
+            record["trained"] = epochs[-1]["epoch"] if epochs else 0
+            shown = ("epoch", "loss", "std", "knn20_top1", "knn200_top1")
+            record["epochs"] = [{k: round(r[k], 4) for k in shown} for r in epochs if "knn20_top1" in r]
+            keep(args.budget, f"few-{args.arm}", args.seed, record)
 
 
 def floors(args):
@@ -365,7 +403,23 @@ def analysis(table, budget):
     return markdown(["arm", "seeds", *ANALYSES[table]], rows)
 
 
-TABLES = dict(claims=claims, front=front, arms=table)
+def few_table(budget):
+    """Markdown of the runs where images are few: kNN accuracy (k = 20) over the epochs, an arm per row."""
+    runs = {arm: kept_runs(budget, f"few-{arm}") for arm in FEW_ARMS}
+    found = {
+        (arm, seed): {r["epoch"]: r["knn20_top1"] for r in record["epochs"]}
+        for arm, records in runs.items()
+        for seed, record in records.items()
+    }
+    epochs = sorted(set().union(*found.values()))
+    rows = [
+        [f"{ARMS[arm].name}, `{ARMS[arm].script}`", str(seed), *(f"{at[e]:.1f}" if e in at else "" for e in epochs)]
+        for (arm, seed), at in found.items()
+    ]
+    return markdown(["arm", "seed", *(str(epoch) for epoch in epochs)], rows)
+
+
+TABLES = dict(claims=claims, front=front, arms=table, few=few_table)
 TABLES |= {f"mechanisms, {name}": functools.partial(analysis, name) for name in ANALYSES}
 PAGES = ROOT / "README.md", KEPT / "README.md"
 
@@ -425,18 +479,22 @@ def main(argv=None):
     parser = common.ArgumentParser("tests/results.py", description=__doc__.splitlines()[0])
     actions = parser.add_subparsers(required=True, metavar="ACTION", parser_class=argparse.ArgumentParser)
     for name, function in dict(
-        train=train, floors=floors, mechanisms=mechanisms, readme=write_pages, curves=curves
+        train=train, floors=floors, mechanisms=mechanisms, few=few, readme=write_pages, curves=curves
     ).items():
         action = actions.add_parser(name, help=function.__doc__)
         action.set_defaults(function=function)
         action.add_argument("--budget", choices=BUDGETS, default="cpu")
-        if function in (train, floors, mechanisms):
-            action.add_argument("--data-dir", metavar="DIR")
+        if function in (train, floors, mechanisms, few):
+            action.add_argument("--data-dir", metavar="DIR", required=function is few)
         if function is train:
             action.add_argument("--arms", nargs="+", choices=ARMS, metavar="ARM", help="default: tier 1")
             action.add_argument("--seeds", nargs="+", type=int, default=[0, 1], metavar="N")
             action.add_argument("--jobs", type=int, default=2, metavar="N", help="runs side by side")
-        if function in (train, mechanisms):
+        if function is few:
+            action.add_argument("--arm", choices=FEW_ARMS, required=True)
+            action.add_argument("--seed", type=int, default=0, metavar="N")
+            action.add_argument("--epochs", type=int, default=FEW["epochs"], metavar="N")
+        if function in (train, mechanisms, few):
             action.add_argument("--runs", default="runs/results", metavar="DIR", help="where the runs' folders are")
         if function is curves:
             action.add_argument("out", metavar="OUT.png")

@@ -2,8 +2,10 @@
 
 import importlib
 
+import numpy as np
 import pytest
 import results
+from PIL import Image
 
 SCRIPT = """
 import pathlib, sys
@@ -51,3 +53,25 @@ def test_pages_have_what_the_files_say():
 )
 def test_a_verdict_follows_from_all_gains(gains, said):
     assert results.verdict(gains) == said
+
+
+@pytest.mark.slow
+def test_a_run_of_few_images_is_kept_and_shown(tmp_path, monkeypatch, capfd):
+    monkeypatch.setattr(results, "KEPT", tmp_path / "kept")
+    monkeypatch.setitem(results.FEW, "per_class", 13)  # of 15
+    generator = np.random.default_rng(0)
+    for part, count in (("train", 15), ("test", 2)):
+        for c in range(10):
+            (tmp_path / part / f"class{c}").mkdir(parents=True)
+            for i in range(count):
+                pixels = generator.integers(0, 256, (32, 32, 3), dtype=np.uint8)
+                Image.fromarray(pixels).save(tmp_path / part / f"class{c}" / f"{i:02d}.png")
+    results.main(
+        f"few --data-dir {tmp_path} --arm patchmix-released --seed 3 --epochs 1 --runs {tmp_path / 'runs'}".split()
+    )
+    assert "data own: 130 training images" in capfd.readouterr().out
+    record = results.kept_runs("cpu", "few-patchmix-released")[3]
+    assert record["trained"] == 1 and "--variant released" in record["flags"]
+    knn = record["epochs"][0]["knn20_top1"]
+    assert 0 <= knn <= 100
+    assert results.few_table("cpu").splitlines()[2].endswith(f"| 3 | {knn:.1f} |")
