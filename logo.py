@@ -22,10 +22,11 @@ Inference: only the supplement of this paper could be read. The equations of the
 MoCo form is the released code's. No code of the SimSiam form was released, so all of it is inference, and so is lambda
 on MoCo.
 
-Caution: the affinity has batch norms. In the released code and here, pairs of one image and pairs of two images pass
-it in batches of their own. It can then tell the kinds of batch apart without comparing the locals. In our runs it ranks
-all pairs rightly in such batches, but 57 to 63 % in a mixed batch (tests/results/README.md). With `--affinity-batch
-joint` (ours) both kinds pass it in one batch.
+Caution: in the released code and here, pairs of one image and pairs of two images pass the affinity in batches of
+their own, and only pairs of one image have noise. So batch norm, or the noise, can tell the two kinds apart without a
+comparison of the locals. In our runs the affinity ranks all pairs rightly in such batches, but 57 to 63 % in a mixed
+batch. With `--affinity-batch joint` (ours) both kinds have noise and share their batches. The affinity then compares
+the locals: it ranks 93 % rightly in a mixed batch (tests/results/README.md).
 
 Where this file, the paper and the released code differ:
     D1 Terms and weights. Paper (`--variant paper`): the affinity's objective is linear, L_lg is the sum of its
