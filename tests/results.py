@@ -230,17 +230,22 @@ def few(args):
     flags += f"--dataset cifar10 --arch vit_micro --patch-size 4 --amp bf16 --epochs {args.epochs}".split()
     flags += f"--batch-size 128 --knn-every {FEW['knn_every']} --seed {args.seed} --workers 0 --device cpu".split()
     out = Path(args.runs) / f"few-{args.arm}-s{args.seed}"
+    status = 0
     try:
         patchmix.main(patchmix.parse_args([*flags, "--out", str(out)]), first, test, encoder)
-    finally:  # also of a run that was stopped
-        if (out / "metrics.jsonl").exists():
-            head, *epochs = common.read_metrics(out / "metrics.jsonl")
-            line = f"tests/results.py few --arm {args.arm} --seed {args.seed}"
-            record = dict(command=line, flags=" ".join(flags), **{k: head[k] for k in ("torch", "device", "commit")})
-            record["trained"] = epochs[-1]["epoch"] if epochs else 0
-            shown = ("epoch", "loss", "std", "knn20_top1", "knn200_top1")
-            record["epochs"] = [{k: round(r[k], 4) for k in shown} for r in epochs if "knn20_top1" in r]
-            keep(args.budget, f"few-{args.arm}", args.seed, record)
+    except SystemExit as stop:
+        if stop.code != 75:  # it was refused: the folder's numbers are another run's
+            raise
+        status = 75
+    head, *epochs = common.read_metrics(out / "metrics.jsonl")
+    line = f"tests/results.py few --arm {args.arm} --seed {args.seed}"
+    record = dict(command=line, flags=" ".join(flags), **{k: head[k] for k in ("torch", "device", "commit")})
+    record["trained"] = epochs[-1]["epoch"] if epochs else 0
+    shown = ("epoch", "loss", "std", "knn20_top1", "knn200_top1")
+    record["epochs"] = [{k: round(r[k], 4) for k in shown} for r in epochs if "knn20_top1" in r]
+    keep(args.budget, f"few-{args.arm}", args.seed, record)
+    if status:
+        raise SystemExit(status)
 
 
 def floors(args):
