@@ -227,7 +227,7 @@ def few(args):
         "vit_tiny_patch16_224", img_size=32, patch_size=4, embed_dim=128, depth=6, num_heads=4, num_classes=0
     )
     script, *flags = ARMS[args.arm].script.split()
-    flags += f"--dataset cifar10 --arch vit_micro --patch-size 4 --amp bf16 --epochs {args.epochs}".split()
+    flags += f"--dataset cifar10 --arch vit_micro --patch-size 4 --epochs {args.epochs} {args.flags}".split()
     flags += f"--batch-size 128 --knn-every {FEW['knn_every']} --seed {args.seed} --workers 0 --device cpu".split()
     out = Path(args.runs) / f"few-{args.arm}-s{args.seed}"
     status = 0
@@ -507,6 +507,7 @@ def main(argv=None):
             action.add_argument("--arm", choices=FEW_ARMS, required=True)
             action.add_argument("--seed", type=int, default=0, metavar="N")
             action.add_argument("--epochs", type=int, default=FEW["epochs"], metavar="N")
+            action.add_argument("--flags", default="--amp bf16", metavar="'WORDS'", help="more, for patchmix.py")
         if function in (train, mechanisms, few):
             action.add_argument("--runs", default="runs/results", metavar="DIR", help="where the runs' folders are")
         if function is curves:
