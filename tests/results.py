@@ -507,7 +507,9 @@ def main(argv=None):
             action.add_argument("--arm", choices=FEW_ARMS, required=True)
             action.add_argument("--seed", type=int, default=0, metavar="N")
             action.add_argument("--epochs", type=int, default=FEW["epochs"], metavar="N")
-            action.add_argument("--flags", default="--amp bf16", metavar="'WORDS'", help="more, for patchmix.py")
+            action.add_argument(
+                "--flags", default="--amp bf16", metavar="FLAGS", help="more for patchmix.py (default: %(default)s)"
+            )
         if function in (train, mechanisms, few):
             action.add_argument("--runs", default="runs/results", metavar="DIR", help="where the runs' folders are")
         if function is curves:
