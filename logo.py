@@ -26,7 +26,7 @@ Caution: in the released code and here, pairs of one image and pairs of two imag
 their own, and only pairs of one image have noise. So batch norm, or the noise, can tell the two kinds apart without a
 comparison of the locals. In our runs the affinity ranks all pairs rightly in such batches, but 57 to 63 % in a mixed
 batch. With `--affinity-batch joint` (ours) both kinds have noise and share their batches. The affinity then compares
-the locals: it ranks 93 % rightly in a mixed batch (tests/results/README.md).
+the locals: it ranks 94 % rightly in a mixed batch (tests/results/README.md).
 
 Where this file, the paper and the released code differ:
     D1 Terms and weights. Paper (`--variant paper`): the affinity's objective is linear, L_lg is the sum of its
