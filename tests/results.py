@@ -298,7 +298,7 @@ def shown(values):
 
 def spread(values, sign="", digits=1):
     """Mean and standard deviation in words."""
-    mean = f"{statistics.mean(values):{sign}.{digits}f}"
+    mean = f"{round(statistics.mean(values), digits) + 0.0:{sign}.{digits}f}"  # + 0.0: never "-0.0"
     return mean + (f" ± {statistics.stdev(values):.{digits}f}" if len(values) > 1 else "")
 
 
