@@ -414,13 +414,11 @@ class OwnImages(ImageSet):
 
     def length(self):
         """The number of items. Exits with an error message if there is none, or the data set is not a map-style one."""
-        try:
-            if isinstance(self.data, torch.utils.data.IterableDataset) or not hasattr(self.data, "__getitem__"):
-                raise TypeError
-            count = len(self.data)
-        except (TypeError, NotImplementedError):
-            kind = type(self.data).__name__
-            fail(f"{self.owner} is of type {kind}: give a map-style Dataset, with __len__ and __getitem__")
+        kind = type(self.data)
+        stream = isinstance(self.data, torch.utils.data.IterableDataset)
+        if stream or not hasattr(kind, "__len__") or not hasattr(kind, "__getitem__"):
+            fail(f"{self.owner} is of type {kind.__name__}: give a map-style Dataset, with __len__ and __getitem__")
+        count = len(self.data)
         if count == 0:
             fail(f"{self.owner} is empty: its length is 0")
         return count

@@ -447,6 +447,15 @@ def test_own_data_of_another_kind_end_in_one_line(capsys, kind):
     assert words in refused(capsys, common.open_images, args, train, test)
 
 
+def test_an_error_in_the_users_own_length_is_shown_as_it_is():
+    class Broken(NoLength):
+        def __len__(self):
+            return len(None)
+
+    with pytest.raises(TypeError, match="NoneType"):
+        common.open_images(types.SimpleNamespace(batch_size=1), Broken(), None)
+
+
 def test_own_labels_of_many_types():
     for make in (int, np.int64, torch.tensor, np.array, bool):
         images = common.OwnImages(Own([(IMAGE, make(1)), (IMAGE, make(0))]), labelled=True)
