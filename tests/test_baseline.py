@@ -4,7 +4,7 @@ import importlib
 
 import pytest
 import torch
-from conftest import METHODS
+from conftest import METHODS, NANO
 
 import common
 
@@ -22,7 +22,7 @@ BASELINES = {
 def test_queue_methods_share_their_baseline(method, tmp_path, monkeypatch):
     """Three steps of two files' baselines with one recipe end in the same encoder, queue and loss, up to rounding."""
     assert {*METHODS} == {*BASELINES, "patchmix"}
-    monkeypatch.setitem(common.ARCHS, "nano", ("resnet18", dict(layers=(1,) * 4, channels=(4, 8, 8, 8))))
+    monkeypatch.setitem(common.ARCHS, "nano", ("resnet18", NANO))
     states = {}
     for name in (method, "moco_jointcrop"):
         module, out = importlib.import_module(name), tmp_path / name

@@ -11,6 +11,7 @@ import os
 import signal
 import socket
 
+import conftest
 import numpy as np
 import pytest
 import torch
@@ -23,7 +24,7 @@ import common
 import jcl
 
 TINY = "--arch resnet_nano --image-size 16 --batch-size 8 --queue 16 --dim 8 --device cpu".split()
-NANO = ("resnet18", dict(layers=(1,) * 4, channels=(4, 8, 8, 8), zero_init_last=False))
+NANO = ("resnet18", dict(conftest.NANO, zero_init_last=False))
 
 
 @pytest.fixture(autouse=True)

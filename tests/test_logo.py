@@ -6,6 +6,7 @@ import os
 import socket
 import types
 
+import conftest
 import numpy as np
 import pytest
 import torch
@@ -20,7 +21,7 @@ import logo
 
 FORMS = ("logistic", "linear")
 BASES = {"moco": ["--base", "moco"], "simsiam": ["--base", "simsiam"]}
-NANO = ("resnet18", dict(layers=(1, 1, 1, 1), channels=(4, 8, 8, 8), zero_init_last=False))
+NANO = ("resnet18", dict(conftest.NANO, zero_init_last=False))
 
 
 @pytest.fixture(autouse=True)
