@@ -788,7 +788,7 @@ def main(args, train=None, test=None, encoder=None):
     if args.num_clusters == "auto":
         args.num_clusters = max(1, len(train) // 128)
     torch.manual_seed(args.seed)
-    model = CLIM(args, copy.deepcopy(encoder)).to(device, memory_format=common.memory_format(device, encoder))
+    model = CLIM(args, copy.deepcopy(encoder)).to(device, memory_format=common.memory_format(device, args.arch))
     model = split_batch_norms(model, args.bn_groups)
     trained = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.SGD(trained, args.lr, momentum=args.sgd_momentum, weight_decay=args.weight_decay)

@@ -169,13 +169,13 @@ def has_bf16(device):
     return device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
 
 
-def memory_format(device, encoder=None):
-    """Return the memory format for training: channels_last, which is faster. encoder: a user's own, or None.
+def memory_format(device, arch):
+    """Return the memory format for training: channels_last, which is faster; on a CPU only for the encoders of ARCHS.
 
-    On a CPU an own encoder keeps its format. In torch 2.11 to 2.15, on CPUs without AVX-512, the gradient of a 1 x 1
-    convolution of stride 2 crashes in channels_last if it has fewer than 8 channels. No encoder of timm has one.
+    In torch 2.11 to 2.15, on CPUs without AVX-512, the gradient of a 1 x 1 convolution of stride 2 crashes in
+    channels_last if it has fewer than 8 channels. Some of timm's encoders have one, for example RepVGG.
     """
-    return torch.channels_last if encoder is None or device.type == "cuda" else torch.preserve_format
+    return torch.channels_last if device.type == "cuda" or arch in ARCHS else torch.preserve_format
 
 
 def use_bf16(amp, device, arch, sizes):

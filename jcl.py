@@ -424,7 +424,7 @@ def main(args, train=None, test=None, encoder=None):
     if args.queue == "auto":
         args.queue = min(65536, max(args.batch_size, len(train) // 10))
     torch.manual_seed(args.seed)
-    model = JCL(args, copy.deepcopy(encoder)).to(device, memory_format=common.memory_format(device, encoder))
+    model = JCL(args, copy.deepcopy(encoder)).to(device, memory_format=common.memory_format(device, args.arch))
     model = split_batch_norms(model, args.bn_groups)
     trained = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.SGD(trained, args.lr, momentum=args.sgd_momentum, weight_decay=args.weight_decay)

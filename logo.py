@@ -688,10 +688,10 @@ def main(args, train=None, test=None, encoder=None):
         args.queue = min(65536, max(args.batch_size, len(train) // 10))
     torch.manual_seed(args.seed)
     if args.base == "moco":
-        model = MoCo(args, copy.deepcopy(encoder)).to(device, memory_format=common.memory_format(device, encoder))
+        model = MoCo(args, copy.deepcopy(encoder)).to(device, memory_format=common.memory_format(device, args.arch))
         model = split_batch_norms(model, args.bn_groups)
     else:
-        model = SimSiam(args, copy.deepcopy(encoder)).to(device, memory_format=common.memory_format(device, encoder))
+        model = SimSiam(args, copy.deepcopy(encoder)).to(device, memory_format=common.memory_format(device, args.arch))
         model = synchronize_batch_norms(model)
     trained = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.SGD(trained, args.lr, momentum=args.sgd_momentum, weight_decay=args.weight_decay)

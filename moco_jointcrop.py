@@ -620,14 +620,14 @@ def main(args, train=None, test=None, encoder=None):
     # Model and optimiser
     torch.manual_seed(args.seed)
     if args.moco == "v3":
-        model = MoCoV3(args, copy.deepcopy(encoder)).to(device, memory_format=common.memory_format(device, encoder))
+        model = MoCoV3(args, copy.deepcopy(encoder)).to(device, memory_format=common.memory_format(device, args.arch))
         model = synchronize_batch_norms(model)
         negatives = args.batch_size - 1
         chance = 4 * args.temperature * math.log(args.batch_size)  # the loss at equal logits: two terms of 2 T each
     else:
         if args.queue == "auto":
             args.queue = min(65536, max(args.batch_size, len(train) // 10))
-        model = MoCo(args, copy.deepcopy(encoder)).to(device, memory_format=common.memory_format(device, encoder))
+        model = MoCo(args, copy.deepcopy(encoder)).to(device, memory_format=common.memory_format(device, args.arch))
         model = split_batch_norms(model, args.bn_groups)
         negatives = args.queue
         chance = math.log(args.queue + 1)  # the loss at equal logits
