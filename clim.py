@@ -544,8 +544,9 @@ class CLIM(nn.Module):
             return F.normalize(self.momentum_projector(self.momentum_backbone(x)).to(x.dtype), dim=1)
 
     def forward(self, views, step):
-        """Return (loss, keys to enqueue (N, dim), metrics {name: tensor}) of a batch. The loss is Eq. 6.
+        """Return (loss, keys to enqueue (N, dim), (q, k), metrics {name: tensor}) of a batch. The loss is Eq. 6.
 
+        q and k (n, dim) are queries and the images' own keys at the largest size, without gradient.
         While there are no positives, the loss is MoCo's, summed over the same pairs of sizes. views: this process's
         views (n, 3, H, W), normalised, as `draw_views` orders them. step: seeds CutMix's share and box, and the
         shuffles of the keys. Gradients reach the query encoder only.
@@ -574,7 +575,7 @@ class CLIM(nn.Module):
             else:
                 losses.append(info_nce(q, k[0], self.queue.keys, args.temperature))  # Eq. 1
         anchor_keys = keys[0][0]  # the images' own keys at the largest size
-        return sum(losses), anchor_keys, dict(q=queries[0], k=own_keys[0][0])  # Eq. 6
+        return sum(losses), anchor_keys, (queries[0].detach(), own_keys[0][0]), {}  # Eq. 6
 
     @torch.no_grad()
     def update(self, m):
@@ -702,6 +703,12 @@ def schedule(args, step, steps_per_epoch):
     return lr, args.weight_decay, args.momentum
 
 
+def choice_is_due(args, epoch):
+    """Return True if positives are chosen before this epoch, counted from 0 (App. A.2)."""
+    since = epoch - args.clim_start
+    return args.selection != "none" and since >= 0 and since % args.refresh_every == 0
+
+
 def choose_positives(args, x, generator=None, neighbors=None):
     """Choose the table of positives by --selection (Table 6): embeddings x (N, C) -> (N, num_positives) int64.
 
@@ -772,7 +779,6 @@ def main(args, train=None, test=None, encoder=None):
     device = common.join_processes(args)
     args = common.settle(args, device, train, encoder)
     args.bn_groups = batch_norm_groups(args)
-    run = None if args.show_views else common.Run(args, device)
     train, test = common.open_images(args, train, test)
     positives = torch.full((len(train), args.num_positives), -1, dtype=torch.int32)
     positives.share_memory_()  # so that the loader's workers see its changes
@@ -787,61 +793,40 @@ def main(args, train=None, test=None, encoder=None):
         args.queue = min(65536, max(args.batch_size, len(train) // 10))
     if args.num_clusters == "auto":
         args.num_clusters = max(1, len(train) // 128)
+    layout = common.memory_format(device, args.arch)
     torch.manual_seed(args.seed)
-    model = CLIM(args, copy.deepcopy(encoder)).to(device, memory_format=common.memory_format(device, args.arch))
+    model = CLIM(args, copy.deepcopy(encoder)).to(device, memory_format=layout)
     model = split_batch_norms(model, args.bn_groups)
     trained = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.SGD(trained, args.lr, momentum=args.sgd_momentum, weight_decay=args.weight_decay)
     ddp = in_parallel(args, model)
 
     # The run's folder: if it holds a last.pt, the run continues from it
-    steps_per_epoch = len(train) // args.batch_size
-    total_steps = args.epochs * steps_per_epoch
-    last_step = min(args.max_steps or total_steps, total_steps)
-    saved = dict(model=model, optimizer=optimizer, positives=positives)
-    step, record = run.load(train, **saved)
+    run = common.Run(args, device, train, model.backbone, model=model, optimizer=optimizer, positives=positives)
     chance = len(args.resolutions) ** 2 * math.log(args.queue + 1)  # the loss at equal logits
     kind = "no positives" if args.selection == "none" else f"selection {args.selection}, mix {args.mix}"
     about = f"{kind}, sizes {common.shown(args.resolutions)}, {args.queue} negatives per query"
-    run.begin(step, last_step, common.introduction(args, model.backbone, train, test, chance, about), chance, record)
+    run.begin(common.introduction(args, model.backbone, train, test, chance, about), chance)
     if args.selection != "none" and args.clim_start >= args.epochs:
         common.say("warning: no positives will be chosen: give --clim-start a number below --epochs")
 
-    stopping = False
-    with common.StopRequest() as stop:
-        for epoch in range(step // steps_per_epoch, args.epochs + 1):  # one round more, to judge the last epoch
-            # Judge the previous epoch, if that is still to do. A run that is stopped while judging continues from here
-            if record and not stopping:
-                if test is not None and common.is_due(epoch, args.knn_every, args.epochs):
-                    run.save(step, record, model.backbone, **saved)  # because what follows takes long
-                    with stop.at_once():
-                        record |= common.knn_record(args, model.backbone, train, test, device)
-                run.write(record)
-                record = None
-            if step >= last_step or stopping:
-                break
-
-            # Choose positives every few epochs (App. A.2), and if the run continues from one that had none
-            if args.selection != "none" and epoch >= args.clim_start:
-                begins = step % steps_per_epoch == 0
-                due = begins and (epoch - args.clim_start) % args.refresh_every == 0
-                none_chosen = positives[0, 0] < 0
-                if due or none_chosen:
-                    run.save(step, record, model.backbone, **saved)  # because what follows takes long
-                    with stop.at_once():
-                        refresh(args, model, train, device, epoch, positives)
-
-            # Train for an epoch, or for what is left of it
-            loader.batch_sampler.set_epoch(epoch, start=step % steps_per_epoch)
+    # Each epoch is trained, saved, judged and written. A run that was stopped goes on in the middle of one
+    stop, step, steps_per_epoch = common.StopRequest(), run.step, run.steps_per_epoch
+    for epoch in range(run.epoch, run.last_epoch):  # run.epoch: the first whose record is not yet written
+        # Choose positives every few epochs (App. A.2). Here everything is saved
+        if choice_is_due(args, epoch) and step == epoch * steps_per_epoch:
+            refresh(args, model, train, device, epoch, positives)
+        with stop:  # SIGTERM and Ctrl-C wait in here, until the step at hand is made and saved
+            loader.batch_sampler.set_epoch(epoch, step, run.last_step)
             for batch in loader:
                 lr, weight_decay, momentum = schedule(args, step, steps_per_epoch)
                 for group in optimizer.param_groups:
                     group.update(lr=lr, weight_decay=weight_decay)
                 # A query view and a key view per image. Once positives are chosen, also views of one positive
-                views = [common.normalize(view, mean, std) for view in common.colour_views(batch, device)]
+                views = [common.normalize(view, mean, std) for view in common.colour_views(batch, device, layout)]
                 common.seed_step(args.seed, step)  # for layers that draw random numbers, such as drop-path
                 # The loss: Eq. 3 mixes the queries, and Eq. 6 sums Eq. 4 over all pairs of sizes
-                loss, anchor_keys, metrics = ddp(views, step)
+                loss, anchor_keys, embeddings, metrics = ddp(views, step)
                 # Update the query encoder. Then move the momentum encoder
                 optimizer.zero_grad(set_to_none=True)
                 loss.backward()
@@ -851,22 +836,20 @@ def main(args, train=None, test=None, encoder=None):
                 average_statistics(model)
                 # The images' own keys are negatives of the next steps
                 model.queue.enqueue(anchor_keys)
-                # Count and log. A request to stop (Ctrl-C or SIGTERM) ends the loop after this step
+                # Count and log. After a request to stop (Ctrl-C or SIGTERM) no further step is made
                 step += 1
-                q, k = metrics.pop("q"), metrics.pop("k")
-                run.count(step, dict(loss=loss, **metrics, grad_norm=grad_norm, lr=lr, momentum=momentum))
-                stopping = stop.agreed()
-                if step == last_step or stopping:
+                metrics = dict(loss=loss, **metrics, grad_norm=grad_norm, lr=lr, momentum=momentum)
+                run.count(step, metrics, embeddings)
+                if stop.agreed():
                     break
-
-            # Save. After a whole epoch, its record is saved, too. The next round judges the epoch and writes the record
-            if step % steps_per_epoch == 0:
-                record = run.summary(step, loader) | common.embedding_health(gather(q.detach()), gather(k))
-            keep = record and args.keep_every and (epoch + 1) % args.keep_every == 0
-            if keep or stopping or step == last_step or common.is_due(epoch + 1, args.save_every, args.epochs):
-                run.save(step, record, model.backbone, f"epoch-{epoch + 1:04d}.pt" if keep else None, **saved)
+            record = run.save(loader, stop.agreed() or choice_is_due(args, epoch + 1))
+        if step < (epoch + 1) * steps_per_epoch:  # --max-steps
+            break
+        if test is not None and common.is_due(epoch + 1, args.knn_every, args.epochs):
+            record |= common.knn_record(args, model.backbone, train, test, device)
+        run.write(record)
     del ddp  # before the process group ends: in torch 2.11 a DDP that is deleted after it can hang for ever
-    run.finish(step, record, stopping)
+    run.finish()
 
 
 # =============================================================== 6. machinery

@@ -65,13 +65,6 @@ except ImportError:  # Windows
 # ---------------------------------------------------------------- 1. messages
 
 
-def tell_torchrun(line):
-    """Leave a process's last words where torchrun looks for them. It ends its own report with them."""
-    if report := os.environ.get("TORCHELASTIC_ERROR_FILE"):
-        found = {"message": line, "extraInfo": {"timestamp": str(int(time.time()))}}
-        Path(report).write_text(json.dumps({"message": found}))
-
-
 def fail(message):
     """Answer a mistake of the user: print one line on stderr, from one process, and exit with status 2."""
     first = os.environ.get("RANK", "0") == "0"
@@ -81,7 +74,6 @@ def fail(message):
     line = "error: " + message.replace("\n", "\\n")  # a file's name may have one
     if first:
         print(line, file=sys.stderr, flush=True)
-    tell_torchrun(line)
     raise SystemExit(2)
 
 
@@ -98,18 +90,12 @@ def say(text="", end="\n"):
         print(("\r\x1b[K" if sys.stdout.isatty() else "") + text, end=end, flush=True)
 
 
-def last_words(line):
-    """Say a line, and leave it for torchrun's report, too."""
-    say(line)
-    tell_torchrun(line)
-
-
 def start(main, parse_args):
     """Run a script: Ctrl-C before training begins, or after it, ends it with a line in place of a traceback."""
     try:
         main(parse_args())
     except KeyboardInterrupt:
-        last_words("stopped by Ctrl-C (exit status 130) outside of training; the same command begins again")
+        say("stopped by Ctrl-C (exit status 130) outside of training; the same command begins again")
         raise SystemExit(130) from None
 
 
@@ -170,12 +156,12 @@ def has_bf16(device):
 
 
 def memory_format(device, arch):
-    """Return the memory format for training: channels_last, which is faster; on a CPU only for the encoders of ARCHS.
+    """Return the memory format of views and encoder in training: channels_last, on CPUs for the encoders of ARCHS only.
 
     In torch 2.11 to 2.15, on CPUs without AVX-512, the gradient of a 1 x 1 convolution of stride 2 crashes in
     channels_last if it has fewer than 8 channels. Some of timm's encoders have one, for example RepVGG.
     """
-    return torch.channels_last if device.type == "cuda" or arch in ARCHS else torch.preserve_format
+    return torch.channels_last if device.type == "cuda" or arch in ARCHS else torch.contiguous_format
 
 
 def use_bf16(amp, device, arch, sizes):
@@ -203,69 +189,52 @@ def from_first(make):
 
 
 class StopRequest:
-    """Lets SIGTERM and Ctrl-C (SIGINT) ask a run to stop, while the `with` block runs.
+    """Makes SIGTERM, SIGHUP and Ctrl-C (SIGINT) wait while steps are made and saved.
 
-        with StopRequest() as stop:
-            ...
+        stop = StopRequest()
+        with stop:
+            ...                    # make a step
             if stop.agreed():      # after each step: leave the loop and save
                 break
-            with stop.at_once():   # everything is saved: a request ends the program here
-                ...
 
-    A second signal, three seconds or more after the first, ends the program as it would without this class. Outside
-    the main thread Python handles no signals, so there the class only reads what other processes were asked.
+    The block ends the program with exit status 75 if `agreed` was True. Outside of it signals act as in any Python
+    program. A second signal, three seconds or more after the first, acts at once. A signal that is ignored stays so
+    (SIGHUP under nohup). Outside the main thread Python handles no signals. There only other processes are asked.
     """
 
-    def __enter__(self):
-        self.requested_at, self.ends_here, self.previous, self.process = None, False, {}, os.getpid()
-        if threading.current_thread() is threading.main_thread():
-            self.previous = {n: signal.signal(n, self._handle) for n in (signal.SIGTERM, signal.SIGINT)}
+    def __init__(self):
         several = rank_and_world()[1] > 1
         self.group = dist.new_group(backend="gloo") if several else None  # the device need not wait for it
-        return self
+        self.requested_at, self.stopping, self.previous = None, False, {}
 
-    def __exit__(self, *_):
+    def __enter__(self):
+        if threading.current_thread() is threading.main_thread():
+            numbers = [getattr(signal, name) for name in ("SIGTERM", "SIGINT", "SIGHUP") if hasattr(signal, name)]
+            numbers = [number for number in numbers if signal.getsignal(number) != signal.SIG_IGN]
+            self.previous = {number: signal.signal(number, self._handle) for number in numbers}
+
+    def __exit__(self, error, *_):
         for number, handler in self.previous.items():
             signal.signal(number, handler)
+        if error is None and self.stopping:
+            say("stopped on request (exit status 75); everything is saved, and the same command goes on")
+            raise SystemExit(75)
 
     def _handle(self, number, frame):
-        if os.getpid() != self.process:  # a loader worker, which was forked just now, and will ignore signals
-            return
         now = time.monotonic()
         if self.requested_at is None:
             self.requested_at = now
-            if self.ends_here:
-                self._end(number)
         elif now > self.requested_at + 3:  # earlier, it is the same request: a scheduler's to all, and torchrun's
-            signal.signal(number, signal.SIG_DFL)
+            signal.signal(number, self.previous[number])
             signal.raise_signal(number)
 
-    def _end(self, number):
-        last_words("stopped on request (exit status 75) when all was saved; the same command makes up for the rest")
-        if number == signal.SIGTERM:  # at once: to take torch down takes seconds, and a callback loses exceptions
-            end_workers()
-            os._exit(75)
-        raise SystemExit(75)
-
     def agreed(self):
-        """True if any process has received a signal. Costs one small all-reduce per call."""
-        requested = self.requested_at is not None
-        if self.group is None:
-            return requested
-        note = torch.tensor(float(requested))
-        dist.all_reduce(note, dist.ReduceOp.MAX, group=self.group)
-        return note.item() > 0
-
-    @contextlib.contextmanager
-    def at_once(self):
-        """Inside, a request ends the program at once. For long work that begins when everything is saved."""
-        self.ends_here = True
-        if self.requested_at is not None:
-            self._end(signal.SIGINT)
-        try:
-            yield
-        finally:
-            self.ends_here = False
+        """Return True if any process has received a signal. Costs one small all-reduce per call."""
+        requested = torch.tensor(float(self.requested_at is not None))
+        if self.group is not None:
+            dist.all_reduce(requested, dist.ReduceOp.MAX, group=self.group)
+        self.stopping = requested.item() > 0
+        return self.stopping
 
 
 # -------------------------------------------------------------- 2. randomness
@@ -981,9 +950,12 @@ class EpochSampler:
         self.length, self.batch_size, self.seed = length, batch_size, seed
         self.set_epoch(0)
 
-    def set_epoch(self, epoch, start=0):
-        """Choose the epoch, counted from 0, and the first of its batches, which a run that goes on has not yet had."""
-        self.epoch, self.start = epoch, start
+    def set_epoch(self, epoch, first_step=0, last_step=math.inf):
+        """Choose the epoch, counted from 0, and which of its batches are left out.
+
+        Both steps are counted over the whole run: first_step are made already, and it ends when last_step are made.
+        """
+        self.epoch, self.first_step, self.last_step = epoch, first_step, last_step
 
     def order(self, epoch):
         return torch.randperm(self.length, generator=generator(self.seed, epoch, STREAM_ORDER)).tolist()
@@ -991,9 +963,11 @@ class EpochSampler:
     def __iter__(self):
         rank, world = rank_and_world()
         epoch, order, local = self.epoch, self.order(self.epoch), self.batch_size // world
-        for step in range(self.start, self.length // self.batch_size):
-            begin = step * self.batch_size + rank * local
-            yield [(epoch, i) for i in order[begin : begin + local]]
+        steps = self.length // self.batch_size
+        for i in range(steps):
+            if self.first_step <= epoch * steps + i < self.last_step:
+                begin = i * self.batch_size + rank * local
+                yield [(epoch, row) for row in order[begin : begin + local]]
 
 
 def workers_of(args, device):
@@ -1159,17 +1133,17 @@ def colour(x, parameters):
     return _on(x, torch.nonzero(p["flip"]).flatten(), lambda v: v.flip(-1))
 
 
-def colour_views(batch, device):
+def colour_views(batch, device, memory_format=torch.channels_last):
     """A batch of `ViewDataset` -> list of its views (n, 3, H, W), moved to the device and coloured, float in [0, 1].
 
-    Views of one size are coloured in one pass, which costs a GPU fewer launches.
+    memory_format: of the views. Views of one size are coloured in one pass, which costs a GPU fewer launches.
     """
     views = [v.to(device, non_blocking=True) for v in batch["views"]]
     for size in {v.shape[-1] for v in views}:
         same = [i for i, v in enumerate(views) if v.shape[-1] == size]
         x = colour(torch.cat([views[i] for i in same]), batch["colour"][:, same].transpose(0, 1).flatten(0, 1))
         for i, view in zip(same, x.chunk(len(same)), strict=True):
-            views[i] = view
+            views[i] = view.contiguous(memory_format=memory_format)
     return views
 
 
@@ -1867,91 +1841,90 @@ def settle(args, device, train=None, encoder=None):
 
 
 class Run:
-    """The files of a run: its folder, checkpoints and records. It does nothing but what it is asked to.
+    """The files of a run: its folder, checkpoints and records.
 
-    run = Run(args, device)                        # refuses an --out of another run; nothing is written yet
-    step, record = run.load(train, model=model, optimizer=optimizer)
-    run.begin(step, last_step, introduction)       # writes config.json, unless nothing is left to do
-    run.count(step, metrics)                       # after each step: adds up the metrics, shows the progress
-    record = run.summary(step, loader)             # after each epoch: the metrics' means
-    run.save(step, record, encoder, model=model, optimizer=optimizer)
-    run.write(record)                              # after the record is judged: adds it to metrics.jsonl
-    run.finish(step, record, stopping)
+    run = Run(args, device, train, model.backbone, model=model, optimizer=optimizer)   # continues from last.pt, if any
+    run.begin(introduction)                # writes config.json and the first record
+    for epoch in range(run.epoch, run.last_epoch):
+        run.count(step, metrics)           # after each step: adds up the metrics, shows the progress
+        record = run.save(loader)          # after the steps: writes last.pt; returns the record of a whole epoch
+        run.write(record)                  # after the record is judged: adds it to metrics.jsonl
+    run.finish()
+
+    images: the training images, which must be those that the run began with. encoder: what backbone.pt holds. parts:
+    what is saved, by name: tensors, or objects with state_dict and load_state_dict.
+    step: steps that are made. epoch: the first whose record is not yet written. last_step, last_epoch: where this call
+    ends. Exits with an error message if --out has another run, or if last.pt does not fit.
     """
 
-    def __init__(self, args, device):
-        self.args, self.device, self.out = args, device, Path(args.out)
+    def __init__(self, args, device, images, encoder=None, **parts):
+        self.args, self.device, self.encoder, self.parts, self.out = args, device, encoder, parts, Path(args.out)
         self.config = json.loads(json.dumps(vars(args)))
-        self.checkpoint = find_checkpoint(self.out, self.config, args.resume)
+        self.images = {"number": len(images), "checksum": images.checksum()}
+        self.steps_per_epoch = len(images) // args.batch_size
+        self.total_steps = args.epochs * self.steps_per_epoch
+        self.last_step = min(args.max_steps or self.total_steps, self.total_steps)
+        self.last_epoch = -(-self.last_step // self.steps_per_epoch)
+        self.step, self.record, self.records, self.saved_step = 0, None, [], None  # record: not yet written
         self.start_epoch()
+        if checkpoint := find_checkpoint(self.out, self.config, args.resume):
+            self.restore(checkpoint)
+        self.epoch = self.step // self.steps_per_epoch - (self.record is not None)
+        self.first_step = self.step
+        together = {"max_steps", "save_every", "keep_every", "knn_every", "eval_every"}  # all have to act together
+        flags = {name: value for name, value in self.config.items() if name not in OPERATING - together}
+        marks = from_all((flags, self.images, self.step))
+        if any(mark != marks[0] for mark in marks):
+            fail("the processes differ in flags, images or checkpoint: --data-dir and --out must be on shared disks")
 
     def start_epoch(self):
         """Begin the sums of an epoch anew."""
         self.names, self.sums, self.steps_counted = [], None, 0  # of the metrics that are averaged
-        self.last_values = {}  # of the other metrics
+        self.last_values, self.embeddings = {}, None  # of the other metrics; the last step's embeddings
         self.checked = 0, 0.0  # at the last check: the steps counted, and the sum of their gradients' norms
 
-    def load(self, images, **parts):
-        """Take over last.pt, if there is one. Returns (step, record); record: of an epoch that was not yet judged.
-
-        images: the training images, which must be those that the run began with. parts: what is saved, by name:
-        tensors, or objects with state_dict and load_state_dict. Exits with an error message if last.pt does not fit.
-        """
-        self.images = {"number": len(images), "checksum": images.checksum()}
-        self.steps_per_epoch = len(images) // self.args.batch_size
-        self.total_steps = self.args.epochs * self.steps_per_epoch
-        self.records, step, record = [], 0, None
-        if self.checkpoint:
-            step, record = self.restore(load_checkpoint(self.checkpoint), parts)
-        self.first_step, self.saved_step = step, step if self.checkpoint else None
-        together = {"max_steps", "save_every", "keep_every", "knn_every", "eval_every"}  # all have to act together
-        flags = {name: value for name, value in self.config.items() if name not in OPERATING - together}
-        marks = from_all((flags, self.images, step))
-        if any(mark != marks[0] for mark in marks):
-            fail("the processes differ in flags, images or checkpoint: --data-dir and --out must be on shared disks")
-        return step, record
-
-    def restore(self, state, parts):
-        """Take over the state of a last.pt: part of `load`."""
+    def restore(self, checkpoint):
+        """Take over the state of a last.pt."""
         rank, world = rank_and_world()
+        state = load_checkpoint(checkpoint)
         try:
             for name in ("method", "arch", "image_size", "batch_size"):
                 if self.config.get(name) != state["config"].get(name):
-                    fail(f"{self.checkpoint} is of {name} {state['config'].get(name)}, not {self.config.get(name)}")
+                    fail(f"{checkpoint} is of {name} {state['config'].get(name)}, not {self.config.get(name)}")
             if self.images != state["images"]:
                 counts = f"{state['images']['number']} images, now {self.images['number']}"
                 fail(
-                    f"{self.checkpoint} was trained on other images ({counts}, or other files): "
+                    f"{checkpoint} was trained on other images ({counts}, or other files): "
                     "give each data set, and each fold of a cross-validation, an --out of its own"
                 )
-            for name, part in parts.items():
+            for name, part in self.parts.items():
                 part.copy_(state[name]) if torch.is_tensor(part) else part.load_state_dict(state[name])
-            step, record, log = state["step"], state["record"], state["log"]
+            self.step, self.record, log = state["step"], state["record"], state["log"]
             self.names, self.steps_counted, sums = log["names"], log["count"], log["sums"]
             if self.steps_counted:
                 self.sums = (sums[rank] if len(sums) == world else sums.mean(0)).to(self.device)
         except (RuntimeError, ValueError, TypeError, KeyError, AttributeError, IndexError) as error:
             reason = f"{type(error).__name__} {' '.join(str(error).split())[:300]}"
-            fail(f"{self.checkpoint} is not a last.pt of this method, or does not fit its model: {reason}")
-        say(f"going on at step {step}")
-        self.records = [r for r in read_metrics(self.out / "metrics.jsonl") if r.get("step", 0) <= step]
-        if record and (not self.records or any(r.get("epoch") == record["epoch"] for r in self.records)):
-            record = None  # it is written already, or the records are in another folder
-        return step, record
+            fail(f"{checkpoint} is not a last.pt of this method, or does not fit its model: {reason}")
+        say(f"going on at step {self.step}")
+        self.saved_step = self.step
+        self.records = [r for r in read_metrics(self.out / "metrics.jsonl") if r.get("step", 0) <= self.step]
+        written = [r["epoch"] for r in self.records if "epoch" in r]
+        if self.record and (not self.records or self.record["epoch"] in written):
+            self.record = None  # it is written already, or the records are in another folder
 
-    def begin(self, step, last_step, introduction, chance=None, pending=None):
+    def begin(self, introduction, chance=None):
         """Claim the folder, say what the run's numbers depend on, and write config.json and the first record.
 
-        last_step: where this call ends; chance: the loss at equal logits; pending: the record that `load` returned. A
-        run that has nothing left to do is left as it is.
+        chance: the loss at equal logits. A run that has nothing left to do is left as it is.
         """
-        self.last_step, self.chance, self.began = last_step, chance, time.perf_counter()
-        if step >= last_step and not pending:
+        self.chance, self.began = chance, time.perf_counter()
+        if self.step >= self.last_step and not self.record:
             return
         environment = versions(self.device)
         say(", ".join(f"{k} {v}" for k, v in environment.items()))
         say(introduction)
-        first = dict(step=step, **environment, arguments=self.config, images=self.images, chance=chance)
+        first = dict(step=self.step, **environment, arguments=self.config, images=self.images, chance=chance)
         if rank_and_world()[0] == 0:
             self.lock = lock_folder(self.out)  # held as long as the file is open
             for unfinished in self.out.glob("*.tmp"):  # of a process that was killed in a write
@@ -1960,14 +1933,15 @@ class Run:
             write_whole(self.out / "config.json", lambda path: path.write_text(json.dumps(self.config, indent=1)))
             write_whole(self.out / "metrics.jsonl", lambda path: path.write_text(lines))
 
-    def count(self, step, metrics):
+    def count(self, step, metrics, embeddings=None):
         """Add up the metrics of a step, and show the progress every ten steps.
 
-        step: the number of steps that have been made; metrics: 0-d tensors, which are averaged over the epoch and the
-        processes, and numbers, of which the last is kept.
+        step: the number of steps that have been made. metrics: 0-d tensors, which are averaged over the epoch and the
+        processes, and numbers, of which the last is kept. embeddings: (q, k), see `embedding_health`.
         """
         tensors = {name: value.detach().double() for name, value in metrics.items() if torch.is_tensor(value)}
         self.last_values = {name: value for name, value in metrics.items() if name not in tensors}
+        self.step, self.embeddings = step, embeddings
         values = torch.stack([*tensors.values()])
         if self.names != [*tensors]:  # the first step, or another kind of epoch (CLIM's positives have come)
             self.names, self.sums, self.steps_counted = [*tensors], torch.zeros_like(values), 0
@@ -1993,76 +1967,78 @@ class Run:
         if steps and total - before > 1000 * before / steps:
             say(f"warning: before step {step} the gradient's norm has jumped to over a hundred times its mean")
 
-    def means(self):
-        """{name: mean over the counted steps and the processes}."""
-        mean = gather_uneven(self.sums[None]).mean(0) / self.steps_counted
-        return dict(zip(self.names, mean.tolist(), strict=True))
-
-    def summary(self, step, loader):
-        """The record of the epoch that ends with this step: means, last values and speed. Begins the sums anew."""
-        self.check(step)
-        record = dict(epoch=step // self.steps_per_epoch, step=step, **self.means(), **self.last_values)
+    def summarize(self, loader):
+        """Return the record of the epoch that ends here: means, last values, speed, health. Begin the sums anew."""
+        self.check(self.step)
+        mean = gather_uneven(self.sums[None]).mean(0) / self.steps_counted  # over the steps and the processes
+        record = dict(epoch=self.step // self.steps_per_epoch, step=self.step)
+        record |= dict(zip(self.names, mean.tolist(), strict=True)) | self.last_values
         if self.chance is not None:
             record["below_chance"] = self.chance - record["loss"]
         seconds = time.perf_counter() - loader.began
         record |= dict(data_wait=loader.waited / seconds)
         record |= dict(images_per_s=self.args.batch_size * self.steps_counted / seconds)
+        if self.embeddings is not None:
+            record |= embedding_health(*map(gather_uneven, self.embeddings))
         self.start_epoch()
         return record
 
-    def save(self, step, record, encoder=None, keep=None, **parts):
-        """Write backbone.pt, a copy named `keep` and last.pt, from the first process. last.pt becomes last.prev.pt.
+    def save(self, loader, now=False):
+        """Write what is due after the steps of an epoch. Return its record, or None if the epoch is not whole.
 
-        record: of an epoch that is not yet judged, or None; encoder: what backbone.pt holds; parts: as in `load`. If
-        step is saved already, nothing is done. last.pt comes last, so that a run that was killed before it writes all
-        of them again. Exits with an error message if weights are not finite: they are not saved.
+        last.pt is written after every --save-every epochs, before what takes long (judging), where the run ends, and if
+        `now` is True. Every --keep-every epochs there is a copy that stays. Exits with an error message if weights are
+        not finite: they are not saved.
         """
-        if self.saved_step == step and not keep:
-            return
+        epoch, rest = divmod(self.step, self.steps_per_epoch)
+        if rest == 0 and self.steps_counted:
+            self.record = self.summarize(loader)
+        due = any(is_due(epoch, every, self.args.epochs) for every in (self.args.save_every, self.args.knn_every))
+        keep = rest == 0 and self.args.keep_every > 0 and epoch % self.args.keep_every == 0
+        if (now or rest or due or keep or self.step == self.last_step) and self.step != self.saved_step:
+            self.write_checkpoints(f"epoch-{epoch:04d}.pt" if keep else None)
+        return self.record
+
+    def write_checkpoints(self, keep):
+        """Write backbone.pt, a copy named `keep`, and last.pt, from the first process. last.pt becomes last.prev.pt.
+
+        last.pt comes last, so that a run that was killed before it writes all of them again.
+        """
         sums = gather_uneven(self.sums[None]).cpu() if self.steps_counted else None
-        state = {name: part if torch.is_tensor(part) else part.state_dict() for name, part in parts.items()}
+        state = {name: part if torch.is_tensor(part) else part.state_dict() for name, part in self.parts.items()}
         if not is_finite(state):
-            fail(f"weights are not finite after step {step}, which is not saved: give a lower --lr, a new --out")
-        state |= dict(step=step, record=record, log=dict(names=self.names, count=self.steps_counted, sums=sums))
-        state |= dict(config=self.config, images=self.images)
+            fail(f"weights are not finite after step {self.step}, which is not saved: give a lower --lr, a new --out")
+        log = dict(names=self.names, count=self.steps_counted, sums=sums)
+        state |= dict(step=self.step, record=self.record, log=log, config=self.config, images=self.images)
         if rank_and_world()[0] == 0:
-            if encoder is not None:
+            if self.encoder is not None:
                 state["backbone"] = self.args.backbone
-                weights = {"state_dict": encoder.state_dict()}
+                weights = {"state_dict": self.encoder.state_dict()}
                 save_checkpoint(self.out / "backbone.pt", self.args.backbone | weights)
             if keep:
                 save_checkpoint(self.out / keep, state)
             save_checkpoint(self.out / "last.pt", state, keep_previous=True)
-        self.saved_step = step
+        self.saved_step = self.step
 
     def write(self, record):
         """Add the record of an epoch to metrics.jsonl, and say what matters most of it."""
         write_metrics(self.out, record, self.args.epochs, self.args.tensorboard)
+        self.record = None
         if record["epoch"] >= 3 and record.get("std", 1) < 0.1:
             say("warning: std is below 0.1 (1: spread over the sphere): the embeddings have collapsed")
 
-    def finish(self, step, record, stopping):
-        """Say how the run has ended, and leave the process group. Exits with status 75 if it was asked to stop.
-
-        stopping: whether it was asked; record: of an epoch that is not yet judged, or None.
-        """
-        asked = stopping and (step < self.last_step or record is not None)  # otherwise nothing is left to do
-        if step == self.first_step and not record:
+    def finish(self):
+        """Say how the run has ended, and leave the process group."""
+        if self.step < self.total_steps:
+            say(f"stopped at step {self.step} of {self.total_steps}: give a larger --max-steps, or none, to go on")
+        elif self.step == self.first_step and self.epoch == self.last_epoch:
             last = last_record(self.out)
             shown_values = ", ".join(f"{k} {shown(v)}" for k, v in last.items() if k in SHOWN or k.endswith("_top1"))
-            say(f"{self.out} is at step {step} of {self.last_step} already. Its last epoch: {shown_values}")
-        elif step < self.total_steps or record:
-            loss = f" (mean loss since the last record: {self.means()['loss']:.4f})" if self.steps_counted else ""
-            why = " on request (exit status 75)" * asked
-            last_words(
-                f"stopped at step {step} of {self.total_steps}{why}{loss}; the same command goes on from {self.out}"
-            )
+            say(f"{self.out} is finished already. Its last epoch: {shown_values}")
         elif (self.out / "backbone.pt").exists():
             say(f"finished. Judge it, with labels: python eval_knn.py {self.out}; python eval_linear.py {self.out}")
         if dist.is_initialized():
             dist.destroy_process_group()
-        if asked:
-            raise SystemExit(75)
 
 
 SHOWN = ("epoch", "loss", "std")  # what is said of a record, beside its scores

@@ -101,7 +101,7 @@ RECIPES = {  # "mode protocol", and what an encoder or a data set changes in it:
         drop_path=0.0,
     ),
 }
-RUN = dict(resume="auto", max_steps=None, save_every=1, eval_every=0, tensorboard=False)
+RUN = dict(resume="auto", max_steps=None, save_every=1, keep_every=0, knn_every=0, eval_every=0, tensorboard=False)
 FLAGS = {  # {group: {flag: argparse's options}}; what is not given, the protocol sets
     "protocol": dict(
         protocol=dict(choices=("probe", *LINEAR), help="how the classifier is trained (default: probe)"),
@@ -743,7 +743,6 @@ def train_protocol(args, device, encoder, info, train, test):
     # Data
     frozen = args.mode == "linear"
     args = name_run(args, encoder, train, test)
-    run = common.Run(args, device)
     if len(train) < args.batch_size:
         common.fail(f"{len(train)} images are fewer than one batch: give --batch-size {len(train)} or less")
     sampler = common.EpochSampler(len(train), args.batch_size, args.seed)
@@ -752,6 +751,7 @@ def train_protocol(args, device, encoder, info, train, test):
     labels = torch.from_numpy(train.labels)
 
     # Network and optimiser
+    layout = common.memory_format(device, common.arch_name(info))
     network, head = make_network(args, encoder, info, args.num_classes, device)
     network.train()
     if device.type == "cpu" and any(isinstance(module, nn.SyncBatchNorm) for module in network.modules()):
@@ -765,35 +765,21 @@ def train_protocol(args, device, encoder, info, train, test):
         mixup = Mixup(args.mixup, args.cutmix, label_smoothing=args.smoothing, num_classes=args.num_classes)
 
     # The run's folder: if it holds a last.pt, the run continues from it
-    steps_per_epoch = len(train) // args.batch_size
-    total_steps = args.epochs * steps_per_epoch
-    last_step = min(args.max_steps or total_steps, total_steps)
-    saved = dict(model=network, optimizer=optimizer)
-    step, record = run.load(train, **saved)
-    run.begin(step, last_step, introduction(args, train, steps_per_epoch, network), pending=record)
+    run = common.Run(args, device, train, model=network, optimizer=optimizer)
+    run.begin(introduction(args, train, run.steps_per_epoch, network))
 
-    stopping, judged = False, None
-    with common.StopRequest() as stop:
-        for epoch in range(step // steps_per_epoch, args.epochs + 1):  # one round more, to judge the last epoch
-            # Judge the previous epoch, if that is still to do. A run that is stopped while judging continues from here
-            if record and not stopping:
-                if epoch == args.epochs or common.is_due(epoch, args.eval_every, args.epochs):
-                    run.save(step, record, **saved)  # because what follows takes long
-                    with stop.at_once():
-                        record |= judge(args, device, encoder, network, info, test)
-                run.write(record)
-                judged, record = record, None
-            if step >= last_step or stopping:
-                break
-
-            # Train for an epoch, or for what is left of it
-            loader.batch_sampler.set_epoch(epoch, start=step % steps_per_epoch)
+    # Each epoch is trained, saved, judged and written. A run that was stopped goes on in the middle of one
+    stop, step, steps_per_epoch = common.StopRequest(), run.step, run.steps_per_epoch
+    for epoch in range(run.epoch, run.last_epoch):  # run.epoch: the first whose record is not yet written
+        is_judged = epoch + 1 == args.epochs or common.is_due(epoch + 1, args.eval_every, args.epochs)
+        with stop:  # SIGTERM and Ctrl-C wait in here, until the step at hand is made and saved
+            loader.batch_sampler.set_epoch(epoch, step, run.last_step)
             for batch in loader:
                 lr = learning_rate(args, step, steps_per_epoch)
                 for group in optimizer.param_groups:
                     group["lr"] = lr * group["lr_scale"]
                 # One view per image
-                (x,) = common.colour_views(batch, device)
+                (x,) = common.colour_views(batch, device, layout)
                 x = common.normalize(x, info["mean"], info["std"])
                 y = target = labels[batch["index"]].to(device, non_blocking=True)
                 if args.erase:
@@ -815,27 +801,25 @@ def train_protocol(args, device, encoder, info, train, test):
                 optimizer.zero_grad(set_to_none=True)
                 loss.backward()
                 optimizer.step()
-                # Count and log. A request to stop (Ctrl-C or SIGTERM) ends the loop after this step
+                # Count and log. After a request to stop (Ctrl-C or SIGTERM) no further step is made
                 step += 1
                 train_top1 = 100 * (logits.argmax(1) == y).float().mean()
                 run.count(step, dict(loss=loss, train_top1=train_top1, lr=lr))
-                stopping = stop.agreed()
-                if step == last_step or stopping:
+                if stop.agreed():
                     break
-
-            # Save. After a whole epoch, its record is saved, too. The next round judges the epoch and writes the record
-            if step % steps_per_epoch == 0:
-                record = run.summary(step, loader)
-            if stopping or step == last_step or common.is_due(epoch + 1, args.save_every, args.epochs):
-                run.save(step, record, **saved)
+            record = run.save(loader, stop.agreed() or is_judged)
+        if step < (epoch + 1) * steps_per_epoch:  # --max-steps
+            break
+        if is_judged:
+            record |= judge(args, device, encoder, network, info, test)
+        run.write(record)
     if frozen and fingerprint(encoder) != args.weights:
         raise RuntimeError("training changed the frozen encoder")
     del ddp  # before the process group ends: in torch 2.11 a DDP that is deleted after it can hang for ever
-    run.finish(step, record, stopping)
-    if step < total_steps:
+    run.finish()
+    if step < run.total_steps:
         return {}
-    judged = judged or run.records[-1]  # the run was finished before
-    result = {name: value for name, value in judged.items() if name.startswith(args.mode)}
+    result = {name: value for name, value in common.last_record(args.out).items() if name.startswith(args.mode)}
     common.say(f"{'encoder':>10}  {show(result)}  (epoch {args.epochs}, the last)")
     return {"encoder": result}
 

@@ -277,10 +277,11 @@ class JCL(nn.Module):
             return F.normalize(self.momentum_projector(self.momentum_backbone(x)).to(x.dtype), dim=1)
 
     def forward(self, views, step, lam):
-        """Return (loss, mean keys to enqueue (N, dim), metrics {name: tensor}) of a batch: Algorithm 1, lines 5 to 10.
+        """Return (loss, mean keys to enqueue (N, dim), (q, k), metrics {name: tensor}): Algorithm 1, lines 5 to 10.
 
         views: this process's query view and M' key views, each (n, 3, H, W), normalised. step: seeds the shuffle of the
-        keys. lam: lambda. Gradients reach the query encoder only.
+        keys. lam: lambda. q and k (n, dim) are queries and their first keys, without gradient. Gradients reach the
+        query encoder only.
         """
         q = self.query(views[0])  # line 5
         shuffle = common.generator(self.args.seed, step, STREAM_SHUFFLE)
@@ -293,8 +294,8 @@ class JCL(nn.Module):
             loss = jcl_loss(q, k, self.queue.keys, self.args.temperature, lam)  # lines 7 to 10
         mean_keys = keys.mean(0)  # for line 13; not L2-normalised, their norm is at most 1
         # key_variance is the mean of Sigma's diagonal
-        metrics = dict(key_variance=k.var(1, correction=0).mean(), q=q, k=k[:, 0])
-        return loss, mean_keys, metrics
+        metrics = dict(key_variance=k.var(1, correction=0).mean())
+        return loss, mean_keys, (q.detach(), k[:, 0]), metrics
 
     @torch.no_grad()
     def update(self, m):
@@ -412,7 +413,6 @@ def main(args, train=None, test=None, encoder=None):
     device = common.join_processes(args)
     args = common.settle(args, device, train, encoder)
     args.bn_groups = batch_norm_groups(args)
-    run = None if args.show_views else common.Run(args, device)
     train, test = common.open_images(args, train, test)
     loader = common.make_loader(args, train, augmentation(args), device)
     mean, std = common.NORMS[args.norm]
@@ -423,49 +423,35 @@ def main(args, train=None, test=None, encoder=None):
     # Model and optimiser
     if args.queue == "auto":
         args.queue = min(65536, max(args.batch_size, len(train) // 10))
+    layout = common.memory_format(device, args.arch)
     torch.manual_seed(args.seed)
-    model = JCL(args, copy.deepcopy(encoder)).to(device, memory_format=common.memory_format(device, args.arch))
+    model = JCL(args, copy.deepcopy(encoder)).to(device, memory_format=layout)
     model = split_batch_norms(model, args.bn_groups)
     trained = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.SGD(trained, args.lr, momentum=args.sgd_momentum, weight_decay=args.weight_decay)
     ddp = in_parallel(args, model)
 
     # The run's folder: if it holds a last.pt, the run continues from it
-    steps_per_epoch = len(train) // args.batch_size
-    total_steps = args.epochs * steps_per_epoch
-    last_step = min(args.max_steps or total_steps, total_steps)
-    saved = dict(model=model, optimizer=optimizer)
-    step, record = run.load(train, **saved)
+    run = common.Run(args, device, train, model.backbone, model=model, optimizer=optimizer)
     chance = math.log(args.queue + 1)  # the loss at equal logits
     kind = "vanilla" if args.vanilla else f"lambda {args.lam:g}, {args.lam_schedule}"
     about = f"M' = {args.num_keys}, {kind}, {args.queue} negatives per query"
-    run.begin(step, last_step, common.introduction(args, model.backbone, train, test, chance, about), chance, record)
+    run.begin(common.introduction(args, model.backbone, train, test, chance, about), chance)
 
-    stopping = False
-    with common.StopRequest() as stop:
-        for epoch in range(step // steps_per_epoch, args.epochs + 1):  # one round more, to judge the last epoch
-            # Judge the previous epoch, if that is still to do. A run that is stopped while judging continues from here
-            if record and not stopping:
-                if test is not None and common.is_due(epoch, args.knn_every, args.epochs):
-                    run.save(step, record, model.backbone, **saved)  # because what follows takes long
-                    with stop.at_once():
-                        record |= common.knn_record(args, model.backbone, train, test, device)
-                run.write(record)
-                record = None
-            if step >= last_step or stopping:
-                break
-
-            # Train for an epoch, or for what is left of it
-            loader.batch_sampler.set_epoch(epoch, start=step % steps_per_epoch)
+    # Each epoch is trained, saved, judged and written. A run that was stopped goes on in the middle of one
+    stop, step, steps_per_epoch = common.StopRequest(), run.step, run.steps_per_epoch
+    for epoch in range(run.epoch, run.last_epoch):  # run.epoch: the first whose record is not yet written
+        with stop:  # SIGTERM and Ctrl-C wait in here, until the step at hand is made and saved
+            loader.batch_sampler.set_epoch(epoch, step, run.last_step)
             for batch in loader:
                 lr, weight_decay, momentum = schedule(args, step, steps_per_epoch)
                 for group in optimizer.param_groups:
                     group.update(lr=lr, weight_decay=weight_decay)
                 # Algorithm 1, line 4: a query view and M' key views per image
-                views = [common.normalize(view, mean, std) for view in common.colour_views(batch, device)]
+                views = [common.normalize(view, mean, std) for view in common.colour_views(batch, device, layout)]
                 common.seed_step(args.seed, step)  # for layers that draw random numbers, such as drop-path
                 # Lines 5 to 10, and Eq. 9: the loss
-                loss, mean_keys, metrics = ddp(views, step, scheduled_lam(args, epoch))
+                loss, mean_keys, embeddings, metrics = ddp(views, step, scheduled_lam(args, epoch))
                 # Line 12: update the query encoder. Then move the momentum encoder (D5)
                 optimizer.zero_grad(set_to_none=True)
                 loss.backward()
@@ -475,22 +461,20 @@ def main(args, train=None, test=None, encoder=None):
                 average_statistics(model)
                 # Line 13: the mean keys are negatives of the next steps
                 model.queue.enqueue(mean_keys)
-                # Count and log. A request to stop (Ctrl-C or SIGTERM) ends the loop after this step
+                # Count and log. After a request to stop (Ctrl-C or SIGTERM) no further step is made
                 step += 1
-                q, k = metrics.pop("q"), metrics.pop("k")
-                run.count(step, dict(loss=loss, **metrics, grad_norm=grad_norm, lr=lr, momentum=momentum))
-                stopping = stop.agreed()
-                if step == last_step or stopping:
+                metrics = dict(loss=loss, **metrics, grad_norm=grad_norm, lr=lr, momentum=momentum)
+                run.count(step, metrics, embeddings)
+                if stop.agreed():
                     break
-
-            # Save. After a whole epoch, its record is saved, too. The next round judges the epoch and writes the record
-            if step % steps_per_epoch == 0:
-                record = run.summary(step, loader) | common.embedding_health(gather(q.detach()), gather(k))
-            keep = record and args.keep_every and (epoch + 1) % args.keep_every == 0
-            if keep or stopping or step == last_step or common.is_due(epoch + 1, args.save_every, args.epochs):
-                run.save(step, record, model.backbone, f"epoch-{epoch + 1:04d}.pt" if keep else None, **saved)
+            record = run.save(loader, stop.agreed())
+        if step < (epoch + 1) * steps_per_epoch:  # --max-steps
+            break
+        if test is not None and common.is_due(epoch + 1, args.knn_every, args.epochs):
+            record |= common.knn_record(args, model.backbone, train, test, device)
+        run.write(record)
     del ddp  # before the process group ends: in torch 2.11 a DDP that is deleted after it can hang for ever
-    run.finish(step, record, stopping)
+    run.finish()
 
 
 # =============================================================== 6. machinery

@@ -396,8 +396,9 @@ class MoCo(nn.Module):
         """L_gg and L_lg of a batch.
 
         views: this process's two global and two or no local views, each (n, 3, H, W), normalised. step: chooses the
-        shuffle of the keys. Returns (loss, keys to enqueue (N or 2 N, dim), metrics {name: tensor}). metrics["locals"]
-        is the list of the local views' embeddings, with gradient. Gradients reach the query encoder only.
+        shuffle of the keys. Returns (loss, keys to enqueue (N or 2 N, dim), (q, k), metrics {name: tensor}, locals).
+        q and k (n, dim) are embeddings of the two global views, without gradient. locals is the list of the local
+        views' embeddings, with gradient. Gradients reach the query encoder only.
         """
         if self.args.one_way:  # MoCo v2: the first view is the query, the second the key
             queried, keyed = views[:1], views[1:2]
@@ -414,7 +415,7 @@ class MoCo(nn.Module):
         global_terms = [nce(query, key) for query, key in zip(q[:2], reversed(k), strict=True)]  # L_gg
         local_terms = [nce(query, key) for query in q[2:] for key in k]  # L_lg
         loss = combine(self.args, global_terms, local_terms)
-        return loss, torch.cat(keys), dict(q=q[0], k=k[-1], locals=q[2:])
+        return loss, torch.cat(keys), (q[0].detach(), k[-1]), {}, q[2:]
 
     @torch.no_grad()
     def update(self, m):
@@ -476,7 +477,7 @@ class SimSiam(nn.Module):
         local_terms = [distance(local, z) for local in p[2:] for z in (z1, z2)]  # L_lg
         loss = combine(self.args, global_terms, local_terms)
         q, k, *local = [F.normalize(v, dim=1) for v in (z1, z2, *z[2:])]
-        return loss, None, dict(q=q, k=k, locals=local)
+        return loss, None, (q, k), {}, local
 
 
 # ------------------------------------------------------------- the two steps
@@ -675,7 +676,6 @@ def main(args, train=None, test=None, encoder=None):
     args = common.settle(args, device, train, encoder)
     if args.base == "moco":
         args.bn_groups = batch_norm_groups(args)
-    run = None if args.show_views else common.Run(args, device)
     train, test = common.open_images(args, train, test)
     loader = common.make_loader(args, train, augmentation(args), device)
     mean, std = common.NORMS[args.norm]
@@ -686,12 +686,13 @@ def main(args, train=None, test=None, encoder=None):
     # Model and optimiser
     if args.base == "moco" and args.queue == "auto":
         args.queue = min(65536, max(args.batch_size, len(train) // 10))
+    layout = common.memory_format(device, args.arch)
     torch.manual_seed(args.seed)
     if args.base == "moco":
-        model = MoCo(args, copy.deepcopy(encoder)).to(device, memory_format=common.memory_format(device, args.arch))
+        model = MoCo(args, copy.deepcopy(encoder)).to(device, memory_format=layout)
         model = split_batch_norms(model, args.bn_groups)
     else:
-        model = SimSiam(args, copy.deepcopy(encoder)).to(device, memory_format=common.memory_format(device, args.arch))
+        model = SimSiam(args, copy.deepcopy(encoder)).to(device, memory_format=layout)
         model = synchronize_batch_norms(model)
     trained = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.SGD(trained, args.lr, momentum=args.sgd_momentum, weight_decay=args.weight_decay)
@@ -708,59 +709,44 @@ def main(args, train=None, test=None, encoder=None):
     previous_norm = torch.zeros((), device=device)  # of the last step's main gradient
 
     # The run's folder: if it holds a last.pt, the run continues from it
-    steps_per_epoch = len(train) // args.batch_size
-    total_steps = args.epochs * steps_per_epoch
-    last_step = min(args.max_steps or total_steps, total_steps)
-    saved = dict(model=model, optimizer=optimizer, affinity=affinity, affinity_optimizer=affinity_optimizer)
-    saved |= dict(second_optimizer=second_optimizer, previous_norm=previous_norm)
-    step, record = run.load(train, **saved)
+    parts = dict(model=model, optimizer=optimizer, affinity=affinity, affinity_optimizer=affinity_optimizer)
+    parts |= dict(second_optimizer=second_optimizer, previous_norm=previous_norm)
+    run = common.Run(args, device, train, model.backbone, **parts)
     chance = chance_level(args)
     kind = f"L2L {args.affinity_form}, {args.l2l_weighting}" if args.l2l else "no L2L"
     areas = f"areas {args.global_scale} and {args.local_scale}"
     about = f"on {args.base}, {args.local_crops} local crops of {args.local_size} px, {areas}, {kind}"
-    run.begin(step, last_step, common.introduction(args, model.backbone, train, test, chance, about), chance, record)
+    run.begin(common.introduction(args, model.backbone, train, test, chance, about), chance)
 
-    stopping = False
-    with common.StopRequest() as stop:
-        for epoch in range(step // steps_per_epoch, args.epochs + 1):  # one round more, to judge the last epoch
-            # Judge the previous epoch, if that is still to do. A run that is stopped while judging continues from here
-            if record and not stopping:
-                if test is not None and common.is_due(epoch, args.knn_every, args.epochs):
-                    run.save(step, record, model.backbone, **saved)  # because what follows takes long
-                    with stop.at_once():
-                        record |= common.knn_record(args, model.backbone, train, test, device)
-                run.write(record)
-                record = None
-            if step >= last_step or stopping:
-                break
-
-            # Train for an epoch, or for what is left of it
-            loader.batch_sampler.set_epoch(epoch, start=step % steps_per_epoch)
+    # Each epoch is trained, saved, judged and written. A run that was stopped goes on in the middle of one
+    stop, step, steps_per_epoch = common.StopRequest(), run.step, run.steps_per_epoch
+    for epoch in range(run.epoch, run.last_epoch):  # run.epoch: the first whose record is not yet written
+        with stop:  # SIGTERM and Ctrl-C wait in here, until the step at hand is made and saved
+            loader.batch_sampler.set_epoch(epoch, step, run.last_step)
             for batch in loader:
                 lr, weight_decay, momentum = schedule(args, step, steps_per_epoch)
                 for group in optimizer.param_groups:
                     group.update(lr=lr, weight_decay=weight_decay)
                 # Two global and two local views per image
-                views = [common.normalize(view, mean, std) for view in common.colour_views(batch, device)]
+                views = [common.normalize(view, mean, std) for view in common.colour_views(batch, device, layout)]
                 common.seed_step(args.seed, step)  # for layers that draw random numbers, such as drop-path
-                l2l_metrics = {}
                 if args.l2l and args.l2l_weighting == "clip":
                     # Released (D1). Eq. 6: the affinity's step. Then a step of the encoder down L_ll alone
                     local1, local2 = (gather_with_gradient(model.local(view)) for view in views[2:])
                     ranking_loss = affinity_step(args, affinity, affinity_optimizer, affinity_lr, local1, local2, step)
                     dissimilarity = local_dissimilarity(affinity, local1, local2, args.affinity_batch)
                     descend(second_optimizer, dissimilarity, lr, args.clip_ratio * previous_norm)
-                    l2l_metrics = dict(affinity_loss=ranking_loss, dissimilarity=dissimilarity)
                 # L_gg and L_lg
-                loss, keys, metrics = ddp(views, step)
-                objective, locals_here = loss, metrics.pop("locals")
+                loss, keys, embeddings, metrics, locals_here = ddp(views, step)
+                objective = loss
                 if args.l2l and args.l2l_weighting == "lambda":
                     # Paper. Eq. 6: the affinity's step. Then L_ll is a term of Eq. 9
                     local1, local2 = (gather_with_gradient(local) for local in locals_here)
                     ranking_loss = affinity_step(args, affinity, affinity_optimizer, affinity_lr, local1, local2, step)
                     dissimilarity = local_dissimilarity(affinity, local1, local2, args.affinity_batch)
                     objective = loss + args.lam * dissimilarity
-                    l2l_metrics = dict(affinity_loss=ranking_loss, dissimilarity=dissimilarity)
+                if args.l2l:
+                    metrics |= dict(affinity_loss=ranking_loss, dissimilarity=dissimilarity)
                 # Eq. 9: the step of the encoder
                 optimizer.zero_grad(set_to_none=True)
                 objective.backward()
@@ -772,22 +758,20 @@ def main(args, train=None, test=None, encoder=None):
                     model.update(momentum)
                     average_statistics(model)
                     model.queue.enqueue(keys)
-                # Count and log. A request to stop (Ctrl-C or SIGTERM) ends the loop after this step
+                # Count and log. After a request to stop (Ctrl-C or SIGTERM) no further step is made
                 step += 1
-                q, k = metrics.pop("q"), metrics.pop("k")
-                run.count(step, dict(loss=loss, **l2l_metrics, grad_norm=grad_norm, lr=lr, momentum=momentum))
-                stopping = stop.agreed()
-                if step == last_step or stopping:
+                metrics = dict(loss=loss, **metrics, grad_norm=grad_norm, lr=lr, momentum=momentum)
+                run.count(step, metrics, embeddings)
+                if stop.agreed():
                     break
-
-            # Save. After a whole epoch, its record is saved, too. The next round judges the epoch and writes the record
-            if step % steps_per_epoch == 0:
-                record = run.summary(step, loader) | common.embedding_health(gather(q.detach()), gather(k))
-            keep = record and args.keep_every and (epoch + 1) % args.keep_every == 0
-            if keep or stopping or step == last_step or common.is_due(epoch + 1, args.save_every, args.epochs):
-                run.save(step, record, model.backbone, f"epoch-{epoch + 1:04d}.pt" if keep else None, **saved)
+            record = run.save(loader, stop.agreed())
+        if step < (epoch + 1) * steps_per_epoch:  # --max-steps
+            break
+        if test is not None and common.is_due(epoch + 1, args.knn_every, args.epochs):
+            record |= common.knn_record(args, model.backbone, train, test, device)
+        run.write(record)
     del ddp  # before the process group ends: in torch 2.11 a DDP that is deleted after it can hang for ever
-    run.finish(step, record, stopping)
+    run.finish()
 
 
 # =============================================================== 6. machinery

@@ -408,14 +408,15 @@ class MoCo(nn.Module):
         """The loss of a batch (MoCo, Algorithm 1).
 
         views: this process's query view and key view, each (n, 3, H, W), normalised. step: chooses the shuffle of the
-        keys. Returns (loss, keys to enqueue (N, dim), metrics {name: tensor}). Gradients reach the query encoder only.
+        keys. Returns (loss, keys to enqueue (N, dim), (q, k), metrics {name: tensor}). q and k (n, dim) are queries and
+        their keys, without gradient. Gradients reach the query encoder only.
         """
         q = self.query(views[0])
         shuffle = common.generator(self.args.seed, step, STREAM_SHUFFLE)
         keys = encode_keys(self.key, views[1:], shuffle)[0]  # (N, C), of all processes
         k = common.own_rows(keys)  # (n, C)
         loss = info_nce(q, k, self.queue.keys, self.args.temperature)  # MoCo, Eq. 1
-        return loss, keys, dict(q=q, k=k)
+        return loss, keys, (q.detach(), k), {}
 
     @torch.no_grad()
     def update(self, m):
@@ -452,13 +453,13 @@ class MoCoV3(MoCo):
         """The loss of a batch (MoCo v3, Algorithm 1). It is symmetric in the two views.
 
         views: this process's query view and key view, each (n, 3, H, W), normalised. step is not used. Returns (loss,
-        None, since no keys are enqueued, metrics {name: tensor}). Gradients reach the query encoder only.
+        None, since no keys are enqueued, (q, k), metrics), as MoCo.forward. Gradients reach the query encoder only.
         """
         q1, q2 = [self.query(view) for view in views]
         k1, k2 = [gather(self.key(view)) for view in views]  # (N, C), of all processes
         first = common.rank_and_world()[0] * len(q1)
         loss = contrast(q1, k2, self.args.temperature, first) + contrast(q2, k1, self.args.temperature, first)
-        return loss, None, dict(q=q1, k=common.own_rows(k2))
+        return loss, None, (q1.detach(), common.own_rows(k2)), {}
 
 
 def two_layers(inputs, hidden, outputs):
@@ -608,7 +609,6 @@ def main(args, train=None, test=None, encoder=None):
     args = common.settle(args, device, train, encoder)
     if args.moco != "v3":
         args.bn_groups = batch_norm_groups(args)
-    run = None if args.show_views else common.Run(args, device)
     train, test = common.open_images(args, train, test)
     draw = functools.partial(draw_views, args)
     loader = common.make_loader(args, train, augmentation(args), device, draw, SHARED_DRAWS)
@@ -618,16 +618,17 @@ def main(args, train=None, test=None, encoder=None):
         return common.save_views(args.show_views, common.colour_views(next(iter(loader)), device), names)
 
     # Model and optimiser
+    layout = common.memory_format(device, args.arch)
     torch.manual_seed(args.seed)
     if args.moco == "v3":
-        model = MoCoV3(args, copy.deepcopy(encoder)).to(device, memory_format=common.memory_format(device, args.arch))
+        model = MoCoV3(args, copy.deepcopy(encoder)).to(device, memory_format=layout)
         model = synchronize_batch_norms(model)
         negatives = args.batch_size - 1
         chance = 4 * args.temperature * math.log(args.batch_size)  # the loss at equal logits: two terms of 2 T each
     else:
         if args.queue == "auto":
             args.queue = min(65536, max(args.batch_size, len(train) // 10))
-        model = MoCo(args, copy.deepcopy(encoder)).to(device, memory_format=common.memory_format(device, args.arch))
+        model = MoCo(args, copy.deepcopy(encoder)).to(device, memory_format=layout)
         model = split_batch_norms(model, args.bn_groups)
         negatives = args.queue
         chance = math.log(args.queue + 1)  # the loss at equal logits
@@ -635,41 +636,26 @@ def main(args, train=None, test=None, encoder=None):
     ddp = in_parallel(args, model)
 
     # The run's folder: if it holds a last.pt, the run continues from it
-    steps_per_epoch = len(train) // args.batch_size
-    total_steps = args.epochs * steps_per_epoch
-    last_step = min(args.max_steps or total_steps, total_steps)
-    saved = dict(model=model, optimizer=optimizer)
-    step, record = run.load(train, **saved)
+    run = common.Run(args, device, train, model.backbone, model=model, optimizer=optimizer)
     views = f"crop areas {common.shown(args.crop_scale)}, blur {common.shown(args.blur_prob)}"
     about = f"MoCo {args.moco}, --joint {args.joint}, beta {args.beta:g}, {views}, {negatives} negatives per query"
-    run.begin(step, last_step, common.introduction(args, model.backbone, train, test, chance, about), chance, record)
+    run.begin(common.introduction(args, model.backbone, train, test, chance, about), chance)
 
-    stopping = False
-    with common.StopRequest() as stop:
-        for epoch in range(step // steps_per_epoch, args.epochs + 1):  # one round more, to judge the last epoch
-            # Judge the previous epoch, if that is still to do. A run that is stopped while judging continues from here
-            if record and not stopping:
-                if test is not None and common.is_due(epoch, args.knn_every, args.epochs):
-                    run.save(step, record, model.backbone, **saved)  # because what follows takes long
-                    with stop.at_once():
-                        record |= common.knn_record(args, model.backbone, train, test, device)
-                run.write(record)
-                record = None
-            if step >= last_step or stopping:
-                break
-
-            # Train for an epoch, or for what is left of it
-            loader.batch_sampler.set_epoch(epoch, start=step % steps_per_epoch)
+    # Each epoch is trained, saved, judged and written. A run that was stopped goes on in the middle of one
+    stop, step, steps_per_epoch = common.StopRequest(), run.step, run.steps_per_epoch
+    for epoch in range(run.epoch, run.last_epoch):  # run.epoch: the first whose record is not yet written
+        with stop:  # SIGTERM and Ctrl-C wait in here, until the step at hand is made and saved
+            loader.batch_sampler.set_epoch(epoch, step, run.last_step)
             for batch in loader:
                 lr, weight_decay, momentum = schedule(args, step, steps_per_epoch)
                 for group in optimizer.param_groups:
                     decays = group["weight_decay"] > 0  # v3's biases and batch norms never do
                     group.update(lr=lr, weight_decay=weight_decay if decays else 0.0)
                 # A query view and a key view per image, by JointCrop and JointBlur (Algorithm 1)
-                views = [common.normalize(view, mean, std) for view in common.colour_views(batch, device)]
+                views = [common.normalize(view, mean, std) for view in common.colour_views(batch, device, layout)]
                 common.seed_step(args.seed, step)  # for layers that draw random numbers, such as drop-path
                 # The loss: MoCo's Eq. 1, or MoCo v3's Algorithm 1
-                loss, keys, metrics = ddp(views, step)
+                loss, keys, embeddings, metrics = ddp(views, step)
                 # Update the query encoder. Then move the momentum encoder (MoCo, Eq. 2)
                 optimizer.zero_grad(set_to_none=True)
                 loss.backward()
@@ -680,22 +666,20 @@ def main(args, train=None, test=None, encoder=None):
                 # The keys are negatives of the next steps; v3 enqueues none
                 if keys is not None:
                     model.queue.enqueue(keys)
-                # Count and log. A request to stop (Ctrl-C or SIGTERM) ends the loop after this step
+                # Count and log. After a request to stop (Ctrl-C or SIGTERM) no further step is made
                 step += 1
-                q, k = metrics.pop("q"), metrics.pop("k")
-                run.count(step, dict(loss=loss, **metrics, grad_norm=grad_norm, lr=lr, momentum=momentum))
-                stopping = stop.agreed()
-                if step == last_step or stopping:
+                metrics = dict(loss=loss, **metrics, grad_norm=grad_norm, lr=lr, momentum=momentum)
+                run.count(step, metrics, embeddings)
+                if stop.agreed():
                     break
-
-            # Save. After a whole epoch, its record is saved, too. The next round judges the epoch and writes the record
-            if step % steps_per_epoch == 0:
-                record = run.summary(step, loader) | common.embedding_health(gather(q.detach()), gather(k))
-            keep = record and args.keep_every and (epoch + 1) % args.keep_every == 0
-            if keep or stopping or step == last_step or common.is_due(epoch + 1, args.save_every, args.epochs):
-                run.save(step, record, model.backbone, f"epoch-{epoch + 1:04d}.pt" if keep else None, **saved)
+            record = run.save(loader, stop.agreed())
+        if step < (epoch + 1) * steps_per_epoch:  # --max-steps
+            break
+        if test is not None and common.is_due(epoch + 1, args.knn_every, args.epochs):
+            record |= common.knn_record(args, model.backbone, train, test, device)
+        run.write(record)
     del ddp  # before the process group ends: in torch 2.11 a DDP that is deleted after it can hang for ever
-    run.finish(step, record, stopping)
+    run.finish()
 
 
 # =============================================================== 6. machinery

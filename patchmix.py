@@ -335,8 +335,8 @@ class PatchMix(nn.Module):
         """Lines 5 to 10 of Algorithm 2: the loss of a batch.
 
         views: this process's two views, each (n, 3, H, W), normalised. step: chooses the shuffles of the patches.
-        Returns (loss, None, metrics {name: tensor}); no keys are enqueued. Gradients reach the encoder only, not the
-        keys.
+        Returns (loss, None, (q, k), metrics {name: tensor}); no keys are enqueued. q and k (n, dim) are queries and
+        their keys, without gradient. Gradients reach the encoder only, not the keys.
         """
         x1, x2 = views if self.args.mixed_view == 1 else views[::-1]  # D5
         pairs = {}  # {term: (queries, keys)}: lines 8 and 9, but only what the terms need
@@ -352,7 +352,7 @@ class PatchMix(nn.Module):
         loss = sum(self.term_weights[term] * value for term, value in losses.items())  # line 10: Eq. 16
         q, z = pairs[self.terms[0]]
         metrics = {f"loss_{term}": value for term, value in losses.items()}
-        return loss, None, metrics | dict(q=q, k=common.own_rows(z))
+        return loss, None, (q.detach(), common.own_rows(z)), metrics
 
     @torch.no_grad()
     def update(self, m):
@@ -531,7 +531,6 @@ def main(args, train=None, test=None, encoder=None):
     device = common.join_processes(args)
     args = common.settle(args, device, train, encoder)
     args.mix_slices = fit_slices(args)
-    run = None if args.show_views else common.Run(args, device)
     train, test = common.open_images(args, train, test)
     loader = common.make_loader(args, train, augmentation(args), device)
     mean, std = common.NORMS[args.norm]
@@ -542,6 +541,7 @@ def main(args, train=None, test=None, encoder=None):
         return common.save_views(args.show_views, views + mixed, names)
 
     # Model and optimiser
+    layout = common.memory_format(device, args.arch)
     torch.manual_seed(args.seed)
     model = synchronize_batch_norms(PatchMix(args, copy.deepcopy(encoder)).to(device))
     groups = param_groups_weight_decay(model)  # 1-D tensors, which have no weight decay, and the rest
@@ -549,66 +549,49 @@ def main(args, train=None, test=None, encoder=None):
     ddp = in_parallel(args, model)
 
     # The run's folder: if it holds a last.pt, the run continues from it
-    steps_per_epoch = len(train) // args.batch_size
-    total_steps = args.epochs * steps_per_epoch
-    last_step = min(args.max_steps or total_steps, total_steps)
-    saved = dict(model=model, optimizer=optimizer)
-    step, record = run.load(train, **saved)
+    run = common.Run(args, device, train, model.momentum_backbone, model=model, optimizer=optimizer)
     target_sums = dict(oto=1, mto=1, mtm=args.num_mix)  # of the weights of a query's positives
     chance = sum(model.term_weights[term] * target_sums[term] for term in model.terms) * math.log(args.batch_size)
     terms = ", ".join(f"{term} x {model.term_weights[term]:.3g}" for term in model.terms)
     about = f"M = {args.num_mix} in {args.mix_slices} slice(s), terms {terms}, {args.batch_size} keys per query"
     introduction = common.introduction(args, model.momentum_backbone, train, test, chance, about)
-    run.begin(step, last_step, introduction, chance, record)
+    run.begin(introduction, chance)
 
-    stopping = False
-    with common.StopRequest() as stop:
-        for epoch in range(step // steps_per_epoch, args.epochs + 1):  # one round more, to judge the last epoch
-            # Judge the previous epoch, if that is still to do. A run that is stopped while judging continues from here
-            if record and not stopping:
-                if test is not None and common.is_due(epoch, args.knn_every, args.epochs):
-                    run.save(step, record, model.momentum_backbone, **saved)  # because what follows takes long
-                    with stop.at_once():
-                        record |= common.knn_record(args, model.momentum_backbone, train, test, device)
-                run.write(record)
-                record = None
-            if step >= last_step or stopping:
-                break
-
-            # Train for an epoch, or for what is left of it
-            loader.batch_sampler.set_epoch(epoch, start=step % steps_per_epoch)
+    # Each epoch is trained, saved, judged and written. A run that was stopped goes on in the middle of one
+    stop, step, steps_per_epoch = common.StopRequest(), run.step, run.steps_per_epoch
+    for epoch in range(run.epoch, run.last_epoch):  # run.epoch: the first whose record is not yet written
+        with stop:  # SIGTERM and Ctrl-C wait in here, until the step at hand is made and saved
+            loader.batch_sampler.set_epoch(epoch, step, run.last_step)
             for batch in loader:
                 lr, weight_decay, momentum = schedule(args, step, steps_per_epoch)
                 no_decay, decay = optimizer.param_groups
                 no_decay.update(lr=lr)
                 decay.update(lr=lr, weight_decay=weight_decay)
                 # Algorithm 2, line 4: two views per image
-                views = [common.normalize(view, mean, std) for view in common.colour_views(batch, device)]
+                views = [common.normalize(view, mean, std) for view in common.colour_views(batch, device, layout)]
                 common.seed_step(args.seed, step)  # for layers that draw random numbers, such as drop-path
                 # Lines 5 to 10: the mixed images, queries, keys and the loss
-                loss, _, metrics = ddp(views, step)
+                loss, _, embeddings, metrics = ddp(views, step)
                 # Line 10: update the encoder. Line 11: move the momentum encoder
                 optimizer.zero_grad(set_to_none=True)
                 loss.backward()
                 grad_norm = gradient_norm(model)
                 optimizer.step()
                 model.update(momentum)
-                # Count and log. A request to stop (Ctrl-C or SIGTERM) ends the loop after this step
+                # Count and log. After a request to stop (Ctrl-C or SIGTERM) no further step is made
                 step += 1
-                q, k = metrics.pop("q"), metrics.pop("k")
-                run.count(step, dict(loss=loss, **metrics, grad_norm=grad_norm, lr=lr, momentum=momentum))
-                stopping = stop.agreed()
-                if step == last_step or stopping:
+                metrics = dict(loss=loss, **metrics, grad_norm=grad_norm, lr=lr, momentum=momentum)
+                run.count(step, metrics, embeddings)
+                if stop.agreed():
                     break
-
-            # Save. After a whole epoch, its record is saved, too. The next round judges the epoch and writes the record
-            if step % steps_per_epoch == 0:
-                record = run.summary(step, loader) | common.embedding_health(gather(q.detach()), gather(k))
-            keep = record and args.keep_every and (epoch + 1) % args.keep_every == 0
-            if keep or stopping or step == last_step or common.is_due(epoch + 1, args.save_every, args.epochs):
-                run.save(step, record, model.momentum_backbone, f"epoch-{epoch + 1:04d}.pt" if keep else None, **saved)
+            record = run.save(loader, stop.agreed())
+        if step < (epoch + 1) * steps_per_epoch:  # --max-steps
+            break
+        if test is not None and common.is_due(epoch + 1, args.knn_every, args.epochs):
+            record |= common.knn_record(args, model.momentum_backbone, train, test, device)
+        run.write(record)
     del ddp  # before the process group ends: in torch 2.11 a DDP that is deleted after it can hang for ever
-    run.finish(step, record, stopping)
+    run.finish()
 
 
 # =============================================================== 6. machinery
