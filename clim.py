@@ -526,7 +526,9 @@ class CLIM(nn.Module):
     def __init__(self, args, encoder=None):
         super().__init__()
         self.args = args
-        self.backbone = encoder or common.build_backbone(args.backbone, args.resolutions)
+        self.backbone = (
+            encoder if encoder is not None else common.build_backbone(common.encoder_info(args), args.resolutions)
+        )
         width = common.output_width(self.backbone, args.image_size)
         self.projector = nn.Sequential(nn.Linear(width, width), nn.ReLU(inplace=True), nn.Linear(width, args.dim))
         self.momentum_backbone = copy.deepcopy(self.backbone).requires_grad_(False)
@@ -535,12 +537,12 @@ class CLIM(nn.Module):
 
     def query(self, x):
         """The queries of images: (n, 3, H, W) -> (n, dim), L2-normalised, in the dtype of x."""
-        with torch.autocast(x.device.type, torch.bfloat16, enabled=self.args.bf16):
+        with torch.autocast(x.device.type, torch.bfloat16, enabled=self.args.amp == "bf16"):
             return F.normalize(self.projector(self.backbone(x)).to(x.dtype), dim=1)
 
     def key(self, x):
         """The keys of images, by the momentum encoder: (n, 3, H, W) -> (n, dim), L2-normalised, in the dtype of x."""
-        with torch.autocast(x.device.type, torch.bfloat16, enabled=self.args.bf16):
+        with torch.autocast(x.device.type, torch.bfloat16, enabled=self.args.amp == "bf16"):
             return F.normalize(self.momentum_projector(self.momentum_backbone(x)).to(x.dtype), dim=1)
 
     def forward(self, views, step):
@@ -590,98 +592,72 @@ class CLIM(nn.Module):
 
 # ================================================================= 5. training
 
-# fmt: off
-FLAGS = {  # {group: {value of the recipe: (kind, help[, number of values])}}; common.add_flag says what a kind is
-    "positives": dict(
-        selection=(("none", "random", "knn", "kmeans", "center"), "how positives are chosen (Table 6); none: MoCo v2"),
-        num_clusters=(common.auto_or(common.COUNT), "clusters of k-means, m (Table 8); auto: one per 128 images"),
-        kmeans_iterations=(common.number(int, 1, 1000), "iterations of k-means"),
-        knn_k=(common.number(int, 1, 1000), "nearest neighbours, k (Table 8)"),
-        num_positives=(common.number(int, 1, 1000), "positives per image (App. A.2)"),
-        refresh_every=(common.COUNT, "epochs between choices of positives"),
-        clim_start=(common.NATURAL, "epochs of MoCo v2 before the first choice"),
-    ),
-    "loss": dict(
-        mix=(("cutmix", "none"), "how a positive enters the query (Table 6); none: half the loss to each key"),
-        alpha=(common.POSITIVE, "parameter of CutMix's Beta(alpha, alpha) (Table 9)"),
-        temperature=(common.POSITIVE, "temperature tau of the loss"),
-        queue=(common.auto_or(common.COUNT), "negatives per query: earlier keys; auto: a tenth of the images"),
-    ),
-    "model": dict(
-        arch=(str, "encoder: resnet_micro, resnet18, resnet50, vit_small, ..., or any timm model"),
-        image_size=(common.COUNT, "side of a view, in pixels"),
-        resolutions=(common.COUNT, "sides at which the views are encoded, in pixels (Table 7)", "+"),
-        patch_size=(common.COUNT, "side of a ViT's patch, in pixels"),
-        dim=(common.COUNT, "dimension of queries and keys"),
-        bn_groups=(common.COUNT, "equal slices of the batch; each has its own batch-norm statistics"),
-        momentum=(common.SHARE, "momentum m of the momentum encoder"),
-    ),
-    "schedule": dict(
-        epochs=(common.COUNT, "epochs of the whole training"),
-        batch_size=(common.AT_LEAST_TWO, "images per step, over all processes"),
-        lr=(common.POSITIVE, "learning rate at batch size --lr-batch; it is scaled linearly with --batch-size"),
-        lr_batch=(common.COUNT, "batch size for which --lr is given"),
-        min_lr=(common.NOT_NEGATIVE, "learning rate at the end; if not given, it keeps its ratio to the peak rate"),
-        warmup=(common.NOT_NEGATIVE, "epochs of linear warm-up; if not given, it shrinks with --epochs"),
-        weight_decay=(common.NOT_NEGATIVE, "weight decay of SGD"),
-        sgd_momentum=(common.SHARE, "momentum of SGD"),
-    ),
-    "augmentation": dict(
-        crop_scale=(common.POSITIVE_SHARE, "smallest and largest area of a crop, as shares of the image"),
-        crop_ratio=(common.POSITIVE, "smallest and largest width / height of a crop"),
-        interpolation=(("bilinear", "bicubic"), "how a crop is resized"),
-        jitter=(common.NOT_NEGATIVE, "largest change of brightness, contrast, saturation and hue"),
-        jitter_p=(common.SHARE, "probability of these colour changes"),
-        gray_p=(common.SHARE, "probability of a gray view"),
-        blur_p=(common.SHARE, "probability of a blurred view"),
-        blur_sigma=(common.POSITIVE, "smallest and largest sigma of the blur, in pixels"),
-        flip_p=(common.SHARE, "probability of a horizontal flip"),
-        norm=(tuple(common.NORMS), "the data set whose mean and standard deviation normalise the views"),
-    ),
-}
-# fmt: on
-
 
 def parse_args(argv=None):
     """Return the command line as a namespace with every value of the recipe. Exits with an error message on a mistake.
 
     argv: a list of words; sys.argv's if None.
     """
-    values = recipe(common.parse_choices(argv, FLAGS, "selection", "resolutions", "image_size"))
-    args = common.parse_flags("clim.py", __doc__, argv, values, FLAGS)
-    if args.variant == "released":
-        common.fail("--variant released: CLIM has no released code; leave it out")
-    usual = argparse.Namespace(**values)
-    if "warmup" not in args.typed:
+    parser = common.run_parser("clim.py", __doc__)
+    add = parser.add_argument_group("loss").add_argument
+    add("--mix", choices=("cutmix", "none"), help="none: no mixing, half the loss to each key (Table 6)")
+    add("--alpha", type=common.POSITIVE, help="parameter of CutMix's Beta(alpha, alpha) (Table 9)")
+    add("--temperature", type=common.POSITIVE, help="temperature tau of the loss")
+    add("--queue", type=common.COUNT_OR_AUTO, help="negatives per query: earlier keys; auto: a tenth of the images")
+    add = parser.add_argument_group("positives").add_argument
+    add("--selection", choices=("none", "random", "knn", "kmeans", "center"), help="choice of positives (Table 6)")
+    add("--num-clusters", type=common.COUNT_OR_AUTO, help="clusters of k-means, m (Table 8); auto: one per 128 images")
+    add("--kmeans-iterations", type=common.number(int, 1, 1000), help="iterations of k-means")
+    add("--knn-k", type=common.number(int, 1, 1000), help="nearest neighbours, k (Table 8)")
+    add("--num-positives", type=common.number(int, 1, 1000), help="positives per image (App. A.2)")
+    add("--refresh-every", type=common.COUNT, help="epochs between choices of positives")
+    add("--clim-start", type=common.NATURAL, help="epochs of MoCo v2 before the first choice")
+    add = parser.add_argument_group("model").add_argument
+    add("--arch", help="encoder: resnet_micro, resnet18, resnet50, vit_small, ..., or any timm model")
+    add("--image-size", type=common.COUNT, help="side of a view, in pixels")
+    add("--resolutions", type=common.COUNT, nargs="+", help="sides at which the views are encoded, in pixels (Table 7)")
+    add("--patch-size", type=common.COUNT, help="side of a ViT's patch, in pixels")
+    add("--dim", type=common.COUNT, help="dimension of queries and keys")
+    add("--bn-groups", type=common.COUNT, help="equal slices of the batch; each has its own batch-norm statistics")
+    add("--momentum", type=common.SHARE, help="momentum m of the momentum encoder")
+    add = parser.add_argument_group("schedule").add_argument
+    add("--epochs", type=common.COUNT, help="epochs of the whole training")
+    add("--batch-size", type=common.AT_LEAST_TWO, help="images per step, over all processes")
+    add("--lr", type=common.POSITIVE, help="learning rate at batch size --lr-batch; scaled linearly with --batch-size")
+    add("--lr-batch", type=common.COUNT, help="batch size for which --lr is given")
+    add("--min-lr", type=common.NOT_NEGATIVE, help="last learning rate; not given, it keeps its ratio to the peak rate")
+    add("--warmup", type=common.NOT_NEGATIVE, help="epochs of linear warm-up; not given, it shrinks with --epochs")
+    add("--weight-decay", type=common.NOT_NEGATIVE, help="weight decay of SGD")
+    add("--sgd-momentum", type=common.SHARE, help="momentum of SGD")
+    add = parser.add_argument_group("augmentation").add_argument
+    add("--crop-scale", type=common.POSITIVE_SHARE, nargs=2, help="smallest and largest area of a crop, as shares")
+    add("--crop-ratio", type=common.POSITIVE, nargs=2, help="smallest and largest width / height of a crop")
+    add("--interpolation", choices=("bilinear", "bicubic"), help="how a crop is resized")
+    add("--jitter", type=common.NOT_NEGATIVE, nargs=4, help="most brightness, contrast, saturation and hue change")
+    add("--jitter-p", type=common.SHARE, help="probability of these colour changes")
+    add("--gray-p", type=common.SHARE, help="probability of a gray view")
+    add("--blur-p", type=common.SHARE, help="probability of a blurred view")
+    add("--blur-sigma", type=common.POSITIVE, nargs=2, help="smallest and largest sigma of the blur, in pixels")
+    add("--flip-p", type=common.SHARE, help="probability of a horizontal flip")
+    add("--norm", choices=common.NORMS, help="data set whose mean and standard deviation normalise the views")
+    args, given = common.parse(parser, argv, recipe)
+
+    # What was not given follows from other values
+    usual = argparse.Namespace(**recipe(args))
+    if "warmup" not in given:
         args.warmup *= min(1, args.epochs / usual.epochs)  # a shorter run has a shorter warm-up
-    if "min_lr" not in args.typed:
+    if "min_lr" not in given:
         args.min_lr *= peak_rate(args) / peak_rate(usual)  # the last rate is scaled as the peak rate is
+    if "bn_groups" not in given:
+        args.bn_groups = math.lcm(args.bn_groups, common.rank_and_world()[1])  # each process has equally many
+    check_batch_norm_groups(args)
     args.resolutions = tuple(sorted(args.resolutions, reverse=True))  # the largest, at which views are cut, comes first
     if args.resolutions[0] != args.image_size:
-        sizes = f"--resolutions {common.shown(args.resolutions)}"
-        common.fail(f"{sizes}: the largest must be the --image-size, {args.image_size}")
-    if common.is_vit(args.arch) and any(size % args.patch_size for size in args.resolutions):
-        sizes = f"--resolutions {common.shown(args.resolutions)}"
-        common.fail(f"{sizes}: --patch-size {args.patch_size} must divide each of them")
-    refuse_unused(args)
-    common.check_views(args)
-    args.method = "clim"
-    described = dict(method=args.method, encoder="query")
-    args.backbone = common.backbone_info(
-        args.arch, args.image_size, args.patch_size, args.norm, args.interpolation, **described
-    )
-    args.name = common.run_name(args)
+        sizes = common.shown(args.resolutions)
+        common.fail(f"--resolutions {sizes}: the largest must be the --image-size, {args.image_size}")
+    if args.variant == "released":
+        common.fail("--variant released: CLIM has no released code; leave it out")
     return args
-
-
-def refuse_unused(args):
-    """Exit with an error message if a flag was typed that has no effect with this --selection and --mix."""
-    clusters = ["num_clusters", "kmeans_iterations"]
-    of_positives = [*clusters, "knn_k", "num_positives", "refresh_every", "clim_start", "mix", "alpha"]
-    unused = dict(none=of_positives, random=[*clusters, "knn_k"], knn=clusters, kmeans=["knn_k"], center=[])
-    common.refuse(args, unused[args.selection], f"--selection {args.selection} does not use it")
-    if args.mix == "none":
-        common.refuse(args, ["alpha"], "--mix none draws no share")
 
 
 def peak_rate(args):
@@ -738,7 +714,7 @@ def refresh(args, model, images, device, epoch, positives):
     began = time.perf_counter()
     encoder = nn.Sequential(model.momentum_backbone, model.momentum_projector)
     workers = common.workers_of(args, device)
-    features = common.extract_features(encoder, images, args.backbone, device, workers=workers)
+    features = common.extract_features(encoder, images, common.encoder_info(args), device, workers=workers)
     x = F.normalize(features, dim=1).to(device)
 
     # Each process finds the neighbours of its part of the images.
@@ -778,7 +754,6 @@ def main(args, train=None, test=None, encoder=None):
     # Data
     device = common.join_processes(args)
     args = common.settle(args, device, train, encoder)
-    args.bn_groups = batch_norm_groups(args)
     train, test = common.open_images(args, train, test)
     positives = torch.full((len(train), args.num_positives), -1, dtype=torch.int32)
     positives.share_memory_()  # so that the loader's workers see its changes
@@ -891,24 +866,13 @@ class GroupedBatchNorm(nn.modules.batchnorm._BatchNorm):
         return self.after(torch.cat(slices))
 
 
-def batch_norm_groups(args):
-    """Return the number of batch-norm groups. Prints a note if it is not the recipe's.
-
-    If the number of processes does not divide the recipe's number, there is one group per process. If the groups would
-    differ in size or have only one image, there are fewer. A --bn-groups that was typed is not changed: if it does not
-    fit, this exits with an error message.
-    """
-    world, groups = common.rank_and_world()[1], args.bn_groups
-    if groups > 1 and groups % world:
-        groups = world
-    while groups > 1 and (groups % world or args.batch_size % groups or args.batch_size == groups):
-        groups -= 1
-    if groups != args.bn_groups:
-        note = f"with {world} process(es) and batch size {args.batch_size}"
-        if "bn_groups" in args.typed:
-            common.fail(f"--bn-groups {args.bn_groups} does not fit {note}: give {groups}, or leave it out")
-        common.say(f"batch-norm groups: {groups} instead of {args.bn_groups}, {note}")
-    return groups
+def check_batch_norm_groups(args):
+    """Exit with an error message if the groups do not divide the batch, or the processes do not divide the groups."""
+    groups, images = args.bn_groups, args.batch_size // args.bn_groups
+    if args.batch_size % groups or images == 1 and groups > 1:
+        common.fail(f"--batch-size {args.batch_size} cannot be cut into {groups} --bn-groups of two or more images")
+    if groups % common.rank_and_world()[1]:
+        common.fail(f"--bn-groups {groups} is not a multiple of the number of processes")
 
 
 def split_batch_norms(module, groups):

@@ -1306,7 +1306,8 @@ def knn_accuracy(encoder, train, test, info, device, ks=(20, 200), temperature=0
 
 def knn_record(args, encoder, train, test, device):
     """`knn_accuracy` of a method's encoder as an epoch's record has it: {"knn20_top1": percent, ...}."""
-    found = knn_accuracy(encoder, train, test, args.backbone, device, workers=workers_of(args, device), amp=args.bf16)
+    options = dict(workers=workers_of(args, device), amp=args.amp == "bf16")
+    found = knn_accuracy(encoder, train, test, encoder_info(args), device, **options)
     return {f"knn{k}_top1": percent for k, percent in found.items()}
 
 
@@ -1380,6 +1381,16 @@ def backbone_info(arch, image_size, patch_size, norm="imagenet", interpolation="
     small = plain and image_size <= 64 and arch != "resnet_micro"
     stem = "timm" if not small else "3x3-s2" if arch == "resnet_mini" else "3x3"
     return dict(timm_name=name, create_kwargs=kwargs, stem=stem, **like)
+
+
+def encoder_info(args):
+    """Return `backbone_info` of a training's encoder, which args.evaluated says to be the query or momentum encoder."""
+    arch = None if args.arch == "own" else args.arch
+    described = dict(method=args.method, encoder=args.evaluated)
+    info = backbone_info(arch, args.image_size, args.patch_size, args.norm, args.interpolation, **described)
+    if getattr(args, "num_heads", "auto") != "auto":  # of a ViT
+        info["create_kwargs"]["num_heads"] = args.num_heads
+    return info
 
 
 def arch_name(info):
@@ -1563,39 +1574,9 @@ def auto_or(kind):
 NATURAL, COUNT, AT_LEAST_TWO = number(int, 0), number(int, 1), number(int, 2)
 REAL, NOT_NEGATIVE, POSITIVE = number(float, -1e9, 1e9), number(float, 0), number(float, 1e-9)
 SHARE, POSITIVE_SHARE, SEED = number(float, 0, 1), number(float, 1e-9, 1), number(int, 0, 2**63 - 1)
-WORKERS = number(int, 0, 1024)
+COUNT_OR_AUTO, POSITIVE_OR_AUTO, WORKERS = auto_or(COUNT), auto_or(POSITIVE), number(int, 0, 1024)
 
 # fmt: off
-RUN_FLAGS = dict(  # of every training run: {group: {flag: (default, argparse's options)}}
-    data=dict(
-        dataset=("patterns", dict(choices=DATASETS, help="data set; it also chooses the recipe")),
-        data_dir=(None, dict(metavar="DIR", help="its folder, with train/, and val/ or test/")),
-        no_cache=(False, dict(action="store_true", help="do not keep decoded small images in memory")),
-    ),
-    run=dict(
-        variant=("paper", dict(choices=("paper", "released"), help="follow the paper, or the authors' released code")),
-        seed=(0, dict(type=SEED, metavar="N", help="seed of all random numbers")),
-    ),
-    operation=dict(  # these may change when a run goes on
-        out=(None, dict(metavar="DIR", help="folder of the run; if not given, runs/METHOD-DATASET-ARCH-sSEED...")),
-        resume=("auto", dict(
-            metavar="auto|PATH|none",
-            help="auto: continue the run in --out, if any; PATH: continue from this last.pt; none: start a new run")),
-        max_steps=(None, dict(type=COUNT, metavar="N", help="save and stop when the run has made N steps in all")),
-        save_every=(1, dict(type=COUNT, metavar="N", help="epochs between saves")),
-        keep_every=(0, dict(type=NATURAL, metavar="N", help="epochs between checkpoints that stay; 0: none")),
-        knn_every=(10, dict(type=NATURAL, metavar="N", help="epochs between evaluations by kNN; 0: never")),
-        device=("auto", dict(choices=("auto", "cuda", "cpu"), help="auto: a GPU where there is one")),
-        amp=("auto", dict(choices=("auto", "bf16", "off"), help="auto: bf16 on GPUs that have it; off: float32")),
-        compile=(False, dict(
-            action="store_true", help="compile the encoders: this takes minutes at the start, then steps are faster")),
-        grad_checkpoint=(False, dict(
-            action="store_true", help="less memory, more time; batch norm's averages are updated twice per step")),
-        workers=(None, dict(type=WORKERS, metavar="N", help="processes that load images, per training process")),
-        tensorboard=(False, dict(action="store_true", help="also write the metrics for TensorBoard")),
-        show_views=(None, dict(metavar="PNG", help="write a picture of the network's inputs, and exit")),
-    ),
-)
 EVALUATION_FLAGS = dict(  # of eval_knn.py and eval_linear.py: {group: {flag: argparse's options}}
     encoder=dict(
         encoder=dict(choices=("query", "momentum"), help="default: the one that the method's authors evaluate"),
@@ -1618,16 +1599,21 @@ EVALUATION_FLAGS = dict(  # of eval_knn.py and eval_linear.py: {group: {flag: ar
 )
 # fmt: on
 # What may differ between two calls of one run; an evaluation's, too.
-OPERATING = {*RUN_FLAGS["operation"], "data_dir", "no_cache", "bf16", "name", "typed", "eval_every"}
+OPERATING = {
+    *("out", "resume", "max_steps", "save_every", "keep_every", "knn_every", "eval_every", "device", "amp", "compile"),
+    *("grad_checkpoint", "workers", "tensorboard", "show_views", "data_dir", "no_cache", "changes", "name", "typed"),
+}
 
 
 class Help(argparse.ArgumentDefaultsHelpFormatter):
     """Shows the defaults that there are."""
 
     def _get_help_string(self, action):
-        if action.default in (None, False, argparse.SUPPRESS):
-            return action.help
-        return super()._get_help_string(action)
+        has_default = action.default not in (None, False, argparse.SUPPRESS)
+        return super()._get_help_string(action) if has_default else action.help
+
+    def _get_default_metavar_for_optional(self, action):
+        return "X"
 
 
 class ArgumentParser(argparse.ArgumentParser):
@@ -1682,106 +1668,89 @@ def shown(value):
     return str(value)
 
 
-def parse_choices(argv, flags, *names):
-    """The values that choose a recipe, before the other flags are known.
+def run_parser(script, doc, evaluated="query"):
+    """Return the parser of a training script, with the flags of every run. The script adds those of its recipe.
 
-    Returns a namespace with dataset, arch, variant and `names`. A value that is not on the command line is None, but
-    for dataset ("patterns"). flags: as `parse_flags`.
+    evaluated: the encoder, query or momentum, that the method's authors evaluate.
     """
-    parser = ArgumentParser(None, "", add_help=False)  # None: the script that runs
-    for name in ("dataset", "variant"):
-        _, options = RUN_FLAGS["data" if name == "dataset" else "run"][name]
-        parser.add_argument(option(name), **options, default="patterns" if name == "dataset" else None)
-    rows = {name: row for group in flags.values() for name, row in group.items()}
-    for name in ("arch", *names):
-        kind, text, *nargs = rows[name]
-        add_flag(parser, name, kind, text, None, nargs[0] if nargs else None)
-    return parser.parse_known_args(argv)[0]
+    about = "The defaults are those of --dataset patterns; --dataset imagenet --help shows ImageNet's."
+    parser = ArgumentParser(script, f"{doc.splitlines()[0]} {about}", usage=f"python {script} [flags]", add_help=False)
+    parser.set_defaults(method=script.removesuffix(".py"), evaluated=evaluated)
+    add = parser.add_argument_group("data").add_argument
+    add("--dataset", choices=DATASETS, default="patterns", help="data set; it also chooses the recipe")
+    add("--data-dir", metavar="DIR", help="its folder, with train/, and val/ or test/")
+    add("--no-cache", action="store_true", help="do not keep decoded small images in memory")
+    add = parser.add_argument_group("run").add_argument
+    add("--variant", choices=("paper", "released"), default="paper", help="follow the paper, or the authors' code")
+    add("--seed", type=SEED, default=0, metavar="N", help="seed of all random numbers")
+    add = parser.add_argument_group("operation").add_argument
+    add("--out", metavar="DIR", help="folder of the run (default: runs/METHOD-DATASET-ARCH-sSEED...)")
+    add("--resume", default="auto", metavar="auto|PATH|none", help="auto: continue --out; PATH: continue a last.pt")
+    add("--max-steps", type=COUNT, metavar="N", help="save and stop when the run has made N steps in all")
+    add("--save-every", type=COUNT, default=1, metavar="N", help="epochs between saves")
+    add("--keep-every", type=NATURAL, default=0, metavar="N", help="epochs between checkpoints that stay; 0: none")
+    add("--knn-every", type=NATURAL, default=10, metavar="N", help="epochs between evaluations by kNN; 0: never")
+    add("--device", choices=("auto", "cuda", "cpu"), default="auto", help="auto: a GPU where there is one")
+    add("--amp", choices=("auto", "bf16", "off"), default="auto", help="auto: bf16 on GPUs that have it; off: float32")
+    add("--compile", action="store_true", help="compile the encoders: minutes at the start, then faster steps")
+    add("--grad-checkpoint", action="store_true", help="less memory, more time; batch norm's averages move twice")
+    add("--workers", type=WORKERS, metavar="N", help="processes that load images, per training process")
+    add("--tensorboard", action="store_true", help="also write the metrics for TensorBoard")
+    add("--show-views", metavar="PNG", help="write a picture of the network's inputs, and exit")
+    add("-h", "--help", action="store_true", help="show this and exit")
+    return parser
 
 
-def add_flag(parser, name, kind, text, default, nargs=None):
-    """Add the flag of one value. kind: an argparse type, a tuple of words to choose from, or bool (--x, --no-x)."""
-    if kind is bool:
-        options = dict(action=argparse.BooleanOptionalAction)
-    elif isinstance(kind, tuple):
-        options = dict(choices=kind)
-    else:
-        options = dict(type=kind, nargs=nargs, metavar="X")
-    parser.add_argument(option(name), default=default, help=text, **options)
+def parse(parser, argv, recipe):
+    """Return (args, given): the command line with every value of the recipe, and the names of the flags that it has.
 
-
-def parse_flags(script, doc, argv, values, flags, **defaults):
-    """The command line of a training run as a namespace. Exits with an error message on a mistake.
-
-    values: the recipe, {name: value}, of which every value becomes a flag. flags: {group: {name: (kind, help[,
-    nargs])}}, where kind is as in `add_flag`; a pair or a longer tuple takes as many values, nargs "+" or "*" any
-    number. defaults: of general flags, where a script's differ. Added: `typed`, the sorted names of the recipe's values
-    (and variant) that the command line gives.
+    recipe: a function that returns {name: value} for a namespace of what is typed, where the rest has its default or is
+    None. Its values are the defaults of their flags. Exits with an error message on a mistake.
     """
-    defaults_of = "The defaults are those of --dataset patterns; --dataset imagenet --help shows ImageNet's."
-    usage = f"python {script} [flags]"
-    parser = ArgumentParser(script, f"{doc.splitlines()[0]} {defaults_of}", usage=usage, add_help=False)
-    usual = {name: default for group in RUN_FLAGS.values() for name, (default, _) in group.items()}
-    usual |= defaults | values
-    for group, rows in RUN_FLAGS.items():
-        section = parser.add_argument_group(group)
-        for name, (_, options) in rows.items():
-            no_default = usual[name] is None or usual[name] is False
-            text = options["help"] + ("" if no_default else f" (default: {usual[name]})")
-            section.add_argument(option(name), **{**options, "help": text}, default=argparse.SUPPRESS)
-    of_others = set()  # flags that this script has, but not this recipe
-    for group, rows in flags.items():
-        section = parser.add_argument_group(group)
-        for name, (kind, text, *nargs) in rows.items():
-            if name not in values:
-                of_others.add(option(name))
-                continue
-            count = len(values[name]) if isinstance(values[name], tuple) else None
-            about = f"{text} (default: {shown(values[name])})".replace("%", "%%")
-            add_flag(section, name, kind, about, argparse.SUPPRESS, nargs[0] if nargs else count)
-    parser.add_argument("-h", "--help", action="help", help="show this and exit")
-    for text in sys.argv[1:] if argv is None else argv:
-        if text.split("=")[0] in of_others:
-            fail(f"{text.split('=')[0]} has no effect: the recipe of these choices has no such value")
-    typed = {n: tuple(v) if isinstance(v, list) else v for n, v in vars(parser.parse_args(argv)).items()}
-    args = argparse.Namespace(**usual | typed)
-    args.typed = sorted(set(typed) & {*values, "variant"} - set(RUN_FLAGS["operation"]))
-    check_flags(args, typed)
-    return args
+    plain, missing = parser.parse_args([]), object()
+    typed = vars(parser.parse_args(argv, argparse.Namespace(**dict.fromkeys(vars(plain), missing))))
+    given = {name: as_tuple(value) for name, value in typed.items() if value is not missing}
+    values = recipe(argparse.Namespace(**vars(plain) | given))
+    if "help" in given:
+        parser.set_defaults(**{name: shown(value) for name, value in values.items()})
+        parser.print_help()
+        raise SystemExit(0)
+    args = argparse.Namespace(**vars(plain) | values | given)
+    del args.help
+    of_every_run = OPERATING | {"dataset", "variant", "seed"}
+    if idle := given.keys() - values.keys() - of_every_run:
+        fail(f"{option(min(idle))} has no effect: the recipe of these choices has no such value")
+    args.changes = describe_changes(args, given.keys() & (values.keys() | {"variant"}) - {"arch"} - OPERATING)
+    check_flags(args, given)
+    return args, set(given)
 
 
-def check_flags(args, typed):
-    """Exit with an error message if general flags do not go together, or with this machine."""
-    if args.data_dir is not None and "dataset" not in typed:
+def as_tuple(value):
+    """Return a list as a tuple, and any other value as it is."""
+    return tuple(value) if isinstance(value, list) else value
+
+
+def describe_changes(args, names):
+    """Return what a run's name says of values that were typed, for example "-lam2-num_keys4"."""
+    changes = "".join(f"-{name}{shown(getattr(args, name))}" for name in sorted(names)).replace(" ", ",")
+    if len(changes) > 120:
+        changes = f"{changes[:100]}-{hashlib.sha256(changes.encode()).hexdigest()[:8]}"
+    return "".join(c if c.isalnum() or c in "-_.," else "+" for c in changes)
+
+
+def check_flags(args, given):
+    """Exit with an error message if values do not go together, with each other or with this machine."""
+    if args.data_dir is not None and "dataset" not in given:
         fail(f"--data-dir needs --dataset, which chooses the recipe and the normalisation: {', '.join(DATASETS[1:])}")
-    if args.batch_size % (world := int(os.environ.get("WORLD_SIZE", 1))):
+    if args.batch_size % (world := rank_and_world()[1]):
         fail(f"--batch-size {args.batch_size} (global) cannot be shared out over {world} processes")
-    if typed.get("warmup", 0) > args.epochs:
-        fail(f"--warmup {shown(args.warmup)} is longer than the training, --epochs {args.epochs}: give a smaller one")
-    if args.tensorboard and importlib.util.find_spec("tensorboard") is None:
-        fail("--tensorboard needs a package: pip install tensorboard")
-    if args.show_views:
-        parent = Path(args.show_views).absolute().parent
-        if not parent.is_dir() or not os.access(parent, os.W_OK):
-            fail(f"--show-views {args.show_views}: {parent} is not a folder that you may write to")
-
-
-def check_views(args, patches_of_vits=True):
-    """Exit with an error message if values of an augmentation do not go together.
-
-    patches_of_vits: whether --patch-size is of ViTs alone, and refused for other encoders.
-    """
     for name in ("crop_scale", "global_scale", "local_scale", "crop_ratio", "blur_sigma"):
-        low, high = getattr(args, name, (0, 1))
+        low, high = getattr(args, name, None) or (0, 1)
         if low > high:
             fail(f"{option(name)} {low:g} {high:g}: give the smaller number first")
-    if hasattr(args, "jitter") and args.jitter[3] > 0.5:
-        fail(f"--jitter: the hue changes by at most 0.5, not {args.jitter[3]:g}")
-    for name, chance in (("jitter", "jitter_p"), ("blur_sigma", "blur_p"), ("blur_sigma", "blur_prob")):
-        if not np.any(getattr(args, chance, 1)):  # a probability, or one per view
-            refuse(args, [name], f"{option(chance)} is 0")
-    if patches_of_vits and not is_vit(args.arch):
-        refuse(args, ["patch_size"], f"{args.arch} has no patches")
+    if args.tensorboard and importlib.util.find_spec("tensorboard") is None:
+        fail("--tensorboard needs a package: pip install tensorboard")
+    encoder_info(args)  # exits if there is no such encoder
 
 
 def refuse(args, names, reason):
@@ -1792,48 +1761,21 @@ def refuse(args, names, reason):
             fail(f"{flag} has no effect: {reason}")
 
 
-def run_name(args):
-    """METHOD-DATASET-ARCH-sSEED and every value of the recipe that was typed: the name of a run's default folder."""
-    typed = [name for name in args.typed if name not in ("dataset", "arch")]
-    values = "".join(f"-{name}{shown(getattr(args, name)).replace(' ', ',')}" for name in typed)
-    if len(values) > 120:
-        values = f"{values[:100]}-{hashlib.sha256(values.encode()).hexdigest()[:8]}"
-    name = f"{args.method}-{args.dataset}-{args.arch}-s{args.seed}{values}"
-    return "".join(c if c.isalnum() or c in "-_.," else "+" for c in name)
-
-
 def settle(args, device, train=None, encoder=None):
-    """A copy of args with what is known only when training begins: the name of a run of own objects, out, bf16.
+    """Return a copy of args with what is known only when training begins: --out, --amp, and the arch of own encoders.
 
-    train, encoder: a user's own data set and module, or None. What the user did not type and the number of processes
-    may have decided (batch-norm groups, mix slices) is taken from the run in --out, if there is one.
+    train, encoder: a user's own data set and module, or None. The names of their runs say "own".
     """
-    args = argparse.Namespace(**vars(args))
-    args.backbone = dict(args.backbone)
-    if train is not None:
-        args.name = args.name.replace(f"-{args.dataset}-", "-own-", 1)
+    args = copy.copy(args)
     if encoder is not None:
-        args.name, args.arch = args.name.replace(f"-{args.arch}-", "-own-", 1), "own"
-        args.backbone |= dict(timm_name=None, create_kwargs={}, stem="own")
+        args.arch = "own"
         if args.grad_checkpoint and not hasattr(encoder, "set_grad_checkpointing"):
             fail("--grad-checkpoint needs an encoder with timm's set_grad_checkpointing, which yours has not")
-        trial = copy.deepcopy(encoder)
-        output_width(trial, args.image_size)  # refuses an encoder of another input size
-        shape = tuple(encode_zeros(trial, args.image_size).shape)
-        if len(shape) != 2:  # for example, a ResNet without its last layer gives (1, width, 1, 1)
-            fail(f"the encoder gives {shape} for one image, not (1, width): end it with torch.nn.Flatten()")
-    args.out = args.out or f"runs/{args.name}"
+    dataset = args.dataset if train is None else "own"
+    args.out = args.out or f"runs/{args.method}-{dataset}-{args.arch}-s{args.seed}{args.changes}"
+    args.data_dir = args.data_dir and os.path.abspath(args.data_dir)  # so that evaluations find it from anywhere
     sizes = [getattr(args, "local_size", args.image_size), *getattr(args, "resolutions", ()), args.image_size]
-    args.bf16 = use_bf16(args.amp, device, args.arch, sizes)
-    world = rank_and_world()[1]
-    began = read_config(args.out) if any(Path(args.out).glob("*.pt")) else {}  # else the folder is taken over
-    for name in {"bn_groups", "mix_slices"} & set(vars(args)) & set(began) - set(args.typed):
-        setattr(args, name, began[name])
-        if began[name] % world:
-            fail(
-                f"the run in {args.out} has {option(name)} {began[name]}, which {world} processes do not divide: start "
-                f"a number of processes that divides it, or give another --out"
-            )
+    args.amp = "bf16" if use_bf16(args.amp, device, args.arch, sizes) else "off"
     return args
 
 
@@ -2012,9 +1954,9 @@ class Run:
         state |= dict(step=self.step, record=self.record, log=log, config=self.config, images=self.images)
         if rank_and_world()[0] == 0:
             if self.encoder is not None:
-                state["backbone"] = self.args.backbone
+                state["backbone"] = encoder_info(self.args)
                 weights = {"state_dict": self.encoder.state_dict()}
-                save_checkpoint(self.out / "backbone.pt", self.args.backbone | weights)
+                save_checkpoint(self.out / "backbone.pt", state["backbone"] | weights)
             if keep:
                 save_checkpoint(self.out / keep, state)
             save_checkpoint(self.out / "last.pt", state, keep_previous=True)
@@ -2062,17 +2004,19 @@ def introduction(args, encoder, train, test, chance, about):
     share = f"; the queue is {100 * queue / len(train):.1f} % of the images" if queue else ""
     share += ", much above the usual tenth: --queue" if queue and queue > len(train) / 5 else ""
     mean, std = NORMS[args.norm]
-    precision = "bf16" if args.bf16 else "TF32" if torch.backends.cuda.matmul.allow_tf32 else "float32"
-    groups = getattr(args, "bn_groups", "one, over all processes")
+    precision = "bf16" if args.amp == "bf16" else "TF32" if torch.backends.cuda.matmul.allow_tf32 else "float32"
+    several_cpus = world > 1 and next(encoder.parameters()).device.type == "cpu"
+    all_processes = "each process's own (torch has batch norm over processes on GPUs only)" if several_cpus else "one"
+    groups = getattr(args, "bn_groups", None) or all_processes
     return f"""{args.method}, {about}; variant {args.variant}; chance level of the loss {chance:.3f}{share}
-encoder {args.arch}, {size:.2f} M parameters, {args.image_size} px; evaluated: the {args.backbone["encoder"]} encoder
+encoder {args.arch}, {size:.2f} M parameters, {args.image_size} px; evaluated: the {args.evaluated} encoder
 data {train.name}: {len(train)} training images ({memory}), {len(test) if test else "no"} test images, \
 {len(train.classes) or "no"} classes; mean {mean}, std {std}
 batch {args.batch_size} over {world} process(es), {args.batch_size // world} each; \
 {len(train) // args.batch_size} steps per epoch, {args.epochs} epochs; {precision}; batch-norm groups: {groups}
 rate {args.lr:g} at batch {args.lr_batch}, scaled linearly to {args.lr * args.batch_size / args.lr_batch:g}; \
-weight decay {shown(args.weight_decay)}, momentum encoder {shown(getattr(args, "momentum", "none"))}, temperature \
-{shown(getattr(args, "temperature", "none"))}"""
+weight decay {shown(args.weight_decay)}, momentum encoder {shown(args.momentum)}, \
+temperature {shown(args.temperature)}"""
 
 
 def lock_folder(folder):
@@ -2230,14 +2174,12 @@ def find_checkpoint(out, config, resume="auto"):
 
 
 def differences(old, new):
-    """What a configuration changes in another, as a list of 'NAME was X, is Y'; OPERATING flags do not count."""
+    """What a configuration changes in another, as a list of '--NAME was X, is Y'; OPERATING flags do not count."""
     found = []
     for name in sorted((set(old) | set(new)) - OPERATING):
         was, now = old.get(name), new.get(name)
-        if was != now and not isinstance(now, dict):  # `backbone` only repeats what flags say
-            found.append(f"{name} was {shown(was)}, is {shown(now)}")
-    if not found and old.get("backbone") != new.get("backbone"):
-        found.append("the encoder is another")
+        if was != now:
+            found.append(f"{option(name)} was {shown(was)}, is {shown(now)}")
     return found
 
 

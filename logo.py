@@ -371,7 +371,9 @@ class MoCo(nn.Module):
     def __init__(self, args, encoder=None):
         super().__init__()
         self.args = args
-        self.backbone = encoder or common.build_backbone(args.backbone, [args.local_size])
+        self.backbone = (
+            encoder if encoder is not None else common.build_backbone(common.encoder_info(args), [args.local_size])
+        )
         width = common.output_width(self.backbone, args.image_size)
         self.projector = nn.Sequential(nn.Linear(width, width), nn.ReLU(inplace=True), nn.Linear(width, args.dim))
         self.momentum_backbone = copy.deepcopy(self.backbone).requires_grad_(False)
@@ -380,12 +382,12 @@ class MoCo(nn.Module):
 
     def query(self, x):
         """The queries of images: (n, 3, H, W) -> (n, dim), L2-normalised, in the dtype of x."""
-        with torch.autocast(x.device.type, torch.bfloat16, enabled=self.args.bf16):
+        with torch.autocast(x.device.type, torch.bfloat16, enabled=self.args.amp == "bf16"):
             return F.normalize(self.projector(self.backbone(x)).to(x.dtype), dim=1)
 
     def key(self, x):
         """The keys of images, by the momentum encoder: (n, 3, H, W) -> (n, dim), L2-normalised, in the dtype of x."""
-        with torch.autocast(x.device.type, torch.bfloat16, enabled=self.args.bf16):
+        with torch.autocast(x.device.type, torch.bfloat16, enabled=self.args.amp == "bf16"):
             return F.normalize(self.momentum_projector(self.momentum_backbone(x)).to(x.dtype), dim=1)
 
     def local(self, x):
@@ -437,7 +439,9 @@ class SimSiam(nn.Module):
     def __init__(self, args, encoder=None):
         super().__init__()
         self.args = args
-        self.backbone = encoder or common.build_backbone(args.backbone, [args.local_size])
+        self.backbone = (
+            encoder if encoder is not None else common.build_backbone(common.encoder_info(args), [args.local_size])
+        )
         for block in self.backbone.modules():
             if encoder is None and hasattr(block, "zero_init_last"):
                 block.zero_init_last()  # SimSiam starts from zero residual branches
@@ -454,7 +458,7 @@ class SimSiam(nn.Module):
 
     def project(self, x):
         """The projections z of images: (n, 3, H, W) -> (n, dim), in the dtype of x."""
-        with torch.autocast(x.device.type, torch.bfloat16, enabled=self.args.bf16):
+        with torch.autocast(x.device.type, torch.bfloat16, enabled=self.args.amp == "bf16"):
             return self.projector(self.backbone(x)).to(x.dtype)
 
     def local(self, x):
@@ -522,115 +526,79 @@ def descend(optimizer, loss, lr, max_norm=math.inf):
 
 # ================================================================= 5. training
 
-# fmt: off
-FLAGS = {  # {group: {value of the recipe: (kind, help)}}; common.add_flag says what a kind is
-    "loss": dict(
-        base=(("moco", "simsiam"), "what LoGo is put on; it also chooses the recipe"),
-        local_crops=(common.number(int, 0, 2), "local crops per image, 2 or 0; 0 is symmetrised MoCo, or SimSiam"),
-        one_way=(bool, "MoCo v2's loss: one query per image; with --local-crops 0"),
-        l2l=(bool, "local-to-local dissimilarity"),
-        l2l_weighting=(("clip", "lambda"), "L_ll as a clipped step of its own, or as a term of the loss (D1)"),
-        clip_ratio=(common.NOT_NEGATIVE, "clip: largest gradient of L_ll, as a share of the last main gradient's norm"),
-        lam=(common.NOT_NEGATIVE, "lambda: the weight of L_ll in Eq. 9"),
-        affinity_form=(("logistic", "linear"), "what the affinity learns by (D1); it also chooses --affinity-lr"),
-        affinity_batch=(("separate", "joint"), "joint: pairs of one and of two images in one batch (ours, D14)"),
-        affinity_hidden=(common.COUNT, "width of the affinity's two hidden layers"),
-        affinity_lr=(common.auto_or(common.POSITIVE), "the affinity's rate, constant; auto: the encoder's peak rate"),
-        affinity_noise=(common.NOT_NEGATIVE, "noise on the logistic form's locals, times sqrt(dim); see D14"),
-        temperature=(common.POSITIVE, "temperature of MoCo's loss"),
-        queue=(common.auto_or(common.COUNT), "MoCo's negatives per query: earlier keys; auto: a tenth of the images"),
-    ),
-    "model": dict(
-        arch=(str, "encoder: resnet_micro, resnet18, resnet50, vit_small, ..., or any timm model"),
-        image_size=(common.COUNT, "side of a global view, in pixels"),
-        local_size=(common.COUNT, "side of a local view, in pixels; not given, it is at most --image-size"),
-        patch_size=(common.COUNT, "side of a ViT's patch, in pixels"),
-        dim=(common.COUNT, "size of the embeddings"),
-        layers=(common.COUNT, "layers of SimSiam's projector"),
-        hidden=(common.COUNT, "width of SimSiam's predictor"),
-        bn_groups=(common.COUNT, "equal slices of the batch; each has its own batch-norm statistics"),
-        momentum=(common.SHARE, "momentum m of the momentum encoder"),
-    ),
-    "schedule": dict(
-        epochs=(common.COUNT, "epochs of the whole training"),
-        batch_size=(common.AT_LEAST_TWO, "images per step, over all processes"),
-        lr=(common.POSITIVE, "learning rate at batch size --lr-batch; it is scaled linearly with --batch-size"),
-        lr_batch=(common.COUNT, "batch size for which --lr is given"),
-        milestones=(common.SHARE, "shares of the run after which the rate falls to a tenth; none: a cosine", "*"),
-        min_lr=(common.NOT_NEGATIVE, "final rate of the cosine; if not given, it keeps its ratio to the peak rate"),
-        warmup=(common.NOT_NEGATIVE, "epochs of linear warm-up; if not given, it shrinks with --epochs"),
-        weight_decay=(common.NOT_NEGATIVE, "weight decay of SGD"),
-        sgd_momentum=(common.SHARE, "momentum of SGD, the affinity's too"),
-    ),
-    "augmentation": dict(
-        global_scale=(common.POSITIVE_SHARE, "smallest and largest area of a global crop (supplement, Table 9)"),
-        local_scale=(common.POSITIVE_SHARE, "smallest and largest area of a local crop (supplement, Table 8)"),
-        crop_ratio=(common.POSITIVE, "smallest and largest width / height of a crop"),
-        interpolation=(("bilinear", "bicubic"), "how a crop is resized"),
-        jitter=(common.NOT_NEGATIVE, "largest change of brightness, contrast, saturation and hue"),
-        jitter_p=(common.SHARE, "probability of these colour changes"),
-        gray_p=(common.SHARE, "probability of a gray view"),
-        blur_p=(common.SHARE, "probability of a blurred view"),
-        blur_sigma=(common.POSITIVE, "smallest and largest sigma of the blur, in pixels"),
-        flip_p=(common.SHARE, "probability of a horizontal flip"),
-        norm=(tuple(common.NORMS), "the data set whose mean and standard deviation normalise the views"),
-    ),
-}
-# fmt: on
-
 
 def parse_args(argv=None):
     """Return the command line as a namespace with every value of the recipe. Exits with an error message on a mistake.
 
     argv: a list of words; sys.argv's if None.
     """
-    values = recipe(common.parse_choices(argv, FLAGS, "base", "affinity_form"))
-    args = common.parse_flags("logo.py", __doc__, argv, values, FLAGS, variant="released")  # D1
-    usual = argparse.Namespace(**values)
-    if "warmup" not in args.typed:
+    parser = common.run_parser("logo.py", __doc__)
+    parser.set_defaults(variant="released")  # D1
+    add = parser.add_argument_group("loss").add_argument
+    add("--base", choices=("moco", "simsiam"), help="what LoGo is put on; it also chooses the recipe")
+    add("--local-crops", type=int, choices=(0, 2), help="local crops per image; 0: symmetrised MoCo, or SimSiam")
+    add("--one-way", action="store_true", help="MoCo v2's loss, one query per image; with --local-crops 0")
+    add("--l2l", action=argparse.BooleanOptionalAction, help="local-to-local dissimilarity")
+    add("--l2l-weighting", choices=("clip", "lambda"), help="L_ll as a clipped step, or as a term of the loss (D1)")
+    add("--clip-ratio", type=common.NOT_NEGATIVE, help="clip: largest gradient of L_ll, as a share of the main one")
+    add("--lam", type=common.NOT_NEGATIVE, help="lambda: the weight of L_ll in Eq. 9")
+    add("--affinity-form", choices=("logistic", "linear"), help="the affinity's objective (D1)")
+    add("--affinity-batch", choices=("separate", "joint"), help="joint: all pairs in one batch (ours, D14)")
+    add("--affinity-hidden", type=common.COUNT, help="width of the affinity's two hidden layers")
+    add("--affinity-lr", type=common.POSITIVE_OR_AUTO, help="the affinity's rate; auto: the encoder's peak rate")
+    add("--affinity-noise", type=common.NOT_NEGATIVE, help="noise on the logistic form's locals, times sqrt(dim)")
+    add("--temperature", type=common.POSITIVE, help="temperature of MoCo's loss")
+    add("--queue", type=common.COUNT_OR_AUTO, help="MoCo's negatives per query; auto: a tenth of the images")
+    add = parser.add_argument_group("model").add_argument
+    add("--arch", help="encoder: resnet_micro, resnet18, resnet50, vit_small, ..., or any timm model")
+    add("--image-size", type=common.COUNT, help="side of a global view, in pixels")
+    add("--local-size", type=common.COUNT, help="side of a local view; not given, it is at most --image-size")
+    add("--patch-size", type=common.COUNT, help="side of a ViT's patch, in pixels")
+    add("--dim", type=common.COUNT, help="size of the embeddings")
+    add("--layers", type=common.COUNT, help="layers of SimSiam's projector")
+    add("--hidden", type=common.COUNT, help="width of SimSiam's predictor")
+    add("--bn-groups", type=common.COUNT, help="equal slices of the batch; each has its own batch-norm statistics")
+    add("--momentum", type=common.SHARE, help="momentum m of the momentum encoder")
+    add = parser.add_argument_group("schedule").add_argument
+    add("--epochs", type=common.COUNT, help="epochs of the whole training")
+    add("--batch-size", type=common.AT_LEAST_TWO, help="images per step, over all processes")
+    add("--lr", type=common.POSITIVE, help="learning rate at batch size --lr-batch; scaled linearly with --batch-size")
+    add("--lr-batch", type=common.COUNT, help="batch size for which --lr is given")
+    add("--milestones", type=common.SHARE, nargs="*", help="rate to a tenth at these shares of the run; none: a cosine")
+    add("--min-lr", type=common.NOT_NEGATIVE, help="last learning rate; not given, it keeps its ratio to the peak rate")
+    add("--warmup", type=common.NOT_NEGATIVE, help="epochs of linear warm-up; not given, it shrinks with --epochs")
+    add("--weight-decay", type=common.NOT_NEGATIVE, help="weight decay of SGD")
+    add("--sgd-momentum", type=common.SHARE, help="momentum of SGD, the affinity's too")
+    add = parser.add_argument_group("augmentation").add_argument
+    add("--global-scale", type=common.POSITIVE_SHARE, nargs=2, help="areas of global crops (supplement, Table 9)")
+    add("--local-scale", type=common.POSITIVE_SHARE, nargs=2, help="areas of local crops (supplement, Table 8)")
+    add("--crop-ratio", type=common.POSITIVE, nargs=2, help="smallest and largest width / height of a crop")
+    add("--interpolation", choices=("bilinear", "bicubic"), help="how a crop is resized")
+    add("--jitter", type=common.NOT_NEGATIVE, nargs=4, help="most brightness, contrast, saturation and hue change")
+    add("--jitter-p", type=common.SHARE, help="probability of these colour changes")
+    add("--gray-p", type=common.SHARE, help="probability of a gray view")
+    add("--blur-p", type=common.SHARE, help="probability of a blurred view")
+    add("--blur-sigma", type=common.POSITIVE, nargs=2, help="smallest and largest sigma of the blur, in pixels")
+    add("--flip-p", type=common.SHARE, help="probability of a horizontal flip")
+    add("--norm", choices=common.NORMS, help="data set whose mean and standard deviation normalise the views")
+    args, given = common.parse(parser, argv, recipe)
+
+    # What was not given follows from other values
+    usual = argparse.Namespace(**recipe(args))
+    if "warmup" not in given:
         args.warmup *= min(1, args.epochs / usual.epochs)  # a shorter run has a shorter warm-up
-    if "min_lr" not in args.typed:
+    if "min_lr" not in given:
         args.min_lr *= peak_rate(args) / peak_rate(usual)  # the last rate is scaled as the peak rate is
-    if args.milestones:
-        common.refuse(args, ["min_lr"], "the rate falls at --milestones (without a value: a cosine down to --min-lr)")
-    refuse_local_flags(args)
+    if args.base == "moco":
+        if "bn_groups" not in given:
+            args.bn_groups = math.lcm(args.bn_groups, common.rank_and_world()[1])  # each process has equally many
+        check_batch_norm_groups(args)
+    if "local_size" not in given:
+        args.local_size = min(args.local_size, args.image_size)
     args.l2l = args.l2l and args.local_crops == 2
-    if "local_size" not in args.typed:
-        # The recipe's size is at most the global one, and there is none without local crops.
-        args.local_size = min(args.local_size, args.image_size) if args.local_crops else args.image_size
-    if args.local_size > args.image_size:
-        common.fail(f"--local-size {args.local_size} is above --image-size {args.image_size}: local crops are smaller")
-    common.check_views(args)
-    if args.local_crops and common.is_vit(args.arch) and args.local_size % args.patch_size:
-        common.fail(f"--patch-size {args.patch_size} does not divide the local crops' size, {args.local_size}")
-    args.method = "logo"
-    described = dict(method=args.method, encoder="query")
-    args.backbone = common.backbone_info(
-        args.arch, args.image_size, args.patch_size, args.norm, args.interpolation, **described
-    )
-    args.name = common.run_name(args)
-    return args
-
-
-def refuse_local_flags(args):
-    """Exit with an error message if a flag of the local crops or of their dissimilarity was typed without effect."""
-    of_affinity = ["affinity_form", "affinity_hidden", "affinity_lr", "affinity_noise", "affinity_batch"]
-    of_dissimilarity = ["l2l_weighting", "clip_ratio", "lam", *of_affinity]
-    if args.local_crops == 1:
-        common.fail("--local-crops 1: LoGo compares two local crops with each other; give 2 or 0")
     if args.base == "moco" and args.one_way and args.local_crops:
         common.fail("--one-way is MoCo v2's loss, which has no local crops: give --local-crops 0, too")
-    if args.local_crops == 0:
-        names = ["local_size", "local_scale", "l2l", "variant", *of_dissimilarity]
-        common.refuse(args, names, "--local-crops 0 leaves out all that is about local crops")
-    elif not args.l2l:
-        common.refuse(args, of_dissimilarity, "--no-l2l leaves out the local-to-local dissimilarity")
-    elif args.l2l_weighting == "clip":
-        common.refuse(args, ["lam"], "with --l2l-weighting clip the weight of L_ll is --clip-ratio")
-    else:
-        common.refuse(args, ["clip_ratio"], "with --l2l-weighting lambda the weight of L_ll is --lam")
-    if args.affinity_form == "linear":
-        common.refuse(args, ["affinity_noise"], "the linear form has no noise")
+    return args
 
 
 def peak_rate(args):
@@ -674,8 +642,6 @@ def main(args, train=None, test=None, encoder=None):
     # Data
     device = common.join_processes(args)
     args = common.settle(args, device, train, encoder)
-    if args.base == "moco":
-        args.bn_groups = batch_norm_groups(args)
     train, test = common.open_images(args, train, test)
     loader = common.make_loader(args, train, augmentation(args), device)
     mean, std = common.NORMS[args.norm]
@@ -823,24 +789,13 @@ class GroupedBatchNorm(nn.modules.batchnorm._BatchNorm):
         return self.after(torch.cat(slices))
 
 
-def batch_norm_groups(args):
-    """Return the number of batch-norm groups. Prints a note if it is not the recipe's.
-
-    If the number of processes does not divide the recipe's number, there is one group per process. If the groups would
-    differ in size or have only one image, there are fewer. A --bn-groups that was typed is not changed: if it does not
-    fit, this exits with an error message.
-    """
-    world, groups = common.rank_and_world()[1], args.bn_groups
-    if groups > 1 and groups % world:
-        groups = world
-    while groups > 1 and (groups % world or args.batch_size % groups or args.batch_size == groups):
-        groups -= 1
-    if groups != args.bn_groups:
-        note = f"with {world} process(es) and batch size {args.batch_size}"
-        if "bn_groups" in args.typed:
-            common.fail(f"--bn-groups {args.bn_groups} does not fit {note}: give {groups}, or leave it out")
-        common.say(f"batch-norm groups: {groups} instead of {args.bn_groups}, {note}")
-    return groups
+def check_batch_norm_groups(args):
+    """Exit with an error message if the groups do not divide the batch, or the processes do not divide the groups."""
+    groups, images = args.bn_groups, args.batch_size // args.bn_groups
+    if args.batch_size % groups or images == 1 and groups > 1:
+        common.fail(f"--batch-size {args.batch_size} cannot be cut into {groups} --bn-groups of two or more images")
+    if groups % common.rank_and_world()[1]:
+        common.fail(f"--bn-groups {groups} is not a multiple of the number of processes")
 
 
 def split_batch_norms(module, groups):

@@ -78,24 +78,24 @@ import common
 # ================================================================== 1. recipes
 
 # fmt: off
-BASE = dict(  # MoCo v2; a pair of blur_prob or solarize_p is of the query view and of the key view
-    moco="v2", joint="crop", beta=0.0, joint_prob=0.5, css_alpha=1.0, temperature=0.2, dim=128, momentum=0.999,
+BASE = dict(  # MoCo v2; a pair of blur_p or solarize_p is of the query view and of the key view
+    moco="v2", joint="crop", beta=0.0, joint_prob=0.5, css_alpha=1.0, temperature=0.2, dim=128, momentum=(0.999, 0.999),
     sgd_momentum=0.9, weight_decay=1e-4, warmup=0.0, min_lr=0.0, milestones=(), bn_groups=8, patch_size=16,
     norm="imagenet", interpolation="bilinear", crop_scale=(0.2, 1.0), crop_ratio=(3 / 4, 4 / 3),
-    jitter=(0.4, 0.4, 0.4, 0.1), jitter_p=0.8, gray_p=0.2, blur_prob=(0.5, 0.5), blur_sigma=(0.1, 2.0),
+    jitter=(0.4, 0.4, 0.4, 0.1), jitter_p=0.8, gray_p=0.2, blur_p=(0.5, 0.5), blur_sigma=(0.1, 2.0),
     solarize_p=(0.0, 0.0), flip_p=0.5,
 )
 IMAGENET = dict(  # MoCo's; lr is the rate at batch size lr_batch
     BASE, arch="resnet50", image_size=224, epochs=200, batch_size=256, lr=0.03, lr_batch=256, queue=65536,
 )
-CIFAR = dict(  # ContrastiveCrop's small configurations; they do not blur, so JointBlur needs --blur-prob 0.5 0.5
+CIFAR = dict(  # ContrastiveCrop's small configurations; they do not blur, so JointBlur needs --blur-p 0.5 0.5
     BASE, arch="resnet18", image_size=32, patch_size=4, epochs=500, batch_size=512, lr=0.5, lr_batch=512, min_lr=0.05,
-    queue=4096, blur_prob=(0.0, 0.0), norm="cifar10",
+    queue=4096, blur_p=(0.0, 0.0), norm="cifar10",
 )
 RECIPES = dict(
     patterns=dict(  # ours, for two CPU cores
         BASE, arch="resnet_micro", image_size=32, patch_size=4, epochs=75, batch_size=64, lr=0.02, lr_batch=128,
-        queue=128, blur_prob=(0.1, 0.1), crop_scale=(0.3, 1.0), bn_groups=2, momentum=0.95, warmup=1.0,
+        queue=128, blur_p=(0.1, 0.1), crop_scale=(0.3, 1.0), bn_groups=2, momentum=(0.95, 0.95), warmup=1.0,
         norm="patterns",
     ),
     cifar10=CIFAR,
@@ -106,16 +106,16 @@ RECIPES = dict(
     folder=dict(IMAGENET, queue="auto"),  # ours: a tenth of the images
 )
 SMALL_ENCODERS = dict(  # ours
-    batch_size=256, lr=0.1, lr_batch=256, min_lr=0.0, momentum=0.99, blur_prob=(0.5, 0.5),
+    batch_size=256, lr=0.1, lr_batch=256, min_lr=0.0, momentum=(0.99, 0.99), blur_p=(0.5, 0.5),
 )
 V1 = dict(moco="v1", temperature=0.07, milestones=(0.6, 0.8))  # ContrastiveCrop's, as the paper's (App. G)
 V1_IMAGENET = dict(V1, epochs=100)
 V3_IMAGENET = dict(  # the released code, and MoCo v3's CONFIG: 100 epochs with 0.6 (300 epochs: --lr 0.3)
     moco="v3", epochs=100, batch_size=4096, lr=0.6, lr_batch=256, warmup=10.0, min_lr=0.0, weight_decay=1e-6,
     trust_coeff=0.001, momentum=(0.99, 1.0), temperature=1.0, dim=256, hidden=4096, jitter=(0.4, 0.4, 0.2, 0.1),
-    blur_prob=(1.0, 0.1), solarize_p=(0.0, 0.2),
+    blur_p=(1.0, 0.1), solarize_p=(0.0, 0.2),
 )
-V3_CIFAR = dict(V3_IMAGENET, epochs=500, batch_size=512, hidden=2048, blur_prob=(0.0, 0.0))  # ours, as the next
+V3_CIFAR = dict(V3_IMAGENET, epochs=500, batch_size=512, hidden=2048, blur_p=(0.0, 0.0))  # ours, as the next
 V3_PATTERNS = dict(V3_IMAGENET, epochs=75, batch_size=64, lr_batch=128, warmup=1.0, hidden=512, momentum=(0.98, 1.0))
 NOT_IN_V3 = ("queue", "bn_groups", "milestones")  # its negatives and its batch norms are the global batch's
 # fmt: on
@@ -249,12 +249,12 @@ def augmentation(args):
         jitter=args.jitter,
         jitter_p=args.jitter_p,
         gray_p=args.gray_p,
-        blur_p=args.blur_prob[0],
+        blur_p=args.blur_p[0],
         blur_sigma=args.blur_sigma,
         solarize_p=args.solarize_p[0],
         flip_p=args.flip_p,
     )
-    key = query._replace(blur_p=args.blur_prob[1], solarize_p=args.solarize_p[1])
+    key = query._replace(blur_p=args.blur_p[1], solarize_p=args.solarize_p[1])
     return [query, key]
 
 
@@ -383,7 +383,7 @@ class MoCo(nn.Module):
     def __init__(self, args, encoder=None):
         super().__init__()
         self.args = args
-        self.backbone = encoder or common.build_backbone(args.backbone)
+        self.backbone = encoder if encoder is not None else common.build_backbone(common.encoder_info(args))
         width = common.output_width(self.backbone, args.image_size)
         if args.moco == "v1":
             self.projector = nn.Sequential(nn.Linear(width, args.dim))
@@ -396,12 +396,12 @@ class MoCo(nn.Module):
 
     def query(self, x):
         """The queries of images: (n, 3, H, W) -> (n, dim), L2-normalised, in the dtype of x."""
-        with torch.autocast(x.device.type, torch.bfloat16, enabled=self.args.bf16):
+        with torch.autocast(x.device.type, torch.bfloat16, enabled=self.args.amp == "bf16"):
             return F.normalize(self.projector(self.backbone(x)).to(x.dtype), dim=1)
 
     def key(self, x):
         """The keys of images, by the momentum encoder: (n, 3, H, W) -> (n, dim), L2-normalised, in the dtype of x."""
-        with torch.autocast(x.device.type, torch.bfloat16, enabled=self.args.bf16):
+        with torch.autocast(x.device.type, torch.bfloat16, enabled=self.args.amp == "bf16"):
             return F.normalize(self.momentum_projector(self.momentum_backbone(x)).to(x.dtype), dim=1)
 
     def forward(self, views, step):
@@ -446,7 +446,7 @@ class MoCoV3(MoCo):
 
     def query(self, x):
         """The queries of images: (n, 3, H, W) -> (n, dim), not normalised, in the dtype of x."""
-        with torch.autocast(x.device.type, torch.bfloat16, enabled=self.args.bf16):
+        with torch.autocast(x.device.type, torch.bfloat16, enabled=self.args.amp == "bf16"):
             return self.predictor(self.projector(self.backbone(x))).to(x.dtype)
 
     def forward(self, views, step):
@@ -470,94 +470,70 @@ def two_layers(inputs, hidden, outputs):
 
 # ================================================================= 5. training
 
-# fmt: off
-FLAGS = {  # {group: {value of the recipe: (kind, help)}}; common.add_flag says what a kind is
-    "loss": dict(
-        moco=(("v1", "v2", "v3"), "version of MoCo: heads, loss, optimiser and schedule (D6); it chooses the recipe"),
-        temperature=(common.POSITIVE, "temperature of the loss"),
-        queue=(common.auto_or(common.COUNT), "negatives per query: earlier keys; auto: a tenth of the images"),
-    ),
-    "model": dict(
-        arch=(str, "encoder: resnet_micro, resnet18, resnet50, vit_small, ..., or any timm model"),
-        image_size=(common.COUNT, "side of a view, in pixels"),
-        patch_size=(common.COUNT, "side of a ViT's patch, in pixels"),
-        dim=(common.COUNT, "dimension of queries and keys"),
-        hidden=(common.COUNT, "width of the hidden layer of v3's projector and predictor"),
-        bn_groups=(common.COUNT, "equal slices of the batch; each has its own batch-norm statistics"),
-        momentum=(common.SHARE, "momentum m of the momentum encoder; v3: at the start and at the end"),
-    ),
-    "schedule": dict(
-        epochs=(common.COUNT, "epochs of the whole training"),
-        batch_size=(common.AT_LEAST_TWO, "images per step, over all processes"),
-        lr=(common.POSITIVE, "learning rate at batch size --lr-batch; it is scaled linearly with --batch-size"),
-        lr_batch=(common.COUNT, "batch size for which --lr is given"),
-        min_lr=(common.NOT_NEGATIVE, "final rate of the cosine; if not given, it keeps its ratio to the peak rate"),
-        milestones=(common.SHARE, "shares of the epochs where the rate falls to a tenth; none: a cosine", "*"),
-        warmup=(common.NOT_NEGATIVE, "epochs of linear warm-up; if not given, it shrinks with --epochs"),
-        weight_decay=(common.NOT_NEGATIVE, "weight decay of SGD, or of v3's LARS"),
-        sgd_momentum=(common.SHARE, "momentum of SGD, or of v3's LARS"),
-        trust_coeff=(common.POSITIVE, "trust coefficient of v3's LARS"),
-    ),
-    "augmentation": dict(
-        joint=(("none", "crop", "blur", "either", "both"), "what is drawn jointly; either: one per image (App. F)"),
-        beta=(common.REAL, "beta of J-Crop(beta) and J-Blur(beta), of any sign (Algorithm 1)"),
-        joint_prob=(common.SHARE, "probability of JointCrop, otherwise JointBlur, with --joint either (App. F)"),
-        css_alpha=(common.POSITIVE, "alpha of centre-suppressed sampling (App. G); 1: a uniform position"),
-        crop_scale=(common.POSITIVE_SHARE, "smallest and largest area of a crop, as shares of the image"),
-        crop_ratio=(common.POSITIVE, "smallest and largest width / height of a crop"),
-        interpolation=(("bilinear", "bicubic"), "how a crop is resized"),
-        jitter=(common.NOT_NEGATIVE, "largest change of brightness, contrast, saturation and hue"),
-        jitter_p=(common.SHARE, "probability of these colour changes"),
-        gray_p=(common.SHARE, "probability of a gray view"),
-        blur_prob=(common.SHARE, "probability of a blurred query view, and of a blurred key view"),
-        blur_sigma=(common.POSITIVE, "smallest and largest sigma of the blur, in pixels"),
-        solarize_p=(common.SHARE, "probability of a solarized query view, and of a solarized key view"),
-        flip_p=(common.SHARE, "probability of a horizontal flip"),
-        norm=(tuple(common.NORMS), "the data set whose mean and standard deviation normalise the views"),
-    ),
-}
-# fmt: on
-
 
 def parse_args(argv=None):
     """Return the command line as a namespace with every value of the recipe. Exits with an error message on a mistake.
 
     argv: a list of words; sys.argv's if None.
     """
-    values = recipe(common.parse_choices(argv, FLAGS, "moco"))
-    args = common.parse_flags("moco_jointcrop.py", __doc__, argv, values, FLAGS)
-    usual = argparse.Namespace(**values)
-    if "warmup" not in args.typed:
+    parser = common.run_parser("moco_jointcrop.py", __doc__)
+    add = parser.add_argument_group("loss").add_argument
+    add("--moco", choices=("v1", "v2", "v3"), help="version of MoCo (D6); it also chooses the recipe")
+    add("--temperature", type=common.POSITIVE, help="temperature of the loss")
+    add("--queue", type=common.COUNT_OR_AUTO, help="negatives per query: earlier keys; auto: a tenth of the images")
+    add = parser.add_argument_group("model").add_argument
+    add("--arch", help="encoder: resnet_micro, resnet18, resnet50, vit_small, ..., or any timm model")
+    add("--image-size", type=common.COUNT, help="side of a view, in pixels")
+    add("--patch-size", type=common.COUNT, help="side of a ViT's patch, in pixels")
+    add("--dim", type=common.COUNT, help="dimension of queries and keys")
+    add("--hidden", type=common.COUNT, help="width of the hidden layer of v3's projector and predictor")
+    add("--bn-groups", type=common.COUNT, help="equal slices of the batch; each has its own batch-norm statistics")
+    add("--momentum", type=common.SHARE, nargs=2, help="momentum m of the momentum encoder, at start and end")
+    add = parser.add_argument_group("schedule").add_argument
+    add("--epochs", type=common.COUNT, help="epochs of the whole training")
+    add("--batch-size", type=common.AT_LEAST_TWO, help="images per step, over all processes")
+    add("--lr", type=common.POSITIVE, help="learning rate at batch size --lr-batch; scaled linearly with --batch-size")
+    add("--lr-batch", type=common.COUNT, help="batch size for which --lr is given")
+    add("--min-lr", type=common.NOT_NEGATIVE, help="last learning rate; not given, it keeps its ratio to the peak rate")
+    add("--milestones", type=common.SHARE, nargs="*", help="rate to a tenth at these shares of the run; none: a cosine")
+    add("--warmup", type=common.NOT_NEGATIVE, help="epochs of linear warm-up; not given, it shrinks with --epochs")
+    add("--weight-decay", type=common.NOT_NEGATIVE, help="weight decay of SGD, or of v3's LARS")
+    add("--sgd-momentum", type=common.SHARE, help="momentum of SGD, or of v3's LARS")
+    add("--trust-coeff", type=common.POSITIVE, help="trust coefficient of v3's LARS")
+    add = parser.add_argument_group("augmentation").add_argument
+    add("--joint", choices=("none", "crop", "blur", "either", "both"), help="what is drawn jointly")
+    add("--beta", type=common.REAL, help="beta of J-Crop(beta) and J-Blur(beta), of any sign (Algorithm 1)")
+    add("--joint-prob", type=common.SHARE, help="--joint either: probability of JointCrop, else JointBlur (App. F)")
+    add("--css-alpha", type=common.POSITIVE, help="alpha of centre-suppressed sampling (App. G); 1: a uniform position")
+    add("--crop-scale", type=common.POSITIVE_SHARE, nargs=2, help="smallest and largest area of a crop, as shares")
+    add("--crop-ratio", type=common.POSITIVE, nargs=2, help="smallest and largest width / height of a crop")
+    add("--interpolation", choices=("bilinear", "bicubic"), help="how a crop is resized")
+    add("--jitter", type=common.NOT_NEGATIVE, nargs=4, help="most brightness, contrast, saturation and hue change")
+    add("--jitter-p", type=common.SHARE, help="probability of these colour changes")
+    add("--gray-p", type=common.SHARE, help="probability of a gray view")
+    add("--blur-p", type=common.SHARE, nargs=2, help="probabilities of a blurred query and a blurred key view")
+    add("--blur-sigma", type=common.POSITIVE, nargs=2, help="smallest and largest sigma of the blur, in pixels")
+    add("--solarize-p", type=common.SHARE, nargs=2, help="probabilities of a solarized query and a solarized key view")
+    add("--flip-p", type=common.SHARE, help="probability of a horizontal flip")
+    add("--norm", choices=common.NORMS, help="data set whose mean and standard deviation normalise the views")
+    args, given = common.parse(parser, argv, recipe)
+
+    # What was not given follows from other values
+    usual = argparse.Namespace(**recipe(args))
+    if "warmup" not in given:
         args.warmup *= min(1, args.epochs / usual.epochs)  # a shorter run has a shorter warm-up
-    if "min_lr" not in args.typed:
+    if "min_lr" not in given:
         args.min_lr *= peak_rate(args) / peak_rate(usual)  # the last rate is scaled as the peak rate is
-    common.check_views(args)
-    check_joint(args)
-    if args.moco != "v3" and args.milestones:
-        common.refuse(args, ["min_lr"], "the rate falls at --milestones, so no cosine ends at it")
-    args.method = "moco_jointcrop"
-    described = dict(method=args.method, encoder="query")
-    args.backbone = common.backbone_info(
-        args.arch, args.image_size, args.patch_size, args.norm, args.interpolation, **described
-    )
-    args.name = common.run_name(args)
-    return args
-
-
-def check_joint(args):
-    """Exit with an error message if --joint and the values that it uses do not go together."""
-    if args.joint == "none":
-        common.refuse(args, ["beta"], "--joint none draws nothing jointly")
-    if args.joint != "either":
-        common.refuse(args, ["joint_prob"], "it is the probability of --joint either")
-    if args.joint in ("blur", "either", "both") and max(args.blur_prob) == 0:
-        common.fail(f"--joint {args.joint} has nothing to act on: this recipe does not blur; give --blur-prob 0.5 0.5")
-    if args.joint in ("blur", "either", "both") and args.blur_sigma[0] == args.blur_sigma[1]:
-        common.fail(f"--joint {args.joint} has nothing to act on: --blur-sigma leaves one sigma")
-    if args.joint in ("crop", "either", "both") and args.crop_scale[0] == args.crop_scale[1]:
-        common.fail(f"--joint {args.joint} has nothing to act on: --crop-scale leaves one area")
+    if args.moco != "v3":
+        if "bn_groups" not in given:
+            args.bn_groups = math.lcm(args.bn_groups, common.rank_and_world()[1])  # each process has equally many
+        check_batch_norm_groups(args)
+    blurs = args.joint in ("blur", "either", "both")
+    if blurs and max(args.blur_p) == 0:
+        common.fail(f"--joint {args.joint} has nothing to act on: this recipe does not blur; give --blur-p 0.5 0.5")
     if args.variant == "released" and (args.joint not in ("none", "crop") or args.beta != 0 or args.css_alpha != 1):
         common.fail("--variant released: the released code has JointCrop with beta 0 only (D3)")
+    return args
 
 
 def peak_rate(args):
@@ -569,23 +545,19 @@ def schedule(args, step, steps_per_epoch):
     """Return (learning rate, weight decay, momentum of the momentum encoder) for a step, counted from 0.
 
     The rate warms up linearly from 0. Then it falls to a tenth at each of --milestones or, if there are none, by a
-    cosine to --min-lr. The momentum is constant or, of v3, a cosine over the whole training.
+    cosine to --min-lr. The momentum follows a cosine from its first to its second value over the whole training.
     """
     epoch = step / steps_per_epoch
     whole = step / (args.epochs * steps_per_epoch)  # the share of the training that is done
     if epoch < args.warmup:
         lr = peak_rate(args) * epoch / args.warmup
-    elif args.moco != "v3" and args.milestones:
+    elif args.milestones:
         lr = peak_rate(args) * 0.1 ** sum(whole >= milestone for milestone in args.milestones)
     else:
         done = (epoch - args.warmup) / (args.epochs - args.warmup)
         lr = args.min_lr + (peak_rate(args) - args.min_lr) * (1 + math.cos(math.pi * done)) / 2
-    if args.moco == "v3":
-        first, last = args.momentum
-        momentum = last + (first - last) * (1 + math.cos(math.pi * whole)) / 2
-    else:
-        momentum = args.momentum
-    return lr, args.weight_decay, momentum
+    first, last = args.momentum
+    return lr, args.weight_decay, last + (first - last) * (1 + math.cos(math.pi * whole)) / 2
 
 
 def make_optimizer(args, model):
@@ -607,8 +579,6 @@ def main(args, train=None, test=None, encoder=None):
     # Data
     device = common.join_processes(args)
     args = common.settle(args, device, train, encoder)
-    if args.moco != "v3":
-        args.bn_groups = batch_norm_groups(args)
     train, test = common.open_images(args, train, test)
     draw = functools.partial(draw_views, args)
     loader = common.make_loader(args, train, augmentation(args), device, draw, SHARED_DRAWS)
@@ -637,7 +607,7 @@ def main(args, train=None, test=None, encoder=None):
 
     # The run's folder: if it holds a last.pt, the run continues from it
     run = common.Run(args, device, train, model.backbone, model=model, optimizer=optimizer)
-    views = f"crop areas {common.shown(args.crop_scale)}, blur {common.shown(args.blur_prob)}"
+    views = f"crop areas {common.shown(args.crop_scale)}, blur {common.shown(args.blur_p)}"
     about = f"MoCo {args.moco}, --joint {args.joint}, beta {args.beta:g}, {views}, {negatives} negatives per query"
     run.begin(common.introduction(args, model.backbone, train, test, chance, about), chance)
 
@@ -721,24 +691,13 @@ class GroupedBatchNorm(nn.modules.batchnorm._BatchNorm):
         return self.after(torch.cat(slices))
 
 
-def batch_norm_groups(args):
-    """Return the number of batch-norm groups. Prints a note if it is not the recipe's.
-
-    If the number of processes does not divide the recipe's number, there is one group per process. If the groups would
-    differ in size or have only one image, there are fewer. A --bn-groups that was typed is not changed: if it does not
-    fit, this exits with an error message.
-    """
-    world, groups = common.rank_and_world()[1], args.bn_groups
-    if groups > 1 and groups % world:
-        groups = world
-    while groups > 1 and (groups % world or args.batch_size % groups or args.batch_size == groups):
-        groups -= 1
-    if groups != args.bn_groups:
-        note = f"with {world} process(es) and batch size {args.batch_size}"
-        if "bn_groups" in args.typed:
-            common.fail(f"--bn-groups {args.bn_groups} does not fit {note}: give {groups}, or leave it out")
-        common.say(f"batch-norm groups: {groups} instead of {args.bn_groups}, {note}")
-    return groups
+def check_batch_norm_groups(args):
+    """Exit with an error message if the groups do not divide the batch, or the processes do not divide the groups."""
+    groups, images = args.bn_groups, args.batch_size // args.bn_groups
+    if args.batch_size % groups or images == 1 and groups > 1:
+        common.fail(f"--batch-size {args.batch_size} cannot be cut into {groups} --bn-groups of two or more images")
+    if groups % common.rank_and_world()[1]:
+        common.fail(f"--bn-groups {groups} is not a multiple of the number of processes")
 
 
 def split_batch_norms(module, groups):

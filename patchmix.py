@@ -293,7 +293,9 @@ class PatchMix(nn.Module):
         self.terms = args.terms.split(",")
         self.term_weights = dict(zip(TERMS, args.term_weights, strict=True))
         drop_path = dict(drop_path_rate=args.drop_path) if common.is_vit(args.arch) else {}
-        self.backbone = encoder or common.build_backbone(args.backbone, **drop_path)  # Algorithm 2, line 1
+        self.backbone = (
+            encoder if encoder is not None else common.build_backbone(common.encoder_info(args), **drop_path)
+        )  # Algorithm 2, line 1
         width = common.output_width(self.backbone, args.image_size)
         self.projector = mlp([width, args.hidden, args.hidden, args.dim])
         self.predictor = mlp([args.dim, args.hidden, args.dim])
@@ -312,7 +314,7 @@ class PatchMix(nn.Module):
 
     def query(self, x):
         """The queries of images, h = H(G(F(x))): (n, 3, H, W) -> (n, dim), not normalised, in the dtype of x."""
-        with torch.autocast(x.device.type, torch.bfloat16, enabled=self.args.bf16):
+        with torch.autocast(x.device.type, torch.bfloat16, enabled=self.args.amp == "bf16"):
             return self.predictor(self.projector(self.backbone(x))).to(x.dtype)
 
     @torch.no_grad()
@@ -321,7 +323,7 @@ class PatchMix(nn.Module):
 
         (n, 3, H, W) of this process -> (N, dim), not normalised, in the dtype of x. No gradient.
         """
-        with torch.autocast(x.device.type, torch.bfloat16, enabled=self.args.bf16):
+        with torch.autocast(x.device.type, torch.bfloat16, enabled=self.args.amp == "bf16"):
             return gather(self.momentum_projector(self.momentum_backbone(x)).to(x.dtype))
 
     def contrast(self, term, h, z):
@@ -377,123 +379,79 @@ def some_terms(text):
     return ",".join(term for term in TERMS if term in chosen)
 
 
-# fmt: off
-FLAGS = {  # {group: {value of the recipe: (kind, help)}}; common.add_flag says what a kind is
-    "loss": dict(
-        num_mix=(common.COUNT, "images that are mixed into one, M (Table 6); 1: none are"),
-        mix_slices=(common.COUNT, "equal slices of the batch; images are mixed within each (D12)"),
-        mixed_view=(common.number(int, 1, 2), "the view, 1 or 2, whose mixed images are the queries (D5)"),
-        terms=(some_terms, "terms of the loss, Eq. 16: some of oto,mto,mtm (Table 7)"),
-        term_weights=(common.NOT_NEGATIVE, "weights of oto, mto and mtm in the loss; 0 for those that --terms omits"),
-        smoothing=(common.SHARE, "share of oto's targets that is spread over all keys (D1)"),
-        temperature=(common.POSITIVE, "temperature tau of the loss"),
-    ),
-    "model": dict(
-        arch=(str, "encoder: vit_micro, vit_tiny, vit_small, vit_base, or any timm model"),
-        image_size=(common.COUNT, "side of a view, in pixels"),
-        patch_size=(common.COUNT, "side of a patch, in pixels, of the ViT and of the mixing"),
-        num_heads=(common.auto_or(common.COUNT), "heads of the ViT's attention; auto: as timm has it (D3)"),
-        drop_path=(common.SHARE, "drop-path rate of the ViT's last block; earlier blocks have less"),
-        hidden=(common.COUNT, "hidden size of the projector and the predictor (Table 9)"),
-        dim=(common.COUNT, "dimension of queries and keys (Table 9)"),
-        momentum=(common.SHARE, "momentum mu of the momentum encoder, at the start and at the end; 0 0: none (D4)"),
-    ),
-    "schedule": dict(
-        epochs=(common.COUNT, "epochs of the whole training"),
-        batch_size=(common.AT_LEAST_TWO, "images per step, over all processes"),
-        lr=(common.POSITIVE, "learning rate at batch size --lr-batch; it is scaled linearly with --batch-size"),
-        lr_batch=(common.COUNT, "batch size for which --lr is given"),
-        min_lr=(common.NOT_NEGATIVE, "learning rate at the end; if not given, it keeps its ratio to the peak rate"),
-        warmup=(common.NOT_NEGATIVE, "epochs of linear warm-up; if not given, it shrinks with --epochs"),
-        weight_decay=(common.NOT_NEGATIVE, "weight decay of AdamW, at the start and at the end"),
-        betas=(common.number(float, 0, 0.999999), "betas of AdamW"),
-    ),
-    "augmentation": dict(
-        crop_scale=(common.POSITIVE_SHARE, "smallest and largest area of a crop, as shares of the image"),
-        crop_ratio=(common.POSITIVE, "smallest and largest width / height of a crop"),
-        interpolation=(("bilinear", "bicubic"), "how a crop is resized"),
-        jitter=(common.NOT_NEGATIVE, "largest change of brightness, contrast, saturation and hue"),
-        jitter_p=(common.SHARE, "probability of these colour changes"),
-        gray_p=(common.SHARE, "probability of a gray view"),
-        blur_p=(common.SHARE, "probability of a blurred view, by T_1 and by T_2"),
-        blur_sigma=(common.POSITIVE, "smallest and largest sigma of the blur, in pixels"),
-        solarize_p=(common.SHARE, "probability of a solarised view, by T_1 and by T_2"),
-        flip_p=(common.SHARE, "probability of a horizontal flip"),
-        norm=(tuple(common.NORMS), "the data set whose mean and standard deviation normalise the views"),
-    ),
-}
-# fmt: on
-
-
 def parse_args(argv=None):
     """Return the command line as a namespace with every value of the recipe. Exits with an error message on a mistake.
 
     argv: a list of words; sys.argv's if None.
     """
-    values = recipe(common.parse_choices(argv, FLAGS))
-    args = common.parse_flags("patchmix.py", __doc__, argv, values, FLAGS)
-    usual = argparse.Namespace(**values)
-    if "warmup" not in args.typed:
+    parser = common.run_parser("patchmix.py", __doc__, evaluated="momentum")
+    add = parser.add_argument_group("loss").add_argument
+    add("--num-mix", type=common.COUNT, help="images that are mixed into one, M (Table 6); 1: none are")
+    add("--mix-slices", type=common.COUNT, help="equal slices of the batch; images are mixed within each (D12)")
+    add("--mixed-view", type=common.number(int, 1, 2), help="the view, 1 or 2, whose mixed images are the queries (D5)")
+    add("--terms", type=some_terms, help="terms of the loss, Eq. 16: some of oto,mto,mtm (Table 7)")
+    add("--term-weights", type=common.NOT_NEGATIVE, nargs=3, help="weights of oto, mto and mtm in the loss (Eq. 16)")
+    add("--smoothing", type=common.SHARE, help="share of oto's targets that is spread over all keys (D1)")
+    add("--temperature", type=common.POSITIVE, help="temperature tau of the loss")
+    add = parser.add_argument_group("model").add_argument
+    add("--arch", help="encoder: vit_micro, vit_tiny, vit_small, vit_base, or any timm model")
+    add("--image-size", type=common.COUNT, help="side of a view, in pixels")
+    add("--patch-size", type=common.COUNT, help="side of a patch, in pixels, of the ViT and of the mixing")
+    add("--num-heads", type=common.COUNT_OR_AUTO, help="heads of the ViT's attention; auto: timm's (D3)")
+    add("--drop-path", type=common.SHARE, help="drop-path rate of the ViT's last block; earlier blocks have less")
+    add("--hidden", type=common.COUNT, help="hidden size of the projector and the predictor (Table 9)")
+    add("--dim", type=common.COUNT, help="dimension of queries and keys (Table 9)")
+    add("--momentum", type=common.SHARE, nargs=2, help="momentum mu, at start and end; 0 0: no momentum encoder (D4)")
+    add = parser.add_argument_group("schedule").add_argument
+    add("--epochs", type=common.COUNT, help="epochs of the whole training")
+    add("--batch-size", type=common.AT_LEAST_TWO, help="images per step, over all processes")
+    add("--lr", type=common.POSITIVE, help="learning rate at batch size --lr-batch; scaled linearly with --batch-size")
+    add("--lr-batch", type=common.COUNT, help="batch size for which --lr is given")
+    add("--min-lr", type=common.NOT_NEGATIVE, help="last learning rate; not given, it keeps its ratio to the peak rate")
+    add("--warmup", type=common.NOT_NEGATIVE, help="epochs of linear warm-up; not given, it shrinks with --epochs")
+    add("--weight-decay", type=common.NOT_NEGATIVE, nargs=2, help="weight decay of AdamW, at the start and at the end")
+    add("--betas", type=common.number(float, 0, 0.999999), nargs=2, help="betas of AdamW")
+    add = parser.add_argument_group("augmentation").add_argument
+    add("--crop-scale", type=common.POSITIVE_SHARE, nargs=2, help="smallest and largest area of a crop, as shares")
+    add("--crop-ratio", type=common.POSITIVE, nargs=2, help="smallest and largest width / height of a crop")
+    add("--interpolation", choices=("bilinear", "bicubic"), help="how a crop is resized")
+    add("--jitter", type=common.NOT_NEGATIVE, nargs=4, help="most brightness, contrast, saturation and hue change")
+    add("--jitter-p", type=common.SHARE, help="probability of these colour changes")
+    add("--gray-p", type=common.SHARE, help="probability of a gray view")
+    add("--blur-p", type=common.SHARE, nargs=2, help="probability of a blurred view, by T_1 and by T_2")
+    add("--blur-sigma", type=common.POSITIVE, nargs=2, help="smallest and largest sigma of the blur, in pixels")
+    add("--solarize-p", type=common.SHARE, nargs=2, help="probability of a solarised view, by T_1 and by T_2")
+    add("--flip-p", type=common.SHARE, help="probability of a horizontal flip")
+    add("--norm", choices=common.NORMS, help="data set whose mean and standard deviation normalise the views")
+    args, given = common.parse(parser, argv, recipe)
+
+    # What was not given follows from other values
+    usual = argparse.Namespace(**recipe(args))
+    if "warmup" not in given:
         args.warmup *= min(1, args.epochs / usual.epochs)  # a shorter run has a shorter warm-up
-    if "min_lr" not in args.typed:
+    if "min_lr" not in given:
         args.min_lr *= peak_rate(args) / peak_rate(usual)  # the last rate is scaled as the peak rate is
-    if "term_weights" not in args.typed and args.variant == "released":
+    if "term_weights" not in given and args.variant == "released":
         args.term_weights = (1.0, 0.5, 0.5 / args.num_mix)  # D1: the weights of mtm sum to 1 there, here to M
-    check_values(args)
-    common.check_views(args, patches_of_vits=False)
-    args.method = "patchmix"
-    described = dict(method=args.method, encoder="momentum")
-    args.backbone = common.backbone_info(
-        args.arch, args.image_size, args.patch_size, args.norm, args.interpolation, **described
-    )
-    if args.num_heads != "auto":
-        args.backbone["create_kwargs"]["num_heads"] = args.num_heads
-    args.name = common.run_name(args)
+    if "mix_slices" not in given:
+        args.mix_slices = math.lcm(args.mix_slices, common.rank_and_world()[1])  # each process has equally many
+    check_mixing(args)
     return args
 
 
-def check_values(args):
-    """Exit with an error message if terms, mixing and encoder do not go together. Warn where the encoder is no ViT."""
-    terms = args.terms.split(",")
-    if "oto" not in terms:
-        common.refuse(args, ["smoothing"], "only oto's targets are smoothed, and --terms omits it")
-    if terms == ["oto"]:
-        common.refuse(args, ["num_mix", "mix_slices"], "--terms oto mixes no images")
-    if args.num_mix == 1:
-        common.refuse(args, ["mix_slices"], "--num-mix 1 mixes no images")
-    if "term_weights" in args.typed:
-        for term, weight in zip(TERMS, args.term_weights, strict=True):
-            if term in terms and weight == 0:
-                common.fail(f"--term-weights gives {term} the weight 0: leave it out of --terms instead")
-            if term not in terms and weight > 0:
-                common.fail(f"--term-weights gives {term} the weight {weight:g}, but --terms omits it: give it 0")
-    if not common.is_vit(args.arch):
-        common.refuse(args, ["drop_path", "num_heads"], f"{args.arch} is not a ViT")
-        if args.num_mix == 1 or terms == ["oto"]:
-            common.refuse(args, ["patch_size"], f"{args.arch} has no patches, and no images are mixed")
-        common.say(f"warning: PatchMix is made for ViTs, whose patches it mixes; {args.arch} has none")
-
-
-def fit_slices(args):
-    """The number of mix slices: the recipe's, or the number of processes if they do not divide it, with a note.
-
-    A slice must lie within one process. Exits with an error message if processes do not divide a --mix-slices that was
-    typed, or if batch, slices, patches and M do not go together.
-    """
+def check_mixing(args):
+    """Exit with an error message if processes, batch, slices, patches and M do not go together."""
     world, slices = common.rank_and_world()[1], args.mix_slices
-    if slices % world:
-        if "mix_slices" in args.typed:
-            common.fail(f"--mix-slices {slices} cannot be shared out over {world} processes")
-        slices = world
-        common.say(f"mix slices: {slices} instead of {args.mix_slices}, which {world} processes do not divide")
-    if args.batch_size % slices:
-        common.fail(f"--batch-size {args.batch_size} cannot be divided into {slices} equal --mix-slices")
+    if slices % world or args.batch_size % slices:
+        common.fail(f"--mix-slices {slices}: {world} process(es) must divide it, and it must divide the batch")
     if args.image_size % args.patch_size:
         common.fail(f"--patch-size {args.patch_size} does not divide --image-size {args.image_size}")
     images, patches = args.batch_size // slices, (args.image_size // args.patch_size) ** 2
     if args.num_mix > min(images, patches):
-        common.fail(f"--num-mix {args.num_mix} is too large: a slice has {images} images, an image {patches} patches")
-    return slices
+        has = f"each of {slices} slices has {images} images, and an image {patches} patches"
+        common.fail(f"--num-mix {args.num_mix} is too large: {has}. Give a smaller one, or a smaller --mix-slices")
+    if not common.is_vit(args.arch):
+        common.say(f"warning: PatchMix is made for ViTs, whose patches it mixes; {args.arch} has none")
 
 
 def peak_rate(args):
@@ -530,7 +488,6 @@ def main(args, train=None, test=None, encoder=None):
     # Data
     device = common.join_processes(args)
     args = common.settle(args, device, train, encoder)
-    args.mix_slices = fit_slices(args)
     train, test = common.open_images(args, train, test)
     loader = common.make_loader(args, train, augmentation(args), device)
     mean, std = common.NORMS[args.norm]
