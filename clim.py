@@ -68,7 +68,6 @@ import math
 import time
 
 import numpy as np
-import timm
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -398,10 +397,8 @@ def draw_views(args, images, positives, index, sizes, draws):
     cuts, colours = [], []
     for number in range(copies):
         for i, (rows, row_sizes) in enumerate(sources):
-            box_draws = draws[:, 0, i, : common.CROP_DRAWS]
-            colour_draws = draws[:, number, i, common.CROP_DRAWS :]
-            view_draws = np.concatenate([box_draws, colour_draws], axis=1)
-            boxes, colour = common.draw_view(views[i], row_sizes, view_draws)
+            boxes, _ = common.draw_view(views[i], row_sizes, draws[:, 0, i])
+            _, colour = common.draw_view(views[i], row_sizes, draws[:, number, i])
             cuts.append((rows, boxes, views[i].size))
             colours.append(colour)
     return cuts, colours
@@ -447,12 +444,13 @@ STREAM_QUEUE, STREAM_SHUFFLE = 4, 20  # random streams, see common.generator
 class Queue(nn.Module):
     """The last `length` keys, first in, first out. It begins with random L2-normalised vectors.
 
-    keys: (length, dim). Any length goes with any batch size: the queue wraps around.
+    keys: (length, dim). Any length goes with any batch size: the queue wraps around. generator: a torch CPU generator;
+    torch's global one if None.
     """
 
-    def __init__(self, length, dim, seed):
+    def __init__(self, length, dim, generator=None):
         super().__init__()
-        keys = torch.randn(length, dim, generator=common.generator(seed, STREAM_QUEUE))
+        keys = torch.randn(length, dim, generator=generator)
         self.register_buffer("keys", F.normalize(keys, dim=1))
         self.register_buffer("position", torch.zeros(1, dtype=torch.int64))  # of the oldest key
 
@@ -533,7 +531,7 @@ class CLIM(nn.Module):
         self.projector = nn.Sequential(nn.Linear(width, width), nn.ReLU(inplace=True), nn.Linear(width, args.dim))
         self.momentum_backbone = copy.deepcopy(self.backbone).requires_grad_(False)
         self.momentum_projector = copy.deepcopy(self.projector).requires_grad_(False)
-        self.queue = Queue(args.queue, args.dim, args.seed)
+        self.queue = Queue(args.queue, args.dim, common.generator(args.seed, STREAM_QUEUE))
 
     def query(self, x):
         """The queries of images: (n, 3, H, W) -> (n, dim), L2-normalised, in the dtype of x."""
@@ -876,15 +874,7 @@ def check_batch_norm_groups(args):
 
 
 def split_batch_norms(module, groups):
-    """Replace every batch norm of a module by one over `groups` slices of the global batch; returns the module.
-
-    One group over several processes is torch's SyncBatchNorm. It needs CUDA. Without CUDA, this exits with an error
-    message.
-    """
-    if groups == 1 and common.rank_and_world()[1] > 1:
-        if not next(module.parameters()).is_cuda:
-            common.fail("--bn-groups 1 with several processes needs GPUs: give a multiple of the number of processes")
-        return timm.layers.convert_sync_batchnorm(module)
+    """Replace every batch norm of a module by one over `groups` slices of the global batch; returns the module."""
     for name, child in module.named_children():
         if isinstance(child, (nn.BatchNorm1d, nn.BatchNorm2d)):
             setattr(module, name, GroupedBatchNorm(child, groups))

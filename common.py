@@ -813,64 +813,13 @@ def open_images(args, train=None, test=None):
 
 # ------------------------------------------------------------------- 4. views
 
-CROP_DRAWS, COLOUR_DRAWS = 22, 11
+# The uniform numbers that one view takes per image: what each is for, and how many
+DRAWS = dict(area=10, aspect=10, position=2, jitter_coin=1, brightness=1, contrast=1, saturation=1, hue=1, order=1)
+DRAWS |= dict(gray_coin=1, blur_coin=1, sigma=1, solarize_coin=1, flip_coin=1)
+VIEW_DRAWS = sum(DRAWS.values())
 COLOUR = ("brightness", "contrast", "saturation", "hue", "order", "gray", "sigma", "solarize", "flip")
 ORDERS = torch.tensor(list(itertools.permutations(range(4))))  # of brightness, contrast, saturation, hue
 RESAMPLE = {"bilinear": Image.Resampling.BILINEAR, "bicubic": Image.Resampling.BICUBIC}
-
-
-def random_resized_crop(sizes, draws, scale, ratio=(3 / 4, 4 / 3), area=None, whole=False):
-    """Boxes of random crops, as torchvision's RandomResizedCrop draws them, for many images at once.
-
-    sizes: (n, 2) heights and widths. draws: (n, 22) uniform in [0, 1): ten areas, ten aspect ratios, top, left.
-    scale: the lowest and highest share of the image's area. ratio: the lowest and highest width / height. area: (n,)
-    given shares instead of drawn ones. The first of ten tries that fits is taken. If none fits, it is the centre crop
-    whose aspect ratio is nearest, or, with `whole`, the whole image.
-    Returns (n, 4) int64 boxes (top, left, height, width) inside the image.
-    """
-    height, width = (sizes[:, i].astype(np.float64) for i in (0, 1))
-    fraction = scale[0] + (scale[1] - scale[0]) * draws[:, :10] if area is None else np.asarray(area)[:, None]
-    aspect = np.exp(np.log(ratio[0]) + (np.log(ratio[1]) - np.log(ratio[0])) * draws[:, 10:20])
-    target = fraction * (height * width)[:, None]
-    w, h = np.rint(np.sqrt(target * aspect)), np.rint(np.sqrt(target / aspect))
-    fits = (w > 0) & (h > 0) & (w <= width[:, None]) & (h <= height[:, None])
-    first, rows = fits.argmax(1), np.arange(len(sizes))
-    w, h = w[rows, first], h[rows, first]
-    top, left = np.floor(draws[:, 20] * (height - h + 1)), np.floor(draws[:, 21] * (width - w + 1))
-    w0 = np.where((width / height > ratio[1]) & (not whole), np.rint(height * ratio[1]), width)  # the fallback
-    h0 = np.where((width / height < ratio[0]) & (not whole), np.rint(width / ratio[0]), height)
-    box = np.stack([top, left, h, w], 1)
-    centre = np.stack([(height - h0) // 2, (width - w0) // 2, h0, w0], 1)
-    return np.where(fits.any(1)[:, None], box, centre).astype(np.int64)
-
-
-def random_colour(draws, jitter=(0,) * 4, jitter_p=0, gray_p=0, blur_p=0, sigma=(0.1, 2.0), solarize_p=0, flip_p=0.5):
-    """Colour parameters of one view of n images, for `colour`: (n, 9) float32 with columns as COLOUR.
-
-    draws: (n, 11) uniform in [0, 1). jitter: (brightness, contrast, saturation, hue) of torchvision's ColorJitter.
-    sigma: the lowest and highest sigma of the blur, in pixels. The arguments that end in _p are probabilities.
-    What is not changed gets: factors 1, hue 0, gray 0, sigma 0, solarize 0, flip 0.
-    """
-    coin, b, c, s, h, order, gray, blur, sig, sol, flip = draws.T
-    on = coin < jitter_p
-    low, high = np.maximum(0, 1 - np.array(jitter[:3])), 1 + np.array(jitter[:3])
-    factors = [np.where(on, lo + (hi - lo) * d, 1) for lo, hi, d in zip(low, high, (b, c, s), strict=True)]
-    hue = np.where(on, jitter[3] * (2 * h - 1), 0)
-    blurred = np.where(blur < blur_p, sigma[0] + (sigma[1] - sigma[0]) * sig, 0)
-    columns = *factors, hue, np.floor(order * 24), gray < gray_p, blurred, sol < solarize_p, flip < flip_p
-    return np.stack(columns, 1).astype(np.float32)
-
-
-def cut(image, box, size, interpolation="bilinear"):
-    """Cut a box (top, left, height, width) from a uint8 image (H, W, 3) and resize it with antialiasing.
-
-    Returns uint8 (size, size, 3). interpolation: a name of RESAMPLE.
-    """
-    top, left, height, width = (float(v) for v in box)
-    y, x = int(top), int(left)  # resize alone would also see the pixels around the box
-    image = Image.fromarray(image[y : math.ceil(top + height), x : math.ceil(left + width)])
-    box = (left - x, top - y, left - x + width, top - y + height)
-    return np.asarray(image.resize((size, size), RESAMPLE[interpolation], box=box))
 
 
 class View(NamedTuple):
@@ -886,25 +835,80 @@ class View(NamedTuple):
     blur_sigma: tuple  # (lowest, highest) sigma of the blur, in pixels
     solarize_p: float  # the probability of inverting all values above one half
     flip_p: float  # the probability of a horizontal flip
+    whole: bool = False  # what is cut where none of ten boxes fits: a centre crop, or, if True, the whole image
 
 
-VIEW_DRAWS = CROP_DRAWS + COLOUR_DRAWS  # uniform numbers that one view takes per image
+def random_resized_crop(sizes, area, aspect, position, ratio, whole=False):
+    """Return the boxes of random crops, as torchvision's RandomResizedCrop draws them, for many images at once.
 
-
-def draw_view(view, sizes, draws):
-    """Draw the boxes and colours of one view of n images, all independently.
-
-    view: a View; sizes (n, 2) heights and widths; draws (n, VIEW_DRAWS) uniform in [0, 1). Returns ((n, 4) int64 boxes,
-    (n, 9) float32 colour parameters), see `random_resized_crop` and `random_colour`.
+    sizes: (n, 2) heights and widths. area, aspect: (n, tries) random shares of the image's area, and random widths /
+    heights. position: (n, 2) uniform in [0, 1): of the top and the left. The first try that fits is taken. If none
+    fits, it is the centre crop whose aspect ratio is nearest to `ratio` (lowest, highest) or, with `whole`, the whole
+    image. The boxes are (n, 4) int64 (top, left, height, width) inside the image.
     """
-    crop, colour = draws[:, :CROP_DRAWS], draws[:, CROP_DRAWS:]
-    return random_resized_crop(sizes, crop, view.area, view.ratio), colour_of(view, colour)
+    height, width = (sizes[:, i].astype(np.float64) for i in (0, 1))
+    target = area * (height * width)[:, None]
+    w, h = np.rint(np.sqrt(target * aspect)), np.rint(np.sqrt(target / aspect))
+    fits = (w > 0) & (h > 0) & (w <= width[:, None]) & (h <= height[:, None])
+    first, rows = fits.argmax(1), np.arange(len(sizes))
+    w, h = w[rows, first], h[rows, first]
+    top, left = np.floor(position[:, 0] * (height - h + 1)), np.floor(position[:, 1] * (width - w + 1))
+    w0 = np.where((width / height > ratio[1]) & (not whole), np.rint(height * ratio[1]), width)  # if none fits
+    h0 = np.where((width / height < ratio[0]) & (not whole), np.rint(width / ratio[0]), height)
+    box = np.stack([top, left, h, w], 1)
+    centre = np.stack([(height - h0) // 2, (width - w0) // 2, h0, w0], 1)
+    return np.where(fits.any(1)[:, None], box, centre).astype(np.int64)
 
 
-def colour_of(view, draws):
-    """`random_colour` with a view's numbers: draws (n, COLOUR_DRAWS) -> (n, 9)."""
-    chances = view.jitter_p, view.gray_p, view.blur_p, view.blur_sigma, view.solarize_p, view.flip_p
-    return random_colour(draws, view.jitter, *chances)
+def name_draws(draws):
+    """Return a view's uniform numbers (n, VIEW_DRAWS) by the names of DRAWS: {"area": (n, 10), ..., "sigma": (n,)}."""
+    columns = np.split(draws, np.cumsum([*DRAWS.values()])[:-1], axis=1)
+    return {name: x[:, 0] if x.shape[1] == 1 else x for name, x in zip(DRAWS, columns, strict=True)}
+
+
+def draw_view(view, sizes, draws, area=None, position=None, sigma=None, blur_coin=None):
+    """Draw one view of n images. Return ((n, 4) int64 boxes, (n, 9) float32 colour parameters with columns as COLOUR).
+
+    view: a View. sizes: (n, 2) heights and widths. draws: (n, VIEW_DRAWS) uniform in [0, 1). Boxes are as in
+    `random_resized_crop`. `colour` takes the parameters. Where nothing is changed, factors are 1, and the rest is 0.
+    area, sigma: (n,) values of the method's own; NaN, or None: drawn as the view says. position: (n, 2), and blur_coin:
+    (n,), uniform numbers of the method's own; NaN, or None: those of `draws`.
+    """
+    own = name_draws(draws)
+
+    def choose(given, drawn):
+        return drawn if given is None else np.where(np.isnan(given), drawn, given)
+
+    def between(low, high, draw):
+        return low + (high - low) * draw
+
+    areas = choose(None if area is None else np.asarray(area)[:, None], between(*view.area, own["area"]))
+    aspects = np.exp(between(*np.log(view.ratio), own["aspect"]))
+    boxes = random_resized_crop(sizes, areas, aspects, choose(position, own["position"]), view.ratio, view.whole)
+
+    jittered = own["jitter_coin"] < view.jitter_p
+    factors = [
+        np.where(jittered, between(max(0, 1 - most), 1 + most, own[name]), 1)
+        for name, most in zip(("brightness", "contrast", "saturation"), view.jitter, strict=False)
+    ]
+    hue = np.where(jittered, view.jitter[3] * (2 * own["hue"] - 1), 0)
+    blurred = choose(blur_coin, own["blur_coin"]) < view.blur_p
+    sigmas = np.where(blurred, choose(sigma, between(*view.blur_sigma, own["sigma"])), 0)
+    gray, solarized = own["gray_coin"] < view.gray_p, own["solarize_coin"] < view.solarize_p
+    columns = *factors, hue, np.floor(own["order"] * 24), gray, sigmas, solarized, own["flip_coin"] < view.flip_p
+    return boxes, np.stack(columns, 1).astype(np.float32)
+
+
+def cut(image, box, size, interpolation="bilinear"):
+    """Cut a box (top, left, height, width) from a uint8 image (H, W, 3) and resize it with antialiasing.
+
+    Returns uint8 (size, size, 3). interpolation: a name of RESAMPLE.
+    """
+    top, left, height, width = (float(v) for v in box)
+    y, x = int(top), int(left)  # resize alone would also see the pixels around the box
+    image = Image.fromarray(image[y : math.ceil(top + height), x : math.ceil(left + width)])
+    box = (left - x, top - y, left - x + width, top - y + height)
+    return np.asarray(image.resize((size, size), RESAMPLE[interpolation], box=box))
 
 
 class ViewDataset(Dataset):
@@ -1113,7 +1117,7 @@ def _on(x, rows, function, *parameters):
 def colour(x, parameters):
     """Colour images: jitter in each image's own order, then grayscale, blur, solarize, flip. Returns float in [0, 1].
 
-    x: uint8 (N, 3, H, W) on the device. parameters: (N, 9) on the CPU, with columns as COLOUR, see `random_colour`.
+    x: uint8 (N, 3, H, W) on the device. parameters: (N, 9) on the CPU, with columns as COLOUR, see `draw_view`.
     Nothing is drawn here. The CPU decides which images an operation touches, so the device is never waited for.
     """
     x, moved = x.float().div_(255), parameters.to(x.device, non_blocking=True).float()

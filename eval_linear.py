@@ -531,11 +531,16 @@ def show(result):
 
 
 def augmentation(args, info):
-    """One view per image: a random resized crop and a flip. RandAugment, erasing, mixup and CutMix follow it."""
+    """One view per image: a random crop and a flip. RandAugment, erasing, mixup and CutMix follow it.
+
+    The crop is a random resized one or, with --pad, a random place of the padded image, which has the view's size.
+    """
+    size = info["image_size"]
+    share = (size / (size + 2 * args.pad)) ** 2  # of the padded image's area
     return common.View(
-        size=info["image_size"],
-        area=args.crop_scale,
-        ratio=(3 / 4, 4 / 3),
+        size=size,
+        area=(share, share) if args.pad else args.crop_scale,
+        ratio=(1, 1) if args.pad else (3 / 4, 4 / 3),
         jitter=(0, 0, 0, 0),
         jitter_p=0.0,
         gray_p=0.0,
@@ -547,7 +552,7 @@ def augmentation(args, info):
 
 
 class TrainingViews(common.ViewDataset):
-    """One view of each image, as `augmentation` says. With --pad it is a random place of the padded image instead.
+    """One view of each image, as `augmentation` says. With --pad the images are padded.
 
     RandAugment, if it is asked for, follows here. The flip follows on the device. It might as well come before:
     RandAugment treats left and right alike.
@@ -560,22 +565,13 @@ class TrainingViews(common.ViewDataset):
         if pad:
             array = np.pad(images.array, ((0, 0), (pad, pad), (pad, pad), (0, 0)))
             images = common.ImageSet(images.name, images.labels, images.classes, array)
-        draw = self.draw_padded if pad else None
-        super().__init__(images, [augmentation(args, info)], args.seed, info["interpolation"], draw)
-        self.pad, self.randaug = pad, None
+        super().__init__(images, [augmentation(args, info)], args.seed, info["interpolation"])
+        self.randaug = None
         if args.randaug:
             options = dict(translate_const=int(0.45 * size), img_mean=tuple(round(255 * m) for m in info["mean"]))
             # At 10, "posterize" would keep 0 bits, which Pillow 13 refuses.
             options |= dict(interpolation=common.RESAMPLE[info["interpolation"]], magnitude_max=9.99)
             self.randaug = rand_augment_transform(f"rand-m{args.randaug}-mstd0.5-inc1", options)
-
-    def draw_padded(self, index, sizes, draws):
-        """Boxes of the view's size at random places of padded images, for `common.ViewDataset`."""
-        view = self.views[0]
-        crop, colour = draws[:, : common.CROP_DRAWS], draws[:, common.CROP_DRAWS :]
-        corner = np.floor(crop[:, 20:] * (2 * self.pad + 1)).astype(np.int64)
-        boxes = np.concatenate([corner, np.full_like(corner, view.size)], axis=1)
-        return [(index, boxes, view.size)], [common.colour_of(view, colour)]
 
     def __getitems__(self, keys):
         batch = super().__getitems__(keys)

@@ -296,12 +296,13 @@ STREAM_QUEUE, STREAM_SHUFFLE = 4, 20  # random streams, see common.generator
 class Queue(nn.Module):
     """The last `length` keys, first in, first out. It begins with random L2-normalised vectors.
 
-    keys: (length, dim). Any length goes with any batch size: the queue wraps around.
+    keys: (length, dim). Any length goes with any batch size: the queue wraps around. generator: a torch CPU generator;
+    torch's global one if None.
     """
 
-    def __init__(self, length, dim, seed):
+    def __init__(self, length, dim, generator=None):
         super().__init__()
-        keys = torch.randn(length, dim, generator=common.generator(seed, STREAM_QUEUE))
+        keys = torch.randn(length, dim, generator=generator)
         self.register_buffer("keys", F.normalize(keys, dim=1))
         self.register_buffer("position", torch.zeros(1, dtype=torch.int64))  # of the oldest key
 
@@ -378,7 +379,7 @@ class MoCo(nn.Module):
         self.projector = nn.Sequential(nn.Linear(width, width), nn.ReLU(inplace=True), nn.Linear(width, args.dim))
         self.momentum_backbone = copy.deepcopy(self.backbone).requires_grad_(False)
         self.momentum_projector = copy.deepcopy(self.projector).requires_grad_(False)
-        self.queue = Queue(args.queue, args.dim, args.seed)
+        self.queue = Queue(args.queue, args.dim, common.generator(args.seed, STREAM_QUEUE))
 
     def query(self, x):
         """The queries of images: (n, 3, H, W) -> (n, dim), L2-normalised, in the dtype of x."""
@@ -659,7 +660,8 @@ def main(args, train=None, test=None, encoder=None):
         model = split_batch_norms(model, args.bn_groups)
     else:
         model = SimSiam(args, copy.deepcopy(encoder)).to(device, memory_format=layout)
-        model = synchronize_batch_norms(model)
+        if dist.is_initialized() and device.type == "cuda":  # on CPUs each process takes its own statistics
+            model = timm.layers.convert_sync_batchnorm(model)
     trained = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.SGD(trained, args.lr, momentum=args.sgd_momentum, weight_decay=args.weight_decay)
     ddp = in_parallel(args, model)
@@ -743,6 +745,20 @@ def main(args, train=None, test=None, encoder=None):
 # =============================================================== 6. machinery
 
 
+class AllReduce(torch.autograd.Function):
+    """The sum of a tensor over the processes. The gradient is the sum of the processes' gradients."""
+
+    @staticmethod
+    def forward(ctx, x):
+        x = x.clone()
+        dist.all_reduce(x)
+        return x
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return AllReduce.apply(gradient)
+
+
 def gather_with_gradient(x):
     """Concatenate (n, C) of each process to (N, C) of all, in rank order. The gradients of all processes flow back."""
     if not dist.is_initialized():
@@ -799,15 +815,7 @@ def check_batch_norm_groups(args):
 
 
 def split_batch_norms(module, groups):
-    """Replace every batch norm of a module by one over `groups` slices of the global batch; returns the module.
-
-    One group over several processes is torch's SyncBatchNorm. It needs CUDA. Without CUDA, this exits with an error
-    message.
-    """
-    if groups == 1 and common.rank_and_world()[1] > 1:
-        if not next(module.parameters()).is_cuda:
-            common.fail("--bn-groups 1 with several processes needs GPUs: give a multiple of the number of processes")
-        return timm.layers.convert_sync_batchnorm(module)
+    """Replace every batch norm of a module by one over `groups` slices of the global batch; returns the module."""
     for name, child in module.named_children():
         if isinstance(child, (nn.BatchNorm1d, nn.BatchNorm2d)):
             setattr(module, name, GroupedBatchNorm(child, groups))
@@ -827,77 +835,6 @@ def average_statistics(model):
         dist.all_reduce(flat)
         means = (flat / world).split([len(buffer) for buffer in buffers])
         torch._foreach_copy_(buffers, means)
-
-
-# -- batch norm over all processes (the same in moco_jointcrop, logo and patchmix)
-
-
-class AllReduce(torch.autograd.Function):
-    """The sum of a tensor over the processes. The gradient is the sum of the processes' gradients."""
-
-    @staticmethod
-    def forward(ctx, x):
-        x = x.clone()
-        dist.all_reduce(x)
-        return x
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return AllReduce.apply(gradient)
-
-
-class GlobalBatchNorm(nn.modules.batchnorm._BatchNorm):
-    """Batch norm whose statistics are taken over the global batch, for (N, C) or (N, C, H, W), on CPUs.
-
-    It does what torch's SyncBatchNorm does on GPUs. All processes have the same statistics, and gradients flow through
-    them. Each process must have as many images as the others.
-    norm: the batch norm whose parameters, statistics and state_dict keys this one takes over.
-    """
-
-    def __init__(self, norm):
-        super().__init__(norm.num_features, norm.eps, norm.momentum, norm.affine, norm.track_running_stats)
-        self.weight, self.bias = norm.weight, norm.bias
-        self.running_mean, self.running_var = norm.running_mean, norm.running_var
-        self.num_batches_tracked, self.training = norm.num_batches_tracked, norm.training
-        # timm's BatchNormAct2d also applies a dropout and an activation.
-        self.after = nn.Sequential(norm.drop, norm.act) if hasattr(norm, "act") else nn.Identity()
-
-    def _check_input_dim(self, x):
-        """Accept any number of dimensions."""
-
-    @torch.compiler.disable  # it cannot compile the collectives
-    def forward(self, x):
-        if not self.training:
-            return self.after(super().forward(x))
-        world = common.rank_and_world()[1]
-        wide = x.to(self.running_mean.dtype)  # x is bf16 under autocast
-        all_but_channels = [0, *range(2, x.dim())]
-        mean = AllReduce.apply(wide.mean(all_but_channels, keepdim=True)) / world
-        var = AllReduce.apply((wide - mean).square().mean(all_but_channels, keepdim=True)) / world
-        count = world * x.numel() // x.shape[1]  # values per channel
-        self.running_mean.lerp_(mean.detach().flatten(), self.momentum)
-        self.running_var.lerp_(var.detach().flatten() * count / (count - 1), self.momentum)
-        y = (wide - mean) * (var + self.eps).rsqrt()
-        if self.affine:
-            y = y * self.weight.view_as(mean) + self.bias.view_as(mean)
-        return self.after(y.to(x.dtype))
-
-
-def synchronize_batch_norms(module):
-    """Replace every batch norm of a module by one over the batch of all processes; returns the module.
-
-    With one process the module stays as it is. On CUDA the new ones are torch's SyncBatchNorm.
-    """
-    if common.rank_and_world()[1] == 1:
-        return module
-    if any(parameter.is_cuda for parameter in module.parameters()):
-        return timm.layers.convert_sync_batchnorm(module)
-    for name, child in module.named_children():
-        if isinstance(child, (nn.BatchNorm1d, nn.BatchNorm2d)):
-            setattr(module, name, GlobalBatchNorm(child))
-        else:
-            synchronize_batch_norms(child)
-    return module
 
 
 # ------------------------------- several processes (the same in all five files)

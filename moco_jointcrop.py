@@ -231,9 +231,6 @@ def info_nce(q, k, queue, temperature):
 # ============================================================= 3. augmentation
 
 SHARED_DRAWS = 6  # uniform numbers per image that both views share, after those of each view
-POSITION_COLUMNS = slice(20, 22)  # the columns of a view's crop draws that decide on its top and left
-COIN_COLUMN = 7  # the column of a view's colour draws that decides whether it is blurred
-SIGMA_COLUMN = common.COLOUR.index("sigma")
 RELEASED_OFFSET = 0.1  # D1
 
 
@@ -253,6 +250,7 @@ def augmentation(args):
         blur_sigma=args.blur_sigma,
         solarize_p=args.solarize_p[0],
         flip_p=args.flip_p,
+        whole=args.variant == "released",  # D2
     )
     key = query._replace(blur_p=args.blur_p[1], solarize_p=args.solarize_p[1])
     return [query, key]
@@ -264,7 +262,6 @@ def draw_views(args, index, sizes, draws):
     index: (n,) rows of the images. sizes: (n, 2) their heights and widths. draws: (n, 2 VIEW_DRAWS + SHARED_DRAWS)
     uniform in [0, 1). Returns (cuts, colours) as `common.ViewDataset` wants them.
     """
-    released = args.variant == "released"
     query_draws, key_draws, shared = np.split(draws, [common.VIEW_DRAWS, 2 * common.VIEW_DRAWS], axis=1)
     coin, area_u, area_v, sigma_u, sigma_v, blur_coin = shared.T
 
@@ -277,24 +274,20 @@ def draw_views(args, index, sizes, draws):
         joint_blur = np.full(len(index), args.joint in ("blur", "both"))
 
     # Algorithm 1: a pair of areas and a pair of sigmas per image
-    areas = joint_from_uniform(area_u, area_v, *args.crop_scale, args.beta, RELEASED_OFFSET if released else 0.0)
+    offset = RELEASED_OFFSET if args.variant == "released" else 0.0
+    areas = joint_from_uniform(area_u, area_v, *args.crop_scale, args.beta, offset)
     sigmas = joint_from_uniform(sigma_u, sigma_v, *args.blur_sigma, args.beta)
 
+    # What is not joint is NaN, and drawn by each view alone. Where the blur is joint, both views have one coin for it
+    coins = np.where(joint_blur, blur_coin, np.nan)
     cuts, colours = [], []
-    own_draws = query_draws, key_draws
-    for view, own, area, sigma in zip(augmentation(args), own_draws, areas, sigmas, strict=True):
-        crop_draws, colour_draws = own[:, : common.CROP_DRAWS].copy(), own[:, common.CROP_DRAWS :].copy()
-        # The box: its area is the joint one, or the view's own; its aspect ratio and position are always its own
+    for view, own, area, sigma in zip(augmentation(args), (query_draws, key_draws), areas, sigmas, strict=True):
+        position = None
         if args.css_alpha != 1:
-            crop_draws[:, POSITION_COLUMNS] = centre_suppressed(crop_draws[:, -1], args.css_alpha)
-        alone = common.random_resized_crop(sizes, crop_draws, view.area, view.ratio, whole=released)  # D2
-        joint = common.random_resized_crop(sizes, crop_draws, view.area, view.ratio, area=area, whole=released)
-        cuts.append((index, np.where(joint_crop[:, None], joint, alone), view.size))
-        # The colour: where the blur is joint, both views have one coin for it, and the joint sigmas
-        colour_draws[:, COIN_COLUMN] = np.where(joint_blur, blur_coin, colour_draws[:, COIN_COLUMN])
-        colour = common.colour_of(view, colour_draws)
-        is_blurred = colour[:, SIGMA_COLUMN] > 0
-        colour[:, SIGMA_COLUMN] = np.where(joint_blur & is_blurred, sigma, colour[:, SIGMA_COLUMN])
+            position = centre_suppressed(common.name_draws(own)["position"][:, 1], args.css_alpha)
+        joint_area, joint_sigma = np.where(joint_crop, area, np.nan), np.where(joint_blur, sigma, np.nan)
+        boxes, colour = common.draw_view(view, sizes, own, joint_area, position, joint_sigma, coins)
+        cuts.append((index, boxes, view.size))
         colours.append(colour)
     return cuts, colours
 
@@ -309,12 +302,13 @@ STREAM_QUEUE, STREAM_SHUFFLE = 4, 20  # random streams, see common.generator
 class Queue(nn.Module):
     """The last `length` keys, first in, first out. It begins with random L2-normalised vectors.
 
-    keys: (length, dim). Any length goes with any batch size: the queue wraps around.
+    keys: (length, dim). Any length goes with any batch size: the queue wraps around. generator: a torch CPU generator;
+    torch's global one if None.
     """
 
-    def __init__(self, length, dim, seed):
+    def __init__(self, length, dim, generator=None):
         super().__init__()
-        keys = torch.randn(length, dim, generator=common.generator(seed, STREAM_QUEUE))
+        keys = torch.randn(length, dim, generator=generator)
         self.register_buffer("keys", F.normalize(keys, dim=1))
         self.register_buffer("position", torch.zeros(1, dtype=torch.int64))  # of the oldest key
 
@@ -392,7 +386,7 @@ class MoCo(nn.Module):
         self.momentum_backbone = copy.deepcopy(self.backbone).requires_grad_(False)
         self.momentum_projector = copy.deepcopy(self.projector).requires_grad_(False)
         if args.moco != "v3":
-            self.queue = Queue(args.queue, args.dim, args.seed)
+            self.queue = Queue(args.queue, args.dim, common.generator(args.seed, STREAM_QUEUE))
 
     def query(self, x):
         """The queries of images: (n, 3, H, W) -> (n, dim), L2-normalised, in the dtype of x."""
@@ -592,7 +586,8 @@ def main(args, train=None, test=None, encoder=None):
     torch.manual_seed(args.seed)
     if args.moco == "v3":
         model = MoCoV3(args, copy.deepcopy(encoder)).to(device, memory_format=layout)
-        model = synchronize_batch_norms(model)
+        if dist.is_initialized() and device.type == "cuda":  # on CPUs each process takes its own statistics
+            model = timm.layers.convert_sync_batchnorm(model)
         negatives = args.batch_size - 1
         chance = 4 * args.temperature * math.log(args.batch_size)  # the loss at equal logits: two terms of 2 T each
     else:
@@ -701,15 +696,7 @@ def check_batch_norm_groups(args):
 
 
 def split_batch_norms(module, groups):
-    """Replace every batch norm of a module by one over `groups` slices of the global batch; returns the module.
-
-    One group over several processes is torch's SyncBatchNorm. It needs CUDA. Without CUDA, this exits with an error
-    message.
-    """
-    if groups == 1 and common.rank_and_world()[1] > 1:
-        if not next(module.parameters()).is_cuda:
-            common.fail("--bn-groups 1 with several processes needs GPUs: give a multiple of the number of processes")
-        return timm.layers.convert_sync_batchnorm(module)
+    """Replace every batch norm of a module by one over `groups` slices of the global batch; returns the module."""
     for name, child in module.named_children():
         if isinstance(child, (nn.BatchNorm1d, nn.BatchNorm2d)):
             setattr(module, name, GroupedBatchNorm(child, groups))
@@ -729,77 +716,6 @@ def average_statistics(model):
         dist.all_reduce(flat)
         means = (flat / world).split([len(buffer) for buffer in buffers])
         torch._foreach_copy_(buffers, means)
-
-
-# -- batch norm over all processes (the same in moco_jointcrop, logo and patchmix)
-
-
-class AllReduce(torch.autograd.Function):
-    """The sum of a tensor over the processes. The gradient is the sum of the processes' gradients."""
-
-    @staticmethod
-    def forward(ctx, x):
-        x = x.clone()
-        dist.all_reduce(x)
-        return x
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return AllReduce.apply(gradient)
-
-
-class GlobalBatchNorm(nn.modules.batchnorm._BatchNorm):
-    """Batch norm whose statistics are taken over the global batch, for (N, C) or (N, C, H, W), on CPUs.
-
-    It does what torch's SyncBatchNorm does on GPUs. All processes have the same statistics, and gradients flow through
-    them. Each process must have as many images as the others.
-    norm: the batch norm whose parameters, statistics and state_dict keys this one takes over.
-    """
-
-    def __init__(self, norm):
-        super().__init__(norm.num_features, norm.eps, norm.momentum, norm.affine, norm.track_running_stats)
-        self.weight, self.bias = norm.weight, norm.bias
-        self.running_mean, self.running_var = norm.running_mean, norm.running_var
-        self.num_batches_tracked, self.training = norm.num_batches_tracked, norm.training
-        # timm's BatchNormAct2d also applies a dropout and an activation.
-        self.after = nn.Sequential(norm.drop, norm.act) if hasattr(norm, "act") else nn.Identity()
-
-    def _check_input_dim(self, x):
-        """Accept any number of dimensions."""
-
-    @torch.compiler.disable  # it cannot compile the collectives
-    def forward(self, x):
-        if not self.training:
-            return self.after(super().forward(x))
-        world = common.rank_and_world()[1]
-        wide = x.to(self.running_mean.dtype)  # x is bf16 under autocast
-        all_but_channels = [0, *range(2, x.dim())]
-        mean = AllReduce.apply(wide.mean(all_but_channels, keepdim=True)) / world
-        var = AllReduce.apply((wide - mean).square().mean(all_but_channels, keepdim=True)) / world
-        count = world * x.numel() // x.shape[1]  # values per channel
-        self.running_mean.lerp_(mean.detach().flatten(), self.momentum)
-        self.running_var.lerp_(var.detach().flatten() * count / (count - 1), self.momentum)
-        y = (wide - mean) * (var + self.eps).rsqrt()
-        if self.affine:
-            y = y * self.weight.view_as(mean) + self.bias.view_as(mean)
-        return self.after(y.to(x.dtype))
-
-
-def synchronize_batch_norms(module):
-    """Replace every batch norm of a module by one over the batch of all processes; returns the module.
-
-    With one process the module stays as it is. On CUDA the new ones are torch's SyncBatchNorm.
-    """
-    if common.rank_and_world()[1] == 1:
-        return module
-    if any(parameter.is_cuda for parameter in module.parameters()):
-        return timm.layers.convert_sync_batchnorm(module)
-    for name, child in module.named_children():
-        if isinstance(child, (nn.BatchNorm1d, nn.BatchNorm2d)):
-            setattr(module, name, GlobalBatchNorm(child))
-        else:
-            synchronize_batch_norms(child)
-    return module
 
 
 # ------------------------------- several processes (the same in all five files)

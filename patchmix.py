@@ -500,7 +500,9 @@ def main(args, train=None, test=None, encoder=None):
     # Model and optimiser
     layout = common.memory_format(device, args.arch)
     torch.manual_seed(args.seed)
-    model = synchronize_batch_norms(PatchMix(args, copy.deepcopy(encoder)).to(device))
+    model = PatchMix(args, copy.deepcopy(encoder)).to(device)
+    if dist.is_initialized() and device.type == "cuda":  # on CPUs each process takes its own statistics
+        model = timm.layers.convert_sync_batchnorm(model)
     groups = param_groups_weight_decay(model)  # 1-D tensors, which have no weight decay, and the rest
     optimizer = torch.optim.AdamW(groups, args.lr, betas=args.betas, fused=True)
     ddp = in_parallel(args, model)
@@ -552,77 +554,6 @@ def main(args, train=None, test=None, encoder=None):
 
 
 # =============================================================== 6. machinery
-
-# -- batch norm over all processes (the same in moco_jointcrop, logo and patchmix)
-
-
-class AllReduce(torch.autograd.Function):
-    """The sum of a tensor over the processes. The gradient is the sum of the processes' gradients."""
-
-    @staticmethod
-    def forward(ctx, x):
-        x = x.clone()
-        dist.all_reduce(x)
-        return x
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return AllReduce.apply(gradient)
-
-
-class GlobalBatchNorm(nn.modules.batchnorm._BatchNorm):
-    """Batch norm whose statistics are taken over the global batch, for (N, C) or (N, C, H, W), on CPUs.
-
-    It does what torch's SyncBatchNorm does on GPUs. All processes have the same statistics, and gradients flow through
-    them. Each process must have as many images as the others.
-    norm: the batch norm whose parameters, statistics and state_dict keys this one takes over.
-    """
-
-    def __init__(self, norm):
-        super().__init__(norm.num_features, norm.eps, norm.momentum, norm.affine, norm.track_running_stats)
-        self.weight, self.bias = norm.weight, norm.bias
-        self.running_mean, self.running_var = norm.running_mean, norm.running_var
-        self.num_batches_tracked, self.training = norm.num_batches_tracked, norm.training
-        # timm's BatchNormAct2d also applies a dropout and an activation.
-        self.after = nn.Sequential(norm.drop, norm.act) if hasattr(norm, "act") else nn.Identity()
-
-    def _check_input_dim(self, x):
-        """Accept any number of dimensions."""
-
-    @torch.compiler.disable  # it cannot compile the collectives
-    def forward(self, x):
-        if not self.training:
-            return self.after(super().forward(x))
-        world = common.rank_and_world()[1]
-        wide = x.to(self.running_mean.dtype)  # x is bf16 under autocast
-        all_but_channels = [0, *range(2, x.dim())]
-        mean = AllReduce.apply(wide.mean(all_but_channels, keepdim=True)) / world
-        var = AllReduce.apply((wide - mean).square().mean(all_but_channels, keepdim=True)) / world
-        count = world * x.numel() // x.shape[1]  # values per channel
-        self.running_mean.lerp_(mean.detach().flatten(), self.momentum)
-        self.running_var.lerp_(var.detach().flatten() * count / (count - 1), self.momentum)
-        y = (wide - mean) * (var + self.eps).rsqrt()
-        if self.affine:
-            y = y * self.weight.view_as(mean) + self.bias.view_as(mean)
-        return self.after(y.to(x.dtype))
-
-
-def synchronize_batch_norms(module):
-    """Replace every batch norm of a module by one over the batch of all processes; returns the module.
-
-    With one process the module stays as it is. On CUDA the new ones are torch's SyncBatchNorm.
-    """
-    if common.rank_and_world()[1] == 1:
-        return module
-    if any(parameter.is_cuda for parameter in module.parameters()):
-        return timm.layers.convert_sync_batchnorm(module)
-    for name, child in module.named_children():
-        if isinstance(child, (nn.BatchNorm1d, nn.BatchNorm2d)):
-            setattr(module, name, GlobalBatchNorm(child))
-        else:
-            synchronize_batch_norms(child)
-    return module
-
 
 # ------------------------------- several processes (the same in all five files)
 
