@@ -1,4 +1,4 @@
-"""Shared by the tests: the project's root on the path, one thread, --slow, and small helpers."""
+"""Shared by the tests: the project's root and tests/tools on the path, one thread, --slow, and small helpers."""
 
 import os
 import sys
@@ -8,7 +8,7 @@ import pytest
 import torch
 
 ROOT = Path(__file__).parent.parent
-sys.path.insert(0, str(ROOT))
+sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "tools")]
 METHODS = [
     p.stem for p in (ROOT / f"{m}.py" for m in ("moco_jointcrop", "jcl", "clim", "logo", "patchmix")) if p.exists()
 ]

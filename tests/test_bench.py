@@ -1,4 +1,4 @@
-"""tests/bench.py: every section makes its table, and its plain forms are the project's functions. No time is judged."""
+"""bench.py: every section makes its table, and its plain forms are the project's functions. No time is judged."""
 
 import bench
 import pytest
@@ -24,7 +24,7 @@ def rows_of(section, *flags):
 def test_sections(section, capsys):
     rows = rows_of(section, *SMALL[section])
     page = capsys.readouterr().out.splitlines()[-4 - len(rows) :]  # the command, the machine, and a table with its head
-    assert page[0].startswith(f"python tests/bench.py {section}") and page[3].count("|") == page[4].count("|")
+    assert page[0].startswith(f"python tests/tools/bench.py {section}") and page[3].count("|") == page[4].count("|")
 
 
 @pytest.mark.slow

@@ -82,7 +82,7 @@ def test_commands(line, monkeypatch, tmp_path):
 def test_every_flag_that_is_named_exists(monkeypatch, capsys):
     """In one of the scripts or tools."""
     known = set(OF_OTHERS.split())
-    for tool in (ROOT / "tests").glob("*.py"):  # the tools beside the tests have flags of their own
+    for tool in (ROOT / "tests").rglob("*.py"):  # pytest and the tools have flags of their own
         known |= set(re.findall(r'(?:argument|option)\(\s*"(--[\w-]+)"', tool.read_text()))
     for script in SCRIPTS:
         for choice in ("", "--moco v3", "--base simsiam"):
@@ -158,11 +158,11 @@ def test_the_3x3_stem(arch, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("page", results.PAGES, ids=lambda p: str(p.relative_to(ROOT)))
 def test_tables(page):
-    """The tables are what tests/results.py makes of tests/results/*.json, and none is empty."""
+    """The tables are what tests/tools/results.py makes of tests/results/*.json, and none is empty."""
     text = page.read_text()
     assert results.with_tables(text) == text
-    rows = re.findall(r"<!-- tests/results.py: .* -->\n\| .*\n\| ---.*\n(.*)", text)
-    assert len(rows) == text.count("<!-- tests/results.py: ") and all(row.startswith("| ") for row in rows)
+    rows = re.findall(r"<!-- tests/tools/results.py: .* -->\n\| .*\n\| ---.*\n(.*)", text)
+    assert len(rows) == text.count("<!-- tests/tools/results.py: ") and all(row.startswith("| ") for row in rows)
 
 
 def test_results_say_how_they_were_made():
@@ -189,5 +189,5 @@ def test_gain_is_paired(tmp_path, monkeypatch):
     assert "| 2 | 45.0 → 48.0 | +3.0 ± 1.4 | 44.0 → 47.0 | +3.0 ± 1.4 | x 2 |" in results.front("cpu")
     (row,) = (line for line in results.table("cpu").splitlines() if "| JCL," in line)
     assert "| 3 | 35.3 ± 22.7 |" in row and row.count("+3.0 ± 1.4") == 2
-    text = "a\n<!-- tests/results.py: cpu, front -->\nold\n<!-- end -->\nb"
+    text = "a\n<!-- tests/tools/results.py: cpu, front -->\nold\n<!-- end -->\nb"
     assert results.with_tables(text) == text.replace("old", results.front("cpu"))

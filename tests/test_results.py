@@ -44,7 +44,7 @@ def test_pages_have_what_the_files_say():
     """The tables of README and of the results' page are those that `results.py readme` would write."""
     for page in results.PAGES:
         text = page.read_text()
-        assert "<!-- tests/results.py: " in text and results.with_tables(text) == text
+        assert "<!-- tests/tools/results.py: " in text and results.with_tables(text) == text
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ FIVE = ("moco_jointcrop", "jcl", "clim", "logo", "patchmix")
 SCRIPTS = sorted(ROOT.glob("*.py"))
 SOURCES = SCRIPTS + sorted((ROOT / "tests").rglob("*.py"))
 BANNER = re.compile(r"# (-{2,}|={2,}) (.+)")
-# What other projects copy from a file (and tests/figures.py uses), whether the file itself calls it or not.
+# What other projects copy from a file (and tests/tools/figures.py uses), whether the file itself calls it or not.
 OFFERED = {"main", "parse_args", "sample_joint", "knn_predict"}
 OF_LIBRARIES = {"forward", "_check_input_dim", "Process", "_get_help_string"}  # torch and others call them
 

@@ -1,10 +1,10 @@
 """Makes pictures for the README and of runs, by hand from the project's folder. It needs matplotlib.
 
-python tests/figures.py explain [FOLDER] [NAME ...]         README's pictures: what goes in, what is compared with what
-python tests/figures.py corners OUT.png                     JointCrop, Fig. 7: how far apart the two crops are
-python tests/figures.py similarity OUT.png RUN [RUN ...]    JCL, Fig. 3: how much an image's features vary
-python tests/figures.py positives OUT.png RUN               CLIM: which positives each selection chooses, and how well
-python tests/figures.py intraclass RUN [RUN ...]            CLIM, Table 10: how alike the images of a class are
+python tests/tools/figures.py explain [FOLDER] [NAME ...]       README's pictures: what goes in, what is compared
+python tests/tools/figures.py corners OUT.png                   JointCrop, Fig. 7: how far apart the two crops are
+python tests/tools/figures.py similarity OUT.png RUN [RUN ...]  JCL, Fig. 3: how much an image's features vary
+python tests/tools/figures.py positives OUT.png RUN             CLIM: which positives each selection chooses
+python tests/tools/figures.py intraclass RUN [RUN ...]          CLIM, Table 10: how alike the images of a class are
 """
 
 import argparse
@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch.utils.data import default_convert
 
-sys.path.insert(0, str(Path(__file__).parent.parent))
+sys.path.insert(0, str(Path(__file__).parents[2]))
 import common  # noqa: E402
 
 
@@ -409,7 +409,7 @@ def mechanisms(run, train, test, few=1000):
 
 
 def main():
-    parser = common.ArgumentParser("tests/figures.py", description=__doc__.splitlines()[0])
+    parser = common.ArgumentParser("tests/tools/figures.py", description=__doc__.splitlines()[0])
     figures = parser.add_subparsers(required=True, metavar="FIGURE", parser_class=argparse.ArgumentParser)
     flags = {}
     for function in (explain, corners, similarity, positives, intraclass):

@@ -1,12 +1,12 @@
 """Measures time and memory, by hand. Each section prints a table, its command and the machine.
 
-python tests/bench.py steps [--against FOLDER]   a training step, over the bare forward and backward of its networks,
-                                                 and over the same step of another checkout
-python tests/bench.py loader                     a view from the loader, over torchvision's transforms image by image
-python tests/bench.py positives                  CLIM's neighbours and k-means, and faiss's if it is installed
-python tests/bench.py knn                        the kNN vote over a plain one; features over bare inference
-python tests/bench.py processes                  whole runs: two processes of one thread over one process of two
-python tests/bench.py needs                      what training on ImageNet needs of eight GPUs, computed on a CPU
+python tests/tools/bench.py steps        a training step, over the bare forward and backward of its networks; with
+                                         --against FOLDER over the same step of another checkout
+python tests/tools/bench.py loader       a view from the loader, over torchvision's transforms image by image
+python tests/tools/bench.py positives    CLIM's neighbours and k-means, and faiss's if it is installed
+python tests/tools/bench.py knn          the kNN vote over a plain one; features over bare inference
+python tests/tools/bench.py processes    whole runs: two processes of one thread over one process of two
+python tests/tools/bench.py needs        what training on ImageNet needs of eight GPUs, computed on a CPU
 
 What is compared runs in turn: A, B, B, A. It has one thread unless said otherwise. The tables have medians of
 time.perf_counter. Ratios mean more than times, because other programs may use the machine, too.
@@ -40,7 +40,7 @@ from torch.utils import flop_counter
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 METHODS = ("moco_jointcrop", "jcl", "clim", "logo", "logo --base simsiam", "patchmix")
 
 
@@ -560,9 +560,9 @@ def needs(args):
         names = list(rows[0])
         parts = names[: names.index("epochs")], [names[0], *names[names.index("epochs") :]]
         text = "\n\n".join(table([{name: row[name] for name in part} for row in rows]) for part in parts)
-        page, begin = ROOT / "tests" / "README.md", "<!-- tests/bench.py: needs -->\n"
+        page, begin = ROOT / "tests" / "README.md", "<!-- tests/tools/bench.py: needs -->\n"
         before, after = page.read_text().split(begin)
-        about = f"Made by `python tests/bench.py needs --write`. Loading and growth are of {machine()}."
+        about = f"Made by `python tests/tools/bench.py needs --write`. Loading and growth are of {machine()}."
         page.write_text(f"{before}{begin}{about}\n\n{text}\n{after[after.index('<!-- end -->') :]}")
     return rows
 
@@ -606,7 +606,7 @@ def main(argv=None):
     common.keep_memory()  # as the scripts do
     rows = SECTIONS[args.what](args)
     command = shlex.join(argv or sys.argv[1:])
-    print(f"python tests/bench.py {command}\n{machine()}, {args.threads} thread(s)\n{table(rows)}")
+    print(f"python tests/tools/bench.py {command}\n{machine()}, {args.threads} thread(s)\n{table(rows)}")
     return rows
 
 

@@ -1,6 +1,6 @@
 """Whole runs killed at random moments, by hand, on Linux: nothing of a run may be lost.
 
-python tests/fault_injection.py [--kills 50] [--seed 0] [--methods clim] [--no-distributed] [--out DIR] [--json FILE]
+python tests/tools/fault_injection.py [--kills 50] [--seed 0] [--methods clim] [--no-distributed] [--out DIR]
 
 For each method, on one process and on two (torchrun), a run of a few short epochs is the reference. The same command
 then runs into another folder, is killed by SIGTERM, SIGINT or SIGKILL, goes on with another number of loader workers,
@@ -32,7 +32,7 @@ from pathlib import Path
 import torch
 from PIL import Image
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
 import common  # noqa: E402
 
@@ -331,7 +331,7 @@ def table(rows, faults):
 
 
 def main():
-    parser = argparse.ArgumentParser("tests/fault_injection.py", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser("tests/tools/fault_injection.py", description=__doc__.splitlines()[0])
     parser.add_argument(
         "--kills", type=int, default=50, metavar="N", help="in all, shared out over methods and processes"
     )

@@ -1,7 +1,7 @@
 """A device made of Python, which shows without a GPU what would go wrong on one.
 
-    python tests/simulated_device.py FOLDER                                                one process
-    python -m torch.distributed.run --nproc_per_node=2 tests/simulated_device.py FOLDER    two, in DDP
+    python tests/tools/simulated_device.py FOLDER                                                one process
+    python -m torch.distributed.run --nproc_per_node=2 tests/tools/simulated_device.py FOLDER    two, in DDP
 
 Its tensors say that they lie on `sim`, and the CPU computes them. Operations on tensors of both devices raise, as on a
 GPU. Collectives on the CPU's tensors raise, as with NCCL. Whatever makes a program wait for a GPU is counted by the
@@ -29,7 +29,7 @@ from torch.utils import backend_registration
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, return_and_correct_aliasing
 from torch.utils._pytree import tree_leaves, tree_map
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
 from bench import watched  # noqa: E402
 

@@ -1,11 +1,11 @@
 """Does each paper's improvement over its baseline show? Makes the runs and the tables of their numbers, by hand.
 
-    python tests/results.py train --data-dir DIR [--arms jcl clim] [--seeds 0 1] [--jobs 2]
-    python tests/results.py floors --data-dir DIR
-    python tests/results.py mechanisms --data-dir DIR        what the losses do, in all runs
-    python tests/results.py few --data-dir DIR --arm mocov3  one run of PatchMix where images are few
-    python tests/results.py readme                   write the tables into README.md and tests/results/README.md
-    python tests/results.py curves OUT.png           learning curves (needs matplotlib)
+    python tests/tools/results.py train --data-dir DIR [--arms jcl clim] [--seeds 0 1] [--jobs 2]
+    python tests/tools/results.py floors --data-dir DIR
+    python tests/tools/results.py mechanisms --data-dir DIR        what the losses do, in all runs
+    python tests/tools/results.py few --data-dir DIR --arm mocov3  one run of PatchMix where images are few
+    python tests/tools/results.py readme                   write the tables into README.md and tests/results/README.md
+    python tests/tools/results.py curves OUT.png           learning curves (needs matplotlib)
 
 The protocol (tests/results/README.md) was written down before the first run. `train` makes the runs that are missing,
 several side by side. It goes on where it was stopped, as `few` does. The numbers are kept in tests/results/*.json.
@@ -29,7 +29,7 @@ import timm
 import torch
 from torchvision.datasets import ImageFolder
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
 import figures  # noqa: E402
 
@@ -238,7 +238,7 @@ def few(args):
             raise
         status = 75
     head, *epochs = common.read_metrics(out / "metrics.jsonl")
-    line = f"tests/results.py few --arm {args.arm} --seed {args.seed}"
+    line = f"tests/tools/results.py few --arm {args.arm} --seed {args.seed}"
     record = dict(command=line, flags=" ".join(flags), **{k: head[k] for k in ("torch", "device", "commit")})
     record["trained"] = epochs[-1]["epoch"] if epochs else 0
     shown = ("epoch", "loss", "std", "knn20_top1", "knn200_top1")
@@ -440,7 +440,7 @@ PAGES = ROOT / "README.md", KEPT / "README.md"
 def with_tables(page):
     """A page's text with each table between its two marks written anew."""
     for budget, (what, make) in itertools.product(BUDGETS, TABLES.items()):
-        begin, end = f"<!-- tests/results.py: {budget}, {what} -->\n", "<!-- end -->"
+        begin, end = f"<!-- tests/tools/results.py: {budget}, {what} -->\n", "<!-- end -->"
         if begin in page:
             before, after = page.split(begin)
             page = before + begin + make(budget) + "\n" + after[after.index(end) :]
@@ -489,7 +489,7 @@ def curves(args):
 
 
 def main(argv=None):
-    parser = common.ArgumentParser("tests/results.py", description=__doc__.splitlines()[0])
+    parser = common.ArgumentParser("tests/tools/results.py", description=__doc__.splitlines()[0])
     actions = parser.add_subparsers(required=True, metavar="ACTION", parser_class=argparse.ArgumentParser)
     for name, function in dict(
         train=train, floors=floors, mechanisms=mechanisms, few=few, readme=write_pages, curves=curves

@@ -1,6 +1,6 @@
 """Code lines of each file by section, where the paper's own function begins, and how far two methods differ.
 
-    python tests/count_lines.py
+    python tests/tools/count_lines.py
 
 A code line has code: no blanks, comments or docstrings. Top-level tables do not count either: recipes, flags and other
 assignments of literals, in which only dict(), tuple() and functions of common.py are called, as common.number(int, 1).
@@ -13,7 +13,7 @@ import re
 import tokenize
 from pathlib import Path
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 PAPER = dict(  # the function or class by which each paper is known
     jcl="jcl_loss", patchmix="patch_mix", moco_jointcrop="joint_from_uniform", clim="clim_loss", logo="affinity_loss"
 )

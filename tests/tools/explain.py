@@ -1,4 +1,4 @@
-"""The figures that explain the methods, made by the methods' own functions: python tests/figures.py explain FOLDER.
+"""The figures that explain the methods, by the methods' own functions: python tests/tools/figures.py explain FOLDER.
 
 They show what goes in, and what is compared with what. The photographs are in .github/photos. Every view is declared
 and drawn by the method's own file with its ImageNet recipe. Every mix, ratio, choice and weight is made by its own
@@ -25,7 +25,7 @@ matplotlib.use("Agg")
 from matplotlib import pyplot
 from matplotlib.patches import FancyArrowPatch, Rectangle
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 WIDTH = 760  # px, as README shows it; written 1.6 times as large
 ASTRONAUT, CAT, COFFEE, SKY, RETINA, ROCKET, FLOWER, PALACE = range(8)
 ALIKE = {  # two crops each of three photographs, (top, left, side): they stand for six images, of which two are alike
