@@ -54,7 +54,7 @@ from torch.distributed.rendezvous import rendezvous
 from torch.torch_version import TorchVersion
 from torch.utils.data import DataLoader, Dataset, default_convert
 from torchvision.datasets.folder import make_dataset
-from torchvision.transforms.functional import rgb_to_grayscale, solarize
+from torchvision.transforms.functional import rgb_to_grayscale, solarize, to_pil_image
 from torchvision.transforms.v2.functional import to_image
 
 try:
@@ -2206,34 +2206,29 @@ def versions(device):
     return {"python": sys.version.split()[0], **packages, "device": name, "commit": commit}
 
 
-def save_grid(path, rows, labels, border=None, captions=None):
-    """Write rows of images as one PNG. rows: list of (n, 3, H, W) float in [0, 1]; labels: a text per row.
+def save_grid(path, rows, labels):
+    """Write rows of images as one PNG. rows: list of (n, 3, H, H) float in [0, 1]; labels: a text per row.
 
-    border: list per row of n colours ('green', 'red', ...) or None; captions: list per row of n texts below the images.
     Small images are enlarged without smoothing.
     """
-    size, gap, foot = max(row.shape[-1] for row in rows), 6, 14 if captions else 0
+    size, gap = max(row.shape[-1] for row in rows), 6
     side = size * max(1, 96 // size)
     ruler = ImageDraw.Draw(Image.new("1", (1, 1)))
     left = 2 * gap + max(int(ruler.textbbox((0, 0), text, font_size=12)[2]) for text in labels)
-    height = side + foot + gap
-    sheet = Image.new("RGB", (left + max(len(r) for r in rows) * (side + gap), gap + len(rows) * height), "white")
+    width = left + max(len(row) for row in rows) * (side + gap)
+    sheet = Image.new("RGB", (width, gap + len(rows) * (side + gap)), "white")
     draw = ImageDraw.Draw(sheet)
     for r, row in enumerate(rows):
-        top = gap + r * height
+        top = gap + r * (side + gap)
         draw.text((gap, top + side // 2), labels[r], fill="black", font_size=12, anchor="lm")
-        for c, image in enumerate(row.detach().cpu().clamp(0, 1).mul(255).round().byte().permute(0, 2, 3, 1).numpy()):
-            x = left + c * (side + gap)
-            if border and border[r] and border[r][c]:
-                draw.rectangle((x - 3, top - 3, x + side + 2, top + side + 2), fill=border[r][c])
-            sheet.paste(Image.fromarray(image).resize((side, side), Image.Resampling.NEAREST), (x, top))
-            if captions:
-                draw.text((x + side // 2, top + side + 3), captions[r][c], fill="black", font_size=11, anchor="ma")
+        for c, image in enumerate(row):
+            picture = to_pil_image(image.detach().cpu().clamp(0, 1).mul(255).round().byte())
+            sheet.paste(picture.resize((side, side), Image.Resampling.NEAREST), (left + c * (side + gap), top))
     if rank_and_world()[0] == 0:
         write_whole(path, lambda temporary: sheet.save(temporary, "PNG"))
+    say(f"picture written to {path}")
 
 
 def save_views(path, views, labels):
     """Write --show-views' picture: a row per view, with its first twelve images (n, 3, H, W) in [0, 1]."""
     save_grid(path, [view[:12] for view in views], labels)
-    say(f"views written to {path}")

@@ -23,7 +23,6 @@ import eval_knn
 import eval_linear
 
 SCRIPTS = [eval_knn, eval_linear]
-GREEN, RED = [50, 205, 50], [255, 0, 0]
 
 
 def run(script, *flags):
@@ -121,11 +120,10 @@ class Products(torch.overrides.TorchFunctionMode):
 
 
 @pytest.mark.parametrize("flags", [["--k", 3], ["--epochs", 2], ["--solver", "lbfgs", "--strengths", 1]])
-def test_only_what_follows_the_encoder_is_kept_from_tf32(tiny, tmp_path, allow_tf32, flags):
+def test_only_what_follows_the_encoder_is_kept_from_tf32(tiny, allow_tf32, flags):
     """The encoder's layers may use TF32. Neighbours, the probe and L-BFGS may not. Afterwards all is as before."""
     allow_tf32(True)
     script = eval_knn if "--k" in flags else eval_linear
-    flags += ["--pictures", tmp_path, "--similarities", tmp_path] if script is eval_knn else []
     with Products() as products:
         run(script, tiny[0], *flags, "--no-floors")
     assert products.allowed == {"linear": {True}, "product": {False}} and torch.backends.cuda.matmul.allow_tf32
@@ -184,28 +182,6 @@ def test_an_untrained_encoder_on_a_set_smaller_than_k(tiny, tmp_path, script):
     assert results == run(script, *flags, "--seed", 3, "--amp", "bf16")
     other = run(script, tiny[0], "--dataset", "folder", "--data-dir", tmp_path, "--no-floors")  # a transfer
     assert list(other["encoder"]) == list(results["encoder"])
-
-
-def test_pictures_of_neighbours(tiny, tmp_path):
-    """Each row: a test image and its ten nearest training images, framed by whether their class is the test image's."""
-    run(eval_knn, tiny[0], "--k", 3, "--no-floors", "--pictures", tmp_path / "new" / "p")
-    (train_x, _, train_y), (test_x, _, test_y) = parts(*tiny)
-    nearest = (F.normalize(test_x, dim=1) @ F.normalize(train_x, dim=1).T).topk(10).indices
-    right = slow_knn(train_x, train_y, test_x, 3, 0.07, 3).argmax(1) == test_y
-    files = [p for c in "abc" for p in sorted((tiny[1] / "val" / c).iterdir())]
-    images = [np.array(Image.open(p).resize((96, 96), Image.Resampling.NEAREST)).astype(int) for p in files]
-    assert 0 < right.sum() < 12
-    for name, wanted in (("right", True), ("wrong", False)):
-        sheet, shown = np.array(Image.open(tmp_path / "new" / "p" / f"{name}.png")).astype(int), []
-        for top in range(6, sheet.shape[0], 116):
-            left = sheet.shape[1] - 1122  # eleven images of 96 px, 6 px apart
-            cell = sheet[top : top + 96, left : left + 96]
-            shown.append(min(range(12), key=lambda i: abs(images[i] - cell).sum()))
-            assert (images[shown[-1]] == cell).all()
-            frames = [sheet[top + 48, left + 102 * c - 2].tolist() for c in range(11)]
-            same = (train_y[nearest[shown[-1]]] == test_y[shown[-1]]).tolist()
-            assert frames[1:] == [GREEN if s else RED for s in same] and frames[0] not in (GREEN, RED)
-        assert sorted(shown) == torch.nonzero(right == wanted).flatten().tolist()
 
 
 class Own(torch.utils.data.Dataset):
@@ -365,6 +341,27 @@ def test_each_process_group_of_a_program_has_a_store_of_its_own(monkeypatch):
     assert found == [False, False]
 
 
+def test_the_dump_is_what_was_judged(tiny, tmp_path, capsys):
+    path = tmp_path / "new" / "features"  # the name stays as it was given
+    results = run(eval_knn, tiny[0], "--k", 3, "--no-floors", "--dump", path)
+    said = capsys.readouterr().out
+    with np.load(path, allow_pickle=False) as file:
+        data = dict(file)
+    names = {f"{part}_{what}" for part in ("train", "test") for what in ("features", "labels", "paths")}
+    assert set(data) == names | {"classes", "protocol"} and data["classes"].tolist() == list("abc")
+    assert str(data["protocol"]) in said and f"written to {path}" in said
+    for part, folder, (x, _, y) in zip(("train", "test"), ("train", "val"), parts(*tiny), strict=True):
+        np.testing.assert_allclose(data[f"{part}_features"], x.numpy(), rtol=1e-4, atol=1e-5)
+        assert data[f"{part}_features"].dtype == np.float32 and data[f"{part}_labels"].dtype == np.int64
+        assert data[f"{part}_paths"].tolist() == [str(p) for p in sorted((tiny[1] / folder).rglob("*.png"))]
+        assert data[f"{part}_labels"].tolist() == y.tolist()
+    dumped = [
+        [torch.from_numpy(data[f"{part}_{what}"]) for what in ("features", "labels")] for part in ("train", "test")
+    ]
+    predicted = slow_knn(*dumped[0], dumped[1][0], 3, 0.07, 3).argmax(1)
+    assert results["encoder"]["knn3_top1"] == pytest.approx(100 * (predicted == dumped[1][1]).float().mean().item())
+
+
 def test_a_dump_without_labels(tiny, tmp_path, capsys):
     """Of an unlabelled folder, of one class, and of a user's own images: nothing is judged."""
     only = tmp_path / "one class"
@@ -373,9 +370,6 @@ def test_a_dump_without_labels(tiny, tmp_path, capsys):
     places = [["--dataset", "folder", "--data-dir", tiny[1] / "train" / "a"], ["--data-dir", only]]
     for i, flags in enumerate(places):
         assert "labels" in refused(capsys, lambda flags=flags: run(eval_knn, tiny[0], *flags))
-        more = [*flags, "--dump", tmp_path / "x.npz", "--k", 5]
-        line = refused(capsys, lambda more=more: run(eval_knn, tiny[0], *more))
-        assert "--k has no effect" in line
         assert run(eval_knn, tiny[0], *flags, "--dump", tmp_path / f"{i}.npz") == {}
         data = np.load(tmp_path / f"{i}.npz")
         assert data["train_features"].shape == (12, 64) and (data["train_labels"] == [-1, 0][i]).all()
@@ -424,10 +418,8 @@ MISTAKES = [
 OF_KNN = [
     ("RUN --k 0", "--k: 0 is not from"),
     ("RUN --temperature 0", "--temperature: 0 is not from"),
-    ("RUN --images 5", "--images has no effect"),
-    ("RUN --images 5 --pictures OUT", "--images has no effect"),
-    ("RUN --keys 5", "--keys has no effect"),
-    ("RUN --keys 5 --attention OUT", "--keys has no effect"),
+    ("RUN --dump RUN", "there already"),
+    ("RUN --dump FILE/f.npz", "cannot be written"),
 ]
 MISTAKES = [(script, *mistake) for script in SCRIPTS for mistake in MISTAKES]
 MISTAKES += [(eval_knn, *mistake) for mistake in OF_KNN]
@@ -437,10 +429,10 @@ MISTAKES += [(eval_knn, *mistake) for mistake in OF_KNN]
 def test_wrong_flags_are_one_line(tiny, capsys, monkeypatch, script, flags, words):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     places = {"RUN": tiny[0], "DATA": tiny[1], "NONE": tiny[0] / "none", "DATA/train": tiny[1] / "train"}
-    places["OUT"] = tiny[0] / "out"
+    places["FILE/f.npz"] = tiny[0] / "backbone.pt" / "f.npz"
     argv = [str(places.get(word, word)) for word in flags.split()]
+    monkeypatch.setattr(common, "extract_features", lambda *_, **__: pytest.fail("work was begun"))
     assert words in refused(capsys, lambda: script.main(script.parse_args(argv)))
-    assert not places["OUT"].exists()
 
 
 # ------------------------------------------------------------- the probe

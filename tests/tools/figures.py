@@ -1,25 +1,33 @@
-"""Makes pictures for the README and of runs, by hand from the project's folder. It needs matplotlib.
+"""Makes pictures for the README and of runs, by hand from the project's folder. Most need matplotlib.
 
 python tests/tools/figures.py explain [FOLDER] [NAME ...]       README's pictures: what goes in, what is compared
 python tests/tools/figures.py corners OUT.png                   JointCrop, Fig. 7: how far apart the two crops are
 python tests/tools/figures.py similarity OUT.png RUN [RUN ...]  JCL, Fig. 3: how much an image's features vary
 python tests/tools/figures.py positives OUT.png RUN             CLIM: which positives each selection chooses
 python tests/tools/figures.py intraclass RUN [RUN ...]          CLIM, Table 10: how alike the images of a class are
+python tests/tools/figures.py encoder RUN --pictures DIR        nearest neighbours; --attention DIR, --similarities DIR
 """
 
 import argparse
 import importlib
 import json
+import math
 import sys
 from pathlib import Path
 
 import numpy as np
 import torch
 import torch.nn.functional as F
+from PIL import Image, ImageColor, ImageDraw, ImageOps
+from timm.models.vision_transformer import Attention
 from torch.utils.data import default_convert
+from torchvision.transforms.functional import to_pil_image, to_tensor
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 import common  # noqa: E402
+import eval_knn  # noqa: E402
+
+SIDE = 128  # of a picture in a grid, in pixels
 
 
 def subplots(*args, **options):
@@ -30,6 +38,16 @@ def subplots(*args, **options):
     from matplotlib import pyplot
 
     return pyplot.subplots(*args, **options)
+
+
+def cell(image, caption="", frame="white"):
+    """Return an image (3, H, W), uint8 or in [0, 1], at SIDE pixels in a frame, above a caption, as another image."""
+    sheet = Image.new("RGB", (SIDE + 20, SIDE + 20), "white")
+    draw = ImageDraw.Draw(sheet)
+    draw.rectangle((7, 0, SIDE + 12, SIDE + 5), fill=frame)
+    sheet.paste(to_pil_image(image).resize((SIDE, SIDE), Image.Resampling.BOX), (10, 3))
+    draw.text((SIDE // 2 + 10, SIDE + 7), caption, fill="black", font_size=11, anchor="ma")
+    return to_tensor(sheet)
 
 
 # ------------------------------------------------------------------- explain
@@ -232,16 +250,17 @@ def positives(args):
     print(f"{len(images)} images of {len(images.classes)} classes; share of positives of the image's own class:")
     for selection, table in choose(args.run, images).items():
         print(f"{selection:8} {100 * same_class_share(labels, table):.1f} %")
-    rows, borders = [], []
+    rows = []
     anchors = torch.randperm(len(images), generator=common.generator(1))[: args.anchors].tolist()
     for i in anchors:
         group = (
             torch.from_numpy(np.stack([images[j] for j in (i, *table[i].tolist())])).permute(0, 3, 1, 2).float() / 255
         )
         mix = clim.cutmix(group[:1], group[1:2], 0.6, common.generator(i))[0]
-        rows.append(torch.cat([group, mix]))
-        borders.append([None, *("green" if labels[j] == labels[i] else "red" for j in table[i]), None])
-    common.save_grid(args.out, rows, [images.classes[labels[i]] for i in anchors], borders)
+        frames = ["white", *("green" if labels[j] == labels[i] else "red" for j in table[i]), "white"]
+        pairs = zip(torch.cat([group, mix]), frames, strict=True)
+        rows.append(torch.stack([cell(image, frame=frame) for image, frame in pairs]))
+    common.save_grid(args.out, rows, [images.classes[labels[i]] for i in anchors])
 
 
 def class_similarity(features, labels):
@@ -360,8 +379,7 @@ def similarity_bars(views, labels, groups, temperature=0.07):
     views (n, 2, d): queries and keys; labels (n,); groups: a number for each class, the same for related ones. Returns
     {kind: mean}: the query's own image, its class, a related class, any other class.
     """
-    q, k = F.normalize(views.double(), dim=2).unbind(1)
-    bars = ((q @ k.T - 1) / temperature).exp()
+    bars = vote(*views.double().unbind(1), temperature)
     same, related = labels[:, None] == labels, groups[labels][:, None] == groups[labels]
     own = torch.eye(len(labels), dtype=torch.bool)
     kinds = {"own image": own, "own class": same & ~own, "related class": related & ~same, "other class": ~related}
@@ -408,14 +426,158 @@ def mechanisms(run, train, test, few=1000):
     return {name: float(value) for name, value in found.items()}
 
 
-def main():
+# -------------------------------------------------- encoder: how it sees images
+
+
+def write_neighbours(folder, train, test, crops, features, count=12, neighbours=10):
+    """Write right.png and wrong.png: test images, their class, the predicted one, and the nearest training images.
+
+    crops, features: of both parts. The prediction is that of kNN with k = 20. A green frame means the test image's
+    class, a red one another class.
+    """
+    labels, truth = (torch.from_numpy(part.labels) for part in (train, test))
+    predicted = common.knn_predict(features[0], labels, features[1], 20, 0.07, len(train.classes))
+    for name, right in (("right", True), ("wrong", False)):
+        chosen = torch.nonzero((predicted == truth) == right).flatten()
+        chosen = chosen[torch.randperm(len(chosen), generator=common.generator(0))[:count]].tolist()
+        rows, words = [], []
+        for i in chosen:
+            nearest = vote(features[1][i : i + 1], features[0])[0].topk(min(neighbours, len(train))).indices.tolist()
+            row = [cell(crops[1][i], f"test {i}")]
+            for j in nearest:
+                frame = "limegreen" if labels[j] == truth[i] else "red"
+                row.append(cell(crops[0][j], train.classes[labels[j]][:14], frame))
+            rows.append(torch.stack(row))
+            words.append(f"true: {test.classes[truth[i]]}\npredicted: {train.classes[predicted[i]]}")
+        if rows:
+            common.save_grid(Path(folder) / f"{name}.png", rows, words)
+
+
+@torch.no_grad()
+def last_attention(vit, x):
+    """Return the softmax weights of a ViT's last block, (N, heads, T, T) for T tokens, of which CLS is the first.
+
+    x: (N, 3, H, W). Row i says what token i attends to, and sums to 1. The weights are taken where they go into the
+    block's attention dropout. Exits with an error message if the encoder has no such attention.
+    """
+    attention = getattr(getattr(vit, "blocks", [None])[-1], "attn", None)
+    if not isinstance(attention, Attention) or vit.cls_token is None:
+        common.fail("--attention needs one of timm's ViTs with a CLS token and plain attention")
+    attention.fused_attn, seen = False, []  # the fused kernel never shows the weights
+    with attention.attn_drop.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0])):
+        vit(x)
+    return seen[0]
+
+
+def cls_maps(vit, x):
+    """Return what CLS attends to, on the grid of patches: (N, heads, side, side), of images x (N, 3, H, W).
+
+    These are the softmax's weights as they are. The columns of CLS and of other tokens before the patches are left out
+    (PatchMix, App. E).
+    """
+    maps = last_attention(vit, x)[:, :, 0, vit.num_prefix_tokens :]
+    return maps.unflatten(2, (math.isqrt(maps.shape[2]),) * 2)
+
+
+def write_attention(folder, vit, info, device, images):
+    """Write attention.png, one row per image: the image, each head's map, their mean, and the mean over the image.
+
+    images: {name: (3, H, W) in [0, 1]}. Violet is no attention. Yellow is the map's greatest weight, which the caption
+    gives in percent (PatchMix, Fig. 11).
+    """
+    rows = []
+    for x in images.values():
+        maps = cls_maps(vit, common.normalize(x[None], info["mean"], info["std"]).to(device)).cpu()[0]
+        row = [cell(x)]
+        for head, weights in enumerate([*maps, maps.mean(0)], start=1):
+            gray = to_pil_image(weights / weights.max())
+            colours = to_tensor(ImageOps.colorize(gray, "#440154", "#fde725", mid="#21918c"))
+            name = f"head {head}" if head <= len(maps) else "mean"
+            row.append(cell(colours, f"{name}, {100 * weights.max():.0f} %"))
+        row.append(cell((x + F.interpolate(colours[None], x.shape[1:])[0]) / 2, "mean, over it"))
+        rows.append(torch.stack(row))
+    common.save_grid(Path(folder) / "attention.png", rows, list(images))
+
+
+def vote(q, k, temperature=0.07):
+    """Return exp(cosine / temperature) / exp(1 / temperature), a vote of kNN: (m, n) in (0, 1] (PatchMix, 4.5).
+
+    q: (m, d). k: (n, d). Both are L2-normalised here.
+    """
+    cosine = F.normalize(q, dim=1) @ F.normalize(k, dim=1).T
+    return ((cosine.clamp(max=1) - 1) / temperature).exp()
+
+
+def choose_keys(labels, label, count, draw):
+    """Return seven training images to compare with one of a class, as PatchMix's Fig. 4 does.
+
+    Key 4 is of the query's class, keys 3 and 5 of the classes next to it (ImageNet's ids are sorted by kind), the
+    others of any other class. labels: (n,) in [0, count). draw: a generator of numpy's. A class without images has no
+    key.
+    """
+    far = [c for c in draw.permutation(count).tolist() if (c - label) % count not in (0, 1, count - 1)]
+    classes = [*far[:2], (label - 1) % count, label, (label + 1) % count, *far[2:4]]
+    rows = [np.flatnonzero(labels == c) for c in classes]
+    return [int(draw.choice(own)) for own in rows if len(own)]
+
+
+def bar(height, colour):
+    """Return an image (3, SIDE, SIDE) of a bar of a height in [0, 1], on a pale one of height 1."""
+    image, middle = torch.ones(3, SIDE, SIDE), slice(SIDE // 4, 3 * SIDE // 4)
+    image[:, :, middle] = 0.92
+    image[:, SIDE - round(SIDE * height) :, middle] = torch.tensor(ImageColor.getrgb(colour)).view(3, 1, 1) / 255
+    return image
+
+
+def write_similarities(folder, i, keys, train, test, crops, heights):
+    """Write queryI.png: test image I and its keys, and below them a row of bars for each encoder.
+
+    heights: {encoder: `vote` of the keys}. Keys of the query's class are framed and drawn in green (PatchMix, Fig. 4).
+    """
+    colours = ["limegreen" if train.labels[j] == test.labels[i] else "steelblue" for j in keys]
+    images = [cell(crops[0][j], train.classes[train.labels[j]], c) for j, c in zip(keys, colours, strict=True)]
+    rows = [torch.stack([cell(crops[1][i], test.classes[test.labels[i]]), *images])]
+    for values in heights.values():
+        bars = [cell(bar(v, c), f"{v:.3f}") for v, c in zip(values.tolist(), colours, strict=True)]
+        rows.append(torch.stack([cell(torch.ones(3, SIDE, SIDE)), *bars]))
+    common.save_grid(Path(folder) / f"query{i}.png", rows, [f"test {i}", *heights])
+
+
+def encoder(args):
+    """How an encoder sees images: its nearest neighbours, a ViT's attention, similarities as bars."""
+    given = eval_knn.parse_args([args.run])
+    given.dataset, given.data_dir = args.dataset, args.data_dir
+    device, network, info = common.open_encoder(given)
+    train, test = common.open_data(given, info)
+    crops = [common.CentreCrops(part, info["image_size"], info["interpolation"]) for part in (train, test)]
+    images = args.images or torch.randperm(len(test), generator=common.generator(0))[:4].tolist()
+    if args.attention:
+        shown = {f"{i} {test.classes[test.labels[i]]}": crops[1][i] / 255 for i in images}
+        write_attention(args.attention, network, info, device, shown)
+    if not args.pictures and not args.similarities:
+        return
+    networks = {"encoder": network, **common.floor_encoders(given, info, device, len(train))}
+    features = {
+        name: [common.extract_features(each, part, info, device) for part in (train, test)]
+        for name, each in networks.items()
+    }
+    if args.pictures:
+        write_neighbours(args.pictures, train, test, crops, features["encoder"])
+    for i in images if args.similarities else ():
+        draw = np.random.default_rng(i)
+        keys = args.keys or choose_keys(train.labels, test.labels[i], len(train.classes), draw)
+        heights = {name: vote(test_x[i : i + 1], train_x[keys])[0] for name, (train_x, test_x) in features.items()}
+        write_similarities(args.similarities, i, keys, train, test, crops, heights)
+
+
+def main(argv=None):
     parser = common.ArgumentParser("tests/tools/figures.py", description=__doc__.splitlines()[0])
     figures = parser.add_subparsers(required=True, metavar="FIGURE", parser_class=argparse.ArgumentParser)
     flags = {}
-    for function in (explain, corners, similarity, positives, intraclass):
+    for function in (explain, corners, similarity, positives, intraclass, encoder):
         flags[function] = figures.add_parser(function.__name__, help=function.__doc__.splitlines()[0])
         flags[function].set_defaults(function=function)
-        if function not in (explain, intraclass):
+        if function in (corners, similarity, positives):
             flags[function].add_argument("out", metavar="OUT.png")
     for function in (similarity, intraclass):
         flags[function].add_argument("runs", nargs="+", metavar="RUN")
@@ -424,18 +586,25 @@ def main():
         "names", nargs="*", metavar="NAME", help="overview, jointcrop, jcl, ...: all by default"
     )
     flags[positives].add_argument("run", metavar="RUN")
-    flags[positives].add_argument("--anchors", type=int, default=8, metavar="N", help="rows of the picture")
-    flags[corners].add_argument("--pairs", type=int, default=100_000, metavar="N", help="of crops, for each beta")
-    flags[similarity].add_argument("--images", type=int, default=1000, metavar="N", help="paper: 32,768")
-    flags[similarity].add_argument("--views", type=int, default=32, metavar="N", help="of each image")
-    for function in (similarity, positives, intraclass):
+    flags[encoder].add_argument("run", metavar="RUN")
+    flags[encoder].add_argument("--pictures", metavar="DIR", help="test images and their nearest training images")
+    flags[encoder].add_argument("--attention", metavar="DIR", help="ViTs: what CLS attends to in the last block")
+    flags[encoder].add_argument("--similarities", metavar="DIR", help="how similar training images are to test images")
+    texts = dict(images="test images of --attention, --similarities: four by default", keys="their training images")
+    for name, text in texts.items():
+        flags[encoder].add_argument(f"--{name}", type=common.NATURAL, nargs="+", metavar="I", help=text)
+    flags[positives].add_argument("--anchors", type=common.COUNT, default=8, metavar="N", help="rows of the picture")
+    flags[corners].add_argument(
+        "--pairs", type=common.COUNT, default=100_000, metavar="N", help="of crops, for each beta"
+    )
+    flags[similarity].add_argument("--images", type=common.COUNT, default=1000, metavar="N", help="paper: 32,768")
+    flags[similarity].add_argument("--views", type=common.COUNT, default=32, metavar="N", help="of each image")
+    for function in (similarity, positives, intraclass, encoder):
         flags[function].add_argument(
             "--dataset", choices=common.DATASETS, help="default: what the runs were trained on"
         )
         flags[function].add_argument("--data-dir", metavar="DIR", help="default: where that was")
-    args = parser.parse_args()
-    if any(getattr(args, name, 1) < 1 for name in ("pairs", "images", "views", "anchors")):
-        common.fail("--pairs, --images, --views, --anchors: give at least 1")
+    args = parser.parse_args(argv)
     args.function(args)
 
 
