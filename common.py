@@ -1458,7 +1458,7 @@ def load_backbone(path, encoder=None, module=None):
     return backbone.eval(), info
 
 
-# What eval_knn.py and eval_linear.py share: the encoder, the images and the floors (flags: EVALUATION_FLAGS).
+# What eval_knn.py and eval_linear.py share: the encoder, the images and the floors (flags: evaluation_parser).
 
 
 def open_encoder(args, module=None, own=False):
@@ -1474,10 +1474,6 @@ def open_encoder(args, module=None, own=False):
         fail("give a checkpoint, or --arch NAME --random-init")
     if args.checkpoint and (args.image_size or args.patch_size):
         fail("--image-size and --patch-size go without a checkpoint, which has its own")
-    if args.encoder and not args.checkpoint:
-        fail("--encoder chooses one of a checkpoint's two encoders: give a checkpoint")
-    if args.patch_size and not is_vit(args.arch or ""):
-        fail(f"--patch-size has no effect: {args.arch or 'an own encoder'} is no ViT of timm's")
     device = join_processes(args)
     args.workers = workers_of(args, device)
     if args.checkpoint is None:
@@ -1580,28 +1576,6 @@ REAL, NOT_NEGATIVE, POSITIVE = number(float, -1e9, 1e9), number(float, 0), numbe
 SHARE, POSITIVE_SHARE, SEED = number(float, 0, 1), number(float, 1e-9, 1), number(int, 0, 2**63 - 1)
 COUNT_OR_AUTO, POSITIVE_OR_AUTO, WORKERS = auto_or(COUNT), auto_or(POSITIVE), number(int, 0, 1024)
 
-# fmt: off
-EVALUATION_FLAGS = dict(  # of eval_knn.py and eval_linear.py: {group: {flag: argparse's options}}
-    encoder=dict(
-        encoder=dict(choices=("query", "momentum"), help="default: the one that the method's authors evaluate"),
-        random_init=dict(action="store_true", help="judge an untrained encoder, --arch, instead of a checkpoint"),
-        arch=dict(metavar="NAME", help="with --random-init: vit_tiny, resnet18, ..., or any timm model"),
-        image_size=dict(type=COUNT, metavar="N", help="without a checkpoint: side of the images (default: 32)"),
-        patch_size=dict(type=COUNT, metavar="N", help="without a checkpoint: of a ViT (default: 2; above 32 px 16)"),
-    ),
-    data=dict(
-        dataset=dict(choices=DATASETS, help="default: what the encoder was trained on, or patterns"),
-        data_dir=dict(metavar="DIR", help="its folder (default: where the run had it)"),
-    ),
-    operation=dict(
-        seed=dict(type=SEED, default=0, metavar="N", help="seed of what is drawn"),
-        workers=dict(type=WORKERS, metavar="N", help="loader processes (default: up to 12 for a GPU, else 0)"),
-        device=dict(default="auto", choices=("auto", "cuda", "cpu"), help="auto: a GPU where there is one"),
-        amp=dict(default="auto", choices=("auto", "bf16", "off"), help="precision; auto: bf16 on GPUs that have it"),
-        no_floors=dict(action="store_true", help="leave out raw pixels and the untrained encoder"),
-    ),
-)
-# fmt: on
 # What may differ between two calls of one run; an evaluation's, too.
 OPERATING = {
     *("out", "resume", "max_steps", "save_every", "keep_every", "knn_every", "eval_every", "device", "amp", "compile"),
@@ -1638,23 +1612,27 @@ class ArgumentParser(argparse.ArgumentParser):
         return parsed
 
 
-def parse_evaluation(script, doc, argv, flags):
-    """The command line of eval_knn.py or eval_linear.py as a namespace. Exits with an error message on a mistake.
-
-    flags: what the script has besides EVALUATION_FLAGS, in the same form. Added: `typed`, the names of the flags whose
-    values are not the defaults.
-    """
-    parser = ArgumentParser(script, doc.splitlines()[0], usage=f"python {script} [RUN] [flags]", add_help=False)
-    section = parser.add_argument_group("what is judged")
-    section.add_argument("checkpoint", nargs="?", metavar="RUN", help="a run's folder, a last.pt or a backbone.pt")
-    for group, rows in (EVALUATION_FLAGS | flags).items():
-        section = parser.add_argument_group(group)
-        for name, options in rows.items():
-            section.add_argument(option(name), **options)
-    parser.add_argument("-h", "--help", action="help", help="show this and exit")
-    args = parser.parse_args(argv)
-    args.typed = [name for name, value in vars(args).items() if value != parser.get_default(name)]
-    return args
+def evaluation_parser(script, doc):
+    """Return the parser of an evaluation, with the flags that both have. doc: its first line says what it does."""
+    parser = ArgumentParser(script, doc.splitlines()[0], usage=f"python {script} [RUN] [flags]")
+    add = parser.add_argument_group("what is judged").add_argument
+    add("checkpoint", nargs="?", metavar="RUN", help="a run's folder, a last.pt or a backbone.pt")
+    add("--encoder", choices=("query", "momentum"), help="default: the one that the method's authors evaluate")
+    add("--no-floors", action="store_true", help="leave out raw pixels and the untrained encoder")
+    add = parser.add_argument_group("encoder, where there is no RUN").add_argument
+    add("--random-init", action="store_true", help="judge an untrained encoder, --arch")
+    add("--arch", metavar="NAME", help="vit_tiny, resnet18, ..., or any timm model")
+    add("--image-size", type=COUNT, metavar="N", help="side of the images (default: 32)")
+    add("--patch-size", type=COUNT, metavar="N", help="of a ViT (default: 2; above 32 px 16)")
+    add = parser.add_argument_group("data").add_argument
+    add("--dataset", choices=DATASETS, help="default: what the encoder was trained on, or patterns")
+    add("--data-dir", metavar="DIR", help="its folder (default: where the run had it)")
+    add = parser.add_argument_group("operation").add_argument
+    add("--seed", type=SEED, default=0, metavar="N", help="seed of what is drawn")
+    add("--workers", type=WORKERS, metavar="N", help="loader processes (default: up to 12 for a GPU, else 0)")
+    add("--device", choices=("auto", "cuda", "cpu"), default="auto", help="auto: a GPU where there is one")
+    add("--amp", choices=("auto", "bf16", "off"), default="auto", help="auto: bf16 on GPUs that have it; off: float32")
+    return parser
 
 
 def option(name):

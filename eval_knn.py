@@ -28,25 +28,18 @@ import common
 # ================================================================ 1. arguments
 
 
-# fmt: off
-FLAGS = {  # {group: {flag: argparse's options}}
-    "kNN": dict(
-        k=dict(type=common.COUNT, nargs="+", default=[10, 20, 100, 200], metavar="K", help="numbers of neighbours"),
-        temperature=dict(
-            type=common.number(float, 1e-6), default=0.07, metavar="T", help="temperature of the votes"),
-        batch_size=dict(type=common.COUNT, default=256, metavar="N", help="images encoded at once, by each process"),
-        dump=dict(metavar="FILE.npz", help="write features, labels, class names and paths for numpy; needs no labels"),
-    ),
-}
-# fmt: on
-
-
 def parse_args(argv=None):
-    """The command line as a namespace. Exits with an error message on a mistake.
+    """Return the command line as a namespace. Exits with an error message on a mistake.
 
     argv: a list of words; sys.argv's if None.
     """
-    return common.parse_evaluation("eval_knn.py", __doc__, argv, FLAGS)
+    parser = common.evaluation_parser("eval_knn.py", __doc__)
+    add = parser.add_argument_group("kNN").add_argument
+    add("--k", type=common.COUNT, nargs="+", default=[10, 20, 100, 200], help="numbers of neighbours")
+    add("--temperature", type=common.number(float, 1e-6), default=0.07, help="temperature of the votes")
+    add("--batch-size", type=common.COUNT, default=256, metavar="N", help="images encoded at once, by each process")
+    add("--dump", metavar="FILE.npz", help="write features, labels, class names and paths for numpy; needs no labels")
+    return parser.parse_args(argv)
 
 
 # ================================================================= 2. the dump
@@ -92,11 +85,11 @@ def write_dump(path, lines, parts, features):
 
 
 def main(args, encoder=None, train=None, test=None):
-    """Judge an encoder as args say: {"encoder" or a floor: {"knn20_top1": percent, ...}}.
+    """Judge an encoder as args say. Return {"encoder" or a floor: {"knn20_top1": percent, ...}}.
 
     args: the namespace of `parse_args`. encoder: a module that maps (N, 3, H, W) to (N, width), instead of timm's.
-    train, test: map-style Datasets of images and labels to use instead of --dataset. Without labels of two classes
-    nothing is judged, and --dump can be written only: the result is {}.
+    train, test: map-style Datasets of images and labels to use instead of --dataset. With --dump they need no labels:
+    without two classes nothing is judged, and the result is {}.
     """
     args = copy.copy(args)
     device, encoder, info = common.open_encoder(args, encoder, own=train is not None)

@@ -101,122 +101,88 @@ RECIPES = {  # "mode protocol", and what an encoder or a data set changes in it:
         drop_path=0.0,
     ),
 }
-RUN = dict(resume="auto", max_steps=None, save_every=1, keep_every=0, knn_every=0, eval_every=0, tensorboard=False)
-FLAGS = {  # {group: {flag: argparse's options}}; what is not given, the protocol sets
-    "protocol": dict(
-        protocol=dict(choices=("probe", *LINEAR), help="how the classifier is trained (default: probe)"),
-        finetune=dict(action="store_true", help="train all layers; --protocol is patchmix (ViTs) or clim (others)"),
-        solver=dict(choices=("sgd", "lbfgs"), help="lbfgs: logistic regression on features that are computed once"),
-        label_fraction=dict(
-            type=common.POSITIVE_SHARE, metavar="X", help="train on this share of the labels, equally many per class"),
-        label_files=dict(metavar="LIST", help="train on these files: one per line, base name or path in train/"),
-    ),
-    "probe and L-BFGS": dict(
-        lrs=dict(
-            type=common.POSITIVE, nargs="+", metavar="X", help="the probe's grid of rates (13 from 0.00003 to 32)"),
-        strengths=dict(
-            type=common.POSITIVE, nargs="+", metavar="X", help="L-BFGS: strengths of the L2 penalty (45, 1e-6 to 1e5)"),
-        holdout=dict(
-            type=common.number(float, 0.001, 0.999), metavar="X",
-            help="share of the training set that chooses the rate or the strength (0.1)"),
-        metric=dict(choices=("top1", "per_class"), help="L-BFGS: the score that chooses the strength (top1)"),
-        iterations=dict(type=common.COUNT, metavar="N", help="L-BFGS: most iterations for each strength (5000)"),
-        tolerance=dict(
-            type=common.number(float, 1e-12), metavar="X",
-            help="L-BFGS has converged if no entry of the whitened gradient is above this (1e-6)"),
-    ),
-    "schedule": dict(
-        epochs=dict(type=common.COUNT, metavar="N", help="epochs of the whole training (the probe: 50)"),
-        batch_size=dict(
-            type=common.COUNT, metavar="N",
-            help="images per step, over all processes; probe and L-BFGS: images encoded at once per process"),
-        lr=dict(
-            type=common.POSITIVE, metavar="X",
-            help="learning rate at batch size --lr-batch; it is scaled linearly with --batch-size"),
-        lr_batch=dict(type=common.COUNT, metavar="N", help="batch size for which --lr is given"),
-        lr_per=dict(choices=("epoch", "step"), help="how often the rate changes"),
-        milestones=dict(
-            type=common.POSITIVE_SHARE, nargs="*", metavar="X",
-            help="shares of the run where the rate falls by a factor of 10; none: it falls by a cosine"),
-        min_lr=dict(type=common.NOT_NEGATIVE, metavar="X", help="learning rate with which a cosine ends"),
-        warmup=dict(
-            type=common.NOT_NEGATIVE, metavar="X",
-            help="epochs of linear warm-up; not given, it shrinks with --epochs"),
-        warmup_lr=dict(type=common.NOT_NEGATIVE, metavar="X", help="learning rate with which the warm-up begins"),
-        optimizer=dict(choices=("sgd", "adamw"), help="the optimizer"),
-        momentum=dict(type=common.SHARE, metavar="X", help="momentum of SGD"),
-        nesterov=dict(action=argparse.BooleanOptionalAction, help="Nesterov's form of that momentum"),
-        weight_decay=dict(type=common.NOT_NEGATIVE, metavar="X", help="weight decay of the optimizer"),
-    ),
-    "fine-tuning": dict(
-        head_lr=dict(type=common.POSITIVE, metavar="X", help="learning rate of the new classifier at --lr-batch"),
-        layer_decay=dict(
-            type=common.POSITIVE_SHARE, metavar="X", help="each layer's rate is this times that of the layer above it"),
-        drop_path=dict(
-            type=common.number(float, 0, 0.99), metavar="X", help="probability of stochastic depth in the last block"),
-    ),
-    "augmentation": dict(
-        crop_scale=dict(
-            type=common.POSITIVE_SHARE, nargs=2, metavar="X", help="smallest and largest area of a crop, as shares"),
-        pad=dict(
-            type=common.NATURAL, metavar="N",
-            help="pixels of padding; crops are places of the padded image, without a resize; 0: none"),
-        randaug=dict(
-            type=common.number(int, 0, 10), metavar="N",
-            help="magnitude of RandAugment (timm's rand-mN-mstd0.5-inc1); 0: none"),
-        erase=dict(type=common.SHARE, metavar="X", help="probability of random erasing"),
-        mixup=dict(type=common.NOT_NEGATIVE, metavar="X", help="alpha of mixup; 0: none"),
-        cutmix=dict(type=common.NOT_NEGATIVE, metavar="X", help="alpha of CutMix; 0: none"),
-        smoothing=dict(type=common.number(float, 0, 0.99), metavar="X", help="smoothing of the labels"),
-    ),
-    "a training's folder": dict(
-        out=dict(metavar="DIR", help="default: runs/PROTOCOL-DATASET-RUN...; the same command goes on from it"),
-        max_steps=dict(type=common.COUNT, metavar="N", help="stop and save after N steps, counted over all calls"),
-        save_every=dict(type=common.COUNT, metavar="N", help="epochs between saves (1)"),
-        eval_every=dict(type=common.NATURAL, metavar="N", help="epochs between judgements; 0: the last epoch only (0)"),
-    ),
-}
 # fmt: on
+VALUES = tuple(dict.fromkeys(name for recipe in RECIPES.values() for name in recipe))  # each one is a flag
 
 # Random streams, see common.generator: what draws, and the numbers that keep the draws apart. They never change.
 STREAM_HOLDOUT, STREAM_PROBE, STREAM_LABELS, STREAM_CLASSES, STREAM_RANDAUG, STREAM_ERASE = 2, 3, 4, 5, 6, 7
 
 
 def parse_args(argv=None):
-    """The command line as a namespace. Exits with an error message on a mistake.
+    """Return the command line as a namespace. Exits with an error message on a mistake.
 
-    argv: a list of words; sys.argv's if None. What is not given is None until main knows the encoder.
+    argv: a list of words; sys.argv's if None. Values of a recipe that are not given are None until `resolve`. Added is
+    `mode`: probe, lbfgs, linear or finetune.
     """
-    args = common.parse_evaluation("eval_linear.py", __doc__, argv, FLAGS)
-    check_flags(args)
-    return args
+    parser = common.evaluation_parser("eval_linear.py", __doc__)
+    group = parser.add_argument_group("protocol")
+    add = group.add_argument
+    add("--protocol", choices=("probe", *LINEAR), help="how the classifier is trained (default: probe)")
+    add("--finetune", action="store_true", help="train all layers; --protocol is patchmix (ViTs) or clim (others)")
+    add("--solver", choices=("sgd", "lbfgs"), help="lbfgs: logistic regression on features that are computed once")
+    add = group.add_mutually_exclusive_group().add_argument
+    add("--label-fraction", type=common.POSITIVE_SHARE, help="train on this share of the labels, alike per class")
+    add("--label-files", metavar="LIST", help="train on these files: one per line, base name or path in train/")
 
+    add = parser.add_argument_group("probe and L-BFGS").add_argument
+    add("--lrs", type=common.POSITIVE, nargs="+", help="the probe's grid of rates (13 from 0.00003 to 32)")
+    add("--strengths", type=common.POSITIVE, nargs="+", help="L-BFGS: grid of L2 penalties (45 from 1e-6 to 1e5)")
+    add("--holdout", type=common.number(float, 0.001, 0.999), help="share that chooses the rate or the strength (0.1)")
+    add("--metric", choices=("top1", "per_class"), help="L-BFGS: the score that chooses the strength (top1)")
+    add("--iterations", type=common.COUNT, help="L-BFGS: most iterations for each strength (5000)")
+    add("--tolerance", type=common.POSITIVE, help="L-BFGS: largest entry of the final whitened gradient (1e-6)")
 
-def check_flags(args):
-    """Set args.mode to probe, lbfgs, linear or finetune. Exits with an error message if flags contradict each other."""
+    add = parser.add_argument_group("schedule").add_argument
+    add("--epochs", type=common.COUNT, help="epochs of the whole training")
+    add("--batch-size", type=common.COUNT, help="images per step, over all processes; cached features: encoded at once")
+    add("--lr", type=common.POSITIVE, help="learning rate at batch size --lr-batch; scaled linearly with --batch-size")
+    add("--lr-batch", type=common.COUNT, help="batch size for which --lr is given")
+    add("--lr-per", choices=("epoch", "step"), help="how often the rate changes")
+    add("--milestones", type=common.POSITIVE_SHARE, nargs="*", help="shares of the run where the rate falls by 10")
+    add("--min-lr", type=common.NOT_NEGATIVE, help="learning rate with which the cosine ends")
+    add("--warmup", type=common.NOT_NEGATIVE, help="epochs of linear warm-up; not given, it shrinks with --epochs")
+    add("--warmup-lr", type=common.NOT_NEGATIVE, help="learning rate with which the warm-up begins")
+    add("--optimizer", choices=("sgd", "adamw"))
+    add("--momentum", type=common.SHARE, help="momentum of SGD")
+    add("--nesterov", action=argparse.BooleanOptionalAction, help="Nesterov's form of that momentum")
+    add("--weight-decay", type=common.NOT_NEGATIVE, help="weight decay of the optimizer")
+
+    add = parser.add_argument_group("fine-tuning").add_argument
+    add("--head-lr", type=common.POSITIVE, help="learning rate of the new classifier at --lr-batch")
+    add("--layer-decay", type=common.POSITIVE_SHARE, help="each layer's rate is this times that of the layer above it")
+    add("--drop-path", type=common.number(float, 0, 0.99), help="probability of stochastic depth in the last block")
+
+    add = parser.add_argument_group("augmentation").add_argument
+    add("--crop-scale", type=common.POSITIVE_SHARE, nargs=2, help="smallest and largest area of a crop, as shares")
+    add("--pad", type=common.NATURAL, help="crops are places of the image, padded by this many pixels; 0: --crop-scale")
+    add("--randaug", type=common.number(int, 0, 10), help="magnitude of RandAugment (rand-mN-mstd0.5-inc1); 0: none")
+    add("--erase", type=common.SHARE, help="probability of random erasing")
+    add("--mixup", type=common.NOT_NEGATIVE, help="alpha of mixup; 0: none")
+    add("--cutmix", type=common.NOT_NEGATIVE, help="alpha of CutMix; 0: none")
+    add("--smoothing", type=common.number(float, 0, 0.99), help="smoothing of the labels")
+
+    add = parser.add_argument_group("a training's folder").add_argument
+    add("--out", metavar="DIR", help="default: runs/PROTOCOL-DATASET-RUN...; the same command goes on from it")
+    add("--max-steps", type=common.COUNT, metavar="N", help="stop and save after N steps, counted over all calls")
+    add("--save-every", type=common.COUNT, default=1, metavar="N", help="epochs between saves")
+    add("--eval-every", type=common.NATURAL, default=0, metavar="N", help="epochs between judgements; 0: the last only")
+    parser.set_defaults(resume="auto", keep_every=0, knn_every=0, tensorboard=False)
+
+    args = parser.parse_args(argv)
     args.mode = "lbfgs" if args.solver == "lbfgs" else "probe"
     if args.finetune or args.protocol in LINEAR:
         args.mode = "finetune" if args.finetune else "linear"
-        if args.solver:
-            common.fail(f"--solver {args.solver} is for cached features: leave out --finetune and --protocol")
+        if args.solver == "lbfgs":
+            common.fail("--solver lbfgs is for features that are computed once: leave out --finetune and --protocol")
     if args.finetune and args.protocol not in (None, "patchmix", "clim"):
         common.fail(f"--finetune goes with --protocol patchmix or clim, not {args.protocol}")
-    used = set(FLAGS["protocol"]).union(*(r for name, r in RECIPES.items() if name.split()[0] == args.mode))
-    used |= set(FLAGS["a training's folder"]) if args.mode in ("linear", "finetune") else set()
-    unused = {name for rows in FLAGS.values() for name in rows} - used
-    common.refuse(args, sorted(unused), f"this evaluation ({args.mode}) does not use it")
-    if args.mode in ("linear", "finetune"):
-        common.refuse(args, ["no_floors"], "only the probe and L-BFGS have floors")
-    if args.label_fraction and args.label_files:
-        common.fail("give --label-fraction or --label-files, not both")
-    if args.crop_scale and args.crop_scale[0] > args.crop_scale[1]:
-        common.fail("--crop-scale: give the smaller area first")
+    return args
 
 
 def resolve(args, info):
     """Fill in from the recipe what the command line left open, for this encoder and data set.
 
-    Exits with an error message if values do not go together, with each other or with the encoder.
+    Exits with an error message if a value was given that this evaluation does not have, or that would be wrong.
     """
     name = re.sub("^deit3?_", "vit_", info["timm_name"] or "own")
     vit = name.startswith("vit_")
@@ -224,38 +190,27 @@ def resolve(args, info):
         args.protocol = args.mode
     args.protocol = args.protocol or ("patchmix" if vit else "clim")
     recipe = dict(RECIPES[f"{args.mode} {args.protocol}"])
-    traits = ["vit"] if vit else []
-    for trait in (*traits, "_".join(name.split("_")[:2]), args.dataset):
+    for trait in ("vit" if vit else "", "_".join(name.split("_")[:2]), args.dataset):
         recipe |= RECIPES.get(f"{args.mode} {args.protocol} {trait}", {})
-    if name == "own" and "layer_decay" in recipe:  # nothing is known of its layers
-        recipe |= dict(layer_decay=1.0, drop_path=0.0)
-        if args.drop_path or args.layer_decay not in (None, 1.0):
-            common.fail("--drop-path and --layer-decay need an encoder of timm's, not your own")
+    if name == "own" and args.mode == "finetune":  # nothing is known of its layers
+        recipe["layer_decay"] = 1.0
+        del recipe["drop_path"]
     if info["image_size"] > 32 and "pad" in recipe:
         recipe["pad"] = 0
     if "warmup" in recipe:  # a short run warms up in proportion
         recipe["warmup"] *= min(1, (args.epochs or recipe["epochs"]) / recipe["epochs"])
-    args.values = list(recipe)
-    for key, value in (RUN | recipe).items():
-        if getattr(args, key, None) is None:
-            setattr(args, key, value)
-    if args.mode in ("linear", "finetune"):
-        check_training(args)
-
-
-def check_training(args):
-    """Exit with an error message if values of a training do not go together, or if one has no effect."""
-    if args.optimizer == "adamw":
-        common.refuse(args, ["momentum", "nesterov"], "it is SGD's, and --optimizer is adamw")
-    if args.milestones:
-        common.refuse(args, ["min_lr"], "the rate ends as --milestones say, not with a cosine")
-    if not args.warmup:
-        common.refuse(args, ["warmup_lr"], "there is no --warmup")
-    if args.pad:
-        common.refuse(args, ["crop_scale"], f"crops are places of the padded image (--pad {args.pad})")
-    if args.optimizer == "sgd" and args.nesterov and not args.momentum:
-        common.fail("--momentum 0 needs --no-nesterov")
-    if args.mode == "finetune" and args.head_lr and args.layer_decay < 1:
+    for value in VALUES:
+        given = getattr(args, value) is not None
+        if given and value not in recipe:
+            flag = "--" + value.replace("_", "-")
+            common.fail(f"{flag} is no value of this evaluation: {args.mode} {args.protocol}, encoder {name}")
+        if not given:
+            setattr(args, value, recipe.get(value))
+    if args.mode in ("probe", "lbfgs"):
+        return
+    if args.crop_scale[0] > args.crop_scale[1]:
+        common.fail("--crop-scale: give the smaller area first")
+    if args.head_lr and args.layer_decay < 1:
         common.fail("--head-lr goes with --layer-decay 1")
     world = common.rank_and_world()[1]
     if args.batch_size % world or (args.mixup + args.cutmix > 0 and args.batch_size // world % 2):
@@ -493,7 +448,6 @@ def evaluate_cached(args, device, encoder, info, train, test):
     order = torch.randperm(len(train), generator=common.generator(args.seed, STREAM_HOLDOUT))
     check = order[: max(1, int(args.holdout * len(train)))]
     if validation is not None:
-        common.refuse(args, ["holdout"], "the images of val/ choose the strength")
         check = len(train) + torch.arange(len(validation))
     if args.mode == "lbfgs":
         common.say(f"L-BFGS: {len(check)} images choose the strength by {args.metric}; all {len(train_y)} are fitted")
@@ -642,7 +596,7 @@ def make_optimizer(args, network, head):
     if args.optimizer == "adamw":
         return torch.optim.AdamW(groups, lr=0.0, weight_decay=args.weight_decay)
     return torch.optim.SGD(
-        groups, lr=0.0, momentum=args.momentum, nesterov=args.nesterov, weight_decay=args.weight_decay
+        groups, 0.0, args.momentum, nesterov=args.nesterov and args.momentum > 0, weight_decay=args.weight_decay
     )
 
 
@@ -712,7 +666,7 @@ def introduction(args, train, steps_per_epoch, network):
     what = "all layers" if args.mode == "finetune" else "a linear classifier; the encoder is frozen, in evaluation mode"
     return (
         f"{what} ({trained:.3f} M parameters trained); the score is that of the last epoch\n"
-        + ", ".join(f"{k} {getattr(args, k)}" for k in args.values)
+        + ", ".join(f"{k} {getattr(args, k)}" for k in VALUES if getattr(args, k) is not None)
         + f"\nrate {args.lr:g} at batch {args.lr_batch}, scaled linearly to {peak:g}; {len(train)} images, "
         f"{steps_per_epoch} steps per epoch, {args.batch_size // world} images for each of {world} process(es)"
     )
