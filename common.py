@@ -64,16 +64,48 @@ except ImportError:  # Windows
 
 # ---------------------------------------------------------------- 1. messages
 
+LAUNCHED_BY = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # variables that torchrun sets, all of them
+
+
+def rank_and_world():
+    """Return (this process's rank, the number of processes): of the process group, or of torchrun before it is joined.
+
+    Without torchrun they are (0, 1). A launcher's variables that are set in part mean nothing.
+    """
+    if dist.is_initialized():
+        return dist.get_rank(), dist.get_world_size()
+    if all(os.environ.get(name) for name in LAUNCHED_BY):
+        return int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    return 0, 1
+
+
+def print_anywhere(text, end="\n", to="stdout"):
+    """Print to sys.stdout or sys.stderr. If that cannot be written any more, what is said is dropped from then on.
+
+    It may be closed, or its reader gone (`| head`), or the disk behind a log full.
+    """
+    stream = getattr(sys, to)
+    code = getattr(stream, "encoding", None) or "utf-8"
+    try:
+        # a name may have what the terminal cannot show
+        print(text.encode(code, "backslashreplace").decode(code), end=end, file=stream, flush=True)
+    except (OSError, ValueError):
+        setattr(sys, to, open(os.devnull, "w"))
+
+
+def on_terminal():
+    """Return True if sys.stdout is a terminal. It may be None, or without isatty."""
+    return getattr(sys.stdout, "isatty", bool)()
+
 
 def fail(message):
     """Answer a mistake of the user: print one line on stderr, from one process, and exit with status 2."""
-    first = os.environ.get("RANK", "0") == "0"
+    first = rank_and_world()[0] == 0
     if dist.is_initialized():  # perhaps only one process has found the mistake: the first to come here says it
         with contextlib.suppress(RuntimeError):  # the store is gone: another process has said why
             first = dist.distributed_c10d._get_default_store().add("failed", 1) == 1
-    line = "error: " + message.replace("\n", "\\n")  # a file's name may have one
     if first:
-        print(line, file=sys.stderr, flush=True)
+        print_anywhere("error: " + message.replace("\n", "\\n"), to="stderr")  # a file's name may have one
     raise SystemExit(2)
 
 
@@ -84,35 +116,28 @@ for _package, _oldest in ((torch, "2.11"), (torchvision, "0.26"), (timm, "1.0.20
 
 def say(text="", end="\n"):
     """Print from the first process only. On a terminal the text replaces the progress line."""
-    if os.environ.get("RANK", "0") == "0":
-        code = getattr(sys.stdout, "encoding", None) or "utf-8"
-        text = text.encode(code, "backslashreplace").decode(code)  # a name may have what the terminal cannot show
-        print(("\r\x1b[K" if sys.stdout.isatty() else "") + text, end=end, flush=True)
+    if rank_and_world()[0] == 0:
+        print_anywhere(("\r\x1b[K" if on_terminal() else "") + text, end)
 
 
 def start(main, parse_args):
-    """Run a script: Ctrl-C before training begins, or after it, ends it with a line in place of a traceback."""
+    """Run a script. Ctrl-C outside of training ends it with a line in place of a traceback."""
     try:
         main(parse_args())
     except KeyboardInterrupt:
-        say("stopped by Ctrl-C (exit status 130) outside of training; the same command begins again")
+        say("stopped by Ctrl-C (exit status 130) outside of training; nothing is lost, and the same command goes on")
         raise SystemExit(130) from None
 
 
 def progress(text, last=[0.0]):  # noqa: B006  (the list keeps the time of the last line)
     """Show how far long work has come: on a terminal a line that rewrites itself, in a log file a line every 30 s."""
-    if sys.stdout.isatty() or time.monotonic() - last[0] > 30:
-        say(text, end="" if sys.stdout.isatty() else "\n")
+    if on_terminal() or time.monotonic() - last[0] > 30:
+        say(text, end="" if on_terminal() else "\n")
         last[0] = time.monotonic()
 
 
 GROUPS = itertools.count()  # process groups that this program has made
 PATIENCE = datetime.timedelta(minutes=30)  # how long a process waits for others: one of them may be downloading
-
-
-def rank_and_world():
-    """(this process's rank, the number of processes); (0, 1) without a process group."""
-    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
 
 
 def keep_memory():
@@ -132,7 +157,7 @@ def join_processes(args):
     cuda = args.device != "cpu" and torch.cuda.is_available()
     if args.device == "cuda" and not cuda:
         fail("--device cuda: torch sees no CUDA device; use --device cpu")
-    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if cuda else torch.device("cpu")
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK") or 0)) if cuda else torch.device("cpu")
     if cuda:
         torch.cuda.set_device(device)
         # The same GPUs have TF32 and bf16.
@@ -140,7 +165,7 @@ def join_processes(args):
         torch.backends.cudnn.benchmark = True
     elif args.arch and args.arch.endswith(("_micro", "_mini")) and "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(1)  # a second one gives 15 %, and takes two thirds when another program wants a core
-    if "WORLD_SIZE" in os.environ and not dist.is_initialized():
+    if all(os.environ.get(name) for name in LAUNCHED_BY) and not dist.is_initialized():
         store, rank, world = next(rendezvous("env://"))
         if os.environ.get("GROUP_WORLD_SIZE", "1") == "1":  # a restart's store still holds dead workers' addresses
             store = dist.PrefixStore(f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
@@ -978,7 +1003,7 @@ def workers_of(args, device):
     """--workers, or what suits: none beside a CPU that trains; up to 12 per training process for a GPU."""
     if args.workers is not None or device.type != "cuda" or sys.platform != "linux":  # elsewhere `draw` can't be sent
         return args.workers or 0
-    return min(12, len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
+    return min(12, len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE") or 1))
 
 
 # Processes that loaders of this program have started; a user's own child processes are not among them. The references
@@ -1735,14 +1760,6 @@ def check_flags(args, given):
     encoder_info(args)  # exits if there is no such encoder
 
 
-def refuse(args, names, reason):
-    """Exit with an error message if one of these values was typed, as it has no effect."""
-    for name in names:
-        if name in args.typed:
-            flag = option(f"no_{name}") if getattr(args, name) is False else option(name)
-            fail(f"{flag} has no effect: {reason}")
-
-
 def settle(args, device, train=None, encoder=None):
     """Return a copy of args with what is known only when training begins: --out, --amp, and the arch of own encoders.
 
@@ -1785,6 +1802,7 @@ class Run:
         self.args, self.device, self.encoder, self.parts, self.out = args, device, encoder, parts, Path(args.out)
         self.config = json.loads(json.dumps(vars(args)))
         self.images = {"number": len(images), "checksum": images.checksum()}
+        self.is_demo = images.name == "patterns"
         self.steps_per_epoch = len(images) // args.batch_size
         self.total_steps = args.epochs * self.steps_per_epoch
         self.last_step = min(args.max_steps or self.total_steps, self.total_steps)
@@ -1846,6 +1864,7 @@ class Run:
         if self.step >= self.last_step and not self.record:
             return
         environment = versions(self.device)
+        self.say_demo()
         say(", ".join(f"{k} {v}" for k, v in environment.items()))
         say(introduction)
         first = dict(step=self.step, **environment, arguments=self.config, images=self.images, chance=chance)
@@ -1951,6 +1970,16 @@ class Run:
         if record["epoch"] >= 3 and record.get("std", 1) < 0.1:
             say("warning: std is below 0.1 (1: spread over the sphere): the embeddings have collapsed")
 
+    def say_demo(self):
+        """Say that the images are a demo, if they are, and how to train on others."""
+        if self.is_demo:
+            command = f"python {self.args.method}.py --dataset"
+            say(
+                "DEMO: these images are generated, to try the script without data. One GPU, CIFAR-10 (downloaded): "
+                f"{command} cifar10. The paper's own run: torchrun --nproc_per_node=8 {self.args.method}.py "
+                "--dataset imagenet --data-dir DIR"
+            )
+
     def finish(self):
         """Say how the run has ended, and leave the process group."""
         if self.step < self.total_steps:
@@ -1961,6 +1990,7 @@ class Run:
             say(f"{self.out} is finished already. Its last epoch: {shown_values}")
         elif (self.out / "backbone.pt").exists():
             say(f"finished. Judge it, with labels: python eval_knn.py {self.out}; python eval_linear.py {self.out}")
+        self.say_demo()
         if dist.is_initialized():
             dist.destroy_process_group()
 
@@ -2044,7 +2074,7 @@ def write_whole(path, write):
         with contextlib.suppress(OSError):
             temporary.unlink()
         fail(f"cannot write {path} ({error}): nothing that was there is lost; the same command goes on from it")
-    if os.name == "posix":  # the new name, too, has to reach the disk
+    with contextlib.suppress(OSError):  # the new name, too, has to reach the disk, where a folder can be synced
         folder = os.open(path.parent, os.O_RDONLY)
         os.fsync(folder)
         os.close(folder)
@@ -2104,10 +2134,13 @@ def write_metrics(out, record, epochs=0, tensorboard=False):
     """Add one JSON object to metrics.jsonl, flushed to the disk, and say what matters most; from the first process."""
     if rank_and_world()[0]:
         return
-    with open(Path(out) / "metrics.jsonl", "a") as file:
-        file.write(json.dumps(record) + "\n")
-        file.flush()
-        os.fsync(file.fileno())
+    try:
+        with open(Path(out) / "metrics.jsonl", "a") as file:
+            file.write(json.dumps(record) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        fail(f"cannot write {Path(out) / 'metrics.jsonl'} ({error}): the same command goes on from the last save")
     if "epoch" in record:
         below = f" ({record['below_chance']:.2f} below chance)" if "below_chance" in record else ""
         scores = [f"{name} {value:.1f} %" for name, value in record.items() if name.endswith("_top1")]
@@ -2132,17 +2165,14 @@ def find_checkpoint(out, config, resume="auto"):
     last = next((out / n for n in ("last.pt", "last.prev.pt") if os.path.exists(out / n)), None)
     if resume not in ("auto", "none") and not os.path.isfile(resume):
         fail(f"--resume {resume}: no such file; give auto, none or a last.pt")
-    parent = next(p for p in (out, *out.absolute().parents) if os.path.exists(p))
-    if not parent.is_dir() or not os.access(parent, os.W_OK):
-        fail(f"--out {out} cannot be written: {parent} is not a folder that you may write to")
-    unfinished = {".tmp"}  # a kill may leave these
-    files = [p for p in out.iterdir() if p.suffix not in unfinished and p.name != "lock"] if out.exists() else []
+    files = [p for p in out.iterdir() if p.suffix != ".tmp" and p.name != "lock"] if out.is_dir() else []
     if files:
         if resume == "none":
             fail(f"--out {out} is not empty: --resume none needs a new or empty folder")
         old = read_config(out)
         if not old:
-            fail(f"--out {out} is not empty and has no readable config.json: give a new folder")
+            names = ", ".join(sorted(p.name for p in files)[:3])
+            fail(f"--out {out} is not empty ({names}) and has no readable config.json: give a new folder")
         different = differences(old, config)
         if different and any(p.suffix == ".pt" for p in files):
             fail(f"--out {out} is of another configuration ({'; '.join(different)}): give another --out")

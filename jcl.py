@@ -262,8 +262,8 @@ class JCL(nn.Module):
         self.backbone = encoder if encoder is not None else common.build_backbone(common.encoder_info(args))
         width = common.output_width(self.backbone, args.image_size)
         self.projector = nn.Sequential(nn.Linear(width, width), nn.ReLU(inplace=True), nn.Linear(width, args.dim))
-        self.momentum_backbone = copy.deepcopy(self.backbone).requires_grad_(False)
-        self.momentum_projector = copy.deepcopy(self.projector).requires_grad_(False)
+        self.momentum_backbone = frozen_copy(self.backbone)
+        self.momentum_projector = frozen_copy(self.projector)
         self.queue = Queue(args.queue, args.dim, common.generator(args.seed, STREAM_QUEUE))
 
     def query(self, x):
@@ -535,6 +535,14 @@ def average_statistics(model):
 
 
 # ------------------------------- several processes (the same in all five files)
+
+
+def frozen_copy(module):
+    """Return a copy of a module whose parameters get no gradients. (TorchScript's modules have no requires_grad_.)"""
+    module = copy.deepcopy(module)
+    for parameter in module.parameters():
+        parameter.requires_grad_(False)
+    return module
 
 
 def gather(x):

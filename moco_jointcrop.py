@@ -383,8 +383,8 @@ class MoCo(nn.Module):
             self.projector = nn.Sequential(nn.Linear(width, args.dim))
         else:
             self.projector = nn.Sequential(nn.Linear(width, width), nn.ReLU(inplace=True), nn.Linear(width, args.dim))
-        self.momentum_backbone = copy.deepcopy(self.backbone).requires_grad_(False)
-        self.momentum_projector = copy.deepcopy(self.projector).requires_grad_(False)
+        self.momentum_backbone = frozen_copy(self.backbone)
+        self.momentum_projector = frozen_copy(self.projector)
         if args.moco != "v3":
             self.queue = Queue(args.queue, args.dim, common.generator(args.seed, STREAM_QUEUE))
 
@@ -436,7 +436,7 @@ class MoCoV3(MoCo):
         self.projector = two_layers(width, args.hidden, args.dim)
         self.projector.append(nn.BatchNorm1d(args.dim, affine=False))
         self.predictor = two_layers(args.dim, args.hidden, args.dim)  # D9
-        self.momentum_projector = copy.deepcopy(self.projector).requires_grad_(False)
+        self.momentum_projector = frozen_copy(self.projector)
 
     def query(self, x):
         """The queries of images: (n, 3, H, W) -> (n, dim), not normalised, in the dtype of x."""
@@ -719,6 +719,14 @@ def average_statistics(model):
 
 
 # ------------------------------- several processes (the same in all five files)
+
+
+def frozen_copy(module):
+    """Return a copy of a module whose parameters get no gradients. (TorchScript's modules have no requires_grad_.)"""
+    module = copy.deepcopy(module)
+    for parameter in module.parameters():
+        parameter.requires_grad_(False)
+    return module
 
 
 def gather(x):

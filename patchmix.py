@@ -300,8 +300,8 @@ class PatchMix(nn.Module):
         self.projector = mlp([width, args.hidden, args.hidden, args.dim])
         self.predictor = mlp([args.dim, args.hidden, args.dim])
         if max(args.momentum) > 0:  # line 2
-            self.momentum_backbone = copy.deepcopy(self.backbone).requires_grad_(False)
-            self.momentum_projector = copy.deepcopy(self.projector).requires_grad_(False)
+            self.momentum_backbone = frozen_copy(self.backbone)
+            self.momentum_projector = frozen_copy(self.projector)
             for module in self.momentum_backbone.modules():
                 if isinstance(module, timm.layers.DropPath):  # only the encoder drops paths
                     module.drop_prob = 0.0
@@ -556,6 +556,14 @@ def main(args, train=None, test=None, encoder=None):
 # =============================================================== 6. machinery
 
 # ------------------------------- several processes (the same in all five files)
+
+
+def frozen_copy(module):
+    """Return a copy of a module whose parameters get no gradients. (TorchScript's modules have no requires_grad_.)"""
+    module = copy.deepcopy(module)
+    for parameter in module.parameters():
+        parameter.requires_grad_(False)
+    return module
 
 
 def gather(x):
