@@ -61,7 +61,6 @@ Where this file and the paper differ:
 """
 
 import argparse
-import copy
 import functools
 import itertools
 import math
@@ -529,8 +528,8 @@ class CLIM(nn.Module):
         )
         width = common.output_width(self.backbone, args.image_size)
         self.projector = nn.Sequential(nn.Linear(width, width), nn.ReLU(inplace=True), nn.Linear(width, args.dim))
-        self.momentum_backbone = frozen_copy(self.backbone)
-        self.momentum_projector = frozen_copy(self.projector)
+        self.momentum_backbone = common.copy_module(self.backbone, frozen=True)
+        self.momentum_projector = common.copy_module(self.projector, frozen=True)
         self.queue = Queue(args.queue, args.dim, common.generator(args.seed, STREAM_QUEUE))
 
     def query(self, x):
@@ -768,7 +767,7 @@ def main(args, train=None, test=None, encoder=None):
         args.num_clusters = max(1, len(train) // 128)
     layout = common.memory_format(device, args.arch)
     torch.manual_seed(args.seed)
-    model = CLIM(args, copy.deepcopy(encoder)).to(device, memory_format=layout)
+    model = CLIM(args, common.copy_module(encoder)).to(device, memory_format=layout)
     model = split_batch_norms(model, args.bn_groups)
     trained = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.SGD(trained, args.lr, momentum=args.sgd_momentum, weight_decay=args.weight_decay)
@@ -897,14 +896,6 @@ def average_statistics(model):
 
 
 # ------------------------------- several processes (the same in all five files)
-
-
-def frozen_copy(module):
-    """Return a copy of a module whose parameters get no gradients. (TorchScript's modules have no requires_grad_.)"""
-    module = copy.deepcopy(module)
-    for parameter in module.parameters():
-        parameter.requires_grad_(False)
-    return module
 
 
 def gather(x):

@@ -1483,6 +1483,19 @@ def load_backbone(path, encoder=None, module=None):
     return backbone.eval(), info
 
 
+def copy_module(module, frozen=False):
+    """Return a copy of a module, or None for None. frozen: none of its parameters gets gradients.
+
+    copy.deepcopy alone gives TorchScript's modules parameters that cannot be trained.
+    """
+    with torch.no_grad():
+        copied = copy.deepcopy(module)
+    if module is not None:
+        for new, old in zip(copied.parameters(), module.parameters(), strict=True):
+            new.requires_grad_(old.requires_grad and not frozen)
+    return copied
+
+
 # What eval_knn.py and eval_linear.py share: the encoder, the images and the floors (flags: evaluation_parser).
 
 

@@ -45,7 +45,6 @@ Where this file, the paper and the released code differ:
 """
 
 import argparse
-import copy
 import math
 
 import torch
@@ -262,8 +261,8 @@ class JCL(nn.Module):
         self.backbone = encoder if encoder is not None else common.build_backbone(common.encoder_info(args))
         width = common.output_width(self.backbone, args.image_size)
         self.projector = nn.Sequential(nn.Linear(width, width), nn.ReLU(inplace=True), nn.Linear(width, args.dim))
-        self.momentum_backbone = frozen_copy(self.backbone)
-        self.momentum_projector = frozen_copy(self.projector)
+        self.momentum_backbone = common.copy_module(self.backbone, frozen=True)
+        self.momentum_projector = common.copy_module(self.projector, frozen=True)
         self.queue = Queue(args.queue, args.dim, common.generator(args.seed, STREAM_QUEUE))
 
     def query(self, x):
@@ -411,7 +410,7 @@ def main(args, train=None, test=None, encoder=None):
         args.queue = min(65536, max(args.batch_size, len(train) // 10))
     layout = common.memory_format(device, args.arch)
     torch.manual_seed(args.seed)
-    model = JCL(args, copy.deepcopy(encoder)).to(device, memory_format=layout)
+    model = JCL(args, common.copy_module(encoder)).to(device, memory_format=layout)
     model = split_batch_norms(model, args.bn_groups)
     trained = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.SGD(trained, args.lr, momentum=args.sgd_momentum, weight_decay=args.weight_decay)
@@ -535,14 +534,6 @@ def average_statistics(model):
 
 
 # ------------------------------- several processes (the same in all five files)
-
-
-def frozen_copy(module):
-    """Return a copy of a module whose parameters get no gradients. (TorchScript's modules have no requires_grad_.)"""
-    module = copy.deepcopy(module)
-    for parameter in module.parameters():
-        parameter.requires_grad_(False)
-    return module
 
 
 def gather(x):

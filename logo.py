@@ -60,7 +60,6 @@ Where this file, the paper and the released code differ:
 """
 
 import argparse
-import copy
 import math
 
 import timm
@@ -377,8 +376,8 @@ class MoCo(nn.Module):
         )
         width = common.output_width(self.backbone, args.image_size)
         self.projector = nn.Sequential(nn.Linear(width, width), nn.ReLU(inplace=True), nn.Linear(width, args.dim))
-        self.momentum_backbone = frozen_copy(self.backbone)
-        self.momentum_projector = frozen_copy(self.projector)
+        self.momentum_backbone = common.copy_module(self.backbone, frozen=True)
+        self.momentum_projector = common.copy_module(self.projector, frozen=True)
         self.queue = Queue(args.queue, args.dim, common.generator(args.seed, STREAM_QUEUE))
 
     def query(self, x):
@@ -656,10 +655,10 @@ def main(args, train=None, test=None, encoder=None):
     layout = common.memory_format(device, args.arch)
     torch.manual_seed(args.seed)
     if args.base == "moco":
-        model = MoCo(args, copy.deepcopy(encoder)).to(device, memory_format=layout)
+        model = MoCo(args, common.copy_module(encoder)).to(device, memory_format=layout)
         model = split_batch_norms(model, args.bn_groups)
     else:
-        model = SimSiam(args, copy.deepcopy(encoder)).to(device, memory_format=layout)
+        model = SimSiam(args, common.copy_module(encoder)).to(device, memory_format=layout)
         if dist.is_initialized() and device.type == "cuda":  # on CPUs each process takes its own statistics
             model = timm.layers.convert_sync_batchnorm(model)
     trained = [p for p in model.parameters() if p.requires_grad]
@@ -838,14 +837,6 @@ def average_statistics(model):
 
 
 # ------------------------------- several processes (the same in all five files)
-
-
-def frozen_copy(module):
-    """Return a copy of a module whose parameters get no gradients. (TorchScript's modules have no requires_grad_.)"""
-    module = copy.deepcopy(module)
-    for parameter in module.parameters():
-        parameter.requires_grad_(False)
-    return module
 
 
 def gather(x):

@@ -60,7 +60,6 @@ Where this file, the paper and the released code differ:
 """
 
 import argparse
-import copy
 import functools
 import math
 
@@ -383,8 +382,8 @@ class MoCo(nn.Module):
             self.projector = nn.Sequential(nn.Linear(width, args.dim))
         else:
             self.projector = nn.Sequential(nn.Linear(width, width), nn.ReLU(inplace=True), nn.Linear(width, args.dim))
-        self.momentum_backbone = frozen_copy(self.backbone)
-        self.momentum_projector = frozen_copy(self.projector)
+        self.momentum_backbone = common.copy_module(self.backbone, frozen=True)
+        self.momentum_projector = common.copy_module(self.projector, frozen=True)
         if args.moco != "v3":
             self.queue = Queue(args.queue, args.dim, common.generator(args.seed, STREAM_QUEUE))
 
@@ -436,7 +435,7 @@ class MoCoV3(MoCo):
         self.projector = two_layers(width, args.hidden, args.dim)
         self.projector.append(nn.BatchNorm1d(args.dim, affine=False))
         self.predictor = two_layers(args.dim, args.hidden, args.dim)  # D9
-        self.momentum_projector = frozen_copy(self.projector)
+        self.momentum_projector = common.copy_module(self.projector, frozen=True)
 
     def query(self, x):
         """The queries of images: (n, 3, H, W) -> (n, dim), not normalised, in the dtype of x."""
@@ -585,7 +584,7 @@ def main(args, train=None, test=None, encoder=None):
     layout = common.memory_format(device, args.arch)
     torch.manual_seed(args.seed)
     if args.moco == "v3":
-        model = MoCoV3(args, copy.deepcopy(encoder)).to(device, memory_format=layout)
+        model = MoCoV3(args, common.copy_module(encoder)).to(device, memory_format=layout)
         if dist.is_initialized() and device.type == "cuda":  # on CPUs each process takes its own statistics
             model = timm.layers.convert_sync_batchnorm(model)
         negatives = args.batch_size - 1
@@ -593,7 +592,7 @@ def main(args, train=None, test=None, encoder=None):
     else:
         if args.queue == "auto":
             args.queue = min(65536, max(args.batch_size, len(train) // 10))
-        model = MoCo(args, copy.deepcopy(encoder)).to(device, memory_format=layout)
+        model = MoCo(args, common.copy_module(encoder)).to(device, memory_format=layout)
         model = split_batch_norms(model, args.bn_groups)
         negatives = args.queue
         chance = math.log(args.queue + 1)  # the loss at equal logits
@@ -719,14 +718,6 @@ def average_statistics(model):
 
 
 # ------------------------------- several processes (the same in all five files)
-
-
-def frozen_copy(module):
-    """Return a copy of a module whose parameters get no gradients. (TorchScript's modules have no requires_grad_.)"""
-    module = copy.deepcopy(module)
-    for parameter in module.parameters():
-        parameter.requires_grad_(False)
-    return module
 
 
 def gather(x):

@@ -59,7 +59,6 @@ biases, and batch norm over all processes. The paper's 10 epochs of warm-up and 
 """
 
 import argparse
-import copy
 import math
 from itertools import pairwise
 
@@ -300,8 +299,8 @@ class PatchMix(nn.Module):
         self.projector = mlp([width, args.hidden, args.hidden, args.dim])
         self.predictor = mlp([args.dim, args.hidden, args.dim])
         if max(args.momentum) > 0:  # line 2
-            self.momentum_backbone = frozen_copy(self.backbone)
-            self.momentum_projector = frozen_copy(self.projector)
+            self.momentum_backbone = common.copy_module(self.backbone, frozen=True)
+            self.momentum_projector = common.copy_module(self.projector, frozen=True)
             for module in self.momentum_backbone.modules():
                 if isinstance(module, timm.layers.DropPath):  # only the encoder drops paths
                     module.drop_prob = 0.0
@@ -500,7 +499,7 @@ def main(args, train=None, test=None, encoder=None):
     # Model and optimiser
     layout = common.memory_format(device, args.arch)
     torch.manual_seed(args.seed)
-    model = PatchMix(args, copy.deepcopy(encoder)).to(device)
+    model = PatchMix(args, common.copy_module(encoder)).to(device)
     if dist.is_initialized() and device.type == "cuda":  # on CPUs each process takes its own statistics
         model = timm.layers.convert_sync_batchnorm(model)
     groups = param_groups_weight_decay(model)  # 1-D tensors, which have no weight decay, and the rest
@@ -556,14 +555,6 @@ def main(args, train=None, test=None, encoder=None):
 # =============================================================== 6. machinery
 
 # ------------------------------- several processes (the same in all five files)
-
-
-def frozen_copy(module):
-    """Return a copy of a module whose parameters get no gradients. (TorchScript's modules have no requires_grad_.)"""
-    module = copy.deepcopy(module)
-    for parameter in module.parameters():
-        parameter.requires_grad_(False)
-    return module
 
 
 def gather(x):
