@@ -222,15 +222,15 @@ class StopRequest:
             if stop.agreed():      # after each step: leave the loop and save
                 break
 
-    The block ends the program with exit status 75 if `agreed` was True. Outside of it signals act as in any Python
-    program. A second signal, three seconds or more after the first, acts at once. A signal that is ignored stays so
-    (SIGHUP under nohup). Outside the main thread Python handles no signals. There only other processes are asked.
+    At its end the block ends the program with exit status 75 if there was a signal. Outside of it signals act as in any
+    Python program. A second signal, three seconds or more after the first, acts at once. A signal that is ignored stays
+    so (SIGHUP under nohup). Outside the main thread Python handles no signals. There only other processes are asked.
     """
 
     def __init__(self):
         several = rank_and_world()[1] > 1
         self.group = dist.new_group(backend="gloo") if several else None  # the device need not wait for it
-        self.requested_at, self.stopping, self.previous = None, False, {}
+        self.requested_at, self.previous = None, {}
 
     def __enter__(self):
         if threading.current_thread() is threading.main_thread():
@@ -241,7 +241,7 @@ class StopRequest:
     def __exit__(self, error, *_):
         for number, handler in self.previous.items():
             signal.signal(number, handler)
-        if error is None and self.stopping:
+        if error is None and self.agreed():
             say("stopped on request (exit status 75); everything is saved, and the same command goes on")
             raise SystemExit(75)
 
@@ -258,8 +258,7 @@ class StopRequest:
         requested = torch.tensor(float(self.requested_at is not None))
         if self.group is not None:
             dist.all_reduce(requested, dist.ReduceOp.MAX, group=self.group)
-        self.stopping = requested.item() > 0
-        return self.stopping
+        return requested.item() > 0
 
 
 # -------------------------------------------------------------- 2. randomness
