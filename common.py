@@ -1498,13 +1498,12 @@ def copy_module(module, frozen=False):
 # What eval_knn.py and eval_linear.py share: the encoder, the images and the floors (flags: evaluation_parser).
 
 
-def open_encoder(args, module=None, own=False):
-    """The encoder to judge: (device, encoder in evaluation mode, info). Joins torchrun's process group, if any.
+def open_encoder(args, module=None):
+    """Return (device, the encoder to judge, in evaluation mode, info). Joins torchrun's process group, if any.
 
     module: a user's own encoder. It gets the checkpoint's weights. Without a checkpoint it is judged as it is on the
-    first process. own: True if the images are a user's. Fills in args.workers and args.bf16, and from the run's
-    config.json args.dataset and args.data_dir. Exits with an error message if flags do not go together, or if the
-    encoder does not take the images' size.
+    first process. Fills in args.workers and args.bf16. Exits with an error message if flags do not go together, or if
+    the encoder does not take the images' size.
     """
     given = args.checkpoint is not None or module is not None
     if args.random_init == given or args.random_init != (args.arch is not None):
@@ -1514,7 +1513,7 @@ def open_encoder(args, module=None, own=False):
     device = join_processes(args)
     args.workers = workers_of(args, device)
     if args.checkpoint is None:
-        args.dataset, size = args.dataset or "patterns", args.image_size or 32
+        size = args.image_size or 32
         patch = args.patch_size or (2 if size <= 32 else 16)
         info = backbone_info(args.arch, size, patch, method="no run", encoder="given")
         torch.manual_seed(args.seed)
@@ -1523,11 +1522,6 @@ def open_encoder(args, module=None, own=False):
             encoder.load_state_dict(from_first(encoder.cpu().state_dict))
     else:
         encoder, info = load_backbone(args.checkpoint, args.encoder, module)
-        if args.dataset is None and not own:
-            config = read_config(run_folder(args.checkpoint))
-            if "dataset" not in config:
-                fail("there is no readable config.json beside the checkpoint to tell its data set: give --dataset")
-            args.dataset, args.data_dir = config["dataset"], args.data_dir or config.get("data_dir")
     args.bf16 = use_bf16(args.amp, device, arch_name(info), [info["image_size"]])
     encoder = encoder.eval().to(device)
     output_width(encoder, info["image_size"])  # refuses an encoder of another input size, before long work
@@ -1541,13 +1535,27 @@ def run_folder(checkpoint):
 
 
 def open_data(args, info, train=None, test=None, labels=True):
-    """The images of an evaluation that have labels: (training images, test images or None).
+    """Return the images of an evaluation that have labels: (training images, test images or None).
 
     train, test: a user's own Datasets, instead of --dataset's. Own training images have labels if there is a test set.
+    Without --dataset these are the run's data, and args gets their name and place. Without --data-dir, too, they have
+    to be the images that the run was trained on.
     labels: True exits with an error message if there is no test set, or only one class.
     """
     if train is None and test is None:
+        trained_on = None
+        if args.dataset is None and args.checkpoint:
+            folder = run_folder(args.checkpoint)
+            config, records = read_config(folder), read_metrics(folder / "metrics.jsonl")
+            if "dataset" not in config:
+                fail("there is no readable config.json beside the checkpoint to tell its data set: give --dataset")
+            if args.data_dir is None and records:
+                trained_on = records[0].get("images")
+            args.dataset, args.data_dir = config["dataset"], args.data_dir or config.get("data_dir")
+        args.dataset = args.dataset or "patterns"
         train, test = (load_images(args.dataset, args.data_dir, t, size=info["image_size"]) for t in (True, False))
+        if trained_on and trained_on["checksum"] != train.checksum():
+            fail(f"--dataset {args.dataset} has other images than the run was trained on: give --dataset, --data-dir")
     else:
         args.dataset, args.data_dir = "own", None
         train, test = own_images(train, test)
@@ -1558,7 +1566,7 @@ def open_data(args, info, train=None, test=None, labels=True):
 
 
 def floor_encoders(args, info, device, count):
-    """What a trained encoder has to beat, as {name: encoder}: raw pixels, and the same encoder untrained.
+    """Return what a trained encoder has to beat, {name: encoder}: raw pixels, and the same encoder untrained.
 
     count: of the training images. Above 200,000 the raw pixels are left out.
     """
@@ -1571,7 +1579,7 @@ def floor_encoders(args, info, device, count):
 
 
 def protocol(args, info, train, test):
-    """What an evaluation's numbers depend on, as lines of text."""
+    """Return what an evaluation's numbers depend on, as lines of text."""
     scale = f"if not of {info['image_size']} px: shorter side 256/224 of it, centre crop, {info['interpolation']}"
     same = train.array is not None and train.array.shape[1:3] == (info["image_size"],) * 2
     tf32 = torch.backends.cuda.matmul.allow_tf32

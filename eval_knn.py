@@ -92,7 +92,7 @@ def main(args, encoder=None, train=None, test=None):
     without two classes nothing is judged, and the result is {}.
     """
     args = copy.copy(args)
-    device, encoder, info = common.open_encoder(args, encoder, own=train is not None)
+    device, encoder, info = common.open_encoder(args, encoder)
     if args.dump:
         make_room(args.dump)
     train, test = common.open_data(args, info, train, test, labels=not args.dump)

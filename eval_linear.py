@@ -169,11 +169,10 @@ def parse_args(argv=None):
     parser.set_defaults(resume="auto", keep_every=0, knn_every=0, tensorboard=False)
 
     args = parser.parse_args(argv)
-    args.mode = "lbfgs" if args.solver == "lbfgs" else "probe"
-    if args.finetune or args.protocol in LINEAR:
-        args.mode = "finetune" if args.finetune else "linear"
-        if args.solver == "lbfgs":
-            common.fail("--solver lbfgs is for features that are computed once: leave out --finetune and --protocol")
+    cached = "lbfgs" if args.solver == "lbfgs" else "probe"
+    args.mode = "finetune" if args.finetune else "linear" if args.protocol in LINEAR else cached
+    if args.solver == "lbfgs" and args.mode != "lbfgs":
+        common.fail("--solver lbfgs is for features that are computed once: leave out --finetune and --protocol")
     if args.finetune and args.protocol not in (None, "patchmix", "clim"):
         common.fail(f"--finetune goes with --protocol patchmix or clim, not {args.protocol}")
     return args
@@ -221,7 +220,7 @@ def resolve(args, info):
 
 
 def balanced_share(labels, fraction, seed):
-    """The sorted rows (m,) of a share of the labels (n,). The seed fixes them.
+    """Return the sorted rows (m,) of a share of the labels (n,). The seed fixes them.
 
     Each class has as many as any other, or one more. Classes that have too few give all, and the others make up for
     them. Each class has at least one. The rows of a smaller share are among those of a larger one.
@@ -238,7 +237,7 @@ def balanced_share(labels, fraction, seed):
 
 
 def listed_files(images, root, file):
-    """The sorted rows of the files that a list names, one per line.
+    """Return the sorted rows of the files that a list names, one per line.
 
     A line is a base name, as in SimCLR's splits, or a path relative to `root`. Exits with an error message if a line is
     not the name of exactly one file.
@@ -260,7 +259,7 @@ def listed_files(images, root, file):
 
 
 def choose_labels(args, train):
-    """The training images whose labels may be used, as --label-fraction or --label-files says."""
+    """Return the training images whose labels may be used, as --label-fraction or --label-files says."""
     if args.label_files:
         rows = listed_files(train, Path(args.data_dir or "data") / "train", args.label_files)
     elif args.label_fraction:
@@ -280,7 +279,7 @@ def choose_labels(args, train):
 @torch.no_grad()
 @common.exact_products()
 def linear_probe(train_x, train_y, test_x, num_classes, seed=0, epochs=50, batch_size=256, lrs=None, holdout=0.1):
-    """A linear classifier on cached features, trained with a grid of learning rates at once.
+    """Train a linear classifier on cached features, with a grid of learning rates at once.
 
     train_x: (n, d) and test_x: (m, d), features, which are standardised by the training features' mean and deviation.
     train_y: (n,) int64 in [0, num_classes). lrs: the grid; RATES if None. holdout: share of the training set.
@@ -293,7 +292,8 @@ def linear_probe(train_x, train_y, test_x, num_classes, seed=0, epochs=50, batch
     train_x, test_x = (F.pad((x - mean) / std, (0, 1), value=1.0) for x in (train_x, test_x))  # a last 1 for the bias
     order = torch.randperm(len(train_x), generator=common.generator(seed, STREAM_HOLDOUT))
     held = int(holdout * len(order))
-    check, rest = order[:held], order[held:]
+    rest = order[held:]
+    check = order[:held] if held else order
 
     def fit(rows, rates, what):
         weight = train_x.new_zeros(train_x.shape[1], len(rates), num_classes)
@@ -315,8 +315,6 @@ def linear_probe(train_x, train_y, test_x, num_classes, seed=0, epochs=50, batch
         return (x @ weight.flatten(1)).view(len(x), *weight.shape[1:])
 
     grid = fit(rest, lrs, f"{len(lrs)} rates")
-    if held == 0:
-        check = order
     guesses = torch.cat([logits(train_x[part], grid).argmax(-1) for part in check.split(4096)])
     right = (guesses == train_y[check][:, None]).float().mean(0)
     best = int(right.argmax())
@@ -326,7 +324,7 @@ def linear_probe(train_x, train_y, test_x, num_classes, seed=0, epochs=50, batch
 
 
 def scores(logits, labels, num_classes):
-    """The scores of logits (m, num_classes) against labels (m,), in percent, as a dict.
+    """Return the scores of logits (m, num_classes) against labels (m,), in percent, as a dict.
 
     linear_top1; linear_top5 if there are more than five classes; linear_per_class, the mean over the classes of each
     one's top-1.
@@ -344,7 +342,7 @@ def scores(logits, labels, num_classes):
 def logistic_regression(
     x, y, num_classes, strength, start=None, iterations=5000, tolerance=1e-6, what="logistic regression"
 ):
-    """Multinomial logistic regression with an L2 penalty.
+    """Fit a multinomial logistic regression with an L2 penalty.
 
     Returns (weights (d + 1, num_classes), largest entry of the gradient). The weights are W and, as their last row, the
     bias b. They minimise sum_i CE(x_i W + b, y_i) + strength / 2 |W|^2. The bias is free.
@@ -365,7 +363,6 @@ def logistic_regression(
     weight.requires_grad_()
     options = dict(tolerance_grad=tolerance, tolerance_change=0, history_size=20, line_search_fn="strong_wolfe")
     optimizer = torch.optim.LBFGS([weight], max_iter=iterations, max_eval=25 * iterations, **options)
-
     evaluations = 0
 
     def closure():
@@ -387,7 +384,7 @@ def logistic_regression(
 
 @common.exact_products()
 def lbfgs_probe(x, y, check, test_x, num_classes, strengths, metric="top1", iterations=5000, tolerance=1e-6):
-    """Logistic regression on cached features. Its L2 strength is chosen on a validation part; then all of x is fitted.
+    """Fit cached features by logistic regression. A validation part chooses its strength; then all of x is fitted.
 
     x: (n, d), features of training and validation images. y: (n,) int64. check: rows of the validation images. test_x:
     (m, d). strengths: the grid; STRENGTHS if None. metric: the score that chooses, top1 or per_class.
@@ -418,8 +415,9 @@ def lbfgs_probe(x, y, check, test_x, num_classes, strengths, metric="top1", iter
     if gradient > tolerance:
         unfinished.append((best, gradient))
     for strength, left in unfinished:
-        late = f"has not converged in {iterations} iterations: gradient {left:.1e}"
-        common.say(f"warning: strength {strength:.3g} {late}")
+        common.say(
+            f"warning: strength {strength:.3g} has not converged in {iterations} iterations: gradient {left:.1e}"
+        )
     at_edge = len(held_out) > 1 and best in (min(held_out), max(held_out))
     return dict(logits=torch.addmm(weight[-1], test_x, weight[:-1]), lr=best, at_edge=at_edge, held_out=held_out)
 
@@ -428,7 +426,7 @@ def lbfgs_probe(x, y, check, test_x, num_classes, strengths, metric="top1", iter
 
 
 def open_validation(args, train, test):
-    """(validation images or None, test images): val/ and test/ where --data-dir has both and L-BFGS chooses by val/."""
+    """Return (validation images or None, test images). Where --data-dir has val/ and test/, L-BFGS chooses by val/."""
     if args.mode != "lbfgs" or args.data_dir is None:
         return None, test
     root = Path(args.data_dir)
@@ -440,7 +438,7 @@ def open_validation(args, train, test):
 
 
 def evaluate_cached(args, device, encoder, info, train, test):
-    """The probe or L-BFGS on features that are computed once, for the encoder and its floors: {name: scores}."""
+    """Fit the probe or L-BFGS on features that are computed once. Return {encoder or floor: scores}."""
     validation, test = open_validation(args, train, test)
     parts = [train, test] if validation is None else [train, validation, test]
     labels = [torch.from_numpy(part.labels) for part in parts]
@@ -477,7 +475,7 @@ def evaluate_cached(args, device, encoder, info, train, test):
 
 
 def show(result):
-    """Scores in percent as a line of text."""
+    """Return scores in percent as a line of text."""
     return "  ".join(f"{k} {v:.2f} %" for k, v in result.items())
 
 
@@ -485,7 +483,7 @@ def show(result):
 
 
 def augmentation(args, info):
-    """One view per image: a random crop and a flip. RandAugment, erasing, mixup and CutMix follow it.
+    """Return one view per image: a random crop and a flip. RandAugment, erasing, mixup and CutMix follow it.
 
     The crop is a random resized one or, with --pad, a random place of the padded image, which has the view's size.
     """
@@ -554,7 +552,7 @@ def erase(args, x, index, epoch):
 
 
 def make_network(args, encoder, info, num_classes, device):
-    """What is trained, and its new linear layer: (network, head). The network of a frozen encoder is the head alone.
+    """Return what is trained, and its new linear layer: (network, head). Of a frozen encoder both are the head.
 
     The head's weights are drawn from N(0, 0.01), and its bias is 0. For a fine-tuning the encoder is copied. With
     several processes batch norm is taken over all of them.
@@ -580,7 +578,7 @@ def make_network(args, encoder, info, num_classes, device):
 
 
 def make_optimizer(args, network, head):
-    """SGD or AdamW. Each group has `lr_scale`, by which the schedule's rate is multiplied.
+    """Return SGD or AdamW. Each group has `lr_scale`, by which the schedule's rate is multiplied.
 
     lr_scale is a power of --layer-decay, or --head-lr / --lr for the head.
     """
@@ -593,15 +591,14 @@ def make_optimizer(args, network, head):
         groups = [dict(params=[*head.parameters()], lr_scale=scale)]
         if pretrained := [p for p in network.parameters() if id(p) not in new]:
             groups.insert(0, dict(params=pretrained, lr_scale=1.0))
+    options = dict(lr=0.0, weight_decay=args.weight_decay)
     if args.optimizer == "adamw":
-        return torch.optim.AdamW(groups, lr=0.0, weight_decay=args.weight_decay)
-    return torch.optim.SGD(
-        groups, 0.0, args.momentum, nesterov=args.nesterov and args.momentum > 0, weight_decay=args.weight_decay
-    )
+        return torch.optim.AdamW(groups, **options)
+    return torch.optim.SGD(groups, momentum=args.momentum, nesterov=args.nesterov and args.momentum > 0, **options)
 
 
 def learning_rate(args, step, steps_per_epoch):
-    """The learning rate of a step, counted from 0, before a group's lr_scale.
+    """Return the learning rate of a step, counted from 0, before a group's lr_scale.
 
     It warms up linearly. Then it falls by a factor of 10 at each milestone or, without milestones, by a cosine to
     --min-lr.
@@ -617,7 +614,7 @@ def learning_rate(args, step, steps_per_epoch):
 
 
 def fingerprint(module):
-    """A hash of all weights and statistics, bit for bit."""
+    """Return a hash of all weights and statistics, bit for bit."""
     digest = hashlib.sha256()
     for name, value in module.state_dict().items():
         digest.update(name.encode() + value.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
@@ -628,7 +625,7 @@ def fingerprint(module):
 
 
 def name_run(args, encoder, train, test):
-    """A copy of args with all that a training is known by: what its folder is called, and what it is compared by.
+    """Return args with all that a training is known by: what its folder is called, and what it is compared by.
 
     Added are `weights`, `train_images` and `test_images`: checksums of the frozen encoder and of the images with their
     labels. A run goes on, or repeats its result, only where all of them are the same. Where the images are not those
@@ -650,9 +647,7 @@ def name_run(args, encoder, train, test):
         args.name += f"-{args.label_fraction:g}"
     if args.label_files:
         args.name += "-listed"
-    usual = args.data_dir is None
-    if args.data_dir and args.dataset == of_encoder.get("dataset") and of_encoder.get("data_dir"):
-        usual = os.path.abspath(args.data_dir) == os.path.abspath(of_encoder["data_dir"])
+    usual = args.data_dir is None or os.path.abspath(args.data_dir) == of_encoder.get("data_dir")
     if args.dataset == "own" or not usual:
         args.name += "-" + hashlib.sha256((train_sum + test_sum).encode()).hexdigest()[:8]
     args.out = args.out or f"runs/{args.name}"
@@ -660,7 +655,7 @@ def name_run(args, encoder, train, test):
 
 
 def introduction(args, train, steps_per_epoch, network):
-    """What the numbers depend on, as lines of text: every value of the recipe, and what follows from them."""
+    """Return what the numbers depend on, as lines of text: every value of the recipe, and what follows from them."""
     trained = sum(p.numel() for p in network.parameters() if p.requires_grad) / 1e6
     world, peak = common.rank_and_world()[1], args.lr * args.batch_size / args.lr_batch
     what = "all layers" if args.mode == "finetune" else "a linear classifier; the encoder is frozen, in evaluation mode"
@@ -673,7 +668,7 @@ def introduction(args, train, steps_per_epoch, network):
 
 
 def judge(args, device, encoder, network, info, test):
-    """The scores of the test images, in percent: {"linear_top1": ..., ...}, or {"finetune_top1": ..., ...}.
+    """Return the scores of the test images, in percent: {"linear_top1": ..., ...}, or {"finetune_top1": ..., ...}.
 
     encoder: what makes the features. network: the classifier on them or, for a fine-tuning, encoder and classifier.
     """
@@ -689,7 +684,7 @@ def judge(args, device, encoder, network, info, test):
 
 
 def train_protocol(args, device, encoder, info, train, test):
-    """Train as the recipe says: {"encoder": scores of the last epoch}, or {} if the training ends before it."""
+    """Train as the recipe says. Return {"encoder": scores of the last epoch}, or {} if the training ends before it."""
     # Data
     frozen = args.mode == "linear"
     args = name_run(args, encoder, train, test)
@@ -775,13 +770,13 @@ def train_protocol(args, device, encoder, info, train, test):
 
 
 def main(args, encoder=None, train=None, test=None):
-    """Judge an encoder as args say: {"encoder" or a floor: {"linear_top1": percent, ...}}.
+    """Judge an encoder as args say. Return {"encoder" or a floor: {"linear_top1": percent, ...}}.
 
     args: the namespace of `parse_args`. encoder: a module that maps (N, 3, H, W) to (N, width), instead of timm's.
     train, test: map-style Datasets of images and labels to use instead of --dataset.
     """
     args = copy.copy(args)
-    device, encoder, info = common.open_encoder(args, encoder, own=train is not None)
+    device, encoder, info = common.open_encoder(args, encoder)
     train, test = common.open_data(args, info, train, test)
     resolve(args, info)
     common.say(common.protocol(args, info, train, test))

@@ -239,6 +239,18 @@ def test_an_own_encoder_is_fine_tuned_whole(tiny, tmp_path, capsys):
     assert "--drop-path" in refused(capsys, lambda: eval_linear.main(parse("--drop-path 0.3"), **own))
 
 
+def test_a_run_is_judged_on_the_images_it_was_trained_on(tiny, tmp_path, capsys):
+    """Another folder of the same name is not taken for its data. A folder that is given is."""
+    run_folder, data = (shutil.copytree(path, tmp_path / path.name) for path in tiny)
+    (run_folder / "config.json").write_text(json.dumps({"dataset": "folder", "data_dir": str(data)}))
+    images = {"checksum": common.load_images("folder", data, True).checksum()}
+    (run_folder / "metrics.jsonl").write_text(json.dumps({"step": 0, "images": images}) + "\n")
+    expected = run(eval_knn, run_folder, "--k", 3)
+    (data / "train" / "a" / "00.png").rename(data / "train" / "a" / "99.png")
+    assert "other images" in refused(capsys, lambda: run(eval_knn, run_folder, "--k", 3))
+    assert run(eval_knn, run_folder, "--data-dir", data, "--k", 3) == expected
+
+
 def test_own_images_need_no_config_and_a_test_set_a_training_set(tiny, tmp_path, capsys):
     shutil.copy(tiny[0] / "backbone.pt", tmp_path)
     own, argv = dict(train=Own(tiny[1] / "train"), test=Own(tiny[1] / "val")), ["--device", "cpu", "--k", "3"]
