@@ -23,7 +23,6 @@ import errno
 import functools
 import hashlib
 import importlib.util
-import io
 import itertools
 import json
 import math
@@ -48,7 +47,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 import torchvision
-from PIL import Image, ImageDraw, UnidentifiedImageError
+from PIL import Image, ImageDraw, ImageOps
 from torch import nn
 from torch.distributed.rendezvous import rendezvous
 from torch.torch_version import TorchVersion
@@ -339,24 +338,32 @@ class ImageSet:
     def __init__(self, name, labels, classes, array=None, paths=None, folders=()):
         self.name, self.array, self.paths, self.folders = name, array, paths, folders
         self.labels, self.classes = np.asarray(labels, np.int64), list(classes)
+        self.held = {}
 
     def __len__(self):
         return len(self.labels)
 
     def __getitem__(self, i):
+        return self.held.pop(i) if i in self.held else self.read(i)
+
+    def read(self, i):
+        """The image, decoded now."""
         return self.array[i] if self.array is not None else read_image(self.path(i))
 
     def path(self, i):
         return os.fsdecode(self.paths[i])
 
     def sizes(self, index):
-        """(n, 2) int64 heights and widths, from the array or the files' headers."""
-        return np.array([image_size(self.path(i)) if self.array is None else self.array.shape[1:3] for i in index])
+        """(n, 2) int64 heights and widths. What has to be decoded for it is held until it is asked for."""
+        if self.array is not None:
+            return np.array([self.array.shape[1:3]] * len(index))
+        self.held |= {i: self[i] for i in map(int, index)}
+        return np.array([self.held[i].shape[:2] for i in map(int, index)])
 
     def subset(self, index):
         """The images of the given rows, in that order."""
         part = copy.copy(self)
-        part.labels = self.labels[index]
+        part.labels, part.held = self.labels[index], {}
         part.array, part.paths = (None if rows is None else rows[index] for rows in (self.array, self.paths))
         return part
 
@@ -401,7 +408,7 @@ class OwnImages(ImageSet):
 
     Its images are PIL's, uint8 arrays (H, W[, 3]) or uint8 tensors (C, H, W). An item may be a tuple that begins with
     the image. Labels, if `labelled`, are data.targets, or else the items' second entries, for which every item is read
-    once. A batch's images are held from `sizes` on, so that each is decoded once. owner: what an error calls the data.
+    once. owner: what an error calls the data.
     """
 
     def __init__(self, data, labelled=False, owner="your data set"):
@@ -412,7 +419,7 @@ class OwnImages(ImageSet):
         if names and len(names) < len(numbers):
             fail(f"{owner} has a label {labels.max()}, and `classes` has {len(names)} names: give one name per class")
         super().__init__("own", labels, names or numbers)
-        self.rows, self.held = np.arange(len(labels)), {}
+        self.rows = np.arange(len(labels))
 
     def length(self):
         """The number of items. Exits with an error message if there is none, or the data set is not a map-style one."""
@@ -451,29 +458,23 @@ class OwnImages(ImageSet):
 
     def subset(self, index):
         part = super().subset(index)
-        part.rows, part.held = self.rows[index], {}
+        part.rows = self.rows[index]
         return part
 
-    def sizes(self, index):
-        self.held |= {i: self[i] for i in index.tolist()}
-        return np.array([self.held[i].shape[:2] for i in index.tolist()])
-
-    def __getitem__(self, i):
-        if i in self.held:
-            return self.held.pop(i)
+    def read(self, i):
         row = int(self.rows[i])
         item = self.data[row]
         image = item[0] if isinstance(item, (tuple, list)) and len(item) else item
-        where, remedy = f"image {row} of {self.owner}", "give PIL images, or uint8 arrays or tensors"
-        if not isinstance(image, (Image.Image, np.ndarray, torch.Tensor)):
-            raise BadImage(f"{where} is {describe(image)}: {remedy}, alone or as (image, label)")
-        if isinstance(image, Image.Image):
-            return np.asarray(to_rgb(image, where))
-        if str(image.dtype).removeprefix("torch.") != "uint8":
-            raise BadImage(f"{where} is {image.dtype}: {remedy}")
-        if image.ndim not in (2, 3) or len(found := to_image(image)) not in (1, 3):
-            raise BadImage(f"{where} has shape {tuple(image.shape)}: give arrays (H, W, 3) or tensors (3, H, W)")
-        return found.expand(3, -1, -1).permute(1, 2, 0).numpy()
+        with named(f"image {row} of {self.owner}"):
+            if isinstance(image, Image.Image):
+                return to_rgb(image)
+            if isinstance(image, (np.ndarray, torch.Tensor)) and "uint8" in str(image.dtype) and image.ndim in (2, 3):
+                found = to_image(np.ascontiguousarray(image) if isinstance(image, np.ndarray) else image)
+                if len(found) in (1, 3):
+                    return found.expand(3, -1, -1).permute(1, 2, 0).numpy()
+            kind = [type(image).__name__, *(str(getattr(image, x)) for x in ("dtype", "shape") if hasattr(image, x))]
+            wanted = "PIL images, uint8 arrays (H, W, 3) or uint8 tensors (3, H, W), alone or as (image, label)"
+            raise TypeError(f"found {' '.join(kind)}, but items are {wanted}")
 
     def content(self):
         """Yield 20 images spread evenly, or none if a second reading differs: then the data set draws at random."""
@@ -505,120 +506,32 @@ def file_bytes(path):
 
 
 class BadImage(Exception):
-    """An image that cannot be used; the message names it and says what to do."""
-
-
-def open_file(path):
-    """PIL's Image.open, which gives up a JPEG for some damages to its EXIF: then as if it had none."""
-    try:
-        return Image.open(path)
-    except UnidentifiedImageError as error:
-        with contextlib.suppress(UnidentifiedImageError):
-            return Image.open(io.BytesIO(Path(path).read_bytes().replace(b"Exif\0\0", b"none\0\0", 1)))
-        raise error
+    """An image that cannot be used. The message is one line, names it and says why."""
 
 
 @contextlib.contextmanager
-def open_image(path):
-    """An open image file, not yet decoded. Raises BadImage, which names the file, for whatever goes wrong."""
+def named(where):
+    """Inside, every error becomes a BadImage that says where it happened, in the error's own words."""
     try:
-        with open_file(path) as image:
-            yield image
-    except BadImage:
-        raise
-    except Exception as error:  # a damaged file may raise anything
-        reason = f"cannot read the image {path}: {error or type(error).__name__}"
-        raise BadImage(f"{reason}. Replace this file with an intact one: a run cannot go on with fewer") from error
+        yield
+    except Exception as error:  # a damaged image may raise anything
+        raise BadImage(f"{where}: {error or type(error).__name__}".replace("\n", "\\n")) from error
 
 
-TURNS = {
-    2: Image.Transpose.FLIP_LEFT_RIGHT,
-    3: Image.Transpose.ROTATE_180,
-    4: Image.Transpose.FLIP_TOP_BOTTOM,
-    5: Image.Transpose.TRANSPOSE,
-    6: Image.Transpose.ROTATE_270,
-    7: Image.Transpose.TRANSVERSE,
-    8: Image.Transpose.ROTATE_90,
-}
-
-
-def read_orientation(image):
-    """The EXIF orientation, 1 to 8, of an open file: 1 if there is none, or none that can be read.
-
-    Only the header is read, and nothing is changed. A PNG's own getexif would decode the pixels, to look behind them.
-    A TIFF with rotation is decoded: Pillow turns it then, and what is left to do is 1.
-    """
-    try:
-        orientation = Image.Image.getexif(image).get(0x0112)
-        if image.format == "TIFF" and orientation in TURNS:
-            image.load()
-            orientation = Image.Image.getexif(image).get(0x0112)
-        return int(orientation) if orientation in TURNS else 1
-    except Exception:  # damaged EXIF may raise anything, and the picture may be intact; if not, decoding it says so
-        return 1
-
-
-def value_range(image):
-    """(white, least) of a PIL image that `convert` would not scale right, by its type and header alone; else None.
-
-    white: the value that means white, 1 for floats. A TIFF's header may name 12 bits or a largest value
-    (MaxSampleValue): one that is not 2^k - 1 is only this picture's, and says nothing. Without that, 16 bits end at
-    65535, and 32 bits are taken for 8. least: a largest value below it leaves open which value is white.
-    """
-    tags = getattr(image, "tag_v2", {})  # a TIFF's
-    bits, largest = (np.ravel(tags.get(tag, 0))[0] for tag in (258, 281))  # BitsPerSample, MaxSampleValue
-    sixteen = bits == 16 or ";16" in image.mode + str(getattr(image, "tile", ())[:1])
-    if image.mode == "F":
-        return 1, 0
-    if image.mode[0] != "I":  # colours: Pillow has kept the upper 8 of 16 bits
-        return (255, 16) if sixteen and image.format != "PPM" else None
-    if largest in [2**k - 1 for k in range(8, 17)]:
-        return int(largest), 0
-    if bits == 12:
-        return 4095, 0
-    if image.format == "PPM":  # Pillow has scaled it by the largest value, which the header names
-        return 65535, 0
-    return (65535, 4096) if image.mode.startswith("I;16") or image.format == "PNG" else (255, 0)
-
-
-def to_rgb(image, name):
-    """A PIL image of any mode -> one of mode RGB, 8 bits per channel.
-
-    Raises BadImage, with the name, if the header does not say which value is white. To scale each picture by its own
-    values would brighten the dark ones.
-    """
-    found = value_range(image)
-    if found is None:
-        return image.convert("RGB")
-    (white, least), deep = found, image.mode[0] in "IF"
-    values = np.asarray(image if deep else image.convert("RGB"))
-    low, high = values.min(), values.max()
-    if not (low >= 0 and high <= white) or 0 < high < least:
-        kind = {"F": "float", "I": "integer"}.get(image.mode, "16-bit")
-        note = f"{kind} values of {low:g} to {high:g}" if deep else "16-bit values below 4096"
-        raise BadImage(f"{name} has {note}, and does not say which one is white: convert it to 8 bits per channel")
-    if deep:
-        values = np.rint(values * (255 / white)).astype(np.uint8)
-    return Image.fromarray(values).convert("RGB")
+def to_rgb(image):
+    """A PIL image of any mode with 8 bits per channel as uint8 (H, W, 3)."""
+    if image.mode.startswith(("I", "F")):  # `convert` would clip them
+        raise ValueError(f"values of mode {image.mode} have no known white: convert it to 8 bits per channel")
+    return np.asarray(image.convert("RGB"))
 
 
 def read_image(path):
-    """Any JPEG, PNG, ... of any mode (gray, palette, CMYK, alpha, 16 bits, EXIF-rotated) as uint8 (H, W, 3).
-
-    Raises BadImage for a file that is damaged or whose values have no known white.
-    """
-    with open_image(path) as file:
-        orientation = read_orientation(file)
-        image = to_rgb(file, path)
-        return np.asarray(image.transpose(TURNS[orientation]) if orientation in TURNS else image)
-
-
-def image_size(path):
-    """(height, width) of what `read_image` returns, from the header."""
-    with open_image(path) as file:
-        turned = read_orientation(file) >= 5  # before the size: of a TIFF it changes that
-        width, height = file.size
-        return (width, height) if turned else (height, width)
+    """An image file as uint8 (H, W, 3), turned as its EXIF says. Raises BadImage if Pillow cannot read it."""
+    with named(f"cannot read the image {path}"), Image.open(path) as image:
+        image.load()
+        with contextlib.suppress(Exception):  # an orientation that cannot be read counts as none
+            ImageOps.exif_transpose(image, in_place=True)
+        return to_rgb(image)
 
 
 def _square(x):
@@ -705,12 +618,17 @@ def list_files(folder, classes, unlabeled):
     return np.array([os.fsencode(path) for path in paths]), np.array(labels), folders
 
 
-def counted(images, count):
-    """Yield the images, and show after every 1,000 of them how many of `count` have been read."""
-    for done, image in enumerate(images, 1):
-        if done % 1000 == 0:
-            progress(f"reading images: {done} of {count}")
-        yield image
+def decode_all(images):
+    """The images as one array (n, H, W, 3), or None if they are not all of one size."""
+    decoded = []
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        for image in pool.map(images.read, range(len(images))):
+            decoded.append(image)
+            if image.shape != decoded[0].shape:
+                return None
+            if len(decoded) % 1000 == 0:
+                progress(f"reading images: {len(decoded)} of {len(images)}")
+    return np.stack(decoded)
 
 
 def read_folder(name, folder, classes, cache, unlabeled=None):
@@ -719,16 +637,14 @@ def read_folder(name, folder, classes, cache, unlabeled=None):
     The first process lists the files and tells the others; images of one size of up to 96 px are decoded at once.
     """
     trees = [tree for tree in (None if classes else folder, unlabeled) if tree]
-    array = None
     try:
         paths, labels, folders = from_first(lambda: list_files(folder, classes, trees))
-        names = [os.fsdecode(path) for path in paths] if cache and max(image_size(os.fsdecode(paths[0]))) <= 96 else []
-        with ThreadPoolExecutor(os.cpu_count()) as pool:
-            if len(set(pool.map(image_size, names))) == 1:
-                array = np.stack(list(counted(pool.map(read_image, names), len(names))))
+        images = ImageSet(name, labels, classes, None, paths, folders)
+        if cache and max(images[0].shape) <= 96:
+            images.array = decode_all(images)
     except (BadImage, FileNotFoundError) as error:
         fail(str(error))
-    return ImageSet(name, labels, classes, array, paths, folders)
+    return images
 
 
 def load_images(name, data_dir=None, train=True, size=32, cache=True, unlabeled=False):
@@ -961,14 +877,22 @@ class ViewDataset(Dataset):
     def __getitems__(self, keys):
         epochs, index = np.array(keys).T
         draws = uniform(self.seed, epochs, index, self.num_draws)
+        count = 16 if self.images.array is None else len(index)  # images that are decoded at once
+        parts = [self.cut_views(index[i : i + count], draws[i : i + count]) for i in range(0, len(index), count)]
+        views, colours = zip(*parts, strict=True)
+        views = [torch.from_numpy(np.concatenate(view)).permute(0, 3, 1, 2) for view in zip(*views, strict=True)]
+        colours = np.concatenate([np.stack(colour, 1) for colour in colours])
+        return {"views": views, "colour": torch.from_numpy(colours), "index": torch.from_numpy(index)}
+
+    def cut_views(self, index, draws):
+        """The views of some images: ([uint8 (n, S, S, 3), ...], [colours (n, 9), ...])."""
         cuts, colours = self.draw(index, self.images.sizes(index), draws)
         views = [np.empty((len(index), size, size, 3), np.uint8) for _, _, size in cuts]
         for row in range(len(index)):
             read = functools.cache(self.images.__getitem__)  # an image that several views use is decoded once
             for view, (image_index, boxes, size) in zip(views, cuts, strict=True):
                 view[row] = cut(read(image_index[row].item()), boxes[row], size, self.interpolation)
-        views = [torch.from_numpy(view).permute(0, 3, 1, 2) for view in views]
-        return {"views": views, "colour": torch.from_numpy(np.stack(colours, 1)), "index": torch.from_numpy(index)}
+        return views, colours
 
 
 class EpochSampler:

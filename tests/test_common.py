@@ -473,24 +473,20 @@ def write_tree(root, folders, count=3, size=(12, 10)):
     return root
 
 
-MODES = "RGB png, RGB jpg, L png, L JPEG, P png, RGBA png, LA png, 1 png, CMYK jpg, I;16 png, I;16 tif".split(", ")
+MODES = "RGB png, RGB jpg, L png, L JPEG, P png, RGBA png, LA png, 1 png, CMYK jpg".split(", ")
 
 
 @pytest.mark.parametrize("mode", MODES)
 def test_images_of_any_mode_are_read_as_rgb(tmp_path, mode):
     mode, extension = mode.split()
     lossy, image, path = extension.lower().startswith("jp"), Image.fromarray(gradient()), tmp_path / f"x.{extension}"
-    if mode == "I;16":  # 16 bits of gray: the same picture as its upper 8 bits
-        expected = np.asarray(image.convert("L").convert("RGB"))
-        image = Image.fromarray(expected[:, :, 0].astype(np.uint16) * 257)
-    else:
-        image = image.convert(mode)
-        expected = np.asarray(image.convert("RGB"))
+    image = image.convert(mode)
+    expected = np.asarray(image.convert("RGB"))
     assert image.mode == mode
     image.save(path, **({"quality": 100, "subsampling": 0} if lossy else {}))
     read = common.read_image(path)
-    assert read.dtype == np.uint8 and read.shape == (12, 10, 3) and common.image_size(path) == (12, 10)
-    assert abs(read.astype(int) - expected).max() <= (6 if lossy else mode == "I;16")
+    assert read.dtype == np.uint8 and read.shape == (12, 10, 3)
+    assert abs(read.astype(int) - expected).max() <= 6 * lossy
 
 
 @pytest.mark.parametrize("extension, tolerance", [("png", 0), ("jpg", 6), ("tif", 0)])
@@ -512,7 +508,7 @@ def test_exif_rotation(tmp_path, extension, tolerance):
         exif[0x0112] = orientation
         Image.fromarray(a).save(path, exif=exif, **({"quality": 100, "subsampling": 0} if tolerance else {}))
         read = common.read_image(path)
-        assert read.shape == expected.shape and common.image_size(path) == read.shape[:2]
+        assert read.shape == expected.shape
         assert abs(read.astype(int) - expected).max() <= tolerance, orientation
 
 

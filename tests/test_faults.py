@@ -363,16 +363,14 @@ def test_a_bad_image_is_named_in_one_line(tmp_path, name):
     assert "\n" not in str(error.value)
 
 
-def test_palettes_and_floats_are_read_as_what_they_show(tmp_path):
-    """Transparency in bytes or as a colour; a TIFF of floats in 0 to 1."""
+def test_palettes_are_read_as_what_they_show(tmp_path):
+    """Transparency in bytes or as a colour."""
     image = Image.fromarray(common.make_patterns(1, 16, 0)[0][0])
     palette, expected = image.convert("P"), np.asarray(image.convert("P").convert("RGB"))
     palette.save(tmp_path / "bytes.png", transparency=bytes(range(200)))
     palette.save(tmp_path / "colour.png", transparency=3)
     for name in ("bytes.png", "colour.png"):
         assert np.array_equal(common.read_image(tmp_path / name), expected)
-    Image.fromarray(np.asarray(image.convert("L"), np.float32) / 255).save(tmp_path / "float.tif")
-    assert np.array_equal(common.read_image(tmp_path / "float.tif"), np.asarray(image.convert("L").convert("RGB")))
 
 
 WHERE = [("train", 0, []), ("train", 20, []), ("train", 20, ["--no-cache"]), ("test", 3, ["--no-cache"])]
