@@ -52,7 +52,6 @@ from torch import nn
 from torch.distributed.rendezvous import rendezvous
 from torch.torch_version import TorchVersion
 from torch.utils.data import DataLoader, Dataset, default_convert
-from torchvision.datasets.folder import make_dataset
 from torchvision.transforms.functional import rgb_to_grayscale, solarize, to_pil_image
 from torchvision.transforms.v2.functional import to_image
 
@@ -326,17 +325,19 @@ IMAGENET100 = """
 02100583 03642806 04336792 03259280 02116738 02108089 03424325 01855672 02090622"""
 IMAGENET100 = tuple(f"n{i}" for i in IMAGENET100.split())
 
+PARTS = "train", "val", "test", "unlabeled"  # the names of the folders in a data set's folder
+SPLITS = "train", "training", "val", "valid", "validation", "test", "testing"  # a tree with these is no single set
+
 
 class ImageSet:
     """Images with labels, either decoded (one uint8 array) or as paths that are decoded when asked for.
 
-    labels (n,) int64, -1 where there is none; classes: names; paths (n,) bytes in one array, which loader workers share
-    as they would not share strings; folders: bytes, what stands before the relative names in the paths;
-    images[i] -> uint8 array (H, W, 3).
+    labels (n,) int64, -1 where there is none; classes: names; paths (n,) bytes below the folder `root`, in one array,
+    which loader workers share as they would not share strings; images[i] -> uint8 array (H, W, 3).
     """
 
-    def __init__(self, name, labels, classes, array=None, paths=None, folders=()):
-        self.name, self.array, self.paths, self.folders = name, array, paths, folders
+    def __init__(self, name, labels, classes, array=None, paths=None, root=""):
+        self.name, self.array, self.paths, self.root = name, array, paths, root
         self.labels, self.classes = np.asarray(labels, np.int64), list(classes)
         self.held = {}
 
@@ -351,7 +352,7 @@ class ImageSet:
         return self.array[i] if self.array is not None else read_image(self.path(i))
 
     def path(self, i):
-        return os.fsdecode(self.paths[i])
+        return os.path.join(self.root, os.fsdecode(self.paths[i]))
 
     def sizes(self, index):
         """(n, 2) int64 heights and widths. What has to be decoded for it is held until it is asked for."""
@@ -385,18 +386,13 @@ class ImageSet:
     def content(self):
         """Yield what `checksum` reads beside the labels, as bytes."""
         if self.paths is not None:
-            yield b"\0".join(self.relative(path) for path in self.paths.tolist())
+            yield b"\0".join(self.paths.tolist())
             yield repr([file_size(self.path(i)) for i in self.spread(1000)]).encode()
             yield from (file_bytes(self.path(i)) for i in self.spread(20))  # uncompressed files are often equally long
         else:
             whole = self.array.nbytes <= 2**26
             yield repr(self.array.shape).encode()
             yield np.ascontiguousarray(self.array if whole else self.array[self.spread(1000)])
-
-    def relative(self, path):
-        """A path (bytes) without the folder of the data set."""
-        folder = next((folder for folder in self.folders if path.startswith(folder)), b"")
-        return path[len(folder) :]
 
     def spread(self, count):
         """Up to `count` row numbers, spread evenly from the first row to the last."""
@@ -596,26 +592,68 @@ def make_patterns(count, size, seed):
     return images, labels
 
 
-def list_files(folder, classes, unlabeled):
-    """The images of one folder per class, and of trees without labels.
+def visible(folder, above=()):
+    """The names of the folders and of the images in a folder, sorted. Hidden ones are passed over.
 
-    Returns paths (n,) bytes, sorted, labels (n,) int64, and the folders (bytes) before the relative names in the paths.
-    Raises FileNotFoundError, which names the folders without images.
+    So is a link to a folder that is being listed: to this one or one of `above`, or to one that holds them.
     """
-    samples = make_dataset(folder, {c: i for i, c in enumerate(classes)}, EXTENSIONS, None, True) if classes else []
-    found = {label for _, label in samples}
-    empty = [Path(folder, c) for i, c in enumerate(classes) if i not in found]
-    trees = [path.resolve() for path in unlabeled]
-    for tree in trees:
-        more = make_dataset(tree.parent, {tree.name: -1}, EXTENSIONS, None, True)
-        empty += [] if more else [tree]
-        samples += more
-    if empty:
-        names = ", ".join(map(str, empty[:5])) + (", ..." if len(empty) > 5 else "")
-        raise FileNotFoundError(f"no image in {names}: an image's name ends in one of {' '.join(EXTENSIONS)}")
-    paths, labels = zip(*samples, strict=True)
-    folders = [os.fsencode(os.path.join(f, "")) for f in (*([folder] if classes else []), *trees)]
-    return np.array([os.fsencode(path) for path in paths]), np.array(labels), folders
+    entries = [entry for entry in os.scandir(folder) if entry.name[0] != "." and entry.name != "@eaDir"]  # a NAS's
+
+    def leads_back(entry):
+        target = os.path.join(os.path.realpath(entry.path), "")
+        return any(os.path.join(os.path.realpath(path), "").startswith(target) for path in (folder, *above))
+
+    folders = {entry.name for entry in entries if entry.is_dir()}
+    back = {entry.name for entry in entries if entry.is_symlink() and entry.name in folders and leads_back(entry)}
+    images = (e.name for e in entries if e.name not in folders and e.name.lower().endswith(EXTENSIONS))
+    return sorted(folders - back), sorted(images)
+
+
+def list_images(folder, above=()):
+    """Yield the paths of all images below a folder: its own first. above: the folders in which it is being listed."""
+    folders, images = visible(folder, above)
+    yield from (os.path.join(folder, name) for name in images)
+    for name in folders:
+        yield from list_images(os.path.join(folder, name), (folder, *above))
+
+
+def class_folders(folder):
+    """The names of the class folders; none in a folder of images. Exits with an error message if it has both."""
+    folders, images = visible(folder)
+    if folders and images:
+        found = f"the folder {folders[0]!a} beside the image {images[0]!a}"
+        fail(f"{folder} has {found}: give one folder per class, or only images, which are then without labels")
+    return folders
+
+
+def list_folder(name, root, part, unlabeled):
+    """The images of root/part: (paths (n,) bytes below root, labels (n,) int64, class names).
+
+    part: train, val or test, with the same class folders as train/ or, without labels, with none; or "" for all of root
+    without labels. unlabeled: add the images of root/unlabeled. Exits with an error message if the folders are others.
+    """
+    named = visible(root)[0]
+    if odd := [p for p in named if (p.lower() in PARTS and p not in PARTS) or (not part and p.lower() in SPLITS)]:
+        fail(f"{root} has {'/, '.join(odd)}/: name them train/, and val/ or test/ beside it, in small letters")
+    folder = os.path.join(root, part) if part else root
+    classes, trained = (class_folders(f) if part else [] for f in (folder, os.path.join(root, "train")))
+    if name == "imagenet100" and set(IMAGENET100) <= set(trained):
+        classes, trained = ([c for c in names if c in IMAGENET100] for names in (classes, trained))
+    if odd := sorted(set(classes) ^ set(trained)):
+        counts = [f"{len(names) or 'no'} class folders in" for names in (trained, classes)]
+        found = f"{counts[0]} {root}/train, {counts[1]} {folder}; not in both: {', '.join(map(ascii, odd[:5]))}"
+        fail(f"{found}. Give both one folder per class, by the same names")
+    trees = [(label, os.path.join(folder, c)) for label, c in enumerate(classes)] or [(-1, folder)]
+    if unlabeled and "unlabeled" in named:
+        trees.append((-1, os.path.join(root, "unlabeled")))
+    paths, labels = [], []
+    for label, tree in trees:
+        found = [os.fsencode(path[len(os.path.join(root, "")) :]) for path in list_images(tree, (folder,))]
+        if not found:
+            fail(f"no image in {tree}: an image's name ends in one of {' '.join(EXTENSIONS)}")
+        paths += found
+        labels += [label] * len(found)
+    return np.array(paths), np.array(labels), classes
 
 
 def decode_all(images):
@@ -631,18 +669,18 @@ def decode_all(images):
     return np.stack(decoded)
 
 
-def read_folder(name, folder, classes, cache, unlabeled=None):
-    """One folder per class (classes: their names) and any tree `unlabeled`; without classes, `folder` is such a tree.
+def read_folder(name, root, part="", cache=True, unlabeled=False):
+    """The images of root/part as an ImageSet, see `list_folder`. The first process lists the files for the others.
 
-    The first process lists the files and tells the others; images of one size of up to 96 px are decoded at once.
+    cache: images of one size of up to 96 px are decoded at once. Exits with an error message if there are none.
     """
-    trees = [tree for tree in (None if classes else folder, unlabeled) if tree]
+    root = os.fspath(root)
     try:
-        paths, labels, folders = from_first(lambda: list_files(folder, classes, trees))
-        images = ImageSet(name, labels, classes, None, paths, folders)
+        paths, labels, classes = from_first(lambda: list_folder(name, root, part, unlabeled))
+        images = ImageSet(name, labels, classes, None, paths, root)
         if cache and max(images[0].shape) <= 96:
             images.array = decode_all(images)
-    except (BadImage, FileNotFoundError) as error:
+    except (BadImage, OSError) as error:
         fail(str(error))
     return images
 
@@ -658,7 +696,8 @@ def load_images(name, data_dir=None, train=True, size=32, cache=True, unlabeled=
     if data_dir is not None and not root.is_dir():
         fail(f"--data-dir {data_dir} {'is not a folder' if root.exists() else 'does not exist'}")
     if data_dir is not None and (root / "train").is_dir():
-        return _load_layout(name, root, train, cache, unlabeled)
+        part = next((p for p in (("train",) if train else ("val", "test")) if (root / p).is_dir()), None)
+        return read_folder(name, root, part, cache, unlabeled and train) if part else None
     if name == "patterns":
         if data_dir is not None:
             fail(f"--data-dir {data_dir} has no train/, and patterns are generated: give --dataset folder")
@@ -666,7 +705,7 @@ def load_images(name, data_dir=None, train=True, size=32, cache=True, unlabeled=
         return ImageSet(name, labels, PATTERNS, array)
     if given:
         if name == "folder" and data_dir is not None:
-            return read_folder(name, root, (), cache) if train else None
+            return read_folder(name, root, "", cache) if train else None
         if name == "folder":
             fail("--dataset folder needs --data-dir DIR, a folder of images. For labels, DIR has train/ and val/")
         found = "" if data_dir is None else f"; {data_dir} has no train/"
@@ -682,21 +721,6 @@ def _may_download(root):
     visible = {path.name for path in root.iterdir() if path.name[0] != "."}
     known = torchvision.datasets.CIFAR10, torchvision.datasets.CIFAR100, torchvision.datasets.STL10
     return root == Path("data") or not visible or any({d.base_folder, d.filename} & visible for d in known)
-
-
-def _load_layout(name, root, train, cache, unlabeled):
-    """train/ and val/ or test/, one folder per class (or none: no labels), and unlabeled/."""
-    folder = next((root / s for s in (("train",) if train else ("val", "test")) if (root / s).is_dir()), None)
-    if folder is None:
-        return None
-    parts = root / "train", folder
-    classes, have = (sorted(p.name for p in d.iterdir() if p.is_dir() and p.name[0] != ".") for d in parts)
-    if name == "imagenet100" and set(IMAGENET100) <= set(classes):
-        classes, have = sorted(IMAGENET100), [c for c in have if c in IMAGENET100]
-    if odd := sorted(set(have) ^ set(classes)):
-        fail(f"{folder} and {root / 'train'} have different class folders: {', '.join(odd[:5])}")
-    more = root / "unlabeled"
-    return read_folder(name, folder, classes, cache, more if unlabeled and train and more.is_dir() else None)
 
 
 def _load_torchvision(name, root, train, unlabeled):

@@ -249,10 +249,11 @@ def listed_files(images, root, file):
         for name in {os.path.basename(images.path(i)), os.path.relpath(images.path(i), root)}:
             found.setdefault(name, []).append(i)
     try:
-        names = dict.fromkeys(line.strip() for line in Path(file).read_text().splitlines() if line.strip())
+        lines = Path(file).read_text(encoding="utf-8-sig").splitlines()  # Windows may begin it with a byte order mark
     except (OSError, UnicodeDecodeError) as error:
         common.fail(f"--label-files {file} cannot be read: {' '.join(str(error).split())}")
-    odd = [name for name in names if len(found.get(name, ())) != 1]
+    names = dict.fromkeys(line.strip() for line in lines if line.strip())
+    odd = [ascii(name) for name in names if len(found.get(name, ())) != 1]
     if odd or not names:
         common.fail(f"--label-files {file}: not the name of one file in {root}: {', '.join(odd[:5]) or 'nothing'}")
     return np.unique([found[n][0] for n in names])
@@ -432,7 +433,7 @@ def open_validation(args, train, test):
     root = Path(args.data_dir)
     if not all((root / part).is_dir() for part in ("train", "val", "test")):
         return None, test
-    judged = common.read_folder(args.dataset, root / "test", train.classes, True)
+    judged = common.read_folder(args.dataset, root, "test")
     common.say(f"val/ and test/ are both there: val/ chooses, test/ with its {len(judged)} images is judged")
     return test, judged
 

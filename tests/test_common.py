@@ -556,9 +556,6 @@ def test_trees_without_labels_and_mixed_sizes(tmp_path):
     write_tree(tmp_path / "flat", ["train", "unlabeled"])
     assert common.load_images("folder", tmp_path / "flat", unlabeled=True).labels.tolist() == [-1] * 6
     assert common.load_images("folder", write_tree(tmp_path / "big", ["b"], 1, (97, 20))).array is None
-    (tmp_path / "links" / "train").mkdir(parents=True)
-    (tmp_path / "links" / "train" / "a").symlink_to(root / "x", target_is_directory=True)
-    assert len(common.load_images("folder", tmp_path / "links")) == 3
 
 
 GROWTH = """
@@ -607,11 +604,11 @@ def test_files_are_listed_once_by_the_first_process(tmp_path, monkeypatch):
     expected = sorted(str(p) for p in (tmp_path / "train").rglob("*.jpg"))
     assert [images.path(i) for i in range(600)] == expected and images.labels.tolist() == [i // 30 for i in range(600)]
     assert isinstance(images.paths, np.ndarray) and images.paths.dtype.kind == "S"
-    found = images.paths, images.labels, images.folders
+    found = images.paths, images.labels, images.classes
     monkeypatch.setattr(common, "rank_and_world", lambda: (1, 2))
     monkeypatch.setattr(common.dist, "is_initialized", lambda: True)
     monkeypatch.setattr(common.dist, "broadcast_object_list", lambda told: told.__setitem__(0, found))
-    monkeypatch.setattr(common, "list_files", lambda *_: pytest.fail("listed by the second process"))
+    monkeypatch.setattr(common.os, "scandir", lambda _: pytest.fail("listed by the second process"))
     again = common.load_images("folder", tmp_path, cache=False)
     assert np.array_equal(again.paths, images.paths) and np.array_equal(again.labels, images.labels)
 
@@ -644,7 +641,7 @@ def test_what_cannot_be_loaded_is_one_line(tmp_path, capsys, name, make, words):
 def test_class_folders_must_agree_and_a_broken_file_is_named(tmp_path, capsys):
     root = write_tree(tmp_path, ["train/a", "train/b", "val/a", "val/c"])
     line = refused(capsys, common.load_images, "folder", root, False)
-    assert "b, c" in line and "different class folders" in line
+    assert line.strip().endswith("not in both: 'b', 'c'. Give both one folder per class, by the same names")
     images = common.load_images("folder", damaged(tmp_path / "late"), cache=False)
     with pytest.raises(common.BadImage, match=r"b.2\.png"):
         images[5]

@@ -29,7 +29,7 @@ def write_tree(root, counts, seed=0):
     """Random PNG files: {folder: how many}."""
     rng = np.random.default_rng(seed)
     for folder, count in counts.items():
-        (root / folder).mkdir(parents=True)
+        (root / folder).mkdir(parents=True, exist_ok=True)
         for i in range(count):
             Image.fromarray(rng.integers(0, 256, (12, 10, 3), dtype=np.uint8)).save(root / folder / f"{i}.png")
     return root
@@ -90,16 +90,15 @@ def test_another_set_of_files_has_another_checksum(tmp_path, change):
 
 def test_a_checksum_reads_a_thousand_sizes_of_files_and_all_names(monkeypatch):
     """As of ImageNet: 1.28 million names, in seconds."""
-    names = np.array([f"/x/train/n{i % 1000:08}/{i:08}.JPEG".encode() for i in range(200_000)])
+    names = np.array([f"train/n{i % 1000:08}/{i:08}.JPEG".encode() for i in range(200_000)])
     asked = []
     monkeypatch.setattr(os.path, "getsize", lambda path: asked.append(path) or 5)
-    images = common.ImageSet("folder", np.arange(200_000) % 1000, "ab", paths=names, folders=[b"/x/train/"])
+    images = common.ImageSet("folder", np.arange(200_000) % 1000, "ab", paths=names, root="/x")
     first = images.checksum()
     assert len(set(asked)) == 1000 and {asked[0], asked[-1]} == {images.path(0), images.path(199_999)}
-    images.paths = np.char.replace(names, b"/x/", b"/elsewhere/")
-    images.folders = [b"/elsewhere/train/"]
+    images.root = "/elsewhere"
     assert images.checksum() == first
-    images.paths[77] = b"/elsewhere/train/other.JPEG"
+    images.paths[77] = b"train/other.JPEG"
     assert images.checksum() != first
 
 
@@ -200,15 +199,52 @@ def test_messages_about_folders(tmp_path, capsys):
     (tmp_path / "empty").mkdir()
     line = refused(capsys, common.load_images, "folder", tmp_path / "empty")
     assert f"no image in {tmp_path / 'empty'}: " in line
-    write_tree(tmp_path / "tree", {"train/a": 1, "train/b": 0, "train/c": 0})
+    write_tree(tmp_path / "tree", {"train/a": 1, "train/b": 0})
     line = refused(capsys, common.load_images, "folder", tmp_path / "tree")
-    assert f"no image in {tmp_path / 'tree/train/b'}, {tmp_path / 'tree/train/c'}: " in line
+    assert f"no image in {tmp_path / 'tree/train/b'}: " in line
     line = refused(capsys, common.load_images, "folder")
     assert (
         line == "error: --dataset folder needs --data-dir DIR, a folder of images. For labels, DIR has train/ and val/"
     )
     line = refused(capsys, common.load_images, "imagenet", tmp_path)
     assert line.endswith(f"with train/ and val/, each with one folder per class; {tmp_path} has no train/")
+
+
+def test_hidden_folders_and_links_back_are_passed_over(tmp_path):
+    root = write_tree(tmp_path / "data", {"train/a/deep": 2, "train/b": 2, "train/.x": 1, "train/a/@eaDir": 1, "c": 3})
+    write_tree(root / "train", {"a/.ipynb_checkpoints": 1})
+    (root / "train" / "b" / "._0.png").write_bytes(b"not an image")
+    for name, target in {
+        "a/up": "..",
+        "a/top": "../..",
+        "loop": ".",
+        "b/c": "../../c",
+        "../c/back": "../train/b",
+    }.items():
+        (root / "train" / name).symlink_to(target, target_is_directory=True)
+    images = common.load_images("folder", root)
+    names = [os.path.relpath(images.path(i), root / "train") for i in range(len(images))]
+    assert names == ["a/deep/0.png", "a/deep/1.png", "b/0.png", "b/1.png", "b/c/0.png", "b/c/1.png", "b/c/2.png"]
+    assert images.classes == ["a", "b"] and images.labels.tolist() == [0, 0, 1, 1, 1, 1, 1]
+
+
+LAYOUTS = {  # folders, and words of the message
+    "images beside classes": (("train", "train/a", "train/b"), "train has the folder 'a' beside the image '0.png'"),
+    "no classes in val": (("train/a", "train/b", "val"), "no class folders in DIR/val"),
+    "capitals": (("Train/a", "Val/a"), "DIR has Train/, Val/: name them train/, and val/ or test/"),
+    "one in capitals": (("train/a", "Val/a"), "DIR has Val/: name them"),
+    "another word": (("training", "validation"), "DIR has training/, validation/: name them"),
+    "two forms": (("train/g\xe2teau", "val/ga\u0302teau"), r"not in both: 'ga\u0302teau', 'g\xe2teau'"),
+    "a blank": (("train/cat", "val/cat "), "not in both: 'cat', 'cat '"),
+}
+
+
+@pytest.mark.parametrize("kind", LAYOUTS)
+def test_folders_that_are_no_data_set_are_one_line(tmp_path, capsys, kind):
+    folders, words = LAYOUTS[kind]
+    write_tree(tmp_path, {folder: 2 for folder in sorted(folders, reverse=True)})
+    args = types.SimpleNamespace(dataset="folder", data_dir=tmp_path, image_size=32, no_cache=False, batch_size=1)
+    assert words in refused(capsys, common.open_images, args).replace(str(tmp_path), "DIR")
 
 
 def test_an_evaluation_says_that_its_folder_does_not_exist(capsys):
