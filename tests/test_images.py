@@ -66,17 +66,11 @@ def test_a_copied_folder_is_the_same_set(tmp_path, monkeypatch):
     assert flat[0] == flat[1]
 
 
-@pytest.mark.parametrize("change", ["another val", "the pixels", "a name", "a size", "a label", "one fewer"])
+@pytest.mark.parametrize("change", ["a name", "a size", "a label", "one fewer"])
 def test_another_set_of_files_has_another_checksum(tmp_path, change):
     root = write_tree(tmp_path / "data", TREE)
     before = checksums(root)
-    if change == "another val":
-        shutil.rmtree(root / "val")
-        write_tree(root, {"val/a": 2, "val/b": 2}, seed=1)
-    elif change == "the pixels":  # of a file without compression, which stays as long
-        file = root / "val" / "a" / "1.png"
-        file.write_bytes(file.read_bytes()[:-1] + b"?")
-    elif change == "a name":
+    if change == "a name":
         (root / "val" / "b" / "1.png").rename(root / "val" / "b" / "7.png")
     elif change == "a size":
         Image.fromarray(gradient(30, 30)).save(root / "val" / "b" / "1.png")
@@ -92,6 +86,7 @@ def test_a_checksum_reads_a_thousand_sizes_of_files_and_all_names(monkeypatch):
     """As of ImageNet: 1.28 million names, in seconds."""
     names = np.array([f"train/n{i % 1000:08}/{i:08}.JPEG".encode() for i in range(200_000)])
     asked = []
+    monkeypatch.setattr(os.path, "exists", lambda path: True)
     monkeypatch.setattr(os.path, "getsize", lambda path: asked.append(path) or 5)
     images = common.ImageSet("folder", np.arange(200_000) % 1000, "ab", paths=names, root="/x")
     first = images.checksum()
@@ -136,19 +131,10 @@ class Own(torch.utils.data.Dataset):
         return item() if callable(item) else item
 
 
-def test_a_checksum_of_own_images():
-    images = list(common.make_patterns(100, 16, 0)[0])
-    data = Own(images)
-    first = common.OwnImages(data).checksum()
-    assert data.read == 40  # 20 of them, twice
-    assert first == common.OwnImages(Own([Image.fromarray(x) for x in images])).checksum()
-    assert first != common.OwnImages(Own(images[:-1])).checksum()
-    assert first != common.OwnImages(Own([*images[:-1], images[0]])).checksum()
-    labels = [common.OwnImages(Own(images, targets=[0] * 99 + [last]), True).checksum() for last in (0, 0, 1)]
-    assert labels[0] == labels[1] != labels[2]
-    rng = np.random.default_rng(0)
-    random = Own([lambda: rng.integers(0, 256, (16, 16, 3), dtype=np.uint8)] * 100)  # as random transforms give
-    assert common.OwnImages(random).checksum() == common.OwnImages(random).checksum()
+def test_a_checksum_of_own_images_is_of_their_number():
+    data = Own([None] * 100)
+    assert common.OwnImages(data).checksum() == common.OwnImages(Own([1] * 100)).checksum() and data.read == 0
+    assert common.OwnImages(data).checksum() != common.OwnImages(Own([None] * 99)).checksum()
 
 
 # -------------------------------------------------------- folders and downloads
