@@ -282,9 +282,15 @@ def test_one_process_judges_an_own_encoder_as_it_is(tiny, monkeypatch):
     assert common.open_encoder(args, mine)[1] is mine
 
 
+def launched_alone(monkeypatch):
+    """Set torchrun's variables for one process."""
+    for name, value in dict(RANK="0", WORLD_SIZE="1", MASTER_ADDR="localhost", MASTER_PORT="1").items():
+        monkeypatch.setenv(name, value)
+
+
 def test_fine_tuning_in_a_process_group_of_one(tiny, tmp_path, monkeypatch):
     """An own encoder may leave parameters unused. DDP is gone before its process group, or it could hang for ever."""
-    monkeypatch.setenv("WORLD_SIZE", "1")
+    launched_alone(monkeypatch)
     monkeypatch.setattr(common, "rendezvous", lambda _: iter([(torch.distributed.HashStore(), 0, 1)]))
     wrapped, left, end = [], [], torch.distributed.destroy_process_group
 
@@ -340,7 +346,7 @@ def test_an_encoder_of_another_image_size_is_one_line(tiny, capsys, script):
 
 def test_each_process_group_of_a_program_has_a_store_of_its_own(monkeypatch):
     """Or the second would look for the first one's addresses."""
-    monkeypatch.setenv("WORLD_SIZE", "1")
+    launched_alone(monkeypatch)
     shared = torch.distributed.HashStore()
     monkeypatch.setattr(common, "rendezvous", lambda _: iter([(shared, 0, 1)]))
     args, found = eval_knn.parse_args(["--device", "cpu"]), []

@@ -153,7 +153,9 @@ def test_positives_are_chosen_by_the_momentum_encoder(model, tmp_path, images):
     many.array = many.array + np.arange(20, dtype=np.uint8)[:, None, None, None]  # twenty images, all of them different
     for p in model.momentum_projector.parameters():  # no copy of the query's any more
         p.add_(torch.randn_like(p))
-    state = dict(config=json.loads(json.dumps(vars(args))), backbone=args.backbone, model=model.state_dict())
+    state = dict(
+        config=json.loads(json.dumps(vars(args))), backbone=common.encoder_info(args), model=model.state_dict()
+    )
     common.save_checkpoint(tmp_path / "last.pt", state)
     table = figures.choose(tmp_path, many, ("knn",))["knn"]
     x = common.normalize(torch.from_numpy(many.array).permute(0, 3, 1, 2) / 255, *common.NORMS[args.norm])
