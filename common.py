@@ -2121,12 +2121,12 @@ def find_checkpoint(out, config, resume="auto"):
 
 
 def differences(old, new):
-    """What a configuration changes in another, as a list of '--NAME was X, is Y'; OPERATING flags do not count."""
+    """What a configuration changes in another, as a list of 'NAME was X, is Y'; OPERATING flags do not count."""
     found = []
     for name in sorted((set(old) | set(new)) - OPERATING):
         was, now = old.get(name), new.get(name)
         if was != now:
-            found.append(f"{option(name)} was {shown(was)}, is {shown(now)}")
+            found.append(f"{name.replace('_', '-')} was {shown(was)}, is {shown(now)}")
     return found
 
 
