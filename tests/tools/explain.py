@@ -258,7 +258,7 @@ def joint(photos, path):
             page.text(place + tile / 2, top - 16, text, 8.5, weight="bold", color=colour)
     page.text(705, top - 16, "how often", 8.5, weight="bold")
     # Both views of JointBlur's pairs are of the whole photograph, so that they differ by their blur alone
-    blur = ("--joint", "blur", "--blur-prob", "1", "1", "--crop-scale", "1", "1", "--flip-p", "0")
+    blur = ("--joint", "blur", "--blur-p", "1", "1", "--crop-scale", "1", "1", "--flip-p", "0")
     rows = (
         ("RandomCrop", "the baseline: crops\nof random areas", ("--joint", "none"), (12, 6)),
         ("JointCrop", "beta = 0:\nevery ratio", ("--beta", "0"), (2, 7)),
