@@ -22,8 +22,9 @@ same crop is encoded at several sizes, and the query of every size is compared w
     python clim.py --dataset cifar10 --selection none                         # the baseline, MoCo v2, on one GPU
     torchrun --nproc_per_node=8 clim.py --dataset imagenet --data-dir DIR
 
-The baseline is MoCo v2. It is exactly `--selection none` with one resolution. CLIM adds the choice of positives, two
-views of the positive, the mix, and the sum over sizes.
+The baseline is MoCo v2. It is exactly `--selection none`, which takes one resolution. CLIM adds the choice of
+positives, two views of the positive, the mix, and the sum over sizes. Tables 6, 8 and 9 are of one resolution, too
+(`--resolutions 224`). Table 7's multi-crop is `--local-crops 2`.
 
 On ImageNet, each choice of positives needs a pass over all images. The neighbours then take 4.2e14 operations in
 float64, which the processes share. k-means takes 6.6e13, and each process computes all of them. By an H100's data sheet
@@ -58,6 +59,11 @@ Where this file and the paper differ:
        rate. Recipes for small images have one size here.
     D4 The sizes {224, 224} of Table 7. Paper: it does not say what differs between the two. Here: both have the same
        crop, and each has colours and a flip of its own.
+    D5 Crops of multi-resolution. Paper: section 3.3 keeps the crop fixed over the sizes, and its introduction compares
+       "the same image (patch) at different resolutions explicitly". Here: a view keeps its crop over all sizes, but
+       query and key have crops of their own. `--same-crop` is the other reading: a key has the crop of its query.
+    D6 Multi-crop, 2 x 224 + 2 x 96. Paper (Table 7): sizes and areas. Here (ours): a local crop is a query only. It is
+       mixed with a local crop of the positive, with a share and a box of its own, and its term is added to the sum.
 """
 
 import argparse
@@ -81,6 +87,7 @@ import common
 BASE = dict(
     selection="center", mix="cutmix", num_positives=10, knn_k=40, refresh_every=5,  # App. A.2
     alpha=2.0,  # Table 9
+    same_crop=False, local_crops=0, local_size=96, local_scale=(0.05, 0.14),  # Table 7
     clim_start=5, kmeans_iterations=20,  # ours
     temperature=0.2, dim=128, momentum=0.999, sgd_momentum=0.9, weight_decay=1e-4, warmup=0.0, min_lr=0.0, bn_groups=8,
     patch_size=16,
@@ -118,7 +125,8 @@ KNN = dict(knn_k=10)  # Table 6: the comparison with kNN takes positives from th
 def recipe(chosen):
     """Return the hyper-parameters {name: value}.
 
-    chosen: a namespace with dataset, arch, selection, resolutions and image_size. All but dataset may be None.
+    chosen: a namespace with dataset, arch, selection, resolutions, image_size and local_crops. All but dataset may be
+    None.
     """
     values = dict(RECIPES[chosen.dataset])
     if chosen.arch in ("resnet_micro", "resnet_mini") and chosen.dataset in ("cifar10", "cifar100", "stl10"):
@@ -129,6 +137,8 @@ def recipe(chosen):
         values["image_size"] = max(chosen.resolutions)  # views are cut at the largest size
     elif chosen.image_size not in (None, values["image_size"]):
         values["resolutions"] = (chosen.image_size,)  # another size of views is the only size
+    elif chosen.selection == "none" or chosen.local_crops:
+        values["resolutions"] = (values["image_size"],)  # the baseline, and Table 7's multi-crop
     return values
 
 
@@ -308,12 +318,21 @@ def select_positives(x, centers, assignment, k=40, num_positives=10, generator=N
 
 
 def random_members(assignment, count, generator=None):
-    """Draw `count` rows of each row's own cluster: (N,) int64 -> (N, count) int64. They may repeat."""
+    """Draw `count` other rows of each row's own cluster: (N,) int64 -> (N, count) int64. They may repeat.
+
+    A row that is alone in its cluster gets rows of any cluster. If it is the only row, it gets itself (D1).
+    """
+    n = len(assignment)
     by_cluster = assignment.argsort(stable=True)
+    place = torch.empty_like(by_cluster).index_copy_(0, by_cluster, torch.arange(n, device=assignment.device))
     sizes = assignment.bincount()
-    first = sizes.cumsum(0) - sizes  # where each cluster begins in by_cluster
-    random = torch.rand(len(assignment), count, dtype=torch.float64, generator=generator).to(assignment.device)
-    return by_cluster[first[assignment, None] + (random * sizes[assignment, None]).long()]
+    first = (sizes.cumsum(0) - sizes)[assignment]  # where the row's cluster begins in by_cluster
+    size = sizes[assignment]
+    first, size = torch.where(size == 1, 0, first), torch.where(size == 1, n, size)
+    random = torch.rand(n, count, dtype=torch.float64, generator=generator).to(assignment.device)
+    other = (random * (size - 1)[:, None]).long()
+    other += other >= (place - first)[:, None]  # the row itself is passed over
+    return by_cluster[(first[:, None] + other).clamp_max(n - 1)]
 
 
 # -------- InfoNCE with a queue (the same in moco_jointcrop, jcl, clim and logo)
@@ -339,7 +358,8 @@ def info_nce(q, k, queue, temperature):
 # ============================================================= 3. augmentation
 
 VIEWS = ("query", "key", "positive's key", "positive's query")  # the views of one copy, in this order
-STREAM_POSITIVES, STREAM_MIX = 5, 30  # random streams, see common.generator
+BOX_OF = (0, 0, 3, 3)  # with --same-crop: the view whose box each of them has
+STREAM_POSITIVES, STREAM_MIX = 5, 30  # random streams, see common.generator; 31 and up mix the local crops
 
 
 def num_copies(resolutions):
@@ -347,8 +367,16 @@ def num_copies(resolutions):
     return max(resolutions.count(size) for size in resolutions)
 
 
+def view_names(args, have_positives):
+    """Return the names of the views of one copy: all of VIEWS or, with --mix none, the first three."""
+    if not have_positives:  # until they are chosen, there are the image's own two views
+        return VIEWS[:2]
+    return VIEWS if args.mix == "cutmix" else VIEWS[:3]
+
+
 def augmentation(args):
-    """Return a list of View: those of VIEWS for each copy. All are drawn alike, as in MoCo v2 (App. A).
+    """Return a list of View: those of VIEWS for each copy, then a local crop of the image and one of the positive for
+    each of --local-crops. All are drawn alike, as in MoCo v2 (App. A).
 
     All are cut at the largest size. CLIM.forward resizes them to the other sizes, so that these have the same crop
     (section 3.3).
@@ -367,14 +395,17 @@ def augmentation(args):
     )
     query, key = view, view
     positives_key, positives_query = view, view
-    return [query, key, positives_key, positives_query] * num_copies(args.resolutions)
+    local = view._replace(size=args.local_size, area=args.local_scale)
+    positives_local = local
+    copies = [query, key, positives_key, positives_query] * num_copies(args.resolutions)
+    return copies + [local, positives_local] * args.local_crops
 
 
 def draw_views(args, images, positives, index, sizes, draws):
     """Draw the views of images and of their positives: returns (cuts, colours), as common.ViewDataset needs them.
 
-    The views are those of `augmentation`. While there are no positives, they are the first two of each copy. With
-    --mix none, they are the first three, as nothing is pasted into the query.
+    The views are those of `augmentation`. While there are no positives, none of theirs is drawn. With --mix none, only
+    the positive's key is, as nothing is pasted into the queries.
 
     images: the ImageSet. positives: (N, num_positives) int32, the table of positives; -1 if none are chosen yet. index,
     sizes, draws: as in common.ViewDataset; the last column of draws is extra, and chooses the positive.
@@ -382,33 +413,42 @@ def draw_views(args, images, positives, index, sizes, draws):
     # The last number chooses the partner: one of the image's positives.
     column = (draws[:, -1] * positives.shape[1]).astype(int)
     partner = positives.numpy()[index, column].astype(np.int64)
-    sources = [(index, sizes), (index, sizes)]  # the image's query and key
-    if args.selection != "none" and partner[0] >= 0:
-        partner_sizes = images.sizes(partner)
-        sources.append((partner, partner_sizes))  # the positive's key
-        if args.mix == "cutmix":
-            sources.append((partner, partner_sizes))  # the positive's query
+    have_positives = partner[0] >= 0
+    image = index, sizes
+    positive = (partner, images.sizes(partner)) if have_positives else None
+    sources = [image, image, positive, positive][: len(view_names(args, have_positives))]
+    of_local = [image, positive] if len(sources) == len(VIEWS) else [image]  # nothing is pasted where none is mixed
+
+    views, copies = augmentation(args), num_copies(args.resolutions)
+    draws = draws[:, :-1].reshape(len(index), len(views), common.VIEW_DRAWS)
+    cuts, colours = [], []
+
+    def draw(source, number, box_number):
+        rows, row_sizes = source
+        boxes, colour = common.draw_view(views[number], row_sizes, draws[:, number])
+        if box_number != number:
+            boxes, _ = common.draw_view(views[number], row_sizes, draws[:, box_number])
+        cuts.append((rows, boxes, views[number].size))
+        colours.append(colour)
 
     # A second copy has the boxes of the first, and colours and flips of its own (D4).
-    views = augmentation(args)
-    copies = num_copies(args.resolutions)
-    draws = draws[:, :-1].reshape(len(index), copies, len(VIEWS), common.VIEW_DRAWS)
-    cuts, colours = [], []
     for number in range(copies):
-        for i, (rows, row_sizes) in enumerate(sources):
-            boxes, _ = common.draw_view(views[i], row_sizes, draws[:, 0, i])
-            _, colour = common.draw_view(views[i], row_sizes, draws[:, number, i])
-            cuts.append((rows, boxes, views[i].size))
-            colours.append(colour)
+        for i, source in enumerate(sources):
+            draw(source, number * len(VIEWS) + i, BOX_OF[i] if args.same_crop else i)
+    for number in range(args.local_crops):
+        for i, source in enumerate(of_local):
+            view_number = copies * len(VIEWS) + 2 * number + i
+            draw(source, view_number, view_number)
     return cuts, colours
 
 
-def mix(args, x, partner, step):
+def mix(args, x, partner, step, number=0):
     """Mix a batch with one share and one box, which are the same on every process. Returns what `cutmix` returns.
 
-    The share is drawn from Beta(alpha, alpha) (section 3.2.2). x, partner: (n, 3, H, W). step: seeds share and box.
+    The share is drawn from Beta(alpha, alpha) (section 3.2.2). x, partner: (n, 3, H, W). step, number: seed share and
+    box; number: 0 for the queries, 1 and up for local crops.
     """
-    generator = common.generator(args.seed, step, STREAM_MIX)
+    generator = common.generator(args.seed, step, STREAM_MIX + number)
     lam = np.random.default_rng(generator.initial_seed()).beta(args.alpha, args.alpha)
     return cutmix(x, partner, lam, generator)
 
@@ -419,9 +459,12 @@ def show_views(args, positives, loader, device):
         positives.random_(len(positives), generator=common.generator(args.seed))
         common.say("no encoder has chosen positives yet: those in the picture are random")
     views = common.colour_views(next(iter(loader)), device)
-    first_copy = views[: len(views) // num_copies(args.resolutions)]
-    shown = dict(zip(VIEWS, first_copy, strict=False))
-    if "positive's query" in shown:
+    names = view_names(args, args.selection != "none")
+    shown = dict(zip(names, views, strict=False))  # the first copy
+    of_local = ["local crop", "positive's local crop"][: 2 if names == VIEWS else 1]
+    local_names = [f"{name} {number + 1}" for number in range(args.local_crops) for name in of_local]
+    shown |= dict(zip(local_names, views[num_copies(args.resolutions) * len(names) :], strict=True))
+    if names == VIEWS:
         query, partner = shown["query"], shown["positive's query"]
         mixed, _ = mix(args, query, partner, step=0)
         box, _ = mix(args, torch.zeros_like(query), torch.ones_like(query), step=0)  # 1 in the box, else 0
@@ -523,9 +566,10 @@ class CLIM(nn.Module):
     def __init__(self, args, encoder=None):
         super().__init__()
         self.args = args
-        self.backbone = (
-            encoder if encoder is not None else common.build_backbone(common.encoder_info(args), args.resolutions)
-        )
+        self.backbone = encoder
+        if encoder is None:
+            sizes = [*args.resolutions, *[args.local_size] * args.local_crops]
+            self.backbone = common.build_backbone(common.encoder_info(args), sizes)
         width = common.output_width(self.backbone, args.image_size)
         self.projector = nn.Sequential(nn.Linear(width, width), nn.ReLU(inplace=True), nn.Linear(width, args.dim))
         self.momentum_backbone = common.copy_module(self.backbone, frozen=True)
@@ -542,22 +586,26 @@ class CLIM(nn.Module):
         with torch.autocast(x.device.type, torch.bfloat16, enabled=self.args.amp == "bf16"):
             return F.normalize(self.momentum_projector(self.momentum_backbone(x)).to(x.dtype), dim=1)
 
-    def forward(self, views, step):
+    def forward(self, views, step, have_positives):
         """Return (loss, keys to enqueue (N, dim), (q, k), metrics {name: tensor}) of a batch. The loss is Eq. 6.
 
-        q and k (n, dim) are queries and the images' own keys at the largest size, without gradient.
-        While there are no positives, the loss is MoCo's, summed over the same pairs of sizes. views: this process's
-        views (n, 3, H, W), normalised, as `draw_views` orders them. step: seeds CutMix's share and box, and the
-        shuffles of the keys. Gradients reach the query encoder only.
+        views: this process's views (n, 3, H, W), normalised, as `draw_views` orders them. step: seeds CutMix's shares
+        and boxes, and the shuffles of the keys. have_positives: False until they are chosen. The loss is MoCo's then,
+        summed over the same pairs of sizes. q and k (n, dim) are queries and the images' own keys at the largest size,
+        without gradient. Gradients reach the query encoder only.
         """
-        args, sizes = self.args, self.args.resolutions
-        views_per_copy = len(views) // num_copies(sizes)
-        have_positives = views_per_copy > 2  # until they are chosen, a copy has the image's own two views
+        args, sizes, names = self.args, self.args.resolutions, view_names(self.args, have_positives)
         lam = 0.5  # without mixing, half the loss goes to each key
+
+        def contrast(q, k, lam):  # q: (n, C), k: (1 or 2, n, C), the keys of the image and of its positive
+            if have_positives:
+                return clim_loss(q, k[0], k[1], self.queue.keys, args.temperature, lam)  # Eq. 4
+            return info_nce(q, k[0], self.queue.keys, args.temperature)  # Eq. 1
+
         queries, keys = [], []
         for i, size in enumerate(sizes):
-            first = sizes[:i].count(size) * views_per_copy  # a size that is named again has a copy of its own
-            view = dict(zip(VIEWS, views[first : first + views_per_copy], strict=False))
+            first = sizes[:i].count(size) * len(names)  # a size that is named again has a copy of its own
+            view = dict(zip(names, views[first : first + len(names)], strict=True))
             x, key_views = view["query"], [view["key"]]
             if have_positives:
                 key_views.append(view["positive's key"])
@@ -567,13 +615,18 @@ class CLIM(nn.Module):
             shuffle = common.generator(args.seed, step, STREAM_SHUFFLE + i)
             keys.append(encode_keys(self.key, [resize(v, size) for v in key_views], shuffle))  # (1 or 2, N, C)
         own_keys = [common.own_rows(k, dim=1) for k in keys]  # (1 or 2, n, C) for each size
-        losses = []
-        for q, k in itertools.product(queries, own_keys):
-            if have_positives:
-                losses.append(clim_loss(q, k[0], k[1], self.queue.keys, args.temperature, lam))  # Eq. 4
-            else:
-                losses.append(info_nce(q, k[0], self.queue.keys, args.temperature))  # Eq. 1
+        losses = [contrast(q, k, lam) for q, k in itertools.product(queries, own_keys)]
         anchor_keys = keys[0][0]  # the images' own keys at the largest size
+
+        # Table 7's multi-crop: local crops are queries, mixed with the positive's, against the keys of the large views
+        local_views = views[num_copies(sizes) * len(names) :]
+        for number in range(args.local_crops):
+            if names == VIEWS:
+                x, partner = local_views[2 * number : 2 * number + 2]
+                x, lam = mix(args, x, partner, step, 1 + number)
+            else:
+                x = local_views[number]
+            losses.append(contrast(self.query(x), own_keys[0], lam))
         return sum(losses), anchor_keys, (queries[0].detach(), own_keys[0][0]), {}  # Eq. 6
 
     @torch.no_grad()
@@ -597,6 +650,8 @@ def parse_args(argv=None):
     """
     parser = common.run_parser("clim.py", __doc__)
     add = parser.add_argument_group("loss").add_argument
+    add("--same-crop", action="store_true", help="a key has the crop of its query (D5)")
+    add("--local-crops", type=int, choices=(0, 2), help="local crops per image, as queries (Table 7, D6)")
     add("--mix", choices=("cutmix", "none"), help="none: no mixing, half the loss to each key (Table 6)")
     add("--alpha", type=common.POSITIVE, help="parameter of CutMix's Beta(alpha, alpha) (Table 9)")
     add("--temperature", type=common.POSITIVE, help="temperature tau of the loss")
@@ -628,6 +683,8 @@ def parse_args(argv=None):
     add("--sgd-momentum", type=common.SHARE, help="momentum of SGD")
     add = parser.add_argument_group("augmentation").add_argument
     add("--crop-scale", type=common.POSITIVE_SHARE, nargs=2, help="smallest and largest area of a crop, as shares")
+    add("--local-size", type=common.COUNT, help="side of a local crop, in pixels")
+    add("--local-scale", type=common.POSITIVE_SHARE, nargs=2, help="smallest and largest area of a local crop")
     add("--crop-ratio", type=common.POSITIVE, nargs=2, help="smallest and largest width / height of a crop")
     add("--interpolation", choices=("bilinear", "bicubic"), help="how a crop is resized")
     add("--jitter", type=common.NOT_NEGATIVE, nargs=4, help="most brightness, contrast, saturation and hue change")
@@ -693,7 +750,8 @@ def choose_positives(args, x, generator=None, neighbors=None):
 
     count = args.num_positives
     if args.selection == "random":
-        return torch.randint(len(x), (len(x), count), generator=generator)
+        one_cluster = torch.zeros(len(x), dtype=torch.int64, device=x.device)
+        return random_members(one_cluster, count, generator)
     if args.selection == "knn":
         neighbors = nearest_neighbors(x, args.knn_k) if neighbors is None else neighbors
         return take(neighbors, torch.ones_like(neighbors, dtype=torch.bool), count, generator)
@@ -775,9 +833,11 @@ def main(args, train=None, test=None, encoder=None):
 
     # The run's folder: if it holds a last.pt, the run continues from it
     run = common.Run(args, device, train, model.backbone, model=model, optimizer=optimizer, positives=positives)
-    chance = len(args.resolutions) ** 2 * math.log(args.queue + 1)  # the loss at equal logits
+    terms = len(args.resolutions) ** 2 + args.local_crops
+    chance = terms * math.log(args.queue + 1)  # the loss at equal logits
     kind = "no positives" if args.selection == "none" else f"selection {args.selection}, mix {args.mix}"
-    about = f"{kind}, sizes {common.shown(args.resolutions)}, {args.queue} negatives per query"
+    sizes = f"sizes {common.shown(args.resolutions)}, {args.local_crops} local crops"
+    about = f"{kind}, {sizes}, {args.queue} negatives per query"
     run.begin(common.introduction(args, model.backbone, train, test, chance, about), chance)
     if args.selection != "none" and args.clim_start >= args.epochs:
         common.say("warning: no positives will be chosen: give --clim-start a number below --epochs")
@@ -788,6 +848,7 @@ def main(args, train=None, test=None, encoder=None):
         # Choose positives every few epochs (App. A.2). Here everything is saved
         if choice_is_due(args, epoch) and step == epoch * steps_per_epoch:
             refresh(args, model, train, device, epoch, positives)
+        have_positives = positives[0, 0].item() >= 0
         with stop:  # SIGTERM and Ctrl-C wait in here, until the step at hand is made and saved
             loader.batch_sampler.set_epoch(epoch, step, run.last_step)
             for batch in loader:
@@ -798,7 +859,7 @@ def main(args, train=None, test=None, encoder=None):
                 views = [common.normalize(view, mean, std) for view in common.colour_views(batch, device, layout)]
                 common.seed_step(args.seed, step)  # for layers that draw random numbers, such as drop-path
                 # The loss: Eq. 3 mixes the queries, and Eq. 6 sums Eq. 4 over all pairs of sizes
-                loss, anchor_keys, embeddings, metrics = ddp(views, step)
+                loss, anchor_keys, embeddings, metrics = ddp(views, step, have_positives)
                 # Update the query encoder. Then move the momentum encoder
                 optimizer.zero_grad(set_to_none=True)
                 loss.backward()

@@ -258,7 +258,9 @@ class JCL(nn.Module):
     def __init__(self, args, encoder=None):
         super().__init__()
         self.args = args
-        self.backbone = encoder if encoder is not None else common.build_backbone(common.encoder_info(args))
+        self.backbone = encoder
+        if encoder is None:
+            self.backbone = common.build_backbone(common.encoder_info(args))
         width = common.output_width(self.backbone, args.image_size)
         self.projector = nn.Sequential(nn.Linear(width, width), nn.ReLU(inplace=True), nn.Linear(width, args.dim))
         self.momentum_backbone = common.copy_module(self.backbone, frozen=True)

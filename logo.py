@@ -10,6 +10,7 @@ to score two locals of one image above locals of two images. The encoder lowers 
     L_ll          local_dissimilarity: what the encoder lowers
     Eq. 9         main: L_gg + L_lg + lambda L_ll, what the encoder learns
     Algorithm 1   main: in each step Eq. 6 is first, then Eq. 9
+    Eq. 1, Tables 2 and 3 of the supplement, "(4-crop)"    --pairs all: every crop against every other one
 
     python logo.py                                                            # a laptop, no data
     python logo.py --dataset cifar10 --local-crops 0 --one-way                # the baseline, MoCo v2, on one GPU
@@ -57,10 +58,14 @@ Where this file, the paper and the released code differ:
        only pairs of one image have noise. Either tells the kinds apart. `--affinity-batch joint` is ours: both kinds
        have the noise, and share batch norm's statistics. They share these in L_ll, too, where there is no noise and the
        pairs of two images are constants.
+    D15 The 4-crop baseline, `--pairs all`. Paper (supplement, section 1): four crops with areas (.3, 1) and (.05, .3),
+       and every ordered pair of them. It does not say how the terms are weighted, how large the small crops are, and
+       what is enqueued. Here: the mean of the 12 terms, --local-size, and the keys of the global crops (inference).
 """
 
 import argparse
 import math
+from itertools import permutations
 
 import timm
 import torch
@@ -75,7 +80,7 @@ import common
 
 # fmt: off
 BASE = dict(  # the released code's, but for the crops (supplement, section 1) and lam; lr is the rate at batch lr_batch
-    local_crops=2, l2l=True, affinity_form="logistic", affinity_batch="separate", affinity_hidden=256,
+    pairs="logo", local_crops=2, l2l=True, affinity_form="logistic", affinity_batch="separate", affinity_hidden=256,
     affinity_lr="auto", affinity_noise=0.3, clip_ratio=0.015, lam=1e-4, epochs=200, batch_size=256, lr=0.03,
     lr_batch=256, min_lr=0.0, warmup=0.0, weight_decay=1e-4, sgd_momentum=0.9, patch_size=16, norm="imagenet",
     interpolation="bilinear", global_scale=(0.4, 1.0), local_scale=(0.08, 0.4), crop_ratio=(3 / 4, 4 / 3),
@@ -116,6 +121,7 @@ SIMSIAM_RECIPES = dict(
     imagenet=IMAGENET | SIMSIAM | dict(knn_every=50),
     folder=IMAGENET | SIMSIAM,
 )
+ALL_PAIRS = dict(pairs="all", global_scale=(0.3, 1.0), local_scale=(0.05, 0.3), l2l=False)  # supplement, section 1
 PAPER = dict(affinity_form="linear", l2l_weighting="lambda")  # D1
 SMALL_ENCODERS = dict(lr=0.1, milestones=(), blur_p=0.5)  # ours
 SMALL_MOCO = dict(SMALL_ENCODERS, momentum=0.99, temperature=0.2)
@@ -124,11 +130,13 @@ SMALL_SIMSIAM = dict(SMALL_ENCODERS, batch_size=256, dim=512, hidden=128)  # hid
 
 
 def recipe(chosen):
-    """The hyper-parameters {name: value} of a namespace with dataset, arch, variant, base and affinity_form."""
+    """The hyper-parameters {name: value} of a namespace with dataset, arch, variant, base, pairs and affinity_form."""
     on_simsiam = chosen.base == "simsiam"
     values = dict(SIMSIAM_RECIPES[chosen.dataset] if on_simsiam else RECIPES[chosen.dataset])
     if chosen.arch in ("resnet_micro", "resnet_mini") and chosen.dataset in ("cifar10", "cifar100", "stl10"):
         values |= SMALL_SIMSIAM if on_simsiam else SMALL_MOCO
+    if chosen.pairs == "all":
+        values |= ALL_PAIRS
     if chosen.variant == "paper":
         values |= PAPER
     if (chosen.affinity_form or values["affinity_form"]) == "linear":
@@ -371,9 +379,9 @@ class MoCo(nn.Module):
     def __init__(self, args, encoder=None):
         super().__init__()
         self.args = args
-        self.backbone = (
-            encoder if encoder is not None else common.build_backbone(common.encoder_info(args), [args.local_size])
-        )
+        self.backbone = encoder
+        if encoder is None:
+            self.backbone = common.build_backbone(common.encoder_info(args), [args.local_size])
         width = common.output_width(self.backbone, args.image_size)
         self.projector = nn.Sequential(nn.Linear(width, width), nn.ReLU(inplace=True), nn.Linear(width, args.dim))
         self.momentum_backbone = common.copy_module(self.backbone, frozen=True)
@@ -402,10 +410,11 @@ class MoCo(nn.Module):
         q and k (n, dim) are embeddings of the two global views, without gradient. locals is the list of the local
         views' embeddings, with gradient. Gradients reach the query encoder only.
         """
+        all_pairs = self.args.pairs == "all"
         if self.args.one_way:  # MoCo v2: the first view is the query, the second the key
             queried, keyed = views[:1], views[1:2]
         else:
-            queried, keyed = views, views[:2]
+            queried, keyed = views, views if all_pairs else views[:2]
         shuffles = [common.generator(self.args.seed, step, STREAM_SHUFFLE + i) for i in range(len(keyed))]
         keys = [encode_keys(self.key, [x], shuffle)[0] for x, shuffle in zip(keyed, shuffles, strict=True)]
         q = [self.query(x) for x in queried]
@@ -414,10 +423,14 @@ class MoCo(nn.Module):
         def nce(query, key):
             return info_nce(query, key, self.queue.keys, self.args.temperature)
 
-        global_terms = [nce(query, key) for query, key in zip(q[:2], reversed(k), strict=True)]  # L_gg
-        local_terms = [nce(query, key) for query in q[2:] for key in k]  # L_lg
-        loss = combine(self.args, global_terms, local_terms)
-        return loss, torch.cat(keys), (q[0].detach(), k[-1]), {}, q[2:]
+        if all_pairs:  # the supplement's 4-crop baseline
+            terms = [nce(q[i], k[j]) for i, j in permutations(range(len(views)), 2)]
+            loss = sum(terms) / len(terms)
+        else:
+            global_terms = [nce(query, key) for query, key in zip(q[:2], reversed(k), strict=True)]  # L_gg
+            local_terms = [nce(query, key) for query in q[2:] for key in k]  # L_lg
+            loss = combine(self.args, global_terms, local_terms)
+        return loss, torch.cat(keys[:2]), (q[0].detach(), k[:2][-1]), {}, q[2:]
 
     @torch.no_grad()
     def update(self, m):
@@ -439,9 +452,9 @@ class SimSiam(nn.Module):
     def __init__(self, args, encoder=None):
         super().__init__()
         self.args = args
-        self.backbone = (
-            encoder if encoder is not None else common.build_backbone(common.encoder_info(args), [args.local_size])
-        )
+        self.backbone = encoder
+        if encoder is None:
+            self.backbone = common.build_backbone(common.encoder_info(args), [args.local_size])
         for block in self.backbone.modules():
             if encoder is None and hasattr(block, "zero_init_last"):
                 block.zero_init_last()  # SimSiam starts from zero residual branches
@@ -477,9 +490,13 @@ class SimSiam(nn.Module):
         def distance(p, z):
             return -F.cosine_similarity(p, z, dim=1).mean()
 
-        global_terms = [distance(p[0], z2), distance(p[1], z1)]  # L_gg
-        local_terms = [distance(local, z) for local in p[2:] for z in (z1, z2)]  # L_lg
-        loss = combine(self.args, global_terms, local_terms)
+        if self.args.pairs == "all":  # the supplement's 4-crop baseline
+            terms = [distance(p[i], z[j].detach()) for i, j in permutations(range(len(views)), 2)]
+            loss = sum(terms) / len(terms)
+        else:
+            global_terms = [distance(p[0], z2), distance(p[1], z1)]  # L_gg
+            local_terms = [distance(local, z) for local in p[2:] for z in (z1, z2)]  # L_lg
+            loss = combine(self.args, global_terms, local_terms)
         q, k, *local = [F.normalize(v, dim=1) for v in (z1, z2, *z[2:])]
         return loss, None, (q, k), {}, local
 
@@ -536,6 +553,7 @@ def parse_args(argv=None):
     parser.set_defaults(variant="released")  # D1
     add = parser.add_argument_group("loss").add_argument
     add("--base", choices=("moco", "simsiam"), help="what LoGo is put on; it also chooses the recipe")
+    add("--pairs", choices=("logo", "all"), help="all: every crop with every other, the 4-crop baseline (D15)")
     add("--local-crops", type=int, choices=(0, 2), help="local crops per image; 0: symmetrised MoCo, or SimSiam")
     add("--one-way", action="store_true", help="MoCo v2's loss, one query per image; with --local-crops 0")
     add("--l2l", action=argparse.BooleanOptionalAction, help="local-to-local dissimilarity")
@@ -596,6 +614,8 @@ def parse_args(argv=None):
     if "local_size" not in given:
         args.local_size = min(args.local_size, args.image_size)
     args.l2l = args.l2l and args.local_crops == 2
+    if args.pairs == "all" and (args.l2l or args.local_crops == 0 or args.base == "moco" and args.one_way):
+        common.fail("--pairs all is a baseline of four crops without L_ll: leave out --l2l, --one-way, --local-crops 0")
     if args.base == "moco" and args.one_way and args.local_crops:
         common.fail("--one-way is MoCo v2's loss, which has no local crops: give --local-crops 0, too")
     return args
@@ -628,7 +648,8 @@ def chance_level(args):
     """The loss at equal logits: of MoCo's terms, each log(K + 1); 0 for SimSiam's cosines."""
     if args.base == "simsiam":
         return 0.0
-    terms = 1 + 2 * args.local_crops if args.variant == "paper" else 1  # `combine` takes the sum, or the mean
+    takes_sum = args.variant == "paper" and args.pairs == "logo"
+    terms = 1 + 2 * args.local_crops if takes_sum else 1  # `combine` takes the sum, or the mean
     return terms * math.log(args.queue + 1)
 
 
@@ -681,6 +702,7 @@ def main(args, train=None, test=None, encoder=None):
     run = common.Run(args, device, train, model.backbone, **parts)
     chance = chance_level(args)
     kind = f"L2L {args.affinity_form}, {args.l2l_weighting}" if args.l2l else "no L2L"
+    kind += ", all pairs of crops" if args.pairs == "all" else ""
     areas = f"areas {args.global_scale} and {args.local_scale}"
     about = f"on {args.base}, {args.local_crops} local crops of {args.local_size} px, {areas}, {kind}"
     run.begin(common.introduction(args, model.backbone, train, test, chance, about), chance)

@@ -11,6 +11,7 @@ batch (v3, which also has a predictor).
 
     Algorithm 1        joint_from_uniform, sample_joint    the two areas, or the two sigmas of the blurs
     Eq. 4-10           (in the tests)                      RandomCrop's own law of the ratio; here `--joint none`
+    App. D             draw_views, --local-crops           JointCrop with multi-crop, and which pairs are drawn jointly
     App. F             draw_views, --joint either          JointCrop or JointBlur, one of the two per image
     App. G             centre_suppressed, --css-alpha      centre-suppressed sampling of a crop's position
     MoCo, Eq. 1, 2     info_nce; MoCo.update               the loss; the momentum encoder
@@ -57,6 +58,10 @@ Where this file, the paper and the released code differ:
     D11 Precision and statistics of MoCo v1 and v2. Released: float32, and the first process's batch-norm statistics.
        Here: the encoders compute in bf16 on CUDA (`--amp off`: in float32, with products in TF32), and the statistics
        are averaged.
+    D12 Multi-crop (App. D). Paper: Table 10 is on DINO, which is no base here. Here (ours): local crops on MoCo are
+       queries only. Each is compared with the key view's key (v1, v2), or with the keys of both views (v3), and the
+       loss is the mean over all terms (v3: twice the mean, as its loss is a sum of two). --joint-pair says which pairs
+       of crops have a joint area: the two large ones, pairs of local ones, or both.
 """
 
 import argparse
@@ -78,7 +83,8 @@ import common
 
 # fmt: off
 BASE = dict(  # MoCo v2; a pair of blur_p or solarize_p is of the query view and of the key view
-    moco="v2", joint="crop", beta=0.0, joint_prob=0.5, css_alpha=1.0, temperature=0.2, dim=128, momentum=(0.999, 0.999),
+    moco="v2", local_crops=0, local_size=96, local_scale=(0.05, 0.4), joint_pair="global",
+    joint="crop", beta=0.0, joint_prob=0.5, css_alpha=1.0, temperature=0.2, dim=128, momentum=(0.999, 0.999),
     sgd_momentum=0.9, weight_decay=1e-4, warmup=0.0, min_lr=0.0, milestones=(), bn_groups=8, patch_size=16,
     norm="imagenet", interpolation="bilinear", crop_scale=(0.2, 1.0), crop_ratio=(3 / 4, 4 / 3),
     jitter=(0.4, 0.4, 0.4, 0.1), jitter_p=0.8, gray_p=0.2, blur_p=(0.5, 0.5), blur_sigma=(0.1, 2.0),
@@ -234,9 +240,9 @@ RELEASED_OFFSET = 0.1  # D1
 
 
 def augmentation(args):
-    """A query view and a key view per image, which differ in blur and solarization at most: a list of View.
+    """A query view and a key view per image, which differ in blur and solarization at most, and local crops.
 
-    `draw_views` draws them.
+    A list of View. `draw_views` draws them.
     """
     query = common.View(
         size=args.image_size,
@@ -252,17 +258,24 @@ def augmentation(args):
         whole=args.variant == "released",  # D2
     )
     key = query._replace(blur_p=args.blur_p[1], solarize_p=args.solarize_p[1])
-    return [query, key]
+    local = query._replace(size=args.local_size, area=args.local_scale)
+    return [query, key] + [local] * args.local_crops
+
+
+def shared_draws(args):
+    """Return how many uniform numbers per image the views share: SHARED_DRAWS, and two per pair of local crops."""
+    return SHARED_DRAWS + 2 * (args.local_crops // 2)
 
 
 def draw_views(args, index, sizes, draws):
-    """Draw the two views of n images. This is where --joint acts.
+    """Draw the views of n images. This is where --joint acts.
 
-    index: (n,) rows of the images. sizes: (n, 2) their heights and widths. draws: (n, 2 VIEW_DRAWS + SHARED_DRAWS)
-    uniform in [0, 1). Returns (cuts, colours) as `common.ViewDataset` wants them.
+    index: (n,) rows of the images. sizes: (n, 2) their heights and widths. draws: uniform in [0, 1), (n, VIEW_DRAWS for
+    each view + `shared_draws`). Returns (cuts, colours) as `common.ViewDataset` wants them.
     """
-    query_draws, key_draws, shared = np.split(draws, [common.VIEW_DRAWS, 2 * common.VIEW_DRAWS], axis=1)
-    coin, area_u, area_v, sigma_u, sigma_v, blur_coin = shared.T
+    views = augmentation(args)
+    *own_draws, shared = np.split(draws, common.VIEW_DRAWS * np.arange(1, len(views) + 1), axis=1)
+    coin, area_u, area_v, sigma_u, sigma_v, blur_coin, *of_locals = shared.T
 
     # Which images have JointCrop, and which have JointBlur
     if args.joint == "either":  # App. F: one of the two
@@ -272,20 +285,26 @@ def draw_views(args, index, sizes, draws):
         joint_crop = np.full(len(index), args.joint in ("crop", "both"))
         joint_blur = np.full(len(index), args.joint in ("blur", "both"))
 
-    # Algorithm 1: a pair of areas and a pair of sigmas per image
+    # Algorithm 1: a pair of areas and a pair of sigmas per image. What is not joint is NaN: each view draws its own
     offset = RELEASED_OFFSET if args.variant == "released" else 0.0
-    areas = joint_from_uniform(area_u, area_v, *args.crop_scale, args.beta, offset)
-    sigmas = joint_from_uniform(sigma_u, sigma_v, *args.blur_sigma, args.beta)
+    joint_areas, joint_sigmas, joint_coins = np.full((3, len(views), len(index)), np.nan)
+    if args.joint_pair in ("global", "both"):
+        areas = joint_from_uniform(area_u, area_v, *args.crop_scale, args.beta, offset)
+        joint_areas[:2] = np.where(joint_crop, areas, np.nan)
+        sigmas = joint_from_uniform(sigma_u, sigma_v, *args.blur_sigma, args.beta)
+        joint_sigmas[:2] = np.where(joint_blur, sigmas, np.nan)
+        joint_coins[:2] = np.where(joint_blur, blur_coin, np.nan)  # both are blurred, or neither is
+    if args.joint_pair in ("local", "both"):  # App. D: local crops 1 and 2, 3 and 4, ...
+        for i, (u, v) in enumerate(zip(of_locals[::2], of_locals[1::2], strict=True), start=1):
+            areas = joint_from_uniform(u, v, *args.local_scale, args.beta, offset)
+            joint_areas[2 * i : 2 * i + 2] = np.where(joint_crop, areas, np.nan)
 
-    # What is not joint is NaN, and drawn by each view alone. Where the blur is joint, both views have one coin for it
-    coins = np.where(joint_blur, blur_coin, np.nan)
     cuts, colours = [], []
-    for view, own, area, sigma in zip(augmentation(args), (query_draws, key_draws), areas, sigmas, strict=True):
+    for i, (view, own) in enumerate(zip(views, own_draws, strict=True)):
         position = None
         if args.css_alpha != 1:
             position = centre_suppressed(common.name_draws(own)["position"][:, 1], args.css_alpha)
-        joint_area, joint_sigma = np.where(joint_crop, area, np.nan), np.where(joint_blur, sigma, np.nan)
-        boxes, colour = common.draw_view(view, sizes, own, joint_area, position, joint_sigma, coins)
+        boxes, colour = common.draw_view(view, sizes, own, joint_areas[i], position, joint_sigmas[i], joint_coins[i])
         cuts.append((index, boxes, view.size))
         colours.append(colour)
     return cuts, colours
@@ -376,7 +395,10 @@ class MoCo(nn.Module):
     def __init__(self, args, encoder=None):
         super().__init__()
         self.args = args
-        self.backbone = encoder if encoder is not None else common.build_backbone(common.encoder_info(args))
+        self.backbone = encoder
+        if encoder is None:
+            sizes = [args.local_size] * args.local_crops
+            self.backbone = common.build_backbone(common.encoder_info(args), sizes)
         width = common.output_width(self.backbone, args.image_size)
         if args.moco == "v1":
             self.projector = nn.Sequential(nn.Linear(width, args.dim))
@@ -400,15 +422,18 @@ class MoCo(nn.Module):
     def forward(self, views, step):
         """The loss of a batch (MoCo, Algorithm 1).
 
-        views: this process's query view and key view, each (n, 3, H, W), normalised. step: chooses the shuffle of the
-        keys. Returns (loss, keys to enqueue (N, dim), (q, k), metrics {name: tensor}). q and k (n, dim) are queries and
-        their keys, without gradient. Gradients reach the query encoder only.
+        views: this process's query view, key view and local crops, each (n, 3, H, W), normalised. step: chooses the
+        shuffle of the keys. Returns (loss, keys to enqueue (N, dim), (q, k), metrics {name: tensor}). q and k (n, dim)
+        are queries and their keys, without gradient. Gradients reach the query encoder only.
         """
         q = self.query(views[0])
         shuffle = common.generator(self.args.seed, step, STREAM_SHUFFLE)
-        keys = encode_keys(self.key, views[1:], shuffle)[0]  # (N, C), of all processes
+        keys = encode_keys(self.key, views[1:2], shuffle)[0]  # (N, C), of all processes
         k = common.own_rows(keys)  # (n, C)
         loss = info_nce(q, k, self.queue.keys, self.args.temperature)  # MoCo, Eq. 1
+        for local in views[2:]:  # App. D
+            loss = loss + info_nce(self.query(local), k, self.queue.keys, self.args.temperature)
+        loss = loss / (1 + len(views[2:]))
         return loss, keys, (q.detach(), k), {}
 
     @torch.no_grad()
@@ -445,13 +470,16 @@ class MoCoV3(MoCo):
     def forward(self, views, step):
         """The loss of a batch (MoCo v3, Algorithm 1). It is symmetric in the two views.
 
-        views: this process's query view and key view, each (n, 3, H, W), normalised. step is not used. Returns (loss,
+        views and what is returned: as in MoCo.forward. step is not used. Returns (loss,
         None, since no keys are enqueued, (q, k), metrics), as MoCo.forward. Gradients reach the query encoder only.
         """
-        q1, q2 = [self.query(view) for view in views]
-        k1, k2 = [gather(self.key(view)) for view in views]  # (N, C), of all processes
+        q1, q2, *q_local = [self.query(view) for view in views]
+        k1, k2 = [gather(self.key(view)) for view in views[:2]]  # (N, C), of all processes
         first = common.rank_and_world()[0] * len(q1)
         loss = contrast(q1, k2, self.args.temperature, first) + contrast(q2, k1, self.args.temperature, first)
+        for q in q_local:  # App. D
+            loss = loss + sum(contrast(q, k, self.args.temperature, first) for k in (k1, k2))
+        loss = loss / (1 + len(q_local))
         return loss, None, (q1.detach(), common.own_rows(k2)), {}
 
 
@@ -494,6 +522,10 @@ def parse_args(argv=None):
     add("--sgd-momentum", type=common.SHARE, help="momentum of SGD, or of v3's LARS")
     add("--trust-coeff", type=common.POSITIVE, help="trust coefficient of v3's LARS")
     add = parser.add_argument_group("augmentation").add_argument
+    add("--local-crops", type=common.NATURAL, help="local crops per image, as queries (App. D, D12)")
+    add("--local-size", type=common.COUNT, help="side of a local crop, in pixels")
+    add("--local-scale", type=common.POSITIVE_SHARE, nargs=2, help="smallest and largest area of a local crop")
+    add("--joint-pair", choices=("global", "local", "both"), help="which pairs are drawn jointly (App. D)")
     add("--joint", choices=("none", "crop", "blur", "either", "both"), help="what is drawn jointly")
     add("--beta", type=common.REAL, help="beta of J-Crop(beta) and J-Blur(beta), of any sign (Algorithm 1)")
     add("--joint-prob", type=common.SHARE, help="--joint either: probability of JointCrop, else JointBlur (App. F)")
@@ -524,7 +556,9 @@ def parse_args(argv=None):
     blurs = args.joint in ("blur", "either", "both")
     if blurs and max(args.blur_p) == 0:
         common.fail(f"--joint {args.joint} has nothing to act on: this recipe does not blur; give --blur-p 0.5 0.5")
-    if args.variant == "released" and (args.joint not in ("none", "crop") or args.beta != 0 or args.css_alpha != 1):
+    if args.variant == "released" and (
+        args.joint not in ("none", "crop") or args.beta != 0 or args.css_alpha != 1 or args.local_crops
+    ):
         common.fail("--variant released: the released code has JointCrop with beta 0 only (D3)")
     return args
 
@@ -574,10 +608,10 @@ def main(args, train=None, test=None, encoder=None):
     args = common.settle(args, device, train, encoder)
     train, test = common.open_images(args, train, test)
     draw = functools.partial(draw_views, args)
-    loader = common.make_loader(args, train, augmentation(args), device, draw, SHARED_DRAWS)
+    loader = common.make_loader(args, train, augmentation(args), device, draw, shared_draws(args))
     mean, std = common.NORMS[args.norm]
     if args.show_views:
-        names = ["query", "key"]
+        names = ["query", "key", *(f"local {i + 1}" for i in range(args.local_crops))]
         return common.save_views(args.show_views, common.colour_views(next(iter(loader)), device), names)
 
     # Model and optimiser
@@ -602,6 +636,7 @@ def main(args, train=None, test=None, encoder=None):
     # The run's folder: if it holds a last.pt, the run continues from it
     run = common.Run(args, device, train, model.backbone, model=model, optimizer=optimizer)
     views = f"crop areas {common.shown(args.crop_scale)}, blur {common.shown(args.blur_p)}"
+    views += f", {args.local_crops} local crops" if args.local_crops else ""
     about = f"MoCo {args.moco}, --joint {args.joint}, beta {args.beta:g}, {views}, {negatives} negatives per query"
     run.begin(common.introduction(args, model.backbone, train, test, chance, about), chance)
 

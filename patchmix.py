@@ -39,8 +39,9 @@ Where this file, the paper and the released code differ:
        the reverse, `--mixed-view 2`.
     D6 The momentum. Paper and here: it moves per step. Released: the loop overwrites its index, so that it moves once
        per epoch (not reproduced).
-    D7 Small crops. Released: the ImageNet configurations add 8 crops of 96 px, and cut the large ones from 0.35 of the
-       area up. The paper has neither (not reproduced).
+    D7 Local crops. Paper ("4(224)" views) and here: none. Released (`--variant released --dataset imagenet`): 8 local
+       crops of 96 px, and large ones from 0.35 of the area up. `--local-crops 8` adds them anywhere: as queries, plain
+       and mixed, against the original keys of both views (PatchMix.local_contrasts).
     D8 The patch embedding. Here: it is initialised as timm does it. Released: by Xavier's rule (not reproduced).
     D9 The warm-up of W steps. Here: step i has i / W of the peak rate. Released: i / (W - 1) (not reproduced).
     D10 The momentum encoder. Paper (Algorithm 2) and here: it moves after the optimiser's step. Released: it moves
@@ -80,6 +81,7 @@ BASE = dict(  # section 4.1.2, Tables 9 and 10; of the pairs blur_p and solarize
     num_heads="auto", drop_path=0.1, hidden=4096, dim=256, momentum=(0.996, 1.0), min_lr=1e-6, betas=(0.9, 0.999),
     norm="imagenet", interpolation="bicubic", crop_ratio=(3 / 4, 4 / 3), jitter=(0.4, 0.4, 0.2, 0.1), jitter_p=0.8,
     gray_p=0.2, blur_p=(1.0, 0.1), blur_sigma=(0.1, 2.0), solarize_p=(0.0, 0.2), flip_p=0.5,
+    local_crops=0, local_size=96, local_scale=(0.05, 0.35), local_blur_p=0.5,  # the released code's, D7
     lr=1e-3, weight_decay=(0.04, 0.4),  # the paper gives rates per encoder: these are for the others
 )
 CIFAR = dict(  # section 4.1.2; lr is the rate at batch size lr_batch
@@ -111,6 +113,7 @@ CIFAR_ENCODERS = dict(  # section 4.1.2
 )
 IMAGENET_ENCODERS = dict(vit_small=dict(lr=2e-3), vit_base=dict(lr=3e-3))
 RELEASED = dict(num_mix=2, term_weights=(1.0, 0.5, 0.25), smoothing=0.1, mixed_view=2)  # D2, D1, D1, D5
+RELEASED_IMAGENET = dict(RELEASED, local_crops=8, crop_scale=(0.35, 1.0))  # D7
 RELEASED_ENCODERS = dict(vit_small=dict(num_heads=12), vit_tiny=dict(momentum=(0.0, 0.0)))  # D3, D4
 # fmt: on
 
@@ -124,7 +127,8 @@ def recipe(chosen):
     elif chosen.dataset != "patterns":
         values |= IMAGENET_ENCODERS.get(arch, {})
     if chosen.variant == "released":
-        values |= RELEASED | RELEASED_ENCODERS.get(arch, {})
+        values |= RELEASED_IMAGENET if chosen.dataset == "imagenet" else RELEASED
+        values |= RELEASED_ENCODERS.get(arch, {})
     return values
 
 
@@ -220,7 +224,7 @@ def soft_info_nce(q, k, index, weight, temperature, smoothing=0.0):
 
 
 def augmentation(args):
-    """The two views per image, drawn by T_1 and T_2 of Table 10: a list of View."""
+    """The two views per image, drawn by T_1 and T_2 of Table 10, and the local crops (D7): a list of View."""
     view = common.View(
         size=args.image_size,
         area=args.crop_scale,
@@ -233,23 +237,25 @@ def augmentation(args):
         solarize_p=args.solarize_p[0],
         flip_p=args.flip_p,
     )
-    return [view, view._replace(blur_p=args.blur_p[1], solarize_p=args.solarize_p[1])]
+    view2 = view._replace(blur_p=args.blur_p[1], solarize_p=args.solarize_p[1])
+    local = view._replace(size=args.local_size, area=args.local_scale, blur_p=args.local_blur_p, solarize_p=0.0)
+    return [view, view2] + [local] * args.local_crops
 
 
 # ==================================================================== 4. model
 
 TERMS = ("oto", "mto", "mtm")  # of Eq. 16
-STREAM_PERMUTATION = 10  # random streams, 10 and 11 for the two views, see common.generator
+STREAM_PERMUTATION = 10  # random streams, 10 and 11 for the two views, then one per local crop, see common.generator
 
 
 def mix_in_slices(images, args, step, number):
     """Patch-mix images within --mix-slices equal slices of the global batch (D12): (n, C, H, W) -> (n, C, H, W).
 
-    images: this process's rows. number: 0 for the mixed queries' view, 1 for the mixed keys'. There is one permutation
-    per view and batch (Eq. 2), the same in all slices and on all processes.
+    images: this process's rows. number: 0 for the mixed queries' view, 1 for the mixed keys', 2 and up for local crops.
+    There is one permutation per view and batch (Eq. 2), the same in all slices and on all processes.
     """
     generator = common.generator(args.seed, step, STREAM_PERMUTATION + number, 0)
-    num_patches = (args.image_size // args.patch_size) ** 2
+    num_patches = (images.shape[-1] // args.patch_size) ** 2
     permutation = torch.randperm(num_patches, generator=generator)
     slices = images.chunk(args.mix_slices // common.rank_and_world()[1])
     return torch.cat([patch_mix(part, args.num_mix, args.patch_size, permutation) for part in slices])
@@ -291,10 +297,11 @@ class PatchMix(nn.Module):
         self.args = args
         self.terms = args.terms.split(",")
         self.term_weights = dict(zip(TERMS, args.term_weights, strict=True))
-        drop_path = dict(drop_path_rate=args.drop_path) if common.is_vit(args.arch) else {}
-        self.backbone = (
-            encoder if encoder is not None else common.build_backbone(common.encoder_info(args), **drop_path)
-        )  # Algorithm 2, line 1
+        self.backbone = encoder  # Algorithm 2, line 1
+        if encoder is None:
+            drop_path = dict(drop_path_rate=args.drop_path) if common.is_vit(args.arch) else {}
+            sizes = [args.local_size] * args.local_crops
+            self.backbone = common.build_backbone(common.encoder_info(args), sizes, **drop_path)
         width = common.output_width(self.backbone, args.image_size)
         self.projector = mlp([width, args.hidden, args.hidden, args.dim])
         self.predictor = mlp([args.dim, args.hidden, args.dim])
@@ -332,14 +339,33 @@ class PatchMix(nn.Module):
         smoothing = self.args.smoothing if term == "oto" else 0.0  # D1
         return soft_info_nce(h, z, index, weight, self.args.temperature, smoothing)
 
+    def local_contrasts(self, locals_here, z1, z2, step):
+        """The contrasts of the local crops (D7), {term: scalar}: the mean over the crops, summed over both views' keys.
+
+        locals_here: this process's local crops, each (n, 3, S, S), normalised. z1, z2: (N, dim) the views' original
+        keys. Plain crops are contrasted as in oto, mixed ones as in mto, if --terms has these. All pass the encoder at
+        once. Each crop is mixed by a permutation of its own.
+        """
+        mixed = [mix_in_slices(x, self.args, step, 2 + i) for i, x in enumerate(locals_here)]
+        losses = {}
+        for term, crops in (("oto", locals_here), ("mto", mixed)):
+            if term in self.terms:
+                queries = self.query(torch.cat(crops)).chunk(len(crops))
+                values = [self.contrast(term, h, z) for h in queries for z in (z1, z2)]
+                losses[f"local_{term}"] = sum(values) / len(crops)
+        return losses
+
     def forward(self, views, step):
         """Lines 5 to 10 of Algorithm 2: the loss of a batch.
 
-        views: this process's two views, each (n, 3, H, W), normalised. step: chooses the shuffles of the patches.
+        views: this process's two views, each (n, 3, H, W), and its local crops, if any, normalised. step: chooses the
+        shuffles of the patches.
         Returns (loss, None, (q, k), metrics {name: tensor}); no keys are enqueued. q and k (n, dim) are queries and
         their keys, without gradient. Gradients reach the encoder only, not the keys.
         """
-        x1, x2 = views if self.args.mixed_view == 1 else views[::-1]  # D5
+        (x1, x2), locals_here = views[:2], views[2:]
+        if self.args.mixed_view == 2:  # D5
+            x1, x2 = x2, x1
         pairs = {}  # {term: (queries, keys)}: lines 8 and 9, but only what the terms need
         if "oto" in self.terms:
             pairs["oto"] = self.query(x2), self.key(x1)  # Eq. 15
@@ -351,6 +377,12 @@ class PatchMix(nn.Module):
             pairs["mtm"] = h_mix1, self.key(mix_in_slices(x2, self.args, step, 1))  # line 6; Eq. 14
         losses = {term: self.contrast(term, h, z) for term, (h, z) in pairs.items()}
         loss = sum(self.term_weights[term] * value for term, value in losses.items())  # line 10: Eq. 16
+        if locals_here:
+            z1 = pairs["oto"][1] if "oto" in pairs else self.key(x1)
+            z2 = pairs["mto"][1] if "mto" in pairs else self.key(x2)
+            of_locals = self.local_contrasts(locals_here, z1, z2, step)
+            loss = loss + sum(of_locals.values())
+            losses |= of_locals
         q, z = pairs[self.terms[0]]
         metrics = {f"loss_{term}": value for term, value in losses.items()}
         return loss, None, (q.detach(), common.own_rows(z)), metrics
@@ -390,6 +422,7 @@ def parse_args(argv=None):
     add("--mixed-view", type=common.number(int, 1, 2), help="the view, 1 or 2, whose mixed images are the queries (D5)")
     add("--terms", type=some_terms, help="terms of the loss, Eq. 16: some of oto,mto,mtm (Table 7)")
     add("--term-weights", type=common.NOT_NEGATIVE, nargs=3, help="weights of oto, mto and mtm in the loss (Eq. 16)")
+    add("--local-crops", type=common.NATURAL, help="local crops per image, as queries (D7)")
     add("--smoothing", type=common.SHARE, help="share of oto's targets that is spread over all keys (D1)")
     add("--temperature", type=common.POSITIVE, help="temperature tau of the loss")
     add = parser.add_argument_group("model").add_argument
@@ -412,6 +445,14 @@ def parse_args(argv=None):
     add("--betas", type=common.number(float, 0, 0.999999), nargs=2, help="betas of AdamW")
     add = parser.add_argument_group("augmentation").add_argument
     add("--crop-scale", type=common.POSITIVE_SHARE, nargs=2, help="smallest and largest area of a crop, as shares")
+    add("--local-size", type=common.COUNT, help="side of a local crop, in pixels")
+    add(
+        "--local-scale",
+        type=common.POSITIVE_SHARE,
+        nargs=2,
+        help="smallest and largest area of a local crop, as shares",
+    )
+    add("--local-blur-p", type=common.SHARE, help="probability of a blurred local crop")
     add("--crop-ratio", type=common.POSITIVE, nargs=2, help="smallest and largest width / height of a crop")
     add("--interpolation", choices=("bilinear", "bicubic"), help="how a crop is resized")
     add("--jitter", type=common.NOT_NEGATIVE, nargs=4, help="most brightness, contrast, saturation and hue change")
@@ -443,9 +484,10 @@ def check_mixing(args):
     world, slices = common.rank_and_world()[1], args.mix_slices
     if slices % world or args.batch_size % slices:
         common.fail(f"--mix-slices {slices}: {world} process(es) must divide it, and it must divide the batch")
-    if args.image_size % args.patch_size:
-        common.fail(f"--patch-size {args.patch_size} does not divide --image-size {args.image_size}")
-    images, patches = args.batch_size // slices, (args.image_size // args.patch_size) ** 2
+    sizes = [args.image_size] + [args.local_size] * (args.local_crops > 0)
+    if any(size % args.patch_size for size in sizes):
+        common.fail(f"--patch-size {args.patch_size} must divide the sizes of the views, {common.shown(sizes)}")
+    images, patches = args.batch_size // slices, (min(sizes) // args.patch_size) ** 2
     if args.num_mix > min(images, patches):
         has = f"each of {slices} slices has {images} images, and an image {patches} patches"
         common.fail(f"--num-mix {args.num_mix} is too large: {has}. Give a smaller one, or a smaller --mix-slices")
@@ -477,6 +519,15 @@ def schedule(args, step, steps_per_epoch):
     return lr, cosine(*args.weight_decay, done), cosine(*args.momentum, done)
 
 
+def chance_level(args, model):
+    """Return the loss at equal logits. Each contrast is then the sum of its targets' weights times log N."""
+    target_sums = dict(oto=1, mto=1, mtm=args.num_mix)
+    weights = sum(model.term_weights[term] * target_sums[term] for term in model.terms)
+    if args.local_crops:
+        weights += 2 * sum(term in model.terms for term in ("oto", "mto"))  # against the keys of both views
+    return weights * math.log(args.batch_size)
+
+
 def main(args, train=None, test=None, encoder=None):
     """Train as args say. If an earlier call was stopped, the same call continues its run.
 
@@ -493,7 +544,8 @@ def main(args, train=None, test=None, encoder=None):
     if args.show_views:
         views = common.colour_views(next(iter(loader)), device)
         mixed = [mix_in_slices(view, args, 0, number) for number, view in enumerate(views)]
-        names = ["view 1", "view 2", f"view 1 mixed, M = {args.num_mix}", f"view 2 mixed, M = {args.num_mix}"]
+        names = ["view 1", "view 2", *(f"local {i + 1}" for i in range(args.local_crops))]
+        names += [f"{name} mixed, M = {args.num_mix}" for name in names]
         return common.save_views(args.show_views, views + mixed, names)
 
     # Model and optimiser
@@ -508,10 +560,10 @@ def main(args, train=None, test=None, encoder=None):
 
     # The run's folder: if it holds a last.pt, the run continues from it
     run = common.Run(args, device, train, model.momentum_backbone, model=model, optimizer=optimizer)
-    target_sums = dict(oto=1, mto=1, mtm=args.num_mix)  # of the weights of a query's positives
-    chance = sum(model.term_weights[term] * target_sums[term] for term in model.terms) * math.log(args.batch_size)
+    chance = chance_level(args, model)
     terms = ", ".join(f"{term} x {model.term_weights[term]:.3g}" for term in model.terms)
-    about = f"M = {args.num_mix} in {args.mix_slices} slice(s), terms {terms}, {args.batch_size} keys per query"
+    crops = f", {args.local_crops} local crops of {args.local_size} px" if args.local_crops else ""
+    about = f"M = {args.num_mix} in {args.mix_slices} slice(s), terms {terms}, {args.batch_size} keys per query{crops}"
     introduction = common.introduction(args, model.momentum_backbone, train, test, chance, about)
     run.begin(introduction, chance)
 
