@@ -769,7 +769,7 @@ def refresh(args, model, images, device, epoch, positives):
     began = time.perf_counter()
     encoder = nn.Sequential(model.momentum_backbone, model.momentum_projector)
     workers = common.workers_of(args, device)
-    features = common.extract_features(encoder, images, common.encoder_info(args), device, workers=workers)
+    features, labels = common.extract_features(encoder, images, common.encoder_info(args), device, workers=workers)
     x = F.normalize(features, dim=1).to(device)
 
     # Each process finds the neighbours of its part of the images.
@@ -791,10 +791,9 @@ def refresh(args, model, images, device, epoch, positives):
         dist.broadcast(table, 0)  # the sums of k-means on CUDA differ in the last bits between processes
     positives.copy_(table)
     share = ""
-    if images.classes:
-        labels = torch.from_numpy(images.labels)
+    if (labels != -1).any():
         own, others = labels[:, None], labels[positives.long()]
-        both_known = (own >= 0) & (others >= 0)
+        both_known = (own != -1) & (others != -1)
         share = f"; {100 * (own == others)[both_known].float().mean():.1f} % of them are of the image's own class"
     common.say(f"epoch {epoch + 1}: positives chosen in {time.perf_counter() - began:.1f} s{share}")
 

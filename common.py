@@ -4,7 +4,7 @@
     2. randomness  uniform, generator: pure functions of what is being made
     3. data sets   load_images -> ImageSet (patterns, cifar10, ..., imagenet, folder); OwnImages; open_images
     4. views       View declares one; ViewDataset draws and cuts in the loader; colour_views works on the device
-    5. evaluation  extract_features, knn_scores, knn_predict, embedding_health, load_backbone
+    5. evaluation  extract_features, knn_classes, knn_predict, embedding_health, load_backbone
     6. flags       parse_choices, parse_flags: what operates every run, and every value of a recipe
     7. run         Run: the folder, checkpoints and records of a run
 
@@ -27,6 +27,7 @@ import itertools
 import json
 import math
 import multiprocessing
+import operator
 import os
 import signal
 import subprocess
@@ -337,9 +338,10 @@ class ImageSet:
     """
 
     def __init__(self, name, labels, classes, array=None, paths=None, root=""):
-        self.name, self.array, self.paths, self.root = name, array, paths, root
+        self.name = self.owner = name
+        self.array, self.paths, self.root = array, paths, root
         self.labels, self.classes = np.asarray(labels, np.int64), list(classes)
-        self.held = {}
+        self.rows, self.held = np.arange(len(self.labels)), {}
 
     def __len__(self):
         return len(self.labels)
@@ -351,8 +353,16 @@ class ImageSet:
         """The image, decoded now."""
         return self.array[i] if self.array is not None else read_image(self.path(i))
 
+    def item(self, i):
+        """(image, label)."""
+        return self[i], int(self.labels[i])
+
     def path(self, i):
         return os.path.join(self.root, os.fsdecode(self.paths[i]))
+
+    def where(self, i):
+        """What an error message calls an image."""
+        return self.path(i) if self.paths is not None else f"image {self.rows[i]} of {self.owner}"
 
     def sizes(self, index):
         """(n, 2) int64 heights and widths. What has to be decoded for it is held until it is asked for."""
@@ -364,11 +374,12 @@ class ImageSet:
     def subset(self, index):
         """The images of the given rows, in that order."""
         part = copy.copy(self)
-        part.labels, part.held = self.labels[index], {}
+        part.labels, part.rows, part.held = self.labels[index], self.rows[index], {}
         part.array, part.paths = (None if rows is None else rows[index] for rows in (self.array, self.paths))
         return part
 
     def labelled(self):
+        """Those of the images that are not known to be without a label."""
         return self.subset(np.flatnonzero(self.labels >= 0)) if (self.labels < 0).any() else self
 
     def checksum(self):
@@ -390,68 +401,45 @@ class ImageSet:
 
 
 class OwnImages(ImageSet):
-    """A user's own map-style Dataset as an ImageSet.
+    """A user's own map-style Dataset as an ImageSet. Its items are read when they are asked for, never before.
 
-    Its images are PIL's, uint8 arrays (H, W[, 3]) or uint8 tensors (C, H, W). An item may be a tuple that begins with
-    the image. Labels, if `labelled`, are data.targets, or else the items' second entries, for which every item is read
-    once. owner: what an error calls the data.
+    An item is an image, PIL's, a uint8 array (H, W[, 3]) or a uint8 tensor (C, H, W), or a tuple (image, label, ...).
+    labelled: its labels are to be read with the images, by `item`; `labels` are -1 until `read_labels` knows them.
+    owner: what an error calls the data.
     """
 
     def __init__(self, data, labelled=False, owner="your data set"):
-        self.owner, self.data = owner, data
-        labels = self.read_labels() if labelled else np.full(self.length(), -1)
-        names = list(getattr(data, "classes", None) or ()) if labelled else []
-        numbers = [str(i) for i in range(labels.max(initial=-1) + 1)]
-        if names and len(names) < len(numbers):
-            fail(f"{owner} has a label {labels.max()}, and `classes` has {len(names)} names: give one name per class")
-        super().__init__("own", labels, names or numbers)
-        self.rows = np.arange(len(labels))
-
-    def length(self):
-        """The number of items. Exits with an error message if there is none, or the data set is not a map-style one."""
-        kind = type(self.data)
-        stream = isinstance(self.data, torch.utils.data.IterableDataset)
-        if stream or not hasattr(kind, "__len__") or not hasattr(kind, "__getitem__"):
-            fail(f"{self.owner} is of type {kind.__name__}: give a map-style Dataset, with __len__ and __getitem__")
-        count = len(self.data)
+        own, stream = type(data), isinstance(data, torch.utils.data.IterableDataset)
+        if stream or not hasattr(own, "__len__") or not hasattr(own, "__getitem__"):
+            fail(f"{owner} is of type {own.__name__}: give a map-style Dataset, with __len__ and __getitem__")
+        count = len(data)
         if count == 0:
-            fail(f"{self.owner} is empty: its length is 0")
-        return count
+            fail(f"{owner} is empty: its length is 0")
+        names = getattr(data, "classes", None) if labelled else None
+        super().__init__("own", np.full(count, -1), () if names is None else names)
+        self.owner, self.data, self.asked = owner, data, labelled
 
-    def read_labels(self):
-        """(n,) int64. Exits with an error message if the items have no labels, or other ones than whole numbers."""
-        count, labels = self.length(), getattr(self.data, "targets", None)
-        remedy = "give `targets`, or items (image, label), with one whole number from 0 per image"
-        if labels is None:
-            labels = []
-            for i in range(count):
-                item = self.data[i]
-                if not isinstance(item, (tuple, list)) or len(item) < 2:
-                    fail(f"item {i} of {self.owner} has no label, it is {describe(item)}: {remedy}")
-                labels.append(item[1])
-        try:
-            array = np.array([x.item() if isinstance(x, torch.Tensor) else x for x in labels])
-        except (TypeError, ValueError, RuntimeError):  # labels of several numbers, or no list of labels
-            array = np.array(None)
-        if array.shape != (count,):
-            fail(f"{self.owner} has {count} images, and labels that are no list of {count} numbers: {remedy}")
-        if array.dtype.kind not in "iub" or array.min() < -1:
-            wrong = next(x for x in array.tolist() if not isinstance(x, int) or x < -1)
-            fail(f"{self.owner} has labels like {wrong!r:.40}: {remedy}. Names of classes go into `classes`")
-        if array.max() < 0:
-            fail(f"{self.owner} has no labels, all are -1: {remedy}")
-        return array.astype(np.int64)
-
-    def subset(self, index):
-        part = super().subset(index)
-        part.rows = self.rows[index]
-        return part
+    def labelled(self):
+        return self
 
     def read(self, i):
-        row = int(self.rows[i])
-        item = self.data[row]
+        return self.to_image(self.data[int(self.rows[i])], i)
+
+    def item(self, i):
+        """(image, label). Raises BadImage if a label is asked for and the item has none, or no integer."""
+        item = self.data[int(self.rows[i])]
+        label = int(self.labels[i])
+        if self.asked and label < 0:
+            with named(f"the label of {self.where(i)}"):
+                if not isinstance(item, (tuple, list)) or len(item) < 2:
+                    raise TypeError(f"found {type(item).__name__}, but an evaluation needs items (image, label)")
+                label = int(np.int64(operator.index(item[1])))
+        return self.to_image(item, i), label
+
+    def to_image(self, item, i):
+        """The image of an item as uint8 (H, W, 3). Raises BadImage if it is of another kind."""
         image = item[0] if isinstance(item, (tuple, list)) and len(item) else item
-        with named(f"image {row} of {self.owner}"):
+        with named(self.where(i)):
             if isinstance(image, Image.Image):
                 return to_rgb(image)
             if isinstance(image, (np.ndarray, torch.Tensor)) and "uint8" in str(image.dtype) and image.ndim in (2, 3):
@@ -461,11 +449,6 @@ class OwnImages(ImageSet):
             kind = [type(image).__name__, *(str(getattr(image, x)) for x in ("dtype", "shape") if hasattr(image, x))]
             wanted = "PIL images, uint8 arrays (H, W, 3) or uint8 tensors (3, H, W), alone or as (image, label)"
             raise TypeError(f"found {' '.join(kind)}, but items are {wanted}")
-
-
-def describe(item):
-    """What an error message calls a thing that is no image: its type, and a dict's keys."""
-    return f"a dict of {', '.join(map(str, item))}"[:80] if isinstance(item, dict) else f"of type {type(item).__name__}"
 
 
 class BadImage(Exception):
@@ -708,21 +691,24 @@ def _load_torchvision(name, root, train, unlabeled):
     return ImageSet(name, data.labels if name == "stl10" else data.targets, data.classes, np.ascontiguousarray(array))
 
 
-def own_images(train, test):
-    """A user's Datasets as ImageSets; those for training have labels if there is a test set, which may be None.
+def own_images(train, test, workers=0):
+    """A user's Datasets as ImageSets; their labels are asked for if there is a test set, which may be None.
 
-    Exits with an error message if a label or the first image is not what OwnImages takes.
+    workers: of the loaders to come. Only without any are first items tried here: a Dataset that opens a file then would
+    share one position in that file between the workers. Exits with an error message if the data sets cannot be used.
     """
     if train is None:
         fail("a data set of your own to test on needs one to train on, too")
     train = OwnImages(train, labelled=test is not None, owner="your training data set")
     test = None if test is None else OwnImages(test, labelled=True, owner="your test data set")
-    try:
-        for images in (train, test):
-            if images is not None:
+    if test is not None and train.classes and test.classes and train.classes != test.classes:
+        fail("your training and test data sets have different `classes`: the names and their order have to be the same")
+    if workers == 0:
+        try:
+            for images in (train,) if test is None else (train, test):
                 images[0]
-    except BadImage as error:
-        fail(str(error))
+        except BadImage as error:
+            fail(str(error))
     return train, test
 
 
@@ -732,11 +718,11 @@ def open_images(args, train=None, test=None):
     Exits with an error message if there are none, or too few for one batch.
     """
     if train is not None or test is not None:
-        train, test = own_images(train, test)
+        train, test = own_images(train, test, args.workers)
     else:
         options = dict(size=args.image_size, cache=not args.no_cache)
         train = load_images(args.dataset, args.data_dir, True, unlabeled=True, **options)
-        test = load_images(args.dataset, args.data_dir, False, **options) if train.classes else None
+        test = load_images(args.dataset, args.data_dir, False, **options) if len(train.classes) > 1 else None
     if len(train) < args.batch_size:
         fail(f"{len(train)} images are fewer than one batch: give --batch-size {len(train)} or less")
     return train, test
@@ -1120,7 +1106,7 @@ def exact_products():
 
 
 class CentreCrops(Dataset):
-    """Images as an evaluation sees them: uint8 (3, size, size).
+    """Images as an evaluation sees them: (uint8 (3, size, size), label).
 
     An image that has this size is taken as it is. Of any other image it is the centre crop, after a resize that makes
     the shorter side 256/224 of `size`.
@@ -1130,12 +1116,22 @@ class CentreCrops(Dataset):
         self.images, self.size, self.interpolation = images, size, interpolation
 
     def __getitem__(self, i):
-        image = self.images[i]
+        image, label = self.images.item(i)
         height, width = image.shape[:2]
         if (height, width) != (self.size, self.size):
             side = min(height, width) * 224 / 256  # the centre that a resize to 256/224 and a centre crop leave
             image = cut(image, ((height - side) / 2, (width - side) / 2, side, side), self.size, self.interpolation)
-        return torch.from_numpy(np.array(image)).permute(2, 0, 1)
+        return torch.from_numpy(np.array(image)).permute(2, 0, 1), label
+
+
+class Labels(Dataset):
+    """The labels of images."""
+
+    def __init__(self, images):
+        self.images = images
+
+    def __getitem__(self, i):
+        return self.images.item(i)[1]
 
 
 @contextlib.contextmanager
@@ -1174,38 +1170,68 @@ def output_width(module, image_size):
 
 @torch.no_grad()
 def extract_features(encoder, images, info, device, batch_size=256, workers=0, amp=False, whole=True, what="features"):
-    """The features of every image: (n, width) float32 on the CPU, in order, on every process.
+    """The features and labels of all images: ((n, width) float32, (n,) int64) on the CPU, in order, on every process.
 
-    encoder: maps (N, 3, H, W) to (N, width), and is on the device; it is used in evaluation mode. images: len and
-    [i] -> uint8 (H, W, 3). info: image_size, mean, std and interpolation, as in backbone.pt. batch_size: of each
-    process. amp: encode in bf16. whole: False returns this process's rows only (`own_rows`), which it encodes. what:
-    what the progress line calls it.
-    No gradient. Raises RuntimeError if the encoder's weights or statistics have changed.
+    encoder: maps (N, 3, H, W) to (N, width), and is on the device; it is used in evaluation mode. images: an ImageSet.
+    info: image_size, mean, std and interpolation, as in backbone.pt. batch_size: of each process. amp: encode in bf16.
+    whole: False returns this process's rows only (`own_rows`), which it encodes. what: what the progress line calls it.
+    A label is -1 where there is none.
+    No gradient. Raises RuntimeError if the encoder's weights or statistics have changed. Exits with an error message if
+    a feature is not finite.
     """
     before = {k: v.clone() for k, v in encoder.state_dict().items()}
     mine = own_rows(torch.arange(len(images)))
     crops = CentreCrops(images, info["image_size"], info["interpolation"])
     # A process without images encodes one for the features' width, and drops it.
     crops = torch.utils.data.Subset(crops, mine.tolist() or [0])
-    features = []
+    features, labels = [], []
     with evaluation_mode(encoder):
-        for i, batch in enumerate(Loader(crops, device, workers, batch_size=batch_size)):
+        for i, (batch, label) in enumerate(Loader(crops, device, workers, batch_size=batch_size)):
             done = min(i * batch_size * rank_and_world()[1], len(images))  # by all processes, which are about as fast
             progress(f"{what}: {done} of {len(images)} images")
             x = normalize(batch.to(device, non_blocking=True).float().div_(255), info["mean"], info["std"])
             with torch.autocast(device.type, torch.bfloat16, enabled=amp):
                 features.append(encoder(x).flatten(1).float().cpu())
+            labels.append(label)
     for key, value in encoder.state_dict().items():
         if not torch.equal(before[key].nan_to_num(), value.nan_to_num()):
             raise RuntimeError(f"evaluation changed the frozen encoder: {key}")
-    features = torch.cat(features)[: len(mine)]
-    return gather_uneven(features) if whole else features
+    features, labels = (torch.cat(parts)[: len(mine)] for parts in (features, labels))
+    odd = mine[~features.isfinite().all(1)].tolist()
+    first = min(from_all(odd[0] if odd else len(images)))
+    if first < len(images):
+        fail(f"the encoder's features of {images.where(first)} are not finite")
+    return (gather_uneven(features), gather_uneven(labels)) if whole else (features, labels)
+
+
+def read_labels(train, test, device, workers):
+    """The images that have labels, (train, test), with labels that are places in their `classes`.
+
+    The items of a user's own Datasets are read once for it. Their classes are the labels that occur in either.
+    """
+    if not isinstance(train, OwnImages):
+        return train, test
+    found = []
+    for part in (train, test):
+        mine = torch.utils.data.Subset(Labels(part), own_rows(torch.arange(len(part))).tolist())
+        labels = [*Loader(mine, device, workers, batch_size=256), torch.zeros(0, dtype=torch.int64)]
+        found.append(gather_uneven(torch.cat(labels)).numpy())
+    classes = np.setdiff1d(np.concatenate(found), [-1])
+    names, parts = dict(enumerate(train.classes or test.classes)), []
+    for images, labels in zip((train, test), found, strict=True):
+        rows = np.flatnonzero(labels != -1)
+        part = images.subset(rows)
+        part.labels, part.classes = np.searchsorted(classes, labels[rows]), [str(names.get(c, c)) for c in classes]
+        if not len(part) or len(classes) < 2:
+            fail("an evaluation needs images with labels of two classes, to train and to test on; -1 means no label")
+        parts.append(part)
+    return parts
 
 
 @torch.no_grad()
 @exact_products()
-def knn_scores(train_x, train_y, test_x, ks, temperature, num_classes):
-    """Weighted k-nearest-neighbour class scores: {k: (m, num_classes) float32 on the CPU}, on every process.
+def knn_classes(train_x, train_y, test_x, ks, temperature, num_classes):
+    """Weighted k-nearest-neighbour classification: {k: predicted classes (m,) int64 on the CPU}, on every process.
 
     A neighbour votes for its class with exp(cosine / temperature). Votes are scaled so that the nearest one's is 1.
     train_x: (n, d), the bank, and train_y: (n,) int64 in [0, num_classes). In a process group each process gives its
@@ -1218,33 +1244,48 @@ def knn_scores(train_x, train_y, test_x, ks, temperature, num_classes):
     bank, queries = (F.normalize(x.float(), dim=1) for x in (train_x, test_x))
     train_y, most = train_y.to(bank.device), max(ks)
     longest = int(gather_uneven(torch.tensor([len(bank)])).max())  # all processes take the same chunks
-    scores, done = {k: [] for k in ks}, 0
-    for chunk in queries.split(max(1, 2**26 // longest)):
+    predicted, done = {k: [] for k in ks}, 0
+    for chunk in queries.split(max(1, 2**26 // max(longest, num_classes))):
         progress(f"neighbours: found for {done} of {len(queries)} images")
         done += len(chunk)
         similarity, row = (chunk @ bank.T).topk(min(most, len(bank)), dim=1)
         similarity, label = (gather_uneven(x.T).T for x in (similarity, train_y[row]))
         similarity, column = similarity.topk(min(most, similarity.shape[1]), dim=1)
         label, vote = label.gather(1, column), ((similarity - similarity[:, :1]) / temperature).exp()
-        for k, chunks in scores.items():
+        for k, chunks in predicted.items():
             score = torch.zeros(len(chunk), num_classes, device=bank.device)
-            chunks.append(score.scatter_add_(1, label[:, :k], vote[:, :k]).cpu())
-    return {k: torch.cat(chunks) for k, chunks in scores.items()}
+            chunks.append(score.scatter_add_(1, label[:, :k], vote[:, :k]).argmax(1).cpu())
+    return {k: torch.cat(chunks) for k, chunks in predicted.items()}
 
 
 def knn_predict(train_x, train_y, test_x, k, temperature, num_classes):
-    """The class with the highest weighted k-nearest-neighbour score: (m,) int64. Arguments as `knn_scores`."""
-    return knn_scores(train_x, train_y, test_x, (k,), temperature, num_classes)[k].argmax(1)
+    """The class with the highest weighted k-nearest-neighbour score: (m,) int64. Arguments as `knn_classes`."""
+    return knn_classes(train_x, train_y, test_x, (k,), temperature, num_classes)[k]
+
+
+def knn_judge(train_x, train_y, test_x, test_y, ks, temperature):
+    """Top-1 accuracy in percent and the predicted labels: {k: (float, (m,) int64)}.
+
+    train_y (n,), test_y (m,): int64, any labels; -1 does not vote and is not counted. The rest is as in `knn_classes`.
+    """
+    voting, counted = train_y != -1, test_y != -1
+    classes = gather_uneven(train_y[voting].unique()).unique()
+    if len(classes) < 2 or not counted.any():
+        fail("kNN needs labels of two classes to train on, and labels to test on; -1 means no label")
+    train_y = torch.searchsorted(classes, train_y[voting])
+    train_x = train_x[voting.to(train_x.device)]
+    predicted = knn_classes(train_x, train_y, test_x, ks, temperature, len(classes))
+    predicted = {k: classes[found] for k, found in predicted.items()}
+    return {k: (100 * (p == test_y)[counted].float().mean().item(), p) for k, p in predicted.items()}
 
 
 def knn_accuracy(encoder, train, test, info, device, ks=(20, 200), temperature=0.07, workers=0, amp=False):
     """Top-1 accuracy in percent: {k: float}. The bank is the labelled training set, without augmentation."""
-    train, options = train.labelled(), dict(workers=workers, amp=amp)
-    train_x = extract_features(encoder, train, info, device, whole=False, what="features, train", **options).to(device)
-    test_x = extract_features(encoder, test, info, device, what="features, test", **options).to(device)
-    train_y, truth = own_rows(torch.from_numpy(train.labels)), torch.from_numpy(test.labels)
-    scores = knn_scores(train_x, train_y, test_x, ks, temperature, len(train.classes))
-    return {k: 100 * (s.argmax(1) == truth).float().mean().item() for k, s in scores.items()}
+    train, test, options = train.labelled(), test.labelled(), dict(workers=workers, amp=amp)
+    x, y = extract_features(encoder, train, info, device, whole=False, what="features, train", **options)
+    test_x, test_y = extract_features(encoder, test, info, device, what="features, test", **options)
+    found = knn_judge(x.to(device), y, test_x.to(device), test_y, ks, temperature)
+    return {k: percent for k, (percent, _) in found.items()}
 
 
 def knn_record(args, encoder, train, test, device):
@@ -1455,7 +1496,7 @@ def open_data(args, info, train=None, test=None, labels=True):
     train, test: a user's own Datasets, instead of --dataset's. Own training images have labels if there is a test set.
     Without --dataset these are the run's data, and args gets their name and place. Without --data-dir, too, they have
     to be the images that the run was trained on.
-    labels: True exits with an error message if there is no test set, or only one class.
+    labels: True exits with an error message if there is no test set, or only one class of a data set by name.
     """
     if train is None and test is None:
         trained_on = None
@@ -1473,8 +1514,8 @@ def open_data(args, info, train=None, test=None, labels=True):
             fail(f"--dataset {args.dataset} has other images than the run was trained on: give --dataset, --data-dir")
     else:
         args.dataset, args.data_dir = "own", None
-        train, test = own_images(train, test)
-    if labels and (test is None or len(train.classes) < 2):
+        train, test = own_images(train, test, args.workers)
+    if labels and (test is None or (len(train.classes) < 2 and args.dataset != "own")):
         layout = "--data-dir with train/ and val/ or test/, each with one folder per class"
         fail(f"an evaluation needs a test set and labels of two classes: {layout}")
     return train.labelled() if train.classes else train, test and test.labelled()
@@ -1495,13 +1536,14 @@ def floor_encoders(args, info, device, count):
 
 def protocol(args, info, train, test):
     """Return what an evaluation's numbers depend on, as lines of text."""
+    classes = f", {len(train.classes)} classes" if train.classes else ""
     scale = f"if not of {info['image_size']} px: shorter side 256/224 of it, centre crop, {info['interpolation']}"
     same = train.array is not None and train.array.shape[1:3] == (info["image_size"],) * 2
     tf32 = torch.backends.cuda.matmul.allow_tf32
     precision = "bf16" if args.bf16 else "float32 with products in TF32" if tf32 else "float32"
     return f"""encoder {arch_name(info)} of {info["method"]}, the {info["encoder"]} encoder, evaluation mode; \
 features: before the projector, after the last norm and pooling; the encoder computes in {precision}
-data {args.dataset}: {len(train)} training and {len(test or ())} test images, {len(train.classes)} classes; \
+data {args.dataset}: {len(train)} training and {len(test or ())} test images{classes}; \
 {"no resize" if same else scale}; mean {tuple(info["mean"])}, std {tuple(info["std"])}"""
 
 

@@ -20,7 +20,6 @@ import os
 from pathlib import Path
 
 import numpy as np
-import torch
 import torch.distributed as dist
 
 import common
@@ -55,18 +54,19 @@ def make_room(path):
         common.fail(f"--dump {path} cannot be written: {error.strerror}")
 
 
-def write_dump(path, lines, parts, features):
+def write_dump(path, lines, parts, encoded):
     """Write the features as one .npz without pickles, which numpy.load reads.
 
     lines: what the features are, as text. parts: {"train": images, "test": images}, the latter only if there is a test
-    set. features: the same of tensors (n, d).
+    set. encoded: the same of (features (n, d), labels (n,)).
     The file has train_features (n, d) float32, as the encoder gives them, and train_labels (n,) int64, -1 where there
     is none. It has train_paths (n,) text or, if the images do not come from files, train_index (n,), their numbers
     among those used here. It has the same for test, the names `classes` of the labels, and the text `protocol`.
     """
     arrays = {"classes": np.array(parts["train"].classes, str), "protocol": np.array(lines)}
     for name, part in parts.items():
-        arrays |= {f"{name}_features": features[name].numpy(), f"{name}_labels": part.labels}
+        features, labels = encoded[name]
+        arrays |= {f"{name}_features": features.numpy(), f"{name}_labels": labels.numpy()}
         if part.paths is None:
             arrays[f"{name}_index"] = np.arange(len(part))
         else:
@@ -96,7 +96,7 @@ def main(args, encoder=None, train=None, test=None):
     if args.dump:
         make_room(args.dump)
     train, test = common.open_data(args, info, train, test, labels=not args.dump)
-    judged = test is not None and len(train.classes) > 1  # else there is only something to dump
+    judged = test is not None and (len(train.classes) > 1 or args.dataset == "own")  # else there is only a dump
     parts = {"train": train} if test is None else {"train": train, "test": test}
     votes = f"kNN: cosine in float32, votes exp(similarity / {args.temperature})"
     lines = f"{common.protocol(args, info, train, test)}\n{votes}"
@@ -105,20 +105,19 @@ def main(args, encoder=None, train=None, test=None):
     networks = {"encoder": encoder, **(common.floor_encoders(args, info, device, len(train)) if judged else {})}
     results = {}
     for name, network in networks.items():
-        x = {}
+        encoded = {}
         for part, own in parts.items():  # the bank stays shared out over the processes
-            what = f"features of {name}, {part}"
-            x[part] = common.extract_features(network, own, info, device, **how, whole=part == "test", what=what)
+            options = dict(how, whole=part == "test", what=f"features of {name}, {part}")
+            encoded[part] = common.extract_features(network, own, info, device, **options)
         if name == "encoder" and args.dump:
-            write_dump(args.dump, lines, parts, x | {"train": common.gather_uneven(x["train"])})
+            whole = tuple(common.gather_uneven(rows) for rows in encoded["train"])
+            write_dump(args.dump, lines, parts, encoded | {"train": whole})
         if not judged:
             continue
-        train_y, test_y = common.own_rows(torch.from_numpy(train.labels)), torch.from_numpy(test.labels)
-        bank, queries = x["train"].to(device), x["test"].to(device)
-        scores = common.knn_scores(bank, train_y, queries, args.k, args.temperature, len(train.classes))
-        predicted = {k: score.argmax(1) for k, score in scores.items()}
-        results[name] = {f"knn{k}_top1": 100 * (p == test_y).float().mean().item() for k, p in predicted.items()}
-        common.say(f"{name:>10}  " + "  ".join(f"k={k} {results[name][f'knn{k}_top1']:.2f} %" for k in predicted))
+        (train_x, train_y), (test_x, test_y) = encoded["train"], encoded["test"]
+        found = common.knn_judge(train_x.to(device), train_y, test_x.to(device), test_y, args.k, args.temperature)
+        results[name] = {f"knn{k}_top1": percent for k, (percent, _) in found.items()}
+        common.say(f"{name:>10}  " + "  ".join(f"k={k} {results[name][f'knn{k}_top1']:.2f} %" for k in found))
     if dist.is_initialized():
         dist.destroy_process_group()
     return results

@@ -458,7 +458,7 @@ def evaluate_cached(args, device, encoder, info, train, test):
         if common.rank_and_world()[1] > 1 and len(train_y) * common.output_width(network, info["image_size"]) > 2**30:
             common.fail(f"{len(train_y)} images' features are over 2**30 numbers for each process: start one")
         options = dict(batch_size=args.batch_size, workers=args.workers, amp=args.bf16, what=f"features of {name}")
-        train_x = [common.extract_features(network, part, info, device, **options).to(device) for part in parts]
+        train_x = [common.extract_features(network, part, info, device, **options)[0].to(device) for part in parts]
         test_x = train_x.pop()
         train_x = torch.cat(train_x)
         if args.mode == "probe":
@@ -675,9 +675,9 @@ def judge(args, device, encoder, network, info, test):
     """
     options = dict(batch_size=args.batch_size // common.rank_and_world()[1], workers=args.workers, amp=args.bf16)
     if args.mode == "finetune":
-        logits = common.extract_features(network, test, info, device, **options, what="judging the test set")
+        logits, _ = common.extract_features(network, test, info, device, **options, what="judging the test set")
     else:
-        features = common.extract_features(encoder, test, info, device, **options, what="judging the test set")
+        features, _ = common.extract_features(encoder, test, info, device, **options, what="judging the test set")
         with torch.no_grad():
             logits = network(features.to(device)).cpu()
     found = scores(logits, torch.from_numpy(test.labels), args.num_classes)
@@ -780,6 +780,7 @@ def main(args, encoder=None, train=None, test=None):
     device, encoder, info = common.open_encoder(args, encoder)
     train, test = common.open_data(args, info, train, test)
     resolve(args, info)
+    train, test = common.read_labels(train, test, device, args.workers)
     common.say(common.protocol(args, info, train, test))
     train = choose_labels(args, train)
     if args.mode in ("probe", "lbfgs"):

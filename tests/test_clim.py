@@ -465,6 +465,8 @@ def test_cutmix_a_batch():
 class Grays:
     """Images of many sizes, each of one gray level: its index. As an ImageSet to common.ViewDataset."""
 
+    array = None
+
     def __init__(self, n):
         self.all = np.stack([20 + 7 * (np.arange(n) % 5), 20 + 11 * (np.arange(n) % 4)], 1)
 

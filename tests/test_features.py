@@ -25,11 +25,11 @@ def test_evaluation_crop_is_resize_then_centre_crop():
     y, x = np.mgrid[:80, :120] / 20
     image = np.stack([np.sin(x + c) * np.cos(y - c) for c in range(3)], 2) * 127 + 128
     images = common.ImageSet("folder", [0], ["a"], image.astype(np.uint8)[None])
-    ours = common.CentreCrops(images, 28)[0].float()
+    ours = common.CentreCrops(images, 28)[0][0].float()
     theirs = TF.center_crop(TF.resize(Image.fromarray(images[0]), 32), 28)
     assert ours.shape == (3, 28, 28) and abs(ours - TF.pil_to_tensor(theirs).float()).mean() < 1
     exact = common.ImageSet("folder", [0], ["a"], images.array[:, :28, :28])
-    assert np.array_equal(common.CentreCrops(exact, 28)[0].permute(1, 2, 0), exact[0])
+    assert np.array_equal(common.CentreCrops(exact, 28)[0][0].permute(1, 2, 0), exact[0])
 
 
 def slow_knn(train_x, train_y, test_x, k, temperature, num_classes):
@@ -51,11 +51,11 @@ def test_knn_is_a_double_loop(n, m, d, classes, temperature):
     g = common.generator(n, m)
     train_x, test_x = torch.randn(n, d, generator=g) * 3, torch.randn(m, d, generator=g) * 0.2
     train_y, several = torch.randint(0, classes, (n,), generator=g), (5, 1, 200, 11)
-    scores = common.knn_scores(train_x, train_y, test_x, several, temperature, classes)
-    assert set(scores) == set(several)
+    found = common.knn_classes(train_x, train_y, test_x, several, temperature, classes)
+    assert set(found) == set(several)
     for k in several:
         slow = slow_knn(train_x, train_y, test_x, k, temperature, classes)
-        torch.testing.assert_close(scores[k].double(), slow, rtol=1e-4, atol=1e-5)
+        assert torch.equal(found[k], slow.argmax(1))
         assert torch.equal(common.knn_predict(train_x, train_y, test_x, k, temperature, classes), slow.argmax(1))
 
 
@@ -66,13 +66,12 @@ def test_knn_with_a_bank_that_needs_chunks():
     where = torch.arange(m) % 8
     middle = (where + 0.5) * math.pi / 4
     x, q = (torch.stack([a.cos(), a.sin()], 1) for a in (angle, middle))
-    scores = common.knn_scores(x, (angle * 4 / math.pi).long().clamp_max(7), q, (3,), 0.07, 8)[3]
-    torch.testing.assert_close(scores, 3 * F.one_hot(where, 8).float(), rtol=0, atol=1e-4)
+    assert torch.equal(common.knn_predict(x, (angle * 4 / math.pi).long().clamp_max(7), q, 3, 0.07, 8), where)
 
 
 def test_repeated_k_is_one_k():
     x, y = torch.randn(20, 4, generator=common.generator(1)), torch.arange(20) % 3
-    once, twice = (common.knn_scores(x, y, x[:5], ks, 0.1, 3)[3] for ks in ((3,), (3, 3)))
+    once, twice = (common.knn_classes(x, y, x[:5], ks, 0.1, 3)[3] for ks in ((3,), (3, 3)))
     assert torch.equal(once, twice)
 
 
@@ -96,7 +95,8 @@ def pattern_set(n, size=16):
 @pytest.mark.parametrize("batch_size, workers, training", [(256, 0, True), (4, 2, False), (1, 0, False)])
 def test_features_are_a_plain_loops(batch_size, workers, training):
     encoder, images = Tiny().train(training), pattern_set(11)
-    features = common.extract_features(encoder, images, INFO, CPU, batch_size, workers)
+    features, labels = common.extract_features(encoder, images, INFO, CPU, batch_size, workers)
+    assert labels.tolist() == images.labels.tolist()
     assert all(m.training == training for m in encoder.modules())
     encoder.double().eval()
     mean, std = (torch.tensor(INFO[k], dtype=torch.float64).view(3, 1, 1) for k in ("mean", "std"))
@@ -115,6 +115,23 @@ def test_an_encoder_that_changes_itself_is_an_error():
         common.extract_features(Restless(), pattern_set(3), INFO, CPU)
 
 
+def test_features_that_are_not_finite_name_the_first_image(capsys):
+    class Wild(nn.Module):
+        def forward(self, x):
+            return torch.arange(len(x))[:, None] / (torch.arange(len(x))[:, None] < 3)
+
+    line = refused(capsys, common.extract_features, Wild(), pattern_set(5), INFO, CPU)
+    assert "features of image 3 of patterns are not finite" in line
+
+
+def test_knn_labels_may_be_any_integers(capsys):
+    """-1 is none: it has no vote, and is not counted."""
+    x, y = torch.eye(4), torch.tensor([-7, 10**9, -1, 3])
+    found = common.knn_judge(x, y, x, torch.tensor([-7, 5, -1, 3]), (1,), 0.07)[1]
+    assert found[0] == pytest.approx(200 / 3) and found[1][[0, 1, 3]].tolist() == [-7, 10**9, 3]
+    assert "labels of two classes" in refused(capsys, common.knn_judge, x, y.clamp(-1, 0), x, y, (1,), 0.07)
+
+
 def test_knn_accuracy_leaves_out_what_has_no_label():
     images, test = pattern_set(60), pattern_set(60)
     joined = common.ImageSet(
@@ -131,18 +148,20 @@ def sharded(rank=0, world=1, port=None, folder=None):
         torch.set_num_threads(1)
         dist.init_process_group("gloo")
     encoder, test = Tiny().train(), pattern_set(5)
-    result, test_x = [], common.extract_features(encoder, test, INFO, CPU)
+    result, test_x = [], common.extract_features(encoder, test, INFO, CPU)[0]
     for n in (7, 2, 1):  # banks: on three processes the second and third have parts without images
         images = pattern_set(n)
-        whole = common.extract_features(encoder, images, INFO, CPU, batch_size=2)
-        part = common.extract_features(encoder, images, INFO, CPU, batch_size=2, whole=False)
+        whole, labels = common.extract_features(encoder, images, INFO, CPU, batch_size=2)
+        part, own = common.extract_features(encoder, images, INFO, CPU, batch_size=2, whole=False)
         torch.testing.assert_close(part, common.own_rows(whole))
+        assert torch.equal(own, common.own_rows(labels)) and labels.tolist() == images.labels.tolist()
         assert len(part) == n // world + (rank < n % world)
         train_y = common.own_rows(torch.arange(n) % 3)
-        scores = common.knn_scores(part, train_y, test_x, (1, 2, 9), 0.1, 3)
-        result += [whole, *scores.values(), common.knn_predict(part, train_y, test_x, 2, 0.1, 3)]
-        accuracy = common.knn_accuracy(encoder, images, test, INFO, CPU, ks=(1, 20))
-        result.append(torch.tensor([*accuracy.values()]))
+        found = common.knn_classes(part, train_y, test_x, (1, 2, 9), 0.1, 3)
+        result += [whole, *found.values(), common.knn_predict(part, train_y, test_x, 2, 0.1, 3)]
+        if n > 1:
+            accuracy = common.knn_accuracy(encoder, images, test, INFO, CPU, ks=(1, 20))
+            result.append(torch.tensor([*accuracy.values()]))
     if folder is not None:
         gathered = common.gather_uneven(torch.arange(6.0).view(3, 2)[: 3 * (rank == 1)])
         torch.save([*result, gathered], f"{folder}/{rank}.pt")
@@ -169,7 +188,9 @@ def test_output_width_and_modes_that_stay():
     before = [m.training for m in encoder.modules()]
     statistics = encoder[1].running_mean.clone()
     assert (
-        common.output_width(encoder, 16) == 24 == common.extract_features(encoder, pattern_set(2), INFO, CPU).shape[1]
+        common.output_width(encoder, 16)
+        == 24
+        == common.extract_features(encoder, pattern_set(2), INFO, CPU)[0].shape[1]
     )
     assert [m.training for m in encoder.modules()] == before and encoder[1].running_mean.equal(statistics)
     assert common.output_width(nn.AvgPool2d(2), 16) == 3 * 8 * 8

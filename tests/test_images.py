@@ -220,8 +220,11 @@ LAYOUTS = {  # folders, and words of the message
     "capitals": (("Train/a", "Val/a"), "DIR has Train/, Val/: name them train/, and val/ or test/"),
     "one in capitals": (("train/a", "Val/a"), "DIR has Val/: name them"),
     "another word": (("training", "validation"), "DIR has training/, validation/: name them"),
-    "two forms": (("train/g\xe2teau", "val/ga\u0302teau"), r"not in both: 'ga\u0302teau', 'g\xe2teau'"),
-    "a blank": (("train/cat", "val/cat "), "not in both: 'cat', 'cat '"),
+    "two forms": (
+        ("train/g\xe2teau", "val/ga\u0302teau", "train/b", "val/b"),
+        r"not in both: 'ga\u0302teau', 'g\xe2teau'",
+    ),
+    "a blank": (("train/cat", "val/cat ", "train/b", "val/b"), "not in both: 'cat', 'cat '"),
 }
 
 
@@ -339,6 +342,7 @@ def test_sizes_are_those_of_the_images_and_no_image_is_decoded_twice(tmp_path, m
 # -------------------------------------------------------------------- own images
 
 IMAGE = gradient()
+INFO = dict(image_size=8, mean=(0, 0, 0), std=(1, 1, 1), interpolation="bilinear")
 
 
 class Stream(torch.utils.data.IterableDataset):
@@ -361,38 +365,48 @@ WRONG = {  # (training set, test set or None, words of the message)
         None,
         "image 0 of your training data set: found dict, but items are PIL images",
     ),
-    "labelled dicts": (Own([{"image": IMAGE, "y": 1}]), Own([(IMAGE, 1)]), "no label, it is a dict of image, y: give"),
     "paths": (Own(["a.png"]), None, "image 0 of your training data set: found str, but items are PIL images"),
     "four channels": (Own([np.zeros((9, 9, 4), np.uint8)]), None, "found ndarray uint8 (9, 9, 4), but items are"),
     "channels first": (Own([np.zeros((3, 9, 9), np.uint8)]), None, "found ndarray uint8 (3, 9, 9), but items are"),
     "batches": (Own([torch.zeros(2, 3, 9, 9, dtype=torch.uint8)]), None, "torch.Size([2, 3, 9, 9])"),
     "floats": (Own([torch.zeros(3, 9, 9)]), None, "found Tensor torch.float32"),
-    "no labels in test": (
-        Own([(IMAGE, 0)]),
-        Own([IMAGE]),
-        "item 0 of your test data set has no label, it is of type nd",
-    ),
-    "none as labels": (Own([(IMAGE, 0)]), Own([(IMAGE, None)]), "your test data set has labels like None: give"),
-    "minus one": (Own([(IMAGE, 0)]), Own([(IMAGE, -1)]), "your test data set has no labels, all are -1"),
-    "minus two": (Own([(IMAGE, 0)]), Own([(IMAGE, -2)]), "has labels like -2"),
-    "text": (
-        Own([(IMAGE, "cat")]),
-        Own([(IMAGE, "cat")]),
-        "your training data set has labels like 'cat': give `targets`",
-    ),
-    "text targets": (Own([IMAGE], targets=["cat"]), Own([(IMAGE, 1)]), "Names of classes go into `classes`"),
-    "fractions": (Own([(IMAGE, torch.tensor(0.5))]), Own([(IMAGE, 1)]), "has labels like 0.5"),
-    "one-hot": (Own([(IMAGE, torch.eye(3)[0])]), Own([(IMAGE, 1)]), "no list of 1 numbers"),
-    "few targets": (Own([IMAGE, IMAGE], targets=[0]), Own([(IMAGE, 1)]), "2 images, and labels that are no list of 2"),
-    "few names": (Own([(IMAGE, 2)], classes=["a"]), Own([(IMAGE, 1)]), "a label 2, and `classes` has 1 names"),
+    "no labels in test": (Own([(IMAGE, 0)]), Own([IMAGE]), "the label of image 0 of your test data set: found ndarray"),
+    "none as labels": (Own([(IMAGE, 0)]), Own([(IMAGE, None)]), "the label of image 0 of your test data set: 'None"),
+    "text": (Own([(IMAGE, "cat")]), Own([(IMAGE, 1)]), "the label of image 0 of your training data set: 'str'"),
+    "fractions": (Own([(IMAGE, torch.tensor(0.5))]), Own([(IMAGE, 1)]), "the label of image 0 of your training"),
+    "one-hot": (Own([(IMAGE, torch.eye(3)[0])]), Own([(IMAGE, 1)]), "the label of image 0 of your training"),
+    "other names": (Own([(IMAGE, 0)], classes="ab"), Own([(IMAGE, 0)], classes="ba"), "different `classes`"),
 }
+
+
+def encode(*data):
+    for images in common.open_images(types.SimpleNamespace(batch_size=1, workers=None), *data):
+        if images is not None:
+            common.extract_features(torch.nn.Flatten(), images, INFO, torch.device("cpu"))
 
 
 @pytest.mark.parametrize("kind", WRONG)
 def test_own_data_of_another_kind_end_in_one_line(capsys, kind):
     train, test, words = WRONG[kind]
-    args = types.SimpleNamespace(batch_size=1)
-    assert words in refused(capsys, common.open_images, args, train, test)
+    assert words in refused(capsys, encode, train, test)
+
+
+def test_own_data_are_read_by_loaders_only():
+    """The items' second entries are the labels, of any integer type; `targets` are not. Subsets keep their rows."""
+    makes = int, np.int64, torch.tensor, np.array, bool
+    data = Own([(IMAGE, make(1)) for make in makes], targets=[5] * 5, classes=["a", "b"])
+    train, test = common.open_images(types.SimpleNamespace(batch_size=1, workers=None), data, data)
+    device, workers = torch.device("cpu"), 2
+    assert common.extract_features(torch.nn.Flatten(), train, INFO, device, workers=workers)[1].tolist() == [1] * 5
+    assert data.read == 0 and test.labels.tolist() == [-1] * 5  # in this process
+
+
+def test_labels_of_own_data_are_places_among_those_that_occur():
+    train, test = (Own([(IMAGE, y) for y in labels]) for labels in ([7, -1, -3, 10**12], [0, 7]))
+    images = common.own_images(train, test)
+    train, test = common.read_labels(*images, torch.device("cpu"), 0)
+    assert train.labels.tolist() == [2, 0, 3] and test.labels.tolist() == [1, 2] and train.rows.tolist() == [0, 2, 3]
+    assert train.classes == test.classes == ["-3", "0", "7", "1000000000000"] and train.item(1)[1] == 0
 
 
 def test_an_error_in_the_users_own_length_is_shown_as_it_is():
@@ -401,16 +415,7 @@ def test_an_error_in_the_users_own_length_is_shown_as_it_is():
             return len(None)
 
     with pytest.raises(TypeError, match="NoneType"):
-        common.open_images(types.SimpleNamespace(batch_size=1), Broken(), None)
-
-
-def test_own_labels_of_many_types():
-    for make in (int, np.int64, torch.tensor, np.array, bool):
-        images = common.OwnImages(Own([(IMAGE, make(1)), (IMAGE, make(0))]), labelled=True)
-        assert images.labels.tolist() == [1, 0] and images.labels.dtype == np.int64
-    for targets in ([1, -1], torch.tensor([1, -1]), np.array([1, -1])):
-        images = common.OwnImages(Own([IMAGE, IMAGE], targets=targets, classes=("a", "b")), labelled=True)
-        assert images.labels.tolist() == [1, -1] and images.classes == ["a", "b"] and len(images.labelled()) == 1
+        encode(Broken(), None)
 
 
 def test_a_later_item_of_another_kind_is_named():

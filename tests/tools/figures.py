@@ -232,7 +232,7 @@ def choose(run, images, selections=("random", "knn", "kmeans", "center")):
     model = clim.CLIM(argparse.Namespace(**config))
     model.load_state_dict(state["model"])
     encoder = torch.nn.Sequential(model.momentum_backbone, model.momentum_projector)
-    x = F.normalize(common.extract_features(encoder, images, info, torch.device("cpu")), dim=1)
+    x = F.normalize(common.extract_features(encoder, images, info, torch.device("cpu"))[0], dim=1)
     flags = ["--dataset", config["dataset"], "--arch", config["arch"], "--selection"]
     flags = {selection: clim.parse_args([*flags, selection]) for selection in selections}
     return {selection: clim.choose_positives(args, x, common.generator(0)) for selection, args in flags.items()}
@@ -280,7 +280,7 @@ def intraclass(args):
     for run in args.runs:
         encoder, info = common.load_backbone(run)
         images = run_images(args, json.loads((Path(run) / "config.json").read_text()), train=False)
-        features = common.extract_features(encoder, images, info, torch.device("cpu"))
+        features, _ = common.extract_features(encoder, images, info, torch.device("cpu"))
         print(f"{Path(run).name}: {class_similarity(features, torch.from_numpy(images.labels)):.3f}")
 
 
@@ -404,7 +404,7 @@ def mechanisms(run, train, test, few=1000):
         "JCL, Fig. 3: similarity of an image's 32 views": similarity,
         "JCL, Fig. 3: their variance, a feature, in thousandths": 1000 * variance,
     }
-    features = common.extract_features(encoder, test, info, device)
+    features, _ = common.extract_features(encoder, test, info, device)
     found["CLIM, Table 10: similarity of two images of a class"] = class_similarity(features, labels)
     found["CLIM: similarity of any two images"] = class_similarity(features, torch.zeros_like(labels))
     if config.get("queue"):
