@@ -944,6 +944,7 @@ class Loader(DataLoader):
         if workers:
             atexit.register(end_workers)  # they ignore SIGTERM, by which Python would end them
             options |= dict(num_workers=workers, multiprocessing_context=WorkerContext(), worker_init_fn=_start_worker)
+            options["timeout"] = PATIENCE.total_seconds()  # a worker that cannot send a batch is an error, not a wait
         super().__init__(data, pin_memory=device.type == "cuda", **options)
 
     def __iter__(self):

@@ -932,6 +932,11 @@ def test_the_end_of_the_loaders_leaves_other_child_processes_alive():
     assert alive and not any(worker.is_alive() for worker in workers)
 
 
+def test_only_loaders_with_workers_have_a_timeout():
+    loaders = [common.Loader([0], torch.device("cpu"), workers) for workers in (0, 1)]
+    assert [loader.timeout for loader in loaders] == [0, 1800]
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="open files are counted in /proc")
 def test_evaluations_leave_no_files_open():
     """A long run evaluates often, each time with new workers."""
