@@ -383,11 +383,10 @@ class ImageSet:
         return self.subset(np.flatnonzero(self.labels >= 0)) if (self.labels < 0).any() else self
 
     def checksum(self):
-        """16 hexadecimal digits that tell whether two image sets are the same, in seconds.
+        """16 hexadecimal digits that tell whether two image sets are the same. They take seconds.
 
-        They depend on the number of images, their order and the labels; of files also on their names below the data
-        set's folder, which may be moved, and on the byte sizes of 1,000 files spread evenly; of an array on its shape
-        and on 1,000 images spread evenly; of a user's own Dataset on nothing else.
+        They depend on the labels; of files on all names below the data set's folder, and on 1,000 byte sizes; of an
+        array on its shape, and on 1,000 images; of a user's own Dataset on its length only.
         """
         digest = hashlib.sha256(self.labels.astype("<i8").tobytes())
         spread = np.linspace(0, len(self) - 1, min(1000, len(self))).round().astype(np.int64)
@@ -412,8 +411,7 @@ class OwnImages(ImageSet):
         own, stream = type(data), isinstance(data, torch.utils.data.IterableDataset)
         if stream or not hasattr(own, "__len__") or not hasattr(own, "__getitem__"):
             fail(f"{owner} is of type {own.__name__}: give a map-style Dataset, with __len__ and __getitem__")
-        count = len(data)
-        if count == 0:
+        if not (count := len(data)):
             fail(f"{owner} is empty: its length is 0")
         names = getattr(data, "classes", None) if labelled else None
         super().__init__("own", np.full(count, -1), () if names is None else names)
@@ -547,16 +545,16 @@ def visible(folder, above=()):
 
     So is a link to a folder that is being listed: to this one or one of `above`, or to one that holds them.
     """
-    entries = [entry for entry in os.scandir(folder) if entry.name[0] != "." and entry.name != "@eaDir"]  # a NAS's
-
-    def leads_back(entry):
-        target = os.path.join(os.path.realpath(entry.path), "")
-        return any(os.path.join(os.path.realpath(path), "").startswith(target) for path in (folder, *above))
-
-    folders = {entry.name for entry in entries if entry.is_dir()}
-    back = {entry.name for entry in entries if entry.is_symlink() and entry.name in folders and leads_back(entry)}
-    images = (e.name for e in entries if e.name not in folders and e.name.lower().endswith(EXTENSIONS))
-    return sorted(folders - back), sorted(images)
+    inside = [os.path.join(os.path.realpath(path), "") for path in (folder, *above)]
+    folders, images = [], []
+    for entry in sorted(os.scandir(folder), key=lambda entry: entry.name):
+        if entry.name[0] == "." or entry.name == "@eaDir":  # a NAS's thumbnails
+            continue
+        if not entry.is_dir():
+            images += [entry.name] if entry.name.lower().endswith(EXTENSIONS) else []
+        elif not any(path.startswith(os.path.join(os.path.realpath(entry.path), "")) for path in inside):
+            folders.append(entry.name)
+    return folders, images
 
 
 def list_images(folder, above=()):
@@ -642,35 +640,32 @@ def load_images(name, data_dir=None, train=True, size=32, cache=True, unlabeled=
     Returns an ImageSet, or None where train is False and there is no test set. Exits with an error message if there is
     no data. Downloads only into the folder data/, an empty folder, or one with torchvision's files.
     """
-    root, given = Path(data_dir or "data"), name in ("imagenet", "imagenet100", "folder")  # never downloaded
-    if data_dir is not None and not root.is_dir():
-        fail(f"--data-dir {data_dir} {'is not a folder' if root.exists() else 'does not exist'}")
-    if data_dir is not None and (root / "train").is_dir():
-        part = next((p for p in (("train",) if train else ("val", "test")) if (root / p).is_dir()), None)
-        return read_folder(name, root, part, cache, unlabeled and train) if part else None
+    root = Path(data_dir or "data")
+    if data_dir is None and name in ("imagenet", "imagenet100", "folder"):
+        fail(f"--dataset {name} needs --data-dir DIR. For labels, DIR has train/ and val/, with one folder per class")
+    if data_dir is not None:
+        if not root.is_dir():
+            fail(f"--data-dir {data_dir} {'is not a folder' if root.exists() else 'does not exist'}")
+        if (root / "train").is_dir():
+            part = next((p for p in (("train",) if train else ("val", "test")) if (root / p).is_dir()), None)
+            return read_folder(name, root, part, cache, unlabeled and train) if part else None
+        if name == "folder":
+            return read_folder(name, root, "", cache) if train else None
+        if name in ("patterns", "imagenet", "imagenet100"):
+            fail(f"--data-dir {data_dir} has no train/ with one folder per class: --dataset folder takes any images")
+        if not _may_download(root):
+            fail(f"--data-dir {data_dir} has neither train/ nor torchvision's files of {name}: give an empty folder")
     if name == "patterns":
-        if data_dir is not None:
-            fail(f"--data-dir {data_dir} has no train/, and patterns are generated: give --dataset folder")
         array, labels = make_patterns(4096, size, seed=0) if train else make_patterns(1024, size, seed=1)
         return ImageSet(name, labels, PATTERNS, array)
-    if given:
-        if name == "folder" and data_dir is not None:
-            return read_folder(name, root, "", cache) if train else None
-        if name == "folder":
-            fail("--dataset folder needs --data-dir DIR, a folder of images. For labels, DIR has train/ and val/")
-        found = "" if data_dir is None else f"; {data_dir} has no train/"
-        fail(f"--dataset {name} needs --data-dir DIR with train/ and val/, each with one folder per class{found}")
-    if data_dir is not None and not _may_download(root):
-        where = "name the folder that has them, or an empty one to download into, or leave --data-dir out (data/)"
-        fail(f"--data-dir {data_dir} has neither train/ nor torchvision's files of {name}: {where}")
     return _load_torchvision(name, root, train, unlabeled)
 
 
 def _may_download(root):
     """True for the default folder, an empty one (but for hidden files), and one with files of torchvision's."""
-    visible = {path.name for path in root.iterdir() if path.name[0] != "."}
+    names = {path.name for path in root.iterdir() if path.name[0] != "."}
     known = torchvision.datasets.CIFAR10, torchvision.datasets.CIFAR100, torchvision.datasets.STL10
-    return root == Path("data") or not visible or any({d.base_folder, d.filename} & visible for d in known)
+    return root == Path("data") or not names or any({d.base_folder, d.filename} & names for d in known)
 
 
 def _load_torchvision(name, root, train, unlabeled):
@@ -1125,16 +1120,6 @@ class CentreCrops(Dataset):
         return torch.from_numpy(np.array(image)).permute(2, 0, 1), label
 
 
-class Labels(Dataset):
-    """The labels of images."""
-
-    def __init__(self, images):
-        self.images = images
-
-    def __getitem__(self, i):
-        return self.images.item(i)[1]
-
-
 @contextlib.contextmanager
 def evaluation_mode(module):
     """Inside, the module is in evaluation mode. Afterwards each of its parts is in the mode in which it was."""
@@ -1205,20 +1190,16 @@ def extract_features(encoder, images, info, device, batch_size=256, workers=0, a
     return (gather_uneven(features), gather_uneven(labels)) if whole else (features, labels)
 
 
-def read_labels(train, test, device, workers):
+def read_labels(train, test, info, device, workers):
     """The images that have labels, (train, test), with labels that are places in their `classes`.
 
     The items of a user's own Datasets are read once for it. Their classes are the labels that occur in either.
     """
     if not isinstance(train, OwnImages):
         return train, test
-    found = []
-    for part in (train, test):
-        mine = torch.utils.data.Subset(Labels(part), own_rows(torch.arange(len(part))).tolist())
-        labels = [*Loader(mine, device, workers, batch_size=256), torch.zeros(0, dtype=torch.int64)]
-        found.append(gather_uneven(torch.cat(labels)).numpy())
-    classes = np.setdiff1d(np.concatenate(found), [-1])
-    names, parts = dict(enumerate(train.classes or test.classes)), []
+    pool, parts = nn.AvgPool2d(info["image_size"]), []
+    found = [extract_features(pool, x, info, device, workers=workers, what="labels")[1].numpy() for x in (train, test)]
+    classes, names = np.setdiff1d(np.concatenate(found), [-1]), dict(enumerate(train.classes or test.classes))
     for images, labels in zip((train, test), found, strict=True):
         rows = np.flatnonzero(labels != -1)
         part = images.subset(rows)

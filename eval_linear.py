@@ -780,7 +780,7 @@ def main(args, encoder=None, train=None, test=None):
     device, encoder, info = common.open_encoder(args, encoder)
     train, test = common.open_data(args, info, train, test)
     resolve(args, info)
-    train, test = common.read_labels(train, test, device, args.workers)
+    train, test = common.read_labels(train, test, info, device, args.workers)
     common.say(common.protocol(args, info, train, test))
     train = choose_labels(args, train)
     if args.mode in ("probe", "lbfgs"):

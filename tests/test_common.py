@@ -625,7 +625,7 @@ MISTAKES = [
     ("imagenet", lambda root: root / "none", "does not exist"),
     ("cifar10", lambda root: damaged(root) / "train/b/2.png", "is not a folder"),
     ("imagenet100", lambda root: None, "needs --data-dir"),
-    ("imagenet", lambda root: write_tree(root, ["a", "b"]), "needs --data-dir"),
+    ("imagenet", lambda root: write_tree(root, ["a", "b"]), "has no train/ with one folder per class"),
     ("folder", lambda root: root, "no image in /"),
     ("folder", lambda root: write_tree(root, {"train/a": 2, "train/b": 0}), "/train/b: an image's name ends in"),
     ("folder", damaged, "2.png"),

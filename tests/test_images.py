@@ -158,7 +158,7 @@ def test_nothing_is_downloaded_into_a_users_folder(tmp_path, capsys, downloads):
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.txt").touch()
     line = refused(capsys, common.load_images, "cifar10", tmp_path / "mine")
-    assert "mine has neither train/ nor torchvision's files of cifar10: name the folder that has them" in line
+    assert "mine has neither train/ nor torchvision's files of cifar10: give an empty folder" in line
     for name in (*common.DATASETS, "cifar10"):
         line = refused(capsys, common.load_images, name, tmp_path / "typo")
         assert line == f"error: --data-dir {tmp_path / 'typo'} does not exist"
@@ -189,11 +189,9 @@ def test_messages_about_folders(tmp_path, capsys):
     line = refused(capsys, common.load_images, "folder", tmp_path / "tree")
     assert f"no image in {tmp_path / 'tree/train/b'}: " in line
     line = refused(capsys, common.load_images, "folder")
-    assert (
-        line == "error: --dataset folder needs --data-dir DIR, a folder of images. For labels, DIR has train/ and val/"
-    )
+    assert "needs --data-dir DIR. For labels, DIR has train/ and val/" in line
     line = refused(capsys, common.load_images, "imagenet", tmp_path)
-    assert line.endswith(f"with train/ and val/, each with one folder per class; {tmp_path} has no train/")
+    assert f"{tmp_path} has no train/ with one folder per class" in line
 
 
 def test_hidden_folders_and_links_back_are_passed_over(tmp_path):
@@ -404,7 +402,7 @@ def test_own_data_are_read_by_loaders_only():
 def test_labels_of_own_data_are_places_among_those_that_occur():
     train, test = (Own([(IMAGE, y) for y in labels]) for labels in ([7, -1, -3, 10**12], [0, 7]))
     images = common.own_images(train, test)
-    train, test = common.read_labels(*images, torch.device("cpu"), 0)
+    train, test = common.read_labels(*images, INFO, torch.device("cpu"), 0)
     assert train.labels.tolist() == [2, 0, 3] and test.labels.tolist() == [1, 2] and train.rows.tolist() == [0, 2, 3]
     assert train.classes == test.classes == ["-3", "0", "7", "1000000000000"] and train.item(1)[1] == 0
 

@@ -543,13 +543,23 @@ def write_similarities(folder, i, keys, train, test, crops, heights):
     common.save_grid(Path(folder) / f"query{i}.png", rows, [f"test {i}", *heights])
 
 
+class Crops(common.CentreCrops):
+    """The images as an evaluation sees them, without their labels."""
+
+    def __init__(self, images, info):
+        super().__init__(images, info["image_size"], info["interpolation"])
+
+    def __getitem__(self, i):
+        return super().__getitem__(i)[0]
+
+
 def encoder(args):
     """How an encoder sees images: its nearest neighbours, a ViT's attention, similarities as bars."""
     given = eval_knn.parse_args([args.run])
     given.dataset, given.data_dir = args.dataset, args.data_dir
     device, network, info = common.open_encoder(given)
     train, test = common.open_data(given, info)
-    crops = [common.CentreCrops(part, info["image_size"], info["interpolation"]) for part in (train, test)]
+    crops = [Crops(part, info) for part in (train, test)]
     images = args.images or torch.randperm(len(test), generator=common.generator(0))[:4].tolist()
     if args.attention:
         shown = {f"{i} {test.classes[test.labels[i]]}": crops[1][i] / 255 for i in images}
@@ -558,7 +568,7 @@ def encoder(args):
         return
     networks = {"encoder": network, **common.floor_encoders(given, info, device, len(train))}
     features = {
-        name: [common.extract_features(each, part, info, device) for part in (train, test)]
+        name: [common.extract_features(each, part, info, device)[0] for part in (train, test)]
         for name, each in networks.items()
     }
     if args.pictures:
