@@ -944,10 +944,13 @@ def split_batch_norms(module, groups):
 
 @torch.no_grad()
 def average_statistics(model):
-    """Average the running statistics of grouped batch norms over the processes. Costs one all-reduce."""
+    """Average the running statistics of batch norms over the processes. Costs one all-reduce.
+
+    SyncBatchNorm is left out: its statistics are the same on all processes.
+    """
     world = common.rank_and_world()[1]
-    norms = [module for module in model.modules() if isinstance(module, GroupedBatchNorm)]
-    buffers = [buffer for norm in norms for buffer in (norm.running_mean, norm.running_var)]
+    norms = [m for m in model.modules() if isinstance(m, (GroupedBatchNorm, nn.BatchNorm1d, nn.BatchNorm2d))]
+    buffers = [buffer for norm in norms for buffer in (norm.running_mean, norm.running_var) if buffer is not None]
     if world > 1 and buffers:
         flat = torch.cat(buffers)
         dist.all_reduce(flat)
