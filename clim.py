@@ -704,7 +704,6 @@ def parse_args(argv=None):
         args.min_lr *= peak_rate(args) / peak_rate(usual)  # the last rate is scaled as the peak rate is
     if "bn_groups" not in given:
         args.bn_groups = math.lcm(args.bn_groups, common.rank_and_world()[1])  # each process has equally many
-    check_batch_norm_groups(args)
     args.resolutions = tuple(sorted(args.resolutions, reverse=True))  # the largest, at which views are cut, comes first
     if args.resolutions[0] != args.image_size:
         sizes = common.shown(args.resolutions)
@@ -825,6 +824,7 @@ def main(args, train=None, test=None, encoder=None):
     layout = common.memory_format(device, args.arch)
     torch.manual_seed(args.seed)
     model = CLIM(args, common.copy_module(encoder)).to(device, memory_format=layout)
+    check_batch_norm_groups(args)
     model = split_batch_norms(model, args.bn_groups)
     trained = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.SGD(trained, args.lr, momentum=args.sgd_momentum, weight_decay=args.weight_decay)

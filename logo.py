@@ -607,10 +607,8 @@ def parse_args(argv=None):
         args.warmup *= min(1, args.epochs / usual.epochs)  # a shorter run has a shorter warm-up
     if "min_lr" not in given:
         args.min_lr *= peak_rate(args) / peak_rate(usual)  # the last rate is scaled as the peak rate is
-    if args.base == "moco":
-        if "bn_groups" not in given:
-            args.bn_groups = math.lcm(args.bn_groups, common.rank_and_world()[1])  # each process has equally many
-        check_batch_norm_groups(args)
+    if args.base == "moco" and "bn_groups" not in given:
+        args.bn_groups = math.lcm(args.bn_groups, common.rank_and_world()[1])  # each process has equally many
     if "local_size" not in given:
         args.local_size = min(args.local_size, args.image_size)
     args.l2l = args.l2l and args.local_crops == 2
@@ -677,6 +675,7 @@ def main(args, train=None, test=None, encoder=None):
     torch.manual_seed(args.seed)
     if args.base == "moco":
         model = MoCo(args, common.copy_module(encoder)).to(device, memory_format=layout)
+        check_batch_norm_groups(args)
         model = split_batch_norms(model, args.bn_groups)
     else:
         model = SimSiam(args, common.copy_module(encoder)).to(device, memory_format=layout)

@@ -549,10 +549,8 @@ def parse_args(argv=None):
         args.warmup *= min(1, args.epochs / usual.epochs)  # a shorter run has a shorter warm-up
     if "min_lr" not in given:
         args.min_lr *= peak_rate(args) / peak_rate(usual)  # the last rate is scaled as the peak rate is
-    if args.moco != "v3":
-        if "bn_groups" not in given:
-            args.bn_groups = math.lcm(args.bn_groups, common.rank_and_world()[1])  # each process has equally many
-        check_batch_norm_groups(args)
+    if args.moco != "v3" and "bn_groups" not in given:
+        args.bn_groups = math.lcm(args.bn_groups, common.rank_and_world()[1])  # each process has equally many
     blurs = args.joint in ("blur", "either", "both")
     if blurs and max(args.blur_p) == 0:
         common.fail(f"--joint {args.joint} has nothing to act on: this recipe does not blur; give --blur-p 0.5 0.5")
@@ -627,6 +625,7 @@ def main(args, train=None, test=None, encoder=None):
         if args.queue == "auto":
             args.queue = min(65536, max(args.batch_size, len(train) // 10))
         model = MoCo(args, common.copy_module(encoder)).to(device, memory_format=layout)
+        check_batch_norm_groups(args)
         model = split_batch_norms(model, args.bn_groups)
         negatives = args.queue
         chance = math.log(args.queue + 1)  # the loss at equal logits
