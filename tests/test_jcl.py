@@ -79,7 +79,7 @@ def tiny(module, name, *flags):
 
 @pytest.mark.parametrize("flags", [(), ("--vanilla",)])
 def test_forward(flags):
-    """Eq. 8, or the average of Eq. 2, of its own queries and keys; the mean keys go to the queue, no gradient to keys."""
+    """Eq. 8, or the average of Eq. 2, of its queries and keys. The mean keys go to the queue; no gradient to keys."""
     model = tiny(jcl, "JCL", "--num-keys", "3", *flags)
     x = list(torch.randn(4, 8, 3, 32, 32, dtype=torch.float64))
     loss, mean_keys, (q, k), metrics = model(x, 0, 4.0)
