@@ -1,5 +1,6 @@
 """Shared by the tests: the project's root and tests/tools on the path, one thread, --slow, and small helpers."""
 
+import functools
 import os
 import sys
 from pathlib import Path
@@ -72,6 +73,17 @@ def tensors(state, name=""):
         pairs = state.items() if isinstance(state, dict) else enumerate(state)
         return {k: v for key, value in pairs for k, v in tensors(value, f"{name}/{key}").items()}
     return {name: state}
+
+
+@pytest.fixture(scope="module")
+def few_patterns():
+    """The demo's images are 32."""
+    import common
+
+    with pytest.MonkeyPatch.context() as patch:
+        make = functools.cache(common.make_patterns)
+        patch.setattr(common, "make_patterns", lambda count, size, seed: make(32, size, seed))
+        yield
 
 
 @pytest.fixture
