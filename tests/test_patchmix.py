@@ -293,12 +293,6 @@ def test_total_is_eq_16(double, variant, terms):
     torch.testing.assert_close(torch.autograd.grad(loss, trained), torch.autograd.grad(expected, trained))
 
 
-def test_term_weights_weigh_the_terms(double):
-    args, model = make_model(*MIX, "--term-weights", "2", "0.25", "3")
-    loss, *_, metrics = model(views_of(args), 5)
-    torch.testing.assert_close(loss, 2 * metrics["loss_oto"] + 0.25 * metrics["loss_mto"] + 3 * metrics["loss_mtm"])
-
-
 @pytest.mark.parametrize("terms, factor", [("oto,mto", 1), ("oto,mto,mtm", 2)])
 def test_without_mixing_it_is_moco_v3(double, terms, factor):
     """M = 1 without mix-to-mix: MoCo v3's symmetric loss over 2 tau; with it one direction counts twice."""
