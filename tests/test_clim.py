@@ -433,9 +433,11 @@ def test_views_of_the_partner(mix):
 def test_partners_are_drawn_uniformly_and_anew_each_epoch():
     n = 4000
     table = torch.arange(5, dtype=torch.int32).repeat(n, 1)  # a partner is the number of its column
-    picks = [drawn(data(table, images=Grays(n)), epoch)[0][2][0] for epoch in (0, 1)]
+    cuts = [drawn(data(table, images=Grays(n)), epoch)[0] for epoch in (0, 1)]
+    picks, boxes = [cut[2][0] for cut in cuts], np.concatenate([box for _, box, _ in cuts[0][:2]], 1)
     for pick in picks:
         assert abs(np.bincount(pick, minlength=5) - n / 5).max() < 5 * math.sqrt(n / 5)
+    assert abs(np.corrcoef(picks[0], boxes.T)[0, 1:]).max() < 4.5 / math.sqrt(n)  # by a number of its own
     assert (picks[0] == picks[1]).mean() == pytest.approx(0.2, abs=0.04)
 
 
