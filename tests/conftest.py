@@ -1,11 +1,13 @@
 """Shared by the tests: the project's root and tests/tools on the path, one thread, --slow, and small helpers."""
 
+import functools
 import os
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 ROOT = Path(__file__).parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "tools")]
@@ -16,7 +18,7 @@ METHODS = [
 CHOICES = dict(
     moco_jointcrop=("--moco v1", "--moco v3", "--joint blur", "--joint either", "--variant released"),
     jcl=("--variant released", "--vanilla"),
-    clim=("--selection none", "--selection random", "--mix none"),
+    clim=("--selection none", "--selection knn", "--resolutions 24 16"),
     logo=("--base simsiam", "--variant paper", "--affinity-form linear"),
     patchmix=("--variant released",),
 )
@@ -57,3 +59,51 @@ def cifar10():
     if not folder or not Path(folder, "train").is_dir():
         pytest.skip("set CIFAR10_DIR to a folder with CIFAR-10 as train/ and test/, one folder a class")
     return folder
+
+
+def unit(*shape, seed=0, grad=False):
+    """Random float64 rows of unit length."""
+    x = torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+    return F.normalize(x, dim=-1).requires_grad_(grad)
+
+
+def tensors(state, name=""):
+    """{path: tensor or plain value} of a nested state."""
+    if isinstance(state, dict | list | tuple):
+        pairs = state.items() if isinstance(state, dict) else enumerate(state)
+        return {k: v for key, value in pairs for k, v in tensors(value, f"{name}/{key}").items()}
+    return {name: state}
+
+
+@pytest.fixture(scope="module")
+def few_patterns():
+    """The demo's images are 32."""
+    import common
+
+    with pytest.MonkeyPatch.context() as patch:
+        make = functools.cache(common.make_patterns)
+        patch.setattr(common, "make_patterns", lambda count, size, seed: make(32, size, seed))
+        yield
+
+
+@pytest.fixture
+def double():
+    """float64 throughout, so that a difference is an error and not rounding."""
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+@pytest.fixture
+def refused(capsys):
+    """Calls what must end with exit status 2 and one line on stderr, and returns that line."""
+
+    def call(function, *args):
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as end:
+            function(*args)
+        error = capsys.readouterr().err
+        assert end.value.code == 2 and error.startswith("error: ") and error.count("\n") == 1, error
+        return error
+
+    return call

@@ -8,13 +8,13 @@ from conftest import METHODS, NANO
 
 import common
 
-RECIPE = """--arch nano --batch-size 16 --epochs 2 --lr 0.1 --lr-batch 128 --warmup 0 --momentum 0.9 --temperature 0.2
+RECIPE = """--arch nano --batch-size 16 --epochs 2 --lr 0.1 --lr-batch 128 --warmup 0 --temperature 0.2
     --queue 40 --dim 16 --bn-groups 2 --max-steps 3 --knn-every 0 --device cpu"""
 BASELINES = {
-    "moco_jointcrop": "--joint none --crop-scale 0.3 1 --blur-prob 0.2 0.2",
-    "jcl": "--num-keys 1 --crop-scale 0.3 1 --blur-p 0.2",
-    "clim": "--selection none --crop-scale 0.3 1 --blur-p 0.2",
-    "logo": "--local-crops 0 --one-way --global-scale 0.3 1 --blur-p 0.2",
+    "moco_jointcrop": "--joint none --crop-scale 0.3 1 --blur-p 0.2 0.2 --momentum 0.9 0.9",
+    "jcl": "--num-keys 1 --crop-scale 0.3 1 --blur-p 0.2 --momentum 0.9",
+    "clim": "--selection none --crop-scale 0.3 1 --blur-p 0.2 --momentum 0.9",
+    "logo": "--local-crops 0 --one-way --global-scale 0.3 1 --blur-p 0.2 --momentum 0.9",
 }
 
 

@@ -1,14 +1,11 @@
-"""patchmix.py against slow references written from the paper, its limit cases, its tables and its command line."""
+"""patchmix.py against slow references written from the paper, its limit cases and its tables."""
 
-import json
 import math
-import socket
 import types
 
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 
 import common
@@ -19,25 +16,9 @@ MIX = "--num-mix 3 --mix-slices 2".split()
 ALL = "oto,mto,mtm"
 
 
-@pytest.fixture
-def double():
-    """Everything in float64, so that a difference is an error and not rounding."""
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(torch.float32)
-
-
-@pytest.fixture
-def free_port():
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
-
-
 def make_model(*flags):
     """(args, a small model whose momentum encoder differs from its encoder)."""
     args = patchmix.parse_args([*TINY, *flags])
-    args.bf16 = False
     torch.manual_seed(0)
     model = patchmix.PatchMix(args)
     for p in (*model.momentum_backbone.parameters(), *model.momentum_projector.parameters()):
@@ -108,65 +89,56 @@ def test_patch_mix_eq_1_to_9(n, num_mix, size, patch):
 
 def test_patch_mix_draws_its_own_permutation():
     x = torch.arange(4.0).view(4, 1, 1, 1).expand(4, 1, 16, 16)
-    assert torch.equal(patchmix.patch_mix(x, 1, 4), x)
-    torch.manual_seed(0)
-    assert len({patchmix.patch_mix(x, 2, 4).numpy().tobytes() for _ in range(4)}) == 4
+    assert len({patchmix.patch_mix(x, 2, 4).numpy().tobytes() for _ in range(4)}) > 1
 
 
-@pytest.mark.parametrize(
-    "shape, num_mix, patch, permutation, word",
-    [
-        ((8, 3, 8, 8), 2, 3, None, "do not tile"),
-        ((8, 3, 8, 8), 2, (4, 3), None, "do not tile"),
-        ((8, 3, 8, 8), 0, 4, None, "num_mix"),
-        ((8, 3, 8, 8), 5, 4, None, "num_mix"),
-        ((8, 3, 8, 8), 2, 4, [0, 1, 2, 2], "permutation"),
-        ((8, 3, 8, 8), 2, 4, [0, 1, 2], "permutation"),
-        ((3, 8, 8), 2, 4, None, "images"),
-    ],
-)
-def test_patch_mix_refuses(shape, num_mix, patch, permutation, word):
-    permutation = None if permutation is None else torch.tensor(permutation)
-    with pytest.raises(ValueError, match=word):
-        patchmix.patch_mix(torch.zeros(shape), num_mix, patch, permutation)
+IMAGES = torch.zeros(8, 3, 8, 8)
+WRONG = {
+    "patches that do not tile": lambda: patchmix.patch_mix(IMAGES, 2, (4, 3)),
+    "none to mix": lambda: patchmix.patch_mix(IMAGES, 0, 4),
+    "more than patches": lambda: patchmix.patch_mix(IMAGES, 5, 4),
+    "no permutation": lambda: patchmix.patch_mix(IMAGES, 2, 4, torch.tensor([0, 1, 2, 2])),
+    "one image": lambda: patchmix.patch_mix(IMAGES[0], 2, 4),
+    "targets of no image": lambda: patchmix.mix_targets(0, 1),
+    "targets of no mix": lambda: patchmix.mix_targets(4, 0),
+    "keys of another width": lambda: patchmix.soft_info_nce(*torch.ones(2, 6, 5), torch.zeros(6, 3), torch.ones(2), 1),
+    "index of other rows": lambda: patchmix.soft_info_nce(*torch.ones(2, 6, 5), torch.zeros(5, 3), torch.ones(3), 1),
+}
+
+
+@pytest.mark.parametrize("call", WRONG.values(), ids=WRONG)
+def test_wrong_arguments_are_refused(call):
+    with pytest.raises(ValueError):
+        call()
 
 
 # ---------------------------------------------------------------- mix_targets
 
 
 @pytest.mark.parametrize("n, num_mix", [(9, 3), (8, 1), (7, 4), (5, 3), (4, 3), (2, 4)])
-def test_mix_targets_eq_10_to_12(n, num_mix):
+def test_mix_targets_are_eq_10_to_12(n, num_mix):
     mto_index, mto_weight, mtm_index, mtm_weight = patchmix.mix_targets(n, num_mix)
-    assert mto_index.dtype == mtm_index.dtype == torch.int64
     assert mto_index.tolist() == [[(i + m) % n for m in range(num_mix)] for i in range(n)]
     assert mtm_index.tolist() == [[(i - num_mix + 1 + j) % n for j in range(2 * num_mix - 1)] for i in range(n)]
     omega = [1 - abs(num_mix - j - 1) / num_mix for j in range(2 * num_mix - 1)]
-    assert mtm_weight.tolist() == pytest.approx(omega, abs=1e-7) and mto_weight.tolist() == pytest.approx(
-        [1 / num_mix] * num_mix
-    )
-    assert mto_weight.sum().item() == pytest.approx(1) and mtm_weight.sum().item() == pytest.approx(num_mix)
+    assert mtm_weight.tolist() == pytest.approx(omega, abs=1e-7)
+    assert mto_weight.tolist() == pytest.approx([1 / num_mix] * num_mix)
+
+
+@pytest.mark.parametrize("n, num_mix", [(9, 3), (8, 1), (7, 4)])
+def test_a_mixed_pair_s_weight_is_how_many_images_it_shares(n, num_mix):
+    mto_index, _, mtm_index, mtm_weight = patchmix.mix_targets(n, num_mix)
     target = torch.zeros(n, n).scatter_add_(1, mtm_index, mtm_weight.expand(n, -1))
-    assert torch.allclose(target.sum(1), torch.tensor(float(num_mix)))  # below 2M - 1 images some repeat, and add up
-    if n >= 2 * num_mix - 1:  # the target is how many of its images a pair shares, for every pair
-        sets = [set(row) for row in mto_index.tolist()]
-        shared = torch.tensor([[len(a & b) / num_mix for b in sets] for a in sets])
-        torch.testing.assert_close(target, shared)
-    else:
-        assert all(len(set(row)) < len(row) for row in mtm_index.tolist())
+    sets = [set(row) for row in mto_index.tolist()]
+    torch.testing.assert_close(target, torch.tensor([[len(a & b) / num_mix for b in sets] for a in sets]))
 
 
-def test_mix_targets_figure_7():
+def test_mix_targets_of_figure_7():
     mto_index, _, mtm_index, mtm_weight = patchmix.mix_targets(9, 3)
-    view_1 = [(0, 1, 2), (1, 2, 3), (2, 3, 4), (3, 4, 5), (4, 5, 6), (5, 6, 7), (6, 7, 8), (7, 8, 0), (8, 0, 1)]
-    assert [tuple(row) for row in mto_index.tolist()] == view_1
+    view_1 = [[0, 1, 2], [1, 2, 3], [2, 3, 4], [3, 4, 5], [4, 5, 6], [5, 6, 7], [6, 7, 8], [7, 8, 0], [8, 0, 1]]
+    assert mto_index.tolist() == view_1
     assert mtm_index[0].tolist() == [7, 8, 0, 1, 2] and mtm_index[8].tolist() == [6, 7, 8, 0, 1]
     assert mtm_weight.tolist() == pytest.approx([1 / 3, 2 / 3, 1, 2 / 3, 1 / 3])
-
-
-@pytest.mark.parametrize("n, num_mix", [(0, 1), (4, 0)])
-def test_mix_targets_refuses(n, num_mix):
-    with pytest.raises(ValueError, match="at least 1"):
-        patchmix.mix_targets(n, num_mix)
 
 
 # -------------------------------------------------------------- soft_info_nce
@@ -207,7 +179,7 @@ def test_soft_info_nce_eq_13_to_15(term, n, num_mix, keys, temperature):
     torch.testing.assert_close(ours, theirs)
     torch.testing.assert_close(torch.autograd.grad(ours, (q, k)), torch.autograd.grad(theirs, (q, k)))
     scaled = patchmix.soft_info_nce(q * torch.rand(n, 1).add(0.1), k * 7, *targets[term], temperature)
-    torch.testing.assert_close(scaled, ours)
+    torch.testing.assert_close(scaled, ours)  # cosines
     # Equal logits: the weights' sum times log N, whatever the temperature.
     equal = patchmix.soft_info_nce(q, k[:1].expand(n + keys, -1), *targets[term], temperature)
     assert equal.item() == pytest.approx(targets[term][1].sum().item() * math.log(n + keys))
@@ -257,16 +229,6 @@ def test_a_mixed_query_is_best_between_its_sources(num_mix):
     assert patchmix.soft_info_nce(k[index[:, 0]], k, index, weight.double(), 0.01) > loss + 1  # one source takes all
 
 
-@pytest.mark.parametrize("wrong", [0, 1, 2, 3])
-def test_soft_info_nce_refuses(wrong):
-    """One of q, k, index and weight at a time has a shape that cannot be right."""
-    inputs = [torch.ones(6, 5), torch.ones(7, 5), torch.zeros(6, 3, dtype=torch.int64), torch.ones(3)]
-    assert patchmix.soft_info_nce(*inputs, 0.2).dim() == 0
-    inputs[wrong] = inputs[wrong][..., :-1]
-    with pytest.raises(ValueError, match="soft_info_nce takes"):
-        patchmix.soft_info_nce(*inputs, 0.2)
-
-
 # ---------------------------------------------------------- the total, Eq. 16
 
 
@@ -313,31 +275,22 @@ def total_by_loops(model, args, views):
     return sum(factor[t] * terms[t] for t in pairs), terms
 
 
-ALL = "oto,mto,mtm"
+TERMS = [("paper", ALL), ("released", ALL), ("paper", "oto,mto"), ("released", "mto,mtm"), ("paper", "mtm")]
 
 
-@pytest.mark.parametrize(
-    "variant, terms",
-    [("paper", ALL), ("released", ALL), ("paper", "oto,mto"), ("released", "mto,mtm"), ("paper", "mtm")],
-)
-def test_total_eq_16(double, variant, terms):
+@pytest.mark.parametrize("variant, terms", TERMS)
+def test_total_is_eq_16(double, variant, terms):
+    """The loss, its terms and its gradients."""
     args, model = make_model(*MIX, "--variant", variant, "--terms", terms)
     views = views_of(args)
-    loss, keys_to_enqueue, metrics = model(views, 5)
+    loss, keys_to_enqueue, _, metrics = model(views, 5)
     expected, parts = total_by_loops(model, args, views)
     torch.testing.assert_close(loss, expected)
-    assert keys_to_enqueue is None
-    assert metrics.keys() == {f"loss_{term}" for term in terms.split(",")} | {"q", "k"}
+    assert keys_to_enqueue is None and metrics.keys() == {f"loss_{term}" for term in terms.split(",")}
     for term, value in parts.items():
         torch.testing.assert_close(metrics[f"loss_{term}"], value)
     trained = [p for p in model.parameters() if p.requires_grad]
     torch.testing.assert_close(torch.autograd.grad(loss, trained), torch.autograd.grad(expected, trained))
-
-
-def test_term_weights_weigh_the_terms(double):
-    args, model = make_model(*MIX, "--term-weights", "2", "0.25", "3")
-    loss, _, metrics = model(views_of(args), 5)
-    torch.testing.assert_close(loss, 2 * metrics["loss_oto"] + 0.25 * metrics["loss_mto"] + 3 * metrics["loss_mtm"])
 
 
 @pytest.mark.parametrize("terms, factor", [("oto,mto", 1), ("oto,mto,mtm", 2)])
@@ -350,67 +303,22 @@ def test_without_mixing_it_is_moco_v3(double, terms, factor):
     torch.testing.assert_close(model([x1, x2], 0)[0], factor * one + two)
 
 
-def test_rings_stay_within_their_slices(monkeypatch):
-    """Each slice mixes its own images, by one permutation per view and step for all slices and processes."""
+@pytest.mark.parametrize("slices", [1, 3])
+def test_rings_stay_within_their_slices(slices, monkeypatch):
+    """Each slice mixes its own images, by one permutation per view and step, the same on any number of processes."""
     ids = torch.arange(12.0).view(-1, 1, 1, 1).expand(12, 3, 16, 16)
-    own_patches = []
-    for slices in (1, 3):
-        args = patchmix.parse_args([*TINY, "--num-mix", "3", "--mix-slices", str(slices)])
-        mixed = patchmix.mix_in_slices(ids, args, 7, 0)
-        size = 12 // slices
-        for i in range(12):
-            ring = {i // size * size + (i + m) % size for m in range(3)}
-            assert set(mixed[i].unique().tolist()) == ring
-        own_patches += list(mixed == ids)
-        for step, view in ((7, 1), (8, 0)):
-            assert not torch.equal(mixed, patchmix.mix_in_slices(ids, args, step, view))
-    assert all(torch.equal(own, own_patches[0]) for own in own_patches)
+    args, size = patchmix.parse_args([*TINY, "--num-mix", "3", "--mix-slices", str(slices)]), 12 // slices
+    mixed = patchmix.mix_in_slices(ids, args, 7, 0)
+    for i in range(12):
+        assert set(mixed[i].unique().tolist()) == {i // size * size + (i + m) % size for m in range(3)}
+        assert torch.equal(mixed[i] == ids[i], mixed[0] == ids[0])
+    for step, view in ((7, 1), (8, 0)):
+        assert not torch.equal(mixed, patchmix.mix_in_slices(ids, args, step, view))
     parts = []
-    for rank in range(3):  # the same on any number of processes
-        monkeypatch.setattr(common, "rank_and_world", lambda rank=rank: (rank, 3))
-        parts.append(patchmix.mix_in_slices(ids.chunk(3)[rank], args, 7, 0))
+    for rank in range(slices):
+        monkeypatch.setattr(common, "rank_and_world", lambda rank=rank: (rank, slices))
+        parts.append(patchmix.mix_in_slices(ids.chunk(slices)[rank], args, 7, 0))
     assert torch.equal(torch.cat(parts), mixed)
-
-
-def process(rank, port, folder):
-    """One of two processes: the loss, gradients and buffers of a batch that both share, and a step of main."""
-    torch.set_num_threads(1)
-    torch.set_default_dtype(torch.float64)
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
-    torch.save(trained_once(*MIX), f"{folder}/{rank}.pt")
-    torch.set_default_dtype(torch.float32)
-    flags = [*TINY, "--device", "cpu", "--max-steps", "1", "--out", f"{folder}/run"]
-    patchmix.main(patchmix.parse_args(flags), train=Noise())  # it leaves the process group
-
-
-def trained_once(*flags):
-    args, model = make_model(*flags)
-    model = patchmix.synchronize_batch_norms(model)
-    loss = model([common.own_rows(view) for view in views_of(args)], 5)[0]
-    loss.backward()
-    return loss.detach(), [p.grad for p in model.parameters() if p.requires_grad], dict(model.named_buffers())
-
-
-@pytest.mark.slow
-def test_two_processes_are_one(tmp_path, double, free_port):
-    """Loss and gradients are means over the processes; the running statistics are the same on both.
-
-    main mixes in as many slices as there are processes, where the recipe has one.
-    """
-    torch.multiprocessing.start_processes(process, (free_port, str(tmp_path)), 2, start_method="spawn")
-    (loss, gradients, buffers), (other_loss, other_gradients, other) = (
-        torch.load(tmp_path / f"{r}.pt", weights_only=True) for r in (0, 1)
-    )
-    expected = trained_once(*MIX)
-    assert json.loads((tmp_path / "run" / "config.json").read_text())["mix_slices"] == 2
-    close = dict(rtol=1e-9, atol=1e-11)
-    torch.testing.assert_close((loss + other_loss) / 2, expected[0], **close)
-    for ours, theirs, one in zip(gradients, other_gradients, expected[1], strict=True):
-        torch.testing.assert_close((ours + theirs) / 2, one, **close)
-    for name, value in expected[2].items():
-        if "running" in name:
-            torch.testing.assert_close(buffers[name], value, **close)
-            assert torch.equal(buffers[name], other[name])
 
 
 # -------------------------------------- momentum encoder, optimiser, schedule
@@ -421,28 +329,22 @@ def test_momentum_update(double, m):
     args, model = make_model()
     slow = [*model.momentum_backbone.parameters(), *model.momentum_projector.parameters()]
     fast = [*model.backbone.parameters(), *model.projector.parameters()]
-    before, statistics = [p.clone() for p in slow], [b.clone() for b in model.momentum_projector.buffers()]
+    before = [p.clone() for p in slow]
     model.update(m)
     for new, old, query in zip(slow, before, fast, strict=True):
         torch.testing.assert_close(new, m * old + (1 - m) * query, rtol=1e-13, atol=1e-15)
-        assert m not in (0, 1) or torch.equal(new, old if m else query)
-    assert all(torch.equal(a, b) for a, b in zip(statistics, model.momentum_projector.buffers(), strict=True))
 
 
 def test_released_vit_tiny_has_no_momentum_encoder(double, monkeypatch):
     """D4: the encoder itself makes the keys, in training mode, so that they pass drop-path and move the batch norms."""
     monkeypatch.setitem(common.ARCHS, "vit_tiny", common.ARCHS["vit_micro"])
-    args, model = make_model("--variant", "released")
-    assert model.momentum_backbone is not model.backbone and args.momentum[0] > 0
     args, model = make_model("--arch", "vit_tiny", "--variant", "released", "--drop-path", "0.5")
     assert model.momentum_backbone is model.backbone and model.momentum_projector is model.projector
     x = views_of(args)
-    statistics = [b.clone() for b in model.projector.buffers()]
+    statistics = model.projector[1].running_mean.clone()
     first, second = model.key(x[0]), model.key(x[0])
-    assert not torch.equal(first, second) and not first.requires_grad  # drop-path
-    assert not all(torch.equal(a, b) for a, b in zip(statistics, model.projector.buffers(), strict=True))
+    assert not torch.equal(first, second) and not torch.equal(statistics, model.projector[1].running_mean)
     model(x, 0)[0].backward()
-    assert all(p.grad is not None for p in model.parameters())
     before = [p.detach().clone() for p in model.parameters()]
     model.update(0.0)
     assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
@@ -455,57 +357,47 @@ def test_drop_path_is_of_the_encoder_only(double):
     assert torch.equal(model.key(x), model.key(x))
 
 
-class Noise(torch.utils.data.Dataset):
-    """A user's own images."""
-
-    def __len__(self):
-        return 48
-
-    def __getitem__(self, i):
-        return torch.randint(256, (3, 20, 20), dtype=torch.uint8, generator=torch.Generator().manual_seed(i))
-
-
 def state_after(steps, out, *flags):
-    """(args, last.pt) of a run on Noise."""
+    """(args, last.pt) of a run on 48 patterns."""
     args = patchmix.parse_args([*TINY, "--device", "cpu", "--max-steps", str(steps), "--out", str(out), *flags])
-    patchmix.main(args, train=Noise())
+    patchmix.main(args, train=list(common.make_patterns(48, 20, 0)[0]))
     return args, common.load_checkpoint(out / "last.pt")
 
 
 @pytest.mark.parametrize("start", ["0.04", "0"])
 def test_main_moves_encoder_and_momentum_encoder(tmp_path, start):
-    """The optimiser moves what is trained, weight decay is of matrices only, and the momentum encoder follows."""
-    args, state = state_after(1, tmp_path, "--warmup", "0", "--weight-decay", start, "0.4", "--momentum", "0.3", "0.6")
+    """The optimiser moves what is trained, and the momentum encoder follows; the groups hold what the schedule says."""
+    flags = ["--warmup", "0", "--weight-decay", start, "0.4", "--momentum", "0.3", "0.6"]
+    args, state = state_after(1, tmp_path, *flags)
     torch.manual_seed(args.seed)
-    args.bf16 = False
-    model = patchmix.PatchMix(args)
-    before, after = dict(model.named_parameters()), state["model"]
+    before, after = dict(patchmix.PatchMix(args).named_parameters()), state["model"]
     for name, p in before.items():
         if name.startswith("momentum_"):
-            follows = 0.3 * p + 0.7 * after[name.removeprefix("momentum_")]
-            torch.testing.assert_close(after[name], follows)
+            torch.testing.assert_close(after[name], 0.3 * p + 0.7 * after[name.removeprefix("momentum_")])
         else:
             assert not torch.equal(after[name], p)
-    trained = {name: p for name, p in before.items() if p.requires_grad}
-    no_decay, decay = patchmix.param_groups_weight_decay(model)
-    assert all(p.dim() == 1 for p in no_decay["params"]) and all(p.dim() > 1 for p in decay["params"])
-    assert {id(p) for p in no_decay["params"] + decay["params"]} == {id(p) for p in trained.values()}
-    # The third step's optimiser holds what the schedule says, also where weight decay starts at 0.
-    args, state = state_after(3, tmp_path, "--warmup", "0", "--weight-decay", start, "0.4", "--momentum", "0.3", "0.6")
+    args, state = state_after(3, tmp_path, *flags)
     lr, weight_decay, _ = patchmix.schedule(args, 2, 4)
     groups = state["optimizer"]["param_groups"]
     assert [(g["lr"], g["weight_decay"]) for g in groups] == [(lr, 0.0), (lr, weight_decay)] and weight_decay > 0
-    assert [len(g["params"]) for g in groups] == [len(no_decay["params"]), len(decay["params"])]
 
 
-def test_chance_is_the_loss_at_equal_logits(tmp_path):
-    """A projector of zeros makes keys that are all alike: the loss is the chance level, with any weights."""
-    for flags in (MIX, ["--variant", "released"], ["--terms", "mtm", *MIX], ["--num-mix", "1", "--terms", "oto,mto"]):
-        state_after(1, tmp_path / " ".join(flags), *flags)
-        record = common.read_metrics(tmp_path / " ".join(flags) / "metrics.jsonl")[0]
-        args, model = make_model(*flags)
-        model.momentum_projector.register_forward_hook(lambda module, inputs, output: torch.ones_like(output))
-        assert model(views_of(args), 0)[0].item() == pytest.approx(record["chance"], rel=1e-5)
+def test_weight_decay_is_of_matrices_only():
+    no_decay, decay = patchmix.param_groups_weight_decay(make_model()[1])
+    assert all(p.dim() == 1 for p in no_decay["params"]) and all(p.dim() > 1 for p in decay["params"])
+
+
+CHANCE = [MIX, ["--variant", "released"], ["--terms", "mtm", *MIX], ["--num-mix", "1", "--terms", "oto,mto"]]
+
+
+@pytest.mark.parametrize("flags", CHANCE)
+def test_chance_is_the_loss_at_equal_logits(flags, tmp_path):
+    """Keys that are all alike: the loss is the chance level of the run's first record, with any weights."""
+    state_after(1, tmp_path, *flags)
+    args, model = make_model(*flags)
+    model.momentum_projector.register_forward_hook(lambda module, inputs, output: torch.ones_like(output))
+    chance = common.read_metrics(tmp_path / "metrics.jsonl")[0]["chance"]
+    assert model(views_of(args), 0)[0].item() == pytest.approx(chance, rel=1e-5)
 
 
 def plan(**more):
@@ -549,46 +441,50 @@ TABLE_8 = {  # heads, token width, million parameters
 def test_recipes(dataset, arch):
     args = patchmix.parse_args(["--dataset", dataset, "--arch", arch])
     rate, decay, epochs, warmup, batch, size, patch, smallest = TABLE[dataset, arch]
-    assert (args.weight_decay, args.epochs, args.warmup, args.batch_size) == (decay, epochs, warmup, batch)
+    assert (args.lr, args.weight_decay, args.epochs, args.warmup, args.batch_size, args.lr_batch) == (
+        *(rate, decay, epochs, warmup, batch, batch),
+    )
     assert (args.image_size, args.patch_size, args.crop_scale) == (size, patch, (smallest, 1.0))
-    assert patchmix.schedule(args, warmup, 1) == pytest.approx((rate, *patchmix.schedule(args, warmup, 1)[1:]))
-    assert patchmix.schedule(args, epochs, 1) == pytest.approx((1e-6, decay[1], 1.0))
-    assert (args.momentum, args.num_mix, args.temperature, args.terms) == ((0.996, 1.0), 3, 0.2, "oto,mto,mtm")
-    for variant in ("paper", "released"):  # by timm's name, too
-        flags = ["--dataset", dataset, "--variant", variant, "--arch"]
-        ours, timms = (vars(patchmix.parse_args([*flags, name])) for name in (arch, f"{arch}_patch16_224"))
-        assert {k for k in ours if ours[k] != timms[k]} == {"arch", "name"}
-    assert (args.term_weights, args.betas, args.norm) == ((1, 1, 1), (0.9, 0.999), "imagenet")
+    assert (args.momentum, args.num_mix, args.temperature, args.terms) == ((0.996, 1.0), 3, 0.2, ALL)
+    assert (args.term_weights, args.betas, args.norm, args.min_lr) == ((1, 1, 1), (0.9, 0.999), "imagenet", 1e-6)
     released = patchmix.parse_args(["--dataset", dataset, "--arch", arch, "--variant", "released"])
     assert (released.num_mix, released.smoothing, released.term_weights) == (2, 0.1, (1, 0.5, 0.25))
     assert released.momentum == ((0, 0) if arch == "vit_tiny" else (0.996, 1.0))
-    assert patchmix.parse_args(["--dataset", dataset]).arch == ("vit_small" if dataset == "imagenet" else "vit_tiny")
+    assert released.num_heads == (12 if arch == "vit_small" else "auto")  # D3
+
+
+@pytest.mark.parametrize("variant", ["paper", "released"])
+def test_timms_names_have_the_recipes_of_ours(variant):
+    for dataset, arch in TABLE:
+        flags = ["--dataset", dataset, "--variant", variant, "--arch"]
+        ours, timms = (vars(patchmix.parse_args([*flags, name])) for name in (arch, f"{arch}_patch16_224"))
+        assert {name for name in ours if ours[name] != timms[name]} == {"arch"}
+
+
+@pytest.mark.parametrize("dataset, arch", TABLE_8)
+def test_models_are_tables_8_and_9(dataset, arch):
+    """Widths, and what follows each linear layer of a head; the last batch norm has no parameters."""
     with torch.device("meta"):  # shapes only
-        model = patchmix.PatchMix(args)
-        if arch == "vit_small":  # D3
-            assert patchmix.PatchMix(released).backbone.blocks[0].attn.num_heads == 12
+        model = patchmix.PatchMix(patchmix.parse_args(["--dataset", dataset, "--arch", arch]))
     heads, width, millions = TABLE_8[dataset, arch]
     attention = model.backbone.blocks[0].attn
     assert (len(model.backbone.blocks), attention.num_heads, model.backbone.embed_dim) == (12, heads, width)
     assert sum(p.numel() for p in model.backbone.parameters()) / 1e6 == pytest.approx(millions, rel=0.02)
-    # Table 9: widths, and what follows each linear layer; BN* has no parameters.
-    for head, widths in ((model.projector, (width, 4096, 4096, 256)), (model.predictor, (256, 4096, 256))):
+    for head, widths in ((model.projector, [width, 4096, 4096, 256]), (model.predictor, [256, 4096, 256])):
         kinds = [type(m).__name__ for m in head]
         assert kinds == ["Linear", "BatchNorm1d", "ReLU"] * (len(widths) - 2) + ["Linear", "BatchNorm1d"]
         linears = [m for m in head if isinstance(m, torch.nn.Linear)]
-        assert [(m.in_features, m.out_features) for m in linears] == list(zip(widths, widths[1:], strict=False))
-        learned = [m.weight is not None for m in head if isinstance(m, torch.nn.BatchNorm1d)]
-        assert learned == [True] * (len(widths) - 2) + [False]
+        assert [m.in_features for m in linears] + [linears[-1].out_features] == widths
+        assert head[1].weight is not None and head[-1].weight is None
 
 
-@pytest.mark.parametrize("dataset, smallest", [("cifar10", 0.1), ("imagenet", 0.05)])
-def test_views_are_table_10(dataset, smallest):
+@pytest.mark.parametrize("dataset, size, smallest", [("cifar10", 32, 0.1), ("imagenet", 224, 0.05)])
+def test_views_are_table_10(dataset, size, smallest):
     args = patchmix.parse_args(["--dataset", dataset])
-    common_to_both = dict(area=(smallest, 1.0), ratio=(3 / 4, 4 / 3), jitter=(0.4, 0.4, 0.2, 0.1), jitter_p=0.8)
-    common_to_both |= dict(size=args.image_size, gray_p=0.2, blur_sigma=(0.1, 2.0), flip_p=0.5)
-    views = [common_to_both | dict(blur_p=1.0, solarize_p=0.0), common_to_both | dict(blur_p=0.1, solarize_p=0.2)]
-    assert [view._asdict() for view in patchmix.augmentation(args)] == views
-    assert args.interpolation == "bicubic"
+    of_both = dict(size=size, area=(smallest, 1.0), ratio=(3 / 4, 4 / 3), jitter=(0.4, 0.4, 0.2, 0.1), jitter_p=0.8)
+    of_both |= dict(gray_p=0.2, blur_sigma=(0.1, 2.0), flip_p=0.5)
+    views = [common.View(**of_both, blur_p=1.0, solarize_p=0.0), common.View(**of_both, blur_p=0.1, solarize_p=0.2)]
+    assert patchmix.augmentation(args) == views and args.interpolation == "bicubic"
 
 
 # ------------------------------------------------------------ the command line
@@ -603,79 +499,20 @@ def test_what_follows_from_other_flags():
     assert patchmix.parse_args(["--terms", "mtm,oto"]).terms == "oto,mtm"
 
 
-@pytest.mark.parametrize(
-    "flags, word",
-    [
-        ("--num-mix 0", "num-mix"),
-        ("--image-size 10", "patch-size 4 does not divide"),
-        ("--terms oto,mot", "some of oto, mto, mtm"),
-        ("--queue 64", "queue"),
-        ("--bn-groups 2", "bn-groups"),
-        ("--terms mto,mtm --smoothing 0.1", "--smoothing has no effect"),
-        ("--terms oto --num-mix 2", "--num-mix has no effect"),
-        ("--terms oto --mix-slices 2", "--mix-slices has no effect"),
-        ("--num-mix 1 --mix-slices 2", "--mix-slices has no effect"),
-        ("--terms oto,mto --term-weights 1 1 1", "omits it"),
-        ("--term-weights 1 0 1", "leave it out of --terms"),
-        ("--arch resnet18 --drop-path 0.1", "--drop-path has no effect"),
-        ("--arch resnet18 --num-heads 3", "--num-heads has no effect"),
-        ("--arch resnet18 --num-mix 1", "--patch-size has no effect"),
-        ("--crop-scale 0.9 0.1", "smaller number first"),
-        ("--num-mix 7 --mix-slices 2", "slice has 6 images"),
-        ("--image-size 8 --num-mix 5", "4 patches"),
-        ("--mix-slices 5", "batch-size 12"),
-        ("--arch resnet18 --patch-size 5", "patch-size 5"),
-    ],
-)
-def test_wrong_flags(capsys, tmp_path, flags, word):
-    with pytest.raises(SystemExit) as stop:
-        state_after(1, tmp_path / "run", *flags.split())
-    error = capsys.readouterr().err
-    assert stop.value.code == 2 and len(error.splitlines()) == 1 and word in error
-    assert not (tmp_path / "run").exists()
+MISTAKES = [
+    ("--terms oto,mot", "some of oto, mto, mtm"),
+    ("--image-size 10", "--patch-size 4 does not divide"),
+    ("--num-mix 7 --mix-slices 2", "slice"),
+    ("--image-size 8 --num-mix 5", "4 patches"),
+    ("--mix-slices 5", "--mix-slices 5"),
+]
 
 
-def test_slices_that_processes_do_not_divide(monkeypatch, capsys):
-    """The recipe's number gives way to the number of processes; a number that was typed does not."""
-    monkeypatch.setattr(common, "rank_and_world", lambda: (0, 3))
-    assert patchmix.fit_slices(patchmix.parse_args(TINY)) == 3
-    assert "3 instead of 1" in capsys.readouterr().out
-    with pytest.raises(SystemExit):
-        patchmix.fit_slices(patchmix.parse_args([*TINY, "--mix-slices", "2"]))
-    assert "--mix-slices 2" in capsys.readouterr().err
-
-
-def test_a_run_goes_on_with_the_slices_that_it_began_with(tmp_path, capsys):
-    state_after(1, tmp_path)
-    config = json.loads((tmp_path / "config.json").read_text())
-    assert config["mix_slices"] == 1
-    (tmp_path / "config.json").write_text(json.dumps(config | {"mix_slices": 3}))  # as three processes leave it
-    assert state_after(2, tmp_path)[1]["config"]["mix_slices"] == 3
-    assert "in 3 slice(s)" in capsys.readouterr().out
+@pytest.mark.parametrize("flags, words", MISTAKES)
+def test_mistakes(flags, words, refused):
+    assert words in refused(patchmix.parse_args, [*TINY, *flags.split()])
 
 
 def test_an_encoder_without_patches_is_warned_of_and_trained(tmp_path, capsys):
-    _, state = state_after(1, tmp_path, "--arch", "resnet_micro", "--num-mix", "3")
+    _, state = state_after(1, tmp_path, "--arch", "resnet_micro")
     assert "warning: PatchMix is made for ViTs" in capsys.readouterr().out and state["step"] == 1
-
-
-# ------------------------------------------------------------------ whole runs
-
-
-@pytest.mark.slow
-def test_own_images_and_encoder_stopped_and_resumed(tmp_path):
-    states = []
-    for name, calls in (("whole", [[]]), ("parts", [["--max-steps", "3"], []])):
-        for more in calls:
-            torch.manual_seed(0)
-            encoder = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 4, 4), torch.nn.BatchNorm2d(8), torch.nn.Flatten())
-            given = {key: value.clone() for key, value in encoder.state_dict().items()}
-            flags = [*TINY, *MIX, "--device", "cpu", "--epochs", "2", "--out", str(tmp_path / name)]
-            patchmix.main(patchmix.parse_args([*flags, *more]), train=Noise(), encoder=encoder)
-            assert all(torch.equal(value, given[key]) for key, value in encoder.state_dict().items())
-        states.append(common.load_checkpoint(tmp_path / name / "last.pt"))
-    whole, parts = (state["model"] for state in states)
-    assert states[0]["step"] == 8 and all(torch.equal(whole[name], parts[name]) for name in whole)
-    records = [common.read_metrics(tmp_path / name / "metrics.jsonl")[1:] for name in ("whole", "parts")]
-    for name in ("epoch", "loss", "loss_oto", "loss_mto", "loss_mtm", "grad_norm"):
-        assert [r[name] for r in records[0]] == [r[name] for r in records[1]]

@@ -1,0 +1,168 @@
+"""Two processes compute what one computes: an epoch of every method and variant, and the collectives it is made of."""
+
+import importlib
+import os
+import socket
+
+import pytest
+import torch
+import torch.distributed as dist
+from conftest import METHODS, NANO, tensors
+from global_batch_norm import synchronize
+from torch import nn
+
+import common
+
+QUEUE_METHODS = ("moco_jointcrop", "jcl", "clim", "logo")
+SMALL = "--image-size 16 --batch-size 16 --epochs 1 --dim 16 --patch-size 8 --knn-every 0 --device cpu".split()
+CLIM = "--clim-start 0 --num-clusters 4 --knn-k 8"
+CASES = [  # method and flags
+    "moco_jointcrop --joint both",
+    "moco_jointcrop --moco v1",
+    "moco_jointcrop --moco v3 --hidden 16",
+    "jcl",
+    "jcl --vanilla --bn-groups 4",
+    "clim --selection none",
+    f"clim {CLIM} --resolutions 16 12 --bn-groups 4",
+    f"clim {CLIM} --selection random --mix none",
+    f"clim {CLIM} --selection knn",
+    f"clim {CLIM} --selection kmeans",
+    "logo --local-size 8 --bn-groups 4",
+    "logo --local-size 8 --variant paper --lam 0.5",
+    "logo --local-crops 0 --one-way",
+    "logo --local-size 8 --base simsiam --hidden 16 --lam 0.5",
+    "patchmix --mix-slices 2 --hidden 16",
+    "patchmix --mix-slices 4 --hidden 16 --variant released",
+]
+DTYPES = {torch.float32: 5e-4, torch.float64: 1e-9}  # by which two processes may differ from one
+
+
+def train(case, out):
+    """Run an epoch of four steps."""
+    method, *flags = case.split()
+    module = importlib.import_module(method)
+    arch = [] if method == "patchmix" else ["--arch", "nano"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(common, "say", lambda *_, **__: None)
+        patch.setattr(dist, "destroy_process_group", lambda: None)  # one group for all that follows
+        if dist.is_initialized():
+            in_parallel = module.in_parallel
+            patch.setattr(module, "in_parallel", lambda args, model: in_parallel(args, synchronize(model)))
+        module.main(module.parse_args([*SMALL, *arch, *flags, "--out", out]))
+
+
+def load(out):
+    """All that a run has saved, as {path: tensor}, and the means of its epoch."""
+    saved = torch.load(out / "last.pt", weights_only=True)
+    record = {name: value for name, value in saved["record"].items() if name not in ("data_wait", "images_per_s")}
+    parts = tensors({name: value for name, value in saved.items() if name != "log"})
+    unread = "num_batches_tracked"
+    return {name: x for name, x in parts.items() if torch.is_tensor(x) and unread not in name}, record
+
+
+def exchanged(method, rank, world):
+    """[(what exchange gave, the same rows of all)]: in any order, repeated, nothing of the other process's."""
+    exchange, found = importlib.import_module(method).exchange, []
+    rows = torch.arange(480.0).view(10, 3, 4, 4)
+    shuffled, ordered = torch.randperm(10, generator=common.generator(0)), torch.arange(10)
+    for wanted in (shuffled, shuffled % 3, ordered, 9 - ordered, shuffled // 5):
+        mine = wanted.view(world, -1)
+        found.append((exchange(rows.chunk(world)[rank], mine), rows[mine[rank]]))
+    return found
+
+
+def process(index, port, folder):
+    """Process 0 works alone, 1 and 2 as a group."""
+    torch.set_num_threads(1)
+    world, rank = (2, index - 1) if index else (1, 0)
+    if index:
+        os.environ |= dict(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), WORLD_SIZE="2", RANK=str(rank))
+    common.ARCHS["nano"] = ("resnet18", dict(NANO, zero_init_last=False))
+    patterns = common.make_patterns
+    common.make_patterns = lambda count, size, seed: patterns(64, size, seed)
+    for dtype in DTYPES:
+        torch.set_default_dtype(dtype)
+        if dtype == torch.float64:
+            torch.Tensor.float = torch.Tensor.double
+        for number, case in enumerate(CASES):
+            train(case, f"{folder}/{dtype}-{world}-{number}")
+    torch.save([exchanged(method, rank, world) for method in QUEUE_METHODS], f"{folder}/exchanged-{index}.pt")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Of the runs of one process and of two."""
+    folder = tmp_path_factory.mktemp("processes")
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+    torch.multiprocessing.start_processes(process, (port, str(folder)), nprocs=3, start_method="forkserver")
+    return folder
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("case", CASES)
+def test_two_processes_train_as_one(folder, case, dtype):
+    """The loss and, in float64, gradients (in the optimiser's state), weights, statistics, queue and positives."""
+    (one, means), (two, others) = (load(folder / f"{dtype}-{world}-{CASES.index(case)}") for world in (1, 2))
+    assert others["loss"] == pytest.approx(means["loss"], rel=DTYPES[dtype])
+    if dtype == torch.float64:
+        assert two.keys() == one.keys() and others == pytest.approx(means, rel=1e-7, abs=1e-9)
+        for name, value in one.items():
+            torch.testing.assert_close(two[name], value, rtol=1e-9, atol=1e-9, msg=lambda m, name=name: f"{name}: {m}")
+
+
+@pytest.mark.slow
+def test_exchange_is_indexing_the_rows_of_all_processes(folder):
+    for index in range(3):
+        for cases in torch.load(folder / f"exchanged-{index}.pt", weights_only=True):
+            assert all(torch.equal(ours, rows) for ours, rows in cases)
+
+
+def norm_and_input(groups, shape, affine):
+    """A grouped batch norm, an input of uneven statistics, and the weights of a loss."""
+    g = torch.Generator().manual_seed(len(shape))
+    x, weight = (torch.randn(shape, dtype=torch.float64, generator=g) for _ in range(2))
+    kind = nn.BatchNorm1d if len(shape) == 2 else nn.BatchNorm2d
+    norm = nn.Sequential(kind(shape[1], affine=affine)).double()
+    for p in norm.parameters():
+        nn.init.normal_(p, generator=g)
+    rows = torch.arange(len(x)).view(-1, *[1] * (len(shape) - 1))
+    return importlib.import_module("jcl").split_batch_norms(norm, groups), x * (1 + rows) + rows, weight
+
+
+def normed(norm, x, weight):
+    """Output, gradients of input and parameters, and running statistics."""
+    x = x.clone().requires_grad_()
+    y = norm(x)
+    gradients = torch.autograd.grad((y * weight).sum(), [x, *norm.parameters()])
+    return [y.detach(), *gradients, norm[0].running_mean, norm[0].running_var]
+
+
+@pytest.mark.parametrize("affine", [True, False])
+@pytest.mark.parametrize("shape", [(8, 3), (8, 3, 2, 5)])
+@pytest.mark.parametrize("groups", [2, 4])
+def test_batch_norm_in_groups_is_one_for_each_slice(groups, shape, affine):
+    norm, x, weight = norm_and_input(groups, shape, affine)
+    kind = nn.BatchNorm1d if len(shape) == 2 else nn.BatchNorm2d
+    slices = [nn.Sequential(kind(shape[1], affine=affine)).double() for _ in range(groups)]
+    for one in slices:
+        one.load_state_dict(norm.state_dict())
+    ours = normed(norm, x, weight)
+    theirs = [normed(*part) for part in zip(slices, x.chunk(groups), weight.chunk(groups), strict=True)]
+    for i, value in enumerate(ours):
+        join = torch.cat if i < 2 else (lambda v: sum(v) / groups) if i >= len(ours) - 2 else sum
+        torch.testing.assert_close(value, join([t[i] for t in theirs]))
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_groups_and_slices_follow_the_number_of_processes(method, monkeypatch, refused):
+    """The recipe's becomes a multiple of it. A number that is given holds, or is refused."""
+    monkeypatch.setattr(common, "rank_and_world", lambda: (0, 3))
+    parse, flag = importlib.import_module(method).parse_args, "mix_slices" if method == "patchmix" else "bn_groups"
+    usual = importlib.import_module(method).RECIPES["patterns"][flag]
+    batch = ["--batch-size", "24"]
+    assert getattr(parse(batch), flag) == 3 * usual
+    assert getattr(parse([*batch, common.option(flag), "3"]), flag) == 3
+    assert common.option(flag) in refused(parse, [*batch, common.option(flag), "2"])
