@@ -94,8 +94,10 @@ def print_anywhere(text, end="\n", to="stdout"):
 
 
 def on_terminal():
-    """Return True if sys.stdout is a terminal. It may be None, or without isatty."""
-    return getattr(sys.stdout, "isatty", bool)()
+    """Return True if sys.stdout is a terminal. It may be None, closed, or without isatty."""
+    with contextlib.suppress(AttributeError, ValueError):
+        return sys.stdout.isatty()
+    return False
 
 
 def fail(message):
