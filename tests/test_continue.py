@@ -26,7 +26,8 @@ CONFIGS = {  # name: (script, flags)
     "patchmix": ("patchmix", ""),
     "eval_linear": ("eval_linear", ""),
 }
-# Flags, and calls of the command: (more flags, "SIGNAL PLACE how many-eth", exit status, step of last.pt then).
+# Flags of all calls, and the calls before the last: (more flags, "SIGNAL PLACE how many-eth", exit status, step of
+# last.pt afterwards, or ... if it depends on the script).
 SCENARIOS = {
     "straight, and once more": ("", [("", "", 0, 12)]),
     "max-steps in mid-epoch": ("", [("--max-steps 6", "", 0, 6), ("--max-steps 6", "", 0, 6)]),
@@ -50,7 +51,7 @@ SCENARIOS = {
         "--save-every 2 --knn-every 3",
         [("", "TERM step 3", 75, 3), ("", "TERM step 3", 75, 6), ("", "KILL step 3", -9, 8)],
     ),
-    "save-every 2, killed": ("--save-every 2 --knn-every 3", [("", "KILL step 6", -9, None)]),
+    "save-every 2, killed": ("--save-every 2 --knn-every 3", [("", "KILL step 6", -9, ...)]),
     "keep-every 2": ("--keep-every 2", [("", "TERM step 8", 75, 8)]),
     "two workers": ("--workers 2", [("", "TERM step 6", 75, 6)]),
     "ended in CLIM's choice": (
