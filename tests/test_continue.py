@@ -1,15 +1,12 @@
 """Runs that are stopped, killed and continued end as undisturbed ones: the same last.pt and records, bit for bit."""
 
 import itertools
-import json
 import signal
 import subprocess
 import sys
-from types import SimpleNamespace
 
 import pytest
 import tiny
-import torch
 from tiny import FLAGS, assert_same_run, contents, life, load, processes, records
 
 import common
@@ -258,20 +255,3 @@ def test_metrics_that_were_cut_off_are_mended(command, straight, tmp_path):
     )
     check(script, words[:-2], [], straight("jcl"), tmp_path)
     assert not list(tmp_path.glob("*.tmp"))
-
-
-@pytest.mark.parametrize("world", [1, 2])
-def test_the_mean_of_an_epoch_goes_on_with_another_number_of_processes(tmp_path, monkeypatch, world):
-    """What was summed up by two processes is shared out over the present ones."""
-    args = SimpleNamespace(method="m", arch="a", image_size=1, batch_size=2, epochs=1, max_steps=None)
-    args.out, args.resume = str(tmp_path), "auto"
-    images = common.ImageSet("x", [0] * 8, ["a"], torch.zeros(8, 1, 1, 3, dtype=torch.uint8).numpy())
-    monkeypatch.setattr(common, "from_all", lambda value: [value])
-    state = dict(step=2, record=None, config=vars(args))
-    state["images"] = {"number": 8, "checksum": images.checksum()}
-    state["log"] = dict(names=["loss"], count=2, sums=torch.tensor([[1.0], [3.0]]).double())
-    common.save_checkpoint(tmp_path / "last.pt", state)
-    (tmp_path / "config.json").write_text(json.dumps(vars(args)))
-    for rank, expected in enumerate([2.0] if world == 1 else [1.0, 3.0]):
-        monkeypatch.setattr(common, "rank_and_world", lambda rank=rank: (rank, world))
-        assert common.Run(args, torch.device("cpu"), images).sums.tolist() == [expected]
