@@ -93,8 +93,10 @@ def print_anywhere(text, end="\n", to="stdout"):
 
 
 def on_terminal():
-    """Return True if sys.stdout is a terminal. It may be None, or without isatty."""
-    return getattr(sys.stdout, "isatty", bool)()
+    """Return True if sys.stdout is a terminal. It may be None, closed, or without isatty."""
+    with contextlib.suppress(AttributeError, ValueError):
+        return sys.stdout.isatty()
+    return False
 
 
 def fail(message):
@@ -1729,6 +1731,10 @@ def settle(args, device, train=None, encoder=None):
         args.arch = "own"
         if args.grad_checkpoint and not hasattr(encoder, "set_grad_checkpointing"):
             fail("--grad-checkpoint needs an encoder with timm's set_grad_checkpointing, which yours has not")
+        output_width(encoder, args.image_size)  # exits if it does not take images of this size
+        shape = tuple(encode_zeros(encoder, args.image_size).shape)
+        if len(shape) != 2:  # for example, a ResNet without its last layer gives (1, width, 1, 1)
+            fail(f"the encoder gives {shape} for one image, not (1, width): end it with torch.nn.Flatten()")
     dataset = args.dataset if train is None else "own"
     args.out = args.out or f"runs/{args.method}-{dataset}-{args.arch}-s{args.seed}{args.changes}"
     args.data_dir = args.data_dir and os.path.abspath(args.data_dir)  # so that evaluations find it from anywhere
@@ -1761,7 +1767,7 @@ class Run:
         self.args, self.device, self.encoder, self.parts, self.out = args, device, encoder, parts, Path(args.out)
         self.config = json.loads(json.dumps(vars(args)))
         self.images = {"number": len(images), "checksum": images.checksum()}
-        self.is_demo = images.name == "patterns"
+        self.is_demo = encoder is not None and images.name == "patterns" and args.data_dir is None  # not an evaluation
         self.steps_per_epoch = len(images) // args.batch_size
         self.total_steps = args.epochs * self.steps_per_epoch
         self.last_step = min(args.max_steps or self.total_steps, self.total_steps)

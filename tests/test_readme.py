@@ -7,7 +7,6 @@ import shlex
 from pathlib import Path
 
 import pytest
-import results
 import torch
 import torchvision
 from conftest import ROOT
@@ -81,6 +80,7 @@ def test_commands(line, monkeypatch, tmp_path):
 
 def test_every_flag_that_is_named_exists(monkeypatch, capsys):
     """In one of the scripts or tools."""
+    assert {command.split(".py")[0] for command in commands()} == set(SCRIPTS)
     known = set(OF_OTHERS.split())
     for tool in (ROOT / "tests").rglob("*.py"):  # pytest and the tools have flags of their own
         known |= set(re.findall(r'(?:argument|option)\(\s*"(--[\w-]+)"', tool.read_text()))
@@ -92,10 +92,6 @@ def test_every_flag_that_is_named_exists(monkeypatch, capsys):
     for page, text in PAGES.items():
         named = set(re.findall(r"(?<![\w<!-])(--[a-z][\w-]*)", text))
         assert named - known == set(), page
-
-
-def test_there_are_commands_of_every_script():
-    assert {c.split(".py")[0] for c in commands()} == set(SCRIPTS) and len(commands()) > 20
 
 
 def backbone(arch, size, path):
@@ -154,40 +150,3 @@ def test_the_3x3_stem(arch, tmp_path, monkeypatch):
     made, x = backbone(arch, 32, re.search(r'"(runs/[^"/]+)', code)[1]), torch.rand(2, 3, 32, 32)
     with torch.no_grad():
         assert torch.equal(run_block(code)["backbone"](x), made(x))
-
-
-@pytest.mark.parametrize("page", results.PAGES, ids=lambda p: str(p.relative_to(ROOT)))
-def test_tables(page):
-    """The tables are what tests/tools/results.py makes of tests/results/*.json, and none is empty."""
-    text = page.read_text()
-    assert results.with_tables(text) == text
-    rows = re.findall(r"<!-- tests/tools/results.py: .* -->\n\| .*\n\| ---.*\n(.*)", text)
-    assert len(rows) == text.count("<!-- tests/tools/results.py: ") and all(row.startswith("| ") for row in rows)
-
-
-def test_results_say_how_they_were_made():
-    """Each kept run has the command that results.py would start for it, the last epoch's kNN, and its probe."""
-    files = sorted(p for p in results.KEPT.glob("*.json") if p.stem.split("-", 1)[1] in results.ARMS)
-    assert files
-    for file in files:
-        budget, arm = file.stem.split("-", 1)
-        for seed, record in results.kept_runs(budget, arm).items():
-            assert record["command"] == results.command(budget, arm, seed)
-            if asked := re.search(r"--epochs (\d+)", record["command"]):
-                assert record["epochs"][-1]["epoch"] == int(asked[1])
-            assert all(0 < value < 100 for value in results.scores(record).values())
-
-
-def test_gain_is_paired(tmp_path, monkeypatch):
-    """A gain compares runs of the same seed only, and its spread is that of the differences."""
-    monkeypatch.setattr(results, "KEPT", tmp_path)
-    for arm, values in {"moco": {0: 40, 1: 50, 5: 99}, "jcl": {0: 42, 1: 54, 2: 10}}.items():
-        for seed, value in values.items():
-            epochs = [dict(epoch=6, knn20_top1=value, knn200_top1=value, std=0.5)]
-            record = dict(command="", epochs=epochs, linear_top1=value - 1, minutes=10 + seed)
-            results.keep("cpu", arm, seed, record)
-    assert "| 2 | 45.0 → 48.0 | +3.0 ± 1.4 | 44.0 → 47.0 | +3.0 ± 1.4 | x 2 |" in results.front("cpu")
-    (row,) = (line for line in results.table("cpu").splitlines() if "| JCL," in line)
-    assert "| 3 | 35.3 ± 22.7 |" in row and row.count("+3.0 ± 1.4") == 2
-    text = "a\n<!-- tests/tools/results.py: cpu, front -->\nold\n<!-- end -->\nb"
-    assert results.with_tables(text) == text.replace("old", results.front("cpu"))

@@ -1,36 +1,13 @@
 """The runs behind the tables, and the tables."""
 
 import importlib
+import re
 
 import numpy as np
 import pytest
 import results
+from conftest import ROOT
 from PIL import Image
-
-SCRIPT = """
-import pathlib, sys
-out = pathlib.Path(sys.argv[sys.argv.index("--out") + 1])
-out.mkdir()
-sys.exit({"fails": 1, "stops": 75}.get(sys.argv[1], 0))
-"""
-
-
-def test_a_failing_run_does_not_hide_the_others_and_a_stopped_one_ends_the_queue(tmp_path, monkeypatch, capsys):
-    (tmp_path / "script.py").write_text(SCRIPT)
-    arms = {name: results.Arm(name, f"script.py {name}", None, 1) for name in ("fails", "learns", "stops", "waits")}
-    monkeypatch.setattr(results, "ROOT", tmp_path)
-    monkeypatch.setattr(results, "KEPT", tmp_path / "kept")
-    monkeypatch.setattr(results, "ARMS", arms)
-    end = dict(knn20_top1=50.0, knn200_top1=40.0)
-    monkeypatch.setattr(results, "judge", lambda line, out, where: dict(command=line, epochs=[end], linear_top1=45.0))
-    with pytest.raises(SystemExit) as stop:
-        results.main(["train", "--runs", str(tmp_path / "runs"), "--seeds", "0", "--jobs", "1", "--arms", *arms])
-    assert stop.value.code == 1
-    assert {p.name for p in (tmp_path / "runs").iterdir() if p.is_dir()} == {f"cpu-{n}-s0" for n in list(arms)[:3]}
-    assert [p.name for p in (tmp_path / "kept").iterdir()] == ["cpu-learns.json"]
-    said = capsys.readouterr()
-    assert "learns, seed 0: kNN, k = 20 50.0, kNN, k = 200 40.0, linear 45.0" in said.out
-    assert "fails, seed 0: exit status 1" in said.err and "stops, seed 0: exit status 75" in said.err
 
 
 @pytest.mark.parametrize("arm", results.ARMS)
@@ -40,11 +17,41 @@ def test_every_arm_is_a_command_that_its_script_takes(arm):
     assert (args.dataset, args.seed, args.batch_size) == ("cifar10", 0, 128)
 
 
-def test_pages_have_what_the_files_say():
-    """The tables of README and of the results' page are those that `results.py readme` would write."""
-    for page in results.PAGES:
-        text = page.read_text()
-        assert "<!-- tests/tools/results.py: " in text and results.with_tables(text) == text
+@pytest.mark.parametrize("page", results.PAGES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_tables(page):
+    """The tables are what tests/tools/results.py makes of tests/results/*.json, and none is empty."""
+    text = page.read_text()
+    assert results.with_tables(text) == text
+    rows = re.findall(r"<!-- tests/tools/results.py: .* -->\n\| .*\n\| ---.*\n(.*)", text)
+    assert len(rows) == text.count("<!-- tests/tools/results.py: ") and all(row.startswith("| ") for row in rows)
+
+
+def test_results_say_how_they_were_made():
+    """Each kept run has the command that results.py would start for it, the last epoch's kNN, and its probe."""
+    files = sorted(p for p in results.KEPT.glob("*.json") if p.stem.split("-", 1)[1] in results.ARMS)
+    assert files
+    for file in files:
+        budget, arm = file.stem.split("-", 1)
+        for seed, record in results.kept_runs(budget, arm).items():
+            assert record["command"] == results.command(budget, arm, seed)
+            if asked := re.search(r"--epochs (\d+)", record["command"]):
+                assert record["epochs"][-1]["epoch"] == int(asked[1])
+            assert all(0 < value < 100 for value in results.scores(record).values())
+
+
+def test_gain_is_paired(tmp_path, monkeypatch):
+    """A gain compares runs of the same seed only, and its spread is that of the differences."""
+    monkeypatch.setattr(results, "KEPT", tmp_path)
+    for arm, values in {"moco": {0: 40, 1: 50, 5: 99}, "jcl": {0: 42, 1: 54, 2: 10}}.items():
+        for seed, value in values.items():
+            epochs = [dict(epoch=6, knn20_top1=value, knn200_top1=value, std=0.5)]
+            record = dict(command="", epochs=epochs, linear_top1=value - 1, minutes=10 + seed)
+            results.keep("cpu", arm, seed, record)
+    assert "| 2 | 45.0 → 48.0 | +3.0 ± 1.4 | 44.0 → 47.0 | +3.0 ± 1.4 | x 2 |" in results.front("cpu")
+    (row,) = (line for line in results.table("cpu").splitlines() if "| JCL," in line)
+    assert "| 3 | 35.3 ± 22.7 |" in row and row.count("+3.0 ± 1.4") == 2
+    text = "a\n<!-- tests/tools/results.py: cpu, front -->\nold\n<!-- end -->\nb"
+    assert results.with_tables(text) == text.replace("old", results.front("cpu"))
 
 
 @pytest.mark.parametrize(

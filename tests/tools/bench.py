@@ -508,7 +508,9 @@ def needs_of(method):
     """
     script, *flags = method.split()
     flags += ["--clim-start", "0"] if script == "clim" else []  # with its positives
-    flags += ["--mix-slices", "1"] if script == "patchmix" else []  # so few images have no eight slices
+    options = importlib.import_module(script).parse_args(["--dataset", "imagenet", *flags])
+    for name, few in (("mix_slices", "1"), ("bn_groups", "2")):  # so few images have no eight slices or groups
+        flags += [common.option(name), few] if getattr(options, name, None) else []
     environment, found = os.environ | {"OMP_NUM_THREADS": "1"}, []
     for count in PROBES:
         with tempfile.TemporaryDirectory() as folder:

@@ -59,7 +59,7 @@ def about(process, name):
 
 
 def listens(process):
-    """Whether a process handles SIGTERM, as a run does from its first epoch on."""
+    """Whether a process handles SIGTERM, as a run does while it makes steps and saves them."""
     caught = re.search(r"SigCgt:\s*(\w+)", about(process, "status"))
     return bool(caught and int(caught[1], 16) >> (signal.SIGTERM - 1) & 1)
 
@@ -215,7 +215,7 @@ def wait_for_moment(life, out, timing, before, left, chance):
 
 def judge(life, out, kill, trained, status):
     """Completes what is known of a kill by what it left behind; returns what is wrong, in words."""
-    way, problems, asked = kill["signal"], [], trained and kill["signal"] in ("TERM", "INT")
+    way, problems = kill["signal"], []
     try:
         step, recorded = survey(out)
     except (ValueError, KeyError, SystemExit) as error:
@@ -225,16 +225,14 @@ def judge(life, out, kill, trained, status):
         kill["place"] = PLACES[3]  # the files, but not the record
     if step < max(kill["before"], recorded):
         problems.append(f"the checkpoint went back to step {step} from {max(kill['before'], recorded)}")
-    right = {75} if asked or life.world > 1 else {75, -signal.Signals[f"SIG{way}"]}
+    # A request that comes while steps are made ends the run with 75, elsewhere as it ends any Python program
+    right = {75, 130, -signal.Signals[f"SIG{way}"]}
     if status == "hangs" or (life.world == 1 and status not in right):
         problems.append(f"exit status {status}")
-    if status == 75 and not re.search(rf"stopped (at step {step} of|.*all was saved)", life.said()):
-        problems.append(f"saved step {step}, but said {life.said()[-200:]}")
-    errors = life.said("stderr")
-    ignored = "Exception ignored in" in errors  # what a handler raises in a hook of a fork is lost: the run goes on
-    left = life.world > 1 and "when all was saved" in life.said()  # the other process may miss it before it is asked
-    if asked and "Traceback" in errors and not ignored and not left:
-        problems.append(f"traceback: {errors[-400:]}")
+    if status == 75 and "stopped on request (exit status 75)" not in life.said():
+        problems.append(f"exit status 75, but said {life.said()[-200:]}")
+    if status == 75 and "Traceback" in life.said("stderr"):
+        problems.append(f"traceback: {life.said('stderr')[-400:]}")
     return [f"{way} {kill['place']}: {problem}" for problem in problems]
 
 
@@ -248,7 +246,8 @@ def disturbed_run(row, reference, out, timing, count, ways, chance):
             wait_for_moment(life, out, timing, before, left, chance)
         struck = left and life.process.poll() is None
         if struck:
-            trained, saved = life.trains(), any(out.glob("last*.pt"))
+            trained = life.trains() or any(words in life.said() for words in (": loss ", "going on at step"))
+            saved = any(out.glob("last*.pt"))
             place = 0 if not trained else 3 if is_saving(out) else 2 if saved else 1
             kill = dict(signal=next(ways), place=PLACES[place], before=before)
             life.kill(kill["signal"], chance)

@@ -192,6 +192,7 @@ EVALUATIONS = {
 ONLY_ONE = ("CLIM, two sizes", "LoGo on MoCo, paper", "linear probe")  # nothing new in two processes
 FEWER = {4096: 48, 1024: 16}  # patterns
 FOR_TWO = [name for name in CASES | EVALUATIONS if name not in ONLY_ONE]
+OWN_STATISTICS = ("MoCo v3, J-Crop", "LoGo on SimSiam", "PatchMix")  # batch norm over processes is torch's, for GPUs
 
 
 def counting(inside, free):

@@ -1,0 +1,257 @@
+"""Runs that are stopped, killed and continued end as undisturbed ones: the same last.pt and records, bit for bit."""
+
+import itertools
+import signal
+import subprocess
+import sys
+
+import pytest
+import tiny
+from tiny import FLAGS, assert_same_run, contents, life, load, processes, records
+
+import common
+
+_tiny = tiny._tiny
+
+CONFIGS = {  # name: (script, flags)
+    "jcl": ("jcl", "--arch resnet_nano"),
+    "moco_jointcrop": ("moco_jointcrop", ""),
+    "moco_jointcrop --moco v3": ("moco_jointcrop", "--moco v3"),
+    "clim": ("clim", "--clim-start 1 --refresh-every 1 --num-clusters 4"),
+    "logo": ("logo", "--arch resnet_nano"),
+    "logo --base simsiam": ("logo", "--base simsiam"),
+    "patchmix": ("patchmix", ""),
+    "eval_linear": ("eval_linear", ""),
+}
+# Flags of all calls, and the calls before the last: (more flags, "SIGNAL PLACE how many-eth", exit status, step of
+# last.pt afterwards, or ... if it depends on the script).
+SCENARIOS = {
+    "straight, and once more": ("", [("", "", 0, 12)]),
+    "max-steps in mid-epoch": ("", [("--max-steps 6", "", 0, 6), ("--max-steps 6", "", 0, 6)]),
+    "max-steps at an epoch's end": ("", [("--max-steps 4", "", 0, 4), ("--max-steps 8", "", 0, 8)]),
+    "SIGTERM in mid-epoch": ("", [("", "TERM step 1", 75, 1), ("", "TERM step 5", 75, 6)]),
+    "SIGINT in mid-epoch": ("", [("", "INT step 6", 75, 6)]),
+    "SIGHUP in mid-epoch": ("", [("", "HUP step 6", 75, 6)]),
+    "SIGTERM in an epoch's last step": ("", [("", "TERM step 4", 75, 4), ("", "TERM step 4", 75, 8)]),
+    "SIGTERM in the run's last step": ("", [("", "TERM step 12", 75, 12)]),
+    "SIGTERM at max-steps": ("", [("--max-steps 6", "TERM step 6", 75, 6)]),
+    "SIGTERM in a save": ("", [("", "TERM save 1", 75, 4)]),
+    "SIGKILL in mid-epoch": ("", [("", "KILL step 6", -9, 4)]),
+    "SIGKILL in saves": ("", [("", "KILL save 1", -9, None), ("", "KILL save 3", -9, ...)]),
+    "SIGKILL while judged": (
+        "",
+        [("", "KILL judging 1", -9, 4), ("", "KILL judging 2", -9, 8), ("", "KILL judging 2", -9, 12)],
+    ),
+    "SIGTERM while judged": ("", [("", "TERM judging 1", -15, 4), ("", "TERM judging 3", -15, 12)]),
+    "Ctrl-C while judged": ("", [("", "INT judging 1", 130, 4), ("", "INT judging 3", 130, 12)]),
+    "save-every 2": (
+        "--save-every 2 --knn-every 3",
+        [("", "TERM step 3", 75, 3), ("", "TERM step 3", 75, 6), ("", "KILL step 3", -9, 8)],
+    ),
+    "save-every 2, killed": ("--save-every 2 --knn-every 3", [("", "KILL step 6", -9, ...)]),
+    "keep-every 2": ("--keep-every 2", [("", "TERM step 8", 75, 8)]),
+    "two workers": ("--workers 2", [("", "TERM step 6", 75, 6)]),
+    "ended in CLIM's choice": (
+        "--knn-every 0 --save-every 2",
+        [("", "INT choice 1", 130, 4), ("", "TERM choice 1", -15, 4), ("", "KILL choice 2", -9, 8)],
+    ),
+}
+HARD = [
+    ("--max-steps 2", "", 0, 2),
+    ("", "TERM step 2", 75, 4),
+    ("", "KILL judging 2", -9, 8),
+    ("", "INT step 2", 75, 10),
+]
+
+
+@pytest.fixture(scope="module")
+def encoder(_tiny, tmp_path_factory):
+    """The folder of a run, for eval_linear.py."""
+    out = tmp_path_factory.mktemp("encoder") / "run"
+    tiny.run("jcl", out, "--arch", "resnet_nano", "--max-steps", "1")
+    return out
+
+
+@pytest.fixture(scope="module")
+def command(encoder):
+    """A function: (name of a configuration, flags) -> (script, words of its command)."""
+
+    def words(name, flags):
+        script, own = CONFIGS[name]
+        if script == "eval_linear":
+            judged = [encoder, *"--protocol moco --batch-size 16 --epochs 3 --eval-every 1 --device cpu".split()]
+            return script, [*judged, *flags.replace("--knn-every", "--eval-every").split()]
+        return script, [*FLAGS, "--epochs", "3", *own.split(), *flags.split()]
+
+    return words
+
+
+@pytest.fixture(scope="module")
+def straight(command, tmp_path_factory):
+    """A function: (name of a configuration, flags) -> the folder of the undisturbed run, made once."""
+    made = {}
+
+    def folder(name, flags=""):
+        if (name, flags) not in made:
+            made[name, flags] = tmp_path_factory.mktemp("straight") / "run"
+            script, words = command(name, flags)
+            assert life(script, [*words, "--out", made[name, flags]])[0] == 0
+        return made[name, flags]
+
+    return folder
+
+
+def step_of(out):
+    return load(out / "last.pt")["step"] if (out / "last.pt").exists() else None
+
+
+def check(script, words, calls, reference, out):
+    """Make the calls of a command, then one that ends by itself: it must end as the reference."""
+    for more, moment, status, step in calls:
+        found, said = life(script, [*words, *more.split(), "--out", out], moment)
+        assert found == status and step in (..., step_of(out)), f"{found}, step {step_of(out)}: {said}"
+    assert life(script, [*words, "--out", out])[0] == 0
+    assert_same_run(reference, out)
+
+
+CASES = [
+    pytest.param(name, scenario, marks=[] if name == "jcl" or "CLIM" in scenario else pytest.mark.slow)
+    for name, scenario in itertools.product(CONFIGS, SCENARIOS)
+    if not ("CLIM" in scenario and name != "clim" or "keep" in scenario and name == "eval_linear")
+]
+
+
+@pytest.mark.parametrize("name, scenario", CASES)
+def test_a_disturbed_run_ends_as_an_undisturbed_one(command, straight, tmp_path, name, scenario):
+    flags, calls = SCENARIOS[scenario]
+    check(*command(name, flags), calls, straight(name, flags), tmp_path)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_hard_life_of_every_loop(command, straight, tmp_path, name):
+    check(*command(name, ""), HARD, straight(name), tmp_path)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_finished_run_stays_as_it_is(command, straight, name):
+    """The same command repeats its result."""
+    out, (script, words) = straight(name), command(name, "")
+    before, last = contents(out), records(out)[-1]
+    status, said = life(script, [*words, "--out", out])
+    assert status == 0 and f"already. Its last epoch: epoch 3, loss {common.shown(last['loss'])}" in said
+    assert contents(out) == before
+
+
+def test_killed_at_each_moment_in_turn(command, straight, tmp_path):
+    """The n-th life ends at its n-th step, write, flush, renaming or judging, until one lasts."""
+    script, words = command("jcl", "")
+    for number in itertools.count(1):
+        status, said = life(script, [*words, "--out", tmp_path], f"KILL anything {number}")
+        if status == 0:
+            break
+        assert status == -9, said
+    assert number > 20
+    assert_same_run(straight("jcl"), tmp_path)
+
+
+def test_sighup_under_nohup_is_ignored(command, straight, tmp_path):
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        check(*command("jcl", ""), [("", "HUP step 6", 0, 12)], straight("jcl"), tmp_path)
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("moment, status", [("TERM judging 1", -15), ("INT judging 1", 130), ("KILL save 3", -9)])
+def test_real_signals(command, straight, tmp_path, moment, status):
+    script, words = command("jcl", "")
+    args = (script, [*words, "--out", tmp_path / "run"], moment)
+    ((found, _, error),) = processes(tmp_path / "log", tiny.play, [args])
+    assert (found, error) == (status, "") and step_of(tmp_path / "run") == 4
+    check(script, words, [], straight("jcl"), tmp_path / "run")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["jcl", "clim", "patchmix", "eval_linear"])
+def test_two_processes(command, tmp_path, name):
+    """Both stop if one is asked; both are killed while they judge."""
+    script, words = command(name, "")
+
+    def both(out, *moments):
+        return processes(tmp_path / "log", tiny.play, [(script, [*words, "--out", tmp_path / out], m) for m in moments])
+
+    for out, first, second, status, step in (
+        ("straight", "", "", 0, 12),
+        ("run", "", "TERM step 6", 75, 6),
+        ("run", "TERM judging 1", "TERM judging 1", -15, 8),
+        ("run", "INT step 1", "INT step 1", 75, 9),
+        ("run", "", "", 0, 12),
+    ):
+        ends = both(out, first, second)
+        assert [end[0] for end in ends] == [status] * 2 and step_of(tmp_path / out) == step, ends
+    assert_same_run(tmp_path / "straight", tmp_path / "run")
+
+
+@pytest.mark.slow
+def test_torchrun(command, tmp_path):
+    """SIGTERM to torchrun, which hands it on: one line of ours, and the same run in the end."""
+    script, words = command("jcl", "")
+    for out, moment in (("straight", ""), ("run", "TERM step 6"), ("run", "")):
+        launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", tiny.__file__]
+        line = [*launch, script, moment, *words, "--out", str(tmp_path / out)]
+        done = subprocess.run(line, capture_output=True, text=True, timeout=300)
+        assert (done.returncode != 0) == bool(moment) == ("stopped on request" in done.stdout), done.stderr
+        assert done.stdout.count("stopped on request") <= 1
+    assert_same_run(tmp_path / "straight", tmp_path / "run")
+
+
+# --------------------------------------------------------------- the last.pt itself
+
+
+def test_a_damaged_checkpoint(command, straight, tmp_path):
+    """last.pt cut short, then gone: the run goes on from last.prev.pt, says so, and ends the same."""
+    script, words = command("jcl", "")
+    words += ["--out", tmp_path]
+    life(script, words, "TERM step 6")
+    last = tmp_path / "last.pt"
+    assert load(tmp_path / "last.prev.pt")["step"] == 4
+    last.write_bytes(last.read_bytes()[:-5000])
+    said = life(script, words, "TERM step 3")[1]
+    assert f"going on from {tmp_path / 'last.prev.pt'}" in said and "going on at step 4" in said
+    assert [load(tmp_path / name)["step"] for name in ("last.prev.pt", "last.pt")] == [4, 7]  # the damaged one is gone
+    last.unlink()
+    assert "going on at step 4" in life(script, words)[1]
+    assert_same_run(straight("jcl"), tmp_path)
+
+
+def test_resume_from_another_folder(command, straight, tmp_path):
+    """--resume PATH: the same weights. The same command again goes on in --out. A newer last.pt is not overwritten."""
+    script, words = command("jcl", "--keep-every 1")
+    life(script, [*words, "--out", tmp_path / "a"], "TERM step 6")
+    more = [*words, "--resume", tmp_path / "a" / "last.pt", "--out", tmp_path / "b"]
+    life(script, more, "TERM step 1")
+    assert "going on at step 7" in life(script, more)[1]
+    for name in ("model", "optimizer"):
+        assert tiny.unequal(*(load(out / "last.pt")[name] for out in (straight("jcl"), tmp_path / "b"))) == []
+    assert [r["step"] for r in records(tmp_path / "b")] == [6, 8, 12]
+    life(script, [*words, "--resume", tmp_path / "a" / "epoch-0001.pt", "--out", tmp_path / "c"], "TERM step 1")
+    assert load(tmp_path / "c" / "last.pt")["step"] == 5  # the record of another folder's epoch is not written here
+    assert [r["step"] for r in records(tmp_path / "c")] == [4]
+    before = contents(tmp_path / "a")
+    assert life(script, [*words, "--resume", tmp_path / "a" / "epoch-0001.pt", "--out", tmp_path / "a"])[0] == 2
+    assert contents(tmp_path / "a") == before
+
+
+def test_metrics_that_were_cut_off_are_mended(command, straight, tmp_path):
+    """Lines that are no records are left out, and unfinished files are removed."""
+    script, words = command("jcl", "")
+    words += ["--out", tmp_path]
+    (tmp_path / "last.pt.99999.tmp").write_bytes(b"half")
+    life(script, words, "TERM step 6")
+    metrics = tmp_path / "metrics.jsonl"
+    metrics.write_bytes(
+        metrics.read_bytes() + b'\xff\x00\n[1]\nnull\n{"step": "a"}\n{"epoch": 2, "step": 8}\n{"loss": ['
+    )
+    check(script, words[:-2], [], straight("jcl"), tmp_path)
+    assert not list(tmp_path.glob("*.tmp"))

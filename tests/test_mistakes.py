@@ -1,0 +1,231 @@
+"""A mistake is one line on stderr that names it, exit status 2, no traceback, before anything is written."""
+
+import importlib
+import runpy
+import shutil
+import subprocess
+import sys
+import urllib.error
+
+import pytest
+import tiny
+import torch
+from conftest import METHODS, ROOT
+from tiny import FLAGS, contents, load, refused, run
+
+import common
+
+_tiny = tiny._tiny
+pytestmark = pytest.mark.usefixtures("_tiny")
+
+OF_ALL_METHODS = [  # flags, and words of the line
+    ("--dataset nothing", "nothing"),
+    ("--arch nothing", "unknown --arch nothing"),
+    ("--nothing", "unknown argument --nothing"),
+    ("--batch_size 64", "unknown argument --batch_size: did you mean --batch-size?"),
+    ("--epoch 3", "did you mean --epochs?"),
+    ("--data-dir somewhere", "--data-dir needs --dataset"),
+    ("--dataset folder --data-dir missing --batch-size 64 --patch-size 4", "missing"),
+    ("--dataset imagenet --data-dir missing --batch-size 64 --patch-size 4", "missing"),
+    ("--dataset cifar10 --data-dir notes.txt", "notes.txt"),
+    ("--flip-p 1.5", "--flip-p: 1.5 is not from 0 to 1"),
+    ("--lr nan", "--lr: nan is not from"),
+    ("--lr 1e999", "--lr: 1e999 is not from"),
+    ("--epochs text", "--epochs: invalid int value: 'text'"),
+    ("--batch-size 1", "--batch-size: 1 is not from 2"),
+    ("--crop-ratio 1.5 0.5", "--crop-ratio 1.5 0.5: give the smaller number first"),
+    ("--patch-size 5", "--patch-size 5 does not divide --image-size 16"),
+    ("--batch-size 128", "68 images are fewer"),
+    ("--resume missing.pt", "--resume missing.pt: no such file"),
+    ("--resume notes.txt", "notes.txt"),
+    ("--out busy", "busy is not empty"),
+    ("--out notes.txt", "notes.txt"),
+    ("--device cuda", "--device cuda: torch sees no CUDA device"),
+]
+OF_ALL_EVALUATIONS = [
+    ("", "give a checkpoint"),
+    ("--random-init", "give a checkpoint"),
+    ("missing", "no checkpoint at missing"),
+    ("notes.txt", "notes.txt is damaged"),
+    ("begun --image-size 32", "go without a checkpoint"),
+    ("begun --dataset folder --data-dir missing", "missing"),
+    ("begun --dataset nothing", "nothing"),
+    ("--arch nothing --random-init", "unknown --arch nothing"),
+]
+OF_SOME = [  # scripts, flags, words
+    *((method, "--temperature 0", "--temperature: 0 is not from") for method in METHODS if method != "logo"),
+    *((m, "--batch-size 6 --bn-groups 4", "4 --bn-groups of two or more") for m in METHODS if m != "patchmix"),
+    ("moco_jointcrop", "--moco v3 --queue 64", "--queue has no effect"),
+    ("jcl", "--num-keys 101", "--num-keys: 101 is not from 1 to 100"),
+    ("clim", "--variant released", "no released code"),
+    ("clim", "--resolutions 24 12", "--resolutions 24 12"),
+    ("logo", "--local-scale 0.5 0.1", "--local-scale 0.5 0.1: give the smaller number first"),
+    ("logo", "--base simsiam --temperature 0.1", "--temperature has no effect"),
+    ("patchmix", "--bn-groups 2", "unknown argument --bn-groups"),
+    ("patchmix", "--mix-slices 3", "--mix-slices 3"),
+    ("patchmix", "--terms oto,other", "--terms"),
+    ("eval_knn", "begun --k 0", "--k: 0 is not from"),
+    ("eval_linear", "begun --protocol moco --lrs 1", "--lrs is no value of this evaluation"),
+    ("eval_linear", "begun --finetune --protocol moco", "not moco"),
+    ("eval_linear", "begun --protocol moco --batch-size 16 --out busy", "busy is not empty"),
+]
+CASES = [
+    *((method, *row) for method in METHODS for row in OF_ALL_METHODS),
+    *((script, *row) for script in ("eval_knn", "eval_linear") for row in OF_ALL_EVALUATIONS),
+    *OF_SOME,
+]
+
+
+@pytest.fixture(scope="module")
+def begun(_tiny, tmp_path_factory):
+    """A function: method -> the folder of its run that stopped in the second epoch, made once."""
+    made = {}
+
+    def folder(method):
+        if method not in made:
+            made[method] = tmp_path_factory.mktemp(method) / "run"
+            run(method, made[method], "--max-steps", "5", "--knn-every", "0")
+        return made[method]
+
+    return folder
+
+
+@pytest.fixture
+def place(begun, tmp_path, monkeypatch):
+    """A working folder with good and bad things in it."""
+    (tmp_path / "busy").mkdir()
+    for name in ("notes.txt", "busy/notes.txt"):
+        (tmp_path / name).write_text("neither a checkpoint nor an image")
+    (tmp_path / "begun").symlink_to(begun("jcl"))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    return tmp_path
+
+
+def start(script, flags):
+    """Run a script with the words of its command."""
+    module = importlib.import_module(script)
+    usual = [*FLAGS, *([] if "--out" in flags else ["--out", "run"])] if script in METHODS else ["--device", "cpu"]
+    module.main(module.parse_args([*usual, *flags.split()]))
+
+
+@pytest.mark.parametrize("script, flags, words", CASES)
+def test_mistakes(place, capsys, script, flags, words):
+    before = contents(place)
+    assert words in refused(capsys, start, script, flags)
+    assert contents(place) == before and not (place / "run").exists()
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_batch_that_processes_cannot_share(method, place, capsys, monkeypatch):
+    monkeypatch.setattr(common, "rank_and_world", lambda: (0, 3))
+    assert "--batch-size 16 (global) cannot be shared out over 3" in refused(capsys, start, method, "")
+
+
+def test_no_network(place, capsys, monkeypatch):
+    def unreachable(*_, **__):
+        raise urllib.error.URLError("no route to host")
+
+    monkeypatch.setattr("urllib.request.urlopen", unreachable)
+    assert "no route to host" in refused(capsys, start, "jcl", "--dataset cifar10")
+
+
+@pytest.mark.parametrize("package", ["torch", "torchvision", "timm"])
+def test_a_package_that_is_too_old(package, monkeypatch, capsys):
+    monkeypatch.setattr(sys.modules[package], "__version__", "0.9.1")
+    assert f"{package} 0.9.1 is too old" in refused(capsys, runpy.run_path, str(ROOT / "common.py"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("script", [*METHODS, "eval_knn", "eval_linear"])
+def test_a_script_of_its_own(script, tmp_path):
+    """Nothing is imported or written that would put more on the screen."""
+    command = [sys.executable, str(ROOT / f"{script}.py"), "--nothing"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
+    words = f"error: unknown argument --nothing (see python {script}.py --help)\n"
+    assert (done.returncode, done.stdout, done.stderr) == (2, "", words) and not list(tmp_path.iterdir())
+
+
+# ------------------------------------------------------- a run that cannot go on
+
+
+@pytest.mark.parametrize(
+    "flags, words",
+    [
+        ("--lr 0.123", "(--lr was 0.06, is 0.123)"),
+        ("--image-size 24", "(--image-size was 16, is 24)"),
+        ("--min-lr 0.00001", "--min-lr was 0, is 1e-05"),
+        ("--jitter 0.4 0.4 0.4 0.2", "(--jitter was 0.4 0.4 0.4 0.1, is 0.4 0.4 0.4 0.2)"),
+        ("--resume none", "is not empty"),
+    ],
+)
+def test_another_configuration(begun, capsys, flags, words):
+    """What differs is named, and nothing else."""
+    out = begun("jcl")
+    before = contents(out)
+    line = refused(capsys, run, "jcl", out, "--knn-every", "0", *flags.split())
+    assert words in line and len(line) < 150 + len(str(out)) and contents(out) == before
+
+
+def test_other_images(begun, tmp_path, capsys, monkeypatch):
+    """Also if they are as many."""
+    make = common.make_patterns
+    monkeypatch.setattr(common, "make_patterns", lambda count, size, seed: make(count, size, seed + 9))
+    assert "was trained on other images (68 images, now 68" in refused(capsys, run, "jcl", begun("jcl"))
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_resume_from_the_run_of_another(method, begun, tmp_path, capsys):
+    """Another encoder, size or method, or a file that is no last.pt."""
+    state, file = load(begun(method) / "last.pt"), tmp_path / "file.pt"
+    for change, flags, words in (
+        ({}, ["--arch", "resnet_nano"], "is of arch vit_micro, not resnet_nano"),
+        ({}, ["--image-size", "32"], "is of image_size 16, not 32"),
+        ({"config": state["config"] | {"method": "another"}}, [], "is of method another"),
+    ):
+        torch.save(state | change, file)
+        assert words in refused(capsys, run, method, tmp_path / "new", "--resume", file, *flags)
+    assert not (tmp_path / "new").exists()
+
+
+def wrong_states(state):
+    """Yield checkpoints that look right, but lack a part, or have another model's."""
+    parts = set(state) - {"backbone"}
+    yield from ({k: v for k, v in state.items() if k != part} for part in sorted(parts))
+    yield from (state | {part: {}} for part in sorted(parts) if isinstance(state[part], dict) and "optim" in part)
+    yield state | {"model": {k: v[..., None] for k, v in state["model"].items()}}
+    yield state | {"optimizer": state["optimizer"] | {"param_groups": state["optimizer"]["param_groups"] * 9}}
+    yield {"step": 3}
+    yield [state]
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_checkpoint_with_parts_missing_or_wrong(method, begun, tmp_path, capsys):
+    for state in wrong_states(load(begun(method) / "last.pt")):
+        torch.save(state, tmp_path / "last.pt")
+        flags = ["--knn-every", "0", "--resume", tmp_path / "last.pt"]
+        assert str(tmp_path / "last.pt") in refused(capsys, run, method, tmp_path / "new", *flags)
+    assert not (tmp_path / "new").exists()
+
+
+def test_a_folder_without_a_checkpoint_is_taken_over(tmp_path, monkeypatch):
+    """A first run may lack the memory. The next one has a smaller batch, and what follows from it."""
+
+    def too_little_memory(*_):
+        raise MemoryError
+
+    with monkeypatch.context() as patch, pytest.raises(MemoryError):
+        patch.setattr(importlib.import_module("jcl"), "gradient_norm", too_little_memory)
+        run("jcl", tmp_path, "--bn-groups", "4")
+    said = run("jcl", tmp_path, "--batch-size", "8", "--max-steps", "1")
+    assert "is taken over" in said and "--batch-size was 16, is 8" in said and "--bn-groups was 4, is 2" in said
+    assert common.read_config(tmp_path)["batch_size"] == 8 and [r["step"] for r in tiny.records(tmp_path)] == [0]
+
+
+def test_both_files_damaged(begun, tmp_path, capsys):
+    shutil.copytree(begun("jcl"), tmp_path / "run")
+    for name in ("last.pt", "last.prev.pt"):
+        (tmp_path / "run" / name).write_bytes((tmp_path / "run" / name).read_bytes()[:1000])
+    before = contents(tmp_path)
+    assert "last.prev.pt is damaged" in refused(capsys, run, "jcl", tmp_path / "run", "--knn-every", "0")
+    assert contents(tmp_path) == before

@@ -1,0 +1,223 @@
+"""Whole runs within seconds: 68 + 32 images of 16 px and narrow heads; runs that are struck, and their comparison."""
+
+import contextlib
+import importlib
+import io
+import itertools
+import json
+import os
+import signal
+import socket
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import METHODS, NANO
+
+import common
+
+FLAGS = "--arch vit_micro --image-size 16 --batch-size 16 --epochs 2 --knn-every 1 --device cpu".split()
+STEPS = 4  # per epoch: 68 images in batches of 16
+TIMING = ("images_per_s", "data_wait")
+CHILDREN = torch.multiprocessing.get_context("forkserver")  # clean processes, without importing torch again
+CHILDREN.set_forkserver_preload(["torch", "torchvision", "timm"])
+
+
+def shrink(patch):
+    """Make the recipes of the data set patterns tiny. patch: a MonkeyPatch."""
+    make = common.make_patterns
+    patch.setattr(common, "make_patterns", lambda count, size, seed: make(68 if count > 1024 else 32, size, seed))
+    patch.setitem(common.ARCHS, "resnet_nano", ("resnet18", NANO))
+    small = dict(hidden=32, dim=16, patch_size=8, queue=32, mix_slices=2, drop_path=0.2)
+    for method in METHODS:
+        recipes = importlib.import_module(method).RECIPES
+        mine = {name: value for name, value in small.items() if name in recipes["patterns"]}
+        patch.setitem(recipes, "patterns", recipes["patterns"] | mine)
+
+
+@pytest.fixture(scope="module")
+def _tiny():
+    with pytest.MonkeyPatch.context() as patch:
+        shrink(patch)
+        yield
+
+
+def run(method, out, *flags, **own):
+    """Run a method in this process. Return what it prints. own: the user's train, test, encoder."""
+    module, said = importlib.import_module(method), io.StringIO()
+    with contextlib.redirect_stdout(said):
+        module.main(module.parse_args([*FLAGS, "--out", str(out), *map(str, flags)]), **own)
+    return said.getvalue()
+
+
+def refused(capsys, call, *args, **options):
+    """Make a call that ends with exit status 2 and one line on stderr. Return the line."""
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as stop:
+        call(*args, **options)
+    error = capsys.readouterr().err
+    assert stop.value.code == 2 and error.startswith("error: ") and error.count("\n") == 1, error
+    return error
+
+
+# ------------------------------------------------------------------ comparing
+
+
+def load(path):
+    return torch.load(path, weights_only=True)
+
+
+def records(out):
+    return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+
+
+def contents(folder):
+    return {path.relative_to(folder): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+
+
+def flat(state, name=""):
+    """Return {path: tensor or plain value} of a nested state."""
+    if isinstance(state, dict | list | tuple):
+        pairs = state.items() if isinstance(state, dict) else enumerate(state)
+        return {k: v for key, value in pairs for k, v in flat(value, f"{name}/{key}").items()}
+    return {name: state}
+
+
+def unequal(one, two):
+    """Return the paths at which two nested states differ, bit for bit. Times do not count."""
+    a, b = ({k: v for k, v in flat(state).items() if not k.endswith(TIMING)} for state in (one, two))
+    same = {k for k in a.keys() & b.keys() if (torch.equal(a[k], b[k]) if torch.is_tensor(a[k]) else a[k] == b[k])}
+    return sorted((a.keys() | b.keys()) - same)
+
+
+def assert_same_run(one, two):
+    """Assert that two finished runs are the same bit for bit: weights, optimiser, counters, all epochs' records."""
+    for file in ("last.pt", "backbone.pt"):
+        if (one / file).exists():
+            states = ({k: v for k, v in load(out / file).items() if k != "config"} for out in (one, two))
+            assert unequal(*states) == [], file
+    assert records(two)[0]["step"] == 0 and unequal(records(one)[1:], records(two)[1:]) == []
+
+
+# ---------------------------------------------------------------- being struck
+
+
+class Ended(BaseException):
+    """Stands in this process for the end by a signal."""
+
+
+def places():
+    """Return {name: what a run calls there}."""
+    linear, clim = (importlib.import_module(name) for name in ("eval_linear", "clim"))
+    judging = [(common, "knn_record"), (linear, "judge")]
+    found = dict(step=[(common.Run, "count")], save=[(torch, "save")], choice=[(clim, "refresh")], judging=judging)
+    return found | {"anything": [*sum(found.values(), []), (os, "fsync"), (os, "replace")]}
+
+
+def strike(patch, moment, send):
+    """Send a signal at a moment. moment: for example "TERM step 5", at the end of the fifth step from now on."""
+    name, place, number = moment.split()
+    calls, save = itertools.count(1), torch.save
+
+    def wrap(original):
+        def struck(*args, **options):
+            if next(calls) == int(number):
+                if original is save:  # in the middle of a write
+                    args[1].write_bytes(b"half")
+                send(getattr(signal, f"SIG{name}"))
+            return original(*args, **options)
+
+        return struck
+
+    for target, function in places()[place]:
+        patch.setattr(target, function, wrap(getattr(target, function)))
+
+
+def life(script, argv, moment=""):
+    """Run a script in this process as `python SCRIPT ...` does. Return (exit status, what it prints)."""
+    module, said = importlib.import_module(script), io.StringIO()
+
+    def end(number, _=None):
+        raise Ended(number)
+
+    def pretend(number):
+        end(number) if number == signal.SIGKILL else signal.raise_signal(number)
+
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(said):
+            if moment:
+                strike(patch, moment, pretend)
+            common.start(module.main, lambda: module.parse_args([*map(str, argv)]))
+        return 0, said.getvalue()
+    except SystemExit as stop:
+        return stop.code, said.getvalue()
+    except Ended as ended:
+        return -ended.args[0], said.getvalue()
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+# ------------------------------------------------------- processes of their own
+
+
+def free_port():
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
+
+
+def begin(function, log, environment, args):
+    """Begin a process: its output goes to files LOG.out and LOG.err."""
+    for stream, suffix in ((sys.stdout, ".out"), (sys.stderr, ".err")):
+        stream.flush()
+        os.dup2(os.open(log + suffix, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), stream.fileno())
+    os.environ |= environment
+    torch.set_num_threads(1)
+    shrink(pytest.MonkeyPatch())
+    function(*args)
+
+
+def play(script, argv, moment=""):
+    """Run a script as `python SCRIPT ...` does. A signal is real. torchrun gets it first, and hands it on."""
+
+    def send(number):
+        by_torchrun = "TORCHELASTIC_RUN_ID" in os.environ
+        os.kill(os.getppid() if by_torchrun else os.getpid(), number)
+        time.sleep(3 * by_torchrun)
+
+    if moment:
+        strike(pytest.MonkeyPatch(), moment, send)
+    module = importlib.import_module(script)
+    common.start(module.main, lambda: module.parse_args([*map(str, argv)]))
+
+
+def processes(log, function, each, seconds=240):
+    """Run a function in one process per tuple of arguments; several make a group. Return [(status, stdout, stderr)].
+
+    What waits for a process that has ended is ended, as by torchrun. None is the status of one that hangs.
+    """
+    group, started = dict(WORLD_SIZE=str(len(each)), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port())), []
+    for rank, args in enumerate(each):
+        environment = group | dict(RANK=str(rank)) if len(each) > 1 else {}
+        started.append(CHILDREN.Process(target=begin, args=(function, f"{log}{rank}", environment, args)))
+        started[-1].start()
+    until = time.monotonic() + seconds
+    while time.monotonic() < until and any(p.is_alive() for p in started):
+        if any(p.exitcode for p in started):
+            until = min(until, time.monotonic() + 30)
+        time.sleep(0.05)
+    ends = []
+    for rank, process in enumerate(started):
+        status = process.exitcode
+        process.kill()
+        ends.append((status, *(Path(f"{log}{rank}.{name}").read_text() for name in ("out", "err"))))
+    return ends
+
+
+if __name__ == "__main__":  # for torchrun: SCRIPT "SIGNAL PLACE NUMBER, of the first process" FLAGS
+    torch.set_num_threads(1)
+    shrink(pytest.MonkeyPatch())
+    play(sys.argv[1], sys.argv[3:], sys.argv[2] if os.environ["RANK"] == "0" else "")
