@@ -279,19 +279,19 @@ def test_choose_positives(selection):
     args = clim.parse_args([*TINY, *f"--selection {selection} --num-clusters 4 --knn-k 6 --num-positives 3".split()])
     tables = torch.stack([clim.choose_positives(args, x, common.generator(seed)) for seed in range(100)])
     near = [set(neighborhoods(x.double(), i, 6)[0]) for i in range(30)]
+    others = [set(range(30)) - {i} for i in range(30)]
     if selection in ("random", "knn"):
         for i, seen in enumerate(tables.transpose(0, 1).flatten(1)):
-            assert set(seen.tolist()) == (near[i] if selection == "knn" else set(range(30)))
+            assert set(seen.tolist()) == (near[i] if selection == "knn" else others[i])
         return
     args.num_positives = 400
     for seed in range(5):
         centers, assignment = clim.kmeans(x, 4, generator=common.generator(seed))
         many = clim.choose_positives(args, x, common.generator(seed))
         for i, chosen in enumerate(tables[seed].tolist()):
-            if selection == "kmeans":
-                assert (
-                    set(chosen) <= set(many[i].tolist()) == {*torch.nonzero(assignment == assignment[i])[:, 0].tolist()}
-                )
+            if selection == "kmeans":  # one that is alone gets any
+                members = {*torch.nonzero(assignment == assignment[i])[:, 0].tolist()} - {i}
+                assert set(chosen) <= set(many[i].tolist()) == (members or others[i])
             else:
                 assert obeys(chosen, i, near[i], x.double(), centers.double(), assignment)
 
@@ -404,12 +404,12 @@ def assert_same_views(a, b, views):
 
 
 @pytest.mark.parametrize(
-    "flags, views", [("", 4), ("--mix none", 3), ("--selection none", 2), ("--resolutions 16 12", 4)]
+    "flags, views", [("", 4), ("--mix none", 3), ("--resolutions 16 12", 4), ("--local-crops 2 --local-size 8", 8)]
 )
 def test_own_views_are_the_baselines(flags, views):
     """Without a table there are two views, MoCo v2's. With one they stay, and others come, if they are used."""
     own, more = drawn(data(NONE_YET, *flags.split())), drawn(data(table_of(40), *flags.split()))
-    assert (len(own[0]), len(more[0])) == (2, views)
+    assert (len(own[0]), len(more[0])) == (4 if "local" in flags else 2, views)
     theirs = jcl.parse_args([*TINY, "--num-keys", "1"])
     assert_same_views(own, drawn(common.ViewDataset(Grays(40), jcl.augmentation(theirs), theirs.seed)), 2)
     assert_same_views(own, more, 2)
@@ -428,6 +428,22 @@ def test_views_of_the_partner(mix):
         assert (box[:, :2] >= 0).all() and (box[:, 2:] > 0).all() and (box[:, :2] + box[:, 2:] <= bounds).all()
     for a, b in itertools.combinations(range(len(cuts)), 2):
         assert (cuts[a][1] == cuts[b][1]).all(1).mean() < 0.1 and (colours[:, a] == colours[:, b]).all(1).mean() < 0.1
+
+
+def test_with_the_same_crop_a_key_has_the_box_of_its_query():
+    """And all else is as without."""
+    (cuts, colours), (plain, plain_colours) = (drawn(data(table_of(40), *flags)) for flags in (["--same-crop"], []))
+    boxes, plain = [box for _, box, _ in cuts], [box for _, box, _ in plain]
+    assert all(np.array_equal(boxes[view], plain[of]) for view, of in enumerate((0, 0, 3, 3)))
+    assert np.array_equal(colours, plain_colours)
+
+
+def test_local_crops_are_of_the_image_and_of_its_partner():
+    flags = "--local-crops 2 --local-size 8 --local-scale 0.05 0.14".split()
+    cuts, _ = drawn(data(table_of(40), *flags))
+    for view, (index, box, size) in enumerate(cuts[4:]):
+        assert size == 8 and np.array_equal(index, cuts[0][0] if view % 2 == 0 else cuts[2][0])
+        assert (box[:, 2] * box[:, 3] / Grays(40).sizes(index).prod(1)).mean() == pytest.approx(0.095, abs=0.02)
 
 
 def test_partners_are_drawn_uniformly_and_anew_each_epoch():
@@ -473,8 +489,8 @@ def tiny(flags=(), module=clim, name="CLIM"):
     return model
 
 
-def random_views(count):
-    return list(torch.rand(count, 8, 3, 16, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(1)))
+def random_views(count, size=16):
+    return list(torch.rand(count, 8, 3, size, size, dtype=torch.float64, generator=torch.Generator().manual_seed(1)))
 
 
 def test_an_encoder_that_does_not_take_every_resolution_is_refused(refused):
@@ -500,6 +516,7 @@ def resized(x, size):
 
 
 FORWARD = [("cutmix", (16,)), ("cutmix", (16, 12, 12)), ("none", (16, 12)), ("none", (16, 16)), (None, (16, 12))]
+HAVE_POSITIVES = {"cutmix": True, "none": True, None: False}
 
 
 @pytest.mark.parametrize("positives, resolutions", FORWARD)
@@ -508,10 +525,10 @@ def test_forward_is_eq6(resolutions, positives, monkeypatch):
     model = tiny(["--resolutions", *map(str, resolutions), *(["--mix", positives] if positives else [])])
     per_copy = {"cutmix": 4, "none": 3, None: 2}[positives]
     views = random_views(per_copy * max(resolutions.count(r) for r in resolutions))
-    model(views, 0)  # statistics of some batch
+    model(views, 0, HAVE_POSITIVES[positives])  # statistics of some batch
     model.eval()
     calls = recorded(monkeypatch)
-    loss, keys, (q, k), _ = model(views, 5)
+    loss, keys, (q, k), _ = model(views, 5, HAVE_POSITIVES[positives])
     lam = {"cutmix": None, "none": 0.5, None: 1.0}[positives]
     queries, anchors, partners, found = [], [], [], set()
     for i, size in enumerate(resolutions):
@@ -535,6 +552,26 @@ def test_forward_is_eq6(resolutions, positives, monkeypatch):
     torch.testing.assert_close(ours, theirs, rtol=1e-8, atol=1e-12)
 
 
+@pytest.mark.parametrize("mix, per_image", [("cutmix", 2), ("none", 1), (None, 1)])
+def test_local_crops_add_a_term_each(mix, per_image, monkeypatch):
+    """Table 7: of a local query, mixed by a share and a box of its own, and the large views' keys."""
+    model = tiny(["--local-crops", "2", "--local-size", "8", *(["--mix", mix] if mix else [])]).eval()
+    large, crops = random_views({"cutmix": 4, "none": 3, None: 2}[mix]), random_views(2 * per_image, size=8)
+    have, calls = HAVE_POSITIVES[mix], recorded(monkeypatch)
+    loss, _, (_, k), _ = model(large + crops, 5, have)
+    mixed = [m for x, _, _, m in calls if x.shape[-1] == 8]
+    model.args.local_crops = 0
+    expected = model(large, 5, have)[0]
+    partner = model.key(large[2]) if have else k
+    for number in range(2):
+        x, lam = crops[per_image * number], 0.5
+        if mix == "cutmix":
+            x, lam = mixed[number], (mixed[number] == x).all(1).double().mean().item()
+        expected = expected + eq4(model.query(x), k, partner, model.queue.keys, 0.2, [lam] * 8)
+    torch.testing.assert_close(loss, expected, rtol=1e-10, atol=0)
+    assert len(mixed) == (2 if mix == "cutmix" else 0) and (not mixed or calls[1][2] != calls[2][2] != calls[0][2])
+
+
 @pytest.mark.parametrize("alpha", [2.0, 0.5])
 def test_the_share_is_drawn_from_beta(alpha, monkeypatch):
     """Beta(alpha, alpha), anew at each step: the law of the numbers that cutmix is given."""
@@ -554,7 +591,7 @@ def test_refresh_embeds_with_the_momentum_encoder(monkeypatch, capsys):
     array, labels = common.make_patterns(30, 16, 0)
     labels[::2] = -1  # without a label nothing is known of a pair
     images, model = common.ImageSet("patterns", labels, common.PATTERNS, array), tiny().float()
-    model([x.float() for x in random_views(2)], 0)
+    model([x.float() for x in random_views(2)], 0, False)
     positives = torch.full((30, 3), -1, dtype=torch.int32)
     clim.refresh(args, model, images, torch.device("cpu"), 0, positives)
     assert model.momentum_backbone.training
