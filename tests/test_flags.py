@@ -98,11 +98,11 @@ def test_warm_up_and_last_rate_follow_from_others_where_they_are_not_given(metho
 TINY = "--image-size 16 --batch-size 16 --max-steps 2 --knn-every 0 --device cpu".split()
 OTHER = """arch resnet_mini, selection random, num_clusters 2, kmeans_iterations 1, knn_k 2, num_positives 2
     clim_start 0, refresh_every 1, image_size 24, batch_size 8, patch_size 4, bn_groups 4, resolutions 16 12
-    local_crops 0, local_size 12, milestones 0.5, terms mto,mtm, num_heads 4, drop_path 0.5, epochs 20, mix_slices 2
+    local_size 24, milestones 0.5, terms mto,mtm, num_heads 4, drop_path 0.5, epochs 20, mix_slices 2
     num_mix 3, mixed_view 2, hidden 64, affinity_lr 0.5, layers 3"""
 # What to change a value to, where half the value, or one more, would not fit, or act later
 OTHER = dict(words.split(" ", 1) for words in re.split(r", |\n +", OTHER))
-CLIM = "--clim-start 0 --num-clusters 4"
+CLIM, LOCALS = "--clim-start 0 --num-clusters 4", "--local-crops 2 --local-size 16"
 PARTNERS = dict(  # what a flag needs to act: another architecture, a view that is blurred, ...
     blur_sigma="--blur-p 1",
     patch_size="--arch vit_micro --patch-size 8",
@@ -113,6 +113,8 @@ PARTNERS = dict(  # what a flag needs to act: another architecture, a view that 
     trust_coeff="--moco v3",
     layers="--base simsiam",
     **dict.fromkeys("mix alpha knn_k num_positives selection num_clusters kmeans_iterations".split(), CLIM),
+    **dict.fromkeys("local_size local_scale local_blur_p".split(), LOCALS),
+    local_crops="--local-size 16",
     one_way="--local-crops 0",
     lam="--l2l-weighting lambda",
 )
@@ -131,6 +133,8 @@ def another(action, value):
     name, flag = action.dest, common.option(action.dest)
     if isinstance(value, bool):
         return [flag.replace("--", "--no-", 1) if value else flag]
+    if name == "local_crops":
+        return [flag, str(2 - value)]
     if name in OTHER:
         return [flag, *OTHER[name].split()]
     if action.choices:

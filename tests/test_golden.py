@@ -103,7 +103,8 @@ class ViewEmbeddings(nn.Module):
         self.table = table
 
     def forward(self, x):
-        return self.table[int(x.mean()), bool(x.flatten(1).std(1).max() > 1e-9)]
+        parts = x.chunk(len(x) // len(next(iter(self.table.values()))))  # local crops pass all at once
+        return torch.cat([self.table[int(part.mean()), bool(part.flatten(1).std(1).max() > 1e-9)] for part in parts])
 
 
 def replace_encoders(model, query, key):
@@ -125,7 +126,9 @@ def patchmix_forward(n, query, key, *flags):
     model = patchmix.PatchMix(args)
     replace_encoders(model, ViewEmbeddings(query), ViewEmbeddings(key))
     size = args.image_size
-    views = [(v + torch.arange(n) / (4 * n)).view(n, 1, 1, 1).expand(n, 3, size, size) for v in (0, 1)]
+    views = [
+        (v + torch.arange(n) / (4 * n)).view(n, 1, 1, 1).expand(n, 3, size, size) for v in range(2 + args.local_crops)
+    ]
     return model(views, 0)[0]
 
 
@@ -230,6 +233,26 @@ def forward(same):
         key = {(1, False): f["loss_z1"], (0, False): f["loss_z2"], (0, True): f["loss_z_mix2"]}
         loss = patchmix_forward(8, query, key, "--variant", "released", "--num-mix", str(m))
         compare_total(same, f, f"loss_m{m}_smoothed", loss, h2, h_mix1)
+
+
+@check("PatchMix", "local crops, mixed and in `forward`")
+def local_crops(same):
+    f = golden("patchmix_multicrop")
+    for m in (2, 3):
+        crops, mixed, shuffles = (f[f"m{m}_{name}"] for name in ("locals", "locals_mixed", "local_permutations"))
+        for x, expected, shuffle in zip(crops, mixed, shuffles, strict=True):
+            same(patchmix.patch_mix(x, m, f[f"m{m}_patch_size"].item(), shuffle), expected, bound=0)
+        names = ("h2", "h_mix1", "h_local", "h_mix_local")
+        h2, h_mix1, h_local, h_mix_local = leaves = [leaf(f[f"loss_{name}"]) for name in names]
+        query = {(0, False): h2, (1, True): h_mix1}
+        for i in range(8):  # local crops are views 2 to 9
+            query |= {(2 + i, False): h_local[i], (2 + i, True): h_mix_local[i]}
+        key = {(1, False): f["loss_z1"], (0, False): f["loss_z2"], (0, True): f["loss_z_mix2"]}
+        flags = ["--variant", "released", "--num-mix", str(m), "--local-crops", "8", "--local-size", "32"]
+        loss = patchmix_forward(8, query, key, *flags)
+        same(loss, f[f"m{m}_total"])
+        for gradient, name in zip(torch.autograd.grad(loss, leaves), ("h2", "hm", "hl", "hml"), strict=True):
+            same(gradient, f[f"m{m}_grad_{name}"])
 
 
 @check("PatchMix", "40 steps of rate, weight decay and momentum")

@@ -298,7 +298,28 @@ def test_forward(base, flags):
         torch.testing.assert_close(local, embed(other, x))
 
 
-@pytest.mark.parametrize("flags, terms", [([], 1), (["--variant", "paper"], 5), (["--local-crops", "0"], 1)])
+@pytest.mark.parametrize("base", BASES)
+def test_all_pairs_of_crops(base):
+    """The supplement's 4-crop baseline: the mean over every crop with every other, whose side is a constant."""
+    args, model = tiny(*BASES[base], "--pairs", "all")
+    other, views = copy.deepcopy(model), inputs(grad=True)
+    loss, keys, *_ = model(views, 7)
+    if base == "moco":
+        k = keys_of(args, other, views, 7)
+        q, queue = [embed(other, x) for x in views], other.queue.keys
+        found = [nce(q[i], k[j], queue, args.temperature) for i in range(4) for j in range(4) if i != j]
+        assert torch.equal(keys, k[:2].flatten(0, 1))
+    else:
+        z = [project(other, x) for x in views]
+        p = [other.predictor(v) for v in z]
+        found = [cosine(p[i], z[j].detach()) for i in range(4) for j in range(4) if i != j]
+    torch.testing.assert_close(loss, sum(found) / 12)
+    assert_close(gradients(loss, views), gradients(sum(found) / 12, views))
+
+
+@pytest.mark.parametrize(
+    "flags, terms", [(["--pairs", "all"], 1), ([], 1), (["--variant", "paper"], 5), (["--local-crops", "0"], 1)]
+)
 def test_chance_is_the_loss_at_equal_logits(flags, terms):
     args, model = tiny(*flags)
     with torch.no_grad():

@@ -171,6 +171,23 @@ def test_jblur_has_one_coin_and_the_law_of_beta():
     assert ((independent[0] > 0) & (independent[1] > 0)).mean() == pytest.approx(0.25, abs=0.03)
 
 
+def boxes_of_locals(pair, n=2000):
+    """The areas (4, n) of four local crops."""
+    flags = f"--dataset imagenet --beta -4 --local-crops 4 --joint-pair {pair}".split()
+    args = moco.parse_args(flags)
+    table = common.uniform(0, 0, np.arange(n), 6 * common.VIEW_DRAWS + moco.shared_draws(args))
+    cuts, _ = moco.draw_views(args, np.arange(n), np.full((n, 2), 224), table)
+    return np.stack([box[:, 2] * box[:, 3] for _, box, _ in cuts])
+
+
+@pytest.mark.parametrize("pair, joint", [("global", [1, 0, 0]), ("local", [0, 1, 1]), ("both", [1, 1, 1])])
+def test_joint_pair_says_which_pairs_have_joint_areas(pair, joint):
+    """App. D: the two large crops, local crops 1 and 2, 3 and 4; beta = -4 makes their areas differ."""
+    areas = boxes_of_locals(pair)
+    ratios = abs(np.log(areas[::2] / areas[1::2])) > math.log(2)
+    assert [share > 0.85 for share in ratios.mean(1)] == [bool(one) for one in joint]
+
+
 def test_centre_suppressed_positions():
     box = drawn(["--joint", "none", "--css-alpha", "0.1"])[3]
     room = 224 - box[:, 2]
@@ -329,6 +346,22 @@ def test_v3_is_symmetric_and_has_no_queue():
     torch.testing.assert_close(model([one, two], 0)[0], model([two, one], 0)[0])
     assert not any("queue" in name for name in model.state_dict())
     assert model([one, two], 0)[1] is None  # keys to enqueue
+
+
+@pytest.mark.parametrize("version", ["v2", "v3"])
+def test_local_crops_are_queries(version):
+    """The loss is the mean over all terms (v3: twice that): of each local crop with the key's key, or with both keys."""
+    args, model = tiny("--moco", version, "--local-crops", "2")
+    model.eval()
+    views = images() + [image[..., :16, :16] for image in images()]
+    one, two = images()
+    keys, (q1, q2, *local) = [model.key(view) for view in (one, two)], [model.query(view) for view in views]
+    if version == "v2":
+        expected = sum(moco.info_nce(q, keys[1], model.queue.keys, args.temperature) for q in (q1, *local)) / 3
+    else:
+        pairs = [(q1, keys[1]), (q2, keys[0]), *((q, k) for q in local for k in keys)]
+        expected = sum(moco.contrast(q, k, args.temperature, 0) for q, k in pairs) / 3
+    torch.testing.assert_close(model(views, 0)[0], expected)
 
 
 def test_v3_starts_from_zero_residual_branches_of_its_own_encoder():

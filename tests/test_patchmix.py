@@ -293,6 +293,27 @@ def test_total_is_eq_16(double, variant, terms):
     torch.testing.assert_close(torch.autograd.grad(loss, trained), torch.autograd.grad(expected, trained))
 
 
+@pytest.mark.parametrize("terms", [ALL, "oto,mtm", "mtm"])
+def test_local_crops_are_queries(double, terms):
+    """Plain as in oto and mixed as in mto, against the original keys of both views: the mean over crops (D7)."""
+    args, model = make_model(*MIX, "--terms", terms, "--local-crops", "2", "--local-size", "8")
+    views, targets = views_of(args), in_batch(args.batch_size, args.mix_slices, args.num_mix)
+    crops = [view[..., :8, :8] for view in views]
+    loss, *_, metrics = model(views + crops, 5)
+    expected, _ = total_by_loops(model, args, views)
+    for term in {"oto", "mto"} & {*terms.split(",")}:
+        q = crops
+        if term == "mto":
+            shuffles = [torch.randperm(4, generator=common.generator(args.seed, 5, 12 + i, 0)) for i in (0, 1)]
+            parts = [zip(x.chunk(2), [k] * 2, strict=True) for x, k in zip(crops, shuffles, strict=True)]
+            q = [torch.cat([mix_by_loops(x, 3, 4, 4, k) for x, k in part]) for part in parts]
+        h = heads(model, torch.cat(q)).chunk(2)
+        values = [nce_by_loops(one, keys(model, view), *targets[term], 0.2) for one in h for view in views]
+        torch.testing.assert_close(metrics[f"loss_local_{term}"], sum(values) / 2)
+        expected = expected + sum(values) / 2
+    torch.testing.assert_close(loss, expected)
+
+
 @pytest.mark.parametrize("terms, factor", [("oto,mto", 1), ("oto,mto,mtm", 2)])
 def test_without_mixing_it_is_moco_v3(double, terms, factor):
     """M = 1 without mix-to-mix: MoCo v3's symmetric loss over 2 tau; with it one direction counts twice."""
@@ -387,7 +408,13 @@ def test_weight_decay_is_of_matrices_only():
     assert all(p.dim() == 1 for p in no_decay["params"]) and all(p.dim() > 1 for p in decay["params"])
 
 
-CHANCE = [MIX, ["--variant", "released"], ["--terms", "mtm", *MIX], ["--num-mix", "1", "--terms", "oto,mto"]]
+CHANCE = [
+    MIX,
+    ["--local-crops", "2", "--local-size", "8"],
+    ["--variant", "released"],
+    ["--terms", "mtm", *MIX],
+    ["--num-mix", "1", "--terms", "oto,mto"],
+]
 
 
 @pytest.mark.parametrize("flags", CHANCE)

@@ -19,20 +19,21 @@ CLIM = "--clim-start 0 --num-clusters 4 --knn-k 8"
 CASES = [  # method and flags
     "moco_jointcrop --joint both",
     "moco_jointcrop --moco v1",
-    "moco_jointcrop --moco v3 --hidden 16",
+    "moco_jointcrop --moco v3 --hidden 16 --local-crops 2 --local-size 8",
     "jcl",
     "jcl --vanilla --bn-groups 4",
     "clim --selection none",
     f"clim {CLIM} --resolutions 16 12 --bn-groups 4",
     f"clim {CLIM} --selection random --mix none",
     f"clim {CLIM} --selection knn",
-    f"clim {CLIM} --selection kmeans",
+    f"clim {CLIM} --selection kmeans --local-crops 2 --local-size 8",
     "logo --local-size 8 --bn-groups 4",
     "logo --local-size 8 --variant paper --lam 0.5",
     "logo --local-crops 0 --one-way",
+    "logo --local-size 8 --pairs all",
     "logo --local-size 8 --base simsiam --hidden 16 --lam 0.5",
     "patchmix --mix-slices 2 --hidden 16",
-    "patchmix --mix-slices 4 --hidden 16 --variant released",
+    "patchmix --mix-slices 4 --hidden 16 --variant released --local-crops 2 --local-size 16",
 ]
 DTYPES = {torch.float32: 5e-4, torch.float64: 1e-9}  # by which two processes may differ from one
 
@@ -87,6 +88,10 @@ def process(index, port, folder):
         for number, case in enumerate(CASES):
             train(case, f"{folder}/{dtype}-{world}-{number}")
     torch.save([exchanged(method, rank, world) for method in QUEUE_METHODS], f"{folder}/exchanged-{index}.pt")
+    norm = nn.BatchNorm1d(1)
+    norm.running_mean.fill_(rank)
+    importlib.import_module("jcl").average_statistics(norm)
+    torch.save(norm.running_mean, f"{folder}/mean-{index}.pt")
 
 
 @pytest.fixture(scope="module")
@@ -118,6 +123,12 @@ def test_exchange_is_indexing_the_rows_of_all_processes(folder):
     for index in range(3):
         for cases in torch.load(folder / f"exchanged-{index}.pt", weights_only=True):
             assert all(torch.equal(ours, rows) for ours, rows in cases)
+
+
+@pytest.mark.slow
+def test_running_statistics_are_averaged_over_the_processes(folder):
+    means = [torch.load(folder / f"mean-{index}.pt", weights_only=True).item() for index in range(3)]
+    assert means == [0, 0.5, 0.5]
 
 
 def norm_and_input(groups, shape, affine):
