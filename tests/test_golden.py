@@ -125,10 +125,8 @@ def patchmix_forward(n, query, key, *flags):
     args = parsed(patchmix, n, *flags)
     model = patchmix.PatchMix(args)
     replace_encoders(model, ViewEmbeddings(query), ViewEmbeddings(key))
-    size = args.image_size
-    views = [
-        (v + torch.arange(n) / (4 * n)).view(n, 1, 1, 1).expand(n, 3, size, size) for v in range(2 + args.local_crops)
-    ]
+    values = [(v + torch.arange(n) / (4 * n)).view(n, 1, 1, 1) for v in range(2 + args.local_crops)]
+    views = [value.expand(n, 3, args.image_size, args.image_size) for value in values]
     return model(views, 0)[0]
 
 
