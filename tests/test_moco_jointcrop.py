@@ -350,7 +350,7 @@ def test_v3_is_symmetric_and_has_no_queue():
 
 @pytest.mark.parametrize("version", ["v2", "v3"])
 def test_local_crops_are_queries(version):
-    """The loss is the mean over all terms (v3: twice that): of each local crop with the key's key, or with both keys."""
+    """The mean over all terms: of each local crop with the key's key or, in v3 (twice the mean), with both keys."""
     args, model = tiny("--moco", version, "--local-crops", "2")
     model.eval()
     views = images() + [image[..., :16, :16] for image in images()]

@@ -171,9 +171,13 @@ def test_batch_norm_in_groups_is_one_for_each_slice(groups, shape, affine):
 def test_groups_and_slices_follow_the_number_of_processes(method, monkeypatch, refused):
     """The recipe's becomes a multiple of it. A number that is given holds, or is refused."""
     monkeypatch.setattr(common, "rank_and_world", lambda: (0, 3))
-    parse, flag = importlib.import_module(method).parse_args, "mix_slices" if method == "patchmix" else "bn_groups"
-    usual = importlib.import_module(method).RECIPES["patterns"][flag]
-    batch = ["--batch-size", "24"]
-    assert getattr(parse(batch), flag) == 3 * usual
-    assert getattr(parse([*batch, common.option(flag), "3"]), flag) == 3
-    assert common.option(flag) in refused(parse, [*batch, common.option(flag), "2"])
+    module, flag = importlib.import_module(method), "mix_slices" if method == "patchmix" else "bn_groups"
+
+    def parse(*words):
+        args = module.parse_args(["--batch-size", "24", *words])
+        if method != "patchmix":
+            module.check_batch_norm_groups(args)
+        return getattr(args, flag)
+
+    assert parse() == 3 * module.RECIPES["patterns"][flag] and parse(common.option(flag), "3") == 3
+    assert common.option(flag) in refused(parse, common.option(flag), "2")
