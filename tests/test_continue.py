@@ -48,6 +48,7 @@ SCENARIOS = {
         "--save-every 2 --knn-every 3",
         [("", "TERM step 3", 75, 3), ("", "TERM step 3", 75, 6), ("", "KILL step 3", -9, 8)],
     ),
+    "save-every 2, SIGKILL while judged": ("--save-every 2", [("", "KILL judging 1", -9, 4)]),
     "save-every 2, killed": ("--save-every 2 --knn-every 3", [("", "KILL step 6", -9, ...)]),
     "keep-every 2": ("--keep-every 2", [("", "TERM step 8", 75, 8)]),
     "two workers": ("--workers 2", [("", "TERM step 6", 75, 6)]),

@@ -145,7 +145,8 @@ def life(script, argv, moment=""):
     def pretend(number):
         end(number) if number == signal.SIGKILL else signal.raise_signal(number)
 
-    before = signal.signal(signal.SIGTERM, end)
+    heard = [n for n in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(n) != signal.SIG_IGN]
+    before = {number: signal.signal(number, end) for number in heard}
     try:
         with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(said):
             if moment:
@@ -157,7 +158,8 @@ def life(script, argv, moment=""):
     except Ended as ended:
         return -ended.args[0], said.getvalue()
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 # ------------------------------------------------------- processes of their own

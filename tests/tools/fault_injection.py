@@ -226,7 +226,7 @@ def judge(life, out, kill, trained, status):
     if step < max(kill["before"], recorded):
         problems.append(f"the checkpoint went back to step {step} from {max(kill['before'], recorded)}")
     # A request that comes while steps are made ends the run with 75, elsewhere as it ends any Python program
-    right = {75, 130, -signal.Signals[f"SIG{way}"]}
+    right = {75, 130, -signal.Signals[f"SIG{way.split()[0]}"]}
     if status == "hangs" or (life.world == 1 and status not in right):
         problems.append(f"exit status {status}")
     if status == 75 and "stopped on request (exit status 75)" not in life.said():
