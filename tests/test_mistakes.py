@@ -140,9 +140,9 @@ def test_a_package_that_is_too_old(package, monkeypatch, capsys):
 @pytest.mark.parametrize("script", [*METHODS, "eval_knn", "eval_linear"])
 def test_a_script_of_its_own(script, tmp_path):
     """Nothing is imported or written that would put more on the screen."""
-    command = [sys.executable, str(ROOT / f"{script}.py"), "--nothing"]
+    command = [sys.executable, str(ROOT / f"{script}.py"), "--qqqq"]
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
-    words = f"error: unknown argument --nothing (see python {script}.py --help)\n"
+    words = f"error: unknown argument --qqqq (see python {script}.py --help)\n"
     assert (done.returncode, done.stdout, done.stderr) == (2, "", words) and not list(tmp_path.iterdir())
 
 
