@@ -797,7 +797,7 @@ def test_where_a_run_goes_on(tmp_path, capsys):
     assert find(out, CONFIG) is None  # nothing was saved yet
     (out / "lock").touch()
     assert find(out, CONFIG | dict(lr=0.2)) is None  # so that another run may have the folder
-    assert "is taken over" in (said := capsys.readouterr().out) and "--lr was 0.1, is 0.2" in said
+    assert "is taken over" in (said := capsys.readouterr().out) and "lr was 0.1, is 0.2" in said
     common.save_checkpoint(out / "last.prev.pt", STATE)
     assert find(out, CONFIG) == out / "last.prev.pt"
     common.save_checkpoint(out / "last.pt", STATE)
@@ -805,7 +805,7 @@ def test_where_a_run_goes_on(tmp_path, capsys):
     assert "newer" in refused(capsys, find, out, CONFIG, str(out / "last.prev.pt"))
     assert find(out, CONFIG, str(out / "last.pt")) == out / "last.pt"
     line = refused(capsys, find, out, CONFIG | dict(lr=0.2, workers=9, new=1))
-    assert "(--lr was 0.1, is 0.2; --new was None, is 1)" in line
+    assert "(lr was 0.1, is 0.2; new was None, is 1)" in line
     assert "not empty" in refused(capsys, find, out, CONFIG, "none")
     assert "no such file" in refused(capsys, find, out, CONFIG, str(out / "other.pt"))
     assert find(tmp_path / "b", CONFIG, str(out / "last.pt")) == out / "last.pt"

@@ -152,10 +152,10 @@ def test_a_script_of_its_own(script, tmp_path):
 @pytest.mark.parametrize(
     "flags, words",
     [
-        ("--lr 0.123", "(--lr was 0.06, is 0.123)"),
-        ("--image-size 24", "(--image-size was 16, is 24)"),
-        ("--min-lr 0.00001", "--min-lr was 0, is 1e-05"),
-        ("--jitter 0.4 0.4 0.4 0.2", "(--jitter was 0.4 0.4 0.4 0.1, is 0.4 0.4 0.4 0.2)"),
+        ("--lr 0.123", "(lr was 0.06, is 0.123)"),
+        ("--image-size 24", "(image-size was 16, is 24)"),
+        ("--min-lr 0.00001", "min-lr was 0, is 1e-05"),
+        ("--jitter 0.4 0.4 0.4 0.2", "(jitter was 0.4 0.4 0.4 0.1, is 0.4 0.4 0.4 0.2)"),
         ("--resume none", "is not empty"),
     ],
 )
@@ -218,7 +218,7 @@ def test_a_folder_without_a_checkpoint_is_taken_over(tmp_path, monkeypatch):
         patch.setattr(importlib.import_module("jcl"), "gradient_norm", too_little_memory)
         run("jcl", tmp_path, "--bn-groups", "4")
     said = run("jcl", tmp_path, "--batch-size", "8", "--max-steps", "1")
-    assert "is taken over" in said and "--batch-size was 16, is 8" in said and "--bn-groups was 4, is 2" in said
+    assert "is taken over" in said and "batch-size was 16, is 8" in said and "bn-groups was 4, is 2" in said
     assert common.read_config(tmp_path)["batch_size"] == 8 and [r["step"] for r in tiny.records(tmp_path)] == [0]
 
 

@@ -228,7 +228,7 @@ def choose(run, images, selections=("random", "knn", "kmeans", "center")):
 
     state = common.load_checkpoint(Path(run) / "last.pt")
     config, info = state["config"], state["backbone"]
-    config = {"resolutions": ()} | config  # the queue methods' models have the same parts
+    config = vars(clim.parse_args([])) | config  # the queue methods' models have the same parts
     model = clim.CLIM(argparse.Namespace(**config))
     model.load_state_dict(state["model"])
     encoder = torch.nn.Sequential(model.momentum_backbone, model.momentum_projector)
