@@ -683,7 +683,7 @@ def parse_args(argv=None):
     add("--sgd-momentum", type=common.SHARE, help="momentum of SGD")
     add = parser.add_argument_group("augmentation").add_argument
     add("--crop-scale", type=common.POSITIVE_SHARE, nargs=2, help="smallest and largest area of a crop, as shares")
-    add("--local-size", type=common.COUNT, help="side of a local crop, in pixels")
+    add("--local-size", type=common.COUNT, help="side of a local crop; not given, it is at most --image-size")
     add("--local-scale", type=common.POSITIVE_SHARE, nargs=2, help="smallest and largest area of a local crop")
     add("--crop-ratio", type=common.POSITIVE, nargs=2, help="smallest and largest width / height of a crop")
     add("--interpolation", choices=("bilinear", "bicubic"), help="how a crop is resized")
@@ -704,6 +704,8 @@ def parse_args(argv=None):
         args.min_lr *= peak_rate(args) / peak_rate(usual)  # the last rate is scaled as the peak rate is
     if "bn_groups" not in given:
         args.bn_groups = math.lcm(args.bn_groups, common.rank_and_world()[1])  # each process has equally many
+    if "local_size" not in given:
+        args.local_size = min(args.local_size, args.image_size)
     args.resolutions = tuple(sorted(args.resolutions, reverse=True))  # the largest, at which views are cut, comes first
     if args.resolutions[0] != args.image_size:
         sizes = common.shown(args.resolutions)

@@ -523,7 +523,7 @@ def parse_args(argv=None):
     add("--trust-coeff", type=common.POSITIVE, help="trust coefficient of v3's LARS")
     add = parser.add_argument_group("augmentation").add_argument
     add("--local-crops", type=common.NATURAL, help="local crops per image, as queries (App. D, D12)")
-    add("--local-size", type=common.COUNT, help="side of a local crop, in pixels")
+    add("--local-size", type=common.COUNT, help="side of a local crop; not given, it is at most --image-size")
     add("--local-scale", type=common.POSITIVE_SHARE, nargs=2, help="smallest and largest area of a local crop")
     add("--joint-pair", choices=("global", "local", "both"), help="which pairs are drawn jointly (App. D)")
     add("--joint", choices=("none", "crop", "blur", "either", "both"), help="what is drawn jointly")
@@ -551,6 +551,10 @@ def parse_args(argv=None):
         args.min_lr *= peak_rate(args) / peak_rate(usual)  # the last rate is scaled as the peak rate is
     if args.moco != "v3" and "bn_groups" not in given:
         args.bn_groups = math.lcm(args.bn_groups, common.rank_and_world()[1])  # each process has equally many
+    if "local_size" not in given:
+        args.local_size = min(args.local_size, args.image_size)
+    if args.joint_pair != "global" and args.local_crops < 2:
+        common.fail(f"--joint-pair {args.joint_pair} has nothing to act on: give --local-crops 2 or more")
     blurs = args.joint in ("blur", "either", "both")
     if blurs and max(args.blur_p) == 0:
         common.fail(f"--joint {args.joint} has nothing to act on: this recipe does not blur; give --blur-p 0.5 0.5")

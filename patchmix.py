@@ -422,7 +422,7 @@ def parse_args(argv=None):
     add("--mixed-view", type=common.number(int, 1, 2), help="the view, 1 or 2, whose mixed images are the queries (D5)")
     add("--terms", type=some_terms, help="terms of the loss, Eq. 16: some of oto,mto,mtm (Table 7)")
     add("--term-weights", type=common.NOT_NEGATIVE, nargs=3, help="weights of oto, mto and mtm in the loss (Eq. 16)")
-    add("--local-crops", type=common.NATURAL, help="local crops per image, as queries (D7)")
+    add("--local-crops", type=common.NATURAL, help="local crops per image, as queries of oto and mto (D7)")
     add("--smoothing", type=common.SHARE, help="share of oto's targets that is spread over all keys (D1)")
     add("--temperature", type=common.POSITIVE, help="temperature tau of the loss")
     add = parser.add_argument_group("model").add_argument
@@ -445,7 +445,7 @@ def parse_args(argv=None):
     add("--betas", type=common.number(float, 0, 0.999999), nargs=2, help="betas of AdamW")
     add = parser.add_argument_group("augmentation").add_argument
     add("--crop-scale", type=common.POSITIVE_SHARE, nargs=2, help="smallest and largest area of a crop, as shares")
-    add("--local-size", type=common.COUNT, help="side of a local crop, in pixels")
+    add("--local-size", type=common.COUNT, help="side of a local crop; not given, it is at most --image-size")
     add(
         "--local-scale",
         type=common.POSITIVE_SHARE,
@@ -473,6 +473,8 @@ def parse_args(argv=None):
         args.min_lr *= peak_rate(args) / peak_rate(usual)  # the last rate is scaled as the peak rate is
     if "term_weights" not in given and args.variant == "released":
         args.term_weights = (1.0, 0.5, 0.5 / args.num_mix)  # D1: the weights of mtm sum to 1 there, here to M
+    if "local_size" not in given:
+        args.local_size = min(args.local_size, args.image_size)
     if "mix_slices" not in given:
         args.mix_slices = math.lcm(args.mix_slices, common.rank_and_world()[1])  # each process has equally many
     check_mixing(args)
