@@ -23,12 +23,15 @@ same crop is encoded at several sizes, and the query of every size is compared w
     torchrun --nproc_per_node=8 clim.py --dataset imagenet --data-dir DIR
 
 The baseline is MoCo v2. It is exactly `--selection none`, which takes one resolution. CLIM adds the choice of
-positives, two views of the positive, the mix, and the sum over sizes. Tables 6, 8 and 9 are of one resolution, too
-(`--resolutions 224`). Table 7's multi-crop is `--local-crops 2`.
+positives, two views of the positive, the mix, and the sum over sizes. Tables 6, 8 and 9 are of one resolution, too:
+`--dataset imagenet --resolutions 224` with --selection and --mix (Table 6), with --num-clusters and --knn-k (Table 8),
+or with --alpha (Table 9). Table 7 is `--resolutions 224 96` and so on. Its multi-crop is `--local-crops 2`.
 
 On ImageNet, each choice of positives needs a pass over all images. The neighbours then take 4.2e14 operations in
 float64, which the processes share. k-means takes 6.6e13, and each process computes all of them. By an H100's data sheet
 that is about a minute on one GPU. It was not measured.
+
+Not here: detection and segmentation on VOC, COCO and LVIS (Tables 3 to 5), and the t-SNE of Fig. 3.
 
 There is no released code, so `--variant released` exits with an error message. Where the paper is silent, this file
 decides:

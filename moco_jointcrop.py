@@ -31,7 +31,11 @@ does with it. In another project, with torchvision's transforms, three lines mak
 Only the paper's appendix could be read here. The main text defines JointBlur and the settings of small data sets, so
 these are inferred. JointBlur is the same law on the sigma of the blur. Where it acts, one coin per image decides for
 both views whether they are blurred. CIFAR and STL-10, and the views of MoCo v1, follow ContrastiveCrop's public
-configurations.
+configurations. Appendix G gives no alpha: ContrastiveCrop has 0.6 on ImageNet and 0.1 on small sets. MoCo v3 blurs the
+key view of one pair in ten, so that JointBlur hardly acts there.
+
+Not here: SimSiam, BYOL, SimCLR and DINO (the other bases of Table 9), for which the three lines above are all that is
+needed; so also Table 10, which is on DINO; and ContrastiveCrop's semantic-aware localization (Table 11, second row).
 
 Where this file, the paper and the released code differ:
     D1 s_b, line 1 of Algorithm 1. Paper and here: ln(s_max / s_min). Released (`--variant released`):
@@ -61,7 +65,8 @@ Where this file, the paper and the released code differ:
     D12 Multi-crop (App. D). Paper: Table 10 is on DINO, which is no base here. Here (ours): local crops on MoCo are
        queries only. Each is compared with the key view's key (v1, v2), or with the keys of both views (v3), and the
        loss is the mean over all terms (v3: twice the mean, as its loss is a sum of two). --joint-pair says which pairs
-       of crops have a joint area: the two large ones, pairs of local ones, or both.
+       of crops have a joint area: the two large ones, pairs of local ones (1 and 2, 3 and 4, ...), or both. Local
+       crops have the query's colour changes, and no JointBlur.
 """
 
 import argparse

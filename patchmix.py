@@ -26,13 +26,16 @@ the batch. The loss is the sum of three contrasts. They have short names in the 
 The baseline is MoCo v3: `--num-mix 1 --terms oto,mto` is L(q2, k1) + L(q1, k2), its symmetric loss divided by 2 tau.
 PatchMix adds patch_mix, mix_targets, the weights in soft_info_nce, and the third term.
 
+Not here: the other mixes of Table 5 (CutMix and Mixup, RegionSwap, ResizeMix), and detection on COCO (Table 4).
+
 Where this file, the paper and the released code differ:
     D1 The terms' weights. Paper and here: each term counts 1, and the weights of mtm's positives sum to M. Released
        (`--variant released`): oto counts 1, the other two 0.5, and the weights of mtm's positives sum to 1. Here that
        is `--term-weights 1 0.5 X` with X = 0.5 / M. The released code also smooths oto's targets: it spreads 0.1 of
        them over all keys. So its M = 1 is not MoCo v3.
     D2 The number of images M. Paper and here: 3. Released (`--variant released`): 2.
-    D3 The attention heads of ViT-S. Paper and here: 6. Released (`--variant released`): 12.
+    D3 The attention heads of ViT-S. Paper (Table 8) and here: 6. Released (`--variant released`) and the paper's
+       Fig. 11: 12.
     D4 The keys of ViT-T. Paper and here: a momentum encoder makes them. Released (`--variant released`): the encoder
        itself makes them, in training mode. That is `--momentum 0 0`.
     D5 The mixed query. Paper and here: it is of view 1, the original one of view 2. Released (`--variant released`):
