@@ -125,7 +125,7 @@ def parse_args(argv=None):
     parser = common.evaluation_parser("eval_linear.py", __doc__)
     group = parser.add_argument_group("protocol")
     add = group.add_argument
-    add("--protocol", choices=("probe", *LINEAR), help="how the classifier is trained (default: probe)")
+    add("--protocol", choices=("probe", *LINEAR), help="default: probe; for which table: see the file's first lines")
     add("--finetune", action="store_true", help="train all layers; --protocol is patchmix (ViTs) or clim (others)")
     add("--solver", choices=("sgd", "lbfgs"), help="lbfgs: logistic regression on features that are computed once")
     add = group.add_mutually_exclusive_group().add_argument
