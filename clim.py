@@ -142,6 +142,7 @@ def recipe(chosen):
         values["resolutions"] = (chosen.image_size,)  # another size of views is the only size
     elif chosen.selection == "none" or chosen.local_crops:
         values["resolutions"] = (values["image_size"],)  # the baseline, and Table 7's multi-crop
+    values["local_size"] = min(values["local_size"], chosen.image_size or values["image_size"])
     return values
 
 
@@ -457,7 +458,7 @@ def mix(args, x, partner, step, number=0):
 
 
 def show_views(args, positives, loader, device):
-    """Write the picture of --show-views: the views of one copy, the mixed query, and the same with its box framed."""
+    """Write the picture of --show-views: the views of one copy, local crops, mixed queries, and a box framed."""
     if args.selection != "none":
         positives.random_(len(positives), generator=common.generator(args.seed))
         common.say("no encoder has chosen positives yet: those in the picture are random")
@@ -476,6 +477,9 @@ def show_views(args, positives, loader, device):
         red = torch.tensor([1.0, 0.0, 0.0], device=device).view(3, 1, 1)
         shown["mixed query"] = mixed
         shown["its box, framed"] = torch.where(frame, red, mixed)
+        for number in range(1, 1 + args.local_crops):
+            local, partner = shown[f"local crop {number}"], shown[f"positive's local crop {number}"]
+            shown[f"mixed local crop {number}"], _ = mix(args, local, partner, 0, number)
     common.save_views(args.show_views, list(shown.values()), list(shown))
 
 
@@ -686,7 +690,7 @@ def parse_args(argv=None):
     add("--sgd-momentum", type=common.SHARE, help="momentum of SGD")
     add = parser.add_argument_group("augmentation").add_argument
     add("--crop-scale", type=common.POSITIVE_SHARE, nargs=2, help="smallest and largest area of a crop, as shares")
-    add("--local-size", type=common.COUNT, help="side of a local crop; not given, it is at most --image-size")
+    add("--local-size", type=common.COUNT, help="side of a local crop, in pixels")
     add("--local-scale", type=common.POSITIVE_SHARE, nargs=2, help="smallest and largest area of a local crop")
     add("--crop-ratio", type=common.POSITIVE, nargs=2, help="smallest and largest width / height of a crop")
     add("--interpolation", choices=("bilinear", "bicubic"), help="how a crop is resized")
@@ -707,8 +711,6 @@ def parse_args(argv=None):
         args.min_lr *= peak_rate(args) / peak_rate(usual)  # the last rate is scaled as the peak rate is
     if "bn_groups" not in given:
         args.bn_groups = math.lcm(args.bn_groups, common.rank_and_world()[1])  # each process has equally many
-    if "local_size" not in given:
-        args.local_size = min(args.local_size, args.image_size)
     args.resolutions = tuple(sorted(args.resolutions, reverse=True))  # the largest, at which views are cut, comes first
     if args.resolutions[0] != args.image_size:
         sizes = common.shown(args.resolutions)

@@ -132,7 +132,7 @@ NOT_IN_V3 = ("queue", "bn_groups", "milestones")  # its negatives and its batch 
 
 
 def recipe(chosen):
-    """The hyper-parameters {name: value} of a data set, an encoder and MoCo's version: a namespace with these three."""
+    """Return the hyper-parameters {name: value}. chosen: a namespace with dataset, arch, moco and image_size."""
     values = dict(RECIPES[chosen.dataset])
     small = chosen.dataset in ("cifar10", "cifar100", "stl10")
     large = chosen.dataset in ("imagenet100", "imagenet", "folder")
@@ -148,6 +148,7 @@ def recipe(chosen):
         else:
             values |= V3_PATTERNS
         values = {name: value for name, value in values.items() if name not in NOT_IN_V3}
+    values["local_size"] = min(values["local_size"], chosen.image_size or values["image_size"])
     return values
 
 
@@ -528,7 +529,7 @@ def parse_args(argv=None):
     add("--trust-coeff", type=common.POSITIVE, help="trust coefficient of v3's LARS")
     add = parser.add_argument_group("augmentation").add_argument
     add("--local-crops", type=common.NATURAL, help="local crops per image, as queries (App. D, D12)")
-    add("--local-size", type=common.COUNT, help="side of a local crop; not given, it is at most --image-size")
+    add("--local-size", type=common.COUNT, help="side of a local crop, in pixels")
     add("--local-scale", type=common.POSITIVE_SHARE, nargs=2, help="smallest and largest area of a local crop")
     add("--joint-pair", choices=("global", "local", "both"), help="which pairs are drawn jointly (App. D)")
     add("--joint", choices=("none", "crop", "blur", "either", "both"), help="what is drawn jointly")
@@ -556,8 +557,6 @@ def parse_args(argv=None):
         args.min_lr *= peak_rate(args) / peak_rate(usual)  # the last rate is scaled as the peak rate is
     if args.moco != "v3" and "bn_groups" not in given:
         args.bn_groups = math.lcm(args.bn_groups, common.rank_and_world()[1])  # each process has equally many
-    if "local_size" not in given:
-        args.local_size = min(args.local_size, args.image_size)
     if args.joint_pair != "global" and args.local_crops < 2:
         common.fail(f"--joint-pair {args.joint_pair} has nothing to act on: give --local-crops 2 or more")
     blurs = args.joint in ("blur", "either", "both")

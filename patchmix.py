@@ -122,7 +122,7 @@ RELEASED_ENCODERS = dict(vit_small=dict(num_heads=12), vit_tiny=dict(momentum=(0
 
 
 def recipe(chosen):
-    """The hyper-parameters {name: value} of a data set, an encoder and a variant: a namespace with these three."""
+    """Return the hyper-parameters {name: value}. chosen: a namespace with dataset, arch, variant and image_size."""
     values = dict(RECIPES[chosen.dataset])
     arch = (chosen.arch or values["arch"]).removesuffix("_patch16_224")  # timm's own names, too
     if chosen.dataset in ("cifar10", "cifar100", "stl10"):
@@ -132,6 +132,7 @@ def recipe(chosen):
     if chosen.variant == "released":
         values |= RELEASED_IMAGENET if chosen.dataset == "imagenet" else RELEASED
         values |= RELEASED_ENCODERS.get(arch, {})
+    values["local_size"] = min(values["local_size"], chosen.image_size or values["image_size"])
     return values
 
 
@@ -448,7 +449,7 @@ def parse_args(argv=None):
     add("--betas", type=common.number(float, 0, 0.999999), nargs=2, help="betas of AdamW")
     add = parser.add_argument_group("augmentation").add_argument
     add("--crop-scale", type=common.POSITIVE_SHARE, nargs=2, help="smallest and largest area of a crop, as shares")
-    add("--local-size", type=common.COUNT, help="side of a local crop; not given, it is at most --image-size")
+    add("--local-size", type=common.COUNT, help="side of a local crop, in pixels")
     add(
         "--local-scale",
         type=common.POSITIVE_SHARE,
@@ -476,8 +477,6 @@ def parse_args(argv=None):
         args.min_lr *= peak_rate(args) / peak_rate(usual)  # the last rate is scaled as the peak rate is
     if "term_weights" not in given and args.variant == "released":
         args.term_weights = (1.0, 0.5, 0.5 / args.num_mix)  # D1: the weights of mtm sum to 1 there, here to M
-    if "local_size" not in given:
-        args.local_size = min(args.local_size, args.image_size)
     if "mix_slices" not in given:
         args.mix_slices = math.lcm(args.mix_slices, common.rank_and_world()[1])  # each process has equally many
     check_mixing(args)
