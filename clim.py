@@ -23,12 +23,15 @@ same crop is encoded at several sizes, and the query of every size is compared w
     torchrun --nproc_per_node=8 clim.py --dataset imagenet --data-dir DIR
 
 The baseline is MoCo v2. It is exactly `--selection none`, which takes one resolution. CLIM adds the choice of
-positives, two views of the positive, the mix, and the sum over sizes. Tables 6, 8 and 9 are of one resolution, too
-(`--resolutions 224`). Table 7's multi-crop is `--local-crops 2`.
+positives, two views of the positive, the mix, and the sum over sizes. Tables 6, 8 and 9 are of one resolution, too:
+`--dataset imagenet --resolutions 224` with --selection and --mix (Table 6), with --num-clusters and --knn-k (Table 8),
+or with --alpha (Table 9). Table 7 is `--resolutions 224 96` and so on. Its multi-crop is `--local-crops 2`.
 
 On ImageNet, each choice of positives needs a pass over all images. The neighbours then take 4.2e14 operations in
 float64, which the processes share. k-means takes 6.6e13, and each process computes all of them. By an H100's data sheet
 that is about a minute on one GPU. It was not measured.
+
+Not here: detection and segmentation on VOC, COCO and LVIS (Tables 3 to 5), and the t-SNE of Fig. 3.
 
 There is no released code, so `--variant released` exits with an error message. Where the paper is silent, this file
 decides:
@@ -139,6 +142,7 @@ def recipe(chosen):
         values["resolutions"] = (chosen.image_size,)  # another size of views is the only size
     elif chosen.selection == "none" or chosen.local_crops:
         values["resolutions"] = (values["image_size"],)  # the baseline, and Table 7's multi-crop
+    values["local_size"] = min(values["local_size"], chosen.image_size or values["image_size"])
     return values
 
 
@@ -454,7 +458,7 @@ def mix(args, x, partner, step, number=0):
 
 
 def show_views(args, positives, loader, device):
-    """Write the picture of --show-views: the views of one copy, the mixed query, and the same with its box framed."""
+    """Write the picture of --show-views: the views of one copy, local crops, mixed queries, and a box framed."""
     if args.selection != "none":
         positives.random_(len(positives), generator=common.generator(args.seed))
         common.say("no encoder has chosen positives yet: those in the picture are random")
@@ -473,6 +477,9 @@ def show_views(args, positives, loader, device):
         red = torch.tensor([1.0, 0.0, 0.0], device=device).view(3, 1, 1)
         shown["mixed query"] = mixed
         shown["its box, framed"] = torch.where(frame, red, mixed)
+        for number in range(1, 1 + args.local_crops):
+            local, partner = shown[f"local crop {number}"], shown[f"positive's local crop {number}"]
+            shown[f"mixed local crop {number}"], _ = mix(args, local, partner, 0, number)
     common.save_views(args.show_views, list(shown.values()), list(shown))
 
 

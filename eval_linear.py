@@ -6,14 +6,20 @@ is used once. The same number is printed for two floors: raw pixels, and the sam
 
     python eval_linear.py runs/patchmix-patterns-vit_micro-s0
     python eval_linear.py RUN --dataset cifar100 --data-dir DIR                # transfer
-    python eval_linear.py RUN --solver lbfgs --metric per_class                # transfer as in LoGo's Table 5
+    python eval_linear.py RUN --solver lbfgs                                   # transfer as in LoGo's Table 5
     torchrun --nproc_per_node=8 eval_linear.py RUN --data-dir DIR --protocol moco
     python eval_linear.py RUN --finetune --label-fraction 0.01
 
-The papers' own protocols are `--protocol moco|jcl|clim|jointcrop|jointcrop-small|patchmix`. They train on random crops
-of the images, on any number of processes. The same command goes on where a run was stopped, bit for bit. The score is
-that of the last epoch, never of the best one.
+The papers' own protocols train on random crops of the images, on any number of processes. The same command goes on
+where a run was stopped, bit for bit. The score is that of the last epoch, never of the best one.
+    --protocol moco              MoCo's. JointCrop's App. F and Table 11 (on MoCo v1)
+    --protocol jointcrop         MoCo v3's. JointCrop's released code: MoCo v3 on ImageNet-1k
+    --protocol jointcrop-small   ContrastiveCrop's. JointCrop on small images
+    --protocol jcl               JCL's Table 1, and Fig. 2 with --dataset imagenet100
+    --protocol clim              CLIM's Tables 1, 6 to 9 and 11. Table 2: --finetune --protocol clim --label-files LIST
+    --protocol patchmix          PatchMix's Tables 2, 3 and 5 to 7, "Linear". "Finetune": with --finetune
 `--finetune` trains all layers. ViTs take PatchMix's recipe by default, and other encoders CLIM's.
+LoGo's Table 5 is `--solver lbfgs`, with `--metric per_class` for Pets, Flowers, Caltech101 and Aircraft only.
 Every value of a recipe is a flag, and is printed.
 Your own encoder and data: eval_linear.main(args, encoder=MODULE, train=DATASET, test=DATASET).
 
@@ -57,19 +63,21 @@ import common
 
 # fmt: off
 # lr is the rate at batch size lr_batch. Milestones are shares of the run; warmup counts epochs.
-# [P]: printed in the paper. [C]: from its released code. [I]: our inference, where both are silent.
+# [P]: printed in the paper. [C]: from its released code, or that of the base that it names. [I]: our inference, where
+# both are silent.
 COMMON = dict(
     optimizer="sgd", momentum=0.9, nesterov=False, lr_batch=256, weight_decay=0.0, milestones=(), lr_per="epoch",
     warmup=0, warmup_lr=0.0, min_lr=0.0, crop_scale=(0.08, 1.0), pad=0, randaug=0, erase=0.0, mixup=0.0, cutmix=0.0,
     smoothing=0.0,
 )
-MOCO = dict(COMMON, epochs=100, batch_size=256, lr=30.0, milestones=(0.6, 0.8))  # JCL, CLIM [P], decay 0 [C]
+# JCL, 4.2 [P]. CLIM, 4.1: rate and milestones [P], the rest as MoCo [I]. Weight decay, momentum, areas: MoCo's [C]
+MOCO = dict(COMMON, epochs=100, batch_size=256, lr=30.0, milestones=(0.6, 0.8))
 LINEAR = ("moco", "jcl", "clim", "jointcrop", "jointcrop-small", "patchmix")
 RATES = [10.0**e for e in np.arange(-4.5, 1.51, 0.5)]  # the probe's grid: 13 rates from 0.00003 to 32
 STRENGTHS = np.logspace(-6, 5, 45).tolist()  # L-BFGS's grid
 RECIPES = {  # "mode protocol", and what an encoder or a data set changes in it: "mode protocol trait"
     "probe probe": dict(epochs=50, batch_size=256, lrs=RATES, holdout=0.1),  # ours
-    "lbfgs lbfgs": dict(  # LoGo, supplementary 3: L-BFGS, L2, 5000 iterations [P]; grid: BYOL's and SimCLR's [I]
+    "lbfgs lbfgs": dict(  # LoGo, supplement 3: L-BFGS, L2, 5000 iterations, metrics [P]; grid: BYOL's and SimCLR's [I]
         batch_size=256, strengths=STRENGTHS, holdout=0.1, metric="top1", iterations=5000, tolerance=1e-6,
     ),
     "linear moco": MOCO,
@@ -77,8 +85,8 @@ RECIPES = {  # "mode protocol", and what an encoder or a data set changes in it:
     "linear jcl imagenet100": dict(lr=10.0),  # App. D [P]
     "linear clim": MOCO,
     "linear jointcrop": dict(COMMON, epochs=90, batch_size=1024, lr=0.1),  # MoCo v3's [C]
-    "linear jointcrop vit": dict(lr=3.0),
-    "linear jointcrop-small": dict(  # CIFAR, STL-10, Tiny-ImageNet: ContrastiveCrop's [C]
+    "linear jointcrop vit": dict(lr=3.0),  # MoCo v3's [C]
+    "linear jointcrop-small": dict(  # CIFAR, STL-10, Tiny-ImageNet: ContrastiveCrop's released code's [I]
         COMMON, epochs=100, batch_size=512, lr=10.0, lr_batch=512, milestones=(0.6, 0.8),
     ),
     # 4.1.3: 100 epochs [P]; the rest [C]. Other encoders than ViT-T, -S, -B have the rate of S, vit_micro that of T [I]
@@ -87,16 +95,16 @@ RECIPES = {  # "mode protocol", and what an encoder or a data set changes in it:
     "linear patchmix vit_base": dict(lr=0.01),
     "linear patchmix cifar10": dict(batch_size=256),
     "linear patchmix cifar100": dict(batch_size=256),
-    # 4.1.3: 100 epochs [P]; the rest [C]. The batch is as in its linear protocol, and each step has a rate [I]
+    # 4.1.3: 100 epochs [P]; the rest [C], with the rates of timm's scheduler, which is called after each epoch
     "finetune patchmix": dict(
         COMMON, optimizer="adamw", epochs=100, batch_size=1024, lr=5e-4, head_lr=None, weight_decay=0.05,
-        layer_decay=0.75, lr_per="step", warmup=10, warmup_lr=1e-6, min_lr=1e-5, drop_path=0.1, randaug=9, erase=0.25,
+        layer_decay=0.75, lr_per="timm", warmup=10, warmup_lr=1e-6, min_lr=1e-5, drop_path=0.1, randaug=9, erase=0.25,
         mixup=0.8, cutmix=1.0, smoothing=0.1,
     ),
     "finetune patchmix vit_tiny": dict(lr=1e-3),
     "finetune patchmix cifar10": dict(batch_size=256, pad=4),
     "finetune patchmix cifar100": dict(batch_size=256, pad=4),
-    "finetune clim": dict(  # 4.2 [P]; batch and weight decay [I]
+    "finetune clim": dict(  # 4.2 [P]; batch, weight decay and areas of crops [I]
         COMMON, epochs=60, batch_size=256, lr=1e-4, head_lr=10.0, milestones=(1 / 3, 2 / 3), layer_decay=1.0,
         drop_path=0.0,
     ),
@@ -117,7 +125,7 @@ def parse_args(argv=None):
     parser = common.evaluation_parser("eval_linear.py", __doc__)
     group = parser.add_argument_group("protocol")
     add = group.add_argument
-    add("--protocol", choices=("probe", *LINEAR), help="how the classifier is trained (default: probe)")
+    add("--protocol", choices=("probe", *LINEAR), help="default: probe; for which table: see the file's first lines")
     add("--finetune", action="store_true", help="train all layers; --protocol is patchmix (ViTs) or clim (others)")
     add("--solver", choices=("sgd", "lbfgs"), help="lbfgs: logistic regression on features that are computed once")
     add = group.add_mutually_exclusive_group().add_argument
@@ -128,7 +136,11 @@ def parse_args(argv=None):
     add("--lrs", type=common.POSITIVE, nargs="+", help="the probe's grid of rates (13 from 0.00003 to 32)")
     add("--strengths", type=common.POSITIVE, nargs="+", help="L-BFGS: grid of L2 penalties (45 from 1e-6 to 1e5)")
     add("--holdout", type=common.number(float, 0.001, 0.999), help="share that chooses the rate or the strength (0.1)")
-    add("--metric", choices=("top1", "per_class"), help="L-BFGS: the score that chooses the strength (top1)")
+    add(
+        "--metric",
+        choices=("top1", "per_class"),
+        help="L-BFGS: the score that chooses (top1); per_class: Pets, Flowers, Caltech101, Aircraft",
+    )
     add("--iterations", type=common.COUNT, help="L-BFGS: most iterations for each strength (5000)")
     add("--tolerance", type=common.POSITIVE, help="L-BFGS: largest entry of the final whitened gradient (1e-6)")
 
@@ -137,7 +149,7 @@ def parse_args(argv=None):
     add("--batch-size", type=common.COUNT, help="images per step, over all processes; cached features: encoded at once")
     add("--lr", type=common.POSITIVE, help="learning rate at batch size --lr-batch; scaled linearly with --batch-size")
     add("--lr-batch", type=common.COUNT, help="batch size for which --lr is given")
-    add("--lr-per", choices=("epoch", "step"), help="how often the rate changes")
+    add("--lr-per", choices=("epoch", "step", "timm"), help="how often the rate changes; timm: see learning_rate")
     add("--milestones", type=common.POSITIVE_SHARE, nargs="*", help="shares of the run where the rate falls by 10")
     add("--min-lr", type=common.NOT_NEGATIVE, help="learning rate with which the cosine ends")
     add("--warmup", type=common.NOT_NEGATIVE, help="epochs of linear warm-up; not given, it shrinks with --epochs")
@@ -602,15 +614,19 @@ def learning_rate(args, step, steps_per_epoch):
     """Return the learning rate of a step, counted from 0, before a group's lr_scale.
 
     It warms up linearly. Then it falls by a factor of 10 at each milestone or, without milestones, by a cosine to
-    --min-lr.
+    --min-lr. With --lr-per timm each epoch has the rate of the one before it, and the cosine counts the epochs of the
+    warm-up: these are the rates of timm's scheduler if it is called after each epoch, as PatchMix's released code does.
     """
     epoch = step / steps_per_epoch if args.lr_per == "step" else step // steps_per_epoch
+    cosine_begins = args.warmup
+    if args.lr_per == "timm":
+        epoch, cosine_begins = max(0, epoch - 1), 0
     peak = args.lr * args.batch_size / args.lr_batch
     if epoch < args.warmup:
         return args.warmup_lr + (peak - args.warmup_lr) * epoch / args.warmup
     if args.milestones:
         return peak * 0.1 ** sum(epoch / args.epochs >= m for m in args.milestones)
-    turn = math.pi * (epoch - args.warmup) / (args.epochs - args.warmup)
+    turn = math.pi * (epoch - cosine_begins) / (args.epochs - cosine_begins)
     return args.min_lr + (peak - args.min_lr) * (1 + math.cos(turn)) / 2
 
 

@@ -25,6 +25,9 @@ enter the queue of negatives.
 The baseline is MoCo v2. It is exactly `--num-keys 1`, because one key has no variance. JCL has its own loss, M'
 key views per image instead of one, and mean keys in the queue.
 
+Not here: detection, segmentation and keypoints on COCO (Table 2). tests/README.md shows how a ResNet-50 goes into a
+detector.
+
 Where this file, the paper and the released code differ:
     D1 lambda. Paper and here: 4.0, constant. Released (`--variant released`): a linear ramp over the epochs, up to 2.0.
     D2 The number of keys M'. Paper and here: 5. Released (`--variant released`): 4, because the 5 in its script
@@ -80,7 +83,7 @@ RECIPES = dict(
     cifar10=CIFAR,
     cifar100=dict(CIFAR, norm="cifar100"),
     stl10=dict(CIFAR, image_size=96, patch_size=8, queue=8192, norm="imagenet"),
-    imagenet100=dict(  # App. D; the paper does not restate the queue's length there
+    imagenet100=dict(  # App. D; ours: the queue's length, which is not restated there, and bn_groups
         BASE, arch="resnet18", image_size=224, epochs=100, batch_size=128, lr=0.1, lr_batch=128, queue=65536,
     ),
     imagenet=dict(IMAGENET, knn_every=50),  # its kNN takes minutes

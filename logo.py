@@ -10,7 +10,7 @@ to score two locals of one image above locals of two images. The encoder lowers 
     L_ll          local_dissimilarity: what the encoder lowers
     Eq. 9         main: L_gg + L_lg + lambda L_ll, what the encoder learns
     Algorithm 1   main: in each step Eq. 6 is first, then Eq. 9
-    Eq. 1, Tables 2 and 3 of the supplement, "(4-crop)"    --pairs all: every crop against every other one
+    "(4-crop)"    --pairs all: every crop against every other one (supplement, Tables 2 and 3)
 
     python logo.py                                                            # a laptop, no data
     python logo.py --dataset cifar10 --local-crops 0 --one-way                # the baseline, MoCo v2, on one GPU
@@ -19,9 +19,12 @@ to score two locals of one image above locals of two images. The encoder lowers 
 The baseline is MoCo or SimSiam with two global crops: `--local-crops 0`. Both views are queries there. With `--one-way`
 it is MoCo v2's loss, with one query. LoGo adds the local crops, the affinity, and the step or the term of L_ll.
 
-Inference: only the supplement of this paper could be read. The equations of the main text are as others quote them. The
-MoCo form is the released code's. No code of the SimSiam form was released, so all of it is inference, and so is lambda
-on MoCo.
+Inference: only the supplement of this paper could be read, with its Eq. 2-4 and its tables. L_gg, L_lg, L_ll, Eq. 6,
+Eq. 9 and Algorithm 1 are the main text's, as others quote them. The MoCo form is the released code's. No code of the
+SimSiam form was released, so all of it is inference, and so is lambda on MoCo.
+
+Not here: SwAV (supplement, Tables 4 and 5), the SVM on VOC after a training on COCO (Table 7), and Fig. 2's picture of
+the affinity.
 
 Caution: in the released code and here, pairs of one image and pairs of two images pass the affinity in batches of
 their own, and only pairs of one image have noise. So batch norm, or the noise, can tell the two kinds apart without a
@@ -58,7 +61,7 @@ Where this file, the paper and the released code differ:
        only pairs of one image have noise. Either tells the kinds apart. `--affinity-batch joint` is ours: both kinds
        have the noise, and share batch norm's statistics. They share these in L_ll, too, where there is no noise and the
        pairs of two images are constants.
-    D15 The 4-crop baseline, `--pairs all`. Paper (supplement, section 1): four crops with areas (.3, 1) and (.05, .3),
+    D15 The 4-crop baseline, `--pairs all`. Paper (supplement, section 2): four crops with areas (.3, 1) and (.05, .3),
        and every ordered pair of them. It does not say how the terms are weighted, how large the small crops are, and
        what is enqueued. Here: the mean of the 12 terms, --local-size, and the keys of the global crops (inference).
 """
@@ -121,7 +124,7 @@ SIMSIAM_RECIPES = dict(
     imagenet=IMAGENET | SIMSIAM | dict(knn_every=50),
     folder=IMAGENET | SIMSIAM,
 )
-ALL_PAIRS = dict(pairs="all", global_scale=(0.3, 1.0), local_scale=(0.05, 0.3), l2l=False)  # supplement, section 1
+ALL_PAIRS = dict(pairs="all", global_scale=(0.3, 1.0), local_scale=(0.05, 0.3), l2l=False)  # supplement, section 2
 PAPER = dict(affinity_form="linear", l2l_weighting="lambda")  # D1
 SMALL_ENCODERS = dict(lr=0.1, milestones=(), blur_p=0.5)  # ours
 SMALL_MOCO = dict(SMALL_ENCODERS, momentum=0.99, temperature=0.2)

@@ -31,7 +31,11 @@ does with it. In another project, with torchvision's transforms, three lines mak
 Only the paper's appendix could be read here. The main text defines JointBlur and the settings of small data sets, so
 these are inferred. JointBlur is the same law on the sigma of the blur. Where it acts, one coin per image decides for
 both views whether they are blurred. CIFAR and STL-10, and the views of MoCo v1, follow ContrastiveCrop's public
-configurations.
+configurations. Appendix G gives no alpha: ContrastiveCrop has 0.6 on ImageNet and 0.1 on small sets. MoCo v3 blurs the
+key view of one pair in ten, so that JointBlur hardly acts there.
+
+Not here: SimSiam, BYOL, SimCLR and DINO (the other bases of Table 9), for which the three lines above are all that is
+needed; so also Table 10, which is on DINO; and ContrastiveCrop's semantic-aware localization (Table 11, second row).
 
 Where this file, the paper and the released code differ:
     D1 s_b, line 1 of Algorithm 1. Paper and here: ln(s_max / s_min). Released (`--variant released`):
@@ -61,7 +65,8 @@ Where this file, the paper and the released code differ:
     D12 Multi-crop (App. D). Paper: Table 10 is on DINO, which is no base here. Here (ours): local crops on MoCo are
        queries only. Each is compared with the key view's key (v1, v2), or with the keys of both views (v3), and the
        loss is the mean over all terms (v3: twice the mean, as its loss is a sum of two). --joint-pair says which pairs
-       of crops have a joint area: the two large ones, pairs of local ones, or both.
+       of crops have a joint area: the two large ones, pairs of local ones (1 and 2, 3 and 4, ...), or both. Local
+       crops have the query's colour changes, and no JointBlur.
 """
 
 import argparse
@@ -127,7 +132,7 @@ NOT_IN_V3 = ("queue", "bn_groups", "milestones")  # its negatives and its batch 
 
 
 def recipe(chosen):
-    """The hyper-parameters {name: value} of a data set, an encoder and MoCo's version: a namespace with these three."""
+    """Return the hyper-parameters {name: value}. chosen: a namespace with dataset, arch, moco and image_size."""
     values = dict(RECIPES[chosen.dataset])
     small = chosen.dataset in ("cifar10", "cifar100", "stl10")
     large = chosen.dataset in ("imagenet100", "imagenet", "folder")
@@ -143,6 +148,7 @@ def recipe(chosen):
         else:
             values |= V3_PATTERNS
         values = {name: value for name, value in values.items() if name not in NOT_IN_V3}
+    values["local_size"] = min(values["local_size"], chosen.image_size or values["image_size"])
     return values
 
 
@@ -551,6 +557,8 @@ def parse_args(argv=None):
         args.min_lr *= peak_rate(args) / peak_rate(usual)  # the last rate is scaled as the peak rate is
     if args.moco != "v3" and "bn_groups" not in given:
         args.bn_groups = math.lcm(args.bn_groups, common.rank_and_world()[1])  # each process has equally many
+    if args.joint_pair != "global" and args.local_crops < 2:
+        common.fail(f"--joint-pair {args.joint_pair} has nothing to act on: give --local-crops 2 or more")
     blurs = args.joint in ("blur", "either", "both")
     if blurs and max(args.blur_p) == 0:
         common.fail(f"--joint {args.joint} has nothing to act on: this recipe does not blur; give --blur-p 0.5 0.5")

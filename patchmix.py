@@ -26,13 +26,16 @@ the batch. The loss is the sum of three contrasts. They have short names in the 
 The baseline is MoCo v3: `--num-mix 1 --terms oto,mto` is L(q2, k1) + L(q1, k2), its symmetric loss divided by 2 tau.
 PatchMix adds patch_mix, mix_targets, the weights in soft_info_nce, and the third term.
 
+Not here: the other mixes of Table 5 (CutMix and Mixup, RegionSwap, ResizeMix), and detection on COCO (Table 4).
+
 Where this file, the paper and the released code differ:
     D1 The terms' weights. Paper and here: each term counts 1, and the weights of mtm's positives sum to M. Released
        (`--variant released`): oto counts 1, the other two 0.5, and the weights of mtm's positives sum to 1. Here that
        is `--term-weights 1 0.5 X` with X = 0.5 / M. The released code also smooths oto's targets: it spreads 0.1 of
        them over all keys. So its M = 1 is not MoCo v3.
     D2 The number of images M. Paper and here: 3. Released (`--variant released`): 2.
-    D3 The attention heads of ViT-S. Paper and here: 6. Released (`--variant released`): 12.
+    D3 The attention heads of ViT-S. Paper (Table 8) and here: 6. Released (`--variant released`) and the paper's
+       Fig. 11: 12.
     D4 The keys of ViT-T. Paper and here: a momentum encoder makes them. Released (`--variant released`): the encoder
        itself makes them, in training mode. That is `--momentum 0 0`.
     D5 The mixed query. Paper and here: it is of view 1, the original one of view 2. Released (`--variant released`):
@@ -119,7 +122,7 @@ RELEASED_ENCODERS = dict(vit_small=dict(num_heads=12), vit_tiny=dict(momentum=(0
 
 
 def recipe(chosen):
-    """The hyper-parameters {name: value} of a data set, an encoder and a variant: a namespace with these three."""
+    """Return the hyper-parameters {name: value}. chosen: a namespace with dataset, arch, variant and image_size."""
     values = dict(RECIPES[chosen.dataset])
     arch = (chosen.arch or values["arch"]).removesuffix("_patch16_224")  # timm's own names, too
     if chosen.dataset in ("cifar10", "cifar100", "stl10"):
@@ -129,6 +132,7 @@ def recipe(chosen):
     if chosen.variant == "released":
         values |= RELEASED_IMAGENET if chosen.dataset == "imagenet" else RELEASED
         values |= RELEASED_ENCODERS.get(arch, {})
+    values["local_size"] = min(values["local_size"], chosen.image_size or values["image_size"])
     return values
 
 
@@ -422,7 +426,7 @@ def parse_args(argv=None):
     add("--mixed-view", type=common.number(int, 1, 2), help="the view, 1 or 2, whose mixed images are the queries (D5)")
     add("--terms", type=some_terms, help="terms of the loss, Eq. 16: some of oto,mto,mtm (Table 7)")
     add("--term-weights", type=common.NOT_NEGATIVE, nargs=3, help="weights of oto, mto and mtm in the loss (Eq. 16)")
-    add("--local-crops", type=common.NATURAL, help="local crops per image, as queries (D7)")
+    add("--local-crops", type=common.NATURAL, help="local crops per image, as queries of oto and mto (D7)")
     add("--smoothing", type=common.SHARE, help="share of oto's targets that is spread over all keys (D1)")
     add("--temperature", type=common.POSITIVE, help="temperature tau of the loss")
     add = parser.add_argument_group("model").add_argument

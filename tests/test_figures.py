@@ -7,6 +7,7 @@ import figures
 import numpy as np
 import pytest
 import timm
+import tiny
 import torch
 import torch.nn.functional as F
 from conftest import METHODS
@@ -19,6 +20,7 @@ import common
 import jcl
 
 INFO = {"image_size": 32, "mean": (0.5,) * 3, "std": (0.2,) * 3, "interpolation": "bilinear"}
+_tiny = tiny._tiny
 CPU = torch.device("cpu")
 GREEN = (50, 205, 50)
 
@@ -85,6 +87,15 @@ def test_corner_table():
     table, random_crop, theirs = figures.corner_table(1000)
     assert [row[0] for row in table] == [4 - i / 2 for i in range(17)] and abs(random_crop - theirs) < 6
     assert all(ours > offset for _, ours, offset, _ in table)  # the offset narrows the range of ratios
+
+
+@pytest.mark.parametrize("split, total", [("train", 68), ("test", 32)])
+def test_similarity_of_a_run(_tiny, tmp_path, capsys, split, total):
+    pytest.importorskip("matplotlib")
+    tiny.run("jcl", tmp_path / "run", "--max-steps", "1")
+    flags = ["--split", split, "--images", "5", "--views", "3"]
+    figures.main(["similarity", str(tmp_path / "out.png"), str(tmp_path / "run"), *flags])
+    assert f"5 of {total} images of patterns, {split} split, 3 views each" in capsys.readouterr().out
 
 
 def test_class_similarity_against_a_loop():

@@ -115,6 +115,7 @@ PARTNERS = dict(  # what a flag needs to act: another architecture, a view that 
     **dict.fromkeys("mix alpha knn_k num_positives selection num_clusters kmeans_iterations".split(), CLIM),
     **dict.fromkeys("local_size local_scale local_blur_p".split(), LOCALS),
     local_crops="--local-size 16",
+    joint_pair=LOCALS,
     one_way="--local-crops 0",
     lam="--l2l-weighting lambda",
 )

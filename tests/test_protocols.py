@@ -18,6 +18,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from PIL import Image
 from test_common import refused
+from timm.scheduler import CosineLRScheduler
 
 import common
 import eval_linear
@@ -167,9 +168,21 @@ def test_schedules_are_the_papers(places):
         for epoch, step in ((19, 9), (20, 0), (39, 9), (40, 0), (59, 9))
     ]
     assert found == pytest.approx([1e-4, 1e-5, 1e-5, 1e-6, 1e-6])
-    tuned = resolved(places, "--finetune")
+    tuned = resolved(places, "--finetune", "--lr-per", "step")
     found = [eval_linear.learning_rate(tuned, step, 10) for step in (0, 50, 100, 550, 1000)]
     assert found == pytest.approx([1e-6, 1e-6 + (4e-3 - 1e-6) / 2, 4e-3, (4e-3 + 1e-5) / 2, 1e-5])
+
+
+def test_patchmix_is_fine_tuned_by_timms_scheduler_called_after_each_epoch(places):
+    tuned = resolved(places, "--finetune")
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], peak := 4e-3)  # a ViT-T: 0.001 * 1024 / 256
+    scheduler = CosineLRScheduler(optimizer, 100, lr_min=1e-5, warmup_t=10, warmup_lr_init=1e-6)
+    for epoch in range(100):
+        for step in (0, 9):
+            ours = eval_linear.learning_rate(tuned, 10 * epoch + step, 10)
+            assert ours == pytest.approx(optimizer.param_groups[0]["lr"], rel=1e-12)
+        assert epoch != 30 or ours / peak == pytest.approx(0.807, abs=5e-4)
+        scheduler.step(epoch)
 
 
 def groups_of(places, encoder, *flags):

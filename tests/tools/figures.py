@@ -158,7 +158,7 @@ def view_statistics(encoder, info, kinds, images, index, count, device):
 
 
 def open_runs(args):
-    """The runs' kinds of view, and their images: the test set, or the training set if there are no labels."""
+    """The runs' kinds of view, and their images, of --split."""
     if missing := [run for run in args.runs if not (Path(run) / "config.json").exists()]:
         common.fail(f"{missing[0]} is not a run's folder: it has no config.json")
     configs = [json.loads((Path(run) / "config.json").read_text()) for run in args.runs]
@@ -169,10 +169,10 @@ def open_runs(args):
         if len({config["dataset"] for config in configs}) > 1:
             common.fail("the runs were trained on different data sets: give --dataset")
         args.dataset, args.data_dir = configs[0]["dataset"], args.data_dir or configs[0]["data_dir"]
-    parts = [
-        common.load_images(args.dataset, args.data_dir, train, configs[0]["image_size"]) for train in (False, True)
-    ]
-    return kinds, parts[0] if parts[0] is not None and parts[0].classes else parts[1]
+    images = common.load_images(args.dataset, args.data_dir, args.split == "train", configs[0]["image_size"])
+    if images is None:
+        common.fail(f"{args.dataset} has no test images: give --split train")
+    return kinds, images
 
 
 def similarity(args):
@@ -181,9 +181,8 @@ def similarity(args):
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     # In random order, since the images may be sorted by class.
     index = torch.randperm(len(images), generator=common.generator(0))[: args.images].tolist()
-    print(
-        f"{len(index)} of {len(images)} images of {args.dataset}, {args.views} views each; mean +- standard deviation"
-    )
+    of = f"{len(index)} of {len(images)} images of {args.dataset}, {args.split} split"
+    print(f"{of}, {args.views} views each; mean +- standard deviation")
     found = []
     for run, kinds in zip(args.runs, kinds_of_runs, strict=True):
         encoder, info = common.load_backbone(run)
@@ -607,6 +606,7 @@ def main(argv=None):
     flags[corners].add_argument(
         "--pairs", type=common.COUNT, default=100_000, metavar="N", help="of crops, for each beta"
     )
+    flags[similarity].add_argument("--split", choices=("train", "test"), default="train", help="train: as the paper")
     flags[similarity].add_argument("--images", type=common.COUNT, default=1000, metavar="N", help="paper: 32,768")
     flags[similarity].add_argument("--views", type=common.COUNT, default=32, metavar="N", help="of each image")
     for function in (similarity, positives, intraclass, encoder):
