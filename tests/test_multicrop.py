@@ -1,0 +1,83 @@
+"""What the four forms of multi-crop have in common: their crops, chance levels, and runs that go on where they stopped.
+
+Their losses against slow forms are in the tests of each method, and on two processes in test_processes.py.
+"""
+
+import importlib
+
+import numpy as np
+import pytest
+import tiny
+import torch
+from PIL import Image
+from tiny import assert_same_run, records
+
+import clim
+
+_tiny = tiny._tiny
+WHOLE, RELEASED, JOINTCROP = (0.2, 1.0), (0.35, 1.0), "--local-crops 4 --joint-pair both"
+FORMS = {  # (method, flags): the number of large and of small views on ImageNet, and their areas
+    ("patchmix", "--variant released"): (2, 8, RELEASED, (0.05, 0.35)),
+    ("clim", "--local-crops 2"): (4, 4, WHOLE, (0.05, 0.14)),
+    ("logo", "--pairs all"): (2, 2, (0.3, 1.0), (0.05, 0.3)),
+    ("logo", "--pairs all --base simsiam"): (2, 2, (0.3, 1.0), (0.05, 0.3)),
+    ("moco_jointcrop", JOINTCROP): (2, 4, WHOLE, (0.05, 0.4)),
+    ("moco_jointcrop", f"{JOINTCROP} --moco v3"): (2, 4, WHOLE, (0.05, 0.4)),
+}
+SMALL = {"patchmix": "--local-crops 2 --patch-size 4", "clim": "--clim-start 1 --num-clusters 4"}
+forms = pytest.mark.parametrize("method, flags", FORMS)
+
+
+def words(method, flags):
+    return [*flags.split(), *SMALL.get(method, "").split(), "--local-size", "8"]
+
+
+@forms
+def test_crops_on_imagenet(method, flags):
+    module = importlib.import_module(method)
+    args = module.parse_args(["--dataset", "imagenet", *flags.split()])
+    large, small, area, local_area = FORMS[method, flags]
+    found = [(view.size, view.area) for view in module.augmentation(args)]
+    assert found == [(224, area)] * large + [(96, local_area)] * small
+    if method == "patchmix":
+        more = [(view.blur_p, view.solarize_p) for view in module.augmentation(args)]
+        assert more == [(1.0, 0.0), (0.1, 0.2)] + [(0.5, 0.0)] * 8
+    assert module.parse_args(["--dataset", "cifar10", *flags.split()]).local_size == 32  # at most that of the views
+
+
+@forms
+def test_a_stopped_run_goes_on_exactly(method, flags, _tiny, tmp_path):
+    given = words(method, flags)
+    tiny.run(method, tmp_path / "straight", *given)
+    for stop in ("--max-steps 3", "--max-steps 5", ""):
+        tiny.run(method, tmp_path / "stopped", *given, *stop.split())
+    assert_same_run(tmp_path / "straight", tmp_path / "stopped")
+
+
+@pytest.mark.parametrize("method, flags", [form for form in FORMS if "simsiam" not in form[1]])
+def test_chance_is_the_loss_at_equal_logits(method, flags, _tiny, tmp_path):
+    """A temperature of 10^6 makes them equal. MoCo v3's loss has it as a factor."""
+    tiny.run(method, tmp_path, *words(method, flags), "--temperature", "1e6")
+    for first, *epochs in [records(tmp_path)]:
+        assert [record["loss"] for record in epochs] == pytest.approx([first["chance"]] * 2, rel=1e-4)
+
+
+@forms
+def test_picture_of_all_crops(method, flags, _tiny, tmp_path):
+    """A row per input: PatchMix and CLIM also show mixed ones."""
+    tiny.run(method, tmp_path, *words(method, flags), "--show-views", tmp_path / "views.png")
+    rows = {"patchmix": 2 * (2 + 2), "clim": 8 + 4, "logo": 4, "moco_jointcrop": 6}[method]
+    assert np.asarray(Image.open(tmp_path / "views.png")).shape[0] == 6 + rows * (96 + 6)
+
+
+@pytest.mark.parametrize("assignment, others", [([0], [{0}]), ([0, 1, 1, 0, 2], [{3}, {2}, {1}, {0}, {0, 1, 2, 3}])])
+def test_clims_other_members_of_a_cluster(assignment, others):
+    """Never the image itself (D1), but if it is the only one. Who is alone in a cluster gets any other image."""
+    found = clim.random_members(torch.tensor(assignment), 200)
+    assert [{*row} for row in found.tolist()] == others
+
+
+@pytest.mark.parametrize("flags", ["--selection none", "--local-crops 2", "--resolutions 224"])
+def test_clim_has_one_resolution(flags):
+    """The baseline, Table 7's multi-crop, and Tables 6, 8 and 9."""
+    assert clim.parse_args(["--dataset", "imagenet", *flags.split()]).resolutions == (224,)
