@@ -24,8 +24,8 @@ def test_sections(section, capsys):
 
 @pytest.mark.slow
 def test_steps():
-    """Of two checkouts, here twice the same."""
-    rows = rows_of("steps", "--arch", "micro", "--against", str(bench.ROOT))
+    """Of two checkouts and flags, here twice the same."""
+    rows = rows_of("steps", "--arch", "micro", "--against", str(bench.ROOT), "--over-flags", "")
     assert [row["method"] for row in rows] == [*bench.METHODS]
 
 

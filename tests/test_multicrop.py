@@ -1,6 +1,6 @@
-"""What the four forms of multi-crop have in common: their crops, chance levels, and runs that go on where they stopped.
+"""Multi-crop: losses against slow forms, crops, chance levels, pictures, and runs that go on where they stopped.
 
-Their losses against slow forms are in the tests of each method, and on two processes in test_processes.py.
+The slow forms of LoGo and PatchMix are in their own tests, and two processes in test_processes.py.
 """
 
 import importlib
@@ -9,10 +9,12 @@ import numpy as np
 import pytest
 import tiny
 import torch
+import torch.nn.functional as F
 from PIL import Image
 from tiny import assert_same_run, records
 
 import clim
+import moco_jointcrop
 
 _tiny = tiny._tiny
 WHOLE, RELEASED, JOINTCROP = (0.2, 1.0), (0.35, 1.0), "--local-crops 4 --joint-pair both"
@@ -68,6 +70,59 @@ def test_picture_of_all_crops(method, flags, _tiny, tmp_path):
     tiny.run(method, tmp_path, *words(method, flags), "--show-views", tmp_path / "views.png")
     rows = {"patchmix": 2 * (2 + 2), "clim": 8 + 4, "logo": 4, "moco_jointcrop": 6}[method]
     assert np.asarray(Image.open(tmp_path / "views.png")).shape[0] == 6 + rows * (96 + 6)
+
+
+def embedding(row):
+    """In place of an encoder: pixels of a row of the image, of any size."""
+    return lambda x: F.normalize(x[:, :, row, :8].flatten(1), dim=1)
+
+
+def slow_nce(q, k, negatives, temperature):
+    """The mean of -log(exp(q.k / T) / sum exp(q.n / T)); negatives: a list per query."""
+    found = []
+    for i in range(len(q)):
+        own = torch.exp(q[i] @ k[i] / temperature)
+        others = sum(torch.exp(q[i] @ n / temperature) for n in negatives[i])
+        found.append(-torch.log(own / (own + others)))
+    return sum(found) / len(found)
+
+
+@pytest.mark.parametrize("form", ["clim", "v2", "v3"])
+def test_loss_and_its_gradient(form, _tiny, double):
+    """Table 7 of CLIM: a sum of mixed terms. App. D on MoCo v2: the mean of all terms. On v3: twice that of 2 T nce."""
+    module = clim if form == "clim" else moco_jointcrop
+    flags = ["--local-crops", "2", "--local-size", "8", *([] if form == "clim" else ["--moco", form])]
+    args = module.parse_args([*tiny.FLAGS, *flags])
+    args.amp = "off"
+    model = {"clim": clim.CLIM, "v2": moco_jointcrop.MoCo, "v3": moco_jointcrop.MoCoV3}[form](args)
+    model.query, model.key = embedding(0), lambda x: embedding(1)(x).detach()  # as by frozen weights
+    if form != "v3":
+        model.queue.keys = F.normalize(torch.randn(32, 24), dim=1)
+    sizes = [16] * 4 + [8] * 4 if form == "clim" else [16] * 2 + [8] * 2
+    views = [torch.randn(5, 3, size, size).requires_grad_() for size in sizes]
+
+    t, terms = args.temperature, []
+    if form == "clim":
+        k1, k2 = (model.key(view) for view in views[1:3])
+        for number, (x, partner) in enumerate(((views[0], views[3]), views[4:6], views[6:8])):
+            mixed, lam = clim.mix(args, x, partner, 7, number)
+            q, negatives = model.query(mixed), [model.queue.keys] * 5
+            terms.append(lam * slow_nce(q, k1, negatives, t) + (1 - lam) * slow_nce(q, k2, negatives, t))
+        expected, given = sum(terms), (views, 7, True)
+    elif form == "v2":
+        k = model.key(views[1])
+        terms = [slow_nce(model.query(x), k, [model.queue.keys] * 5, t) for x in (views[0], *views[2:])]
+        expected, given = sum(terms) / 3, (views, 7)
+    else:
+        for i, j in ((0, 1), (1, 0), (2, 0), (2, 1), (3, 0), (3, 1)):  # query of view i, keys of view j
+            k = model.key(views[j])
+            others = [torch.cat([k[:row], k[row + 1 :]]) for row in range(5)]
+            terms.append(2 * t * slow_nce(model.query(views[i]), k, others, t))
+        expected, given = 2 * sum(terms) / 6, (views, 7)
+    loss = model(*given)[0]
+    torch.testing.assert_close(loss, expected, rtol=1e-12, atol=0)
+    theirs, ours = (torch.autograd.grad(x, views, materialize_grads=True) for x in (expected, loss))
+    torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-14)
 
 
 @pytest.mark.parametrize("assignment, others", [([0], [{0}]), ([0, 1, 1, 0, 2], [{3}, {2}, {1}, {0}, {0, 1, 2, 3}])])

@@ -1,7 +1,8 @@
 """Measures time and memory, by hand. Each section prints a table, its command and the machine.
 
 python tests/tools/bench.py steps        a training step, over the bare forward and backward of its networks; with
-                                         --against FOLDER over the same step of another checkout
+                                         --against FOLDER over the same step of another checkout,
+                                         with --over-flags over the step with other flags
 python tests/tools/bench.py loader       a view from the loader, over torchvision's transforms image by image
 python tests/tools/bench.py positives    CLIM's neighbours and k-means, and faiss's if it is installed
 python tests/tools/bench.py knn          the kNN vote over a plain one; features over bare inference
@@ -191,7 +192,7 @@ def make_folder(folder, count):
 
 def steps(args):
     """One row per method and encoder: the milliseconds of a step, and its ratios to its networks alone and to the step
-    of another checkout, by the clock and by the processor's time, which other programs disturb less.
+    of another checkout or with other flags, by the clock and by the processor's time, which others disturb less.
 
     A ratio is the median over the rounds of the ratio within a round.
     """
@@ -202,12 +203,16 @@ def steps(args):
         flags += [] if kind == "recipe" else ["--arch", micro if kind == "micro" else kind]
         flags += ["--clim-start", "0", "--refresh-every", "1000"] if script == "clim" else []
         flags += f"--dataset cifar10 --device cpu --amp off --batch-size {args.batch_size}".split()
-        flags += "--epochs 1000 --save-every 1000 --knn-every 0 --workers 0".split() + shlex.split(args.flags)
+        flags += "--epochs 1000 --save-every 1000 --knn-every 0 --workers 0".split()
         with tempfile.TemporaryDirectory() as folder:
             make_folder(folder, 8 * args.batch_size)
-            houses = dict(here=ROOT, there=args.against) if args.against else dict(here=ROOT)
-            where = {name: ["--data-dir", folder, "--out", f"{folder}/{name}"] for name in houses}
-            runs = [Served(house, script, flags + where[name], args.threads) for name, house in houses.items()]
+            sides = [(ROOT, args.flags)]
+            if args.against or args.over_flags is not None:
+                sides.append((args.against or ROOT, args.flags if args.over_flags is None else args.over_flags))
+            runs = []
+            for number, (house, own) in enumerate(sides):
+                where = ["--data-dir", folder, "--out", f"{folder}/{number}"]
+                runs.append(Served(house, script, flags + shlex.split(own) + where, args.threads))
             words = [functools.partial(run, "step") for run in runs] + [functools.partial(runs[0], "bare")]
             seconds = in_turn(args.rounds, *words)  # (rounds, checkouts and bare, clock and processor)
             for run in runs:
@@ -215,7 +220,7 @@ def steps(args):
         ms = 1000 * np.median(seconds, axis=0)
         ratios = np.median(seconds[:, :1] / seconds[:, 1:], axis=0)  # of the first to each of the others
         row = dict(method=method, arch=kind, batch=args.batch_size, ms=ms[0, 0], over_bare=ratios[-1, 0])
-        if args.against:
+        if len(sides) > 1:
             row |= dict(there_ms=ms[1, 0], ratio=ratios[0, 0], cpu_ratio=ratios[0, 1])
         rows.append({name: float(v) if isinstance(v, np.floating) else v for name, v in row.items()})
     return rows
@@ -597,6 +602,7 @@ def main(argv=None):
     kinds = "for steps: recipe (CIFAR-10's), micro, or an encoder's name"
     parser.add_argument("--arch", nargs="+", default=["recipe", "micro"], metavar="NAME", help=kinds)
     parser.add_argument("--flags", default="", metavar="TEXT", help="more of the scripts', for steps and processes")
+    parser.add_argument("--over-flags", metavar="TEXT", help="steps: over the same step with these instead of --flags")
     parser.add_argument("--batch-size", type=int, default=32, metavar="N")
     parser.add_argument("--rounds", type=int, default=10, metavar="N")
     parser.add_argument("--sizes", type=int, nargs="+", default=[12_500, 50_000], metavar="N", help="positives, knn")
