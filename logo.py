@@ -133,7 +133,10 @@ SMALL_SIMSIAM = dict(SMALL_ENCODERS, batch_size=256, dim=512, hidden=128)  # hid
 
 
 def recipe(chosen):
-    """The hyper-parameters {name: value} of a namespace with dataset, arch, variant, base, pairs and affinity_form."""
+    """Return the hyper-parameters {name: value}.
+
+    chosen: a namespace with dataset, arch, variant, base, pairs, affinity_form and image_size.
+    """
     on_simsiam = chosen.base == "simsiam"
     values = dict(SIMSIAM_RECIPES[chosen.dataset] if on_simsiam else RECIPES[chosen.dataset])
     if chosen.arch in ("resnet_micro", "resnet_mini") and chosen.dataset in ("cifar10", "cifar100", "stl10"):
@@ -144,6 +147,7 @@ def recipe(chosen):
         values |= PAPER
     if (chosen.affinity_form or values["affinity_form"]) == "linear":
         values |= dict(affinity_lr=1e-4)  # a third party's: the linear objective has no lower bound
+    values["local_size"] = min(values["local_size"], chosen.image_size or values["image_size"])
     return values
 
 
@@ -573,7 +577,7 @@ def parse_args(argv=None):
     add = parser.add_argument_group("model").add_argument
     add("--arch", help="encoder: resnet_micro, resnet18, resnet50, vit_small, ..., or any timm model")
     add("--image-size", type=common.COUNT, help="side of a global view, in pixels")
-    add("--local-size", type=common.COUNT, help="side of a local view; not given, it is at most --image-size")
+    add("--local-size", type=common.COUNT, help="side of a local view, in pixels")
     add("--patch-size", type=common.COUNT, help="side of a ViT's patch, in pixels")
     add("--dim", type=common.COUNT, help="size of the embeddings")
     add("--layers", type=common.COUNT, help="layers of SimSiam's projector")
@@ -612,8 +616,6 @@ def parse_args(argv=None):
         args.min_lr *= peak_rate(args) / peak_rate(usual)  # the last rate is scaled as the peak rate is
     if args.base == "moco" and "bn_groups" not in given:
         args.bn_groups = math.lcm(args.bn_groups, common.rank_and_world()[1])  # each process has equally many
-    if "local_size" not in given:
-        args.local_size = min(args.local_size, args.image_size)
     args.l2l = args.l2l and args.local_crops == 2
     if args.pairs == "all" and (args.l2l or args.local_crops == 0 or args.base == "moco" and args.one_way):
         common.fail("--pairs all is a baseline of four crops without L_ll: leave out --l2l, --one-way, --local-crops 0")
