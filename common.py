@@ -1475,11 +1475,11 @@ def read_tensors(path):
 
 
 def fitting_weights(path, backbone, prefix=None):
-    """Return (a state_dict for an encoder from a checkpoint of others, what stands before its names in the file).
+    """Return (a state_dict for an encoder from a checkpoint of others, the prefix of its names in the file).
 
-    It is found by looking: after it, every parameter and statistic of the encoder has a tensor of its name and shape.
-    Only a position embedding may be of another grid; it is resampled. If several encoders fit, a teacher (DINO's) is
-    taken, or else the first that is no momentum encoder. prefix: the end of what stands before another's names.
+    The prefix is found by looking: after it, each parameter and statistic of the encoder has a tensor of its name and
+    shape. Only a position embedding may be of another grid; it is resampled. If several encoders fit, a teacher
+    (DINO's) is taken, or else the first that is no momentum encoder. prefix: the end of another's.
     Exits with an error message if nothing fits.
     """
     found, own = read_tensors(path), backbone.state_dict()
@@ -1503,8 +1503,8 @@ def fitting_weights(path, backbone, prefix=None):
         nearest = "; ".join(itertools.islice(misses(start), 3))
         first = "".join(f", {name} {tuple(x.shape)}" for name, x in itertools.islice(found.items(), 2))
         fail(
-            f"{path} does not fit the encoder: {starts[start]} of its {len(wanted)} names are there, after {start!r}; "
-            f"nearest misses: {nearest}. The file has {len(found)} tensors{first}"
+            f"{path} does not fit the encoder: {starts[start]} of its {len(wanted)} names are there"
+            f"{start and f', after {start}'}; nearest misses: {nearest}. The file has {len(found)} tensors{first}"
         )
     slow = ("momentum", "encoder_k", "target")
     start = max(chosen, key=lambda start: ("teacher" in start) - any(word in start for word in slow))
@@ -1512,9 +1512,9 @@ def fitting_weights(path, backbone, prefix=None):
     others = [other for other in fitting if other != start]
     used = {start + name for name in own}
     left = [key for key in found if key not in used and not key.startswith(tuple(others))]
-    choice = f" (--prefix takes {' or '.join(others)} instead)" if others else ""
-    names = f": {', '.join(left[:4])}{', ...' if left[4:] else ''}" if left else ""
-    say(f"{path}: the encoder is {start or 'the file itself'}{choice}; {len(left)} other tensors are left out{names}")
+    choice = f" (also there: {', '.join(others)}; an evaluation's --prefix chooses)" if others else ""
+    names = "".join(f", {name}" for name in left[:4]) + (", ..." if left[4:] else "")
+    say(f"{path}: the encoder is {start or 'the file itself'}{choice}; left out: {len(left)} tensor(s){names}")
     if (old := weights.get("pos_embed")) is not None and old.shape != own["pos_embed"].shape:
         grid = backbone.patch_embed.grid_size
         tokens = own["pos_embed"].shape[1] - math.prod(grid)  # of the class

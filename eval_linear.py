@@ -28,7 +28,8 @@ Departures from the papers:
     D1 An epoch is whole batches. The images over are left out of it.
     D2 Mixup and CutMix pair the images of one process, and each process draws for drop-path. So a fine-tuning with them
        depends on the number of processes. Nothing else does, but for rounding.
-    D3 Images are resized by the interpolation that the encoder was trained with. LoGo's released evaluation: bicubic.
+    D3 Images are resized by the interpolation that the encoder was trained with; for a checkpoint of others it is
+       bilinear. LoGo's released evaluation: bicubic.
     D4 Precision. The encoder computes in bf16 on GPUs that have it (`--amp off`: in float32, with products in TF32).
        The probe is fitted in float32, and L-BFGS works in float64.
 

@@ -19,6 +19,7 @@ import eval_linear
 _tiny, judged = tiny._tiny, test_eval.tiny
 VIT = dict(arch="vit_micro", image_size=32, patch_size=8)
 RESNET = dict(arch="resnet_mini", image_size=96)
+BASE, SLOW = "state_dict.module.base_encoder.", "state_dict.module.momentum_encoder."
 
 
 def under(prefix, encoder, *heads):
@@ -44,24 +45,12 @@ def old(q, k):
     return {name: x for name, x in under("", q, "fc.weight", "fc.bias").items() if "num_batches" not in name}
 
 
-# name: how timm builds it; the file of a query and a momentum encoder; what stands before the one that is taken, and
-# before the other; how many tensors are left over
+# name: how timm builds it; the file of a query and a momentum encoder; the prefix of the one that is taken, and of the
+# other; how many tensors are left over
 FORMS = {
     "MoCo v2": (RESNET, moco_v2, "state_dict.module.encoder_q.", "state_dict.module.encoder_k.", 4),
-    "JointCrop": (
-        RESNET,
-        lambda q, k: moco_v3(q, k, "fc.0.weight"),
-        "state_dict.module.base_encoder.",
-        "state_dict.module.momentum_encoder.",
-        3,
-    ),
-    "MoCo v3 ViT": (
-        VIT,
-        lambda q, k: moco_v3(q, k, "head.0.weight"),
-        "state_dict.module.base_encoder.",
-        "state_dict.module.momentum_encoder.",
-        3,
-    ),
+    "JointCrop": (RESNET, lambda q, k: moco_v3(q, k, "fc.0.weight"), BASE, SLOW, 3),
+    "MoCo v3 ViT": (VIT, lambda q, k: moco_v3(q, k, "head.0.weight"), BASE, SLOW, 3),
     "PatchMix": (
         VIT,
         lambda q, k: {"model": under("base_encoder.", q, "head.weight") | under("momentum_encoder.", k)},
@@ -114,7 +103,7 @@ def test_each_form_is_read(form, tmp_path, capsys):
     encoder, info = common.load_backbone(path, **how)
     said = capsys.readouterr().out
     assert same(encoder, query, how["image_size"]) and not encoder.training
-    assert f"the encoder is {taken}" in said and f" {left} other tensors are left out" in said
+    assert f"the encoder is {taken}" in said and f"left out: {left} tensor(s)" in said
     assert (info["image_size"], info["mean"], info["method"]) == (
         how["image_size"],
         common.NORMS["imagenet"][0],
@@ -162,7 +151,7 @@ ERRORS = [  # what is written, how it is read, words of the line
         VIT | {"arch": "vit_tiny"},
         "cls_token is (1, 1, 64), not (1, 1, 192); pos_embed is (1, 17, 64), not",
     ),
-    ("vit_micro", RESNET, "0 of its 65 names are there, after ''; nearest misses: conv1.weight ("),
+    ("vit_micro", RESNET, "0 of its 65 names are there; nearest misses: conv1.weight ("),
     ("vit_micro", VIT | {"encoder": "query"}, "a prefix chooses"),
 ]
 
