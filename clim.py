@@ -837,7 +837,7 @@ def main(args, train=None, test=None, encoder=None):
     optimizer = torch.optim.SGD(trained, args.lr, momentum=args.sgd_momentum, weight_decay=args.weight_decay)
     ddp = in_parallel(args, model)
 
-    # The run's folder: if it holds a last.pt, the run continues from it
+    # The run's folder: if it holds a last.pt, the run continues from it. A new run may begin with --init's weights
     run = common.Run(args, device, train, model.backbone, model=model, optimizer=optimizer, positives=positives)
     terms = len(args.resolutions) ** 2 + args.local_crops
     chance = terms * math.log(args.queue + 1)  # the loss at equal logits

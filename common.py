@@ -38,6 +38,7 @@ import warnings
 import weakref
 import zipfile
 import zlib
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
@@ -1324,10 +1325,11 @@ def is_vit(arch):
     return arch.startswith(("vit_", "deit"))
 
 
-def backbone_info(arch, image_size, patch_size, norm="imagenet", interpolation="bilinear", **more):
+def backbone_info(arch, image_size, patch_size, norm="imagenet", interpolation="bilinear", num_heads=None, **more):
     """What backbone.pt says of an encoder besides its weights: how timm builds it, and what its images are like.
 
-    arch: a name of ARCHS, any timm model, or None for a user's own module. norm: a name of NORMS. more: more entries.
+    arch: a name of ARCHS, any timm model, or None for a user's own module. norm: a name of NORMS. num_heads: of a ViT;
+    None: timm's number. more: more entries.
     Plain ResNets get a 3 x 3 stem for images of up to 64 px. resnet_mini's has stride 2, and resnet_micro keeps timm's,
     as they are to be fast on a CPU. ViTs get the given patch size and MoCo v3's initialisation, except of the patch
     embedding, which timm leaves out. Their position embedding is interpolated for other image sizes.
@@ -1345,6 +1347,7 @@ def backbone_info(arch, image_size, patch_size, norm="imagenet", interpolation="
         if image_size % patch_size:
             fail(f"--patch-size {patch_size} does not divide --image-size {image_size}")
         kwargs |= dict(img_size=image_size, patch_size=patch_size, weight_init="moco", dynamic_img_size=True)
+    kwargs |= {} if num_heads is None else {"num_heads": num_heads}
     plain = name.removeprefix("resnet").isdigit()  # resnet26d, resnetv2_50, ... have stems of their own
     small = plain and image_size <= 64 and arch != "resnet_micro"
     stem = "timm" if not small else "3x3-s2" if arch == "resnet_mini" else "3x3"
@@ -1354,11 +1357,9 @@ def backbone_info(arch, image_size, patch_size, norm="imagenet", interpolation="
 def encoder_info(args):
     """Return `backbone_info` of a training's encoder, which args.evaluated says to be the query or momentum encoder."""
     arch = None if args.arch == "own" else args.arch
-    described = dict(method=args.method, encoder=args.evaluated)
-    info = backbone_info(arch, args.image_size, args.patch_size, args.norm, args.interpolation, **described)
-    if getattr(args, "num_heads", "auto") != "auto":  # of a ViT
-        info["create_kwargs"]["num_heads"] = args.num_heads
-    return info
+    heads = getattr(args, "num_heads", "auto")
+    described = dict(num_heads=None if heads == "auto" else heads, method=args.method, encoder=args.evaluated)
+    return backbone_info(arch, args.image_size, args.patch_size, args.norm, args.interpolation, **described)
 
 
 def arch_name(info):
@@ -1389,15 +1390,20 @@ def build_backbone(info, sizes=(), **more):
     return backbone
 
 
-def load_backbone(path, encoder=None, module=None):
+def load_backbone(path, encoder=None, module=None, arch=None, **published):
     """Load a pre-trained backbone from a run's folder, a last.pt or a backbone.pt: (module in evaluation mode, info).
 
     encoder: 'query' or 'momentum'. By default it is the one that the method's authors evaluate, which backbone.pt
     holds. module: gets the weights. Without it timm builds what the file names; a user's own encoder has to be given.
+    arch: of a file of others, which is read by `load_published`. published: its further arguments.
     info has image_size, mean, std, interpolation, method, encoder, timm_name, create_kwargs and stem.
     Every key must match. Exits with an error message if the file does not fit.
     """
     path = Path(path)
+    if arch is not None:
+        if encoder is not None or module is not None:
+            fail(f"{path} is read as a file of others, since an arch is given: a prefix chooses, and timm builds it")
+        return load_published(path, arch, **published)
     if path.is_dir():
         path = path / ("backbone.pt" if encoder is None else "last.pt")
     if not path.is_file():
@@ -1418,8 +1424,103 @@ def load_backbone(path, encoder=None, module=None):
         backbone.load_state_dict(weights)
     except (KeyError, TypeError, AttributeError, ValueError, RuntimeError) as error:
         reason = f"{type(error).__name__} {' '.join(str(error).split())[:600]}"
-        fail(f"{path} is not a checkpoint of this project, or does not fit its encoder: {reason}")
+        fail(f"{path} is not a checkpoint of this project (others' need --arch), or does not fit its encoder: {reason}")
     return backbone.eval(), info
+
+
+def load_published(path, arch, image_size=224, patch_size=16, norm="imagenet", num_heads=None, prefix=None):
+    """Load an encoder from a checkpoint of others, as `load_backbone` returns it: (module in evaluation mode, info).
+
+    arch, image_size, patch_size, norm, num_heads: what the file does not say, as in `backbone_info`. prefix: as in
+    `fitting_weights`. Exits with an error message if the file does not fit.
+    """
+    info = backbone_info(arch, image_size, patch_size, norm, num_heads=num_heads, method=Path(path).name)
+    backbone = build_backbone(info)
+    weights, taken = fitting_weights(path, backbone, prefix)
+    backbone.load_state_dict(weights)
+    return backbone.eval(), info | {"encoder": taken.rstrip(".") or "only"}
+
+
+def read_tensors(path):
+    """Return the tensors of a checkpoint of others by name: {"state_dict.module.encoder_q.conv1.weight": tensor, ...}.
+
+    The names of nested entries are joined by dots. Only tensors and plain data are loaded, never code.
+    Exits with an error message if there is no such file, or if it cannot be loaded so.
+    """
+
+    def flat(state, prefix=""):
+        found = {}
+        for name, value in state.items() if isinstance(state, dict) else ():
+            if torch.is_tensor(value):
+                found[f"{prefix}{name}"] = value
+            elif isinstance(name, str):  # an optimiser's entries have numbers
+                found |= flat(value, f"{prefix}{name}.")
+        return found
+
+    if not Path(path).is_file():
+        fail(f"no checkpoint at {path}: give a file")
+    try:
+        if Path(path).suffix == ".safetensors":
+            return timm.models.load_state_dict(path)
+        return flat(torch.load(path, map_location="cpu", weights_only=True))
+    except Exception as error:  # a file from elsewhere may raise anything
+        _, _, needed = str(error).partition("GLOBAL ")
+        if not needed:
+            fail(f"{path} cannot be read as a checkpoint: {' '.join(str(error).split())[:200]}")
+        fail(
+            f"{path} holds more than tensors ({needed.split()[0]}). If you trust its authors, make a plain file of it: "
+            f"import torch; state = torch.load({str(path)!r}, map_location='cpu', weights_only=False); "
+            "torch.save({k: v for k, v in state.items() if isinstance(v, dict)}, 'plain.pt')"
+        )
+
+
+def fitting_weights(path, backbone, prefix=None):
+    """Return (a state_dict for an encoder from a checkpoint of others, the prefix of its names in the file).
+
+    The prefix is found by looking: after it, each parameter and statistic of the encoder has a tensor of its name and
+    shape. Only a position embedding may be of another grid; it is resampled. If several encoders fit, a teacher
+    (DINO's) is taken, or else the first that is no momentum encoder. prefix: the end of another's.
+    Exits with an error message if nothing fits.
+    """
+    found, own = read_tensors(path), backbone.state_dict()
+    wanted = {name: tuple(x.shape) for name, x in own.items() if not name.endswith("num_batches_tracked")}
+
+    def misses(start):
+        for name, shape in wanted.items():
+            x = found.get(start + name)
+            if x is None:
+                yield f"{name} {shape} is not there"
+            elif x.shape != shape and (name != "pos_embed" or x.shape[::2] != shape[::2]):
+                yield f"{name} is {tuple(x.shape)}, not {shape}"
+
+    starts = Counter(key.removesuffix(name) for name in wanted for key in found if key.endswith(name))
+    fitting = [start for start in starts if not any(misses(start))]
+    chosen = [start for start in fitting if start.endswith(prefix or "")]
+    if fitting and not chosen:
+        fail(f"--prefix {prefix}: the encoders of {path} are {' and '.join(fitting) or 'without prefix'}")
+    if not chosen:
+        start = max(starts, key=starts.get, default="")
+        nearest = "; ".join(itertools.islice(misses(start), 3))
+        first = "".join(f", {name} {tuple(x.shape)}" for name, x in itertools.islice(found.items(), 2))
+        fail(
+            f"{path} does not fit the encoder: {starts[start]} of its {len(wanted)} names are there"
+            f"{start and f', after {start}'}; nearest misses: {nearest}. The file has {len(found)} tensors{first}"
+        )
+    slow = ("momentum", "encoder_k", "target")
+    start = max(chosen, key=lambda start: ("teacher" in start) - any(word in start for word in slow))
+    weights = {name: found.get(start + name, value) for name, value in own.items()}  # old files count no batches
+    others = [other for other in fitting if other != start]
+    used = {start + name for name in own}
+    left = [key for key in found if key not in used and not key.startswith(tuple(others))]
+    choice = f" (also there: {', '.join(others)}; an evaluation's --prefix chooses)" if others else ""
+    names = "".join(f", {name}" for name in left[:4]) + (", ..." if left[4:] else "")
+    say(f"{path}: the encoder is {start or 'the file itself'}{choice}; left out: {len(left)} tensor(s){names}")
+    if (old := weights.get("pos_embed")) is not None and old.shape != own["pos_embed"].shape:
+        grid = backbone.patch_embed.grid_size
+        tokens = own["pos_embed"].shape[1] - math.prod(grid)  # of the class
+        say(f"its position embedding, of {old.shape[1] - tokens} patches, is resampled to {grid[0]} x {grid[1]}")
+        weights["pos_embed"] = timm.layers.resample_abs_pos_embed(old, grid, num_prefix_tokens=tokens)
+    return weights, start
 
 
 def copy_module(module, frozen=False):
@@ -1446,22 +1547,25 @@ def open_encoder(args, module=None):
     the encoder does not take the images' size.
     """
     given = args.checkpoint is not None or module is not None
-    if args.random_init == given or args.random_init != (args.arch is not None):
+    if args.random_init == given or args.random_init != (args.arch is not None and args.checkpoint is None):
         fail("give a checkpoint, or --arch NAME --random-init")
-    if args.checkpoint and (args.image_size or args.patch_size):
-        fail("--image-size and --patch-size go without a checkpoint, which has its own")
+    own = args.checkpoint and not args.arch
+    if own and any((args.image_size, args.patch_size, args.num_heads, args.norm, args.prefix)):
+        fail("--image-size, --patch-size, --num-heads, --norm, --prefix go with --arch; a run says its own")
     device = join_processes(args)
     args.workers = workers_of(args, device)
+    size = args.image_size or (32 if args.checkpoint is None else 224)
+    like = dict(image_size=size, patch_size=args.patch_size or (2 if size <= 32 else 16))
+    like |= dict(norm=args.norm or "imagenet", num_heads=args.num_heads)
     if args.checkpoint is None:
-        size = args.image_size or 32
-        patch = args.patch_size or (2 if size <= 32 else 16)
-        info = backbone_info(args.arch, size, patch, method="no run", encoder="given")
+        info = backbone_info(args.arch, **like, method="no run", encoder="given")
         torch.manual_seed(args.seed)
         encoder = build_backbone(info) if module is None else module
         if rank_and_world()[1] > 1:
             encoder.load_state_dict(from_first(encoder.cpu().state_dict))
     else:
-        encoder, info = load_backbone(args.checkpoint, args.encoder, module)
+        published = dict(like, arch=args.arch, prefix=args.prefix) if args.arch else {}
+        encoder, info = load_backbone(args.checkpoint, args.encoder, module, **published)
     args.bf16 = use_bf16(args.amp, device, arch_name(info), [info["image_size"]])
     encoder = encoder.eval().to(device)
     output_width(encoder, info["image_size"])  # refuses an encoder of another input size, before long work
@@ -1600,16 +1704,19 @@ class ArgumentParser(argparse.ArgumentParser):
 
 def evaluation_parser(script, doc):
     """Return the parser of an evaluation, with the flags that both have. doc: its first line says what it does."""
-    parser = ArgumentParser(script, doc.splitlines()[0], usage=f"python {script} [RUN] [flags]")
+    parser = ArgumentParser(script, doc.splitlines()[0], usage=f"python {script} [RUN | FILE --arch NAME] [flags]")
     add = parser.add_argument_group("what is judged").add_argument
-    add("checkpoint", nargs="?", metavar="RUN", help="a run's folder, a last.pt or a backbone.pt")
+    add("checkpoint", nargs="?", metavar="RUN", help="a run's folder, last.pt or backbone.pt; or others' FILE")
     add("--encoder", choices=("query", "momentum"), help="default: the one that the method's authors evaluate")
     add("--no-floors", action="store_true", help="leave out raw pixels and the untrained encoder")
-    add = parser.add_argument_group("encoder, where there is no RUN").add_argument
+    add = parser.add_argument_group("encoder, of a FILE of others or untrained").add_argument
     add("--random-init", action="store_true", help="judge an untrained encoder, --arch")
     add("--arch", metavar="NAME", help="vit_tiny, resnet18, ..., or any timm model")
-    add("--image-size", type=COUNT, metavar="N", help="side of the images (default: 32)")
+    add("--image-size", type=COUNT, metavar="N", help="side of the images (default: 224; untrained 32)")
     add("--patch-size", type=COUNT, metavar="N", help="of a ViT (default: 2; above 32 px 16)")
+    add("--num-heads", type=COUNT, metavar="N", help="of a ViT (default: timm's number)")
+    add("--norm", choices=NORMS, help="whose mean and standard deviation normalise the images (default: imagenet)")
+    add("--prefix", metavar="P", help="which encoder of a FILE: the end of what stands before its names")
     add = parser.add_argument_group("data").add_argument
     add("--dataset", choices=DATASETS, help="default: what the encoder was trained on, or patterns")
     add("--data-dir", metavar="DIR", help="its folder (default: where the run had it)")
@@ -1651,6 +1758,7 @@ def run_parser(script, doc, evaluated="query"):
     add = parser.add_argument_group("run").add_argument
     add("--variant", choices=("paper", "released"), default="paper", help="follow the paper, or the authors' code")
     add("--seed", type=SEED, default=0, metavar="N", help="seed of all random numbers")
+    add("--init", metavar="FILE", help="start the encoder from a checkpoint, of others or of this project")
     add = parser.add_argument_group("operation").add_argument
     add("--out", metavar="DIR", help="folder of the run (default: runs/METHOD-DATASET-ARCH-sSEED...)")
     add("--resume", default="auto", metavar="auto|PATH|none", help="auto: continue --out; PATH: continue a last.pt")
@@ -1685,10 +1793,10 @@ def parse(parser, argv, recipe):
         raise SystemExit(0)
     args = argparse.Namespace(**vars(plain) | values | given)
     del args.help
-    of_every_run = OPERATING | {"dataset", "variant", "seed"}
+    of_every_run = OPERATING | {"dataset", "variant", "seed", "init"}
     if idle := given.keys() - values.keys() - of_every_run:
         fail(f"{option(min(idle))} has no effect: the recipe of these choices has no such value")
-    args.changes = describe_changes(args, given.keys() & (values.keys() | {"variant"}) - {"arch"} - OPERATING)
+    args.changes = describe_changes(args, given.keys() & (values.keys() | {"variant", "init"}) - {"arch"} - OPERATING)
     check_flags(args, given)
     return args, set(given)
 
@@ -1700,7 +1808,8 @@ def as_tuple(value):
 
 def describe_changes(args, names):
     """Return what a run's name says of values that were typed, for example "-lam2-num_keys4"."""
-    changes = "".join(f"-{name}{shown(getattr(args, name))}" for name in sorted(names)).replace(" ", ",")
+    values = {name: os.path.basename(shown(getattr(args, name))) for name in sorted(names)}  # --init's is a path
+    changes = "".join(f"-{name}{value}" for name, value in values.items()).replace(" ", ",")
     if len(changes) > 120:
         changes = f"{changes[:100]}-{hashlib.sha256(changes.encode()).hexdigest()[:8]}"
     return "".join(c if c.isalnum() or c in "-_.," else "+" for c in changes)
@@ -1738,6 +1847,7 @@ def settle(args, device, train=None, encoder=None):
     dataset = args.dataset if train is None else "own"
     args.out = args.out or f"runs/{args.method}-{dataset}-{args.arch}-s{args.seed}{args.changes}"
     args.data_dir = args.data_dir and os.path.abspath(args.data_dir)  # so that evaluations find it from anywhere
+    args.init = args.init and os.path.abspath(args.init)
     sizes = [getattr(args, "local_size", args.image_size), *getattr(args, "resolutions", ()), args.image_size]
     args.amp = "bf16" if use_bf16(args.amp, device, args.arch, sizes) else "off"
     return args
@@ -1758,7 +1868,8 @@ class Run:
     run.finish()
 
     images: the training images, which must be those that the run began with. encoder: what backbone.pt holds. parts:
-    what is saved, by name: tensors, or objects with state_dict and load_state_dict.
+    what is saved, by name: tensors, or objects with state_dict and load_state_dict. In a new run, the encoders of the
+    part `model` get --init's weights.
     step: steps that are made. epoch: the first whose record is not yet written. last_step, last_epoch: where this call
     ends. Exits with an error message if --out has another run, or if last.pt does not fit.
     """
@@ -1776,6 +1887,11 @@ class Run:
         self.start_epoch()
         if checkpoint := find_checkpoint(self.out, self.config, args.resume):
             self.restore(checkpoint)
+        elif args.init:
+            model = parts["model"]
+            weights, _ = fitting_weights(args.init, model.backbone)
+            for backbone in {model.backbone, getattr(model, "momentum_backbone", model.backbone)}:
+                backbone.load_state_dict(weights)
         self.epoch = self.step // self.steps_per_epoch - (self.record is not None)
         self.first_step = self.step
         together = {"max_steps", "save_every", "keep_every", "knn_every", "eval_every"}  # all have to act together
@@ -1985,8 +2101,11 @@ def introduction(args, encoder, train, test, chance, about):
     several_cpus = world > 1 and next(encoder.parameters()).device.type == "cpu"
     all_processes = "each process's own (torch has batch norm over processes on GPUs only)" if several_cpus else "one"
     groups = getattr(args, "bn_groups", None) or all_processes
+    start = f"; starts from {args.init}" if args.init else ""
+    if "." in args.arch and not args.init:
+        start = "; starts untrained, not from the weights that its tag names: --init FILE takes such"
     return f"""{args.method}, {about}; variant {args.variant}; chance level of the loss {chance:.3f}{share}
-encoder {args.arch}, {size:.2f} M parameters, {args.image_size} px; evaluated: the {args.evaluated} encoder
+encoder {args.arch}, {size:.2f} M parameters, {args.image_size} px; evaluated: the {args.evaluated} encoder{start}
 data {train.name}: {len(train)} training images ({memory}), {len(test) if test else "no"} test images, \
 {len(train.classes) or "no"} classes; mean {mean}, std {std}
 batch {args.batch_size} over {world} process(es), {args.batch_size // world} each; \
@@ -2082,7 +2201,7 @@ def load_checkpoint(path):
             if isinstance(state, dict):
                 return state
         if candidate == previous or not previous.exists():
-            fail(f"{candidate} is damaged, or not a checkpoint of this project")
+            fail(f"{candidate} is damaged, or not a checkpoint of this project (others': --arch, or --init)")
         say(f"warning: {candidate} is damaged; going on from {previous}")
 
 

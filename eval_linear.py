@@ -9,6 +9,7 @@ is used once. The same number is printed for two floors: raw pixels, and the sam
     python eval_linear.py RUN --solver lbfgs                                   # transfer as in LoGo's Table 5
     torchrun --nproc_per_node=8 eval_linear.py RUN --data-dir DIR --protocol moco
     python eval_linear.py RUN --finetune --label-fraction 0.01
+    python eval_linear.py FILE --arch resnet50 --dataset imagenet --data-dir DIR   # a checkpoint of others
 
 The papers' own protocols train on random crops of the images, on any number of processes. The same command goes on
 where a run was stopped, bit for bit. The score is that of the last epoch, never of the best one.
@@ -27,7 +28,8 @@ Departures from the papers:
     D1 An epoch is whole batches. The images over are left out of it.
     D2 Mixup and CutMix pair the images of one process, and each process draws for drop-path. So a fine-tuning with them
        depends on the number of processes. Nothing else does, but for rounding.
-    D3 Images are resized by the interpolation that the encoder was trained with. LoGo's released evaluation: bicubic.
+    D3 Images are resized by the interpolation that the encoder was trained with; for a checkpoint of others it is
+       bilinear. LoGo's released evaluation: bicubic.
     D4 Precision. The encoder computes in bf16 on GPUs that have it (`--amp off`: in float32, with products in TF32).
        The probe is fitted in float32, and L-BFGS works in float64.
 
@@ -178,7 +180,7 @@ def parse_args(argv=None):
     add("--max-steps", type=common.COUNT, metavar="N", help="stop and save after N steps, counted over all calls")
     add("--save-every", type=common.COUNT, default=1, metavar="N", help="epochs between saves")
     add("--eval-every", type=common.NATURAL, default=0, metavar="N", help="epochs between judgements; 0: the last only")
-    parser.set_defaults(resume="auto", keep_every=0, knn_every=0, tensorboard=False)
+    parser.set_defaults(resume="auto", init=None, keep_every=0, knn_every=0, tensorboard=False)
 
     args = parser.parse_args(argv)
     cached = "lbfgs" if args.solver == "lbfgs" else "probe"
@@ -654,6 +656,8 @@ def name_run(args, encoder, train, test):
         args.checkpoint = os.path.abspath(args.checkpoint)
         folder = common.run_folder(args.checkpoint).resolve()
         source, of_encoder = folder.name, common.read_config(folder)
+        if args.arch:  # a file of others
+            source = "-".join([Path(args.checkpoint).stem, args.arch, *([args.prefix] if args.prefix else [])])
     args.weights, args.num_classes = fingerprint(encoder), len(train.classes)
     train_sum, test_sum = train.checksum(), test.checksum()
     args.train_images = f"{len(train)} with checksum {train_sum}"

@@ -421,7 +421,7 @@ def main(args, train=None, test=None, encoder=None):
     optimizer = torch.optim.SGD(trained, args.lr, momentum=args.sgd_momentum, weight_decay=args.weight_decay)
     ddp = in_parallel(args, model)
 
-    # The run's folder: if it holds a last.pt, the run continues from it
+    # The run's folder: if it holds a last.pt, the run continues from it. A new run may begin with --init's weights
     run = common.Run(args, device, train, model.backbone, model=model, optimizer=optimizer)
     chance = math.log(args.queue + 1)  # the loss at equal logits
     kind = "vanilla" if args.vanilla else f"lambda {args.lam:g}, {args.lam_schedule}"

@@ -700,7 +700,7 @@ def main(args, train=None, test=None, encoder=None):
     second_optimizer = torch.optim.SGD(of_encoder, args.lr, momentum=args.sgd_momentum)
     previous_norm = torch.zeros((), device=device)  # of the last step's main gradient
 
-    # The run's folder: if it holds a last.pt, the run continues from it
+    # The run's folder: if it holds a last.pt, the run continues from it. A new run may begin with --init's weights
     parts = dict(model=model, optimizer=optimizer, affinity=affinity, affinity_optimizer=affinity_optimizer)
     parts |= dict(second_optimizer=second_optimizer, previous_norm=previous_norm)
     run = common.Run(args, device, train, model.backbone, **parts)

@@ -640,7 +640,7 @@ def main(args, train=None, test=None, encoder=None):
     optimizer = make_optimizer(args, model)
     ddp = in_parallel(args, model)
 
-    # The run's folder: if it holds a last.pt, the run continues from it
+    # The run's folder: if it holds a last.pt, the run continues from it. A new run may begin with --init's weights
     run = common.Run(args, device, train, model.backbone, model=model, optimizer=optimizer)
     views = f"crop areas {common.shown(args.crop_scale)}, blur {common.shown(args.blur_p)}"
     views += f", {args.local_crops} local crops" if args.local_crops else ""

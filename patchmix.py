@@ -562,7 +562,7 @@ def main(args, train=None, test=None, encoder=None):
     optimizer = torch.optim.AdamW(groups, args.lr, betas=args.betas, fused=True)
     ddp = in_parallel(args, model)
 
-    # The run's folder: if it holds a last.pt, the run continues from it
+    # The run's folder: if it holds a last.pt, the run continues from it. A new run may begin with --init's weights
     run = common.Run(args, device, train, model.momentum_backbone, model=model, optimizer=optimizer)
     chance = chance_level(args, model)
     terms = ", ".join(f"{term} x {model.term_weights[term]:.3g}" for term in model.terms)

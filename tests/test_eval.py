@@ -429,7 +429,7 @@ MISTAKES = [
     ("RUN --dataset folder --data-dir DATA/train", "one folder per class"),
     ("RUN --data-dir NONE", "none does not exist"),
     ("RUN --device cuda", "sees no CUDA device"),
-    ("RUN --image-size 64", "--image-size and --patch-size go without"),
+    ("RUN --image-size 64", "go with --arch"),
 ]
 OF_KNN = [
     ("RUN --k 0", "--k: 0 is not from"),

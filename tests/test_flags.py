@@ -29,7 +29,7 @@ def flags_of(method):
         patch.setattr(common, "parse", catch)
         importlib.import_module(method).parse_args([])
     (parser,) = caught.value.args
-    return {a.dest: a for a in parser._actions if a.dest not in {*common.OPERATING, "dataset", "help"}}
+    return {a.dest: a for a in parser._actions if a.dest not in {*common.OPERATING, "dataset", "init", "help"}}
 
 
 def recipe_of(method, flags):
