@@ -29,6 +29,7 @@ import math
 import multiprocessing
 import operator
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -1673,12 +1674,15 @@ def parse(parser, argv, recipe):
     """Return (args, given): the command line with every value of the recipe, and the names of the flags that it has.
 
     recipe: a function that returns {name: value} for a namespace of what is typed, where the rest has its default or is
-    None. Its values are the defaults of their flags. Exits with an error message on a mistake.
+    None. Its values are the defaults of their flags. But a patch size in timm's name of an encoder comes before the
+    recipe's. Exits with an error message on a mistake.
     """
     plain, missing = parser.parse_args([]), object()
     typed = vars(parser.parse_args(argv, argparse.Namespace(**dict.fromkeys(vars(plain), missing))))
     given = {name: as_tuple(value) for name, value in typed.items() if value is not missing}
     values = recipe(argparse.Namespace(**vars(plain) | given))
+    if named := re.search(r"patch(\d+)", given.get("arch", "")):  # in timm's names
+        values = values | {"patch_size": int(named[1])}
     if "help" in given:
         parser.set_defaults(**{name: shown(value) for name, value in values.items()})
         parser.print_help()
@@ -1985,8 +1989,9 @@ def introduction(args, encoder, train, test, chance, about):
     several_cpus = world > 1 and next(encoder.parameters()).device.type == "cpu"
     all_processes = "each process's own (torch has batch norm over processes on GPUs only)" if several_cpus else "one"
     groups = getattr(args, "bn_groups", None) or all_processes
+    patches = f" in patches of {args.patch_size} px" if is_vit(args.arch) else ""
     return f"""{args.method}, {about}; variant {args.variant}; chance level of the loss {chance:.3f}{share}
-encoder {args.arch}, {size:.2f} M parameters, {args.image_size} px; evaluated: the {args.evaluated} encoder
+encoder {args.arch}, {size:.2f} M parameters, {args.image_size} px{patches}; evaluated: the {args.evaluated} encoder
 data {train.name}: {len(train)} training images ({memory}), {len(test) if test else "no"} test images, \
 {len(train.classes) or "no"} classes; mean {mean}, std {std}
 batch {args.batch_size} over {world} process(es), {args.batch_size // world} each; \
