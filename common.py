@@ -1443,26 +1443,25 @@ def open_encoder(args, module=None):
     """Return (device, the encoder to judge, in evaluation mode, info). Joins torchrun's process group, if any.
 
     module: a user's own encoder. It gets the checkpoint's weights. Without a checkpoint it is judged as it is on the
-    first process. Fills in args.workers and args.bf16. Exits with an error message if flags do not go together, or if
-    the encoder does not take the images' size.
+    first process. With --random-init the encoder is built as the checkpoint says, and its weights are left out.
+    Fills in args.workers and args.bf16. Exits with an error message if flags do not go together, or if the encoder does
+    not take the images' size.
     """
-    given = args.checkpoint is not None or module is not None
-    if args.random_init == given or args.random_init != (args.arch is not None):
-        fail("give a checkpoint, or --arch NAME --random-init")
-    if args.checkpoint and (args.image_size or args.patch_size):
-        fail("--image-size and --patch-size go without a checkpoint, which has its own")
+    if (args.checkpoint is None and module is None) or (args.random_init and module is not None):
+        fail("give RUN, a run's folder; with --random-init its encoder, one of timm's, is judged untrained")
+    if args.checkpoint and args.image_size:
+        fail("--image-size goes without a checkpoint, which has its own")
     device = join_processes(args)
     args.workers = workers_of(args, device)
     if args.checkpoint is None:
-        size = args.image_size or 32
-        patch = args.patch_size or (2 if size <= 32 else 16)
-        info = backbone_info(args.arch, size, patch, method="no run", encoder="given")
-        torch.manual_seed(args.seed)
-        encoder = build_backbone(info) if module is None else module
+        encoder, info = module, backbone_info(None, args.image_size or 32, None, method="no run", encoder="given")
         if rank_and_world()[1] > 1:
             encoder.load_state_dict(from_first(encoder.cpu().state_dict))
     else:
         encoder, info = load_backbone(args.checkpoint, args.encoder, module)
+    if args.random_init:
+        torch.manual_seed(args.seed)
+        encoder, info = build_backbone(info), info | dict(encoder="untrained")
     args.bf16 = use_bf16(args.amp, device, arch_name(info), [info["image_size"]])
     encoder = encoder.eval().to(device)
     output_width(encoder, info["image_size"])  # refuses an encoder of another input size, before long work
@@ -1605,12 +1604,10 @@ def evaluation_parser(script, doc):
     add = parser.add_argument_group("what is judged").add_argument
     add("checkpoint", nargs="?", metavar="RUN", help="a run's folder, a last.pt or a backbone.pt")
     add("--encoder", choices=("query", "momentum"), help="default: the one that the method's authors evaluate")
+    add("--random-init", action="store_true", help="judge the encoder of RUN as it was before training")
     add("--no-floors", action="store_true", help="leave out raw pixels and the untrained encoder")
-    add = parser.add_argument_group("encoder, where there is no RUN").add_argument
-    add("--random-init", action="store_true", help="judge an untrained encoder, --arch")
-    add("--arch", metavar="NAME", help="vit_tiny, resnet18, ..., or any timm model")
-    add("--image-size", type=COUNT, metavar="N", help="side of the images (default: 32)")
-    add("--patch-size", type=COUNT, metavar="N", help="of a ViT (default: 2; above 32 px 16)")
+    add("--image-size", type=COUNT, metavar="N", help="side of the images for an own encoder without RUN (default: 32)")
+    parser.set_defaults(arch=None)
     add = parser.add_argument_group("data").add_argument
     add("--dataset", choices=DATASETS, help="default: what the encoder was trained on, or patterns")
     add("--data-dir", metavar="DIR", help="its folder (default: where the run had it)")

@@ -7,7 +7,7 @@ for two floors: raw pixels, and the same encoder untrained.
     python eval_knn.py runs/patchmix-patterns-vit_micro-s0
     python eval_knn.py RUN/last.pt --encoder query --dataset cifar10 --data-dir DIR
     python eval_knn.py RUN --dump features.npz
-    python eval_knn.py --arch vit_small --random-init --dataset cifar10 --data-dir DIR
+    python eval_knn.py RUN --random-init                                       # its encoder, untrained
     torchrun --nproc_per_node=8 eval_knn.py RUN --data-dir DIR
 
 The encoder computes in bf16 on GPUs that have it (`--amp off`: in float32, with products in TF32). Neighbours are

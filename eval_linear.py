@@ -649,7 +649,7 @@ def name_run(args, encoder, train, test):
     of the encoder's own run, nor of a data set's default folder, the name has a checksum of them, too.
     """
     args = copy.copy(args)
-    source, of_encoder = args.arch or "own", {}
+    source, of_encoder = "own", {}
     if args.checkpoint:
         args.checkpoint = os.path.abspath(args.checkpoint)
         folder = common.run_folder(args.checkpoint).resolve()
