@@ -1674,9 +1674,7 @@ def parse(parser, argv, recipe):
     None. Its values are the defaults of their flags. But a patch size in timm's name of an encoder comes before the
     recipe's. Exits with an error message on a mistake.
     """
-    plain, missing = parser.parse_args([]), object()
-    typed = vars(parser.parse_args(argv, argparse.Namespace(**dict.fromkeys(vars(plain), missing))))
-    given = {name: as_tuple(value) for name, value in typed.items() if value is not missing}
+    plain, given = parser.parse_args([]), typed_values(parser, argv)
     values = recipe(argparse.Namespace(**vars(plain) | given))
     if named := re.search(r"patch(\d+)", given.get("arch", "")):  # in timm's names
         values = values | {"patch_size": int(named[1])}
@@ -1692,6 +1690,13 @@ def parse(parser, argv, recipe):
     args.changes = describe_changes(args, given.keys() & (values.keys() | {"variant"}) - {"arch"} - OPERATING)
     check_flags(args, given)
     return args, set(given)
+
+
+def typed_values(parser, argv):
+    """Return the values that a command line has, {name: value}. Those that have their defaults are left out."""
+    missing = object()
+    found = parser.parse_args(argv, argparse.Namespace(**dict.fromkeys(vars(parser.parse_args([])), missing)))
+    return {name: as_tuple(value) for name, value in vars(found).items() if value is not missing}
 
 
 def as_tuple(value):

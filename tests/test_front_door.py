@@ -7,6 +7,7 @@ from conftest import METHODS
 from tiny import _tiny, run  # noqa: F401
 
 import eval_knn
+import eval_linear
 
 pytestmark = pytest.mark.usefixtures("_tiny")
 
@@ -35,3 +36,19 @@ def test_random_init_is_the_untrained_floor_of_a_run(finished, capsys):
     found = eval_knn.main(eval_knn.parse_args([str(finished), "--device", "cpu"]))
     alone = eval_knn.main(eval_knn.parse_args([str(finished), "--device", "cpu", "--random-init"]))
     assert alone["encoder"] == found["untrained"] and "the untrained encoder" in capsys.readouterr().out
+
+
+def test_a_sweep_of_an_evaluation_has_a_folder_per_value(finished, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    words = [str(finished), "--protocol", "moco", "--epochs", "1", "--batch-size", "32", "--device", "cpu"]
+    for flags in ("--lr 0.1", "--lr 0.2", "--label-fraction 0.5", "--random-init"):
+        eval_linear.main(eval_linear.parse_args([*words, *flags.split()]))
+    names = {path.name.rpartition("-epochs1-")[2] for path in (tmp_path / "runs").iterdir()}
+    assert names == {"lr0.1", "lr0.2", "label_fraction0.5", "random_initTrue"}
+
+
+@pytest.mark.parametrize("rate, warned", [(1e-4, False), (1e4, True)])
+def test_a_diverging_classifier_is_told(finished, tmp_path, capsys, rate, warned):
+    words = f"{finished} --protocol moco --epochs 2 --batch-size 16 --device cpu --out {tmp_path / 'out'} --lr {rate}"
+    eval_linear.main(eval_linear.parse_args(words.split()))
+    assert ("give a lower --lr" in capsys.readouterr().out) == warned
