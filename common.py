@@ -402,6 +402,11 @@ class ImageSet:
         return digest.hexdigest()[:16]
 
 
+def described(images):
+    """Return what lines of text call a set of images: its name and, if there is one, its folder."""
+    return f"{images.name} in {images.root}" if images.root else images.name
+
+
 class OwnImages(ImageSet):
     """A user's own map-style Dataset as an ImageSet. Its items are read when they are asked for, never before.
 
@@ -1527,7 +1532,7 @@ def protocol(args, info, train, test):
     precision = "bf16" if args.bf16 else "float32 with products in TF32" if tf32 else "float32"
     return f"""encoder {arch_name(info)} of {info["method"]}, the {info["encoder"]} encoder, evaluation mode; \
 features: before the projector, after the last norm and pooling; the encoder computes in {precision}
-data {args.dataset}: {len(train)} training and {len(test or ())} test images{classes}; \
+data {described(train)}: {len(train)} training and {len(test or ())} test images{classes}; \
 {"no resize" if same else scale}; mean {tuple(info["mean"])}, std {tuple(info["std"])}"""
 
 
@@ -1861,8 +1866,6 @@ class Run:
             self.names, self.sums, self.steps_counted = [*tensors], torch.zeros_like(values), 0
         self.sums = self.sums + values
         self.steps_counted += 1
-        if step == self.first_step + 1:
-            say(f"step {step}: loss {metrics['loss'].item():.4f}")
         if step % 10 == 0:
             self.check(step)
             pace = (time.perf_counter() - self.began) / (step - self.first_step)  # seconds per step, judging included
@@ -1994,7 +1997,7 @@ def introduction(args, encoder, train, test, chance, about):
     patches = f" in patches of {args.patch_size} px" if is_vit(args.arch) else ""
     return f"""{args.method}, {about}; variant {args.variant}; chance level of the loss {chance:.3f}{share}
 encoder {args.arch}, {size:.2f} M parameters, {args.image_size} px{patches}; evaluated: the {args.evaluated} encoder
-data {train.name}: {len(train)} training images ({memory}), {len(test) if test else "no"} test images, \
+data {described(train)}: {len(train)} training images ({memory}), {len(test) if test else "no"} test images, \
 {len(train.classes) or "no"} classes; mean {mean}, std {std}
 batch {args.batch_size} over {world} process(es), {args.batch_size // world} each; \
 {len(train) // args.batch_size} steps per epoch, {args.epochs} epochs; {precision}; batch-norm groups: {groups}

@@ -98,6 +98,7 @@ def main(args, encoder=None, train=None, test=None):
     train, test = common.open_data(args, info, train, test, labels=not args.dump)
     judged = test is not None and (len(train.classes) > 1 or args.dataset == "own")  # else there is only a dump
     parts = {"train": train} if test is None else {"train": train, "test": test}
+    ks = list(dict.fromkeys(min(k, len(train)) for k in args.k))
     votes = f"kNN: cosine in float32, votes exp(similarity / {args.temperature})"
     lines = f"{common.protocol(args, info, train, test)}\n{votes}"
     common.say(lines)
@@ -115,7 +116,7 @@ def main(args, encoder=None, train=None, test=None):
         if not judged:
             continue
         (train_x, train_y), (test_x, test_y) = encoded["train"], encoded["test"]
-        found = common.knn_judge(train_x.to(device), train_y, test_x.to(device), test_y, args.k, args.temperature)
+        found = common.knn_judge(train_x.to(device), train_y, test_x.to(device), test_y, ks, args.temperature)
         results[name] = {f"knn{k}_top1": percent for k, (percent, _) in found.items()}
         common.say(f"{name:>10}  " + "  ".join(f"k={k} {results[name][f'knn{k}_top1']:.2f} %" for k in found))
     if dist.is_initialized():

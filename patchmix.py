@@ -493,8 +493,8 @@ def check_mixing(args):
         common.fail(f"--patch-size {args.patch_size} must divide the sizes of the views, {common.shown(sizes)}")
     images, patches = args.batch_size // slices, (min(sizes) // args.patch_size) ** 2
     if args.num_mix > min(images, patches):
-        has = f"each of {slices} slices has {images} images, and an image {patches} patches"
-        common.fail(f"--num-mix {args.num_mix} is too large: {has}. Give a smaller one, or a smaller --mix-slices")
+        has = f"each of the batch's {slices} slices has {images} image(s), and an image has {patches} patches"
+        common.fail(f"--num-mix {args.num_mix} is too large: {has}. Give a smaller one, or --mix-slices 1")
     if not common.is_vit(args.arch):
         common.say(f"warning: PatchMix is made for ViTs, whose patches it mixes; {args.arch} has none")
 

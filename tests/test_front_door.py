@@ -4,10 +4,12 @@ import importlib
 
 import pytest
 from conftest import METHODS
-from tiny import _tiny, run  # noqa: F401
+from PIL import Image
+from tiny import _tiny, refused, run  # noqa: F401
 
 import eval_knn
 import eval_linear
+import patchmix
 
 pytestmark = pytest.mark.usefixtures("_tiny")
 
@@ -52,3 +54,22 @@ def test_a_diverging_classifier_is_told(finished, tmp_path, capsys, rate, warned
     words = f"{finished} --protocol moco --epochs 2 --batch-size 16 --device cpu --out {tmp_path / 'out'} --lr {rate}"
     eval_linear.main(eval_linear.parse_args(words.split()))
     assert ("give a lower --lr" in capsys.readouterr().out) == warned
+
+
+def test_messages_name_what_was_used(finished, tmp_path, capsys):
+    eval_knn.main(eval_knn.parse_args([*f"{finished} --k 100000 --no-floors --device cpu".split()]))
+    assert "k=68 " in capsys.readouterr().out
+    for part in ("train/a", "train/b", "val/a", "val/b"):
+        (tmp_path / part).mkdir(parents=True)
+        Image.new("RGB", (16, 16)).save(tmp_path / part / "x.png")
+    words = [str(finished), "--data-dir", str(tmp_path), "--no-floors", "--device", "cpu"]
+    eval_knn.main(eval_knn.parse_args(words))
+    assert f"data patterns in {tmp_path}: 2 training" in capsys.readouterr().out
+    line = refused(capsys, patchmix.parse_args, "--dataset imagenet --batch-size 8 --arch vit_micro".split())
+    assert "8 slices has 1 image(s)" in line and "--mix-slices 1" in line
+
+
+def test_a_run_that_has_made_its_steps_says_how_to_go_on(tmp_path):
+    for steps in (3, 3, 1):
+        said = run("jcl", tmp_path, "--max-steps", steps)
+        assert "stopped at step 3 of 8: give a larger --max-steps, or none" in said and "same command" not in said
