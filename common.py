@@ -461,6 +461,11 @@ class BadImage(Exception):
     """An image that cannot be used. The message is one line, names it and says why."""
 
 
+def fail_at_image(error):
+    """Exit with an error message about an image that cannot be used."""
+    fail(f"{error}. A training script with --check-images lists all such images")
+
+
 @contextlib.contextmanager
 def named(where):
     """Inside, every error becomes a BadImage that says where it happened, in the error's own words."""
@@ -636,7 +641,9 @@ def read_folder(name, root, part="", cache=True, unlabeled=False):
         images = ImageSet(name, labels, classes, None, paths, root)
         if cache and max(images[0].shape) <= 96:
             images.array = decode_all(images)
-    except (BadImage, OSError) as error:
+    except BadImage as error:
+        fail_at_image(error)
+    except OSError as error:
         fail(str(error))
     return images
 
@@ -711,8 +718,44 @@ def own_images(train, test, workers=0):
             for images in (train,) if test is None else (train, test):
                 images[0]
         except BadImage as error:
-            fail(str(error))
+            fail_at_image(error)
     return train, test
+
+
+class Problems(Dataset):
+    """What is wrong with each image of a set, as text. It is empty if the image can be used."""
+
+    def __init__(self, images):
+        self.images = images
+
+    def __len__(self):
+        return len(self.images)
+
+    def __getitem__(self, i):
+        try:
+            self.images.item(i)
+        except BadImage as error:
+            return str(error)
+        return ""
+
+
+def check_images(sets):
+    """Read every image of some ImageSets once, on all cores. List what cannot be used, and end the program."""
+    if rank_and_world()[1] > 1:
+        fail("--check-images takes all cores by itself: start one process, without torchrun")
+    workers = len(os.sched_getaffinity(0)) if sys.platform == "linux" else 0
+    done, bad, total = 0, 0, sum(map(len, sets))
+    for images in sets:
+        for batch in Loader(Problems(images), torch.device("cpu"), workers, batch_size=64, collate_fn=list):
+            found = [problem for problem in batch if problem]
+            done, bad = done + len(batch), bad + len(found)
+            for problem in found:
+                say(problem)
+            progress(f"checking images: {done} of {total}, {bad} cannot be used")
+    if bad:
+        fail(f"{bad} of {total} images cannot be used. Mend or remove them; a run with other images begins anew")
+    say(f"all {total} images can be used")
+    raise SystemExit(0)
 
 
 def open_images(args, train=None, test=None):
@@ -723,9 +766,11 @@ def open_images(args, train=None, test=None):
     if train is not None or test is not None:
         train, test = own_images(train, test, args.workers)
     else:
-        options = dict(size=args.image_size, cache=not args.no_cache)
+        options = dict(size=args.image_size, cache=not (args.no_cache or args.check_images))
         train = load_images(args.dataset, args.data_dir, True, unlabeled=True, **options)
         test = load_images(args.dataset, args.data_dir, False, **options) if len(train.classes) > 1 else None
+    if args.check_images:
+        check_images([train] if test is None else [train, test])
     if len(train) < args.batch_size:
         fail(f"{len(train)} images are fewer than one batch: give --batch-size {len(train)} or less")
     return train, test
@@ -959,7 +1004,7 @@ class Loader(DataLoader):
                 yield batch
                 asked = time.perf_counter()
         except BadImage as error:  # from a worker, with its traceback before the message
-            fail(str(error).strip().splitlines()[-1].removeprefix("common.BadImage: "))
+            fail_at_image(str(error).strip().splitlines()[-1].removeprefix("common.BadImage: "))
 
 
 def make_loader(args, images, views, device, draw=None, extra_draws=0):
@@ -1570,7 +1615,8 @@ COUNT_OR_AUTO, POSITIVE_OR_AUTO, WORKERS = auto_or(COUNT), auto_or(POSITIVE), nu
 # What may differ between two calls of one run; an evaluation's, too.
 OPERATING = {
     *("out", "resume", "max_steps", "save_every", "keep_every", "knn_every", "eval_every", "device", "amp", "compile"),
-    *("grad_checkpoint", "workers", "tensorboard", "show_views", "data_dir", "no_cache", "changes", "name", "typed"),
+    *("grad_checkpoint", "workers", "tensorboard", "show_views", "check_images", "data_dir", "no_cache"),
+    *("changes", "name"),
 }
 
 
@@ -1668,6 +1714,7 @@ def run_parser(script, doc, evaluated="query"):
     add("--workers", type=WORKERS, metavar="N", help="processes that load images, per training process")
     add("--tensorboard", action="store_true", help="also write the metrics for TensorBoard")
     add("--show-views", metavar="PNG", help="write a picture of the network's inputs, and exit")
+    add("--check-images", action="store_true", help="read every image once, list all that cannot be used, and exit")
     add("-h", "--help", action="store_true", help="show this and exit")
     return parser
 
@@ -1813,7 +1860,7 @@ class Run:
                 counts = f"{state['images']['number']} images, now {self.images['number']}"
                 fail(
                     f"{checkpoint} was trained on other images ({counts}, or other files): "
-                    "give each data set, and each fold of a cross-validation, an --out of its own"
+                    "with these the run begins anew. Give each data set, or fold of a cross-validation, its own --out"
                 )
             for name, part in self.parts.items():
                 part.copy_(state[name]) if torch.is_tensor(part) else part.load_state_dict(state[name])
