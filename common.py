@@ -30,6 +30,7 @@ import multiprocessing
 import operator
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -2093,9 +2094,11 @@ def write_whole(path, write):
             os.fsync(file.fileno())
         os.replace(temporary, path)
     except (OSError, RuntimeError) as error:  # torch's writer turns one into the other
+        free = ""
         with contextlib.suppress(OSError):
+            free = f"; free on its disk: {shutil.disk_usage(path.parent).free / 2**20:.0f} MiB"
             temporary.unlink()
-        fail(f"cannot write {path} ({error}): nothing that was there is lost; the same command goes on from it")
+        fail(f"cannot write {path} ({error}{free}): nothing that was there is lost; the same command goes on from it")
     with contextlib.suppress(OSError):  # the new name, too, has to reach the disk, where a folder can be synced
         folder = os.open(path.parent, os.O_RDONLY)
         os.fsync(folder)

@@ -1,12 +1,17 @@
 """What a new user meets: defaults that suit, and messages that say what is and what to do."""
 
 import importlib
+import re
+import sys
 
+import figures
 import pytest
+import torch
 from conftest import METHODS
 from PIL import Image
 from tiny import FLAGS, _tiny, refused, run  # noqa: F401
 
+import common
 import eval_knn
 import eval_linear
 import patchmix
@@ -92,3 +97,17 @@ def test_check_images_lists_all_that_cannot_be_used(method, tmp_path, capsys):
     said = capsys.readouterr()
     assert said.out.count("cannot read the image") == 2 and "2 of 20 images" in said.err
     assert not (tmp_path / "out").exists()
+
+
+def test_a_full_disk_is_told_with_its_free_space(tmp_path, capsys, monkeypatch):
+    def full(state, path):
+        raise RuntimeError("unexpected pos")  # torch's words
+
+    monkeypatch.setattr(torch, "save", full)
+    assert re.search(r"free on its disk: \d+ MiB", refused(capsys, common.save_checkpoint, tmp_path / "a.pt", {}))
+
+
+def test_pictures_without_matplotlib_are_one_line(tmp_path, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    monkeypatch.delitem(sys.modules, "explain", raising=False)
+    assert "pip install matplotlib" in refused(capsys, figures.main, ["explain", str(tmp_path)])
