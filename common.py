@@ -1826,6 +1826,7 @@ class Run:
         self.args, self.device, self.encoder, self.parts, self.out = args, device, encoder, parts, Path(args.out)
         self.config = json.loads(json.dumps(vars(args)))
         self.images = {"number": len(images), "checksum": images.checksum()}
+        self.has_labels = len(images.classes) > 1
         self.is_demo = encoder is not None and images.name == "patterns" and args.data_dir is None  # not an evaluation
         self.steps_per_epoch = len(images) // args.batch_size
         self.total_steps = args.epochs * self.steps_per_epoch
@@ -2010,8 +2011,10 @@ class Run:
             last = last_record(self.out)
             shown_values = ", ".join(f"{k} {shown(v)}" for k, v in last.items() if k in SHOWN or k.endswith("_top1"))
             say(f"{self.out} is finished already. Its last epoch: {shown_values}")
-        elif (self.out / "backbone.pt").exists():
-            say(f"finished. Judge it, with labels: python eval_knn.py {self.out}; python eval_linear.py {self.out}")
+        elif self.encoder is not None:
+            more = "" if self.has_labels else " --data-dir DIR"
+            on = "" if self.has_labels else " on labelled images, DIR/train/ and DIR/test/ with one folder per class"
+            say(f"finished. Judge it{on}: python eval_knn.py {self.out}{more}; python eval_linear.py {self.out}{more}")
         self.say_demo()
         if dist.is_initialized():
             dist.destroy_process_group()

@@ -136,7 +136,7 @@ def recipe(chosen):
     """The hyper-parameters {name: value} of a namespace with dataset, arch, variant, base, pairs and affinity_form."""
     on_simsiam = chosen.base == "simsiam"
     values = dict(SIMSIAM_RECIPES[chosen.dataset] if on_simsiam else RECIPES[chosen.dataset])
-    if chosen.arch in ("resnet_micro", "resnet_mini") and chosen.dataset in ("cifar10", "cifar100", "stl10"):
+    if chosen.arch in ("resnet_micro", "resnet_mini") and chosen.dataset in ("cifar10", "cifar100", "stl10", "folder"):
         values |= SMALL_SIMSIAM if on_simsiam else SMALL_MOCO
     if chosen.pairs == "all":
         values |= ALL_PAIRS

@@ -136,7 +136,7 @@ def recipe(chosen):
     values = dict(RECIPES[chosen.dataset])
     small = chosen.dataset in ("cifar10", "cifar100", "stl10")
     large = chosen.dataset in ("imagenet100", "imagenet", "folder")
-    if chosen.arch in ("resnet_micro", "resnet_mini") and small:
+    if chosen.arch in ("resnet_micro", "resnet_mini") and (small or chosen.dataset == "folder"):
         values |= SMALL_ENCODERS
     if chosen.moco == "v1":
         values |= V1_IMAGENET if large else V1

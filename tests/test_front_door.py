@@ -111,3 +111,22 @@ def test_pictures_without_matplotlib_are_one_line(tmp_path, capsys, monkeypatch)
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     monkeypatch.delitem(sys.modules, "explain", raising=False)
     assert "pip install matplotlib" in refused(capsys, figures.main, ["explain", str(tmp_path)])
+
+
+@pytest.mark.parametrize("method", [method for method in METHODS if method != "patchmix"])
+def test_small_encoders_have_their_recipe_on_folders(method):
+    module = importlib.import_module(method)
+    small, large = (
+        vars(module.parse_args(["--dataset", "folder", "--arch", arch])) for arch in ("resnet_mini", "resnet18")
+    )
+    expected = module.SMALL_MOCO if method == "logo" else module.SMALL_ENCODERS
+    assert expected.items() <= small.items() and small["momentum"] != large["momentum"]
+    assert small.get("queue") == large.get("queue") == "auto"
+
+
+def test_a_run_without_labels_says_how_to_find_out(tmp_path):
+    for i in range(20):
+        Image.new("RGB", (16, 16), (i, 0, 0)).save(tmp_path / f"{i:02}.png")
+    flags = "--dataset folder --arch resnet_micro --epochs 1 --queue 16 --bn-groups 2".split()
+    said = run("jcl", tmp_path / "out", *flags, "--data-dir", tmp_path)
+    assert "Judge it on labelled images" in said and f"eval_knn.py {tmp_path / 'out'} --data-dir DIR" in said
