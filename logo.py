@@ -162,7 +162,7 @@ def affinity_loss(affinity, local1, local2, noise=None, form="logistic", batch="
     affinity: maps two (N, C) to scores (N,). local1, local2: (N, C), L2-normalised. noise: (2, N, C), added to the
     positives, or None. With batch "joint" the negatives are made of the same noisy locals, so that the two kinds differ
     in nothing but who is paired with whom. Gradients reach the affinity only. Raises ValueError for other shapes and
-    words.
+    words. It calls `check_locals` and `score_pairs`: copy these, too.
     """
     if form not in ("logistic", "linear"):
         raise ValueError(f"form is 'logistic' or 'linear', not {form!r}")

@@ -189,7 +189,8 @@ def joint_from_uniform(u, v, low, high, beta, offset=0.0):
 def sample_joint(n, low, high, beta, generator=None, offset=0.0):
     """n pairs of Algorithm 1: two (n,) float64 tensors in [low, high]. They are areas (J-Crop) or sigmas (J-Blur).
 
-    generator: a torch.Generator on the CPU, or None for the global one. The rest is as in `joint_from_uniform`.
+    generator: a torch.Generator on the CPU, or None for the global one. The rest is as in `joint_from_uniform`, which
+    it calls: copy both.
     """
     u, v = torch.rand(2, n, dtype=torch.float64, generator=generator)
     return joint_from_uniform(u, v, low, high, beta, offset)
