@@ -138,6 +138,10 @@ def recipe(chosen):
     values = dict(SIMSIAM_RECIPES[chosen.dataset] if on_simsiam else RECIPES[chosen.dataset])
     if chosen.arch in ("resnet_micro", "resnet_mini") and chosen.dataset in ("cifar10", "cifar100", "stl10", "folder"):
         values |= SMALL_SIMSIAM if on_simsiam else SMALL_MOCO
+        if chosen.dataset == "folder":
+            values["local_size"] = (
+                chosen.image_size or values["image_size"]
+            ) // 2  # ours: as in the recipe of patterns
     if chosen.pairs == "all":
         values |= ALL_PAIRS
     if chosen.variant == "paper":
