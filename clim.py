@@ -132,7 +132,7 @@ def recipe(chosen):
     None.
     """
     values = dict(RECIPES[chosen.dataset])
-    if chosen.arch in ("resnet_micro", "resnet_mini") and chosen.dataset in ("cifar10", "cifar100", "stl10"):
+    if chosen.arch in ("resnet_micro", "resnet_mini") and chosen.dataset in ("cifar10", "cifar100", "stl10", "folder"):
         values |= SMALL_ENCODERS
     if chosen.selection == "knn":
         values |= KNN

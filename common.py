@@ -29,6 +29,8 @@ import math
 import multiprocessing
 import operator
 import os
+import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -402,6 +404,11 @@ class ImageSet:
         return digest.hexdigest()[:16]
 
 
+def described(images):
+    """Return what lines of text call a set of images: its name and, if there is one, its folder."""
+    return f"{images.name} in {images.root}" if images.root else images.name
+
+
 class OwnImages(ImageSet):
     """A user's own map-style Dataset as an ImageSet. Its items are read when they are asked for, never before.
 
@@ -454,6 +461,11 @@ class OwnImages(ImageSet):
 
 class BadImage(Exception):
     """An image that cannot be used. The message is one line, names it and says why."""
+
+
+def fail_at_image(error):
+    """Exit with an error message about an image that cannot be used."""
+    fail(f"{error}. A training script with --check-images lists all such images")
 
 
 @contextlib.contextmanager
@@ -631,7 +643,9 @@ def read_folder(name, root, part="", cache=True, unlabeled=False):
         images = ImageSet(name, labels, classes, None, paths, root)
         if cache and max(images[0].shape) <= 96:
             images.array = decode_all(images)
-    except (BadImage, OSError) as error:
+    except BadImage as error:
+        fail_at_image(error)
+    except OSError as error:
         fail(str(error))
     return images
 
@@ -706,8 +720,44 @@ def own_images(train, test, workers=0):
             for images in (train,) if test is None else (train, test):
                 images[0]
         except BadImage as error:
-            fail(str(error))
+            fail_at_image(error)
     return train, test
+
+
+class Problems(Dataset):
+    """What is wrong with each image of a set, as text. It is empty if the image can be used."""
+
+    def __init__(self, images):
+        self.images = images
+
+    def __len__(self):
+        return len(self.images)
+
+    def __getitem__(self, i):
+        try:
+            self.images.item(i)
+        except BadImage as error:
+            return str(error)
+        return ""
+
+
+def check_images(sets):
+    """Read every image of some ImageSets once, on all cores. List what cannot be used, and end the program."""
+    if rank_and_world()[1] > 1:
+        fail("--check-images takes all cores by itself: start one process, without torchrun")
+    workers = len(os.sched_getaffinity(0)) if sys.platform == "linux" else 0
+    done, bad, total = 0, 0, sum(map(len, sets))
+    for images in sets:
+        for batch in Loader(Problems(images), torch.device("cpu"), workers, batch_size=64, collate_fn=list):
+            found = [problem for problem in batch if problem]
+            done, bad = done + len(batch), bad + len(found)
+            for problem in found:
+                say(problem)
+            progress(f"checking images: {done} of {total}, {bad} cannot be used")
+    if bad:
+        fail(f"{bad} of {total} images cannot be used. Mend or remove them; a run with other images begins anew")
+    say(f"all {total} images can be used")
+    raise SystemExit(0)
 
 
 def open_images(args, train=None, test=None):
@@ -718,9 +768,11 @@ def open_images(args, train=None, test=None):
     if train is not None or test is not None:
         train, test = own_images(train, test, args.workers)
     else:
-        options = dict(size=args.image_size, cache=not args.no_cache)
+        options = dict(size=args.image_size, cache=not (args.no_cache or args.check_images))
         train = load_images(args.dataset, args.data_dir, True, unlabeled=True, **options)
         test = load_images(args.dataset, args.data_dir, False, **options) if len(train.classes) > 1 else None
+    if args.check_images:
+        check_images([train] if test is None else [train, test])
     if len(train) < args.batch_size:
         fail(f"{len(train)} images are fewer than one batch: give --batch-size {len(train)} or less")
     return train, test
@@ -954,7 +1006,7 @@ class Loader(DataLoader):
                 yield batch
                 asked = time.perf_counter()
         except BadImage as error:  # from a worker, with its traceback before the message
-            fail(str(error).strip().splitlines()[-1].removeprefix("common.BadImage: "))
+            fail_at_image(str(error).strip().splitlines()[-1].removeprefix("common.BadImage: "))
 
 
 def make_loader(args, images, views, device, draw=None, extra_draws=0):
@@ -1325,6 +1377,12 @@ def is_vit(arch):
     return arch.startswith(("vit_", "deit"))
 
 
+def named_patch(arch):
+    """Return the patch size that timm's name of an encoder tells, or None."""
+    found = re.search(r"patch(\d+)", arch or "")
+    return int(found[1]) if found else None
+
+
 def backbone_info(arch, image_size, patch_size, norm="imagenet", interpolation="bilinear", num_heads=None, **more):
     """What backbone.pt says of an encoder besides its weights: how timm builds it, and what its images are like.
 
@@ -1543,29 +1601,29 @@ def open_encoder(args, module=None):
     """Return (device, the encoder to judge, in evaluation mode, info). Joins torchrun's process group, if any.
 
     module: a user's own encoder. It gets the checkpoint's weights. Without a checkpoint it is judged as it is on the
-    first process. Fills in args.workers and args.bf16. Exits with an error message if flags do not go together, or if
-    the encoder does not take the images' size.
+    first process. With --random-init the encoder is built as the checkpoint says, and its weights are left out.
+    Fills in args.workers and args.bf16. Exits with an error message if flags do not go together, or if the encoder does
+    not take the images' size.
     """
-    given = args.checkpoint is not None or module is not None
-    if args.random_init == given or args.random_init != (args.arch is not None and args.checkpoint is None):
-        fail("give a checkpoint, or --arch NAME --random-init")
-    own = args.checkpoint and not args.arch
-    if own and any((args.image_size, args.patch_size, args.num_heads, args.norm, args.prefix)):
+    if (args.checkpoint is None and module is None) or (args.random_init and module is not None):
+        fail("give RUN, a run's folder; with --random-init its encoder, one of timm's, is judged untrained")
+    of_others = args.patch_size, args.num_heads, args.norm, args.prefix
+    if not args.arch and (any(of_others) or (args.checkpoint and args.image_size)):
         fail("--image-size, --patch-size, --num-heads, --norm, --prefix go with --arch; a run says its own")
     device = join_processes(args)
     args.workers = workers_of(args, device)
-    size = args.image_size or (32 if args.checkpoint is None else 224)
-    like = dict(image_size=size, patch_size=args.patch_size or (2 if size <= 32 else 16))
-    like |= dict(norm=args.norm or "imagenet", num_heads=args.num_heads)
     if args.checkpoint is None:
-        info = backbone_info(args.arch, **like, method="no run", encoder="given")
-        torch.manual_seed(args.seed)
-        encoder = build_backbone(info) if module is None else module
+        encoder, info = module, backbone_info(None, args.image_size or 32, None, method="no run", encoder="given")
         if rank_and_world()[1] > 1:
             encoder.load_state_dict(from_first(encoder.cpu().state_dict))
     else:
-        published = dict(like, arch=args.arch, prefix=args.prefix) if args.arch else {}
-        encoder, info = load_backbone(args.checkpoint, args.encoder, module, **published)
+        patch_size = args.patch_size or named_patch(args.arch) or 16
+        published = dict(arch=args.arch, image_size=args.image_size or 224, patch_size=patch_size)
+        published |= dict(norm=args.norm or "imagenet", num_heads=args.num_heads, prefix=args.prefix)
+        encoder, info = load_backbone(args.checkpoint, args.encoder, module, **(published if args.arch else {}))
+    if args.random_init:
+        torch.manual_seed(args.seed)
+        encoder, info = build_backbone(info), info | dict(encoder="untrained")
     args.bf16 = use_bf16(args.amp, device, arch_name(info), [info["image_size"]])
     encoder = encoder.eval().to(device)
     output_width(encoder, info["image_size"])  # refuses an encoder of another input size, before long work
@@ -1631,7 +1689,7 @@ def protocol(args, info, train, test):
     precision = "bf16" if args.bf16 else "float32 with products in TF32" if tf32 else "float32"
     return f"""encoder {arch_name(info)} of {info["method"]}, the {info["encoder"]} encoder, evaluation mode; \
 features: before the projector, after the last norm and pooling; the encoder computes in {precision}
-data {args.dataset}: {len(train)} training and {len(test or ())} test images{classes}; \
+data {described(train)}: {len(train)} training and {len(test or ())} test images{classes}; \
 {"no resize" if same else scale}; mean {tuple(info["mean"])}, std {tuple(info["std"])}"""
 
 
@@ -1669,7 +1727,8 @@ COUNT_OR_AUTO, POSITIVE_OR_AUTO, WORKERS = auto_or(COUNT), auto_or(POSITIVE), nu
 # What may differ between two calls of one run; an evaluation's, too.
 OPERATING = {
     *("out", "resume", "max_steps", "save_every", "keep_every", "knn_every", "eval_every", "device", "amp", "compile"),
-    *("grad_checkpoint", "workers", "tensorboard", "show_views", "data_dir", "no_cache", "changes", "name", "typed"),
+    *("grad_checkpoint", "workers", "tensorboard", "show_views", "check_images", "data_dir", "no_cache"),
+    *("changes", "name"),
 }
 
 
@@ -1708,12 +1767,12 @@ def evaluation_parser(script, doc):
     add = parser.add_argument_group("what is judged").add_argument
     add("checkpoint", nargs="?", metavar="RUN", help="a run's folder, last.pt or backbone.pt; or others' FILE")
     add("--encoder", choices=("query", "momentum"), help="default: the one that the method's authors evaluate")
+    add("--random-init", action="store_true", help="judge the encoder of RUN as it was before training")
     add("--no-floors", action="store_true", help="leave out raw pixels and the untrained encoder")
-    add = parser.add_argument_group("encoder, of a FILE of others or untrained").add_argument
-    add("--random-init", action="store_true", help="judge an untrained encoder, --arch")
+    add = parser.add_argument_group("encoder, of a FILE of others").add_argument
     add("--arch", metavar="NAME", help="vit_tiny, resnet18, ..., or any timm model")
-    add("--image-size", type=COUNT, metavar="N", help="side of the images (default: 224; untrained 32)")
-    add("--patch-size", type=COUNT, metavar="N", help="of a ViT (default: 2; above 32 px 16)")
+    add("--image-size", type=COUNT, metavar="N", help="side of the images (default: 224; of an own encoder 32)")
+    add("--patch-size", type=COUNT, metavar="N", help="of a ViT (default: as in its name, or 16)")
     add("--num-heads", type=COUNT, metavar="N", help="of a ViT (default: timm's number)")
     add("--norm", choices=NORMS, help="whose mean and standard deviation normalise the images (default: imagenet)")
     add("--prefix", metavar="P", help="which encoder of a FILE: the end of what stands before its names")
@@ -1773,6 +1832,7 @@ def run_parser(script, doc, evaluated="query"):
     add("--workers", type=WORKERS, metavar="N", help="processes that load images, per training process")
     add("--tensorboard", action="store_true", help="also write the metrics for TensorBoard")
     add("--show-views", metavar="PNG", help="write a picture of the network's inputs, and exit")
+    add("--check-images", action="store_true", help="read every image once, list all that cannot be used, and exit")
     add("-h", "--help", action="store_true", help="show this and exit")
     return parser
 
@@ -1781,12 +1841,13 @@ def parse(parser, argv, recipe):
     """Return (args, given): the command line with every value of the recipe, and the names of the flags that it has.
 
     recipe: a function that returns {name: value} for a namespace of what is typed, where the rest has its default or is
-    None. Its values are the defaults of their flags. Exits with an error message on a mistake.
+    None. Its values are the defaults of their flags. But a patch size in timm's name of an encoder comes before the
+    recipe's. Exits with an error message on a mistake.
     """
-    plain, missing = parser.parse_args([]), object()
-    typed = vars(parser.parse_args(argv, argparse.Namespace(**dict.fromkeys(vars(plain), missing))))
-    given = {name: as_tuple(value) for name, value in typed.items() if value is not missing}
+    plain, given = parser.parse_args([]), typed_values(parser, argv)
     values = recipe(argparse.Namespace(**vars(plain) | given))
+    if patch_size := named_patch(given.get("arch")):
+        values = values | {"patch_size": patch_size}
     if "help" in given:
         parser.set_defaults(**{name: shown(value) for name, value in values.items()})
         parser.print_help()
@@ -1799,6 +1860,13 @@ def parse(parser, argv, recipe):
     args.changes = describe_changes(args, given.keys() & (values.keys() | {"variant", "init"}) - {"arch"} - OPERATING)
     check_flags(args, given)
     return args, set(given)
+
+
+def typed_values(parser, argv):
+    """Return the values that a command line has, {name: value}. Those that have their defaults are left out."""
+    missing = object()
+    found = parser.parse_args(argv, argparse.Namespace(**dict.fromkeys(vars(parser.parse_args([])), missing)))
+    return {name: as_tuple(value) for name, value in vars(found).items() if value is not missing}
 
 
 def as_tuple(value):
@@ -1878,6 +1946,7 @@ class Run:
         self.args, self.device, self.encoder, self.parts, self.out = args, device, encoder, parts, Path(args.out)
         self.config = json.loads(json.dumps(vars(args)))
         self.images = {"number": len(images), "checksum": images.checksum()}
+        self.has_labels = len(images.classes) > 1
         self.is_demo = encoder is not None and images.name == "patterns" and args.data_dir is None  # not an evaluation
         self.steps_per_epoch = len(images) // args.batch_size
         self.total_steps = args.epochs * self.steps_per_epoch
@@ -1918,7 +1987,7 @@ class Run:
                 counts = f"{state['images']['number']} images, now {self.images['number']}"
                 fail(
                     f"{checkpoint} was trained on other images ({counts}, or other files): "
-                    "give each data set, and each fold of a cross-validation, an --out of its own"
+                    "with these the run begins anew. Give each data set, or fold of a cross-validation, its own --out"
                 )
             for name, part in self.parts.items():
                 part.copy_(state[name]) if torch.is_tensor(part) else part.load_state_dict(state[name])
@@ -1971,8 +2040,6 @@ class Run:
             self.names, self.sums, self.steps_counted = [*tensors], torch.zeros_like(values), 0
         self.sums = self.sums + values
         self.steps_counted += 1
-        if step == self.first_step + 1:
-            say(f"step {step}: loss {metrics['loss'].item():.4f}")
         if step % 10 == 0:
             self.check(step)
             pace = (time.perf_counter() - self.began) / (step - self.first_step)  # seconds per step, judging included
@@ -2069,8 +2136,10 @@ class Run:
             last = last_record(self.out)
             shown_values = ", ".join(f"{k} {shown(v)}" for k, v in last.items() if k in SHOWN or k.endswith("_top1"))
             say(f"{self.out} is finished already. Its last epoch: {shown_values}")
-        elif (self.out / "backbone.pt").exists():
-            say(f"finished. Judge it, with labels: python eval_knn.py {self.out}; python eval_linear.py {self.out}")
+        elif self.encoder is not None:
+            more = "" if self.has_labels else " --data-dir DIR"
+            on = "" if self.has_labels else " on labelled images, DIR/train/ and DIR/test/ with one folder per class"
+            say(f"finished. Judge it{on}: python eval_knn.py {self.out}{more}; python eval_linear.py {self.out}{more}")
         self.say_demo()
         if dist.is_initialized():
             dist.destroy_process_group()
@@ -2104,9 +2173,10 @@ def introduction(args, encoder, train, test, chance, about):
     start = f"; starts from {args.init}" if args.init else ""
     if "." in args.arch and not args.init:
         start = "; starts untrained, not from the weights that its tag names: --init FILE takes such"
+    size_of_views = f"{args.image_size} px" + (f" in patches of {args.patch_size} px" if is_vit(args.arch) else "")
     return f"""{args.method}, {about}; variant {args.variant}; chance level of the loss {chance:.3f}{share}
-encoder {args.arch}, {size:.2f} M parameters, {args.image_size} px; evaluated: the {args.evaluated} encoder{start}
-data {train.name}: {len(train)} training images ({memory}), {len(test) if test else "no"} test images, \
+encoder {args.arch}, {size:.2f} M parameters, {size_of_views}; evaluated: the {args.evaluated} encoder{start}
+data {described(train)}: {len(train)} training images ({memory}), {len(test) if test else "no"} test images, \
 {len(train.classes) or "no"} classes; mean {mean}, std {std}
 batch {args.batch_size} over {world} process(es), {args.batch_size // world} each; \
 {len(train) // args.batch_size} steps per epoch, {args.epochs} epochs; {precision}; batch-norm groups: {groups}
@@ -2155,9 +2225,11 @@ def write_whole(path, write):
             os.fsync(file.fileno())
         os.replace(temporary, path)
     except (OSError, RuntimeError) as error:  # torch's writer turns one into the other
+        free = ""
         with contextlib.suppress(OSError):
+            free = f"; free on its disk: {shutil.disk_usage(path.parent).free / 2**20:.0f} MiB"
             temporary.unlink()
-        fail(f"cannot write {path} ({error}): nothing that was there is lost; the same command goes on from it")
+        fail(f"cannot write {path} ({error}{free}): nothing that was there is lost; the same command goes on from it")
     with contextlib.suppress(OSError):  # the new name, too, has to reach the disk, where a folder can be synced
         folder = os.open(path.parent, os.O_RDONLY)
         os.fsync(folder)

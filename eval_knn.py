@@ -7,8 +7,8 @@ for two floors: raw pixels, and the same encoder untrained.
     python eval_knn.py runs/patchmix-patterns-vit_micro-s0
     python eval_knn.py RUN/last.pt --encoder query --dataset cifar10 --data-dir DIR
     python eval_knn.py RUN --dump features.npz
-    python eval_knn.py FILE --arch resnet50 --dataset imagenet --data-dir DIR    # a checkpoint of others
-    python eval_knn.py --arch vit_small --random-init --dataset cifar10 --data-dir DIR
+    python eval_knn.py RUN --random-init                                       # its encoder, untrained
+    python eval_knn.py FILE --arch resnet50 --dataset imagenet --data-dir DIR  # a checkpoint of others
     torchrun --nproc_per_node=8 eval_knn.py RUN --data-dir DIR
 
 The encoder computes in bf16 on GPUs that have it (`--amp off`: in float32, with products in TF32). Neighbours are
@@ -99,6 +99,7 @@ def main(args, encoder=None, train=None, test=None):
     train, test = common.open_data(args, info, train, test, labels=not args.dump)
     judged = test is not None and (len(train.classes) > 1 or args.dataset == "own")  # else there is only a dump
     parts = {"train": train} if test is None else {"train": train, "test": test}
+    ks = list(dict.fromkeys(min(k, len(train)) for k in args.k))
     votes = f"kNN: cosine in float32, votes exp(similarity / {args.temperature})"
     lines = f"{common.protocol(args, info, train, test)}\n{votes}"
     common.say(lines)
@@ -116,7 +117,7 @@ def main(args, encoder=None, train=None, test=None):
         if not judged:
             continue
         (train_x, train_y), (test_x, test_y) = encoded["train"], encoded["test"]
-        found = common.knn_judge(train_x.to(device), train_y, test_x.to(device), test_y, args.k, args.temperature)
+        found = common.knn_judge(train_x.to(device), train_y, test_x.to(device), test_y, ks, args.temperature)
         results[name] = {f"knn{k}_top1": percent for k, (percent, _) in found.items()}
         common.say(f"{name:>10}  " + "  ".join(f"k={k} {results[name][f'knn{k}_top1']:.2f} %" for k in found))
     if dist.is_initialized():

@@ -122,7 +122,7 @@ def parse_args(argv=None):
     """Return the command line as a namespace. Exits with an error message on a mistake.
 
     argv: a list of words; sys.argv's if None. Values of a recipe that are not given are None until `resolve`. Added is
-    `mode`: probe, lbfgs, linear or finetune.
+    `mode`: probe, lbfgs, linear or finetune; and `changes`, the typed values as the name of a run's folder has them.
     """
     parser = common.evaluation_parser("eval_linear.py", __doc__)
     group = parser.add_argument_group("protocol")
@@ -189,6 +189,8 @@ def parse_args(argv=None):
         common.fail("--solver lbfgs is for features that are computed once: leave out --finetune and --protocol")
     if args.finetune and args.protocol not in (None, "patchmix", "clim"):
         common.fail(f"--finetune goes with --protocol patchmix or clim, not {args.protocol}")
+    in_name = {*VALUES, "encoder", "random_init", "label_fraction", "label_files"}
+    args.changes = common.describe_changes(args, in_name & common.typed_values(parser, argv).keys())
     return args
 
 
@@ -651,7 +653,7 @@ def name_run(args, encoder, train, test):
     of the encoder's own run, nor of a data set's default folder, the name has a checksum of them, too.
     """
     args = copy.copy(args)
-    source, of_encoder = args.arch or "own", {}
+    source, of_encoder = "own", {}
     if args.checkpoint:
         args.checkpoint = os.path.abspath(args.checkpoint)
         folder = common.run_folder(args.checkpoint).resolve()
@@ -663,11 +665,7 @@ def name_run(args, encoder, train, test):
     args.train_images = f"{len(train)} with checksum {train_sum}"
     args.test_images = f"{len(test)} with checksum {test_sum}"
     args.method = f"{args.mode} {args.protocol}"
-    args.name = f"{args.mode}-{args.protocol}-{args.dataset}-{source}-s{args.seed}"
-    if args.label_fraction:
-        args.name += f"-{args.label_fraction:g}"
-    if args.label_files:
-        args.name += "-listed"
+    args.name = f"{args.mode}-{args.protocol}-{args.dataset}-{source}-s{args.seed}{args.changes}"
     usual = args.data_dir is None or os.path.abspath(args.data_dir) == of_encoder.get("data_dir")
     if args.dataset == "own" or not usual:
         args.name += "-" + hashlib.sha256((train_sum + test_sum).encode()).hexdigest()[:8]
@@ -779,6 +777,12 @@ def train_protocol(args, device, encoder, info, train, test):
         if is_judged:
             record |= judge(args, device, encoder, network, info, test)
         run.write(record)
+        guessing = math.log(args.num_classes)
+        if epoch >= args.warmup and record["loss"] > 1.1 * guessing:  # at a low rate it begins a little above it
+            loss_of_epoch = (
+                f"the loss of epoch {epoch + 1}, {record['loss']:.2f}, is above that of guessing, {guessing:.2f}"
+            )
+            common.say(f"warning: {loss_of_epoch}: give a lower --lr")
     if frozen and fingerprint(encoder) != args.weights:
         raise RuntimeError("training changed the frozen encoder")
     del ddp  # before the process group ends: in torch 2.11 a DDP that is deleted after it can hang for ever

@@ -98,7 +98,7 @@ RELEASED_IMAGENET = dict(RELEASED, batch_size=256, lr=0.03, lr_batch=256)  # D3
 def recipe(chosen):
     """Return the hyper-parameters {name: value}. chosen: a namespace with dataset, arch and variant."""
     values = dict(RECIPES[chosen.dataset])
-    if chosen.arch in ("resnet_micro", "resnet_mini") and chosen.dataset in ("cifar10", "cifar100", "stl10"):
+    if chosen.arch in ("resnet_micro", "resnet_mini") and chosen.dataset in ("cifar10", "cifar100", "stl10", "folder"):
         values |= SMALL_ENCODERS
     if chosen.variant == "released":
         values |= RELEASED_IMAGENET if chosen.dataset in ("imagenet", "folder") else RELEASED

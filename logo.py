@@ -139,8 +139,12 @@ def recipe(chosen):
     """
     on_simsiam = chosen.base == "simsiam"
     values = dict(SIMSIAM_RECIPES[chosen.dataset] if on_simsiam else RECIPES[chosen.dataset])
-    if chosen.arch in ("resnet_micro", "resnet_mini") and chosen.dataset in ("cifar10", "cifar100", "stl10"):
+    if chosen.arch in ("resnet_micro", "resnet_mini") and chosen.dataset in ("cifar10", "cifar100", "stl10", "folder"):
         values |= SMALL_SIMSIAM if on_simsiam else SMALL_MOCO
+        if chosen.dataset == "folder":
+            values["local_size"] = (
+                chosen.image_size or values["image_size"]
+            ) // 2  # ours: as in the recipe of patterns
     if chosen.pairs == "all":
         values |= ALL_PAIRS
     if chosen.variant == "paper":
@@ -166,7 +170,7 @@ def affinity_loss(affinity, local1, local2, noise=None, form="logistic", batch="
     affinity: maps two (N, C) to scores (N,). local1, local2: (N, C), L2-normalised. noise: (2, N, C), added to the
     positives, or None. With batch "joint" the negatives are made of the same noisy locals, so that the two kinds differ
     in nothing but who is paired with whom. Gradients reach the affinity only. Raises ValueError for other shapes and
-    words.
+    words. It calls `check_locals` and `score_pairs`: copy these, too.
     """
     if form not in ("logistic", "linear"):
         raise ValueError(f"form is 'logistic' or 'linear', not {form!r}")

@@ -136,7 +136,7 @@ def recipe(chosen):
     values = dict(RECIPES[chosen.dataset])
     small = chosen.dataset in ("cifar10", "cifar100", "stl10")
     large = chosen.dataset in ("imagenet100", "imagenet", "folder")
-    if chosen.arch in ("resnet_micro", "resnet_mini") and small:
+    if chosen.arch in ("resnet_micro", "resnet_mini") and (small or chosen.dataset == "folder"):
         values |= SMALL_ENCODERS
     if chosen.moco == "v1":
         values |= V1_IMAGENET if large else V1
@@ -189,7 +189,8 @@ def joint_from_uniform(u, v, low, high, beta, offset=0.0):
 def sample_joint(n, low, high, beta, generator=None, offset=0.0):
     """n pairs of Algorithm 1: two (n,) float64 tensors in [low, high]. They are areas (J-Crop) or sigmas (J-Blur).
 
-    generator: a torch.Generator on the CPU, or None for the global one. The rest is as in `joint_from_uniform`.
+    generator: a torch.Generator on the CPU, or None for the global one. The rest is as in `joint_from_uniform`, which
+    it calls: copy both.
     """
     u, v = torch.rand(2, n, dtype=torch.float64, generator=generator)
     return joint_from_uniform(u, v, low, high, beta, offset)

@@ -95,12 +95,12 @@ IMAGENET = dict(  # section 4.1.2
     BASE, arch="vit_small", image_size=224, patch_size=16, epochs=300, warmup=10.0, batch_size=1024, lr_batch=1024,
     mix_slices=8, crop_scale=(0.05, 1.0),
 )
+SMALL_ENCODER = dict(  # ours, for CPUs: small heads, few patches, weak views
+    batch_size=64, lr_batch=64, weight_decay=(0.02, 0.2), patch_size=8, num_mix=2, mix_slices=1, hidden=512, dim=128,
+    drop_path=0.0, crop_scale=(0.3, 1.0), blur_p=(0.1, 0.1), momentum=(0.98, 1.0),
+)
 RECIPES = dict(
-    patterns=dict(  # ours, for two CPU cores: small heads, few patches, weak views
-        BASE, arch="vit_micro", image_size=32, patch_size=8, epochs=50, warmup=1.0, batch_size=64, lr_batch=64,
-        weight_decay=(0.02, 0.2), num_mix=2, mix_slices=1, hidden=512, dim=128, drop_path=0.0, crop_scale=(0.3, 1.0),
-        blur_p=(0.1, 0.1), norm="patterns", momentum=(0.98, 1.0),
-    ),
+    patterns=BASE | SMALL_ENCODER | dict(arch="vit_micro", image_size=32, epochs=50, warmup=1.0, norm="patterns"),
     cifar10=CIFAR,
     cifar100=CIFAR,
     stl10=dict(CIFAR, image_size=96, patch_size=6),  # ours
@@ -129,6 +129,8 @@ def recipe(chosen):
         values |= CIFAR_ENCODERS.get(arch, {})
     elif chosen.dataset != "patterns":
         values |= IMAGENET_ENCODERS.get(arch, {})
+    if chosen.dataset == "folder" and arch == "vit_micro":
+        values |= SMALL_ENCODER | dict(lr=2e-3)
     if chosen.variant == "released":
         values |= RELEASED_IMAGENET if chosen.dataset == "imagenet" else RELEASED
         values |= RELEASED_ENCODERS.get(arch, {})
@@ -493,8 +495,8 @@ def check_mixing(args):
         common.fail(f"--patch-size {args.patch_size} must divide the sizes of the views, {common.shown(sizes)}")
     images, patches = args.batch_size // slices, (min(sizes) // args.patch_size) ** 2
     if args.num_mix > min(images, patches):
-        has = f"each of {slices} slices has {images} images, and an image {patches} patches"
-        common.fail(f"--num-mix {args.num_mix} is too large: {has}. Give a smaller one, or a smaller --mix-slices")
+        has = f"each of the batch's {slices} slices has {images} image(s), and an image has {patches} patches"
+        common.fail(f"--num-mix {args.num_mix} is too large: {has}. Give a smaller one, or --mix-slices 1")
     if not common.is_vit(args.arch):
         common.say(f"warning: PatchMix is made for ViTs, whose patches it mixes; {args.arch} has none")
 

@@ -43,15 +43,14 @@ OF_ALL_METHODS = [  # flags, and words of the line
     ("--device cuda", "--device cuda: torch sees no CUDA device"),
 ]
 OF_ALL_EVALUATIONS = [
-    ("", "give a checkpoint"),
-    ("--random-init", "give a checkpoint"),
+    ("", "give RUN"),
+    ("--random-init", "give RUN"),
     ("missing", "no checkpoint at missing"),
     ("notes.txt", "notes.txt is damaged"),
     ("begun --image-size 32", "go with --arch"),
     ("begun --arch vit_micro", "no checkpoint at begun"),
     ("begun --dataset folder --data-dir missing", "missing"),
     ("begun --dataset nothing", "nothing"),
-    ("--arch nothing --random-init", "unknown --arch nothing"),
 ]
 OF_SOME = [  # scripts, flags, words
     *((method, "--temperature 0", "--temperature: 0 is not from") for method in METHODS if method != "logo"),

@@ -500,7 +500,7 @@ def test_another_test_set_never_repeats_a_score(places, two_tests, tmp_path, mon
     again, said = run(*flags, "--dataset", "folder", "--data-dir", two_tests / "B")
     assert again == result and "already" in said
     names = sorted(p.name for p in (tmp_path / "runs").iterdir())
-    usual = "linear-moco-folder-resnet_micro-s0"
+    usual = "linear-moco-folder-resnet_micro-s0-batch_size16-epochs3"
     assert len(names) == 3 and names[0] == usual and all(name.startswith(f"{usual}-") for name in names[1:])
 
     flags += ["--dataset", "folder", "--out", tmp_path / "one"]

@@ -615,7 +615,10 @@ def main(argv=None):
         )
         flags[function].add_argument("--data-dir", metavar="DIR", help="default: where that was")
     args = parser.parse_args(argv)
-    args.function(args)
+    try:
+        args.function(args)
+    except ModuleNotFoundError as error:
+        common.fail(f"{error}: pip install matplotlib")
 
 
 if __name__ == "__main__":
