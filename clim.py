@@ -584,12 +584,12 @@ class CLIM(nn.Module):
         self.queue = Queue(args.queue, args.dim, common.generator(args.seed, STREAM_QUEUE))
 
     def query(self, x):
-        """The queries of images: (n, 3, H, W) -> (n, dim), L2-normalised, in the dtype of x."""
+        """Return the queries of images: (n, 3, H, W) -> (n, dim), L2-normalised, in the dtype of x."""
         with torch.autocast(x.device.type, torch.bfloat16, enabled=self.args.amp == "bf16"):
             return F.normalize(self.projector(self.backbone(x)).to(x.dtype), dim=1)
 
     def key(self, x):
-        """The keys of images, by the momentum encoder: (n, 3, H, W) -> (n, dim), L2-normalised, in the dtype of x."""
+        """Return the momentum encoder's keys of images: (n, 3, H, W) -> (n, dim), L2-normalised, in the dtype of x."""
         with torch.autocast(x.device.type, torch.bfloat16, enabled=self.args.amp == "bf16"):
             return F.normalize(self.momentum_projector(self.momentum_backbone(x)).to(x.dtype), dim=1)
 
@@ -721,7 +721,7 @@ def parse_args(argv=None):
 
 
 def peak_rate(args):
-    """The learning rate after the warm-up: --lr, scaled linearly with the batch size."""
+    """Return the learning rate after the warm-up: --lr, scaled linearly with the batch size."""
     return args.lr * args.batch_size / args.lr_batch
 
 
@@ -855,7 +855,7 @@ def main(args, train=None, test=None, encoder=None):
         if choice_is_due(args, epoch) and step == epoch * steps_per_epoch:
             refresh(args, model, train, device, epoch, positives)
         have_positives = positives[0, 0].item() >= 0
-        with stop:  # SIGTERM and Ctrl-C wait in here, until the step at hand is made and saved
+        with stop:  # SIGTERM and Ctrl-C wait in here until the step at hand is made and saved; then the program ends
             loader.batch_sampler.set_epoch(epoch, step, run.last_step)
             for batch in loader:
                 lr, weight_decay, momentum = schedule(args, step, steps_per_epoch)
@@ -881,8 +881,8 @@ def main(args, train=None, test=None, encoder=None):
                 run.count(step, metrics, embeddings)
                 if stop.agreed():
                     break
-            record = run.save(loader, stop.agreed() or choice_is_due(args, epoch + 1))
-        if step < (epoch + 1) * steps_per_epoch:  # --max-steps
+            record = run.save(loader, now=stop.agreed() or choice_is_due(args, epoch + 1))
+        if step < (epoch + 1) * steps_per_epoch:  # --max-steps ended it in mid-epoch
             break
         if test is not None and common.is_due(epoch + 1, args.knn_every, args.epochs):
             record |= common.knn_record(args, model.backbone, train, test, device)
@@ -940,7 +940,7 @@ def check_batch_norm_groups(args):
 
 
 def split_batch_norms(module, groups):
-    """Replace every batch norm of a module by one over `groups` slices of the global batch; returns the module."""
+    """Replace every batch norm of a module by one over `groups` slices of the global batch. Return the module."""
     for name, child in module.named_children():
         if isinstance(child, (nn.BatchNorm1d, nn.BatchNorm2d)):
             setattr(module, name, GroupedBatchNorm(child, groups))
@@ -988,8 +988,9 @@ def in_parallel(args, model):
     if args.grad_checkpoint:
         model.backbone.set_grad_checkpointing()
     if args.compile:
-        for backbone in {model.backbone, getattr(model, "momentum_backbone", model.backbone)}:
-            backbone.compile()
+        for name, child in model.named_children():  # one that has two names comes once
+            if name in ("backbone", "momentum_backbone"):
+                child.compile()
     if not dist.is_initialized():
         return model
     may_have_unused = args.arch == "own"  # only a user's own encoder may leave parameters unused

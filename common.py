@@ -37,7 +37,6 @@ import sys
 import threading
 import time
 import warnings
-import weakref
 import zipfile
 import zlib
 from collections import Counter
@@ -51,7 +50,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 import torchvision
-from PIL import Image, ImageDraw, ImageOps
+from PIL import Image, ImageDraw, ImageFont, ImageOps
 from torch import nn
 from torch.distributed.rendezvous import rendezvous
 from torch.torch_version import TorchVersion
@@ -125,11 +124,11 @@ def say(text="", end="\n"):
 
 
 def start(main, parse_args):
-    """Run a script. Ctrl-C outside of training ends it with a line in place of a traceback."""
+    """Run a script. Ctrl-C ends it with a line, not a traceback."""
     try:
         main(parse_args())
     except KeyboardInterrupt:
-        say("stopped by Ctrl-C (exit status 130) outside of training; nothing is lost, and the same command goes on")
+        say("stopped by Ctrl-C (exit status 130); what was saved is kept")
         raise SystemExit(130) from None
 
 
@@ -180,7 +179,7 @@ def join_processes(args):
 
 
 def has_bf16(device):
-    """True if the device computes bf16 natively. CPUs do not count: they only emulate it, or are slow at it."""
+    """Return True if the device computes bf16 natively. CPUs do not count: they only emulate it, or are slow at it."""
     return device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
 
 
@@ -194,7 +193,7 @@ def memory_format(device, arch):
 
 
 def use_bf16(amp, device, arch, sizes):
-    """True if the encoders compute in bf16: amp is 'auto', 'bf16' or 'off'; sizes: of the images, in pixels."""
+    """Return True if the encoders compute in bf16: amp is 'auto', 'bf16' or 'off'; sizes: of the images, in pixels."""
     chosen = amp == "bf16" or (amp == "auto" and has_bf16(device))
     if chosen and device.type == "cpu" and min(sizes) <= 16 and not is_vit(arch):
         fail("--amp bf16 on a CPU: at 16 px and below torch's gradients of convolutions are wrong: give --amp off")
@@ -202,7 +201,7 @@ def use_bf16(amp, device, arch, sizes):
 
 
 def from_all(value):
-    """The values of all processes as a list in rank order, on every process. Tensors must be on the CPU."""
+    """Return the values of all processes as a list in rank order, on every process. Tensors must be on the CPU."""
     found = [value] * rank_and_world()[1]
     if len(found) > 1:
         dist.all_gather_object(found, value)
@@ -283,23 +282,23 @@ def _hash(*keys):
     return state
 
 
-# What a random stream is for: the third key of `generator`, so that no two draws share one. The numbers never change.
+# What a random stream is for: a key of `generator`, so that no two draws share one. The numbers never change.
 STREAM_STEP, STREAM_ORDER = 0, 1
 
 
-def uniform(seed, epoch, index, count, purpose=0):
+def uniform(seed, epoch, index, count):
     """Uniform numbers for images: (n, count) float64 in [0, 1).
 
-    index: (n,) ints. A number is a pure function of (seed, purpose, epoch, index, position). So an image gets the same
+    index: (n,) ints. A number is a pure function of (seed, epoch, index, position). So an image gets the same
     numbers whatever batch, worker or process asks for them.
     """
-    start = _hash(seed, purpose, epoch, np.asarray(index))[:, None]
+    start = _hash(seed, 0, epoch, np.asarray(index))[:, None]  # the 0 stays, so that the numbers stay
     bits = _mix(start + np.arange(1, count + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15))
     return (bits >> np.uint64(11)) * 2.0**-53
 
 
 def generator(*keys):
-    """A torch CPU generator that is seeded by a hash of integer keys, for example (seed, step, stream)."""
+    """Return a torch CPU generator that is seeded by a hash of integer keys, for example (seed, step, stream)."""
     return torch.Generator().manual_seed(int(_hash(*keys)[0] >> np.uint64(1)))
 
 
@@ -311,9 +310,8 @@ def seed_step(seed, step):
 # --------------------------------------------------------------- 3. data sets
 
 DATASETS = ("patterns", "cifar10", "cifar100", "stl10", "imagenet100", "imagenet", "folder")
-IMAGENET_NORM = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
-NORMS = {
-    "imagenet": IMAGENET_NORM,
+NORMS = {  # name: (mean, standard deviation)
+    "imagenet": ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)),
     "patterns": ((0.5, 0.5, 0.5), (0.2, 0.2, 0.2)),
     "cifar10": ((0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)),
     "cifar100": ((0.5071, 0.4865, 0.4409), (0.2673, 0.2564, 0.2762)),
@@ -355,7 +353,7 @@ class ImageSet:
         return self.held.pop(i) if i in self.held else self.read(i)
 
     def read(self, i):
-        """The image, decoded now."""
+        """Return the image, decoded now."""
         return self.array[i] if self.array is not None else read_image(self.path(i))
 
     def item(self, i):
@@ -377,7 +375,7 @@ class ImageSet:
         return np.array([self.held[i].shape[:2] for i in map(int, index)])
 
     def subset(self, index):
-        """The images of the given rows, in that order."""
+        """Return the images of the given rows, in that order."""
         part = copy.copy(self)
         part.labels, part.rows, part.held = self.labels[index], self.rows[index], {}
         part.array, part.paths = (None if rows is None else rows[index] for rows in (self.array, self.paths))
@@ -445,7 +443,7 @@ class OwnImages(ImageSet):
         return self.to_image(item, i), label
 
     def to_image(self, item, i):
-        """The image of an item as uint8 (H, W, 3). Raises BadImage if it is of another kind."""
+        """Return the image of an item as uint8 (H, W, 3). Raises BadImage if it is of another kind."""
         image = item[0] if isinstance(item, (tuple, list)) and len(item) else item
         with named(self.where(i)):
             if isinstance(image, Image.Image):
@@ -478,14 +476,14 @@ def named(where):
 
 
 def to_rgb(image):
-    """A PIL image of any mode with 8 bits per channel as uint8 (H, W, 3)."""
+    """Return a PIL image of any mode with 8 bits per channel as uint8 (H, W, 3)."""
     if image.mode.startswith(("I", "F")):  # `convert` would clip them
         raise ValueError(f"values of mode {image.mode} have no known white: convert it to 8 bits per channel")
     return np.asarray(image.convert("RGB"))
 
 
 def read_image(path):
-    """An image file as uint8 (H, W, 3), turned as its EXIF says. Raises BadImage if Pillow cannot read it."""
+    """Return an image file as uint8 (H, W, 3), turned as its EXIF says. Raises BadImage if Pillow cannot read it."""
     with named(f"cannot read the image {path}"), Image.open(path) as image:
         image.load()
         with contextlib.suppress(Exception):  # an orientation that cannot be read counts as none
@@ -522,7 +520,7 @@ PATTERNS = {
 
 
 def make_patterns(count, size, seed):
-    """The data set `patterns`, by its arguments alone: uint8 images (count, size, size, 3) and labels (count,).
+    """Return the data set `patterns`, by its arguments alone: uint8 images (count, size, size, 3) and labels (count,).
 
     Scale, angle, phase, a warp, sign, contrast, a gradient of light and two muted colours are random, with a little
     noise, so that neither colour nor single pixels tell the kind: an encoder has to learn the shape.
@@ -556,7 +554,7 @@ def make_patterns(count, size, seed):
 
 
 def visible(folder, above=()):
-    """The names of the folders and of the images in a folder, sorted. Hidden ones are passed over.
+    """Return the names of the folders and of the images in a folder, sorted. Hidden ones are passed over.
 
     So is a link to a folder that is being listed: to this one or one of `above`, or to one that holds them.
     """
@@ -581,7 +579,7 @@ def list_images(folder, above=()):
 
 
 def class_folders(folder):
-    """The names of the class folders; none in a folder of images. Exits with an error message if it has both."""
+    """Return the names of the class folders; none in a folder of images. Exits with an error message if it has both."""
     folders, images = visible(folder)
     if folders and images:
         found = f"the folder {folders[0]!a} beside the image {images[0]!a}"
@@ -590,7 +588,7 @@ def class_folders(folder):
 
 
 def list_folder(name, root, part, unlabeled):
-    """The images of root/part: (paths (n,) bytes below root, labels (n,) int64, class names).
+    """Return the images of root/part: (paths (n,) bytes below root, labels (n,) int64, class names).
 
     part: train, val or test, with the same class folders as train/ or, without labels, with none; or "" for all of root
     without labels. unlabeled: add the images of root/unlabeled. Exits with an error message if the folders are others.
@@ -620,7 +618,7 @@ def list_folder(name, root, part, unlabeled):
 
 
 def decode_all(images):
-    """The images as one array (n, H, W, 3), or None if they are not all of one size."""
+    """Return the images as one array (n, H, W, 3), or None if they are not all of one size."""
     decoded = []
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         for image in pool.map(images.read, range(len(images))):
@@ -633,7 +631,7 @@ def decode_all(images):
 
 
 def read_folder(name, root, part="", cache=True, unlabeled=False):
-    """The images of root/part as an ImageSet, see `list_folder`. The first process lists the files for the others.
+    """Return the images of root/part as an ImageSet, see `list_folder`. The first process lists the files for all.
 
     cache: images of one size of up to 96 px are decoded at once. Exits with an error message if there are none.
     """
@@ -651,7 +649,7 @@ def read_folder(name, root, part="", cache=True, unlabeled=False):
 
 
 def load_images(name, data_dir=None, train=True, size=32, cache=True, unlabeled=False):
-    """A data set by name, or any data_dir with train/ (and val/ or test/), one folder per class.
+    """Return a data set by name, or any data_dir with train/ (and val/ or test/), one folder per class.
 
     size: of `patterns` only, which is generated; unlabeled: also return images without labels, for pre-training.
     Returns an ImageSet, or None where train is False and there is no test set. Exits with an error message if there is
@@ -704,7 +702,7 @@ def _load_torchvision(name, root, train, unlabeled):
 
 
 def own_images(train, test, workers=0):
-    """A user's Datasets as ImageSets; their labels are asked for if there is a test set, which may be None.
+    """Return a user's Datasets as ImageSets; their labels are asked for if there is a test set, which may be None.
 
     workers: of the loaders to come. Only without any are first items tried here: a Dataset that opens a file then would
     share one position in that file between the workers. Exits with an error message if the data sets cannot be used.
@@ -912,7 +910,7 @@ class ViewDataset(Dataset):
         return {"views": views, "colour": torch.from_numpy(colours), "index": torch.from_numpy(index)}
 
     def cut_views(self, index, draws):
-        """The views of some images: ([uint8 (n, S, S, 3), ...], [colours (n, 9), ...])."""
+        """Return the views of some images: ([uint8 (n, S, S, 3), ...], [colours (n, 9), ...])."""
         cuts, colours = self.draw(index, self.images.sizes(index), draws)
         views = [np.empty((len(index), size, size, 3), np.uint8) for _, _, size in cuts]
         for row in range(len(index)):
@@ -936,13 +934,10 @@ class EpochSampler:
         """
         self.epoch, self.first_step, self.last_step = epoch, first_step, last_step
 
-    def order(self, epoch):
-        return torch.randperm(self.length, generator=generator(self.seed, epoch, STREAM_ORDER)).tolist()
-
     def __iter__(self):
         rank, world = rank_and_world()
-        epoch, order, local = self.epoch, self.order(self.epoch), self.batch_size // world
-        steps = self.length // self.batch_size
+        epoch, local, steps = self.epoch, self.batch_size // world, self.length // self.batch_size
+        order = torch.randperm(self.length, generator=generator(self.seed, epoch, STREAM_ORDER)).tolist()
         for i in range(steps):
             if self.first_step <= epoch * steps + i < self.last_step:
                 begin = i * self.batch_size + rank * local
@@ -951,23 +946,9 @@ class EpochSampler:
 
 def workers_of(args, device):
     """--workers, or what suits: none beside a CPU that trains; up to 12 per training process for a GPU."""
-    if args.workers is not None or device.type != "cuda" or sys.platform != "linux":  # elsewhere `draw` can't be sent
+    if args.workers is not None or device.type != "cuda" or sys.platform != "linux":  # there workers are not forked
         return args.workers or 0
     return min(12, len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE") or 1))
-
-
-# Processes that loaders of this program have started; a user's own child processes are not among them. The references
-# are weak, because a process object keeps files open until it is gone.
-LOADERS = weakref.WeakSet()
-
-
-class WorkerContext(type(multiprocessing.get_context("fork" if sys.platform == "linux" else None))):
-    """Starts loader workers, and remembers them. On Linux they are forked, and share the decoded images."""
-
-    def Process(self, *args, **kwargs):  # noqa: N802  (multiprocessing's name)
-        worker = super().Process(*args, **kwargs)
-        LOADERS.add(worker)
-        return worker
 
 
 def _start_worker(_):
@@ -976,12 +957,12 @@ def _start_worker(_):
 
 
 def end_workers():
-    """Kill the loader workers of this program, at once."""
-    if sys.platform == "linux" and LOADERS:
+    """Kill the loader workers at once. They ignore SIGTERM, by which Python would end its daemonic children."""
+    if sys.platform == "linux":
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # or torch would report their end, after what was the error
-    for worker in list(LOADERS):
-        if worker.is_alive():
-            worker.kill()
+    for child in multiprocessing.active_children():
+        if child.daemon:
+            child.kill()
 
 
 class Loader(DataLoader):
@@ -992,8 +973,9 @@ class Loader(DataLoader):
 
     def __init__(self, data, device, workers=0, **options):
         if workers:
-            atexit.register(end_workers)  # they ignore SIGTERM, by which Python would end them
-            options |= dict(num_workers=workers, multiprocessing_context=WorkerContext(), worker_init_fn=_start_worker)
+            atexit.register(end_workers)
+            method = "fork" if sys.platform == "linux" else None  # forked workers share the decoded images
+            options |= dict(num_workers=workers, multiprocessing_context=method, worker_init_fn=_start_worker)
             options["timeout"] = PATIENCE.total_seconds()  # a worker that cannot send a batch is an error, not a wait
         super().__init__(data, pin_memory=device.type == "cuda", **options)
 
@@ -1114,7 +1096,9 @@ def colour(x, parameters):
 
 
 def colour_views(batch, device, memory_format=torch.channels_last):
-    """A batch of `ViewDataset` -> list of its views (n, 3, H, W), moved to the device and coloured, float in [0, 1].
+    """Return a batch's views, moved to the device and coloured: a list of (n, 3, H, W), float in [0, 1].
+
+    batch: of `ViewDataset`.
 
     memory_format: of the views. Views of one size are coloured in one pass, which costs a GPU fewer launches.
     """
@@ -1211,7 +1195,9 @@ def output_width(module, image_size):
 
 @torch.no_grad()
 def extract_features(encoder, images, info, device, batch_size=256, workers=0, amp=False, whole=True, what="features"):
-    """The features and labels of all images: ((n, width) float32, (n,) int64) on the CPU, in order, on every process.
+    """Return the features and labels of all images, ((n, width) float32, (n,) int64), in order, on every process.
+
+    Both are on the CPU.
 
     encoder: maps (N, 3, H, W) to (N, width), and is on the device; it is used in evaluation mode. images: an ImageSet.
     info: image_size, mean, std and interpolation, as in backbone.pt. batch_size: of each process. amp: encode in bf16.
@@ -1246,7 +1232,7 @@ def extract_features(encoder, images, info, device, batch_size=256, workers=0, a
 
 
 def read_labels(train, test, info, device, workers):
-    """The images that have labels, (train, test), with labels that are places in their `classes`.
+    """Return the images that have labels, (train, test), with labels that are places in their `classes`.
 
     The items of a user's own Datasets are read once for it. Their classes are the labels that occur in either.
     """
@@ -1296,7 +1282,7 @@ def knn_classes(train_x, train_y, test_x, ks, temperature, num_classes):
 
 
 def knn_predict(train_x, train_y, test_x, k, temperature, num_classes):
-    """The class with the highest weighted k-nearest-neighbour score: (m,) int64. Arguments as `knn_classes`."""
+    """Return the class with the highest weighted k-nearest-neighbour score: (m,) int64. Arguments as `knn_classes`."""
     return knn_classes(train_x, train_y, test_x, (k,), temperature, num_classes)[k]
 
 
@@ -1363,9 +1349,9 @@ ARCHS = {  # short name: (timm name, what differs from it)
     "vit_base": ("vit_base_patch16_224", {}),
     "resnet_micro": (
         "resnet18",
-        dict(zero_init_last=False, layers=(1, 1, 1, 1), channels=(16, 32, 64, 128), stem_type="deep", stem_width=8),
+        dict(PLAIN, layers=(1, 1, 1, 1), channels=(16, 32, 64, 128), stem_type="deep", stem_width=8),
     ),
-    "resnet_mini": ("resnet18", dict(zero_init_last=False, layers=(1, 1, 1, 1), channels=(16, 32, 64, 128))),
+    "resnet_mini": ("resnet18", dict(PLAIN, layers=(1, 1, 1, 1), channels=(16, 32, 64, 128))),
     "resnet18": ("resnet18", PLAIN),
     "resnet34": ("resnet34", PLAIN),
     "resnet50": ("resnet50", PLAIN),
@@ -1373,7 +1359,7 @@ ARCHS = {  # short name: (timm name, what differs from it)
 
 
 def is_vit(arch):
-    """True if an architecture's name, one of ARCHS or timm's, is a ViT's."""
+    """Return True if an architecture's name, one of ARCHS or timm's, is a ViT's."""
     return arch.startswith(("vit_", "deit"))
 
 
@@ -1421,14 +1407,14 @@ def encoder_info(args):
 
 
 def arch_name(info):
-    """The name by which --arch calls an encoder that `backbone_info` describes."""
+    """Return the name by which --arch calls an encoder that `backbone_info` describes."""
     name, given = info["timm_name"], info["create_kwargs"].items()
     fitting = (short for short, (timm_name, more) in ARCHS.items() if timm_name == name and more.items() <= given)
     return next(fitting, name or "own encoder")
 
 
 def build_backbone(info, sizes=(), **more):
-    """The untrained timm model without classifier that `info` describes: it maps (N, 3, H, W) to (N, width).
+    """Return the untrained timm model without classifier that `info` describes: it maps (N, 3, H, W) to (N, width).
 
     sizes: further sizes of images that it will see. more: further arguments for timm. Exits with an error message if
     the model does not take them.
@@ -1440,7 +1426,7 @@ def build_backbone(info, sizes=(), **more):
     except (TypeError, AssertionError, RuntimeError) as error:
         name, reason = info["timm_name"], " ".join(str(error).split())
         all_sizes = ", ".join(str(size) for size in sorted({info["image_size"], *sizes}))
-        fail(f"timm's {name} does not work with images of {all_sizes} px: {reason}. Change --image-size or --arch")
+        fail(f"timm's {name} does not work with images of {all_sizes} px: {reason}")
     if info["stem"] in ("3x3", "3x3-s2"):  # no 7 x 7 convolution and no max-pool, as CIFAR work has it
         stride = 2 if info["stem"] == "3x3-s2" else 1
         backbone.conv1 = nn.Conv2d(3, backbone.conv1.out_channels, 3, stride, padding=1, bias=False)
@@ -1631,7 +1617,7 @@ def open_encoder(args, module=None):
 
 
 def run_folder(checkpoint):
-    """The folder of the run that a checkpoint is of: itself, or where its file is."""
+    """Return the folder of the run that a checkpoint is of: itself, or where its file is."""
     path = Path(checkpoint)
     return path if path.is_dir() else path.parent
 
@@ -1657,14 +1643,15 @@ def open_data(args, info, train=None, test=None, labels=True):
         args.dataset = args.dataset or "patterns"
         train, test = (load_images(args.dataset, args.data_dir, t, size=info["image_size"]) for t in (True, False))
         if trained_on and trained_on["checksum"] != train.checksum():
-            fail(f"--dataset {args.dataset} has other images than the run was trained on: give --dataset, --data-dir")
+            others = "give --dataset and --data-dir, or your own train= and test="
+            fail(f"--dataset {args.dataset} has other images than the run was trained on: {others}")
     else:
         args.dataset, args.data_dir = "own", None
         train, test = own_images(train, test, args.workers)
     if labels and (test is None or (len(train.classes) < 2 and args.dataset != "own")):
         layout = "--data-dir with train/ and val/ or test/, each with one folder per class"
         fail(f"an evaluation needs a test set and labels of two classes: {layout}")
-    return train.labelled() if train.classes else train, test and test.labelled()
+    return train.labelled() if train.classes else train, None if test is None else test.labelled()
 
 
 def floor_encoders(args, info, device, count):
@@ -1672,12 +1659,14 @@ def floor_encoders(args, info, device, count):
 
     count: of the training images. Above 200,000 the raw pixels are left out.
     """
+    if args.no_floors:
+        return {}
     torch.manual_seed(args.seed)
     pixels = nn.AvgPool2d(max(1, info["image_size"] // 32))  # at most 63 x 63 of them
     floors = {"raw pixels": pixels} if count <= 200_000 else {}
     if info["timm_name"] and not args.random_init:
         floors["untrained"] = build_backbone(info).to(device)
-    return {} if args.no_floors else floors
+    return floors
 
 
 def protocol(args, info, train, test):
@@ -1689,7 +1678,7 @@ def protocol(args, info, train, test):
     precision = "bf16" if args.bf16 else "float32 with products in TF32" if tf32 else "float32"
     return f"""encoder {arch_name(info)} of {info["method"]}, the {info["encoder"]} encoder, evaluation mode; \
 features: before the projector, after the last norm and pooling; the encoder computes in {precision}
-data {described(train)}: {len(train)} training and {len(test or ())} test images{classes}; \
+data {described(train)}: {len(train)} training and {0 if test is None else len(test)} test images{classes}; \
 {"no resize" if same else scale}; mean {tuple(info["mean"])}, std {tuple(info["std"])}"""
 
 
@@ -1697,7 +1686,7 @@ data {described(train)}: {len(train)} training and {len(test or ())} test images
 
 
 def number(kind, least, most=10**9):
-    """An argparse type: an int or a float from `least` to `most`."""
+    """Return an argparse type: an int or a float from `least` to `most`."""
 
     def parse(text):
         value = kind(text)
@@ -1710,7 +1699,7 @@ def number(kind, least, most=10**9):
 
 
 def auto_or(kind):
-    """An argparse type: the word auto, or what `kind` takes."""
+    """Return an argparse type: the word auto, or what `kind` takes."""
 
     def parse(text):
         return text if text == "auto" else kind(text)
@@ -1720,15 +1709,15 @@ def auto_or(kind):
 
 
 NATURAL, COUNT, AT_LEAST_TWO = number(int, 0), number(int, 1), number(int, 2)
-REAL, NOT_NEGATIVE, POSITIVE = number(float, -1e9, 1e9), number(float, 0), number(float, 1e-9)
+NOT_NEGATIVE, POSITIVE = number(float, 0), number(float, 1e-9)
 SHARE, POSITIVE_SHARE, SEED = number(float, 0, 1), number(float, 1e-9, 1), number(int, 0, 2**63 - 1)
-COUNT_OR_AUTO, POSITIVE_OR_AUTO, WORKERS = auto_or(COUNT), auto_or(POSITIVE), number(int, 0, 1024)
+COUNT_OR_AUTO, WORKERS = auto_or(COUNT), number(int, 0, 1024)
 
 # What may differ between two calls of one run; an evaluation's, too.
 OPERATING = {
     *("out", "resume", "max_steps", "save_every", "keep_every", "knn_every", "eval_every", "device", "amp", "compile"),
     *("grad_checkpoint", "workers", "tensorboard", "show_views", "check_images", "data_dir", "no_cache"),
-    *("changes", "name"),
+    "changes",
 }
 
 
@@ -1788,12 +1777,12 @@ def evaluation_parser(script, doc):
 
 
 def option(name):
-    """The flag of a value: crop_scale -> --crop-scale."""
+    """Return the flag of a value: crop_scale -> --crop-scale."""
     return "--" + name.replace("_", "-")
 
 
 def shown(value):
-    """A value as one would type it after its flag."""
+    """Return a value as one would type it after its flag."""
     if isinstance(value, (tuple, list)):
         return " ".join(map(shown, value)) or "none"
     if isinstance(value, float):
@@ -1951,7 +1940,7 @@ class Run:
         self.steps_per_epoch = len(images) // args.batch_size
         self.total_steps = args.epochs * self.steps_per_epoch
         self.last_step = min(args.max_steps or self.total_steps, self.total_steps)
-        self.last_epoch = -(-self.last_step // self.steps_per_epoch)
+        self.last_epoch = math.ceil(self.last_step / self.steps_per_epoch)
         self.step, self.record, self.records, self.saved_step = 0, None, [], None  # record: not yet written
         self.start_epoch()
         if checkpoint := find_checkpoint(self.out, self.config, args.resume):
@@ -2043,7 +2032,7 @@ class Run:
         if step % 10 == 0:
             self.check(step)
             pace = (time.perf_counter() - self.began) / (step - self.first_step)  # seconds per step, judging included
-            epoch = -(-step // self.steps_per_epoch)
+            epoch = math.ceil(step / self.steps_per_epoch)
             where = f"epoch {epoch}/{self.args.epochs}  step {step}/{self.total_steps}"
             speed = f"{self.args.batch_size / pace:.0f} images/s  {pace * (self.last_step - step) / 60:.1f} min left"
             progress(f"{where}  loss {metrics['loss'].item():.3f}  {speed}")
@@ -2055,7 +2044,7 @@ class Run:
             fail(f"the loss or its gradient is not finite by step {step}; last.pt is from before: {advice}")
         total = self.sums[self.names.index("grad_norm")].item() if "grad_norm" in self.names else 0.0
         (steps, before), self.checked = self.checked, (self.steps_counted, total)
-        if steps and total - before > 1000 * before / steps:
+        if steps and total - before > 1000 * before / steps:  # ten steps' norms, and their mean before
             say(f"warning: before step {step} the gradient's norm has jumped to over a hundred times its mean")
 
     def summarize(self, loader):
@@ -2067,8 +2056,8 @@ class Run:
         if self.chance is not None:
             record["below_chance"] = self.chance - record["loss"]
         seconds = time.perf_counter() - loader.began
-        record |= dict(data_wait=loader.waited / seconds)
-        record |= dict(images_per_s=self.args.batch_size * self.steps_counted / seconds)
+        steps = min(self.steps_counted, self.step - self.first_step)  # those of this call
+        record |= dict(data_wait=loader.waited / seconds, images_per_s=self.args.batch_size * steps / seconds)
         if self.embeddings is not None:
             record |= embedding_health(*map(gather_uneven, self.embeddings))
         self.start_epoch()
@@ -2134,7 +2123,8 @@ class Run:
             say(f"stopped at step {self.step} of {self.total_steps}: give a larger --max-steps, or none, to go on")
         elif self.step == self.first_step and self.epoch == self.last_epoch:
             last = last_record(self.out)
-            shown_values = ", ".join(f"{k} {shown(v)}" for k, v in last.items() if k in SHOWN or k.endswith("_top1"))
+            said = {k: v for k, v in last.items() if k in ("epoch", "loss", "std") or k.endswith("_top1")}
+            shown_values = ", ".join(f"{k} {shown(v)}" for k, v in said.items())
             say(f"{self.out} is finished already. Its last epoch: {shown_values}")
         elif self.encoder is not None:
             more = "" if self.has_labels else " --data-dir DIR"
@@ -2145,11 +2135,8 @@ class Run:
             dist.destroy_process_group()
 
 
-SHOWN = ("epoch", "loss", "std")  # what is said of a record, beside its scores
-
-
 def last_record(folder):
-    """The last epoch's record in a run's folder, as a dict; {} if there is none."""
+    """Return the last epoch's record in a run's folder, as a dict; {} if there is none."""
     return next((r for r in reversed(read_metrics(Path(folder) / "metrics.jsonl")) if "loss" in r), {})
 
 
@@ -2159,7 +2146,7 @@ def is_due(epoch, every, epochs):
 
 
 def introduction(args, encoder, train, test, chance, about):
-    """The first lines of a method's run: everything that its numbers depend on. about: the method's own words."""
+    """Return the first lines of a method's run: all that its numbers depend on. about: the method's own words."""
     world, size = rank_and_world()[1], sum(p.numel() for p in encoder.parameters()) / 1e6
     memory = "read when needed" if train.array is None else f"{train.array.nbytes / 2**20:.0f} MiB decoded"
     queue = getattr(args, "queue", None)
@@ -2173,16 +2160,17 @@ def introduction(args, encoder, train, test, chance, about):
     start = f"; starts from {args.init}" if args.init else ""
     if "." in args.arch and not args.init:
         start = "; starts untrained, not from the weights that its tag names: --init FILE takes such"
+    values = {"momentum encoder": args.momentum, "temperature": args.temperature}  # SimSiam has neither
+    more = "".join(f", {name} {shown(value)}" for name, value in values.items() if value is not None)
     size_of_views = f"{args.image_size} px" + (f" in patches of {args.patch_size} px" if is_vit(args.arch) else "")
     return f"""{args.method}, {about}; variant {args.variant}; chance level of the loss {chance:.3f}{share}
 encoder {args.arch}, {size:.2f} M parameters, {size_of_views}; evaluated: the {args.evaluated} encoder{start}
-data {described(train)}: {len(train)} training images ({memory}), {len(test) if test else "no"} test images, \
+data {described(train)}: {len(train)} training images ({memory}), {"no" if test is None else len(test)} test images, \
 {len(train.classes) or "no"} classes; mean {mean}, std {std}
 batch {args.batch_size} over {world} process(es), {args.batch_size // world} each; \
 {len(train) // args.batch_size} steps per epoch, {args.epochs} epochs; {precision}; batch-norm groups: {groups}
 rate {args.lr:g} at batch {args.lr_batch}, scaled linearly to {args.lr * args.batch_size / args.lr_batch:g}; \
-weight decay {shown(args.weight_decay)}, momentum encoder {shown(args.momentum)}, \
-temperature {shown(args.temperature)}"""
+weight decay {shown(args.weight_decay)}{more}"""
 
 
 def lock_folder(folder):
@@ -2207,7 +2195,7 @@ def lock_folder(folder):
 
 
 def read_config(folder):
-    """The config.json of a run's folder; {} if there is none that can be read."""
+    """Return the config.json of a run's folder; {} if there is none that can be read."""
     try:
         return {**json.loads((Path(folder) / "config.json").read_text())}
     except (OSError, ValueError, TypeError):
@@ -2232,12 +2220,14 @@ def write_whole(path, write):
         fail(f"cannot write {path} ({error}{free}): nothing that was there is lost; the same command goes on from it")
     with contextlib.suppress(OSError):  # the new name, too, has to reach the disk, where a folder can be synced
         folder = os.open(path.parent, os.O_RDONLY)
-        os.fsync(folder)
-        os.close(folder)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
 
 
 def is_intact(path):
-    """Whether a checkpoint's archive is whole: torch.load alone would take flipped bits for weights."""
+    """Return True if a checkpoint's archive is whole: torch.load alone would take flipped bits for weights."""
     try:
         with zipfile.ZipFile(path) as archive:
             # testzip reads past these attributes, which are 0 in torch's files.
@@ -2259,7 +2249,7 @@ def save_checkpoint(path, state, keep_previous=False):
 
 
 def load_checkpoint(path):
-    """The state in a file or, if that is damaged, in NAME.prev.pt beside it, which it says.
+    """Return the state in a file or, if that is damaged, in NAME.prev.pt beside it, which it says.
 
     Exits with an error message if neither can be used.
 
@@ -2271,14 +2261,15 @@ def load_checkpoint(path):
         with contextlib.suppress(Exception):  # of a file from elsewhere; torch's advice is to load it unsafely
             state = torch.load(candidate, map_location="cpu", weights_only=True) if is_intact(candidate) else None
             if isinstance(state, dict):
+                if candidate == previous:
+                    say(f"warning: {path} is damaged; going on from {previous}")
                 return state
-        if candidate == previous or not previous.exists():
-            fail(f"{candidate} is damaged, or not a checkpoint of this project (others': --arch, or --init)")
-        say(f"warning: {candidate} is damaged; going on from {previous}")
+    others = "others' are read with --arch, or --init"
+    fail(f"{path} is damaged, or not a checkpoint of this project ({others}), and there is no intact {previous.name}")
 
 
 def read_metrics(path):
-    """The records of a metrics.jsonl; what is not JSON, as a last line that was cut off, is left out."""
+    """Return the records of a metrics.jsonl; what is not JSON, as a last line that was cut off, is left out."""
     records = []
     for line in Path(path).read_text(errors="replace").splitlines() if Path(path).is_file() else ():
         with contextlib.suppress(json.JSONDecodeError):
@@ -2312,13 +2303,13 @@ def write_metrics(out, record, epochs=0, tensorboard=False):
 
 
 def find_checkpoint(out, config, resume="auto"):
-    """The checkpoint (a Path) from which a run in the folder `out` goes on, or None for a new run. Writes nothing.
+    """Return the checkpoint (a Path) from which a run in the folder `out` goes on, or None. Writes nothing.
 
     A folder with the same configuration (OPERATING flags apart) goes on. A folder without a checkpoint, in which a run
     has failed before its first save, is taken over. Another configuration, or files that are not a run's, exit with an
     error message.
     """
-    last = next((out / n for n in ("last.pt", "last.prev.pt") if os.path.exists(out / n)), None)
+    last = next((p for p in (out / "last.pt", out / "last.prev.pt") if p.exists()), None)
     if resume not in ("auto", "none") and not os.path.isfile(resume):
         fail(f"--resume {resume}: no such file; give auto, none or a last.pt")
     files = [p for p in out.iterdir() if p.suffix != ".tmp" and p.name != "lock"] if out.is_dir() else []
@@ -2329,11 +2320,10 @@ def find_checkpoint(out, config, resume="auto"):
         if not old:
             names = ", ".join(sorted(p.name for p in files)[:3])
             fail(f"--out {out} is not empty ({names}) and has no readable config.json: give a new folder")
-        different = differences(old, config)
-        if different and any(p.suffix == ".pt" for p in files):
-            fail(f"--out {out} is of another configuration ({'; '.join(different)}): give another --out")
-        if different:
-            say(f"{out} has no checkpoint: it is taken over, although its run was another ({'; '.join(different)})")
+        if different := "; ".join(differences(old, config)[:5]):
+            if any(p.suffix == ".pt" for p in files):
+                fail(f"--out {out} is of another configuration ({different}): give another --out")
+            say(f"{out} has no checkpoint: it is taken over, although its run was another ({different})")
     if resume in ("auto", "none"):
         return last
     if last and Path(resume).resolve().parent == out.resolve() and not os.path.samefile(resume, last):
@@ -2343,16 +2333,13 @@ def find_checkpoint(out, config, resume="auto"):
 
 def differences(old, new):
     """What a configuration changes in another, as a list of 'NAME was X, is Y'; OPERATING flags do not count."""
-    found = []
-    for name in sorted((set(old) | set(new)) - OPERATING):
-        was, now = old.get(name), new.get(name)
-        if was != now:
-            found.append(f"{name.replace('_', '-')} was {shown(was)}, is {shown(now)}")
-    return found
+    names = sorted((set(old) | set(new)) - OPERATING)
+    both = ((name, old.get(name), new.get(name)) for name in names)
+    return [f"{name.replace('_', '-')} was {shown(was)}, is {shown(now)}" for name, was, now in both if was != now]
 
 
 def is_finite(state):
-    """Whether all numbers in the tensors of a nested state are finite."""
+    """Return True if all numbers in the tensors of a nested state are finite."""
     if torch.is_tensor(state):
         return state.isfinite().all().item()
     parts = state.values() if isinstance(state, dict) else state if isinstance(state, (list, tuple)) else ()
@@ -2377,14 +2364,14 @@ def save_grid(path, rows, labels):
     """
     size, gap = max(row.shape[-1] for row in rows), 6
     side = size * max(1, 96 // size)
-    ruler = ImageDraw.Draw(Image.new("1", (1, 1)))
-    left = 2 * gap + max(int(ruler.textbbox((0, 0), text, font_size=12)[2]) for text in labels)
+    font = ImageFont.load_default(12)
+    left = 2 * gap + int(max(map(font.getlength, labels)))
     width = left + max(len(row) for row in rows) * (side + gap)
     sheet = Image.new("RGB", (width, gap + len(rows) * (side + gap)), "white")
     draw = ImageDraw.Draw(sheet)
     for r, row in enumerate(rows):
         top = gap + r * (side + gap)
-        draw.text((gap, top + side // 2), labels[r], fill="black", font_size=12, anchor="lm")
+        draw.text((gap, top + side // 2), labels[r], "black", font, "lm")
         for c, image in enumerate(row):
             picture = to_pil_image(image.detach().cpu().clamp(0, 1).mul(255).round().byte())
             sheet.paste(picture.resize((side, side), Image.Resampling.NEAREST), (left + c * (side + gap), top))

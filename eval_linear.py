@@ -337,7 +337,8 @@ def linear_probe(train_x, train_y, test_x, num_classes, seed=0, epochs=50, batch
     best = int(right.argmax())
     held_out = {f"{lr:.3g}": 100 * r for lr, r in zip(lrs.tolist(), right.tolist(), strict=True)}
     tested = logits(test_x, fit(order, lrs[best : best + 1], "the best rate"))[:, 0]
-    return dict(logits=tested, lr=lrs[best].item(), at_edge=best in (0, len(lrs) - 1), held_out=held_out)
+    at_edge = len(lrs) > 1 and best in (0, len(lrs) - 1)
+    return dict(logits=tested, lr=lrs[best].item(), at_edge=at_edge, held_out=held_out)
 
 
 def scores(logits, labels, num_classes):
@@ -736,7 +737,7 @@ def train_protocol(args, device, encoder, info, train, test):
     stop, step, steps_per_epoch = common.StopRequest(), run.step, run.steps_per_epoch
     for epoch in range(run.epoch, run.last_epoch):  # run.epoch: the first whose record is not yet written
         is_judged = epoch + 1 == args.epochs or common.is_due(epoch + 1, args.eval_every, args.epochs)
-        with stop:  # SIGTERM and Ctrl-C wait in here, until the step at hand is made and saved
+        with stop:  # SIGTERM and Ctrl-C wait in here until the step at hand is made and saved; then the program ends
             loader.batch_sampler.set_epoch(epoch, step, run.last_step)
             for batch in loader:
                 lr = learning_rate(args, step, steps_per_epoch)
@@ -771,8 +772,8 @@ def train_protocol(args, device, encoder, info, train, test):
                 run.count(step, dict(loss=loss, train_top1=train_top1, lr=lr))
                 if stop.agreed():
                     break
-            record = run.save(loader, stop.agreed() or is_judged)
-        if step < (epoch + 1) * steps_per_epoch:  # --max-steps
+            record = run.save(loader, now=stop.agreed() or is_judged)
+        if step < (epoch + 1) * steps_per_epoch:  # --max-steps ended it in mid-epoch
             break
         if is_judged:
             record |= judge(args, device, encoder, network, info, test)

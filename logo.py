@@ -135,22 +135,22 @@ SMALL_SIMSIAM = dict(SMALL_ENCODERS, batch_size=256, dim=512, hidden=128)  # hid
 def recipe(chosen):
     """Return the hyper-parameters {name: value}.
 
-    chosen: a namespace with dataset, arch, variant, base, pairs, affinity_form and image_size.
+    chosen: a namespace with dataset, arch, variant, base, pairs, local_crops, affinity_form and image_size.
     """
     on_simsiam = chosen.base == "simsiam"
     values = dict(SIMSIAM_RECIPES[chosen.dataset] if on_simsiam else RECIPES[chosen.dataset])
     if chosen.arch in ("resnet_micro", "resnet_mini") and chosen.dataset in ("cifar10", "cifar100", "stl10", "folder"):
         values |= SMALL_SIMSIAM if on_simsiam else SMALL_MOCO
-        if chosen.dataset == "folder":
-            values["local_size"] = (
-                chosen.image_size or values["image_size"]
-            ) // 2  # ours: as in the recipe of patterns
+        if chosen.dataset == "folder":  # ours: half the side of the views, as on patterns
+            values["local_size"] = (chosen.image_size or values["image_size"]) // 2
     if chosen.pairs == "all":
         values |= ALL_PAIRS
     if chosen.variant == "paper":
         values |= PAPER
     if (chosen.affinity_form or values["affinity_form"]) == "linear":
         values |= dict(affinity_lr=1e-4)  # a third party's: the linear objective has no lower bound
+    if chosen.local_crops == 0:
+        values |= dict(l2l=False)
     values["local_size"] = min(values["local_size"], chosen.image_size or values["image_size"])
     return values
 
@@ -159,7 +159,7 @@ def recipe(chosen):
 
 
 def affinity_loss(affinity, local1, local2, noise=None, form="logistic", batch="separate"):
-    """The loss of the affinity, a scalar: it is to score two locals of one image above locals of two (Eq. 6).
+    """Return the loss of the affinity, a scalar: it is to score two locals of one image above locals of two (Eq. 6).
 
     The positives are the pairs (local1, local2), row by row of the same image. In the negatives the second local is
     that of the batch rolled by one. form: "logistic" (released) is the softplus of minus the positives' scores plus the
@@ -194,7 +194,7 @@ def affinity_loss(affinity, local1, local2, noise=None, form="logistic", batch="
 
 
 def score_pairs(affinity, pairs, batch):
-    """The scores (N,) of each item of a list of pairs ((N, C), (N, C)), as a list.
+    """Return the scores (N,) of each item of a list of pairs ((N, C), (N, C)), as a list.
 
     batch: "separate" (released): each item passes the affinity in a batch of its own. "joint" (ours): all pass in one
     batch, so that batch norm cannot tell them apart. Raises ValueError for other words.
@@ -400,17 +400,17 @@ class MoCo(nn.Module):
         self.queue = Queue(args.queue, args.dim, common.generator(args.seed, STREAM_QUEUE))
 
     def query(self, x):
-        """The queries of images: (n, 3, H, W) -> (n, dim), L2-normalised, in the dtype of x."""
+        """Return the queries of images: (n, 3, H, W) -> (n, dim), L2-normalised, in the dtype of x."""
         with torch.autocast(x.device.type, torch.bfloat16, enabled=self.args.amp == "bf16"):
             return F.normalize(self.projector(self.backbone(x)).to(x.dtype), dim=1)
 
     def key(self, x):
-        """The keys of images, by the momentum encoder: (n, 3, H, W) -> (n, dim), L2-normalised, in the dtype of x."""
+        """Return the momentum encoder's keys of images: (n, 3, H, W) -> (n, dim), L2-normalised, in the dtype of x."""
         with torch.autocast(x.device.type, torch.bfloat16, enabled=self.args.amp == "bf16"):
             return F.normalize(self.momentum_projector(self.momentum_backbone(x)).to(x.dtype), dim=1)
 
     def local(self, x):
-        """The embeddings of local crops, which the affinity compares. They are their queries."""
+        """Return the embeddings of local crops, which the affinity compares. They are their queries."""
         return self.query(x)
 
     def forward(self, views, step):
@@ -481,12 +481,12 @@ class SimSiam(nn.Module):
         self.predictor = nn.Sequential(*layer(args.dim, args.hidden), nn.Linear(args.hidden, args.dim))
 
     def project(self, x):
-        """The projections z of images: (n, 3, H, W) -> (n, dim), in the dtype of x."""
+        """Return the projections z of images: (n, 3, H, W) -> (n, dim), in the dtype of x."""
         with torch.autocast(x.device.type, torch.bfloat16, enabled=self.args.amp == "bf16"):
             return self.projector(self.backbone(x)).to(x.dtype)
 
     def local(self, x):
-        """The embeddings of local crops, which the affinity compares: their projections, L2-normalised (inference)."""
+        """Return what the affinity compares of local crops: their projections, L2-normalised (inference)."""
         return F.normalize(self.project(x), dim=1)
 
     def forward(self, views, step):
@@ -574,7 +574,7 @@ def parse_args(argv=None):
     add("--affinity-form", choices=("logistic", "linear"), help="the affinity's objective (D1)")
     add("--affinity-batch", choices=("separate", "joint"), help="joint: all pairs in one batch (ours, D14)")
     add("--affinity-hidden", type=common.COUNT, help="width of the affinity's two hidden layers")
-    add("--affinity-lr", type=common.POSITIVE_OR_AUTO, help="the affinity's rate; auto: the encoder's peak rate")
+    add("--affinity-lr", type=common.auto_or(common.POSITIVE), help="its rate; auto: the encoder's peak rate")
     add("--affinity-noise", type=common.NOT_NEGATIVE, help="noise on the logistic form's locals, times sqrt(dim)")
     add("--temperature", type=common.POSITIVE, help="temperature of MoCo's loss")
     add("--queue", type=common.COUNT_OR_AUTO, help="MoCo's negatives per query; auto: a tenth of the images")
@@ -620,7 +620,8 @@ def parse_args(argv=None):
         args.min_lr *= peak_rate(args) / peak_rate(usual)  # the last rate is scaled as the peak rate is
     if args.base == "moco" and "bn_groups" not in given:
         args.bn_groups = math.lcm(args.bn_groups, common.rank_and_world()[1])  # each process has equally many
-    args.l2l = args.l2l and args.local_crops == 2
+    if args.l2l and args.local_crops == 0:
+        common.fail("--l2l compares local crops: give --local-crops 2")
     if args.pairs == "all" and (args.l2l or args.local_crops == 0 or args.base == "moco" and args.one_way):
         common.fail("--pairs all is a baseline of four crops without L_ll: leave out --l2l, --one-way, --local-crops 0")
     if args.base == "moco" and args.one_way and args.local_crops:
@@ -629,7 +630,7 @@ def parse_args(argv=None):
 
 
 def peak_rate(args):
-    """The learning rate after the warm-up: --lr, scaled linearly with the batch size."""
+    """Return the learning rate after the warm-up: --lr, scaled linearly with the batch size."""
     return args.lr * args.batch_size / args.lr_batch
 
 
@@ -711,14 +712,14 @@ def main(args, train=None, test=None, encoder=None):
     chance = chance_level(args)
     kind = f"L2L {args.affinity_form}, {args.l2l_weighting}" if args.l2l else "no L2L"
     kind += ", all pairs of crops" if args.pairs == "all" else ""
-    areas = f"areas {args.global_scale} and {args.local_scale}"
+    areas = f"areas {common.shown(args.global_scale)} and {common.shown(args.local_scale)}"
     about = f"on {args.base}, {args.local_crops} local crops of {args.local_size} px, {areas}, {kind}"
     run.begin(common.introduction(args, model.backbone, train, test, chance, about), chance)
 
     # Each epoch is trained, saved, judged and written. A run that was stopped goes on in the middle of one
     stop, step, steps_per_epoch = common.StopRequest(), run.step, run.steps_per_epoch
     for epoch in range(run.epoch, run.last_epoch):  # run.epoch: the first whose record is not yet written
-        with stop:  # SIGTERM and Ctrl-C wait in here, until the step at hand is made and saved
+        with stop:  # SIGTERM and Ctrl-C wait in here until the step at hand is made and saved; then the program ends
             loader.batch_sampler.set_epoch(epoch, step, run.last_step)
             for batch in loader:
                 lr, weight_decay, momentum = schedule(args, step, steps_per_epoch)
@@ -761,8 +762,8 @@ def main(args, train=None, test=None, encoder=None):
                 run.count(step, metrics, embeddings)
                 if stop.agreed():
                     break
-            record = run.save(loader, stop.agreed())
-        if step < (epoch + 1) * steps_per_epoch:  # --max-steps
+            record = run.save(loader, now=stop.agreed())
+        if step < (epoch + 1) * steps_per_epoch:  # --max-steps ended it in mid-epoch
             break
         if test is not None and common.is_due(epoch + 1, args.knn_every, args.epochs):
             record |= common.knn_record(args, model.backbone, train, test, device)
@@ -844,7 +845,7 @@ def check_batch_norm_groups(args):
 
 
 def split_batch_norms(module, groups):
-    """Replace every batch norm of a module by one over `groups` slices of the global batch; returns the module."""
+    """Replace every batch norm of a module by one over `groups` slices of the global batch. Return the module."""
     for name, child in module.named_children():
         if isinstance(child, (nn.BatchNorm1d, nn.BatchNorm2d)):
             setattr(module, name, GroupedBatchNorm(child, groups))
@@ -892,8 +893,9 @@ def in_parallel(args, model):
     if args.grad_checkpoint:
         model.backbone.set_grad_checkpointing()
     if args.compile:
-        for backbone in {model.backbone, getattr(model, "momentum_backbone", model.backbone)}:
-            backbone.compile()
+        for name, child in model.named_children():  # one that has two names comes once
+            if name in ("backbone", "momentum_backbone"):
+                child.compile()
     if not dist.is_initialized():
         return model
     may_have_unused = args.arch == "own"  # only a user's own encoder may leave parameters unused

@@ -417,17 +417,17 @@ class MoCo(nn.Module):
             self.queue = Queue(args.queue, args.dim, common.generator(args.seed, STREAM_QUEUE))
 
     def query(self, x):
-        """The queries of images: (n, 3, H, W) -> (n, dim), L2-normalised, in the dtype of x."""
+        """Return the queries of images: (n, 3, H, W) -> (n, dim), L2-normalised, in the dtype of x."""
         with torch.autocast(x.device.type, torch.bfloat16, enabled=self.args.amp == "bf16"):
             return F.normalize(self.projector(self.backbone(x)).to(x.dtype), dim=1)
 
     def key(self, x):
-        """The keys of images, by the momentum encoder: (n, 3, H, W) -> (n, dim), L2-normalised, in the dtype of x."""
+        """Return the momentum encoder's keys of images: (n, 3, H, W) -> (n, dim), L2-normalised, in the dtype of x."""
         with torch.autocast(x.device.type, torch.bfloat16, enabled=self.args.amp == "bf16"):
             return F.normalize(self.momentum_projector(self.momentum_backbone(x)).to(x.dtype), dim=1)
 
     def forward(self, views, step):
-        """The loss of a batch (MoCo, Algorithm 1).
+        """Return the loss of a batch (MoCo, Algorithm 1).
 
         views: this process's query view, key view and local crops, each (n, 3, H, W), normalised. step: chooses the
         shuffle of the keys. Returns (loss, keys to enqueue (N, dim), (q, k), metrics {name: tensor}). q and k (n, dim)
@@ -470,15 +470,15 @@ class MoCoV3(MoCo):
         self.momentum_projector = common.copy_module(self.projector, frozen=True)
 
     def query(self, x):
-        """The queries of images: (n, 3, H, W) -> (n, dim), not normalised, in the dtype of x."""
+        """Return the queries of images: (n, 3, H, W) -> (n, dim), not normalised, in the dtype of x."""
         with torch.autocast(x.device.type, torch.bfloat16, enabled=self.args.amp == "bf16"):
             return self.predictor(self.projector(self.backbone(x))).to(x.dtype)
 
     def forward(self, views, step):
-        """The loss of a batch (MoCo v3, Algorithm 1). It is symmetric in the two views.
+        """Return (loss, None, (q, k), {}), as MoCo.forward (MoCo v3, Algorithm 1). No keys are enqueued: None.
 
-        views and what is returned: as in MoCo.forward. step is not used. Returns (loss,
-        None, since no keys are enqueued, (q, k), metrics), as MoCo.forward. Gradients reach the query encoder only.
+        views: as in MoCo.forward. step is not used. The loss is symmetric in the two views. Gradients reach the query
+        encoder only.
         """
         q1, q2, *q_local = [self.query(view) for view in views]
         k1, k2 = [gather(self.key(view)) for view in views[:2]]  # (N, C), of all processes
@@ -534,7 +534,7 @@ def parse_args(argv=None):
     add("--local-scale", type=common.POSITIVE_SHARE, nargs=2, help="smallest and largest area of a local crop")
     add("--joint-pair", choices=("global", "local", "both"), help="which pairs are drawn jointly (App. D)")
     add("--joint", choices=("none", "crop", "blur", "either", "both"), help="what is drawn jointly")
-    add("--beta", type=common.REAL, help="beta of J-Crop(beta) and J-Blur(beta), of any sign (Algorithm 1)")
+    add("--beta", type=common.number(float, -1e9, 1e9), help="beta of J-Crop(beta), J-Blur(beta), of any sign")
     add("--joint-prob", type=common.SHARE, help="--joint either: probability of JointCrop, else JointBlur (App. F)")
     add("--css-alpha", type=common.POSITIVE, help="alpha of centre-suppressed sampling (App. G); 1: a uniform position")
     add("--crop-scale", type=common.POSITIVE_SHARE, nargs=2, help="smallest and largest area of a crop, as shares")
@@ -571,7 +571,7 @@ def parse_args(argv=None):
 
 
 def peak_rate(args):
-    """The learning rate after the warm-up: --lr, scaled linearly with the batch size."""
+    """Return the learning rate after the warm-up: --lr, scaled linearly with the batch size."""
     return args.lr * args.batch_size / args.lr_batch
 
 
@@ -651,7 +651,7 @@ def main(args, train=None, test=None, encoder=None):
     # Each epoch is trained, saved, judged and written. A run that was stopped goes on in the middle of one
     stop, step, steps_per_epoch = common.StopRequest(), run.step, run.steps_per_epoch
     for epoch in range(run.epoch, run.last_epoch):  # run.epoch: the first whose record is not yet written
-        with stop:  # SIGTERM and Ctrl-C wait in here, until the step at hand is made and saved
+        with stop:  # SIGTERM and Ctrl-C wait in here until the step at hand is made and saved; then the program ends
             loader.batch_sampler.set_epoch(epoch, step, run.last_step)
             for batch in loader:
                 lr, weight_decay, momentum = schedule(args, step, steps_per_epoch)
@@ -679,8 +679,8 @@ def main(args, train=None, test=None, encoder=None):
                 run.count(step, metrics, embeddings)
                 if stop.agreed():
                     break
-            record = run.save(loader, stop.agreed())
-        if step < (epoch + 1) * steps_per_epoch:  # --max-steps
+            record = run.save(loader, now=stop.agreed())
+        if step < (epoch + 1) * steps_per_epoch:  # --max-steps ended it in mid-epoch
             break
         if test is not None and common.is_due(epoch + 1, args.knn_every, args.epochs):
             record |= common.knn_record(args, model.backbone, train, test, device)
@@ -738,7 +738,7 @@ def check_batch_norm_groups(args):
 
 
 def split_batch_norms(module, groups):
-    """Replace every batch norm of a module by one over `groups` slices of the global batch; returns the module."""
+    """Replace every batch norm of a module by one over `groups` slices of the global batch. Return the module."""
     for name, child in module.named_children():
         if isinstance(child, (nn.BatchNorm1d, nn.BatchNorm2d)):
             setattr(module, name, GroupedBatchNorm(child, groups))
@@ -786,8 +786,9 @@ def in_parallel(args, model):
     if args.grad_checkpoint:
         model.backbone.set_grad_checkpointing()
     if args.compile:
-        for backbone in {model.backbone, getattr(model, "momentum_backbone", model.backbone)}:
-            backbone.compile()
+        for name, child in model.named_children():  # one that has two names comes once
+            if name in ("backbone", "momentum_backbone"):
+                child.compile()
     if not dist.is_initialized():
         return model
     may_have_unused = args.arch == "own"  # only a user's own encoder may leave parameters unused

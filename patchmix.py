@@ -183,7 +183,7 @@ def patch_mix(images, num_mix, patch_size, permutation=None):
 
 
 def mix_targets(n, num_mix):
-    """The positives of the mixed images: their sources, and the mixed images that share some with them (Eq. 10-12).
+    """Return the positives of mixed images: their sources, and the mixed images that share some with them (Eq. 10-12).
 
     n: the number of images that are mixed, N. num_mix: M.
     Returns (mto_index (n, M) int64, mto_weight (M,), mtm_index (n, 2M-1) int64, mtm_weight (2M-1,)). The indices count
@@ -203,7 +203,7 @@ def mix_targets(n, num_mix):
 
 
 def soft_info_nce(q, k, index, weight, temperature, smoothing=0.0):
-    """The cross-entropy of queries against weighted positives among the keys (Eq. 13-15), as a scalar.
+    """Return the cross-entropy of queries against weighted positives among the keys (Eq. 13-15), as a scalar.
 
     It is -1/n sum_i sum_j weight_j log softmax_t(sim(q_i, k_t) / tau)[index_ij], where sim is the cosine. q and k are
     L2-normalised here. The weights are used as given. At equal logits the loss is weight.sum() * log(N).
@@ -230,7 +230,7 @@ def soft_info_nce(q, k, index, weight, temperature, smoothing=0.0):
 
 
 def augmentation(args):
-    """The two views per image, drawn by T_1 and T_2 of Table 10, and the local crops (D7): a list of View."""
+    """Return the two views per image, drawn by T_1 and T_2 of Table 10, and the local crops (D7): a list of View."""
     view = common.View(
         size=args.image_size,
         area=args.crop_scale,
@@ -260,7 +260,7 @@ def mix_in_slices(images, args, step, number):
     images: this process's rows. number: 0 for the mixed queries' view, 1 for the mixed keys', 2 and up for local crops.
     There is one permutation per view and batch (Eq. 2), the same in all slices and on all processes.
     """
-    generator = common.generator(args.seed, step, STREAM_PERMUTATION + number, 0)
+    generator = common.generator(args.seed, step, STREAM_PERMUTATION + number, 0)  # the 0 stays, so that the draws stay
     num_patches = (images.shape[-1] // args.patch_size) ** 2
     permutation = torch.randperm(num_patches, generator=generator)
     slices = images.chunk(args.mix_slices // common.rank_and_world()[1])
@@ -268,7 +268,7 @@ def mix_in_slices(images, args, step, number):
 
 
 def batch_targets(n, slices, num_mix):
-    """The positives of each image of a batch that is mixed in slices: {term: (index (n, P) int64, weight (P,))}.
+    """Return the positives of each image of a batch that is mixed in slices: {term: (index (n, P) int64, weight (P,))}.
 
     The indices are rows of the whole batch of n images.
     """
@@ -325,13 +325,13 @@ class PatchMix(nn.Module):
             self.register_buffer(f"{term}_weight", weight, persistent=False)
 
     def query(self, x):
-        """The queries of images, h = H(G(F(x))): (n, 3, H, W) -> (n, dim), not normalised, in the dtype of x."""
+        """Return the queries of images, h = H(G(F(x))): (n, 3, H, W) -> (n, dim), not normalised, in the dtype of x."""
         with torch.autocast(x.device.type, torch.bfloat16, enabled=self.args.amp == "bf16"):
             return self.predictor(self.projector(self.backbone(x))).to(x.dtype)
 
     @torch.no_grad()
     def key(self, x):
-        """The keys of all processes' images, sg(z) of Eq. 16, z = G(F(x)) by the momentum encoder.
+        """Return the keys of all processes' images, sg(z) of Eq. 16, z = G(F(x)) by the momentum encoder.
 
         (n, 3, H, W) of this process -> (N, dim), not normalised, in the dtype of x. No gradient.
         """
@@ -478,7 +478,7 @@ def parse_args(argv=None):
     if "min_lr" not in given:
         args.min_lr *= peak_rate(args) / peak_rate(usual)  # the last rate is scaled as the peak rate is
     if "term_weights" not in given and args.variant == "released":
-        args.term_weights = (1.0, 0.5, 0.5 / args.num_mix)  # D1: the weights of mtm sum to 1 there, here to M
+        args.term_weights = (1.0, 0.5, 0.5 / args.num_mix)  # D1, for any M: those of mtm sum to 1 there, here to M
     if "mix_slices" not in given:
         args.mix_slices = math.lcm(args.mix_slices, common.rank_and_world()[1])  # each process has equally many
     check_mixing(args)
@@ -502,7 +502,7 @@ def check_mixing(args):
 
 
 def peak_rate(args):
-    """The learning rate after the warm-up: --lr, scaled linearly with the batch size."""
+    """Return the learning rate after the warm-up: --lr, scaled linearly with the batch size."""
     return args.lr * args.batch_size / args.lr_batch
 
 
@@ -576,11 +576,11 @@ def main(args, train=None, test=None, encoder=None):
     # Each epoch is trained, saved, judged and written. A run that was stopped goes on in the middle of one
     stop, step, steps_per_epoch = common.StopRequest(), run.step, run.steps_per_epoch
     for epoch in range(run.epoch, run.last_epoch):  # run.epoch: the first whose record is not yet written
-        with stop:  # SIGTERM and Ctrl-C wait in here, until the step at hand is made and saved
+        with stop:  # SIGTERM and Ctrl-C wait in here until the step at hand is made and saved; then the program ends
             loader.batch_sampler.set_epoch(epoch, step, run.last_step)
             for batch in loader:
                 lr, weight_decay, momentum = schedule(args, step, steps_per_epoch)
-                no_decay, decay = optimizer.param_groups
+                no_decay, decay = optimizer.param_groups  # in timm's order
                 no_decay.update(lr=lr)
                 decay.update(lr=lr, weight_decay=weight_decay)
                 # Algorithm 2, line 4: two views per image
@@ -600,8 +600,8 @@ def main(args, train=None, test=None, encoder=None):
                 run.count(step, metrics, embeddings)
                 if stop.agreed():
                     break
-            record = run.save(loader, stop.agreed())
-        if step < (epoch + 1) * steps_per_epoch:  # --max-steps
+            record = run.save(loader, now=stop.agreed())
+        if step < (epoch + 1) * steps_per_epoch:  # --max-steps ended it in mid-epoch
             break
         if test is not None and common.is_due(epoch + 1, args.knn_every, args.epochs):
             record |= common.knn_record(args, model.momentum_backbone, train, test, device)
@@ -635,8 +635,9 @@ def in_parallel(args, model):
     if args.grad_checkpoint:
         model.backbone.set_grad_checkpointing()
     if args.compile:
-        for backbone in {model.backbone, getattr(model, "momentum_backbone", model.backbone)}:
-            backbone.compile()
+        for name, child in model.named_children():  # one that has two names comes once
+            if name in ("backbone", "momentum_backbone"):
+                child.compile()
     if not dist.is_initialized():
         return model
     may_have_unused = args.arch == "own"  # only a user's own encoder may leave parameters unused

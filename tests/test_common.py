@@ -65,8 +65,8 @@ def test_uniform_is_uniform_and_uncorrelated():
     index = np.arange(20000)
     base = common.uniform(0, 0, index, 6)
     assert base.min() >= 0 and base.max() < 1 and all(ks(base[:, j]) < 2 for j in range(6))
-    for seed, epoch, shift, purpose in [(0, 0, 1, 0), (0, 1, 0, 0), (1, 0, 0, 0), (0, 0, 0, 1)]:  # the next index, ...
-        other = common.uniform(seed, epoch, index + shift, 6, purpose)
+    for seed, epoch, shift in [(0, 0, 1), (0, 1, 0), (1, 0, 0)]:  # the next index, ...
+        other = common.uniform(seed, epoch, index + shift, 6)
         assert abs(np.corrcoef(base.ravel(), other.ravel())[0, 1]) < 4.5 / base.size**0.5
         assert ks((base - other) % 1) < 2 and not (base == other).any()
     assert abs(np.corrcoef(base.T) - np.eye(6)).max() < 4.5 / len(index) ** 0.5  # positions
@@ -885,10 +885,10 @@ def test_the_end_of_the_loaders_leaves_other_child_processes_alive():
     """end_workers kills what loaders started, and nothing of a user's own."""
     user = multiprocessing.get_context("spawn").Process(target=time.sleep, args=(60,))
     user.start()
-    before, earlier = signal.getsignal(signal.SIGCHLD), set(common.LOADERS)
+    before, earlier = signal.getsignal(signal.SIGCHLD), set(multiprocessing.active_children())
     batches = iter(make_loader(2))
     next(batches)
-    workers = set(common.LOADERS) - earlier
+    workers = set(multiprocessing.active_children()) - earlier
     assert len(workers) == 2 and all(worker.is_alive() for worker in workers)
     common.end_workers()
     for worker in workers:

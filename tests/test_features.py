@@ -203,7 +203,7 @@ def test_an_image_size_that_an_encoder_does_not_take_is_named(capsys):
         assert type(wrong).__name__ in line and "(1, 3, 16, 16)" in line and "--image-size" in line
     vit = common.backbone_info("vit_micro", 16, 8)
     line = refused(capsys, common.build_backbone, vit, sizes=[20])
-    assert "16, 20 px" in line and "--image-size" in line
+    assert "16, 20 px" in line and "divisible by patch size" in line
     args = jcl.parse_args([])
     assert "(1, 3, 32, 32)" in refused(capsys, jcl.JCL, args, flat)
 

@@ -227,5 +227,5 @@ def test_both_files_damaged(begun, tmp_path, capsys):
     for name in ("last.pt", "last.prev.pt"):
         (tmp_path / "run" / name).write_bytes((tmp_path / "run" / name).read_bytes()[:1000])
     before = contents(tmp_path)
-    assert "last.prev.pt is damaged" in refused(capsys, run, "jcl", tmp_path / "run", "--knn-every", "0")
+    assert "no intact last.prev.pt" in refused(capsys, run, "jcl", tmp_path / "run", "--knn-every", "0")
     assert contents(tmp_path) == before
