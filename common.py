@@ -1,11 +1,11 @@
 """Data, evaluation and the files of a run: what the method files share, and nothing of training.
 
-    1. messages    fail, say, progress; join_processes, from_all, StopRequest
-    2. randomness  uniform, generator: pure functions of what is being made
-    3. data sets   load_images -> ImageSet (patterns, cifar10, ..., imagenet, folder); OwnImages; open_images
-    4. views       View declares one; ViewDataset draws and cuts in the loader; colour_views works on the device
-    5. evaluation  extract_features, knn_classes, knn_predict, embedding_health, load_backbone
-    6. flags       parse_choices, parse_flags: what operates every run, and every value of a recipe
+    1. data        load_images -> ImageSet (patterns, cifar10, ..., imagenet, folder); OwnImages; uniform, generator
+    2. views       View declares one; ViewDataset draws and cuts in the loader; colour_views works on the device
+    3. evaluation  extract_features, knn_predict, embedding_health; what both evaluations share
+    4. encoders    build_backbone, load_backbone, load_published
+    5. processes   fail, say, progress; join_processes, StopRequest
+    6. flags       run_parser, evaluation_parser; parse: recipe and command line; settle
     7. run         Run: the folder, checkpoints and records of a run
 
 Conventions: images are RGB. Loaders give uint8 (N, 3, H, W). On the device images are float in [0, 1], then normalised.
@@ -63,208 +63,9 @@ try:
 except ImportError:  # Windows
     fcntl = None
 
-# ---------------------------------------------------------------- 1. messages
 
-LAUNCHED_BY = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # variables that torchrun sets, all of them
-
-
-def rank_and_world():
-    """Return (this process's rank, the number of processes): of the process group, or of torchrun before it is joined.
-
-    Without torchrun they are (0, 1). A launcher's variables that are set in part mean nothing.
-    """
-    if dist.is_initialized():
-        return dist.get_rank(), dist.get_world_size()
-    if all(os.environ.get(name) for name in LAUNCHED_BY):
-        return int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    return 0, 1
-
-
-def print_anywhere(text, end="\n", to="stdout"):
-    """Print to sys.stdout or sys.stderr. If that cannot be written any more, what is said is dropped from then on.
-
-    It may be closed, or its reader gone (`| head`), or the disk behind a log full.
-    """
-    stream = getattr(sys, to)
-    code = getattr(stream, "encoding", None) or "utf-8"
-    try:
-        # a name may have what the terminal cannot show
-        print(text.encode(code, "backslashreplace").decode(code), end=end, file=stream, flush=True)
-    except (OSError, ValueError):
-        setattr(sys, to, open(os.devnull, "w"))
-
-
-def on_terminal():
-    """Return True if sys.stdout is a terminal. It may be None, closed, or without isatty."""
-    with contextlib.suppress(AttributeError, ValueError):
-        return sys.stdout.isatty()
-    return False
-
-
-def fail(message):
-    """Answer a mistake of the user: print one line on stderr, from one process, and exit with status 2."""
-    first = rank_and_world()[0] == 0
-    if dist.is_initialized():  # perhaps only one process has found the mistake: the first to come here says it
-        with contextlib.suppress(RuntimeError):  # the store is gone: another process has said why
-            first = dist.distributed_c10d._get_default_store().add("failed", 1) == 1
-    if first:
-        print_anywhere("error: " + message.replace("\n", "\\n"), to="stderr")  # a file's name may have one
-    raise SystemExit(2)
-
-
-for _package, _oldest in ((torch, "2.11"), (torchvision, "0.26"), (timm, "1.0.20")):  # as requirements.txt
-    if TorchVersion(_package.__version__) < _oldest:
-        fail(f"{_package.__name__} {_package.__version__} is too old: see requirements.txt")
-
-
-def say(text="", end="\n"):
-    """Print from the first process only. On a terminal the text replaces the progress line."""
-    if rank_and_world()[0] == 0:
-        print_anywhere(("\r\x1b[K" if on_terminal() else "") + text, end)
-
-
-def start(main, parse_args):
-    """Run a script. Ctrl-C ends it with a line, not a traceback."""
-    try:
-        main(parse_args())
-    except KeyboardInterrupt:
-        say("stopped by Ctrl-C (exit status 130); what was saved is kept")
-        raise SystemExit(130) from None
-
-
-def progress(text, last=[0.0]):  # noqa: B006  (the list keeps the time of the last line)
-    """Show how far long work has come: on a terminal a line that rewrites itself, in a log file a line every 30 s."""
-    if on_terminal() or time.monotonic() - last[0] > 30:
-        say(text, end="" if on_terminal() else "\n")
-        last[0] = time.monotonic()
-
-
-GROUPS = itertools.count()  # process groups that this program has made
-PATIENCE = datetime.timedelta(minutes=30)  # how long a process waits for others: one of them may be downloading
-
-
-def keep_memory():
-    """Let glibc keep freed memory. Mapping large tensors anew would cost a CPU up to a quarter of a step."""
-    with contextlib.suppress(AttributeError, OSError, TypeError):  # another C library
-        libc = ctypes.CDLL(None)
-        libc.mallopt(-4, 0)  # M_MMAP_MAX: no block, however large, is mapped on its own
-        libc.mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD: the top of the heap stays
-
-
-def join_processes(args):
-    """Join torchrun's process group, if there is one. Returns this process's device."""
-    torch.set_flush_denormal(True)  # denormal numbers make a CPU several times slower
-    keep_memory()
-    # These are about speed and names only.
-    warnings.filterwarnings("ignore", ".*(broadcast_buffers|Grad strides do not match|all_gather_into_tensor).*")
-    cuda = args.device != "cpu" and torch.cuda.is_available()
-    if args.device == "cuda" and not cuda:
-        fail("--device cuda: torch sees no CUDA device; use --device cpu")
-    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK") or 0)) if cuda else torch.device("cpu")
-    if cuda:
-        torch.cuda.set_device(device)
-        # The same GPUs have TF32 and bf16.
-        torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = has_bf16(device)
-        torch.backends.cudnn.benchmark = True
-    elif args.arch and args.arch.endswith(("_micro", "_mini")) and "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(1)  # a second one gives 15 %, and takes two thirds when another program wants a core
-    if all(os.environ.get(name) for name in LAUNCHED_BY) and not dist.is_initialized():
-        store, rank, world = next(rendezvous("env://"))
-        if os.environ.get("GROUP_WORLD_SIZE", "1") == "1":  # a restart's store still holds dead workers' addresses
-            store = dist.PrefixStore(f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
-        store = dist.PrefixStore(f"group {next(GROUPS)}", store)  # nor may a second group find the first one's
-        backend = "nccl" if cuda else "gloo"
-        dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=PATIENCE)
-    return device
-
-
-def has_bf16(device):
-    """Return True if the device computes bf16 natively. CPUs do not count: they only emulate it, or are slow at it."""
-    return device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
-
-
-def memory_format(device, arch):
-    """Return the memory format of views and encoder in training: channels_last, on CPUs for the encoders of ARCHS only.
-
-    In torch 2.11 to 2.15, on CPUs without AVX-512, the gradient of a 1 x 1 convolution of stride 2 crashes in
-    channels_last if it has fewer than 8 channels. Some of timm's encoders have one, for example RepVGG.
-    """
-    return torch.channels_last if device.type == "cuda" or arch in ARCHS else torch.contiguous_format
-
-
-def use_bf16(amp, device, arch, sizes):
-    """Return True if the encoders compute in bf16: amp is 'auto', 'bf16' or 'off'; sizes: of the images, in pixels."""
-    chosen = amp == "bf16" or (amp == "auto" and has_bf16(device))
-    if chosen and device.type == "cpu" and min(sizes) <= 16 and not is_vit(arch):
-        fail("--amp bf16 on a CPU: at 16 px and below torch's gradients of convolutions are wrong: give --amp off")
-    return chosen
-
-
-def from_all(value):
-    """Return the values of all processes as a list in rank order, on every process. Tensors must be on the CPU."""
-    found = [value] * rank_and_world()[1]
-    if len(found) > 1:
-        dist.all_gather_object(found, value)
-    return found
-
-
-def from_first(make):
-    """What make() returns on the first process, on every process. The others do not call it."""
-    made = [make() if rank_and_world()[0] == 0 else None]
-    if dist.is_initialized():
-        dist.broadcast_object_list(made)
-    return made[0]
-
-
-class StopRequest:
-    """Makes SIGTERM, SIGHUP and Ctrl-C (SIGINT) wait while steps are made and saved.
-
-        stop = StopRequest()
-        with stop:
-            ...                    # make a step
-            if stop.agreed():      # after each step: leave the loop and save
-                break
-
-    At its end the block ends the program with exit status 75 if there was a signal. Outside of it signals act as in any
-    Python program. A second signal, three seconds or more after the first, acts at once. A signal that is ignored stays
-    so (SIGHUP under nohup). Outside the main thread Python handles no signals. There only other processes are asked.
-    """
-
-    def __init__(self):
-        several = rank_and_world()[1] > 1
-        self.group = dist.new_group(backend="gloo") if several else None  # the device need not wait for it
-        self.requested_at, self.previous = None, {}
-
-    def __enter__(self):
-        if threading.current_thread() is threading.main_thread():
-            numbers = [getattr(signal, name) for name in ("SIGTERM", "SIGINT", "SIGHUP") if hasattr(signal, name)]
-            numbers = [number for number in numbers if signal.getsignal(number) != signal.SIG_IGN]
-            self.previous = {number: signal.signal(number, self._handle) for number in numbers}
-
-    def __exit__(self, error, *_):
-        for number, handler in self.previous.items():
-            signal.signal(number, handler)
-        if error is None and self.agreed():
-            say("stopped on request (exit status 75); everything is saved, and the same command goes on")
-            raise SystemExit(75)
-
-    def _handle(self, number, frame):
-        now = time.monotonic()
-        if self.requested_at is None:
-            self.requested_at = now
-        elif now > self.requested_at + 3:  # earlier, it is the same request: a scheduler's to all, and torchrun's
-            signal.signal(number, self.previous[number])
-            signal.raise_signal(number)
-
-    def agreed(self):
-        """Return True if any process has received a signal. Costs one small all-reduce per call."""
-        requested = torch.tensor(float(self.requested_at is not None))
-        if self.group is not None:
-            dist.all_reduce(requested, dist.ReduceOp.MAX, group=self.group)
-        return requested.item() > 0
-
-
-# -------------------------------------------------------------- 2. randomness
+# ---------------------------------------------------------------------- 1. data
+# Random numbers as a pure function of what is being made; data sets by name, by folder, or a user's own.
 
 
 def _mix(x):
@@ -307,8 +108,6 @@ def seed_step(seed, step):
     torch.manual_seed(generator(seed, step, STREAM_STEP, rank_and_world()[0]).initial_seed())
 
 
-# --------------------------------------------------------------- 3. data sets
-
 DATASETS = ("patterns", "cifar10", "cifar100", "stl10", "imagenet100", "imagenet", "folder")
 NORMS = {  # name: (mean, standard deviation)
     "imagenet": ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)),
@@ -328,7 +127,6 @@ IMAGENET100 = """
 02138441 02104029 03837869 03494278 04136333 03794056 03492542 02018207 04067472 03930630 03584829 02123045 04229816
 02100583 03642806 04336792 03259280 02116738 02108089 03424325 01855672 02090622"""
 IMAGENET100 = tuple(f"n{i}" for i in IMAGENET100.split())
-
 PARTS = "train", "val", "test", "unlabeled"  # the names of the folders in a data set's folder
 SPLITS = "train", "training", "val", "valid", "validation", "test", "testing"  # a tree with these is no single set
 
@@ -776,7 +574,8 @@ def open_images(args, train=None, test=None):
     return train, test
 
 
-# ------------------------------------------------------------------- 4. views
+# --------------------------------------------------------------------- 2. views
+# A method file declares its views. They are drawn and cut in the loader, and coloured on the device.
 
 # The uniform numbers that one view takes per image: what each is for, and how many
 DRAWS = dict(area=10, aspect=10, position=2, jitter_coin=1, brightness=1, contrast=1, saturation=1, hue=1, order=1)
@@ -1111,18 +910,8 @@ def colour_views(batch, device, memory_format=torch.channels_last):
     return views
 
 
-# -------------------------------------------------------------- 5. evaluation
-
-
-def own_rows(x, dim=0):
-    """This process's rows of what belongs to all processes: they share dimension `dim` out in rank order."""
-    rank, world = rank_and_world()
-    return x.tensor_split(world, dim)[rank]
-
-
-def gather_uneven(x):
-    """Concatenate a tensor (n, ...) over the processes, in rank order, where n may differ and be 0. No gradient."""
-    return torch.cat([part.to(x.device) for part in from_all(x.cpu())])
+# ---------------------------------------------------------------- 3. evaluation
+# Features of frozen encoders, nearest neighbours, signs of collapse; and what both evaluations share.
 
 
 @contextlib.contextmanager
@@ -1157,40 +946,6 @@ class CentreCrops(Dataset):
             side = min(height, width) * 224 / 256  # the centre that a resize to 256/224 and a centre crop leave
             image = cut(image, ((height - side) / 2, (width - side) / 2, side, side), self.size, self.interpolation)
         return torch.from_numpy(np.array(image)).permute(2, 0, 1), label
-
-
-@contextlib.contextmanager
-def evaluation_mode(module):
-    """Inside, the module is in evaluation mode. Afterwards each of its parts is in the mode in which it was."""
-    modes = [(part, part.training) for part in module.modules()]
-    try:
-        yield module.eval()
-    finally:
-        for part, training in modes:
-            part.training = training
-
-
-@torch.no_grad()
-def encode_zeros(module, image_size):
-    """What an encoder makes of one image of zeros."""
-    device = next((p.device for p in module.parameters()), "cpu")
-    with evaluation_mode(module):
-        return module(torch.zeros(1, 3, image_size, image_size, device=device))
-
-
-def output_width(module, image_size):
-    """How many numbers an encoder, (N, 3, H, W) -> (N, width), gives per image. One image of zeros is encoded.
-
-    Exits with an error message if the encoder does not take images of this size.
-    """
-    try:
-        return encode_zeros(module, image_size).flatten(1).shape[1]
-    except Exception as error:  # a user's own module may raise anything
-        name, reason = type(module).__name__, " ".join(str(error).split())[:300]
-        fail(
-            f"the encoder, of type {name}, does not map images (1, 3, {image_size}, {image_size}) to features "
-            f"(1, width): {reason}. Give --image-size N that it takes, or an encoder for {image_size} px"
-        )
 
 
 @torch.no_grad()
@@ -1340,6 +1095,108 @@ def embedding_health(q, k):
         uniformity=pairs.square().mul(-2).exp().mean().log().item(),
     )
 
+
+def open_encoder(args, module=None):
+    """Return (device, the encoder to judge, in evaluation mode, info). Joins torchrun's process group, if any.
+
+    module: a user's own encoder. It gets the checkpoint's weights. Without a checkpoint it is judged as it is on the
+    first process. With --random-init the encoder is built as the checkpoint says, and its weights are left out.
+    Fills in args.workers and args.bf16. Exits with an error message if flags do not go together, or if the encoder does
+    not take the images' size.
+    """
+    if (args.checkpoint is None and module is None) or (args.random_init and module is not None):
+        fail("give RUN, a run's folder; with --random-init its encoder, one of timm's, is judged untrained")
+    of_others = args.patch_size, args.num_heads, args.norm, args.prefix
+    if not args.arch and (any(of_others) or (args.checkpoint and args.image_size)):
+        fail("--image-size, --patch-size, --num-heads, --norm, --prefix go with --arch; a run says its own")
+    device = join_processes(args)
+    args.workers = workers_of(args, device)
+    if args.checkpoint is None:
+        encoder, info = module, backbone_info(None, args.image_size or 32, None, method="no run", encoder="given")
+        if rank_and_world()[1] > 1:
+            encoder.load_state_dict(from_first(encoder.cpu().state_dict))
+    else:
+        patch_size = args.patch_size or named_patch(args.arch) or 16
+        published = dict(arch=args.arch, image_size=args.image_size or 224, patch_size=patch_size)
+        published |= dict(norm=args.norm or "imagenet", num_heads=args.num_heads, prefix=args.prefix)
+        encoder, info = load_backbone(args.checkpoint, args.encoder, module, **(published if args.arch else {}))
+    if args.random_init:
+        torch.manual_seed(args.seed)
+        encoder, info = build_backbone(info), info | dict(encoder="untrained")
+    args.bf16 = use_bf16(args.amp, device, arch_name(info), [info["image_size"]])
+    encoder = encoder.eval().to(device)
+    output_width(encoder, info["image_size"])  # refuses an encoder of another input size, before long work
+    return device, encoder, info
+
+
+def run_folder(checkpoint):
+    """Return the folder of the run that a checkpoint is of: itself, or where its file is."""
+    path = Path(checkpoint)
+    return path if path.is_dir() else path.parent
+
+
+def open_data(args, info, train=None, test=None, labels=True):
+    """Return the images of an evaluation that have labels: (training images, test images or None).
+
+    train, test: a user's own Datasets, instead of --dataset's. Own training images have labels if there is a test set.
+    Without --dataset these are the run's data, and args gets their name and place. Without --data-dir, too, they have
+    to be the images that the run was trained on.
+    labels: True exits with an error message if there is no test set, or only one class of a data set by name.
+    """
+    if train is None and test is None:
+        trained_on = None
+        if args.dataset is None and args.checkpoint:
+            folder = run_folder(args.checkpoint)
+            config, records = read_config(folder), read_metrics(folder / "metrics.jsonl")
+            if "dataset" not in config:
+                fail("there is no readable config.json beside the checkpoint to tell its data set: give --dataset")
+            if args.data_dir is None and records:
+                trained_on = records[0].get("images")
+            args.dataset, args.data_dir = config["dataset"], args.data_dir or config.get("data_dir")
+        args.dataset = args.dataset or "patterns"
+        train, test = (load_images(args.dataset, args.data_dir, t, size=info["image_size"]) for t in (True, False))
+        if trained_on and trained_on["checksum"] != train.checksum():
+            others = "give --dataset and --data-dir, or your own train= and test="
+            fail(f"--dataset {args.dataset} has other images than the run was trained on: {others}")
+    else:
+        args.dataset, args.data_dir = "own", None
+        train, test = own_images(train, test, args.workers)
+    if labels and (test is None or (len(train.classes) < 2 and args.dataset != "own")):
+        layout = "--data-dir with train/ and val/ or test/, each with one folder per class"
+        fail(f"an evaluation needs a test set and labels of two classes: {layout}")
+    return train.labelled() if train.classes else train, None if test is None else test.labelled()
+
+
+def floor_encoders(args, info, device, count):
+    """Return what a trained encoder has to beat, {name: encoder}: raw pixels, and the same encoder untrained.
+
+    count: of the training images. Above 200,000 the raw pixels are left out.
+    """
+    if args.no_floors:
+        return {}
+    torch.manual_seed(args.seed)
+    pixels = nn.AvgPool2d(max(1, info["image_size"] // 32))  # at most 63 x 63 of them
+    floors = {"raw pixels": pixels} if count <= 200_000 else {}
+    if info["timm_name"] and not args.random_init:
+        floors["untrained"] = build_backbone(info).to(device)
+    return floors
+
+
+def protocol(args, info, train, test):
+    """Return what an evaluation's numbers depend on, as lines of text."""
+    classes = f", {len(train.classes)} classes" if train.classes else ""
+    scale = f"if not of {info['image_size']} px: shorter side 256/224 of it, centre crop, {info['interpolation']}"
+    same = train.array is not None and train.array.shape[1:3] == (info["image_size"],) * 2
+    tf32 = torch.backends.cuda.matmul.allow_tf32
+    precision = "bf16" if args.bf16 else "float32 with products in TF32" if tf32 else "float32"
+    return f"""encoder {arch_name(info)} of {info["method"]}, the {info["encoder"]} encoder, evaluation mode; \
+features: before the projector, after the last norm and pooling; the encoder computes in {precision}
+data {described(train)}: {len(train)} training and {0 if test is None else len(test)} test images{classes}; \
+{"no resize" if same else scale}; mean {tuple(info["mean"])}, std {tuple(info["std"])}"""
+
+
+# ------------------------------------------------------------------ 4. encoders
+# timm's encoders as this project builds, saves and loads them; files of others; a user's own modules.
 
 PLAIN = dict(zero_init_last=False)  # residual branches start as torchvision's and MoCo's do
 ARCHS = {  # short name: (timm name, what differs from it)
@@ -1580,109 +1437,255 @@ def copy_module(module, frozen=False):
     return copied
 
 
-# What eval_knn.py and eval_linear.py share: the encoder, the images and the floors (flags: evaluation_parser).
+@contextlib.contextmanager
+def evaluation_mode(module):
+    """Inside, the module is in evaluation mode. Afterwards each of its parts is in the mode in which it was."""
+    modes = [(part, part.training) for part in module.modules()]
+    try:
+        yield module.eval()
+    finally:
+        for part, training in modes:
+            part.training = training
 
 
-def open_encoder(args, module=None):
-    """Return (device, the encoder to judge, in evaluation mode, info). Joins torchrun's process group, if any.
+@torch.no_grad()
+def encode_zeros(module, image_size):
+    """What an encoder makes of one image of zeros."""
+    device = next((p.device for p in module.parameters()), "cpu")
+    with evaluation_mode(module):
+        return module(torch.zeros(1, 3, image_size, image_size, device=device))
 
-    module: a user's own encoder. It gets the checkpoint's weights. Without a checkpoint it is judged as it is on the
-    first process. With --random-init the encoder is built as the checkpoint says, and its weights are left out.
-    Fills in args.workers and args.bf16. Exits with an error message if flags do not go together, or if the encoder does
-    not take the images' size.
+
+def output_width(module, image_size):
+    """How many numbers an encoder, (N, 3, H, W) -> (N, width), gives per image. One image of zeros is encoded.
+
+    Exits with an error message if the encoder does not take images of this size.
     """
-    if (args.checkpoint is None and module is None) or (args.random_init and module is not None):
-        fail("give RUN, a run's folder; with --random-init its encoder, one of timm's, is judged untrained")
-    of_others = args.patch_size, args.num_heads, args.norm, args.prefix
-    if not args.arch and (any(of_others) or (args.checkpoint and args.image_size)):
-        fail("--image-size, --patch-size, --num-heads, --norm, --prefix go with --arch; a run says its own")
-    device = join_processes(args)
-    args.workers = workers_of(args, device)
-    if args.checkpoint is None:
-        encoder, info = module, backbone_info(None, args.image_size or 32, None, method="no run", encoder="given")
-        if rank_and_world()[1] > 1:
-            encoder.load_state_dict(from_first(encoder.cpu().state_dict))
-    else:
-        patch_size = args.patch_size or named_patch(args.arch) or 16
-        published = dict(arch=args.arch, image_size=args.image_size or 224, patch_size=patch_size)
-        published |= dict(norm=args.norm or "imagenet", num_heads=args.num_heads, prefix=args.prefix)
-        encoder, info = load_backbone(args.checkpoint, args.encoder, module, **(published if args.arch else {}))
-    if args.random_init:
-        torch.manual_seed(args.seed)
-        encoder, info = build_backbone(info), info | dict(encoder="untrained")
-    args.bf16 = use_bf16(args.amp, device, arch_name(info), [info["image_size"]])
-    encoder = encoder.eval().to(device)
-    output_width(encoder, info["image_size"])  # refuses an encoder of another input size, before long work
-    return device, encoder, info
+    try:
+        return encode_zeros(module, image_size).flatten(1).shape[1]
+    except Exception as error:  # a user's own module may raise anything
+        name, reason = type(module).__name__, " ".join(str(error).split())[:300]
+        fail(
+            f"the encoder, of type {name}, does not map images (1, 3, {image_size}, {image_size}) to features "
+            f"(1, width): {reason}. Give --image-size N that it takes, or an encoder for {image_size} px"
+        )
 
 
-def run_folder(checkpoint):
-    """Return the folder of the run that a checkpoint is of: itself, or where its file is."""
-    path = Path(checkpoint)
-    return path if path.is_dir() else path.parent
+def memory_format(device, arch):
+    """Return the memory format of views and encoder in training: channels_last, on CPUs for the encoders of ARCHS only.
 
-
-def open_data(args, info, train=None, test=None, labels=True):
-    """Return the images of an evaluation that have labels: (training images, test images or None).
-
-    train, test: a user's own Datasets, instead of --dataset's. Own training images have labels if there is a test set.
-    Without --dataset these are the run's data, and args gets their name and place. Without --data-dir, too, they have
-    to be the images that the run was trained on.
-    labels: True exits with an error message if there is no test set, or only one class of a data set by name.
+    In torch 2.11 to 2.15, on CPUs without AVX-512, the gradient of a 1 x 1 convolution of stride 2 crashes in
+    channels_last if it has fewer than 8 channels. Some of timm's encoders have one, for example RepVGG.
     """
-    if train is None and test is None:
-        trained_on = None
-        if args.dataset is None and args.checkpoint:
-            folder = run_folder(args.checkpoint)
-            config, records = read_config(folder), read_metrics(folder / "metrics.jsonl")
-            if "dataset" not in config:
-                fail("there is no readable config.json beside the checkpoint to tell its data set: give --dataset")
-            if args.data_dir is None and records:
-                trained_on = records[0].get("images")
-            args.dataset, args.data_dir = config["dataset"], args.data_dir or config.get("data_dir")
-        args.dataset = args.dataset or "patterns"
-        train, test = (load_images(args.dataset, args.data_dir, t, size=info["image_size"]) for t in (True, False))
-        if trained_on and trained_on["checksum"] != train.checksum():
-            others = "give --dataset and --data-dir, or your own train= and test="
-            fail(f"--dataset {args.dataset} has other images than the run was trained on: {others}")
-    else:
-        args.dataset, args.data_dir = "own", None
-        train, test = own_images(train, test, args.workers)
-    if labels and (test is None or (len(train.classes) < 2 and args.dataset != "own")):
-        layout = "--data-dir with train/ and val/ or test/, each with one folder per class"
-        fail(f"an evaluation needs a test set and labels of two classes: {layout}")
-    return train.labelled() if train.classes else train, None if test is None else test.labelled()
+    return torch.channels_last if device.type == "cuda" or arch in ARCHS else torch.contiguous_format
 
 
-def floor_encoders(args, info, device, count):
-    """Return what a trained encoder has to beat, {name: encoder}: raw pixels, and the same encoder untrained.
+def has_bf16(device):
+    """Return True if the device computes bf16 natively. CPUs do not count: they only emulate it, or are slow at it."""
+    return device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
 
-    count: of the training images. Above 200,000 the raw pixels are left out.
+
+def use_bf16(amp, device, arch, sizes):
+    """Return True if the encoders compute in bf16: amp is 'auto', 'bf16' or 'off'; sizes: of the images, in pixels."""
+    chosen = amp == "bf16" or (amp == "auto" and has_bf16(device))
+    if chosen and device.type == "cpu" and min(sizes) <= 16 and not is_vit(arch):
+        fail("--amp bf16 on a CPU: at 16 px and below torch's gradients of convolutions are wrong: give --amp off")
+    return chosen
+
+
+# ----------------------------------------------------------------- 5. processes
+# What is said and by whom, torchrun's process group, and signals.
+
+LAUNCHED_BY = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # variables that torchrun sets, all of them
+
+
+def rank_and_world():
+    """Return (this process's rank, the number of processes): of the process group, or of torchrun before it is joined.
+
+    Without torchrun they are (0, 1). A launcher's variables that are set in part mean nothing.
     """
-    if args.no_floors:
-        return {}
-    torch.manual_seed(args.seed)
-    pixels = nn.AvgPool2d(max(1, info["image_size"] // 32))  # at most 63 x 63 of them
-    floors = {"raw pixels": pixels} if count <= 200_000 else {}
-    if info["timm_name"] and not args.random_init:
-        floors["untrained"] = build_backbone(info).to(device)
-    return floors
+    if dist.is_initialized():
+        return dist.get_rank(), dist.get_world_size()
+    if all(os.environ.get(name) for name in LAUNCHED_BY):
+        return int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    return 0, 1
 
 
-def protocol(args, info, train, test):
-    """Return what an evaluation's numbers depend on, as lines of text."""
-    classes = f", {len(train.classes)} classes" if train.classes else ""
-    scale = f"if not of {info['image_size']} px: shorter side 256/224 of it, centre crop, {info['interpolation']}"
-    same = train.array is not None and train.array.shape[1:3] == (info["image_size"],) * 2
-    tf32 = torch.backends.cuda.matmul.allow_tf32
-    precision = "bf16" if args.bf16 else "float32 with products in TF32" if tf32 else "float32"
-    return f"""encoder {arch_name(info)} of {info["method"]}, the {info["encoder"]} encoder, evaluation mode; \
-features: before the projector, after the last norm and pooling; the encoder computes in {precision}
-data {described(train)}: {len(train)} training and {0 if test is None else len(test)} test images{classes}; \
-{"no resize" if same else scale}; mean {tuple(info["mean"])}, std {tuple(info["std"])}"""
+def print_anywhere(text, end="\n", to="stdout"):
+    """Print to sys.stdout or sys.stderr. If that cannot be written any more, what is said is dropped from then on.
+
+    It may be closed, or its reader gone (`| head`), or the disk behind a log full.
+    """
+    stream = getattr(sys, to)
+    code = getattr(stream, "encoding", None) or "utf-8"
+    try:
+        # a name may have what the terminal cannot show
+        print(text.encode(code, "backslashreplace").decode(code), end=end, file=stream, flush=True)
+    except (OSError, ValueError):
+        setattr(sys, to, open(os.devnull, "w"))
 
 
-# ------------------------------------------------------------------- 6. flags
+def on_terminal():
+    """Return True if sys.stdout is a terminal. It may be None, closed, or without isatty."""
+    with contextlib.suppress(AttributeError, ValueError):
+        return sys.stdout.isatty()
+    return False
+
+
+def fail(message):
+    """Answer a mistake of the user: print one line on stderr, from one process, and exit with status 2."""
+    first = rank_and_world()[0] == 0
+    if dist.is_initialized():  # perhaps only one process has found the mistake: the first to come here says it
+        with contextlib.suppress(RuntimeError):  # the store is gone: another process has said why
+            first = dist.distributed_c10d._get_default_store().add("failed", 1) == 1
+    if first:
+        print_anywhere("error: " + message.replace("\n", "\\n"), to="stderr")  # a file's name may have one
+    raise SystemExit(2)
+
+
+for _package, _oldest in ((torch, "2.11"), (torchvision, "0.26"), (timm, "1.0.20")):  # as requirements.txt
+    if TorchVersion(_package.__version__) < _oldest:
+        fail(f"{_package.__name__} {_package.__version__} is too old: see requirements.txt")
+
+
+def say(text="", end="\n"):
+    """Print from the first process only. On a terminal the text replaces the progress line."""
+    if rank_and_world()[0] == 0:
+        print_anywhere(("\r\x1b[K" if on_terminal() else "") + text, end)
+
+
+def start(main, parse_args):
+    """Run a script. Ctrl-C ends it with a line, not a traceback."""
+    try:
+        main(parse_args())
+    except KeyboardInterrupt:
+        say("stopped by Ctrl-C (exit status 130); what was saved is kept")
+        raise SystemExit(130) from None
+
+
+def progress(text, last=[0.0]):  # noqa: B006  (the list keeps the time of the last line)
+    """Show how far long work has come: on a terminal a line that rewrites itself, in a log file a line every 30 s."""
+    if on_terminal() or time.monotonic() - last[0] > 30:
+        say(text, end="" if on_terminal() else "\n")
+        last[0] = time.monotonic()
+
+
+GROUPS = itertools.count()  # process groups that this program has made
+PATIENCE = datetime.timedelta(minutes=30)  # how long a process waits for others: one of them may be downloading
+
+
+def keep_memory():
+    """Let glibc keep freed memory. Mapping large tensors anew would cost a CPU up to a quarter of a step."""
+    with contextlib.suppress(AttributeError, OSError, TypeError):  # another C library
+        libc = ctypes.CDLL(None)
+        libc.mallopt(-4, 0)  # M_MMAP_MAX: no block, however large, is mapped on its own
+        libc.mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD: the top of the heap stays
+
+
+def join_processes(args):
+    """Join torchrun's process group, if there is one. Returns this process's device."""
+    torch.set_flush_denormal(True)  # denormal numbers make a CPU several times slower
+    keep_memory()
+    # These are about speed and names only.
+    warnings.filterwarnings("ignore", ".*(broadcast_buffers|Grad strides do not match|all_gather_into_tensor).*")
+    cuda = args.device != "cpu" and torch.cuda.is_available()
+    if args.device == "cuda" and not cuda:
+        fail("--device cuda: torch sees no CUDA device; use --device cpu")
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK") or 0)) if cuda else torch.device("cpu")
+    if cuda:
+        torch.cuda.set_device(device)
+        # The same GPUs have TF32 and bf16.
+        torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = has_bf16(device)
+        torch.backends.cudnn.benchmark = True
+    elif args.arch and args.arch.endswith(("_micro", "_mini")) and "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(1)  # a second one gives 15 %, and takes two thirds when another program wants a core
+    if all(os.environ.get(name) for name in LAUNCHED_BY) and not dist.is_initialized():
+        store, rank, world = next(rendezvous("env://"))
+        if os.environ.get("GROUP_WORLD_SIZE", "1") == "1":  # a restart's store still holds dead workers' addresses
+            store = dist.PrefixStore(f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
+        store = dist.PrefixStore(f"group {next(GROUPS)}", store)  # nor may a second group find the first one's
+        backend = "nccl" if cuda else "gloo"
+        dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=PATIENCE)
+    return device
+
+
+def from_all(value):
+    """Return the values of all processes as a list in rank order, on every process. Tensors must be on the CPU."""
+    found = [value] * rank_and_world()[1]
+    if len(found) > 1:
+        dist.all_gather_object(found, value)
+    return found
+
+
+def from_first(make):
+    """What make() returns on the first process, on every process. The others do not call it."""
+    made = [make() if rank_and_world()[0] == 0 else None]
+    if dist.is_initialized():
+        dist.broadcast_object_list(made)
+    return made[0]
+
+
+def own_rows(x, dim=0):
+    """This process's rows of what belongs to all processes: they share dimension `dim` out in rank order."""
+    rank, world = rank_and_world()
+    return x.tensor_split(world, dim)[rank]
+
+
+def gather_uneven(x):
+    """Concatenate a tensor (n, ...) over the processes, in rank order, where n may differ and be 0. No gradient."""
+    return torch.cat([part.to(x.device) for part in from_all(x.cpu())])
+
+
+class StopRequest:
+    """Makes SIGTERM, SIGHUP and Ctrl-C (SIGINT) wait while steps are made and saved.
+
+        stop = StopRequest()
+        with stop:
+            ...                    # make a step
+            if stop.agreed():      # after each step: leave the loop and save
+                break
+
+    At its end the block ends the program with exit status 75 if there was a signal. Outside of it signals act as in any
+    Python program. A second signal, three seconds or more after the first, acts at once. A signal that is ignored stays
+    so (SIGHUP under nohup). Outside the main thread Python handles no signals. There only other processes are asked.
+    """
+
+    def __init__(self):
+        several = rank_and_world()[1] > 1
+        self.group = dist.new_group(backend="gloo") if several else None  # the device need not wait for it
+        self.requested_at, self.previous = None, {}
+
+    def __enter__(self):
+        if threading.current_thread() is threading.main_thread():
+            numbers = [getattr(signal, name) for name in ("SIGTERM", "SIGINT", "SIGHUP") if hasattr(signal, name)]
+            numbers = [number for number in numbers if signal.getsignal(number) != signal.SIG_IGN]
+            self.previous = {number: signal.signal(number, self._handle) for number in numbers}
+
+    def __exit__(self, error, *_):
+        for number, handler in self.previous.items():
+            signal.signal(number, handler)
+        if error is None and self.agreed():
+            say("stopped on request (exit status 75); everything is saved, and the same command goes on")
+            raise SystemExit(75)
+
+    def _handle(self, number, frame):
+        now = time.monotonic()
+        if self.requested_at is None:
+            self.requested_at = now
+        elif now > self.requested_at + 3:  # earlier, it is the same request: a scheduler's to all, and torchrun's
+            signal.signal(number, self.previous[number])
+            signal.raise_signal(number)
+
+    def agreed(self):
+        """Return True if any process has received a signal. Costs one small all-reduce per call."""
+        requested = torch.tensor(float(self.requested_at is not None))
+        if self.group is not None:
+            dist.all_reduce(requested, dist.ReduceOp.MAX, group=self.group)
+        return requested.item() > 0
+
+
+# --------------------------------------------------------------------- 6. flags
+# The command lines: flags of every run and of both evaluations, and how a recipe sets the defaults.
 
 
 def number(kind, least, most=10**9):
@@ -1712,7 +1715,6 @@ NATURAL, COUNT, AT_LEAST_TWO = number(int, 0), number(int, 1), number(int, 2)
 NOT_NEGATIVE, POSITIVE = number(float, 0), number(float, 1e-9)
 SHARE, POSITIVE_SHARE, SEED = number(float, 0, 1), number(float, 1e-9, 1), number(int, 0, 2**63 - 1)
 COUNT_OR_AUTO, WORKERS = auto_or(COUNT), number(int, 0, 1024)
-
 # What may differ between two calls of one run; an evaluation's, too.
 OPERATING = {
     *("out", "resume", "max_steps", "save_every", "keep_every", "knn_every", "eval_every", "device", "amp", "compile"),
@@ -1910,7 +1912,8 @@ def settle(args, device, train=None, encoder=None):
     return args
 
 
-# -------------------------------------------------------- 7. the files of a run
+# ----------------------------------------------------------------------- 7. run
+# The files of a run: its folder, checkpoints and records. All writes are whole or not at all.
 
 
 class Run:
