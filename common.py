@@ -209,7 +209,7 @@ class OwnImages(ImageSet):
     """A user's own map-style Dataset as an ImageSet. Its items are read when they are asked for, never before.
 
     An item is an image, PIL's, a uint8 array (H, W[, 3]) or a uint8 tensor (C, H, W), or a tuple (image, label, ...).
-    labelled: its labels are to be read with the images, by `item`; `labels` are -1 until `read_labels` knows them.
+    labelled: its labels are to be read with the images, by `item`; `labels` are -1.
     owner: what an error calls the data.
     """
 
@@ -984,26 +984,6 @@ def extract_features(encoder, images, info, device, batch_size=256, workers=0, a
     if first < len(images):
         fail(f"the encoder's features of {images.where(first)} are not finite")
     return (gather_uneven(features), gather_uneven(labels)) if whole else (features, labels)
-
-
-def read_labels(train, test, info, device, workers):
-    """Return the images that have labels, (train, test), with labels that are places in their `classes`.
-
-    The items of a user's own Datasets are read once for it. Their classes are the labels that occur in either.
-    """
-    if not isinstance(train, OwnImages):
-        return train, test
-    pool, parts = nn.AvgPool2d(info["image_size"]), []
-    found = [extract_features(pool, x, info, device, workers=workers, what="labels")[1].numpy() for x in (train, test)]
-    classes, names = np.setdiff1d(np.concatenate(found), [-1]), dict(enumerate(train.classes or test.classes))
-    for images, labels in zip((train, test), found, strict=True):
-        rows = np.flatnonzero(labels != -1)
-        part = images.subset(rows)
-        part.labels, part.classes = np.searchsorted(classes, labels[rows]), [str(names.get(c, c)) for c in classes]
-        if not len(part) or len(classes) < 2:
-            fail("an evaluation needs images with labels of two classes, to train and to test on; -1 means no label")
-        parts.append(part)
-    return parts
 
 
 @torch.no_grad()

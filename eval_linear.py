@@ -235,6 +235,26 @@ def resolve(args, info):
 # =================================================================== 2. labels
 
 
+def read_labels(train, test, info, device, workers):
+    """Return the images that have labels, (train, test), with labels that are places in their `classes`.
+
+    The items of a user's own Datasets are read once for it. Their classes are the labels that occur in either.
+    """
+    if not isinstance(train, common.OwnImages):
+        return train, test
+    pool, parts, options = nn.AvgPool2d(info["image_size"]), [], dict(workers=workers, what="labels")
+    found = [common.extract_features(pool, x, info, device, **options)[1].numpy() for x in (train, test)]
+    classes, names = np.setdiff1d(np.concatenate(found), [-1]), dict(enumerate(train.classes or test.classes))
+    for images, labels in zip((train, test), found, strict=True):
+        rows = np.flatnonzero(labels != -1)
+        part = images.subset(rows)
+        part.labels, part.classes = np.searchsorted(classes, labels[rows]), [str(names.get(c, c)) for c in classes]
+        if not len(part) or len(classes) < 2:
+            common.fail("an evaluation needs labels of two classes, to train and to test on; -1 means no label")
+        parts.append(part)
+    return parts
+
+
 def balanced_share(labels, fraction, seed):
     """Return the sorted rows (m,) of a share of the labels (n,). The seed fixes them.
 
@@ -805,7 +825,7 @@ def main(args, encoder=None, train=None, test=None):
     device, encoder, info = common.open_encoder(args, encoder)
     train, test = common.open_data(args, info, train, test)
     resolve(args, info)
-    train, test = common.read_labels(train, test, info, device, args.workers)
+    train, test = read_labels(train, test, info, device, args.workers)
     common.say(common.protocol(args, info, train, test))
     train = choose_labels(args, train)
     if args.mode in ("probe", "lbfgs"):

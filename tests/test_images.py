@@ -16,6 +16,7 @@ from PIL import Image
 
 import common
 import eval_knn
+import eval_linear
 import moco_jointcrop
 
 
@@ -402,7 +403,7 @@ def test_own_data_are_read_by_loaders_only():
 def test_labels_of_own_data_are_places_among_those_that_occur():
     train, test = (Own([(IMAGE, y) for y in labels]) for labels in ([7, -1, -3, 10**12], [0, 7]))
     images = common.own_images(train, test)
-    train, test = common.read_labels(*images, INFO, torch.device("cpu"), 0)
+    train, test = eval_linear.read_labels(*images, INFO, torch.device("cpu"), 0)
     assert train.labels.tolist() == [2, 0, 3] and test.labels.tolist() == [1, 2] and train.rows.tolist() == [0, 2, 3]
     assert train.classes == test.classes == ["-3", "0", "7", "1000000000000"] and train.item(1)[1] == 0
 
