@@ -3,7 +3,6 @@
 import colorsys
 import gc
 import json
-import multiprocessing
 import os
 import pickle
 import signal
@@ -881,23 +880,27 @@ def test_outside_the_main_thread_no_signal_is_handled():
     assert found == [(False, before)]
 
 
+ENDED = """
+import multiprocessing, time
+import common, test_common
+user = multiprocessing.get_context("spawn").Process(target=time.sleep, args=(60,))
+user.start()
+batches = iter(test_common.make_loader(2))
+next(batches)
+workers = [child for child in multiprocessing.active_children() if child is not user]
+common.end_workers()
+for worker in workers:
+    worker.join(10)
+print(len(workers), [worker.is_alive() for worker in workers], user.is_alive(), flush=True)
+user.kill()
+"""
+
+
 def test_the_end_of_the_loaders_leaves_other_child_processes_alive():
     """end_workers kills what loaders started, and nothing of a user's own."""
-    user = multiprocessing.get_context("spawn").Process(target=time.sleep, args=(60,))
-    user.start()
-    before, earlier = signal.getsignal(signal.SIGCHLD), set(multiprocessing.active_children())
-    batches = iter(make_loader(2))
-    next(batches)
-    workers = set(multiprocessing.active_children()) - earlier
-    assert len(workers) == 2 and all(worker.is_alive() for worker in workers)
-    common.end_workers()
-    for worker in workers:
-        worker.join(10)
-    alive = user.is_alive()
-    user.kill()
-    user.join()
-    signal.signal(signal.SIGCHLD, before)
-    assert alive and not any(worker.is_alive() for worker in workers)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run([sys.executable, "-c", ENDED], env=environment, capture_output=True, text=True, timeout=60)
+    assert done.stdout == "2 [False, False] True\n", done.stderr
 
 
 def test_only_loaders_with_workers_have_a_timeout():
