@@ -1,7 +1,10 @@
 """Shared by the tests: the project's root and tests/tools on the path, one thread, --slow, and small helpers."""
 
 import functools
+import gc
+import multiprocessing
 import os
+import signal
 import sys
 from pathlib import Path
 
@@ -48,8 +51,13 @@ def pytest_collection_modifyitems(config, items):
 @pytest.fixture(autouse=True)
 def _quiet(monkeypatch):
     torch.set_num_threads(1)  # a second one would wait for whatever else runs
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup leaves it ignored
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "TORCHELASTIC_ERROR_FILE"):
         monkeypatch.delenv(name, raising=False)
+    before = set(multiprocessing.active_children())
+    yield
+    if set(multiprocessing.active_children()) - before:  # of loaders that an error kept: later, they would speak up
+        gc.collect()
 
 
 @pytest.fixture(scope="session")
