@@ -201,7 +201,7 @@ def assert_one_line_of_all(ends, words):
 
 
 DISAGREEMENTS = {  # what the second process gets besides, and words of the line
-    "flags": (["--lr", "0.5"], "--lr was 0.06, is 0.5"),
+    "flags": (["--lr", "0.5"], "lr was 0.06, is 0.5"),
     "data": (["--dataset", "patterns", "--data-dir", "missing"], "missing"),
     "when to stop": (["--max-steps", "2"], "processes differ"),
     "checkpoint": (["--out", "new"], "processes differ"),
