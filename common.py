@@ -1,12 +1,11 @@
-"""Data, evaluation and the files of a run: what the method files share, and nothing of training.
-
+"""Data, views and evaluation: what the method files and the evaluations share.
     1. data        load_images -> ImageSet (patterns, cifar10, ..., imagenet, folder); OwnImages; uniform, generator
     2. views       View declares one; ViewDataset draws and cuts in the loader; colour_views works on the device
     3. evaluation  extract_features, knn_predict, embedding_health; what both evaluations share
     4. encoders    build_backbone, load_backbone, load_published
-    5. processes   fail, say, progress; join_processes, StopRequest
-    6. flags       run_parser, evaluation_parser; parse: recipe and command line; settle
-    7. run         Run: the folder, checkpoints and records of a run
+    5. processes   start; fail, say, progress; join_processes, signals_noted
+    6. flags       ArgumentParser, number; parse: recipe and command line
+    7. files       claim_folder, write_whole, save_checkpoint, load_checkpoint
 
 Conventions: images are RGB. Loaders give uint8 (N, 3, H, W). On the device images are float in [0, 1], then normalised.
 Boxes are (top, left, height, width) in pixels. A label of -1 means "none".
@@ -29,6 +28,7 @@ import math
 import multiprocessing
 import operator
 import os
+import random
 import re
 import shutil
 import signal
@@ -45,6 +45,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
+import PIL
 import timm
 import torch
 import torch.distributed as dist
@@ -83,8 +84,7 @@ def _hash(*keys):
     return state
 
 
-# What a random stream is for: a key of `generator`, so that no two draws share one. The numbers never change.
-STREAM_STEP, STREAM_ORDER = 0, 1
+STREAM_ORDER = 1  # what a random stream is for: a key of `generator`, so that no two draws share one
 
 
 def uniform(seed, epoch, index, count):
@@ -101,11 +101,6 @@ def uniform(seed, epoch, index, count):
 def generator(*keys):
     """Return a torch CPU generator that is seeded by a hash of integer keys, for example (seed, step, stream)."""
     return torch.Generator().manual_seed(int(_hash(*keys)[0] >> np.uint64(1)))
-
-
-def seed_step(seed, step):
-    """Seed the global generator by (seed, step, rank). Drop-path draws from it."""
-    torch.manual_seed(generator(seed, step, STREAM_STEP, rank_and_world()[0]).initial_seed())
 
 
 DATASETS = ("patterns", "cifar10", "cifar100", "stl10", "imagenet100", "imagenet", "folder")
@@ -146,6 +141,10 @@ class ImageSet:
 
     def __len__(self):
         return len(self.labels)
+
+    def __str__(self):
+        memory = "read when needed" if self.array is None else f"{self.array.nbytes / 2**20:.0f} MiB decoded"
+        return f"{described(self)}: {len(self)} images ({memory}), {len(self.classes) or 'no'} classes"
 
     def __getitem__(self, i):
         return self.held.pop(i) if i in self.held else self.read(i)
@@ -520,40 +519,17 @@ def own_images(train, test, workers=0):
     return train, test
 
 
-class Problems(Dataset):
-    """What is wrong with each image of a set, as text. It is empty if the image can be used."""
-
-    def __init__(self, images):
-        self.images = images
-
-    def __len__(self):
-        return len(self.images)
-
-    def __getitem__(self, i):
-        try:
-            self.images.item(i)
-        except BadImage as error:
-            return str(error)
-        return ""
+def is_demo(images):
+    """Return True for the generated images, with which a script can be tried without data."""
+    return images.name == "patterns" and not images.root
 
 
-def check_images(sets):
-    """Read every image of some ImageSets once, on all cores. List what cannot be used, and end the program."""
-    if rank_and_world()[1] > 1:
-        fail("--check-images takes all cores by itself: start one process, without torchrun")
-    workers = len(os.sched_getaffinity(0)) if sys.platform == "linux" else 0
-    done, bad, total = 0, 0, sum(map(len, sets))
-    for images in sets:
-        for batch in Loader(Problems(images), torch.device("cpu"), workers, batch_size=64, collate_fn=list):
-            found = [problem for problem in batch if problem]
-            done, bad = done + len(batch), bad + len(found)
-            for problem in found:
-                say(problem)
-            progress(f"checking images: {done} of {total}, {bad} cannot be used")
-    if bad:
-        fail(f"{bad} of {total} images cannot be used. Mend or remove them; a run with other images begins anew")
-    say(f"all {total} images can be used")
-    raise SystemExit(0)
+def demo(args):
+    """Return the line that a training on generated images begins and ends with: how to train on others."""
+    command = f"python {args.method}.py --dataset cifar10"
+    paper = f"torchrun --nproc_per_node=8 {args.method}.py --dataset imagenet --data-dir DIR"
+    what = "DEMO: these images are generated, to try the script without data."
+    return f"{what} One GPU, CIFAR-10 (downloaded): {command}. The paper's own run: {paper}"
 
 
 def open_images(args, train=None, test=None):
@@ -564,13 +540,13 @@ def open_images(args, train=None, test=None):
     if train is not None or test is not None:
         train, test = own_images(train, test, args.workers)
     else:
-        options = dict(size=args.image_size, cache=not (args.no_cache or args.check_images))
+        options = dict(size=args.image_size, cache=not args.no_cache)
         train = load_images(args.dataset, args.data_dir, True, unlabeled=True, **options)
         test = load_images(args.dataset, args.data_dir, False, **options) if len(train.classes) > 1 else None
-    if args.check_images:
-        check_images([train] if test is None else [train, test])
     if len(train) < args.batch_size:
         fail(f"{len(train)} images are fewer than one batch: give --batch-size {len(train)} or less")
+    if is_demo(train):
+        say(demo(args))
     return train, test
 
 
@@ -787,7 +763,7 @@ class Loader(DataLoader):
                 yield batch
                 asked = time.perf_counter()
         except BadImage as error:  # from a worker, with its traceback before the message
-            fail_at_image(str(error).strip().splitlines()[-1].removeprefix("common.BadImage: "))
+            raise BadImage(str(error).strip().splitlines()[-1].removeprefix("common.BadImage: ")) from None
 
 
 def make_loader(args, images, views, device, draw=None, extra_draws=0):
@@ -894,7 +870,7 @@ def colour(x, parameters):
     return _on(x, torch.nonzero(p["flip"]).flatten(), lambda v: v.flip(-1))
 
 
-def colour_views(batch, device, memory_format=torch.channels_last):
+def colour_views(batch, device, memory_format=torch.channels_last, norm=None):
     """Return a batch's views, moved to the device and coloured: a list of (n, 3, H, W), float in [0, 1].
 
     batch: of `ViewDataset`.
@@ -907,7 +883,35 @@ def colour_views(batch, device, memory_format=torch.channels_last):
         x = colour(torch.cat([views[i] for i in same]), batch["colour"][:, same].transpose(0, 1).flatten(0, 1))
         for i, view in zip(same, x.chunk(len(same)), strict=True):
             views[i] = view.contiguous(memory_format=memory_format)
-    return views
+    return views if norm is None else [normalize(view, *norm) for view in views]
+
+
+def save_grid(path, rows, labels):
+    """Write rows of images as one PNG. rows: list of (n, 3, H, H) float in [0, 1]; labels: a text per row.
+
+    Small images are enlarged without smoothing.
+    """
+    size, gap = max(row.shape[-1] for row in rows), 6
+    side = size * max(1, 96 // size)
+    font = ImageFont.load_default(12)
+    left = 2 * gap + int(max(map(font.getlength, labels)))
+    width = left + max(len(row) for row in rows) * (side + gap)
+    sheet = Image.new("RGB", (width, gap + len(rows) * (side + gap)), "white")
+    draw = ImageDraw.Draw(sheet)
+    for r, row in enumerate(rows):
+        top = gap + r * (side + gap)
+        draw.text((gap, top + side // 2), labels[r], "black", font, "lm")
+        for c, image in enumerate(row):
+            picture = to_pil_image(image.detach().cpu().clamp(0, 1).mul(255).round().byte())
+            sheet.paste(picture.resize((side, side), Image.Resampling.NEAREST), (left + c * (side + gap), top))
+    if rank_and_world()[0] == 0:
+        write_whole(path, lambda temporary: sheet.save(temporary, "PNG"))
+    say(f"picture written to {path}")
+
+
+def save_views(path, views, labels):
+    """Write --show-views' picture: a row per view, with its first twelve images (n, 3, H, W) in [0, 1]."""
+    save_grid(path, [view[:12] for view in views], labels)
 
 
 # ---------------------------------------------------------------- 3. evaluation
@@ -1054,26 +1058,19 @@ def knn_record(args, encoder, train, test, device):
 
 
 @torch.no_grad()
-def embedding_health(q, k):
-    """Label-free figures that show collapse, as a dict of floats.
+def embedding_health(q):
+    """Return label-free figures that show collapse, as a dict of floats, of the embeddings of all processes.
 
-    q: (n, d) embeddings, and k: (n, d) their positives. Both are L2-normalised here.
+    q: (n, d), this process's embeddings. They are L2-normalised here.
     std: the mean over the dimensions of the standard deviation, times sqrt(d). It is 1 on a uniform sphere, and 0 if
     all embeddings are equal. rank: the effective rank, exp of the singular values' entropy, at most min(n, d).
-    alignment: the mean squared distance of positives. uniformity: log mean exp(-2 squared distance) over pairs. It is
-    -4 at best, and 0 if all embeddings are equal.
-    No gradient. Sources: Wang and Isola, arXiv 2005.10242; the effective rank is Roy and Vetterli's.
+    No gradient. Source of the effective rank: Roy and Vetterli, EUSIPCO 2007.
     """
-    q, k = F.normalize(q.float(), dim=1), F.normalize(k.float(), dim=1)
+    q = F.normalize(gather_uneven(q).float(), dim=1)
     share = torch.linalg.svdvals(q - q.mean(0))
     share = share / share.sum().clamp_min(1e-12)
-    pairs = torch.pdist(q) if len(q) > 1 else q.new_zeros(1)
-    return dict(
-        std=(q.std(0, correction=0).mean() * q.shape[1] ** 0.5).item(),
-        rank=torch.special.entr(share).sum().exp().item(),
-        alignment=(q - k).square().sum(1).mean().item(),
-        uniformity=pairs.square().mul(-2).exp().mean().log().item(),
-    )
+    std = q.std(0, correction=0).mean() * q.shape[1] ** 0.5
+    return dict(std=std.item(), rank=torch.special.entr(share).sum().exp().item())
 
 
 def open_encoder(args, module=None):
@@ -1089,7 +1086,7 @@ def open_encoder(args, module=None):
     of_others = args.patch_size, args.num_heads, args.norm, args.prefix
     if not args.arch and (any(of_others) or (args.checkpoint and args.image_size)):
         fail("--image-size, --patch-size, --num-heads, --norm, --prefix go with --arch; a run says its own")
-    device = join_processes(args)
+    device = join_processes(args.device)
     args.workers = workers_of(args, device)
     if args.checkpoint is None:
         encoder, info = module, backbone_info(None, args.image_size or 32, None, method="no run", encoder="given")
@@ -1107,6 +1104,22 @@ def open_encoder(args, module=None):
     encoder = encoder.eval().to(device)
     output_width(encoder, info["image_size"])  # refuses an encoder of another input size, before long work
     return device, encoder, info
+
+
+def how_to_judge(args, images):
+    """Return the last words of a training: how to judge its encoder. images: those that it was trained on."""
+    words = f"python eval_knn.py {args.out}; python eval_linear.py {args.out}"
+    if args.arch == "own":
+        words = f"eval_knn.main(eval_knn.parse_args([{args.out!r}]), encoder=ENCODER, train=IMAGES, test=IMAGES)"
+    elif len(images.classes) < 2:
+        words = f"python eval_knn.py {args.out} --data-dir DIR, with DIR/train/ and DIR/test/ of one folder per class"
+    return f"finished. Judge it: {words}" + (f"\n{demo(args)}" if is_demo(images) else "")
+
+
+def precision(amp):
+    """Return in which precision encoders compute, as a word. amp: bf16 or off."""
+    in_tf32 = torch.backends.cuda.matmul.allow_tf32
+    return "bf16" if amp == "bf16" else "float32 with products in TF32" if in_tf32 else "float32"
 
 
 def run_folder(checkpoint):
@@ -1127,11 +1140,11 @@ def open_data(args, info, train=None, test=None, labels=True):
         trained_on = None
         if args.dataset is None and args.checkpoint:
             folder = run_folder(args.checkpoint)
-            config, records = read_config(folder), read_metrics(folder / "metrics.jsonl")
+            config = read_config(folder)
             if "dataset" not in config:
                 fail("there is no readable config.json beside the checkpoint to tell its data set: give --dataset")
-            if args.data_dir is None and records:
-                trained_on = records[0].get("images")
+            if args.data_dir is None:
+                trained_on = config.get("images")
             args.dataset, args.data_dir = config["dataset"], args.data_dir or config.get("data_dir")
         args.dataset = args.dataset or "patterns"
         train, test = (load_images(args.dataset, args.data_dir, t, size=info["image_size"]) for t in (True, False))
@@ -1165,12 +1178,11 @@ def floor_encoders(args, info, device, count):
 def protocol(args, info, train, test):
     """Return what an evaluation's numbers depend on, as lines of text."""
     classes = f", {len(train.classes)} classes" if train.classes else ""
+    computes = precision("bf16" if args.bf16 else "off")
     scale = f"if not of {info['image_size']} px: shorter side 256/224 of it, centre crop, {info['interpolation']}"
     same = train.array is not None and train.array.shape[1:3] == (info["image_size"],) * 2
-    tf32 = torch.backends.cuda.matmul.allow_tf32
-    precision = "bf16" if args.bf16 else "float32 with products in TF32" if tf32 else "float32"
     return f"""encoder {arch_name(info)} of {info["method"]}, the {info["encoder"]} encoder, evaluation mode; \
-features: before the projector, after the last norm and pooling; the encoder computes in {precision}
+features: before the projector, after the last norm and pooling; the encoder computes in {computes}
 data {described(train)}: {len(train)} training and {0 if test is None else len(test)} test images{classes}; \
 {"no resize" if same else scale}; mean {tuple(info["mean"])}, std {tuple(info["std"])}"""
 
@@ -1474,7 +1486,7 @@ def use_bf16(amp, device, arch, sizes):
 
 
 # ----------------------------------------------------------------- 5. processes
-# What is said and by whom, torchrun's process group, and signals.
+# How a script starts, what is said and by whom, torchrun's process group, and signals.
 
 LAUNCHED_BY = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # variables that torchrun sets, all of them
 
@@ -1523,24 +1535,10 @@ def fail(message):
     raise SystemExit(2)
 
 
-for _package, _oldest in ((torch, "2.11"), (torchvision, "0.26"), (timm, "1.0.20")):  # as requirements.txt
-    if TorchVersion(_package.__version__) < _oldest:
-        fail(f"{_package.__name__} {_package.__version__} is too old: see requirements.txt")
-
-
 def say(text="", end="\n"):
     """Print from the first process only. On a terminal the text replaces the progress line."""
     if rank_and_world()[0] == 0:
         print_anywhere(("\r\x1b[K" if on_terminal() else "") + text, end)
-
-
-def start(main, parse_args):
-    """Run a script. Ctrl-C ends it with a line, not a traceback."""
-    try:
-        main(parse_args())
-    except KeyboardInterrupt:
-        say("stopped by Ctrl-C (exit status 130); what was saved is kept")
-        raise SystemExit(130) from None
 
 
 def progress(text, last=[0.0]):  # noqa: B006  (the list keeps the time of the last line)
@@ -1550,8 +1548,34 @@ def progress(text, last=[0.0]):  # noqa: B006  (the list keeps the time of the l
         last[0] = time.monotonic()
 
 
-GROUPS = itertools.count()  # process groups that this program has made
-PATIENCE = datetime.timedelta(minutes=30)  # how long a process waits for others: one of them may be downloading
+def start(main, parse_args):
+    """Run a script. Only here is set what concerns a whole process; `main` and an import leave it as it is.
+
+    Ctrl-C, and an image that cannot be used, end the script with a line and not a traceback.
+    """
+    for package, oldest in ((torch, "2.11"), (torchvision, "0.26"), (timm, "1.0.20"), (PIL, "10.1")):
+        if TorchVersion(package.__version__) < oldest:
+            fail(f"{package.__name__} {package.__version__} is too old: it has to be {oldest} or newer")
+    torch.set_flush_denormal(True)  # denormal numbers make a CPU several times slower
+    keep_memory()
+    # These are about speed and names only.
+    warnings.filterwarnings("ignore", ".*(broadcast_buffers|Grad strides do not match|all_gather_into_tensor).*")
+    try:
+        args = parse_args()
+        device = own_device(args.device)
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+            # The same GPUs have TF32 and bf16.
+            torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = has_bf16(device)
+            torch.backends.cudnn.benchmark = True
+        elif (args.arch or "").endswith(("_micro", "_mini")) and "OMP_NUM_THREADS" not in os.environ:
+            torch.set_num_threads(1)  # a second one gives 15 %, and takes two thirds when another program wants a core
+        main(args)
+    except BadImage as error:
+        fail(str(error))
+    except KeyboardInterrupt:
+        say("stopped by Ctrl-C (exit status 130); what was saved is kept")
+        raise SystemExit(130) from None
 
 
 def keep_memory():
@@ -1562,29 +1586,43 @@ def keep_memory():
         libc.mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD: the top of the heap stays
 
 
-def join_processes(args):
-    """Join torchrun's process group, if there is one. Returns this process's device."""
-    torch.set_flush_denormal(True)  # denormal numbers make a CPU several times slower
-    keep_memory()
-    # These are about speed and names only.
-    warnings.filterwarnings("ignore", ".*(broadcast_buffers|Grad strides do not match|all_gather_into_tensor).*")
-    cuda = args.device != "cpu" and torch.cuda.is_available()
-    if args.device == "cuda" and not cuda:
-        fail("--device cuda: torch sees no CUDA device; use --device cpu")
-    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK") or 0)) if cuda else torch.device("cpu")
-    if cuda:
+@contextlib.contextmanager
+def own_generators():
+    """Inside, the global generators may be seeded. Afterwards they are as before. It is a decorator, too."""
+    of_python, of_numpy = random.getstate(), np.random.get_state()
+    devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
+    try:
+        with torch.random.fork_rng(devices):
+            yield
+    finally:
+        random.setstate(of_python)
+        np.random.set_state(of_numpy)
+
+
+GROUPS = itertools.count()  # process groups that this program has made
+PATIENCE = datetime.timedelta(minutes=30)  # how long a process waits for others: one of them may be downloading
+
+
+def own_device(name):
+    """Return this process's device. name: auto, cuda or cpu."""
+    if name == "cpu" or not torch.cuda.is_available():
+        if name == "cuda":
+            fail("--device cuda: torch sees no CUDA device; use --device cpu")
+        return torch.device("cpu")
+    return torch.device("cuda", int(os.environ.get("LOCAL_RANK") or 0))
+
+
+def join_processes(name):
+    """Join torchrun's process group, if there is one. Return this process's device. name: auto, cuda or cpu."""
+    device = own_device(name)
+    if device.type == "cuda":
         torch.cuda.set_device(device)
-        # The same GPUs have TF32 and bf16.
-        torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = has_bf16(device)
-        torch.backends.cudnn.benchmark = True
-    elif args.arch and args.arch.endswith(("_micro", "_mini")) and "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(1)  # a second one gives 15 %, and takes two thirds when another program wants a core
     if all(os.environ.get(name) for name in LAUNCHED_BY) and not dist.is_initialized():
         store, rank, world = next(rendezvous("env://"))
         if os.environ.get("GROUP_WORLD_SIZE", "1") == "1":  # a restart's store still holds dead workers' addresses
             store = dist.PrefixStore(f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
         store = dist.PrefixStore(f"group {next(GROUPS)}", store)  # nor may a second group find the first one's
-        backend = "nccl" if cuda else "gloo"
+        backend = "nccl" if device.type == "cuda" else "gloo"
         dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=PATIENCE)
     return device
 
@@ -1616,91 +1654,70 @@ def gather_uneven(x):
     return torch.cat([part.to(x.device) for part in from_all(x.cpu())])
 
 
-class StopRequest:
-    """Makes SIGTERM, SIGHUP and Ctrl-C (SIGINT) wait while steps are made and saved.
+@functools.lru_cache(maxsize=1)
+def _group_on_cpus(group):
+    """The gloo group of the processes of a group: what it passes on need not wait for a GPU."""
+    return dist.new_group(backend="gloo")
 
-        stop = StopRequest()
-        with stop:
-            ...                    # make a step
-            if stop.agreed():      # after each step: leave the loop and save
-                break
 
-    At its end the block ends the program with exit status 75 if there was a signal. Outside of it signals act as in any
-    Python program. A second signal, three seconds or more after the first, acts at once. A signal that is ignored stays
-    so (SIGHUP under nohup). Outside the main thread Python handles no signals. There only other processes are asked.
+@contextlib.contextmanager
+def signals_noted():
+    """Inside, SIGTERM, SIGHUP and Ctrl-C (SIGINT) are noted, not obeyed. Yields `stopped`.
+
+    stopped() -> True if any process has had a signal. All processes have to call it. It costs one small all-reduce.
+    A second signal, three seconds or more after the first, acts at once, so that what hangs can be ended. A signal that
+    is ignored stays so (SIGHUP under nohup). Outside the main thread, where Python handles no signals, none is noted.
     """
+    noted, previous = [], {}
 
-    def __init__(self):
-        several = rank_and_world()[1] > 1
-        self.group = dist.new_group(backend="gloo") if several else None  # the device need not wait for it
-        self.requested_at, self.previous = None, {}
-
-    def __enter__(self):
-        if threading.current_thread() is threading.main_thread():
-            numbers = [getattr(signal, name) for name in ("SIGTERM", "SIGINT", "SIGHUP") if hasattr(signal, name)]
-            numbers = [number for number in numbers if signal.getsignal(number) != signal.SIG_IGN]
-            self.previous = {number: signal.signal(number, self._handle) for number in numbers}
-
-    def __exit__(self, error, *_):
-        for number, handler in self.previous.items():
-            signal.signal(number, handler)
-        if error is None and self.agreed():
-            say("stopped on request (exit status 75); everything is saved, and the same command goes on")
-            raise SystemExit(75)
-
-    def _handle(self, number, frame):
-        now = time.monotonic()
-        if self.requested_at is None:
-            self.requested_at = now
-        elif now > self.requested_at + 3:  # earlier, it is the same request: a scheduler's to all, and torchrun's
-            signal.signal(number, self.previous[number])
+    def note(number, _):
+        if noted and time.monotonic() > noted[0] + 3:  # earlier, it is the same request: a scheduler's, and torchrun's
+            signal.signal(number, previous[number])
             signal.raise_signal(number)
+        noted.append(time.monotonic())
 
-    def agreed(self):
-        """Return True if any process has received a signal. Costs one small all-reduce per call."""
-        requested = torch.tensor(float(self.requested_at is not None))
-        if self.group is not None:
-            dist.all_reduce(requested, dist.ReduceOp.MAX, group=self.group)
-        return requested.item() > 0
+    def stopped():
+        any_noted = torch.tensor(len(noted) > 0, dtype=torch.float)
+        if dist.is_initialized():
+            dist.all_reduce(any_noted, dist.ReduceOp.MAX, group=_group_on_cpus(dist.group.WORLD))
+        return any_noted.item() > 0
+
+    if threading.current_thread() is threading.main_thread():
+        numbers = [getattr(signal, name) for name in ("SIGTERM", "SIGINT", "SIGHUP") if hasattr(signal, name)]
+        heard = [number for number in numbers if signal.getsignal(number) != signal.SIG_IGN]
+        previous |= {number: signal.signal(number, note) for number in heard}
+    try:
+        yield stopped
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
 
 
 # --------------------------------------------------------------------- 6. flags
-# The command lines: flags of every run and of both evaluations, and how a recipe sets the defaults.
+# The command lines: types of flags, errors of one line, and how a recipe sets the defaults.
+
+# What may differ between two calls of one run; an evaluation's, too
+OPERATING = {
+    *("out", "resume", "max_steps", "keep_every", "knn_every", "eval_every", "device", "amp", "compile", "changes"),
+    *("grad_checkpoint", "workers", "tensorboard", "show_views", "data_dir", "no_cache"),
+}
+
+PATHS = {"checkpoint", "data_dir", "dump", "init", "label_files", "out", "resume", "show_views"}
 
 
-def number(kind, least, most=10**9):
-    """Return an argparse type: an int or a float from `least` to `most`."""
+def number(kind, least, most=10**9, word=None):
+    """Return an argparse type: an int or a float from `least` to `most`, or a word, such as auto."""
 
-    def parse(text):
+    def parse_number(text):
+        if text == word:
+            return text
         value = kind(text)
         if not least <= value <= most:
             raise argparse.ArgumentTypeError(f"{text} is not from {least:g} to {most:g}")
         return value
 
-    parse.__name__ = kind.__name__  # argparse's word for a text that is no number
-    return parse
-
-
-def auto_or(kind):
-    """Return an argparse type: the word auto, or what `kind` takes."""
-
-    def parse(text):
-        return text if text == "auto" else kind(text)
-
-    parse.__name__ = f"auto or {kind.__name__}"
-    return parse
-
-
-NATURAL, COUNT, AT_LEAST_TWO = number(int, 0), number(int, 1), number(int, 2)
-NOT_NEGATIVE, POSITIVE = number(float, 0), number(float, 1e-9)
-SHARE, POSITIVE_SHARE, SEED = number(float, 0, 1), number(float, 1e-9, 1), number(int, 0, 2**63 - 1)
-COUNT_OR_AUTO, WORKERS = auto_or(COUNT), number(int, 0, 1024)
-# What may differ between two calls of one run; an evaluation's, too.
-OPERATING = {
-    *("out", "resume", "max_steps", "save_every", "keep_every", "knn_every", "eval_every", "device", "amp", "compile"),
-    *("grad_checkpoint", "workers", "tensorboard", "show_views", "check_images", "data_dir", "no_cache"),
-    "changes",
-}
+    parse_number.__name__ = kind.__name__ if word is None else f"{word} or {kind.__name__}"  # argparse's word for it
+    return parse_number
 
 
 class Help(argparse.ArgumentDefaultsHelpFormatter):
@@ -1715,10 +1732,15 @@ class Help(argparse.ArgumentDefaultsHelpFormatter):
 
 
 class ArgumentParser(argparse.ArgumentParser):
-    """argparse whose errors are one line, as every other mistake's, without abbreviations."""
+    """argparse whose errors are one line, as every other mistake's, without abbreviations.
 
-    def __init__(self, prog, description, **options):
-        super().__init__(prog, description=description, formatter_class=Help, allow_abbrev=False, **options)
+    script: its file's name. doc: its docstring, whose first line says what it does; None under `python -OO`.
+    """
+
+    def __init__(self, script, doc, usage="[flags]", **options):
+        description = (doc or "").partition("\n")[0]
+        options |= dict(formatter_class=Help, allow_abbrev=False)
+        super().__init__(script, f"python {script} {usage}", description, **options)
 
     def error(self, message):
         fail(f"{message} (see python {self.prog} --help)")
@@ -1734,7 +1756,7 @@ class ArgumentParser(argparse.ArgumentParser):
 
 def evaluation_parser(script, doc):
     """Return the parser of an evaluation, with the flags that both have. doc: its first line says what it does."""
-    parser = ArgumentParser(script, doc.splitlines()[0], usage=f"python {script} [RUN | FILE --arch NAME] [flags]")
+    parser = ArgumentParser(script, doc, usage="[RUN | FILE --arch NAME] [flags]")
     add = parser.add_argument_group("what is judged").add_argument
     add("checkpoint", nargs="?", metavar="RUN", help="a run's folder, last.pt or backbone.pt; or others' FILE")
     add("--encoder", choices=("query", "momentum"), help="default: the one that the method's authors evaluate")
@@ -1742,19 +1764,24 @@ def evaluation_parser(script, doc):
     add("--no-floors", action="store_true", help="leave out raw pixels and the untrained encoder")
     add = parser.add_argument_group("encoder, of a FILE of others").add_argument
     add("--arch", metavar="NAME", help="vit_tiny, resnet18, ..., or any timm model")
-    add("--image-size", type=COUNT, metavar="N", help="side of the images (default: 224; of an own encoder 32)")
-    add("--patch-size", type=COUNT, metavar="N", help="of a ViT (default: as in its name, or 16)")
-    add("--num-heads", type=COUNT, metavar="N", help="of a ViT (default: timm's number)")
+    add("--image-size", type=number(int, 1), metavar="N", help="side of the images (default: 224; own encoder: 32)")
+    add("--patch-size", type=number(int, 1), metavar="N", help="of a ViT (default: as in its name, or 16)")
+    add("--num-heads", type=number(int, 1), metavar="N", help="of a ViT (default: timm's number)")
     add("--norm", choices=NORMS, help="whose mean and standard deviation normalise the images (default: imagenet)")
     add("--prefix", metavar="P", help="which encoder of a FILE: the end of what stands before its names")
     add = parser.add_argument_group("data").add_argument
     add("--dataset", choices=DATASETS, help="default: what the encoder was trained on, or patterns")
     add("--data-dir", metavar="DIR", help="its folder (default: where the run had it)")
     add = parser.add_argument_group("operation").add_argument
-    add("--seed", type=SEED, default=0, metavar="N", help="seed of what is drawn")
-    add("--workers", type=WORKERS, metavar="N", help="loader processes (default: up to 12 for a GPU, else 0)")
+    add("--seed", type=number(int, 0, 2**63 - 1), default=0, metavar="N", help="seed of what is drawn")
+    add(
+        "--workers",
+        type=number(int, 0, 1024),
+        metavar="N",
+        help="loader processes (default: up to 12 for a GPU, else none)",
+    )
     add("--device", choices=("auto", "cuda", "cpu"), default="auto", help="auto: a GPU where there is one")
-    add("--amp", choices=("auto", "bf16", "off"), default="auto", help="auto: bf16 on GPUs that have it; off: float32")
+    add("--amp", choices=("auto", "bf16", "off"), default="auto", help="auto: bf16 on GPUs that have it")
     return parser
 
 
@@ -1773,80 +1800,41 @@ def shown(value):
     return str(value)
 
 
-def run_parser(script, doc, evaluated="query"):
-    """Return the parser of a training script, with the flags of every run. The script adds those of its recipe.
+def parse(parser, argv, recipe=None):
+    """Return (args, typed): a namespace with every value, and the set of the names that the command line has.
 
-    evaluated: the encoder, query or momentum, that the method's authors evaluate.
+    recipe: None, or a function that returns {name: value} for a namespace of what is typed, where the rest has its
+    default or is None. Its values are the defaults of their flags. What is typed holds, also where it equals a default.
+    args.changes: what a run's name says of the typed values. A path may begin with ~.
     """
-    about = "The defaults are those of --dataset patterns; --dataset imagenet --help shows ImageNet's."
-    parser = ArgumentParser(script, f"{doc.splitlines()[0]} {about}", usage=f"python {script} [flags]", add_help=False)
-    parser.set_defaults(method=script.removesuffix(".py"), evaluated=evaluated)
-    add = parser.add_argument_group("data").add_argument
-    add("--dataset", choices=DATASETS, default="patterns", help="data set; it also chooses the recipe")
-    add("--data-dir", metavar="DIR", help="its folder, with train/, and val/ or test/")
-    add("--no-cache", action="store_true", help="do not keep decoded small images in memory")
-    add = parser.add_argument_group("run").add_argument
-    add("--variant", choices=("paper", "released"), default="paper", help="follow the paper, or the authors' code")
-    add("--seed", type=SEED, default=0, metavar="N", help="seed of all random numbers")
-    add("--init", metavar="FILE", help="start the encoder from a checkpoint, of others or of this project")
-    add = parser.add_argument_group("operation").add_argument
-    add("--out", metavar="DIR", help="folder of the run (default: runs/METHOD-DATASET-ARCH-sSEED...)")
-    add("--resume", default="auto", metavar="auto|PATH|none", help="auto: continue --out; PATH: continue a last.pt")
-    add("--max-steps", type=COUNT, metavar="N", help="save and stop when the run has made N steps in all")
-    add("--save-every", type=COUNT, default=1, metavar="N", help="epochs between saves")
-    add("--keep-every", type=NATURAL, default=0, metavar="N", help="epochs between checkpoints that stay; 0: none")
-    add("--knn-every", type=NATURAL, default=10, metavar="N", help="epochs between evaluations by kNN; 0: never")
-    add("--device", choices=("auto", "cuda", "cpu"), default="auto", help="auto: a GPU where there is one")
-    add("--amp", choices=("auto", "bf16", "off"), default="auto", help="auto: bf16 on GPUs that have it; off: float32")
-    add("--compile", action="store_true", help="compile the encoders: minutes at the start, then faster steps")
-    add("--grad-checkpoint", action="store_true", help="less memory, more time; batch norm's averages move twice")
-    add("--workers", type=WORKERS, metavar="N", help="processes that load images, per training process")
-    add("--tensorboard", action="store_true", help="also write the metrics for TensorBoard")
-    add("--show-views", metavar="PNG", help="write a picture of the network's inputs, and exit")
-    add("--check-images", action="store_true", help="read every image once, list all that cannot be used, and exit")
-    add("-h", "--help", action="store_true", help="show this and exit")
-    return parser
-
-
-def parse(parser, argv, recipe):
-    """Return (args, given): the command line with every value of the recipe, and the names of the flags that it has.
-
-    recipe: a function that returns {name: value} for a namespace of what is typed, where the rest has its default or is
-    None. Its values are the defaults of their flags. But a patch size in timm's name of an encoder comes before the
-    recipe's. Exits with an error message on a mistake.
-    """
-    plain, given = parser.parse_args([]), typed_values(parser, argv)
-    values = recipe(argparse.Namespace(**vars(plain) | given))
-    if patch_size := named_patch(given.get("arch")):
-        values = values | {"patch_size": patch_size}
-    if "help" in given:
+    untyped = object()
+    plain = vars(parser.parse_args([]))
+    found = vars(parser.parse_args(argv, argparse.Namespace(**dict.fromkeys(plain, untyped))))
+    typed = {name: tuple(x) if isinstance(x, list) else x for name, x in found.items() if x is not untyped}
+    typed |= {name: os.path.expanduser(typed[name]) for name in typed.keys() & PATHS}
+    typed |= {name: os.path.abspath(typed[name]) for name in typed.keys() & {"data_dir", "init"}}  # to be read later
+    values = recipe(argparse.Namespace(**plain | typed)) if recipe else {}
+    if "patch_size" in values and (patch_size := named_patch(typed.get("arch"))):
+        values = values | {"patch_size": patch_size}  # what timm's name of an encoder says comes before the recipe's
+    if typed.pop("help", False):
         parser.set_defaults(**{name: shown(value) for name, value in values.items()})
         parser.print_help()
         raise SystemExit(0)
-    args = argparse.Namespace(**vars(plain) | values | given)
-    del args.help
-    of_every_run = OPERATING | {"dataset", "variant", "seed", "init"}
-    if idle := given.keys() - values.keys() - of_every_run:
+    args = argparse.Namespace(**plain | values | typed)
+    vars(args).pop("help", None)
+    of_every_run = OPERATING | {"dataset", "variant", "seed", "init", "init_prefix"}
+    if recipe and (idle := typed.keys() - values.keys() - of_every_run):
         fail(f"{option(min(idle))} has no effect: the recipe of these choices has no such value")
-    args.changes = describe_changes(args, given.keys() & (values.keys() | {"variant", "init"}) - {"arch"} - OPERATING)
-    check_flags(args, given)
-    return args, set(given)
-
-
-def typed_values(parser, argv):
-    """Return the values that a command line has, {name: value}. Those that have their defaults are left out."""
-    missing = object()
-    found = parser.parse_args(argv, argparse.Namespace(**dict.fromkeys(vars(parser.parse_args([])), missing)))
-    return {name: as_tuple(value) for name, value in vars(found).items() if value is not missing}
-
-
-def as_tuple(value):
-    """Return a list as a tuple, and any other value as it is."""
-    return tuple(value) if isinstance(value, list) else value
+    for action in parser._actions:
+        pair = getattr(args, action.dest, None)
+        if action.metavar == ("LO", "HI") and pair is not None and pair[0] > pair[1]:
+            fail(f"{option(action.dest)} {shown(pair)}: give the smaller number first")
+    args.changes = describe_changes(args, typed.keys() - OPERATING - {"dataset", "seed", "arch"})
+    return args, set(typed)
 
 
 def describe_changes(args, names):
-    """Return what a run's name says of values that were typed, for example "-lam2-num_keys4"."""
+    """Return what a run's name says of the values of these names, for example "-lam2-num_keys4"."""
     values = {name: os.path.basename(shown(getattr(args, name))) for name in sorted(names)}  # --init's is a path
     changes = "".join(f"-{name}{value}" for name, value in values.items()).replace(" ", ",")
     if len(changes) > 120:
@@ -1854,316 +1842,44 @@ def describe_changes(args, names):
     return "".join(c if c.isalnum() or c in "-_.," else "+" for c in changes)
 
 
-def check_flags(args, given):
-    """Exit with an error message if values do not go together, with each other or with this machine."""
-    if args.data_dir is not None and "dataset" not in given:
+def differences(old, new, names=None):
+    """What a configuration changes in another, as a list of 'NAME was X, is Y'. names: None for all but OPERATING."""
+    names = sorted(old.keys() | new.keys()) if names is None else names
+    both = ((name, old.get(name), new.get(name)) for name in names if name not in OPERATING)
+    return [f"{name.replace('_', '-')} was {shown(was)}, is {shown(now)}" for name, was, now in both if was != now]
+
+
+def check_flags(args, typed):
+    """Exit with an error message if values of a training do not go together. typed: names of what is typed."""
+    if args.data_dir is not None and "dataset" not in typed:
         fail(f"--data-dir needs --dataset, which chooses the recipe and the normalisation: {', '.join(DATASETS[1:])}")
     if args.batch_size % (world := rank_and_world()[1]):
         fail(f"--batch-size {args.batch_size} (global) cannot be shared out over {world} processes")
-    for name in ("crop_scale", "global_scale", "local_scale", "crop_ratio", "blur_sigma"):
-        low, high = getattr(args, name, None) or (0, 1)
-        if low > high:
-            fail(f"{option(name)} {low:g} {high:g}: give the smaller number first")
+    if args.warmup > args.epochs:
+        fail(f"--warmup {args.warmup:g} is longer than the run, --epochs {args.epochs}")
+    peak = args.lr * args.batch_size / args.lr_batch
+    if args.min_lr > peak:
+        fail(f"--min-lr {args.min_lr:g} is above the learning rate's peak, {peak:g}")
     if args.tensorboard and importlib.util.find_spec("tensorboard") is None:
         fail("--tensorboard needs a package: pip install tensorboard")
-    encoder_info(args)  # exits if there is no such encoder
 
 
-def settle(args, device, train=None, encoder=None):
-    """Return a copy of args with what is known only when training begins: --out, --amp, and the arch of own encoders.
+# --------------------------------------------------------------------- 7. files
+# Files that are written whole or not at all, and read as data only.
 
-    train, encoder: a user's own data set and module, or None. The names of their runs say "own".
+
+def claim_folder(out, *marks):
+    """Lock a run's folder for this process. Returns the open file that holds the lock, which ends with the process.
+
+    marks: what all processes must have alike: flags, images and steps. What a process that was killed has left
+    half written is removed. Exits with an error message if the marks differ, if another process has the lock, or if the
+    folder cannot be written. Where the file system has no locks, none is taken.
     """
-    args = copy.copy(args)
-    if encoder is not None:
-        args.arch = "own"
-        if args.grad_checkpoint and not hasattr(encoder, "set_grad_checkpointing"):
-            fail("--grad-checkpoint needs an encoder with timm's set_grad_checkpointing, which yours has not")
-        output_width(encoder, args.image_size)  # exits if it does not take images of this size
-        shape = tuple(encode_zeros(encoder, args.image_size).shape)
-        if len(shape) != 2:  # for example, a ResNet without its last layer gives (1, width, 1, 1)
-            fail(f"the encoder gives {shape} for one image, not (1, width): end it with torch.nn.Flatten()")
-    dataset = args.dataset if train is None else "own"
-    args.out = args.out or f"runs/{args.method}-{dataset}-{args.arch}-s{args.seed}{args.changes}"
-    args.data_dir = args.data_dir and os.path.abspath(args.data_dir)  # so that evaluations find it from anywhere
-    args.init = args.init and os.path.abspath(args.init)
-    sizes = [getattr(args, "local_size", args.image_size), *getattr(args, "resolutions", ()), args.image_size]
-    args.amp = "bf16" if use_bf16(args.amp, device, args.arch, sizes) else "off"
-    return args
-
-
-# ----------------------------------------------------------------------- 7. run
-# The files of a run: its folder, checkpoints and records. All writes are whole or not at all.
-
-
-class Run:
-    """The files of a run: its folder, checkpoints and records.
-
-    run = Run(args, device, train, model.backbone, model=model, optimizer=optimizer)   # continues from last.pt, if any
-    run.begin(introduction)                # writes config.json and the first record
-    for epoch in range(run.epoch, run.last_epoch):
-        run.count(step, metrics)           # after each step: adds up the metrics, shows the progress
-        record = run.save(loader)          # after the steps: writes last.pt; returns the record of a whole epoch
-        run.write(record)                  # after the record is judged: adds it to metrics.jsonl
-    run.finish()
-
-    images: the training images, which must be those that the run began with. encoder: what backbone.pt holds. parts:
-    what is saved, by name: tensors, or objects with state_dict and load_state_dict. In a new run, the encoders of the
-    part `model` get --init's weights.
-    step: steps that are made. epoch: the first whose record is not yet written. last_step, last_epoch: where this call
-    ends. Exits with an error message if --out has another run, or if last.pt does not fit.
-    """
-
-    def __init__(self, args, device, images, encoder=None, **parts):
-        self.args, self.device, self.encoder, self.parts, self.out = args, device, encoder, parts, Path(args.out)
-        self.config = json.loads(json.dumps(vars(args)))
-        self.images = {"number": len(images), "checksum": images.checksum()}
-        self.has_labels = len(images.classes) > 1
-        self.is_demo = encoder is not None and images.name == "patterns" and args.data_dir is None  # not an evaluation
-        self.steps_per_epoch = len(images) // args.batch_size
-        self.total_steps = args.epochs * self.steps_per_epoch
-        self.last_step = min(args.max_steps or self.total_steps, self.total_steps)
-        self.last_epoch = math.ceil(self.last_step / self.steps_per_epoch)
-        self.step, self.record, self.records, self.saved_step = 0, None, [], None  # record: not yet written
-        self.start_epoch()
-        if checkpoint := find_checkpoint(self.out, self.config, args.resume):
-            self.restore(checkpoint)
-        elif args.init:
-            model = parts["model"]
-            weights, _ = fitting_weights(args.init, model.backbone)
-            for backbone in {model.backbone, getattr(model, "momentum_backbone", model.backbone)}:
-                backbone.load_state_dict(weights)
-        self.epoch = self.step // self.steps_per_epoch - (self.record is not None)
-        self.first_step = self.step
-        together = {"max_steps", "save_every", "keep_every", "knn_every", "eval_every"}  # all have to act together
-        flags = {name: value for name, value in self.config.items() if name not in OPERATING - together}
-        marks = from_all((flags, self.images, self.step))
-        if any(mark != marks[0] for mark in marks):
-            fail("the processes differ in flags, images or checkpoint: --data-dir and --out must be on shared disks")
-
-    def start_epoch(self):
-        """Begin the sums of an epoch anew."""
-        self.names, self.sums, self.steps_counted = [], None, 0  # of the metrics that are averaged
-        self.last_values, self.embeddings = {}, None  # of the other metrics; the last step's embeddings
-        self.checked = 0, 0.0  # at the last check: the steps counted, and the sum of their gradients' norms
-
-    def restore(self, checkpoint):
-        """Take over the state of a last.pt."""
-        rank, world = rank_and_world()
-        state = load_checkpoint(checkpoint)
-        try:
-            for name in ("method", "arch", "image_size", "batch_size"):
-                if self.config.get(name) != state["config"].get(name):
-                    fail(f"{checkpoint} is of {name} {state['config'].get(name)}, not {self.config.get(name)}")
-            if self.images != state["images"]:
-                counts = f"{state['images']['number']} images, now {self.images['number']}"
-                fail(
-                    f"{checkpoint} was trained on other images ({counts}, or other files): "
-                    "with these the run begins anew. Give each data set, or fold of a cross-validation, its own --out"
-                )
-            for name, part in self.parts.items():
-                part.copy_(state[name]) if torch.is_tensor(part) else part.load_state_dict(state[name])
-            self.step, self.record, log = state["step"], state["record"], state["log"]
-            self.names, self.steps_counted, sums = log["names"], log["count"], log["sums"]
-            if self.steps_counted:
-                self.sums = (sums[rank] if len(sums) == world else sums.mean(0)).to(self.device)
-        except (RuntimeError, ValueError, TypeError, KeyError, AttributeError, IndexError) as error:
-            reason = f"{type(error).__name__} {' '.join(str(error).split())[:300]}"
-            fail(f"{checkpoint} is not a last.pt of this method, or does not fit its model: {reason}")
-        say(f"going on at step {self.step}")
-        self.saved_step = self.step
-        self.records = [r for r in read_metrics(self.out / "metrics.jsonl") if r.get("step", 0) <= self.step]
-        written = [r["epoch"] for r in self.records if "epoch" in r]
-        if self.record and (not self.records or self.record["epoch"] in written):
-            self.record = None  # it is written already, or the records are in another folder
-
-    def begin(self, introduction, chance=None):
-        """Claim the folder, say what the run's numbers depend on, and write config.json and the first record.
-
-        chance: the loss at equal logits. A run that has nothing left to do is left as it is.
-        """
-        self.chance, self.began = chance, time.perf_counter()
-        if self.step >= self.last_step and not self.record:
-            return
-        environment = versions(self.device)
-        self.say_demo()
-        say(", ".join(f"{k} {v}" for k, v in environment.items()))
-        say(introduction)
-        first = dict(step=self.step, **environment, arguments=self.config, images=self.images, chance=chance)
-        if rank_and_world()[0] == 0:
-            self.lock = lock_folder(self.out)  # held as long as the file is open
-            for unfinished in self.out.glob("*.tmp"):  # of a process that was killed in a write
-                unfinished.unlink()
-            lines = "".join(json.dumps(record) + "\n" for record in self.records or [first])
-            write_whole(self.out / "config.json", lambda path: path.write_text(json.dumps(self.config, indent=1)))
-            write_whole(self.out / "metrics.jsonl", lambda path: path.write_text(lines))
-
-    def count(self, step, metrics, embeddings=None):
-        """Add up the metrics of a step, and show the progress every ten steps.
-
-        step: the number of steps that have been made. metrics: 0-d tensors, which are averaged over the epoch and the
-        processes, and numbers, of which the last is kept. embeddings: (q, k), see `embedding_health`.
-        """
-        tensors = {name: value.detach().double() for name, value in metrics.items() if torch.is_tensor(value)}
-        self.last_values = {name: value for name, value in metrics.items() if name not in tensors}
-        self.step, self.embeddings = step, embeddings
-        values = torch.stack([*tensors.values()])
-        if self.names != [*tensors]:  # the first step, or another kind of epoch (CLIM's positives have come)
-            self.names, self.sums, self.steps_counted = [*tensors], torch.zeros_like(values), 0
-        self.sums = self.sums + values
-        self.steps_counted += 1
-        if step % 10 == 0:
-            self.check(step)
-            pace = (time.perf_counter() - self.began) / (step - self.first_step)  # seconds per step, judging included
-            epoch = math.ceil(step / self.steps_per_epoch)
-            where = f"epoch {epoch}/{self.args.epochs}  step {step}/{self.total_steps}"
-            speed = f"{self.args.batch_size / pace:.0f} images/s  {pace * (self.last_step - step) / 60:.1f} min left"
-            progress(f"{where}  loss {metrics['loss'].item():.3f}  {speed}")
-
-    def check(self, step):
-        """Exit with an error message if a loss or gradient was not finite. Warn if the gradient's norm has jumped."""
-        if self.steps_counted and not self.sums.isfinite().all():
-            advice = "go on without bf16, or with a lower --lr in a new --out (and --resume PATH)"
-            fail(f"the loss or its gradient is not finite by step {step}; last.pt is from before: {advice}")
-        total = self.sums[self.names.index("grad_norm")].item() if "grad_norm" in self.names else 0.0
-        (steps, before), self.checked = self.checked, (self.steps_counted, total)
-        if steps and total - before > 1000 * before / steps:  # ten steps' norms, and their mean before
-            say(f"warning: before step {step} the gradient's norm has jumped to over a hundred times its mean")
-
-    def summarize(self, loader):
-        """Return the record of the epoch that ends here: means, last values, speed, health. Begin the sums anew."""
-        self.check(self.step)
-        mean = gather_uneven(self.sums[None]).mean(0) / self.steps_counted  # over the steps and the processes
-        record = dict(epoch=self.step // self.steps_per_epoch, step=self.step)
-        record |= dict(zip(self.names, mean.tolist(), strict=True)) | self.last_values
-        if self.chance is not None:
-            record["below_chance"] = self.chance - record["loss"]
-        seconds = time.perf_counter() - loader.began
-        steps = min(self.steps_counted, self.step - self.first_step)  # those of this call
-        record |= dict(data_wait=loader.waited / seconds, images_per_s=self.args.batch_size * steps / seconds)
-        if self.embeddings is not None:
-            record |= embedding_health(*map(gather_uneven, self.embeddings))
-        self.start_epoch()
-        return record
-
-    def save(self, loader, now=False):
-        """Write what is due after the steps of an epoch. Return its record, or None if the epoch is not whole.
-
-        last.pt is written after every --save-every epochs, before what takes long (judging), where the run ends, and if
-        `now` is True. Every --keep-every epochs there is a copy that stays. Exits with an error message if weights are
-        not finite: they are not saved.
-        """
-        epoch, rest = divmod(self.step, self.steps_per_epoch)
-        if rest == 0 and self.steps_counted:
-            self.record = self.summarize(loader)
-        due = any(is_due(epoch, every, self.args.epochs) for every in (self.args.save_every, self.args.knn_every))
-        keep = rest == 0 and self.args.keep_every > 0 and epoch % self.args.keep_every == 0
-        if (now or rest or due or keep or self.step == self.last_step) and self.step != self.saved_step:
-            self.write_checkpoints(f"epoch-{epoch:04d}.pt" if keep else None)
-        return self.record
-
-    def write_checkpoints(self, keep):
-        """Write backbone.pt, a copy named `keep`, and last.pt, from the first process. last.pt becomes last.prev.pt.
-
-        last.pt comes last, so that a run that was killed before it writes all of them again.
-        """
-        sums = gather_uneven(self.sums[None]).cpu() if self.steps_counted else None
-        state = {name: part if torch.is_tensor(part) else part.state_dict() for name, part in self.parts.items()}
-        if not is_finite(state):
-            fail(f"weights are not finite after step {self.step}, which is not saved: give a lower --lr, a new --out")
-        log = dict(names=self.names, count=self.steps_counted, sums=sums)
-        state |= dict(step=self.step, record=self.record, log=log, config=self.config, images=self.images)
-        if rank_and_world()[0] == 0:
-            if self.encoder is not None:
-                state["backbone"] = encoder_info(self.args)
-                weights = {"state_dict": self.encoder.state_dict()}
-                save_checkpoint(self.out / "backbone.pt", state["backbone"] | weights)
-            if keep:
-                save_checkpoint(self.out / keep, state)
-            save_checkpoint(self.out / "last.pt", state, keep_previous=True)
-        self.saved_step = self.step
-
-    def write(self, record):
-        """Add the record of an epoch to metrics.jsonl, and say what matters most of it."""
-        write_metrics(self.out, record, self.args.epochs, self.args.tensorboard)
-        self.record = None
-        if record["epoch"] >= 3 and record.get("std", 1) < 0.1:
-            say("warning: std is below 0.1 (1: spread over the sphere): the embeddings have collapsed")
-
-    def say_demo(self):
-        """Say that the images are a demo, if they are, and how to train on others."""
-        if self.is_demo:
-            command = f"python {self.args.method}.py --dataset"
-            say(
-                "DEMO: these images are generated, to try the script without data. One GPU, CIFAR-10 (downloaded): "
-                f"{command} cifar10. The paper's own run: torchrun --nproc_per_node=8 {self.args.method}.py "
-                "--dataset imagenet --data-dir DIR"
-            )
-
-    def finish(self):
-        """Say how the run has ended, and leave the process group."""
-        if self.step < self.total_steps:
-            say(f"stopped at step {self.step} of {self.total_steps}: give a larger --max-steps, or none, to go on")
-        elif self.step == self.first_step and self.epoch == self.last_epoch:
-            last = last_record(self.out)
-            said = {k: v for k, v in last.items() if k in ("epoch", "loss", "std") or k.endswith("_top1")}
-            shown_values = ", ".join(f"{k} {shown(v)}" for k, v in said.items())
-            say(f"{self.out} is finished already. Its last epoch: {shown_values}")
-        elif self.encoder is not None:
-            more = "" if self.has_labels else " --data-dir DIR"
-            on = "" if self.has_labels else " on labelled images, DIR/train/ and DIR/test/ with one folder per class"
-            say(f"finished. Judge it{on}: python eval_knn.py {self.out}{more}; python eval_linear.py {self.out}{more}")
-        self.say_demo()
-        if dist.is_initialized():
-            dist.destroy_process_group()
-
-
-def last_record(folder):
-    """Return the last epoch's record in a run's folder, as a dict; {} if there is none."""
-    return next((r for r in reversed(read_metrics(Path(folder) / "metrics.jsonl")) if "loss" in r), {})
-
-
-def is_due(epoch, every, epochs):
-    """True after every `every`-th epoch, counted from 1, and after the last; never if `every` is 0."""
-    return every > 0 and (epoch % every == 0 or epoch == epochs)
-
-
-def introduction(args, encoder, train, test, chance, about):
-    """Return the first lines of a method's run: all that its numbers depend on. about: the method's own words."""
-    world, size = rank_and_world()[1], sum(p.numel() for p in encoder.parameters()) / 1e6
-    memory = "read when needed" if train.array is None else f"{train.array.nbytes / 2**20:.0f} MiB decoded"
-    queue = getattr(args, "queue", None)
-    share = f"; the queue is {100 * queue / len(train):.1f} % of the images" if queue else ""
-    share += ", much above the usual tenth: --queue" if queue and queue > len(train) / 5 else ""
-    mean, std = NORMS[args.norm]
-    precision = "bf16" if args.amp == "bf16" else "TF32" if torch.backends.cuda.matmul.allow_tf32 else "float32"
-    several_cpus = world > 1 and next(encoder.parameters()).device.type == "cpu"
-    all_processes = "each process's own (torch has batch norm over processes on GPUs only)" if several_cpus else "one"
-    groups = getattr(args, "bn_groups", None) or all_processes
-    start = f"; starts from {args.init}" if args.init else ""
-    if "." in args.arch and not args.init:
-        start = "; starts untrained, not from the weights that its tag names: --init FILE takes such"
-    values = {"momentum encoder": args.momentum, "temperature": args.temperature}  # SimSiam has neither
-    more = "".join(f", {name} {shown(value)}" for name, value in values.items() if value is not None)
-    size_of_views = f"{args.image_size} px" + (f" in patches of {args.patch_size} px" if is_vit(args.arch) else "")
-    return f"""{args.method}, {about}; variant {args.variant}; chance level of the loss {chance:.3f}{share}
-encoder {args.arch}, {size:.2f} M parameters, {size_of_views}; evaluated: the {args.evaluated} encoder{start}
-data {described(train)}: {len(train)} training images ({memory}), {"no" if test is None else len(test)} test images, \
-{len(train.classes) or "no"} classes; mean {mean}, std {std}
-batch {args.batch_size} over {world} process(es), {args.batch_size // world} each; \
-{len(train) // args.batch_size} steps per epoch, {args.epochs} epochs; {precision}; batch-norm groups: {groups}
-rate {args.lr:g} at batch {args.lr_batch}, scaled linearly to {args.lr * args.batch_size / args.lr_batch:g}; \
-weight decay {shown(args.weight_decay)}{more}"""
-
-
-def lock_folder(folder):
-    """Lock the file `lock` in a folder for this process; returns the open file, which holds the lock.
-
-    Exits with an error message if another process has it, or if it cannot be written. The lock ends with the process.
-    Where the file system has no locks, none is taken.
-    """
-    if fcntl is None:
+    if any(other != marks for other in from_all(marks)):
+        fail("the processes differ in flags, images or checkpoint: --data-dir and --out must be on shared disks")
+    if fcntl is None or rank_and_world()[0] != 0:
         return None
+    folder = Path(out)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         file = open(folder / "lock", "w")
@@ -2174,15 +1890,9 @@ def lock_folder(folder):
     except OSError as error:
         if error.errno in (errno.EACCES, errno.EAGAIN):
             fail(f"another run is at work in --out {folder}: wait for it, stop it, or give another --out")
+    for unfinished in folder.glob("*.tmp"):
+        unfinished.unlink()
     return file
-
-
-def read_config(folder):
-    """Return the config.json of a run's folder; {} if there is none that can be read."""
-    try:
-        return {**json.loads((Path(folder) / "config.json").read_text())}
-    except (OSError, ValueError, TypeError):
-        return {}
 
 
 def write_whole(path, write):
@@ -2209,6 +1919,23 @@ def write_whole(path, write):
             os.close(folder)
 
 
+def is_finite(state):
+    """Return True if all numbers in the tensors of a nested state are finite."""
+    if torch.is_tensor(state):
+        return state.isfinite().all().item()
+    parts = state.values() if isinstance(state, dict) else state if isinstance(state, (list, tuple)) else ()
+    return all(map(is_finite, parts))
+
+
+def write_file(path, content):
+    """Write a text, or a state by torch.save: whole or not at all. Exits with an error if a value is not finite."""
+    if isinstance(content, str):
+        return write_whole(path, lambda temporary: temporary.write_text(content))
+    if not is_finite(content):
+        fail(f"weights are not finite, so {path} stays as it was: give a lower --lr, a new --out")
+    write_whole(path, lambda temporary: torch.save(content, temporary))
+
+
 def is_intact(path):
     """Return True if a checkpoint's archive is whole: torch.load alone would take flipped bits for weights."""
     try:
@@ -2219,150 +1946,35 @@ def is_intact(path):
         return False
 
 
-def save_checkpoint(path, state, keep_previous=False):
-    """torch.save, whole or not at all. keep_previous: the file that was there, if intact, becomes NAME.prev.pt."""
-    path = Path(path)
-
-    def write(temporary):
-        torch.save(state, temporary)
-        if keep_previous and path.exists() and is_intact(path):
-            os.replace(path, path.with_name(path.stem + ".prev" + path.suffix))
-
-    write_whole(path, write)
-
-
 def load_checkpoint(path):
-    """Return the state in a file or, if that is damaged, in NAME.prev.pt beside it, which it says.
+    """Return the state in a checkpoint of this project: tensors and plain data only.
 
-    Exits with an error message if neither can be used.
-
-    Loads tensors and plain data only.
+    Exits with an error message if the file is damaged, or none.
     """
-    path = Path(path)
-    previous = path.with_name(path.stem + ".prev" + path.suffix)
-    for candidate in (path, previous):
-        with contextlib.suppress(Exception):  # of a file from elsewhere; torch's advice is to load it unsafely
-            state = torch.load(candidate, map_location="cpu", weights_only=True) if is_intact(candidate) else None
-            if isinstance(state, dict):
-                if candidate == previous:
-                    say(f"warning: {path} is damaged; going on from {previous}")
-                return state
-    others = "others' are read with --arch, or --init"
-    fail(f"{path} is damaged, or not a checkpoint of this project ({others}), and there is no intact {previous.name}")
+    if not Path(path).is_file():
+        fail(f"no checkpoint at {path}")
+    with contextlib.suppress(Exception):  # a file from elsewhere; torch's advice is to load it unsafely
+        state = torch.load(path, map_location="cpu", weights_only=True) if is_intact(path) else None
+        if isinstance(state, dict):
+            return state
+    fail(f"{path} is damaged, or not a checkpoint of this project (others' are read with --arch, or --init)")
 
 
-def read_metrics(path):
-    """Return the records of a metrics.jsonl; what is not JSON, as a last line that was cut off, is left out."""
-    records = []
-    for line in Path(path).read_text(errors="replace").splitlines() if Path(path).is_file() else ():
-        with contextlib.suppress(json.JSONDecodeError):
-            records.append(json.loads(line))
-    return [r for r in records if isinstance(r, dict) and isinstance(r.get("step", 0), int)]
-
-
-def write_metrics(out, record, epochs=0, tensorboard=False):
-    """Add one JSON object to metrics.jsonl, flushed to the disk, and say what matters most; from the first process."""
-    if rank_and_world()[0]:
-        return
+def read_config(folder):
+    """Return the config.json of a run's folder; {} if there is none that can be read."""
     try:
-        with open(Path(out) / "metrics.jsonl", "a") as file:
-            file.write(json.dumps(record) + "\n")
-            file.flush()
-            os.fsync(file.fileno())
-    except OSError as error:
-        fail(f"cannot write {Path(out) / 'metrics.jsonl'} ({error}): the same command goes on from the last save")
-    if "epoch" in record:
-        below = f" ({record['below_chance']:.2f} below chance)" if "below_chance" in record else ""
-        scores = [f"{name} {value:.1f} %" for name, value in record.items() if name.endswith("_top1")]
-        scores += [f"std {record['std']:.2f}"] if "std" in record else []
-        shown = "  ".join([f"loss {record['loss']:.4f}{below}", *scores, f"{record['images_per_s']:.0f} images/s"])
-        say(f"epoch {record['epoch']}/{epochs}  {shown}")
-    if tensorboard:
-        from torch.utils.tensorboard import SummaryWriter
-
-        with SummaryWriter(out) as writer:
-            for name in (k for k, v in record.items() if isinstance(v, float)):
-                writer.add_scalar(name, record[name], record["step"])
+        return {**json.loads((Path(folder) / "config.json").read_text())}
+    except (OSError, ValueError, TypeError):
+        return {}
 
 
-def find_checkpoint(out, config, resume="auto"):
-    """Return the checkpoint (a Path) from which a run in the folder `out` goes on, or None. Writes nothing.
-
-    A folder with the same configuration (OPERATING flags apart) goes on. A folder without a checkpoint, in which a run
-    has failed before its first save, is taken over. Another configuration, or files that are not a run's, exit with an
-    error message.
-    """
-    last = next((p for p in (out / "last.pt", out / "last.prev.pt") if p.exists()), None)
-    if resume not in ("auto", "none") and not os.path.isfile(resume):
-        fail(f"--resume {resume}: no such file; give auto, none or a last.pt")
-    files = [p for p in out.iterdir() if p.suffix != ".tmp" and p.name != "lock"] if out.is_dir() else []
-    if files:
-        if resume == "none":
-            fail(f"--out {out} is not empty: --resume none needs a new or empty folder")
-        old = read_config(out)
-        if not old:
-            names = ", ".join(sorted(p.name for p in files)[:3])
-            fail(f"--out {out} is not empty ({names}) and has no readable config.json: give a new folder")
-        if different := "; ".join(differences(old, config)[:5]):
-            if any(p.suffix == ".pt" for p in files):
-                fail(f"--out {out} is of another configuration ({different}): give another --out")
-            say(f"{out} has no checkpoint: it is taken over, although its run was another ({different})")
-    if resume in ("auto", "none"):
-        return last
-    if last and Path(resume).resolve().parent == out.resolve() and not os.path.samefile(resume, last):
-        fail(f"--resume {resume} would overwrite {last}, which is newer: give a new --out")
-    return last or Path(resume)  # the same command again: --out has gone on since
-
-
-def differences(old, new):
-    """What a configuration changes in another, as a list of 'NAME was X, is Y'; OPERATING flags do not count."""
-    names = sorted((set(old) | set(new)) - OPERATING)
-    both = ((name, old.get(name), new.get(name)) for name in names)
-    return [f"{name.replace('_', '-')} was {shown(was)}, is {shown(now)}" for name, was, now in both if was != now]
-
-
-def is_finite(state):
-    """Return True if all numbers in the tensors of a nested state are finite."""
-    if torch.is_tensor(state):
-        return state.isfinite().all().item()
-    parts = state.values() if isinstance(state, dict) else state if isinstance(state, (list, tuple)) else ()
-    return all(map(is_finite, parts))
-
-
+@functools.cache
 def versions(device):
-    """Versions, machine and commit, for the first line of a run."""
+    """Versions, machine and commit. device: cuda or cpu."""
     git = ["git", "describe", "--always", "--dirty", "--exclude=*"]
     commit = None
     with contextlib.suppress(OSError):
         commit = subprocess.run(git, capture_output=True, text=True, cwd=Path(__file__).parent).stdout.strip() or None
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU, {torch.get_num_threads()} thread(s)"
+    name = torch.cuda.get_device_name() if device == "cuda" else f"CPU, {torch.get_num_threads()} thread(s)"
     packages = {module.__name__: str(module.__version__) for module in (torch, torchvision, timm, np)}
-    return {"python": sys.version.split()[0], **packages, "device": name, "commit": commit}
-
-
-def save_grid(path, rows, labels):
-    """Write rows of images as one PNG. rows: list of (n, 3, H, H) float in [0, 1]; labels: a text per row.
-
-    Small images are enlarged without smoothing.
-    """
-    size, gap = max(row.shape[-1] for row in rows), 6
-    side = size * max(1, 96 // size)
-    font = ImageFont.load_default(12)
-    left = 2 * gap + int(max(map(font.getlength, labels)))
-    width = left + max(len(row) for row in rows) * (side + gap)
-    sheet = Image.new("RGB", (width, gap + len(rows) * (side + gap)), "white")
-    draw = ImageDraw.Draw(sheet)
-    for r, row in enumerate(rows):
-        top = gap + r * (side + gap)
-        draw.text((gap, top + side // 2), labels[r], "black", font, "lm")
-        for c, image in enumerate(row):
-            picture = to_pil_image(image.detach().cpu().clamp(0, 1).mul(255).round().byte())
-            sheet.paste(picture.resize((side, side), Image.Resampling.NEAREST), (left + c * (side + gap), top))
-    if rank_and_world()[0] == 0:
-        write_whole(path, lambda temporary: sheet.save(temporary, "PNG"))
-    say(f"picture written to {path}")
-
-
-def save_views(path, views, labels):
-    """Write --show-views' picture: a row per view, with its first twelve images (n, 3, H, W) in [0, 1]."""
-    save_grid(path, [view[:12] for view in views], labels)
+    return {"python": sys.version.split()[0], **packages, "machine": name, "commit": commit}
