@@ -1407,16 +1407,16 @@ def read_tensors(path):
 
 
 # Encoders that are tried where a file does not fit, so that the message can name the right one.
-USUAL = [f"resnet{depth}" for depth in (18, 34, 50, 101, 152, "26d", "50d", "101d")]
-USUAL += ["wide_resnet50_2", "wide_resnet101_2", "resnext50_32x4d", "resnext101_32x8d", "seresnet50"]
-USUAL += [f"vit_{size}_patch16_224" for size in ("tiny", "small", "base", "large")]
+USUAL = [f"resnet{depth}" for depth in (18, 34, 50, 101, 152, "26d", "50d")]
 USUAL += [
-    f"vit_{size}_{kind}" for size in ("small", "base", "large") for kind in ("patch14_dinov2", "patch14_reg4_dinov2")
+    "wide_resnet50_2",
+    "resnext50_32x4d",
+    "seresnet50",
+    *(f"convnext_{size}" for size in ("tiny", "small", "base")),
 ]
-USUAL += [f"vit_{size}_patch16_dinov3" for size in ("small", "base", "large")]
-USUAL += [f"deit_{size}_distilled_patch16_224" for size in ("tiny", "small", "base")]
-USUAL += [f"deit3_{size}_patch16_224" for size in ("small", "base", "large")]
-USUAL += [f"convnext_{size}" for size in ("tiny", "small", "base", "large")]
+USUAL_VITS = ("vit_{}_patch16_224", "deit3_{}_patch16_224", "deit_{}_distilled_patch16_224")
+USUAL_VITS += ("vit_{}_patch14_dinov2", "vit_{}_patch14_reg4_dinov2", "vit_{}_patch16_dinov3")
+VIT_SIZES = {192: "tiny", 384: "small", 768: "base", 1024: "large"}  # by width
 # Top-level names of ViTs that change the features, and that an encoder without them would leave out.
 OF_VITS = {"cls_token", "dist_token", "reg_token", "register_tokens", "pos_embed", "norm_pre", "fc_norm"}
 
@@ -1467,17 +1467,19 @@ def misfits(found, start, names, encoder):
 
 
 def usual_name(found, start, numbered):
-    """Return ": it fits --arch NAME" with one of USUAL that a checkpoint of others fits, or ""."""
-    stem, patches = (
-        found.get(start + name) for name in ("0.weight" if numbered else "conv1.weight", "patch_embed.proj.weight")
-    )
-    patch_size = 16 if patches is None else patches.shape[-1]
-    size = 32 if stem is not None and stem.shape[-1] == 3 else 16 * patch_size
-    for name in USUAL:
-        with torch.device("meta"):
+    """Return ": it fits --arch NAME" with a usual encoder that a checkpoint of others fits, or ""."""
+    stem = found.get(start + ("0.weight" if numbered else "conv1.weight"))
+    patches = found.get(start + "patch_embed.proj.weight")
+    if patches is None:
+        names, patch_size, size = USUAL, 16, 32 if stem is not None and stem.shape[-1] == 3 else 224
+    else:
+        names = [name.format(VIT_SIZES.get(len(patches))) for name in USUAL_VITS]
+        patch_size, size = patches.shape[-1], 16 * patches.shape[-1]
+    for name in filter(timm.is_model, names):
+        with torch.device("meta"):  # without weights
             encoder = create_backbone(backbone_info(name, size, patch_size))
         if not any(misfits(found, start, file_names(encoder, numbered), encoder)):
-            flag = f" --patch-size {patch_size}" if patches is not None and named_patch(name) != patch_size else ""
+            flag = "" if patches is None or named_patch(name) == patch_size else f" --patch-size {patch_size}"
             return f": it fits --arch {name}{flag}"
     return ""
 
