@@ -41,7 +41,7 @@ import zipfile
 import zlib
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
+from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import NamedTuple
 
 import numpy as np
@@ -962,10 +962,8 @@ def extract_features(encoder, images, info, device, batch_size=256, workers=0, a
     info: image_size, mean, std and interpolation, as in backbone.pt. batch_size: of each process. amp: encode in bf16.
     whole: False returns this process's rows only (`own_rows`), which it encodes. what: what the progress line calls it.
     A label is -1 where there is none.
-    No gradient. Raises RuntimeError if the encoder's weights or statistics have changed. Exits with an error message if
-    a feature is not finite.
+    No gradient. Exits with an error message if a feature is not finite.
     """
-    before = {k: v.clone() for k, v in encoder.state_dict().items()}
     mine = own_rows(torch.arange(len(images)))
     crops = CentreCrops(images, info["image_size"], info["interpolation"])
     # A process without images encodes one for the features' width, and drops it.
@@ -979,9 +977,6 @@ def extract_features(encoder, images, info, device, batch_size=256, workers=0, a
             with torch.autocast(device.type, torch.bfloat16, enabled=amp):
                 features.append(encoder(x).flatten(1).float().cpu())
             labels.append(label)
-    for key, value in encoder.state_dict().items():
-        if not torch.equal(before[key].nan_to_num(), value.nan_to_num()):
-            raise RuntimeError(f"evaluation changed the frozen encoder: {key}")
     features, labels = (torch.cat(parts)[: len(mine)] for parts in (features, labels))
     odd = mine[~features.isfinite().all(1)].tolist()
     first = min(from_all(odd[0] if odd else len(images)))
@@ -992,76 +987,69 @@ def extract_features(encoder, images, info, device, batch_size=256, workers=0, a
 
 @torch.no_grad()
 @exact_products()
-def knn_classes(train_x, train_y, test_x, ks, temperature, num_classes):
-    """Weighted k-nearest-neighbour classification: {k: predicted classes (m,) int64 on the CPU}, on every process.
+def knn_predict(train_x, train_y, test_x, k, temperature, num_classes):
+    """Classify by weighted k-nearest neighbours: (m,) int64 on the CPU, on every process; (len(k), m) for several k.
 
     A neighbour votes for its class with exp(cosine / temperature). Votes are scaled so that the nearest one's is 1.
     train_x: (n, d), the bank, and train_y: (n,) int64 in [0, num_classes). In a process group each process gives its
     rows of the bank, which may be none. test_x: (m, d), the same and whole on every process. train_x and test_x are
-    L2-normalised here. ks: several k, of which one above the size of the bank counts all of it.
+    L2-normalised here. k: a number or several; one above the size of the bank counts all of it.
     Each process finds the nearest of its rows for a chunk of test images. The nearest of these are the nearest in the
     bank. So the result is exact but for the rounding of matrix products, and the memory is bounded. Neighbours that are
     equally near come in any order. No gradient. Source: Wu et al., arXiv 1805.01978.
     """
     bank, queries = (F.normalize(x.float(), dim=1) for x in (train_x, test_x))
-    train_y, most = train_y.to(bank.device), max(ks)
+    train_y, ks = train_y.to(bank.device), [k] if isinstance(k, int) else k
     longest = int(gather_uneven(torch.tensor([len(bank)])).max())  # all processes take the same chunks
-    predicted, done = {k: [] for k in ks}, 0
+    predicted, done = [], 0
     for chunk in queries.split(max(1, 2**26 // max(longest, num_classes))):
         progress(f"neighbours: found for {done} of {len(queries)} images")
         done += len(chunk)
-        similarity, row = (chunk @ bank.T).topk(min(most, len(bank)), dim=1)
+        similarity, row = (chunk @ bank.T).topk(min(max(ks), len(bank)), dim=1)
         similarity, label = (gather_uneven(x.T).T for x in (similarity, train_y[row]))
-        similarity, column = similarity.topk(min(most, similarity.shape[1]), dim=1)
+        similarity, column = similarity.topk(min(max(ks), similarity.shape[1]), dim=1)
         label, vote = label.gather(1, column), ((similarity - similarity[:, :1]) / temperature).exp()
-        for k, chunks in predicted.items():
-            score = torch.zeros(len(chunk), num_classes, device=bank.device)
-            chunks.append(score.scatter_add_(1, label[:, :k], vote[:, :k]).argmax(1).cpu())
-    return {k: torch.cat(chunks) for k, chunks in predicted.items()}
+        no_votes = torch.zeros(len(chunk), num_classes, device=bank.device)
+        scores = [no_votes.scatter_add(1, label[:, :k], vote[:, :k]) for k in ks]
+        predicted.append(torch.stack([score.argmax(1).cpu() for score in scores]))
+    predicted = torch.cat(predicted, 1)
+    return predicted[0] if isinstance(k, int) else predicted
 
 
-def knn_predict(train_x, train_y, test_x, k, temperature, num_classes):
-    """Return the class with the highest weighted k-nearest-neighbour score: (m,) int64. Arguments as `knn_classes`."""
-    return knn_classes(train_x, train_y, test_x, (k,), temperature, num_classes)[k]
+def knn_accuracy(train_x, train_y, test_x, test_y, ks, temperature):
+    """Return the top-1 accuracy in percent of several k: {k: float}.
 
-
-def knn_judge(train_x, train_y, test_x, test_y, ks, temperature):
-    """Top-1 accuracy in percent and the predicted labels: {k: (float, (m,) int64)}.
-
-    train_y (n,), test_y (m,): int64, any labels; -1 does not vote and is not counted. The rest is as in `knn_classes`.
+    train_y (n,), test_y (m,): int64, any labels; -1 does not vote and is not counted. The rest is as in `knn_predict`.
+    Exits with an error message if there are no labels of two classes, or none to test on.
     """
     voting, counted = train_y != -1, test_y != -1
     classes = gather_uneven(train_y[voting].unique()).unique()
     if len(classes) < 2 or not counted.any():
         fail("kNN needs labels of two classes to train on, and labels to test on; -1 means no label")
-    train_y = torch.searchsorted(classes, train_y[voting])
-    train_x = train_x[voting.to(train_x.device)]
-    predicted = knn_classes(train_x, train_y, test_x, ks, temperature, len(classes))
-    predicted = {k: classes[found] for k, found in predicted.items()}
-    return {k: (100 * (p == test_y)[counted].float().mean().item(), p) for k, p in predicted.items()}
-
-
-def knn_accuracy(encoder, train, test, info, device, ks=(20, 200), temperature=0.07, workers=0, amp=False):
-    """Top-1 accuracy in percent: {k: float}. The bank is the labelled training set, without augmentation."""
-    train, test, options = train.labelled(), test.labelled(), dict(workers=workers, amp=amp)
-    x, y = extract_features(encoder, train, info, device, whole=False, what="features, train", **options)
-    test_x, test_y = extract_features(encoder, test, info, device, what="features, test", **options)
-    found = knn_judge(x.to(device), y, test_x.to(device), test_y, ks, temperature)
-    return {k: percent for k, (percent, _) in found.items()}
+    train_x, train_y = train_x[voting.to(train_x.device)], torch.searchsorted(classes, train_y[voting])
+    predicted = knn_predict(train_x, train_y, test_x, ks, temperature, len(classes))
+    right = (classes[predicted] == test_y)[:, counted].sum(1).tolist()
+    return {k: 100 * number / int(counted.sum()) for k, number in zip(ks, right, strict=True)}
 
 
 def knn_record(args, encoder, train, test, device):
-    """`knn_accuracy` of a method's encoder as an epoch's record has it: {"knn20_top1": percent, ...}."""
-    options = dict(workers=workers_of(args, device), amp=args.amp == "bf16")
-    found = knn_accuracy(encoder, train, test, encoder_info(args), device, **options)
+    """Return the accuracies of a method's encoder as an epoch's record has them: {"knn20_top1": percent, ...}.
+
+    The bank is the labelled training images, without augmentation.
+    """
+    info, options = encoder_info(args), dict(workers=workers_of(args, device), amp=args.amp == "bf16")
+    encode = functools.partial(extract_features, encoder, info=info, device=device, **options)
+    x, y = encode(train.labelled(), whole=False, what="features, train")
+    test_x, test_y = encode(test.labelled(), what="features, test")
+    found = knn_accuracy(x.to(device), y, test_x.to(device), test_y, (20, 200), 0.07)
     return {f"knn{k}_top1": percent for k, percent in found.items()}
 
 
 @torch.no_grad()
 def embedding_health(q):
-    """Return label-free figures that show collapse, as a dict of floats, of the embeddings of all processes.
+    """Return two label-free figures that show collapse, {"std": float, "rank": float}, over all processes' rows.
 
-    q: (n, d), this process's embeddings. They are L2-normalised here.
+    q: (n, d), this process's embeddings, which are L2-normalised here.
     std: the mean over the dimensions of the standard deviation, times sqrt(d). It is 1 on a uniform sphere, and 0 if
     all embeddings are equal. rank: the effective rank, exp of the singular values' entropy, at most min(n, d).
     No gradient. Source of the effective rank: Roy and Vetterli, EUSIPCO 2007.
@@ -1070,7 +1058,7 @@ def embedding_health(q):
     share = torch.linalg.svdvals(q - q.mean(0))
     share = share / share.sum().clamp_min(1e-12)
     std = q.std(0, correction=0).mean() * q.shape[1] ** 0.5
-    return dict(std=std.item(), rank=torch.special.entr(share).sum().exp().item())
+    return {"std": std.item(), "rank": torch.special.entr(share).sum().exp().item()}
 
 
 def open_encoder(args, module=None):
@@ -1102,7 +1090,7 @@ def open_encoder(args, module=None):
         encoder, info = build_backbone(info), info | dict(encoder="untrained")
     args.bf16 = use_bf16(args.amp, device, arch_name(info), [info["image_size"]])
     encoder = encoder.eval().to(device)
-    output_width(encoder, info["image_size"])  # refuses an encoder of another input size, before long work
+    output_width(encoder, info["image_size"])  # exits if it does not take images of this size
     return device, encoder, info
 
 
@@ -1139,16 +1127,15 @@ def open_data(args, info, train=None, test=None, labels=True):
     if train is None and test is None:
         trained_on = None
         if args.dataset is None and args.checkpoint:
-            folder = run_folder(args.checkpoint)
-            config = read_config(folder)
+            config = read_config(run_folder(args.checkpoint))
             if "dataset" not in config:
                 fail("there is no readable config.json beside the checkpoint to tell its data set: give --dataset")
             if args.data_dir is None:
-                trained_on = config.get("images")
+                trained_on = config.get("images", {}).get("checksum")
             args.dataset, args.data_dir = config["dataset"], args.data_dir or config.get("data_dir")
         args.dataset = args.dataset or "patterns"
         train, test = (load_images(args.dataset, args.data_dir, t, size=info["image_size"]) for t in (True, False))
-        if trained_on and trained_on["checksum"] != train.checksum():
+        if trained_on and trained_on != train.checksum():
             others = "give --dataset and --data-dir, or your own train= and test="
             fail(f"--dataset {args.dataset} has other images than the run was trained on: {others}")
     else:
@@ -1168,7 +1155,7 @@ def floor_encoders(args, info, device, count):
     if args.no_floors:
         return {}
     torch.manual_seed(args.seed)
-    pixels = nn.AvgPool2d(max(1, info["image_size"] // 32))  # at most 63 x 63 of them
+    pixels = nn.Sequential(nn.AvgPool2d(max(1, info["image_size"] // 32)), nn.Flatten())  # at most 63 x 63 of them
     floors = {"raw pixels": pixels} if count <= 200_000 else {}
     if info["timm_name"] and not args.random_init:
         floors["untrained"] = build_backbone(info).to(device)
@@ -1239,7 +1226,8 @@ def backbone_info(arch, image_size, patch_size, norm="imagenet", interpolation="
     if is_vit(name):
         if image_size % patch_size:
             fail(f"--patch-size {patch_size} does not divide --image-size {image_size}")
-        kwargs |= dict(img_size=image_size, patch_size=patch_size, weight_init="moco", dynamic_img_size=True)
+        kwargs |= dict(img_size=image_size, patch_size=patch_size, dynamic_img_size=True)
+        kwargs |= {} if "dinov3" in name else dict(weight_init="moco")  # timm's class for DINOv3 does not know it
     kwargs |= {} if num_heads is None else {"num_heads": num_heads}
     plain = name.removeprefix("resnet").isdigit()  # resnet26d, resnetv2_50, ... have stems of their own
     small = plain and image_size <= 64 and arch != "resnet_micro"
@@ -1262,24 +1250,30 @@ def arch_name(info):
     return next(fitting, name or "own encoder")
 
 
+def create_backbone(info, **more):
+    """Return timm's model that `info` describes, without classifier and with its stem. more: arguments for timm."""
+    backbone = timm.create_model(info["timm_name"], **info["create_kwargs"], **more)
+    if info["stem"] in ("3x3", "3x3-s2"):  # no 7 x 7 convolution and no max-pool, as CIFAR work has it
+        stride = 2 if info["stem"] == "3x3-s2" else 1
+        backbone.conv1 = nn.Conv2d(3, backbone.conv1.out_channels, 3, stride, padding=1, bias=False)
+        backbone.maxpool = nn.Identity()
+    return backbone
+
+
 def build_backbone(info, sizes=(), **more):
     """Return the untrained timm model without classifier that `info` describes: it maps (N, 3, H, W) to (N, width).
 
     sizes: further sizes of images that it will see. more: further arguments for timm. Exits with an error message if
     the model does not take them.
     """
+    sizes = sorted({info["image_size"], *sizes})
     try:
-        backbone = timm.create_model(info["timm_name"], **info["create_kwargs"], **more)
-        for size in {info["image_size"], *sizes}:
+        backbone = create_backbone(info, **more)
+        for size in sizes:
             encode_zeros(backbone, size)
     except (TypeError, AssertionError, RuntimeError) as error:
-        name, reason = info["timm_name"], " ".join(str(error).split())
-        all_sizes = ", ".join(str(size) for size in sorted({info["image_size"], *sizes}))
-        fail(f"timm's {name} does not work with images of {all_sizes} px: {reason}")
-    if info["stem"] in ("3x3", "3x3-s2"):  # no 7 x 7 convolution and no max-pool, as CIFAR work has it
-        stride = 2 if info["stem"] == "3x3-s2" else 1
-        backbone.conv1 = nn.Conv2d(3, backbone.conv1.out_channels, 3, stride, padding=1, bias=False)
-        backbone.maxpool = nn.Identity()
+        reason = " ".join(str(error).split())
+        fail(f"timm's {info['timm_name']} does not work with images of {', '.join(map(str, sizes))} px: {reason}")
     return backbone
 
 
@@ -1299,9 +1293,9 @@ def load_backbone(path, encoder=None, module=None, arch=None, **published):
         return load_published(path, arch, **published)
     if path.is_dir():
         path = path / ("backbone.pt" if encoder is None else "last.pt")
-    if not path.is_file():
-        fail(f"no checkpoint at {path}: give a run folder, a last.pt or a backbone.pt")
-    state = load_checkpoint(path)
+    state = read_state(path)
+    if not isinstance(state, dict) or not ("timm_name" in state or "backbone" in state):
+        fail(f"{path} is not a checkpoint of this project: for others' give --arch NAME, say resnet50, vit_base, ...")
     try:
         if "backbone" in state:  # last.pt holds both encoders
             info = dict(state["backbone"], encoder=encoder or state["backbone"]["encoder"])
@@ -1309,10 +1303,12 @@ def load_backbone(path, encoder=None, module=None, arch=None, **published):
             weights = {k.removeprefix(prefix): v for k, v in state["model"].items() if k.startswith(prefix)}
         else:
             info, weights = {k: v for k, v in state.items() if k != "state_dict"}, state["state_dict"]
-            if encoder not in (None, info["encoder"]):
-                fail(f"{path} holds the {info['encoder']} encoder only: give last.pt for the {encoder} encoder")
+        if encoder not in (None, info["encoder"]):
+            fail(f"{path} holds the {info['encoder']} encoder only: give last.pt for the {encoder} encoder")
         if module is None and info["timm_name"] is None:
             fail(f"{path} holds a user's own encoder: give it, too, as eval_knn.main(args, encoder=MODULE)")
+        if not is_intact(path):
+            fail(f"{path} is damaged: copy it again, or let the run write it anew")
         backbone = build_backbone(info) if module is None else module
         backbone.load_state_dict(weights)
     except (KeyError, TypeError, AttributeError, ValueError, RuntimeError) as error:
@@ -1327,92 +1323,239 @@ def load_published(path, arch, image_size=224, patch_size=16, norm="imagenet", n
     arch, image_size, patch_size, norm, num_heads: what the file does not say, as in `backbone_info`. prefix: as in
     `fitting_weights`. Exits with an error message if the file does not fit.
     """
+    if Path(path).is_dir():
+        fail(f"{path} is a folder. A run's folder says its encoder itself: leave out --arch; or give others' FILE")
     info = backbone_info(arch, image_size, patch_size, norm, num_heads=num_heads, method=Path(path).name)
     backbone = build_backbone(info)
-    weights, taken = fitting_weights(path, backbone, prefix)
+    weights, taken = fitting_weights(path, backbone, prefix, "--prefix")
     backbone.load_state_dict(weights)
     return backbone.eval(), info | {"encoder": taken.rstrip(".") or "only"}
+
+
+BEGINNINGS = {  # the first bytes of what is often taken for a checkpoint
+    b"version https://git-lfs": "a Git LFS pointer, not the file itself: `git lfs pull` fetches that",
+    b"<": "a web page (HTML or XML), not a checkpoint: download the file itself",
+    b"\x1f\x8b": "a gzip archive: unpack it",
+    b"BZh": "a bzip2 archive: unpack it",
+    b"\xfd7zXZ": "an xz archive: unpack it",
+    b"7z\xbc\xaf": "a 7z archive: unpack it",
+    b"\x28\xb5\x2f\xfd": "a zstandard archive: unpack it",
+}
+PLAIN_DATA = [  # what checkpoints hold beside tensors, and what cannot act: torch.load may build these, too
+    *(argparse.Namespace, datetime.datetime, datetime.date, datetime.time, datetime.timedelta, datetime.timezone),
+    *(np.dtype, np.ndarray, *(getattr(np.dtypes, name) for name in np.dtypes.__all__)),
+]
+for _name, _core in itertools.product(("scalar", "_reconstruct"), ("core", "_core")):  # numpy 1 and 2
+    PLAIN_DATA.append((getattr(np._core.multiarray, _name), f"numpy.{_core}.multiarray.{_name}"))
+for _module, _pure in itertools.product(("pathlib", "pathlib._local"), ("", "Pure")):  # before Python 3.13, and from it
+    PLAIN_DATA += [(PurePosixPath, f"{_module}.{_pure}PosixPath"), (PureWindowsPath, f"{_module}.{_pure}WindowsPath")]
+PLAIN_FILE = (  # run by a user who trusts a file: all its tensors, without what else it holds
+    "import torch; keep = lambda x: keep(x.state_dict()) if hasattr(x, 'state_dict') else {{k: keep(v) for k, v in "
+    "x.items()}} if isinstance(x, dict) else [keep(v) for v in x] if isinstance(x, (list, tuple)) else x if "
+    "torch.is_tensor(x) else None; torch.save(keep(torch.load({path!r}, map_location='cpu', weights_only=False)), "
+    "'plain.pt')"
+)
+
+
+def read_state(path):
+    """Return what is in a checkpoint, on the CPU: tensors and plain data only, never code.
+
+    Exits with an error message that says what the file is, if it cannot be loaded so.
+    """
+    path = Path(path)
+    if not path.is_file():
+        fail(f"no checkpoint at {path}: give a run's folder or a file")
+    try:
+        with open(path, "rb") as file:
+            start = file.read(64).lstrip()
+        members = zipfile.ZipFile(path).namelist() if zipfile.is_zipfile(path) else ()
+    except (OSError, zipfile.BadZipFile) as error:
+        fail(f"cannot read {path} ({error})")
+    kind = next((kind for beginning, kind in BEGINNINGS.items() if start.startswith(beginning)), None)
+    if not start:
+        kind = "empty: get it again"
+    elif start.startswith(b"PK") and not members:
+        kind = "cut off: its end is missing. Get it again"
+    elif any(name.endswith("/constants.pkl") for name in members):
+        save = f"torch.save(torch.jit.load({str(path)!r}, map_location='cpu').state_dict(), 'plain.pt')"
+        kind = f"a TorchScript program. If you trust its authors, make a plain file of it: import torch; {save}"
+    elif members and not any(name.endswith("data.pkl") for name in members):
+        kind = "a zip archive of other files: unpack it"
+    if kind:
+        fail(f"{path} is {kind}")
+    try:
+        if path.suffix == ".safetensors":
+            return timm.models.load_state_dict(path)
+        with torch.serialization.safe_globals(PLAIN_DATA):
+            return torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:  # a file from elsewhere may raise anything, and torch's advice is to load it unsafely
+        needed = re.search(r"GLOBAL (\S+)|but got <class '(\S+)'>", str(error))
+        if path.suffix == ".safetensors" or not (start.startswith((b"PK", b"\x80")) and needed):
+            fail(
+                f"{path} is no file of torch.save or safetensors, or it is damaged or cut off ({type(error).__name__})"
+            )
+        names = {needed[1] or needed[2]}
+        with contextlib.suppress(ValueError):  # of files of old versions torch does not tell all
+            names |= set(torch.serialization.get_unsafe_globals_in_checkpoint(path))
+    is_module = any(name.startswith("torch.nn.modules.") for name in names)
+    what = "a whole pickled module, not only its weights" if is_module else "more than tensors and plain data"
+    advice = "If you trust its authors, make a plain file of it where their code can be imported"
+    fail(f"{path} holds {what} ({', '.join(sorted(names)[:3])}). {advice}: {PLAIN_FILE.format(path=str(path))}")
 
 
 def read_tensors(path):
     """Return the tensors of a checkpoint of others by name: {"state_dict.module.encoder_q.conv1.weight": tensor, ...}.
 
-    The names of nested entries are joined by dots. Only tensors and plain data are loaded, never code.
-    Exits with an error message if there is no such file, or if it cannot be loaded so.
+    The names of nested entries, and the numbers of a list's, are joined by dots. Of a run's folder it is the
+    backbone.pt. Exits with an error message as `read_state` does.
     """
 
     def flat(state, prefix=""):
         found = {}
-        for name, value in state.items() if isinstance(state, dict) else ():
+        entries = (
+            enumerate(state) if isinstance(state, (list, tuple)) else state.items() if isinstance(state, dict) else ()
+        )
+        for name, value in entries:
             if torch.is_tensor(value):
                 found[f"{prefix}{name}"] = value
-            elif isinstance(name, str):  # an optimiser's entries have numbers
+            elif isinstance(name, str) or isinstance(state, (list, tuple)):  # an optimiser's entries have numbers
                 found |= flat(value, f"{prefix}{name}.")
         return found
 
-    if not Path(path).is_file():
-        fail(f"no checkpoint at {path}: give a file")
-    try:
-        if Path(path).suffix == ".safetensors":
-            return timm.models.load_state_dict(path)
-        return flat(torch.load(path, map_location="cpu", weights_only=True))
-    except Exception as error:  # a file from elsewhere may raise anything
-        _, _, needed = str(error).partition("GLOBAL ")
-        if not needed:
-            fail(f"{path} cannot be read as a checkpoint: {' '.join(str(error).split())[:200]}")
-        fail(
-            f"{path} holds more than tensors ({needed.split()[0]}). If you trust its authors, make a plain file of it: "
-            f"import torch; state = torch.load({str(path)!r}, map_location='cpu', weights_only=False); "
-            "torch.save({k: v for k, v in state.items() if isinstance(v, dict)}, 'plain.pt')"
-        )
+    return flat(read_state(Path(path) / "backbone.pt" if Path(path).is_dir() else path))
 
 
-def fitting_weights(path, backbone, prefix=None):
+# Encoders that are tried where a file does not fit, so that the message can name the right one.
+USUAL = [f"resnet{depth}" for depth in (18, 34, 50, 101, 152, "26d", "50d")]
+USUAL += [
+    "wide_resnet50_2",
+    "resnext50_32x4d",
+    "seresnet50",
+    *(f"convnext_{size}" for size in ("tiny", "small", "base")),
+]
+USUAL_VITS = ("vit_{}_patch16_224", "deit3_{}_patch16_224", "deit_{}_distilled_patch16_224")
+USUAL_VITS += ("vit_{}_patch14_dinov2", "vit_{}_patch14_reg4_dinov2", "vit_{}_patch16_dinov3")
+VIT_SIZES = {192: "tiny", 384: "small", 768: "base", 1024: "large"}  # by width
+# Top-level names of ViTs that change the features, and that an encoder without them would leave out.
+OF_VITS = {"cls_token", "dist_token", "reg_token", "register_tokens", "pos_embed", "norm_pre", "fc_norm"}
+
+
+def file_names(encoder, numbered=False):
+    """Return {name: its name in a file} of an encoder's state. numbered: of nn.Sequential(*encoder.children())."""
+    number = {name: str(i) for i, (name, _) in enumerate(encoder.named_children()) if numbered}
+    parts = {name: name.partition(".") for name in encoder.state_dict()}
+    return {name: number.get(top, top) + dot + rest for name, (top, dot, rest) in parts.items()}
+
+
+def prefix_rows(encoder):
+    """Return how many rows of a ViT's position embedding come before its patches', or None if it has no such rows."""
+    embedding, patches = getattr(encoder, "pos_embed", None), getattr(encoder, "patch_embed", None)
+    if embedding is None or embedding.ndim != 3 or not hasattr(patches, "grid_size"):
+        return None
+    return embedding.shape[1] - math.prod(patches.grid_size)
+
+
+def misfits(found, start, names, encoder):
+    """Return what keeps a checkpoint's tensors from being an encoder's, as two lists: (what is missing, what is left).
+
+    found: of `read_tensors`. start: what stands before the encoder's names there. names: of `file_names`.
+    What is left are the tensors below the encoder's own top-level parts that have no place in it. The file is then of a
+    deeper or richer encoder. A position embedding may be of another square grid.
+    """
+    own, missing = encoder.state_dict(), []
+    counted = {name: x for name, x in own.items() if not name.endswith("num_batches_tracked")}  # old files have none
+    for name, x in counted.items():
+        theirs, before = found.get(start + names[name]), prefix_rows(encoder) if name == "pos_embed" else None
+        if theirs is None:
+            missing.append(f"{name} {tuple(x.shape)} is not there")
+        elif theirs.is_floating_point() != x.is_floating_point():
+            missing.append(f"{name} is {theirs.dtype}, not {x.dtype}")
+        elif theirs.shape != x.shape and (before is None or theirs.ndim != 3 or theirs.shape[::2] != x.shape[::2]):
+            missing.append(f"{name} is {tuple(theirs.shape)}, not {tuple(x.shape)}")
+        elif theirs.shape != x.shape and math.isqrt(max(0, theirs.shape[1] - before)) ** 2 != theirs.shape[1] - before:
+            missing.append(f"{name} has {theirs.shape[1]} rows, not {before} and those of a square grid")
+    classifier = (getattr(encoder, "pretrained_cfg", None) or {}).get("classifier") or ()
+    heads = tuple(f"{head}." for head in ([classifier] if isinstance(classifier, str) else classifier))
+    tops = {name.split(".")[0] for name in names.values()} | OF_VITS
+    used = {start + name for name in names.values()}
+    below = (
+        key for key in found if key.startswith(start) and key not in used and key[len(start) :].split(".")[0] in tops
+    )
+    left = [k for k in below if not k[len(start) :].startswith(heads) and not k.endswith("num_batches_tracked")]
+    return missing, left
+
+
+def usual_name(found, start, numbered):
+    """Return ": it fits --arch NAME" with a usual encoder that a checkpoint of others fits, or ""."""
+    stem = found.get(start + ("0.weight" if numbered else "conv1.weight"))
+    patches = found.get(start + "patch_embed.proj.weight")
+    if patches is None:
+        names, patch_size, size = USUAL, 16, 32 if stem is not None and stem.shape[-1] == 3 else 224
+    else:
+        names = [name.format(VIT_SIZES.get(len(patches))) for name in USUAL_VITS]
+        patch_size, size = patches.shape[-1], 16 * patches.shape[-1]
+    for name in filter(timm.is_model, names):
+        with torch.device("meta"):  # without weights
+            encoder = create_backbone(backbone_info(name, size, patch_size))
+        if not any(misfits(found, start, file_names(encoder, numbered), encoder)):
+            flag = "" if patches is None or named_patch(name) == patch_size else f" --patch-size {patch_size}"
+            return f": it fits --arch {name}{flag}"
+    return ""
+
+
+def fitting_weights(path, backbone, prefix=None, flag="--init-prefix"):
     """Return (a state_dict for an encoder from a checkpoint of others, the prefix of its names in the file).
 
     The prefix is found by looking: after it, each parameter and statistic of the encoder has a tensor of its name and
-    shape. Only a position embedding may be of another grid; it is resampled. If several encoders fit, a teacher
-    (DINO's) is taken, or else the first that is no momentum encoder. prefix: the end of another's.
+    shape, and all that the file holds of an encoder is used (see `misfits`). The names may be those of
+    nn.Sequential(*encoder.children()), as lightly's are. If several encoders fit, a teacher (DINO's) is taken, or else
+    the first that is no momentum encoder. prefix: the end of another's. flag: what a message calls it.
     Exits with an error message if nothing fits.
     """
     found, own = read_tensors(path), backbone.state_dict()
-    wanted = {name: tuple(x.shape) for name, x in own.items() if not name.endswith("num_batches_tracked")}
-
-    def misses(start):
-        for name, shape in wanted.items():
-            x = found.get(start + name)
-            if x is None:
-                yield f"{name} {shape} is not there"
-            elif x.shape != shape and (name != "pos_embed" or x.shape[::2] != shape[::2]):
-                yield f"{name} is {tuple(x.shape)}, not {shape}"
-
-    starts = Counter(key.removesuffix(name) for name in wanted for key in found if key.endswith(name))
-    fitting = [start for start in starts if not any(misses(start))]
+    forms = {numbered: file_names(backbone, numbered) for numbered in (False, True)}
+    counts = Counter(
+        (key.removesuffix(name), numbered)
+        for numbered, names in forms.items()
+        for name in names.values()
+        for key in found
+        if key.endswith(name)
+    )
+    fitting = {start: form for start, form in counts if not misfits(found, start, forms[form], backbone)[0]}
     chosen = [start for start in fitting if start.endswith(prefix or "")]
     if fitting and not chosen:
-        fail(f"--prefix {prefix}: the encoders of {path} are {' and '.join(fitting) or 'without prefix'}")
+        fail(f"{flag} {prefix}: the encoders of {path} are {' and '.join(fitting) or 'without prefix'}")
     if not chosen:
-        start = max(starts, key=starts.get, default="")
-        nearest = "; ".join(itertools.islice(misses(start), 3))
+        start, numbered = max(counts, key=counts.get, default=("", False))
+        missing, _ = misfits(found, start, forms[numbered], backbone)
+        wanted = [name for name in own if not name.endswith("num_batches_tracked")]
+        there = sum(start + forms[numbered][name] in found for name in wanted)
+        stem = any(miss.startswith("conv1.weight is (") for miss in missing)
+        hint = " (sizes up to 64 px choose a ResNet's 3 x 3 stem, larger ones 7 x 7: give another --image-size)" * stem
         first = "".join(f", {name} {tuple(x.shape)}" for name, x in itertools.islice(found.items(), 2))
         fail(
-            f"{path} does not fit the encoder: {starts[start]} of its {len(wanted)} names are there"
-            f"{start and f', after {start}'}; nearest misses: {nearest}. The file has {len(found)} tensors{first}"
+            f"{path} does not fit the encoder{usual_name(found, start, numbered)}: {there} of its {len(wanted)} names "
+            f"are there{start and f', after {start}'}; nearest misses: {'; '.join(missing[:3])}{hint}. "
+            f"The file has {len(found)} tensors{first}"
         )
     slow = ("momentum", "encoder_k", "target")
     start = max(chosen, key=lambda start: ("teacher" in start) - any(word in start for word in slow))
-    weights = {name: found.get(start + name, value) for name, value in own.items()}  # old files count no batches
+    names = forms[fitting[start]]
+    if left := misfits(found, start, names, backbone)[1]:
+        named = ", ".join(left[:4]) + (", ..." if left[4:] else "")
+        usual = usual_name(found, start, fitting[start])
+        fail(f"{path} is of another encoder{usual}: {len(left)} of its tensors have no place in this one, {named}")
+    weights = {name: found.get(start + names[name], value) for name, value in own.items()}  # old files count no batches
     others = [other for other in fitting if other != start]
-    used = {start + name for name in own}
-    left = [key for key in found if key not in used and not key.startswith(tuple(others))]
-    choice = f" (also there: {', '.join(others)}; an evaluation's --prefix chooses)" if others else ""
-    names = "".join(f", {name}" for name in left[:4]) + (", ..." if left[4:] else "")
-    say(f"{path}: the encoder is {start or 'the file itself'}{choice}; left out: {len(left)} tensor(s){names}")
+    used = {start + name for name in names.values()}
+    left_out = [key for key in found if key not in used and not key.startswith(tuple(others))]
+    choice = f" (also there: {', '.join(others)}; {flag} chooses)" if others else ""
+    listed = "".join(f", {name}" for name in left_out[:4]) + (", ..." if left_out[4:] else "")
+    say(f"{path}: the encoder is {start or 'the file itself'}{choice}; left out: {len(left_out)} tensor(s){listed}")
     if (old := weights.get("pos_embed")) is not None and old.shape != own["pos_embed"].shape:
-        grid = backbone.patch_embed.grid_size
-        tokens = own["pos_embed"].shape[1] - math.prod(grid)  # of the class
-        say(f"its position embedding, of {old.shape[1] - tokens} patches, is resampled to {grid[0]} x {grid[1]}")
-        weights["pos_embed"] = timm.layers.resample_abs_pos_embed(old, grid, num_prefix_tokens=tokens)
+        grid, before = backbone.patch_embed.grid_size, prefix_rows(backbone)
+        say(f"its position embedding, of {old.shape[1] - before} patches, is resampled to {grid[0]} x {grid[1]}")
+        weights["pos_embed"] = timm.layers.resample_abs_pos_embed(old, grid, num_prefix_tokens=before)
     return weights, start
 
 
@@ -1448,19 +1591,27 @@ def encode_zeros(module, image_size):
         return module(torch.zeros(1, 3, image_size, image_size, device=device))
 
 
-def output_width(module, image_size):
-    """How many numbers an encoder, (N, 3, H, W) -> (N, width), gives per image. One image of zeros is encoded.
+def output_width(module, *sizes):
+    """Return how many numbers an encoder, (N, 3, H, W) -> (N, width), gives per image. Images of zeros are encoded.
 
-    Exits with an error message if the encoder does not take images of this size.
+    sizes: of all images that it will see, in pixels. Exits with an error message if the encoder does not take one of
+    them, or gives anything but (N, width).
     """
-    try:
-        return encode_zeros(module, image_size).flatten(1).shape[1]
-    except Exception as error:  # a user's own module may raise anything
-        name, reason = type(module).__name__, " ".join(str(error).split())[:300]
-        fail(
-            f"the encoder, of type {name}, does not map images (1, 3, {image_size}, {image_size}) to features "
-            f"(1, width): {reason}. Give --image-size N that it takes, or an encoder for {image_size} px"
-        )
+    for size in sizes:
+        name, image = type(module).__name__, f"images (1, 3, {size}, {size})"
+        try:
+            shape = tuple(encode_zeros(module, size).shape)
+        except Exception as error:  # a user's own module may raise anything
+            reason = " ".join(str(error).split())[:300]
+            fail(
+                f"the encoder, of type {name}, does not map {image} to features (1, width): {reason}. Give "
+                f"--image-size N that it takes, or an encoder for {size} px"
+            )
+        if len(shape) != 2:  # for example, a ResNet without its last layer gives (1, width, 1, 1)
+            fail(
+                f"the encoder, of type {name}, maps {image} to {shape}, not (1, width): end it with torch.nn.Flatten()"
+            )
+    return shape[1]
 
 
 def memory_format(device, arch):
@@ -1473,7 +1624,10 @@ def memory_format(device, arch):
 
 
 def has_bf16(device):
-    """Return True if the device computes bf16 natively. CPUs do not count: they only emulate it, or are slow at it."""
+    """Return True if the device is a GPU that computes bf16 natively: there `--amp auto` takes it.
+
+    On CPUs auto stays float32, so that all of them give the same numbers. Those with AMX are faster in bf16.
+    """
     return device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
 
 
@@ -1758,7 +1912,8 @@ def evaluation_parser(script, doc):
     """Return the parser of an evaluation, with the flags that both have. doc: its first line says what it does."""
     parser = ArgumentParser(script, doc, usage="[RUN | FILE --arch NAME] [flags]")
     add = parser.add_argument_group("what is judged").add_argument
-    add("checkpoint", nargs="?", metavar="RUN", help="a run's folder, last.pt or backbone.pt; or others' FILE")
+    path = os.path.expanduser  # a shell leaves the ~ of --data-dir=~/data as it is
+    add("checkpoint", nargs="?", type=path, metavar="RUN", help="a run's folder, last.pt, backbone.pt; or others' FILE")
     add("--encoder", choices=("query", "momentum"), help="default: the one that the method's authors evaluate")
     add("--random-init", action="store_true", help="judge the encoder of RUN as it was before training")
     add("--no-floors", action="store_true", help="leave out raw pixels and the untrained encoder")
@@ -1771,7 +1926,7 @@ def evaluation_parser(script, doc):
     add("--prefix", metavar="P", help="which encoder of a FILE: the end of what stands before its names")
     add = parser.add_argument_group("data").add_argument
     add("--dataset", choices=DATASETS, help="default: what the encoder was trained on, or patterns")
-    add("--data-dir", metavar="DIR", help="its folder (default: where the run had it)")
+    add("--data-dir", type=path, metavar="DIR", help="its folder (default: where the run had it)")
     add = parser.add_argument_group("operation").add_argument
     add("--seed", type=number(int, 0, 2**63 - 1), default=0, metavar="N", help="seed of what is drawn")
     add(
