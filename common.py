@@ -1448,19 +1448,21 @@ def encode_zeros(module, image_size):
         return module(torch.zeros(1, 3, image_size, image_size, device=device))
 
 
-def output_width(module, image_size):
-    """How many numbers an encoder, (N, 3, H, W) -> (N, width), gives per image. One image of zeros is encoded.
+def output_width(module, *image_sizes):
+    """How many numbers an encoder, (N, 3, H, W) -> (N, width), gives per image. An image of zeros is encoded per size.
 
-    Exits with an error message if the encoder does not take images of this size.
+    Exits with an error message if the encoder does not take images of one of these sizes.
     """
-    try:
-        return encode_zeros(module, image_size).flatten(1).shape[1]
-    except Exception as error:  # a user's own module may raise anything
-        name, reason = type(module).__name__, " ".join(str(error).split())[:300]
-        fail(
-            f"the encoder, of type {name}, does not map images (1, 3, {image_size}, {image_size}) to features "
-            f"(1, width): {reason}. Give --image-size N that it takes, or an encoder for {image_size} px"
-        )
+    for size in image_sizes:
+        try:
+            width = encode_zeros(module, size).flatten(1).shape[1]
+        except Exception as error:  # a user's own module may raise anything
+            name, reason = type(module).__name__, " ".join(str(error).split())[:300]
+            fail(
+                f"the encoder, of type {name}, does not map images (1, 3, {size}, {size}) to features "
+                f"(1, width): {reason}. Give --image-size N that it takes, or an encoder for {size} px"
+            )
+    return width
 
 
 def memory_format(device, arch):
