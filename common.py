@@ -1,5 +1,6 @@
 """Data, views and evaluation: what the method files and the evaluations share.
-    1. data        load_images -> ImageSet (patterns, cifar10, ..., imagenet, folder); OwnImages; uniform, generator
+
+    1. data        load_images -> ImageSet (patterns, cifar10, ..., imagenet, folder, own); uniform, generator
     2. views       View declares one; ViewDataset draws and cuts in the loader; colour_views works on the device
     3. evaluation  extract_features, knn_predict, embedding_health; what both evaluations share
     4. encoders    build_backbone, load_backbone, load_published
@@ -57,7 +58,6 @@ from torch.distributed.rendezvous import rendezvous
 from torch.torch_version import TorchVersion
 from torch.utils.data import DataLoader, Dataset, default_convert
 from torchvision.transforms.functional import rgb_to_grayscale, solarize, to_pil_image
-from torchvision.transforms.v2.functional import to_image
 
 try:
     import fcntl
@@ -126,150 +126,140 @@ PARTS = "train", "val", "test", "unlabeled"  # the names of the folders in a dat
 SPLITS = "train", "training", "val", "valid", "validation", "test", "testing"  # a tree with these is no single set
 
 
-class ImageSet:
-    """Images with labels, either decoded (one uint8 array) or as paths that are decoded when asked for.
+IN_MEMORY = 4 * 2**30  # bytes: small images that take more are read when they are needed
+AT_ONCE = 4  # images whose views are drawn together where images are read when needed; twice as many are kept
 
-    labels (n,) int64, -1 where there is none; classes: names; paths (n,) bytes below the folder `root`, in one array,
-    which loader workers share as they would not share strings; images[i] -> uint8 array (H, W, 3).
+
+class ImageSet:
+    """Images with labels: of one uint8 array, of files, or of a user's own map-style Dataset.
+
+    array: (n, H, W, 3). paths: (n,) bytes below the folder `root`, in one array, which loader workers share as they
+    would not share strings. data: the Dataset. An item of it is an image, PIL's, a uint8 array (H, W[, 3]) or a uint8
+    tensor (C, H, W), or a tuple (image, label, ...). Files and items are read when they are asked for, never before.
+    labels: (n,) int64, -1 where there is none. classes: their names. reads_labels: where labels are -1, they are read
+    with the items. owner: what an error calls the images. rows: (n,) which of array, paths or data these images are.
+    images[i] is the image as uint8 (H, W, 3). Reading raises BadImage if an image or its label cannot be used.
     """
 
-    def __init__(self, name, labels, classes, array=None, paths=None, root=""):
-        self.name = self.owner = name
-        self.array, self.paths, self.root = array, paths, root
+    def __init__(self, name, labels, classes, array=None, paths=None, root="", data=None, owner=None):
+        self.name, self.owner, self.root = name, owner or name, root
+        self.array, self.paths, self.data, self.reads_labels = array, paths, data, False
         self.labels, self.classes = np.asarray(labels, np.int64), list(classes)
-        self.rows, self.held = np.arange(len(self.labels)), {}
+        self.rows = np.arange(len(self.labels))
 
     def __len__(self):
         return len(self.labels)
 
     def __str__(self):
+        place = f"{self.name} in {self.root}" if self.root else self.owner
         memory = "read when needed" if self.array is None else f"{self.array.nbytes / 2**20:.0f} MiB decoded"
-        return f"{described(self)}: {len(self)} images ({memory}), {len(self.classes) or 'no'} classes"
+        labels = f"{len(self.classes)} classes" if self.classes else "labels in the items" * self.reads_labels
+        return f"{place}: {len(self)} images ({memory}), {labels or 'no classes'}"
 
     def __getitem__(self, i):
-        return self.held.pop(i) if i in self.held else self.read(i)
+        return self.read(i) if self.array is not None else _recent(self, int(i))
 
     def read(self, i):
-        """Return the image, decoded now."""
-        return self.array[i] if self.array is not None else read_image(self.path(i))
-
-    def item(self, i):
-        """(image, label)."""
-        return self[i], int(self.labels[i])
-
-    def path(self, i):
-        return os.path.join(self.root, os.fsdecode(self.paths[i]))
-
-    def where(self, i):
-        """What an error message calls an image."""
-        return self.path(i) if self.paths is not None else f"image {self.rows[i]} of {self.owner}"
-
-    def sizes(self, index):
-        """(n, 2) int64 heights and widths. What has to be decoded for it is held until it is asked for."""
+        """Return an image, decoded now."""
         if self.array is not None:
-            return np.array([self.array.shape[1:3]] * len(index))
-        self.held |= {i: self[i] for i in map(int, index)}
-        return np.array([self.held[i].shape[:2] for i in map(int, index)])
-
-    def subset(self, index):
-        """Return the images of the given rows, in that order."""
-        part = copy.copy(self)
-        part.labels, part.rows, part.held = self.labels[index], self.rows[index], {}
-        part.array, part.paths = (None if rows is None else rows[index] for rows in (self.array, self.paths))
-        return part
-
-    def labelled(self):
-        """Those of the images that are not known to be without a label."""
-        return self.subset(np.flatnonzero(self.labels >= 0)) if (self.labels < 0).any() else self
-
-    def checksum(self):
-        """16 hexadecimal digits that tell whether two image sets are the same. They take seconds.
-
-        They depend on the labels; of files on all names below the data set's folder, and on 1,000 byte sizes; of an
-        array on its shape, and on 1,000 images; of a user's own Dataset on its length only.
-        """
-        digest = hashlib.sha256(self.labels.astype("<i8").tobytes())
-        spread = np.linspace(0, len(self) - 1, min(1000, len(self))).round().astype(np.int64)
-        if self.paths is not None:
-            files = [self.path(i) for i in spread]
-            sizes = [os.path.getsize(file) if os.path.exists(file) else -1 for file in files]
-            digest.update(b"\0".join(self.paths.tolist()) + repr(sizes).encode())
-        elif self.array is not None:
-            digest.update(repr(self.array.shape).encode() + self.array[spread].tobytes())
-        return digest.hexdigest()[:16]
-
-
-def described(images):
-    """Return what lines of text call a set of images: its name and, if there is one, its folder."""
-    return f"{images.name} in {images.root}" if images.root else images.name
-
-
-class OwnImages(ImageSet):
-    """A user's own map-style Dataset as an ImageSet. Its items are read when they are asked for, never before.
-
-    An item is an image, PIL's, a uint8 array (H, W[, 3]) or a uint8 tensor (C, H, W), or a tuple (image, label, ...).
-    labelled: its labels are to be read with the images, by `item`; `labels` are -1.
-    owner: what an error calls the data.
-    """
-
-    def __init__(self, data, labelled=False, owner="your data set"):
-        own, stream = type(data), isinstance(data, torch.utils.data.IterableDataset)
-        if stream or not hasattr(own, "__len__") or not hasattr(own, "__getitem__"):
-            fail(f"{owner} is of type {own.__name__}: give a map-style Dataset, with __len__ and __getitem__")
-        if not (count := len(data)):
-            fail(f"{owner} is empty: its length is 0")
-        names = getattr(data, "classes", None) if labelled else None
-        super().__init__("own", np.full(count, -1), () if names is None else names)
-        self.owner, self.data, self.asked = owner, data, labelled
-
-    def labelled(self):
-        return self
-
-    def read(self, i):
-        return self.to_image(self.data[int(self.rows[i])], i)
+            return self.array[self.rows[i]]
+        return read_image(self.path(i)) if self.data is None else self.item_image(self.data[int(self.rows[i])], i)
 
     def item(self, i):
-        """(image, label). Raises BadImage if a label is asked for and the item has none, or no integer."""
+        """Return (image, label)."""
+        if not self.reads_labels or self.labels[i] >= 0:
+            return self[i], int(self.labels[i])
         item = self.data[int(self.rows[i])]
-        label = int(self.labels[i])
-        if self.asked and label < 0:
-            with named(f"the label of {self.where(i)}"):
-                if not isinstance(item, (tuple, list)) or len(item) < 2:
-                    raise TypeError(f"found {type(item).__name__}, but an evaluation needs items (image, label)")
-                label = int(np.int64(operator.index(item[1])))
-        return self.to_image(item, i), label
+        with named(f"the label of {self.where(i)}"):
+            if not isinstance(item, (tuple, list)) or len(item) < 2:
+                raise TypeError(f"found {type(item).__name__}, but an evaluation needs items (image, label)")
+            label = int(np.int64(operator.index(item[1])))
+        return self.item_image(item, i), label
 
-    def to_image(self, item, i):
-        """Return the image of an item as uint8 (H, W, 3). Raises BadImage if it is of another kind."""
+    def item_image(self, item, i):
+        """Return the image of a user's item as uint8 (H, W, 3)."""
         image = item[0] if isinstance(item, (tuple, list)) and len(item) else item
         with named(self.where(i)):
+            if isinstance(image, (np.ndarray, torch.Tensor)) and "uint8" in str(image.dtype) and image.ndim in (2, 3):
+                channels = image.shape[2:] if isinstance(image, np.ndarray) else image.shape[:-2]
+                image = to_pil_image(image) if tuple(channels) in ((), (1,), (3,)) else image
             if isinstance(image, Image.Image):
                 return to_rgb(image)
-            if isinstance(image, (np.ndarray, torch.Tensor)) and "uint8" in str(image.dtype) and image.ndim in (2, 3):
-                found = to_image(np.ascontiguousarray(image) if isinstance(image, np.ndarray) else image)
-                if len(found) in (1, 3):
-                    return found.expand(3, -1, -1).permute(1, 2, 0).numpy()
             kind = [type(image).__name__, *(str(getattr(image, x)) for x in ("dtype", "shape") if hasattr(image, x))]
             wanted = "PIL images, uint8 arrays (H, W, 3) or uint8 tensors (3, H, W), alone or as (image, label)"
             raise TypeError(f"found {' '.join(kind)}, but items are {wanted}")
+
+    def path(self, i):
+        return os.path.join(self.root, os.fsdecode(self.paths[self.rows[i]]))
+
+    def where(self, i):
+        """Return what an error message calls an image."""
+        return self.path(i) if self.paths is not None else f"image {self.rows[i]} of {self.owner}"
+
+    def sizes(self, index):
+        """Return (n, 2) int64 heights and widths. An image in a file has to be decoded for it."""
+        if self.array is not None:
+            return np.array([self.array.shape[1:3]] * len(index))
+        return np.array([self[i].shape[:2] for i in index])
+
+    def subset(self, index):
+        """Return the images of the given rows, in that order. No image is copied."""
+        part = copy.copy(self)
+        part.labels, part.rows = self.labels[index], self.rows[index]
+        return part
+
+    def labelled(self):
+        """Return those of the images that are not known to be without a label."""
+        known = self.labels >= 0
+        return self if self.reads_labels or known.all() else self.subset(np.flatnonzero(known))
+
+    def checksum(self):
+        """Return 16 hexadecimal digits that tell whether two image sets are the same. It takes seconds.
+
+        They depend on the labels; of files on all names below the data set's folder, and on the contents of 100; of an
+        array on its shape, and on 1,000 images; of a user's own Dataset on its length only.
+        """
+        digest = hashlib.sha256(self.labels.astype("<i8").tobytes())
+        count = min(len(self), 1000 if self.paths is None else 100)
+        spread = np.linspace(0, len(self) - 1, count).round().astype(np.int64)
+        if self.paths is not None:
+            digest.update(b"\0".join(self.paths[self.rows].tolist()))
+            for path in map(self.path, spread):
+                with named(f"cannot read the image {path}"):
+                    digest.update(hashlib.sha256(with_patience(Path(path).read_bytes)).digest())
+        elif self.array is not None:
+            shape = len(self), *self.array.shape[1:]
+            digest.update(repr(shape).encode() + self.array[self.rows[spread]].tobytes())
+        return digest.hexdigest()[:16]
+
+
+@functools.lru_cache(2 * AT_ONCE)  # small: a photograph of 12 megapixels is 36 MB
+def _recent(images, i):
+    return images.read(i)
 
 
 class BadImage(Exception):
     """An image that cannot be used. The message is one line, names it and says why."""
 
 
-def fail_at_image(error):
-    """Exit with an error message about an image that cannot be used."""
-    fail(f"{error}. A training script with --check-images lists all such images")
-
-
 @contextlib.contextmanager
-def named(where):
+def named(where, advice=""):
     """Inside, every error becomes a BadImage that says where it happened, in the error's own words."""
     try:
         yield
     except Exception as error:  # a damaged image may raise anything
-        raise BadImage(f"{where}: {error or type(error).__name__}".replace("\n", "\\n")) from error
+        raise BadImage(f"{where}: {error or type(error).__name__}{advice}".replace("\n", "\\n")) from error
+
+
+def with_patience(read):
+    """Return read(). If the disk answers with an error, as a network's may, it is asked twice more, a second apart."""
+    for last in (False, False, True):
+        try:
+            return read()
+        except OSError as error:  # Pillow's own, of damaged images, have no number
+            if last or error.errno in (None, errno.ENOENT, errno.EACCES):
+                raise
+            time.sleep(1)
 
 
 def to_rgb(image):
@@ -281,11 +271,16 @@ def to_rgb(image):
 
 def read_image(path):
     """Return an image file as uint8 (H, W, 3), turned as its EXIF says. Raises BadImage if Pillow cannot read it."""
-    with named(f"cannot read the image {path}"), Image.open(path) as image:
-        image.load()
-        with contextlib.suppress(Exception):  # an orientation that cannot be read counts as none
-            ImageOps.exif_transpose(image, in_place=True)
-        return to_rgb(image)
+
+    def read():
+        with Image.open(path) as image:
+            image.load()
+            with contextlib.suppress(Exception):  # an orientation that cannot be read counts as none
+                ImageOps.exif_transpose(image, in_place=True)
+            return to_rgb(image)
+
+    with named(f"cannot read the image {path}", ". tests/tools/check_images.py DIR lists all such images"):
+        return with_patience(read)
 
 
 def _square(x):
@@ -350,21 +345,37 @@ def make_patterns(count, size, seed):
     return images, labels
 
 
-def visible(folder, above=()):
-    """Return the names of the folders and of the images in a folder, sorted. Hidden ones are passed over.
+def entries(folder, above=()):
+    """Yield (name, kind) of all in a folder, by name. kind: "folder", "image", or what it is that is passed over.
 
-    So is a link to a folder that is being listed: to this one or one of `above`, or to one that holds them.
+    above: the folders in which this one is being listed. A link to one of them, or to a folder that holds it, is not
+    followed. Only regular files are images, or a named pipe would be waited for.
     """
     inside = [os.path.join(os.path.realpath(path), "") for path in (folder, *above)]
-    folders, images = [], []
     for entry in sorted(os.scandir(folder), key=lambda entry: entry.name):
         if entry.name[0] == "." or entry.name == "@eaDir":  # a NAS's thumbnails
-            continue
-        if not entry.is_dir():
-            images += [entry.name] if entry.name.lower().endswith(EXTENSIONS) else []
-        elif not any(path.startswith(os.path.join(os.path.realpath(entry.path), "")) for path in inside):
-            folders.append(entry.name)
-    return folders, images
+            kind = "hidden"
+        elif entry.is_file():
+            kind = "image" if entry.name.lower().endswith(EXTENSIONS) else "no image"
+        elif entry.is_dir():
+            target = os.path.join(os.path.realpath(entry.path), "")
+            kind = "link back" if any(path.startswith(target) for path in inside) else "folder"
+        else:
+            kind = "no regular file" if os.path.exists(entry.path) else "link to nowhere"
+        yield entry.name, kind
+
+
+def visible(folder, above=()):
+    """Return the names of the folders and of the images in a folder, sorted; see `entries`.
+
+    Exits with an error message if it has a link that leads nowhere, as one to a disk that is not mounted.
+    """
+    names = {"folder": [], "image": []}
+    for name, kind in entries(folder, above):
+        if kind == "link to nowhere":
+            fail(f"{os.path.join(folder, name)} is a link that leads nowhere: mount its disk, or remove the link")
+        names.setdefault(kind, []).append(name)
+    return names["folder"], names["image"]
 
 
 def list_images(folder, above=()):
@@ -416,31 +427,41 @@ def list_folder(name, root, part, unlabeled):
 
 def decode_all(images):
     """Return the images as one array (n, H, W, 3), or None if they are not all of one size."""
-    decoded = []
+    shape = images.read(0).shape
+    array = np.empty((len(images), *shape), np.uint8)
+    starts = range(0, len(images), 1000)
+
+    def decode(start):
+        for i in range(start, min(start + starts.step, len(images))):
+            if (image := images.read(i)).shape != shape:
+                return False
+            array[i] = image
+        return True
+
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        for image in pool.map(images.read, range(len(images))):
-            decoded.append(image)
-            if image.shape != decoded[0].shape:
+        for start, fits in zip(starts, pool.map(decode, starts), strict=True):
+            if not fits:
+                pool.shutdown(cancel_futures=True)
                 return None
-            if len(decoded) % 1000 == 0:
-                progress(f"reading images: {len(decoded)} of {len(images)}")
-    return np.stack(decoded)
+            if start:
+                progress(f"reading images: {start} of {len(images)}")
+    return array
 
 
 def read_folder(name, root, part="", cache=True, unlabeled=False):
     """Return the images of root/part as an ImageSet, see `list_folder`. The first process lists the files for all.
 
-    cache: images of one size of up to 96 px are decoded at once. Exits with an error message if there are none.
+    cache: images of one size of up to 96 px are decoded at once, if they take no more than IN_MEMORY.
+    Exits with an error message if there are none.
     """
     root = os.fspath(root)
     try:
         paths, labels, classes = from_first(lambda: list_folder(name, root, part, unlabeled))
         images = ImageSet(name, labels, classes, None, paths, root)
-        if cache and max(images[0].shape) <= 96:
+        first = images.read(0)
+        if cache and max(first.shape) <= 96 and len(images) * first.nbytes <= IN_MEMORY:
             images.array = decode_all(images)
-    except BadImage as error:
-        fail_at_image(error)
-    except OSError as error:
+    except (BadImage, OSError) as error:
         fail(str(error))
     return images
 
@@ -498,24 +519,31 @@ def _load_torchvision(name, root, train, unlabeled):
     return ImageSet(name, data.labels if name == "stl10" else data.targets, data.classes, np.ascontiguousarray(array))
 
 
-def own_images(train, test, workers=0):
+def own_images(train, test):
     """Return a user's Datasets as ImageSets; their labels are asked for if there is a test set, which may be None.
 
-    workers: of the loaders to come. Only without any are first items tried here: a Dataset that opens a file then would
-    share one position in that file between the workers. Exits with an error message if the data sets cannot be used.
+    No item is read here: a Dataset that opens a file would share one position in it between the workers of a loader.
+    Exits with an error message if they are no map-style Datasets.
     """
     if train is None:
         fail("a data set of your own to test on needs one to train on, too")
-    train = OwnImages(train, labelled=test is not None, owner="your training data set")
-    test = None if test is None else OwnImages(test, labelled=True, owner="your test data set")
-    if test is not None and train.classes and test.classes and train.classes != test.classes:
+    sets = []
+    for data, owner in ((train, "your training data set"), (test, "your test data set")):
+        if data is None:
+            return sets[0], None
+        kind = type(data)
+        is_stream = isinstance(data, torch.utils.data.IterableDataset)
+        if is_stream or not hasattr(kind, "__len__") or not hasattr(kind, "__getitem__"):
+            fail(f"{owner} is of type {kind.__name__}: give a map-style Dataset, with __len__ and __getitem__")
+        if not len(data):
+            fail(f"{owner} is empty: its length is 0")
+        names = getattr(data, "classes", None) if test is not None else None
+        images = ImageSet("own", np.full(len(data), -1), () if names is None else names, data=data, owner=owner)
+        images.reads_labels = test is not None
+        sets.append(images)
+    train, test = sets
+    if train.classes and test.classes and train.classes != test.classes:
         fail("your training and test data sets have different `classes`: the names and their order have to be the same")
-    if workers == 0:
-        try:
-            for images in (train,) if test is None else (train, test):
-                images[0]
-        except BadImage as error:
-            fail_at_image(error)
     return train, test
 
 
@@ -533,12 +561,12 @@ def demo(args):
 
 
 def open_images(args, train=None, test=None):
-    """(training images, test images or None) that the flags name, or a user's own.
+    """Return the images that the flags name, or a user's own: (training images, test images or None).
 
     Exits with an error message if there are none, or too few for one batch.
     """
     if train is not None or test is not None:
-        train, test = own_images(train, test, args.workers)
+        train, test = own_images(train, test)
     else:
         options = dict(size=args.image_size, cache=not args.no_cache)
         train = load_images(args.dataset, args.data_dir, True, unlabeled=True, **options)
@@ -677,7 +705,7 @@ class ViewDataset(Dataset):
     def __getitems__(self, keys):
         epochs, index = np.array(keys).T
         draws = uniform(self.seed, epochs, index, self.num_draws)
-        count = 16 if self.images.array is None else len(index)  # images that are decoded at once
+        count = AT_ONCE if self.images.array is None else len(index)
         parts = [self.cut_views(index[i : i + count], draws[i : i + count]) for i in range(0, len(index), count)]
         views, colours = zip(*parts, strict=True)
         views = [torch.from_numpy(np.concatenate(view)).permute(0, 3, 1, 2) for view in zip(*views, strict=True)]
@@ -687,11 +715,10 @@ class ViewDataset(Dataset):
     def cut_views(self, index, draws):
         """Return the views of some images: ([uint8 (n, S, S, 3), ...], [colours (n, 9), ...])."""
         cuts, colours = self.draw(index, self.images.sizes(index), draws)
-        views = [np.empty((len(index), size, size, 3), np.uint8) for _, _, size in cuts]
-        for row in range(len(index)):
-            read = functools.cache(self.images.__getitem__)  # an image that several views use is decoded once
-            for view, (image_index, boxes, size) in zip(views, cuts, strict=True):
-                view[row] = cut(read(image_index[row].item()), boxes[row], size, self.interpolation)
+        views = [
+            np.stack([cut(self.images[i], box, size, self.interpolation) for i, box in zip(rows, boxes, strict=True)])
+            for rows, boxes, size in cuts
+        ]
         return views, colours
 
 
@@ -741,7 +768,7 @@ def end_workers():
 
 
 class Loader(DataLoader):
-    """A DataLoader that exits with an error message, naming the image, if one cannot be read.
+    """A DataLoader that raises BadImage, with a message of one line, if an image cannot be used.
 
     waited: seconds that the loop over it has waited for batches; began: when that loop began (time.perf_counter).
     """
@@ -782,20 +809,16 @@ def _per_image(value, x):
     return torch.as_tensor(value, dtype=x.dtype, device=x.device).reshape(-1, 1, 1, 1)
 
 
-def adjust_brightness(x, brightness_factor):
-    """Multiply each image by its factor (N,), and clamp it to [0, 1]."""
-    return (x * _per_image(brightness_factor, x)).clamp_(0, 1)
+ADJUSTMENTS = {  # of images x by factors f (N, 1, 1, 1): multiply x, or blend it with its mean gray, or with its gray
+    "brightness": lambda x, f: x * f,
+    "contrast": lambda x, f: torch.lerp(rgb_to_grayscale(x).mean((1, 2, 3), keepdim=True), x, f),
+    "saturation": lambda x, f: torch.lerp(rgb_to_grayscale(x), x, f),
+}
 
 
-def adjust_contrast(x, contrast_factor):
-    """Blend each image with its mean gray value by its factor (N,)."""
-    mean = rgb_to_grayscale(x).mean((1, 2, 3), keepdim=True)
-    return torch.lerp(mean, x, _per_image(contrast_factor, x)).clamp_(0, 1)
-
-
-def adjust_saturation(x, saturation_factor):
-    """Blend each image with its gray version by its factor (N,)."""
-    return torch.lerp(rgb_to_grayscale(x), x, _per_image(saturation_factor, x)).clamp_(0, 1)
+def adjust(name, x, factor):
+    """Change the brightness, contrast or saturation of each image by its factor (N,). Values are clamped to [0, 1]."""
+    return ADJUSTMENTS[name](x, _per_image(factor, x)).clamp_(0, 1)
 
 
 def adjust_hue(x, hue_factor):
@@ -859,7 +882,7 @@ def colour(x, parameters):
     steps = ORDERS[p["order"].long()]  # (N, 4): which of the four comes first, second, ...
     # Hue costs most, so it is changed for all images at once, in turn 0. What comes before it has turns below 0.
     turns = torch.arange(4) - (steps == 3).long().argmax(1, keepdim=True)
-    functions = adjust_brightness, adjust_contrast, adjust_saturation, adjust_hue
+    functions = *(functools.partial(adjust, name) for name in ADJUSTMENTS), adjust_hue
     for turn, (step, function) in itertools.product(range(-3, 4), enumerate(functions)):
         rows = torch.nonzero((jittered & (steps == step) & (turns == turn)).any(1)).flatten()
         x = _on(x, rows, function, on[COLOUR[step]])
@@ -871,26 +894,39 @@ def colour(x, parameters):
 
 
 def colour_views(batch, device, memory_format=torch.channels_last, norm=None):
-    """Return a batch's views, moved to the device and coloured: a list of (n, 3, H, W), float in [0, 1].
+    """Return a batch's views, moved to the device and coloured: a list of (n, 3, H, W) float.
 
-    batch: of `ViewDataset`.
-
-    memory_format: of the views. Views of one size are coloured in one pass, which costs a GPU fewer launches.
+    batch: of `ViewDataset`. memory_format: of the views. norm: (mean, std), by which they are normalised; without it
+    they are in [0, 1]. Views of one size are coloured in one pass, which costs a GPU fewer launches.
     """
     views = [v.to(device, non_blocking=True) for v in batch["views"]]
     for size in {v.shape[-1] for v in views}:
         same = [i for i, v in enumerate(views) if v.shape[-1] == size]
         x = colour(torch.cat([views[i] for i in same]), batch["colour"][:, same].transpose(0, 1).flatten(0, 1))
+        x = x if norm is None else normalize(x, *norm)
         for i, view in zip(same, x.chunk(len(same)), strict=True):
             views[i] = view.contiguous(memory_format=memory_format)
-    return views if norm is None else [normalize(view, *norm) for view in views]
+    return views
+
+
+def check_picture(path):
+    """Exit with an error message if a picture may not be written: only .png, to a new name or over another PNG."""
+    path = Path(path)
+    if path.suffix.lower() != ".png":
+        fail(f"a picture is written as PNG: {path} has to end in .png")
+    if path.exists():
+        with contextlib.suppress(OSError):
+            if path.is_file() and path.open("rb").read(8) == b"\x89PNG\r\n\x1a\n":
+                return
+        fail(f"{path} is there already, and is no PNG: give the picture another name")
 
 
 def save_grid(path, rows, labels):
     """Write rows of images as one PNG. rows: list of (n, 3, H, H) float in [0, 1]; labels: a text per row.
 
-    Small images are enlarged without smoothing.
+    Small images are enlarged without smoothing. Exits with an error message where `check_picture` does.
     """
+    check_picture(path)
     size, gap = max(row.shape[-1] for row in rows), 6
     side = size * max(1, 96 // size)
     font = ImageFont.load_default(12)
@@ -1140,7 +1176,7 @@ def open_data(args, info, train=None, test=None, labels=True):
             fail(f"--dataset {args.dataset} has other images than the run was trained on: {others}")
     else:
         args.dataset, args.data_dir = "own", None
-        train, test = own_images(train, test, args.workers)
+        train, test = own_images(train, test)
     if labels and (test is None or (len(train.classes) < 2 and args.dataset != "own")):
         layout = "--data-dir with train/ and val/ or test/, each with one folder per class"
         fail(f"an evaluation needs a test set and labels of two classes: {layout}")
@@ -1164,13 +1200,12 @@ def floor_encoders(args, info, device, count):
 
 def protocol(args, info, train, test):
     """Return what an evaluation's numbers depend on, as lines of text."""
-    classes = f", {len(train.classes)} classes" if train.classes else ""
-    computes = precision("bf16" if args.bf16 else "off")
     scale = f"if not of {info['image_size']} px: shorter side 256/224 of it, centre crop, {info['interpolation']}"
+    computes = precision("bf16" if args.bf16 else "off")
     same = train.array is not None and train.array.shape[1:3] == (info["image_size"],) * 2
     return f"""encoder {arch_name(info)} of {info["method"]}, the {info["encoder"]} encoder, evaluation mode; \
 features: before the projector, after the last norm and pooling; the encoder computes in {computes}
-data {described(train)}: {len(train)} training and {0 if test is None else len(test)} test images{classes}; \
+training images {train}; test images {"none" if test is None else test}; \
 {"no resize" if same else scale}; mean {tuple(info["mean"])}, std {tuple(info["std"])}"""
 
 
