@@ -1737,6 +1737,34 @@ def progress(text, last=[0.0]):  # noqa: B006  (the list keeps the time of the l
         last[0] = time.monotonic()
 
 
+def show_progress(args, loader, history, step, total_steps):
+    """Show how far a training has come. Exits with an error message if the loss or its gradient is not finite.
+
+    loader: `Loader`, which has begun an epoch. history: {name: 0-d tensor} of each step since then, with `loss`.
+    """
+    last, seconds = history[-1], (time.perf_counter() - loader.began) / len(history)
+    if not (last["loss"] + last.get("grad_norm", 0)).isfinite():
+        advice = "go on without bf16, or with a lower --lr in a new --out"
+        fail(f"the loss or its gradient is not finite at step {step}; last.pt is from before: {advice}")
+    where = f"epoch {math.ceil(step * args.epochs / total_steps)}/{args.epochs}  step {step}/{total_steps}"
+    speed = f"{args.batch_size / seconds:.0f} images/s  {seconds * (total_steps - step) / 60:.1f} min left"
+    progress(f"{where}  loss {last['loss'].item():.3f}  {speed}")
+
+
+def tell(args, record, writer=None):
+    """Say what matters most of an epoch's record. TensorBoard's writer, if there is one, gets all of it."""
+    gap = record.get("below_chance")
+    distance = "" if gap is None else f" ({abs(gap):.2f} {'below' if gap >= 0 else 'above'} chance)"
+    figures = [f"{name} {value:.1f} %" for name, value in record.items() if name.endswith("_top1")]
+    figures += [f"std {record['std']:.2f}"] if "std" in record else []
+    words = "  ".join([f"loss {record['loss']:.4f}{distance}", *figures, f"{record['images_per_s']:.0f} images/s"])
+    say(f"epoch {record['epoch']}/{args.epochs}  {words}")
+    if writer is not None:
+        for name, value in record.items():
+            writer.add_scalar(name, value, record["step"])
+        writer.flush()
+
+
 def start(main, parse_args):
     """Run a script. Only here is set what concerns a whole process; `main` and an import leave it as it is.
 
@@ -2050,6 +2078,8 @@ def check_flags(args, typed):
     peak = args.lr * args.batch_size / args.lr_batch
     if args.min_lr > peak:
         fail(f"--min-lr {args.min_lr:g} is above the learning rate's peak, {peak:g}")
+    if getattr(args, "show_views", None):
+        check_picture(args.show_views)
     if args.tensorboard and importlib.util.find_spec("tensorboard") is None:
         fail("--tensorboard needs a package: pip install tensorboard")
 
@@ -2148,6 +2178,25 @@ def load_checkpoint(path):
         if isinstance(state, dict):
             return state
     fail(f"{path} is damaged, or not a checkpoint of this project (others' are read with --arch, or --init)")
+
+
+def load_run(path, args, images, names=None):
+    """Return the state in a run's last.pt. Exits with an error message if the run is another one.
+
+    args: its configuration has to be the same: in `names` or, if None, in all but OPERATING flags. images: its images
+    have to be the same. In a state of step 0, which is a run that has not begun, nothing has to be.
+    """
+    state = load_checkpoint(path)
+    try:
+        step, config, others = state["step"], state["config"], state["images"]
+        state["records"]
+    except KeyError as error:
+        fail(f"{path} is not a last.pt of this version: it has no {error}")
+    if step and (different := differences(config, vars(args), names)):
+        fail(f"{path} is of another configuration ({'; '.join(different[:5])}): give another --out")
+    if step and others != images:
+        fail(f"{path} is of other images ({others}, now {images}): give another --out")
+    return state
 
 
 def read_config(folder):
