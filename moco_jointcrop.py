@@ -301,13 +301,13 @@ def draw_views(args, index, sizes, draws):
     if args.joint_pair in ("global", "both"):
         areas = joint_from_uniform(area_u, area_v, *args.crop_scale, args.beta, offset)
         joint_areas[:2] = np.where(joint_crop, areas, np.nan)
-        sigmas = joint_from_uniform(sigma_u, sigma_v, *args.blur_sigma, args.beta)
-        joint_sigmas[:2] = np.where(joint_blur, sigmas, np.nan)
-        joint_coins[:2] = np.where(joint_blur, blur_coin, np.nan)  # both are blurred, or neither is
     if args.joint_pair in ("local", "both"):  # App. D: local crops 1 and 2, 3 and 4, ...
         for i, (u, v) in enumerate(zip(of_locals[::2], of_locals[1::2], strict=True), start=1):
             areas = joint_from_uniform(u, v, *args.local_scale, args.beta, offset)
             joint_areas[2 * i : 2 * i + 2] = np.where(joint_crop, areas, np.nan)
+    sigmas = joint_from_uniform(sigma_u, sigma_v, *args.blur_sigma, args.beta)  # of the large views, in any case
+    joint_sigmas[:2] = np.where(joint_blur, sigmas, np.nan)
+    joint_coins[:2] = np.where(joint_blur, blur_coin, np.nan)  # both are blurred, or neither is
 
     cuts, colours = [], []
     for i, (view, own) in enumerate(zip(views, own_draws, strict=True)):
