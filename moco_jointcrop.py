@@ -21,18 +21,29 @@ batch (v3, which also has a predictor).
     python moco_jointcrop.py --dataset cifar10 --joint none                   # the baseline, MoCo v2, on one GPU
     torchrun --nproc_per_node=8 moco_jointcrop.py --dataset imagenet --data-dir DIR --moco v1
 
-The baseline is MoCo: `--joint none` is exactly it. JointCrop and JointBlur add joint_from_uniform and what draw_views
-does with it. In another project, with torchvision's transforms, three lines make the views of an image:
+The baseline is MoCo. It is exactly `--joint none`. What JointCrop and JointBlur change in it:
+    two areas, each drawn on its own          two areas whose ratio is drawn first        joint_from_uniform
+    each view is blurred by its own coin      one coin, two sigmas by the same law        draw_views
+
+In another project, with torchvision's transforms, three lines make the views of an image:
 
     areas = torch.cat(sample_joint(1, 0.2, 1.0, beta=0.0)).tolist()
     boxes = [RandomResizedCrop.get_params(image, scale=[area, area], ratio=[3 / 4, 4 / 3]) for area in areas]
     views = [resized_crop(image, *box, size=[224, 224]) for box in boxes]
 
+Three more lines are JointBlur:
+
+    sigmas = torch.cat(sample_joint(1, 0.1, 2.0, beta=0.0)).tolist()
+    if torch.rand(1) < 0.5:  # one coin for both views
+        views = [gaussian_blur(view, 21, sigma) for view, sigma in zip(views, sigmas)]
+
 Only the paper's appendix could be read here. The main text defines JointBlur and the settings of small data sets, so
 these are inferred. JointBlur is the same law on the sigma of the blur. Where it acts, one coin per image decides for
 both views whether they are blurred. CIFAR and STL-10, and the views of MoCo v1, follow ContrastiveCrop's public
 configurations. Appendix G gives no alpha: ContrastiveCrop has 0.6 on ImageNet and 0.1 on small sets. MoCo v3 blurs the
-key view of one pair in ten, so that JointBlur hardly acts there.
+key view of one pair in ten, so that JointBlur hardly acts there. Algorithm 1 writes N_T(0, s_b / beta). That the second
+parameter is the standard deviation is inferred, too. As a variance it would be another law: at beta 3, log-ratios of
+areas from 0.2 to 1 would have a standard deviation of 0.67 instead of 0.53, and at beta 1 of 0.83 instead of 0.87.
 
 Not here: SimSiam, BYOL, SimCLR and DINO (the other bases of Table 9), for which the three lines above are all that is
 needed; so also Table 10, which is on DINO; and ContrastiveCrop's semantic-aware localization (Table 11, second row).
@@ -50,23 +61,18 @@ Where this file, the paper and the released code differ:
        Here: a queue of 4,096 on CIFAR, which is 8 % of the images, and ImageNet's stem on STL-10.
     D6 The version of MoCo. Paper (appendix): v1. Released: v3. Here: v2, and `--moco` chooses. `--variant released`
        changes D1 and D2 only, whatever the version.
-    D7 LARS of MoCo v3. Released: the trust ratio divides by |g + wd w|. Here: timm's, which divides by
-       |g| + wd |w| + 1e-8. At weight decay 1e-6 a step differs by 1e-6 of itself where gradients are as large as
-       weights, and by 1e-2 where they are 1e-4 of them (not reproduced).
-    D8 The momentum encoder of MoCo v3. Here: it moves after the optimiser's step. Released: it moves before the forward
-       passes, so the index of m differs by one (not reproduced).
-    D9 MoCo v3 on a ViT. Released MoCo v3: AdamW, a projector of three layers, and batch norm at the end of the
+    D7 MoCo v3 on a ViT. Released MoCo v3: AdamW, a projector of three layers, and batch norm at the end of the
        predictor. Here: the settings of ResNets, which are LARS, two layers and no such batch norm.
-    D10 The learning rate of MoCo v1. ContrastiveCrop: its file multiplies the rate by 0 at 60 % of the epochs, which
+    D8 The learning rate of MoCo v1. ContrastiveCrop: its file multiplies the rate by 0 at 60 % of the epochs, which
        would end the training. Here: the rate falls to a tenth at 60 % and again at 80 %.
-    D11 Precision and statistics of MoCo v1 and v2. Released: float32, and the first process's batch-norm statistics.
-       Here: the encoders compute in bf16 on CUDA (`--amp off`: in float32, with products in TF32), and the statistics
-       are averaged.
-    D12 Multi-crop (App. D). Paper: Table 10 is on DINO, which is no base here. Here (ours): local crops on MoCo are
-       queries only. Each is compared with the key view's key (v1, v2), or with the keys of both views (v3), and the
-       loss is the mean over all terms (v3: twice the mean, as its loss is a sum of two). --joint-pair says which pairs
-       of crops have a joint area: the two large ones, pairs of local ones (1 and 2, 3 and 4, ...), or both. Local
-       crops have the query's colour changes, and no JointBlur.
+    D9 Multi-crop (App. D). Paper: Table 10 is on DINO, which is no base here. Here (ours): local crops on MoCo are
+       queries only. Each is compared with the key view's key (v1, v2), or with the keys of both views (v3). The loss is
+       the mean over all terms (v3: twice the mean, as its loss is a sum of two), so that it keeps its size. clim.py
+       takes the sum; patchmix.py takes the mean over the local crops, and adds it. --joint-pair says which pairs of
+       crops have a joint area: the two large ones, pairs of local ones (1 and 2, 3 and 4, ...), or both. JointBlur is
+       of the two large views, whatever it says. Local crops have the query's colour changes. App. D's setting is
+       `--image-size 160 --crop-scale 0.4 1 --local-crops 4 --local-size 96 --joint-pair local` (or global).
+What differs by rounding, by an index or by precision is in tests/golden/README.md.
 """
 
 import argparse
@@ -427,7 +433,7 @@ class MoCoV3(MoCo):
         width = common.output_width(self.backbone, args.image_size)
         self.projector = two_layers(width, args.hidden, args.dim)
         self.projector.append(nn.BatchNorm1d(args.dim, affine=False))
-        self.predictor = two_layers(args.dim, args.hidden, args.dim)  # D9
+        self.predictor = two_layers(args.dim, args.hidden, args.dim)  # D7
         self.momentum_projector = common.copy_module(self.projector, frozen=True)
 
     def query(self, x):
@@ -479,7 +485,7 @@ def parse_args(argv=None):
     add("--init-prefix", metavar="P", help="which encoder of --init's file: the end of what stands before its names")
     add = parser.add_argument_group("loss").add_argument
     add("--moco", choices=("v1", "v2", "v3"), help="version of MoCo (D6); it also chooses the recipe")
-    add("--local-crops", type=number(int, 0), help="local crops per image, as queries (App. D, D12)")
+    add("--local-crops", type=number(int, 0), help="local crops per image, as queries (App. D, D9)")
     add("--temperature", type=number(float, 1e-9), help="temperature of the loss")
     add("--queue", type=number(int, 1, word="auto"), help="negatives per query; auto: a tenth of the images")
     add = parser.add_argument_group("model").add_argument
@@ -597,7 +603,7 @@ def schedule(args, step, steps_per_epoch):
 
 
 def make_optimizer(args, model):
-    """SGD as in MoCo v1 and v2, or v3's LARS, without decay and adaptation of biases and batch norms (D7)."""
+    """SGD as in MoCo v1 and v2, or v3's LARS, without decay and adaptation of biases and batch norms."""
     if args.moco == "v3":
         trained = param_groups_weight_decay(model, args.weight_decay)
         return Lars(trained, args.lr, momentum=args.sgd_momentum, trust_coeff=args.trust_coeff)

@@ -23,8 +23,14 @@ the batch. The loss is the sum of three contrasts. They have short names in the 
     python patchmix.py --dataset cifar10 --arch vit_tiny                      # one GPU
     torchrun --nproc_per_node=8 patchmix.py --dataset imagenet --data-dir DIR --arch vit_small
 
-The baseline is MoCo v3: `--num-mix 1 --terms oto,mto` is L(q2, k1) + L(q1, k2), its symmetric loss divided by 2 tau.
-PatchMix adds patch_mix, mix_targets, the weights in soft_info_nce, and the third term.
+The baseline is MoCo v3's loss, heads and momentum encoder: `--num-mix 1 --terms oto,mto` is L(q2, k1) + L(q1, k2), its
+symmetric loss divided by 2 tau. MoCo v3's ViT also has a frozen patch projection and fixed sine-cosine positions, which
+are not here. `--num-mix 1` alone is L(q2, k1) + 2 L(q1, k2), because mto and mtm are the same where nothing is mixed.
+What PatchMix changes in it:
+    queries of both views                     one view's queries are of mixed images      mix_in_slices
+    L(q2, k1) + L(q1, k2)                     oto + mto + mtm, with mixed keys            PatchMix.forward
+    one positive per query                    M, or 2M - 1, positives with weights        mix_targets
+    InfoNCE                                   its sum over the weighted positives         soft_info_nce
 
 Not here: the other mixes of Table 5 (CutMix and Mixup, RegionSwap, ResizeMix), and detection on COCO (Table 4).
 
@@ -40,26 +46,19 @@ Where this file, the paper and the released code differ:
        itself makes them, in training mode. That is `--momentum 0 0`.
     D5 The mixed query. Paper and here: it is of view 1, the original one of view 2. Released (`--variant released`):
        the reverse, `--mixed-view 2`.
-    D6 The momentum. Paper and here: it moves per step. Released: the loop overwrites its index, so that it moves once
-       per epoch (not reproduced).
-    D7 Local crops. Paper ("4(224)" views) and here: none. Released (`--variant released --dataset imagenet`): 8 local
+    D6 Local crops. Paper ("4(224)" views) and here: none. Released (`--variant released --dataset imagenet`): 8 local
        crops of 96 px, and large ones from 0.35 of the area up. `--local-crops 8` adds them anywhere: as queries, plain
-       and mixed, against the original keys of both views (PatchMix.local_contrasts).
-    D8 The patch embedding. Here: it is initialised as timm does it. Released: by Xavier's rule (not reproduced).
-    D9 The warm-up of W steps. Here: step i has i / W of the peak rate. Released: i / (W - 1) (not reproduced).
-    D10 The momentum encoder. Paper (Algorithm 2) and here: it moves after the optimiser's step. Released: it moves
-       before the forward pass, so that the index of its momentum differs by one (not reproduced).
-    D11 Batches of fewer than 2M - 1 images. A positive of mtm can then come twice. Here: its weights are added.
-       Released: the last one is kept, so that they sum to less (not reproduced).
-    D12 The ring of images. Paper (Eq. 4, 10, 11: mod N): images are mixed around the whole batch. Released: around the
+       and mixed, against the original keys of both views (PatchMix.local_contrasts). Their terms count 1 each, whatever
+       --term-weights are. As released, they are the mean over the crops and the sum over the views. moco_jointcrop.py
+       takes the mean over all terms, large views included; clim.py takes the sum.
+    D7 The ring of images. Paper (Eq. 4, 10, 11: mod N): images are mixed around the whole batch. Released: around the
        part of the batch that a GPU has. Here: around each of --mix-slices equal slices of the batch, on any number of
        GPUs that divides them. The recipes' 4 and 8 slices are ours.
-    D13 Precision. Released: fp16. Here: the encoders compute in bf16 on CUDA (`--amp off`: in float32, with products in
-       TF32).
 The paper does not give these values. They are the released code's: drop-path 0.1, AdamW's betas, ImageNet's mean and
 standard deviation on CIFAR, weight decay on all but 1-D tensors, the last learning rate, bicubic crops, heads without
 biases, and batch norm over all processes. The paper's 10 epochs of warm-up and "rest 260 epochs" do not add up to its
 300. They are taken as 10 and 290.
+What differs by rounding, by an index or by precision is in tests/golden/README.md.
 """
 
 import argparse
@@ -87,7 +86,7 @@ BASE = dict(  # section 4.1.2, Tables 9 and 10; of the pairs blur_p and solarize
     num_heads="auto", drop_path=0.1, hidden=4096, dim=256, momentum=(0.996, 1.0), min_lr=1e-6, betas=(0.9, 0.999),
     norm="imagenet", interpolation="bicubic", crop_ratio=(3 / 4, 4 / 3), jitter=(0.4, 0.4, 0.2, 0.1), jitter_p=0.8,
     gray_p=0.2, blur_p=(1.0, 0.1), blur_sigma=(0.1, 2.0), solarize_p=(0.0, 0.2), flip_p=0.5,
-    local_crops=0, local_size=96, local_scale=(0.05, 0.35), local_blur_p=0.5,  # the released code's, D7
+    local_crops=0, local_size=96, local_scale=(0.05, 0.35), local_blur_p=0.5,  # the released code's, D6
     lr=1e-3, weight_decay=(0.04, 0.4),  # the paper gives rates per encoder: these are for the others
 )
 CIFAR = dict(  # section 4.1.2; lr is the rate at batch size lr_batch
@@ -119,7 +118,7 @@ CIFAR_ENCODERS = dict(  # section 4.1.2
 )
 IMAGENET_ENCODERS = dict(vit_small=dict(lr=2e-3), vit_base=dict(lr=3e-3))
 RELEASED = dict(num_mix=2, term_weights=(1.0, 0.5, 0.25), smoothing=0.1, mixed_view=2)  # D2, D1, D1, D5
-RELEASED_IMAGENET = dict(RELEASED, local_crops=8, crop_scale=(0.35, 1.0))  # D7; without local crops it is RELEASED
+RELEASED_IMAGENET = dict(RELEASED, local_crops=8, crop_scale=(0.35, 1.0))  # D6; without local crops it is RELEASED
 RELEASED_ENCODERS = dict(vit_small=dict(num_heads=12), vit_tiny=dict(momentum=(0.0, 0.0)))  # D3, D4
 # fmt: on
 
@@ -234,7 +233,7 @@ def soft_info_nce(q, k, index, weight, temperature, smoothing=0.0):
 
 
 def augmentation(args):
-    """Return the two views per image, drawn by T_1 and T_2 of Table 10, and the local crops (D7): a list of View."""
+    """Return the two views per image, drawn by T_1 and T_2 of Table 10, and the local crops (D6): a list of View."""
     view = common.View(
         size=args.image_size,
         area=args.crop_scale,
@@ -259,7 +258,7 @@ STREAM_PERMUTATION = 10  # random streams, 10 and 11 for the two views, then one
 
 
 def mix_in_slices(images, args, step, number):
-    """Patch-mix images within --mix-slices equal slices of the global batch (D12): (n, C, H, W) -> (n, C, H, W).
+    """Patch-mix images within --mix-slices equal slices of the global batch (D7): (n, C, H, W) -> (n, C, H, W).
 
     images: this process's rows. number: 0 for the mixed queries' view, 1 for the mixed keys', 2 and up for local crops.
     There is one permutation per view and batch (Eq. 2), the same in all slices and on all processes.
@@ -350,7 +349,7 @@ class PatchMix(nn.Module):
         return soft_info_nce(h, z, index, weight, self.args.temperature, smoothing)
 
     def local_contrasts(self, local_views, z1, z2, step):
-        """The contrasts of the local crops (D7), {term: scalar}: the mean over the crops, summed over both views' keys.
+        """The contrasts of the local crops (D6), {term: scalar}: the mean over the crops, summed over both views' keys.
 
         local_views: this process's local crops, each (n, 3, S, S), normalised. z1, z2: (N, dim) the views' original
         keys. Plain crops are contrasted as in oto, mixed ones as in mto, if --terms has these. All pass the encoder at
@@ -439,11 +438,11 @@ def parse_args(argv=None):
     add("--init-prefix", metavar="P", help="which encoder of --init's file: the end of what stands before its names")
     add = parser.add_argument_group("loss").add_argument
     add("--num-mix", type=number(int, 1), help="images that are mixed into one, M (Table 6); 1: none are")
-    add("--mix-slices", type=number(int, 1), help="equal slices of the batch; images are mixed within each (D12)")
+    add("--mix-slices", type=number(int, 1), help="equal slices of the batch; images are mixed within each (D7)")
     add("--mixed-view", type=number(int, 1, 2), help="the view, 1 or 2, whose mixed images are the queries (D5)")
     add("--terms", type=some_terms, help="terms of the loss, Eq. 16: some of oto,mto,mtm (Table 7)")
     add("--term-weights", type=number(float, 0), nargs=3, help="weights of oto, mto, mtm; local terms have 1")
-    add("--local-crops", type=number(int, 0), help="local crops per image, as queries of oto and mto (D7)")
+    add("--local-crops", type=number(int, 0), help="local crops per image, as queries of oto and mto (D6)")
     add("--smoothing", type=number(float, 0, 1), help="share of oto's targets that is spread over all keys (D1)")
     add("--temperature", type=number(float, 1e-9), help="temperature tau of the loss")
     add = parser.add_argument_group("model").add_argument

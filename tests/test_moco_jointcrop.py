@@ -9,7 +9,7 @@ import timm
 import torch
 from conftest import unit
 from torchvision.transforms import RandomResizedCrop
-from torchvision.transforms.functional import resized_crop
+from torchvision.transforms.functional import gaussian_blur, resized_crop
 
 import common
 import moco_jointcrop as moco
@@ -211,6 +211,7 @@ SIZES = {  # flags: the side of a local crop whose size is not typed
     "--dataset imagenet": 96,
     "--dataset imagenet --arch vit_small_patch14_dinov2": 84,
     "--dataset imagenet --image-size 160": 80,
+    "--dataset imagenet --image-size 160 --local-size 96": 96,
     "--dataset cifar10": 16,
 }
 
@@ -238,16 +239,22 @@ def test_mistakes(flags, words, refused):
 
 
 def test_the_lines_for_torchvision():
-    """What the docstring shows for use in another project gives views whose boxes have the areas that were drawn."""
-    begins = ("    areas =", "    boxes =", "    views =")
+    """What the docstring shows for another project: boxes of the areas that were drawn, and sigmas of JointBlur."""
+    begins = ("    areas =", "    boxes =", "    views =", "    sigmas =", "    if torch", "        views =")
     lines = [line for line in moco.__doc__.splitlines() if line.startswith(begins)]
-    assert len(lines) == 3
+    assert len(lines) == 6
     code = compile(textwrap.dedent("\n".join(lines)), "docstring", "exec")
     torch.manual_seed(0)
-    found = []
+    found, blurred = [], []
+
+    def blur(view, kernel_size, sigma):
+        blurred.append(sigma)
+        return gaussian_blur(view, kernel_size, sigma)
+
     for _ in range(200):
         names = dict(torch=torch, sample_joint=moco.sample_joint, RandomResizedCrop=RandomResizedCrop)
         names |= dict(resized_crop=resized_crop, image=torch.rand(3, 240, 320))
+        names |= dict(gaussian_blur=blur)
         exec(code, names)
         assert [view.shape for view in names["views"]] == [(3, 224, 224)] * 2
         found += zip(names["areas"], names["boxes"], strict=True)
@@ -255,6 +262,17 @@ def test_the_lines_for_torchvision():
         if area < 0.7:  # some aspect ratio of ten fits in any case
             assert abs(height * width - area * 240 * 320) <= (height + width + 2) / 2  # both sides are rounded
     assert min(area for area, _ in found) < 0.25 and max(area for area, _ in found) > 0.95
+    assert 150 < len(blurred) < 250 and 0.1 <= min(blurred) < 0.2 and 1.8 < max(blurred) <= 2  # half of 400 views
+
+
+@pytest.mark.parametrize("beta, deviation, variance", [(1, 0.869, 0.833), (3, 0.529, 0.671)])
+def test_the_normal_law_s_second_parameter(beta, deviation, variance):
+    """The docstring's numbers: log-ratios' deviation, of areas from 0.2 to 1, if it is a deviation, or a variance."""
+    s_b, rng = math.log(5), np.random.default_rng(0)
+    a, b = draws(400_000, 0.2, 1.0, beta)
+    assert (b / a).log().std().item() == pytest.approx(deviation, abs=0.003)
+    normal = rng.normal(0, math.sqrt(s_b / beta), 400_000)
+    assert normal[abs(normal) < s_b].std() == pytest.approx(variance, abs=0.003)
 
 
 WRONG = {
