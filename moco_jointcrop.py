@@ -571,11 +571,11 @@ def check_views(args, typed):
         common.fail(f"--joint-pair {args.joint_pair} has nothing to act on: give --local-crops 2 or more")
     if args.joint in ("blur", "either", "both") and max(args.blur_p) == 0:
         common.fail(f"--joint {args.joint} has nothing to act on: this recipe does not blur; give --blur-p 0.5 0.5")
-    released = dict(joint=("none", "crop"), beta=(0,), css_alpha=(1,), local_crops=(0,))
-    others = [name for name, values in released.items() if getattr(args, name) not in values]
-    if args.variant == "released" and others:
-        flag, value = common.option(others[0]), common.shown(getattr(args, others[0]))
-        common.fail(f"--variant released has no {flag} {value}: it is JointCrop with beta 0, two views per image (D3)")
+    fits = {"--joint": args.joint in ("none", "crop"), "--beta": args.beta == 0, "--css-alpha": args.css_alpha == 1}
+    fits["--local-crops"] = args.local_crops == 0
+    if args.variant == "released" and not all(fits.values()):
+        flags = ", ".join(flag for flag, fit in fits.items() if not fit)
+        common.fail(f"--variant released does not go with {flags}: it is JointCrop with beta 0 on two views (D3)")
 
 
 def peak_rate(args):

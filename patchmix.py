@@ -735,7 +735,6 @@ def main(args, train=None, test=None, encoder=None):
     judged = "the momentum encoder" if max(args.momentum) > 0 else "the encoder, as there is no momentum encoder"
     patches = f" in patches of {args.patch_size} px" if common.is_vit(args.arch) else ""
     areas = f"areas {common.shown(args.crop_scale)}"
-    decay, momentum = common.shown(args.weight_decay), common.shown(args.momentum)
     world = common.rank_and_world()[1]
     own = dist.is_initialized() and device.type == "cpu"
     norms = "each process's own (torch has batch norm over processes on GPUs only)" if own else "the whole batch's"
@@ -749,9 +748,9 @@ def main(args, train=None, test=None, encoder=None):
     common.say(f"two views, {areas}; images are mixed within {args.mix_slices} slice(s) of the batch")
     common.say(f"batch {args.batch_size} over {world} process(es), {args.batch_size} keys per query; {precision}")
     common.say(f"batch-norm statistics: {norms}")
-    common.say(f"{args.epochs} epochs, {steps_per_epoch} steps per epoch; weight decay {decay}")
+    common.say(f"{args.epochs} epochs, {steps_per_epoch} steps per epoch; temperature {args.temperature:g}")
     common.say(f"rate {args.lr:g} at batch {args.lr_batch}, scaled linearly to {peak_rate(args):g}")
-    common.say(f"momentum encoder {momentum}, temperature {args.temperature:g}")
+    common.say(f"momentum encoder {common.shown(args.momentum)}, weight decay {common.shown(args.weight_decay)}")
 
     while True:
         # An epoch that has ended is judged, if it is due: also one whose judging was ended by a signal or a kill

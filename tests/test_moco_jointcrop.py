@@ -222,9 +222,9 @@ def test_a_local_crop_is_at_most_half_a_view(flags):
 
 
 MISTAKES = [  # flags, words of the message
-    ("--variant released --joint blur", "--variant released has no --joint blur"),
-    ("--variant released --beta 1", "--variant released has no --beta 1"),
-    ("--variant released --local-crops 2", "--variant released has no --local-crops 2"),
+    ("--variant released --joint blur", "--variant released does not go with --joint:"),
+    ("--variant released --beta 1", "--variant released does not go with --beta:"),
+    ("--variant released --local-crops 2", "--variant released does not go with --local-crops:"),
     ("--local-crops 2 --local-size 224", "--local-size 224: local crops have to be smaller"),
     ("--local-crops 2 --image-size 1", "--local-crops 2: local crops have to be smaller"),
     ("--joint blur --blur-p 0 0", "--blur-p 0.5 0.5"),
