@@ -462,8 +462,7 @@ def read_folder(name, root, part="", cache=True, unlabeled=False):
     try:
         paths, labels, classes = from_first(lambda: list_folder(name, root, part, unlabeled))
         images = ImageSet(name, labels, classes, None, paths, root)
-        first = images.read(0)
-        if cache and max(first.shape) <= 96 and len(images) * first.nbytes <= IN_MEMORY:
+        if cache and max((first := images.read(0)).shape) <= 96 and len(images) * first.nbytes <= IN_MEMORY:
             images.array = decode_all(images)
     except (BadImage, OSError) as error:
         fail(str(error))
