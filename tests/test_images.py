@@ -502,16 +502,16 @@ images = common.ImageSet("x", [0] * 8000, ["a"], paths=np.array([b"x"] * 8000))
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 with mock.patch.object(common, "read_image", lambda path: image + 1):
     array = common.decode_all(images)
-assert (array == 1).all()
 print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024 / array.nbytes)
+assert (array == 1).all()
 """
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the unit of ru_maxrss")
 def test_images_are_decoded_into_one_array():
-    """The most memory that it takes, in arrays; a test of equality that adds a third of one is counted."""
+    """The most memory that it takes, in arrays."""
     done = subprocess.run([sys.executable, "-c", PEAK], cwd=ROOT, capture_output=True, text=True, check=True)
-    assert float(done.stdout.split()[-1]) < 1.5
+    assert float(done.stdout.split()[-1]) < 1.2
 
 
 def test_an_image_set_says_where_its_images_are(tmp_path, monkeypatch):
