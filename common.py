@@ -703,10 +703,11 @@ class ViewDataset(Dataset):
     def cut_views(self, index, draws):
         """Return the views of some images: ([uint8 (n, S, S, 3), ...], [colours (n, 9), ...])."""
         cuts, colours = self.draw(index, self.images.sizes(index), draws)
-        views = [
-            np.stack([cut(self.images[i], box, size, self.interpolation) for i, box in zip(rows, boxes, strict=True)])
-            for rows, boxes, size in cuts
-        ]
+        views = []
+        for rows, boxes, size in cuts:
+            images = map(self.images.__getitem__, rows.tolist())
+            squares = [cut(*pair, size, self.interpolation) for pair in zip(images, boxes, strict=True)]
+            views.append(np.stack(squares))
         return views, colours
 
 
