@@ -899,15 +899,14 @@ def colour_views(batch, device, memory_format=torch.channels_last, norm=None):
 
 
 def check_picture(path):
-    """Exit with an error message if a picture may not be written: only .png, to a new name or over another PNG."""
-    path = Path(path)
-    if path.suffix.lower() != ".png":
-        fail(f"a picture is written as PNG: {path} has to end in .png")
-    if path.exists():
-        with contextlib.suppress(OSError):
-            if path.is_file() and path.open("rb").read(8) == b"\x89PNG\r\n\x1a\n":
-                return
-        fail(f"{path} is there already, and is no PNG: give the picture another name")
+    """Return `path`, if a picture may be written there: to a new name in .png, or over another PNG.
+
+    Exits with an error message otherwise. It may be the type of a flag.
+    """
+    is_png = Path(path).is_file() and Path(path).read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
+    if Path(path).suffix.lower() != ".png" or (Path(path).exists() and not is_png):
+        fail(f"{path} is no place for a picture: give a new name that ends in .png, or that of a PNG")
+    return path
 
 
 def save_grid(path, rows, labels):
