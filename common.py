@@ -458,8 +458,7 @@ def read_folder(name, root, part="", cache=True, unlabeled=False):
     try:
         paths, labels, classes = from_first(lambda: list_folder(name, root, part, unlabeled))
         images = ImageSet(name, labels, classes, None, paths, root)
-        first = images.read(0)
-        if cache and max(first.shape) <= 96 and len(images) * first.nbytes <= IN_MEMORY:
+        if cache and max((first := images.read(0)).shape) <= 96 and len(images) * first.nbytes <= IN_MEMORY:
             images.array = decode_all(images)
     except (BadImage, OSError) as error:
         fail(str(error))
@@ -715,10 +714,11 @@ class ViewDataset(Dataset):
     def cut_views(self, index, draws):
         """Return the views of some images: ([uint8 (n, S, S, 3), ...], [colours (n, 9), ...])."""
         cuts, colours = self.draw(index, self.images.sizes(index), draws)
-        views = [
-            np.stack([cut(self.images[i], box, size, self.interpolation) for i, box in zip(rows, boxes, strict=True)])
-            for rows, boxes, size in cuts
-        ]
+        views = []
+        for rows, boxes, size in cuts:
+            images = map(self.images.__getitem__, rows.tolist())
+            squares = [cut(*pair, size, self.interpolation) for pair in zip(images, boxes, strict=True)]
+            views.append(np.stack(squares))
         return views, colours
 
 
@@ -910,15 +910,14 @@ def colour_views(batch, device, memory_format=torch.channels_last, norm=None):
 
 
 def check_picture(path):
-    """Exit with an error message if a picture may not be written: only .png, to a new name or over another PNG."""
-    path = Path(path)
-    if path.suffix.lower() != ".png":
-        fail(f"a picture is written as PNG: {path} has to end in .png")
-    if path.exists():
-        with contextlib.suppress(OSError):
-            if path.is_file() and path.open("rb").read(8) == b"\x89PNG\r\n\x1a\n":
-                return
-        fail(f"{path} is there already, and is no PNG: give the picture another name")
+    """Return `path`, if a picture may be written there: to a new name in .png, or over another PNG.
+
+    Exits with an error message otherwise. It may be the type of a flag.
+    """
+    is_png = Path(path).is_file() and Path(path).read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
+    if Path(path).suffix.lower() != ".png" or (Path(path).exists() and not is_png):
+        fail(f"{path} is no place for a picture: give a new name that ends in .png, or that of a PNG")
+    return path
 
 
 def save_grid(path, rows, labels):

@@ -103,7 +103,8 @@ def test_adjustments_are_torchvisions(name, dtype):
     x = pictures(dtype=dtype)
     tolerance = 2e-6 if dtype == torch.float32 or name == "hue" else 1e-12  # torchvision's hue is float32
     for factors in (HUES, [0.5] * 8, [-0.5] * 8, HUES[::-1]) if name == "hue" else (SPREAD, [1.0] * 8, SPREAD[::-1]):
-        ours = getattr(common, f"adjust_{name}")(x, torch.tensor(factors, dtype=torch.float64))
+        factor = torch.tensor(factors, dtype=torch.float64)
+        ours = common.adjust_hue(x, factor) if name == "hue" else common.adjust(name, x, factor)
         theirs = [getattr(TF, f"adjust_{name}")(image, f) for image, f in zip(x.double(), factors, strict=True)]
         assert ours.dtype == dtype
         torch.testing.assert_close(ours.double(), torch.stack(theirs), rtol=0, atol=tolerance)
@@ -191,6 +192,8 @@ def test_views_are_coloured_each_by_its_own_parameters():
     ours = common.colour_views(dict(views=views, colour=rows), CPU)
     theirs = [common.colour(view, rows[:, i]) for i, view in enumerate(views)]
     torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-6)
+    normalised = common.colour_views(dict(views=views, colour=rows), CPU, norm=common.NORMS["cifar10"])
+    assert all(map(torch.equal, normalised, (common.normalize(view, *common.NORMS["cifar10"]) for view in ours)))
 
 
 def test_a_view_without_colours_leaves_the_image():
@@ -901,6 +904,15 @@ def test_the_end_of_the_loaders_leaves_other_child_processes_alive():
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     done = subprocess.run([sys.executable, "-c", ENDED], env=environment, capture_output=True, text=True, timeout=60)
     assert done.stdout == "2 [False, False] True\n", done.stderr
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_loader_raises_one_line_at_an_image_that_cannot_be_used(tmp_path, workers):
+    """The training saves its steps first; `start` makes an error message of it."""
+    images = common.load_images("folder", damaged(tmp_path), cache=False)
+    loader = common.Loader(common.ViewDataset(images, VIEWS, 0), CPU, workers, sampler=[(0, 5)], collate_fn=list)
+    with pytest.raises(common.BadImage, match=r"^cannot read the image .*b.2\.png: [^\n]*check_images\.py DIR[^\n]*$"):
+        list(loader)
 
 
 def test_only_loaders_with_workers_have_a_timeout():

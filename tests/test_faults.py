@@ -298,5 +298,6 @@ def test_a_damaged_image_stops_a_run_in_one_line(tmp_path, capsys, part, i, flag
     path = sorted((tmp_path / "data" / part).rglob("*.jpg"))[i]
     path.write_bytes(BAD["truncated.jpg"])
     words = ["--dataset", "patterns", "--data-dir", tmp_path / "data", *flags.split()]
-    assert str(path) in refused(capsys, run, "jcl", tmp_path / "run", *words)
+    begin = lambda _: run("jcl", tmp_path / "run", *words)  # noqa: E731
+    assert str(path) in refused(capsys, common.start, begin, lambda: None)
     assert flags or not (tmp_path / "run").exists()

@@ -587,7 +587,7 @@ def main(argv=None):
         flags[function] = figures.add_parser(function.__name__, help=function.__doc__.splitlines()[0])
         flags[function].set_defaults(function=function)
         if function in (corners, similarity, positives):
-            flags[function].add_argument("out", metavar="OUT.png")
+            flags[function].add_argument("out", type=common.check_picture, metavar="OUT.png")
     for function in (similarity, intraclass):
         flags[function].add_argument("runs", nargs="+", metavar="RUN")
     flags[explain].add_argument("folder", nargs="?", default=".github", metavar="FOLDER")

@@ -512,7 +512,7 @@ def main(argv=None):
         if function in (train, mechanisms, few):
             action.add_argument("--runs", default="runs/results", metavar="DIR", help="where the runs' folders are")
         if function is curves:
-            action.add_argument("out", metavar="OUT.png")
+            action.add_argument("out", type=common.check_picture, metavar="OUT.png")
     args = parser.parse_args(argv)
     args.function(args)
 
