@@ -194,7 +194,7 @@ def parse_args(argv=None):
         common.fail("--solver lbfgs is for features that are computed once: leave out --finetune and --protocol")
     if args.finetune and args.protocol not in (None, "patchmix", "clim"):
         common.fail(f"--finetune goes with --protocol patchmix or clim, not {args.protocol}")
-    in_name = {*VALUES, "encoder", "random_init", "label_fraction", "label_files"}
+    in_name = {*VALUES, "data_dir", "encoder", "random_init", "label_fraction", "label_files"}
     args.changes = common.describe_changes(args, in_name & typed)
     return args
 
@@ -361,11 +361,11 @@ def scores(logits, labels, num_classes):
 
 @torch.no_grad()
 @common.exact_products()
-def linear_probe(x, y, test_x, rest, check, num_classes, seed=0, epochs=50, batch_size=256, lrs=None):
+def linear_probe(x, y, test_x, num_classes, seed=0, epochs=50, batch_size=256, lrs=None, holdout=0.1):
     """Train a linear classifier on cached features, by SGD with momentum 0.9 and a cosine, with many rates at once.
 
-    x: (n, d) and test_x: (m, d), features, which are standardised by the mean and deviation of x. lrs: the grid; RATES
-    if None. The other arguments, and what is returned, are those of `fit_and_choose`.
+    x: (n, d) and test_x: (m, d), features, which are standardised by the mean and deviation of x. y: (n,) int64.
+    lrs: the grid; RATES if None. holdout: the share of x that chooses the rate. Returns what `fit_and_choose` does.
     """
     mean, std = x.mean(0), x.std(0, correction=0).clamp_min(1e-6)
     x, test_x = (F.pad((part - mean) / std, (0, 1), value=1.0) for part in (x, test_x))
@@ -388,7 +388,7 @@ def linear_probe(x, y, test_x, rest, check, num_classes, seed=0, epochs=50, batc
                 weight = weight - rate * scale * velocity
         return list(weight.unbind(1))
 
-    return fit_and_choose(fit, x, y, test_x, rest, check, num_classes, sorted(set(lrs or RATES)))
+    return fit_and_choose(fit, x, y, test_x, *hold_out(len(x), holdout, seed), num_classes, sorted(set(lrs or RATES)))
 
 
 def logistic_regression(
@@ -499,15 +499,17 @@ def evaluate_cached(args, device, encoder, info, train, test):
             common.fail(f"{len(train_y)} images' features are over 2**30 numbers for each process: start one")
         options = dict(batch_size=args.batch_size, workers=args.workers, amp=args.bf16, what=f"features of {name}")
         *fitted, test_x = [common.extract_features(network, x, info, device, **options)[0].to(device) for x in parts]
-        given = torch.cat(fitted), train_y, test_x, rest.to(device), check.to(device), classes
+        x = torch.cat(fitted)
         if args.mode == "probe":
-            found = linear_probe(*given, args.seed, args.epochs, lrs=args.lrs)
+            options = dict(lrs=args.lrs, holdout=args.holdout)
+            found = linear_probe(x, train_y, test_x, classes, args.seed, args.epochs, **options)
         else:
-            found = lbfgs_probe(*given, args.strengths, args.metric, args.iterations, args.tolerance)
+            options = args.strengths, args.metric, args.iterations, args.tolerance
+            found = lbfgs_probe(x, train_y, test_x, rest, check, classes, *options)
         results[name] = scores(found["logits"].cpu(), test_y, classes)
         grid, percents = zip(*found["held_out"].items(), strict=True)
         held_out = f"{value} {found['chosen']:.3g}, {max(percents):.2f} % held out"
-        common.say(f"{name:>10}  {show(results[name])}  ({held_out})")
+        common.say(f"{name:>10}  {show('linear', results[name])}  ({held_out})")
         if found["chosen"] in (grid[0], grid[-1]) and percents.count(max(percents)) == 1 < len(grid):
             at_edge.append(name)
     if at_edge and not few:
@@ -518,50 +520,33 @@ def evaluate_cached(args, device, encoder, info, train, test):
     return results
 
 
-def show(result):
-    """Return scores in percent as a line of text."""
-    return "  ".join(f"{k} {v:.2f} %" for k, v in result.items())
+def show(start, record):
+    """Return the scores of a record, in percent, as a line of text: those whose names start so."""
+    return "  ".join(f"{name} {value:.2f} %" for name, value in record.items() if name.startswith(start))
 
 
 # =================================== 6. the papers' protocols: what is trained
 
 
-def augmentation(args, info):
-    """Return one view per image: a random crop and a flip. RandAugment, erasing, mixup and CutMix follow it.
+class TrainingViews(common.ViewDataset):
+    """One view of each image: a random crop and a flip. Erasing, mixup and CutMix follow on the device.
 
     The crop is a random resized one or, with --pad, a random place of the padded image, which has the view's size.
-    """
-    size = info["image_size"]
-    share = (size / (size + 2 * args.pad)) ** 2  # of the padded image's area
-    return common.View(
-        size=size,
-        area=(share, share) if args.pad else args.crop_scale,
-        ratio=(1, 1) if args.pad else (3 / 4, 4 / 3),
-        jitter=(0, 0, 0, 0),
-        jitter_p=0.0,
-        gray_p=0.0,
-        blur_p=0.0,
-        blur_sigma=(0.1, 2.0),
-        solarize_p=0.0,
-        flip_p=0.5,
-    )
-
-
-class TrainingViews(common.ViewDataset):
-    """One view of each image, as `augmentation` says. With --pad the images are padded.
-
     RandAugment, if it is asked for, follows here. The flip follows on the device. It might as well come before:
     RandAugment treats left and right alike.
     """
 
     def __init__(self, images, args, info):
-        size, pad = info["image_size"], args.pad
+        size, pad, area, ratio = info["image_size"], args.pad, args.crop_scale, (3 / 4, 4 / 3)
         if pad and (images.array is None or images.array.shape[1:3] != (size, size)):
             common.fail(f"--pad {pad} needs images of {size} x {size} px, decoded in memory: give --pad 0")
         if pad:
             array = np.pad(images.array, ((0, 0), (pad, pad), (pad, pad), (0, 0)))
             images = common.ImageSet(images.name, images.labels, images.classes, array)
-        super().__init__(images, [augmentation(args, info)], args.seed, info["interpolation"])
+            area, ratio = ((size / (size + 2 * pad)) ** 2,) * 2, (1, 1)
+        plain = dict(jitter=(0, 0, 0, 0), jitter_p=0.0, gray_p=0.0, blur_p=0.0, blur_sigma=(0.1, 2.0), solarize_p=0.0)
+        view = common.View(size=size, area=area, ratio=ratio, flip_p=0.5, **plain)
+        super().__init__(images, [view], args.seed, info["interpolation"])
         self.randaug = None
         if args.randaug:
             options = dict(translate_const=int(0.45 * size), img_mean=tuple(round(255 * m) for m in info["mean"]))
@@ -678,30 +663,19 @@ def fingerprint(module):
 # ======================================= 7. the papers' protocols: the training
 
 
-def name_run(args, encoder, train, test):
-    """Return (args with all that a training is known by, the numbers and checksums of its images).
-
-    Added are `weights`, a checksum of the encoder, and --out. A run goes on, or repeats its result, only where flags,
-    weights and images are the same. Where the images are not those of the encoder's own run, nor of a data set's
-    default folder, the folder's name has a checksum of them.
+def name_run(args, encoder):
+    """Return args with `weights`, a checksum of the encoder, and --out. A run goes on only where flags, weights and
+    images are the same.
     """
-    args = copy.copy(args)
-    source, of_encoder = "own", {}
+    args, source = copy.copy(args), "own"
     if args.checkpoint:
         args.checkpoint = os.path.abspath(args.checkpoint)
-        folder = common.run_folder(args.checkpoint).resolve()
-        source, of_encoder = folder.name, common.read_config(folder)
+        source = common.run_folder(args.checkpoint).resolve().name
         if args.arch:  # a file of others
             source = "-".join([Path(args.checkpoint).stem, args.arch, *([args.prefix] if args.prefix else [])])
     args.weights = fingerprint(encoder)
-    images = dict(train=len(train), train_checksum=train.checksum(), test=len(test), test_checksum=test.checksum())
-    name = f"{args.mode}-{args.protocol}-{args.dataset}-{source}-s{args.seed}{args.changes}"
-    usual = args.data_dir is None or os.path.abspath(args.data_dir) == of_encoder.get("data_dir")
-    if args.dataset == "own" or not usual:
-        both = images["train_checksum"] + images["test_checksum"]
-        name += "-" + hashlib.sha256(both.encode()).hexdigest()[:8]
-    args.out = args.out or f"runs/{name}"
-    return args, images
+    args.out = args.out or f"runs/{args.mode}-{args.protocol}-{args.dataset}-{source}-s{args.seed}{args.changes}"
+    return args
 
 
 def restore(args, images, network, optimizer):
@@ -747,14 +721,14 @@ def save(args, step, records, images, network, optimizer):
 def means(args, loader, history):
     """Return the means of metrics over the steps and processes, and how fast the steps were: {name: float}.
 
-    history: (loss, share of right guesses), a tensor (2,), of each step. An epoch that was interrupted has those of the
-    steps since then.
+    history: (loss, percentage of right guesses), a tensor (2,), of each step. An epoch that was interrupted has those
+    of the steps since then.
     """
     everywhere = common.from_all(torch.stack(history).double().mean(0).tolist())
-    loss, right = np.mean(everywhere, axis=0).tolist()
+    loss, train_top1 = np.mean(everywhere, axis=0).tolist()
     seconds = time.perf_counter() - loader.began
     speed = dict(images_per_s=args.batch_size * len(history) / seconds, data_wait=loader.waited / seconds)
-    return dict(loss=loss, train_top1=100 * right, **speed)
+    return dict(loss=loss, train_top1=train_top1, **speed)
 
 
 def is_due(args, step, records):
@@ -763,13 +737,6 @@ def is_due(args, step, records):
         return False
     epoch = records[-1]["epoch"]
     return epoch == args.epochs or args.eval_every > 0 and epoch % args.eval_every == 0
-
-
-def tell(args, record):
-    """Say what matters most of an epoch."""
-    result = {name: value for name, value in record.items() if name.startswith(args.mode)}
-    figures = f"loss {record['loss']:.4f}  training images {record['train_top1']:.1f} %  {show(result)}"
-    common.say(f"epoch {record['epoch']}/{args.epochs}  {figures.strip()}  {record['images_per_s']:.0f} images/s")
 
 
 def judge(args, device, encoder, network, info, test):
@@ -792,7 +759,8 @@ def train_protocol(args, device, encoder, info, train, test):
     """Train as the recipe says. Return {"encoder": scores of the last epoch}, or {} if the training ends before it."""
     # Data
     frozen, classes = args.mode == "linear", len(train.classes)
-    args, images = name_run(args, encoder, train, test)
+    args = name_run(args, encoder)
+    images = dict(train=len(train), train_checksum=train.checksum(), test=len(test), test_checksum=test.checksum())
     args.device, args.amp = device.type, "bf16" if args.bf16 else "off"
     if len(train) < args.batch_size:
         common.fail(f"{len(train)} images are fewer than one batch: give --batch-size {len(train)} or less")
@@ -838,7 +806,9 @@ def train_protocol(args, device, encoder, info, train, test):
             records[-1] |= judge(args, device, encoder, network, info, test)
             save(args, step, records, images, network, optimizer)
         if records and records[-1]["step"] == step:
-            tell(args, records[-1])
+            record = records[-1]
+            figures = f"loss {record['loss']:.4f}  train_top1 {record['train_top1']:.1f} %  {show(args.mode, record)}"
+            common.say(f"epoch {record['epoch']}/{args.epochs}  {figures}  {record['images_per_s']:.0f} images/s")
         if step >= last_step:
             break
         # The next epoch, or what is left of it, is trained and saved
@@ -874,7 +844,7 @@ def train_protocol(args, device, encoder, info, train, test):
                     optimizer.step()
                     # Note the metrics. After a signal no further step is made
                     step += 1
-                    history.append(torch.stack([loss.detach(), (logits.argmax(1) == y).float().mean()]))
+                    history.append(torch.stack([loss.detach(), 100 * (logits.argmax(1) == y).float().mean()]))
                     if step % 10 == 0:
                         common.progress(f"epoch {epoch + 1}/{args.epochs}  step {step}/{total_steps}  loss {loss:.3f}")
                     if stopped():
@@ -894,7 +864,7 @@ def train_protocol(args, device, encoder, info, train, test):
         common.say(f"stopped at step {step} of {total_steps}: give a larger --max-steps, or none, to go on")
         return {}
     result = {name: value for name, value in records[-1].items() if name.startswith(args.mode)}
-    common.say(f"{'encoder':>10}  {show(result)}  (epoch {args.epochs}, the last)")
+    common.say(f"{'encoder':>10}  {show(args.mode, result)}  (epoch {args.epochs}, the last)")
     return {"encoder": result}
 
 

@@ -82,7 +82,7 @@ def test_linear_probe_of_a_checkpoint_and_its_floors(tiny, capsys):
     assert list(results) == ["encoder", "raw pixels", "untrained"] and results == run(eval_linear, *flags)
     train, test = parts(*tiny)
     for which, name in enumerate(("encoder", "raw pixels")):
-        found = probe(train[which], train[2], test[which], 3, epochs=5, lrs=[0.01, 0.1, 1])
+        found = eval_linear.linear_probe(train[which], train[2], test[which], 3, epochs=5, lrs=[0.01, 0.1, 1])
         right = (found["logits"].argmax(1) == test[2]).float()
         per_class = 100 * right.view(3, 4).mean(1).mean().item()
         assert results[name] == pytest.approx(dict(linear_top1=100 * right.mean().item(), linear_per_class=per_class))
@@ -247,7 +247,7 @@ def test_an_own_encoder_is_fine_tuned_whole(tiny, tmp_path, capsys):
     trained = torch.load(tmp_path / "a" / "last.pt", weights_only=True)["model"]
     assert not torch.equal(trained["0.patch_embed.proj.weight"], module.patch_embed.proj.weight)
     said = capsys.readouterr().out
-    assert "layer_decay 1," in said and "drop_path" not in said
+    assert "layer_decay 1" in said and "drop_path" not in said
     assert "--drop-path" in refused(capsys, lambda: eval_linear.main(parse("--drop-path 0.3"), **own))
 
 
@@ -471,17 +471,11 @@ def problem(n=50, m=20, d=6, classes=3, noise=1.0, dtype=torch.float64):
     return x[:n], y[:n], x[n:], y[n:]
 
 
-def probe(x, y, test_x, classes, holdout=0.1, seed=0, **options):
-    """eval_linear.linear_probe, whose rate a share of the images chooses."""
-    rest, check = eval_linear.hold_out(len(x), holdout, seed)
-    return eval_linear.linear_probe(x, y, test_x, rest, check, classes, seed, **options)
-
-
 def test_the_probe_is_sgd_by_autograd(epochs=7):
     """Full batches, so that no order matters: standardise, then torch's SGD with momentum and cosine, in float64."""
     train_x, train_y, test_x, _ = problem()
     lr = 0.25
-    found = probe(train_x, train_y, test_x, 3, epochs=epochs, batch_size=1000, lrs=[lr])
+    found = eval_linear.linear_probe(train_x, train_y, test_x, 3, epochs=epochs, batch_size=1000, lrs=[lr])
     a, b = ((x - train_x.mean(0)) / train_x.std(0, correction=0) for x in (train_x, test_x))
     layer = torch.nn.Linear(6, 3, dtype=torch.float64)
     torch.nn.init.zeros_(layer.weight), torch.nn.init.zeros_(layer.bias)
@@ -496,7 +490,7 @@ def test_the_probe_is_sgd_by_autograd(epochs=7):
 
 def test_the_probe_solves_what_is_separable_and_is_deterministic():
     train_x, train_y, test_x, test_y = problem(noise=0.05, dtype=torch.float32)
-    first, again = (probe(train_x, train_y, test_x, 3, seed=4, batch_size=16) for _ in range(2))
+    first, again = (eval_linear.linear_probe(train_x, train_y, test_x, 3, seed=4, batch_size=16) for _ in range(2))
     assert eval_linear.scores(first["logits"], test_y, 3) == dict(linear_top1=100, linear_per_class=100)
     assert max(first["held_out"].values()) == 100
     assert torch.equal(first.pop("logits"), again.pop("logits")) and first == again
@@ -504,11 +498,11 @@ def test_the_probe_solves_what_is_separable_and_is_deterministic():
 
 def test_the_probe_never_looks_at_the_test_set():
     train_x, train_y, test_x, _ = problem(noise=4.0)
-    a = probe(train_x, train_y, test_x, 3, batch_size=16)
-    b = probe(train_x, train_y, torch.cat([test_x[:3], -100 * test_x]), 3, batch_size=16)
+    a = eval_linear.linear_probe(train_x, train_y, test_x, 3, batch_size=16)
+    b = eval_linear.linear_probe(train_x, train_y, torch.cat([test_x[:3], -100 * test_x]), 3, batch_size=16)
     assert (a["chosen"], a["held_out"]) == (b["chosen"], b["held_out"])
     torch.testing.assert_close(a["logits"][:3], b["logits"][:3])
-    c = probe(train_x * 7 - 3, train_y, test_x * 7 - 3, 3, batch_size=16)  # standardised away
+    c = eval_linear.linear_probe(train_x * 7 - 3, train_y, test_x * 7 - 3, 3, batch_size=16)  # standardised away
     torch.testing.assert_close(a["logits"], c["logits"], rtol=1e-6, atol=1e-6)
 
 
@@ -516,14 +510,17 @@ def test_the_rate_is_the_best_held_out_one_of_the_grid():
     train_x, train_y, test_x, _ = problem(200, noise=6.0)
     grid = [1e-6, 1e-3, 0.1, 300.0]
     options = dict(epochs=5, batch_size=64, holdout=0.3)
-    found, *alone = [probe(train_x, train_y, test_x, 3, lrs=lrs, **options) for lrs in (grid, *([lr] for lr in grid))]
+    found, *alone = [
+        eval_linear.linear_probe(train_x, train_y, test_x, 3, lrs=lrs, **options)
+        for lrs in (grid, *([lr] for lr in grid))
+    ]
     apart = {k: v for one in alone for k, v in one["held_out"].items()}
     assert found["held_out"] == apart  # the rates don't disturb each other
     assert len(set(found["held_out"].values())) > 1
     best = int(np.argmax(list(found["held_out"].values())))
     assert found["chosen"] == grid[best]
     torch.testing.assert_close(found["logits"], alone[best]["logits"])
-    few = probe(train_x[:4], train_y[:4], test_x, 3, epochs=2, lrs=[0.1, 1.0])  # one is held out
+    few = eval_linear.linear_probe(train_x[:4], train_y[:4], test_x, 3, epochs=2, lrs=[0.1, 1.0])  # one is held out
     assert few["logits"].isfinite().all()
 
 
@@ -531,7 +528,7 @@ def test_what_is_held_out_is_not_trained_on_and_then_everything_is():
     """Random labels that many features can memorise: chance on the held-out half, and in the end no training error."""
     g = common.generator(1)
     x, y = torch.randn(60, 200, generator=g), torch.randint(0, 5, (60,), generator=g)
-    found = probe(x, y, x, 5, lrs=[0.1, 0.5], holdout=0.5)
+    found = eval_linear.linear_probe(x, y, x, 5, lrs=[0.1, 0.5], holdout=0.5)
     assert max(found["held_out"].values()) < 45 and torch.equal(found["logits"].argmax(1), y)
 
 

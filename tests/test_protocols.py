@@ -529,7 +529,7 @@ def two_tests(places, tmp_path_factory):
 
 
 def test_another_test_set_never_repeats_a_score(places, two_tests, tmp_path, monkeypatch, capsys):
-    """In the default folder it gets another name. In a given one it is refused, also for own Datasets."""
+    """A folder of another name gives the run another name. In one --out it is refused, also for own Datasets."""
     monkeypatch.chdir(tmp_path)
     flags = [places["RESNET"], "--protocol", "moco", *FAST]
     assert "encoder" in run(*flags)[0]
@@ -539,8 +539,10 @@ def test_another_test_set_never_repeats_a_score(places, two_tests, tmp_path, mon
     again, said = run(*flags, "--dataset", "folder", "--data-dir", two_tests / "B")
     assert again == result and "going on from" in said
     names = sorted(p.name for p in (tmp_path / "runs").iterdir())
-    usual = "linear-moco-folder-resnet_micro-s0-batch_size16-epochs3"
-    assert len(names) == 3 and names[0] == usual and all(name.startswith(f"{usual}-") for name in names[1:])
+    expected = [
+        f"linear-moco-folder-resnet_micro-s0-batch_size16-{more}epochs3" for more in ("data_dirA-", "data_dirB-", "")
+    ]
+    assert names == expected
 
     flags += ["--dataset", "folder", "--out", tmp_path / "one"]
     assert "encoder" in run(*flags, "--data-dir", two_tests / "A")[0]
