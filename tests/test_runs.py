@@ -48,7 +48,7 @@ def test_a_runs_folder(whole):
         assert (r["epoch"], r["step"]) == (i, STEPS * i)
         assert r["below_chance"] == pytest.approx(first["chance"] - r["loss"])
         assert 0 <= r["data_wait"] <= 1 and r["images_per_s"] > 0 and r["grad_norm"] > 0 and r["lr"] > 0
-        assert 0 < r["std"] < 1.1 and 1 <= r["rank"] <= 64 and r["alignment"] > 0 and r["uniformity"] < 0
+        assert 0 < r["std"] < 1.1 and 1 <= r["rank"] <= 64
         assert {"momentum", "knn20_top1"} <= r.keys() and all(map(math.isfinite, r.values()))
 
 
@@ -133,7 +133,7 @@ def test_embeddings_that_have_collapsed_are_told(tmp_path, monkeypatch):
     """From the third epoch on."""
     health, flags = common.embedding_health, "--epochs 3 --batch-size 34 --knn-every 0".split()
     assert "collapsed" not in run("jcl", tmp_path / "a", *flags)
-    monkeypatch.setattr(common, "embedding_health", lambda q, k: health(q, k) | {"std": 0.05})
+    monkeypatch.setattr(common, "embedding_health", lambda q: health(q) | {"std": 0.05})
     said = run("jcl", tmp_path / "b", *flags)
     assert said.count("the embeddings have collapsed") == 1 and said.index("epoch 3/3") < said.index("collapsed")
 
