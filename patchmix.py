@@ -23,8 +23,14 @@ the batch. The loss is the sum of three contrasts. They have short names in the 
     python patchmix.py --dataset cifar10 --arch vit_tiny                      # one GPU
     torchrun --nproc_per_node=8 patchmix.py --dataset imagenet --data-dir DIR --arch vit_small
 
-The baseline is MoCo v3: `--num-mix 1 --terms oto,mto` is L(q2, k1) + L(q1, k2), its symmetric loss divided by 2 tau.
-PatchMix adds patch_mix, mix_targets, the weights in soft_info_nce, and the third term.
+The baseline is MoCo v3's loss, heads and momentum encoder: `--num-mix 1 --terms oto,mto` is L(q2, k1) + L(q1, k2), its
+symmetric loss divided by 2 tau. MoCo v3's ViT also has a frozen patch projection and fixed sine-cosine positions, which
+are not here. `--num-mix 1` alone is L(q2, k1) + 2 L(q1, k2), because mto and mtm are the same where nothing is mixed.
+What PatchMix changes in it:
+    queries of both views                     one view's queries are of mixed images      mix_in_slices
+    L(q2, k1) + L(q1, k2)                     oto + mto + mtm, with mixed keys            PatchMix.forward
+    one positive per query                    M, or 2M - 1, positives with weights        mix_targets
+    InfoNCE                                   its sum over the weighted positives         soft_info_nce
 
 Not here: the other mixes of Table 5 (CutMix and Mixup, RegionSwap, ResizeMix), and detection on COCO (Table 4).
 
@@ -40,26 +46,19 @@ Where this file, the paper and the released code differ:
        itself makes them, in training mode. That is `--momentum 0 0`.
     D5 The mixed query. Paper and here: it is of view 1, the original one of view 2. Released (`--variant released`):
        the reverse, `--mixed-view 2`.
-    D6 The momentum. Paper and here: it moves per step. Released: the loop overwrites its index, so that it moves once
-       per epoch (not reproduced).
-    D7 Local crops. Paper ("4(224)" views) and here: none. Released (`--variant released --dataset imagenet`): 8 local
+    D6 Local crops. Paper ("4(224)" views) and here: none. Released (`--variant released --dataset imagenet`): 8 local
        crops of 96 px, and large ones from 0.35 of the area up. `--local-crops 8` adds them anywhere: as queries, plain
-       and mixed, against the original keys of both views (PatchMix.local_contrasts).
-    D8 The patch embedding. Here: it is initialised as timm does it. Released: by Xavier's rule (not reproduced).
-    D9 The warm-up of W steps. Here: step i has i / W of the peak rate. Released: i / (W - 1) (not reproduced).
-    D10 The momentum encoder. Paper (Algorithm 2) and here: it moves after the optimiser's step. Released: it moves
-       before the forward pass, so that the index of its momentum differs by one (not reproduced).
-    D11 Batches of fewer than 2M - 1 images. A positive of mtm can then come twice. Here: its weights are added.
-       Released: the last one is kept, so that they sum to less (not reproduced).
-    D12 The ring of images. Paper (Eq. 4, 10, 11: mod N): images are mixed around the whole batch. Released: around the
+       and mixed, against the original keys of both views (PatchMix.local_contrasts). Their terms count 1 each, whatever
+       --term-weights are. As released, they are the mean over the crops and the sum over the views. moco_jointcrop.py
+       takes the mean over all terms, large views included; clim.py takes the sum.
+    D7 The ring of images. Paper (Eq. 4, 10, 11: mod N): images are mixed around the whole batch. Released: around the
        part of the batch that a GPU has. Here: around each of --mix-slices equal slices of the batch, on any number of
        GPUs that divides them. The recipes' 4 and 8 slices are ours.
-    D13 Precision. Released: fp16. Here: the encoders compute in bf16 on CUDA (`--amp off`: in float32, with products in
-       TF32).
 The paper does not give these values. They are the released code's: drop-path 0.1, AdamW's betas, ImageNet's mean and
 standard deviation on CIFAR, weight decay on all but 1-D tensors, the last learning rate, bicubic crops, heads without
 biases, and batch norm over all processes. The paper's 10 epochs of warm-up and "rest 260 epochs" do not add up to its
 300. They are taken as 10 and 290.
+What differs by rounding, by an index or by precision is in tests/golden/README.md.
 """
 
 import argparse
@@ -87,7 +86,7 @@ BASE = dict(  # section 4.1.2, Tables 9 and 10; of the pairs blur_p and solarize
     num_heads="auto", drop_path=0.1, hidden=4096, dim=256, momentum=(0.996, 1.0), min_lr=1e-6, betas=(0.9, 0.999),
     norm="imagenet", interpolation="bicubic", crop_ratio=(3 / 4, 4 / 3), jitter=(0.4, 0.4, 0.2, 0.1), jitter_p=0.8,
     gray_p=0.2, blur_p=(1.0, 0.1), blur_sigma=(0.1, 2.0), solarize_p=(0.0, 0.2), flip_p=0.5,
-    local_crops=0, local_size=96, local_scale=(0.05, 0.35), local_blur_p=0.5,  # the released code's, D7
+    local_crops=0, local_size=96, local_scale=(0.05, 0.35), local_blur_p=0.5,  # the released code's, D6
     lr=1e-3, weight_decay=(0.04, 0.4),  # the paper gives rates per encoder: these are for the others
 )
 CIFAR = dict(  # section 4.1.2; lr is the rate at batch size lr_batch
@@ -119,13 +118,13 @@ CIFAR_ENCODERS = dict(  # section 4.1.2
 )
 IMAGENET_ENCODERS = dict(vit_small=dict(lr=2e-3), vit_base=dict(lr=3e-3))
 RELEASED = dict(num_mix=2, term_weights=(1.0, 0.5, 0.25), smoothing=0.1, mixed_view=2)  # D2, D1, D1, D5
-RELEASED_IMAGENET = dict(RELEASED, local_crops=8, crop_scale=(0.35, 1.0))  # D7
+RELEASED_IMAGENET = dict(RELEASED, local_crops=8, crop_scale=(0.35, 1.0))  # D6; without local crops it is RELEASED
 RELEASED_ENCODERS = dict(vit_small=dict(num_heads=12), vit_tiny=dict(momentum=(0.0, 0.0)))  # D3, D4
 # fmt: on
 
 
 def recipe(chosen):
-    """Return the hyper-parameters {name: value}. chosen: a namespace with dataset, arch, variant and image_size."""
+    """Return the hyper-parameters {name: value}. chosen: a namespace with dataset, arch, variant and local_crops."""
     values = dict(RECIPES[chosen.dataset])
     arch = (chosen.arch or values["arch"]).removesuffix("_patch16_224")  # timm's own names, too
     if chosen.dataset in ("cifar10", "cifar100", "stl10"):
@@ -135,9 +134,8 @@ def recipe(chosen):
     if chosen.dataset == "folder" and arch == "vit_micro":
         values |= SMALL_ENCODER | dict(lr=2e-3)
     if chosen.variant == "released":
-        values |= RELEASED_IMAGENET if chosen.dataset == "imagenet" else RELEASED
+        values |= RELEASED_IMAGENET if chosen.dataset == "imagenet" and chosen.local_crops != 0 else RELEASED
         values |= RELEASED_ENCODERS.get(arch, {})
-    values["local_size"] = min(values["local_size"], chosen.image_size or values["image_size"])
     return values
 
 
@@ -185,22 +183,24 @@ def patch_mix(images, num_mix, patch_size, permutation=None):
     return mixed
 
 
-def mix_targets(n, num_mix):
+def mix_targets(n, num_mix, first=0):
     """Return the positives of mixed images: their sources, and the mixed images that share some with them (Eq. 10-12).
 
-    n: the number of images that are mixed, N. num_mix: M.
-    Returns (mto_index (n, M) int64, mto_weight (M,), mtm_index (n, 2M-1) int64, mtm_weight (2M-1,)). The indices count
-    the n images, and go around: mod n. mto_weight is 1/M each. mtm_weight is 1/M, 2/M, ..., 1, ..., 2/M, 1/M, which
-    sum to M. With fewer than 2M - 1 images a positive can come twice; its weights then add up in `soft_info_nce`.
+    n: the number of images that are mixed with each other, N. num_mix: M. first: the row of their first key among all
+    keys: rank * N where each process mixes its own N images, and the keys of all processes are gathered.
+    Returns (mto_index (n, M) int64, mto_weight (M,), mtm_index (n, 2M-1) int64, mtm_weight (2M-1,)). The indices are
+    rows of keys, from `first` on, and go around: mod n. mto_weight is 1/M each. mtm_weight is 1/M, 2/M, ..., 1, ...,
+    2/M, 1/M, which sum to M. With fewer than 2M - 1 images a positive can come twice; its weights then add up in
+    `soft_info_nce`.
     Raises ValueError if n or num_mix is below 1.
     """
     if n < 1 or num_mix < 1:
         raise ValueError(f"mix_targets takes at least 1 image and num_mix 1, not {n} and {num_mix}")
     i = torch.arange(n)[:, None]
-    mto_index = (i + torch.arange(num_mix)) % n  # Eq. 10
+    mto_index = first + (i + torch.arange(num_mix)) % n  # Eq. 10
     mto_weight = torch.full((num_mix,), 1 / num_mix)  # the 1/M of Eq. 13
     offset = torch.arange(2 * num_mix - 1) - (num_mix - 1)
-    mtm_index = (i + offset) % n  # Eq. 11
+    mtm_index = first + (i + offset) % n  # Eq. 11
     mtm_weight = 1 - offset.abs() / num_mix  # Eq. 12, where |M - j - 1| is |offset|
     return mto_index, mto_weight, mtm_index, mtm_weight
 
@@ -233,7 +233,7 @@ def soft_info_nce(q, k, index, weight, temperature, smoothing=0.0):
 
 
 def augmentation(args):
-    """Return the two views per image, drawn by T_1 and T_2 of Table 10, and the local crops (D7): a list of View."""
+    """Return the two views per image, drawn by T_1 and T_2 of Table 10, and the local crops (D6): a list of View."""
     view = common.View(
         size=args.image_size,
         area=args.crop_scale,
@@ -258,7 +258,7 @@ STREAM_PERMUTATION = 10  # random streams, 10 and 11 for the two views, then one
 
 
 def mix_in_slices(images, args, step, number):
-    """Patch-mix images within --mix-slices equal slices of the global batch (D12): (n, C, H, W) -> (n, C, H, W).
+    """Patch-mix images within --mix-slices equal slices of the global batch (D7): (n, C, H, W) -> (n, C, H, W).
 
     images: this process's rows. number: 0 for the mixed queries' view, 1 for the mixed keys', 2 and up for local crops.
     There is one permutation per view and batch (Eq. 2), the same in all slices and on all processes.
@@ -275,12 +275,12 @@ def batch_targets(n, slices, num_mix):
 
     The indices are rows of the whole batch of n images.
     """
-    mto_index, mto_weight, mtm_index, mtm_weight = mix_targets(n // slices, num_mix)
-    first = torch.arange(0, n, n // slices)[:, None, None]  # the first row of each slice
+    of_slices = [mix_targets(n // slices, num_mix, first) for first in range(0, n, n // slices)]
+    mto_index, mto_weight, mtm_index, mtm_weight = zip(*of_slices, strict=True)
     return dict(
         oto=(torch.arange(n)[:, None], torch.ones(1)),
-        mto=((first + mto_index).flatten(0, 1), mto_weight),
-        mtm=((first + mtm_index).flatten(0, 1), mtm_weight),
+        mto=(torch.cat(mto_index), mto_weight[0]),
+        mtm=(torch.cat(mtm_index), mtm_weight[0]),
     )
 
 
@@ -348,16 +348,16 @@ class PatchMix(nn.Module):
         smoothing = self.args.smoothing if term == "oto" else 0.0  # D1
         return soft_info_nce(h, z, index, weight, self.args.temperature, smoothing)
 
-    def local_contrasts(self, locals_here, z1, z2, step):
-        """The contrasts of the local crops (D7), {term: scalar}: the mean over the crops, summed over both views' keys.
+    def local_contrasts(self, local_views, z1, z2, step):
+        """The contrasts of the local crops (D6), {term: scalar}: the mean over the crops, summed over both views' keys.
 
-        locals_here: this process's local crops, each (n, 3, S, S), normalised. z1, z2: (N, dim) the views' original
+        local_views: this process's local crops, each (n, 3, S, S), normalised. z1, z2: (N, dim) the views' original
         keys. Plain crops are contrasted as in oto, mixed ones as in mto, if --terms has these. All pass the encoder at
         once. Each crop is mixed by a permutation of its own.
         """
-        mixed = [mix_in_slices(x, self.args, step, 2 + i) for i, x in enumerate(locals_here)]
+        mixed = [mix_in_slices(x, self.args, step, 2 + i) for i, x in enumerate(local_views)]
         losses = {}
-        for term, crops in (("oto", locals_here), ("mto", mixed)):
+        for term, crops in (("oto", local_views), ("mto", mixed)):
             if term in self.terms:
                 queries = self.query(torch.cat(crops)).chunk(len(crops))
                 values = [self.contrast(term, h, z) for h in queries for z in (z1, z2)]
@@ -372,7 +372,7 @@ class PatchMix(nn.Module):
         Returns (loss, None, (q, k), metrics {name: tensor}); no keys are enqueued. q and k (n, dim) are queries and
         their keys, without gradient. Gradients reach the encoder only, not the keys.
         """
-        (x1, x2), locals_here = views[:2], views[2:]
+        (x1, x2), local_views = views[:2], views[2:]
         if self.args.mixed_view == 2:  # D5
             x1, x2 = x2, x1
         pairs = {}  # {term: (queries, keys)}: lines 8 and 9, but only what the terms need
@@ -386,12 +386,12 @@ class PatchMix(nn.Module):
             pairs["mtm"] = h_mix1, self.key(mix_in_slices(x2, self.args, step, 1))  # line 6; Eq. 14
         losses = {term: self.contrast(term, h, z) for term, (h, z) in pairs.items()}
         loss = sum(self.term_weights[term] * value for term, value in losses.items())  # line 10: Eq. 16
-        if locals_here:
+        if local_views:
             z1 = pairs["oto"][1] if "oto" in pairs else self.key(x1)
             z2 = pairs["mto"][1] if "mto" in pairs else self.key(x2)
-            of_locals = self.local_contrasts(locals_here, z1, z2, step)
-            loss = loss + sum(of_locals.values())
-            losses |= of_locals
+            local_losses = self.local_contrasts(local_views, z1, z2, step)
+            loss = loss + sum(local_losses.values())
+            losses |= local_losses
         q, z = pairs[self.terms[0]]
         metrics = {f"loss_{term}": value for term, value in losses.items()}
         return loss, None, (q.detach(), common.own_rows(z)), metrics
@@ -438,11 +438,11 @@ def parse_args(argv=None):
     add("--init-prefix", metavar="P", help="which encoder of --init's file: the end of what stands before its names")
     add = parser.add_argument_group("loss").add_argument
     add("--num-mix", type=number(int, 1), help="images that are mixed into one, M (Table 6); 1: none are")
-    add("--mix-slices", type=number(int, 1), help="equal slices of the batch; images are mixed within each (D12)")
+    add("--mix-slices", type=number(int, 1), help="equal slices of the batch; images are mixed within each (D7)")
     add("--mixed-view", type=number(int, 1, 2), help="the view, 1 or 2, whose mixed images are the queries (D5)")
     add("--terms", type=some_terms, help="terms of the loss, Eq. 16: some of oto,mto,mtm (Table 7)")
-    add("--term-weights", type=number(float, 0), nargs=3, help="weights of oto, mto and mtm in the loss (Eq. 16)")
-    add("--local-crops", type=number(int, 0), help="local crops per image, as queries of oto and mto (D7)")
+    add("--term-weights", type=number(float, 0), nargs=3, help="weights of oto, mto, mtm; local terms have 1")
+    add("--local-crops", type=number(int, 0), help="local crops per image, as queries of oto and mto (D6)")
     add("--smoothing", type=number(float, 0, 1), help="share of oto's targets that is spread over all keys (D1)")
     add("--temperature", type=number(float, 1e-9), help="temperature tau of the loss")
     add = parser.add_argument_group("model").add_argument
@@ -466,7 +466,7 @@ def parse_args(argv=None):
     add = parser.add_argument_group("augmentation").add_argument
     pair = dict(nargs=2, metavar=("LO", "HI"))
     add("--crop-scale", type=number(float, 1e-9, 1), **pair, help="smallest and largest area of a crop, as shares")
-    add("--local-size", type=number(int, 1), help="side of a local crop, in pixels")
+    add("--local-size", type=number(int, 1), help="side of a local crop, in pixels; at most half, unless it is typed")
     add("--local-scale", type=number(float, 1e-9, 1), **pair, help="smallest and largest area of a local crop")
     add("--local-blur-p", type=number(float, 0, 1), help="probability of a blurred local crop")
     add("--crop-ratio", type=number(float, 1e-9), **pair, help="smallest and largest width / height of a crop")
@@ -505,23 +505,35 @@ def parse_args(argv=None):
         args.term_weights = (1.0, 0.5, 0.5 / args.num_mix)  # D1, for any M: those of mtm sum to 1 there, here to M
     if "mix_slices" not in typed:
         args.mix_slices = math.lcm(args.mix_slices, common.rank_and_world()[1])  # each process has equally many
+    if "local_size" not in typed:  # at most half of a view's side, in whole patches
+        args.local_size = min(args.local_size, args.image_size // 2) // args.patch_size * args.patch_size
     common.check_flags(args, typed)
-    check_mixing(args)
+    check_mixing(args, typed)
     return args
 
 
-def check_mixing(args):
-    """Exit with an error message if processes, batch, slices, patches and M do not go together."""
-    world, slices = common.rank_and_world()[1], args.mix_slices
+def check_mixing(args, typed):
+    """Exit with an error message if processes, batch, slices, patches, local crops and M do not go together.
+
+    typed: names of what is typed.
+    """
+    world, slices, num_mix, patch = common.rank_and_world()[1], args.mix_slices, args.num_mix, args.patch_size
     if slices % world or args.batch_size % slices:
         common.fail(f"--mix-slices {slices}: {world} process(es) must divide it, and it must divide the batch")
-    sizes = [args.image_size] + [args.local_size] * (args.local_crops > 0)
-    if any(size % args.patch_size for size in sizes):
-        common.fail(f"--patch-size {args.patch_size} must divide the sizes of the views, {common.shown(sizes)}")
-    images, patches = args.batch_size // slices, (min(sizes) // args.patch_size) ** 2
-    if args.num_mix > min(images, patches):
-        has = f"each of the batch's {slices} slices has {images} image(s), and an image has {patches} patches"
-        common.fail(f"--num-mix {args.num_mix} is too large: {has}. Give a smaller one, or --mix-slices 1")
+    if num_mix > (images := args.batch_size // slices):
+        has = f"each of the batch's {slices} slices has {images} image(s)"
+        common.fail(f"--num-mix {num_mix} is too large: {has}. Give a smaller one, or --mix-slices 1")
+    if args.local_crops and args.terms == "mtm":
+        common.fail("--local-crops with --terms mtm: local crops are queries of oto and mto, and none would be used")
+    if args.local_crops and not 0 < args.local_size < args.image_size:
+        given = f"--local-size {args.local_size}" if "local_size" in typed else f"--local-crops {args.local_crops}"
+        common.fail(f"{given}: local crops have to be smaller than the views, of --image-size {args.image_size}")
+    sizes = {"--image-size": args.image_size} | ({"--local-size": args.local_size} if args.local_crops else {})
+    for flag, size in sizes.items():
+        if size % patch:
+            common.fail(f"{flag} {size} is not a multiple of --patch-size {patch}")
+        if num_mix > (count := (size // patch) ** 2):
+            common.fail(f"{flag} {size}: {count} patch(es) of --patch-size {patch} are fewer than --num-mix {num_mix}")
     if not common.is_vit(args.arch):
         common.say(f"warning: PatchMix is made for ViTs, whose patches it mixes; {args.arch} has none")
 
@@ -696,7 +708,6 @@ def main(args, train=None, test=None, encoder=None):
     judged = "the momentum encoder" if max(args.momentum) > 0 else "the encoder, as there is no momentum encoder"
     patches = f" in patches of {args.patch_size} px" if common.is_vit(args.arch) else ""
     areas = f"areas {common.shown(args.crop_scale)}"
-    decay, momentum = common.shown(args.weight_decay), common.shown(args.momentum)
     world = common.rank_and_world()[1]
     own = dist.is_initialized() and device.type == "cpu"
     norms = "each process's own (torch has batch norm over processes on GPUs only)" if own else "the whole batch's"
@@ -710,9 +721,9 @@ def main(args, train=None, test=None, encoder=None):
     common.say(f"two views, {areas}; images are mixed within {args.mix_slices} slice(s) of the batch")
     common.say(f"batch {args.batch_size} over {world} process(es), {args.batch_size} keys per query; {precision}")
     common.say(f"batch-norm statistics: {norms}")
-    common.say(f"{args.epochs} epochs, {steps_per_epoch} steps per epoch; weight decay {decay}")
+    common.say(f"{args.epochs} epochs, {steps_per_epoch} steps per epoch; temperature {args.temperature:g}")
     common.say(f"rate {args.lr:g} at batch {args.lr_batch}, scaled linearly to {peak_rate(args):g}")
-    common.say(f"momentum encoder {momentum}, temperature {args.temperature:g}")
+    common.say(f"momentum encoder {common.shown(args.momentum)}, weight decay {common.shown(args.weight_decay)}")
 
     while True:
         # An epoch that has ended is judged, if it is due: also one whose judging was ended by a signal or a kill

@@ -246,7 +246,7 @@ def local_crops(same):
         for i in range(8):  # local crops are views 2 to 9
             query |= {(2 + i, False): h_local[i], (2 + i, True): h_mix_local[i]}
         key = {(1, False): f["loss_z1"], (0, False): f["loss_z2"], (0, True): f["loss_z_mix2"]}
-        flags = ["--variant", "released", "--num-mix", str(m), "--local-crops", "8", "--local-size", "32"]
+        flags = ["--variant", "released", "--num-mix", str(m), "--local-crops", "8"]
         loss = patchmix_forward(8, query, key, *flags)
         same(loss, f[f"m{m}_total"])
         for gradient, name in zip(torch.autograd.grad(loss, leaves), ("h2", "hm", "hl", "hml"), strict=True):
@@ -263,10 +263,10 @@ def schedule(same):
     ours = torch.tensor([patchmix.schedule(args, step, per_epoch) for step in range(args.epochs * per_epoch)])
     warm = args.warmup * per_epoch
     same(ours[warm:, 0], f["schedule_lr"][warm:])
-    same(ours[:warm, 0], f["schedule_lr"][:warm] * (warm - 1) / warm)  # D9
+    same(ours[:warm, 0], f["schedule_lr"][:warm] * (warm - 1) / warm)  # released: i / (W - 1)
     same(ours[:, 1], f["schedule_weight_decay"])
     same(ours[:, 2], f["schedule_momentum_intended"])
-    once = ours[:, 2].unflatten(0, (-1, per_epoch))[:, 1:2].expand(-1, per_epoch)  # D6: the index stays at 1
+    once = ours[:, 2].unflatten(0, (-1, per_epoch))[:, 1:2].expand(-1, per_epoch)  # released: the index stays at 1
     same(once.flatten(), f["schedule_momentum_as_released"])
 
 
@@ -493,7 +493,7 @@ def moco_v3_by_patchmix(same):
 
 @check("MoCo v3", "three steps of LARS (vectors)")
 def lars_steps(same):
-    """D7 of moco_jointcrop.py: vectors exactly; of matrices the first step but for the trust ratio."""
+    """Vectors exactly; of matrices the first step but for the trust ratio, which timm defines otherwise."""
     f, found = golden("mocov3"), {}
     small, large = f["lars_small_gradient_factor"].item(), f["lars_weight_decay_large"].item()
     ordinary = f["lars_weight_decay"].item()

@@ -9,7 +9,7 @@ import timm
 import torch
 from conftest import unit
 from torchvision.transforms import RandomResizedCrop
-from torchvision.transforms.functional import resized_crop
+from torchvision.transforms.functional import gaussian_blur, resized_crop
 
 import common
 import moco_jointcrop as moco
@@ -171,21 +171,29 @@ def test_jblur_has_one_coin_and_the_law_of_beta():
     assert ((independent[0] > 0) & (independent[1] > 0)).mean() == pytest.approx(0.25, abs=0.03)
 
 
-def boxes_of_locals(pair, n=2000):
-    """The areas (4, n) of four local crops."""
-    flags = f"--dataset imagenet --beta -4 --local-crops 4 --joint-pair {pair}".split()
-    args = moco.parse_args(flags)
+def drawn_with_locals(flags, n=2000):
+    """The areas (6, n) and sigmas (6, n) of two large and four local crops."""
+    args = moco.parse_args(f"--dataset imagenet --local-crops 4 {flags}".split())
     table = common.uniform(0, 0, np.arange(n), 6 * common.VIEW_DRAWS + moco.shared_draws(args))
-    cuts, _ = moco.draw_views(args, np.arange(n), np.full((n, 2), 224), table)
-    return np.stack([box[:, 2] * box[:, 3] for _, box, _ in cuts])
+    cuts, colours = moco.draw_views(args, np.arange(n), np.full((n, 2), 224), table)
+    return np.stack([box[:, 2] * box[:, 3] for _, box, _ in cuts]), np.stack(colours)[:, :, SIGMA]
 
 
 @pytest.mark.parametrize("pair, joint", [("global", [1, 0, 0]), ("local", [0, 1, 1]), ("both", [1, 1, 1])])
 def test_joint_pair_says_which_pairs_have_joint_areas(pair, joint):
     """App. D: the two large crops, local crops 1 and 2, 3 and 4; beta = -4 makes their areas differ."""
-    areas = boxes_of_locals(pair)
+    areas, _ = drawn_with_locals(f"--beta -4 --joint-pair {pair}")
     ratios = abs(np.log(areas[::2] / areas[1::2])) > math.log(2)
     assert [share > 0.85 for share in ratios.mean(1)] == [bool(one) for one in joint]
+
+
+@pytest.mark.parametrize("joint", ["blur", "both", "either"])
+def test_jblur_is_of_the_large_views_whatever_the_pair(joint):
+    pairs = ("global", "local", "both")
+    sigmas = [drawn_with_locals(f"--joint {joint} --joint-pair {pair}")[1] for pair in pairs]
+    assert np.array_equal(sigmas[0], sigmas[1]) and np.array_equal(sigmas[0], sigmas[2])
+    alone = drawn_with_locals("--joint none")[1]
+    assert not np.array_equal(sigmas[0][:2], alone[:2]) and np.array_equal(sigmas[0][2:], alone[2:])
 
 
 def test_centre_suppressed_positions():
@@ -199,9 +207,26 @@ def test_centre_suppressed_positions():
     assert abs(np.corrcoef(positions.T)[0, 1]) < 0.03
 
 
+SIZES = {  # flags: the side of a local crop whose size is not typed
+    "--dataset imagenet": 96,
+    "--dataset imagenet --arch vit_small_patch14_dinov2": 84,
+    "--dataset imagenet --image-size 160": 80,
+    "--dataset imagenet --image-size 160 --local-size 96": 96,
+    "--dataset cifar10": 16,
+}
+
+
+@pytest.mark.parametrize("flags", SIZES)
+def test_a_local_crop_is_at_most_half_a_view(flags):
+    assert moco.parse_args([*flags.split(), "--local-crops", "2"]).local_size == SIZES[flags]
+
+
 MISTAKES = [  # flags, words of the message
-    ("--variant released --joint blur", "released code"),
-    ("--variant released --beta 1", "released code"),
+    ("--variant released --joint blur", "--variant released does not go with --joint:"),
+    ("--variant released --beta 1", "--variant released does not go with --beta:"),
+    ("--variant released --local-crops 2", "--variant released does not go with --local-crops:"),
+    ("--local-crops 2 --local-size 224", "--local-size 224: local crops have to be smaller"),
+    ("--local-crops 2 --image-size 1", "--local-crops 2: local crops have to be smaller"),
     ("--joint blur --blur-p 0 0", "--blur-p 0.5 0.5"),
     ("--moco v3 --queue 64", "--queue has no effect"),
     ("--moco v2 --hidden 64", "--hidden has no effect"),
@@ -214,16 +239,22 @@ def test_mistakes(flags, words, refused):
 
 
 def test_the_lines_for_torchvision():
-    """What the docstring shows for use in another project gives views whose boxes have the areas that were drawn."""
-    begins = ("    areas =", "    boxes =", "    views =")
+    """What the docstring shows for another project: boxes of the areas that were drawn, and sigmas of JointBlur."""
+    begins = ("    areas =", "    boxes =", "    views =", "    sigmas =", "    if torch", "        views =")
     lines = [line for line in moco.__doc__.splitlines() if line.startswith(begins)]
-    assert len(lines) == 3
+    assert len(lines) == 6
     code = compile(textwrap.dedent("\n".join(lines)), "docstring", "exec")
     torch.manual_seed(0)
-    found = []
+    found, blurred = [], []
+
+    def blur(view, kernel_size, sigma):
+        blurred.append(sigma)
+        return gaussian_blur(view, kernel_size, sigma)
+
     for _ in range(200):
         names = dict(torch=torch, sample_joint=moco.sample_joint, RandomResizedCrop=RandomResizedCrop)
         names |= dict(resized_crop=resized_crop, image=torch.rand(3, 240, 320))
+        names |= dict(gaussian_blur=blur)
         exec(code, names)
         assert [view.shape for view in names["views"]] == [(3, 224, 224)] * 2
         found += zip(names["areas"], names["boxes"], strict=True)
@@ -231,6 +262,17 @@ def test_the_lines_for_torchvision():
         if area < 0.7:  # some aspect ratio of ten fits in any case
             assert abs(height * width - area * 240 * 320) <= (height + width + 2) / 2  # both sides are rounded
     assert min(area for area, _ in found) < 0.25 and max(area for area, _ in found) > 0.95
+    assert 150 < len(blurred) < 250 and 0.1 <= min(blurred) < 0.2 and 1.8 < max(blurred) <= 2  # half of 400 views
+
+
+@pytest.mark.parametrize("beta, deviation, variance", [(1, 0.869, 0.833), (3, 0.529, 0.671)])
+def test_the_normal_law_s_second_parameter(beta, deviation, variance):
+    """The docstring's numbers: log-ratios' deviation, of areas from 0.2 to 1, if it is a deviation, or a variance."""
+    s_b, rng = math.log(5), np.random.default_rng(0)
+    a, b = draws(400_000, 0.2, 1.0, beta)
+    assert (b / a).log().std().item() == pytest.approx(deviation, abs=0.003)
+    normal = rng.normal(0, math.sqrt(s_b / beta), 400_000)
+    assert normal[abs(normal) < s_b].std() == pytest.approx(variance, abs=0.003)
 
 
 WRONG = {
