@@ -1409,21 +1409,19 @@ VIT_SIZES = {192: "tiny", 384: "small", 768: "base", 1024: "large"}  # by width
 OF_VITS = {"cls_token", "dist_token", "reg_token", "register_tokens", "pos_embed", "norm_pre", "fc_norm"}
 
 
-def prefix_rows(encoder):
-    """Return how many rows of a ViT's position embedding come before its patches', or None if it has no such rows."""
-    embedding, patches = getattr(encoder, "pos_embed", None), getattr(encoder, "patch_embed", None)
-    if embedding is None or embedding.ndim != 3 or not hasattr(patches, "grid_size"):
+def resampled(embedding, encoder):
+    """Return a ViT's position embedding (1, rows, width), resampled to the grid of patches of an encoder like it.
+
+    None, if its rows are not those that the encoder has before its patches', and a square grid's.
+    """
+    own, grid = getattr(encoder, "pos_embed", None), getattr(getattr(encoder, "patch_embed", None), "grid_size", None)
+    if own is None or grid is None or embedding.ndim != 3 or embedding.shape[::2] != own.shape[::2]:
         return None
-    return embedding.shape[1] - math.prod(patches.grid_size)
-
-
-def can_resample(embedding, encoder):
-    """Return True if a position embedding is the encoder's but for the side of its square grid of patches."""
-    before = prefix_rows(encoder)
-    if before is None or embedding.ndim != 3 or embedding.shape[::2] != encoder.pos_embed.shape[::2]:
-        return False
+    before = own.shape[1] - math.prod(grid)
     patches = embedding.shape[1] - before
-    return patches > 0 and math.isqrt(patches) ** 2 == patches
+    if patches < 1 or math.isqrt(patches) ** 2 != patches:
+        return None
+    return timm.layers.resample_abs_pos_embed(embedding, grid, num_prefix_tokens=before)
 
 
 def misfits(found, start, encoder):
@@ -1442,7 +1440,7 @@ def misfits(found, start, encoder):
             missing.append(f"{name} {tuple(x.shape)} is not there")
         elif theirs.is_floating_point() != x.is_floating_point():
             missing.append(f"{name} is {theirs.dtype}, not {x.dtype}")
-        elif theirs.shape != x.shape and not (name == "pos_embed" and can_resample(theirs, encoder)):
+        elif theirs.shape != x.shape and (name != "pos_embed" or resampled(theirs, encoder) is None):
             missing.append(f"{name} is {tuple(theirs.shape)}, not {tuple(x.shape)}")
     parts = {name.split(".")[0] for name in own} | OF_VITS
     below = (key.removeprefix(start) for key in found if key.startswith(start) and key.removeprefix(start) not in own)
@@ -1451,9 +1449,16 @@ def misfits(found, start, encoder):
     return missing or [f"it has no place for {len(left)} tensors, {', '.join(left[:4])}"] * bool(left)
 
 
+def forms_of(encoder):
+    """Return [encoder], and with it nn.Sequential(*its children) if that has all its weights: lightly saves those."""
+    numbered = nn.Sequential(*encoder.children())
+    return [encoder, numbered] if len(numbered.state_dict()) == len(encoder.state_dict()) else [encoder]
+
+
 def usual_name(found, start):
     """Return ": it fits --arch NAME" with a usual encoder that a checkpoint of others fits, or ""."""
-    stem, patches = (found.get(start + name) for name in ("conv1.weight", "patch_embed.proj.weight"))
+    stem = found.get(start + "conv1.weight", found.get(start + "0.weight"))
+    patches = found.get(start + "patch_embed.proj.weight")
     names, patch_size, size = USUAL, 16, 32 if stem is not None and stem.shape[-1] == 3 else 224
     if patches is not None:
         names = [name.format(VIT_SIZES.get(len(patches))) for name in USUAL_VITS]
@@ -1461,7 +1466,7 @@ def usual_name(found, start):
     for name in filter(timm.is_model, names):
         with torch.device("meta"):  # without weights
             encoder = create_backbone(backbone_info(name, size, patch_size))
-        if not misfits(found, start, encoder):
+        if not all(misfits(found, start, form) for form in forms_of(encoder)):
             flag = "" if patches is None or named_patch(name) == patch_size else f" --patch-size {patch_size}"
             return f": it fits --arch {name}{flag}"
     return ""
@@ -1476,15 +1481,8 @@ def fitting_weights(path, backbone, prefix=None, flag="--init-prefix"):
     Exits with an error message if nothing fits.
     """
     found, own = read_tensors(path), backbone.state_dict()
-    numbered = nn.Sequential(*backbone.children())
-    forms = [backbone, numbered] if len(numbered.state_dict()) == len(own) else [backbone]
-    counts = Counter(
-        (key.removesuffix(name), form)
-        for form in forms
-        for name in form.state_dict()
-        for key in found
-        if key.endswith(name)
-    )
+    named = ((form, name) for form in forms_of(backbone) for name in form.state_dict())
+    counts = Counter((key.removesuffix(name), form) for form, name in named for key in found if key.endswith(name))
     fitting = {start: form for start, form in counts if not misfits(found, start, form)}
     chosen = [start for start in fitting if start.endswith(prefix or "")]
     if fitting and not chosen:
@@ -1512,9 +1510,8 @@ def fitting_weights(path, backbone, prefix=None, flag="--init-prefix"):
     say(f"{path}: the encoder is {start or 'the file itself'}{choice}; left out: {len(left)} tensor(s){listed}")
     weights = {name: found.get(theirs, own[name]) for name, theirs in zip(own, names, strict=True)}
     if (old := weights.get("pos_embed")) is not None and old.shape != own["pos_embed"].shape:
-        grid, before = backbone.patch_embed.grid_size, prefix_rows(backbone)
-        say(f"its position embedding, of {old.shape[1] - before} patches, is resampled to {grid[0]} x {grid[1]}")
-        weights["pos_embed"] = timm.layers.resample_abs_pos_embed(old, grid, num_prefix_tokens=before)
+        weights["pos_embed"] = resampled(old, backbone)
+        say(f"its position embedding is resampled from {old.shape[1]} rows to {weights['pos_embed'].shape[1]}")
     return weights, start
 
 

@@ -133,7 +133,7 @@ def test_position_embeddings_of_another_grid_are_resampled_as_timm_does(tmp_path
     theirs = make_encoder(**VIT)
     torch.save({"model": theirs.state_dict()}, tmp_path / "vit.pth")
     encoder, info = common.load_backbone(tmp_path / "vit.pth", **VIT | {"image_size": 48})
-    assert "16 patches, is resampled to 6 x 6" in capsys.readouterr().out
+    assert "resampled from 17 rows to 37" in capsys.readouterr().out
     timms = common.build_backbone(info).eval()
     timms.load_state_dict(timm.models.vision_transformer.checkpoint_filter_fn(theirs.state_dict(), timms))
     assert same(encoder, timms, 48)
@@ -254,6 +254,7 @@ def test_lightlys_names_are_read(tmp_path, capsys):
     torch.save({"state_dict": under("backbone.", theirs) | under("head.", torch.nn.Linear(2, 2))}, tmp_path / "l.ckpt")
     encoder, _ = common.load_backbone(tmp_path / "l.ckpt", arch="resnet18")
     assert "the encoder is state_dict.backbone.; left out: 2" in capsys.readouterr().out and same(encoder, theirs, 64)
+    assert "fits --arch resnet18" in refused(capsys, common.load_backbone, tmp_path / "l.ckpt", arch="resnet34")
 
 
 NOT_CHECKPOINTS = {
