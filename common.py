@@ -1488,7 +1488,7 @@ def fitting_weights(path, backbone, prefix=None, flag="--init-prefix"):
     if fitting and not chosen:
         fail(f"{flag} {prefix}: the encoders of {path} are {' and '.join(fitting) or 'without prefix'}")
     if not chosen:
-        near = [key for key, count in counts.items() if key[1] is backbone or count > len(own) / 2]  # or by chance
+        near = [key for key, count in counts.items() if key[1] is backbone or count > 20]  # a few fit by chance
         start, form = max(near, key=counts.get, default=("", backbone))
         wrong, wanted = misfits(found, start, form), form.state_dict()
         there = sum(start + name in found for name in wanted)
