@@ -48,7 +48,7 @@ OF_ALL_EVALUATIONS = [
     ("missing", "no checkpoint at missing"),
     ("notes.txt", "notes.txt is damaged"),
     ("begun --image-size 32", "go with --arch"),
-    ("begun --arch vit_micro", "no checkpoint at begun"),
+    ("begun --arch vit_micro", "leave out --arch"),
     ("begun --dataset folder --data-dir missing", "missing"),
     ("begun --dataset nothing", "nothing"),
 ]
