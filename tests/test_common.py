@@ -675,11 +675,11 @@ def assert_state(path, **changes):
 
 def test_checkpoints_are_read_back_by_us_and_by_torch(tmp_path):
     path = tmp_path / "last.pt"
-    common.save_checkpoint(path, STATE)
+    common.write_file(path, STATE)
     assert_state(path)
     torch.testing.assert_close(torch.load(path, weights_only=True), STATE, rtol=0, atol=0)
     assert [p.name for p in tmp_path.iterdir()] == ["last.pt"]
-    common.save_checkpoint(path, STATE | {"step": 8}, keep_previous=True)
+    common.write_file(path, STATE | {"step": 8}, keep_previous=True)
     assert_state(path, step=8)
     assert_state(tmp_path / "last.prev.pt")
 
@@ -687,7 +687,7 @@ def test_checkpoints_are_read_back_by_us_and_by_torch(tmp_path):
 def test_damage_is_found(tmp_path, capsys):
     """Flipped bits and cut ends: what is read is right, or nothing is."""
     path = tmp_path / "last.pt"
-    common.save_checkpoint(path, STATE)
+    common.write_file(path, STATE)
     data, refusals = path.read_bytes(), 0
 
     def is_right_or_refused():
@@ -711,7 +711,7 @@ def test_damage_is_found(tmp_path, capsys):
 def test_fallback_to_the_previous_checkpoint(tmp_path, capsys):
     path, previous = tmp_path / "last.pt", tmp_path / "last.prev.pt"
     for step in (1, 2):
-        common.save_checkpoint(path, STATE | {"step": step}, keep_previous=True)
+        common.write_file(path, STATE | {"step": step}, keep_previous=True)
     path.write_bytes(path.read_bytes()[:-300])
     assert common.load_checkpoint(path)["step"] == 1 and "last.prev.pt" in capsys.readouterr().out
     previous.write_bytes(b"nothing")
@@ -797,9 +797,9 @@ def test_where_a_run_goes_on(tmp_path, capsys):
     (out / "lock").touch()
     assert find(out, CONFIG | dict(lr=0.2)) is None  # so that another run may have the folder
     assert "is taken over" in (said := capsys.readouterr().out) and "lr was 0.1, is 0.2" in said
-    common.save_checkpoint(out / "last.prev.pt", STATE)
+    common.write_file(out / "last.prev.pt", STATE)
     assert find(out, CONFIG) == out / "last.prev.pt"
-    common.save_checkpoint(out / "last.pt", STATE)
+    common.write_file(out / "last.pt", STATE)
     assert find(out, CONFIG | dict(workers=8, out="y", max_steps=5)) == out / "last.pt"
     assert "newer" in refused(capsys, find, out, CONFIG, str(out / "last.prev.pt"))
     assert find(out, CONFIG, str(out / "last.pt")) == out / "last.pt"
@@ -808,7 +808,7 @@ def test_where_a_run_goes_on(tmp_path, capsys):
     assert "not empty" in refused(capsys, find, out, CONFIG, "none")
     assert "no such file" in refused(capsys, find, out, CONFIG, str(out / "other.pt"))
     assert find(tmp_path / "b", CONFIG, str(out / "last.pt")) == out / "last.pt"
-    common.save_checkpoint(tmp_path / "other.pt", STATE)  # --resume PATH again: --out has gone on since
+    common.write_file(tmp_path / "other.pt", STATE)  # --resume PATH again: --out has gone on since
     assert find(out, CONFIG, str(tmp_path / "other.pt")) == out / "last.pt"
     (tmp_path / "empty").mkdir()
     assert find(tmp_path / "empty", CONFIG, "none") is None

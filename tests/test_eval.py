@@ -42,7 +42,7 @@ def tiny(tmp_path_factory):
     torch.manual_seed(0)
     info = common.backbone_info("vit_micro", 16, 8, "patterns", method="m", encoder="query")
     (root / "run").mkdir()
-    common.save_checkpoint(
+    common.write_file(
         root / "run" / "backbone.pt", info | {"state_dict": common.build_backbone(info).state_dict()}
     )
     (root / "run" / "config.json").write_text(json.dumps({"dataset": "folder", "data_dir": str(root / "data")}))
@@ -205,7 +205,7 @@ def test_own_encoder_and_own_data(tiny, tmp_path, capsys):
     expected = run(eval_knn, tiny[0], "--k", 3)
     assert eval_knn.main(args(eval_knn, tiny[0], "--k", 3), **own) == expected
     state = common.backbone_info(None, 16, None, "patterns", method="m", encoder="query")
-    common.save_checkpoint(tmp_path / "backbone.pt", state | {"state_dict": module.state_dict()})
+    common.write_file(tmp_path / "backbone.pt", state | {"state_dict": module.state_dict()})
     flags = [tmp_path, "--dataset", "folder", "--k", 3]
     found = eval_knn.main(args(eval_knn, *flags), encoder=common.build_backbone(info), **own)
     assert found == {k: v for k, v in expected.items() if k != "untrained"}
@@ -328,7 +328,7 @@ def test_bf16_by_itself_and_tf32_are_of_gpus_that_have_them(native, monkeypatch)
 
 def test_bf16_is_refused_where_torch_computes_it_wrongly(tiny, tmp_path, capsys):
     info = common.backbone_info("resnet_micro", 16, None, method="m", encoder="query")
-    common.save_checkpoint(tmp_path / "backbone.pt", info | {"state_dict": common.build_backbone(info).state_dict()})
+    common.write_file(tmp_path / "backbone.pt", info | {"state_dict": common.build_backbone(info).state_dict()})
     flags = ["--dataset", "folder", "--data-dir", tiny[1], "--finetune", "--amp", "bf16"]
     assert "--amp bf16 on a CPU" in refused(capsys, lambda: run(eval_linear, tmp_path, *flags))
 

@@ -104,7 +104,7 @@ def test_a_full_disk_is_told_with_its_free_space(tmp_path, capsys, monkeypatch):
         raise RuntimeError("unexpected pos")  # torch's words
 
     monkeypatch.setattr(torch, "save", full)
-    assert re.search(r"free on its disk: \d+ MiB", refused(capsys, common.save_checkpoint, tmp_path / "a.pt", {}))
+    assert re.search(r"free on its disk: \d+ MiB", refused(capsys, common.write_file, tmp_path / "a.pt", {}))
 
 
 def test_pictures_without_matplotlib_are_one_line(tmp_path, capsys, monkeypatch):

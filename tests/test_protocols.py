@@ -34,7 +34,7 @@ def save_encoder(folder, arch, data):
     encoder = common.build_backbone(info)
     encoder(torch.randn(8, 3, 16, 16))  # batch norm's statistics are not the initial ones
     folder.mkdir()
-    common.save_checkpoint(folder / "backbone.pt", info | {"state_dict": encoder.state_dict()})
+    common.write_file(folder / "backbone.pt", info | {"state_dict": encoder.state_dict()})
     (folder / "config.json").write_text(json.dumps({"dataset": "folder", "data_dir": str(data)}))
     return folder
 
