@@ -67,8 +67,11 @@ Where this file, the paper and the released code differ:
 """
 
 import argparse
+import json
 import math
+import time
 from itertools import permutations
+from pathlib import Path
 
 import timm
 import torch
@@ -306,7 +309,7 @@ def augmentation(args):
 
 # ==================================================================== 4. model
 
-# ----------------- queue and keys (the same in moco_jointcrop, jcl, clim and logo)
+# -------------------- queue (the same in moco_jointcrop, jcl, clim and logo)
 
 STREAM_QUEUE, STREAM_SHUFFLE = 4, 20  # random streams, see common.generator
 
@@ -336,48 +339,12 @@ class Queue(nn.Module):
         self.position.add_(len(keys)).remainder_(length)
 
 
-def exchange(x, wanted):
-    """Exchange rows between processes: on process r, return the rows wanted[r] of the global batch, as (m, ...).
-
-    x: (n, ...), this process's part. The global batch is all parts, in rank order. wanted: (world, m) int64 on the
-    CPU, the same on all processes. No gradient. A process receives only the rows that it wants.
-    """
-    rank, world = common.rank_and_world()
-    if world == 1:
-        return x[wanted[0].to(x.device, non_blocking=True)]
-    owner, row = wanted // len(x), wanted % len(x)
-    rows_to_send = torch.cat([row[r][owner[r] == rank] for r in range(world)])
-    send_counts = (owner == rank).sum(1).tolist()
-    receive_counts = owner[rank].bincount(minlength=world).tolist()
-    received = x.new_empty(wanted.shape[1], *x.shape[1:])
-    to_send = x[rows_to_send.to(x.device, non_blocking=True)].contiguous()
-    dist.all_to_all_single(received, to_send, receive_counts, send_counts)
-    place = owner[rank].argsort(stable=True).to(x.device, non_blocking=True)  # rows arrive sorted by sender
-    return torch.empty_like(received).index_copy_(0, place, received)
-
-
-@torch.no_grad()
-def encode_keys(encode, views, generator):
-    """Encode several views of the global batch as keys, shuffled for batch norm: (views, N, C).
-
-    encode: maps images to keys. views: list of this process's images (n, 3, H, W).
-    The key and the query of an image must not share batch statistics. Else the encoder could use these to tell which
-    key belongs to a query (MoCo, section 3.3). So the rows of all views of the global batch are shuffled, each process
-    encodes its part, and the keys are put back in order. The shuffle depends on the generator alone, so any number of
-    processes makes the same batch-norm groups.
-    """
-    n, world = len(views[0]), common.rank_and_world()[1]
-    shuffle = torch.randperm(len(views) * n * world, generator=generator)
-    # Row v * N + i is view v of image i. location[row] is its index in the concatenation, in rank order, of every
-    # process's torch.cat(views).
-    location = torch.arange(len(shuffle)).view(world, len(views), n).transpose(0, 1).flatten()
-    mine = exchange(torch.cat(views), location[shuffle].view(world, -1))
-    keys = gather(encode(mine))
-    shuffle = shuffle.to(keys.device, non_blocking=True)
-    return torch.empty_like(keys).index_copy_(0, shuffle, keys).view(len(views), n * world, -1)
-
-
 # ------------------------------------------------------------- the two bases
+
+
+def image_sizes(args):
+    """Return the sides of the images that the encoder gets, in pixels."""
+    return [args.image_size, *[args.local_size] * args.local_crops]
 
 
 class MoCo(nn.Module):
@@ -392,7 +359,7 @@ class MoCo(nn.Module):
         self.args = args
         self.backbone = encoder
         if encoder is None:
-            self.backbone = common.build_backbone(common.encoder_info(args), [args.local_size])
+            self.backbone = common.build_backbone(common.encoder_info(args), image_sizes(args))
         width = common.output_width(self.backbone, args.image_size)
         self.projector = nn.Sequential(nn.Linear(width, width), nn.ReLU(inplace=True), nn.Linear(width, args.dim))
         self.momentum_backbone = common.copy_module(self.backbone, frozen=True)
@@ -465,7 +432,7 @@ class SimSiam(nn.Module):
         self.args = args
         self.backbone = encoder
         if encoder is None:
-            self.backbone = common.build_backbone(common.encoder_info(args), [args.local_size])
+            self.backbone = common.build_backbone(common.encoder_info(args), image_sizes(args))
         for block in self.backbone.modules():
             if encoder is None and hasattr(block, "zero_init_last"):
                 block.zero_init_last()  # SimSiam starts from zero residual branches
@@ -560,8 +527,18 @@ def parse_args(argv=None):
 
     argv: a list of words; sys.argv's if None.
     """
-    parser = common.run_parser("logo.py", __doc__)
-    parser.set_defaults(variant="released")  # D1
+    number = common.number
+    parser = common.ArgumentParser("logo.py", __doc__, add_help=False)
+    parser.set_defaults(method="logo", evaluated="query")
+    add = parser.add_argument_group("data").add_argument
+    add("--dataset", choices=common.DATASETS, default="patterns", help="data set; it also chooses the recipe")
+    add("--data-dir", metavar="DIR", help="its folder, with train/, and val/ or test/")
+    add("--no-cache", action="store_true", help="do not keep decoded small images in memory")
+    add = parser.add_argument_group("run").add_argument
+    add("--variant", choices=("paper", "released"), default="released", help="follow the paper, or the authors' code")
+    add("--seed", type=number(int, 0, 2**63 - 1), default=0, metavar="N", help="seed of all random numbers")
+    add("--init", metavar="FILE", help="start the encoder from a checkpoint, also of others")
+    add("--init-prefix", metavar="P", help="which encoder of --init's file: the end of what stands before its names")
     add = parser.add_argument_group("loss").add_argument
     add("--base", choices=("moco", "simsiam"), help="what LoGo is put on; it also chooses the recipe")
     add("--pairs", choices=("logo", "all"), help="all: every crop with every other, the 4-crop baseline (D15)")
@@ -569,56 +546,76 @@ def parse_args(argv=None):
     add("--one-way", action="store_true", help="MoCo v2's loss, one query per image; with --local-crops 0")
     add("--l2l", action=argparse.BooleanOptionalAction, help="local-to-local dissimilarity")
     add("--l2l-weighting", choices=("clip", "lambda"), help="L_ll as a clipped step, or as a term of the loss (D1)")
-    add("--clip-ratio", type=common.NOT_NEGATIVE, help="clip: largest gradient of L_ll, as a share of the main one")
-    add("--lam", type=common.NOT_NEGATIVE, help="lambda: the weight of L_ll in Eq. 9")
+    add("--clip-ratio", type=number(float, 0), help="clip: largest gradient of L_ll, as a share of the main one")
+    add("--lam", type=number(float, 0), help="lambda: the weight of L_ll in Eq. 9")
     add("--affinity-form", choices=("logistic", "linear"), help="the affinity's objective (D1)")
     add("--affinity-batch", choices=("separate", "joint"), help="joint: all pairs in one batch (ours, D14)")
-    add("--affinity-hidden", type=common.COUNT, help="width of the affinity's two hidden layers")
-    add("--affinity-lr", type=common.auto_or(common.POSITIVE), help="its rate; auto: the encoder's peak rate")
-    add("--affinity-noise", type=common.NOT_NEGATIVE, help="noise on the logistic form's locals, times sqrt(dim)")
-    add("--temperature", type=common.POSITIVE, help="temperature of MoCo's loss")
-    add("--queue", type=common.COUNT_OR_AUTO, help="MoCo's negatives per query; auto: a tenth of the images")
+    add("--affinity-hidden", type=number(int, 1), help="width of the affinity's two hidden layers")
+    add("--affinity-lr", type=number(float, 1e-9, word="auto"), help="its rate; auto: the encoder's peak rate")
+    add("--affinity-noise", type=number(float, 0), help="noise on the logistic form's locals, times sqrt(dim)")
+    add("--temperature", type=number(float, 1e-9), help="temperature of MoCo's loss")
+    add("--queue", type=number(int, 1, word="auto"), help="MoCo's negatives per query; auto: a tenth of the images")
     add = parser.add_argument_group("model").add_argument
     add("--arch", help="encoder: resnet_micro, resnet18, resnet50, vit_small, ..., or any timm model")
-    add("--image-size", type=common.COUNT, help="side of a global view, in pixels")
-    add("--local-size", type=common.COUNT, help="side of a local view, in pixels")
-    add("--patch-size", type=common.COUNT, help="side of a ViT's patch, in pixels")
-    add("--dim", type=common.COUNT, help="size of the embeddings")
-    add("--layers", type=common.COUNT, help="layers of SimSiam's projector")
-    add("--hidden", type=common.COUNT, help="width of SimSiam's predictor")
-    add("--bn-groups", type=common.COUNT, help="equal slices of the batch; each has its own batch-norm statistics")
-    add("--momentum", type=common.SHARE, help="momentum m of the momentum encoder")
+    add("--image-size", type=number(int, 1), help="side of a global view, in pixels")
+    add("--local-size", type=number(int, 1), help="side of a local view, in pixels")
+    add("--patch-size", type=number(int, 1), help="side of a ViT's patch, in pixels")
+    add("--dim", type=number(int, 1), help="size of the embeddings")
+    add("--layers", type=number(int, 1), help="layers of SimSiam's projector")
+    add("--hidden", type=number(int, 1), help="width of SimSiam's predictor")
+    add("--bn-groups", type=number(int, 1), help="equal slices of the batch; each has its own batch-norm statistics")
+    add("--momentum", type=number(float, 0, 1), help="momentum m of the momentum encoder")
     add = parser.add_argument_group("schedule").add_argument
-    add("--epochs", type=common.COUNT, help="epochs of the whole training")
-    add("--batch-size", type=common.AT_LEAST_TWO, help="images per step, over all processes")
-    add("--lr", type=common.POSITIVE, help="learning rate at batch size --lr-batch; scaled linearly with --batch-size")
-    add("--lr-batch", type=common.COUNT, help="batch size for which --lr is given")
-    add("--milestones", type=common.SHARE, nargs="*", help="rate to a tenth at these shares of the run; none: a cosine")
-    add("--min-lr", type=common.NOT_NEGATIVE, help="last learning rate; not given, it keeps its ratio to the peak rate")
-    add("--warmup", type=common.NOT_NEGATIVE, help="epochs of linear warm-up; not given, it shrinks with --epochs")
-    add("--weight-decay", type=common.NOT_NEGATIVE, help="weight decay of SGD")
-    add("--sgd-momentum", type=common.SHARE, help="momentum of SGD, the affinity's too")
+    add("--epochs", type=number(int, 1), help="epochs of the whole training")
+    add("--batch-size", type=number(int, 2), help="images per step, over all processes")
+    add("--lr", type=number(float, 1e-9), help="learning rate at --lr-batch; scaled linearly to --batch-size")
+    add("--lr-batch", type=number(int, 1), help="batch size for which --lr is given")
+    add(
+        "--milestones",
+        type=number(float, 0, 1),
+        nargs="*",
+        help="a tenth of the rate from these shares on; none: a cosine",
+    )
+    add("--min-lr", type=number(float, 0), help="last learning rate; not given, it keeps its ratio to the peak rate")
+    add("--warmup", type=number(float, 0), help="epochs of linear warm-up; not given, it shrinks with --epochs")
+    add("--weight-decay", type=number(float, 0), help="weight decay of SGD")
+    add("--sgd-momentum", type=number(float, 0, 1), help="momentum of SGD, the affinity's too")
     add = parser.add_argument_group("augmentation").add_argument
-    add("--global-scale", type=common.POSITIVE_SHARE, nargs=2, help="areas of global crops (supplement, Table 9)")
-    add("--local-scale", type=common.POSITIVE_SHARE, nargs=2, help="areas of local crops (supplement, Table 8)")
-    add("--crop-ratio", type=common.POSITIVE, nargs=2, help="smallest and largest width / height of a crop")
+    pair = dict(nargs=2, metavar=("LO", "HI"))
+    add("--global-scale", type=number(float, 1e-9, 1), **pair, help="areas of global crops (supplement, Table 9)")
+    add("--local-scale", type=number(float, 1e-9, 1), **pair, help="areas of local crops (supplement, Table 8)")
+    add("--crop-ratio", type=number(float, 1e-9), **pair, help="smallest and largest width / height of a crop")
     add("--interpolation", choices=("bilinear", "bicubic"), help="how a crop is resized")
-    add("--jitter", type=common.NOT_NEGATIVE, nargs=4, help="most brightness, contrast, saturation and hue change")
-    add("--jitter-p", type=common.SHARE, help="probability of these colour changes")
-    add("--gray-p", type=common.SHARE, help="probability of a gray view")
-    add("--blur-p", type=common.SHARE, help="probability of a blurred view")
-    add("--blur-sigma", type=common.POSITIVE, nargs=2, help="smallest and largest sigma of the blur, in pixels")
-    add("--flip-p", type=common.SHARE, help="probability of a horizontal flip")
+    add("--jitter", type=number(float, 0), nargs=4, help="most brightness, contrast, saturation and hue change")
+    add("--jitter-p", type=number(float, 0, 1), help="probability of these colour changes")
+    add("--gray-p", type=number(float, 0, 1), help="probability of a gray view")
+    add("--blur-p", type=number(float, 0, 1), help="probability of a blurred view")
+    add("--blur-sigma", type=number(float, 1e-9), **pair, help="smallest and largest sigma of the blur, in pixels")
+    add("--flip-p", type=number(float, 0, 1), help="probability of a horizontal flip")
     add("--norm", choices=common.NORMS, help="data set whose mean and standard deviation normalise the views")
-    args, given = common.parse(parser, argv, recipe)
+    add = parser.add_argument_group("operation").add_argument
+    add("--out", metavar="DIR", help="folder of the run; one that has begun goes on")
+    add("--resume", metavar="PATH", help="begin a new --out with another run's last.pt")
+    add("--max-steps", type=number(int, 1), metavar="N", help="save and stop when the run has made N steps in all")
+    add("--keep-every", type=number(int, 0), default=0, metavar="N", help="epochs between copies that stay; 0: none")
+    add("--knn-every", type=number(int, 0), default=10, metavar="N", help="epochs between evaluations by kNN; 0: never")
+    add("--device", choices=("auto", "cuda", "cpu"), default="auto", help="auto: a GPU where there is one")
+    add("--amp", choices=("auto", "bf16", "off"), default="auto", help="auto: bf16 on GPUs that have it; off: float32")
+    add("--compile", action="store_true", help="compile the encoders: minutes at the start, then faster steps")
+    add("--grad-checkpoint", action="store_true", help="less memory, more time; batch norm's averages move twice")
+    add("--workers", type=number(int, 0, 1024), metavar="N", help="processes that load images, per training process")
+    add("--tensorboard", action="store_true", help="also write the metrics for TensorBoard")
+    add("--show-views", metavar="PNG", help="write a picture of the inputs, and exit")
+    add("-h", "--help", action="store_true", help="show this, with the defaults of --dataset, and exit")
+    args, typed = common.parse(parser, argv, recipe)
 
-    # What was not given follows from other values
+    # What is not typed follows from other values
     usual = argparse.Namespace(**recipe(args))
-    if "warmup" not in given:
+    if "warmup" not in typed:
         args.warmup *= min(1, args.epochs / usual.epochs)  # a shorter run has a shorter warm-up
-    if "min_lr" not in given:
+    if "min_lr" not in typed:
         args.min_lr *= peak_rate(args) / peak_rate(usual)  # the last rate is scaled as the peak rate is
-    if args.base == "moco" and "bn_groups" not in given:
+    if args.base == "moco" and "bn_groups" not in typed:
         args.bn_groups = math.lcm(args.bn_groups, common.rank_and_world()[1])  # each process has equally many
     if args.l2l and args.local_crops == 0:
         common.fail("--l2l compares local crops: give --local-crops 2")
@@ -626,6 +623,7 @@ def parse_args(argv=None):
         common.fail("--pairs all is a baseline of four crops without L_ll: leave out --l2l, --one-way, --local-crops 0")
     if args.base == "moco" and args.one_way and args.local_crops:
         common.fail("--one-way is MoCo v2's loss, which has no local crops: give --local-crops 0, too")
+    common.check_flags(args, typed)
     return args
 
 
@@ -661,6 +659,111 @@ def chance_level(args):
     return terms * math.log(args.queue + 1)
 
 
+# ------------------------------------ the run (the same in all five files)
+
+
+def restore(args, images, parts):
+    """Return (steps made, records of the epochs) of last.pt in --out, else of --resume's file, else (0, []).
+
+    images: number and checksum of the training images. parts: {name: tensor, or object with load_state_dict}; they take
+    over their state. A new run starts with --init's weights. Exits with an error message if something does not fit.
+    """
+    last = Path(args.out, "last.pt")
+    found = sorted(p.name for p in last.parent.glob("*") if p.name != "lock" and p.suffix != ".tmp")
+    if found and not last.exists():
+        common.fail(f"--out {args.out} is not empty ({', '.join(found[:3])}), and has no last.pt: give another")
+    path = last if last.exists() else args.resume
+    state = common.load_checkpoint(path) if path else {"step": 0}
+    if state.get("step") == 0:  # nothing is lost if it begins anew, perhaps with other flags
+        if args.init:
+            model = parts["model"]
+            weights, _ = common.fitting_weights(args.init, model.backbone, args.init_prefix)
+            for encoder in {model.backbone, getattr(model, "momentum_backbone", model.backbone)}:
+                encoder.load_state_dict(weights)
+        return 0, []
+    try:
+        only = None if path == last else ("method", "arch", "batch_size")  # with these, steps and weights mean the same
+        if different := common.differences(state["config"], vars(args), only):
+            common.fail(f"{path} is of another configuration ({'; '.join(different[:5])}): give another --out")
+        if state["images"] != images:
+            common.fail(f"{path} is of other images ({state['images']}, now {images}): give another --out")
+        for name, part in parts.items():
+            part.copy_(state[name]) if torch.is_tensor(part) else part.load_state_dict(state[name])
+        step, records = state["step"], state["records"]
+    except (RuntimeError, ValueError, TypeError, KeyError, AttributeError) as error:
+        common.fail(f"{path} does not fit this method and model: {type(error).__name__} {str(error)[:300]}")
+    if step > args.epochs * (images["number"] // args.batch_size):
+        common.fail(f"{path} has made {step} steps already, more than --epochs {args.epochs} has")
+    common.say(f"going on from {path}, at step {step}")
+    return step, records
+
+
+def save(args, step, records, images, parts, encoder):
+    """Write last.pt, the whole state of the run, and then what is made of it: each file whole, or not at all.
+
+    encoder: what backbone.pt holds. All is written each time, which mends what a kill has left out. Values that are not
+    finite are never saved.
+    """
+    if common.rank_and_world()[0] != 0:
+        return
+    out, info = Path(args.out), common.encoder_info(args)
+    state = {name: part if torch.is_tensor(part) else part.state_dict() for name, part in parts.items()}
+    state |= dict(step=step, records=records, config=vars(args), images=images, backbone=info)
+    common.write_file(out / "last.pt", state)
+    epoch = records[-1]["epoch"] if records and records[-1]["step"] == step else 0  # 0: in the middle of one
+    if epoch and args.keep_every and epoch % args.keep_every == 0:
+        common.write_file(out / f"epoch-{epoch:04d}.pt", state)
+    common.write_file(out / "backbone.pt", info | {"state_dict": encoder.state_dict()})
+    common.write_file(out / "config.json", json.dumps(vars(args) | common.versions(args.device) | {"images": images}))
+    common.write_file(out / "metrics.jsonl", "".join(json.dumps(record) + "\n" for record in records))
+
+
+def means(args, loader, history):
+    """Return the means of metrics over the steps and processes, and how fast the steps were: {name: float}.
+
+    history: {name: 0-d tensor} of each step. An epoch that was interrupted has those of the steps since then.
+    """
+    sums = sum(torch.stack([*metrics.values()]).double() for metrics in history)
+    values = (gather(sums[None]).mean(0) / len(history)).tolist()
+    seconds = time.perf_counter() - loader.began
+    speed = dict(images_per_s=args.batch_size * len(history) / seconds, data_wait=loader.waited / seconds)
+    return dict(zip(history[0], values, strict=True)) | speed
+
+
+def is_due(args, step, records):
+    """Return True if an epoch ends at this step that is to be judged by kNN, and is not judged yet."""
+    if not records or records[-1]["step"] != step or "knn20_top1" in records[-1] or args.knn_every == 0:
+        return False
+    return records[-1]["epoch"] % args.knn_every == 0 or records[-1]["epoch"] == args.epochs
+
+
+def show_progress(args, loader, history, step, total_steps):
+    """Show how far the run has come. Exits with an error message if the loss or its gradient is not finite."""
+    loss, seconds = history[-1]["loss"].item(), (time.perf_counter() - loader.began) / len(history)
+    if not math.isfinite(loss + history[-1]["grad_norm"].item()):
+        advice = "go on without bf16, or with a lower --lr in a new --out (and --resume PATH)"
+        common.fail(f"the loss or its gradient is not finite at step {step}; last.pt is from before: {advice}")
+    where = f"epoch {math.ceil(step * args.epochs / total_steps)}/{args.epochs}  step {step}/{total_steps}"
+    speed = f"{args.batch_size / seconds:.0f} images/s  {seconds * (total_steps - step) / 60:.1f} min left"
+    common.progress(f"{where}  loss {loss:.3f}  {speed}")
+
+
+def tell(args, record, writer):
+    """Say what matters most of an epoch. TensorBoard's writer, if there is one, gets all of it."""
+    distance = f"{abs(record['below_chance']):.2f} {'below' if record['below_chance'] >= 0 else 'above'} chance"
+    scores = "".join(f"  {name} {value:.1f} %" for name, value in record.items() if name.endswith("_top1"))
+    figures = f"loss {record['loss']:.4f} ({distance}){scores}  std {record['std']:.2f}"
+    common.say(f"epoch {record['epoch']}/{args.epochs}  {figures}  {record['images_per_s']:.0f} images/s")
+    if writer is not None:
+        for name, value in record.items():
+            writer.add_scalar(name, value, record["step"])
+        writer.flush()
+
+
+# ------------------------------------------------------------------- the loop
+
+
+@common.own_generators()
 def main(args, train=None, test=None, encoder=None):
     """Train as args say. If an earlier call was stopped, the same call continues its run.
 
@@ -668,20 +771,30 @@ def main(args, train=None, test=None, encoder=None):
     encoder: a module that maps (N, 3, H, W) to (N, width), to train instead of --arch; a copy of it is trained. The
     trained weights are in backbone.pt of the run's folder.
     """
+    # What is known only now: the device, the precision, and whether data and encoder are the caller's own
+    device, args = common.join_processes(args.device), argparse.Namespace(**vars(args))
+    if encoder is not None:
+        args.arch = "own"
+        common.output_width(encoder, *image_sizes(args))  # exits if it does not take images of these sizes
+    dataset = args.dataset if train is None else "own"
+    args.out = args.out or f"runs/logo-{dataset}-{args.arch}-s{args.seed}{args.changes}"
+    args.amp = "bf16" if common.use_bf16(args.amp, device, args.arch, image_sizes(args)) else "off"
+    args.device = device.type
+
     # Data
-    device = common.join_processes(args)
-    args = common.settle(args, device, train, encoder)
     train, test = common.open_images(args, train, test)
     loader = common.make_loader(args, train, augmentation(args), device)
-    mean, std = common.NORMS[args.norm]
+    layout, norm = common.memory_format(device, args.arch), common.NORMS[args.norm]
     if args.show_views:
         names = ["global 1", "global 2", *["local 1", "local 2"][: args.local_crops]]
         return common.save_views(args.show_views, common.colour_views(next(iter(loader)), device), names)
+    steps_per_epoch = len(train) // args.batch_size
+    total_steps = args.epochs * steps_per_epoch
+    last_step = min(args.max_steps or total_steps, total_steps)
 
     # Model and optimiser
     if args.base == "moco" and args.queue == "auto":
         args.queue = min(65536, max(args.batch_size, len(train) // 10))
-    layout = common.memory_format(device, args.arch)
     torch.manual_seed(args.seed)
     if args.base == "moco":
         model = MoCo(args, common.copy_module(encoder)).to(device, memory_format=layout)
@@ -705,71 +818,124 @@ def main(args, train=None, test=None, encoder=None):
     second_optimizer = torch.optim.SGD(of_encoder, args.lr, momentum=args.sgd_momentum)
     previous_norm = torch.zeros((), device=device)  # of the last step's main gradient
 
-    # The run's folder: if it holds a last.pt, the run continues from it. A new run may begin with --init's weights
+    # The run's folder: the run continues from its last.pt, if there is one. The first save claims the folder
+    images = dict(number=len(train), checksum=train.checksum())
     parts = dict(model=model, optimizer=optimizer, affinity=affinity, affinity_optimizer=affinity_optimizer)
     parts |= dict(second_optimizer=second_optimizer, previous_norm=previous_norm)
-    run = common.Run(args, device, train, model.backbone, **parts)
-    chance = chance_level(args)
-    kind = f"L2L {args.affinity_form}, {args.l2l_weighting}" if args.l2l else "no L2L"
-    kind += ", all pairs of crops" if args.pairs == "all" else ""
-    areas = f"areas {common.shown(args.global_scale)} and {common.shown(args.local_scale)}"
-    about = f"on {args.base}, {args.local_crops} local crops of {args.local_size} px, {areas}, {kind}"
-    run.begin(common.introduction(args, model.backbone, train, test, chance, about), chance)
+    step, records = restore(args, images, parts)
+    lock = common.claim_folder(args.out, vars(args), images, step)
+    save(args, step, records, images, parts, model.backbone)
+    writer = None
+    if args.tensorboard and common.rank_and_world()[0] == 0:
+        from torch.utils.tensorboard import SummaryWriter
 
-    # Each epoch is trained, saved, judged and written. A run that was stopped goes on in the middle of one
-    stop, step, steps_per_epoch = common.StopRequest(), run.step, run.steps_per_epoch
-    for epoch in range(run.epoch, run.last_epoch):  # run.epoch: the first whose record is not yet written
-        with stop:  # SIGTERM and Ctrl-C wait in here until the step at hand is made and saved; then the program ends
-            loader.batch_sampler.set_epoch(epoch, step, run.last_step)
-            for batch in loader:
-                lr, weight_decay, momentum = schedule(args, step, steps_per_epoch)
-                for group in optimizer.param_groups:
-                    group.update(lr=lr, weight_decay=weight_decay)
-                # Two global and two local views per image
-                views = [common.normalize(view, mean, std) for view in common.colour_views(batch, device, layout)]
-                common.seed_step(args.seed, step)  # for layers that draw random numbers, such as drop-path
-                if args.l2l and args.l2l_weighting == "clip":
-                    # Released (D1). Eq. 6: the affinity's step. Then a step of the encoder down L_ll alone
-                    local1, local2 = (gather_with_gradient(model.local(view)) for view in views[2:])
-                    ranking_loss = affinity_step(args, affinity, affinity_optimizer, affinity_lr, local1, local2, step)
-                    dissimilarity = local_dissimilarity(affinity, local1, local2, args.affinity_batch)
-                    descend(second_optimizer, dissimilarity, lr, args.clip_ratio * previous_norm)
-                # L_gg and L_lg
-                loss, keys, embeddings, metrics, locals_here = ddp(views, step)
-                objective = loss
-                if args.l2l and args.l2l_weighting == "lambda":
-                    # Paper. Eq. 6: the affinity's step. Then L_ll is a term of Eq. 9
-                    local1, local2 = (gather_with_gradient(local) for local in locals_here)
-                    ranking_loss = affinity_step(args, affinity, affinity_optimizer, affinity_lr, local1, local2, step)
-                    dissimilarity = local_dissimilarity(affinity, local1, local2, args.affinity_batch)
-                    objective = loss + args.lam * dissimilarity
-                if args.l2l:
-                    metrics |= dict(affinity_loss=ranking_loss, dissimilarity=dissimilarity)
-                # Eq. 9: the step of the encoder
-                optimizer.zero_grad(set_to_none=True)
-                objective.backward()
-                grad_norm = gradient_norm(model)
-                previous_norm.copy_(grad_norm)
-                optimizer.step()
-                average_statistics(model)
-                # MoCo: move the momentum encoder. The keys are negatives of the next steps
-                if args.base == "moco":
-                    model.update(momentum)
-                    model.queue.enqueue(keys)
-                # Count and log. After a request to stop (Ctrl-C or SIGTERM) no further step is made
-                step += 1
-                metrics = dict(loss=loss, **metrics, grad_norm=grad_norm, lr=lr, momentum=momentum)
-                run.count(step, metrics, embeddings)
-                if stop.agreed():
-                    break
-            record = run.save(loader, now=stop.agreed())
-        if step < (epoch + 1) * steps_per_epoch:  # --max-steps ended it in mid-epoch
+        writer = SummaryWriter(args.out, purge_step=step)
+
+    # What the numbers depend on
+    chance = chance_level(args)
+    on_moco, all_pairs = args.base == "moco", args.pairs == "all"
+    kind = "every crop with every other" if all_pairs else "one query" if args.one_way else "both global crops queries"
+    groups = f"{args.bn_groups} batch-norm groups" if on_moco else "batch norm over all processes"
+    groups = "batch norm in each process" if not on_moco and device.type == "cpu" else groups
+    millions = sum(p.numel() for p in model.backbone.parameters()) / 1e6
+    world = common.rank_and_world()[1]
+    precision = "bf16" if args.amp == "bf16" else "TF32" if torch.backends.cuda.matmul.allow_tf32 else "float32"
+    common.say(", ".join(f"{name} {version}" for name, version in common.versions(args.device).items()))
+    common.say(f"logo on {args.base}, {kind}; variant {args.variant}; chance level of the loss {chance:.3f}")
+    common.say(f"encoder {args.arch}, {millions:.2f} M parameters, {args.image_size} px; evaluated: the query encoder")
+    common.say(f"data {train}; test images: {len(test or ())}; mean {norm[0]}, std {norm[1]}")
+    if on_moco:
+        common.say(f"queue of {args.queue} negatives per query, {100 * args.queue / len(train):.1f} % of the images")
+    common.say(f"batch {args.batch_size} over {world} process(es), {groups}; {precision}")
+    common.say(f"{args.epochs} epochs, {steps_per_epoch} steps per epoch; weight decay {args.weight_decay:g}")
+    common.say(f"rate {args.lr:g} at batch {args.lr_batch}, scaled linearly to {peak_rate(args):g}")
+    if on_moco:
+        common.say(f"momentum encoder {args.momentum:g}, temperature {args.temperature:g}")
+    common.say(f"global crops of {args.image_size} px, areas {common.shown(args.global_scale)}")
+    if args.local_crops:
+        partners = "every other crop" if all_pairs else "both global crops"
+        local = f"{args.local_crops} local crops of {args.local_size} px, areas {common.shown(args.local_scale)}"
+        common.say(f"{local}: each with {partners}")
+    if args.l2l:
+        weight = f"clip ratio {args.clip_ratio:g}" if args.l2l_weighting == "clip" else f"lambda {args.lam:g}"
+        common.say(f"local to local: {weight}; affinity {args.affinity_form}, {args.affinity_batch} batches")
+
+    while True:
+        # An epoch that has ended is judged, if it is due: also one whose judging was ended by a signal or a kill
+        if test is not None and is_due(args, step, records):
+            records[-1] |= common.knn_record(args, model.backbone, train, test, device)
+            save(args, step, records, images, parts, model.backbone)
+        if records and records[-1]["step"] == step:
+            tell(args, records[-1], writer)
+        if step >= last_step:
             break
-        if test is not None and common.is_due(epoch + 1, args.knn_every, args.epochs):
-            record |= common.knn_record(args, model.backbone, train, test, device)
-        run.write(record)
-    del ddp  # before the process group ends: in torch 2.11 a DDP that is deleted after it can hang for ever
-    run.finish()
+        # The next epoch, or what is left of it, is trained and saved
+        epoch, history = step // steps_per_epoch, []
+        with common.signals_noted() as stopped:  # SIGTERM and Ctrl-C wait until the step at hand is made and saved
+            try:
+                loader.batch_sampler.set_epoch(epoch, step, last_step)
+                for batch in loader:
+                    lr, weight_decay, momentum = schedule(args, step, steps_per_epoch)
+                    for group in optimizer.param_groups:
+                        group.update(lr=lr, weight_decay=weight_decay)
+                    # Two global and two local views per image
+                    views = common.colour_views(batch, device, layout, norm)
+                    seed_step(args.seed, step)  # for layers that draw random numbers, such as drop-path
+                    if args.l2l and args.l2l_weighting == "clip":
+                        # Released (D1). Eq. 6: the affinity's step. Then a step of the encoder down L_ll alone
+                        local = [gather_with_gradient(model.local(view)) for view in views[2:]]
+                        ranking_loss = affinity_step(args, affinity, affinity_optimizer, affinity_lr, *local, step)
+                        dissimilarity = local_dissimilarity(affinity, *local, args.affinity_batch)
+                        descend(second_optimizer, dissimilarity, lr, args.clip_ratio * previous_norm)
+                    # L_gg and L_lg
+                    loss, keys, (q, _), metrics, local = ddp(views, step)
+                    objective = loss
+                    if args.l2l and args.l2l_weighting == "lambda":
+                        # Paper. Eq. 6: the affinity's step. Then L_ll is a term of Eq. 9
+                        local = [gather_with_gradient(x) for x in local]
+                        ranking_loss = affinity_step(args, affinity, affinity_optimizer, affinity_lr, *local, step)
+                        dissimilarity = local_dissimilarity(affinity, *local, args.affinity_batch)
+                        objective = loss + args.lam * dissimilarity
+                    if args.l2l:
+                        metrics |= dict(affinity_loss=ranking_loss, dissimilarity=dissimilarity)
+                    # Eq. 9: the step of the encoder
+                    optimizer.zero_grad(set_to_none=True)
+                    objective.backward()
+                    grad_norm = gradient_norm(model)
+                    previous_norm.copy_(grad_norm)
+                    optimizer.step()
+                    average_statistics(model)
+                    # MoCo: move the momentum encoder. The keys are negatives of the next steps
+                    if args.base == "moco":
+                        model.update(momentum)
+                        model.queue.enqueue(keys)
+                    # Note the metrics. After a signal no further step is made
+                    step += 1
+                    metrics |= dict(loss=loss, grad_norm=grad_norm)
+                    history.append({name: value.detach() for name, value in metrics.items()})
+                    if step % 10 == 0:
+                        show_progress(args, loader, history, step, total_steps)
+                    if stopped():
+                        break
+            except common.BadImage:
+                save(args, step, records, images, parts, model.backbone)  # the steps that were made
+                raise
+            if step % steps_per_epoch == 0:
+                record = dict(epoch=epoch + 1, step=step, **means(args, loader, history), lr=lr, momentum=momentum)
+                record |= dict(below_chance=chance - record["loss"], **common.embedding_health(q))
+                records.append(record)
+            save(args, step, records, images, parts, model.backbone)
+        if stopped():
+            common.say("stopped on request (exit status 75); everything is saved, and the same command goes on")
+            raise SystemExit(75)
+
+    del ddp, lock  # before the process group ends: in torch 2.11 a DDP that is deleted after it can hang for ever
+    if step < total_steps:
+        common.say(f"stopped at step {step} of {total_steps}: give a larger --max-steps, or none, to go on")
+    else:
+        common.say(common.how_to_judge(args, train))
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 # =============================================================== 6. machinery
@@ -796,6 +962,50 @@ def gather_with_gradient(x):
     rank, world = common.rank_and_world()
     parts = [x if r == rank else torch.zeros_like(x) for r in range(world)]
     return AllReduce.apply(torch.cat(parts))
+
+
+# ------------- shuffled keys (the same in moco_jointcrop, jcl, clim and logo)
+
+
+def exchange(x, wanted):
+    """Exchange rows between processes: on process r, return the rows wanted[r] of the global batch, as (m, ...).
+
+    x: (n, ...), this process's part. The global batch is all parts, in rank order. wanted: (world, m) int64 on the
+    CPU, the same on all processes. No gradient. A process receives only the rows that it wants.
+    """
+    rank, world = common.rank_and_world()
+    if world == 1:
+        return x[wanted[0].to(x.device, non_blocking=True)]
+    owner, row = wanted // len(x), wanted % len(x)
+    rows_to_send = torch.cat([row[r][owner[r] == rank] for r in range(world)])
+    send_counts = (owner == rank).sum(1).tolist()
+    receive_counts = owner[rank].bincount(minlength=world).tolist()
+    received = x.new_empty(wanted.shape[1], *x.shape[1:])
+    to_send = x[rows_to_send.to(x.device, non_blocking=True)].contiguous()
+    dist.all_to_all_single(received, to_send, receive_counts, send_counts)
+    place = owner[rank].argsort(stable=True).to(x.device, non_blocking=True)  # rows arrive sorted by sender
+    return torch.empty_like(received).index_copy_(0, place, received)
+
+
+@torch.no_grad()
+def encode_keys(encode, views, generator):
+    """Encode several views of the global batch as keys, shuffled for batch norm: (views, N, C).
+
+    encode: maps images to keys. views: list of this process's images (n, 3, H, W).
+    The key and the query of an image must not share batch statistics. Else the encoder could use these to tell which
+    key belongs to a query (MoCo, section 3.3). So the rows of all views of the global batch are shuffled, each process
+    encodes its part, and the keys are put back in order. The shuffle depends on the generator alone, so any number of
+    processes makes the same batch-norm groups.
+    """
+    n, world = len(views[0]), common.rank_and_world()[1]
+    shuffle = torch.randperm(len(views) * n * world, generator=generator)
+    # Row v * N + i is view v of image i. location[row] is its index in the concatenation, in rank order, of every
+    # process's torch.cat(views).
+    location = torch.arange(len(shuffle)).view(world, len(views), n).transpose(0, 1).flatten()
+    mine = exchange(torch.cat(views), location[shuffle].view(world, -1))
+    keys = gather(encode(mine))
+    shuffle = shuffle.to(keys.device, non_blocking=True)
+    return torch.empty_like(keys).index_copy_(0, shuffle, keys).view(len(views), n * world, -1)
 
 
 # -- batch norm in groups (the same in moco_jointcrop, jcl, clim and logo)
@@ -872,6 +1082,8 @@ def average_statistics(model):
 
 # ------------------------------- several processes (the same in all five files)
 
+STREAM_STEP = 0  # a random stream, see common.generator
+
 
 def gather(x):
     """Concatenate the tensors (n, ...) of all processes to (N, ...), in rank order. No gradient."""
@@ -883,6 +1095,11 @@ def gather(x):
     return out
 
 
+def seed_step(seed, step):
+    """Seed the global generator by (seed, step, rank). Drop-path draws from it."""
+    torch.manual_seed(common.generator(seed, step, STREAM_STEP, common.rank_and_world()[0]).initial_seed())
+
+
 def gradient_norm(model):
     """Return the L2 norm of all gradients, as a 0-d tensor."""
     return torch.nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
@@ -891,6 +1108,8 @@ def gradient_norm(model):
 def in_parallel(args, model):
     """Apply --grad-checkpoint and --compile to the model, wrap it in DDP if there are several processes, return it."""
     if args.grad_checkpoint:
+        if not hasattr(model.backbone, "set_grad_checkpointing"):
+            common.fail("--grad-checkpoint needs an encoder with timm's set_grad_checkpointing, which yours has not")
         model.backbone.set_grad_checkpointing()
     if args.compile:
         for name, child in model.named_children():  # one that has two names comes once
