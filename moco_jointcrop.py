@@ -71,7 +71,10 @@ Where this file, the paper and the released code differ:
 
 import argparse
 import functools
+import json
 import math
+import time
+from pathlib import Path
 
 import numpy as np
 import timm
@@ -298,13 +301,13 @@ def draw_views(args, index, sizes, draws):
     if args.joint_pair in ("global", "both"):
         areas = joint_from_uniform(area_u, area_v, *args.crop_scale, args.beta, offset)
         joint_areas[:2] = np.where(joint_crop, areas, np.nan)
-        sigmas = joint_from_uniform(sigma_u, sigma_v, *args.blur_sigma, args.beta)
-        joint_sigmas[:2] = np.where(joint_blur, sigmas, np.nan)
-        joint_coins[:2] = np.where(joint_blur, blur_coin, np.nan)  # both are blurred, or neither is
     if args.joint_pair in ("local", "both"):  # App. D: local crops 1 and 2, 3 and 4, ...
         for i, (u, v) in enumerate(zip(of_locals[::2], of_locals[1::2], strict=True), start=1):
             areas = joint_from_uniform(u, v, *args.local_scale, args.beta, offset)
             joint_areas[2 * i : 2 * i + 2] = np.where(joint_crop, areas, np.nan)
+    sigmas = joint_from_uniform(sigma_u, sigma_v, *args.blur_sigma, args.beta)  # of the large views, in any case
+    joint_sigmas[:2] = np.where(joint_blur, sigmas, np.nan)
+    joint_coins[:2] = np.where(joint_blur, blur_coin, np.nan)  # both are blurred, or neither is
 
     cuts, colours = [], []
     for i, (view, own) in enumerate(zip(views, own_draws, strict=True)):
@@ -319,7 +322,7 @@ def draw_views(args, index, sizes, draws):
 
 # ==================================================================== 4. model
 
-# ----------------- queue and keys (the same in moco_jointcrop, jcl, clim and logo)
+# -------------------- queue (the same in moco_jointcrop, jcl, clim and logo)
 
 STREAM_QUEUE, STREAM_SHUFFLE = 4, 20  # random streams, see common.generator
 
@@ -347,47 +350,6 @@ class Queue(nn.Module):
         rows = (self.position + torch.arange(len(keys), device=keys.device)) % length
         self.keys.index_copy_(0, rows[-length:], keys[-length:].to(self.keys))
         self.position.add_(len(keys)).remainder_(length)
-
-
-def exchange(x, wanted):
-    """Exchange rows between processes: on process r, return the rows wanted[r] of the global batch, as (m, ...).
-
-    x: (n, ...), this process's part. The global batch is all parts, in rank order. wanted: (world, m) int64 on the
-    CPU, the same on all processes. No gradient. A process receives only the rows that it wants.
-    """
-    rank, world = common.rank_and_world()
-    if world == 1:
-        return x[wanted[0].to(x.device, non_blocking=True)]
-    owner, row = wanted // len(x), wanted % len(x)
-    rows_to_send = torch.cat([row[r][owner[r] == rank] for r in range(world)])
-    send_counts = (owner == rank).sum(1).tolist()
-    receive_counts = owner[rank].bincount(minlength=world).tolist()
-    received = x.new_empty(wanted.shape[1], *x.shape[1:])
-    to_send = x[rows_to_send.to(x.device, non_blocking=True)].contiguous()
-    dist.all_to_all_single(received, to_send, receive_counts, send_counts)
-    place = owner[rank].argsort(stable=True).to(x.device, non_blocking=True)  # rows arrive sorted by sender
-    return torch.empty_like(received).index_copy_(0, place, received)
-
-
-@torch.no_grad()
-def encode_keys(encode, views, generator):
-    """Encode several views of the global batch as keys, shuffled for batch norm: (views, N, C).
-
-    encode: maps images to keys. views: list of this process's images (n, 3, H, W).
-    The key and the query of an image must not share batch statistics. Else the encoder could use these to tell which
-    key belongs to a query (MoCo, section 3.3). So the rows of all views of the global batch are shuffled, each process
-    encodes its part, and the keys are put back in order. The shuffle depends on the generator alone, so any number of
-    processes makes the same batch-norm groups.
-    """
-    n, world = len(views[0]), common.rank_and_world()[1]
-    shuffle = torch.randperm(len(views) * n * world, generator=generator)
-    # Row v * N + i is view v of image i. location[row] is its index in the concatenation, in rank order, of every
-    # process's torch.cat(views).
-    location = torch.arange(len(shuffle)).view(world, len(views), n).transpose(0, 1).flatten()
-    mine = exchange(torch.cat(views), location[shuffle].view(world, -1))
-    keys = gather(encode(mine))
-    shuffle = shuffle.to(keys.device, non_blocking=True)
-    return torch.empty_like(keys).index_copy_(0, shuffle, keys).view(len(views), n * world, -1)
 
 
 # ---------------------------------------------------------------------- MoCo
@@ -504,70 +466,101 @@ def parse_args(argv=None):
 
     argv: a list of words; sys.argv's if None.
     """
-    parser = common.run_parser("moco_jointcrop.py", __doc__)
+    number = common.number
+    parser = common.ArgumentParser("moco_jointcrop.py", __doc__, add_help=False)
+    parser.set_defaults(method="moco_jointcrop", evaluated="query")
+    add = parser.add_argument_group("data").add_argument
+    add("--dataset", choices=common.DATASETS, default="patterns", help="data set; it also chooses the recipe")
+    add("--data-dir", metavar="DIR", help="its folder, with train/, and val/ or test/")
+    add("--no-cache", action="store_true", help="do not keep decoded small images in memory")
+    add = parser.add_argument_group("run").add_argument
+    add("--variant", choices=("paper", "released"), default="paper", help="follow the paper, or the authors' code")
+    add("--seed", type=number(int, 0, 2**63 - 1), default=0, metavar="N", help="seed of all random numbers")
+    add("--init", metavar="FILE", help="start the encoder from a checkpoint, also of others")
+    add("--init-prefix", metavar="P", help="which encoder of --init's file: the end of what stands before its names")
     add = parser.add_argument_group("loss").add_argument
     add("--moco", choices=("v1", "v2", "v3"), help="version of MoCo (D6); it also chooses the recipe")
-    add("--temperature", type=common.POSITIVE, help="temperature of the loss")
-    add("--queue", type=common.COUNT_OR_AUTO, help="negatives per query: earlier keys; auto: a tenth of the images")
+    add("--local-crops", type=number(int, 0), help="local crops per image, as queries (App. D, D12)")
+    add("--temperature", type=number(float, 1e-9), help="temperature of the loss")
+    add("--queue", type=number(int, 1, word="auto"), help="negatives per query; auto: a tenth of the images")
     add = parser.add_argument_group("model").add_argument
     add("--arch", help="encoder: resnet_micro, resnet18, resnet50, vit_small, ..., or any timm model")
-    add("--image-size", type=common.COUNT, help="side of a view, in pixels")
-    add("--patch-size", type=common.COUNT, help="side of a ViT's patch, in pixels")
-    add("--dim", type=common.COUNT, help="dimension of queries and keys")
-    add("--hidden", type=common.COUNT, help="width of the hidden layer of v3's projector and predictor")
-    add("--bn-groups", type=common.COUNT, help="equal slices of the batch; each has its own batch-norm statistics")
-    add("--momentum", type=common.SHARE, nargs=2, help="momentum m of the momentum encoder, at start and end")
+    add("--image-size", type=number(int, 1), help="side of a view, in pixels")
+    add("--patch-size", type=number(int, 1), help="side of a ViT's patch, in pixels")
+    add("--dim", type=number(int, 1), help="dimension of queries and keys")
+    add("--hidden", type=number(int, 1), help="width of the hidden layer of v3's projector and predictor")
+    add("--bn-groups", type=number(int, 1), help="equal slices of the batch; each has its own batch-norm statistics")
+    add("--momentum", type=number(float, 0, 1), nargs=2, help="momentum m of the momentum encoder, first and last")
     add = parser.add_argument_group("schedule").add_argument
-    add("--epochs", type=common.COUNT, help="epochs of the whole training")
-    add("--batch-size", type=common.AT_LEAST_TWO, help="images per step, over all processes")
-    add("--lr", type=common.POSITIVE, help="learning rate at batch size --lr-batch; scaled linearly with --batch-size")
-    add("--lr-batch", type=common.COUNT, help="batch size for which --lr is given")
-    add("--min-lr", type=common.NOT_NEGATIVE, help="last learning rate; not given, it keeps its ratio to the peak rate")
-    add("--milestones", type=common.SHARE, nargs="*", help="rate to a tenth at these shares of the run; none: a cosine")
-    add("--warmup", type=common.NOT_NEGATIVE, help="epochs of linear warm-up; not given, it shrinks with --epochs")
-    add("--weight-decay", type=common.NOT_NEGATIVE, help="weight decay of SGD, or of v3's LARS")
-    add("--sgd-momentum", type=common.SHARE, help="momentum of SGD, or of v3's LARS")
-    add("--trust-coeff", type=common.POSITIVE, help="trust coefficient of v3's LARS")
+    add("--epochs", type=number(int, 1), help="epochs of the whole training")
+    add("--batch-size", type=number(int, 2), help="images per step, over all processes")
+    add("--lr", type=number(float, 1e-9), help="learning rate at --lr-batch; scaled linearly to --batch-size")
+    add("--lr-batch", type=number(int, 1), help="batch size for which --lr is given")
+    add("--min-lr", type=number(float, 0), help="last learning rate; not given, it keeps its ratio to the peak rate")
+    add("--milestones", type=number(float, 0, 1), nargs="*", help="rate to a tenth at these shares; none: a cosine")
+    add("--warmup", type=number(float, 0), help="epochs of linear warm-up; not given, it shrinks with --epochs")
+    add("--weight-decay", type=number(float, 0), help="weight decay of SGD, or of v3's LARS")
+    add("--sgd-momentum", type=number(float, 0, 1), help="momentum of SGD, or of v3's LARS")
+    add("--trust-coeff", type=number(float, 1e-9), help="trust coefficient of v3's LARS")
     add = parser.add_argument_group("augmentation").add_argument
-    add("--local-crops", type=common.NATURAL, help="local crops per image, as queries (App. D, D12)")
-    add("--local-size", type=common.COUNT, help="side of a local crop, in pixels")
-    add("--local-scale", type=common.POSITIVE_SHARE, nargs=2, help="smallest and largest area of a local crop")
-    add("--joint-pair", choices=("global", "local", "both"), help="which pairs are drawn jointly (App. D)")
+    pair = dict(nargs=2, metavar=("LO", "HI"))
     add("--joint", choices=("none", "crop", "blur", "either", "both"), help="what is drawn jointly")
-    add("--beta", type=common.number(float, -1e9, 1e9), help="beta of J-Crop(beta), J-Blur(beta), of any sign")
-    add("--joint-prob", type=common.SHARE, help="--joint either: probability of JointCrop, else JointBlur (App. F)")
-    add("--css-alpha", type=common.POSITIVE, help="alpha of centre-suppressed sampling (App. G); 1: a uniform position")
-    add("--crop-scale", type=common.POSITIVE_SHARE, nargs=2, help="smallest and largest area of a crop, as shares")
-    add("--crop-ratio", type=common.POSITIVE, nargs=2, help="smallest and largest width / height of a crop")
+    add("--joint-pair", choices=("global", "local", "both"), help="which pairs of crops are drawn jointly (App. D)")
+    add("--beta", type=number(float, -1e9), help="beta of J-Crop(beta), J-Blur(beta), of any sign")
+    add("--joint-prob", type=number(float, 0, 1), help="of --joint either: probability of JointCrop (App. F)")
+    add("--css-alpha", type=number(float, 1e-9), help="alpha of centre-suppressed sampling (App. G); 1: none")
+    add("--crop-scale", type=number(float, 1e-9, 1), **pair, help="smallest and largest area of a crop, as shares")
+    add("--local-size", type=number(int, 1), help="side of a local crop, in pixels")
+    add("--local-scale", type=number(float, 1e-9, 1), **pair, help="smallest and largest area of a local crop")
+    add("--crop-ratio", type=number(float, 1e-9), **pair, help="smallest and largest width / height of a crop")
     add("--interpolation", choices=("bilinear", "bicubic"), help="how a crop is resized")
-    add("--jitter", type=common.NOT_NEGATIVE, nargs=4, help="most brightness, contrast, saturation and hue change")
-    add("--jitter-p", type=common.SHARE, help="probability of these colour changes")
-    add("--gray-p", type=common.SHARE, help="probability of a gray view")
-    add("--blur-p", type=common.SHARE, nargs=2, help="probabilities of a blurred query and a blurred key view")
-    add("--blur-sigma", type=common.POSITIVE, nargs=2, help="smallest and largest sigma of the blur, in pixels")
-    add("--solarize-p", type=common.SHARE, nargs=2, help="probabilities of a solarized query and a solarized key view")
-    add("--flip-p", type=common.SHARE, help="probability of a horizontal flip")
+    add("--jitter", type=number(float, 0), nargs=4, help="most brightness, contrast, saturation and hue change")
+    add("--jitter-p", type=number(float, 0, 1), help="probability of these colour changes")
+    add("--gray-p", type=number(float, 0, 1), help="probability of a gray view")
+    add("--blur-p", type=number(float, 0, 1), nargs=2, help="probabilities of a blurred query and a blurred key view")
+    add("--blur-sigma", type=number(float, 1e-9), **pair, help="smallest and largest sigma of the blur, in pixels")
+    add("--solarize-p", type=number(float, 0, 1), nargs=2, help="as --blur-p, of a solarised view")
+    add("--flip-p", type=number(float, 0, 1), help="probability of a horizontal flip")
     add("--norm", choices=common.NORMS, help="data set whose mean and standard deviation normalise the views")
-    args, given = common.parse(parser, argv, recipe)
+    add = parser.add_argument_group("operation").add_argument
+    add("--out", metavar="DIR", help="folder of the run; one that has begun goes on")
+    add("--resume", metavar="PATH", help="begin a new --out with another run's last.pt")
+    add("--max-steps", type=number(int, 1), metavar="N", help="save and stop when the run has made N steps in all")
+    add("--keep-every", type=number(int, 0), default=0, metavar="N", help="epochs between copies that stay; 0: none")
+    add("--knn-every", type=number(int, 0), default=10, metavar="N", help="epochs between evaluations by kNN; 0: never")
+    add("--device", choices=("auto", "cuda", "cpu"), default="auto", help="auto: a GPU where there is one")
+    add("--amp", choices=("auto", "bf16", "off"), default="auto", help="auto: bf16 on GPUs that have it; off: float32")
+    add("--compile", action="store_true", help="compile the encoders: minutes at the start, then faster steps")
+    add("--grad-checkpoint", action="store_true", help="less memory, more time; batch norm's averages move twice")
+    add("--workers", type=number(int, 0, 1024), metavar="N", help="processes that load images, per training process")
+    add("--tensorboard", action="store_true", help="also write the metrics for TensorBoard")
+    add("--show-views", metavar="PNG", help="write a picture of the inputs, and exit")
+    add("-h", "--help", action="store_true", help="show this, with the defaults of --dataset, and exit")
+    args, typed = common.parse(parser, argv, recipe)
 
-    # What was not given follows from other values
+    # What is not typed follows from other values
     usual = argparse.Namespace(**recipe(args))
-    if "warmup" not in given:
+    if "warmup" not in typed:
         args.warmup *= min(1, args.epochs / usual.epochs)  # a shorter run has a shorter warm-up
-    if "min_lr" not in given:
+    if "min_lr" not in typed:
         args.min_lr *= peak_rate(args) / peak_rate(usual)  # the last rate is scaled as the peak rate is
-    if args.moco != "v3" and "bn_groups" not in given:
+    if args.moco != "v3" and "bn_groups" not in typed:
         args.bn_groups = math.lcm(args.bn_groups, common.rank_and_world()[1])  # each process has equally many
+    common.check_flags(args, typed)
+    check_joint(args)
+    return args
+
+
+def check_joint(args):
+    """Exit with an error message if what is drawn jointly does not fit the views or the released code."""
     if args.joint_pair != "global" and args.local_crops < 2:
         common.fail(f"--joint-pair {args.joint_pair} has nothing to act on: give --local-crops 2 or more")
-    blurs = args.joint in ("blur", "either", "both")
-    if blurs and max(args.blur_p) == 0:
+    if args.joint in ("blur", "either", "both") and max(args.blur_p) == 0:
         common.fail(f"--joint {args.joint} has nothing to act on: this recipe does not blur; give --blur-p 0.5 0.5")
     if args.variant == "released" and (
         args.joint not in ("none", "crop") or args.beta != 0 or args.css_alpha != 1 or args.local_crops
     ):
         common.fail("--variant released: the released code has JointCrop with beta 0 only (D3)")
-    return args
 
 
 def peak_rate(args):
@@ -603,6 +596,111 @@ def make_optimizer(args, model):
     return torch.optim.SGD(trained, args.lr, momentum=args.sgd_momentum, weight_decay=args.weight_decay)
 
 
+# ------------------------------------ the run (the same in all five files)
+
+
+def restore(args, images, parts):
+    """Return (steps made, records of the epochs) of last.pt in --out, else of --resume's file, else (0, []).
+
+    images: number and checksum of the training images. parts: {name: tensor, or object with load_state_dict}; they take
+    over their state. A new run starts with --init's weights. Exits with an error message if something does not fit.
+    """
+    last = Path(args.out, "last.pt")
+    found = sorted(p.name for p in last.parent.glob("*") if p.name != "lock" and p.suffix != ".tmp")
+    if found and not last.exists():
+        common.fail(f"--out {args.out} is not empty ({', '.join(found[:3])}), and has no last.pt: give another")
+    path = last if last.exists() else args.resume
+    state = common.load_checkpoint(path) if path else {"step": 0}
+    if state.get("step") == 0:  # nothing is lost if it begins anew, perhaps with other flags
+        if args.init:
+            model = parts["model"]
+            weights, _ = common.fitting_weights(args.init, model.backbone, args.init_prefix)
+            for encoder in {model.backbone, getattr(model, "momentum_backbone", model.backbone)}:
+                encoder.load_state_dict(weights)
+        return 0, []
+    try:
+        only = None if path == last else ("method", "arch", "batch_size")  # with these, steps and weights mean the same
+        if different := common.differences(state["config"], vars(args), only):
+            common.fail(f"{path} is of another configuration ({'; '.join(different[:5])}): give another --out")
+        if state["images"] != images:
+            common.fail(f"{path} is of other images ({state['images']}, now {images}): give another --out")
+        for name, part in parts.items():
+            part.copy_(state[name]) if torch.is_tensor(part) else part.load_state_dict(state[name])
+        step, records = state["step"], state["records"]
+    except (RuntimeError, ValueError, TypeError, KeyError, AttributeError) as error:
+        common.fail(f"{path} does not fit this method and model: {type(error).__name__} {str(error)[:300]}")
+    if step > args.epochs * (images["number"] // args.batch_size):
+        common.fail(f"{path} has made {step} steps already, more than --epochs {args.epochs} has")
+    common.say(f"going on from {path}, at step {step}")
+    return step, records
+
+
+def save(args, step, records, images, parts, encoder):
+    """Write last.pt, the whole state of the run, and then what is made of it: each file whole, or not at all.
+
+    encoder: what backbone.pt holds. All is written each time, which mends what a kill has left out. Values that are not
+    finite are never saved.
+    """
+    if common.rank_and_world()[0] != 0:
+        return
+    out, info = Path(args.out), common.encoder_info(args)
+    state = {name: part if torch.is_tensor(part) else part.state_dict() for name, part in parts.items()}
+    state |= dict(step=step, records=records, config=vars(args), images=images, backbone=info)
+    common.write_file(out / "last.pt", state)
+    epoch = records[-1]["epoch"] if records and records[-1]["step"] == step else 0  # 0: in the middle of one
+    if epoch and args.keep_every and epoch % args.keep_every == 0:
+        common.write_file(out / f"epoch-{epoch:04d}.pt", state)
+    common.write_file(out / "backbone.pt", info | {"state_dict": encoder.state_dict()})
+    common.write_file(out / "config.json", json.dumps(vars(args) | common.versions(args.device) | {"images": images}))
+    common.write_file(out / "metrics.jsonl", "".join(json.dumps(record) + "\n" for record in records))
+
+
+def means(args, loader, history):
+    """Return the means of metrics over the steps and processes, and how fast the steps were: {name: float}.
+
+    history: {name: 0-d tensor} of each step. An epoch that was interrupted has those of the steps since then.
+    """
+    sums = sum(torch.stack([*metrics.values()]).double() for metrics in history)
+    values = (gather(sums[None]).mean(0) / len(history)).tolist()
+    seconds = time.perf_counter() - loader.began
+    speed = dict(images_per_s=args.batch_size * len(history) / seconds, data_wait=loader.waited / seconds)
+    return dict(zip(history[0], values, strict=True)) | speed
+
+
+def is_due(args, step, records):
+    """Return True if an epoch ends at this step that is to be judged by kNN, and is not judged yet."""
+    if not records or records[-1]["step"] != step or "knn20_top1" in records[-1] or args.knn_every == 0:
+        return False
+    return records[-1]["epoch"] % args.knn_every == 0 or records[-1]["epoch"] == args.epochs
+
+
+def show_progress(args, loader, history, step, total_steps):
+    """Show how far the run has come. Exits with an error message if the loss or its gradient is not finite."""
+    loss, seconds = history[-1]["loss"].item(), (time.perf_counter() - loader.began) / len(history)
+    if not math.isfinite(loss + history[-1]["grad_norm"].item()):
+        advice = "go on without bf16, or with a lower --lr in a new --out (and --resume PATH)"
+        common.fail(f"the loss or its gradient is not finite at step {step}; last.pt is from before: {advice}")
+    where = f"epoch {math.ceil(step * args.epochs / total_steps)}/{args.epochs}  step {step}/{total_steps}"
+    speed = f"{args.batch_size / seconds:.0f} images/s  {seconds * (total_steps - step) / 60:.1f} min left"
+    common.progress(f"{where}  loss {loss:.3f}  {speed}")
+
+
+def tell(args, record, writer):
+    """Say what matters most of an epoch. TensorBoard's writer, if there is one, gets all of it."""
+    distance = f"{abs(record['below_chance']):.2f} {'below' if record['below_chance'] >= 0 else 'above'} chance"
+    scores = "".join(f"  {name} {value:.1f} %" for name, value in record.items() if name.endswith("_top1"))
+    figures = f"loss {record['loss']:.4f} ({distance}){scores}  std {record['std']:.2f}"
+    common.say(f"epoch {record['epoch']}/{args.epochs}  {figures}  {record['images_per_s']:.0f} images/s")
+    if writer is not None:
+        for name, value in record.items():
+            writer.add_scalar(name, value, record["step"])
+        writer.flush()
+
+
+# ------------------------------------------------------------------- the loop
+
+
+@common.own_generators()
 def main(args, train=None, test=None, encoder=None):
     """Train as args say. If an earlier call was stopped, the same call continues its run.
 
@@ -610,86 +708,193 @@ def main(args, train=None, test=None, encoder=None):
     encoder: a module that maps (N, 3, H, W) to (N, width), to train instead of --arch; a copy of it is trained. The
     trained weights are in backbone.pt of the run's folder.
     """
+    # What is known only now: the device, the precision, and whether data and encoder are the caller's own
+    device, args = common.join_processes(args.device), argparse.Namespace(**vars(args))
+    sizes = [args.image_size] + [args.local_size] * (args.local_crops > 0)
+    if encoder is not None:
+        args.arch = "own"
+        common.output_width(encoder, *sizes)  # exits if it does not take images of these sizes
+    dataset = args.dataset if train is None else "own"
+    args.out = args.out or f"runs/moco_jointcrop-{dataset}-{args.arch}-s{args.seed}{args.changes}"
+    args.amp = "bf16" if common.use_bf16(args.amp, device, args.arch, sizes) else "off"
+    args.device = device.type
+
     # Data
-    device = common.join_processes(args)
-    args = common.settle(args, device, train, encoder)
     train, test = common.open_images(args, train, test)
     draw = functools.partial(draw_views, args)
     loader = common.make_loader(args, train, augmentation(args), device, draw, shared_draws(args))
-    mean, std = common.NORMS[args.norm]
+    layout, norm = common.memory_format(device, args.arch), common.NORMS[args.norm]
     if args.show_views:
         names = ["query", "key", *(f"local {i + 1}" for i in range(args.local_crops))]
         return common.save_views(args.show_views, common.colour_views(next(iter(loader)), device), names)
+    steps_per_epoch = len(train) // args.batch_size
+    total_steps = args.epochs * steps_per_epoch
+    last_step = min(args.max_steps or total_steps, total_steps)
 
     # Model and optimiser
-    layout = common.memory_format(device, args.arch)
     torch.manual_seed(args.seed)
     if args.moco == "v3":
         model = MoCoV3(args, common.copy_module(encoder)).to(device, memory_format=layout)
         if dist.is_initialized() and device.type == "cuda":  # on CPUs each process takes its own statistics
             model = timm.layers.convert_sync_batchnorm(model)
-        negatives = args.batch_size - 1
-        chance = 4 * args.temperature * math.log(args.batch_size)  # the loss at equal logits: two terms of 2 T each
     else:
         if args.queue == "auto":
             args.queue = min(65536, max(args.batch_size, len(train) // 10))
         model = MoCo(args, common.copy_module(encoder)).to(device, memory_format=layout)
         check_batch_norm_groups(args)
         model = split_batch_norms(model, args.bn_groups)
-        negatives = args.queue
-        chance = math.log(args.queue + 1)  # the loss at equal logits
     optimizer = make_optimizer(args, model)
     ddp = in_parallel(args, model)
 
-    # The run's folder: if it holds a last.pt, the run continues from it. A new run may begin with --init's weights
-    run = common.Run(args, device, train, model.backbone, model=model, optimizer=optimizer)
-    views = f"crop areas {common.shown(args.crop_scale)}, blur {common.shown(args.blur_p)}"
-    views += f", {args.local_crops} local crops" if args.local_crops else ""
-    about = f"MoCo {args.moco}, --joint {args.joint}, beta {args.beta:g}, {views}, {negatives} negatives per query"
-    run.begin(common.introduction(args, model.backbone, train, test, chance, about), chance)
+    # The run's folder: the run continues from its last.pt, if there is one. The first save claims the folder
+    images, parts = dict(number=len(train), checksum=train.checksum()), dict(model=model, optimizer=optimizer)
+    step, records = restore(args, images, parts)
+    lock = common.claim_folder(args.out, vars(args), images, step)
+    save(args, step, records, images, parts, model.backbone)
+    writer = None
+    if args.tensorboard and common.rank_and_world()[0] == 0:
+        from torch.utils.tensorboard import SummaryWriter
 
-    # Each epoch is trained, saved, judged and written. A run that was stopped goes on in the middle of one
-    stop, step, steps_per_epoch = common.StopRequest(), run.step, run.steps_per_epoch
-    for epoch in range(run.epoch, run.last_epoch):  # run.epoch: the first whose record is not yet written
-        with stop:  # SIGTERM and Ctrl-C wait in here until the step at hand is made and saved; then the program ends
-            loader.batch_sampler.set_epoch(epoch, step, run.last_step)
-            for batch in loader:
-                lr, weight_decay, momentum = schedule(args, step, steps_per_epoch)
-                for group in optimizer.param_groups:
-                    decays = group["weight_decay"] > 0  # v3's biases and batch norms never do
-                    group.update(lr=lr, weight_decay=weight_decay if decays else 0.0)
-                # A query view and a key view per image, by JointCrop and JointBlur (Algorithm 1)
-                views = [common.normalize(view, mean, std) for view in common.colour_views(batch, device, layout)]
-                common.seed_step(args.seed, step)  # for layers that draw random numbers, such as drop-path
-                # The loss: MoCo's Eq. 1, or MoCo v3's Algorithm 1
-                loss, keys, embeddings, metrics = ddp(views, step)
-                # Update the query encoder. Then move the momentum encoder (MoCo, Eq. 2)
-                optimizer.zero_grad(set_to_none=True)
-                loss.backward()
-                grad_norm = gradient_norm(model)
-                optimizer.step()
-                model.update(momentum)
-                average_statistics(model)
-                # The keys are negatives of the next steps; v3 enqueues none
-                if keys is not None:
-                    model.queue.enqueue(keys)
-                # Count and log. After a request to stop (Ctrl-C or SIGTERM) no further step is made
-                step += 1
-                metrics = dict(loss=loss, **metrics, grad_norm=grad_norm, lr=lr, momentum=momentum)
-                run.count(step, metrics, embeddings)
-                if stop.agreed():
-                    break
-            record = run.save(loader, now=stop.agreed())
-        if step < (epoch + 1) * steps_per_epoch:  # --max-steps ended it in mid-epoch
+        writer = SummaryWriter(args.out, purge_step=step)
+
+    # What the numbers depend on
+    if args.moco == "v3":
+        chance = 4 * args.temperature * math.log(args.batch_size)  # the loss at equal logits: two terms of 2 T each
+        negatives = f"{args.batch_size - 1} negatives per query: the other keys of the batch"
+        norms = "batch norm over the whole batch"
+        if dist.is_initialized() and device.type == "cpu":
+            norms = "batch norm: each process's own (torch has it over processes on GPUs only)"
+    else:
+        chance = math.log(args.queue + 1)  # the loss at equal logits
+        negatives = f"queue of {args.queue} negatives per query, {100 * args.queue / len(train):.1f} % of the images"
+        norms = f"{args.bn_groups} batch-norm groups"
+    about = f"MoCo {args.moco}, --joint {args.joint}, beta {args.beta:g}"
+    views = f"crop areas {common.shown(args.crop_scale)}, blurred {common.shown(args.blur_p)}"
+    crops = f"{args.local_crops} local crops of {args.local_size} px, areas {common.shown(args.local_scale)}"
+    millions = sum(p.numel() for p in model.backbone.parameters()) / 1e6
+    world = common.rank_and_world()[1]
+    precision = "bf16" if args.amp == "bf16" else "TF32" if torch.backends.cuda.matmul.allow_tf32 else "float32"
+    common.say(", ".join(f"{name} {version}" for name, version in common.versions(args.device).items()))
+    common.say(f"moco_jointcrop, {about}; variant {args.variant}; chance level of the loss {chance:.3f}")
+    common.say(f"encoder {args.arch}, {millions:.2f} M parameters, {args.image_size} px; evaluated: the query encoder")
+    common.say(f"data {train}; test images: {len(test or ())}; mean {norm[0]}, std {norm[1]}")
+    common.say(f"{views}; positions: alpha {args.css_alpha:g}" if args.css_alpha != 1 else views)
+    if args.local_crops:
+        common.say(f"{crops}; pairs with a joint area: {args.joint_pair}")
+    common.say(negatives)
+    common.say(f"batch {args.batch_size} over {world} process(es), {norms}; {precision}")
+    common.say(f"{args.epochs} epochs, {steps_per_epoch} steps per epoch; weight decay {args.weight_decay:g}")
+    common.say(f"rate {args.lr:g} at batch {args.lr_batch}, scaled linearly to {peak_rate(args):g}")
+    common.say(f"momentum encoder {common.shown(args.momentum)}, temperature {args.temperature:g}")
+
+    while True:
+        # An epoch that has ended is judged, if it is due: also one whose judging was ended by a signal or a kill
+        if test is not None and is_due(args, step, records):
+            records[-1] |= common.knn_record(args, model.backbone, train, test, device)
+            save(args, step, records, images, parts, model.backbone)
+        if records and records[-1]["step"] == step:
+            tell(args, records[-1], writer)
+        if step >= last_step:
             break
-        if test is not None and common.is_due(epoch + 1, args.knn_every, args.epochs):
-            record |= common.knn_record(args, model.backbone, train, test, device)
-        run.write(record)
-    del ddp  # before the process group ends: in torch 2.11 a DDP that is deleted after it can hang for ever
-    run.finish()
+        # The next epoch, or what is left of it, is trained and saved
+        epoch, history = step // steps_per_epoch, []
+        with common.signals_noted() as stopped:  # SIGTERM and Ctrl-C wait until the step at hand is made and saved
+            try:
+                loader.batch_sampler.set_epoch(epoch, step, last_step)
+                for batch in loader:
+                    lr, weight_decay, momentum = schedule(args, step, steps_per_epoch)
+                    for group in optimizer.param_groups:
+                        decays = group["weight_decay"] > 0  # v3's biases and batch norms never do
+                        group.update(lr=lr, weight_decay=weight_decay if decays else 0.0)
+                    # A query view and a key view per image, by JointCrop and JointBlur (Algorithm 1)
+                    views = common.colour_views(batch, device, layout, norm)
+                    seed_step(args.seed, step)  # for layers that draw random numbers, such as drop-path
+                    # The loss: MoCo's Eq. 1, or MoCo v3's Algorithm 1
+                    loss, keys, (q, _), metrics = ddp(views, step)
+                    # Update the query encoder. Then move the momentum encoder (MoCo, Eq. 2)
+                    optimizer.zero_grad(set_to_none=True)
+                    loss.backward()
+                    grad_norm = gradient_norm(model)
+                    optimizer.step()
+                    model.update(momentum)
+                    average_statistics(model)
+                    # The keys are negatives of the next steps; v3 enqueues none
+                    if keys is not None:
+                        model.queue.enqueue(keys)
+                    # Note the metrics. After a signal no further step is made
+                    step += 1
+                    metrics |= dict(loss=loss, grad_norm=grad_norm)
+                    history.append({name: value.detach() for name, value in metrics.items()})
+                    if step % 10 == 0:
+                        show_progress(args, loader, history, step, total_steps)
+                    if stopped():
+                        break
+            except common.BadImage:
+                save(args, step, records, images, parts, model.backbone)  # the steps that were made
+                raise
+            if step % steps_per_epoch == 0:
+                record = dict(epoch=epoch + 1, step=step, **means(args, loader, history), lr=lr, momentum=momentum)
+                record |= dict(below_chance=chance - record["loss"], **common.embedding_health(q))
+                records.append(record)
+            save(args, step, records, images, parts, model.backbone)
+        if stopped():
+            common.say("stopped on request (exit status 75); everything is saved, and the same command goes on")
+            raise SystemExit(75)
+
+    del ddp, lock  # before the process group ends: in torch 2.11 a DDP that is deleted after it can hang for ever
+    if step < total_steps:
+        common.say(f"stopped at step {step} of {total_steps}: give a larger --max-steps, or none, to go on")
+    else:
+        common.say(common.how_to_judge(args, train))
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 # =============================================================== 6. machinery
+
+# ------------- shuffled keys (the same in moco_jointcrop, jcl, clim and logo)
+
+
+def exchange(x, wanted):
+    """Exchange rows between processes: on process r, return the rows wanted[r] of the global batch, as (m, ...).
+
+    x: (n, ...), this process's part. The global batch is all parts, in rank order. wanted: (world, m) int64 on the
+    CPU, the same on all processes. No gradient. A process receives only the rows that it wants.
+    """
+    rank, world = common.rank_and_world()
+    if world == 1:
+        return x[wanted[0].to(x.device, non_blocking=True)]
+    owner, row = wanted // len(x), wanted % len(x)
+    rows_to_send = torch.cat([row[r][owner[r] == rank] for r in range(world)])
+    send_counts = (owner == rank).sum(1).tolist()
+    receive_counts = owner[rank].bincount(minlength=world).tolist()
+    received = x.new_empty(wanted.shape[1], *x.shape[1:])
+    to_send = x[rows_to_send.to(x.device, non_blocking=True)].contiguous()
+    dist.all_to_all_single(received, to_send, receive_counts, send_counts)
+    place = owner[rank].argsort(stable=True).to(x.device, non_blocking=True)  # rows arrive sorted by sender
+    return torch.empty_like(received).index_copy_(0, place, received)
+
+
+@torch.no_grad()
+def encode_keys(encode, views, generator):
+    """Encode several views of the global batch as keys, shuffled for batch norm: (views, N, C).
+
+    encode: maps images to keys. views: list of this process's images (n, 3, H, W).
+    The key and the query of an image must not share batch statistics. Else the encoder could use these to tell which
+    key belongs to a query (MoCo, section 3.3). So the rows of all views of the global batch are shuffled, each process
+    encodes its part, and the keys are put back in order. The shuffle depends on the generator alone, so any number of
+    processes makes the same batch-norm groups.
+    """
+    n, world = len(views[0]), common.rank_and_world()[1]
+    shuffle = torch.randperm(len(views) * n * world, generator=generator)
+    # Row v * N + i is view v of image i. location[row] is its index in the concatenation, in rank order, of every
+    # process's torch.cat(views).
+    location = torch.arange(len(shuffle)).view(world, len(views), n).transpose(0, 1).flatten()
+    mine = exchange(torch.cat(views), location[shuffle].view(world, -1))
+    keys = gather(encode(mine))
+    shuffle = shuffle.to(keys.device, non_blocking=True)
+    return torch.empty_like(keys).index_copy_(0, shuffle, keys).view(len(views), n * world, -1)
+
 
 # -- batch norm in groups (the same in moco_jointcrop, jcl, clim and logo)
 
@@ -765,6 +970,8 @@ def average_statistics(model):
 
 # ------------------------------- several processes (the same in all five files)
 
+STREAM_STEP = 0  # a random stream, see common.generator
+
 
 def gather(x):
     """Concatenate the tensors (n, ...) of all processes to (N, ...), in rank order. No gradient."""
@@ -776,6 +983,11 @@ def gather(x):
     return out
 
 
+def seed_step(seed, step):
+    """Seed the global generator by (seed, step, rank). Drop-path draws from it."""
+    torch.manual_seed(common.generator(seed, step, STREAM_STEP, common.rank_and_world()[0]).initial_seed())
+
+
 def gradient_norm(model):
     """Return the L2 norm of all gradients, as a 0-d tensor."""
     return torch.nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
@@ -784,6 +996,8 @@ def gradient_norm(model):
 def in_parallel(args, model):
     """Apply --grad-checkpoint and --compile to the model, wrap it in DDP if there are several processes, return it."""
     if args.grad_checkpoint:
+        if not hasattr(model.backbone, "set_grad_checkpointing"):
+            common.fail("--grad-checkpoint needs an encoder with timm's set_grad_checkpointing, which yours has not")
         model.backbone.set_grad_checkpointing()
     if args.compile:
         for name, child in model.named_children():  # one that has two names comes once

@@ -63,8 +63,11 @@ biases, and batch norm over all processes. The paper's 10 epochs of warm-up and 
 """
 
 import argparse
+import json
 import math
+import time
 from itertools import pairwise
+from pathlib import Path
 
 import timm
 import torch
@@ -421,66 +424,88 @@ def parse_args(argv=None):
 
     argv: a list of words; sys.argv's if None.
     """
-    parser = common.run_parser("patchmix.py", __doc__, evaluated="momentum")
+    number = common.number
+    parser = common.ArgumentParser("patchmix.py", __doc__, add_help=False)
+    parser.set_defaults(method="patchmix", evaluated="momentum")
+    add = parser.add_argument_group("data").add_argument
+    add("--dataset", choices=common.DATASETS, default="patterns", help="data set; it also chooses the recipe")
+    add("--data-dir", metavar="DIR", help="its folder, with train/, and val/ or test/")
+    add("--no-cache", action="store_true", help="do not keep decoded small images in memory")
+    add = parser.add_argument_group("run").add_argument
+    add("--variant", choices=("paper", "released"), default="paper", help="follow the paper, or the authors' code")
+    add("--seed", type=number(int, 0, 2**63 - 1), default=0, metavar="N", help="seed of all random numbers")
+    add("--init", metavar="FILE", help="start the encoder from a checkpoint, also of others")
+    add("--init-prefix", metavar="P", help="which encoder of --init's file: the end of what stands before its names")
     add = parser.add_argument_group("loss").add_argument
-    add("--num-mix", type=common.COUNT, help="images that are mixed into one, M (Table 6); 1: none are")
-    add("--mix-slices", type=common.COUNT, help="equal slices of the batch; images are mixed within each (D12)")
-    add("--mixed-view", type=common.number(int, 1, 2), help="the view, 1 or 2, whose mixed images are the queries (D5)")
+    add("--num-mix", type=number(int, 1), help="images that are mixed into one, M (Table 6); 1: none are")
+    add("--mix-slices", type=number(int, 1), help="equal slices of the batch; images are mixed within each (D12)")
+    add("--mixed-view", type=number(int, 1, 2), help="the view, 1 or 2, whose mixed images are the queries (D5)")
     add("--terms", type=some_terms, help="terms of the loss, Eq. 16: some of oto,mto,mtm (Table 7)")
-    add("--term-weights", type=common.NOT_NEGATIVE, nargs=3, help="weights of oto, mto and mtm in the loss (Eq. 16)")
-    add("--local-crops", type=common.NATURAL, help="local crops per image, as queries of oto and mto (D7)")
-    add("--smoothing", type=common.SHARE, help="share of oto's targets that is spread over all keys (D1)")
-    add("--temperature", type=common.POSITIVE, help="temperature tau of the loss")
+    add("--term-weights", type=number(float, 0), nargs=3, help="weights of oto, mto and mtm in the loss (Eq. 16)")
+    add("--local-crops", type=number(int, 0), help="local crops per image, as queries of oto and mto (D7)")
+    add("--smoothing", type=number(float, 0, 1), help="share of oto's targets that is spread over all keys (D1)")
+    add("--temperature", type=number(float, 1e-9), help="temperature tau of the loss")
     add = parser.add_argument_group("model").add_argument
     add("--arch", help="encoder: vit_micro, vit_tiny, vit_small, vit_base, or any timm model")
-    add("--image-size", type=common.COUNT, help="side of a view, in pixels")
-    add("--patch-size", type=common.COUNT, help="side of a patch, in pixels, of the ViT and of the mixing")
-    add("--num-heads", type=common.COUNT_OR_AUTO, help="heads of the ViT's attention; auto: timm's (D3)")
-    add("--drop-path", type=common.SHARE, help="drop-path rate of the ViT's last block; earlier blocks have less")
-    add("--hidden", type=common.COUNT, help="hidden size of the projector and the predictor (Table 9)")
-    add("--dim", type=common.COUNT, help="dimension of queries and keys (Table 9)")
-    add("--momentum", type=common.SHARE, nargs=2, help="momentum mu, at start and end; 0 0: no momentum encoder (D4)")
+    add("--image-size", type=number(int, 1), help="side of a view, in pixels")
+    add("--patch-size", type=number(int, 1), help="side of a patch, in pixels, of the ViT and of the mixing")
+    add("--num-heads", type=number(int, 1, word="auto"), help="heads of the ViT's attention; auto: timm's (D3)")
+    add("--drop-path", type=number(float, 0, 1), help="drop-path rate of the ViT's last block; earlier ones have less")
+    add("--hidden", type=number(int, 1), help="hidden size of the projector and the predictor (Table 9)")
+    add("--dim", type=number(int, 1), help="dimension of queries and keys (Table 9)")
+    add("--momentum", type=number(float, 0, 1), nargs=2, help="momentum mu, first and last; 0 0: no such encoder (D4)")
     add = parser.add_argument_group("schedule").add_argument
-    add("--epochs", type=common.COUNT, help="epochs of the whole training")
-    add("--batch-size", type=common.AT_LEAST_TWO, help="images per step, over all processes")
-    add("--lr", type=common.POSITIVE, help="learning rate at batch size --lr-batch; scaled linearly with --batch-size")
-    add("--lr-batch", type=common.COUNT, help="batch size for which --lr is given")
-    add("--min-lr", type=common.NOT_NEGATIVE, help="last learning rate; not given, it keeps its ratio to the peak rate")
-    add("--warmup", type=common.NOT_NEGATIVE, help="epochs of linear warm-up; not given, it shrinks with --epochs")
-    add("--weight-decay", type=common.NOT_NEGATIVE, nargs=2, help="weight decay of AdamW, at the start and at the end")
-    add("--betas", type=common.number(float, 0, 0.999999), nargs=2, help="betas of AdamW")
+    add("--epochs", type=number(int, 1), help="epochs of the whole training")
+    add("--batch-size", type=number(int, 2), help="images per step, over all processes")
+    add("--lr", type=number(float, 1e-9), help="learning rate at --lr-batch; scaled linearly to --batch-size")
+    add("--lr-batch", type=number(int, 1), help="batch size for which --lr is given")
+    add("--min-lr", type=number(float, 0), help="last learning rate; not given, it keeps its ratio to the peak rate")
+    add("--warmup", type=number(float, 0), help="epochs of linear warm-up; not given, it shrinks with --epochs")
+    add("--weight-decay", type=number(float, 0), nargs=2, help="weight decay of AdamW, at the start and at the end")
+    add("--betas", type=number(float, 0, 0.999999), nargs=2, help="betas of AdamW")
     add = parser.add_argument_group("augmentation").add_argument
-    add("--crop-scale", type=common.POSITIVE_SHARE, nargs=2, help="smallest and largest area of a crop, as shares")
-    add("--local-size", type=common.COUNT, help="side of a local crop, in pixels")
-    add(
-        "--local-scale",
-        type=common.POSITIVE_SHARE,
-        nargs=2,
-        help="smallest and largest area of a local crop, as shares",
-    )
-    add("--local-blur-p", type=common.SHARE, help="probability of a blurred local crop")
-    add("--crop-ratio", type=common.POSITIVE, nargs=2, help="smallest and largest width / height of a crop")
+    pair = dict(nargs=2, metavar=("LO", "HI"))
+    add("--crop-scale", type=number(float, 1e-9, 1), **pair, help="smallest and largest area of a crop, as shares")
+    add("--local-size", type=number(int, 1), help="side of a local crop, in pixels")
+    add("--local-scale", type=number(float, 1e-9, 1), **pair, help="smallest and largest area of a local crop")
+    add("--local-blur-p", type=number(float, 0, 1), help="probability of a blurred local crop")
+    add("--crop-ratio", type=number(float, 1e-9), **pair, help="smallest and largest width / height of a crop")
     add("--interpolation", choices=("bilinear", "bicubic"), help="how a crop is resized")
-    add("--jitter", type=common.NOT_NEGATIVE, nargs=4, help="most brightness, contrast, saturation and hue change")
-    add("--jitter-p", type=common.SHARE, help="probability of these colour changes")
-    add("--gray-p", type=common.SHARE, help="probability of a gray view")
-    add("--blur-p", type=common.SHARE, nargs=2, help="probability of a blurred view, by T_1 and by T_2")
-    add("--blur-sigma", type=common.POSITIVE, nargs=2, help="smallest and largest sigma of the blur, in pixels")
-    add("--solarize-p", type=common.SHARE, nargs=2, help="probability of a solarised view, by T_1 and by T_2")
-    add("--flip-p", type=common.SHARE, help="probability of a horizontal flip")
+    add("--jitter", type=number(float, 0), nargs=4, help="most brightness, contrast, saturation and hue change")
+    add("--jitter-p", type=number(float, 0, 1), help="probability of these colour changes")
+    add("--gray-p", type=number(float, 0, 1), help="probability of a gray view")
+    add("--blur-p", type=number(float, 0, 1), nargs=2, help="probability of a blurred view, by T_1 and by T_2")
+    add("--blur-sigma", type=number(float, 1e-9), **pair, help="smallest and largest sigma of the blur, in pixels")
+    add("--solarize-p", type=number(float, 0, 1), nargs=2, help="probability of a solarised view, by T_1 and by T_2")
+    add("--flip-p", type=number(float, 0, 1), help="probability of a horizontal flip")
     add("--norm", choices=common.NORMS, help="data set whose mean and standard deviation normalise the views")
-    args, given = common.parse(parser, argv, recipe)
+    add = parser.add_argument_group("operation").add_argument
+    add("--out", metavar="DIR", help="folder of the run; one that has begun goes on")
+    add("--resume", metavar="PATH", help="begin a new --out with another run's last.pt")
+    add("--max-steps", type=number(int, 1), metavar="N", help="save and stop when the run has made N steps in all")
+    add("--keep-every", type=number(int, 0), default=0, metavar="N", help="epochs between copies that stay; 0: none")
+    add("--knn-every", type=number(int, 0), default=10, metavar="N", help="epochs between evaluations by kNN; 0: never")
+    add("--device", choices=("auto", "cuda", "cpu"), default="auto", help="auto: a GPU where there is one")
+    add("--amp", choices=("auto", "bf16", "off"), default="auto", help="auto: bf16 on GPUs that have it; off: float32")
+    add("--compile", action="store_true", help="compile the encoders: minutes at the start, then faster steps")
+    add("--grad-checkpoint", action="store_true", help="less memory, more time; batch norm's averages move twice")
+    add("--workers", type=number(int, 0, 1024), metavar="N", help="processes that load images, per training process")
+    add("--tensorboard", action="store_true", help="also write the metrics for TensorBoard")
+    add("--show-views", metavar="PNG", help="write a picture of the inputs, and exit")
+    add("-h", "--help", action="store_true", help="show this, with the defaults of --dataset, and exit")
+    args, typed = common.parse(parser, argv, recipe)
 
-    # What was not given follows from other values
+    # What is not typed follows from other values
     usual = argparse.Namespace(**recipe(args))
-    if "warmup" not in given:
+    if "warmup" not in typed:
         args.warmup *= min(1, args.epochs / usual.epochs)  # a shorter run has a shorter warm-up
-    if "min_lr" not in given:
+    if "min_lr" not in typed:
         args.min_lr *= peak_rate(args) / peak_rate(usual)  # the last rate is scaled as the peak rate is
-    if "term_weights" not in given and args.variant == "released":
+    if "term_weights" not in typed and args.variant == "released":
         args.term_weights = (1.0, 0.5, 0.5 / args.num_mix)  # D1, for any M: those of mtm sum to 1 there, here to M
-    if "mix_slices" not in given:
+    if "mix_slices" not in typed:
         args.mix_slices = math.lcm(args.mix_slices, common.rank_and_world()[1])  # each process has equally many
+    common.check_flags(args, typed)
     check_mixing(args)
     return args
 
@@ -534,6 +559,111 @@ def chance_level(args, model):
     return weights * math.log(args.batch_size)
 
 
+# ------------------------------------ the run (the same in all five files)
+
+
+def restore(args, images, parts):
+    """Return (steps made, records of the epochs) of last.pt in --out, else of --resume's file, else (0, []).
+
+    images: number and checksum of the training images. parts: {name: tensor, or object with load_state_dict}; they take
+    over their state. A new run starts with --init's weights. Exits with an error message if something does not fit.
+    """
+    last = Path(args.out, "last.pt")
+    found = sorted(p.name for p in last.parent.glob("*") if p.name != "lock" and p.suffix != ".tmp")
+    if found and not last.exists():
+        common.fail(f"--out {args.out} is not empty ({', '.join(found[:3])}), and has no last.pt: give another")
+    path = last if last.exists() else args.resume
+    state = common.load_checkpoint(path) if path else {"step": 0}
+    if state.get("step") == 0:  # nothing is lost if it begins anew, perhaps with other flags
+        if args.init:
+            model = parts["model"]
+            weights, _ = common.fitting_weights(args.init, model.backbone, args.init_prefix)
+            for encoder in {model.backbone, getattr(model, "momentum_backbone", model.backbone)}:
+                encoder.load_state_dict(weights)
+        return 0, []
+    try:
+        only = None if path == last else ("method", "arch", "batch_size")  # with these, steps and weights mean the same
+        if different := common.differences(state["config"], vars(args), only):
+            common.fail(f"{path} is of another configuration ({'; '.join(different[:5])}): give another --out")
+        if state["images"] != images:
+            common.fail(f"{path} is of other images ({state['images']}, now {images}): give another --out")
+        for name, part in parts.items():
+            part.copy_(state[name]) if torch.is_tensor(part) else part.load_state_dict(state[name])
+        step, records = state["step"], state["records"]
+    except (RuntimeError, ValueError, TypeError, KeyError, AttributeError) as error:
+        common.fail(f"{path} does not fit this method and model: {type(error).__name__} {str(error)[:300]}")
+    if step > args.epochs * (images["number"] // args.batch_size):
+        common.fail(f"{path} has made {step} steps already, more than --epochs {args.epochs} has")
+    common.say(f"going on from {path}, at step {step}")
+    return step, records
+
+
+def save(args, step, records, images, parts, encoder):
+    """Write last.pt, the whole state of the run, and then what is made of it: each file whole, or not at all.
+
+    encoder: what backbone.pt holds. All is written each time, which mends what a kill has left out. Values that are not
+    finite are never saved.
+    """
+    if common.rank_and_world()[0] != 0:
+        return
+    out, info = Path(args.out), common.encoder_info(args)
+    state = {name: part if torch.is_tensor(part) else part.state_dict() for name, part in parts.items()}
+    state |= dict(step=step, records=records, config=vars(args), images=images, backbone=info)
+    common.write_file(out / "last.pt", state)
+    epoch = records[-1]["epoch"] if records and records[-1]["step"] == step else 0  # 0: in the middle of one
+    if epoch and args.keep_every and epoch % args.keep_every == 0:
+        common.write_file(out / f"epoch-{epoch:04d}.pt", state)
+    common.write_file(out / "backbone.pt", info | {"state_dict": encoder.state_dict()})
+    common.write_file(out / "config.json", json.dumps(vars(args) | common.versions(args.device) | {"images": images}))
+    common.write_file(out / "metrics.jsonl", "".join(json.dumps(record) + "\n" for record in records))
+
+
+def means(args, loader, history):
+    """Return the means of metrics over the steps and processes, and how fast the steps were: {name: float}.
+
+    history: {name: 0-d tensor} of each step. An epoch that was interrupted has those of the steps since then.
+    """
+    sums = sum(torch.stack([*metrics.values()]).double() for metrics in history)
+    values = (gather(sums[None]).mean(0) / len(history)).tolist()
+    seconds = time.perf_counter() - loader.began
+    speed = dict(images_per_s=args.batch_size * len(history) / seconds, data_wait=loader.waited / seconds)
+    return dict(zip(history[0], values, strict=True)) | speed
+
+
+def is_due(args, step, records):
+    """Return True if an epoch ends at this step that is to be judged by kNN, and is not judged yet."""
+    if not records or records[-1]["step"] != step or "knn20_top1" in records[-1] or args.knn_every == 0:
+        return False
+    return records[-1]["epoch"] % args.knn_every == 0 or records[-1]["epoch"] == args.epochs
+
+
+def show_progress(args, loader, history, step, total_steps):
+    """Show how far the run has come. Exits with an error message if the loss or its gradient is not finite."""
+    loss, seconds = history[-1]["loss"].item(), (time.perf_counter() - loader.began) / len(history)
+    if not math.isfinite(loss + history[-1]["grad_norm"].item()):
+        advice = "go on without bf16, or with a lower --lr in a new --out (and --resume PATH)"
+        common.fail(f"the loss or its gradient is not finite at step {step}; last.pt is from before: {advice}")
+    where = f"epoch {math.ceil(step * args.epochs / total_steps)}/{args.epochs}  step {step}/{total_steps}"
+    speed = f"{args.batch_size / seconds:.0f} images/s  {seconds * (total_steps - step) / 60:.1f} min left"
+    common.progress(f"{where}  loss {loss:.3f}  {speed}")
+
+
+def tell(args, record, writer):
+    """Say what matters most of an epoch. TensorBoard's writer, if there is one, gets all of it."""
+    distance = f"{abs(record['below_chance']):.2f} {'below' if record['below_chance'] >= 0 else 'above'} chance"
+    scores = "".join(f"  {name} {value:.1f} %" for name, value in record.items() if name.endswith("_top1"))
+    figures = f"loss {record['loss']:.4f} ({distance}){scores}  std {record['std']:.2f}"
+    common.say(f"epoch {record['epoch']}/{args.epochs}  {figures}  {record['images_per_s']:.0f} images/s")
+    if writer is not None:
+        for name, value in record.items():
+            writer.add_scalar(name, value, record["step"])
+        writer.flush()
+
+
+# ------------------------------------------------------------------- the loop
+
+
+@common.own_generators()
 def main(args, train=None, test=None, encoder=None):
     """Train as args say. If an earlier call was stopped, the same call continues its run.
 
@@ -541,21 +671,32 @@ def main(args, train=None, test=None, encoder=None):
     encoder: a module that maps (N, 3, H, W) to (N, width), to train instead of --arch; a copy of it is trained. The
     trained weights are in backbone.pt of the run's folder.
     """
+    # What is known only now: the device, the precision, and whether data and encoder are the caller's own
+    device, args = common.join_processes(args.device), argparse.Namespace(**vars(args))
+    sizes = [args.image_size] + [args.local_size] * (args.local_crops > 0)
+    if encoder is not None:
+        args.arch = "own"
+        common.output_width(encoder, *sizes)  # exits if it does not take images of these sizes
+    dataset = args.dataset if train is None else "own"
+    args.out = args.out or f"runs/patchmix-{dataset}-{args.arch}-s{args.seed}{args.changes}"
+    args.amp = "bf16" if common.use_bf16(args.amp, device, args.arch, sizes) else "off"
+    args.device = device.type
+
     # Data
-    device = common.join_processes(args)
-    args = common.settle(args, device, train, encoder)
     train, test = common.open_images(args, train, test)
     loader = common.make_loader(args, train, augmentation(args), device)
-    mean, std = common.NORMS[args.norm]
+    layout, norm = common.memory_format(device, args.arch), common.NORMS[args.norm]
     if args.show_views:
         views = common.colour_views(next(iter(loader)), device)
         mixed = [mix_in_slices(view, args, 0, number) for number, view in enumerate(views)]
         names = ["view 1", "view 2", *(f"local {i + 1}" for i in range(args.local_crops))]
         names += [f"{name} mixed, M = {args.num_mix}" for name in names]
         return common.save_views(args.show_views, views + mixed, names)
+    steps_per_epoch = len(train) // args.batch_size
+    total_steps = args.epochs * steps_per_epoch
+    last_step = min(args.max_steps or total_steps, total_steps)
 
     # Model and optimiser
-    layout = common.memory_format(device, args.arch)
     torch.manual_seed(args.seed)
     model = PatchMix(args, common.copy_module(encoder)).to(device)
     if dist.is_initialized() and device.type == "cuda":  # on CPUs each process takes its own statistics
@@ -564,55 +705,106 @@ def main(args, train=None, test=None, encoder=None):
     optimizer = torch.optim.AdamW(groups, args.lr, betas=args.betas, fused=True)
     ddp = in_parallel(args, model)
 
-    # The run's folder: if it holds a last.pt, the run continues from it. A new run may begin with --init's weights
-    run = common.Run(args, device, train, model.momentum_backbone, model=model, optimizer=optimizer)
-    chance = chance_level(args, model)
-    terms = ", ".join(f"{term} x {model.term_weights[term]:.3g}" for term in model.terms)
-    crops = f", {args.local_crops} local crops of {args.local_size} px" if args.local_crops else ""
-    about = f"M = {args.num_mix} in {args.mix_slices} slice(s), terms {terms}, {args.batch_size} keys per query{crops}"
-    introduction = common.introduction(args, model.momentum_backbone, train, test, chance, about)
-    run.begin(introduction, chance)
+    # The run's folder: the run continues from its last.pt, if there is one. The first save claims the folder
+    images, parts = dict(number=len(train), checksum=train.checksum()), dict(model=model, optimizer=optimizer)
+    step, records = restore(args, images, parts)
+    lock = common.claim_folder(args.out, vars(args), images, step)
+    save(args, step, records, images, parts, model.momentum_backbone)
+    writer = None
+    if args.tensorboard and common.rank_and_world()[0] == 0:
+        from torch.utils.tensorboard import SummaryWriter
 
-    # Each epoch is trained, saved, judged and written. A run that was stopped goes on in the middle of one
-    stop, step, steps_per_epoch = common.StopRequest(), run.step, run.steps_per_epoch
-    for epoch in range(run.epoch, run.last_epoch):  # run.epoch: the first whose record is not yet written
-        with stop:  # SIGTERM and Ctrl-C wait in here until the step at hand is made and saved; then the program ends
-            loader.batch_sampler.set_epoch(epoch, step, run.last_step)
-            for batch in loader:
-                lr, weight_decay, momentum = schedule(args, step, steps_per_epoch)
-                no_decay, decay = optimizer.param_groups  # in timm's order
-                no_decay.update(lr=lr)
-                decay.update(lr=lr, weight_decay=weight_decay)
-                # Algorithm 2, line 4: two views per image
-                views = [common.normalize(view, mean, std) for view in common.colour_views(batch, device, layout)]
-                common.seed_step(args.seed, step)  # for layers that draw random numbers, such as drop-path
-                # Lines 5 to 10: the mixed images, queries, keys and the loss
-                loss, _, embeddings, metrics = ddp(views, step)
-                # Line 10: update the encoder. Line 11: move the momentum encoder
-                optimizer.zero_grad(set_to_none=True)
-                loss.backward()
-                grad_norm = gradient_norm(model)
-                optimizer.step()
-                model.update(momentum)
-                # Count and log. After a request to stop (Ctrl-C or SIGTERM) no further step is made
-                step += 1
-                metrics = dict(loss=loss, **metrics, grad_norm=grad_norm, lr=lr, momentum=momentum)
-                run.count(step, metrics, embeddings)
-                if stop.agreed():
-                    break
-            record = run.save(loader, now=stop.agreed())
-        if step < (epoch + 1) * steps_per_epoch:  # --max-steps ended it in mid-epoch
+        writer = SummaryWriter(args.out, purge_step=step)
+
+    # What the numbers depend on
+    chance = chance_level(args, model)  # the loss at equal logits
+    terms = ", ".join(f"{term} x {model.term_weights[term]:.3g}" for term in model.terms)
+    millions = sum(p.numel() for p in model.momentum_backbone.parameters()) / 1e6
+    judged = "the momentum encoder" if max(args.momentum) > 0 else "the encoder, as there is no momentum encoder"
+    patches = f" in patches of {args.patch_size} px" if common.is_vit(args.arch) else ""
+    areas = f"areas {common.shown(args.crop_scale)}"
+    decay, momentum = common.shown(args.weight_decay), common.shown(args.momentum)
+    world = common.rank_and_world()[1]
+    own = dist.is_initialized() and device.type == "cpu"
+    norms = "each process's own (torch has batch norm over processes on GPUs only)" if own else "the whole batch's"
+    precision = "bf16" if args.amp == "bf16" else "TF32" if torch.backends.cuda.matmul.allow_tf32 else "float32"
+    common.say(", ".join(f"{name} {version}" for name, version in common.versions(args.device).items()))
+    common.say(f"patchmix, M = {args.num_mix}, {terms}; variant {args.variant}; chance level of the loss {chance:.3f}")
+    common.say(f"encoder {args.arch}, {millions:.2f} M parameters, {args.image_size} px{patches}; evaluated: {judged}")
+    common.say(f"data {train}; test images: {len(test or ())}; mean {norm[0]}, std {norm[1]}")
+    if args.local_crops:
+        areas += f"; {args.local_crops} local crops of {args.local_size} px, areas {common.shown(args.local_scale)}"
+    common.say(f"two views, {areas}; images are mixed within {args.mix_slices} slice(s) of the batch")
+    common.say(f"batch {args.batch_size} over {world} process(es), {args.batch_size} keys per query; {precision}")
+    common.say(f"batch-norm statistics: {norms}")
+    common.say(f"{args.epochs} epochs, {steps_per_epoch} steps per epoch; weight decay {decay}")
+    common.say(f"rate {args.lr:g} at batch {args.lr_batch}, scaled linearly to {peak_rate(args):g}")
+    common.say(f"momentum encoder {momentum}, temperature {args.temperature:g}")
+
+    while True:
+        # An epoch that has ended is judged, if it is due: also one whose judging was ended by a signal or a kill
+        if test is not None and is_due(args, step, records):
+            records[-1] |= common.knn_record(args, model.momentum_backbone, train, test, device)
+            save(args, step, records, images, parts, model.momentum_backbone)
+        if records and records[-1]["step"] == step:
+            tell(args, records[-1], writer)
+        if step >= last_step:
             break
-        if test is not None and common.is_due(epoch + 1, args.knn_every, args.epochs):
-            record |= common.knn_record(args, model.momentum_backbone, train, test, device)
-        run.write(record)
-    del ddp  # before the process group ends: in torch 2.11 a DDP that is deleted after it can hang for ever
-    run.finish()
+        # The next epoch, or what is left of it, is trained and saved
+        epoch, history = step // steps_per_epoch, []
+        with common.signals_noted() as stopped:  # SIGTERM and Ctrl-C wait until the step at hand is made and saved
+            try:
+                loader.batch_sampler.set_epoch(epoch, step, last_step)
+                for batch in loader:
+                    lr, weight_decay, momentum = schedule(args, step, steps_per_epoch)
+                    no_decay, decay = optimizer.param_groups  # in timm's order
+                    no_decay.update(lr=lr)
+                    decay.update(lr=lr, weight_decay=weight_decay)
+                    # Algorithm 2, line 4: two views per image
+                    views = common.colour_views(batch, device, layout, norm)
+                    seed_step(args.seed, step)  # for layers that draw random numbers, such as drop-path
+                    # Lines 5 to 10: the mixed images, queries, keys and the loss
+                    loss, _, (q, _), metrics = ddp(views, step)
+                    # Line 10: update the encoder. Line 11: move the momentum encoder
+                    optimizer.zero_grad(set_to_none=True)
+                    loss.backward()
+                    grad_norm = gradient_norm(model)
+                    optimizer.step()
+                    model.update(momentum)
+                    # Note the metrics. After a signal no further step is made
+                    step += 1
+                    metrics |= dict(loss=loss, grad_norm=grad_norm)
+                    history.append({name: value.detach() for name, value in metrics.items()})
+                    if step % 10 == 0:
+                        show_progress(args, loader, history, step, total_steps)
+                    if stopped():
+                        break
+            except common.BadImage:
+                save(args, step, records, images, parts, model.momentum_backbone)  # the steps that were made
+                raise
+            if step % steps_per_epoch == 0:
+                record = dict(epoch=epoch + 1, step=step, **means(args, loader, history), lr=lr, momentum=momentum)
+                record |= dict(below_chance=chance - record["loss"], **common.embedding_health(q))
+                records.append(record)
+            save(args, step, records, images, parts, model.momentum_backbone)
+        if stopped():
+            common.say("stopped on request (exit status 75); everything is saved, and the same command goes on")
+            raise SystemExit(75)
+
+    del ddp, lock  # before the process group ends: in torch 2.11 a DDP that is deleted after it can hang for ever
+    if step < total_steps:
+        common.say(f"stopped at step {step} of {total_steps}: give a larger --max-steps, or none, to go on")
+    else:
+        common.say(common.how_to_judge(args, train))
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 # =============================================================== 6. machinery
 
 # ------------------------------- several processes (the same in all five files)
+
+STREAM_STEP = 0  # a random stream, see common.generator
 
 
 def gather(x):
@@ -625,6 +817,11 @@ def gather(x):
     return out
 
 
+def seed_step(seed, step):
+    """Seed the global generator by (seed, step, rank). Drop-path draws from it."""
+    torch.manual_seed(common.generator(seed, step, STREAM_STEP, common.rank_and_world()[0]).initial_seed())
+
+
 def gradient_norm(model):
     """Return the L2 norm of all gradients, as a 0-d tensor."""
     return torch.nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
@@ -633,6 +830,8 @@ def gradient_norm(model):
 def in_parallel(args, model):
     """Apply --grad-checkpoint and --compile to the model, wrap it in DDP if there are several processes, return it."""
     if args.grad_checkpoint:
+        if not hasattr(model.backbone, "set_grad_checkpointing"):
+            common.fail("--grad-checkpoint needs an encoder with timm's set_grad_checkpointing, which yours has not")
         model.backbone.set_grad_checkpointing()
     if args.compile:
         for name, child in model.named_children():  # one that has two names comes once

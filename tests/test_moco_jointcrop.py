@@ -171,21 +171,29 @@ def test_jblur_has_one_coin_and_the_law_of_beta():
     assert ((independent[0] > 0) & (independent[1] > 0)).mean() == pytest.approx(0.25, abs=0.03)
 
 
-def boxes_of_locals(pair, n=2000):
-    """The areas (4, n) of four local crops."""
-    flags = f"--dataset imagenet --beta -4 --local-crops 4 --joint-pair {pair}".split()
-    args = moco.parse_args(flags)
+def drawn_with_locals(flags, n=2000):
+    """The areas (6, n) and sigmas (6, n) of two large and four local crops."""
+    args = moco.parse_args(f"--dataset imagenet --local-crops 4 {flags}".split())
     table = common.uniform(0, 0, np.arange(n), 6 * common.VIEW_DRAWS + moco.shared_draws(args))
-    cuts, _ = moco.draw_views(args, np.arange(n), np.full((n, 2), 224), table)
-    return np.stack([box[:, 2] * box[:, 3] for _, box, _ in cuts])
+    cuts, colours = moco.draw_views(args, np.arange(n), np.full((n, 2), 224), table)
+    return np.stack([box[:, 2] * box[:, 3] for _, box, _ in cuts]), np.stack(colours)[:, :, SIGMA]
 
 
 @pytest.mark.parametrize("pair, joint", [("global", [1, 0, 0]), ("local", [0, 1, 1]), ("both", [1, 1, 1])])
 def test_joint_pair_says_which_pairs_have_joint_areas(pair, joint):
     """App. D: the two large crops, local crops 1 and 2, 3 and 4; beta = -4 makes their areas differ."""
-    areas = boxes_of_locals(pair)
+    areas, _ = drawn_with_locals(f"--beta -4 --joint-pair {pair}")
     ratios = abs(np.log(areas[::2] / areas[1::2])) > math.log(2)
     assert [share > 0.85 for share in ratios.mean(1)] == [bool(one) for one in joint]
+
+
+@pytest.mark.parametrize("joint", ["blur", "both", "either"])
+def test_jblur_is_of_the_large_views_whatever_the_pair(joint):
+    pairs = ("global", "local", "both")
+    sigmas = [drawn_with_locals(f"--joint {joint} --joint-pair {pair}")[1] for pair in pairs]
+    assert np.array_equal(sigmas[0], sigmas[1]) and np.array_equal(sigmas[0], sigmas[2])
+    alone = drawn_with_locals("--joint none")[1]
+    assert not np.array_equal(sigmas[0][:2], alone[:2]) and np.array_equal(sigmas[0][2:], alone[2:])
 
 
 def test_centre_suppressed_positions():
