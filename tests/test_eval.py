@@ -42,9 +42,7 @@ def tiny(tmp_path_factory):
     torch.manual_seed(0)
     info = common.backbone_info("vit_micro", 16, 8, "patterns", method="m", encoder="query")
     (root / "run").mkdir()
-    common.write_file(
-        root / "run" / "backbone.pt", info | {"state_dict": common.build_backbone(info).state_dict()}
-    )
+    common.write_file(root / "run" / "backbone.pt", info | {"state_dict": common.build_backbone(info).state_dict()})
     (root / "run" / "config.json").write_text(json.dumps({"dataset": "folder", "data_dir": str(root / "data")}))
     return root / "run", root / "data"
 

@@ -17,7 +17,7 @@ import tiny
 import torch
 from conftest import METHODS
 from PIL import Image
-from tiny import FLAGS, assert_same_run, contents, load, processes, records, refused, run
+from tiny import FLAGS, assert_same_run, contents, load, processes, records, refused, run, unequal
 
 import common
 
@@ -46,8 +46,8 @@ def copies(begun, tmp_path):
     return lambda method: [shutil.copytree(begun(method), tmp_path / name) for name in ("run", "whole")]
 
 
-def checkpoints(out):
-    return {path: content for path, content in contents(out).items() if path.name.startswith("last")}
+def saved(out):
+    return {name: value for name, value in load(out / "last.pt").items() if name != "config"}
 
 
 # ---------------------------------------------------------------------- writes
@@ -58,7 +58,7 @@ def test_a_write_that_fails_is_one_line_and_costs_nothing(copies, monkeypatch, c
     """In the middle, or when it is flushed or renamed. The run goes on from what is there."""
     out, whole = copies("jcl")
     target, calls = torch if name == "save" else os, itertools.count(1)
-    original, before = getattr(target, name), checkpoints(out)
+    original, before = getattr(target, name), saved(out)
 
     def failing(*args, **options):
         if next(calls) == number:
@@ -71,7 +71,7 @@ def test_a_write_that_fails_is_one_line_and_costs_nothing(copies, monkeypatch, c
         patch.setattr(target, name, failing)
         line = refused(capsys, run, "jcl", out, *QUIET)
     assert "cannot write" in line and "No space left" in line
-    assert {*before.items()} <= {*checkpoints(out).items()} and not list(out.glob("*.tmp"))
+    assert saved(out)["step"] in (before["step"], 8) and not list(out.glob("*.tmp"))
     for folder in (out, whole):
         run("jcl", folder, *QUIET)
     assert_same_run(whole, out)
@@ -133,7 +133,7 @@ def test_a_lock_that_cannot_be_written(tmp_path, capsys):
 def test_nothing_of_a_step_that_is_not_finite_is_saved(copies, monkeypatch, capsys, end):
     """Whatever comes next. Weights, queue and momentum encoder take that step up. The run goes on from before it."""
     out, whole = copies("jcl")
-    normalize, before, calls = common.normalize, checkpoints(out), itertools.count(1)
+    normalize, before, calls = common.normalize, saved(out), itertools.count(1)
 
     def spoiled(*args):
         if end == "a request" and next(calls) == 1:
@@ -144,7 +144,7 @@ def test_nothing_of_a_step_that_is_not_finite_is_saved(copies, monkeypatch, caps
         patch.setattr(common, "normalize", spoiled)
         more = end.split() if end.startswith("--") else []
         assert "not finite" in refused(capsys, run, "jcl", out, *QUIET, *more)
-    assert checkpoints(out) == before
+    assert unequal(saved(out), before) == []
     for folder in (out, whole):
         run("jcl", folder, *QUIET)
     assert_same_run(whole, out)
@@ -155,7 +155,7 @@ def test_nothing_of_a_step_that_is_not_finite_is_saved(copies, monkeypatch, caps
 def test_not_finite_numbers_are_never_saved(copies, monkeypatch, capsys, method, what):
     """A step with a finite loss and gradient can throw the weights out of range. Only the next loss would show it."""
     out, _ = copies(method)
-    module, colour, before = importlib.import_module(method), common.colour, checkpoints(out)
+    module, colour, before = importlib.import_module(method), common.colour, saved(out)
     norm = module.gradient_norm
 
     def thrown(model):
@@ -167,7 +167,7 @@ def test_not_finite_numbers_are_never_saved(copies, monkeypatch, capsys, method,
     else:
         monkeypatch.setattr(module, "gradient_norm", thrown)
     assert "not finite" in refused(capsys, run, method, out, *QUIET, "--max-steps", "6")
-    assert checkpoints(out) == before
+    assert unequal(saved(out), before) == []
 
 
 def test_a_loss_that_is_not_finite_ends_the_run_before_the_epoch(tmp_path, monkeypatch, capsys):
@@ -290,6 +290,10 @@ def test_a_damaged_image_stops_a_run_in_one_line(tmp_path, capsys, part, i, flag
         (folder / f"{number}.jpg").write_bytes(jpeg())
     path = sorted((tmp_path / "data" / part).rglob("*.jpg"))[i]
     path.write_bytes(BAD["truncated.jpg"])
-    words = ["--dataset", "patterns", "--data-dir", tmp_path / "data", *flags.split()]
-    assert str(path) in refused(capsys, run, "jcl", tmp_path / "run", *words)
-    assert flags or not (tmp_path / "run").exists()
+    words = ["--dataset", "patterns", "--data-dir", tmp_path / "data", *flags.split(), "--out", tmp_path / "run"]
+    capsys.readouterr()
+    assert tiny.life("jcl", [*FLAGS, "--batch-size", "4", *words])[0] == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ") and error.count("\n") == 1 and str(path) in error
+    assert (tmp_path / "run").exists() == bool(flags)
+    assert not flags or load(tmp_path / "run" / "last.pt")["step"] == (4 if part == "test" else step_of_image)

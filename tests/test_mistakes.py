@@ -183,7 +183,7 @@ def test_resume_from_the_run_of_another(method, begun, tmp_path, capsys):
     for change, flags, words in (
         ({}, ["--arch", "resnet_nano"], "arch was vit_micro, is resnet_nano"),
         ({}, ["--batch-size", "8"], "batch-size was 16, is 8"),
-        ({}, ["--image-size", "32"], "does not fit this method and model"),
+        ({}, ["--image-size", "32"], "is of other images"),
         ({"config": state["config"] | {"method": "another"}}, [], "method was another"),
     ):
         torch.save(state | change, file)

@@ -5,7 +5,11 @@ import importlib
 import io
 import json
 import math
+import os
+import random
+import signal
 import sys
+import warnings
 
 import numpy as np
 import pytest
@@ -123,6 +127,45 @@ def test_tensorboard(tmp_path):
     for number, steps in enumerate((["--max-steps", "5"], []), 1):
         run("jcl", tmp_path, "--tensorboard", *steps)
         assert len(list(tmp_path.glob("events*"))) == number
+
+
+# ------------------------------------------------------- a program that calls in
+
+
+def process_state():
+    """What belongs to a whole process: threads, denormals, precision, filters, handlers, generators."""
+    handlers = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)]
+    denormals = (torch.tensor([1e-40]) * 1).item() != 0
+    products = (torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32, torch.backends.cudnn.benchmark)
+    generators = (random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist())
+    threads = (torch.get_num_threads(), torch.get_default_dtype(), torch.is_grad_enabled())
+    return [threads, denormals, products, list(warnings.filters), handlers, generators, dict(os.environ)]
+
+
+def call_in(folder):
+    """Import every file, train with each method and judge: afterwards the process is as it was."""
+    torch.set_num_threads(2)
+    torch.manual_seed(1)
+    np.random.seed(2)
+    random.seed(3)
+    before = process_state()
+    for script in [*METHODS, "eval_knn", "eval_linear", "common"]:
+        known = sys.modules.pop(script, None)
+        importlib.import_module(script)
+        assert process_state() == before, script
+        sys.modules |= {script: known} if known else {}
+    for method in METHODS:
+        run(method, f"{folder}/{method}", "--epochs", "1", "--workers", "1")
+        assert process_state() == before, method
+    for script, flags in (("eval_knn", []), ("eval_linear", ["--protocol", "moco", "--epochs", "1", "--out", folder])):
+        module = importlib.import_module(script)
+        module.main(module.parse_args([f"{folder}/jcl", "--device", "cpu", *flags]))
+        assert process_state() == before, script
+
+
+def test_a_program_that_calls_in_stays_as_it_was(tmp_path):
+    ((status, _, error),) = tiny.processes(tmp_path / "log", call_in, [(str(tmp_path / "runs"),)])
+    assert status == 0, error
 
 
 # -------------------------------------------------------- output may go anywhere
