@@ -1,5 +1,6 @@
 """Data, views and evaluation: what the method files and the evaluations share.
-    1. data        load_images -> ImageSet (patterns, cifar10, ..., imagenet, folder); OwnImages; uniform, generator
+
+    1. data        load_images -> ImageSet (patterns, cifar10, ..., imagenet, folder, own); uniform, generator
     2. views       View declares one; ViewDataset draws and cuts in the loader; colour_views works on the device
     3. evaluation  extract_features, knn_predict, embedding_health; what both evaluations share
     4. encoders    build_backbone, load_backbone, load_published
@@ -41,7 +42,7 @@ import zipfile
 import zlib
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
+from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import NamedTuple
 
 import numpy as np
@@ -57,7 +58,6 @@ from torch.distributed.rendezvous import rendezvous
 from torch.torch_version import TorchVersion
 from torch.utils.data import DataLoader, Dataset, default_convert
 from torchvision.transforms.functional import rgb_to_grayscale, solarize, to_pil_image
-from torchvision.transforms.v2.functional import to_image
 
 try:
     import fcntl
@@ -126,150 +126,140 @@ PARTS = "train", "val", "test", "unlabeled"  # the names of the folders in a dat
 SPLITS = "train", "training", "val", "valid", "validation", "test", "testing"  # a tree with these is no single set
 
 
-class ImageSet:
-    """Images with labels, either decoded (one uint8 array) or as paths that are decoded when asked for.
+IN_MEMORY = 4 * 2**30  # bytes: small images that take more are read when they are needed
+AT_ONCE = 4  # images whose views are drawn together where images are read when needed; twice as many are kept
 
-    labels (n,) int64, -1 where there is none; classes: names; paths (n,) bytes below the folder `root`, in one array,
-    which loader workers share as they would not share strings; images[i] -> uint8 array (H, W, 3).
+
+class ImageSet:
+    """Images with labels: of one uint8 array, of files, or of a user's own map-style Dataset.
+
+    array: (n, H, W, 3). paths: (n,) bytes below the folder `root`, in one array, which loader workers share as they
+    would not share strings. data: the Dataset. An item of it is an image, PIL's, a uint8 array (H, W[, 3]) or a uint8
+    tensor (C, H, W), or a tuple (image, label, ...). Files and items are read when they are asked for, never before.
+    labels: (n,) int64, -1 where there is none. classes: their names. reads_labels: where labels are -1, they are read
+    with the items. owner: what an error calls the images. rows: (n,) which of array, paths or data these images are.
+    images[i] is the image as uint8 (H, W, 3). Reading raises BadImage if an image or its label cannot be used.
     """
 
-    def __init__(self, name, labels, classes, array=None, paths=None, root=""):
-        self.name = self.owner = name
-        self.array, self.paths, self.root = array, paths, root
+    def __init__(self, name, labels, classes, array=None, paths=None, root="", data=None, owner=None):
+        self.name, self.owner, self.root = name, owner or name, root
+        self.array, self.paths, self.data, self.reads_labels = array, paths, data, False
         self.labels, self.classes = np.asarray(labels, np.int64), list(classes)
-        self.rows, self.held = np.arange(len(self.labels)), {}
+        self.rows = np.arange(len(self.labels))
 
     def __len__(self):
         return len(self.labels)
 
     def __str__(self):
+        place = f"{self.name} in {self.root}" if self.root else self.owner
         memory = "read when needed" if self.array is None else f"{self.array.nbytes / 2**20:.0f} MiB decoded"
-        return f"{described(self)}: {len(self)} images ({memory}), {len(self.classes) or 'no'} classes"
+        labels = f"{len(self.classes)} classes" if self.classes else "labels in the items" * self.reads_labels
+        return f"{place}: {len(self)} images ({memory}), {labels or 'no classes'}"
 
     def __getitem__(self, i):
-        return self.held.pop(i) if i in self.held else self.read(i)
+        return self.read(i) if self.array is not None else _recent(self, int(i))
 
     def read(self, i):
-        """Return the image, decoded now."""
-        return self.array[i] if self.array is not None else read_image(self.path(i))
-
-    def item(self, i):
-        """(image, label)."""
-        return self[i], int(self.labels[i])
-
-    def path(self, i):
-        return os.path.join(self.root, os.fsdecode(self.paths[i]))
-
-    def where(self, i):
-        """What an error message calls an image."""
-        return self.path(i) if self.paths is not None else f"image {self.rows[i]} of {self.owner}"
-
-    def sizes(self, index):
-        """(n, 2) int64 heights and widths. What has to be decoded for it is held until it is asked for."""
+        """Return an image, decoded now."""
         if self.array is not None:
-            return np.array([self.array.shape[1:3]] * len(index))
-        self.held |= {i: self[i] for i in map(int, index)}
-        return np.array([self.held[i].shape[:2] for i in map(int, index)])
-
-    def subset(self, index):
-        """Return the images of the given rows, in that order."""
-        part = copy.copy(self)
-        part.labels, part.rows, part.held = self.labels[index], self.rows[index], {}
-        part.array, part.paths = (None if rows is None else rows[index] for rows in (self.array, self.paths))
-        return part
-
-    def labelled(self):
-        """Those of the images that are not known to be without a label."""
-        return self.subset(np.flatnonzero(self.labels >= 0)) if (self.labels < 0).any() else self
-
-    def checksum(self):
-        """16 hexadecimal digits that tell whether two image sets are the same. They take seconds.
-
-        They depend on the labels; of files on all names below the data set's folder, and on 1,000 byte sizes; of an
-        array on its shape, and on 1,000 images; of a user's own Dataset on its length only.
-        """
-        digest = hashlib.sha256(self.labels.astype("<i8").tobytes())
-        spread = np.linspace(0, len(self) - 1, min(1000, len(self))).round().astype(np.int64)
-        if self.paths is not None:
-            files = [self.path(i) for i in spread]
-            sizes = [os.path.getsize(file) if os.path.exists(file) else -1 for file in files]
-            digest.update(b"\0".join(self.paths.tolist()) + repr(sizes).encode())
-        elif self.array is not None:
-            digest.update(repr(self.array.shape).encode() + self.array[spread].tobytes())
-        return digest.hexdigest()[:16]
-
-
-def described(images):
-    """Return what lines of text call a set of images: its name and, if there is one, its folder."""
-    return f"{images.name} in {images.root}" if images.root else images.name
-
-
-class OwnImages(ImageSet):
-    """A user's own map-style Dataset as an ImageSet. Its items are read when they are asked for, never before.
-
-    An item is an image, PIL's, a uint8 array (H, W[, 3]) or a uint8 tensor (C, H, W), or a tuple (image, label, ...).
-    labelled: its labels are to be read with the images, by `item`; `labels` are -1.
-    owner: what an error calls the data.
-    """
-
-    def __init__(self, data, labelled=False, owner="your data set"):
-        own, stream = type(data), isinstance(data, torch.utils.data.IterableDataset)
-        if stream or not hasattr(own, "__len__") or not hasattr(own, "__getitem__"):
-            fail(f"{owner} is of type {own.__name__}: give a map-style Dataset, with __len__ and __getitem__")
-        if not (count := len(data)):
-            fail(f"{owner} is empty: its length is 0")
-        names = getattr(data, "classes", None) if labelled else None
-        super().__init__("own", np.full(count, -1), () if names is None else names)
-        self.owner, self.data, self.asked = owner, data, labelled
-
-    def labelled(self):
-        return self
-
-    def read(self, i):
-        return self.to_image(self.data[int(self.rows[i])], i)
+            return self.array[self.rows[i]]
+        return read_image(self.path(i)) if self.data is None else self.item_image(self.data[int(self.rows[i])], i)
 
     def item(self, i):
-        """(image, label). Raises BadImage if a label is asked for and the item has none, or no integer."""
+        """Return (image, label)."""
+        if not self.reads_labels or self.labels[i] >= 0:
+            return self[i], int(self.labels[i])
         item = self.data[int(self.rows[i])]
-        label = int(self.labels[i])
-        if self.asked and label < 0:
-            with named(f"the label of {self.where(i)}"):
-                if not isinstance(item, (tuple, list)) or len(item) < 2:
-                    raise TypeError(f"found {type(item).__name__}, but an evaluation needs items (image, label)")
-                label = int(np.int64(operator.index(item[1])))
-        return self.to_image(item, i), label
+        with named(f"the label of {self.where(i)}"):
+            if not isinstance(item, (tuple, list)) or len(item) < 2:
+                raise TypeError(f"found {type(item).__name__}, but an evaluation needs items (image, label)")
+            label = int(np.int64(operator.index(item[1])))
+        return self.item_image(item, i), label
 
-    def to_image(self, item, i):
-        """Return the image of an item as uint8 (H, W, 3). Raises BadImage if it is of another kind."""
+    def item_image(self, item, i):
+        """Return the image of a user's item as uint8 (H, W, 3)."""
         image = item[0] if isinstance(item, (tuple, list)) and len(item) else item
         with named(self.where(i)):
+            if isinstance(image, (np.ndarray, torch.Tensor)) and "uint8" in str(image.dtype) and image.ndim in (2, 3):
+                channels = image.shape[2:] if isinstance(image, np.ndarray) else image.shape[:-2]
+                image = to_pil_image(image) if tuple(channels) in ((), (1,), (3,)) else image
             if isinstance(image, Image.Image):
                 return to_rgb(image)
-            if isinstance(image, (np.ndarray, torch.Tensor)) and "uint8" in str(image.dtype) and image.ndim in (2, 3):
-                found = to_image(np.ascontiguousarray(image) if isinstance(image, np.ndarray) else image)
-                if len(found) in (1, 3):
-                    return found.expand(3, -1, -1).permute(1, 2, 0).numpy()
             kind = [type(image).__name__, *(str(getattr(image, x)) for x in ("dtype", "shape") if hasattr(image, x))]
             wanted = "PIL images, uint8 arrays (H, W, 3) or uint8 tensors (3, H, W), alone or as (image, label)"
             raise TypeError(f"found {' '.join(kind)}, but items are {wanted}")
+
+    def path(self, i):
+        return os.path.join(self.root, os.fsdecode(self.paths[self.rows[i]]))
+
+    def where(self, i):
+        """Return what an error message calls an image."""
+        return self.path(i) if self.paths is not None else f"image {self.rows[i]} of {self.owner}"
+
+    def sizes(self, index):
+        """Return (n, 2) int64 heights and widths. An image in a file has to be decoded for it."""
+        if self.array is not None:
+            return np.array([self.array.shape[1:3]] * len(index))
+        return np.array([self[i].shape[:2] for i in index])
+
+    def subset(self, index):
+        """Return the images of the given rows, in that order. No image is copied."""
+        part = copy.copy(self)
+        part.labels, part.rows = self.labels[index], self.rows[index]
+        return part
+
+    def labelled(self):
+        """Return those of the images that are not known to be without a label."""
+        known = self.labels >= 0
+        return self if self.reads_labels or known.all() else self.subset(np.flatnonzero(known))
+
+    def checksum(self):
+        """Return 16 hexadecimal digits that tell whether two image sets are the same. It takes seconds.
+
+        They depend on the labels; of files on all names below the data set's folder, and on the contents of 100; of an
+        array on its shape, and on 1,000 images; of a user's own Dataset on its length only.
+        """
+        digest = hashlib.sha256(self.labels.astype("<i8").tobytes())
+        count = min(len(self), 1000 if self.paths is None else 100)
+        spread = np.linspace(0, len(self) - 1, count).round().astype(np.int64)
+        if self.paths is not None:
+            digest.update(b"\0".join(self.paths[self.rows].tolist()))
+            for path in map(self.path, spread):
+                with named(f"cannot read the image {path}"):
+                    digest.update(hashlib.sha256(with_patience(Path(path).read_bytes)).digest())
+        elif self.array is not None:
+            shape = len(self), *self.array.shape[1:]
+            digest.update(repr(shape).encode() + self.array[self.rows[spread]].tobytes())
+        return digest.hexdigest()[:16]
+
+
+@functools.lru_cache(2 * AT_ONCE)  # small: a photograph of 12 megapixels is 36 MB
+def _recent(images, i):
+    return images.read(i)
 
 
 class BadImage(Exception):
     """An image that cannot be used. The message is one line, names it and says why."""
 
 
-def fail_at_image(error):
-    """Exit with an error message about an image that cannot be used."""
-    fail(f"{error}. A training script with --check-images lists all such images")
-
-
 @contextlib.contextmanager
-def named(where):
+def named(where, advice=""):
     """Inside, every error becomes a BadImage that says where it happened, in the error's own words."""
     try:
         yield
     except Exception as error:  # a damaged image may raise anything
-        raise BadImage(f"{where}: {error or type(error).__name__}".replace("\n", "\\n")) from error
+        raise BadImage(f"{where}: {error or type(error).__name__}{advice}".replace("\n", "\\n")) from error
+
+
+def with_patience(read):
+    """Return read(). If the disk answers with an error, as a network's may, it is asked twice more, a second apart."""
+    for last in (False, False, True):
+        try:
+            return read()
+        except OSError as error:  # Pillow's own, of damaged images, have no number
+            if last or error.errno in (None, errno.ENOENT, errno.EACCES):
+                raise
+            time.sleep(1)
 
 
 def to_rgb(image):
@@ -281,11 +271,16 @@ def to_rgb(image):
 
 def read_image(path):
     """Return an image file as uint8 (H, W, 3), turned as its EXIF says. Raises BadImage if Pillow cannot read it."""
-    with named(f"cannot read the image {path}"), Image.open(path) as image:
-        image.load()
-        with contextlib.suppress(Exception):  # an orientation that cannot be read counts as none
-            ImageOps.exif_transpose(image, in_place=True)
-        return to_rgb(image)
+
+    def read():
+        with Image.open(path) as image:
+            image.load()
+            with contextlib.suppress(Exception):  # an orientation that cannot be read counts as none
+                ImageOps.exif_transpose(image, in_place=True)
+            return to_rgb(image)
+
+    with named(f"cannot read the image {path}", ". tests/tools/check_images.py DIR lists all such images"):
+        return with_patience(read)
 
 
 def _square(x):
@@ -350,21 +345,37 @@ def make_patterns(count, size, seed):
     return images, labels
 
 
-def visible(folder, above=()):
-    """Return the names of the folders and of the images in a folder, sorted. Hidden ones are passed over.
+def entries(folder, above=()):
+    """Yield (name, kind) of all in a folder, by name. kind: "folder", "image", or what it is that is passed over.
 
-    So is a link to a folder that is being listed: to this one or one of `above`, or to one that holds them.
+    above: the folders in which this one is being listed. A link to one of them, or to a folder that holds it, is not
+    followed. Only regular files are images, or a named pipe would be waited for.
     """
     inside = [os.path.join(os.path.realpath(path), "") for path in (folder, *above)]
-    folders, images = [], []
     for entry in sorted(os.scandir(folder), key=lambda entry: entry.name):
         if entry.name[0] == "." or entry.name == "@eaDir":  # a NAS's thumbnails
-            continue
-        if not entry.is_dir():
-            images += [entry.name] if entry.name.lower().endswith(EXTENSIONS) else []
-        elif not any(path.startswith(os.path.join(os.path.realpath(entry.path), "")) for path in inside):
-            folders.append(entry.name)
-    return folders, images
+            kind = "hidden"
+        elif entry.is_file():
+            kind = "image" if entry.name.lower().endswith(EXTENSIONS) else "no image"
+        elif entry.is_dir():
+            target = os.path.join(os.path.realpath(entry.path), "")
+            kind = "link back" if any(path.startswith(target) for path in inside) else "folder"
+        else:
+            kind = "no regular file" if os.path.exists(entry.path) else "link to nowhere"
+        yield entry.name, kind
+
+
+def visible(folder, above=()):
+    """Return the names of the folders and of the images in a folder, sorted; see `entries`.
+
+    Exits with an error message if it has a link that leads nowhere, as one to a disk that is not mounted.
+    """
+    names = {"folder": [], "image": []}
+    for name, kind in entries(folder, above):
+        if kind == "link to nowhere":
+            fail(f"{os.path.join(folder, name)} is a link that leads nowhere: mount its disk, or remove the link")
+        names.setdefault(kind, []).append(name)
+    return names["folder"], names["image"]
 
 
 def list_images(folder, above=()):
@@ -416,31 +427,41 @@ def list_folder(name, root, part, unlabeled):
 
 def decode_all(images):
     """Return the images as one array (n, H, W, 3), or None if they are not all of one size."""
-    decoded = []
+    shape = images.read(0).shape
+    array = np.empty((len(images), *shape), np.uint8)
+    starts = range(0, len(images), 1000)
+
+    def decode(start):
+        for i in range(start, min(start + starts.step, len(images))):
+            if (image := images.read(i)).shape != shape:
+                return False
+            array[i] = image
+        return True
+
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        for image in pool.map(images.read, range(len(images))):
-            decoded.append(image)
-            if image.shape != decoded[0].shape:
+        for start, fits in zip(starts, pool.map(decode, starts), strict=True):
+            if not fits:
+                pool.shutdown(cancel_futures=True)
                 return None
-            if len(decoded) % 1000 == 0:
-                progress(f"reading images: {len(decoded)} of {len(images)}")
-    return np.stack(decoded)
+            if start:
+                progress(f"reading images: {start} of {len(images)}")
+    return array
 
 
 def read_folder(name, root, part="", cache=True, unlabeled=False):
     """Return the images of root/part as an ImageSet, see `list_folder`. The first process lists the files for all.
 
-    cache: images of one size of up to 96 px are decoded at once. Exits with an error message if there are none.
+    cache: images of one size of up to 96 px are decoded at once, if they take no more than IN_MEMORY.
+    Exits with an error message if there are none.
     """
     root = os.fspath(root)
     try:
         paths, labels, classes = from_first(lambda: list_folder(name, root, part, unlabeled))
         images = ImageSet(name, labels, classes, None, paths, root)
-        if cache and max(images[0].shape) <= 96:
+        first = images.read(0)
+        if cache and max(first.shape) <= 96 and len(images) * first.nbytes <= IN_MEMORY:
             images.array = decode_all(images)
-    except BadImage as error:
-        fail_at_image(error)
-    except OSError as error:
+    except (BadImage, OSError) as error:
         fail(str(error))
     return images
 
@@ -498,24 +519,31 @@ def _load_torchvision(name, root, train, unlabeled):
     return ImageSet(name, data.labels if name == "stl10" else data.targets, data.classes, np.ascontiguousarray(array))
 
 
-def own_images(train, test, workers=0):
+def own_images(train, test):
     """Return a user's Datasets as ImageSets; their labels are asked for if there is a test set, which may be None.
 
-    workers: of the loaders to come. Only without any are first items tried here: a Dataset that opens a file then would
-    share one position in that file between the workers. Exits with an error message if the data sets cannot be used.
+    No item is read here: a Dataset that opens a file would share one position in it between the workers of a loader.
+    Exits with an error message if they are no map-style Datasets.
     """
     if train is None:
         fail("a data set of your own to test on needs one to train on, too")
-    train = OwnImages(train, labelled=test is not None, owner="your training data set")
-    test = None if test is None else OwnImages(test, labelled=True, owner="your test data set")
-    if test is not None and train.classes and test.classes and train.classes != test.classes:
+    sets = []
+    for data, owner in ((train, "your training data set"), (test, "your test data set")):
+        if data is None:
+            return sets[0], None
+        kind = type(data)
+        is_stream = isinstance(data, torch.utils.data.IterableDataset)
+        if is_stream or not hasattr(kind, "__len__") or not hasattr(kind, "__getitem__"):
+            fail(f"{owner} is of type {kind.__name__}: give a map-style Dataset, with __len__ and __getitem__")
+        if not len(data):
+            fail(f"{owner} is empty: its length is 0")
+        names = getattr(data, "classes", None) if test is not None else None
+        images = ImageSet("own", np.full(len(data), -1), () if names is None else names, data=data, owner=owner)
+        images.reads_labels = test is not None
+        sets.append(images)
+    train, test = sets
+    if train.classes and test.classes and train.classes != test.classes:
         fail("your training and test data sets have different `classes`: the names and their order have to be the same")
-    if workers == 0:
-        try:
-            for images in (train,) if test is None else (train, test):
-                images[0]
-        except BadImage as error:
-            fail_at_image(error)
     return train, test
 
 
@@ -533,12 +561,12 @@ def demo(args):
 
 
 def open_images(args, train=None, test=None):
-    """(training images, test images or None) that the flags name, or a user's own.
+    """Return the images that the flags name, or a user's own: (training images, test images or None).
 
     Exits with an error message if there are none, or too few for one batch.
     """
     if train is not None or test is not None:
-        train, test = own_images(train, test, args.workers)
+        train, test = own_images(train, test)
     else:
         options = dict(size=args.image_size, cache=not args.no_cache)
         train = load_images(args.dataset, args.data_dir, True, unlabeled=True, **options)
@@ -677,7 +705,7 @@ class ViewDataset(Dataset):
     def __getitems__(self, keys):
         epochs, index = np.array(keys).T
         draws = uniform(self.seed, epochs, index, self.num_draws)
-        count = 16 if self.images.array is None else len(index)  # images that are decoded at once
+        count = AT_ONCE if self.images.array is None else len(index)
         parts = [self.cut_views(index[i : i + count], draws[i : i + count]) for i in range(0, len(index), count)]
         views, colours = zip(*parts, strict=True)
         views = [torch.from_numpy(np.concatenate(view)).permute(0, 3, 1, 2) for view in zip(*views, strict=True)]
@@ -687,11 +715,10 @@ class ViewDataset(Dataset):
     def cut_views(self, index, draws):
         """Return the views of some images: ([uint8 (n, S, S, 3), ...], [colours (n, 9), ...])."""
         cuts, colours = self.draw(index, self.images.sizes(index), draws)
-        views = [np.empty((len(index), size, size, 3), np.uint8) for _, _, size in cuts]
-        for row in range(len(index)):
-            read = functools.cache(self.images.__getitem__)  # an image that several views use is decoded once
-            for view, (image_index, boxes, size) in zip(views, cuts, strict=True):
-                view[row] = cut(read(image_index[row].item()), boxes[row], size, self.interpolation)
+        views = [
+            np.stack([cut(self.images[i], box, size, self.interpolation) for i, box in zip(rows, boxes, strict=True)])
+            for rows, boxes, size in cuts
+        ]
         return views, colours
 
 
@@ -741,7 +768,7 @@ def end_workers():
 
 
 class Loader(DataLoader):
-    """A DataLoader that exits with an error message, naming the image, if one cannot be read.
+    """A DataLoader that raises BadImage, with a message of one line, if an image cannot be used.
 
     waited: seconds that the loop over it has waited for batches; began: when that loop began (time.perf_counter).
     """
@@ -782,20 +809,16 @@ def _per_image(value, x):
     return torch.as_tensor(value, dtype=x.dtype, device=x.device).reshape(-1, 1, 1, 1)
 
 
-def adjust_brightness(x, brightness_factor):
-    """Multiply each image by its factor (N,), and clamp it to [0, 1]."""
-    return (x * _per_image(brightness_factor, x)).clamp_(0, 1)
+ADJUSTMENTS = {  # of images x by factors f (N, 1, 1, 1): multiply x, or blend it with its mean gray, or with its gray
+    "brightness": lambda x, f: x * f,
+    "contrast": lambda x, f: torch.lerp(rgb_to_grayscale(x).mean((1, 2, 3), keepdim=True), x, f),
+    "saturation": lambda x, f: torch.lerp(rgb_to_grayscale(x), x, f),
+}
 
 
-def adjust_contrast(x, contrast_factor):
-    """Blend each image with its mean gray value by its factor (N,)."""
-    mean = rgb_to_grayscale(x).mean((1, 2, 3), keepdim=True)
-    return torch.lerp(mean, x, _per_image(contrast_factor, x)).clamp_(0, 1)
-
-
-def adjust_saturation(x, saturation_factor):
-    """Blend each image with its gray version by its factor (N,)."""
-    return torch.lerp(rgb_to_grayscale(x), x, _per_image(saturation_factor, x)).clamp_(0, 1)
+def adjust(name, x, factor):
+    """Change the brightness, contrast or saturation of each image by its factor (N,). Values are clamped to [0, 1]."""
+    return ADJUSTMENTS[name](x, _per_image(factor, x)).clamp_(0, 1)
 
 
 def adjust_hue(x, hue_factor):
@@ -859,7 +882,7 @@ def colour(x, parameters):
     steps = ORDERS[p["order"].long()]  # (N, 4): which of the four comes first, second, ...
     # Hue costs most, so it is changed for all images at once, in turn 0. What comes before it has turns below 0.
     turns = torch.arange(4) - (steps == 3).long().argmax(1, keepdim=True)
-    functions = adjust_brightness, adjust_contrast, adjust_saturation, adjust_hue
+    functions = *(functools.partial(adjust, name) for name in ADJUSTMENTS), adjust_hue
     for turn, (step, function) in itertools.product(range(-3, 4), enumerate(functions)):
         rows = torch.nonzero((jittered & (steps == step) & (turns == turn)).any(1)).flatten()
         x = _on(x, rows, function, on[COLOUR[step]])
@@ -871,26 +894,39 @@ def colour(x, parameters):
 
 
 def colour_views(batch, device, memory_format=torch.channels_last, norm=None):
-    """Return a batch's views, moved to the device and coloured: a list of (n, 3, H, W), float in [0, 1].
+    """Return a batch's views, moved to the device and coloured: a list of (n, 3, H, W) float.
 
-    batch: of `ViewDataset`.
-
-    memory_format: of the views. Views of one size are coloured in one pass, which costs a GPU fewer launches.
+    batch: of `ViewDataset`. memory_format: of the views. norm: (mean, std), by which they are normalised; without it
+    they are in [0, 1]. Views of one size are coloured in one pass, which costs a GPU fewer launches.
     """
     views = [v.to(device, non_blocking=True) for v in batch["views"]]
     for size in {v.shape[-1] for v in views}:
         same = [i for i, v in enumerate(views) if v.shape[-1] == size]
         x = colour(torch.cat([views[i] for i in same]), batch["colour"][:, same].transpose(0, 1).flatten(0, 1))
+        x = x if norm is None else normalize(x, *norm)
         for i, view in zip(same, x.chunk(len(same)), strict=True):
             views[i] = view.contiguous(memory_format=memory_format)
-    return views if norm is None else [normalize(view, *norm) for view in views]
+    return views
+
+
+def check_picture(path):
+    """Exit with an error message if a picture may not be written: only .png, to a new name or over another PNG."""
+    path = Path(path)
+    if path.suffix.lower() != ".png":
+        fail(f"a picture is written as PNG: {path} has to end in .png")
+    if path.exists():
+        with contextlib.suppress(OSError):
+            if path.is_file() and path.open("rb").read(8) == b"\x89PNG\r\n\x1a\n":
+                return
+        fail(f"{path} is there already, and is no PNG: give the picture another name")
 
 
 def save_grid(path, rows, labels):
     """Write rows of images as one PNG. rows: list of (n, 3, H, H) float in [0, 1]; labels: a text per row.
 
-    Small images are enlarged without smoothing.
+    Small images are enlarged without smoothing. Exits with an error message where `check_picture` does.
     """
+    check_picture(path)
     size, gap = max(row.shape[-1] for row in rows), 6
     side = size * max(1, 96 // size)
     font = ImageFont.load_default(12)
@@ -962,10 +998,8 @@ def extract_features(encoder, images, info, device, batch_size=256, workers=0, a
     info: image_size, mean, std and interpolation, as in backbone.pt. batch_size: of each process. amp: encode in bf16.
     whole: False returns this process's rows only (`own_rows`), which it encodes. what: what the progress line calls it.
     A label is -1 where there is none.
-    No gradient. Raises RuntimeError if the encoder's weights or statistics have changed. Exits with an error message if
-    a feature is not finite.
+    No gradient. Exits with an error message if a feature is not finite.
     """
-    before = {k: v.clone() for k, v in encoder.state_dict().items()}
     mine = own_rows(torch.arange(len(images)))
     crops = CentreCrops(images, info["image_size"], info["interpolation"])
     # A process without images encodes one for the features' width, and drops it.
@@ -979,9 +1013,6 @@ def extract_features(encoder, images, info, device, batch_size=256, workers=0, a
             with torch.autocast(device.type, torch.bfloat16, enabled=amp):
                 features.append(encoder(x).flatten(1).float().cpu())
             labels.append(label)
-    for key, value in encoder.state_dict().items():
-        if not torch.equal(before[key].nan_to_num(), value.nan_to_num()):
-            raise RuntimeError(f"evaluation changed the frozen encoder: {key}")
     features, labels = (torch.cat(parts)[: len(mine)] for parts in (features, labels))
     odd = mine[~features.isfinite().all(1)].tolist()
     first = min(from_all(odd[0] if odd else len(images)))
@@ -992,76 +1023,69 @@ def extract_features(encoder, images, info, device, batch_size=256, workers=0, a
 
 @torch.no_grad()
 @exact_products()
-def knn_classes(train_x, train_y, test_x, ks, temperature, num_classes):
-    """Weighted k-nearest-neighbour classification: {k: predicted classes (m,) int64 on the CPU}, on every process.
+def knn_predict(train_x, train_y, test_x, k, temperature, num_classes):
+    """Classify by weighted k-nearest neighbours: (m,) int64 on the CPU, on every process; (len(k), m) for several k.
 
     A neighbour votes for its class with exp(cosine / temperature). Votes are scaled so that the nearest one's is 1.
     train_x: (n, d), the bank, and train_y: (n,) int64 in [0, num_classes). In a process group each process gives its
     rows of the bank, which may be none. test_x: (m, d), the same and whole on every process. train_x and test_x are
-    L2-normalised here. ks: several k, of which one above the size of the bank counts all of it.
+    L2-normalised here. k: a number or several; one above the size of the bank counts all of it.
     Each process finds the nearest of its rows for a chunk of test images. The nearest of these are the nearest in the
     bank. So the result is exact but for the rounding of matrix products, and the memory is bounded. Neighbours that are
     equally near come in any order. No gradient. Source: Wu et al., arXiv 1805.01978.
     """
     bank, queries = (F.normalize(x.float(), dim=1) for x in (train_x, test_x))
-    train_y, most = train_y.to(bank.device), max(ks)
+    train_y, ks = train_y.to(bank.device), [k] if isinstance(k, int) else k
     longest = int(gather_uneven(torch.tensor([len(bank)])).max())  # all processes take the same chunks
-    predicted, done = {k: [] for k in ks}, 0
+    predicted, done = [], 0
     for chunk in queries.split(max(1, 2**26 // max(longest, num_classes))):
         progress(f"neighbours: found for {done} of {len(queries)} images")
         done += len(chunk)
-        similarity, row = (chunk @ bank.T).topk(min(most, len(bank)), dim=1)
+        similarity, row = (chunk @ bank.T).topk(min(max(ks), len(bank)), dim=1)
         similarity, label = (gather_uneven(x.T).T for x in (similarity, train_y[row]))
-        similarity, column = similarity.topk(min(most, similarity.shape[1]), dim=1)
+        similarity, column = similarity.topk(min(max(ks), similarity.shape[1]), dim=1)
         label, vote = label.gather(1, column), ((similarity - similarity[:, :1]) / temperature).exp()
-        for k, chunks in predicted.items():
-            score = torch.zeros(len(chunk), num_classes, device=bank.device)
-            chunks.append(score.scatter_add_(1, label[:, :k], vote[:, :k]).argmax(1).cpu())
-    return {k: torch.cat(chunks) for k, chunks in predicted.items()}
+        no_votes = torch.zeros(len(chunk), num_classes, device=bank.device)
+        scores = [no_votes.scatter_add(1, label[:, :k], vote[:, :k]) for k in ks]
+        predicted.append(torch.stack([score.argmax(1).cpu() for score in scores]))
+    predicted = torch.cat(predicted, 1)
+    return predicted[0] if isinstance(k, int) else predicted
 
 
-def knn_predict(train_x, train_y, test_x, k, temperature, num_classes):
-    """Return the class with the highest weighted k-nearest-neighbour score: (m,) int64. Arguments as `knn_classes`."""
-    return knn_classes(train_x, train_y, test_x, (k,), temperature, num_classes)[k]
+def knn_accuracy(train_x, train_y, test_x, test_y, ks, temperature):
+    """Return the top-1 accuracy in percent of several k: {k: float}.
 
-
-def knn_judge(train_x, train_y, test_x, test_y, ks, temperature):
-    """Top-1 accuracy in percent and the predicted labels: {k: (float, (m,) int64)}.
-
-    train_y (n,), test_y (m,): int64, any labels; -1 does not vote and is not counted. The rest is as in `knn_classes`.
+    train_y (n,), test_y (m,): int64, any labels; -1 does not vote and is not counted. The rest is as in `knn_predict`.
+    Exits with an error message if there are no labels of two classes, or none to test on.
     """
     voting, counted = train_y != -1, test_y != -1
     classes = gather_uneven(train_y[voting].unique()).unique()
     if len(classes) < 2 or not counted.any():
         fail("kNN needs labels of two classes to train on, and labels to test on; -1 means no label")
-    train_y = torch.searchsorted(classes, train_y[voting])
-    train_x = train_x[voting.to(train_x.device)]
-    predicted = knn_classes(train_x, train_y, test_x, ks, temperature, len(classes))
-    predicted = {k: classes[found] for k, found in predicted.items()}
-    return {k: (100 * (p == test_y)[counted].float().mean().item(), p) for k, p in predicted.items()}
-
-
-def knn_accuracy(encoder, train, test, info, device, ks=(20, 200), temperature=0.07, workers=0, amp=False):
-    """Top-1 accuracy in percent: {k: float}. The bank is the labelled training set, without augmentation."""
-    train, test, options = train.labelled(), test.labelled(), dict(workers=workers, amp=amp)
-    x, y = extract_features(encoder, train, info, device, whole=False, what="features, train", **options)
-    test_x, test_y = extract_features(encoder, test, info, device, what="features, test", **options)
-    found = knn_judge(x.to(device), y, test_x.to(device), test_y, ks, temperature)
-    return {k: percent for k, (percent, _) in found.items()}
+    train_x, train_y = train_x[voting.to(train_x.device)], torch.searchsorted(classes, train_y[voting])
+    predicted = knn_predict(train_x, train_y, test_x, ks, temperature, len(classes))
+    right = (classes[predicted] == test_y)[:, counted].sum(1).tolist()
+    return {k: 100 * number / int(counted.sum()) for k, number in zip(ks, right, strict=True)}
 
 
 def knn_record(args, encoder, train, test, device):
-    """`knn_accuracy` of a method's encoder as an epoch's record has it: {"knn20_top1": percent, ...}."""
-    options = dict(workers=workers_of(args, device), amp=args.amp == "bf16")
-    found = knn_accuracy(encoder, train, test, encoder_info(args), device, **options)
+    """Return the accuracies of a method's encoder as an epoch's record has them: {"knn20_top1": percent, ...}.
+
+    The bank is the labelled training images, without augmentation.
+    """
+    info, options = encoder_info(args), dict(workers=workers_of(args, device), amp=args.amp == "bf16")
+    encode = functools.partial(extract_features, encoder, info=info, device=device, **options)
+    x, y = encode(train.labelled(), whole=False, what="features, train")
+    test_x, test_y = encode(test.labelled(), what="features, test")
+    found = knn_accuracy(x.to(device), y, test_x.to(device), test_y, (20, 200), 0.07)
     return {f"knn{k}_top1": percent for k, percent in found.items()}
 
 
 @torch.no_grad()
 def embedding_health(q):
-    """Return label-free figures that show collapse, as a dict of floats, of the embeddings of all processes.
+    """Return two label-free figures that show collapse, {"std": float, "rank": float}, over all processes' rows.
 
-    q: (n, d), this process's embeddings. They are L2-normalised here.
+    q: (n, d), this process's embeddings, which are L2-normalised here.
     std: the mean over the dimensions of the standard deviation, times sqrt(d). It is 1 on a uniform sphere, and 0 if
     all embeddings are equal. rank: the effective rank, exp of the singular values' entropy, at most min(n, d).
     No gradient. Source of the effective rank: Roy and Vetterli, EUSIPCO 2007.
@@ -1070,7 +1094,7 @@ def embedding_health(q):
     share = torch.linalg.svdvals(q - q.mean(0))
     share = share / share.sum().clamp_min(1e-12)
     std = q.std(0, correction=0).mean() * q.shape[1] ** 0.5
-    return dict(std=std.item(), rank=torch.special.entr(share).sum().exp().item())
+    return {"std": std.item(), "rank": torch.special.entr(share).sum().exp().item()}
 
 
 def open_encoder(args, module=None):
@@ -1102,7 +1126,7 @@ def open_encoder(args, module=None):
         encoder, info = build_backbone(info), info | dict(encoder="untrained")
     args.bf16 = use_bf16(args.amp, device, arch_name(info), [info["image_size"]])
     encoder = encoder.eval().to(device)
-    output_width(encoder, info["image_size"])  # refuses an encoder of another input size, before long work
+    output_width(encoder, info["image_size"])  # exits if it does not take images of this size
     return device, encoder, info
 
 
@@ -1139,21 +1163,20 @@ def open_data(args, info, train=None, test=None, labels=True):
     if train is None and test is None:
         trained_on = None
         if args.dataset is None and args.checkpoint:
-            folder = run_folder(args.checkpoint)
-            config = read_config(folder)
+            config = read_config(run_folder(args.checkpoint))
             if "dataset" not in config:
                 fail("there is no readable config.json beside the checkpoint to tell its data set: give --dataset")
             if args.data_dir is None:
-                trained_on = config.get("images")
+                trained_on = config.get("images", {}).get("checksum")
             args.dataset, args.data_dir = config["dataset"], args.data_dir or config.get("data_dir")
         args.dataset = args.dataset or "patterns"
         train, test = (load_images(args.dataset, args.data_dir, t, size=info["image_size"]) for t in (True, False))
-        if trained_on and trained_on["checksum"] != train.checksum():
+        if trained_on and trained_on != train.checksum():
             others = "give --dataset and --data-dir, or your own train= and test="
             fail(f"--dataset {args.dataset} has other images than the run was trained on: {others}")
     else:
         args.dataset, args.data_dir = "own", None
-        train, test = own_images(train, test, args.workers)
+        train, test = own_images(train, test)
     if labels and (test is None or (len(train.classes) < 2 and args.dataset != "own")):
         layout = "--data-dir with train/ and val/ or test/, each with one folder per class"
         fail(f"an evaluation needs a test set and labels of two classes: {layout}")
@@ -1168,7 +1191,7 @@ def floor_encoders(args, info, device, count):
     if args.no_floors:
         return {}
     torch.manual_seed(args.seed)
-    pixels = nn.AvgPool2d(max(1, info["image_size"] // 32))  # at most 63 x 63 of them
+    pixels = nn.Sequential(nn.AvgPool2d(max(1, info["image_size"] // 32)), nn.Flatten())  # at most 63 x 63 of them
     floors = {"raw pixels": pixels} if count <= 200_000 else {}
     if info["timm_name"] and not args.random_init:
         floors["untrained"] = build_backbone(info).to(device)
@@ -1177,13 +1200,12 @@ def floor_encoders(args, info, device, count):
 
 def protocol(args, info, train, test):
     """Return what an evaluation's numbers depend on, as lines of text."""
-    classes = f", {len(train.classes)} classes" if train.classes else ""
-    computes = precision("bf16" if args.bf16 else "off")
     scale = f"if not of {info['image_size']} px: shorter side 256/224 of it, centre crop, {info['interpolation']}"
+    computes = precision("bf16" if args.bf16 else "off")
     same = train.array is not None and train.array.shape[1:3] == (info["image_size"],) * 2
     return f"""encoder {arch_name(info)} of {info["method"]}, the {info["encoder"]} encoder, evaluation mode; \
 features: before the projector, after the last norm and pooling; the encoder computes in {computes}
-data {described(train)}: {len(train)} training and {0 if test is None else len(test)} test images{classes}; \
+training images {train}; test images {"none" if test is None else test}; \
 {"no resize" if same else scale}; mean {tuple(info["mean"])}, std {tuple(info["std"])}"""
 
 
@@ -1239,7 +1261,8 @@ def backbone_info(arch, image_size, patch_size, norm="imagenet", interpolation="
     if is_vit(name):
         if image_size % patch_size:
             fail(f"--patch-size {patch_size} does not divide --image-size {image_size}")
-        kwargs |= dict(img_size=image_size, patch_size=patch_size, weight_init="moco", dynamic_img_size=True)
+        kwargs |= dict(img_size=image_size, patch_size=patch_size, dynamic_img_size=True)
+        kwargs |= {} if "dinov3" in name else dict(weight_init="moco")  # timm's class for DINOv3 does not know it
     kwargs |= {} if num_heads is None else {"num_heads": num_heads}
     plain = name.removeprefix("resnet").isdigit()  # resnet26d, resnetv2_50, ... have stems of their own
     small = plain and image_size <= 64 and arch != "resnet_micro"
@@ -1262,24 +1285,30 @@ def arch_name(info):
     return next(fitting, name or "own encoder")
 
 
+def create_backbone(info, **more):
+    """Return timm's model that `info` describes, without classifier and with its stem. more: arguments for timm."""
+    backbone = timm.create_model(info["timm_name"], **info["create_kwargs"], **more)
+    if info["stem"] in ("3x3", "3x3-s2"):  # no 7 x 7 convolution and no max-pool, as CIFAR work has it
+        stride = 2 if info["stem"] == "3x3-s2" else 1
+        backbone.conv1 = nn.Conv2d(3, backbone.conv1.out_channels, 3, stride, padding=1, bias=False)
+        backbone.maxpool = nn.Identity()
+    return backbone
+
+
 def build_backbone(info, sizes=(), **more):
     """Return the untrained timm model without classifier that `info` describes: it maps (N, 3, H, W) to (N, width).
 
     sizes: further sizes of images that it will see. more: further arguments for timm. Exits with an error message if
     the model does not take them.
     """
+    sizes = sorted({info["image_size"], *sizes})
     try:
-        backbone = timm.create_model(info["timm_name"], **info["create_kwargs"], **more)
-        for size in {info["image_size"], *sizes}:
+        backbone = create_backbone(info, **more)
+        for size in sizes:
             encode_zeros(backbone, size)
     except (TypeError, AssertionError, RuntimeError) as error:
-        name, reason = info["timm_name"], " ".join(str(error).split())
-        all_sizes = ", ".join(str(size) for size in sorted({info["image_size"], *sizes}))
-        fail(f"timm's {name} does not work with images of {all_sizes} px: {reason}")
-    if info["stem"] in ("3x3", "3x3-s2"):  # no 7 x 7 convolution and no max-pool, as CIFAR work has it
-        stride = 2 if info["stem"] == "3x3-s2" else 1
-        backbone.conv1 = nn.Conv2d(3, backbone.conv1.out_channels, 3, stride, padding=1, bias=False)
-        backbone.maxpool = nn.Identity()
+        reason = " ".join(str(error).split())
+        fail(f"timm's {info['timm_name']} does not work with images of {', '.join(map(str, sizes))} px: {reason}")
     return backbone
 
 
@@ -1299,9 +1328,9 @@ def load_backbone(path, encoder=None, module=None, arch=None, **published):
         return load_published(path, arch, **published)
     if path.is_dir():
         path = path / ("backbone.pt" if encoder is None else "last.pt")
-    if not path.is_file():
-        fail(f"no checkpoint at {path}: give a run folder, a last.pt or a backbone.pt")
-    state = load_checkpoint(path)
+    state = read_state(path)
+    if not isinstance(state, dict) or not ("timm_name" in state or "backbone" in state):
+        fail(f"{path} is not a checkpoint of this project: for others' give --arch NAME, say resnet50, vit_base, ...")
     try:
         if "backbone" in state:  # last.pt holds both encoders
             info = dict(state["backbone"], encoder=encoder or state["backbone"]["encoder"])
@@ -1309,10 +1338,12 @@ def load_backbone(path, encoder=None, module=None, arch=None, **published):
             weights = {k.removeprefix(prefix): v for k, v in state["model"].items() if k.startswith(prefix)}
         else:
             info, weights = {k: v for k, v in state.items() if k != "state_dict"}, state["state_dict"]
-            if encoder not in (None, info["encoder"]):
-                fail(f"{path} holds the {info['encoder']} encoder only: give last.pt for the {encoder} encoder")
+        if encoder not in (None, info["encoder"]):
+            fail(f"{path} holds the {info['encoder']} encoder only: give last.pt for the {encoder} encoder")
         if module is None and info["timm_name"] is None:
             fail(f"{path} holds a user's own encoder: give it, too, as eval_knn.main(args, encoder=MODULE)")
+        if not is_intact(path):
+            fail(f"{path} is damaged: copy it again, or let the run write it anew")
         backbone = build_backbone(info) if module is None else module
         backbone.load_state_dict(weights)
     except (KeyError, TypeError, AttributeError, ValueError, RuntimeError) as error:
@@ -1327,92 +1358,239 @@ def load_published(path, arch, image_size=224, patch_size=16, norm="imagenet", n
     arch, image_size, patch_size, norm, num_heads: what the file does not say, as in `backbone_info`. prefix: as in
     `fitting_weights`. Exits with an error message if the file does not fit.
     """
+    if Path(path).is_dir():
+        fail(f"{path} is a folder. A run's folder says its encoder itself: leave out --arch; or give others' FILE")
     info = backbone_info(arch, image_size, patch_size, norm, num_heads=num_heads, method=Path(path).name)
     backbone = build_backbone(info)
-    weights, taken = fitting_weights(path, backbone, prefix)
+    weights, taken = fitting_weights(path, backbone, prefix, "--prefix")
     backbone.load_state_dict(weights)
     return backbone.eval(), info | {"encoder": taken.rstrip(".") or "only"}
+
+
+BEGINNINGS = {  # the first bytes of what is often taken for a checkpoint
+    b"version https://git-lfs": "a Git LFS pointer, not the file itself: `git lfs pull` fetches that",
+    b"<": "a web page (HTML or XML), not a checkpoint: download the file itself",
+    b"\x1f\x8b": "a gzip archive: unpack it",
+    b"BZh": "a bzip2 archive: unpack it",
+    b"\xfd7zXZ": "an xz archive: unpack it",
+    b"7z\xbc\xaf": "a 7z archive: unpack it",
+    b"\x28\xb5\x2f\xfd": "a zstandard archive: unpack it",
+}
+PLAIN_DATA = [  # what checkpoints hold beside tensors, and what cannot act: torch.load may build these, too
+    *(argparse.Namespace, datetime.datetime, datetime.date, datetime.time, datetime.timedelta, datetime.timezone),
+    *(np.dtype, np.ndarray, *(getattr(np.dtypes, name) for name in np.dtypes.__all__)),
+]
+for _name, _core in itertools.product(("scalar", "_reconstruct"), ("core", "_core")):  # numpy 1 and 2
+    PLAIN_DATA.append((getattr(np._core.multiarray, _name), f"numpy.{_core}.multiarray.{_name}"))
+for _module, _pure in itertools.product(("pathlib", "pathlib._local"), ("", "Pure")):  # before Python 3.13, and from it
+    PLAIN_DATA += [(PurePosixPath, f"{_module}.{_pure}PosixPath"), (PureWindowsPath, f"{_module}.{_pure}WindowsPath")]
+PLAIN_FILE = (  # run by a user who trusts a file: all its tensors, without what else it holds
+    "import torch; keep = lambda x: keep(x.state_dict()) if hasattr(x, 'state_dict') else {{k: keep(v) for k, v in "
+    "x.items()}} if isinstance(x, dict) else [keep(v) for v in x] if isinstance(x, (list, tuple)) else x if "
+    "torch.is_tensor(x) else None; torch.save(keep(torch.load({path!r}, map_location='cpu', weights_only=False)), "
+    "'plain.pt')"
+)
+
+
+def read_state(path):
+    """Return what is in a checkpoint, on the CPU: tensors and plain data only, never code.
+
+    Exits with an error message that says what the file is, if it cannot be loaded so.
+    """
+    path = Path(path)
+    if not path.is_file():
+        fail(f"no checkpoint at {path}: give a run's folder or a file")
+    try:
+        with open(path, "rb") as file:
+            start = file.read(64).lstrip()
+        members = zipfile.ZipFile(path).namelist() if zipfile.is_zipfile(path) else ()
+    except (OSError, zipfile.BadZipFile) as error:
+        fail(f"cannot read {path} ({error})")
+    kind = next((kind for beginning, kind in BEGINNINGS.items() if start.startswith(beginning)), None)
+    if not start:
+        kind = "empty: get it again"
+    elif start.startswith(b"PK") and not members:
+        kind = "cut off: its end is missing. Get it again"
+    elif any(name.endswith("/constants.pkl") for name in members):
+        save = f"torch.save(torch.jit.load({str(path)!r}, map_location='cpu').state_dict(), 'plain.pt')"
+        kind = f"a TorchScript program. If you trust its authors, make a plain file of it: import torch; {save}"
+    elif members and not any(name.endswith("data.pkl") for name in members):
+        kind = "a zip archive of other files: unpack it"
+    if kind:
+        fail(f"{path} is {kind}")
+    try:
+        if path.suffix == ".safetensors":
+            return timm.models.load_state_dict(path)
+        with torch.serialization.safe_globals(PLAIN_DATA):
+            return torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:  # a file from elsewhere may raise anything, and torch's advice is to load it unsafely
+        needed = re.search(r"GLOBAL (\S+)|but got <class '(\S+)'>", str(error))
+        if path.suffix == ".safetensors" or not (start.startswith((b"PK", b"\x80")) and needed):
+            fail(
+                f"{path} is no file of torch.save or safetensors, or it is damaged or cut off ({type(error).__name__})"
+            )
+        names = {needed[1] or needed[2]}
+        with contextlib.suppress(ValueError):  # of files of old versions torch does not tell all
+            names |= set(torch.serialization.get_unsafe_globals_in_checkpoint(path))
+    is_module = any(name.startswith("torch.nn.modules.") for name in names)
+    what = "a whole pickled module, not only its weights" if is_module else "more than tensors and plain data"
+    advice = "If you trust its authors, make a plain file of it where their code can be imported"
+    fail(f"{path} holds {what} ({', '.join(sorted(names)[:3])}). {advice}: {PLAIN_FILE.format(path=str(path))}")
 
 
 def read_tensors(path):
     """Return the tensors of a checkpoint of others by name: {"state_dict.module.encoder_q.conv1.weight": tensor, ...}.
 
-    The names of nested entries are joined by dots. Only tensors and plain data are loaded, never code.
-    Exits with an error message if there is no such file, or if it cannot be loaded so.
+    The names of nested entries, and the numbers of a list's, are joined by dots. Of a run's folder it is the
+    backbone.pt. Exits with an error message as `read_state` does.
     """
 
     def flat(state, prefix=""):
         found = {}
-        for name, value in state.items() if isinstance(state, dict) else ():
+        entries = (
+            enumerate(state) if isinstance(state, (list, tuple)) else state.items() if isinstance(state, dict) else ()
+        )
+        for name, value in entries:
             if torch.is_tensor(value):
                 found[f"{prefix}{name}"] = value
-            elif isinstance(name, str):  # an optimiser's entries have numbers
+            elif isinstance(name, str) or isinstance(state, (list, tuple)):  # an optimiser's entries have numbers
                 found |= flat(value, f"{prefix}{name}.")
         return found
 
-    if not Path(path).is_file():
-        fail(f"no checkpoint at {path}: give a file")
-    try:
-        if Path(path).suffix == ".safetensors":
-            return timm.models.load_state_dict(path)
-        return flat(torch.load(path, map_location="cpu", weights_only=True))
-    except Exception as error:  # a file from elsewhere may raise anything
-        _, _, needed = str(error).partition("GLOBAL ")
-        if not needed:
-            fail(f"{path} cannot be read as a checkpoint: {' '.join(str(error).split())[:200]}")
-        fail(
-            f"{path} holds more than tensors ({needed.split()[0]}). If you trust its authors, make a plain file of it: "
-            f"import torch; state = torch.load({str(path)!r}, map_location='cpu', weights_only=False); "
-            "torch.save({k: v for k, v in state.items() if isinstance(v, dict)}, 'plain.pt')"
-        )
+    return flat(read_state(Path(path) / "backbone.pt" if Path(path).is_dir() else path))
 
 
-def fitting_weights(path, backbone, prefix=None):
+# Encoders that are tried where a file does not fit, so that the message can name the right one.
+USUAL = [f"resnet{depth}" for depth in (18, 34, 50, 101, 152, "26d", "50d")]
+USUAL += [
+    "wide_resnet50_2",
+    "resnext50_32x4d",
+    "seresnet50",
+    *(f"convnext_{size}" for size in ("tiny", "small", "base")),
+]
+USUAL_VITS = ("vit_{}_patch16_224", "deit3_{}_patch16_224", "deit_{}_distilled_patch16_224")
+USUAL_VITS += ("vit_{}_patch14_dinov2", "vit_{}_patch14_reg4_dinov2", "vit_{}_patch16_dinov3")
+VIT_SIZES = {192: "tiny", 384: "small", 768: "base", 1024: "large"}  # by width
+# Top-level names of ViTs that change the features, and that an encoder without them would leave out.
+OF_VITS = {"cls_token", "dist_token", "reg_token", "register_tokens", "pos_embed", "norm_pre", "fc_norm"}
+
+
+def file_names(encoder, numbered=False):
+    """Return {name: its name in a file} of an encoder's state. numbered: of nn.Sequential(*encoder.children())."""
+    number = {name: str(i) for i, (name, _) in enumerate(encoder.named_children()) if numbered}
+    parts = {name: name.partition(".") for name in encoder.state_dict()}
+    return {name: number.get(top, top) + dot + rest for name, (top, dot, rest) in parts.items()}
+
+
+def prefix_rows(encoder):
+    """Return how many rows of a ViT's position embedding come before its patches', or None if it has no such rows."""
+    embedding, patches = getattr(encoder, "pos_embed", None), getattr(encoder, "patch_embed", None)
+    if embedding is None or embedding.ndim != 3 or not hasattr(patches, "grid_size"):
+        return None
+    return embedding.shape[1] - math.prod(patches.grid_size)
+
+
+def misfits(found, start, names, encoder):
+    """Return what keeps a checkpoint's tensors from being an encoder's, as two lists: (what is missing, what is left).
+
+    found: of `read_tensors`. start: what stands before the encoder's names there. names: of `file_names`.
+    What is left are the tensors below the encoder's own top-level parts that have no place in it. The file is then of a
+    deeper or richer encoder. A position embedding may be of another square grid.
+    """
+    own, missing = encoder.state_dict(), []
+    counted = {name: x for name, x in own.items() if not name.endswith("num_batches_tracked")}  # old files have none
+    for name, x in counted.items():
+        theirs, before = found.get(start + names[name]), prefix_rows(encoder) if name == "pos_embed" else None
+        if theirs is None:
+            missing.append(f"{name} {tuple(x.shape)} is not there")
+        elif theirs.is_floating_point() != x.is_floating_point():
+            missing.append(f"{name} is {theirs.dtype}, not {x.dtype}")
+        elif theirs.shape != x.shape and (before is None or theirs.ndim != 3 or theirs.shape[::2] != x.shape[::2]):
+            missing.append(f"{name} is {tuple(theirs.shape)}, not {tuple(x.shape)}")
+        elif theirs.shape != x.shape and math.isqrt(max(0, theirs.shape[1] - before)) ** 2 != theirs.shape[1] - before:
+            missing.append(f"{name} has {theirs.shape[1]} rows, not {before} and those of a square grid")
+    classifier = (getattr(encoder, "pretrained_cfg", None) or {}).get("classifier") or ()
+    heads = tuple(f"{head}." for head in ([classifier] if isinstance(classifier, str) else classifier))
+    tops = {name.split(".")[0] for name in names.values()} | OF_VITS
+    used = {start + name for name in names.values()}
+    below = (
+        key for key in found if key.startswith(start) and key not in used and key[len(start) :].split(".")[0] in tops
+    )
+    left = [k for k in below if not k[len(start) :].startswith(heads) and not k.endswith("num_batches_tracked")]
+    return missing, left
+
+
+def usual_name(found, start, numbered):
+    """Return ": it fits --arch NAME" with a usual encoder that a checkpoint of others fits, or ""."""
+    stem = found.get(start + ("0.weight" if numbered else "conv1.weight"))
+    patches = found.get(start + "patch_embed.proj.weight")
+    if patches is None:
+        names, patch_size, size = USUAL, 16, 32 if stem is not None and stem.shape[-1] == 3 else 224
+    else:
+        names = [name.format(VIT_SIZES.get(len(patches))) for name in USUAL_VITS]
+        patch_size, size = patches.shape[-1], 16 * patches.shape[-1]
+    for name in filter(timm.is_model, names):
+        with torch.device("meta"):  # without weights
+            encoder = create_backbone(backbone_info(name, size, patch_size))
+        if not any(misfits(found, start, file_names(encoder, numbered), encoder)):
+            flag = "" if patches is None or named_patch(name) == patch_size else f" --patch-size {patch_size}"
+            return f": it fits --arch {name}{flag}"
+    return ""
+
+
+def fitting_weights(path, backbone, prefix=None, flag="--init-prefix"):
     """Return (a state_dict for an encoder from a checkpoint of others, the prefix of its names in the file).
 
     The prefix is found by looking: after it, each parameter and statistic of the encoder has a tensor of its name and
-    shape. Only a position embedding may be of another grid; it is resampled. If several encoders fit, a teacher
-    (DINO's) is taken, or else the first that is no momentum encoder. prefix: the end of another's.
+    shape, and all that the file holds of an encoder is used (see `misfits`). The names may be those of
+    nn.Sequential(*encoder.children()), as lightly's are. If several encoders fit, a teacher (DINO's) is taken, or else
+    the first that is no momentum encoder. prefix: the end of another's. flag: what a message calls it.
     Exits with an error message if nothing fits.
     """
     found, own = read_tensors(path), backbone.state_dict()
-    wanted = {name: tuple(x.shape) for name, x in own.items() if not name.endswith("num_batches_tracked")}
-
-    def misses(start):
-        for name, shape in wanted.items():
-            x = found.get(start + name)
-            if x is None:
-                yield f"{name} {shape} is not there"
-            elif x.shape != shape and (name != "pos_embed" or x.shape[::2] != shape[::2]):
-                yield f"{name} is {tuple(x.shape)}, not {shape}"
-
-    starts = Counter(key.removesuffix(name) for name in wanted for key in found if key.endswith(name))
-    fitting = [start for start in starts if not any(misses(start))]
+    forms = {numbered: file_names(backbone, numbered) for numbered in (False, True)}
+    counts = Counter(
+        (key.removesuffix(name), numbered)
+        for numbered, names in forms.items()
+        for name in names.values()
+        for key in found
+        if key.endswith(name)
+    )
+    fitting = {start: form for start, form in counts if not misfits(found, start, forms[form], backbone)[0]}
     chosen = [start for start in fitting if start.endswith(prefix or "")]
     if fitting and not chosen:
-        fail(f"--prefix {prefix}: the encoders of {path} are {' and '.join(fitting) or 'without prefix'}")
+        fail(f"{flag} {prefix}: the encoders of {path} are {' and '.join(fitting) or 'without prefix'}")
     if not chosen:
-        start = max(starts, key=starts.get, default="")
-        nearest = "; ".join(itertools.islice(misses(start), 3))
+        start, numbered = max(counts, key=counts.get, default=("", False))
+        missing, _ = misfits(found, start, forms[numbered], backbone)
+        wanted = [name for name in own if not name.endswith("num_batches_tracked")]
+        there = sum(start + forms[numbered][name] in found for name in wanted)
+        stem = any(miss.startswith("conv1.weight is (") for miss in missing)
+        hint = " (sizes up to 64 px choose a ResNet's 3 x 3 stem, larger ones 7 x 7: give another --image-size)" * stem
         first = "".join(f", {name} {tuple(x.shape)}" for name, x in itertools.islice(found.items(), 2))
         fail(
-            f"{path} does not fit the encoder: {starts[start]} of its {len(wanted)} names are there"
-            f"{start and f', after {start}'}; nearest misses: {nearest}. The file has {len(found)} tensors{first}"
+            f"{path} does not fit the encoder{usual_name(found, start, numbered)}: {there} of its {len(wanted)} names "
+            f"are there{start and f', after {start}'}; nearest misses: {'; '.join(missing[:3])}{hint}. "
+            f"The file has {len(found)} tensors{first}"
         )
     slow = ("momentum", "encoder_k", "target")
     start = max(chosen, key=lambda start: ("teacher" in start) - any(word in start for word in slow))
-    weights = {name: found.get(start + name, value) for name, value in own.items()}  # old files count no batches
+    names = forms[fitting[start]]
+    if left := misfits(found, start, names, backbone)[1]:
+        named = ", ".join(left[:4]) + (", ..." if left[4:] else "")
+        usual = usual_name(found, start, fitting[start])
+        fail(f"{path} is of another encoder{usual}: {len(left)} of its tensors have no place in this one, {named}")
+    weights = {name: found.get(start + names[name], value) for name, value in own.items()}  # old files count no batches
     others = [other for other in fitting if other != start]
-    used = {start + name for name in own}
-    left = [key for key in found if key not in used and not key.startswith(tuple(others))]
-    choice = f" (also there: {', '.join(others)}; an evaluation's --prefix chooses)" if others else ""
-    names = "".join(f", {name}" for name in left[:4]) + (", ..." if left[4:] else "")
-    say(f"{path}: the encoder is {start or 'the file itself'}{choice}; left out: {len(left)} tensor(s){names}")
+    used = {start + name for name in names.values()}
+    left_out = [key for key in found if key not in used and not key.startswith(tuple(others))]
+    choice = f" (also there: {', '.join(others)}; {flag} chooses)" if others else ""
+    listed = "".join(f", {name}" for name in left_out[:4]) + (", ..." if left_out[4:] else "")
+    say(f"{path}: the encoder is {start or 'the file itself'}{choice}; left out: {len(left_out)} tensor(s){listed}")
     if (old := weights.get("pos_embed")) is not None and old.shape != own["pos_embed"].shape:
-        grid = backbone.patch_embed.grid_size
-        tokens = own["pos_embed"].shape[1] - math.prod(grid)  # of the class
-        say(f"its position embedding, of {old.shape[1] - tokens} patches, is resampled to {grid[0]} x {grid[1]}")
-        weights["pos_embed"] = timm.layers.resample_abs_pos_embed(old, grid, num_prefix_tokens=tokens)
+        grid, before = backbone.patch_embed.grid_size, prefix_rows(backbone)
+        say(f"its position embedding, of {old.shape[1] - before} patches, is resampled to {grid[0]} x {grid[1]}")
+        weights["pos_embed"] = timm.layers.resample_abs_pos_embed(old, grid, num_prefix_tokens=before)
     return weights, start
 
 
@@ -1448,21 +1626,27 @@ def encode_zeros(module, image_size):
         return module(torch.zeros(1, 3, image_size, image_size, device=device))
 
 
-def output_width(module, *image_sizes):
-    """How many numbers an encoder, (N, 3, H, W) -> (N, width), gives per image. An image of zeros is encoded per size.
+def output_width(module, *sizes):
+    """Return how many numbers an encoder, (N, 3, H, W) -> (N, width), gives per image. Images of zeros are encoded.
 
-    Exits with an error message if the encoder does not take images of one of these sizes.
+    sizes: of all images that it will see, in pixels. Exits with an error message if the encoder does not take one of
+    them, or gives anything but (N, width).
     """
-    for size in image_sizes:
+    for size in sizes:
+        name, image = type(module).__name__, f"images (1, 3, {size}, {size})"
         try:
-            width = encode_zeros(module, size).flatten(1).shape[1]
+            shape = tuple(encode_zeros(module, size).shape)
         except Exception as error:  # a user's own module may raise anything
-            name, reason = type(module).__name__, " ".join(str(error).split())[:300]
+            reason = " ".join(str(error).split())[:300]
             fail(
-                f"the encoder, of type {name}, does not map images (1, 3, {size}, {size}) to features "
-                f"(1, width): {reason}. Give --image-size N that it takes, or an encoder for {size} px"
+                f"the encoder, of type {name}, does not map {image} to features (1, width): {reason}. Give "
+                f"--image-size N that it takes, or an encoder for {size} px"
             )
-    return width
+        if len(shape) != 2:  # for example, a ResNet without its last layer gives (1, width, 1, 1)
+            fail(
+                f"the encoder, of type {name}, maps {image} to {shape}, not (1, width): end it with torch.nn.Flatten()"
+            )
+    return shape[1]
 
 
 def memory_format(device, arch):
@@ -1475,7 +1659,10 @@ def memory_format(device, arch):
 
 
 def has_bf16(device):
-    """Return True if the device computes bf16 natively. CPUs do not count: they only emulate it, or are slow at it."""
+    """Return True if the device is a GPU that computes bf16 natively: there `--amp auto` takes it.
+
+    On CPUs auto stays float32, so that all of them give the same numbers. Those with AMX are faster in bf16.
+    """
     return device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
 
 
@@ -1760,7 +1947,8 @@ def evaluation_parser(script, doc):
     """Return the parser of an evaluation, with the flags that both have. doc: its first line says what it does."""
     parser = ArgumentParser(script, doc, usage="[RUN | FILE --arch NAME] [flags]")
     add = parser.add_argument_group("what is judged").add_argument
-    add("checkpoint", nargs="?", metavar="RUN", help="a run's folder, last.pt or backbone.pt; or others' FILE")
+    path = os.path.expanduser  # a shell leaves the ~ of --data-dir=~/data as it is
+    add("checkpoint", nargs="?", type=path, metavar="RUN", help="a run's folder, last.pt, backbone.pt; or others' FILE")
     add("--encoder", choices=("query", "momentum"), help="default: the one that the method's authors evaluate")
     add("--random-init", action="store_true", help="judge the encoder of RUN as it was before training")
     add("--no-floors", action="store_true", help="leave out raw pixels and the untrained encoder")
@@ -1773,7 +1961,7 @@ def evaluation_parser(script, doc):
     add("--prefix", metavar="P", help="which encoder of a FILE: the end of what stands before its names")
     add = parser.add_argument_group("data").add_argument
     add("--dataset", choices=DATASETS, help="default: what the encoder was trained on, or patterns")
-    add("--data-dir", metavar="DIR", help="its folder (default: where the run had it)")
+    add("--data-dir", type=path, metavar="DIR", help="its folder (default: where the run had it)")
     add = parser.add_argument_group("operation").add_argument
     add("--seed", type=number(int, 0, 2**63 - 1), default=0, metavar="N", help="seed of what is drawn")
     add(

@@ -35,10 +35,11 @@ def parse_args(argv=None):
     """
     parser = common.evaluation_parser("eval_knn.py", __doc__)
     add = parser.add_argument_group("kNN").add_argument
-    add("--k", type=common.COUNT, nargs="+", default=[10, 20, 100, 200], help="numbers of neighbours")
+    add("--k", type=common.number(int, 1), nargs="+", default=[10, 20, 100, 200], help="numbers of neighbours")
     add("--temperature", type=common.number(float, 1e-6), default=0.07, help="temperature of the votes")
-    add("--batch-size", type=common.COUNT, default=256, metavar="N", help="images encoded at once, by each process")
-    add("--dump", metavar="FILE.npz", help="write features, labels, class names and paths for numpy; needs no labels")
+    add("--batch-size", type=common.number(int, 1), default=256, metavar="N", help="images encoded at once, by each process")
+    about_dump = "write features, labels, class names and paths for numpy; needs no labels"
+    add("--dump", type=os.path.expanduser, metavar="FILE.npz", help=about_dump)
     return parser.parse_args(argv)
 
 
@@ -117,9 +118,9 @@ def main(args, encoder=None, train=None, test=None):
         if not judged:
             continue
         (train_x, train_y), (test_x, test_y) = encoded["train"], encoded["test"]
-        found = common.knn_judge(train_x.to(device), train_y, test_x.to(device), test_y, ks, args.temperature)
-        results[name] = {f"knn{k}_top1": percent for k, (percent, _) in found.items()}
-        common.say(f"{name:>10}  " + "  ".join(f"k={k} {results[name][f'knn{k}_top1']:.2f} %" for k in found))
+        found = common.knn_accuracy(train_x.to(device), train_y, test_x.to(device), test_y, ks, args.temperature)
+        results[name] = {f"knn{k}_top1": percent for k, percent in found.items()}
+        common.say(f"{name:>10}  " + "  ".join(f"k={k} {percent:.2f} %" for k, percent in found.items()))
     if dist.is_initialized():
         dist.destroy_process_group()
     return results

@@ -248,7 +248,7 @@ def read_labels(train, test, info, device, workers):
 
     The items of a user's own Datasets are read once for it. Their classes are the labels that occur in either.
     """
-    if not isinstance(train, common.OwnImages):
+    if not train.reads_labels:
         return train, test
     pool, parts, options = nn.AvgPool2d(info["image_size"]), [], dict(workers=workers, what="labels")
     found = [common.extract_features(pool, x, info, device, **options)[1].numpy() for x in (train, test)]
@@ -559,7 +559,7 @@ class TrainingViews(common.ViewDataset):
         if pad and (images.array is None or images.array.shape[1:3] != (size, size)):
             common.fail(f"--pad {pad} needs images of {size} x {size} px, decoded in memory: give --pad 0")
         if pad:
-            array = np.pad(images.array, ((0, 0), (pad, pad), (pad, pad), (0, 0)))
+            array = np.pad(images.array[images.rows], ((0, 0), (pad, pad), (pad, pad), (0, 0)))
             images = common.ImageSet(images.name, images.labels, images.classes, array)
         super().__init__(images, [augmentation(args, info)], args.seed, info["interpolation"])
         self.randaug = None

@@ -135,7 +135,7 @@ NOT_IN_V3 = ("queue", "bn_groups", "milestones")  # its negatives and its batch 
 
 
 def recipe(chosen):
-    """Return the hyper-parameters {name: value}. chosen: a namespace with dataset, arch, moco and image_size."""
+    """Return the hyper-parameters {name: value}. chosen: a namespace with dataset, arch and moco."""
     values = dict(RECIPES[chosen.dataset])
     small = chosen.dataset in ("cifar10", "cifar100", "stl10")
     large = chosen.dataset in ("imagenet100", "imagenet", "folder")
@@ -151,7 +151,6 @@ def recipe(chosen):
         else:
             values |= V3_PATTERNS
         values = {name: value for name, value in values.items() if name not in NOT_IN_V3}
-    values["local_size"] = min(values["local_size"], chosen.image_size or values["image_size"])
     return values
 
 
@@ -285,7 +284,7 @@ def draw_views(args, index, sizes, draws):
     """
     views = augmentation(args)
     *own_draws, shared = np.split(draws, common.VIEW_DRAWS * np.arange(1, len(views) + 1), axis=1)
-    coin, area_u, area_v, sigma_u, sigma_v, blur_coin, *of_locals = shared.T
+    coin, area_u, area_v, sigma_u, sigma_v, blur_coin, *local_draws = shared.T
 
     # Which images have JointCrop, and which have JointBlur
     if args.joint == "either":  # App. F: one of the two
@@ -302,7 +301,7 @@ def draw_views(args, index, sizes, draws):
         areas = joint_from_uniform(area_u, area_v, *args.crop_scale, args.beta, offset)
         joint_areas[:2] = np.where(joint_crop, areas, np.nan)
     if args.joint_pair in ("local", "both"):  # App. D: local crops 1 and 2, 3 and 4, ...
-        for i, (u, v) in enumerate(zip(of_locals[::2], of_locals[1::2], strict=True), start=1):
+        for i, (u, v) in enumerate(zip(local_draws[::2], local_draws[1::2], strict=True), start=1):
             areas = joint_from_uniform(u, v, *args.local_scale, args.beta, offset)
             joint_areas[2 * i : 2 * i + 2] = np.where(joint_crop, areas, np.nan)
     sigmas = joint_from_uniform(sigma_u, sigma_v, *args.blur_sigma, args.beta)  # of the large views, in any case
@@ -510,7 +509,7 @@ def parse_args(argv=None):
     add("--joint-prob", type=number(float, 0, 1), help="of --joint either: probability of JointCrop (App. F)")
     add("--css-alpha", type=number(float, 1e-9), help="alpha of centre-suppressed sampling (App. G); 1: none")
     add("--crop-scale", type=number(float, 1e-9, 1), **pair, help="smallest and largest area of a crop, as shares")
-    add("--local-size", type=number(int, 1), help="side of a local crop, in pixels")
+    add("--local-size", type=number(int, 1), help="side of a local crop, in pixels; at most half, unless it is typed")
     add("--local-scale", type=number(float, 1e-9, 1), **pair, help="smallest and largest area of a local crop")
     add("--crop-ratio", type=number(float, 1e-9), **pair, help="smallest and largest width / height of a crop")
     add("--interpolation", choices=("bilinear", "bicubic"), help="how a crop is resized")
@@ -546,21 +545,31 @@ def parse_args(argv=None):
         args.min_lr *= peak_rate(args) / peak_rate(usual)  # the last rate is scaled as the peak rate is
     if args.moco != "v3" and "bn_groups" not in typed:
         args.bn_groups = math.lcm(args.bn_groups, common.rank_and_world()[1])  # each process has equally many
+    if "local_size" not in typed:  # at most half of a view's side, in whole patches of a ViT
+        patch_size = args.patch_size if common.is_vit(args.arch) else 1
+        args.local_size = min(args.local_size, args.image_size // 2) // patch_size * patch_size
     common.check_flags(args, typed)
-    check_joint(args)
+    check_views(args, typed)
     return args
 
 
-def check_joint(args):
-    """Exit with an error message if what is drawn jointly does not fit the views or the released code."""
+def check_views(args, typed):
+    """Exit with an error message if local crops, what is drawn jointly and the variant do not go together.
+
+    typed: names of what is typed.
+    """
+    if args.local_crops and not 0 < args.local_size < args.image_size:
+        given = f"--local-size {args.local_size}" if "local_size" in typed else f"--local-crops {args.local_crops}"
+        common.fail(f"{given}: local crops have to be smaller than the views, of --image-size {args.image_size}")
     if args.joint_pair != "global" and args.local_crops < 2:
         common.fail(f"--joint-pair {args.joint_pair} has nothing to act on: give --local-crops 2 or more")
     if args.joint in ("blur", "either", "both") and max(args.blur_p) == 0:
         common.fail(f"--joint {args.joint} has nothing to act on: this recipe does not blur; give --blur-p 0.5 0.5")
-    if args.variant == "released" and (
-        args.joint not in ("none", "crop") or args.beta != 0 or args.css_alpha != 1 or args.local_crops
-    ):
-        common.fail("--variant released: the released code has JointCrop with beta 0 only (D3)")
+    released = dict(joint=("none", "crop"), beta=(0,), css_alpha=(1,), local_crops=(0,))
+    others = [name for name, values in released.items() if getattr(args, name) not in values]
+    if args.variant == "released" and others:
+        flag, value = common.option(others[0]), common.shown(getattr(args, others[0]))
+        common.fail(f"--variant released has no {flag} {value}: it is JointCrop with beta 0, two views per image (D3)")
 
 
 def peak_rate(args):

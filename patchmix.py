@@ -119,13 +119,13 @@ CIFAR_ENCODERS = dict(  # section 4.1.2
 )
 IMAGENET_ENCODERS = dict(vit_small=dict(lr=2e-3), vit_base=dict(lr=3e-3))
 RELEASED = dict(num_mix=2, term_weights=(1.0, 0.5, 0.25), smoothing=0.1, mixed_view=2)  # D2, D1, D1, D5
-RELEASED_IMAGENET = dict(RELEASED, local_crops=8, crop_scale=(0.35, 1.0))  # D7
+RELEASED_IMAGENET = dict(RELEASED, local_crops=8, crop_scale=(0.35, 1.0))  # D7; without local crops it is RELEASED
 RELEASED_ENCODERS = dict(vit_small=dict(num_heads=12), vit_tiny=dict(momentum=(0.0, 0.0)))  # D3, D4
 # fmt: on
 
 
 def recipe(chosen):
-    """Return the hyper-parameters {name: value}. chosen: a namespace with dataset, arch, variant and image_size."""
+    """Return the hyper-parameters {name: value}. chosen: a namespace with dataset, arch, variant and local_crops."""
     values = dict(RECIPES[chosen.dataset])
     arch = (chosen.arch or values["arch"]).removesuffix("_patch16_224")  # timm's own names, too
     if chosen.dataset in ("cifar10", "cifar100", "stl10"):
@@ -135,9 +135,8 @@ def recipe(chosen):
     if chosen.dataset == "folder" and arch == "vit_micro":
         values |= SMALL_ENCODER | dict(lr=2e-3)
     if chosen.variant == "released":
-        values |= RELEASED_IMAGENET if chosen.dataset == "imagenet" else RELEASED
+        values |= RELEASED_IMAGENET if chosen.dataset == "imagenet" and chosen.local_crops != 0 else RELEASED
         values |= RELEASED_ENCODERS.get(arch, {})
-    values["local_size"] = min(values["local_size"], chosen.image_size or values["image_size"])
     return values
 
 
@@ -185,22 +184,24 @@ def patch_mix(images, num_mix, patch_size, permutation=None):
     return mixed
 
 
-def mix_targets(n, num_mix):
+def mix_targets(n, num_mix, first=0):
     """Return the positives of mixed images: their sources, and the mixed images that share some with them (Eq. 10-12).
 
-    n: the number of images that are mixed, N. num_mix: M.
-    Returns (mto_index (n, M) int64, mto_weight (M,), mtm_index (n, 2M-1) int64, mtm_weight (2M-1,)). The indices count
-    the n images, and go around: mod n. mto_weight is 1/M each. mtm_weight is 1/M, 2/M, ..., 1, ..., 2/M, 1/M, which
-    sum to M. With fewer than 2M - 1 images a positive can come twice; its weights then add up in `soft_info_nce`.
+    n: the number of images that are mixed with each other, N. num_mix: M. first: the row of their first key among all
+    keys: rank * N where each process mixes its own N images, and the keys of all processes are gathered.
+    Returns (mto_index (n, M) int64, mto_weight (M,), mtm_index (n, 2M-1) int64, mtm_weight (2M-1,)). The indices are
+    rows of keys, from `first` on, and go around: mod n. mto_weight is 1/M each. mtm_weight is 1/M, 2/M, ..., 1, ...,
+    2/M, 1/M, which sum to M. With fewer than 2M - 1 images a positive can come twice; its weights then add up in
+    `soft_info_nce`.
     Raises ValueError if n or num_mix is below 1.
     """
     if n < 1 or num_mix < 1:
         raise ValueError(f"mix_targets takes at least 1 image and num_mix 1, not {n} and {num_mix}")
     i = torch.arange(n)[:, None]
-    mto_index = (i + torch.arange(num_mix)) % n  # Eq. 10
+    mto_index = first + (i + torch.arange(num_mix)) % n  # Eq. 10
     mto_weight = torch.full((num_mix,), 1 / num_mix)  # the 1/M of Eq. 13
     offset = torch.arange(2 * num_mix - 1) - (num_mix - 1)
-    mtm_index = (i + offset) % n  # Eq. 11
+    mtm_index = first + (i + offset) % n  # Eq. 11
     mtm_weight = 1 - offset.abs() / num_mix  # Eq. 12, where |M - j - 1| is |offset|
     return mto_index, mto_weight, mtm_index, mtm_weight
 
@@ -275,12 +276,12 @@ def batch_targets(n, slices, num_mix):
 
     The indices are rows of the whole batch of n images.
     """
-    mto_index, mto_weight, mtm_index, mtm_weight = mix_targets(n // slices, num_mix)
-    first = torch.arange(0, n, n // slices)[:, None, None]  # the first row of each slice
+    of_slices = [mix_targets(n // slices, num_mix, first) for first in range(0, n, n // slices)]
+    mto_index, mto_weight, mtm_index, mtm_weight = zip(*of_slices, strict=True)
     return dict(
         oto=(torch.arange(n)[:, None], torch.ones(1)),
-        mto=((first + mto_index).flatten(0, 1), mto_weight),
-        mtm=((first + mtm_index).flatten(0, 1), mtm_weight),
+        mto=(torch.cat(mto_index), mto_weight[0]),
+        mtm=(torch.cat(mtm_index), mtm_weight[0]),
     )
 
 
@@ -348,16 +349,16 @@ class PatchMix(nn.Module):
         smoothing = self.args.smoothing if term == "oto" else 0.0  # D1
         return soft_info_nce(h, z, index, weight, self.args.temperature, smoothing)
 
-    def local_contrasts(self, locals_here, z1, z2, step):
+    def local_contrasts(self, local_views, z1, z2, step):
         """The contrasts of the local crops (D7), {term: scalar}: the mean over the crops, summed over both views' keys.
 
-        locals_here: this process's local crops, each (n, 3, S, S), normalised. z1, z2: (N, dim) the views' original
+        local_views: this process's local crops, each (n, 3, S, S), normalised. z1, z2: (N, dim) the views' original
         keys. Plain crops are contrasted as in oto, mixed ones as in mto, if --terms has these. All pass the encoder at
         once. Each crop is mixed by a permutation of its own.
         """
-        mixed = [mix_in_slices(x, self.args, step, 2 + i) for i, x in enumerate(locals_here)]
+        mixed = [mix_in_slices(x, self.args, step, 2 + i) for i, x in enumerate(local_views)]
         losses = {}
-        for term, crops in (("oto", locals_here), ("mto", mixed)):
+        for term, crops in (("oto", local_views), ("mto", mixed)):
             if term in self.terms:
                 queries = self.query(torch.cat(crops)).chunk(len(crops))
                 values = [self.contrast(term, h, z) for h in queries for z in (z1, z2)]
@@ -372,7 +373,7 @@ class PatchMix(nn.Module):
         Returns (loss, None, (q, k), metrics {name: tensor}); no keys are enqueued. q and k (n, dim) are queries and
         their keys, without gradient. Gradients reach the encoder only, not the keys.
         """
-        (x1, x2), locals_here = views[:2], views[2:]
+        (x1, x2), local_views = views[:2], views[2:]
         if self.args.mixed_view == 2:  # D5
             x1, x2 = x2, x1
         pairs = {}  # {term: (queries, keys)}: lines 8 and 9, but only what the terms need
@@ -386,12 +387,12 @@ class PatchMix(nn.Module):
             pairs["mtm"] = h_mix1, self.key(mix_in_slices(x2, self.args, step, 1))  # line 6; Eq. 14
         losses = {term: self.contrast(term, h, z) for term, (h, z) in pairs.items()}
         loss = sum(self.term_weights[term] * value for term, value in losses.items())  # line 10: Eq. 16
-        if locals_here:
+        if local_views:
             z1 = pairs["oto"][1] if "oto" in pairs else self.key(x1)
             z2 = pairs["mto"][1] if "mto" in pairs else self.key(x2)
-            of_locals = self.local_contrasts(locals_here, z1, z2, step)
-            loss = loss + sum(of_locals.values())
-            losses |= of_locals
+            local_losses = self.local_contrasts(local_views, z1, z2, step)
+            loss = loss + sum(local_losses.values())
+            losses |= local_losses
         q, z = pairs[self.terms[0]]
         metrics = {f"loss_{term}": value for term, value in losses.items()}
         return loss, None, (q.detach(), common.own_rows(z)), metrics
@@ -441,7 +442,7 @@ def parse_args(argv=None):
     add("--mix-slices", type=number(int, 1), help="equal slices of the batch; images are mixed within each (D12)")
     add("--mixed-view", type=number(int, 1, 2), help="the view, 1 or 2, whose mixed images are the queries (D5)")
     add("--terms", type=some_terms, help="terms of the loss, Eq. 16: some of oto,mto,mtm (Table 7)")
-    add("--term-weights", type=number(float, 0), nargs=3, help="weights of oto, mto and mtm in the loss (Eq. 16)")
+    add("--term-weights", type=number(float, 0), nargs=3, help="weights of oto, mto, mtm; local terms have 1")
     add("--local-crops", type=number(int, 0), help="local crops per image, as queries of oto and mto (D7)")
     add("--smoothing", type=number(float, 0, 1), help="share of oto's targets that is spread over all keys (D1)")
     add("--temperature", type=number(float, 1e-9), help="temperature tau of the loss")
@@ -466,7 +467,7 @@ def parse_args(argv=None):
     add = parser.add_argument_group("augmentation").add_argument
     pair = dict(nargs=2, metavar=("LO", "HI"))
     add("--crop-scale", type=number(float, 1e-9, 1), **pair, help="smallest and largest area of a crop, as shares")
-    add("--local-size", type=number(int, 1), help="side of a local crop, in pixels")
+    add("--local-size", type=number(int, 1), help="side of a local crop, in pixels; at most half, unless it is typed")
     add("--local-scale", type=number(float, 1e-9, 1), **pair, help="smallest and largest area of a local crop")
     add("--local-blur-p", type=number(float, 0, 1), help="probability of a blurred local crop")
     add("--crop-ratio", type=number(float, 1e-9), **pair, help="smallest and largest width / height of a crop")
@@ -505,23 +506,35 @@ def parse_args(argv=None):
         args.term_weights = (1.0, 0.5, 0.5 / args.num_mix)  # D1, for any M: those of mtm sum to 1 there, here to M
     if "mix_slices" not in typed:
         args.mix_slices = math.lcm(args.mix_slices, common.rank_and_world()[1])  # each process has equally many
+    if "local_size" not in typed:  # at most half of a view's side, in whole patches
+        args.local_size = min(args.local_size, args.image_size // 2) // args.patch_size * args.patch_size
     common.check_flags(args, typed)
-    check_mixing(args)
+    check_mixing(args, typed)
     return args
 
 
-def check_mixing(args):
-    """Exit with an error message if processes, batch, slices, patches and M do not go together."""
-    world, slices = common.rank_and_world()[1], args.mix_slices
+def check_mixing(args, typed):
+    """Exit with an error message if processes, batch, slices, patches, local crops and M do not go together.
+
+    typed: names of what is typed.
+    """
+    world, slices, num_mix, patch = common.rank_and_world()[1], args.mix_slices, args.num_mix, args.patch_size
     if slices % world or args.batch_size % slices:
         common.fail(f"--mix-slices {slices}: {world} process(es) must divide it, and it must divide the batch")
-    sizes = [args.image_size] + [args.local_size] * (args.local_crops > 0)
-    if any(size % args.patch_size for size in sizes):
-        common.fail(f"--patch-size {args.patch_size} must divide the sizes of the views, {common.shown(sizes)}")
-    images, patches = args.batch_size // slices, (min(sizes) // args.patch_size) ** 2
-    if args.num_mix > min(images, patches):
-        has = f"each of the batch's {slices} slices has {images} image(s), and an image has {patches} patches"
-        common.fail(f"--num-mix {args.num_mix} is too large: {has}. Give a smaller one, or --mix-slices 1")
+    if num_mix > (images := args.batch_size // slices):
+        has = f"each of the batch's {slices} slices has {images} image(s)"
+        common.fail(f"--num-mix {num_mix} is too large: {has}. Give a smaller one, or --mix-slices 1")
+    if args.local_crops and args.terms == "mtm":
+        common.fail("--local-crops with --terms mtm: local crops are queries of oto and mto, and none would be used")
+    if args.local_crops and not 0 < args.local_size < args.image_size:
+        given = f"--local-size {args.local_size}" if "local_size" in typed else f"--local-crops {args.local_crops}"
+        common.fail(f"{given}: local crops have to be smaller than the views, of --image-size {args.image_size}")
+    sizes = {"--image-size": args.image_size} | ({"--local-size": args.local_size} if args.local_crops else {})
+    for flag, size in sizes.items():
+        if size % patch:
+            common.fail(f"{flag} {size} is not a multiple of --patch-size {patch}")
+        if num_mix > (count := (size // patch) ** 2):
+            common.fail(f"{flag} {size}: {count} patch(es) of --patch-size {patch} are fewer than --num-mix {num_mix}")
     if not common.is_vit(args.arch):
         common.say(f"warning: PatchMix is made for ViTs, whose patches it mixes; {args.arch} has none")
 

@@ -36,7 +36,7 @@ def two(tmp_path_factory):
 
 
 def epoch(records, number):
-    return {name: records[number][name] for name in ("loss", "grad_norm", "std")}
+    return {name: records[number][name] for name in ("loss", "grad_norm", "std", "rank")}
 
 
 def test_the_simulation_sees_what_is_wrong(one):

@@ -238,9 +238,9 @@ def test_an_own_encoder_is_fine_tuned_whole(tiny, tmp_path, capsys):
 def test_a_run_is_judged_on_the_images_it_was_trained_on(tiny, tmp_path, capsys):
     """Another folder of the same name is not taken for its data. A folder that is given is."""
     run_folder, data = (shutil.copytree(path, tmp_path / path.name) for path in tiny)
-    (run_folder / "config.json").write_text(json.dumps({"dataset": "folder", "data_dir": str(data)}))
-    images = {"checksum": common.load_images("folder", data, True).checksum()}
-    (run_folder / "metrics.jsonl").write_text(json.dumps({"step": 0, "images": images}) + "\n")
+    images = {"number": 36, "checksum": common.load_images("folder", data, True).checksum()}
+    config = {"dataset": "folder", "data_dir": str(data), "images": images}
+    (run_folder / "config.json").write_text(json.dumps(config))
     expected = run(eval_knn, run_folder, "--k", 3)
     (data / "train" / "a" / "00.png").rename(data / "train" / "a" / "99.png")
     assert "other images" in refused(capsys, lambda: run(eval_knn, run_folder, "--k", 3))
@@ -399,13 +399,13 @@ def test_a_dump_without_labels(tiny, tmp_path, capsys):
     torch.testing.assert_close(torch.from_numpy(data["train_features"]), parts(*tiny)[0][0], rtol=1e-4, atol=1e-5)
 
 
-def test_a_wrong_file_is_one_line_without_torchs_advice(tiny, tmp_path, capsys):
+def test_a_wrong_file_is_one_line_in_our_words(tiny, tmp_path, capsys):
     torch.save({"model": torch.nn.Linear(2, 2)}, tmp_path / "a.pt")  # a pickled module
     torch.save({"state_dict": {}, "epoch": 3}, tmp_path / "b.pt")  # somebody else's
     (tmp_path / "c.pt").write_text("no checkpoint")
     for name in "abc":
         line = refused(capsys, lambda name=name: run(eval_knn, tmp_path / f"{name}.pt", "--dataset", "patterns"))
-        assert f"{name}.pt" in line and "weights_only" not in line
+        assert f"{name}.pt" in line and "Weights only load failed" not in line
 
 
 MISTAKES = [

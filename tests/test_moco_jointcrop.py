@@ -207,9 +207,25 @@ def test_centre_suppressed_positions():
     assert abs(np.corrcoef(positions.T)[0, 1]) < 0.03
 
 
+SIZES = {  # flags: the side of a local crop whose size is not typed
+    "--dataset imagenet": 96,
+    "--dataset imagenet --arch vit_small_patch14_dinov2": 84,
+    "--dataset imagenet --image-size 160": 80,
+    "--dataset cifar10": 16,
+}
+
+
+@pytest.mark.parametrize("flags", SIZES)
+def test_a_local_crop_is_at_most_half_a_view(flags):
+    assert moco.parse_args([*flags.split(), "--local-crops", "2"]).local_size == SIZES[flags]
+
+
 MISTAKES = [  # flags, words of the message
-    ("--variant released --joint blur", "released code"),
-    ("--variant released --beta 1", "released code"),
+    ("--variant released --joint blur", "--variant released has no --joint blur"),
+    ("--variant released --beta 1", "--variant released has no --beta 1"),
+    ("--variant released --local-crops 2", "--variant released has no --local-crops 2"),
+    ("--local-crops 2 --local-size 224", "--local-size 224: local crops have to be smaller"),
+    ("--local-crops 2 --image-size 1", "--local-crops 2: local crops have to be smaller"),
     ("--joint blur --blur-p 0 0", "--blur-p 0.5 0.5"),
     ("--moco v3 --queue 64", "--queue has no effect"),
     ("--moco v2 --hidden 64", "--hidden has no effect"),

@@ -141,6 +141,18 @@ def test_mix_targets_of_figure_7():
     assert mtm_weight.tolist() == pytest.approx([1 / 3, 2 / 3, 1, 2 / 3, 1 / 3])
 
 
+@pytest.mark.parametrize("first", [0, 5])
+def test_mix_targets_are_rows_of_the_keys_of_all_processes(first):
+    """Two processes mix five images each. The positives of a mixed image are the keys of the images that are in it."""
+    numbers = torch.arange(10.0)
+    images = numbers[first : first + 5].view(5, 1, 1, 1).expand(5, 1, 12, 12)
+    mto_index, _, mtm_index, mtm_weight = patchmix.mix_targets(5, 3, first)
+    sources = [{*row.unique().tolist()} for row in patchmix.patch_mix(images, 3, 4)]
+    assert [{*row} for row in numbers[mto_index].tolist()] == sources
+    shares = [[len(sources[i] & sources[j - first]) / 3 for j in row] for i, row in enumerate(mtm_index.tolist())]
+    assert mtm_weight.tolist() == pytest.approx(shares[0]) and shares == [shares[0]] * 5
+
+
 # -------------------------------------------------------------- soft_info_nce
 
 
@@ -293,9 +305,9 @@ def test_total_is_eq_16(double, variant, terms):
     torch.testing.assert_close(torch.autograd.grad(loss, trained), torch.autograd.grad(expected, trained))
 
 
-@pytest.mark.parametrize("terms", [ALL, "oto,mtm", "mtm"])
+@pytest.mark.parametrize("terms", [ALL, "oto,mtm"])
 def test_local_crops_are_queries(double, terms):
-    """Plain as in oto and mixed as in mto, against the original keys of both views: the mean over crops (D7)."""
+    """Plain as in oto and mixed as in mto, against the original keys of both views: the mean over crops (D6)."""
     args, model = make_model(*MIX, "--terms", terms, "--local-crops", "2", "--local-size", "8")
     views, targets = views_of(args), in_batch(args.batch_size, args.mix_slices, args.num_mix)
     crops = [view[..., :8, :8] for view in views]
@@ -521,12 +533,37 @@ def test_what_follows_from_other_flags():
     assert patchmix.parse_args(["--terms", "mtm,oto"]).terms == "oto,mtm"
 
 
+SIZES = {  # flags: the side of a local crop whose size is not typed
+    "--dataset imagenet": 96,
+    "--dataset imagenet --arch vit_small_patch14_dinov2": 84,
+    "--dataset cifar10": 16,
+    "--dataset stl10 --image-size 90": 42,
+}
+
+
+@pytest.mark.parametrize("flags", SIZES)
+def test_a_local_crop_is_at_most_half_a_view(flags):
+    assert patchmix.parse_args([*flags.split(), "--local-crops", "2"]).local_size == SIZES[flags]
+
+
+def test_the_released_code_without_local_crops():
+    """It then cuts its large crops from 0.05 of the area up."""
+    flags = ["--dataset", "imagenet", "--variant", "released", "--local-crops"]
+    assert patchmix.parse_args([*flags, "0"]).crop_scale == (0.05, 1.0)
+    assert patchmix.parse_args([*flags, "2"]).crop_scale == (0.35, 1.0)
+
+
 MISTAKES = [
     ("--terms oto,mot", "some of oto, mto, mtm"),
-    ("--image-size 10", "--patch-size 4 does not divide"),
+    ("--image-size 10", "--image-size 10 is not a multiple of --patch-size 4"),
     ("--num-mix 7 --mix-slices 2", "slice"),
-    ("--image-size 8 --num-mix 5", "4 patches"),
+    ("--image-size 8 --num-mix 5", "--image-size 8: 4 patch"),
     ("--mix-slices 5", "--mix-slices 5"),
+    ("--local-crops 2 --local-size 4", "--local-size 4: 1 patch"),
+    ("--local-crops 2 --local-size 10", "--local-size 10 is not a multiple of --patch-size 4"),
+    ("--local-crops 2 --local-size 16", "--local-size 16: local crops have to be smaller"),
+    ("--local-crops 2 --patch-size 16 --num-mix 1", "--local-crops 2: local crops have to be smaller"),
+    ("--local-crops 2 --terms mtm", "--local-crops with --terms mtm"),
 ]
 
 

@@ -1,7 +1,11 @@
 """Checkpoints of others: each form of file, with its real names, is judged, and trained from (--init)."""
 
 import argparse
+import datetime
+import zipfile
+from pathlib import Path
 
+import numpy as np
 import pytest
 import test_eval
 import timm
@@ -135,14 +139,8 @@ def test_position_embeddings_of_another_grid_are_resampled_as_timm_does(tmp_path
     assert same(encoder, timms, 48)
 
 
-def write_hostile(path):
-    torch.save({"state_dict": {}, "args": argparse.Namespace(lr=1)}, path)
-
-
 ERRORS = [  # what is written, how it is read, words of the line
     (None, VIT, "no checkpoint at"),
-    (lambda path: path.write_text("notes"), VIT, "cannot be read as a checkpoint"),
-    (write_hostile, VIT, "holds more than tensors (argparse.Namespace)"),
     (lambda path: torch.save([1, 2], path), VIT, "0 of its 42 names are there"),
     ("vit_micro", VIT | {"prefix": "encoder_k."}, "--prefix encoder_k.: the encoders of"),
     ("vit_micro", VIT | {"patch_size": 4}, "patch_embed.proj.weight is (64, 3, 8, 8), not (64, 3, 4, 4)"),
@@ -151,7 +149,7 @@ ERRORS = [  # what is written, how it is read, words of the line
         VIT | {"arch": "vit_tiny"},
         "cls_token is (1, 1, 64), not (1, 1, 192); pos_embed is (1, 17, 64), not",
     ),
-    ("vit_micro", RESNET, "0 of its 65 names are there; nearest misses: conv1.weight ("),
+    ("vit_micro", RESNET, "of its 65 names are there"),
     ("vit_micro", VIT | {"encoder": "query"}, "a prefix chooses"),
 ]
 
@@ -166,12 +164,153 @@ def test_what_does_not_fit_is_one_line(write, how, words, tmp_path, capsys):
     assert words in refused(capsys, common.load_backbone, path, **how)
 
 
-def test_the_lines_that_make_a_plain_file_do(tmp_path, monkeypatch, capsys):
+def tensors_of(name, **more):
+    """The tensors, whose values do not matter, of one of timm's encoders that is built without drawing weights."""
+    with torch.device("meta"):
+        encoder = timm.create_model(name, num_classes=0, **more)
+    return {name: torch.ones(()).to(x.dtype).expand(x.shape) for name, x in encoder.state_dict().items()}
+
+
+SMALL = dict(img_size=64)
+RICHER = [  # the encoder of a file, how it is read, words of the line
+    (("resnet34", {}), dict(arch="resnet18"), "it fits --arch resnet34: "),
+    (("seresnet50", {}), dict(arch="resnet50"), "it fits --arch seresnet50: "),
+    (("resnet50d", {}), dict(arch="resnet50"), "it fits --arch resnet50d: "),
+    (("vit_tiny_patch16_224", SMALL | {"depth": 15}), dict(arch="vit_tiny"), "36 of its tensors have no place in this"),
+    (("vit_tiny_patch16_224", SMALL | {"qk_norm": True}), dict(arch="vit_tiny"), "blocks.0.attn.q_norm.weight"),
+    (
+        ("vit_tiny_patch16_224", SMALL | {"pre_norm": True}),
+        dict(arch="vit_tiny"),
+        "patch_embed.proj.bias (192,) is not there",
+    ),
+    (
+        ("vit_small_patch14_dinov2", {}),
+        dict(arch="vit_small", patch_size=14),
+        "it fits --arch vit_small_patch14_dinov2",
+    ),
+    (("deit_tiny_distilled_patch16_224", {}), dict(arch="vit_tiny"), "it fits --arch deit_tiny_distilled_patch16_224"),
+    (("deit3_small_patch16_224", {}), dict(arch="vit_small"), "it fits --arch deit3_small_patch16_224"),
+    (
+        ("vit_tiny_patch16_224", SMALL | {"no_embed_class": True}),
+        dict(arch="vit_tiny"),
+        "pos_embed has 16 rows, not 1 and",
+    ),
+    (("vit_tiny_patch16_224", SMALL | {"reg_tokens": 4}), dict(arch="vit_tiny"), "pos_embed has 21 rows, not 1 and"),
+    (("resnet18", {}), dict(arch="resnet18", image_size=32), "sizes up to 64 px choose a ResNet's 3 x 3 stem"),
+]
+
+
+@pytest.mark.parametrize("theirs, how, words", RICHER)
+def test_a_file_of_another_encoder_is_refused(theirs, how, words, tmp_path, capsys):
+    """Not judged as the smaller encoder that its names hold, too. A fitting encoder of timm's is named."""
+    name, more = theirs
+    torch.save(
+        {"state_dict": {f"module.{key}": x for key, x in tensors_of(name, **more).items()}}, tmp_path / "file.pth"
+    )
+    line = refused(capsys, common.load_backbone, tmp_path / "file.pth", **{"image_size": 112} | how)
+    assert words in line and "file.pth" in line
+
+
+def test_whole_numbers_and_what_is_left_of_a_layer_are_refused(tmp_path, capsys):
+    encoder = make_encoder(**RESNET)
+    state = encoder.state_dict()
+    torch.save(state | {"layer1.0.conv1.weight": state["layer1.0.conv1.weight"].char()}, tmp_path / "int8.pth")
+    assert "conv1.weight is torch.int8, not" in refused(capsys, common.load_backbone, tmp_path / "int8.pth", **RESNET)
+    torch.save(state | {"layer1.0.conv1.scale": torch.ones(1)}, tmp_path / "scale.pth")
+    assert "layer1.0.conv1.scale" in refused(capsys, common.fitting_weights, tmp_path / "scale.pth", encoder)
+
+
+PUBLIC = [
+    "resnet18",
+    "convnextv2_atto",
+    "vit_tiny_patch16_224",
+    "vit_small_patch14_reg4_dinov2",
+    "vit_small_patch16_dinov3",
+]
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_public_encoders_are_read_by_the_right_name(name, tmp_path):
+    size, patch_size = (56, 14) if "patch14" in name else (96, 16)
+    more = dict(img_size=size, dynamic_img_size=True) if common.is_vit(name) else {}
+    theirs = timm.create_model(name, num_classes=0, **more).eval()
+    torch.save({"teacher": under("backbone.", theirs, "fc.weight")}, tmp_path / "dino.pth")
+    read = common.load_backbone(tmp_path / "dino.pth", arch=name, image_size=size, patch_size=patch_size)[0]
+    assert same(read, theirs, size)
+
+
+def test_lightlys_names_are_read(tmp_path, capsys):
+    """Its encoder is nn.Sequential(*resnet.children()), so its layers have numbers."""
+    theirs = torchvision.models.resnet18()
+    theirs = torch.nn.Sequential(*list(theirs.children())[:-1], torch.nn.Flatten()).eval()
+    torch.save({"state_dict": under("backbone.", theirs) | under("head.", torch.nn.Linear(2, 2))}, tmp_path / "l.ckpt")
+    encoder, _ = common.load_backbone(tmp_path / "l.ckpt", arch="resnet18")
+    assert "the encoder is state_dict.backbone.; left out: 2" in capsys.readouterr().out and same(encoder, theirs, 64)
+
+
+NOT_CHECKPOINTS = {
+    "Git LFS pointer": b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n",
+    "web page": b"\n<!DOCTYPE html><html></html>",
+    "empty": b"",
+    "gzip archive": b"\x1f\x8b\x08",
+    "cut off": b"PK\x03\x04" + bytes(100),
+    "no file of torch.save": b"notes",
+}
+
+
+@pytest.mark.parametrize("kind", NOT_CHECKPOINTS)
+def test_what_is_no_checkpoint_is_said_as_what_it_is(kind, tmp_path, capsys):
+    for name in ("model.pth", "model.safetensors"):
+        (tmp_path / name).write_bytes(NOT_CHECKPOINTS[kind])
+        for how in ({}, VIT):
+            line = refused(capsys, common.load_backbone, tmp_path / name, **how)
+            assert kind in line and "weights_only" not in line
+
+
+def test_programs_and_zip_archives_are_told_apart(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with zipfile.ZipFile("a.zip", "w") as archive:
+        archive.writestr("model.pth", b"")
+    assert "zip archive of other files" in refused(capsys, common.read_tensors, "a.zip")
+    torch.jit.script(torch.nn.Linear(2, 3)).save("program.pt")
+    exec(refused(capsys, common.read_tensors, "program.pt").partition("plain file of it: ")[2], {})
+    assert common.read_tensors("plain.pt").keys() == {"weight", "bias"}
+
+
+PLAIN = argparse.Namespace(lr=np.float64(1), at=datetime.datetime(2026, 1, 2), out=Path("x"), scores=np.ones(2))
+
+
+@pytest.mark.parametrize("zipped", [True, False])
+def test_plain_data_beside_tensors_is_loaded_at_once(zipped, tmp_path):
+    state = {"models": [{"w": torch.ones(2)}], "args": PLAIN, "best": np.float32(3), "lr": {"a": {"b": PLAIN}}}
+    torch.save(state, tmp_path / "a.pth", _use_new_zipfile_serialization=zipped)
+    assert common.read_tensors(tmp_path / "a.pth").keys() == {"models.0.w"}
+
+
+class Odd:
+    """Something that no checkpoint should need."""
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_the_lines_that_make_a_plain_file_do(whole, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     teacher = make_encoder(**VIT)
-    torch.save({"teacher": under("backbone.", teacher), "args": argparse.Namespace(lr=1)}, "dino.pth")
-    exec(refused(capsys, common.load_backbone, "dino.pth", **VIT).partition("plain file of it: ")[2])
+    torch.save(teacher if whole else {"deep": {"er": [under("x.", teacher)]}, "odd": [Odd()]}, "theirs.pth")
+    line = refused(capsys, common.load_backbone, "theirs.pth", **VIT)
+    assert ("a whole pickled module" if whole else "more than tensors and plain data (test_published.Odd)") in line
+    exec(line.partition("plain file of it where their code can be imported: ")[2], {})
     assert same(common.load_backbone("plain.pt", **VIT)[0], teacher, 32)
+
+
+def test_folders_and_files_are_told_apart(judged, tmp_path, capsys):
+    """A run's folder for --init is its backbone.pt. Beside --arch it, and without --arch others' file, are told."""
+    run, _ = judged
+    encoder = common.load_backbone(run)[0]
+    weights, _ = common.fitting_weights(run, encoder)
+    assert all(torch.equal(x, weights[name]) for name, x in encoder.state_dict().items())
+    assert "leave out --arch" in refused(capsys, common.load_backbone, run, **VIT)
+    torch.save(under("encoder.", encoder), tmp_path / "others.pth")
+    assert "give --arch NAME" in refused(capsys, common.load_backbone, tmp_path / "others.pth")
 
 
 MODES = [(eval_knn, "--k 3"), *((eval_linear, flags) for flags in ("", "--solver lbfgs --strengths 1"))]

@@ -269,9 +269,9 @@ def floors(args):
         info = common.backbone_info(arch, 32, how["patch"], norm=how["data"])
         encoder = torch.nn.Flatten() if name == "pixels" else common.build_backbone(info)
         x, y = zip(*(common.extract_features(encoder, part, info, torch.device("cpu")) for part in parts), strict=True)
-        knn = common.knn_classes(x[0], y[0], x[1], (20, 200), 0.07, 10)
+        knn = common.knn_predict(x[0], y[0], x[1], (20, 200), 0.07, 10)
         linear = eval_linear.linear_probe(x[0], y[0], x[1], 10)["logits"].argmax(1)
-        judged = {"knn20_top1": knn[20], "knn200_top1": knn[200], "linear_top1": linear}
+        judged = {"knn20_top1": knn[0], "knn200_top1": knn[1], "linear_top1": linear}
         found[name] = {k: round(100 * (v == y[1]).double().mean().item(), 4) for k, v in judged.items()}
         print(f"{name}: {shown(found[name])}", flush=True)
     (KEPT / f"{args.budget}-floors.json").write_text(json.dumps(found, indent=1) + "\n")
