@@ -296,4 +296,7 @@ def test_a_damaged_image_stops_a_run_in_one_line(tmp_path, capsys, part, i, flag
     error = capsys.readouterr().err
     assert error.startswith("error: ") and error.count("\n") == 1 and str(path) in error
     assert (tmp_path / "run").exists() == bool(flags)
-    assert not flags or load(tmp_path / "run" / "last.pt")["step"] == (4 if part == "test" else step_of_image)
+    if flags:  # the steps before it are saved
+        batches = [[row for _, row in batch] for batch in common.EpochSampler(16, 4, 0)]
+        step = len(batches) if part == "test" else next(n for n, rows in enumerate(batches) if i in rows)
+        assert load(tmp_path / "run" / "last.pt")["step"] == step

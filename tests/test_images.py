@@ -231,7 +231,7 @@ LAYOUTS = {  # folders, and words of the message
 def test_folders_that_are_no_data_set_are_one_line(tmp_path, capsys, kind):
     folders, words = LAYOUTS[kind]
     write_tree(tmp_path, {folder: 2 for folder in sorted(folders, reverse=True)})
-    args = types.SimpleNamespace(dataset="folder", data_dir=tmp_path, image_size=32, no_cache=False, check_images=False)
+    args = types.SimpleNamespace(dataset="folder", data_dir=tmp_path, image_size=32, no_cache=False)
     assert words in refused(capsys, common.open_images, args).replace(str(tmp_path), "DIR")
 
 
@@ -379,7 +379,7 @@ WRONG = {  # (training set, test set or None, words of the message)
 
 
 def encode(*data):
-    for images in common.open_images(types.SimpleNamespace(batch_size=1, workers=None, check_images=False), *data):
+    for images in common.open_images(types.SimpleNamespace(batch_size=1, workers=None), *data):
         if images is not None:
             common.extract_features(torch.nn.Flatten(), images, INFO, torch.device("cpu"))
 
@@ -394,7 +394,7 @@ def test_own_data_are_read_by_loaders_only():
     """The items' second entries are the labels, of any integer type; `targets` are not. Subsets keep their rows."""
     makes = int, np.int64, torch.tensor, np.array, bool
     data = Own([(IMAGE, make(1)) for make in makes], targets=[5] * 5, classes=["a", "b"])
-    train, test = common.open_images(types.SimpleNamespace(batch_size=1, workers=None, check_images=False), data, data)
+    train, test = common.open_images(types.SimpleNamespace(batch_size=1, workers=None), data, data)
     device, workers = torch.device("cpu"), 2
     assert common.extract_features(torch.nn.Flatten(), train, INFO, device, workers=workers)[1].tolist() == [1] * 5
     assert data.read == 0 and test.labels.tolist() == [-1] * 5  # in this process

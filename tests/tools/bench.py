@@ -205,9 +205,7 @@ def steps(args):
         flags += f"--dataset cifar10 --device cpu --amp off --batch-size {args.batch_size}".split()
         flags += "--epochs 1000 --knn-every 0 --workers 0".split()
         with tempfile.TemporaryDirectory() as folder:
-            make_folder(
-                folder, (args.rounds + 4) * args.batch_size
-            )  # of one epoch, so that no save comes between
+            make_folder(folder, (args.rounds + 4) * args.batch_size)  # of one epoch, so that no save comes between
             sides = [(ROOT, args.flags)]
             if args.against or args.over_flags is not None:
                 sides.append((args.against or ROOT, args.flags if args.over_flags is None else args.over_flags))

@@ -603,16 +603,10 @@ def main(argv=None):
     texts = dict(images="test images of --attention, --similarities: four by default", keys="their training images")
     for name, text in texts.items():
         flags[encoder].add_argument(f"--{name}", type=natural, nargs="+", metavar="I", help=text)
-    flags[positives].add_argument(
-        "--anchors", type=count, default=8, metavar="N", help="rows of the picture"
-    )
-    flags[corners].add_argument(
-        "--pairs", type=count, default=100_000, metavar="N", help="of crops, for each beta"
-    )
+    flags[positives].add_argument("--anchors", type=count, default=8, metavar="N", help="rows of the picture")
+    flags[corners].add_argument("--pairs", type=count, default=100_000, metavar="N", help="of crops, for each beta")
     flags[similarity].add_argument("--split", choices=("train", "test"), default="train", help="train: as the paper")
-    flags[similarity].add_argument(
-        "--images", type=count, default=1000, metavar="N", help="paper: 32,768"
-    )
+    flags[similarity].add_argument("--images", type=count, default=1000, metavar="N", help="paper: 32,768")
     flags[similarity].add_argument("--views", type=count, default=32, metavar="N", help="of each image")
     for function in (similarity, positives, intraclass, encoder):
         flags[function].add_argument(
