@@ -1288,8 +1288,6 @@ def load_backbone(path, encoder=None, module=None, arch=None, **published):
             fail(f"{path} holds the {info['encoder']} encoder only: give last.pt for the {encoder} encoder")
         if module is None and info["timm_name"] is None:
             fail(f"{path} holds a user's own encoder: give it, too, as eval_knn.main(args, encoder=MODULE)")
-        if not is_intact(path):
-            fail(f"{path} is damaged: copy it again, or let the run write it anew")
         backbone = build_backbone(info) if module is None else module
         backbone.load_state_dict(weights)
     except (KeyError, TypeError, AttributeError, ValueError, RuntimeError) as error:
@@ -1359,6 +1357,8 @@ def read_state(path):
         kind = f"a TorchScript program. If you trust its authors, make a plain file of it: {code}"
     elif members and not any(name.endswith("data.pkl") for name in members):
         kind = "a zip archive of other files: unpack it"
+    elif members and not is_intact(path):
+        kind = "damaged: some bytes are not those that were written. Get it again"
     if kind:
         fail(f"{path} is {kind}")
     try:
