@@ -1551,22 +1551,22 @@ def output_width(module, *sizes):
     """Return how many numbers an encoder, (N, 3, H, W) -> (N, width), gives per image. Images of zeros are encoded.
 
     sizes: of all images that it will see, in pixels. Exits with an error message if the encoder does not take one of
-    them, or gives anything but (N, width).
+    them, gives anything but (N, width), or gives another width for another size.
     """
+    name, widths = f"the encoder, of type {type(module).__name__},", {}
     for size in sizes:
-        name, image = type(module).__name__, f"images (1, 3, {size}, {size})"
+        image = f"images (1, 3, {size}, {size})"
         try:
             shape = tuple(encode_zeros(module, size).shape)
         except Exception as error:  # a user's own module may raise anything
-            reason = " ".join(str(error).split())[:300]
-            fail(
-                f"the encoder, of type {name}, does not map {image} to features (1, width): {reason}. Give "
-                f"--image-size N that it takes, or an encoder for {size} px"
-            )
+            advice = f"Give --image-size N that it takes, or an encoder for {size} px"
+            fail(f"{name} does not map {image} to features (1, width): {' '.join(str(error).split())[:300]}. {advice}")
         if len(shape) != 2:  # for example, a ResNet without its last layer gives (1, width, 1, 1)
-            fail(
-                f"the encoder, of type {name}, maps {image} to {shape}, not (1, width): end it with torch.nn.Flatten()"
-            )
+            fail(f"{name} maps {image} to {shape}, not (1, width): end it with torch.nn.Flatten()")
+        widths[shape[1]] = size
+    if len(widths) > 1:
+        found = ", ".join(f"{width} for {size} px" for width, size in widths.items())
+        fail(f"{name} gives other numbers of features for other sizes of images ({found}): give one that pools them")
     return shape[1]
 
 
