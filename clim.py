@@ -22,8 +22,15 @@ same crop is encoded at several sizes, and the query of every size is compared w
     python clim.py --dataset cifar10 --selection none                         # the baseline, MoCo v2, on one GPU
     torchrun --nproc_per_node=8 clim.py --dataset imagenet --data-dir DIR
 
-The baseline is MoCo v2. It is exactly `--selection none`, which takes one resolution. CLIM adds the choice of
-positives, two views of the positive, the mix, and the sum over sizes. Tables 6, 8 and 9 are of one resolution, too:
+The baseline is MoCo v2. It is exactly `--selection none`, which takes one resolution. What CLIM changes in it:
+    (no positives)                            a choice of positives every few epochs      kmeans, ..., refresh
+    one query view and one key view           also two views of one positive              augmentation, draw_views
+    q = query(view)                           q = query(view mixed with the positive's)   cutmix, CLIM.forward
+    k = key(view)                             k of the image, and k of its positive       CLIM.forward
+    info_nce(q, k, queue, tau)                clim_loss(q, k, k, queue, tau, lambda)      CLIM.forward
+    one size                                  a sum over all pairs of sizes               CLIM.forward
+
+Tables 6, 8 and 9 are of one resolution, too:
 `--dataset imagenet --resolutions 224` with --selection and --mix (Table 6), with --num-clusters and --knn-k (Table 8),
 or with --alpha (Table 9). Table 7 is `--resolutions 224 96` and so on. Its multi-crop is `--local-crops 2`.
 
@@ -37,7 +44,8 @@ There is no released code, so `--variant released` exits with an error message. 
 decides:
     - The embedding by which positives are chosen is the momentum encoder's L2-normalised output for a centre crop.
     - An image is not its own neighbour.
-    - k-means starts from random images and makes 20 iterations.
+    - k-means starts from random images and makes 20 iterations of all images. faiss, which App. A.2 names, makes 25 by
+      default, of at most 256 images per cluster.
     - The first epochs (--clim-start) are plain MoCo v2. Then the first positives are chosen.
     - In each epoch an image gets one of its ten positives at random.
     - The key of the positive comes from a view of its own. It is encoded together with the image's key, so a
@@ -48,8 +56,8 @@ decides:
     - Without mixing (--mix none), half the loss goes to each key.
     - Temperature and colour jitter are MoCo v2's. (The paper's list does not name hue, which MoCo v2's has.)
     - Only the image's own key at the largest size enters the queue.
-    - The encoders compute in bf16 on CUDA (`--amp off`: in float32, with products in TF32), and batch-norm statistics
-      are averaged over the processes.
+    - In Eq. 6, r is the query's size, and r' is the size of both its keys. Taken literally, r would be the size of the
+      image's own views, and r' that of the positive's.
     - All recipes but ImageNet's are ours.
 
 Where this file and the paper differ:
@@ -59,14 +67,18 @@ Where this file and the paper differ:
        samples". Here: neighbours that Eq. 2 excludes fill the ten places, nearest first. This is how we read the paper,
        although it contradicts Eq. 2.
     D3 The sum of Eq. 6. Paper and here: a sum, which has four terms for two sizes and so raises the effective learning
-       rate. Recipes for small images have one size here.
+       rate. Local crops add their terms to it, because the paper has no other sum. (moco_jointcrop.py and logo.py take
+       the mean of their terms, patchmix.py the sum over views and the mean over local crops.) Recipes for small images
+       have one size here.
     D4 The sizes {224, 224} of Table 7. Paper: it does not say what differs between the two. Here: both have the same
        crop, and each has colours and a flip of its own.
     D5 Crops of multi-resolution. Paper: section 3.3 keeps the crop fixed over the sizes, and its introduction compares
        "the same image (patch) at different resolutions explicitly". Here: a view keeps its crop over all sizes, but
        query and key have crops of their own. `--same-crop` is the other reading: a key has the crop of its query.
     D6 Multi-crop, 2 x 224 + 2 x 96. Paper (Table 7): sizes and areas. Here (ours): a local crop is a query only. It is
-       mixed with a local crop of the positive, with a share and a box of its own, and its term is added to the sum.
+       mixed with a local crop of the positive, with a share and a box of its own, and its term is added to the sum. Its
+       side is 96 px, but at most half of the views'.
+What differs by rounding, by an index or by precision is in tests/golden/README.md.
 """
 
 import argparse
@@ -144,7 +156,6 @@ def recipe(chosen):
         values["resolutions"] = (chosen.image_size,)  # another size of views is the only size
     elif chosen.selection == "none" or chosen.local_crops:
         values["resolutions"] = (values["image_size"],)  # the baseline, and Table 7's multi-crop
-    values["local_size"] = min(values["local_size"], chosen.image_size or values["image_size"])
     return values
 
 
@@ -225,17 +236,17 @@ def rows_per_chunk(width):
 
 
 @torch.no_grad()
-def nearest_neighbors(x, k, rows=None):
+def nearest_neighbors(x, k, rows=None, dtype=torch.float64):
     """Return the k nearest other rows of each row by L2 distance, nearest first: (n, min(k, N - 1)) int64.
 
     x: (N, C). rows: (n,) int64, the rows whose neighbours are wanted; all if None. A row is not its own neighbour,
-    unless it is the only one (D1). Distances are computed in float64, because rounding in float32 changes which
-    neighbours are found. Then they are rounded to float32, so that copies of an image have equal distances. Raises
-    ValueError if the shape of x or k does not fit.
+    unless it is the only one (D1). dtype: of the distances. float32 is faster on most GPUs, but its rounding changes
+    which neighbours are found. They are rounded to float32, so that copies of an image have equal distances. Raises
+    ValueError if the shape of x or k does not fit. To copy it, also copy `rows_per_chunk`.
     """
     if x.dim() != 2 or len(x) == 0 or k < 1:
         raise ValueError(f"nearest_neighbors takes x (N, C) with N > 0, and k > 0, not x {tuple(x.shape)} and k {k}")
-    x, k = x.double(), min(k, max(1, len(x) - 1))
+    x, k = x.to(dtype), min(k, max(1, len(x) - 1))
     rows = torch.arange(len(x), device=x.device) if rows is None else rows
     neighbors = []
     for chunk in rows.split(rows_per_chunk(len(x))):
@@ -252,20 +263,20 @@ def nearest_center(x, centers):
 
 
 @torch.no_grad()
-def kmeans(x, num_clusters, iterations=20, generator=None, report=None):
+def kmeans(x, num_clusters, iterations=20, generator=None, report=None, dtype=torch.float64):
     """Run Lloyd's k-means by L2 distance. Return (centers (m, C), assignment (N,) int64 of each row to its centre).
 
     x: (N, C); its rows are used as given, not normalised. m is min(num_clusters, N). The first centres are random rows.
     If clusters come out empty, they start anew at the rows that are farthest from their centres. Exactly `iterations`
-    are made; there is no test of convergence. They are computed in float64; the centres have the dtype of x. generator:
-    a torch CPU generator; torch's global one if None. report: a function that is called after each iteration with the
+    are made; there is no test of convergence. dtype: of the computation; the centres have the dtype of x. generator: a
+    torch CPU generator; torch's global one if None. report: a function that is called after each iteration with the
     number of those done. No gradient. Raises ValueError if the shape of x or a number does not fit. To copy it, also
     copy `nearest_center` and `rows_per_chunk`.
     """
     if x.dim() != 2 or len(x) == 0 or num_clusters < 1 or iterations < 0:
         given = f"x {tuple(x.shape)}, {num_clusters} clusters and {iterations} iterations"
         raise ValueError(f"kmeans takes x (N, C) with N > 0, 1 cluster or more, and 0 iterations or more, not {given}")
-    rows = x.double()
+    rows = x.to(dtype)
     centers = rows[torch.randperm(len(x), generator=generator)[:num_clusters].to(x.device)]
     for iteration in range(iterations):
         assignment = nearest_center(rows, centers)
@@ -277,7 +288,7 @@ def kmeans(x, num_clusters, iterations=20, generator=None, report=None):
         if report is not None:
             report(iteration + 1)
     centers = centers.to(x.dtype)
-    return centers, nearest_center(rows, centers.double())
+    return centers, nearest_center(rows, centers.to(dtype))
 
 
 def take(neighbors, preferred, count, generator=None):
@@ -702,6 +713,11 @@ def parse_args(argv=None):
         args.min_lr *= peak_rate(args) / peak_rate(usual)  # the last rate is scaled as the peak rate is
     if "bn_groups" not in typed:
         args.bn_groups = math.lcm(args.bn_groups, common.rank_and_world()[1])  # each process has equally many
+    if "local_size" not in typed:  # at most half of a view's side, in whole patches of a ViT
+        patch = args.patch_size if common.is_vit(args.arch) else 1
+        args.local_size = max(patch, min(args.local_size, args.image_size // 2) // patch * patch)
+    if args.local_crops and args.local_size >= args.image_size:
+        common.fail(f"--local-size {args.local_size}: local crops are smaller than the views of {args.image_size} px")
     args.resolutions = tuple(sorted(args.resolutions, reverse=True))  # the largest, at which views are cut, comes first
     if args.resolutions[0] != args.image_size:
         sizes = common.shown(args.resolutions)
@@ -810,23 +826,19 @@ def restore(args, images, parts):
     if found and not last.exists():
         common.fail(f"--out {args.out} is not empty ({', '.join(found[:3])}), and has no last.pt: give another")
     path = last if last.exists() else args.resume
-    state = common.load_checkpoint(path) if path else {"step": 0}
-    if state.get("step") == 0:  # nothing is lost if it begins anew, perhaps with other flags
+    same = None if path == last else ("method", "arch", "batch_size")  # with these, steps and weights mean the same
+    state = common.load_run(path, args, images, same) if path else {"step": 0}
+    if state["step"] == 0:  # nothing is lost if it begins anew, perhaps with other flags
         if args.init:
             model = parts["model"]
             weights, _ = common.fitting_weights(args.init, model.backbone, args.init_prefix)
             for encoder in {model.backbone, getattr(model, "momentum_backbone", model.backbone)}:
                 encoder.load_state_dict(weights)
         return 0, []
+    step, records = state["step"], state["records"]
     try:
-        only = None if path == last else ("method", "arch", "batch_size")  # with these, steps and weights mean the same
-        if different := common.differences(state["config"], vars(args), only):
-            common.fail(f"{path} is of another configuration ({'; '.join(different[:5])}): give another --out")
-        if state["images"] != images:
-            common.fail(f"{path} is of other images ({state['images']}, now {images}): give another --out")
         for name, part in parts.items():
             part.copy_(state[name]) if torch.is_tensor(part) else part.load_state_dict(state[name])
-        step, records = state["step"], state["records"]
     except (RuntimeError, ValueError, TypeError, KeyError, AttributeError) as error:
         common.fail(f"{path} does not fit this method and model: {type(error).__name__} {str(error)[:300]}")
     if step > args.epochs * (images["number"] // args.batch_size):
@@ -872,29 +884,6 @@ def is_due(args, step, records):
     if not records or records[-1]["step"] != step or "knn20_top1" in records[-1] or args.knn_every == 0:
         return False
     return records[-1]["epoch"] % args.knn_every == 0 or records[-1]["epoch"] == args.epochs
-
-
-def show_progress(args, loader, history, step, total_steps):
-    """Show how far the run has come. Exits with an error message if the loss or its gradient is not finite."""
-    loss, seconds = history[-1]["loss"].item(), (time.perf_counter() - loader.began) / len(history)
-    if not math.isfinite(loss + history[-1]["grad_norm"].item()):
-        advice = "go on without bf16, or with a lower --lr in a new --out (and --resume PATH)"
-        common.fail(f"the loss or its gradient is not finite at step {step}; last.pt is from before: {advice}")
-    where = f"epoch {math.ceil(step * args.epochs / total_steps)}/{args.epochs}  step {step}/{total_steps}"
-    speed = f"{args.batch_size / seconds:.0f} images/s  {seconds * (total_steps - step) / 60:.1f} min left"
-    common.progress(f"{where}  loss {loss:.3f}  {speed}")
-
-
-def tell(args, record, writer):
-    """Say what matters most of an epoch. TensorBoard's writer, if there is one, gets all of it."""
-    distance = f"{abs(record['below_chance']):.2f} {'below' if record['below_chance'] >= 0 else 'above'} chance"
-    scores = "".join(f"  {name} {value:.1f} %" for name, value in record.items() if name.endswith("_top1"))
-    figures = f"loss {record['loss']:.4f} ({distance}){scores}  std {record['std']:.2f}"
-    common.say(f"epoch {record['epoch']}/{args.epochs}  {figures}  {record['images_per_s']:.0f} images/s")
-    if writer is not None:
-        for name, value in record.items():
-            writer.add_scalar(name, value, record["step"])
-        writer.flush()
 
 
 # ------------------------------------------------------------------- the loop
@@ -996,7 +985,7 @@ def main(args, train=None, test=None, encoder=None):
             records[-1] |= common.knn_record(args, model.backbone, train, test, device)
             save(args, step, records, images, parts, model.backbone)
         if records and records[-1]["step"] == step:
-            tell(args, records[-1], writer)
+            common.tell(args, records[-1], writer)
         if step >= last_step:
             break
         # Positives are chosen every few epochs (App. A.2). A signal ends this at once: all is saved
@@ -1031,7 +1020,7 @@ def main(args, train=None, test=None, encoder=None):
                     metrics |= dict(loss=loss, grad_norm=grad_norm)
                     history.append({name: value.detach() for name, value in metrics.items()})
                     if step % 10 == 0:
-                        show_progress(args, loader, history, step, total_steps)
+                        common.show_progress(args, loader, history, step, total_steps)
                     if stopped():
                         break
             except common.BadImage:

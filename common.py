@@ -458,8 +458,7 @@ def read_folder(name, root, part="", cache=True, unlabeled=False):
     try:
         paths, labels, classes = from_first(lambda: list_folder(name, root, part, unlabeled))
         images = ImageSet(name, labels, classes, None, paths, root)
-        first = images.read(0)
-        if cache and max(first.shape) <= 96 and len(images) * first.nbytes <= IN_MEMORY:
+        if cache and max((first := images.read(0)).shape) <= 96 and len(images) * first.nbytes <= IN_MEMORY:
             images.array = decode_all(images)
     except (BadImage, OSError) as error:
         fail(str(error))
@@ -715,10 +714,11 @@ class ViewDataset(Dataset):
     def cut_views(self, index, draws):
         """Return the views of some images: ([uint8 (n, S, S, 3), ...], [colours (n, 9), ...])."""
         cuts, colours = self.draw(index, self.images.sizes(index), draws)
-        views = [
-            np.stack([cut(self.images[i], box, size, self.interpolation) for i, box in zip(rows, boxes, strict=True)])
-            for rows, boxes, size in cuts
-        ]
+        views = []
+        for rows, boxes, size in cuts:
+            images = map(self.images.__getitem__, rows.tolist())
+            squares = [cut(*pair, size, self.interpolation) for pair in zip(images, boxes, strict=True)]
+            views.append(np.stack(squares))
         return views, colours
 
 
@@ -910,15 +910,14 @@ def colour_views(batch, device, memory_format=torch.channels_last, norm=None):
 
 
 def check_picture(path):
-    """Exit with an error message if a picture may not be written: only .png, to a new name or over another PNG."""
-    path = Path(path)
-    if path.suffix.lower() != ".png":
-        fail(f"a picture is written as PNG: {path} has to end in .png")
-    if path.exists():
-        with contextlib.suppress(OSError):
-            if path.is_file() and path.open("rb").read(8) == b"\x89PNG\r\n\x1a\n":
-                return
-        fail(f"{path} is there already, and is no PNG: give the picture another name")
+    """Return `path`, if a picture may be written there: to a new name in .png, or over another PNG.
+
+    Exits with an error message otherwise. It may be the type of a flag.
+    """
+    is_png = Path(path).is_file() and Path(path).read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
+    if Path(path).suffix.lower() != ".png" or (Path(path).exists() and not is_png):
+        fail(f"{path} is no place for a picture: give a new name that ends in .png, or that of a PNG")
+    return path
 
 
 def save_grid(path, rows, labels):
@@ -1367,15 +1366,12 @@ def load_published(path, arch, image_size=224, patch_size=16, norm="imagenet", n
     return backbone.eval(), info | {"encoder": taken.rstrip(".") or "only"}
 
 
-BEGINNINGS = {  # the first bytes of what is often taken for a checkpoint
+NOT_CHECKPOINTS = {  # the first bytes of what is often taken for a checkpoint
     b"version https://git-lfs": "a Git LFS pointer, not the file itself: `git lfs pull` fetches that",
     b"<": "a web page (HTML or XML), not a checkpoint: download the file itself",
-    b"\x1f\x8b": "a gzip archive: unpack it",
-    b"BZh": "a bzip2 archive: unpack it",
-    b"\xfd7zXZ": "an xz archive: unpack it",
-    b"7z\xbc\xaf": "a 7z archive: unpack it",
-    b"\x28\xb5\x2f\xfd": "a zstandard archive: unpack it",
 }
+for _bytes in (b"\x1f\x8b", b"BZh", b"\xfd7zXZ", b"7z\xbc\xaf", b"\x28\xb5\x2f\xfd"):  # gzip, bzip2, xz, 7z, zstandard
+    NOT_CHECKPOINTS[_bytes] = "a compressed archive: unpack it"
 PLAIN_DATA = [  # what checkpoints hold beside tensors, and what cannot act: torch.load may build these, too
     *(argparse.Namespace, datetime.datetime, datetime.date, datetime.time, datetime.timedelta, datetime.timezone),
     *(np.dtype, np.ndarray, *(getattr(np.dtypes, name) for name in np.dtypes.__all__)),
@@ -1406,14 +1402,14 @@ def read_state(path):
         members = zipfile.ZipFile(path).namelist() if zipfile.is_zipfile(path) else ()
     except (OSError, zipfile.BadZipFile) as error:
         fail(f"cannot read {path} ({error})")
-    kind = next((kind for beginning, kind in BEGINNINGS.items() if start.startswith(beginning)), None)
+    kind = next((kind for beginning, kind in NOT_CHECKPOINTS.items() if start.startswith(beginning)), None)
     if not start:
         kind = "empty: get it again"
     elif start.startswith(b"PK") and not members:
         kind = "cut off: its end is missing. Get it again"
     elif any(name.endswith("/constants.pkl") for name in members):
-        save = f"torch.save(torch.jit.load({str(path)!r}, map_location='cpu').state_dict(), 'plain.pt')"
-        kind = f"a TorchScript program. If you trust its authors, make a plain file of it: import torch; {save}"
+        code = f"import torch; torch.save(torch.jit.load({str(path)!r}, 'cpu').state_dict(), 'plain.pt')"
+        kind = f"a TorchScript program. If you trust its authors, make a plain file of it: {code}"
     elif members and not any(name.endswith("data.pkl") for name in members):
         kind = "a zip archive of other files: unpack it"
     if kind:
@@ -1424,14 +1420,13 @@ def read_state(path):
         with torch.serialization.safe_globals(PLAIN_DATA):
             return torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # a file from elsewhere may raise anything, and torch's advice is to load it unsafely
-        needed = re.search(r"GLOBAL (\S+)|but got <class '(\S+)'>", str(error))
-        if path.suffix == ".safetensors" or not (start.startswith((b"PK", b"\x80")) and needed):
-            fail(
-                f"{path} is no file of torch.save or safetensors, or it is damaged or cut off ({type(error).__name__})"
-            )
-        names = {needed[1] or needed[2]}
-        with contextlib.suppress(ValueError):  # of files of old versions torch does not tell all
-            names |= set(torch.serialization.get_unsafe_globals_in_checkpoint(path))
+        needed = re.search(r"(?:GLOBAL |but got <class ')([\w.]+)", str(error))
+        if path.suffix == ".safetensors" or not start.startswith((b"PK", b"\x80")) or needed is None:
+            reason = type(error).__name__
+            fail(f"{path} is damaged or cut off, or no file of torch.save's nor of safetensors ({reason})")
+    names = {needed[1]}
+    with contextlib.suppress(ValueError):  # of files of old versions torch does not tell the others
+        names |= set(torch.serialization.get_unsafe_globals_in_checkpoint(path))
     is_module = any(name.startswith("torch.nn.modules.") for name in names)
     what = "a whole pickled module, not only its weights" if is_module else "more than tensors and plain data"
     advice = "If you trust its authors, make a plain file of it where their code can be imported"
@@ -1446,28 +1441,20 @@ def read_tensors(path):
     """
 
     def flat(state, prefix=""):
-        found = {}
-        entries = (
-            enumerate(state) if isinstance(state, (list, tuple)) else state.items() if isinstance(state, dict) else ()
-        )
-        for name, value in entries:
-            if torch.is_tensor(value):
-                found[f"{prefix}{name}"] = value
-            elif isinstance(name, str) or isinstance(state, (list, tuple)):  # an optimiser's entries have numbers
-                found |= flat(value, f"{prefix}{name}.")
-        return found
+        if torch.is_tensor(state):
+            return {prefix.removesuffix("."): state}
+        if isinstance(state, (list, tuple)):
+            state = {str(i): entry for i, entry in enumerate(state)}
+        entries = state.items() if isinstance(state, dict) else ()
+        parts = [flat(entry, f"{prefix}{name}.") for name, entry in entries if isinstance(name, str)]
+        return dict(itertools.chain.from_iterable(part.items() for part in parts))  # an optimiser's names are numbers
 
     return flat(read_state(Path(path) / "backbone.pt" if Path(path).is_dir() else path))
 
 
 # Encoders that are tried where a file does not fit, so that the message can name the right one.
 USUAL = [f"resnet{depth}" for depth in (18, 34, 50, 101, 152, "26d", "50d")]
-USUAL += [
-    "wide_resnet50_2",
-    "resnext50_32x4d",
-    "seresnet50",
-    *(f"convnext_{size}" for size in ("tiny", "small", "base")),
-]
+USUAL += ["wide_resnet50_2", "resnext50_32x4d", "seresnet50", "convnext_tiny", "convnext_small", "convnext_base"]
 USUAL_VITS = ("vit_{}_patch16_224", "deit3_{}_patch16_224", "deit_{}_distilled_patch16_224")
 USUAL_VITS += ("vit_{}_patch14_dinov2", "vit_{}_patch14_reg4_dinov2", "vit_{}_patch16_dinov3")
 VIT_SIZES = {192: "tiny", 384: "small", 768: "base", 1024: "large"}  # by width
@@ -1475,64 +1462,64 @@ VIT_SIZES = {192: "tiny", 384: "small", 768: "base", 1024: "large"}  # by width
 OF_VITS = {"cls_token", "dist_token", "reg_token", "register_tokens", "pos_embed", "norm_pre", "fc_norm"}
 
 
-def file_names(encoder, numbered=False):
-    """Return {name: its name in a file} of an encoder's state. numbered: of nn.Sequential(*encoder.children())."""
-    number = {name: str(i) for i, (name, _) in enumerate(encoder.named_children()) if numbered}
-    parts = {name: name.partition(".") for name in encoder.state_dict()}
-    return {name: number.get(top, top) + dot + rest for name, (top, dot, rest) in parts.items()}
+def resampled(embedding, encoder):
+    """Return a ViT's position embedding (1, rows, width), resampled to the grid of patches of an encoder like it.
 
-
-def prefix_rows(encoder):
-    """Return how many rows of a ViT's position embedding come before its patches', or None if it has no such rows."""
-    embedding, patches = getattr(encoder, "pos_embed", None), getattr(encoder, "patch_embed", None)
-    if embedding is None or embedding.ndim != 3 or not hasattr(patches, "grid_size"):
+    None, if its rows are not those that the encoder has before its patches', and a square grid's.
+    """
+    own, grid = getattr(encoder, "pos_embed", None), getattr(getattr(encoder, "patch_embed", None), "grid_size", None)
+    if own is None or grid is None or embedding.ndim != 3 or embedding.shape[::2] != own.shape[::2]:
         return None
-    return embedding.shape[1] - math.prod(patches.grid_size)
+    before = own.shape[1] - math.prod(grid)
+    patches = embedding.shape[1] - before
+    if patches < 1 or math.isqrt(patches) ** 2 != patches:
+        return None
+    return timm.layers.resample_abs_pos_embed(embedding, grid, num_prefix_tokens=before)
 
 
-def misfits(found, start, names, encoder):
-    """Return what keeps a checkpoint's tensors from being an encoder's, as two lists: (what is missing, what is left).
+def misfits(found, start, encoder):
+    """Return why a checkpoint's tensors are not an encoder's, as a list of texts. It is empty if they are.
 
-    found: of `read_tensors`. start: what stands before the encoder's names there. names: of `file_names`.
-    What is left are the tensors below the encoder's own top-level parts that have no place in it. The file is then of a
-    deeper or richer encoder. A position embedding may be of another square grid.
+    found: of `read_tensors`. start: what stands before the encoder's names there. Each parameter and statistic needs a
+    tensor of its shape. Only a position embedding may be of another square grid. And each tensor below the encoder's
+    own top-level parts needs a place in it: otherwise the file is of a deeper or richer encoder.
     """
     own, missing = encoder.state_dict(), []
-    counted = {name: x for name, x in own.items() if not name.endswith("num_batches_tracked")}  # old files have none
-    for name, x in counted.items():
-        theirs, before = found.get(start + names[name]), prefix_rows(encoder) if name == "pos_embed" else None
+    for name, x in own.items():
+        theirs = found.get(start + name)
+        if name.endswith("num_batches_tracked"):  # old files have none
+            continue
         if theirs is None:
             missing.append(f"{name} {tuple(x.shape)} is not there")
         elif theirs.is_floating_point() != x.is_floating_point():
             missing.append(f"{name} is {theirs.dtype}, not {x.dtype}")
-        elif theirs.shape != x.shape and (before is None or theirs.ndim != 3 or theirs.shape[::2] != x.shape[::2]):
+        elif theirs.shape != x.shape and (name != "pos_embed" or resampled(theirs, encoder) is None):
             missing.append(f"{name} is {tuple(theirs.shape)}, not {tuple(x.shape)}")
-        elif theirs.shape != x.shape and math.isqrt(max(0, theirs.shape[1] - before)) ** 2 != theirs.shape[1] - before:
-            missing.append(f"{name} has {theirs.shape[1]} rows, not {before} and those of a square grid")
-    classifier = (getattr(encoder, "pretrained_cfg", None) or {}).get("classifier") or ()
-    heads = tuple(f"{head}." for head in ([classifier] if isinstance(classifier, str) else classifier))
-    tops = {name.split(".")[0] for name in names.values()} | OF_VITS
-    used = {start + name for name in names.values()}
-    below = (
-        key for key in found if key.startswith(start) and key not in used and key[len(start) :].split(".")[0] in tops
-    )
-    left = [k for k in below if not k[len(start) :].startswith(heads) and not k.endswith("num_batches_tracked")]
-    return missing, left
+    parts = {name.split(".")[0] for name in own} | OF_VITS
+    below = (key.removeprefix(start) for key in found if key.startswith(start) and key.removeprefix(start) not in own)
+    passed_over = ("num_batches_tracked", "head.fc.weight", "head.fc.bias")  # the latter: ConvNeXt's classifier
+    left = [name for name in below if name.split(".")[0] in parts and not name.endswith(passed_over)]
+    return missing or [f"it has no place for {len(left)} tensors, {', '.join(left[:4])}"] * bool(left)
 
 
-def usual_name(found, start, numbered):
+def forms_of(encoder):
+    """Return [encoder], and with it nn.Sequential(*its children) if that has all its weights: lightly saves those."""
+    numbered = nn.Sequential(*encoder.children())
+    return [encoder, numbered] if len(numbered.state_dict()) == len(encoder.state_dict()) else [encoder]
+
+
+def usual_name(found, start):
     """Return ": it fits --arch NAME" with a usual encoder that a checkpoint of others fits, or ""."""
-    stem = found.get(start + ("0.weight" if numbered else "conv1.weight"))
+    stem = found.get(start + "conv1.weight", found.get(start + "0.weight"))
     patches = found.get(start + "patch_embed.proj.weight")
-    if patches is None:
-        names, patch_size, size = USUAL, 16, 32 if stem is not None and stem.shape[-1] == 3 else 224
-    else:
+    names, patch_size, size = USUAL, 16, 32 if stem is not None and stem.shape[-1] == 3 else 224
+    if patches is not None:
         names = [name.format(VIT_SIZES.get(len(patches))) for name in USUAL_VITS]
         patch_size, size = patches.shape[-1], 16 * patches.shape[-1]
     for name in filter(timm.is_model, names):
         with torch.device("meta"):  # without weights
             encoder = create_backbone(backbone_info(name, size, patch_size))
-        if not any(misfits(found, start, file_names(encoder, numbered), encoder)):
+        if not all(misfits(found, start, form) for form in forms_of(encoder)):
             flag = "" if patches is None or named_patch(name) == patch_size else f" --patch-size {patch_size}"
             return f": it fits --arch {name}{flag}"
     return ""
@@ -1541,56 +1528,43 @@ def usual_name(found, start, numbered):
 def fitting_weights(path, backbone, prefix=None, flag="--init-prefix"):
     """Return (a state_dict for an encoder from a checkpoint of others, the prefix of its names in the file).
 
-    The prefix is found by looking: after it, each parameter and statistic of the encoder has a tensor of its name and
-    shape, and all that the file holds of an encoder is used (see `misfits`). The names may be those of
+    The prefix is found by looking: after it, the encoder fits (see `misfits`). Its names may also be those of
     nn.Sequential(*encoder.children()), as lightly's are. If several encoders fit, a teacher (DINO's) is taken, or else
     the first that is no momentum encoder. prefix: the end of another's. flag: what a message calls it.
     Exits with an error message if nothing fits.
     """
     found, own = read_tensors(path), backbone.state_dict()
-    forms = {numbered: file_names(backbone, numbered) for numbered in (False, True)}
-    counts = Counter(
-        (key.removesuffix(name), numbered)
-        for numbered, names in forms.items()
-        for name in names.values()
-        for key in found
-        if key.endswith(name)
-    )
-    fitting = {start: form for start, form in counts if not misfits(found, start, forms[form], backbone)[0]}
+    named = ((form, name) for form in forms_of(backbone) for name in form.state_dict())
+    counts = Counter((key.removesuffix(name), form) for form, name in named for key in found if key.endswith(name))
+    fitting = {start: form for start, form in counts if not misfits(found, start, form)}
     chosen = [start for start in fitting if start.endswith(prefix or "")]
     if fitting and not chosen:
         fail(f"{flag} {prefix}: the encoders of {path} are {' and '.join(fitting) or 'without prefix'}")
     if not chosen:
-        start, numbered = max(counts, key=counts.get, default=("", False))
-        missing, _ = misfits(found, start, forms[numbered], backbone)
-        wanted = [name for name in own if not name.endswith("num_batches_tracked")]
-        there = sum(start + forms[numbered][name] in found for name in wanted)
-        stem = any(miss.startswith("conv1.weight is (") for miss in missing)
-        hint = " (sizes up to 64 px choose a ResNet's 3 x 3 stem, larger ones 7 x 7: give another --image-size)" * stem
+        near = [key for key, count in counts.items() if key[1] is backbone or count > 20]  # a few fit by chance
+        start, form = max(near, key=counts.get, default=("", backbone))
+        wrong, wanted = misfits(found, start, form), form.state_dict()
+        there = sum(start + name in found for name in wanted)
         first = "".join(f", {name} {tuple(x.shape)}" for name, x in itertools.islice(found.items(), 2))
+        hint = ""
+        if any(text.startswith("conv1.weight is (") for text in wrong):
+            hint = " (sizes up to 64 px choose a ResNet's 3 x 3 stem, larger ones 7 x 7: give another --image-size)"
         fail(
-            f"{path} does not fit the encoder{usual_name(found, start, numbered)}: {there} of its {len(wanted)} names "
-            f"are there{start and f', after {start}'}; nearest misses: {'; '.join(missing[:3])}{hint}. "
-            f"The file has {len(found)} tensors{first}"
+            f"{path} does not fit the encoder{usual_name(found, start)}: {there} of its {len(wanted)} names are there"
+            f"{start and f', after {start}'}; {'; '.join(wrong[:3])}{hint}. The file has {len(found)} tensors{first}"
         )
     slow = ("momentum", "encoder_k", "target")
     start = max(chosen, key=lambda start: ("teacher" in start) - any(word in start for word in slow))
-    names = forms[fitting[start]]
-    if left := misfits(found, start, names, backbone)[1]:
-        named = ", ".join(left[:4]) + (", ..." if left[4:] else "")
-        usual = usual_name(found, start, fitting[start])
-        fail(f"{path} is of another encoder{usual}: {len(left)} of its tensors have no place in this one, {named}")
-    weights = {name: found.get(start + names[name], value) for name, value in own.items()}  # old files count no batches
+    names = [start + name for name in fitting[start].state_dict()]
     others = [other for other in fitting if other != start]
-    used = {start + name for name in names.values()}
-    left_out = [key for key in found if key not in used and not key.startswith(tuple(others))]
+    left = [key for key in found if key not in names and not key.startswith(tuple(others))]
     choice = f" (also there: {', '.join(others)}; {flag} chooses)" if others else ""
-    listed = "".join(f", {name}" for name in left_out[:4]) + (", ..." if left_out[4:] else "")
-    say(f"{path}: the encoder is {start or 'the file itself'}{choice}; left out: {len(left_out)} tensor(s){listed}")
+    listed = "".join(f", {name}" for name in left[:4]) + (", ..." if left[4:] else "")
+    say(f"{path}: the encoder is {start or 'the file itself'}{choice}; left out: {len(left)} tensor(s){listed}")
+    weights = {name: found.get(theirs, own[name]) for name, theirs in zip(own, names, strict=True)}
     if (old := weights.get("pos_embed")) is not None and old.shape != own["pos_embed"].shape:
-        grid, before = backbone.patch_embed.grid_size, prefix_rows(backbone)
-        say(f"its position embedding, of {old.shape[1] - before} patches, is resampled to {grid[0]} x {grid[1]}")
-        weights["pos_embed"] = timm.layers.resample_abs_pos_embed(old, grid, num_prefix_tokens=before)
+        weights["pos_embed"] = resampled(old, backbone)
+        say(f"its position embedding is resampled from {old.shape[1]} rows to {weights['pos_embed'].shape[1]}")
     return weights, start
 
 
@@ -1735,6 +1709,34 @@ def progress(text, last=[0.0]):  # noqa: B006  (the list keeps the time of the l
     if on_terminal() or time.monotonic() - last[0] > 30:
         say(text, end="" if on_terminal() else "\n")
         last[0] = time.monotonic()
+
+
+def show_progress(args, loader, history, step, total_steps):
+    """Show how far a training has come. Exits with an error message if the loss or its gradient is not finite.
+
+    loader: `Loader`, which has begun an epoch. history: {name: 0-d tensor} of each step since then, with `loss`.
+    """
+    last, seconds = history[-1], (time.perf_counter() - loader.began) / len(history)
+    if not (last["loss"] + last.get("grad_norm", 0)).isfinite():
+        advice = "go on without bf16, or with a lower --lr in a new --out"
+        fail(f"the loss or its gradient is not finite at step {step}; last.pt is from before: {advice}")
+    where = f"epoch {math.ceil(step * args.epochs / total_steps)}/{args.epochs}  step {step}/{total_steps}"
+    speed = f"{args.batch_size / seconds:.0f} images/s  {seconds * (total_steps - step) / 60:.1f} min left"
+    progress(f"{where}  loss {last['loss'].item():.3f}  {speed}")
+
+
+def tell(args, record, writer=None):
+    """Say what matters most of an epoch's record. TensorBoard's writer, if there is one, gets all of it."""
+    gap = record.get("below_chance")
+    distance = "" if gap is None else f" ({abs(gap):.2f} {'below' if gap >= 0 else 'above'} chance)"
+    figures = [f"{name} {value:.1f} %" for name, value in record.items() if name.endswith("_top1")]
+    figures += [f"std {record['std']:.2f}"] if "std" in record else []
+    words = "  ".join([f"loss {record['loss']:.4f}{distance}", *figures, f"{record['images_per_s']:.0f} images/s"])
+    say(f"epoch {record['epoch']}/{args.epochs}  {words}")
+    if writer is not None:
+        for name, value in record.items():
+            writer.add_scalar(name, value, record["step"])
+        writer.flush()
 
 
 def start(main, parse_args):
@@ -2000,7 +2002,7 @@ def parse(parser, argv, recipe=None):
     untyped = object()
     plain = vars(parser.parse_args([]))
     found = vars(parser.parse_args(argv, argparse.Namespace(**dict.fromkeys(plain, untyped))))
-    typed = {name: tuple(x) if isinstance(x, list) else x for name, x in found.items() if x is not untyped}
+    typed = {name: tuple(x) if isinstance(x, list) else x for name, x in found.items() if x not in (untyped, None)}
     typed |= {name: os.path.expanduser(typed[name]) for name in typed.keys() & PATHS}
     typed |= {name: os.path.abspath(typed[name]) for name in typed.keys() & {"data_dir", "init"}}  # to be read later
     values = recipe(argparse.Namespace(**plain | typed)) if recipe else {}
@@ -2050,6 +2052,8 @@ def check_flags(args, typed):
     peak = args.lr * args.batch_size / args.lr_batch
     if args.min_lr > peak:
         fail(f"--min-lr {args.min_lr:g} is above the learning rate's peak, {peak:g}")
+    if getattr(args, "show_views", None):
+        check_picture(args.show_views)
     if args.tensorboard and importlib.util.find_spec("tensorboard") is None:
         fail("--tensorboard needs a package: pip install tensorboard")
 
@@ -2148,6 +2152,25 @@ def load_checkpoint(path):
         if isinstance(state, dict):
             return state
     fail(f"{path} is damaged, or not a checkpoint of this project (others' are read with --arch, or --init)")
+
+
+def load_run(path, args, images, names=None):
+    """Return the state in a run's last.pt. Exits with an error message if the run is another one.
+
+    args: its configuration has to be the same: in `names` or, if None, in all but OPERATING flags. images: its images
+    have to be the same. In a state of step 0, which is a run that has not begun, nothing has to be.
+    """
+    state = load_checkpoint(path)
+    try:
+        step, config, others = state["step"], state["config"], state["images"]
+        state["records"]
+    except KeyError as error:
+        fail(f"{path} is not a last.pt of this version: it has no {error}")
+    if step and (different := differences(config, vars(args), names)):
+        fail(f"{path} is of another configuration ({'; '.join(different[:5])}): give another --out")
+    if step and others != images:
+        fail(f"{path} is of other images ({others}, now {images}): give another --out")
+    return state
 
 
 def read_config(folder):

@@ -37,7 +37,13 @@ def parse_args(argv=None):
     add = parser.add_argument_group("kNN").add_argument
     add("--k", type=common.number(int, 1), nargs="+", default=[10, 20, 100, 200], help="numbers of neighbours")
     add("--temperature", type=common.number(float, 1e-6), default=0.07, help="temperature of the votes")
-    add("--batch-size", type=common.number(int, 1), default=256, metavar="N", help="images encoded at once, by each process")
+    add(
+        "--batch-size",
+        type=common.number(int, 1),
+        default=256,
+        metavar="N",
+        help="images encoded at once, by each process",
+    )
     about_dump = "write features, labels, class names and paths for numpy; needs no labels"
     add("--dump", type=os.path.expanduser, metavar="FILE.npz", help=about_dump)
     return parser.parse_args(argv)
@@ -98,29 +104,27 @@ def main(args, encoder=None, train=None, test=None):
     if args.dump:
         make_room(args.dump)
     train, test = common.open_data(args, info, train, test, labels=not args.dump)
-    judged = test is not None and (len(train.classes) > 1 or args.dataset == "own")  # else there is only a dump
     parts = {"train": train} if test is None else {"train": train, "test": test}
+    judged = test is not None and (len(train.classes) > 1 or args.dataset == "own")  # else there is only a dump
     ks = list(dict.fromkeys(min(k, len(train)) for k in args.k))
-    votes = f"kNN: cosine in float32, votes exp(similarity / {args.temperature})"
-    lines = f"{common.protocol(args, info, train, test)}\n{votes}"
+    lines = common.protocol(args, info, train, test)
+    lines += f"\nkNN: cosine in float32, votes exp(similarity / {args.temperature})"
     common.say(lines)
-    how = dict(batch_size=args.batch_size, workers=args.workers, amp=args.bf16)
     networks = {"encoder": encoder, **(common.floor_encoders(args, info, device, len(train)) if judged else {})}
-    results = {}
+    results, how = {}, dict(batch_size=args.batch_size, workers=args.workers, amp=args.bf16)
     for name, network in networks.items():
         encoded = {}
-        for part, own in parts.items():  # the bank stays shared out over the processes
+        for part, images in parts.items():  # the bank stays shared out over the processes
             options = dict(how, whole=part == "test", what=f"features of {name}, {part}")
-            encoded[part] = common.extract_features(network, own, info, device, **options)
+            encoded[part] = common.extract_features(network, images, info, device, **options)
         if name == "encoder" and args.dump:
             whole = tuple(common.gather_uneven(rows) for rows in encoded["train"])
             write_dump(args.dump, lines, parts, encoded | {"train": whole})
-        if not judged:
-            continue
-        (train_x, train_y), (test_x, test_y) = encoded["train"], encoded["test"]
-        found = common.knn_accuracy(train_x.to(device), train_y, test_x.to(device), test_y, ks, args.temperature)
-        results[name] = {f"knn{k}_top1": percent for k, percent in found.items()}
-        common.say(f"{name:>10}  " + "  ".join(f"k={k} {percent:.2f} %" for k, percent in found.items()))
+        if judged:
+            (train_x, train_y), (test_x, test_y) = encoded["train"], encoded["test"]
+            found = common.knn_accuracy(train_x.to(device), train_y, test_x.to(device), test_y, ks, args.temperature)
+            results[name] = {f"knn{k}_top1": percent for k, percent in found.items()}
+            common.say(f"{name:>10}  " + "  ".join(f"k={k} {percent:.2f} %" for k, percent in found.items()))
     if dist.is_initialized():
         dist.destroy_process_group()
     return results

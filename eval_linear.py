@@ -32,6 +32,8 @@ Departures from the papers:
        bilinear. LoGo's released evaluation: bicubic.
     D4 Precision. The encoder computes in bf16 on GPUs that have it (`--amp off`: in float32, with products in TF32).
        The probe is fitted in float32, and L-BFGS works in float64.
+    D5 PatchMix's fine-tuning for fewer than 100 epochs. Released: the rate changes once per epoch, an epoch late, so
+       that one or two epochs train at the warm-up's first rate. Here: 100 changes, however short the run is.
 
 The probe and L-BFGS compute the features on all processes, and each process then fits on all of them. With several
 processes these may be up to 2**30 numbers (4 GiB).
@@ -39,11 +41,14 @@ processes these may be up to 2**30 numbers (4 GiB).
 
 import argparse
 import copy
+import difflib
 import hashlib
+import json
 import math
 import os
 import random
 import re
+import time
 from pathlib import Path
 
 import numpy as np
@@ -68,18 +73,18 @@ import common
 # [P]: printed in the paper. [C]: from its released code, or that of the base that it names. [I]: our inference, where
 # both are silent.
 COMMON = dict(
-    optimizer="sgd", momentum=0.9, nesterov=False, lr_batch=256, weight_decay=0.0, milestones=(), lr_per="epoch",
-    warmup=0, warmup_lr=0.0, min_lr=0.0, crop_scale=(0.08, 1.0), pad=0, randaug=0, erase=0.0, mixup=0.0, cutmix=0.0,
+    optimizer="sgd", momentum=0.9, nesterov=False, lr_batch=256, weight_decay=0.0, milestones=(), warmup=0,
+    warmup_lr=0.0, min_lr=0.0, crop_scale=(0.08, 1.0), pad=0, randaug=0, erase=0.0, mixup=0.0, cutmix=0.0,
     smoothing=0.0,
 )
 # JCL, 4.2 [P]. CLIM, 4.1: rate and milestones [P], the rest as MoCo [I]. Weight decay, momentum, areas: MoCo's [C]
 MOCO = dict(COMMON, epochs=100, batch_size=256, lr=30.0, milestones=(0.6, 0.8))
 LINEAR = ("moco", "jcl", "clim", "jointcrop", "jointcrop-small", "patchmix")
-RATES = [10.0**e for e in np.arange(-4.5, 1.51, 0.5)]  # the probe's grid: 13 rates from 0.00003 to 32
+RATES = (10.0 ** np.arange(-4.5, 1.51, 0.5)).tolist()  # the probe's grid: 13 rates from 0.00003 to 32
 STRENGTHS = np.logspace(-6, 5, 45).tolist()  # L-BFGS's grid
-RECIPES = {  # "mode protocol", and what an encoder or a data set changes in it: "mode protocol trait"
-    "probe probe": dict(epochs=50, batch_size=256, lrs=RATES, holdout=0.1),  # ours
-    "lbfgs lbfgs": dict(  # LoGo, supplement 3: L-BFGS, L2, 5000 iterations, metrics [P]; grid: BYOL's and SimCLR's [I]
+RECIPES = {  # "mode" or "mode protocol", and what an encoder or a data set changes in it: "mode protocol trait"
+    "probe": dict(epochs=50, batch_size=256, lrs=RATES, holdout=0.1),  # ours
+    "lbfgs": dict(  # LoGo, supplement 3: L-BFGS, L2, 5000 iterations, metrics [P]; grid: BYOL's and SimCLR's [I]
         batch_size=256, strengths=STRENGTHS, holdout=0.1, metric="top1", iterations=5000, tolerance=1e-6,
     ),
     "linear moco": MOCO,
@@ -100,7 +105,7 @@ RECIPES = {  # "mode protocol", and what an encoder or a data set changes in it:
     # 4.1.3: 100 epochs [P]; the rest [C], with the rates of timm's scheduler, which is called after each epoch
     "finetune patchmix": dict(
         COMMON, optimizer="adamw", epochs=100, batch_size=1024, lr=5e-4, head_lr=None, weight_decay=0.05,
-        layer_decay=0.75, lr_per="timm", warmup=10, warmup_lr=1e-6, min_lr=1e-5, drop_path=0.1, randaug=9, erase=0.25,
+        layer_decay=0.75, warmup=10, warmup_lr=1e-6, min_lr=1e-5, drop_path=0.1, randaug=9, erase=0.25,
         mixup=0.8, cutmix=1.0, smoothing=0.1,
     ),
     "finetune patchmix vit_tiny": dict(lr=1e-3),
@@ -115,7 +120,15 @@ RECIPES = {  # "mode protocol", and what an encoder or a data set changes in it:
 VALUES = tuple(dict.fromkeys(name for recipe in RECIPES.values() for name in recipe))  # each one is a flag
 
 # Random streams, see common.generator: what draws, and the numbers that keep the draws apart. They never change.
-STREAM_HOLDOUT, STREAM_PROBE, STREAM_LABELS, STREAM_CLASSES, STREAM_RANDAUG, STREAM_ERASE = 2, 3, 4, 5, 6, 7
+STREAM_STEP, STREAM_HOLDOUT, STREAM_PROBE, STREAM_LABELS, STREAM_CLASSES, STREAM_RANDAUG, STREAM_ERASE = (
+    0,
+    2,
+    3,
+    4,
+    5,
+    6,
+    7,
+)
 
 
 def parse_args(argv=None):
@@ -124,6 +137,8 @@ def parse_args(argv=None):
     argv: a list of words; sys.argv's if None. Values of a recipe that are not given are None until `resolve`. Added is
     `mode`: probe, lbfgs, linear or finetune; and `changes`, the typed values as the name of a run's folder has them.
     """
+    number = common.number
+    positive, share = number(float, 1e-9), number(float, 1e-9, 1)
     parser = common.evaluation_parser("eval_linear.py", __doc__)
     group = parser.add_argument_group("protocol")
     add = group.add_argument
@@ -131,66 +146,56 @@ def parse_args(argv=None):
     add("--finetune", action="store_true", help="train all layers; --protocol is patchmix (ViTs) or clim (others)")
     add("--solver", choices=("sgd", "lbfgs"), help="lbfgs: logistic regression on features that are computed once")
     add = group.add_mutually_exclusive_group().add_argument
-    add("--label-fraction", type=common.POSITIVE_SHARE, help="train on this share of the labels, alike per class")
+    add("--label-fraction", type=share, help="train on this share of the labels, alike per class")
     add("--label-files", metavar="LIST", help="train on these files: one per line, base name or path in train/")
-
     add = parser.add_argument_group("probe and L-BFGS").add_argument
-    add("--lrs", type=common.POSITIVE, nargs="+", help="the probe's grid of rates (13 from 0.00003 to 32)")
-    add("--strengths", type=common.POSITIVE, nargs="+", help="L-BFGS: grid of L2 penalties (45 from 1e-6 to 1e5)")
-    add("--holdout", type=common.number(float, 0.001, 0.999), help="share that chooses the rate or the strength (0.1)")
-    add(
-        "--metric",
-        choices=("top1", "per_class"),
-        help="L-BFGS: the score that chooses (top1); per_class: Pets, Flowers, Caltech101, Aircraft",
-    )
-    add("--iterations", type=common.COUNT, help="L-BFGS: most iterations for each strength (5000)")
-    add("--tolerance", type=common.POSITIVE, help="L-BFGS: largest entry of the final whitened gradient (1e-6)")
-
+    add("--lrs", type=positive, nargs="+", help="the probe's grid of rates (13 from 0.00003 to 32)")
+    add("--strengths", type=positive, nargs="+", help="L-BFGS: grid of L2 penalties (45 from 1e-6 to 1e5)")
+    add("--holdout", type=number(float, 0.001, 0.999), help="share that chooses the rate or the strength (0.1)")
+    add("--metric", choices=("top1", "per_class"), help="L-BFGS: the score that chooses; per_class: see above (top1)")
+    add("--iterations", type=number(int, 1), help="L-BFGS: most iterations for each strength (5000)")
+    add("--tolerance", type=positive, help="L-BFGS: largest entry of the final whitened gradient (1e-6)")
     add = parser.add_argument_group("schedule").add_argument
-    add("--epochs", type=common.COUNT, help="epochs of the whole training")
-    add("--batch-size", type=common.COUNT, help="images per step, over all processes; cached features: encoded at once")
-    add("--lr", type=common.POSITIVE, help="learning rate at batch size --lr-batch; scaled linearly with --batch-size")
-    add("--lr-batch", type=common.COUNT, help="batch size for which --lr is given")
-    add("--lr-per", choices=("epoch", "step", "timm"), help="how often the rate changes; timm: see learning_rate")
-    add("--milestones", type=common.POSITIVE_SHARE, nargs="*", help="shares of the run where the rate falls by 10")
-    add("--min-lr", type=common.NOT_NEGATIVE, help="learning rate with which the cosine ends")
-    add("--warmup", type=common.NOT_NEGATIVE, help="epochs of linear warm-up; not given, it shrinks with --epochs")
-    add("--warmup-lr", type=common.NOT_NEGATIVE, help="learning rate with which the warm-up begins")
+    add("--epochs", type=number(int, 1), help="epochs of the whole training")
+    add("--batch-size", type=number(int, 2), help="images per step, or encoded at once, over all processes")
+    add("--lr", type=positive, help="learning rate at batch size --lr-batch; scaled linearly with --batch-size")
+    add("--lr-batch", type=number(int, 1), help="batch size for which --lr is given")
+    add("--milestones", type=share, nargs="*", help="shares of the run where the rate falls by 10")
+    add("--min-lr", type=number(float, 0), help="learning rate with which the cosine ends")
+    add("--warmup", type=number(float, 0), help="epochs of linear warm-up; not given, it shrinks with --epochs")
+    add("--warmup-lr", type=number(float, 0), help="learning rate with which the warm-up begins")
     add("--optimizer", choices=("sgd", "adamw"))
-    add("--momentum", type=common.SHARE, help="momentum of SGD")
+    add("--momentum", type=number(float, 0, 1), help="momentum of SGD")
     add("--nesterov", action=argparse.BooleanOptionalAction, help="Nesterov's form of that momentum")
-    add("--weight-decay", type=common.NOT_NEGATIVE, help="weight decay of the optimizer")
-
+    add("--weight-decay", type=number(float, 0), help="weight decay of the optimizer")
     add = parser.add_argument_group("fine-tuning").add_argument
-    add("--head-lr", type=common.POSITIVE, help="learning rate of the new classifier at --lr-batch")
-    add("--layer-decay", type=common.POSITIVE_SHARE, help="each layer's rate is this times that of the layer above it")
-    add("--drop-path", type=common.number(float, 0, 0.99), help="probability of stochastic depth in the last block")
-
+    add("--head-lr", type=positive, help="learning rate of the new classifier at --lr-batch")
+    add("--layer-decay", type=share, help="each layer's rate is this times that of the layer above it")
+    add("--drop-path", type=number(float, 0, 0.99), help="probability of stochastic depth in the last block")
     add = parser.add_argument_group("augmentation").add_argument
-    add("--crop-scale", type=common.POSITIVE_SHARE, nargs=2, help="smallest and largest area of a crop, as shares")
-    add("--pad", type=common.NATURAL, help="crops are places of the image, padded by this many pixels; 0: --crop-scale")
-    add("--randaug", type=common.number(int, 0, 10), help="magnitude of RandAugment (rand-mN-mstd0.5-inc1); 0: none")
-    add("--erase", type=common.SHARE, help="probability of random erasing")
-    add("--mixup", type=common.NOT_NEGATIVE, help="alpha of mixup; 0: none")
-    add("--cutmix", type=common.NOT_NEGATIVE, help="alpha of CutMix; 0: none")
-    add("--smoothing", type=common.number(float, 0, 0.99), help="smoothing of the labels")
-
+    add(
+        "--crop-scale", type=share, nargs=2, metavar=("LO", "HI"), help="smallest and largest area of a crop, as shares"
+    )
+    add("--pad", type=number(int, 0), help="crops are places of the image, padded by this many pixels; 0: --crop-scale")
+    add("--randaug", type=number(int, 0, 10), help="magnitude of RandAugment (rand-mN-mstd0.5-inc1); 0: none")
+    add("--erase", type=number(float, 0, 1), help="probability of random erasing")
+    add("--mixup", type=number(float, 0), help="alpha of mixup; 0: none")
+    add("--cutmix", type=number(float, 0), help="alpha of CutMix; 0: none")
+    add("--smoothing", type=number(float, 0, 0.99), help="smoothing of the labels")
     add = parser.add_argument_group("a training's folder").add_argument
     add("--out", metavar="DIR", help="default: runs/PROTOCOL-DATASET-RUN...; the same command goes on from it")
-    add("--max-steps", type=common.COUNT, metavar="N", help="stop and save after N steps, counted over all calls")
-    add("--save-every", type=common.COUNT, default=1, metavar="N", help="epochs between saves")
-    add("--eval-every", type=common.NATURAL, default=0, metavar="N", help="epochs between judgements; 0: the last only")
-    parser.set_defaults(resume="auto", init=None, keep_every=0, knn_every=0, tensorboard=False)
+    add("--max-steps", type=number(int, 1), metavar="N", help="save and stop when the run has made N steps in all")
+    add("--eval-every", type=number(int, 0), default=0, metavar="N", help="epochs between judgements; 0: the last only")
+    args, typed = common.parse(parser, argv)
 
-    args = parser.parse_args(argv)
     cached = "lbfgs" if args.solver == "lbfgs" else "probe"
     args.mode = "finetune" if args.finetune else "linear" if args.protocol in LINEAR else cached
     if args.solver == "lbfgs" and args.mode != "lbfgs":
         common.fail("--solver lbfgs is for features that are computed once: leave out --finetune and --protocol")
     if args.finetune and args.protocol not in (None, "patchmix", "clim"):
         common.fail(f"--finetune goes with --protocol patchmix or clim, not {args.protocol}")
-    in_name = {*VALUES, "encoder", "random_init", "label_fraction", "label_files"}
-    args.changes = common.describe_changes(args, in_name & common.typed_values(parser, argv).keys())
+    in_name = {*VALUES, "data_dir", "encoder", "random_init", "label_fraction", "label_files"}
+    args.changes = common.describe_changes(args, in_name & typed)
     return args
 
 
@@ -200,13 +205,13 @@ def resolve(args, info):
     Exits with an error message if a value was given that this evaluation does not have, or that would be wrong.
     """
     name = re.sub("^deit3?_", "vit_", info["timm_name"] or "own")
-    vit = name.startswith("vit_")
-    if args.mode in ("probe", "lbfgs"):
-        args.protocol = args.mode
-    args.protocol = args.protocol or ("patchmix" if vit else "clim")
-    recipe = dict(RECIPES[f"{args.mode} {args.protocol}"])
+    vit, chosen = name.startswith("vit_"), args.mode
+    if args.mode in ("linear", "finetune"):
+        args.protocol = args.protocol or ("patchmix" if vit else "clim")
+        chosen = f"{args.mode} {args.protocol}"
+    recipe = dict(RECIPES[chosen])
     for trait in ("vit" if vit else "", "_".join(name.split("_")[:2]), args.dataset):
-        recipe |= RECIPES.get(f"{args.mode} {args.protocol} {trait}", {})
+        recipe |= RECIPES.get(f"{chosen} {trait}", {})
     if name == "own" and args.mode == "finetune":  # nothing is known of its layers
         recipe["layer_decay"] = 1.0
         del recipe["drop_path"]
@@ -217,16 +222,19 @@ def resolve(args, info):
     for value in VALUES:
         given = getattr(args, value) is not None
         if given and value not in recipe:
-            flag = "--" + value.replace("_", "-")
-            common.fail(f"{flag} is no value of this evaluation: {args.mode} {args.protocol}, encoder {name}")
+            close = difflib.get_close_matches(common.option(value), map(common.option, recipe), n=1)
+            advice = f"did you mean {close[0]}?" if close else "leave it out"
+            common.fail(f"{common.option(value)} is no value of this evaluation ({chosen}, encoder {name}): {advice}")
         if not given:
             setattr(args, value, recipe.get(value))
     if args.mode in ("probe", "lbfgs"):
         return
-    if args.crop_scale[0] > args.crop_scale[1]:
-        common.fail("--crop-scale: give the smaller area first")
     if args.head_lr and args.layer_decay < 1:
         common.fail("--head-lr goes with --layer-decay 1")
+    if args.warmup > args.epochs:
+        common.fail(f"--warmup {args.warmup:g} is longer than the run, --epochs {args.epochs}")
+    if args.min_lr > peak_rate(args):
+        common.fail(f"--min-lr {args.min_lr:g} is above the learning rate's peak, {peak_rate(args):g}")
     world = common.rank_and_world()[1]
     if args.batch_size % world or (args.mixup + args.cutmix > 0 and args.batch_size // world % 2):
         common.fail(f"--batch-size {args.batch_size}: {world} process(es) get equal parts, with mixup even numbers")
@@ -258,18 +266,15 @@ def read_labels(train, test, info, device, workers):
 def balanced_share(labels, fraction, seed):
     """Return the sorted rows (m,) of a share of the labels (n,). The seed fixes them.
 
-    Each class has as many as any other, or one more. Classes that have too few give all, and the others make up for
-    them. Each class has at least one. The rows of a smaller share are among those of a larger one.
+    Each class has as many as any other, or one more; at least one, and at most all. The rows of a smaller share are
+    among those of a larger one.
     """
     classes, labels = np.unique(labels, return_inverse=True)
     order = torch.randperm(len(labels), generator=common.generator(seed, STREAM_LABELS)).numpy()
-    first = torch.randperm(len(classes), generator=common.generator(seed, STREAM_CLASSES)).numpy()  # have one more
-    turn = np.empty(len(labels), np.int64)  # the classes give images in turn: in which turn an image comes
-    for c in range(len(classes)):
-        rows = order[labels[order] == c]
-        turn[rows] = np.arange(len(rows))
-    count = max(round(fraction * len(labels)), len(classes))
-    return np.sort(np.lexsort((first[labels], turn))[:count])
+    turns = torch.randperm(len(classes), generator=common.generator(seed, STREAM_CLASSES)).tolist()
+    each, more = divmod(max(round(fraction * len(labels)), len(classes)), len(classes))
+    rows = [order[labels[order] == c][: each + (turn < more)] for c, turn in enumerate(turns)]
+    return np.sort(np.concatenate(rows))
 
 
 def listed_files(images, root, file):
@@ -310,55 +315,32 @@ def choose_labels(args, train):
     return chosen
 
 
-# ============================================================= 3. linear probe
+# ============================================== 3. on cached features: the choice
 
 
-@torch.no_grad()
-@common.exact_products()
-def linear_probe(train_x, train_y, test_x, num_classes, seed=0, epochs=50, batch_size=256, lrs=None, holdout=0.1):
-    """Train a linear classifier on cached features, with a grid of learning rates at once.
+def hold_out(count, share, seed):
+    """Return (rows that are fitted, rows that choose) of `count` images, in random order. At least one row chooses."""
+    order = torch.randperm(count, generator=common.generator(seed, STREAM_HOLDOUT))
+    held = max(1, int(share * count))
+    return order[held:], order[:held]
 
-    train_x: (n, d) and test_x: (m, d), features, which are standardised by the training features' mean and deviation.
-    train_y: (n,) int64 in [0, num_classes). lrs: the grid; RATES if None. holdout: share of the training set.
-    The classifier is trained by SGD with momentum 0.9 and a cosine. The rate is chosen on the share that is held out of
-    the training set; then all of the training set is fitted. The test set chooses nothing.
-    Returns {'logits': (m, num_classes), 'lr': the rate, 'at_edge': bool, 'held_out': {rate: percent}}.
+
+def fit_and_choose(fit, x, y, test_x, rest, check, num_classes, grid, metric="top1"):
+    """Fit linear classifiers by each value of a grid. The best one on held-out images is fitted again, on all images.
+
+    fit: maps (rows, values, weights to begin from or None) to a list of weights (d, num_classes), one per value. x:
+    (n, d) and test_x: (m, d), features with a last 1 for the bias. y: (n,) int64. rest, check: the rows that are
+    fitted, and those that choose. metric: the score that chooses, top1 or per_class. Of equals the first is taken.
+    Returns {'logits': (m, num_classes), 'chosen': the value, 'held_out': {value: percent}}.
     """
-    lrs = torch.tensor(lrs or RATES)
-    mean, std = train_x.mean(0), train_x.std(0, correction=0).clamp_min(1e-6)
-    train_x, test_x = (F.pad((x - mean) / std, (0, 1), value=1.0) for x in (train_x, test_x))  # a last 1 for the bias
-    order = torch.randperm(len(train_x), generator=common.generator(seed, STREAM_HOLDOUT))
-    held = int(holdout * len(order))
-    rest = order[held:]
-    check = order[:held] if held else order
-
-    def fit(rows, rates, what):
-        weight = train_x.new_zeros(train_x.shape[1], len(rates), num_classes)
-        velocity, rates = torch.zeros_like(weight), rates.to(weight).view(-1, 1)
-        for epoch in range(epochs):
-            common.progress(f"probe: {what}, epoch {epoch + 1} of {epochs}")
-            shuffled = torch.randperm(len(rows), generator=common.generator(seed, STREAM_PROBE, epoch))
-            batches = rows[shuffled].split(batch_size)
-            for i, batch in enumerate(batches):
-                x = train_x[batch]
-                rate = 0.5 * (1 + math.cos(math.pi * (epoch + i / len(batches)) / epochs))
-                error = logits(x, weight).softmax(-1)
-                error[torch.arange(len(batch)), :, train_y[batch]] -= 1  # the gradient of cross-entropy
-                velocity = 0.9 * velocity + (x.T @ error.flatten(1)).view_as(weight) / len(batch)
-                weight = weight - rate * rates * velocity
-        return weight
-
-    def logits(x, weight):  # one product for all rates: (n, d) and (d, rates, classes) -> (n, rates, classes)
-        return (x @ weight.flatten(1)).view(len(x), *weight.shape[1:])
-
-    grid = fit(rest, lrs, f"{len(lrs)} rates")
-    guesses = torch.cat([logits(train_x[part], grid).argmax(-1) for part in check.split(4096)])
-    right = (guesses == train_y[check][:, None]).float().mean(0)
-    best = int(right.argmax())
-    held_out = {f"{lr:.3g}": 100 * r for lr, r in zip(lrs.tolist(), right.tolist(), strict=True)}
-    tested = logits(test_x, fit(order, lrs[best : best + 1], "the best rate"))[:, 0]
-    at_edge = len(lrs) > 1 and best in (0, len(lrs) - 1)
-    return dict(logits=tested, lr=lrs[best].item(), at_edge=at_edge, held_out=held_out)
+    weights = fit(rest, grid, None)
+    held_out = []
+    for weight in weights:
+        logits = torch.cat([(x[part] @ weight).cpu() for part in check.split(4096)])
+        held_out.append(scores(logits, y[check].cpu(), num_classes)[f"linear_{metric}"])
+    best = held_out.index(max(held_out))
+    (weight,) = fit(torch.cat([check, rest]), [grid[best]], weights[best])
+    return dict(logits=test_x @ weight, chosen=grid[best], held_out=dict(zip(grid, held_out, strict=True)))
 
 
 def scores(logits, labels, num_classes):
@@ -374,7 +356,39 @@ def scores(logits, labels, num_classes):
     return {"linear_top1": 100 * right.mean().item(), **top5, "linear_per_class": 100 * per_class.mean().item()}
 
 
-# ========================================== 4. logistic regression by L-BFGS
+# ================================================== 4. linear probe and L-BFGS
+
+
+@torch.no_grad()
+@common.exact_products()
+def linear_probe(x, y, test_x, num_classes, seed=0, epochs=50, batch_size=256, lrs=None, holdout=0.1):
+    """Train a linear classifier on cached features, by SGD with momentum 0.9 and a cosine, with many rates at once.
+
+    x: (n, d) and test_x: (m, d), features, which are standardised by the mean and deviation of x. y: (n,) int64.
+    lrs: the grid; RATES if None. holdout: the share of x that chooses the rate. Returns what `fit_and_choose` does.
+    """
+    mean, std = x.mean(0), x.std(0, correction=0).clamp_min(1e-6)
+    x, test_x = (F.pad((part - mean) / std, (0, 1), value=1.0) for part in (x, test_x))
+
+    def fit(rows, rates, _):
+        weight = x.new_zeros(x.shape[1], len(rates), num_classes)
+        velocity, scale = torch.zeros_like(weight), weight.new_tensor(rates)[:, None]
+        what = f"{len(rates)} rates" if len(rows) < len(x) else "the best rate"
+        for epoch in range(epochs):
+            common.progress(f"probe: {what}, epoch {epoch + 1} of {epochs}")
+            shuffled = torch.randperm(len(rows), generator=common.generator(seed, STREAM_PROBE, epoch))
+            batches = rows[shuffled].split(batch_size)
+            for i, batch in enumerate(batches):
+                inputs = x[batch]
+                rate = 0.5 * (1 + math.cos(math.pi * (epoch + i / len(batches)) / epochs))
+                # One product for all rates: (n, d) and (d, rates, classes) -> (n, rates, classes)
+                error = (inputs @ weight.flatten(1)).view(len(batch), *weight.shape[1:]).softmax(-1)
+                error[torch.arange(len(batch)), :, y[batch]] -= 1  # the gradient of cross-entropy
+                velocity = 0.9 * velocity + (inputs.T @ error.flatten(1)).view_as(weight) / len(batch)
+                weight = weight - rate * scale * velocity
+        return list(weight.unbind(1))
+
+    return fit_and_choose(fit, x, y, test_x, *hold_out(len(x), holdout, seed), num_classes, sorted(set(lrs or RATES)))
 
 
 def logistic_regression(
@@ -421,46 +435,35 @@ def logistic_regression(
 
 
 @common.exact_products()
-def lbfgs_probe(x, y, check, test_x, num_classes, strengths, metric="top1", iterations=5000, tolerance=1e-6):
-    """Fit cached features by logistic regression. A validation part chooses its strength; then all of x is fitted.
+def lbfgs_probe(x, y, test_x, rest, check, num_classes, strengths=None, metric="top1", iterations=5000, tolerance=1e-6):
+    """Fit cached features by logistic regression, with a grid of strengths of its L2 penalty.
 
-    x: (n, d), features of training and validation images. y: (n,) int64. check: rows of the validation images. test_x:
-    (m, d). strengths: the grid; STRENGTHS if None. metric: the score that chooses, top1 or per_class.
+    x: (n, d) and test_x: (m, d), features. strengths: the grid; STRENGTHS if None. The other arguments, and what is
+    returned, are those of `fit_and_choose`.
     The features are centred, which the free bias makes no difference to. They are divided by one number, their root
     mean square. So a strength means the same for every encoder, while directions keep their share. All is in float64.
     The fits go from the strongest penalty to the weakest. Each begins where the last one ended.
-    Returns {'logits': (m, num_classes), 'lr': the strength, 'at_edge': bool, 'held_out': {strength: percent}}.
     """
-    rest = torch.ones(len(x), dtype=torch.bool, device=x.device)
-    rest[check] = False
     mean = x[rest].double().mean(0)
     scale = (x[rest] - mean).square().mean().sqrt().clamp_min(1e-12)
-    x, test_x = (x - mean) / scale, (test_x - mean) / scale
-    weight, best, start, held_out, unfinished = None, None, None, {}, []
-    fit_x, fit_y, check_x, check_y = x[rest], y[rest], x[check], y[check].cpu()
+    x, test_x = (F.pad((part - mean) / scale, (0, 1), value=1.0) for part in (x, test_x))
+
+    def fit(rows, grid, weight):
+        weights, fit_x, fit_y = [], x[rows, :-1], y[rows]
+        for i, strength in enumerate(grid, start=1):
+            what = f"strength {strength:.3g}, {i} of {len(grid)}"
+            options = dict(iterations=iterations, tolerance=tolerance, what=what)
+            weight, left = logistic_regression(fit_x, fit_y, num_classes, strength, weight, **options)
+            if left > tolerance:
+                common.say(f"warning: {what}, has not converged in {iterations} iterations: gradient {left:.1e}")
+            weights.append(weight)
+        return weights
+
     grid = sorted(set(strengths or STRENGTHS), reverse=True)
-    for i, strength in enumerate(grid, start=1):
-        what = f"strength {strength:.3g}, {i} of {len(grid)}"
-        weight, gradient = logistic_regression(fit_x, fit_y, num_classes, strength, weight, iterations, tolerance, what)
-        logits = torch.addmm(weight[-1], check_x, weight[:-1]).cpu()
-        held_out[strength] = scores(logits, check_y, num_classes)[f"linear_{metric}"]
-        if best is None or held_out[strength] > held_out[best]:  # of equals the strongest
-            best, start = strength, weight
-        if gradient > tolerance:
-            unfinished.append((strength, gradient))
-    what = f"the best strength, {best:.3g}, on all images"
-    weight, gradient = logistic_regression(x, y, num_classes, best, start, iterations, tolerance, what)
-    if gradient > tolerance:
-        unfinished.append((best, gradient))
-    for strength, left in unfinished:
-        common.say(
-            f"warning: strength {strength:.3g} has not converged in {iterations} iterations: gradient {left:.1e}"
-        )
-    at_edge = len(held_out) > 1 and best in (min(held_out), max(held_out))
-    return dict(logits=torch.addmm(weight[-1], test_x, weight[:-1]), lr=best, at_edge=at_edge, held_out=held_out)
+    return fit_and_choose(fit, x, y, test_x, rest, check, num_classes, grid, metric)
 
 
-# ================================== 5. on cached features: probe and L-BFGS
+# ====================================== 5. on cached features: what is judged
 
 
 def open_validation(args, train, test):
@@ -481,81 +484,69 @@ def evaluate_cached(args, device, encoder, info, train, test):
     parts = [train, test] if validation is None else [train, validation, test]
     labels = [torch.from_numpy(part.labels) for part in parts]
     train_y, test_y, classes = torch.cat(labels[:-1]).to(device), labels[-1], len(train.classes)
-    order = torch.randperm(len(train), generator=common.generator(args.seed, STREAM_HOLDOUT))
-    check = order[: max(1, int(args.holdout * len(train)))]
+    rest, check = hold_out(len(train), args.holdout, args.seed)
     if validation is not None:
-        check = len(train) + torch.arange(len(validation))
-    if args.mode == "lbfgs":
-        common.say(f"L-BFGS: {len(check)} images choose the strength by {args.metric}; all {len(train_y)} are fitted")
-    chosen, flag = ("rate", "--lrs") if args.mode == "probe" else ("strength", "--strengths")
-    results = {}
+        rest, check = torch.arange(len(train_y)).split([len(train), len(validation)])
+    value, flag = ("rate", "--lrs") if args.mode == "probe" else ("strength", "--strengths")
+    few = f"; so few that the choice is a guess: give one with {flag}" if len(check) < 30 else ""
+    score = "top1" if args.mode == "probe" else args.metric
+    common.say(f"{len(check)} images choose the {value} by {score}; all {len(train_y)} are fitted{few}")
+    results, at_edge = {}, []
     for name, network in {"encoder": encoder, **common.floor_encoders(args, info, device, len(train))}.items():
         if name == "raw pixels" and args.mode == "lbfgs" and len(train) > 10_000:
             continue  # 3,072 numbers per image take hours
         if common.rank_and_world()[1] > 1 and len(train_y) * common.output_width(network, info["image_size"]) > 2**30:
             common.fail(f"{len(train_y)} images' features are over 2**30 numbers for each process: start one")
         options = dict(batch_size=args.batch_size, workers=args.workers, amp=args.bf16, what=f"features of {name}")
-        train_x = [common.extract_features(network, part, info, device, **options)[0].to(device) for part in parts]
-        test_x = train_x.pop()
-        train_x = torch.cat(train_x)
+        *fitted, test_x = [common.extract_features(network, x, info, device, **options)[0].to(device) for x in parts]
+        x = torch.cat(fitted)
         if args.mode == "probe":
             options = dict(lrs=args.lrs, holdout=args.holdout)
-            found = linear_probe(train_x, train_y, test_x, classes, args.seed, args.epochs, **options)
+            found = linear_probe(x, train_y, test_x, classes, args.seed, args.epochs, **options)
         else:
-            options = (args.strengths, args.metric, args.iterations, args.tolerance)
-            found = lbfgs_probe(train_x, train_y, check.to(device), test_x, classes, *options)
+            options = args.strengths, args.metric, args.iterations, args.tolerance
+            found = lbfgs_probe(x, train_y, test_x, rest, check, classes, *options)
         results[name] = scores(found["logits"].cpu(), test_y, classes)
-        held_out = f"{chosen} {found['lr']:.3g}, {max(found['held_out'].values()):.2f} % held out"
-        common.say(f"{name:>10}  {show(results[name])}  ({held_out})")
-        if found["at_edge"]:
-            common.say(f"warning: the best {chosen} is at the edge of the grid, widen it: {flag}; {found['held_out']}")
+        grid, percents = zip(*found["held_out"].items(), strict=True)
+        held_out = f"{value} {found['chosen']:.3g}, {max(percents):.2f} % held out"
+        common.say(f"{name:>10}  {show('linear', results[name])}  ({held_out})")
+        if found["chosen"] in (grid[0], grid[-1]) and percents.count(max(percents)) == 1 < len(grid):
+            at_edge.append(name)
+    if at_edge and not few:
+        limits = f"{min(grid):.3g} to {max(grid):.3g}"
+        common.say(
+            f"warning: the best {value} of {', '.join(at_edge)} is at the edge of the grid, {limits}: widen {flag}"
+        )
     return results
 
 
-def show(result):
-    """Return scores in percent as a line of text."""
-    return "  ".join(f"{k} {v:.2f} %" for k, v in result.items())
+def show(start, record):
+    """Return the scores of a record, in percent, as a line of text: those whose names start so."""
+    return "  ".join(f"{name} {value:.2f} %" for name, value in record.items() if name.startswith(start))
 
 
 # =================================== 6. the papers' protocols: what is trained
 
 
-def augmentation(args, info):
-    """Return one view per image: a random crop and a flip. RandAugment, erasing, mixup and CutMix follow it.
+class TrainingViews(common.ViewDataset):
+    """One view of each image: a random crop and a flip. Erasing, mixup and CutMix follow on the device.
 
     The crop is a random resized one or, with --pad, a random place of the padded image, which has the view's size.
-    """
-    size = info["image_size"]
-    share = (size / (size + 2 * args.pad)) ** 2  # of the padded image's area
-    return common.View(
-        size=size,
-        area=(share, share) if args.pad else args.crop_scale,
-        ratio=(1, 1) if args.pad else (3 / 4, 4 / 3),
-        jitter=(0, 0, 0, 0),
-        jitter_p=0.0,
-        gray_p=0.0,
-        blur_p=0.0,
-        blur_sigma=(0.1, 2.0),
-        solarize_p=0.0,
-        flip_p=0.5,
-    )
-
-
-class TrainingViews(common.ViewDataset):
-    """One view of each image, as `augmentation` says. With --pad the images are padded.
-
     RandAugment, if it is asked for, follows here. The flip follows on the device. It might as well come before:
     RandAugment treats left and right alike.
     """
 
     def __init__(self, images, args, info):
-        size, pad = info["image_size"], args.pad
+        size, pad, area, ratio = info["image_size"], args.pad, args.crop_scale, (3 / 4, 4 / 3)
         if pad and (images.array is None or images.array.shape[1:3] != (size, size)):
             common.fail(f"--pad {pad} needs images of {size} x {size} px, decoded in memory: give --pad 0")
         if pad:
             array = np.pad(images.array[images.rows], ((0, 0), (pad, pad), (pad, pad), (0, 0)))
             images = common.ImageSet(images.name, images.labels, images.classes, array)
-        super().__init__(images, [augmentation(args, info)], args.seed, info["interpolation"])
+            area, ratio = ((size / (size + 2 * pad)) ** 2,) * 2, (1, 1)
+        plain = dict(jitter=(0, 0, 0, 0), jitter_p=0.0, gray_p=0.0, blur_p=0.0, blur_sigma=(0.1, 2.0), solarize_p=0.0)
+        view = common.View(size=size, area=area, ratio=ratio, flip_p=0.5, **plain)
+        super().__init__(images, [view], args.seed, info["interpolation"])
         self.randaug = None
         if args.randaug:
             options = dict(translate_const=int(0.45 * size), img_mean=tuple(round(255 * m) for m in info["mean"]))
@@ -635,24 +626,30 @@ def make_optimizer(args, network, head):
     return torch.optim.SGD(groups, momentum=args.momentum, nesterov=args.nesterov and args.momentum > 0, **options)
 
 
+def peak_rate(args):
+    """Return the learning rate after the warm-up: --lr, scaled linearly with the batch size."""
+    return args.lr * args.batch_size / args.lr_batch
+
+
 def learning_rate(args, step, steps_per_epoch):
-    """Return the learning rate of a step, counted from 0, before a group's lr_scale.
+    """Return the learning rate of a step, counted from 0, before a group's lr_scale. It changes once per epoch.
 
     It warms up linearly. Then it falls by a factor of 10 at each milestone or, without milestones, by a cosine to
-    --min-lr. With --lr-per timm each epoch has the rate of the one before it, and the cosine counts the epochs of the
-    warm-up: these are the rates of timm's scheduler if it is called after each epoch, as PatchMix's released code does.
+    --min-lr. PatchMix fine-tunes by timm's scheduler, which its released code calls after each epoch: so each epoch has
+    the rate of the one before it, and the cosine counts the epochs of the warm-up. A run of fewer than 100 epochs
+    passes through the rates of 100 epochs in its time (D5).
     """
-    epoch = step / steps_per_epoch if args.lr_per == "step" else step // steps_per_epoch
-    cosine_begins = args.warmup
-    if args.lr_per == "timm":
-        epoch, cosine_begins = max(0, epoch - 1), 0
-    peak = args.lr * args.batch_size / args.lr_batch
+    epoch, cosine_begins = step // steps_per_epoch, args.warmup
+    if (args.mode, args.protocol) == ("finetune", "patchmix"):
+        changes = max(100, args.epochs)  # of the rate, in the whole run
+        last_change = max(0, step * changes // (args.epochs * steps_per_epoch) - 1)
+        epoch, cosine_begins = last_change * args.epochs / changes, 0
     if epoch < args.warmup:
-        return args.warmup_lr + (peak - args.warmup_lr) * epoch / args.warmup
+        return args.warmup_lr + (peak_rate(args) - args.warmup_lr) * epoch / args.warmup
     if args.milestones:
-        return peak * 0.1 ** sum(epoch / args.epochs >= m for m in args.milestones)
+        return peak_rate(args) * 0.1 ** sum(epoch / args.epochs >= m for m in args.milestones)
     turn = math.pi * (epoch - cosine_begins) / (args.epochs - cosine_begins)
-    return args.min_lr + (peak - args.min_lr) * (1 + math.cos(turn)) / 2
+    return args.min_lr + (peak_rate(args) - args.min_lr) * (1 + math.cos(turn)) / 2
 
 
 def fingerprint(module):
@@ -666,45 +663,80 @@ def fingerprint(module):
 # ======================================= 7. the papers' protocols: the training
 
 
-def name_run(args, encoder, train, test):
-    """Return args with all that a training is known by: what its folder is called, and what it is compared by.
-
-    Added are `weights`, `train_images` and `test_images`: checksums of the frozen encoder and of the images with their
-    labels. A run goes on, or repeats its result, only where all of them are the same. Where the images are not those
-    of the encoder's own run, nor of a data set's default folder, the name has a checksum of them, too.
+def name_run(args, encoder):
+    """Return args with `weights`, a checksum of the encoder, and --out. A run goes on only where flags, weights and
+    images are the same.
     """
-    args = copy.copy(args)
-    source, of_encoder = "own", {}
+    args, source = copy.copy(args), "own"
     if args.checkpoint:
         args.checkpoint = os.path.abspath(args.checkpoint)
-        folder = common.run_folder(args.checkpoint).resolve()
-        source, of_encoder = folder.name, common.read_config(folder)
+        source = common.run_folder(args.checkpoint).resolve().name
         if args.arch:  # a file of others
             source = "-".join([Path(args.checkpoint).stem, args.arch, *([args.prefix] if args.prefix else [])])
-    args.weights, args.num_classes = fingerprint(encoder), len(train.classes)
-    train_sum, test_sum = train.checksum(), test.checksum()
-    args.train_images = f"{len(train)} with checksum {train_sum}"
-    args.test_images = f"{len(test)} with checksum {test_sum}"
-    args.method = f"{args.mode} {args.protocol}"
-    args.name = f"{args.mode}-{args.protocol}-{args.dataset}-{source}-s{args.seed}{args.changes}"
-    usual = args.data_dir is None or os.path.abspath(args.data_dir) == of_encoder.get("data_dir")
-    if args.dataset == "own" or not usual:
-        args.name += "-" + hashlib.sha256((train_sum + test_sum).encode()).hexdigest()[:8]
-    args.out = args.out or f"runs/{args.name}"
+    args.weights = fingerprint(encoder)
+    args.out = args.out or f"runs/{args.mode}-{args.protocol}-{args.dataset}-{source}-s{args.seed}{args.changes}"
     return args
 
 
-def introduction(args, train, steps_per_epoch, network):
-    """Return what the numbers depend on, as lines of text: every value of the recipe, and what follows from them."""
-    trained = sum(p.numel() for p in network.parameters() if p.requires_grad) / 1e6
-    world, peak = common.rank_and_world()[1], args.lr * args.batch_size / args.lr_batch
-    what = "all layers" if args.mode == "finetune" else "a linear classifier; the encoder is frozen, in evaluation mode"
-    return (
-        f"{what} ({trained:.3f} M parameters trained); the score is that of the last epoch\n"
-        + ", ".join(f"{k} {getattr(args, k)}" for k in VALUES if getattr(args, k) is not None)
-        + f"\nrate {args.lr:g} at batch {args.lr_batch}, scaled linearly to {peak:g}; {len(train)} images, "
-        f"{steps_per_epoch} steps per epoch, {args.batch_size // world} images for each of {world} process(es)"
-    )
+def restore(args, images, network, optimizer):
+    """Return (steps made, records of the epochs) of last.pt in --out, else (0, []).
+
+    network and optimizer take over their state. Exits with an error message if something does not fit.
+    """
+    path = Path(args.out, "last.pt")
+    found = sorted(p.name for p in path.parent.glob("*") if p.name != "lock" and p.suffix != ".tmp")
+    if found and not path.exists():
+        common.fail(f"--out {args.out} is not empty ({', '.join(found[:3])}), and has no last.pt: give another")
+    state = common.load_checkpoint(path) if found else {"step": 0}
+    if state.get("step") == 0:  # nothing is lost if it begins anew, perhaps with other flags
+        return 0, []
+    try:
+        if different := common.differences(state["config"], vars(args)):
+            common.fail(f"{path} is of another configuration ({'; '.join(different[:5])}): give another --out")
+        if state["images"] != images:
+            common.fail(f"{path} is of other images ({state['images']}, now {images}): give another --out")
+        network.load_state_dict(state["model"])
+        optimizer.load_state_dict(state["optimizer"])
+        step, records = state["step"], state["records"]
+    except (RuntimeError, ValueError, TypeError, KeyError, AttributeError) as error:
+        common.fail(f"{path} does not fit this evaluation: {type(error).__name__} {str(error)[:300]}")
+    common.say(f"going on from {path}, at step {step}")
+    return step, records
+
+
+def save(args, step, records, images, network, optimizer):
+    """Write last.pt, the whole state of the run, and then what is made of it: each file whole, or not at all.
+
+    All is written each time, which mends what a kill has left out. Values that are not finite are never saved.
+    """
+    if common.rank_and_world()[0] != 0:
+        return
+    out, state = Path(args.out), dict(model=network.state_dict(), optimizer=optimizer.state_dict())
+    state |= dict(step=step, records=records, config=vars(args), images=images)
+    common.write_file(out / "last.pt", state)
+    common.write_file(out / "config.json", json.dumps(vars(args) | common.versions(args.device) | {"images": images}))
+    common.write_file(out / "metrics.jsonl", "".join(json.dumps(record) + "\n" for record in records))
+
+
+def means(args, loader, history):
+    """Return the means of metrics over the steps and processes, and how fast the steps were: {name: float}.
+
+    history: (loss, percentage of right guesses), a tensor (2,), of each step. An epoch that was interrupted has those
+    of the steps since then.
+    """
+    everywhere = common.from_all(torch.stack(history).double().mean(0).tolist())
+    loss, train_top1 = np.mean(everywhere, axis=0).tolist()
+    seconds = time.perf_counter() - loader.began
+    speed = dict(images_per_s=args.batch_size * len(history) / seconds, data_wait=loader.waited / seconds)
+    return dict(loss=loss, train_top1=train_top1, **speed)
+
+
+def is_due(args, step, records):
+    """Return True if an epoch ends at this step that is to be judged, and is not judged yet."""
+    if not records or records[-1]["step"] != step or f"{args.mode}_top1" in records[-1]:
+        return False
+    epoch = records[-1]["epoch"]
+    return epoch == args.epochs or args.eval_every > 0 and epoch % args.eval_every == 0
 
 
 def judge(args, device, encoder, network, info, test):
@@ -719,25 +751,30 @@ def judge(args, device, encoder, network, info, test):
         features, _ = common.extract_features(encoder, test, info, device, **options, what="judging the test set")
         with torch.no_grad():
             logits = network(features.to(device)).cpu()
-    found = scores(logits, torch.from_numpy(test.labels), args.num_classes)
+    found = scores(logits, torch.from_numpy(test.labels), len(test.classes))
     return {name.replace("linear", args.mode): value for name, value in found.items()}
 
 
 def train_protocol(args, device, encoder, info, train, test):
     """Train as the recipe says. Return {"encoder": scores of the last epoch}, or {} if the training ends before it."""
     # Data
-    frozen = args.mode == "linear"
-    args = name_run(args, encoder, train, test)
+    frozen, classes = args.mode == "linear", len(train.classes)
+    args = name_run(args, encoder)
+    images = dict(train=len(train), train_checksum=train.checksum(), test=len(test), test_checksum=test.checksum())
+    args.device, args.amp = device.type, "bf16" if args.bf16 else "off"
     if len(train) < args.batch_size:
         common.fail(f"{len(train)} images are fewer than one batch: give --batch-size {len(train)} or less")
     sampler = common.EpochSampler(len(train), args.batch_size, args.seed)
     options = dict(batch_sampler=sampler, collate_fn=default_convert, persistent_workers=args.workers > 0)
     loader = common.Loader(TrainingViews(train, args, info), device, args.workers, **options)
-    labels = torch.from_numpy(train.labels)
+    labels, norm = torch.from_numpy(train.labels), (info["mean"], info["std"])
+    steps_per_epoch = len(train) // args.batch_size
+    total_steps = args.epochs * steps_per_epoch
+    last_step = min(args.max_steps or total_steps, total_steps)
 
     # Network and optimiser
     layout = common.memory_format(device, common.arch_name(info))
-    network, head = make_network(args, encoder, info, args.num_classes, device)
+    network, head = make_network(args, encoder, info, classes, device)
     network.train()
     if device.type == "cpu" and any(isinstance(module, nn.SyncBatchNorm) for module in network.modules()):
         common.fail("--finetune with batch norm in several processes needs GPUs: start one process")
@@ -747,74 +784,91 @@ def train_protocol(args, device, encoder, info, train, test):
     autocast = torch.autocast(device.type, torch.bfloat16, enabled=args.bf16)
     mixup = None
     if args.mixup or args.cutmix:
-        mixup = Mixup(args.mixup, args.cutmix, label_smoothing=args.smoothing, num_classes=args.num_classes)
+        mixup = Mixup(args.mixup, args.cutmix, label_smoothing=args.smoothing, num_classes=classes)
 
-    # The run's folder: if it holds a last.pt, the run continues from it
-    run = common.Run(args, device, train, model=network, optimizer=optimizer)
-    run.begin(introduction(args, train, run.steps_per_epoch, network))
+    # The run's folder: the run continues from its last.pt, if there is one. The first save claims the folder
+    step, records = restore(args, images, network, optimizer)
+    lock = common.claim_folder(args.out, vars(args), images, step)
+    save(args, step, records, images, network, optimizer)
 
-    # Each epoch is trained, saved, judged and written. A run that was stopped goes on in the middle of one
-    stop, step, steps_per_epoch = common.StopRequest(), run.step, run.steps_per_epoch
-    for epoch in range(run.epoch, run.last_epoch):  # run.epoch: the first whose record is not yet written
-        is_judged = epoch + 1 == args.epochs or common.is_due(epoch + 1, args.eval_every, args.epochs)
-        with stop:  # SIGTERM and Ctrl-C wait in here until the step at hand is made and saved; then the program ends
-            loader.batch_sampler.set_epoch(epoch, step, run.last_step)
-            for batch in loader:
-                lr = learning_rate(args, step, steps_per_epoch)
-                for group in optimizer.param_groups:
-                    group["lr"] = lr * group["lr_scale"]
-                # One view per image
-                (x,) = common.colour_views(batch, device, layout)
-                x = common.normalize(x, info["mean"], info["std"])
-                y = target = labels[batch["index"]].to(device, non_blocking=True)
-                if args.erase:
-                    erase(args, x, batch["index"], epoch)
-                seed_libraries(args.seed, step, common.STREAM_STEP, common.rank_and_world()[0])  # mixup and drop-path
-                if mixup:
-                    x, target = mixup(x, y)  # (n, classes): the labels of both images, smoothed
-                # The logits and the loss
-                if frozen:
-                    with torch.no_grad(), autocast:
-                        features = encoder(x).flatten(1).float()
-                    logits = ddp(features)
-                else:
-                    with autocast:
-                        logits = ddp(x)
-                    logits = logits.flatten(1).float()
-                loss = F.cross_entropy(logits, target, label_smoothing=0.0 if mixup else args.smoothing)
-                # The step
-                optimizer.zero_grad(set_to_none=True)
-                loss.backward()
-                optimizer.step()
-                # Count and log. After a request to stop (Ctrl-C or SIGTERM) no further step is made
-                step += 1
-                train_top1 = 100 * (logits.argmax(1) == y).float().mean()
-                run.count(step, dict(loss=loss, train_top1=train_top1, lr=lr))
-                if stop.agreed():
-                    break
-            record = run.save(loader, now=stop.agreed() or is_judged)
-        if step < (epoch + 1) * steps_per_epoch:  # --max-steps ended it in mid-epoch
+    # What the numbers depend on
+    millions, world = sum(p.numel() for p in network.parameters()) / 1e6, common.rank_and_world()[1]
+    what = "a linear classifier; the encoder is frozen, in evaluation mode" if frozen else "all layers"
+    values = {name: getattr(args, name) for name in VALUES if getattr(args, name) is not None}
+    common.say(f"{what} ({millions:.3f} M parameters trained); the score is that of the last epoch")
+    common.say(", ".join(f"{name} {common.shown(value)}" for name, value in values.items()))
+    common.say(f"rate {args.lr:g} at batch {args.lr_batch}, scaled linearly to {peak_rate(args):g}")
+    common.say(f"{len(train)} images, {steps_per_epoch} steps per epoch; {world} process(es); folder {args.out}")
+
+    while True:
+        # An epoch that has ended is judged, if it is due: also one whose judging was ended by a signal or a kill
+        if is_due(args, step, records):
+            records[-1] |= judge(args, device, encoder, network, info, test)
+            save(args, step, records, images, network, optimizer)
+        if records and records[-1]["step"] == step:
+            record = records[-1]
+            figures = f"loss {record['loss']:.4f}  train_top1 {record['train_top1']:.1f} %  {show(args.mode, record)}"
+            common.say(f"epoch {record['epoch']}/{args.epochs}  {figures}  {record['images_per_s']:.0f} images/s")
+        if step >= last_step:
             break
-        if is_judged:
-            record |= judge(args, device, encoder, network, info, test)
-        run.write(record)
-        guessing = math.log(args.num_classes)
-        if epoch >= args.warmup and record["loss"] > 1.1 * guessing:  # at a low rate it begins a little above it
-            loss_of_epoch = (
-                f"the loss of epoch {epoch + 1}, {record['loss']:.2f}, is above that of guessing, {guessing:.2f}"
-            )
-            common.say(f"warning: {loss_of_epoch}: give a lower --lr")
-    if frozen and fingerprint(encoder) != args.weights:
-        raise RuntimeError("training changed the frozen encoder")
-    del ddp  # before the process group ends: in torch 2.11 a DDP that is deleted after it can hang for ever
-    run.finish()
-    if step < run.total_steps:
+        # The next epoch, or what is left of it, is trained and saved
+        epoch, history = step // steps_per_epoch, []
+        with common.signals_noted() as stopped:  # SIGTERM and Ctrl-C wait until the step at hand is made and saved
+            try:
+                loader.batch_sampler.set_epoch(epoch, step, last_step)
+                for batch in loader:
+                    lr = learning_rate(args, step, steps_per_epoch)
+                    for group in optimizer.param_groups:
+                        group["lr"] = lr * group["lr_scale"]
+                    # One view per image
+                    (x,) = common.colour_views(batch, device, layout, norm)
+                    y = target = labels[batch["index"]].to(device, non_blocking=True)
+                    if args.erase:
+                        erase(args, x, batch["index"], epoch)
+                    seed_libraries(args.seed, step, STREAM_STEP, common.rank_and_world()[0])  # mixup and drop-path
+                    if mixup:
+                        x, target = mixup(x, y)  # (n, classes): the labels of both images, smoothed
+                    # The logits and the loss
+                    if frozen:
+                        with torch.no_grad(), autocast:
+                            features = encoder(x).flatten(1).float()
+                        logits = ddp(features)
+                    else:
+                        with autocast:
+                            logits = ddp(x)
+                        logits = logits.flatten(1).float()
+                    loss = F.cross_entropy(logits, target, label_smoothing=0.0 if mixup else args.smoothing)
+                    # The step
+                    optimizer.zero_grad(set_to_none=True)
+                    loss.backward()
+                    optimizer.step()
+                    # Note the metrics. After a signal no further step is made
+                    step += 1
+                    history.append(torch.stack([loss.detach(), 100 * (logits.argmax(1) == y).float().mean()]))
+                    if step % 10 == 0:
+                        common.progress(f"epoch {epoch + 1}/{args.epochs}  step {step}/{total_steps}  loss {loss:.3f}")
+                    if stopped():
+                        break
+            except common.BadImage:
+                save(args, step, records, images, network, optimizer)  # the steps that were made
+                raise
+            if step % steps_per_epoch == 0:
+                records.append(dict(epoch=epoch + 1, step=step, **means(args, loader, history), lr=lr))
+            save(args, step, records, images, network, optimizer)
+        if stopped():
+            common.say("stopped on request (exit status 75); everything is saved, and the same command goes on")
+            raise SystemExit(75)
+
+    del ddp, lock  # before the process group ends: in torch 2.11 a DDP that is deleted after it can hang for ever
+    if step < total_steps:
+        common.say(f"stopped at step {step} of {total_steps}: give a larger --max-steps, or none, to go on")
         return {}
-    result = {name: value for name, value in common.last_record(args.out).items() if name.startswith(args.mode)}
-    common.say(f"{'encoder':>10}  {show(result)}  (epoch {args.epochs}, the last)")
+    result = {name: value for name, value in records[-1].items() if name.startswith(args.mode)}
+    common.say(f"{'encoder':>10}  {show(args.mode, result)}  (epoch {args.epochs}, the last)")
     return {"encoder": result}
 
 
+@common.own_generators()
 def main(args, encoder=None, train=None, test=None):
     """Judge an encoder as args say. Return {"encoder" or a floor: {"linear_top1": percent, ...}}.
 

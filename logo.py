@@ -1,5 +1,8 @@
 """LoGo: Leverage Your Local and Global Representations (CVPR 2022, arXiv 2203.17205), on MoCo and on SimSiam.
 
+By default this file follows the released code (`--variant released`), because the paper's form is ill-posed (D1). The
+other files follow their papers by default.
+
 Large crops of an image show much the same. Small crops often do not. LoGo takes two global and two local crops per
 image. The two globals are drawn to each other. The locals are drawn to the globals, which are constants there. The two
 locals are pushed apart, because they show different parts. Their similarity is learned: an affinity network is trained
@@ -17,7 +20,11 @@ to score two locals of one image above locals of two images. The encoder lowers 
     torchrun --nproc_per_node=8 logo.py --dataset imagenet100 --data-dir DIR --base simsiam
 
 The baseline is MoCo or SimSiam with two global crops: `--local-crops 0`. Both views are queries there. With `--one-way`
-it is MoCo v2's loss, with one query. LoGo adds the local crops, the affinity, and the step or the term of L_ll.
+it is MoCo v2's loss, with one query. What LoGo changes in it:
+    two global crops per image                also two local crops                        augmentation
+    loss = the mean of L_gg's two terms       also L_lg's four terms                      MoCo.forward, combine
+    (no affinity)                             a step of the affinity down Eq. 6           affinity_loss, affinity_step
+    one step of the encoder                   one more, down L_ll, which is clipped       local_dissimilarity, descend
 
 Inference: only the supplement of this paper could be read, with its Eq. 2-4 and its tables. L_gg, L_lg, L_ll, Eq. 6,
 Eq. 9 and Algorithm 1 are the main text's, as others quote them. The MoCo form is the released code's. No code of the
@@ -37,7 +44,8 @@ Where this file, the paper and the released code differ:
        four terms, and lambda L_ll is a term of the loss. At the same rate this loss is five times as large. Here and
        released: the objective is logistic and so bounded, the loss is the mean of the six terms, and L_ll has a step of
        its own, clipped to 1.5 % of the last gradient's norm. That needs no lambda. On SimSiam both variants here have
-       lambda. Its value, 1e-4, is a third party's and has little effect.
+       lambda. Its value, 1e-4, is a third party's and has little effect. (Of the other files, moco_jointcrop.py also
+       takes the mean of its terms, clim.py the sum, and patchmix.py the sum over views and the mean over local crops.)
     D2 The momentum encoder. Here: it moves once per step. Released: twice, once per forward pass (not reproduced).
     D3 Weight decay. Here: once per step. Released: twice, in both optimisers of the encoder (not reproduced).
     D4 The norm that the clip refers to. Here: it is kept over epochs and saved. Released: it is 0 at the start of each
@@ -52,18 +60,20 @@ Where this file, the paper and the released code differ:
        jitter, gray, flip and normalisation come twice, with the standard deviation (0.2023, 0.1994, 0.2010).
     D11 The baseline. Here: it has global crops, and with `--one-way` the keys of one view are enqueued. Released: its
        crops take at least 0.08 of the area, and the keys of both views are enqueued.
-    D12 Precision and statistics. Released: float32, and the first process's batch-norm statistics. Here: the encoders
-       compute in bf16 on CUDA (`--amp off`: in float32, with products in TF32), and the statistics are averaged.
-    D13 SimSiam's recipe (inference). Rate, batch size and weight decay are LoGo's on MoCo. On CIFAR the batch has
+    D12 SimSiam's recipe (inference). Rate, batch size and weight decay are LoGo's on MoCo. On CIFAR the batch has
        512 images, as a third party's, whose rate is half of that here. All rates fall by a cosine. In SimSiam's own
        code the predictor's rate is constant.
-    D14 The affinity's batches. Here and released: pairs of one image and of two images have batches of their own, and
+    D13 The affinity's batches. Here and released: pairs of one image and of two images have batches of their own, and
        only pairs of one image have noise. Either tells the kinds apart. `--affinity-batch joint` is ours: both kinds
        have the noise, and share batch norm's statistics. They share these in L_ll, too, where there is no noise and the
        pairs of two images are constants.
+    D14 The size of local crops. Paper (supplement): on CIFAR 32 px, as large as the views, so that they differ in area
+       only. On STL-10 it is not stated; 96 px of 96 is ours. Here: these hold at the recipe's --image-size. At another
+       one a local crop has at most half of the views' side, and one that is not smaller than the views is refused.
     D15 The 4-crop baseline, `--pairs all`. Paper (supplement, section 2): four crops with areas (.3, 1) and (.05, .3),
        and every ordered pair of them. It does not say how the terms are weighted, how large the small crops are, and
        what is enqueued. Here: the mean of the 12 terms, --local-size, and the keys of the global crops (inference).
+What differs by rounding, by an index or by precision is in tests/golden/README.md.
 """
 
 import argparse
@@ -138,14 +148,12 @@ SMALL_SIMSIAM = dict(SMALL_ENCODERS, batch_size=256, dim=512, hidden=128)  # hid
 def recipe(chosen):
     """Return the hyper-parameters {name: value}.
 
-    chosen: a namespace with dataset, arch, variant, base, pairs, local_crops, affinity_form and image_size.
+    chosen: a namespace with dataset, arch, variant, base, pairs, local_crops and affinity_form.
     """
     on_simsiam = chosen.base == "simsiam"
     values = dict(SIMSIAM_RECIPES[chosen.dataset] if on_simsiam else RECIPES[chosen.dataset])
     if chosen.arch in ("resnet_micro", "resnet_mini") and chosen.dataset in ("cifar10", "cifar100", "stl10", "folder"):
         values |= SMALL_SIMSIAM if on_simsiam else SMALL_MOCO
-        if chosen.dataset == "folder":  # ours: half the side of the views, as on patterns
-            values["local_size"] = (chosen.image_size or values["image_size"]) // 2
     if chosen.pairs == "all":
         values |= ALL_PAIRS
     if chosen.variant == "paper":
@@ -154,7 +162,6 @@ def recipe(chosen):
         values |= dict(affinity_lr=1e-4)  # a third party's: the linear objective has no lower bound
     if chosen.local_crops == 0:
         values |= dict(l2l=False)
-    values["local_size"] = min(values["local_size"], chosen.image_size or values["image_size"])
     return values
 
 
@@ -253,15 +260,15 @@ def check_locals(function, local1, local2):
         raise ValueError(f"{function} takes local1, local2 (N, C), not {tuple(local1.shape)}, {tuple(local2.shape)}")
 
 
-def combine(args, global_terms, local_terms):
-    """L_gg and L_lg of lists of scalars, as a scalar (D1).
+def combine(global_terms, local_terms, form="mean"):
+    """Return L_gg and L_lg, lists of scalars, as one scalar (D1).
 
-    args.variant "released": the mean of all terms. "paper": L_gg + L_lg, the mean of the global terms plus the sum of
-    the local ones. Raises ValueError for another variant, and without global terms.
+    form: "mean" (released) is the mean of all terms. "sum" (paper) is L_gg + L_lg, the mean of the global terms plus
+    the sum of the local ones. Raises ValueError for another form, and without global terms.
     """
-    if args.variant not in ("released", "paper") or not global_terms:
-        raise ValueError(f"combine takes variant 'released' or 'paper', not {args.variant!r}, and global terms")
-    if args.variant == "released":
+    if form not in ("mean", "sum") or not global_terms:
+        raise ValueError(f"combine takes global terms, and form 'mean' or 'sum', not {form!r}")
+    if form == "mean":
         return (sum(global_terms) + sum(local_terms)) / (len(global_terms) + len(local_terms))
     return sum(global_terms) / len(global_terms) + sum(local_terms)
 
@@ -407,7 +414,7 @@ class MoCo(nn.Module):
         else:
             global_terms = [nce(query, key) for query, key in zip(q[:2], reversed(k), strict=True)]  # L_gg
             local_terms = [nce(query, key) for query in q[2:] for key in k]  # L_lg
-            loss = combine(self.args, global_terms, local_terms)
+            loss = combine(global_terms, local_terms, "sum" if self.args.variant == "paper" else "mean")
         return loss, torch.cat(keys[:2]), (q[0].detach(), k[:2][-1]), {}, q[2:]
 
     @torch.no_grad()
@@ -474,7 +481,7 @@ class SimSiam(nn.Module):
         else:
             global_terms = [distance(p[0], z2), distance(p[1], z1)]  # L_gg
             local_terms = [distance(local, z) for local in p[2:] for z in (z1, z2)]  # L_lg
-            loss = combine(self.args, global_terms, local_terms)
+            loss = combine(global_terms, local_terms, "sum" if self.args.variant == "paper" else "mean")
         q, k, *local = [F.normalize(v, dim=1) for v in (z1, z2, *z[2:])]
         return loss, None, (q, k), {}, local
 
@@ -549,7 +556,7 @@ def parse_args(argv=None):
     add("--clip-ratio", type=number(float, 0), help="clip: largest gradient of L_ll, as a share of the main one")
     add("--lam", type=number(float, 0), help="lambda: the weight of L_ll in Eq. 9")
     add("--affinity-form", choices=("logistic", "linear"), help="the affinity's objective (D1)")
-    add("--affinity-batch", choices=("separate", "joint"), help="joint: all pairs in one batch (ours, D14)")
+    add("--affinity-batch", choices=("separate", "joint"), help="joint: all pairs in one batch (ours, D13)")
     add("--affinity-hidden", type=number(int, 1), help="width of the affinity's two hidden layers")
     add("--affinity-lr", type=number(float, 1e-9, word="auto"), help="its rate; auto: the encoder's peak rate")
     add("--affinity-noise", type=number(float, 0), help="noise on the logistic form's locals, times sqrt(dim)")
@@ -617,11 +624,19 @@ def parse_args(argv=None):
         args.min_lr *= peak_rate(args) / peak_rate(usual)  # the last rate is scaled as the peak rate is
     if args.base == "moco" and "bn_groups" not in typed:
         args.bn_groups = math.lcm(args.bn_groups, common.rank_and_world()[1])  # each process has equally many
+    if "local_size" not in typed and args.image_size != usual.image_size:  # half of a view's side, or less
+        patch = args.patch_size if common.is_vit(args.arch) else 1
+        args.local_size = max(patch, min(args.local_size, args.image_size // 2) // patch * patch)
+    of_recipe = (args.local_size, args.image_size) == (usual.local_size, usual.image_size)  # equal on CIFAR (D14)
+    if args.local_crops and args.local_size >= args.image_size and not of_recipe:
+        common.fail(f"--local-size {args.local_size}: local crops are smaller than the views of {args.image_size} px")
     if args.l2l and args.local_crops == 0:
         common.fail("--l2l compares local crops: give --local-crops 2")
-    if args.pairs == "all" and (args.l2l or args.local_crops == 0 or args.base == "moco" and args.one_way):
-        common.fail("--pairs all is a baseline of four crops without L_ll: leave out --l2l, --one-way, --local-crops 0")
-    if args.base == "moco" and args.one_way and args.local_crops:
+    excluded = {"--l2l": args.l2l, "--one-way": args.one_way, "--local-crops 0": args.local_crops == 0}
+    if args.pairs == "all" and any(excluded.values()):
+        found = " and ".join(flag for flag, is_on in excluded.items() if is_on)
+        common.fail(f"--pairs all is a baseline of four crops without L_ll: leave out {found}")
+    if args.one_way and args.local_crops:
         common.fail("--one-way is MoCo v2's loss, which has no local crops: give --local-crops 0, too")
     common.check_flags(args, typed)
     return args
@@ -673,23 +688,19 @@ def restore(args, images, parts):
     if found and not last.exists():
         common.fail(f"--out {args.out} is not empty ({', '.join(found[:3])}), and has no last.pt: give another")
     path = last if last.exists() else args.resume
-    state = common.load_checkpoint(path) if path else {"step": 0}
-    if state.get("step") == 0:  # nothing is lost if it begins anew, perhaps with other flags
+    same = None if path == last else ("method", "arch", "batch_size")  # with these, steps and weights mean the same
+    state = common.load_run(path, args, images, same) if path else {"step": 0}
+    if state["step"] == 0:  # nothing is lost if it begins anew, perhaps with other flags
         if args.init:
             model = parts["model"]
             weights, _ = common.fitting_weights(args.init, model.backbone, args.init_prefix)
             for encoder in {model.backbone, getattr(model, "momentum_backbone", model.backbone)}:
                 encoder.load_state_dict(weights)
         return 0, []
+    step, records = state["step"], state["records"]
     try:
-        only = None if path == last else ("method", "arch", "batch_size")  # with these, steps and weights mean the same
-        if different := common.differences(state["config"], vars(args), only):
-            common.fail(f"{path} is of another configuration ({'; '.join(different[:5])}): give another --out")
-        if state["images"] != images:
-            common.fail(f"{path} is of other images ({state['images']}, now {images}): give another --out")
         for name, part in parts.items():
             part.copy_(state[name]) if torch.is_tensor(part) else part.load_state_dict(state[name])
-        step, records = state["step"], state["records"]
     except (RuntimeError, ValueError, TypeError, KeyError, AttributeError) as error:
         common.fail(f"{path} does not fit this method and model: {type(error).__name__} {str(error)[:300]}")
     if step > args.epochs * (images["number"] // args.batch_size):
@@ -735,29 +746,6 @@ def is_due(args, step, records):
     if not records or records[-1]["step"] != step or "knn20_top1" in records[-1] or args.knn_every == 0:
         return False
     return records[-1]["epoch"] % args.knn_every == 0 or records[-1]["epoch"] == args.epochs
-
-
-def show_progress(args, loader, history, step, total_steps):
-    """Show how far the run has come. Exits with an error message if the loss or its gradient is not finite."""
-    loss, seconds = history[-1]["loss"].item(), (time.perf_counter() - loader.began) / len(history)
-    if not math.isfinite(loss + history[-1]["grad_norm"].item()):
-        advice = "go on without bf16, or with a lower --lr in a new --out (and --resume PATH)"
-        common.fail(f"the loss or its gradient is not finite at step {step}; last.pt is from before: {advice}")
-    where = f"epoch {math.ceil(step * args.epochs / total_steps)}/{args.epochs}  step {step}/{total_steps}"
-    speed = f"{args.batch_size / seconds:.0f} images/s  {seconds * (total_steps - step) / 60:.1f} min left"
-    common.progress(f"{where}  loss {loss:.3f}  {speed}")
-
-
-def tell(args, record, writer):
-    """Say what matters most of an epoch. TensorBoard's writer, if there is one, gets all of it."""
-    distance = f"{abs(record['below_chance']):.2f} {'below' if record['below_chance'] >= 0 else 'above'} chance"
-    scores = "".join(f"  {name} {value:.1f} %" for name, value in record.items() if name.endswith("_top1"))
-    figures = f"loss {record['loss']:.4f} ({distance}){scores}  std {record['std']:.2f}"
-    common.say(f"epoch {record['epoch']}/{args.epochs}  {figures}  {record['images_per_s']:.0f} images/s")
-    if writer is not None:
-        for name, value in record.items():
-            writer.add_scalar(name, value, record["step"])
-        writer.flush()
 
 
 # ------------------------------------------------------------------- the loop
@@ -866,7 +854,7 @@ def main(args, train=None, test=None, encoder=None):
             records[-1] |= common.knn_record(args, model.backbone, train, test, device)
             save(args, step, records, images, parts, model.backbone)
         if records and records[-1]["step"] == step:
-            tell(args, records[-1], writer)
+            common.tell(args, records[-1], writer)
         if step >= last_step:
             break
         # The next epoch, or what is left of it, is trained and saved
@@ -914,7 +902,7 @@ def main(args, train=None, test=None, encoder=None):
                     metrics |= dict(loss=loss, grad_norm=grad_norm)
                     history.append({name: value.detach() for name, value in metrics.items()})
                     if step % 10 == 0:
-                        show_progress(args, loader, history, step, total_steps)
+                        common.show_progress(args, loader, history, step, total_steps)
                     if stopped():
                         break
             except common.BadImage:

@@ -39,6 +39,8 @@ def pytest_addoption(parser):
 
 def pytest_configure(config):
     config.addinivalue_line("markers", "slow: run with --slow only")
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup leaves it ignored, in child processes, too
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job leaves this one ignored
 
 
 def pytest_collection_modifyitems(config, items):
@@ -51,7 +53,6 @@ def pytest_collection_modifyitems(config, items):
 @pytest.fixture(autouse=True)
 def _quiet(monkeypatch):
     torch.set_num_threads(1)  # a second one would wait for whatever else runs
-    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup leaves it ignored
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "TORCHELASTIC_ERROR_FILE"):
         monkeypatch.delenv(name, raising=False)
     before = set(multiprocessing.active_children())

@@ -121,7 +121,7 @@ def test_nearest_neighbors_that_float32_confuses():
     x = F.normalize(unit(3, 16)[torch.arange(120) % 3] + 1e-4 * points("normal", 120, 16), dim=1).float()
     found = clim.nearest_neighbors(x, 5)
     check_neighbors(found, x.double(), 5, 1e-14)
-    in_float32 = torch.cdist(x, x).fill_diagonal_(math.inf).topk(5, largest=False).indices
+    in_float32 = clim.nearest_neighbors(x, 5, dtype=torch.float32)
     assert (in_float32.sort(1).values != found.sort(1).values).any()
 
 
@@ -165,6 +165,14 @@ def test_kmeans_is_lloyds_algorithm(iterations):
     start = clustered(x, 5, 0)[0]
     assert len({x.tolist().index(c) for c in start.tolist()}) == 5
     torch.testing.assert_close(clustered(x, 5, iterations)[0], lloyd(x, start, iterations), rtol=1e-9, atol=1e-12)
+
+
+def test_kmeans_in_float32():
+    """On a grid float32 has no rounding but of the means."""
+    x = points("grid", 50).float()
+    (c, a), (c32, a32) = (clim.kmeans(x, 6, 5, common.generator(0), dtype=d) for d in (torch.float64, torch.float32))
+    torch.testing.assert_close(c, c32)
+    assert torch.equal(a, a32) and c.dtype == c32.dtype == torch.float32
 
 
 @pytest.mark.parametrize("kind, n, m", [("normal", 50, 8), ("grid", 50, 20), ("repeated", 60, 15), ("equal", 9, 4)])
@@ -632,7 +640,12 @@ def test_show_views(flags, rows, tmp_path, monkeypatch):
 
 # --------------------------------------------------------------------- arguments
 
-MISTAKES = ("--variant released", "--image-size 32 --resolutions 24 16", "--image-size 32 --resolutions 32 48")
+MISTAKES = [
+    "--variant released",
+    "--image-size 32 --resolutions 24 16",
+    "--image-size 32 --resolutions 32 48",
+    "--local-crops 2 --local-size 32",
+]
 
 
 @pytest.mark.parametrize("flags", MISTAKES)
@@ -652,6 +665,14 @@ def test_recipes():
     assert values(paper, "alpha temperature queue momentum dim bn_groups") == [2.0, 0.2, 65536, 0.999, 128, 16]
     assert values(paper, "resolutions selection mix") == [(224, 160), "center", "cutmix"]
     assert values(f"{paper} --selection knn", "knn_k") == [10]  # Table 6
+
+
+@pytest.mark.parametrize(
+    "flags, size",
+    [("", 96), ("--image-size 112", 56), ("--image-size 112 --arch vit_small", 48), ("--dataset cifar10", 16)],
+)
+def test_local_crops_have_at_most_half_of_the_views_side(flags, size):
+    assert values(f"--dataset imagenet --local-crops 2 {flags}", "local_size") == [size]
 
 
 @pytest.mark.parametrize(

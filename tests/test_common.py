@@ -2,13 +2,10 @@
 
 import colorsys
 import gc
-import json
 import os
 import pickle
-import signal
 import subprocess
 import sys
-import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -103,7 +100,8 @@ def test_adjustments_are_torchvisions(name, dtype):
     x = pictures(dtype=dtype)
     tolerance = 2e-6 if dtype == torch.float32 or name == "hue" else 1e-12  # torchvision's hue is float32
     for factors in (HUES, [0.5] * 8, [-0.5] * 8, HUES[::-1]) if name == "hue" else (SPREAD, [1.0] * 8, SPREAD[::-1]):
-        ours = getattr(common, f"adjust_{name}")(x, torch.tensor(factors, dtype=torch.float64))
+        factor = torch.tensor(factors, dtype=torch.float64)
+        ours = common.adjust_hue(x, factor) if name == "hue" else common.adjust(name, x, factor)
         theirs = [getattr(TF, f"adjust_{name}")(image, f) for image, f in zip(x.double(), factors, strict=True)]
         assert ours.dtype == dtype
         torch.testing.assert_close(ours.double(), torch.stack(theirs), rtol=0, atol=tolerance)
@@ -191,6 +189,8 @@ def test_views_are_coloured_each_by_its_own_parameters():
     ours = common.colour_views(dict(views=views, colour=rows), CPU)
     theirs = [common.colour(view, rows[:, i]) for i, view in enumerate(views)]
     torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-6)
+    normalised = common.colour_views(dict(views=views, colour=rows), CPU, norm=common.NORMS["cifar10"])
+    assert all(map(torch.equal, normalised, (common.normalize(view, *common.NORMS["cifar10"]) for view in ours)))
 
 
 def test_a_view_without_colours_leaves_the_image():
@@ -675,19 +675,26 @@ def assert_state(path, **changes):
 
 def test_checkpoints_are_read_back_by_us_and_by_torch(tmp_path):
     path = tmp_path / "last.pt"
-    common.save_checkpoint(path, STATE)
+    common.write_file(path, STATE)
     assert_state(path)
     torch.testing.assert_close(torch.load(path, weights_only=True), STATE, rtol=0, atol=0)
     assert [p.name for p in tmp_path.iterdir()] == ["last.pt"]
-    common.save_checkpoint(path, STATE | {"step": 8}, keep_previous=True)
+    common.write_file(path, STATE | {"step": 8})
     assert_state(path, step=8)
-    assert_state(tmp_path / "last.prev.pt")
+    assert [p.name for p in tmp_path.iterdir()] == ["last.pt"]
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_values_that_are_not_finite_are_never_written(tmp_path, capsys, value):
+    state = {"nested": [{"x": torch.tensor([1.0, value])}]}
+    assert "not finite" in refused(capsys, common.write_file, tmp_path / "last.pt", state)
+    assert not list(tmp_path.iterdir())
 
 
 def test_damage_is_found(tmp_path, capsys):
     """Flipped bits and cut ends: what is read is right, or nothing is."""
     path = tmp_path / "last.pt"
-    common.save_checkpoint(path, STATE)
+    common.write_file(path, STATE)
     data, refusals = path.read_bytes(), 0
 
     def is_right_or_refused():
@@ -708,18 +715,12 @@ def test_damage_is_found(tmp_path, capsys):
     capsys.readouterr()
 
 
-def test_fallback_to_the_previous_checkpoint(tmp_path, capsys):
-    path, previous = tmp_path / "last.pt", tmp_path / "last.prev.pt"
-    for step in (1, 2):
-        common.save_checkpoint(path, STATE | {"step": step}, keep_previous=True)
-    path.write_bytes(path.read_bytes()[:-300])
-    assert common.load_checkpoint(path)["step"] == 1 and "last.prev.pt" in capsys.readouterr().out
-    previous.write_bytes(b"nothing")
-    assert "last.prev.pt" in refused(capsys, common.load_checkpoint, path)
-    previous.unlink()
-    assert "last.pt" in refused(capsys, common.load_checkpoint, path)
-    torch.save([1, 2], path)
-    refused(capsys, common.load_checkpoint, path)
+def test_what_is_no_checkpoint_is_one_line(tmp_path, capsys):
+    path = tmp_path / "last.pt"
+    assert f"no checkpoint at {path}" in refused(capsys, common.load_checkpoint, path)
+    for write in (lambda: path.write_bytes(b"nothing"), lambda: torch.save([1, 2], path)):
+        write()
+        assert f"{path} is damaged, or not a checkpoint" in refused(capsys, common.load_checkpoint, path)
 
 
 class Hostile:
@@ -768,116 +769,19 @@ def test_write_whole_is_all_or_nothing(tmp_path, capsys, error):
     assert path.read_text() == "new" and list(tmp_path.iterdir()) == [path]
 
 
-def test_metrics_are_written_and_read(tmp_path, capsys, monkeypatch):
-    path = tmp_path / "metrics.jsonl"
-    assert common.read_metrics(path) == []
-    records = [{"step": 0, "torch": "x"}, {"epoch": 1, "step": 10, "loss": 0.5, "images_per_s": 3.0}]
-    for record in records:
-        common.write_metrics(tmp_path, record, 3)
-    assert common.read_metrics(path) == records and "epoch 1/3  loss 0.5000  3 images/s" in capsys.readouterr().out
-    for rubbish in (b'{"epoch": 4, "st', b"\xff\xfe\x00\n", b"[1]\n5\nnull\n", b'{"step": "a"}\n{"step": null}\n'):
-        path.write_bytes(path.read_bytes() + rubbish)
-        assert common.read_metrics(path) == records
-    monkeypatch.setattr(common, "rank_and_world", lambda: (1, 2))
-    common.write_metrics(tmp_path, records[1])
-    assert common.read_metrics(path) == records
+def test_a_configuration_is_read_or_empty(tmp_path):
+    assert common.read_config(tmp_path) == {}
+    for content, found in (("{", {}), ("[]", {}), ("null", {}), ('{"lr": 0.1}', {"lr": 0.1})):
+        (tmp_path / "config.json").write_text(content)
+        assert common.read_config(tmp_path) == found
 
 
-CONFIG = dict(method="m", lr=0.1, jitter=[0.4, 0.1], workers=2, out="x", max_steps=None)
-
-
-def test_where_a_run_goes_on(tmp_path, capsys):
-    out, find = tmp_path / "a" / "run", common.find_checkpoint
-    assert find(out, CONFIG) is None and not out.exists()
-    out.mkdir(parents=True)
-    (out / "config.json.tmp").write_text("{")  # a kill at the very start
-    assert find(out, CONFIG) is None
-    (out / "config.json").write_text(json.dumps(CONFIG))
-    assert find(out, CONFIG) is None  # nothing was saved yet
-    (out / "lock").touch()
-    assert find(out, CONFIG | dict(lr=0.2)) is None  # so that another run may have the folder
-    assert "is taken over" in (said := capsys.readouterr().out) and "lr was 0.1, is 0.2" in said
-    common.save_checkpoint(out / "last.prev.pt", STATE)
-    assert find(out, CONFIG) == out / "last.prev.pt"
-    common.save_checkpoint(out / "last.pt", STATE)
-    assert find(out, CONFIG | dict(workers=8, out="y", max_steps=5)) == out / "last.pt"
-    assert "newer" in refused(capsys, find, out, CONFIG, str(out / "last.prev.pt"))
-    assert find(out, CONFIG, str(out / "last.pt")) == out / "last.pt"
-    line = refused(capsys, find, out, CONFIG | dict(lr=0.2, workers=9, new=1))
-    assert "(lr was 0.1, is 0.2; new was None, is 1)" in line
-    assert "not empty" in refused(capsys, find, out, CONFIG, "none")
-    assert "no such file" in refused(capsys, find, out, CONFIG, str(out / "other.pt"))
-    assert find(tmp_path / "b", CONFIG, str(out / "last.pt")) == out / "last.pt"
-    common.save_checkpoint(tmp_path / "other.pt", STATE)  # --resume PATH again: --out has gone on since
-    assert find(out, CONFIG, str(tmp_path / "other.pt")) == out / "last.pt"
-    (tmp_path / "empty").mkdir()
-    assert find(tmp_path / "empty", CONFIG, "none") is None
-    for content in ("", "{", "[]", None):
-        (out / "config.json").write_text(content) if content is not None else (out / "config.json").unlink()
-        assert "no readable config.json" in refused(capsys, find, out, CONFIG)
-
-
-# ------------------------------------------------------------ requests to stop
-
-SIGNALS = signal.SIGTERM, signal.SIGINT, signal.SIGHUP
-
-
-def handlers():
-    return [signal.getsignal(number) for number in SIGNALS]
-
-
-@pytest.mark.parametrize("number", SIGNALS)
-def test_a_request_ends_the_block_and_then_the_program(number, capsys):
-    before, stop = handlers(), common.StopRequest()
-    with pytest.raises(SystemExit) as ended, stop:
-        assert not stop.agreed() and not set(handlers()) & set(before)
-        signal.raise_signal(number)
-        assert stop.agreed()
-    assert ended.value.code == 75 and "exit status 75" in capsys.readouterr().out and handlers() == before
-
-
-def test_an_exception_in_the_block_is_raised_and_a_block_without_a_request_just_ends():
-    before, stop = handlers(), common.StopRequest()
-    with pytest.raises(ZeroDivisionError), stop:
-        signal.raise_signal(signal.SIGTERM)
-        raise ZeroDivisionError
-    with common.StopRequest():
-        pass
-    assert handlers() == before
-
-
-def test_a_signal_that_is_ignored_stays_so():
-    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    with common.StopRequest():
-        assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
-    signal.signal(signal.SIGHUP, before)
-
-
-def test_a_second_signal_acts_at_once_if_it_is_not_the_same_request(monkeypatch):
-    """A scheduler and torchrun may both send the first. Who asks again later means it."""
-    now, stop = [100.0], common.StopRequest()
-    monkeypatch.setattr(common.time, "monotonic", lambda: now[0])
-    with pytest.raises(KeyboardInterrupt), stop:
-        for now[0] in (100.0, 101.0, 102.9):  # noqa: B020
-            signal.raise_signal(signal.SIGINT)
-        assert stop.agreed()
-        now[0] = 104.0
-        signal.raise_signal(signal.SIGINT)
-        pytest.fail("the second request was not answered")
-
-
-def test_outside_the_main_thread_no_signal_is_handled():
-    found, before = [], handlers()
-
-    def work():
-        stop = common.StopRequest()
-        with stop:
-            found.append((stop.agreed(), handlers()))
-
-    thread = threading.Thread(target=work)
-    thread.start()
-    thread.join()
-    assert found == [(False, before)]
+def test_differences_of_configurations_are_named():
+    """Operating values may differ."""
+    old = dict(method="m", lr=0.1, jitter=(0.4, 0.1), workers=2, out="x", max_steps=None)
+    assert common.differences(old, old | dict(workers=9, out="y", max_steps=5)) == []
+    assert common.differences(old, old | dict(lr=0.2, new=1)) == ["lr was 0.1, is 0.2", "new was None, is 1"]
+    assert common.differences(old, old | dict(lr=0.2, method="n"), ["method"]) == ["method was m, is n"]
 
 
 ENDED = """
@@ -901,6 +805,15 @@ def test_the_end_of_the_loaders_leaves_other_child_processes_alive():
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     done = subprocess.run([sys.executable, "-c", ENDED], env=environment, capture_output=True, text=True, timeout=60)
     assert done.stdout == "2 [False, False] True\n", done.stderr
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_loader_raises_one_line_at_an_image_that_cannot_be_used(tmp_path, workers):
+    """The training saves its steps first; `start` makes an error message of it."""
+    images = common.load_images("folder", damaged(tmp_path), cache=False)
+    loader = common.Loader(common.ViewDataset(images, VIEWS, 0), CPU, workers, sampler=[(0, 5)], collate_fn=list)
+    with pytest.raises(common.BadImage, match=r"^cannot read the image .*b.2\.png: [^\n]*check_images\.py DIR[^\n]*$"):
+        list(loader)
 
 
 def test_only_loaders_with_workers_have_a_timeout():

@@ -42,9 +42,7 @@ def tiny(tmp_path_factory):
     torch.manual_seed(0)
     info = common.backbone_info("vit_micro", 16, 8, "patterns", method="m", encoder="query")
     (root / "run").mkdir()
-    common.save_checkpoint(
-        root / "run" / "backbone.pt", info | {"state_dict": common.build_backbone(info).state_dict()}
-    )
+    common.write_file(root / "run" / "backbone.pt", info | {"state_dict": common.build_backbone(info).state_dict()})
     (root / "run" / "config.json").write_text(json.dumps({"dataset": "folder", "data_dir": str(root / "data")}))
     return root / "run", root / "data"
 
@@ -84,14 +82,30 @@ def test_linear_probe_of_a_checkpoint_and_its_floors(tiny, capsys):
     assert list(results) == ["encoder", "raw pixels", "untrained"] and results == run(eval_linear, *flags)
     train, test = parts(*tiny)
     for which, name in enumerate(("encoder", "raw pixels")):
-        options = dict(epochs=5, lrs=[0.01, 0.1, 1])
-        found = eval_linear.linear_probe(train[which], train[2], test[which], 3, **options)
+        found = eval_linear.linear_probe(train[which], train[2], test[which], 3, epochs=5, lrs=[0.01, 0.1, 1])
         right = (found["logits"].argmax(1) == test[2]).float()
         per_class = 100 * right.view(3, 4).mean(1).mean().item()
         assert results[name] == pytest.approx(dict(linear_top1=100 * right.mean().item(), linear_per_class=per_class))
     capsys.readouterr()
     assert list(run(eval_linear, *flags, "--no-floors", "--lrs", 1e-9, 1e-8)) == ["encoder"]
-    assert "edge of the grid" in capsys.readouterr().out
+    assert "3 images choose the rate" in (said := capsys.readouterr().out) and "guess" in said and "edge" not in said
+    assert "probe probe" not in said and "{" not in said
+
+
+def test_the_edge_of_the_grid_is_told_once_and_where_it_helps(tiny, capsys, monkeypatch):
+    held_out = {0.1: 20.0, 1.0: 30.0, 10.0: 40.0}
+    logits = torch.eye(3).repeat(4, 1)
+    monkeypatch.setattr(
+        eval_linear, "linear_probe", lambda *_, **__: dict(logits=logits, chosen=best, held_out=held_out)
+    )
+    for best, score, count in ((10.0, 40.0, 1), (10.0, 30.0, 0), (1.0, 50.0, 0)):
+        held_out[best] = score
+        run(eval_linear, tiny[0], "--holdout", 0.9)  # 32 images
+        said = capsys.readouterr().out
+        assert said.count("edge") == count and "guess" not in said
+        assert (
+            count == 0 or "of encoder, raw pixels, untrained is at the edge of the grid, 0.1 to 10: widen --lrs" in said
+        )
 
 
 # ------------------------------------------------------------- precision, progress, Ctrl-C
@@ -205,7 +219,7 @@ def test_own_encoder_and_own_data(tiny, tmp_path, capsys):
     expected = run(eval_knn, tiny[0], "--k", 3)
     assert eval_knn.main(args(eval_knn, tiny[0], "--k", 3), **own) == expected
     state = common.backbone_info(None, 16, None, "patterns", method="m", encoder="query")
-    common.save_checkpoint(tmp_path / "backbone.pt", state | {"state_dict": module.state_dict()})
+    common.write_file(tmp_path / "backbone.pt", state | {"state_dict": module.state_dict()})
     flags = [tmp_path, "--dataset", "folder", "--k", 3]
     found = eval_knn.main(args(eval_knn, *flags), encoder=common.build_backbone(info), **own)
     assert found == {k: v for k, v in expected.items() if k != "untrained"}
@@ -233,7 +247,7 @@ def test_an_own_encoder_is_fine_tuned_whole(tiny, tmp_path, capsys):
     trained = torch.load(tmp_path / "a" / "last.pt", weights_only=True)["model"]
     assert not torch.equal(trained["0.patch_embed.proj.weight"], module.patch_embed.proj.weight)
     said = capsys.readouterr().out
-    assert "layer_decay 1.0" in said and "drop_path" not in said
+    assert "layer_decay 1" in said and "drop_path" not in said
     assert "--drop-path" in refused(capsys, lambda: eval_linear.main(parse("--drop-path 0.3"), **own))
 
 
@@ -328,7 +342,7 @@ def test_bf16_by_itself_and_tf32_are_of_gpus_that_have_them(native, monkeypatch)
 
 def test_bf16_is_refused_where_torch_computes_it_wrongly(tiny, tmp_path, capsys):
     info = common.backbone_info("resnet_micro", 16, None, method="m", encoder="query")
-    common.save_checkpoint(tmp_path / "backbone.pt", info | {"state_dict": common.build_backbone(info).state_dict()})
+    common.write_file(tmp_path / "backbone.pt", info | {"state_dict": common.build_backbone(info).state_dict()})
     flags = ["--dataset", "folder", "--data-dir", tiny[1], "--finetune", "--amp", "bf16"]
     assert "--amp bf16 on a CPU" in refused(capsys, lambda: run(eval_linear, tmp_path, *flags))
 
@@ -486,7 +500,7 @@ def test_the_probe_never_looks_at_the_test_set():
     train_x, train_y, test_x, _ = problem(noise=4.0)
     a = eval_linear.linear_probe(train_x, train_y, test_x, 3, batch_size=16)
     b = eval_linear.linear_probe(train_x, train_y, torch.cat([test_x[:3], -100 * test_x]), 3, batch_size=16)
-    assert (a["lr"], a["held_out"], a["at_edge"]) == (b["lr"], b["held_out"], b["at_edge"])
+    assert (a["chosen"], a["held_out"]) == (b["chosen"], b["held_out"])
     torch.testing.assert_close(a["logits"][:3], b["logits"][:3])
     c = eval_linear.linear_probe(train_x * 7 - 3, train_y, test_x * 7 - 3, 3, batch_size=16)  # standardised away
     torch.testing.assert_close(a["logits"], c["logits"], rtol=1e-6, atol=1e-6)
@@ -496,15 +510,17 @@ def test_the_rate_is_the_best_held_out_one_of_the_grid():
     train_x, train_y, test_x, _ = problem(200, noise=6.0)
     grid = [1e-6, 1e-3, 0.1, 300.0]
     options = dict(epochs=5, batch_size=64, holdout=0.3)
-    probe = lambda lrs: eval_linear.linear_probe(train_x, train_y, test_x, 3, lrs=lrs, **options)  # noqa: E731
-    found, alone = probe(grid), [probe([lr]) for lr in grid]
+    found, *alone = [
+        eval_linear.linear_probe(train_x, train_y, test_x, 3, lrs=lrs, **options)
+        for lrs in (grid, *([lr] for lr in grid))
+    ]
     apart = {k: v for one in alone for k, v in one["held_out"].items()}
     assert found["held_out"] == apart  # the rates don't disturb each other
-    assert len(set(found["held_out"].values())) > 1 and not any(one["at_edge"] for one in alone)
+    assert len(set(found["held_out"].values())) > 1
     best = int(np.argmax(list(found["held_out"].values())))
-    assert found["lr"] == pytest.approx(grid[best]) and found["at_edge"] == (best in (0, 3))
+    assert found["chosen"] == grid[best]
     torch.testing.assert_close(found["logits"], alone[best]["logits"])
-    few = eval_linear.linear_probe(train_x[:4], train_y[:4], test_x, 3, epochs=2, lrs=[0.1, 1.0])  # nothing to hold out
+    few = eval_linear.linear_probe(train_x[:4], train_y[:4], test_x, 3, epochs=2, lrs=[0.1, 1.0])  # one is held out
     assert few["logits"].isfinite().all()
 
 

@@ -234,7 +234,7 @@ def test_backbones_are_read_back(tmp_path, capsys, model):
     for name, buffer in backbone.named_buffers():
         if "running" in name:
             buffer.uniform_(0.1, 0.3)
-    common.save_checkpoint(tmp_path / "backbone.pt", info | {"state_dict": backbone.state_dict()})
+    common.write_file(tmp_path / "backbone.pt", info | {"state_dict": backbone.state_dict()})
     x = torch.randn(2, 3, int(size), int(size))
     for path in (tmp_path, tmp_path / "backbone.pt"):
         loaded, said = common.load_backbone(path)
@@ -259,7 +259,7 @@ def test_backbones_are_read_back(tmp_path, capsys, model):
     name = list(weights)[3]
     missing = {k: v for k, v in weights.items() if k != name}
     for wrong in (missing, weights | {"more": torch.ones(1)}, weights | {name: torch.ones(1, 7)}):
-        common.save_checkpoint(tmp_path / "backbone.pt", info | {"state_dict": wrong})
+        common.write_file(tmp_path / "backbone.pt", info | {"state_dict": wrong})
         line = refused(capsys, common.load_backbone, tmp_path)
         assert ("more" if "more" in wrong else name) in line
 
@@ -271,8 +271,8 @@ def test_last_pt_holds_both_encoders(tmp_path, capsys):
         f"{p}backbone.{k}": v for p, m in (("", query), ("momentum_", momentum)) for k, v in m.state_dict().items()
     }
     state = dict(config={}, optimizer={}, backbone=info, model=weights | {"projector.weight": torch.ones(1)})
-    common.save_checkpoint(tmp_path / "last.pt", state)
-    common.save_checkpoint(tmp_path / "backbone.pt", info | {"state_dict": momentum.state_dict()})
+    common.write_file(tmp_path / "last.pt", state)
+    common.write_file(tmp_path / "backbone.pt", info | {"state_dict": momentum.state_dict()})
     x = torch.randn(2, 3, 16, 16)
     for where, encoder, expected in [
         (tmp_path, None, momentum),
@@ -285,10 +285,10 @@ def test_last_pt_holds_both_encoders(tmp_path, capsys):
         assert said["encoder"] == (encoder or "momentum") and torch.equal(loaded(x), expected(x))
     assert "momentum encoder only" in refused(capsys, common.load_backbone, tmp_path / "backbone.pt", "query")
     assert "no checkpoint" in refused(capsys, common.load_backbone, tmp_path / "none")
-    common.save_checkpoint(tmp_path / "other.pt", {"state_dict": {}, "epoch": 3})
+    common.write_file(tmp_path / "other.pt", {"state_dict": {}, "epoch": 3})
     assert "not a checkpoint" in refused(capsys, common.load_backbone, tmp_path / "other.pt")
     query_only = {k: v for k, v in weights.items() if not k.startswith("momentum_")}
-    common.save_checkpoint(tmp_path / "last.pt", state | {"model": query_only, "backbone": info | {"encoder": "query"}})
+    common.write_file(tmp_path / "last.pt", state | {"model": query_only, "backbone": info | {"encoder": "query"}})
     refused(capsys, common.load_backbone, tmp_path, "momentum")
 
 

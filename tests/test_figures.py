@@ -167,7 +167,7 @@ def test_positives_are_chosen_by_the_momentum_encoder(model, tmp_path, images):
     state = dict(
         config=json.loads(json.dumps(vars(args))), backbone=common.encoder_info(args), model=model.state_dict()
     )
-    common.save_checkpoint(tmp_path / "last.pt", state)
+    common.write_file(tmp_path / "last.pt", state)
     table = figures.choose(tmp_path, many, ("knn",))["knn"]
     x = common.normalize(torch.from_numpy(many.array).permute(0, 3, 1, 2) / 255, *common.NORMS[args.norm])
     with torch.no_grad():
@@ -230,7 +230,7 @@ def drawn(tmp_path_factory):
             Image.fromarray(image).save(folder / f"{i:02}.png")
     torch.manual_seed(0)
     info = common.backbone_info("vit_micro", 16, 4, "patterns", method="m", encoder="query")
-    common.save_checkpoint(root / "backbone.pt", info | {"state_dict": common.build_backbone(info).state_dict()})
+    common.write_file(root / "backbone.pt", info | {"state_dict": common.build_backbone(info).state_dict()})
     flags = ["--dataset", "folder", "--data-dir", root / "data", "--images", 5, 0]
     flags += [word for name in ("pictures", "attention", "similarities") for word in (f"--{name}", root / name)]
     figures.main(["encoder", *map(str, [root / "backbone.pt", *flags])])

@@ -93,6 +93,14 @@ def test_warm_up_and_last_rate_follow_from_others_where_they_are_not_given(metho
     assert (args.warmup, args.min_lr) == (3, 0.001)
 
 
+@pytest.mark.parametrize("method", METHODS)
+def test_what_is_typed_holds_also_where_it_equals_a_default(method):
+    """The recipe of ImageNet evaluates by kNN every 50 epochs, and 10 is the usual."""
+    parse = importlib.import_module(method).parse_args
+    values = {parse(["--dataset", "imagenet", *flags]).knn_every for flags in ([], ["--knn-every", "10"])}
+    assert values == {50, 10}
+
+
 # ----------------------------------------------------------------- the effect
 
 TINY = "--image-size 16 --batch-size 16 --max-steps 2 --knn-every 0 --device cpu".split()
@@ -152,7 +160,7 @@ def two_steps(method, *flags):
         module.main(module.parse_args([*TINY, *flags, "--out", out]))
         saved = torch.load(Path(out, "last.pt"), weights_only=True)
     state = {name: x.numpy().tobytes() for name, x in tensors(saved).items() if torch.is_tensor(x)}
-    return state, saved["record"] and saved["record"]["loss"]
+    return state, [record["loss"] for record in saved["records"]]
 
 
 def test_the_same_flags_give_the_same_run(few_patterns):

@@ -80,25 +80,6 @@ def test_a_run_that_has_made_its_steps_says_how_to_go_on(tmp_path):
         assert "stopped at step 3 of 8: give a larger --max-steps, or none" in said and "same command" not in said
 
 
-@pytest.mark.parametrize("method", METHODS)
-def test_check_images_lists_all_that_cannot_be_used(method, tmp_path, capsys):
-    for i in range(20):
-        Image.new("RGB", (16, 16)).save(tmp_path / f"{i:02}.png")
-    words = ["--dataset", "folder", "--data-dir", tmp_path, "--out", tmp_path / "out", "--check-images"]
-    with pytest.raises(SystemExit) as end:
-        run(method, tmp_path, *words)
-    assert end.value.code == 0
-    for i in (3, 7):
-        (tmp_path / f"{i:02}.png").write_bytes(b"damaged")
-    module = importlib.import_module(method)
-    assert "--check-images" in refused(capsys, module.main, module.parse_args([*FLAGS, *map(str, words[:-1])]))
-    with pytest.raises(SystemExit):
-        module.main(module.parse_args([*FLAGS, *map(str, words)]))
-    said = capsys.readouterr()
-    assert said.out.count("cannot read the image") == 2 and "2 of 20 images" in said.err
-    assert not (tmp_path / "out").exists()
-
-
 def test_a_full_disk_is_told_with_its_free_space(tmp_path, capsys, monkeypatch):
     def full(state, path):
         raise RuntimeError("unexpected pos")  # torch's words

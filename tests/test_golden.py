@@ -383,7 +383,7 @@ def nce_terms(same):
         terms = [module.info_nce(queries[name], f[f"key_global{key}"], *rest) for name, key in PAIRS]
         for (name, key), term in zip(PAIRS, terms, strict=True):
             same(term, f[f"nce_{name}_key{key}"])
-    loss = logo.combine(types.SimpleNamespace(variant="released"), terms[:2], terms[2:])
+    loss = logo.combine(terms[:2], terms[2:])
     same(loss, f["nce_total"])
     for name, gradient in zip(queries, torch.autograd.grad(loss, list(queries.values())), strict=True):
         same(gradient, f[f"grad_nce_total_{name}"])

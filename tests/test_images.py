@@ -1,5 +1,6 @@
 """Image sets: which files are read and how, what is refused in words, and by what two sets are told apart."""
 
+import errno
 import os
 import shutil
 import struct
@@ -67,14 +68,15 @@ def test_a_copied_folder_is_the_same_set(tmp_path, monkeypatch):
     assert flat[0] == flat[1]
 
 
-@pytest.mark.parametrize("change", ["a name", "a size", "a label", "one fewer"])
+@pytest.mark.parametrize("change", ["a name", "its pixels", "a label", "one fewer"])
 def test_another_set_of_files_has_another_checksum(tmp_path, change):
     root = write_tree(tmp_path / "data", TREE)
     before = checksums(root)
     if change == "a name":
         (root / "val" / "b" / "1.png").rename(root / "val" / "b" / "7.png")
-    elif change == "a size":
-        Image.fromarray(gradient(30, 30)).save(root / "val" / "b" / "1.png")
+    elif change == "its pixels":
+        path = root / "val" / "b" / "1.png"
+        path.write_bytes(path.read_bytes()[:-1] + b"x")  # of the same size
     elif change == "a label":
         (root / "val" / "b" / "1.png").rename(root / "val" / "a" / "2.png")
     else:
@@ -83,15 +85,14 @@ def test_another_set_of_files_has_another_checksum(tmp_path, change):
     assert after[0] == before[0] and after[1] != before[1]
 
 
-def test_a_checksum_reads_a_thousand_sizes_of_files_and_all_names(monkeypatch):
+def test_a_checksum_reads_a_hundred_files_and_all_names(monkeypatch):
     """As of ImageNet: 1.28 million names, in seconds."""
     names = np.array([f"train/n{i % 1000:08}/{i:08}.JPEG".encode() for i in range(200_000)])
     asked = []
-    monkeypatch.setattr(os.path, "exists", lambda path: True)
-    monkeypatch.setattr(os.path, "getsize", lambda path: asked.append(path) or 5)
+    monkeypatch.setattr(common.Path, "read_bytes", lambda path: asked.append(str(path)) or b"pixels")
     images = common.ImageSet("folder", np.arange(200_000) % 1000, "ab", paths=names, root="/x")
     first = images.checksum()
-    assert len(set(asked)) == 1000 and {asked[0], asked[-1]} == {images.path(0), images.path(199_999)}
+    assert len(set(asked)) == 100 and {asked[0], asked[-1]} == {images.path(0), images.path(199_999)}
     images.root = "/elsewhere"
     assert images.checksum() == first
     images.paths[77] = b"train/other.JPEG"
@@ -132,10 +133,15 @@ class Own(torch.utils.data.Dataset):
         return item() if callable(item) else item
 
 
+def own(data):
+    """A user's Dataset as an ImageSet, as for a training without a test set."""
+    return common.own_images(data, None)[0]
+
+
 def test_a_checksum_of_own_images_is_of_their_number():
     data = Own([None] * 100)
-    assert common.OwnImages(data).checksum() == common.OwnImages(Own([1] * 100)).checksum() and data.read == 0
-    assert common.OwnImages(data).checksum() != common.OwnImages(Own([None] * 99)).checksum()
+    assert own(data).checksum() == own(Own([1] * 100)).checksum() and data.read == 0
+    assert own(data).checksum() != own(Own([None] * 99)).checksum()
 
 
 # -------------------------------------------------------- folders and downloads
@@ -231,7 +237,7 @@ LAYOUTS = {  # folders, and words of the message
 def test_folders_that_are_no_data_set_are_one_line(tmp_path, capsys, kind):
     folders, words = LAYOUTS[kind]
     write_tree(tmp_path, {folder: 2 for folder in sorted(folders, reverse=True)})
-    args = types.SimpleNamespace(dataset="folder", data_dir=tmp_path, image_size=32, no_cache=False, check_images=False)
+    args = types.SimpleNamespace(dataset="folder", data_dir=tmp_path, image_size=32, no_cache=False)
     assert words in refused(capsys, common.open_images, args).replace(str(tmp_path), "DIR")
 
 
@@ -263,8 +269,8 @@ def test_images_of_more_than_8_bits_are_refused_in_words(tmp_path, name, dtype):
     path = save(tmp_path / name, np.arange(120, dtype=dtype).reshape(12, 10))
     with pytest.raises(common.BadImage, match=rf"{name}: .*convert it to 8 bits per channel"):
         common.read_image(path)
-    with pytest.raises(common.BadImage, match="image 0 of your data set: .*convert it to 8 bits per channel"):
-        common.OwnImages(Own([Image.open(path)]))[0]
+    with pytest.raises(common.BadImage, match="image 0 of your training data set: .*convert it to 8 bits per channel"):
+        own(Own([Image.open(path)]))[0]
 
 
 # ------------------------------------------------------------------------- EXIF
@@ -317,7 +323,7 @@ def test_an_image_that_cannot_be_read_is_named_in_pillows_words(tmp_path):
 
 
 def test_sizes_are_those_of_the_images_and_no_image_is_decoded_twice(tmp_path, monkeypatch):
-    """Also of a PNG whose orientation stands behind the pixels. An image is held from `sizes` on until it is cut."""
+    """Also of a PNG whose orientation stands behind the pixels. An image is kept from `sizes` on until it is cut."""
     exif = Image.Exif()
     exif[0x0112] = 6
     for i in range(20):
@@ -335,7 +341,7 @@ def test_sizes_are_those_of_the_images_and_no_image_is_decoded_twice(tmp_path, m
     images = common.load_images("folder", tmp_path, cache=False)
     views = moco_jointcrop.augmentation(moco_jointcrop.parse_args([]))
     common.ViewDataset(images, views, 0).__getitems__([(0, i) for i in range(20)])
-    assert len(decoded) == len(set(decoded)) == 20 and not images.held
+    assert len(decoded) == len(set(decoded)) == 20
 
 
 # -------------------------------------------------------------------- own images
@@ -379,7 +385,7 @@ WRONG = {  # (training set, test set or None, words of the message)
 
 
 def encode(*data):
-    for images in common.open_images(types.SimpleNamespace(batch_size=1, workers=None, check_images=False), *data):
+    for images in common.open_images(types.SimpleNamespace(batch_size=1), *data):
         if images is not None:
             common.extract_features(torch.nn.Flatten(), images, INFO, torch.device("cpu"))
 
@@ -387,14 +393,14 @@ def encode(*data):
 @pytest.mark.parametrize("kind", WRONG)
 def test_own_data_of_another_kind_end_in_one_line(capsys, kind):
     train, test, words = WRONG[kind]
-    assert words in refused(capsys, encode, train, test)
+    assert words in refused(capsys, common.start, lambda _: encode(train, test), lambda: None)
 
 
 def test_own_data_are_read_by_loaders_only():
     """The items' second entries are the labels, of any integer type; `targets` are not. Subsets keep their rows."""
     makes = int, np.int64, torch.tensor, np.array, bool
     data = Own([(IMAGE, make(1)) for make in makes], targets=[5] * 5, classes=["a", "b"])
-    train, test = common.open_images(types.SimpleNamespace(batch_size=1, workers=None, check_images=False), data, data)
+    train, test = common.open_images(types.SimpleNamespace(batch_size=1), data, data)
     device, workers = torch.device("cpu"), 2
     assert common.extract_features(torch.nn.Flatten(), train, INFO, device, workers=workers)[1].tolist() == [1] * 5
     assert data.read == 0 and test.labels.tolist() == [-1] * 5  # in this process
@@ -418,6 +424,120 @@ def test_an_error_in_the_users_own_length_is_shown_as_it_is():
 
 
 def test_a_later_item_of_another_kind_is_named():
-    data = common.OwnImages(Own([IMAGE, {"image": IMAGE}, IMAGE]), owner="your training data set")
+    data = own(Own([IMAGE, {"image": IMAGE}, IMAGE]))
     with pytest.raises(common.BadImage, match="image 1 of your training data set: found dict"):
         data.subset(np.array([2, 1]))[1]
+
+
+# --------------------------------------------- links, other files, disks, memory
+
+
+def test_a_link_that_leads_nowhere_is_an_error_that_names_it(tmp_path, capsys):
+    """A class folder, a part of a tree, an image or a test set, as on a disk that is not mounted."""
+    root = write_tree(tmp_path, {"train/a": 2, "train/b": 2, "val/a": 1, "val/b": 1})
+    for place in ("train/c", "train/b/more", "train/a/9.png", "unlabeled", "test"):
+        (root / place).symlink_to("/nowhere/at/all")
+        assert f"{root / place} is a link that leads nowhere" in refused(capsys, common.load_images, "folder", root)
+        (root / place).unlink()
+
+
+def test_only_regular_files_are_images(tmp_path):
+    """A named pipe would be waited for."""
+    root = write_tree(tmp_path, {"x": 2})
+    os.mkfifo(root / "x" / "pipe.png")
+    (root / "x" / "link.png").symlink_to("pipe.png")
+    assert len(common.load_images("folder", root)) == 2
+
+
+CHECK = str(ROOT / "tests" / "tools" / "check_images.py")
+
+
+def test_a_tool_lists_what_cannot_be_used_and_what_is_passed_over(tmp_path):
+    root = write_tree(tmp_path, {"train/a": 3, "train/b": 3, ".thumbnails": 2})
+    check = lambda: subprocess.run([sys.executable, CHECK, root], capture_output=True, text=True, timeout=100)  # noqa: E731
+    done = check()
+    assert done.returncode == 0 and "6 images read, 0 cannot be used" in done.stdout
+    (root / "train" / "b" / "1.png").write_bytes(b"damaged")
+    (root / "train" / "c").symlink_to("/nowhere")
+    (root / "train" / "a" / "x.GIF").touch()
+    os.mkfifo(root / "train" / "a" / "pipe.jpg")
+    with pytest.raises(common.BadImage, match=r"1\.png.*tests/tools/check_images\.py DIR lists all such images"):
+        common.read_image(root / "train" / "b" / "1.png")
+    done = check()
+    assert done.returncode == 1 and "6 images read, 2 cannot be used" in done.stdout
+    assert f"{root}/train/b/1.png: cannot identify" in done.stdout and f"{root}/train/c: this link" in done.stdout
+    for kind, path in {".gif": "train/a/x.GIF", "hidden": ".thumbnails", "no regular file": "train/a/pipe.jpg"}.items():
+        assert f"passed over: 1 ({kind}), such as {root}/{path}" in done.stdout
+
+
+@pytest.mark.parametrize("number, tries", [(errno.ESTALE, 3), (errno.EIO, 3), (errno.ENOENT, 1), (None, 1)])
+def test_an_error_of_the_disk_is_tried_again_twice(tmp_path, monkeypatch, number, tries):
+    """Pillow's own errors, of damaged images, have no number."""
+    path, opened, pauses, answers = save(tmp_path / "x.png", IMAGE), Image.open, [], []
+
+    def unwilling(file):
+        answers.append(file)
+        if len(answers) < limit:
+            raise OSError(number, "the disk says no") if number else OSError("damaged")
+        return opened(file)
+
+    monkeypatch.setattr(common.time, "sleep", pauses.append)
+    monkeypatch.setattr(Image, "open", unwilling)
+    limit = 4
+    with pytest.raises(common.BadImage, match="says no|damaged"):
+        common.read_image(path)
+    assert len(answers) == tries and pauses == [1] * (tries - 1)
+    answers.clear()
+    limit = tries
+    assert np.array_equal(common.read_image(path), IMAGE)
+
+
+PEAK = """
+import resource, sys
+from unittest import mock
+import numpy as np
+import common
+image = np.zeros((96, 96, 3), np.uint8)
+images = common.ImageSet("x", [0] * 8000, ["a"], paths=np.array([b"x"] * 8000))
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+with mock.patch.object(common, "read_image", lambda path: image + 1):
+    array = common.decode_all(images)
+print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024 / array.nbytes)
+assert (array == 1).all()
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the unit of ru_maxrss")
+def test_images_are_decoded_into_one_array():
+    """The most memory that it takes, in arrays."""
+    done = subprocess.run([sys.executable, "-c", PEAK], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert float(done.stdout.split()[-1]) < 1.2
+
+
+def test_an_image_set_says_where_its_images_are(tmp_path, monkeypatch):
+    root = write_tree(tmp_path, {"train/a": 3, "train/b": 3})
+    assert str(common.load_images("patterns", size=32)) == "patterns: 4096 images (12 MiB decoded), 10 classes"
+    assert str(common.load_images("folder", root)) == f"folder in {root}: 6 images (0 MiB decoded), 2 classes"
+    monkeypatch.setattr(common, "IN_MEMORY", 6 * IMAGE.nbytes - 1)
+    large = common.load_images("folder", root)
+    assert large.array is None and str(large) == f"folder in {root}: 6 images (read when needed), 2 classes"
+    train, test = common.own_images(Own([(IMAGE, 1)]), Own([(IMAGE, 1)] * 2))
+    assert str(test) == "your test data set: 2 images (read when needed), labels in the items"
+    assert str(own(Own([IMAGE]))) == "your training data set: 1 images (read when needed), no classes"
+
+
+# ------------------------------------------------------------------------ pictures
+
+
+def test_a_picture_is_written_over_nothing_but_a_picture(tmp_path, capsys):
+    views = [torch.rand(3, 3, 8, 8)]
+    for name, content in {"notes.md": b"mine", "last.pt": b"mine", "page.png": b"<html>", "new.jpg": None}.items():
+        if content:
+            (tmp_path / name).write_bytes(content)
+        assert name in refused(capsys, common.save_views, tmp_path / name, views, ["a"])
+        assert (tmp_path / name).read_bytes() == content if content else not (tmp_path / name).exists()
+    (tmp_path / "folder.png").mkdir()
+    refused(capsys, common.check_picture, tmp_path / "folder.png")
+    for _ in range(2):
+        common.save_views(tmp_path / "new.png", views, ["a"])
+    assert Image.open(tmp_path / "new.png").format == "PNG"

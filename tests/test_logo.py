@@ -190,6 +190,8 @@ WRONG = {
     "locals of three dimensions": lambda f, a: logo.local_dissimilarity(f, a[None], a[None]),
     "noise of one local": lambda f, a: logo.affinity_loss(f, a, a, torch.zeros(5, 6)),
     "scores of other rows": lambda f, a: f(a, a[:1]),
+    "a form of the sum": lambda f, a: logo.combine([a.sum()], [], "paper"),
+    "no global terms": lambda f, a: logo.combine([], [a.sum()]),
 }
 
 
@@ -286,7 +288,7 @@ def test_forward(base, flags):
     """The loss and its gradients are those of the terms one by one; without locals, the mean of the two directions."""
     args, model = tiny(*BASES[base], *flags.split())
     other, views = copy.deepcopy(model), inputs(2 + args.local_crops, grad=True)
-    loss, keys, _, _, locals_here = model(views, 7)
+    loss, keys, _, _, local = model(views, 7)
     found = terms(args, other, views, 7)
     assert len(found[1]) == 2 * args.local_crops
     reference = total(args, found)
@@ -294,8 +296,7 @@ def test_forward(base, flags):
     assert_close(gradients(loss, learned(model) + views), gradients(reference, learned(other) + views))
     assert keys is None or torch.equal(keys, keys_of(args, other, views[:2], 7).flatten(0, 1))
     assert (keys is None) == (base == "simsiam") == (logo.chance_level(args) == 0)
-    for local, x in zip(locals_here, views[2:], strict=True):
-        torch.testing.assert_close(local, embed(other, x))
+    assert_close(local, [embed(other, x) for x in views[2:]])
 
 
 @pytest.mark.parametrize("base", BASES)
@@ -484,7 +485,7 @@ def test_algorithm1(name, tmp_path, noises):
     """Three steps of `main`: the weights, velocities, queue and affinity of a slow reference, which never mix."""
     args = parse(*RUNS[name].split())
     saved = run(args, tmp_path)
-    record = saved["record"]
+    (record,) = saved["records"]
     assert saved["step"] == 3 and len(noises) == 3 * args.l2l
     reference = Algorithm1(args)
     untrained = copy.deepcopy(reference.affinity.state_dict())
@@ -623,11 +624,36 @@ def test_simsiams_recipes(dataset):
     assert not any(args[name] for name in ("queue", "momentum", "temperature", "bn_groups", "one_way"))
 
 
-def test_the_local_size_follows_a_smaller_image_size():
-    sizes = [values(f"--dataset imagenet --image-size {size}", "local_size") for size in (64, 128)]
-    assert sizes == [[64], [96]]
+LOCAL_SIZES = [
+    ("--dataset imagenet", 96),
+    ("--dataset imagenet --image-size 128", 64),
+    ("--dataset imagenet --image-size 112 --arch vit_small", 48),  # in whole patches
+    ("--dataset imagenet --image-size 112 --local-size 96", 96),
+    ("--dataset cifar10", 32),  # the supplement's (D14)
+    ("--dataset cifar10 --image-size 48", 24),
+]
 
 
-@pytest.mark.parametrize("flags", ["--one-way", "--queue 64 --base simsiam", "--hidden 64", "--global-scale 0.9 0.4"])
-def test_mistakes(flags, refused):
-    assert flags.split()[0] in refused(logo.parse_args, flags.split())
+@pytest.mark.parametrize("flags, size", LOCAL_SIZES)
+def test_local_crops_have_at_most_half_of_another_size_of_views(flags, size):
+    assert values(flags, "local_size") == [size]
+
+
+MISTAKES = [  # and what the message names
+    ("--local-size 32", "--local-size 32"),
+    ("--dataset cifar10 --image-size 24 --local-size 32", "--local-size 32"),
+    ("--image-size 16 --arch vit_micro --patch-size 16", "--local-size 16"),  # no smaller one has a whole patch
+    ("--l2l --local-crops 0", "--l2l"),
+    ("--one-way", "--one-way"),
+    ("--pairs all --one-way", "leave out --one-way\n"),
+    ("--pairs all --l2l", "leave out --l2l\n"),
+    ("--pairs all --local-crops 0", "leave out --local-crops 0\n"),
+    ("--queue 64 --base simsiam", "--queue"),
+    ("--hidden 64", "--hidden"),
+    ("--global-scale 0.9 0.4", "--global-scale 0.9 0.4"),
+]
+
+
+@pytest.mark.parametrize("flags, named", MISTAKES)
+def test_mistakes(flags, named, refused):
+    assert named in refused(logo.parse_args, flags.split())

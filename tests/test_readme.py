@@ -99,7 +99,7 @@ def backbone(arch, size, path):
     info = common.backbone_info(arch, size, 4, method="m", encoder="query")
     Path(path).mkdir(parents=True)
     made = common.build_backbone(info).eval()
-    common.save_checkpoint(Path(path) / "backbone.pt", info | {"state_dict": made.state_dict()})
+    common.write_file(Path(path) / "backbone.pt", info | {"state_dict": made.state_dict()})
     return made
 
 

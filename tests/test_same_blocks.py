@@ -8,8 +8,6 @@ import count_lines
 import pytest
 from conftest import METHODS, ROOT, VARIANTS
 
-import common
-
 FIVE = ("moco_jointcrop", "jcl", "clim", "logo", "patchmix")
 SCRIPTS = sorted(ROOT.glob("*.py"))
 SOURCES = SCRIPTS + sorted((ROOT / "tests").rglob("*.py"))
@@ -75,18 +73,10 @@ def test_the_training_loop_stands_in_main(method):
     tree = tree_of(ROOT / f"{method}.py")
     (main,) = (node for node in tree.body if getattr(node, "name", None) == "main")
     (loop,) = (n for n in ast.walk(main) if isinstance(n, ast.For) and ast.unparse(n.iter) == "loader")
-    steps = {
-        "schedule",
-        "ddp",
-        "common.colour_views",
-        "optimizer.zero_grad",
-        "optimizer.step",
-        "run.count",
-        "stop.agreed",
-    }
     backward = "objective.backward" if method == "logo" else "loss.backward"
-    assert calls(loop) >= steps | {backward}
-    assert calls(main) >= {"loader.batch_sampler.set_epoch", "run.save", "common.knn_record", "run.write", "run.finish"}
+    steps = {"schedule", "ddp", "common.colour_views", "optimizer.zero_grad", backward, "optimizer.step", "stopped"}
+    assert calls(loop) >= steps
+    assert calls(main) >= {"restore", "save", "loader.batch_sampler.set_epoch", "common.knn_record", "means", "is_due"}
     for node in tree.body:
         if getattr(node, "name", None) not in ("main", "descend"):  # LoGo's descend makes steps that do not pass DDP
             assert not [c for c in calls(node) if c.endswith((".backward", "optimizer.step", "zero_grad"))], node.name
@@ -94,7 +84,7 @@ def test_the_training_loop_stands_in_main(method):
 
 
 def test_common_has_nothing_of_training():
-    """No optimiser, schedule, loss or backward; the loops over a loader are of features and of checked images."""
+    """No optimiser, schedule, loss or backward; the loop over a loader is of features."""
     tree = tree_of(ROOT / "common.py")
     names = {getattr(n, "id", getattr(n, "attr", None)) for n in ast.walk(tree)}
     forbidden = {"backward", "zero_grad", "optim", "cross_entropy", "lr_scheduler", "DistributedDataParallel"}
@@ -103,7 +93,37 @@ def test_common_has_nothing_of_training():
         if isinstance(node, ast.FunctionDef):
             loops = [ast.unparse(n.iter) for n in ast.walk(node) if isinstance(n, ast.For)]
             reads = re.search(r"\bloader\b|Loader", " ".join(loops))
-            assert not reads or node.name in ("extract_features", "check_images"), node.name
+            assert not reads or node.name == "extract_features", node.name
+
+
+def names_of(node):
+    """What a top-level statement defines."""
+    if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+        return [node.name]
+    targets = node.targets if isinstance(node, ast.Assign) else []
+    return [n.id for target in targets for n in ast.walk(target) if isinstance(n, ast.Name)]
+
+
+def test_common_holds_what_the_evaluations_need():
+    """Outside the rooms data, views, evaluation and encoders: these, or an evaluation, use it, perhaps through another.
+
+    Law 1 of the house.
+    """
+    rooms = [(n, match[1]) for n, line in enumerate((ROOT / "common.py").read_text().splitlines(), 1)
+             if (match := re.fullmatch(r"# -+ \d\. (\w+)", line))]  # fmt: skip
+    uses, known = {}, set()
+    for node in tree_of(ROOT / "common.py").body:
+        room = next((name for line, name in reversed(rooms) if line <= node.lineno), None)
+        for name in names_of(node):
+            uses[name] = set(references(node))
+            known |= {name} if room in ("data", "views", "evaluation", "encoders") else set()
+    assert len(known) > 50 and len(uses) > len(known)
+    found = set().union(*(references(tree_of(ROOT / f"{script}.py")) for script in ("eval_knn", "eval_linear")), known)
+    reached = set()
+    while todo := found - reached:
+        reached |= todo
+        found = {name for one in todo for name in uses.get(one, ())}
+    assert uses.keys() - reached == set()
 
 
 def references(tree):
@@ -125,8 +145,7 @@ def test_nothing_is_dead(path):
         if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
             names, own = [node.name], references(node)
         elif isinstance(node, ast.Assign) and node in tree.body:
-            targets = [n for target in node.targets for n in ast.walk(target)]
-            names, own = [n.id for n in targets if isinstance(n, ast.Name)], {}
+            names, own = names_of(node), {}
         else:
             continue
         for name in names:
@@ -167,16 +186,16 @@ def test_common_names_no_method():
 
 @pytest.mark.parametrize("method, variant", VARIANTS)
 def test_every_trained_parameter_is_in_one_group_of_its_optimiser(method, variant, few_patterns, tmp_path, monkeypatch):
-    """Caught where main hands its parts to the run."""
+    """Caught where main restores them."""
 
     class Caught(Exception):
         pass
 
-    def catch(*_, **parts):
+    def catch(args, images, parts):
         raise Caught(parts)
 
     module = importlib.import_module(method)
-    monkeypatch.setattr(common, "Run", catch)
+    monkeypatch.setattr(module, "restore", catch)
     with pytest.raises(Caught) as caught:
         module.main(module.parse_args([*variant.split(), "--batch-size", "16", "--out", str(tmp_path)]))
     (found,) = caught.value.args

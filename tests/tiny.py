@@ -92,13 +92,21 @@ def unequal(one, two):
     return sorted((a.keys() | b.keys()) - same)
 
 
-def assert_same_run(one, two):
-    """Assert that two finished runs are the same bit for bit: weights, optimiser, counters, all epochs' records."""
-    for file in ("last.pt", "backbone.pt"):
-        if (one / file).exists():
-            states = ({k: v for k, v in load(out / file).items() if k != "config"} for out in (one, two))
-            assert unequal(*states) == [], file
-    assert records(two)[0]["step"] == 0 and unequal(records(one)[1:], records(two)[1:]) == []
+def assert_same_run(one, two, interrupted=()):
+    """Assert that two runs are the same bit for bit: weights, optimiser, counters, the records of all epochs.
+
+    interrupted: epochs that went on in the middle; their means are those of the steps since then, which differ.
+    """
+    files = {path.name for path in one.glob("*.pt")}
+    assert files == {path.name for path in two.glob("*.pt")}
+    for file in files:
+        states = ({k: v for k, v in load(out / file).items() if k not in ("config", "records")} for out in (one, two))
+        assert unequal(*states) == [], file
+    assert all(records(out) == load(out / "last.pt")["records"] for out in (one, two))
+    for a, b in zip(records(one), records(two), strict=True):
+        same = (name for name in a if name in ("epoch", "step", "lr", "std") or name.endswith("_top1"))
+        names = sorted(same if a["epoch"] in interrupted else a.keys() | b.keys())
+        assert unequal(*([r.get(name) for name in names if name not in TIMING] for r in (a, b))) == [], names
 
 
 # ---------------------------------------------------------------- being struck
@@ -110,14 +118,15 @@ class Ended(BaseException):
 
 def places():
     """Return {name: what a run calls there}."""
-    linear, clim = (importlib.import_module(name) for name in ("eval_linear", "clim"))
-    judging = [(common, "knn_record"), (linear, "judge")]
-    found = dict(step=[(common.Run, "count")], save=[(torch, "save")], choice=[(clim, "refresh")], judging=judging)
+    *methods, linear = (importlib.import_module(name) for name in (*METHODS, "eval_linear"))
+    steps = [*((method, "schedule") for method in methods), (linear, "learning_rate")]
+    judging, choice = [(common, "knn_record"), (linear, "judge")], [(importlib.import_module("clim"), "refresh")]
+    found = dict(step=steps, save=[(torch, "save")], choice=choice, judging=judging)
     return found | {"anything": [*sum(found.values(), []), (os, "fsync"), (os, "replace")]}
 
 
 def strike(patch, moment, send):
-    """Send a signal at a moment. moment: for example "TERM step 5", at the end of the fifth step from now on."""
+    """Send a signal at a moment. moment: for example "TERM step 5", in the fifth step from now on."""
     name, place, number = moment.split()
     calls, save = itertools.count(1), torch.save
 

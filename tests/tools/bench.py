@@ -203,9 +203,9 @@ def steps(args):
         flags += [] if kind == "recipe" else ["--arch", micro if kind == "micro" else kind]
         flags += ["--clim-start", "0", "--refresh-every", "1000"] if script == "clim" else []
         flags += f"--dataset cifar10 --device cpu --amp off --batch-size {args.batch_size}".split()
-        flags += "--epochs 1000 --save-every 1000 --knn-every 0 --workers 0".split()
+        flags += "--epochs 1000 --knn-every 0 --workers 0".split()
         with tempfile.TemporaryDirectory() as folder:
-            make_folder(folder, 8 * args.batch_size)
+            make_folder(folder, (args.rounds + 4) * args.batch_size)  # of one epoch, so that no save comes between
             sides = [(ROOT, args.flags)]
             if args.against or args.over_flags is not None:
                 sides.append((args.against or ROOT, args.flags if args.over_flags is None else args.over_flags))
@@ -360,7 +360,7 @@ def images_per_s(method, flags, world):
         command = [sys.executable, *torchrun * (world - 1), ROOT / f"{script}.py", *more, *flags, "--out", f"{out}/run"]
         environment = os.environ | {"OMP_NUM_THREADS": str(2 // world)}
         subprocess.run(command, env=environment, stdout=subprocess.DEVNULL, check=True)
-        return common.read_metrics(f"{out}/run/metrics.jsonl")[-1]["images_per_s"]
+        return json.loads(Path(out, "run", "metrics.jsonl").read_text().splitlines()[-1])["images_per_s"]
 
 
 def processes(args):

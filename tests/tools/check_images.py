@@ -58,7 +58,7 @@ def main(args):
                     name = os.path.splitext(path)[1].lower() or "without extension"
                     passed_over.setdefault(name if kind == "no image" else kind, []).append(path)
     for kind, paths in sorted(passed_over.items()):
-        common.say(f"passed over: {kind}, {len(paths)} such as {paths[0]}")
+        common.say(f"passed over: {len(paths)} ({kind}), such as {paths[0]}")
     common.say(f"{done} images read, {bad} cannot be used" + (": mend or remove them" if bad else ""))
     raise SystemExit(1 if bad else 0)
 

@@ -580,14 +580,15 @@ def encoder(args):
 
 
 def main(argv=None):
-    parser = common.ArgumentParser("tests/tools/figures.py", description=__doc__.splitlines()[0])
+    parser = common.ArgumentParser("tests/tools/figures.py", __doc__, "FIGURE [flags]")
+    count, natural = common.number(int, 1), common.number(int, 0)
     figures = parser.add_subparsers(required=True, metavar="FIGURE", parser_class=argparse.ArgumentParser)
     flags = {}
     for function in (explain, corners, similarity, positives, intraclass, encoder):
         flags[function] = figures.add_parser(function.__name__, help=function.__doc__.splitlines()[0])
         flags[function].set_defaults(function=function)
         if function in (corners, similarity, positives):
-            flags[function].add_argument("out", metavar="OUT.png")
+            flags[function].add_argument("out", type=common.check_picture, metavar="OUT.png")
     for function in (similarity, intraclass):
         flags[function].add_argument("runs", nargs="+", metavar="RUN")
     flags[explain].add_argument("folder", nargs="?", default=".github", metavar="FOLDER")
@@ -601,14 +602,12 @@ def main(argv=None):
     flags[encoder].add_argument("--similarities", metavar="DIR", help="how similar training images are to test images")
     texts = dict(images="test images of --attention, --similarities: four by default", keys="their training images")
     for name, text in texts.items():
-        flags[encoder].add_argument(f"--{name}", type=common.NATURAL, nargs="+", metavar="I", help=text)
-    flags[positives].add_argument("--anchors", type=common.COUNT, default=8, metavar="N", help="rows of the picture")
-    flags[corners].add_argument(
-        "--pairs", type=common.COUNT, default=100_000, metavar="N", help="of crops, for each beta"
-    )
+        flags[encoder].add_argument(f"--{name}", type=natural, nargs="+", metavar="I", help=text)
+    flags[positives].add_argument("--anchors", type=count, default=8, metavar="N", help="rows of the picture")
+    flags[corners].add_argument("--pairs", type=count, default=100_000, metavar="N", help="of crops, for each beta")
     flags[similarity].add_argument("--split", choices=("train", "test"), default="train", help="train: as the paper")
-    flags[similarity].add_argument("--images", type=common.COUNT, default=1000, metavar="N", help="paper: 32,768")
-    flags[similarity].add_argument("--views", type=common.COUNT, default=32, metavar="N", help="of each image")
+    flags[similarity].add_argument("--images", type=count, default=1000, metavar="N", help="paper: 32,768")
+    flags[similarity].add_argument("--views", type=count, default=32, metavar="N", help="of each image")
     for function in (similarity, positives, intraclass, encoder):
         flags[function].add_argument(
             "--dataset", choices=common.DATASETS, help="default: what the runs were trained on"

@@ -153,16 +153,26 @@ def run_script(line, out, where):
         return subprocess.run(words, cwd=ROOT, env=environment, stdout=log, stderr=subprocess.STDOUT).returncode
 
 
+def records_of(out):
+    """The records of the epochs of a run's folder."""
+    return [json.loads(line) for line in (Path(out) / "metrics.jsonl").read_text().splitlines()]
+
+
+def made_with(config):
+    """What a run's config.json says of the software and the machine."""
+    return dict(torch=config["torch"], device=config["machine"], commit=config["commit"])
+
+
 def judge(line, out, where):
     """The record of a run that has ended: its epochs with kNN, the linear probe, and the minutes that it trained."""
     torch.set_num_threads(1)
     flags = eval_linear.parse_args([str(out), *where, "--no-floors", "--workers", "0"])
     linear = eval_linear.main(flags)["encoder"]["linear_top1"]
-    first, *epochs = common.read_metrics(out / "metrics.jsonl")
+    epochs, config = records_of(out), common.read_config(out)
     shown = ("epoch", "loss", "below_chance", "std", "knn20_top1", "knn200_top1")
-    record = dict(command=line, **{k: first[k] for k in ("torch", "device", "commit")})
+    record = dict(command=line, **made_with(config))
     record["epochs"] = [{k: round(r[k], 4) for k in shown if k in r} for r in epochs if "knn20_top1" in r]
-    images = epochs[0]["step"] * first["arguments"]["batch_size"]
+    images = epochs[0]["step"] * config["batch_size"]
     minutes = sum(images / r["images_per_s"] for r in epochs) / 60
     return record | {"linear_top1": round(linear, 4), "minutes": round(minutes, 1)}
 
@@ -237,9 +247,9 @@ def few(args):
         if stop.code != 75:  # it was refused: the folder's numbers are another run's
             raise
         status = 75
-    head, *epochs = common.read_metrics(out / "metrics.jsonl")
+    epochs = records_of(out)
     line = f"tests/tools/results.py few --arm {args.arm} --seed {args.seed}"
-    record = dict(command=line, flags=" ".join(flags), **{k: head[k] for k in ("torch", "device", "commit")})
+    record = dict(command=line, flags=" ".join(flags), **made_with(common.read_config(out)))
     record["trained"] = epochs[-1]["epoch"] if epochs else 0
     shown = ("epoch", "loss", "std", "knn20_top1", "knn200_top1")
     record["epochs"] = [{k: round(r[k], 4) for k in shown} for r in epochs if "knn20_top1" in r]
@@ -488,7 +498,7 @@ def curves(args):
 
 
 def main(argv=None):
-    parser = common.ArgumentParser("tests/tools/results.py", description=__doc__.splitlines()[0])
+    parser = common.ArgumentParser("tests/tools/results.py", __doc__, "ACTION [flags]")
     actions = parser.add_subparsers(required=True, metavar="ACTION", parser_class=argparse.ArgumentParser)
     for name, function in dict(
         train=train, floors=floors, mechanisms=mechanisms, few=few, readme=write_pages, curves=curves
@@ -512,7 +522,7 @@ def main(argv=None):
         if function in (train, mechanisms, few):
             action.add_argument("--runs", default="runs/results", metavar="DIR", help="where the runs' folders are")
         if function is curves:
-            action.add_argument("out", metavar="OUT.png")
+            action.add_argument("out", type=common.check_picture, metavar="OUT.png")
     args = parser.parse_args(argv)
     args.function(args)
 
