@@ -768,7 +768,8 @@ def main(args, train=None, test=None, encoder=None):
     common.say(f"data {train}; test images: {len(test or ())}; mean {norm[0]}, std {norm[1]}")
     common.say(f"{views}; positions: alpha {args.css_alpha:g}" if args.css_alpha != 1 else views)
     if args.local_crops:
-        common.say(f"{crops}; pairs with a joint area: {args.joint_pair}")
+        pairs = args.joint_pair if args.joint in ("crop", "either", "both") else "none"
+        common.say(f"{crops}; pairs with a joint area: {pairs}")
     common.say(negatives)
     common.say(f"batch {args.batch_size} over {world} process(es), {norms}; {precision}")
     common.say(f"{args.epochs} epochs, {steps_per_epoch} steps per epoch; weight decay {args.weight_decay:g}")
