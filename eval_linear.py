@@ -173,9 +173,7 @@ def parse_args(argv=None):
     add("--layer-decay", type=share, help="each layer's rate is this times that of the layer above it")
     add("--drop-path", type=number(float, 0, 0.99), help="probability of stochastic depth in the last block")
     add = parser.add_argument_group("augmentation").add_argument
-    add(
-        "--crop-scale", type=share, nargs=2, metavar=("LO", "HI"), help="smallest and largest area of a crop, as shares"
-    )
+    add("--crop-scale", type=share, nargs=2, metavar=("LO", "HI"), help="smallest and largest share of a crop's area")
     add("--pad", type=number(int, 0), help="crops are places of the image, padded by this many pixels; 0: --crop-scale")
     add("--randaug", type=number(int, 0, 10), help="magnitude of RandAugment (rand-mN-mstd0.5-inc1); 0: none")
     add("--erase", type=number(float, 0, 1), help="probability of random erasing")
@@ -310,8 +308,7 @@ def choose_labels(args, train):
         return train
     chosen = train.subset(rows)
     counts = np.bincount(chosen.labels, minlength=len(train.classes))
-    each = f"{counts.min()} to {counts.max()} per class"
-    common.say(f"labels: {len(chosen)} of {len(train)} training images, {each}")
+    common.say(f"labels: {len(chosen)} of {len(train)} training images, {counts.min()} to {counts.max()} per class")
     return chosen
 
 
@@ -333,8 +330,7 @@ def fit_and_choose(fit, x, y, test_x, rest, check, num_classes, grid, metric="to
     fitted, and those that choose. metric: the score that chooses, top1 or per_class. Of equals the first is taken.
     Returns {'logits': (m, num_classes), 'chosen': the value, 'held_out': {value: percent}}.
     """
-    weights = fit(rest, grid, None)
-    held_out = []
+    weights, held_out = fit(rest, grid, None), []
     for weight in weights:
         logits = torch.cat([(x[part] @ weight).cpu() for part in check.split(4096)])
         held_out.append(scores(logits, y[check].cpu(), num_classes)[f"linear_{metric}"])
@@ -664,9 +660,7 @@ def fingerprint(module):
 
 
 def name_run(args, encoder):
-    """Return args with `weights`, a checksum of the encoder, and --out. A run goes on only where flags, weights and
-    images are the same.
-    """
+    """Return args with `weights`, a checksum of the encoder, and --out. A run goes on only where both are the same."""
     args, source = copy.copy(args), "own"
     if args.checkpoint:
         args.checkpoint = os.path.abspath(args.checkpoint)
