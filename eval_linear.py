@@ -738,13 +738,13 @@ def judge(args, device, encoder, network, info, test):
 
     encoder: what makes the features. network: the classifier on them or, for a fine-tuning, encoder and classifier.
     """
-    options = dict(batch_size=args.batch_size // common.rank_and_world()[1], workers=args.workers, amp=args.bf16)
-    if args.mode == "finetune":
-        logits, _ = common.extract_features(network, test, info, device, **options, what="judging the test set")
-    else:
-        features, _ = common.extract_features(encoder, test, info, device, **options, what="judging the test set")
+    options = dict(workers=args.workers, amp=args.amp == "bf16", what="judging the test set")
+    options["batch_size"] = args.batch_size // common.rank_and_world()[1]
+    frozen = args.mode == "linear"
+    logits, _ = common.extract_features(encoder if frozen else network, test, info, device, **options)
+    if frozen:  # these are the encoder's features
         with torch.no_grad():
-            logits = network(features.to(device)).cpu()
+            logits = network(logits.to(device)).cpu()
     found = scores(logits, torch.from_numpy(test.labels), len(test.classes))
     return {name.replace("linear", args.mode): value for name, value in found.items()}
 
@@ -755,7 +755,7 @@ def train_protocol(args, device, encoder, info, train, test):
     frozen, classes = args.mode == "linear", len(train.classes)
     args = name_run(args, encoder)
     images = dict(train=len(train), train_checksum=train.checksum(), test=len(test), test_checksum=test.checksum())
-    args.device, args.amp = device.type, "bf16" if args.bf16 else "off"
+    args.device, args.amp = device.type, "bf16" if vars(args).pop("bf16") else "off"
     if len(train) < args.batch_size:
         common.fail(f"{len(train)} images are fewer than one batch: give --batch-size {len(train)} or less")
     sampler = common.EpochSampler(len(train), args.batch_size, args.seed)
@@ -775,7 +775,7 @@ def train_protocol(args, device, encoder, info, train, test):
     unused = not frozen and info["timm_name"] is None  # an own encoder may leave some parameters unused
     ddp = DistributedDataParallel(network, find_unused_parameters=unused) if dist.is_initialized() else network
     optimizer = make_optimizer(args, network, head)
-    autocast = torch.autocast(device.type, torch.bfloat16, enabled=args.bf16)
+    autocast = torch.autocast(device.type, torch.bfloat16, enabled=args.amp == "bf16")
     mixup = None
     if args.mixup or args.cutmix:
         mixup = Mixup(args.mixup, args.cutmix, label_smoothing=args.smoothing, num_classes=classes)
