@@ -152,7 +152,7 @@ def parse_args(argv=None):
     add("--lrs", type=positive, nargs="+", help="the probe's grid of rates (13 from 0.00003 to 32)")
     add("--strengths", type=positive, nargs="+", help="L-BFGS: grid of L2 penalties (45 from 1e-6 to 1e5)")
     add("--holdout", type=number(float, 0.001, 0.999), help="share that chooses the rate or the strength (0.1)")
-    add("--metric", choices=("top1", "per_class"), help="L-BFGS: the score that chooses; per_class: see above (top1)")
+    add("--metric", choices=("top1", "per_class"), help="L-BFGS: the score that chooses (top1)")
     add("--iterations", type=number(int, 1), help="L-BFGS: most iterations for each strength (5000)")
     add("--tolerance", type=positive, help="L-BFGS: largest entry of the final whitened gradient (1e-6)")
     add = parser.add_argument_group("schedule").add_argument
