@@ -47,7 +47,7 @@ OF_ALL_EVALUATIONS = [
     ("", "give RUN"),
     ("--random-init", "give RUN"),
     ("missing", "no checkpoint at missing"),
-    ("notes.txt", "notes.txt is no file of torch.save"),
+    ("notes.txt", "no file of torch.save"),
     ("begun --image-size 32", "go with --arch"),
     ("begun --arch vit_micro", "leave out --arch"),
     ("begun --dataset folder --data-dir missing", "missing"),

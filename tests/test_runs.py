@@ -62,7 +62,8 @@ def test_a_runs_folder(whole):
 def test_what_a_run_says(whole):
     method, out, said = whole
     words = "68 images, test images: 32, 10 classes, vit_micro, batch 16 over 1 process, 4 steps per epoch, "
-    words += f"rate , weight decay, batch-norm groups, torch {torch.__version__}, evaluated: the , "
+    words += "rate , weight decay, slice(s), " if method == "patchmix" else "rate , weight decay, batch-norm groups, "
+    words += f"torch {torch.__version__}, evaluated: the , "
     words += f"chance level of the loss {records(out)[0]['loss'] + records(out)[0]['below_chance']:.3f}"
     assert [w for w in words.split(", ") if w not in said] == []
     for epoch in (1, 2):
