@@ -1445,9 +1445,11 @@ def read_tensors(path):
             return {prefix.removesuffix("."): state}
         if isinstance(state, (list, tuple)):
             state = {str(i): entry for i, entry in enumerate(state)}
-        entries = state.items() if isinstance(state, dict) else ()
-        parts = [flat(entry, f"{prefix}{name}.") for name, entry in entries if isinstance(name, str)]
-        return dict(itertools.chain.from_iterable(part.items() for part in parts))  # an optimiser's names are numbers
+        found = {}
+        for name, entry in state.items() if isinstance(state, dict) else ():
+            if isinstance(name, str):  # those of an optimiser's entries are numbers
+                found |= flat(entry, f"{prefix}{name}.")
+        return found
 
     return flat(read_state(Path(path) / "backbone.pt" if Path(path).is_dir() else path))
 
