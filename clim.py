@@ -714,10 +714,11 @@ def parse_args(argv=None):
     if "bn_groups" not in typed:
         args.bn_groups = math.lcm(args.bn_groups, common.rank_and_world()[1])  # each process has equally many
     if "local_size" not in typed:  # at most half of a view's side, in whole patches of a ViT
-        patch = args.patch_size if common.is_vit(args.arch) else 1
-        args.local_size = max(patch, min(args.local_size, args.image_size // 2) // patch * patch)
-    if args.local_crops and args.local_size >= args.image_size:
-        common.fail(f"--local-size {args.local_size}: local crops are smaller than the views of {args.image_size} px")
+        patch_size = args.patch_size if common.is_vit(args.arch) else 1
+        args.local_size = min(args.local_size, args.image_size // 2) // patch_size * patch_size
+    if args.local_crops and not 0 < args.local_size < args.image_size:
+        given = f"--local-size {args.local_size}" if "local_size" in typed else f"--local-crops {args.local_crops}"
+        common.fail(f"{given}: local crops have to be smaller than the views, of --image-size {args.image_size}")
     args.resolutions = tuple(sorted(args.resolutions, reverse=True))  # the largest, at which views are cut, comes first
     if args.resolutions[0] != args.image_size:
         sizes = common.shown(args.resolutions)
@@ -957,6 +958,11 @@ def main(args, train=None, test=None, encoder=None):
     common.say(f"clim, {kind}; variant {args.variant}; chance level of the loss {chance:.3f}, a sum of {terms}")
     common.say(f"encoder {args.arch}, {millions:.2f} M parameters, {sizes} px; evaluated: the query encoder")
     common.say(f"data {train}; test images: {len(test or ())}; mean {norm[0]}, std {norm[1]}")
+    if args.same_crop:
+        common.say("a key has the crop of its query")
+    if args.local_crops:
+        local = f"{args.local_crops} local crops of {args.local_size} px, areas {common.shown(args.local_scale)}"
+        common.say(f"{local}: each a query, with the keys of the views of {args.image_size} px")
     common.say(f"queue of {args.queue} negatives per query, {100 * args.queue / len(train):.1f} % of the images")
     common.say(f"batch {args.batch_size} over {world} process(es), {args.bn_groups} batch-norm groups; {precision}")
     common.say(f"{args.epochs} epochs, {steps_per_epoch} steps per epoch; weight decay {args.weight_decay:g}")
@@ -971,11 +977,6 @@ def main(args, train=None, test=None, encoder=None):
         common.say(f"k-means: {args.num_clusters} clusters, {args.kmeans_iterations} iterations")
     if args.selection != "none" and args.mix == "cutmix":
         common.say(f"CutMix's shares: Beta({args.alpha:g}, {args.alpha:g})")
-    if args.same_crop:
-        common.say("a key has the crop of its query")
-    if args.local_crops:
-        local = f"{args.local_crops} local crops of {args.local_size} px, areas {common.shown(args.local_scale)}"
-        common.say(f"{local}: each a query, with the keys of the views of {args.image_size} px")
     if args.selection != "none" and args.clim_start >= args.epochs:
         common.say("warning: no positives will be chosen: give --clim-start a number below --epochs")
 

@@ -1341,8 +1341,6 @@ def load_backbone(path, encoder=None, module=None, arch=None, **published):
             fail(f"{path} holds the {info['encoder']} encoder only: give last.pt for the {encoder} encoder")
         if module is None and info["timm_name"] is None:
             fail(f"{path} holds a user's own encoder: give it, too, as eval_knn.main(args, encoder=MODULE)")
-        if not is_intact(path):
-            fail(f"{path} is damaged: copy it again, or let the run write it anew")
         backbone = build_backbone(info) if module is None else module
         backbone.load_state_dict(weights)
     except (KeyError, TypeError, AttributeError, ValueError, RuntimeError) as error:
@@ -1412,6 +1410,8 @@ def read_state(path):
         kind = f"a TorchScript program. If you trust its authors, make a plain file of it: {code}"
     elif members and not any(name.endswith("data.pkl") for name in members):
         kind = "a zip archive of other files: unpack it"
+    elif members and not is_intact(path):
+        kind = "damaged: some bytes are not those that were written. Get it again"
     if kind:
         fail(f"{path} is {kind}")
     try:
@@ -1604,22 +1604,22 @@ def output_width(module, *sizes):
     """Return how many numbers an encoder, (N, 3, H, W) -> (N, width), gives per image. Images of zeros are encoded.
 
     sizes: of all images that it will see, in pixels. Exits with an error message if the encoder does not take one of
-    them, or gives anything but (N, width).
+    them, gives anything but (N, width), or gives another width for another size.
     """
+    name, widths = f"the encoder, of type {type(module).__name__},", {}
     for size in sizes:
-        name, image = type(module).__name__, f"images (1, 3, {size}, {size})"
+        image = f"images (1, 3, {size}, {size})"
         try:
             shape = tuple(encode_zeros(module, size).shape)
         except Exception as error:  # a user's own module may raise anything
-            reason = " ".join(str(error).split())[:300]
-            fail(
-                f"the encoder, of type {name}, does not map {image} to features (1, width): {reason}. Give "
-                f"--image-size N that it takes, or an encoder for {size} px"
-            )
+            advice = f"Give --image-size N that it takes, or an encoder for {size} px"
+            fail(f"{name} does not map {image} to features (1, width): {' '.join(str(error).split())[:300]}. {advice}")
         if len(shape) != 2:  # for example, a ResNet without its last layer gives (1, width, 1, 1)
-            fail(
-                f"the encoder, of type {name}, maps {image} to {shape}, not (1, width): end it with torch.nn.Flatten()"
-            )
+            fail(f"{name} maps {image} to {shape}, not (1, width): end it with torch.nn.Flatten()")
+        widths[shape[1]] = size
+    if len(widths) > 1:
+        found = ", ".join(f"{width} for {size} px" for width, size in widths.items())
+        fail(f"{name} gives other numbers of features for other sizes of images ({found}): give one that pools them")
     return shape[1]
 
 

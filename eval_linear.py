@@ -152,7 +152,7 @@ def parse_args(argv=None):
     add("--lrs", type=positive, nargs="+", help="the probe's grid of rates (13 from 0.00003 to 32)")
     add("--strengths", type=positive, nargs="+", help="L-BFGS: grid of L2 penalties (45 from 1e-6 to 1e5)")
     add("--holdout", type=number(float, 0.001, 0.999), help="share that chooses the rate or the strength (0.1)")
-    add("--metric", choices=("top1", "per_class"), help="L-BFGS: the score that chooses; per_class: see above (top1)")
+    add("--metric", choices=("top1", "per_class"), help="L-BFGS: the score that chooses (top1)")
     add("--iterations", type=number(int, 1), help="L-BFGS: most iterations for each strength (5000)")
     add("--tolerance", type=positive, help="L-BFGS: largest entry of the final whitened gradient (1e-6)")
     add = parser.add_argument_group("schedule").add_argument
@@ -173,9 +173,7 @@ def parse_args(argv=None):
     add("--layer-decay", type=share, help="each layer's rate is this times that of the layer above it")
     add("--drop-path", type=number(float, 0, 0.99), help="probability of stochastic depth in the last block")
     add = parser.add_argument_group("augmentation").add_argument
-    add(
-        "--crop-scale", type=share, nargs=2, metavar=("LO", "HI"), help="smallest and largest area of a crop, as shares"
-    )
+    add("--crop-scale", type=share, nargs=2, metavar=("LO", "HI"), help="smallest and largest share of a crop's area")
     add("--pad", type=number(int, 0), help="crops are places of the image, padded by this many pixels; 0: --crop-scale")
     add("--randaug", type=number(int, 0, 10), help="magnitude of RandAugment (rand-mN-mstd0.5-inc1); 0: none")
     add("--erase", type=number(float, 0, 1), help="probability of random erasing")
@@ -310,8 +308,7 @@ def choose_labels(args, train):
         return train
     chosen = train.subset(rows)
     counts = np.bincount(chosen.labels, minlength=len(train.classes))
-    each = f"{counts.min()} to {counts.max()} per class"
-    common.say(f"labels: {len(chosen)} of {len(train)} training images, {each}")
+    common.say(f"labels: {len(chosen)} of {len(train)} training images, {counts.min()} to {counts.max()} per class")
     return chosen
 
 
@@ -333,8 +330,7 @@ def fit_and_choose(fit, x, y, test_x, rest, check, num_classes, grid, metric="to
     fitted, and those that choose. metric: the score that chooses, top1 or per_class. Of equals the first is taken.
     Returns {'logits': (m, num_classes), 'chosen': the value, 'held_out': {value: percent}}.
     """
-    weights = fit(rest, grid, None)
-    held_out = []
+    weights, held_out = fit(rest, grid, None), []
     for weight in weights:
         logits = torch.cat([(x[part] @ weight).cpu() for part in check.split(4096)])
         held_out.append(scores(logits, y[check].cpu(), num_classes)[f"linear_{metric}"])
@@ -664,9 +660,7 @@ def fingerprint(module):
 
 
 def name_run(args, encoder):
-    """Return args with `weights`, a checksum of the encoder, and --out. A run goes on only where flags, weights and
-    images are the same.
-    """
+    """Return args with `weights`, a checksum of the encoder, and --out. A run goes on only where both are the same."""
     args, source = copy.copy(args), "own"
     if args.checkpoint:
         args.checkpoint = os.path.abspath(args.checkpoint)
@@ -744,13 +738,13 @@ def judge(args, device, encoder, network, info, test):
 
     encoder: what makes the features. network: the classifier on them or, for a fine-tuning, encoder and classifier.
     """
-    options = dict(batch_size=args.batch_size // common.rank_and_world()[1], workers=args.workers, amp=args.bf16)
-    if args.mode == "finetune":
-        logits, _ = common.extract_features(network, test, info, device, **options, what="judging the test set")
-    else:
-        features, _ = common.extract_features(encoder, test, info, device, **options, what="judging the test set")
+    options = dict(workers=args.workers, amp=args.amp == "bf16", what="judging the test set")
+    options["batch_size"] = args.batch_size // common.rank_and_world()[1]
+    frozen = args.mode == "linear"
+    logits, _ = common.extract_features(encoder if frozen else network, test, info, device, **options)
+    if frozen:  # these are the encoder's features
         with torch.no_grad():
-            logits = network(features.to(device)).cpu()
+            logits = network(logits.to(device)).cpu()
     found = scores(logits, torch.from_numpy(test.labels), len(test.classes))
     return {name.replace("linear", args.mode): value for name, value in found.items()}
 
@@ -761,7 +755,7 @@ def train_protocol(args, device, encoder, info, train, test):
     frozen, classes = args.mode == "linear", len(train.classes)
     args = name_run(args, encoder)
     images = dict(train=len(train), train_checksum=train.checksum(), test=len(test), test_checksum=test.checksum())
-    args.device, args.amp = device.type, "bf16" if args.bf16 else "off"
+    args.device, args.amp = device.type, "bf16" if vars(args).pop("bf16") else "off"
     if len(train) < args.batch_size:
         common.fail(f"{len(train)} images are fewer than one batch: give --batch-size {len(train)} or less")
     sampler = common.EpochSampler(len(train), args.batch_size, args.seed)
@@ -781,7 +775,7 @@ def train_protocol(args, device, encoder, info, train, test):
     unused = not frozen and info["timm_name"] is None  # an own encoder may leave some parameters unused
     ddp = DistributedDataParallel(network, find_unused_parameters=unused) if dist.is_initialized() else network
     optimizer = make_optimizer(args, network, head)
-    autocast = torch.autocast(device.type, torch.bfloat16, enabled=args.bf16)
+    autocast = torch.autocast(device.type, torch.bfloat16, enabled=args.amp == "bf16")
     mixup = None
     if args.mixup or args.cutmix:
         mixup = Mixup(args.mixup, args.cutmix, label_smoothing=args.smoothing, num_classes=classes)

@@ -625,11 +625,12 @@ def parse_args(argv=None):
     if args.base == "moco" and "bn_groups" not in typed:
         args.bn_groups = math.lcm(args.bn_groups, common.rank_and_world()[1])  # each process has equally many
     if "local_size" not in typed and args.image_size != usual.image_size:  # half of a view's side, or less
-        patch = args.patch_size if common.is_vit(args.arch) else 1
-        args.local_size = max(patch, min(args.local_size, args.image_size // 2) // patch * patch)
+        patch_size = args.patch_size if common.is_vit(args.arch) else 1
+        args.local_size = min(args.local_size, args.image_size // 2) // patch_size * patch_size
     of_recipe = (args.local_size, args.image_size) == (usual.local_size, usual.image_size)  # equal on CIFAR (D14)
-    if args.local_crops and args.local_size >= args.image_size and not of_recipe:
-        common.fail(f"--local-size {args.local_size}: local crops are smaller than the views of {args.image_size} px")
+    if args.local_crops and not 0 < args.local_size < args.image_size and not of_recipe:
+        given = f"--local-size {args.local_size}" if "local_size" in typed else f"--local-crops {args.local_crops}"
+        common.fail(f"{given}: local crops have to be smaller than the views, of --image-size {args.image_size}")
     if args.l2l and args.local_crops == 0:
         common.fail("--l2l compares local crops: give --local-crops 2")
     excluded = {"--l2l": args.l2l, "--one-way": args.one_way, "--local-crops 0": args.local_crops == 0}
@@ -832,6 +833,11 @@ def main(args, train=None, test=None, encoder=None):
     common.say(f"logo on {args.base}, {kind}; variant {args.variant}; chance level of the loss {chance:.3f}")
     common.say(f"encoder {args.arch}, {millions:.2f} M parameters, {args.image_size} px; evaluated: the query encoder")
     common.say(f"data {train}; test images: {len(test or ())}; mean {norm[0]}, std {norm[1]}")
+    common.say(f"global crops of {args.image_size} px, areas {common.shown(args.global_scale)}")
+    if args.local_crops:
+        partners = "every other crop" if all_pairs else "both global crops"
+        local = f"{args.local_crops} local crops of {args.local_size} px, areas {common.shown(args.local_scale)}"
+        common.say(f"{local}: each with {partners}")
     if on_moco:
         common.say(f"queue of {args.queue} negatives per query, {100 * args.queue / len(train):.1f} % of the images")
     common.say(f"batch {args.batch_size} over {world} process(es), {groups}; {precision}")
@@ -839,11 +845,6 @@ def main(args, train=None, test=None, encoder=None):
     common.say(f"rate {args.lr:g} at batch {args.lr_batch}, scaled linearly to {peak_rate(args):g}")
     if on_moco:
         common.say(f"momentum encoder {args.momentum:g}, temperature {args.temperature:g}")
-    common.say(f"global crops of {args.image_size} px, areas {common.shown(args.global_scale)}")
-    if args.local_crops:
-        partners = "every other crop" if all_pairs else "both global crops"
-        local = f"{args.local_crops} local crops of {args.local_size} px, areas {common.shown(args.local_scale)}"
-        common.say(f"{local}: each with {partners}")
     if args.l2l:
         weight = f"clip ratio {args.clip_ratio:g}" if args.l2l_weighting == "clip" else f"lambda {args.lam:g}"
         common.say(f"local to local: {weight}; affinity {args.affinity_form}, {args.affinity_batch} batches")

@@ -625,23 +625,19 @@ def restore(args, images, parts):
     if found and not last.exists():
         common.fail(f"--out {args.out} is not empty ({', '.join(found[:3])}), and has no last.pt: give another")
     path = last if last.exists() else args.resume
-    state = common.load_checkpoint(path) if path else {"step": 0}
-    if state.get("step") == 0:  # nothing is lost if it begins anew, perhaps with other flags
+    same = None if path == last else ("method", "arch", "batch_size")  # with these, steps and weights mean the same
+    state = common.load_run(path, args, images, same) if path else {"step": 0}
+    if state["step"] == 0:  # nothing is lost if it begins anew, perhaps with other flags
         if args.init:
             model = parts["model"]
             weights, _ = common.fitting_weights(args.init, model.backbone, args.init_prefix)
             for encoder in {model.backbone, getattr(model, "momentum_backbone", model.backbone)}:
                 encoder.load_state_dict(weights)
         return 0, []
+    step, records = state["step"], state["records"]
     try:
-        only = None if path == last else ("method", "arch", "batch_size")  # with these, steps and weights mean the same
-        if different := common.differences(state["config"], vars(args), only):
-            common.fail(f"{path} is of another configuration ({'; '.join(different[:5])}): give another --out")
-        if state["images"] != images:
-            common.fail(f"{path} is of other images ({state['images']}, now {images}): give another --out")
         for name, part in parts.items():
             part.copy_(state[name]) if torch.is_tensor(part) else part.load_state_dict(state[name])
-        step, records = state["step"], state["records"]
     except (RuntimeError, ValueError, TypeError, KeyError, AttributeError) as error:
         common.fail(f"{path} does not fit this method and model: {type(error).__name__} {str(error)[:300]}")
     if step > args.epochs * (images["number"] // args.batch_size):
@@ -687,29 +683,6 @@ def is_due(args, step, records):
     if not records or records[-1]["step"] != step or "knn20_top1" in records[-1] or args.knn_every == 0:
         return False
     return records[-1]["epoch"] % args.knn_every == 0 or records[-1]["epoch"] == args.epochs
-
-
-def show_progress(args, loader, history, step, total_steps):
-    """Show how far the run has come. Exits with an error message if the loss or its gradient is not finite."""
-    loss, seconds = history[-1]["loss"].item(), (time.perf_counter() - loader.began) / len(history)
-    if not math.isfinite(loss + history[-1]["grad_norm"].item()):
-        advice = "go on without bf16, or with a lower --lr in a new --out (and --resume PATH)"
-        common.fail(f"the loss or its gradient is not finite at step {step}; last.pt is from before: {advice}")
-    where = f"epoch {math.ceil(step * args.epochs / total_steps)}/{args.epochs}  step {step}/{total_steps}"
-    speed = f"{args.batch_size / seconds:.0f} images/s  {seconds * (total_steps - step) / 60:.1f} min left"
-    common.progress(f"{where}  loss {loss:.3f}  {speed}")
-
-
-def tell(args, record, writer):
-    """Say what matters most of an epoch. TensorBoard's writer, if there is one, gets all of it."""
-    distance = f"{abs(record['below_chance']):.2f} {'below' if record['below_chance'] >= 0 else 'above'} chance"
-    scores = "".join(f"  {name} {value:.1f} %" for name, value in record.items() if name.endswith("_top1"))
-    figures = f"loss {record['loss']:.4f} ({distance}){scores}  std {record['std']:.2f}"
-    common.say(f"epoch {record['epoch']}/{args.epochs}  {figures}  {record['images_per_s']:.0f} images/s")
-    if writer is not None:
-        for name, value in record.items():
-            writer.add_scalar(name, value, record["step"])
-        writer.flush()
 
 
 # ------------------------------------------------------------------- the loop
@@ -809,7 +782,7 @@ def main(args, train=None, test=None, encoder=None):
             records[-1] |= common.knn_record(args, model.backbone, train, test, device)
             save(args, step, records, images, parts, model.backbone)
         if records and records[-1]["step"] == step:
-            tell(args, records[-1], writer)
+            common.tell(args, records[-1], writer)
         if step >= last_step:
             break
         # The next epoch, or what is left of it, is trained and saved
@@ -842,7 +815,7 @@ def main(args, train=None, test=None, encoder=None):
                     metrics |= dict(loss=loss, grad_norm=grad_norm)
                     history.append({name: value.detach() for name, value in metrics.items()})
                     if step % 10 == 0:
-                        show_progress(args, loader, history, step, total_steps)
+                        common.show_progress(args, loader, history, step, total_steps)
                     if stopped():
                         break
             except common.BadImage:

@@ -334,7 +334,9 @@ def test_bf16_by_itself_and_tf32_are_of_gpus_that_have_them(native, monkeypatch)
     libraries = argparse.Namespace(allow_tf32=not native), argparse.Namespace(allow_tf32=not native)
     monkeypatch.setattr(torch.backends.cuda, "matmul", libraries[0])
     monkeypatch.setattr(torch.backends, "cudnn", libraries[1])
-    device = common.join_processes(argparse.Namespace(device="auto", arch="resnet50"))
+    args = argparse.Namespace(device="auto", arch="resnet50")
+    common.start(lambda _: None, lambda: args)
+    device = common.join_processes(args.device)
     assert device.type == "cuda" and [library.allow_tf32 for library in libraries] == [native] * 2
     for asked, given in {"auto": native, "bf16": True, "off": False}.items():
         assert common.use_bf16(asked, device, "resnet50", [224]) == given
@@ -363,7 +365,7 @@ def test_each_process_group_of_a_program_has_a_store_of_its_own(monkeypatch):
     monkeypatch.setattr(common, "rendezvous", lambda _: iter([(shared, 0, 1)]))
     args, found = eval_knn.parse_args(["--device", "cpu"]), []
     for _ in range(2):
-        common.join_processes(args)
+        common.join_processes(args.device)
         store = torch.distributed.distributed_c10d._get_default_store()
         found.append(store.check(["address"]))
         store.set("address", "mine")

@@ -161,7 +161,8 @@ def test_positives_are_chosen_by_the_momentum_encoder(model, tmp_path, images):
     args.bf16 = False
     torch.manual_seed(0)
     model, many = model(args), images.subset(np.arange(20) % 10)
-    many.array = many.array + np.arange(20, dtype=np.uint8)[:, None, None, None]  # twenty images, all of them different
+    # twenty images, all of them different
+    many.array, many.rows = images.array[many.rows] + np.arange(20, dtype=np.uint8)[:, None, None, None], np.arange(20)
     for p in model.momentum_projector.parameters():  # no copy of the query's any more
         p.add_(torch.randn_like(p))
     state = dict(

@@ -69,7 +69,7 @@ def test_messages_name_what_was_used(finished, tmp_path, capsys):
         Image.new("RGB", (16, 16)).save(tmp_path / part / "x.png")
     words = [str(finished), "--data-dir", str(tmp_path), "--no-floors", "--device", "cpu"]
     eval_knn.main(eval_knn.parse_args(words))
-    assert f"data patterns in {tmp_path}: 2 training" in capsys.readouterr().out
+    assert f"training images patterns in {tmp_path}: 2 images (" in capsys.readouterr().out
     line = refused(capsys, patchmix.parse_args, "--dataset imagenet --batch-size 8 --arch vit_micro".split())
     assert "8 slices has 1 image(s)" in line and "--mix-slices 1" in line
 

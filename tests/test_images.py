@@ -541,3 +541,11 @@ def test_a_picture_is_written_over_nothing_but_a_picture(tmp_path, capsys):
     for _ in range(2):
         common.save_views(tmp_path / "new.png", views, ["a"])
     assert Image.open(tmp_path / "new.png").format == "PNG"
+
+
+def test_padded_images_of_a_subset_are_its_own():
+    """As --label-fraction and --pad of eval_linear.py take them together."""
+    part = common.load_images("patterns", train=False, size=16).subset(np.array([7, 3]))
+    args = eval_linear.parse_args(["RUN", "--finetune", "--protocol", "patchmix", "--pad", "2"])
+    padded = eval_linear.TrainingViews(part, args, INFO | dict(image_size=16)).images
+    assert all(np.array_equal(padded[i][2:-2, 2:-2], part[i]) for i in range(2)) and len(padded) == 2

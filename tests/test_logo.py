@@ -642,7 +642,7 @@ def test_local_crops_have_at_most_half_of_another_size_of_views(flags, size):
 MISTAKES = [  # and what the message names
     ("--local-size 32", "--local-size 32"),
     ("--dataset cifar10 --image-size 24 --local-size 32", "--local-size 32"),
-    ("--image-size 16 --arch vit_micro --patch-size 16", "--local-size 16"),  # no smaller one has a whole patch
+    ("--image-size 16 --arch vit_micro --patch-size 16", "--local-crops 2"),  # no smaller one has a whole patch
     ("--l2l --local-crops 0", "--l2l"),
     ("--one-way", "--one-way"),
     ("--pairs all --one-way", "leave out --one-way\n"),

@@ -44,8 +44,8 @@ def test_crops_on_imagenet(method, flags):
     if method == "patchmix":
         more = [(view.blur_p, view.solarize_p) for view in module.augmentation(args)]
         assert more == [(1.0, 0.0), (0.1, 0.2)] + [(0.5, 0.0)] * 8
-    if method in ("patchmix", "moco_jointcrop"):
-        assert module.parse_args(["--dataset", "cifar10", *flags.split()]).local_size == 16  # half of the views' side
+    on_cifar = module.parse_args(["--dataset", "cifar10", *flags.split()]).local_size
+    assert on_cifar == (32 if method == "logo" else 16)  # half of the views' side; LoGo's supplement has 32
 
 
 @forms

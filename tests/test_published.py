@@ -286,6 +286,15 @@ def test_programs_and_zip_archives_are_told_apart(tmp_path, capsys, monkeypatch)
     assert common.read_tensors("plain.pt").keys() == {"weight", "bias"}
 
 
+def test_a_flipped_bit_is_no_weight(tmp_path, capsys):
+    path = tmp_path / "model.pth"
+    torch.save(make_encoder(**VIT).state_dict(), path)
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+    assert "model.pth is damaged" in refused(capsys, common.load_backbone, path, **VIT)
+
+
 PLAIN = argparse.Namespace(lr=np.float64(1), at=datetime.datetime(2026, 1, 2), out=Path("x"), scores=np.ones(2))
 
 
