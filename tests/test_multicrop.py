@@ -54,7 +54,7 @@ def test_a_stopped_run_goes_on_exactly(method, flags, _tiny, tmp_path):
     tiny.run(method, tmp_path / "straight", *given)
     for stop in ("--max-steps 3", "--max-steps 5", ""):
         tiny.run(method, tmp_path / "stopped", *given, *stop.split())
-    assert_same_run(tmp_path / "straight", tmp_path / "stopped")
+    assert_same_run(tmp_path / "straight", tmp_path / "stopped", interrupted=(1, 2))
 
 
 @pytest.mark.parametrize("method, flags", [form for form in FORMS if "simsiam" not in form[1]])
