@@ -462,30 +462,22 @@ def lbfgs_probe(x, y, test_x, rest, check, num_classes, strengths=None, metric="
 # ====================================== 5. on cached features: what is judged
 
 
-def open_validation(args, train, test):
-    """Return (validation images or None, test images). Where --data-dir has val/ and test/, L-BFGS chooses by val/."""
-    if args.mode != "lbfgs" or args.data_dir is None:
-        return None, test
-    root = Path(args.data_dir)
-    if not all((root / part).is_dir() for part in ("train", "val", "test")):
-        return None, test
-    judged = common.read_folder(args.dataset, root, "test")
-    common.say(f"val/ and test/ are both there: val/ chooses, test/ with its {len(judged)} images is judged")
-    return test, judged
-
-
 def evaluate_cached(args, device, encoder, info, train, test):
     """Fit the probe or L-BFGS on features that are computed once. Return {encoder or floor: scores}."""
-    validation, test = open_validation(args, train, test)
+    validation, root = None, Path(args.data_dir or "")
+    if args.mode == "lbfgs" and args.data_dir and all((root / part).is_dir() for part in ("train", "val", "test")):
+        validation, test = test, common.read_folder(args.dataset, root, "test")
+        common.say(f"val/ and test/ are both there: val/ chooses, test/ with its {len(test)} images is judged")
     parts = [train, test] if validation is None else [train, validation, test]
     labels = [torch.from_numpy(part.labels) for part in parts]
     train_y, test_y, classes = torch.cat(labels[:-1]).to(device), labels[-1], len(train.classes)
     rest, check = hold_out(len(train), args.holdout, args.seed)
     if validation is not None:
         rest, check = torch.arange(len(train_y)).split([len(train), len(validation)])
-    value, flag = ("rate", "--lrs") if args.mode == "probe" else ("strength", "--strengths")
-    few = f"; so few that the choice is a guess: give one with {flag}" if len(check) < 30 else ""
-    score = "top1" if args.mode == "probe" else args.metric
+    value, flag, grid, score = "rate", "--lrs", args.lrs, "top1"
+    if args.mode == "lbfgs":
+        value, flag, grid, score = "strength", "--strengths", args.strengths, args.metric
+    few = f"; so few that the choice is a guess: give one with {flag}" if len(check) < 30 and len(grid) > 1 else ""
     common.say(f"{len(check)} images choose the {value} by {score}; all {len(train_y)} are fitted{few}")
     results, at_edge = {}, []
     for name, network in {"encoder": encoder, **common.floor_encoders(args, info, device, len(train))}.items():
@@ -494,8 +486,8 @@ def evaluate_cached(args, device, encoder, info, train, test):
         if common.rank_and_world()[1] > 1 and len(train_y) * common.output_width(network, info["image_size"]) > 2**30:
             common.fail(f"{len(train_y)} images' features are over 2**30 numbers for each process: start one")
         options = dict(batch_size=args.batch_size, workers=args.workers, amp=args.bf16, what=f"features of {name}")
-        *fitted, test_x = [common.extract_features(network, x, info, device, **options)[0].to(device) for x in parts]
-        x = torch.cat(fitted)
+        *x, test_x = [common.extract_features(network, part, info, device, **options)[0].to(device) for part in parts]
+        x = torch.cat(x)
         if args.mode == "probe":
             options = dict(lrs=args.lrs, holdout=args.holdout)
             found = linear_probe(x, train_y, test_x, classes, args.seed, args.epochs, **options)
@@ -511,7 +503,7 @@ def evaluate_cached(args, device, encoder, info, train, test):
     if at_edge and not few:
         limits = f"{min(grid):.3g} to {max(grid):.3g}"
         common.say(
-            f"warning: the best {value} of {', '.join(at_edge)} is at the edge of the grid, {limits}: widen {flag}"
+            f"warning: {', '.join(at_edge)}: the best {value} is at the edge of the grid, {limits}: widen {flag}"
         )
     return results
 

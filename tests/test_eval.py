@@ -104,7 +104,7 @@ def test_the_edge_of_the_grid_is_told_once_and_where_it_helps(tiny, capsys, monk
         said = capsys.readouterr().out
         assert said.count("edge") == count and "guess" not in said
         assert (
-            count == 0 or "of encoder, raw pixels, untrained is at the edge of the grid, 0.1 to 10: widen --lrs" in said
+            count == 0 or "encoder, raw pixels, untrained: the best rate is at the edge of the grid, 0.1 to 10" in said
         )
 
 
