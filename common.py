@@ -2023,6 +2023,12 @@ def parse(parser, argv, recipe=None):
         pair = getattr(args, action.dest, None)
         if action.metavar == ("LO", "HI") and pair is not None and pair[0] > pair[1]:
             fail(f"{option(action.dest)} {shown(pair)}: give the smaller number first")
+    if recipe and "data_dir" in typed and "dataset" not in typed:
+        fail(f"--data-dir needs --dataset, which chooses the recipe and the normalisation: {', '.join(DATASETS[1:])}")
+    if "show_views" in typed:
+        check_picture(args.show_views)
+    if "tensorboard" in typed and importlib.util.find_spec("tensorboard") is None:
+        fail("--tensorboard needs a package: pip install tensorboard")
     args.changes = describe_changes(args, typed.keys() - OPERATING - {"dataset", "seed", "arch"})
     return args, set(typed)
 
@@ -2043,10 +2049,8 @@ def differences(old, new, names=None):
     return [f"{name.replace('_', '-')} was {shown(was)}, is {shown(now)}" for name, was, now in both if was != now]
 
 
-def check_flags(args, typed):
-    """Exit with an error message if values of a training do not go together. typed: names of what is typed."""
-    if args.data_dir is not None and "dataset" not in typed:
-        fail(f"--data-dir needs --dataset, which chooses the recipe and the normalisation: {', '.join(DATASETS[1:])}")
+def check_schedule(args):
+    """Exit with an error message if batch size, warm-up or last rate of a training do not go together."""
     if args.batch_size % (world := rank_and_world()[1]):
         fail(f"--batch-size {args.batch_size} (global) cannot be shared out over {world} processes")
     if args.warmup > args.epochs:
@@ -2054,10 +2058,6 @@ def check_flags(args, typed):
     peak = args.lr * args.batch_size / args.lr_batch
     if args.min_lr > peak:
         fail(f"--min-lr {args.min_lr:g} is above the learning rate's peak, {peak:g}")
-    if getattr(args, "show_views", None):
-        check_picture(args.show_views)
-    if args.tensorboard and importlib.util.find_spec("tensorboard") is None:
-        fail("--tensorboard needs a package: pip install tensorboard")
 
 
 # --------------------------------------------------------------------- 7. files
@@ -2156,22 +2156,32 @@ def load_checkpoint(path):
     fail(f"{path} is damaged, or not a checkpoint of this project (others' are read with --arch, or --init)")
 
 
-def load_run(path, args, images, names=None):
-    """Return the state in a run's last.pt. Exits with an error message if the run is another one.
+def load_run(args, images, resume=None):
+    """Return the state of a run that goes on: of last.pt in --out, else of the file `resume`. A new run has step 0.
 
-    args: its configuration has to be the same: in `names` or, if None, in all but OPERATING flags. images: its images
-    have to be the same. In a state of step 0, which is a run that has not begun, nothing has to be.
+    args: the configuration, which has to be the same, OPERATING flags apart; of another run's `resume` only method,
+    encoder and batch size have to be. images: number and checksum, which have to be the same.
+    A run that has made no step yet begins anew, perhaps with other flags. Exits with an error message if --out has
+    files and no last.pt, or if the run is another one.
     """
+    last, new = Path(args.out, "last.pt"), {"step": 0, "records": []}
+    found = sorted(p.name for p in last.parent.glob("*") if p.name != "lock" and p.suffix != ".tmp")
+    if found and not last.exists():
+        fail(f"--out {args.out} is not empty ({', '.join(found[:3])}), and has no last.pt: give another")
+    path = last if found else resume
+    if path is None:
+        return new
     state = load_checkpoint(path)
-    try:
-        step, config, others = state["step"], state["config"], state["images"]
-        state["records"]
-    except KeyError as error:
-        fail(f"{path} is not a last.pt of this version: it has no {error}")
-    if step and (different := differences(config, vars(args), names)):
+    if lacking := {"step", "records", "config", "images"} - state.keys():
+        fail(f"{path} is not a last.pt of this version: it has no {min(lacking)}")
+    if state["step"] == 0:
+        return new
+    names = None if path == last else ("method", "arch", "batch_size")  # with these, steps and weights mean the same
+    if different := differences(state["config"], vars(args), names):
         fail(f"{path} is of another configuration ({'; '.join(different[:5])}): give another --out")
-    if step and others != images:
-        fail(f"{path} is of other images ({others}, now {images}): give another --out")
+    if state["images"] != images:
+        fail(f"{path} is of other images ({state['images']}, now {images}): give another --out")
+    say(f"going on from {path}, at step {state['step']}")
     return state
 
 

@@ -229,13 +229,10 @@ def resolve(args, info):
         return
     if args.head_lr and args.layer_decay < 1:
         common.fail("--head-lr goes with --layer-decay 1")
-    if args.warmup > args.epochs:
-        common.fail(f"--warmup {args.warmup:g} is longer than the run, --epochs {args.epochs}")
-    if args.min_lr > peak_rate(args):
-        common.fail(f"--min-lr {args.min_lr:g} is above the learning rate's peak, {peak_rate(args):g}")
-    world = common.rank_and_world()[1]
-    if args.batch_size % world or (args.mixup + args.cutmix > 0 and args.batch_size // world % 2):
-        common.fail(f"--batch-size {args.batch_size}: {world} process(es) get equal parts, with mixup even numbers")
+    common.check_schedule(args)
+    each = args.batch_size // common.rank_and_world()[1]
+    if args.mixup + args.cutmix > 0 and each % 2:
+        common.fail(f"--batch-size {args.batch_size}: mixup needs an even number of images per process, not {each}")
 
 
 # =================================================================== 2. labels
@@ -665,29 +662,18 @@ def name_run(args, encoder):
 
 
 def restore(args, images, network, optimizer):
-    """Return (steps made, records of the epochs) of last.pt in --out, else (0, []).
+    """Return (steps made, records of the epochs) of last.pt in --out, whose state network and optimizer take over.
 
-    network and optimizer take over their state. Exits with an error message if something does not fit.
+    A new run has (0, []). Exits with an error message if something does not fit.
     """
-    path = Path(args.out, "last.pt")
-    found = sorted(p.name for p in path.parent.glob("*") if p.name != "lock" and p.suffix != ".tmp")
-    if found and not path.exists():
-        common.fail(f"--out {args.out} is not empty ({', '.join(found[:3])}), and has no last.pt: give another")
-    state = common.load_checkpoint(path) if found else {"step": 0}
-    if state.get("step") == 0:  # nothing is lost if it begins anew, perhaps with other flags
-        return 0, []
-    try:
-        if different := common.differences(state["config"], vars(args)):
-            common.fail(f"{path} is of another configuration ({'; '.join(different[:5])}): give another --out")
-        if state["images"] != images:
-            common.fail(f"{path} is of other images ({state['images']}, now {images}): give another --out")
-        network.load_state_dict(state["model"])
-        optimizer.load_state_dict(state["optimizer"])
-        step, records = state["step"], state["records"]
-    except (RuntimeError, ValueError, TypeError, KeyError, AttributeError) as error:
-        common.fail(f"{path} does not fit this evaluation: {type(error).__name__} {str(error)[:300]}")
-    common.say(f"going on from {path}, at step {step}")
-    return step, records
+    state = common.load_run(args, images)
+    if state["step"] > 0:
+        try:
+            network.load_state_dict(state["model"])
+            optimizer.load_state_dict(state["optimizer"])
+        except (RuntimeError, ValueError, TypeError, KeyError) as error:
+            common.fail(f"the last.pt does not fit this evaluation: {type(error).__name__} {str(error)[:300]}")
+    return state["step"], state["records"]
 
 
 def save(args, step, records, images, network, optimizer):
@@ -707,14 +693,13 @@ def save(args, step, records, images, network, optimizer):
 def means(args, loader, history):
     """Return the means of metrics over the steps and processes, and how fast the steps were: {name: float}.
 
-    history: (loss, percentage of right guesses), a tensor (2,), of each step. An epoch that was interrupted has those
-    of the steps since then.
+    history: {name: 0-d tensor} of each step. An epoch that was interrupted has those of the steps since then.
     """
-    everywhere = common.from_all(torch.stack(history).double().mean(0).tolist())
-    loss, train_top1 = np.mean(everywhere, axis=0).tolist()
+    columns = {name: torch.stack([metrics[name] for metrics in history]).double().mean().item() for name in history[0]}
+    everywhere = common.from_all(columns)
     seconds = time.perf_counter() - loader.began
     speed = dict(images_per_s=args.batch_size * len(history) / seconds, data_wait=loader.waited / seconds)
-    return dict(loss=loss, train_top1=train_top1, **speed)
+    return {name: sum(x[name] for x in everywhere) / len(everywhere) for name in columns} | speed
 
 
 def is_due(args, step, records):
@@ -792,9 +777,7 @@ def train_protocol(args, device, encoder, info, train, test):
             records[-1] |= judge(args, device, encoder, network, info, test)
             save(args, step, records, images, network, optimizer)
         if records and records[-1]["step"] == step:
-            record = records[-1]
-            figures = f"loss {record['loss']:.4f}  train_top1 {record['train_top1']:.1f} %  {show(args.mode, record)}"
-            common.say(f"epoch {record['epoch']}/{args.epochs}  {figures}  {record['images_per_s']:.0f} images/s")
+            common.tell(args, records[-1])
         if step >= last_step:
             break
         # The next epoch, or what is left of it, is trained and saved
@@ -830,9 +813,10 @@ def train_protocol(args, device, encoder, info, train, test):
                     optimizer.step()
                     # Note the metrics. After a signal no further step is made
                     step += 1
-                    history.append(torch.stack([loss.detach(), 100 * (logits.argmax(1) == y).float().mean()]))
+                    train_top1 = 100 * (logits.argmax(1) == y).float().mean()
+                    history.append(dict(loss=loss.detach(), train_top1=train_top1))
                     if step % 10 == 0:
-                        common.progress(f"epoch {epoch + 1}/{args.epochs}  step {step}/{total_steps}  loss {loss:.3f}")
+                        common.show_progress(args, loader, history, step, total_steps)
                     if stopped():
                         break
             except common.BadImage:

@@ -352,7 +352,7 @@ def parse_args(argv=None):
         args.min_lr *= peak_rate(args) / peak_rate(usual)  # the last rate is scaled as the peak rate is
     if "bn_groups" not in typed:
         args.bn_groups = math.lcm(args.bn_groups, common.rank_and_world()[1])  # each process has equally many
-    common.check_flags(args, typed)
+    common.check_schedule(args)
     return args
 
 
@@ -389,29 +389,22 @@ def restore(args, images, parts):
     images: number and checksum of the training images. parts: {name: tensor, or object with load_state_dict}; they take
     over their state. A new run starts with --init's weights. Exits with an error message if something does not fit.
     """
-    last = Path(args.out, "last.pt")
-    found = sorted(p.name for p in last.parent.glob("*") if p.name != "lock" and p.suffix != ".tmp")
-    if found and not last.exists():
-        common.fail(f"--out {args.out} is not empty ({', '.join(found[:3])}), and has no last.pt: give another")
-    path = last if last.exists() else args.resume
-    same = None if path == last else ("method", "arch", "batch_size")  # with these, steps and weights mean the same
-    state = common.load_run(path, args, images, same) if path else {"step": 0}
-    if state["step"] == 0:  # nothing is lost if it begins anew, perhaps with other flags
+    state = common.load_run(args, images, args.resume)
+    step, records = state["step"], state["records"]
+    if step == 0:
         if args.init:
             model = parts["model"]
             weights, _ = common.fitting_weights(args.init, model.backbone, args.init_prefix)
             for encoder in {model.backbone, getattr(model, "momentum_backbone", model.backbone)}:
                 encoder.load_state_dict(weights)
-        return 0, []
-    step, records = state["step"], state["records"]
+        return step, records
     try:
         for name, part in parts.items():
             part.copy_(state[name]) if torch.is_tensor(part) else part.load_state_dict(state[name])
     except (RuntimeError, ValueError, TypeError, KeyError, AttributeError) as error:
-        common.fail(f"{path} does not fit this method and model: {type(error).__name__} {str(error)[:300]}")
+        common.fail(f"the last.pt does not fit this method and model: {type(error).__name__} {str(error)[:300]}")
     if step > args.epochs * (images["number"] // args.batch_size):
-        common.fail(f"{path} has made {step} steps already, more than --epochs {args.epochs} has")
-    common.say(f"going on from {path}, at step {step}")
+        common.fail(f"the last.pt has made {step} steps already, more than --epochs {args.epochs} has")
     return step, records
 
 
