@@ -574,6 +574,8 @@ def open_images(args, train=None, test=None):
         fail(f"{len(train)} images are fewer than one batch: give --batch-size {len(train)} or less")
     if is_demo(train):
         say(demo(args))
+    if args.device == "cpu" and not args.arch.endswith(("_micro", "_mini", "own")):
+        say(f"note: {args.arch} is a recipe for GPUs and slow on a CPU. README, Run it, has commands for a laptop")
     return train, test
 
 
