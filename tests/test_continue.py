@@ -168,7 +168,7 @@ def test_sighup_under_nohup_is_ignored(command, straight, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("moment, status", [("TERM judging 1", -15), ("INT judging 1", 130), ("KILL save 3", -9)])
+@pytest.mark.parametrize("moment, status", [("TERM judging 1", -15), ("INT judging 1", 130), ("KILL save 4", -9)])
 def test_real_signals(command, straight, tmp_path, moment, status):
     script, words = command("jcl", "")
     args = (script, [*words, "--out", tmp_path / "run"], moment)

@@ -55,8 +55,9 @@ def train(case, out):
 def load(out):
     """All that a run has saved, as {path: tensor}, and the means of its epoch."""
     saved = torch.load(out / "last.pt", weights_only=True)
-    record = {name: value for name, value in saved["record"].items() if name not in ("data_wait", "images_per_s")}
-    parts = tensors({name: value for name, value in saved.items() if name != "log"})
+    (epoch,) = saved["records"]
+    record = {name: value for name, value in epoch.items() if name not in ("data_wait", "images_per_s")}
+    parts = tensors(saved)
     unread = "num_batches_tracked"
     return {name: x for name, x in parts.items() if torch.is_tensor(x) and unread not in name}, record
 
