@@ -822,7 +822,7 @@ def restore(args, images, parts):
     images: number and checksum of the training images. parts: {name: tensor, or object with load_state_dict}; they take
     over their state. A new run starts with --init's weights. Exits with an error message if something does not fit.
     """
-    state = common.load_run(args, images, args.resume)
+    path, state = common.load_run(args, images, args.resume)
     step, records = state["step"], state["records"]
     if step == 0:
         if args.init:
@@ -835,9 +835,9 @@ def restore(args, images, parts):
         for name, part in parts.items():
             part.copy_(state[name]) if torch.is_tensor(part) else part.load_state_dict(state[name])
     except (RuntimeError, ValueError, TypeError, KeyError, AttributeError) as error:
-        common.fail(f"the last.pt does not fit this method and model: {type(error).__name__} {str(error)[:300]}")
+        common.fail(f"{path} does not fit this method and model: {type(error).__name__} {str(error)[:300]}")
     if step > args.epochs * (images["number"] // args.batch_size):
-        common.fail(f"the last.pt has made {step} steps already, more than --epochs {args.epochs} has")
+        common.fail(f"{path} has made {step} steps already, more than --epochs {args.epochs} has")
     return step, records
 
 
@@ -949,7 +949,8 @@ def main(args, train=None, test=None, encoder=None):
     precision = "bf16" if args.amp == "bf16" else "TF32" if torch.backends.cuda.matmul.allow_tf32 else "float32"
     common.say(", ".join(f"{name} {version}" for name, version in common.versions(args.device).items()))
     common.say(f"clim, {kind}; variant {args.variant}; chance level of the loss {chance:.3f}, a sum of {terms}")
-    common.say(f"encoder {args.arch}, {millions:.2f} M parameters, {sizes} px; evaluated: the query encoder")
+    size = f"{sizes} px" + (f" in patches of {args.patch_size} px" if common.is_vit(args.arch) else "")
+    common.say(f"encoder {args.arch}, {millions:.2f} M parameters, {size}; evaluated: the query encoder")
     common.say(f"data {train}; test images: {len(test or ())}; mean {norm[0]}, std {norm[1]}")
     if args.same_crop:
         common.say("a key has the crop of its query")
@@ -1013,7 +1014,7 @@ def main(args, train=None, test=None, encoder=None):
                     step += 1
                     metrics |= dict(loss=loss, grad_norm=grad_norm)
                     history.append({name: value.detach() for name, value in metrics.items()})
-                    if step % 10 == 0:
+                    if step % 10 == 0 or step % steps_per_epoch == 0:
                         common.show_progress(args, loader, history, step, total_steps)
                     if stopped():
                         break

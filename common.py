@@ -574,8 +574,6 @@ def open_images(args, train=None, test=None):
         fail(f"{len(train)} images are fewer than one batch: give --batch-size {len(train)} or less")
     if is_demo(train):
         say(demo(args))
-    if args.device == "cpu" and not args.arch.endswith(("_micro", "_mini", "own")):
-        say(f"note: {args.arch} is a recipe for GPUs and slow on a CPU. README, Run it, has commands for a laptop")
     return train, test
 
 
@@ -800,6 +798,8 @@ def make_loader(args, images, views, device, draw=None, extra_draws=0):
 
     `loader.batch_sampler.set_epoch` chooses the epoch. The workers live as long as the run.
     """
+    if device.type == "cpu" and not args.arch.endswith(("_micro", "_mini", "own")):
+        say(f"note: {args.arch} is an encoder for GPUs, slow on a CPU. README, Run it, has commands for a laptop")
     data = ViewDataset(images, views, args.seed, args.interpolation, draw, extra_draws)
     sampler = EpochSampler(len(images), args.batch_size, args.seed)
     workers = workers_of(args, device)
@@ -1757,13 +1757,13 @@ def start(main, parse_args):
     warnings.filterwarnings("ignore", ".*(broadcast_buffers|Grad strides do not match|all_gather_into_tensor).*")
     try:
         args = parse_args()
-        device = own_device(args.device)
+        device = own_device(getattr(args, "device", "auto"))
         if device.type == "cuda":
             torch.cuda.set_device(device)
             # The same GPUs have TF32 and bf16.
             torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = has_bf16(device)
             torch.backends.cudnn.benchmark = True
-        elif (args.arch or "").endswith(("_micro", "_mini")) and "OMP_NUM_THREADS" not in os.environ:
+        elif (getattr(args, "arch", None) or "").endswith(("_micro", "_mini")) and "OMP_NUM_THREADS" not in os.environ:
             torch.set_num_threads(1)  # a second one gives 15 %, and takes two thirds when another program wants a core
         main(args)
     except BadImage as error:
@@ -2027,6 +2027,8 @@ def parse(parser, argv, recipe=None):
             fail(f"{option(action.dest)} {shown(pair)}: give the smaller number first")
     if recipe and "data_dir" in typed and "dataset" not in typed:
         fail(f"--data-dir needs --dataset, which chooses the recipe and the normalisation: {', '.join(DATASETS[1:])}")
+    if recipe:
+        encoder_info(args)  # exits if there is no such encoder
     if "show_views" in typed:
         check_picture(args.show_views)
     if "tensorboard" in typed and importlib.util.find_spec("tensorboard") is None:
@@ -2159,7 +2161,7 @@ def load_checkpoint(path):
 
 
 def load_run(args, images, resume=None):
-    """Return the state of a run that goes on: of last.pt in --out, else of the file `resume`. A new run has step 0.
+    """Return (path, state) of a run that goes on: of last.pt in --out, else of the file `resume`. A new run has step 0.
 
     args: the configuration, which has to be the same, OPERATING flags apart; of another run's `resume` only method,
     encoder and batch size have to be. images: number and checksum, which have to be the same.
@@ -2172,19 +2174,19 @@ def load_run(args, images, resume=None):
         fail(f"--out {args.out} is not empty ({', '.join(found[:3])}), and has no last.pt: give another")
     path = last if found else resume
     if path is None:
-        return new
+        return None, new
     state = load_checkpoint(path)
     if lacking := {"step", "records", "config", "images"} - state.keys():
         fail(f"{path} is not a last.pt of this version: it has no {min(lacking)}")
     if state["step"] == 0:
-        return new
+        return None, new
     names = None if path == last else ("method", "arch", "batch_size")  # with these, steps and weights mean the same
     if different := differences(state["config"], vars(args), names):
         fail(f"{path} is of another configuration ({'; '.join(different[:5])}): give another --out")
-    if state["images"] != images:
-        fail(f"{path} is of other images ({state['images']}, now {images}): give another --out")
+    if others := "; ".join(differences(state["images"], images)):
+        fail(f"{path} is of other images ({others}): give another --out")
     say(f"going on from {path}, at step {state['step']}")
-    return state
+    return path, state
 
 
 def read_config(folder):

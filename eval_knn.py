@@ -45,8 +45,8 @@ def parse_args(argv=None):
         help="images encoded at once, by each process",
     )
     about_dump = "write features, labels, class names and paths for numpy; needs no labels"
-    add("--dump", type=os.path.expanduser, metavar="FILE.npz", help=about_dump)
-    return parser.parse_args(argv)
+    add("--dump", metavar="FILE.npz", help=about_dump)
+    return common.parse(parser, argv)[0]
 
 
 # ================================================================= 2. the dump
@@ -92,6 +92,7 @@ def write_dump(path, lines, parts, encoded):
 # ===================================================================== 3. main
 
 
+@common.own_generators()
 def main(args, encoder=None, train=None, test=None):
     """Judge an encoder as args say. Return {"encoder" or a floor: {"knn20_top1": percent, ...}}.
 

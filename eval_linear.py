@@ -666,13 +666,13 @@ def restore(args, images, network, optimizer):
 
     A new run has (0, []). Exits with an error message if something does not fit.
     """
-    state = common.load_run(args, images)
+    path, state = common.load_run(args, images)
     if state["step"] > 0:
         try:
             network.load_state_dict(state["model"])
             optimizer.load_state_dict(state["optimizer"])
         except (RuntimeError, ValueError, TypeError, KeyError) as error:
-            common.fail(f"the last.pt does not fit this evaluation: {type(error).__name__} {str(error)[:300]}")
+            common.fail(f"{path} does not fit this evaluation: {type(error).__name__} {str(error)[:300]}")
     return state["step"], state["records"]
 
 
@@ -815,7 +815,7 @@ def train_protocol(args, device, encoder, info, train, test):
                     step += 1
                     train_top1 = 100 * (logits.argmax(1) == y).float().mean()
                     history.append(dict(loss=loss.detach(), train_top1=train_top1))
-                    if step % 10 == 0:
+                    if step % 10 == 0 or step % steps_per_epoch == 0:
                         common.show_progress(args, loader, history, step, total_steps)
                     if stopped():
                         break

@@ -243,7 +243,7 @@ def test_folders_that_are_no_data_set_are_one_line(tmp_path, capsys, kind):
 
 def test_an_evaluation_says_that_its_folder_does_not_exist(capsys):
     args = eval_knn.parse_args(["--device", "cpu", "--data-dir", "/nowhere"])
-    line = refused(capsys, lambda: eval_knn.main(args, encoder=torch.nn.AvgPool2d(8)))
+    line = refused(capsys, lambda: eval_knn.main(args, encoder=torch.nn.Flatten()))
     assert line == "error: --data-dir /nowhere does not exist"
 
 
@@ -385,7 +385,7 @@ WRONG = {  # (training set, test set or None, words of the message)
 
 
 def encode(*data):
-    for images in common.open_images(types.SimpleNamespace(batch_size=1, device="cpu", arch="own"), *data):
+    for images in common.open_images(types.SimpleNamespace(batch_size=1), *data):
         if images is not None:
             common.extract_features(torch.nn.Flatten(), images, INFO, torch.device("cpu"))
 
@@ -400,7 +400,7 @@ def test_own_data_are_read_by_loaders_only():
     """The items' second entries are the labels, of any integer type; `targets` are not. Subsets keep their rows."""
     makes = int, np.int64, torch.tensor, np.array, bool
     data = Own([(IMAGE, make(1)) for make in makes], targets=[5] * 5, classes=["a", "b"])
-    train, test = common.open_images(types.SimpleNamespace(batch_size=1, device="cpu", arch="own"), data, data)
+    train, test = common.open_images(types.SimpleNamespace(batch_size=1), data, data)
     device, workers = torch.device("cpu"), 2
     assert common.extract_features(torch.nn.Flatten(), train, INFO, device, workers=workers)[1].tolist() == [1] * 5
     assert data.read == 0 and test.labels.tolist() == [-1] * 5  # in this process
