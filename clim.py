@@ -950,7 +950,8 @@ def main(args, train=None, test=None, encoder=None):
     common.say(", ".join(f"{name} {version}" for name, version in common.versions(args.device).items()))
     common.say(f"clim, {kind}; variant {args.variant}; chance level of the loss {chance:.3f}, a sum of {terms}")
     size = f"{sizes} px" + (f" in patches of {args.patch_size} px" if common.is_vit(args.arch) else "")
-    common.say(f"encoder {args.arch}, {millions:.2f} M parameters, {size}; evaluated: the query encoder")
+    common.say(f"encoder {args.arch}, {millions:.2f} M parameters, {size}; starts from {args.init or 'random weights'}")
+    common.say("evaluated: the query encoder")
     common.say(f"data {train}; test images: {len(test or ())}; mean {norm[0]}, std {norm[1]}")
     if args.same_crop:
         common.say("a key has the crop of its query")

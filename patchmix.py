@@ -699,7 +699,7 @@ def main(args, train=None, test=None, encoder=None):
     terms = ", ".join(f"{term} x {model.term_weights[term]:.3g}" for term in model.terms)
     millions = sum(p.numel() for p in model.momentum_backbone.parameters()) / 1e6
     judged = "the momentum encoder" if max(args.momentum) > 0 else "the encoder, as there is no momentum encoder"
-    patches = f" in patches of {args.patch_size} px" if common.is_vit(args.arch) else ""
+    size = f"{args.image_size} px" + (f" in patches of {args.patch_size} px" if common.is_vit(args.arch) else "")
     areas = f"areas {common.shown(args.crop_scale)}"
     world = common.rank_and_world()[1]
     own = dist.is_initialized() and device.type == "cpu"
@@ -707,7 +707,8 @@ def main(args, train=None, test=None, encoder=None):
     precision = "bf16" if args.amp == "bf16" else "TF32" if torch.backends.cuda.matmul.allow_tf32 else "float32"
     common.say(", ".join(f"{name} {version}" for name, version in common.versions(args.device).items()))
     common.say(f"patchmix, M = {args.num_mix}, {terms}; variant {args.variant}; chance level of the loss {chance:.3f}")
-    common.say(f"encoder {args.arch}, {millions:.2f} M parameters, {args.image_size} px{patches}; evaluated: {judged}")
+    common.say(f"encoder {args.arch}, {millions:.2f} M parameters, {size}; starts from {args.init or 'random weights'}")
+    common.say(f"evaluated: {judged}")
     common.say(f"data {train}; test images: {len(test or ())}; mean {norm[0]}, std {norm[1]}")
     if args.local_crops:
         areas += f"; {args.local_crops} local crops of {args.local_size} px, areas {common.shown(args.local_scale)}"

@@ -555,7 +555,7 @@ def test_the_released_code_without_local_crops():
 
 MISTAKES = [
     ("--terms oto,mot", "some of oto, mto, mtm"),
-    ("--image-size 10", "--image-size 10 is not a multiple of --patch-size 4"),
+    ("--image-size 10", "--patch-size 4 does not divide --image-size 10"),
     ("--num-mix 7 --mix-slices 2", "slice"),
     ("--image-size 8 --num-mix 5", "--image-size 8: 4 patch"),
     ("--mix-slices 5", "--mix-slices 5"),

@@ -158,7 +158,8 @@ def call_in(folder):
     for method in METHODS:
         run(method, f"{folder}/{method}", "--epochs", "1", "--workers", "1")
         assert process_state() == before, method
-    for script, flags in (("eval_knn", []), ("eval_linear", ["--protocol", "moco", "--epochs", "1", "--out", folder])):
+    protocol = f"--protocol moco --batch-size 16 --epochs 1 --out {folder}/judged".split()
+    for script, flags in (("eval_knn", []), ("eval_linear", protocol)):
         module = importlib.import_module(script)
         module.main(module.parse_args([f"{folder}/jcl", "--device", "cpu", *flags]))
         assert process_state() == before, script
