@@ -88,10 +88,9 @@ STREAM_ORDER = 1  # what a random stream is for: a key of `generator`, so that n
 
 
 def uniform(seed, epoch, index, count):
-    """Uniform numbers for images: (n, count) float64 in [0, 1).
+    """Uniform numbers for images: (n, count) float64 in [0, 1). index: (n,) ints.
 
-    index: (n,) ints. A number is a pure function of (seed, epoch, index, position). So an image gets the same
-    numbers whatever batch, worker or process asks for them.
+    Each is a pure function of (seed, epoch, index, position), whatever batch, worker or process asks for it.
     """
     start = _hash(seed, 0, epoch, np.asarray(index))[:, None]  # the 0 stays, so that the numbers stay
     bits = _mix(start + np.arange(1, count + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15))
@@ -251,11 +250,11 @@ def named(where, advice=""):
         raise BadImage(f"{where}: {error or type(error).__name__}{advice}".replace("\n", "\\n")) from error
 
 
-def with_patience(read):
-    """Return read(). If the disk answers with an error, as a network's may, it is asked twice more, a second apart."""
+def with_patience(act):
+    """Return act(). If the disk answers with an error, as a network's may, it is tried twice more, a second apart."""
     for last in (False, False, True):
         try:
-            return read()
+            return act()
         except OSError as error:  # Pillow's own, of damaged images, have no number
             if last or error.errno in (None, errno.ENOENT, errno.EACCES):
                 raise
@@ -452,7 +451,6 @@ def read_folder(name, root, part="", cache=True, unlabeled=False):
     """Return the images of root/part as an ImageSet, see `list_folder`. The first process lists the files for all.
 
     cache: images of one size of up to 96 px are decoded at once, if they take no more than IN_MEMORY.
-    Exits with an error message if there are none.
     """
     root = os.fspath(root)
     try:
@@ -524,11 +522,9 @@ def own_images(train, test):
     No item is read here: a Dataset that opens a file would share one position in it between the workers of a loader.
     Exits with an error message if they are no map-style Datasets.
     """
-    if train is None:
-        fail("a data set of your own to test on needs one to train on, too")
     sets = []
     for data, owner in ((train, "your training data set"), (test, "your test data set")):
-        if data is None:
+        if data is None and sets:
             return sets[0], None
         kind = type(data)
         is_stream = isinstance(data, torch.utils.data.IterableDataset)
@@ -546,13 +542,13 @@ def own_images(train, test):
     return train, test
 
 
-def is_demo(images):
-    """Return True for the generated images, with which a script can be tried without data."""
-    return images.name == "patterns" and not images.root
+def demo(args, images):
+    """Return the line that a training on generated images begins and ends with: how to train on others. "" on others.
 
-
-def demo(args):
-    """Return the line that a training on generated images begins and ends with: how to train on others."""
+    The line is for images that were generated, with which a script can be tried without data.
+    """
+    if images.name != "patterns" or images.root:
+        return ""
     command = f"python {args.method}.py --dataset cifar10"
     paper = f"torchrun --nproc_per_node=8 {args.method}.py --dataset imagenet --data-dir DIR"
     what = "DEMO: these images are generated, to try the script without data."
@@ -572,8 +568,8 @@ def open_images(args, train=None, test=None):
         test = load_images(args.dataset, args.data_dir, False, **options) if len(train.classes) > 1 else None
     if len(train) < args.batch_size:
         fail(f"{len(train)} images are fewer than one batch: give --batch-size {len(train)} or less")
-    if is_demo(train):
-        say(demo(args))
+    if line := demo(args, train):
+        say(line)
     return train, test
 
 
@@ -971,8 +967,8 @@ def exact_products():
 class CentreCrops(Dataset):
     """Images as an evaluation sees them: (uint8 (3, size, size), label).
 
-    An image that has this size is taken as it is. Of any other image it is the centre crop, after a resize that makes
-    the shorter side 256/224 of `size`.
+    An image of this size is taken as it is. Any other is resized until its shorter side is 256/224 of `size`, and its
+    centre is cut.
     """
 
     def __init__(self, images, size, interpolation="bilinear"):
@@ -982,21 +978,19 @@ class CentreCrops(Dataset):
         image, label = self.images.item(i)
         height, width = image.shape[:2]
         if (height, width) != (self.size, self.size):
-            side = min(height, width) * 224 / 256  # the centre that a resize to 256/224 and a centre crop leave
+            side = min(height, width) * 224 / 256
             image = cut(image, ((height - side) / 2, (width - side) / 2, side, side), self.size, self.interpolation)
         return torch.from_numpy(np.array(image)).permute(2, 0, 1), label
 
 
 @torch.no_grad()
 def extract_features(encoder, images, info, device, batch_size=256, workers=0, amp=False, whole=True, what="features"):
-    """Return the features and labels of all images, ((n, width) float32, (n,) int64), in order, on every process.
-
-    Both are on the CPU.
+    """Return features and labels of all images, ((n, width) float32, (n,) int64), in order, on the CPU.
 
     encoder: maps (N, 3, H, W) to (N, width), and is on the device; it is used in evaluation mode. images: an ImageSet.
     info: image_size, mean, std and interpolation, as in backbone.pt. batch_size: of each process. amp: encode in bf16.
-    whole: False returns this process's rows only (`own_rows`), which it encodes. what: what the progress line calls it.
-    A label is -1 where there is none.
+    whole: all rows on every process; False: the rows only that this process encodes (`own_rows`). what: what the
+    progress line calls it. A label is -1 where there is none.
     No gradient. Exits with an error message if a feature is not finite.
     """
     mine = own_rows(torch.arange(len(images)))
@@ -1136,13 +1130,7 @@ def how_to_judge(args, images):
         words = f"eval_knn.main(eval_knn.parse_args([{args.out!r}]), encoder=ENCODER, train=IMAGES, test=IMAGES)"
     elif len(images.classes) < 2:
         words = f"python eval_knn.py {args.out} --data-dir DIR, with DIR/train/ and DIR/test/ of one folder per class"
-    return f"finished. Judge it: {words}" + (f"\n{demo(args)}" if is_demo(images) else "")
-
-
-def precision(amp):
-    """Return in which precision encoders compute, as a word. amp: bf16 or off."""
-    in_tf32 = torch.backends.cuda.matmul.allow_tf32
-    return "bf16" if amp == "bf16" else "float32 with products in TF32" if in_tf32 else "float32"
+    return f"finished. Judge it: {words}\n{demo(args, images)}".rstrip()
 
 
 def run_folder(checkpoint):
@@ -1200,10 +1188,11 @@ def floor_encoders(args, info, device, count):
 def protocol(args, info, train, test):
     """Return what an evaluation's numbers depend on, as lines of text."""
     scale = f"if not of {info['image_size']} px: shorter side 256/224 of it, centre crop, {info['interpolation']}"
-    computes = precision("bf16" if args.bf16 else "off")
     same = train.array is not None and train.array.shape[1:3] == (info["image_size"],) * 2
+    tf32 = " with products in TF32" if torch.backends.cuda.matmul.allow_tf32 else ""
     return f"""encoder {arch_name(info)} of {info["method"]}, the {info["encoder"]} encoder, evaluation mode; \
-features: before the projector, after the last norm and pooling; the encoder computes in {computes}
+features: before the projector, after the last norm and pooling; the encoder computes in \
+{"bf16" if args.bf16 else f"float32{tf32}"}
 training images {train}; test images {"none" if test is None else test}; \
 {"no resize" if same else scale}; mean {tuple(info["mean"])}, std {tuple(info["std"])}"""
 
@@ -1328,8 +1317,6 @@ def load_backbone(path, encoder=None, module=None, arch=None, **published):
     if path.is_dir():
         path = path / ("backbone.pt" if encoder is None else "last.pt")
     state = read_state(path)
-    if not isinstance(state, dict) or not ("timm_name" in state or "backbone" in state):
-        fail(f"{path} is not a checkpoint of this project: for others' give --arch NAME, say resnet50, vit_base, ...")
     try:
         if "backbone" in state:  # last.pt holds both encoders
             info = dict(state["backbone"], encoder=encoder or state["backbone"]["encoder"])
@@ -1345,15 +1332,15 @@ def load_backbone(path, encoder=None, module=None, arch=None, **published):
         backbone.load_state_dict(weights)
     except (KeyError, TypeError, AttributeError, ValueError, RuntimeError) as error:
         reason = f"{type(error).__name__} {' '.join(str(error).split())[:600]}"
-        fail(f"{path} is not a checkpoint of this project (others' need --arch), or does not fit its encoder: {reason}")
+        others = "for others' give --arch NAME, say resnet50, vit_base, ..."
+        fail(f"{path} is not a checkpoint of this project ({others}), or does not fit its encoder: {reason}")
     return backbone.eval(), info
 
 
 def load_published(path, arch, image_size=224, patch_size=16, norm="imagenet", num_heads=None, prefix=None):
     """Load an encoder from a checkpoint of others, as `load_backbone` returns it: (module in evaluation mode, info).
 
-    arch, image_size, patch_size, norm, num_heads: what the file does not say, as in `backbone_info`. prefix: as in
-    `fitting_weights`. Exits with an error message if the file does not fit.
+    The further arguments are what the file does not say, as in `backbone_info`. prefix: as in `fitting_weights`.
     """
     if Path(path).is_dir():
         fail(f"{path} is a folder. A run's folder says its encoder itself: leave out --arch; or give others' FILE")
@@ -1367,9 +1354,8 @@ def load_published(path, arch, image_size=224, patch_size=16, norm="imagenet", n
 NOT_CHECKPOINTS = {  # the first bytes of what is often taken for a checkpoint
     b"version https://git-lfs": "a Git LFS pointer, not the file itself: `git lfs pull` fetches that",
     b"<": "a web page (HTML or XML), not a checkpoint: download the file itself",
+    (b"\x1f\x8b", b"BZh", b"\xfd7zXZ", b"7z\xbc\xaf", b"\x28\xb5\x2f\xfd"): "a compressed archive: unpack it",
 }
-for _bytes in (b"\x1f\x8b", b"BZh", b"\xfd7zXZ", b"7z\xbc\xaf", b"\x28\xb5\x2f\xfd"):  # gzip, bzip2, xz, 7z, zstandard
-    NOT_CHECKPOINTS[_bytes] = "a compressed archive: unpack it"
 PLAIN_DATA = [  # what checkpoints hold beside tensors, and what cannot act: torch.load may build these, too
     *(argparse.Namespace, datetime.datetime, datetime.date, datetime.time, datetime.timedelta, datetime.timezone),
     *(np.dtype, np.ndarray, *(getattr(np.dtypes, name) for name in np.dtypes.__all__)),
@@ -1400,37 +1386,28 @@ def read_state(path):
         members = zipfile.ZipFile(path).namelist() if zipfile.is_zipfile(path) else ()
     except (OSError, zipfile.BadZipFile) as error:
         fail(f"cannot read {path} ({error})")
-    kind = next((kind for beginning, kind in NOT_CHECKPOINTS.items() if start.startswith(beginning)), None)
-    if not start:
-        kind = "empty: get it again"
-    elif start.startswith(b"PK") and not members:
-        kind = "cut off: its end is missing. Get it again"
-    elif any(name.endswith("/constants.pkl") for name in members):
-        code = f"import torch; torch.save(torch.jit.load({str(path)!r}, 'cpu').state_dict(), 'plain.pt')"
-        kind = f"a TorchScript program. If you trust its authors, make a plain file of it: {code}"
-    elif members and not any(name.endswith("data.pkl") for name in members):
-        kind = "a zip archive of other files: unpack it"
-    elif members and not is_intact(path):
-        kind = "damaged: some bytes are not those that were written. Get it again"
-    if kind:
-        fail(f"{path} is {kind}")
+    for beginning, kind in NOT_CHECKPOINTS.items():
+        if start.startswith(beginning):
+            fail(f"{path} is {kind}")
+    if not start or (start.startswith(b"PK") and not members):
+        fail(f"{path} is {'cut off: its end is missing' if start else 'empty'}. Get it again")
+    if members and not any(name.endswith("data.pkl") for name in members):
+        fail(f"{path} is a zip archive of other files: unpack it")
+    if members and not is_intact(path):
+        fail(f"{path} is damaged: some bytes are not those that were written. Get it again")
     try:
         if path.suffix == ".safetensors":
             return timm.models.load_state_dict(path)
         with torch.serialization.safe_globals(PLAIN_DATA):
             return torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # a file from elsewhere may raise anything, and torch's advice is to load it unsafely
-        needed = re.search(r"(?:GLOBAL |but got <class ')([\w.]+)", str(error))
-        if path.suffix == ".safetensors" or not start.startswith((b"PK", b"\x80")) or needed is None:
-            reason = type(error).__name__
-            fail(f"{path} is damaged or cut off, or no file of torch.save's nor of safetensors ({reason})")
-    names = {needed[1]}
-    with contextlib.suppress(ValueError):  # of files of old versions torch does not tell the others
-        names |= set(torch.serialization.get_unsafe_globals_in_checkpoint(path))
-    is_module = any(name.startswith("torch.nn.modules.") for name in names)
-    what = "a whole pickled module, not only its weights" if is_module else "more than tensors and plain data"
+        reason = str(error)
+    found = re.search(r"(?:GLOBAL |but got <class ')([\w.]+)|TorchScript", reason)
+    if found is None or not start.startswith((b"PK", b"\x80")):
+        fail(f"{path} is damaged or cut off, or no file of torch.save's nor of safetensors")
+    what = f"more than tensors and plain data, or a whole pickled module ({found[1] or 'TorchScript'})"
     advice = "If you trust its authors, make a plain file of it where their code can be imported"
-    fail(f"{path} holds {what} ({', '.join(sorted(names)[:3])}). {advice}: {PLAIN_FILE.format(path=str(path))}")
+    fail(f"{path} holds {what}. {advice}: {PLAIN_FILE.format(path=str(path))}")
 
 
 def read_tensors(path):
@@ -1455,7 +1432,8 @@ def read_tensors(path):
 
 
 # Encoders that are tried where a file does not fit, so that the message can name the right one.
-USUAL = [f"resnet{depth}" for depth in (18, 34, 50, 101, 152, "26d", "50d")]
+USUAL = [*(f"resnet{depth}" for depth in (18, 34, 50, 101, 152, "26d", "50d")), "wide_resnet50_2", "resnext50_32x4d"]
+USUAL += ["seresnet50", "convnext_tiny", "convnext_small", "convnext_base"]
 USUAL += ["wide_resnet50_2", "resnext50_32x4d", "seresnet50", "convnext_tiny", "convnext_small", "convnext_base"]
 USUAL_VITS = ("vit_{}_patch16_224", "deit3_{}_patch16_224", "deit_{}_distilled_patch16_224")
 USUAL_VITS += ("vit_{}_patch14_dinov2", "vit_{}_patch14_reg4_dinov2", "vit_{}_patch16_dinov3")
@@ -1469,14 +1447,12 @@ def resampled(embedding, encoder):
 
     None, if its rows are not those that the encoder has before its patches', and a square grid's.
     """
-    own, grid = getattr(encoder, "pos_embed", None), getattr(getattr(encoder, "patch_embed", None), "grid_size", None)
-    if own is None or grid is None or embedding.ndim != 3 or embedding.shape[::2] != own.shape[::2]:
-        return None
-    before = own.shape[1] - math.prod(grid)
-    patches = embedding.shape[1] - before
-    if patches < 1 or math.isqrt(patches) ** 2 != patches:
-        return None
-    return timm.layers.resample_abs_pos_embed(embedding, grid, num_prefix_tokens=before)
+    with contextlib.suppress(AttributeError, ValueError, RuntimeError):  # the latter two: no square grid
+        own, grid = encoder.pos_embed, encoder.patch_embed.grid_size
+        if embedding.shape[::2] == own.shape[::2]:
+            before = own.shape[1] - math.prod(grid)
+            return timm.layers.resample_abs_pos_embed(embedding, grid, num_prefix_tokens=before)
+    return None
 
 
 def misfits(found, start, encoder):
@@ -1486,22 +1462,24 @@ def misfits(found, start, encoder):
     tensor of its shape. Only a position embedding may be of another square grid. And each tensor below the encoder's
     own top-level parts needs a place in it: otherwise the file is of a deeper or richer encoder.
     """
-    own, missing = encoder.state_dict(), []
+    own, wrong = encoder.state_dict(), []
     for name, x in own.items():
         theirs = found.get(start + name)
         if name.endswith("num_batches_tracked"):  # old files have none
             continue
         if theirs is None:
-            missing.append(f"{name} {tuple(x.shape)} is not there")
+            wrong.append(f"{name} {tuple(x.shape)} is not there")
         elif theirs.is_floating_point() != x.is_floating_point():
-            missing.append(f"{name} is {theirs.dtype}, not {x.dtype}")
+            wrong.append(f"{name} is {theirs.dtype}, not {x.dtype}")
         elif theirs.shape != x.shape and (name != "pos_embed" or resampled(theirs, encoder) is None):
-            missing.append(f"{name} is {tuple(theirs.shape)}, not {tuple(x.shape)}")
+            wrong.append(f"{name} is {tuple(theirs.shape)}, not {tuple(x.shape)}")
+    if wrong:
+        return wrong
     parts = {name.split(".")[0] for name in own} | OF_VITS
-    below = (key.removeprefix(start) for key in found if key.startswith(start) and key.removeprefix(start) not in own)
-    passed_over = ("num_batches_tracked", "head.fc.weight", "head.fc.bias")  # the latter: ConvNeXt's classifier
-    left = [name for name in below if name.split(".")[0] in parts and not name.endswith(passed_over)]
-    return missing or [f"it has no place for {len(left)} tensors, {', '.join(left[:4])}"] * bool(left)
+    left_out = ("num_batches_tracked", "head.fc.weight", "head.fc.bias")  # the latter: ConvNeXt's classifier
+    below = [key.removeprefix(start) for key in found if key.startswith(start) and not key.endswith(left_out)]
+    left = [name for name in below if name not in own and name.split(".")[0] in parts]
+    return [f"it has no place for {len(left)} tensors, {', '.join(left[:4])}"] if left else []
 
 
 def forms_of(encoder):
@@ -1512,10 +1490,11 @@ def forms_of(encoder):
 
 def usual_name(found, start):
     """Return ": it fits --arch NAME" with a usual encoder that a checkpoint of others fits, or ""."""
-    stem = found.get(start + "conv1.weight", found.get(start + "0.weight"))
     patches = found.get(start + "patch_embed.proj.weight")
-    names, patch_size, size = USUAL, 16, 32 if stem is not None and stem.shape[-1] == 3 else 224
-    if patches is not None:
+    if patches is None:
+        stem = found.get(start + "conv1.weight", found.get(start + "0.weight"))
+        names, patch_size, size = USUAL, 16, 32 if stem is not None and stem.shape[-1] == 3 else 224
+    else:
         names = [name.format(VIT_SIZES.get(len(patches))) for name in USUAL_VITS]
         patch_size, size = patches.shape[-1], 16 * patches.shape[-1]
     for name in filter(timm.is_model, names):
@@ -1536,25 +1515,24 @@ def fitting_weights(path, backbone, prefix=None, flag="--init-prefix"):
     Exits with an error message if nothing fits.
     """
     found, own = read_tensors(path), backbone.state_dict()
-    named = ((form, name) for form in forms_of(backbone) for name in form.state_dict())
+    named = [(form, name) for form in forms_of(backbone) for name in form.state_dict()]
     counts = Counter((key.removesuffix(name), form) for form, name in named for key in found if key.endswith(name))
     fitting = {start: form for start, form in counts if not misfits(found, start, form)}
-    chosen = [start for start in fitting if start.endswith(prefix or "")]
-    if fitting and not chosen:
-        fail(f"{flag} {prefix}: the encoders of {path} are {' and '.join(fitting) or 'without prefix'}")
-    if not chosen:
-        near = [key for key, count in counts.items() if key[1] is backbone or count > 20]  # a few fit by chance
-        start, form = max(near, key=counts.get, default=("", backbone))
-        wrong, wanted = misfits(found, start, form), form.state_dict()
-        there = sum(start + name in found for name in wanted)
-        first = "".join(f", {name} {tuple(x.shape)}" for name, x in itertools.islice(found.items(), 2))
-        hint = ""
+    if not fitting:
+        start, form = max(counts, key=counts.get, default=("", backbone))
+        if counts[start, form] < len(own) / 10:  # a few names fit by chance
+            start, form = "", backbone
+        wrong, hint = misfits(found, start, form), ""
         if any(text.startswith("conv1.weight is (") for text in wrong):
             hint = " (sizes up to 64 px choose a ResNet's 3 x 3 stem, larger ones 7 x 7: give another --image-size)"
-        fail(
-            f"{path} does not fit the encoder{usual_name(found, start)}: {there} of its {len(wanted)} names are there"
-            f"{start and f', after {start}'}; {'; '.join(wrong[:3])}{hint}. The file has {len(found)} tensors{first}"
-        )
+        theirs = "".join(f", {name} {tuple(x.shape)}" for name, x in itertools.islice(found.items(), 2))
+        if start:
+            wrong = [f"after {start}, {wrong[0]}", *wrong[1:]]
+        line = f"{path} does not fit the encoder{usual_name(found, start)}: {'; '.join(wrong[:3])}{hint}"
+        fail(f"{line}. The file has {len(found)} tensors{theirs}")
+    chosen = [start for start in fitting if start.endswith(prefix or "")]
+    if not chosen:
+        fail(f"{flag} {prefix}: the encoders of {path} are {' and '.join(fitting) or 'without prefix'}")
     slow = ("momentum", "encoder_k", "target")
     start = max(chosen, key=lambda start: ("teacher" in start) - any(word in start for word in slow))
     names = [start + name for name in fitting[start].state_dict()]
@@ -1608,7 +1586,7 @@ def output_width(module, *sizes):
     sizes: of all images that it will see, in pixels. Exits with an error message if the encoder does not take one of
     them, gives anything but (N, width), or gives another width for another size.
     """
-    name, widths = f"the encoder, of type {type(module).__name__},", {}
+    name, widths = f"the encoder, of type {type(module).__name__},", set()
     for size in sizes:
         image = f"images (1, 3, {size}, {size})"
         try:
@@ -1618,10 +1596,9 @@ def output_width(module, *sizes):
             fail(f"{name} does not map {image} to features (1, width): {' '.join(str(error).split())[:300]}. {advice}")
         if len(shape) != 2:  # for example, a ResNet without its last layer gives (1, width, 1, 1)
             fail(f"{name} maps {image} to {shape}, not (1, width): end it with torch.nn.Flatten()")
-        widths[shape[1]] = size
+        widths.add(shape[1])
     if len(widths) > 1:
-        found = ", ".join(f"{width} for {size} px" for width, size in widths.items())
-        fail(f"{name} gives other numbers of features for other sizes of images ({found}): give one that pools them")
+        fail(f"{name} gives other numbers of features for other sizes of images: give one that pools them")
     return shape[1]
 
 
@@ -1950,30 +1927,26 @@ class ArgumentParser(argparse.ArgumentParser):
 def evaluation_parser(script, doc):
     """Return the parser of an evaluation, with the flags that both have. doc: its first line says what it does."""
     parser = ArgumentParser(script, doc, usage="[RUN | FILE --arch NAME] [flags]")
+    whole = number(int, 1)
     add = parser.add_argument_group("what is judged").add_argument
-    path = os.path.expanduser  # a shell leaves the ~ of --data-dir=~/data as it is
-    add("checkpoint", nargs="?", type=path, metavar="RUN", help="a run's folder, last.pt, backbone.pt; or others' FILE")
+    add("checkpoint", nargs="?", metavar="RUN", help="a run's folder, last.pt, backbone.pt; or others' FILE")
     add("--encoder", choices=("query", "momentum"), help="default: the one that the method's authors evaluate")
     add("--random-init", action="store_true", help="judge the encoder of RUN as it was before training")
     add("--no-floors", action="store_true", help="leave out raw pixels and the untrained encoder")
     add = parser.add_argument_group("encoder, of a FILE of others").add_argument
     add("--arch", metavar="NAME", help="vit_tiny, resnet18, ..., or any timm model")
-    add("--image-size", type=number(int, 1), metavar="N", help="side of the images (default: 224; own encoder: 32)")
-    add("--patch-size", type=number(int, 1), metavar="N", help="of a ViT (default: as in its name, or 16)")
-    add("--num-heads", type=number(int, 1), metavar="N", help="of a ViT (default: timm's number)")
+    add("--image-size", type=whole, metavar="N", help="side of the images (default: 224; own encoder: 32)")
+    add("--patch-size", type=whole, metavar="N", help="of a ViT (default: as in its name, or 16)")
+    add("--num-heads", type=whole, metavar="N", help="of a ViT (default: timm's number)")
     add("--norm", choices=NORMS, help="whose mean and standard deviation normalise the images (default: imagenet)")
     add("--prefix", metavar="P", help="which encoder of a FILE: the end of what stands before its names")
     add = parser.add_argument_group("data").add_argument
     add("--dataset", choices=DATASETS, help="default: what the encoder was trained on, or patterns")
-    add("--data-dir", type=path, metavar="DIR", help="its folder (default: where the run had it)")
+    add("--data-dir", metavar="DIR", help="its folder (default: where the run had it)")
     add = parser.add_argument_group("operation").add_argument
     add("--seed", type=number(int, 0, 2**63 - 1), default=0, metavar="N", help="seed of what is drawn")
-    add(
-        "--workers",
-        type=number(int, 0, 1024),
-        metavar="N",
-        help="loader processes (default: up to 12 for a GPU, else none)",
-    )
+    workers = "loader processes (default: up to 12 for a GPU, else none)"
+    add("--workers", type=number(int, 0, 1024), metavar="N", help=workers)
     add("--device", choices=("auto", "cuda", "cpu"), default="auto", help="auto: a GPU where there is one")
     add("--amp", choices=("auto", "bf16", "off"), default="auto", help="auto: bf16 on GPUs that have it")
     return parser
@@ -2067,9 +2040,9 @@ def check_flags(args, typed):
 def claim_folder(out, *marks):
     """Lock a run's folder for this process. Returns the open file that holds the lock, which ends with the process.
 
-    marks: what all processes must have alike: flags, images and steps. What a process that was killed has left
-    half written is removed. Exits with an error message if the marks differ, if another process has the lock, or if the
-    folder cannot be written. Where the file system has no locks, none is taken.
+    marks: what all processes must have alike: flags, images and steps. What a killed process has left half written is
+    removed. Exits with an error message if the marks differ, if another process has the lock, or if the folder cannot
+    be written. Where the file system has no locks, none is taken.
     """
     if any(other != marks for other in from_all(marks)):
         fail("the processes differ in flags, images or checkpoint: --data-dir and --out must be on shared disks")
@@ -2092,16 +2065,26 @@ def claim_folder(out, *marks):
 
 
 def write_whole(path, write):
-    """Call write(temporary path), flush it to the disk and put it in place in one step: whole or not at all."""
+    """Call write(temporary path), flush it to the disk and put it in place in one step: whole or not at all.
+
+    An error of the disk is tried again, see `with_patience`. Exits with an error message if it stays.
+    """
     path = Path(path)
     temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    try:
+
+    def attempt():
         path.parent.mkdir(parents=True, exist_ok=True)
-        write(temporary)
+        try:
+            write(temporary)
+        except RuntimeError as error:  # torch's writer turns an OSError into one
+            raise OSError(errno.EIO, str(error)) from error
         with open(temporary, "rb+") as file:
             os.fsync(file.fileno())
         os.replace(temporary, path)
-    except (OSError, RuntimeError) as error:  # torch's writer turns one into the other
+
+    try:
+        with_patience(attempt)
+    except OSError as error:
         free = ""
         with contextlib.suppress(OSError):
             free = f"; free on its disk: {shutil.disk_usage(path.parent).free / 2**20:.0f} MiB"
