@@ -130,14 +130,14 @@ AT_ONCE = 4  # images whose views are drawn together where images are read when 
 
 
 class ImageSet:
-    """Images with labels: of one uint8 array, of files, or of a user's own map-style Dataset.
+    """Images with labels: of one uint8 array, of files, or of a user's own map-style Dataset. images[i]: (H, W, 3).
 
     array: (n, H, W, 3). paths: (n,) bytes below the folder `root`, in one array, which loader workers share as they
     would not share strings. data: the Dataset. An item of it is an image, PIL's, a uint8 array (H, W[, 3]) or a uint8
     tensor (C, H, W), or a tuple (image, label, ...). Files and items are read when they are asked for, never before.
     labels: (n,) int64, -1 where there is none. classes: their names. reads_labels: where labels are -1, they are read
     with the items. owner: what an error calls the images. rows: (n,) which of array, paths or data these images are.
-    images[i] is the image as uint8 (H, W, 3). Reading raises BadImage if an image or its label cannot be used.
+    Reading raises BadImage if an image or its label cannot be used.
     """
 
     def __init__(self, name, labels, classes, array=None, paths=None, root="", data=None, owner=None):
@@ -197,8 +197,6 @@ class ImageSet:
 
     def sizes(self, index):
         """Return (n, 2) int64 heights and widths. An image in a file has to be decoded for it."""
-        if self.array is not None:
-            return np.array([self.array.shape[1:3]] * len(index))
         return np.array([self[i].shape[:2] for i in index])
 
     def subset(self, index):
@@ -313,8 +311,8 @@ PATTERNS = {
 def make_patterns(count, size, seed):
     """Return the data set `patterns`, by its arguments alone: uint8 images (count, size, size, 3) and labels (count,).
 
-    Scale, angle, phase, a warp, sign, contrast, a gradient of light and two muted colours are random, with a little
-    noise, so that neither colour nor single pixels tell the kind: an encoder has to learn the shape.
+    Scale, angle, phase, a warp, sign, contrast, a gradient of light, two muted colours and a little noise are random.
+    So neither colour nor single pixels tell the kind: an encoder has to learn the shape.
     """
     rng = np.random.default_rng(seed)
     labels = rng.permutation(np.arange(count) % len(PATTERNS))
@@ -467,8 +465,8 @@ def load_images(name, data_dir=None, train=True, size=32, cache=True, unlabeled=
     """Return a data set by name, or any data_dir with train/ (and val/ or test/), one folder per class.
 
     size: of `patterns` only, which is generated; unlabeled: also return images without labels, for pre-training.
-    Returns an ImageSet, or None where train is False and there is no test set. Exits with an error message if there is
-    no data. Downloads only into the folder data/, an empty folder, or one with torchvision's files.
+    Returns an ImageSet, or None where train is False and there is no test set. Downloads only into the folder data/, an
+    empty folder, or one with torchvision's files.
     """
     root = Path(data_dir or "data")
     if data_dir is None and name in ("imagenet", "imagenet100", "folder"):
@@ -602,12 +600,12 @@ class View(NamedTuple):
 
 
 def random_resized_crop(sizes, area, aspect, position, ratio, whole=False):
-    """Return the boxes of random crops, as torchvision's RandomResizedCrop draws them, for many images at once.
+    """Return the boxes of random crops, as torchvision's RandomResizedCrop draws them: (n, 4) int64.
 
     sizes: (n, 2) heights and widths. area, aspect: (n, tries) random shares of the image's area, and random widths /
     heights. position: (n, 2) uniform in [0, 1): of the top and the left. The first try that fits is taken. If none
     fits, it is the centre crop whose aspect ratio is nearest to `ratio` (lowest, highest) or, with `whole`, the whole
-    image. The boxes are (n, 4) int64 (top, left, height, width) inside the image.
+    image.
     """
     height, width = (sizes[:, i].astype(np.float64) for i in (0, 1))
     target = area * (height * width)[:, None]
@@ -632,10 +630,9 @@ def name_draws(draws):
 def draw_view(view, sizes, draws, area=None, position=None, sigma=None, blur_coin=None):
     """Draw one view of n images. Return ((n, 4) int64 boxes, (n, 9) float32 colour parameters with columns as COLOUR).
 
-    view: a View. sizes: (n, 2) heights and widths. draws: (n, VIEW_DRAWS) uniform in [0, 1). Boxes are as in
-    `random_resized_crop`. `colour` takes the parameters. Where nothing is changed, factors are 1, and the rest is 0.
-    area, sigma: (n,) values of the method's own; NaN, or None: drawn as the view says. position: (n, 2), and blur_coin:
-    (n,), uniform numbers of the method's own; NaN, or None: those of `draws`.
+    view: a View. sizes: (n, 2) heights and widths. draws: (n, VIEW_DRAWS) uniform in [0, 1). `colour` takes the
+    parameters. Where nothing is changed, factors are 1, and the rest is 0. The method's own values take the place of
+    drawn ones, where they are not NaN: area, sigma: (n,); position: (n, 2), and blur_coin: (n,), uniform numbers.
     """
     own = name_draws(draws)
 
@@ -677,10 +674,10 @@ def cut(image, box, size, interpolation="bilinear"):
 class ViewDataset(Dataset):
     """Cuts the views of images in the loader's workers. It is asked for a whole batch of (epoch, index) keys at once.
 
-    views: list of View. By default each is drawn from numbers of its own. A method whose views depend on each other
-    gives `draw`: draw(index, sizes, draws) -> (cuts, colours), with index (n,) the rows of the images, sizes (n, 2)
-    their heights and widths, draws (n, len(views) * VIEW_DRAWS + extra_draws) uniform in [0, 1); cuts: list over views
-    of (rows (n,) of the images to cut from, boxes (n, 4), output size); colours: list over views of (n, 9) parameters.
+    views: list of View. Each is drawn from numbers of its own, or by `draw`, if views depend on each other:
+    draw(index, sizes, draws) -> (cuts, colours), with index (n,) the rows of the images, sizes (n, 2) their heights
+    and widths, draws (n, len(views) * VIEW_DRAWS + extra_draws) uniform in [0, 1); cuts: list over views of (rows (n,)
+    of the images to cut from, boxes (n, 4), output size); colours: list over views of (n, 9) parameters.
     A batch is {'views': [uint8 (n, 3, S, S), ...], 'colour': (n, views, 9), 'index': (n,)}.
     """
 
@@ -833,9 +830,8 @@ def adjust_hue(x, hue_factor):
 def gaussian_blur(x, sigma, largest=2.0):
     """Blur each image by a Gaussian of its sigma (N,), in pixels, with reflected borders. 0 leaves an image as it is.
 
-    largest: the largest of all sigmas. The kernels reach 5 sigma to each side, which holds all but 6e-7 of a Gaussian;
-    in smaller images they reach as far as can be mirrored. They are equally wide for all sigmas up to 2, so that an
-    image's result does not depend on the rest of its batch.
+    largest: the largest of all sigmas. Kernels reach 5 sigma to each side, or as far as can be mirrored. That is at
+    least 10 pixels, so that an image's result does not depend on the rest of its batch.
     """
     sigma = torch.as_tensor(sigma, dtype=x.dtype, device=x.device).clamp_min(1e-3).view(-1, 1)
     reach = min(math.ceil(5 * max(2, largest)), x.shape[2] - 1, x.shape[3] - 1)
@@ -892,8 +888,8 @@ def colour(x, parameters):
 def colour_views(batch, device, memory_format=torch.channels_last, norm=None):
     """Return a batch's views, moved to the device and coloured: a list of (n, 3, H, W) float.
 
-    batch: of `ViewDataset`. memory_format: of the views. norm: (mean, std), by which they are normalised; without it
-    they are in [0, 1]. Views of one size are coloured in one pass, which costs a GPU fewer launches.
+    batch: of `ViewDataset`. norm: (mean, std), by which they are normalised; without it they are in [0, 1].
+    Views of one size are coloured in one pass, which costs a GPU fewer launches.
     """
     views = [v.to(device, non_blocking=True) for v in batch["views"]]
     for size in {v.shape[-1] for v in views}:
@@ -917,10 +913,7 @@ def check_picture(path):
 
 
 def save_grid(path, rows, labels):
-    """Write rows of images as one PNG. rows: list of (n, 3, H, H) float in [0, 1]; labels: a text per row.
-
-    Small images are enlarged without smoothing. Exits with an error message where `check_picture` does.
-    """
+    """Write rows of images as one PNG. rows: list of (n, 3, H, H) float in [0, 1]; labels: a text per row."""
     check_picture(path)
     size, gap = max(row.shape[-1] for row in rows), 6
     side = size * max(1, 96 // size)
@@ -1020,12 +1013,11 @@ def knn_predict(train_x, train_y, test_x, k, temperature, num_classes):
     """Classify by weighted k-nearest neighbours: (m,) int64 on the CPU, on every process; (len(k), m) for several k.
 
     A neighbour votes for its class with exp(cosine / temperature). Votes are scaled so that the nearest one's is 1.
-    train_x: (n, d), the bank, and train_y: (n,) int64 in [0, num_classes). In a process group each process gives its
-    rows of the bank, which may be none. test_x: (m, d), the same and whole on every process. train_x and test_x are
-    L2-normalised here. k: a number or several; one above the size of the bank counts all of it.
-    Each process finds the nearest of its rows for a chunk of test images. The nearest of these are the nearest in the
-    bank. So the result is exact but for the rounding of matrix products, and the memory is bounded. Neighbours that are
-    equally near come in any order. No gradient. Source: Wu et al., arXiv 1805.01978.
+    train_x: (n, d), the bank, and train_y: (n,) int64 in [0, num_classes). Each process gives its rows of the bank,
+    which may be none. test_x: (m, d), the same and whole on every process. Both are L2-normalised here. k: a number or
+    several; one above the size of the bank counts all of it. Equally near neighbours come in any order.
+    Each process finds the nearest of its rows for a chunk of test images, and the nearest of these are the bank's. So
+    the result is exact but for rounding, and memory is bounded. No gradient. Source: Wu et al., arXiv 1805.01978.
     """
     bank, queries = (F.normalize(x.float(), dim=1) for x in (train_x, test_x))
     train_y, ks = train_y.to(bank.device), [k] if isinstance(k, int) else k
@@ -1078,10 +1070,9 @@ def knn_record(args, encoder, train, test, device):
 def embedding_health(q):
     """Return two label-free figures that show collapse, {"std": float, "rank": float}, over all processes' rows.
 
-    q: (n, d), this process's embeddings, which are L2-normalised here.
-    std: the mean over the dimensions of the standard deviation, times sqrt(d). It is 1 on a uniform sphere, and 0 if
-    all embeddings are equal. rank: the effective rank, exp of the singular values' entropy, at most min(n, d).
-    No gradient. Source of the effective rank: Roy and Vetterli, EUSIPCO 2007.
+    q: (n, d), this process's embeddings, which are L2-normalised here. std: the mean standard deviation of a dimension,
+    times sqrt(d): 1 on a uniform sphere, 0 if all are equal. rank: the effective rank, exp of the singular values'
+    entropy, at most min(n, d) (Roy and Vetterli, EUSIPCO 2007). No gradient.
     """
     q = F.normalize(gather_uneven(q).float(), dim=1)
     share = torch.linalg.svdvals(q - q.mean(0))
@@ -1093,10 +1084,9 @@ def embedding_health(q):
 def open_encoder(args, module=None):
     """Return (device, the encoder to judge, in evaluation mode, info). Joins torchrun's process group, if any.
 
-    module: a user's own encoder. It gets the checkpoint's weights. Without a checkpoint it is judged as it is on the
-    first process. With --random-init the encoder is built as the checkpoint says, and its weights are left out.
-    Fills in args.workers and args.bf16. Exits with an error message if flags do not go together, or if the encoder does
-    not take the images' size.
+    module: a user's own encoder. It gets the checkpoint's weights; without a checkpoint, those of the first process.
+    With --random-init the encoder is built as the checkpoint says, and its weights are left out. Fills in args.workers
+    and args.bf16. Exits with an error message if flags do not go together, or the encoder does not take the images.
     """
     if (args.checkpoint is None and module is None) or (args.random_init and module is not None):
         fail("give RUN, a run's folder; with --random-init its encoder, one of timm's, is judged untrained")
@@ -1144,8 +1134,7 @@ def open_data(args, info, train=None, test=None, labels=True):
 
     train, test: a user's own Datasets, instead of --dataset's. Own training images have labels if there is a test set.
     Without --dataset these are the run's data, and args gets their name and place. Without --data-dir, too, they have
-    to be the images that the run was trained on.
-    labels: True exits with an error message if there is no test set, or only one class of a data set by name.
+    to be the images that the run was trained on. labels: whether a test set and two classes are needed.
     """
     if train is None and test is None:
         trained_on = None
@@ -1236,7 +1225,6 @@ def backbone_info(arch, image_size, patch_size, norm="imagenet", interpolation="
     Plain ResNets get a 3 x 3 stem for images of up to 64 px. resnet_mini's has stride 2, and resnet_micro keeps timm's,
     as they are to be fast on a CPU. ViTs get the given patch size and MoCo v3's initialisation, except of the patch
     embedding, which timm leaves out. Their position embedding is interpolated for other image sizes.
-    Exits with an error message if timm has no such model, or if the patches do not fit the images.
     """
     mean, std = NORMS[norm]
     like = dict(image_size=image_size, mean=mean, std=std, interpolation=interpolation, **more)
@@ -1303,11 +1291,10 @@ def build_backbone(info, sizes=(), **more):
 def load_backbone(path, encoder=None, module=None, arch=None, **published):
     """Load a pre-trained backbone from a run's folder, a last.pt or a backbone.pt: (module in evaluation mode, info).
 
-    encoder: 'query' or 'momentum'. By default it is the one that the method's authors evaluate, which backbone.pt
-    holds. module: gets the weights. Without it timm builds what the file names; a user's own encoder has to be given.
-    arch: of a file of others, which is read by `load_published`. published: its further arguments.
+    encoder: 'query' or 'momentum'; None: the one that the method's authors evaluate, which backbone.pt holds. module:
+    gets the weights, instead of what timm builds; a user's own encoder has to be given. arch: of a file of others,
+    which is read by `load_published`, with its further arguments. Exits with an error message if a key does not match.
     info has image_size, mean, std, interpolation, method, encoder, timm_name, create_kwargs and stem.
-    Every key must match. Exits with an error message if the file does not fit.
     """
     path = Path(path)
     if arch is not None:
@@ -1316,7 +1303,7 @@ def load_backbone(path, encoder=None, module=None, arch=None, **published):
         return load_published(path, arch, **published)
     if path.is_dir():
         path = path / ("backbone.pt" if encoder is None else "last.pt")
-    state = read_state(path)
+    state = load_checkpoint(path)
     try:
         if "backbone" in state:  # last.pt holds both encoders
             info = dict(state["backbone"], encoder=encoder or state["backbone"]["encoder"])
@@ -1351,70 +1338,11 @@ def load_published(path, arch, image_size=224, patch_size=16, norm="imagenet", n
     return backbone.eval(), info | {"encoder": taken.rstrip(".") or "only"}
 
 
-NOT_CHECKPOINTS = {  # the first bytes of what is often taken for a checkpoint
-    b"version https://git-lfs": "a Git LFS pointer, not the file itself: `git lfs pull` fetches that",
-    b"<": "a web page (HTML or XML), not a checkpoint: download the file itself",
-    (b"\x1f\x8b", b"BZh", b"\xfd7zXZ", b"7z\xbc\xaf", b"\x28\xb5\x2f\xfd"): "a compressed archive: unpack it",
-}
-PLAIN_DATA = [  # what checkpoints hold beside tensors, and what cannot act: torch.load may build these, too
-    *(argparse.Namespace, datetime.datetime, datetime.date, datetime.time, datetime.timedelta, datetime.timezone),
-    *(np.dtype, np.ndarray, *(getattr(np.dtypes, name) for name in np.dtypes.__all__)),
-]
-for _name, _core in itertools.product(("scalar", "_reconstruct"), ("core", "_core")):  # numpy 1 and 2
-    PLAIN_DATA.append((getattr(np._core.multiarray, _name), f"numpy.{_core}.multiarray.{_name}"))
-for _module, _pure in itertools.product(("pathlib", "pathlib._local"), ("", "Pure")):  # before Python 3.13, and from it
-    PLAIN_DATA += [(PurePosixPath, f"{_module}.{_pure}PosixPath"), (PureWindowsPath, f"{_module}.{_pure}WindowsPath")]
-PLAIN_FILE = (  # run by a user who trusts a file: all its tensors, without what else it holds
-    "import torch; keep = lambda x: keep(x.state_dict()) if hasattr(x, 'state_dict') else {{k: keep(v) for k, v in "
-    "x.items()}} if isinstance(x, dict) else [keep(v) for v in x] if isinstance(x, (list, tuple)) else x if "
-    "torch.is_tensor(x) else None; torch.save(keep(torch.load({path!r}, map_location='cpu', weights_only=False)), "
-    "'plain.pt')"
-)
-
-
-def read_state(path):
-    """Return what is in a checkpoint, on the CPU: tensors and plain data only, never code.
-
-    Exits with an error message that says what the file is, if it cannot be loaded so.
-    """
-    path = Path(path)
-    if not path.is_file():
-        fail(f"no checkpoint at {path}: give a run's folder or a file")
-    try:
-        with open(path, "rb") as file:
-            start = file.read(64).lstrip()
-        members = zipfile.ZipFile(path).namelist() if zipfile.is_zipfile(path) else ()
-    except (OSError, zipfile.BadZipFile) as error:
-        fail(f"cannot read {path} ({error})")
-    for beginning, kind in NOT_CHECKPOINTS.items():
-        if start.startswith(beginning):
-            fail(f"{path} is {kind}")
-    if not start or (start.startswith(b"PK") and not members):
-        fail(f"{path} is {'cut off: its end is missing' if start else 'empty'}. Get it again")
-    if members and not any(name.endswith("data.pkl") for name in members):
-        fail(f"{path} is a zip archive of other files: unpack it")
-    if members and not is_intact(path):
-        fail(f"{path} is damaged: some bytes are not those that were written. Get it again")
-    try:
-        if path.suffix == ".safetensors":
-            return timm.models.load_state_dict(path)
-        with torch.serialization.safe_globals(PLAIN_DATA):
-            return torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:  # a file from elsewhere may raise anything, and torch's advice is to load it unsafely
-        reason = str(error)
-    found = re.search(r"(?:GLOBAL |but got <class ')([\w.]+)|TorchScript", reason)
-    if found is None or not start.startswith((b"PK", b"\x80")):
-        fail(f"{path} is damaged or cut off, or no file of torch.save's nor of safetensors")
-    what = f"more than tensors and plain data, or a whole pickled module ({found[1] or 'TorchScript'})"
-    advice = "If you trust its authors, make a plain file of it where their code can be imported"
-    fail(f"{path} holds {what}. {advice}: {PLAIN_FILE.format(path=str(path))}")
-
-
 def read_tensors(path):
     """Return the tensors of a checkpoint of others by name: {"state_dict.module.encoder_q.conv1.weight": tensor, ...}.
 
     The names of nested entries, and the numbers of a list's, are joined by dots. Of a run's folder it is the
-    backbone.pt. Exits with an error message as `read_state` does.
+    backbone.pt. Exits with an error message as `load_checkpoint` does.
     """
 
     def flat(state, prefix=""):
@@ -1428,7 +1356,7 @@ def read_tensors(path):
                 found |= flat(entry, f"{prefix}{name}.")
         return found
 
-    return flat(read_state(Path(path) / "backbone.pt" if Path(path).is_dir() else path))
+    return flat(load_checkpoint(Path(path) / "backbone.pt" if Path(path).is_dir() else path))
 
 
 # Encoders that are tried where a file does not fit, so that the message can name the right one.
@@ -1509,10 +1437,9 @@ def usual_name(found, start):
 def fitting_weights(path, backbone, prefix=None, flag="--init-prefix"):
     """Return (a state_dict for an encoder from a checkpoint of others, the prefix of its names in the file).
 
-    The prefix is found by looking: after it, the encoder fits (see `misfits`). Its names may also be those of
-    nn.Sequential(*encoder.children()), as lightly's are. If several encoders fit, a teacher (DINO's) is taken, or else
-    the first that is no momentum encoder. prefix: the end of another's. flag: what a message calls it.
-    Exits with an error message if nothing fits.
+    The prefix is one after which the encoder fits (see `misfits`), by its own names or by those of
+    nn.Sequential(*encoder.children()), as lightly's are. Of several encoders it is a teacher (DINO's), or else the
+    first that is no momentum encoder. prefix: the end of another's. flag: what a message calls it.
     """
     found, own = read_tensors(path), backbone.state_dict()
     named = [(form, name) for form in forms_of(backbone) for name in form.state_dict()]
@@ -1834,9 +1761,9 @@ def _group_on_cpus(group):
 def signals_noted():
     """Inside, SIGTERM, SIGHUP and Ctrl-C (SIGINT) are noted, not obeyed. Yields `stopped`.
 
-    stopped() -> True if any process has had a signal. All processes have to call it. It costs one small all-reduce.
-    A second signal, three seconds or more after the first, acts at once, so that what hangs can be ended. A signal that
-    is ignored stays so (SIGHUP under nohup). Outside the main thread, where Python handles no signals, none is noted.
+    stopped() -> True if any process has had a signal. All processes have to call it. A second signal, three seconds or
+    more after the first, acts at once, so that what hangs can be ended. A signal that is ignored stays so (SIGHUP under
+    nohup). Outside the main thread, where Python handles no signals, none is noted.
     """
     noted, previous = [], {}
 
@@ -1970,9 +1897,9 @@ def shown(value):
 def parse(parser, argv, recipe=None):
     """Return (args, typed): a namespace with every value, and the set of the names that the command line has.
 
-    recipe: None, or a function that returns {name: value} for a namespace of what is typed, where the rest has its
-    default or is None. Its values are the defaults of their flags. What is typed holds, also where it equals a default.
-    args.changes: what a run's name says of the typed values. A path may begin with ~.
+    recipe(chosen) -> {name: value}, the defaults of these flags. `chosen` is a namespace of what is typed, where the
+    rest has its default or is None. What is typed holds, also where it equals a default. args.changes: what a run's
+    name says of the typed values. A path may begin with ~.
     """
     untyped = object()
     plain = vars(parser.parse_args([]))
@@ -2125,32 +2052,77 @@ def is_intact(path):
         return False
 
 
-def load_checkpoint(path):
-    """Return the state in a checkpoint of this project: tensors and plain data only.
+NOT_CHECKPOINTS = {  # the first bytes of what is often taken for a checkpoint
+    b"version https://git-lfs": "a Git LFS pointer, not the file itself: `git lfs pull` fetches that",
+    b"<": "a web page (HTML or XML), not a checkpoint: download the file itself",
+    (b"\x1f\x8b", b"BZh", b"\xfd7zXZ", b"7z\xbc\xaf", b"\x28\xb5\x2f\xfd"): "a compressed archive: unpack it",
+}
+PLAIN_DATA = [  # what checkpoints hold beside tensors, and what cannot act: torch.load may build these, too
+    *(argparse.Namespace, datetime.datetime, datetime.date, datetime.time, datetime.timedelta, datetime.timezone),
+    *(np.dtype, np.ndarray, *(getattr(np.dtypes, name) for name in np.dtypes.__all__)),
+]
+for _name, _core in itertools.product(("scalar", "_reconstruct"), ("core", "_core")):  # numpy 1 and 2
+    PLAIN_DATA.append((getattr(np._core.multiarray, _name), f"numpy.{_core}.multiarray.{_name}"))
+for _module, _pure in itertools.product(("pathlib", "pathlib._local"), ("", "Pure")):  # before Python 3.13, and from it
+    PLAIN_DATA += [(PurePosixPath, f"{_module}.{_pure}PosixPath"), (PureWindowsPath, f"{_module}.{_pure}WindowsPath")]
+PLAIN_FILE = (  # run by a user who trusts a file: all its tensors, without what else it holds
+    "import torch; keep = lambda x: keep(x.state_dict()) if hasattr(x, 'state_dict') else {{k: keep(v) for k, v in "
+    "x.items()}} if isinstance(x, dict) else [keep(v) for v in x] if isinstance(x, (list, tuple)) else x if "
+    "torch.is_tensor(x) else None; torch.save(keep(torch.load({path!r}, map_location='cpu', weights_only=False)), "
+    "'plain.pt')"
+)
 
-    Exits with an error message if the file is damaged, or none.
+
+def load_checkpoint(path):
+    """Return what is in a checkpoint, on the CPU: tensors and plain data only, never code.
+
+    Exits with an error message that says what the file is, if it cannot be loaded so.
     """
-    if not Path(path).is_file():
-        fail(f"no checkpoint at {path}")
-    with contextlib.suppress(Exception):  # a file from elsewhere; torch's advice is to load it unsafely
-        state = torch.load(path, map_location="cpu", weights_only=True) if is_intact(path) else None
-        if isinstance(state, dict):
-            return state
-    fail(f"{path} is damaged, or not a checkpoint of this project (others' are read with --arch, or --init)")
+    path = Path(path)
+    if not path.is_file():
+        fail(f"no checkpoint at {path}: give a run's folder or a file")
+    try:
+        with open(path, "rb") as file:
+            start = file.read(64).lstrip()
+        members = zipfile.ZipFile(path).namelist() if zipfile.is_zipfile(path) else ()
+    except (OSError, ValueError, RuntimeError, zipfile.BadZipFile) as error:
+        fail(f"{path} is damaged, or cannot be read ({error})")
+    for beginning, kind in NOT_CHECKPOINTS.items():
+        if start.startswith(beginning):
+            fail(f"{path} is {kind}")
+    if not start or (start.startswith(b"PK") and not members):
+        fail(f"{path} is {'cut off: its end is missing' if start else 'empty'}. Get it again")
+    if members and not any(name.endswith("data.pkl") for name in members):
+        fail(f"{path} is a zip archive of other files: unpack it")
+    if members and not is_intact(path):
+        fail(f"{path} is damaged: some bytes are not those that were written. Get it again")
+    try:
+        if path.suffix == ".safetensors":
+            return timm.models.load_state_dict(path)
+        with torch.serialization.safe_globals(PLAIN_DATA):
+            return torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:  # a file from elsewhere may raise anything, and torch's advice is to load it unsafely
+        reason = str(error)
+    found = re.search(r"(?:GLOBAL |but got <class ')([\w.]+)|TorchScript", reason)
+    if found is None or not start.startswith((b"PK", b"\x80")):
+        fail(f"{path} is damaged or cut off, or no file of torch.save's nor of safetensors")
+    what = f"more than tensors and plain data, or a whole pickled module ({found[1] or 'TorchScript'})"
+    advice = "If you trust its authors, make a plain file of it where their code can be imported"
+    fail(f"{path} holds {what}. {advice}: {PLAIN_FILE.format(path=str(path))}")
 
 
 def load_run(path, args, images, names=None):
     """Return the state in a run's last.pt. Exits with an error message if the run is another one.
 
-    args: its configuration has to be the same: in `names` or, if None, in all but OPERATING flags. images: its images
-    have to be the same. In a state of step 0, which is a run that has not begun, nothing has to be.
+    args: its configuration has to be the same: in `names` or, if None, in all but OPERATING flags; and so have its
+    images. In a state of step 0, which is a run that has not begun, nothing has to be.
     """
     state = load_checkpoint(path)
     try:
         step, config, others = state["step"], state["config"], state["images"]
         state["records"]
-    except KeyError as error:
-        fail(f"{path} is not a last.pt of this version: it has no {error}")
+    except (KeyError, TypeError) as error:
+        fail(f"{path} is not a last.pt of this version: {type(error).__name__} {error}")
     if step and (different := differences(config, vars(args), names)):
         fail(f"{path} is of another configuration ({'; '.join(different[:5])}): give another --out")
     if step and others != images:
