@@ -88,10 +88,9 @@ STREAM_ORDER = 1  # what a random stream is for: a key of `generator`, so that n
 
 
 def uniform(seed, epoch, index, count):
-    """Uniform numbers for images: (n, count) float64 in [0, 1).
+    """Uniform numbers for images: (n, count) float64 in [0, 1). index: (n,) ints.
 
-    index: (n,) ints. A number is a pure function of (seed, epoch, index, position). So an image gets the same
-    numbers whatever batch, worker or process asks for them.
+    Each is a pure function of (seed, epoch, index, position), whatever batch, worker or process asks for it.
     """
     start = _hash(seed, 0, epoch, np.asarray(index))[:, None]  # the 0 stays, so that the numbers stay
     bits = _mix(start + np.arange(1, count + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15))
@@ -131,14 +130,14 @@ AT_ONCE = 4  # images whose views are drawn together where images are read when 
 
 
 class ImageSet:
-    """Images with labels: of one uint8 array, of files, or of a user's own map-style Dataset.
+    """Images with labels: of one uint8 array, of files, or of a user's own map-style Dataset. images[i]: (H, W, 3).
 
     array: (n, H, W, 3). paths: (n,) bytes below the folder `root`, in one array, which loader workers share as they
     would not share strings. data: the Dataset. An item of it is an image, PIL's, a uint8 array (H, W[, 3]) or a uint8
     tensor (C, H, W), or a tuple (image, label, ...). Files and items are read when they are asked for, never before.
     labels: (n,) int64, -1 where there is none. classes: their names. reads_labels: where labels are -1, they are read
     with the items. owner: what an error calls the images. rows: (n,) which of array, paths or data these images are.
-    images[i] is the image as uint8 (H, W, 3). Reading raises BadImage if an image or its label cannot be used.
+    Reading raises BadImage if an image or its label cannot be used.
     """
 
     def __init__(self, name, labels, classes, array=None, paths=None, root="", data=None, owner=None):
@@ -198,8 +197,6 @@ class ImageSet:
 
     def sizes(self, index):
         """Return (n, 2) int64 heights and widths. An image in a file has to be decoded for it."""
-        if self.array is not None:
-            return np.array([self.array.shape[1:3]] * len(index))
         return np.array([self[i].shape[:2] for i in index])
 
     def subset(self, index):
@@ -251,11 +248,11 @@ def named(where, advice=""):
         raise BadImage(f"{where}: {error or type(error).__name__}{advice}".replace("\n", "\\n")) from error
 
 
-def with_patience(read):
-    """Return read(). If the disk answers with an error, as a network's may, it is asked twice more, a second apart."""
+def with_patience(act):
+    """Return act(). If the disk answers with an error, as a network's may, it is tried twice more, a second apart."""
     for last in (False, False, True):
         try:
-            return read()
+            return act()
         except OSError as error:  # Pillow's own, of damaged images, have no number
             if last or error.errno in (None, errno.ENOENT, errno.EACCES):
                 raise
@@ -314,8 +311,8 @@ PATTERNS = {
 def make_patterns(count, size, seed):
     """Return the data set `patterns`, by its arguments alone: uint8 images (count, size, size, 3) and labels (count,).
 
-    Scale, angle, phase, a warp, sign, contrast, a gradient of light and two muted colours are random, with a little
-    noise, so that neither colour nor single pixels tell the kind: an encoder has to learn the shape.
+    Scale, angle, phase, a warp, sign, contrast, a gradient of light, two muted colours and a little noise are random.
+    So neither colour nor single pixels tell the kind: an encoder has to learn the shape.
     """
     rng = np.random.default_rng(seed)
     labels = rng.permutation(np.arange(count) % len(PATTERNS))
@@ -452,7 +449,6 @@ def read_folder(name, root, part="", cache=True, unlabeled=False):
     """Return the images of root/part as an ImageSet, see `list_folder`. The first process lists the files for all.
 
     cache: images of one size of up to 96 px are decoded at once, if they take no more than IN_MEMORY.
-    Exits with an error message if there are none.
     """
     root = os.fspath(root)
     try:
@@ -469,8 +465,8 @@ def load_images(name, data_dir=None, train=True, size=32, cache=True, unlabeled=
     """Return a data set by name, or any data_dir with train/ (and val/ or test/), one folder per class.
 
     size: of `patterns` only, which is generated; unlabeled: also return images without labels, for pre-training.
-    Returns an ImageSet, or None where train is False and there is no test set. Exits with an error message if there is
-    no data. Downloads only into the folder data/, an empty folder, or one with torchvision's files.
+    Returns an ImageSet, or None where train is False and there is no test set. Downloads only into the folder data/, an
+    empty folder, or one with torchvision's files.
     """
     root = Path(data_dir or "data")
     if data_dir is None and name in ("imagenet", "imagenet100", "folder"):
@@ -524,11 +520,9 @@ def own_images(train, test):
     No item is read here: a Dataset that opens a file would share one position in it between the workers of a loader.
     Exits with an error message if they are no map-style Datasets.
     """
-    if train is None:
-        fail("a data set of your own to test on needs one to train on, too")
     sets = []
     for data, owner in ((train, "your training data set"), (test, "your test data set")):
-        if data is None:
+        if data is None and sets:
             return sets[0], None
         kind = type(data)
         is_stream = isinstance(data, torch.utils.data.IterableDataset)
@@ -546,13 +540,13 @@ def own_images(train, test):
     return train, test
 
 
-def is_demo(images):
-    """Return True for the generated images, with which a script can be tried without data."""
-    return images.name == "patterns" and not images.root
+def demo(args, images):
+    """Return the line that a training on generated images begins and ends with: how to train on others. "" on others.
 
-
-def demo(args):
-    """Return the line that a training on generated images begins and ends with: how to train on others."""
+    The line is for images that were generated, with which a script can be tried without data.
+    """
+    if images.name != "patterns" or images.root:
+        return ""
     command = f"python {args.method}.py --dataset cifar10"
     paper = f"torchrun --nproc_per_node=8 {args.method}.py --dataset imagenet --data-dir DIR"
     what = "DEMO: these images are generated, to try the script without data."
@@ -572,8 +566,8 @@ def open_images(args, train=None, test=None):
         test = load_images(args.dataset, args.data_dir, False, **options) if len(train.classes) > 1 else None
     if len(train) < args.batch_size:
         fail(f"{len(train)} images are fewer than one batch: give --batch-size {len(train)} or less")
-    if is_demo(train):
-        say(demo(args))
+    if line := demo(args, train):
+        say(line)
     return train, test
 
 
@@ -606,12 +600,12 @@ class View(NamedTuple):
 
 
 def random_resized_crop(sizes, area, aspect, position, ratio, whole=False):
-    """Return the boxes of random crops, as torchvision's RandomResizedCrop draws them, for many images at once.
+    """Return the boxes of random crops, as torchvision's RandomResizedCrop draws them: (n, 4) int64.
 
     sizes: (n, 2) heights and widths. area, aspect: (n, tries) random shares of the image's area, and random widths /
     heights. position: (n, 2) uniform in [0, 1): of the top and the left. The first try that fits is taken. If none
     fits, it is the centre crop whose aspect ratio is nearest to `ratio` (lowest, highest) or, with `whole`, the whole
-    image. The boxes are (n, 4) int64 (top, left, height, width) inside the image.
+    image.
     """
     height, width = (sizes[:, i].astype(np.float64) for i in (0, 1))
     target = area * (height * width)[:, None]
@@ -636,10 +630,9 @@ def name_draws(draws):
 def draw_view(view, sizes, draws, area=None, position=None, sigma=None, blur_coin=None):
     """Draw one view of n images. Return ((n, 4) int64 boxes, (n, 9) float32 colour parameters with columns as COLOUR).
 
-    view: a View. sizes: (n, 2) heights and widths. draws: (n, VIEW_DRAWS) uniform in [0, 1). Boxes are as in
-    `random_resized_crop`. `colour` takes the parameters. Where nothing is changed, factors are 1, and the rest is 0.
-    area, sigma: (n,) values of the method's own; NaN, or None: drawn as the view says. position: (n, 2), and blur_coin:
-    (n,), uniform numbers of the method's own; NaN, or None: those of `draws`.
+    view: a View. sizes: (n, 2) heights and widths. draws: (n, VIEW_DRAWS) uniform in [0, 1). `colour` takes the
+    parameters. Where nothing is changed, factors are 1, and the rest is 0. The method's own values take the place of
+    drawn ones, where they are not NaN: area, sigma: (n,); position: (n, 2), and blur_coin: (n,), uniform numbers.
     """
     own = name_draws(draws)
 
@@ -681,10 +674,10 @@ def cut(image, box, size, interpolation="bilinear"):
 class ViewDataset(Dataset):
     """Cuts the views of images in the loader's workers. It is asked for a whole batch of (epoch, index) keys at once.
 
-    views: list of View. By default each is drawn from numbers of its own. A method whose views depend on each other
-    gives `draw`: draw(index, sizes, draws) -> (cuts, colours), with index (n,) the rows of the images, sizes (n, 2)
-    their heights and widths, draws (n, len(views) * VIEW_DRAWS + extra_draws) uniform in [0, 1); cuts: list over views
-    of (rows (n,) of the images to cut from, boxes (n, 4), output size); colours: list over views of (n, 9) parameters.
+    views: list of View. Each is drawn from numbers of its own, or by `draw`, if views depend on each other:
+    draw(index, sizes, draws) -> (cuts, colours), with index (n,) the rows of the images, sizes (n, 2) their heights
+    and widths, draws (n, len(views) * VIEW_DRAWS + extra_draws) uniform in [0, 1); cuts: list over views of (rows (n,)
+    of the images to cut from, boxes (n, 4), output size); colours: list over views of (n, 9) parameters.
     A batch is {'views': [uint8 (n, 3, S, S), ...], 'colour': (n, views, 9), 'index': (n,)}.
     """
 
@@ -839,9 +832,8 @@ def adjust_hue(x, hue_factor):
 def gaussian_blur(x, sigma, largest=2.0):
     """Blur each image by a Gaussian of its sigma (N,), in pixels, with reflected borders. 0 leaves an image as it is.
 
-    largest: the largest of all sigmas. The kernels reach 5 sigma to each side, which holds all but 6e-7 of a Gaussian;
-    in smaller images they reach as far as can be mirrored. They are equally wide for all sigmas up to 2, so that an
-    image's result does not depend on the rest of its batch.
+    largest: the largest of all sigmas. Kernels reach 5 sigma to each side, or as far as can be mirrored. That is at
+    least 10 pixels, so that an image's result does not depend on the rest of its batch.
     """
     sigma = torch.as_tensor(sigma, dtype=x.dtype, device=x.device).clamp_min(1e-3).view(-1, 1)
     reach = min(math.ceil(5 * max(2, largest)), x.shape[2] - 1, x.shape[3] - 1)
@@ -898,8 +890,8 @@ def colour(x, parameters):
 def colour_views(batch, device, memory_format=torch.channels_last, norm=None):
     """Return a batch's views, moved to the device and coloured: a list of (n, 3, H, W) float.
 
-    batch: of `ViewDataset`. memory_format: of the views. norm: (mean, std), by which they are normalised; without it
-    they are in [0, 1]. Views of one size are coloured in one pass, which costs a GPU fewer launches.
+    batch: of `ViewDataset`. norm: (mean, std), by which they are normalised; without it they are in [0, 1].
+    Views of one size are coloured in one pass, which costs a GPU fewer launches.
     """
     views = [v.to(device, non_blocking=True) for v in batch["views"]]
     for size in {v.shape[-1] for v in views}:
@@ -923,10 +915,7 @@ def check_picture(path):
 
 
 def save_grid(path, rows, labels):
-    """Write rows of images as one PNG. rows: list of (n, 3, H, H) float in [0, 1]; labels: a text per row.
-
-    Small images are enlarged without smoothing. Exits with an error message where `check_picture` does.
-    """
+    """Write rows of images as one PNG. rows: list of (n, 3, H, H) float in [0, 1]; labels: a text per row."""
     check_picture(path)
     size, gap = max(row.shape[-1] for row in rows), 6
     side = size * max(1, 96 // size)
@@ -973,8 +962,8 @@ def exact_products():
 class CentreCrops(Dataset):
     """Images as an evaluation sees them: (uint8 (3, size, size), label).
 
-    An image that has this size is taken as it is. Of any other image it is the centre crop, after a resize that makes
-    the shorter side 256/224 of `size`.
+    An image of this size is taken as it is. Any other is resized until its shorter side is 256/224 of `size`, and its
+    centre is cut.
     """
 
     def __init__(self, images, size, interpolation="bilinear"):
@@ -984,21 +973,19 @@ class CentreCrops(Dataset):
         image, label = self.images.item(i)
         height, width = image.shape[:2]
         if (height, width) != (self.size, self.size):
-            side = min(height, width) * 224 / 256  # the centre that a resize to 256/224 and a centre crop leave
+            side = min(height, width) * 224 / 256
             image = cut(image, ((height - side) / 2, (width - side) / 2, side, side), self.size, self.interpolation)
         return torch.from_numpy(np.array(image)).permute(2, 0, 1), label
 
 
 @torch.no_grad()
 def extract_features(encoder, images, info, device, batch_size=256, workers=0, amp=False, whole=True, what="features"):
-    """Return the features and labels of all images, ((n, width) float32, (n,) int64), in order, on every process.
-
-    Both are on the CPU.
+    """Return features and labels of all images, ((n, width) float32, (n,) int64), in order, on the CPU.
 
     encoder: maps (N, 3, H, W) to (N, width), and is on the device; it is used in evaluation mode. images: an ImageSet.
     info: image_size, mean, std and interpolation, as in backbone.pt. batch_size: of each process. amp: encode in bf16.
-    whole: False returns this process's rows only (`own_rows`), which it encodes. what: what the progress line calls it.
-    A label is -1 where there is none.
+    whole: all rows on every process; False: the rows only that this process encodes (`own_rows`). what: what the
+    progress line calls it. A label is -1 where there is none.
     No gradient. Exits with an error message if a feature is not finite.
     """
     mine = own_rows(torch.arange(len(images)))
@@ -1028,12 +1015,11 @@ def knn_predict(train_x, train_y, test_x, k, temperature, num_classes):
     """Classify by weighted k-nearest neighbours: (m,) int64 on the CPU, on every process; (len(k), m) for several k.
 
     A neighbour votes for its class with exp(cosine / temperature). Votes are scaled so that the nearest one's is 1.
-    train_x: (n, d), the bank, and train_y: (n,) int64 in [0, num_classes). In a process group each process gives its
-    rows of the bank, which may be none. test_x: (m, d), the same and whole on every process. train_x and test_x are
-    L2-normalised here. k: a number or several; one above the size of the bank counts all of it.
-    Each process finds the nearest of its rows for a chunk of test images. The nearest of these are the nearest in the
-    bank. So the result is exact but for the rounding of matrix products, and the memory is bounded. Neighbours that are
-    equally near come in any order. No gradient. Source: Wu et al., arXiv 1805.01978.
+    train_x: (n, d), the bank, and train_y: (n,) int64 in [0, num_classes). Each process gives its rows of the bank,
+    which may be none. test_x: (m, d), the same and whole on every process. Both are L2-normalised here. k: a number or
+    several; one above the size of the bank counts all of it. Equally near neighbours come in any order.
+    Each process finds the nearest of its rows for a chunk of test images, and the nearest of these are the bank's. So
+    the result is exact but for rounding, and memory is bounded. No gradient. Source: Wu et al., arXiv 1805.01978.
     """
     bank, queries = (F.normalize(x.float(), dim=1) for x in (train_x, test_x))
     train_y, ks = train_y.to(bank.device), [k] if isinstance(k, int) else k
@@ -1086,10 +1072,9 @@ def knn_record(args, encoder, train, test, device):
 def embedding_health(q):
     """Return two label-free figures that show collapse, {"std": float, "rank": float}, over all processes' rows.
 
-    q: (n, d), this process's embeddings, which are L2-normalised here.
-    std: the mean over the dimensions of the standard deviation, times sqrt(d). It is 1 on a uniform sphere, and 0 if
-    all embeddings are equal. rank: the effective rank, exp of the singular values' entropy, at most min(n, d).
-    No gradient. Source of the effective rank: Roy and Vetterli, EUSIPCO 2007.
+    q: (n, d), this process's embeddings, which are L2-normalised here. std: the mean standard deviation of a dimension,
+    times sqrt(d): 1 on a uniform sphere, 0 if all are equal. rank: the effective rank, exp of the singular values'
+    entropy, at most min(n, d) (Roy and Vetterli, EUSIPCO 2007). No gradient.
     """
     q = F.normalize(gather_uneven(q).float(), dim=1)
     share = torch.linalg.svdvals(q - q.mean(0))
@@ -1101,10 +1086,9 @@ def embedding_health(q):
 def open_encoder(args, module=None):
     """Return (device, the encoder to judge, in evaluation mode, info). Joins torchrun's process group, if any.
 
-    module: a user's own encoder. It gets the checkpoint's weights. Without a checkpoint it is judged as it is on the
-    first process. With --random-init the encoder is built as the checkpoint says, and its weights are left out.
-    Fills in args.workers and args.bf16. Exits with an error message if flags do not go together, or if the encoder does
-    not take the images' size.
+    module: a user's own encoder. It gets the checkpoint's weights; without a checkpoint, those of the first process.
+    With --random-init the encoder is built as the checkpoint says, and its weights are left out. Fills in args.workers
+    and args.bf16. Exits with an error message if flags do not go together, or the encoder does not take the images.
     """
     if (args.checkpoint is None and module is None) or (args.random_init and module is not None):
         fail("give RUN, a run's folder; with --random-init its encoder, one of timm's, is judged untrained")
@@ -1138,13 +1122,7 @@ def how_to_judge(args, images):
         words = f"eval_knn.main(eval_knn.parse_args([{args.out!r}]), encoder=ENCODER, train=IMAGES, test=IMAGES)"
     elif len(images.classes) < 2:
         words = f"python eval_knn.py {args.out} --data-dir DIR, with DIR/train/ and DIR/test/ of one folder per class"
-    return f"finished. Judge it: {words}" + (f"\n{demo(args)}" if is_demo(images) else "")
-
-
-def precision(amp):
-    """Return in which precision encoders compute, as a word. amp: bf16 or off."""
-    in_tf32 = torch.backends.cuda.matmul.allow_tf32
-    return "bf16" if amp == "bf16" else "float32 with products in TF32" if in_tf32 else "float32"
+    return f"finished. Judge it: {words}\n{demo(args, images)}".rstrip()
 
 
 def run_folder(checkpoint):
@@ -1158,8 +1136,7 @@ def open_data(args, info, train=None, test=None, labels=True):
 
     train, test: a user's own Datasets, instead of --dataset's. Own training images have labels if there is a test set.
     Without --dataset these are the run's data, and args gets their name and place. Without --data-dir, too, they have
-    to be the images that the run was trained on.
-    labels: True exits with an error message if there is no test set, or only one class of a data set by name.
+    to be the images that the run was trained on. labels: whether a test set and two classes are needed.
     """
     if train is None and test is None:
         trained_on = None
@@ -1202,10 +1179,11 @@ def floor_encoders(args, info, device, count):
 def protocol(args, info, train, test):
     """Return what an evaluation's numbers depend on, as lines of text."""
     scale = f"if not of {info['image_size']} px: shorter side 256/224 of it, centre crop, {info['interpolation']}"
-    computes = precision("bf16" if args.bf16 else "off")
     same = train.array is not None and train.array.shape[1:3] == (info["image_size"],) * 2
+    tf32 = " with products in TF32" if torch.backends.cuda.matmul.allow_tf32 else ""
     return f"""encoder {arch_name(info)} of {info["method"]}, the {info["encoder"]} encoder, evaluation mode; \
-features: before the projector, after the last norm and pooling; the encoder computes in {computes}
+features: before the projector, after the last norm and pooling; the encoder computes in \
+{"bf16" if args.bf16 else f"float32{tf32}"}
 training images {train}; test images {"none" if test is None else test}; \
 {"no resize" if same else scale}; mean {tuple(info["mean"])}, std {tuple(info["std"])}"""
 
@@ -1249,7 +1227,6 @@ def backbone_info(arch, image_size, patch_size, norm="imagenet", interpolation="
     Plain ResNets get a 3 x 3 stem for images of up to 64 px. resnet_mini's has stride 2, and resnet_micro keeps timm's,
     as they are to be fast on a CPU. ViTs get the given patch size and MoCo v3's initialisation, except of the patch
     embedding, which timm leaves out. Their position embedding is interpolated for other image sizes.
-    Exits with an error message if timm has no such model, or if the patches do not fit the images.
     """
     mean, std = NORMS[norm]
     like = dict(image_size=image_size, mean=mean, std=std, interpolation=interpolation, **more)
@@ -1316,11 +1293,10 @@ def build_backbone(info, sizes=(), **more):
 def load_backbone(path, encoder=None, module=None, arch=None, **published):
     """Load a pre-trained backbone from a run's folder, a last.pt or a backbone.pt: (module in evaluation mode, info).
 
-    encoder: 'query' or 'momentum'. By default it is the one that the method's authors evaluate, which backbone.pt
-    holds. module: gets the weights. Without it timm builds what the file names; a user's own encoder has to be given.
-    arch: of a file of others, which is read by `load_published`. published: its further arguments.
+    encoder: 'query' or 'momentum'; None: the one that the method's authors evaluate, which backbone.pt holds. module:
+    gets the weights, instead of what timm builds; a user's own encoder has to be given. arch: of a file of others,
+    which is read by `load_published`, with its further arguments. Exits with an error message if a key does not match.
     info has image_size, mean, std, interpolation, method, encoder, timm_name, create_kwargs and stem.
-    Every key must match. Exits with an error message if the file does not fit.
     """
     path = Path(path)
     if arch is not None:
@@ -1329,9 +1305,7 @@ def load_backbone(path, encoder=None, module=None, arch=None, **published):
         return load_published(path, arch, **published)
     if path.is_dir():
         path = path / ("backbone.pt" if encoder is None else "last.pt")
-    state = read_state(path)
-    if not isinstance(state, dict) or not ("timm_name" in state or "backbone" in state):
-        fail(f"{path} is not a checkpoint of this project: for others' give --arch NAME, say resnet50, vit_base, ...")
+    state = load_checkpoint(path)
     try:
         if "backbone" in state:  # last.pt holds both encoders
             info = dict(state["backbone"], encoder=encoder or state["backbone"]["encoder"])
@@ -1347,15 +1321,15 @@ def load_backbone(path, encoder=None, module=None, arch=None, **published):
         backbone.load_state_dict(weights)
     except (KeyError, TypeError, AttributeError, ValueError, RuntimeError) as error:
         reason = f"{type(error).__name__} {' '.join(str(error).split())[:600]}"
-        fail(f"{path} is not a checkpoint of this project (others' need --arch), or does not fit its encoder: {reason}")
+        others = "for others' give --arch NAME, say resnet50, vit_base, ..."
+        fail(f"{path} is not a checkpoint of this project ({others}), or does not fit its encoder: {reason}")
     return backbone.eval(), info
 
 
 def load_published(path, arch, image_size=224, patch_size=16, norm="imagenet", num_heads=None, prefix=None):
     """Load an encoder from a checkpoint of others, as `load_backbone` returns it: (module in evaluation mode, info).
 
-    arch, image_size, patch_size, norm, num_heads: what the file does not say, as in `backbone_info`. prefix: as in
-    `fitting_weights`. Exits with an error message if the file does not fit.
+    The further arguments are what the file does not say, as in `backbone_info`. prefix: as in `fitting_weights`.
     """
     if Path(path).is_dir():
         fail(f"{path} is a folder. A run's folder says its encoder itself: leave out --arch; or give others' FILE")
@@ -1366,80 +1340,11 @@ def load_published(path, arch, image_size=224, patch_size=16, norm="imagenet", n
     return backbone.eval(), info | {"encoder": taken.rstrip(".") or "only"}
 
 
-NOT_CHECKPOINTS = {  # the first bytes of what is often taken for a checkpoint
-    b"version https://git-lfs": "a Git LFS pointer, not the file itself: `git lfs pull` fetches that",
-    b"<": "a web page (HTML or XML), not a checkpoint: download the file itself",
-}
-for _bytes in (b"\x1f\x8b", b"BZh", b"\xfd7zXZ", b"7z\xbc\xaf", b"\x28\xb5\x2f\xfd"):  # gzip, bzip2, xz, 7z, zstandard
-    NOT_CHECKPOINTS[_bytes] = "a compressed archive: unpack it"
-PLAIN_DATA = [  # what checkpoints hold beside tensors, and what cannot act: torch.load may build these, too
-    *(argparse.Namespace, datetime.datetime, datetime.date, datetime.time, datetime.timedelta, datetime.timezone),
-    *(np.dtype, np.ndarray, *(getattr(np.dtypes, name) for name in np.dtypes.__all__)),
-]
-for _name, _core in itertools.product(("scalar", "_reconstruct"), ("core", "_core")):  # numpy 1 and 2
-    PLAIN_DATA.append((getattr(np._core.multiarray, _name), f"numpy.{_core}.multiarray.{_name}"))
-for _module, _pure in itertools.product(("pathlib", "pathlib._local"), ("", "Pure")):  # before Python 3.13, and from it
-    PLAIN_DATA += [(PurePosixPath, f"{_module}.{_pure}PosixPath"), (PureWindowsPath, f"{_module}.{_pure}WindowsPath")]
-PLAIN_FILE = (  # run by a user who trusts a file: all its tensors, without what else it holds
-    "import torch; keep = lambda x: keep(x.state_dict()) if hasattr(x, 'state_dict') else {{k: keep(v) for k, v in "
-    "x.items()}} if isinstance(x, dict) else [keep(v) for v in x] if isinstance(x, (list, tuple)) else x if "
-    "torch.is_tensor(x) else None; torch.save(keep(torch.load({path!r}, map_location='cpu', weights_only=False)), "
-    "'plain.pt')"
-)
-
-
-def read_state(path):
-    """Return what is in a checkpoint, on the CPU: tensors and plain data only, never code.
-
-    Exits with an error message that says what the file is, if it cannot be loaded so.
-    """
-    path = Path(path)
-    if not path.is_file():
-        fail(f"no checkpoint at {path}: give a run's folder or a file")
-    try:
-        with open(path, "rb") as file:
-            start = file.read(64).lstrip()
-        members = zipfile.ZipFile(path).namelist() if zipfile.is_zipfile(path) else ()
-    except (OSError, zipfile.BadZipFile) as error:
-        fail(f"cannot read {path} ({error})")
-    kind = next((kind for beginning, kind in NOT_CHECKPOINTS.items() if start.startswith(beginning)), None)
-    if not start:
-        kind = "empty: get it again"
-    elif start.startswith(b"PK") and not members:
-        kind = "cut off: its end is missing. Get it again"
-    elif any(name.endswith("/constants.pkl") for name in members):
-        code = f"import torch; torch.save(torch.jit.load({str(path)!r}, 'cpu').state_dict(), 'plain.pt')"
-        kind = f"a TorchScript program. If you trust its authors, make a plain file of it: {code}"
-    elif members and not any(name.endswith("data.pkl") for name in members):
-        kind = "a zip archive of other files: unpack it"
-    elif members and not is_intact(path):
-        kind = "damaged: some bytes are not those that were written. Get it again"
-    if kind:
-        fail(f"{path} is {kind}")
-    try:
-        if path.suffix == ".safetensors":
-            return timm.models.load_state_dict(path)
-        with torch.serialization.safe_globals(PLAIN_DATA):
-            return torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:  # a file from elsewhere may raise anything, and torch's advice is to load it unsafely
-        needed = re.search(r"(?:GLOBAL |but got <class ')([\w.]+)", str(error))
-        if path.suffix == ".safetensors" or not start.startswith((b"PK", b"\x80")) or needed is None:
-            reason = type(error).__name__
-            fail(f"{path} is damaged or cut off, or no file of torch.save's nor of safetensors ({reason})")
-    names = {needed[1]}
-    with contextlib.suppress(ValueError):  # of files of old versions torch does not tell the others
-        names |= set(torch.serialization.get_unsafe_globals_in_checkpoint(path))
-    is_module = any(name.startswith("torch.nn.modules.") for name in names)
-    what = "a whole pickled module, not only its weights" if is_module else "more than tensors and plain data"
-    advice = "If you trust its authors, make a plain file of it where their code can be imported"
-    fail(f"{path} holds {what} ({', '.join(sorted(names)[:3])}). {advice}: {PLAIN_FILE.format(path=str(path))}")
-
-
 def read_tensors(path):
     """Return the tensors of a checkpoint of others by name: {"state_dict.module.encoder_q.conv1.weight": tensor, ...}.
 
     The names of nested entries, and the numbers of a list's, are joined by dots. Of a run's folder it is the
-    backbone.pt. Exits with an error message as `read_state` does.
+    backbone.pt. Exits with an error message as `load_checkpoint` does.
     """
 
     def flat(state, prefix=""):
@@ -1453,11 +1358,12 @@ def read_tensors(path):
                 found |= flat(entry, f"{prefix}{name}.")
         return found
 
-    return flat(read_state(Path(path) / "backbone.pt" if Path(path).is_dir() else path))
+    return flat(load_checkpoint(Path(path) / "backbone.pt" if Path(path).is_dir() else path))
 
 
 # Encoders that are tried where a file does not fit, so that the message can name the right one.
-USUAL = [f"resnet{depth}" for depth in (18, 34, 50, 101, 152, "26d", "50d")]
+USUAL = [*(f"resnet{depth}" for depth in (18, 34, 50, 101, 152, "26d", "50d")), "wide_resnet50_2", "resnext50_32x4d"]
+USUAL += ["seresnet50", "convnext_tiny", "convnext_small", "convnext_base"]
 USUAL += ["wide_resnet50_2", "resnext50_32x4d", "seresnet50", "convnext_tiny", "convnext_small", "convnext_base"]
 USUAL_VITS = ("vit_{}_patch16_224", "deit3_{}_patch16_224", "deit_{}_distilled_patch16_224")
 USUAL_VITS += ("vit_{}_patch14_dinov2", "vit_{}_patch14_reg4_dinov2", "vit_{}_patch16_dinov3")
@@ -1471,14 +1377,12 @@ def resampled(embedding, encoder):
 
     None, if its rows are not those that the encoder has before its patches', and a square grid's.
     """
-    own, grid = getattr(encoder, "pos_embed", None), getattr(getattr(encoder, "patch_embed", None), "grid_size", None)
-    if own is None or grid is None or embedding.ndim != 3 or embedding.shape[::2] != own.shape[::2]:
-        return None
-    before = own.shape[1] - math.prod(grid)
-    patches = embedding.shape[1] - before
-    if patches < 1 or math.isqrt(patches) ** 2 != patches:
-        return None
-    return timm.layers.resample_abs_pos_embed(embedding, grid, num_prefix_tokens=before)
+    with contextlib.suppress(AttributeError, ValueError, RuntimeError):  # the latter two: no square grid
+        own, grid = encoder.pos_embed, encoder.patch_embed.grid_size
+        if embedding.shape[::2] == own.shape[::2]:
+            before = own.shape[1] - math.prod(grid)
+            return timm.layers.resample_abs_pos_embed(embedding, grid, num_prefix_tokens=before)
+    return None
 
 
 def misfits(found, start, encoder):
@@ -1488,22 +1392,24 @@ def misfits(found, start, encoder):
     tensor of its shape. Only a position embedding may be of another square grid. And each tensor below the encoder's
     own top-level parts needs a place in it: otherwise the file is of a deeper or richer encoder.
     """
-    own, missing = encoder.state_dict(), []
+    own, wrong = encoder.state_dict(), []
     for name, x in own.items():
         theirs = found.get(start + name)
         if name.endswith("num_batches_tracked"):  # old files have none
             continue
         if theirs is None:
-            missing.append(f"{name} {tuple(x.shape)} is not there")
+            wrong.append(f"{name} {tuple(x.shape)} is not there")
         elif theirs.is_floating_point() != x.is_floating_point():
-            missing.append(f"{name} is {theirs.dtype}, not {x.dtype}")
+            wrong.append(f"{name} is {theirs.dtype}, not {x.dtype}")
         elif theirs.shape != x.shape and (name != "pos_embed" or resampled(theirs, encoder) is None):
-            missing.append(f"{name} is {tuple(theirs.shape)}, not {tuple(x.shape)}")
+            wrong.append(f"{name} is {tuple(theirs.shape)}, not {tuple(x.shape)}")
+    if wrong:
+        return wrong
     parts = {name.split(".")[0] for name in own} | OF_VITS
-    below = (key.removeprefix(start) for key in found if key.startswith(start) and key.removeprefix(start) not in own)
-    passed_over = ("num_batches_tracked", "head.fc.weight", "head.fc.bias")  # the latter: ConvNeXt's classifier
-    left = [name for name in below if name.split(".")[0] in parts and not name.endswith(passed_over)]
-    return missing or [f"it has no place for {len(left)} tensors, {', '.join(left[:4])}"] * bool(left)
+    left_out = ("num_batches_tracked", "head.fc.weight", "head.fc.bias")  # the latter: ConvNeXt's classifier
+    below = [key.removeprefix(start) for key in found if key.startswith(start) and not key.endswith(left_out)]
+    left = [name for name in below if name not in own and name.split(".")[0] in parts]
+    return [f"it has no place for {len(left)} tensors, {', '.join(left[:4])}"] if left else []
 
 
 def forms_of(encoder):
@@ -1514,10 +1420,11 @@ def forms_of(encoder):
 
 def usual_name(found, start):
     """Return ": it fits --arch NAME" with a usual encoder that a checkpoint of others fits, or ""."""
-    stem = found.get(start + "conv1.weight", found.get(start + "0.weight"))
     patches = found.get(start + "patch_embed.proj.weight")
-    names, patch_size, size = USUAL, 16, 32 if stem is not None and stem.shape[-1] == 3 else 224
-    if patches is not None:
+    if patches is None:
+        stem = found.get(start + "conv1.weight", found.get(start + "0.weight"))
+        names, patch_size, size = USUAL, 16, 32 if stem is not None and stem.shape[-1] == 3 else 224
+    else:
         names = [name.format(VIT_SIZES.get(len(patches))) for name in USUAL_VITS]
         patch_size, size = patches.shape[-1], 16 * patches.shape[-1]
     for name in filter(timm.is_model, names):
@@ -1532,31 +1439,29 @@ def usual_name(found, start):
 def fitting_weights(path, backbone, prefix=None, flag="--init-prefix"):
     """Return (a state_dict for an encoder from a checkpoint of others, the prefix of its names in the file).
 
-    The prefix is found by looking: after it, the encoder fits (see `misfits`). Its names may also be those of
-    nn.Sequential(*encoder.children()), as lightly's are. If several encoders fit, a teacher (DINO's) is taken, or else
-    the first that is no momentum encoder. prefix: the end of another's. flag: what a message calls it.
-    Exits with an error message if nothing fits.
+    The prefix is one after which the encoder fits (see `misfits`), by its own names or by those of
+    nn.Sequential(*encoder.children()), as lightly's are. Of several encoders it is a teacher (DINO's), or else the
+    first that is no momentum encoder. prefix: the end of another's. flag: what a message calls it.
     """
     found, own = read_tensors(path), backbone.state_dict()
-    named = ((form, name) for form in forms_of(backbone) for name in form.state_dict())
+    named = [(form, name) for form in forms_of(backbone) for name in form.state_dict()]
     counts = Counter((key.removesuffix(name), form) for form, name in named for key in found if key.endswith(name))
     fitting = {start: form for start, form in counts if not misfits(found, start, form)}
-    chosen = [start for start in fitting if start.endswith(prefix or "")]
-    if fitting and not chosen:
-        fail(f"{flag} {prefix}: the encoders of {path} are {' and '.join(fitting) or 'without prefix'}")
-    if not chosen:
-        near = [key for key, count in counts.items() if key[1] is backbone or count > 20]  # a few fit by chance
-        start, form = max(near, key=counts.get, default=("", backbone))
-        wrong, wanted = misfits(found, start, form), form.state_dict()
-        there = sum(start + name in found for name in wanted)
-        first = "".join(f", {name} {tuple(x.shape)}" for name, x in itertools.islice(found.items(), 2))
-        hint = ""
+    if not fitting:
+        start, form = max(counts, key=counts.get, default=("", backbone))
+        if counts[start, form] < len(own) / 10:  # a few names fit by chance
+            start, form = "", backbone
+        wrong, hint = misfits(found, start, form), ""
         if any(text.startswith("conv1.weight is (") for text in wrong):
             hint = " (sizes up to 64 px choose a ResNet's 3 x 3 stem, larger ones 7 x 7: give another --image-size)"
-        fail(
-            f"{path} does not fit the encoder{usual_name(found, start)}: {there} of its {len(wanted)} names are there"
-            f"{start and f', after {start}'}; {'; '.join(wrong[:3])}{hint}. The file has {len(found)} tensors{first}"
-        )
+        theirs = "".join(f", {name} {tuple(x.shape)}" for name, x in itertools.islice(found.items(), 2))
+        if start:
+            wrong = [f"after {start}, {wrong[0]}", *wrong[1:]]
+        line = f"{path} does not fit the encoder{usual_name(found, start)}: {'; '.join(wrong[:3])}{hint}"
+        fail(f"{line}. The file has {len(found)} tensors{theirs}")
+    chosen = [start for start in fitting if start.endswith(prefix or "")]
+    if not chosen:
+        fail(f"{flag} {prefix}: the encoders of {path} are {' and '.join(fitting) or 'without prefix'}")
     slow = ("momentum", "encoder_k", "target")
     start = max(chosen, key=lambda start: ("teacher" in start) - any(word in start for word in slow))
     names = [start + name for name in fitting[start].state_dict()]
@@ -1610,7 +1515,7 @@ def output_width(module, *sizes):
     sizes: of all images that it will see, in pixels. Exits with an error message if the encoder does not take one of
     them, gives anything but (N, width), or gives another width for another size.
     """
-    name, widths = f"the encoder, of type {type(module).__name__},", {}
+    name, widths = f"the encoder, of type {type(module).__name__},", set()
     for size in sizes:
         image = f"images (1, 3, {size}, {size})"
         try:
@@ -1620,10 +1525,9 @@ def output_width(module, *sizes):
             fail(f"{name} does not map {image} to features (1, width): {' '.join(str(error).split())[:300]}. {advice}")
         if len(shape) != 2:  # for example, a ResNet without its last layer gives (1, width, 1, 1)
             fail(f"{name} maps {image} to {shape}, not (1, width): end it with torch.nn.Flatten()")
-        widths[shape[1]] = size
+        widths.add(shape[1])
     if len(widths) > 1:
-        found = ", ".join(f"{width} for {size} px" for width, size in widths.items())
-        fail(f"{name} gives other numbers of features for other sizes of images ({found}): give one that pools them")
+        fail(f"{name} gives other numbers of features for other sizes of images: give one that pools them")
     return shape[1]
 
 
@@ -1859,9 +1763,9 @@ def _group_on_cpus(group):
 def signals_noted():
     """Inside, SIGTERM, SIGHUP and Ctrl-C (SIGINT) are noted, not obeyed. Yields `stopped`.
 
-    stopped() -> True if any process has had a signal. All processes have to call it. It costs one small all-reduce.
-    A second signal, three seconds or more after the first, acts at once, so that what hangs can be ended. A signal that
-    is ignored stays so (SIGHUP under nohup). Outside the main thread, where Python handles no signals, none is noted.
+    stopped() -> True if any process has had a signal. All processes have to call it. A second signal, three seconds or
+    more after the first, acts at once, so that what hangs can be ended. A signal that is ignored stays so (SIGHUP under
+    nohup). Outside the main thread, where Python handles no signals, none is noted.
     """
     noted, previous = [], {}
 
@@ -1952,30 +1856,26 @@ class ArgumentParser(argparse.ArgumentParser):
 def evaluation_parser(script, doc):
     """Return the parser of an evaluation, with the flags that both have. doc: its first line says what it does."""
     parser = ArgumentParser(script, doc, usage="[RUN | FILE --arch NAME] [flags]")
+    whole = number(int, 1)
     add = parser.add_argument_group("what is judged").add_argument
-    path = os.path.expanduser  # a shell leaves the ~ of --data-dir=~/data as it is
-    add("checkpoint", nargs="?", type=path, metavar="RUN", help="a run's folder, last.pt, backbone.pt; or others' FILE")
+    add("checkpoint", nargs="?", metavar="RUN", help="a run's folder, last.pt, backbone.pt; or others' FILE")
     add("--encoder", choices=("query", "momentum"), help="default: the one that the method's authors evaluate")
     add("--random-init", action="store_true", help="judge the encoder of RUN as it was before training")
     add("--no-floors", action="store_true", help="leave out raw pixels and the untrained encoder")
     add = parser.add_argument_group("encoder, of a FILE of others").add_argument
     add("--arch", metavar="NAME", help="vit_tiny, resnet18, ..., or any timm model")
-    add("--image-size", type=number(int, 1), metavar="N", help="side of the images (default: 224; own encoder: 32)")
-    add("--patch-size", type=number(int, 1), metavar="N", help="of a ViT (default: as in its name, or 16)")
-    add("--num-heads", type=number(int, 1), metavar="N", help="of a ViT (default: timm's number)")
+    add("--image-size", type=whole, metavar="N", help="side of the images (default: 224; own encoder: 32)")
+    add("--patch-size", type=whole, metavar="N", help="of a ViT (default: as in its name, or 16)")
+    add("--num-heads", type=whole, metavar="N", help="of a ViT (default: timm's number)")
     add("--norm", choices=NORMS, help="whose mean and standard deviation normalise the images (default: imagenet)")
     add("--prefix", metavar="P", help="which encoder of a FILE: the end of what stands before its names")
     add = parser.add_argument_group("data").add_argument
     add("--dataset", choices=DATASETS, help="default: what the encoder was trained on, or patterns")
-    add("--data-dir", type=path, metavar="DIR", help="its folder (default: where the run had it)")
+    add("--data-dir", metavar="DIR", help="its folder (default: where the run had it)")
     add = parser.add_argument_group("operation").add_argument
     add("--seed", type=number(int, 0, 2**63 - 1), default=0, metavar="N", help="seed of what is drawn")
-    add(
-        "--workers",
-        type=number(int, 0, 1024),
-        metavar="N",
-        help="loader processes (default: up to 12 for a GPU, else none)",
-    )
+    workers = "loader processes (default: up to 12 for a GPU, else none)"
+    add("--workers", type=number(int, 0, 1024), metavar="N", help=workers)
     add("--device", choices=("auto", "cuda", "cpu"), default="auto", help="auto: a GPU where there is one")
     add("--amp", choices=("auto", "bf16", "off"), default="auto", help="auto: bf16 on GPUs that have it")
     return parser
@@ -1999,9 +1899,9 @@ def shown(value):
 def parse(parser, argv, recipe=None):
     """Return (args, typed): a namespace with every value, and the set of the names that the command line has.
 
-    recipe: None, or a function that returns {name: value} for a namespace of what is typed, where the rest has its
-    default or is None. Its values are the defaults of their flags. What is typed holds, also where it equals a default.
-    args.changes: what a run's name says of the typed values. A path may begin with ~.
+    recipe(chosen) -> {name: value}, the defaults of these flags. `chosen` is a namespace of what is typed, where the
+    rest has its default or is None. What is typed holds, also where it equals a default. args.changes: what a run's
+    name says of the typed values. A path may begin with ~.
     """
     untyped = object()
     plain = vars(parser.parse_args([]))
@@ -2071,9 +1971,9 @@ def check_schedule(args):
 def claim_folder(out, *marks):
     """Lock a run's folder for this process. Returns the open file that holds the lock, which ends with the process.
 
-    marks: what all processes must have alike: flags, images and steps. What a process that was killed has left
-    half written is removed. Exits with an error message if the marks differ, if another process has the lock, or if the
-    folder cannot be written. Where the file system has no locks, none is taken.
+    marks: what all processes must have alike: flags, images and steps. What a killed process has left half written is
+    removed. Exits with an error message if the marks differ, if another process has the lock, or if the folder cannot
+    be written. Where the file system has no locks, none is taken.
     """
     if any(other != marks for other in from_all(marks)):
         fail("the processes differ in flags, images or checkpoint: --data-dir and --out must be on shared disks")
@@ -2096,16 +1996,26 @@ def claim_folder(out, *marks):
 
 
 def write_whole(path, write):
-    """Call write(temporary path), flush it to the disk and put it in place in one step: whole or not at all."""
+    """Call write(temporary path), flush it to the disk and put it in place in one step: whole or not at all.
+
+    An error of the disk is tried again, see `with_patience`. Exits with an error message if it stays.
+    """
     path = Path(path)
     temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    try:
+
+    def attempt():
         path.parent.mkdir(parents=True, exist_ok=True)
-        write(temporary)
+        try:
+            write(temporary)
+        except RuntimeError as error:  # torch's writer turns an OSError into one
+            raise OSError(errno.EIO, str(error)) from error
         with open(temporary, "rb+") as file:
             os.fsync(file.fileno())
         os.replace(temporary, path)
-    except (OSError, RuntimeError) as error:  # torch's writer turns one into the other
+
+    try:
+        with_patience(attempt)
+    except OSError as error:
         free = ""
         with contextlib.suppress(OSError):
             free = f"; free on its disk: {shutil.disk_usage(path.parent).free / 2**20:.0f} MiB"
@@ -2146,18 +2056,63 @@ def is_intact(path):
         return False
 
 
-def load_checkpoint(path):
-    """Return the state in a checkpoint of this project: tensors and plain data only.
+NOT_CHECKPOINTS = {  # the first bytes of what is often taken for a checkpoint
+    b"version https://git-lfs": "a Git LFS pointer, not the file itself: `git lfs pull` fetches that",
+    b"<": "a web page (HTML or XML), not a checkpoint: download the file itself",
+    (b"\x1f\x8b", b"BZh", b"\xfd7zXZ", b"7z\xbc\xaf", b"\x28\xb5\x2f\xfd"): "a compressed archive: unpack it",
+}
+PLAIN_DATA = [  # what checkpoints hold beside tensors, and what cannot act: torch.load may build these, too
+    *(argparse.Namespace, datetime.datetime, datetime.date, datetime.time, datetime.timedelta, datetime.timezone),
+    *(np.dtype, np.ndarray, *(getattr(np.dtypes, name) for name in np.dtypes.__all__)),
+]
+for _name, _core in itertools.product(("scalar", "_reconstruct"), ("core", "_core")):  # numpy 1 and 2
+    PLAIN_DATA.append((getattr(np._core.multiarray, _name), f"numpy.{_core}.multiarray.{_name}"))
+for _module, _pure in itertools.product(("pathlib", "pathlib._local"), ("", "Pure")):  # before Python 3.13, and from it
+    PLAIN_DATA += [(PurePosixPath, f"{_module}.{_pure}PosixPath"), (PureWindowsPath, f"{_module}.{_pure}WindowsPath")]
+PLAIN_FILE = (  # run by a user who trusts a file: all its tensors, without what else it holds
+    "import torch; keep = lambda x: keep(x.state_dict()) if hasattr(x, 'state_dict') else {{k: keep(v) for k, v in "
+    "x.items()}} if isinstance(x, dict) else [keep(v) for v in x] if isinstance(x, (list, tuple)) else x if "
+    "torch.is_tensor(x) else None; torch.save(keep(torch.load({path!r}, map_location='cpu', weights_only=False)), "
+    "'plain.pt')"
+)
 
-    Exits with an error message if the file is damaged, or none.
+
+def load_checkpoint(path):
+    """Return what is in a checkpoint, on the CPU: tensors and plain data only, never code.
+
+    Exits with an error message that says what the file is, if it cannot be loaded so.
     """
-    if not Path(path).is_file():
-        fail(f"no checkpoint at {path}")
-    with contextlib.suppress(Exception):  # a file from elsewhere; torch's advice is to load it unsafely
-        state = torch.load(path, map_location="cpu", weights_only=True) if is_intact(path) else None
-        if isinstance(state, dict):
-            return state
-    fail(f"{path} is damaged, or not a checkpoint of this project (others' are read with --arch, or --init)")
+    path = Path(path)
+    if not path.is_file():
+        fail(f"no checkpoint at {path}: give a run's folder or a file")
+    try:
+        with open(path, "rb") as file:
+            start = file.read(64).lstrip()
+        members = zipfile.ZipFile(path).namelist() if zipfile.is_zipfile(path) else ()
+    except (OSError, ValueError, RuntimeError, zipfile.BadZipFile) as error:
+        fail(f"{path} is damaged, or cannot be read ({error})")
+    for beginning, kind in NOT_CHECKPOINTS.items():
+        if start.startswith(beginning):
+            fail(f"{path} is {kind}")
+    if not start or (start.startswith(b"PK") and not members):
+        fail(f"{path} is {'cut off: its end is missing' if start else 'empty'}. Get it again")
+    if members and not any(name.endswith("data.pkl") for name in members):
+        fail(f"{path} is a zip archive of other files: unpack it")
+    if members and not is_intact(path):
+        fail(f"{path} is damaged: some bytes are not those that were written. Get it again")
+    try:
+        if path.suffix == ".safetensors":
+            return timm.models.load_state_dict(path)
+        with torch.serialization.safe_globals(PLAIN_DATA):
+            return torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:  # a file from elsewhere may raise anything, and torch's advice is to load it unsafely
+        reason = str(error)
+    found = re.search(r"(?:GLOBAL |but got <class ')([\w.]+)|TorchScript", reason)
+    if found is None or not start.startswith((b"PK", b"\x80")):
+        fail(f"{path} is damaged or cut off, or no file of torch.save's nor of safetensors")
+    what = f"more than tensors and plain data, or a whole pickled module ({found[1] or 'TorchScript'})"
+    advice = "If you trust its authors, make a plain file of it where their code can be imported"
+    fail(f"{path} holds {what}. {advice}: {PLAIN_FILE.format(path=str(path))}")
 
 
 def load_run(args, images, resume=None):
@@ -2176,7 +2131,7 @@ def load_run(args, images, resume=None):
     if path is None:
         return None, new
     state = load_checkpoint(path)
-    if lacking := {"step", "records", "config", "images"} - state.keys():
+    if lacking := {"step", "records", "config", "images"} - set(state):
         fail(f"{path} is not a last.pt of this version: it has no {min(lacking)}")
     if state["step"] == 0:
         return None, new

@@ -37,13 +37,8 @@ def parse_args(argv=None):
     add = parser.add_argument_group("kNN").add_argument
     add("--k", type=common.number(int, 1), nargs="+", default=[10, 20, 100, 200], help="numbers of neighbours")
     add("--temperature", type=common.number(float, 1e-6), default=0.07, help="temperature of the votes")
-    add(
-        "--batch-size",
-        type=common.number(int, 1),
-        default=256,
-        metavar="N",
-        help="images encoded at once, by each process",
-    )
+    about_size = "images encoded at once, by each process"
+    add("--batch-size", type=common.number(int, 1), default=256, metavar="N", help=about_size)
     about_dump = "write features, labels, class names and paths for numpy; needs no labels"
     add("--dump", metavar="FILE.npz", help=about_dump)
     return common.parse(parser, argv)[0]

@@ -718,9 +718,10 @@ def test_damage_is_found(tmp_path, capsys):
 def test_what_is_no_checkpoint_is_one_line(tmp_path, capsys):
     path = tmp_path / "last.pt"
     assert f"no checkpoint at {path}" in refused(capsys, common.load_checkpoint, path)
-    for write in (lambda: path.write_bytes(b"nothing"), lambda: torch.save([1, 2], path)):
-        write()
-        assert f"{path} is damaged, or not a checkpoint" in refused(capsys, common.load_checkpoint, path)
+    path.write_bytes(b"nothing")
+    assert f"{path} is damaged" in refused(capsys, common.load_checkpoint, path)
+    torch.save([1, 2], path)
+    assert f"{path} is not a last.pt" in refused(capsys, common.load_run, path, None, None)
 
 
 class Hostile:

@@ -187,7 +187,7 @@ def test_an_image_size_that_an_encoder_does_not_take_is_named(capsys):
     assert "(1, 3, 8, 8), not (1, width): end it with torch.nn.Flatten()" in refused(
         capsys, common.output_width, pool, 16
     )
-    assert "192 for 8 px, 768 for 16 px" in refused(capsys, common.output_width, nn.Flatten(), 8, 16)
+    assert "other numbers of features for other sizes" in refused(capsys, common.output_width, nn.Flatten(), 8, 16)
     vit = common.backbone_info("vit_micro", 16, 8)
     line = refused(capsys, common.build_backbone, vit, sizes=[20])
     assert "16, 20 px" in line and "divisible by patch size" in line
