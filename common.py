@@ -2088,7 +2088,10 @@ def load_checkpoint(path):
     try:
         with open(path, "rb") as file:
             start = file.read(64).lstrip()
-        members = zipfile.ZipFile(path).namelist() if zipfile.is_zipfile(path) else ()
+        members = ()
+        if zipfile.is_zipfile(path):
+            with zipfile.ZipFile(path) as archive:
+                members = archive.namelist()
     except (OSError, ValueError, RuntimeError, zipfile.BadZipFile) as error:
         fail(f"{path} is damaged, or cannot be read ({error})")
     for beginning, kind in NOT_CHECKPOINTS.items():
@@ -2131,7 +2134,7 @@ def load_run(args, images, resume=None):
     if path is None:
         return None, new
     state = load_checkpoint(path)
-    if lacking := {"step", "records", "config", "images"} - set(state):
+    if lacking := {"step", "records", "config", "images"} - (state.keys() if isinstance(state, dict) else set()):
         fail(f"{path} is not a last.pt of this version: it has no {min(lacking)}")
     if state["step"] == 0:
         return None, new
