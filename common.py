@@ -1775,8 +1775,8 @@ def signals_noted():
             signal.raise_signal(number)
         noted.append(time.monotonic())
 
-    def stopped():
-        any_noted = torch.tensor(len(noted) > 0, dtype=torch.float)
+    def stopped(here=False):
+        any_noted = torch.tensor(here or len(noted) > 0, dtype=torch.float)
         if dist.is_initialized():
             dist.all_reduce(any_noted, dist.ReduceOp.MAX, group=_group_on_cpus(dist.group.WORLD))
         return any_noted.item() > 0
@@ -1968,31 +1968,36 @@ def check_schedule(args):
 # Files that are written whole or not at all, and read as data only.
 
 
-def claim_folder(out, *marks):
+UNFINISHED = re.compile(r".+\.\d+\.tmp")  # names of files that `write_whole` was writing when it was killed
+
+
+def claim_folder(out):
     """Lock a run's folder for this process. Returns the open file that holds the lock, which ends with the process.
 
-    marks: what all processes must have alike: flags, images and steps. What a killed process has left half written is
-    removed. Exits with an error message if the marks differ, if another process has the lock, or if the folder cannot
-    be written. Where the file system has no locks, none is taken.
+    All processes wait until the first one has it. What a process that was killed has left half written is removed.
+    Exits with an error message if the folder has files that are not a run's, if another process has the lock, or if it
+    cannot be written. Where the file system has no locks, none is taken.
     """
-    if any(other != marks for other in from_all(marks)):
-        fail("the processes differ in flags, images or checkpoint: --data-dir and --out must be on shared disks")
-    if fcntl is None or rank_and_world()[0] != 0:
-        return None
-    folder = Path(out)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        file = open(folder / "lock", "w")
-    except OSError as error:  # for example, the file is another user's
-        fail(f"cannot write {folder / 'lock'} ({error}): give another --out")
-    try:
-        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # unlike flock's, forked workers do not inherit it
-    except OSError as error:
-        if error.errno in (errno.EACCES, errno.EAGAIN):
-            fail(f"another run is at work in --out {folder}: wait for it, stop it, or give another --out")
-    for unfinished in folder.glob("*.tmp"):
-        unfinished.unlink()
-    return file
+    folder, lock = Path(out), None
+    found = sorted(p.name for p in folder.glob("*") if p.name != "lock" and not UNFINISHED.fullmatch(p.name))
+    if found and "last.pt" not in found:
+        fail(f"--out {out} is not empty ({', '.join(found[:3])}), and has no last.pt: give another")
+    if fcntl is not None and rank_and_world()[0] == 0:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            lock = open(folder / "lock", "a")
+        except OSError as error:  # for example, the file is another user's
+            fail(f"cannot write {folder / 'lock'} ({error}): give another --out")
+        try:
+            fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # unlike flock's, forked workers do not inherit it
+        except OSError as error:
+            if error.errno in (errno.EACCES, errno.EAGAIN):
+                fail(f"another run is at work in --out {folder}: wait for it, stop it, or give another --out")
+        for path in folder.glob("*.tmp"):
+            if UNFINISHED.fullmatch(path.name):
+                path.unlink()
+    from_all(None)
+    return lock
 
 
 def write_whole(path, write):
@@ -2123,27 +2128,27 @@ def load_run(args, images, resume=None):
 
     args: the configuration, which has to be the same, OPERATING flags apart; of another run's `resume` only method,
     encoder and batch size have to be. images: number and checksum, which have to be the same.
-    A run that has made no step yet begins anew, perhaps with other flags. Exits with an error message if --out has
-    files and no last.pt, or if the run is another one.
+    A run that has made no step yet begins anew, perhaps with other flags. Exits with an error message if the run is
+    another one, or if the processes have different flags, images or states.
     """
-    last, new = Path(args.out, "last.pt"), {"step": 0, "records": []}
-    found = sorted(p.name for p in last.parent.glob("*") if p.name != "lock" and p.suffix != ".tmp")
-    if found and not last.exists():
-        fail(f"--out {args.out} is not empty ({', '.join(found[:3])}), and has no last.pt: give another")
-    path = last if found else resume
-    if path is None:
-        return None, new
-    state = load_checkpoint(path)
-    if lacking := {"step", "records", "config", "images"} - (state.keys() if isinstance(state, dict) else set()):
-        fail(f"{path} is not a last.pt of this version: it has no {min(lacking)}")
-    if state["step"] == 0:
-        return None, new
-    names = None if path == last else ("method", "arch", "batch_size")  # with these, steps and weights mean the same
-    if different := differences(state["config"], vars(args), names):
-        fail(f"{path} is of another configuration ({'; '.join(different[:5])}): give another --out")
-    if others := "; ".join(differences(state["images"], images)):
-        fail(f"{path} is of other images ({others}): give another --out")
-    say(f"going on from {path}, at step {state['step']}")
+    last = Path(args.out, "last.pt")
+    path, state = last if last.exists() else resume, {"step": 0, "records": []}
+    if path is not None:
+        state = load_checkpoint(path)
+        if lacking := {"step", "records", "config", "images"} - (state.keys() if isinstance(state, dict) else set()):
+            fail(f"{path} is not a last.pt of this version: it has no {min(lacking)}")
+    if state["step"] > 0:
+        must_match = None if path == last else ("method", "arch", "batch_size")  # with these its steps count alike
+        if different := "; ".join(differences(state["config"], vars(args), must_match)[:5]):
+            fail(f"{path} is of another configuration ({different}): give another --out")
+        if others := "; ".join(differences(state["images"], images)):
+            fail(f"{path} is of other images ({others}): give another --out")
+        say(f"going on from {path}, at step {state['step']}")
+    elif path is not None:
+        say(f"{path} has made no step: the run begins anew")
+    marks = from_all((vars(args), images, state["step"]))
+    if any(mark != marks[0] for mark in marks):
+        fail("the processes differ in flags, images or checkpoint: --data-dir and --out must be on shared disks")
     return path, state
 
 

@@ -757,9 +757,9 @@ def train_protocol(args, device, encoder, info, train, test):
     if args.mixup or args.cutmix:
         mixup = Mixup(args.mixup, args.cutmix, label_smoothing=args.smoothing, num_classes=classes)
 
-    # The run's folder: the run continues from its last.pt, if there is one. The first save claims the folder
+    # The run's folder. The run continues from its last.pt, if there is one. The lock keeps other runs out
+    lock = common.claim_folder(args.out)
     step, records = restore(args, images, network, optimizer)
-    lock = common.claim_folder(args.out, vars(args), images, step)
     save(args, step, records, images, network, optimizer)
 
     # What the numbers depend on
@@ -772,7 +772,7 @@ def train_protocol(args, device, encoder, info, train, test):
     common.say(f"{len(train)} images, {steps_per_epoch} steps per epoch; {world} process(es); folder {args.out}")
 
     while True:
-        # An epoch that has ended is judged, if it is due: also one whose judging was ended by a signal or a kill
+        # Judge the epoch that has just ended, if it is due. After a restart it is the one whose judging was cut short
         if is_due(args, step, records):
             records[-1] |= judge(args, device, encoder, network, info, test)
             save(args, step, records, images, network, optimizer)
@@ -780,12 +780,14 @@ def train_protocol(args, device, encoder, info, train, test):
             common.tell(args, records[-1])
         if step >= last_step:
             break
-        # The next epoch, or what is left of it, is trained and saved
+        # Train the next epoch, or what is left of it, and save
         epoch, history = step // steps_per_epoch, []
         with common.signals_noted() as stopped:  # SIGTERM and Ctrl-C wait until the step at hand is made and saved
             try:
                 loader.batch_sampler.set_epoch(epoch, step, last_step)
                 for batch in loader:
+                    if stopped():  # after a signal no further step is made
+                        break
                     lr = learning_rate(args, step, steps_per_epoch)
                     for group in optimizer.param_groups:
                         group["lr"] = lr * group["lr_scale"]
@@ -811,18 +813,16 @@ def train_protocol(args, device, encoder, info, train, test):
                     optimizer.zero_grad(set_to_none=True)
                     loss.backward()
                     optimizer.step()
-                    # Note the metrics. After a signal no further step is made
                     step += 1
                     train_top1 = 100 * (logits.argmax(1) == y).float().mean()
                     history.append(dict(loss=loss.detach(), train_top1=train_top1))
                     if step % 10 == 0 or step % steps_per_epoch == 0:
                         common.show_progress(args, loader, history, step, total_steps)
-                    if stopped():
-                        break
             except common.BadImage:
-                save(args, step, records, images, network, optimizer)  # the steps that were made
+                stopped(True)  # all processes leave the loop, and save the steps that were made
+                save(args, step, records, images, network, optimizer)
                 raise
-            if step % steps_per_epoch == 0:
+            if history and step % steps_per_epoch == 0:
                 records.append(dict(epoch=epoch + 1, step=step, **means(args, loader, history), lr=lr))
             save(args, step, records, images, network, optimizer)
         if stopped():

@@ -349,7 +349,7 @@ class Queue(nn.Module):
     def enqueue(self, keys):
         """Replace the oldest keys by `keys` (n, dim), which must be the same on every process.
 
-        If there are more than `length`, the last ones stay.
+        If there are more than `length`, the last ones stay. Call it after backward, which needs the old keys.
         """
         length = len(self.keys)
         rows = (self.position + torch.arange(len(keys), device=keys.device)) % length
@@ -615,10 +615,11 @@ def make_optimizer(args, model):
 
 
 def restore(args, images, parts):
-    """Return (steps made, records of the epochs) of last.pt in --out, else of --resume's file, else (0, []).
+    """Load the state of the run. Return (steps that are made, records of the epochs): (0, []) for a new run.
 
-    images: number and checksum of the training images. parts: {name: tensor, or object with load_state_dict}; they take
-    over their state. A new run starts with --init's weights. Exits with an error message if something does not fit.
+    The state is in last.pt of --out, else in --resume's file. A new run starts with --init's weights.
+    images: number and checksum of the training images. parts: what takes over its state, {name: tensor, or object with
+    load_state_dict}. Exits with an error message if something does not fit.
     """
     path, state = common.load_run(args, images, args.resume)
     step, records = state["step"], state["records"]
@@ -626,12 +627,20 @@ def restore(args, images, parts):
         if args.init:
             model = parts["model"]
             weights, _ = common.fitting_weights(args.init, model.backbone, args.init_prefix)
-            for encoder in {model.backbone, getattr(model, "momentum_backbone", model.backbone)}:
-                encoder.load_state_dict(weights)
+            model.backbone.load_state_dict(weights)
+            if hasattr(model, "momentum_backbone"):
+                model.momentum_backbone.load_state_dict(weights)
         return step, records
     try:
         for name, part in parts.items():
-            part.copy_(state[name]) if torch.is_tensor(part) else part.load_state_dict(state[name])
+            if torch.is_tensor(part):
+                part.copy_(state[name])
+                continue
+            groups, by_step = getattr(part, "param_groups", ()), ("params", "lr", "weight_decay")
+            flags = [{name: value for name, value in group.items() if name not in by_step} for group in groups]
+            part.load_state_dict(state[name])
+            for group, own in zip(getattr(part, "param_groups", ()), flags, strict=True):
+                group.update(own)  # the optimiser's flags hold over those of --resume's run
     except (RuntimeError, ValueError, TypeError, KeyError, AttributeError) as error:
         common.fail(f"{path} does not fit this method and model: {type(error).__name__} {str(error)[:300]}")
     if step > args.epochs * (images["number"] // args.batch_size):
@@ -640,10 +649,10 @@ def restore(args, images, parts):
 
 
 def save(args, step, records, images, parts, encoder):
-    """Write last.pt, the whole state of the run, and then what is made of it: each file whole, or not at all.
+    """Write the files of the run, from the first process. Each is written whole, or not at all.
 
-    encoder: what backbone.pt holds. All is written each time, which mends what a kill has left out. Values that are not
-    finite are never saved.
+    last.pt comes first, because the others follow from it. All are written each time, so what a kill has prevented is
+    written by the next call. encoder: what backbone.pt holds. Values that are not finite are never saved.
     """
     if common.rank_and_world()[0] != 0:
         return
@@ -662,7 +671,8 @@ def save(args, step, records, images, parts, encoder):
 def means(args, loader, history):
     """Return the means of metrics over the steps and processes, and how fast the steps were: {name: float}.
 
-    history: {name: 0-d tensor} of each step. An epoch that was interrupted has those of the steps since then.
+    loader: it has noted when the epoch began, and how long the loop has waited. history: {name: 0-d tensor} of each
+    step. If the epoch was interrupted, these are the steps after the restart only.
     """
     sums = sum(torch.stack([*metrics.values()]).double() for metrics in history)
     values = (gather(sums[None]).mean(0) / len(history)).tolist()
@@ -672,7 +682,7 @@ def means(args, loader, history):
 
 
 def is_due(args, step, records):
-    """Return True if an epoch ends at this step that is to be judged by kNN, and is not judged yet."""
+    """Return True if an epoch has just ended that is due for kNN, by --knn-every, and has no result yet."""
     if not records or records[-1]["step"] != step or "knn20_top1" in records[-1] or args.knn_every == 0:
         return False
     return records[-1]["epoch"] % args.knn_every == 0 or records[-1]["epoch"] == args.epochs
@@ -690,7 +700,9 @@ def main(args, train=None, test=None, encoder=None):
     trained weights are in backbone.pt of the run's folder.
     """
     # What is known only now: the device, the precision, and whether data and encoder are the caller's own
-    device, args = common.join_processes(args.device), argparse.Namespace(**vars(args))
+    own_group = not dist.is_initialized()  # a caller's process group stays
+    device = common.join_processes(args.device)
+    args = argparse.Namespace(**vars(args))  # a copy
     sizes = [args.image_size] + [args.local_size] * (args.local_crops > 0)
     if encoder is not None:
         args.arch = "own"
@@ -727,10 +739,10 @@ def main(args, train=None, test=None, encoder=None):
     optimizer = make_optimizer(args, model)
     ddp = in_parallel(args, model)
 
-    # The run's folder: the run continues from its last.pt, if there is one. The first save claims the folder
+    # The run's folder. The run continues from its last.pt, if there is one. The lock keeps other runs out
     images, parts = dict(number=len(train), checksum=train.checksum()), dict(model=model, optimizer=optimizer)
+    lock = common.claim_folder(args.out)
     step, records = restore(args, images, parts)
-    lock = common.claim_folder(args.out, vars(args), images, step)
     save(args, step, records, images, parts, model.backbone)
     writer = None
     if args.tensorboard and common.rank_and_world()[0] == 0:
@@ -772,7 +784,7 @@ def main(args, train=None, test=None, encoder=None):
     common.say(f"momentum encoder {common.shown(args.momentum)}, temperature {args.temperature:g}")
 
     while True:
-        # An epoch that has ended is judged, if it is due: also one whose judging was ended by a signal or a kill
+        # Judge the epoch that has just ended, if it is due. After a restart it is the one whose judging was cut short
         if test is not None and is_due(args, step, records):
             records[-1] |= common.knn_record(args, model.backbone, train, test, device)
             save(args, step, records, images, parts, model.backbone)
@@ -780,12 +792,14 @@ def main(args, train=None, test=None, encoder=None):
             common.tell(args, records[-1], writer)
         if step >= last_step:
             break
-        # The next epoch, or what is left of it, is trained and saved
+        # Train the next epoch, or what is left of it, and save
         epoch, history = step // steps_per_epoch, []
         with common.signals_noted() as stopped:  # SIGTERM and Ctrl-C wait until the step at hand is made and saved
             try:
                 loader.batch_sampler.set_epoch(epoch, step, last_step)
                 for batch in loader:
+                    if stopped():  # after a signal no further step is made
+                        break
                     lr, weight_decay, momentum = schedule(args, step, steps_per_epoch)
                     for group in optimizer.param_groups:
                         decays = group["weight_decay"] > 0  # v3's biases and batch norms never do
@@ -805,18 +819,16 @@ def main(args, train=None, test=None, encoder=None):
                     # The keys are negatives of the next steps; v3 enqueues none
                     if keys is not None:
                         model.queue.enqueue(keys)
-                    # Note the metrics. After a signal no further step is made
                     step += 1
                     metrics |= dict(loss=loss, grad_norm=grad_norm)
                     history.append({name: value.detach() for name, value in metrics.items()})
                     if step % 10 == 0 or step % steps_per_epoch == 0:
                         common.show_progress(args, loader, history, step, total_steps)
-                    if stopped():
-                        break
             except common.BadImage:
-                save(args, step, records, images, parts, model.backbone)  # the steps that were made
+                stopped(True)  # all processes leave the loop, and save the steps that were made
+                save(args, step, records, images, parts, model.backbone)
                 raise
-            if step % steps_per_epoch == 0:
+            if history and step % steps_per_epoch == 0:
                 record = dict(epoch=epoch + 1, step=step, **means(args, loader, history), lr=lr, momentum=momentum)
                 record |= dict(below_chance=chance - record["loss"], **common.embedding_health(q))
                 records.append(record)
@@ -830,7 +842,7 @@ def main(args, train=None, test=None, encoder=None):
         common.say(f"stopped at step {step} of {total_steps}: give a larger --max-steps, or none, to go on")
     else:
         common.say(common.how_to_judge(args, train))
-    if dist.is_initialized():
+    if own_group and dist.is_initialized():
         dist.destroy_process_group()
 
 

@@ -387,4 +387,3 @@ def test_training_starts_from_init_and_goes_on_without_the_file(method, variant,
 
 def test_an_encoder_whose_tag_names_weights_starts_untrained_and_says_so(_tiny, tmp_path):
     assert "starts from random weights" in tiny.run("jcl", tmp_path, "--arch", "resnet10t.c3_in1k", "--max-steps", 1)
-
