@@ -243,7 +243,7 @@ def test_folders_that_are_no_data_set_are_one_line(tmp_path, capsys, kind):
 
 def test_an_evaluation_says_that_its_folder_does_not_exist(capsys):
     args = eval_knn.parse_args(["--device", "cpu", "--data-dir", "/nowhere"])
-    line = refused(capsys, lambda: eval_knn.main(args, encoder=torch.nn.AvgPool2d(8)))
+    line = refused(capsys, lambda: eval_knn.main(args, encoder=torch.nn.Flatten()))
     assert line == "error: --data-dir /nowhere does not exist"
 
 
