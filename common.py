@@ -169,8 +169,9 @@ class ImageSet:
             return self[i], int(self.labels[i])
         item = self.data[int(self.rows[i])]
         with named(f"the label of {self.where(i)}"):
-            _, label, *_ = item
-            label = int(np.int64(operator.index(label)))
+            if not isinstance(item, (tuple, list)) or len(item) < 2:
+                raise TypeError(f"found {type(item).__name__}, but an evaluation needs items (image, label)")
+            label = int(np.int64(operator.index(item[1])))
         return self.item_image(item, i), label
 
     def item_image(self, item, i):
@@ -1657,13 +1658,13 @@ def start(main, parse_args):
     warnings.filterwarnings("ignore", ".*(broadcast_buffers|Grad strides do not match|all_gather_into_tensor).*")
     try:
         args = parse_args()
-        device = own_device(args.device)
+        device = own_device(getattr(args, "device", "cpu"))  # a tool may have no such flag
         if device.type == "cuda":
             torch.cuda.set_device(device)
             # The same GPUs have TF32 and bf16.
             torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = has_bf16(device)
             torch.backends.cudnn.benchmark = True
-        elif (args.arch or "").endswith(("_micro", "_mini")) and "OMP_NUM_THREADS" not in os.environ:
+        elif (getattr(args, "arch", None) or "").endswith(("_micro", "_mini")) and "OMP_NUM_THREADS" not in os.environ:
             torch.set_num_threads(1)  # a second one gives 15 %, and takes two thirds when another program wants a core
         main(args)
     except BadImage as error:
