@@ -6,7 +6,7 @@
     4. encoders    build_backbone, load_backbone, load_published
     5. processes   start; fail, say, progress; join_processes, signals_noted
     6. flags       ArgumentParser, number; parse: recipe and command line
-    7. files       claim_folder, write_whole, save_checkpoint, load_checkpoint
+    7. files       claim_folder; write_whole, write_file; load_checkpoint, others' files too
 
 Conventions: images are RGB. Loaders give uint8 (N, 3, H, W). On the device images are float in [0, 1], then normalised.
 Boxes are (top, left, height, width) in pixels. A label of -1 means "none".
@@ -18,7 +18,6 @@ import contextlib
 import copy
 import ctypes
 import datetime
-import difflib
 import errno
 import functools
 import hashlib
@@ -1377,11 +1376,11 @@ def resampled(embedding, encoder):
 
     None, if its rows are not those that the encoder has before its patches', and a square grid's.
     """
-    with contextlib.suppress(AttributeError, ValueError, RuntimeError):  # the latter two: no square grid
+    with contextlib.suppress(AttributeError, IndexError, ValueError, RuntimeError):  # it is no such ViT's
         own, grid = encoder.pos_embed, encoder.patch_embed.grid_size
-        if embedding.shape[::2] == own.shape[::2]:
-            before = own.shape[1] - math.prod(grid)
-            return timm.layers.resample_abs_pos_embed(embedding, grid, num_prefix_tokens=before)
+        before = own.shape[1] - math.prod(grid)
+        fitted = timm.layers.resample_abs_pos_embed(embedding, grid, num_prefix_tokens=before)
+        return fitted if fitted.shape == own.shape else None
     return None
 
 
@@ -1661,7 +1660,7 @@ def start(main, parse_args):
     warnings.filterwarnings("ignore", ".*(broadcast_buffers|Grad strides do not match|all_gather_into_tensor).*")
     try:
         args = parse_args()
-        device = own_device(getattr(args, "device", "auto"))
+        device = own_device(getattr(args, "device", "cpu"))  # a tool may have no such flag
         if device.type == "cuda":
             torch.cuda.set_device(device)
             # The same GPUs have TF32 and bf16.
@@ -1843,14 +1842,6 @@ class ArgumentParser(argparse.ArgumentParser):
 
     def error(self, message):
         fail(f"{message} (see python {self.prog} --help)")
-
-    def parse_args(self, args=None, namespace=None):
-        parsed, unknown = self.parse_known_args(args, namespace)
-        if unknown:
-            flag = unknown[0].split("=")[0]
-            close = difflib.get_close_matches(flag.replace("_", "-"), self._option_string_actions, n=1)
-            self.error(f"unknown argument {unknown[0]}" + (f": did you mean {close[0]}?" if close else ""))
-        return parsed
 
 
 def evaluation_parser(script, doc):
@@ -2075,10 +2066,9 @@ for _name, _core in itertools.product(("scalar", "_reconstruct"), ("core", "_cor
 for _module, _pure in itertools.product(("pathlib", "pathlib._local"), ("", "Pure")):  # before Python 3.13, and from it
     PLAIN_DATA += [(PurePosixPath, f"{_module}.{_pure}PosixPath"), (PureWindowsPath, f"{_module}.{_pure}WindowsPath")]
 PLAIN_FILE = (  # run by a user who trusts a file: all its tensors, without what else it holds
-    "import torch; keep = lambda x: keep(x.state_dict()) if hasattr(x, 'state_dict') else {{k: keep(v) for k, v in "
-    "x.items()}} if isinstance(x, dict) else [keep(v) for v in x] if isinstance(x, (list, tuple)) else x if "
-    "torch.is_tensor(x) else None; torch.save(keep(torch.load({path!r}, map_location='cpu', weights_only=False)), "
-    "'plain.pt')"
+    "import torch; from torch.utils._pytree import tree_map; "
+    "keep = lambda x: x.state_dict() if hasattr(x, 'state_dict') else x if torch.is_tensor(x) else None; "
+    "torch.save(tree_map(keep, torch.load({path!r}, map_location='cpu', weights_only=False)), 'plain.pt')"
 )
 
 

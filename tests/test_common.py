@@ -1,6 +1,7 @@
 """common.py against slow, obvious references: randomness, data, views, colour, flags, files."""
 
 import colorsys
+import errno
 import gc
 import os
 import pickle
@@ -768,6 +769,20 @@ def test_write_whole_is_all_or_nothing(tmp_path, capsys, error):
     assert path.read_text() == "old" and list(tmp_path.iterdir()) == [path]
     common.write_whole(path, lambda t: t.write_text("new"))
     assert path.read_text() == "new" and list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.parametrize("error", [OSError(errno.ESTALE, "stale"), RuntimeError("stale")])
+def test_a_write_that_fails_once_is_tried_again(tmp_path, monkeypatch, error):
+    pauses = []
+    monkeypatch.setattr(common.time, "sleep", pauses.append)
+
+    def write(temporary):
+        temporary.write_text("new")
+        if not pauses:
+            raise error
+
+    common.write_whole(tmp_path / "file", write)
+    assert (tmp_path / "file").read_text() == "new" and pauses == [1] and len([*tmp_path.iterdir()]) == 1
 
 
 def test_a_configuration_is_read_or_empty(tmp_path):

@@ -271,7 +271,7 @@ def test_own_images_need_no_config_and_a_test_set_a_training_set(tiny, tmp_path,
     del own["train"]
     for script in SCRIPTS:
         line = refused(capsys, lambda s=script: s.main(s.parse_args([str(tiny[0]), "--device", "cpu"]), **own))
-        assert "one to train on" in line
+        assert "your training data set is of type NoneType" in line
 
 
 def test_processes_judge_the_first_ones_encoder(tiny, monkeypatch):
@@ -430,8 +430,8 @@ MISTAKES = [
     ("", "give RUN"),
     ("--random-init", "give RUN"),
     ("RUN --batch-size 0", "--batch-size: 0 is not from"),
-    ("RUN --nonsense", "unknown argument --nonsense"),
-    ("RUN --class a b", "unknown argument --class"),
+    ("RUN --nonsense", "unrecognized arguments: --nonsense"),
+    ("RUN --class a b", "unrecognized arguments: --class"),
     ("RUN --seed x", "invalid int value: 'x'"),
     ("RUN --workers 1000000", "--workers: 1000000 is not from"),
     ("NONE", "no checkpoint at"),

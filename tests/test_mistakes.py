@@ -20,9 +20,9 @@ pytestmark = pytest.mark.usefixtures("_tiny")
 OF_ALL_METHODS = [  # flags, and words of the line
     ("--dataset nothing", "nothing"),
     ("--arch nothing", "unknown --arch nothing"),
-    ("--nothing", "unknown argument --nothing"),
-    ("--batch_size 64", "unknown argument --batch_size: did you mean --batch-size?"),
-    ("--epoch 3", "did you mean --epochs?"),
+    ("--nothing", "unrecognized arguments: --nothing"),
+    ("--batch_size 64", "unrecognized arguments: --batch_size 64"),
+    ("--epoch 3", "unrecognized arguments: --epoch 3"),
     ("--data-dir somewhere", "--data-dir needs --dataset"),
     ("--dataset folder --data-dir missing --batch-size 64 --patch-size 4", "missing"),
     ("--dataset imagenet --data-dir missing --batch-size 64 --patch-size 4", "missing"),
@@ -62,7 +62,7 @@ OF_SOME = [  # scripts, flags, words
     ("clim", "--resolutions 24 12", "--resolutions 24 12"),
     ("logo", "--local-scale 0.5 0.1", "--local-scale 0.5 0.1: give the smaller number first"),
     ("logo", "--base simsiam --temperature 0.1", "--temperature has no effect"),
-    ("patchmix", "--bn-groups 2", "unknown argument --bn-groups"),
+    ("patchmix", "--bn-groups 2", "unrecognized arguments: --bn-groups"),
     ("patchmix", "--mix-slices 3", "--mix-slices 3"),
     ("patchmix", "--terms oto,other", "--terms"),
     ("eval_knn", "begun --k 0", "--k: 0 is not from"),
@@ -145,7 +145,7 @@ def test_a_script_of_its_own(script, tmp_path):
     """Nothing is imported or written that would put more on the screen."""
     command = [sys.executable, str(ROOT / f"{script}.py"), "--qqqq"]
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
-    words = f"error: unknown argument --qqqq (see python {script}.py --help)\n"
+    words = f"error: unrecognized arguments: --qqqq (see python {script}.py --help)\n"
     assert (done.returncode, done.stdout, done.stderr) == (2, "", words) and not list(tmp_path.iterdir())
 
 
