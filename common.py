@@ -18,6 +18,7 @@ import contextlib
 import copy
 import ctypes
 import datetime
+import difflib
 import errno
 import functools
 import hashlib
@@ -1843,6 +1844,14 @@ class ArgumentParser(argparse.ArgumentParser):
     def error(self, message):
         fail(f"{message} (see python {self.prog} --help)")
 
+    def parse_args(self, args=None, namespace=None):
+        parsed, unknown = self.parse_known_args(args, namespace)
+        if unknown:
+            flag = unknown[0].split("=")[0].replace("_", "-")
+            close = difflib.get_close_matches(flag, self._option_string_actions, n=1)
+            self.error(f"unrecognized arguments: {' '.join(unknown)}" + "".join(f": did you mean {x}?" for x in close))
+        return parsed
+
 
 def evaluation_parser(script, doc):
     """Return the parser of an evaluation, with the flags that both have. doc: its first line says what it does."""
@@ -1963,19 +1972,20 @@ UNFINISHED = re.compile(r".+\.\d+\.tmp")  # names of files that `write_whole` wa
 
 
 def claim_folder(out):
-    """Lock a run's folder for this process. Returns the open file that holds the lock, which ends with the process.
+    """Lock a run's folder for this process. Returns the open file that holds the lock until it is closed.
 
     All processes wait until the first one has it. What a process that was killed has left half written is removed.
     Exits with an error message if the folder has files that are not a run's, if another process has the lock, or if it
     cannot be written. Where the file system has no locks, none is taken.
     """
-    folder, lock = Path(out), None
+    folder, lock = Path(out), open(os.devnull)
     found = sorted(p.name for p in folder.glob("*") if p.name != "lock" and not UNFINISHED.fullmatch(p.name))
     if found and "last.pt" not in found:
         fail(f"--out {out} is not empty ({', '.join(found[:3])}), and has no last.pt: give another")
     if fcntl is not None and rank_and_world()[0] == 0:
         try:
             folder.mkdir(parents=True, exist_ok=True)
+            lock.close()
             lock = open(folder / "lock", "a")
         except OSError as error:  # for example, the file is another user's
             fail(f"cannot write {folder / 'lock'} ({error}): give another --out")

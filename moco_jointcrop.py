@@ -837,7 +837,8 @@ def main(args, train=None, test=None, encoder=None):
             common.say("stopped on request (exit status 75); everything is saved, and the same command goes on")
             raise SystemExit(75)
 
-    del ddp, lock  # before the process group ends: in torch 2.11 a DDP that is deleted after it can hang for ever
+    lock.close()
+    del ddp  # before the process group ends: in torch 2.11 a DDP that is deleted after it can hang for ever
     if step < total_steps:
         common.say(f"stopped at step {step} of {total_steps}: give a larger --max-steps, or none, to go on")
     else:

@@ -722,7 +722,7 @@ def test_what_is_no_checkpoint_is_one_line(tmp_path, capsys):
     path.write_bytes(b"nothing")
     assert f"{path} is damaged" in refused(capsys, common.load_checkpoint, path)
     torch.save([1, 2], path)
-    assert f"{path} is not a last.pt" in refused(capsys, common.load_run, path, None, None)
+    assert f"{path} is not a last.pt" in refused(capsys, common.load_run, SimpleNamespace(out=tmp_path), None)
 
 
 class Hostile:
@@ -847,4 +847,4 @@ def test_evaluations_leave_no_files_open():
         common.extract_features(torch.nn.Flatten(), images, info, torch.device("cpu"), workers=2)
         gc.collect()
         counts.append(len(os.listdir("/proc/self/fd")))
-    assert counts[1] == counts[2]  # the first may open what stays
+    assert counts[2] <= counts[1]  # the first may open what stays

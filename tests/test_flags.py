@@ -218,7 +218,7 @@ def test_a_long_name_is_shortened_by_a_hash():
 # ---------------------------------------------------------------- wrong words
 
 WRONG = [  # flags, words of the error
-    ("--epoch 3", "unrecognized arguments: --epoch 3"),
+    ("--epoch 3", "unrecognized arguments: --epoch 3: did you mean --epochs?"),
     ("--data-dir somewhere", "--data-dir needs --dataset"),
     ("--crop-ratio 1.5 0.5", "--crop-ratio 1.5 0.5: give the smaller number first"),
     ("--flip-p 1.5", "not from 0 to 1"),

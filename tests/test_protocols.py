@@ -417,7 +417,7 @@ def test_stopped_and_continued(whole, tmp_path):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(common.ViewDataset, "__getitems__", interrupted)
         stopped, said = run(*flags, "--out", tmp_path)
-    assert stopped == 75 and load(tmp_path)["step"] == 3 and "exit status 75" in said
+    assert stopped == 75 and load(tmp_path)["step"] == 2 and "exit status 75" in said
     random.seed(99), np.random.seed(98), torch.manual_seed(97)  # nothing depends on what these were
     assert run(*flags, "--out", tmp_path, "--workers", 1 if name == "finetune" else 0)[0] == result
     assert_same_run(out, tmp_path)

@@ -67,7 +67,7 @@ def test_what_a_run_says(whole):
     words += f"chance level of the loss {records(out)[0]['loss'] + records(out)[0]['below_chance']:.3f}"
     assert [w for w in words.split(", ") if w not in said] == []
     for epoch in (1, 2):
-        (line,) = (x for x in said.splitlines() if x.startswith(f"epoch {epoch}/2"))
+        (line,) = (x for x in said.splitlines() if x.startswith(f"epoch {epoch}/2  loss"))
         assert all(name in line for name in ("loss ", " chance)", "images/s", "std ", "knn20_top1 ")), line
         assert len(line) <= 120
     assert "finished. Judge it" in said
