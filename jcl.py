@@ -16,7 +16,7 @@ enter the queue of negatives.
     Eq. 8-9                    jcl_loss                 the bound, and its mean over the batch
     Algorithm 1, line 4        main                     the views
     Algorithm 1, lines 5-10    JCL.forward              queries, keys and the loss; lines 7-10 are jcl_loss
-    Algorithm 1, lines 12-13   main                     the update of the encoders, and the queue
+    Algorithm 1, lines 12-13   main                     12: the update (its Eq. 9: jcl_loss); 13: the queue
 
     python jcl.py                                                             # a laptop, no data
     python jcl.py --dataset cifar10 --num-keys 1                              # the baseline, MoCo v2, on one GPU
@@ -115,11 +115,11 @@ def jcl_loss(q, k, queue, temperature, lam):
     """Return JCL's loss, an upper bound on the expected InfoNCE loss over Gaussian keys (Eq. 8-9), as a scalar.
 
     It is log[exp(q.mu / T + lam / (2 T^2) q^T Sigma q) + sum_j exp(q.queue_j / T)] - q.mu / T, averaged over the batch.
-    mu and Sigma are the mean and the covariance of an image's keys (Sigma is a sum divided by M', not M' - 1). With
+    mu and Sigma are the mean and the covariance of an image's keys. Sigma is divided by M', not by M' - 1. With
     lam >= 1 the loss is a bound. With one key it is InfoNCE, whatever lam is.
 
-    q: (N, C) queries, L2-normalised. k: (N, M', C) keys, each L2-normalised; k[i] are the keys of q[i]. queue: (K, C)
-    negatives, for example earlier keys, or means of keys. temperature: T > 0. lam: lambda >= 0.
+    q: (N, C) queries, L2-normalised. k: (N, M', C) keys, each L2-normalised; k[i], not k[:, i], are the keys of q[i].
+    queue: (K, C) negatives, for example earlier keys, or means of keys. temperature: T > 0. lam: lambda >= 0.
     Gradients reach q. They also reach k and queue unless these are detached, as they are in this file (D5).
     float16 and bfloat16 are converted to float32. Call it outside autocast, which would undo that. Raises ValueError if
     the shapes do not fit.
@@ -249,8 +249,8 @@ class JCL(nn.Module):
         query encoder only.
         """
         q = self.query(views[0])  # line 5
-        shuffle = common.generator(self.args.seed, step, STREAM_SHUFFLE)
-        keys = encode_keys(self.key, views[1:], shuffle)  # line 6: (M', N, C), of all processes
+        generator = common.generator(self.args.seed, step, STREAM_SHUFFLE)
+        keys = encode_keys(self.key, views[1:], generator)  # line 6: (M', N, C), of all processes
         k = common.own_rows(keys, dim=1).transpose(0, 1)  # (n, M', C)
         if self.args.vanilla:
             losses = [info_nce(q, key, self.queue.keys, self.args.temperature) for key in k.unbind(1)]  # Eq. 2
@@ -551,7 +551,7 @@ def main(args, train=None, test=None, encoder=None):
                     lr, weight_decay, momentum = schedule(args, step, steps_per_epoch)
                     for group in optimizer.param_groups:
                         group.update(lr=lr, weight_decay=weight_decay)
-                    # Algorithm 1, line 4: a query view and M' key views per image
+                    # Algorithm 1, line 4: a query view and M' key views per image; the loader has cut them
                     views = common.colour_views(batch, device, layout, norm)
                     seed_step(args.seed, step)  # for layers that draw random numbers, such as drop-path
                     # Lines 5 to 10, and Eq. 9: the loss

@@ -17,7 +17,7 @@ the batch. The loss is the sum of three contrasts. They have short names in the 
     Eq. 13-15     soft_info_nce       the three contrasts
     Eq. 16        PatchMix.forward    their sum
     Algorithm 1   patch_mix (lines 2 to 7), mix_targets (8)
-    Algorithm 2   PatchMix (lines 1 and 2), main (3, 4, 10 and 11), PatchMix.forward (5 to 9, the loss of 10)
+    Algorithm 2   PatchMix (lines 1, 2 and 7), main (3, 4, 10 and 11), PatchMix.forward (5, 6, 8, 9, the loss of 10)
 
     python patchmix.py                                                        # a laptop, no data
     python patchmix.py --dataset cifar10 --arch vit_tiny                      # one GPU
@@ -263,7 +263,8 @@ def mix_in_slices(images, args, step, number):
     images: this process's rows. number: 0 for the mixed queries' view, 1 for the mixed keys', 2 and up for local crops.
     There is one permutation per view and batch (Eq. 2), the same in all slices and on all processes.
     """
-    generator = common.generator(args.seed, step, STREAM_PERMUTATION + number, 0)  # the 0 stays, so that the draws stay
+    # The last 0 has no meaning. Without it all draws would change
+    generator = common.generator(args.seed, step, STREAM_PERMUTATION + number, 0)
     num_patches = (images.shape[-1] // args.patch_size) ** 2
     permutation = torch.randperm(num_patches, generator=generator)
     slices = images.chunk(args.mix_slices // common.rank_and_world()[1])
@@ -365,7 +366,7 @@ class PatchMix(nn.Module):
         return losses
 
     def forward(self, views, step):
-        """Lines 5 to 10 of Algorithm 2: the loss of a batch.
+        """Lines 5, 6, 8, 9 of Algorithm 2, and the loss of line 10.
 
         views: this process's two views, each (n, 3, H, W), and its local crops, if any, normalised. step: chooses the
         shuffles of the patches.
@@ -755,7 +756,7 @@ def main(args, train=None, test=None, encoder=None):
                     # Algorithm 2, line 4: two views per image
                     views = common.colour_views(batch, device, layout, norm)
                     seed_step(args.seed, step)  # for layers that draw random numbers, such as drop-path
-                    # Lines 5 to 10: the mixed images, queries, keys and the loss
+                    # Lines 5, 6, 8, 9, and the loss of 10: the mixed images, queries and keys
                     loss, _, (q, _), metrics = ddp(views, step)
                     # Line 10: update the encoder. Line 11: move the momentum encoder
                     optimizer.zero_grad(set_to_none=True)

@@ -219,6 +219,29 @@ def test_one_of_two_processes_that_is_not_finite_ends_both_in_one_line(copies, t
     assert load(out / "last.pt")["step"] == 5
 
 
+def damaged_play(script, argv):
+    """As `tiny.play`, but the second process meets an image that cannot be used in its third batch."""
+    make, batches = common.ViewDataset.__getitems__, []
+
+    def damaged(self, keys):
+        batches.append(keys)
+        if len(batches) == 3 and common.rank_and_world()[0] == 1:
+            raise common.BadImage("cannot read the image x.jpg")
+        return make(self, keys)
+
+    common.ViewDataset.__getitems__ = damaged
+    tiny.play(script, argv)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", METHODS)
+def test_a_bad_image_of_one_process_costs_no_step(method, tmp_path):
+    """All processes stop before the step that lacks it, and what was made is saved."""
+    args = (method, [*FLAGS, *QUIET, "--out", str(tmp_path / "run")])
+    assert_one_line_of_all(processes(tmp_path / "log", damaged_play, [args] * 2), "x.jpg")
+    assert load(tmp_path / "run" / "last.pt")["step"] == 2
+
+
 @pytest.mark.slow
 def test_a_run_goes_on_with_another_number_of_processes(copies, tmp_path):
     out, _ = copies("jcl")
