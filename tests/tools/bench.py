@@ -157,7 +157,7 @@ def serve(house, method, flags):
     loader = module.common.Loader
     loader.__iter__ = watched(loader.__iter__, before, after)
     with contextlib.redirect_stdout(sys.stderr):
-        module.main(module.parse_args(flags))
+        module.common.start(module.main, lambda: module.parse_args(flags))  # what a script sets for its process, too
 
 
 class Served:
@@ -502,7 +502,7 @@ def probe(method, flags):
     loader = module.common.Loader
     loader.__iter__ = watched(loader.__iter__, before, after)
     with contextlib.redirect_stdout(sys.stderr):
-        module.main(module.parse_args(flags))
+        module.common.start(module.main, lambda: module.parse_args(flags))  # what a script sets for its process, too
     print(json.dumps(found), file=answer)
 
 
