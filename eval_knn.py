@@ -95,7 +95,7 @@ def main(args, encoder=None, train=None, test=None):
     train, test: map-style Datasets of images and labels to use instead of --dataset. With --dump they need no labels:
     without two classes nothing is judged, and the result is {}.
     """
-    args = copy.copy(args)
+    own_group, args = not dist.is_initialized(), copy.copy(args)  # a caller's process group stays
     device, encoder, info = common.open_encoder(args, encoder)
     if args.dump:
         make_room(args.dump)
@@ -121,7 +121,7 @@ def main(args, encoder=None, train=None, test=None):
             found = common.knn_accuracy(train_x.to(device), train_y, test_x.to(device), test_y, ks, args.temperature)
             results[name] = {f"knn{k}_top1": percent for k, percent in found.items()}
             common.say(f"{name:>10}  " + "  ".join(f"k={k} {percent:.2f} %" for k, percent in found.items()))
-    if dist.is_initialized():
+    if own_group and dist.is_initialized():
         dist.destroy_process_group()
     return results
 

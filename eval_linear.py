@@ -846,7 +846,7 @@ def main(args, encoder=None, train=None, test=None):
     args: the namespace of `parse_args`. encoder: a module that maps (N, 3, H, W) to (N, width), instead of timm's.
     train, test: map-style Datasets of images and labels to use instead of --dataset.
     """
-    args = copy.copy(args)
+    own_group, args = not dist.is_initialized(), copy.copy(args)  # a caller's process group stays
     device, encoder, info = common.open_encoder(args, encoder)
     train, test = common.open_data(args, info, train, test)
     resolve(args, info)
@@ -857,7 +857,7 @@ def main(args, encoder=None, train=None, test=None):
         results = evaluate_cached(args, device, encoder, info, train, test)
     else:
         results = train_protocol(args, device, encoder, info, train, test)
-    if dist.is_initialized():
+    if own_group and dist.is_initialized():
         dist.destroy_process_group()
     return results
 

@@ -170,6 +170,16 @@ def test_a_program_that_calls_in_stays_as_it_was(tmp_path):
     assert status == 0, error
 
 
+def test_a_callers_process_group_stays(tmp_path):
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        run("jcl", tmp_path, "--max-steps", "1")
+        eval_knn.main(eval_knn.parse_args([str(tmp_path), "--device", "cpu", "--k", "1"]))
+        assert torch.distributed.is_initialized()
+    finally:
+        torch.distributed.destroy_process_group()
+
+
 # -------------------------------------------------------- output may go anywhere
 
 
