@@ -823,7 +823,7 @@ def test_the_end_of_the_loaders_leaves_other_child_processes_alive():
     assert done.stdout == "2 [False, False] True\n", done.stderr
 
 
-@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("workers", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_loader_raises_one_line_at_an_image_that_cannot_be_used(tmp_path, workers):
     """The training saves its steps first; `start` makes an error message of it."""
     images = common.load_images("folder", damaged(tmp_path), cache=False)

@@ -303,7 +303,8 @@ CACHED, UNCACHED, LOADED = "", "--no-cache", "--no-cache --workers 2"
 
 
 @pytest.mark.parametrize("part, i, flags", [
-    ("train", 0, CACHED), ("train", 9, CACHED), ("train", 9, UNCACHED), ("train", 9, LOADED), ("test", 3, UNCACHED),
+    ("train", 0, CACHED), ("train", 9, CACHED), ("train", 9, UNCACHED), ("test", 3, UNCACHED),
+    pytest.param("train", 9, LOADED, marks=pytest.mark.slow),
 ])  # fmt: skip
 def test_a_damaged_image_stops_a_run_in_one_line(tmp_path, capsys, part, i, flags):
     """At the start, where images are decoded at once; else when it is met, by a worker, too."""

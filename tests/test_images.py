@@ -452,6 +452,7 @@ def test_only_regular_files_are_images(tmp_path):
 CHECK = str(ROOT / "tests" / "tools" / "check_images.py")
 
 
+@pytest.mark.slow
 def test_a_tool_lists_what_cannot_be_used_and_what_is_passed_over(tmp_path):
     root = write_tree(tmp_path, {"train/a": 3, "train/b": 3, ".thumbnails": 2})
     check = lambda: subprocess.run([sys.executable, CHECK, root], capture_output=True, text=True, timeout=100)  # noqa: E731
@@ -507,6 +508,7 @@ assert (array == 1).all()
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="the unit of ru_maxrss")
 def test_images_are_decoded_into_one_array():
     """The most memory that it takes, in arrays."""
