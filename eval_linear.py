@@ -816,7 +816,7 @@ def train_protocol(args, device, encoder, info, train, test):
                     step += 1
                     train_top1 = 100 * (logits.argmax(1) == y).float().mean()
                     history.append(dict(loss=loss.detach(), train_top1=train_top1))
-                    if step % 10 == 0 or step % steps_per_epoch == 0:
+                    if step % 10 == 0:
                         common.show_progress(args, loader, history, step, total_steps)
             except common.BadImage:
                 stopped(True)  # all processes leave the loop, and save the steps that were made

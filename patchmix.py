@@ -633,10 +633,13 @@ def means(args, loader, history):
     """Return the means of metrics over the steps and processes, and how fast the steps were: {name: float}.
 
     loader: it has noted when the epoch began, and how long the loop has waited. history: {name: 0-d tensor} of each
-    step. If the epoch was interrupted, these are the steps after the restart only.
+    step. If the epoch was interrupted, these are the steps after the restart only. Exits with an error message if a
+    mean is not finite.
     """
     sums = sum(torch.stack([*metrics.values()]).double() for metrics in history)
     values = (gather(sums[None]).mean(0) / len(history)).tolist()
+    if not math.isfinite(sum(values)):
+        common.fail("the loss or its gradient is not finite in this epoch; last.pt is from before: give a lower --lr")
     seconds = time.perf_counter() - loader.began
     speed = dict(images_per_s=args.batch_size * len(history) / seconds, data_wait=loader.waited / seconds)
     return dict(zip(history[0], values, strict=True)) | speed
@@ -767,7 +770,7 @@ def main(args, train=None, test=None, encoder=None):
                     step += 1
                     metrics |= dict(loss=loss, grad_norm=grad_norm)
                     history.append({name: value.detach() for name, value in metrics.items()})
-                    if step % 10 == 0 or step % steps_per_epoch == 0:
+                    if step % 10 == 0:
                         common.show_progress(args, loader, history, step, total_steps)
             except common.BadImage:
                 stopped(True)  # all processes leave the loop, and save the steps that were made

@@ -33,7 +33,7 @@ CASES = [  # method and flags
     "logo --local-size 8 --pairs all",
     "logo --local-size 8 --base simsiam --hidden 16 --lam 0.5",
     "patchmix --mix-slices 2 --hidden 16",
-    "patchmix --mix-slices 4 --hidden 16 --variant released --local-crops 2 --local-size 16",
+    "patchmix --mix-slices 4 --hidden 16 --variant released --image-size 32 --local-crops 2 --local-size 16",
 ]
 DTYPES = {torch.float32: 5e-4, torch.float64: 1e-9}  # by which two processes may differ from one
 

@@ -76,7 +76,7 @@ def test_a_run_of_few_images_is_kept_and_shown(tmp_path, monkeypatch, capfd):
     results.main(
         f"few --data-dir {tmp_path} --arm patchmix-released --seed 3 --epochs 1 --runs {tmp_path / 'runs'}".split()
     )
-    assert "training images your training data set: 130 images" in capfd.readouterr().out
+    assert "your training data set: 130 images" in capfd.readouterr().out
     record = results.kept_runs("cpu", "few-patchmix-released")[3]
     assert record["trained"] == 1 and "--variant released" in record["flags"]
     knn = record["epochs"][0]["knn20_top1"]
