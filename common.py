@@ -1763,9 +1763,10 @@ def _group_on_cpus(group):
 def signals_noted():
     """Inside, SIGTERM, SIGHUP and Ctrl-C (SIGINT) are noted, not obeyed. Yields `stopped`.
 
-    stopped() -> True if any process has had a signal. All processes have to call it. A second signal, three seconds or
-    more after the first, acts at once, so that what hangs can be ended. A signal that is ignored stays so (SIGHUP under
-    nohup). Outside the main thread, where Python handles no signals, none is noted.
+    stopped(here=False) -> True if any process has had a signal, or gives `here`, a reason of its own. All processes
+    have to call it. A second signal, three seconds or more after the first, acts at once, so that what hangs can be
+    ended. A signal that is ignored stays so (SIGHUP under nohup). Outside the main thread, where Python handles no
+    signals, none is noted.
     """
     noted, previous = [], {}
 
