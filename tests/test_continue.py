@@ -228,6 +228,15 @@ def test_a_damaged_checkpoint_is_told_and_left_alone(command, tmp_path, capsys):
     assert "going on from" in life(script, words)[1] and step_of(tmp_path) == 12
 
 
+def test_an_optimisers_flags_hold_over_those_of_another_run(command, tmp_path):
+    script, words = command("jcl", "")
+    life(script, [*words, "--out", tmp_path / "a", "--max-steps", "2"])
+    more = ["--sgd-momentum", "0.5", "--resume", tmp_path / "a" / "last.pt", "--out", tmp_path / "b"]
+    assert life(script, [*words, *more, "--max-steps", "3"])[0] == 0
+    (group,) = load(tmp_path / "b" / "last.pt")["optimizer"]["param_groups"]
+    assert group["momentum"] == 0.5
+
+
 def test_resume_from_another_folder(command, straight, tmp_path, capsys):
     """--resume PATH: the same weights and records. The same command again goes on in --out."""
     script, words = command("jcl", "--keep-every 1")
