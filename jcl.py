@@ -405,11 +405,10 @@ def restore(args, images, parts):
             if torch.is_tensor(part):
                 part.copy_(state[name])
                 continue
-            groups, by_step = getattr(part, "param_groups", ()), ("params", "lr", "weight_decay")
-            flags = [{name: value for name, value in group.items() if name not in by_step} for group in groups]
             part.load_state_dict(state[name])
-            for group, own in zip(getattr(part, "param_groups", ()), flags, strict=True):
-                group.update(own)  # the optimiser's flags hold over those of --resume's run
+            for group in getattr(part, "param_groups", ()):  # an optimiser's flags are this run's, not --resume's
+                flags = group.keys() & part.defaults.keys() - {"lr", "weight_decay"}  # these two are set in each step
+                group.update({flag: part.defaults[flag] for flag in flags})
     except (RuntimeError, ValueError, TypeError, KeyError, AttributeError) as error:
         common.fail(f"{path} does not fit this method and model: {type(error).__name__} {str(error)[:300]}")
     if step > args.epochs * (images["number"] // args.batch_size):
@@ -742,19 +741,16 @@ def gradient_norm(model):
 def in_parallel(args, model):
     """Apply --grad-checkpoint and --compile to the model, wrap it in DDP if there are several processes, return it."""
     if args.grad_checkpoint:
-        if not hasattr(model.backbone, "set_grad_checkpointing"):
-            common.fail("--grad-checkpoint needs an encoder with timm's set_grad_checkpointing, which yours has not")
-        model.backbone.set_grad_checkpointing()
+        model.backbone.set_grad_checkpointing()  # timm's encoders have it
     if args.compile:
         for name, child in model.named_children():  # one that has two names comes once
             if name in ("backbone", "momentum_backbone"):
                 child.compile()
     if not dist.is_initialized():
         return model
-    may_have_unused = args.arch == "own"  # only a user's own encoder may leave parameters unused
-    return DistributedDataParallel(
-        model, broadcast_buffers=False, gradient_as_bucket_view=True, find_unused_parameters=may_have_unused
-    )
+    options = dict(broadcast_buffers=False, gradient_as_bucket_view=True)
+    options["find_unused_parameters"] = args.arch == "own"  # only a user's own encoder may have such
+    return DistributedDataParallel(model, **options)
 
 
 if __name__ == "__main__":
