@@ -1929,7 +1929,7 @@ def parse(parser, argv, recipe=None):
     if recipe and "data_dir" in typed and "dataset" not in typed:
         fail(f"--data-dir needs --dataset, which chooses the recipe and the normalisation: {', '.join(DATASETS[1:])}")
     if recipe:
-        encoder_info(args)  # exits if there is no such encoder
+        backbone_info(args.arch, args.image_size, args.patch_size)  # exits if there is no such encoder
     if "show_views" in typed:
         check_picture(args.show_views)
     if "tensorboard" in typed and importlib.util.find_spec("tensorboard") is None:
