@@ -162,13 +162,18 @@ class ImageSet:
         """Return an image, decoded now."""
         if self.array is not None:
             return self.array[self.rows[i]]
-        return read_image(self.path(i)) if self.data is None else self.item_image(self.data[int(self.rows[i])], i)
+        return read_image(self.path(i)) if self.data is None else self.item_image(self.own_item(i), i)
+
+    def own_item(self, i):
+        """Return an item of the user's Dataset."""
+        with named(self.where(i)):
+            return with_patience(lambda: self.data[int(self.rows[i])])
 
     def item(self, i):
         """Return (image, label)."""
         if not self.reads_labels or self.labels[i] >= 0:
             return self[i], int(self.labels[i])
-        item = self.data[int(self.rows[i])]
+        item = self.own_item(i)
         with named(f"the label of {self.where(i)}"):
             if not isinstance(item, (tuple, list)) or len(item) < 2:
                 raise TypeError(f"found {type(item).__name__}, but an evaluation needs items (image, label)")
@@ -761,7 +766,7 @@ def end_workers():
 
 
 class Loader(DataLoader):
-    """A DataLoader that raises BadImage, with a message of one line, if an image cannot be used.
+    """A DataLoader that raises BadImage, with a message of one line, if an image cannot be used or no batch comes.
 
     waited: seconds that the loop over it has waited for batches; began: when that loop began (time.perf_counter).
     """
@@ -784,6 +789,9 @@ class Loader(DataLoader):
                 asked = time.perf_counter()
         except BadImage as error:  # from a worker, with its traceback before the message
             raise BadImage(str(error).strip().splitlines()[-1].removeprefix("common.BadImage: ")) from None
+        except RuntimeError as error:  # a worker was killed, perhaps for its memory
+            reason = str(error).splitlines()[0]
+            raise BadImage(f"no batch from the loader ({reason}): give fewer --workers, or more memory") from error
 
 
 def make_loader(args, images, views, device, draw=None, extra_draws=0):
@@ -1232,6 +1240,7 @@ def backbone_info(arch, image_size, patch_size, norm="imagenet", interpolation="
     like = dict(image_size=image_size, mean=mean, std=std, interpolation=interpolation, **more)
     if arch is None:
         return dict(timm_name=None, create_kwargs={}, stem="own", **like)
+    arch = arch.split(".")[0]  # what timm's names have after a point says whose weights they are
     if arch not in ARCHS and not timm.is_model(arch):
         fail(f"unknown --arch {arch}: give {', '.join(ARCHS)}, or a timm model")
     name, kwargs = ARCHS.get(arch, (arch, {}))
@@ -1478,8 +1487,9 @@ def fitting_weights(path, backbone, prefix=None, flag="--init-prefix"):
 
 
 def copy_module(module, frozen=False):
-    """Return a copy of a module, or None for None. frozen: none of its parameters gets gradients.
+    """Return a copy of a module, to be trained, or None for None. frozen: none of its parameters gets gradients.
 
+    A module that is in evaluation mode as a whole, as `load_backbone` returns it, is copied in training mode.
     copy.deepcopy alone gives TorchScript's modules parameters that cannot be trained.
     """
     with torch.no_grad():
@@ -1487,6 +1497,8 @@ def copy_module(module, frozen=False):
     if module is not None:
         for new, old in zip(copied.parameters(), module.parameters(), strict=True):
             new.requires_grad_(old.requires_grad and not frozen)
+        if not copied.training:
+            copied.train()
     return copied
 
 
@@ -1764,11 +1776,11 @@ def signals_noted():
     """Inside, SIGTERM, SIGHUP and Ctrl-C (SIGINT) are noted, not obeyed. Yields `stopped`.
 
     stopped(here=False) -> True if any process has had a signal, or gives `here`, a reason of its own. All processes
-    have to call it. A second signal, three seconds or more after the first, acts at once, so that what hangs can be
-    ended. A signal that is ignored stays so (SIGHUP under nohup). Outside the main thread, where Python handles no
-    signals, none is noted.
+    have to call it. Once it is True, it stays so. A second signal, three seconds or more after the first, acts at once,
+    so that what hangs can be ended. A signal that is ignored stays so (SIGHUP under nohup). Outside the main thread,
+    where Python handles no signals, none is noted.
     """
-    noted, previous = [], {}
+    noted, previous, decided = [], {}, False
 
     def note(number, _):
         if noted and time.monotonic() > noted[0] + 3:  # earlier, it is the same request: a scheduler's, and torchrun's
@@ -1777,10 +1789,13 @@ def signals_noted():
         noted.append(time.monotonic())
 
     def stopped(here=False):
-        any_noted = torch.tensor(here or len(noted) > 0, dtype=torch.float)
-        if dist.is_initialized():
-            dist.all_reduce(any_noted, dist.ReduceOp.MAX, group=_group_on_cpus(dist.group.WORLD))
-        return any_noted.item() > 0
+        nonlocal decided
+        if not decided:  # afterwards the others are not asked: one of them may have ended
+            any_noted = torch.tensor(here or len(noted) > 0, dtype=torch.float)
+            if dist.is_initialized():
+                dist.all_reduce(any_noted, dist.ReduceOp.MAX, group=_group_on_cpus(dist.group.WORLD))
+            decided = any_noted.item() > 0
+        return decided
 
     if threading.current_thread() is threading.main_thread():
         numbers = [getattr(signal, name) for name in ("SIGTERM", "SIGINT", "SIGHUP") if hasattr(signal, name)]
@@ -1956,8 +1971,9 @@ def differences(old, new, names=None):
 
 def check_schedule(args):
     """Exit with an error message if batch size, warm-up or last rate of a training do not go together."""
-    if args.batch_size % (world := rank_and_world()[1]):
-        fail(f"--batch-size {args.batch_size} (global) cannot be shared out over {world} processes")
+    world = rank_and_world()[1]
+    if args.batch_size % world or args.batch_size < 2 * world:  # batch norm needs two
+        fail(f"--batch-size {args.batch_size} (global) cannot be shared out over {world} processes, two or more each")
     if args.warmup > args.epochs:
         fail(f"--warmup {args.warmup:g} is longer than the run, --epochs {args.epochs}")
     peak = args.lr * args.batch_size / args.lr_batch
@@ -1969,7 +1985,8 @@ def check_schedule(args):
 # Files that are written whole or not at all, and read as data only.
 
 
-UNFINISHED = re.compile(r".+\.\d+\.tmp")  # names of files that `write_whole` was writing when it was killed
+# Names of files of a run that `write_whole` was writing when it was killed
+UNFINISHED = re.compile(r"(.+\.pt|config\.json|metrics\.jsonl)\.\d+\.tmp")
 
 
 def claim_folder(out):
@@ -2124,20 +2141,28 @@ def load_checkpoint(path):
     fail(f"{path} holds {what}. {advice}: {PLAIN_FILE.format(path=str(path))}")
 
 
-def load_run(args, images, resume=None):
-    """Return (path, state) of a run that goes on: of last.pt in --out, else of the file `resume`. A new run has step 0.
+def load_state(path):
+    """Return what a last.pt has, on the CPU. Exits with an error message if it is none."""
+    state = load_checkpoint(path)
+    if lacking := {"step", "records", "config", "images"} - (state.keys() if isinstance(state, dict) else set()):
+        fail(f"{path} is not a last.pt of this version: it has no {min(lacking)}")
+    return state
 
-    args: the configuration, which has to be the same, OPERATING flags apart; of another run's `resume` only method,
-    encoder and batch size have to be. images: number and checksum, which have to be the same.
+
+def load_run(args, images, resume=None):
+    """Return (path, state) of a run that goes on: of last.pt in --out, else of `resume`. A new run has step 0.
+
+    args: the configuration, which has to be the same, OPERATING flags apart. images: number and checksum, which have to
+    be the same. resume: another run's folder or last.pt; only method, encoder and batch size have to be the same.
     A run that has made no step yet begins anew, perhaps with other flags. Exits with an error message if the run is
     another one, or if the processes have different flags, images or states.
     """
-    last = Path(args.out, "last.pt")
-    path, state = last if last.exists() else resume, {"step": 0, "records": []}
-    if path is not None:
-        state = load_checkpoint(path)
-        if lacking := {"step", "records", "config", "images"} - (state.keys() if isinstance(state, dict) else set()):
-            fail(f"{path} is not a last.pt of this version: it has no {min(lacking)}")
+    last, path, state = Path(args.out, "last.pt"), None, {"step": 0, "records": []}
+    if last.exists():
+        path, state = last, load_state(last)
+    if resume is not None and state["step"] == 0:
+        path = Path(resume, "last.pt") if Path(resume).is_dir() else Path(resume)
+        state = load_state(path)
     if state["step"] > 0:
         must_match = None if path == last else ("method", "arch", "batch_size")  # with these its steps count alike
         if different := "; ".join(differences(state["config"], vars(args), must_match)[:5]):

@@ -502,6 +502,7 @@ def affinity_step(args, affinity, optimizer, lr, local1, local2, step):
         noise = torch.randn(2, *local1.shape, generator=draws, pin_memory=local1.is_cuda)
         noise = noise.to(local1, non_blocking=True) * args.affinity_noise / args.dim**0.5
     loss = affinity_loss(affinity, local1, local2, noise, args.affinity_form, args.affinity_batch)
+    optimizer.param_groups[0]["weight_decay"] = args.weight_decay  # --resume's run may have had another
     descend(optimizer, loss, lr)
     return loss
 
@@ -655,7 +656,7 @@ def schedule(args, step, steps_per_epoch):
     a cosine to --min-lr. The other two are constant. SimSiam has no momentum encoder, so its momentum is 0.
     """
     epoch = step / steps_per_epoch
-    if epoch < args.warmup:
+    if epoch < args.warmup and args.warmup * steps_per_epoch >= 1:  # less than a step is none
         lr = peak_rate(args) * epoch / args.warmup
     elif args.milestones:
         done = step / (args.epochs * steps_per_epoch)
@@ -700,10 +701,10 @@ def restore(args, images, parts):
             if torch.is_tensor(part):
                 part.copy_(state[name])
                 continue
+            for group, own in zip(state[name].get("param_groups", ()), getattr(part, "param_groups", ()), strict=True):
+                # An optimiser's flags are this run's, not --resume's. Rate and weight decay are set in each step
+                group.update({flag: own[flag] for flag in own.keys() - {"params", "lr", "weight_decay"}})
             part.load_state_dict(state[name])
-            for group in getattr(part, "param_groups", ()):  # an optimiser's flags are this run's, not --resume's
-                flags = group.keys() & part.defaults.keys() - {"lr", "weight_decay"}  # these two are set in each step
-                group.update({flag: part.defaults[flag] for flag in flags})
     except (RuntimeError, ValueError, TypeError, KeyError, AttributeError) as error:
         common.fail(f"{path} does not fit this method and model: {type(error).__name__} {str(error)[:300]}")
     if step > args.epochs * (images["number"] // args.batch_size):
@@ -839,8 +840,8 @@ def main(args, train=None, test=None, encoder=None):
     common.say(", ".join(f"{name} {version}" for name, version in common.versions(args.device).items()))
     common.say(f"logo on {args.base}, {kind}; variant {args.variant}; chance level of the loss {chance:.3f}")
     size = f"{args.image_size} px" + (f" in patches of {args.patch_size} px" if common.is_vit(args.arch) else "")
-    common.say(f"encoder {args.arch}, {millions:.2f} M parameters, {size}; starts from {args.init or 'random weights'}")
-    common.say("evaluated: the query encoder")
+    common.say(f"encoder {args.arch}, {millions:.2f} M parameters, {size}")
+    common.say(f"starts from {args.resume or args.init or 'random weights'}; evaluated: the query encoder")
     common.say(f"data {train}; test images: {len(test or ())}; mean {norm[0]}, std {norm[1]}")
     common.say(f"global crops of {args.image_size} px, areas {common.shown(args.global_scale)}")
     if args.local_crops:
@@ -1107,7 +1108,9 @@ def gradient_norm(model):
 def in_parallel(args, model):
     """Apply --grad-checkpoint and --compile to the model, wrap it in DDP if there are several processes, return it."""
     if args.grad_checkpoint:
-        model.backbone.set_grad_checkpointing()  # timm's encoders have it
+        if not hasattr(model.backbone, "set_grad_checkpointing"):
+            common.fail("--grad-checkpoint needs an encoder with timm's set_grad_checkpointing, which yours has not")
+        model.backbone.set_grad_checkpointing()
     if args.compile:
         for name, child in model.named_children():  # one that has two names comes once
             if name in ("backbone", "momentum_backbone"):

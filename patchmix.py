@@ -556,7 +556,7 @@ def schedule(args, step, steps_per_epoch):
     first to their second value.
     """
     epoch, done = step / steps_per_epoch, step / (args.epochs * steps_per_epoch)
-    if epoch < args.warmup:
+    if epoch < args.warmup and args.warmup * steps_per_epoch >= 1:  # less than a step is none
         lr = peak_rate(args) * epoch / args.warmup
     else:
         lr = cosine(peak_rate(args), args.min_lr, (epoch - args.warmup) / (args.epochs - args.warmup))
@@ -597,10 +597,10 @@ def restore(args, images, parts):
             if torch.is_tensor(part):
                 part.copy_(state[name])
                 continue
+            for group, own in zip(state[name].get("param_groups", ()), getattr(part, "param_groups", ()), strict=True):
+                # An optimiser's flags are this run's, not --resume's. Rate and weight decay are set in each step
+                group.update({flag: own[flag] for flag in own.keys() - {"params", "lr", "weight_decay"}})
             part.load_state_dict(state[name])
-            for group in getattr(part, "param_groups", ()):  # an optimiser's flags are this run's, not --resume's
-                flags = group.keys() & part.defaults.keys() - {"lr", "weight_decay"}  # these two are set in each step
-                group.update({flag: part.defaults[flag] for flag in flags})
     except (RuntimeError, ValueError, TypeError, KeyError, AttributeError) as error:
         common.fail(f"{path} does not fit this method and model: {type(error).__name__} {str(error)[:300]}")
     if step > args.epochs * (images["number"] // args.batch_size):
@@ -722,8 +722,8 @@ def main(args, train=None, test=None, encoder=None):
     precision = "bf16" if args.amp == "bf16" else "TF32" if torch.backends.cuda.matmul.allow_tf32 else "float32"
     common.say(", ".join(f"{name} {version}" for name, version in common.versions(args.device).items()))
     common.say(f"patchmix, M = {args.num_mix}, {terms}; variant {args.variant}; chance level of the loss {chance:.3f}")
-    common.say(f"encoder {args.arch}, {millions:.2f} M parameters, {size}; starts from {args.init or 'random weights'}")
-    common.say(f"evaluated: {judged}")
+    common.say(f"encoder {args.arch}, {millions:.2f} M parameters, {size}")
+    common.say(f"starts from {args.resume or args.init or 'random weights'}; evaluated: {judged}")
     common.say(f"data {train}; test images: {len(test or ())}; mean {norm[0]}, std {norm[1]}")
     if args.local_crops:
         areas += f"; {args.local_crops} local crops of {args.local_size} px, areas {common.shown(args.local_scale)}"
@@ -824,7 +824,9 @@ def gradient_norm(model):
 def in_parallel(args, model):
     """Apply --grad-checkpoint and --compile to the model, wrap it in DDP if there are several processes, return it."""
     if args.grad_checkpoint:
-        model.backbone.set_grad_checkpointing()  # timm's encoders have it
+        if not hasattr(model.backbone, "set_grad_checkpointing"):
+            common.fail("--grad-checkpoint needs an encoder with timm's set_grad_checkpointing, which yours has not")
+        model.backbone.set_grad_checkpointing()
     if args.compile:
         for name, child in model.named_children():  # one that has two names comes once
             if name in ("backbone", "momentum_backbone"):
