@@ -38,6 +38,7 @@ import sys
 import threading
 import time
 import warnings
+import weakref
 import zipfile
 import zlib
 from collections import Counter
@@ -1765,10 +1766,16 @@ def gather_uneven(x):
     return torch.cat([part.to(x.device) for part in from_all(x.cpu())])
 
 
-@functools.lru_cache(maxsize=1)
-def _group_on_cpus(group):
-    """The gloo group of the processes of a group: what it passes on need not wait for a GPU."""
-    return dist.new_group(backend="gloo")
+# {process group: the gloo group of its processes}. One that has ended must not be kept: its threads could not end
+ON_CPUS = weakref.WeakKeyDictionary()
+
+
+def _group_on_cpus():
+    """The gloo group of all processes: what it passes on need not wait for a GPU."""
+    world = dist.group.WORLD
+    if world not in ON_CPUS:
+        ON_CPUS[world] = dist.new_group(backend="gloo")
+    return ON_CPUS[world]
 
 
 @contextlib.contextmanager
@@ -1793,7 +1800,7 @@ def signals_noted():
         if not decided:  # afterwards the others are not asked: one of them may have ended
             any_noted = torch.tensor(here or len(noted) > 0, dtype=torch.float)
             if dist.is_initialized():
-                dist.all_reduce(any_noted, dist.ReduceOp.MAX, group=_group_on_cpus(dist.group.WORLD))
+                dist.all_reduce(any_noted, dist.ReduceOp.MAX, group=_group_on_cpus())
             decided = any_noted.item() > 0
         return decided
 
