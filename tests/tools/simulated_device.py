@@ -284,6 +284,11 @@ def main(folder):
                 run = functools.partial(evaluate, case, folder / "sim PatchMix")
             found[name] = dict(cpu=run(folder / f"cpu {name}", "cpu")[0]) if world == 1 else {}
             found[name]["sim"], found[name]["waits"] = run(folder / f"sim {name}", "sim:0")
+    if world > 1:
+        # A thread of gloo may still hold Python's tensors. If it gives them back while Python ends, the process aborts.
+        dist.barrier()
+        dist.destroy_process_group()
+        common._group_on_cpus.cache_clear()  # it holds both groups. The last reference to a group joins its threads
     if rank == 0:
         (folder / "found.json").write_text(json.dumps(found))
     return library
