@@ -12,7 +12,7 @@ from PIL import Image
 
 @pytest.mark.parametrize("arm", results.ARMS)
 def test_every_arm_is_a_command_that_its_script_takes(arm):
-    script, *words = results.command("cpu", arm, seed=0).split()
+    script, *words = results.command(arm, seed=0).split()
     args = importlib.import_module(script.removesuffix(".py")).parse_args(words)
     assert (args.dataset, args.seed, args.batch_size) == ("cifar10", 0, 128)
 
@@ -28,12 +28,10 @@ def test_tables(page):
 
 def test_results_say_how_they_were_made():
     """Each kept run has the command that results.py would start for it, the last epoch's kNN, and its probe."""
-    files = sorted(p for p in results.KEPT.glob("*.json") if p.stem.split("-", 1)[1] in results.ARMS)
-    assert files
-    for file in files:
-        budget, arm = file.stem.split("-", 1)
-        for seed, record in results.kept_runs(budget, arm).items():
-            assert record["command"] == results.command(budget, arm, seed)
+    assert results.kept("moco").keys() == {"0", "1"}
+    for arm in results.ARMS:
+        for seed, record in results.kept(arm).items():
+            assert record["command"] == results.command(arm, seed)
             if asked := re.search(r"--epochs (\d+)", record["command"]):
                 assert record["epochs"][-1]["epoch"] == int(asked[1])
             assert all(0 < value < 100 for value in results.scores(record).values())
@@ -46,12 +44,12 @@ def test_gain_is_paired(tmp_path, monkeypatch):
         for seed, value in values.items():
             epochs = [dict(epoch=6, knn20_top1=value, knn200_top1=value, std=0.5)]
             record = dict(command="", epochs=epochs, linear_top1=value - 1, minutes=10 + seed)
-            results.keep("cpu", arm, seed, record)
-    assert "| 2 | 45.0 → 48.0 | +3.0 ± 1.4 | 44.0 → 47.0 | +3.0 ± 1.4 | x 2 |" in results.front("cpu")
-    (row,) = (line for line in results.table("cpu").splitlines() if "| JCL," in line)
+            results.keep_run(arm, seed, record)
+    assert "| 2 | 45.0 → 48.0 | +3.0 ± 1.4 | 44.0 → 47.0 | +3.0 ± 1.4 | x 2 |" in results.front()
+    (row,) = (line for line in results.table().splitlines() if "| JCL," in line)
     assert "| 3 | 35.3 ± 22.7 |" in row and row.count("+3.0 ± 1.4") == 2
-    text = "a\n<!-- tests/tools/results.py: cpu, front -->\nold\n<!-- end -->\nb"
-    assert results.with_tables(text) == text.replace("old", results.front("cpu"))
+    text = "a\n<!-- tests/tools/results.py: front -->\nold\n<!-- end -->\nb"
+    assert results.with_tables(text) == text.replace("old", results.front())
 
 
 @pytest.mark.parametrize(
@@ -64,8 +62,8 @@ def test_a_verdict_follows_from_all_gains(gains, said):
 
 @pytest.mark.slow
 def test_a_run_of_few_images_is_kept_and_shown(tmp_path, monkeypatch, capfd):
-    monkeypatch.setattr(results, "KEPT", tmp_path / "kept")
-    monkeypatch.setitem(results.FEW, "per_class", 13)  # of 15
+    monkeypatch.setattr(results, "KEPT", tmp_path)
+    monkeypatch.setattr(results, "FEW", 13)  # of 15
     generator = np.random.default_rng(0)
     for part, count in (("train", 15), ("test", 2)):
         for c in range(10):
@@ -73,12 +71,11 @@ def test_a_run_of_few_images_is_kept_and_shown(tmp_path, monkeypatch, capfd):
             for i in range(count):
                 pixels = generator.integers(0, 256, (32, 32, 3), dtype=np.uint8)
                 Image.fromarray(pixels).save(tmp_path / part / f"class{c}" / f"{i:02d}.png")
-    results.main(
-        f"few --data-dir {tmp_path} --arm patchmix-released --seed 3 --epochs 1 --runs {tmp_path / 'runs'}".split()
-    )
+    words = f"few --data-dir {tmp_path} --arm patchmix-released --seed 3 --runs {tmp_path / 'runs'}".split()
+    results.main([*words, "--flags", "--epochs 1"])
     assert "your training data set: 130 images" in capfd.readouterr().out
-    record = results.kept_runs("cpu", "few-patchmix-released")[3]
-    assert record["trained"] == 1 and "--variant released" in record["flags"]
+    record = results.kept("few-patchmix-released")["3"]
+    assert "--variant released" in record["flags"] and [r["epoch"] for r in record["epochs"]] == [1]
     knn = record["epochs"][0]["knn20_top1"]
     assert 0 <= knn <= 100
-    assert results.few_table("cpu").splitlines()[2].endswith(f"| 3 | {knn:.1f} |")
+    assert results.few_table().splitlines()[2].endswith(f"| 3 | {knn:.1f} |")

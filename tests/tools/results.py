@@ -1,30 +1,29 @@
 """Does each paper's improvement over its baseline show? Makes the runs and the tables of their numbers, by hand.
 
     python tests/tools/results.py train --data-dir DIR [--arms jcl clim] [--seeds 0 1] [--jobs 2]
-    python tests/tools/results.py floors --data-dir DIR
-    python tests/tools/results.py mechanisms --data-dir DIR        what the losses do, in all runs
     python tests/tools/results.py few --data-dir DIR --arm mocov3  one run of PatchMix where images are few
-    python tests/tools/results.py readme                   write the tables into README.md and tests/results/README.md
-    python tests/tools/results.py curves OUT.png           learning curves (needs matplotlib)
+    python tests/tools/results.py floors --data-dir DIR            raw pixels, and untrained encoders
+    python tests/tools/results.py mechanisms --data-dir DIR        what the losses do, in all runs
+    python tests/tools/results.py readme                           write the tables into the pages
+    python tests/tools/results.py curves OUT.png                   learning curves (needs matplotlib)
 
 The protocol (tests/results/README.md) was written down before the first run. `train` makes the runs that are missing,
-several side by side. It goes on where it was stopped, as `few` does. The numbers are kept in tests/results/*.json.
+several side by side. It and `few` go on where they were stopped. The numbers are kept in tests/results/*.json.
 """
 
 import argparse
 import functools
-import itertools
 import json
 import os
 import shlex
 import statistics
 import subprocess
 import sys
-import threading
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
 import timm
 import torch
 from torchvision.datasets import ImageFolder
@@ -40,14 +39,8 @@ import patchmix  # noqa: E402
 KEPT = ROOT / "tests" / "results"
 MEASURES = {"knn20_top1": "kNN, k = 20", "knn200_top1": "kNN, k = 200", "linear_top1": "linear"}
 SHOWN = ("knn20_top1", "linear_top1")  # in the tables
-BUDGETS = {  # amp: of the ResNets
-    "cpu": dict(
-        data="cifar10", resnet="resnet_mini", vit="vit_micro", patch=4, amp="bf16", epochs=50, batch=128, knn_every=10
-    ),
-    "gpu": dict(
-        data="cifar10", resnet="resnet18", vit="vit_tiny", patch=2, amp="auto", epochs=200, batch=512, knn_every=20
-    ),
-}
+EPOCHS = 50
+RESNET, VIT = "resnet_mini", "vit_micro"  # PatchMix has the ViT
 
 
 class Arm(NamedTuple):
@@ -55,7 +48,7 @@ class Arm(NamedTuple):
     script: str  # with its flags
     baseline: str | None
     tier: int  # 1: trained by default; 2: if asked for
-    times: float = 1  # the budget's epochs
+    times: float = 1  # EPOCHS
 
 
 ARMS = {
@@ -124,25 +117,26 @@ FRONT = {
 # ----------------------------------------------------------------- the runs
 
 
-def command(budget, arm, seed):
+def command(arm, seed):
     """The command line of one run, without the data's place and the run's folder."""
-    how, script = BUDGETS[budget], ARMS[arm].script
-    vit = script.startswith("patchmix")
-    encoder = f"{how['vit']} --patch-size {how['patch']}" if vit else f"{how['resnet']} --amp {how['amp']}"
-    flags = f"--dataset {how['data']} --arch {encoder} --epochs {round(how['epochs'] * ARMS[arm].times)}"
-    return f"{script} {flags} --batch-size {how['batch']} --knn-every {how['knn_every']} --seed {seed}"
+    script, epochs = ARMS[arm].script, round(EPOCHS * ARMS[arm].times)
+    encoder = f"{VIT} --patch-size 4" if script.startswith("patchmix") else f"{RESNET} --amp bf16"
+    flags = f"--dataset cifar10 --arch {encoder} --epochs {epochs}"
+    return f"{script} {flags} --batch-size 128 --knn-every 10 --seed {seed}"
 
 
-def kept_runs(budget, arm):
-    """{seed: record} of the runs that are done."""
-    file = KEPT / f"{budget}-{arm}.json"
-    return {int(seed): record for seed, record in json.loads(file.read_text()).items()} if file.exists() else {}
+def kept(name):
+    """What is kept under a name; of an arm {seed: record} of its runs, else nothing."""
+    file = KEPT / f"{name}.json"
+    return json.loads(file.read_text()) if file.exists() else {}
 
 
-def keep(budget, arm, seed, record):
-    runs = kept_runs(budget, arm) | {seed: record}
-    KEPT.mkdir(exist_ok=True)
-    (KEPT / f"{budget}-{arm}.json").write_text(json.dumps(dict(sorted(runs.items())), indent=1) + "\n")
+def keep(name, found):
+    (KEPT / f"{name}.json").write_text(json.dumps(found, indent=1) + "\n")
+
+
+def keep_run(name, seed, record):
+    keep(name, dict(sorted((kept(name) | {str(seed): record}).items())))
 
 
 def run_script(line, out, where):
@@ -158,9 +152,12 @@ def records_of(out):
     return [json.loads(line) for line in (Path(out) / "metrics.jsonl").read_text().splitlines()]
 
 
-def made_with(config):
-    """What a run's config.json says of the software and the machine."""
-    return dict(torch=config["torch"], device=config["machine"], commit=config["commit"])
+def summary(line, out, shown):
+    """What is kept of a run: its command, what it was made with, and the records of its epochs with kNN."""
+    config = common.read_config(out)
+    record = dict(command=line, torch=config["torch"], device=config["machine"], commit=config["commit"])
+    epochs = [r for r in records_of(out) if "knn20_top1" in r]
+    return record | dict(epochs=[{k: round(r[k], 4) for k in shown if k in r} for r in epochs])
 
 
 def judge(line, out, where):
@@ -168,50 +165,37 @@ def judge(line, out, where):
     torch.set_num_threads(1)
     flags = eval_linear.parse_args([str(out), *where, "--no-floors", "--workers", "0"])
     linear = eval_linear.main(flags)["encoder"]["linear_top1"]
-    epochs, config = records_of(out), common.read_config(out)
-    shown = ("epoch", "loss", "below_chance", "std", "knn20_top1", "knn200_top1")
-    record = dict(command=line, **made_with(config))
-    record["epochs"] = [{k: round(r[k], 4) for k in shown if k in r} for r in epochs if "knn20_top1" in r]
-    images = epochs[0]["step"] * config["batch_size"]
+    epochs = records_of(out)
+    images = epochs[0]["step"] * common.read_config(out)["batch_size"]
     minutes = sum(images / r["images_per_s"] for r in epochs) / 60
+    record = summary(line, out, ("epoch", "loss", "below_chance", "std", "knn20_top1", "knn200_top1"))
     return record | {"linear_top1": round(linear, 4), "minutes": round(minutes, 1)}
 
 
 def train(args):
     """Every run of the arms that is not kept yet, --jobs side by side, all arms of a seed before the next seed.
 
-    A run that fails is told and the others go on; after one that was asked to stop no more begin.
+    A run that fails is told, and the others go on.
     """
     runs = Path(args.runs).resolve()
     runs.mkdir(parents=True, exist_ok=True)
     where = ["--data-dir", args.data_dir] if args.data_dir else []
     arms = args.arms or [name for name, arm in ARMS.items() if arm.tier == 1]
-    missing = [(arm, seed) for seed in args.seeds for arm in arms if seed not in kept_runs(args.budget, arm)]
+    missing = [(arm, seed) for seed in args.seeds for arm in arms if str(seed) not in kept(arm)]
     print(f"{len(missing)} runs to do", flush=True)
-    failed, stopped, pool = False, threading.Event(), ThreadPoolExecutor(args.jobs)
-
-    def run(line, out):
-        if stopped.is_set():
-            return None
-        status = run_script(line, out, where)
-        if status == 75:  # asked to stop: no more begin
-            stopped.set()
-        return status
-
+    failed, waiting, pool = False, {}, ThreadPoolExecutor(args.jobs)
     try:
-        waiting = {}
         for arm, seed in missing:
-            line, out = command(args.budget, arm, seed), runs / f"{args.budget}-{arm}-s{seed}"
-            waiting[pool.submit(run, line, out)] = arm, seed, line, out
+            line, out = command(arm, seed), runs / f"{arm}-s{seed}"
+            waiting[pool.submit(run_script, line, out, where)] = arm, seed, line, out
         for future in as_completed(waiting):
             arm, seed, line, out = waiting[future]
-            status = future.result()
-            if status:
+            if status := future.result():
                 print(f"{arm}, seed {seed}: exit status {status}, see {out}.log", file=sys.stderr, flush=True)
                 failed = True
-            elif status == 0:
+            else:
                 record = judge(line, out, where)
-                keep(args.budget, arm, seed, record)
+                keep_run(arm, seed, record)
                 print(f"{arm}, seed {seed}: {shown(scores(record))}", flush=True)
     finally:  # after Ctrl-C, too, which the scripts answer themselves
         pool.shutdown(cancel_futures=True)
@@ -219,54 +203,36 @@ def train(args):
         raise SystemExit(1)
 
 
-FEW = dict(per_class=200, epochs=330, knn_every=30)
+FEW = 200  # images per class
 FEW_ARMS = ("mocov3", "patchmix-released")
 
 
 def few(args):
-    """A run of PatchMix where images are few: the first 200 of each class by name, and a ViT of 1.2 M parameters.
-
-    If it is stopped, the numbers that it has reached are kept, and the same command continues it.
-    """
+    """A run of PatchMix where images are few: the first 200 of each class by name, and a ViT of 1.2 M parameters."""
     torch.set_num_threads(1)
     train, test = (ImageFolder(Path(args.data_dir) / part) for part in ("train", "test"))
     of_class = [[i for i, label in enumerate(train.targets) if label == c] for c in range(len(train.classes))]
-    first = torch.utils.data.Subset(train, sum((rows[: FEW["per_class"]] for rows in of_class), []))
+    first = torch.utils.data.Subset(train, sum((rows[:FEW] for rows in of_class), []))
     torch.manual_seed(args.seed)
-    encoder = timm.create_model(
-        "vit_tiny_patch16_224", img_size=32, patch_size=4, embed_dim=128, depth=6, num_heads=4, num_classes=0
-    )
+    size = dict(img_size=32, patch_size=4, embed_dim=128, depth=6, num_heads=4)
+    encoder = timm.create_model("vit_tiny_patch16_224", **size, num_classes=0)
     script, *flags = ARMS[args.arm].script.split()
-    flags += f"--dataset cifar10 --arch vit_micro --patch-size 4 --epochs {args.epochs} {args.flags}".split()
-    flags += f"--batch-size 128 --knn-every {FEW['knn_every']} --seed {args.seed} --workers 0 --device cpu".split()
+    flags += f"--dataset cifar10 --arch {VIT} --patch-size 4 --epochs 330 --batch-size 128 --knn-every 30".split()
+    flags += f"--seed {args.seed} --workers 0 --device cpu {args.flags}".split()
     out = Path(args.runs) / f"few-{args.arm}-s{args.seed}"
-    status = 0
-    try:
-        patchmix.main(patchmix.parse_args([*flags, "--out", str(out)]), first, test, encoder)
-    except SystemExit as stop:
-        if stop.code != 75:  # it was refused: the folder's numbers are another run's
-            raise
-        status = 75
-    epochs = records_of(out)
+    patchmix.main(patchmix.parse_args([*flags, "--out", str(out)]), first, test, encoder)
     line = f"tests/tools/results.py few --arm {args.arm} --seed {args.seed}"
-    record = dict(command=line, flags=" ".join(flags), **made_with(common.read_config(out)))
-    record["trained"] = epochs[-1]["epoch"] if epochs else 0
-    shown = ("epoch", "loss", "std", "knn20_top1", "knn200_top1")
-    record["epochs"] = [{k: round(r[k], 4) for k in shown} for r in epochs if "knn20_top1" in r]
-    keep(args.budget, f"few-{args.arm}", args.seed, record)
-    if status:
-        raise SystemExit(status)
+    record = summary(line, out, ("epoch", "loss", "std", "knn20_top1", "knn200_top1"))
+    keep_run(f"few-{args.arm}", args.seed, record | dict(flags=" ".join(flags)))
 
 
 def floors(args):
     """Raw pixels, and both encoders untrained."""
     torch.set_num_threads(1)
-    how, found = BUDGETS[args.budget], {}
-    parts = [common.load_images(how["data"], args.data_dir, part, size=32) for part in (True, False)]
-    for name in ("pixels", "resnet", "vit"):
+    found, parts = {}, [common.load_images("cifar10", args.data_dir, part, size=32) for part in (True, False)]
+    for name, arch in dict(pixels=RESNET, resnet=RESNET, vit=VIT).items():
         torch.manual_seed(0)
-        arch = how["vit" if name == "vit" else "resnet"]
-        info = common.backbone_info(arch, 32, how["patch"], norm=how["data"])
+        info = common.backbone_info(arch, 32, 4, norm="cifar10")
         encoder = torch.nn.Flatten() if name == "pixels" else common.build_backbone(info)
         x, y = zip(*(common.extract_features(encoder, part, info, torch.device("cpu")) for part in parts), strict=True)
         knn = common.knn_predict(x[0], y[0], x[1], (20, 200), 0.07, 10)
@@ -274,23 +240,20 @@ def floors(args):
         judged = {"knn20_top1": knn[0], "knn200_top1": knn[1], "linear_top1": linear}
         found[name] = {k: round(100 * (v == y[1]).double().mean().item(), 4) for k, v in judged.items()}
         print(f"{name}: {shown(found[name])}", flush=True)
-    (KEPT / f"{args.budget}-floors.json").write_text(json.dumps(found, indent=1) + "\n")
+    keep("floors", found)
 
 
 def mechanisms(args):
     """What the losses do, by the papers' analyses and ours (`figures.mechanisms`), of every run that is kept."""
     torch.set_num_threads(1)
-    runs, how = Path(args.runs).resolve(), BUDGETS[args.budget]
-    parts = [common.load_images(how["data"], args.data_dir, part, size=32) for part in (True, False)]
-    file = KEPT / f"{args.budget}-mechanisms.json"
-    found = json.loads(file.read_text()) if file.exists() else {}
-    for arm, seed in ((name, str(seed)) for name in ARMS for seed in kept_runs(args.budget, name)):
-        run = runs / f"{args.budget}-{arm}-s{seed}"
+    runs, found = Path(args.runs).resolve(), kept("mechanisms")
+    parts = [common.load_images("cifar10", args.data_dir, part, size=32) for part in (True, False)]
+    for arm, seed in ((name, seed) for name in ARMS for seed in kept(name)):
+        run = runs / f"{arm}-s{seed}"
         if seed not in found.setdefault(arm, {}) and run.is_dir():
             found[arm][seed] = figures.mechanisms(run, *parts)
             print(f"{arm}, seed {seed}: {found[arm][seed]}", flush=True)
-            kept = {name: dict(sorted(found[name].items())) for name in ARMS if found.get(name)}
-            file.write_text(json.dumps(kept, indent=1) + "\n")
+            keep("mechanisms", {name: dict(sorted(found[name].items())) for name in ARMS if found.get(name)})
 
 
 # --------------------------------------------------------------- the tables
@@ -311,9 +274,9 @@ def spread(values, sign="", digits=1):
     return mean + (f" ± {statistics.stdev(values):.{digits}f}" if len(values) > 1 else "")
 
 
-def paired(budget, arm, other):
+def paired(arm, other):
     """[(scores of the arm `other`, scores of the arm)] of the seeds that both have; other: None for no arm."""
-    runs, others = (kept_runs(budget, name) if name else {} for name in (arm, other))
+    runs, others = (kept(name) if name else {} for name in (arm, other))
     return [(scores(others[seed]), scores(runs[seed])) for seed in sorted(runs.keys() & others.keys())]
 
 
@@ -321,34 +284,34 @@ def markdown(heads, rows):
     return "\n".join("| " + " | ".join(line) + " |" for line in [heads, ["---"] * len(heads), *rows])
 
 
-def table(budget):
+def table():
     """Markdown of the arms that have runs, and of the floors below."""
     heads = ["arm", "seeds", "kNN", "linear", "gain, kNN", "gain, linear", "over", "`std`", "minutes"]
-    rows, file = [], KEPT / f"{budget}-floors.json"
+    rows = []
     for name, arm in ARMS.items():
-        runs = kept_runs(budget, name).values()
+        runs = kept(name).values()
         if not runs:
             continue
-        longer = f" --epochs {round(BUDGETS[budget]['epochs'] * arm.times)}" if arm.times != 1 else ""
-        both, cells = paired(budget, name, arm.baseline), [f"{arm.name}, `{arm.script}{longer}`", str(len(runs))]
+        longer = f" --epochs {round(EPOCHS * arm.times)}" if arm.times != 1 else ""
+        both, cells = paired(name, arm.baseline), [f"{arm.name}, `{arm.script}{longer}`", str(len(runs))]
         cells += [spread([scores(run)[measure] for run in runs]) for measure in SHOWN]
         for measure in SHOWN:
             cells.append(spread([own[measure] - other[measure] for other, own in both], "+") if both else "")
         cells += [ARMS[arm.baseline].name if both else "", spread([run["epochs"][-1]["std"] for run in runs], digits=2)]
         rows.append([*cells, f"{statistics.mean(run['minutes'] for run in runs):.0f}"])
     names = {"pixels": "raw pixels", "resnet": "the ResNet untrained", "vit": "the ViT untrained"}
-    for floor, values in json.loads(file.read_text()).items() if file.exists() else ():
+    for floor, values in kept("floors").items():
         rows.append([names[floor], "", *(f"{values[m]:.1f}" for m in SHOWN), *[""] * 5])
     return markdown(heads, rows)
 
 
-def front(budget):
+def front():
     """Markdown of README's table: each method beside its baseline, its time over the baseline's, and its paper."""
     heads = ["method", "over", "seeds", "kNN", "gain", "linear", "gain", "time", "the paper's own numbers"]
     rows = []
     for name, (time, paper) in FRONT.items():
         other, cells = ARMS[name].baseline, []
-        both = paired(budget, name, other)
+        both = paired(name, other)
         if not both:
             continue
         for measure in SHOWN:
@@ -366,11 +329,11 @@ def verdict(gains):
     return "the opposite" if max(gains) < -NOISE else "not shown"
 
 
-def claims(budget):
+def claims():
     """Markdown of what the papers claim, of the gains here, and of the verdict that follows from them."""
     rows = []
     for claim, arm, other, time in CLAIMS:
-        if both := paired(budget, arm, other):
+        if both := paired(arm, other):
             gains = [[own[measure] - others[measure] for others, own in both] for measure in SHOWN]
             said = verdict(sum(gains, [])) + " (one seed)" * (len(both) == 1)
             rows.append([claim, *(spread(gain, "+") for gain in gains), str(len(both)), f"x {time}", said])
@@ -412,10 +375,10 @@ ANALYSES = {
 }
 
 
-def analysis(table, budget):
+def analysis(table):
     """Markdown of one of ANALYSES: an arm per row, a measure per column."""
-    file, rows = KEPT / f"{budget}-mechanisms.json", []
-    for arm, runs in json.loads(file.read_text()).items() if file.exists() else ():
+    rows = []
+    for arm, runs in kept("mechanisms").items():
         cells = []
         for name in ANALYSES[table].values():
             values = [run[name] for run in runs.values() if name in run]
@@ -425,20 +388,14 @@ def analysis(table, budget):
     return markdown(["arm", "seeds", *ANALYSES[table]], rows)
 
 
-def few_table(budget):
+def few_table():
     """Markdown of the runs where images are few: kNN accuracy (k = 20) over the epochs, an arm per row."""
-    runs = {arm: kept_runs(budget, f"few-{arm}") for arm in FEW_ARMS}
-    found = {
-        (arm, seed): {r["epoch"]: r["knn20_top1"] for r in record["epochs"]}
-        for arm, records in runs.items()
-        for seed, record in records.items()
-    }
-    epochs = sorted(set().union(*found.values()))
-    rows = [
-        [f"{ARMS[arm].name}, `{ARMS[arm].script}`", str(seed), *(f"{at[e]:.1f}" if e in at else "" for e in epochs)]
-        for (arm, seed), at in found.items()
-    ]
-    return markdown(["arm", "seed", *(str(epoch) for epoch in epochs)], rows)
+    runs = [(ARMS[arm], seed, record) for arm in FEW_ARMS for seed, record in kept(f"few-{arm}").items()]
+    epochs, rows = sorted({r["epoch"] for *_, record in runs for r in record["epochs"]}), []
+    for arm, seed, record in runs:
+        at = {r["epoch"]: f"{r['knn20_top1']:.1f}" for r in record["epochs"]}
+        rows.append([f"{arm.name}, `{arm.script}`", seed, *(at.get(epoch, "") for epoch in epochs)])
+    return markdown(["arm", "seed", *map(str, epochs)], rows)
 
 
 TABLES = dict(claims=claims, front=front, arms=table, few=few_table)
@@ -448,11 +405,11 @@ PAGES = ROOT / "README.md", KEPT / "README.md"
 
 def with_tables(page):
     """A page's text with each table between its two marks written anew."""
-    for budget, (what, make) in itertools.product(BUDGETS, TABLES.items()):
-        begin, end = f"<!-- tests/tools/results.py: {budget}, {what} -->\n", "<!-- end -->"
+    for what, make in TABLES.items():
+        begin, end = f"<!-- tests/tools/results.py: {what} -->\n", "<!-- end -->"
         if begin in page:
             before, after = page.split(begin)
-            page = before + begin + make(budget) + "\n" + after[after.index(end) :]
+            page = before + begin + make() + "\n" + after[after.index(end) :]
     return page
 
 
@@ -470,29 +427,21 @@ def curves(args):
     from matplotlib import pyplot
 
     families = {"moco": "MoCo v2 and what builds on it", "simsiam": "SimSiam", "patchmix-1": "PatchMix"}
-    pixels = json.loads((KEPT / "cpu-floors.json").read_text())["pixels"]
-    families = {family: title for family, title in families.items() if kept_runs(args.budget, family)}
-    figure, panels = pyplot.subplots(1, len(families), figsize=(5 * len(families), 4.2), sharey=True, squeeze=False)
-    for panel, (family, title) in zip(panels[0], families.items(), strict=True):
+    figure, panels = pyplot.subplots(1, len(families), figsize=(5 * len(families), 4.2), sharey=True)
+    for panel, (family, title) in zip(panels, families.items(), strict=True):
         for name, arm in ARMS.items():
-            runs = [
-                {r["epoch"]: r["knn20_top1"] for r in record["epochs"] if "knn20_top1" in r}
-                for record in kept_runs(args.budget, name).values()
-            ]
             over = ARMS[arm.baseline].baseline if arm.baseline else None
-            if arm.tier > 1 or family not in (name, arm.baseline, over) or not runs:
+            if arm.tier > 1 or family not in (name, arm.baseline, over):
                 continue
-            epochs = sorted(set.intersection(*(set(run) for run in runs)))
-            values = [[run[e] for run in runs] for e in epochs]
-            (drawn,) = panel.plot(epochs, [statistics.mean(v) for v in values], marker="o", label=arm.name)
-            panel.fill_between(
-                epochs, [min(v) for v in values], [max(v) for v in values], color=drawn.get_color(), alpha=0.15
-            )
-        panel.axhline(pixels["knn20_top1"], ls="--", c="gray", label="raw pixels")
+            epochs = [r["epoch"] for r in kept(name)["0"]["epochs"]]
+            values = np.array([[r["knn20_top1"] for r in record["epochs"]] for record in kept(name).values()])
+            (drawn,) = panel.plot(epochs, values.mean(0), marker="o", label=arm.name)
+            panel.fill_between(epochs, values.min(0), values.max(0), color=drawn.get_color(), alpha=0.15)
+        panel.axhline(kept("floors")["pixels"]["knn20_top1"], ls="--", c="gray", label="raw pixels")
         panel.set(title=title, xlabel="epoch")
         panel.legend(fontsize=8)
         panel.grid(alpha=0.3)
-    panels[0, 0].set(ylabel="kNN top-1, % (k = 20)")
+    panels[0].set(ylabel="kNN top-1, % (k = 20)")
     figure.tight_layout()
     figure.savefig(args.out, dpi=110)
 
@@ -500,29 +449,21 @@ def curves(args):
 def main(argv=None):
     parser = common.ArgumentParser("tests/tools/results.py", __doc__, "ACTION [flags]")
     actions = parser.add_subparsers(required=True, metavar="ACTION", parser_class=argparse.ArgumentParser)
-    for name, function in dict(
-        train=train, floors=floors, mechanisms=mechanisms, few=few, readme=write_pages, curves=curves
-    ).items():
-        action = actions.add_parser(name, help=function.__doc__)
-        action.set_defaults(function=function)
-        action.add_argument("--budget", choices=BUDGETS, default="cpu")
-        if function in (train, floors, mechanisms, few):
-            action.add_argument("--data-dir", metavar="DIR", required=function is few)
-        if function is train:
-            action.add_argument("--arms", nargs="+", choices=ARMS, metavar="ARM", help="default: tier 1")
-            action.add_argument("--seeds", nargs="+", type=int, default=[0, 1], metavar="N")
-            action.add_argument("--jobs", type=int, default=2, metavar="N", help="runs side by side")
-        if function is few:
-            action.add_argument("--arm", choices=FEW_ARMS, required=True)
-            action.add_argument("--seed", type=int, default=0, metavar="N")
-            action.add_argument("--epochs", type=int, default=FEW["epochs"], metavar="N")
-            action.add_argument(
-                "--flags", default="--amp bf16", metavar="FLAGS", help="more for patchmix.py (default: %(default)s)"
-            )
-        if function in (train, mechanisms, few):
-            action.add_argument("--runs", default="runs/results", metavar="DIR", help="where the runs' folders are")
-        if function is curves:
-            action.add_argument("out", type=common.check_picture, metavar="OUT.png")
+    functions = dict(train=train, few=few, floors=floors, mechanisms=mechanisms, readme=write_pages, curves=curves)
+    flags = {name: actions.add_parser(name, help=function.__doc__) for name, function in functions.items()}
+    for name, function in functions.items():
+        flags[name].set_defaults(function=function)
+    for name in ("train", "few", "floors", "mechanisms"):
+        flags[name].add_argument("--data-dir", metavar="DIR", required=name == "few")
+    for name in ("train", "few", "mechanisms"):
+        flags[name].add_argument("--runs", default="runs/results", metavar="DIR", help="where the runs' folders are")
+    flags["train"].add_argument("--arms", nargs="+", choices=ARMS, metavar="ARM", help="default: tier 1")
+    flags["train"].add_argument("--seeds", nargs="+", type=int, default=[0, 1], metavar="N")
+    flags["train"].add_argument("--jobs", type=int, default=2, metavar="N", help="runs side by side")
+    flags["few"].add_argument("--arm", choices=FEW_ARMS, required=True)
+    flags["few"].add_argument("--seed", type=int, default=0, metavar="N")
+    flags["few"].add_argument("--flags", default="--amp bf16", metavar="FLAGS", help="more (default: %(default)s)")
+    flags["curves"].add_argument("out", type=common.check_picture, metavar="OUT.png")
     args = parser.parse_args(argv)
     args.function(args)
 
