@@ -1,6 +1,6 @@
 """Whole runs killed at random moments, by hand, on Linux: nothing of a run may be lost.
 
-python tests/tools/fault_injection.py [--kills 50] [--seed 0] [--methods clim] [--no-distributed] [--out DIR]
+    python tests/tools/fault_injection.py [--kills 50] [--seed 0] [--methods clim]
 
 For each method, on one process and on two (torchrun), a run of a few short epochs is the reference. The same command
 then runs into another folder, is killed by SIGTERM, SIGINT or SIGKILL, goes on with another number of loader workers,
@@ -8,7 +8,7 @@ is killed again, and at last ends: weights, optimizer, counters and metrics must
 the means of an epoch that went on in the middle), and after each kill the folder's files must be whole. A quarter of
 the kills come at any moment from the start of Python on, half at any moment of training, a quarter while an epoch is
 saved and evaluated. Two faults of torchrun follow: a worker that dies, so that torchrun starts all again, and a run
-shared out over two agents. Exit status 1 if anything differs, with the reason.
+shared out over two agents. Exit status 1 if anything differs, with the reason; then the runs are kept.
 """
 
 import argparse
@@ -40,7 +40,6 @@ EPOCHS, STEPS = 6, 12  # 100 images in batches of 8
 FLAGS = f"--dataset patterns --batch-size 8 --epochs {EPOCHS} --knn-every 1 --device cpu".split()
 MORE = {"clim": ["--clim-start", "1", "--refresh-every", "1"]}  # positives are chosen between any two epochs
 WAYS = {1: ("TERM", "INT", "KILL"), 2: ("TERM", "INT", "KILL one", "KILL all")}  # by the number of processes
-PLACES = ("start-up", "in the first epoch", "in an epoch", "at an epoch's end")
 KILLS_A_RUN = 5
 SAVE = 0.2  # seconds that the files of an epoch, its evaluation and its record take, about
 LIMIT = 600  # seconds after which a run hangs
@@ -70,17 +69,13 @@ class Life:
     def __init__(self, method, world, out, workers=0, name="log", torchrun=("--standalone", "--nproc_per_node=2")):
         self.script, self.world, self.logs, self.victims = f"{method}.py", world, Path(f"{out}-{name}"), []
         self.logs.mkdir()
-        launcher = (
-            ["-m", "torch.distributed.run", *torchrun, "--redirects=3", f"--log-dir={self.logs}"] if world > 1 else []
-        )
+        launcher = ["-m", "torch.distributed.run", *torchrun, "--redirects=3", f"--log-dir={self.logs}"]
         own = [*FLAGS, *MORE.get(method, []), "--data-dir", str(out.parent / "data"), "--out", str(out)]
-        command = [sys.executable, *launcher, str(ROOT / self.script), *own, "--workers", str(workers)]
+        command = [sys.executable, *launcher * (world > 1), str(ROOT / self.script), *own, "--workers", str(workers)]
         streams = {stream: open(self.logs / f"{stream}.log", "w") for stream in ("stdout", "stderr")}
         environment = os.environ | {"OMP_NUM_THREADS": "1"}
-        self.process, self.began = (
-            subprocess.Popen(command, env=environment, start_new_session=True, **streams),
-            time.time(),
-        )
+        self.began = time.time()
+        self.process = subprocess.Popen(command, env=environment, start_new_session=True, **streams)
 
     def age(self):
         return time.time() - self.began
@@ -213,18 +208,15 @@ def wait_for_moment(life, out, timing, before, left, chance):
     life.wait_until(lambda: life.age() >= until)
 
 
-def judge(life, out, kill, trained, status):
-    """Completes what is known of a kill by what it left behind; returns what is wrong, in words."""
-    way, problems = kill["signal"], []
+def judge(life, out, way, before, status):
+    """(what is wrong after a kill, in words; the step of the checkpoint that it left)."""
     try:
         step, recorded = survey(out)
     except (ValueError, KeyError, SystemExit) as error:
-        return [f"files are not whole: {type(error).__name__} {error}"]
-    kill.update(status=status, after=step)
-    if trained and is_saving(out):
-        kill["place"] = PLACES[3]
-    if step < max(kill["before"], recorded):
-        problems.append(f"the checkpoint went back to step {step} from {max(kill['before'], recorded)}")
+        return [f"files are not whole: {type(error).__name__} {error}"], before
+    problems = []
+    if step < max(before, recorded):
+        problems.append(f"the checkpoint went back to step {step} from {max(before, recorded)}")
     # A request that comes while steps are made ends the run with 75, elsewhere as it ends any Python program
     right = {75, 130, -signal.Signals[f"SIG{way.split()[0]}"]}
     if status == "hangs" or (life.world == 1 and status not in right):
@@ -233,34 +225,38 @@ def judge(life, out, kill, trained, status):
         problems.append(f"exit status 75, but said {life.said()[-200:]}")
     if status == 75 and "Traceback" in life.said("stderr"):
         problems.append(f"traceback: {life.said('stderr')[-400:]}")
-    return [f"{way} {kill['place']}: {problem}" for problem in problems]
+    return problems, step
 
 
-def disturbed_run(row, reference, out, timing, count, ways, chance):
-    """Starts a run until it ends, with at most `count` kills; adds what happened to `row`."""
-    before, interrupted, row["runs"] = 0, set(), row["runs"] + 1
+def place_of(life, out):
+    """Where a run is, in words."""
+    if not life.trains() and not any(words in life.said() for words in ("  loss ", "going on from")):
+        return "at the start"
+    if not records_of(out):
+        return "in the first epoch"
+    return "while an epoch was saved or judged" if is_saving(out) else "in a later epoch"
+
+
+def disturbed_run(method, world, reference, timing, count, ways, chance, number):
+    """Start a run until it ends, with at most `count` kills: ([(way, place) of each kill], what is wrong, in words)."""
+    out = Path(f"{reference}-disturbed{number}")
+    kills, problems, before, interrupted = [], [], 0, set()
     for left, workers in zip(range(count, -1, -1), itertools.cycle((1, 0, 2))):  # noqa: B905
-        life = Life(row["method"], row["processes"], out, workers, f"log{count - left}")
-        row["attempts"] += 1
+        life = Life(method, world, out, workers, f"log{count - left}")
         if left:
             wait_for_moment(life, out, timing, before, left, chance)
         struck = left and life.process.poll() is None
         if struck:
-            trained = life.trains() or any(words in life.said() for words in ("  loss ", "going on from"))
-            saved = trained and bool(records_of(out))
-            place = 0 if not trained else 3 if is_saving(out) else 2 if saved else 1
-            kill = dict(signal=next(ways), place=PLACES[place], before=before)
-            life.kill(kill["signal"], chance)
+            kill = next(ways), place_of(life, out)
+            life.kill(kill[0], chance)
         status = life.end()
         if status == 0 or "finished. Judge" in life.said():  # by itself: a kill came too late
-            row["problems"] += differences(reference, out, interrupted)
-            return
+            return kills, problems + differences(reference, out, interrupted)
         if not struck:
-            row["problems"].append(f"not killed, exit status {status}: {life.said('stderr')[-400:]}")
-            return
-        row["kills"].append(kill)
-        row["problems"] += judge(life, out, kill, trained, status)
-        before = kill.setdefault("after", before)
+            return kills, [*problems, f"not killed, exit status {status}: {life.said('stderr')[-400:]}"]
+        kills.append(kill)
+        wrong, before = judge(life, out, kill[0], before, status)
+        problems += [f"{' '.join(kill)}: {words}" for words in wrong]
         interrupted |= {before // STEPS + 1} if before % STEPS else set()
 
 
@@ -280,89 +276,63 @@ def two_agents(method, out, training, chance):
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
-    node = (
-        "--nnodes=2",
-        "--nproc_per_node=1",
-        "--rdzv-backend=c10d",
-        f"--rdzv-endpoint=localhost:{port}",
-        "--rdzv-id=two",
-    )
+    node = f"--nnodes=2 --nproc_per_node=1 --rdzv-backend=c10d --rdzv-endpoint=localhost:{port} --rdzv-id=two".split()
     lives = [Life(method, 2, out, name=f"log{i}", torchrun=node) for i in (0, 1)]
     statuses = [life.end() for life in lives]
     return [] if statuses == [0, 0] else [f"statuses {statuses}: {lives[0].said('stderr')[-400:]}"]
 
 
 def examine(method, world, count, ways, root, chance):
-    """The reference and the disturbed runs: (what happened, the reference's folder, its seconds of training)."""
-    reference, row = root / f"{method}-{world}", dict(method=method, processes=world)
-    row |= dict(kills=[], runs=0, attempts=0, problems=[])
+    """Make the reference and the disturbed runs: (kills, what is wrong, the reference, its seconds of training)."""
+    reference, kills, problems = root / f"{method}-{world}", [], []
     life = Life(method, world, reference)
     life.wait_until(life.trains)
     begins = life.age()
     if status := life.end():
-        raise SystemExit(
-            f"error: the undisturbed run {reference} ended with status {status}: {life.said('stderr')[-2000:]}"
-        )
+        words = life.said("stderr")[-2000:]
+        raise SystemExit(f"error: the undisturbed run {reference} ended with status {status}: {words}")
     timing = begins, life.age() - begins
-    while (todo := count - len(row["kills"])) > 0 and row["runs"] < 2 + count and not row["problems"]:
-        out = root / f"{reference.name}-disturbed{row['runs']}"
-        disturbed_run(row, reference, out, timing, min(KILLS_A_RUN, todo), ways, chance)
-    if todo > 0 and not row["problems"]:
-        row["problems"].append(f"{todo} of {count} kills came too late")
-    return row, reference, timing[1]
-
-
-def table(rows, faults):
-    """What happened, in Markdown; of two processes, SIGKILL meets one or all."""
-    ways = list(dict.fromkeys(itertools.chain(*WAYS.values())))
-    lines = [["method", "processes", *ways, *PLACES, "runs", "attempts", "bit-identical"]]
-    lines.append(["---"] * len(lines[0]))
-    for row in rows:
-        by_way, by_place = (Counter(kill[name] for kill in row["kills"]) for name in ("signal", "place"))
-        counts = [*(by_way[way] for way in ways), *(by_place[place] for place in PLACES), row["runs"], row["attempts"]]
-        lines.append([row["method"], row["processes"], *counts, "no" if row["problems"] else "yes"])
-    lines.append(["all", "", *(sum(line[i] for line in lines[2:]) for i in range(2, len(lines[0]) - 1)), ""])
-    if faults:
-        lines += [[], ["method", "fault", "bit-identical"], ["---"] * 3]
-        lines += [[f["method"], f["fault"].replace("_", " "), "no" if f["problems"] else "yes"] for f in faults]
-    return "\n" + "\n".join(f"| {' | '.join(map(str, line))} |" if line else "" for line in lines)
+    for number in range(2 + count):
+        if len(kills) == count or problems:
+            break
+        most = min(KILLS_A_RUN, count - len(kills))
+        more, problems = disturbed_run(method, world, reference, timing, most, ways, chance, number)
+        kills += more
+    if len(kills) < count and not problems:
+        problems = [f"{count - len(kills)} of {count} kills came too late"]
+    return kills, problems, reference, timing[1]
 
 
 def main():
     parser = argparse.ArgumentParser("tests/tools/fault_injection.py", description=__doc__.splitlines()[0])
-    parser.add_argument(
-        "--kills", type=int, default=50, metavar="N", help="in all, shared out over methods and processes"
-    )
-    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the moments")
-    parser.add_argument("--methods", nargs="+", default=METHODS, choices=METHODS)
-    parser.add_argument("--no-distributed", action="store_true", help="without the two faults of torchrun")
-    parser.add_argument("--out", metavar="DIR", help="new folder for the runs (one that is removed if all is well)")
-    parser.add_argument("--json", metavar="FILE", help="write the results as data, too")
+    add = parser.add_argument
+    add("--kills", type=int, default=50, metavar="N", help="in all, shared out over methods and processes")
+    add("--seed", type=int, default=0, metavar="N", help="of the moments")
+    add("--methods", nargs="+", default=METHODS, choices=METHODS)
     args = parser.parse_args()
-    root, chance = Path(args.out or tempfile.mkdtemp()).absolute(), random.Random(args.seed)
+    root, chance = Path(tempfile.mkdtemp()), random.Random(args.seed)
     make_data(root / "data")
-    rows, faults, ways = [], [], {world: itertools.cycle(names) for world, names in WAYS.items()}
+    kills, wrong, ways = [], False, {world: itertools.cycle(names) for world, names in WAYS.items()}
+
+    def tell(name, problems):
+        nonlocal wrong
+        wrong |= bool(problems)
+        print(f"{name}: {'; '.join(problems) or 'as the reference, bit for bit'}", flush=True)
+
     cases = list(itertools.product(args.methods, WAYS))
     for i, (method, world) in enumerate(cases):
-        began, count = time.time(), args.kills * (i + 1) // len(cases) - args.kills * i // len(cases)
-        row, reference, training = examine(method, world, count, ways[world], root, chance)
-        rows.append(row)
-        counts = f"{len(row['kills'])} kills, {row['attempts']} attempts, {time.time() - began:.0f} s"
-        print(
-            f"{reference.name}: {counts}: {'; '.join(row['problems']) or 'as the reference, bit for bit'}", flush=True
-        )
-        for fault in () if args.no_distributed or world == 1 else (restarted_by_torchrun, two_agents):
+        count = args.kills * (i + 1) // len(cases) - args.kills * i // len(cases)
+        more, problems, reference, training = examine(method, world, count, ways[world], root, chance)
+        kills += more
+        tell(f"{method}, {world} process(es), {len(more)} kills", problems)
+        for fault in (restarted_by_torchrun, two_agents) if world > 1 else ():
             out = root / f"{method}-{fault.__name__}"
-            problems = fault(method, out, training, chance) or differences(reference, out)
-            faults.append(dict(method=method, fault=fault.__name__, problems=problems))
-            print(f"{out.name}: {'; '.join(problems) or 'as the reference, bit for bit'}", flush=True)
-    print(table(rows, faults))
-    if args.json:
-        Path(args.json).write_text(json.dumps(dict(arguments=vars(args), runs=rows, faults=faults), indent=1) + "\n")
-    if any(found["problems"] for found in rows + faults):
+            tell(out.name, fault(method, out, training, chance) or differences(reference, out))
+    for what in zip(*kills, strict=True):  # ways, places
+        print(", ".join(f"{name} {count}" for name, count in Counter(what).items()))
+    if wrong:
         raise SystemExit(f"something differed: the runs are in {root}")
-    if not args.out:
-        shutil.rmtree(root)
+    shutil.rmtree(root)
 
 
 if __name__ == "__main__":
