@@ -456,11 +456,11 @@ def patches(photos, path):
     page.save(path)
 
 
-FIGURES = dict(overview=overview, jointcrop=joint, jcl=joint_contrast, clim=mixture, logo=local_global)
-FIGURES["patchmix"] = patches
+FIGURES = dict(overview=overview, jointcrop=joint, jcl=joint_contrast)
+FIGURES |= dict(clim=mixture, logo=local_global, patchmix=patches)
 
 
-def explain(folder, names=()):
+def explain(folder):
     photos = photographs()
-    for name in names or FIGURES:
-        FIGURES[name](photos, Path(folder) / f"{name}.png")
+    for name, draw in FIGURES.items():
+        draw(photos, Path(folder) / f"{name}.png")

@@ -1,16 +1,15 @@
 """Makes pictures for the README and of runs, by hand from the project's folder. Most need matplotlib.
 
-python tests/tools/figures.py explain [FOLDER] [NAME ...]       README's pictures: what goes in, what is compared
-python tests/tools/figures.py corners OUT.png                   JointCrop, Fig. 7: how far apart the two crops are
-python tests/tools/figures.py similarity OUT.png RUN [RUN ...]  JCL, Fig. 3: how much an image's features vary
-python tests/tools/figures.py positives OUT.png RUN             CLIM: which positives each selection chooses
-python tests/tools/figures.py intraclass RUN [RUN ...]          CLIM, Table 10: how alike the images of a class are
-python tests/tools/figures.py encoder RUN --pictures DIR        nearest neighbours; --attention DIR, --similarities DIR
+    python tests/tools/figures.py explain [FOLDER]                  README's pictures: what goes in, what is compared
+    python tests/tools/figures.py corners OUT.png                   JointCrop, Fig. 7: how far apart the two crops are
+    python tests/tools/figures.py similarity OUT.png RUN [RUN ...]  JCL, Fig. 3: how much an image's features vary
+    python tests/tools/figures.py encoder RUN --pictures DIR        nearest neighbours; --attention, --similarities DIR
+
+`mechanisms` has the papers' other analyses, as numbers: results.py makes its tables of them.
 """
 
 import argparse
 import importlib
-import json
 import math
 import sys
 from pathlib import Path
@@ -57,7 +56,7 @@ def explain(args):
     """The pictures of README: what goes in, and what is compared with what."""
     import explain as pictures
 
-    pictures.explain(args.folder, args.names)
+    pictures.explain(args.folder)
 
 
 # ---------------------------------------------------------- JointCrop, Fig. 7
@@ -68,11 +67,7 @@ def corner_table(pairs):
 
     Returns rows (beta, ours, ours with the released offset, paper), and RandomCrop's distance, ours and the paper's.
     """
-    from test_moco_jointcrop import (
-        FIGURE7,
-        RANDOM_CROP,
-        mean_corner_distance,
-    )  # needs pytest, which the other pictures do not
+    from test_moco_jointcrop import FIGURE7, RANDOM_CROP, mean_corner_distance  # needs pytest, as nothing else here
 
     table = []
     for i, paper in enumerate(FIGURE7):
@@ -119,18 +114,14 @@ def similarity_statistics(features):
     """How far the features of an image's views agree (JCL, App. E): features (n, views, d) -> two (n,) float64 arrays.
 
     The first is the mean of all views x views cosine similarities, self-pairs included. The second is the mean diagonal
-    of the (biased) covariance of the L2-normalised features. Both follow from the mean mu, as |mu|^2 and
-    (1 - |mu|^2) / d, which is checked. Raises RuntimeError if features are zero or not finite.
+    of the (biased) covariance of the L2-normalised features. Both follow from their mean mu, as |mu|^2 and
+    (1 - |mu|^2) / d. Raises RuntimeError if features are zero or not finite.
     """
     x = F.normalize(features.double(), dim=2)
-    similarity = (x @ x.mT).mean((1, 2))
-    variance = x.var(1, correction=0).mean(1)
-    length = x.mean(1).square().sum(1)
-    # The second is compared times d, or it would be small whatever it is.
-    error = torch.stack([similarity - length, variance * x.shape[2] - (1 - length)]).abs().max()
-    if not error <= 1e-4:  # not finite, too
-        raise RuntimeError(f"|mu|^2 is off by {error:.2g}: some features are zero or not finite")
-    return similarity.numpy(), variance.numpy()
+    if not (x.norm(dim=2) - 1).abs().max() < 1e-6:  # not a number, too
+        raise RuntimeError("some features are zero or not finite")
+    similarity = x.mean(1).square().sum(1)
+    return similarity.numpy(), ((1 - similarity) / x.shape[2]).numpy()
 
 
 @torch.no_grad()
@@ -159,12 +150,9 @@ def view_statistics(encoder, info, kinds, images, index, count, device):
 
 def open_runs(args):
     """The runs' kinds of view, and their images, of --split."""
-    if missing := [run for run in args.runs if not (Path(run) / "config.json").exists()]:
-        common.fail(f"{missing[0]} is not a run's folder: it has no config.json")
-    configs = [json.loads((Path(run) / "config.json").read_text()) for run in args.runs]
-    kinds = [views_of(config) for config in configs]
-    if any(other != kinds[0] for other in kinds):
-        print("note: the runs' views differ, so each run is shown views of its own")
+    configs = [common.read_config(run) for run in args.runs]
+    if {} in configs:
+        common.fail(f"{args.runs[configs.index({})]} is not a run's folder: it has no config.json")
     if args.dataset is None:
         if len({config["dataset"] for config in configs}) > 1:
             common.fail("the runs were trained on different data sets: give --dataset")
@@ -172,6 +160,9 @@ def open_runs(args):
     images = common.load_images(args.dataset, args.data_dir, args.split == "train", configs[0]["image_size"])
     if images is None:
         common.fail(f"{args.dataset} has no test images: give --split train")
+    kinds = [views_of(config) for config in configs]
+    if any(other != kinds[0] for other in kinds):
+        print("note: the runs' views differ, so each run is shown views of its own")
     return kinds, images
 
 
@@ -202,18 +193,7 @@ def similarity(args):
     figure.savefig(args.out, dpi=110)
 
 
-# ------------------------------------------------- CLIM, positives and Table 10
-
-
-def run_images(args, config, train):
-    """The images a run was trained on (or its test images), or those of --dataset and --data-dir."""
-    name, data_dir = (
-        (args.dataset, args.data_dir) if args.dataset else (config["dataset"], args.data_dir or config["data_dir"])
-    )
-    images = common.load_images(name, data_dir, train, config["image_size"])
-    if images is None or not images.classes:
-        common.fail(f"{name} has no labelled {'training' if train else 'test'} images")
-    return images.labelled()
+# ------------------------------------------- CLIM: positives, and Table 10
 
 
 def same_class_share(labels, positives):
@@ -237,31 +217,6 @@ def choose(run, images, selections=("random", "knn", "kmeans", "center")):
     return {selection: clim.choose_positives(args, x, common.generator(0)) for selection, args in flags.items()}
 
 
-def positives(args):
-    """CLIM's choice of positives by a run's momentum encoder: each one's share of the same class, a picture.
-
-    In the picture: an image, its ten positives (green: of its class), and a mix.
-    """
-    import clim
-
-    images = run_images(args, json.loads((Path(args.run) / "config.json").read_text()), train=True)
-    labels = torch.from_numpy(images.labels)
-    print(f"{len(images)} images of {len(images.classes)} classes; share of positives of the image's own class:")
-    for selection, table in choose(args.run, images).items():
-        print(f"{selection:8} {100 * same_class_share(labels, table):.1f} %")
-    rows = []
-    anchors = torch.randperm(len(images), generator=common.generator(1))[: args.anchors].tolist()
-    for i in anchors:
-        group = (
-            torch.from_numpy(np.stack([images[j] for j in (i, *table[i].tolist())])).permute(0, 3, 1, 2).float() / 255
-        )
-        mix = clim.cutmix(group[:1], group[1:2], 0.6, common.generator(i))[0]
-        frames = ["white", *("green" if labels[j] == labels[i] else "red" for j in table[i]), "white"]
-        pairs = zip(torch.cat([group, mix]), frames, strict=True)
-        rows.append(torch.stack([cell(image, frame=frame) for image, frame in pairs]))
-    common.save_grid(args.out, rows, [images.classes[labels[i]] for i in anchors])
-
-
 def class_similarity(features, labels):
     """Mean cosine of pairs of a class, averaged over the classes (Table 10): features (N, d), labels (N,)."""
     x = F.normalize(features.double(), dim=1)
@@ -274,35 +229,14 @@ def class_similarity(features, labels):
     return torch.stack(means).mean().item()
 
 
-def intraclass(args):
-    """Intra-class similarity of the test images' features, for each run."""
-    for run in args.runs:
-        encoder, info = common.load_backbone(run)
-        images = run_images(args, json.loads((Path(run) / "config.json").read_text()), train=False)
-        features, _ = common.extract_features(encoder, images, info, torch.device("cpu"))
-        print(f"{Path(run).name}: {class_similarity(features, torch.from_numpy(images.labels)):.3f}")
-
-
 # -------------------------- what JointCrop, LoGo and PatchMix say of features
 
 
 def only_crops(low, high):
     """One kind of view: crops of an area from low to high, with flips and without colour, as a list of View."""
-    size = 32  # view_features replaces it
-    return [
-        common.View(
-            size,
-            area=(low, high),
-            ratio=(3 / 4, 4 / 3),
-            jitter=(0, 0, 0, 0),
-            jitter_p=0,
-            gray_p=0,
-            blur_p=0,
-            blur_sigma=(0.1, 2.0),
-            solarize_p=0,
-            flip_p=0.5,
-        )
-    ]
+    cut = dict(size=32, area=(low, high), ratio=(3 / 4, 4 / 3), flip_p=0.5)  # view_features replaces the size
+    colour = dict(jitter=(0, 0, 0, 0), jitter_p=0, gray_p=0, blur_p=0, blur_sigma=(0.1, 2.0), solarize_p=0)
+    return [common.View(**cut, **colour)]
 
 
 def scale_accuracy(encoder, info, train, test, device, areas=(1.0, 0.2), k=20):
@@ -393,7 +327,6 @@ def mechanisms(run, train, test, few=1000):
     import moco_jointcrop
 
     kinds = moco_jointcrop.augmentation(moco_jointcrop.parse_args(["--dataset", "cifar10", "--arch", "resnet_mini"]))
-    config = json.loads((Path(run) / "config.json").read_text())
     encoder, info = common.load_backbone(run)
     device, labels = torch.device("cpu"), torch.from_numpy(test.labels)
     index = torch.randperm(len(test), generator=common.generator(0))[:few].tolist()
@@ -406,7 +339,7 @@ def mechanisms(run, train, test, few=1000):
     features, _ = common.extract_features(encoder, test, info, device)
     found["CLIM, Table 10: similarity of two images of a class"] = class_similarity(features, labels)
     found["CLIM: similarity of any two images"] = class_similarity(features, torch.zeros_like(labels))
-    if config.get("queue"):
+    if common.read_config(run).get("queue"):
         for selection, table in choose(run, train, ("knn", "center")).items():
             share = same_class_share(torch.from_numpy(train.labels), table)
             found[f"CLIM: chosen positives of the image's class, --selection {selection}, %"] = 100 * share
@@ -415,7 +348,7 @@ def mechanisms(run, train, test, few=1000):
     pairs = [view_features(*given, only_crops(*area), test, index, 2, device) for area in ((0.08, 0.6), (0.4, 1.0))]
     for name, (own, other) in crop_similarity(*pairs).items():
         found[f"LoGo: similarity, {name}, one image"], found[f"LoGo: similarity, {name}, two images"] = own, other
-    if config.get("l2l"):
+    if common.read_config(run).get("l2l"):
         for scored, share in affinity_ranking(*local_embeddings(run, test, index)).items():
             found[f"LoGo: affinity of locals of one image above two images', {scored}, %"] = 100 * share
     views = view_features(*given, kinds, test, index, 2, device)
@@ -442,10 +375,10 @@ def write_neighbours(folder, train, test, crops, features, count=12, neighbours=
         rows, words = [], []
         for i in chosen:
             nearest = vote(features[1][i : i + 1], features[0])[0].topk(min(neighbours, len(train))).indices.tolist()
-            row = [cell(crops[1][i], f"test {i}")]
+            row = [cell(crops[1][i][0], f"test {i}")]
             for j in nearest:
                 frame = "limegreen" if labels[j] == truth[i] else "red"
-                row.append(cell(crops[0][j], train.classes[labels[j]][:14], frame))
+                row.append(cell(crops[0][j][0], train.classes[labels[j]][:14], frame))
             rows.append(torch.stack(row))
             words.append(f"true: {test.classes[truth[i]]}\npredicted: {train.classes[predicted[i]]}")
         if rows:
@@ -534,22 +467,12 @@ def write_similarities(folder, i, keys, train, test, crops, heights):
     heights: {encoder: `vote` of the keys}. Keys of the query's class are framed and drawn in green (PatchMix, Fig. 4).
     """
     colours = ["limegreen" if train.labels[j] == test.labels[i] else "steelblue" for j in keys]
-    images = [cell(crops[0][j], train.classes[train.labels[j]], c) for j, c in zip(keys, colours, strict=True)]
-    rows = [torch.stack([cell(crops[1][i], test.classes[test.labels[i]]), *images])]
+    images = [cell(crops[0][j][0], train.classes[train.labels[j]], c) for j, c in zip(keys, colours, strict=True)]
+    rows = [torch.stack([cell(crops[1][i][0], test.classes[test.labels[i]]), *images])]
     for values in heights.values():
         bars = [cell(bar(v, c), f"{v:.3f}") for v, c in zip(values.tolist(), colours, strict=True)]
         rows.append(torch.stack([cell(torch.ones(3, SIDE, SIDE)), *bars]))
     common.save_grid(Path(folder) / f"query{i}.png", rows, [f"test {i}", *heights])
-
-
-class Crops(common.CentreCrops):
-    """The images as an evaluation sees them, without their labels."""
-
-    def __init__(self, images, info):
-        super().__init__(images, info["image_size"], info["interpolation"])
-
-    def __getitem__(self, i):
-        return super().__getitem__(i)[0]
 
 
 def encoder(args):
@@ -558,10 +481,10 @@ def encoder(args):
     given.dataset, given.data_dir = args.dataset, args.data_dir
     device, network, info = common.open_encoder(given)
     train, test = common.open_data(given, info)
-    crops = [Crops(part, info) for part in (train, test)]
+    crops = [common.CentreCrops(part, info["image_size"], info["interpolation"]) for part in (train, test)]
     images = args.images or torch.randperm(len(test), generator=common.generator(0))[:4].tolist()
     if args.attention:
-        shown = {f"{i} {test.classes[test.labels[i]]}": crops[1][i] / 255 for i in images}
+        shown = {f"{i} {test.classes[test.labels[i]]}": crops[1][i][0] / 255 for i in images}
         write_attention(args.attention, network, info, device, shown)
     if not args.pictures and not args.similarities:
         return
@@ -574,7 +497,7 @@ def encoder(args):
         write_neighbours(args.pictures, train, test, crops, features["encoder"])
     for i in images if args.similarities else ():
         draw = np.random.default_rng(i)
-        keys = args.keys or choose_keys(train.labels, test.labels[i], len(train.classes), draw)
+        keys = choose_keys(train.labels, test.labels[i], len(train.classes), draw)
         heights = {name: vote(test_x[i : i + 1], train_x[keys])[0] for name, (train_x, test_x) in features.items()}
         write_similarities(args.similarities, i, keys, train, test, crops, heights)
 
@@ -584,35 +507,28 @@ def main(argv=None):
     count, natural = common.number(int, 1), common.number(int, 0)
     figures = parser.add_subparsers(required=True, metavar="FIGURE", parser_class=argparse.ArgumentParser)
     flags = {}
-    for function in (explain, corners, similarity, positives, intraclass, encoder):
+    for function in (explain, corners, similarity, encoder):
         flags[function] = figures.add_parser(function.__name__, help=function.__doc__.splitlines()[0])
         flags[function].set_defaults(function=function)
-        if function in (corners, similarity, positives):
-            flags[function].add_argument("out", type=common.check_picture, metavar="OUT.png")
-    for function in (similarity, intraclass):
-        flags[function].add_argument("runs", nargs="+", metavar="RUN")
     flags[explain].add_argument("folder", nargs="?", default=".github", metavar="FOLDER")
-    flags[explain].add_argument(
-        "names", nargs="*", metavar="NAME", help="overview, jointcrop, jcl, ...: all by default"
-    )
-    flags[positives].add_argument("run", metavar="RUN")
-    flags[encoder].add_argument("run", metavar="RUN")
-    flags[encoder].add_argument("--pictures", metavar="DIR", help="test images and their nearest training images")
-    flags[encoder].add_argument("--attention", metavar="DIR", help="ViTs: what CLS attends to in the last block")
-    flags[encoder].add_argument("--similarities", metavar="DIR", help="how similar training images are to test images")
-    texts = dict(images="test images of --attention, --similarities: four by default", keys="their training images")
-    for name, text in texts.items():
-        flags[encoder].add_argument(f"--{name}", type=natural, nargs="+", metavar="I", help=text)
-    flags[positives].add_argument("--anchors", type=count, default=8, metavar="N", help="rows of the picture")
+    for function in (corners, similarity):
+        flags[function].add_argument("out", type=common.check_picture, metavar="OUT.png")
     flags[corners].add_argument("--pairs", type=count, default=100_000, metavar="N", help="of crops, for each beta")
-    flags[similarity].add_argument("--split", choices=("train", "test"), default="train", help="train: as the paper")
-    flags[similarity].add_argument("--images", type=count, default=1000, metavar="N", help="paper: 32,768")
-    flags[similarity].add_argument("--views", type=count, default=32, metavar="N", help="of each image")
-    for function in (similarity, positives, intraclass, encoder):
-        flags[function].add_argument(
-            "--dataset", choices=common.DATASETS, help="default: what the runs were trained on"
-        )
-        flags[function].add_argument("--data-dir", metavar="DIR", help="default: where that was")
+    add = flags[similarity].add_argument
+    add("runs", nargs="+", metavar="RUN")
+    add("--split", choices=("train", "test"), default="train", help="train: as the paper")
+    add("--images", type=count, default=1000, metavar="N", help="paper: 32,768")
+    add("--views", type=count, default=32, metavar="N", help="of each image")
+    add = flags[encoder].add_argument
+    add("run", metavar="RUN")
+    add("--pictures", metavar="DIR", help="test images and their nearest training images")
+    add("--attention", metavar="DIR", help="ViTs: what CLS attends to in the last block")
+    add("--similarities", metavar="DIR", help="how similar training images are to test images")
+    add("--images", type=natural, nargs="+", metavar="I", help="test images of the last two: four by default")
+    for function in (similarity, encoder):
+        add = flags[function].add_argument
+        add("--dataset", choices=common.DATASETS, help="default: what the runs were trained on")
+        add("--data-dir", metavar="DIR", help="default: where that was")
     args = parser.parse_args(argv)
     try:
         args.function(args)
