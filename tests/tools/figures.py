@@ -67,6 +67,7 @@ def corner_table(pairs):
 
     Returns rows (beta, ours, ours with the released offset, paper), and RandomCrop's distance, ours and the paper's.
     """
+    sys.path.append(str(Path(__file__).parents[1]))
     from test_moco_jointcrop import FIGURE7, RANDOM_CROP, mean_corner_distance  # needs pytest, as nothing else here
 
     table = []
@@ -533,7 +534,7 @@ def main(argv=None):
     try:
         args.function(args)
     except ModuleNotFoundError as error:
-        common.fail(f"{error}: pip install matplotlib")
+        common.fail(f"{error}: pip install {error.name}")
 
 
 if __name__ == "__main__":
