@@ -321,42 +321,39 @@ def similarity_bars(views, labels, groups, temperature=0.07):
 
 
 def mechanisms(run, train, test, few=1000):
-    """All these figures of a run on CIFAR-10, {name: number}: of its test images, or of so many of them.
+    """All these figures of a run on CIFAR-10, {table: {measure: number}}: of its test images, or of so many of them.
 
     Views are those of MoCo v2's recipe there, whatever the run's own.
     """
     import moco_jointcrop
 
     kinds = moco_jointcrop.augmentation(moco_jointcrop.parse_args(["--dataset", "cifar10", "--arch", "resnet_mini"]))
-    encoder, info = common.load_backbone(run)
-    device, labels = torch.device("cpu"), torch.from_numpy(test.labels)
+    given, config, labels = common.load_backbone(run), common.read_config(run), torch.from_numpy(test.labels)
+    device = torch.device("cpu")
     index = torch.randperm(len(test), generator=common.generator(0))[:few].tolist()
-    given = encoder, info
     similarity, variance = view_statistics(*given, kinds, test, index, 32, device).mean(1)
-    found = {
-        "JCL, Fig. 3: similarity of an image's 32 views": similarity,
-        "JCL, Fig. 3: their variance, a feature, in thousandths": 1000 * variance,
-    }
-    features, _ = common.extract_features(encoder, test, info, device)
-    found["CLIM, Table 10: similarity of two images of a class"] = class_similarity(features, labels)
-    found["CLIM: similarity of any two images"] = class_similarity(features, torch.zeros_like(labels))
-    if common.read_config(run).get("queue"):
+    features, _ = common.extract_features(given[0], test, given[1], device)
+    any_two = {"similarity of any two images": class_similarity(features, torch.zeros_like(labels))}
+    found = {"JCL": {"similarity of an image's 32 views": similarity}}  # Fig. 3
+    found["JCL"] |= {"their variance per feature, thousandths": 1000 * variance} | any_two
+    found["CLIM"] = {"similarity of two images of a class": class_similarity(features, labels)} | any_two  # Table 10
+    if config.get("queue"):
         for selection, table in choose(run, train, ("knn", "center")).items():
             share = same_class_share(torch.from_numpy(train.labels), table)
-            found[f"CLIM: chosen positives of the image's class, --selection {selection}, %"] = 100 * share
-    for (bank, query), accuracy in scale_accuracy(*given, train, test, device).items():
-        found[f"JointCrop: kNN, bank of crops of area {bank:g}, queries {query:g}, %"] = accuracy
+            found["CLIM"][f"`{selection}` positives of the class, %"] = 100 * share
+    accuracies = scale_accuracy(*given, train, test, device)
+    found["JointCrop"] = {f"bank {bank:g}, queries {query:g}, %": v for (bank, query), v in accuracies.items()}
     pairs = [view_features(*given, only_crops(*area), test, index, 2, device) for area in ((0.08, 0.6), (0.4, 1.0))]
-    for name, (own, other) in crop_similarity(*pairs).items():
-        found[f"LoGo: similarity, {name}, one image"], found[f"LoGo: similarity, {name}, two images"] = own, other
-    if common.read_config(run).get("l2l"):
-        for scored, share in affinity_ranking(*local_embeddings(run, test, index)).items():
-            found[f"LoGo: affinity of locals of one image above two images', {scored}, %"] = 100 * share
+    alike = crop_similarity(*pairs)
+    found["LoGo"] = {f"{pair}, one image": own for pair, (own, _) in alike.items()}
+    found["LoGo"] |= {f"{pair}, two images": other for pair, (_, other) in alike.items()}
+    if config.get("l2l"):
+        shares = affinity_ranking(*local_embeddings(run, test, index))
+        found["affinity"] = {f"{scored}, %": 100 * share for scored, share in shares.items()}
     views = view_features(*given, kinds, test, index, 2, device)
     vehicle = torch.tensor([name in ("airplane", "automobile", "ship", "truck") for name in test.classes]).long()
-    for kind, bar in similarity_bars(views, labels[index], vehicle).items():
-        found[f"after PatchMix, Fig. 4: bar of {kind}"] = bar
-    return {name: float(value) for name, value in found.items()}
+    found["PatchMix"] = similarity_bars(views, labels[index], vehicle)  # after Fig. 4
+    return {table: {name: float(v) for name, v in measures.items()} for table, measures in found.items()}
 
 
 # -------------------------------------------------- encoder: how it sees images

@@ -340,52 +340,16 @@ def claims():
     return markdown(["claim", "gain, kNN", "gain, linear", "seeds", "time", "verdict"], rows)
 
 
-# Tables of what the losses do: {table: {column: the measure's name in figures.mechanisms}}
-VIEWS, PAIRS = "JCL, Fig. 3: ", "LoGo: similarity, "
-AFFINITY = "LoGo: affinity of locals of one image above two images', "
-ANALYSES = {
-    "JCL": {
-        "similarity of an image's 32 views": VIEWS + "similarity of an image's 32 views",
-        "their variance per feature, thousandths": VIEWS + "their variance, a feature, in thousandths",
-        "similarity of any two images": "CLIM: similarity of any two images",
-    },
-    "CLIM": {
-        "similarity of two images of a class": "CLIM, Table 10: similarity of two images of a class",
-        "similarity of any two images": "CLIM: similarity of any two images",
-        "`knn` positives of the class, %": "CLIM: chosen positives of the image's class, --selection knn, %",
-        "`center` positives of the class, %": "CLIM: chosen positives of the image's class, --selection center, %",
-    },
-    "JointCrop": {
-        f"bank {bank}, queries {query}, %": f"JointCrop: kNN, bank of crops of area {bank}, queries {query}, %"
-        for bank in ("1", "0.2")
-        for query in ("1", "0.2")
-    },
-    "LoGo": {
-        f"{pair}, {of}": f"{PAIRS}{pair}, {of}"
-        for of in ("one image", "two images")
-        for pair in ("small-small", "small-large", "large-large")
-    },
-    "affinity": {
-        f"{how}, %": f"{AFFINITY}{how}, %" for how in ("in batches of their own", "in one batch", "by cosine")
-    },
-    "PatchMix": {
-        kind: f"after PatchMix, Fig. 4: bar of {kind}"
-        for kind in ("own image", "own class", "related class", "other class")
-    },
-}
-
-
 def analysis(table):
-    """Markdown of one of ANALYSES: an arm per row, a measure per column."""
-    rows = []
-    for arm, runs in kept("mechanisms").items():
-        cells = []
-        for name in ANALYSES[table].values():
-            values = [run[name] for run in runs.values() if name in run]
-            cells.append(spread(values, digits=2 if name.endswith("%") else 4) if values else "")
+    """Markdown of a table of figures.mechanisms: an arm per row, a measure per column."""
+    found, rows = {arm: [run.get(table, {}) for run in runs.values()] for arm, runs in kept("mechanisms").items()}, []
+    measures = dict.fromkeys(name for runs in found.values() for run in runs for name in run)
+    for arm, runs in found.items():
+        values = {name: [run[name] for run in runs if name in run] for name in measures}
+        cells = [spread(v, digits=2 if name.endswith("%") else 4) if v else "" for name, v in values.items()]
         if any(cells):
             rows.append([ARMS[arm].name, str(len(runs)), *cells])
-    return markdown(["arm", "seeds", *ANALYSES[table]], rows)
+    return markdown(["arm", "seeds", *measures], rows)
 
 
 def few_table():
@@ -399,6 +363,7 @@ def few_table():
 
 
 TABLES = dict(claims=claims, front=front, arms=table, few=few_table)
+ANALYSES = ("JCL", "CLIM", "JointCrop", "LoGo", "affinity", "PatchMix")
 TABLES |= {f"mechanisms, {name}": functools.partial(analysis, name) for name in ANALYSES}
 PAGES = ROOT / "README.md", KEPT / "README.md"
 
