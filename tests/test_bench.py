@@ -39,7 +39,7 @@ def test_processes(tmp_path):
 @pytest.mark.slow
 def test_needs():
     found = bench.needs_of("jcl --arch resnet_micro --image-size 32 --num-keys 3 --queue 64")
-    assert 0 < found["saved"] < found["live"] and found["operations"] > 0
+    assert found["live"] > 4 * 3 * 32 * 32 * 4 and found["operations"] > 0  # its views alone take as much
     assert found["optimizer"] == found["gradients"] and found["weights"] == pytest.approx(
         2 * found["gradients"], rel=0.05
     )

@@ -1,13 +1,13 @@
 """Measures time and memory, by hand. Each section prints a table, its command and the machine.
 
-python tests/tools/bench.py steps        a training step, over the bare forward and backward of its networks; with
-                                         --against FOLDER over the same step of another checkout,
-                                         with --over-flags over the step with other flags
-python tests/tools/bench.py loader       a view from the loader, over torchvision's transforms image by image
-python tests/tools/bench.py positives    CLIM's neighbours and k-means, and faiss's if it is installed
-python tests/tools/bench.py knn          the kNN vote over a plain one; features over bare inference
-python tests/tools/bench.py processes    whole runs: two processes of one thread over one process of two
-python tests/tools/bench.py needs        what training on ImageNet needs of eight GPUs, computed on a CPU
+    python tests/tools/bench.py steps        a training step, over the bare forward and backward of its networks; with
+                                             --against CHECKOUT over the same step of another checkout,
+                                             with --over-flags over the step with other flags
+    python tests/tools/bench.py loader       a view from the loader, over torchvision's transforms image by image
+    python tests/tools/bench.py positives    CLIM's neighbours and k-means
+    python tests/tools/bench.py knn          the kNN vote over a plain one; features over bare inference
+    python tests/tools/bench.py processes    whole runs: two processes of one thread over one process of two
+    python tests/tools/bench.py needs        what training on ImageNet needs of eight GPUs, computed on a CPU
 
 What is compared runs in turn: A, B, B, A. It has one thread unless said otherwise. The tables have medians of
 time.perf_counter. Ratios mean more than times, because other programs may use the machine, too.
@@ -17,7 +17,6 @@ import argparse
 import contextlib
 import functools
 import importlib
-import importlib.util
 import itertools
 import json
 import os
@@ -238,7 +237,9 @@ def usual_transform(size, mean, std):
 
 
 def loader_runs(size, count, folder):
-    """What `loader` measures, {name: function}: two views of images, decoded at 32 px, else JPEG files of 500 x 375."""
+    """What `loader` measures: two views of images, decoded at 32 px, else JPEG files of 500 x 375; their colours; the
+    usual way. Returns three functions.
+    """
     jcl = importlib.import_module("jcl")
     options = jcl.parse_args(f"--dataset cifar10 --num-keys 1 --image-size {size} --blur-p 0.5".split())
     array = common.make_patterns(count, 32 if size == 32 else 500, 0)[0]
@@ -261,21 +262,18 @@ def loader_runs(size, count, folder):
             image = Image.fromarray(images[i])
             torch.stack([transform(image), transform(image)])
 
-    runs = dict(loader=lambda: views.__getitems__(keys), colour=colour, usual=usual)
-    return runs if size == 32 else runs | dict(decode=lambda: [images[i] for i in range(count)])
+    return lambda: views.__getitems__(keys), colour, usual
 
 
 def loader(args):
-    """One row a kind of image: milliseconds a view. `decode` is part of `loader` and of `usual`."""
+    """One row per kind of image: milliseconds per view. `loader` and `usual` decode files."""
     rows, some = [], max(2, args.batch_size // 8)
     for size, source, count in ((32, "decoded", args.batch_size), (224, "JPEG, 500 x 375", some)):
         with tempfile.TemporaryDirectory() as folder:
             runs = loader_runs(size, count, folder)
-            seconds = interleaved(args.rounds, *runs.values())
-        ms = dict.fromkeys(("loader", "colour", "usual", "decode"), "")
-        ms |= {name: 1000 * t / (2 * count) for name, t in zip(runs, seconds, strict=True)}
-        ratios = dict(ours_over_usual=(ms["loader"] + ms["colour"]) / ms["usual"])
-        rows.append(dict(px=size, source=source) | {f"{name}_ms": value for name, value in ms.items()} | ratios)
+            loader, colour, usual = (1000 * t / (2 * count) for t in interleaved(args.rounds, *runs))
+        row = dict(px=size, source=source, loader_ms=loader, colour_ms=colour, usual_ms=usual)
+        rows.append(row | dict(ours_over_usual=(loader + colour) / usual))
     return rows
 
 
@@ -290,32 +288,13 @@ def embeddings(count):
 
 
 def positives(args):
-    """One row a number of images: seconds of the 40 nearest neighbours, and of k-means with 128 images a cluster; the
-    same with faiss, where it is installed: an exact index, its k-means with as many clusters and iterations.
-    """
+    """One row per number of images: seconds of the 40 nearest neighbours, and of k-means (128 images per cluster)."""
     clim, rows = importlib.import_module("clim"), []
     for count in args.sizes:
         x, clusters = embeddings(count), max(1, count // 128)
-        runs = dict(neighbors=functools.partial(clim.nearest_neighbors, x, 40))
-        runs["kmeans"] = functools.partial(clim.kmeans, x, clusters)
-        if importlib.util.find_spec("faiss"):
-            import faiss
-
-            options = dict(niter=20, max_points_per_centroid=count, seed=1)
-            index, means = faiss.IndexFlatIP(128), faiss.Kmeans(128, clusters, **options)
-
-            def exact(x=x, index=index):
-                index.reset()
-                index.add(x.numpy())
-                index.search(x.numpy(), 41)
-
-            def lloyd(x=x, means=means):
-                means.train(x.numpy())
-                means.index.search(x.numpy(), 1)
-
-            runs |= dict(faiss_neighbors=exact, faiss_kmeans=lloyd)
-        seconds = interleaved(args.rounds, *runs.values())
-        rows.append(dict(images=count) | {f"{name}_s": s for name, s in zip(runs, seconds, strict=True)})
+        runs = functools.partial(clim.nearest_neighbors, x, 40), functools.partial(clim.kmeans, x, clusters)
+        neighbors, kmeans = interleaved(args.rounds, *runs)
+        rows.append(dict(images=count, neighbors_s=neighbors, kmeans_s=kmeans))
     return rows
 
 
@@ -398,53 +377,39 @@ ATTENTION = {  # the CPU's kernels, which flop_counter does not know
 }
 
 
-class Bytes:
-    """Adds up the bytes of tensors' storages, each once, as long as they are alive; `peak` is the most there was."""
-
-    def __init__(self):
-        self.now = self.peak = 0
-        self.known = weakref.WeakKeyDictionary()
-
-    def add(self, tensor):
-        storage = tensor.untyped_storage()
-        if storage not in self.known:
-            self.known[storage] = True
-            self.now += storage.nbytes()
-            self.peak = max(self.peak, self.now)
-            weakref.finalize(storage, self.remove, storage.nbytes())
-
-    def remove(self, count):
-        self.now -= count
-
-
 class LiveTensors(TorchDispatchMode):
-    """Adds up in `bytes` what tensors are made while it is on."""
+    """Adds up the bytes of the tensors that are made while it is on, as long as they live; `peak` is the most."""
 
     def __init__(self):
         super().__init__()
-        self.bytes = Bytes()
+        self.now, self.peak, self.known = 0, 0, weakref.WeakSet()
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         result = function(*args, **(kwargs or {}))
         for x in tree_leaves(result):
-            if isinstance(x, torch.Tensor):
-                self.bytes.add(x)
+            if isinstance(x, torch.Tensor) and (storage := x.untyped_storage()) not in self.known:  # views share one
+                self.known.add(storage)
+                self.now += storage.nbytes()
+                self.peak = max(self.peak, self.now)
+                weakref.finalize(storage, self.remove, storage.nbytes())
         return result
+
+    def remove(self, count):
+        self.now -= count
 
 
 def probe(method, flags):
     """Run one training step of a method and print as JSON what it took.
 
     operations: those of matrix products, convolutions and attention, a multiplication and an addition being two.
-    saved: bytes that were kept for the backward pass. live: bytes of all tensors of the step at its peak, before the
-    optimiser's step, which needs little of a large batch's memory. grown: by how many bytes the process's memory grew
-    until then. cut_s: seconds of the processor that making the batch took. weights, queue, gradients, optimizer,
-    gathered: bytes.
+    live: bytes of all tensors of the step at its peak, before the optimiser's step, which needs little of a large
+    batch's memory. grown: by how many bytes the process's memory grew until then. cut_s: seconds of the processor that
+    making the batch took. weights, queue, gradients, optimizer, gathered: bytes.
     """
     sys.path.insert(0, str(ROOT))
     module, found, answer = importlib.import_module(method), {}, sys.stdout
     in_parallel, gather, models = module.in_parallel, module.gather, []
-    live, saved, stack = LiveTensors(), Bytes(), contextlib.ExitStack()
+    live, memory, stack = LiveTensors(), [], contextlib.ExitStack()
     operations = flop_counter.FlopCounterMode(display=False, custom_mapping=ATTENTION)
 
     def remember(args, model):
@@ -461,18 +426,13 @@ def probe(method, flags):
         found["gathered"] = found.get("gathered", 0) + x.numel() * x.element_size()
         return gather(x)
 
-    def keep(x):
-        if id(x) not in parameters:
-            saved.add(x)
-        return x
-
     def size(tensors):
         return sum(x.numel() * x.element_size() for x in tensors)
 
     def begin_step(optimizer, *_):
         first = next(models[0].parameters())
         if any(p is first for group in optimizer.param_groups for p in group["params"]):  # not LoGo's affinity's
-            found["live"] = live.bytes.peak
+            found["live"] = live.peak
             found["grown"] = 1024 * (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - memory[0])
 
     def end_step(optimizer, *_):
@@ -482,19 +442,17 @@ def probe(method, flags):
         found["optimizer"] = found.get("optimizer", 0) + size(state)
 
     def before(batch):
-        parameters.update(id(p) for p in models[0].parameters())
         model = models[0]
         found["queue"] = size([model.queue.keys]) if hasattr(model, "queue") else 0
         found["weights"] = size([*model.parameters(), *model.buffers()]) - found["queue"]
         memory.append(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
-        for mode in (torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x), operations, live):
-            stack.enter_context(mode)
+        stack.enter_context(operations)
+        stack.enter_context(live)
 
     def after(_):
         stack.close()
-        found.update(operations=operations.get_total_flops(), saved=saved.peak)
+        found["operations"] = operations.get_total_flops()
 
-    parameters, memory = set(), []
     module.in_parallel, module.gather = remember, gathered
     make_batch, module.common.ViewDataset.__getitems__ = module.common.ViewDataset.__getitems__, cut
     register_optimizer_step_pre_hook(begin_step)
@@ -531,7 +489,7 @@ def needs_of(method):
                 raise SystemExit(f"{' '.join(command)} ended:\n{done.stderr[-2000:]}")
             found.append(json.loads(done.stdout.splitlines()[-1]))
     few, many = found
-    per_image = {k: (many[k] - few[k]) / (PROBES[1] - PROBES[0]) for k in ("operations", "saved", "live", "grown")}
+    per_image = {k: (many[k] - few[k]) / (PROBES[1] - PROBES[0]) for k in ("operations", "live", "grown")}
     per_image |= dict(cut_s=many["cut_s"] / PROBES[1], gathered=many.get("gathered", 0) / PROBES[1])
     return per_image | {k: many[k] for k in ("weights", "gradients", "optimizer", "queue")}
 
@@ -547,30 +505,19 @@ def needs(args):
         script, *flags = method.split()
         options = importlib.import_module(script).parse_args(["--dataset", "imagenet", *flags])
         found, per_gpu = needs_of(method), options.batch_size // GPUS
-        fixed = found["weights"] + found["gradients"] + found["optimizer"]
         keys = found["queue"] + found["gathered"] * options.batch_size
+        fixed = found["weights"] + found["gradients"] + found["optimizer"] + keys
+        row = {"script": f"`{' '.join([f'{script}.py', *flags])}`", "encoder": options.arch, "epochs": options.epochs}
+        row |= {"images per GPU": per_gpu, "fixed, GB": fixed / 1e9, "peak per image, MB": found["live"] / 1e6}
+        row |= {"grown over peak": found["grown"] / found["live"]}
+        row |= {"memory per GPU, GB": (fixed + found["live"] * per_gpu) / 1e9}
+        row |= {"GFLOP per image": found["operations"] / 1e9, "loading, ms per image and core": 1000 * found["cut_s"]}
         share = SHARES["ViT" if common.is_vit(options.arch) else "ResNet"]
-        images_per_s = {name: GPUS * rate * share / found["operations"] for name, rate in RATES.items()}
-        row = {"script": f"`{' '.join([f'{script}.py', *flags])}`"}
-        row |= {"encoder": options.arch, "images per GPU": per_gpu, "weights, gradients, optimiser, GB": fixed / 1e9}
-        row |= {"queue, keys, GB": keys / 1e9, "saved per image, MB": found["saved"] / 1e6}
-        row |= {"peak per image, MB": found["live"] / 1e6, "grown over peak": found["grown"] / found["live"]}
-        row |= {"memory per GPU, GB": (fixed + keys + found["live"] * per_gpu) / 1e9}
-        row |= {"epochs": options.epochs, "GFLOP per image": found["operations"] / 1e9}
-        row |= {"10^15 operations per epoch": found["operations"] * IMAGENET / 1e15}
-        row |= {f"hours, 8 {n}": options.epochs * IMAGENET / per_s / 3600 for n, per_s in images_per_s.items()}
-        row |= {f"images/s, 8 {name}": per_s for name, per_s in images_per_s.items()}
-        row |= {"loading, ms per image and core": 1000 * found["cut_s"]}
-        row |= {f"cores, 8 {name}": per_s * found["cut_s"] for name, per_s in images_per_s.items()}
+        for name, rate in RATES.items():
+            images_per_s = GPUS * rate * share / found["operations"]
+            row |= {f"hours, 8 {name}": options.epochs * IMAGENET / images_per_s / 3600}
+            row |= {f"cores, 8 {name}": images_per_s * found["cut_s"]}
         rows.append({name: float(f"{v:.2g}") if isinstance(v, float) else v for name, v in row.items()})
-    if args.write:
-        names = list(rows[0])
-        parts = names[: names.index("epochs")], [names[0], *names[names.index("epochs") :]]
-        text = "\n\n".join(table([{name: row[name] for name in part} for row in rows]) for part in parts)
-        page, begin = ROOT / "tests" / "README.md", "<!-- tests/tools/bench.py: needs -->\n"
-        before, after = page.read_text().split(begin)
-        about = f"Made by `python tests/tools/bench.py needs --write`. Loading and growth are of {machine()}."
-        page.write_text(f"{before}{begin}{about}\n\n{text}\n{after[after.index('<!-- end -->') :]}")
     return rows
 
 
@@ -607,7 +554,6 @@ def main(argv=None):
     parser.add_argument("--rounds", type=int, default=10, metavar="N")
     parser.add_argument("--sizes", type=int, nargs="+", default=[12_500, 50_000], metavar="N", help="positives, knn")
     parser.add_argument("--threads", type=int, default=1, metavar="N")
-    parser.add_argument("--write", action="store_true", help="write the table of needs into tests/README.md")
     args = parser.parse_args(argv)
     torch.set_num_threads(args.threads)
     torch.set_flush_denormal(True)

@@ -305,10 +305,10 @@ def examine(method, world, count, ways, root, chance):
 
 def main():
     parser = argparse.ArgumentParser("tests/tools/fault_injection.py", description=__doc__.splitlines()[0])
-    add = parser.add_argument
-    add("--kills", type=int, default=50, metavar="N", help="in all, shared out over methods and processes")
-    add("--seed", type=int, default=0, metavar="N", help="of the moments")
-    add("--methods", nargs="+", default=METHODS, choices=METHODS)
+    text = "in all, shared out over methods and processes"
+    parser.add_argument("--kills", type=int, default=50, metavar="N", help=text)
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the moments")
+    parser.add_argument("--methods", nargs="+", default=METHODS, choices=METHODS)
     args = parser.parse_args()
     root, chance = Path(tempfile.mkdtemp()), random.Random(args.seed)
     make_data(root / "data")

@@ -512,21 +512,20 @@ def main(argv=None):
     for function in (corners, similarity):
         flags[function].add_argument("out", type=common.check_picture, metavar="OUT.png")
     flags[corners].add_argument("--pairs", type=count, default=100_000, metavar="N", help="of crops, for each beta")
-    add = flags[similarity].add_argument
-    add("runs", nargs="+", metavar="RUN")
-    add("--split", choices=("train", "test"), default="train", help="train: as the paper")
-    add("--images", type=count, default=1000, metavar="N", help="paper: 32,768")
-    add("--views", type=count, default=32, metavar="N", help="of each image")
-    add = flags[encoder].add_argument
-    add("run", metavar="RUN")
-    add("--pictures", metavar="DIR", help="test images and their nearest training images")
-    add("--attention", metavar="DIR", help="ViTs: what CLS attends to in the last block")
-    add("--similarities", metavar="DIR", help="how similar training images are to test images")
-    add("--images", type=natural, nargs="+", metavar="I", help="test images of the last two: four by default")
-    for function in (similarity, encoder):
-        add = flags[function].add_argument
-        add("--dataset", choices=common.DATASETS, help="default: what the runs were trained on")
-        add("--data-dir", metavar="DIR", help="default: where that was")
+    compared, shown = flags[similarity], flags[encoder]
+    compared.add_argument("runs", nargs="+", metavar="RUN")
+    compared.add_argument("--split", choices=("train", "test"), default="train", help="train: as the paper")
+    compared.add_argument("--images", type=count, default=1000, metavar="N", help="paper: 32,768")
+    compared.add_argument("--views", type=count, default=32, metavar="N", help="of each image")
+    shown.add_argument("run", metavar="RUN")
+    shown.add_argument("--pictures", metavar="DIR", help="test images and their nearest training images")
+    shown.add_argument("--attention", metavar="DIR", help="ViTs: what CLS attends to in the last block")
+    shown.add_argument("--similarities", metavar="DIR", help="how similar training images are to test images")
+    text = "test images of the last two: four by default"
+    shown.add_argument("--images", type=natural, nargs="+", metavar="I", help=text)
+    for figure in (compared, shown):
+        figure.add_argument("--dataset", choices=common.DATASETS, help="default: what the runs were trained on")
+        figure.add_argument("--data-dir", metavar="DIR", help="default: where that was")
     args = parser.parse_args(argv)
     try:
         args.function(args)
