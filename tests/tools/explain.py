@@ -76,6 +76,11 @@ def views(method, args, images, index, epoch, positives=None):
     return common.colour_views(batch, torch.device("cpu")), [(rows, boxes) for rows, boxes, _ in cuts]
 
 
+def marked(cuts, keys):
+    """Boxes for `Page.image`: those of the first image in all views, of which `keys` are keys."""
+    return [(boxes[0], KEY if v in keys else QUERY) for v, (_, boxes) in enumerate(cuts)]
+
+
 def thumbnails(images):
     """A stand-in for an encoder: images as 4 x 4 pixels, centred and L2-normalised."""
     pixels = [common.cut(images[i], (0, 0, *images[i].shape[:2]), 4).reshape(-1) for i in range(len(images))]
@@ -116,8 +121,11 @@ class Page:
             y, options["va"] = y + size / 2, "baseline"
         self.axes.text(x, y, text, fontsize=size, **options)
 
+    def head(self, x, y, text, colour="black", size=8.5, **options):
+        self.text(x, y, text, size, color=colour, weight="bold", **options)
+
     def title(self, name, idea):
-        self.text(12, 18, name, 11, weight="bold", ha="left")
+        self.head(12, 18, name, size=11, ha="left")
         self.text(12, 38, idea, 8.5, color=GRAY, ha="left")
 
     def image(self, image, x, y, size, frame=None, boxes=(), thick=2.2):
@@ -177,11 +185,11 @@ def overview(photos, path):
     }
     rows = ((top, "what\ngoes in", "black"), (middle, "the\nquery", QUERY), (low, "is pulled\nto", KEY))
     for y, text, colour in rows:
-        page.text(10, y + tile / 2, text, 9, weight="bold", color=colour, ha="left")
-    page.text(10, last + 20, "is pushed\nfrom", 9, weight="bold", color=APART, ha="left")
+        page.head(10, y + tile / 2, text, colour, size=9, ha="left")
+    page.head(10, last + 20, "is pushed\nfrom", APART, size=9, ha="left")
     x = [left + step * i for i in range(6)]
     for place, (name, idea) in zip(x, ideas.items(), strict=True):
-        page.text(place + tile / 2, 14, name, 10, weight="bold")
+        page.head(place + tile / 2, 14, name, size=10)
         page.text(place + tile / 2, 40, idea, 7.2, color=GRAY)
         page.arrow((place + tile / 2, middle + tile + 3), (place + tile / 2, low - 3), KEY)
 
@@ -193,14 +201,14 @@ def overview(photos, path):
 
     for place, flags, epoch in ((x[0], ("--joint", "none"), 12), (x[1], (), 2)):
         args = arguments(moco_jointcrop, *flags, colours=False)
-        (q, k), ((_, box_q), (_, box_k)) = views(moco_jointcrop, args, photos, [ASTRONAUT], epoch)
-        page.image(photos[ASTRONAUT], place, top, tile, boxes=[(box_q[0], QUERY), (box_k[0], KEY)])
+        (q, k), cuts = views(moco_jointcrop, args, photos, [ASTRONAUT], epoch)
+        page.image(photos[ASTRONAUT], place, top, tile, boxes=marked(cuts, (1,)))
         page.image(q[0], place, middle, tile, QUERY)
         page.image(k[0], place, low, tile, KEY)
 
     args = arguments(jcl, colours=False)
     seen, cuts = views(jcl, args, photos, [ASTRONAUT], 3)
-    page.image(photos[ASTRONAUT], x[2], top, tile, boxes=[(b[0], KEY if v else QUERY) for v, (_, b) in enumerate(cuts)])
+    page.image(photos[ASTRONAUT], x[2], top, tile, boxes=marked(cuts, range(1, 6)))
     page.image(seen[0][0], x[2], middle, tile, QUERY)
     for n, key in enumerate(seen[1:]):
         small(key[0], x[2] + n // 3 * (third + 3) / 2, n % 3, low + n // 3 * (third + 3), KEY, third)
@@ -219,8 +227,7 @@ def overview(photos, path):
         under(f"{100 * share:.0f} %", x[3], n, low + half + 12)
 
     seen, cuts = views(logo, arguments(logo, colours=False), photos, [ASTRONAUT], LOGO_EPOCH)
-    boxes = [(b[0], QUERY if v > 1 else KEY) for v, (_, b) in enumerate(cuts)]
-    page.image(photos[ASTRONAUT], x[4], top, tile, boxes=boxes)
+    page.image(photos[ASTRONAUT], x[4], top, tile, boxes=marked(cuts, (0, 1)))
     for n in (0, 1):
         small(seen[2 + n][0], x[4], n, middle + (tile - half) / 2, QUERY)
         small(seen[n][0], x[4], n, low, KEY)
@@ -255,8 +262,8 @@ def joint(photos, path):
     x = [108 + n * (tile + 4) for n in range(3)]
     for x0 in (x, [v + 3 * tile + 20 for v in x]):
         for place, text, colour in zip(x0, ("photograph", "query", "is pulled to"), ("black", QUERY, KEY), strict=True):
-            page.text(place + tile / 2, top - 16, text, 8.5, weight="bold", color=colour)
-    page.text(705, top - 16, "how often", 8.5, weight="bold")
+            page.head(place + tile / 2, top - 16, text, colour)
+    page.head(705, top - 16, "how often")
     # Both views of JointBlur's pairs are of the whole photograph, so that they differ by their blur alone
     blur = ("--joint", "blur", "--blur-p", "1", "1", "--crop-scale", "1", "1", "--flip-p", "0")
     rows = (
@@ -267,15 +274,15 @@ def joint(photos, path):
     )
     for row, (name, how, flags, epochs) in enumerate(rows):
         y, args = top + row * (tile + 20), arguments(moco_jointcrop, *flags, colours=False)
-        page.text(10, y + tile / 2 - 14, name, 9, weight="bold", ha="left")
+        page.head(10, y + tile / 2 - 14, name, size=9, ha="left")
         page.text(10, y + tile / 2 + 16 + 5 * how.count("\n"), how, 7.2, color=GRAY, ha="left")
         for n, (photo, epoch) in enumerate(zip((ASTRONAUT, COFFEE), epochs, strict=True)):
-            (q, k), ((_, a), (_, b)) = views(moco_jointcrop, args, photos, [photo], epoch)
+            (q, k), cuts = views(moco_jointcrop, args, photos, [photo], epoch)
             shift = n * (3 * tile + 20)
             if args.joint == "blur":
                 q, k = (v[:, :, 70:154, 70:154] for v in (q, k))
             else:
-                page.image(photos[photo], x[0] + shift, y, tile, boxes=[(a[0], QUERY), (b[0], KEY)])
+                page.image(photos[photo], x[0] + shift, y, tile, boxes=marked(cuts, (1,)))
             page.image(q[0], x[1] + shift, y, tile, QUERY)
             page.image(k[0], x[2] + shift, y, tile, KEY)
         beta = None if args.joint == "none" else args.beta
@@ -286,14 +293,8 @@ def joint(photos, path):
         plot.set_xticks(np.log([1 / widest, 1, widest]), [f"1/{widest:.0f}", "1", f"{widest:.0f}"])
         plot.set_yticks([])
         plot.spines["left"].set_visible(False)
-        plot.text(
-            0.5,
-            -0.32,
-            "ratio of the blurs" if args.joint == "blur" else "ratio of the areas",
-            fontsize=6.5,
-            ha="center",
-            transform=plot.transAxes,
-        )
+        words = "ratio of the blurs" if args.joint == "blur" else "ratio of the areas"
+        plot.text(0.5, -0.32, words, fontsize=6.5, ha="center", transform=plot.transAxes)
     page.save(path)
 
 
@@ -304,14 +305,13 @@ def joint_contrast(photos, path):
     x = [112 + n * (tile + 8) for n in range(7)]
     heads = ("photograph", "black"), ("query", QUERY), ("is pulled to", KEY)
     for place, (text, colour) in zip(x, heads, strict=False):
-        page.text(place + tile / 2, top - 16, text, 8.5, weight="bold", color=colour)
+        page.head(place + tile / 2, top - 16, text, colour)
     for row, (name, how, keys) in enumerate((("MoCo v2", "one key", 1), ("JCL", "M' = 5 keys", 5))):
         y, args = top + row * (tile + 24), arguments(jcl, "--num-keys", str(keys))
-        page.text(10, y + tile / 2 - 8, name, 9, weight="bold", ha="left")
+        page.head(10, y + tile / 2 - 8, name, size=9, ha="left")
         page.text(10, y + tile / 2 + 10, how, 7.5, color=GRAY, ha="left")
         seen, cuts = views(jcl, args, photos, [CAT], JCL_EPOCHS[row])
-        boxes = [(b[0], KEY if v else QUERY) for v, (_, b) in enumerate(cuts)]
-        page.image(photos[CAT], x[0], y, tile, boxes=boxes)
+        page.image(photos[CAT], x[0], y, tile, boxes=marked(cuts, range(1, 6)))
         for n, view in enumerate(seen):
             page.image(view[0], x[1 + n], y, tile, KEY if n else QUERY)
     note = "one key is one sample of what augmentation\ncan make of the image ..."
@@ -320,7 +320,7 @@ def joint_contrast(photos, path):
     note = "... JCL estimates all keys from five: the query is pulled to their mean,\n"
     note += "and the loss is higher where the keys differ along the query"
     page.text((x[2] + x[6] + tile) / 2, y - 2, note, 8, color=KEY)
-    page.text(10, y + 74, "both are\npushed from", 9, weight="bold", color=APART, ha="left")
+    page.head(10, y + 74, "both are\npushed from", APART, size=9, ha="left")
     args = arguments(jcl, "--num-keys", "1")
     (_, keys), _ = views(jcl, args, photos, [ASTRONAUT, COFFEE, ROCKET, RETINA, SKY], 9)
     for n, view in enumerate(keys):
@@ -334,7 +334,7 @@ def mixture(photos, path):
     page, tile, top = Page(306), 104, 92
     idea = "Other images are positives, too: neighbours nearer to their cluster's centre, mixed in by CutMix"
     page.title("CLIM", idea)
-    page.text(128, top - 20, "1. choose positives", 8.5, weight="bold")
+    page.head(128, top - 20, "1. choose positives")
     plot = page.plot(14, top - 6, 228, 172)
     random = common.generator(5)
     places = torch.tensor([[0.0, 0.0], [2.6, 0.6], [1.1, 2.3]])
@@ -357,9 +357,9 @@ def mixture(photos, path):
     seen, _ = views(clim, args, images, [CLIM_IMAGE], CLIM_EPOCH, likest(images))
     mixed, kept = clim.cutmix(seen[0], seen[3], 0.6, common.generator(2))
     x = 262, 374, 506, 638
-    page.text((x[0] + x[1] + tile) / 2, top - 20, "2. an image, and a positive", 8.5, weight="bold")
-    page.text(x[2] + tile / 2, top - 20, "3. mixed: the query", 8.5, weight="bold", color=QUERY)
-    page.text(x[3] + tile / 2, top - 20, "4. is pulled to", 8.5, weight="bold", color=KEY)
+    page.head((x[0] + x[1] + tile) / 2, top - 20, "2. an image, and a positive")
+    page.head(x[2] + tile / 2, top - 20, "3. mixed: the query", QUERY)
+    page.head(x[3] + tile / 2, top - 20, "4. is pulled to", KEY)
     for n, text in ((0, "the image"), (3, "its positive")):
         page.image(seen[n][0], x[n // 3], top + 34, tile)
         page.text(x[n // 3] + tile / 2, top + 34 + tile + 14, text, 8, color=GRAY)
@@ -383,11 +383,10 @@ def local_global(photos, path):
     page.title("LoGo", "Large crops see the same things. Small ones may see different things, so they are pushed apart")
     seen, cuts = views(logo, arguments(logo), photos, [ASTRONAUT], LOGO_EPOCH)
     photo, size, small = 230, 96, 74
-    boxes = [(b[0], KEY if v < 2 else QUERY) for v, (_, b) in enumerate(cuts)]
-    page.text(14 + photo / 2, top - 18, "photograph, four crops", 8.5, weight="bold")
-    page.image(photos[ASTRONAUT], 14, top, photo, boxes=boxes)
+    page.head(14 + photo / 2, top - 18, "photograph, four crops")
+    page.image(photos[ASTRONAUT], 14, top, photo, boxes=marked(cuts, (0, 1)))
     x, low = (300, 452), top + size + 62
-    page.text((x[0] + x[1] + size) / 2, top - 18, "global crops", 8.5, weight="bold", color=KEY)
+    page.head((x[0] + x[1] + size) / 2, top - 18, "global crops", KEY)
     for n in (0, 1):
         page.image(seen[n][0], x[n], top, size, KEY)
         page.image(seen[2 + n][0], x[n] + (size - small) / 2, low, small, QUERY)
@@ -397,19 +396,15 @@ def local_global(photos, path):
     page.arrow((x[0] + size + 4, top + size / 2), (x[1] - 4, top + size / 2), KEY, True)
     y = low + small / 2
     page.arrow((x[0] + (size + small) / 2 + 4, y), (x[1] + (size - small) / 2 - 4, y), APART, True)
-    page.text((x[0] + x[1] + size) / 2, low + small + 16, "local crops", 8.5, weight="bold", color=QUERY)
+    page.head((x[0] + x[1] + size) / 2, low + small + 16, "local crops", QUERY)
+    apart = "pushed apart, by what a\nsmall network has learned\nto tell: are two locals\nof one image?"
     notes = (
         (top + size / 2, "global to global:", "each is pulled to the\nother's key", KEY),
         (top + size + 32, "local to global:", "pulled to both; the\nglobals stay as they are", KEY),
-        (
-            y,
-            "local to local:",
-            "pushed apart, by what a\nsmall network has learned\nto tell: are two locals\nof one image?",
-            APART,
-        ),
+        (y, "local to local:", apart, APART),
     )
     for place, head, text, colour in notes:
-        page.text(576, place - 18, head, 8.5, weight="bold", color=colour, ha="left", va="top")
+        page.head(576, place - 18, head, colour, ha="left", va="top")
         page.text(576, place, text, 8, ha="left", va="top")
     page.save(path)
 
@@ -423,13 +418,13 @@ def patches(photos, path):
     permutations = [torch.randperm(49, generator=common.generator(n)) for n in (0, 1)]
     mixed, other = (patchmix.patch_mix(v, 3, 32, p) for v, p in zip((one, two), permutations, strict=True))
     x = [60 + n * (tile + 26) for n in range(3)]
-    page.text((x[0] + x[2] + tile) / 2, top - 14, "three images of the batch", 8.5, weight="bold")
+    page.head((x[0] + x[2] + tile) / 2, top - 14, "three images of the batch")
     for n in range(3):
         page.image(one[n], x[n], top, tile)
         if n:
             page.text(x[n] - 13, top + tile / 2, "+", 13)
     page.arrow((x[2] + tile + 12, top + tile / 2), (x[2] + tile + 60, top + tile / 2), GRAY)
-    page.text(x[2] + tile + 120, top - 14, "one mix, M = 3", 8.5, weight="bold", color=QUERY)
+    page.head(x[2] + tile + 120, top - 14, "one mix, M = 3", QUERY)
     page.image(mixed[0], x[2] + tile + 74, top, tile, QUERY)
     note = "every patch stays\nat its place; each mix\nbegins with another\nimage of the batch"
     page.text(x[2] + 2 * tile + 92, top + tile / 2, note, 8, ha="left")
@@ -440,7 +435,7 @@ def patches(photos, path):
         (432, other, near, triangle, "mixes find those that share images", "mixes of the other views"),
     )
     for x0, columns, where, share, head, across in tables:
-        page.text(x0 + 3.5 * (side + 2), y0 - 58, head, 9, weight="bold")
+        page.head(x0 + 3.5 * (side + 2), y0 - 58, head, size=9)
         page.text(x0 + 4 * (side + 2), y0 - 40, "is pulled to: " + across, 7.5, color=KEY)
         page.text(x0 - 14, y0 + 3.5 * (side + 2), "query: the mixes", 7.5, color=QUERY, rotation=90, va="center")
         target = torch.zeros(6, 6).scatter_add_(1, where, share.expand(6, -1))

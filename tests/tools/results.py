@@ -386,13 +386,8 @@ def write_pages(args):
 
 def curves(args):
     """kNN accuracy over the epochs: mean and range over the seeds, one panel for each family of baselines."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
     families = {"moco": "MoCo v2 and what builds on it", "simsiam": "SimSiam", "patchmix-1": "PatchMix"}
-    figure, panels = pyplot.subplots(1, len(families), figsize=(5 * len(families), 4.2), sharey=True)
+    figure, panels = figures.subplots(1, len(families), figsize=(5 * len(families), 4.2), sharey=True)
     for panel, (family, title) in zip(panels, families.items(), strict=True):
         for name, arm in ARMS.items():
             over = ARMS[arm.baseline].baseline if arm.baseline else None
