@@ -221,7 +221,7 @@ def steps(args):
         row = dict(method=method, arch=kind, batch=args.batch_size, ms=ms[0, 0], over_bare=ratios[-1, 0])
         if len(sides) > 1:
             row |= dict(there_ms=ms[1, 0], ratio=ratios[0, 0], cpu_ratio=ratios[0, 1])
-        rows.append({name: float(v) if isinstance(v, np.floating) else v for name, v in row.items()})
+        rows.append(row)
     return rows
 
 
@@ -501,7 +501,7 @@ def needs(args):
     gathered keys of the whole batch, and of what an image needs at the peak of a step times the images per GPU.
     """
     rows = []
-    for method in [name for name in NEEDS if name in args.methods or name.split()[0] in args.methods]:
+    for method in NEEDS:
         script, *flags = method.split()
         options = importlib.import_module(script).parse_args(["--dataset", "imagenet", *flags])
         found, per_gpu = needs_of(method), options.batch_size // GPUS
