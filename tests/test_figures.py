@@ -83,10 +83,14 @@ def test_views_of_every_method(method):
     assert [view.blur_p for view in kinds] == blurs
 
 
-def test_corner_table():
-    table, random_crop, theirs = figures.corner_table(1000)
-    assert [row[0] for row in table] == [4 - i / 2 for i in range(17)] and abs(random_crop - theirs) < 6
-    assert all(ours > offset for _, ours, offset, _ in table)  # the offset narrows the range of ratios
+def test_corners(tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    figures.main(["corners", str(tmp_path / "out.png"), "--pairs", "1000"])
+    _, *rows, last = capsys.readouterr().out.splitlines()
+    table = np.array([row.split() for row in rows], float)
+    assert table[:, 0].tolist() == [4 - i / 2 for i in range(17)] and abs(table[:, 1] - table[:, 3]).max() < 6
+    assert (table[:, 1] > table[:, 2]).all()  # the offset narrows the range of ratios
+    assert "RandomCrop" in last and (tmp_path / "out.png").exists()
 
 
 @pytest.mark.parametrize("split, total", [("train", 68), ("test", 32)])

@@ -62,34 +62,23 @@ def explain(args):
 # ---------------------------------------------------------- JointCrop, Fig. 7
 
 
-def corner_table(pairs):
-    """Mean distance in pixels of the two crops' top-left corners, over so many pairs of crops for each beta.
-
-    Returns rows (beta, ours, ours with the released offset, paper), and RandomCrop's distance, ours and the paper's.
-    """
+def corners(args):
+    """How far apart two crops' corners are on average, by beta: ours, with the released offset, and the paper's."""
     sys.path.append(str(Path(__file__).parents[1]))
     from test_moco_jointcrop import FIGURE7, RANDOM_CROP, mean_corner_distance  # needs pytest, as nothing else here
 
-    table = []
-    for i, paper in enumerate(FIGURE7):
-        beta = 4 - i / 2
-        table.append((beta, mean_corner_distance(beta, 0.0, pairs), mean_corner_distance(beta, 0.1, pairs), paper))
-    return table, mean_corner_distance(None, 0.0, pairs), RANDOM_CROP
-
-
-def corners(args):
-    """The table of Fig. 7, and its picture."""
-    table, random_crop, theirs = corner_table(args.pairs)
+    beta = [4 - i / 2 for i in range(len(FIGURE7))]
+    ours, offset = ([mean_corner_distance(b, shift, args.pairs) for b in beta] for shift in (0.0, 0.1))
+    random_crop = mean_corner_distance(None, 0.0, args.pairs)
     print("  beta    ours  offset 0.1   paper")
-    for row in table:
+    for row in zip(beta, ours, offset, FIGURE7, strict=True):
         print("{:6.1f} {:7.2f} {:11.2f} {:7.2f}".format(*row))
-    print(f"RandomCrop {random_crop:.2f}, paper {theirs}")
-    beta, ours, offset, paper = zip(*table, strict=True)
+    print(f"RandomCrop {random_crop:.2f}, paper {RANDOM_CROP}")
     figure, axes = subplots(figsize=(9, 5))
     axes.plot(beta, ours, label="here: the paper's law")
     axes.plot(beta, offset, linestyle="--", label="here: --variant released, offset 0.1")
-    axes.plot(beta, paper, "k.", markersize=9, label="read from the paper's Fig. 7")
-    label = f"here: RandomCrop, {random_crop:.2f} (paper: {theirs})"
+    axes.plot(beta, FIGURE7, "k.", markersize=9, label="read from the paper's Fig. 7")
+    label = f"here: RandomCrop, {random_crop:.2f} (paper: {RANDOM_CROP})"
     axes.axhline(random_crop, color="gray", linestyle=":", label=label)
     axes.set(xlabel="beta of J-Crop(beta)", ylabel="mean distance of the top-left corners, px (image: 224 x 224)")
     axes.legend()
@@ -202,7 +191,7 @@ def same_class_share(labels, positives):
     return (labels[positives] == labels[:, None]).float().mean().item()
 
 
-def choose(run, images, selections=("random", "knn", "kmeans", "center")):
+def choose(run, images, selections):
     """{selection: CLIM's table of positives, (N, 10)}, by a run's momentum encoder: any run of a queue method."""
     import clim
 
@@ -214,8 +203,8 @@ def choose(run, images, selections=("random", "knn", "kmeans", "center")):
     encoder = torch.nn.Sequential(model.momentum_backbone, model.momentum_projector)
     x = F.normalize(common.extract_features(encoder, images, info, torch.device("cpu"))[0], dim=1)
     flags = ["--dataset", config["dataset"], "--arch", config["arch"], "--selection"]
-    flags = {selection: clim.parse_args([*flags, selection]) for selection in selections}
-    return {selection: clim.choose_positives(args, x, common.generator(0)) for selection, args in flags.items()}
+    recipes = {selection: clim.parse_args([*flags, selection]) for selection in selections}
+    return {selection: clim.choose_positives(args, x, common.generator(0)) for selection, args in recipes.items()}
 
 
 def class_similarity(features, labels):

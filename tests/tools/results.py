@@ -65,11 +65,6 @@ ARMS = {
     "logo-simsiam": Arm("LoGo on SimSiam", "logo.py --base simsiam", "simsiam", 1),
     "moco-twice": Arm("MoCo v2, twice the epochs", "moco_jointcrop.py --joint none", "moco", 2, times=2),
     "moco-half-more": Arm("MoCo v2, 1.5 times the epochs", "moco_jointcrop.py --joint none", "moco", 2, times=1.5),
-    "jointcrop-released": Arm("J-Crop(0), released", "moco_jointcrop.py --joint crop --variant released", "moco", 2),
-    "jcl-released": Arm("JCL, released (4 keys, ramp to lambda 2)", "jcl.py --variant released", "moco", 2),
-    "clim-late": Arm("CLIM after 25 epochs of MoCo v2", "clim.py --clim-start 25", "moco", 2),
-    "clim-selection": Arm("CLIM, selection alone", "clim.py --mix none", "moco", 2),
-    "clim-cutmix": Arm("CLIM, CutMix alone", "clim.py --selection random", "moco", 2),
     "logo-moco-joint": Arm(
         "LoGo on MoCo, affinity in one batch", "logo.py --affinity-batch joint", "moco-symmetric", 2
     ),
