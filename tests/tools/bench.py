@@ -181,10 +181,10 @@ class Served:
         self.process.wait()
 
 
-def make_folder(folder, count):
-    """Patterns as PNG files in train/, one folder a class."""
-    for i, (image, label) in enumerate(zip(*common.make_patterns(count, 32, 0), strict=True)):
-        path = Path(folder, "train", f"kind{label}", f"{i}.png")
+def make_folder(folder, count, part="train", seed=0):
+    """Patterns as PNG files in FOLDER/PART, one folder per class."""
+    for i, (image, label) in enumerate(zip(*common.make_patterns(count, 32, seed), strict=True)):
+        path = Path(folder, part, f"kind{label}", f"{i}.png")
         path.parent.mkdir(parents=True, exist_ok=True)
         Image.fromarray(image).save(path)
 

@@ -29,10 +29,11 @@ from collections import Counter
 from pathlib import Path
 
 import torch
-from PIL import Image
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
+from bench import make_folder  # noqa: E402
+
 import common  # noqa: E402
 
 METHODS = ("moco_jointcrop", "jcl", "clim", "logo", "patchmix")
@@ -132,15 +133,6 @@ class Life:
 # ---------------------------------------------------------------------- files
 
 
-def make_data(root):
-    """100 + 40 patterns as PNG files in train/ and val/, one folder a class."""
-    for split, count, seed in (("train", 100, 0), ("val", 40, 1)):
-        for i, (image, label) in enumerate(zip(*common.make_patterns(count, 32, seed), strict=True)):
-            path = root / split / f"kind{label % 4}" / f"{i:03}.png"
-            path.parent.mkdir(parents=True, exist_ok=True)
-            Image.fromarray(image).save(path)
-
-
 def flat(state, name=""):
     """{path: value, of a tensor its bits} of a nested state."""
     if isinstance(state, (dict, list, tuple)):
@@ -167,9 +159,9 @@ def differences(reference, out, interrupted=()):
             found.append("metrics.jsonl has not the records of last.pt")
     except (OSError, ValueError, RuntimeError) as error:
         return [f"the end is not whole: {error}"]
-    steps, expected = ([r["step"] for r in one] for one in records)
+    expected, steps = ([r["step"] for r in one] for one in records)
     if steps != expected:
-        return [*found, f"metrics.jsonl has the steps {expected}, not {steps}"]
+        return [*found, f"metrics.jsonl has the steps {steps}, not {expected}"]
     for r, s in zip(*records, strict=True):
         names = r.keys() & OF_ITS_END if r["epoch"] in interrupted else (r.keys() | s.keys()) - MAY_DIFFER
         if wrong := [k for k in sorted(names) if k not in r or k not in s or r[k] != s[k]]:
@@ -311,7 +303,8 @@ def main():
     parser.add_argument("--methods", nargs="+", default=METHODS, choices=METHODS)
     args = parser.parse_args()
     root, chance = Path(tempfile.mkdtemp()), random.Random(args.seed)
-    make_data(root / "data")
+    make_folder(root / "data", 100)
+    make_folder(root / "data", 40, "val", seed=1)
     kills, wrong, ways = [], False, {world: itertools.cycle(names) for world, names in WAYS.items()}
 
     def tell(name, problems):
