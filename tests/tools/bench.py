@@ -544,7 +544,7 @@ def machine():
 def main(argv=None):
     parser = argparse.ArgumentParser("bench.py", description=__doc__.splitlines()[0])
     parser.add_argument("what", choices=SECTIONS)
-    parser.add_argument("--against", metavar="PATH", help="another checkout, for steps")
+    parser.add_argument("--against", metavar="CHECKOUT", help="steps: over the same step there")
     parser.add_argument("--methods", nargs="+", default=METHODS, choices=METHODS, metavar="NAME", help=str(METHODS))
     kinds = "for steps: recipe (CIFAR-10's), micro, or an encoder's name"
     parser.add_argument("--arch", nargs="+", default=["recipe", "micro"], metavar="NAME", help=kinds)
