@@ -288,7 +288,6 @@ def main(folder):
         # A thread of gloo may still hold Python's tensors. If it gives them back while Python ends, the process aborts.
         dist.barrier()
         dist.destroy_process_group()
-        common._group_on_cpus.cache_clear()  # it holds both groups. The last reference to a group joins its threads
     if rank == 0:
         (folder / "found.json").write_text(json.dumps(found))
     return library
