@@ -367,10 +367,11 @@ def schedule(args, step, steps_per_epoch):
     The rate warms up linearly from 0, then falls by a cosine to --min-lr. The other two are constant.
     """
     epoch = step / steps_per_epoch
-    if epoch < args.warmup and args.warmup * steps_per_epoch >= 1:  # less than a step is none
-        lr = peak_rate(args) * epoch / args.warmup
+    warmup = args.warmup if args.warmup * steps_per_epoch >= 1 else 0  # less than a step is none
+    if epoch < warmup:
+        lr = peak_rate(args) * epoch / warmup
     else:
-        done = (epoch - args.warmup) / (args.epochs - args.warmup)
+        done = (epoch - warmup) / (args.epochs - warmup)
         lr = args.min_lr + (peak_rate(args) - args.min_lr) * (1 + math.cos(math.pi * done)) / 2
     return lr, args.weight_decay, args.momentum
 

@@ -656,13 +656,14 @@ def schedule(args, step, steps_per_epoch):
     a cosine to --min-lr. The other two are constant. SimSiam has no momentum encoder, so its momentum is 0.
     """
     epoch = step / steps_per_epoch
-    if epoch < args.warmup and args.warmup * steps_per_epoch >= 1:  # less than a step is none
-        lr = peak_rate(args) * epoch / args.warmup
+    warmup = args.warmup if args.warmup * steps_per_epoch >= 1 else 0  # less than a step is none
+    if epoch < warmup:
+        lr = peak_rate(args) * epoch / warmup
     elif args.milestones:
         done = step / (args.epochs * steps_per_epoch)
         lr = peak_rate(args) * 0.1 ** sum(done >= milestone for milestone in args.milestones)
     else:
-        done = (epoch - args.warmup) / (args.epochs - args.warmup)
+        done = (epoch - warmup) / (args.epochs - warmup)
         lr = args.min_lr + (peak_rate(args) - args.min_lr) * (1 + math.cos(math.pi * done)) / 2
     return lr, args.weight_decay, args.momentum if args.base == "moco" else 0.0
 

@@ -590,13 +590,14 @@ def schedule(args, step, steps_per_epoch):
     cosine to --min-lr. The momentum follows a cosine from its first to its second value over the whole training.
     """
     epoch = step / steps_per_epoch
+    warmup = args.warmup if args.warmup * steps_per_epoch >= 1 else 0  # less than a step is none
     whole = step / (args.epochs * steps_per_epoch)  # the share of the training that is done
-    if epoch < args.warmup and args.warmup * steps_per_epoch >= 1:  # less than a step is none
-        lr = peak_rate(args) * epoch / args.warmup
+    if epoch < warmup:
+        lr = peak_rate(args) * epoch / warmup
     elif args.milestones:
         lr = peak_rate(args) * 0.1 ** sum(whole >= milestone for milestone in args.milestones)
     else:
-        done = (epoch - args.warmup) / (args.epochs - args.warmup)
+        done = (epoch - warmup) / (args.epochs - warmup)
         lr = args.min_lr + (peak_rate(args) - args.min_lr) * (1 + math.cos(math.pi * done)) / 2
     first, last = args.momentum
     return lr, args.weight_decay, last + (first - last) * (1 + math.cos(math.pi * whole)) / 2

@@ -556,10 +556,11 @@ def schedule(args, step, steps_per_epoch):
     first to their second value.
     """
     epoch, done = step / steps_per_epoch, step / (args.epochs * steps_per_epoch)
-    if epoch < args.warmup and args.warmup * steps_per_epoch >= 1:  # less than a step is none
-        lr = peak_rate(args) * epoch / args.warmup
+    warmup = args.warmup if args.warmup * steps_per_epoch >= 1 else 0  # less than a step is none
+    if epoch < warmup:
+        lr = peak_rate(args) * epoch / warmup
     else:
-        lr = cosine(peak_rate(args), args.min_lr, (epoch - args.warmup) / (args.epochs - args.warmup))
+        lr = cosine(peak_rate(args), args.min_lr, (epoch - warmup) / (args.epochs - warmup))
     return lr, cosine(*args.weight_decay, done), cosine(*args.momentum, done)
 
 

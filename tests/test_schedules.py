@@ -41,3 +41,12 @@ def test_every_step_of_the_schedule(method, flags):
         if "simsiam" in flags:  # it has no momentum encoder
             values = [args.weight_decay, 0.0]
         assert found == pytest.approx((rate, *values), rel=1e-12), f"step {step}"
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_warm_up_of_less_than_a_step_is_none(method):
+    """A run of one step would have no rate otherwise."""
+    module = importlib.import_module(method)
+    args = module.parse_args(["--epochs", "1"])
+    assert 0 < args.warmup < 1 and module.schedule(args, 0, 1)[0] == module.peak_rate(args)
+    assert module.schedule(args, 0, 100)[0] == 0
