@@ -40,8 +40,6 @@ import time
 import warnings
 import weakref
 import zipfile
-import zlib
-from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import NamedTuple
@@ -57,6 +55,7 @@ from PIL import Image, ImageDraw, ImageFont, ImageOps
 from torch import nn
 from torch.distributed.rendezvous import rendezvous
 from torch.torch_version import TorchVersion
+from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, Dataset, default_convert
 from torchvision.transforms.functional import rgb_to_grayscale, solarize, to_pil_image
 
@@ -955,10 +954,9 @@ def save_views(path, views, labels):
 
 @contextlib.contextmanager
 def exact_products():
-    """Inside, products of float32 matrices are computed in float32, never in TF32. It is a decorator, too.
+    """Inside, products of float32 matrices are computed in float32. It is a decorator, too.
 
-    TF32 keeps 10 of the 23 bits of each factor. That is enough to encode images. It is too few to compare neighbours,
-    or to fit a classifier to a tolerance.
+    TF32 keeps 10 of the 23 bits of each factor. To compare neighbours, or to fit a classifier, these are too few.
     """
     allowed = torch.backends.cuda.matmul.allow_tf32
     torch.backends.cuda.matmul.allow_tf32 = False
@@ -971,8 +969,7 @@ def exact_products():
 class CentreCrops(Dataset):
     """Images as an evaluation sees them: (uint8 (3, size, size), label).
 
-    An image of this size is taken as it is. Any other is resized until its shorter side is 256/224 of `size`, and its
-    centre is cut.
+    An image of another size is resized until its shorter side is 256/224 of `size`, and its centre is cut.
     """
 
     def __init__(self, images, size, interpolation="bilinear"):
@@ -999,8 +996,7 @@ def extract_features(encoder, images, info, device, batch_size=256, workers=0, a
     """
     mine = own_rows(torch.arange(len(images)))
     crops = CentreCrops(images, info["image_size"], info["interpolation"])
-    # A process without images encodes one for the features' width, and drops it.
-    crops = torch.utils.data.Subset(crops, mine.tolist() or [0])
+    crops = torch.utils.data.Subset(crops, mine.tolist() or [0])  # without images one gives the features' width
     features, labels = [], []
     with evaluation_mode(encoder):
         for i, (batch, label) in enumerate(Loader(crops, device, workers, batch_size=batch_size)):
@@ -1023,12 +1019,12 @@ def extract_features(encoder, images, info, device, batch_size=256, workers=0, a
 def knn_predict(train_x, train_y, test_x, k, temperature, num_classes):
     """Classify by weighted k-nearest neighbours: (m,) int64 on the CPU, on every process; (len(k), m) for several k.
 
-    A neighbour votes for its class with exp(cosine / temperature). Votes are scaled so that the nearest one's is 1.
+    A neighbour votes for its class with exp(cosine / temperature), scaled so that the nearest one's vote is 1.
     train_x: (n, d), the bank, and train_y: (n,) int64 in [0, num_classes). Each process gives its rows of the bank,
     which may be none. test_x: (m, d), the same and whole on every process. Both are L2-normalised here. k: a number or
     several; one above the size of the bank counts all of it. Equally near neighbours come in any order.
     Each process finds the nearest of its rows for a chunk of test images, and the nearest of these are the bank's. So
-    the result is exact but for rounding, and memory is bounded. No gradient. Source: Wu et al., arXiv 1805.01978.
+    memory is bounded. No gradient. Source: Wu et al., arXiv 1805.01978.
     """
     bank, queries = (F.normalize(x.float(), dim=1) for x in (train_x, test_x))
     train_y, ks = train_y.to(bank.device), [k] if isinstance(k, int) else k
@@ -1069,10 +1065,9 @@ def knn_record(args, encoder, train, test, device):
 
     The bank is the labelled training images, without augmentation.
     """
-    info, options = encoder_info(args), dict(workers=workers_of(args, device), amp=args.amp == "bf16")
-    encode = functools.partial(extract_features, encoder, info=info, device=device, **options)
-    x, y = encode(train.labelled(), whole=False, what="features, train")
-    test_x, test_y = encode(test.labelled(), what="features, test")
+    options = dict(info=encoder_info(args), device=device, workers=workers_of(args, device), amp=args.amp == "bf16")
+    x, y = extract_features(encoder, train.labelled(), whole=False, what="features, train", **options)
+    test_x, test_y = extract_features(encoder, test.labelled(), what="features, test", **options)
     found = knn_accuracy(x.to(device), y, test_x.to(device), test_y, (20, 200), 0.07)
     return {f"knn{k}_top1": percent for k, percent in found.items()}
 
@@ -1096,14 +1091,11 @@ def open_encoder(args, module=None):
     """Return (device, the encoder to judge, in evaluation mode, info). Joins torchrun's process group, if any.
 
     module: a user's own encoder. It gets the checkpoint's weights; without a checkpoint, those of the first process.
-    With --random-init the encoder is built as the checkpoint says, and its weights are left out. Fills in args.workers
-    and args.bf16. Exits with an error message if flags do not go together, or the encoder does not take the images.
+    Fills in args.workers and args.bf16. Exits with an error message if flags do not go together, or the encoder does
+    not take the images.
     """
     if (args.checkpoint is None and module is None) or (args.random_init and module is not None):
         fail("give RUN, a run's folder; with --random-init its encoder, one of timm's, is judged untrained")
-    of_others = args.patch_size, args.num_heads, args.norm, args.prefix
-    if not args.arch and (any(of_others) or (args.checkpoint and args.image_size)):
-        fail("--image-size, --patch-size, --num-heads, --norm, --prefix go with --arch; a run says its own")
     device = join_processes(args.device)
     args.workers = workers_of(args, device)
     if args.checkpoint is None:
@@ -1111,10 +1103,9 @@ def open_encoder(args, module=None):
         if rank_and_world()[1] > 1:
             encoder.load_state_dict(from_first(encoder.cpu().state_dict))
     else:
-        patch_size = args.patch_size or named_patch(args.arch) or 16
-        published = dict(arch=args.arch, image_size=args.image_size or 224, patch_size=patch_size)
-        published |= dict(norm=args.norm or "imagenet", num_heads=args.num_heads, prefix=args.prefix)
-        encoder, info = load_backbone(args.checkpoint, args.encoder, module, **(published if args.arch else {}))
+        of_others = {name: getattr(args, name) for name in ("image_size", "patch_size", "num_heads", "norm", "prefix")}
+        of_others = {name: value for name, value in of_others.items() if value is not None}
+        encoder, info = load_backbone(args.checkpoint, args.encoder, module, args.arch, **of_others)
     if args.random_init:
         torch.manual_seed(args.seed)
         encoder, info = build_backbone(info), info | dict(encoder="untrained")
@@ -1147,8 +1138,11 @@ def open_data(args, info, train=None, test=None, labels=True):
     Without --dataset these are the run's data, and args gets their name and place. Without --data-dir, too, they have
     to be the images that the run was trained on. labels: whether a test set and two classes are needed.
     """
-    if train is None and test is None:
-        trained_on = None
+    trained_on = None
+    if train is not None or test is not None:
+        args.dataset, args.data_dir = "own", None
+        train, test = own_images(train, test)
+    else:
         if args.dataset is None and args.checkpoint:
             config = read_config(run_folder(args.checkpoint))
             if "dataset" not in config:
@@ -1158,12 +1152,8 @@ def open_data(args, info, train=None, test=None, labels=True):
             args.dataset, args.data_dir = config["dataset"], args.data_dir or config.get("data_dir")
         args.dataset = args.dataset or "patterns"
         train, test = (load_images(args.dataset, args.data_dir, t, size=info["image_size"]) for t in (True, False))
-        if trained_on and trained_on != train.checksum():
-            others = "give --dataset and --data-dir, or your own train= and test="
-            fail(f"--dataset {args.dataset} has other images than the run was trained on: {others}")
-    else:
-        args.dataset, args.data_dir = "own", None
-        train, test = own_images(train, test)
+    if trained_on and trained_on != train.checksum():
+        fail(f"--dataset {args.dataset} has other images than the run was trained on: give --dataset and --data-dir")
     if labels and (test is None or (len(train.classes) < 2 and args.dataset != "own")):
         layout = "--data-dir with train/ and val/ or test/, each with one folder per class"
         fail(f"an evaluation needs a test set and labels of two classes: {layout}")
@@ -1187,14 +1177,15 @@ def floor_encoders(args, info, device, count):
 
 def protocol(args, info, train, test):
     """Return what an evaluation's numbers depend on, as lines of text."""
-    scale = f"if not of {info['image_size']} px: shorter side 256/224 of it, centre crop, {info['interpolation']}"
-    same = train.array is not None and train.array.shape[1:3] == (info["image_size"],) * 2
+    encoder = f"encoder {arch_name(info)} of {info['method']}, the {info['encoder']} encoder, evaluation mode"
+    features = "features: before the projector, after the last norm and pooling; the encoder computes in"
     tf32 = " with products in TF32" if torch.backends.cuda.matmul.allow_tf32 else ""
-    return f"""encoder {arch_name(info)} of {info["method"]}, the {info["encoder"]} encoder, evaluation mode; \
-features: before the projector, after the last norm and pooling; the encoder computes in \
-{"bf16" if args.bf16 else f"float32{tf32}"}
-training images {train}; test images {"none" if test is None else test}; \
-{"no resize" if same else scale}; mean {tuple(info["mean"])}, std {tuple(info["std"])}"""
+    size = f"if not of {info['image_size']} px: shorter side 256/224 of it, centre crop, {info['interpolation']}"
+    if train.array is not None and train.array.shape[1:3] == (info["image_size"],) * 2:
+        size = "no resize"
+    images = f"training images {train}; test images {test or 'none'}; {size}"
+    norm = f"mean {tuple(info['mean'])}, std {tuple(info['std'])}"
+    return f"{encoder}; {features} {'bf16' if args.bf16 else f'float32{tf32}'}\n{images}; {norm}"
 
 
 # ------------------------------------------------------------------ 4. encoders
@@ -1234,8 +1225,8 @@ def backbone_info(arch, image_size, patch_size, norm="imagenet", interpolation="
     arch: a name of ARCHS, any timm model, or None for a user's own module. norm: a name of NORMS. num_heads: of a ViT;
     None: timm's number. more: more entries.
     Plain ResNets get a 3 x 3 stem for images of up to 64 px. resnet_mini's has stride 2, and resnet_micro keeps timm's,
-    as they are to be fast on a CPU. ViTs get the given patch size and MoCo v3's initialisation, except of the patch
-    embedding, which timm leaves out. Their position embedding is interpolated for other image sizes.
+    as they are to be fast on a CPU. ViTs get MoCo v3's initialisation, except of the patch embedding, which timm leaves
+    out. Their position embedding is interpolated for other image sizes.
     """
     mean, std = NORMS[norm]
     like = dict(image_size=image_size, mean=mean, std=std, interpolation=interpolation, **more)
@@ -1273,16 +1264,6 @@ def arch_name(info):
     return next(fitting, name or "own encoder")
 
 
-def create_backbone(info, **more):
-    """Return timm's model that `info` describes, without classifier and with its stem. more: arguments for timm."""
-    backbone = timm.create_model(info["timm_name"], **info["create_kwargs"], **more)
-    if info["stem"] in ("3x3", "3x3-s2"):  # no 7 x 7 convolution and no max-pool, as CIFAR work has it
-        stride = 2 if info["stem"] == "3x3-s2" else 1
-        backbone.conv1 = nn.Conv2d(3, backbone.conv1.out_channels, 3, stride, padding=1, bias=False)
-        backbone.maxpool = nn.Identity()
-    return backbone
-
-
 def build_backbone(info, sizes=(), **more):
     """Return the untrained timm model without classifier that `info` describes: it maps (N, 3, H, W) to (N, width).
 
@@ -1291,7 +1272,11 @@ def build_backbone(info, sizes=(), **more):
     """
     sizes = sorted({info["image_size"], *sizes})
     try:
-        backbone = create_backbone(info, **more)
+        backbone = timm.create_model(info["timm_name"], **info["create_kwargs"], **more)
+        if info["stem"] != "timm":  # no 7 x 7 convolution and no max-pool, as CIFAR work has it
+            stride = 2 if info["stem"] == "3x3-s2" else 1
+            backbone.conv1 = nn.Conv2d(3, backbone.conv1.out_channels, 3, stride, padding=1, bias=False)
+            backbone.maxpool = nn.Identity()
         for size in sizes:
             encode_zeros(backbone, size)
     except (TypeError, AssertionError, RuntimeError) as error:
@@ -1305,14 +1290,16 @@ def load_backbone(path, encoder=None, module=None, arch=None, **published):
 
     encoder: 'query' or 'momentum'; None: the one that the method's authors evaluate, which backbone.pt holds. module:
     gets the weights, instead of what timm builds; a user's own encoder has to be given. arch: of a file of others,
-    which is read by `load_published`, with its further arguments. Exits with an error message if a key does not match.
-    info has image_size, mean, std, interpolation, method, encoder, timm_name, create_kwargs and stem.
+    which is read by `load_published`, with its further arguments. info: see `backbone_info`. Exits with an error
+    message if a key does not match.
     """
     path = Path(path)
     if arch is not None:
         if encoder is not None or module is not None:
             fail(f"{path} is read as a file of others, since an arch is given: a prefix chooses, and timm builds it")
         return load_published(path, arch, **published)
+    if published:
+        fail("--image-size, --patch-size, --num-heads, --norm, --prefix go with --arch; a run says its own")
     if path.is_dir():
         path = path / ("backbone.pt" if encoder is None else "last.pt")
     state = load_checkpoint(path)
@@ -1336,13 +1323,15 @@ def load_backbone(path, encoder=None, module=None, arch=None, **published):
     return backbone.eval(), info
 
 
-def load_published(path, arch, image_size=224, patch_size=16, norm="imagenet", num_heads=None, prefix=None):
+def load_published(path, arch, image_size=224, patch_size=None, norm="imagenet", num_heads=None, prefix=None):
     """Load an encoder from a checkpoint of others, as `load_backbone` returns it: (module in evaluation mode, info).
 
-    The further arguments are what the file does not say, as in `backbone_info`. prefix: as in `fitting_weights`.
+    The further arguments are what the file does not say, as in `backbone_info`. patch_size: None for the one in timm's
+    name, or 16. prefix: as in `fitting_weights`.
     """
     if Path(path).is_dir():
         fail(f"{path} is a folder. A run's folder says its encoder itself: leave out --arch; or give others' FILE")
+    patch_size = patch_size or named_patch(arch) or 16
     info = backbone_info(arch, image_size, patch_size, norm, num_heads=num_heads, method=Path(path).name)
     backbone = build_backbone(info)
     weights, taken = fitting_weights(path, backbone, prefix, "--prefix")
@@ -1371,77 +1360,81 @@ def read_tensors(path):
     return flat(load_checkpoint(Path(path) / "backbone.pt" if Path(path).is_dir() else path))
 
 
-# Encoders that are tried where a file does not fit, so that the message can name the right one.
-USUAL = [*(f"resnet{depth}" for depth in (18, 34, 50, 101, 152, "26d", "50d")), "wide_resnet50_2", "resnext50_32x4d"]
-USUAL += ["seresnet50", "convnext_tiny", "convnext_small", "convnext_base"]
-USUAL += ["wide_resnet50_2", "resnext50_32x4d", "seresnet50", "convnext_tiny", "convnext_small", "convnext_base"]
-USUAL_VITS = ("vit_{}_patch16_224", "deit3_{}_patch16_224", "deit_{}_distilled_patch16_224")
-USUAL_VITS += ("vit_{}_patch14_dinov2", "vit_{}_patch14_reg4_dinov2", "vit_{}_patch16_dinov3")
-VIT_SIZES = {192: "tiny", 384: "small", 768: "base", 1024: "large"}  # by width
+def encoders_in(found, encoder):
+    """Return the tensors of a checkpoint that may be an encoder's: {prefix in the file: {the encoder's name: tensor}}.
+
+    found: of `read_tensors`. Layers may have numbers, as lightly's have: nn.Sequential(*encoder.children()) saves
+    those. The position embedding of a ViT is resampled, if its rows are those that the encoder has before its patches'
+    and a square grid's.
+    """
+    first, places = next(iter(encoder.state_dict())), {}
+    numbers = {str(number): part for number, (part, _) in enumerate(encoder.named_children())}
+    endings = f".{first}", f".0.{first.partition('.')[2]}"
+    starts = [f".{key}".removesuffix(end) for key in found for end in endings if f".{key}".endswith(end)]
+    for start in [f"{start}.".removeprefix(".") for start in starts] or [""]:
+        theirs = {}
+        for key, x in found.items():
+            if key.startswith(start):
+                part, dot, rest = key.removeprefix(start).partition(".")
+                theirs[numbers.get(part, part) + dot + rest] = x
+        with contextlib.suppress(AttributeError, IndexError, KeyError, ValueError, RuntimeError):  # it is no such ViT's
+            grid = encoder.patch_embed.grid_size
+            before = encoder.pos_embed.shape[1] - math.prod(grid)
+            fitted = timm.layers.resample_abs_pos_embed(theirs["pos_embed"], grid, num_prefix_tokens=before)
+            theirs["pos_embed"] = fitted
+        places[start] = theirs
+    return places
+
+
 # Top-level names of ViTs that change the features, and that an encoder without them would leave out.
 OF_VITS = {"cls_token", "dist_token", "reg_token", "register_tokens", "pos_embed", "norm_pre", "fc_norm"}
 
 
-def resampled(embedding, encoder):
-    """Return a ViT's position embedding (1, rows, width), resampled to the grid of patches of an encoder like it.
+def misfits(theirs, encoder):
+    """Return why tensors, {name: tensor}, are not an encoder's, as a list of texts. It is empty if they are.
 
-    None, if its rows are not those that the encoder has before its patches', and a square grid's.
-    """
-    with contextlib.suppress(AttributeError, IndexError, ValueError, RuntimeError):  # it is no such ViT's
-        own, grid = encoder.pos_embed, encoder.patch_embed.grid_size
-        before = own.shape[1] - math.prod(grid)
-        fitted = timm.layers.resample_abs_pos_embed(embedding, grid, num_prefix_tokens=before)
-        return fitted if fitted.shape == own.shape else None
-    return None
-
-
-def misfits(found, start, encoder):
-    """Return why a checkpoint's tensors are not an encoder's, as a list of texts. It is empty if they are.
-
-    found: of `read_tensors`. start: what stands before the encoder's names there. Each parameter and statistic needs a
-    tensor of its shape. Only a position embedding may be of another square grid. And each tensor below the encoder's
-    own top-level parts needs a place in it: otherwise the file is of a deeper or richer encoder.
+    Each parameter and statistic needs a tensor of its shape. And each tensor below the encoder's own top-level parts
+    needs a place in it: otherwise the file is of a deeper or richer encoder.
     """
     own, wrong = encoder.state_dict(), []
     for name, x in own.items():
-        theirs = found.get(start + name)
         if name.endswith("num_batches_tracked"):  # old files have none
             continue
-        if theirs is None:
+        if name not in theirs:
             wrong.append(f"{name} {tuple(x.shape)} is not there")
-        elif theirs.is_floating_point() != x.is_floating_point():
-            wrong.append(f"{name} is {theirs.dtype}, not {x.dtype}")
-        elif theirs.shape != x.shape and (name != "pos_embed" or resampled(theirs, encoder) is None):
-            wrong.append(f"{name} is {tuple(theirs.shape)}, not {tuple(x.shape)}")
-    if wrong:
-        return wrong
+        elif theirs[name].shape != x.shape:
+            wrong.append(f"{name} is {tuple(theirs[name].shape)}, not {tuple(x.shape)}")
+        elif theirs[name].is_floating_point() != x.is_floating_point():
+            wrong.append(f"{name} is {theirs[name].dtype}, not {x.dtype}")
     parts = {name.split(".")[0] for name in own} | OF_VITS
-    left_out = ("num_batches_tracked", "head.fc.weight", "head.fc.bias")  # the latter: ConvNeXt's classifier
-    below = [key.removeprefix(start) for key in found if key.startswith(start) and not key.endswith(left_out)]
-    left = [name for name in below if name not in own and name.split(".")[0] in parts]
-    return [f"it has no place for {len(left)} tensors, {', '.join(left[:4])}"] if left else []
+    classifier = ("num_batches_tracked", "head.fc.weight", "head.fc.bias")  # the latter are ConvNeXt's
+    left = [name for name in theirs if name not in own and name.split(".")[0] in parts]
+    left = [name for name in left if not name.endswith(classifier)]
+    if left and not wrong:
+        wrong.append(f"it has no place for {len(left)} tensors, {', '.join(left[:4])}")
+    return wrong
 
 
-def forms_of(encoder):
-    """Return [encoder], and with it nn.Sequential(*its children) if that has all its weights: lightly saves those."""
-    numbered = nn.Sequential(*encoder.children())
-    return [encoder, numbered] if len(numbered.state_dict()) == len(encoder.state_dict()) else [encoder]
+# Encoders that are tried where a file does not fit, so that the message can name the right one.
+USUAL = [*(f"resnet{depth}" for depth in (18, 34, 50, 101, 152, "26d", "50d")), "wide_resnet50_2", "resnext50_32x4d"]
+USUAL += ["seresnet50", "convnext_tiny", "convnext_small", "convnext_base"]
+USUAL_VITS = ("vit_{}_patch16_224", "deit3_{}_patch16_224", "deit_{}_distilled_patch16_224")
+USUAL_VITS += ("vit_{}_patch14_dinov2", "vit_{}_patch14_reg4_dinov2", "vit_{}_patch16_dinov3")
+VIT_SIZES = {192: "tiny", 384: "small", 768: "base", 1024: "large"}  # by width
 
 
-def usual_name(found, start):
+def usual_name(found):
     """Return ": it fits --arch NAME" with a usual encoder that a checkpoint of others fits, or ""."""
-    patches = found.get(start + "patch_embed.proj.weight")
-    if patches is None:
-        stem = found.get(start + "conv1.weight", found.get(start + "0.weight"))
-        names, patch_size, size = USUAL, 16, 32 if stem is not None and stem.shape[-1] == 3 else 224
-    else:
+    names, patch_size = USUAL, 16
+    size = 32 if any(x.shape[1:] == (3, 3, 3) for x in found.values()) else 224  # of a 3 x 3 stem
+    for patches in (x for name, x in found.items() if name.endswith("patch_embed.proj.weight")):
         names = [name.format(VIT_SIZES.get(len(patches))) for name in USUAL_VITS]
         patch_size, size = patches.shape[-1], 16 * patches.shape[-1]
     for name in filter(timm.is_model, names):
         with torch.device("meta"):  # without weights
-            encoder = create_backbone(backbone_info(name, size, patch_size))
-        if not all(misfits(found, start, form) for form in forms_of(encoder)):
-            flag = "" if patches is None or named_patch(name) == patch_size else f" --patch-size {patch_size}"
+            encoder = build_backbone(backbone_info(name, size, patch_size))
+        if not all(misfits(theirs, encoder) for theirs in encoders_in(found, encoder).values()):
+            flag = "" if named_patch(name) in (None, patch_size) else f" --patch-size {patch_size}"
             return f": it fits --arch {name}{flag}"
     return ""
 
@@ -1449,42 +1442,35 @@ def usual_name(found, start):
 def fitting_weights(path, backbone, prefix=None, flag="--init-prefix"):
     """Return (a state_dict for an encoder from a checkpoint of others, the prefix of its names in the file).
 
-    The prefix is one after which the encoder fits (see `misfits`), by its own names or by those of
-    nn.Sequential(*encoder.children()), as lightly's are. Of several encoders it is a teacher (DINO's), or else the
-    first that is no momentum encoder. prefix: the end of another's. flag: what a message calls it.
+    The prefix is one after which the encoder fits (see `misfits`). Of several encoders it is a teacher (DINO's), or
+    else the first that is no momentum encoder. prefix: the end of another's. flag: what a message calls it.
     """
     found, own = read_tensors(path), backbone.state_dict()
-    named = [(form, name) for form in forms_of(backbone) for name in form.state_dict()]
-    counts = Counter((key.removesuffix(name), form) for form, name in named for key in found if key.endswith(name))
-    fitting = {start: form for start, form in counts if not misfits(found, start, form)}
+    places = encoders_in(found, backbone)
+    wrong = {start: misfits(theirs, backbone) for start, theirs in places.items()}
+    fitting = [start for start in places if not wrong[start]]
     if not fitting:
-        start, form = max(counts, key=counts.get, default=("", backbone))
-        if counts[start, form] < len(own) / 10:  # a few names fit by chance
-            start, form = "", backbone
-        wrong, hint = misfits(found, start, form), ""
-        if any(text.startswith("conv1.weight is (") for text in wrong):
-            hint = " (sizes up to 64 px choose a ResNet's 3 x 3 stem, larger ones 7 x 7: give another --image-size)"
-        theirs = "".join(f", {name} {tuple(x.shape)}" for name, x in itertools.islice(found.items(), 2))
-        if start:
-            wrong = [f"after {start}, {wrong[0]}", *wrong[1:]]
-        line = f"{path} does not fit the encoder{usual_name(found, start)}: {'; '.join(wrong[:3])}{hint}"
-        fail(f"{line}. The file has {len(found)} tensors{theirs}")
+        start = min(places, key=lambda start: len(wrong[start]))
+        reasons = (f"after {start}, " if start else "") + "; ".join(wrong[start][:3])
+        if "conv1.weight is (64, 3, " in reasons:
+            reasons += " (sizes up to 64 px choose a ResNet's 3 x 3 stem, larger ones 7 x 7: give another --image-size)"
+        first = "".join(f", {name} {tuple(x.shape)}" for name, x in itertools.islice(found.items(), 2))
+        reasons += f". The file has {len(found)} tensors{first}"
+        fail(f"{path} does not fit the encoder{usual_name(found)}: {reasons}")
     chosen = [start for start in fitting if start.endswith(prefix or "")]
     if not chosen:
         fail(f"{flag} {prefix}: the encoders of {path} are {' and '.join(fitting) or 'without prefix'}")
     slow = ("momentum", "encoder_k", "target")
     start = max(chosen, key=lambda start: ("teacher" in start) - any(word in start for word in slow))
-    names = [start + name for name in fitting[start].state_dict()]
-    others = [other for other in fitting if other != start]
-    left = [key for key in found if key not in names and not key.startswith(tuple(others))]
-    choice = f" (also there: {', '.join(others)}; {flag} chooses)" if others else ""
+    theirs, others = places[start], ", ".join(other for other in fitting if other != start)
+    choice = f" (also there: {others}; {flag} chooses)" if others else ""
+    left = [start + name for name in theirs if name not in own]
+    left += [name for name in found if not name.startswith(tuple(fitting))]
     listed = "".join(f", {name}" for name in left[:4]) + (", ..." if left[4:] else "")
     say(f"{path}: the encoder is {start or 'the file itself'}{choice}; left out: {len(left)} tensor(s){listed}")
-    weights = {name: found.get(theirs, own[name]) for name, theirs in zip(own, names, strict=True)}
-    if (old := weights.get("pos_embed")) is not None and old.shape != own["pos_embed"].shape:
-        weights["pos_embed"] = resampled(old, backbone)
-        say(f"its position embedding is resampled from {old.shape[1]} rows to {weights['pos_embed'].shape[1]}")
-    return weights, start
+    if "pos_embed" in own and len(old := found[f"{start}pos_embed"][0]) != (rows := own["pos_embed"].shape[1]):
+        say(f"its position embedding is resampled from {len(old)} rows to {rows}")
+    return {name: theirs.get(name, x) for name, x in own.items()}, start
 
 
 def copy_module(module, frozen=False):
@@ -2003,22 +1989,23 @@ def claim_folder(out):
     Exits with an error message if the folder has files that are not a run's, if another process has the lock, or if it
     cannot be written. Where the file system has no locks, none is taken.
     """
-    folder, lock = Path(out), open(os.devnull)
+    folder = Path(out)
     found = sorted(p.name for p in folder.glob("*") if p.name != "lock" and not UNFINISHED.fullmatch(p.name))
     if found and "last.pt" not in found:
         fail(f"--out {out} is not empty ({', '.join(found[:3])}), and has no last.pt: give another")
-    if fcntl is not None and rank_and_world()[0] == 0:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = open(folder / "lock", "a")
+    except OSError as error:  # for example, the file is another user's
+        fail(f"cannot write {folder / 'lock'} ({error}): give another --out")
+    if rank_and_world()[0] == 0:
         try:
-            folder.mkdir(parents=True, exist_ok=True)
-            lock.close()
-            lock = open(folder / "lock", "a")
-        except OSError as error:  # for example, the file is another user's
-            fail(f"cannot write {folder / 'lock'} ({error}): give another --out")
-        try:
-            fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # unlike flock's, forked workers do not inherit it
-        except OSError as error:
-            if error.errno in (errno.EACCES, errno.EAGAIN):
-                fail(f"another run is at work in --out {folder}: wait for it, stop it, or give another --out")
+            if fcntl is not None:
+                fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # unlike flock's, forked workers do not inherit it
+        except (BlockingIOError, PermissionError):
+            fail(f"another run is at work in --out {folder}: wait for it, stop it, or give another --out")
+        except OSError:
+            pass  # a file system without locks
         for path in folder.glob("*.tmp"):
             if UNFINISHED.fullmatch(path.name):
                 path.unlink()
@@ -2049,57 +2036,49 @@ def write_whole(path, write):
     except OSError as error:
         free = ""
         with contextlib.suppress(OSError):
-            free = f"; free on its disk: {shutil.disk_usage(path.parent).free / 2**20:.0f} MiB"
+            free = f"; free on its disk: {shutil.disk_usage(path.parent).free / 2**20:.0f} MiB"  # torch may not say it
             temporary.unlink()
         fail(f"cannot write {path} ({error}{free}): nothing that was there is lost; the same command goes on from it")
-    with contextlib.suppress(OSError):  # the new name, too, has to reach the disk, where a folder can be synced
-        folder = os.open(path.parent, os.O_RDONLY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
-
-
-def is_finite(state):
-    """Return True if all numbers in the tensors of a nested state are finite."""
-    if torch.is_tensor(state):
-        return state.isfinite().all().item()
-    parts = state.values() if isinstance(state, dict) else state if isinstance(state, (list, tuple)) else ()
-    return all(map(is_finite, parts))
 
 
 def write_file(path, content):
     """Write a text, or a state by torch.save: whole or not at all. Exits with an error if a value is not finite."""
     if isinstance(content, str):
         return write_whole(path, lambda temporary: temporary.write_text(content))
-    if not is_finite(content):
+    if not all(x.isfinite().all() for x in tree_leaves(content) if torch.is_tensor(x)):
         fail(f"weights are not finite, so {path} stays as it was: give a lower --lr, a new --out")
     write_whole(path, lambda temporary: torch.save(content, temporary))
 
 
 def is_intact(path):
     """Return True if a checkpoint's archive is whole: torch.load alone would take flipped bits for weights."""
-    try:
-        with zipfile.ZipFile(path) as archive:
-            # testzip reads past these attributes, which are 0 in torch's files.
-            return archive.testzip() is None and not any(entry.external_attr for entry in archive.infolist())
-    except (zipfile.BadZipFile, OSError, EOFError, ValueError, RuntimeError, zlib.error):
-        return False
+    with zipfile.ZipFile(path) as archive:
+        # testzip reads past these attributes, which are 0 in torch's files.
+        return archive.testzip() is None and not any(entry.external_attr for entry in archive.infolist())
 
 
-NOT_CHECKPOINTS = {  # the first bytes of what is often taken for a checkpoint
-    b"version https://git-lfs": "a Git LFS pointer, not the file itself: `git lfs pull` fetches that",
-    b"<": "a web page (HTML or XML), not a checkpoint: download the file itself",
-    (b"\x1f\x8b", b"BZh", b"\xfd7zXZ", b"7z\xbc\xaf", b"\x28\xb5\x2f\xfd"): "a compressed archive: unpack it",
-}
 PLAIN_DATA = [  # what checkpoints hold beside tensors, and what cannot act: torch.load may build these, too
     *(argparse.Namespace, datetime.datetime, datetime.date, datetime.time, datetime.timedelta, datetime.timezone),
     *(np.dtype, np.ndarray, *(getattr(np.dtypes, name) for name in np.dtypes.__all__)),
+    *(  # under the names of numpy 1 and 2
+        (getattr(np._core.multiarray, name), f"numpy.{core}.multiarray.{name}")
+        for name in ("scalar", "_reconstruct")
+        for core in ("core", "_core")
+    ),
+    *(  # under the names before Python 3.13, and from it
+        (kind, f"{module}.{name}")
+        for kind in (PurePosixPath, PureWindowsPath)
+        for name in (kind.__name__, kind.__name__.removeprefix("Pure"))
+        for module in ("pathlib", "pathlib._local")
+    ),
 ]
-for _name, _core in itertools.product(("scalar", "_reconstruct"), ("core", "_core")):  # numpy 1 and 2
-    PLAIN_DATA.append((getattr(np._core.multiarray, _name), f"numpy.{_core}.multiarray.{_name}"))
-for _module, _pure in itertools.product(("pathlib", "pathlib._local"), ("", "Pure")):  # before Python 3.13, and from it
-    PLAIN_DATA += [(PurePosixPath, f"{_module}.{_pure}PosixPath"), (PureWindowsPath, f"{_module}.{_pure}WindowsPath")]
+NOT_CHECKPOINTS = (  # the first bytes of what is often taken for a checkpoint
+    (b"version https://git-lfs", "a Git LFS pointer, not the file itself: `git lfs pull` fetches that"),
+    (b"<", "a web page (HTML or XML), not a checkpoint: download the file itself"),
+    ((b"\x1f\x8b", b"BZh", b"\xfd7zXZ", b"7z\xbc\xaf", b"\x28\xb5\x2f\xfd"), "a compressed archive: unpack it"),
+    (b"PK\3\4", "damaged or cut off, or a zip archive of other files: get it again, or unpack it"),
+    (b"", "damaged, cut off or empty, or no file of torch.save's nor of safetensors"),
+)
 PLAIN_FILE = (  # run by a user who trusts a file: all its tensors, without what else it holds
     "import torch; from torch.utils._pytree import tree_map; "
     "keep = lambda x: x.state_dict() if hasattr(x, 'state_dict') else x if torch.is_tensor(x) else None; "
@@ -2113,36 +2092,22 @@ def load_checkpoint(path):
     Exits with an error message that says what the file is, if it cannot be loaded so.
     """
     path = Path(path)
-    if not path.is_file():
-        fail(f"no checkpoint at {path}: give a run's folder or a file")
-    try:
-        with open(path, "rb") as file:
-            start = file.read(64).lstrip()
-        members = ()
-        if zipfile.is_zipfile(path):
-            with zipfile.ZipFile(path) as archive:
-                members = archive.namelist()
-    except (OSError, ValueError, RuntimeError, zipfile.BadZipFile) as error:
-        fail(f"{path} is damaged, or cannot be read ({error})")
-    for beginning, kind in NOT_CHECKPOINTS.items():
-        if start.startswith(beginning):
-            fail(f"{path} is {kind}")
-    if not start or (start.startswith(b"PK") and not members):
-        fail(f"{path} is {'cut off: its end is missing' if start else 'empty'}. Get it again")
-    if members and not any(name.endswith("data.pkl") for name in members):
-        fail(f"{path} is a zip archive of other files: unpack it")
-    if members and not is_intact(path):
-        fail(f"{path} is damaged: some bytes are not those that were written. Get it again")
+    if not (path.is_file() and os.access(path, os.R_OK)):
+        fail(f"no checkpoint at {path} that can be read: give a run's folder or a file")
     try:
         if path.suffix == ".safetensors":
             return timm.models.load_state_dict(path)
+        if zipfile.is_zipfile(path) and not is_intact(path):
+            raise ValueError("some bytes are not those that were written")
         with torch.serialization.safe_globals(PLAIN_DATA):
             return torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # a file from elsewhere may raise anything, and torch's advice is to load it unsafely
         reason = str(error)
+    with open(path, "rb") as file:
+        start = file.read(64).lstrip()
     found = re.search(r"(?:GLOBAL |but got <class ')([\w.]+)|TorchScript", reason)
     if found is None or not start.startswith((b"PK", b"\x80")):
-        fail(f"{path} is damaged or cut off, or no file of torch.save's nor of safetensors")
+        fail(f"{path} is {next(kind for beginning, kind in NOT_CHECKPOINTS if start.startswith(beginning))}")
     what = f"more than tensors and plain data, or a whole pickled module ({found[1] or 'TorchScript'})"
     advice = "If you trust its authors, make a plain file of it where their code can be imported"
     fail(f"{path} holds {what}. {advice}: {PLAIN_FILE.format(path=str(path))}")
