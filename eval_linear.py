@@ -35,13 +35,12 @@ Departures from the papers:
     D5 PatchMix's fine-tuning for fewer than 100 epochs. Released: the rate changes once per epoch, an epoch late, so
        that one or two epochs train at the warm-up's first rate. Here: 100 changes, however short the run is.
 
-The probe and L-BFGS compute the features on all processes, and each process then fits on all of them. With several
+The probe and L-BFGS compute the features on all processes. Then each process fits on all features. With several
 processes these may be up to 2**30 numbers (4 GiB).
 """
 
 import argparse
 import copy
-import difflib
 import hashlib
 import json
 import math
@@ -120,15 +119,8 @@ RECIPES = {  # "mode" or "mode protocol", and what an encoder or a data set chan
 VALUES = tuple(dict.fromkeys(name for recipe in RECIPES.values() for name in recipe))  # each one is a flag
 
 # Random streams, see common.generator: what draws, and the numbers that keep the draws apart. They never change.
-STREAM_STEP, STREAM_HOLDOUT, STREAM_PROBE, STREAM_LABELS, STREAM_CLASSES, STREAM_RANDAUG, STREAM_ERASE = (
-    0,
-    2,
-    3,
-    4,
-    5,
-    6,
-    7,
-)
+STREAM_STEP, STREAM_HOLDOUT, STREAM_PROBE, STREAM_LABELS = 0, 2, 3, 4
+STREAM_CLASSES, STREAM_RANDAUG, STREAM_ERASE = 5, 6, 7
 
 
 def parse_args(argv=None):
@@ -218,13 +210,11 @@ def resolve(args, info):
     if "warmup" in recipe:  # a short run warms up in proportion
         recipe["warmup"] *= min(1, (args.epochs or recipe["epochs"]) / recipe["epochs"])
     for value in VALUES:
-        given = getattr(args, value) is not None
-        if given and value not in recipe:
-            close = difflib.get_close_matches(common.option(value), map(common.option, recipe), n=1)
-            advice = f"did you mean {close[0]}?" if close else "leave it out"
-            common.fail(f"{common.option(value)} is no value of this evaluation ({chosen}, encoder {name}): {advice}")
-        if not given:
+        if getattr(args, value) is None:
             setattr(args, value, recipe.get(value))
+        elif value not in recipe:
+            evaluation = f"this evaluation, {chosen} of {name}, which has {', '.join(map(common.option, recipe))}"
+            common.fail(f"{common.option(value)} is no value of {evaluation}")
     if args.mode in ("probe", "lbfgs"):
         return
     if args.head_lr and args.layer_decay < 1:
@@ -280,19 +270,19 @@ def listed_files(images, root, file):
     """
     if images.paths is None:
         common.fail("--label-files needs images in files: --data-dir with train/, one folder per class")
-    found = {}
+    rows = {}
     for i in range(len(images)):
         for name in {os.path.basename(images.path(i)), os.path.relpath(images.path(i), root)}:
-            found.setdefault(name, []).append(i)
+            rows.setdefault(name, []).append(i)
     try:
         lines = Path(file).read_text(encoding="utf-8-sig").splitlines()  # Windows may begin it with a byte order mark
     except (OSError, UnicodeDecodeError) as error:
         common.fail(f"--label-files {file} cannot be read: {' '.join(str(error).split())}")
-    names = dict.fromkeys(line.strip() for line in lines if line.strip())
-    odd = [ascii(name) for name in names if len(found.get(name, ())) != 1]
+    names = {line.strip() for line in lines} - {""}
+    odd = sorted(ascii(name) for name in names if len(rows.get(name, ())) != 1)
     if odd or not names:
         common.fail(f"--label-files {file}: not the name of one file in {root}: {', '.join(odd[:5]) or 'nothing'}")
-    return np.unique([found[n][0] for n in names])
+    return np.unique([rows[name][0] for name in names])
 
 
 def choose_labels(args, train):
@@ -476,7 +466,7 @@ def evaluate_cached(args, device, encoder, info, train, test):
         value, flag, grid, score = "strength", "--strengths", args.strengths, args.metric
     few = f"; so few that the choice is a guess: give one with {flag}" if len(check) < 30 and len(grid) > 1 else ""
     common.say(f"{len(check)} images choose the {value} by {score}; all {len(train_y)} are fitted{few}")
-    results, at_edge = {}, []
+    results = {}
     for name, network in {"encoder": encoder, **common.floor_encoders(args, info, device, len(train))}.items():
         if name == "raw pixels" and args.mode == "lbfgs" and len(train) > 10_000:
             continue  # 3,072 numbers per image take hours
@@ -492,16 +482,13 @@ def evaluate_cached(args, device, encoder, info, train, test):
             options = args.strengths, args.metric, args.iterations, args.tolerance
             found = lbfgs_probe(x, train_y, test_x, rest, check, classes, *options)
         results[name] = scores(found["logits"].cpu(), test_y, classes)
-        grid, percents = zip(*found["held_out"].items(), strict=True)
-        held_out = f"{value} {found['chosen']:.3g}, {max(percents):.2f} % held out"
+        chosen, percents = found["chosen"], [*found["held_out"].values()]
+        held_out = f"{value} {chosen:.3g}, {max(percents):.2f} % held out"
         common.say(f"{name:>10}  {show('linear', results[name])}  ({held_out})")
-        if found["chosen"] in (grid[0], grid[-1]) and percents.count(max(percents)) == 1 < len(grid):
-            at_edge.append(name)
-    if at_edge and not few:
-        limits = f"{min(grid):.3g} to {max(grid):.3g}"
-        common.say(
-            f"warning: {', '.join(at_edge)}: the best {value} is at the edge of the grid, {limits}: widen {flag}"
-        )
+        at_edge = chosen in (min(grid), max(grid)) and percents.count(max(percents)) == 1 < len(grid)
+        if name == "encoder" and at_edge and not few:
+            limits = f"{min(grid):.3g} to {max(grid):.3g}"
+            common.say(f"warning: the best {value} is at the edge of the grid, {limits}: widen {flag}")
     return results
 
 
@@ -514,11 +501,10 @@ def show(start, record):
 
 
 class TrainingViews(common.ViewDataset):
-    """One view of each image: a random crop and a flip. Erasing, mixup and CutMix follow on the device.
+    """One view of each image: a random crop, RandAugment and a flip. Erasing, mixup and CutMix follow on the device.
 
     The crop is a random resized one or, with --pad, a random place of the padded image, which has the view's size.
-    RandAugment, if it is asked for, follows here. The flip follows on the device. It might as well come before:
-    RandAugment treats left and right alike.
+    The flip is made on the device, too. RandAugment treats left and right alike.
     """
 
     def __init__(self, images, args, info):
@@ -592,19 +578,20 @@ def make_network(args, encoder, info, num_classes, device):
 
 
 def make_optimizer(args, network, head):
-    """Return SGD or AdamW. Each group has `lr_scale`, by which the schedule's rate is multiplied.
+    """Return SGD or AdamW. The schedule's rate is multiplied by each group's `lr_scale`.
 
     lr_scale is a power of --layer-decay, or --head-lr / --lr for the head.
     """
-    if args.mode == "finetune" and not args.head_lr:
+    if args.mode == "linear":
+        groups = [dict(params=[*head.parameters()], lr_scale=1.0)]
+    elif args.head_lr:
+        new = {id(p) for p in head.parameters()}
+        pretrained = [p for p in network.parameters() if id(p) not in new]
+        groups = [dict(params=pretrained, lr_scale=1.0)]
+        groups.append(dict(params=[*head.parameters()], lr_scale=args.head_lr / args.lr))
+    else:
         names = network.no_weight_decay() if hasattr(network, "no_weight_decay") else ()
         groups = param_groups_layer_decay(network, args.weight_decay, names, layer_decay=args.layer_decay)
-    else:
-        new = {id(p) for p in head.parameters()}
-        scale = args.head_lr / args.lr if args.mode == "finetune" else 1.0
-        groups = [dict(params=[*head.parameters()], lr_scale=scale)]
-        if pretrained := [p for p in network.parameters() if id(p) not in new]:
-            groups.insert(0, dict(params=pretrained, lr_scale=1.0))
     options = dict(lr=0.0, weight_decay=args.weight_decay)
     if args.optimizer == "adamw":
         return torch.optim.AdamW(groups, **options)
@@ -695,11 +682,11 @@ def means(args, loader, history):
 
     history: {name: 0-d tensor} of each step. An epoch that was interrupted has those of the steps since then.
     """
-    columns = {name: torch.stack([metrics[name] for metrics in history]).double().mean().item() for name in history[0]}
-    everywhere = common.from_all(columns)
+    sums = sum(torch.stack([*metrics.values()]).double() for metrics in history)
+    values = (common.gather_uneven(sums[None]).mean(0) / len(history)).tolist()
     seconds = time.perf_counter() - loader.began
     speed = dict(images_per_s=args.batch_size * len(history) / seconds, data_wait=loader.waited / seconds)
-    return {name: sum(x[name] for x in everywhere) / len(everywhere) for name in columns} | speed
+    return dict(zip(history[0], values, strict=True)) | speed
 
 
 def is_due(args, step, records):
@@ -717,9 +704,9 @@ def judge(args, device, encoder, network, info, test):
     """
     options = dict(workers=args.workers, amp=args.amp == "bf16", what="judging the test set")
     options["batch_size"] = args.batch_size // common.rank_and_world()[1]
-    frozen = args.mode == "linear"
-    logits, _ = common.extract_features(encoder if frozen else network, test, info, device, **options)
-    if frozen:  # these are the encoder's features
+    judged = encoder if args.mode == "linear" else network
+    logits, _ = common.extract_features(judged, test, info, device, **options)
+    if args.mode == "linear":  # these are the features
         with torch.no_grad():
             logits = network(logits.to(device)).cpu()
     found = scores(logits, torch.from_numpy(test.labels), len(test.classes))
