@@ -92,20 +92,16 @@ def test_linear_probe_of_a_checkpoint_and_its_floors(tiny, capsys):
     assert "probe probe" not in said and "{" not in said
 
 
-def test_the_edge_of_the_grid_is_told_once_and_where_it_helps(tiny, capsys, monkeypatch):
-    held_out = {0.1: 20.0, 1.0: 30.0, 10.0: 40.0}
-    logits = torch.eye(3).repeat(4, 1)
-    monkeypatch.setattr(
-        eval_linear, "linear_probe", lambda *_, **__: dict(logits=logits, chosen=best, held_out=held_out)
-    )
+def test_the_edge_of_the_grid_is_told_where_it_helps(tiny, capsys, monkeypatch):
+    """Not if several values are the best."""
+    held_out, logits = {0.1: 20.0, 1.0: 30.0, 10.0: 40.0}, torch.eye(3).repeat(4, 1)
+    found = lambda *_, **__: dict(logits=logits, chosen=best, held_out=held_out)  # noqa: E731
+    monkeypatch.setattr(eval_linear, "linear_probe", found)
     for best, score, count in ((10.0, 40.0, 1), (10.0, 30.0, 0), (1.0, 50.0, 0)):
         held_out[best] = score
-        run(eval_linear, tiny[0], "--holdout", 0.9)  # 32 images
+        run(eval_linear, tiny[0], "--holdout", 0.9, "--lrs", 0.1, 1, 10)  # 32 images
         said = capsys.readouterr().out
-        assert said.count("edge") == count and "guess" not in said
-        assert (
-            count == 0 or "encoder, raw pixels, untrained: the best rate is at the edge of the grid, 0.1 to 10" in said
-        )
+        assert said.count("the best rate is at the edge of the grid, 0.1 to 10") == count and "guess" not in said
 
 
 # ------------------------------------------------------------- precision, progress, Ctrl-C
@@ -197,10 +193,10 @@ def test_an_untrained_encoder_on_a_set_smaller_than_k(tiny, tmp_path, script):
 
 
 class Own(torch.utils.data.Dataset):
-    """A user's data set: (PIL image, label), or images alone."""
+    """A user's data set of the first `count` images in a folder of classes: (PIL image, label), or images alone."""
 
-    def __init__(self, folder, labelled=True):
-        self.files = [(p, label) for label, c in enumerate("abc") for p in sorted((folder / c).iterdir())]
+    def __init__(self, folder, count=100, labelled=True):
+        self.files = [(p, label) for label, c in enumerate("abc") for p in sorted((folder / c).iterdir())][:count]
         self.labelled = labelled
 
     def __len__(self):
@@ -387,11 +383,11 @@ def test_the_dump_is_what_was_judged(tiny, tmp_path, capsys):
         assert data[f"{part}_features"].dtype == np.float32 and data[f"{part}_labels"].dtype == np.int64
         assert data[f"{part}_paths"].tolist() == [str(p) for p in sorted((tiny[1] / folder).rglob("*.png"))]
         assert data[f"{part}_labels"].tolist() == y.tolist()
-    dumped = [
-        [torch.from_numpy(data[f"{part}_{what}"]) for what in ("features", "labels")] for part in ("train", "test")
-    ]
-    predicted = slow_knn(*dumped[0], dumped[1][0], 3, 0.07, 3).argmax(1)
-    assert results["encoder"]["knn3_top1"] == pytest.approx(100 * (predicted == dumped[1][1]).float().mean().item())
+    x, y, test_x, test_y = (
+        torch.from_numpy(data[f"{part}_{what}"]) for part in ("train", "test") for what in ("features", "labels")
+    )
+    right = slow_knn(x, y, test_x, 3, 0.07, 3).argmax(1) == test_y
+    assert results["encoder"]["knn3_top1"] == pytest.approx(100 * right.float().mean().item())
 
 
 def test_a_dump_without_labels(tiny, tmp_path, capsys):
@@ -417,33 +413,18 @@ def test_a_dump_without_labels(tiny, tmp_path, capsys):
     torch.testing.assert_close(torch.from_numpy(data["train_features"]), parts(*tiny)[0][0], rtol=1e-4, atol=1e-5)
 
 
-def test_a_wrong_file_is_one_line_in_our_words(tiny, tmp_path, capsys):
-    torch.save({"model": torch.nn.Linear(2, 2)}, tmp_path / "a.pt")  # a pickled module
-    torch.save({"state_dict": {}, "epoch": 3}, tmp_path / "b.pt")  # somebody else's
-    (tmp_path / "c.pt").write_text("no checkpoint")
-    for name in "abc":
-        line = refused(capsys, lambda name=name: run(eval_knn, tmp_path / f"{name}.pt", "--dataset", "patterns"))
-        assert f"{name}.pt" in line and "Weights only load failed" not in line
-
-
 MISTAKES = [
-    ("", "give RUN"),
-    ("--random-init", "give RUN"),
     ("RUN --batch-size 0", "--batch-size: 0 is not from"),
-    ("RUN --nonsense", "unrecognized arguments: --nonsense"),
     ("RUN --class a b", "unrecognized arguments: --class"),
     ("RUN --seed x", "invalid int value: 'x'"),
     ("RUN --workers 1000000", "--workers: 1000000 is not from"),
-    ("NONE", "no checkpoint at"),
     ("DATA", "no checkpoint at"),
     ("RUN --encoder momentum", "no checkpoint at"),
     ("RUN --dataset folder --data-dir DATA/train", "one folder per class"),
     ("RUN --data-dir NONE", "none does not exist"),
     ("RUN --device cuda", "sees no CUDA device"),
-    ("RUN --image-size 64", "go with --arch"),
 ]
 OF_KNN = [
-    ("RUN --k 0", "--k: 0 is not from"),
     ("RUN --temperature 0", "--temperature: 0 is not from"),
     ("RUN --dump RUN", "there already"),
     ("RUN --dump FILE/f.npz", "cannot be written"),

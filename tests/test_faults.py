@@ -7,7 +7,6 @@ import itertools
 import os
 import shutil
 import signal
-import stat
 import struct
 import zlib
 
@@ -74,23 +73,6 @@ def test_a_write_that_fails_is_one_line_and_costs_nothing(copies, monkeypatch, c
     assert saved(out)["step"] in (before["step"], 8) and not list(out.glob("*.tmp"))
     for folder in (out, whole):
         run("jcl", folder, *QUIET)
-    assert_same_run(whole, out)
-
-
-def test_file_systems_that_cannot_sync_folders(copies, monkeypatch):
-    """A folder that cannot be synced (SMB, FUSE) ends no run."""
-    out, whole = copies("jcl")
-    sync = os.fsync
-
-    def fsync(file):
-        if stat.S_ISDIR(os.fstat(file).st_mode):
-            raise OSError(errno.EINVAL, "Invalid argument")
-        sync(file)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "fsync", fsync)
-        run("jcl", out, *QUIET)
-    run("jcl", whole, *QUIET)
     assert_same_run(whole, out)
 
 

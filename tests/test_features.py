@@ -184,9 +184,8 @@ def test_an_image_size_that_an_encoder_does_not_take_is_named(capsys):
         line = refused(capsys, common.output_width, wrong, *([8, 16] if wrong is flat else [16]))
         assert type(wrong).__name__ in line and "(1, 3, 16, 16)" in line and "--image-size" in line
     pool = nn.AvgPool2d(2)
-    assert "(1, 3, 8, 8), not (1, width): end it with torch.nn.Flatten()" in refused(
-        capsys, common.output_width, pool, 16
-    )
+    line = refused(capsys, common.output_width, pool, 16)
+    assert "(1, 3, 8, 8), not (1, width): end it with torch.nn.Flatten()" in line
     assert "other numbers of features for other sizes" in refused(capsys, common.output_width, nn.Flatten(), 8, 16)
     vit = common.backbone_info("vit_micro", 16, 8)
     line = refused(capsys, common.build_backbone, vit, sizes=[20])
@@ -217,16 +216,10 @@ def test_embedding_health():
 # ------------------------------------------------------------------ backbones
 
 
-@pytest.mark.parametrize(
-    "model",
-    [
-        "vit_micro 32 8 timm",
-        "resnet_micro 32 2 timm",
-        "resnet18 32 2 3x3",
-        "resnet_mini 32 2 3x3-s2",
-        "resnet_micro 96 16 timm",
-    ],
-)
+MODELS = ["vit_micro 32 8 timm", "resnet_micro 32 2 timm", "resnet18 32 2 3x3", "resnet_mini 32 2 3x3-s2"]
+
+
+@pytest.mark.parametrize("model", [*MODELS, "resnet_micro 96 16 timm"])
 def test_backbones_are_read_back(tmp_path, capsys, model):
     torch.manual_seed(0)
     arch, size, patch, stem = model.split()
@@ -239,12 +232,8 @@ def test_backbones_are_read_back(tmp_path, capsys, model):
     x = torch.randn(2, 3, int(size), int(size))
     for path in (tmp_path, tmp_path / "backbone.pt"):
         loaded, said = common.load_backbone(path)
-        assert (
-            not loaded.training
-            and said["stem"] == stem
-            and said["method"] == "m"
-            and torch.equal(loaded(x), backbone(x))
-        )
+        assert (loaded.training, said["stem"], said["method"]) == (False, stem, "m")
+        assert torch.equal(loaded(x), backbone(x))
     assert backbone(x).shape == (2, backbone.num_features) and not torch.allclose(*backbone(x), rtol=1e-3)
     plain = torch.load(tmp_path / "backbone.pt", weights_only=True)
     model = timm.create_model(plain["timm_name"], **plain["create_kwargs"])
