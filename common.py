@@ -1192,16 +1192,14 @@ def protocol(args, info, train, test):
 # timm's encoders as this project builds, saves and loads them; files of others; a user's own modules.
 
 PLAIN = dict(zero_init_last=False)  # residual branches start as torchvision's and MoCo's do
+MINI = dict(PLAIN, layers=(1, 1, 1, 1), channels=(16, 32, 64, 128))
 ARCHS = {  # short name: (timm name, what differs from it)
     "vit_micro": ("vit_tiny_patch16_224", dict(embed_dim=64, depth=3, num_heads=2)),
     "vit_tiny": ("vit_tiny_patch16_224", {}),
     "vit_small": ("vit_small_patch16_224", {}),
     "vit_base": ("vit_base_patch16_224", {}),
-    "resnet_micro": (
-        "resnet18",
-        dict(PLAIN, layers=(1, 1, 1, 1), channels=(16, 32, 64, 128), stem_type="deep", stem_width=8),
-    ),
-    "resnet_mini": ("resnet18", dict(PLAIN, layers=(1, 1, 1, 1), channels=(16, 32, 64, 128))),
+    "resnet_micro": ("resnet18", dict(MINI, stem_type="deep", stem_width=8)),
+    "resnet_mini": ("resnet18", MINI),
     "resnet18": ("resnet18", PLAIN),
     "resnet34": ("resnet34", PLAIN),
     "resnet50": ("resnet50", PLAIN),
@@ -1351,11 +1349,9 @@ def read_tensors(path):
             return {prefix.removesuffix("."): state}
         if isinstance(state, (list, tuple)):
             state = {str(i): entry for i, entry in enumerate(state)}
-        found = {}
-        for name, entry in state.items() if isinstance(state, dict) else ():
-            if isinstance(name, str):  # those of an optimiser's entries are numbers
-                found |= flat(entry, f"{prefix}{name}.")
-        return found
+        entries = state.items() if isinstance(state, dict) else ()
+        inner = [flat(x, f"{prefix}{name}.") for name, x in entries if isinstance(name, str)]  # an optimiser's: numbers
+        return {name: x for found in inner for name, x in found.items()}
 
     return flat(load_checkpoint(Path(path) / "backbone.pt" if Path(path).is_dir() else path))
 
@@ -2060,18 +2056,11 @@ def is_intact(path):
 PLAIN_DATA = [  # what checkpoints hold beside tensors, and what cannot act: torch.load may build these, too
     *(argparse.Namespace, datetime.datetime, datetime.date, datetime.time, datetime.timedelta, datetime.timezone),
     *(np.dtype, np.ndarray, *(getattr(np.dtypes, name) for name in np.dtypes.__all__)),
-    *(  # under the names of numpy 1 and 2
-        (getattr(np._core.multiarray, name), f"numpy.{core}.multiarray.{name}")
-        for name in ("scalar", "_reconstruct")
-        for core in ("core", "_core")
-    ),
-    *(  # under the names before Python 3.13, and from it
-        (kind, f"{module}.{name}")
-        for kind in (PurePosixPath, PureWindowsPath)
-        for name in (kind.__name__, kind.__name__.removeprefix("Pure"))
-        for module in ("pathlib", "pathlib._local")
-    ),
 ]
+for _core, _name in itertools.product(("core", "_core"), ("scalar", "_reconstruct")):  # numpy 1 and 2
+    PLAIN_DATA.append((getattr(np._core.multiarray, _name), f"numpy.{_core}.multiarray.{_name}"))
+for _module, _pure in itertools.product(("pathlib", "pathlib._local"), ("", "Pure")):  # before Python 3.13, and from it
+    PLAIN_DATA += [(PurePosixPath, f"{_module}.{_pure}PosixPath"), (PureWindowsPath, f"{_module}.{_pure}WindowsPath")]
 NOT_CHECKPOINTS = (  # the first bytes of what is often taken for a checkpoint
     (b"version https://git-lfs", "a Git LFS pointer, not the file itself: `git lfs pull` fetches that"),
     (b"<", "a web page (HTML or XML), not a checkpoint: download the file itself"),

@@ -29,18 +29,13 @@ import common
 
 
 def parse_args(argv=None):
-    """Return the command line as a namespace. Exits with an error message on a mistake.
-
-    argv: a list of words; sys.argv's if None.
-    """
+    """Return the command line, or a list of words, as a namespace. Exits with an error message on a mistake."""
     parser = common.evaluation_parser("eval_knn.py", __doc__)
     add = parser.add_argument_group("kNN").add_argument
     add("--k", type=common.number(int, 1), nargs="+", default=[10, 20, 100, 200], help="numbers of neighbours")
     add("--temperature", type=common.number(float, 1e-6), default=0.07, help="temperature of the votes")
-    about_size = "images encoded at once, by each process"
-    add("--batch-size", type=common.number(int, 1), default=256, metavar="N", help=about_size)
-    about_dump = "write features, labels, class names and paths for numpy; needs no labels"
-    add("--dump", metavar="FILE.npz", help=about_dump)
+    add("--batch-size", type=common.number(int, 1), default=256, metavar="N", help="images encoded at once per process")
+    add("--dump", metavar="FILE.npz", help="write features, labels, class names and paths for numpy; needs no labels")
     return common.parse(parser, argv)[0]
 
 
@@ -63,8 +58,8 @@ def write_dump(path, lines, parts, encoded):
     lines: what the features are, as text. parts: {"train": images, "test": images}, the latter only if there is a test
     set. encoded: the same of (features (n, d), labels (n,)).
     The file has train_features (n, d) float32, as the encoder gives them, and train_labels (n,) int64, -1 where there
-    is none. It has train_paths (n,) text or, if the images do not come from files, train_index (n,), their numbers
-    among those used here. It has the same for test, the names `classes` of the labels, and the text `protocol`.
+    is none. It has train_paths (n,) text or, if the images do not come from files, their numbers train_index (n,). It
+    has the same for test, the names `classes` of the labels, and the text `protocol`.
     """
     arrays = {"classes": np.array(parts["train"].classes, str), "protocol": np.array(lines)}
     for name, part in parts.items():
@@ -103,8 +98,7 @@ def main(args, encoder=None, train=None, test=None):
     parts = {"train": train} if test is None else {"train": train, "test": test}
     judged = test is not None and (len(train.classes) > 1 or args.dataset == "own")  # else there is only a dump
     ks = list(dict.fromkeys(min(k, len(train)) for k in args.k))
-    lines = common.protocol(args, info, train, test)
-    lines += f"\nkNN: cosine in float32, votes exp(similarity / {args.temperature})"
+    lines = f"{common.protocol(args, info, train, test)}\nkNN: cosine, votes exp(similarity / {args.temperature})"
     common.say(lines)
     networks = {"encoder": encoder, **(common.floor_encoders(args, info, device, len(train)) if judged else {})}
     results, how = {}, dict(batch_size=args.batch_size, workers=args.workers, amp=args.bf16)

@@ -42,6 +42,7 @@ processes these may be up to 2**30 numbers (4 GiB).
 import argparse
 import copy
 import hashlib
+import itertools
 import json
 import math
 import os
@@ -235,21 +236,22 @@ def read_labels(train, test, info, device, workers):
     """
     if not train.reads_labels:
         return train, test
-    pool, parts, options = nn.AvgPool2d(info["image_size"]), [], dict(workers=workers, what="labels")
+    pool, options = nn.AvgPool2d(info["image_size"]), dict(workers=workers, what="labels")
     found = [common.extract_features(pool, x, info, device, **options)[1].numpy() for x in (train, test)]
     classes, names = np.setdiff1d(np.concatenate(found), [-1]), dict(enumerate(train.classes or test.classes))
+    if len(classes) < 2 or any((labels == -1).all() for labels in found):
+        common.fail("an evaluation needs labels of two classes, to train and to test on; -1 means no label")
+    parts = []
     for images, labels in zip((train, test), found, strict=True):
         rows = np.flatnonzero(labels != -1)
         part = images.subset(rows)
         part.labels, part.classes = np.searchsorted(classes, labels[rows]), [str(names.get(c, c)) for c in classes]
-        if not len(part) or len(classes) < 2:
-            common.fail("an evaluation needs labels of two classes, to train and to test on; -1 means no label")
         parts.append(part)
     return parts
 
 
 def balanced_share(labels, fraction, seed):
-    """Return the sorted rows (m,) of a share of the labels (n,). The seed fixes them.
+    """Return the sorted rows (m,) of a share of the labels (n,), which the seed fixes.
 
     Each class has as many as any other, or one more; at least one, and at most all. The rows of a smaller share are
     among those of a larger one.
@@ -374,16 +376,14 @@ def linear_probe(x, y, test_x, num_classes, seed=0, epochs=50, batch_size=256, l
     return fit_and_choose(fit, x, y, test_x, *hold_out(len(x), holdout, seed), num_classes, sorted(set(lrs or RATES)))
 
 
-def logistic_regression(
-    x, y, num_classes, strength, start=None, iterations=5000, tolerance=1e-6, what="logistic regression"
-):
-    """Fit a multinomial logistic regression with an L2 penalty.
+def logistic_regression(x, y, num_classes, strength, start=None, iterations=5000, tolerance=1e-6, what="one fit"):
+    """Fit a multinomial logistic regression with an L2 penalty, by L-BFGS.
 
     Returns (weights (d + 1, num_classes), largest entry of the gradient). The weights are W and, as their last row, the
-    bias b. They minimise sum_i CE(x_i W + b, y_i) + strength / 2 |W|^2. The bias is free.
-    x: (n, d) float64. y: (n,) int64. strength: 1 / C of scikit-learn. The sum is divided by n, which leaves the minimum
-    where it is. start: weights to begin from. what: what the progress line calls it.
-    It has converged if the largest entry of the gradient is at most `tolerance`.
+    bias b. They minimise sum_i CE(x_i W + b, y_i) + strength / 2 |W|^2. It has converged if the largest entry of the
+    gradient of that, divided by n, is at most `tolerance`.
+    x: (n, d) float64. y: (n,) int64. strength: 1 / C of scikit-learn. start: weights to begin from. what: what the
+    progress line calls it.
 
     L-BFGS works on V with W = P V, where P whitens the features as far as the penalty lets it. The minimum is the same.
     But a few strong directions no longer take thousands of iterations where tens are enough.
@@ -398,13 +398,11 @@ def logistic_regression(
     weight.requires_grad_()
     options = dict(tolerance_grad=tolerance, tolerance_change=0, history_size=20, line_search_fn="strong_wolfe")
     optimizer = torch.optim.LBFGS([weight], max_iter=iterations, max_eval=25 * iterations, **options)
-    evaluations = 0
+    evaluations = itertools.count()
 
     def closure():
-        nonlocal evaluations
-        if evaluations % 10 == 0:
-            common.progress(f"L-BFGS: {what}, after {evaluations} evaluations of the gradient")
-        evaluations += 1
+        if (made := next(evaluations)) % 10 == 0:
+            common.progress(f"L-BFGS: {what}, after {made} evaluations of the gradient")
         optimizer.zero_grad()
         penalty = decay / 2 * (scale * weight[:-1]).square().sum()
         loss = F.cross_entropy(torch.addmm(weight[-1], white, weight[:-1]), y) + penalty
@@ -423,9 +421,9 @@ def lbfgs_probe(x, y, test_x, rest, check, num_classes, strengths=None, metric="
 
     x: (n, d) and test_x: (m, d), features. strengths: the grid; STRENGTHS if None. The other arguments, and what is
     returned, are those of `fit_and_choose`.
-    The features are centred, which the free bias makes no difference to. They are divided by one number, their root
-    mean square. So a strength means the same for every encoder, while directions keep their share. All is in float64.
-    The fits go from the strongest penalty to the weakest. Each begins where the last one ended.
+    The features are centred and divided by one number, their root mean square. So a strength means the same for every
+    encoder, while directions keep their share. All is in float64. The fits go from the strongest penalty to the
+    weakest. Each begins where the last one ended.
     """
     mean = x[rest].double().mean(0)
     scale = (x[rest] - mean).square().mean().sqrt().clamp_min(1e-12)
@@ -670,8 +668,8 @@ def save(args, step, records, images, network, optimizer):
     """
     if common.rank_and_world()[0] != 0:
         return
-    out, state = Path(args.out), dict(model=network.state_dict(), optimizer=optimizer.state_dict())
-    state |= dict(step=step, records=records, config=vars(args), images=images)
+    out, state = Path(args.out), dict(step=step, records=records, config=vars(args), images=images)
+    state |= dict(model=network.state_dict(), optimizer=optimizer.state_dict())
     common.write_file(out / "last.pt", state)
     common.write_file(out / "config.json", json.dumps(vars(args) | common.versions(args.device) | {"images": images}))
     common.write_file(out / "metrics.jsonl", "".join(json.dumps(record) + "\n" for record in records))

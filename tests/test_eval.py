@@ -270,23 +270,17 @@ def test_own_images_need_no_config_and_a_test_set_a_training_set(tiny, tmp_path,
         assert "your training data set is of type NoneType" in line
 
 
-def test_processes_judge_the_first_ones_encoder(tiny, monkeypatch):
-    """An own module without a checkpoint may be another on each."""
+def test_an_own_encoder_without_a_checkpoint_is_the_first_processs(tiny, monkeypatch):
+    """It may be another on each. One process judges it as it is, even if it saves a part of itself only."""
     theirs, _ = common.load_backbone(tiny[0])
-    monkeypatch.setattr(common, "from_first", lambda make: theirs.state_dict())
-    monkeypatch.setattr(common, "rank_and_world", lambda: (1, 2))
-    mine = copy.deepcopy(theirs)
+    mine, args = copy.deepcopy(theirs), eval_knn.parse_args(["--image-size", "16", "--device", "cpu"])
     torch.nn.init.zeros_(mine.cls_token)
-    args = eval_knn.parse_args(["--image-size", "16", "--device", "cpu"])
-    _, encoder, _ = common.open_encoder(args, mine)
+    with monkeypatch.context() as patch:
+        patch.setattr(common, "from_first", lambda make: theirs.state_dict())
+        patch.setattr(common, "rank_and_world", lambda: (1, 2))
+        _, encoder, _ = common.open_encoder(args, mine)
     assert torch.equal(encoder.cls_token, theirs.cls_token) and theirs.cls_token.any()
-
-
-def test_one_process_judges_an_own_encoder_as_it_is(tiny, monkeypatch):
-    """Even one that saves a part of itself only."""
-    mine, _ = common.load_backbone(tiny[0])
     monkeypatch.setattr(mine, "state_dict", lambda: {})
-    args = eval_knn.parse_args(["--image-size", "16", "--device", "cpu"])
     assert common.open_encoder(args, mine)[1] is mine
 
 
@@ -397,7 +391,7 @@ def test_a_dump_without_labels(tiny, tmp_path, capsys):
         shutil.copytree(tiny[1] / part / "a", only / part / "a")
     places = [["--dataset", "folder", "--data-dir", tiny[1] / "train" / "a"], ["--data-dir", only]]
     for i, flags in enumerate(places):
-        assert "labels" in refused(capsys, lambda flags=flags: run(eval_knn, tiny[0], *flags))
+        assert "labels" in refused(capsys, run, eval_knn, tiny[0], *flags)
         assert run(eval_knn, tiny[0], *flags, "--dump", tmp_path / f"{i}.npz") == {}
         data = np.load(tmp_path / f"{i}.npz")
         assert data["train_features"].shape == (12, 64) and (data["train_labels"] == [-1, 0][i]).all()

@@ -257,9 +257,8 @@ def test_backbones_are_read_back(tmp_path, capsys, model):
 def test_last_pt_holds_both_encoders(tmp_path, capsys):
     info = common.backbone_info("resnet_micro", 16, 2, method="m", encoder="momentum")
     query, momentum = (common.build_backbone(info).eval() for _ in range(2))
-    weights = {
-        f"{p}backbone.{k}": v for p, m in (("", query), ("momentum_", momentum)) for k, v in m.state_dict().items()
-    }
+    both = {"": query, "momentum_": momentum}
+    weights = {f"{p}backbone.{k}": v for p, module in both.items() for k, v in module.state_dict().items()}
     state = dict(config={}, optimizer={}, backbone=info, model=weights | {"projector.weight": torch.ones(1)})
     common.write_file(tmp_path / "last.pt", state)
     common.write_file(tmp_path / "backbone.pt", info | {"state_dict": momentum.state_dict()})
@@ -292,14 +291,10 @@ def test_any_timm_model_is_built_or_refused_in_a_line(capsys, arch):
         assert backbone(torch.randn(2, 3, 32, 32)).shape == (2, backbone.num_features)
 
 
-def test_encoders_are_called_as_arch_does():
-    for arch in (*common.ARCHS, "resnet10t"):
-        assert common.arch_name(common.backbone_info(arch, 32, 4)) == arch
-    assert common.arch_name(common.backbone_info(None, 32, None)) == "own encoder"
-
-
 def test_stem_arch_and_patch_size(capsys):
     assert [common.backbone_info("resnet50", size, 2)["stem"] for size in (32, 64, 96)] == ["3x3", "3x3", "timm"]
     assert [common.backbone_info("resnet_mini", size, 2)["stem"] for size in (32, 96)] == ["3x3-s2", "timm"]
+    called = [common.arch_name(common.backbone_info(arch, 32, 4)) for arch in (*common.ARCHS, "resnet10t", None)]
+    assert called == [*common.ARCHS, "resnet10t", "own encoder"]
     assert "unknown --arch" in refused(capsys, common.backbone_info, "resnet_nano", 32, 2)
     assert "does not divide" in refused(capsys, common.backbone_info, "vit_micro", 32, 5)
