@@ -996,7 +996,7 @@ def extract_features(encoder, images, info, device, batch_size=256, workers=0, a
     """
     mine = own_rows(torch.arange(len(images)))
     crops = CentreCrops(images, info["image_size"], info["interpolation"])
-    crops = torch.utils.data.Subset(crops, mine.tolist() or [0])  # without images one gives the features' width
+    crops = torch.utils.data.Subset(crops, mine.tolist() or [0])  # a process without images encodes one, for the width
     features, labels = [], []
     with evaluation_mode(encoder):
         for i, (batch, label) in enumerate(Loader(crops, device, workers, batch_size=batch_size)):
@@ -1091,7 +1091,7 @@ def open_encoder(args, module=None):
     """Return (device, the encoder to judge, in evaluation mode, info). Joins torchrun's process group, if any.
 
     module: a user's own encoder. It gets the checkpoint's weights; without a checkpoint, those of the first process.
-    Fills in args.workers and args.bf16. Exits with an error message if flags do not go together, or the encoder does
+    Fills in args.workers and args.amp. Exits with an error message if flags do not go together, or the encoder does
     not take the images.
     """
     if (args.checkpoint is None and module is None) or (args.random_init and module is not None):
@@ -1103,13 +1103,13 @@ def open_encoder(args, module=None):
         if rank_and_world()[1] > 1:
             encoder.load_state_dict(from_first(encoder.cpu().state_dict))
     else:
-        of_others = {name: getattr(args, name) for name in ("image_size", "patch_size", "num_heads", "norm", "prefix")}
-        of_others = {name: value for name, value in of_others.items() if value is not None}
+        names = "image_size", "patch_size", "num_heads", "norm", "prefix"
+        of_others = {name: value for name in names if (value := getattr(args, name)) is not None}
         encoder, info = load_backbone(args.checkpoint, args.encoder, module, args.arch, **of_others)
     if args.random_init:
         torch.manual_seed(args.seed)
         encoder, info = build_backbone(info), info | dict(encoder="untrained")
-    args.bf16 = use_bf16(args.amp, device, arch_name(info), [info["image_size"]])
+    args.amp = "bf16" if use_bf16(args.amp, device, arch_name(info), [info["image_size"]]) else "off"
     encoder = encoder.eval().to(device)
     output_width(encoder, info["image_size"])  # exits if it does not take images of this size
     return device, encoder, info
@@ -1179,13 +1179,13 @@ def protocol(args, info, train, test):
     """Return what an evaluation's numbers depend on, as lines of text."""
     encoder = f"encoder {arch_name(info)} of {info['method']}, the {info['encoder']} encoder, evaluation mode"
     features = "features: before the projector, after the last norm and pooling; the encoder computes in"
-    tf32 = " with products in TF32" if torch.backends.cuda.matmul.allow_tf32 else ""
+    float32 = "float32 with products in TF32" if torch.backends.cuda.matmul.allow_tf32 else "float32"
     size = f"if not of {info['image_size']} px: shorter side 256/224 of it, centre crop, {info['interpolation']}"
     if train.array is not None and train.array.shape[1:3] == (info["image_size"],) * 2:
         size = "no resize"
     images = f"training images {train}; test images {test or 'none'}; {size}"
     norm = f"mean {tuple(info['mean'])}, std {tuple(info['std'])}"
-    return f"{encoder}; {features} {'bf16' if args.bf16 else f'float32{tf32}'}\n{images}; {norm}"
+    return f"{encoder}; {features} {'bf16' if args.amp == 'bf16' else float32}\n{images}; {norm}"
 
 
 # ------------------------------------------------------------------ 4. encoders
@@ -1365,19 +1365,18 @@ def encoders_in(found, encoder):
     """
     first, places = next(iter(encoder.state_dict())), {}
     numbers = {str(number): part for number, (part, _) in enumerate(encoder.named_children())}
-    endings = f".{first}", f".0.{first.partition('.')[2]}"
-    starts = [f".{key}".removesuffix(end) for key in found for end in endings if f".{key}".endswith(end)]
-    for start in [f"{start}.".removeprefix(".") for start in starts] or [""]:
+    firsts = first, f"0.{first.partition('.')[2]}"
+    starts = [key.removesuffix(name) for key in found for name in firsts if f".{key}".endswith(f".{name}")]
+    for start in starts or [""]:
         theirs = {}
         for key, x in found.items():
             if key.startswith(start):
                 part, dot, rest = key.removeprefix(start).partition(".")
                 theirs[numbers.get(part, part) + dot + rest] = x
         with contextlib.suppress(AttributeError, IndexError, KeyError, ValueError, RuntimeError):  # it is no such ViT's
-            grid = encoder.patch_embed.grid_size
-            before = encoder.pos_embed.shape[1] - math.prod(grid)
-            fitted = timm.layers.resample_abs_pos_embed(theirs["pos_embed"], grid, num_prefix_tokens=before)
-            theirs["pos_embed"] = fitted
+            grid, rows = encoder.patch_embed.grid_size, encoder.pos_embed.shape[1]
+            how = dict(new_size=grid, num_prefix_tokens=rows - math.prod(grid))
+            theirs["pos_embed"] = timm.layers.resample_abs_pos_embed(theirs["pos_embed"], **how)
         places[start] = theirs
     return places
 
@@ -1404,8 +1403,7 @@ def misfits(theirs, encoder):
             wrong.append(f"{name} is {theirs[name].dtype}, not {x.dtype}")
     parts = {name.split(".")[0] for name in own} | OF_VITS
     classifier = ("num_batches_tracked", "head.fc.weight", "head.fc.bias")  # the latter are ConvNeXt's
-    left = [name for name in theirs if name not in own and name.split(".")[0] in parts]
-    left = [name for name in left if not name.endswith(classifier)]
+    left = [n for n in theirs if n not in own and n.split(".")[0] in parts and not n.endswith(classifier)]
     if left and not wrong:
         wrong.append(f"it has no place for {len(left)} tensors, {', '.join(left[:4])}")
     return wrong

@@ -101,7 +101,7 @@ def main(args, encoder=None, train=None, test=None):
     lines = f"{common.protocol(args, info, train, test)}\nkNN: cosine, votes exp(similarity / {args.temperature})"
     common.say(lines)
     networks = {"encoder": encoder, **(common.floor_encoders(args, info, device, len(train)) if judged else {})}
-    results, how = {}, dict(batch_size=args.batch_size, workers=args.workers, amp=args.bf16)
+    results, how = {}, dict(batch_size=args.batch_size, workers=args.workers, amp=args.amp == "bf16")
     for name, network in networks.items():
         encoded = {}
         for part, images in parts.items():  # the bank stays shared out over the processes

@@ -470,7 +470,8 @@ def evaluate_cached(args, device, encoder, info, train, test):
             continue  # 3,072 numbers per image take hours
         if common.rank_and_world()[1] > 1 and len(train_y) * common.output_width(network, info["image_size"]) > 2**30:
             common.fail(f"{len(train_y)} images' features are over 2**30 numbers for each process: start one")
-        options = dict(batch_size=args.batch_size, workers=args.workers, amp=args.bf16, what=f"features of {name}")
+        options = dict(batch_size=args.batch_size, workers=args.workers, amp=args.amp == "bf16")
+        options["what"] = f"features of {name}"
         *x, test_x = [common.extract_features(network, part, info, device, **options)[0].to(device) for part in parts]
         x = torch.cat(x)
         if args.mode == "probe":
@@ -634,8 +635,8 @@ def fingerprint(module):
 
 
 def name_run(args, encoder):
-    """Return args with `weights`, a checksum of the encoder, and --out. A run goes on only where both are the same."""
-    args, source = copy.copy(args), "own"
+    """Fill in args.weights, a checksum of the encoder, and args.out. A run goes on only where both are the same."""
+    source = "own"
     if args.checkpoint:
         args.checkpoint = os.path.abspath(args.checkpoint)
         source = common.run_folder(args.checkpoint).resolve().name
@@ -643,7 +644,6 @@ def name_run(args, encoder):
             source = "-".join([Path(args.checkpoint).stem, args.arch, *([args.prefix] if args.prefix else [])])
     args.weights = fingerprint(encoder)
     args.out = args.out or f"runs/{args.mode}-{args.protocol}-{args.dataset}-{source}-s{args.seed}{args.changes}"
-    return args
 
 
 def restore(args, images, network, optimizer):
@@ -715,9 +715,9 @@ def train_protocol(args, device, encoder, info, train, test):
     """Train as the recipe says. Return {"encoder": scores of the last epoch}, or {} if the training ends before it."""
     # Data
     frozen, classes = args.mode == "linear", len(train.classes)
-    args = name_run(args, encoder)
+    name_run(args, encoder)
     images = dict(train=len(train), train_checksum=train.checksum(), test=len(test), test_checksum=test.checksum())
-    args.device, args.amp = device.type, "bf16" if vars(args).pop("bf16") else "off"
+    args.device = device.type
     if len(train) < args.batch_size:
         common.fail(f"{len(train)} images are fewer than one batch: give --batch-size {len(train)} or less")
     sampler = common.EpochSampler(len(train), args.batch_size, args.seed)
