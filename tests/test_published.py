@@ -230,6 +230,14 @@ def test_what_is_no_checkpoint_is_said_as_what_it_is(kind, tmp_path, capsys):
             assert kind in line and "weights_only" not in line
 
 
+def test_the_first_bytes_of_safetensors_are_a_number(tmp_path):
+    """It may be spelled as an archive's: PK."""
+    header = b'{"w": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}}'.ljust(int.from_bytes(b"PK", "little"))
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(len(header).to_bytes(8, "little") + header + np.ones(2, np.float32).tobytes())
+    assert file.read_bytes().startswith(b"PK") and common.read_tensors(file)["w"].tolist() == [1, 1]
+
+
 def test_programs_and_zip_archives_are_told_apart(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with zipfile.ZipFile("a.zip", "w") as archive:
