@@ -535,8 +535,9 @@ def own_images(train, test):
             fail(f"{owner} is of type {kind.__name__}: give a map-style Dataset, with __len__ and __getitem__")
         if not len(data):
             fail(f"{owner} is empty: its length is 0")
-        names = getattr(data, "classes", None) if test is not None else None
-        images = ImageSet("own", np.full(len(data), -1), () if names is None else names, data=data, owner=owner)
+        names = getattr(data, "classes", ()) if test is not None else ()
+        names = names if isinstance(names, (list, tuple)) else ()  # it may be a number
+        images = ImageSet("own", np.full(len(data), -1), names, data=data, owner=owner)
         images.reads_labels = test is not None
         sets.append(images)
     train, test = sets
@@ -1044,16 +1045,25 @@ def knn_predict(train_x, train_y, test_x, k, temperature, num_classes):
     return predicted[0] if isinstance(k, int) else predicted
 
 
+def check_labels(train_y, test_y):
+    """Exit with an error message if labels (n,) of training and (m,) of test images are of fewer than two classes.
+
+    -1 means no label. If no test image is of a class that was trained, that is an error, too.
+    """
+    known = train_y[train_y != -1].unique()
+    if len(known) < 2 or not torch.isin(test_y, known).any():
+        fail("an evaluation needs labels of two classes to train on, and of these to test on; -1 means no label")
+
+
 def knn_accuracy(train_x, train_y, test_x, test_y, ks, temperature):
     """Return the top-1 accuracy in percent of several k: {k: float}.
 
     train_y (n,), test_y (m,): int64, any labels; -1 does not vote and is not counted. The rest is as in `knn_predict`.
-    Exits with an error message if there are no labels of two classes, or none to test on.
+    Exits with an error message as `check_labels` does.
     """
     voting, counted = train_y != -1, test_y != -1
     classes = gather_uneven(train_y[voting].unique()).unique()
-    if len(classes) < 2 or not counted.any():
-        fail("kNN needs labels of two classes to train on, and labels to test on; -1 means no label")
+    check_labels(classes, test_y)
     train_x, train_y = train_x[voting.to(train_x.device)], torch.searchsorted(classes, train_y[voting])
     predicted = knn_predict(train_x, train_y, test_x, ks, temperature, len(classes))
     right = (classes[predicted] == test_y)[:, counted].sum(1).tolist()
@@ -1151,7 +1161,8 @@ def open_data(args, info, train=None, test=None, labels=True):
                 trained_on = config.get("images", {}).get("checksum")
             args.dataset, args.data_dir = config["dataset"], args.data_dir or config.get("data_dir")
         args.dataset = args.dataset or "patterns"
-        train, test = (load_images(args.dataset, args.data_dir, t, size=info["image_size"]) for t in (True, False))
+        options = dict(size=info["image_size"], unlabeled=trained_on is not None)  # the run's own images had them, too
+        train, test = (load_images(args.dataset, args.data_dir, part, **options) for part in (True, False))
     if trained_on and trained_on != train.checksum():
         fail(f"--dataset {args.dataset} has other images than the run was trained on: give --dataset and --data-dir")
     if labels and (test is None or (len(train.classes) < 2 and args.dataset != "own")):
@@ -1239,7 +1250,8 @@ def backbone_info(arch, image_size, patch_size, norm="imagenet", interpolation="
         if image_size % patch_size:
             fail(f"--patch-size {patch_size} does not divide --image-size {image_size}")
         kwargs |= dict(img_size=image_size, patch_size=patch_size, dynamic_img_size=True)
-        kwargs |= {} if "dinov3" in name else dict(weight_init="moco")  # timm's class for DINOv3 does not know it
+        if timm.models.is_model_in_modules(name, ["vision_transformer", "deit"]):  # others, as DINOv3, do not know it
+            kwargs |= dict(weight_init="moco")
     kwargs |= {} if num_heads is None else {"num_heads": num_heads}
     plain = name.removeprefix("resnet").isdigit()  # resnet26d, resnetv2_50, ... have stems of their own
     small = plain and image_size <= 64 and arch != "resnet_micro"
@@ -1278,7 +1290,7 @@ def build_backbone(info, sizes=(), **more):
         for size in sizes:
             encode_zeros(backbone, size)
     except (TypeError, AssertionError, RuntimeError) as error:
-        reason = " ".join(str(error).split())
+        reason = " ".join(str(error).split()) or type(error).__name__
         fail(f"timm's {info['timm_name']} does not work with images of {', '.join(map(str, sizes))} px: {reason}")
     return backbone
 
@@ -1317,6 +1329,7 @@ def load_backbone(path, encoder=None, module=None, arch=None, **published):
     except (KeyError, TypeError, AttributeError, ValueError, RuntimeError) as error:
         reason = f"{type(error).__name__} {' '.join(str(error).split())[:600]}"
         others = "for others' give --arch NAME, say resnet50, vit_base, ..."
+        others = others if module is None else "load others' into your encoder, and leave the file out"
         fail(f"{path} is not a checkpoint of this project ({others}), or does not fit its encoder: {reason}")
     return backbone.eval(), info
 
@@ -1345,6 +1358,8 @@ def read_tensors(path):
     """
 
     def flat(state, prefix=""):
+        if isinstance(state, np.ndarray) and state.dtype.kind in "fiu":
+            state = torch.from_numpy(state)
         if torch.is_tensor(state):
             return {prefix.removesuffix("."): state}
         if isinstance(state, (list, tuple)):
@@ -1381,8 +1396,10 @@ def encoders_in(found, encoder):
     return places
 
 
-# Top-level names of ViTs that change the features, and that an encoder without them would leave out.
-OF_VITS = {"cls_token", "dist_token", "reg_token", "register_tokens", "pos_embed", "norm_pre", "fc_norm"}
+# Top-level names of what changes the features, and what an encoder without it would leave out
+CHANGES_FEATURES = {"cls_token", "dist_token", "reg_token", "register_tokens", "storage_tokens", "prompt_embeddings"}
+CHANGES_FEATURES |= {"pos_embed", "rel_pos_bias", "rope", "norm_pre", "ln_pre", "norm_post", "fc_norm", "attn_pool"}
+CHANGES_FEATURES |= {"attnpool", "global_pool", "final_conv", "act1", "layer5"}
 
 
 def misfits(theirs, encoder):
@@ -1401,7 +1418,7 @@ def misfits(theirs, encoder):
             wrong.append(f"{name} is {tuple(theirs[name].shape)}, not {tuple(x.shape)}")
         elif theirs[name].is_floating_point() != x.is_floating_point():
             wrong.append(f"{name} is {theirs[name].dtype}, not {x.dtype}")
-    parts = {name.split(".")[0] for name in own} | OF_VITS
+    parts = {name.split(".")[0] for name in own} | CHANGES_FEATURES
     classifier = ("num_batches_tracked", "head.fc.weight", "head.fc.bias")  # the latter are ConvNeXt's
     left = [n for n in theirs if n not in own and n.split(".")[0] in parts and not n.endswith(classifier)]
     if left and not wrong:
@@ -1437,7 +1454,8 @@ def fitting_weights(path, backbone, prefix=None, flag="--init-prefix"):
     """Return (a state_dict for an encoder from a checkpoint of others, the prefix of its names in the file).
 
     The prefix is one after which the encoder fits (see `misfits`). Of several encoders it is a teacher (DINO's), or
-    else the first that is no momentum encoder. prefix: the end of another's. flag: what a message calls it.
+    else the first that is no momentum encoder, nor an optimiser's. prefix: the end of another's. flag: what a message
+    calls it. Exits with an error message if none fits, or a weight is not finite.
     """
     found, own = read_tensors(path), backbone.state_dict()
     places = encoders_in(found, backbone)
@@ -1453,9 +1471,14 @@ def fitting_weights(path, backbone, prefix=None, flag="--init-prefix"):
         fail(f"{path} does not fit the encoder{usual_name(found)}: {reasons}")
     chosen = [start for start in fitting if start.endswith(prefix or "")]
     if not chosen:
-        fail(f"{flag} {prefix}: the encoders of {path} are {' and '.join(fitting) or 'without prefix'}")
-    slow = ("momentum", "encoder_k", "target")
-    start = max(chosen, key=lambda start: ("teacher" in start) - any(word in start for word in slow))
+        names = " and ".join(start or "without prefix" for start in fitting)
+        fail(f"{flag} {prefix}: the encoders of {path} are {names}")
+    slow, none = ("momentum", "encoder_k", "key_", "target", "ema"), ("optim", "exp_avg", "grad", "init")
+
+    def rank(start):
+        return ("teacher" in start) - any(word in start for word in slow) - 2 * any(word in start for word in none)
+
+    start = max(chosen, key=rank)
     theirs, others = places[start], ", ".join(other for other in fitting if other != start)
     choice = f" (also there: {others}; {flag} chooses)" if others else ""
     left = [start + name for name in theirs if name not in own]
@@ -1464,7 +1487,10 @@ def fitting_weights(path, backbone, prefix=None, flag="--init-prefix"):
     say(f"{path}: the encoder is {start or 'the file itself'}{choice}; left out: {len(left)} tensor(s){listed}")
     if "pos_embed" in own and len(old := found[f"{start}pos_embed"][0]) != (rows := own["pos_embed"].shape[1]):
         say(f"its position embedding is resampled from {len(old)} rows to {rows}")
-    return {name: theirs.get(name, x) for name, x in own.items()}, start
+    weights = {name: x if name.endswith("num_batches_tracked") else theirs[name] for name, x in own.items()}
+    if not all(x.isfinite().all() for x in weights.values()):
+        fail(f"{path} has weights that are not finite")
+    return weights, start
 
 
 def copy_module(module, frozen=False):
@@ -2067,9 +2093,10 @@ NOT_CHECKPOINTS = (  # the first bytes of what is often taken for a checkpoint
     (b"", "damaged, cut off or empty, or no file of torch.save's nor of safetensors"),
 )
 PLAIN_FILE = (  # run by a user who trusts a file: all its tensors, without what else it holds
-    "import torch; from torch.utils._pytree import tree_map; "
-    "keep = lambda x: x.state_dict() if hasattr(x, 'state_dict') else x if torch.is_tensor(x) else None; "
-    "torch.save(tree_map(keep, torch.load({path!r}, map_location='cpu', weights_only=False)), 'plain.pt')"
+    "import torch; keep = lambda x: x if torch.is_tensor(x) else keep(x.state_dict()) if hasattr(x, 'state_dict') else "
+    "{{name: keep(part) for name, part in x.items()}} if hasattr(x, 'items') else "
+    "[keep(part) for part in x] if isinstance(x, (list, tuple)) else None; "
+    "torch.save(keep(torch.load({path!r}, map_location='cpu', weights_only=False)), 'plain.pt')"
 )
 
 

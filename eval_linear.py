@@ -219,7 +219,8 @@ def resolve(args, info):
     if args.mode in ("probe", "lbfgs"):
         return
     if args.head_lr and args.layer_decay < 1:
-        common.fail("--head-lr goes with --layer-decay 1")
+        given = f"--layer-decay {args.layer_decay:g} and --head-lr {args.head_lr:g}, which {chosen} has"
+        common.fail(f"{given}, do not go together: give --layer-decay 1, or another --protocol")
     common.check_schedule(args)
     each = args.batch_size // common.rank_and_world()[1]
     if args.mixup + args.cutmix > 0 and each % 2:
@@ -239,8 +240,7 @@ def read_labels(train, test, info, device, workers):
     pool, options = nn.AvgPool2d(info["image_size"]), dict(workers=workers, what="labels")
     found = [common.extract_features(pool, x, info, device, **options)[1].numpy() for x in (train, test)]
     classes, names = np.setdiff1d(np.concatenate(found), [-1]), dict(enumerate(train.classes or test.classes))
-    if len(classes) < 2 or any((labels == -1).all() for labels in found):
-        common.fail("an evaluation needs labels of two classes, to train and to test on; -1 means no label")
+    common.check_labels(*map(torch.from_numpy, found))
     parts = []
     for images, labels in zip((train, test), found, strict=True):
         rows = np.flatnonzero(labels != -1)
@@ -291,12 +291,14 @@ def choose_labels(args, train):
     """Return the training images whose labels may be used, as --label-fraction or --label-files says."""
     if args.label_files:
         rows = listed_files(train, Path(args.data_dir or "data") / "train", args.label_files)
-    elif args.label_fraction:
+    elif (args.label_fraction or 1) < 1:
         rows = balanced_share(train.labels, args.label_fraction, args.seed)
     else:
         return train
     chosen = train.subset(rows)
     counts = np.bincount(chosen.labels, minlength=len(train.classes))
+    if (counts > 0).sum() < 2:
+        common.fail(f"--label-files {args.label_files} has images of fewer than two classes")
     common.say(f"labels: {len(chosen)} of {len(train)} training images, {counts.min()} to {counts.max()} per class")
     return chosen
 
@@ -335,9 +337,9 @@ def scores(logits, labels, num_classes):
     one's top-1.
     """
     ranked = logits.topk(min(5, num_classes), dim=1).indices == labels[:, None]
-    right = ranked[:, 0].float()
+    right = ranked[:, 0].double()
     per_class = torch.stack([right[labels == c].mean() for c in labels.unique()])
-    top5 = {"linear_top5": 100 * ranked.any(1).float().mean().item()} if num_classes > 5 else {}
+    top5 = {"linear_top5": 100 * ranked.any(1).double().mean().item()} if num_classes > 5 else {}
     return {"linear_top1": 100 * right.mean().item(), **top5, "linear_per_class": 100 * per_class.mean().item()}
 
 
@@ -450,7 +452,8 @@ def lbfgs_probe(x, y, test_x, rest, check, num_classes, strengths=None, metric="
 def evaluate_cached(args, device, encoder, info, train, test):
     """Fit the probe or L-BFGS on features that are computed once. Return {encoder or floor: scores}."""
     validation, root = None, Path(args.data_dir or "")
-    if args.mode == "lbfgs" and args.data_dir and all((root / part).is_dir() for part in ("train", "val", "test")):
+    both = args.data_dir and all((root / part).is_dir() for part in ("train", "val", "test"))
+    if args.mode == "lbfgs" and both and common.class_folders(root / "test"):  # ImageNet's test/ has no labels
         validation, test = test, common.read_folder(args.dataset, root, "test")
         common.say(f"val/ and test/ are both there: val/ chooses, test/ with its {len(test)} images is judged")
     parts = [train, test] if validation is None else [train, validation, test]

@@ -606,9 +606,9 @@ def schedule(args, step, steps_per_epoch):
 def make_optimizer(args, model):
     """SGD as in MoCo v1 and v2, or v3's LARS, without decay and adaptation of biases and batch norms."""
     if args.moco == "v3":
-        no_decay, decay = param_groups_weight_decay(model, args.weight_decay)
-        decay["always_adapt"] = True  # with --weight-decay 0, too
-        return Lars([no_decay, decay], args.lr, momentum=args.sgd_momentum, trust_coeff=args.trust_coeff)
+        trained = param_groups_weight_decay(model, args.weight_decay)
+        trained[-1]["always_adapt"] = True  # those that decay, also if --weight-decay is 0
+        return Lars(trained, args.lr, momentum=args.sgd_momentum, trust_coeff=args.trust_coeff)
     trained = [p for p in model.parameters() if p.requires_grad]
     return torch.optim.SGD(trained, args.lr, momentum=args.sgd_momentum, weight_decay=args.weight_decay)
 
