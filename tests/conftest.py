@@ -8,15 +8,14 @@ import signal
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 
 ROOT = Path(__file__).parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "tools")]
-METHODS = [
-    p.stem for p in (ROOT / f"{m}.py" for m in ("moco_jointcrop", "jcl", "clim", "logo", "patchmix")) if p.exists()
-]
+METHODS = ["moco_jointcrop", "jcl", "clim", "logo", "patchmix"]
 # What chooses another recipe or another form of a method.
 CHOICES = dict(
     moco_jointcrop=("--moco v1", "--moco v3", "--joint blur", "--joint either", "--variant released"),
@@ -76,12 +75,31 @@ def unit(*shape, seed=0, grad=False):
     return F.normalize(x, dim=-1).requires_grad_(grad)
 
 
-def tensors(state, name=""):
-    """{path: tensor or plain value} of a nested state."""
-    if isinstance(state, dict | list | tuple):
-        pairs = state.items() if isinstance(state, dict) else enumerate(state)
-        return {k: v for key, value in pairs for k, v in tensors(value, f"{name}/{key}").items()}
-    return {name: state}
+def info_nce(q, k, queue, temperature):
+    """InfoNCE in a slow form, query by query: the key of a query's own row, and all rows of the queue."""
+    total = 0.0
+    for i in range(len(q)):
+        positive = torch.exp(q[i] @ k[i] / temperature)
+        total = total - torch.log(positive / (positive + sum(torch.exp(q[i] @ n / temperature) for n in queue)))
+    return total / len(q)
+
+
+def ks(sample, other=None):
+    """Kolmogorov-Smirnov distance to the uniform law (or a sample's), times sqrt(effective size): rarely above 2."""
+    sample = np.sort(np.ravel(sample))
+    if other is None:
+        ranks = np.arange(len(sample) + 1) / len(sample)
+        return max(abs(sample - ranks[1:]).max(), abs(sample - ranks[:-1]).max()) * len(sample) ** 0.5
+    other = np.sort(np.ravel(other))
+    at = np.concatenate([sample, other])
+    distance = np.searchsorted(sample, at, "right") / len(sample) - np.searchsorted(other, at, "right") / len(other)
+    return abs(distance).max() * (len(sample) * len(other) / len(at)) ** 0.5
+
+
+def values(module, flags, names):
+    """What a method's parse_args makes of flags, of these names."""
+    args = module.parse_args(flags.split())
+    return [getattr(args, name) for name in names.split()]
 
 
 @pytest.fixture(scope="module")
@@ -105,14 +123,7 @@ def double():
 
 @pytest.fixture
 def refused(capsys):
-    """Calls what must end with exit status 2 and one line on stderr, and returns that line."""
+    """tiny.refused, for tests that need nothing else of it."""
+    import tiny
 
-    def call(function, *args):
-        capsys.readouterr()
-        with pytest.raises(SystemExit) as end:
-            function(*args)
-        error = capsys.readouterr().err
-        assert end.value.code == 2 and error.startswith("error: ") and error.count("\n") == 1, error
-        return error
-
-    return call
+    return functools.partial(tiny.refused, capsys)

@@ -6,6 +6,7 @@ import shutil
 import struct
 import subprocess
 import sys
+import tracemalloc
 import types
 
 import numpy as np
@@ -14,37 +15,12 @@ import torch
 import torchvision
 from conftest import ROOT
 from PIL import Image
+from tiny import gradient, refused, write_tree
 
 import common
 import eval_knn
 import eval_linear
 import moco_jointcrop
-
-
-def gradient(height=12, width=10):
-    """A smooth RGB image without symmetries."""
-    y, x = np.mgrid[:height, :width]
-    return np.stack([250 * y / height, 250 * x / width, 255 - 120 * y / height - 100 * x / width], 2).astype(np.uint8)
-
-
-def write_tree(root, counts, seed=0):
-    """Random PNG files: {folder: how many}."""
-    rng = np.random.default_rng(seed)
-    for folder, count in counts.items():
-        (root / folder).mkdir(parents=True, exist_ok=True)
-        for i in range(count):
-            Image.fromarray(rng.integers(0, 256, (12, 10, 3), dtype=np.uint8)).save(root / folder / f"{i}.png")
-    return root
-
-
-def refused(capsys, function, *args, **options):
-    """The one line with which a call ends the program, with status 2."""
-    with pytest.raises(SystemExit) as stop:
-        function(*args, **options)
-    (line,) = capsys.readouterr().err.splitlines()
-    assert stop.value.code == 2 and line.startswith("error: ")
-    return line
-
 
 # -------------------------------------------------------------------- checksum
 
@@ -168,7 +144,7 @@ def test_nothing_is_downloaded_into_a_users_folder(tmp_path, capsys, downloads):
     assert "mine has neither train/ nor torchvision's files of cifar10: give an empty folder" in line
     for name in (*common.DATASETS, "cifar10"):
         line = refused(capsys, common.load_images, name, tmp_path / "typo")
-        assert line == f"error: --data-dir {tmp_path / 'typo'} does not exist"
+        assert line == f"error: --data-dir {tmp_path / 'typo'} does not exist\n"
     assert not downloads and not (tmp_path / "typo").exists()
 
 
@@ -186,19 +162,6 @@ def test_downloads_go_into_an_empty_folder_or_torchvisions(tmp_path, downloads, 
     common.load_images("cifar10")
     common.load_images("cifar10", "data")
     assert downloads[1:] == ["data"] * 3
-
-
-def test_messages_about_folders(tmp_path, capsys):
-    (tmp_path / "empty").mkdir()
-    line = refused(capsys, common.load_images, "folder", tmp_path / "empty")
-    assert f"no image in {tmp_path / 'empty'}: " in line
-    write_tree(tmp_path / "tree", {"train/a": 1, "train/b": 0})
-    line = refused(capsys, common.load_images, "folder", tmp_path / "tree")
-    assert f"no image in {tmp_path / 'tree/train/b'}: " in line
-    line = refused(capsys, common.load_images, "folder")
-    assert "needs --data-dir DIR. For labels, DIR has train/ and val/" in line
-    line = refused(capsys, common.load_images, "imagenet", tmp_path)
-    assert f"{tmp_path} has no train/ with one folder per class" in line
 
 
 def test_hidden_folders_and_links_back_are_passed_over(tmp_path):
@@ -222,6 +185,10 @@ def test_hidden_folders_and_links_back_are_passed_over(tmp_path):
 LAYOUTS = {  # folders, and words of the message
     "images beside classes": (("train", "train/a", "train/b"), "train has the folder 'a' beside the image '0.png'"),
     "no classes in val": (("train/a", "train/b", "val"), "no class folders in DIR/val"),
+    "other classes": (
+        ("train/a", "train/b", "val/a", "val/c"),
+        "not in both: 'b', 'c'. Give both one folder per class, by the same names\n",
+    ),
     "capitals": (("Train/a", "Val/a"), "DIR has Train/, Val/: name them train/, and val/ or test/"),
     "one in capitals": (("train/a", "Val/a"), "DIR has Val/: name them"),
     "another word": (("training", "validation"), "DIR has training/, validation/: name them"),
@@ -244,7 +211,7 @@ def test_folders_that_are_no_data_set_are_one_line(tmp_path, capsys, kind):
 def test_an_evaluation_says_that_its_folder_does_not_exist(capsys):
     args = eval_knn.parse_args(["--device", "cpu", "--data-dir", "/nowhere"])
     line = refused(capsys, lambda: eval_knn.main(args, encoder=torch.nn.Flatten()))
-    assert line == "error: --data-dir /nowhere does not exist"
+    assert line == "error: --data-dir /nowhere does not exist\n"
 
 
 def test_reading_images_says_how_far_it_is(tmp_path, capsys, monkeypatch):
@@ -493,27 +460,16 @@ def test_an_error_of_the_disk_is_tried_again_twice(tmp_path, monkeypatch, number
     assert np.array_equal(common.read_image(path), IMAGE)
 
 
-PEAK = """
-import resource, sys
-from unittest import mock
-import numpy as np
-import common
-image = np.zeros((96, 96, 3), np.uint8)
-images = common.ImageSet("x", [0] * 8000, ["a"], paths=np.array([b"x"] * 8000))
-before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-with mock.patch.object(common, "read_image", lambda path: image + 1):
+def test_images_are_decoded_into_one_array(monkeypatch):
+    """It takes the memory of one."""
+    image = np.zeros((96, 96, 3), np.uint8)
+    images = common.ImageSet("x", [0] * 2000, ["a"], paths=np.array([b"x"] * 2000))
+    monkeypatch.setattr(common, "read_image", lambda path: image + 1)
+    tracemalloc.start()
     array = common.decode_all(images)
-print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024 / array.nbytes)
-assert (array == 1).all()
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(sys.platform != "linux", reason="the unit of ru_maxrss")
-def test_images_are_decoded_into_one_array():
-    """The most memory that it takes, in arrays."""
-    done = subprocess.run([sys.executable, "-c", PEAK], cwd=ROOT, capture_output=True, text=True, check=True)
-    assert float(done.stdout.split()[-1]) < 1.2
+    peak = tracemalloc.get_traced_memory()[1] / array.nbytes
+    tracemalloc.stop()
+    assert 0.9 < peak < 1.2 and (array == 1).all()
 
 
 def test_an_image_set_says_where_its_images_are(tmp_path, monkeypatch):

@@ -12,9 +12,11 @@ import sys
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from conftest import METHODS, NANO
+from PIL import Image
 
 import common
 
@@ -60,6 +62,25 @@ def refused(capsys, call, *args, **options):
     error = capsys.readouterr().err
     assert stop.value.code == 2 and error.startswith("error: ") and error.count("\n") == 1, error
     return error
+
+
+# --------------------------------------------------------------- image files
+
+
+def gradient(height=12, width=10):
+    """A smooth RGB image without symmetries."""
+    y, x = np.mgrid[:height, :width]
+    return np.stack([250 * y / height, 250 * x / width, 255 - 120 * y / height - 100 * x / width], 2).astype(np.uint8)
+
+
+def write_tree(root, folders, count=3, size=(12, 10)):
+    """A small random PNG tree: {folder: count} or a list of folders with `count` images each."""
+    rng = np.random.default_rng(0)
+    for folder, n in (folders if isinstance(folders, dict) else dict.fromkeys(folders, count)).items():
+        (root / folder).mkdir(parents=True, exist_ok=True)
+        for i in range(n):
+            Image.fromarray(rng.integers(0, 256, (*size, 3), dtype=np.uint8)).save(root / folder / f"{i}.png")
+    return root
 
 
 # ------------------------------------------------------------------ comparing
