@@ -5,11 +5,10 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import unit
+from conftest import unit, values
 
 import common
 import jcl
-import moco_jointcrop
 
 
 def eq8(q, k, queue, tau, lam):
@@ -64,23 +63,11 @@ def test_bound_on_the_expectation_eq6(spread):
         torch.testing.assert_close(bound, samples.mean())
 
 
-def test_shapes_that_do_not_fit_are_refused():
-    q, k, queue = unit(4, 6), unit(4, 5, 6, seed=1), unit(9, 6, seed=2)
-    for wrong in ((q, k[:, 0], queue), (q, k[:3], queue), (q, k[..., :5], queue), (q, k, queue[:, :5])):
-        with pytest.raises(ValueError, match="jcl_loss takes"):
-            jcl.jcl_loss(*wrong, 0.2, 4.0)
-
-
-def tiny(module, name, *flags):
-    args = module.parse_args(["--arch", "resnet_micro", "--batch-size", "8", "--queue", "32", *flags])
-    torch.manual_seed(0)
-    return module.split_batch_norms(getattr(module, name)(args), args.bn_groups).double()
-
-
 @pytest.mark.parametrize("flags", [(), ("--vanilla",)])
 def test_forward(flags):
     """Eq. 8, or the average of Eq. 2, of its queries and keys. The mean keys go to the queue; no gradient to keys."""
-    model = tiny(jcl, "JCL", "--num-keys", "3", *flags)
+    args = jcl.parse_args(["--arch", "resnet_micro", "--batch-size", "8", "--num-keys", "3", *flags])
+    model = jcl.split_batch_norms(jcl.JCL(args), args.bn_groups).double()
     x = list(torch.randn(4, 8, 3, 32, 32, dtype=torch.float64))
     loss, mean_keys, (q, k), metrics = model(x, 0, 4.0)
     loss.backward()
@@ -95,25 +82,12 @@ def test_forward(flags):
     torch.testing.assert_close(metrics["key_variance"], keys.var(0, correction=0).mean())
 
 
-def test_one_key_is_moco_v2_exactly():
-    moco, ours = tiny(moco_jointcrop, "MoCo", "--joint", "none"), tiny(jcl, "JCL", "--num-keys", "1")
-    x = list(torch.randn(2, 8, 3, 32, 32, dtype=torch.float64))
-    (a, moco_keys, *_), (b, mean_keys, *_) = moco(x, 0), ours(x, 0, 4.0)
-    torch.testing.assert_close(a, b, rtol=1e-12, atol=0)
-    assert torch.equal(moco_keys, mean_keys)
-
-
-def values(flags, names):
-    args = jcl.parse_args(flags.split())
-    return [getattr(args, name) for name in names.split()]
-
-
 def test_recipes():
     names = "num_keys lam lam_schedule temperature batch_size lr queue"
-    assert values("--dataset imagenet", names) == [5, 4.0, "constant", 0.2, 512, 0.06, 65536]
+    assert values(jcl, "--dataset imagenet", names) == [5, 4.0, "constant", 0.2, 512, 0.06, 65536]
     released = [4, 2.0, "ramp", 0.2, 256, 0.03, 65536]
-    assert values("--dataset imagenet --variant released", names) == released
-    assert values("--dataset imagenet100", "arch epochs batch_size lr") == ["resnet18", 100, 128, 0.1]
+    assert values(jcl, "--dataset imagenet --variant released", names) == released
+    assert values(jcl, "--dataset imagenet100", "arch epochs batch_size lr") == ["resnet18", 100, 128, 0.1]
 
 
 def test_lambda_is_constant_or_a_ramp():

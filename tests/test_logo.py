@@ -1,6 +1,7 @@
 """logo.py against the supplement's Eq. 4, the main text's losses and Algorithm 1, as loops, and its limits."""
 
 import copy
+import functools
 import math
 import types
 
@@ -9,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import unit
+from conftest import info_nce, unit
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
@@ -183,24 +184,6 @@ def test_local_dissimilarity(training, batch):
     assert_close(module.parameters(), other.parameters(), rtol=0, atol=0)
 
 
-WRONG = {
-    "another form": lambda f, a: logo.affinity_loss(f, a, a, None, "Linear"),
-    "another batch": lambda f, a: logo.local_dissimilarity(f, a, a, "Joint"),
-    "locals of other rows": lambda f, a: logo.affinity_loss(f, a, a[:4]),
-    "locals of three dimensions": lambda f, a: logo.local_dissimilarity(f, a[None], a[None]),
-    "noise of one local": lambda f, a: logo.affinity_loss(f, a, a, torch.zeros(5, 6)),
-    "scores of other rows": lambda f, a: f(a, a[:1]),
-    "a form of the sum": lambda f, a: logo.combine([a.sum()], [], "paper"),
-    "no global terms": lambda f, a: logo.combine([], [a.sum()]),
-}
-
-
-@pytest.mark.parametrize("call", WRONG.values(), ids=WRONG)
-def test_wrong_shapes_and_words_are_errors(call):
-    with pytest.raises(ValueError):
-        call(affinity(True), unit(5, 6))
-
-
 # -------------------------------------------------------------- the two bases
 
 SMALL = "--arch nano --image-size 16 --batch-size 16 --dim 8 --lr 0.05 --lr-batch 128 --warmup 0 "
@@ -242,14 +225,6 @@ def embed(model, x):
     return torch.stack([z / z.norm() for z in project(model, x)])
 
 
-def nce(q, k, queue, temperature):
-    total = 0.0
-    for i in range(len(q)):
-        logits = torch.cat([k[i : i + 1], queue]) @ q[i] / temperature
-        total = total - (logits[0] - torch.log(torch.exp(logits).sum()))
-    return total / len(q)
-
-
 def cosine(p, z):
     return -sum(p[i] @ z[i] / (p[i].norm() * z[i].norm()) for i in range(len(p))) / len(p)
 
@@ -270,7 +245,7 @@ def terms(args, model, views, step):
     k1, k2 = keys_of(args, model, views[:2], step)
     queue, q = model.queue.keys.clone(), [embed(model, x) for x in views]
     pairs = [(q[0], k2), (q[1], k1)], [(v, k) for v in q[2:] for k in (k1, k2)]
-    return [[nce(a, b, queue, args.temperature) for a, b in part] for part in pairs]
+    return [[info_nce(a, b, queue, args.temperature) for a, b in part] for part in pairs]
 
 
 def total(args, found):
@@ -308,7 +283,7 @@ def test_all_pairs_of_crops(base):
     if base == "moco":
         k = keys_of(args, other, views, 7)
         q, queue = [embed(other, x) for x in views], other.queue.keys
-        found = [nce(q[i], k[j], queue, args.temperature) for i in range(4) for j in range(4) if i != j]
+        found = [info_nce(q[i], k[j], queue, args.temperature) for i in range(4) for j in range(4) if i != j]
         assert torch.equal(keys, k[:2].flatten(0, 1))
     else:
         z = [project(other, x) for x in views]
@@ -316,21 +291,6 @@ def test_all_pairs_of_crops(base):
         found = [cosine(p[i], z[j].detach()) for i in range(4) for j in range(4) if i != j]
     torch.testing.assert_close(loss, sum(found) / 12)
     assert_close(gradients(loss, views), gradients(sum(found) / 12, views))
-
-
-CHANCE = [([], 1), (["--variant", "paper"], 5), (["--local-crops", "0"], 1), (["--pairs", "all"], 1)]
-
-
-@pytest.mark.parametrize("flags, terms", CHANCE)
-def test_chance_is_the_loss_at_equal_logits(flags, terms):
-    args, model = tiny(*flags)
-    with torch.no_grad():
-        for projector in (model.projector, model.momentum_projector):
-            projector[-1].weight.zero_()
-            projector[-1].bias.fill_(1)
-        model.queue.keys.fill_(8**-0.5)
-    loss = model(inputs(2 + args.local_crops), 0)[0]
-    assert logo.chance_level(args) == pytest.approx(loss.item()) == pytest.approx(terms * math.log(41))
 
 
 @pytest.mark.parametrize("layers", [1, 2, 3])
@@ -352,12 +312,6 @@ def test_vit_takes_locals_at_their_own_resolution(base):
     views = [random(8, 3, s, s, seed=i, grad=True) for i, s in enumerate((32, 32, 16, 16))]
     loss = model(views, 0)[0]
     assert tokens == [17, 17, 5, 5] and all(g.abs().max() > 0 for g in gradients(loss, views))
-
-
-@pytest.mark.parametrize("base", BASES)
-def test_an_encoder_of_one_size_only_is_refused(base, refused):
-    args = logo.parse_args([*BASES[base], *"--arch test_coatnet --image-size 160 --local-size 96".split()])
-    assert "test_coatnet does not work" in refused(logo.MoCo if base == "moco" else logo.SimSiam, args)
 
 
 # ------------------------------------------------------- Algorithm 1: Eq. 6, then Eq. 9
@@ -589,12 +543,8 @@ def test_first_views_are_those_of_jcl():
 # ------------------------------------------------------------------ arguments
 
 
-def values(flags, names):
-    args = logo.parse_args(flags.split())
-    return [getattr(args, name) for name in names.split()]
-
-
 def test_recipes():
+    values = functools.partial(conftest.values, logo)
     names = "variant affinity_form l2l_weighting affinity_lr"
     assert values("", names) == ["released", "logistic", "clip", "auto"]
     assert values("--base simsiam", names) == ["released", "logistic", "lambda", "auto"]
@@ -622,38 +572,3 @@ def test_simsiams_recipes(dataset):
     args = vars(logo.parse_args(["--base", "simsiam", "--dataset", dataset]))
     assert 2 * args["hidden"] <= args["dim"]
     assert not any(args[name] for name in ("queue", "momentum", "temperature", "bn_groups", "one_way"))
-
-
-LOCAL_SIZES = [
-    ("--dataset imagenet", 96),
-    ("--dataset imagenet --image-size 128", 64),
-    ("--dataset imagenet --image-size 112 --arch vit_small", 48),  # in whole patches
-    ("--dataset imagenet --image-size 112 --local-size 96", 96),
-    ("--dataset cifar10", 32),  # the supplement's (D14)
-    ("--dataset cifar10 --image-size 48", 24),
-]
-
-
-@pytest.mark.parametrize("flags, size", LOCAL_SIZES)
-def test_local_crops_have_at_most_half_of_another_size_of_views(flags, size):
-    assert values(flags, "local_size") == [size]
-
-
-MISTAKES = [  # and what the message names
-    ("--local-size 32", "--local-size 32"),
-    ("--dataset cifar10 --image-size 24 --local-size 32", "--local-size 32"),
-    ("--image-size 16 --arch vit_micro --patch-size 16", "--local-crops 2"),  # no smaller one has a whole patch
-    ("--l2l --local-crops 0", "--l2l"),
-    ("--one-way", "--one-way"),
-    ("--pairs all --one-way", "leave out --one-way\n"),
-    ("--pairs all --l2l", "leave out --l2l\n"),
-    ("--pairs all --local-crops 0", "leave out --local-crops 0\n"),
-    ("--queue 64 --base simsiam", "--queue"),
-    ("--hidden 64", "--hidden"),
-    ("--global-scale 0.9 0.4", "--global-scale 0.9 0.4"),
-]
-
-
-@pytest.mark.parametrize("flags, named", MISTAKES)
-def test_mistakes(flags, named, refused):
-    assert named in refused(logo.parse_args, flags.split())

@@ -1,6 +1,6 @@
 """Multi-crop: losses against slow forms, crops, chance levels, pictures, and runs that go on where they stopped.
 
-The slow forms of LoGo and PatchMix are in their own tests, and two processes in test_processes.py.
+The slow forms of CLIM, LoGo and PatchMix are in their own tests, and two processes in test_processes.py.
 """
 
 import importlib
@@ -10,6 +10,7 @@ import pytest
 import tiny
 import torch
 import torch.nn.functional as F
+from conftest import METHODS, info_nce
 from PIL import Image
 from tiny import assert_same_run, records
 
@@ -57,12 +58,43 @@ def test_a_stopped_run_goes_on_exactly(method, flags, _tiny, tmp_path):
     assert_same_run(tmp_path / "straight", tmp_path / "stopped", interrupted=(1, 2))
 
 
-@pytest.mark.parametrize("method, flags", [form for form in FORMS if "simsiam" not in form[1]])
+LOCAL_SIZES = {  # flags: the side of a local crop whose size is not typed; at most half of the views', in whole patches
+    "moco_jointcrop --dataset imagenet": 96,
+    "moco_jointcrop --dataset imagenet --arch vit_small_patch14_dinov2": 84,
+    "moco_jointcrop --dataset imagenet --image-size 160": 80,
+    "moco_jointcrop --dataset imagenet --image-size 160 --local-size 96": 96,
+    "patchmix --dataset imagenet --arch vit_small_patch14_dinov2": 84,
+    "patchmix --dataset stl10 --image-size 90": 42,
+    "clim --dataset imagenet --image-size 112": 56,
+    "clim --dataset imagenet --image-size 112 --arch vit_small": 48,
+    "logo --dataset imagenet --image-size 128": 64,
+    "logo --dataset imagenet --image-size 112 --arch vit_small": 48,
+    "logo --dataset imagenet --image-size 112 --local-size 96": 96,
+    "logo --dataset cifar10 --image-size 48": 24,  # of 32 px: 32, as in the supplement (D14)
+}
+
+
+@pytest.mark.parametrize("line", LOCAL_SIZES)
+def test_a_local_crop_is_at_most_half_a_view(line):
+    method, *flags = line.split()
+    assert importlib.import_module(method).parse_args([*flags, "--local-crops", "2"]).local_size == LOCAL_SIZES[line]
+
+
+CHANCES = [form for form in FORMS if "simsiam" not in form[1]]
+CHANCES += [(method, "") for method in METHODS]
+CHANCES += [("moco_jointcrop", "--moco v3"), ("jcl", "--vanilla"), ("clim", "--resolutions 16 8")]
+CHANCES += [("logo", "--variant paper"), ("logo", "--local-crops 0")]
+CHANCES += [("patchmix", "--terms mtm"), ("patchmix", "--num-mix 1 --terms oto,mto")]
+
+
+@pytest.mark.parametrize("method, flags", CHANCES)
 def test_chance_is_the_loss_at_equal_logits(method, flags, _tiny, tmp_path):
     """A temperature of 10^6 makes them equal. MoCo v3's loss has it as a factor."""
-    tiny.run(method, tmp_path, *words(method, flags), "--temperature", "1e6")
-    for record in records(tmp_path):
-        assert record["below_chance"] == pytest.approx(0, abs=1e-4 * record["loss"])
+    more = words(method, flags) if (method, flags) in FORMS else flags.split()
+    more += ["--clim-start", "0", "--num-clusters", "4"] if method == "clim" else []
+    tiny.run(method, tmp_path, *more, "--temperature", "1e6", "--epochs", "1", "--knn-every", "0")
+    (record,) = records(tmp_path)
+    assert record["below_chance"] == pytest.approx(0, abs=1e-4 * record["loss"])
 
 
 @forms
@@ -78,49 +110,25 @@ def embedding(row):
     return lambda x: F.normalize(x[:, :, row, :8].flatten(1), dim=1)
 
 
-def slow_nce(q, k, negatives, temperature):
-    """The mean of -log(exp(q.k / T) / sum exp(q.n / T)); negatives: a list per query."""
-    found = []
-    for i in range(len(q)):
-        own = torch.exp(q[i] @ k[i] / temperature)
-        others = sum(torch.exp(q[i] @ n / temperature) for n in negatives[i])
-        found.append(-torch.log(own / (own + others)))
-    return sum(found) / len(found)
-
-
-@pytest.mark.parametrize("form", ["clim", "v2", "v3"])
+@pytest.mark.parametrize("form", ["v2", "v3"])
 def test_loss_and_its_gradient(form, _tiny, double):
-    """Table 7 of CLIM: a sum of mixed terms. App. D on MoCo v2: the mean of all terms. On v3: twice that of 2 T nce."""
-    module = clim if form == "clim" else moco_jointcrop
-    flags = ["--local-crops", "2", "--local-size", "8", *([] if form == "clim" else ["--moco", form])]
-    args = module.parse_args([*tiny.FLAGS, *flags])
+    """JointCrop's App. D on MoCo v2: the mean of all terms. On v3: twice the mean of 2 T nce."""
+    args = moco_jointcrop.parse_args([*tiny.FLAGS, "--local-crops", "2", "--local-size", "8", "--moco", form])
     args.amp = "off"
-    model = {"clim": clim.CLIM, "v2": moco_jointcrop.MoCo, "v3": moco_jointcrop.MoCoV3}[form](args)
+    model = (moco_jointcrop.MoCo if form == "v2" else moco_jointcrop.MoCoV3)(args)
     model.query, model.key = embedding(0), lambda x: embedding(1)(x).detach()  # as by frozen weights
-    if form != "v3":
+    views = [torch.randn(5, 3, size, size).requires_grad_() for size in (16, 16, 8, 8)]
+    t, q, keys = args.temperature, [model.query(view) for view in views], [model.key(view) for view in views[:2]]
+    if form == "v2":
         model.queue.keys = F.normalize(torch.randn(32, 24), dim=1)
-    sizes = [16] * 4 + [8] * 4 if form == "clim" else [16] * 2 + [8] * 2
-    views = [torch.randn(5, 3, size, size).requires_grad_() for size in sizes]
-
-    t, terms = args.temperature, []
-    if form == "clim":
-        k1, k2 = (model.key(view) for view in views[1:3])
-        for number, (x, partner) in enumerate(((views[0], views[3]), views[4:6], views[6:8])):
-            mixed, lam = clim.mix(args, x, partner, 7, number)
-            q, negatives = model.query(mixed), [model.queue.keys] * 5
-            terms.append(lam * slow_nce(q, k1, negatives, t) + (1 - lam) * slow_nce(q, k2, negatives, t))
-        expected, given = sum(terms), (views, 7, True)
-    elif form == "v2":
-        k = model.key(views[1])
-        terms = [slow_nce(model.query(x), k, [model.queue.keys] * 5, t) for x in (views[0], *views[2:])]
-        expected, given = sum(terms) / 3, (views, 7)
+        expected = sum(info_nce(q[i], keys[1], model.queue.keys, t) for i in (0, 2, 3)) / 3
     else:
+        terms = []
         for i, j in ((0, 1), (1, 0), (2, 0), (2, 1), (3, 0), (3, 1)):  # query of view i, keys of view j
-            k = model.key(views[j])
-            others = [torch.cat([k[:row], k[row + 1 :]]) for row in range(5)]
-            terms.append(2 * t * slow_nce(model.query(views[i]), k, others, t))
-        expected, given = 2 * sum(terms) / 6, (views, 7)
-    loss = model(*given)[0]
+            rows = [(q[i][n : n + 1], keys[j][n : n + 1], torch.cat([keys[j][:n], keys[j][n + 1 :]])) for n in range(5)]
+            terms.append(2 * t * sum(info_nce(*row, t) for row in rows) / 5)
+        expected = 2 * sum(terms) / 6
+    loss = model(views, 7)[0]
     torch.testing.assert_close(loss, expected, rtol=1e-12, atol=0)
     theirs, ours = (torch.autograd.grad(x, views, materialize_grads=True) for x in (expected, loss))
     torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-14)

@@ -2,12 +2,12 @@
 
 import importlib
 import os
-import socket
 
 import pytest
+import tiny
 import torch
 import torch.distributed as dist
-from conftest import METHODS, NANO, tensors
+from conftest import METHODS, NANO
 from global_batch_norm import synchronize
 from torch import nn
 
@@ -57,9 +57,8 @@ def load(out):
     saved = torch.load(out / "last.pt", weights_only=True)
     (epoch,) = saved["records"]
     record = {name: value for name, value in epoch.items() if name not in ("data_wait", "images_per_s")}
-    parts = tensors(saved)
     unread = "num_batches_tracked"
-    return {name: x for name, x in parts.items() if torch.is_tensor(x) and unread not in name}, record
+    return {k: x for k, x in tiny.flat(saved).items() if torch.is_tensor(x) and unread not in k}, record
 
 
 def exchanged(method, rank, world):
@@ -99,10 +98,8 @@ def process(index, port, folder):
 def folder(tmp_path_factory):
     """Of the runs of one process and of two."""
     folder = tmp_path_factory.mktemp("processes")
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
-    torch.multiprocessing.start_processes(process, (port, str(folder)), nprocs=3, start_method="forkserver")
+    given = tiny.free_port(), str(folder)
+    torch.multiprocessing.start_processes(process, given, nprocs=3, start_method="forkserver")
     return folder
 
 

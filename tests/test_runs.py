@@ -1,7 +1,7 @@
 """What a run writes and says, wherever its output goes; and the switches that leave its numbers as they are."""
 
 import contextlib
-import importlib
+import importlib.util
 import io
 import json
 import math
@@ -23,16 +23,18 @@ from torch import nn
 
 import common
 import eval_knn
+import eval_linear
 
 _tiny = tiny._tiny
 pytestmark = pytest.mark.usefixtures("_tiny")
+TENSORBOARD = importlib.util.find_spec("tensorboard") is not None
 
 
 @pytest.fixture(scope="module", params=METHODS)
 def whole(request, _tiny, tmp_path_factory):
     """(method, folder of its run of two epochs, what that run printed)."""
-    out = tmp_path_factory.mktemp(request.param) / "whole"
-    return request.param, out, run(request.param, out, "--keep-every", "1")
+    out, more = tmp_path_factory.mktemp(request.param) / "whole", ["--tensorboard"] * TENSORBOARD
+    return request.param, out, run(request.param, out, "--keep-every", "1", *more)
 
 
 # ------------------------------------------------------------- files and words
@@ -41,7 +43,8 @@ def whole(request, _tiny, tmp_path_factory):
 def test_a_runs_folder(whole):
     _, out, _ = whole
     names = {"config.json", "metrics.jsonl", "last.pt", "backbone.pt", "epoch-0001.pt", "epoch-0002.pt"}
-    assert {path.name for path in out.iterdir()} - {"lock"} == names
+    assert {path.name for path in out.iterdir() if not path.name.startswith("events")} - {"lock"} == names
+    assert len([*out.glob("events*")]) == TENSORBOARD
     steps = {path.stem: load(path)["step"] for path in out.glob("*.pt") if path.stem != "backbone"}
     assert steps == {"last": 8, "epoch-0001": 4, "epoch-0002": 8}
     last, config = load(out / "last.pt"), json.loads((out / "config.json").read_text())
@@ -63,7 +66,8 @@ def test_what_a_run_says(whole):
     method, out, said = whole
     words = "68 images, test images: 32, 10 classes, vit_micro, batch 16 over 1 process, 4 steps per epoch, "
     words += "rate , weight decay, slice(s), " if method == "patchmix" else "rate , weight decay, batch-norm groups, "
-    words += f"torch {torch.__version__}, evaluated: the , "
+    words += "CutMix's shares: Beta(2, 2), " if method == "clim" else ""
+    words += f"16 px in patches of 8 px, torch {torch.__version__}, evaluated: the , "
     words += f"chance level of the loss {records(out)[0]['loss'] + records(out)[0]['below_chance']:.3f}"
     assert [w for w in words.split(", ") if w not in said] == []
     for epoch in (1, 2):
@@ -78,13 +82,24 @@ def test_what_a_run_says(whole):
 
 
 def test_images_of_a_users_folder_are_no_demo(tmp_path):
-    for i, image in enumerate(np.random.default_rng(0).integers(0, 256, (16, 16, 16, 3), np.uint8)):
-        folder = tmp_path / "data" / "train" / f"{i % 2}"
-        folder.mkdir(parents=True, exist_ok=True)
-        Image.fromarray(image).save(folder / f"{i}.png")
-    said = run("jcl", tmp_path / "run", "--dataset", "patterns", "--data-dir", tmp_path / "data")
-    assert "DEMO" not in said and f"in {tmp_path / 'data'}: 16 images" in said
-    assert common.read_config(tmp_path / "run")["data_dir"] == str(tmp_path / "data")
+    data = tiny.write_tree(tmp_path / "data", {"train/a": 8, "train/b": 8}, size=(16, 16))
+    said = run("jcl", tmp_path / "run", "--dataset", "patterns", "--data-dir", data)
+    assert "DEMO" not in said and f"in {data}: 16 images" in said
+    assert common.read_config(tmp_path / "run")["data_dir"] == str(data)
+
+
+def test_a_run_that_has_made_its_steps_says_how_to_go_on(tmp_path):
+    """With --tensorboard each call that makes steps has a file of events."""
+    for steps in (3, 3, 1):
+        said = run("jcl", tmp_path, "--max-steps", steps, *["--tensorboard"] * TENSORBOARD)
+        assert "stopped at step 3 of 8: give a larger --max-steps, or none" in said and "same command" not in said
+
+
+def test_a_run_without_labels_says_how_to_find_out(tmp_path):
+    tiny.write_tree(tmp_path, ["."], 20, (16, 16))
+    flags = "--dataset folder --arch resnet_micro --epochs 1 --queue 16 --bn-groups 2".split()
+    said = run("jcl", tmp_path / "out", *flags, "--data-dir", tmp_path)
+    assert f"Judge it: python eval_knn.py {tmp_path / 'out'} --data-dir DIR" in said
 
 
 KEPT = [*((method, None, "timm") for method in METHODS), ("jcl", "resnet_nano", "3x3")]
@@ -112,6 +127,34 @@ def test_the_backbone_file(whole, arch, stem, tmp_path):
     assert found["knn20_top1"] == pytest.approx(records(out)[-1]["knn20_top1"])
 
 
+one = pytest.mark.parametrize("whole", ["patchmix"], indirect=True)
+
+
+@one
+def test_random_init_is_the_untrained_floor_of_a_run(whole, capsys):
+    words = [str(whole[1]), "--device", "cpu"]
+    found, alone = (eval_knn.main(eval_knn.parse_args([*words, *more])) for more in ([], ["--random-init"]))
+    assert alone["encoder"] == found["untrained"] and "the untrained encoder" in capsys.readouterr().out
+
+
+@one
+def test_a_sweep_of_an_evaluation_has_a_folder_per_value(whole, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    words = [str(whole[1]), "--protocol", "moco", "--epochs", "1", "--batch-size", "32", "--device", "cpu"]
+    for flags in ("--lr 0.1", "--lr 0.2", "--label-fraction 0.5", "--random-init"):
+        eval_linear.main(eval_linear.parse_args([*words, *flags.split()]))
+    names = {path.name.rpartition("-epochs1-")[2] for path in (tmp_path / "runs").iterdir()}
+    assert names == {"lr0.1", "lr0.2", "label_fraction0.5", "random_initTrue"}
+
+
+@one
+def test_an_evaluation_names_what_was_used(whole, tmp_path, capsys):
+    tiny.write_tree(tmp_path, ["train/a", "train/b", "val/a", "val/b"], 1, (16, 16))
+    for flags, words in (("--k 100000", "k=68 "), (f"--data-dir {tmp_path}", f"patterns in {tmp_path}: 2 images")):
+        eval_knn.main(eval_knn.parse_args(f"{whole[1]} --no-floors --device cpu {flags}".split()))
+        assert words in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("method", METHODS)
 def test_show_views(method, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
@@ -120,14 +163,6 @@ def test_show_views(method, tmp_path, monkeypatch):
     assert [path.name for path in tmp_path.iterdir()] == ["views.png"]
     with Image.open("views.png") as picture:
         assert picture.format == "PNG" and min(picture.size) > 100 and np.asarray(picture).std() > 10
-
-
-def test_tensorboard(tmp_path):
-    pytest.importorskip("tensorboard")
-    """One file of events per call."""
-    for number, steps in enumerate((["--max-steps", "5"], []), 1):
-        run("jcl", tmp_path, "--tensorboard", *steps)
-        assert len(list(tmp_path.glob("events*"))) == number
 
 
 # ------------------------------------------------------- a program that calls in
@@ -336,17 +371,3 @@ def test_any_timm_model(arch, tmp_path):
         torch.testing.assert_close(importlib.import_module("jcl").split_batch_norms(model, 2)(x), expected)
     said = run("jcl", tmp_path, "--arch", arch, "--image-size", "32", "--max-steps", "1")
     assert "stopped at step 1" in said
-
-
-@pytest.mark.parametrize("method", METHODS)
-def test_the_schedule_keeps_its_shape(method):
-    """Another batch or rate scales the rate of every step, that of the last one, too."""
-    module = importlib.import_module(method)
-    usual = module.parse_args(["--dataset", "cifar10"])
-
-    def rates(*flags):
-        args = module.parse_args(["--dataset", "cifar10", *flags])
-        return np.array([module.schedule(args, step, 1)[0] for step in range(args.epochs + 1)])
-
-    assert rates("--batch-size", str(usual.batch_size // 16)) == pytest.approx(rates() / 16)
-    assert rates("--lr", "1e-3") == pytest.approx(rates() * 1e-3 / usual.lr)

@@ -7,12 +7,13 @@ import pytest
 from conftest import METHODS
 
 STEPS = 7  # per epoch
-FLAGS = "--epochs 10 --warmup 2.5 --lr 0.3 --lr-batch 64 --batch-size 128 --min-lr 0.01".split()
+FLAGS = "--epochs 10 --lr 0.3 --lr-batch 64 --batch-size 128 --min-lr 0.01".split()
 CASES = [
     *((method, "") for method in METHODS),
     ("moco_jointcrop", "--moco v3"),
     ("logo", "--base simsiam"),
     ("moco_jointcrop", "--milestones 0.5 0.8"),
+    ("moco_jointcrop", "--moco v1 --milestones"),  # none: the cosine
     ("logo", "--milestones 0.5 0.8"),
 ]
 
@@ -22,19 +23,20 @@ def between(first, last, done):
     return last + (first - last) * 0.5 * (1 + math.cos(math.pi * done))
 
 
+@pytest.mark.parametrize("warmup", [2.5, 0])
 @pytest.mark.parametrize("method, flags", CASES)
-def test_every_step_of_the_schedule(method, flags):
-    """Linear warm-up over 2.5 epochs to twice --lr, as the batch is twice --lr-batch; then a cosine, or milestones."""
+def test_every_step_of_the_schedule(method, flags, warmup):
+    """Linear warm-up to twice --lr, as the batch is twice --lr-batch; then a cosine, or milestones."""
     module = importlib.import_module(method)
-    args = module.parse_args([*FLAGS, *flags.split()])
-    for step in range(10 * STEPS):
+    args = module.parse_args([*FLAGS, "--warmup", str(warmup), *flags.split()])
+    for step in range(10 * STEPS + 1):
         epoch = step / STEPS
-        if epoch < 2.5:
-            rate = 0.6 * epoch / 2.5
-        elif "milestones" in flags:
+        if epoch < warmup:
+            rate = 0.6 * epoch / warmup
+        elif "milestones 0" in flags:
             rate = 0.6 * (1 if epoch < 5 else 0.1 if epoch < 8 else 0.01)
         else:
-            rate = between(0.6, 0.01, (epoch - 2.5) / 7.5)
+            rate = between(0.6, 0.01, (epoch - warmup) / (10 - warmup))
         found = module.schedule(args, step, STEPS)
         values = [getattr(args, name) for name in ("weight_decay", "momentum") if hasattr(args, name)]
         values = [between(*x, epoch / 10) if isinstance(x, tuple) else x for x in values]
