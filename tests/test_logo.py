@@ -9,7 +9,6 @@ import conftest
 import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F
 from conftest import info_nce, unit
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -129,23 +128,6 @@ def test_affinity_loss(form, batch, training, noisy):
     assert_close(gradients(ours, list(module.parameters())), gradients(reference, list(other.parameters())))
     ours.backward()
     assert a.grad is None and b.grad is None and module.layers[0].weight.grad.abs().max() > 0
-
-
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("sees", ["mean", "noise"])
-def test_what_tells_separate_batches_apart_does_not_tell_a_joint_one(form, sees):
-    """One that sees a batch's mean, or noise, alone has no loss in separate batches, and learns nothing in one."""
-    a, b, noise = unit(6, 4), unit(6, 4, seed=1), random(2, 6, 4, seed=2)
-    if sees == "mean":
-        b, noise = F.normalize(a + 0.1 * b, dim=1), None
-
-    def affinity(x, y):
-        if sees == "mean":
-            return (1e3 * ((x * y).sum(1).mean() - 0.5)).expand(len(x))
-        return 1e3 * ((x.norm(dim=1) - 1).abs() + (y.norm(dim=1) - 1).abs() - 1e-3)
-
-    losses = {batch: logo.affinity_loss(affinity, a, b, noise, form, batch).item() for batch in BATCHES}
-    assert losses["separate"] < 0.5 and losses["joint"] > (-1e-9 if form == "linear" else 2 * math.log(2))
 
 
 def test_affinity_loss_limits():

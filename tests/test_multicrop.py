@@ -97,12 +97,19 @@ def test_chance_is_the_loss_at_equal_logits(method, flags, _tiny, tmp_path):
     assert record["below_chance"] == pytest.approx(0, abs=1e-4 * record["loss"])
 
 
-@forms
-def test_picture_of_all_crops(method, flags, _tiny, tmp_path):
-    """A row per input: PatchMix and CLIM also show mixed ones."""
-    tiny.run(method, tmp_path, *words(method, flags), "--show-views", tmp_path / "views.png")
-    rows = {"patchmix": 2 * (2 + 2), "clim": 8 + 4, "logo": 4, "moco_jointcrop": 6}[method]
-    assert np.asarray(Image.open(tmp_path / "views.png")).shape[0] == 6 + rows * (96 + 6)
+ROWS = {form: {"patchmix": 2 * (2 + 2), "clim": 8 + 4, "logo": 4, "moco_jointcrop": 6}[form[0]] for form in FORMS}
+ROWS |= {("moco_jointcrop", ""): 2, ("jcl", ""): 4, ("clim", ""): 6, ("logo", ""): 4, ("patchmix", ""): 4}
+
+
+@pytest.mark.parametrize("method, flags", ROWS)
+def test_picture_of_all_views(method, flags, _tiny, tmp_path):
+    """A row per input: PatchMix and CLIM also show mixed ones. Nothing else is written."""
+    more = words(method, flags) if flags else []
+    tiny.run(method, tmp_path / "run", *more, "--show-views", tmp_path / "views.png")
+    with Image.open(tmp_path / "views.png") as picture:
+        assert picture.format == "PNG" and picture.height == 6 + ROWS[method, flags] * (96 + 6)
+        assert np.asarray(picture).std() > 10
+    assert [path.name for path in tmp_path.iterdir()] == ["views.png"]
 
 
 def embedding(row):

@@ -186,23 +186,6 @@ def test_smoothing_spreads_a_share_over_all_keys(term, smoothing):
     assert equal.item() == pytest.approx(weight.sum().item() * math.log(11))
 
 
-@pytest.mark.parametrize("num_mix", [2, 3])
-def test_a_mixed_query_is_best_between_its_sources(num_mix):
-    """With orthogonal keys the minimum, log M at low temperature, is where similarity is shared as the mixture is."""
-    n = 8
-    index, weight = patchmix.mix_targets(n, num_mix)[:2]
-    k = torch.eye(n, dtype=torch.float64)
-    shared = k[index].mean(1).requires_grad_()
-    loss = patchmix.soft_info_nce(shared, k, index, weight.double(), 0.01)
-    assert loss.item() == pytest.approx(math.log(num_mix), abs=1e-6)
-    assert torch.autograd.grad(loss, shared)[0].abs().max() < 1e-6
-    g = torch.Generator().manual_seed(0)
-    for step in (1e-3, 0.1, 1.0):
-        moved = shared.detach() + step * torch.randn(n, n, dtype=torch.float64, generator=g)
-        assert patchmix.soft_info_nce(moved, k, index, weight.double(), 0.01) > loss
-    assert patchmix.soft_info_nce(k[index[:, 0]], k, index, weight.double(), 0.01) > loss + 1  # one source takes all
-
-
 # ---------------------------------------------------------- the total, Eq. 16
 
 

@@ -17,8 +17,7 @@ import timm
 import tiny
 import torch
 from conftest import METHODS
-from PIL import Image
-from tiny import FLAGS, STEPS, load, records, refused, run
+from tiny import STEPS, load, records, refused, run
 from torch import nn
 
 import common
@@ -153,16 +152,6 @@ def test_an_evaluation_names_what_was_used(whole, tmp_path, capsys):
     for flags, words in (("--k 100000", "k=68 "), (f"--data-dir {tmp_path}", f"patterns in {tmp_path}: 2 images")):
         eval_knn.main(eval_knn.parse_args(f"{whole[1]} --no-floors --device cpu {flags}".split()))
         assert words in capsys.readouterr().out
-
-
-@pytest.mark.parametrize("method", METHODS)
-def test_show_views(method, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    module = importlib.import_module(method)
-    module.main(module.parse_args([*FLAGS, "--show-views", "views.png"]))
-    assert [path.name for path in tmp_path.iterdir()] == ["views.png"]
-    with Image.open("views.png") as picture:
-        assert picture.format == "PNG" and min(picture.size) > 100 and np.asarray(picture).std() > 10
 
 
 # ------------------------------------------------------- a program that calls in

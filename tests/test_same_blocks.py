@@ -8,7 +8,6 @@ import count_lines
 import pytest
 from conftest import METHODS, ROOT, VARIANTS
 
-FIVE = ("moco_jointcrop", "jcl", "clim", "logo", "patchmix")
 SCRIPTS = sorted(ROOT.glob("*.py"))
 SOURCES = SCRIPTS + sorted((ROOT / "tests").rglob("*.py"))
 BANNER = re.compile(r"# (-{2,}|={2,}) (.+)")
@@ -45,20 +44,17 @@ def test_blocks_are_the_same(name):
     """Byte for byte, in exactly the files that the banner names."""
     copies = {file: found[name] for file, found in BLOCKS.items() if name in found}
     named = re.search(r"\(the same in (.+)\)", name)[1]
-    assert set(copies) == set(FIVE if named == "all five files" else re.split(r", | and ", named))
+    assert set(copies) == set(METHODS if named == "all five files" else re.split(r", | and ", named))
     assert len(set(copies.values())) == 1, f"'{name}' differs between {', '.join(copies)}"
 
 
 @pytest.mark.parametrize("method", METHODS)
 def test_sections(method):
-    expected = ["imports", "recipes", "the paper", "augmentation", "model", "training", "machinery"]
-    assert [*count_lines.sections(ROOT / f"{method}.py")] == expected
-
-
-@pytest.mark.parametrize("method", METHODS)
-def test_the_paper_comes_first(method):
     """Only the docstring, the imports and the recipes stand before the paper's own function."""
-    names = [n.name for n in tree_of(ROOT / f"{method}.py").body if isinstance(n, (ast.FunctionDef, ast.ClassDef))]
+    path = ROOT / f"{method}.py"
+    expected = ["imports", "recipes", "the paper", "augmentation", "model", "training", "machinery"]
+    assert [*count_lines.sections(path)] == expected
+    names = [n.name for n in tree_of(path).body if isinstance(n, (ast.FunctionDef, ast.ClassDef))]
     assert names[:2] == ["recipe", count_lines.PAPER[method]]
 
 
@@ -157,7 +153,7 @@ def test_nothing_is_dead(path):
 def test_top_level_names():
     allowed = {"README.md", "LICENSE", "requirements.txt", "common.py", "eval_linear.py", "eval_knn.py", "tests"}
     ignored = {line.strip().strip("/") for line in (ROOT / ".gitignore").read_text().splitlines()}
-    assert {p.name for p in ROOT.iterdir() if p.name[0] != "."} <= allowed | {f"{m}.py" for m in FIVE} | ignored
+    assert {p.name for p in ROOT.iterdir() if p.name[0] != "."} <= allowed | {f"{m}.py" for m in METHODS} | ignored
 
 
 @pytest.mark.parametrize("path", [p for p in SOURCES if not p.name.startswith("test_")], ids=lambda p: p.name)
@@ -181,7 +177,7 @@ def test_imports(path):
 def test_common_names_no_method():
     nodes = list(ast.walk(tree_of(ROOT / "common.py")))
     words = {getattr(n, "id", getattr(n, "attr", getattr(n, "value", None))) for n in nodes}
-    assert not {word for word in words if isinstance(word, str)} & set(FIVE)
+    assert not {word for word in words if isinstance(word, str)} & set(METHODS)
 
 
 @pytest.mark.parametrize("method, variant", VARIANTS)
