@@ -1,4 +1,4 @@
-"""Multi-crop: losses against slow forms, crops, chance levels, pictures, and runs that go on where they stopped.
+"""Multi-crop: losses against slow forms, and crops. Chance levels and pictures of the other forms, too.
 
 The slow forms of CLIM, LoGo and PatchMix are in their own tests, and two processes in test_processes.py.
 """
@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from conftest import METHODS, info_nce
 from PIL import Image
-from tiny import assert_same_run, records
+from tiny import records
 
 import clim
 import moco_jointcrop
@@ -28,14 +28,13 @@ FORMS = {  # (method, flags): the number of large and of small views on ImageNet
     ("moco_jointcrop", f"{JOINTCROP} --moco v3"): (2, 4, WHOLE, (0.05, 0.4)),
 }
 SMALL = {"patchmix": "--local-crops 2 --patch-size 4", "clim": "--clim-start 1 --num-clusters 4"}
-forms = pytest.mark.parametrize("method, flags", FORMS)
 
 
 def words(method, flags):
     return [*flags.split(), *SMALL.get(method, "").split(), "--local-size", "8"]
 
 
-@forms
+@pytest.mark.parametrize("method, flags", FORMS)
 def test_crops_on_imagenet(method, flags):
     module = importlib.import_module(method)
     args = module.parse_args(["--dataset", "imagenet", *flags.split()])
@@ -47,15 +46,6 @@ def test_crops_on_imagenet(method, flags):
         assert more == [(1.0, 0.0), (0.1, 0.2)] + [(0.5, 0.0)] * 8
     on_cifar = module.parse_args(["--dataset", "cifar10", *flags.split()]).local_size
     assert on_cifar == (32 if method == "logo" else 16)  # half of the views' side; LoGo's supplement has 32
-
-
-@forms
-def test_a_stopped_run_goes_on_exactly(method, flags, _tiny, tmp_path):
-    given = words(method, flags)
-    tiny.run(method, tmp_path / "straight", *given)
-    for stop in ("--max-steps 3", "--max-steps 5", ""):
-        tiny.run(method, tmp_path / "stopped", *given, *stop.split())
-    assert_same_run(tmp_path / "straight", tmp_path / "stopped", interrupted=(1, 2))
 
 
 LOCAL_SIZES = {  # flags: the side of a local crop whose size is not typed; at most half of the views', in whole patches
