@@ -180,7 +180,7 @@ def call_in(folder):
         assert process_state() == before, script
         sys.modules |= {script: known} if known else {}
     for method in METHODS:
-        run(method, f"{folder}/{method}", "--epochs", "1", "--workers", "1")
+        run(method, f"{folder}/{method}", "--epochs", "1", "--workers", int(method == "jcl"))
         assert process_state() == before, method
     protocol = f"--protocol moco --batch-size 16 --epochs 1 --out {folder}/judged".split()
     for script, flags in (("eval_knn", []), ("eval_linear", protocol)):
@@ -231,15 +231,9 @@ class Broken(io.StringIO):
         raise self.error
 
 
-def closed():
-    stream = io.StringIO()
-    stream.close()
-    return stream
-
-
 STREAMS = {
     "none": lambda: None,
-    "closed": closed,
+    "closed": lambda: (stream := io.StringIO()).close() or stream,
     "without isatty": Both,
     "its reader is gone": lambda: Broken(BrokenPipeError()),
     "a full disk": lambda: Broken(OSError(28, "No space left on device")),
