@@ -1,4 +1,4 @@
-"""Whole runs within seconds: 68 + 32 images of 16 px and narrow heads; runs that are struck, and their comparison."""
+"""Whole runs within seconds: 68 + 32 images of 16 px, narrow heads; image files; runs that are struck and compared."""
 
 import contextlib
 import importlib
