@@ -694,8 +694,8 @@ def test_evaluations_leave_no_files_open():
     images = common.ImageSet("x", [0] * 4, ["a"], np.zeros((4, 8, 8, 3), np.uint8))
     info = dict(image_size=8, mean=(0, 0, 0), std=(1, 1, 1), interpolation="bilinear")
     counts = []
-    for _ in range(3):
+    for _ in range(5):
         common.extract_features(torch.nn.Flatten(), images, info, torch.device("cpu"), workers=2)
         gc.collect()
         counts.append(len(os.listdir("/proc/self/fd")))
-    assert counts[2] <= counts[1]  # the first may open what stays
+    assert min(counts[2:]) <= counts[1]  # the first may open what stays; on a busy machine workers end late
