@@ -222,7 +222,7 @@ def test_a_damaged_checkpoint_is_told_and_left_alone(command, tmp_path, capsys):
     last = tmp_path / "last.pt"
     last.write_bytes(last.read_bytes()[:-5000])
     before = contents(tmp_path)
-    assert life(script, words)[0] == 2 and f"{last} is cut off" in capsys.readouterr().err
+    assert life(script, words)[0] == 2 and f"{last} is damaged or cut off" in capsys.readouterr().err
     assert contents(tmp_path) == before
     (tmp_path / "epoch-0001.pt").rename(last)
     assert "going on from" in life(script, words)[1] and step_of(tmp_path) == 12
