@@ -40,6 +40,7 @@ import time
 import warnings
 import weakref
 import zipfile
+from collections.abc import Collection
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import NamedTuple
@@ -536,7 +537,7 @@ def own_images(train, test):
         if not len(data):
             fail(f"{owner} is empty: its length is 0")
         names = getattr(data, "classes", ()) if test is not None else ()
-        names = names if isinstance(names, (list, tuple)) else ()  # it may be a number
+        names = names if isinstance(names, Collection) else ()  # it may be a number
         images = ImageSet("own", np.full(len(data), -1), names, data=data, owner=owner)
         images.reads_labels = test is not None
         sets.append(images)
