@@ -485,3 +485,11 @@ def test_padded_images_of_a_subset_are_its_own():
     args = eval_linear.parse_args(["RUN", "--finetune", "--protocol", "patchmix", "--pad", "2"])
     padded = eval_linear.TrainingViews(part, args, INFO | dict(image_size=16)).images
     assert all(np.array_equal(padded[i][2:-2, 2:-2], part[i]) for i in range(2)) and len(padded) == 2
+
+
+def test_the_demos_images_stay():
+    """README's numbers are of them. The means are weighted, so that no part of a formula cancels."""
+    images, labels = common.make_patterns(40, 32, seed=0)
+    weight = np.linspace(-1, 1, 32)[:, None, None] * np.linspace(1, 2, 32)[:, None] * np.array([1, -2, 0.5])
+    means = [(images[labels == kind] * weight).mean() for kind in range(10)]
+    assert means == pytest.approx([1.311, 0.155, -3.062, 1.426, 1.165, -2.189, -0.505, -1.376, 0.222, -0.430], abs=0.01)
