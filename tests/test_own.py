@@ -4,6 +4,7 @@ import importlib
 
 import numpy as np
 import pytest
+import timm
 import tiny
 import torch
 import torch.distributed as dist
@@ -121,3 +122,11 @@ def test_an_own_encoder_that_does_not_fit_is_one_line(method, make, flags, words
     out = tmp_path / "run"
     assert words in tiny.refused(capsys, run, method, out, *flags.split(), train=Own(68), encoder=make())
     assert not out.exists()
+
+
+@pytest.mark.parametrize("method", sorted({*METHODS} - {"jcl"}))
+def test_an_own_encoder_of_one_size_has_no_local_crops_of_another(method, tmp_path, capsys):
+    vit = timm.create_model("vit_tiny_patch16_224", img_size=16, patch_size=8, embed_dim=24, depth=1, num_heads=2)
+    flags = "--local-crops 2 --local-size 8".split() + (["--patch-size", "4"] if method == "patchmix" else [])
+    line = tiny.refused(capsys, run, method, tmp_path / "run", *flags, train=Own(68), encoder=vit)
+    assert "does not map images (1, 3, 8, 8)" in line and not (tmp_path / "run").exists()

@@ -146,6 +146,16 @@ def test_lars_adapts_without_weight_decay_too():
     torch.testing.assert_close(*rates)
 
 
+@pytest.mark.parametrize(
+    "command, decay", [("moco_jointcrop --moco v3", 1e-6), ("patchmix --weight-decay 0.3 0.3", 0.3)]
+)
+def test_biases_and_norms_do_not_decay_in_a_step(command, decay, tmp_path):
+    method, *flags = command.split()
+    run(method, tmp_path, *flags, "--max-steps", 2)
+    groups = load(tmp_path / "last.pt")["optimizer"]["param_groups"]
+    assert [group["weight_decay"] for group in groups] == pytest.approx([0, decay])
+
+
 def test_a_tag_of_timms_name_changes_nothing():
     with_tag, without = (common.backbone_info(name, 32, 4) for name in ("resnet18.a1_in1k", "resnet18"))
     assert with_tag == without and without["stem"] == "3x3"
