@@ -34,10 +34,6 @@ Tables 6, 8 and 9 are of one resolution, too:
 `--dataset imagenet --resolutions 224` with --selection and --mix (Table 6), with --num-clusters and --knn-k (Table 8),
 or with --alpha (Table 9). Table 7 is `--resolutions 224 96` and so on. Its multi-crop is `--local-crops 2`.
 
-On ImageNet, each choice of positives needs a pass over all images. The neighbours then take 4.2e14 operations in
-float64, which the processes share. k-means takes 6.6e13, and each process computes all of them. By an H100's data sheet
-that is about a minute on one GPU. It was not measured.
-
 Not here: detection and segmentation on VOC, COCO and LVIS (Tables 3 to 5), and the t-SNE of Fig. 3.
 
 There is no released code, so `--variant released` exits with an error message. Where the paper is silent, this file
@@ -781,6 +777,8 @@ def refresh(args, model, images, device, epoch, positives):
     """Choose the table of positives anew, in place. Prints the seconds and, with labels, the share of right ones.
 
     The embeddings are the momentum encoder's, in float32. positives: (N, num_positives) int32.
+    On ImageNet the neighbours take 4.2e14 operations in float64, which the processes share. k-means takes 6.6e13, and
+    each process computes all of them. By an H100's data sheet that is about a minute on one GPU; it was not measured.
     """
     began = time.perf_counter()
     encoder = nn.Sequential(model.momentum_backbone, model.momentum_projector)
