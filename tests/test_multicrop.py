@@ -142,3 +142,28 @@ def test_clims_other_members_of_a_cluster(assignment, others):
 def test_clim_has_one_resolution(flags):
     """The baseline, Table 7's multi-crop, and Tables 6, 8 and 9."""
     assert clim.parse_args(["--dataset", "imagenet", *flags.split()]).resolutions == (224,)
+
+
+SAID = [  # of the first lines of a run
+    (
+        "moco_jointcrop --local-crops 2 --joint-pair local",
+        "2 local crops of 8 px, areas 0.05 0.4; pairs with a joint area: local",
+    ),
+    ("moco_jointcrop --local-crops 2 --joint none", "; pairs with a joint area: none"),
+    (
+        "clim --local-crops 2 --clim-start 0",
+        "2 local crops of 8 px, areas 0.05 0.14: each a query, with the keys of the views of 16 px",
+    ),
+    ("clim --same-crop", "a key has the crop of its query"),
+    ("logo", "2 local crops of 8 px, areas 0.08 0.4: each with both global crops"),
+    ("logo --pairs all", "2 local crops of 8 px, areas 0.05 0.3: each with every other crop"),
+    ("patchmix --local-crops 2 --patch-size 4", "; 2 local crops of 8 px, areas 0.05 0.35; images are mixed"),
+    *((f"{method} {'--local-crops 0' if method == 'logo' else ''}", None) for method in METHODS),
+]
+
+
+@pytest.mark.parametrize("command, line", SAID)
+def test_a_run_says_its_local_crops(command, line, _tiny, tmp_path):
+    method, *flags = command.split()
+    said = tiny.run(method, tmp_path, *flags, "--max-steps", "1")
+    assert line in said if line else "local crop" not in said
