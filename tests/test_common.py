@@ -36,6 +36,13 @@ def test_uniform_is_a_pure_function_of_its_keys():
     assert np.array_equal(common.uniform(1, epochs, index, 4), whole[:, :4])  # a draw knows nothing of their count
 
 
+def test_draws_never_change():
+    """Or a run would not go on as it began."""
+    expected = [[0.2797197902007582, 0.6688137121671075], [0.8242661513614719, 0.9388993461227779]]
+    assert common.uniform(1, 2, [3, 4], 2).tolist() == expected
+    assert common.generator(5, 6, 7).initial_seed() == 4604071011895309353
+
+
 def test_uniform_is_uniform_and_uncorrelated():
     index = np.arange(20000)
     base = common.uniform(0, 0, index, 6)
