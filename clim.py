@@ -966,7 +966,8 @@ def main(args, train=None, test=None, encoder=None):
     common.say(f"clim, {kind}; variant {args.variant}; chance level of the loss {chance:.3f}, a sum of {terms}")
     size = f"{sizes} px" + (f" in patches of {args.patch_size} px" if common.is_vit(args.arch) else "")
     common.say(f"encoder {args.arch}, {millions:.2f} M parameters, {size}")
-    common.say(f"starts from {args.resume or args.init or 'random weights'}; evaluated: the query encoder")
+    origin = f"at step {step}" if step else f"from {args.init or 'random weights'}"
+    common.say(f"starts {origin}; evaluated: the query encoder")
     common.say(f"data {train}; test images: {len(test or ())}; mean {norm[0]}, std {norm[1]}")
     if args.same_crop:
         common.say("a key has the crop of its query")

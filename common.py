@@ -35,6 +35,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import warnings
@@ -251,7 +252,7 @@ def named(where, advice=""):
     try:
         yield
     except Exception as error:  # a damaged image may raise anything
-        raise BadImage(f"{where}: {error or type(error).__name__}{advice}".replace("\n", "\\n")) from error
+        raise BadImage(f"{where}: {str(error) or type(error).__name__}{advice}".replace("\n", "\\n")) from error
 
 
 def with_patience(act):
@@ -775,6 +776,10 @@ class Loader(DataLoader):
 
     def __init__(self, data, device, workers=0, **options):
         if workers:
+            if len(tempfile.gettempdir()) > 70:  # workers would wait for ever: a socket's path has at most 107 bytes
+                fail(
+                    f"TMPDIR {tempfile.gettempdir()} is too long for loader workers: give a shorter one, or --workers 0"
+                )
             atexit.register(end_workers)
             method = "fork" if sys.platform == "linux" else None  # forked workers share the decoded images
             options |= dict(num_workers=workers, multiprocessing_context=method, worker_init_fn=_start_worker)
@@ -791,7 +796,9 @@ class Loader(DataLoader):
                 asked = time.perf_counter()
         except BadImage as error:  # from a worker, with its traceback before the message
             raise BadImage(str(error).strip().splitlines()[-1].removeprefix("common.BadImage: ")) from None
-        except RuntimeError as error:  # a worker was killed, perhaps for its memory
+        except RuntimeError as error:
+            if not str(error).startswith("DataLoader "):  # that a worker was killed, perhaps for its memory, or waits
+                raise
             reason = str(error).splitlines()[0]
             raise BadImage(f"no batch from the loader ({reason}): give fewer --workers, or more memory") from error
 
@@ -1110,7 +1117,8 @@ def open_encoder(args, module=None):
     device = join_processes(args.device)
     args.workers = workers_of(args, device)
     if args.checkpoint is None:
-        encoder, info = module, backbone_info(None, args.image_size or 32, None, method="no run", encoder="given")
+        like = dict(norm=args.norm or "imagenet", method="no run", encoder="given")
+        encoder, info = module, backbone_info(None, args.image_size or 32, None, **like)
         if rank_and_world()[1] > 1:
             encoder.load_state_dict(from_first(encoder.cpu().state_dict))
     else:
@@ -1235,8 +1243,8 @@ def backbone_info(arch, image_size, patch_size, norm="imagenet", interpolation="
     arch: a name of ARCHS, any timm model, or None for a user's own module. norm: a name of NORMS. num_heads: of a ViT;
     None: timm's number. more: more entries.
     Plain ResNets get a 3 x 3 stem for images of up to 64 px. resnet_mini's has stride 2, and resnet_micro keeps timm's,
-    as they are to be fast on a CPU. ViTs get MoCo v3's initialisation, except of the patch embedding, which timm leaves
-    out. Their position embedding is interpolated for other image sizes.
+    as they are to be fast on a CPU. timm's own ViTs get MoCo v3's initialisation, except of the patch embedding, which
+    timm leaves out. Their position embedding is interpolated for other image sizes.
     """
     mean, std = NORMS[norm]
     like = dict(image_size=image_size, mean=mean, std=std, interpolation=interpolation, **more)
@@ -1251,7 +1259,7 @@ def backbone_info(arch, image_size, patch_size, norm="imagenet", interpolation="
         if image_size % patch_size:
             fail(f"--patch-size {patch_size} does not divide --image-size {image_size}")
         kwargs |= dict(img_size=image_size, patch_size=patch_size, dynamic_img_size=True)
-        if timm.models.is_model_in_modules(name, ["vision_transformer", "deit"]):  # others, as DINOv3, do not know it
+        if timm.models.is_model_in_modules(name, ["vision_transformer", "vision_transformer_hybrid", "deit"]):
             kwargs |= dict(weight_init="moco")
     kwargs |= {} if num_heads is None else {"num_heads": num_heads}
     plain = name.removeprefix("resnet").isdigit()  # resnet26d, resnetv2_50, ... have stems of their own
@@ -1359,8 +1367,9 @@ def read_tensors(path):
     """
 
     def flat(state, prefix=""):
-        if isinstance(state, np.ndarray) and state.dtype.kind in "fiu":
-            state = torch.from_numpy(state)
+        if isinstance(state, np.ndarray):
+            with contextlib.suppress(TypeError):  # it is not of numbers, or of such as torch does not have
+                state = torch.from_numpy(state)
         if torch.is_tensor(state):
             return {prefix.removesuffix("."): state}
         if isinstance(state, (list, tuple)):
@@ -1381,14 +1390,15 @@ def encoders_in(found, encoder):
     """
     first, places = next(iter(encoder.state_dict())), {}
     numbers = {str(number): part for number, (part, _) in enumerate(encoder.named_children())}
-    firsts = first, f"0.{first.partition('.')[2]}"
-    starts = [key.removesuffix(name) for key in found for name in firsts if f".{key}".endswith(f".{name}")]
-    for start in starts or [""]:
+    starts = {}  # {prefix: the names of what has numbers there}
+    for name, names in ((f"0.{first.partition('.')[2]}", numbers), (first, {})):
+        starts |= {key.removesuffix(name): names for key in found if f".{key}".endswith(f".{name}")}
+    for start, names in (starts or {"": {}}).items():
         theirs = {}
         for key, x in found.items():
             if key.startswith(start):
                 part, dot, rest = key.removeprefix(start).partition(".")
-                theirs[numbers.get(part, part) + dot + rest] = x
+                theirs[names.get(part, part) + dot + rest] = x
         with contextlib.suppress(AttributeError, IndexError, KeyError, ValueError, RuntimeError):  # it is no such ViT's
             grid, rows = encoder.patch_embed.grid_size, encoder.pos_embed.shape[1]
             how = dict(new_size=grid, num_prefix_tokens=rows - math.prod(grid))
@@ -1464,6 +1474,8 @@ def fitting_weights(path, backbone, prefix=None, flag="--init-prefix"):
     fitting = [start for start in places if not wrong[start]]
     if not fitting:
         start = min(places, key=lambda start: len(wrong[start]))
+        if len(own.keys() & places[start].keys()) < len(own) / 10:  # a name fits by chance
+            start, wrong[""] = "", misfits(found, backbone)
         reasons = (f"after {start}, " if start else "") + "; ".join(wrong[start][:3])
         if "conv1.weight is (64, 3, " in reasons:
             reasons += " (sizes up to 64 px choose a ResNet's 3 x 3 stem, larger ones 7 x 7: give another --image-size)"
@@ -1474,10 +1486,11 @@ def fitting_weights(path, backbone, prefix=None, flag="--init-prefix"):
     if not chosen:
         names = " and ".join(start or "without prefix" for start in fitting)
         fail(f"{flag} {prefix}: the encoders of {path} are {names}")
-    slow, none = ("momentum", "encoder_k", "key_", "target", "ema"), ("optim", "exp_avg", "grad", "init")
+    slow, others = ("momentum", "encoder_k", "key_", "target", "ema"), ("optim", "exp_avg", "grad", "init")
 
     def rank(start):
-        return ("teacher" in start) - any(word in start for word in slow) - 2 * any(word in start for word in none)
+        marks = [any(word in start for word in words) for words in (others, ("teacher",), slow)]
+        return -4 * marks[0] + 2 * marks[1] - marks[2]
 
     start = max(chosen, key=rank)
     theirs, others = places[start], ", ".join(other for other in fitting if other != start)
@@ -2014,12 +2027,14 @@ def claim_folder(out):
     found = sorted(p.name for p in folder.glob("*") if p.name != "lock" and not UNFINISHED.fullmatch(p.name))
     if found and "last.pt" not in found:
         fail(f"--out {out} is not empty ({', '.join(found[:3])}), and has no last.pt: give another")
+    first = rank_and_world()[0] == 0
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        lock = open(folder / "lock", "a")
+        if first:
+            folder.mkdir(parents=True, exist_ok=True)
+        lock = open(folder / "lock" if first else os.devnull, "a")
     except OSError as error:  # for example, the file is another user's
         fail(f"cannot write {folder / 'lock'} ({error}): give another --out")
-    if rank_and_world()[0] == 0:
+    if first:
         try:
             if fcntl is not None:
                 fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # unlike flock's, forked workers do not inherit it
@@ -2090,7 +2105,7 @@ NOT_CHECKPOINTS = (  # the first bytes of what is often taken for a checkpoint
     (b"version https://git-lfs", "a Git LFS pointer, not the file itself: `git lfs pull` fetches that"),
     (b"<", "a web page (HTML or XML), not a checkpoint: download the file itself"),
     ((b"\x1f\x8b", b"BZh", b"\xfd7zXZ", b"7z\xbc\xaf", b"\x28\xb5\x2f\xfd"), "a compressed archive: unpack it"),
-    (b"PK\3\4", "damaged or cut off, or a zip archive of other files: get it again, or unpack it"),
+    (b"PK", "damaged or cut off, or a zip archive of other files"),
     (b"", "damaged, cut off or empty, or no file of torch.save's nor of safetensors"),
 )
 PLAIN_FILE = (  # run by a user who trusts a file: all its tensors, without what else it holds

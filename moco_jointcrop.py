@@ -775,7 +775,8 @@ def main(args, train=None, test=None, encoder=None):
     common.say(f"moco_jointcrop, {about}; variant {args.variant}; chance level of the loss {chance:.3f}")
     size = f"{args.image_size} px" + (f" in patches of {args.patch_size} px" if common.is_vit(args.arch) else "")
     common.say(f"encoder {args.arch}, {millions:.2f} M parameters, {size}")
-    common.say(f"starts from {args.resume or args.init or 'random weights'}; evaluated: the query encoder")
+    origin = f"at step {step}" if step else f"from {args.init or 'random weights'}"
+    common.say(f"starts {origin}; evaluated: the query encoder")
     common.say(f"data {train}; test images: {len(test or ())}; mean {norm[0]}, std {norm[1]}")
     common.say(f"{views}; positions: alpha {args.css_alpha:g}" if args.css_alpha != 1 else views)
     if args.local_crops:

@@ -724,7 +724,8 @@ def main(args, train=None, test=None, encoder=None):
     common.say(", ".join(f"{name} {version}" for name, version in common.versions(args.device).items()))
     common.say(f"patchmix, M = {args.num_mix}, {terms}; variant {args.variant}; chance level of the loss {chance:.3f}")
     common.say(f"encoder {args.arch}, {millions:.2f} M parameters, {size}")
-    common.say(f"starts from {args.resume or args.init or 'random weights'}; evaluated: {judged}")
+    origin = f"at step {step}" if step else f"from {args.init or 'random weights'}"
+    common.say(f"starts {origin}; evaluated: {judged}")
     common.say(f"data {train}; test images: {len(test or ())}; mean {norm[0]}, std {norm[1]}")
     if args.local_crops:
         areas += f"; {args.local_crops} local crops of {args.local_size} px, areas {common.shown(args.local_scale)}"

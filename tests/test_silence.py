@@ -106,6 +106,20 @@ def test_steps_are_saved_if_the_loader_fails(tmp_path, monkeypatch):
     assert load(tmp_path / "last.pt")["step"] == 2
 
 
+def test_a_folder_for_sockets_that_is_too_long(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("tempfile.tempdir", "/" + 80 * "x")
+    assert "TMPDIR" in refused(capsys, run, "jcl", tmp_path, "--workers", 1)
+
+
+def test_an_error_of_ones_own_views_is_its_own(tmp_path, monkeypatch):
+    def draw(*_):
+        raise RuntimeError("mine")
+
+    monkeypatch.setattr(common.ViewDataset, "draw_independently", draw)
+    with pytest.raises(RuntimeError, match="^mine$"):
+        run("jcl", tmp_path)
+
+
 def leave(out, rank):
     """One of two processes cannot use an image."""
     broken = {i: 99 for i in range(68)} if rank == 1 else {}
@@ -186,6 +200,19 @@ def judged_as(tmp_path, state, arch="vit_micro", prefix=None):
 @pytest.fixture(scope="module")
 def weights():
     return common.build_backbone(common.backbone_info("vit_micro", 32, 8)).state_dict()
+
+
+@pytest.mark.parametrize("names", ["student teacher_ema", "model optimizer", "encoder_k encoder_q", "a.0 b"])
+def test_which_of_two_encoders_is_taken(tmp_path, weights, names):
+    """The teacher; the one that is trained; else the first."""
+    wanted = {"student": "teacher_ema", "model": "model", "encoder_k": "encoder_q", "a.0": "a.0"}[names.split()[0]]
+    assert judged_as(tmp_path, dict.fromkeys(names.split(), weights))[1] == wanted
+
+
+def test_norm_acts_on_an_own_encoder_without_a_run():
+    knn = importlib.import_module("eval_knn")
+    _, _, info = common.open_encoder(knn.parse_args(["--norm", "cifar10", "--device", "cpu"]), nn.Flatten())
+    assert info["mean"] == common.NORMS["cifar10"][0]
 
 
 @pytest.mark.parametrize("other", ["model_ema", "key_encoder", "optimizer.exp_avg", "grads", "init_state_dict"])
