@@ -120,17 +120,18 @@ def test_an_error_of_ones_own_views_is_its_own(tmp_path, monkeypatch):
         run("jcl", tmp_path)
 
 
-def leave(out, rank):
+def leave(method, out, rank):
     """One of two processes cannot use an image."""
     broken = {i: 99 for i in range(68)} if rank == 1 else {}
-    jcl = importlib.import_module("jcl")
-    args = jcl.parse_args([*tiny.FLAGS, "--bn-groups", "2", "--out", out])
-    common.start(lambda args: jcl.main(args, train=Own([0] * 68, broken)), lambda: args)
+    module = importlib.import_module(method)
+    args = module.parse_args([*tiny.FLAGS, "--out", out])
+    common.start(lambda args: module.main(args, train=Own([0] * 68, broken)), lambda: args)
 
 
 @pytest.mark.slow
-def test_a_process_that_leaves_ends_the_others_without_a_traceback(tmp_path):
-    ends = tiny.processes(tmp_path / "log", leave, [(str(tmp_path / "run"), rank) for rank in range(2)])
+@pytest.mark.parametrize("method", METHODS)
+def test_a_process_that_leaves_ends_the_others_without_a_traceback(method, tmp_path):
+    ends = tiny.processes(tmp_path / "log", leave, [(method, str(tmp_path / "run"), rank) for rank in range(2)])
     assert [status for status, _, _ in ends] == [75, 2]
     assert not any("Traceback" in error for _, _, error in ends) and "Input/output" in ends[1][2]
 
@@ -282,7 +283,9 @@ def test_a_run_on_unlabelled_images_is_judged_by_the_command_that_it_prints(tmp_
         (tmp_path / path).mkdir(parents=True)
         for i in range(8):
             picture.save(tmp_path / path / f"{i}.png")
-    run("jcl", tmp_path / "run", "--dataset", "folder", "--data-dir", tmp_path, "--patch-size", 8, "--max-steps", 1)
+    flags = "--dataset", "folder", "--data-dir", tmp_path, "--patch-size", 8, "--max-steps", 1
+    assert "MiB decoded" in run("jcl", tmp_path / "run", *flags)
+    assert "read when needed" in run("jcl", tmp_path / "other", *flags, "--no-cache")
     knn = importlib.import_module("eval_knn")
     assert knn.main(knn.parse_args([str(tmp_path / "run"), "--no-floors", "--device", "cpu"]))
 
