@@ -1486,16 +1486,16 @@ def fitting_weights(path, backbone, prefix=None, flag="--init-prefix"):
     if not chosen:
         names = " and ".join(start or "without prefix" for start in fitting)
         fail(f"{flag} {prefix}: the encoders of {path} are {names}")
-    slow, others = ("momentum", "encoder_k", "key_", "target", "ema"), ("optim", "exp_avg", "grad", "init")
+    slow, no_weights = ("momentum", "encoder_k", "key_", "target", "ema"), ("optim", "exp_avg", "grad", "init")
 
     def rank(start):
-        marks = [any(word in start for word in words) for words in (others, ("teacher",), slow)]
-        return -4 * marks[0] + 2 * marks[1] - marks[2]
+        is_slow, is_none = (any(word in start for word in words) for words in (slow, no_weights))
+        return 2 * ("teacher" in start) - is_slow - 4 * is_none
 
     start = max(chosen, key=rank)
-    theirs, others = places[start], ", ".join(other for other in fitting if other != start)
-    choice = f" (also there: {others}; {flag} chooses)" if others else ""
-    left = [start + name for name in theirs if name not in own]
+    theirs, others = places[start], tuple(other for other in fitting if other not in ("", start))
+    choice = f" (also there: {', '.join(others)}; {flag} chooses)" if others else ""
+    left = [start + name for name in theirs if name not in own and not (start + name).startswith(others)]
     left += [name for name in found if not name.startswith(tuple(fitting))]
     listed = "".join(f", {name}" for name in left[:4]) + (", ..." if left[4:] else "")
     say(f"{path}: the encoder is {start or 'the file itself'}{choice}; left out: {len(left)} tensor(s){listed}")
