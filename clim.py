@@ -631,7 +631,7 @@ def parse_args(argv=None):
     parser = common.ArgumentParser("clim.py", __doc__, add_help=False)
     parser.set_defaults(method="clim", evaluated="query")
     add = parser.add_argument_group("data").add_argument
-    add("--dataset", choices=common.DATASETS, default="patterns", help="data set; it also chooses the recipe")
+    add("--dataset", choices=RECIPES, default="patterns", help="data set; it also chooses the recipe")
     add("--data-dir", metavar="DIR", help="its folder, with train/, and val/ or test/")
     add("--no-cache", action="store_true", help="do not keep decoded small images in memory")
     add = parser.add_argument_group("run").add_argument

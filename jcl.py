@@ -41,7 +41,7 @@ Where this file, the paper and the released code differ:
     D4 The queue. Paper (App. C): 256 old keys leave while N = 512 enter. Here and released: as many leave as enter.
     D5 The encoder g. Paper (Algorithm 1): the loss updates f and g. Here and released: g is a momentum encoder, as the
        paper's App. C says.
-    D6 The classes of ImageNet-100. Paper (App. D): the list has two misprints. Here: common.IMAGENET100 corrects them.
+    D6 The classes of ImageNet-100. Paper (App. D): the list has two misprints. Here: common.py's list corrects them.
     D7 `--vanilla`. Paper (section 3.2): both encoders are learned, and the losses of all pairs are backpropagated.
        Here: gradients reach the query only.
 What differs by rounding, by an index or by precision is in tests/golden/README.md.
@@ -251,7 +251,8 @@ class JCL(nn.Module):
         q = self.query(views[0])  # line 5
         generator = common.generator(self.args.seed, step, STREAM_SHUFFLE)
         keys = encode_keys(self.key, views[1:], generator)  # line 6: (M', N, C), of all processes
-        k = common.own_rows(keys, dim=1).transpose(0, 1)  # (n, M', C)
+        rank, world = common.rank_and_world()
+        k = keys.tensor_split(world, dim=1)[rank].transpose(0, 1)  # (n, M', C)
         if self.args.vanilla:
             losses = [info_nce(q, key, self.queue.keys, self.args.temperature) for key in k.unbind(1)]  # Eq. 2
             loss = sum(losses) / len(losses)  # Eq. 3
@@ -285,7 +286,7 @@ def parse_args(argv=None):
     parser = common.ArgumentParser("jcl.py", __doc__, add_help=False)
     parser.set_defaults(method="jcl", evaluated="query")
     add = parser.add_argument_group("data").add_argument
-    add("--dataset", choices=common.DATASETS, default="patterns", help="data set; it also chooses the recipe")
+    add("--dataset", choices=RECIPES, default="patterns", help="data set; it also chooses the recipe")
     add("--data-dir", metavar="DIR", help="its folder, with train/, and val/ or test/")
     add("--no-cache", action="store_true", help="do not keep decoded small images in memory")
     add = parser.add_argument_group("run").add_argument
