@@ -6,9 +6,9 @@ that share its cluster and lie closer to the cluster's centre than the image its
 towards the centres.
 
 Some of these positives are wrong, so the loss does not trust them fully. CutMix pastes a box of the positive into the
-image. The query is the embedding of this mix. Its loss has two terms, one with the image's key and one with the
-positive's key. The weight of each is its share of the pixels in the mix. Multi-resolution is a second augmentation: the
-same crop is encoded at several sizes, and the query of every size is compared with the keys of every size.
+image. The query is the embedding of this mix. Its loss has two terms, with the keys of the image and of the positive.
+Each counts by its share of the pixels. Multi-resolution is a second augmentation: the same crop is encoded at several
+sizes, and the query of every size is compared with the keys of every size.
 
     Eq. 1              info_nce                                   MoCo v2's loss, and each term of Eq. 4
     Eq. 2, App. A.2    kmeans, nearest_neighbors, select_positives
@@ -29,51 +29,20 @@ The baseline is MoCo v2. It is exactly `--selection none`, which takes one resol
     k = key(view)                             k of the image, and k of its positive       CLIM.forward
     info_nce(q, k, queue, tau)                clim_loss(q, k, k, queue, tau, lambda)      CLIM.forward
     one size                                  a sum over all pairs of sizes               CLIM.forward
-
-Tables 6, 8 and 9 are of one resolution, too:
-`--dataset imagenet --resolutions 224` with --selection and --mix (Table 6), with --num-clusters and --knn-k (Table 8),
-or with --alpha (Table 9). Table 7 is `--resolutions 224 96` and so on. Its multi-crop is `--local-crops 2`.
-
+Tables 6, 8 and 9 are of one resolution, too: `--dataset imagenet --resolutions 224`, with the flags that name them.
+Table 7 is `--resolutions 224 96` and so on. Its multi-crop is `--local-crops 2`.
 Not here: detection and segmentation on VOC, COCO and LVIS (Tables 3 to 5), and the t-SNE of Fig. 3.
 
-There is no released code, so `--variant released` exits with an error message. Where the paper is silent, this file
-decides:
-    - The embedding by which positives are chosen is the momentum encoder's L2-normalised output for a centre crop.
-    - An image is not its own neighbour.
-    - k-means starts from random images and makes 20 iterations of all images. faiss, which App. A.2 names, makes 25 by
-      default, of at most 256 images per cluster.
-    - The first epochs (--clim-start) are plain MoCo v2. Then the first positives are chosen.
-    - In each epoch an image gets one of its ten positives at random.
-    - The key of the positive comes from a view of its own. It is encoded together with the image's key, so a
-      batch-norm group holds twice as many keys as queries.
-    - CutMix draws one share and one box per batch, as the code of the CutMix paper does, and mixes at the largest size.
-      The lambda of Eq. 4 is the share of pixels that is left, as in that code. It can differ from the share that is
-      drawn, because the box is cut off at the image's edge and rounded to whole pixels.
-    - Without mixing (--mix none), half the loss goes to each key.
-    - Temperature and colour jitter are MoCo v2's. (The paper's list does not name hue, which MoCo v2's has.)
-    - Only the image's own key at the largest size enters the queue.
-    - In Eq. 6, r is the query's size, and r' is the size of both its keys. Taken literally, r would be the size of the
-      image's own views, and r' that of the positive's.
-    - All recipes but ImageNet's are ours.
-
-Where this file and the paper differ:
-    D1 The image itself (the paper's anchor). Paper: it fulfils the inequality of Eq. 2, as an equality. Here: an image
-       is its own positive only if it is the only image.
-    D2 Too few positives. Paper (App. A.2): "we simply select the most nearest samples among the remained top-40 knn
-       samples". Here: neighbours that Eq. 2 excludes fill the ten places, nearest first. This is how we read the paper,
-       although it contradicts Eq. 2.
-    D3 The sum of Eq. 6. Paper and here: a sum, which has four terms for two sizes and so raises the effective learning
-       rate. Local crops add their terms to it, because the paper has no other sum. (moco_jointcrop.py and logo.py take
-       the mean of their terms, patchmix.py the sum over views and the mean over local crops.) Recipes for small images
-       have one size here.
-    D4 The sizes {224, 224} of Table 7. Paper: it does not say what differs between the two. Here: both have the same
-       crop, and each has colours and a flip of its own.
-    D5 Crops of multi-resolution. Paper: section 3.3 keeps the crop fixed over the sizes, and its introduction compares
-       "the same image (patch) at different resolutions explicitly". Here: a view keeps its crop over all sizes, but
-       query and key have crops of their own. `--same-crop` is the other reading: a key has the crop of its query.
-    D6 Multi-crop, 2 x 224 + 2 x 96. Paper (Table 7): sizes and areas. Here (ours): a local crop is a query only. It is
-       mixed with a local crop of the positive, with a share and a box of its own, and its term is added to the sum. Its
-       side is 96 px, but at most half of the views'.
+There is no released code. Where the paper is silent, this file decides, and says "ours" there. What differs:
+    D1 The image itself. Paper: it fulfils Eq. 2, as an equality. Here: it is no positive, unless it is the only image.
+    D2 Too few positives. Paper (App. A.2): "the most nearest samples among the remained top-40 knn samples". Here: read
+       as the neighbours that Eq. 2 excludes, nearest first, although that contradicts Eq. 2.
+    D3 The sum of Eq. 6. Paper and here: a sum, of four terms for two sizes, which raises the effective learning rate.
+       Local crops add their terms. (moco_jointcrop.py and logo.py take the mean of theirs.)
+    D4 The sizes {224, 224} of Table 7. Paper: silent. Here: both have one crop, but colours and a flip of their own.
+    D5 Crops of multi-resolution. Paper (section 3.3): fixed over the sizes. Here: so for a view, but query and key have
+       crops of their own. `--same-crop` is the other reading: a key has the crop of its query.
+    D6 Multi-crop. Paper (Table 7): sizes, areas. Here (ours): local crops are queries, mixed with the positive's own.
 What differs by rounding, by an index or by precision is in tests/golden/README.md.
 """
 
@@ -82,6 +51,7 @@ import functools
 import itertools
 import json
 import math
+import textwrap
 import time
 from pathlib import Path
 
@@ -94,44 +64,84 @@ from torch.nn.parallel import DistributedDataParallel
 
 import common
 
-# ================================================================== 1. recipes
+# ========================================================= 1. hyper-parameters
 
 # fmt: off
-BASE = dict(
-    selection="center", mix="cutmix", num_positives=10, knn_k=40, refresh_every=5,  # App. A.2
-    alpha=2.0,  # Table 9
-    same_crop=False, local_crops=0, local_size=96, local_scale=(0.05, 0.14),  # Table 7
-    clim_start=5, kmeans_iterations=20,  # ours
-    temperature=0.2, dim=128, momentum=0.999, sgd_momentum=0.9, weight_decay=1e-4, warmup=0.0, min_lr=0.0, bn_groups=8,
-    patch_size=16,
-    norm="imagenet", interpolation="bilinear", crop_scale=(0.2, 1.0), crop_ratio=(3 / 4, 4 / 3),
-    jitter=(0.4, 0.4, 0.4, 0.1), jitter_p=0.8, gray_p=0.2, blur_p=0.5, blur_sigma=(0.1, 2.0), flip_p=0.5,
+# {group: {name: (value, what it is, its limits or words)}}: the paper's for ImageNet, App. A, or MoCo v2's. Each is a
+# flag of its value's type, for example --knn-k 10. Without limits, a number is not below 0.
+HYPERPARAMETERS = dict(
+    loss=dict(
+        same_crop=(False, "a key has the crop of its query (D5)"),
+        local_crops=(0, "local crops per image, as queries (Table 7, D6)", [0, 2]),
+        mix=("cutmix", "none: no mixing, half the loss to each key (Table 6)", ("cutmix", "none")),
+        alpha=(2.0, "parameter of CutMix's Beta(alpha, alpha) (Table 9)", (1e-9, math.inf)),
+        temperature=(0.2, "temperature tau of the loss", (1e-9, math.inf)),  # MoCo v2's
+        queue=(65536, "negatives per query; auto: a tenth of the images", (1, math.inf, "auto")),
+    ),
+    positives=dict(
+        selection=("center", "choice of positives (Table 6)", ("none", "random", "knn", "kmeans", "center")),
+        num_clusters=(10000, "clusters, m (Table 8); auto: one per 128 images", (1, math.inf, "auto")),
+        kmeans_iterations=(20, "iterations of k-means", (1, 1000)),  # ours; faiss: 25, of <= 256 images per cluster
+        knn_k=(40, "nearest neighbours, k (Table 8)", (1, 1000)),
+        num_positives=(10, "positives per image (App. A.2)", (1, 1000)),
+        refresh_every=(5, "epochs between choices of positives", (1, math.inf)),
+        clim_start=(5, "epochs of MoCo v2 before the first choice"),  # ours
+    ),
+    model=dict(
+        arch=("resnet50", "encoder: resnet_micro, resnet18, resnet50, vit_small, ..., or any timm model"),
+        image_size=(224, "side of a view, in pixels", (1, math.inf)),
+        resolutions=([224, 160], "sides at which views are encoded, in pixels (Table 7)", (1, math.inf)),  # its best
+        patch_size=(16, "side of a ViT's patch, in pixels", (1, math.inf)),
+        dim=(128, "dimension of queries and keys", (1, math.inf)),
+        bn_groups=(16, "equal slices of the batch; each has its own batch-norm statistics", (1, math.inf)),
+        momentum=(0.999, "momentum m of the momentum encoder", (0, 1)),
+    ),
+    schedule=dict(
+        epochs=(200, "epochs of the whole training", (1, math.inf)),  # section 4.4; App. A: 1,200
+        batch_size=(512, "images per step, over all processes", (2, math.inf)),
+        lr=(0.06, "learning rate at --lr-batch; scaled linearly to --batch-size", (1e-9, math.inf)),
+        lr_batch=(512, "batch size for which --lr is given", (1, math.inf)),
+        min_lr=(0.0, "last learning rate; not given, it keeps its ratio to the peak rate"),
+        warmup=(0.0, "epochs of linear warm-up; not given, it shrinks with --epochs"),
+        weight_decay=(1e-4, "weight decay of SGD"),
+        sgd_momentum=(0.9, "momentum of SGD", (0, 1)),
+    ),
+    augmentation=dict(
+        crop_scale=((0.2, 1.0), "smallest and largest area of a crop, as shares", (1e-9, 1)),
+        local_size=(96, "side of a local crop, in pixels", (1, math.inf)),  # Table 7
+        local_scale=((0.05, 0.14), "smallest and largest area of a local crop", (1e-9, 1)),  # Table 7
+        crop_ratio=((3 / 4, 4 / 3), "smallest and largest width / height of a crop", (1e-9, math.inf)),
+        interpolation=("bilinear", "how a crop is resized", ("bilinear", "bicubic")),
+        jitter=((0.4, 0.4, 0.4, 0.1), "most brightness, contrast, saturation and hue change"),  # hue: MoCo v2's
+        jitter_p=(0.8, "probability of these colour changes", (0, 1)),
+        gray_p=(0.2, "probability of a gray view", (0, 1)),
+        blur_p=(0.5, "probability of a blurred view", (0, 1)),
+        blur_sigma=((0.1, 2.0), "smallest and largest sigma of the blur, in pixels", (1e-9, math.inf)),
+        flip_p=(0.5, "probability of a horizontal flip", (0, 1)),
+        norm=("imagenet", "data set whose mean and standard deviation normalise the views", common.NORMS),
+    ),
 )
-IMAGENET = dict(  # App. A, but for 200 epochs (section 4.4; App. A: 1,200); lr is the rate at batch size lr_batch
-    BASE, arch="resnet50", image_size=224, epochs=200, batch_size=512, lr=0.06, lr_batch=512, queue=65536,
-    bn_groups=16, num_clusters=10000, resolutions=(224, 160),  # Table 7's best sizes
-)
+IMAGENET = common.defaults(HYPERPARAMETERS)
 CIFAR = dict(  # ours: the values of moco_jointcrop.py, for comparison; as many images per cluster as on ImageNet
-    BASE, arch="resnet18", image_size=32, patch_size=4, epochs=500, batch_size=512, lr=0.5, lr_batch=512, min_lr=0.05,
-    queue=4096, blur_p=0.0, norm="cifar10", num_clusters=400, resolutions=(32,),
+    IMAGENET, arch="resnet18", image_size=32, resolutions=(32,), patch_size=4, epochs=500, lr=0.5, min_lr=0.05,
+    queue=4096, bn_groups=8, blur_p=0.0, norm="cifar10", num_clusters=400,
 )
 RECIPES = dict(
     patterns=dict(  # ours, for two CPU cores
-        BASE, arch="resnet_micro", image_size=32, patch_size=4, epochs=45, batch_size=64, lr=0.06, lr_batch=128,
-        queue=128, blur_p=0.1, crop_scale=(0.3, 1.0), bn_groups=2, momentum=0.95, warmup=5.0, norm="patterns",
-        num_clusters=32, resolutions=(32,),
+        IMAGENET, arch="resnet_micro", image_size=32, resolutions=(32,), patch_size=4, epochs=45, batch_size=64,
+        lr_batch=128, queue=128, blur_p=0.1, crop_scale=(0.3, 1.0), bn_groups=2, momentum=0.95, warmup=5.0,
+        norm="patterns", num_clusters=32,
     ),
     cifar10=CIFAR,
     cifar100=dict(CIFAR, norm="cifar100"),
     stl10=dict(
-        CIFAR, image_size=96, patch_size=8, queue=8192, norm="imagenet", num_clusters=800, resolutions=(96,),
+        CIFAR, image_size=96, resolutions=(96,), patch_size=8, queue=8192, norm="imagenet", num_clusters=800,
     ),
     imagenet100=dict(IMAGENET, arch="resnet18", queue=16384, num_clusters=1000),  # ours
     imagenet=dict(IMAGENET, knn_every=50),  # its kNN takes minutes
     folder=dict(IMAGENET, queue="auto", num_clusters="auto"),  # ours: queue of a tenth of the images, 128 per cluster
 )
 SMALL_ENCODERS = dict(batch_size=256, lr=0.1, lr_batch=256, min_lr=0.0, momentum=0.99, blur_p=0.5)  # ours
-KNN = dict(knn_k=10)  # Table 6: the comparison with kNN takes positives from the nearest ten
 # fmt: on
 
 
@@ -145,8 +155,8 @@ def recipe(chosen):
     if chosen.arch in ("resnet_micro", "resnet_mini") and chosen.dataset in ("cifar10", "cifar100", "stl10", "folder"):
         values |= SMALL_ENCODERS
     if chosen.selection == "knn":
-        values |= KNN
-    if chosen.resolutions is not None:
+        values["knn_k"] = 10  # Table 6: the comparison with kNN takes positives from the nearest ten
+    if chosen.resolutions:
         values["image_size"] = max(chosen.resolutions)  # views are cut at the largest size
     elif chosen.image_size not in (None, values["image_size"]):
         values["resolutions"] = (chosen.image_size,)  # another size of views is the only size
@@ -423,7 +433,7 @@ def draw_views(args, images, positives, index, sizes, draws):
     images: the ImageSet. positives: (N, num_positives) int32, the table of positives; -1 if none are chosen yet. index,
     sizes, draws: as in common.ViewDataset; the last column of draws is extra, and chooses the positive.
     """
-    # The last number chooses the partner: one of the image's positives.
+    # The last number chooses the partner: in each epoch one of the image's positives at random (ours)
     column = (draws[:, -1] * positives.shape[1]).astype(int)
     partner = positives.numpy()[index, column].astype(np.int64)
     have_positives = partner[0] >= 0
@@ -456,10 +466,10 @@ def draw_views(args, images, positives, index, sizes, draws):
 
 
 def mix(args, x, partner, step, number=0):
-    """Mix a batch with one share and one box, which are the same on every process. Returns what `cutmix` returns.
+    """Mix a batch with one share and one box, the same on every process (ours). Returns what `cutmix` returns.
 
-    The share is drawn from Beta(alpha, alpha) (section 3.2.2). x, partner: (n, 3, H, W). step, number: seed share and
-    box; number: 0 for the queries, 1 and up for local crops.
+    The share is drawn from Beta(alpha, alpha) (section 3.2.2), one per batch as in the code of CutMix. x, partner:
+    (n, 3, H, W). step, number: seed share and box; number: 0 for the queries, 1 and up for local crops.
     """
     generator = common.generator(args.seed, step, STREAM_MIX + number)
     lam = np.random.default_rng(generator.initial_seed()).beta(args.alpha, args.alpha)
@@ -548,8 +558,8 @@ class CLIM(nn.Module):
         self.args = args
         self.backbone = encoder
         if encoder is None:
-            self.backbone = common.build_backbone(common.encoder_info(args), image_sizes(args))
-        width = common.output_width(self.backbone, args.image_size)
+            self.backbone = common.build_backbone(common.encoder_info(args))
+        width = common.output_width(self.backbone, *image_sizes(args))
         self.projector = nn.Sequential(nn.Linear(width, width), nn.ReLU(inplace=True), nn.Linear(width, args.dim))
         self.momentum_backbone = common.copy_module(self.backbone, frozen=True)
         self.momentum_projector = common.copy_module(self.projector, frozen=True)
@@ -572,9 +582,11 @@ class CLIM(nn.Module):
         and boxes, and the shuffles of the keys. have_positives: False until they are chosen. The loss is MoCo's then,
         summed over the same pairs of sizes. q and k (n, dim) are queries and the images' own keys at the largest size,
         without gradient. Gradients reach the query encoder only.
+        In Eq. 6, r is the query's size here, and r' that of both its keys (ours). Literally, r would be the size of the
+        image's own views, and r' that of the positive's.
         """
         args, sizes, names = self.args, self.args.resolutions, view_names(self.args, have_positives)
-        lam = 0.5  # without mixing, half the loss goes to each key
+        lam = 0.5  # without mixing, half the loss goes to each key (ours)
 
         def contrast(q, k, lam):  # q: (n, C), k: (1 or 2, n, C), the keys of the image and of its positive
             if have_positives:
@@ -591,11 +603,12 @@ class CLIM(nn.Module):
                 if args.mix == "cutmix":
                     x, lam = mix(args, x, view["positive's query"], step)  # Eq. 3: the same box at every size
             queries.append(self.query(resize(x, size)))
+            # Both keys are encoded together (ours): a batch-norm group holds twice as many keys as queries
             shuffle = common.generator(args.seed, step, STREAM_SHUFFLE + i)
             keys.append(encode_keys(self.key, [resize(v, size) for v in key_views], shuffle))  # (1 or 2, N, C)
         own_keys = [common.own_rows(k, dim=1) for k in keys]  # (1 or 2, n, C) for each size
         losses = [contrast(q, k, lam) for q, k in itertools.product(queries, own_keys)]
-        anchor_keys = keys[0][0]  # the images' own keys at the largest size
+        anchor_keys = keys[0][0]  # the images' own keys at the largest size: only these enter the queue (ours)
 
         # Table 7's multi-crop: local crops are queries, mixed with the positive's, against the keys of the large views
         local_views = views[num_copies(sizes) * len(names) :]
@@ -621,86 +634,43 @@ class CLIM(nn.Module):
 
 # ================================================================= 5. training
 
+# ------------------------ the flags of every run (the same in all five files)
+
+RUN = dict(
+    dataset=("patterns", "data set; it also chooses the recipe", common.DATASETS),
+    data_dir=(None, "the data set's folder, with train/, and val/ or test/"),
+    cache=(True, "keep decoded small images in memory"),
+    seed=(0, "seed of all random numbers", (0, 2**63 - 1)),
+    init=(None, "start the encoder from a checkpoint, also of others"),
+    init_prefix=(None, "which encoder of --init's file: what stands before its names"),
+    out=(None, "folder of the run; one that has begun goes on"),
+    resume=(None, "begin a new --out with another run's last.pt"),
+    max_steps=(None, "save and stop when the run has made N steps in all", (1, math.inf)),
+    keep_every=(0, "epochs between copies that stay; 0: none"),
+    knn_every=(10, "epochs between evaluations by kNN; 0: never"),
+    device=("auto", "auto: a GPU where there is one", ("auto", "cuda", "cpu")),
+    amp=("auto", "auto: bf16 on GPUs that have it; off: float32", ("auto", "bf16", "off")),
+    compile=(False, "compile the encoders: minutes at the start, then faster steps"),
+    grad_checkpoint=(False, "less memory, more time; batch norm's averages move twice"),
+    workers=(None, "processes that load images, per training process", (0, 1024)),
+    tensorboard=(False, "also write the metrics for TensorBoard"),
+    show_views=(None, "write a picture of the inputs, and exit"),
+)
+
+
+# ------------------------------------------------------------ the command line
+
 
 def parse_args(argv=None):
     """Return the command line as a namespace with every value of the recipe. Exits with an error message on a mistake.
 
     argv: a list of words; sys.argv's if None.
     """
-    number = common.number
-    parser = common.ArgumentParser("clim.py", __doc__, add_help=False)
-    parser.set_defaults(method="clim", evaluated="query")
-    add = parser.add_argument_group("data").add_argument
-    add("--dataset", choices=RECIPES, default="patterns", help="data set; it also chooses the recipe")
-    add("--data-dir", metavar="DIR", help="its folder, with train/, and val/ or test/")
-    add("--no-cache", action="store_true", help="do not keep decoded small images in memory")
-    add = parser.add_argument_group("run").add_argument
-    add("--variant", choices=("paper", "released"), default="paper", help="follow the paper, or the authors' code")
-    add("--seed", type=number(int, 0, 2**63 - 1), default=0, metavar="N", help="seed of all random numbers")
-    add("--init", metavar="FILE", help="start the encoder from a checkpoint, also of others")
-    add("--init-prefix", metavar="P", help="which encoder of --init's file: the end of what stands before its names")
-    add = parser.add_argument_group("loss").add_argument
-    add("--same-crop", action="store_true", help="a key has the crop of its query (D5)")
-    add("--local-crops", type=int, choices=(0, 2), help="local crops per image, as queries (Table 7, D6)")
-    add("--mix", choices=("cutmix", "none"), help="none: no mixing, half the loss to each key (Table 6)")
-    add("--alpha", type=number(float, 1e-9), help="parameter of CutMix's Beta(alpha, alpha) (Table 9)")
-    add("--temperature", type=number(float, 1e-9), help="temperature tau of the loss")
-    add("--queue", type=number(int, 1, word="auto"), help="negatives per query; auto: a tenth of the images")
-    add = parser.add_argument_group("positives").add_argument
-    add("--selection", choices=("none", "random", "knn", "kmeans", "center"), help="choice of positives (Table 6)")
-    add("--num-clusters", type=number(int, 1, word="auto"), help="clusters, m (Table 8); auto: one per 128 images")
-    add("--kmeans-iterations", type=number(int, 1, 1000), help="iterations of k-means")
-    add("--knn-k", type=number(int, 1, 1000), help="nearest neighbours, k (Table 8)")
-    add("--num-positives", type=number(int, 1, 1000), help="positives per image (App. A.2)")
-    add("--refresh-every", type=number(int, 1), help="epochs between choices of positives")
-    add("--clim-start", type=number(int, 0), help="epochs of MoCo v2 before the first choice")
-    add = parser.add_argument_group("model").add_argument
-    add("--arch", help="encoder: resnet_micro, resnet18, resnet50, vit_small, ..., or any timm model")
-    add("--image-size", type=number(int, 1), help="side of a view, in pixels")
-    add("--resolutions", type=number(int, 1), nargs="+", help="sides at which views are encoded, in pixels (Table 7)")
-    add("--patch-size", type=number(int, 1), help="side of a ViT's patch, in pixels")
-    add("--dim", type=number(int, 1), help="dimension of queries and keys")
-    add("--bn-groups", type=number(int, 1), help="equal slices of the batch; each has its own batch-norm statistics")
-    add("--momentum", type=number(float, 0, 1), help="momentum m of the momentum encoder")
-    add = parser.add_argument_group("schedule").add_argument
-    add("--epochs", type=number(int, 1), help="epochs of the whole training")
-    add("--batch-size", type=number(int, 2), help="images per step, over all processes")
-    add("--lr", type=number(float, 1e-9), help="learning rate at --lr-batch; scaled linearly to --batch-size")
-    add("--lr-batch", type=number(int, 1), help="batch size for which --lr is given")
-    add("--min-lr", type=number(float, 0), help="last learning rate; not given, it keeps its ratio to the peak rate")
-    add("--warmup", type=number(float, 0), help="epochs of linear warm-up; not given, it shrinks with --epochs")
-    add("--weight-decay", type=number(float, 0), help="weight decay of SGD")
-    add("--sgd-momentum", type=number(float, 0, 1), help="momentum of SGD")
-    add = parser.add_argument_group("augmentation").add_argument
-    pair = dict(nargs=2, metavar=("LO", "HI"))
-    add("--crop-scale", type=number(float, 1e-9, 1), **pair, help="smallest and largest area of a crop, as shares")
-    add("--local-size", type=number(int, 1), help="side of a local crop, in pixels")
-    add("--local-scale", type=number(float, 1e-9, 1), **pair, help="smallest and largest area of a local crop")
-    add("--crop-ratio", type=number(float, 1e-9), **pair, help="smallest and largest width / height of a crop")
-    add("--interpolation", choices=("bilinear", "bicubic"), help="how a crop is resized")
-    add("--jitter", type=number(float, 0), nargs=4, help="most brightness, contrast, saturation and hue change")
-    add("--jitter-p", type=number(float, 0, 1), help="probability of these colour changes")
-    add("--gray-p", type=number(float, 0, 1), help="probability of a gray view")
-    add("--blur-p", type=number(float, 0, 1), help="probability of a blurred view")
-    add("--blur-sigma", type=number(float, 1e-9), **pair, help="smallest and largest sigma of the blur, in pixels")
-    add("--flip-p", type=number(float, 0, 1), help="probability of a horizontal flip")
-    add("--norm", choices=common.NORMS, help="data set whose mean and standard deviation normalise the views")
-    add = parser.add_argument_group("operation").add_argument
-    add("--out", metavar="DIR", help="folder of the run; one that has begun goes on")
-    add("--resume", metavar="PATH", help="begin a new --out with another run's last.pt")
-    add("--max-steps", type=number(int, 1), metavar="N", help="save and stop when the run has made N steps in all")
-    add("--keep-every", type=number(int, 0), default=0, metavar="N", help="epochs between copies that stay; 0: none")
-    add("--knn-every", type=number(int, 0), default=10, metavar="N", help="epochs between evaluations by kNN; 0: never")
-    add("--device", choices=("auto", "cuda", "cpu"), default="auto", help="auto: a GPU where there is one")
-    add("--amp", choices=("auto", "bf16", "off"), default="auto", help="auto: bf16 on GPUs that have it; off: float32")
-    add("--compile", action="store_true", help="compile the encoders: minutes at the start, then faster steps")
-    add("--grad-checkpoint", action="store_true", help="less memory, more time; batch norm's averages move twice")
-    add("--workers", type=number(int, 0, 1024), metavar="N", help="processes that load images, per training process")
-    add("--tensorboard", action="store_true", help="also write the metrics for TensorBoard")
-    add("--show-views", metavar="PNG", help="write a picture of the inputs, and exit")
-    add("-h", "--help", action="store_true", help="show this, with the defaults of --dataset, and exit")
-    args, typed = common.parse(parser, argv, recipe)
-
+    run = dict(RUN, variant=("paper", "follow the paper, or the authors' code", ("paper", "released")))
+    args, typed = common.parse("clim.py", __doc__, argv, HYPERPARAMETERS, dict(run=run), recipe)
+    args.method, args.evaluated = "clim", "query"
+    if args.variant == "released":
+        common.fail("--variant released: CLIM has no released code; leave it out")
     # What is not typed follows from other values
     usual = argparse.Namespace(**recipe(args))
     if "warmup" not in typed:
@@ -712,16 +682,16 @@ def parse_args(argv=None):
     if "local_size" not in typed:  # at most half of a view's side, in whole patches of a ViT
         patch_size = args.patch_size if common.is_vit(args.arch) else 1
         args.local_size = min(args.local_size, args.image_size // 2) // patch_size * patch_size
-    if args.local_crops and not 0 < args.local_size < args.image_size:
-        given = f"--local-size {args.local_size}" if "local_size" in typed else f"--local-crops {args.local_crops}"
-        common.fail(f"{given}: local crops have to be smaller than the views, of --image-size {args.image_size}")
     args.resolutions = tuple(sorted(args.resolutions, reverse=True))  # the largest, at which views are cut, comes first
-    if args.resolutions[0] != args.image_size:
+    if args.resolutions[:1] != (args.image_size,):
         sizes = common.shown(args.resolutions)
         common.fail(f"--resolutions {sizes}: the largest must be the --image-size, {args.image_size}")
-    if args.variant == "released":
-        common.fail("--variant released: CLIM has no released code; leave it out")
+    if args.local_crops and not 0 < args.local_size < args.image_size:
+        common.fail(f"--local-crops need a --local-size below --image-size {args.image_size}, not {args.local_size}")
     common.check_schedule(args)
+    check_batch_norm_groups(args)
+    if args.selection != "none" and args.clim_start >= args.epochs:
+        common.say("warning: no positives will be chosen: give --clim-start a number below --epochs")
     return args
 
 
@@ -776,14 +746,14 @@ def choose_positives(args, x, generator=None, neighbors=None):
 def refresh(args, model, images, device, epoch, positives):
     """Choose the table of positives anew, in place. Prints the seconds and, with labels, the share of right ones.
 
-    The embeddings are the momentum encoder's, in float32. positives: (N, num_positives) int32.
+    The embeddings are the momentum encoder's for centre crops (ours), in float32. positives: (N, num_positives) int32.
     On ImageNet the neighbours take 4.2e14 operations in float64, which the processes share. k-means takes 6.6e13, and
     each process computes all of them. By an H100's data sheet that is about a minute on one GPU; it was not measured.
     """
     began = time.perf_counter()
     encoder = nn.Sequential(model.momentum_backbone, model.momentum_projector)
     workers = common.workers_of(args, device)
-    features, labels = common.extract_features(encoder, images, common.encoder_info(args), device, workers=workers)
+    features = common.extract_features(encoder, images, common.encoder_info(args), device, workers=workers)
     x = F.normalize(features, dim=1).to(device)
 
     # Each process finds the neighbours of its part of the images.
@@ -804,7 +774,7 @@ def refresh(args, model, images, device, epoch, positives):
     if dist.is_initialized():
         dist.broadcast(table, 0)  # the sums of k-means on CUDA differ in the last bits between processes
     positives.copy_(table)
-    share = ""
+    share, labels = "", torch.from_numpy(images.labels)
     if (labels != -1).any():
         own, others = labels[:, None], labels[positives.long()]
         both_known = (own != -1) & (others != -1)
@@ -812,68 +782,72 @@ def refresh(args, model, images, device, epoch, positives):
     common.say(f"epoch {epoch + 1}: positives chosen in {time.perf_counter() - began:.1f} s{share}")
 
 
-# ------------------------------------ the run (the same in all five files)
+# ---------------------------------------------------------- the state of a run
 
 
-def restore(args, images, parts):
-    """Load the state of the run. Return (steps that are made, records of the epochs): (0, []) for a new run.
+def restore(args, images, model, optimizer, positives):
+    """Load the state of the run in --out, or of --resume. Return (steps that are made, records of the epochs).
 
-    The state is in last.pt of --out, else in --resume's file. A new run starts with --init's weights.
-    images: number and checksum of the training images. parts: what takes over its state, {name: tensor, or object with
-    load_state_dict}. Exits with an error message if something does not fit.
+    positives: the table, which is changed in place. A new run begins with --init's weights. Exits with an error message
+    if something does not fit.
     """
     path, state = common.load_run(args, images, args.resume)
-    step, records = state["step"], state["records"]
-    if step == 0:
-        if args.init:
-            model = parts["model"]
-            weights, _ = common.fitting_weights(args.init, model.backbone, args.init_prefix)
-            model.backbone.load_state_dict(weights)
-            if hasattr(model, "momentum_backbone"):
-                model.momentum_backbone.load_state_dict(weights)
-        return step, records
-    try:
-        for name, part in parts.items():
-            if torch.is_tensor(part):
-                part.copy_(state[name])
-                continue
-            for group, own in zip(state[name].get("param_groups", ()), getattr(part, "param_groups", ()), strict=True):
-                # An optimiser's flags are this run's, not --resume's. Rate and weight decay are set in each step
-                group.update({flag: own[flag] for flag in own.keys() - {"params", "lr", "weight_decay"}})
-            part.load_state_dict(state[name])
-    except (RuntimeError, ValueError, TypeError, KeyError, AttributeError) as error:
-        common.fail(f"{path} does not fit this method and model: {type(error).__name__} {str(error)[:300]}")
-    if step > args.epochs * (images["number"] // args.batch_size):
-        common.fail(f"{path} has made {step} steps already, more than --epochs {args.epochs} has")
-    return step, records
+    if state["step"] > 0:
+        try:
+            model.load_state_dict(state["model"])
+            # What it has gathered. Its flags are this run's: --resume's may have been others
+            optimizer.load_state_dict(optimizer.state_dict() | dict(state=state["optimizer"]["state"]))
+            if args.selection != "none":  # --resume's run may have had positives
+                positives.copy_(state["positives"])
+        except (RuntimeError, KeyError) as error:
+            common.fail(f"{path} does not fit this model: {' '.join(str(error).split())[:300]}")
+    elif args.init:
+        weights, _ = common.fitting_weights(args.init, model.backbone, args.init_prefix)
+        model.backbone.load_state_dict(weights)
+        model.momentum_backbone.load_state_dict(weights)
+    return state["step"], state["records"]
 
 
-def save(args, step, records, images, parts, encoder):
-    """Write the files of the run, from the first process. Each is written whole, or not at all.
-
-    last.pt comes first, because the others follow from it. All are written each time, so what a kill has prevented is
-    written by the next call. encoder: what backbone.pt holds. Values that are not finite are never saved.
+def save(args, step, records, images, model, optimizer, positives):
+    """Write the run's files, each whole or not at all: last.pt, which is all that a run needs to go on, and what
+    follows from it. All are written each time, so what a kill has prevented is written by the next call.
     """
     if common.rank_and_world()[0] != 0:
         return
     out, info = Path(args.out), common.encoder_info(args)
-    state = {name: part if torch.is_tensor(part) else part.state_dict() for name, part in parts.items()}
-    state |= dict(step=step, records=records, config=vars(args), images=images, backbone=info)
+    state = dict(model=model.state_dict(), optimizer=optimizer.state_dict(), step=step, records=records)
+    state |= dict(config=vars(args), images=images, backbone=info, positives=positives)
     common.write_file(out / "last.pt", state)
     epoch = records[-1]["epoch"] if records and records[-1]["step"] == step else 0  # 0: in the middle of one
     if epoch and args.keep_every and epoch % args.keep_every == 0:
         common.write_file(out / f"epoch-{epoch:04d}.pt", state)
-    common.write_file(out / "backbone.pt", info | {"state_dict": encoder.state_dict()})
-    common.write_file(out / "config.json", json.dumps(vars(args) | common.versions(args.device) | {"images": images}))
+    common.write_file(out / "backbone.pt", info | {"state_dict": model.backbone.state_dict()})
+    config = vars(args) | common.versions(args.device) | {"images": images}
+    common.write_file(out / "config.json", json.dumps(config, default=str))
     common.write_file(out / "metrics.jsonl", "".join(json.dumps(record) + "\n" for record in records))
+
+
+# --------------------------- what a run says (the same in all five files)
+
+
+def introduce(args, train, test, **facts):
+    """Say what the run is: its data, every value that its numbers depend on, and facts that follow from these."""
+    world = common.rank_and_world()[1]
+    precision = "bf16" if args.amp == "bf16" else "TF32" if torch.backends.cuda.matmul.allow_tf32 else "float32"
+    facts |= dict(processes=world, images_per_process=args.batch_size // world, precision=precision)
+    rows = dict(run={name: getattr(args, name) for name in ("dataset", "variant", "seed", "init", "out")})
+    rows |= {group: {name: getattr(args, name, None) for name in table} for group, table in HYPERPARAMETERS.items()}
+    rows |= dict(data={"train": train, "test": test}, facts=facts, versions=common.versions(args.device))
+    for group, values in rows.items():
+        words = "  ".join(f"{name} {common.shown(value)}" for name, value in values.items() if value is not None)
+        common.say(textwrap.fill(words, 120, initial_indent=f"{group:14}", subsequent_indent=" " * 14))
 
 
 def means(args, loader, history):
     """Return the means of metrics over the steps and processes, and how fast the steps were: {name: float}.
 
-    loader: it has noted when the epoch began, and how long the loop has waited. history: {name: 0-d tensor} of each
-    step. If the epoch was interrupted, these are the steps after the restart only. Exits with an error message if a
-    mean is not finite.
+    history: {name: 0-d tensor} of each step. If the epoch was interrupted, these are the steps after the restart only.
+    Exits with an error message if a mean is not finite.
     """
     sums = sum(torch.stack([*metrics.values()]).double() for metrics in history)
     values = (gather(sums[None]).mean(0) / len(history)).tolist()
@@ -884,31 +858,20 @@ def means(args, loader, history):
     return dict(zip(history[0], values, strict=True)) | speed
 
 
-def is_due(args, step, records):
-    """Return True if an epoch has just ended that is due for kNN, by --knn-every, and has no result yet."""
-    if not records or records[-1]["step"] != step or "knn20_top1" in records[-1] or args.knn_every == 0:
-        return False
-    return records[-1]["epoch"] % args.knn_every == 0 or records[-1]["epoch"] == args.epochs
-
-
 # ------------------------------------------------------------------- the loop
 
 
-@common.own_generators()
+@common.leaves_no_trace
 def main(args, train=None, test=None, encoder=None):
     """Train as args say. If an earlier call was stopped, the same call continues its run.
 
-    args: the namespace of `parse_args`. train, test: map-style Datasets of images to use instead of --dataset.
+    args: the namespace of `parse_args`. train, test: common.ImageSet of images to use instead of --dataset.
     encoder: a module that maps (N, 3, H, W) to (N, width), to train instead of --arch; a copy of it is trained. The
     trained weights are in backbone.pt of the run's folder.
     """
-    # What is known only now: the device, the precision, and whether data and encoder are the caller's own
-    own_group = not dist.is_initialized()  # a caller's process group stays
-    device = common.join_processes(args.device)
     args = argparse.Namespace(**vars(args))  # a copy
-    if encoder is not None:
-        args.arch = "own"
-        common.output_width(encoder, *image_sizes(args))  # exits if it does not take images of these sizes
+    device = common.join_processes(args.device)
+    args.arch = args.arch if encoder is None else "own"
     dataset = args.dataset if train is None else "own"
     args.out = args.out or f"runs/clim-{dataset}-{args.arch}-s{args.seed}{args.changes}"
     args.amp = "bf16" if common.use_bf16(args.amp, device, args.arch, image_sizes(args)) else "off"
@@ -934,127 +897,70 @@ def main(args, train=None, test=None, encoder=None):
         args.num_clusters = max(1, len(train) // 128)
     torch.manual_seed(args.seed)
     model = CLIM(args, common.copy_module(encoder)).to(device, memory_format=layout)
-    check_batch_norm_groups(args)
     model = split_batch_norms(model, args.bn_groups)
     trained = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.SGD(trained, args.lr, momentum=args.sgd_momentum, weight_decay=args.weight_decay)
     ddp = in_parallel(args, model)
 
-    # The run's folder. The run continues from its last.pt, if there is one. The lock keeps other runs out
+    # The run's folder. The run goes on from its last.pt, if there is one. The lock keeps other runs out
     images = dict(number=len(train), checksum=train.checksum())
-    parts = dict(model=model, optimizer=optimizer, positives=positives)
     lock = common.claim_folder(args.out)
-    step, records = restore(args, images, parts)
-    if args.selection == "none":  # --resume's run may have had positives
-        positives.fill_(-1)
-    save(args, step, records, images, parts, model.backbone)
-    writer = None
-    if args.tensorboard and common.rank_and_world()[0] == 0:
-        from torch.utils.tensorboard import SummaryWriter
-
-        writer = SummaryWriter(args.out, purge_step=step)
-
-    # What the numbers depend on
-    terms = len(args.resolutions) ** 2 + args.local_crops
+    step, records = restore(args, images, model, optimizer, positives)
+    save(args, step, records, images, model, optimizer, positives)
+    terms = len(args.resolutions) ** 2 + args.local_crops  # of the loss, which is their sum
     chance = terms * math.log(args.queue + 1)  # the loss at equal logits
-    kind = "no positives" if args.selection == "none" else f"selection {args.selection}, mix {args.mix}"
-    millions = sum(p.numel() for p in model.backbone.parameters()) / 1e6
-    sizes = common.shown(args.resolutions)
-    world = common.rank_and_world()[1]
-    precision = "bf16" if args.amp == "bf16" else "TF32" if torch.backends.cuda.matmul.allow_tf32 else "float32"
-    common.say(", ".join(f"{name} {version}" for name, version in common.versions(args.device).items()))
-    common.say(f"clim, {kind}; variant {args.variant}; chance level of the loss {chance:.3f}, a sum of {terms}")
-    size = f"{sizes} px" + (f" in patches of {args.patch_size} px" if common.is_vit(args.arch) else "")
-    common.say(f"encoder {args.arch}, {millions:.2f} M parameters, {size}")
-    origin = f"at step {step}" if step else f"from {args.init or 'random weights'}"
-    common.say(f"starts {origin}; evaluated: the query encoder")
-    common.say(f"data {train}; test images: {len(test or ())}; mean {norm[0]}, std {norm[1]}")
-    if args.same_crop:
-        common.say("a key has the crop of its query")
-    if args.local_crops:
-        local = f"{args.local_crops} local crops of {args.local_size} px, areas {common.shown(args.local_scale)}"
-        common.say(f"{local}: each a query, with the keys of the views of {args.image_size} px")
-    common.say(f"queue of {args.queue} negatives per query, {100 * args.queue / len(train):.1f} % of the images")
-    common.say(f"batch {args.batch_size} over {world} process(es), {args.bn_groups} batch-norm groups; {precision}")
-    common.say(f"{args.epochs} epochs, {steps_per_epoch} steps per epoch; weight decay {args.weight_decay:g}")
-    common.say(f"rate {args.lr:g} at batch {args.lr_batch}, scaled linearly to {peak_rate(args):g}")
-    common.say(f"momentum encoder {args.momentum:g}, temperature {args.temperature:g}")
-    if args.selection != "none":
-        when = f"after epoch {args.clim_start}, then every {args.refresh_every} epochs"
-        common.say(f"positives: {args.num_positives} per image, chosen {when}")
-    if args.selection in ("knn", "center"):
-        common.say(f"neighbours: the nearest {args.knn_k}")
-    if args.selection in ("kmeans", "center"):
-        common.say(f"k-means: {args.num_clusters} clusters, {args.kmeans_iterations} iterations")
-    if args.selection != "none" and args.mix == "cutmix":
-        common.say(f"CutMix's shares: Beta({args.alpha:g}, {args.alpha:g})")
-    if args.selection != "none" and args.clim_start >= args.epochs:
-        common.say("warning: no positives will be chosen: give --clim-start a number below --epochs")
+    facts = dict(peak_lr=peak_rate(args), terms=terms, chance_level=chance, queue_share=args.queue / len(train))
+    introduce(args, train, test, **facts)
 
-    while True:
-        # Judge the epoch that has just ended, if it is due. After a restart it is the one whose judging was cut short
-        if test is not None and is_due(args, step, records):
-            records[-1] |= common.knn_record(args, model.backbone, train, test, device)
-            save(args, step, records, images, parts, model.backbone)
-        if records and records[-1]["step"] == step:
-            common.tell(args, records[-1], writer)
-        if step >= last_step:
-            break
+    for epoch in range(max(0, step - 1) // steps_per_epoch, args.epochs):  # the last one again: it may lack its kNN
+        loader.batch_sampler.set_epoch(epoch, step, last_step)
+        history = []
         # Positives are chosen every few epochs (App. A.2). A signal ends this at once: all is saved
-        epoch, history = step // steps_per_epoch, []
         if choice_is_due(args, epoch) and step == epoch * steps_per_epoch:
             refresh(args, model, train, device, epoch, positives)
         have_positives = positives[0, 0].item() >= 0
-        # Train the next epoch, or what is left of it, and save
-        with common.signals_noted() as stopped:  # SIGTERM and Ctrl-C wait until the step at hand is made and saved
-            try:
-                loader.batch_sampler.set_epoch(epoch, step, last_step)
-                for batch in loader:
-                    if stopped():  # after a signal no further step is made
-                        break
-                    lr, weight_decay, momentum = schedule(args, step, steps_per_epoch)
-                    for group in optimizer.param_groups:
-                        group.update(lr=lr, weight_decay=weight_decay)
-                    # A query view and a key view per image. Once positives are chosen, also views of one positive
-                    views = common.colour_views(batch, device, layout, norm)
-                    seed_step(args.seed, step)  # for layers that draw random numbers, such as drop-path
-                    # The loss: Eq. 3 mixes the queries, and Eq. 6 sums Eq. 4 over all pairs of sizes
-                    loss, anchor_keys, (q, _), metrics = ddp(views, step, have_positives)
-                    # Update the query encoder. Then move the momentum encoder
-                    optimizer.zero_grad(set_to_none=True)
-                    loss.backward()
-                    grad_norm = gradient_norm(model)
-                    optimizer.step()
-                    model.update(momentum)
-                    average_statistics(model)
-                    # The images' own keys are negatives of the next steps
-                    model.queue.enqueue(anchor_keys)
-                    step += 1
-                    metrics |= dict(loss=loss, grad_norm=grad_norm)
-                    history.append({name: value.detach() for name, value in metrics.items()})
-                    if step % 10 == 0:
-                        common.show_progress(args, loader, history, step, total_steps)
-            except common.BadImage:
-                stopped(True)  # all processes leave the loop, and save the steps that were made
-                save(args, step, records, images, parts, model.backbone)
-                raise
-            if history and step % steps_per_epoch == 0:
+        with common.until_stopped(loader) as batches:  # SIGTERM or Ctrl-C waits until a step is made and saved
+            for batch in batches:
+                lr, _, momentum = schedule(args, step, steps_per_epoch)
+                optimizer.param_groups[0]["lr"] = lr
+                # A query view and a key view per image. Once positives are chosen, also views of one positive
+                views = common.colour_views(batch, device, layout, norm)
+                torch.manual_seed(step_seed(args.seed, step))  # for layers that draw, such as drop-path
+                # The loss: Eq. 3 mixes the queries, and Eq. 6 sums Eq. 4 over all pairs of sizes
+                loss, anchor_keys, (q, _), metrics = ddp(views, step, have_positives)
+                # Update the query encoder. Then move the momentum encoder
+                optimizer.zero_grad(set_to_none=True)
+                loss.backward()
+                grad_norm = torch.nn.utils.get_total_norm([p.grad for p in trained if p.grad is not None])
+                optimizer.step()
+                model.update(momentum)
+                average_statistics(model)
+                # The images' own keys are negatives of the next steps
+                model.queue.enqueue(anchor_keys)
+                step += 1
+                metrics |= dict(loss=loss, grad_norm=grad_norm)
+                history.append({name: value.detach() for name, value in metrics.items()})
+                if step % 10 == 0:
+                    common.show_progress(args, loader, history, step, total_steps)
+            ended = step == (epoch + 1) * steps_per_epoch
+            if ended and history:
                 record = dict(epoch=epoch + 1, step=step, **means(args, loader, history), lr=lr, momentum=momentum)
-                record |= dict(below_chance=chance - record["loss"], **common.embedding_health(q))
-                records.append(record)
-            save(args, step, records, images, parts, model.backbone)
-        if stopped():
-            common.say("stopped on request (exit status 75); everything is saved, and the same command goes on")
-            raise SystemExit(75)
+                records.append(record | dict(below_chance=chance - record["loss"], **common.embedding_health(q)))
+            save(args, step, records, images, model, optimizer, positives)
+        if ended:
+            due = args.knn_every and ((epoch + 1) % args.knn_every == 0 or epoch + 1 == args.epochs)
+            if test is not None and due and "knn20_top1" not in records[-1]:
+                records[-1] |= common.knn_record(args, model.backbone, train, test, device)
+                save(args, step, records, images, model, optimizer, positives)
+            common.tell(args, records[-1])
+        if step >= last_step:
+            break
 
     lock.close()
-    del ddp  # before the process group ends: in torch 2.11 a DDP that is deleted after it can hang for ever
     if step < total_steps:
         common.say(f"stopped at step {step} of {total_steps}: give a larger --max-steps, or none, to go on")
     else:
         common.say(common.how_to_judge(args, train))
-    if own_group and dist.is_initialized():
-        dist.destroy_process_group()
 
 
 # =============================================================== 6. machinery
@@ -1079,7 +985,9 @@ def exchange(x, wanted):
     to_send = x[rows_to_send.to(x.device, non_blocking=True)].contiguous()
     dist.all_to_all_single(received, to_send, receive_counts, send_counts)
     place = owner[rank].argsort(stable=True).to(x.device, non_blocking=True)  # rows arrive sorted by sender
-    return torch.empty_like(received).index_copy_(0, place, received)
+    channels_last = x.dim() == 4 and x.is_contiguous(memory_format=torch.channels_last)
+    layout = torch.channels_last if channels_last else torch.contiguous_format
+    return torch.empty_like(received, memory_format=layout).index_copy_(0, place, received)
 
 
 @torch.no_grad()
@@ -1141,12 +1049,11 @@ class GroupedBatchNorm(nn.modules.batchnorm._BatchNorm):
 
 
 def check_batch_norm_groups(args):
-    """Exit with an error message if the groups do not divide the batch, or the processes do not divide the groups."""
-    groups, images = args.bn_groups, args.batch_size // args.bn_groups
-    if args.batch_size % groups or images == 1 and groups > 1:
-        common.fail(f"--batch-size {args.batch_size} cannot be cut into {groups} --bn-groups of two or more images")
-    if groups % common.rank_and_world()[1]:
-        common.fail(f"--bn-groups {groups} is not a multiple of the number of processes")
+    """Exit with an error message if the batch cannot be cut into --bn-groups, or these not be shared out."""
+    if args.batch_size % args.bn_groups or args.batch_size < 2 * args.bn_groups:
+        common.fail(f"--batch-size {args.batch_size} is not {args.bn_groups} --bn-groups of two or more images each")
+    if args.bn_groups % common.rank_and_world()[1]:
+        common.fail(f"--bn-groups {args.bn_groups} is not a multiple of the number of processes")
 
 
 def split_batch_norms(module, groups):
@@ -1161,17 +1068,12 @@ def split_batch_norms(module, groups):
 
 @torch.no_grad()
 def average_statistics(model):
-    """Average the running statistics of batch norms over the processes. Costs one all-reduce.
-
-    SyncBatchNorm is left out: its statistics are the same on all processes.
-    """
-    world = common.rank_and_world()[1]
-    norms = [m for m in model.modules() if isinstance(m, (GroupedBatchNorm, nn.BatchNorm1d, nn.BatchNorm2d))]
-    buffers = [buffer for norm in norms for buffer in (norm.running_mean, norm.running_var) if buffer is not None]
-    if world > 1 and buffers:
+    """Average the running statistics of batch norms over the processes, in one all-reduce."""
+    buffers = [buffer for name, buffer in model.named_buffers() if name.endswith(("running_mean", "running_var"))]
+    if dist.is_initialized() and buffers:
         flat = torch.cat(buffers)
         dist.all_reduce(flat)
-        means = (flat / world).split([len(buffer) for buffer in buffers])
+        means = (flat / dist.get_world_size()).split([len(buffer) for buffer in buffers])
         torch._foreach_copy_(buffers, means)
 
 
@@ -1190,21 +1092,14 @@ def gather(x):
     return out
 
 
-def seed_step(seed, step):
-    """Seed the global generator by (seed, step, rank). Drop-path draws from it."""
-    torch.manual_seed(common.generator(seed, step, STREAM_STEP, common.rank_and_world()[0]).initial_seed())
-
-
-def gradient_norm(model):
-    """Return the L2 norm of all gradients, as a 0-d tensor."""
-    return torch.nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
+def step_seed(seed, step):
+    """Return the seed of the global generator in a step of this process, by (seed, step, rank)."""
+    return common.generator(seed, step, STREAM_STEP, common.rank_and_world()[0]).initial_seed()
 
 
 def in_parallel(args, model):
     """Apply --grad-checkpoint and --compile to the model, wrap it in DDP if there are several processes, return it."""
     if args.grad_checkpoint:
-        if not hasattr(model.backbone, "set_grad_checkpointing"):
-            common.fail("--grad-checkpoint needs an encoder with timm's set_grad_checkpointing, which yours has not")
         model.backbone.set_grad_checkpointing()
     if args.compile:
         for name, child in model.named_children():  # one that has two names comes once

@@ -4,8 +4,8 @@
     2. views       View declares one; ViewDataset draws and cuts in the loader; colour_views works on the device
     3. evaluation  extract_features, knn_predict, embedding_health; what both evaluations share
     4. encoders    build_backbone, load_backbone, load_published
-    5. processes   start; fail, say, progress; join_processes, signals_noted
-    6. flags       ArgumentParser, number; parse: recipe and command line
+    5. processes   start; fail, say, progress; join_processes, until_stopped
+    6. flags       parse: the command line, by tables of values
     7. files       claim_folder; write_whole, write_file; load_checkpoint, others' files too
 
 Conventions: images are RGB. Loaders give uint8 (N, 3, H, W). On the device images are float in [0, 1], then normalised.
@@ -18,8 +18,6 @@ import contextlib
 import copy
 import ctypes
 import datetime
-import difflib
-import errno
 import functools
 import hashlib
 import importlib.util
@@ -27,27 +25,20 @@ import itertools
 import json
 import math
 import multiprocessing
-import operator
 import os
 import random
 import re
-import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 import warnings
-import weakref
 import zipfile
-from collections.abc import Collection
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import NamedTuple
 
 import numpy as np
-import PIL
 import timm
 import torch
 import torch.distributed as dist
@@ -56,7 +47,6 @@ import torchvision
 from PIL import Image, ImageDraw, ImageFont, ImageOps
 from torch import nn
 from torch.distributed.rendezvous import rendezvous
-from torch.torch_version import TorchVersion
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, Dataset, default_convert
 from torchvision.transforms.functional import rgb_to_grayscale, solarize, to_pil_image
@@ -68,7 +58,7 @@ except ImportError:  # Windows
 
 
 # ---------------------------------------------------------------------- 1. data
-# Random numbers as a pure function of what is being made; data sets by name, by folder, or a user's own.
+# Random numbers as a pure function of what is being made; data sets by name, by folder, or one's own.
 
 
 def _mix(x):
@@ -123,123 +113,77 @@ IMAGENET100 = """
 02138441 02104029 03837869 03494278 04136333 03794056 03492542 02018207 04067472 03930630 03584829 02123045 04229816
 02100583 03642806 04336792 03259280 02116738 02108089 03424325 01855672 02090622"""
 IMAGENET100 = tuple(f"n{i}" for i in IMAGENET100.split())
-PARTS = "train", "val", "test", "unlabeled"  # the names of the folders in a data set's folder
-SPLITS = "train", "training", "val", "valid", "validation", "test", "testing"  # a tree with these is no single set
-
-
+PARTS = ("train", "val", "test", "unlabeled")  # the folders of a data set
 IN_MEMORY = 4 * 2**30  # bytes: small images that take more are read when they are needed
 AT_ONCE = 4  # images whose views are drawn together where images are read when needed; twice as many are kept
 
 
 class ImageSet:
-    """Images with labels: of one uint8 array, of files, or of a user's own map-style Dataset. images[i]: (H, W, 3).
+    """Images in memory, or in files that are read when they are asked for. images[i]: uint8 (H, W, 3).
 
-    array: (n, H, W, 3). paths: (n,) bytes below the folder `root`, in one array, which loader workers share as they
-    would not share strings. data: the Dataset. An item of it is an image, PIL's, a uint8 array (H, W[, 3]) or a uint8
-    tensor (C, H, W), or a tuple (image, label, ...). Files and items are read when they are asked for, never before.
-    labels: (n,) int64, -1 where there is none. classes: their names. reads_labels: where labels are -1, they are read
-    with the items. owner: what an error calls the images. rows: (n,) which of array, paths or data these images are.
-    Reading raises BadImage if an image or its label cannot be used.
+    images: a uint8 array (n, H, W, 3), or n paths. labels: n ints, each its class's place in `classes`, or -1 for none;
+    None: no labels. classes: their names; None: the numbers from 0 to the largest label. name: what messages call the
+    images. root: the folder that paths are relative to.
+    array: the images, or None if they are in files. paths: (n,) bytes in one array, which loader workers share.
     """
 
-    def __init__(self, name, labels, classes, array=None, paths=None, root="", data=None, owner=None):
-        self.name, self.owner, self.root = name, owner or name, root
-        self.array, self.paths, self.data, self.reads_labels = array, paths, data, False
-        self.labels, self.classes = np.asarray(labels, np.int64), list(classes)
-        self.rows = np.arange(len(self.labels))
+    def __init__(self, images, labels=None, classes=None, name="own", root=""):
+        in_memory = isinstance(images, np.ndarray) and images.ndim > 1
+        self.array = images if in_memory else None
+        self.paths = None if in_memory else np.array([os.fsencode(path) for path in images])
+        self.name, self.root = name, os.fspath(root)
+        labels = np.full(len(images), -1) if labels is None else np.asarray(labels)
+        self.labels = labels.astype(np.int64, casting="same_kind")
+        most = self.labels.max(initial=-1)
+        self.classes = list(range(most + 1)) if classes is None else list(classes)
+        are_images = not in_memory or (images.dtype == np.uint8 and images.shape[3:] == (3,))
+        if not are_images or len(labels) != len(images) or most >= len(self.classes):
+            fail("an ImageSet has a uint8 array (n, H, W, 3) or n paths, and n labels below the number of classes")
 
     def __len__(self):
         return len(self.labels)
 
     def __str__(self):
-        place = f"{self.name} in {self.root}" if self.root else self.owner
-        memory = "read when needed" if self.array is None else f"{self.array.nbytes / 2**20:.0f} MiB decoded"
-        labels = f"{len(self.classes)} classes" if self.classes else "labels in the items" * self.reads_labels
-        return f"{place}: {len(self)} images ({memory}), {labels or 'no classes'}"
+        return f"{self.name} {self.root}".rstrip() + f", {len(self)} images of {len(self.classes) or 'no'} classes"
 
     def __getitem__(self, i):
-        return self.read(i) if self.array is not None else _recent(self, int(i))
-
-    def read(self, i):
-        """Return an image, decoded now."""
-        if self.array is not None:
-            return self.array[self.rows[i]]
-        return read_image(self.path(i)) if self.data is None else self.item_image(self.own_item(i), i)
-
-    def own_item(self, i):
-        """Return an item of the user's Dataset."""
-        with named(self.where(i)):
-            return with_patience(lambda: self.data[int(self.rows[i])])
-
-    def item(self, i):
-        """Return (image, label)."""
-        if not self.reads_labels or self.labels[i] >= 0:
-            return self[i], int(self.labels[i])
-        item = self.own_item(i)
-        with named(f"the label of {self.where(i)}"):
-            if not isinstance(item, (tuple, list)) or len(item) < 2:
-                raise TypeError(f"found {type(item).__name__}, but an evaluation needs items (image, label)")
-            label = int(np.int64(operator.index(item[1])))
-        return self.item_image(item, i), label
-
-    def item_image(self, item, i):
-        """Return the image of a user's item as uint8 (H, W, 3)."""
-        image = item[0] if isinstance(item, (tuple, list)) and len(item) else item
-        with named(self.where(i)):
-            if isinstance(image, (np.ndarray, torch.Tensor)) and "uint8" in str(image.dtype) and image.ndim in (2, 3):
-                channels = image.shape[2:] if isinstance(image, np.ndarray) else image.shape[:-2]
-                image = to_pil_image(image) if tuple(channels) in ((), (1,), (3,)) else image
-            if isinstance(image, Image.Image):
-                return to_rgb(image)
-            kind = [type(image).__name__, *(str(getattr(image, x)) for x in ("dtype", "shape") if hasattr(image, x))]
-            wanted = "PIL images, uint8 arrays (H, W, 3) or uint8 tensors (3, H, W), alone or as (image, label)"
-            raise TypeError(f"found {' '.join(kind)}, but items are {wanted}")
+        return _recent(self, int(i)) if self.array is None else self.array[i]
 
     def path(self, i):
-        return os.path.join(self.root, os.fsdecode(self.paths[self.rows[i]]))
-
-    def where(self, i):
-        """Return what an error message calls an image."""
-        return self.path(i) if self.paths is not None else f"image {self.rows[i]} of {self.owner}"
+        return os.path.join(self.root, os.fsdecode(self.paths[i]))
 
     def sizes(self, index):
         """Return (n, 2) int64 heights and widths. An image in a file has to be decoded for it."""
         return np.array([self[i].shape[:2] for i in index])
 
     def subset(self, index):
-        """Return the images of the given rows, in that order. No image is copied."""
+        """Return the images of the given rows, in that order."""
         part = copy.copy(self)
-        part.labels, part.rows = self.labels[index], self.rows[index]
+        part.array, part.paths = (None if x is None else x[index] for x in (self.array, self.paths))
+        part.labels = self.labels[index]
         return part
 
     def labelled(self):
-        """Return those of the images that are not known to be without a label."""
-        known = self.labels >= 0
-        return self if self.reads_labels or known.all() else self.subset(np.flatnonzero(known))
+        """Return those of the images that have a label."""
+        return self if (self.labels >= 0).all() else self.subset(np.flatnonzero(self.labels >= 0))
 
     def checksum(self):
         """Return 16 hexadecimal digits that tell whether two image sets are the same. It takes seconds.
 
-        They depend on the labels; of files on all names below the data set's folder, and on the contents of 100; of an
-        array on its shape, and on 1,000 images; of a user's own Dataset on its length only.
+        They depend on the labels; of files on all names below `root`, and on the contents of 100; of an array on its
+        shape, and on 1,000 images.
         """
         digest = hashlib.sha256(self.labels.astype("<i8").tobytes())
         count = min(len(self), 1000 if self.paths is None else 100)
         spread = np.linspace(0, len(self) - 1, count).round().astype(np.int64)
-        if self.paths is not None:
-            digest.update(b"\0".join(self.paths[self.rows].tolist()))
+        if self.paths is None:
+            digest.update(repr(self.array.shape).encode() + self.array[spread].tobytes())
+        else:
+            digest.update(b"\0".join(self.paths.tolist()))
             for path in map(self.path, spread):
-                with named(f"cannot read the image {path}"):
-                    digest.update(hashlib.sha256(with_patience(Path(path).read_bytes)).digest())
-        elif self.array is not None:
-            shape = len(self), *self.array.shape[1:]
-            digest.update(repr(shape).encode() + self.array[self.rows[spread]].tobytes())
+                with reading(path):
+                    digest.update(hashlib.sha256(Path(path).read_bytes()).digest())
         return digest.hexdigest()[:16]
-
-
-@functools.lru_cache(2 * AT_ONCE)  # small: a photograph of 12 megapixels is 36 MB
-def _recent(images, i):
-    return images.read(i)
 
 
 class BadImage(Exception):
@@ -247,44 +191,29 @@ class BadImage(Exception):
 
 
 @contextlib.contextmanager
-def named(where, advice=""):
-    """Inside, every error becomes a BadImage that says where it happened, in the error's own words."""
+def reading(path):
+    """Inside, every error becomes a BadImage that names the file, in the error's own words."""
     try:
         yield
     except Exception as error:  # a damaged image may raise anything
-        raise BadImage(f"{where}: {str(error) or type(error).__name__}{advice}".replace("\n", "\\n")) from error
+        message = f"cannot read the image {path}: {str(error) or type(error).__name__}"
+        raise BadImage(message.replace("\n", "\\n")) from error
 
 
-def with_patience(act):
-    """Return act(). If the disk answers with an error, as a network's may, it is tried twice more, a second apart."""
-    for last in (False, False, True):
-        try:
-            return act()
-        except OSError as error:  # Pillow's own, of damaged images, have no number
-            if last or error.errno in (None, errno.ENOENT, errno.EACCES):
-                raise
-            time.sleep(1)
-
-
-def to_rgb(image):
-    """Return a PIL image of any mode with 8 bits per channel as uint8 (H, W, 3)."""
-    if image.mode.startswith(("I", "F")):  # `convert` would clip them
-        raise ValueError(f"values of mode {image.mode} have no known white: convert it to 8 bits per channel")
-    return np.asarray(image.convert("RGB"))
+@functools.lru_cache(2 * AT_ONCE)  # small: a photograph of 12 megapixels is 36 MB
+def _recent(images, i):
+    return read_image(images.path(i))
 
 
 def read_image(path):
-    """Return an image file as uint8 (H, W, 3), turned as its EXIF says. Raises BadImage if Pillow cannot read it."""
-
-    def read():
-        with Image.open(path) as image:
-            image.load()
-            with contextlib.suppress(Exception):  # an orientation that cannot be read counts as none
-                ImageOps.exif_transpose(image, in_place=True)
-            return to_rgb(image)
-
-    with named(f"cannot read the image {path}", ". tests/tools/check_images.py DIR lists all such images"):
-        return with_patience(read)
+    """Return an image file as uint8 (H, W, 3), turned as its EXIF says. Raises BadImage if it cannot be read."""
+    with reading(path), Image.open(path) as image:
+        image.load()
+        with contextlib.suppress(Exception):  # an orientation that cannot be read counts as none
+            ImageOps.exif_transpose(image, in_place=True)
+        if image.mode.startswith(("I", "F")):  # `convert` would clip them
+            raise ValueError(f"values of mode {image.mode} have no known white: convert it to 8 bits per channel")
+        return np.asarray(image.convert("RGB"))
 
 
 def _square(x):
@@ -349,106 +278,64 @@ def make_patterns(count, size, seed):
     return images, labels
 
 
-def entries(folder, above=()):
-    """Yield (name, kind) of all in a folder, by name. kind: "folder", "image", or what it is that is passed over.
+def find_images(folder, above=()):
+    """Yield the paths of all images below a folder: its own first, then those of its folders, by name.
 
-    above: the folders in which this one is being listed. A link to one of them, or to a folder that holds it, is not
-    followed. Only regular files are images, or a named pipe would be waited for.
+    Hidden names and a NAS's thumbnails (@eaDir) are passed over. A link to a folder that holds it is not followed.
+    above: the real paths of the folders in which this one is being listed.
     """
-    inside = [os.path.join(os.path.realpath(path), "") for path in (folder, *above)]
+    above, folders = (*above, Path(folder).resolve()), []
     for entry in sorted(os.scandir(folder), key=lambda entry: entry.name):
-        if entry.name[0] == "." or entry.name == "@eaDir":  # a NAS's thumbnails
-            kind = "hidden"
-        elif entry.is_file():
-            kind = "image" if entry.name.lower().endswith(EXTENSIONS) else "no image"
-        elif entry.is_dir():
-            target = os.path.join(os.path.realpath(entry.path), "")
-            kind = "link back" if any(path.startswith(target) for path in inside) else "folder"
-        else:
-            kind = "no regular file" if os.path.exists(entry.path) else "link to nowhere"
-        yield entry.name, kind
-
-
-def visible(folder, above=()):
-    """Return the names of the folders and of the images in a folder, sorted; see `entries`.
-
-    Exits with an error message if it has a link that leads nowhere, as one to a disk that is not mounted.
-    """
-    names = {"folder": [], "image": []}
-    for name, kind in entries(folder, above):
-        if kind == "link to nowhere":
-            fail(f"{os.path.join(folder, name)} is a link that leads nowhere: mount its disk, or remove the link")
-        names.setdefault(kind, []).append(name)
-    return names["folder"], names["image"]
-
-
-def list_images(folder, above=()):
-    """Yield the paths of all images below a folder: its own first. above: the folders in which it is being listed."""
-    folders, images = visible(folder, above)
-    yield from (os.path.join(folder, name) for name in images)
-    for name in folders:
-        yield from list_images(os.path.join(folder, name), (folder, *above))
-
-
-def class_folders(folder):
-    """Return the names of the class folders; none in a folder of images. Exits with an error message if it has both."""
-    folders, images = visible(folder)
-    if folders and images:
-        found = f"the folder {folders[0]!a} beside the image {images[0]!a}"
-        fail(f"{folder} has {found}: give one folder per class, or only images, which are then without labels")
-    return folders
+        if entry.name[0] == "." or entry.name == "@eaDir":
+            continue
+        if entry.is_dir():
+            target = Path(entry.path).resolve() if entry.is_symlink() else None
+            if target is None or not any(path.is_relative_to(target) for path in above):
+                folders.append(entry.path)
+        elif entry.is_file():  # not a named pipe, which would be waited for
+            if entry.name.lower().endswith(EXTENSIONS):
+                yield entry.path
+        elif not os.path.exists(entry.path):  # a class on a disk that is not mounted would be left out in silence
+            fail(f"{entry.path} is a link that leads nowhere: mount its disk, or remove the link")
+    for path in folders:
+        yield from find_images(path, above)
 
 
 def list_folder(name, root, part, unlabeled):
-    """Return the images of root/part: (paths (n,) bytes below root, labels (n,) int64, class names).
+    """Return the images of root/part: (paths below root, labels, names of the classes, which are its folders).
 
-    part: train, val or test, with the same class folders as train/ or, without labels, with none; or "" for all of root
-    without labels. unlabeled: add the images of root/unlabeled. Exits with an error message if the folders are others.
+    part: train, val, test, or "" for all images of root, without labels. unlabeled: add those of root/unlabeled.
     """
-    named = visible(root)[0]
-    if odd := [p for p in named if (p.lower() in PARTS and p not in PARTS) or (not part and p.lower() in SPLITS)]:
-        fail(f"{root} has {'/, '.join(odd)}/: name them train/, and val/ or test/ beside it, in small letters")
-    folder = os.path.join(root, part) if part else root
-    classes, trained = (class_folders(f) if part else [] for f in (folder, os.path.join(root, "train")))
-    if name == "imagenet100" and set(IMAGENET100) <= set(trained):
-        classes, trained = ([c for c in names if c in IMAGENET100] for names in (classes, trained))
-    if odd := sorted(set(classes) ^ set(trained)):
-        counts = [f"{len(names) or 'no'} class folders in" for names in (trained, classes)]
-        found = f"{counts[0]} {root}/train, {counts[1]} {folder}; not in both: {', '.join(map(ascii, odd[:5]))}"
-        fail(f"{found}. Give both one folder per class, by the same names")
-    trees = [(label, os.path.join(folder, c)) for label, c in enumerate(classes)] or [(-1, folder)]
-    if unlabeled and "unlabeled" in named:
-        trees.append((-1, os.path.join(root, "unlabeled")))
-    paths, labels = [], []
-    for label, tree in trees:
-        found = [os.fsencode(path[len(os.path.join(root, "")) :]) for path in list_images(tree, (folder,))]
-        if not found:
-            fail(f"no image in {tree}: an image's name ends in one of {' '.join(EXTENSIONS)}")
-        paths += found
-        labels += [label] * len(found)
-    return np.array(paths), np.array(labels), classes
+    top = os.path.join(root, part, "")
+    found = [path[len(top) :] for path in find_images(top)]
+    folders = [path.split(os.sep)[0] if part and os.sep in path else "" for path in found]
+    classes = sorted({*folders} - {""})
+    if not found or (classes and "" in folders):
+        fail(f"{top} needs one folder per class, or only images: {' '.join(EXTENSIONS)}")
+    if name == "imagenet100" and classes:
+        if set(IMAGENET100) <= {*classes}:
+            classes = sorted(IMAGENET100)
+        elif len(classes) != len(IMAGENET100):
+            lacking = sorted(set(IMAGENET100) - {*classes})
+            fail(f"{root}: {len(classes)} classes, without {lacking[0]}: imagenet100 needs its classes, or 100 others")
+    number = {folder: label for label, folder in enumerate(classes)} or {"": -1}
+    paths = [os.path.join(part, path) for path, folder in zip(found, folders, strict=True) if folder in number]
+    labels = [number[folder] for folder in folders if folder in number]
+    if unlabeled:
+        paths += [path[len(os.path.join(root, "")) :] for path in find_images(os.path.join(root, "unlabeled"))]
+        labels += [-1] * (len(paths) - len(labels))
+    return paths, labels, classes
 
 
 def decode_all(images):
     """Return the images as one array (n, H, W, 3), or None if they are not all of one size."""
-    shape = images.read(0).shape
-    array = np.empty((len(images), *shape), np.uint8)
-    starts = range(0, len(images), 1000)
-
-    def decode(start):
-        for i in range(start, min(start + starts.step, len(images))):
-            if (image := images.read(i)).shape != shape:
-                return False
-            array[i] = image
-        return True
-
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        for start, fits in zip(starts, pool.map(decode, starts), strict=True):
-            if not fits:
-                pool.shutdown(cancel_futures=True)
-                return None
-            if start:
-                progress(f"reading images: {start} of {len(images)}")
+    array = np.empty((len(images), *images[0].shape), np.uint8)
+    for i in range(len(images)):
+        if (image := images[i]).shape != array.shape[1:]:
+            return None
+        array[i] = image
+        if i % 1000 == 0:
+            progress(f"reading images: {i} of {len(images)}")
     return array
 
 
@@ -457,14 +344,10 @@ def read_folder(name, root, part="", cache=True, unlabeled=False):
 
     cache: images of one size of up to 96 px are decoded at once, if they take no more than IN_MEMORY.
     """
-    root = os.fspath(root)
-    try:
-        paths, labels, classes = from_first(lambda: list_folder(name, root, part, unlabeled))
-        images = ImageSet(name, labels, classes, None, paths, root)
-        if cache and max((first := images.read(0)).shape) <= 96 and len(images) * first.nbytes <= IN_MEMORY:
-            images.array = decode_all(images)
-    except (BadImage, OSError) as error:
-        fail(str(error))
+    paths, labels, classes = from_first(lambda: list_folder(name, os.fspath(root), part, unlabeled))
+    images = ImageSet(paths, labels, classes, name, root)
+    if cache and max((first := images[0]).shape) <= 96 and len(images) * first.nbytes <= IN_MEMORY:
+        images.array = decode_all(images)
     return images
 
 
@@ -475,84 +358,71 @@ def load_images(name, data_dir=None, train=True, size=32, cache=True, unlabeled=
     Returns an ImageSet, or None where train is False and there is no test set. Downloads only into the folder data/, an
     empty folder, or one with torchvision's files.
     """
-    root = Path(data_dir or "data")
-    if data_dir is None and name in ("imagenet", "imagenet100", "folder"):
-        fail(f"--dataset {name} needs --data-dir DIR. For labels, DIR has train/ and val/, with one folder per class")
-    if data_dir is not None:
-        if not root.is_dir():
-            fail(f"--data-dir {data_dir} {'is not a folder' if root.exists() else 'does not exist'}")
-        if (root / "train").is_dir():
-            part = next((p for p in (("train",) if train else ("val", "test")) if (root / p).is_dir()), None)
-            return read_folder(name, root, part, cache, unlabeled and train) if part else None
-        if name == "folder":
-            return read_folder(name, root, "", cache) if train else None
-        if name in ("patterns", "imagenet", "imagenet100"):
-            fail(f"--data-dir {data_dir} has no train/ with one folder per class: --dataset folder takes any images")
-        if not _may_download(root):
-            fail(f"--data-dir {data_dir} has neither train/ nor torchvision's files of {name}: give an empty folder")
+    if data_dir is not None and not os.path.isdir(data_dir):
+        fail(f"--data-dir {data_dir} {'is not a folder' if os.path.exists(data_dir) else 'does not exist'}")
+    names = [entry.name for entry in os.scandir(data_dir) if entry.is_dir()] if data_dir else []
+    if "train" in names:
+        others = [n for n in names if n not in PARTS and n[0] != "." and next(find_images(Path(data_dir, n)), None)]
+        if others:
+            fail(f"{data_dir} has images in {', '.join(others)}: beside train/ only val/, test/, unlabeled/ are read")
+        part = "train" if train else "val" if "val" in names else "test"
+        more = unlabeled and train and "unlabeled" in names
+        return read_folder(name, data_dir, part, cache, more) if part in names else None
+    if data_dir and name == "folder":
+        if odd := [n for n in names if n.lower() in ("train", "training", "val", "validation", "test", "testing")]:
+            fail(f"{data_dir} has {', '.join(odd)}: name them train/, and val/ or test/ beside it")
+        return read_folder(name, data_dir, "", cache) if train else None
+    if name in ("imagenet", "imagenet100", "folder") or (data_dir and name == "patterns"):
+        fail(f"--dataset {name}: give --data-dir DIR with train/, and val/ or test/, and one folder per class in each")
     if name == "patterns":
         array, labels = make_patterns(4096, size, seed=0) if train else make_patterns(1024, size, seed=1)
-        return ImageSet(name, labels, PATTERNS, array)
-    return _load_torchvision(name, root, train, unlabeled)
-
-
-def _may_download(root):
-    """True for the default folder, an empty one (but for hidden files), and one with files of torchvision's."""
-    names = {path.name for path in root.iterdir() if path.name[0] != "."}
-    known = torchvision.datasets.CIFAR10, torchvision.datasets.CIFAR100, torchvision.datasets.STL10
-    return root == Path("data") or not names or any({d.base_folder, d.filename} & names for d in known)
+        return ImageSet(array, labels, PATTERNS, name)
+    return _load_torchvision(name, data_dir or "data", train, unlabeled)
 
 
 def _load_torchvision(name, root, train, unlabeled):
+    there = [entry for entry in os.listdir(root) if entry[0] != "."] if os.path.isdir(root) else []
+    if there and root != "data" and not any(entry.startswith(("cifar", "stl10")) for entry in there):
+        fail(f"--data-dir {root} has neither train/ nor torchvision's files of {name}: give an empty folder to fill")
     split = {"train": train}
     if name == "stl10":
         split = {"split": ("train+unlabeled" if unlabeled else "train") if train else "test"}
     try:
         for turn in range(3):  # the first process of all downloads, then each node's first; the others find the files
             if turn == sum(os.environ.get(name, "0") != "0" for name in ("RANK", "LOCAL_RANK")):
-                with contextlib.redirect_stdout(sys.stderr):
-                    data = getattr(torchvision.datasets, name.upper())(str(root), download=True, **split)
+                data = getattr(torchvision.datasets, name.upper())(root, download=True, **split)
             if dist.is_initialized():
                 dist.barrier()
     except (OSError, RuntimeError) as error:
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        reason = " ".join(str(error).split())
         fail(f"cannot get {name} into {root} ({reason}): connect, or give --data-dir with train/ and test/ folders")
-    array = data.data.transpose(0, 2, 3, 1) if name == "stl10" else data.data
-    return ImageSet(name, data.labels if name == "stl10" else data.targets, data.classes, np.ascontiguousarray(array))
+    if name == "stl10":
+        return ImageSet(data.data.transpose(0, 2, 3, 1), data.labels, data.classes, name)
+    return ImageSet(data.data, data.targets, data.classes, name)
 
 
-def own_images(train, test):
-    """Return a user's Datasets as ImageSets; their labels are asked for if there is a test set, which may be None.
+def check_labels(train, test):
+    """Exit with an error message unless both sets have labels, of the same classes, two of them at least."""
+    trained = np.unique(train.labels[train.labels >= 0])
+    if test is None or len(trained) < 2 or not np.isin(trained, test.labels).any():
+        layout = "--data-dir with train/ and val/ or test/, each with one folder per class"
+        fail(f"judging needs a training and a test set with labels of two classes: {layout}")
+    if train.classes != test.classes:
+        odd = sorted({*map(str, train.classes)} ^ {*map(str, test.classes)})
+        fail(f"the classes of {train} and of {test} are not the same: {', '.join(odd[:5])}")
 
-    No item is read here: a Dataset that opens a file would share one position in it between the workers of a loader.
-    Exits with an error message if they are no map-style Datasets.
-    """
-    sets = []
-    for data, owner in ((train, "your training data set"), (test, "your test data set")):
-        if data is None and sets:
-            return sets[0], None
-        kind = type(data)
-        is_stream = isinstance(data, torch.utils.data.IterableDataset)
-        if is_stream or not hasattr(kind, "__len__") or not hasattr(kind, "__getitem__"):
-            fail(f"{owner} is of type {kind.__name__}: give a map-style Dataset, with __len__ and __getitem__")
-        if not len(data):
-            fail(f"{owner} is empty: its length is 0")
-        names = getattr(data, "classes", ()) if test is not None else ()
-        names = names if isinstance(names, Collection) else ()  # it may be a number
-        images = ImageSet("own", np.full(len(data), -1), names, data=data, owner=owner)
-        images.reads_labels = test is not None
-        sets.append(images)
-    train, test = sets
-    if train.classes and test.classes and train.classes != test.classes:
-        fail("your training and test data sets have different `classes`: the names and their order have to be the same")
-    return train, test
+
+def are_own(train, test):
+    """Return True if these are a user's own images: an ImageSet to train on, and perhaps one to test on."""
+    if train is None and test is None:
+        return False
+    if not isinstance(train, ImageSet) or not isinstance(test, (ImageSet, type(None))):
+        fail("your own images are common.ImageSet(images, labels), to train on and, perhaps, to test on")
+    return True
 
 
 def demo(args, images):
-    """Return the line that a training on generated images begins and ends with: how to train on others. "" on others.
-
-    The line is for images that were generated, with which a script can be tried without data.
-    """
+    """Return the line with which a training on generated images begins and ends: how to train on others. Else ""."""
     if images.name != "patterns" or images.root:
         return ""
     command = f"python {args.method}.py --dataset cifar10"
@@ -562,16 +432,16 @@ def demo(args, images):
 
 
 def open_images(args, train=None, test=None):
-    """Return the images that the flags name, or a user's own: (training images, test images or None).
+    """Return the images of a training, the flags' or a user's own: (training images, test images or None).
 
-    Exits with an error message if there are none, or too few for one batch.
+    Without labels there are no test images. Exits with an error message if there are too few images for one batch.
     """
-    if train is not None or test is not None:
-        train, test = own_images(train, test)
-    else:
-        options = dict(size=args.image_size, cache=not args.no_cache)
+    if not are_own(train, test):
+        options = dict(size=args.image_size, cache=args.cache)
         train = load_images(args.dataset, args.data_dir, True, unlabeled=True, **options)
         test = load_images(args.dataset, args.data_dir, False, **options) if len(train.classes) > 1 else None
+    if test is not None:
+        check_labels(train, test)
     if len(train) < args.batch_size:
         fail(f"{len(train)} images are fewer than one batch: give --batch-size {len(train)} or less")
     if line := demo(args, train):
@@ -615,7 +485,7 @@ def random_resized_crop(sizes, area, aspect, position, ratio, whole=False):
     fits, it is the centre crop whose aspect ratio is nearest to `ratio` (lowest, highest) or, with `whole`, the whole
     image.
     """
-    height, width = (sizes[:, i].astype(np.float64) for i in (0, 1))
+    height, width = sizes.astype(np.float64).T
     target = area * (height * width)[:, None]
     w, h = np.rint(np.sqrt(target * aspect)), np.rint(np.sqrt(target / aspect))
     fits = (w > 0) & (h > 0) & (w <= width[:, None]) & (h <= height[:, None])
@@ -654,12 +524,12 @@ def draw_view(view, sizes, draws, area=None, position=None, sigma=None, blur_coi
     aspects = np.exp(between(*np.log(view.ratio), own["aspect"]))
     boxes = random_resized_crop(sizes, areas, aspects, choose(position, own["position"]), view.ratio, view.whole)
 
-    jittered = own["jitter_coin"] < view.jitter_p
+    jittered, (*most, most_hue) = own["jitter_coin"] < view.jitter_p, view.jitter
     factors = [
-        np.where(jittered, between(max(0, 1 - most), 1 + most, own[name]), 1)
-        for name, most in zip(("brightness", "contrast", "saturation"), view.jitter, strict=False)
+        np.where(jittered, between(max(0, 1 - m), 1 + m, own[name]), 1)
+        for name, m in zip(("brightness", "contrast", "saturation"), most, strict=True)
     ]
-    hue = np.where(jittered, view.jitter[3] * (2 * own["hue"] - 1), 0)
+    hue = np.where(jittered, most_hue * (2 * own["hue"] - 1), 0)
     blurred = choose(blur_coin, own["blur_coin"]) < view.blur_p
     sigmas = np.where(blurred, choose(sigma, between(*view.blur_sigma, own["sigma"])), 0)
     gray, solarized = own["gray_coin"] < view.gray_p, own["solarize_coin"] < view.solarize_p
@@ -709,18 +579,16 @@ class ViewDataset(Dataset):
         parts = [self.cut_views(index[i : i + count], draws[i : i + count]) for i in range(0, len(index), count)]
         views, colours = zip(*parts, strict=True)
         views = [torch.from_numpy(np.concatenate(view)).permute(0, 3, 1, 2) for view in zip(*views, strict=True)]
-        colours = np.concatenate([np.stack(colour, 1) for colour in colours])
-        return {"views": views, "colour": torch.from_numpy(colours), "index": torch.from_numpy(index)}
+        return {"views": views, "colour": torch.from_numpy(np.concatenate(colours)), "index": torch.from_numpy(index)}
 
     def cut_views(self, index, draws):
-        """Return the views of some images: ([uint8 (n, S, S, 3), ...], [colours (n, 9), ...])."""
+        """Return the views of some images: ([uint8 (n, S, S, 3), ...], colours (n, views, 9))."""
         cuts, colours = self.draw(index, self.images.sizes(index), draws)
         views = []
         for rows, boxes, size in cuts:
-            images = map(self.images.__getitem__, rows.tolist())
-            squares = [cut(*pair, size, self.interpolation) for pair in zip(images, boxes, strict=True)]
+            squares = [cut(self.images[i], box, size, self.interpolation) for i, box in zip(rows, boxes, strict=True)]
             views.append(np.stack(squares))
-        return views, colours
+        return views, np.stack(colours, 1)
 
 
 class EpochSampler:
@@ -748,10 +616,10 @@ class EpochSampler:
 
 
 def workers_of(args, device):
-    """--workers, or what suits: none beside a CPU that trains; up to 12 per training process for a GPU."""
+    """--workers, or what suits: none beside a CPU that trains; for a GPU its process's share of the cores, up to 24."""
     if args.workers is not None or device.type != "cuda" or sys.platform != "linux":  # there workers are not forked
         return args.workers or 0
-    return min(12, len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE") or 1))
+    return min(24, len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
 
 
 def _start_worker(_):
@@ -776,10 +644,6 @@ class Loader(DataLoader):
 
     def __init__(self, data, device, workers=0, **options):
         if workers:
-            if len(tempfile.gettempdir()) > 70:  # workers would wait for ever: a socket's path has at most 107 bytes
-                fail(
-                    f"TMPDIR {tempfile.gettempdir()} is too long for loader workers: give a shorter one, or --workers 0"
-                )
             atexit.register(end_workers)
             method = "fork" if sys.platform == "linux" else None  # forked workers share the decoded images
             options |= dict(num_workers=workers, multiprocessing_context=method, worker_init_fn=_start_worker)
@@ -797,7 +661,7 @@ class Loader(DataLoader):
         except BadImage as error:  # from a worker, with its traceback before the message
             raise BadImage(str(error).strip().splitlines()[-1].removeprefix("common.BadImage: ")) from None
         except RuntimeError as error:
-            if not str(error).startswith("DataLoader "):  # that a worker was killed, perhaps for its memory, or waits
+            if not str(error).startswith("DataLoader "):  # a worker was killed, perhaps for its memory, or waits
                 raise
             reason = str(error).splitlines()[0]
             raise BadImage(f"no batch from the loader ({reason}): give fewer --workers, or more memory") from error
@@ -808,11 +672,8 @@ def make_loader(args, images, views, device, draw=None, extra_draws=0):
 
     `loader.batch_sampler.set_epoch` chooses the epoch. The workers live as long as the run.
     """
-    if device.type == "cpu" and not args.arch.endswith(("_micro", "_mini", "own")):
-        say(f"note: {args.arch} is an encoder for GPUs, slow on a CPU. README, Run it, has commands for a laptop")
     data = ViewDataset(images, views, args.seed, args.interpolation, draw, extra_draws)
-    sampler = EpochSampler(len(images), args.batch_size, args.seed)
-    workers = workers_of(args, device)
+    sampler, workers = EpochSampler(len(images), args.batch_size, args.seed), workers_of(args, device)
     options = dict(batch_sampler=sampler, collate_fn=default_convert, persistent_workers=workers > 0)
     return Loader(data, device, workers, **options)
 
@@ -833,14 +694,14 @@ def adjust(name, x, factor):
     return ADJUSTMENTS[name](x, _per_image(factor, x)).clamp_(0, 1)
 
 
-def adjust_hue(x, hue_factor):
+def adjust_hue(x, factor):
     """Rotate each image's hue by its factor (N,) in [-0.5, 0.5] turns. Value and saturation stay."""
     value, low = x.amax(1), x.amin(1)
     chroma = value - low
     r, g, b = x.unbind(1)
     safe = torch.where(chroma > 0, chroma, 1)
     sixth = torch.where(value == r, (g - b) / safe, torch.where(value == g, 2 + (b - r) / safe, 4 + (r - g) / safe))
-    sixth = sixth + 6 * _per_image(hue_factor, x)[:, 0]
+    sixth = sixth + 6 * _per_image(factor, x)[:, 0]
     # A channel is value - chroma * clamp(min(k, 4 - k), 0, 1), k = (offset + sixths of a turn) mod 6.
     k = (sixth.unsqueeze(1) + torch.arange(5, 0, -2, dtype=x.dtype, device=x.device).view(1, 3, 1, 1)) % 6
     return value.unsqueeze(1) - chroma.unsqueeze(1) * torch.minimum(k, 4 - k).clamp_(0, 1)
@@ -871,8 +732,9 @@ def normalize(x, mean, std):
     return (x - _constant(tuple(mean), x.dtype, x.device)) / _constant(tuple(std), x.dtype, x.device)
 
 
-def _on(x, rows, function, *parameters):
-    """Apply a function to the given rows of a batch, in place. If these are all rows, nothing is copied."""
+def _on(x, which, function, *parameters):
+    """Apply a function to the images for which `which` (N,) is not 0, in place. If these are all, nothing is copied."""
+    rows = torch.nonzero(which).flatten()
     if len(rows) == len(x):
         return function(x, *parameters)
     if len(rows):
@@ -889,19 +751,15 @@ def colour(x, parameters):
     """
     x, moved = x.float().div_(255), parameters.to(x.device, non_blocking=True).float()
     p, on = (dict(zip(COLOUR, table.float().unbind(1), strict=True)) for table in (parameters, moved))
-    jittered = (parameters[:, :4] != torch.tensor([1.0, 1, 1, 0])).any(1, keepdim=True)
-    steps = ORDERS[p["order"].long()]  # (N, 4): which of the four comes first, second, ...
-    # Hue costs most, so it is changed for all images at once, in turn 0. What comes before it has turns below 0.
-    turns = torch.arange(4) - (steps == 3).long().argmax(1, keepdim=True)
+    jittered = (parameters[:, :4] != torch.tensor([1.0, 1, 1, 0])).any(1)
+    order = ORDERS[p["order"].long()]  # (N, 4): which of the four comes first, second, ...
     functions = *(functools.partial(adjust, name) for name in ADJUSTMENTS), adjust_hue
-    for turn, (step, function) in itertools.product(range(-3, 4), enumerate(functions)):
-        rows = torch.nonzero((jittered & (steps == step) & (turns == turn)).any(1)).flatten()
-        x = _on(x, rows, function, on[COLOUR[step]])
-    x = _on(x, torch.nonzero(p["gray"]).flatten(), lambda v: rgb_to_grayscale(v).repeat(1, 3, 1, 1))
-    blur = functools.partial(gaussian_blur, largest=p["sigma"].max().item())
-    x = _on(x, torch.nonzero(p["sigma"]).flatten(), blur, on["sigma"])
-    x = _on(x, torch.nonzero(p["solarize"]).flatten(), lambda v: solarize(v, 0.5))
-    return _on(x, torch.nonzero(p["flip"]).flatten(), lambda v: v.flip(-1))
+    for turn, (step, function) in itertools.product(range(4), enumerate(functions)):
+        x = _on(x, jittered & (order[:, turn] == step), function, on[COLOUR[step]])
+    x = _on(x, p["gray"], lambda v: rgb_to_grayscale(v).repeat(1, 3, 1, 1))
+    x = _on(x, p["sigma"], functools.partial(gaussian_blur, largest=p["sigma"].max().item()), on["sigma"])
+    x = _on(x, p["solarize"], lambda v: solarize(v, 0.5))
+    return _on(x, p["flip"], lambda v: v.flip(-1))
 
 
 def colour_views(batch, device, memory_format=torch.channels_last, norm=None):
@@ -921,40 +779,27 @@ def colour_views(batch, device, memory_format=torch.channels_last, norm=None):
 
 
 def check_picture(path):
-    """Return `path`, if a picture may be written there: to a new name in .png, or over another PNG.
-
-    Exits with an error message otherwise. It may be the type of a flag.
-    """
-    is_png = Path(path).is_file() and Path(path).read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
-    if Path(path).suffix.lower() != ".png" or (Path(path).exists() and not is_png):
+    """Exit with an error message unless a picture may be written there: to a new name in .png, or over another PNG."""
+    path = Path(path)
+    is_png = path.is_file() and path.read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
+    if path.suffix.lower() != ".png" or (path.exists() and not is_png):
         fail(f"{path} is no place for a picture: give a new name that ends in .png, or that of a PNG")
-    return path
 
 
-def save_grid(path, rows, labels):
-    """Write rows of images as one PNG. rows: list of (n, 3, H, H) float in [0, 1]; labels: a text per row."""
+def save_views(path, views, names):
+    """Write --show-views' picture: a row per view, with its name and its first twelve images (n, 3, H, W) in [0, 1]."""
     check_picture(path)
-    size, gap = max(row.shape[-1] for row in rows), 6
-    side = size * max(1, 96 // size)
-    font = ImageFont.load_default(12)
-    left = 2 * gap + int(max(map(font.getlength, labels)))
-    width = left + max(len(row) for row in rows) * (side + gap)
-    sheet = Image.new("RGB", (width, gap + len(rows) * (side + gap)), "white")
-    draw = ImageDraw.Draw(sheet)
-    for r, row in enumerate(rows):
-        top = gap + r * (side + gap)
-        draw.text((gap, top + side // 2), labels[r], "black", font, "lm")
-        for c, image in enumerate(row):
-            picture = to_pil_image(image.detach().cpu().clamp(0, 1).mul(255).round().byte())
-            sheet.paste(picture.resize((side, side), Image.Resampling.NEAREST), (left + c * (side + gap), top))
+    side, font = max(96, *(view.shape[-1] for view in views)), ImageFont.load_default(12)
+    rows = [F.interpolate(view[:12].float().cpu(), side) for view in views]
+    grid = to_pil_image(torchvision.utils.make_grid(torch.cat(rows), len(rows[0]), pad_value=1.0))
+    left = 12 + int(max(map(font.getlength, names)))  # the names stand in a column before the rows
+    sheet = Image.new("RGB", (left + grid.width, grid.height), "white")
+    sheet.paste(grid, (left, 0))
+    for i, name in enumerate(names):
+        ImageDraw.Draw(sheet).text((6, (i + 0.5) * grid.height / len(names)), name, "black", font, "lm")
     if rank_and_world()[0] == 0:
         write_whole(path, lambda temporary: sheet.save(temporary, "PNG"))
     say(f"picture written to {path}")
-
-
-def save_views(path, views, labels):
-    """Write --show-views' picture: a row per view, with its first twelve images (n, 3, H, W) in [0, 1]."""
-    save_grid(path, [view[:12] for view in views], labels)
 
 
 # ---------------------------------------------------------------- 3. evaluation
@@ -976,7 +821,7 @@ def exact_products():
 
 
 class CentreCrops(Dataset):
-    """Images as an evaluation sees them: (uint8 (3, size, size), label).
+    """Images as an evaluation sees them: uint8 (3, size, size).
 
     An image of another size is resized until its shorter side is 256/224 of `size`, and its centre is cut.
     """
@@ -985,42 +830,38 @@ class CentreCrops(Dataset):
         self.images, self.size, self.interpolation = images, size, interpolation
 
     def __getitem__(self, i):
-        image, label = self.images.item(i)
+        image = self.images[i]
         height, width = image.shape[:2]
         if (height, width) != (self.size, self.size):
             side = min(height, width) * 224 / 256
             image = cut(image, ((height - side) / 2, (width - side) / 2, side, side), self.size, self.interpolation)
-        return torch.from_numpy(np.array(image)).permute(2, 0, 1), label
+        return torch.from_numpy(np.array(image)).permute(2, 0, 1)
 
 
 @torch.no_grad()
 def extract_features(encoder, images, info, device, batch_size=256, workers=0, amp=False, whole=True, what="features"):
-    """Return features and labels of all images, ((n, width) float32, (n,) int64), in order, on the CPU.
+    """Return the features of all images in order, (n, width) float32 on the CPU.
 
     encoder: maps (N, 3, H, W) to (N, width), and is on the device; it is used in evaluation mode. images: an ImageSet.
     info: image_size, mean, std and interpolation, as in backbone.pt. batch_size: of each process. amp: encode in bf16.
     whole: all rows on every process; False: the rows only that this process encodes (`own_rows`). what: what the
-    progress line calls it. A label is -1 where there is none.
-    No gradient. Exits with an error message if a feature is not finite.
+    progress line calls it. No gradient. Exits with an error message if a feature is not finite.
     """
     mine = own_rows(torch.arange(len(images)))
     crops = CentreCrops(images, info["image_size"], info["interpolation"])
     crops = torch.utils.data.Subset(crops, mine.tolist() or [0])  # a process without images encodes one, for the width
-    features, labels = [], []
+    features = []
     with evaluation_mode(encoder):
-        for i, (batch, label) in enumerate(Loader(crops, device, workers, batch_size=batch_size)):
+        for i, batch in enumerate(Loader(crops, device, workers, batch_size=batch_size)):
             done = min(i * batch_size * rank_and_world()[1], len(images))  # by all processes, which are about as fast
             progress(f"{what}: {done} of {len(images)} images")
             x = normalize(batch.to(device, non_blocking=True).float().div_(255), info["mean"], info["std"])
             with torch.autocast(device.type, torch.bfloat16, enabled=amp):
                 features.append(encoder(x).flatten(1).float().cpu())
-            labels.append(label)
-    features, labels = (torch.cat(parts)[: len(mine)] for parts in (features, labels))
-    odd = mine[~features.isfinite().all(1)].tolist()
-    first = min(from_all(odd[0] if odd else len(images)))
-    if first < len(images):
-        fail(f"the encoder's features of {images.where(first)} are not finite")
-    return (gather_uneven(features), gather_uneven(labels)) if whole else (features, labels)
+    features = torch.cat(features)[: len(mine)]
+    if not all(from_all(bool(features.isfinite().all()))):
+        fail(f"the encoder's features of {images} are not all finite")
+    return gather_uneven(features) if whole else features
 
 
 @torch.no_grad()
@@ -1037,7 +878,7 @@ def knn_predict(train_x, train_y, test_x, k, temperature, num_classes):
     """
     bank, queries = (F.normalize(x.float(), dim=1) for x in (train_x, test_x))
     train_y, ks = train_y.to(bank.device), [k] if isinstance(k, int) else k
-    longest = int(gather_uneven(torch.tensor([len(bank)])).max())  # all processes take the same chunks
+    longest = max(from_all(len(bank)))  # all processes take the same chunks
     predicted, done = [], 0
     for chunk in queries.split(max(1, 2**26 // max(longest, num_classes))):
         progress(f"neighbours: found for {done} of {len(queries)} images")
@@ -1053,29 +894,16 @@ def knn_predict(train_x, train_y, test_x, k, temperature, num_classes):
     return predicted[0] if isinstance(k, int) else predicted
 
 
-def check_labels(train_y, test_y):
-    """Exit with an error message if labels (n,) of training and (m,) of test images are of fewer than two classes.
+def knn_scores(train_x, train, test_x, test, ks, temperature):
+    """Return the top-1 accuracies in percent: {"knn20_top1": ...} for each k.
 
-    -1 means no label. If no test image is of a class that was trained, that is an error, too.
+    train_x: this process's rows (`own_rows`) of the features of `train`. test_x: all features of `test`. All images
+    have labels. The rest is as in `knn_predict`.
     """
-    known = train_y[train_y != -1].unique()
-    if len(known) < 2 or not torch.isin(test_y, known).any():
-        fail("an evaluation needs labels of two classes to train on, and of these to test on; -1 means no label")
-
-
-def knn_accuracy(train_x, train_y, test_x, test_y, ks, temperature):
-    """Return the top-1 accuracy in percent of several k: {k: float}.
-
-    train_y (n,), test_y (m,): int64, any labels; -1 does not vote and is not counted. The rest is as in `knn_predict`.
-    Exits with an error message as `check_labels` does.
-    """
-    voting, counted = train_y != -1, test_y != -1
-    classes = gather_uneven(train_y[voting].unique()).unique()
-    check_labels(classes, test_y)
-    train_x, train_y = train_x[voting.to(train_x.device)], torch.searchsorted(classes, train_y[voting])
-    predicted = knn_predict(train_x, train_y, test_x, ks, temperature, len(classes))
-    right = (classes[predicted] == test_y)[:, counted].sum(1).tolist()
-    return {k: 100 * number / int(counted.sum()) for k, number in zip(ks, right, strict=True)}
+    train_y, test_y = own_rows(torch.from_numpy(train.labels)), torch.from_numpy(test.labels)
+    predicted = knn_predict(train_x, train_y, test_x, ks, temperature, len(train.classes))
+    right = (predicted == test_y).sum(1).tolist()
+    return {f"knn{k}_top1": 100 * number / len(test_y) for k, number in zip(ks, right, strict=True)}
 
 
 def knn_record(args, encoder, train, test, device):
@@ -1083,11 +911,11 @@ def knn_record(args, encoder, train, test, device):
 
     The bank is the labelled training images, without augmentation.
     """
+    train, test = train.labelled(), test.labelled()
     options = dict(info=encoder_info(args), device=device, workers=workers_of(args, device), amp=args.amp == "bf16")
-    x, y = extract_features(encoder, train.labelled(), whole=False, what="features, train", **options)
-    test_x, test_y = extract_features(encoder, test.labelled(), what="features, test", **options)
-    found = knn_accuracy(x.to(device), y, test_x.to(device), test_y, (20, 200), 0.07)
-    return {f"knn{k}_top1": percent for k, percent in found.items()}
+    train_x = extract_features(encoder, train, whole=False, what="features, train", **options)
+    test_x = extract_features(encoder, test, what="features, test", **options)
+    return knn_scores(train_x.to(device), train, test_x.to(device), test, (20, 200), 0.07)
 
 
 @torch.no_grad()
@@ -1108,17 +936,16 @@ def embedding_health(q):
 def open_encoder(args, module=None):
     """Return (device, the encoder to judge, in evaluation mode, info). Joins torchrun's process group, if any.
 
-    module: a user's own encoder. It gets the checkpoint's weights; without a checkpoint, those of the first process.
-    Fills in args.workers and args.amp. Exits with an error message if flags do not go together, or the encoder does
-    not take the images.
+    module: a user's own encoder. A copy of it gets the checkpoint's weights; without a checkpoint, those of the first
+    process. Fills in args.workers and args.amp.
     """
-    if (args.checkpoint is None and module is None) or (args.random_init and module is not None):
+    if (args.checkpoint or module) is None or (args.random_init and module is not None):
         fail("give RUN, a run's folder; with --random-init its encoder, one of timm's, is judged untrained")
-    device = join_processes(args.device)
+    device, module = join_processes(args.device), copy_module(module)
     args.workers = workers_of(args, device)
     if args.checkpoint is None:
-        like = dict(norm=args.norm or "imagenet", method="no run", encoder="given")
-        encoder, info = module, backbone_info(None, args.image_size or 32, None, **like)
+        size, norm = args.image_size or 32, args.norm or "imagenet"
+        encoder, info = module, backbone_info(None, size, None, norm, method="no run", encoder="given")
         if rank_and_world()[1] > 1:
             encoder.load_state_dict(from_first(encoder.cpu().state_dict))
     else:
@@ -1134,6 +961,54 @@ def open_encoder(args, module=None):
     return device, encoder, info
 
 
+def run_folder(checkpoint):
+    """Return the folder of the run that a checkpoint is of: itself, or where its file is."""
+    path = Path(checkpoint)
+    return path if path.is_dir() else path.parent
+
+
+def open_data(args, info, train=None, test=None, labels=True):
+    """Return the images of an evaluation that have labels: (training images, test images or None).
+
+    train, test: a user's own ImageSets, instead of --dataset's. Without --dataset and --data-dir they are the run's,
+    and have to be the images that it was trained on. args gets their name and place. labels: whether there have to be
+    any; else images of a set without labels are returned, too.
+    """
+    trained_on = None
+    if are_own(train, test):
+        args.dataset, args.data_dir = train.name, None
+    else:
+        if args.dataset is None and args.checkpoint:
+            config = read_config(run_folder(args.checkpoint))
+            if "dataset" not in config:
+                fail("there is no config.json beside the checkpoint to tell its data set: give --dataset")
+            trained_on = config.get("images", {}).get("checksum") if args.data_dir is None else None
+            args.dataset, args.data_dir = config["dataset"], args.data_dir or config.get("data_dir")
+        args.dataset = args.dataset or "patterns"
+        options = dict(size=info["image_size"], unlabeled=trained_on is not None)  # the run's own images had them, too
+        train, test = (load_images(args.dataset, args.data_dir, part, **options) for part in (True, False))
+        if trained_on not in (None, train.checksum()):
+            fail(f"{train} are not the images that the run was trained on: give --dataset and --data-dir")
+    if labels:
+        check_labels(train, test)
+    return train.labelled() if train.classes else train, None if test is None else test.labelled()
+
+
+def floor_encoders(args, info, device, count):
+    """Return what a trained encoder has to beat, {name: encoder}: raw pixels, and the same encoder untrained.
+
+    count: of the training images. Above 200,000 the raw pixels are left out.
+    """
+    if not args.floors:
+        return {}
+    torch.manual_seed(args.seed)
+    pixels = nn.Sequential(nn.AdaptiveAvgPool2d(min(32, info["image_size"])), nn.Flatten())
+    floors = {"raw pixels": pixels} if count <= 200_000 else {}
+    if info["timm_name"] and not args.random_init:
+        floors["untrained"] = build_backbone(info).to(device)
+    return floors
+
+
 def how_to_judge(args, images):
     """Return the last words of a training: how to judge its encoder. images: those that it was trained on."""
     words = f"python eval_knn.py {args.out}; python eval_linear.py {args.out}"
@@ -1144,68 +1019,16 @@ def how_to_judge(args, images):
     return f"finished. Judge it: {words}\n{demo(args, images)}".rstrip()
 
 
-def run_folder(checkpoint):
-    """Return the folder of the run that a checkpoint is of: itself, or where its file is."""
-    path = Path(checkpoint)
-    return path if path.is_dir() else path.parent
-
-
-def open_data(args, info, train=None, test=None, labels=True):
-    """Return the images of an evaluation that have labels: (training images, test images or None).
-
-    train, test: a user's own Datasets, instead of --dataset's. Own training images have labels if there is a test set.
-    Without --dataset these are the run's data, and args gets their name and place. Without --data-dir, too, they have
-    to be the images that the run was trained on. labels: whether a test set and two classes are needed.
-    """
-    trained_on = None
-    if train is not None or test is not None:
-        args.dataset, args.data_dir = "own", None
-        train, test = own_images(train, test)
-    else:
-        if args.dataset is None and args.checkpoint:
-            config = read_config(run_folder(args.checkpoint))
-            if "dataset" not in config:
-                fail("there is no readable config.json beside the checkpoint to tell its data set: give --dataset")
-            if args.data_dir is None:
-                trained_on = config.get("images", {}).get("checksum")
-            args.dataset, args.data_dir = config["dataset"], args.data_dir or config.get("data_dir")
-        args.dataset = args.dataset or "patterns"
-        options = dict(size=info["image_size"], unlabeled=trained_on is not None)  # the run's own images had them, too
-        train, test = (load_images(args.dataset, args.data_dir, part, **options) for part in (True, False))
-    if trained_on and trained_on != train.checksum():
-        fail(f"--dataset {args.dataset} has other images than the run was trained on: give --dataset and --data-dir")
-    if labels and (test is None or (len(train.classes) < 2 and args.dataset != "own")):
-        layout = "--data-dir with train/ and val/ or test/, each with one folder per class"
-        fail(f"an evaluation needs a test set and labels of two classes: {layout}")
-    return train.labelled() if train.classes else train, None if test is None else test.labelled()
-
-
-def floor_encoders(args, info, device, count):
-    """Return what a trained encoder has to beat, {name: encoder}: raw pixels, and the same encoder untrained.
-
-    count: of the training images. Above 200,000 the raw pixels are left out.
-    """
-    if args.no_floors:
-        return {}
-    torch.manual_seed(args.seed)
-    pixels = nn.Sequential(nn.AvgPool2d(max(1, info["image_size"] // 32)), nn.Flatten())  # at most 63 x 63 of them
-    floors = {"raw pixels": pixels} if count <= 200_000 else {}
-    if info["timm_name"] and not args.random_init:
-        floors["untrained"] = build_backbone(info).to(device)
-    return floors
-
-
 def protocol(args, info, train, test):
     """Return what an evaluation's numbers depend on, as lines of text."""
-    encoder = f"encoder {arch_name(info)} of {info['method']}, the {info['encoder']} encoder, evaluation mode"
-    features = "features: before the projector, after the last norm and pooling; the encoder computes in"
-    float32 = "float32 with products in TF32" if torch.backends.cuda.matmul.allow_tf32 else "float32"
-    size = f"if not of {info['image_size']} px: shorter side 256/224 of it, centre crop, {info['interpolation']}"
-    if train.array is not None and train.array.shape[1:3] == (info["image_size"],) * 2:
-        size = "no resize"
-    images = f"training images {train}; test images {test or 'none'}; {size}"
-    norm = f"mean {tuple(info['mean'])}, std {tuple(info['std'])}"
-    return f"{encoder}; {features} {'bf16' if args.amp == 'bf16' else float32}\n{images}; {norm}"
+    precision = "TF32" if torch.backends.cuda.matmul.allow_tf32 else "float32"
+    precision = "bf16" if args.amp == "bf16" else precision
+    facts = f"of {info['method']}, {precision}, features after the last norm and pooling, before the projector"
+    size = f"{info['image_size']} px; others: shorter side 256/224 of it, {info['interpolation']}, centre crop"
+    return (
+        f"{info['encoder']} encoder {arch_name(info)} {facts}\ntrain: {train}; test: {test}\n"
+        f"{size}; mean {tuple(info['mean'])}, std {tuple(info['std'])}"
+    )
 
 
 # ------------------------------------------------------------------ 4. encoders
@@ -1289,18 +1112,15 @@ def build_backbone(info, sizes=(), **more):
     sizes: further sizes of images that it will see. more: further arguments for timm. Exits with an error message if
     the model does not take them.
     """
-    sizes = sorted({info["image_size"], *sizes})
     try:
         backbone = timm.create_model(info["timm_name"], **info["create_kwargs"], **more)
-        if info["stem"] != "timm":  # no 7 x 7 convolution and no max-pool, as CIFAR work has it
-            stride = 2 if info["stem"] == "3x3-s2" else 1
-            backbone.conv1 = nn.Conv2d(3, backbone.conv1.out_channels, 3, stride, padding=1, bias=False)
-            backbone.maxpool = nn.Identity()
-        for size in sizes:
-            encode_zeros(backbone, size)
     except (TypeError, AssertionError, RuntimeError) as error:
-        reason = " ".join(str(error).split()) or type(error).__name__
-        fail(f"timm's {info['timm_name']} does not work with images of {', '.join(map(str, sizes))} px: {reason}")
+        fail(f"timm does not build {info['timm_name']} for images of {info['image_size']} px: {error}")
+    if info["stem"] != "timm":  # no 7 x 7 convolution and no max-pool, as CIFAR work has it
+        stride = 2 if info["stem"] == "3x3-s2" else 1
+        backbone.conv1 = nn.Conv2d(3, backbone.conv1.out_channels, 3, stride, padding=1, bias=False)
+        backbone.maxpool = nn.Identity()
+    output_width(backbone, info["image_size"], *sizes)
     return backbone
 
 
@@ -1309,37 +1129,34 @@ def load_backbone(path, encoder=None, module=None, arch=None, **published):
 
     encoder: 'query' or 'momentum'; None: the one that the method's authors evaluate, which backbone.pt holds. module:
     gets the weights, instead of what timm builds; a user's own encoder has to be given. arch: of a file of others,
-    which is read by `load_published`, with its further arguments. info: see `backbone_info`. Exits with an error
-    message if a key does not match.
+    which is read by `load_published`, with its further arguments. info: see `backbone_info`.
     """
-    path = Path(path)
     if arch is not None:
         if encoder is not None or module is not None:
-            fail(f"{path} is read as a file of others, since an arch is given: a prefix chooses, and timm builds it")
+            fail(f"--arch {arch} is for a file of others: --prefix chooses its encoder, and timm builds it")
         return load_published(path, arch, **published)
     if published:
         fail("--image-size, --patch-size, --num-heads, --norm, --prefix go with --arch; a run says its own")
-    if path.is_dir():
-        path = path / ("backbone.pt" if encoder is None else "last.pt")
+    path = Path(path, "backbone.pt" if encoder is None else "last.pt") if Path(path).is_dir() else Path(path)
     state = load_checkpoint(path)
+    info = state.get("backbone", state) if isinstance(state, dict) else {}
+    if "timm_name" not in info:
+        fail(f"{path} is not a checkpoint of this project: for others' give --arch NAME, say resnet50, vit_base, ...")
+    if "backbone" in state:  # last.pt holds both encoders
+        info = dict(info, encoder=encoder or info["encoder"])
+        prefix = {"query": "backbone.", "momentum": "momentum_backbone."}[info["encoder"]]
+        weights = {k.removeprefix(prefix): v for k, v in state["model"].items() if k.startswith(prefix)}
+    else:
+        info, weights = {k: v for k, v in state.items() if k != "state_dict"}, state["state_dict"]
+    if encoder not in (None, info["encoder"]) or not weights:
+        fail(f"{path} does not hold the {encoder} encoder: last.pt has both, if there are two")
+    if module is None and info["timm_name"] is None:
+        fail(f"{path} holds a user's own encoder: give it, too, as eval_knn.main(args, encoder=MODULE)")
+    backbone = build_backbone(info) if module is None else module
     try:
-        if "backbone" in state:  # last.pt holds both encoders
-            info = dict(state["backbone"], encoder=encoder or state["backbone"]["encoder"])
-            prefix = {"query": "backbone.", "momentum": "momentum_backbone."}[info["encoder"]]
-            weights = {k.removeprefix(prefix): v for k, v in state["model"].items() if k.startswith(prefix)}
-        else:
-            info, weights = {k: v for k, v in state.items() if k != "state_dict"}, state["state_dict"]
-        if encoder not in (None, info["encoder"]):
-            fail(f"{path} holds the {info['encoder']} encoder only: give last.pt for the {encoder} encoder")
-        if module is None and info["timm_name"] is None:
-            fail(f"{path} holds a user's own encoder: give it, too, as eval_knn.main(args, encoder=MODULE)")
-        backbone = build_backbone(info) if module is None else module
         backbone.load_state_dict(weights)
-    except (KeyError, TypeError, AttributeError, ValueError, RuntimeError) as error:
-        reason = f"{type(error).__name__} {' '.join(str(error).split())[:600]}"
-        others = "for others' give --arch NAME, say resnet50, vit_base, ..."
-        others = others if module is None else "load others' into your encoder, and leave the file out"
-        fail(f"{path} is not a checkpoint of this project ({others}), or does not fit its encoder: {reason}")
+    except RuntimeError as error:
+        fail(f"{path} does not fit the encoder: {' '.join(str(error).split())[:300]}")
     return backbone.eval(), info
 
 
@@ -1349,7 +1166,7 @@ def load_published(path, arch, image_size=224, patch_size=None, norm="imagenet",
     The further arguments are what the file does not say, as in `backbone_info`. patch_size: None for the one in timm's
     name, or 16. prefix: as in `fitting_weights`.
     """
-    if Path(path).is_dir():
+    if os.path.isdir(path):  # its own normalisation would be lost in silence
         fail(f"{path} is a folder. A run's folder says its encoder itself: leave out --arch; or give others' FILE")
     patch_size = patch_size or named_patch(arch) or 16
     info = backbone_info(arch, image_size, patch_size, norm, num_heads=num_heads, method=Path(path).name)
@@ -1362,49 +1179,18 @@ def load_published(path, arch, image_size=224, patch_size=None, norm="imagenet",
 def read_tensors(path):
     """Return the tensors of a checkpoint of others by name: {"state_dict.module.encoder_q.conv1.weight": tensor, ...}.
 
-    The names of nested entries, and the numbers of a list's, are joined by dots. Of a run's folder it is the
-    backbone.pt. Exits with an error message as `load_checkpoint` does.
+    The names of nested entries, and the numbers of a list's, are joined by dots. A run's folder has its backbone.pt.
     """
 
-    def flat(state, prefix=""):
-        if isinstance(state, np.ndarray):
-            with contextlib.suppress(TypeError):  # it is not of numbers, or of such as torch does not have
-                state = torch.from_numpy(state)
-        if torch.is_tensor(state):
-            return {prefix.removesuffix("."): state}
-        if isinstance(state, (list, tuple)):
-            state = {str(i): entry for i, entry in enumerate(state)}
-        entries = state.items() if isinstance(state, dict) else ()
-        inner = [flat(x, f"{prefix}{name}.") for name, x in entries if isinstance(name, str)]  # an optimiser's: numbers
-        return {name: x for found in inner for name, x in found.items()}
+    def flat(name, entry):
+        if isinstance(entry, np.ndarray) and entry.dtype.kind in "fiu":
+            entry = torch.from_numpy(entry)
+        if torch.is_tensor(entry):
+            return {name: entry}
+        pairs = entry.items() if isinstance(entry, dict) else enumerate(entry) if isinstance(entry, list) else ()
+        return {k: x for key, part in pairs for k, x in flat(f"{name}.{key}" if name else f"{key}", part).items()}
 
-    return flat(load_checkpoint(Path(path) / "backbone.pt" if Path(path).is_dir() else path))
-
-
-def encoders_in(found, encoder):
-    """Return the tensors of a checkpoint that may be an encoder's: {prefix in the file: {the encoder's name: tensor}}.
-
-    found: of `read_tensors`. Layers may have numbers, as lightly's have: nn.Sequential(*encoder.children()) saves
-    those. The position embedding of a ViT is resampled, if its rows are those that the encoder has before its patches'
-    and a square grid's.
-    """
-    first, places = next(iter(encoder.state_dict())), {}
-    numbers = {str(number): part for number, (part, _) in enumerate(encoder.named_children())}
-    starts = {}  # {prefix: the names of what has numbers there}
-    for name, names in ((f"0.{first.partition('.')[2]}", numbers), (first, {})):
-        starts |= {key.removesuffix(name): names for key in found if f".{key}".endswith(f".{name}")}
-    for start, names in (starts or {"": {}}).items():
-        theirs = {}
-        for key, x in found.items():
-            if key.startswith(start):
-                part, dot, rest = key.removeprefix(start).partition(".")
-                theirs[names.get(part, part) + dot + rest] = x
-        with contextlib.suppress(AttributeError, IndexError, KeyError, ValueError, RuntimeError):  # it is no such ViT's
-            grid, rows = encoder.patch_embed.grid_size, encoder.pos_embed.shape[1]
-            how = dict(new_size=grid, num_prefix_tokens=rows - math.prod(grid))
-            theirs["pos_embed"] = timm.layers.resample_abs_pos_embed(theirs["pos_embed"], **how)
-        places[start] = theirs
-    return places
+    return flat("", load_checkpoint(Path(path, "backbone.pt") if Path(path).is_dir() else path))
 
 
 # Top-level names of what changes the features, and what an encoder without it would leave out
@@ -1413,98 +1199,45 @@ CHANGES_FEATURES |= {"pos_embed", "rel_pos_bias", "rope", "norm_pre", "ln_pre", 
 CHANGES_FEATURES |= {"attnpool", "global_pool", "final_conv", "act1", "layer5"}
 
 
-def misfits(theirs, encoder):
-    """Return why tensors, {name: tensor}, are not an encoder's, as a list of texts. It is empty if they are.
+def fitting_weights(path, encoder, prefix=None, flag="--init-prefix"):
+    """Return (a state_dict for an encoder from a checkpoint of others, what stands before its names there).
 
-    Each parameter and statistic needs a tensor of its shape. And each tensor below the encoder's own top-level parts
-    needs a place in it: otherwise the file is of a deeper or richer encoder.
+    prefix: what stands before them, needed if the file has several encoders. flag: what a message calls it. A ViT's
+    position embedding is resampled to the encoder's grid. Exits with an error message unless each tensor of the encoder
+    is there in its shape and none is left over that would change the features: below the encoder's own top-level parts,
+    or of CHANGES_FEATURES. Such a file is of a deeper or richer encoder.
     """
-    own, wrong = encoder.state_dict(), []
-    for name, x in own.items():
-        if name.endswith("num_batches_tracked"):  # old files have none
-            continue
-        if name not in theirs:
-            wrong.append(f"{name} {tuple(x.shape)} is not there")
-        elif theirs[name].shape != x.shape:
-            wrong.append(f"{name} is {tuple(theirs[name].shape)}, not {tuple(x.shape)}")
-        elif theirs[name].is_floating_point() != x.is_floating_point():
-            wrong.append(f"{name} is {theirs[name].dtype}, not {x.dtype}")
+    found, own = read_tensors(path), encoder.state_dict()
+    first = next(iter(own))
+    starts = [name.removesuffix(first) for name in found if f".{name}".endswith(f".{first}")]
+    fitting = {start: sum(start + name in found for name in own) for start in starts}
+    prefixes = [start for start in starts if fitting[start] == max(fitting.values())]
+    chosen = prefixes if prefix is None else [start for start in prefixes if start == prefix]
+    if len(chosen) != 1:
+        there = f"before {first} stands {' or '.join(map(repr, prefixes))}; {flag} chooses one"
+        fail(f"{path}: {there if prefixes else f'none of its {len(found)} tensors, {[*found][:3]}, ..., is {first}'}")
+    (start,) = chosen
+    theirs = {name.removeprefix(start): x for name, x in found.items() if name.startswith(start)}
+    theirs |= {name: x for name, x in own.items() if name.endswith("num_batches_tracked")}  # old files have none
+    if "pos_embed" in own and "pos_embed" in theirs:
+        grid, (old, new) = encoder.patch_embed.grid_size, (x["pos_embed"].shape[1] for x in (theirs, own))
+        tokens = new - math.prod(grid)  # those without a place in the grid
+        if old != new and math.isqrt(max(0, old - tokens)) ** 2 == old - tokens:
+            resampled = timm.layers.resample_abs_pos_embed(theirs["pos_embed"], grid, num_prefix_tokens=tokens)
+            theirs["pos_embed"] = resampled
+            say(f"the position embedding of {path} is resampled from {old} rows to {new}")
+    kinds = {name: (x.shape, x.is_floating_point()) for name, x in theirs.items()}
+    lacking = [f"{n} {[*x.shape]}" for n, x in own.items() if kinds.get(n) != (x.shape, x.is_floating_point())]
     parts = {name.split(".")[0] for name in own} | CHANGES_FEATURES
-    classifier = ("num_batches_tracked", "head.fc.weight", "head.fc.bias")  # the latter are ConvNeXt's
-    left = [n for n in theirs if n not in own and n.split(".")[0] in parts and not n.endswith(classifier)]
-    if left and not wrong:
-        wrong.append(f"it has no place for {len(left)} tensors, {', '.join(left[:4])}")
-    return wrong
-
-
-# Encoders that are tried where a file does not fit, so that the message can name the right one.
-USUAL = [*(f"resnet{depth}" for depth in (18, 34, 50, 101, 152, "26d", "50d")), "wide_resnet50_2", "resnext50_32x4d"]
-USUAL += ["seresnet50", "convnext_tiny", "convnext_small", "convnext_base"]
-USUAL_VITS = ("vit_{}_patch16_224", "deit3_{}_patch16_224", "deit_{}_distilled_patch16_224")
-USUAL_VITS += ("vit_{}_patch14_dinov2", "vit_{}_patch14_reg4_dinov2", "vit_{}_patch16_dinov3")
-VIT_SIZES = {192: "tiny", 384: "small", 768: "base", 1024: "large"}  # by width
-
-
-def usual_name(found):
-    """Return ": it fits --arch NAME" with a usual encoder that a checkpoint of others fits, or ""."""
-    names, patch_size = USUAL, 16
-    size = 32 if any(x.shape[1:] == (3, 3, 3) for x in found.values()) else 224  # of a 3 x 3 stem
-    for patches in (x for name, x in found.items() if name.endswith("patch_embed.proj.weight")):
-        names = [name.format(VIT_SIZES.get(len(patches))) for name in USUAL_VITS]
-        patch_size, size = patches.shape[-1], 16 * patches.shape[-1]
-    for name in filter(timm.is_model, names):
-        with torch.device("meta"):  # without weights
-            encoder = build_backbone(backbone_info(name, size, patch_size))
-        if not all(misfits(theirs, encoder) for theirs in encoders_in(found, encoder).values()):
-            flag = "" if named_patch(name) in (None, patch_size) else f" --patch-size {patch_size}"
-            return f": it fits --arch {name}{flag}"
-    return ""
-
-
-def fitting_weights(path, backbone, prefix=None, flag="--init-prefix"):
-    """Return (a state_dict for an encoder from a checkpoint of others, the prefix of its names in the file).
-
-    The prefix is one after which the encoder fits (see `misfits`). Of several encoders it is a teacher (DINO's), or
-    else the first that is no momentum encoder, nor an optimiser's. prefix: the end of another's. flag: what a message
-    calls it. Exits with an error message if none fits, or a weight is not finite.
-    """
-    found, own = read_tensors(path), backbone.state_dict()
-    places = encoders_in(found, backbone)
-    wrong = {start: misfits(theirs, backbone) for start, theirs in places.items()}
-    fitting = [start for start in places if not wrong[start]]
-    if not fitting:
-        start = min(places, key=lambda start: len(wrong[start]))
-        if len(own.keys() & places[start].keys()) < len(own) / 10:  # a name fits by chance
-            start, wrong[""] = "", misfits(found, backbone)
-        reasons = (f"after {start}, " if start else "") + "; ".join(wrong[start][:3])
-        if "conv1.weight is (64, 3, " in reasons:
-            reasons += " (sizes up to 64 px choose a ResNet's 3 x 3 stem, larger ones 7 x 7: give another --image-size)"
-        first = "".join(f", {name} {tuple(x.shape)}" for name, x in itertools.islice(found.items(), 2))
-        reasons += f". The file has {len(found)} tensors{first}"
-        fail(f"{path} does not fit the encoder{usual_name(found)}: {reasons}")
-    chosen = [start for start in fitting if start.endswith(prefix or "")]
-    if not chosen:
-        names = " and ".join(start or "without prefix" for start in fitting)
-        fail(f"{flag} {prefix}: the encoders of {path} are {names}")
-    slow, no_weights = ("momentum", "encoder_k", "key_", "target", "ema"), ("optim", "exp_avg", "grad", "init")
-
-    def rank(start):
-        is_slow, is_none = (any(word in start for word in words) for words in (slow, no_weights))
-        return 2 * ("teacher" in start) - is_slow - 4 * is_none
-
-    start = max(chosen, key=rank)
-    theirs, others = places[start], tuple(other for other in fitting if other not in ("", start))
-    choice = f" (also there: {', '.join(others)}; {flag} chooses)" if others else ""
-    left = [start + name for name in theirs if name not in own and not (start + name).startswith(others)]
-    left += [name for name in found if not name.startswith(tuple(fitting))]
-    listed = "".join(f", {name}" for name in left[:4]) + (", ..." if left[4:] else "")
-    say(f"{path}: the encoder is {start or 'the file itself'}{choice}; left out: {len(left)} tensor(s){listed}")
-    if "pos_embed" in own and len(old := found[f"{start}pos_embed"][0]) != (rows := own["pos_embed"].shape[1]):
-        say(f"its position embedding is resampled from {len(old)} rows to {rows}")
-    weights = {name: x if name.endswith("num_batches_tracked") else theirs[name] for name, x in own.items()}
-    if not all(x.isfinite().all() for x in weights.values()):
+    not_needed = ("num_batches_tracked", "head.fc.weight", "head.fc.bias")  # the latter are ConvNeXt's classifier
+    left = [n for n in theirs if n not in own and n.split(".")[0] in parts and not n.endswith(not_needed)]
+    if lacking or left:
+        words = f"{len(lacking)} tensors lack, or differ in shape or type, {lacking[:3]}; left over are {left[:3]}"
+        fail(f"{path} is not of this encoder: after {start!r} {words}. Try another --arch, --image-size, --patch-size")
+    if not all(theirs[name].isfinite().all() for name in own):
         fail(f"{path} has weights that are not finite")
-    return weights, start
+    say(f"{path}: the encoder is {start or 'the file itself'}")
+    return {name: theirs[name] for name in own}, start
 
 
 def copy_module(module, frozen=False):
@@ -1535,33 +1268,22 @@ def evaluation_mode(module):
 
 
 @torch.no_grad()
-def encode_zeros(module, image_size):
-    """What an encoder makes of one image of zeros."""
-    device = next((p.device for p in module.parameters()), "cpu")
-    with evaluation_mode(module):
-        return module(torch.zeros(1, 3, image_size, image_size, device=device))
-
-
 def output_width(module, *sizes):
     """Return how many numbers an encoder, (N, 3, H, W) -> (N, width), gives per image. Images of zeros are encoded.
 
-    sizes: of all images that it will see, in pixels. Exits with an error message if the encoder does not take one of
-    them, gives anything but (N, width), or gives another width for another size.
+    sizes: of all images that it will see, in pixels. Exits with an error message unless it takes them all, and gives
+    (N, width) with one width.
     """
-    name, widths = f"the encoder, of type {type(module).__name__},", set()
+    device, shapes = next((p.device for p in module.parameters()), "cpu"), []
     for size in sizes:
-        image = f"images (1, 3, {size}, {size})"
         try:
-            shape = tuple(encode_zeros(module, size).shape)
+            with evaluation_mode(module):
+                shapes.append(tuple(module(torch.zeros(1, 3, size, size, device=device)).shape))
         except Exception as error:  # a user's own module may raise anything
-            advice = f"Give --image-size N that it takes, or an encoder for {size} px"
-            fail(f"{name} does not map {image} to features (1, width): {' '.join(str(error).split())[:300]}. {advice}")
-        if len(shape) != 2:  # for example, a ResNet without its last layer gives (1, width, 1, 1)
-            fail(f"{name} maps {image} to {shape}, not (1, width): end it with torch.nn.Flatten()")
-        widths.add(shape[1])
-    if len(widths) > 1:
-        fail(f"{name} gives other numbers of features for other sizes of images: give one that pools them")
-    return shape[1]
+            fail(f"the encoder does not take images (1, 3, {size}, {size}): {' '.join(str(error).split())[:300]}")
+    if len(shapes[0]) != 2 or len({*shapes}) > 1:  # for example, a ResNet without its last layer gives (1, width, 1, 1)
+        fail(f"the encoder gives {shapes} for images of {sizes} px, not (1, width): end it with pooling and Flatten")
+    return shapes[0][1]
 
 
 def memory_format(device, arch):
@@ -1592,118 +1314,29 @@ def use_bf16(amp, device, arch, sizes):
 # ----------------------------------------------------------------- 5. processes
 # How a script starts, what is said and by whom, torchrun's process group, and signals.
 
-LAUNCHED_BY = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # variables that torchrun sets, all of them
-
-
-def rank_and_world():
-    """Return (this process's rank, the number of processes): of the process group, or of torchrun before it is joined.
-
-    Without torchrun they are (0, 1). A launcher's variables that are set in part mean nothing.
-    """
-    if dist.is_initialized():
-        return dist.get_rank(), dist.get_world_size()
-    if all(os.environ.get(name) for name in LAUNCHED_BY):
-        return int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    return 0, 1
-
-
-def print_anywhere(text, end="\n", to="stdout"):
-    """Print to sys.stdout or sys.stderr. If that cannot be written any more, what is said is dropped from then on.
-
-    It may be closed, or its reader gone (`| head`), or the disk behind a log full.
-    """
-    stream = getattr(sys, to)
-    code = getattr(stream, "encoding", None) or "utf-8"
-    try:
-        # a name may have what the terminal cannot show
-        print(text.encode(code, "backslashreplace").decode(code), end=end, file=stream, flush=True)
-    except (OSError, ValueError):
-        setattr(sys, to, open(os.devnull, "w"))
-
-
-def on_terminal():
-    """Return True if sys.stdout is a terminal. It may be None, closed, or without isatty."""
-    with contextlib.suppress(AttributeError, ValueError):
-        return sys.stdout.isatty()
-    return False
-
-
-def fail(message):
-    """Answer a mistake of the user: print one line on stderr, from one process, and exit with status 2."""
-    first = rank_and_world()[0] == 0
-    if dist.is_initialized():  # perhaps only one process has found the mistake: the first to come here says it
-        with contextlib.suppress(RuntimeError):  # the store is gone: another process has said why
-            first = dist.distributed_c10d._get_default_store().add("failed", 1) == 1
-    if first:
-        print_anywhere("error: " + message.replace("\n", "\\n"), to="stderr")  # a file's name may have one
-    raise SystemExit(2)
-
-
-def say(text="", end="\n"):
-    """Print from the first process only. On a terminal the text replaces the progress line."""
-    if rank_and_world()[0] == 0:
-        print_anywhere(("\r\x1b[K" if on_terminal() else "") + text, end)
-
-
-def progress(text, last=[0.0]):  # noqa: B006  (the list keeps the time of the last line)
-    """Show how far long work has come: on a terminal a line that rewrites itself, in a log file a line every 30 s."""
-    if on_terminal() or time.monotonic() - last[0] > 30:
-        say(text, end="" if on_terminal() else "\n")
-        last[0] = time.monotonic()
-
-
-def show_progress(args, loader, history, step, total_steps):
-    """Show how far a training has come. Exits with an error message if the loss or its gradient is not finite.
-
-    loader: `Loader`, which has begun an epoch. history: {name: 0-d tensor} of each step since then, with `loss`.
-    """
-    last, seconds = history[-1], (time.perf_counter() - loader.began) / len(history)
-    if not (last["loss"] + last.get("grad_norm", 0)).isfinite():
-        advice = "go on without bf16, or with a lower --lr in a new --out"
-        fail(f"the loss or its gradient is not finite at step {step}; last.pt is from before: {advice}")
-    where = f"epoch {math.ceil(step * args.epochs / total_steps)}/{args.epochs}  step {step}/{total_steps}"
-    speed = f"{args.batch_size / seconds:.0f} images/s  {seconds * (total_steps - step) / 60:.1f} min left"
-    progress(f"{where}  loss {last['loss'].item():.3f}  {speed}")
-
-
-def tell(args, record, writer=None):
-    """Say what matters most of an epoch's record. TensorBoard's writer, if there is one, gets all of it."""
-    gap = record.get("below_chance")
-    distance = "" if gap is None else f" ({abs(gap):.2f} {'below' if gap >= 0 else 'above'} chance)"
-    figures = [f"{name} {value:.1f} %" for name, value in record.items() if name.endswith("_top1")]
-    figures += [f"std {record['std']:.2f}"] if "std" in record else []
-    words = "  ".join([f"loss {record['loss']:.4f}{distance}", *figures, f"{record['images_per_s']:.0f} images/s"])
-    say(f"epoch {record['epoch']}/{args.epochs}  {words}")
-    if writer is not None:
-        for name, value in record.items():
-            writer.add_scalar(name, value, record["step"])
-        writer.flush()
+PATIENCE = datetime.timedelta(minutes=30)  # how long a process waits for others: one of them may be downloading
+GROUPS = itertools.count()  # process groups that this program has made
 
 
 def start(main, parse_args):
-    """Run a script. Only here is set what concerns a whole process; `main` and an import leave it as it is.
-
-    Ctrl-C, and an image that cannot be used, end the script with a line and not a traceback.
-    """
-    for package, oldest in ((torch, "2.11"), (torchvision, "0.26"), (timm, "1.0.20"), (PIL, "10.1")):
-        if TorchVersion(package.__version__) < oldest:
-            fail(f"{package.__name__} {package.__version__} is too old: it has to be {oldest} or newer")
+    """Run a script. Only here is set what concerns a whole process; `main` and an import leave it as it is."""
     torch.set_flush_denormal(True)  # denormal numbers make a CPU several times slower
-    keep_memory()
-    # These are about speed and names only.
+    # These are about speed and names only
     warnings.filterwarnings("ignore", ".*(broadcast_buffers|Grad strides do not match|all_gather_into_tensor).*")
     try:
         args = parse_args()
         device = own_device(getattr(args, "device", "cpu"))  # a tool may have no such flag
         if device.type == "cuda":
-            torch.cuda.set_device(device)
-            # The same GPUs have TF32 and bf16.
+            # The same GPUs have TF32 and bf16
             torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = has_bf16(device)
             torch.backends.cudnn.benchmark = True
-        elif (getattr(args, "arch", None) or "").endswith(("_micro", "_mini")) and "OMP_NUM_THREADS" not in os.environ:
-            torch.set_num_threads(1)  # a second one gives 15 %, and takes two thirds when another program wants a core
+        else:
+            keep_memory()
+            is_small = (getattr(args, "arch", None) or "").endswith(("_micro", "_mini"))
+            if is_small and "OMP_NUM_THREADS" not in os.environ:
+                torch.set_num_threads(1)  # a second one gives 15 %, and takes two thirds from another program
         main(args)
-    except BadImage as error:
+    except (BadImage, OSError) as error:
         fail(str(error))
     except KeyboardInterrupt:
         say("stopped by Ctrl-C (exit status 130); what was saved is kept")
@@ -1718,43 +1351,68 @@ def keep_memory():
         libc.mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD: the top of the heap stays
 
 
-@contextlib.contextmanager
-def own_generators():
-    """Inside, the global generators may be seeded. Afterwards they are as before. It is a decorator, too."""
-    of_python, of_numpy = random.getstate(), np.random.get_state()
-    devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
-    try:
-        with torch.random.fork_rng(devices):
-            yield
-    finally:
-        random.setstate(of_python)
-        np.random.set_state(of_numpy)
+class Stopped(Exception):
+    """A run was asked to stop, and everything is saved."""
 
 
-GROUPS = itertools.count()  # process groups that this program has made
-PATIENCE = datetime.timedelta(minutes=30)  # how long a process waits for others: one of them may be downloading
+def leaves_no_trace(main):
+    """A decorator of `main`: a caller's random numbers go on as before, and only the caller's process group stays.
+
+    A run that was asked to stop ends as others do, and then exits with status 75. After another exception the process
+    group stays: its traceback holds DDP, and in torch 2.11 a DDP that is deleted after its group can hang for ever.
+    """
+
+    @functools.wraps(main)
+    def run(*args, **kwargs):
+        own_group, result, status = not dist.is_initialized(), None, 0
+        of_python, of_numpy = random.getstate(), np.random.get_state()
+        devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
+        try:
+            with torch.random.fork_rng(devices):
+                result = main(*args, **kwargs)
+        except Stopped:
+            status = 75
+        finally:
+            random.setstate(of_python)
+            np.random.set_state(of_numpy)
+        if own_group and dist.is_initialized():
+            dist.destroy_process_group()
+        if status:
+            raise SystemExit(status)
+        return result
+
+    return run
+
+
+def rank_and_world():
+    """Return (this process's rank, the number of processes): of the process group or, before it, of torchrun."""
+    if dist.is_initialized():
+        return dist.get_rank(), dist.get_world_size()
+    return int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
 
 
 def own_device(name):
-    """Return this process's device. name: auto, cuda or cpu."""
-    if name == "cpu" or not torch.cuda.is_available():
-        if name == "cuda":
-            fail("--device cuda: torch sees no CUDA device; use --device cpu")
+    """Make this process's GPU the current one, if it is to have one. Return the device. name: auto, cuda or cpu."""
+    if name == "cpu" or (name == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
-    return torch.device("cuda", int(os.environ.get("LOCAL_RANK") or 0))
+    if not torch.cuda.is_available():
+        fail("--device cuda: torch sees no CUDA device; use --device cpu")
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
+    if device.index >= torch.cuda.device_count():
+        fail(f"torch sees {torch.cuda.device_count()} GPUs: start as many processes per machine")
+    torch.cuda.set_device(device)
+    return device
 
 
 def join_processes(name):
     """Join torchrun's process group, if there is one. Return this process's device. name: auto, cuda or cpu."""
     device = own_device(name)
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-    if all(os.environ.get(name) for name in LAUNCHED_BY) and not dist.is_initialized():
+    if "RANK" in os.environ and not dist.is_initialized():
         store, rank, world = next(rendezvous("env://"))
         if os.environ.get("GROUP_WORLD_SIZE", "1") == "1":  # a restart's store still holds dead workers' addresses
             store = dist.PrefixStore(f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
         store = dist.PrefixStore(f"group {next(GROUPS)}", store)  # nor may a second group find the first one's
-        backend = "nccl" if device.type == "cuda" else "gloo"
+        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"  # gloo: for what need not wait for a GPU
         dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=PATIENCE)
     return device
 
@@ -1786,75 +1444,138 @@ def gather_uneven(x):
     return torch.cat([part.to(x.device) for part in from_all(x.cpu())])
 
 
-# {process group: the gloo group of its processes}. One that has ended must not be kept: its threads could not end
-ON_CPUS = weakref.WeakKeyDictionary()
-
-
-def _group_on_cpus():
-    """The gloo group of all processes: what it passes on need not wait for a GPU."""
-    world = dist.group.WORLD
-    if world not in ON_CPUS:
-        ON_CPUS[world] = dist.new_group(backend="gloo")
-    return ON_CPUS[world]
-
-
 @contextlib.contextmanager
-def signals_noted():
-    """Inside, SIGTERM, SIGHUP and Ctrl-C (SIGINT) are noted, not obeyed. Yields `stopped`.
+def until_stopped(loader):
+    """Yield the loader's batches: until they end, or a process is asked to stop, or one meets a bad image.
 
-    stopped(here=False) -> True if any process has had a signal, or gives `here`, a reason of its own. All processes
-    have to call it. Once it is True, it stays so. A second signal, three seconds or more after the first, acts at once,
-    so that what hangs can be ended. A signal that is ignored stays so (SIGHUP under nohup). Outside the main thread,
-    where Python handles no signals, none is noted.
+    Inside, SIGTERM, SIGHUP and Ctrl-C (SIGINT) are noted, not obeyed, so that a step is made and saved first. All
+    processes leave the loop over the batches at the same step. At the end of the block they raise BadImage or Stopped,
+    if there was a reason. A second signal, three seconds or more after the first, acts at once, so that what hangs can
+    be ended. A signal that is ignored stays so (SIGHUP under nohup).
     """
-    noted, previous, decided = [], {}, False
+    noted, handlers, errors = [], {}, []
 
     def note(number, _):
         if noted and time.monotonic() > noted[0] + 3:  # earlier, it is the same request: a scheduler's, and torchrun's
-            signal.signal(number, previous[number])
+            signal.signal(number, handlers[number])
             signal.raise_signal(number)
         noted.append(time.monotonic())
 
-    def stopped(here=False):
-        nonlocal decided
-        if not decided:  # afterwards the others are not asked: one of them may have ended
-            any_noted = torch.tensor(here or len(noted) > 0, dtype=torch.float)
-            if dist.is_initialized():
-                dist.all_reduce(any_noted, dist.ReduceOp.MAX, group=_group_on_cpus())
-            decided = any_noted.item() > 0
-        return decided
+    def any_has_to_stop():
+        here = torch.tensor(float(len(noted + errors) > 0))
+        if dist.is_initialized():
+            dist.all_reduce(here, dist.ReduceOp.MAX)
+        return here.item() > 0
 
-    if threading.current_thread() is threading.main_thread():
-        numbers = [getattr(signal, name) for name in ("SIGTERM", "SIGINT", "SIGHUP") if hasattr(signal, name)]
-        heard = [number for number in numbers if signal.getsignal(number) != signal.SIG_IGN]
-        previous |= {number: signal.signal(number, note) for number in heard}
+    def batches():
+        iterator = iter(loader)
+        while True:
+            batch = None
+            try:
+                batch = next(iterator, None)
+            except BadImage as error:
+                errors.append(str(error))
+            if any_has_to_stop() or batch is None:
+                return
+            yield batch
+
+    if threading.current_thread() is threading.main_thread():  # Python handles signals there only
+        for number in (getattr(signal, name) for name in ("SIGTERM", "SIGINT", "SIGHUP") if hasattr(signal, name)):
+            if signal.getsignal(number) != signal.SIG_IGN:
+                handlers[number] = signal.signal(number, note)
     try:
-        yield stopped
+        yield batches()
     finally:
-        for number, handler in previous.items():
+        for number, handler in handlers.items():
             signal.signal(number, handler)
+    if any_has_to_stop():
+        for error in itertools.chain(*from_all(errors)):
+            raise BadImage(error)
+        say("stopped on request (exit status 75); everything is saved, and the same command goes on")
+        raise Stopped
+
+
+def fail(message):
+    """Answer a mistake of the user: print one line on stderr, from one process, and exit with status 2."""
+    first = rank_and_world()[0] == 0
+    if dist.is_initialized():  # perhaps only one process has found the mistake: the first to come here says it
+        with contextlib.suppress(RuntimeError):  # the store is gone: another process has said why
+            first = dist.distributed_c10d._get_default_store().add("failed", 1) == 1
+    if first:
+        print("error: " + message.replace("\n", "\\n"), file=sys.stderr, flush=True)  # a file's name may have one
+    raise SystemExit(2)
+
+
+def say(text="", end="\n"):
+    """Print from the first process only. On a terminal the text replaces the progress line."""
+    if rank_and_world()[0] == 0:
+        with contextlib.suppress(OSError, ValueError):  # nobody reads any more, or the log's disk is full: go on
+            print(("\r\x1b[K" if sys.stdout.isatty() else "") + text, end=end, flush=True)
+
+
+def progress(text, last=[0.0]):  # noqa: B006  (the list keeps the time of the last line)
+    """Show how far long work has come: on a terminal a line that rewrites itself, in a log file a line every 30 s."""
+    on_terminal = sys.stdout.isatty()
+    if on_terminal or time.monotonic() - last[0] > 30:
+        say(text, end="" if on_terminal else "\n")
+        last[0] = time.monotonic()
+
+
+def show_progress(args, loader, history, step, total_steps):
+    """Show how far a training has come. Exits with an error message if the loss or its gradient is not finite.
+
+    loader: `Loader`, which has begun an epoch. history: {name: 0-d tensor} of each step since then, with `loss`.
+    """
+    last, seconds = history[-1], (time.perf_counter() - loader.began) / len(history)
+    if not (last["loss"] + last.get("grad_norm", 0)).isfinite():
+        advice = "go on without bf16, or with a lower --lr in a new --out"
+        fail(f"the loss or its gradient is not finite at step {step}; last.pt is from before: {advice}")
+    where = f"epoch {math.ceil(step * args.epochs / total_steps)}/{args.epochs}  step {step}/{total_steps}"
+    speed = f"{args.batch_size / seconds:.0f} images/s  {seconds * (total_steps - step) / 60:.1f} min left"
+    progress(f"{where}  loss {last['loss'].item():.3f}  {speed}")
+
+
+WRITERS = {}  # {folder: TensorBoard's writer}
+
+
+def tell(args, record):
+    """Say what matters most of an epoch's record. With --tensorboard, all of it is written for TensorBoard."""
+    gap = record.get("below_chance")
+    distance = "" if gap is None else f" ({abs(gap):.2f} {'below' if gap >= 0 else 'above'} chance)"
+    figures = [f"{name} {value:.1f} %" for name, value in record.items() if name.endswith("_top1")]
+    figures += [f"std {record['std']:.2f}"] if "std" in record else []
+    words = "  ".join([f"loss {record['loss']:.4f}{distance}", *figures, f"{record['images_per_s']:.0f} images/s"])
+    say(f"epoch {record['epoch']}/{args.epochs}  {words}")
+    if getattr(args, "tensorboard", False) and rank_and_world()[0] == 0:
+        from torch.utils.tensorboard import SummaryWriter
+
+        if args.out not in WRITERS:
+            WRITERS[args.out] = SummaryWriter(args.out, purge_step=record["step"])  # what a restart makes again
+        for name, value in record.items():
+            WRITERS[args.out].add_scalar(name, value, record["step"])
+        WRITERS[args.out].flush()
 
 
 # --------------------------------------------------------------------- 6. flags
-# The command lines: types of flags, errors of one line, and how a recipe sets the defaults.
+# The command lines follow from tables, {group: {name: (value, what it is, limits)}}: each name is a flag.
 
 # What may differ between two calls of one run; an evaluation's, too
 OPERATING = {
     *("out", "resume", "max_steps", "keep_every", "knn_every", "eval_every", "device", "amp", "compile", "changes"),
-    *("grad_checkpoint", "workers", "tensorboard", "show_views", "data_dir", "no_cache"),
+    *("grad_checkpoint", "workers", "tensorboard", "show_views", "data_dir", "cache"),
 }
-
 PATHS = {"checkpoint", "data_dir", "dump", "init", "label_files", "out", "resume", "show_views"}
+RANGES = {"crop_scale", "crop_ratio", "blur_sigma", "global_scale", "local_scale"}  # pairs: the smaller number first
 
 
-def number(kind, least, most=10**9, word=None):
+def number(kind, least=0, most=math.inf, word=None):
     """Return an argparse type: an int or a float from `least` to `most`, or a word, such as auto."""
 
     def parse_number(text):
         if text == word:
             return text
         value = kind(text)
-        if not least <= value <= most:
+        if not (math.isfinite(value) and least <= value <= most):
             raise argparse.ArgumentTypeError(f"{text} is not from {least:g} to {most:g}")
         return value
 
@@ -1862,66 +1583,103 @@ def number(kind, least, most=10**9, word=None):
     return parse_number
 
 
-class Help(argparse.ArgumentDefaultsHelpFormatter):
-    """Shows the defaults that there are."""
+def argument(name, value, what, limits=None):
+    """Return what argparse's add_argument needs of a row of a table, (its names, its options).
 
-    def _get_help_string(self, action):
-        has_default = action.default not in (None, False, argparse.SUPPRESS)
-        return super()._get_help_string(action) if has_default else action.help
-
-    def _get_default_metavar_for_optional(self, action):
-        return "X"
+    The type is that of the value, or of limits where the value is a word or None. A tuple is as many numbers, a list
+    any number of them. limits: (least, most) of a number, perhaps with a word that stands for one, or the words to
+    choose from. Without limits, a number is not below 0. A bool is a pair of flags, --vanilla and --no-vanilla.
+    """
+    options = dict(help=what if value is None or value is False else f"{what} (default: %(default)s)")
+    names = [name] if name == "checkpoint" else [option(name)]  # the only argument without a name
+    if isinstance(value, bool):
+        return names, options | dict(action=argparse.BooleanOptionalAction)
+    first = next(iter(value), None) if isinstance(value, (tuple, list)) else value
+    is_number = isinstance(first, (int, float))
+    if limits is None and is_number:
+        limits = 0, math.inf
+    if isinstance(limits, tuple) and not isinstance(limits[0], str):
+        kind = type(first if is_number else limits[0])
+        options |= dict(type=number(kind, *limits), metavar="X" if kind is float else "N")
+    elif limits is not None:
+        options |= dict(choices=limits, type=type(value) if is_number else str)
+    elif name in PATHS:
+        options |= dict(metavar="PATH")
+    if isinstance(value, (tuple, list)):
+        options |= dict(nargs="*" if isinstance(value, list) else len(value))
+    if name in RANGES:
+        options |= dict(metavar=("LO", "HI"))
+    if name == "checkpoint":
+        options |= dict(nargs="?", metavar="RUN")
+    return names, options
 
 
 class ArgumentParser(argparse.ArgumentParser):
-    """argparse whose errors are one line, as every other mistake's, without abbreviations.
+    """argparse with the flags of a table. It gives what is typed only, and its errors are one line.
 
     script: its file's name. doc: its docstring, whose first line says what it does; None under `python -OO`.
     """
 
-    def __init__(self, script, doc, usage="[flags]", **options):
-        description = (doc or "").partition("\n")[0]
-        options |= dict(formatter_class=Help, allow_abbrev=False)
-        super().__init__(script, f"python {script} {usage}", description, **options)
+    def __init__(self, script, doc, table, usage="[flags]"):
+        options = dict(allow_abbrev=False, add_help=False, argument_default=argparse.SUPPRESS)
+        super().__init__(script, f"python {script} {usage}", (doc or "").partition("\n")[0], **options)
+        for group, rows in table.items():
+            add = self.add_argument_group(group).add_argument
+            for name, row in rows.items():
+                names, options = argument(name, *row)
+                add(*names, **options)
+        self.add_argument("-h", "--help", action="store_true", help="show this, with the defaults of --dataset")
 
     def error(self, message):
         fail(f"{message} (see python {self.prog} --help)")
 
-    def parse_args(self, args=None, namespace=None):
-        parsed, unknown = self.parse_known_args(args, namespace)
-        if unknown:
-            flag = unknown[0].split("=")[0].replace("_", "-")
-            close = difflib.get_close_matches(flag, self._option_string_actions, n=1)
-            self.error(f"unrecognized arguments: {' '.join(unknown)}" + "".join(f": did you mean {x}?" for x in close))
-        return parsed
+
+def defaults(table):
+    """Return the values of a table, {name: value}."""
+    return {name: value for group in table.values() for name, (value, *_) in group.items()}
 
 
-def evaluation_parser(script, doc):
-    """Return the parser of an evaluation, with the flags that both have. doc: its first line says what it does."""
-    parser = ArgumentParser(script, doc, usage="[RUN | FILE --arch NAME] [flags]")
-    whole = number(int, 1)
-    add = parser.add_argument_group("what is judged").add_argument
-    add("checkpoint", nargs="?", metavar="RUN", help="a run's folder, last.pt, backbone.pt; or others' FILE")
-    add("--encoder", choices=("query", "momentum"), help="default: the one that the method's authors evaluate")
-    add("--random-init", action="store_true", help="judge the encoder of RUN as it was before training")
-    add("--no-floors", action="store_true", help="leave out raw pixels and the untrained encoder")
-    add = parser.add_argument_group("encoder, of a FILE of others").add_argument
-    add("--arch", metavar="NAME", help="vit_tiny, resnet18, ..., or any timm model")
-    add("--image-size", type=whole, metavar="N", help="side of the images (default: 224; own encoder: 32)")
-    add("--patch-size", type=whole, metavar="N", help="of a ViT (default: as in its name, or 16)")
-    add("--num-heads", type=whole, metavar="N", help="of a ViT (default: timm's number)")
-    add("--norm", choices=NORMS, help="whose mean and standard deviation normalise the images (default: imagenet)")
-    add("--prefix", metavar="P", help="which encoder of a FILE: the end of what stands before its names")
-    add = parser.add_argument_group("data").add_argument
-    add("--dataset", choices=DATASETS, help="default: what the encoder was trained on, or patterns")
-    add("--data-dir", metavar="DIR", help="its folder (default: where the run had it)")
-    add = parser.add_argument_group("operation").add_argument
-    add("--seed", type=number(int, 0, 2**63 - 1), default=0, metavar="N", help="seed of what is drawn")
-    workers = "loader processes (default: up to 12 for a GPU, else none)"
-    add("--workers", type=number(int, 0, 1024), metavar="N", help=workers)
-    add("--device", choices=("auto", "cuda", "cpu"), default="auto", help="auto: a GPU where there is one")
-    add("--amp", choices=("auto", "bf16", "off"), default="auto", help="auto: bf16 on GPUs that have it")
-    return parser
+def parse(script, doc, argv, table, run, recipe=None):
+    """Return (args, typed): a namespace with every value, and the set of the names that the command line has.
+
+    table, run: of flags. The defaults of `run` are in it. Those of `table` are what recipe(chosen) returns, or None;
+    a flag for which it has no value is refused. `chosen` is a namespace of what is typed, of the defaults of `run`, and
+    of None for the rest. What is typed holds, also where it equals a default. args.changes: what a run's name says of
+    the typed values. A path may begin with ~.
+    """
+    flags = table | run
+    usage = "[RUN | FILE --arch NAME] [flags]" if "checkpoint" in defaults(flags) else "[flags]"
+    parser = ArgumentParser(script, doc, flags, usage)
+    typed = vars(parser.parse_args(argv))
+    wants_help = typed.pop("help", False)
+    typed |= {name: os.path.expanduser(typed[name]) for name in typed.keys() & PATHS}
+    typed |= {name: os.path.abspath(typed[name]) for name in typed.keys() & {"data_dir", "init"}}  # to be read later
+    chosen = dict.fromkeys(defaults(table)) | defaults(run) | typed
+    values = defaults(run) | (recipe(argparse.Namespace(**chosen)) if recipe else dict.fromkeys(defaults(table)))
+    if "patch_size" in values and (patch_size := named_patch(typed.get("arch"))):
+        values["patch_size"] = patch_size  # what timm's name of an encoder says comes before the recipe's
+    if wants_help:
+        unused = dict.fromkeys(defaults(table), "has no effect here")
+        parser.set_defaults(**unused | {name: shown(value) for name, value in values.items()})
+        parser.print_help()
+        raise SystemExit(0)
+    if idle := typed.keys() - values.keys():
+        fail(f"{option(min(idle))} has no effect: the recipe of these choices has no such value")
+    values = {name: tuple(x) if isinstance(x, list) else x for name, x in (values | typed).items()}
+    for name in sorted(RANGES & values.keys()):
+        if values[name] is not None and values[name][0] > values[name][1]:
+            fail(f"{option(name)} {shown(values[name])}: give the smaller number first")
+    args = argparse.Namespace(**values)
+    if recipe:
+        if "data_dir" in typed and "dataset" not in typed:
+            fail(f"--data-dir needs --dataset, which chooses recipe and normalisation: {', '.join(DATASETS[1:])}")
+        backbone_info(args.arch, args.image_size, args.patch_size)  # exits if there is no such encoder
+    if "show_views" in typed:
+        check_picture(args.show_views)
+    if "tensorboard" in typed and importlib.util.find_spec("tensorboard") is None:
+        fail("--tensorboard needs a package: pip install tensorboard")
+    args.changes = describe_changes(args, typed.keys() - OPERATING - {"dataset", "seed", "arch"})
+    return args, set(typed)
 
 
 def option(name):
@@ -1939,61 +1697,17 @@ def shown(value):
     return str(value)
 
 
-def parse(parser, argv, recipe=None):
-    """Return (args, typed): a namespace with every value, and the set of the names that the command line has.
-
-    recipe(chosen) -> {name: value}, the defaults of these flags. `chosen` is a namespace of what is typed, where the
-    rest has its default or is None. What is typed holds, also where it equals a default. args.changes: what a run's
-    name says of the typed values. A path may begin with ~.
-    """
-    untyped = object()
-    plain = vars(parser.parse_args([]))
-    found = vars(parser.parse_args(argv, argparse.Namespace(**dict.fromkeys(plain, untyped))))
-    typed = {name: tuple(x) if isinstance(x, list) else x for name, x in found.items() if x not in (untyped, None)}
-    typed |= {name: os.path.expanduser(typed[name]) for name in typed.keys() & PATHS}
-    typed |= {name: os.path.abspath(typed[name]) for name in typed.keys() & {"data_dir", "init"}}  # to be read later
-    values = recipe(argparse.Namespace(**plain | typed)) if recipe else {}
-    if "patch_size" in values and (patch_size := named_patch(typed.get("arch"))):
-        values = values | {"patch_size": patch_size}  # what timm's name of an encoder says comes before the recipe's
-    if typed.pop("help", False):
-        parser.set_defaults(**{name: shown(value) for name, value in values.items()})
-        parser.print_help()
-        raise SystemExit(0)
-    args = argparse.Namespace(**plain | values | typed)
-    vars(args).pop("help", None)
-    of_every_run = OPERATING | {"dataset", "variant", "seed", "init", "init_prefix"}
-    if recipe and (idle := typed.keys() - values.keys() - of_every_run):
-        fail(f"{option(min(idle))} has no effect: the recipe of these choices has no such value")
-    for action in parser._actions:
-        pair = getattr(args, action.dest, None)
-        if action.metavar == ("LO", "HI") and pair is not None and pair[0] > pair[1]:
-            fail(f"{option(action.dest)} {shown(pair)}: give the smaller number first")
-    if recipe and "data_dir" in typed and "dataset" not in typed:
-        fail(f"--data-dir needs --dataset, which chooses the recipe and the normalisation: {', '.join(DATASETS[1:])}")
-    if recipe:
-        backbone_info(args.arch, args.image_size, args.patch_size)  # exits if there is no such encoder
-    if "show_views" in typed:
-        check_picture(args.show_views)
-    if "tensorboard" in typed and importlib.util.find_spec("tensorboard") is None:
-        fail("--tensorboard needs a package: pip install tensorboard")
-    args.changes = describe_changes(args, typed.keys() - OPERATING - {"dataset", "seed", "arch"})
-    return args, set(typed)
+def short(text, most=120):
+    """Return a text as a part of a file's name: what is over `most` letters is a hash of all, and odd ones are +."""
+    if len(text) > most:
+        text = f"{text[: most - 20]}-{hashlib.sha256(text.encode()).hexdigest()[:8]}"
+    return "".join(c if c.isascii() and (c.isalnum() or c in "-_.,") else "+" for c in text)
 
 
 def describe_changes(args, names):
     """Return what a run's name says of the values of these names, for example "-lam2-num_keys4"."""
     values = {name: os.path.basename(shown(getattr(args, name))) for name in sorted(names)}  # --init's is a path
-    changes = "".join(f"-{name}{value}" for name, value in values.items()).replace(" ", ",")
-    if len(changes) > 120:
-        changes = f"{changes[:100]}-{hashlib.sha256(changes.encode()).hexdigest()[:8]}"
-    return "".join(c if c.isalnum() or c in "-_.," else "+" for c in changes)
-
-
-def differences(old, new, names=None):
-    """What a configuration changes in another, as a list of 'NAME was X, is Y'. names: None for all but OPERATING."""
-    names = sorted(old.keys() | new.keys()) if names is None else names
-    both = ((name, old.get(name), new.get(name)) for name in names if name not in OPERATING)
-    return [f"{name.replace('_', '-')} was {shown(was)}, is {shown(now)}" for name, was, now in both if was != now]
+    return short("".join(f"-{name}{value}" for name, value in values.items()).replace(" ", ","))
 
 
 def check_schedule(args):
@@ -2008,73 +1722,74 @@ def check_schedule(args):
         fail(f"--min-lr {args.min_lr:g} is above the learning rate's peak, {peak:g}")
 
 
+EVALUATION = {  # the flags that both evaluations have
+    "what is judged": dict(
+        checkpoint=(None, "a run's folder, last.pt, backbone.pt; or others' FILE"),
+        dataset=(None, "default: what the encoder was trained on, or patterns", DATASETS),
+        data_dir=(None, "its folder (default: where the run had it)"),
+        encoder=(None, "default: the one that the method's authors evaluate", ("query", "momentum")),
+        random_init=(False, "judge the encoder of RUN as it was before training"),
+        floors=(True, "judge raw pixels and the untrained encoder, too"),
+    ),
+    "encoder, of a FILE of others": dict(
+        arch=(None, "vit_tiny, resnet18, ..., or any timm model"),
+        image_size=(None, "side of the images (default: 224; own encoder: 32)", (1, math.inf)),
+        patch_size=(None, "of a ViT (default: as in its name, or 16)", (1, math.inf)),
+        num_heads=(None, "of a ViT (default: timm's number)", (1, math.inf)),
+        norm=(None, "whose mean and standard deviation normalise the images (default: imagenet)", NORMS),
+        prefix=(None, "which encoder of a FILE: what stands before its names"),
+    ),
+    "operation": dict(
+        seed=(0, "seed of what is drawn", (0, 2**63 - 1)),
+        workers=(None, "loader processes (default: for a GPU as many as cores, at most 24; else none)", (0, 1024)),
+        device=("auto", "auto: a GPU where there is one", ("auto", "cuda", "cpu")),
+        amp=("auto", "auto: bf16 on GPUs that have it", ("auto", "bf16", "off")),
+    ),
+}
+
+
 # --------------------------------------------------------------------- 7. files
 # Files that are written whole or not at all, and read as data only.
 
-
-# Names of files of a run that `write_whole` was writing when it was killed
-UNFINISHED = re.compile(r"(.+\.pt|config\.json|metrics\.jsonl)\.\d+\.tmp")
+UNFINISHED = re.compile(r"(.+\.pt|config\.json|metrics\.jsonl)\.tmp")  # what was being written when a run was killed
 
 
 def claim_folder(out):
     """Lock a run's folder for this process. Returns the open file that holds the lock until it is closed.
 
-    All processes wait until the first one has it. What a process that was killed has left half written is removed.
-    Exits with an error message if the folder has files that are not a run's, if another process has the lock, or if it
-    cannot be written. Where the file system has no locks, none is taken.
+    All processes wait until the first one has it. Exits with an error message if the folder has files that are not a
+    run's, or if another process has the lock. Where the file system has no locks, none is taken.
     """
-    folder = Path(out)
-    found = sorted(p.name for p in folder.glob("*") if p.name != "lock" and not UNFINISHED.fullmatch(p.name))
-    if found and "last.pt" not in found:
-        fail(f"--out {out} is not empty ({', '.join(found[:3])}), and has no last.pt: give another")
-    first = rank_and_world()[0] == 0
-    try:
-        if first:
-            folder.mkdir(parents=True, exist_ok=True)
-        lock = open(folder / "lock" if first else os.devnull, "a")
-    except OSError as error:  # for example, the file is another user's
-        fail(f"cannot write {folder / 'lock'} ({error}): give another --out")
+    folder, first = Path(out), rank_and_world()[0] == 0
     if first:
+        folder.mkdir(parents=True, exist_ok=True)
+        found = sorted(p.name for p in folder.iterdir() if p.name != "lock" and not UNFINISHED.fullmatch(p.name))
+        if found and "last.pt" not in found:
+            fail(f"--out {out} is not empty ({', '.join(found[:3])}), and has no last.pt: give another")
+    lock = open(folder / "lock" if first else os.devnull, "a")
+    if first and fcntl is not None:
         try:
-            if fcntl is not None:
-                fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # unlike flock's, forked workers do not inherit it
+            fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # unlike flock's, forked workers do not inherit it
         except (BlockingIOError, PermissionError):
             fail(f"another run is at work in --out {folder}: wait for it, stop it, or give another --out")
         except OSError:
             pass  # a file system without locks
-        for path in folder.glob("*.tmp"):
-            if UNFINISHED.fullmatch(path.name):
-                path.unlink()
     from_all(None)
     return lock
 
 
 def write_whole(path, write):
-    """Call write(temporary path), flush it to the disk and put it in place in one step: whole or not at all.
-
-    An error of the disk is tried again, see `with_patience`. Exits with an error message if it stays.
-    """
+    """Call write(temporary path), flush it to the disk and put it in place in one step: whole or not at all."""
     path = Path(path)
-    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-
-    def attempt():
+    temporary = path.with_name(f"{path.name}.tmp")
+    try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            write(temporary)
-        except RuntimeError as error:  # torch's writer turns an OSError into one
-            raise OSError(errno.EIO, str(error)) from error
+        write(temporary)
         with open(temporary, "rb+") as file:
             os.fsync(file.fileno())
         os.replace(temporary, path)
-
-    try:
-        with_patience(attempt)
-    except OSError as error:
-        free = ""
-        with contextlib.suppress(OSError):
-            free = f"; free on its disk: {shutil.disk_usage(path.parent).free / 2**20:.0f} MiB"  # torch may not say it
-            temporary.unlink()
-        fail(f"cannot write {path} ({error}{free}): nothing that was there is lost; the same command goes on from it")
+    except (OSError, RuntimeError) as error:  # torch's writer turns an OSError into a RuntimeError
+        fail(f"cannot write {path} ({error}): nothing that was there is lost; the same command goes on from it")
 
 
 def write_file(path, content):
@@ -2101,46 +1816,22 @@ for _core, _name in itertools.product(("core", "_core"), ("scalar", "_reconstruc
     PLAIN_DATA.append((getattr(np._core.multiarray, _name), f"numpy.{_core}.multiarray.{_name}"))
 for _module, _pure in itertools.product(("pathlib", "pathlib._local"), ("", "Pure")):  # before Python 3.13, and from it
     PLAIN_DATA += [(PurePosixPath, f"{_module}.{_pure}PosixPath"), (PureWindowsPath, f"{_module}.{_pure}WindowsPath")]
-NOT_CHECKPOINTS = (  # the first bytes of what is often taken for a checkpoint
-    (b"version https://git-lfs", "a Git LFS pointer, not the file itself: `git lfs pull` fetches that"),
-    (b"<", "a web page (HTML or XML), not a checkpoint: download the file itself"),
-    ((b"\x1f\x8b", b"BZh", b"\xfd7zXZ", b"7z\xbc\xaf", b"\x28\xb5\x2f\xfd"), "a compressed archive: unpack it"),
-    (b"PK", "damaged or cut off, or a zip archive of other files"),
-    (b"", "damaged, cut off or empty, or no file of torch.save's nor of safetensors"),
-)
-PLAIN_FILE = (  # run by a user who trusts a file: all its tensors, without what else it holds
-    "import torch; keep = lambda x: x if torch.is_tensor(x) else keep(x.state_dict()) if hasattr(x, 'state_dict') else "
-    "{{name: keep(part) for name, part in x.items()}} if hasattr(x, 'items') else "
-    "[keep(part) for part in x] if isinstance(x, (list, tuple)) else None; "
-    "torch.save(keep(torch.load({path!r}, map_location='cpu', weights_only=False)), 'plain.pt')"
-)
 
 
 def load_checkpoint(path):
     """Return what is in a checkpoint, on the CPU: tensors and plain data only, never code.
 
-    Exits with an error message that says what the file is, if it cannot be loaded so.
+    Exits with an error message if it cannot be loaded so.
     """
-    path = Path(path)
-    if not (path.is_file() and os.access(path, os.R_OK)):
-        fail(f"no checkpoint at {path} that can be read: give a run's folder or a file")
     try:
-        if path.suffix == ".safetensors":
+        if Path(path).suffix == ".safetensors":
             return timm.models.load_state_dict(path)
         if zipfile.is_zipfile(path) and not is_intact(path):
-            raise ValueError("some bytes are not those that were written")
+            raise ValueError("damaged: some bytes are not those that were written")
         with torch.serialization.safe_globals(PLAIN_DATA):
             return torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # a file from elsewhere may raise anything, and torch's advice is to load it unsafely
-        reason = str(error)
-    with open(path, "rb") as file:
-        start = file.read(64).lstrip()
-    found = re.search(r"(?:GLOBAL |but got <class ')([\w.]+)|TorchScript", reason)
-    if found is None or not start.startswith((b"PK", b"\x80")):
-        fail(f"{path} is {next(kind for beginning, kind in NOT_CHECKPOINTS if start.startswith(beginning))}")
-    what = f"more than tensors and plain data, or a whole pickled module ({found[1] or 'TorchScript'})"
-    advice = "If you trust its authors, make a plain file of it where their code can be imported"
-    fail(f"{path} holds {what}. {advice}: {PLAIN_FILE.format(path=str(path))}")
+        fail(f"cannot read {path} as a checkpoint of tensors and plain data: {str(error).partition('. ')[0][:300]}")
 
 
 def load_state(path):
@@ -2154,27 +1845,28 @@ def load_state(path):
 def load_run(args, images, resume=None):
     """Return (path, state) of a run that goes on: of last.pt in --out, else of `resume`. A new run has step 0.
 
-    args: the configuration, which has to be the same, OPERATING flags apart. images: number and checksum, which have to
-    be the same. resume: another run's folder or last.pt; only method, encoder and batch size have to be the same.
-    A run that has made no step yet begins anew, perhaps with other flags. Exits with an error message if the run is
-    another one, or if the processes have different flags, images or states.
+    args: the configuration, which has to be the same, OPERATING flags apart. images: what tells the images apart; they
+    have to be the same. resume: another run's last.pt; only method, encoder and batch size have to be the same. A run
+    that has made no step yet begins anew, perhaps with other flags. Exits with an error message if the run is another
+    one, or if the processes have different flags, images or states.
     """
-    last, path, state = Path(args.out, "last.pt"), None, {"step": 0, "records": []}
-    if last.exists():
-        path, state = last, load_state(last)
-    if resume is not None and state["step"] == 0:
-        path = Path(resume, "last.pt") if Path(resume).is_dir() else Path(resume)
+    path, new, state = Path(args.out, "last.pt"), vars(args), dict(step=0, records=[])
+    must_match, advice = new.keys() - OPERATING, "give another --out"
+    if path.exists():
         state = load_state(path)
+    if resume is not None and state["step"] == 0:
+        path, state = resume, load_state(resume)
+        must_match, advice = {"method", "arch", "batch_size"}, "its run had these"  # with these its steps count alike
     if state["step"] > 0:
-        must_match = None if path == last else ("method", "arch", "batch_size")  # with these its steps count alike
-        if different := "; ".join(differences(state["config"], vars(args), must_match)[:5]):
-            fail(f"{path} is of another configuration ({different}): give another --out")
-        if others := "; ".join(differences(state["images"], images)):
-            fail(f"{path} is of other images ({others}): give another --out")
+        old = state["config"]
+        differ = [name for name in sorted(must_match) if old.get(name) != new[name]]
+        if differ:
+            words = [f"{option(name)} was {shown(old.get(name))}, is {shown(new[name])}" for name in differ[:5]]
+            fail(f"{path} is of another configuration ({'; '.join(words)}): {advice}")
+        if state["images"] != images:
+            fail(f"{path} is of other images ({state['images']}, here {images}): give another --out")
         say(f"going on from {path}, at step {state['step']}")
-    elif path is not None:
-        say(f"{path} has made no step: the run begins anew")
-    marks = from_all((vars(args), images, state["step"]))
+    marks = from_all((new, images, state["step"]))
     if any(mark != marks[0] for mark in marks):
         fail("the processes differ in flags, images or checkpoint: --data-dir and --out must be on shared disks")
     return path, state
@@ -2183,8 +1875,8 @@ def load_run(args, images, resume=None):
 def read_config(folder):
     """Return the config.json of a run's folder; {} if there is none that can be read."""
     try:
-        return {**json.loads((Path(folder) / "config.json").read_text())}
-    except (OSError, ValueError, TypeError):
+        return json.loads(Path(folder, "config.json").read_text())
+    except (OSError, ValueError):
         return {}
 
 

@@ -13,61 +13,50 @@ for two floors: raw pixels, and the same encoder untrained.
 
 The encoder computes in bf16 on GPUs that have it (`--amp off`: in float32, with products in TF32). Neighbours are
 always compared in float32.
-Your own encoder and data: eval_knn.main(eval_knn.parse_args(["RUN"]), encoder=MODULE, train=DATASET, test=DATASET).
+Your own encoder and images, which are a common.ImageSet each:
+    eval_knn.main(eval_knn.parse_args(["RUN"]), encoder=MODULE, train=IMAGES, test=IMAGES)
 """
 
+import contextlib
 import copy
+import math
 import os
 from pathlib import Path
 
 import numpy as np
-import torch.distributed as dist
 
 import common
 
-# ================================================================ 1. arguments
+# {name: (value, what it is, its limits)}
+VALUES = dict(
+    k=([10, 20, 100, 200], "numbers of neighbours", (1, math.inf)),
+    temperature=(0.07, "temperature of the votes", (1e-6, math.inf)),
+    batch_size=(256, "images encoded at once per process", (1, math.inf)),
+    dump=(None, "write features, labels, class names and paths to this .npz, for numpy; needs no labels"),
+)
 
 
 def parse_args(argv=None):
     """Return the command line, or a list of words, as a namespace. Exits with an error message on a mistake."""
-    parser = common.evaluation_parser("eval_knn.py", __doc__)
-    add = parser.add_argument_group("kNN").add_argument
-    add("--k", type=common.number(int, 1), nargs="+", default=[10, 20, 100, 200], help="numbers of neighbours")
-    add("--temperature", type=common.number(float, 1e-6), default=0.07, help="temperature of the votes")
-    add("--batch-size", type=common.number(int, 1), default=256, metavar="N", help="images encoded at once per process")
-    add("--dump", metavar="FILE.npz", help="write features, labels, class names and paths for numpy; needs no labels")
-    return common.parse(parser, argv)[0]
+    args, _ = common.parse("eval_knn.py", __doc__, argv, {}, common.EVALUATION | {"kNN": VALUES})
+    if not args.k:
+        common.fail("--k needs one number or more")
+    return args
 
 
-# ================================================================= 2. the dump
-
-
-def make_room(path):
-    """Make the folder of a file that is to be written. Exits with an error message if the file cannot be new there."""
-    if os.path.exists(path):
-        common.fail(f"--dump {path} is there already: give another name")
-    try:
-        Path(path).absolute().parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        common.fail(f"--dump {path} cannot be written: {error.strerror}")
-
-
-def write_dump(path, lines, parts, encoded):
-    """Write the features as one .npz without pickles, which numpy.load reads.
+def write_dump(path, lines, parts, features):
+    """Write features as one .npz without pickles, which numpy.load reads.
 
     lines: what the features are, as text. parts: {"train": images, "test": images}, the latter only if there is a test
-    set. encoded: the same of (features (n, d), labels (n,)).
-    The file has train_features (n, d) float32, as the encoder gives them, and train_labels (n,) int64, -1 where there
-    is none. It has train_paths (n,) text or, if the images do not come from files, their numbers train_index (n,). It
-    has the same for test, the names `classes` of the labels, and the text `protocol`.
+    set. features: the same of (n, d).
+    The file has train_features (n, d) float32, as the encoder gives them, train_labels (n,) int64, -1 where there is
+    none and, if the images come from files, train_paths (n,) text. It has the same for test, the names `classes` of the
+    labels, and the text `protocol`.
     """
     arrays = {"classes": np.array(parts["train"].classes, str), "protocol": np.array(lines)}
     for name, part in parts.items():
-        features, labels = encoded[name]
-        arrays |= {f"{name}_features": features.numpy(), f"{name}_labels": labels.numpy()}
-        if part.paths is None:
-            arrays[f"{name}_index"] = np.arange(len(part))
-        else:
+        arrays |= {f"{name}_features": features[name].numpy(), f"{name}_labels": part.labels}
+        if part.paths is not None:
             arrays[f"{name}_paths"] = np.array([part.path(i) for i in range(len(part))])
 
     def write(temporary):
@@ -79,44 +68,44 @@ def write_dump(path, lines, parts, encoded):
     common.say(f"features written to {path}")
 
 
-# ===================================================================== 3. main
-
-
-@common.own_generators()
+@common.leaves_no_trace
 def main(args, encoder=None, train=None, test=None):
     """Judge an encoder as args say. Return {"encoder" or a floor: {"knn20_top1": percent, ...}}.
 
-    args: the namespace of `parse_args`. encoder: a module that maps (N, 3, H, W) to (N, width), instead of timm's.
-    train, test: map-style Datasets of images and labels to use instead of --dataset. With --dump they need no labels:
-    without two classes nothing is judged, and the result is {}.
+    args: the namespace of `parse_args`. encoder: a module that maps (N, 3, H, W) to (N, width), instead of timm's; a
+    copy of it is judged. train, test: common.ImageSet of images and labels to use instead of --dataset. With --dump
+    they need no labels: without two classes nothing is judged, and the result is {}.
     """
-    own_group, args = not dist.is_initialized(), copy.copy(args)  # a caller's process group stays
+    args = copy.copy(args)
+    if args.dump:  # told before the work
+        folder = Path(args.dump).absolute().parent
+        with contextlib.suppress(OSError):
+            folder.mkdir(parents=True, exist_ok=True)
+        if os.path.exists(args.dump) or not (folder.is_dir() and os.access(folder, os.W_OK)):
+            common.fail(f"--dump {args.dump} is there already, or its folder cannot be written: give another name")
     device, encoder, info = common.open_encoder(args, encoder)
-    if args.dump:
-        make_room(args.dump)
     train, test = common.open_data(args, info, train, test, labels=not args.dump)
     parts = {"train": train} if test is None else {"train": train, "test": test}
-    judged = test is not None and (len(train.classes) > 1 or args.dataset == "own")  # else there is only a dump
+    judged = test is not None and len(train.classes) > 1 and len(test.classes) > 0  # else there is only a dump
+    if judged:
+        common.check_labels(train, test)  # with --dump, too
     ks = list(dict.fromkeys(min(k, len(train)) for k in args.k))
     lines = f"{common.protocol(args, info, train, test)}\nkNN: cosine, votes exp(similarity / {args.temperature})"
     common.say(lines)
     networks = {"encoder": encoder, **(common.floor_encoders(args, info, device, len(train)) if judged else {})}
     results, how = {}, dict(batch_size=args.batch_size, workers=args.workers, amp=args.amp == "bf16")
     for name, network in networks.items():
-        encoded = {}
+        x = {}
         for part, images in parts.items():  # the bank stays shared out over the processes
             options = dict(how, whole=part == "test", what=f"features of {name}, {part}")
-            encoded[part] = common.extract_features(network, images, info, device, **options)
+            x[part] = common.extract_features(network, images, info, device, **options)
         if name == "encoder" and args.dump:
-            whole = tuple(common.gather_uneven(rows) for rows in encoded["train"])
-            write_dump(args.dump, lines, parts, encoded | {"train": whole})
+            write_dump(args.dump, lines, parts, x | {"train": common.gather_uneven(x["train"])})
         if judged:
-            (train_x, train_y), (test_x, test_y) = encoded["train"], encoded["test"]
-            found = common.knn_accuracy(train_x.to(device), train_y, test_x.to(device), test_y, ks, args.temperature)
-            results[name] = {f"knn{k}_top1": percent for k, percent in found.items()}
-            common.say(f"{name:>10}  " + "  ".join(f"k={k} {percent:.2f} %" for k, percent in found.items()))
-    if own_group and dist.is_initialized():
-        dist.destroy_process_group()
+            x = {part: rows.to(device) for part, rows in x.items()}
+            results[name] = common.knn_scores(x["train"], train, x["test"], test, ks, args.temperature)
+            found = zip(ks, results[name].values(), strict=True)
+            common.say(f"{name:>10}  " + "  ".join(f"k={k} {percent:.2f} %" for k, percent in found))
     return results
 
 

@@ -21,8 +21,8 @@ where a run was stopped, bit for bit. The score is that of the last epoch, never
     --protocol patchmix          PatchMix's Tables 2, 3 and 5 to 7, "Linear". "Finetune": with --finetune
 `--finetune` trains all layers. ViTs take PatchMix's recipe by default, and other encoders CLIM's.
 LoGo's Table 5 is `--solver lbfgs`, with `--metric per_class` for Pets, Flowers, Caltech101 and Aircraft only.
-Every value of a recipe is a flag, and is printed.
-Your own encoder and data: eval_linear.main(args, encoder=MODULE, train=DATASET, test=DATASET).
+Every value of a recipe is a flag. A training says them all at its start.
+Your own encoder and images: eval_linear.main(args, encoder=MODULE, train=common.ImageSet(...), test=...).
 
 Departures from the papers:
     D1 An epoch is whole batches. The images over are left out of it.
@@ -39,7 +39,6 @@ The probe and L-BFGS compute the features on all processes. Then each process fi
 processes these may be up to 2**30 numbers (4 GiB).
 """
 
-import argparse
 import copy
 import hashlib
 import itertools
@@ -48,6 +47,7 @@ import math
 import os
 import random
 import re
+import textwrap
 import time
 from pathlib import Path
 
@@ -68,60 +68,112 @@ import common
 
 # ===================================================== 1. recipes and arguments
 
-# fmt: off
-# lr is the rate at batch size lr_batch. Milestones are shares of the run; warmup counts epochs.
 # [P]: printed in the paper. [C]: from its released code, or that of the base that it names. [I]: our inference, where
 # both are silent.
-COMMON = dict(
-    optimizer="sgd", momentum=0.9, nesterov=False, lr_batch=256, weight_decay=0.0, milestones=(), warmup=0,
-    warmup_lr=0.0, min_lr=0.0, crop_scale=(0.08, 1.0), pad=0, randaug=0, erase=0.0, mixup=0.0, cutmix=0.0,
-    smoothing=0.0,
-)
-# JCL, 4.2 [P]. CLIM, 4.1: rate and milestones [P], the rest as MoCo [I]. Weight decay, momentum, areas: MoCo's [C]
-MOCO = dict(COMMON, epochs=100, batch_size=256, lr=30.0, milestones=(0.6, 0.8))
-LINEAR = ("moco", "jcl", "clim", "jointcrop", "jointcrop-small", "patchmix")
-RATES = (10.0 ** np.arange(-4.5, 1.51, 0.5)).tolist()  # the probe's grid: 13 rates from 0.00003 to 32
-STRENGTHS = np.logspace(-6, 5, 45).tolist()  # L-BFGS's grid
-RECIPES = {  # "mode" or "mode protocol", and what an encoder or a data set changes in it: "mode protocol trait"
-    "probe": dict(epochs=50, batch_size=256, lrs=RATES, holdout=0.1),  # ours
-    "lbfgs": dict(  # LoGo, supplement 3: L-BFGS, L2, 5000 iterations, metrics [P]; grid: BYOL's and SimCLR's [I]
-        batch_size=256, strengths=STRENGTHS, holdout=0.1, metric="top1", iterations=5000, tolerance=1e-6,
+# fmt: off
+SHARE, POSITIVE = (1e-9, 1), (1e-9, math.inf)
+# {group: {name: (value, what it is, its limits or words)}}: MoCo's protocol, CLIM's fine-tuning, our probe, LoGo's
+# L-BFGS. Each is a flag of its value's type, for example --lr 3. Without limits, a number is not below 0.
+VALUES = {
+    "training": dict(  # JCL, 4.2 [P]. CLIM, 4.1: rate and milestones [P], the rest as MoCo [I]
+        epochs=(100, "epochs of the whole training", (1, math.inf)),
+        batch_size=(256, "images per step, or encoded at once, over all processes", (2, math.inf)),
+        lr=(30.0, "learning rate at batch size --lr-batch; scaled linearly with --batch-size", POSITIVE),
+        lr_batch=(256, "batch size for which --lr is given", (1, math.inf)),
+        milestones=([0.6, 0.8], "shares of the run where the rate falls by 10; none: it falls by a cosine", SHARE),
+        min_lr=(0.0, "learning rate with which the cosine ends"),
+        warmup=(0.0, "epochs of linear warm-up; not given, it shrinks with --epochs"),
+        warmup_lr=(0.0, "learning rate with which the warm-up begins"),
+        optimizer=("sgd", "how the weights are updated", ("sgd", "adamw")),
+        momentum=(0.9, "momentum of SGD", (0, 1)),  # MoCo's [C], as the weight decay and the areas of crops
+        nesterov=(False, "Nesterov's form of that momentum"),
+        weight_decay=(0.0, "weight decay of the optimizer"),
+        crop_scale=((0.08, 1.0), "smallest and largest area of a crop, as shares", SHARE),
+        pad=(0, "crops are places of the image, padded by this many pixels; 0: --crop-scale"),
+        randaug=(0, "magnitude of RandAugment (rand-mN-mstd0.5-inc1); 0: none", (0, 10)),
+        erase=(0.0, "probability of random erasing", (0, 1)),
+        mixup=(0.0, "alpha of mixup; 0: none"),
+        cutmix=(0.0, "alpha of CutMix; 0: none"),
+        smoothing=(0.0, "smoothing of the labels", (0, 0.99)),
     ),
-    "linear moco": MOCO,
-    "linear jcl": MOCO,
-    "linear jcl imagenet100": dict(lr=10.0),  # App. D [P]
-    "linear clim": MOCO,
-    "linear jointcrop": dict(COMMON, epochs=90, batch_size=1024, lr=0.1),  # MoCo v3's [C]
-    "linear jointcrop vit": dict(lr=3.0),  # MoCo v3's [C]
-    "linear jointcrop-small": dict(  # CIFAR, STL-10, Tiny-ImageNet: ContrastiveCrop's released code's [I]
-        COMMON, epochs=100, batch_size=512, lr=10.0, lr_batch=512, milestones=(0.6, 0.8),
+    "fine-tuning": dict(
+        head_lr=(10.0, "learning rate of the new classifier at --lr-batch; 0: as the other layers"),
+        layer_decay=(1.0, "each layer's rate is this times that of the layer above it", SHARE),
+        drop_path=(0.0, "probability of stochastic depth in the last block", (0, 0.99)),
     ),
+    "probe and L-BFGS": dict(  # LoGo, supplement 3: L-BFGS, L2, iterations, metrics [P]; its grid: BYOL's, SimCLR's [I]
+        holdout=(0.1, "share that chooses the rate or the strength", (0.001, 0.999)),
+        lrs=((10.0 ** np.arange(-4.5, 1.51, 0.5)).tolist(), "the probe's grid of rates", POSITIVE),
+        strengths=(np.logspace(-6, 5, 45).tolist(), "L-BFGS: grid of L2 penalties", POSITIVE),
+        metric=("top1", "L-BFGS: the score that chooses", ("top1", "per_class")),
+        iterations=(5000, "L-BFGS: most iterations for each strength", (1, math.inf)),
+        tolerance=(1e-6, "L-BFGS: largest entry of the final whitened gradient", POSITIVE),
+    ),
+}
+MOCO, TUNED, CACHED = (common.defaults({group: rows}) for group, rows in VALUES.items())
+COSINE = dict(MOCO, milestones=())
+LINEAR = {
+    "moco": MOCO, "jcl": MOCO, "clim": MOCO,
+    "jointcrop": dict(COSINE, epochs=90, batch_size=1024, lr=0.1),  # MoCo v3's [C]
+    # CIFAR, STL-10, Tiny-ImageNet: ContrastiveCrop's released code's [I]
+    "jointcrop-small": dict(MOCO, batch_size=512, lr=10.0, lr_batch=512),
     # 4.1.3: 100 epochs [P]; the rest [C]. Other encoders than ViT-T, -S, -B have the rate of S, vit_micro that of T [I]
-    "linear patchmix": dict(COMMON, epochs=100, batch_size=1024, lr=0.02, nesterov=True),
-    "linear patchmix vit_tiny": dict(lr=0.05),
-    "linear patchmix vit_base": dict(lr=0.01),
-    "linear patchmix cifar10": dict(batch_size=256),
-    "linear patchmix cifar100": dict(batch_size=256),
+    "patchmix": dict(COSINE, batch_size=1024, lr=0.02, nesterov=True),
+}
+FINETUNE = {
+    # 4.2 [P]; batch, weight decay and areas of crops [I]
+    "clim": dict(MOCO, **TUNED, epochs=60, lr=1e-4, milestones=(1 / 3, 2 / 3)),
     # 4.1.3: 100 epochs [P]; the rest [C], with the rates of timm's scheduler, which is called after each epoch
-    "finetune patchmix": dict(
-        COMMON, optimizer="adamw", epochs=100, batch_size=1024, lr=5e-4, head_lr=None, weight_decay=0.05,
-        layer_decay=0.75, warmup=10, warmup_lr=1e-6, min_lr=1e-5, drop_path=0.1, randaug=9, erase=0.25,
-        mixup=0.8, cutmix=1.0, smoothing=0.1,
-    ),
-    "finetune patchmix vit_tiny": dict(lr=1e-3),
-    "finetune patchmix cifar10": dict(batch_size=256, pad=4),
-    "finetune patchmix cifar100": dict(batch_size=256, pad=4),
-    "finetune clim": dict(  # 4.2 [P]; batch, weight decay and areas of crops [I]
-        COMMON, epochs=60, batch_size=256, lr=1e-4, head_lr=10.0, milestones=(1 / 3, 2 / 3), layer_decay=1.0,
-        drop_path=0.0,
+    "patchmix": dict(
+        COSINE, optimizer="adamw", batch_size=1024, lr=5e-4, head_lr=0.0, weight_decay=0.05, layer_decay=0.75,
+        warmup=10.0, warmup_lr=1e-6, min_lr=1e-5, drop_path=0.1, randaug=9, erase=0.25, mixup=0.8, cutmix=1.0,
+        smoothing=0.1,
     ),
 }
 # fmt: on
-VALUES = tuple(dict.fromkeys(name for recipe in RECIPES.values() for name in recipe))  # each one is a flag
+
+
+def recipe(args, arch, image_size):
+    """Return the values of an evaluation, {name: value}. arch: timm's name of the encoder, or own."""
+    arch, small = "_".join(arch.split("_")[:2]), args.dataset in ("cifar10", "cifar100")
+    if args.mode == "probe":  # ours
+        return {name: CACHED[name] for name in ("lrs", "holdout")} | dict(epochs=50, batch_size=256)
+    if args.mode == "lbfgs":
+        return {name: value for name, value in CACHED.items() if name != "lrs"} | dict(batch_size=256)
+    values = dict((LINEAR if args.mode == "linear" else FINETUNE)[args.protocol])
+    if args.mode == "linear" and args.protocol == "jcl" and args.dataset == "imagenet100":
+        values |= dict(lr=10.0)  # App. D [P]
+    if args.mode == "linear" and args.protocol == "jointcrop" and arch.startswith("vit_"):
+        values |= dict(lr=3.0)  # MoCo v3's [C]
+    if args.protocol == "patchmix":
+        rates = dict(vit_tiny=0.05, vit_base=0.01) if args.mode == "linear" else dict(vit_tiny=1e-3)
+        values |= dict(lr=rates.get(arch, values["lr"]), batch_size=256 if small else 1024)
+        values |= dict(pad=4 if small and args.mode == "finetune" and image_size <= 32 else 0)
+    if arch == "own" and args.mode == "finetune":  # nothing is known of its layers
+        values |= dict(layer_decay=1.0)
+        del values["drop_path"]
+    values["warmup"] *= min(1, (args.epochs or values["epochs"]) / values["epochs"])  # in proportion in a short run
+    return values
+
 
 # Random streams, see common.generator: what draws, and the numbers that keep the draws apart. They never change.
 STREAM_STEP, STREAM_HOLDOUT, STREAM_PROBE, STREAM_LABELS = 0, 2, 3, 4
 STREAM_CLASSES, STREAM_RANDAUG, STREAM_ERASE = 5, 6, 7
+
+RUN = common.EVALUATION | {  # the other flags
+    "protocol": dict(
+        protocol=(None, "default: probe; for which table: see the file's first lines", ("probe", *LINEAR)),
+        finetune=(False, "train all layers; --protocol is patchmix (ViTs) or clim (others)"),
+        solver=(None, "lbfgs: logistic regression on features that are computed once", ("sgd", "lbfgs")),
+        label_fraction=(None, "train on this share of the labels, alike per class", SHARE),
+        label_files=(None, "a list of files to train on: one per line, base name or path in train/"),
+    ),
+    "a training's folder": dict(
+        out=(None, "default: runs/PROTOCOL-DATASET-RUN...; the same command goes on from it"),
+        max_steps=(None, "save and stop when the run has made N steps in all", (1, math.inf)),
+        eval_every=(0, "epochs between judgements; 0: the last only"),
+    ),
+}
 
 
 def parse_args(argv=None):
@@ -130,62 +182,18 @@ def parse_args(argv=None):
     argv: a list of words; sys.argv's if None. Values of a recipe that are not given are None until `resolve`. Added is
     `mode`: probe, lbfgs, linear or finetune; and `changes`, the typed values as the name of a run's folder has them.
     """
-    number = common.number
-    positive, share = number(float, 1e-9), number(float, 1e-9, 1)
-    parser = common.evaluation_parser("eval_linear.py", __doc__)
-    group = parser.add_argument_group("protocol")
-    add = group.add_argument
-    add("--protocol", choices=("probe", *LINEAR), help="default: probe; for which table: see the file's first lines")
-    add("--finetune", action="store_true", help="train all layers; --protocol is patchmix (ViTs) or clim (others)")
-    add("--solver", choices=("sgd", "lbfgs"), help="lbfgs: logistic regression on features that are computed once")
-    add = group.add_mutually_exclusive_group().add_argument
-    add("--label-fraction", type=share, help="train on this share of the labels, alike per class")
-    add("--label-files", metavar="LIST", help="train on these files: one per line, base name or path in train/")
-    add = parser.add_argument_group("probe and L-BFGS").add_argument
-    add("--lrs", type=positive, nargs="+", help="the probe's grid of rates (13 from 0.00003 to 32)")
-    add("--strengths", type=positive, nargs="+", help="L-BFGS: grid of L2 penalties (45 from 1e-6 to 1e5)")
-    add("--holdout", type=number(float, 0.001, 0.999), help="share that chooses the rate or the strength (0.1)")
-    add("--metric", choices=("top1", "per_class"), help="L-BFGS: the score that chooses (top1)")
-    add("--iterations", type=number(int, 1), help="L-BFGS: most iterations for each strength (5000)")
-    add("--tolerance", type=positive, help="L-BFGS: largest entry of the final whitened gradient (1e-6)")
-    add = parser.add_argument_group("schedule").add_argument
-    add("--epochs", type=number(int, 1), help="epochs of the whole training")
-    add("--batch-size", type=number(int, 2), help="images per step, or encoded at once, over all processes")
-    add("--lr", type=positive, help="learning rate at batch size --lr-batch; scaled linearly with --batch-size")
-    add("--lr-batch", type=number(int, 1), help="batch size for which --lr is given")
-    add("--milestones", type=share, nargs="*", help="shares of the run where the rate falls by 10")
-    add("--min-lr", type=number(float, 0), help="learning rate with which the cosine ends")
-    add("--warmup", type=number(float, 0), help="epochs of linear warm-up; not given, it shrinks with --epochs")
-    add("--warmup-lr", type=number(float, 0), help="learning rate with which the warm-up begins")
-    add("--optimizer", choices=("sgd", "adamw"))
-    add("--momentum", type=number(float, 0, 1), help="momentum of SGD")
-    add("--nesterov", action=argparse.BooleanOptionalAction, help="Nesterov's form of that momentum")
-    add("--weight-decay", type=number(float, 0), help="weight decay of the optimizer")
-    add = parser.add_argument_group("fine-tuning").add_argument
-    add("--head-lr", type=positive, help="learning rate of the new classifier at --lr-batch")
-    add("--layer-decay", type=share, help="each layer's rate is this times that of the layer above it")
-    add("--drop-path", type=number(float, 0, 0.99), help="probability of stochastic depth in the last block")
-    add = parser.add_argument_group("augmentation").add_argument
-    add("--crop-scale", type=share, nargs=2, metavar=("LO", "HI"), help="smallest and largest share of a crop's area")
-    add("--pad", type=number(int, 0), help="crops are places of the image, padded by this many pixels; 0: --crop-scale")
-    add("--randaug", type=number(int, 0, 10), help="magnitude of RandAugment (rand-mN-mstd0.5-inc1); 0: none")
-    add("--erase", type=number(float, 0, 1), help="probability of random erasing")
-    add("--mixup", type=number(float, 0), help="alpha of mixup; 0: none")
-    add("--cutmix", type=number(float, 0), help="alpha of CutMix; 0: none")
-    add("--smoothing", type=number(float, 0, 0.99), help="smoothing of the labels")
-    add = parser.add_argument_group("a training's folder").add_argument
-    add("--out", metavar="DIR", help="default: runs/PROTOCOL-DATASET-RUN...; the same command goes on from it")
-    add("--max-steps", type=number(int, 1), metavar="N", help="save and stop when the run has made N steps in all")
-    add("--eval-every", type=number(int, 0), default=0, metavar="N", help="epochs between judgements; 0: the last only")
-    args, typed = common.parse(parser, argv)
-
+    args, typed = common.parse("eval_linear.py", __doc__, argv, VALUES, RUN)
     cached = "lbfgs" if args.solver == "lbfgs" else "probe"
     args.mode = "finetune" if args.finetune else "linear" if args.protocol in LINEAR else cached
     if args.solver == "lbfgs" and args.mode != "lbfgs":
         common.fail("--solver lbfgs is for features that are computed once: leave out --finetune and --protocol")
-    if args.finetune and args.protocol not in (None, "patchmix", "clim"):
+    if args.finetune and args.protocol not in (None, *FINETUNE):
         common.fail(f"--finetune goes with --protocol patchmix or clim, not {args.protocol}")
-    in_name = {*VALUES, "data_dir", "encoder", "random_init", "label_fraction", "label_files"}
+    if args.label_files and args.label_fraction:
+        common.fail("give --label-fraction or --label-files, not both")
+    if () in (args.lrs, args.strengths):
+        common.fail("--lrs and --strengths need one number or more")
+    in_name = {*common.defaults(VALUES), "data_dir", "encoder", "random_init", "label_fraction", "label_files"}
     args.changes = common.describe_changes(args, in_name & typed)
     return args
 
@@ -195,32 +203,20 @@ def resolve(args, info):
 
     Exits with an error message if a value was given that this evaluation does not have, or that would be wrong.
     """
-    name = re.sub("^deit3?_", "vit_", info["timm_name"] or "own")
-    vit, chosen = name.startswith("vit_"), args.mode
+    arch = re.sub("^deit3?_", "vit_", info["timm_name"] or "own")
     if args.mode in ("linear", "finetune"):
-        args.protocol = args.protocol or ("patchmix" if vit else "clim")
-        chosen = f"{args.mode} {args.protocol}"
-    recipe = dict(RECIPES[chosen])
-    for trait in ("vit" if vit else "", "_".join(name.split("_")[:2]), args.dataset):
-        recipe |= RECIPES.get(f"{chosen} {trait}", {})
-    if name == "own" and args.mode == "finetune":  # nothing is known of its layers
-        recipe["layer_decay"] = 1.0
-        del recipe["drop_path"]
-    if info["image_size"] > 32 and "pad" in recipe:
-        recipe["pad"] = 0
-    if "warmup" in recipe:  # a short run warms up in proportion
-        recipe["warmup"] *= min(1, (args.epochs or recipe["epochs"]) / recipe["epochs"])
-    for value in VALUES:
-        if getattr(args, value) is None:
-            setattr(args, value, recipe.get(value))
-        elif value not in recipe:
-            evaluation = f"this evaluation, {chosen} of {name}, which has {', '.join(map(common.option, recipe))}"
-            common.fail(f"{common.option(value)} is no value of {evaluation}")
+        args.protocol = args.protocol or ("patchmix" if arch.startswith("vit_") else "clim")
+    values = recipe(args, arch, info["image_size"])
+    for name in common.defaults(VALUES):
+        if getattr(args, name) is None:
+            value = values.get(name)
+            setattr(args, name, tuple(value) if isinstance(value, list) else value)
+        elif name not in values:
+            common.fail(f"{common.option(name)} has no effect here: {args.mode} has {', '.join(values)}")
     if args.mode in ("probe", "lbfgs"):
         return
     if args.head_lr and args.layer_decay < 1:
-        given = f"--layer-decay {args.layer_decay:g} and --head-lr {args.head_lr:g}, which {chosen} has"
-        common.fail(f"{given}, do not go together: give --layer-decay 1, or another --protocol")
+        common.fail("--head-lr and a --layer-decay below 1 do not go together: give --head-lr 0 or --layer-decay 1")
     common.check_schedule(args)
     each = args.batch_size // common.rank_and_world()[1]
     if args.mixup + args.cutmix > 0 and each % 2:
@@ -228,26 +224,6 @@ def resolve(args, info):
 
 
 # =================================================================== 2. labels
-
-
-def read_labels(train, test, info, device, workers):
-    """Return the images that have labels, (train, test), with labels that are places in their `classes`.
-
-    The items of a user's own Datasets are read once for it. Their classes are the labels that occur in either.
-    """
-    if not train.reads_labels:
-        return train, test
-    pool, options = nn.AvgPool2d(info["image_size"]), dict(workers=workers, what="labels")
-    found = [common.extract_features(pool, x, info, device, **options)[1].numpy() for x in (train, test)]
-    classes, names = np.setdiff1d(np.concatenate(found), [-1]), dict(enumerate(train.classes or test.classes))
-    common.check_labels(*map(torch.from_numpy, found))
-    parts = []
-    for images, labels in zip((train, test), found, strict=True):
-        rows = np.flatnonzero(labels != -1)
-        part = images.subset(rows)
-        part.labels, part.classes = np.searchsorted(classes, labels[rows]), [str(names.get(c, c)) for c in classes]
-        parts.append(part)
-    return parts
 
 
 def balanced_share(labels, fraction, seed):
@@ -258,10 +234,12 @@ def balanced_share(labels, fraction, seed):
     """
     classes, labels = np.unique(labels, return_inverse=True)
     order = torch.randperm(len(labels), generator=common.generator(seed, STREAM_LABELS)).numpy()
-    turns = torch.randperm(len(classes), generator=common.generator(seed, STREAM_CLASSES)).tolist()
+    turn = torch.randperm(len(classes), generator=common.generator(seed, STREAM_CLASSES)).numpy()
     each, more = divmod(max(round(fraction * len(labels)), len(classes)), len(classes))
-    rows = [order[labels[order] == c][: each + (turn < more)] for c, turn in enumerate(turns)]
-    return np.sort(np.concatenate(rows))
+    order = order[labels[order].argsort(kind="stable")]  # class by class, each in random order
+    counts = np.bincount(labels)
+    place = np.arange(len(labels)) - np.repeat(counts.cumsum() - counts, counts)  # of a row in its class
+    return np.sort(order[place < np.repeat(each + (turn < more), counts)])
 
 
 def listed_files(images, root, file):
@@ -270,18 +248,14 @@ def listed_files(images, root, file):
     A line is a base name, as in SimCLR's splits, or a path relative to `root`. Exits with an error message if a line is
     not the name of exactly one file.
     """
-    if images.paths is None:
-        common.fail("--label-files needs images in files: --data-dir with train/, one folder per class")
+    if images.paths is None or not os.path.isfile(file):
+        common.fail(f"--label-files {file}: give a file, and images in files, --data-dir with train/")
     rows = {}
     for i in range(len(images)):
         for name in {os.path.basename(images.path(i)), os.path.relpath(images.path(i), root)}:
             rows.setdefault(name, []).append(i)
-    try:
-        lines = Path(file).read_text(encoding="utf-8-sig").splitlines()  # Windows may begin it with a byte order mark
-    except (OSError, UnicodeDecodeError) as error:
-        common.fail(f"--label-files {file} cannot be read: {' '.join(str(error).split())}")
-    names = {line.strip() for line in lines} - {""}
-    odd = sorted(ascii(name) for name in names if len(rows.get(name, ())) != 1)
+    names = {line.strip() for line in Path(file).read_text("utf-8-sig", "replace").splitlines()} - {""}
+    odd = sorted(name for name in names if len(rows.get(name, ())) != 1)
     if odd or not names:
         common.fail(f"--label-files {file}: not the name of one file in {root}: {', '.join(odd[:5]) or 'nothing'}")
     return np.unique([rows[name][0] for name in names])
@@ -291,7 +265,7 @@ def choose_labels(args, train):
     """Return the training images whose labels may be used, as --label-fraction or --label-files says."""
     if args.label_files:
         rows = listed_files(train, Path(args.data_dir or "data") / "train", args.label_files)
-    elif (args.label_fraction or 1) < 1:
+    elif args.label_fraction is not None and args.label_fraction < 1:
         rows = balanced_share(train.labels, args.label_fraction, args.seed)
     else:
         return train
@@ -337,8 +311,8 @@ def scores(logits, labels, num_classes):
     one's top-1.
     """
     ranked = logits.topk(min(5, num_classes), dim=1).indices == labels[:, None]
-    right = ranked[:, 0].double()
-    per_class = torch.stack([right[labels == c].mean() for c in labels.unique()])
+    right, counts = ranked[:, 0].double(), labels.bincount()
+    per_class = (labels.bincount(right) / counts)[counts > 0]
     top5 = {"linear_top5": 100 * ranked.any(1).double().mean().item()} if num_classes > 5 else {}
     return {"linear_top1": 100 * right.mean().item(), **top5, "linear_per_class": 100 * per_class.mean().item()}
 
@@ -348,11 +322,11 @@ def scores(logits, labels, num_classes):
 
 @torch.no_grad()
 @common.exact_products()
-def linear_probe(x, y, test_x, num_classes, seed=0, epochs=50, batch_size=256, lrs=None, holdout=0.1):
+def linear_probe(x, y, test_x, num_classes, seed=0, epochs=50, batch_size=256, lrs=CACHED["lrs"], holdout=0.1):
     """Train a linear classifier on cached features, by SGD with momentum 0.9 and a cosine, with many rates at once.
 
     x: (n, d) and test_x: (m, d), features, which are standardised by the mean and deviation of x. y: (n,) int64.
-    lrs: the grid; RATES if None. holdout: the share of x that chooses the rate. Returns what `fit_and_choose` does.
+    lrs: the grid. holdout: the share of x that chooses the rate. Returns what `fit_and_choose` does.
     """
     mean, std = x.mean(0), x.std(0, correction=0).clamp_min(1e-6)
     x, test_x = (F.pad((part - mean) / std, (0, 1), value=1.0) for part in (x, test_x))
@@ -375,7 +349,7 @@ def linear_probe(x, y, test_x, num_classes, seed=0, epochs=50, batch_size=256, l
                 weight = weight - rate * scale * velocity
         return list(weight.unbind(1))
 
-    return fit_and_choose(fit, x, y, test_x, *hold_out(len(x), holdout, seed), num_classes, sorted(set(lrs or RATES)))
+    return fit_and_choose(fit, x, y, test_x, *hold_out(len(x), holdout, seed), num_classes, sorted(set(lrs)))
 
 
 def logistic_regression(x, y, num_classes, strength, start=None, iterations=5000, tolerance=1e-6, what="one fit"):
@@ -418,11 +392,11 @@ def logistic_regression(x, y, num_classes, strength, start=None, iterations=5000
 
 
 @common.exact_products()
-def lbfgs_probe(x, y, test_x, rest, check, num_classes, strengths=None, metric="top1", iterations=5000, tolerance=1e-6):
+def lbfgs_probe(x, y, test_x, rest, check, num_classes, strengths, metric="top1", iterations=5000, tolerance=1e-6):
     """Fit cached features by logistic regression, with a grid of strengths of its L2 penalty.
 
-    x: (n, d) and test_x: (m, d), features. strengths: the grid; STRENGTHS if None. The other arguments, and what is
-    returned, are those of `fit_and_choose`.
+    x: (n, d) and test_x: (m, d), features. strengths: the grid. The other arguments, and what is returned, are those of
+    `fit_and_choose`.
     The features are centred and divided by one number, their root mean square. So a strength means the same for every
     encoder, while directions keep their share. All is in float64. The fits go from the strongest penalty to the
     weakest. Each begins where the last one ended.
@@ -442,8 +416,7 @@ def lbfgs_probe(x, y, test_x, rest, check, num_classes, strengths=None, metric="
             weights.append(weight)
         return weights
 
-    grid = sorted(set(strengths or STRENGTHS), reverse=True)
-    return fit_and_choose(fit, x, y, test_x, rest, check, num_classes, grid, metric)
+    return fit_and_choose(fit, x, y, test_x, rest, check, num_classes, sorted(set(strengths), reverse=True), metric)
 
 
 # ====================================== 5. on cached features: what is judged
@@ -451,42 +424,41 @@ def lbfgs_probe(x, y, test_x, rest, check, num_classes, strengths=None, metric="
 
 def evaluate_cached(args, device, encoder, info, train, test):
     """Fit the probe or L-BFGS on features that are computed once. Return {encoder or floor: scores}."""
-    validation, root = None, Path(args.data_dir or "")
-    both = args.data_dir and all((root / part).is_dir() for part in ("train", "val", "test"))
-    if args.mode == "lbfgs" and both and common.class_folders(root / "test"):  # ImageNet's test/ has no labels
-        validation, test = test, common.read_folder(args.dataset, root, "test")
-        common.say(f"val/ and test/ are both there: val/ chooses, test/ with its {len(test)} images is judged")
-    parts = [train, test] if validation is None else [train, validation, test]
+    parts, root, classes = [train, test], Path(args.data_dir or ""), len(train.classes)
+    if args.mode == "lbfgs" and args.data_dir and all((root / part).is_dir() for part in ("train", "val", "test")):
+        judged = common.read_folder(args.dataset, root, "test")
+        if judged.classes:  # ImageNet's test/ has none
+            common.check_labels(train, judged)
+            parts = [train, test, judged]
+            common.say(f"val/ and test/ are both there: val/ chooses, test/ with its {len(judged)} images is judged")
     labels = [torch.from_numpy(part.labels) for part in parts]
-    train_y, test_y, classes = torch.cat(labels[:-1]).to(device), labels[-1], len(train.classes)
+    y, test_y = torch.cat(labels[:-1]).to(device), labels[-1]
     rest, check = hold_out(len(train), args.holdout, args.seed)
-    if validation is not None:
-        rest, check = torch.arange(len(train_y)).split([len(train), len(validation)])
-    value, flag, grid, score = "rate", "--lrs", args.lrs, "top1"
+    if len(parts) == 3:
+        rest, check = torch.arange(len(y)).split([len(train), len(test)])
+    value, flag, grid = "rate", "--lrs", args.lrs
     if args.mode == "lbfgs":
-        value, flag, grid, score = "strength", "--strengths", args.strengths, args.metric
-    few = f"; so few that the choice is a guess: give one with {flag}" if len(check) < 30 and len(grid) > 1 else ""
-    common.say(f"{len(check)} images choose the {value} by {score}; all {len(train_y)} are fitted{few}")
-    results = {}
+        value, flag, grid = "strength", "--strengths", args.strengths
+    few = len(check) < 30 and len(grid) > 1
+    guess = f"; so few that the choice is a guess: give one with {flag}" if few else ""
+    common.say(f"{len(check)} images choose the {value} by {args.metric or 'top1'}; all {len(y)} are fitted{guess}")
+    results, how = {}, dict(batch_size=args.batch_size, workers=args.workers, amp=args.amp == "bf16")
     for name, network in {"encoder": encoder, **common.floor_encoders(args, info, device, len(train))}.items():
-        if name == "raw pixels" and args.mode == "lbfgs" and len(train) > 10_000:
-            continue  # 3,072 numbers per image take hours
-        if common.rank_and_world()[1] > 1 and len(train_y) * common.output_width(network, info["image_size"]) > 2**30:
-            common.fail(f"{len(train_y)} images' features are over 2**30 numbers for each process: start one")
-        options = dict(batch_size=args.batch_size, workers=args.workers, amp=args.amp == "bf16")
-        options["what"] = f"features of {name}"
-        *x, test_x = [common.extract_features(network, part, info, device, **options)[0].to(device) for part in parts]
+        if name == "raw pixels" and args.mode == "lbfgs":
+            continue  # thousands of numbers per image take minutes to hours
+        if common.rank_and_world()[1] > 1 and len(y) * common.output_width(network, info["image_size"]) > 2**30:
+            common.fail(f"{len(y)} images' features are over 2**30 numbers for each process: start one")
+        how["what"] = f"features of {name}"
+        *x, test_x = [common.extract_features(network, part, info, device, **how).to(device) for part in parts]
         x = torch.cat(x)
         if args.mode == "probe":
-            options = dict(lrs=args.lrs, holdout=args.holdout)
-            found = linear_probe(x, train_y, test_x, classes, args.seed, args.epochs, **options)
+            found = linear_probe(x, y, test_x, classes, args.seed, args.epochs, lrs=args.lrs, holdout=args.holdout)
         else:
             options = args.strengths, args.metric, args.iterations, args.tolerance
-            found = lbfgs_probe(x, train_y, test_x, rest, check, classes, *options)
+            found = lbfgs_probe(x, y, test_x, rest, check, classes, *options)
         results[name] = scores(found["logits"].cpu(), test_y, classes)
         chosen, percents = found["chosen"], [*found["held_out"].values()]
-        held_out = f"{value} {chosen:.3g}, {max(percents):.2f} % held out"
-        common.say(f"{name:>10}  {show('linear', results[name])}  ({held_out})")
+        common.say(f"{name:>10}  {show(results[name])}  ({value} {chosen:.3g}, {max(percents):.2f} % held out)")
         at_edge = chosen in (min(grid), max(grid)) and percents.count(max(percents)) == 1 < len(grid)
         if name == "encoder" and at_edge and not few:
             limits = f"{min(grid):.3g} to {max(grid):.3g}"
@@ -494,9 +466,9 @@ def evaluate_cached(args, device, encoder, info, train, test):
     return results
 
 
-def show(start, record):
-    """Return the scores of a record, in percent, as a line of text: those whose names start so."""
-    return "  ".join(f"{name} {value:.2f} %" for name, value in record.items() if name.startswith(start))
+def show(result):
+    """Return scores, in percent, as a line of text."""
+    return "  ".join(f"{name} {value:.2f} %" for name, value in result.items())
 
 
 # =================================== 6. the papers' protocols: what is trained
@@ -514,8 +486,8 @@ class TrainingViews(common.ViewDataset):
         if pad and (images.array is None or images.array.shape[1:3] != (size, size)):
             common.fail(f"--pad {pad} needs images of {size} x {size} px, decoded in memory: give --pad 0")
         if pad:
-            array = np.pad(images.array[images.rows], ((0, 0), (pad, pad), (pad, pad), (0, 0)))
-            images = common.ImageSet(images.name, images.labels, images.classes, array)
+            array = np.pad(images.array, ((0, 0), (pad, pad), (pad, pad), (0, 0)))
+            images = common.ImageSet(array, images.labels, images.classes)
             area, ratio = ((size / (size + 2 * pad)) ** 2,) * 2, (1, 1)
         plain = dict(jitter=(0, 0, 0, 0), jitter_p=0.0, gray_p=0.0, blur_p=0.0, blur_sigma=(0.1, 2.0), solarize_p=0.0)
         view = common.View(size=size, area=area, ratio=ratio, flip_p=0.5, **plain)
@@ -576,7 +548,9 @@ def make_network(args, encoder, info, num_classes, device):
     nn.init.zeros_(head.bias)
     if common.rank_and_world()[1] > 1:
         network = convert_sync_batchnorm(network)  # timm's: torch's would drop the activation in a BatchNormAct2d
-    return network.to(device), head
+        if device.type == "cpu" and any(isinstance(module, nn.SyncBatchNorm) for module in network.modules()):
+            common.fail("--finetune with batch norm in several processes needs GPUs: start one process")
+    return network.to(device).train(), head
 
 
 def make_optimizer(args, network, head):
@@ -626,62 +600,70 @@ def learning_rate(args, step, steps_per_epoch):
     return args.min_lr + (peak_rate(args) - args.min_lr) * (1 + math.cos(turn)) / 2
 
 
-def fingerprint(module):
-    """Return a hash of all weights and statistics, bit for bit."""
-    digest = hashlib.sha256()
-    for name, value in module.state_dict().items():
-        digest.update(name.encode() + value.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
-    return digest.hexdigest()
-
-
 # ======================================= 7. the papers' protocols: the training
 
 
 def name_run(args, encoder):
-    """Fill in args.weights, a checksum of the encoder, and args.out. A run goes on only where both are the same."""
-    source = "own"
+    """Fill in args.weights, a hash of the encoder, and args.out. A run goes on only where both are the same."""
+    digest = hashlib.sha256()
+    for name, value in encoder.state_dict().items():
+        digest.update(name.encode() + value.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+    args.weights, source = digest.hexdigest(), "own"
     if args.checkpoint:
         args.checkpoint = os.path.abspath(args.checkpoint)
         source = common.run_folder(args.checkpoint).resolve().name
         if args.arch:  # a file of others
             source = "-".join([Path(args.checkpoint).stem, args.arch, *([args.prefix] if args.prefix else [])])
-    args.weights = fingerprint(encoder)
-    args.out = args.out or f"runs/{args.mode}-{args.protocol}-{args.dataset}-{source}-s{args.seed}{args.changes}"
+    name = f"{args.mode}-{args.protocol}-{args.dataset}-{common.short(source, 100)}-s{args.seed}{args.changes}"
+    args.out = args.out or f"runs/{common.short(name, 250)}"  # file systems have names of up to 255 bytes
 
 
 def restore(args, images, network, optimizer):
-    """Return (steps made, records of the epochs) of last.pt in --out, whose state network and optimizer take over.
+    """Load the state of the run in --out. Return (steps that are made, records of the epochs).
 
-    A new run has (0, []). Exits with an error message if something does not fit.
+    Exits with an error message if something does not fit.
     """
     path, state = common.load_run(args, images)
     if state["step"] > 0:
         try:
             network.load_state_dict(state["model"])
-            optimizer.load_state_dict(state["optimizer"])
-        except (RuntimeError, ValueError, TypeError, KeyError) as error:
-            common.fail(f"{path} does not fit this evaluation: {type(error).__name__} {str(error)[:300]}")
+            # What it has gathered. Its flags are this run's
+            optimizer.load_state_dict(optimizer.state_dict() | dict(state=state["optimizer"]["state"]))
+        except (RuntimeError, KeyError) as error:
+            common.fail(f"{path} does not fit this evaluation: {' '.join(str(error).split())[:300]}")
     return state["step"], state["records"]
 
 
 def save(args, step, records, images, network, optimizer):
-    """Write last.pt, the whole state of the run, and then what is made of it: each file whole, or not at all.
-
-    All is written each time, which mends what a kill has left out. Values that are not finite are never saved.
+    """Write the run's files, each whole or not at all: last.pt, which is all that a run needs to go on, and what
+    follows from it. All are written each time, so what a kill has prevented is written by the next call.
     """
     if common.rank_and_world()[0] != 0:
         return
-    out, state = Path(args.out), dict(step=step, records=records, config=vars(args), images=images)
-    state |= dict(model=network.state_dict(), optimizer=optimizer.state_dict())
+    out, state = Path(args.out), dict(model=network.state_dict(), optimizer=optimizer.state_dict())
+    state |= dict(step=step, records=records, config=vars(args), images=images)
     common.write_file(out / "last.pt", state)
-    common.write_file(out / "config.json", json.dumps(vars(args) | common.versions(args.device) | {"images": images}))
+    config = vars(args) | common.versions(args.device) | {"images": images}
+    common.write_file(out / "config.json", json.dumps(config, default=str))
     common.write_file(out / "metrics.jsonl", "".join(json.dumps(record) + "\n" for record in records))
+
+
+def introduce(args, **facts):
+    """Say what a training is: every value that its numbers depend on, and facts that follow from these."""
+    rows = dict(run={name: getattr(args, name) for name in ("mode", "protocol", "seed", "checkpoint", "out")})
+    rows |= {group: {name: getattr(args, name) for name in table} for group, table in VALUES.items()}
+    rows |= dict(facts=facts, versions=common.versions(args.device))
+    style = dict(width=120, subsequent_indent=" " * 14, break_on_hyphens=False)  # a path stays whole
+    for group, values in rows.items():
+        words = "  ".join(f"{name} {common.shown(value)}" for name, value in values.items() if value is not None)
+        if words:  # else it is a group of other evaluations
+            common.say(textwrap.fill(words, initial_indent=f"{group:14}", **style))
 
 
 def means(args, loader, history):
     """Return the means of metrics over the steps and processes, and how fast the steps were: {name: float}.
 
-    history: {name: 0-d tensor} of each step. An epoch that was interrupted has those of the steps since then.
+    history: {name: 0-d tensor} of each step. If the epoch was interrupted, these are the steps after the restart only.
     """
     sums = sum(torch.stack([*metrics.values()]).double() for metrics in history)
     values = (common.gather_uneven(sums[None]).mean(0) / len(history)).tolist()
@@ -690,24 +672,15 @@ def means(args, loader, history):
     return dict(zip(history[0], values, strict=True)) | speed
 
 
-def is_due(args, step, records):
-    """Return True if an epoch ends at this step that is to be judged, and is not judged yet."""
-    if not records or records[-1]["step"] != step or f"{args.mode}_top1" in records[-1]:
-        return False
-    epoch = records[-1]["epoch"]
-    return epoch == args.epochs or args.eval_every > 0 and epoch % args.eval_every == 0
-
-
 def judge(args, device, encoder, network, info, test):
     """Return the scores of the test images, in percent: {"linear_top1": ..., ...}, or {"finetune_top1": ..., ...}.
 
     encoder: what makes the features. network: the classifier on them or, for a fine-tuning, encoder and classifier.
     """
-    options = dict(workers=args.workers, amp=args.amp == "bf16", what="judging the test set")
-    options["batch_size"] = args.batch_size // common.rank_and_world()[1]
-    judged = encoder if args.mode == "linear" else network
-    logits, _ = common.extract_features(judged, test, info, device, **options)
-    if args.mode == "linear":  # these are the features
+    frozen, options = args.mode == "linear", dict(workers=args.workers, amp=args.amp == "bf16")
+    options |= dict(batch_size=args.batch_size // common.rank_and_world()[1], what="judging the test set")
+    logits = common.extract_features(encoder if frozen else network, test, info, device, **options)
+    if frozen:  # these are the features
         with torch.no_grad():
             logits = network(logits.to(device)).cpu()
     found = scores(logits, torch.from_numpy(test.labels), len(test.classes))
@@ -734,9 +707,6 @@ def train_protocol(args, device, encoder, info, train, test):
     # Network and optimiser
     layout = common.memory_format(device, common.arch_name(info))
     network, head = make_network(args, encoder, info, classes, device)
-    network.train()
-    if device.type == "cpu" and any(isinstance(module, nn.SyncBatchNorm) for module in network.modules()):
-        common.fail("--finetune with batch norm in several processes needs GPUs: start one process")
     unused = not frozen and info["timm_name"] is None  # an own encoder may leave some parameters unused
     ddp = DistributedDataParallel(network, find_unused_parameters=unused) if dist.is_initialized() else network
     optimizer = make_optimizer(args, network, head)
@@ -745,109 +715,85 @@ def train_protocol(args, device, encoder, info, train, test):
     if args.mixup or args.cutmix:
         mixup = Mixup(args.mixup, args.cutmix, label_smoothing=args.smoothing, num_classes=classes)
 
-    # The run's folder. The run continues from its last.pt, if there is one. The lock keeps other runs out
+    # The run's folder. The run goes on from its last.pt, if there is one. The lock keeps other runs out
     lock = common.claim_folder(args.out)
     step, records = restore(args, images, network, optimizer)
     save(args, step, records, images, network, optimizer)
+    facts = dict(trained_parameters=sum(p.numel() for p in network.parameters()), peak_rate=peak_rate(args))
+    introduce(args, steps_per_epoch=steps_per_epoch, processes=common.rank_and_world()[1], **facts)
 
-    # What the numbers depend on
-    millions, world = sum(p.numel() for p in network.parameters()) / 1e6, common.rank_and_world()[1]
-    what = "a linear classifier; the encoder is frozen, in evaluation mode" if frozen else "all layers"
-    values = {name: getattr(args, name) for name in VALUES if getattr(args, name) is not None}
-    common.say(f"{what} ({millions:.3f} M parameters trained); the score is that of the last epoch")
-    common.say(", ".join(f"{name} {common.shown(value)}" for name, value in values.items()))
-    common.say(f"rate {args.lr:g} at batch {args.lr_batch}, scaled linearly to {peak_rate(args):g}")
-    common.say(f"{len(train)} images, {steps_per_epoch} steps per epoch; {world} process(es); folder {args.out}")
-
-    while True:
-        # Judge the epoch that has just ended, if it is due. After a restart it is the one whose judging was cut short
-        if is_due(args, step, records):
-            records[-1] |= judge(args, device, encoder, network, info, test)
+    for epoch in range(max(0, step - 1) // steps_per_epoch, args.epochs):  # the last one again: it may lack its scores
+        loader.batch_sampler.set_epoch(epoch, step, last_step)
+        history = []
+        with common.until_stopped(loader) as batches:  # SIGTERM or Ctrl-C waits until a step is made and saved
+            for batch in batches:
+                lr = learning_rate(args, step, steps_per_epoch)
+                for group in optimizer.param_groups:
+                    group["lr"] = lr * group["lr_scale"]
+                # One view per image
+                (x,) = common.colour_views(batch, device, layout, norm)
+                y = target = labels[batch["index"]].to(device, non_blocking=True)
+                if args.erase:
+                    erase(args, x, batch["index"], epoch)
+                seed_libraries(args.seed, step, STREAM_STEP, common.rank_and_world()[0])  # mixup and drop-path
+                if mixup:
+                    x, target = mixup(x, y)  # (n, classes): the labels of both images, smoothed
+                # The logits and the loss
+                if frozen:
+                    with torch.no_grad(), autocast:
+                        features = encoder(x).flatten(1).float()
+                    logits = ddp(features)
+                else:
+                    with autocast:
+                        logits = ddp(x)
+                    logits = logits.flatten(1).float()
+                loss = F.cross_entropy(logits, target, label_smoothing=0.0 if mixup else args.smoothing)
+                # The step
+                optimizer.zero_grad(set_to_none=True)
+                loss.backward()
+                optimizer.step()
+                step += 1
+                train_top1 = 100 * (logits.argmax(1) == y).float().mean()
+                history.append(dict(loss=loss.detach(), train_top1=train_top1))
+                if step % 10 == 0:
+                    common.show_progress(args, loader, history, step, total_steps)
+            ended = step == (epoch + 1) * steps_per_epoch
+            if ended and history:
+                records.append(dict(epoch=epoch + 1, step=step, **means(args, loader, history), lr=lr))
             save(args, step, records, images, network, optimizer)
-        if records and records[-1]["step"] == step:
+        if ended:
+            due = epoch + 1 == args.epochs or (args.eval_every and (epoch + 1) % args.eval_every == 0)
+            if due and f"{args.mode}_top1" not in records[-1]:
+                records[-1] |= judge(args, device, encoder, network, info, test)
+                save(args, step, records, images, network, optimizer)
             common.tell(args, records[-1])
         if step >= last_step:
             break
-        # Train the next epoch, or what is left of it, and save
-        epoch, history = step // steps_per_epoch, []
-        with common.signals_noted() as stopped:  # SIGTERM and Ctrl-C wait until the step at hand is made and saved
-            try:
-                loader.batch_sampler.set_epoch(epoch, step, last_step)
-                for batch in loader:
-                    if stopped():  # after a signal no further step is made
-                        break
-                    lr = learning_rate(args, step, steps_per_epoch)
-                    for group in optimizer.param_groups:
-                        group["lr"] = lr * group["lr_scale"]
-                    # One view per image
-                    (x,) = common.colour_views(batch, device, layout, norm)
-                    y = target = labels[batch["index"]].to(device, non_blocking=True)
-                    if args.erase:
-                        erase(args, x, batch["index"], epoch)
-                    seed_libraries(args.seed, step, STREAM_STEP, common.rank_and_world()[0])  # mixup and drop-path
-                    if mixup:
-                        x, target = mixup(x, y)  # (n, classes): the labels of both images, smoothed
-                    # The logits and the loss
-                    if frozen:
-                        with torch.no_grad(), autocast:
-                            features = encoder(x).flatten(1).float()
-                        logits = ddp(features)
-                    else:
-                        with autocast:
-                            logits = ddp(x)
-                        logits = logits.flatten(1).float()
-                    loss = F.cross_entropy(logits, target, label_smoothing=0.0 if mixup else args.smoothing)
-                    # The step
-                    optimizer.zero_grad(set_to_none=True)
-                    loss.backward()
-                    optimizer.step()
-                    step += 1
-                    train_top1 = 100 * (logits.argmax(1) == y).float().mean()
-                    history.append(dict(loss=loss.detach(), train_top1=train_top1))
-                    if step % 10 == 0:
-                        common.show_progress(args, loader, history, step, total_steps)
-            except common.BadImage:
-                stopped(True)  # all processes leave the loop, and save the steps that were made
-                save(args, step, records, images, network, optimizer)
-                raise
-            if history and step % steps_per_epoch == 0:
-                records.append(dict(epoch=epoch + 1, step=step, **means(args, loader, history), lr=lr))
-            save(args, step, records, images, network, optimizer)
-        if stopped():
-            common.say("stopped on request (exit status 75); everything is saved, and the same command goes on")
-            raise SystemExit(75)
 
     lock.close()
-    del ddp  # before the process group ends: in torch 2.11 a DDP that is deleted after it can hang for ever
     if step < total_steps:
         common.say(f"stopped at step {step} of {total_steps}: give a larger --max-steps, or none, to go on")
         return {}
     result = {name: value for name, value in records[-1].items() if name.startswith(args.mode)}
-    common.say(f"{'encoder':>10}  {show(args.mode, result)}  (epoch {args.epochs}, the last)")
+    common.say(f"{'encoder':>10}  {show(result)}  (epoch {args.epochs}, the last)")
     return {"encoder": result}
 
 
-@common.own_generators()
+@common.leaves_no_trace
 def main(args, encoder=None, train=None, test=None):
     """Judge an encoder as args say. Return {"encoder" or a floor: {"linear_top1": percent, ...}}.
 
-    args: the namespace of `parse_args`. encoder: a module that maps (N, 3, H, W) to (N, width), instead of timm's.
-    train, test: map-style Datasets of images and labels to use instead of --dataset.
+    args: the namespace of `parse_args`. encoder: a module that maps (N, 3, H, W) to (N, width), instead of timm's; a
+    copy of it is judged. train, test: common.ImageSet of images and labels to use instead of --dataset.
     """
-    own_group, args = not dist.is_initialized(), copy.copy(args)  # a caller's process group stays
+    args = copy.copy(args)
     device, encoder, info = common.open_encoder(args, encoder)
     train, test = common.open_data(args, info, train, test)
     resolve(args, info)
-    train, test = read_labels(train, test, info, device, args.workers)
     common.say(common.protocol(args, info, train, test))
     train = choose_labels(args, train)
-    if args.mode in ("probe", "lbfgs"):
-        results = evaluate_cached(args, device, encoder, info, train, test)
-    else:
-        results = train_protocol(args, device, encoder, info, train, test)
-    if own_group and dist.is_initialized():
-        dist.destroy_process_group()
-    return results
+    evaluate = evaluate_cached if args.mode in ("probe", "lbfgs") else train_protocol
+    return evaluate(args, device, encoder, info, train, test)
 
 
 if __name__ == "__main__":

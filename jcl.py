@@ -50,6 +50,7 @@ What differs by rounding, by an index or by precision is in tests/golden/README.
 import argparse
 import json
 import math
+import textwrap
 import time
 from pathlib import Path
 
@@ -61,33 +62,66 @@ from torch.nn.parallel import DistributedDataParallel
 
 import common
 
-# ================================================================== 1. recipes
+# ========================================================= 1. hyper-parameters
 
 # fmt: off
-BASE = dict(  # section 4.1 and App. C
-    num_keys=5, lam=4.0, lam_schedule="constant", vanilla=False, temperature=0.2, dim=128, momentum=0.999,
-    sgd_momentum=0.9, weight_decay=1e-4, warmup=0.0, min_lr=0.0, bn_groups=8, patch_size=16,
-    norm="imagenet", interpolation="bilinear", crop_scale=(0.2, 1.0), crop_ratio=(3 / 4, 4 / 3),
-    jitter=(0.4, 0.4, 0.4, 0.1), jitter_p=0.8, gray_p=0.2, blur_p=0.5, blur_sigma=(0.1, 2.0), flip_p=0.5,
+# {group: {name: (value, what it is, its limits or words)}}: the paper's for ImageNet, section 4.1 and App. C. Each is a
+# flag of its value's type, for example --num-keys 3. Without limits, a number is not below 0.
+HYPERPARAMETERS = dict(
+    loss=dict(
+        num_keys=(5, "keys per query, M' (Fig. 2a); 1 is MoCo v2", (1, 100)),
+        lam=(4.0, "lambda of Eq. 8 (Fig. 2b)"),
+        lam_schedule=("constant", "ramp: lambda grows over the epochs, up to --lam (D1)", ("constant", "ramp")),
+        vanilla=(False, "the average InfoNCE loss over the keys (Eq. 2-3), instead of Eq. 8"),
+        temperature=(0.2, "temperature tau of the loss (Fig. 2c)", (1e-9, math.inf)),
+        queue=(65536, "negatives per query; auto: a tenth of the images", (1, math.inf, "auto")),
+    ),
+    model=dict(
+        arch=("resnet50", "encoder: resnet_micro, resnet18, resnet50, vit_small, ..., or any timm model"),
+        image_size=(224, "side of a view, in pixels", (1, math.inf)),
+        patch_size=(16, "side of a ViT's patch, in pixels", (1, math.inf)),
+        dim=(128, "dimension of queries and keys", (1, math.inf)),
+        bn_groups=(8, "equal slices of the batch; each has its own batch-norm statistics", (1, math.inf)),
+        momentum=(0.999, "momentum m of the momentum encoder", (0, 1)),
+    ),
+    schedule=dict(
+        epochs=(200, "epochs of the whole training", (1, math.inf)),
+        batch_size=(512, "images per step, over all processes", (2, math.inf)),
+        lr=(0.06, "learning rate at --lr-batch; scaled linearly to --batch-size", (1e-9, math.inf)),
+        lr_batch=(512, "batch size for which --lr is given", (1, math.inf)),
+        min_lr=(0.0, "last learning rate; not given, it keeps its ratio to the peak rate"),
+        warmup=(0.0, "epochs of linear warm-up; not given, it shrinks with --epochs"),
+        weight_decay=(1e-4, "weight decay of SGD"),
+        sgd_momentum=(0.9, "momentum of SGD", (0, 1)),
+    ),
+    augmentation=dict(
+        crop_scale=((0.2, 1.0), "smallest and largest area of a crop, as shares", (1e-9, 1)),
+        crop_ratio=((3 / 4, 4 / 3), "smallest and largest width / height of a crop", (1e-9, math.inf)),
+        interpolation=("bilinear", "how a crop is resized", ("bilinear", "bicubic")),
+        jitter=((0.4, 0.4, 0.4, 0.1), "most brightness, contrast, saturation and hue change"),
+        jitter_p=(0.8, "probability of these colour changes", (0, 1)),
+        gray_p=(0.2, "probability of a gray view", (0, 1)),
+        blur_p=(0.5, "probability of a blurred view", (0, 1)),
+        blur_sigma=((0.1, 2.0), "smallest and largest sigma of the blur, in pixels", (1e-9, math.inf)),
+        flip_p=(0.5, "probability of a horizontal flip", (0, 1)),
+        norm=("imagenet", "data set whose mean and standard deviation normalise the views", common.NORMS),
+    ),
 )
-IMAGENET = dict(  # section 4.1 and App. C; lr is the rate at batch size lr_batch
-    BASE, arch="resnet50", image_size=224, epochs=200, batch_size=512, lr=0.06, lr_batch=512, queue=65536,
-)
+IMAGENET = common.defaults(HYPERPARAMETERS)
 CIFAR = dict(  # ours: the values of moco_jointcrop.py, so that the two can be compared
-    BASE, arch="resnet18", image_size=32, patch_size=4, epochs=500, batch_size=512, lr=0.5, lr_batch=512, min_lr=0.05,
-    queue=4096, blur_p=0.0, norm="cifar10",
+    IMAGENET, arch="resnet18", image_size=32, patch_size=4, epochs=500, lr=0.5, min_lr=0.05, queue=4096, blur_p=0.0,
+    norm="cifar10",
 )
 RECIPES = dict(
     patterns=dict(  # ours, for two CPU cores
-        BASE, arch="resnet_micro", image_size=32, patch_size=4, epochs=45, batch_size=64, lr=0.06, lr_batch=128,
-        queue=128, blur_p=0.1, crop_scale=(0.3, 1.0), bn_groups=2, momentum=0.95, warmup=5.0, num_keys=3,
-        norm="patterns",
+        IMAGENET, arch="resnet_micro", image_size=32, patch_size=4, epochs=45, batch_size=64, lr_batch=128, queue=128,
+        blur_p=0.1, crop_scale=(0.3, 1.0), bn_groups=2, momentum=0.95, warmup=5.0, num_keys=3, norm="patterns",
     ),
     cifar10=CIFAR,
     cifar100=dict(CIFAR, norm="cifar100"),
     stl10=dict(CIFAR, image_size=96, patch_size=8, queue=8192, norm="imagenet"),
     imagenet100=dict(  # App. D; ours: the queue's length, which is not restated there, and bn_groups
-        BASE, arch="resnet18", image_size=224, epochs=100, batch_size=128, lr=0.1, lr_batch=128, queue=65536,
+        IMAGENET, arch="resnet18", epochs=100, batch_size=128, lr=0.1, lr_batch=128,
     ),
     imagenet=dict(IMAGENET, knn_every=50),  # its kNN takes minutes
     folder=dict(IMAGENET, queue="auto"),  # ours: the queue is a tenth of the images
@@ -276,75 +310,41 @@ class JCL(nn.Module):
 
 # ================================================================= 5. training
 
+# ------------------------ the flags of every run (the same in all five files)
+
+RUN = dict(
+    dataset=("patterns", "data set; it also chooses the recipe", common.DATASETS),
+    data_dir=(None, "the data set's folder, with train/, and val/ or test/"),
+    cache=(True, "keep decoded small images in memory"),
+    seed=(0, "seed of all random numbers", (0, 2**63 - 1)),
+    init=(None, "start the encoder from a checkpoint, also of others"),
+    init_prefix=(None, "which encoder of --init's file: what stands before its names"),
+    out=(None, "folder of the run; one that has begun goes on"),
+    resume=(None, "begin a new --out with another run's last.pt"),
+    max_steps=(None, "save and stop when the run has made N steps in all", (1, math.inf)),
+    keep_every=(0, "epochs between copies that stay; 0: none"),
+    knn_every=(10, "epochs between evaluations by kNN; 0: never"),
+    device=("auto", "auto: a GPU where there is one", ("auto", "cuda", "cpu")),
+    amp=("auto", "auto: bf16 on GPUs that have it; off: float32", ("auto", "bf16", "off")),
+    compile=(False, "compile the encoders: minutes at the start, then faster steps"),
+    grad_checkpoint=(False, "less memory, more time; batch norm's averages move twice"),
+    workers=(None, "processes that load images, per training process", (0, 1024)),
+    tensorboard=(False, "also write the metrics for TensorBoard"),
+    show_views=(None, "write a picture of the inputs, and exit"),
+)
+
+
+# ------------------------------------------------------------ the command line
+
 
 def parse_args(argv=None):
     """Return the command line as a namespace with every value of the recipe. Exits with an error message on a mistake.
 
     argv: a list of words; sys.argv's if None.
     """
-    number = common.number
-    parser = common.ArgumentParser("jcl.py", __doc__, add_help=False)
-    parser.set_defaults(method="jcl", evaluated="query")
-    add = parser.add_argument_group("data").add_argument
-    add("--dataset", choices=RECIPES, default="patterns", help="data set; it also chooses the recipe")
-    add("--data-dir", metavar="DIR", help="its folder, with train/, and val/ or test/")
-    add("--no-cache", action="store_true", help="do not keep decoded small images in memory")
-    add = parser.add_argument_group("run").add_argument
-    add("--variant", choices=("paper", "released"), default="paper", help="follow the paper, or the authors' code")
-    add("--seed", type=number(int, 0, 2**63 - 1), default=0, metavar="N", help="seed of all random numbers")
-    add("--init", metavar="FILE", help="start the encoder from a checkpoint, also of others")
-    add("--init-prefix", metavar="P", help="which encoder of --init's file: the end of what stands before its names")
-    add = parser.add_argument_group("loss").add_argument
-    add("--num-keys", type=number(int, 1, 100), help="keys per query, M' (Fig. 2a); 1 is MoCo v2")
-    add("--lam", type=number(float, 0), help="lambda of Eq. 8 (Fig. 2b)")
-    add("--lam-schedule", choices=("constant", "ramp"), help="ramp: lambda grows linearly over the epochs, up to --lam")
-    add("--vanilla", action="store_true", help="the average InfoNCE loss over the keys (Eq. 2-3), instead of Eq. 8")
-    add("--temperature", type=number(float, 1e-9), help="temperature tau of the loss (Fig. 2c)")
-    add("--queue", type=number(int, 1, word="auto"), help="negatives per query; auto: a tenth of the images")
-    add = parser.add_argument_group("model").add_argument
-    add("--arch", help="encoder: resnet_micro, resnet18, resnet50, vit_small, ..., or any timm model")
-    add("--image-size", type=number(int, 1), help="side of a view, in pixels")
-    add("--patch-size", type=number(int, 1), help="side of a ViT's patch, in pixels")
-    add("--dim", type=number(int, 1), help="dimension of queries and keys")
-    add("--bn-groups", type=number(int, 1), help="equal slices of the batch; each has its own batch-norm statistics")
-    add("--momentum", type=number(float, 0, 1), help="momentum m of the momentum encoder")
-    add = parser.add_argument_group("schedule").add_argument
-    add("--epochs", type=number(int, 1), help="epochs of the whole training")
-    add("--batch-size", type=number(int, 2), help="images per step, over all processes")
-    add("--lr", type=number(float, 1e-9), help="learning rate at --lr-batch; scaled linearly to --batch-size")
-    add("--lr-batch", type=number(int, 1), help="batch size for which --lr is given")
-    add("--min-lr", type=number(float, 0), help="last learning rate; not given, it keeps its ratio to the peak rate")
-    add("--warmup", type=number(float, 0), help="epochs of linear warm-up; not given, it shrinks with --epochs")
-    add("--weight-decay", type=number(float, 0), help="weight decay of SGD")
-    add("--sgd-momentum", type=number(float, 0, 1), help="momentum of SGD")
-    add = parser.add_argument_group("augmentation").add_argument
-    pair = dict(nargs=2, metavar=("LO", "HI"))
-    add("--crop-scale", type=number(float, 1e-9, 1), **pair, help="smallest and largest area of a crop, as shares")
-    add("--crop-ratio", type=number(float, 1e-9), **pair, help="smallest and largest width / height of a crop")
-    add("--interpolation", choices=("bilinear", "bicubic"), help="how a crop is resized")
-    add("--jitter", type=number(float, 0), nargs=4, help="most brightness, contrast, saturation and hue change")
-    add("--jitter-p", type=number(float, 0, 1), help="probability of these colour changes")
-    add("--gray-p", type=number(float, 0, 1), help="probability of a gray view")
-    add("--blur-p", type=number(float, 0, 1), help="probability of a blurred view")
-    add("--blur-sigma", type=number(float, 1e-9), **pair, help="smallest and largest sigma of the blur, in pixels")
-    add("--flip-p", type=number(float, 0, 1), help="probability of a horizontal flip")
-    add("--norm", choices=common.NORMS, help="data set whose mean and standard deviation normalise the views")
-    add = parser.add_argument_group("operation").add_argument
-    add("--out", metavar="DIR", help="folder of the run; one that has begun goes on")
-    add("--resume", metavar="PATH", help="begin a new --out with another run's last.pt")
-    add("--max-steps", type=number(int, 1), metavar="N", help="save and stop when the run has made N steps in all")
-    add("--keep-every", type=number(int, 0), default=0, metavar="N", help="epochs between copies that stay; 0: none")
-    add("--knn-every", type=number(int, 0), default=10, metavar="N", help="epochs between evaluations by kNN; 0: never")
-    add("--device", choices=("auto", "cuda", "cpu"), default="auto", help="auto: a GPU where there is one")
-    add("--amp", choices=("auto", "bf16", "off"), default="auto", help="auto: bf16 on GPUs that have it; off: float32")
-    add("--compile", action="store_true", help="compile the encoders: minutes at the start, then faster steps")
-    add("--grad-checkpoint", action="store_true", help="less memory, more time; batch norm's averages move twice")
-    add("--workers", type=number(int, 0, 1024), metavar="N", help="processes that load images, per training process")
-    add("--tensorboard", action="store_true", help="also write the metrics for TensorBoard")
-    add("--show-views", metavar="PNG", help="write a picture of the inputs, and exit")
-    add("-h", "--help", action="store_true", help="show this, with the defaults of --dataset, and exit")
-    args, typed = common.parse(parser, argv, recipe)
-
+    variant = ("paper", "follow the paper, or the authors' code", ("paper", "released"))
+    args, typed = common.parse("jcl.py", __doc__, argv, HYPERPARAMETERS, dict(run=dict(RUN, variant=variant)), recipe)
+    args.method, args.evaluated = "jcl", "query"
     # What is not typed follows from other values
     usual = argparse.Namespace(**recipe(args))
     if "warmup" not in typed:
@@ -354,6 +354,7 @@ def parse_args(argv=None):
     if "bn_groups" not in typed:
         args.bn_groups = math.lcm(args.bn_groups, common.rank_and_world()[1])  # each process has equally many
     common.check_schedule(args)
+    check_batch_norm_groups(args)
     return args
 
 
@@ -382,68 +383,69 @@ def scheduled_lam(args, epoch):
     return args.lam if args.lam_schedule == "constant" else args.lam * (epoch + 1) / args.epochs
 
 
-# ------------------------------------ the run (the same in all five files)
+# ---------------------------------------------------------- the state of a run
 
 
-def restore(args, images, parts):
-    """Load the state of the run. Return (steps that are made, records of the epochs): (0, []) for a new run.
+def restore(args, images, model, optimizer):
+    """Load the state of the run in --out, or of --resume. Return (steps that are made, records of the epochs).
 
-    The state is in last.pt of --out, else in --resume's file. A new run starts with --init's weights.
-    images: number and checksum of the training images. parts: what takes over its state, {name: tensor, or object with
-    load_state_dict}. Exits with an error message if something does not fit.
+    A new run begins with --init's weights. Exits with an error message if something does not fit.
     """
     path, state = common.load_run(args, images, args.resume)
-    step, records = state["step"], state["records"]
-    if step == 0:
-        if args.init:
-            model = parts["model"]
-            weights, _ = common.fitting_weights(args.init, model.backbone, args.init_prefix)
-            model.backbone.load_state_dict(weights)
-            if hasattr(model, "momentum_backbone"):
-                model.momentum_backbone.load_state_dict(weights)
-        return step, records
-    try:
-        for name, part in parts.items():
-            if torch.is_tensor(part):
-                part.copy_(state[name])
-                continue
-            for group, own in zip(state[name].get("param_groups", ()), getattr(part, "param_groups", ()), strict=True):
-                # An optimiser's flags are this run's, not --resume's. Rate and weight decay are set in each step
-                group.update({flag: own[flag] for flag in own.keys() - {"params", "lr", "weight_decay"}})
-            part.load_state_dict(state[name])
-    except (RuntimeError, ValueError, TypeError, KeyError, AttributeError) as error:
-        common.fail(f"{path} does not fit this method and model: {type(error).__name__} {str(error)[:300]}")
-    if step > args.epochs * (images["number"] // args.batch_size):
-        common.fail(f"{path} has made {step} steps already, more than --epochs {args.epochs} has")
-    return step, records
+    if state["step"] > 0:
+        try:
+            model.load_state_dict(state["model"])
+            # What it has gathered. Its flags are this run's: --resume's may have been others
+            optimizer.load_state_dict(optimizer.state_dict() | dict(state=state["optimizer"]["state"]))
+        except (RuntimeError, KeyError) as error:
+            common.fail(f"{path} does not fit this model: {' '.join(str(error).split())[:300]}")
+    elif args.init:
+        weights, _ = common.fitting_weights(args.init, model.backbone, args.init_prefix)
+        model.backbone.load_state_dict(weights)
+        model.momentum_backbone.load_state_dict(weights)
+    return state["step"], state["records"]
 
 
-def save(args, step, records, images, parts, encoder):
-    """Write the files of the run, from the first process. Each is written whole, or not at all.
-
-    last.pt comes first, because the others follow from it. All are written each time, so what a kill has prevented is
-    written by the next call. encoder: what backbone.pt holds. Values that are not finite are never saved.
+def save(args, step, records, images, model, optimizer):
+    """Write the run's files, each whole or not at all: last.pt, which is all that a run needs to go on, and what
+    follows from it. All are written each time, so what a kill has prevented is written by the next call.
     """
     if common.rank_and_world()[0] != 0:
         return
     out, info = Path(args.out), common.encoder_info(args)
-    state = {name: part if torch.is_tensor(part) else part.state_dict() for name, part in parts.items()}
-    state |= dict(step=step, records=records, config=vars(args), images=images, backbone=info)
+    state = dict(model=model.state_dict(), optimizer=optimizer.state_dict(), step=step, records=records)
+    state |= dict(config=vars(args), images=images, backbone=info)
     common.write_file(out / "last.pt", state)
     epoch = records[-1]["epoch"] if records and records[-1]["step"] == step else 0  # 0: in the middle of one
     if epoch and args.keep_every and epoch % args.keep_every == 0:
         common.write_file(out / f"epoch-{epoch:04d}.pt", state)
-    common.write_file(out / "backbone.pt", info | {"state_dict": encoder.state_dict()})
-    common.write_file(out / "config.json", json.dumps(vars(args) | common.versions(args.device) | {"images": images}))
+    common.write_file(out / "backbone.pt", info | {"state_dict": model.backbone.state_dict()})
+    config = vars(args) | common.versions(args.device) | {"images": images}
+    common.write_file(out / "config.json", json.dumps(config, default=str))
     common.write_file(out / "metrics.jsonl", "".join(json.dumps(record) + "\n" for record in records))
+
+
+# --------------------------- what a run says (the same in all five files)
+
+
+def introduce(args, train, test, **facts):
+    """Say what the run is: its data, every value that its numbers depend on, and facts that follow from these."""
+    world = common.rank_and_world()[1]
+    precision = "bf16" if args.amp == "bf16" else "TF32" if torch.backends.cuda.matmul.allow_tf32 else "float32"
+    facts |= dict(processes=world, images_per_process=args.batch_size // world, precision=precision)
+    rows = dict(run={name: getattr(args, name) for name in ("dataset", "variant", "seed", "init", "out")})
+    rows |= {group: {name: getattr(args, name, None) for name in table} for group, table in HYPERPARAMETERS.items()}
+    rows |= dict(data={"train": train, "test": test}, facts=facts, versions=common.versions(args.device))
+    for group, values in rows.items():
+        words = "  ".join(f"{name} {common.shown(value)}" for name, value in values.items() if value is not None)
+        common.say(textwrap.fill(words, 120, initial_indent=f"{group:14}", subsequent_indent=" " * 14))
 
 
 def means(args, loader, history):
     """Return the means of metrics over the steps and processes, and how fast the steps were: {name: float}.
 
-    loader: it has noted when the epoch began, and how long the loop has waited. history: {name: 0-d tensor} of each
-    step. If the epoch was interrupted, these are the steps after the restart only. Exits with an error message if a
-    mean is not finite.
+    history: {name: 0-d tensor} of each step. If the epoch was interrupted, these are the steps after the restart only.
+    Exits with an error message if a mean is not finite.
     """
     sums = sum(torch.stack([*metrics.values()]).double() for metrics in history)
     values = (gather(sums[None]).mean(0) / len(history)).tolist()
@@ -454,31 +456,20 @@ def means(args, loader, history):
     return dict(zip(history[0], values, strict=True)) | speed
 
 
-def is_due(args, step, records):
-    """Return True if an epoch has just ended that is due for kNN, by --knn-every, and has no result yet."""
-    if not records or records[-1]["step"] != step or "knn20_top1" in records[-1] or args.knn_every == 0:
-        return False
-    return records[-1]["epoch"] % args.knn_every == 0 or records[-1]["epoch"] == args.epochs
-
-
 # ------------------------------------------------------------------- the loop
 
 
-@common.own_generators()
+@common.leaves_no_trace
 def main(args, train=None, test=None, encoder=None):
     """Train as args say. If an earlier call was stopped, the same call continues its run.
 
-    args: the namespace of `parse_args`. train, test: map-style Datasets of images to use instead of --dataset.
+    args: the namespace of `parse_args`. train, test: common.ImageSet of images to use instead of --dataset.
     encoder: a module that maps (N, 3, H, W) to (N, width), to train instead of --arch; a copy of it is trained. The
     trained weights are in backbone.pt of the run's folder.
     """
-    # What is known only now: the device, the precision, and whether data and encoder are the caller's own
-    own_group = not dist.is_initialized()  # a caller's process group stays
-    device = common.join_processes(args.device)
     args = argparse.Namespace(**vars(args))  # a copy
-    if encoder is not None:
-        args.arch = "own"
-        common.output_width(encoder, args.image_size)  # exits if it does not take images of this size
+    device = common.join_processes(args.device)
+    args.arch = args.arch if encoder is None else "own"
     dataset = args.dataset if train is None else "own"
     args.out = args.out or f"runs/jcl-{dataset}-{args.arch}-s{args.seed}{args.changes}"
     args.amp = "bf16" if common.use_bf16(args.amp, device, args.arch, [args.image_size]) else "off"
@@ -500,102 +491,64 @@ def main(args, train=None, test=None, encoder=None):
         args.queue = min(65536, max(args.batch_size, len(train) // 10))
     torch.manual_seed(args.seed)
     model = JCL(args, common.copy_module(encoder)).to(device, memory_format=layout)
-    check_batch_norm_groups(args)
     model = split_batch_norms(model, args.bn_groups)
     trained = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.SGD(trained, args.lr, momentum=args.sgd_momentum, weight_decay=args.weight_decay)
     ddp = in_parallel(args, model)
 
-    # The run's folder. The run continues from its last.pt, if there is one. The lock keeps other runs out
-    images, parts = dict(number=len(train), checksum=train.checksum()), dict(model=model, optimizer=optimizer)
+    # The run's folder. The run goes on from its last.pt, if there is one. The lock keeps other runs out
+    images = dict(number=len(train), checksum=train.checksum())
     lock = common.claim_folder(args.out)
-    step, records = restore(args, images, parts)
-    save(args, step, records, images, parts, model.backbone)
-    writer = None
-    if args.tensorboard and common.rank_and_world()[0] == 0:
-        from torch.utils.tensorboard import SummaryWriter
-
-        writer = SummaryWriter(args.out, purge_step=step)
-
-    # What the numbers depend on
+    step, records = restore(args, images, model, optimizer)
+    save(args, step, records, images, model, optimizer)
     chance = math.log(args.queue + 1)  # the loss at equal logits
-    kind = "vanilla" if args.vanilla else f"lambda {args.lam:g}, {args.lam_schedule}"
-    millions = sum(p.numel() for p in model.backbone.parameters()) / 1e6
-    world = common.rank_and_world()[1]
-    precision = "bf16" if args.amp == "bf16" else "TF32" if torch.backends.cuda.matmul.allow_tf32 else "float32"
-    common.say(", ".join(f"{name} {version}" for name, version in common.versions(args.device).items()))
-    common.say(f"jcl, M' = {args.num_keys}, {kind}; variant {args.variant}; chance level of the loss {chance:.3f}")
-    size = f"{args.image_size} px" + (f" in patches of {args.patch_size} px" if common.is_vit(args.arch) else "")
-    common.say(f"encoder {args.arch}, {millions:.2f} M parameters, {size}")
-    origin = f"at step {step}" if step else f"from {args.init or 'random weights'}"
-    common.say(f"starts {origin}; evaluated: the query encoder")
-    common.say(f"data {train}; test images: {len(test or ())}; mean {norm[0]}, std {norm[1]}")
-    common.say(f"queue of {args.queue} negatives per query, {100 * args.queue / len(train):.1f} % of the images")
-    common.say(f"batch {args.batch_size} over {world} process(es), {args.bn_groups} batch-norm groups; {precision}")
-    common.say(f"{args.epochs} epochs, {steps_per_epoch} steps per epoch; weight decay {args.weight_decay:g}")
-    common.say(f"rate {args.lr:g} at batch {args.lr_batch}, scaled linearly to {peak_rate(args):g}")
-    common.say(f"momentum encoder {args.momentum:g}, temperature {args.temperature:g}")
+    introduce(args, train, test, peak_lr=peak_rate(args), chance_level=chance, queue_share=args.queue / len(train))
 
-    while True:
-        # Judge the epoch that has just ended, if it is due. After a restart it is the one whose judging was cut short
-        if test is not None and is_due(args, step, records):
-            records[-1] |= common.knn_record(args, model.backbone, train, test, device)
-            save(args, step, records, images, parts, model.backbone)
-        if records and records[-1]["step"] == step:
-            common.tell(args, records[-1], writer)
+    for epoch in range(max(0, step - 1) // steps_per_epoch, args.epochs):  # the last one again: it may lack its kNN
+        loader.batch_sampler.set_epoch(epoch, step, last_step)
+        history = []
+        with common.until_stopped(loader) as batches:  # SIGTERM or Ctrl-C waits until a step is made and saved
+            for batch in batches:
+                lr, _, momentum = schedule(args, step, steps_per_epoch)
+                optimizer.param_groups[0]["lr"] = lr
+                # Algorithm 1, line 4: a query view and M' key views per image; the loader has cut them
+                views = common.colour_views(batch, device, layout, norm)
+                torch.manual_seed(step_seed(args.seed, step))  # for layers that draw, such as drop-path
+                # Lines 5 to 10, and Eq. 9: the loss
+                loss, mean_keys, (q, _), metrics = ddp(views, step, scheduled_lam(args, epoch))
+                # Line 12: update the query encoder. Then move the momentum encoder (D5)
+                optimizer.zero_grad(set_to_none=True)
+                loss.backward()
+                grad_norm = torch.nn.utils.get_total_norm([p.grad for p in trained if p.grad is not None])
+                optimizer.step()
+                model.update(momentum)
+                average_statistics(model)
+                # Line 13: the mean keys are negatives of the next steps
+                model.queue.enqueue(mean_keys)
+                step += 1
+                metrics |= dict(loss=loss, grad_norm=grad_norm)
+                history.append({name: value.detach() for name, value in metrics.items()})
+                if step % 10 == 0:
+                    common.show_progress(args, loader, history, step, total_steps)
+            ended = step == (epoch + 1) * steps_per_epoch
+            if ended and history:
+                record = dict(epoch=epoch + 1, step=step, **means(args, loader, history), lr=lr, momentum=momentum)
+                records.append(record | dict(below_chance=chance - record["loss"], **common.embedding_health(q)))
+            save(args, step, records, images, model, optimizer)
+        if ended:
+            due = args.knn_every and ((epoch + 1) % args.knn_every == 0 or epoch + 1 == args.epochs)
+            if test is not None and due and "knn20_top1" not in records[-1]:
+                records[-1] |= common.knn_record(args, model.backbone, train, test, device)
+                save(args, step, records, images, model, optimizer)
+            common.tell(args, records[-1])
         if step >= last_step:
             break
-        # Train the next epoch, or what is left of it, and save
-        epoch, history = step // steps_per_epoch, []
-        with common.signals_noted() as stopped:  # SIGTERM and Ctrl-C wait until the step at hand is made and saved
-            try:
-                loader.batch_sampler.set_epoch(epoch, step, last_step)
-                for batch in loader:
-                    if stopped():  # after a signal no further step is made
-                        break
-                    lr, weight_decay, momentum = schedule(args, step, steps_per_epoch)
-                    for group in optimizer.param_groups:
-                        group.update(lr=lr, weight_decay=weight_decay)
-                    # Algorithm 1, line 4: a query view and M' key views per image; the loader has cut them
-                    views = common.colour_views(batch, device, layout, norm)
-                    seed_step(args.seed, step)  # for layers that draw random numbers, such as drop-path
-                    # Lines 5 to 10, and Eq. 9: the loss
-                    loss, mean_keys, (q, _), metrics = ddp(views, step, scheduled_lam(args, epoch))
-                    # Line 12: update the query encoder. Then move the momentum encoder (D5)
-                    optimizer.zero_grad(set_to_none=True)
-                    loss.backward()
-                    grad_norm = gradient_norm(model)
-                    optimizer.step()
-                    model.update(momentum)
-                    average_statistics(model)
-                    # Line 13: the mean keys are negatives of the next steps
-                    model.queue.enqueue(mean_keys)
-                    step += 1
-                    metrics |= dict(loss=loss, grad_norm=grad_norm)
-                    history.append({name: value.detach() for name, value in metrics.items()})
-                    if step % 10 == 0:
-                        common.show_progress(args, loader, history, step, total_steps)
-            except common.BadImage:
-                stopped(True)  # all processes leave the loop, and save the steps that were made
-                save(args, step, records, images, parts, model.backbone)
-                raise
-            if history and step % steps_per_epoch == 0:
-                record = dict(epoch=epoch + 1, step=step, **means(args, loader, history), lr=lr, momentum=momentum)
-                record |= dict(below_chance=chance - record["loss"], **common.embedding_health(q))
-                records.append(record)
-            save(args, step, records, images, parts, model.backbone)
-        if stopped():
-            common.say("stopped on request (exit status 75); everything is saved, and the same command goes on")
-            raise SystemExit(75)
 
     lock.close()
-    del ddp  # before the process group ends: in torch 2.11 a DDP that is deleted after it can hang for ever
     if step < total_steps:
         common.say(f"stopped at step {step} of {total_steps}: give a larger --max-steps, or none, to go on")
     else:
         common.say(common.how_to_judge(args, train))
-    if own_group and dist.is_initialized():
-        dist.destroy_process_group()
 
 
 # =============================================================== 6. machinery
@@ -620,7 +573,9 @@ def exchange(x, wanted):
     to_send = x[rows_to_send.to(x.device, non_blocking=True)].contiguous()
     dist.all_to_all_single(received, to_send, receive_counts, send_counts)
     place = owner[rank].argsort(stable=True).to(x.device, non_blocking=True)  # rows arrive sorted by sender
-    return torch.empty_like(received).index_copy_(0, place, received)
+    channels_last = x.dim() == 4 and x.is_contiguous(memory_format=torch.channels_last)
+    layout = torch.channels_last if channels_last else torch.contiguous_format
+    return torch.empty_like(received, memory_format=layout).index_copy_(0, place, received)
 
 
 @torch.no_grad()
@@ -682,12 +637,11 @@ class GroupedBatchNorm(nn.modules.batchnorm._BatchNorm):
 
 
 def check_batch_norm_groups(args):
-    """Exit with an error message if the groups do not divide the batch, or the processes do not divide the groups."""
-    groups, images = args.bn_groups, args.batch_size // args.bn_groups
-    if args.batch_size % groups or images == 1 and groups > 1:
-        common.fail(f"--batch-size {args.batch_size} cannot be cut into {groups} --bn-groups of two or more images")
-    if groups % common.rank_and_world()[1]:
-        common.fail(f"--bn-groups {groups} is not a multiple of the number of processes")
+    """Exit with an error message if the batch cannot be cut into --bn-groups, or these not be shared out."""
+    if args.batch_size % args.bn_groups or args.batch_size < 2 * args.bn_groups:
+        common.fail(f"--batch-size {args.batch_size} is not {args.bn_groups} --bn-groups of two or more images each")
+    if args.bn_groups % common.rank_and_world()[1]:
+        common.fail(f"--bn-groups {args.bn_groups} is not a multiple of the number of processes")
 
 
 def split_batch_norms(module, groups):
@@ -702,17 +656,12 @@ def split_batch_norms(module, groups):
 
 @torch.no_grad()
 def average_statistics(model):
-    """Average the running statistics of batch norms over the processes. Costs one all-reduce.
-
-    SyncBatchNorm is left out: its statistics are the same on all processes.
-    """
-    world = common.rank_and_world()[1]
-    norms = [m for m in model.modules() if isinstance(m, (GroupedBatchNorm, nn.BatchNorm1d, nn.BatchNorm2d))]
-    buffers = [buffer for norm in norms for buffer in (norm.running_mean, norm.running_var) if buffer is not None]
-    if world > 1 and buffers:
+    """Average the running statistics of batch norms over the processes, in one all-reduce."""
+    buffers = [buffer for name, buffer in model.named_buffers() if name.endswith(("running_mean", "running_var"))]
+    if dist.is_initialized() and buffers:
         flat = torch.cat(buffers)
         dist.all_reduce(flat)
-        means = (flat / world).split([len(buffer) for buffer in buffers])
+        means = (flat / dist.get_world_size()).split([len(buffer) for buffer in buffers])
         torch._foreach_copy_(buffers, means)
 
 
@@ -731,21 +680,14 @@ def gather(x):
     return out
 
 
-def seed_step(seed, step):
-    """Seed the global generator by (seed, step, rank). Drop-path draws from it."""
-    torch.manual_seed(common.generator(seed, step, STREAM_STEP, common.rank_and_world()[0]).initial_seed())
-
-
-def gradient_norm(model):
-    """Return the L2 norm of all gradients, as a 0-d tensor."""
-    return torch.nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
+def step_seed(seed, step):
+    """Return the seed of the global generator in a step of this process, by (seed, step, rank)."""
+    return common.generator(seed, step, STREAM_STEP, common.rank_and_world()[0]).initial_seed()
 
 
 def in_parallel(args, model):
     """Apply --grad-checkpoint and --compile to the model, wrap it in DDP if there are several processes, return it."""
     if args.grad_checkpoint:
-        if not hasattr(model.backbone, "set_grad_checkpointing"):
-            common.fail("--grad-checkpoint needs an encoder with timm's set_grad_checkpointing, which yours has not")
         model.backbone.set_grad_checkpointing()
     if args.compile:
         for name, child in model.named_children():  # one that has two names comes once

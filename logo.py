@@ -30,8 +30,7 @@ Inference: only the supplement of this paper could be read, with its Eq. 2-4 and
 Eq. 9 and Algorithm 1 are the main text's, as others quote them. The MoCo form is the released code's. No code of the
 SimSiam form was released, so all of it is inference, and so is lambda on MoCo.
 
-Not here: SwAV (supplement, Tables 4 and 5), the SVM on VOC after a training on COCO (Table 7), and Fig. 2's picture of
-the affinity.
+Not here: SwAV (supplement, Tables 4 and 5), the SVM on VOC after a training on COCO (Table 7), Fig. 2 (the affinity).
 
 Caution: in the released code and here, pairs of one image and pairs of two images pass the affinity in batches of
 their own, and only pairs of one image have noise. So batch norm, or the noise, can tell the two kinds apart without a
@@ -40,19 +39,17 @@ batch. With `--affinity-batch joint` (ours) both kinds have noise and share thei
 the locals: it ranks 94 % rightly in a mixed batch (tests/results/README.md).
 
 Where this file, the paper and the released code differ:
-    D1 Terms and weights. Paper (`--variant paper`): the affinity's objective is linear, L_lg is the sum of its
-       four terms, and lambda L_ll is a term of the loss. At the same rate this loss is five times as large. Here and
+    D1 Terms and weights. Paper (`--variant paper`): the affinity's objective is linear, L_lg is the sum of its four
+       terms, and lambda L_ll is a term of the loss. At the same rate this loss is five times as large. Here and
        released: the objective is logistic and so bounded, the loss is the mean of the six terms, and L_ll has a step of
-       its own, clipped to 1.5 % of the last gradient's norm. That needs no lambda. On SimSiam both variants here have
-       lambda. Its value, 1e-4, is a third party's and has little effect. (Of the other files, moco_jointcrop.py also
-       takes the mean of its terms, clim.py the sum, and patchmix.py the sum over views and the mean over local crops.)
-    D2 The momentum encoder. Here: it moves once per step. Released: twice, once per forward pass (not reproduced).
-    D3 Weight decay. Here: once per step. Released: twice, in both optimisers of the encoder (not reproduced).
-    D4 The norm that the clip refers to. Here: it is kept over epochs and saved. Released: it is 0 at the start of each
-       epoch, which stops L_ll for a step (not reproduced).
-    D5 The affinity. Here: it is the same on each process and sees the whole batch. Released: each process has its own.
-    D6 The affinity's negatives. Here: the batch rolled by one. Released: the batch reversed, in which the middle image
-       of an odd batch meets itself.
+       its own, clipped to 1.5 % of the last gradient's norm, without lambda. On SimSiam both variants have lambda. Its
+       1e-4 is a third party's and has little effect. (moco_jointcrop.py takes the mean, too, clim.py the sum, and
+       patchmix.py the sum over views and the mean over local crops.)
+    D2 The momentum encoder moves. Here: once per step. Released: twice, once per forward pass (not reproduced).
+    D3 Weight decay acts. Here: once per step. Released: twice, in both optimisers of the encoder (not reproduced).
+    D4 The clip's norm. Here: kept over epochs. Released: 0 as an epoch begins, so a step lacks L_ll (not reproduced).
+    D5 The affinity. Here: the same on each process, it sees the whole batch. Released: each process has its own.
+    D6 Its negatives. Here: the batch rolled by one. Released: reversed, so an odd batch's middle image meets itself.
     D7 The smallest area of a local crop. Paper (supplement) and here: 0.08. Released: 0.05.
     D8 Keys of local crops, and a clip of the main gradient at 100. Released: both, the keys unused. Here: neither.
     D9 The encoder on STL-10. Paper: a small AlexNet. Here: ResNet-18, because timm has no such AlexNet.
@@ -60,25 +57,22 @@ Where this file, the paper and the released code differ:
        jitter, gray, flip and normalisation come twice, with the standard deviation (0.2023, 0.1994, 0.2010).
     D11 The baseline. Here: it has global crops, and with `--one-way` the keys of one view are enqueued. Released: its
        crops take at least 0.08 of the area, and the keys of both views are enqueued.
-    D12 SimSiam's recipe (inference). Rate, batch size and weight decay are LoGo's on MoCo. On CIFAR the batch has
-       512 images, as a third party's, whose rate is half of that here. All rates fall by a cosine. In SimSiam's own
-       code the predictor's rate is constant.
-    D13 The affinity's batches. Here and released: pairs of one image and of two images have batches of their own, and
-       only pairs of one image have noise. Either tells the kinds apart. `--affinity-batch joint` is ours: both kinds
-       have the noise, and share batch norm's statistics. They share these in L_ll, too, where there is no noise and the
-       pairs of two images are constants.
+    D12 SimSiam (inference). Rate, batch size and weight decay are LoGo's on MoCo. On CIFAR the batch has 512 images, as
+       a third party's, whose rate is half of that here. All rates fall by a cosine. In SimSiam's own code
+       the predictor's rate is constant.
+    D13 The affinity's batches. Here and released: see Caution. `--affinity-batch joint` is ours. It shares batch norm's
+       statistics in L_ll, too, where there is no noise and the pairs of two images are constants.
     D14 The size of local crops. Paper (supplement): on CIFAR 32 px, as large as the views, so that they differ in area
-       only. On STL-10 it is not stated; 96 px of 96 is ours. Here: these hold at the recipe's --image-size. At another
-       one a local crop has at most half of the views' side, and one that is not smaller than the views is refused.
-    D15 The 4-crop baseline, `--pairs all`. Paper (supplement, section 2): four crops with areas (.3, 1) and (.05, .3),
-       and every ordered pair of them. It does not say how the terms are weighted, how large the small crops are, and
-       what is enqueued. Here: the mean of the 12 terms, --local-size, and the keys of the global crops (inference).
+       only. On STL-10 it is not stated: 96 px of 96 is ours. At another --image-size they have to be smaller.
+    D15 `--pairs all`. Paper (supplement, section 2): four crops with areas (.3, 1) and (.05, .3), and every ordered
+       pair. Inference, as not stated: the mean of the 12 terms, --local-size, only global crops' keys enqueued.
 What differs by rounding, by an index or by precision is in tests/golden/README.md.
 """
 
 import argparse
 import json
 import math
+import textwrap
 import time
 from itertools import permutations
 from pathlib import Path
@@ -92,51 +86,90 @@ from torch.nn.parallel import DistributedDataParallel
 
 import common
 
-# ================================================================== 1. recipes
+# ========================================================= 1. hyper-parameters
 
 # fmt: off
-BASE = dict(  # the released code's, but for the crops (supplement, section 1) and lam; lr is the rate at batch lr_batch
-    pairs="logo", local_crops=2, l2l=True, affinity_form="logistic", affinity_batch="separate", affinity_hidden=256,
-    affinity_lr="auto", affinity_noise=0.3, clip_ratio=0.015, lam=1e-4, epochs=200, batch_size=256, lr=0.03,
-    lr_batch=256, min_lr=0.0, warmup=0.0, weight_decay=1e-4, sgd_momentum=0.9, patch_size=16, norm="imagenet",
-    interpolation="bilinear", global_scale=(0.4, 1.0), local_scale=(0.08, 0.4), crop_ratio=(3 / 4, 4 / 3),
-    jitter=(0.4, 0.4, 0.4, 0.1), jitter_p=0.8, gray_p=0.2, blur_p=0.5, blur_sigma=(0.1, 2.0), flip_p=0.5,
+# {group: {name: (value, what it is, its limits or words)}}: the released code's on MoCo, but for what says its source.
+# Each is a flag of its value's type, for example --clip-ratio 0.1. Without limits, a number is not below 0.
+HYPERPARAMETERS = dict(
+    loss=dict(
+        base=("moco", "what LoGo is put on; it also chooses the recipe", ("moco", "simsiam")),
+        pairs=("logo", "all: every crop with every other, the 4-crop baseline (D15)", ("logo", "all")),
+        local_crops=(2, "local crops per image; 0: symmetrised MoCo, or SimSiam", [0, 2]),
+        one_way=(False, "MoCo v2's loss, one query per image; with --local-crops 0"),
+        l2l=(True, "local-to-local dissimilarity"),
+        l2l_weighting=("clip", "L_ll as a clipped step, or as a term of the loss (D1)", ("clip", "lambda")),
+        clip_ratio=(0.015, "clip: largest gradient of L_ll, as a share of the main one"),
+        lam=(1e-4, "lambda: the weight of L_ll in Eq. 9"),  # a third party's (D1)
+        affinity_form=("logistic", "the affinity's objective (D1)", ("logistic", "linear")),
+        affinity_batch=("separate", "joint: all pairs in one batch (ours, D13)", ("separate", "joint")),
+        affinity_hidden=(256, "width of the affinity's two hidden layers", (1, math.inf)),
+        affinity_lr=("auto", "its rate; auto: the encoder's peak rate", (1e-9, math.inf, "auto")),
+        affinity_noise=(0.3, "noise on the logistic form's locals, times sqrt(dim)"),
+        temperature=(0.07, "temperature of MoCo's loss", (1e-9, math.inf)),
+        queue=(4096, "MoCo's negatives per query; auto: a tenth of the images", (1, math.inf, "auto")),
+    ),
+    model=dict(  # encoder and sizes: the supplement's for ImageNet-100, section 1
+        arch=("resnet34", "encoder: resnet_micro, resnet18, resnet50, vit_small, ..., or any timm model"),
+        image_size=(224, "side of a global view, in pixels", (1, math.inf)),
+        local_size=(96, "side of a local view, in pixels", (1, math.inf)),
+        patch_size=(16, "side of a ViT's patch, in pixels", (1, math.inf)),
+        dim=(128, "size of the embeddings", (1, math.inf)),
+        layers=(3, "layers of SimSiam's projector", (1, math.inf)),  # inference (D12)
+        hidden=(512, "width of SimSiam's predictor", (1, math.inf)),  # a third party's
+        bn_groups=(8, "equal slices of the batch; each has its own batch-norm statistics", (1, math.inf)),
+        momentum=(0.999, "momentum m of the momentum encoder", (0, 1)),
+    ),
+    schedule=dict(
+        epochs=(200, "epochs of the whole training", (1, math.inf)),
+        batch_size=(256, "images per step, over all processes", (2, math.inf)),
+        lr=(0.03, "learning rate at --lr-batch; scaled linearly to --batch-size", (1e-9, math.inf)),
+        lr_batch=(256, "batch size for which --lr is given", (1, math.inf)),
+        milestones=([0.6, 0.8], "a tenth of the rate from these shares on; none: a cosine", (0.0, 1.0)),
+        min_lr=(0.0, "last learning rate; not given, it keeps its ratio to the peak rate"),
+        warmup=(0.0, "epochs of linear warm-up; not given, it shrinks with --epochs"),
+        weight_decay=(1e-4, "weight decay of SGD"),
+        sgd_momentum=(0.9, "momentum of SGD, the affinity's too", (0, 1)),
+    ),
+    augmentation=dict(  # areas of crops: supplement, section 1
+        global_scale=((0.4, 1.0), "areas of global crops (supplement, Table 9)", (1e-9, 1)),
+        local_scale=((0.08, 0.4), "areas of local crops (supplement, Table 8)", (1e-9, 1)),  # D7
+        crop_ratio=((3 / 4, 4 / 3), "smallest and largest width / height of a crop", (1e-9, math.inf)),
+        interpolation=("bilinear", "how a crop is resized", ("bilinear", "bicubic")),
+        jitter=((0.4, 0.4, 0.4, 0.1), "most brightness, contrast, saturation and hue change"),
+        jitter_p=(0.8, "probability of these colour changes", (0, 1)),
+        gray_p=(0.2, "probability of a gray view", (0, 1)),
+        blur_p=(0.5, "probability of a blurred view", (0, 1)),
+        blur_sigma=((0.1, 2.0), "smallest and largest sigma of the blur, in pixels", (1e-9, math.inf)),
+        flip_p=(0.5, "probability of a horizontal flip", (0, 1)),
+        norm=("imagenet", "data set whose mean and standard deviation normalise the views", common.NORMS),
+    ),
 )
-PATTERNS = dict(  # ours, for two CPU cores
-    BASE, arch="resnet_micro", image_size=32, local_size=16, patch_size=4, epochs=28, batch_size=64, lr=0.06,
-    lr_batch=128, warmup=5.0, blur_p=0.1, norm="patterns",
-)
+ONLY_MOCO = ("one_way", "temperature", "queue", "bn_groups", "momentum")
+ONLY_SIMSIAM = ("layers", "hidden")
+IMAGENET100 = common.defaults(HYPERPARAMETERS)
 CIFAR = dict(  # supplement, section 1
-    BASE, arch="resnet18", image_size=32, local_size=32, patch_size=4, local_scale=(0.08, 0.6), blur_p=0.0,
+    IMAGENET100, arch="resnet18", image_size=32, local_size=32, patch_size=4, local_scale=(0.08, 0.6), blur_p=0.0,
     norm="cifar10",
 )
-STL10 = dict(BASE, arch="resnet18", image_size=96, local_size=96, patch_size=8)  # supplement, section 1, and D9
-IMAGENET100 = dict(BASE, arch="resnet34", image_size=224, local_size=96)  # supplement, section 1
-IMAGENET = dict(BASE, arch="resnet50", image_size=224, local_size=96)  # ours
-MOCO = dict(  # the released code's
-    base="moco", one_way=False, l2l_weighting="clip", milestones=(0.6, 0.8), dim=128, momentum=0.999, temperature=0.07,
-    queue=4096, bn_groups=8,
-)
+STL10 = dict(IMAGENET100, arch="resnet18", image_size=96, local_size=96, patch_size=8)  # supplement, section 1, and D9
+IMAGENET = dict(IMAGENET100, arch="resnet50")  # ours
 RECIPES = dict(  # on MoCo
-    patterns=PATTERNS | MOCO | dict(milestones=(), momentum=0.95, temperature=0.2, queue=128, bn_groups=2),
-    cifar10=CIFAR | MOCO,
-    cifar100=CIFAR | MOCO | dict(norm="cifar100"),
-    stl10=STL10 | MOCO,
-    imagenet100=IMAGENET100 | MOCO,
-    imagenet=IMAGENET | MOCO | dict(queue=65536, knn_every=50),  # its kNN takes minutes
-    folder=IMAGENET | MOCO | dict(queue="auto"),  # ours: a tenth of the images
+    patterns=dict(  # ours, for two CPU cores
+        IMAGENET100, arch="resnet_micro", image_size=32, local_size=16, patch_size=4, epochs=28, batch_size=64, lr=0.06,
+        lr_batch=128, milestones=(), warmup=5.0, momentum=0.95, temperature=0.2, queue=128, bn_groups=2, blur_p=0.1,
+        norm="patterns",
+    ),
+    cifar10=CIFAR,
+    cifar100=dict(CIFAR, norm="cifar100"),
+    stl10=STL10,
+    imagenet100=IMAGENET100,
+    imagenet=dict(IMAGENET, queue=65536, knn_every=50),  # its kNN takes minutes
+    folder=dict(IMAGENET, queue="auto"),  # ours: the queue is a tenth of the images
 )
-SIMSIAM = dict(base="simsiam", l2l_weighting="lambda", milestones=(), dim=2048, layers=3, hidden=512)  # inference
-SIMSIAM_CIFAR = dict(SIMSIAM, layers=2, batch_size=512)  # a third party's, as hidden and lam
-SIMSIAM_RECIPES = dict(
-    patterns=PATTERNS | SIMSIAM | dict(dim=256, layers=2, hidden=128),
-    cifar10=CIFAR | SIMSIAM_CIFAR,
-    cifar100=CIFAR | SIMSIAM_CIFAR | dict(norm="cifar100"),
-    stl10=STL10 | SIMSIAM,
-    imagenet100=IMAGENET100 | SIMSIAM,
-    imagenet=IMAGENET | SIMSIAM | dict(knn_every=50),
-    folder=IMAGENET | SIMSIAM,
-)
+SIMSIAM = dict(base="simsiam", l2l_weighting="lambda", milestones=(), dim=2048)  # inference (D12)
+SIMSIAM_CIFAR = dict(SIMSIAM, layers=2, batch_size=512)  # a third party's
+SIMSIAM_PATTERNS = dict(SIMSIAM, dim=256, layers=2, hidden=128)  # ours
 ALL_PAIRS = dict(pairs="all", global_scale=(0.3, 1.0), local_scale=(0.05, 0.3), l2l=False)  # supplement, section 2
 PAPER = dict(affinity_form="linear", l2l_weighting="lambda")  # D1
 SMALL_ENCODERS = dict(lr=0.1, milestones=(), blur_p=0.5)  # ours
@@ -150,8 +183,10 @@ def recipe(chosen):
 
     chosen: a namespace with dataset, arch, variant, base, pairs, local_crops and affinity_form.
     """
-    on_simsiam = chosen.base == "simsiam"
-    values = dict(SIMSIAM_RECIPES[chosen.dataset] if on_simsiam else RECIPES[chosen.dataset])
+    values, on_simsiam = dict(RECIPES[chosen.dataset]), chosen.base == "simsiam"
+    if on_simsiam:
+        small = dict(patterns=SIMSIAM_PATTERNS, cifar10=SIMSIAM_CIFAR, cifar100=SIMSIAM_CIFAR)
+        values |= small.get(chosen.dataset, SIMSIAM)
     if chosen.arch in ("resnet_micro", "resnet_mini") and chosen.dataset in ("cifar10", "cifar100", "stl10", "folder"):
         values |= SMALL_SIMSIAM if on_simsiam else SMALL_MOCO
     if chosen.pairs == "all":
@@ -162,7 +197,8 @@ def recipe(chosen):
         values |= dict(affinity_lr=1e-4)  # a third party's: the linear objective has no lower bound
     if chosen.local_crops == 0:
         values |= dict(l2l=False)
-    return values
+    unused = ONLY_MOCO if on_simsiam else ONLY_SIMSIAM
+    return {name: value for name, value in values.items() if name not in unused}
 
 
 # ================================================================ 2. the paper
@@ -351,7 +387,7 @@ class Queue(nn.Module):
 
 def image_sizes(args):
     """Return the sides of the images that the encoder gets, in pixels."""
-    return [args.image_size, *[args.local_size] * args.local_crops]
+    return [args.image_size] + [args.local_size] * (args.local_crops > 0)
 
 
 class MoCo(nn.Module):
@@ -366,8 +402,8 @@ class MoCo(nn.Module):
         self.args = args
         self.backbone = encoder
         if encoder is None:
-            self.backbone = common.build_backbone(common.encoder_info(args), image_sizes(args))
-        width = common.output_width(self.backbone, args.image_size)
+            self.backbone = common.build_backbone(common.encoder_info(args))
+        width = common.output_width(self.backbone, *image_sizes(args))
         self.projector = nn.Sequential(nn.Linear(width, width), nn.ReLU(inplace=True), nn.Linear(width, args.dim))
         self.momentum_backbone = common.copy_module(self.backbone, frozen=True)
         self.momentum_projector = common.copy_module(self.projector, frozen=True)
@@ -388,12 +424,11 @@ class MoCo(nn.Module):
         return self.query(x)
 
     def forward(self, views, step):
-        """L_gg and L_lg of a batch.
+        """Return (L_gg and L_lg, keys to enqueue (N or 2 N, dim), (q, k), metrics {name: tensor}, locals).
 
-        views: this process's two global and two or no local views, each (n, 3, H, W), normalised. step: chooses the
-        shuffle of the keys. Returns (loss, keys to enqueue (N or 2 N, dim), (q, k), metrics {name: tensor}, locals).
-        q and k (n, dim) are embeddings of the two global views, without gradient. locals is the list of the local
-        views' embeddings, with gradient. Gradients reach the query encoder only.
+        views: this process's two global and two or no local views, each (n, 3, H, W), normalised. step: seeds the
+        shuffle of the keys. q and k (n, dim) are embeddings of the two global views, without gradient. locals is the
+        list of the local views' embeddings, with gradient. Gradients reach the query encoder only.
         """
         all_pairs = self.args.pairs == "all"
         if self.args.one_way:  # MoCo v2: the first view is the query, the second the key
@@ -439,15 +474,16 @@ class SimSiam(nn.Module):
         self.args = args
         self.backbone = encoder
         if encoder is None:
-            self.backbone = common.build_backbone(common.encoder_info(args), image_sizes(args))
-        for block in self.backbone.modules():
-            if encoder is None and hasattr(block, "zero_init_last"):
-                block.zero_init_last()  # SimSiam starts from zero residual branches
+            self.backbone = common.build_backbone(common.encoder_info(args))
+            for block in self.backbone.modules():
+                if hasattr(block, "zero_init_last"):
+                    block.zero_init_last()  # SimSiam starts from zero residual branches
+        width = common.output_width(self.backbone, *image_sizes(args))
 
         def layer(inputs, outputs):
             return [nn.Linear(inputs, outputs, bias=False), nn.BatchNorm1d(outputs), nn.ReLU(inplace=True)]
 
-        layers = layer(common.output_width(self.backbone, args.image_size), args.dim)
+        layers = layer(width, args.dim)
         for _ in range(args.layers - 1):
             layers += layer(args.dim, args.dim)
         layers[-2:] = [nn.BatchNorm1d(args.dim, affine=False)]  # the last layer has no weights here and no ReLU
@@ -502,7 +538,6 @@ def affinity_step(args, affinity, optimizer, lr, local1, local2, step):
         noise = torch.randn(2, *local1.shape, generator=draws, pin_memory=local1.is_cuda)
         noise = noise.to(local1, non_blocking=True) * args.affinity_noise / args.dim**0.5
     loss = affinity_loss(affinity, local1, local2, noise, args.affinity_form, args.affinity_batch)
-    optimizer.param_groups[0]["weight_decay"] = args.weight_decay  # --resume's run may have had another
     descend(optimizer, loss, lr)
     return loss
 
@@ -529,118 +564,65 @@ def descend(optimizer, loss, lr, max_norm=math.inf):
 
 # ================================================================= 5. training
 
+# ------------------------ the flags of every run (the same in all five files)
+
+RUN = dict(
+    dataset=("patterns", "data set; it also chooses the recipe", common.DATASETS),
+    data_dir=(None, "the data set's folder, with train/, and val/ or test/"),
+    cache=(True, "keep decoded small images in memory"),
+    seed=(0, "seed of all random numbers", (0, 2**63 - 1)),
+    init=(None, "start the encoder from a checkpoint, also of others"),
+    init_prefix=(None, "which encoder of --init's file: what stands before its names"),
+    out=(None, "folder of the run; one that has begun goes on"),
+    resume=(None, "begin a new --out with another run's last.pt"),
+    max_steps=(None, "save and stop when the run has made N steps in all", (1, math.inf)),
+    keep_every=(0, "epochs between copies that stay; 0: none"),
+    knn_every=(10, "epochs between evaluations by kNN; 0: never"),
+    device=("auto", "auto: a GPU where there is one", ("auto", "cuda", "cpu")),
+    amp=("auto", "auto: bf16 on GPUs that have it; off: float32", ("auto", "bf16", "off")),
+    compile=(False, "compile the encoders: minutes at the start, then faster steps"),
+    grad_checkpoint=(False, "less memory, more time; batch norm's averages move twice"),
+    workers=(None, "processes that load images, per training process", (0, 1024)),
+    tensorboard=(False, "also write the metrics for TensorBoard"),
+    show_views=(None, "write a picture of the inputs, and exit"),
+)
+
+
+# ------------------------------------------------------------ the command line
+
 
 def parse_args(argv=None):
     """Return the command line as a namespace with every value of the recipe. Exits with an error message on a mistake.
 
     argv: a list of words; sys.argv's if None.
     """
-    number = common.number
-    parser = common.ArgumentParser("logo.py", __doc__, add_help=False)
-    parser.set_defaults(method="logo", evaluated="query")
-    add = parser.add_argument_group("data").add_argument
-    add("--dataset", choices=RECIPES, default="patterns", help="data set; it also chooses the recipe")
-    add("--data-dir", metavar="DIR", help="its folder, with train/, and val/ or test/")
-    add("--no-cache", action="store_true", help="do not keep decoded small images in memory")
-    add = parser.add_argument_group("run").add_argument
-    add("--variant", choices=("paper", "released"), default="released", help="follow the paper, or the authors' code")
-    add("--seed", type=number(int, 0, 2**63 - 1), default=0, metavar="N", help="seed of all random numbers")
-    add("--init", metavar="FILE", help="start the encoder from a checkpoint, also of others")
-    add("--init-prefix", metavar="P", help="which encoder of --init's file: the end of what stands before its names")
-    add = parser.add_argument_group("loss").add_argument
-    add("--base", choices=("moco", "simsiam"), help="what LoGo is put on; it also chooses the recipe")
-    add("--pairs", choices=("logo", "all"), help="all: every crop with every other, the 4-crop baseline (D15)")
-    add("--local-crops", type=int, choices=(0, 2), help="local crops per image; 0: symmetrised MoCo, or SimSiam")
-    add("--one-way", action="store_true", help="MoCo v2's loss, one query per image; with --local-crops 0")
-    add("--l2l", action=argparse.BooleanOptionalAction, help="local-to-local dissimilarity")
-    add("--l2l-weighting", choices=("clip", "lambda"), help="L_ll as a clipped step, or as a term of the loss (D1)")
-    add("--clip-ratio", type=number(float, 0), help="clip: largest gradient of L_ll, as a share of the main one")
-    add("--lam", type=number(float, 0), help="lambda: the weight of L_ll in Eq. 9")
-    add("--affinity-form", choices=("logistic", "linear"), help="the affinity's objective (D1)")
-    add("--affinity-batch", choices=("separate", "joint"), help="joint: all pairs in one batch (ours, D13)")
-    add("--affinity-hidden", type=number(int, 1), help="width of the affinity's two hidden layers")
-    add("--affinity-lr", type=number(float, 1e-9, word="auto"), help="its rate; auto: the encoder's peak rate")
-    add("--affinity-noise", type=number(float, 0), help="noise on the logistic form's locals, times sqrt(dim)")
-    add("--temperature", type=number(float, 1e-9), help="temperature of MoCo's loss")
-    add("--queue", type=number(int, 1, word="auto"), help="MoCo's negatives per query; auto: a tenth of the images")
-    add = parser.add_argument_group("model").add_argument
-    add("--arch", help="encoder: resnet_micro, resnet18, resnet50, vit_small, ..., or any timm model")
-    add("--image-size", type=number(int, 1), help="side of a global view, in pixels")
-    add("--local-size", type=number(int, 1), help="side of a local view, in pixels")
-    add("--patch-size", type=number(int, 1), help="side of a ViT's patch, in pixels")
-    add("--dim", type=number(int, 1), help="size of the embeddings")
-    add("--layers", type=number(int, 1), help="layers of SimSiam's projector")
-    add("--hidden", type=number(int, 1), help="width of SimSiam's predictor")
-    add("--bn-groups", type=number(int, 1), help="equal slices of the batch; each has its own batch-norm statistics")
-    add("--momentum", type=number(float, 0, 1), help="momentum m of the momentum encoder")
-    add = parser.add_argument_group("schedule").add_argument
-    add("--epochs", type=number(int, 1), help="epochs of the whole training")
-    add("--batch-size", type=number(int, 2), help="images per step, over all processes")
-    add("--lr", type=number(float, 1e-9), help="learning rate at --lr-batch; scaled linearly to --batch-size")
-    add("--lr-batch", type=number(int, 1), help="batch size for which --lr is given")
-    add(
-        "--milestones",
-        type=number(float, 0, 1),
-        nargs="*",
-        help="a tenth of the rate from these shares on; none: a cosine",
-    )
-    add("--min-lr", type=number(float, 0), help="last learning rate; not given, it keeps its ratio to the peak rate")
-    add("--warmup", type=number(float, 0), help="epochs of linear warm-up; not given, it shrinks with --epochs")
-    add("--weight-decay", type=number(float, 0), help="weight decay of SGD")
-    add("--sgd-momentum", type=number(float, 0, 1), help="momentum of SGD, the affinity's too")
-    add = parser.add_argument_group("augmentation").add_argument
-    pair = dict(nargs=2, metavar=("LO", "HI"))
-    add("--global-scale", type=number(float, 1e-9, 1), **pair, help="areas of global crops (supplement, Table 9)")
-    add("--local-scale", type=number(float, 1e-9, 1), **pair, help="areas of local crops (supplement, Table 8)")
-    add("--crop-ratio", type=number(float, 1e-9), **pair, help="smallest and largest width / height of a crop")
-    add("--interpolation", choices=("bilinear", "bicubic"), help="how a crop is resized")
-    add("--jitter", type=number(float, 0), nargs=4, help="most brightness, contrast, saturation and hue change")
-    add("--jitter-p", type=number(float, 0, 1), help="probability of these colour changes")
-    add("--gray-p", type=number(float, 0, 1), help="probability of a gray view")
-    add("--blur-p", type=number(float, 0, 1), help="probability of a blurred view")
-    add("--blur-sigma", type=number(float, 1e-9), **pair, help="smallest and largest sigma of the blur, in pixels")
-    add("--flip-p", type=number(float, 0, 1), help="probability of a horizontal flip")
-    add("--norm", choices=common.NORMS, help="data set whose mean and standard deviation normalise the views")
-    add = parser.add_argument_group("operation").add_argument
-    add("--out", metavar="DIR", help="folder of the run; one that has begun goes on")
-    add("--resume", metavar="PATH", help="begin a new --out with another run's last.pt")
-    add("--max-steps", type=number(int, 1), metavar="N", help="save and stop when the run has made N steps in all")
-    add("--keep-every", type=number(int, 0), default=0, metavar="N", help="epochs between copies that stay; 0: none")
-    add("--knn-every", type=number(int, 0), default=10, metavar="N", help="epochs between evaluations by kNN; 0: never")
-    add("--device", choices=("auto", "cuda", "cpu"), default="auto", help="auto: a GPU where there is one")
-    add("--amp", choices=("auto", "bf16", "off"), default="auto", help="auto: bf16 on GPUs that have it; off: float32")
-    add("--compile", action="store_true", help="compile the encoders: minutes at the start, then faster steps")
-    add("--grad-checkpoint", action="store_true", help="less memory, more time; batch norm's averages move twice")
-    add("--workers", type=number(int, 0, 1024), metavar="N", help="processes that load images, per training process")
-    add("--tensorboard", action="store_true", help="also write the metrics for TensorBoard")
-    add("--show-views", metavar="PNG", help="write a picture of the inputs, and exit")
-    add("-h", "--help", action="store_true", help="show this, with the defaults of --dataset, and exit")
-    args, typed = common.parse(parser, argv, recipe)
-
+    variant = ("released", "follow the paper, or the authors' code", ("paper", "released"))
+    args, typed = common.parse("logo.py", __doc__, argv, HYPERPARAMETERS, dict(run=dict(RUN, variant=variant)), recipe)
+    args.method, args.evaluated = "logo", "query"
     # What is not typed follows from other values
     usual = argparse.Namespace(**recipe(args))
     if "warmup" not in typed:
         args.warmup *= min(1, args.epochs / usual.epochs)  # a shorter run has a shorter warm-up
     if "min_lr" not in typed:
         args.min_lr *= peak_rate(args) / peak_rate(usual)  # the last rate is scaled as the peak rate is
-    if args.base == "moco" and "bn_groups" not in typed:
-        args.bn_groups = math.lcm(args.bn_groups, common.rank_and_world()[1])  # each process has equally many
     if "local_size" not in typed and args.image_size != usual.image_size:  # half of a view's side, or less
         patch_size = args.patch_size if common.is_vit(args.arch) else 1
         args.local_size = min(args.local_size, args.image_size // 2) // patch_size * patch_size
+    if args.base == "moco" and "bn_groups" not in typed:
+        args.bn_groups = math.lcm(args.bn_groups, common.rank_and_world()[1])  # each process has equally many
+    common.check_schedule(args)
+    if args.base == "moco":
+        check_batch_norm_groups(args)
+    # What would contradict itself
     of_recipe = (args.local_size, args.image_size) == (usual.local_size, usual.image_size)  # equal on CIFAR (D14)
     if args.local_crops and not 0 < args.local_size < args.image_size and not of_recipe:
-        given = f"--local-size {args.local_size}" if "local_size" in typed else f"--local-crops {args.local_crops}"
-        common.fail(f"{given}: local crops have to be smaller than the views, of --image-size {args.image_size}")
-    if args.l2l and args.local_crops == 0:
-        common.fail("--l2l compares local crops: give --local-crops 2")
-    excluded = {"--l2l": args.l2l, "--one-way": args.one_way, "--local-crops 0": args.local_crops == 0}
-    if args.pairs == "all" and any(excluded.values()):
-        found = " and ".join(flag for flag, is_on in excluded.items() if is_on)
-        common.fail(f"--pairs all is a baseline of four crops without L_ll: leave out {found}")
-    if args.one_way and args.local_crops:
+        common.fail(f"--local-size {args.local_size}: give 1 or more, and less than --image-size {args.image_size}")
+    if args.local_crops == 0 and (args.l2l or args.pairs == "all"):
+        common.fail("--l2l and --pairs all are about local crops: leave out --local-crops 0")
+    if args.pairs == "all" and args.l2l:
+        common.fail("--pairs all is a baseline without L_ll: leave out --l2l")
+    if args.base == "moco" and args.one_way and args.local_crops:
         common.fail("--one-way is MoCo v2's loss, which has no local crops: give --local-crops 0, too")
-    common.check_schedule(args)
     return args
 
 
@@ -677,68 +659,75 @@ def chance_level(args):
     return terms * math.log(args.queue + 1)
 
 
-# ------------------------------------ the run (the same in all five files)
+# ---------------------------------------------------------- the state of a run
 
 
-def restore(args, images, parts):
-    """Load the state of the run. Return (steps that are made, records of the epochs): (0, []) for a new run.
+def restore(args, images, modules, optimizers, previous_norm):
+    """Load the state of the run in --out, or of --resume. Return (steps that are made, records of the epochs).
 
-    The state is in last.pt of --out, else in --resume's file. A new run starts with --init's weights.
-    images: number and checksum of the training images. parts: what takes over its state, {name: tensor, or object with
-    load_state_dict}. Exits with an error message if something does not fit.
+    A new run begins with --init's weights. Exits with an error message if something does not fit.
     """
     path, state = common.load_run(args, images, args.resume)
-    step, records = state["step"], state["records"]
-    if step == 0:
-        if args.init:
-            model = parts["model"]
-            weights, _ = common.fitting_weights(args.init, model.backbone, args.init_prefix)
-            model.backbone.load_state_dict(weights)
-            if hasattr(model, "momentum_backbone"):
-                model.momentum_backbone.load_state_dict(weights)
-        return step, records
-    try:
-        for name, part in parts.items():
-            if torch.is_tensor(part):
-                part.copy_(state[name])
-                continue
-            for group, own in zip(state[name].get("param_groups", ()), getattr(part, "param_groups", ()), strict=True):
-                # An optimiser's flags are this run's, not --resume's. Rate and weight decay are set in each step
-                group.update({flag: own[flag] for flag in own.keys() - {"params", "lr", "weight_decay"}})
-            part.load_state_dict(state[name])
-    except (RuntimeError, ValueError, TypeError, KeyError, AttributeError) as error:
-        common.fail(f"{path} does not fit this method and model: {type(error).__name__} {str(error)[:300]}")
-    if step > args.epochs * (images["number"] // args.batch_size):
-        common.fail(f"{path} has made {step} steps already, more than --epochs {args.epochs} has")
-    return step, records
+    if state["step"] > 0:
+        try:
+            for name, module in modules.items():
+                module.load_state_dict(state[name])
+            for name, optimizer in optimizers.items():
+                # What it has gathered. Its flags are this run's: --resume's may have been others
+                optimizer.load_state_dict(optimizer.state_dict() | dict(state=state[name]["state"]))
+            previous_norm.copy_(state["previous_norm"])
+        except (RuntimeError, KeyError) as error:
+            common.fail(f"{path} does not fit this model: {' '.join(str(error).split())[:300]}")
+    elif args.init:
+        model = modules["model"]
+        weights, _ = common.fitting_weights(args.init, model.backbone, args.init_prefix)
+        model.backbone.load_state_dict(weights)
+        if args.base == "moco":
+            model.momentum_backbone.load_state_dict(weights)
+    return state["step"], state["records"]
 
 
-def save(args, step, records, images, parts, encoder):
-    """Write the files of the run, from the first process. Each is written whole, or not at all.
-
-    last.pt comes first, because the others follow from it. All are written each time, so what a kill has prevented is
-    written by the next call. encoder: what backbone.pt holds. Values that are not finite are never saved.
+def save(args, step, records, images, modules, optimizers, previous_norm):
+    """Write the run's files, each whole or not at all: last.pt, which is all that a run needs to go on, and what
+    follows from it. All are written each time, so what a kill has prevented is written by the next call.
     """
     if common.rank_and_world()[0] != 0:
         return
     out, info = Path(args.out), common.encoder_info(args)
-    state = {name: part if torch.is_tensor(part) else part.state_dict() for name, part in parts.items()}
-    state |= dict(step=step, records=records, config=vars(args), images=images, backbone=info)
+    state = {name: part.state_dict() for name, part in (modules | optimizers).items()}
+    state |= dict(previous_norm=previous_norm, step=step, records=records)
+    state |= dict(config=vars(args), images=images, backbone=info)
     common.write_file(out / "last.pt", state)
     epoch = records[-1]["epoch"] if records and records[-1]["step"] == step else 0  # 0: in the middle of one
     if epoch and args.keep_every and epoch % args.keep_every == 0:
         common.write_file(out / f"epoch-{epoch:04d}.pt", state)
-    common.write_file(out / "backbone.pt", info | {"state_dict": encoder.state_dict()})
-    common.write_file(out / "config.json", json.dumps(vars(args) | common.versions(args.device) | {"images": images}))
+    common.write_file(out / "backbone.pt", info | {"state_dict": modules["model"].backbone.state_dict()})
+    config = vars(args) | common.versions(args.device) | {"images": images}
+    common.write_file(out / "config.json", json.dumps(config, default=str))
     common.write_file(out / "metrics.jsonl", "".join(json.dumps(record) + "\n" for record in records))
+
+
+# --------------------------- what a run says (the same in all five files)
+
+
+def introduce(args, train, test, **facts):
+    """Say what the run is: its data, every value that its numbers depend on, and facts that follow from these."""
+    world = common.rank_and_world()[1]
+    precision = "bf16" if args.amp == "bf16" else "TF32" if torch.backends.cuda.matmul.allow_tf32 else "float32"
+    facts |= dict(processes=world, images_per_process=args.batch_size // world, precision=precision)
+    rows = dict(run={name: getattr(args, name) for name in ("dataset", "variant", "seed", "init", "out")})
+    rows |= {group: {name: getattr(args, name, None) for name in table} for group, table in HYPERPARAMETERS.items()}
+    rows |= dict(data={"train": train, "test": test}, facts=facts, versions=common.versions(args.device))
+    for group, values in rows.items():
+        words = "  ".join(f"{name} {common.shown(value)}" for name, value in values.items() if value is not None)
+        common.say(textwrap.fill(words, 120, initial_indent=f"{group:14}", subsequent_indent=" " * 14))
 
 
 def means(args, loader, history):
     """Return the means of metrics over the steps and processes, and how fast the steps were: {name: float}.
 
-    loader: it has noted when the epoch began, and how long the loop has waited. history: {name: 0-d tensor} of each
-    step. If the epoch was interrupted, these are the steps after the restart only. Exits with an error message if a
-    mean is not finite.
+    history: {name: 0-d tensor} of each step. If the epoch was interrupted, these are the steps after the restart only.
+    Exits with an error message if a mean is not finite.
     """
     sums = sum(torch.stack([*metrics.values()]).double() for metrics in history)
     values = (gather(sums[None]).mean(0) / len(history)).tolist()
@@ -749,31 +738,20 @@ def means(args, loader, history):
     return dict(zip(history[0], values, strict=True)) | speed
 
 
-def is_due(args, step, records):
-    """Return True if an epoch has just ended that is due for kNN, by --knn-every, and has no result yet."""
-    if not records or records[-1]["step"] != step or "knn20_top1" in records[-1] or args.knn_every == 0:
-        return False
-    return records[-1]["epoch"] % args.knn_every == 0 or records[-1]["epoch"] == args.epochs
-
-
 # ------------------------------------------------------------------- the loop
 
 
-@common.own_generators()
+@common.leaves_no_trace
 def main(args, train=None, test=None, encoder=None):
     """Train as args say. If an earlier call was stopped, the same call continues its run.
 
-    args: the namespace of `parse_args`. train, test: map-style Datasets of images to use instead of --dataset.
+    args: the namespace of `parse_args`. train, test: common.ImageSet of images to use instead of --dataset.
     encoder: a module that maps (N, 3, H, W) to (N, width), to train instead of --arch; a copy of it is trained. The
     trained weights are in backbone.pt of the run's folder.
     """
-    # What is known only now: the device, the precision, and whether data and encoder are the caller's own
-    own_group = not dist.is_initialized()  # a caller's process group stays
-    device = common.join_processes(args.device)
     args = argparse.Namespace(**vars(args))  # a copy
-    if encoder is not None:
-        args.arch = "own"
-        common.output_width(encoder, *image_sizes(args))  # exits if it does not take images of these sizes
+    device = common.join_processes(args.device)
+    args.arch = args.arch if encoder is None else "own"
     dataset = args.dataset if train is None else "own"
     args.out = args.out or f"runs/logo-{dataset}-{args.arch}-s{args.seed}{args.changes}"
     args.amp = "bf16" if common.use_bf16(args.amp, device, args.arch, image_sizes(args)) else "off"
@@ -796,7 +774,6 @@ def main(args, train=None, test=None, encoder=None):
     torch.manual_seed(args.seed)
     if args.base == "moco":
         model = MoCo(args, common.copy_module(encoder)).to(device, memory_format=layout)
-        check_batch_norm_groups(args)
         model = split_batch_norms(model, args.bn_groups)
     else:
         model = SimSiam(args, common.copy_module(encoder)).to(device, memory_format=layout)
@@ -816,128 +793,82 @@ def main(args, train=None, test=None, encoder=None):
     second_optimizer = torch.optim.SGD(of_encoder, args.lr, momentum=args.sgd_momentum)
     previous_norm = torch.zeros((), device=device)  # of the last step's main gradient
 
-    # The run's folder. The run continues from its last.pt, if there is one. The lock keeps other runs out
-    images = dict(number=len(train), checksum=train.checksum())
-    parts = dict(model=model, optimizer=optimizer, affinity=affinity, affinity_optimizer=affinity_optimizer)
-    parts |= dict(second_optimizer=second_optimizer, previous_norm=previous_norm)
+    # The run's folder. The run goes on from its last.pt, if there is one. The lock keeps other runs out
+    images, modules = dict(number=len(train), checksum=train.checksum()), dict(model=model, affinity=affinity)
+    optimizers = dict(optimizer=optimizer, affinity_optimizer=affinity_optimizer, second_optimizer=second_optimizer)
     lock = common.claim_folder(args.out)
-    step, records = restore(args, images, parts)
-    save(args, step, records, images, parts, model.backbone)
-    writer = None
-    if args.tensorboard and common.rank_and_world()[0] == 0:
-        from torch.utils.tensorboard import SummaryWriter
-
-        writer = SummaryWriter(args.out, purge_step=step)
-
-    # What the numbers depend on
+    step, records = restore(args, images, modules, optimizers, previous_norm)
+    save(args, step, records, images, modules, optimizers, previous_norm)
     chance = chance_level(args)
-    on_moco, all_pairs = args.base == "moco", args.pairs == "all"
-    kind = "every crop with every other" if all_pairs else "one query" if args.one_way else "both global crops queries"
-    groups = f"{args.bn_groups} batch-norm groups" if on_moco else "batch norm over all processes"
-    groups = "batch norm in each process" if not on_moco and device.type == "cpu" else groups
-    millions = sum(p.numel() for p in model.backbone.parameters()) / 1e6
-    world = common.rank_and_world()[1]
-    precision = "bf16" if args.amp == "bf16" else "TF32" if torch.backends.cuda.matmul.allow_tf32 else "float32"
-    common.say(", ".join(f"{name} {version}" for name, version in common.versions(args.device).items()))
-    common.say(f"logo on {args.base}, {kind}; variant {args.variant}; chance level of the loss {chance:.3f}")
-    size = f"{args.image_size} px" + (f" in patches of {args.patch_size} px" if common.is_vit(args.arch) else "")
-    common.say(f"encoder {args.arch}, {millions:.2f} M parameters, {size}")
-    origin = f"at step {step}" if step else f"from {args.init or 'random weights'}"
-    common.say(f"starts {origin}; evaluated: the query encoder")
-    common.say(f"data {train}; test images: {len(test or ())}; mean {norm[0]}, std {norm[1]}")
-    common.say(f"global crops of {args.image_size} px, areas {common.shown(args.global_scale)}")
-    if args.local_crops:
-        partners = "every other crop" if all_pairs else "both global crops"
-        local = f"{args.local_crops} local crops of {args.local_size} px, areas {common.shown(args.local_scale)}"
-        common.say(f"{local}: each with {partners}")
-    if on_moco:
-        common.say(f"queue of {args.queue} negatives per query, {100 * args.queue / len(train):.1f} % of the images")
-    common.say(f"batch {args.batch_size} over {world} process(es), {groups}; {precision}")
-    common.say(f"{args.epochs} epochs, {steps_per_epoch} steps per epoch; weight decay {args.weight_decay:g}")
-    common.say(f"rate {args.lr:g} at batch {args.lr_batch}, scaled linearly to {peak_rate(args):g}")
-    if on_moco:
-        common.say(f"momentum encoder {args.momentum:g}, temperature {args.temperature:g}")
-    if args.l2l:
-        weight = f"clip ratio {args.clip_ratio:g}" if args.l2l_weighting == "clip" else f"lambda {args.lam:g}"
-        common.say(f"local to local: {weight}; affinity {args.affinity_form}, {args.affinity_batch} batches")
+    if args.base == "moco":
+        facts = dict(queue_share=args.queue / len(train))
+    else:
+        norms = "each process's own" if dist.is_initialized() and device.type == "cpu" else "of the whole batch"
+        facts = dict(batch_norm=norms)
+    introduce(args, train, test, peak_lr=peak_rate(args), chance_level=chance, **facts)
 
-    while True:
-        # Judge the epoch that has just ended, if it is due. After a restart it is the one whose judging was cut short
-        if test is not None and is_due(args, step, records):
-            records[-1] |= common.knn_record(args, model.backbone, train, test, device)
-            save(args, step, records, images, parts, model.backbone)
-        if records and records[-1]["step"] == step:
-            common.tell(args, records[-1], writer)
+    for epoch in range(max(0, step - 1) // steps_per_epoch, args.epochs):  # the last one again: it may lack its kNN
+        loader.batch_sampler.set_epoch(epoch, step, last_step)
+        history = []
+        with common.until_stopped(loader) as batches:  # SIGTERM or Ctrl-C waits until a step is made and saved
+            for batch in batches:
+                lr, _, momentum = schedule(args, step, steps_per_epoch)
+                optimizer.param_groups[0]["lr"] = lr
+                # Two global and two local views per image; the loader has cut them
+                views = common.colour_views(batch, device, layout, norm)
+                torch.manual_seed(step_seed(args.seed, step))  # for layers that draw, such as drop-path
+                if args.l2l and args.l2l_weighting == "clip":
+                    # Released (D1). Eq. 6: the affinity's step. Then a step of the encoder down L_ll alone
+                    local = [gather_with_gradient(model.local(view)) for view in views[2:]]
+                    ranking_loss = affinity_step(args, affinity, affinity_optimizer, affinity_lr, *local, step)
+                    dissimilarity = local_dissimilarity(affinity, *local, args.affinity_batch)
+                    descend(second_optimizer, dissimilarity, lr, args.clip_ratio * previous_norm)
+                # L_gg and L_lg
+                loss, keys, (q, _), metrics, local = ddp(views, step)
+                objective = loss
+                if args.l2l and args.l2l_weighting == "lambda":
+                    # Paper. Eq. 6: the affinity's step. Then L_ll is a term of Eq. 9
+                    local = [gather_with_gradient(x) for x in local]
+                    ranking_loss = affinity_step(args, affinity, affinity_optimizer, affinity_lr, *local, step)
+                    dissimilarity = local_dissimilarity(affinity, *local, args.affinity_batch)
+                    objective = loss + args.lam * dissimilarity
+                if args.l2l:
+                    metrics |= dict(affinity_loss=ranking_loss, dissimilarity=dissimilarity)
+                # Eq. 9: the step of the encoder
+                optimizer.zero_grad(set_to_none=True)
+                objective.backward()
+                grad_norm = torch.nn.utils.get_total_norm([p.grad for p in trained if p.grad is not None])
+                previous_norm.copy_(grad_norm)
+                optimizer.step()
+                average_statistics(model)
+                # MoCo: move the momentum encoder. The keys are negatives of the next steps
+                if args.base == "moco":
+                    model.update(momentum)
+                    model.queue.enqueue(keys)
+                step += 1
+                metrics |= dict(loss=loss, grad_norm=grad_norm)
+                history.append({name: value.detach() for name, value in metrics.items()})
+                if step % 10 == 0:
+                    common.show_progress(args, loader, history, step, total_steps)
+            ended = step == (epoch + 1) * steps_per_epoch
+            if ended and history:
+                record = dict(epoch=epoch + 1, step=step, **means(args, loader, history), lr=lr, momentum=momentum)
+                records.append(record | dict(below_chance=chance - record["loss"], **common.embedding_health(q)))
+            save(args, step, records, images, modules, optimizers, previous_norm)
+        if ended:
+            due = args.knn_every and ((epoch + 1) % args.knn_every == 0 or epoch + 1 == args.epochs)
+            if test is not None and due and "knn20_top1" not in records[-1]:
+                records[-1] |= common.knn_record(args, model.backbone, train, test, device)
+                save(args, step, records, images, modules, optimizers, previous_norm)
+            common.tell(args, records[-1])
         if step >= last_step:
             break
-        # Train the next epoch, or what is left of it, and save
-        epoch, history = step // steps_per_epoch, []
-        with common.signals_noted() as stopped:  # SIGTERM and Ctrl-C wait until the step at hand is made and saved
-            try:
-                loader.batch_sampler.set_epoch(epoch, step, last_step)
-                for batch in loader:
-                    if stopped():  # after a signal no further step is made
-                        break
-                    lr, weight_decay, momentum = schedule(args, step, steps_per_epoch)
-                    for group in optimizer.param_groups:
-                        group.update(lr=lr, weight_decay=weight_decay)
-                    # Two global and two local views per image
-                    views = common.colour_views(batch, device, layout, norm)
-                    seed_step(args.seed, step)  # for layers that draw random numbers, such as drop-path
-                    if args.l2l and args.l2l_weighting == "clip":
-                        # Released (D1). Eq. 6: the affinity's step. Then a step of the encoder down L_ll alone
-                        local = [gather_with_gradient(model.local(view)) for view in views[2:]]
-                        ranking_loss = affinity_step(args, affinity, affinity_optimizer, affinity_lr, *local, step)
-                        dissimilarity = local_dissimilarity(affinity, *local, args.affinity_batch)
-                        descend(second_optimizer, dissimilarity, lr, args.clip_ratio * previous_norm)
-                    # L_gg and L_lg
-                    loss, keys, (q, _), metrics, local = ddp(views, step)
-                    objective = loss
-                    if args.l2l and args.l2l_weighting == "lambda":
-                        # Paper. Eq. 6: the affinity's step. Then L_ll is a term of Eq. 9
-                        local = [gather_with_gradient(x) for x in local]
-                        ranking_loss = affinity_step(args, affinity, affinity_optimizer, affinity_lr, *local, step)
-                        dissimilarity = local_dissimilarity(affinity, *local, args.affinity_batch)
-                        objective = loss + args.lam * dissimilarity
-                    if args.l2l:
-                        metrics |= dict(affinity_loss=ranking_loss, dissimilarity=dissimilarity)
-                    # Eq. 9: the step of the encoder
-                    optimizer.zero_grad(set_to_none=True)
-                    objective.backward()
-                    grad_norm = gradient_norm(model)
-                    previous_norm.copy_(grad_norm)
-                    optimizer.step()
-                    average_statistics(model)
-                    # MoCo: move the momentum encoder. The keys are negatives of the next steps
-                    if args.base == "moco":
-                        model.update(momentum)
-                        model.queue.enqueue(keys)
-                    step += 1
-                    metrics |= dict(loss=loss, grad_norm=grad_norm)
-                    history.append({name: value.detach() for name, value in metrics.items()})
-                    if step % 10 == 0:
-                        common.show_progress(args, loader, history, step, total_steps)
-            except common.BadImage:
-                stopped(True)  # all processes leave the loop, and save the steps that were made
-                save(args, step, records, images, parts, model.backbone)
-                raise
-            if history and step % steps_per_epoch == 0:
-                record = dict(epoch=epoch + 1, step=step, **means(args, loader, history), lr=lr, momentum=momentum)
-                record |= dict(below_chance=chance - record["loss"], **common.embedding_health(q))
-                records.append(record)
-            save(args, step, records, images, parts, model.backbone)
-        if stopped():
-            common.say("stopped on request (exit status 75); everything is saved, and the same command goes on")
-            raise SystemExit(75)
 
     lock.close()
-    del ddp  # before the process group ends: in torch 2.11 a DDP that is deleted after it can hang for ever
     if step < total_steps:
         common.say(f"stopped at step {step} of {total_steps}: give a larger --max-steps, or none, to go on")
     else:
         common.say(common.how_to_judge(args, train))
-    if own_group and dist.is_initialized():
-        dist.destroy_process_group()
 
 
 # =============================================================== 6. machinery
@@ -986,7 +917,9 @@ def exchange(x, wanted):
     to_send = x[rows_to_send.to(x.device, non_blocking=True)].contiguous()
     dist.all_to_all_single(received, to_send, receive_counts, send_counts)
     place = owner[rank].argsort(stable=True).to(x.device, non_blocking=True)  # rows arrive sorted by sender
-    return torch.empty_like(received).index_copy_(0, place, received)
+    channels_last = x.dim() == 4 and x.is_contiguous(memory_format=torch.channels_last)
+    layout = torch.channels_last if channels_last else torch.contiguous_format
+    return torch.empty_like(received, memory_format=layout).index_copy_(0, place, received)
 
 
 @torch.no_grad()
@@ -1048,12 +981,11 @@ class GroupedBatchNorm(nn.modules.batchnorm._BatchNorm):
 
 
 def check_batch_norm_groups(args):
-    """Exit with an error message if the groups do not divide the batch, or the processes do not divide the groups."""
-    groups, images = args.bn_groups, args.batch_size // args.bn_groups
-    if args.batch_size % groups or images == 1 and groups > 1:
-        common.fail(f"--batch-size {args.batch_size} cannot be cut into {groups} --bn-groups of two or more images")
-    if groups % common.rank_and_world()[1]:
-        common.fail(f"--bn-groups {groups} is not a multiple of the number of processes")
+    """Exit with an error message if the batch cannot be cut into --bn-groups, or these not be shared out."""
+    if args.batch_size % args.bn_groups or args.batch_size < 2 * args.bn_groups:
+        common.fail(f"--batch-size {args.batch_size} is not {args.bn_groups} --bn-groups of two or more images each")
+    if args.bn_groups % common.rank_and_world()[1]:
+        common.fail(f"--bn-groups {args.bn_groups} is not a multiple of the number of processes")
 
 
 def split_batch_norms(module, groups):
@@ -1068,17 +1000,12 @@ def split_batch_norms(module, groups):
 
 @torch.no_grad()
 def average_statistics(model):
-    """Average the running statistics of batch norms over the processes. Costs one all-reduce.
-
-    SyncBatchNorm is left out: its statistics are the same on all processes.
-    """
-    world = common.rank_and_world()[1]
-    norms = [m for m in model.modules() if isinstance(m, (GroupedBatchNorm, nn.BatchNorm1d, nn.BatchNorm2d))]
-    buffers = [buffer for norm in norms for buffer in (norm.running_mean, norm.running_var) if buffer is not None]
-    if world > 1 and buffers:
+    """Average the running statistics of batch norms over the processes, in one all-reduce."""
+    buffers = [buffer for name, buffer in model.named_buffers() if name.endswith(("running_mean", "running_var"))]
+    if dist.is_initialized() and buffers:
         flat = torch.cat(buffers)
         dist.all_reduce(flat)
-        means = (flat / world).split([len(buffer) for buffer in buffers])
+        means = (flat / dist.get_world_size()).split([len(buffer) for buffer in buffers])
         torch._foreach_copy_(buffers, means)
 
 
@@ -1097,21 +1024,14 @@ def gather(x):
     return out
 
 
-def seed_step(seed, step):
-    """Seed the global generator by (seed, step, rank). Drop-path draws from it."""
-    torch.manual_seed(common.generator(seed, step, STREAM_STEP, common.rank_and_world()[0]).initial_seed())
-
-
-def gradient_norm(model):
-    """Return the L2 norm of all gradients, as a 0-d tensor."""
-    return torch.nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
+def step_seed(seed, step):
+    """Return the seed of the global generator in a step of this process, by (seed, step, rank)."""
+    return common.generator(seed, step, STREAM_STEP, common.rank_and_world()[0]).initial_seed()
 
 
 def in_parallel(args, model):
     """Apply --grad-checkpoint and --compile to the model, wrap it in DDP if there are several processes, return it."""
     if args.grad_checkpoint:
-        if not hasattr(model.backbone, "set_grad_checkpointing"):
-            common.fail("--grad-checkpoint needs an encoder with timm's set_grad_checkpointing, which yours has not")
         model.backbone.set_grad_checkpointing()
     if args.compile:
         for name, child in model.named_children():  # one that has two names comes once

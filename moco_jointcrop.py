@@ -25,52 +25,40 @@ The baseline is MoCo. It is exactly `--joint none`. What JointCrop and JointBlur
     two areas, each drawn on its own          two areas whose ratio is drawn first        joint_from_uniform
     each view is blurred by its own coin      one coin, two sigmas by the same law        draw_views
 
-In another project, with torchvision's transforms, three lines make the views of an image:
+In another project, with torchvision's transforms, three lines make the views of an image, and three more are JointBlur:
 
     areas = torch.cat(sample_joint(1, 0.2, 1.0, beta=0.0)).tolist()
     boxes = [RandomResizedCrop.get_params(image, scale=[area, area], ratio=[3 / 4, 4 / 3]) for area in areas]
     views = [resized_crop(image, *box, size=[224, 224]) for box in boxes]
-
-Three more lines are JointBlur:
-
     sigmas = torch.cat(sample_joint(1, 0.1, 2.0, beta=0.0)).tolist()
     if torch.rand(1) < 0.5:  # one coin for both views
         views = [gaussian_blur(view, 21, sigma) for view, sigma in zip(views, sigmas)]
 
-Only the paper's appendix could be read here. The main text defines JointBlur and the settings of small data sets, so
-these are inferred. JointBlur is the same law on the sigma of the blur. Where it acts, one coin per image decides for
-both views whether they are blurred. CIFAR and STL-10, and the views of MoCo v1, follow ContrastiveCrop's public
-configurations. Appendix G gives no alpha: ContrastiveCrop has 0.6 on ImageNet and 0.1 on small sets. MoCo v3 blurs the
-key view of one pair in ten, so that JointBlur hardly acts there. Algorithm 1 writes N_T(0, s_b / beta). That the second
-parameter is the standard deviation is inferred, too. As a variance it would be another law: at beta 3, log-ratios of
-areas from 0.2 to 1 would have a standard deviation of 0.67 instead of 0.53, and at beta 1 of 0.83 instead of 0.87.
+Inference: only the paper's appendix could be read here. JointBlur (the law on the sigma of the blur, one coin for both
+views) and the settings of small data sets are the main text's. CIFAR, STL-10 and MoCo v1's views follow
+ContrastiveCrop's public configurations. App. G gives no alpha: ContrastiveCrop has 0.6 on ImageNet, 0.1 on small sets.
+MoCo v3 blurs the key view of one pair in ten, so that JointBlur hardly acts there. The second parameter of Algorithm
+1's N_T(0, s_b / beta) is taken for the standard deviation. As a variance it would be another law: at beta 3, log-ratios
+of areas from 0.2 to 1 would have a standard deviation of 0.67 instead of 0.53, and at beta 1 of 0.83 instead of 0.87.
 
-Not here: SimSiam, BYOL, SimCLR and DINO (the other bases of Table 9), for which the three lines above are all that is
-needed; so also Table 10, which is on DINO; and ContrastiveCrop's semantic-aware localization (Table 11, second row).
+Not here: SimSiam, BYOL, SimCLR and DINO (the other bases of Table 9), for which the lines above are all that is needed;
+so also Table 10, which is on DINO; and ContrastiveCrop's semantic-aware localization (Table 11, second row).
 
 Where this file, the paper and the released code differ:
-    D1 s_b, line 1 of Algorithm 1. Paper and here: ln(s_max / s_min). Released (`--variant released`):
-       ln(s_max / s_min - 0.1).
-    D2 A crop for which ten aspect ratios do not fit. Paper ("the same steps as RandomCrop") and here: torchvision's
-       centre crop. Released (`--variant released`): the whole image.
-    D3 What is drawn jointly. Paper and here: JointCrop and JointBlur with any beta, and centre-suppressed sampling.
-       Released: JointCrop with beta 0. `--variant released` refuses the others.
-    D4 The areas of crops. Here: from 0.2, as in the command of the released README. Released: the script's own default
-       is from 0.08 (`--crop-scale 0.08 1`).
-    D5 CIFAR and STL-10. ContrastiveCrop: a queue of 65,536, which would hold keys of every image, and CIFAR's stem.
+    D1 s_b, line 1. Paper and here: ln(s_max / s_min). Released (`--variant released`): ln(s_max / s_min - 0.1).
+    D2 None of ten aspect ratios fits. Paper and here: a centre crop. Released (`--variant released`): the whole image.
+    D3 Paper and here: JointCrop and JointBlur, any beta, App. G. Released (`--variant released`): JointCrop, beta 0.
+    D4 The areas of crops. Here: from 0.2, as in the released README's command. Released script's default: from 0.08.
+    D5 Small data sets. ContrastiveCrop: a queue of 65,536, which would hold keys of every image, and CIFAR's stem.
        Here: a queue of 4,096 on CIFAR, which is 8 % of the images, and ImageNet's stem on STL-10.
-    D6 The version of MoCo. Paper (appendix): v1. Released: v3. Here: v2, and `--moco` chooses. `--variant released`
-       changes D1 and D2 only, whatever the version.
+    D6 The version of MoCo. Paper (appendix): v1. Released: v3. Here: v2, and `--moco` chooses, whatever the variant.
     D7 MoCo v3 on a ViT. Released MoCo v3: AdamW, a projector of three layers, and batch norm at the end of the
        predictor. Here: the settings of ResNets, which are LARS, two layers and no such batch norm.
-    D8 The learning rate of MoCo v1. ContrastiveCrop: its file multiplies the rate by 0 at 60 % of the epochs, which
-       would end the training. Here: the rate falls to a tenth at 60 % and again at 80 %.
-    D9 Multi-crop (App. D). Paper: Table 10 is on DINO, which is no base here. Here (ours): local crops on MoCo are
-       queries only. Each is compared with the key view's key (v1, v2), or with the keys of both views (v3). The loss is
-       the mean over all terms (v3: twice the mean, as its loss is a sum of two), so that it keeps its size. clim.py
-       takes the sum; patchmix.py takes the mean over the local crops, and adds it. --joint-pair says which pairs of
-       crops have a joint area: the two large ones, pairs of local ones (1 and 2, 3 and 4, ...), or both. JointBlur is
-       of the two large views, whatever it says. Local crops have the query's colour changes. App. D's setting is
+    D8 MoCo v1's rate at 60 % of the epochs. ContrastiveCrop's file: times 0. Here: to a tenth, and again at 80 %.
+    D9 Multi-crop (App. D). Paper: Table 10 is on DINO. Here (ours): local crops are queries only. Each is compared with
+       the key view's key (v1, v2), or with the keys of both views (v3). The loss is the mean over all terms (v3: twice
+       the mean, as its loss is a sum of two), so that it keeps its size. clim.py takes the sum; patchmix.py takes the
+       mean over the local crops, and adds it. JointBlur is of the two large views only. App. D's setting is
        `--image-size 160 --crop-scale 0.4 1 --local-crops 4 --local-size 96 --joint-pair local` (or global).
 What differs by rounding, by an index or by precision is in tests/golden/README.md.
 """
@@ -79,6 +67,7 @@ import argparse
 import functools
 import json
 import math
+import textwrap
 import time
 from pathlib import Path
 
@@ -93,27 +82,70 @@ from torch.nn.parallel import DistributedDataParallel
 
 import common
 
-# ================================================================== 1. recipes
+# ========================================================= 1. hyper-parameters
 
 # fmt: off
-BASE = dict(  # MoCo v2; a pair of blur_p or solarize_p is of the query view and of the key view
-    moco="v2", local_crops=0, local_size=96, local_scale=(0.05, 0.4), joint_pair="global",
-    joint="crop", beta=0.0, joint_prob=0.5, css_alpha=1.0, temperature=0.2, dim=128, momentum=(0.999, 0.999),
-    sgd_momentum=0.9, weight_decay=1e-4, warmup=0.0, min_lr=0.0, milestones=(), bn_groups=8, patch_size=16,
-    norm="imagenet", interpolation="bilinear", crop_scale=(0.2, 1.0), crop_ratio=(3 / 4, 4 / 3),
-    jitter=(0.4, 0.4, 0.4, 0.1), jitter_p=0.8, gray_p=0.2, blur_p=(0.5, 0.5), blur_sigma=(0.1, 2.0),
-    solarize_p=(0.0, 0.0), flip_p=0.5,
+# {group: {name: (value, what it is, its limits or words)}}: MoCo v2's for ImageNet, and JointCrop's. Each is a flag of
+# its value's type, for example --beta 1.5. Without limits, a number is not below 0.
+HYPERPARAMETERS = dict(
+    loss=dict(
+        moco=("v2", "version of MoCo (D6); it also chooses the recipe", ("v1", "v2", "v3")),
+        local_crops=(0, "local crops per image, as queries (App. D, D9)"),
+        temperature=(0.2, "temperature of the loss", (1e-9, math.inf)),
+        queue=(65536, "negatives per query; auto: a tenth of the images", (1, math.inf, "auto")),
+    ),
+    model=dict(
+        arch=("resnet50", "encoder: resnet_micro, resnet18, resnet50, vit_small, ..., or any timm model"),
+        image_size=(224, "side of a view, in pixels", (1, math.inf)),
+        patch_size=(16, "side of a ViT's patch, in pixels", (1, math.inf)),
+        dim=(128, "dimension of queries and keys", (1, math.inf)),
+        hidden=(4096, "width of the hidden layer of v3's projector and predictor", (1, math.inf)),  # MoCo v3's
+        bn_groups=(8, "equal slices of the batch; each has its own batch-norm statistics", (1, math.inf)),
+        momentum=((0.999, 0.999), "momentum m of the momentum encoder, first and last", (0, 1)),
+    ),
+    schedule=dict(
+        epochs=(200, "epochs of the whole training", (1, math.inf)),
+        batch_size=(256, "images per step, over all processes", (2, math.inf)),
+        lr=(0.03, "learning rate at --lr-batch; scaled linearly to --batch-size", (1e-9, math.inf)),
+        lr_batch=(256, "batch size for which --lr is given", (1, math.inf)),
+        min_lr=(0.0, "last learning rate; not given, it keeps its ratio to the peak rate"),
+        milestones=([], "rate to a tenth at these shares; none: a cosine", (0.0, 1.0)),
+        warmup=(0.0, "epochs of linear warm-up; not given, it shrinks with --epochs"),
+        weight_decay=(1e-4, "weight decay of SGD, or of v3's LARS"),
+        sgd_momentum=(0.9, "momentum of SGD, or of v3's LARS", (0, 1)),
+        trust_coeff=(0.001, "trust coefficient of v3's LARS", (1e-9, math.inf)),  # MoCo v3's
+    ),
+    augmentation=dict(
+        joint=("crop", "what is drawn jointly", ("none", "crop", "blur", "either", "both")),
+        joint_pair=("global", "which pairs of crops are drawn jointly (App. D)", ("global", "local", "both")),
+        beta=(0.0, "beta of J-Crop(beta), J-Blur(beta), of any sign", (-1e9, 1e9)),  # the released code's (D3)
+        joint_prob=(0.5, "of --joint either: probability of JointCrop (App. F)", (0, 1)),
+        css_alpha=(1.0, "alpha of centre-suppressed sampling (App. G); 1: none", (1e-9, math.inf)),
+        crop_scale=((0.2, 1.0), "smallest and largest area of a crop, as shares", (1e-9, 1)),  # D4
+        local_size=(96, "side of a local crop, in pixels; at most half, unless it is typed", (1, math.inf)),  # D9
+        local_scale=((0.05, 0.4), "smallest and largest area of a local crop", (1e-9, 1)),  # D9
+        crop_ratio=((3 / 4, 4 / 3), "smallest and largest width / height of a crop", (1e-9, math.inf)),
+        interpolation=("bilinear", "how a crop is resized", ("bilinear", "bicubic")),
+        jitter=((0.4, 0.4, 0.4, 0.1), "most brightness, contrast, saturation and hue change"),
+        jitter_p=(0.8, "probability of these colour changes", (0, 1)),
+        gray_p=(0.2, "probability of a gray view", (0, 1)),
+        blur_p=((0.5, 0.5), "probabilities of a blurred query and a blurred key view", (0, 1)),
+        blur_sigma=((0.1, 2.0), "smallest and largest sigma of the blur, in pixels", (1e-9, math.inf)),
+        solarize_p=((0.0, 0.0), "as --blur-p, of a solarised view", (0, 1)),
+        flip_p=(0.5, "probability of a horizontal flip", (0, 1)),
+        norm=("imagenet", "data set whose mean and standard deviation normalise the views", common.NORMS),
+    ),
 )
-IMAGENET = dict(  # MoCo's; lr is the rate at batch size lr_batch
-    BASE, arch="resnet50", image_size=224, epochs=200, batch_size=256, lr=0.03, lr_batch=256, queue=65536,
-)
+ONLY_V3 = ("hidden", "trust_coeff")
+NOT_V3 = ("queue", "bn_groups", "milestones")  # its negatives and its batch norms are the global batch's
+IMAGENET = common.defaults(HYPERPARAMETERS)
 CIFAR = dict(  # ContrastiveCrop's small configurations; they do not blur, so JointBlur needs --blur-p 0.5 0.5
-    BASE, arch="resnet18", image_size=32, patch_size=4, epochs=500, batch_size=512, lr=0.5, lr_batch=512, min_lr=0.05,
-    queue=4096, blur_p=(0.0, 0.0), norm="cifar10",
+    IMAGENET, arch="resnet18", image_size=32, patch_size=4, epochs=500, batch_size=512, lr=0.5, lr_batch=512,
+    min_lr=0.05, queue=4096, blur_p=(0.0, 0.0), norm="cifar10",
 )
 RECIPES = dict(
     patterns=dict(  # ours, for two CPU cores
-        BASE, arch="resnet_micro", image_size=32, patch_size=4, epochs=75, batch_size=64, lr=0.02, lr_batch=128,
+        IMAGENET, arch="resnet_micro", image_size=32, patch_size=4, epochs=75, batch_size=64, lr=0.02, lr_batch=128,
         queue=128, blur_p=(0.1, 0.1), crop_scale=(0.3, 1.0), bn_groups=2, momentum=(0.95, 0.95), warmup=1.0,
         norm="patterns",
     ),
@@ -122,7 +154,7 @@ RECIPES = dict(
     stl10=dict(CIFAR, image_size=96, patch_size=8, queue=8192, norm="imagenet"),
     imagenet100=dict(IMAGENET, arch="resnet18", queue=16384),  # ours
     imagenet=dict(IMAGENET, knn_every=50),  # its kNN takes minutes
-    folder=dict(IMAGENET, queue="auto"),  # ours: a tenth of the images
+    folder=dict(IMAGENET, queue="auto"),  # ours: the queue is a tenth of the images
 )
 SMALL_ENCODERS = dict(  # ours
     batch_size=256, lr=0.1, lr_batch=256, min_lr=0.0, momentum=(0.99, 0.99), blur_p=(0.5, 0.5),
@@ -131,12 +163,11 @@ V1 = dict(moco="v1", temperature=0.07, milestones=(0.6, 0.8))  # ContrastiveCrop
 V1_IMAGENET = dict(V1, epochs=100)
 V3_IMAGENET = dict(  # the released code, and MoCo v3's CONFIG: 100 epochs with 0.6 (300 epochs: --lr 0.3)
     moco="v3", epochs=100, batch_size=4096, lr=0.6, lr_batch=256, warmup=10.0, min_lr=0.0, weight_decay=1e-6,
-    trust_coeff=0.001, momentum=(0.99, 1.0), temperature=1.0, dim=256, hidden=4096, jitter=(0.4, 0.4, 0.2, 0.1),
-    blur_p=(1.0, 0.1), solarize_p=(0.0, 0.2),
+    momentum=(0.99, 1.0), temperature=1.0, dim=256, jitter=(0.4, 0.4, 0.2, 0.1), blur_p=(1.0, 0.1),
+    solarize_p=(0.0, 0.2),
 )
 V3_CIFAR = dict(V3_IMAGENET, epochs=500, batch_size=512, hidden=2048, blur_p=(0.0, 0.0))  # ours, as the next
 V3_PATTERNS = dict(V3_IMAGENET, epochs=75, batch_size=64, lr_batch=128, warmup=1.0, hidden=512, momentum=(0.98, 1.0))
-NOT_IN_V3 = ("queue", "bn_groups", "milestones")  # its negatives and its batch norms are the global batch's
 # fmt: on
 
 
@@ -150,14 +181,9 @@ def recipe(chosen):
     if chosen.moco == "v1":
         values |= V1_IMAGENET if large else V1
     if chosen.moco == "v3":
-        if large:
-            values |= V3_IMAGENET
-        elif small:
-            values |= V3_CIFAR
-        else:
-            values |= V3_PATTERNS
-        values = {name: value for name, value in values.items() if name not in NOT_IN_V3}
-    return values
+        values |= V3_IMAGENET if large else V3_CIFAR if small else V3_PATTERNS
+    unused = NOT_V3 if chosen.moco == "v3" else ONLY_V3
+    return {name: value for name, value in values.items() if name not in unused}
 
 
 # ================================================================ 2. the paper
@@ -360,6 +386,11 @@ class Queue(nn.Module):
 # ---------------------------------------------------------------------- MoCo
 
 
+def image_sizes(args):
+    """Return the sides of the images that the encoder gets, in pixels."""
+    return [args.image_size] + [args.local_size] * (args.local_crops > 0)
+
+
 class MoCo(nn.Module):
     """MoCo v1's (linear head) or v2's (two-layer head) query encoder, momentum encoder (for the keys) and queue.
 
@@ -371,9 +402,8 @@ class MoCo(nn.Module):
         self.args = args
         self.backbone = encoder
         if encoder is None:
-            sizes = [args.local_size] * args.local_crops
-            self.backbone = common.build_backbone(common.encoder_info(args), sizes)
-        width = common.output_width(self.backbone, args.image_size)
+            self.backbone = common.build_backbone(common.encoder_info(args))
+        width = common.output_width(self.backbone, *image_sizes(args))
         if args.moco == "v1":
             self.projector = nn.Sequential(nn.Linear(width, args.dim))
         else:
@@ -394,15 +424,15 @@ class MoCo(nn.Module):
             return F.normalize(self.momentum_projector(self.momentum_backbone(x)).to(x.dtype), dim=1)
 
     def forward(self, views, step):
-        """Return the loss of a batch (MoCo, Algorithm 1).
+        """Return (loss, keys to enqueue (N, dim), (q, k), metrics {name: tensor}): MoCo, Algorithm 1.
 
-        views: this process's query view, key view and local crops, each (n, 3, H, W), normalised. step: chooses the
-        shuffle of the keys. Returns (loss, keys to enqueue (N, dim), (q, k), metrics {name: tensor}). q and k (n, dim)
-        are queries and their keys, without gradient. Gradients reach the query encoder only.
+        views: this process's query view, key view and local crops, each (n, 3, H, W), normalised. step: seeds the
+        shuffle of the keys. q and k (n, dim) are queries and their keys, without gradient. Gradients reach the query
+        encoder only.
         """
         q = self.query(views[0])
-        shuffle = common.generator(self.args.seed, step, STREAM_SHUFFLE)
-        keys = encode_keys(self.key, views[1:2], shuffle)[0]  # (N, C), of all processes
+        generator = common.generator(self.args.seed, step, STREAM_SHUFFLE)
+        keys = encode_keys(self.key, views[1:2], generator)[0]  # (N, C), of all processes
         k = common.own_rows(keys)  # (n, C)
         loss = info_nce(q, k, self.queue.keys, self.args.temperature)  # MoCo, Eq. 1
         for local in views[2:]:  # App. D
@@ -430,8 +460,7 @@ class MoCoV3(MoCo):
             for block in self.modules():
                 if hasattr(block, "zero_init_last"):
                     block.zero_init_last()
-        width = common.output_width(self.backbone, args.image_size)
-        self.projector = two_layers(width, args.hidden, args.dim)
+        self.projector = two_layers(self.projector[0].in_features, args.hidden, args.dim)
         self.projector.append(nn.BatchNorm1d(args.dim, affine=False))
         self.predictor = two_layers(args.dim, args.hidden, args.dim)  # D7
         self.momentum_projector = common.copy_module(self.projector, frozen=True)
@@ -465,117 +494,72 @@ def two_layers(inputs, hidden, outputs):
 
 # ================================================================= 5. training
 
+# ------------------------ the flags of every run (the same in all five files)
+
+RUN = dict(
+    dataset=("patterns", "data set; it also chooses the recipe", common.DATASETS),
+    data_dir=(None, "the data set's folder, with train/, and val/ or test/"),
+    cache=(True, "keep decoded small images in memory"),
+    seed=(0, "seed of all random numbers", (0, 2**63 - 1)),
+    init=(None, "start the encoder from a checkpoint, also of others"),
+    init_prefix=(None, "which encoder of --init's file: what stands before its names"),
+    out=(None, "folder of the run; one that has begun goes on"),
+    resume=(None, "begin a new --out with another run's last.pt"),
+    max_steps=(None, "save and stop when the run has made N steps in all", (1, math.inf)),
+    keep_every=(0, "epochs between copies that stay; 0: none"),
+    knn_every=(10, "epochs between evaluations by kNN; 0: never"),
+    device=("auto", "auto: a GPU where there is one", ("auto", "cuda", "cpu")),
+    amp=("auto", "auto: bf16 on GPUs that have it; off: float32", ("auto", "bf16", "off")),
+    compile=(False, "compile the encoders: minutes at the start, then faster steps"),
+    grad_checkpoint=(False, "less memory, more time; batch norm's averages move twice"),
+    workers=(None, "processes that load images, per training process", (0, 1024)),
+    tensorboard=(False, "also write the metrics for TensorBoard"),
+    show_views=(None, "write a picture of the inputs, and exit"),
+)
+
+
+# ------------------------------------------------------------ the command line
+
 
 def parse_args(argv=None):
     """Return the command line as a namespace with every value of the recipe. Exits with an error message on a mistake.
 
     argv: a list of words; sys.argv's if None.
     """
-    number = common.number
-    parser = common.ArgumentParser("moco_jointcrop.py", __doc__, add_help=False)
-    parser.set_defaults(method="moco_jointcrop", evaluated="query")
-    add = parser.add_argument_group("data").add_argument
-    add("--dataset", choices=RECIPES, default="patterns", help="data set; it also chooses the recipe")
-    add("--data-dir", metavar="DIR", help="its folder, with train/, and val/ or test/")
-    add("--no-cache", action="store_true", help="do not keep decoded small images in memory")
-    add = parser.add_argument_group("run").add_argument
-    add("--variant", choices=("paper", "released"), default="paper", help="follow the paper, or the authors' code")
-    add("--seed", type=number(int, 0, 2**63 - 1), default=0, metavar="N", help="seed of all random numbers")
-    add("--init", metavar="FILE", help="start the encoder from a checkpoint, also of others")
-    add("--init-prefix", metavar="P", help="which encoder of --init's file: the end of what stands before its names")
-    add = parser.add_argument_group("loss").add_argument
-    add("--moco", choices=("v1", "v2", "v3"), help="version of MoCo (D6); it also chooses the recipe")
-    add("--local-crops", type=number(int, 0), help="local crops per image, as queries (App. D, D9)")
-    add("--temperature", type=number(float, 1e-9), help="temperature of the loss")
-    add("--queue", type=number(int, 1, word="auto"), help="negatives per query; auto: a tenth of the images")
-    add = parser.add_argument_group("model").add_argument
-    add("--arch", help="encoder: resnet_micro, resnet18, resnet50, vit_small, ..., or any timm model")
-    add("--image-size", type=number(int, 1), help="side of a view, in pixels")
-    add("--patch-size", type=number(int, 1), help="side of a ViT's patch, in pixels")
-    add("--dim", type=number(int, 1), help="dimension of queries and keys")
-    add("--hidden", type=number(int, 1), help="width of the hidden layer of v3's projector and predictor")
-    add("--bn-groups", type=number(int, 1), help="equal slices of the batch; each has its own batch-norm statistics")
-    add("--momentum", type=number(float, 0, 1), nargs=2, help="momentum m of the momentum encoder, first and last")
-    add = parser.add_argument_group("schedule").add_argument
-    add("--epochs", type=number(int, 1), help="epochs of the whole training")
-    add("--batch-size", type=number(int, 2), help="images per step, over all processes")
-    add("--lr", type=number(float, 1e-9), help="learning rate at --lr-batch; scaled linearly to --batch-size")
-    add("--lr-batch", type=number(int, 1), help="batch size for which --lr is given")
-    add("--min-lr", type=number(float, 0), help="last learning rate; not given, it keeps its ratio to the peak rate")
-    add("--milestones", type=number(float, 0, 1), nargs="*", help="rate to a tenth at these shares; none: a cosine")
-    add("--warmup", type=number(float, 0), help="epochs of linear warm-up; not given, it shrinks with --epochs")
-    add("--weight-decay", type=number(float, 0), help="weight decay of SGD, or of v3's LARS")
-    add("--sgd-momentum", type=number(float, 0, 1), help="momentum of SGD, or of v3's LARS")
-    add("--trust-coeff", type=number(float, 1e-9), help="trust coefficient of v3's LARS")
-    add = parser.add_argument_group("augmentation").add_argument
-    pair = dict(nargs=2, metavar=("LO", "HI"))
-    add("--joint", choices=("none", "crop", "blur", "either", "both"), help="what is drawn jointly")
-    add("--joint-pair", choices=("global", "local", "both"), help="which pairs of crops are drawn jointly (App. D)")
-    add("--beta", type=number(float, -1e9), help="beta of J-Crop(beta), J-Blur(beta), of any sign")
-    add("--joint-prob", type=number(float, 0, 1), help="of --joint either: probability of JointCrop (App. F)")
-    add("--css-alpha", type=number(float, 1e-9), help="alpha of centre-suppressed sampling (App. G); 1: none")
-    add("--crop-scale", type=number(float, 1e-9, 1), **pair, help="smallest and largest area of a crop, as shares")
-    add("--local-size", type=number(int, 1), help="side of a local crop, in pixels; at most half, unless it is typed")
-    add("--local-scale", type=number(float, 1e-9, 1), **pair, help="smallest and largest area of a local crop")
-    add("--crop-ratio", type=number(float, 1e-9), **pair, help="smallest and largest width / height of a crop")
-    add("--interpolation", choices=("bilinear", "bicubic"), help="how a crop is resized")
-    add("--jitter", type=number(float, 0), nargs=4, help="most brightness, contrast, saturation and hue change")
-    add("--jitter-p", type=number(float, 0, 1), help="probability of these colour changes")
-    add("--gray-p", type=number(float, 0, 1), help="probability of a gray view")
-    add("--blur-p", type=number(float, 0, 1), nargs=2, help="probabilities of a blurred query and a blurred key view")
-    add("--blur-sigma", type=number(float, 1e-9), **pair, help="smallest and largest sigma of the blur, in pixels")
-    add("--solarize-p", type=number(float, 0, 1), nargs=2, help="as --blur-p, of a solarised view")
-    add("--flip-p", type=number(float, 0, 1), help="probability of a horizontal flip")
-    add("--norm", choices=common.NORMS, help="data set whose mean and standard deviation normalise the views")
-    add = parser.add_argument_group("operation").add_argument
-    add("--out", metavar="DIR", help="folder of the run; one that has begun goes on")
-    add("--resume", metavar="PATH", help="begin a new --out with another run's last.pt")
-    add("--max-steps", type=number(int, 1), metavar="N", help="save and stop when the run has made N steps in all")
-    add("--keep-every", type=number(int, 0), default=0, metavar="N", help="epochs between copies that stay; 0: none")
-    add("--knn-every", type=number(int, 0), default=10, metavar="N", help="epochs between evaluations by kNN; 0: never")
-    add("--device", choices=("auto", "cuda", "cpu"), default="auto", help="auto: a GPU where there is one")
-    add("--amp", choices=("auto", "bf16", "off"), default="auto", help="auto: bf16 on GPUs that have it; off: float32")
-    add("--compile", action="store_true", help="compile the encoders: minutes at the start, then faster steps")
-    add("--grad-checkpoint", action="store_true", help="less memory, more time; batch norm's averages move twice")
-    add("--workers", type=number(int, 0, 1024), metavar="N", help="processes that load images, per training process")
-    add("--tensorboard", action="store_true", help="also write the metrics for TensorBoard")
-    add("--show-views", metavar="PNG", help="write a picture of the inputs, and exit")
-    add("-h", "--help", action="store_true", help="show this, with the defaults of --dataset, and exit")
-    args, typed = common.parse(parser, argv, recipe)
-
+    variant = ("paper", "follow the paper, or the authors' code", ("paper", "released"))
+    run = dict(run=dict(RUN, variant=variant))
+    args, typed = common.parse("moco_jointcrop.py", __doc__, argv, HYPERPARAMETERS, run, recipe)
+    args.method, args.evaluated = "moco_jointcrop", "query"
     # What is not typed follows from other values
     usual = argparse.Namespace(**recipe(args))
     if "warmup" not in typed:
         args.warmup *= min(1, args.epochs / usual.epochs)  # a shorter run has a shorter warm-up
     if "min_lr" not in typed:
         args.min_lr *= peak_rate(args) / peak_rate(usual)  # the last rate is scaled as the peak rate is
-    if args.moco != "v3" and "bn_groups" not in typed:
-        args.bn_groups = math.lcm(args.bn_groups, common.rank_and_world()[1])  # each process has equally many
     if "local_size" not in typed:  # at most half of a view's side, in whole patches of a ViT
         patch_size = args.patch_size if common.is_vit(args.arch) else 1
         args.local_size = min(args.local_size, args.image_size // 2) // patch_size * patch_size
+    if args.moco != "v3" and "bn_groups" not in typed:
+        args.bn_groups = math.lcm(args.bn_groups, common.rank_and_world()[1])  # each process has equally many
     common.check_schedule(args)
-    check_views(args, typed)
+    if args.moco != "v3":
+        check_batch_norm_groups(args)
+    check_views(args)
     return args
 
 
-def check_views(args, typed):
-    """Exit with an error message if local crops, what is drawn jointly and the variant do not go together.
-
-    typed: names of what is typed.
-    """
+def check_views(args):
+    """Exit with an error message if local crops, what is drawn jointly and the variant do not go together."""
     if args.local_crops and not 0 < args.local_size < args.image_size:
-        given = f"--local-size {args.local_size}" if "local_size" in typed else f"--local-crops {args.local_crops}"
-        common.fail(f"{given}: local crops have to be smaller than the views, of --image-size {args.image_size}")
+        common.fail(f"--local-size {args.local_size}: give 1 or more, and less than --image-size {args.image_size}")
     if args.joint_pair != "global" and args.local_crops < 2:
         common.fail(f"--joint-pair {args.joint_pair} has nothing to act on: give --local-crops 2 or more")
     if args.joint in ("blur", "either", "both") and max(args.blur_p) == 0:
         common.fail(f"--joint {args.joint} has nothing to act on: this recipe does not blur; give --blur-p 0.5 0.5")
-    fits = {"--joint": args.joint in ("none", "crop"), "--beta": args.beta == 0, "--css-alpha": args.css_alpha == 1}
-    fits["--local-crops"] = args.local_crops == 0
-    if args.variant == "released" and not all(fits.values()):
-        flags = ", ".join(flag for flag, fit in fits.items() if not fit)
-        common.fail(f"--variant released does not go with {flags}: it is JointCrop with beta 0 on two views (D3)")
+    is_released = args.joint in ("none", "crop") and args.beta == 0 and args.css_alpha == 1 and args.local_crops == 0
+    if args.variant == "released" and not is_released:
+        what = "JointCrop with beta 0 on two views (D3)"
+        common.fail(f"--variant released is {what}: leave out --beta, --css-alpha, --local-crops, other --joint")
 
 
 def peak_rate(args):
@@ -594,7 +578,7 @@ def schedule(args, step, steps_per_epoch):
     whole = step / (args.epochs * steps_per_epoch)  # the share of the training that is done
     if epoch < warmup:
         lr = peak_rate(args) * epoch / warmup
-    elif args.milestones:
+    elif args.moco != "v3" and args.milestones:
         lr = peak_rate(args) * 0.1 ** sum(whole >= milestone for milestone in args.milestones)
     else:
         done = (epoch - warmup) / (args.epochs - warmup)
@@ -613,68 +597,69 @@ def make_optimizer(args, model):
     return torch.optim.SGD(trained, args.lr, momentum=args.sgd_momentum, weight_decay=args.weight_decay)
 
 
-# ------------------------------------ the run (the same in all five files)
+# ---------------------------------------------------------- the state of a run
 
 
-def restore(args, images, parts):
-    """Load the state of the run. Return (steps that are made, records of the epochs): (0, []) for a new run.
+def restore(args, images, model, optimizer):
+    """Load the state of the run in --out, or of --resume. Return (steps that are made, records of the epochs).
 
-    The state is in last.pt of --out, else in --resume's file. A new run starts with --init's weights.
-    images: number and checksum of the training images. parts: what takes over its state, {name: tensor, or object with
-    load_state_dict}. Exits with an error message if something does not fit.
+    A new run begins with --init's weights. Exits with an error message if something does not fit.
     """
     path, state = common.load_run(args, images, args.resume)
-    step, records = state["step"], state["records"]
-    if step == 0:
-        if args.init:
-            model = parts["model"]
-            weights, _ = common.fitting_weights(args.init, model.backbone, args.init_prefix)
-            model.backbone.load_state_dict(weights)
-            if hasattr(model, "momentum_backbone"):
-                model.momentum_backbone.load_state_dict(weights)
-        return step, records
-    try:
-        for name, part in parts.items():
-            if torch.is_tensor(part):
-                part.copy_(state[name])
-                continue
-            for group, own in zip(state[name].get("param_groups", ()), getattr(part, "param_groups", ()), strict=True):
-                # An optimiser's flags are this run's, not --resume's. Rate and weight decay are set in each step
-                group.update({flag: own[flag] for flag in own.keys() - {"params", "lr", "weight_decay"}})
-            part.load_state_dict(state[name])
-    except (RuntimeError, ValueError, TypeError, KeyError, AttributeError) as error:
-        common.fail(f"{path} does not fit this method and model: {type(error).__name__} {str(error)[:300]}")
-    if step > args.epochs * (images["number"] // args.batch_size):
-        common.fail(f"{path} has made {step} steps already, more than --epochs {args.epochs} has")
-    return step, records
+    if state["step"] > 0:
+        try:
+            model.load_state_dict(state["model"])
+            # What it has gathered. Its flags are this run's: --resume's may have been others
+            optimizer.load_state_dict(optimizer.state_dict() | dict(state=state["optimizer"]["state"]))
+        except (RuntimeError, KeyError) as error:
+            common.fail(f"{path} does not fit this model: {' '.join(str(error).split())[:300]}")
+    elif args.init:
+        weights, _ = common.fitting_weights(args.init, model.backbone, args.init_prefix)
+        model.backbone.load_state_dict(weights)
+        model.momentum_backbone.load_state_dict(weights)
+    return state["step"], state["records"]
 
 
-def save(args, step, records, images, parts, encoder):
-    """Write the files of the run, from the first process. Each is written whole, or not at all.
-
-    last.pt comes first, because the others follow from it. All are written each time, so what a kill has prevented is
-    written by the next call. encoder: what backbone.pt holds. Values that are not finite are never saved.
+def save(args, step, records, images, model, optimizer):
+    """Write the run's files, each whole or not at all: last.pt, which is all that a run needs to go on, and what
+    follows from it. All are written each time, so what a kill has prevented is written by the next call.
     """
     if common.rank_and_world()[0] != 0:
         return
     out, info = Path(args.out), common.encoder_info(args)
-    state = {name: part if torch.is_tensor(part) else part.state_dict() for name, part in parts.items()}
-    state |= dict(step=step, records=records, config=vars(args), images=images, backbone=info)
+    state = dict(model=model.state_dict(), optimizer=optimizer.state_dict(), step=step, records=records)
+    state |= dict(config=vars(args), images=images, backbone=info)
     common.write_file(out / "last.pt", state)
     epoch = records[-1]["epoch"] if records and records[-1]["step"] == step else 0  # 0: in the middle of one
     if epoch and args.keep_every and epoch % args.keep_every == 0:
         common.write_file(out / f"epoch-{epoch:04d}.pt", state)
-    common.write_file(out / "backbone.pt", info | {"state_dict": encoder.state_dict()})
-    common.write_file(out / "config.json", json.dumps(vars(args) | common.versions(args.device) | {"images": images}))
+    common.write_file(out / "backbone.pt", info | {"state_dict": model.backbone.state_dict()})
+    config = vars(args) | common.versions(args.device) | {"images": images}
+    common.write_file(out / "config.json", json.dumps(config, default=str))
     common.write_file(out / "metrics.jsonl", "".join(json.dumps(record) + "\n" for record in records))
+
+
+# --------------------------- what a run says (the same in all five files)
+
+
+def introduce(args, train, test, **facts):
+    """Say what the run is: its data, every value that its numbers depend on, and facts that follow from these."""
+    world = common.rank_and_world()[1]
+    precision = "bf16" if args.amp == "bf16" else "TF32" if torch.backends.cuda.matmul.allow_tf32 else "float32"
+    facts |= dict(processes=world, images_per_process=args.batch_size // world, precision=precision)
+    rows = dict(run={name: getattr(args, name) for name in ("dataset", "variant", "seed", "init", "out")})
+    rows |= {group: {name: getattr(args, name, None) for name in table} for group, table in HYPERPARAMETERS.items()}
+    rows |= dict(data={"train": train, "test": test}, facts=facts, versions=common.versions(args.device))
+    for group, values in rows.items():
+        words = "  ".join(f"{name} {common.shown(value)}" for name, value in values.items() if value is not None)
+        common.say(textwrap.fill(words, 120, initial_indent=f"{group:14}", subsequent_indent=" " * 14))
 
 
 def means(args, loader, history):
     """Return the means of metrics over the steps and processes, and how fast the steps were: {name: float}.
 
-    loader: it has noted when the epoch began, and how long the loop has waited. history: {name: 0-d tensor} of each
-    step. If the epoch was interrupted, these are the steps after the restart only. Exits with an error message if a
-    mean is not finite.
+    history: {name: 0-d tensor} of each step. If the epoch was interrupted, these are the steps after the restart only.
+    Exits with an error message if a mean is not finite.
     """
     sums = sum(torch.stack([*metrics.values()]).double() for metrics in history)
     values = (gather(sums[None]).mean(0) / len(history)).tolist()
@@ -685,35 +670,23 @@ def means(args, loader, history):
     return dict(zip(history[0], values, strict=True)) | speed
 
 
-def is_due(args, step, records):
-    """Return True if an epoch has just ended that is due for kNN, by --knn-every, and has no result yet."""
-    if not records or records[-1]["step"] != step or "knn20_top1" in records[-1] or args.knn_every == 0:
-        return False
-    return records[-1]["epoch"] % args.knn_every == 0 or records[-1]["epoch"] == args.epochs
-
-
 # ------------------------------------------------------------------- the loop
 
 
-@common.own_generators()
+@common.leaves_no_trace
 def main(args, train=None, test=None, encoder=None):
     """Train as args say. If an earlier call was stopped, the same call continues its run.
 
-    args: the namespace of `parse_args`. train, test: map-style Datasets of images to use instead of --dataset.
+    args: the namespace of `parse_args`. train, test: common.ImageSet of images to use instead of --dataset.
     encoder: a module that maps (N, 3, H, W) to (N, width), to train instead of --arch; a copy of it is trained. The
     trained weights are in backbone.pt of the run's folder.
     """
-    # What is known only now: the device, the precision, and whether data and encoder are the caller's own
-    own_group = not dist.is_initialized()  # a caller's process group stays
-    device = common.join_processes(args.device)
     args = argparse.Namespace(**vars(args))  # a copy
-    sizes = [args.image_size] + [args.local_size] * (args.local_crops > 0)
-    if encoder is not None:
-        args.arch = "own"
-        common.output_width(encoder, *sizes)  # exits if it does not take images of these sizes
+    device = common.join_processes(args.device)
+    args.arch = args.arch if encoder is None else "own"
     dataset = args.dataset if train is None else "own"
     args.out = args.out or f"runs/moco_jointcrop-{dataset}-{args.arch}-s{args.seed}{args.changes}"
-    args.amp = "bf16" if common.use_bf16(args.amp, device, args.arch, sizes) else "off"
+    args.amp = "bf16" if common.use_bf16(args.amp, device, args.arch, image_sizes(args)) else "off"
     args.device = device.type
 
     # Data
@@ -729,127 +702,80 @@ def main(args, train=None, test=None, encoder=None):
     last_step = min(args.max_steps or total_steps, total_steps)
 
     # Model and optimiser
+    if args.moco != "v3" and args.queue == "auto":
+        args.queue = min(65536, max(args.batch_size, len(train) // 10))
     torch.manual_seed(args.seed)
     if args.moco == "v3":
         model = MoCoV3(args, common.copy_module(encoder)).to(device, memory_format=layout)
         if dist.is_initialized() and device.type == "cuda":  # on CPUs each process takes its own statistics
             model = timm.layers.convert_sync_batchnorm(model)
     else:
-        if args.queue == "auto":
-            args.queue = min(65536, max(args.batch_size, len(train) // 10))
         model = MoCo(args, common.copy_module(encoder)).to(device, memory_format=layout)
-        check_batch_norm_groups(args)
         model = split_batch_norms(model, args.bn_groups)
     optimizer = make_optimizer(args, model)
     ddp = in_parallel(args, model)
 
-    # The run's folder. The run continues from its last.pt, if there is one. The lock keeps other runs out
-    images, parts = dict(number=len(train), checksum=train.checksum()), dict(model=model, optimizer=optimizer)
+    # The run's folder. The run goes on from its last.pt, if there is one. The lock keeps other runs out
+    images = dict(number=len(train), checksum=train.checksum())
     lock = common.claim_folder(args.out)
-    step, records = restore(args, images, parts)
-    save(args, step, records, images, parts, model.backbone)
-    writer = None
-    if args.tensorboard and common.rank_and_world()[0] == 0:
-        from torch.utils.tensorboard import SummaryWriter
-
-        writer = SummaryWriter(args.out, purge_step=step)
-
-    # What the numbers depend on
+    step, records = restore(args, images, model, optimizer)
+    save(args, step, records, images, model, optimizer)
     if args.moco == "v3":
         chance = 4 * args.temperature * math.log(args.batch_size)  # the loss at equal logits: two terms of 2 T each
-        negatives = f"{args.batch_size - 1} negatives per query: the other keys of the batch"
-        norms = "batch norm over the whole batch"
-        if dist.is_initialized() and device.type == "cpu":
-            norms = "batch norm: each process's own (torch has it over processes on GPUs only)"
+        norms = "each process's own" if dist.is_initialized() and device.type == "cpu" else "of the whole batch"
+        facts = dict(negatives=args.batch_size - 1, batch_norm=norms)
     else:
         chance = math.log(args.queue + 1)  # the loss at equal logits
-        negatives = f"queue of {args.queue} negatives per query, {100 * args.queue / len(train):.1f} % of the images"
-        norms = f"{args.bn_groups} batch-norm groups"
-    about = f"MoCo {args.moco}, --joint {args.joint}, beta {args.beta:g}"
-    views = f"crop areas {common.shown(args.crop_scale)}, blurred {common.shown(args.blur_p)}"
-    crops = f"{args.local_crops} local crops of {args.local_size} px, areas {common.shown(args.local_scale)}"
-    millions = sum(p.numel() for p in model.backbone.parameters()) / 1e6
-    world = common.rank_and_world()[1]
-    precision = "bf16" if args.amp == "bf16" else "TF32" if torch.backends.cuda.matmul.allow_tf32 else "float32"
-    common.say(", ".join(f"{name} {version}" for name, version in common.versions(args.device).items()))
-    common.say(f"moco_jointcrop, {about}; variant {args.variant}; chance level of the loss {chance:.3f}")
-    size = f"{args.image_size} px" + (f" in patches of {args.patch_size} px" if common.is_vit(args.arch) else "")
-    common.say(f"encoder {args.arch}, {millions:.2f} M parameters, {size}")
-    origin = f"at step {step}" if step else f"from {args.init or 'random weights'}"
-    common.say(f"starts {origin}; evaluated: the query encoder")
-    common.say(f"data {train}; test images: {len(test or ())}; mean {norm[0]}, std {norm[1]}")
-    common.say(f"{views}; positions: alpha {args.css_alpha:g}" if args.css_alpha != 1 else views)
-    if args.local_crops:
-        pairs = args.joint_pair if args.joint in ("crop", "either", "both") else "none"
-        common.say(f"{crops}; pairs with a joint area: {pairs}")
-    common.say(negatives)
-    common.say(f"batch {args.batch_size} over {world} process(es), {norms}; {precision}")
-    common.say(f"{args.epochs} epochs, {steps_per_epoch} steps per epoch; weight decay {args.weight_decay:g}")
-    common.say(f"rate {args.lr:g} at batch {args.lr_batch}, scaled linearly to {peak_rate(args):g}")
-    common.say(f"momentum encoder {common.shown(args.momentum)}, temperature {args.temperature:g}")
+        facts = dict(queue_share=args.queue / len(train))
+    introduce(args, train, test, peak_lr=peak_rate(args), chance_level=chance, **facts)
 
-    while True:
-        # Judge the epoch that has just ended, if it is due. After a restart it is the one whose judging was cut short
-        if test is not None and is_due(args, step, records):
-            records[-1] |= common.knn_record(args, model.backbone, train, test, device)
-            save(args, step, records, images, parts, model.backbone)
-        if records and records[-1]["step"] == step:
-            common.tell(args, records[-1], writer)
+    for epoch in range(max(0, step - 1) // steps_per_epoch, args.epochs):  # the last one again: it may lack its kNN
+        loader.batch_sampler.set_epoch(epoch, step, last_step)
+        history = []
+        with common.until_stopped(loader) as batches:  # SIGTERM or Ctrl-C waits until a step is made and saved
+            for batch in batches:
+                lr, _, momentum = schedule(args, step, steps_per_epoch)
+                for group in optimizer.param_groups:
+                    group["lr"] = lr
+                # Algorithm 1: a query view and a key view per image; the loader has drawn and cut them
+                views = common.colour_views(batch, device, layout, norm)
+                torch.manual_seed(step_seed(args.seed, step))  # for layers that draw, such as drop-path
+                # The loss: MoCo's Eq. 1, or MoCo v3's Algorithm 1
+                loss, keys, (q, _), metrics = ddp(views, step)
+                # Update the query encoder. Then move the momentum encoder (MoCo, Eq. 2)
+                optimizer.zero_grad(set_to_none=True)
+                loss.backward()
+                grad_norm = torch.nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
+                optimizer.step()
+                model.update(momentum)
+                average_statistics(model)
+                # The keys are negatives of the next steps; v3 enqueues none
+                if keys is not None:
+                    model.queue.enqueue(keys)
+                step += 1
+                metrics |= dict(loss=loss, grad_norm=grad_norm)
+                history.append({name: value.detach() for name, value in metrics.items()})
+                if step % 10 == 0:
+                    common.show_progress(args, loader, history, step, total_steps)
+            ended = step == (epoch + 1) * steps_per_epoch
+            if ended and history:
+                record = dict(epoch=epoch + 1, step=step, **means(args, loader, history), lr=lr, momentum=momentum)
+                records.append(record | dict(below_chance=chance - record["loss"], **common.embedding_health(q)))
+            save(args, step, records, images, model, optimizer)
+        if ended:
+            due = args.knn_every and ((epoch + 1) % args.knn_every == 0 or epoch + 1 == args.epochs)
+            if test is not None and due and "knn20_top1" not in records[-1]:
+                records[-1] |= common.knn_record(args, model.backbone, train, test, device)
+                save(args, step, records, images, model, optimizer)
+            common.tell(args, records[-1])
         if step >= last_step:
             break
-        # Train the next epoch, or what is left of it, and save
-        epoch, history = step // steps_per_epoch, []
-        with common.signals_noted() as stopped:  # SIGTERM and Ctrl-C wait until the step at hand is made and saved
-            try:
-                loader.batch_sampler.set_epoch(epoch, step, last_step)
-                for batch in loader:
-                    if stopped():  # after a signal no further step is made
-                        break
-                    lr, weight_decay, momentum = schedule(args, step, steps_per_epoch)
-                    for group in optimizer.param_groups:
-                        decays = group["weight_decay"] > 0  # v3's biases and batch norms never do
-                        group.update(lr=lr, weight_decay=weight_decay if decays else 0.0)
-                    # A query view and a key view per image, by JointCrop and JointBlur (Algorithm 1)
-                    views = common.colour_views(batch, device, layout, norm)
-                    seed_step(args.seed, step)  # for layers that draw random numbers, such as drop-path
-                    # The loss: MoCo's Eq. 1, or MoCo v3's Algorithm 1
-                    loss, keys, (q, _), metrics = ddp(views, step)
-                    # Update the query encoder. Then move the momentum encoder (MoCo, Eq. 2)
-                    optimizer.zero_grad(set_to_none=True)
-                    loss.backward()
-                    grad_norm = gradient_norm(model)
-                    optimizer.step()
-                    model.update(momentum)
-                    average_statistics(model)
-                    # The keys are negatives of the next steps; v3 enqueues none
-                    if keys is not None:
-                        model.queue.enqueue(keys)
-                    step += 1
-                    metrics |= dict(loss=loss, grad_norm=grad_norm)
-                    history.append({name: value.detach() for name, value in metrics.items()})
-                    if step % 10 == 0:
-                        common.show_progress(args, loader, history, step, total_steps)
-            except common.BadImage:
-                stopped(True)  # all processes leave the loop, and save the steps that were made
-                save(args, step, records, images, parts, model.backbone)
-                raise
-            if history and step % steps_per_epoch == 0:
-                record = dict(epoch=epoch + 1, step=step, **means(args, loader, history), lr=lr, momentum=momentum)
-                record |= dict(below_chance=chance - record["loss"], **common.embedding_health(q))
-                records.append(record)
-            save(args, step, records, images, parts, model.backbone)
-        if stopped():
-            common.say("stopped on request (exit status 75); everything is saved, and the same command goes on")
-            raise SystemExit(75)
 
     lock.close()
-    del ddp  # before the process group ends: in torch 2.11 a DDP that is deleted after it can hang for ever
     if step < total_steps:
         common.say(f"stopped at step {step} of {total_steps}: give a larger --max-steps, or none, to go on")
     else:
         common.say(common.how_to_judge(args, train))
-    if own_group and dist.is_initialized():
-        dist.destroy_process_group()
 
 
 # =============================================================== 6. machinery
@@ -874,7 +800,9 @@ def exchange(x, wanted):
     to_send = x[rows_to_send.to(x.device, non_blocking=True)].contiguous()
     dist.all_to_all_single(received, to_send, receive_counts, send_counts)
     place = owner[rank].argsort(stable=True).to(x.device, non_blocking=True)  # rows arrive sorted by sender
-    return torch.empty_like(received).index_copy_(0, place, received)
+    channels_last = x.dim() == 4 and x.is_contiguous(memory_format=torch.channels_last)
+    layout = torch.channels_last if channels_last else torch.contiguous_format
+    return torch.empty_like(received, memory_format=layout).index_copy_(0, place, received)
 
 
 @torch.no_grad()
@@ -936,12 +864,11 @@ class GroupedBatchNorm(nn.modules.batchnorm._BatchNorm):
 
 
 def check_batch_norm_groups(args):
-    """Exit with an error message if the groups do not divide the batch, or the processes do not divide the groups."""
-    groups, images = args.bn_groups, args.batch_size // args.bn_groups
-    if args.batch_size % groups or images == 1 and groups > 1:
-        common.fail(f"--batch-size {args.batch_size} cannot be cut into {groups} --bn-groups of two or more images")
-    if groups % common.rank_and_world()[1]:
-        common.fail(f"--bn-groups {groups} is not a multiple of the number of processes")
+    """Exit with an error message if the batch cannot be cut into --bn-groups, or these not be shared out."""
+    if args.batch_size % args.bn_groups or args.batch_size < 2 * args.bn_groups:
+        common.fail(f"--batch-size {args.batch_size} is not {args.bn_groups} --bn-groups of two or more images each")
+    if args.bn_groups % common.rank_and_world()[1]:
+        common.fail(f"--bn-groups {args.bn_groups} is not a multiple of the number of processes")
 
 
 def split_batch_norms(module, groups):
@@ -956,17 +883,12 @@ def split_batch_norms(module, groups):
 
 @torch.no_grad()
 def average_statistics(model):
-    """Average the running statistics of batch norms over the processes. Costs one all-reduce.
-
-    SyncBatchNorm is left out: its statistics are the same on all processes.
-    """
-    world = common.rank_and_world()[1]
-    norms = [m for m in model.modules() if isinstance(m, (GroupedBatchNorm, nn.BatchNorm1d, nn.BatchNorm2d))]
-    buffers = [buffer for norm in norms for buffer in (norm.running_mean, norm.running_var) if buffer is not None]
-    if world > 1 and buffers:
+    """Average the running statistics of batch norms over the processes, in one all-reduce."""
+    buffers = [buffer for name, buffer in model.named_buffers() if name.endswith(("running_mean", "running_var"))]
+    if dist.is_initialized() and buffers:
         flat = torch.cat(buffers)
         dist.all_reduce(flat)
-        means = (flat / world).split([len(buffer) for buffer in buffers])
+        means = (flat / dist.get_world_size()).split([len(buffer) for buffer in buffers])
         torch._foreach_copy_(buffers, means)
 
 
@@ -985,21 +907,14 @@ def gather(x):
     return out
 
 
-def seed_step(seed, step):
-    """Seed the global generator by (seed, step, rank). Drop-path draws from it."""
-    torch.manual_seed(common.generator(seed, step, STREAM_STEP, common.rank_and_world()[0]).initial_seed())
-
-
-def gradient_norm(model):
-    """Return the L2 norm of all gradients, as a 0-d tensor."""
-    return torch.nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
+def step_seed(seed, step):
+    """Return the seed of the global generator in a step of this process, by (seed, step, rank)."""
+    return common.generator(seed, step, STREAM_STEP, common.rank_and_world()[0]).initial_seed()
 
 
 def in_parallel(args, model):
     """Apply --grad-checkpoint and --compile to the model, wrap it in DDP if there are several processes, return it."""
     if args.grad_checkpoint:
-        if not hasattr(model.backbone, "set_grad_checkpointing"):
-            common.fail("--grad-checkpoint needs an encoder with timm's set_grad_checkpointing, which yours has not")
         model.backbone.set_grad_checkpointing()
     if args.compile:
         for name, child in model.named_children():  # one that has two names comes once

@@ -5,16 +5,13 @@ known. It cuts M images of a batch into patches and puts patches of all M togeth
 then learns that such a mixed image is similar to each of its sources, in equal shares.
 
 The encoder makes queries of images, and a momentum encoder makes keys. The negatives of a query are the other keys of
-the batch. The loss is the sum of three contrasts. They have short names in the paper and on the command line:
-    mto, mix to origin     A mixed query has M positives, the original keys of its M sources, with weight 1/M each.
-    mtm, mix to mix        A mixed query has 2M - 1 positives, the mixed keys of the other view that share sources
-                           with it. The weight of each is the share of the M sources that both have.
-    oto, origin to origin  An original query has one positive, the original key of the same image. Without it the
-                           encoder would learn from mixed queries only, and natural images look different.
+the batch. The loss is the sum of three contrasts. Without the last one, oto, no query would look like a natural image.
 
     Eq. 1-9       patch_mix           M images into one, patch by patch (Eq. 8-9 and 17: the same by flat indices)
     Eq. 10-12     mix_targets         the positives of a mixed query and their weights (also Eq. 18-19)
-    Eq. 13-15     soft_info_nce       the three contrasts
+    Eq. 13        soft_info_nce       mto, mix to origin: a mixed query and the keys of its M sources, 1/M each
+    Eq. 14        soft_info_nce       mtm, mix to mix: a mixed query and mixed keys, by the share of common sources
+    Eq. 15        soft_info_nce       oto, origin to origin: an original query and the key of the same image
     Eq. 16        PatchMix.forward    their sum
     Algorithm 1   patch_mix (lines 2 to 7), mix_targets (8)
     Algorithm 2   PatchMix (lines 1, 2 and 7), main (3, 4, 10 and 11), PatchMix.forward (5, 6, 8, 9, the loss of 10)
@@ -23,47 +20,30 @@ the batch. The loss is the sum of three contrasts. They have short names in the 
     python patchmix.py --dataset cifar10 --arch vit_tiny                      # one GPU
     torchrun --nproc_per_node=8 patchmix.py --dataset imagenet --data-dir DIR --arch vit_small
 
-The baseline is MoCo v3's loss, heads and momentum encoder: `--num-mix 1 --terms oto,mto` is L(q2, k1) + L(q1, k2), its
-symmetric loss divided by 2 tau. MoCo v3's ViT also has a frozen patch projection and fixed sine-cosine positions, which
-are not here. `--num-mix 1` alone is L(q2, k1) + 2 L(q1, k2), because mto and mtm are the same where nothing is mixed.
-What PatchMix changes in it:
+The baseline is MoCo v3, without its frozen patch projection and fixed positions. `--num-mix 1 --terms oto,mto` is
+L(q2, k1) + L(q1, k2), its symmetric loss divided by 2 tau. (With M = 1, mtm is mto.) What PatchMix changes in it:
     queries of both views                     one view's queries are of mixed images      mix_in_slices
     L(q2, k1) + L(q1, k2)                     oto + mto + mtm, with mixed keys            PatchMix.forward
     one positive per query                    M, or 2M - 1, positives with weights        mix_targets
     InfoNCE                                   its sum over the weighted positives         soft_info_nce
-
 Not here: the other mixes of Table 5 (CutMix and Mixup, RegionSwap, ResizeMix), and detection on COCO (Table 4).
 
-Where this file, the paper and the released code differ:
-    D1 The terms' weights. Paper and here: each term counts 1, and the weights of mtm's positives sum to M. Released
-       (`--variant released`): oto counts 1, the other two 0.5, and the weights of mtm's positives sum to 1. Here that
-       is `--term-weights 1 0.5 X` with X = 0.5 / M. The released code also smooths oto's targets: it spreads 0.1 of
-       them over all keys. So its M = 1 is not MoCo v3.
-    D2 The number of images M. Paper and here: 3. Released (`--variant released`): 2.
-    D3 The attention heads of ViT-S. Paper (Table 8) and here: 6. Released (`--variant released`) and the paper's
-       Fig. 11: 12.
-    D4 The keys of ViT-T. Paper and here: a momentum encoder makes them. Released (`--variant released`): the encoder
-       itself makes them, in training mode. That is `--momentum 0 0`.
-    D5 The mixed query. Paper and here: it is of view 1, the original one of view 2. Released (`--variant released`):
-       the reverse, `--mixed-view 2`.
-    D6 Local crops. Paper ("4(224)" views) and here: none. Released (`--variant released --dataset imagenet`): 8 local
-       crops of 96 px, and large ones from 0.35 of the area up. `--local-crops 8` adds them anywhere: as queries, plain
-       and mixed, against the original keys of both views (PatchMix.local_contrasts). Their terms count 1 each, whatever
-       --term-weights are. As released, they are the mean over the crops and the sum over the views. moco_jointcrop.py
-       takes the mean over all terms, large views included; clim.py takes the sum.
-    D7 The ring of images. Paper (Eq. 4, 10, 11: mod N): images are mixed around the whole batch. Released: around the
-       part of the batch that a GPU has. Here: around each of --mix-slices equal slices of the batch, on any number of
-       GPUs that divides them. The recipes' 4 and 8 slices are ours.
-The paper does not give these values. They are the released code's: drop-path 0.1, AdamW's betas, ImageNet's mean and
-standard deviation on CIFAR, weight decay on all but 1-D tensors, the last learning rate, bicubic crops, heads without
-biases, and batch norm over all processes. The paper's 10 epochs of warm-up and "rest 260 epochs" do not add up to its
-300. They are taken as 10 and 290.
+Where the paper, which is the default, and the released code, `--variant released`, differ:
+    D1 The terms. Paper: each counts 1, and mtm's weights sum to M. Released: oto counts 1, mto and mtm 0.5, mtm's
+       weights sum to 1, and 0.1 of oto's targets is spread over all keys. So its M = 1 is not MoCo v3.
+    D2 The number of images M. Paper: 3. Released: 2.
+    D3 The attention heads of ViT-S. Paper (Table 8): 6. Released, and the paper's Fig. 11: 12.
+    D4 ViT-T's keys. Paper: of a momentum encoder. Released: of the encoder, in training mode; this is `--momentum 0 0`.
+    D5 The mixed query. Paper: of view 1, and the original one of view 2. Released: the reverse, `--mixed-view 2`.
+    D6 Local crops. Paper ("4(224)" views): none. Released, on ImageNet: 8 of 96 px; large ones from 0.35 of the area.
+    D7 The ring of images. Paper (Eq. 4, 10, 11: mod N): the batch. Released: a GPU's part. Here: one of --mix-slices.
 What differs by rounding, by an index or by precision is in tests/golden/README.md.
 """
 
 import argparse
 import json
 import math
+import textwrap
 import time
 from itertools import pairwise
 from pathlib import Path
@@ -78,31 +58,70 @@ from torch.nn.parallel import DistributedDataParallel
 
 import common
 
-# ================================================================== 1. recipes
+# ========================================================= 1. hyper-parameters
 
 # fmt: off
-BASE = dict(  # section 4.1.2, Tables 9 and 10; of the pairs blur_p and solarize_p, one number is T_1's, the other T_2's
-    num_mix=3, terms="oto,mto,mtm", term_weights=(1.0, 1.0, 1.0), smoothing=0.0, mixed_view=1, temperature=0.2,
-    num_heads="auto", drop_path=0.1, hidden=4096, dim=256, momentum=(0.996, 1.0), min_lr=1e-6, betas=(0.9, 0.999),
-    norm="imagenet", interpolation="bicubic", crop_ratio=(3 / 4, 4 / 3), jitter=(0.4, 0.4, 0.2, 0.1), jitter_p=0.8,
-    gray_p=0.2, blur_p=(1.0, 0.1), blur_sigma=(0.1, 2.0), solarize_p=(0.0, 0.2), flip_p=0.5,
-    local_crops=0, local_size=96, local_scale=(0.05, 0.35), local_blur_p=0.5,  # the released code's, D6
-    lr=1e-3, weight_decay=(0.04, 0.4),  # the paper gives rates per encoder: these are for the others
+# {group: {name: (value, what it is, its limits or words)}}: the paper's for ImageNet, section 4.1.2, Tables 9 and 10.
+# Each is a flag of its value's type, for example --num-mix 2. Without limits, a number is not below 0.
+HYPERPARAMETERS = dict(
+    loss=dict(
+        num_mix=(3, "images that are mixed into one, M (Table 6); 1: none are", (1, math.inf)),
+        mix_slices=(8, "equal slices of the batch; images are mixed within each (D7)", (1, math.inf)),  # ours
+        mixed_view=(1, "the view, 1 or 2, whose mixed images are the queries (D5)", (1, 2)),
+        terms=("oto,mto,mtm", "terms of the loss, Eq. 16: some of oto,mto,mtm (Table 7)"),
+        term_weights=((1.0, 1.0, 1.0), "weights of oto, mto, mtm; local terms have 1"),
+        local_crops=(0, "local crops per image, as queries of oto and mto (D6)"),
+        smoothing=(0.0, "share of oto's targets that is spread over all keys (D1)", (0, 1)),
+        temperature=(0.2, "temperature tau of the loss", (1e-9, math.inf)),
+    ),
+    model=dict(
+        arch=("vit_small", "encoder: vit_micro, vit_tiny, vit_small, vit_base, or any timm model"),
+        image_size=(224, "side of a view, in pixels", (1, math.inf)),
+        patch_size=(16, "side of a patch, in pixels, of the ViT and of the mixing", (1, math.inf)),
+        num_heads=("auto", "heads of the ViT's attention; auto: timm's (D3)", (1, math.inf, "auto")),
+        drop_path=(0.1, "drop-path rate of the ViT's last block; earlier ones have less", (0, 1)),  # released
+        hidden=(4096, "hidden size of the projector and the predictor (Table 9)", (1, math.inf)),
+        dim=(256, "dimension of queries and keys (Table 9)", (1, math.inf)),
+        momentum=((0.996, 1.0), "momentum mu, first and last; 0 0: no such encoder (D4)", (0, 1)),
+    ),
+    schedule=dict(
+        epochs=(300, "epochs of the whole training", (1, math.inf)),  # its 10 of warm-up + "rest 260" are 270
+        batch_size=(1024, "images per step, over all processes", (2, math.inf)),
+        lr=(1e-3, "learning rate at --lr-batch; scaled linearly to --batch-size", (1e-9, math.inf)),  # see *_ENCODERS
+        lr_batch=(1024, "batch size for which --lr is given", (1, math.inf)),
+        min_lr=(1e-6, "last learning rate; not given, it keeps its ratio to the peak rate"),  # released
+        warmup=(10.0, "epochs of linear warm-up; not given, it shrinks with --epochs"),
+        weight_decay=((0.04, 0.4), "weight decay of AdamW, at the start and at the end"),
+        betas=((0.9, 0.999), "betas of AdamW", (0, 0.999999)),  # released
+    ),
+    augmentation=dict(  # of blur_p and solarize_p, one number is T_1's, the other T_2's
+        crop_scale=((0.05, 1.0), "smallest and largest area of a crop, as shares", (1e-9, 1)),
+        local_size=(96, "side of a local crop, in pixels; at most half, unless it is typed", (1, math.inf)),  # released
+        local_scale=((0.05, 0.35), "smallest and largest area of a local crop", (1e-9, 1)),  # released
+        local_blur_p=(0.5, "probability of a blurred local crop", (0, 1)),  # released
+        crop_ratio=((3 / 4, 4 / 3), "smallest and largest width / height of a crop", (1e-9, math.inf)),
+        interpolation=("bicubic", "how a crop is resized", ("bilinear", "bicubic")),  # released
+        jitter=((0.4, 0.4, 0.2, 0.1), "most brightness, contrast, saturation and hue change"),
+        jitter_p=(0.8, "probability of these colour changes", (0, 1)),
+        gray_p=(0.2, "probability of a gray view", (0, 1)),
+        blur_p=((1.0, 0.1), "probability of a blurred view, by T_1 and by T_2", (0, 1)),
+        blur_sigma=((0.1, 2.0), "smallest and largest sigma of the blur, in pixels", (1e-9, math.inf)),
+        solarize_p=((0.0, 0.2), "probability of a solarised view, by T_1 and by T_2", (0, 1)),
+        flip_p=(0.5, "probability of a horizontal flip", (0, 1)),
+        norm=("imagenet", "data set whose mean and standard deviation normalise the views", common.NORMS),
+    ),
 )
-CIFAR = dict(  # section 4.1.2; lr is the rate at batch size lr_batch
-    BASE, arch="vit_tiny", image_size=32, patch_size=2, epochs=800, warmup=100.0, batch_size=512, lr_batch=512,
+IMAGENET = common.defaults(HYPERPARAMETERS)
+CIFAR = dict(  # section 4.1.2; released: ImageNet's mean and standard deviation; ours: the slices
+    IMAGENET, arch="vit_tiny", image_size=32, patch_size=2, epochs=800, warmup=100.0, batch_size=512, lr_batch=512,
     mix_slices=4, crop_scale=(0.1, 1.0),
-)
-IMAGENET = dict(  # section 4.1.2
-    BASE, arch="vit_small", image_size=224, patch_size=16, epochs=300, warmup=10.0, batch_size=1024, lr_batch=1024,
-    mix_slices=8, crop_scale=(0.05, 1.0),
 )
 SMALL_ENCODER = dict(  # ours, for CPUs: small heads, few patches, weak views
     batch_size=64, lr_batch=64, weight_decay=(0.02, 0.2), patch_size=8, num_mix=2, mix_slices=1, hidden=512, dim=128,
     drop_path=0.0, crop_scale=(0.3, 1.0), blur_p=(0.1, 0.1), momentum=(0.98, 1.0),
 )
 RECIPES = dict(
-    patterns=BASE | SMALL_ENCODER | dict(arch="vit_micro", image_size=32, epochs=50, warmup=1.0, norm="patterns"),
+    patterns=IMAGENET | SMALL_ENCODER | dict(arch="vit_micro", image_size=32, epochs=50, warmup=1.0, norm="patterns"),
     cifar10=CIFAR,
     cifar100=CIFAR,
     stl10=dict(CIFAR, image_size=96, patch_size=6),  # ours
@@ -116,7 +135,7 @@ CIFAR_ENCODERS = dict(  # section 4.1.2
     vit_small=dict(lr=1e-3),
     vit_base=dict(lr=1.5e-3),
 )
-IMAGENET_ENCODERS = dict(vit_small=dict(lr=2e-3), vit_base=dict(lr=3e-3))
+IMAGENET_ENCODERS = dict(vit_small=dict(lr=2e-3), vit_base=dict(lr=3e-3))  # section 4.1.2
 RELEASED = dict(num_mix=2, term_weights=(1.0, 0.5, 0.25), smoothing=0.1, mixed_view=2)  # D2, D1, D1, D5
 RELEASED_IMAGENET = dict(RELEASED, local_crops=8, crop_scale=(0.35, 1.0))  # D6; without local crops it is RELEASED
 RELEASED_ENCODERS = dict(vit_small=dict(num_heads=12), vit_tiny=dict(momentum=(0.0, 0.0)))  # D3, D4
@@ -261,7 +280,8 @@ def mix_in_slices(images, args, step, number):
     """Patch-mix images within --mix-slices equal slices of the global batch (D7): (n, C, H, W) -> (n, C, H, W).
 
     images: this process's rows. number: 0 for the mixed queries' view, 1 for the mixed keys', 2 and up for local crops.
-    There is one permutation per view and batch (Eq. 2), the same in all slices and on all processes.
+    There is one permutation per view and batch (Eq. 2), the same in all slices and on all processes. Any number of
+    processes that divides the slices makes the same batch.
     """
     # The last 0 has no meaning. Without it all draws would change
     generator = common.generator(args.seed, step, STREAM_PERMUTATION + number, 0)
@@ -285,10 +305,15 @@ def batch_targets(n, slices, num_mix):
     )
 
 
+def image_sizes(args):
+    """Return the sides of the images that the encoder gets, in pixels."""
+    return [args.image_size, *[args.local_size] * args.local_crops]
+
+
 def mlp(widths):
     """A head of Table 9: Linear, batch norm and ReLU per layer. The last layer has no ReLU, and its norm no parameters.
 
-    widths: the sizes of the input, of each hidden layer and of the output.
+    widths: the sizes of the input, of each hidden layer and of the output. Without biases, as in the released code.
     """
     layers = []
     for inputs, outputs in pairwise(widths):
@@ -310,9 +335,8 @@ class PatchMix(nn.Module):
         self.backbone = encoder  # Algorithm 2, line 1
         if encoder is None:
             drop_path = dict(drop_path_rate=args.drop_path) if common.is_vit(args.arch) else {}
-            sizes = [args.local_size] * args.local_crops
-            self.backbone = common.build_backbone(common.encoder_info(args), sizes, **drop_path)
-        width = common.output_width(self.backbone, args.image_size)
+            self.backbone = common.build_backbone(common.encoder_info(args), **drop_path)
+        width = common.output_width(self.backbone, *image_sizes(args))
         self.projector = mlp([width, args.hidden, args.hidden, args.dim])
         self.predictor = mlp([args.dim, args.hidden, args.dim])
         if max(args.momentum) > 0:  # line 2
@@ -354,7 +378,8 @@ class PatchMix(nn.Module):
 
         local_views: this process's local crops, each (n, 3, S, S), normalised. z1, z2: (N, dim) the views' original
         keys. Plain crops are contrasted as in oto, mixed ones as in mto, if --terms has these. All pass the encoder at
-        once. Each crop is mixed by a permutation of its own.
+        once. Each crop is mixed by a permutation of its own. This is as released. (moco_jointcrop.py takes the mean
+        over all terms, large views included; clim.py takes the sum.)
         """
         mixed = [mix_in_slices(x, self.args, step, 2 + i) for i, x in enumerate(local_views)]
         losses = {}
@@ -391,7 +416,7 @@ class PatchMix(nn.Module):
             z1 = pairs["oto"][1] if "oto" in pairs else self.key(x1)
             z2 = pairs["mto"][1] if "mto" in pairs else self.key(x2)
             local_losses = self.local_contrasts(local_views, z1, z2, step)
-            loss = loss + sum(local_losses.values())
+            loss = loss + sum(local_losses.values())  # they count 1 each, whatever --term-weights are
             losses |= local_losses
         q, z = pairs[self.terms[0]]
         metrics = {f"loss_{term}": value for term, value in losses.items()}
@@ -411,12 +436,38 @@ class PatchMix(nn.Module):
 
 # ================================================================= 5. training
 
+# ------------------------ the flags of every run (the same in all five files)
+
+RUN = dict(
+    dataset=("patterns", "data set; it also chooses the recipe", common.DATASETS),
+    data_dir=(None, "the data set's folder, with train/, and val/ or test/"),
+    cache=(True, "keep decoded small images in memory"),
+    seed=(0, "seed of all random numbers", (0, 2**63 - 1)),
+    init=(None, "start the encoder from a checkpoint, also of others"),
+    init_prefix=(None, "which encoder of --init's file: what stands before its names"),
+    out=(None, "folder of the run; one that has begun goes on"),
+    resume=(None, "begin a new --out with another run's last.pt"),
+    max_steps=(None, "save and stop when the run has made N steps in all", (1, math.inf)),
+    keep_every=(0, "epochs between copies that stay; 0: none"),
+    knn_every=(10, "epochs between evaluations by kNN; 0: never"),
+    device=("auto", "auto: a GPU where there is one", ("auto", "cuda", "cpu")),
+    amp=("auto", "auto: bf16 on GPUs that have it; off: float32", ("auto", "bf16", "off")),
+    compile=(False, "compile the encoders: minutes at the start, then faster steps"),
+    grad_checkpoint=(False, "less memory, more time; batch norm's averages move twice"),
+    workers=(None, "processes that load images, per training process", (0, 1024)),
+    tensorboard=(False, "also write the metrics for TensorBoard"),
+    show_views=(None, "write a picture of the inputs, and exit"),
+)
+
+
+# ------------------------------------------------------------ the command line
+
 
 def some_terms(text):
-    """The argparse type of --terms: some of TERMS, in that order, with commas between them."""
+    """Return what --terms says as some of TERMS, in that order, with commas between them."""
     chosen = text.split(",")
     if not set(chosen) <= set(TERMS):
-        raise argparse.ArgumentTypeError(f"{text!r}: give some of {', '.join(TERMS)}, with commas and without blanks")
+        common.fail(f"--terms {text}: give some of {', '.join(TERMS)}, with commas and without blanks")
     return ",".join(term for term in TERMS if term in chosen)
 
 
@@ -425,77 +476,10 @@ def parse_args(argv=None):
 
     argv: a list of words; sys.argv's if None.
     """
-    number = common.number
-    parser = common.ArgumentParser("patchmix.py", __doc__, add_help=False)
-    parser.set_defaults(method="patchmix", evaluated="momentum")
-    add = parser.add_argument_group("data").add_argument
-    add("--dataset", choices=RECIPES, default="patterns", help="data set; it also chooses the recipe")
-    add("--data-dir", metavar="DIR", help="its folder, with train/, and val/ or test/")
-    add("--no-cache", action="store_true", help="do not keep decoded small images in memory")
-    add = parser.add_argument_group("run").add_argument
-    add("--variant", choices=("paper", "released"), default="paper", help="follow the paper, or the authors' code")
-    add("--seed", type=number(int, 0, 2**63 - 1), default=0, metavar="N", help="seed of all random numbers")
-    add("--init", metavar="FILE", help="start the encoder from a checkpoint, also of others")
-    add("--init-prefix", metavar="P", help="which encoder of --init's file: the end of what stands before its names")
-    add = parser.add_argument_group("loss").add_argument
-    add("--num-mix", type=number(int, 1), help="images that are mixed into one, M (Table 6); 1: none are")
-    add("--mix-slices", type=number(int, 1), help="equal slices of the batch; images are mixed within each (D7)")
-    add("--mixed-view", type=number(int, 1, 2), help="the view, 1 or 2, whose mixed images are the queries (D5)")
-    add("--terms", type=some_terms, help="terms of the loss, Eq. 16: some of oto,mto,mtm (Table 7)")
-    add("--term-weights", type=number(float, 0), nargs=3, help="weights of oto, mto, mtm; local terms have 1")
-    add("--local-crops", type=number(int, 0), help="local crops per image, as queries of oto and mto (D6)")
-    add("--smoothing", type=number(float, 0, 1), help="share of oto's targets that is spread over all keys (D1)")
-    add("--temperature", type=number(float, 1e-9), help="temperature tau of the loss")
-    add = parser.add_argument_group("model").add_argument
-    add("--arch", help="encoder: vit_micro, vit_tiny, vit_small, vit_base, or any timm model")
-    add("--image-size", type=number(int, 1), help="side of a view, in pixels")
-    add("--patch-size", type=number(int, 1), help="side of a patch, in pixels, of the ViT and of the mixing")
-    add("--num-heads", type=number(int, 1, word="auto"), help="heads of the ViT's attention; auto: timm's (D3)")
-    add("--drop-path", type=number(float, 0, 1), help="drop-path rate of the ViT's last block; earlier ones have less")
-    add("--hidden", type=number(int, 1), help="hidden size of the projector and the predictor (Table 9)")
-    add("--dim", type=number(int, 1), help="dimension of queries and keys (Table 9)")
-    add("--momentum", type=number(float, 0, 1), nargs=2, help="momentum mu, first and last; 0 0: no such encoder (D4)")
-    add = parser.add_argument_group("schedule").add_argument
-    add("--epochs", type=number(int, 1), help="epochs of the whole training")
-    add("--batch-size", type=number(int, 2), help="images per step, over all processes")
-    add("--lr", type=number(float, 1e-9), help="learning rate at --lr-batch; scaled linearly to --batch-size")
-    add("--lr-batch", type=number(int, 1), help="batch size for which --lr is given")
-    add("--min-lr", type=number(float, 0), help="last learning rate; not given, it keeps its ratio to the peak rate")
-    add("--warmup", type=number(float, 0), help="epochs of linear warm-up; not given, it shrinks with --epochs")
-    add("--weight-decay", type=number(float, 0), nargs=2, help="weight decay of AdamW, at the start and at the end")
-    add("--betas", type=number(float, 0, 0.999999), nargs=2, help="betas of AdamW")
-    add = parser.add_argument_group("augmentation").add_argument
-    pair = dict(nargs=2, metavar=("LO", "HI"))
-    add("--crop-scale", type=number(float, 1e-9, 1), **pair, help="smallest and largest area of a crop, as shares")
-    add("--local-size", type=number(int, 1), help="side of a local crop, in pixels; at most half, unless it is typed")
-    add("--local-scale", type=number(float, 1e-9, 1), **pair, help="smallest and largest area of a local crop")
-    add("--local-blur-p", type=number(float, 0, 1), help="probability of a blurred local crop")
-    add("--crop-ratio", type=number(float, 1e-9), **pair, help="smallest and largest width / height of a crop")
-    add("--interpolation", choices=("bilinear", "bicubic"), help="how a crop is resized")
-    add("--jitter", type=number(float, 0), nargs=4, help="most brightness, contrast, saturation and hue change")
-    add("--jitter-p", type=number(float, 0, 1), help="probability of these colour changes")
-    add("--gray-p", type=number(float, 0, 1), help="probability of a gray view")
-    add("--blur-p", type=number(float, 0, 1), nargs=2, help="probability of a blurred view, by T_1 and by T_2")
-    add("--blur-sigma", type=number(float, 1e-9), **pair, help="smallest and largest sigma of the blur, in pixels")
-    add("--solarize-p", type=number(float, 0, 1), nargs=2, help="probability of a solarised view, by T_1 and by T_2")
-    add("--flip-p", type=number(float, 0, 1), help="probability of a horizontal flip")
-    add("--norm", choices=common.NORMS, help="data set whose mean and standard deviation normalise the views")
-    add = parser.add_argument_group("operation").add_argument
-    add("--out", metavar="DIR", help="folder of the run; one that has begun goes on")
-    add("--resume", metavar="PATH", help="begin a new --out with another run's last.pt")
-    add("--max-steps", type=number(int, 1), metavar="N", help="save and stop when the run has made N steps in all")
-    add("--keep-every", type=number(int, 0), default=0, metavar="N", help="epochs between copies that stay; 0: none")
-    add("--knn-every", type=number(int, 0), default=10, metavar="N", help="epochs between evaluations by kNN; 0: never")
-    add("--device", choices=("auto", "cuda", "cpu"), default="auto", help="auto: a GPU where there is one")
-    add("--amp", choices=("auto", "bf16", "off"), default="auto", help="auto: bf16 on GPUs that have it; off: float32")
-    add("--compile", action="store_true", help="compile the encoders: minutes at the start, then faster steps")
-    add("--grad-checkpoint", action="store_true", help="less memory, more time; batch norm's averages move twice")
-    add("--workers", type=number(int, 0, 1024), metavar="N", help="processes that load images, per training process")
-    add("--tensorboard", action="store_true", help="also write the metrics for TensorBoard")
-    add("--show-views", metavar="PNG", help="write a picture of the inputs, and exit")
-    add("-h", "--help", action="store_true", help="show this, with the defaults of --dataset, and exit")
-    args, typed = common.parse(parser, argv, recipe)
-
+    run = dict(RUN, variant=("paper", "follow the paper, or the authors' code", ("paper", "released")))
+    args, typed = common.parse("patchmix.py", __doc__, argv, HYPERPARAMETERS, dict(run=run), recipe)
+    args.method, args.evaluated = "patchmix", "momentum"
+    args.terms = some_terms(args.terms)
     # What is not typed follows from other values
     usual = argparse.Namespace(**recipe(args))
     if "warmup" not in typed:
@@ -509,32 +493,24 @@ def parse_args(argv=None):
     if "local_size" not in typed:  # at most half of a view's side, in whole patches
         args.local_size = min(args.local_size, args.image_size // 2) // args.patch_size * args.patch_size
     common.check_schedule(args)
-    check_mixing(args, typed)
+    check_mixing(args)
     return args
 
 
-def check_mixing(args, typed):
-    """Exit with an error message if processes, batch, slices, patches, local crops and M do not go together.
-
-    typed: names of what is typed.
-    """
+def check_mixing(args):
+    """Exit with an error message if processes, batch, slices, patches, local crops and M do not go together."""
     world, slices, num_mix, patch = common.rank_and_world()[1], args.mix_slices, args.num_mix, args.patch_size
     if slices % world or args.batch_size % slices:
         common.fail(f"--mix-slices {slices}: {world} process(es) must divide it, and it must divide the batch")
     if num_mix > (images := args.batch_size // slices):
-        has = f"each of the batch's {slices} slices has {images} image(s)"
-        common.fail(f"--num-mix {num_mix} is too large: {has}. Give a smaller one, or --mix-slices 1")
+        common.fail(f"--num-mix {num_mix}: each of {slices} slices has {images} image(s). Give --mix-slices 1, or less")
     if args.local_crops and args.terms == "mtm":
         common.fail("--local-crops with --terms mtm: local crops are queries of oto and mto, and none would be used")
     if args.local_crops and not 0 < args.local_size < args.image_size:
-        given = f"--local-size {args.local_size}" if "local_size" in typed else f"--local-crops {args.local_crops}"
-        common.fail(f"{given}: local crops have to be smaller than the views, of --image-size {args.image_size}")
-    sizes = {"--image-size": args.image_size} | ({"--local-size": args.local_size} if args.local_crops else {})
-    for flag, size in sizes.items():
-        if size % patch:
-            common.fail(f"{flag} {size} is not a multiple of --patch-size {patch}")
-        if num_mix > (count := (size // patch) ** 2):
-            common.fail(f"{flag} {size}: {count} patch(es) of --patch-size {patch} are fewer than --num-mix {num_mix}")
+        common.fail(f"--local-crops need a --local-size below --image-size {args.image_size}, not {args.local_size}")
+    for size in image_sizes(args):
+        if size % patch or num_mix > (size // patch) ** 2:
+            common.fail(f"--patch-size {patch} does not cut images of {size} px into --num-mix {num_mix} whole patches")
     if not common.is_vit(args.arch):
         common.say(f"warning: PatchMix is made for ViTs, whose patches it mixes; {args.arch} has none")
 
@@ -564,77 +540,79 @@ def schedule(args, step, steps_per_epoch):
     return lr, cosine(*args.weight_decay, done), cosine(*args.momentum, done)
 
 
-def chance_level(args, model):
+def chance_level(args):
     """Return the loss at equal logits. Each contrast is then the sum of its targets' weights times log N."""
+    terms = args.terms.split(",")
     target_sums = dict(oto=1, mto=1, mtm=args.num_mix)
-    weights = sum(model.term_weights[term] * target_sums[term] for term in model.terms)
+    weights = sum(w * target_sums[term] for term, w in zip(TERMS, args.term_weights, strict=True) if term in terms)
     if args.local_crops:
-        weights += 2 * sum(term in model.terms for term in ("oto", "mto"))  # against the keys of both views
+        weights += 2 * sum(term in terms for term in ("oto", "mto"))  # against the keys of both views
     return weights * math.log(args.batch_size)
 
 
-# ------------------------------------ the run (the same in all five files)
+# ---------------------------------------------------------- the state of a run
 
 
-def restore(args, images, parts):
-    """Load the state of the run. Return (steps that are made, records of the epochs): (0, []) for a new run.
+def restore(args, images, model, optimizer):
+    """Load the state of the run in --out, or of --resume. Return (steps that are made, records of the epochs).
 
-    The state is in last.pt of --out, else in --resume's file. A new run starts with --init's weights.
-    images: number and checksum of the training images. parts: what takes over its state, {name: tensor, or object with
-    load_state_dict}. Exits with an error message if something does not fit.
+    A new run begins with --init's weights. Exits with an error message if something does not fit.
     """
     path, state = common.load_run(args, images, args.resume)
-    step, records = state["step"], state["records"]
-    if step == 0:
-        if args.init:
-            model = parts["model"]
-            weights, _ = common.fitting_weights(args.init, model.backbone, args.init_prefix)
-            model.backbone.load_state_dict(weights)
-            if hasattr(model, "momentum_backbone"):
-                model.momentum_backbone.load_state_dict(weights)
-        return step, records
-    try:
-        for name, part in parts.items():
-            if torch.is_tensor(part):
-                part.copy_(state[name])
-                continue
-            for group, own in zip(state[name].get("param_groups", ()), getattr(part, "param_groups", ()), strict=True):
-                # An optimiser's flags are this run's, not --resume's. Rate and weight decay are set in each step
-                group.update({flag: own[flag] for flag in own.keys() - {"params", "lr", "weight_decay"}})
-            part.load_state_dict(state[name])
-    except (RuntimeError, ValueError, TypeError, KeyError, AttributeError) as error:
-        common.fail(f"{path} does not fit this method and model: {type(error).__name__} {str(error)[:300]}")
-    if step > args.epochs * (images["number"] // args.batch_size):
-        common.fail(f"{path} has made {step} steps already, more than --epochs {args.epochs} has")
-    return step, records
+    if state["step"] > 0:
+        try:
+            model.load_state_dict(state["model"])
+            # What it has gathered. Its flags are this run's: --resume's may have been others
+            optimizer.load_state_dict(optimizer.state_dict() | dict(state=state["optimizer"]["state"]))
+        except (RuntimeError, KeyError) as error:
+            common.fail(f"{path} does not fit this model: {' '.join(str(error).split())[:300]}")
+    elif args.init:
+        weights, _ = common.fitting_weights(args.init, model.backbone, args.init_prefix)
+        model.backbone.load_state_dict(weights)
+        model.momentum_backbone.load_state_dict(weights)
+    return state["step"], state["records"]
 
 
-def save(args, step, records, images, parts, encoder):
-    """Write the files of the run, from the first process. Each is written whole, or not at all.
-
-    last.pt comes first, because the others follow from it. All are written each time, so what a kill has prevented is
-    written by the next call. encoder: what backbone.pt holds. Values that are not finite are never saved.
+def save(args, step, records, images, model, optimizer):
+    """Write the run's files, each whole or not at all: last.pt, which is all that a run needs to go on, and what
+    follows from it. All are written each time, so what a kill has prevented is written by the next call.
     """
     if common.rank_and_world()[0] != 0:
         return
     out, info = Path(args.out), common.encoder_info(args)
-    state = {name: part if torch.is_tensor(part) else part.state_dict() for name, part in parts.items()}
-    state |= dict(step=step, records=records, config=vars(args), images=images, backbone=info)
+    state = dict(model=model.state_dict(), optimizer=optimizer.state_dict(), step=step, records=records)
+    state |= dict(config=vars(args), images=images, backbone=info)
     common.write_file(out / "last.pt", state)
     epoch = records[-1]["epoch"] if records and records[-1]["step"] == step else 0  # 0: in the middle of one
     if epoch and args.keep_every and epoch % args.keep_every == 0:
         common.write_file(out / f"epoch-{epoch:04d}.pt", state)
-    common.write_file(out / "backbone.pt", info | {"state_dict": encoder.state_dict()})
-    common.write_file(out / "config.json", json.dumps(vars(args) | common.versions(args.device) | {"images": images}))
+    common.write_file(out / "backbone.pt", info | {"state_dict": model.momentum_backbone.state_dict()})
+    config = vars(args) | common.versions(args.device) | {"images": images}
+    common.write_file(out / "config.json", json.dumps(config, default=str))
     common.write_file(out / "metrics.jsonl", "".join(json.dumps(record) + "\n" for record in records))
+
+
+# --------------------------- what a run says (the same in all five files)
+
+
+def introduce(args, train, test, **facts):
+    """Say what the run is: its data, every value that its numbers depend on, and facts that follow from these."""
+    world = common.rank_and_world()[1]
+    precision = "bf16" if args.amp == "bf16" else "TF32" if torch.backends.cuda.matmul.allow_tf32 else "float32"
+    facts |= dict(processes=world, images_per_process=args.batch_size // world, precision=precision)
+    rows = dict(run={name: getattr(args, name) for name in ("dataset", "variant", "seed", "init", "out")})
+    rows |= {group: {name: getattr(args, name, None) for name in table} for group, table in HYPERPARAMETERS.items()}
+    rows |= dict(data={"train": train, "test": test}, facts=facts, versions=common.versions(args.device))
+    for group, values in rows.items():
+        words = "  ".join(f"{name} {common.shown(value)}" for name, value in values.items() if value is not None)
+        common.say(textwrap.fill(words, 120, initial_indent=f"{group:14}", subsequent_indent=" " * 14))
 
 
 def means(args, loader, history):
     """Return the means of metrics over the steps and processes, and how fast the steps were: {name: float}.
 
-    loader: it has noted when the epoch began, and how long the loop has waited. history: {name: 0-d tensor} of each
-    step. If the epoch was interrupted, these are the steps after the restart only. Exits with an error message if a
-    mean is not finite.
+    history: {name: 0-d tensor} of each step. If the epoch was interrupted, these are the steps after the restart only.
+    Exits with an error message if a mean is not finite.
     """
     sums = sum(torch.stack([*metrics.values()]).double() for metrics in history)
     values = (gather(sums[None]).mean(0) / len(history)).tolist()
@@ -645,35 +623,23 @@ def means(args, loader, history):
     return dict(zip(history[0], values, strict=True)) | speed
 
 
-def is_due(args, step, records):
-    """Return True if an epoch has just ended that is due for kNN, by --knn-every, and has no result yet."""
-    if not records or records[-1]["step"] != step or "knn20_top1" in records[-1] or args.knn_every == 0:
-        return False
-    return records[-1]["epoch"] % args.knn_every == 0 or records[-1]["epoch"] == args.epochs
-
-
 # ------------------------------------------------------------------- the loop
 
 
-@common.own_generators()
+@common.leaves_no_trace
 def main(args, train=None, test=None, encoder=None):
     """Train as args say. If an earlier call was stopped, the same call continues its run.
 
-    args: the namespace of `parse_args`. train, test: map-style Datasets of images to use instead of --dataset.
+    args: the namespace of `parse_args`. train, test: common.ImageSet of images to use instead of --dataset.
     encoder: a module that maps (N, 3, H, W) to (N, width), to train instead of --arch; a copy of it is trained. The
     trained weights are in backbone.pt of the run's folder.
     """
-    # What is known only now: the device, the precision, and whether data and encoder are the caller's own
-    own_group = not dist.is_initialized()  # a caller's process group stays
-    device = common.join_processes(args.device)
     args = argparse.Namespace(**vars(args))  # a copy
-    sizes = [args.image_size] + [args.local_size] * (args.local_crops > 0)
-    if encoder is not None:
-        args.arch = "own"
-        common.output_width(encoder, *sizes)  # exits if it does not take images of these sizes
+    device = common.join_processes(args.device)
+    args.arch = args.arch if encoder is None else "own"
     dataset = args.dataset if train is None else "own"
     args.out = args.out or f"runs/patchmix-{dataset}-{args.arch}-s{args.seed}{args.changes}"
-    args.amp = "bf16" if common.use_bf16(args.amp, device, args.arch, sizes) else "off"
+    args.amp = "bf16" if common.use_bf16(args.amp, device, args.arch, image_sizes(args)) else "off"
     args.device = device.type
 
     # Data
@@ -693,107 +659,69 @@ def main(args, train=None, test=None, encoder=None):
     # Model and optimiser
     torch.manual_seed(args.seed)
     model = PatchMix(args, common.copy_module(encoder)).to(device)
-    if dist.is_initialized() and device.type == "cuda":  # on CPUs each process takes its own statistics
+    norms = "of the whole batch"  # as in the released code
+    if dist.is_initialized() and device.type == "cuda":
         model = timm.layers.convert_sync_batchnorm(model)
-    groups = param_groups_weight_decay(model)  # 1-D tensors, which have no weight decay, and the rest
+    elif dist.is_initialized():
+        norms = "of each process alone"  # torch has batch norm over processes on GPUs only
+    trained = [p for p in model.parameters() if p.requires_grad]
+    groups = param_groups_weight_decay(model)  # as released: no weight decay of 1-D tensors
     optimizer = torch.optim.AdamW(groups, args.lr, betas=args.betas, fused=True)
     ddp = in_parallel(args, model)
 
-    # The run's folder. The run continues from its last.pt, if there is one. The lock keeps other runs out
-    images, parts = dict(number=len(train), checksum=train.checksum()), dict(model=model, optimizer=optimizer)
+    # The run's folder. The run goes on from its last.pt, if there is one. The lock keeps other runs out
+    images = dict(number=len(train), checksum=train.checksum())
     lock = common.claim_folder(args.out)
-    step, records = restore(args, images, parts)
-    save(args, step, records, images, parts, model.momentum_backbone)
-    writer = None
-    if args.tensorboard and common.rank_and_world()[0] == 0:
-        from torch.utils.tensorboard import SummaryWriter
+    step, records = restore(args, images, model, optimizer)
+    save(args, step, records, images, model, optimizer)
+    chance = chance_level(args)
+    facts = dict(peak_lr=peak_rate(args), chance_level=chance, keys_per_query=args.batch_size, batch_norm=norms)
+    introduce(args, train, test, **facts)
 
-        writer = SummaryWriter(args.out, purge_step=step)
-
-    # What the numbers depend on
-    chance = chance_level(args, model)  # the loss at equal logits
-    terms = ", ".join(f"{term} x {model.term_weights[term]:.3g}" for term in model.terms)
-    millions = sum(p.numel() for p in model.momentum_backbone.parameters()) / 1e6
-    judged = "the momentum encoder" if max(args.momentum) > 0 else "the encoder, as there is no momentum encoder"
-    size = f"{args.image_size} px" + (f" in patches of {args.patch_size} px" if common.is_vit(args.arch) else "")
-    areas = f"areas {common.shown(args.crop_scale)}"
-    world = common.rank_and_world()[1]
-    own = dist.is_initialized() and device.type == "cpu"
-    norms = "each process's own (torch has batch norm over processes on GPUs only)" if own else "the whole batch's"
-    precision = "bf16" if args.amp == "bf16" else "TF32" if torch.backends.cuda.matmul.allow_tf32 else "float32"
-    common.say(", ".join(f"{name} {version}" for name, version in common.versions(args.device).items()))
-    common.say(f"patchmix, M = {args.num_mix}, {terms}; variant {args.variant}; chance level of the loss {chance:.3f}")
-    common.say(f"encoder {args.arch}, {millions:.2f} M parameters, {size}")
-    origin = f"at step {step}" if step else f"from {args.init or 'random weights'}"
-    common.say(f"starts {origin}; evaluated: {judged}")
-    common.say(f"data {train}; test images: {len(test or ())}; mean {norm[0]}, std {norm[1]}")
-    if args.local_crops:
-        areas += f"; {args.local_crops} local crops of {args.local_size} px, areas {common.shown(args.local_scale)}"
-    common.say(f"two views, {areas}; images are mixed within {args.mix_slices} slice(s) of the batch")
-    common.say(f"batch {args.batch_size} over {world} process(es), {args.batch_size} keys per query; {precision}")
-    common.say(f"batch-norm statistics: {norms}")
-    common.say(f"{args.epochs} epochs, {steps_per_epoch} steps per epoch; temperature {args.temperature:g}")
-    common.say(f"rate {args.lr:g} at batch {args.lr_batch}, scaled linearly to {peak_rate(args):g}")
-    common.say(f"momentum encoder {common.shown(args.momentum)}, weight decay {common.shown(args.weight_decay)}")
-
-    while True:
-        # Judge the epoch that has just ended, if it is due. After a restart it is the one whose judging was cut short
-        if test is not None and is_due(args, step, records):
-            records[-1] |= common.knn_record(args, model.momentum_backbone, train, test, device)
-            save(args, step, records, images, parts, model.momentum_backbone)
-        if records and records[-1]["step"] == step:
-            common.tell(args, records[-1], writer)
+    for epoch in range(max(0, step - 1) // steps_per_epoch, args.epochs):  # the last one again: it may lack its kNN
+        loader.batch_sampler.set_epoch(epoch, step, last_step)
+        history = []
+        with common.until_stopped(loader) as batches:  # SIGTERM or Ctrl-C waits until a step is made and saved
+            for batch in batches:
+                lr, weight_decay, momentum = schedule(args, step, steps_per_epoch)
+                no_decay, decay = optimizer.param_groups  # in timm's order
+                no_decay["lr"] = decay["lr"] = lr
+                decay["weight_decay"] = weight_decay
+                # Algorithm 2, line 4: two views per image; the loader has cut them
+                views = common.colour_views(batch, device, layout, norm)
+                torch.manual_seed(step_seed(args.seed, step))  # for layers that draw, such as drop-path
+                # Lines 5, 6, 8, 9, and the loss of 10: the mixed images, queries and keys
+                loss, _, (q, _), metrics = ddp(views, step)
+                # Line 10: update the encoder. Line 11: move the momentum encoder
+                optimizer.zero_grad(set_to_none=True)
+                loss.backward()
+                grad_norm = torch.nn.utils.get_total_norm([p.grad for p in trained if p.grad is not None])
+                optimizer.step()
+                model.update(momentum)
+                step += 1
+                metrics |= dict(loss=loss, grad_norm=grad_norm)
+                history.append({name: value.detach() for name, value in metrics.items()})
+                if step % 10 == 0:
+                    common.show_progress(args, loader, history, step, total_steps)
+            ended = step == (epoch + 1) * steps_per_epoch
+            if ended and history:
+                record = dict(epoch=epoch + 1, step=step, **means(args, loader, history), lr=lr, momentum=momentum)
+                records.append(record | dict(below_chance=chance - record["loss"], **common.embedding_health(q)))
+            save(args, step, records, images, model, optimizer)
+        if ended:
+            due = args.knn_every and ((epoch + 1) % args.knn_every == 0 or epoch + 1 == args.epochs)
+            if test is not None and due and "knn20_top1" not in records[-1]:
+                records[-1] |= common.knn_record(args, model.momentum_backbone, train, test, device)
+                save(args, step, records, images, model, optimizer)
+            common.tell(args, records[-1])
         if step >= last_step:
             break
-        # Train the next epoch, or what is left of it, and save
-        epoch, history = step // steps_per_epoch, []
-        with common.signals_noted() as stopped:  # SIGTERM and Ctrl-C wait until the step at hand is made and saved
-            try:
-                loader.batch_sampler.set_epoch(epoch, step, last_step)
-                for batch in loader:
-                    if stopped():  # after a signal no further step is made
-                        break
-                    lr, weight_decay, momentum = schedule(args, step, steps_per_epoch)
-                    no_decay, decay = optimizer.param_groups  # in timm's order
-                    no_decay.update(lr=lr)
-                    decay.update(lr=lr, weight_decay=weight_decay)
-                    # Algorithm 2, line 4: two views per image
-                    views = common.colour_views(batch, device, layout, norm)
-                    seed_step(args.seed, step)  # for layers that draw random numbers, such as drop-path
-                    # Lines 5, 6, 8, 9, and the loss of 10: the mixed images, queries and keys
-                    loss, _, (q, _), metrics = ddp(views, step)
-                    # Line 10: update the encoder. Line 11: move the momentum encoder
-                    optimizer.zero_grad(set_to_none=True)
-                    loss.backward()
-                    grad_norm = gradient_norm(model)
-                    optimizer.step()
-                    model.update(momentum)
-                    step += 1
-                    metrics |= dict(loss=loss, grad_norm=grad_norm)
-                    history.append({name: value.detach() for name, value in metrics.items()})
-                    if step % 10 == 0:
-                        common.show_progress(args, loader, history, step, total_steps)
-            except common.BadImage:
-                stopped(True)  # all processes leave the loop, and save the steps that were made
-                save(args, step, records, images, parts, model.momentum_backbone)
-                raise
-            if history and step % steps_per_epoch == 0:
-                record = dict(epoch=epoch + 1, step=step, **means(args, loader, history), lr=lr, momentum=momentum)
-                record |= dict(below_chance=chance - record["loss"], **common.embedding_health(q))
-                records.append(record)
-            save(args, step, records, images, parts, model.momentum_backbone)
-        if stopped():
-            common.say("stopped on request (exit status 75); everything is saved, and the same command goes on")
-            raise SystemExit(75)
 
     lock.close()
-    del ddp  # before the process group ends: in torch 2.11 a DDP that is deleted after it can hang for ever
     if step < total_steps:
         common.say(f"stopped at step {step} of {total_steps}: give a larger --max-steps, or none, to go on")
     else:
         common.say(common.how_to_judge(args, train))
-    if own_group and dist.is_initialized():
-        dist.destroy_process_group()
 
 
 # =============================================================== 6. machinery
@@ -813,21 +741,14 @@ def gather(x):
     return out
 
 
-def seed_step(seed, step):
-    """Seed the global generator by (seed, step, rank). Drop-path draws from it."""
-    torch.manual_seed(common.generator(seed, step, STREAM_STEP, common.rank_and_world()[0]).initial_seed())
-
-
-def gradient_norm(model):
-    """Return the L2 norm of all gradients, as a 0-d tensor."""
-    return torch.nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
+def step_seed(seed, step):
+    """Return the seed of the global generator in a step of this process, by (seed, step, rank)."""
+    return common.generator(seed, step, STREAM_STEP, common.rank_and_world()[0]).initial_seed()
 
 
 def in_parallel(args, model):
     """Apply --grad-checkpoint and --compile to the model, wrap it in DDP if there are several processes, return it."""
     if args.grad_checkpoint:
-        if not hasattr(model.backbone, "set_grad_checkpointing"):
-            common.fail("--grad-checkpoint needs an encoder with timm's set_grad_checkpointing, which yours has not")
         model.backbone.set_grad_checkpointing()
     if args.compile:
         for name, child in model.named_children():  # one that has two names comes once
