@@ -991,7 +991,8 @@ def open_data(args, info, train=None, test=None, labels=True):
             fail(f"{train} are not the images that the run was trained on: give --dataset and --data-dir")
     if labels:
         check_labels(train, test)
-    return train.labelled() if train.classes else train, None if test is None else test.labelled()
+    train, test = (x.labelled() if x is not None and x.classes else x for x in (train, test))
+    return train, test
 
 
 def floor_encoders(args, info, device, count):
@@ -1106,11 +1107,10 @@ def arch_name(info):
     return next(fitting, name or "own encoder")
 
 
-def build_backbone(info, sizes=(), **more):
+def build_backbone(info, **more):
     """Return the untrained timm model without classifier that `info` describes: it maps (N, 3, H, W) to (N, width).
 
-    sizes: further sizes of images that it will see. more: further arguments for timm. Exits with an error message if
-    the model does not take them.
+    more: further arguments for timm. Exits with an error message if the model does not take them.
     """
     try:
         backbone = timm.create_model(info["timm_name"], **info["create_kwargs"], **more)
@@ -1120,7 +1120,7 @@ def build_backbone(info, sizes=(), **more):
         stride = 2 if info["stem"] == "3x3-s2" else 1
         backbone.conv1 = nn.Conv2d(3, backbone.conv1.out_channels, 3, stride, padding=1, bias=False)
         backbone.maxpool = nn.Identity()
-    output_width(backbone, info["image_size"], *sizes)
+    output_width(backbone, info["image_size"])
     return backbone
 
 
@@ -1660,7 +1660,8 @@ def parse(script, doc, argv, table, run, recipe=None):
         values["patch_size"] = patch_size  # what timm's name of an encoder says comes before the recipe's
     if wants_help:
         unused = dict.fromkeys(defaults(table), "has no effect here")
-        parser.set_defaults(**unused | {name: shown(value) for name, value in values.items()})
+        known = {name: "the protocol's" if value is None else shown(value) for name, value in values.items()}
+        parser.set_defaults(**unused | known)
         parser.print_help()
         raise SystemExit(0)
     if idle := typed.keys() - values.keys():
@@ -1693,7 +1694,7 @@ def shown(value):
         return " ".join(map(shown, value)) or "none"
     if isinstance(value, float):
         short = f"{value:g}"
-        return short if math.isclose(float(short), value, rel_tol=1e-12) else repr(value)
+        return short if math.isclose(float(short), value, rel_tol=1e-12) else str(value)
     return str(value)
 
 
@@ -1865,6 +1866,8 @@ def load_run(args, images, resume=None):
             fail(f"{path} is of another configuration ({'; '.join(words)}): {advice}")
         if state["images"] != images:
             fail(f"{path} is of other images ({state['images']}, here {images}): give another --out")
+        if path == resume and state["step"] > args.epochs * (images["number"] // args.batch_size):
+            fail(f"{path} has made {state['step']} steps already, more than --epochs {args.epochs} has")
         say(f"going on from {path}, at step {state['step']}")
     marks = from_all((new, images, state["step"]))
     if any(mark != marks[0] for mark in marks):

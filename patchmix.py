@@ -599,13 +599,16 @@ def introduce(args, train, test, **facts):
     """Say what the run is: its data, every value that its numbers depend on, and facts that follow from these."""
     world = common.rank_and_world()[1]
     precision = "bf16" if args.amp == "bf16" else "TF32" if torch.backends.cuda.matmul.allow_tf32 else "float32"
+    facts = {name: f"{value:.4g}" if isinstance(value, float) else value for name, value in facts.items()}
     facts |= dict(processes=world, images_per_process=args.batch_size // world, precision=precision)
-    rows = dict(run={name: getattr(args, name) for name in ("dataset", "variant", "seed", "init", "out")})
+    rows = dict(run={name: getattr(args, name) for name in ("dataset", "variant", "seed", "init", "evaluated", "out")})
     rows |= {group: {name: getattr(args, name, None) for name in table} for group, table in HYPERPARAMETERS.items()}
     rows |= dict(data={"train": train, "test": test}, facts=facts, versions=common.versions(args.device))
     for group, values in rows.items():
-        words = "  ".join(f"{name} {common.shown(value)}" for name, value in values.items() if value is not None)
-        common.say(textwrap.fill(words, 120, initial_indent=f"{group:14}", subsequent_indent=" " * 14))
+        pairs = (f"{name} {common.shown(value)}" for name, value in values.items() if value is not None)
+        words = "  ".join(pair.replace(" ", "\xa0") for pair in pairs)  # no line ends within a pair
+        how = dict(initial_indent=f"{group:14}", subsequent_indent=" " * 14, break_on_hyphens=False)
+        common.say(textwrap.fill(words, 120, **how).replace("\xa0", " "))
 
 
 def means(args, loader, history):
