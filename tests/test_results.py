@@ -3,11 +3,9 @@
 import importlib
 import re
 
-import numpy as np
 import pytest
 import results
 from conftest import ROOT
-from PIL import Image
 
 
 @pytest.mark.parametrize("arm", results.ARMS)
@@ -58,24 +56,3 @@ def test_gain_is_paired(tmp_path, monkeypatch):
 )
 def test_a_verdict_follows_from_all_gains(gains, said):
     assert results.verdict(gains) == said
-
-
-@pytest.mark.slow
-def test_a_run_of_few_images_is_kept_and_shown(tmp_path, monkeypatch, capfd):
-    monkeypatch.setattr(results, "KEPT", tmp_path)
-    monkeypatch.setattr(results, "FEW", 13)  # of 15
-    generator = np.random.default_rng(0)
-    for part, count in (("train", 15), ("test", 2)):
-        for c in range(10):
-            (tmp_path / part / f"class{c}").mkdir(parents=True)
-            for i in range(count):
-                pixels = generator.integers(0, 256, (32, 32, 3), dtype=np.uint8)
-                Image.fromarray(pixels).save(tmp_path / part / f"class{c}" / f"{i:02d}.png")
-    words = f"few --data-dir {tmp_path} --arm patchmix-released --seed 3 --runs {tmp_path / 'runs'}".split()
-    results.main([*words, "--flags", "--epochs 1"])
-    assert "your training data set: 130 images" in capfd.readouterr().out
-    record = results.kept("few-patchmix-released")["3"]
-    assert "--variant released" in record["flags"] and [r["epoch"] for r in record["epochs"]] == [1]
-    knn = record["epochs"][0]["knn20_top1"]
-    assert 0 <= knn <= 100
-    assert results.few_table().splitlines()[2].endswith(f"| 3 | {knn:.1f} |")

@@ -1,16 +1,12 @@
-"""Measures time and memory, by hand. Each section prints a table, its command and the machine.
+"""Measures time, by hand. Each section prints a table, its command and the machine.
 
-    python tests/tools/bench.py steps        a training step, over the bare forward and backward of its networks; with
-                                             --against CHECKOUT over the same step of another checkout,
-                                             with --over-flags over the step with other flags
-    python tests/tools/bench.py loader       a view from the loader, over torchvision's transforms image by image
-    python tests/tools/bench.py positives    CLIM's neighbours and k-means
-    python tests/tools/bench.py knn          the kNN vote over a plain one; features over bare inference
-    python tests/tools/bench.py processes    whole runs: two processes of one thread over one process of two
-    python tests/tools/bench.py needs        what training on ImageNet needs of eight GPUs, computed on a CPU
+    python tests/tools/bench.py steps     a training step, over the bare forward and backward of its networks
+    python tests/tools/bench.py loader    a batch of views, over torchvision's transforms image by image
+    python tests/tools/bench.py knn       the kNN vote over a plain one; features over bare inference
 
-What is compared runs in turn: A, B, B, A. It has one thread unless said otherwise. The tables have medians of
-time.perf_counter. Ratios mean more than times, because other programs may use the machine, too.
+With --against CHECKOUT they are compared with the same work there, too, and with --over-flags a step with a step that
+has other flags. What is compared runs in turn: A, B, C; C, B, A. Ratios mean more than times, because other programs
+may use the machine, too: ratio is that by the clock, cpu_ratio that of the processor's time, which others disturb less.
 """
 
 import argparse
@@ -18,16 +14,13 @@ import contextlib
 import functools
 import importlib
 import itertools
-import json
 import os
 import random
-import resource
 import shlex
 import subprocess
 import sys
 import tempfile
 import time
-import weakref
 from pathlib import Path
 
 import numpy as np
@@ -35,40 +28,78 @@ import torch
 import torch.nn.functional as F
 import torchvision.transforms as T
 from PIL import Image, ImageFilter
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
-from torch.utils import flop_counter
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 ROOT = Path(__file__).parents[2]
 METHODS = ("moco_jointcrop", "jcl", "clim", "logo", "logo --base simsiam", "patchmix")
+CPU = torch.device("cpu")
 
 
-def in_turn(rounds, *functions):
-    """What each function returns in each round, (rounds, functions, ...). The order turns round from round to round.
+# ------------------------------------------------ the work, in a process of its own
 
-    So a slow spell of the machine meets all functions. One round before these is left out.
+
+def now():
+    return np.array([time.perf_counter(), time.process_time()])
+
+
+def serve(house, section, *words):
+    """Do the work of a section by the files of the checkout `house`, and time it: `Served` says what, on stdin."""
+    sys.path.insert(0, house)
+    common, answer = importlib.import_module("common"), sys.stdout
+
+    def tell(began):
+        print(*(now() - began), file=answer, flush=True)
+
+    with contextlib.redirect_stdout(sys.stderr):
+        if section == "steps":
+            return serve_steps(tell, *words)
+        functions = dict(loader=loader_functions, knn=knn_functions)[section](common, *words)
+
+        def work(_):
+            for line in sys.stdin:
+                began = now()
+                functions[line.strip()]()
+                tell(began)
+
+        common.start(work, argparse.Namespace)  # which also sets what a script sets for its process
+
+
+class Served:
+    """`serve` in a process of its own. A call does a piece of work there: [seconds by the clock, of the processor]."""
+
+    def __init__(self, house, threads, *words):
+        command = [sys.executable, __file__, "serve", str(house), *words]
+        self.log = tempfile.TemporaryFile("w+")
+        pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.log, text=True)
+        self.process = subprocess.Popen(command, env=os.environ | {"OMP_NUM_THREADS": str(threads)}, **pipes)
+
+    def __call__(self, word):
+        with contextlib.suppress(BrokenPipeError):
+            print(word, file=self.process.stdin, flush=True)
+        if answer := self.process.stdout.readline():
+            return [float(t) for t in answer.split()]
+        self.log.seek(0)
+        raise SystemExit(f"{' '.join(self.process.args)} ended:\n{self.log.read()[-2000:]}")
+
+    def end(self):
+        self.process.stdin.close()
+        self.process.wait()
+
+
+def compare(rounds, sides, word, plain):
+    """Return a row of the work `word` of one or two Served: its time, its ratio to the work `plain`, and to the other.
+
+    The order turns round from round to round, so that a slow spell of the machine meets all. A ratio is the median over
+    the rounds of the ratio within a round. One round before these is left out.
     """
-    found = []
+    calls, found = [*((side, word) for side in sides), (sides[0], plain)], []
     for turn in range(rounds + 1):
-        order = list(enumerate(functions))[:: (-1) ** turn]
-        answers = {i: function() for i, function in order}
-        found.append([answers[i] for i in range(len(functions))])
-    return np.array(found[1:])
-
-
-def seconds_of(function):
-    def call():
-        began = time.perf_counter()
-        function()
-        return time.perf_counter() - began
-
-    return call
-
-
-def interleaved(rounds, *functions):
-    """Median seconds of each function."""
-    return np.median(in_turn(rounds, *map(seconds_of, functions)), axis=0).tolist()
+        order = list(enumerate(calls))[:: (-1) ** turn]
+        seconds = {i: side(what) for i, (side, what) in order}
+        found.append([seconds[i] for i in range(len(calls))])
+    found = np.array(found[1:])  # (rounds, calls, clock and processor)
+    ms, ratios = 1000 * np.median(found, 0), np.median(found[:, :1] / found[:, 1:], 0)
+    row = dict(ms=ms[0, 0], over_plain=ratios[-1, 0])
+    return row | (dict(there_ms=ms[1, 0], ratio=ratios[0, 0], cpu_ratio=ratios[0, 1]) if len(sides) > 1 else {})
 
 
 # ----------------------------------------------------------------------- steps
@@ -99,15 +130,10 @@ def watched(begin, before, after):
 NETWORKS = {"query", "key", "local", "project"}  # what the models call the functions that run their networks
 
 
-def serve(house, method, flags):
-    """Run a method of the checkout `house`; each step waits for a word on stdin and answers with its seconds.
-
-    "step": the next step. "bare": forward and backward of the same networks on the same inputs, and nothing else. The
-    answer has the seconds by the clock and of the processor.
-    """
-    sys.path.insert(0, house)
-    module, answer, calls, busy = importlib.import_module(method), sys.stdout, [], []
-    in_parallel, models = module.in_parallel, []
+def serve_steps(tell, method, *flags):
+    """Run a method. "step": its next step. "bare": forward and backward of the same networks on the same inputs."""
+    module, calls, busy, models, began = importlib.import_module(method), [], [], [], []
+    in_parallel, loader = module.in_parallel, module.common.Loader
 
     def noting(function, name):
         def call(x):
@@ -134,51 +160,23 @@ def serve(house, method, flags):
                     function(x)
         torch.autograd.backward(outputs, [torch.ones_like(y).cumsum(1) for y in outputs])
 
-    def tell(began):
-        print(time.perf_counter() - began[0], time.process_time() - began[1], file=answer, flush=True)
-
     def before(_):
         while (word := sys.stdin.readline().strip()) == "bare":
-            began.append((time.perf_counter(), time.process_time()))
+            start = now()
             bare()
-            tell(began.pop())
+            tell(start)
         if not word:
             raise SystemExit
-        began.append((time.perf_counter(), time.process_time()))
+        began.append(now())
 
     def after(_):
         tell(began.pop())
         for name in NETWORKS & set(vars(models[0])):  # the first step has told what the networks are fed
             delattr(models[0], name)
 
-    began = []
     module.in_parallel = remember
-    loader = module.common.Loader
     loader.__iter__ = watched(loader.__iter__, before, after)
-    with contextlib.redirect_stdout(sys.stderr):
-        module.common.start(module.main, lambda: module.parse_args(flags))  # what a script sets for its process, too
-
-
-class Served:
-    """`serve` in a process of its own."""
-
-    def __init__(self, house, method, flags, threads):
-        command = [sys.executable, __file__, "serve", str(house), method, *flags]
-        self.log = tempfile.TemporaryFile("w+")
-        pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.log, text=True)
-        self.process = subprocess.Popen(command, env=os.environ | {"OMP_NUM_THREADS": str(threads)}, **pipes)
-
-    def __call__(self, word):
-        with contextlib.suppress(BrokenPipeError):
-            print(word, file=self.process.stdin, flush=True)
-        if answer := self.process.stdout.readline():
-            return [float(t) for t in answer.split()]
-        self.log.seek(0)
-        raise SystemExit(f"{' '.join(self.process.args)} ended:\n{self.log.read()[-2000:]}")
-
-    def end(self):
-        self.process.stdin.close()
-        self.process.wait()
+    module.common.start(module.main, lambda: module.parse_args(flags))
 
 
 def make_folder(folder, count, part="train", seed=0):
@@ -189,13 +187,8 @@ def make_folder(folder, count, part="train", seed=0):
         Image.fromarray(image).save(path)
 
 
-def steps(args):
-    """One row per method and encoder: the milliseconds of a step, and its ratios to its networks alone and to the step
-    of another checkout or with other flags, by the clock and by the processor's time, which others disturb less.
-
-    A ratio is the median over the rounds of the ratio within a round.
-    """
-    rows = []
+def steps(args, houses):
+    """Yield (one or two Served, [(row, word, plain), ...]), a row per method and encoder: see `compare`."""
     for kind, method in itertools.product(args.arch, args.methods):
         script, *flags = method.split()
         micro = "vit_micro" if script == "patchmix" else "resnet_micro"
@@ -203,26 +196,14 @@ def steps(args):
         flags += ["--clim-start", "0", "--refresh-every", "1000"] if script == "clim" else []
         flags += f"--dataset cifar10 --device cpu --amp off --batch-size {args.batch_size}".split()
         flags += "--epochs 1000 --knn-every 0 --workers 0".split()
+        own = [args.flags] + [args.flags if args.over_flags is None else args.over_flags] * (len(houses) - 1)
         with tempfile.TemporaryDirectory() as folder:
             make_folder(folder, (args.rounds + 4) * args.batch_size)  # of one epoch, so that no save comes between
-            sides = [(ROOT, args.flags)]
-            if args.against or args.over_flags is not None:
-                sides.append((args.against or ROOT, args.flags if args.over_flags is None else args.over_flags))
-            runs = []
-            for number, (house, own) in enumerate(sides):
+            sides = []
+            for number, (house, more) in enumerate(zip(houses, own, strict=True)):
                 where = ["--data-dir", folder, "--out", f"{folder}/{number}"]
-                runs.append(Served(house, script, flags + shlex.split(own) + where, args.threads))
-            words = [functools.partial(run, "step") for run in runs] + [functools.partial(runs[0], "bare")]
-            seconds = in_turn(args.rounds, *words)  # (rounds, checkouts and bare, clock and processor)
-            for run in runs:
-                run.end()
-        ms = 1000 * np.median(seconds, axis=0)
-        ratios = np.median(seconds[:, :1] / seconds[:, 1:], axis=0)  # of the first to each of the others
-        row = dict(method=method, arch=kind, batch=args.batch_size, ms=ms[0, 0], over_bare=ratios[-1, 0])
-        if len(sides) > 1:
-            row |= dict(there_ms=ms[1, 0], ratio=ratios[0, 0], cpu_ratio=ratios[0, 1])
-        rows.append(row)
-    return rows
+                sides.append(Served(house, args.threads, "steps", script, *flags, *shlex.split(more), *where))
+            yield sides, [(dict(method=method, arch=kind, batch=args.batch_size), "step", "bare")]
 
 
 # ---------------------------------------------------------------------- loader
@@ -236,66 +217,41 @@ def usual_transform(size, mean, std):
     return T.Compose([*first, T.RandomHorizontalFlip(), T.ToTensor(), T.Normalize(mean, std)])
 
 
-def loader_runs(size, count, folder):
-    """What `loader` measures: two views of images, decoded at 32 px, else JPEG files of 500 x 375; their colours; the
-    usual way. Returns three functions.
-    """
+def loader_functions(common, folder, size):
+    """Two views of each image of a folder, decoded before (small ones) or now, without and with their colours."""
     jcl = importlib.import_module("jcl")
     options = jcl.parse_args(f"--dataset cifar10 --num-keys 1 --image-size {size} --blur-p 0.5".split())
-    array = common.make_patterns(count, 32 if size == 32 else 500, 0)[0]
-    paths = [f"{folder}/{i}.jpg" for i in range(count)]
-    for path, image in zip(paths, array, strict=True):
-        Image.fromarray(image[:375]).save(path, quality=90)
-    source = dict(array=array) if size == 32 else dict(paths=np.array([os.fsencode(path) for path in paths]))
-    images = common.ImageSet("", [0] * count, ["0"], **source)
-    mean, std = common.NORMS[options.norm]
-    views, transform = common.ViewDataset(images, jcl.augmentation(options), 0), usual_transform(size, mean, std)
-    keys = [(0, i) for i in range(count)]
-    batch = views.__getitems__(keys)
+    images, norm = common.load_images("folder", folder), common.NORMS[options.norm]
+    views, transform = common.ViewDataset(images, jcl.augmentation(options), 0), usual_transform(int(size), *norm)
 
-    def colour():
-        for view in common.colour_views(batch, torch.device("cpu")):
-            common.normalize(view, mean, std)
+    def cut():
+        return views.__getitems__([(0, i) for i in range(len(images))])
 
     def usual():
-        for i in range(count):
+        for i in range(len(images)):
             image = Image.fromarray(images[i])
             torch.stack([transform(image), transform(image)])
 
-    return lambda: views.__getitems__(keys), colour, usual
+    return {"cut": cut, "cut and colour": lambda: common.colour_views(cut(), CPU, norm=norm), "usual": usual}
 
 
-def loader(args):
-    """One row per kind of image: milliseconds per view. `loader` and `usual` decode files."""
-    rows, some = [], max(2, args.batch_size // 8)
-    for size, source, count in ((32, "decoded", args.batch_size), (224, "JPEG, 500 x 375", some)):
+def loader(args, houses):
+    """Yield (one or two Served, [(row, word, plain), ...]), for small images and for JPEG files: see `compare`."""
+    for size, count in ((32, args.batch_size), (224, max(2, args.batch_size // 8))):
         with tempfile.TemporaryDirectory() as folder:
-            runs = loader_runs(size, count, folder)
-            loader, colour, usual = (1000 * t / (2 * count) for t in interleaved(args.rounds, *runs))
-        row = dict(px=size, source=source, loader_ms=loader, colour_ms=colour, usual_ms=usual)
-        rows.append(row | dict(ours_over_usual=(loader + colour) / usual))
-    return rows
+            if size == 32:
+                make_folder(folder, count)
+            else:
+                Path(folder, "train").mkdir()
+                for i, image in enumerate(common.make_patterns(count, 500, 0)[0]):
+                    Image.fromarray(image[:375]).save(Path(folder, "train", f"{i}.jpg"), quality=90)
+            sides = [Served(house, args.threads, "loader", folder, str(size)) for house in houses]
+            source = "decoded, 32 px" if size == 32 else "JPEG, 500 x 375"
+            row = dict(images=count, source=source, views_px=size)
+            yield sides, [(row | dict(what=word), word, "usual") for word in ("cut", "cut and colour")]
 
 
-# ------------------------------------------------------------- positives and kNN
-
-
-def embeddings(count):
-    """Unit vectors (count, 128) about 100 directions, as an encoder's embeddings of a hundred kinds of images are."""
-    draws = torch.Generator().manual_seed(0)
-    kinds = torch.randn(100, 128, generator=draws)[torch.randint(100, (count,), generator=draws)]
-    return F.normalize(kinds + torch.randn(count, 128, generator=draws), dim=1)
-
-
-def positives(args):
-    """One row per number of images: seconds of the 40 nearest neighbours, and of k-means (128 images per cluster)."""
-    clim, rows = importlib.import_module("clim"), []
-    for count in args.sizes:
-        x, clusters = embeddings(count), max(1, count // 128)
-        runs = functools.partial(clim.nearest_neighbors, x, 40), functools.partial(clim.kmeans, x, clusters)
-        neighbors, kmeans = interleaved(args.rounds, *runs)
-        rows.append(dict(images=count, neighbors_s=neighbors, kmeans_s=kmeans))
-    return rows
+# ------------------------------------------------------------------------- kNN
 
 
 def plain_knn(train_x, train_y, test_x, k, temperature, num_classes):
@@ -309,216 +265,33 @@ def plain_knn(train_x, train_y, test_x, k, temperature, num_classes):
     return torch.cat(predicted)
 
 
-def knn(args):
-    """Seconds of the kNN vote and of a plain one (k = 200), then of feature extraction and of the encoder alone."""
-    draws = torch.Generator().manual_seed(0)
-    bank, queries = (torch.randn(n, 512, generator=draws) for n in (max(args.sizes), max(args.sizes) // 5))
-    arguments = bank, torch.randint(10, (len(bank),), generator=draws), queries, min(200, len(bank)), 0.07, 10
-    pair = functools.partial(common.knn_predict, *arguments), functools.partial(plain_knn, *arguments)
-    found = {f"{len(bank)} x {len(queries)} x 512, k 200": interleaved(args.rounds, *pair)}
-    for arch, count in dict(resnet_micro=1024, vit_micro=1024, resnet18=128, vit_tiny=128).items():
-        info = common.backbone_info(arch, 32, 2 if arch == "vit_tiny" else 8)
-        encoder, count = common.build_backbone(info).eval(), min(count, max(args.sizes))  # noqa: PLW2901
-        array, labels = common.make_patterns(count, 32, 0)
-        images = common.ImageSet("", labels, common.PATTERNS, array)
-        x = common.normalize(torch.from_numpy(array).permute(0, 3, 1, 2).float().div_(255), info["mean"], info["std"])
-        bare = torch.no_grad()(lambda: [encoder(part) for part in x.split(256)])  # noqa: B023
-        extract = functools.partial(common.extract_features, encoder, images, info, torch.device("cpu"))
-        found[f"features, {arch}, {len(images)} images"] = interleaved(args.rounds, extract, bare)
-    return [dict(what=what, s=ours, plain_s=plain, ratio=ours / plain) for what, (ours, plain) in found.items()]
+ENCODERS = dict(resnet_micro=1024, vit_micro=1024, resnet18=128, vit_tiny=128)  # and images
 
 
-# ------------------------------------------------------------------- processes
+def knn_functions(common, *sizes):
+    """The vote of a bank of so many features for a fifth as many, and the features of few images by ENCODERS."""
+    draws, functions, patterns = torch.Generator().manual_seed(0), {}, common.load_images("patterns")
+    for size in map(int, sizes):
+        bank, queries = (torch.randn(n, 512, generator=draws) for n in (size, size // 5))
+        given = bank, torch.randint(10, (size,), generator=draws), queries, min(200, size), 0.07, 10
+        functions[f"vote {size}"] = functools.partial(common.knn_predict, *given)
+        functions[f"bare vote {size}"] = functools.partial(plain_knn, *given)
+    for arch, count in ENCODERS.items():
+        info, images = common.backbone_info(arch, 32, 2 if arch == "vit_tiny" else 8), patterns.subset(np.arange(count))
+        encoder = common.build_backbone(info).eval()
+        x = torch.from_numpy(patterns.array[:count]).permute(0, 3, 1, 2).float().div_(255)
+        parts = common.normalize(x, info["mean"], info["std"]).split(256)
+        functions[arch] = functools.partial(common.extract_features, encoder, images, info, CPU)
+        functions[f"bare {arch}"] = torch.no_grad()(lambda parts=parts, encoder=encoder: [encoder(x) for x in parts])
+    return functions
 
 
-def images_per_s(method, flags, world):
-    """Of the second epoch of a run on `world` processes of 2 / world threads."""
-    script, *more = method.split()
-    torchrun = "-m torch.distributed.run --nproc_per_node=2 --rdzv-backend=c10d --rdzv-endpoint=localhost:0".split()
-    with tempfile.TemporaryDirectory() as out:
-        command = [sys.executable, *torchrun * (world - 1), ROOT / f"{script}.py", *more, *flags, "--out", f"{out}/run"]
-        environment = os.environ | {"OMP_NUM_THREADS": str(2 // world)}
-        subprocess.run(command, env=environment, stdout=subprocess.DEVNULL, check=True)
-        return json.loads(Path(out, "run", "metrics.jsonl").read_text().splitlines()[-1])["images_per_s"]
-
-
-def processes(args):
-    """One row a method: images/s, loading included, of one process of two threads, of two of one each; their ratio."""
-    flags = ["--epochs", "2", "--knn-every", "0", "--batch-size", str(args.batch_size), *shlex.split(args.flags)]
-    rows = []
-    for method in args.methods:
-        runs = [[images_per_s(method, flags, world) for world in (1, 2)] for _ in range(args.rounds)]
-        one, two = np.median(runs, axis=0).tolist()
-        rows.append(dict(method=method, one_process=one, two_processes=two, ratio=two / one))
-    return rows
-
-
-# ----------------------------------------------------------------------- needs
-
-NEEDS = (*METHODS[:1], "moco_jointcrop --moco v3", *METHODS[1:])  # the scripts' ImageNet recipes
-GPUS, IMAGENET = 8, 1_281_167  # GPUs of a run; training images of ImageNet-1K
-RATES = {"A100": 312e12, "H100": 989e12}  # bf16 operations per second by the data sheets, without sparsity
-SHARES = {"ResNet": 0.2, "ViT": 0.4}  # of these rates that training is taken to reach
-PROBES = 4, 8  # batch sizes of the two steps that are measured; what grows between them is per image
-STEP_FLAGS = "--dataset imagenet --device cpu --amp bf16 --epochs 1 --max-steps 1 --knn-every 0 --workers 0"
-
-
-def attention(q, k, v, *_, **__):
-    return flop_counter.sdpa_flop_count(q, k, v)
-
-
-def attention_backward(grad, q, k, v, *_, **__):
-    return flop_counter.sdpa_backward_flop_count(grad, q, k, v)
-
-
-ATTENTION = {  # the CPU's kernels, which flop_counter does not know
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: attention,
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: attention_backward,
-}
-
-
-class LiveTensors(TorchDispatchMode):
-    """Adds up the bytes of the tensors that are made while it is on, as long as they live; `peak` is the most."""
-
-    def __init__(self):
-        super().__init__()
-        self.now, self.peak, self.known = 0, 0, weakref.WeakSet()
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        result = function(*args, **(kwargs or {}))
-        for x in tree_leaves(result):
-            if isinstance(x, torch.Tensor) and (storage := x.untyped_storage()) not in self.known:  # views share one
-                self.known.add(storage)
-                self.now += storage.nbytes()
-                self.peak = max(self.peak, self.now)
-                weakref.finalize(storage, self.remove, storage.nbytes())
-        return result
-
-    def remove(self, count):
-        self.now -= count
-
-
-def probe(method, flags):
-    """Run one training step of a method and print as JSON what it took.
-
-    operations: those of matrix products, convolutions and attention, a multiplication and an addition being two.
-    live: bytes of all tensors of the step at its peak, before the optimiser's step, which needs little of a large
-    batch's memory. grown: by how many bytes the process's memory grew until then. cut_s: seconds of the processor that
-    making the batch took. weights, queue, gradients, optimizer, gathered: bytes.
-    """
-    sys.path.insert(0, str(ROOT))
-    module, found, answer = importlib.import_module(method), {}, sys.stdout
-    in_parallel, gather, models = module.in_parallel, module.gather, []
-    live, memory, stack = LiveTensors(), [], contextlib.ExitStack()
-    operations = flop_counter.FlopCounterMode(display=False, custom_mapping=ATTENTION)
-
-    def remember(args, model):
-        models.append(model)
-        return in_parallel(args, model)
-
-    def cut(dataset, keys):
-        began = time.process_time()
-        batch = make_batch(dataset, keys)
-        found["cut_s"] = time.process_time() - began
-        return batch
-
-    def gathered(x):
-        found["gathered"] = found.get("gathered", 0) + x.numel() * x.element_size()
-        return gather(x)
-
-    def size(tensors):
-        return sum(x.numel() * x.element_size() for x in tensors)
-
-    def begin_step(optimizer, *_):
-        first = next(models[0].parameters())
-        if any(p is first for group in optimizer.param_groups for p in group["params"]):  # not LoGo's affinity's
-            found["live"] = live.peak
-            found["grown"] = 1024 * (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - memory[0])
-
-    def end_step(optimizer, *_):
-        tensors = [p for group in optimizer.param_groups for p in group["params"]]
-        found["gradients"] = found.get("gradients", 0) + size(p.grad for p in tensors if p.grad is not None)
-        state = [x for values in optimizer.state.values() for x in values.values() if torch.is_tensor(x)]
-        found["optimizer"] = found.get("optimizer", 0) + size(state)
-
-    def before(batch):
-        model = models[0]
-        found["queue"] = size([model.queue.keys]) if hasattr(model, "queue") else 0
-        found["weights"] = size([*model.parameters(), *model.buffers()]) - found["queue"]
-        memory.append(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
-        stack.enter_context(operations)
-        stack.enter_context(live)
-
-    def after(_):
-        stack.close()
-        found["operations"] = operations.get_total_flops()
-
-    module.in_parallel, module.gather = remember, gathered
-    make_batch, module.common.ViewDataset.__getitems__ = module.common.ViewDataset.__getitems__, cut
-    register_optimizer_step_pre_hook(begin_step)
-    register_optimizer_step_post_hook(end_step)
-    loader = module.common.Loader
-    loader.__iter__ = watched(loader.__iter__, before, after)
-    with contextlib.redirect_stdout(sys.stderr):
-        module.common.start(module.main, lambda: module.parse_args(flags))  # what a script sets for its process, too
-    print(json.dumps(found), file=answer)
-
-
-def needs_of(method):
-    """What a method's ImageNet recipe needs: a dictionary with bytes, operations and seconds, per image or in all.
-
-    A slope between two steps of different batch sizes gives what is per image.
-    """
-    script, *flags = method.split()
-    flags += ["--clim-start", "0"] if script == "clim" else []  # with its positives
-    options = importlib.import_module(script).parse_args(["--dataset", "imagenet", *flags])
-    for name, few in (("mix_slices", "1"), ("bn_groups", "2")):  # so few images have no eight slices or groups
-        flags += [common.option(name), few] if getattr(options, name, None) else []
-    environment, found = os.environ | {"OMP_NUM_THREADS": "1"}, []
-    for count in PROBES:
-        with tempfile.TemporaryDirectory() as folder:
-            photographs = sorted((ROOT / ".github" / "photos").glob("*.jpg"))[:count]
-            for i, photograph in enumerate(photographs):
-                path = Path(folder, "train", f"kind{i % 2}", f"{i}.jpg")
-                path.parent.mkdir(parents=True, exist_ok=True)
-                Image.open(photograph).resize((500, 375)).save(path, quality=90)
-            words = [*flags, *STEP_FLAGS.split(), "--batch-size", str(count), "--data-dir", folder]
-            command = [sys.executable, __file__, "probe", script, *words, "--out", f"{folder}/run"]
-            done = subprocess.run(command, env=environment, capture_output=True, text=True)
-            if done.returncode:
-                raise SystemExit(f"{' '.join(command)} ended:\n{done.stderr[-2000:]}")
-            found.append(json.loads(done.stdout.splitlines()[-1]))
-    few, many = found
-    per_image = {k: (many[k] - few[k]) / (PROBES[1] - PROBES[0]) for k in ("operations", "live", "grown")}
-    per_image |= dict(cut_s=many["cut_s"] / PROBES[1], gathered=many.get("gathered", 0) / PROBES[1])
-    return per_image | {k: many[k] for k in ("weights", "gradients", "optimizer", "queue")}
-
-
-def needs(args):
-    """One row per script: what 8 GPUs need for its ImageNet recipe in bf16. Computed, not measured on a GPU.
-
-    The memory of a GPU is that of the weights with their gradients and the optimiser's state, of the queue and the
-    gathered keys of the whole batch, and of what an image needs at the peak of a step times the images per GPU.
-    """
-    rows = []
-    for method in NEEDS:
-        script, *flags = method.split()
-        options = importlib.import_module(script).parse_args(["--dataset", "imagenet", *flags])
-        found, per_gpu = needs_of(method), options.batch_size // GPUS
-        keys = found["queue"] + found["gathered"] * options.batch_size
-        fixed = found["weights"] + found["gradients"] + found["optimizer"] + keys
-        row = {"script": f"`{' '.join([f'{script}.py', *flags])}`", "encoder": options.arch, "epochs": options.epochs}
-        row |= {"images per GPU": per_gpu, "fixed, GB": fixed / 1e9, "peak per image, MB": found["live"] / 1e6}
-        row |= {"grown over peak": found["grown"] / found["live"]}
-        row |= {"memory per GPU, GB": (fixed + found["live"] * per_gpu) / 1e9}
-        row |= {"GFLOP per image": found["operations"] / 1e9, "loading, ms per image and core": 1000 * found["cut_s"]}
-        share = SHARES["ViT" if common.is_vit(options.arch) else "ResNet"]
-        for name, rate in RATES.items():
-            images_per_s = GPUS * rate * share / found["operations"]
-            row |= {f"hours, 8 {name}": options.epochs * IMAGENET / images_per_s / 3600}
-            row |= {f"cores, 8 {name}": images_per_s * found["cut_s"]}
-        rows.append({name: float(f"{v:.2g}") if isinstance(v, float) else v for name, v in row.items()})
-    return rows
+def knn(args, houses):
+    """Yield (one or two Served, [(row, word, plain), ...]), for the votes and for each encoder: see `compare`."""
+    sides = [Served(house, args.threads, "knn", *map(str, args.sizes)) for house in houses]
+    works = [(f"{size} x {size // 5} x 512, k 200", f"vote {size}") for size in args.sizes]
+    works += [(f"features, {arch}, {count} images", arch) for arch, count in ENCODERS.items()]
+    yield sides, [(dict(what=what), word, f"bare {word}") for what, word in works]
 
 
 # ------------------------------------------------------------------------ main
@@ -531,9 +304,6 @@ def table(rows):
     return "\n".join([*lines, *("| " + " | ".join(row) + " |" for row in cells)])
 
 
-SECTIONS = dict(steps=steps, loader=loader, positives=positives, knn=knn, processes=processes, needs=needs)
-
-
 def machine():
     """Kind and number of the processors."""
     lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
@@ -541,33 +311,32 @@ def machine():
     return f"{os.cpu_count()} x {name}, load {os.getloadavg()[0]:.1f}, torch {torch.__version__}"
 
 
-def main(argv=None):
+def main():
+    sections = dict(steps=steps, loader=loader, knn=knn)
     parser = argparse.ArgumentParser("bench.py", description=__doc__.splitlines()[0])
-    parser.add_argument("what", choices=SECTIONS)
-    parser.add_argument("--against", metavar="CHECKOUT", help="steps: over the same step there")
+    parser.add_argument("what", choices=sections)
+    parser.add_argument("--against", metavar="CHECKOUT", help="compare with the same work by these files")
     parser.add_argument("--methods", nargs="+", default=METHODS, choices=METHODS, metavar="NAME", help=str(METHODS))
     kinds = "for steps: recipe (CIFAR-10's), micro, or an encoder's name"
     parser.add_argument("--arch", nargs="+", default=["recipe", "micro"], metavar="NAME", help=kinds)
-    parser.add_argument("--flags", default="", metavar="TEXT", help="more of the scripts', for steps and processes")
+    parser.add_argument("--flags", default="", metavar="TEXT", help="more of the scripts', for steps")
     parser.add_argument("--over-flags", metavar="TEXT", help="steps: over the same step with these instead of --flags")
-    parser.add_argument("--batch-size", type=int, default=32, metavar="N")
+    parser.add_argument("--batch-size", type=int, default=32, metavar="N", help="for steps and loader")
     parser.add_argument("--rounds", type=int, default=10, metavar="N")
-    parser.add_argument("--sizes", type=int, nargs="+", default=[12_500, 50_000], metavar="N", help="positives, knn")
+    parser.add_argument("--sizes", type=int, nargs="+", default=[50_000], metavar="N", help="of knn's bank")
     parser.add_argument("--threads", type=int, default=1, metavar="N")
-    args = parser.parse_args(argv)
-    torch.set_num_threads(args.threads)
-    torch.set_flush_denormal(True)
-    common.keep_memory()  # as the scripts do
-    rows = SECTIONS[args.what](args)
-    command = shlex.join(argv or sys.argv[1:])
+    args = parser.parse_args()
+    rows, houses = [], [ROOT] + [args.against or ROOT] * (args.against is not None or args.over_flags is not None)
+    for sides, works in sections[args.what](args, houses):
+        rows += [row | compare(args.rounds, sides, word, plain) for row, word, plain in works]
+        for side in sides:
+            side.end()
+    command = shlex.join(sys.argv[1:])
     print(f"python tests/tools/bench.py {command}\n{machine()}, {args.threads} thread(s)\n{table(rows)}")
-    return rows
 
 
 if __name__ == "__main__" and sys.argv[1:2] == ["serve"]:
-    serve(sys.argv[2], sys.argv[3], sys.argv[4:])
-elif __name__ == "__main__" and sys.argv[1:2] == ["probe"]:
-    probe(sys.argv[2], sys.argv[3:])
+    serve(*sys.argv[2:])
 else:
     sys.path.insert(0, str(ROOT))
     import common

@@ -50,7 +50,7 @@ def photographs():
 def alike(photos):
     """Six images, of which two are always alike: the crops of ALIKE."""
     crops = [common.cut(photos[i], (top, left, side, side), 256) for i in ALIKE for top, left, side in ALIKE[i]]
-    return common.ImageSet("", np.zeros(len(crops), np.int64), ["image"], np.stack(crops))
+    return common.ImageSet(np.stack(crops))
 
 
 def arguments(method, *flags, colours=True):
@@ -457,5 +457,6 @@ FIGURES |= dict(clim=mixture, logo=local_global, patchmix=patches)
 
 def explain(folder):
     photos = photographs()
+    Path(folder).mkdir(parents=True, exist_ok=True)
     for name, draw in FIGURES.items():
         draw(photos, Path(folder) / f"{name}.png")

@@ -8,7 +8,7 @@ is killed again, and at last ends: weights, optimizer, counters and metrics must
 the means of an epoch that went on in the middle), and after each kill the folder's files must be whole. A quarter of
 the kills come at any moment from the start of Python on, half at any moment of training, a quarter while an epoch is
 saved and evaluated. Two faults of torchrun follow: a worker that dies, so that torchrun starts all again, and a run
-shared out over two agents. Exit status 1 if anything differs, with the reason; then the runs are kept.
+shared out over two agents. Exit status 1 if anything differs, with the reason; then the runs are kept. Needs pytest.
 """
 
 import argparse
@@ -20,7 +20,6 @@ import random
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -28,11 +27,10 @@ import time
 from collections import Counter
 from pathlib import Path
 
-import torch
-
 ROOT = Path(__file__).parents[2]
-sys.path.insert(0, str(ROOT))
+sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 from bench import make_folder  # noqa: E402
+from tiny import assert_same_run, free_port, records  # noqa: E402
 
 import common  # noqa: E402
 
@@ -44,8 +42,6 @@ WAYS = {1: ("TERM", "INT", "KILL"), 2: ("TERM", "INT", "KILL one", "KILL all")} 
 KILLS_A_RUN = 5
 SAVE = 0.2  # seconds that the files of an epoch, its evaluation and its record take, about
 LIMIT = 600  # seconds after which a run hangs
-MAY_DIFFER = {"images_per_s", "data_wait"}
-OF_ITS_END = {"epoch", "step", "lr", "momentum", "std", "rank", "knn20_top1", "knn200_top1"}  # of an epoch; not means
 
 
 # ------------------------------------------------------------------ processes
@@ -133,40 +129,13 @@ class Life:
 # ---------------------------------------------------------------------- files
 
 
-def flat(state, name=""):
-    """{path: value, of a tensor its bits} of a nested state."""
-    if isinstance(state, (dict, list, tuple)):
-        pairs = state.items() if isinstance(state, dict) else enumerate(state)
-        return {k: v for key, value in pairs for k, v in flat(value, f"{name}/{key}").items()}
-    return {name: (str(state.dtype), state.shape, state.numpy().tobytes()) if torch.is_tensor(state) else state}
-
-
-def records_of(out):
-    return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-
-
 def differences(reference, out, interrupted=()):
     """How a finished run differs from the reference, in words. interrupted: epochs that went on in the middle."""
-    found = []
     try:
-        for name in ("last.pt", "backbone.pt"):
-            a, b = (flat(torch.load(folder / name, weights_only=True)) for folder in (reference, out))
-            names = sorted(k for k in (a.keys() | b.keys()) if not k.startswith(("/config/", "/records/")))
-            if wrong := [k for k in names if k not in a or k not in b or a[k] != b[k]]:
-                found.append(f"{name}: {len(wrong)} of {len(names)} values differ, {', '.join(wrong[:3])} first")
-        records = [records_of(folder) for folder in (reference, out)]
-        if torch.load(out / "last.pt", weights_only=True)["records"] != records[1]:
-            found.append("metrics.jsonl has not the records of last.pt")
-    except (OSError, ValueError, RuntimeError) as error:
-        return [f"the end is not whole: {error}"]
-    expected, steps = ([r["step"] for r in one] for one in records)
-    if steps != expected:
-        return [*found, f"metrics.jsonl has the steps {steps}, not {expected}"]
-    for r, s in zip(*records, strict=True):
-        names = r.keys() & OF_ITS_END if r["epoch"] in interrupted else (r.keys() | s.keys()) - MAY_DIFFER
-        if wrong := [k for k in sorted(names) if k not in r or k not in s or r[k] != s[k]]:
-            found.append(f"metrics.jsonl, step {r['step']}: {', '.join(wrong)}")
-    return found
+        assert_same_run(reference, out, interrupted)
+    except (AssertionError, OSError, ValueError, RuntimeError) as error:
+        return [f"differs from the reference: {type(error).__name__} {error}"]
+    return []
 
 
 def is_saving(out):
@@ -174,16 +143,8 @@ def is_saving(out):
     with contextlib.suppress(OSError):
         recorded = (out / "metrics.jsonl").stat().st_mtime
         writes = any(path.stat().st_mtime > recorded for path in (*out.glob("*.tmp"), *out.glob("*.pt")))
-        return writes or any("knn20_top1" not in record for record in records_of(out))
+        return writes or any("knn20_top1" not in record for record in records(out))
     return False
-
-
-def survey(out):
-    """(step of the checkpoint, last step in metrics.jsonl) of a run that was killed; raises if a file is not whole."""
-    if (out / "config.json").exists():
-        json.loads((out / "config.json").read_text())
-    recorded = max((r["step"] for r in records_of(out)), default=0) if (out / "metrics.jsonl").exists() else 0
-    return common.load_checkpoint(out / "last.pt")["step"] if (out / "last.pt").exists() else 0, recorded
 
 
 # ----------------------------------------------------------------------- runs
@@ -202,21 +163,22 @@ def wait_for_moment(life, out, timing, before, left, chance):
 
 def judge(life, out, way, before, status):
     """(what is wrong after a kill, in words; the step of the checkpoint that it left)."""
-    try:
-        step, recorded = survey(out)
+    try:  # files that are not whole raise
+        if (out / "config.json").exists():
+            json.loads((out / "config.json").read_text())
+        recorded = [r["step"] for r in records(out)] if (out / "metrics.jsonl").exists() else []
+        step = common.load_checkpoint(out / "last.pt")["step"] if (out / "last.pt").exists() else 0
     except (ValueError, KeyError, SystemExit) as error:
         return [f"files are not whole: {type(error).__name__} {error}"], before
     problems = []
-    if step < max(before, recorded):
-        problems.append(f"the checkpoint went back to step {step} from {max(before, recorded)}")
+    if step < max([before, *recorded]):
+        problems.append(f"the checkpoint went back to step {step} from {max([before, *recorded])}")
     # A request that comes while steps are made ends the run with 75, elsewhere as it ends any Python program
     right = {75, 130, -signal.Signals[f"SIG{way.split()[0]}"]}
     if status == "hangs" or (life.world == 1 and status not in right):
         problems.append(f"exit status {status}")
-    if status == 75 and "stopped on request (exit status 75)" not in life.said():
-        problems.append(f"exit status 75, but said {life.said()[-200:]}")
-    if status == 75 and "Traceback" in life.said("stderr"):
-        problems.append(f"traceback: {life.said('stderr')[-400:]}")
+    if status == 75 and ("stopped on request" not in life.said() or "Traceback" in life.said("stderr")):
+        problems.append(f"exit status 75, but said {life.said()[-200:]} {life.said('stderr')[-400:]}")
     return problems, step
 
 
@@ -224,7 +186,7 @@ def place_of(life, out):
     """Where a run is, in words."""
     if not life.trains() and not any(words in life.said() for words in ("  loss ", "going on from")):
         return "at the start"
-    if not records_of(out):
+    if not records(out):
         return "in the first epoch"
     return "while an epoch was saved or judged" if is_saving(out) else "in a later epoch"
 
@@ -256,7 +218,7 @@ def restarted_by_torchrun(method, out, training, chance):
     """A worker dies in training, some epochs after the first checkpoint, and torchrun starts all workers again."""
     life = Life(method, 2, out, torchrun=("--standalone", "--nproc_per_node=2", "--max-restarts=2"))
     epoch = chance.randint(1, EPOCHS - 2)
-    life.wait_until(lambda: (out / "metrics.jsonl").exists() and len(records_of(out)) >= epoch)
+    life.wait_until(lambda: (out / "metrics.jsonl").exists() and len(records(out)) >= epoch)
     time.sleep(chance.random() * training / EPOCHS)
     life.kill("KILL one", chance)
     status = life.end()
@@ -265,10 +227,8 @@ def restarted_by_torchrun(method, out, training, chance):
 
 def two_agents(method, out, training, chance):
     """Two nodes of one process each, that meet on this machine."""
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
-    node = f"--nnodes=2 --nproc_per_node=1 --rdzv-backend=c10d --rdzv-endpoint=localhost:{port} --rdzv-id=two".split()
+    meet = f"--rdzv-backend=c10d --rdzv-endpoint=localhost:{free_port()} --rdzv-id=two"
+    node = f"--nnodes=2 --nproc_per_node=1 {meet}".split()
     lives = [Life(method, 2, out, name=f"log{i}", torchrun=node) for i in (0, 1)]
     statuses = [life.end() for life in lives]
     return [] if statuses == [0, 0] else [f"statuses {statuses}: {lives[0].said('stderr')[-400:]}"]

@@ -1,32 +1,24 @@
-"""Makes pictures for the README and of runs, by hand from the project's folder. Most need matplotlib.
+"""Makes pictures for the README and of runs, and the numbers of the papers' analyses, by hand. Needs matplotlib.
 
-    python tests/tools/figures.py explain [FOLDER]                  README's pictures: what goes in, what is compared
-    python tests/tools/figures.py corners OUT.png                   JointCrop, Fig. 7: how far apart the two crops are
-    python tests/tools/figures.py similarity OUT.png RUN [RUN ...]  JCL, Fig. 3: how much an image's features vary
-    python tests/tools/figures.py encoder RUN --pictures DIR        nearest neighbours; --attention, --similarities DIR
+    python tests/tools/figures.py explain [FOLDER]          README's pictures: what goes in, what is compared with what
+    python tests/tools/figures.py corners OUT.png           JointCrop, Fig. 7: how far apart the two crops are
+    python tests/tools/figures.py encoder RUN --out DIR     test images, and the training images nearest to them
 
 `mechanisms` has the papers' other analyses, as numbers: results.py makes its tables of them.
 """
 
 import argparse
-import importlib
-import math
 import sys
 from pathlib import Path
 
-import numpy as np
 import torch
 import torch.nn.functional as F
-from PIL import Image, ImageColor, ImageDraw, ImageOps
-from timm.models.vision_transformer import Attention
-from torch.utils.data import default_convert
-from torchvision.transforms.functional import to_pil_image, to_tensor
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 import common  # noqa: E402
 import eval_knn  # noqa: E402
 
-SIDE = 128  # of a picture in a grid, in pixels
+CPU = torch.device("cpu")
 
 
 def subplots(*args, **options):
@@ -39,14 +31,12 @@ def subplots(*args, **options):
     return pyplot.subplots(*args, **options)
 
 
-def cell(image, caption="", frame="white"):
-    """Return an image (3, H, W), uint8 or in [0, 1], at SIDE pixels in a frame, above a caption, as another image."""
-    sheet = Image.new("RGB", (SIDE + 20, SIDE + 20), "white")
-    draw = ImageDraw.Draw(sheet)
-    draw.rectangle((7, 0, SIDE + 12, SIDE + 5), fill=frame)
-    sheet.paste(to_pil_image(image).resize((SIDE, SIDE), Image.Resampling.BOX), (10, 3))
-    draw.text((SIDE // 2 + 10, SIDE + 7), caption, fill="black", font_size=11, anchor="ma")
-    return to_tensor(sheet)
+def write_picture(figure, path):
+    """Write a figure as a PNG, into a folder that may not be there yet."""
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    figure.tight_layout()
+    figure.savefig(path, dpi=100)
+    print(f"picture written to {path}")
 
 
 # ------------------------------------------------------------------- explain
@@ -83,21 +73,10 @@ def corners(args):
     axes.set(xlabel="beta of J-Crop(beta)", ylabel="mean distance of the top-left corners, px (image: 224 x 224)")
     axes.legend()
     axes.grid(alpha=0.3)
-    figure.tight_layout()
-    figure.savefig(args.out, dpi=100)
+    write_picture(figure, args.out)
 
 
-# ---------------------------------------------------------------- JCL, Fig. 3
-
-
-def views_of(config):
-    """The two kinds of view of a run, a list of two View, from its config.json.
-
-    They are drawn independently here: what ties the views of a pair (JointCrop) is left out, and so are LoGo's local
-    crops and CLIM's partners.
-    """
-    method = importlib.import_module(config["method"])
-    return method.augmentation(argparse.Namespace(**config))[:2]
+# ---------------------------------------------- JCL: how alike an image's views are
 
 
 def similarity_statistics(features):
@@ -115,72 +94,19 @@ def similarity_statistics(features):
 
 
 @torch.no_grad()
-def view_features(encoder, info, kinds, images, index, count, device):
-    """Features of `count` views of each image of an index: (n, count, d) float32 on the CPU.
+def view_features(encoder, info, kinds, images, index, count):
+    """Return the features of `count` views of each image of an index: (n, count, d) float32.
 
     kinds: list of View, which take turns; their size is the encoder's. The draws depend on the image alone, so that
     runs share them.
     """
     views = [kinds[i % len(kinds)]._replace(size=info["image_size"]) for i in range(count)]
-    data = common.ViewDataset(images, views, 0, info["interpolation"])
-    at_once = max(1, 256 // count)
-    batches = [[(0, i) for i in index[start : start + at_once]] for start in range(0, len(index), at_once)]
-    found = []
-    for batch in common.Loader(data, device, batch_sampler=batches, collate_fn=default_convert):
-        x = torch.stack(batch["views"], 1).flatten(0, 1).to(device)
-        x = common.normalize(common.colour(x, batch["colour"].flatten(0, 1)), info["mean"], info["std"])
-        found.append(encoder(x).flatten(1).cpu().unflatten(0, (-1, count)))
+    data, at_once, found = common.ViewDataset(images, views, 0, info["interpolation"]), max(1, 256 // count), []
+    for start in range(0, len(index), at_once):
+        batch = data.__getitems__([(0, i) for i in index[start : start + at_once]])
+        x = torch.stack(common.colour_views(batch, CPU, norm=(info["mean"], info["std"])), 1)
+        found.append(encoder(x.flatten(0, 1)).flatten(1).unflatten(0, (-1, count)))
     return torch.cat(found)
-
-
-def view_statistics(encoder, info, kinds, images, index, count, device):
-    """`similarity_statistics` of `count` views of the images of an index, (2, n)."""
-    return np.stack(similarity_statistics(view_features(encoder, info, kinds, images, index, count, device)))
-
-
-def open_runs(args):
-    """The runs' kinds of view, and their images, of --split."""
-    configs = [common.read_config(run) for run in args.runs]
-    if {} in configs:
-        common.fail(f"{args.runs[configs.index({})]} is not a run's folder: it has no config.json")
-    if args.dataset is None:
-        if len({config["dataset"] for config in configs}) > 1:
-            common.fail("the runs were trained on different data sets: give --dataset")
-        args.dataset, args.data_dir = configs[0]["dataset"], args.data_dir or configs[0]["data_dir"]
-    images = common.load_images(args.dataset, args.data_dir, args.split == "train", configs[0]["image_size"])
-    if images is None:
-        common.fail(f"{args.dataset} has no test images: give --split train")
-    kinds = [views_of(config) for config in configs]
-    if any(other != kinds[0] for other in kinds):
-        print("note: the runs' views differ, so each run is shown views of its own")
-    return kinds, images
-
-
-def similarity(args):
-    """Mean and standard deviation over the images of both statistics, and their histograms, for each run."""
-    kinds_of_runs, images = open_runs(args)
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    # In random order, since the images may be sorted by class.
-    index = torch.randperm(len(images), generator=common.generator(0))[: args.images].tolist()
-    of = f"{len(index)} of {len(images)} images of {args.dataset}, {args.split} split"
-    print(f"{of}, {args.views} views each; mean +- standard deviation")
-    found = []
-    for run, kinds in zip(args.runs, kinds_of_runs, strict=True):
-        encoder, info = common.load_backbone(run)
-        found.append(view_statistics(encoder.to(device), info, kinds, images, index, args.views, device))
-        (a, b), (sa, sb) = found[-1].mean(1), found[-1].std(1)
-        name = f"{Path(run).name}, {encoder.num_features} features"
-        print(f"{name}: similarity {a:.4f} +- {sa:.4f}, variance {b:.3e} +- {sb:.1e}")
-    figure, both = subplots(1, 2, figsize=(10, 4))
-    names = "mean cosine similarity of an image's views", "mean variance of a feature over an image's views"
-    for axes, name, values in zip(both, names, zip(*found, strict=True), strict=True):
-        bins = np.histogram_bin_edges(np.concatenate(values), 50)
-        for run, value in zip(args.runs, values, strict=True):
-            axes.hist(value, bins, alpha=0.5, label=Path(run).name)
-        axes.set(xlabel=name, ylabel="images")
-    both[0].legend(fontsize=8)
-    figure.tight_layout()
-    figure.savefig(args.out, dpi=110)
 
 
 # ------------------------------------------- CLIM: positives, and Table 10
@@ -201,7 +127,7 @@ def choose(run, images, selections):
     model = clim.CLIM(argparse.Namespace(**config))
     model.load_state_dict(state["model"])
     encoder = torch.nn.Sequential(model.momentum_backbone, model.momentum_projector)
-    x = F.normalize(common.extract_features(encoder, images, info, torch.device("cpu"))[0], dim=1)
+    x = F.normalize(common.extract_features(encoder, images, info, CPU), dim=1)
     flags = ["--dataset", config["dataset"], "--arch", config["arch"], "--selection"]
     recipes = {selection: clim.parse_args([*flags, selection]) for selection in selections}
     return {selection: clim.choose_positives(args, x, common.generator(0)) for selection, args in recipes.items()}
@@ -229,12 +155,12 @@ def only_crops(low, high):
     return [common.View(**cut, **colour)]
 
 
-def scale_accuracy(encoder, info, train, test, device, areas=(1.0, 0.2), k=20):
+def scale_accuracy(encoder, info, train, test, areas=(1.0, 0.2), k=20):
     """kNN accuracy between crops of different scale, which JointCrop trains for: {(bank's area, query's): percent}."""
     parts, crops = (train, test), {}
     for area in areas:
         given = encoder, info, only_crops(area, area)
-        crops[area] = [view_features(*given, part, list(range(len(part))), 1, device)[:, 0] for part in parts]
+        crops[area] = [view_features(*given, part, list(range(len(part))), 1)[:, 0] for part in parts]
     labels, truth = (torch.from_numpy(part.labels) for part in parts)
     found = {}
     for bank in areas:
@@ -292,7 +218,7 @@ def local_embeddings(run, images, index):
     affinity.load_state_dict(state["affinity"])
     encoder = torch.nn.Sequential(model.backbone, model.projector).eval()
     info = dict(info, image_size=args.local_size)
-    found = view_features(encoder, info, logo.augmentation(args)[2:], images, index, 2, torch.device("cpu"))
+    found = view_features(encoder, info, logo.augmentation(args)[2:], images, index, 2)
     return affinity, *F.normalize(found, dim=2).unbind(1)
 
 
@@ -302,7 +228,8 @@ def similarity_bars(views, labels, groups, temperature=0.07):
     views (n, 2, d): queries and keys; labels (n,); groups: a number for each class, the same for related ones. Returns
     {kind: mean}: the query's own image, its class, a related class, any other class.
     """
-    bars = vote(*views.double().unbind(1), temperature)
+    q, k = F.normalize(views.double(), dim=2).unbind(1)
+    bars = ((q @ k.T - 1) / temperature).exp()
     same, related = labels[:, None] == labels, groups[labels][:, None] == groups[labels]
     own = torch.eye(len(labels), dtype=torch.bool)
     kinds = {"own image": own, "own class": same & ~own, "related class": related & ~same, "other class": ~related}
@@ -318,10 +245,9 @@ def mechanisms(run, train, test, few=1000):
 
     kinds = moco_jointcrop.augmentation(moco_jointcrop.parse_args(["--dataset", "cifar10", "--arch", "resnet_mini"]))
     given, config, labels = common.load_backbone(run), common.read_config(run), torch.from_numpy(test.labels)
-    device = torch.device("cpu")
     index = torch.randperm(len(test), generator=common.generator(0))[:few].tolist()
-    similarity, variance = view_statistics(*given, kinds, test, index, 32, device).mean(1)
-    features, _ = common.extract_features(given[0], test, given[1], device)
+    similarity, variance = (x.mean() for x in similarity_statistics(view_features(*given, kinds, test, index, 32)))
+    features = common.extract_features(given[0], test, given[1], CPU)
     any_two = {"similarity of any two images": class_similarity(features, torch.zeros_like(labels))}
     found = {"JCL": {"similarity of an image's 32 views": similarity}}  # Fig. 3
     found["JCL"] |= {"their variance per feature, thousandths": 1000 * variance} | any_two
@@ -330,196 +256,75 @@ def mechanisms(run, train, test, few=1000):
         for selection, table in choose(run, train, ("knn", "center")).items():
             share = same_class_share(torch.from_numpy(train.labels), table)
             found["CLIM"][f"`{selection}` positives of the class, %"] = 100 * share
-    accuracies = scale_accuracy(*given, train, test, device)
+    accuracies = scale_accuracy(*given, train, test)
     found["JointCrop"] = {f"bank {bank:g}, queries {query:g}, %": v for (bank, query), v in accuracies.items()}
-    pairs = [view_features(*given, only_crops(*area), test, index, 2, device) for area in ((0.08, 0.6), (0.4, 1.0))]
+    pairs = [view_features(*given, only_crops(*area), test, index, 2) for area in ((0.08, 0.6), (0.4, 1.0))]
     alike = crop_similarity(*pairs)
     found["LoGo"] = {f"{pair}, one image": own for pair, (own, _) in alike.items()}
     found["LoGo"] |= {f"{pair}, two images": other for pair, (_, other) in alike.items()}
     if config.get("l2l"):
         shares = affinity_ranking(*local_embeddings(run, test, index))
         found["affinity"] = {f"{scored}, %": 100 * share for scored, share in shares.items()}
-    views = view_features(*given, kinds, test, index, 2, device)
+    views = view_features(*given, kinds, test, index, 2)
     vehicle = torch.tensor([name in ("airplane", "automobile", "ship", "truck") for name in test.classes]).long()
     found["PatchMix"] = similarity_bars(views, labels[index], vehicle)  # after Fig. 4
     return {table: {name: float(v) for name, v in measures.items()} for table, measures in found.items()}
 
 
-# -------------------------------------------------- encoder: how it sees images
-
-
-def write_neighbours(folder, train, test, crops, features, count=12, neighbours=10):
-    """Write right.png and wrong.png: test images, their class, the predicted one, and the nearest training images.
-
-    crops, features: of both parts. The prediction is that of kNN with k = 20. A green frame means the test image's
-    class, a red one another class.
-    """
-    labels, truth = (torch.from_numpy(part.labels) for part in (train, test))
-    predicted = common.knn_predict(features[0], labels, features[1], 20, 0.07, len(train.classes))
-    for name, right in (("right", True), ("wrong", False)):
-        chosen = torch.nonzero((predicted == truth) == right).flatten()
-        chosen = chosen[torch.randperm(len(chosen), generator=common.generator(0))[:count]].tolist()
-        rows, words = [], []
-        for i in chosen:
-            nearest = vote(features[1][i : i + 1], features[0])[0].topk(min(neighbours, len(train))).indices.tolist()
-            row = [cell(crops[1][i][0], f"test {i}")]
-            for j in nearest:
-                frame = "limegreen" if labels[j] == truth[i] else "red"
-                row.append(cell(crops[0][j][0], train.classes[labels[j]][:14], frame))
-            rows.append(torch.stack(row))
-            words.append(f"true: {test.classes[truth[i]]}\npredicted: {train.classes[predicted[i]]}")
-        if rows:
-            common.save_grid(Path(folder) / f"{name}.png", rows, words)
-
-
-@torch.no_grad()
-def last_attention(vit, x):
-    """Return the softmax weights of a ViT's last block, (N, heads, T, T) for T tokens, of which CLS is the first.
-
-    x: (N, 3, H, W). Row i says what token i attends to, and sums to 1. The weights are taken where they go into the
-    block's attention dropout. Exits with an error message if the encoder has no such attention.
-    """
-    attention = getattr(getattr(vit, "blocks", [None])[-1], "attn", None)
-    if not isinstance(attention, Attention) or vit.cls_token is None:
-        common.fail("--attention needs one of timm's ViTs with a CLS token and plain attention")
-    attention.fused_attn, seen = False, []  # the fused kernel never shows the weights
-    with attention.attn_drop.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0])):
-        vit(x)
-    return seen[0]
-
-
-def cls_maps(vit, x):
-    """Return what CLS attends to, on the grid of patches: (N, heads, side, side), of images x (N, 3, H, W).
-
-    These are the softmax's weights as they are. The columns of CLS and of other tokens before the patches are left out
-    (PatchMix, App. E).
-    """
-    maps = last_attention(vit, x)[:, :, 0, vit.num_prefix_tokens :]
-    return maps.unflatten(2, (math.isqrt(maps.shape[2]),) * 2)
-
-
-def write_attention(folder, vit, info, device, images):
-    """Write attention.png, one row per image: the image, each head's map, their mean, and the mean over the image.
-
-    images: {name: (3, H, W) in [0, 1]}. Violet is no attention. Yellow is the map's greatest weight, which the caption
-    gives in percent (PatchMix, Fig. 11).
-    """
-    rows = []
-    for x in images.values():
-        maps = cls_maps(vit, common.normalize(x[None], info["mean"], info["std"]).to(device)).cpu()[0]
-        row = [cell(x)]
-        for head, weights in enumerate([*maps, maps.mean(0)], start=1):
-            gray = to_pil_image(weights / weights.max())
-            colours = to_tensor(ImageOps.colorize(gray, "#440154", "#fde725", mid="#21918c"))
-            name = f"head {head}" if head <= len(maps) else "mean"
-            row.append(cell(colours, f"{name}, {100 * weights.max():.0f} %"))
-        row.append(cell((x + F.interpolate(colours[None], x.shape[1:])[0]) / 2, "mean, over it"))
-        rows.append(torch.stack(row))
-    common.save_grid(Path(folder) / "attention.png", rows, list(images))
-
-
-def vote(q, k, temperature=0.07):
-    """Return exp(cosine / temperature) / exp(1 / temperature), a vote of kNN: (m, n) in (0, 1] (PatchMix, 4.5).
-
-    q: (m, d). k: (n, d). Both are L2-normalised here.
-    """
-    cosine = F.normalize(q, dim=1) @ F.normalize(k, dim=1).T
-    return ((cosine.clamp(max=1) - 1) / temperature).exp()
-
-
-def choose_keys(labels, label, count, draw):
-    """Return seven training images to compare with one of a class, as PatchMix's Fig. 4 does.
-
-    Key 4 is of the query's class, keys 3 and 5 of the classes next to it (ImageNet's ids are sorted by kind), the
-    others of any other class. labels: (n,) in [0, count). draw: a generator of numpy's. A class without images has no
-    key.
-    """
-    far = [c for c in draw.permutation(count).tolist() if (c - label) % count not in (0, 1, count - 1)]
-    classes = [*far[:2], (label - 1) % count, label, (label + 1) % count, *far[2:4]]
-    rows = [np.flatnonzero(labels == c) for c in classes]
-    return [int(draw.choice(own)) for own in rows if len(own)]
-
-
-def bar(height, colour):
-    """Return an image (3, SIDE, SIDE) of a bar of a height in [0, 1], on a pale one of height 1."""
-    image, middle = torch.ones(3, SIDE, SIDE), slice(SIDE // 4, 3 * SIDE // 4)
-    image[:, :, middle] = 0.92
-    image[:, SIDE - round(SIDE * height) :, middle] = torch.tensor(ImageColor.getrgb(colour)).view(3, 1, 1) / 255
-    return image
-
-
-def write_similarities(folder, i, keys, train, test, crops, heights):
-    """Write queryI.png: test image I and its keys, and below them a row of bars for each encoder.
-
-    heights: {encoder: `vote` of the keys}. Keys of the query's class are framed and drawn in green (PatchMix, Fig. 4).
-    """
-    colours = ["limegreen" if train.labels[j] == test.labels[i] else "steelblue" for j in keys]
-    images = [cell(crops[0][j][0], train.classes[train.labels[j]], c) for j, c in zip(keys, colours, strict=True)]
-    rows = [torch.stack([cell(crops[1][i][0], test.classes[test.labels[i]]), *images])]
-    for values in heights.values():
-        bars = [cell(bar(v, c), f"{v:.3f}") for v, c in zip(values.tolist(), colours, strict=True)]
-        rows.append(torch.stack([cell(torch.ones(3, SIDE, SIDE)), *bars]))
-    common.save_grid(Path(folder) / f"query{i}.png", rows, [f"test {i}", *heights])
+# ------------------------------------- encoder: test images and what is near them
 
 
 def encoder(args):
-    """How an encoder sees images: its nearest neighbours, a ViT's attention, similarities as bars."""
+    """Twelve test images that kNN classifies rightly, twelve wrongly, and the ten training images nearest to each.
+
+    The frame is green where the training image is of the test image's class.
+    """
     given = eval_knn.parse_args([args.run])
     given.dataset, given.data_dir = args.dataset, args.data_dir
     device, network, info = common.open_encoder(given)
     train, test = common.open_data(given, info)
-    crops = [common.CentreCrops(part, info["image_size"], info["interpolation"]) for part in (train, test)]
-    images = args.images or torch.randperm(len(test), generator=common.generator(0))[:4].tolist()
-    if args.attention:
-        shown = {f"{i} {test.classes[test.labels[i]]}": crops[1][i][0] / 255 for i in images}
-        write_attention(args.attention, network, info, device, shown)
-    if not args.pictures and not args.similarities:
-        return
-    networks = {"encoder": network, **common.floor_encoders(given, info, device, len(train))}
-    features = {
-        name: [common.extract_features(each, part, info, device)[0] for part in (train, test)]
-        for name, each in networks.items()
-    }
-    if args.pictures:
-        write_neighbours(args.pictures, train, test, crops, features["encoder"])
-    for i in images if args.similarities else ():
-        draw = np.random.default_rng(i)
-        keys = choose_keys(train.labels, test.labels[i], len(train.classes), draw)
-        heights = {name: vote(test_x[i : i + 1], train_x[keys])[0] for name, (train_x, test_x) in features.items()}
-        write_similarities(args.similarities, i, keys, train, test, crops, heights)
+    train_x, test_x = (
+        F.normalize(common.extract_features(network, part, info, device), dim=1) for part in (train, test)
+    )
+    labels = torch.from_numpy(train.labels)
+    predicted = common.knn_predict(train_x, labels, test_x, 20, 0.07, len(train.classes)).numpy()
+    order = torch.randperm(len(test), generator=common.generator(0)).numpy()
+    for name, right in (("right", True), ("wrong", False)):
+        chosen = order[(predicted == test.labels)[order] == right][:12]
+        if not len(chosen):
+            continue
+        figure, rows = subplots(len(chosen), 11, figsize=(13, 1.4 * len(chosen)), squeeze=False)
+        for i, row in zip(chosen, rows, strict=True):
+            said = train.classes[predicted[i]]
+            shown = [(test[i], f"{test.classes[test.labels[i]]}, taken for\n{said}", "white")]
+            for j in (test_x[i] @ train_x.T).topk(min(10, len(train))).indices.tolist():
+                alike = train.labels[j] == test.labels[i]
+                shown.append((train[j], train.classes[train.labels[j]], "limegreen" if alike else "red"))
+            for axes in row:
+                axes.set(xticks=[], yticks=[])
+            for axes, (image, title, colour) in zip(row, shown, strict=False):
+                axes.imshow(image)
+                axes.set_title(title, fontsize=7)
+                axes.spines[:].set(color=colour, linewidth=3)
+        write_picture(figure, Path(args.out, f"{name}.png"))
 
 
 def main(argv=None):
-    parser = common.ArgumentParser("tests/tools/figures.py", __doc__, "FIGURE [flags]")
-    count, natural = common.number(int, 1), common.number(int, 0)
-    figures = parser.add_subparsers(required=True, metavar="FIGURE", parser_class=argparse.ArgumentParser)
+    parser = argparse.ArgumentParser("tests/tools/figures.py", description=__doc__.splitlines()[0])
+    figures = parser.add_subparsers(required=True, metavar="FIGURE")
     flags = {}
-    for function in (explain, corners, similarity, encoder):
+    for function in (explain, corners, encoder):
         flags[function] = figures.add_parser(function.__name__, help=function.__doc__.splitlines()[0])
         flags[function].set_defaults(function=function)
     flags[explain].add_argument("folder", nargs="?", default=".github", metavar="FOLDER")
-    for function in (corners, similarity):
-        flags[function].add_argument("out", type=common.check_picture, metavar="OUT.png")
-    flags[corners].add_argument("--pairs", type=count, default=100_000, metavar="N", help="of crops, for each beta")
-    compared, shown = flags[similarity], flags[encoder]
-    compared.add_argument("runs", nargs="+", metavar="RUN")
-    compared.add_argument("--split", choices=("train", "test"), default="train", help="train: as the paper")
-    compared.add_argument("--images", type=count, default=1000, metavar="N", help="paper: 32,768")
-    compared.add_argument("--views", type=count, default=32, metavar="N", help="of each image")
-    shown.add_argument("run", metavar="RUN")
-    shown.add_argument("--pictures", metavar="DIR", help="test images and their nearest training images")
-    shown.add_argument("--attention", metavar="DIR", help="ViTs: what CLS attends to in the last block")
-    shown.add_argument("--similarities", metavar="DIR", help="how similar training images are to test images")
-    text = "test images of the last two: four by default"
-    shown.add_argument("--images", type=natural, nargs="+", metavar="I", help=text)
-    for figure in (compared, shown):
-        figure.add_argument("--dataset", choices=common.DATASETS, help="default: what the runs were trained on")
-        figure.add_argument("--data-dir", metavar="DIR", help="default: where that was")
+    flags[corners].add_argument("out", metavar="OUT.png")
+    flags[corners].add_argument("--pairs", type=int, default=100_000, metavar="N", help="of crops, for each beta")
+    flags[encoder].add_argument("run", metavar="RUN")
+    flags[encoder].add_argument("--out", required=True, metavar="DIR", help="where the pictures are written to")
+    flags[encoder].add_argument("--dataset", choices=common.DATASETS, help="default: what the run was trained on")
+    flags[encoder].add_argument("--data-dir", metavar="DIR", help="default: where that was")
     args = parser.parse_args(argv)
-    try:
-        args.function(args)
-    except ModuleNotFoundError as error:
-        common.fail(f"{error}: pip install {error.name}")
+    args.function(args)
 
 
 if __name__ == "__main__":

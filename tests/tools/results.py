@@ -1,14 +1,14 @@
 """Does each paper's improvement over its baseline show? Makes the runs and the tables of their numbers, by hand.
 
-    python tests/tools/results.py train --data-dir DIR [--arms jcl clim] [--seeds 0 1] [--jobs 2]
+    python tests/tools/results.py train --data-dir DIR [--arms jcl clim] [--seeds 0 1]
     python tests/tools/results.py few --data-dir DIR --arm mocov3  one run of PatchMix where images are few
     python tests/tools/results.py floors --data-dir DIR            raw pixels, and untrained encoders
     python tests/tools/results.py mechanisms --data-dir DIR        what the losses do, in all runs
     python tests/tools/results.py readme                           write the tables into the pages
     python tests/tools/results.py curves OUT.png                   learning curves (needs matplotlib)
 
-The protocol (tests/results/README.md) was written down before the first run. `train` makes the runs that are missing,
-several side by side. It and `few` go on where they were stopped. The numbers are kept in tests/results/*.json.
+The protocol (tests/results/README.md) was written down before the first run. `train` makes the runs that are missing.
+It and `few` go on where they were stopped. The numbers are kept in tests/results/*.json.
 """
 
 import argparse
@@ -19,14 +19,12 @@ import shlex
 import statistics
 import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 import timm
 import torch
-from torchvision.datasets import ImageFolder
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
@@ -63,37 +61,28 @@ ARMS = {
     "patchmix-3": Arm("PatchMix, M = 3", "patchmix.py --num-mix 3", "patchmix-1", 1),
     "simsiam": Arm("SimSiam", "logo.py --base simsiam --local-crops 0", None, 1),
     "logo-simsiam": Arm("LoGo on SimSiam", "logo.py --base simsiam", "simsiam", 1),
-    "moco-twice": Arm("MoCo v2, twice the epochs", "moco_jointcrop.py --joint none", "moco", 2, times=2),
-    "moco-half-more": Arm("MoCo v2, 1.5 times the epochs", "moco_jointcrop.py --joint none", "moco", 2, times=1.5),
-    "logo-moco-joint": Arm(
-        "LoGo on MoCo, affinity in one batch", "logo.py --affinity-batch joint", "moco-symmetric", 2
-    ),
+    "moco-twice": Arm("MoCo v2, 100 epochs", "moco_jointcrop.py --joint none", "moco", 2, times=2),
+    "moco-half-more": Arm("MoCo v2, 75 epochs", "moco_jointcrop.py --joint none", "moco", 2, times=1.5),
+    "logo-moco-joint": Arm("LoGo on MoCo, joint affinity", "logo.py --affinity-batch joint", "moco-symmetric", 2),
     "logo-moco-no-l2l": Arm("LoGo on MoCo, no local-to-local", "logo.py --no-l2l", "moco-symmetric", 2),
     "mocov3": Arm("MoCo v3", "patchmix.py --num-mix 1 --terms oto,mto", None, 2),
-    "patchmix-released": Arm(
-        "PatchMix, M = 3, the released code's term weights", "patchmix.py --num-mix 3 --variant released", "mocov3", 2
-    ),
+    "patchmix-released": Arm("PatchMix, M = 3, released", "patchmix.py --num-mix 3 --variant released", "mocov3", 2),
 }
 
 CLAIMS = (  # what is claimed; the arm, what it is compared with, its time over that one's
     ("JointCrop beats MoCo v2", "jointcrop", "moco", "1"),
     ("JCL beats MoCo v2", "jcl", "moco", "2"),
-    ("JCL beats MoCo v2 of twice the epochs", "jcl", "moco-twice", "1"),
+    ("JCL beats MoCo v2 of 100 epochs", "jcl", "moco-twice", "1"),
     ("CLIM beats MoCo v2", "clim", "moco", "1.5"),
-    ("CLIM beats MoCo v2 of 1.5 times the epochs", "clim", "moco-half-more", "1"),
+    ("CLIM beats MoCo v2 of 75 epochs", "clim", "moco-half-more", "1"),
     ("JointBlur beats MoCo v2", "jointblur", "moco", "1"),
     ("LoGo beats MoCo of both views", "logo-moco", "moco-symmetric", "2.5"),
-    ("LoGo, affinity in one batch, beats MoCo of both views", "logo-moco-joint", "moco-symmetric", "2.4"),
-    ("LoGo without its local-to-local term beats MoCo of both views", "logo-moco-no-l2l", "moco-symmetric", "1.8"),
-    (
-        "LoGo, affinity in one batch, beats LoGo without its local-to-local term",
-        "logo-moco-joint",
-        "logo-moco-no-l2l",
-        "1.3",
-    ),
+    ("LoGo, joint affinity, beats MoCo of both views", "logo-moco-joint", "moco-symmetric", "2.4"),
+    ("LoGo without local-to-local beats MoCo of both views", "logo-moco-no-l2l", "moco-symmetric", "1.8"),
+    ("LoGo, joint affinity, beats LoGo without local-to-local", "logo-moco-joint", "logo-moco-no-l2l", "1.3"),
     ("LoGo beats SimSiam", "logo-simsiam", "simsiam", "2.5"),
     ("PatchMix with M = 3 beats M = 1", "patchmix-3", "patchmix-1", "1"),
-    ("the same with the released code's term weights, over MoCo v3", "patchmix-released", "mocov3", "1.1"),
+    ("PatchMix with M = 3, released, beats MoCo v3", "patchmix-released", "mocov3", "1.1"),
 )
 NOISE = 0.5  # points by which 10,000 test images alone let an accuracy err
 
@@ -134,14 +123,6 @@ def keep_run(name, seed, record):
     keep(name, dict(sorted((kept(name) | {str(seed): record}).items())))
 
 
-def run_script(line, out, where):
-    """Run a script to its end, its words into OUT.log; returns the exit status."""
-    words = [sys.executable, *shlex.split(line), *where, "--workers", "0", "--out", str(out)]
-    environment = dict(os.environ, OMP_NUM_THREADS="1")
-    with open(f"{out}.log", "a") as log:
-        return subprocess.run(words, cwd=ROOT, env=environment, stdout=log, stderr=subprocess.STDOUT).returncode
-
-
 def records_of(out):
     """The records of the epochs of a run's folder."""
     return [json.loads(line) for line in (Path(out) / "metrics.jsonl").read_text().splitlines()]
@@ -168,34 +149,24 @@ def judge(line, out, where):
 
 
 def train(args):
-    """Every run of the arms that is not kept yet, --jobs side by side, all arms of a seed before the next seed.
-
-    A run that fails is told, and the others go on.
-    """
-    runs = Path(args.runs).resolve()
-    runs.mkdir(parents=True, exist_ok=True)
+    """Every run of the arms that is not kept yet, all arms of a seed before the next seed."""
     where = ["--data-dir", args.data_dir] if args.data_dir else []
     arms = args.arms or [name for name, arm in ARMS.items() if arm.tier == 1]
-    missing = [(arm, seed) for seed in args.seeds for arm in arms if str(seed) not in kept(arm)]
-    print(f"{len(missing)} runs to do", flush=True)
-    failed, waiting, pool = False, {}, ThreadPoolExecutor(args.jobs)
-    try:
-        for arm, seed in missing:
-            line, out = command(arm, seed), runs / f"{arm}-s{seed}"
-            waiting[pool.submit(run_script, line, out, where)] = arm, seed, line, out
-        for future in as_completed(waiting):
-            arm, seed, line, out = waiting[future]
-            if status := future.result():
-                print(f"{arm}, seed {seed}: exit status {status}, see {out}.log", file=sys.stderr, flush=True)
-                failed = True
-            else:
-                record = judge(line, out, where)
-                keep_run(arm, seed, record)
-                print(f"{arm}, seed {seed}: {shown(scores(record))}", flush=True)
-    finally:  # after Ctrl-C, too, which the scripts answer themselves
-        pool.shutdown(cancel_futures=True)
-    if failed:
-        raise SystemExit(1)
+    for arm, seed in ((arm, seed) for seed in args.seeds for arm in arms if str(seed) not in kept(arm)):
+        line, out = command(arm, seed), Path(args.runs, f"{arm}-s{seed}").resolve()
+        out.parent.mkdir(parents=True, exist_ok=True)
+        words = [sys.executable, *shlex.split(line), *where, "--workers", "0", "--out", str(out)]
+        environment = dict(os.environ, OMP_NUM_THREADS="1")
+        with open(f"{out}.log", "a") as log:
+            subprocess.run(words, cwd=ROOT, env=environment, stdout=log, stderr=subprocess.STDOUT, check=True)
+        record = judge(line, out, where)
+        keep_run(arm, seed, record)
+        print(f"{arm}, seed {seed}: {shown(scores(record))}", flush=True)
+
+
+def cifar10(args):
+    """The images: (training set, test set)."""
+    return [common.load_images("cifar10", args.data_dir, part) for part in (True, False)]
 
 
 FEW = 200  # images per class
@@ -205,17 +176,16 @@ FEW_ARMS = ("mocov3", "patchmix-released")
 def few(args):
     """A run of PatchMix where images are few: the first 200 of each class by name, and a ViT of 1.2 M parameters."""
     torch.set_num_threads(1)
-    train, test = (ImageFolder(Path(args.data_dir) / part) for part in ("train", "test"))
-    of_class = [[i for i, label in enumerate(train.targets) if label == c] for c in range(len(train.classes))]
-    first = torch.utils.data.Subset(train, sum((rows[:FEW] for rows in of_class), []))
+    train, test = cifar10(args)
+    of_class = [np.flatnonzero(train.labels == c)[:FEW] for c in range(len(train.classes))]
     torch.manual_seed(args.seed)
     size = dict(img_size=32, patch_size=4, embed_dim=128, depth=6, num_heads=4)
     encoder = timm.create_model("vit_tiny_patch16_224", **size, num_classes=0)
     script, *flags = ARMS[args.arm].script.split()
     flags += f"--dataset cifar10 --arch {VIT} --patch-size 4 --epochs 330 --batch-size 128 --knn-every 30".split()
     flags += f"--seed {args.seed} --workers 0 --device cpu {args.flags}".split()
-    out = Path(args.runs) / f"few-{args.arm}-s{args.seed}"
-    patchmix.main(patchmix.parse_args([*flags, "--out", str(out)]), first, test, encoder)
+    out, images = Path(args.runs) / f"few-{args.arm}-s{args.seed}", train.subset(np.concatenate(of_class))
+    patchmix.main(patchmix.parse_args([*flags, "--out", str(out)]), images, test, encoder)
     line = f"tests/tools/results.py few --arm {args.arm} --seed {args.seed}"
     record = summary(line, out, ("epoch", "loss", "std", "knn20_top1", "knn200_top1"))
     keep_run(f"few-{args.arm}", args.seed, record | dict(flags=" ".join(flags)))
@@ -224,16 +194,17 @@ def few(args):
 def floors(args):
     """Raw pixels, and both encoders untrained."""
     torch.set_num_threads(1)
-    found, parts = {}, [common.load_images("cifar10", args.data_dir, part, size=32) for part in (True, False)]
+    found, (train, test) = {}, cifar10(args)
+    train_y, test_y = (torch.from_numpy(part.labels) for part in (train, test))
     for name, arch in dict(pixels=RESNET, resnet=RESNET, vit=VIT).items():
         torch.manual_seed(0)
         info = common.backbone_info(arch, 32, 4, norm="cifar10")
         encoder = torch.nn.Flatten() if name == "pixels" else common.build_backbone(info)
-        x, y = zip(*(common.extract_features(encoder, part, info, torch.device("cpu")) for part in parts), strict=True)
-        knn = common.knn_predict(x[0], y[0], x[1], (20, 200), 0.07, 10)
-        linear = eval_linear.linear_probe(x[0], y[0], x[1], 10)["logits"].argmax(1)
-        judged = {"knn20_top1": knn[0], "knn200_top1": knn[1], "linear_top1": linear}
-        found[name] = {k: round(100 * (v == y[1]).double().mean().item(), 4) for k, v in judged.items()}
+        x, test_x = (common.extract_features(encoder, part, info, figures.CPU) for part in (train, test))
+        judged = common.knn_scores(x, train, test_x, test, (20, 200), 0.07)
+        linear = eval_linear.linear_probe(x, train_y, test_x, 10)["logits"].argmax(1)
+        judged["linear_top1"] = 100 * (linear == test_y).double().mean().item()
+        found[name] = {measure: round(value, 4) for measure, value in judged.items()}
         print(f"{name}: {shown(found[name])}", flush=True)
     keep("floors", found)
 
@@ -241,8 +212,7 @@ def floors(args):
 def mechanisms(args):
     """What the losses do, by the papers' analyses and ours (`figures.mechanisms`), of every run that is kept."""
     torch.set_num_threads(1)
-    runs, found = Path(args.runs).resolve(), kept("mechanisms")
-    parts = [common.load_images("cifar10", args.data_dir, part, size=32) for part in (True, False)]
+    runs, found, parts = Path(args.runs).resolve(), kept("mechanisms"), cifar10(args)
     for arm, seed in ((name, seed) for name in ARMS for seed in kept(name)):
         run = runs / f"{arm}-s{seed}"
         if seed not in found.setdefault(arm, {}) and run.is_dir():
@@ -397,13 +367,12 @@ def curves(args):
         panel.legend(fontsize=8)
         panel.grid(alpha=0.3)
     panels[0].set(ylabel="kNN top-1, % (k = 20)")
-    figure.tight_layout()
-    figure.savefig(args.out, dpi=110)
+    figures.write_picture(figure, args.out)
 
 
 def main(argv=None):
-    parser = common.ArgumentParser("tests/tools/results.py", __doc__, "ACTION [flags]")
-    actions = parser.add_subparsers(required=True, metavar="ACTION", parser_class=argparse.ArgumentParser)
+    parser = argparse.ArgumentParser("tests/tools/results.py", description=__doc__.splitlines()[0])
+    actions = parser.add_subparsers(required=True, metavar="ACTION")
     functions = dict(train=train, few=few, floors=floors, mechanisms=mechanisms, readme=write_pages, curves=curves)
     flags = {name: actions.add_parser(name, help=function.__doc__) for name, function in functions.items()}
     for name, function in functions.items():
@@ -414,11 +383,10 @@ def main(argv=None):
         flags[name].add_argument("--runs", default="runs/results", metavar="DIR", help="where the runs' folders are")
     flags["train"].add_argument("--arms", nargs="+", choices=ARMS, metavar="ARM", help="default: tier 1")
     flags["train"].add_argument("--seeds", nargs="+", type=int, default=[0, 1], metavar="N")
-    flags["train"].add_argument("--jobs", type=int, default=2, metavar="N", help="runs side by side")
     flags["few"].add_argument("--arm", choices=FEW_ARMS, required=True)
     flags["few"].add_argument("--seed", type=int, default=0, metavar="N")
     flags["few"].add_argument("--flags", default="--amp bf16", metavar="FLAGS", help="more (default: %(default)s)")
-    flags["curves"].add_argument("out", type=common.check_picture, metavar="OUT.png")
+    flags["curves"].add_argument("out", metavar="OUT.png")
     args = parser.parse_args(argv)
     args.function(args)
 

@@ -3,12 +3,12 @@
     python tests/tools/simulated_device.py FOLDER                                                one process
     python -m torch.distributed.run --nproc_per_node=2 tests/tools/simulated_device.py FOLDER    two, in DDP
 
-Its tensors say that they lie on `sim`, and the CPU computes them. Operations on tensors of both devices raise, as on a
-GPU. Collectives on the CPU's tensors raise, as with NCCL. Whatever makes a program wait for a GPU is counted by the
-line of ours that asked for it: reading a value, a shape that depends on values, a copy that blocks. Every script runs
-whole on the CPU and on `sim`, and is stopped and resumed on the way there. FOLDER/found.json then has {case: {"cpu":
-records of metrics.jsonl, "sim": the same, "waits": {line: count} in training steps}}. Under "noticed" it has what was
-seen of code that is wrong on purpose. Speed, memory, a GPU's own kernels and bf16 it cannot show.
+Its tensors say that they lie on `sim`, and the CPU computes them. Operations and collectives on tensors of both devices
+raise, as on a GPU. Whatever makes a program wait for a GPU is counted by the line of ours that asked for it: reading a
+value, a shape that depends on values, a copy that blocks. Every script runs whole on the CPU and on `sim`, and is
+stopped and resumed on the way there. FOLDER/found.json then has {case: {"cpu": records of metrics.jsonl, "sim": the
+same, "waits": {line: count} in training steps}}. Under "noticed" it has what was seen of code that is wrong on purpose.
+Speed, memory, a GPU's own kernels and bf16 it cannot show.
 """
 
 import collections
@@ -26,7 +26,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from torch.utils import backend_registration
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, return_and_correct_aliasing
+from torch.utils._python_dispatch import TorchDispatchMode, return_and_correct_aliasing
 from torch.utils._pytree import tree_leaves, tree_map
 
 ROOT = Path(__file__).parents[2]
@@ -88,8 +88,8 @@ def wrap(x):
 def compute(function, args, kwargs):
     tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
     here = any(isinstance(x, OnDevice) for x in tensors)
-    if function.namespace == "c10d" and not all(isinstance(x, OnDevice) for x in tensors):
-        raise RuntimeError(f"{function} on a tensor of the CPU")
+    if function.namespace == "c10d" and here and not all(isinstance(x, OnDevice) for x in tensors):
+        raise RuntimeError(f"{function} on tensors of both devices")
     to = torch.device(kwargs["device"]).type if kwargs.get("device") is not None else None
     if to == "sim":
         kwargs = kwargs | dict(device="cpu")
@@ -243,27 +243,6 @@ def evaluate(case, run, out, device):
         return module.main(module.parse_args([str(run), "--workers", "0", "--device", "cpu", *flags])), inside
 
 
-def unseen(function):
-    """The function, without the simulation: what torch brings to NCCL itself, and what goes over gloo anyway."""
-
-    def call(*args, **kwargs):
-        with _disable_current_modes():
-            return function(*args, **kwargs)
-
-    return call
-
-
-def unseen_signals(signals_noted):
-    """The context manager, with a `stopped` that is unseen: its all-reduce goes over gloo."""
-
-    @contextlib.contextmanager
-    def noted():
-        with signals_noted() as stopped:
-            yield unseen(stopped)
-
-    return noted
-
-
 def main(folder):
     library, folder = make_device(), Path(folder)  # what is registered ends with the library
     rank, world = (int(os.environ.get(name, default)) for name, default in (("RANK", 0), ("WORLD_SIZE", 1)))
@@ -272,8 +251,6 @@ def main(folder):
     with (
         mock.patch.object(common, "make_patterns", lambda n, *more, **named: few(FEWER[n], *more, **named)),
         mock.patch.object(dist, "destroy_process_group"),  # one group for all
-        mock.patch.object(dist, "all_gather_object", unseen(dist.all_gather_object)),
-        mock.patch.object(common, "signals_noted", unseen_signals(common.signals_noted)),
         contextlib.redirect_stdout(sys.stderr),
     ):
         for name, case in (CASES | EVALUATIONS).items():
