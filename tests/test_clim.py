@@ -4,23 +4,21 @@ import functools
 import itertools
 import math
 
-import conftest
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import info_nce, ks, unit, values
+from conftest import NANO, info_nce, ks, unit, values
 
 import clim
 import common
-import jcl
 
 TINY = "--arch nano --image-size 16 --batch-size 8 --queue 16 --dim 8 --device cpu".split()
 
 
 @pytest.fixture(autouse=True)
 def _nano(monkeypatch):
-    monkeypatch.setitem(common.ARCHS, "nano", ("resnet18", dict(conftest.NANO, zero_init_last=False)))
+    monkeypatch.setitem(common.ARCHS, "nano", ("resnet18", dict(NANO, zero_init_last=False)))
 
 
 def points(kind, n, dims=3, seed=0):
@@ -141,14 +139,6 @@ def test_kmeans_is_lloyds_algorithm(iterations):
     torch.testing.assert_close(clustered(x, 5, iterations)[0], lloyd(x, start, iterations), rtol=1e-9, atol=1e-12)
 
 
-def test_kmeans_in_float32():
-    """On a grid float32 has no rounding but of the means."""
-    x = points("grid", 50).float()
-    (c, a), (c32, a32) = (clim.kmeans(x, 6, 5, common.generator(0), dtype=d) for d in (torch.float64, torch.float32))
-    torch.testing.assert_close(c, c32)
-    assert torch.equal(a, a32) and c.dtype == c32.dtype == torch.float32
-
-
 @pytest.mark.parametrize("kind, n, m", [("repeated", 15, 5), ("repeated", 15, 9), ("equal", 6, 3), ("normal", 3, 50)])
 def test_kmeans_as_many_clusters_as_points(kind, n, m):
     """A cluster that comes out empty finds a point that has none of its own, so every point ends as a centre."""
@@ -255,6 +245,13 @@ def test_choose_positives(selection):
                 assert obeys(chosen, i, near[i], x.double(), centers.double(), assignment)
 
 
+@pytest.mark.parametrize("assignment, others", [([0], [{0}]), ([0, 1, 1, 0, 2], [{3}, {2}, {1}, {0}, {0, 1, 2, 3}])])
+def test_other_members_of_a_cluster(assignment, others):
+    """Never the image itself (D1), but if it is the only one. Who is alone in a cluster gets any other image."""
+    found = clim.random_members(torch.tensor(assignment), 200)
+    assert [{*row} for row in found.tolist()] == others
+
+
 # ------------------------------------------------------------------ CutMix, Eq. 3
 
 
@@ -351,28 +348,24 @@ def assert_same_views(a, b, views):
 
 
 @pytest.mark.parametrize(
-    "flags, views", [("", 4), ("--mix none", 3), ("--resolutions 16 12", 4), ("--local-crops 2 --local-size 8", 8)]
+    "flags, count", [("", 4), ("--mix none", 3), ("--resolutions 16 12", 4), ("--local-crops 2 --local-size 8", 8)]
 )
-def test_own_views_are_the_baselines(flags, views):
-    """Without a table there are two views, MoCo v2's. With one they stay, and others come, if they are used."""
-    own, more = drawn(data(NONE_YET, *flags.split())), drawn(data(table_of(40), *flags.split()))
-    assert (len(own[0]), len(more[0])) == (4 if "local" in flags else 2, views)
-    theirs = jcl.parse_args([*TINY, "--num-keys", "1"])
-    assert_same_views(own, drawn(common.ViewDataset(Grays(40), jcl.augmentation(theirs), theirs.seed)), 2)
-    assert_same_views(own, more, 2)
+def test_views_of_the_image_and_of_its_partner(flags, count):
+    """With a table its own views stay, and those of a partner come: one of its row, the same in all of them.
 
-
-@pytest.mark.parametrize("mix", ["cutmix", "none"])
-def test_views_of_the_partner(mix):
-    """It is one of the anchor's row, the same in all its views, cut inside its own bounds, each view for itself."""
+    Each is cut for itself, inside of its own image.
+    """
     table, images = table_of(40), Grays(40)
-    cuts, colours = drawn(data(table, "--mix", mix))
+    own, (cuts, colours) = (drawn(data(positives, *flags.split())) for positives in (NONE_YET, table))
+    assert_same_views(own, (cuts, colours), 2)
+    assert (len(own[0]), len(cuts)) == (4 if "local" in flags else 2, count)
     partner = cuts[2][0]
     assert all(p in table[i] for i, p in enumerate(partner.tolist()))
-    for view, (index, box, _) in enumerate(cuts):
-        bounds = images.sizes(index)
-        assert np.array_equal(index, partner if view >= 2 else np.arange(40))
-        assert (box[:, :2] >= 0).all() and (box[:, 2:] > 0).all() and (box[:, :2] + box[:, 2:] <= bounds).all()
+    for view, (index, box, size) in enumerate(cuts):
+        assert np.array_equal(index, partner if view in (2, 3, 5, 7) else np.arange(40))
+        assert size == (16 if view < 4 else 8)
+        assert (box[:, :2] >= 0).all() and (box[:, 2:] > 0).all()
+        assert (box[:, :2] + box[:, 2:] <= images.sizes(index)).all()
     for a, b in itertools.combinations(range(len(cuts)), 2):
         assert (cuts[a][1] == cuts[b][1]).all(1).mean() < 0.1 and (colours[:, a] == colours[:, b]).all(1).mean() < 0.1
 
@@ -383,14 +376,6 @@ def test_with_the_same_crop_a_key_has_the_box_of_its_query():
     boxes, plain = [box for _, box, _ in cuts], [box for _, box, _ in plain]
     assert all(np.array_equal(boxes[view], plain[of]) for view, of in enumerate((0, 0, 3, 3)))
     assert np.array_equal(colours, plain_colours)
-
-
-def test_local_crops_are_of_the_image_and_of_its_partner():
-    flags = "--local-crops 2 --local-size 8 --local-scale 0.05 0.14".split()
-    cuts, _ = drawn(data(table_of(40), *flags))
-    for view, (index, box, size) in enumerate(cuts[4:]):
-        assert size == 8 and np.array_equal(index, cuts[0][0] if view % 2 == 0 else cuts[2][0])
-        assert (box[:, 2] * box[:, 3] / Grays(40).sizes(index).prod(1)).mean() == pytest.approx(0.095, abs=0.02)
 
 
 def test_partners_are_drawn_uniformly_and_anew_each_epoch():
@@ -427,10 +412,10 @@ def test_views_are_cut_from_the_right_images():
 # ------------------------------------------------------------------- the model
 
 
-def tiny(flags=(), module=clim, name="CLIM"):
-    args = module.parse_args([*TINY, *flags])
+def tiny(flags=()):
+    args = clim.parse_args([*TINY, *flags])
     torch.manual_seed(0)
-    model = module.split_batch_norms(getattr(module, name)(args), args.bn_groups).double()
+    model = clim.split_batch_norms(clim.CLIM(args), args.bn_groups).double()
     for p in (*model.momentum_backbone.parameters(), *model.momentum_projector.parameters()):
         p.add_(0.1 * torch.randn_like(p))  # so that the two encoders differ
     return model
@@ -534,7 +519,7 @@ def test_refresh_embeds_with_the_momentum_encoder(monkeypatch, capsys):
     monkeypatch.setitem(common.NORMS, "patterns", (mean, std))
     array, labels = common.make_patterns(30, 16, 0)
     labels[::2] = -1  # without a label nothing is known of a pair
-    images, model = common.ImageSet("patterns", labels, common.PATTERNS, array), tiny().float()
+    images, model = common.ImageSet(array, labels), tiny().float()
     model([x.float() for x in random_views(2)], 0, False)
     positives = torch.full((30, 3), -1, dtype=torch.int32)
     clim.refresh(args, model, images, torch.device("cpu"), 0, positives)
@@ -554,27 +539,7 @@ def test_positives_are_chosen_at_the_start_and_every_few_epochs():
     assert [epoch for epoch in range(10) if clim.choice_is_due(args, epoch)] == [3, 5, 7, 9]
 
 
-@pytest.mark.parametrize("flags, rows", [("", 6), ("--mix none --resolutions 16 16", 3), ("--selection none", 2)])
-def test_show_views(flags, rows, tmp_path, monkeypatch):
-    """A row per view, then the mix of training's first step, and the mix with its box in a red frame."""
-    sheets = []
-    monkeypatch.setattr(common, "save_views", lambda *sheet: sheets.append(sheet))
-    clim.main(clim.parse_args([*TINY, *flags.split(), "--show-views", "views.png", "--out", str(tmp_path / "run")]))
-    ((_, views, labels),) = sheets
-    sheet = dict(zip(labels, views, strict=True))
-    assert len(sheet) == rows
-    if rows == 6:
-        query, partner = sheet["query"], sheet["positive's query"]
-        trained, _ = clim.mix(clim.parse_args(TINY), query, partner, step=0)
-        top, bottom, left, right = box_of(trained[0], query[0], partner[0])
-        red = (sheet["its box, framed"] == torch.tensor([1.0, 0.0, 0.0]).view(3, 1, 1)).all(1)
-        around = torch.zeros(16, 16, dtype=torch.bool)
-        around[max(0, top - 1) : bottom + 1, max(0, left - 1) : right + 1] = True
-        around[top:bottom, left:right] = False
-        assert torch.equal(sheet["mixed query"], trained) and all(torch.equal(r, around) for r in red)
-
-
-# --------------------------------------------------------------------- arguments
+# ----------------------------------------------------------------------- recipes
 
 
 def test_recipes():
@@ -586,6 +551,9 @@ def test_recipes():
     assert values(clim, f"{paper} --selection knn", "knn_k") == [10]  # Table 6
 
 
-def test_views_are_cut_at_the_largest_resolution():
+def test_resolutions():
+    """Views are cut at the largest. The baseline and Table 7's multi-crop have one."""
     for flags, *sizes in (("--resolutions 24 40", 40, 24), ("--image-size 48", 48), ("--dataset imagenet", 224, 160)):
         assert values(clim, flags, "resolutions image_size") == [tuple(sizes), sizes[0]]
+    for flags in ("--selection none", "--local-crops 2", "--resolutions 224"):
+        assert values(clim, f"--dataset imagenet {flags}", "resolutions") == [(224,)]
