@@ -16,6 +16,8 @@ import torch.nn.functional as F
 ROOT = Path(__file__).parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "tools")]
 METHODS = ["moco_jointcrop", "jcl", "clim", "logo", "patchmix"]
+# All of them, but without --slow one is tried
+JCL_AT_ONCE = [pytest.param(name, marks=[] if name == "jcl" else pytest.mark.slow) for name in METHODS]
 # What chooses another recipe or another form of a method.
 CHOICES = dict(
     moco_jointcrop=("--moco v1", "--moco v3", "--joint blur", "--joint either", "--variant released"),
@@ -52,7 +54,7 @@ def pytest_collection_modifyitems(config, items):
 @pytest.fixture(autouse=True)
 def _quiet(monkeypatch):
     torch.set_num_threads(1)  # a second one would wait for whatever else runs
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "TORCHELASTIC_ERROR_FILE"):
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
     before = set(multiprocessing.active_children())
     yield

@@ -1,24 +1,18 @@
-"""common.py against slow, obvious references: randomness, data, views, colour, flags, files."""
+"""common.py against slow, obvious references: randomness, colour, views, the loader, files."""
 
-import errno
-import gc
 import os
-import pickle
-import re
 import subprocess
 import sys
-import time
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
-import timm
 import torch
 import torchvision
 import torchvision.transforms.functional as TF
 from conftest import ks
 from PIL import Image
-from tiny import gradient, refused, unequal, write_tree
+from tiny import refused, unequal
 
 import common
 
@@ -53,15 +47,6 @@ def test_uniform_is_uniform_and_uncorrelated():
         assert ks((base - other) % 1) < 2 and not (base == other).any()
     assert abs(np.corrcoef(base.T) - np.eye(6)).max() < 4.5 / len(index) ** 0.5  # positions
     assert not (common.uniform(5, 0, index, 6) == common.uniform(0, 5, index, 6)).any()
-
-
-def test_generator_differs_by_each_key():
-    keys = [(a, b, c) for a in range(6) for b in range(6) for c in range(6)]
-    keys += [(0,), (1,), (0, 0), (0, 0, 0, 0), (0, 0, 0, 1), (10**12, 0, 0)]
-    draws = [tuple(torch.rand(3, generator=common.generator(*k)).tolist()) for k in keys]
-    assert len(set(draws)) == len(keys)
-    assert draws == [tuple(torch.rand(3, generator=common.generator(*k)).tolist()) for k in keys]
-    assert ks(np.array(draws)) < 2
 
 
 # -------------------------------------------------------------------- colour
@@ -99,23 +84,16 @@ def test_normalize_is_torchvisions():
     torch.testing.assert_close(common.normalize(x, mean, std), TF.normalize(x, mean, std), rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize("shape", [(21, 18), (18, 40), (33, 17)])
+@pytest.mark.parametrize("shape", [(21, 18), (18, 40), (33, 17), (9, 2), (1, 7)])
 def test_blur_is_torchvisions_with_a_wide_kernel(shape):
-    x, sigma = pictures(*shape), torch.tensor([0.1, 0.5, 1.0, 1.3, 2.0, 2.0, 3.0, 0.7], dtype=torch.float64)
-    kernel = 2 * min(shape) - 1  # over five sigma to each side
+    x = pictures(40, 40)[..., : shape[0], : shape[1]]
+    sigma = torch.tensor([0.1, 0.5, 1.0, 1.3, 2.0, 2.0, 3.0, 0.7], dtype=torch.float64)
+    kernel = 2 * min(shape) - 1  # over five sigma to each side, or as far as can be mirrored
     theirs = torch.stack([TF.gaussian_blur(image, kernel, s) for image, s in zip(x, sigma.tolist(), strict=True)])
     torch.testing.assert_close(common.gaussian_blur(x, sigma, 3.0), theirs, rtol=0, atol=1e-6)
     torch.testing.assert_close(common.gaussian_blur(x.float(), sigma, 3.0), theirs.float(), rtol=0, atol=2e-6)
     alone = common.gaussian_blur(x[1:2], sigma[1:2], 0.5), common.gaussian_blur(x[:6], sigma[:6], 2.0)[1:2]
     torch.testing.assert_close(*alone, rtol=0, atol=1e-15)  # whatever else is in the batch
-
-
-@pytest.mark.parametrize("shape", [(1, 1), (1, 7), (9, 2), (16, 16)])
-def test_blur_keeps_constants_and_sigma_zero_keeps_all(shape):
-    x = pictures(32, 32)[..., : shape[0], : shape[1]]
-    assert torch.equal(common.gaussian_blur(x, torch.zeros(8), 0.0), x)
-    flat = x[..., :1, :1].expand_as(x)
-    torch.testing.assert_close(common.gaussian_blur(flat, torch.linspace(0, 2, 8), 2.0), flat, rtol=0, atol=1e-12)
 
 
 def torchvision_colour(image, row):
@@ -131,7 +109,7 @@ def torchvision_colour(image, row):
     return TF.hflip(x) if p["flip"] else x
 
 
-STRONG = dict(jitter=(0.8, 0.8, 0.8, 0.2), jitter_p=0.8, gray_p=0.3, blur_p=0.5, solarize_p=0.3)
+STRONG = dict(jitter=(0.8, 0.8, 0.8, 0.2), jitter_p=0.8, gray_p=0.3, blur_p=0.5, blur_sigma=(0.1, 3), solarize_p=0.3)
 
 
 def drawn(n, size=(32, 32), seed=0, given=None, **changes):
@@ -167,12 +145,6 @@ def test_views_are_coloured_each_by_its_own_parameters():
     torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-6)
     normalised = common.colour_views(dict(views=views, colour=rows), CPU, norm=common.NORMS["cifar10"])
     assert all(map(torch.equal, normalised, (common.normalize(view, *common.NORMS["cifar10"]) for view in ours)))
-
-
-def test_a_view_without_colours_leaves_the_image():
-    x = torch.randint(0, 256, (24, 3, 9, 8), dtype=torch.uint8, generator=common.generator(6))
-    none = dict(jitter_p=0.0, gray_p=0.0, blur_p=0.0, solarize_p=0.0, flip_p=0.0)
-    assert torch.equal(common.colour(x, drawn(24, **none)[1]), x.float() / 255)
 
 
 def test_colours_have_their_probabilities_and_ranges():
@@ -273,8 +245,7 @@ def with_a_partner(index, sizes, draws):
 
 
 def some_images():
-    array, labels = common.make_patterns(37, 16, 3)
-    return common.ImageSet("patterns", labels, common.PATTERNS, array)
+    return common.ImageSet(*common.make_patterns(37, 16, 3))
 
 
 def make_loader(workers=0, draw=with_a_partner):
@@ -299,38 +270,29 @@ def test_worker_count_and_resuming_change_nothing():
     assert [tuple(t.shape) for t in first[0]] == [(8,), (8, 2, 9), (8, 3, 12, 12), (8, 3, 8, 8)]
     assert first[0][2].dtype == torch.uint8 and unequal(resumed, first[2:]) == [] != unequal(first, second)
     assert unequal(runs[0], runs[1]) == unequal(runs[0], runs[3]) == []
-    data = common.ViewDataset(some_images(), VIEWS, 5, draw=with_a_partner, extra_draws=1)
-    for i, index in enumerate(first[0][0].tolist()):  # each view is the one that `draw` asked for
-        draws = common.uniform(5, 0, np.array([index]), 2 * common.VIEW_DRAWS + 1)
-        cuts, colour = with_a_partner(np.array([index]), np.array([[16, 16]]), draws)
-        assert np.array_equal(first[0][1][i], np.concatenate(colour))
-        for v, (image_index, boxes, size) in enumerate(cuts):
-            expected = common.cut(data.images.array[image_index[0]], boxes[0], size)
-            assert np.array_equal(first[0][2 + v][i].permute(1, 2, 0), expected)
     # An image's views depend on (seed, epoch, index) alone, not on its batch.
-    alone = data.__getitems__([(1, int(second[3][0][5]))])
+    data = common.ViewDataset(some_images(), VIEWS, 5, draw=with_a_partner, extra_draws=1)
+    alone, changed = (data.__getitems__([(epoch, int(second[3][0][5]))]) for epoch in (1, 2))
     assert torch.equal(alone["views"][0][0], second[3][2][5]) and torch.equal(alone["colour"][0], second[3][1][5])
-    changed = data.__getitems__([(2, int(second[3][0][5]))])
     assert not torch.equal(changed["views"][0], alone["views"][0])
 
 
-def test_views_are_drawn_independently_as_declared():
-    """Without `draw`: each view has a crop and colours of its own, of the image's own pixels, in its own size."""
-    batch = common.ViewDataset(some_images(), VIEWS, 5).__getitems__([(1, i) for i in range(37)])
-    draws = np.split(common.uniform(5, 1, np.arange(37), 2 * common.VIEW_DRAWS), 2, axis=1)
-    for v, (view, own) in enumerate(zip(VIEWS, draws, strict=True)):
-        boxes, colours = common.draw_view(view, np.full((37, 2), 16), own)
-        expected = [common.cut(image, box, view.size) for image, box in zip(some_images().array, boxes, strict=True)]
+@pytest.mark.parametrize("draw", [None, with_a_partner])
+def test_views_are_those_that_are_drawn(draw):
+    """By the method's `draw`; without it, each view has a crop and colours of its own, as it is declared."""
+    images, index = some_images(), np.arange(37)
+    batch = common.ViewDataset(images, VIEWS, 5, draw=draw).__getitems__([(1, i) for i in index])
+    draws, sizes = common.uniform(5, 1, index, 2 * common.VIEW_DRAWS), np.full((37, 2), 16)
+    if draw is None:
+        parts = zip(VIEWS, np.split(draws, 2, axis=1), strict=True)
+        drawn = [(view.size, *common.draw_view(view, sizes, own)) for view, own in parts]
+        cuts, colours = [(index, boxes, size) for size, boxes, _ in drawn], [colour for *_, colour in drawn]
+    else:
+        cuts, colours = draw(index, sizes, draws)
+    for v, (rows, boxes, size) in enumerate(cuts):
+        expected = [common.cut(images.array[i], box, size) for i, box in zip(rows, boxes, strict=True)]
         assert np.array_equal(batch["views"][v].permute(0, 2, 3, 1), np.stack(expected))
-        assert np.array_equal(batch["colour"][:, v], colours)
-
-
-def test_the_loader_counts_what_it_waits():
-    loader, began = make_loader(), time.perf_counter()
-    for _ in loader:
-        time.sleep(0.02)
-    seconds = time.perf_counter() - began
-    assert 0 < loader.waited < seconds - 4 * 0.02 and began <= loader.began < began + seconds
+        assert np.array_equal(batch["colour"][:, v], colours[v])
 
 
 def rows_of(sampler, *where):
@@ -363,226 +325,35 @@ def test_processes_share_the_batches_of_one(world, monkeypatch):
     assert [sum(slices, []) for slices in zip(*parts, strict=True)] == whole
 
 
-# ----------------------------------------------------------------------- data
-
-
-@pytest.mark.parametrize("size", [8, 40])
-def test_patterns(size):
-    images, labels = common.make_patterns(200, size, 1)
-    assert images.shape == (200, size, size, 3) and images.dtype == np.uint8
-    assert np.bincount(labels).tolist() == [20] * 10 and (labels[:100] != np.sort(labels)[:100]).any()
-    again, other = common.make_patterns(200, size, 1), common.make_patterns(200, size, 2)
-    assert np.array_equal(images, again[0]) and np.array_equal(labels, again[1])
-    assert not np.array_equal(images, other[0]) and not np.array_equal(labels, other[1])
-    assert len(np.unique(images.reshape(200, -1), axis=0)) == 200 and images.reshape(200, -1).std(1).min() > 5
-
-
-MODES = "RGB png, RGB jpg, L png, L JPEG, P png, RGBA png, LA png, 1 png, CMYK jpg".split(", ")
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_images_of_any_mode_are_read_as_rgb(tmp_path, mode):
-    mode, extension = mode.split()
-    lossy, image, path = extension.lower().startswith("jp"), Image.fromarray(gradient()), tmp_path / f"x.{extension}"
-    image = image.convert(mode)
-    expected = np.asarray(image.convert("RGB"))
-    assert image.mode == mode
-    image.save(path, **({"quality": 100, "subsampling": 0} if lossy else {}))
-    read = common.read_image(path)
-    assert read.dtype == np.uint8 and read.shape == (12, 10, 3)
-    assert abs(read.astype(int) - expected).max() <= 6 * lossy
-
-
-@pytest.mark.parametrize("extension, tolerance", [("png", 0), ("jpg", 6), ("tif", 0)])
-def test_exif_rotation(tmp_path, extension, tolerance):
-    a, path = gradient(), tmp_path / f"x.{extension}"
-    half, across = a[::-1, ::-1], a.swapaxes(0, 1)
-    turned = [a, a[:, ::-1], half, a[::-1], across, np.rot90(a, -1), half.swapaxes(0, 1), np.rot90(a)]
-    for orientation, expected in enumerate([*turned, a, a], 1):  # 1 to 8; others mean nothing
-        exif = Image.Exif()
-        exif[0x0112] = orientation
-        Image.fromarray(a).save(path, exif=exif, **({"quality": 100, "subsampling": 0} if tolerance else {}))
-        read = common.read_image(path)
-        assert read.shape == expected.shape
-        assert abs(read.astype(int) - expected).max() <= tolerance, orientation
-
-
-@pytest.mark.parametrize("name, test_name", [("folder", "val"), ("imagenet", "test"), ("patterns", "val")])
-def test_a_layout_of_class_folders_is_read_whatever_the_name(tmp_path, test_name, name):
-    root = write_tree(
-        tmp_path, {"train/b": 3, "train/a/deep": 2, f"{test_name}/a": 1, f"{test_name}/b": 2, "unlabeled/x/y": 4}
-    )
-    (root / "train" / "a" / "notes.txt").write_text("not an image")
-    (root / "train" / ".hidden").mkdir()
-    train, test = (common.load_images(name, root, part) for part in (True, False))
-    assert train.classes == test.classes == ["a", "b"]
-    assert train.labels.tolist() == [0, 0, 1, 1, 1] and test.labels.tolist() == [0, 1, 1]
-    assert train.array.shape == (5, 12, 10, 3)
-    joined = common.load_images(name, root, unlabeled=True)
-    assert joined.labels.tolist() == [0, 0, 1, 1, 1, -1, -1, -1, -1] and joined.classes == ["a", "b"]
-    assert len(common.load_images(name, root, False, unlabeled=True)) == 3
-    for images in (joined, common.load_images(name, root, unlabeled=True, cache=False)):
-        known = images.labelled()
-        assert known.labels.tolist() == train.labels.tolist() and known.classes == train.classes
-        assert all(np.array_equal(known[i], train[i]) for i in range(5))
-    assert train.labelled() is train
-
-
-def test_cached_and_uncached_images_are_the_same(tmp_path):
-    root = write_tree(tmp_path, {"train/a": 20, "train/b": 17, "val/a": 1, "val/b": 1})
-    cached, paths = (common.load_images("folder", root, cache=c) for c in (True, False))
-    assert paths.array is None
-    assert cached.sizes(range(3)).tolist() == paths.sizes(np.array([4, 0, 9])).tolist() == [[12, 10]] * 3
-    keys = [(1, 3), (0, 36), (2, 20)]
-    a, b = (common.ViewDataset(images, VIEWS, 5).__getitems__(keys) for images in (cached, paths))
-    assert unequal(a, b) == []
-
-
-def test_trees_without_labels_and_mixed_sizes(tmp_path):
-    root = write_tree(tmp_path / "tree", ["x", "y/z"])
-    write_tree(tmp_path / "tree", ["w"], size=(14, 10))
-    tree = common.load_images("folder", root)
-    assert tree.labels.tolist() == [-1] * 9 and tree.classes == [] and tree.array is None and len(tree.labelled()) == 0
-    assert sorted(map(tuple, tree.sizes(range(9)).tolist())) == [(12, 10)] * 6 + [(14, 10)] * 3
-    assert all(tree[i].shape[:2] == tuple(tree.sizes([i])[0]) for i in range(9))
-    assert common.load_images("folder", root, train=False) is None
-    write_tree(tmp_path / "flat", ["train", "unlabeled"])
-    assert common.load_images("folder", tmp_path / "flat", unlabeled=True).labels.tolist() == [-1] * 6
-    assert common.load_images("folder", write_tree(tmp_path / "big", ["b"], 1, (97, 20))).array is None
-
-
-def test_files_are_listed_once_by_the_first_process(tmp_path, monkeypatch):
-    """As one array of bytes, in order; the other processes are told."""
-    for folder in range(20):
-        (tmp_path / "train" / f"c{folder:02}").mkdir(parents=True)
-        for i in range(30):
-            (tmp_path / "train" / f"c{folder:02}" / f"{i:02}.jpg").touch()
-    images = common.load_images("folder", tmp_path, cache=False)
-    expected = sorted(str(p) for p in (tmp_path / "train").rglob("*.jpg"))
-    assert [images.path(i) for i in range(600)] == expected and images.labels.tolist() == [i // 30 for i in range(600)]
-    assert isinstance(images.paths, np.ndarray) and images.paths.dtype.kind == "S"
-    found = images.paths, images.labels, images.classes
-    monkeypatch.setattr(common, "rank_and_world", lambda: (1, 2))
-    monkeypatch.setattr(common.dist, "is_initialized", lambda: True)
-    monkeypatch.setattr(common.dist, "broadcast_object_list", lambda told: told.__setitem__(0, found))
-    monkeypatch.setattr(common.os, "scandir", lambda _: pytest.fail("listed by the second process"))
-    again = common.load_images("folder", tmp_path, cache=False)
-    assert np.array_equal(again.paths, images.paths) and np.array_equal(again.labels, images.labels)
-
-
-MISTAKES = [
-    ("cifar10", lambda root: write_tree(root, ["a"]) / "a/2.png", "is not a folder"),
-    ("imagenet100", lambda root: None, "needs --data-dir DIR"),
-    ("folder", lambda root: None, "needs --data-dir DIR. For labels, DIR has train/ and val/"),
-    ("imagenet", lambda root: write_tree(root, ["a", "b"]), "has no train/ with one folder per class"),
-    ("folder", lambda root: root, "no image in /"),
-    ("folder", lambda root: write_tree(root, {"train/a": 2, "train/b": 0}), "/train/b: an image's name ends in"),
-]
-
-
-@pytest.mark.parametrize("name, make, words", MISTAKES)
-def test_what_cannot_be_loaded_is_one_line(tmp_path, capsys, name, make, words):
-    assert words in refused(capsys, common.load_images, name, make(tmp_path))
-
-
-def test_torchvision_data(tmp_path, capsys, monkeypatch):
-    class Fake:
-        def __init__(self, root, download, **split):
-            if split == {"train": False}:
-                raise RuntimeError("no connection\nat all")
-            self.classes, self.targets, self.labels = ["a", "b"], [0, 1], np.array([1, -1])
-            self.data = np.zeros((2, 3, 6, 5) if "split" in split else (2, 6, 5, 3), np.uint8)
-            seen.append(split)
-
-    seen = []
-    for name in ("STL10", "CIFAR10"):
-        monkeypatch.setattr(torchvision.datasets, name, Fake)
-    for name, more, labels in (("stl10", False, [1, -1]), ("stl10", True, [1, -1]), ("cifar10", False, [0, 1])):
-        images = common.load_images(name, tmp_path, unlabeled=more)
-        assert images.array.shape == (2, 6, 5, 3) and images.classes == ["a", "b"] and images.labels.tolist() == labels
-    assert seen == [{"split": "train"}, {"split": "train+unlabeled"}, {"train": True}]
-    assert "no connection" in refused(capsys, common.load_images, "cifar10", tmp_path, False)
-
-
-def test_one_process_of_all_downloads_first_then_one_of_each_node(tmp_path, monkeypatch):
-    """Its files may be on a disk that the nodes share."""
-    waits = []
-    monkeypatch.setattr(torchvision.datasets, "CIFAR10", lambda *_, **__: order.append(len(waits)) or 1 / 0)
-    monkeypatch.setattr(common.dist, "is_initialized", lambda: True)
-    monkeypatch.setattr(common.dist, "barrier", lambda: waits.append(1))
-    order = []
-    for rank, local in ((0, 0), (1, 1), (2, 0), (3, 1)):
-        waits.clear()
-        monkeypatch.setenv("RANK", str(rank))
-        monkeypatch.setenv("LOCAL_RANK", str(local))
-        with pytest.raises(ZeroDivisionError):
-            common.load_images("cifar10", tmp_path)
-    assert order == [0, 2, 1, 2]  # after how many barriers
-
-
-def test_imagenet100(tmp_path):
-    synsets = timm.data.ImageNetInfo("imagenet-1k").label_names()
-    assert len(common.IMAGENET100) == len(set(common.IMAGENET100)) == 100 and set(common.IMAGENET100) <= set(synsets)
-    more = [s for s in synsets if s not in common.IMAGENET100][:4]
-    folders = [f"{part}/{c}" for part in ("train", "val") for c in (*common.IMAGENET100, *more)]
-    root = write_tree(tmp_path, folders, 1, (2, 2))
-    for part in (True, False):
-        images = common.load_images("imagenet100", root, part)
-        assert images.classes == sorted(common.IMAGENET100) and images.labels.tolist() == list(range(100))
-        assert len(common.load_images("imagenet", root, part).classes) == 104
-
-
 # ---------------------------------------------------------------------- files
 
 STATE = {"x": torch.arange(100.0), "step": 7, "lr": [0.1, 2.0], "nested": {"y": torch.zeros(2, 3, dtype=torch.int64)}}
-
-
-def test_checkpoints_are_read_back_by_us_and_by_torch(tmp_path):
-    path = tmp_path / "last.pt"
-    common.write_file(path, STATE)
-    for state in (common.load_checkpoint(path), torch.load(path, weights_only=True)):
-        torch.testing.assert_close(state, STATE, rtol=0, atol=0)
-    assert [*tmp_path.iterdir()] == [path]
-
-
-@pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_values_that_are_not_finite_are_never_written(tmp_path, capsys, value):
-    state = {"nested": [{"x": torch.tensor([1.0, value])}]}
-    assert "not finite" in refused(capsys, common.write_file, tmp_path / "last.pt", state)
-    assert not list(tmp_path.iterdir())
 
 
 def test_damage_is_found(tmp_path, capsys):
     """Flipped bits and cut ends: what is read is right, or nothing is."""
     path = tmp_path / "last.pt"
     common.write_file(path, STATE)
+    torch.testing.assert_close(torch.load(path, weights_only=True), STATE, rtol=0, atol=0)
     data, refusals = path.read_bytes(), 0
 
-    def is_right_or_refused():
-        try:
-            return torch.testing.assert_close(common.load_checkpoint(path), STATE, rtol=0, atol=0) is not None
-        except SystemExit as stop:
-            return stop.code == 2
+    def is_refused():
+        try:  # what is read is right
+            torch.testing.assert_close(common.load_checkpoint(path), STATE, rtol=0, atol=0)
+        except SystemExit:
+            return True
+        return False
 
     entries = data.index(b"PK\1\2")  # bit 4 of one: an entry that claims to be a folder, of which torch reads no bytes
-    flips = [(i, i % 8) for i in range(0, len(data), 5)] + [(i, 4) for i in range(entries, len(data))]
+    flips = [(i, i % 8) for i in range(0, len(data), 13)] + [(i, 4) for i in range(entries, len(data))]
     for position, bit in flips:
         path.write_bytes(data[:position] + bytes([data[position] ^ (1 << bit)]) + data[position + 1 :])
-        refusals += is_right_or_refused()
+        refusals += is_refused()
     assert refusals > len(flips) / 2
     for length in [0, 1, *range(40, len(data), 97), len(data) - 1]:
         path.write_bytes(data[:length])
-        assert is_right_or_refused()
+        assert is_refused()
     capsys.readouterr()
-
-
-def test_what_is_no_checkpoint_is_one_line(tmp_path, capsys):
-    path = tmp_path / "last.pt"
-    assert f"no checkpoint at {path}" in refused(capsys, common.load_checkpoint, path)
-    path.write_bytes(b"nothing")
-    assert f"{path} is damaged" in refused(capsys, common.load_checkpoint, path)
-    torch.save([1, 2], path)
-    assert f"{path} is not a last.pt" in refused(capsys, common.load_run, SimpleNamespace(out=tmp_path), None)
 
 
 class Hostile:
@@ -593,72 +364,15 @@ class Hostile:
         return open, (str(self.path), "w")
 
 
-SAVES = {
-    "torch": torch.save,
-    "old torch": lambda state, path: torch.save(state, path, _use_new_zipfile_serialization=False),
-    "pickle": lambda state, path: path.write_bytes(pickle.dumps(state, 2)),
-}
-
-
-@pytest.mark.parametrize("save", SAVES)
-@pytest.mark.parametrize("load", [common.load_checkpoint, common.load_backbone])
-def test_a_hostile_pickle_is_not_run(tmp_path, capsys, save, load):
+@pytest.mark.parametrize("zipped", [True, False])
+def test_a_hostile_pickle_is_not_run(tmp_path, capsys, zipped):
     path, victim = tmp_path / "backbone.pt", tmp_path / "victim"
-    SAVES[save]({"timm_name": "resnet18", "state_dict": Hostile(victim)}, path)
-    refused(capsys, load, path)
+    torch.save({"state_dict": Hostile(victim)}, path, _use_new_zipfile_serialization=zipped)
+    refused(capsys, common.load_checkpoint, path)
     assert not victim.exists()
 
 
-@pytest.mark.parametrize("error", [OSError("disk full"), RuntimeError("disk full"), ValueError("wrong")])
-def test_write_whole_is_all_or_nothing(tmp_path, capsys, error):
-    """What a disk can do is one line (torch's writer makes a RuntimeError of it); all else passes through."""
-    path = tmp_path / "file"
-    common.write_whole(path, lambda t: t.write_text("old"))
-
-    def half(temporary):
-        temporary.write_text("ne")
-        raise error
-
-    if isinstance(error, OSError | RuntimeError):
-        line = refused(capsys, common.write_whole, path, half)
-        assert str(path) in line and re.search(r"disk full.*free on its disk: \d+ MiB", line)
-    else:
-        with pytest.raises(type(error)):
-            common.write_whole(path, half)
-        next(tmp_path.glob("file.*.tmp")).unlink()
-    assert path.read_text() == "old" and list(tmp_path.iterdir()) == [path]
-    common.write_whole(path, lambda t: t.write_text("new"))
-    assert path.read_text() == "new" and list(tmp_path.iterdir()) == [path]
-
-
-@pytest.mark.parametrize("error", [OSError(errno.ESTALE, "stale"), RuntimeError("stale")])
-def test_a_write_that_fails_once_is_tried_again(tmp_path, monkeypatch, error):
-    pauses = []
-    monkeypatch.setattr(common.time, "sleep", pauses.append)
-
-    def write(temporary):
-        temporary.write_text("new")
-        if not pauses:
-            raise error
-
-    common.write_whole(tmp_path / "file", write)
-    assert (tmp_path / "file").read_text() == "new" and pauses == [1] and len([*tmp_path.iterdir()]) == 1
-
-
-def test_a_configuration_is_read_or_empty(tmp_path):
-    assert common.read_config(tmp_path) == {}
-    for content, found in (("{", {}), ("[]", {}), ("null", {}), ('{"lr": 0.1}', {"lr": 0.1})):
-        (tmp_path / "config.json").write_text(content)
-        assert common.read_config(tmp_path) == found
-
-
-def test_differences_of_configurations_are_named():
-    """Operating values may differ."""
-    old = dict(method="m", lr=0.1, jitter=(0.4, 0.1), workers=2, out="x", max_steps=None)
-    assert common.differences(old, old | dict(workers=9, out="y", max_steps=5)) == []
-    assert common.differences(old, old | dict(lr=0.2, new=1)) == ["lr was 0.1, is 0.2", "new was None, is 1"]
-    assert common.differences(old, old | dict(lr=0.2, method="n"), ["method"]) == ["method was m, is n"]
-
+# ------------------------------------------------------------- loader workers
 
 ENDED = """
 import multiprocessing, time
@@ -668,41 +382,34 @@ user.start()
 batches = iter(test_common.make_loader(2))
 next(batches)
 workers = [child for child in multiprocessing.active_children() if child is not user]
+workers[0].kill()
+try:
+    list(batches)
+except common.BadImage as error:
+    print(str(error).count("DataLoader worker"))
 common.end_workers()
 for worker in workers:
     worker.join(10)
 print(len(workers), [worker.is_alive() for worker in workers], user.is_alive(), flush=True)
 user.kill()
-loader = test_common.make_loader(2)
-for batch in loader:
+for batch in test_common.make_loader(2):
     raise ValueError("boom")
 """
 
 
-def test_the_end_of_the_loaders_leaves_other_child_processes_alive():
-    """end_workers kills what loaders started, and nothing of a user's own.
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere workers are not forked")
+def test_how_loader_workers_end():
+    """A killed worker becomes a BadImage, so that what is made is saved.
 
-    A run that raises ends in spite of a loader that is still alive, and its error is the last thing on the screen.
+    end_workers kills what loaders started, and nothing of a user's own. A run that raises ends in spite of a loader
+    that is still alive, and its error is the last thing on the screen.
     """
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     done = subprocess.run([sys.executable, "-c", ENDED], env=environment, capture_output=True, text=True, timeout=60)
-    assert done.stdout == "2 [False, False] True\n", done.stderr
+    assert done.stdout == "1\n2 [False, False] True\n", done.stderr
     assert done.returncode == 1 and done.stderr.endswith("ValueError: boom\n"), done.stderr
 
 
 def test_only_loaders_with_workers_have_a_timeout():
-    loaders = [common.Loader([0], torch.device("cpu"), workers) for workers in (0, 1)]
-    assert [loader.timeout for loader in loaders] == [0, 1800]
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="open files are counted in /proc")
-def test_evaluations_leave_no_files_open():
-    """A long run evaluates often, each time with new workers."""
-    images = common.ImageSet("x", [0] * 4, ["a"], np.zeros((4, 8, 8, 3), np.uint8))
-    info = dict(image_size=8, mean=(0, 0, 0), std=(1, 1, 1), interpolation="bilinear")
-    counts = []
-    for _ in range(5):
-        common.extract_features(torch.nn.Flatten(), images, info, torch.device("cpu"), workers=2)
-        gc.collect()
-        counts.append(len(os.listdir("/proc/self/fd")))
-    assert min(counts[2:]) <= counts[1]  # the first may open what stays; on a busy machine workers end late
+    assert [common.Loader([0], CPU, workers).timeout for workers in (0, 1)] == [0, 1800]

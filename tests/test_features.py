@@ -3,7 +3,6 @@
 import argparse
 import math
 import os
-import socket
 
 import numpy as np
 import pytest
@@ -13,11 +12,10 @@ import torch.distributed as dist
 import torch.nn.functional as F
 import torchvision.transforms.functional as TF
 from PIL import Image
-from test_common import refused
+from tiny import free_port, refused
 from torch import nn
 
 import common
-import jcl
 
 CPU = torch.device("cpu")
 
@@ -25,12 +23,12 @@ CPU = torch.device("cpu")
 def test_evaluation_crop_is_resize_then_centre_crop():
     y, x = np.mgrid[:80, :120] / 20
     image = np.stack([np.sin(x + c) * np.cos(y - c) for c in range(3)], 2) * 127 + 128
-    images = common.ImageSet("folder", [0], ["a"], image.astype(np.uint8)[None])
-    ours = common.CentreCrops(images, 28)[0][0].float()
+    images = common.ImageSet(image.astype(np.uint8)[None])
+    ours = common.CentreCrops(images, 28)[0].float()
     theirs = TF.center_crop(TF.resize(Image.fromarray(images[0]), 32), 28)
     assert ours.shape == (3, 28, 28) and abs(ours - TF.pil_to_tensor(theirs).float()).mean() < 1
-    exact = common.ImageSet("folder", [0], ["a"], images.array[:, :28, :28])
-    assert np.array_equal(common.CentreCrops(exact, 28)[0][0].permute(1, 2, 0), exact[0])
+    exact = common.ImageSet(images.array[:, :28, :28])
+    assert np.array_equal(common.CentreCrops(exact, 28)[0].permute(1, 2, 0), exact[0])
 
 
 def slow_knn(train_x, train_y, test_x, k, temperature, num_classes):
@@ -83,16 +81,18 @@ INFO = dict(image_size=16, mean=(0.4, 0.5, 0.6), std=(0.2, 0.3, 0.4), interpolat
 
 
 def pattern_set(n, size=16):
-    array, labels = common.make_patterns(n, size, 0)
-    return common.ImageSet("patterns", labels, common.PATTERNS, array)
+    return common.ImageSet(*common.make_patterns(n, size, 0), common.PATTERNS)
 
 
-@pytest.mark.parametrize("batch_size, workers, training", [(256, 0, True), (4, 2, False), (1, 0, False)])
-def test_features_are_a_plain_loops(batch_size, workers, training):
-    encoder, images = Tiny().train(training), pattern_set(11)
-    features, labels = common.extract_features(encoder, images, INFO, CPU, batch_size, workers)
-    assert labels.tolist() == images.labels.tolist()
-    assert all(m.training == training for m in encoder.modules())
+@pytest.mark.parametrize("batch_size, workers", [(256, 0), (4, 2), (1, 0)])
+def test_features_are_a_plain_loops(batch_size, workers):
+    """The encoder's modes and statistics stay: those of a user's frozen batch norm, too."""
+    encoder, images = Tiny().train(), pattern_set(11)
+    encoder[1].eval()
+    modes, statistics = [m.training for m in encoder.modules()], encoder[1].running_mean.clone()
+    features = common.extract_features(encoder, images, INFO, CPU, batch_size, workers)
+    assert [m.training for m in encoder.modules()] == modes and encoder[1].running_mean.equal(statistics)
+    assert common.output_width(encoder, 16, 20) == 24 == features.shape[1]
     encoder.double().eval()
     mean, std = (torch.tensor(INFO[k], dtype=torch.float64).view(3, 1, 1) for k in ("mean", "std"))
     for image, feature in zip(images.array, features, strict=True):
@@ -100,20 +100,13 @@ def test_features_are_a_plain_loops(batch_size, workers, training):
         torch.testing.assert_close(feature.double(), encoder(x[None]).flatten(), rtol=1e-5, atol=1e-5)
 
 
-def test_features_that_are_not_finite_name_the_first_image(capsys):
+def test_features_that_are_not_finite_are_refused(capsys):
     class Wild(nn.Module):
         def forward(self, x):
-            return torch.arange(len(x))[:, None] / (torch.arange(len(x))[:, None] < 3)
+            return torch.tensor([[1.0], [math.inf]])[: len(x)]
 
-    line = refused(capsys, common.extract_features, Wild(), pattern_set(5), INFO, CPU)
-    assert "features of image 3 of patterns are not finite" in line
-
-
-def test_knn_labels_may_be_any_integers(capsys):
-    """-1 is none: it has no vote, and is not counted."""
-    x, y = torch.eye(4), torch.tensor([-7, 10**9, -1, 3])
-    assert common.knn_accuracy(x, y, x, torch.tensor([-7, 5, -1, 3]), (1, 9), 0.07)[1] == 200 / 3
-    assert "labels of two classes" in refused(capsys, common.knn_accuracy, x, y.clamp(-1, 0), x, y, (1,), 0.07)
+    assert "images" in refused(capsys, common.extract_features, Wild(), pattern_set(2), INFO, CPU)
+    assert common.extract_features(Wild(), pattern_set(1), INFO, CPU).tolist() == [[1]]
 
 
 RUN = argparse.Namespace(workers=0, amp="off", arch="own", image_size=16, patch_size=8, norm="patterns")
@@ -122,10 +115,10 @@ RUN.interpolation, RUN.method, RUN.evaluated = "bilinear", "m", "query"
 
 def test_a_runs_knn_leaves_out_what_has_no_label():
     images = pattern_set(60)
-    labels, array = np.r_[images.labels, [-1] * 20], np.r_[images.array, images.array[:20]]
-    joined = common.ImageSet("patterns", labels, common.PATTERNS, array)
-    found = [common.knn_record(RUN, Tiny(), bank, images, CPU) for bank in (images, joined)]
-    assert found[0] == found[1] and list(found[0]) == ["knn20_top1", "knn200_top1"]
+    array, labels = np.r_[images.array, images.array[:20]], np.r_[images.labels, [-1] * 20]
+    joined = common.ImageSet(array, labels, common.PATTERNS)
+    found = [common.knn_record(RUN, Tiny(), bank, test, CPU) for bank in (images, joined) for test in (images, joined)]
+    assert found[0] == found[1] == found[2] == found[3] and list(found[0]) == ["knn20_top1", "knn200_top1"]
 
 
 def sharded(rank=0, world=1, port=None, folder=None):
@@ -135,13 +128,12 @@ def sharded(rank=0, world=1, port=None, folder=None):
         torch.set_num_threads(1)
         dist.init_process_group("gloo")
     encoder, test = Tiny().train(), pattern_set(5)
-    result, test_x = [], common.extract_features(encoder, test, INFO, CPU)[0]
+    result, test_x = [], common.extract_features(encoder, test, INFO, CPU)
     for n in (7, 2, 1):  # banks: on three processes the second and third have parts without images
         images = pattern_set(n)
-        whole, labels = common.extract_features(encoder, images, INFO, CPU, batch_size=2)
-        part, own = common.extract_features(encoder, images, INFO, CPU, batch_size=2, whole=False)
+        whole = common.extract_features(encoder, images, INFO, CPU, batch_size=2)
+        part = common.extract_features(encoder, images, INFO, CPU, batch_size=2, whole=False)
         torch.testing.assert_close(part, common.own_rows(whole))
-        assert torch.equal(own, common.own_rows(labels)) and labels.tolist() == images.labels.tolist()
         assert len(part) == n // world + (rank < n % world)
         train_y = common.own_rows(torch.arange(n) % 3)
         result += [whole, common.knn_predict(part, train_y, test_x, (1, 2, 9), 0.1, 3)]
@@ -157,41 +149,20 @@ def sharded(rank=0, world=1, port=None, folder=None):
 
 @pytest.mark.parametrize("world", [2, 3])
 def test_several_processes_find_what_one_finds(tmp_path, world):
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
-    torch.multiprocessing.start_processes(sharded, (world, port, str(tmp_path)), nprocs=world, start_method="fork")
+    each = world, free_port(), str(tmp_path)
+    torch.multiprocessing.start_processes(sharded, each, nprocs=world, start_method="fork")
     one = [*sharded(), torch.arange(6.0).view(3, 2)]
     for rank in range(world):
         for a, b in zip(torch.load(tmp_path / f"{rank}.pt", weights_only=True), one, strict=True):
             torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
 
 
-def test_output_width_and_modes_that_stay():
-    """A user's frozen batch norm stays in evaluation mode, the rest in training mode."""
-    encoder = Tiny().train()
-    encoder[1].eval()
-    before = [m.training for m in encoder.modules()]
-    statistics = encoder[1].running_mean.clone()
-    features, _ = common.extract_features(encoder, pattern_set(2), INFO, CPU)
-    assert common.output_width(encoder, 16, 20) == 24 == features.shape[1]
-    assert [m.training for m in encoder.modules()] == before and encoder[1].running_mean.equal(statistics)
-
-
-def test_an_image_size_that_an_encoder_does_not_take_is_named(capsys):
+def test_an_encoder_that_does_not_take_images_of_each_size_is_refused(capsys):
+    """Or gives no (n, width), with one width."""
     flat = nn.Sequential(nn.Flatten(), nn.Linear(3 * 8 * 8, 4))
-    for wrong in (flat, nn.LSTM(3, 3)):
-        line = refused(capsys, common.output_width, wrong, *([8, 16] if wrong is flat else [16]))
-        assert type(wrong).__name__ in line and "(1, 3, 16, 16)" in line and "--image-size" in line
-    pool = nn.AvgPool2d(2)
-    line = refused(capsys, common.output_width, pool, 16)
-    assert "(1, 3, 8, 8), not (1, width): end it with torch.nn.Flatten()" in line
-    assert "other numbers of features for other sizes" in refused(capsys, common.output_width, nn.Flatten(), 8, 16)
-    vit = common.backbone_info("vit_micro", 16, 8)
-    line = refused(capsys, common.build_backbone, vit, sizes=[20])
-    assert "16, 20 px" in line and "divisible by patch size" in line
-    args = jcl.parse_args([])
-    assert "(1, 3, 32, 32)" in refused(capsys, jcl.JCL, args, flat)
+    for wrong, sizes in ((flat, (8, 16)), (nn.LSTM(3, 3), (16,)), (nn.AvgPool2d(2), (16,)), (nn.Flatten(), (8, 16))):
+        assert "16" in refused(capsys, common.output_width, wrong, *sizes)
+    refused(capsys, common.build_backbone, common.backbone_info("vit_micro", 16, 8), sizes=[20])
 
 
 def test_embedding_health():
@@ -201,8 +172,6 @@ def test_embedding_health():
     assert good["std"] == pytest.approx(1, abs=0.01) and 15.8 < good["rank"] <= 16.001
     assert flat == pytest.approx(dict(std=0, rank=1), abs=1e-3)
     assert 3 < common.embedding_health(q[:5])["rank"] < 4.001  # five centred points span four dimensions
-    line = common.embedding_health(q[:40, :3] * torch.tensor([1.0, 0, 0]) + torch.tensor([0, 1.0, 0]))
-    assert line["rank"] < 2.001
     x = torch.randn(12, 5, generator=g) * 7
     a = x.double() / x.double().square().sum(1, keepdim=True).sqrt()
     share = torch.linalg.eigvalsh((a - a.mean(0)).T @ (a - a.mean(0))).clamp_min(0).sqrt()
@@ -216,11 +185,11 @@ def test_embedding_health():
 # ------------------------------------------------------------------ backbones
 
 
-MODELS = ["vit_micro 32 8 timm", "resnet_micro 32 2 timm", "resnet18 32 2 3x3", "resnet_mini 32 2 3x3-s2"]
+MODELS = ["vit_micro 32 8 timm", "resnet_micro 96 2 timm", "resnet18 32 2 3x3", "resnet_mini 32 2 3x3-s2"]
 
 
-@pytest.mark.parametrize("model", [*MODELS, "resnet_micro 96 16 timm"])
-def test_backbones_are_read_back(tmp_path, capsys, model):
+@pytest.mark.parametrize("model", MODELS)
+def test_backbones_are_read_back(tmp_path, model):
     torch.manual_seed(0)
     arch, size, patch, stem = model.split()
     info = common.backbone_info(arch, int(size), int(patch), method="m", encoder="query")
@@ -243,15 +212,6 @@ def test_backbones_are_read_back(tmp_path, capsys, model):
         model.maxpool = nn.Identity()
     model.load_state_dict(plain["state_dict"], strict=True)
     assert torch.equal(model.eval()(x), backbone(x))
-    if arch.startswith("vit"):
-        assert loaded(torch.randn(2, 3, 48, 48)).shape == backbone(x).shape
-    weights = backbone.state_dict()
-    name = list(weights)[3]
-    missing = {k: v for k, v in weights.items() if k != name}
-    for wrong in (missing, weights | {"more": torch.ones(1)}, weights | {name: torch.ones(1, 7)}):
-        common.write_file(tmp_path / "backbone.pt", info | {"state_dict": wrong})
-        line = refused(capsys, common.load_backbone, tmp_path)
-        assert ("more" if "more" in wrong else name) in line
 
 
 def test_last_pt_holds_both_encoders(tmp_path, capsys):
@@ -272,23 +232,17 @@ def test_last_pt_holds_both_encoders(tmp_path, capsys):
     ]:
         loaded, said = common.load_backbone(where, encoder)
         assert said["encoder"] == (encoder or "momentum") and torch.equal(loaded(x), expected(x))
-    assert "momentum encoder only" in refused(capsys, common.load_backbone, tmp_path / "backbone.pt", "query")
-    assert "no checkpoint" in refused(capsys, common.load_backbone, tmp_path / "none")
+    refused(capsys, common.load_backbone, tmp_path / "backbone.pt", "query")
     common.write_file(tmp_path / "other.pt", {"state_dict": {}, "epoch": 3})
-    assert "not a checkpoint" in refused(capsys, common.load_backbone, tmp_path / "other.pt")
+    (name, weight), *others = momentum.state_dict().items()
+    for wrong in ({}, {name: torch.ones(1, 7)}, {name: weight, "more": torch.ones(1)}):
+        common.write_file(tmp_path / "backbone.pt", info | {"state_dict": dict(others) | wrong})
+        assert ("more" if "more" in wrong else name) in refused(capsys, common.load_backbone, tmp_path)
+    for name in ("none", "other.pt"):
+        assert name in refused(capsys, common.load_backbone, tmp_path / name)
     query_only = {k: v for k, v in weights.items() if not k.startswith("momentum_")}
     common.write_file(tmp_path / "last.pt", state | {"model": query_only, "backbone": info | {"encoder": "query"}})
     refused(capsys, common.load_backbone, tmp_path, "momentum")
-
-
-@pytest.mark.parametrize("arch", ["resnet10t", "resnetv2_18", "vit_relpos_small_patch16_224", "deit_tiny_patch16_224"])
-def test_any_timm_model_is_built_or_refused_in_a_line(capsys, arch):
-    try:
-        backbone = common.build_backbone(common.backbone_info(arch, 32, 8)).eval()
-    except SystemExit:
-        assert capsys.readouterr().err.count("\n") == 1
-    else:
-        assert backbone(torch.randn(2, 3, 32, 32)).shape == (2, backbone.num_features)
 
 
 def test_stem_arch_and_patch_size(capsys):
@@ -296,5 +250,5 @@ def test_stem_arch_and_patch_size(capsys):
     assert [common.backbone_info("resnet_mini", size, 2)["stem"] for size in (32, 96)] == ["3x3-s2", "timm"]
     called = [common.arch_name(common.backbone_info(arch, 32, 4)) for arch in (*common.ARCHS, "resnet10t", None)]
     assert called == [*common.ARCHS, "resnet10t", "own encoder"]
-    assert "unknown --arch" in refused(capsys, common.backbone_info, "resnet_nano", 32, 2)
-    assert "does not divide" in refused(capsys, common.backbone_info, "vit_micro", 32, 5)
+    assert "resnet_none" in refused(capsys, common.backbone_info, "resnet_none", 32, 2)
+    assert "--patch-size" in refused(capsys, common.backbone_info, "vit_micro", 32, 5)

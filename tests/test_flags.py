@@ -1,8 +1,10 @@
-"""Every value of a recipe is a flag: it is listed with its default, it holds as given, and it acts somewhere."""
+"""Each row of HYPERPARAMETERS is a flag: listed with its default, held to its limits, kept as typed; and it acts."""
 
 import functools
 import importlib
+import itertools
 import json
+import math
 import re
 import tempfile
 
@@ -14,26 +16,10 @@ from tiny import flat
 import common
 
 
-class Caught(Exception):
-    pass
-
-
-@functools.cache
-def flags_of(method):
-    """{name: argparse action} of a method's flags that change what is computed."""
-
-    def catch(parser, *_):
-        raise Caught(parser)
-
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(Caught) as caught:
-        patch.setattr(common, "parse", catch)
-        importlib.import_module(method).parse_args([])
-    (parser,) = caught.value.args
-    return {
-        a.dest: a
-        for a in parser._actions
-        if a.dest not in {*common.OPERATING, "dataset", "init", "init_prefix", "help"}
-    }
+def table(method):
+    """{name: (value, what it is, limits or words)} of a method."""
+    groups = importlib.import_module(method).HYPERPARAMETERS
+    return {name: row for rows in groups.values() for name, row in rows.items()}
 
 
 def recipe_of(method, flags):
@@ -44,9 +30,6 @@ def recipe_of(method, flags):
         patch.setattr(module, "recipe", lambda chosen: found.append(choose(chosen)) or found[-1])
         module.parse_args(flags)
     return found[0]
-
-
-# ------------------------------------------------------------------ the help
 
 
 CHOSEN = [(method, f"--dataset {dataset}") for method in METHODS for dataset in common.DATASETS]
@@ -64,29 +47,44 @@ def test_help_lists_every_value_of_the_recipe_with_its_default(method, flags, ca
     text = capsys.readouterr().out
     for name, value in recipe_of(method, flags).items():
         (line,) = re.findall(rf"^  {common.option(name)}[ ,].*\n(?:   .*\n)*", text, re.M)
-        assert line.rstrip().endswith(f"(default: {common.shown(value)})"), line
+        assert value is False or line.rstrip().endswith(f"(default: {common.shown(value)})"), line
         assert len(line.split("(default")[0].split()) > 3, f"{name} is not explained"
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_every_flag_is_of_a_recipe(method):
-    """Else it could act nowhere."""
-    variants = [flags.split() for one, flags in VARIANTS if one == method]
-    recipes = set().union(*(recipe_of(method, flags) for flags in variants))
-    assert {*flags_of(method)} - recipes == {"seed", "variant"}
+def test_table_and_recipes_have_the_same_names(method):
+    """Of the flags of every run only knn_every is a recipe's."""
+    chosen = [recipe_of(method, flags.split()) for one, flags in CHOSEN if one == method]
+    chosen += [recipe_of(method, flags.split()) for one, flags in VARIANTS if one == method]
+    assert set().union(*chosen) - {"knn_every"} == table(method).keys()
+    assert importlib.import_module(method).RECIPES.keys() == set(common.DATASETS)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_limits_and_words_hold(method, refused):
+    """Without limits a number is not below 0, and a text is free."""
+    parse = importlib.import_module(method).parse_args
+    for name, (value, _, *more) in table(method).items():
+        limits, flag = more[0] if more else (0, math.inf), common.option(name)
+        if isinstance(value, bool) or (isinstance(value, str) and not more):
+            continue
+        is_range = isinstance(limits, tuple) and not isinstance(limits[0], str)
+        for wrong in (limits[0] - 1, limits[1] * 2 + 1) if is_range else ("other",):
+            words = [flag, *[str(wrong)] * (len(value) if isinstance(value, tuple) else 1)]
+            assert flag in refused(parse, words), words
 
 
 # ---------------------------------------------------------------- the values
 
 
-@pytest.mark.parametrize("dataset", common.DATASETS)
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method, dataset", [*itertools.product(METHODS, common.DATASETS)])
 def test_what_is_not_given_is_the_recipes(method, dataset):
     args = importlib.import_module(method).parse_args(["--dataset", dataset])
     recipe = recipe_of(method, ["--dataset", dataset])
     if "local_size" in recipe and method != "logo":  # at most half of the views' side
         recipe = recipe | {"local_size": min(recipe["local_size"], recipe["image_size"] // 2)}
-    assert {name: getattr(args, name) for name in recipe} == recipe
+    plain = {name: tuple(x) if isinstance(x, list) else x for name, x in recipe.items()}
+    assert {name: getattr(args, name) for name in recipe} == plain
 
 
 @pytest.mark.parametrize("dataset", ["patterns", "cifar10"])  # the one warms up, the other's last rate is above 0
@@ -114,15 +112,10 @@ def test_small_encoders_have_their_recipe_on_folders(method):
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_a_patch_size_in_timms_name_holds(method):
+def test_what_is_typed_holds(method):
+    """Also where it equals a default: the recipe of ImageNet evaluates by kNN every 50 epochs, and 10 is the usual."""
     parse, argv = importlib.import_module(method).parse_args, "--arch vit_tiny_patch16_224 --image-size 64".split()
     assert [parse([*argv, *flags]).patch_size for flags in ([], ["--patch-size", "8"])] == [16, 8]
-
-
-@pytest.mark.parametrize("method", METHODS)
-def test_what_is_typed_holds_also_where_it_equals_a_default(method):
-    """The recipe of ImageNet evaluates by kNN every 50 epochs, and 10 is the usual."""
-    parse = importlib.import_module(method).parse_args
     values = {parse(["--dataset", "imagenet", *flags]).knn_every for flags in ([], ["--knn-every", "10"])}
     assert values == {50, 10}
 
@@ -133,11 +126,12 @@ TINY = "--image-size 16 --batch-size 16 --max-steps 2 --knn-every 0 --device cpu
 OTHER = """arch resnet_mini, selection random, num_clusters 2, kmeans_iterations 1, knn_k 2, num_positives 2
     clim_start 0, refresh_every 1, image_size 24, batch_size 8, patch_size 4, bn_groups 4, resolutions 16 12
     local_size 12, min_lr 1e-5, milestones 0.5, terms mto,mtm, num_heads 4, drop_path 0.5, epochs 20, mix_slices 2
-    num_mix 3, mixed_view 2, hidden 64, affinity_lr 0.5, layers 3"""
+    num_mix 3, mixed_view 2, hidden 64, affinity_lr 0.5, layers 3, variant paper"""
 # What to change a value to, where half the value, or one more, would not fit, or act later
 OTHER = dict(words.split(" ", 1) for words in re.split(r", |\n +", OTHER))
 CLIM, LOCALS = "--clim-start 0 --num-clusters 4", "--local-crops 2 --local-size 8"
 PARTNERS = dict(  # what a flag needs to act: another architecture, a view that is blurred, ...
+    variant="--variant released",
     blur_sigma="--blur-p 1",
     patch_size="--arch vit_micro --patch-size 8",
     milestones="--epochs 1",
@@ -164,20 +158,25 @@ OF_ONE = {
         for name in ("crops", "size", "scale", "blur_p")
     },
 }
-PAIRS = [(method, name) for method in METHODS for name in flags_of(method) if (method, name) != ("clim", "variant")]
+PAIRS = [
+    pytest.param(method, name, marks=[] if method == "jcl" else pytest.mark.slow)
+    for method in METHODS
+    for name in (*table(method), "seed", "variant")
+    if (method, name) != ("clim", "variant")
+]
 
 
-def another(action, value):
+def another(method, name, value):
     """Words for a flag that change a value."""
-    name, flag = action.dest, common.option(action.dest)
+    flag, limits = common.option(name), table(method).get(name, ())[2:]
     if isinstance(value, bool):
         return [flag.replace("--", "--no-", 1) if value else flag]
     if name == "local_crops":
         return [flag, str(2 - value)]
     if name in OTHER:
         return [flag, *OTHER[name].split()]
-    if action.choices:
-        return [flag, next(word for word in action.choices if word != value)]
+    if isinstance(value, str):
+        return [flag, next(word for word in limits[0] if word != value)]
     numbers = value if isinstance(value, tuple) else (value,)
     return [flag, *(str(x + 1 if isinstance(x, int) else x / 2 or 0.5) for x in numbers)]
 
@@ -197,9 +196,11 @@ def two_steps(method, *flags):
 @pytest.mark.parametrize("method, name", PAIRS)
 def test_every_flag_acts(method, name, few_patterns):
     """Changed, with a companion flag where it needs one, it changes the loss or the weights within two steps."""
+    parse = importlib.import_module(method).parse_args
     partners = OF_ONE.get((method, name), PARTNERS.get(name, "")).split()
-    value = getattr(importlib.import_module(method).parse_args([*TINY, *partners]), name)
-    words = another(flags_of(method)[name], value)
+    value = getattr(parse([*TINY, *partners]), name)
+    words = another(method, name, value)
+    assert getattr(parse([*TINY, *partners, *words]), name) != value
     same = two_steps(method, *partners) == two_steps(method, *partners, *words)
     assert not same, words
 
@@ -219,11 +220,3 @@ def test_what_is_given_is_in_the_runs_name_and_config(method, few_patterns, tmp_
     config = json.loads((out / "config.json").read_text())
     assert (config["gray_p"], config["jitter"]) == (0.25, [0.1, 0.1, 0.1, 0.05])
     assert {*recipe_of(method, [])} <= {*config}
-
-
-def test_a_long_name_is_shortened_by_a_hash():
-    words = "--temperature 0.3 --lr 0.01 --lr-batch 100 --min-lr 0.001 --warmup 2 --crop-ratio 0.7 1.4 --gray-p 0.1"
-    words += " --flip-p 0.4 --jitter-p 0.7 --dim 64 --epochs"
-    parse = importlib.import_module("jcl").parse_args
-    one, same, two = (parse([*words.split(), epochs]).changes for epochs in ("10", "10", "11"))
-    assert one == same != two and len(one) < 130

@@ -1,16 +1,15 @@
-"""A user's own data and encoder through main(args, train=..., test=..., encoder=...)."""
+"""A user's own images and encoder through main(args, train=..., test=..., encoder=...)."""
 
 import importlib
 
 import numpy as np
 import pytest
-import timm
 import tiny
 import torch
 import torch.distributed as dist
 from conftest import METHODS
 from PIL import Image
-from tiny import assert_same_run, load, records, run
+from tiny import load, records, run
 from torch import nn
 
 import common
@@ -19,17 +18,10 @@ _tiny = tiny._tiny
 pytestmark = pytest.mark.usefixtures("_tiny")
 
 
-class Own(torch.utils.data.Dataset):
-    """Items (image, label), three kinds."""
-
-    def __init__(self, count):
-        self.images = np.random.default_rng(count).integers(0, 256, (count, 20, 20, 3), np.uint8)
-
-    def __len__(self):
-        return len(self.images)
-
-    def __getitem__(self, i):
-        return Image.fromarray(self.images[i]), i % 3
+def own_images(count):
+    """Random images of three classes, of more pixels than a view has."""
+    array = np.random.default_rng(count).integers(0, 256, (count, 20, 20, 3), np.uint8)
+    return common.ImageSet(array, np.arange(count) % 3)
 
 
 class Encoder(nn.Module):
@@ -44,19 +36,23 @@ class Encoder(nn.Module):
         return self.net(x)
 
 
-class WithLength(Encoder):
-    """False where a truth value is asked for."""
+class Odd(Encoder):
+    """False where a truth value is asked for. One parameter is not used."""
+
+    def __init__(self):
+        super().__init__()
+        self.unused = nn.Parameter(torch.ones(3))
 
     def __len__(self):
         return 0
 
 
 KINDS = {
-    "plain": Encoder,
+    "odd": Odd,
     "compiled": lambda: torch.compile(Encoder(), backend="eager"),
-    "length 0": WithLength,
     "TorchScript": lambda: torch.jit.script(Encoder()),
 }
+CASES = [*((method, "odd") for method in METHODS), ("jcl", "compiled"), ("logo", "TorchScript")]
 
 
 def state(module):
@@ -66,14 +62,17 @@ def state(module):
     return {name: value.clone() for name, value in module.state_dict().items()}, modes, gradients, type(module)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+@pytest.mark.parametrize("method, kind", CASES)
 def test_own_encoder(method, kind, tmp_path, monkeypatch):
-    """A copy of it is trained. Without test images nothing is judged. The run's name says own."""
+    """A copy of it is trained, here in a process group of one. Images without labels are not judged."""
     monkeypatch.chdir(tmp_path)
-    module, given = importlib.import_module(method), KINDS[kind]()
+    for name, value in dict(RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="1").items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(common, "rendezvous", lambda _: iter([(dist.HashStore(), 0, 1)]))
+    module, given, images = importlib.import_module(method), KINDS[kind](), common.ImageSet(own_images(68).array)
     before = state(given)
-    module.main(module.parse_args([*tiny.FLAGS, "--epochs", "1"]), train=Own(68), encoder=given)
+    module.main(module.parse_args([*tiny.FLAGS, "--epochs", "1"]), train=images, encoder=given)
     assert tiny.unequal(before, state(given)) == []
     (out,) = (tmp_path / "runs").iterdir()
     assert out.name.startswith(f"{method}-own-own-s0") and not any("knn20_top1" in r for r in records(out))
@@ -85,48 +84,18 @@ def test_own_encoder(method, kind, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_own_data(method, tmp_path, capsys):
-    """Each epoch is judged by them. A run that was stopped goes on. Another number of images is refused."""
-    own = dict(train=Own(68), test=Own(24), encoder=Encoder())
-    run(method, tmp_path / "a", **own)
-    assert all(0 <= r["knn20_top1"] <= 100 for r in records(tmp_path / "a"))
+def test_own_images(method, tmp_path, capsys):
+    """An array and files give the same run, which goes on after a stop. Each epoch is judged. Others are refused."""
+    train, test = own_images(68), own_images(24)
+    run(method, tmp_path / "a", train=train, test=test)
+    paths = [tmp_path / f"{i:02}.png" for i in range(68)]
+    for image, path in zip(train.array, paths, strict=True):
+        Image.fromarray(image).save(path)
     for stop in ("3", "8"):
-        run(method, tmp_path / "b", "--max-steps", stop, **own)
-    assert_same_run(tmp_path / "a", tmp_path / "b", interrupted=(1,))
-    other = own | dict(train=Own(70))
-    line = tiny.refused(capsys, run, method, tmp_path / "a", **other)
-    assert "other images" in line and "number was 68, is 70" in line
-
-
-@pytest.mark.parametrize("method", ["jcl", "logo"])
-def test_an_own_encoder_may_leave_parameters_unused(method, tmp_path, monkeypatch):
-    """Under DDP, here of one process, too."""
-    for name, value in dict(RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="1").items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.setattr(common, "rendezvous", lambda _: iter([(dist.HashStore(), 0, 1)]))
-    encoder = Encoder()
-    encoder.unused = nn.Parameter(torch.ones(3))
-    run(method, tmp_path, "--max-steps", "3", train=Own(68), encoder=encoder)
-    assert load(tmp_path / "last.pt")["step"] == 3
-
-
-MISTAKES = [  # a user's encoder, flags, words
-    (lambda: Encoder().net[:-1], "", "(1, 8, 1, 1)"),  # as a ResNet without its last layer does
-    (Encoder, "--grad-checkpoint", "--grad-checkpoint"),
-]
-
-
-@pytest.mark.parametrize("make, flags, words", MISTAKES)
-@pytest.mark.parametrize("method", METHODS)
-def test_an_own_encoder_that_does_not_fit_is_one_line(method, make, flags, words, tmp_path, capsys):
-    out = tmp_path / "run"
-    assert words in tiny.refused(capsys, run, method, out, *flags.split(), train=Own(68), encoder=make())
-    assert not out.exists()
-
-
-@pytest.mark.parametrize("method", sorted({*METHODS} - {"jcl"}))
-def test_an_own_encoder_of_one_size_has_no_local_crops_of_another(method, tmp_path, capsys):
-    vit = timm.create_model("vit_tiny_patch16_224", img_size=16, patch_size=8, embed_dim=24, depth=1, num_heads=2)
-    flags = "--local-crops 2 --local-size 8".split() + (["--patch-size", "4"] if method == "patchmix" else [])
-    line = tiny.refused(capsys, run, method, tmp_path / "run", *flags, train=Own(68), encoder=vit)
-    assert "does not map images (1, 3, 8, 8)" in line and not (tmp_path / "run").exists()
+        run(method, tmp_path / "b", "--max-steps", stop, train=common.ImageSet(paths, train.labels), test=test)
+    ends = [load(tmp_path / name / "last.pt") for name in "ab"]
+    assert tiny.unequal(ends[0]["model"], ends[1]["model"]) == []
+    scores = [[record["knn20_top1"] for record in records(tmp_path / name)] for name in "ab"]
+    assert scores[0] == scores[1] and len(scores[0]) == 2
+    other = common.ImageSet(train.array, 2 - train.labels)
+    tiny.refused(capsys, run, method, tmp_path / "a", train=other, test=test)

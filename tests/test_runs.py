@@ -1,7 +1,7 @@
-"""What a run writes and says, wherever its output goes; and the switches that leave its numbers as they are."""
+"""What a run writes and says, and the switches that leave its numbers as they are."""
 
 import contextlib
-import importlib.util
+import importlib
 import io
 import json
 import math
@@ -9,6 +9,7 @@ import os
 import random
 import signal
 import sys
+import types
 import warnings
 
 import numpy as np
@@ -16,20 +17,23 @@ import pytest
 import timm
 import tiny
 import torch
-from conftest import METHODS
+from conftest import JCL_AT_ONCE, METHODS
 from tiny import STEPS, load, records, refused, run
 from torch import nn
 
 import common
 import eval_knn
-import eval_linear
 
 _tiny = tiny._tiny
 pytestmark = pytest.mark.usefixtures("_tiny")
 TENSORBOARD = importlib.util.find_spec("tensorboard") is not None
 
 
-@pytest.fixture(scope="module", params=METHODS)
+def knn(words, **own):
+    return eval_knn.main(eval_knn.parse_args([*map(str, words), "--device", "cpu"]), **own)
+
+
+@pytest.fixture(scope="module", params=JCL_AT_ONCE)
 def whole(request, _tiny, tmp_path_factory):
     """(method, folder of its run of two epochs, what that run printed)."""
     out, more = tmp_path_factory.mktemp(request.param) / "whole", ["--tensorboard"] * TENSORBOARD
@@ -62,46 +66,30 @@ def test_a_runs_folder(whole):
 
 
 def test_what_a_run_says(whole):
+    """Every value that its numbers depend on, its images, and a line per epoch. A demo says how to train on others."""
     method, out, said = whole
-    words = "68 images, test images: 32, 10 classes, vit_micro, batch 16 over 1 process, 4 steps per epoch, "
-    words += "rate , weight decay, slice(s), " if method == "patchmix" else "rate , weight decay, batch-norm groups, "
-    words += "CutMix's shares: Beta(2, 2), " if method == "clim" else ""
-    words += f"16 px in patches of 8 px, torch {torch.__version__}, evaluated: the , "
-    words += f"chance level of the loss {records(out)[0]['loss'] + records(out)[0]['below_chance']:.3f}"
-    assert [w for w in words.split(", ") if w not in said] == []
+    table, lines, config = " ".join(said.split()), said.splitlines(), load(out / "last.pt")["config"]
+    for group in importlib.import_module(method).HYPERPARAMETERS.values():
+        for name in group.keys() & config.keys():
+            assert f" {name} {common.shown(config[name])}" in table, name
+    chance = records(out)[0]["loss"] + records(out)[0]["below_chance"]
+    assert "68 images of 10 classes" in table and f"chance_level {chance:.4g}"[:-1] in table
     for epoch in (1, 2):
-        (line,) = (x for x in said.splitlines() if x.startswith(f"epoch {epoch}/2  loss"))
-        assert all(name in line for name in ("loss ", " chance)", "images/s", "std ", "knn20_top1 ")), line
-        assert len(line) <= 120
-    assert "finished. Judge it" in said
-    lines = said.splitlines()
-    for line in (lines[0], lines[-1]):  # the images are a demo: how to train on others
-        assert line.startswith("DEMO: these images are generated")
-        assert f"python {method}.py --dataset cifar10" in line and f"{method}.py --dataset imagenet" in line
+        (line,) = (x for x in lines if x.startswith(f"epoch {epoch}/2  loss"))
+        assert all(name in line for name in (" chance)", "images/s", "std ", "knn20_top1 "))
+    demo = [line for line in lines if "DEMO" in line]
+    assert len(demo) == 2 and demo[1] == lines[-1] and f"{method}.py --dataset cifar10" in demo[0]
 
 
-def test_images_of_a_users_folder_are_no_demo(tmp_path):
-    data = tiny.write_tree(tmp_path / "data", {"train/a": 8, "train/b": 8}, size=(16, 16))
-    said = run("jcl", tmp_path / "run", "--dataset", "patterns", "--data-dir", data)
-    assert "DEMO" not in said and f"in {data}: 16 images" in said
-    assert common.read_config(tmp_path / "run")["data_dir"] == str(data)
+def test_a_run_on_images_of_a_folder(tmp_path):
+    """It is no demo. Those without labels are trained on, too. It is judged on its own images, which are found."""
+    data = tiny.write_tree(tmp_path / "data", ["train/a", "train/b", "test/a", "test/b", "unlabeled"], 8, (16, 16))
+    said = run("jcl", tmp_path / "run", "--dataset", "folder", "--data-dir", data, "--patch-size", 8, "--epochs", 1)
+    assert "DEMO" not in said and "24 images of 2 classes" in " ".join(said.split())
+    assert knn([tmp_path / "run", "--no-floors", "--k", 16])["encoder"].keys() == {"knn16_top1"}
 
 
-def test_a_run_that_has_made_its_steps_says_how_to_go_on(tmp_path):
-    """With --tensorboard each call that makes steps has a file of events."""
-    for steps in (3, 3, 1):
-        said = run("jcl", tmp_path, "--max-steps", steps, *["--tensorboard"] * TENSORBOARD)
-        assert "stopped at step 3 of 8: give a larger --max-steps, or none" in said and "same command" not in said
-
-
-def test_a_run_without_labels_says_how_to_find_out(tmp_path):
-    tiny.write_tree(tmp_path, ["."], 20, (16, 16))
-    flags = "--dataset folder --arch resnet_micro --epochs 1 --queue 16 --bn-groups 2".split()
-    said = run("jcl", tmp_path / "out", *flags, "--data-dir", tmp_path)
-    assert f"Judge it: python eval_knn.py {tmp_path / 'out'} --data-dir DIR" in said
-
-
-KEPT = [*((method, None, "timm") for method in METHODS), ("jcl", "resnet_nano", "3x3")]
+KEPT = [*(pytest.param(*p.values, None, "timm", marks=p.marks) for p in JCL_AT_ONCE), ("jcl", "resnet_nano", "3x3")]
 
 
 @pytest.mark.parametrize("whole, arch, stem", KEPT, indirect=["whole"])
@@ -121,37 +109,28 @@ def test_the_backbone_file(whole, arch, stem, tmp_path):
     x = torch.rand(2, 3, 16, 16)
     with torch.no_grad():
         assert saved["stem"] == stem and torch.equal(encoder.eval()(x), common.load_backbone(out)[0](x))
-    words = [str(out), "--k", "20", "--no-floors", "--device", "cpu"]
-    found = eval_knn.main(eval_knn.parse_args(words))["encoder"]
+    found = knn([out, "--k", "20", "--no-floors"])["encoder"]
     assert found["knn20_top1"] == pytest.approx(records(out)[-1]["knn20_top1"])
 
 
-one = pytest.mark.parametrize("whole", ["patchmix"], indirect=True)
-
-
-@one
-def test_random_init_is_the_untrained_floor_of_a_run(whole, capsys):
+@pytest.mark.parametrize("whole", ["jcl"], indirect=True)
+def test_random_init_is_the_untrained_floor_of_a_run(whole):
     words = [str(whole[1]), "--device", "cpu"]
-    found, alone = (eval_knn.main(eval_knn.parse_args([*words, *more])) for more in ([], ["--random-init"]))
-    assert alone["encoder"] == found["untrained"] and "the untrained encoder" in capsys.readouterr().out
+    trained, alone = eval_knn.parse_args(words), eval_knn.parse_args([*words, "--random-init"])
+    device, encoder, info = common.open_encoder(trained)
+    weights = common.open_encoder(alone)[1].state_dict()
+    floor = common.floor_encoders(trained, info, device, 68)["untrained"].state_dict()
+    assert tiny.unequal(dict(weights), dict(floor)) == [] != tiny.unequal(dict(weights), dict(encoder.state_dict()))
 
 
-@one
-def test_a_sweep_of_an_evaluation_has_a_folder_per_value(whole, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    words = [str(whole[1]), "--protocol", "moco", "--epochs", "1", "--batch-size", "32", "--device", "cpu"]
-    for flags in ("--lr 0.1", "--lr 0.2", "--label-fraction 0.5", "--random-init"):
-        eval_linear.main(eval_linear.parse_args([*words, *flags.split()]))
-    names = {path.name.rpartition("-epochs1-")[2] for path in (tmp_path / "runs").iterdir()}
-    assert names == {"lr0.1", "lr0.2", "label_fraction0.5", "random_initTrue"}
-
-
-@one
-def test_an_evaluation_names_what_was_used(whole, tmp_path, capsys):
-    tiny.write_tree(tmp_path, ["train/a", "train/b", "val/a", "val/b"], 1, (16, 16))
-    for flags, words in (("--k 100000", "k=68 "), (f"--data-dir {tmp_path}", f"patterns in {tmp_path}: 2 images")):
-        eval_knn.main(eval_knn.parse_args(f"{whole[1]} --no-floors --device cpu {flags}".split()))
-        assert words in capsys.readouterr().out
+def test_the_speed_and_the_means_of_an_epoch(monkeypatch):
+    """Of 4 steps of 16 images in 8 seconds, of which one was waited."""
+    loader, args = types.SimpleNamespace(began=2.0, waited=1.0), types.SimpleNamespace(batch_size=16)
+    for script in (*METHODS, "eval_linear"):
+        module = importlib.import_module(script)
+        monkeypatch.setattr(module.time, "perf_counter", lambda: 10.0)
+        history = [dict(loss=torch.tensor(x)) for x in (1.0, 2.0, 3.0, 6.0)]
+        assert module.means(args, loader, history) == dict(loss=3.0, images_per_s=8.0, data_wait=0.125)
 
 
 # ------------------------------------------------------- a program that calls in
@@ -168,27 +147,20 @@ def process_state():
 
 
 def call_in(folder):
-    """Import every file, train with each method and judge: afterwards the process is as it was."""
+    """Import, train with each method and judge: afterwards the process is as it was."""
     torch.set_num_threads(2)
-    torch.manual_seed(1)
-    np.random.seed(2)
-    random.seed(3)
     before = process_state()
-    for script in [*METHODS, "eval_knn", "eval_linear", "common"]:
-        known = sys.modules.pop(script, None)
-        importlib.import_module(script)
-        assert process_state() == before, script
-        sys.modules |= {script: known} if known else {}
-    for method in METHODS:
-        run(method, f"{folder}/{method}", "--epochs", "1", "--workers", int(method == "jcl"))
-        assert process_state() == before, method
-    protocol = f"--protocol moco --batch-size 16 --epochs 1 --out {folder}/judged".split()
-    for script, flags in (("eval_knn", []), ("eval_linear", protocol)):
+    calls = {method: [*tiny.FLAGS, "--epochs", "1", "--out", f"{folder}/{method}"] for method in METHODS}
+    calls["eval_knn"] = [f"{folder}/jcl", "--device", "cpu"]
+    calls["eval_linear"] = [*calls["eval_knn"], *f"--protocol moco --batch-size 16 --epochs 1 --out {folder}/j".split()]
+    for script, words in calls.items():
+        sys.modules.pop(script, None)  # an import leaves it alone, too
         module = importlib.import_module(script)
-        module.main(module.parse_args([f"{folder}/jcl", "--device", "cpu", *flags]))
+        module.main(module.parse_args(words))
         assert process_state() == before, script
 
 
+@pytest.mark.slow
 def test_a_program_that_calls_in_stays_as_it_was(tmp_path):
     ((status, _, error),) = tiny.processes(tmp_path / "log", call_in, [(str(tmp_path / "runs"),)])
     assert status == 0, error
@@ -198,92 +170,23 @@ def test_a_callers_process_group_stays(tmp_path):
     torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
     try:
         run("jcl", tmp_path, "--max-steps", "1")
-        eval_knn.main(eval_knn.parse_args([str(tmp_path), "--device", "cpu", "--k", "1"]))
+        knn([tmp_path, "--k", "1"])
         assert torch.distributed.is_initialized()
     finally:
         torch.distributed.destroy_process_group()
 
 
-# -------------------------------------------------------- output may go anywhere
+@pytest.mark.parametrize("error", [BrokenPipeError(), OSError(28, "No space left on device")])
+def test_a_run_goes_on_if_nobody_reads_its_output(error, tmp_path, monkeypatch):
+    class Broken(io.StringIO):
+        def write(self, _):
+            raise error
 
-
-class Both:
-    """What many training scripts put in place of sys.stdout: write and flush, nothing else."""
-
-    def __init__(self):
-        self.text = ""
-
-    def write(self, text):
-        self.text += text
-
-    def flush(self):
-        pass
-
-
-class Broken(io.StringIO):
-    """A reader that has gone away, or a full disk behind a log."""
-
-    def __init__(self, error):
-        super().__init__()
-        self.error = error
-
-    def write(self, _):
-        raise self.error
-
-
-STREAMS = {
-    "none": lambda: None,
-    "closed": lambda: (stream := io.StringIO()).close() or stream,
-    "without isatty": Both,
-    "its reader is gone": lambda: Broken(BrokenPipeError()),
-    "a full disk": lambda: Broken(OSError(28, "No space left on device")),
-}
-
-
-@pytest.mark.parametrize("make", STREAMS.values(), ids=STREAMS)
-def test_output_may_go_anywhere(make, tmp_path, monkeypatch):
-    """A run goes on whatever becomes of its output, and a mistake still ends with status 2."""
-    stream = make()
     with monkeypatch.context() as patch:
-        patch.setattr(sys, "stdout", stream)
+        patch.setattr(sys, "stdout", Broken())
         patch.setattr(contextlib, "redirect_stdout", lambda _: contextlib.nullcontext())
-        run("jcl", tmp_path, "--max-steps", "1")
-        patch.setattr(sys, "stderr", make())
-        with pytest.raises(SystemExit) as stop:
-            common.fail("a mistake")
-    assert stop.value.code == 2 and load(tmp_path / "last.pt")["step"] == 1
-    assert not isinstance(stream, Both) or "stopped at step 1" in stream.text
-
-
-def test_letters_that_a_terminal_lacks(tmp_path, monkeypatch):
-    shown = io.TextIOWrapper(io.BytesIO(), "ascii")
-    with monkeypatch.context() as patch:
-        patch.setattr(sys, "stdout", shown)
-        common.say("grün \udcff")
-    shown.flush()
-    assert shown.buffer.getvalue() == b"gr\\xfcn \\udcff\n"
-
-
-def test_a_name_with_a_line_break_is_one_line(capsys):
-    assert refused(capsys, common.fail, "a\nb") == "error: a\\nb\n"
-
-
-LAUNCHER = dict(RANK="1", WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT="1")
-
-
-@pytest.mark.parametrize("missing", [*LAUNCHER, None])
-@pytest.mark.parametrize("empty", [True, False])
-def test_a_launchers_variables_count_only_together(missing, empty, capsys, monkeypatch):
-    """A process whose variables are set in part is alone, and speaks."""
-    for name, value in LAUNCHER.items():
-        monkeypatch.setenv(name, value)
-    if missing and empty:
-        monkeypatch.setenv(missing, "")
-    elif missing:
-        monkeypatch.delenv(missing)
-    assert common.rank_and_world() == ((0, 1) if missing else (1, 2))
-    common.say("words")
-    assert capsys.readouterr().out == ("words\n" if missing else "")
+        run("jcl", tmp_path, "--epochs", "1")
+    assert load(tmp_path / "last.pt")["step"] == STEPS
 
 
 # ---------------------------------------------- switches, and encoders of any kind
@@ -297,7 +200,7 @@ def watched(method, monkeypatch):
     return models
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", JCL_AT_ONCE)
 def test_gradient_checkpointing_changes_nothing(method, tmp_path, monkeypatch):
     """Of a ViT: where there is no batch norm, weights are equal bit for bit, drop-path included."""
     models = watched(method, monkeypatch)
@@ -321,9 +224,10 @@ def test_a_compiled_encoder_is_the_same_one(method, tmp_path, monkeypatch):
         torch.testing.assert_close(usual, compiled, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("method, arch", [*((m, "vit_micro") for m in METHODS), ("jcl", "resnet_nano")])
-def test_bf16_is_for_the_networks_only(method, arch, tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize("method", JCL_AT_ONCE)
+def test_bf16_is_for_the_networks_only(method, tmp_path, monkeypatch, capsys):
     """Embeddings, losses, statistics and weights stay in float32. The loss is about that of a run without bf16."""
+    arch = "resnet_nano" if method == "jcl" else "vit_micro"
     made, module = [], importlib.import_module(method)
     prepare = module.in_parallel
 
@@ -352,5 +256,23 @@ def test_any_timm_model(arch, tmp_path):
     with torch.no_grad():
         expected = model(x)
         torch.testing.assert_close(importlib.import_module("jcl").split_batch_norms(model, 2)(x), expected)
-    said = run("jcl", tmp_path, "--arch", arch, "--image-size", "32", "--max-steps", "1")
-    assert "stopped at step 1" in said
+    run("jcl", tmp_path, "--arch", arch, "--image-size", "32", "--max-steps", "1")
+
+
+def test_a_tag_of_timms_name_changes_nothing():
+    with_tag, without = (common.backbone_info(name, 32, 4) for name in ("resnet18.a1_in1k", "resnet18"))
+    assert with_tag == without and without["stem"] == "3x3"
+
+
+@pytest.mark.parametrize("method", JCL_AT_ONCE)
+def test_an_own_encoder_in_evaluation_mode_is_trained_in_training_mode(method, tmp_path):
+    encoder = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten())
+    images = common.ImageSet(common.make_patterns(68, 16, 0)[0])
+    run(method, tmp_path, "--max-steps", 2, train=images, encoder=encoder.eval())
+    trained = load(tmp_path / "backbone.pt")["state_dict"]
+    assert not encoder.training and not torch.equal(trained["1.running_mean"], encoder[1].running_mean)
+
+
+def test_norm_acts_on_an_own_encoder_without_a_run():
+    _, _, info = common.open_encoder(eval_knn.parse_args(["--norm", "cifar10", "--device", "cpu"]), nn.Flatten())
+    assert info["mean"] == common.NORMS["cifar10"][0]

@@ -11,10 +11,10 @@ from conftest import METHODS, ROOT, VARIANTS
 SCRIPTS = sorted(ROOT.glob("*.py"))
 SOURCES = SCRIPTS + sorted((ROOT / "tests").rglob("*.py"))
 BANNER = re.compile(r"# (-{2,}|={2,}) (.+)")
-# What other projects copy from a file (and tests/tools uses), whether the file itself calls it or not.
-OFFERED = {"main", "parse_args", "sample_joint", "knn_predict"}
-OF_LIBRARIES = {"forward", "_check_input_dim", "Process"}  # torch and others call them
-OF_LIBRARIES |= {"_get_help_string", "_get_default_metavar_for_optional"}
+# What other projects copy from a file (and tests/tools uses), whether the file itself calls it or not; and what torch
+# and others call.
+OFFERED = {"main", "parse_args", "sample_joint", "knn_predict", "forward", "_check_input_dim"}
+SECTIONS = ["imports", "hyper-parameters", "the paper", "augmentation", "model", "training", "machinery"]
 
 
 def tree_of(path):
@@ -48,48 +48,30 @@ def test_blocks_are_the_same(name):
     assert len(set(copies.values())) == 1, f"'{name}' differs between {', '.join(copies)}"
 
 
-@pytest.mark.parametrize("method", METHODS)
-def test_sections(method):
-    """Only the docstring, the imports and the recipes stand before the paper's own function."""
-    path = ROOT / f"{method}.py"
-    expected = ["imports", "recipes", "the paper", "augmentation", "model", "training", "machinery"]
-    assert [*count_lines.sections(path)] == expected
-    names = [n.name for n in tree_of(path).body if isinstance(n, (ast.FunctionDef, ast.ClassDef))]
-    assert names[:2] == ["recipe", count_lines.PAPER[method]]
-
-
 def calls(node):
     """The names of what is called in a syntax tree."""
     return {ast.unparse(n.func) for n in ast.walk(node) if isinstance(n, ast.Call)}
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_the_training_loop_stands_in_main(method):
-    """The loop over the loader with loss, gradient and step; what is saved and judged; and no other place has it."""
-    tree = tree_of(ROOT / f"{method}.py")
-    (main,) = (node for node in tree.body if getattr(node, "name", None) == "main")
-    (loop,) = (n for n in ast.walk(main) if isinstance(n, ast.For) and ast.unparse(n.iter) == "loader")
+def test_the_paper_stands_first_and_the_training_loop_in_main(method):
+    """Loss, gradient and step are lines of main's loop over the batches, and no other place has them."""
+    path = ROOT / f"{method}.py"
+    body = tree_of(path).body
+    assert [*count_lines.sections(path)] == SECTIONS
+    names = [n.name for n in body if isinstance(n, (ast.FunctionDef, ast.ClassDef))]
+    assert names[:2] == ["recipe", count_lines.PAPER[method]]
+    (main,) = (node for node in body if getattr(node, "name", None) == "main")
+    loops = {ast.unparse(n.target): n for n in ast.walk(main) if isinstance(n, ast.For)}
+    assert ast.unparse(loops["epoch"].iter).startswith("range(") and ast.unparse(loops["batch"].iter) == "batches"
     backward = "objective.backward" if method == "logo" else "loss.backward"
-    steps = {"schedule", "ddp", "common.colour_views", "optimizer.zero_grad", backward, "optimizer.step", "stopped"}
-    assert calls(loop) >= steps
-    assert calls(main) >= {"restore", "save", "loader.batch_sampler.set_epoch", "common.knn_record", "means", "is_due"}
-    for node in tree.body:
+    steps = {"schedule", "common.colour_views", "ddp", "optimizer.zero_grad", backward, "optimizer.step"}
+    assert calls(loops["batch"]) >= steps
+    assert calls(main) >= {"restore", "save", "means", "introduce", "common.until_stopped", "common.knn_record"}
+    assert not [n for n in ast.walk(main) if isinstance(n, (ast.While, ast.Try, ast.Lambda))]
+    for node in body:
         if getattr(node, "name", None) not in ("main", "descend"):  # LoGo's descend makes steps that do not pass DDP
             assert not [c for c in calls(node) if c.endswith((".backward", "optimizer.step", "zero_grad"))], node.name
-    assert not [n for n in ast.walk(main) if isinstance(n, (ast.FunctionDef, ast.Lambda)) and n is not main]
-
-
-def test_common_has_nothing_of_training():
-    """No optimiser, schedule, loss or backward; the loop over a loader is of features."""
-    tree = tree_of(ROOT / "common.py")
-    names = {getattr(n, "id", getattr(n, "attr", None)) for n in ast.walk(tree)}
-    forbidden = {"backward", "zero_grad", "optim", "cross_entropy", "lr_scheduler", "DistributedDataParallel"}
-    assert not names & (forbidden | {"autograd", "logsumexp", "schedule"})
-    for node in ast.walk(tree):
-        if isinstance(node, ast.FunctionDef):
-            loops = [ast.unparse(n.iter) for n in ast.walk(node) if isinstance(n, ast.For)]
-            reads = re.search(r"\bloader\b|Loader", " ".join(loops))
-            assert not reads or node.name == "extract_features", node.name
 
 
 def names_of(node):
@@ -100,15 +82,26 @@ def names_of(node):
     return [n.id for target in targets for n in ast.walk(target) if isinstance(n, ast.Name)]
 
 
+def references(tree):
+    """{name: how often it is used} in a syntax tree, as a name or an attribute."""
+    found = {}
+    for n in ast.walk(tree):
+        if isinstance(n, (ast.Name, ast.Attribute)) and isinstance(n.ctx, ast.Load):
+            name = n.id if isinstance(n, ast.Name) else n.attr
+            found[name] = found.get(name, 0) + 1
+    return found
+
+
 def test_common_holds_what_the_evaluations_need():
     """Outside the rooms data, views, evaluation and encoders: these, or an evaluation, use it, perhaps through another.
 
-    Law 1 of the house.
+    Law 1 of the house. So nothing there is only a training's: no optimiser, schedule, loss or backward.
     """
+    tree = tree_of(ROOT / "common.py")
     rooms = [(n, match[1]) for n, line in enumerate((ROOT / "common.py").read_text().splitlines(), 1)
              if (match := re.fullmatch(r"# -+ \d\. (\w+)", line))]  # fmt: skip
     uses, known = {}, set()
-    for node in tree_of(ROOT / "common.py").body:
+    for node in tree.body:
         room = next((name for line, name in reversed(rooms) if line <= node.lineno), None)
         for name in names_of(node):
             uses[name] = set(references(node))
@@ -120,16 +113,10 @@ def test_common_holds_what_the_evaluations_need():
         reached |= todo
         found = {name for one in todo for name in uses.get(one, ())}
     assert uses.keys() - reached == set()
-
-
-def references(tree):
-    """{name: how often it is used} in a syntax tree, as a name or an attribute."""
-    found = {}
-    for n in ast.walk(tree):
-        if isinstance(n, (ast.Name, ast.Attribute)) and isinstance(n.ctx, ast.Load):
-            name = n.id if isinstance(n, ast.Name) else n.attr
-            found[name] = found.get(name, 0) + 1
-    return found
+    words = {getattr(n, "id", getattr(n, "attr", getattr(n, "value", None))) for n in ast.walk(tree)}
+    words = {word for word in words if isinstance(word, str)}
+    assert not words & {"backward", "zero_grad", "optim", "cross_entropy", "autograd", "logsumexp", "schedule"}
+    assert not words & set(METHODS)
 
 
 @pytest.mark.parametrize("path", SCRIPTS, ids=lambda p: p.name)
@@ -147,7 +134,7 @@ def test_nothing_is_dead(path):
         for name in names:
             if sum(u.get(name, 0) for u in used) <= own.get(name, 0) and not name.startswith("__"):
                 unused.add(name)
-    assert unused - OFFERED - OF_LIBRARIES == set()
+    assert unused - OFFERED == set()
 
 
 def test_top_level_names():
@@ -174,31 +161,27 @@ def test_imports(path):
     assert imported & {p.stem for p in SCRIPTS} == (set() if path.stem == "common" else {"common"})
 
 
-def test_common_names_no_method():
-    nodes = list(ast.walk(tree_of(ROOT / "common.py")))
-    words = {getattr(n, "id", getattr(n, "attr", getattr(n, "value", None))) for n in nodes}
-    assert not {word for word in words if isinstance(word, str)} & set(METHODS)
-
-
 @pytest.mark.parametrize("method, variant", VARIANTS)
 def test_every_trained_parameter_is_in_one_group_of_its_optimiser(method, variant, few_patterns, tmp_path, monkeypatch):
-    """Caught where main restores them."""
+    """Caught where main restores them. LoGo trains an affinity, too."""
 
     class Caught(Exception):
         pass
 
-    def catch(args, images, parts):
-        raise Caught(parts)
+    def catch(args, images, models, optimizers, *_):
+        raise Caught(models, optimizers)
 
     module = importlib.import_module(method)
     monkeypatch.setattr(module, "restore", catch)
     with pytest.raises(Caught) as caught:
         module.main(module.parse_args([*variant.split(), "--batch-size", "16", "--out", str(tmp_path)]))
-    (found,) = caught.value.args
-    for name in {"model", "affinity"} & {*found}:  # LoGo trains an affinity, too
-        optimizer = found["optimizer" if name == "model" else "affinity_optimizer"]
+    models, optimizers = caught.value.args
+    pairs = [(models, optimizers)]
+    if method == "logo":
+        pairs = [(models[name], optimizers[f"{name}_optimizer".removeprefix("model_")]) for name in models]
+    for model, optimizer in pairs:
         grouped = [p for group in optimizer.param_groups for p in group["params"]]
-        trained = {p for p in found[name].parameters() if p.requires_grad}
+        trained = {p for p in model.parameters() if p.requires_grad}
         assert len(set(grouped)) == len(grouped) > 0 and set(grouped) == trained
 
 

@@ -1,10 +1,16 @@
-"""The schedules of rate, weight decay and momentum, step by step, against formulas that are written out here."""
+"""The schedules of rate, weight decay and momentum, step by step, by formulas written out here; what they act on."""
 
+import copy
 import importlib
 import math
 
 import pytest
+import tiny
+import torch
 from conftest import METHODS
+from torch import nn
+
+_tiny = tiny._tiny
 
 STEPS = 7  # per epoch
 FLAGS = "--epochs 10 --lr 0.3 --lr-batch 64 --batch-size 128 --min-lr 0.01".split()
@@ -52,3 +58,24 @@ def test_a_warm_up_of_less_than_a_step_is_none(method):
     args = module.parse_args(["--epochs", "1"])
     assert 0 < args.warmup < 1 and module.schedule(args, 0, 1)[0] == module.peak_rate(args)
     assert module.schedule(args, 0, 100)[0] == 0
+
+
+def test_lars_adapts_without_weight_decay_too():
+    module, model, moved = importlib.import_module("moco_jointcrop"), nn.Linear(4, 3), []
+    for decay in ("0", "1e-30"):
+        copied = copy.deepcopy(model)
+        optimizer = module.make_optimizer(module.parse_args(["--moco", "v3", "--weight-decay", decay]), copied)
+        copied(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+        moved.append(copied.weight.detach() - model.weight.detach())
+    torch.testing.assert_close(*moved)
+
+
+@pytest.mark.parametrize(
+    "command, decay", [("moco_jointcrop --moco v3", 1e-6), ("patchmix --weight-decay 0.3 0.3", 0.3)]
+)
+def test_biases_and_norms_do_not_decay_in_a_step(command, decay, _tiny, tmp_path):
+    method, *flags = command.split()
+    tiny.run(method, tmp_path, *flags, "--max-steps", 2)
+    groups = tiny.load(tmp_path / "last.pt")["optimizer"]["param_groups"]
+    assert [group["weight_decay"] for group in groups] == pytest.approx([0, decay])
