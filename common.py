@@ -360,7 +360,9 @@ def load_images(name, data_dir=None, train=True, size=32, cache=True, unlabeled=
     """
     if data_dir is not None and not os.path.isdir(data_dir):
         fail(f"--data-dir {data_dir} {'is not a folder' if os.path.exists(data_dir) else 'does not exist'}")
-    names = [entry.name for entry in os.scandir(data_dir) if entry.is_dir()] if data_dir else []
+    # A link that leads nowhere counts as a folder, so that it is an error when it is to be read
+    there = os.scandir(data_dir) if data_dir else ()
+    names = [entry.name for entry in there if entry.is_dir() or not os.path.exists(entry.path)]
     if "train" in names:
         others = [n for n in names if n not in PARTS and n[0] != "." and next(find_images(Path(data_dir, n)), None)]
         if others:

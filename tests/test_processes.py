@@ -1,4 +1,4 @@
-"""Two processes compute what one computes: an epoch of every method and variant, and the collectives it is made of."""
+"""Two processes compute what one computes: an epoch of every method and variant. Batch norm in groups."""
 
 import importlib
 import os
@@ -13,7 +13,6 @@ from torch import nn
 
 import common
 
-QUEUE_METHODS = ("moco_jointcrop", "jcl", "clim", "logo")
 SMALL = "--image-size 16 --batch-size 16 --epochs 1 --dim 16 --patch-size 8 --knn-every 0 --device cpu".split()
 CLIM = "--clim-start 0 --num-clusters 4 --knn-k 8"
 CASES = [  # method and flags
@@ -60,17 +59,6 @@ def load(out):
     return {k: x for k, x in tiny.flat(saved).items() if torch.is_tensor(x) and unread not in k}, record
 
 
-def exchanged(method, rank, world):
-    """[(what exchange gave, the same rows of all)]: in any order, repeated, nothing of the other process's."""
-    exchange, found = importlib.import_module(method).exchange, []
-    rows = torch.arange(480.0).view(10, 3, 4, 4)
-    shuffled, ordered = torch.randperm(10, generator=common.generator(0)), torch.arange(10)
-    for wanted in (shuffled, shuffled % 3, ordered, 9 - ordered, shuffled // 5):
-        mine = wanted.view(world, -1)
-        found.append((exchange(rows.chunk(world)[rank], mine), rows[mine[rank]]))
-    return found
-
-
 def process(index, port, folder):
     """Process 0 works alone, 1 and 2 as a group."""
     torch.set_num_threads(1)
@@ -84,11 +72,6 @@ def process(index, port, folder):
     torch.Tensor.float = torch.Tensor.double
     for number, case in enumerate(CASES):
         train(case, f"{folder}/{world}-{number}")
-    torch.save([exchanged(method, rank, world) for method in QUEUE_METHODS], f"{folder}/exchanged-{index}.pt")
-    norm = nn.BatchNorm1d(1)
-    norm.running_mean.fill_(rank)
-    importlib.import_module("jcl").average_statistics(norm)
-    torch.save(norm.running_mean, f"{folder}/mean-{index}.pt")
 
 
 @pytest.fixture(scope="module")
@@ -109,19 +92,6 @@ def test_two_processes_train_as_one(folder, case):
     assert others["loss"] == pytest.approx(means["loss"], rel=1e-9)
     for name, value in one.items():
         torch.testing.assert_close(two[name], value, rtol=1e-9, atol=1e-9, msg=lambda m, name=name: f"{name}: {m}")
-
-
-@pytest.mark.slow
-def test_exchange_is_indexing_the_rows_of_all_processes(folder):
-    for index in range(3):
-        for cases in torch.load(folder / f"exchanged-{index}.pt", weights_only=True):
-            assert all(torch.equal(ours, rows) for ours, rows in cases)
-
-
-@pytest.mark.slow
-def test_running_statistics_are_averaged_over_the_processes(folder):
-    means = [torch.load(folder / f"mean-{index}.pt", weights_only=True).item() for index in range(3)]
-    assert means == [0, 0.5, 0.5]
 
 
 def normed(norm, x, weight):
