@@ -39,7 +39,7 @@ There is no released code. Where the paper is silent, this file decides, and say
        as the neighbours that Eq. 2 excludes, nearest first, although that contradicts Eq. 2.
     D3 The sum of Eq. 6. Paper and here: a sum, of four terms for two sizes, which raises the effective learning rate.
        Local crops add their terms. (moco_jointcrop.py and logo.py take the mean of theirs.)
-    D4 The sizes {224, 224} of Table 7. Paper: silent. Here: both have one crop, but colours and a flip of their own.
+    D4 The sizes {224, 224} of Table 7. Paper: silent. Here: both have one crop, but colors and a flip of their own.
     D5 Crops of multi-resolution. Paper (section 3.3): fixed over the sizes. Here: so for a view, but query and key have
        crops of their own. `--same-crop` is the other reading: a key has the crop of its query.
     D6 Multi-crop. Paper (Table 7): sizes, areas. Here (ours): local crops are queries, mixed with the positive's own.
@@ -114,7 +114,7 @@ HYPERPARAMETERS = dict(
         crop_ratio=((3 / 4, 4 / 3), "smallest and largest width / height of a crop", (1e-9, math.inf)),
         interpolation=("bilinear", "how a crop is resized", ("bilinear", "bicubic")),
         jitter=((0.4, 0.4, 0.4, 0.1), "most brightness, contrast, saturation and hue change"),  # hue: MoCo v2's
-        jitter_p=(0.8, "probability of these colour changes", (0, 1)),
+        jitter_p=(0.8, "probability of these color changes", (0, 1)),
         gray_p=(0.2, "probability of a gray view", (0, 1)),
         blur_p=(0.5, "probability of a blurred view", (0, 1)),
         blur_sigma=((0.1, 2.0), "smallest and largest sigma of the blur, in pixels", (1e-9, math.inf)),
@@ -426,7 +426,7 @@ def augmentation(args):
 
 
 def draw_views(args, images, positives, index, sizes, draws):
-    """Draw the views of images and of their positives: returns (cuts, colours), as common.ViewDataset needs them.
+    """Draw the views of images and of their positives: returns (cuts, colors), as common.ViewDataset needs them.
 
     The views are those of `augmentation`. While there are no positives, none of theirs is drawn. With --mix none, only
     the positive's key is, as nothing is pasted into the queries.
@@ -445,17 +445,17 @@ def draw_views(args, images, positives, index, sizes, draws):
 
     views, copies = augmentation(args), num_copies(args.resolutions)
     draws = draws[:, :-1].reshape(len(index), len(views), common.VIEW_DRAWS)
-    cuts, colours = [], []
+    cuts, colors = [], []
 
     def draw(source, number, box_number):
         rows, row_sizes = source
-        boxes, colour = common.draw_view(views[number], row_sizes, draws[:, number])
+        boxes, color = common.draw_view(views[number], row_sizes, draws[:, number])
         if box_number != number:
             boxes, _ = common.draw_view(views[number], row_sizes, draws[:, box_number])
         cuts.append((rows, boxes, views[number].size))
-        colours.append(colour)
+        colors.append(color)
 
-    # A second copy has the boxes of the first, and colours and flips of its own (D4).
+    # A second copy has the boxes of the first, and colors and flips of its own (D4).
     for number in range(copies):
         for i, source in enumerate(sources):
             draw(source, number * len(VIEWS) + i, BOX_OF[i] if args.same_crop else i)
@@ -463,7 +463,7 @@ def draw_views(args, images, positives, index, sizes, draws):
         for i, source in enumerate(of_local):
             view_number = copies * len(VIEWS) + 2 * number + i
             draw(source, view_number, view_number)
-    return cuts, colours
+    return cuts, colors
 
 
 def mix(args, x, partner, step, number=0):
@@ -481,7 +481,7 @@ def show_views(args, positives, loader, device):
     """Write the picture of --show-views: the views of one copy, local crops, mixed queries, and a box framed."""
     if args.selection != "none":
         positives.random_(len(positives), generator=common.generator(args.seed))
-        common.say("no encoder has chosen positives yet: those in the picture are random")
+        common.log("no encoder has chosen positives yet: those in the picture are random")
     views = common.colour_views(next(iter(loader)), device)
     names = view_names(args, args.selection != "none")
     shown = dict(zip(names, views, strict=False))  # the first copy
@@ -606,7 +606,7 @@ class CLIM(nn.Module):
             queries.append(self.query(resize(x, size)))
             # Both keys are encoded together (ours): a batch-norm group holds twice as many keys as queries
             shuffle = common.generator(args.seed, step, STREAM_SHUFFLE + i)
-            keys.append(encode_keys(self.key, [resize(v, size) for v in key_views], shuffle))  # (1 or 2, N, C)
+            keys.append(encode_shuffled_keys(self.key, [resize(v, size) for v in key_views], shuffle))  # (1 or 2, N, C)
         own_keys = [common.own_rows(k, dim=1) for k in keys]  # (1 or 2, n, C) for each size
         losses = [contrast(q, k, lam) for q, k in itertools.product(queries, own_keys)]
         anchor_keys = keys[0][0]  # the images' own keys at the largest size: only these enter the queue (ours)
@@ -692,7 +692,7 @@ def parse_args(argv=None):
     common.check_schedule(args)
     check_batch_norm_groups(args)
     if args.selection != "none" and args.clim_start >= args.epochs:
-        common.say("warning: no positives will be chosen: give --clim-start a number below --epochs")
+        common.log("warning: no positives will be chosen: give --clim-start a number below --epochs")
     return args
 
 
@@ -780,7 +780,7 @@ def refresh(args, model, images, device, epoch, positives):
         own, others = labels[:, None], labels[positives.long()]
         both_known = (own != -1) & (others != -1)
         share = f"; {100 * (own == others)[both_known].float().mean():.1f} % of them are of the image's own class"
-    common.say(f"epoch {epoch + 1}: positives chosen in {time.perf_counter() - began:.1f} s{share}")
+    common.log(f"epoch {epoch + 1}: positives chosen in {time.perf_counter() - began:.1f} s{share}")
 
 
 # ---------------------------------------------------------- the state of a run
@@ -844,7 +844,7 @@ def introduce(args, train, test, **facts):
         pairs = (f"{name} {common.shown(value)}" for name, value in values.items() if value is not None)
         words = "  ".join(pair.replace(" ", "\xa0") for pair in pairs)  # no line ends within a pair
         how = dict(initial_indent=f"{group:14}", subsequent_indent=" " * 14, break_on_hyphens=False)
-        common.say(textwrap.fill(words, 120, **how).replace("\xa0", " "))
+        common.log(textwrap.fill(words, 120, **how).replace("\xa0", " "))
 
 
 def means(args, loader, history):
@@ -956,15 +956,15 @@ def main(args, train=None, test=None, encoder=None):
             if test is not None and due and "knn20_top1" not in records[-1]:
                 records[-1] |= common.knn_record(args, model.backbone, train, test, device)
                 save(args, step, records, images, model, optimizer, positives)
-            common.tell(args, records[-1])
+            common.log_epoch(args, records[-1])
         if step >= last_step:
             break
 
     lock.close()
     if step < total_steps:
-        common.say(f"stopped at step {step} of {total_steps}: give a larger --max-steps, or none, to go on")
+        common.log(f"stopped at step {step} of {total_steps}: give a larger --max-steps, or none, to go on")
     else:
-        common.say(common.how_to_judge(args, train))
+        common.log(common.how_to_evaluate(args, train))
 
 
 # =============================================================== 6. machinery
@@ -995,7 +995,7 @@ def exchange(x, wanted):
 
 
 @torch.no_grad()
-def encode_keys(encode, views, generator):
+def encode_shuffled_keys(encode, views, generator):
     """Encode several views of the global batch as keys, shuffled for batch norm: (views, N, C).
 
     encode: maps images to keys. views: list of this process's images (n, 3, H, W).

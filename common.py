@@ -4,7 +4,7 @@
     2. views       View declares one; ViewDataset draws and cuts in the loader; colour_views works on the device
     3. evaluation  extract_features, knn_predict, embedding_health; what both evaluations share
     4. encoders    build_backbone, load_backbone, load_published
-    5. processes   start; fail, say, progress; join_processes, until_stopped
+    5. processes   start; fail, log, progress; join_processes, until_stopped
     6. flags       parse: the command line, by tables of values
     7. files       claim_folder; write_whole, write_file; load_checkpoint, others' files too
 
@@ -247,8 +247,8 @@ PATTERNS = {
 def make_patterns(count, size, seed):
     """Return the data set `patterns`, by its arguments alone: uint8 images (count, size, size, 3) and labels (count,).
 
-    Scale, angle, phase, a warp, sign, contrast, a gradient of light, two muted colours and a little noise are random.
-    So neither colour nor single pixels tell the kind: an encoder has to learn the shape.
+    Scale, angle, phase, a warp, sign, contrast, a gradient of light, two muted colors and a little noise are random.
+    So neither color nor single pixels tell the kind: an encoder has to learn the shape.
     """
     rng = np.random.default_rng(seed)
     labels = rng.permutation(np.arange(count) % len(PATTERNS))
@@ -270,9 +270,9 @@ def make_patterns(count, size, seed):
         value -= value.mean((1, 2, 3), keepdims=True)  # no kind is brighter than another
         sign = rng.choice(np.float32([-1, 1]), (len(where), 1, 1, 1))
         shade = 0.3 * rng.standard_normal((len(where), 1, 1), np.float32) * (np.cos(light) * x0 + np.sin(light) * y0)
-        colours = 0.5 + 0.03 * rng.standard_normal((2, len(where), 1, 1, 3), np.float32)
+        colors = 0.5 + 0.03 * rng.standard_normal((2, len(where), 1, 1, 3), np.float32)
         contrast = rng.uniform(0.1, 0.28, (len(where), 1, 1, 1)).astype(np.float32)
-        image = colours.mean(0) + shade[..., None] + sign * value * ((colours[0] - colours[1]) / 4 + contrast)
+        image = colors.mean(0) + shade[..., None] + sign * value * ((colors[0] - colors[1]) / 4 + contrast)
         image += 0.03 * rng.standard_normal(image.shape, np.float32)
         images[where] = (image.clip(0, 1) * 255 + 0.5).astype(np.uint8)
     return images, labels
@@ -340,7 +340,7 @@ def decode_all(images):
 
 
 def read_folder(name, root, part="", cache=True, unlabeled=False):
-    """Return the images of root/part as an ImageSet, see `list_folder`. The first process lists the files for all.
+    """Return the images of root/part as an ImageSet, see `list_folder`. The main process lists the files for all.
 
     cache: images of one size of up to 96 px are decoded at once, if they take no more than IN_MEMORY.
     """
@@ -414,7 +414,7 @@ def check_labels(train, test):
         fail(f"the classes of {train} and of {test} are not the same: {', '.join(odd[:5])}")
 
 
-def are_own(train, test):
+def are_custom(train, test):
     """Return True if these are a user's own images: an ImageSet to train on, and perhaps one to test on."""
     if train is None and test is None:
         return False
@@ -438,7 +438,7 @@ def open_images(args, train=None, test=None):
 
     Without labels there are no test images. Exits with an error message if there are too few images for one batch.
     """
-    if not are_own(train, test):
+    if not are_custom(train, test):
         options = dict(size=args.image_size, cache=args.cache)
         train = load_images(args.dataset, args.data_dir, True, unlabeled=True, **options)
         test = load_images(args.dataset, args.data_dir, False, **options) if len(train.classes) > 1 else None
@@ -447,24 +447,24 @@ def open_images(args, train=None, test=None):
     if len(train) < args.batch_size:
         fail(f"{len(train)} images are fewer than one batch: give --batch-size {len(train)} or less")
     if line := demo(args, train):
-        say(line)
+        log(line)
     return train, test
 
 
 # --------------------------------------------------------------------- 2. views
-# A method file declares its views. They are drawn and cut in the loader, and coloured on the device.
+# A method file declares its views. They are drawn and cut in the loader, and colored on the device.
 
 # The uniform numbers that one view takes per image: what each is for, and how many
 DRAWS = dict(area=10, aspect=10, position=2, jitter_coin=1, brightness=1, contrast=1, saturation=1, hue=1, order=1)
 DRAWS |= dict(gray_coin=1, blur_coin=1, sigma=1, solarize_coin=1, flip_coin=1)
 VIEW_DRAWS = sum(DRAWS.values())
-COLOUR = ("brightness", "contrast", "saturation", "hue", "order", "gray", "sigma", "solarize", "flip")
+COLOR = ("brightness", "contrast", "saturation", "hue", "order", "gray", "sigma", "solarize", "flip")
 ORDERS = torch.tensor(list(itertools.permutations(range(4))))  # of brightness, contrast, saturation, hue
 RESAMPLE = {"bilinear": Image.Resampling.BILINEAR, "bicubic": Image.Resampling.BICUBIC}
 
 
 class View(NamedTuple):
-    """One view of an image as a method file declares it: a random resized crop, then colour changes, then a flip."""
+    """One view of an image as a method file declares it: a random resized crop, then color changes, then a flip."""
 
     size: int  # pixels of the square that is cut
     area: tuple  # (lowest, highest) share of the image that is cut
@@ -508,9 +508,9 @@ def name_draws(draws):
 
 
 def draw_view(view, sizes, draws, area=None, position=None, sigma=None, blur_coin=None):
-    """Draw one view of n images. Return ((n, 4) int64 boxes, (n, 9) float32 colour parameters with columns as COLOUR).
+    """Draw one view of n images. Return ((n, 4) int64 boxes, (n, 9) float32 color parameters with columns as COLOR).
 
-    view: a View. sizes: (n, 2) heights and widths. draws: (n, VIEW_DRAWS) uniform in [0, 1). `colour` takes the
+    view: a View. sizes: (n, 2) heights and widths. draws: (n, VIEW_DRAWS) uniform in [0, 1). `color` takes the
     parameters. Where nothing is changed, factors are 1, and the rest is 0. The method's own values take the place of
     drawn ones, where they are not NaN: area, sigma: (n,); position: (n, 2), and blur_coin: (n,), uniform numbers.
     """
@@ -555,10 +555,10 @@ class ViewDataset(Dataset):
     """Cuts the views of images in the loader's workers. It is asked for a whole batch of (epoch, index) keys at once.
 
     views: list of View. Each is drawn from numbers of its own, or by `draw`, if views depend on each other:
-    draw(index, sizes, draws) -> (cuts, colours), with index (n,) the rows of the images, sizes (n, 2) their heights
+    draw(index, sizes, draws) -> (cuts, colors), with index (n,) the rows of the images, sizes (n, 2) their heights
     and widths, draws (n, len(views) * VIEW_DRAWS + extra_draws) uniform in [0, 1); cuts: list over views of (rows (n,)
-    of the images to cut from, boxes (n, 4), output size); colours: list over views of (n, 9) parameters.
-    A batch is {'views': [uint8 (n, 3, S, S), ...], 'colour': (n, views, 9), 'index': (n,)}.
+    of the images to cut from, boxes (n, 4), output size); colors: list over views of (n, 9) parameters.
+    A batch is {'views': [uint8 (n, 3, S, S), ...], 'color': (n, views, 9), 'index': (n,)}.
     """
 
     def __init__(self, images, views, seed, interpolation="bilinear", draw=None, extra_draws=0):
@@ -567,30 +567,30 @@ class ViewDataset(Dataset):
         self.num_draws = len(views) * VIEW_DRAWS + extra_draws
 
     def draw_independently(self, index, sizes, draws):
-        cuts, colours = [], []
+        cuts, colors = [], []
         for view, own in zip(self.views, np.split(draws, len(self.views), axis=1), strict=True):
-            boxes, colour = draw_view(view, sizes, own)
+            boxes, color = draw_view(view, sizes, own)
             cuts.append((index, boxes, view.size))
-            colours.append(colour)
-        return cuts, colours
+            colors.append(color)
+        return cuts, colors
 
     def __getitems__(self, keys):
         epochs, index = np.array(keys).T
         draws = uniform(self.seed, epochs, index, self.num_draws)
         count = AT_ONCE if self.images.array is None else len(index)
         parts = [self.cut_views(index[i : i + count], draws[i : i + count]) for i in range(0, len(index), count)]
-        views, colours = zip(*parts, strict=True)
+        views, colors = zip(*parts, strict=True)
         views = [torch.from_numpy(np.concatenate(view)).permute(0, 3, 1, 2) for view in zip(*views, strict=True)]
-        return {"views": views, "colour": torch.from_numpy(np.concatenate(colours)), "index": torch.from_numpy(index)}
+        return {"views": views, "color": torch.from_numpy(np.concatenate(colors)), "index": torch.from_numpy(index)}
 
     def cut_views(self, index, draws):
-        """Return the views of some images: ([uint8 (n, S, S, 3), ...], colours (n, views, 9))."""
-        cuts, colours = self.draw(index, self.images.sizes(index), draws)
+        """Return the views of some images: ([uint8 (n, S, S, 3), ...], colors (n, views, 9))."""
+        cuts, colors = self.draw(index, self.images.sizes(index), draws)
         views = []
         for rows, boxes, size in cuts:
             squares = [cut(self.images[i], box, size, self.interpolation) for i, box in zip(rows, boxes, strict=True)]
             views.append(np.stack(squares))
-        return views, np.stack(colours, 1)
+        return views, np.stack(colors, 1)
 
 
 class EpochSampler:
@@ -745,19 +745,19 @@ def _on(x, which, function, *parameters):
     return x
 
 
-def colour(x, parameters):
-    """Colour images: jitter in each image's own order, then grayscale, blur, solarize, flip. Returns float in [0, 1].
+def color(x, parameters):
+    """Color images: jitter in each image's own order, then grayscale, blur, solarize, flip. Returns float in [0, 1].
 
-    x: uint8 (N, 3, H, W) on the device. parameters: (N, 9) on the CPU, with columns as COLOUR, see `draw_view`.
+    x: uint8 (N, 3, H, W) on the device. parameters: (N, 9) on the CPU, with columns as COLOR, see `draw_view`.
     Nothing is drawn here. The CPU decides which images an operation touches, so the device is never waited for.
     """
     x, moved = x.float().div_(255), parameters.to(x.device, non_blocking=True).float()
-    p, on = (dict(zip(COLOUR, table.float().unbind(1), strict=True)) for table in (parameters, moved))
+    p, on = (dict(zip(COLOR, table.float().unbind(1), strict=True)) for table in (parameters, moved))
     jittered = (parameters[:, :4] != torch.tensor([1.0, 1, 1, 0])).any(1)
     order = ORDERS[p["order"].long()]  # (N, 4): which of the four comes first, second, ...
     functions = *(functools.partial(adjust, name) for name in ADJUSTMENTS), adjust_hue
     for turn, (step, function) in itertools.product(range(4), enumerate(functions)):
-        x = _on(x, jittered & (order[:, turn] == step), function, on[COLOUR[step]])
+        x = _on(x, jittered & (order[:, turn] == step), function, on[COLOR[step]])
     x = _on(x, p["gray"], lambda v: rgb_to_grayscale(v).repeat(1, 3, 1, 1))
     x = _on(x, p["sigma"], functools.partial(gaussian_blur, largest=p["sigma"].max().item()), on["sigma"])
     x = _on(x, p["solarize"], lambda v: solarize(v, 0.5))
@@ -765,15 +765,15 @@ def colour(x, parameters):
 
 
 def colour_views(batch, device, memory_format=torch.channels_last, norm=None):
-    """Return a batch's views, moved to the device and coloured: a list of (n, 3, H, W) float.
+    """Return a batch's views, moved to the device and colored: a list of (n, 3, H, W) float.
 
     batch: of `ViewDataset`. norm: (mean, std), by which they are normalised; without it they are in [0, 1].
-    Views of one size are coloured in one pass, which costs a GPU fewer launches.
+    Views of one size are colored in one pass, which costs a GPU fewer launches.
     """
     views = [v.to(device, non_blocking=True) for v in batch["views"]]
     for size in {v.shape[-1] for v in views}:
         same = [i for i, v in enumerate(views) if v.shape[-1] == size]
-        x = colour(torch.cat([views[i] for i in same]), batch["colour"][:, same].transpose(0, 1).flatten(0, 1))
+        x = color(torch.cat([views[i] for i in same]), batch["color"][:, same].transpose(0, 1).flatten(0, 1))
         x = x if norm is None else normalize(x, *norm)
         for i, view in zip(same, x.chunk(len(same)), strict=True):
             views[i] = view.contiguous(memory_format=memory_format)
@@ -801,7 +801,7 @@ def save_views(path, views, names):
         ImageDraw.Draw(sheet).text((6, (i + 0.5) * grid.height / len(names)), name, "black", font, "lm")
     if rank_and_world()[0] == 0:
         write_whole(path, lambda temporary: sheet.save(temporary, "PNG"))
-    say(f"picture written to {path}")
+    log(f"picture written to {path}")
 
 
 # ---------------------------------------------------------------- 3. evaluation
@@ -977,7 +977,7 @@ def open_data(args, info, train=None, test=None, labels=True):
     any; else images of a set without labels are returned, too.
     """
     trained_on = None
-    if are_own(train, test):
+    if are_custom(train, test):
         args.dataset, args.data_dir = train.name, None
     else:
         if args.dataset is None and args.checkpoint:
@@ -1012,7 +1012,7 @@ def floor_encoders(args, info, device, count):
     return floors
 
 
-def how_to_judge(args, images):
+def how_to_evaluate(args, images):
     """Return the last words of a training: how to judge its encoder. images: those that it was trained on."""
     words = f"python eval_knn.py {args.out}; python eval_linear.py {args.out}"
     if args.arch == "own":
@@ -1227,7 +1227,7 @@ def fitting_weights(path, encoder, prefix=None, flag="--init-prefix"):
         if old != new and math.isqrt(max(0, old - tokens)) ** 2 == old - tokens:
             resampled = timm.layers.resample_abs_pos_embed(theirs["pos_embed"], grid, num_prefix_tokens=tokens)
             theirs["pos_embed"] = resampled
-            say(f"the position embedding of {path} is resampled from {old} rows to {new}")
+            log(f"the position embedding of {path} is resampled from {old} rows to {new}")
     kinds = {name: (x.shape, x.is_floating_point()) for name, x in theirs.items()}
     lacking = [f"{n} {[*x.shape]}" for n, x in own.items() if kinds.get(n) != (x.shape, x.is_floating_point())]
     parts = {name.split(".")[0] for name in own} | CHANGES_FEATURES
@@ -1238,7 +1238,7 @@ def fitting_weights(path, encoder, prefix=None, flag="--init-prefix"):
         fail(f"{path} is not of this encoder: after {start!r} {words}. Try another --arch, --image-size, --patch-size")
     if not all(theirs[name].isfinite().all() for name in own):
         fail(f"{path} has weights that are not finite")
-    say(f"{path}: the encoder is {start or 'the file itself'}")
+    log(f"{path}: the encoder is {start or 'the file itself'}")
     return {name: theirs[name] for name in own}, start
 
 
@@ -1341,7 +1341,7 @@ def start(main, parse_args):
     except (BadImage, OSError) as error:
         fail(str(error))
     except KeyboardInterrupt:
-        say("stopped by Ctrl-C (exit status 130); what was saved is kept")
+        log("stopped by Ctrl-C (exit status 130); what was saved is kept")
         raise SystemExit(130) from None
 
 
@@ -1428,7 +1428,7 @@ def from_all(value):
 
 
 def from_first(make):
-    """What make() returns on the first process, on every process. The others do not call it."""
+    """What make() returns on the main process, on every process. The others do not call it."""
     made = [make() if rank_and_world()[0] == 0 else None]
     if dist.is_initialized():
         dist.broadcast_object_list(made)
@@ -1493,7 +1493,7 @@ def until_stopped(loader):
     if any_has_to_stop():
         for error in itertools.chain(*from_all(errors)):
             raise BadImage(error)
-        say("stopped on request (exit status 75); everything is saved, and the same command goes on")
+        log("stopped on request (exit status 75); everything is saved, and the same command goes on")
         raise Stopped
 
 
@@ -1508,8 +1508,8 @@ def fail(message):
     raise SystemExit(2)
 
 
-def say(text="", end="\n"):
-    """Print from the first process only. On a terminal the text replaces the progress line."""
+def log(text="", end="\n"):
+    """Print from the main process only. On a terminal the text replaces the progress line."""
     if rank_and_world()[0] == 0:
         with contextlib.suppress(OSError, ValueError):  # nobody reads any more, or the log's disk is full: go on
             print(("\r\x1b[K" if sys.stdout.isatty() else "") + text, end=end, flush=True)
@@ -1519,7 +1519,7 @@ def progress(text, last=[0.0]):  # noqa: B006  (the list keeps the time of the l
     """Show how far long work has come: on a terminal a line that rewrites itself, in a log file a line every 30 s."""
     on_terminal = sys.stdout.isatty()
     if on_terminal or time.monotonic() - last[0] > 30:
-        say(text, end="" if on_terminal else "\n")
+        log(text, end="" if on_terminal else "\n")
         last[0] = time.monotonic()
 
 
@@ -1540,14 +1540,14 @@ def show_progress(args, loader, history, step, total_steps):
 WRITERS = {}  # {folder: TensorBoard's writer}
 
 
-def tell(args, record):
+def log_epoch(args, record):
     """Say what matters most of an epoch's record. With --tensorboard, all of it is written for TensorBoard."""
     gap = record.get("below_chance")
     distance = "" if gap is None else f" ({abs(gap):.2f} {'below' if gap >= 0 else 'above'} chance)"
     figures = [f"{name} {value:.1f} %" for name, value in record.items() if name.endswith("_top1")]
     figures += [f"std {record['std']:.2f}"] if "std" in record else []
     words = "  ".join([f"loss {record['loss']:.4f}{distance}", *figures, f"{record['images_per_s']:.0f} images/s"])
-    say(f"epoch {record['epoch']}/{args.epochs}  {words}")
+    log(f"epoch {record['epoch']}/{args.epochs}  {words}")
     if getattr(args, "tensorboard", False) and rank_and_world()[0] == 0:
         from torch.utils.tensorboard import SummaryWriter
 
@@ -1870,7 +1870,7 @@ def load_run(args, images, resume=None):
             fail(f"{path} is of other images ({state['images']}, here {images}): give another --out")
         if path == resume and state["step"] > args.epochs * (images["number"] // args.batch_size):
             fail(f"{path} has made {state['step']} steps already, more than --epochs {args.epochs} has")
-        say(f"going on from {path}, at step {state['step']}")
+        log(f"going on from {path}, at step {state['step']}")
     marks = from_all((new, images, state["step"]))
     if any(mark != marks[0] for mark in marks):
         fail("the processes differ in flags, images or checkpoint: --data-dir and --out must be on shared disks")

@@ -65,7 +65,7 @@ def write_dump(path, lines, parts, features):
 
     if common.rank_and_world()[0] == 0:
         common.write_whole(path, write)
-    common.say(f"features written to {path}")
+    common.log(f"features written to {path}")
 
 
 @common.leaves_no_trace
@@ -91,7 +91,7 @@ def main(args, encoder=None, train=None, test=None):
         common.check_labels(train, test)  # with --dump, too
     ks = list(dict.fromkeys(min(k, len(train)) for k in args.k))
     lines = f"{common.protocol(args, info, train, test)}\nkNN: cosine, votes exp(similarity / {args.temperature})"
-    common.say(lines)
+    common.log(lines)
     networks = {"encoder": encoder, **(common.floor_encoders(args, info, device, len(train)) if judged else {})}
     results, how = {}, dict(batch_size=args.batch_size, workers=args.workers, amp=args.amp == "bf16")
     for name, network in networks.items():
@@ -105,7 +105,7 @@ def main(args, encoder=None, train=None, test=None):
             x = {part: rows.to(device) for part, rows in x.items()}
             results[name] = common.knn_scores(x["train"], train, x["test"], test, ks, args.temperature)
             found = zip(ks, results[name].values(), strict=True)
-            common.say(f"{name:>10}  " + "  ".join(f"k={k} {percent:.2f} %" for k, percent in found))
+            common.log(f"{name:>10}  " + "  ".join(f"k={k} {percent:.2f} %" for k, percent in found))
     return results
 
 

@@ -273,7 +273,7 @@ def choose_labels(args, train):
     counts = np.bincount(chosen.labels, minlength=len(train.classes))
     if (counts > 0).sum() < 2:
         common.fail(f"--label-files {args.label_files} has images of fewer than two classes")
-    common.say(f"labels: {len(chosen)} of {len(train)} training images, {counts.min()} to {counts.max()} per class")
+    common.log(f"labels: {len(chosen)} of {len(train)} training images, {counts.min()} to {counts.max()} per class")
     return chosen
 
 
@@ -412,7 +412,7 @@ def lbfgs_probe(x, y, test_x, rest, check, num_classes, strengths, metric="top1"
             options = dict(iterations=iterations, tolerance=tolerance, what=what)
             weight, left = logistic_regression(fit_x, fit_y, num_classes, strength, weight, **options)
             if left > tolerance:
-                common.say(f"warning: {what}, has not converged in {iterations} iterations: gradient {left:.1e}")
+                common.log(f"warning: {what}, has not converged in {iterations} iterations: gradient {left:.1e}")
             weights.append(weight)
         return weights
 
@@ -430,7 +430,7 @@ def evaluate_cached(args, device, encoder, info, train, test):
         if judged.classes:  # ImageNet's test/ has none
             common.check_labels(train, judged)
             parts = [train, test, judged]
-            common.say(f"val/ and test/ are both there: val/ chooses, test/ with its {len(judged)} images is judged")
+            common.log(f"val/ and test/ are both there: val/ chooses, test/ with its {len(judged)} images is judged")
     labels = [torch.from_numpy(part.labels) for part in parts]
     y, test_y = torch.cat(labels[:-1]).to(device), labels[-1]
     rest, check = hold_out(len(train), args.holdout, args.seed)
@@ -441,7 +441,7 @@ def evaluate_cached(args, device, encoder, info, train, test):
         value, flag, grid = "strength", "--strengths", args.strengths
     few = len(check) < 30 and len(grid) > 1
     guess = f"; so few that the choice is a guess: give one with {flag}" if few else ""
-    common.say(f"{len(check)} images choose the {value} by {args.metric or 'top1'}; all {len(y)} are fitted{guess}")
+    common.log(f"{len(check)} images choose the {value} by {args.metric or 'top1'}; all {len(y)} are fitted{guess}")
     results, how = {}, dict(batch_size=args.batch_size, workers=args.workers, amp=args.amp == "bf16")
     for name, network in {"encoder": encoder, **common.floor_encoders(args, info, device, len(train))}.items():
         if name == "raw pixels" and args.mode == "lbfgs":
@@ -458,11 +458,11 @@ def evaluate_cached(args, device, encoder, info, train, test):
             found = lbfgs_probe(x, y, test_x, rest, check, classes, *options)
         results[name] = scores(found["logits"].cpu(), test_y, classes)
         chosen, percents = found["chosen"], [*found["held_out"].values()]
-        common.say(f"{name:>10}  {show(results[name])}  ({value} {chosen:.3g}, {max(percents):.2f} % held out)")
+        common.log(f"{name:>10}  {show(results[name])}  ({value} {chosen:.3g}, {max(percents):.2f} % held out)")
         at_edge = chosen in (min(grid), max(grid)) and percents.count(max(percents)) == 1 < len(grid)
         if name == "encoder" and at_edge and not few:
             limits = f"{min(grid):.3g} to {max(grid):.3g}"
-            common.say(f"warning: the best {value} is at the edge of the grid, {limits}: widen {flag}")
+            common.log(f"warning: the best {value} is at the edge of the grid, {limits}: widen {flag}")
     return results
 
 
@@ -657,7 +657,7 @@ def introduce(args, **facts):
     for group, values in rows.items():
         words = "  ".join(f"{name} {common.shown(value)}" for name, value in values.items() if value is not None)
         if words:  # else it is a group of other evaluations
-            common.say(textwrap.fill(words, initial_indent=f"{group:14}", **style))
+            common.log(textwrap.fill(words, initial_indent=f"{group:14}", **style))
 
 
 def means(args, loader, history):
@@ -672,7 +672,7 @@ def means(args, loader, history):
     return dict(zip(history[0], values, strict=True)) | speed
 
 
-def judge(args, device, encoder, network, info, test):
+def evaluate(args, device, encoder, network, info, test):
     """Return the scores of the test images, in percent: {"linear_top1": ..., ...}, or {"finetune_top1": ..., ...}.
 
     encoder: what makes the features. network: the classifier on them or, for a fine-tuning, encoder and classifier.
@@ -764,18 +764,18 @@ def train_protocol(args, device, encoder, info, train, test):
         if ended:
             due = epoch + 1 == args.epochs or (args.eval_every and (epoch + 1) % args.eval_every == 0)
             if due and f"{args.mode}_top1" not in records[-1]:
-                records[-1] |= judge(args, device, encoder, network, info, test)
+                records[-1] |= evaluate(args, device, encoder, network, info, test)
                 save(args, step, records, images, network, optimizer)
-            common.tell(args, records[-1])
+            common.log_epoch(args, records[-1])
         if step >= last_step:
             break
 
     lock.close()
     if step < total_steps:
-        common.say(f"stopped at step {step} of {total_steps}: give a larger --max-steps, or none, to go on")
+        common.log(f"stopped at step {step} of {total_steps}: give a larger --max-steps, or none, to go on")
         return {}
     result = {name: value for name, value in records[-1].items() if name.startswith(args.mode)}
-    common.say(f"{'encoder':>10}  {show(result)}  (epoch {args.epochs}, the last)")
+    common.log(f"{'encoder':>10}  {show(result)}  (epoch {args.epochs}, the last)")
     return {"encoder": result}
 
 
@@ -790,7 +790,7 @@ def main(args, encoder=None, train=None, test=None):
     device, encoder, info = common.open_encoder(args, encoder)
     train, test = common.open_data(args, info, train, test)
     resolve(args, info)
-    common.say(common.protocol(args, info, train, test))
+    common.log(common.protocol(args, info, train, test))
     train = choose_labels(args, train)
     evaluate = evaluate_cached if args.mode in ("probe", "lbfgs") else train_protocol
     return evaluate(args, device, encoder, info, train, test)

@@ -100,7 +100,7 @@ HYPERPARAMETERS = dict(
         crop_ratio=((3 / 4, 4 / 3), "smallest and largest width / height of a crop", (1e-9, math.inf)),
         interpolation=("bilinear", "how a crop is resized", ("bilinear", "bicubic")),
         jitter=((0.4, 0.4, 0.4, 0.1), "most brightness, contrast, saturation and hue change"),
-        jitter_p=(0.8, "probability of these colour changes", (0, 1)),
+        jitter_p=(0.8, "probability of these color changes", (0, 1)),
         gray_p=(0.2, "probability of a gray view", (0, 1)),
         blur_p=(0.5, "probability of a blurred view", (0, 1)),
         blur_sigma=((0.1, 2.0), "smallest and largest sigma of the blur, in pixels", (1e-9, math.inf)),
@@ -285,7 +285,7 @@ class JCL(nn.Module):
         """
         q = self.query(views[0])  # line 5
         generator = common.generator(self.args.seed, step, STREAM_SHUFFLE)
-        keys = encode_keys(self.key, views[1:], generator)  # line 6: (M', N, C), of all processes
+        keys = encode_shuffled_keys(self.key, views[1:], generator)  # line 6: (M', N, C), of all processes
         rank, world = common.rank_and_world()
         k = keys.tensor_split(world, dim=1)[rank].transpose(0, 1)  # (n, M', C)
         if self.args.vanilla:
@@ -442,7 +442,7 @@ def introduce(args, train, test, **facts):
         pairs = (f"{name} {common.shown(value)}" for name, value in values.items() if value is not None)
         words = "  ".join(pair.replace(" ", "\xa0") for pair in pairs)  # no line ends within a pair
         how = dict(initial_indent=f"{group:14}", subsequent_indent=" " * 14, break_on_hyphens=False)
-        common.say(textwrap.fill(words, 120, **how).replace("\xa0", " "))
+        common.log(textwrap.fill(words, 120, **how).replace("\xa0", " "))
 
 
 def means(args, loader, history):
@@ -544,15 +544,15 @@ def main(args, train=None, test=None, encoder=None):
             if test is not None and due and "knn20_top1" not in records[-1]:
                 records[-1] |= common.knn_record(args, model.backbone, train, test, device)
                 save(args, step, records, images, model, optimizer)
-            common.tell(args, records[-1])
+            common.log_epoch(args, records[-1])
         if step >= last_step:
             break
 
     lock.close()
     if step < total_steps:
-        common.say(f"stopped at step {step} of {total_steps}: give a larger --max-steps, or none, to go on")
+        common.log(f"stopped at step {step} of {total_steps}: give a larger --max-steps, or none, to go on")
     else:
-        common.say(common.how_to_judge(args, train))
+        common.log(common.how_to_evaluate(args, train))
 
 
 # =============================================================== 6. machinery
@@ -583,7 +583,7 @@ def exchange(x, wanted):
 
 
 @torch.no_grad()
-def encode_keys(encode, views, generator):
+def encode_shuffled_keys(encode, views, generator):
     """Encode several views of the global batch as keys, shuffled for batch norm: (views, N, C).
 
     encode: maps images to keys. views: list of this process's images (n, 3, H, W).

@@ -53,7 +53,7 @@ Where this file, the paper and the released code differ:
     D7 The smallest area of a local crop. Paper (supplement) and here: 0.08. Released: 0.05.
     D8 Keys of local crops, and a clip of the main gradient at 100. Released: both, the keys unused. Here: neither.
     D9 The encoder on STL-10. Paper: a small AlexNet. Here: ResNet-18, because timm has no such AlexNet.
-    D10 Colour changes. Here: once per view, in MoCo v2's order. Released: the blur comes before the jitter. On CIFAR
+    D10 Color changes. Here: once per view, in MoCo v2's order. Released: the blur comes before the jitter. On CIFAR
        jitter, gray, flip and normalisation come twice, with the standard deviation (0.2023, 0.1994, 0.2010).
     D11 The baseline. Here: it has global crops, and with `--one-way` the keys of one view are enqueued. Released: its
        crops take at least 0.08 of the area, and the keys of both views are enqueued.
@@ -137,7 +137,7 @@ HYPERPARAMETERS = dict(
         crop_ratio=((3 / 4, 4 / 3), "smallest and largest width / height of a crop", (1e-9, math.inf)),
         interpolation=("bilinear", "how a crop is resized", ("bilinear", "bicubic")),
         jitter=((0.4, 0.4, 0.4, 0.1), "most brightness, contrast, saturation and hue change"),
-        jitter_p=(0.8, "probability of these colour changes", (0, 1)),
+        jitter_p=(0.8, "probability of these color changes", (0, 1)),
         gray_p=(0.2, "probability of a gray view", (0, 1)),
         blur_p=(0.5, "probability of a blurred view", (0, 1)),
         blur_sigma=((0.1, 2.0), "smallest and largest sigma of the blur, in pixels", (1e-9, math.inf)),
@@ -436,7 +436,7 @@ class MoCo(nn.Module):
         else:
             queried, keyed = views, views if all_pairs else views[:2]
         shuffles = [common.generator(self.args.seed, step, STREAM_SHUFFLE + i) for i in range(len(keyed))]
-        keys = [encode_keys(self.key, [x], shuffle)[0] for x, shuffle in zip(keyed, shuffles, strict=True)]
+        keys = [encode_shuffled_keys(self.key, [x], shuffle)[0] for x, shuffle in zip(keyed, shuffles, strict=True)]
         q = [self.query(x) for x in queried]
         k = [common.own_rows(key) for key in keys]
 
@@ -723,7 +723,7 @@ def introduce(args, train, test, **facts):
         pairs = (f"{name} {common.shown(value)}" for name, value in values.items() if value is not None)
         words = "  ".join(pair.replace(" ", "\xa0") for pair in pairs)  # no line ends within a pair
         how = dict(initial_indent=f"{group:14}", subsequent_indent=" " * 14, break_on_hyphens=False)
-        common.say(textwrap.fill(words, 120, **how).replace("\xa0", " "))
+        common.log(textwrap.fill(words, 120, **how).replace("\xa0", " "))
 
 
 def means(args, loader, history):
@@ -863,15 +863,15 @@ def main(args, train=None, test=None, encoder=None):
             if test is not None and due and "knn20_top1" not in records[-1]:
                 records[-1] |= common.knn_record(args, model.backbone, train, test, device)
                 save(args, step, records, images, modules, optimizers, previous_norm)
-            common.tell(args, records[-1])
+            common.log_epoch(args, records[-1])
         if step >= last_step:
             break
 
     lock.close()
     if step < total_steps:
-        common.say(f"stopped at step {step} of {total_steps}: give a larger --max-steps, or none, to go on")
+        common.log(f"stopped at step {step} of {total_steps}: give a larger --max-steps, or none, to go on")
     else:
-        common.say(common.how_to_judge(args, train))
+        common.log(common.how_to_evaluate(args, train))
 
 
 # =============================================================== 6. machinery
@@ -926,7 +926,7 @@ def exchange(x, wanted):
 
 
 @torch.no_grad()
-def encode_keys(encode, views, generator):
+def encode_shuffled_keys(encode, views, generator):
     """Encode several views of the global batch as keys, shuffled for batch norm: (views, N, C).
 
     encode: maps images to keys. views: list of this process's images (n, 3, H, W).

@@ -127,7 +127,7 @@ HYPERPARAMETERS = dict(
         crop_ratio=((3 / 4, 4 / 3), "smallest and largest width / height of a crop", (1e-9, math.inf)),
         interpolation=("bilinear", "how a crop is resized", ("bilinear", "bicubic")),
         jitter=((0.4, 0.4, 0.4, 0.1), "most brightness, contrast, saturation and hue change"),
-        jitter_p=(0.8, "probability of these colour changes", (0, 1)),
+        jitter_p=(0.8, "probability of these color changes", (0, 1)),
         gray_p=(0.2, "probability of a gray view", (0, 1)),
         blur_p=((0.5, 0.5), "probabilities of a blurred query and a blurred key view", (0, 1)),
         blur_sigma=((0.1, 2.0), "smallest and largest sigma of the blur, in pixels", (1e-9, math.inf)),
@@ -312,7 +312,7 @@ def draw_views(args, index, sizes, draws):
     """Draw the views of n images. This is where --joint acts.
 
     index: (n,) rows of the images. sizes: (n, 2) their heights and widths. draws: uniform in [0, 1), (n, VIEW_DRAWS for
-    each view + `shared_draws`). Returns (cuts, colours) as `common.ViewDataset` wants them.
+    each view + `shared_draws`). Returns (cuts, colors) as `common.ViewDataset` wants them.
     """
     views = augmentation(args)
     *own_draws, shared = np.split(draws, common.VIEW_DRAWS * np.arange(1, len(views) + 1), axis=1)
@@ -340,15 +340,15 @@ def draw_views(args, index, sizes, draws):
     joint_sigmas[:2] = np.where(joint_blur, sigmas, np.nan)
     joint_coins[:2] = np.where(joint_blur, blur_coin, np.nan)  # both are blurred, or neither is
 
-    cuts, colours = [], []
+    cuts, colors = [], []
     for i, (view, own) in enumerate(zip(views, own_draws, strict=True)):
         position = None
         if args.css_alpha != 1:
             position = centre_suppressed(common.name_draws(own)["position"][:, 1], args.css_alpha)
-        boxes, colour = common.draw_view(view, sizes, own, joint_areas[i], position, joint_sigmas[i], joint_coins[i])
+        boxes, color = common.draw_view(view, sizes, own, joint_areas[i], position, joint_sigmas[i], joint_coins[i])
         cuts.append((index, boxes, view.size))
-        colours.append(colour)
-    return cuts, colours
+        colors.append(color)
+    return cuts, colors
 
 
 # ==================================================================== 4. model
@@ -432,7 +432,7 @@ class MoCo(nn.Module):
         """
         q = self.query(views[0])
         generator = common.generator(self.args.seed, step, STREAM_SHUFFLE)
-        keys = encode_keys(self.key, views[1:2], generator)[0]  # (N, C), of all processes
+        keys = encode_shuffled_keys(self.key, views[1:2], generator)[0]  # (N, C), of all processes
         k = common.own_rows(keys)  # (n, C)
         loss = info_nce(q, k, self.queue.keys, self.args.temperature)  # MoCo, Eq. 1
         for local in views[2:]:  # App. D
@@ -654,7 +654,7 @@ def introduce(args, train, test, **facts):
         pairs = (f"{name} {common.shown(value)}" for name, value in values.items() if value is not None)
         words = "  ".join(pair.replace(" ", "\xa0") for pair in pairs)  # no line ends within a pair
         how = dict(initial_indent=f"{group:14}", subsequent_indent=" " * 14, break_on_hyphens=False)
-        common.say(textwrap.fill(words, 120, **how).replace("\xa0", " "))
+        common.log(textwrap.fill(words, 120, **how).replace("\xa0", " "))
 
 
 def means(args, loader, history):
@@ -769,15 +769,15 @@ def main(args, train=None, test=None, encoder=None):
             if test is not None and due and "knn20_top1" not in records[-1]:
                 records[-1] |= common.knn_record(args, model.backbone, train, test, device)
                 save(args, step, records, images, model, optimizer)
-            common.tell(args, records[-1])
+            common.log_epoch(args, records[-1])
         if step >= last_step:
             break
 
     lock.close()
     if step < total_steps:
-        common.say(f"stopped at step {step} of {total_steps}: give a larger --max-steps, or none, to go on")
+        common.log(f"stopped at step {step} of {total_steps}: give a larger --max-steps, or none, to go on")
     else:
-        common.say(common.how_to_judge(args, train))
+        common.log(common.how_to_evaluate(args, train))
 
 
 # =============================================================== 6. machinery
@@ -808,7 +808,7 @@ def exchange(x, wanted):
 
 
 @torch.no_grad()
-def encode_keys(encode, views, generator):
+def encode_shuffled_keys(encode, views, generator):
     """Encode several views of the global batch as keys, shuffled for batch norm: (views, N, C).
 
     encode: maps images to keys. views: list of this process's images (n, 3, H, W).

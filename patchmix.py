@@ -102,7 +102,7 @@ HYPERPARAMETERS = dict(
         crop_ratio=((3 / 4, 4 / 3), "smallest and largest width / height of a crop", (1e-9, math.inf)),
         interpolation=("bicubic", "how a crop is resized", ("bilinear", "bicubic")),  # released
         jitter=((0.4, 0.4, 0.2, 0.1), "most brightness, contrast, saturation and hue change"),
-        jitter_p=(0.8, "probability of these colour changes", (0, 1)),
+        jitter_p=(0.8, "probability of these color changes", (0, 1)),
         gray_p=(0.2, "probability of a gray view", (0, 1)),
         blur_p=((1.0, 0.1), "probability of a blurred view, by T_1 and by T_2", (0, 1)),
         blur_sigma=((0.1, 2.0), "smallest and largest sigma of the blur, in pixels", (1e-9, math.inf)),
@@ -512,7 +512,7 @@ def check_mixing(args):
         if size % patch or num_mix > (size // patch) ** 2:
             common.fail(f"--patch-size {patch} does not cut images of {size} px into --num-mix {num_mix} whole patches")
     if not common.is_vit(args.arch):
-        common.say(f"warning: PatchMix is made for ViTs, whose patches it mixes; {args.arch} has none")
+        common.log(f"warning: PatchMix is made for ViTs, whose patches it mixes; {args.arch} has none")
 
 
 def peak_rate(args):
@@ -608,7 +608,7 @@ def introduce(args, train, test, **facts):
         pairs = (f"{name} {common.shown(value)}" for name, value in values.items() if value is not None)
         words = "  ".join(pair.replace(" ", "\xa0") for pair in pairs)  # no line ends within a pair
         how = dict(initial_indent=f"{group:14}", subsequent_indent=" " * 14, break_on_hyphens=False)
-        common.say(textwrap.fill(words, 120, **how).replace("\xa0", " "))
+        common.log(textwrap.fill(words, 120, **how).replace("\xa0", " "))
 
 
 def means(args, loader, history):
@@ -716,15 +716,15 @@ def main(args, train=None, test=None, encoder=None):
             if test is not None and due and "knn20_top1" not in records[-1]:
                 records[-1] |= common.knn_record(args, model.momentum_backbone, train, test, device)
                 save(args, step, records, images, model, optimizer)
-            common.tell(args, records[-1])
+            common.log_epoch(args, records[-1])
         if step >= last_step:
             break
 
     lock.close()
     if step < total_steps:
-        common.say(f"stopped at step {step} of {total_steps}: give a larger --max-steps, or none, to go on")
+        common.log(f"stopped at step {step} of {total_steps}: give a larger --max-steps, or none, to go on")
     else:
-        common.say(common.how_to_judge(args, train))
+        common.log(common.how_to_evaluate(args, train))
 
 
 # =============================================================== 6. machinery

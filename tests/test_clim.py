@@ -327,11 +327,11 @@ def data(positives, *flags, images=None):
 
 
 def drawn(data, epoch=0):
-    """(cuts, colours (n, views, 9)) of all images."""
+    """(cuts, colors (n, views, 9)) of all images."""
     index = np.arange(len(data.images))
     draws = common.uniform(data.seed, epoch, index, data.num_draws)
-    cuts, colours = data.draw(index, data.images.sizes(index), draws)
-    return cuts, np.stack(colours, 1)
+    cuts, colors = data.draw(index, data.images.sizes(index), draws)
+    return cuts, np.stack(colors, 1)
 
 
 def table_of(n, count=3, seed=0):
@@ -356,8 +356,8 @@ def test_views_of_the_image_and_of_its_partner(flags, count):
     Each is cut for itself, inside of its own image.
     """
     table, images = table_of(40), Grays(40)
-    own, (cuts, colours) = (drawn(data(positives, *flags.split())) for positives in (NONE_YET, table))
-    assert_same_views(own, (cuts, colours), 2)
+    own, (cuts, colors) = (drawn(data(positives, *flags.split())) for positives in (NONE_YET, table))
+    assert_same_views(own, (cuts, colors), 2)
     assert (len(own[0]), len(cuts)) == (4 if "local" in flags else 2, count)
     partner = cuts[2][0]
     assert all(p in table[i] for i, p in enumerate(partner.tolist()))
@@ -367,15 +367,15 @@ def test_views_of_the_image_and_of_its_partner(flags, count):
         assert (box[:, :2] >= 0).all() and (box[:, 2:] > 0).all()
         assert (box[:, :2] + box[:, 2:] <= images.sizes(index)).all()
     for a, b in itertools.combinations(range(len(cuts)), 2):
-        assert (cuts[a][1] == cuts[b][1]).all(1).mean() < 0.1 and (colours[:, a] == colours[:, b]).all(1).mean() < 0.1
+        assert (cuts[a][1] == cuts[b][1]).all(1).mean() < 0.1 and (colors[:, a] == colors[:, b]).all(1).mean() < 0.1
 
 
 def test_with_the_same_crop_a_key_has_the_box_of_its_query():
     """And all else is as without."""
-    (cuts, colours), (plain, plain_colours) = (drawn(data(table_of(40), *flags)) for flags in (["--same-crop"], []))
+    (cuts, colors), (plain, plain_colors) = (drawn(data(table_of(40), *flags)) for flags in (["--same-crop"], []))
     boxes, plain = [box for _, box, _ in cuts], [box for _, box, _ in plain]
     assert all(np.array_equal(boxes[view], plain[of]) for view, of in enumerate((0, 0, 3, 3)))
-    assert np.array_equal(colours, plain_colours)
+    assert np.array_equal(colors, plain_colors)
 
 
 def test_partners_are_drawn_uniformly_and_anew_each_epoch():
@@ -390,12 +390,12 @@ def test_partners_are_drawn_uniformly_and_anew_each_epoch():
 
 
 @pytest.mark.parametrize("positives", [NONE_YET, table_of(40)], ids=["none", "some"])
-def test_a_repeated_resolution_repeats_the_boxes_with_other_colours(positives):
-    once, (cuts, colours) = drawn(data(positives)), drawn(data(positives, "--resolutions", "16", "16"))
+def test_a_repeated_resolution_repeats_the_boxes_with_other_colors(positives):
+    once, (cuts, colors) = drawn(data(positives)), drawn(data(positives, "--resolutions", "16", "16"))
     views = len(once[0])
-    assert_same_views(once, (cuts, colours), 2)
-    assert_same_views((cuts[:views], colours[:, :0]), (cuts[views:], colours[:, :0]), views)
-    assert len(cuts) == 2 * views and (colours[:, :views] != colours[:, views:]).any(2).mean() > 0.9
+    assert_same_views(once, (cuts, colors), 2)
+    assert_same_views((cuts[:views], colors[:, :0]), (cuts[views:], colors[:, :0]), views)
+    assert len(cuts) == 2 * views and (colors[:, :views] != colors[:, views:]).any(2).mean() > 0.9
 
 
 def test_views_are_cut_from_the_right_images():

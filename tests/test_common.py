@@ -1,4 +1,4 @@
-"""common.py against slow, obvious references: randomness, colour, views, the loader, files."""
+"""common.py against slow, obvious references: randomness, color, views, the loader, files."""
 
 import os
 import subprocess
@@ -49,11 +49,11 @@ def test_uniform_is_uniform_and_uncorrelated():
     assert not (common.uniform(5, 0, index, 6) == common.uniform(0, 5, index, 6)).any()
 
 
-# -------------------------------------------------------------------- colour
+# -------------------------------------------------------------------- color
 
 
 def pictures(height=21, width=18, dtype=torch.float64):
-    """Eight images: five random, a gray, a black, a white one; with pure colours in a corner of the first."""
+    """Eight images: five random, a gray, a black, a white one; with pure colors in a corner of the first."""
     x = torch.rand(8, 3, height, width, generator=common.generator(3), dtype=dtype)
     x[0, :, 0, :6] = torch.tensor([[1, 0, 0, 1, 1, 0], [0, 1, 0, 1, 0, 1], [0, 0, 1, 0, 1, 1]], dtype=dtype)
     x[1, :, 1] = (x[1, :, 1] * 3).floor() / 2  # equal channels, and channels at 0, 0.5 and 1
@@ -96,9 +96,9 @@ def test_blur_is_torchvisions_with_a_wide_kernel(shape):
     torch.testing.assert_close(*alone, rtol=0, atol=1e-15)  # whatever else is in the batch
 
 
-def torchvision_colour(image, row):
-    """One image, uint8 (3, H, W), by torchvision's functionals in the image's own order; the reference of `colour`."""
-    p = dict(zip(common.COLOUR, row.tolist(), strict=True))
+def torchvision_color(image, row):
+    """One image, uint8 (3, H, W), by torchvision's functionals in the image's own order; the reference of `color`."""
+    p = dict(zip(common.COLOR, row.tolist(), strict=True))
     x = image.double() / 255
     for step in common.ORDERS[int(p["order"])].tolist():
         name = ("brightness", "contrast", "saturation", "hue")[step]
@@ -113,44 +113,44 @@ STRONG = dict(jitter=(0.8, 0.8, 0.8, 0.2), jitter_p=0.8, gray_p=0.3, blur_p=0.5,
 
 
 def drawn(n, size=(32, 32), seed=0, given=None, **changes):
-    """(boxes, colour parameters) of n images, by VIEWS[0] with changes."""
+    """(boxes, color parameters) of n images, by VIEWS[0] with changes."""
     sizes = np.tile(size, (n, 1)) if len(np.shape(size)) == 1 else size
     draws = common.uniform(seed, 0, np.arange(n), common.VIEW_DRAWS)
-    boxes, colours = common.draw_view(VIEWS[0]._replace(**changes), sizes, draws, **given or {})
-    return boxes, torch.from_numpy(colours)
+    boxes, colors = common.draw_view(VIEWS[0]._replace(**changes), sizes, draws, **given or {})
+    return boxes, torch.from_numpy(colors)
 
 
-def test_colour_is_torchvisions_steps_image_by_image():
+def test_color_is_torchvisions_steps_image_by_image():
     n = 128
     x = torch.randint(0, 256, (n, 3, 20, 17), dtype=torch.uint8, generator=common.generator(4))
     x[:20] = x[:20, :1]
     row, kept = drawn(n, **STRONG)[1], x.clone()
     assert len(row[:, 4].unique()) == 24  # every order is met
-    ours = common.colour(x, row)
+    ours = common.color(x, row)
     assert ours.dtype == torch.float32 and torch.equal(x, kept)
-    theirs = torch.stack([torchvision_colour(*pair) for pair in zip(x, row, strict=True)])
+    theirs = torch.stack([torchvision_color(*pair) for pair in zip(x, row, strict=True)])
     torch.testing.assert_close(ours.double(), theirs, rtol=0, atol=2e-5)
     for size in (1, 3, 16):  # small batches, where an operation touches all rows or none
-        parts = [common.colour(a, b) for a, b in zip(x.split(size), row.split(size), strict=True)]
+        parts = [common.color(a, b) for a, b in zip(x.split(size), row.split(size), strict=True)]
         torch.testing.assert_close(torch.cat(parts), ours, rtol=0, atol=1e-6)
 
 
-def test_views_are_coloured_each_by_its_own_parameters():
+def test_views_are_colored_each_by_its_own_parameters():
     """Three views, of two sizes in turn."""
     n, sizes, g = 16, (12, 8, 12), common.generator(5)
     views = [torch.randint(0, 256, (n, 3, size, size), dtype=torch.uint8, generator=g) for size in sizes]
     rows = drawn(48, **STRONG)[1].view(n, 3, -1)
-    ours = common.colour_views(dict(views=views, colour=rows), CPU)
-    theirs = [common.colour(view, rows[:, i]) for i, view in enumerate(views)]
+    ours = common.colour_views(dict(views=views, color=rows), CPU)
+    theirs = [common.color(view, rows[:, i]) for i, view in enumerate(views)]
     torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-6)
-    normalised = common.colour_views(dict(views=views, colour=rows), CPU, norm=common.NORMS["cifar10"])
+    normalised = common.colour_views(dict(views=views, color=rows), CPU, norm=common.NORMS["cifar10"])
     assert all(map(torch.equal, normalised, (common.normalize(view, *common.NORMS["cifar10"]) for view in ours)))
 
 
-def test_colours_have_their_probabilities_and_ranges():
+def test_colors_have_their_probabilities_and_ranges():
     n, p = 20000, dict(jitter_p=0.8, gray_p=0.2, blur_p=0.5, solarize_p=0.1, flip_p=0.4)
-    _, colours = drawn(n, seed=7, jitter=(0.4, 0.3, 1.5, 0.1), **p)
-    c = dict(zip(common.COLOUR, colours.numpy().T, strict=True))
+    _, colors = drawn(n, seed=7, jitter=(0.4, 0.3, 1.5, 0.1), **p)
+    c = dict(zip(common.COLOR, colors.numpy().T, strict=True))
     jittered = c["brightness"] != 1
     shares = [(jittered, 0.8), (c["gray"], 0.2), (c["sigma"] > 0, 0.5), (c["solarize"], 0.1), (c["flip"], 0.4)]
     for on, share in shares:
@@ -168,15 +168,15 @@ def test_colours_have_their_probabilities_and_ranges():
 def test_a_methods_own_draws_take_the_place_of_the_views():
     """Where they are NaN, and for all that is not given, the view draws as without them."""
     n, half = 400, np.arange(400) % 2 == 0
-    plain, colours = drawn(n, (400, 400))
+    plain, colors = drawn(n, (400, 400))
     area, sigma, coin = (np.where(half, x, np.nan) for x in (np.linspace(0.1, 0.5, n), 1.25, 0.0))
     position = np.where(half[:, None], [0.0, 1 - 2**-53], np.nan)
     boxes, others = drawn(n, (400, 400), given=dict(area=area, position=position, sigma=sigma, blur_coin=coin))
-    assert np.array_equal(boxes[~half], plain[~half]) and torch.equal(others[~half], colours[~half])
+    assert np.array_equal(boxes[~half], plain[~half]) and torch.equal(others[~half], colors[~half])
     assert abs(boxes[:, 2] * boxes[:, 3] / 160000 - area)[half].max() < 0.004  # rounding to pixels
     assert (boxes[half, 0] == 0).all() and (boxes[half, 1] + boxes[half, 3] == 400).all()
-    is_sigma = torch.tensor([name == "sigma" for name in common.COLOUR])
-    assert (others[half][:, is_sigma] == 1.25).all() and torch.equal(others[:, ~is_sigma], colours[:, ~is_sigma])
+    is_sigma = torch.tensor([name == "sigma" for name in common.COLOR])
+    assert (others[half][:, is_sigma] == 1.25).all() and torch.equal(others[:, ~is_sigma], colors[:, ~is_sigma])
 
 
 # -------------------------------------------------------------- crops and cut
@@ -238,10 +238,10 @@ VIEWS = [common.View(size=12, area=(0.2, 1.0), **VIEW), common.View(size=8, area
 
 
 def with_a_partner(index, sizes, draws):
-    """A method's `draw`: two crops with one colour; the second is of the next image, as a partner would be."""
-    boxes, colour = common.draw_view(VIEWS[0], sizes, draws[:, : common.VIEW_DRAWS])
+    """A method's `draw`: two crops with one color; the second is of the next image, as a partner would be."""
+    boxes, color = common.draw_view(VIEWS[0], sizes, draws[:, : common.VIEW_DRAWS])
     other, _ = common.draw_view(VIEWS[1], sizes, draws[:, common.VIEW_DRAWS : 2 * common.VIEW_DRAWS])
-    return [(index, boxes, 12), ((index + 1) % 37, other, 8)], [colour, colour]
+    return [(index, boxes, 12), ((index + 1) % 37, other, 8)], [color, color]
 
 
 def some_images():
@@ -257,7 +257,7 @@ def epoch_of(loader, epoch, start=0):
     loader.batch_sampler.set_epoch(epoch, start)
     batches = list(loader)
     assert len(batches) == 4 - start
-    return [[b["index"], b["colour"], *b["views"]] for b in batches]
+    return [[b["index"], b["color"], *b["views"]] for b in batches]
 
 
 @pytest.mark.filterwarnings("ignore:This DataLoader will create")
@@ -273,26 +273,26 @@ def test_worker_count_and_resuming_change_nothing():
     # An image's views depend on (seed, epoch, index) alone, not on its batch.
     data = common.ViewDataset(some_images(), VIEWS, 5, draw=with_a_partner, extra_draws=1)
     alone, changed = (data.__getitems__([(epoch, int(second[3][0][5]))]) for epoch in (1, 2))
-    assert torch.equal(alone["views"][0][0], second[3][2][5]) and torch.equal(alone["colour"][0], second[3][1][5])
+    assert torch.equal(alone["views"][0][0], second[3][2][5]) and torch.equal(alone["color"][0], second[3][1][5])
     assert not torch.equal(changed["views"][0], alone["views"][0])
 
 
 @pytest.mark.parametrize("draw", [None, with_a_partner])
 def test_views_are_those_that_are_drawn(draw):
-    """By the method's `draw`; without it, each view has a crop and colours of its own, as it is declared."""
+    """By the method's `draw`; without it, each view has a crop and colors of its own, as it is declared."""
     images, index = some_images(), np.arange(37)
     batch = common.ViewDataset(images, VIEWS, 5, draw=draw).__getitems__([(1, i) for i in index])
     draws, sizes = common.uniform(5, 1, index, 2 * common.VIEW_DRAWS), np.full((37, 2), 16)
     if draw is None:
         parts = zip(VIEWS, np.split(draws, 2, axis=1), strict=True)
         drawn = [(view.size, *common.draw_view(view, sizes, own)) for view, own in parts]
-        cuts, colours = [(index, boxes, size) for size, boxes, _ in drawn], [colour for *_, colour in drawn]
+        cuts, colors = [(index, boxes, size) for size, boxes, _ in drawn], [color for *_, color in drawn]
     else:
-        cuts, colours = draw(index, sizes, draws)
+        cuts, colors = draw(index, sizes, draws)
     for v, (rows, boxes, size) in enumerate(cuts):
         expected = [common.cut(images.array[i], box, size) for i, box in zip(rows, boxes, strict=True)]
         assert np.array_equal(batch["views"][v].permute(0, 2, 3, 1), np.stack(expected))
-        assert np.array_equal(batch["colour"][:, v], colours[v])
+        assert np.array_equal(batch["color"][:, v], colors[v])
 
 
 def rows_of(sampler, *where):

@@ -230,7 +230,7 @@ def test_a_stop_leaves_no_group_and_no_ddp_and_the_callers_random_numbers(name, 
 def test_an_error_leaves_a_callers_random_numbers(name, command, tmp_path, monkeypatch):
     script, words = command(name)
     module, before = importlib.import_module(script), generators()
-    monkeypatch.setattr(common, "tell", lambda *_: 1 / 0)
+    monkeypatch.setattr(common, "log_epoch", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         module.main(module.parse_args([*map(str, words), "--out", str(tmp_path)]))
     assert generators() == before

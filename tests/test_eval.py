@@ -40,14 +40,14 @@ def save_encoder(folder, arch, data):
 
 @pytest.fixture(scope="module")
 def places(tmp_path_factory):
-    """{name: path}: images of 16 px whose colour mostly tells their class (train/, val/, test/), a ViT, a ResNet."""
+    """{name: path}: images of 16 px whose color mostly tells their class (train/, val/, test/), a ViT, a ResNet."""
     root, rng = tmp_path_factory.mktemp("places"), np.random.default_rng(0)
     for kind, name in enumerate(CLASSES):
         for i in range(EACH + 2 * TEST):
             folder = root / "data" / ("train" if i < EACH else "val" if i < EACH + TEST else "test") / name
             folder.mkdir(parents=True, exist_ok=True)
-            colour = 80 + 60 * np.eye(3)[kind] + rng.normal(0, 35, 3)
-            image = colour + rng.normal(0, 12, (16, 16, 3))
+            color = 80 + 60 * np.eye(3)[kind] + rng.normal(0, 35, 3)
+            image = color + rng.normal(0, 12, (16, 16, 3))
             Image.fromarray(image.clip(0, 255).astype(np.uint8)).save(folder / f"{name}{i:02}.png")
     vit, resnet = (save_encoder(root / arch, arch, root / "data") for arch in ("vit_micro", "resnet_micro"))
     return {"DATA": root / "data", "VIT": vit, "RESNET": resnet}

@@ -96,7 +96,7 @@ def test_similarity_bars_against_a_loop():
 
 
 def test_scale_accuracy(array):
-    """With four mean colours as features: each image is its own neighbour at its own scale, and is found at another."""
+    """With four mean colors as features: each image is its own neighbour at its own scale, and is found at another."""
     encoder = nn.Sequential(nn.AdaptiveAvgPool2d(2), nn.Flatten())
     apart = common.ImageSet(array, np.arange(10))  # a class each
     found = figures.scale_accuracy(encoder, INFO, apart, apart, k=1)

@@ -72,7 +72,7 @@ def test_forward(flags):
     loss, mean_keys, (q, k), metrics = model(x, 0, 4.0)
     loss.backward()
     assert all((p.grad is None) == n.startswith("momentum") for n, p in model.named_parameters())
-    keys = jcl.encode_keys(model.key, x[1:], common.generator(0, 0, jcl.STREAM_SHUFFLE))
+    keys = jcl.encode_shuffled_keys(model.key, x[1:], common.generator(0, 0, jcl.STREAM_SHUFFLE))
     torch.testing.assert_close(mean_keys, keys.mean(0))
     torch.testing.assert_close(k, keys[0])
     expected = jcl.jcl_loss(q, keys.transpose(0, 1), model.queue.keys, 0.2, 4.0)

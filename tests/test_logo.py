@@ -210,7 +210,8 @@ def cosine(p, z):
 
 def keys_of(args, model, views, step):
     """Each view's keys by themselves: their batch statistics are of one view."""
-    found = [logo.encode_keys(model.key, [x], common.generator(args.seed, step, 20 + i)) for i, x in enumerate(views)]
+    generators = [common.generator(args.seed, step, 20 + i) for i in range(len(views))]
+    found = [logo.encode_shuffled_keys(model.key, [x], g) for x, g in zip(views, generators, strict=True)]
     return torch.cat(found).detach()
 
 

@@ -101,28 +101,28 @@ def test_figure7_corner_distances(every):
         assert mean_corner_distance(4 - i / 2, 0.1) == pytest.approx(FIGURE7[i], abs=0.3)
 
 
-SIGMA, LOCALS = common.COLOUR.index("sigma"), ["--local-crops", "4"]
+SIGMA, LOCALS = common.COLOR.index("sigma"), ["--local-crops", "4"]
 
 
 def drawn(flags, n=4000):
-    """Of the first n images' views: areas (views, n), sigmas (views, n), colours (n, views, 9), and query boxes."""
+    """Of the first n images' views: areas (views, n), sigmas (views, n), colors (n, views, 9), and query boxes."""
     args = moco.parse_args(["--dataset", "imagenet", *flags])
     draws = len(moco.augmentation(args)) * common.VIEW_DRAWS + moco.shared_draws(args)
     table = common.uniform(0, 0, np.arange(n), draws)
-    cuts, colours = moco.draw_views(args, np.arange(n), np.full((n, 2), 224), table)
-    areas, colours = np.stack([box[:, 2] * box[:, 3] / 224**2 for _, box, _ in cuts]), np.stack(colours, 1)
-    return areas, colours[:, :, SIGMA].T, colours, cuts[0][1]
+    cuts, colors = moco.draw_views(args, np.arange(n), np.full((n, 2), 224), table)
+    areas, colors = np.stack([box[:, 2] * box[:, 3] / 224**2 for _, box, _ in cuts]), np.stack(colors, 1)
+    return areas, colors[:, :, SIGMA].T, colors, cuts[0][1]
 
 
 def test_views_of_each_joint_mode():
-    """Areas are joint in two modes and half so in a third; but for sigmas all colours are the baseline's."""
+    """Areas are joint in two modes and half so in a third; but for sigmas all colors are the baseline's."""
     modes = ("none", "crop", "blur", "both", "either")
     views = {mode: drawn(["--joint", mode, "--beta", "-4"]) for mode in modes}
     extreme = {mode: (abs(np.log(np.divide(*found[0]))) > math.log(2)).mean() for mode, found in views.items()}
     assert extreme["none"] == extreme["blur"] and 0.2 < extreme["none"] < 0.36
     assert extreme["crop"] == extreme["both"] > 0.93
     assert extreme["either"] == pytest.approx((extreme["none"] + extreme["crop"]) / 2, abs=0.05)
-    others = [i for i in range(len(common.COLOUR)) if i != SIGMA]
+    others = [i for i in range(len(common.COLOR)) if i != SIGMA]
     for mode in modes:
         assert np.array_equal(views["none"][2][:, :, others], views[mode][2][:, :, others])
 
@@ -224,7 +224,7 @@ def test_encode_keys_restores_the_order(views):
         seen.append(x)
         return x.flatten(1)
 
-    keys = moco.encode_keys(encode, images, torch.Generator().manual_seed(3))
+    keys = moco.encode_shuffled_keys(encode, images, torch.Generator().manual_seed(3))
     torch.testing.assert_close(keys, torch.stack([v.flatten(1) for v in images]))
     assert not torch.equal(seen[0].flatten(1), torch.cat(images).flatten(1)) and not keys.requires_grad
 

@@ -42,7 +42,7 @@ def train(case, out):
     module = importlib.import_module(method)
     arch = [] if method == "patchmix" else ["--arch", "nano"]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(common, "say", lambda *_, **__: None)
+        patch.setattr(common, "log", lambda *_, **__: None)
         patch.setattr(dist, "destroy_process_group", lambda: None)  # one group for all that follows
         if dist.is_initialized():
             in_parallel = module.in_parallel

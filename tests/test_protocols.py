@@ -387,7 +387,7 @@ def test_augmentations_are_a_function_of_seed_epoch_and_image(places):
     for view in batch["views"][0]:
         image = view.permute(1, 2, 0).numpy()
         corners |= {(t, s) for t in range(7) for s in range(7) if (padded[t : t + 16, s : s + 16] == image).all()}
-    brightness_to_hue, flips = batch["colour"][:, 0, :4], batch["colour"][:, 0, -1]
+    brightness_to_hue, flips = batch["color"][:, 0, :4], batch["color"][:, 0, -1]
     assert len(corners) > 15 and (brightness_to_hue == torch.tensor([1, 1, 1, 0])).all() and 0 < flips.mean() < 1
     (view,) = eval_linear.TrainingViews(train, resolved(places, "--finetune", "--pad", 0), info).views
     assert view.ratio == (3 / 4, 4 / 3) and view.flip_p == 0.5 and view.blur_p == view.solarize_p == view.gray_p == 0

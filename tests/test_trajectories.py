@@ -204,20 +204,20 @@ def follow(patch, module, method, run, s, d):
         patch.setattr(module, "mix_in_slices", mix)
         patch.setattr(timm.models.vision_transformer, "resample_abs_pos_embed", released_pos_embed)
     if "shuffles" in d:  # of the keys: two processes only
-        encode_keys, step_and_calls = module.encode_keys, [-1, 0]
+        encode_shuffled_keys, step_and_calls = module.encode_shuffled_keys, [-1, 0]
 
         def shuffled(encode, views, generator):
             step_and_calls[:] = given["step"], (step_and_calls[1] + 1) * (step_and_calls[0] == given["step"])
             per_step = len(d["shuffles"]) // len(d["loss"])
             order = torch.from_numpy(d["shuffles"][step_and_calls[0] * per_step + step_and_calls[1]])
-            # Released: rows are of the first process first; here they are of the first view first
+            # Released: rows are of the main process first; here they are of the first view first
             location = torch.arange(len(order)).view(s["processes"], len(views), -1).transpose(0, 1).flatten()
             order = location.argsort()[order]
             with pytest.MonkeyPatch.context() as inside:
                 inside.setattr(torch, "randperm", lambda *_, **__: order)
-                return encode_keys(encode, views, generator)
+                return encode_shuffled_keys(encode, views, generator)
 
-        patch.setattr(module, "encode_keys", shuffled)
+        patch.setattr(module, "encode_shuffled_keys", shuffled)
     if "noise" in d:
         affinity_loss = module.affinity_loss
 

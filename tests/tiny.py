@@ -165,7 +165,7 @@ def places():
     """Return {name: what a run calls there}."""
     *methods, linear = (importlib.import_module(name) for name in (*METHODS, "eval_linear"))
     steps = [*((method, "schedule") for method in methods), (linear, "learning_rate")]
-    judging, choice = [(common, "knn_record"), (linear, "judge")], [(importlib.import_module("clim"), "refresh")]
+    judging, choice = [(common, "knn_record"), (linear, "evaluate")], [(importlib.import_module("clim"), "refresh")]
     found = dict(step=steps, save=[(torch, "save")], choice=choice, judging=judging)
     return found | {"anything": [*sum(found.values(), []), (os, "fsync"), (os, "replace")]}
 
@@ -273,7 +273,7 @@ def processes(log, function, each, seconds=240):
     return ends
 
 
-if __name__ == "__main__":  # for torchrun: SCRIPT "SIGNAL PLACE NUMBER, of the first process" FLAGS
+if __name__ == "__main__":  # for torchrun: SCRIPT "SIGNAL PLACE NUMBER, of the main process" FLAGS
     torch.set_num_threads(1)
     shrink(pytest.MonkeyPatch())
     play(sys.argv[1], sys.argv[3:], sys.argv[2] if os.environ["RANK"] == "0" else "")

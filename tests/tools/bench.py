@@ -218,7 +218,7 @@ def usual_transform(size, mean, std):
 
 
 def loader_functions(common, folder, size):
-    """Two views of each image of a folder, decoded before (small ones) or now, without and with their colours."""
+    """Two views of each image of a folder, decoded before (small ones) or now, without and with their colors."""
     jcl = importlib.import_module("jcl")
     options = jcl.parse_args(f"--dataset cifar10 --num-keys 1 --image-size {size} --blur-p 0.5".split())
     images, norm = common.load_images("folder", folder), common.NORMS[options.norm]
@@ -232,7 +232,7 @@ def loader_functions(common, folder, size):
             image = Image.fromarray(images[i])
             torch.stack([transform(image), transform(image)])
 
-    return {"cut": cut, "cut and colour": lambda: common.colour_views(cut(), CPU, norm=norm), "usual": usual}
+    return {"cut": cut, "cut and color": lambda: common.colour_views(cut(), CPU, norm=norm), "usual": usual}
 
 
 def loader(args, houses):
@@ -248,7 +248,7 @@ def loader(args, houses):
             sides = [Served(house, args.threads, "loader", folder, str(size)) for house in houses]
             source = "decoded, 32 px" if size == 32 else "JPEG, 500 x 375"
             row = dict(images=count, source=source, views_px=size)
-            yield sides, [(row | dict(what=word), word, "usual") for word in ("cut", "cut and colour")]
+            yield sides, [(row | dict(what=word), word, "usual") for word in ("cut", "cut and color")]
 
 
 # ------------------------------------------------------------------------- kNN

@@ -31,11 +31,11 @@ def main(args):
     with ThreadPoolExecutor(os.cpu_count()) as pool:  # Pillow decodes outside Python's lock
         while paths := list(itertools.islice(found, 1000)):
             for line in filter(None, pool.map(problem, paths)):
-                common.say(line)
+                common.log(line)
                 bad += 1
             done += len(paths)
             common.progress(f"checking images: {done} read, {bad} cannot be used")
-    common.say(f"{done} images read, {bad} cannot be used (other kinds of files are passed over)")
+    common.log(f"{done} images read, {bad} cannot be used (other kinds of files are passed over)")
     raise SystemExit(1 if bad else 0)
 
 

@@ -53,9 +53,9 @@ def alike(photos):
     return common.ImageSet(np.stack(crops))
 
 
-def arguments(method, *flags, colours=True):
-    """A method's ImageNet recipe; without colours only the cuts, the blur and the flip are left of a view."""
-    plain = () if colours else ("--jitter-p", "0", "--gray-p", "0")
+def arguments(method, *flags, colors=True):
+    """A method's ImageNet recipe; without colors only the cuts, the blur and the flip are left of a view."""
+    plain = () if colors else ("--jitter-p", "0", "--gray-p", "0")
     return method.parse_args(["--dataset", "imagenet", *flags, *plain])
 
 
@@ -121,34 +121,34 @@ class Page:
             y, options["va"] = y + size / 2, "baseline"
         self.axes.text(x, y, text, fontsize=size, **options)
 
-    def head(self, x, y, text, colour="black", size=8.5, **options):
-        self.text(x, y, text, size, color=colour, weight="bold", **options)
+    def head(self, x, y, text, color="black", size=8.5, **options):
+        self.text(x, y, text, size, color=color, weight="bold", **options)
 
     def title(self, name, idea):
         self.head(12, 18, name, size=11, ha="left")
         self.text(12, 38, idea, 8.5, color=GRAY, ha="left")
 
     def image(self, image, x, y, size, frame=None, boxes=(), thick=2.2):
-        """An image (3, S, S), or (H, W, 3) as it is in the middle of the square; boxes: [(box, colour), ...] on it."""
+        """An image (3, S, S), or (H, W, 3) as it is in the middle of the square; boxes: [(box, color), ...] on it."""
         image = image.clamp(0, 1).permute(1, 2, 0).numpy() if torch.is_tensor(image) else image
         height, width = image.shape[:2]
         scale = size / max(height, width)
         left, top = x + (size - width * scale) / 2, y + (size - height * scale) / 2
         right, bottom = left + width * scale, top + height * scale
         self.axes.imshow(image, extent=(left, right, bottom, top), interpolation="antialiased", zorder=1, aspect="auto")
-        for box, colour in boxes:
+        for box, color in boxes:
             y, x, high, wide = (v * scale for v in box)
-            for edge, lw in (("white", 2.6), (colour, 1.6)):
+            for edge, lw in (("white", 2.6), (color, 1.6)):
                 rectangle = Rectangle((left + x, top + y), wide, high, fill=False, ec=edge, lw=lw, zorder=2)
                 self.axes.add_patch(rectangle)
         if frame:
             place = (left, top), right - left, bottom - top
             self.axes.add_patch(Rectangle(*place, fill=False, ec=frame, lw=thick, zorder=2))
 
-    def arrow(self, start, end, colour, both=False, bend=0.0):
+    def arrow(self, start, end, color, both=False, bend=0.0):
         style = "<|-|>" if both else "-|>"
         options = dict(connectionstyle=f"arc3,rad={bend}", mutation_scale=10, lw=1.6, shrinkA=0, shrinkB=0, zorder=3)
-        self.axes.add_patch(FancyArrowPatch(start, end, arrowstyle=style, color=colour, **options))
+        self.axes.add_patch(FancyArrowPatch(start, end, arrowstyle=style, color=color, **options))
 
     def plot(self, x, y, width, height, **options):
         """Axes of their own for a small plot."""
@@ -160,7 +160,7 @@ class Page:
         return axes
 
     def save(self, path):
-        """With 256 colours, a third of the size."""
+        """With 256 colors, a third of the size."""
         self.figure.canvas.draw()
         Image.fromarray(np.asarray(self.figure.canvas.buffer_rgba())[..., :3]).quantize(256).save(path, optimize=True)
         pyplot.close(self.figure)
@@ -184,8 +184,8 @@ def overview(photos, path):
         "PatchMix": "patches of M images:\nfind each image again",
     }
     rows = ((top, "what\ngoes in", "black"), (middle, "the\nquery", QUERY), (low, "is pulled\nto", KEY))
-    for y, text, colour in rows:
-        page.head(10, y + tile / 2, text, colour, size=9, ha="left")
+    for y, text, color in rows:
+        page.head(10, y + tile / 2, text, color, size=9, ha="left")
     page.head(10, last + 20, "is pushed\nfrom", APART, size=9, ha="left")
     x = [left + step * i for i in range(6)]
     for place, (name, idea) in zip(x, ideas.items(), strict=True):
@@ -193,20 +193,20 @@ def overview(photos, path):
         page.text(place + tile / 2, 40, idea, 7.2, color=GRAY)
         page.arrow((place + tile / 2, middle + tile + 3), (place + tile / 2, low - 3), KEY)
 
-    def small(image, place, n, y, colour=None, size=half):
-        page.image(image, place + n * (size + 3), y, size, colour, thick=1.5)
+    def small(image, place, n, y, color=None, size=half):
+        page.image(image, place + n * (size + 3), y, size, color, thick=1.5)
 
-    def under(text, place, n, y, size=half, colour=KEY):
-        page.text(place + n * (size + 3) + size / 2, y, text, 8, color=colour)
+    def under(text, place, n, y, size=half, color=KEY):
+        page.text(place + n * (size + 3) + size / 2, y, text, 8, color=color)
 
     for place, flags, epoch in ((x[0], ("--joint", "none"), 12), (x[1], (), 2)):
-        args = arguments(moco_jointcrop, *flags, colours=False)
+        args = arguments(moco_jointcrop, *flags, colors=False)
         (q, k), cuts = views(moco_jointcrop, args, photos, [ASTRONAUT], epoch)
         page.image(photos[ASTRONAUT], place, top, tile, boxes=marked(cuts, (1,)))
         page.image(q[0], place, middle, tile, QUERY)
         page.image(k[0], place, low, tile, KEY)
 
-    args = arguments(jcl, colours=False)
+    args = arguments(jcl, colors=False)
     seen, cuts = views(jcl, args, photos, [ASTRONAUT], 3)
     page.image(photos[ASTRONAUT], x[2], top, tile, boxes=marked(cuts, range(1, 6)))
     page.image(seen[0][0], x[2], middle, tile, QUERY)
@@ -216,7 +216,7 @@ def overview(photos, path):
 
     images = alike(photos)
     table, anchor = likest(images), CLIM_IMAGE
-    args = arguments(clim, "--resolutions", "224", colours=False)
+    args = arguments(clim, "--resolutions", "224", colors=False)
     seen, _ = views(clim, args, images, [anchor], CLIM_EPOCH, table)
     mixed, kept = clim.cutmix(seen[0], seen[3], 0.6, common.generator(2))
     for n, image in enumerate((anchor, table[anchor, 0].item())):
@@ -226,7 +226,7 @@ def overview(photos, path):
         small(seen[1 + n][0], x[3], n, low, KEY)
         under(f"{100 * share:.0f} %", x[3], n, low + half + 12)
 
-    seen, cuts = views(logo, arguments(logo, colours=False), photos, [ASTRONAUT], LOGO_EPOCH)
+    seen, cuts = views(logo, arguments(logo, colors=False), photos, [ASTRONAUT], LOGO_EPOCH)
     page.image(photos[ASTRONAUT], x[4], top, tile, boxes=marked(cuts, (0, 1)))
     for n in (0, 1):
         small(seen[2 + n][0], x[4], n, middle + (tile - half) / 2, QUERY)
@@ -235,7 +235,7 @@ def overview(photos, path):
     page.arrow((x[4] + half * 0.5, y), (x[4] + half * 1.55, y), APART, True, -0.4)
     page.text(x[4] + tile / 2, low + half + 12, "both global crops", 7.2, color=KEY)
 
-    three, args = [ASTRONAUT, CAT, COFFEE], arguments(patchmix, colours=False)
+    three, args = [ASTRONAUT, CAT, COFFEE], arguments(patchmix, colors=False)
     (view, other), _ = views(patchmix, args, photos, three, 1)
     mixed = patchmix.patch_mix(view, 3, 32, torch.randperm(49, generator=common.generator(0)))
     page.image(mixed[0], x[5], middle, tile, QUERY)
@@ -244,7 +244,7 @@ def overview(photos, path):
         small(other[n], x[5], n, low, KEY, third)
         under(f"{100 * share:.0f} %", x[5], n, low + third + 12, third)
 
-    args = arguments(moco_jointcrop, "--joint", "none", colours=False)
+    args = arguments(moco_jointcrop, "--joint", "none", colors=False)
     (_, others), _ = views(moco_jointcrop, args, photos, [ROCKET, RETINA, SKY, COFFEE, CAT], 2)
     for n, image in enumerate(others):
         small(image, left, n, last, APART, 40)
@@ -261,8 +261,8 @@ def joint(photos, path):
     page.title("JointCrop and JointBlur", idea)
     x = [108 + n * (tile + 4) for n in range(3)]
     for x0 in (x, [v + 3 * tile + 20 for v in x]):
-        for place, text, colour in zip(x0, ("photograph", "query", "is pulled to"), ("black", QUERY, KEY), strict=True):
-            page.head(place + tile / 2, top - 16, text, colour)
+        for place, text, color in zip(x0, ("photograph", "query", "is pulled to"), ("black", QUERY, KEY), strict=True):
+            page.head(place + tile / 2, top - 16, text, color)
     page.head(705, top - 16, "how often")
     # Both views of JointBlur's pairs are of the whole photograph, so that they differ by their blur alone
     blur = ("--joint", "blur", "--blur-p", "1", "1", "--crop-scale", "1", "1", "--flip-p", "0")
@@ -273,7 +273,7 @@ def joint(photos, path):
         ("JointBlur", "one clear, one blurred\n(their centres,\nenlarged)", blur, (8, 7)),
     )
     for row, (name, how, flags, epochs) in enumerate(rows):
-        y, args = top + row * (tile + 20), arguments(moco_jointcrop, *flags, colours=False)
+        y, args = top + row * (tile + 20), arguments(moco_jointcrop, *flags, colors=False)
         page.head(10, y + tile / 2 - 14, name, size=9, ha="left")
         page.text(10, y + tile / 2 + 16 + 5 * how.count("\n"), how, 7.2, color=GRAY, ha="left")
         for n, (photo, epoch) in enumerate(zip((ASTRONAUT, COFFEE), epochs, strict=True)):
@@ -304,8 +304,8 @@ def joint_contrast(photos, path):
     page.title("JCL", "A query is not compared with one key of its image, but with all that augmentation could make")
     x = [112 + n * (tile + 8) for n in range(7)]
     heads = ("photograph", "black"), ("query", QUERY), ("is pulled to", KEY)
-    for place, (text, colour) in zip(x, heads, strict=False):
-        page.head(place + tile / 2, top - 16, text, colour)
+    for place, (text, color) in zip(x, heads, strict=False):
+        page.head(place + tile / 2, top - 16, text, color)
     for row, (name, how, keys) in enumerate((("MoCo v2", "one key", 1), ("JCL", "M' = 5 keys", 5))):
         y, args = top + row * (tile + 24), arguments(jcl, "--num-keys", str(keys))
         page.head(10, y + tile / 2 - 8, name, size=9, ha="left")
@@ -345,8 +345,8 @@ def mixture(photos, path):
     distance = (points - centers[assignment]).square().sum(1)
     count = ((distance <= distance[anchor]) & (assignment == assignment[anchor]))[near].sum().item()  # Eq. 2
     chosen = clim.select_positives(points, centers, assignment, 16, count)[anchor]
-    for m, colour in enumerate(("#9ec5f8", "#c9b8f0", "#f4c79a")):
-        plot.scatter(*points[assignment == m].T, s=9, color=colour)
+    for m, color in enumerate(("#9ec5f8", "#c9b8f0", "#f4c79a")):
+        plot.scatter(*points[assignment == m].T, s=9, color=color)
     plot.scatter(*centers.T, marker="x", s=46, color="black", lw=1.6, label="centre of a cluster")
     plot.scatter(*points[near].T, s=22, facecolors="none", edgecolors=GRAY, lw=0.9, label="neighbour of the image")
     plot.scatter(*points[chosen].T, s=22, color=KEY, label="its positives")
@@ -403,8 +403,8 @@ def local_global(photos, path):
         (top + size + 32, "local to global:", "pulled to both; the\nglobals stay as they are", KEY),
         (y, "local to local:", apart, APART),
     )
-    for place, head, text, colour in notes:
-        page.head(576, place - 18, head, colour, ha="left", va="top")
+    for place, head, text, color in notes:
+        page.head(576, place - 18, head, color, ha="left", va="top")
         page.text(576, place, text, 8, ha="left", va="top")
     page.save(path)
 
@@ -413,7 +413,7 @@ def patches(photos, path):
     """PatchMix: the mix, and the shares that it is to find."""
     page, top, tile = Page(566), 84, 92
     page.title("PatchMix", "Patches of M images make one mix. A ViT learns to find each image again, with its share")
-    args, order = arguments(patchmix, colours=False), [ASTRONAUT, CAT, COFFEE, FLOWER, PALACE, ROCKET]
+    args, order = arguments(patchmix, colors=False), [ASTRONAUT, CAT, COFFEE, FLOWER, PALACE, ROCKET]
     (one, two), _ = views(patchmix, args, photos, order, PATCHMIX_EPOCH)
     permutations = [torch.randperm(49, generator=common.generator(n)) for n in (0, 1)]
     mixed, other = (patchmix.patch_mix(v, 3, 32, p) for v, p in zip((one, two), permutations, strict=True))

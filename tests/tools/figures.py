@@ -149,10 +149,10 @@ def class_similarity(features, labels):
 
 
 def only_crops(low, high):
-    """One kind of view: crops of an area from low to high, with flips and without colour, as a list of View."""
+    """One kind of view: crops of an area from low to high, with flips and without color, as a list of View."""
     cut = dict(size=32, area=(low, high), ratio=(3 / 4, 4 / 3), flip_p=0.5)  # view_features replaces the size
-    colour = dict(jitter=(0, 0, 0, 0), jitter_p=0, gray_p=0, blur_p=0, blur_sigma=(0.1, 2.0), solarize_p=0)
-    return [common.View(**cut, **colour)]
+    color = dict(jitter=(0, 0, 0, 0), jitter_p=0, gray_p=0, blur_p=0, blur_sigma=(0.1, 2.0), solarize_p=0)
+    return [common.View(**cut, **color)]
 
 
 def scale_accuracy(encoder, info, train, test, areas=(1.0, 0.2), k=20):
@@ -302,10 +302,10 @@ def encoder(args):
                 shown.append((train[j], train.classes[train.labels[j]], "limegreen" if alike else "red"))
             for axes in row:
                 axes.set(xticks=[], yticks=[])
-            for axes, (image, title, colour) in zip(row, shown, strict=False):
+            for axes, (image, title, color) in zip(row, shown, strict=False):
                 axes.imshow(image)
                 axes.set_title(title, fontsize=7)
-                axes.spines[:].set(color=colour, linewidth=3)
+                axes.spines[:].set(color=color, linewidth=3)
         write_picture(figure, Path(args.out, f"{name}.png"))
 
 
