@@ -70,6 +70,7 @@ import common
 # fmt: off
 # {group: {name: (value, what it is, its limits or words)}}: the paper's for ImageNet, App. A, or MoCo v2's. Each is a
 # flag of its value's type, for example --knn-k 10. Without limits, a number is not below 0.
+# A new row is a flag, is in --help and config.json, and its value is args.NAME.
 HYPERPARAMETERS = dict(
     loss=dict(
         same_crop=(False, "a key has the crop of its query (D5)"),
@@ -102,8 +103,8 @@ HYPERPARAMETERS = dict(
         batch_size=(512, "images per step, over all processes", (2, math.inf)),
         lr=(0.06, "learning rate at --lr-batch; scaled linearly to --batch-size", (1e-9, math.inf)),
         lr_batch=(512, "batch size for which --lr is given", (1, math.inf)),
-        min_lr=(0.0, "last learning rate; not given, it keeps its ratio to the peak rate"),
-        warmup=(0.0, "epochs of linear warm-up; not given, it shrinks with --epochs"),
+        min_lr=(0.0, "last learning rate; if not given, it is scaled as the peak rate is"),
+        warmup=(0.0, "epochs of linear warm-up; if not given, it shrinks with --epochs"),
         weight_decay=(1e-4, "weight decay of SGD"),
         sgd_momentum=(0.9, "momentum of SGD", (0, 1)),
     ),
@@ -642,7 +643,7 @@ RUN = dict(
     data_dir=(None, "the data set's folder, with train/, and val/ or test/"),
     cache=(True, "keep decoded small images in memory"),
     seed=(0, "seed of all random numbers", (0, 2**63 - 1)),
-    init=(None, "start the encoder from a checkpoint, also of others"),
+    init=(None, "start the encoder from a checkpoint, of this project or another"),
     init_prefix=(None, "which encoder of --init's file: what stands before its names"),
     out=(None, "folder of the run; one that has begun goes on"),
     resume=(None, "begin a new --out with another run's last.pt"),
@@ -796,7 +797,7 @@ def restore(args, images, model, optimizer, positives):
     if state["step"] > 0:
         try:
             model.load_state_dict(state["model"])
-            # What it has gathered. Its flags are this run's: --resume's may have been others
+            # Its buffers only: rates and decay are this run's, which may differ from --resume's
             optimizer.load_state_dict(optimizer.state_dict() | dict(state=state["optimizer"]["state"]))
             if args.selection != "none":  # --resume's run may have had positives
                 positives.copy_(state["positives"])
@@ -916,7 +917,7 @@ def main(args, train=None, test=None, encoder=None):
     facts = dict(peak_lr=peak_rate(args), terms=terms, chance_level=chance, queue_share=args.queue / len(train))
     introduce(args, train, test, **facts)
 
-    for epoch in range(max(0, step - 1) // steps_per_epoch, args.epochs):  # the last one again: it may lack its kNN
+    for epoch in range(max(0, step - 1) // steps_per_epoch, args.epochs):  # the last epoch again: for its kNN
         loader.batch_sampler.set_epoch(epoch, step, last_step)
         history = []
         # Positives are chosen every few epochs (App. A.2). A signal ends this at once: all is saved
@@ -1053,7 +1054,7 @@ class GroupedBatchNorm(nn.modules.batchnorm._BatchNorm):
 
 
 def check_batch_norm_groups(args):
-    """Exit with an error message if the batch cannot be cut into --bn-groups, or these not be shared out."""
+    """Exit with an error message if --bn-groups do not divide the batch, or the processes do not divide them."""
     if args.batch_size % args.bn_groups or args.batch_size < 2 * args.bn_groups:
         common.fail(f"--batch-size {args.batch_size} is not {args.bn_groups} --bn-groups of two or more images each")
     if args.bn_groups % common.rank_and_world()[1]:
@@ -1116,7 +1117,7 @@ def in_parallel(args, model):
     if not dist.is_initialized():
         return model
     options = dict(broadcast_buffers=False, gradient_as_bucket_view=True)
-    options["find_unused_parameters"] = args.arch == "own"  # only a user's own encoder may have such
+    options["find_unused_parameters"] = args.arch == "own"  # only a user's own encoder may have any
     return DistributedDataParallel(model, **options)
 
 

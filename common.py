@@ -1862,9 +1862,10 @@ def load_run(args, images, resume=None):
         must_match, advice = {"method", "arch", "batch_size"}, "its run had these"  # with these its steps count alike
     if state["step"] > 0:
         old = state["config"]
-        differ = [name for name in sorted(must_match) if old.get(name) != new[name]]
+        must_match |= old.keys() - OPERATING if path != resume else set()  # also what this version does not have
+        differ = [name for name in sorted(must_match) if old.get(name) != new.get(name)]
         if differ:
-            words = [f"{option(name)} was {shown(old.get(name))}, is {shown(new[name])}" for name in differ[:5]]
+            words = [f"{option(name)} was {shown(old.get(name))}, is {shown(new.get(name))}" for name in differ[:5]]
             fail(f"{path} is of another configuration ({'; '.join(words)}): {advice}")
         if state["images"] != images:
             fail(f"{path} is of other images ({state['images']}, here {images}): give another --out")

@@ -16,13 +16,14 @@ enter the queue of negatives.
     Eq. 8-9                    jcl_loss                 the bound, and its mean over the batch
     Algorithm 1, line 4        main                     the views
     Algorithm 1, lines 5-10    JCL.forward              queries, keys and the loss; lines 7-10 are jcl_loss
-    Algorithm 1, lines 12-13   main                     12: the update (its Eq. 9: jcl_loss); 13: the queue
+    Algorithm 1, lines 12-13   main                     12: the update (its Eq. 9 is in jcl_loss); 13: the queue
 
     python jcl.py                                                             # a laptop, no data
     python jcl.py --dataset cifar10 --num-keys 1                              # the baseline, MoCo v2, on one GPU
     torchrun --nproc_per_node=8 jcl.py --dataset imagenet --data-dir DIR
 
-The baseline is MoCo v2. It is exactly `--num-keys 1`, because one key has no variance. What JCL changes in it:
+The baseline is MoCo v2. Its loss is exactly that of `--num-keys 1`, because one key has no variance. What JCL changes
+in it:
     one query view and one key view           one query view and M' key views             augmentation
     k = key(view)                             k = M' keys per query                       JCL.forward
     positive logit q.k / tau                  q.mu / tau + lambda / (2 tau^2) q^T S q     jcl_loss
@@ -68,6 +69,7 @@ import common
 # fmt: off
 # {group: {name: (value, what it is, its limits or words)}}: the paper's for ImageNet, section 4.1 and App. C. Each is a
 # flag of its value's type, for example --num-keys 3. Without limits, a number is not below 0.
+# A new row is a flag, is in --help and config.json, and its value is args.NAME.
 HYPERPARAMETERS = dict(
     loss=dict(
         num_keys=(5, "keys per query, M' (Fig. 2a); 1 is MoCo v2", (1, 100)),
@@ -90,8 +92,8 @@ HYPERPARAMETERS = dict(
         batch_size=(512, "images per step, over all processes", (2, math.inf)),
         lr=(0.06, "learning rate at --lr-batch; scaled linearly to --batch-size", (1e-9, math.inf)),
         lr_batch=(512, "batch size for which --lr is given", (1, math.inf)),
-        min_lr=(0.0, "last learning rate; not given, it keeps its ratio to the peak rate"),
-        warmup=(0.0, "epochs of linear warm-up; not given, it shrinks with --epochs"),
+        min_lr=(0.0, "last learning rate; if not given, it is scaled as the peak rate is"),
+        warmup=(0.0, "epochs of linear warm-up; if not given, it shrinks with --epochs"),
         weight_decay=(1e-4, "weight decay of SGD"),
         sgd_momentum=(0.9, "momentum of SGD", (0, 1)),
     ),
@@ -318,7 +320,7 @@ RUN = dict(
     data_dir=(None, "the data set's folder, with train/, and val/ or test/"),
     cache=(True, "keep decoded small images in memory"),
     seed=(0, "seed of all random numbers", (0, 2**63 - 1)),
-    init=(None, "start the encoder from a checkpoint, also of others"),
+    init=(None, "start the encoder from a checkpoint, of this project or another"),
     init_prefix=(None, "which encoder of --init's file: what stands before its names"),
     out=(None, "folder of the run; one that has begun goes on"),
     resume=(None, "begin a new --out with another run's last.pt"),
@@ -396,7 +398,7 @@ def restore(args, images, model, optimizer):
     if state["step"] > 0:
         try:
             model.load_state_dict(state["model"])
-            # What it has gathered. Its flags are this run's: --resume's may have been others
+            # Its buffers only: rates and decay are this run's, which may differ from --resume's
             optimizer.load_state_dict(optimizer.state_dict() | dict(state=state["optimizer"]["state"]))
         except (RuntimeError, KeyError) as error:
             common.fail(f"{path} does not fit this model: {' '.join(str(error).split())[:300]}")
@@ -508,7 +510,7 @@ def main(args, train=None, test=None, encoder=None):
     chance = math.log(args.queue + 1)  # the loss at equal logits
     introduce(args, train, test, peak_lr=peak_rate(args), chance_level=chance, queue_share=args.queue / len(train))
 
-    for epoch in range(max(0, step - 1) // steps_per_epoch, args.epochs):  # the last one again: it may lack its kNN
+    for epoch in range(max(0, step - 1) // steps_per_epoch, args.epochs):  # the last epoch again: for its kNN
         loader.batch_sampler.set_epoch(epoch, step, last_step)
         history = []
         with common.until_stopped(loader) as batches:  # SIGTERM or Ctrl-C waits until a step is made and saved
@@ -641,7 +643,7 @@ class GroupedBatchNorm(nn.modules.batchnorm._BatchNorm):
 
 
 def check_batch_norm_groups(args):
-    """Exit with an error message if the batch cannot be cut into --bn-groups, or these not be shared out."""
+    """Exit with an error message if --bn-groups do not divide the batch, or the processes do not divide them."""
     if args.batch_size % args.bn_groups or args.batch_size < 2 * args.bn_groups:
         common.fail(f"--batch-size {args.batch_size} is not {args.bn_groups} --bn-groups of two or more images each")
     if args.bn_groups % common.rank_and_world()[1]:
@@ -704,7 +706,7 @@ def in_parallel(args, model):
     if not dist.is_initialized():
         return model
     options = dict(broadcast_buffers=False, gradient_as_bucket_view=True)
-    options["find_unused_parameters"] = args.arch == "own"  # only a user's own encoder may have such
+    options["find_unused_parameters"] = args.arch == "own"  # only a user's own encoder may have any
     return DistributedDataParallel(model, **options)
 
 

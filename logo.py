@@ -91,6 +91,7 @@ import common
 # fmt: off
 # {group: {name: (value, what it is, its limits or words)}}: the released code's on MoCo, but for what says its source.
 # Each is a flag of its value's type, for example --clip-ratio 0.1. Without limits, a number is not below 0.
+# A new row is a flag, is in --help and config.json, and its value is args.NAME.
 HYPERPARAMETERS = dict(
     loss=dict(
         base=("moco", "what LoGo is put on; it also chooses the recipe", ("moco", "simsiam")),
@@ -126,8 +127,8 @@ HYPERPARAMETERS = dict(
         lr=(0.03, "learning rate at --lr-batch; scaled linearly to --batch-size", (1e-9, math.inf)),
         lr_batch=(256, "batch size for which --lr is given", (1, math.inf)),
         milestones=([0.6, 0.8], "a tenth of the rate from these shares on; none: a cosine", (0.0, 1.0)),
-        min_lr=(0.0, "last learning rate; not given, it keeps its ratio to the peak rate"),
-        warmup=(0.0, "epochs of linear warm-up; not given, it shrinks with --epochs"),
+        min_lr=(0.0, "last learning rate; if not given, it is scaled as the peak rate is"),
+        warmup=(0.0, "epochs of linear warm-up; if not given, it shrinks with --epochs"),
         weight_decay=(1e-4, "weight decay of SGD"),
         sgd_momentum=(0.9, "momentum of SGD, the affinity's too", (0, 1)),
     ),
@@ -571,7 +572,7 @@ RUN = dict(
     data_dir=(None, "the data set's folder, with train/, and val/ or test/"),
     cache=(True, "keep decoded small images in memory"),
     seed=(0, "seed of all random numbers", (0, 2**63 - 1)),
-    init=(None, "start the encoder from a checkpoint, also of others"),
+    init=(None, "start the encoder from a checkpoint, of this project or another"),
     init_prefix=(None, "which encoder of --init's file: what stands before its names"),
     out=(None, "folder of the run; one that has begun goes on"),
     resume=(None, "begin a new --out with another run's last.pt"),
@@ -673,7 +674,7 @@ def restore(args, images, modules, optimizers, previous_norm):
             for name, module in modules.items():
                 module.load_state_dict(state[name])
             for name, optimizer in optimizers.items():
-                # What it has gathered. Its flags are this run's: --resume's may have been others
+                # Its buffers only: rates and decay are this run's, which may differ from --resume's
                 optimizer.load_state_dict(optimizer.state_dict() | dict(state=state[name]["state"]))
             previous_norm.copy_(state["previous_norm"])
         except (RuntimeError, KeyError) as error:
@@ -810,7 +811,7 @@ def main(args, train=None, test=None, encoder=None):
         facts = dict(batch_norm=norms)
     introduce(args, train, test, peak_lr=peak_rate(args), chance_level=chance, **facts)
 
-    for epoch in range(max(0, step - 1) // steps_per_epoch, args.epochs):  # the last one again: it may lack its kNN
+    for epoch in range(max(0, step - 1) // steps_per_epoch, args.epochs):  # the last epoch again: for its kNN
         loader.batch_sampler.set_epoch(epoch, step, last_step)
         history = []
         with common.until_stopped(loader) as batches:  # SIGTERM or Ctrl-C waits until a step is made and saved
@@ -984,7 +985,7 @@ class GroupedBatchNorm(nn.modules.batchnorm._BatchNorm):
 
 
 def check_batch_norm_groups(args):
-    """Exit with an error message if the batch cannot be cut into --bn-groups, or these not be shared out."""
+    """Exit with an error message if --bn-groups do not divide the batch, or the processes do not divide them."""
     if args.batch_size % args.bn_groups or args.batch_size < 2 * args.bn_groups:
         common.fail(f"--batch-size {args.batch_size} is not {args.bn_groups} --bn-groups of two or more images each")
     if args.bn_groups % common.rank_and_world()[1]:
@@ -1047,7 +1048,7 @@ def in_parallel(args, model):
     if not dist.is_initialized():
         return model
     options = dict(broadcast_buffers=False, gradient_as_bucket_view=True)
-    options["find_unused_parameters"] = args.arch == "own"  # only a user's own encoder may have such
+    options["find_unused_parameters"] = args.arch == "own"  # only a user's own encoder may have any
     return DistributedDataParallel(model, **options)
 
 

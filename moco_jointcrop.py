@@ -87,6 +87,7 @@ import common
 # fmt: off
 # {group: {name: (value, what it is, its limits or words)}}: MoCo v2's for ImageNet, and JointCrop's. Each is a flag of
 # its value's type, for example --beta 1.5. Without limits, a number is not below 0.
+# A new row is a flag, is in --help and config.json, and its value is args.NAME.
 HYPERPARAMETERS = dict(
     loss=dict(
         moco=("v2", "version of MoCo (D6); it also chooses the recipe", ("v1", "v2", "v3")),
@@ -108,9 +109,9 @@ HYPERPARAMETERS = dict(
         batch_size=(256, "images per step, over all processes", (2, math.inf)),
         lr=(0.03, "learning rate at --lr-batch; scaled linearly to --batch-size", (1e-9, math.inf)),
         lr_batch=(256, "batch size for which --lr is given", (1, math.inf)),
-        min_lr=(0.0, "last learning rate; not given, it keeps its ratio to the peak rate"),
+        min_lr=(0.0, "last learning rate; if not given, it is scaled as the peak rate is"),
         milestones=([], "rate to a tenth at these shares; none: a cosine", (0.0, 1.0)),
-        warmup=(0.0, "epochs of linear warm-up; not given, it shrinks with --epochs"),
+        warmup=(0.0, "epochs of linear warm-up; if not given, it shrinks with --epochs"),
         weight_decay=(1e-4, "weight decay of SGD, or of v3's LARS"),
         sgd_momentum=(0.9, "momentum of SGD, or of v3's LARS", (0, 1)),
         trust_coeff=(0.001, "trust coefficient of v3's LARS", (1e-9, math.inf)),  # MoCo v3's
@@ -501,7 +502,7 @@ RUN = dict(
     data_dir=(None, "the data set's folder, with train/, and val/ or test/"),
     cache=(True, "keep decoded small images in memory"),
     seed=(0, "seed of all random numbers", (0, 2**63 - 1)),
-    init=(None, "start the encoder from a checkpoint, also of others"),
+    init=(None, "start the encoder from a checkpoint, of this project or another"),
     init_prefix=(None, "which encoder of --init's file: what stands before its names"),
     out=(None, "folder of the run; one that has begun goes on"),
     resume=(None, "begin a new --out with another run's last.pt"),
@@ -608,7 +609,7 @@ def restore(args, images, model, optimizer):
     if state["step"] > 0:
         try:
             model.load_state_dict(state["model"])
-            # What it has gathered. Its flags are this run's: --resume's may have been others
+            # Its buffers only: rates and decay are this run's, which may differ from --resume's
             optimizer.load_state_dict(optimizer.state_dict() | dict(state=state["optimizer"]["state"]))
         except (RuntimeError, KeyError) as error:
             common.fail(f"{path} does not fit this model: {' '.join(str(error).split())[:300]}")
@@ -731,7 +732,7 @@ def main(args, train=None, test=None, encoder=None):
         facts = dict(queue_share=args.queue / len(train))
     introduce(args, train, test, peak_lr=peak_rate(args), chance_level=chance, **facts)
 
-    for epoch in range(max(0, step - 1) // steps_per_epoch, args.epochs):  # the last one again: it may lack its kNN
+    for epoch in range(max(0, step - 1) // steps_per_epoch, args.epochs):  # the last epoch again: for its kNN
         loader.batch_sampler.set_epoch(epoch, step, last_step)
         history = []
         with common.until_stopped(loader) as batches:  # SIGTERM or Ctrl-C waits until a step is made and saved
@@ -866,7 +867,7 @@ class GroupedBatchNorm(nn.modules.batchnorm._BatchNorm):
 
 
 def check_batch_norm_groups(args):
-    """Exit with an error message if the batch cannot be cut into --bn-groups, or these not be shared out."""
+    """Exit with an error message if --bn-groups do not divide the batch, or the processes do not divide them."""
     if args.batch_size % args.bn_groups or args.batch_size < 2 * args.bn_groups:
         common.fail(f"--batch-size {args.batch_size} is not {args.bn_groups} --bn-groups of two or more images each")
     if args.bn_groups % common.rank_and_world()[1]:
@@ -929,7 +930,7 @@ def in_parallel(args, model):
     if not dist.is_initialized():
         return model
     options = dict(broadcast_buffers=False, gradient_as_bucket_view=True)
-    options["find_unused_parameters"] = args.arch == "own"  # only a user's own encoder may have such
+    options["find_unused_parameters"] = args.arch == "own"  # only a user's own encoder may have any
     return DistributedDataParallel(model, **options)
 
 

@@ -36,7 +36,7 @@ Where the paper, which is the default, and the released code, `--variant release
     D4 ViT-T's keys. Paper: of a momentum encoder. Released: of the encoder, in training mode; this is `--momentum 0 0`.
     D5 The mixed query. Paper: of view 1, and the original one of view 2. Released: the reverse, `--mixed-view 2`.
     D6 Local crops. Paper ("4(224)" views): none. Released, on ImageNet: 8 of 96 px; large ones from 0.35 of the area.
-    D7 The ring of images. Paper (Eq. 4, 10, 11: mod N): the batch. Released: a GPU's part. Here: one of --mix-slices.
+    D7 The ring of images. Paper (Eq. 4, 10, 11: mod N): the batch. Released: a GPU's part. Here: a slice of the batch.
 What differs by rounding, by an index or by precision is in tests/golden/README.md.
 """
 
@@ -63,6 +63,7 @@ import common
 # fmt: off
 # {group: {name: (value, what it is, its limits or words)}}: the paper's for ImageNet, section 4.1.2, Tables 9 and 10.
 # Each is a flag of its value's type, for example --num-mix 2. Without limits, a number is not below 0.
+# A new row is a flag, is in --help and config.json, and its value is args.NAME.
 HYPERPARAMETERS = dict(
     loss=dict(
         num_mix=(3, "images that are mixed into one, M (Table 6); 1: none are", (1, math.inf)),
@@ -85,18 +86,18 @@ HYPERPARAMETERS = dict(
         momentum=((0.996, 1.0), "momentum mu, first and last; 0 0: no such encoder (D4)", (0, 1)),
     ),
     schedule=dict(
-        epochs=(300, "epochs of the whole training", (1, math.inf)),  # its 10 of warm-up + "rest 260" are 270
+        epochs=(300, "epochs of the whole training", (1, math.inf)),  # its 10 of warm-up and "rest 260" make 270
         batch_size=(1024, "images per step, over all processes", (2, math.inf)),
         lr=(1e-3, "learning rate at --lr-batch; scaled linearly to --batch-size", (1e-9, math.inf)),  # see *_ENCODERS
         lr_batch=(1024, "batch size for which --lr is given", (1, math.inf)),
-        min_lr=(1e-6, "last learning rate; not given, it keeps its ratio to the peak rate"),  # released
-        warmup=(10.0, "epochs of linear warm-up; not given, it shrinks with --epochs"),
+        min_lr=(1e-6, "last learning rate; if not given, it is scaled as the peak rate is"),  # released
+        warmup=(10.0, "epochs of linear warm-up; if not given, it shrinks with --epochs"),
         weight_decay=((0.04, 0.4), "weight decay of AdamW, at the start and at the end"),
         betas=((0.9, 0.999), "betas of AdamW", (0, 0.999999)),  # released
     ),
     augmentation=dict(  # of blur_p and solarize_p, one number is T_1's, the other T_2's
         crop_scale=((0.05, 1.0), "smallest and largest area of a crop, as shares", (1e-9, 1)),
-        local_size=(96, "side of a local crop, in pixels; at most half, unless it is typed", (1, math.inf)),  # released
+        local_size=(96, "side of a local crop, in pixels; by default at most half a view's", (1, math.inf)),  # released
         local_scale=((0.05, 0.35), "smallest and largest area of a local crop", (1e-9, 1)),  # released
         local_blur_p=(0.5, "probability of a blurred local crop", (0, 1)),  # released
         crop_ratio=((3 / 4, 4 / 3), "smallest and largest width / height of a crop", (1e-9, math.inf)),
@@ -283,7 +284,7 @@ def mix_in_slices(images, args, step, number):
     There is one permutation per view and batch (Eq. 2), the same in all slices and on all processes. Any number of
     processes that divides the slices makes the same batch.
     """
-    # The last 0 has no meaning. Without it all draws would change
+    # The last 0 only keeps the draws as they always were
     generator = common.generator(args.seed, step, STREAM_PERMUTATION + number, 0)
     num_patches = (images.shape[-1] // args.patch_size) ** 2
     permutation = torch.randperm(num_patches, generator=generator)
@@ -347,7 +348,7 @@ class PatchMix(nn.Module):
                     module.drop_prob = 0.0
         else:  # D4: there is no momentum encoder
             self.momentum_backbone, self.momentum_projector = self.backbone, self.projector
-        # Line 7: the targets are the same in all steps
+        # Lines 5 to 7: the targets are the same in all steps
         for term, (index, weight) in batch_targets(args.batch_size, args.mix_slices, args.num_mix).items():
             self.register_buffer(f"{term}_index", index, persistent=False)
             self.register_buffer(f"{term}_weight", weight, persistent=False)
@@ -443,7 +444,7 @@ RUN = dict(
     data_dir=(None, "the data set's folder, with train/, and val/ or test/"),
     cache=(True, "keep decoded small images in memory"),
     seed=(0, "seed of all random numbers", (0, 2**63 - 1)),
-    init=(None, "start the encoder from a checkpoint, also of others"),
+    init=(None, "start the encoder from a checkpoint, of this project or another"),
     init_prefix=(None, "which encoder of --init's file: what stands before its names"),
     out=(None, "folder of the run; one that has begun goes on"),
     resume=(None, "begin a new --out with another run's last.pt"),
@@ -562,7 +563,7 @@ def restore(args, images, model, optimizer):
     if state["step"] > 0:
         try:
             model.load_state_dict(state["model"])
-            # What it has gathered. Its flags are this run's: --resume's may have been others
+            # Its buffers only: rates and decay are this run's, which may differ from --resume's
             optimizer.load_state_dict(optimizer.state_dict() | dict(state=state["optimizer"]["state"]))
         except (RuntimeError, KeyError) as error:
             common.fail(f"{path} does not fit this model: {' '.join(str(error).split())[:300]}")
@@ -668,7 +669,7 @@ def main(args, train=None, test=None, encoder=None):
     elif dist.is_initialized():
         norms = "of each process alone"  # torch has batch norm over processes on GPUs only
     trained = [p for p in model.parameters() if p.requires_grad]
-    groups = param_groups_weight_decay(model)  # as released: no weight decay of 1-D tensors
+    groups = param_groups_weight_decay(model)  # as released: no weight decay of biases and 1-D tensors
     optimizer = torch.optim.AdamW(groups, args.lr, betas=args.betas, fused=True)
     ddp = in_parallel(args, model)
 
@@ -681,13 +682,13 @@ def main(args, train=None, test=None, encoder=None):
     facts = dict(peak_lr=peak_rate(args), chance_level=chance, keys_per_query=args.batch_size, batch_norm=norms)
     introduce(args, train, test, **facts)
 
-    for epoch in range(max(0, step - 1) // steps_per_epoch, args.epochs):  # the last one again: it may lack its kNN
+    for epoch in range(max(0, step - 1) // steps_per_epoch, args.epochs):  # the last epoch again: for its kNN
         loader.batch_sampler.set_epoch(epoch, step, last_step)
         history = []
         with common.until_stopped(loader) as batches:  # SIGTERM or Ctrl-C waits until a step is made and saved
             for batch in batches:
                 lr, weight_decay, momentum = schedule(args, step, steps_per_epoch)
-                no_decay, decay = optimizer.param_groups  # in timm's order
+                no_decay, decay = optimizer.param_groups  # timm: 1-D tensors and biases first
                 no_decay["lr"] = decay["lr"] = lr
                 decay["weight_decay"] = weight_decay
                 # Algorithm 2, line 4: two views per image; the loader has cut them
@@ -760,7 +761,7 @@ def in_parallel(args, model):
     if not dist.is_initialized():
         return model
     options = dict(broadcast_buffers=False, gradient_as_bucket_view=True)
-    options["find_unused_parameters"] = args.arch == "own"  # only a user's own encoder may have such
+    options["find_unused_parameters"] = args.arch == "own"  # only a user's own encoder may have any
     return DistributedDataParallel(model, **options)
 
 
