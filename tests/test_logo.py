@@ -383,7 +383,10 @@ RUNS = {
 }
 
 
-@pytest.mark.parametrize("name", RUNS)
+AT_ONCE = ("moco", "moco, paper", "simsiam", "simsiam, clip")
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n in AT_ONCE else pytest.mark.slow) for n in RUNS])
 def test_algorithm1(name, tmp_path, noises):
     """Three steps of `main`: the weights, velocities, queue and affinity of a slow reference, which never mix."""
     args = parse(*RUNS[name].split())

@@ -7,7 +7,7 @@ import pytest
 import tiny
 import torch
 import torch.distributed as dist
-from conftest import METHODS
+from conftest import JCL_AT_ONCE, METHODS
 from PIL import Image
 from tiny import load, records, run
 from torch import nn
@@ -83,7 +83,7 @@ def test_own_encoder(method, kind, tmp_path, monkeypatch):
     assert saved["stem"] == "own" and f"/{weight}" in changed and f"/{bias}" not in changed
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", JCL_AT_ONCE)
 def test_own_images(method, tmp_path, capsys):
     """An array and files give the same run, which goes on after a stop. Each epoch is judged. Others are refused."""
     train, test = own_images(68), own_images(24)

@@ -361,6 +361,7 @@ def test_another_test_set_never_repeats_a_score(places, tmp_path, monkeypatch, c
 LEARNING = {"VIT": "--lr 0.04 --warmup 0 --mixup 0 --randaug 0", "RESNET": "--lr 0.01 --head-lr 0.1"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("encoder, flags", LEARNING.items())
 def test_fine_tuning_learns(places, tmp_path, encoder, flags):
     flags = ["--finetune", *flags.split(), "--batch-size", 14, "--epochs", 10, "--out", tmp_path]
