@@ -18,6 +18,7 @@ BASELINES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", [method for method in BASELINES if method != "moco_jointcrop"])
 def test_queue_methods_share_their_baseline(method, few_patterns, tmp_path, monkeypatch):
     """Three steps of two files' baselines with one recipe end in the same encoder, queue and loss, up to rounding."""

@@ -139,6 +139,7 @@ def test_a_disturbed_run_ends_as_an_undisturbed_one(command, straight, tmp_path,
     check(*command(name, flags), calls, straight(name, flags), tmp_path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n in AT_ONCE else pytest.mark.slow) for n in CONFIGS])
 def test_a_hard_life_of_every_loop(command, straight, tmp_path, name):
     check(*command(name), HARD, straight(name), tmp_path)

@@ -36,6 +36,7 @@ def saved(out):
 # ---------------------------------------------------------------------- writes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name, number", [("save", 1), ("save", 2), ("fsync", 3), ("fsync", 5), ("replace", 4)])
 def test_a_write_that_fails_is_one_line_and_costs_nothing(copies, monkeypatch, capsys, name, number):
     """In the middle, or when it is flushed or renamed. The run goes on from what is there."""

@@ -193,6 +193,7 @@ def two_steps(method, *flags):
     return state, [record["loss"] for record in saved["records"]]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method, name", PAIRS)
 def test_every_flag_acts(method, name, few_patterns):
     """Changed, with a companion flag where it needs one, it changes the loss or the weights within two steps."""

@@ -68,6 +68,7 @@ CHANCES += [("moco_jointcrop", "--moco v3"), ("jcl", "--vanilla"), ("clim", "--c
 CHANCES += [("logo", "--variant paper"), ("logo", "--local-crops 0"), ("patchmix", "--num-mix 1 --terms oto,mto")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method, flags", CHANCES)
 def test_chance_is_the_loss_at_equal_logits(method, flags, _tiny, tmp_path):
     """A temperature of 10^6 makes them equal. MoCo v3's loss has it as a factor."""

@@ -62,6 +62,7 @@ def state(module):
     return {name: value.clone() for name, value in module.state_dict().items()}, modes, gradients, type(module)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 @pytest.mark.parametrize("method, kind", CASES)
 def test_own_encoder(method, kind, tmp_path, monkeypatch):

@@ -149,6 +149,7 @@ RICHER = [  # the encoder of a file, what differs from timm's, how it is read, a
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name, more, how, words", RICHER)
 def test_a_file_of_another_encoder_is_refused(name, more, how, words, tmp_path, capsys):
     """Not judged as the smaller encoder that its names hold, too."""
@@ -201,6 +202,7 @@ LONG = "--batch-size 16 --epochs 1 --out OUT"
 MODES += [(eval_linear, f"{flags} {LONG}") for flags in ("--protocol moco", "--finetune --protocol patchmix")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("script, flags", MODES)
 def test_all_evaluations_judge_a_file_of_others_as_a_run(script, flags, places, tmp_path, capsys):
     """A run's own folder is refused as such a file, or its normalisation would be lost in silence."""
@@ -218,6 +220,7 @@ def test_all_evaluations_judge_a_file_of_others_as_a_run(script, flags, places, 
 INIT = [*((method, "") for method in METHODS), ("moco_jointcrop", "--moco v3"), ("logo", "--base simsiam")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method, variant", INIT)
 def test_training_starts_from_init_and_goes_on_without_the_file(method, variant, _tiny, tmp_path):
     """The rate is so small that the weights stay; MoCo v3 and SimSiam would zero some of an untrained encoder's."""

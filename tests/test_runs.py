@@ -248,6 +248,7 @@ def test_bf16_is_for_the_networks_only(method, tmp_path, monkeypatch, capsys):
         assert "--amp bf16 on a CPU" in refused(capsys, run, method, tmp_path / "small", *flags)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arch", ["resnet10t", "mobilenetv3_small_050", "convnext_atto"])
 def test_any_timm_model(arch, tmp_path):
     """Other stems, norms that hold an activation, layers after the pooling: grouped norms change nothing, it trains."""
