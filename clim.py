@@ -69,8 +69,7 @@ import common
 
 # fmt: off
 # {group: {name: (value, what it is, its limits or words)}}: the paper's for ImageNet, App. A, or MoCo v2's. Each is a
-# flag of its value's type, for example --knn-k 10. Without limits, a number is not below 0.
-# A new row is a flag, is in --help and config.json, and its value is args.NAME.
+# flag of its value's type, --knn-k 10, and args.NAME. Without limits, a number is not below 0.
 HYPERPARAMETERS = dict(
     loss=dict(
         same_crop=(False, "a key has the crop of its query (D5)"),

@@ -1453,7 +1453,8 @@ def until_stopped(loader):
     Inside, SIGTERM, SIGHUP and Ctrl-C (SIGINT) are noted, not obeyed, so that a step is made and saved first. All
     processes leave the loop over the batches at the same step. At the end of the block they raise BadImage or Stopped,
     if there was a reason. A second signal, three seconds or more after the first, acts at once, so that what hangs can
-    be ended. A signal that is ignored stays so (SIGHUP under nohup).
+    be ended. A signal that is ignored stays so (SIGHUP under nohup). A caller's process group has to take tensors on
+    the CPU, as "cpu:gloo,cuda:nccl" does.
     """
     noted, handlers, errors = [], {}, []
 

@@ -68,8 +68,7 @@ import common
 
 # fmt: off
 # {group: {name: (value, what it is, its limits or words)}}: the paper's for ImageNet, section 4.1 and App. C. Each is a
-# flag of its value's type, for example --num-keys 3. Without limits, a number is not below 0.
-# A new row is a flag, is in --help and config.json, and its value is args.NAME.
+# flag of its value's type, --num-keys 3, and args.NAME. Without limits, a number is not below 0.
 HYPERPARAMETERS = dict(
     loss=dict(
         num_keys=(5, "keys per query, M' (Fig. 2a); 1 is MoCo v2", (1, 100)),

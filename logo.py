@@ -90,8 +90,7 @@ import common
 
 # fmt: off
 # {group: {name: (value, what it is, its limits or words)}}: the released code's on MoCo, but for what says its source.
-# Each is a flag of its value's type, for example --clip-ratio 0.1. Without limits, a number is not below 0.
-# A new row is a flag, is in --help and config.json, and its value is args.NAME.
+# Each is a flag of its value's type, --clip-ratio 0.1, and args.NAME. Without limits, a number is not below 0.
 HYPERPARAMETERS = dict(
     loss=dict(
         base=("moco", "what LoGo is put on; it also chooses the recipe", ("moco", "simsiam")),
@@ -277,7 +276,8 @@ def local_dissimilarity(affinity, local1, local2, batch="separate"):
 
     affinity: an nn.Module that maps two (N, C) to scores (N,). local1, local2: (N, C), L2-normalised. batch: as in
     `score_pairs`; in "joint" the pairs of two images, too, are in the batch, as constants. Gradients reach the locals
-    only: the affinity's parameters are constants. Raises ValueError for other shapes and words.
+    only: the affinity's parameters are constants. Raises ValueError for other shapes and words. It calls
+    `check_locals` and `score_pairs`: copy these, too.
     """
     check_locals("local_dissimilarity", local1, local2)
     constants = {name: p.detach() for name, p in affinity.named_parameters()}

@@ -86,8 +86,7 @@ import common
 
 # fmt: off
 # {group: {name: (value, what it is, its limits or words)}}: MoCo v2's for ImageNet, and JointCrop's. Each is a flag of
-# its value's type, for example --beta 1.5. Without limits, a number is not below 0.
-# A new row is a flag, is in --help and config.json, and its value is args.NAME.
+# its value's type, --beta 1.5, and args.NAME. Without limits, a number is not below 0.
 HYPERPARAMETERS = dict(
     loss=dict(
         moco=("v2", "version of MoCo (D6); it also chooses the recipe", ("v1", "v2", "v3")),

@@ -62,8 +62,7 @@ import common
 
 # fmt: off
 # {group: {name: (value, what it is, its limits or words)}}: the paper's for ImageNet, section 4.1.2, Tables 9 and 10.
-# Each is a flag of its value's type, for example --num-mix 2. Without limits, a number is not below 0.
-# A new row is a flag, is in --help and config.json, and its value is args.NAME.
+# Each is a flag of its value's type, --num-mix 2, and args.NAME. Without limits, a number is not below 0.
 HYPERPARAMETERS = dict(
     loss=dict(
         num_mix=(3, "images that are mixed into one, M (Table 6); 1: none are", (1, math.inf)),

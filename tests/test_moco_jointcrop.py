@@ -216,7 +216,7 @@ def test_queue_is_first_in_first_out(length, sizes):
 
 
 @pytest.mark.parametrize("views", [1, 3])
-def test_encode_keys_restores_the_order(views):
+def test_encode_shuffled_keys_restores_the_order(views):
     images = [torch.randn(6, 3, 2, 2) + 10 * v for v in range(views)]
     seen = []
 
