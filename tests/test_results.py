@@ -25,14 +25,12 @@ def test_tables(page):
 
 
 def test_results_say_how_they_were_made():
-    """Each kept run has the command that results.py would start for it, the last epoch's kNN, and its probe."""
-    assert results.kept("moco").keys() == {"0", "1"}
+    """Each kept run has the command that results.py would start for it, and the last epoch's kNN."""
     for arm in results.ARMS:
         for seed, record in results.kept(arm).items():
             assert record["command"] == results.command(arm, seed)
             if asked := re.search(r"--epochs (\d+)", record["command"]):
                 assert record["epochs"][-1]["epoch"] == int(asked[1])
-            assert all(0 < value < 100 for value in results.scores(record).values())
 
 
 def test_gain_is_paired(tmp_path, monkeypatch):
@@ -46,8 +44,6 @@ def test_gain_is_paired(tmp_path, monkeypatch):
     assert "| 2 | 45.0 → 48.0 | +3.0 ± 1.4 | 44.0 → 47.0 | +3.0 ± 1.4 | x 2 |" in results.front()
     (row,) = (line for line in results.table().splitlines() if "| JCL," in line)
     assert "| 3 | 35.3 ± 22.7 |" in row and row.count("+3.0 ± 1.4") == 2
-    text = "a\n<!-- tests/tools/results.py: front -->\nold\n<!-- end -->\nb"
-    assert results.with_tables(text) == text.replace("old", results.front())
 
 
 @pytest.mark.parametrize(
