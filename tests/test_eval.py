@@ -1,6 +1,5 @@
 """eval_knn.py and eval_linear.py end to end on a tiny data set, and the linear probe against a plain loop."""
 
-import argparse
 import copy
 import json
 import math
@@ -91,21 +90,6 @@ def test_linear_probe_of_a_checkpoint_and_its_floors(places):
         assert results[name] == pytest.approx(dict(linear_top1=100 * right.mean().item(), linear_per_class=per_class))
 
 
-@pytest.mark.parametrize(
-    "best, score, share, count", [(2, 40, 0.9, 1), (2, 30, 0.9, 0), (1, 50, 0.9, 0), (2, 40, 0.1, 0)]
-)
-def test_a_best_rate_at_the_edge_of_the_grid_is_told(places, capsys, monkeypatch, best, score, share, count):
-    """Not if several values are the best, nor if a few images choose."""
-    grid, held_out = (0.1, 1, 10), [20, 30, 10]
-    held_out[best] = score
-    found = dict(
-        logits=torch.eye(3).repeat(TEST, 1), chosen=grid[best], held_out=dict(zip(grid, held_out, strict=True))
-    )
-    monkeypatch.setattr(eval_linear, "linear_probe", lambda *_, **__: found)
-    run(eval_linear, places["VIT"], "--holdout", share, "--lrs", *grid)
-    assert capsys.readouterr().out.count("edge of the grid") == count
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("script, flags", [("eval_knn", "--k 3 --dump"), ("eval_linear", "--epochs 3")])
 def test_two_processes_judge_as_one(places, tmp_path, script, flags):
@@ -125,13 +109,6 @@ def test_two_processes_judge_as_one(places, tmp_path, script, flags):
 # ------------------------------------------------------------- precision
 
 
-@pytest.fixture
-def allow_tf32():
-    """Sets whether CUDA's matrix products may use TF32, and afterwards that they may not."""
-    yield lambda allowed: setattr(torch.backends.cuda.matmul, "allow_tf32", allowed)
-    torch.backends.cuda.matmul.allow_tf32 = False
-
-
 class Products(torch.overrides.TorchFunctionMode):
     """Notes for the encoder's layers and other products of matrices whether TF32 was allowed."""
 
@@ -147,29 +124,15 @@ class Products(torch.overrides.TorchFunctionMode):
 
 
 @pytest.mark.parametrize("flags", [["--k", 3], ["--epochs", 2], ["--solver", "lbfgs", "--strengths", 1]])
-def test_only_what_follows_the_encoder_is_kept_from_tf32(places, allow_tf32, flags):
+def test_only_what_follows_the_encoder_is_kept_from_tf32(places, flags):
     """The encoder's layers may use TF32. Neighbours, the probe and L-BFGS may not. Afterwards all is as before."""
-    allow_tf32(True)
-    with Products() as products:
-        run(eval_knn if "--k" in flags else eval_linear, places["VIT"], *flags, "--no-floors")
-    assert products.allowed == {"linear": {True}, "product": {False}} and torch.backends.cuda.matmul.allow_tf32
-
-
-@pytest.mark.parametrize("native", [True, False])
-def test_bf16_by_itself_and_tf32_are_of_gpus_that_have_them(native, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: native or including_emulation)
-    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
-    libraries = argparse.Namespace(allow_tf32=not native), argparse.Namespace(allow_tf32=not native)
-    monkeypatch.setattr(torch.backends.cuda, "matmul", libraries[0])
-    monkeypatch.setattr(torch.backends, "cudnn", libraries[1])
-    args = argparse.Namespace(device="auto", arch="resnet50")
-    common.start(lambda _: None, lambda: args)
-    device = common.join_processes(args.device)
-    assert device.type == "cuda" and [library.allow_tf32 for library in libraries] == [native] * 2
-    for asked, given in {"auto": native, "bf16": True, "off": False}.items():
-        assert common.use_bf16(asked, device, "resnet50", [224]) == given
+    torch.backends.cuda.matmul.allow_tf32 = True
+    try:
+        with Products() as products:
+            run(eval_knn if "--k" in flags else eval_linear, places["VIT"], *flags, "--no-floors")
+        assert products.allowed == {"linear": {True}, "product": {False}} and torch.backends.cuda.matmul.allow_tf32
+    finally:
+        torch.backends.cuda.matmul.allow_tf32 = False
 
 
 # ------------------------------------------------------------- a user's own encoder and images
@@ -199,10 +162,23 @@ def test_own_encoder_and_own_data(places, tmp_path):
     assert run(eval_linear, *flags, "--epochs", 2, encoder=module, **own) == probe
 
 
+@pytest.fixture
+def shared(monkeypatch):
+    """The store of a launcher of one process."""
+    for name, value in dict(RANK="0", WORLD_SIZE="1", MASTER_ADDR="localhost", MASTER_PORT="1").items():
+        monkeypatch.setenv(name, value)
+    store = torch.distributed.HashStore()
+    monkeypatch.setattr(common, "rendezvous", lambda _: iter([(store, 0, 1)]))
+    yield
+    if torch.distributed.is_initialized():  # an error leaves it
+        torch.distributed.destroy_process_group()
+
+
 @pytest.mark.parametrize("recipe", ["--protocol moco", "--finetune --protocol patchmix --pad 0", "--finetune"])
-def test_an_own_encoder_stays_as_it_was(recipe, places, tmp_path, capsys):
-    """A fine-tuning trains a copy: all layers, also frozen ones. Of its layers nothing is known, so no flag acts."""
+def test_an_own_encoder_stays_as_it_was(recipe, places, tmp_path, capsys, shared):
+    """A fine-tuning trains a copy, also of frozen layers; some may be unused. No flag of timm's layers acts."""
     module, _ = common.load_backbone(places["VIT"])
+    module.unused = torch.nn.Parameter(torch.ones(3))
     before = copy.deepcopy(module.requires_grad_(False).state_dict())
     own = dict(train=own_images(places["DATA"] / "train", True), test=own_images(places["DATA"] / "val"))
     flags = f"{recipe} --image-size 16 --batch-size 12 --epochs 1 --out {tmp_path / 'a'}".split()
@@ -228,7 +204,6 @@ def test_a_run_is_judged_on_the_images_it_was_trained_on(places, tmp_path, capsy
 
 
 def test_an_own_encoder_without_a_checkpoint_is_the_first_processs(places, monkeypatch):
-    """It may be another on each."""
     theirs, _ = common.load_backbone(places["VIT"])
     mine, args = copy.deepcopy(theirs), eval_knn.parse_args(["--image-size", "16", "--device", "cpu"])
     torch.nn.init.zeros_(mine.cls_token)
@@ -236,24 +211,6 @@ def test_an_own_encoder_without_a_checkpoint_is_the_first_processs(places, monke
     monkeypatch.setattr(common, "rank_and_world", lambda: (1, 2))
     _, encoder, _ = common.open_encoder(args, mine)
     assert torch.equal(encoder.cls_token, theirs.cls_token) and theirs.cls_token.any() and not mine.cls_token.any()
-
-
-@pytest.fixture
-def shared(monkeypatch):
-    """The store of a launcher of one process."""
-    for name, value in dict(RANK="0", WORLD_SIZE="1", MASTER_ADDR="localhost", MASTER_PORT="1").items():
-        monkeypatch.setenv(name, value)
-    store = torch.distributed.HashStore()
-    monkeypatch.setattr(common, "rendezvous", lambda _: iter([(store, 0, 1)]))
-    return store
-
-
-def test_an_own_encoder_may_leave_parameters_unused(places, tmp_path, shared):
-    module, _ = common.load_backbone(places["VIT"])
-    module.unused = torch.nn.Parameter(torch.ones(3))
-    own = dict(encoder=module, train=own_images(places["DATA"] / "train"), test=own_images(places["DATA"] / "val"))
-    flags = "--finetune --protocol patchmix --image-size 16 --batch-size 12 --epochs 1 --pad 0 --out".split()
-    assert "finetune_top1" in run(eval_linear, *flags, tmp_path / "a", **own)["encoder"]
 
 
 def test_each_process_group_of_a_program_has_a_store_of_its_own(shared):
@@ -273,23 +230,16 @@ def test_each_process_group_of_a_program_has_a_store_of_its_own(shared):
 
 def test_the_dump_is_what_was_judged(places, tmp_path, capsys):
     path = tmp_path / "new" / "features"  # the name stays as it was given
-    results = run(eval_knn, places["VIT"], "--k", 3, "--no-floors", "--dump", path)
-    said = capsys.readouterr().out
-    with np.load(path, allow_pickle=False) as file:
-        data = dict(file)
+    run(eval_knn, places["VIT"], "--k", 3, "--no-floors", "--dump", path)
+    data = dict(np.load(path, allow_pickle=False))
     names = {f"{part}_{what}" for part in ("train", "test") for what in ("features", "labels", "paths")}
     assert set(data) == names | {"classes", "protocol"} and data["classes"].tolist() == list(CLASSES)
-    assert str(data["protocol"]) in said
+    assert str(data["protocol"]) in capsys.readouterr().out
     for part, folder, (x, _, y) in zip(("train", "test"), ("train", "val"), parts(places, "train", "val"), strict=True):
         np.testing.assert_allclose(data[f"{part}_features"], x.numpy(), rtol=1e-4, atol=1e-5)
         assert data[f"{part}_features"].dtype == np.float32 and data[f"{part}_labels"].dtype == np.int64
         assert data[f"{part}_paths"].tolist() == [str(p) for p in sorted((places["DATA"] / folder).rglob("*.png"))]
         assert data[f"{part}_labels"].tolist() == y.tolist()
-    x, y, test_x, test_y = (
-        torch.from_numpy(data[f"{part}_{what}"]) for part in ("train", "test") for what in ("features", "labels")
-    )
-    right = slow_knn(x, y, test_x, 3, 0.07, 3).argmax(1) == test_y
-    assert results["encoder"]["knn3_top1"] == pytest.approx(100 * right.float().mean().item())
 
 
 def test_a_dump_without_labels(places, tmp_path, capsys):
@@ -367,35 +317,21 @@ def test_the_probe_is_sgd_by_autograd(epochs=7, lr=0.25, seed=4):
     torch.testing.assert_close(found["logits"], layer(b).detach(), rtol=1e-9, atol=1e-9)
 
 
-def test_the_probe_never_looks_at_the_test_set():
-    train_x, train_y, test_x, _ = problem(noise=4.0)
-    a = eval_linear.linear_probe(train_x, train_y, test_x, 3, batch_size=16)
-    b = eval_linear.linear_probe(train_x, train_y, torch.cat([test_x[:3], -100 * test_x]), 3, batch_size=16)
-    assert (a["chosen"], a["held_out"]) == (b["chosen"], b["held_out"])
-    torch.testing.assert_close(a["logits"][:3], b["logits"][:3])
-    c = eval_linear.linear_probe(train_x * 7 - 3, train_y, test_x * 7 - 3, 3, batch_size=16)  # standardised away
-    torch.testing.assert_close(a["logits"], c["logits"], rtol=1e-6, atol=1e-6)
-
-
 def test_the_rate_is_the_best_held_out_one_of_the_grid():
     train_x, train_y, test_x, _ = problem(200, noise=6.0)
     grid, options = [1e-6, 1e-3, 0.1, 300.0], dict(epochs=5, batch_size=64, holdout=0.3)
-    found, *alone = [
-        eval_linear.linear_probe(train_x, train_y, test_x, 3, lrs=lrs, **options)
-        for lrs in (grid, *([lr] for lr in grid))
-    ]
+    grids = [grid, *([lr] for lr in grid)]
+    found, *alone = (eval_linear.linear_probe(train_x, train_y, test_x, 3, lrs=lrs, **options) for lrs in grids)
     apart = {k: v for one in alone for k, v in one["held_out"].items()}
     assert found["held_out"] == apart  # the rates don't disturb each other
     assert len(set(found["held_out"].values())) > 1
     best = int(np.argmax(list(found["held_out"].values())))
     assert found["chosen"] == grid[best]
     torch.testing.assert_close(found["logits"], alone[best]["logits"])
-    few = eval_linear.linear_probe(train_x[:4], train_y[:4], test_x, 3, epochs=2, lrs=[0.1, 1.0])  # one is held out
-    assert few["logits"].isfinite().all()
 
 
 def test_what_is_held_out_is_not_trained_on_and_then_everything_is():
-    """Random labels that many features can memorise: chance on the held-out half, and in the end no training error."""
+    """Random labels that many features can memorise."""
     g = common.generator(1)
     x, y = torch.randn(60, 200, generator=g), torch.randint(0, 5, (60,), generator=g)
     found = eval_linear.linear_probe(x, y, x, 5, lrs=[0.1, 0.5], holdout=0.5)
@@ -407,13 +343,9 @@ def test_scores_against_a_loop():
     labels, logits = torch.tensor([0] * 20 + [1, 2, 3, 4, 6] * 2), torch.randn(30, 8, generator=g)
     logits[torch.arange(30), labels] += 1.5
     ranked = [sorted(range(8), key=lambda c: -row[c]) for row in logits.tolist()]
-    right = [r[0] == y for r, y in zip(ranked, labels.tolist(), strict=True)]
-    classes = [[ok for ok, y in zip(right, labels.tolist(), strict=True) if y == c] for c in (0, 1, 2, 3, 4, 6)]
-    expected = dict(
-        linear_top1=100 * sum(right) / 30,
-        linear_top5=100 * sum(y in r[:5] for r, y in zip(ranked, labels.tolist(), strict=True)) / 30,
-        linear_per_class=100 * sum(sum(c) / len(c) for c in classes) / 6,
-    )
+    top1, top5 = (np.array([y in r[:k] for r, y in zip(ranked, labels.tolist(), strict=True)]) for k in (1, 5))
+    expected = dict(linear_top1=100 * top1.mean(), linear_top5=100 * top5.mean())
+    expected["linear_per_class"] = 100 * np.mean([top1[labels == c].mean() for c in (0, 1, 2, 3, 4, 6)])
     assert eval_linear.scores(logits, labels, 8) == pytest.approx(expected)
     assert expected["linear_top1"] < expected["linear_top5"] != 100
     for classes, has in ((5, False), (6, True)):
