@@ -1,8 +1,9 @@
 """clim.py against slow references written from the paper (Eq. 1-6, App. A.2), and its limit cases."""
 
-import functools
 import itertools
 import math
+import types
+from collections import Counter
 
 import numpy as np
 import pytest
@@ -68,42 +69,18 @@ def test_clim_loss_limits():
 # -------------------------------------------------------------------- neighbours
 
 
-def check_neighbors(found, x, k, tolerance=0.0):
-    """Each row's are k others, no two the same, at the k smallest distances in order; of equals, any."""
-    n = len(x)
-    if n == 1:
-        assert found.tolist() == [[0]]  # alone (D1)
-        return
-    assert found.shape == (n, min(k, n - 1))
-    for i, row in enumerate(found.tolist()):
-        assert i not in row and len(set(row)) == len(row)
-        expected = sorted(squared(x[i], x[j]) for j in range(n) if j != i)[:k]
-        assert [squared(x[i], x[j]) for j in row] == pytest.approx(expected, rel=tolerance, abs=tolerance)
-
-
-@pytest.mark.parametrize("kind", ["normal", "grid", "repeated", "equal"])
-@pytest.mark.parametrize("n, k", [(1, 3), (2, 5), (30, 4), (30, 100)])
-def test_nearest_neighbors(kind, n, k):
-    x = points(kind, n)
-    check_neighbors(clim.nearest_neighbors(x, k), x, k, 1e-6 if kind == "normal" else 0.0)
-
-
-def test_nearest_neighbors_that_float32_confuses():
-    """Unit vectors, as embeddings are, in clusters so tight that float32 finds others: why it is float64."""
+def test_nearest_neighbors_are_found_in_float64(monkeypatch):
+    """Unit vectors, as embeddings are, in clusters so tight that float32 finds others. In chunks and of some rows."""
     x = F.normalize(unit(3, 16)[torch.arange(120) % 3] + 1e-4 * points("normal", 120, 16), dim=1).float()
+    distance = (x.double()[:, None] - x.double()).square().sum(2).fill_diagonal_(math.inf)
     found = clim.nearest_neighbors(x, 5)
-    check_neighbors(found, x.double(), 5, 1e-14)
+    torch.testing.assert_close(distance.gather(1, found), distance.sort(1).values[:, :5], rtol=0, atol=1e-14)
     in_float32 = clim.nearest_neighbors(x, 5, dtype=torch.float32)
     assert (in_float32.sort(1).values != found.sort(1).values).any()
-
-
-def test_nearest_neighbors_in_parts(monkeypatch):
-    """Neither chunks nor asking for some rows only changes the neighbours."""
-    x = points("normal", 50)
-    whole, rows = clim.nearest_neighbors(x, 6), torch.tensor([7, 3, 49, 0])
-    assert torch.equal(clim.nearest_neighbors(x, 6, rows), whole[rows])
     monkeypatch.setattr(clim, "rows_per_chunk", lambda width: 7)
-    assert torch.equal(clim.nearest_neighbors(x, 6), whole)
+    rows = torch.tensor([7, 3, 119, 0])
+    assert torch.equal(clim.nearest_neighbors(x, 5), found)
+    assert torch.equal(clim.nearest_neighbors(x, 5, rows), found[rows])
 
 
 # ----------------------------------------------------------------------- k-means
@@ -144,16 +121,6 @@ def test_kmeans_as_many_clusters_as_points(kind, n, m):
     """A cluster that comes out empty finds a point that has none of its own, so every point ends as a centre."""
     for seed in range(5):
         assert clustered(points(kind, n), m, 10, seed)[1] < 1e-20
-
-
-def test_kmeans_empty_cluster_starts_at_the_farthest_row():
-    x = torch.zeros(20, 2, dtype=torch.float64)
-    x[[3, 11, 17]] = torch.tensor([[1.0, 0.0], [0.0, 5.0], [-2.0, 0.0]], dtype=torch.float64)
-    both = [seed for seed in range(30) if not clustered(x, 2, 0, seed)[0].any()]  # both centres at the origin
-    for seed in both:
-        found = sorted(clustered(x, 2, 1, seed)[0].tolist(), key=lambda center: center == [0.0, 5.0])
-        assert found == [pytest.approx(x.mean(0).tolist()), [0.0, 5.0]]
-    assert len(both) > 5
 
 
 # ------------------------------------------------- positives, Eq. 2 and App. A.2
@@ -209,7 +176,7 @@ def test_select_positives_is_eq2(kind, n, m, k, count, natural):
 
 
 def test_select_positives_is_uniform():
-    """3 of 8 candidates: each is chosen alike, in each place, and pairs are, too."""
+    """3 of 8 candidates: each is chosen alike, in each place."""
     x = torch.tensor([[float(v)] for v in range(10)], dtype=torch.float64)  # anchor 8; 9 is farther from the centre
     centers, assignment, draws = torch.zeros(1, 1, dtype=torch.float64), torch.zeros(10, dtype=torch.int64), 2000
     g = torch.Generator().manual_seed(0)
@@ -217,32 +184,22 @@ def test_select_positives_is_uniform():
     for place in range(3):
         expected, counts = draws / 8, rows[:, place].bincount(minlength=10)
         assert (counts[:8] - expected).abs().max() < 5 * math.sqrt(expected) and counts[8:].sum() == 0
-    pairs = (rows.sort(1).values[:, :2] * torch.tensor([10, 1])).sum(1)  # the two smallest of each draw
-    assert (pairs == 1).double().mean().item() == pytest.approx(6 / 56, abs=0.03)  # 0, 1 and any third
 
 
-@pytest.mark.parametrize("selection", ["random", "knn", "kmeans", "center"])
-def test_choose_positives(selection):
-    """Table 6: what each choice may contain, and that it contains all of it now and then."""
-    x = points("normal", 30).float()
-    args = clim.parse_args([*TINY, *f"--selection {selection} --num-clusters 4 --knn-k 6 --num-positives 3".split()])
-    tables = torch.stack([clim.choose_positives(args, x, common.generator(seed)) for seed in range(100)])
-    near = [set(neighborhoods(x.double(), i, 6)[0]) for i in range(30)]
-    others = [set(range(30)) - {i} for i in range(30)]
-    if selection in ("random", "knn"):
-        for i, seen in enumerate(tables.transpose(0, 1).flatten(1)):
-            assert set(seen.tolist()) == (near[i] if selection == "knn" else others[i])
-        return
-    args.num_positives = 400
-    for seed in range(5):
-        centers, assignment = clim.kmeans(x, 4, generator=common.generator(seed))
-        many = clim.choose_positives(args, x, common.generator(seed))
-        for i, chosen in enumerate(tables[seed].tolist()):
-            if selection == "kmeans":  # one that is alone gets any
-                members = {*torch.nonzero(assignment == assignment[i])[:, 0].tolist()} - {i}
-                assert set(chosen) <= set(many[i].tolist()) == (members or others[i])
-            else:
-                assert obeys(chosen, i, near[i], x.double(), centers.double(), assignment)
+@pytest.mark.parametrize("selection, count", [("random", 400), ("knn", 6), ("kmeans", 400), ("center", 3)])
+def test_choose_positives(selection, count):
+    """Table 6: what each choice may contain, and all of it if there is room."""
+    x, flags = points("normal", 30).float(), f"--selection {selection} --num-clusters 4 --knn-k 6"
+    args = clim.parse_args([*TINY, *flags.split(), "--num-positives", str(count)])
+    table = clim.choose_positives(args, x, common.generator(0))
+    centers, assignment = clim.kmeans(x, 4, generator=common.generator(0))
+    for i, chosen in enumerate(table.tolist()):
+        near, others = neighborhoods(x.double(), i, 6)[0], {*range(30)} - {i}
+        members = {j for j in others if assignment[j] == assignment[i]}
+        if selection == "center":
+            assert obeys(chosen, i, near, x.double(), centers.double(), assignment)
+        else:
+            assert {*chosen} == dict(random=others, knn={*near}, kmeans=members)[selection]
 
 
 @pytest.mark.parametrize("assignment, others", [([0], [{0}]), ([0, 1, 1, 0, 2], [{3}, {2}, {1}, {0}, {0, 1, 2, 3}])])
@@ -255,29 +212,17 @@ def test_other_members_of_a_cluster(assignment, others):
 # ------------------------------------------------------------------ CutMix, Eq. 3
 
 
-def boxes(lam, height, width):
-    """CutMix's rand_bbox for every centre: the boxes (top, bottom, left, right) and how many centres give each."""
-    found = {}
+def masks(lam, height, width):
+    """CutMix's rand_bbox for every centre: {which pixels are in the box, as bytes: how many centres give it}."""
+    found = Counter()
     cut_h, cut_w = int(height * math.sqrt(1 - lam)), int(width * math.sqrt(1 - lam))
     for cy, cx in itertools.product(range(height), range(width)):
-        rows = np.clip([cy - cut_h // 2, cy + cut_h // 2], 0, height)
-        columns = np.clip([cx - cut_w // 2, cx + cut_w // 2], 0, width)
-        box = (*rows.tolist(), *columns.tolist())
-        box = box if box[0] < box[1] and box[2] < box[3] else None  # no pixel at all
-        found[box] = found.get(box, 0) + 1
+        top, bottom = np.clip([cy - cut_h // 2, cy + cut_h // 2], 0, height)
+        left, right = np.clip([cx - cut_w // 2, cx + cut_w // 2], 0, width)
+        mask = np.zeros((height, width), bool)
+        mask[top:bottom, left:right] = True
+        found[mask.tobytes()] += 1
     return found
-
-
-def box_of(mixed, x, partner):
-    """The box that holds the partner's pixels, or None; what is in it and around it is checked."""
-    inside = (mixed == partner).all(0)
-    assert ((mixed == x).all(0) ^ inside).all()  # every pixel is of one of them, in all three channels
-    if not inside.any():
-        return None
-    rows, columns = (torch.nonzero(inside.any(d)).flatten().tolist() for d in (1, 0))
-    box = rows[0], rows[-1] + 1, columns[0], columns[-1] + 1
-    assert inside[box[0] : box[1], box[2] : box[3]].all() and int(inside.sum()) == (box[1] - box[0]) * (box[3] - box[2])
-    return box
 
 
 @pytest.mark.parametrize("lam, height, width", [(0.0, 5, 5), (0.2, 6, 8), (0.81, 6, 8), (1.0, 5, 5)])
@@ -286,59 +231,34 @@ def test_cutmix_with_a_share_per_image(lam, height, width):
     n = 3000
     x, partner = torch.rand(n, 3, height, width) / 2, 0.5 + torch.rand(n, 3, height, width) / 2
     mixed, kept = clim.cutmix(x, partner, torch.full((n,), lam, dtype=torch.float64), torch.Generator().manual_seed(0))
-    count, expected = {}, boxes(lam, height, width)
-    for i in range(n):
-        box = box_of(mixed[i], x[i], partner[i])
-        area = (box[1] - box[0]) * (box[3] - box[2]) if box else 0
-        assert kept[i].item() == pytest.approx(1 - area / (height * width), abs=1e-12)
-        count[box] = count.get(box, 0) + 1
+    of_x, of_partner = (mixed == x).all(1), (mixed == partner).all(1)  # in all three channels
+    assert (of_x ^ of_partner).all()
+    torch.testing.assert_close(kept, of_x.double().mean((1, 2)), rtol=0, atol=1e-12)
+    count, expected = Counter(mask.tobytes() for mask in of_partner.numpy()), masks(lam, height, width)
     assert count.keys() == expected.keys()
-    for box, centres in expected.items():
+    for mask, centres in expected.items():
         often = n * centres / (height * width)
-        assert abs(count[box] - often) < 5 * math.sqrt(often)
+        assert abs(count[mask] - often) < 5 * math.sqrt(often)
 
 
 # ------------------------------------------------------------------------- views
 
 
-class Grays:
-    """Images of many sizes, each of one gray level: its index. As an ImageSet to common.ViewDataset."""
-
-    array = None  # not decoded
-
-    def __init__(self, n):
-        self.all = np.stack([20 + 7 * (np.arange(n) % 5), 20 + 11 * (np.arange(n) % 4)], 1)
-
-    def __len__(self):
-        return len(self.all)
-
-    def __getitem__(self, i):
-        return np.full((*self.all[i], 3), i, np.uint8)
-
-    def sizes(self, index):
-        return self.all[index]
+def sizes_of(index):
+    return np.stack([20 + 7 * (index % 5), 20 + 11 * (index % 4)], 1)
 
 
-def data(positives, *flags, images=None):
-    """What training cuts views from, with this table of positives."""
-    args, images = clim.parse_args([*TINY, *flags]), images or Grays(40)
-    draw = functools.partial(clim.draw_views, args, images, positives)
-    return common.ViewDataset(images, clim.augmentation(args), args.seed, draw=draw, extra_draws=1)
-
-
-def drawn(data, epoch=0):
-    """(cuts, colors (n, views, 9)) of all images."""
-    index = np.arange(len(data.images))
-    draws = common.uniform(data.seed, epoch, index, data.num_draws)
-    cuts, colors = data.draw(index, data.images.sizes(index), draws)
+def drawn(positives, flags="", epoch=0):
+    """(cuts, colors (n, views, 9)) of images of many sizes, one for each row of the table of positives."""
+    args, index = clim.parse_args([*TINY, *flags.split()]), np.arange(len(positives))
+    draws = common.uniform(0, epoch, index, len(clim.augmentation(args)) * common.VIEW_DRAWS + 1)
+    images = types.SimpleNamespace(sizes=sizes_of)
+    cuts, colors = clim.draw_views(args, images, positives, index, sizes_of(index), draws)
     return cuts, np.stack(colors, 1)
 
 
-def table_of(n, count=3, seed=0):
-    return torch.randint(n, (n, count), generator=torch.Generator().manual_seed(seed), dtype=torch.int32)
-
-
 NONE_YET = torch.full((40, 3), -1, dtype=torch.int32)
+TABLE = torch.randint(40, (40, 3), generator=torch.Generator().manual_seed(0), dtype=torch.int32)
 
 
 def assert_same_views(a, b, views):
@@ -351,28 +271,23 @@ def assert_same_views(a, b, views):
     "flags, count", [("", 4), ("--mix none", 3), ("--resolutions 16 12", 4), ("--local-crops 2 --local-size 8", 8)]
 )
 def test_views_of_the_image_and_of_its_partner(flags, count):
-    """With a table its own views stay, and those of a partner come: one of its row, the same in all of them.
-
-    Each is cut for itself, inside of its own image.
-    """
-    table, images = table_of(40), Grays(40)
-    own, (cuts, colors) = (drawn(data(positives, *flags.split())) for positives in (NONE_YET, table))
+    """With a table its own views stay, and those of a partner come: one of its row, the same in all of them."""
+    own, (cuts, colors) = (drawn(positives, flags) for positives in (NONE_YET, TABLE))
     assert_same_views(own, (cuts, colors), 2)
     assert (len(own[0]), len(cuts)) == (4 if "local" in flags else 2, count)
     partner = cuts[2][0]
-    assert all(p in table[i] for i, p in enumerate(partner.tolist()))
+    assert all(p in TABLE[i] for i, p in enumerate(partner.tolist()))
     for view, (index, box, size) in enumerate(cuts):
         assert np.array_equal(index, partner if view in (2, 3, 5, 7) else np.arange(40))
         assert size == (16 if view < 4 else 8)
         assert (box[:, :2] >= 0).all() and (box[:, 2:] > 0).all()
-        assert (box[:, :2] + box[:, 2:] <= images.sizes(index)).all()
+        assert (box[:, :2] + box[:, 2:] <= sizes_of(index)).all()
     for a, b in itertools.combinations(range(len(cuts)), 2):
         assert (cuts[a][1] == cuts[b][1]).all(1).mean() < 0.1 and (colors[:, a] == colors[:, b]).all(1).mean() < 0.1
 
 
 def test_with_the_same_crop_a_key_has_the_box_of_its_query():
-    """And all else is as without."""
-    (cuts, colors), (plain, plain_colors) = (drawn(data(table_of(40), *flags)) for flags in (["--same-crop"], []))
+    (cuts, colors), (plain, plain_colors) = (drawn(TABLE, flags) for flags in ("--same-crop", ""))
     boxes, plain = [box for _, box, _ in cuts], [box for _, box, _ in plain]
     assert all(np.array_equal(boxes[view], plain[of]) for view, of in enumerate((0, 0, 3, 3)))
     assert np.array_equal(colors, plain_colors)
@@ -381,7 +296,7 @@ def test_with_the_same_crop_a_key_has_the_box_of_its_query():
 def test_partners_are_drawn_uniformly_and_anew_each_epoch():
     n = 4000
     table = torch.arange(5, dtype=torch.int32).repeat(n, 1)  # a partner is the number of its column
-    cuts = [drawn(data(table, images=Grays(n)), epoch)[0] for epoch in (0, 1)]
+    cuts = [drawn(table, epoch=epoch)[0] for epoch in (0, 1)]
     picks, boxes = [cut[2][0] for cut in cuts], np.concatenate([box for _, box, _ in cuts[0][:2]], 1)
     for pick in picks:
         assert abs(np.bincount(pick, minlength=5) - n / 5).max() < 5 * math.sqrt(n / 5)
@@ -389,24 +304,13 @@ def test_partners_are_drawn_uniformly_and_anew_each_epoch():
     assert (picks[0] == picks[1]).mean() == pytest.approx(0.2, abs=0.04)
 
 
-@pytest.mark.parametrize("positives", [NONE_YET, table_of(40)], ids=["none", "some"])
+@pytest.mark.parametrize("positives", [NONE_YET, TABLE], ids=["none", "some"])
 def test_a_repeated_resolution_repeats_the_boxes_with_other_colors(positives):
-    once, (cuts, colors) = drawn(data(positives)), drawn(data(positives, "--resolutions", "16", "16"))
+    once, (cuts, colors) = drawn(positives), drawn(positives, "--resolutions 16 16")
     views = len(once[0])
     assert_same_views(once, (cuts, colors), 2)
     assert_same_views((cuts[:views], colors[:, :0]), (cuts[views:], colors[:, :0]), views)
     assert len(cuts) == 2 * views and (colors[:, :views] != colors[:, views:]).any(2).mean() > 0.9
-
-
-def test_views_are_cut_from_the_right_images():
-    """Every pixel tells which image it is of; a table that is filled later is seen."""
-    positives, keys = NONE_YET.clone(), [(2, i) for i in (5, 39, 0, 17)]
-    views = data(positives)
-    assert len(views.__getitems__(keys)["views"]) == 2
-    positives.copy_(table_of(40))
-    seen = [view[:, 0, 0, 0].tolist() for view in views.__getitems__(keys)["views"]]
-    assert seen[0] == seen[1] == [5, 39, 0, 17] and seen[2] == seen[3]
-    assert all(partner in positives[i] for i, partner in zip(seen[0], seen[2], strict=True))
 
 
 # ------------------------------------------------------------------- the model
@@ -425,89 +329,69 @@ def random_views(count, size=16):
     return list(torch.rand(count, 8, 3, size, size, dtype=torch.float64, generator=torch.Generator().manual_seed(1)))
 
 
-def recorded(monkeypatch):
-    """A list of (x, partner, lam drawn, mixed) of the calls of cutmix from now on."""
-    calls, cutmix = [], clim.cutmix
-
-    def record(x, partner, lam, *args):
-        mixed, kept = cutmix(x, partner, lam, *args)
-        calls.append((x, partner, float(lam), mixed))
-        return mixed, kept
-
-    monkeypatch.setattr(clim, "cutmix", record)
-    return calls
-
-
 def resized(x, size):
     return x if size == 16 else F.interpolate(x, (size, size), mode="bilinear", antialias=True)
 
 
-FORWARD = [("cutmix", (16,)), ("cutmix", (16, 12, 12)), ("none", (16, 12)), ("none", (16, 16)), (None, (16, 12))]
-HAVE_POSITIVES = {"cutmix": True, "none": True, None: False}
+FORWARD = [  # --mix, or None while there are no positives; sizes; local crops
+    ("cutmix", (16, 12, 12), 0), ("cutmix", (16, 12), 2), ("none", (16, 12), 0), ("none", (16, 16), 2),
+    (None, (16, 12), 2),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize("positives, resolutions", FORWARD)
-def test_forward_is_eq6(resolutions, positives, monkeypatch):
-    """The sum over all pairs of sizes of Eq. 4; with running statistics: an embedding is a function of its image."""
-    model = tiny(["--resolutions", *map(str, resolutions), *(["--mix", positives] if positives else [])])
-    per_copy = {"cutmix": 4, "none": 3, None: 2}[positives]
-    views = random_views(per_copy * max(resolutions.count(r) for r in resolutions))
-    model(views, 0, HAVE_POSITIVES[positives])  # statistics of some batch
+@pytest.mark.parametrize("mix, sizes, local_crops", FORWARD)
+def test_forward_is_eq6(mix, sizes, local_crops):
+    """Eq. 4, summed over all pairs of sizes, and for each local crop with the large views' keys (Table 7).
+
+    Batch norms take running statistics, so that an embedding is a function of its image.
+    """
+    flags = ["--resolutions", *map(str, sizes), *f"--local-crops {local_crops} --local-size 8".split()]
+    model = tiny([*flags, *(["--mix", mix] if mix else [])])
+    per_copy = {"cutmix": 4, "none": 3, None: 2}[mix]
+    large = random_views(per_copy * max(map(sizes.count, sizes)))
+    crops = random_views(local_crops * (1 + (mix == "cutmix")), size=8)
+    model(large + crops, 0, mix is not None)  # statistics of some batch
     model.eval()
-    calls = recorded(monkeypatch)
-    loss, keys, (q, k), _ = model(views, 5, HAVE_POSITIVES[positives])
-    lam = {"cutmix": None, "none": 0.5, None: 1.0}[positives]
-    queries, anchors, partners, found = [], [], [], set()
-    for i, size in enumerate(resolutions):
-        copy = resolutions[:i].count(size)
-        x, own, *others = views[copy * per_copy : (copy + 1) * per_copy]
-        if positives == "cutmix":  # mixed at full size
-            mixed = next(m for a, b, _, m in calls if torch.equal(a, x) and torch.equal(b, others[1]))
-            found |= {box_of(*trio) for trio in zip(mixed, x, others[1], strict=True)}
-            x, lam = mixed, (mixed == x).all(1).double().mean().item()  # the share after clipping, not the one drawn
+    loss, keys, (q, k), _ = model(large + crops, 5, mix is not None)
+
+    def mixed(x, partner, number):
+        """The mix, and the share of x by its pixels: after clipping, not the one that is drawn."""
+        found = clim.mix(model.args, x, partner, 5, number)[0]
+        return found, (found == x).all(1).double().mean().item()
+
+    queries, key_pairs, lam = [], [], 0.5
+    for i, size in enumerate(sizes):
+        copy = sizes[:i].count(size)
+        x, *others = large[copy * per_copy : (copy + 1) * per_copy]
+        if mix == "cutmix":  # at full size
+            x, lam = mixed(x, others.pop(), 0)
         queries.append(model.query(resized(x, size)))
-        anchors.append(model.key(resized(own, size)))
-        partners.append(model.key(resized(others[0] if others else own, size)))
-    assert len(found) == (positives == "cutmix") and (positives is None or lam < 1)  # one box for all images and sizes
-    pairs = itertools.product(queries, zip(anchors, partners, strict=True))
-    expected = sum(eq4(one, a, p, model.queue.keys, 0.2, [lam] * 8) for one, (a, p) in pairs)
+        of_size = [model.key(resized(view, size)) for view in others]
+        key_pairs.append((of_size[0], of_size[-1]))  # without positives, twice the own key
+    terms = [(query, *pair, lam) for query, pair in itertools.product(queries, key_pairs)]
+    for number in range(local_crops):
+        if mix == "cutmix":  # by a share and a box of its own
+            x, lam = mixed(*crops[2 * number : 2 * number + 2], 1 + number)
+        else:
+            x = crops[number]
+        terms.append((model.query(x), *key_pairs[0], lam))
+    expected = sum(eq4(*vectors, model.queue.keys, 0.2, [share] * 8) for *vectors, share in terms)
     torch.testing.assert_close(loss, expected, rtol=1e-10, atol=0)
-    for ours, theirs in ((q, queries[0]), (k, anchors[0]), (keys, anchors[0])):  # at the largest size
+    for ours, theirs in ((q, queries[0]), (k, key_pairs[0][0]), (keys, key_pairs[0][0])):  # at the largest size
         torch.testing.assert_close(ours, theirs)
     weights = list(model.projector.parameters())
     ours, theirs = (torch.autograd.grad(value, weights) for value in (loss, expected))
     torch.testing.assert_close(ours, theirs, rtol=1e-8, atol=1e-12)
 
 
-@pytest.mark.parametrize("mix, per_image", [("cutmix", 2), ("none", 1), (None, 1)])
-def test_local_crops_add_a_term_each(mix, per_image, monkeypatch):
-    """Table 7: of a local query, mixed by a share and a box of its own, and the large views' keys."""
-    model = tiny(["--local-crops", "2", "--local-size", "8", *(["--mix", mix] if mix else [])]).eval()
-    large, crops = random_views({"cutmix": 4, "none": 3, None: 2}[mix]), random_views(2 * per_image, size=8)
-    have, calls = HAVE_POSITIVES[mix], recorded(monkeypatch)
-    loss, _, (_, k), _ = model(large + crops, 5, have)
-    mixed = [m for x, _, _, m in calls if x.shape[-1] == 8]
-    model.args.local_crops = 0
-    expected = model(large, 5, have)[0]
-    partner = model.key(large[2]) if have else k
-    for number in range(2):
-        x, lam = crops[per_image * number], 0.5
-        if mix == "cutmix":
-            x, lam = mixed[number], (mixed[number] == x).all(1).double().mean().item()
-        expected = expected + eq4(model.query(x), k, partner, model.queue.keys, 0.2, [lam] * 8)
-    torch.testing.assert_close(loss, expected, rtol=1e-10, atol=0)
-    ours, theirs = (torch.autograd.grad(value, [*model.projector.parameters()]) for value in (loss, expected))
-    torch.testing.assert_close(ours, theirs, rtol=1e-8, atol=1e-12)
-    assert len(mixed) == (2 if mix == "cutmix" else 0) and (not mixed or calls[1][2] != calls[2][2] != calls[0][2])
-
-
 @pytest.mark.parametrize("alpha", [2.0, 0.5])
 def test_the_share_is_drawn_from_beta(alpha, monkeypatch):
-    """Beta(alpha, alpha), anew at each step: the law of the numbers that cutmix is given."""
-    args, calls, n = clim.parse_args([*TINY, "--alpha", str(alpha)]), recorded(monkeypatch), 300
-    for step in range(n):
-        clim.mix(args, *torch.zeros(2, 1, 3, 4, 4), step)
-    s = np.sort([lam for _, _, lam, _ in calls])
+    """Beta(alpha, alpha), anew at each step."""
+    args, shares = clim.parse_args([*TINY, "--alpha", str(alpha)]), []
+    monkeypatch.setattr(clim, "cutmix", lambda x, partner, lam, generator: shares.append(lam))
+    for step in range(300):
+        clim.mix(args, None, None, step)
+    s = np.sort(shares)
     law = {2.0: 3 * s**2 - 2 * s**3, 0.5: 2 / np.pi * np.arcsin(np.sqrt(s))}[alpha]
     assert ks(law) < 1.95  # far beyond 0.1 %
 
