@@ -6,13 +6,12 @@ import os
 
 import numpy as np
 import pytest
-import timm
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 import torchvision.transforms.functional as TF
 from PIL import Image
-from tiny import free_port, refused
+from tiny import free_port, load, refused
 from torch import nn
 
 import common
@@ -51,10 +50,9 @@ def test_knn_is_a_double_loop(n, m, d, classes, temperature):
     train_x, test_x = torch.randn(n, d, generator=g) * 3, torch.randn(m, d, generator=g) * 0.2
     train_y, several = torch.randint(0, classes, (n,), generator=g), (5, 1, 200, 11)
     found = common.knn_predict(train_x, train_y, test_x, several, temperature, classes)
-    for k, predicted in zip(several, found, strict=True):
-        slow = slow_knn(train_x, train_y, test_x, k, temperature, classes)
-        assert torch.equal(predicted, slow.argmax(1))
-        assert torch.equal(common.knn_predict(train_x, train_y, test_x, k, temperature, classes), slow.argmax(1))
+    slow = [slow_knn(train_x, train_y, test_x, k, temperature, classes).argmax(1) for k in several]
+    assert torch.equal(found, torch.stack(slow))
+    assert torch.equal(common.knn_predict(train_x, train_y, test_x, 5, temperature, classes), slow[0])
 
 
 def test_knn_with_a_bank_that_needs_chunks():
@@ -123,7 +121,7 @@ def test_a_runs_knn_leaves_out_what_has_no_label():
 
 def sharded(rank=0, world=1, port=None, folder=None):
     """Features, their parts, scores and accuracies of one process or of several, each of which saves what it got."""
-    if folder is not None:
+    if folder:
         os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(world))
         torch.set_num_threads(1)
         dist.init_process_group("gloo")
@@ -133,16 +131,14 @@ def sharded(rank=0, world=1, port=None, folder=None):
         images = pattern_set(n)
         whole = common.extract_features(encoder, images, INFO, CPU, batch_size=2)
         part = common.extract_features(encoder, images, INFO, CPU, batch_size=2, whole=False)
-        torch.testing.assert_close(part, common.own_rows(whole))
         assert len(part) == n // world + (rank < n % world)
         train_y = common.own_rows(torch.arange(n) % 3)
         result += [whole, common.knn_predict(part, train_y, test_x, (1, 2, 9), 0.1, 3)]
         if n > 1:
             result.append(torch.tensor([*common.knn_record(RUN, encoder, images, test, CPU).values()]))
             result.append(torch.tensor([*common.embedding_health(part).values()]))
-    if folder is not None:
-        gathered = common.gather_uneven(torch.arange(6.0).view(3, 2)[: 3 * (rank == 1)])
-        torch.save([*result, gathered], f"{folder}/{rank}.pt")
+    if folder:
+        torch.save(result, f"{folder}/{rank}.pt")
         dist.destroy_process_group()
     return result
 
@@ -151,10 +147,9 @@ def sharded(rank=0, world=1, port=None, folder=None):
 def test_several_processes_find_what_one_finds(tmp_path, world):
     each = world, free_port(), str(tmp_path)
     torch.multiprocessing.start_processes(sharded, each, nprocs=world, start_method="fork")
-    one = [*sharded(), torch.arange(6.0).view(3, 2)]
+    one = sharded()
     for rank in range(world):
-        for a, b in zip(torch.load(tmp_path / f"{rank}.pt", weights_only=True), one, strict=True):
-            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(load(tmp_path / f"{rank}.pt"), one, rtol=1e-5, atol=1e-6)
 
 
 def test_an_encoder_that_does_not_take_images_of_each_size_is_refused(capsys):
@@ -168,10 +163,8 @@ def test_an_encoder_that_does_not_take_images_of_each_size_is_refused(capsys):
 def test_embedding_health():
     g = common.generator(9)
     q = F.normalize(torch.randn(2000, 16, generator=g), dim=1)
-    good, flat = common.embedding_health(q), common.embedding_health(q[:1].expand(50, 16))
-    assert good["std"] == pytest.approx(1, abs=0.01) and 15.8 < good["rank"] <= 16.001
-    assert flat == pytest.approx(dict(std=0, rank=1), abs=1e-3)
-    assert 3 < common.embedding_health(q[:5])["rank"] < 4.001  # five centred points span four dimensions
+    assert common.embedding_health(q) == pytest.approx(dict(std=1, rank=16), rel=0.01)
+    assert common.embedding_health(q[:1].expand(50, 16)) == pytest.approx(dict(std=0, rank=1), abs=1e-3)
     x = torch.randn(12, 5, generator=g) * 7
     a = x.double() / x.double().square().sum(1, keepdim=True).sqrt()
     share = torch.linalg.eigvalsh((a - a.mean(0)).T @ (a - a.mean(0))).clamp_min(0).sqrt()
@@ -204,14 +197,6 @@ def test_backbones_are_read_back(tmp_path, model):
         assert (loaded.training, said["stem"], said["method"]) == (False, stem, "m")
         assert torch.equal(loaded(x), backbone(x))
     assert backbone(x).shape == (2, backbone.num_features) and not torch.allclose(*backbone(x), rtol=1e-3)
-    plain = torch.load(tmp_path / "backbone.pt", weights_only=True)
-    model = timm.create_model(plain["timm_name"], **plain["create_kwargs"])
-    if plain["stem"] != "timm":
-        stride = 1 if plain["stem"] == "3x3" else 2
-        model.conv1 = nn.Conv2d(3, model.conv1.out_channels, 3, stride, padding=1, bias=False)
-        model.maxpool = nn.Identity()
-    model.load_state_dict(plain["state_dict"], strict=True)
-    assert torch.equal(model.eval()(x), backbone(x))
 
 
 def test_last_pt_holds_both_encoders(tmp_path, capsys):
@@ -233,22 +218,17 @@ def test_last_pt_holds_both_encoders(tmp_path, capsys):
         loaded, said = common.load_backbone(where, encoder)
         assert said["encoder"] == (encoder or "momentum") and torch.equal(loaded(x), expected(x))
     refused(capsys, common.load_backbone, tmp_path / "backbone.pt", "query")
-    common.write_file(tmp_path / "other.pt", {"state_dict": {}, "epoch": 3})
     (name, weight), *others = momentum.state_dict().items()
     for wrong in ({}, {name: torch.ones(1, 7)}, {name: weight, "more": torch.ones(1)}):
         common.write_file(tmp_path / "backbone.pt", info | {"state_dict": dict(others) | wrong})
         assert ("more" if "more" in wrong else name) in refused(capsys, common.load_backbone, tmp_path)
-    for name in ("none", "other.pt"):
-        assert name in refused(capsys, common.load_backbone, tmp_path / name)
     query_only = {k: v for k, v in weights.items() if not k.startswith("momentum_")}
     common.write_file(tmp_path / "last.pt", state | {"model": query_only, "backbone": info | {"encoder": "query"}})
     refused(capsys, common.load_backbone, tmp_path, "momentum")
 
 
-def test_stem_arch_and_patch_size(capsys):
+def test_stem_and_arch():
     assert [common.backbone_info("resnet50", size, 2)["stem"] for size in (32, 64, 96)] == ["3x3", "3x3", "timm"]
     assert [common.backbone_info("resnet_mini", size, 2)["stem"] for size in (32, 96)] == ["3x3-s2", "timm"]
     called = [common.arch_name(common.backbone_info(arch, 32, 4)) for arch in (*common.ARCHS, "resnet10t", None)]
     assert called == [*common.ARCHS, "resnet10t", "own encoder"]
-    assert "resnet_none" in refused(capsys, common.backbone_info, "resnet_none", 32, 2)
-    assert "--patch-size" in refused(capsys, common.backbone_info, "vit_micro", 32, 5)
