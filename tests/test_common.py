@@ -52,41 +52,9 @@ def test_uniform_is_uniform_and_uncorrelated():
 # -------------------------------------------------------------------- color
 
 
-def pictures(height=21, width=18, dtype=torch.float64):
-    """Eight images: five random, a gray, a black, a white one; with pure colors in a corner of the first."""
-    x = torch.rand(8, 3, height, width, generator=common.generator(3), dtype=dtype)
-    x[0, :, 0, :6] = torch.tensor([[1, 0, 0, 1, 1, 0], [0, 1, 0, 1, 0, 1], [0, 0, 1, 0, 1, 1]], dtype=dtype)
-    x[1, :, 1] = (x[1, :, 1] * 3).floor() / 2  # equal channels, and channels at 0, 0.5 and 1
-    x[5], x[6], x[7] = x[5, :1], 0, 1
-    return x
-
-
-SPREAD = [0.0, 0.3, 1.0, 1.7, 2.5, 0.6, 1.4, 0.8]
-HUES = [-0.5, 0.5, 0.0, 0.1, -0.1, 0.3, 0.2, -0.4]
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-@pytest.mark.parametrize("name", ["brightness", "contrast", "saturation", "hue"])
-def test_adjustments_are_torchvisions(name, dtype):
-    x = pictures(dtype=dtype)
-    tolerance = 2e-6 if dtype == torch.float32 or name == "hue" else 1e-12  # torchvision's hue is float32
-    for factors in (HUES, [0.5] * 8, [-0.5] * 8, HUES[::-1]) if name == "hue" else (SPREAD, [1.0] * 8, SPREAD[::-1]):
-        factor = torch.tensor(factors, dtype=torch.float64)
-        ours = common.adjust_hue(x, factor) if name == "hue" else common.adjust(name, x, factor)
-        theirs = [getattr(TF, f"adjust_{name}")(image, f) for image, f in zip(x.double(), factors, strict=True)]
-        assert ours.dtype == dtype
-        torch.testing.assert_close(ours.double(), torch.stack(theirs), rtol=0, atol=tolerance)
-    assert torch.equal(x, pictures(dtype=dtype))  # the argument is left alone
-
-
-def test_normalize_is_torchvisions():
-    x, mean, std = pictures(), (0.1, 0.5, 0.7), (0.2, 0.3, 0.5)
-    torch.testing.assert_close(common.normalize(x, mean, std), TF.normalize(x, mean, std), rtol=0, atol=1e-12)
-
-
 @pytest.mark.parametrize("shape", [(21, 18), (18, 40), (33, 17), (9, 2), (1, 7)])
 def test_blur_is_torchvisions_with_a_wide_kernel(shape):
-    x = pictures(40, 40)[..., : shape[0], : shape[1]]
+    x = torch.rand(8, 3, *shape, generator=common.generator(3), dtype=torch.float64)
     sigma = torch.tensor([0.1, 0.5, 1.0, 1.3, 2.0, 2.0, 3.0, 0.7], dtype=torch.float64)
     kernel = 2 * min(shape) - 1  # over five sigma to each side, or as far as can be mirrored
     theirs = torch.stack([TF.gaussian_blur(image, kernel, s) for image, s in zip(x, sigma.tolist(), strict=True)])
@@ -109,7 +77,7 @@ def torchvision_color(image, row):
     return TF.hflip(x) if p["flip"] else x
 
 
-STRONG = dict(jitter=(0.8, 0.8, 0.8, 0.2), jitter_p=0.8, gray_p=0.3, blur_p=0.5, blur_sigma=(0.1, 3), solarize_p=0.3)
+STRONG = dict(jitter=(1, 1, 1.5, 0.5), jitter_p=0.8, gray_p=0.3, blur_p=0.5, blur_sigma=(0.1, 3), solarize_p=0.3)
 
 
 def drawn(n, size=(32, 32), seed=0, given=None, **changes):
@@ -123,7 +91,8 @@ def drawn(n, size=(32, 32), seed=0, given=None, **changes):
 def test_color_is_torchvisions_steps_image_by_image():
     n = 128
     x = torch.randint(0, 256, (n, 3, 20, 17), dtype=torch.uint8, generator=common.generator(4))
-    x[:20] = x[:20, :1]
+    x[:20] = x[:20, :1]  # gray
+    x[20:40] = x[20:40] // 128 * 255  # black, white and pure colors
     row, kept = drawn(n, **STRONG)[1], x.clone()
     assert len(row[:, 4].unique()) == 24  # every order is met
     ours = common.color(x, row)
@@ -136,15 +105,15 @@ def test_color_is_torchvisions_steps_image_by_image():
 
 
 def test_views_are_colored_each_by_its_own_parameters():
-    """Three views, of two sizes in turn."""
     n, sizes, g = 16, (12, 8, 12), common.generator(5)
     views = [torch.randint(0, 256, (n, 3, size, size), dtype=torch.uint8, generator=g) for size in sizes]
     rows = drawn(48, **STRONG)[1].view(n, 3, -1)
     ours = common.colour_views(dict(views=views, color=rows), CPU)
     theirs = [common.color(view, rows[:, i]) for i, view in enumerate(views)]
     torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-6)
-    normalised = common.colour_views(dict(views=views, color=rows), CPU, norm=common.NORMS["cifar10"])
-    assert all(map(torch.equal, normalised, (common.normalize(view, *common.NORMS["cifar10"]) for view in ours)))
+    norm = (0.1, 0.5, 0.7), (0.2, 0.3, 0.5)
+    normalised = common.colour_views(dict(views=views, color=rows), CPU, norm=norm)
+    torch.testing.assert_close(normalised, [TF.normalize(view, *norm) for view in ours])
 
 
 def test_colors_have_their_probabilities_and_ranges():
@@ -331,10 +300,9 @@ STATE = {"x": torch.arange(100.0), "step": 7, "lr": [0.1, 2.0], "nested": {"y": 
 
 
 def test_damage_is_found(tmp_path, capsys):
-    """Flipped bits and cut ends: what is read is right, or nothing is."""
+    """Flipped bits and cut ends."""
     path = tmp_path / "last.pt"
     common.write_file(path, STATE)
-    torch.testing.assert_close(torch.load(path, weights_only=True), STATE, rtol=0, atol=0)
     data, refusals = path.read_bytes(), 0
 
     def is_refused():
@@ -357,41 +325,32 @@ def test_damage_is_found(tmp_path, capsys):
 
 
 class Hostile:
-    def __init__(self, path):
-        self.path = path
+    """When it is unpickled, a file is written."""
 
     def __reduce__(self):
-        return open, (str(self.path), "w")
+        return open, ("victim", "w")
 
 
 @pytest.mark.parametrize("zipped", [True, False])
-def test_a_hostile_pickle_is_not_run(tmp_path, capsys, zipped):
-    path, victim = tmp_path / "backbone.pt", tmp_path / "victim"
-    torch.save({"state_dict": Hostile(victim)}, path, _use_new_zipfile_serialization=zipped)
-    refused(capsys, common.load_checkpoint, path)
-    assert not victim.exists()
+def test_a_hostile_pickle_is_not_run(tmp_path, capsys, monkeypatch, zipped):
+    monkeypatch.chdir(tmp_path)
+    torch.save({"state_dict": Hostile()}, "backbone.pt", _use_new_zipfile_serialization=zipped)
+    refused(capsys, common.load_checkpoint, "backbone.pt")
+    assert [path.name for path in tmp_path.iterdir()] == ["backbone.pt"]
 
 
 # ------------------------------------------------------------- loader workers
 
 ENDED = """
-import multiprocessing, time
+import multiprocessing
 import common, test_common
-user = multiprocessing.get_context("spawn").Process(target=time.sleep, args=(60,))
-user.start()
 batches = iter(test_common.make_loader(2))
 next(batches)
-workers = [child for child in multiprocessing.active_children() if child is not user]
-workers[0].kill()
+multiprocessing.active_children()[0].kill()
 try:
     list(batches)
 except common.BadImage as error:
-    print(str(error).count("DataLoader worker"))
-common.end_workers()
-for worker in workers:
-    worker.join(10)
-print(len(workers), [worker.is_alive() for worker in workers], user.is_alive(), flush=True)
-user.kill()
+    print(str(error).count("DataLoader worker"), flush=True)
 for batch in test_common.make_loader(2):
     raise ValueError("boom")
 """
@@ -400,15 +359,10 @@ for batch in test_common.make_loader(2):
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere workers are not forked")
 def test_how_loader_workers_end():
-    """A killed worker becomes a BadImage, so that what is made is saved.
-
-    end_workers kills what loaders started, and nothing of a user's own. A run that raises ends in spite of a loader
-    that is still alive, and its error is the last thing on the screen.
-    """
+    """A killed one becomes a BadImage, so that what is made is saved. A run that raises ends in spite of live ones."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     done = subprocess.run([sys.executable, "-c", ENDED], env=environment, capture_output=True, text=True, timeout=60)
-    assert done.stdout == "1\n2 [False, False] True\n", done.stderr
-    assert done.returncode == 1 and done.stderr.endswith("ValueError: boom\n"), done.stderr
+    assert (done.returncode, done.stdout) == (1, "1\n") and done.stderr.endswith("ValueError: boom\n"), done.stderr
 
 
 def test_only_loaders_with_workers_have_a_timeout():
