@@ -125,19 +125,13 @@ def test_what_is_not_finite_is_never_saved(copies, monkeypatch, capsys, method, 
         assert_same_run(whole, out)
 
 
-def test_a_loss_that_is_not_finite_ends_the_run_before_the_epoch(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(common, "normalize", lambda x, *_: x * float("nan"))
-    flags = "--batch-size 4 --bn-groups 1 --epochs 1".split()
-    assert "not finite at step 10" in refused(capsys, run, "jcl", tmp_path, *QUIET, *flags)
-
-
 # -------------------------------------------------------------- two processes
 
 
 def assert_one_line_of_all(ends, words):
     """One process ends with status 2 and says why. Another may be left waiting for it, and is ended."""
     lines = [line for _, _, error in ends for line in error.splitlines() if line.startswith("error: ")]
-    assert 2 in {status for status, _, _ in ends} and len(lines) == 1 and words in lines[0], ends
+    assert 2 in [status for status, _, _ in ends] and len(lines) == 1 and words in lines[0], ends
 
 
 @pytest.mark.slow
@@ -192,21 +186,17 @@ def test_a_run_goes_on_with_another_number_of_processes(copies, tmp_path):
 
 
 def test_steps_are_saved_if_the_loader_fails(tmp_path, monkeypatch):
-    """As it does if a worker was killed. An error of one's own code stays what it is."""
+    """As it does if a worker was killed."""
 
     def batches(self):
         yield from itertools.islice(original(self), 2)
-        raise error
+        raise RuntimeError("DataLoader worker (pid 7) is killed by signal: Killed.\nmore")
 
     original = common.DataLoader.__iter__
     monkeypatch.setattr(common.DataLoader, "__iter__", batches)
-    error = RuntimeError("DataLoader worker (pid 7) is killed by signal: Killed.\nmore")
     with pytest.raises(common.BadImage, match="pid 7.* is killed"):
         run("jcl", tmp_path, *QUIET)
     assert load(tmp_path / "last.pt")["step"] == 2
-    error = RuntimeError("mine")
-    with pytest.raises(RuntimeError, match="^mine$"):
-        run("jcl", tmp_path, *QUIET)
 
 
 def jpeg():
@@ -229,12 +219,9 @@ def test_a_damaged_image_is_named_in_one_line(tmp_path, data):
 ])  # fmt: skip
 def test_a_damaged_image_stops_a_run_in_one_line(tmp_path, capsys, part, i, flags):
     """At the start, where images are decoded at once; else when it is met, by a worker, too."""
-    for split, kind, number in itertools.product(("train", "test"), "ab", range(8)):
-        folder = tmp_path / "data" / split / kind
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / f"{number}.jpg").write_bytes(jpeg())
-    path = sorted((tmp_path / "data" / part).rglob("*.jpg"))[i]
-    path.write_bytes(jpeg()[:-200])
+    tiny.write_tree(tmp_path / "data", ["train/a", "train/b", "test/a", "test/b"], 8, (16, 16))
+    path = sorted((tmp_path / "data" / part).rglob("*.png"))[i]
+    path.write_bytes(path.read_bytes()[:-200])
     words = ["--dataset", "patterns", "--data-dir", tmp_path / "data", *flags.split(), "--out", tmp_path / "run"]
     capsys.readouterr()
     assert tiny.life("jcl", [*FLAGS, "--batch-size", "4", *words])[0] == 2
