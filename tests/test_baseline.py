@@ -36,22 +36,3 @@ def test_queue_methods_share_their_baseline(method, few_patterns, tmp_path, monk
     for name, value in moco["model"].items():
         torch.testing.assert_close(ours["model"][name], value, rtol=1e-4, atol=1e-6, msg=name)
     assert ours["records"][-1]["loss"] == pytest.approx(moco["records"][-1]["loss"], rel=1e-6)
-
-
-MODELS = dict(moco_jointcrop="MoCo", jcl="JCL", clim="CLIM", logo="MoCo", patchmix="PatchMix")
-
-
-@pytest.mark.parametrize("method, flags", [*((method, "") for method in METHODS), ("moco_jointcrop", "--moco v3")])
-def test_the_momentum_encoder_moves_by_exactly_one_minus_m(method, flags):
-    module = importlib.import_module(method)
-    model = getattr(module, "MoCoV3" if flags else MODELS[method])(module.parse_args(flags.split())).double()
-    fast = [*model.backbone.parameters(), *model.projector.parameters()]
-    slow = [*model.momentum_backbone.parameters(), *model.momentum_projector.parameters()]
-    for m in (1.0, 0.3, 0.0):
-        with torch.no_grad():
-            for p in fast:
-                p.add_(torch.randn_like(p))
-        before = [p.clone() for p in slow]
-        model.update(m)
-        for new, old, query in zip(slow, before, fast, strict=True):
-            torch.testing.assert_close(new, m * old + (1 - m) * query, rtol=1e-13, atol=1e-15)
