@@ -128,9 +128,9 @@ def flags_of(method, s):
     names = "image_size", "dim", "queue", "sgd_momentum", "temperature", "hidden", "trust_coeff"
     names += ("patch_size", "num_mix", "local_crops", "local_size", "affinity_hidden", "clip_ratio")
     values |= {name: s[name] for name in names if name in s}
-    momentum = s["momentum"]
-    values["momentum"] = momentum if method in ("jcl", "clim", "logo") else (momentum, momentum)
-    values["weight_decay"] = s["weight_decay"] if method != "patchmix" else tuple(s["weight_decay"])
+    values |= dict(weight_decay=s["weight_decay"], momentum=s["momentum"])
+    if method in ("moco_jointcrop", "patchmix"):  # the first and the last of a schedule
+        values["momentum"] = (s["momentum"], s["momentum"])
     if "milestone_epochs" in s and method in ("logo", "moco_jointcrop"):
         falls = [m / epochs for m in s["milestone_epochs"]]
         values["milestones"] = falls or ((1.0,) if method == "logo" and "lr_at_256" in s else ())  # 1: never falls
@@ -141,8 +141,8 @@ def flags_of(method, s):
         values["resolutions"] = (s["image_size"],)
     words = []
     for name, value in values.items():
-        words += [common.option(name), *map(repr, value)] if isinstance(value, (tuple, list)) else []
-        words += [] if isinstance(value, (tuple, list)) else [common.option(name), str(value)]
+        numbers = value if isinstance(value, (tuple, list)) else [value]
+        words += [common.option(name), *map(str, numbers)]
     return words
 
 
@@ -268,8 +268,7 @@ def depart(patch, logo, s, given):
 
 @functools.cache
 def golden(file):
-    data = np.load(GOLDEN / f"trajectory_{file}.npz")
-    return {name: data[name] for name in data.files}
+    return dict(np.load(GOLDEN / f"trajectory_{file}.npz"))
 
 
 def open_run(file, run):
@@ -279,11 +278,8 @@ def open_run(file, run):
     return s, d
 
 
-# They move by rounding alone: the ViT's last norm's bias and the keys' third of qkv have no gradient but rounding, by
-# whose size AdamW divides; the projector's and predictor's means follow from them
+# They move by rounding alone; the projector's and predictor's means follow from them (golden/README.md)
 BY_ROUNDING = ("backbone.norm.bias", "attn.qkv.bias", "projector.1.running_mean", "predictor.1.running_mean")
-
-
 # Running statistics of batch norm, which training does not read, are of other passes there (golden/README.md)
 OTHER_PASSES = {
     "logo": ("momentum_",), "logo/baseline": ("momentum_", "backbone"), "patchmix": ("momentum_projector",),
@@ -298,13 +294,13 @@ def differences(run, losses, state, d):
     truth = torch.from_numpy(d["loss"])
     found = {"loss": ((losses - truth).abs().max() / truth.abs().max(), 1e-9)}
     before = iter(d.get("momentum_before_last_move_probes", ()))
-    for name, wanted in zip(d["final_names"].tolist(), torch.from_numpy(d["final_probes"]), strict=True):
+    for name, final in zip(d["final_names"].tolist(), torch.from_numpy(d["final_probes"]), strict=True):
         last = next(before) if name.startswith("momentum_") and moved_later else None
         if name.startswith(skipped) and "running" in name:
             continue
         if run == "two_processes/logo" and name == "queue.keys":  # within a step's keys they are in another order
             continue
-        wanted = wanted if last is None else torch.from_numpy(last)  # noqa: PLW2901
+        wanted = final if last is None else torch.from_numpy(last)
         scale = max(wanted[0].item(), 1e-3)
         limit = 1e-6 if name.endswith(BY_ROUNDING) else 1e-9
         found[name] = ((probe(state[name]) - wanted).abs().max() / scale, limit)
