@@ -152,14 +152,6 @@ def test_several_processes_find_what_one_finds(tmp_path, world):
         torch.testing.assert_close(load(tmp_path / f"{rank}.pt"), one, rtol=1e-5, atol=1e-6)
 
 
-def test_an_encoder_that_does_not_take_images_of_each_size_is_refused(capsys):
-    """Or gives no (n, width), with one width."""
-    flat = nn.Sequential(nn.Flatten(), nn.Linear(3 * 8 * 8, 4))
-    for wrong, sizes in ((flat, (8, 16)), (nn.LSTM(3, 3), (16,)), (nn.AvgPool2d(2), (16,)), (nn.Flatten(), (8, 16))):
-        assert "16" in refused(capsys, common.output_width, wrong, *sizes)
-    refused(capsys, common.build_backbone, common.backbone_info("vit_micro", 16, 8), sizes=[20])
-
-
 def test_embedding_health():
     g = common.generator(9)
     q = F.normalize(torch.randn(2000, 16, generator=g), dim=1)
@@ -176,27 +168,6 @@ def test_embedding_health():
 
 
 # ------------------------------------------------------------------ backbones
-
-
-MODELS = ["vit_micro 32 8 timm", "resnet_micro 96 2 timm", "resnet18 32 2 3x3", "resnet_mini 32 2 3x3-s2"]
-
-
-@pytest.mark.parametrize("model", MODELS)
-def test_backbones_are_read_back(tmp_path, model):
-    torch.manual_seed(0)
-    arch, size, patch, stem = model.split()
-    info = common.backbone_info(arch, int(size), int(patch), method="m", encoder="query")
-    backbone = common.build_backbone(info).eval()
-    for name, buffer in backbone.named_buffers():
-        if "running" in name:
-            buffer.uniform_(0.1, 0.3)
-    common.write_file(tmp_path / "backbone.pt", info | {"state_dict": backbone.state_dict()})
-    x = torch.randn(2, 3, int(size), int(size))
-    for path in (tmp_path, tmp_path / "backbone.pt"):
-        loaded, said = common.load_backbone(path)
-        assert (loaded.training, said["stem"], said["method"]) == (False, stem, "m")
-        assert torch.equal(loaded(x), backbone(x))
-    assert backbone(x).shape == (2, backbone.num_features) and not torch.allclose(*backbone(x), rtol=1e-3)
 
 
 def test_last_pt_holds_both_encoders(tmp_path, capsys):
