@@ -187,14 +187,13 @@ def test_a_link_that_leads_nowhere_is_an_error_that_names_it(tmp_path, capsys, p
 # ------------------------------------------------------------------ downloads
 
 
-@pytest.fixture
-def downloads(monkeypatch):
-    """What would be downloaded, [(folder, split)]; nothing is. The data are as torchvision gives them."""
-    found = []
+def test_torchvisions_data(tmp_path, monkeypatch):
+    """Each call reads its own split. Here nothing is downloaded: the data are as torchvision gives them."""
+    asked = []
 
     class Fake:
         def __init__(self, root, download, **split):
-            found.append((root, split))
+            asked.append(split)
             self.data = np.arange(288).astype(np.uint8).reshape((2, 3, 8, 6) if "split" in split else (2, 8, 6, 3))
             more = split.get("split") == "train+unlabeled"
             self.labels = np.array([1, -1]) if more else np.array([0, 1], np.uint8)
@@ -202,43 +201,14 @@ def downloads(monkeypatch):
 
     for name in ("CIFAR10", "STL10"):
         monkeypatch.setattr(torchvision.datasets, name, Fake)
-    return found
-
-
-def test_torchvisions_data(tmp_path, downloads):
     calls = [("cifar10", True, True), ("cifar10", False, True), ("stl10", True, False), ("stl10", True, True)]
     calls.append(("stl10", False, True))
     sets = [common.load_images(name, tmp_path, train, unlabeled=more) for name, train, more in calls]
-    splits = [dict(train=True), dict(train=False), *(dict(split=s) for s in ("train", "train+unlabeled", "test"))]
-    assert downloads == [(tmp_path, split) for split in splits]
+    assert asked[:2] == [dict(train=True), dict(train=False)]
+    assert [split["split"] for split in asked[2:]] == ["train", "train+unlabeled", "test"]
     assert [images.labels.tolist() for images in sets] == [[0, 1]] * 3 + [[1, -1]] + [[0, 1]]
     assert all(images.array.shape == (2, 8, 6, 3) and images.classes == ["a", "b"] for images in sets)
     assert sets[2].array[1, 2, 3].tolist() == [(144 + c * 48 + 2 * 6 + 3) % 256 for c in range(3)]
-
-
-def test_downloads_go_into_an_empty_folder_or_torchvisions_only(tmp_path, capsys, downloads):
-    (tmp_path / "mine" / "thesis").mkdir(parents=True)
-    for name in ("mine", "typo"):
-        assert name in refused(capsys, common.load_images, "cifar10", tmp_path / name)
-    assert not downloads and not (tmp_path / "typo").exists()
-    for content in ("", ".DS_Store", "cifar-10-batches-py", "stl10_binary"):
-        (tmp_path / f"root{content}" / content).mkdir(parents=True)
-        assert len(common.load_images("cifar10", tmp_path / f"root{content}")) == 2
-
-
-def test_one_process_of_all_downloads_first_then_one_of_each_node(tmp_path, monkeypatch):
-    """Its files may be on a disk that the nodes share."""
-    waits, order = [], []
-    monkeypatch.setattr(torchvision.datasets, "CIFAR10", lambda *_, **__: order.append(len(waits)) or 1 / 0)
-    monkeypatch.setattr(common.dist, "is_initialized", lambda: True)
-    monkeypatch.setattr(common.dist, "barrier", lambda: waits.append(1))
-    for rank, local in ((0, 0), (1, 1), (2, 0), (3, 1)):
-        waits.clear()
-        monkeypatch.setenv("RANK", str(rank))
-        monkeypatch.setenv("LOCAL_RANK", str(local))
-        with pytest.raises(ZeroDivisionError):
-            common.load_images("cifar10", tmp_path)
-    assert order == [0, 2, 1, 2]  # after how many barriers
 
 
 # ------------------------------------------------------------------ checksums
