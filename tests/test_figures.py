@@ -1,7 +1,5 @@
 """The papers' analyses against loops, and README's pictures. test_moco_jointcrop.py has the distances of Fig. 7."""
 
-import importlib
-
 import figures
 import numpy as np
 import pytest
@@ -10,16 +8,9 @@ import torch.nn.functional as F
 from PIL import Image
 from torch import nn
 
-import clim
 import common
-import jcl
 
 INFO = {"image_size": 32, "mean": (0.5,) * 3, "std": (0.2,) * 3, "interpolation": "bilinear"}
-
-
-@pytest.fixture(scope="module")
-def array():
-    return common.make_patterns(10, 32, seed=3)[0]
 
 
 def test_similarity_statistics_against_a_loop():
@@ -34,7 +25,8 @@ def test_similarity_statistics_against_a_loop():
             figures.similarity_statistics(torch.full((2, 3, 4), bad))
 
 
-def test_views_belong_to_the_image(array):
+def test_views_belong_to_the_image():
+    array = common.make_patterns(10, 32, seed=3)[0]
     kinds = [figures.only_crops(0.2, 1.0)[0]._replace(jitter=(0.4, 0.4, 0.4, 0.1), jitter_p=0.8, blur_p=1.0)]
     given = nn.Flatten(), INFO, kinds, common.ImageSet(array)
     together = figures.view_features(*given, list(range(10)), 100)  # in batches of two
@@ -81,42 +73,6 @@ def test_similarity_bars_against_a_loop():
     assert found == pytest.approx({kind: np.mean(bars) for kind, bars in kinds.items()}, rel=1e-4)
 
 
-def test_scale_accuracy(array):
-    """The bank is of the first scale, the queries are of the second; four mean colors are the features."""
-    encoder, images = nn.Sequential(nn.AdaptiveAvgPool2d(2), nn.Flatten()), common.ImageSet(array, np.arange(10))
-    found = figures.scale_accuracy(encoder, INFO, images, images, k=1)
-    assert found[1.0, 1.0] == found[0.2, 0.2] == 100
-    whole, part = (
-        figures.view_features(encoder, INFO, figures.only_crops(area, area), images, list(range(10)), 1)[:, 0]
-        for area in (1.0, 0.2)
-    )
-    right = torch.cdist(part, whole).argmin(1) == torch.arange(10)
-    assert found[1.0, 0.2] == pytest.approx(10 * right.sum().item()) != found[0.2, 1.0]
-
-
-@pytest.mark.parametrize("model", [clim.CLIM, jcl.JCL])
-def test_positives_are_chosen_by_the_momentum_encoder(model, tmp_path, array):
-    """--selection knn gives each image's ten nearest, by the embeddings of what a queue method's last.pt holds."""
-    args = importlib.import_module(model.__module__).parse_args(["--arch", "resnet_micro", "--amp", "off"])
-    torch.manual_seed(0)
-    model, many = model(args), np.concatenate([array, array]) + np.arange(20, dtype=np.uint8)[:, None, None, None]
-    for p in model.momentum_projector.parameters():  # no copy of the query's any more
-        p.add_(torch.randn_like(p))
-    state = dict(config=vars(args), model=model.state_dict(), backbone=common.encoder_info(args))
-    common.write_file(tmp_path / "last.pt", state)
-    table = figures.choose(tmp_path, common.ImageSet(many), ("knn",))["knn"]
-    x = common.normalize(torch.from_numpy(many).permute(0, 3, 1, 2) / 255, *common.NORMS[args.norm])
-    with torch.no_grad():
-        x = model.eval().momentum_projector(model.momentum_backbone(x))
-    nearest = torch.cdist(*[F.normalize(x, dim=1).double()] * 2).fill_diagonal_(9).topk(10, largest=False).indices
-    assert table.sort(1).values.tolist() == nearest.sort(1).values.tolist()
-
-
-def test_same_class_share():
-    labels, table = torch.tensor([0, 0, 1]), torch.tensor([[1, 2], [0, 0], [2, 1]])
-    assert figures.same_class_share(labels, table) == pytest.approx(4 / 6)
-
-
 @pytest.mark.slow
 def test_pictures_that_explain(tmp_path):
     """The six figures of README are drawn anew as they are kept."""
@@ -131,7 +87,7 @@ def test_pictures_that_explain(tmp_path):
 
 
 def test_affinity_ranking():
-    """An affinity that knows the batch alone ranks by it; one that is the cosine is the cosine's equal everywhere."""
+    """One that knows the batch alone ranks by it; one that is the cosine is the cosine's equal everywhere."""
     rng = torch.Generator().manual_seed(0)
     a = F.normalize(torch.randn(40, 6, generator=rng), dim=1)
     b = F.normalize(a + 0.8 * torch.randn(40, 6, generator=rng), dim=1)
