@@ -1,4 +1,4 @@
-"""What a run writes and says, and the switches that leave its numbers as they are."""
+"""What a run writes, and the switches that leave its numbers as they are."""
 
 import importlib
 import io
@@ -32,16 +32,17 @@ def knn(words, **own):
 
 @pytest.fixture(scope="module", params=JCL_AT_ONCE)
 def whole(request, _tiny, tmp_path_factory):
-    """(method, folder of its run of two epochs, what that run printed)."""
+    """(method, folder of its run of two epochs)."""
     out, more = tmp_path_factory.mktemp(request.param) / "whole", ["--tensorboard"] * TENSORBOARD
-    return request.param, out, run(request.param, out, "--keep-every", "1", *more)
+    run(request.param, out, "--keep-every", "1", *more)
+    return request.param, out
 
 
-# ------------------------------------------------------------- files and words
+# ----------------------------------------------------------------------- files
 
 
 def test_a_runs_folder(whole):
-    _, out, _ = whole
+    _, out = whole
     names = {"config.json", "metrics.jsonl", "last.pt", "backbone.pt", "epoch-0001.pt", "epoch-0002.pt"}
     assert {path.name for path in out.iterdir() if not path.name.startswith("events")} - {"lock"} == names
     assert len([*out.glob("events*")]) == TENSORBOARD
@@ -62,16 +63,6 @@ def test_a_runs_folder(whole):
         assert {"momentum", "knn20_top1"} <= r.keys() and all(map(math.isfinite, r.values()))
 
 
-def test_the_table_at_a_runs_start_has_every_value(whole):
-    method, out, said = whole
-    table, config = " ".join(said.split()), load(out / "last.pt")["config"]
-    for group in importlib.import_module(method).HYPERPARAMETERS.values():
-        for name in group.keys() & config.keys():
-            assert f" {name} {common.shown(config[name])}" in table, name
-    chance = records(out)[0]["loss"] + records(out)[0]["below_chance"]
-    assert "68 images of 10 classes" in table and f"chance_level {chance:.4g}"[:-1] in table
-
-
 def test_a_run_on_images_of_a_folder(tmp_path):
     """Those without labels are trained on, too. It is judged on its own images, which are found."""
     data = tiny.write_tree(tmp_path / "data", ["train/a", "train/b", "test/a", "test/b", "unlabeled"], 8, (16, 16))
@@ -86,7 +77,7 @@ KEPT = [*(pytest.param(*p.values, None, "timm", marks=p.marks) for p in JCL_AT_O
 @pytest.mark.parametrize("whole, arch, stem", KEPT, indirect=["whole"])
 def test_the_backbone_file(whole, arch, stem, tmp_path):
     """timm rebuilds the encoder from it, strictly. It is the one whose kNN the run reports."""
-    method, out, _ = whole
+    method, out = whole
     if arch:
         out = tmp_path
         run(method, out, "--arch", arch, "--knn-every", "10")  # the last epoch has kNN all the same
@@ -135,6 +126,7 @@ def process_state():
     return [torch.get_num_threads(), torch.is_grad_enabled(), precision, denormals, handlers, group, dict(os.environ)]
 
 
+@pytest.mark.filterwarnings("ignore::FutureWarning")
 @pytest.mark.parametrize("method", JCL_AT_ONCE)
 def test_a_program_that_calls_in_stays_as_it_was(method, tmp_path):
     torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
