@@ -1,4 +1,4 @@
-"""Local crops of all methods, and what has several forms: chance levels and the rows of the picture.
+"""Local crops of all methods, and what has several forms: chance levels.
 
 The slow forms of CLIM, LoGo and PatchMix are in their own tests, and two processes in test_processes.py.
 """
@@ -12,7 +12,6 @@ import torch.nn.functional as F
 from conftest import METHODS, info_nce
 from tiny import records
 
-import common
 import moco_jointcrop
 
 _tiny = tiny._tiny
@@ -45,7 +44,6 @@ def test_crops_on_imagenet(method, flags):
 
 
 LOCAL_SIZES = {  # flags: the side of a local crop whose size is not typed; at most half of the views', in whole patches
-    "moco_jointcrop --dataset imagenet": 96,
     "moco_jointcrop --dataset imagenet --arch vit_small_patch14_dinov2": 84,
     "moco_jointcrop --dataset imagenet --image-size 160": 80,
     "moco_jointcrop --dataset imagenet --image-size 160 --local-size 96": 96,
@@ -53,7 +51,6 @@ LOCAL_SIZES = {  # flags: the side of a local crop whose size is not typed; at m
     "clim --dataset imagenet --image-size 112 --arch vit_small": 48,
     "logo --dataset imagenet --image-size 112 --arch vit_small": 48,
     "logo --dataset cifar10": 32,  # as the views, in the supplement (D14)
-    "logo --dataset cifar10 --image-size 48": 24,
 }
 
 
@@ -78,20 +75,6 @@ def test_chance_is_the_loss_at_equal_logits(method, flags, _tiny, tmp_path):
     assert record["below_chance"] == pytest.approx(0, abs=1e-4 * record["loss"])
 
 
-ROWS = {form: {"patchmix": 8, "clim": 12, "logo": 4, "moco_jointcrop": 6}[form[0]] for form in FORMS}
-ROWS |= {("jcl", ""): 4, ("clim", ""): 6, ("clim", "--mix none --resolutions 16 16"): 3, ("patchmix", ""): 4}
-
-
-@pytest.mark.parametrize("method, flags", ROWS)
-def test_picture_of_all_views(method, flags, _tiny, tmp_path, monkeypatch):
-    """A row per input: PatchMix and CLIM also show mixed ones. Nothing else is written."""
-    rows = []
-    monkeypatch.setattr(common, "save_views", lambda _, views, names: rows.extend(zip(names, views, strict=True)))
-    tiny.run(method, tmp_path / "run", *words(method, flags), "--show-views", tmp_path / "views.png")
-    assert len(dict(rows)) == len(rows) == ROWS[method, flags] and not [*tmp_path.iterdir()]
-    assert all(view.min() >= 0 and view.max() <= 1 and view.std() > 0.02 for _, view in rows)
-
-
 def embedding(row):
     """In place of an encoder: pixels of a row of the image, of any size."""
     return lambda x: F.normalize(x[:, :, row, :8].flatten(1), dim=1)
@@ -100,8 +83,8 @@ def embedding(row):
 @pytest.mark.parametrize("form", ["v2", "v3"])
 def test_loss_and_its_gradient(form, _tiny, double):
     """JointCrop's App. D on MoCo v2: the mean of all terms. On v3: twice the mean of 2 T nce."""
-    args = moco_jointcrop.parse_args([*tiny.FLAGS, "--local-crops", "2", "--local-size", "8", "--moco", form])
-    args.amp = "off"
+    flags = f"--local-crops 2 --local-size 8 --amp off --moco {form}"
+    args = moco_jointcrop.parse_args([*tiny.FLAGS, *flags.split()])
     model = (moco_jointcrop.MoCo if form == "v2" else moco_jointcrop.MoCoV3)(args)
     model.query, model.key = embedding(0), lambda x: embedding(1)(x).detach()  # as by frozen weights
     views = [torch.randn(5, 3, size, size).requires_grad_() for size in (16, 16, 8, 8)]
