@@ -105,19 +105,6 @@ def queue_model(module, name, f, n, *flags):
     return model
 
 
-def jointcrop_boxes(sizes, draws, least):
-    """Boxes (n, 2, 4) of the released views, from the released code's order of draws."""
-    args = parsed(moco_jointcrop, 64, "--variant", "released", "--crop-scale", str(least), "1")
-    table = np.full((len(draws), 2 * common.VIEW_DRAWS + moco_jointcrop.SHARED_DRAWS), 0.5)
-    for view in (0, 1):
-        start = view * common.VIEW_DRAWS + common.DRAWS["area"]  # then come aspects and the position
-        table[:, start : start + 12] = draws[:, 2 + 12 * view : 14 + 12 * view]
-    shared = 2 * common.VIEW_DRAWS
-    table[:, shared + 1 : shared + 3] = draws[:, :2]
-    cuts, _ = moco_jointcrop.draw_views(args, np.arange(len(draws)), sizes, table)
-    return np.stack([box for _, box, _ in cuts], 1)
-
-
 # ------------------------------------------------------------------------- PatchMix
 
 
@@ -261,22 +248,22 @@ def test_logo_forward():
 LEAST = {"min020": 0.2, "min008": 0.08}
 
 
-def test_jointcrop_areas():
+@pytest.mark.parametrize("name", LEAST)
+def test_jointcrop_areas_and_boxes(name):
     f = golden("jointcrop")
-    for name, least in LEAST.items():
-        u, v = f[f"draws_{name}"][:, :2].T
-        ours = torch.stack(moco_jointcrop.joint_from_uniform(u, v, least, 1, 0, offset=0.1), 1)
-        same(ours, f[f"areas_{name}"])
-        same((ours[:, 1] / ours[:, 0]).log(), f[f"log_ratio_{name}"])
-
-
-def test_jointcrop_boxes():
-    f = golden("jointcrop")
-    for name, least in LEAST.items():
-        sizes, draws = (f[f"{key}_{name}"].numpy() for key in ("image_height_width", "draws"))
-        theirs = f[f"boxes_{name}"]
-        same(torch.from_numpy(jointcrop_boxes(sizes, draws, least)), theirs, bound=0)
-        assert (theirs[:, :, 2:] == f[f"image_height_width_{name}"][:, None]).all(2).any()  # ten tries failed
+    sizes, draws, areas, boxes = (f[f"{key}_{name}"] for key in ("image_height_width", "draws", "areas", "boxes"))
+    ours = torch.stack(moco_jointcrop.joint_from_uniform(*draws[:, :2].T, LEAST[name], 1, 0, offset=0.1), 1)
+    same(ours, areas)
+    same((ours[:, 1] / ours[:, 0]).log(), f[f"log_ratio_{name}"])
+    table = np.full((len(draws), 2 * common.VIEW_DRAWS + moco_jointcrop.SHARED_DRAWS), 0.5)
+    for view in (0, 1):
+        start = view * common.VIEW_DRAWS + common.DRAWS["area"]  # then come aspects and the position
+        table[:, start : start + 12] = draws[:, 2 + 12 * view : 14 + 12 * view]
+    table[:, 2 * common.VIEW_DRAWS + 1 : 2 * common.VIEW_DRAWS + 3] = draws[:, :2]
+    args = parsed(moco_jointcrop, 64, "--variant", "released", "--crop-scale", str(LEAST[name]), "1")
+    cuts, _ = moco_jointcrop.draw_views(args, np.arange(len(draws)), sizes.numpy(), table)
+    same(np.stack([box for _, box, _ in cuts], 1), boxes, bound=0)
+    assert (boxes[:, :, 2:] == sizes[:, None]).all(2).any()  # ten tries failed
 
 
 def test_jointcrop_quantiles():
