@@ -1,7 +1,6 @@
 """Two processes compute what one computes: an epoch of every method and variant. Batch norm in groups."""
 
 import importlib
-import os
 
 import pytest
 import tiny
@@ -36,18 +35,25 @@ CASES = [  # method and flags
 ]
 
 
-def train(case, out):
-    """Run an epoch of four steps."""
-    method, *flags = case.split()
-    module = importlib.import_module(method)
-    arch = [] if method == "patchmix" else ["--arch", "nano"]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(common, "log", lambda *_, **__: None)
-        patch.setattr(dist, "destroy_process_group", lambda: None)  # one group for all that follows
-        if dist.is_initialized():
-            in_parallel = module.in_parallel
-            patch.setattr(module, "in_parallel", lambda args, model: in_parallel(args, synchronize(model)))
-        module.main(module.parse_args([*SMALL, *arch, *flags, "--out", out]))
+def over_all_processes(in_parallel):
+    """With batch norms over all processes, which on CPUs are each process's own."""
+    return lambda args, model: in_parallel(args, synchronize(model))
+
+
+def process(world, folder):
+    """Run an epoch of four steps of each case."""
+    common.ARCHS["nano"] = ("resnet18", dict(NANO, zero_init_last=False))
+    torch.set_default_dtype(torch.float64)  # so that a difference is an error and not rounding
+    torch.Tensor.float = torch.Tensor.double
+    dist.destroy_process_group = lambda: None  # one group for all
+    for method in METHODS if world > 1 else ():
+        module = importlib.import_module(method)
+        module.in_parallel = over_all_processes(module.in_parallel)
+    for number, case in enumerate(CASES):
+        method, *flags = case.split()
+        module = importlib.import_module(method)
+        arch = ["--drop-path", "0"] if method == "patchmix" else ["--arch", "nano"]
+        module.main(module.parse_args([*SMALL, *arch, *flags, "--out", f"{folder}/{world}-{number}"]))
 
 
 def load(out):
@@ -59,27 +65,13 @@ def load(out):
     return {k: x for k, x in tiny.flat(saved).items() if torch.is_tensor(x) and unread not in k}, record
 
 
-def process(index, port, folder):
-    """Process 0 works alone, 1 and 2 as a group."""
-    torch.set_num_threads(1)
-    world, rank = (2, index - 1) if index else (1, 0)
-    if index:
-        os.environ |= dict(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), WORLD_SIZE="2", RANK=str(rank))
-    common.ARCHS["nano"] = ("resnet18", dict(NANO, zero_init_last=False))
-    patterns = common.make_patterns
-    common.make_patterns = lambda count, size, seed: patterns(64, size, seed)
-    torch.set_default_dtype(torch.float64)  # so that a difference is an error and not rounding
-    torch.Tensor.float = torch.Tensor.double
-    for number, case in enumerate(CASES):
-        train(case, f"{folder}/{world}-{number}")
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     """Of the runs of one process and of two."""
     folder = tmp_path_factory.mktemp("processes")
-    given = tiny.free_port(), str(folder)
-    torch.multiprocessing.start_processes(process, given, nprocs=3, start_method="forkserver")
+    for world in (1, 2):
+        ends = tiny.processes(folder / "log", process, [(world, str(folder))] * world, seconds=600)
+        assert all(status == 0 for status, _, _ in ends), ends
     return folder
 
 
