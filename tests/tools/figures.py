@@ -2,7 +2,6 @@
 
     python tests/tools/figures.py explain [FOLDER]          README's pictures: what goes in, what is compared with what
     python tests/tools/figures.py corners OUT.png           JointCrop, Fig. 7: how far apart the two crops are
-    python tests/tools/figures.py encoder RUN --out DIR     test images, and the training images nearest to them
 
 `mechanisms` has the papers' other analyses, as numbers: results.py makes its tables of them.
 """
@@ -16,7 +15,6 @@ import torch.nn.functional as F
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 import common  # noqa: E402
-import eval_knn  # noqa: E402
 
 CPU = torch.device("cpu")
 
@@ -32,19 +30,14 @@ def subplots(*args, **options):
 
 
 def write_picture(figure, path):
-    """Write a figure as a PNG, into a folder that may not be there yet."""
-    Path(path).parent.mkdir(parents=True, exist_ok=True)
     figure.tight_layout()
     figure.savefig(path, dpi=100)
     print(f"picture written to {path}")
 
 
-# ------------------------------------------------------------------- explain
-
-
 def explain(args):
     """The pictures of README: what goes in, and what is compared with what."""
-    import explain as pictures
+    import explain as pictures  # which needs matplotlib
 
     pictures.explain(args.folder)
 
@@ -192,8 +185,7 @@ def affinity_ranking(affinity, local1, local2):
 
     local1, local2: (N, d), L2-normalised, row by row of the same image. In the second half of the images the other
     local is rolled by one, which makes pairs of two images. A couple is a pair of one image and a pair of two images.
-    It is ranked rightly if the first scores higher. The affinity scores both kinds in batches of their own, and in one
-    batch. It is in training mode, in which its batch norm sees the batch. The cosines are scored beside it.
+    It is ranked rightly if the first scores higher. The affinity is in training mode: its batch norm sees the batch.
     """
     half = len(local1) // 2
     one, two = (local1[:half], local2[:half]), (local1[half:], local2[half:].roll(1, 0))
@@ -271,58 +263,16 @@ def mechanisms(run, train, test, few=1000):
     return {table: {name: float(v) for name, v in measures.items()} for table, measures in found.items()}
 
 
-# ------------------------------------- encoder: test images and what is near them
-
-
-def encoder(args):
-    """Twelve test images that kNN classifies rightly, twelve wrongly, and the ten training images nearest to each.
-
-    The frame is green where the training image is of the test image's class.
-    """
-    given = eval_knn.parse_args([args.run])
-    given.dataset, given.data_dir = args.dataset, args.data_dir
-    device, network, info = common.open_encoder(given)
-    train, test = common.open_data(given, info)
-    train_x, test_x = (
-        F.normalize(common.extract_features(network, part, info, device), dim=1) for part in (train, test)
-    )
-    labels = torch.from_numpy(train.labels)
-    predicted = common.knn_predict(train_x, labels, test_x, 20, 0.07, len(train.classes)).numpy()
-    order = torch.randperm(len(test), generator=common.generator(0)).numpy()
-    for name, right in (("right", True), ("wrong", False)):
-        chosen = order[(predicted == test.labels)[order] == right][:12]
-        if not len(chosen):
-            continue
-        figure, rows = subplots(len(chosen), 11, figsize=(13, 1.4 * len(chosen)), squeeze=False)
-        for i, row in zip(chosen, rows, strict=True):
-            said = train.classes[predicted[i]]
-            shown = [(test[i], f"{test.classes[test.labels[i]]}, taken for\n{said}", "white")]
-            for j in (test_x[i] @ train_x.T).topk(min(10, len(train))).indices.tolist():
-                alike = train.labels[j] == test.labels[i]
-                shown.append((train[j], train.classes[train.labels[j]], "limegreen" if alike else "red"))
-            for axes in row:
-                axes.set(xticks=[], yticks=[])
-            for axes, (image, title, color) in zip(row, shown, strict=False):
-                axes.imshow(image)
-                axes.set_title(title, fontsize=7)
-                axes.spines[:].set(color=color, linewidth=3)
-        write_picture(figure, Path(args.out, f"{name}.png"))
-
-
 def main(argv=None):
     parser = argparse.ArgumentParser("tests/tools/figures.py", description=__doc__.splitlines()[0])
     figures = parser.add_subparsers(required=True, metavar="FIGURE")
     flags = {}
-    for function in (explain, corners, encoder):
-        flags[function] = figures.add_parser(function.__name__, help=function.__doc__.splitlines()[0])
+    for function in (explain, corners):
+        flags[function] = figures.add_parser(function.__name__, help=function.__doc__)
         flags[function].set_defaults(function=function)
     flags[explain].add_argument("folder", nargs="?", default=".github", metavar="FOLDER")
     flags[corners].add_argument("out", metavar="OUT.png")
     flags[corners].add_argument("--pairs", type=int, default=100_000, metavar="N", help="of crops, for each beta")
-    flags[encoder].add_argument("run", metavar="RUN")
-    flags[encoder].add_argument("--out", required=True, metavar="DIR", help="where the pictures are written to")
-    flags[encoder].add_argument("--dataset", choices=common.DATASETS, help="default: what the run was trained on")
-    flags[encoder].add_argument("--data-dir", metavar="DIR", help="default: where that was")
     args = parser.parse_args(argv)
     args.function(args)
 
