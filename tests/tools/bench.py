@@ -1,6 +1,6 @@
 """Measures time, by hand. Each section prints a table, its command and the machine.
 
-    python tests/tools/bench.py steps     a training step, over the bare forward and backward of its networks
+    python tests/tools/bench.py steps     a training step
     python tests/tools/bench.py loader    a batch of views, over torchvision's transforms image by image
     python tests/tools/bench.py knn       the kNN vote over a plain one; features over bare inference
 
@@ -85,21 +85,25 @@ class Served:
         self.process.wait()
 
 
-def compare(rounds, sides, word, plain):
+def compare(rounds, sides, word, plain=None):
     """Return a row of the work `word` of one or two Served: its time, its ratio to the work `plain`, and to the other.
 
     The order turns round from round to round, so that a slow spell of the machine meets all. A ratio is the median over
     the rounds of the ratio within a round. One round before these is left out.
     """
-    calls, found = [*((side, word) for side in sides), (sides[0], plain)], []
+    calls, found = [(side, word) for side in sides] + [(sides[0], plain)] * (plain is not None), []
     for turn in range(rounds + 1):
         order = list(enumerate(calls))[:: (-1) ** turn]
         seconds = {i: side(what) for i, (side, what) in order}
         found.append([seconds[i] for i in range(len(calls))])
     found = np.array(found[1:])  # (rounds, calls, clock and processor)
     ms, ratios = 1000 * np.median(found, 0), np.median(found[:, :1] / found[:, 1:], 0)
-    row = dict(ms=ms[0, 0], over_plain=ratios[-1, 0])
-    return row | (dict(there_ms=ms[1, 0], ratio=ratios[0, 0], cpu_ratio=ratios[0, 1]) if len(sides) > 1 else {})
+    row = dict(ms=ms[0, 0])
+    if plain:
+        row["over_plain"] = ratios[-1, 0]
+    if len(sides) > 1:
+        row |= dict(there_ms=ms[1, 0], ratio=ratios[0, 0], cpu_ratio=ratios[0, 1])
+    return row
 
 
 # ----------------------------------------------------------------------- steps
@@ -127,55 +131,17 @@ def watched(begin, before, after):
     return batches
 
 
-NETWORKS = {"query", "key", "local", "project"}  # what the models call the functions that run their networks
-
-
 def serve_steps(tell, method, *flags):
-    """Run a method. "step": its next step. "bare": forward and backward of the same networks on the same inputs."""
-    module, calls, busy, models, began = importlib.import_module(method), [], [], [], []
-    in_parallel, loader = module.in_parallel, module.common.Loader
-
-    def noting(function, name):
-        def call(x):
-            calls.extend([(function, name, x.detach())] * (not busy))
-            busy.append(1)  # one of these functions may call another
-            y = function(x)
-            busy.pop()
-            return y
-
-        return call
-
-    def remember(args, model):
-        models.append(model)
-        for name in NETWORKS & set(dir(model)):
-            setattr(model, name, noting(getattr(model, name), name))
-        return in_parallel(args, model)
-
-    def bare():
-        models[0].zero_grad(set_to_none=True)
-        outputs = [function(x) for function, name, x in calls if name != "key"]
-        with torch.no_grad():
-            for function, name, x in calls:
-                if name == "key":
-                    function(x)
-        torch.autograd.backward(outputs, [torch.ones_like(y).cumsum(1) for y in outputs])
+    """Run a method, and time a step for each line of stdin."""
+    module, began = importlib.import_module(method), []
+    loader = module.common.Loader
 
     def before(_):
-        while (word := sys.stdin.readline().strip()) == "bare":
-            start = now()
-            bare()
-            tell(start)
-        if not word:
+        if not sys.stdin.readline():
             raise SystemExit
         began.append(now())
 
-    def after(_):
-        tell(began.pop())
-        for name in NETWORKS & set(vars(models[0])):  # the first step has told what the networks are fed
-            delattr(models[0], name)
-
-    module.in_parallel = remember
-    loader.__iter__ = watched(loader.__iter__, before, after)
+    loader.__iter__ = watched(loader.__iter__, before, lambda _: tell(began.pop()))
     module.common.start(module.main, lambda: module.parse_args(flags))
 
 
@@ -188,7 +154,7 @@ def make_folder(folder, count, part="train", seed=0):
 
 
 def steps(args, houses):
-    """Yield (one or two Served, [(row, word, plain), ...]), a row per method and encoder: see `compare`."""
+    """Yield (one or two Served, [(row, word), ...]), a row per method and encoder: see `compare`."""
     for kind, method in itertools.product(args.arch, args.methods):
         script, *flags = method.split()
         micro = "vit_micro" if script == "patchmix" else "resnet_micro"
@@ -203,7 +169,7 @@ def steps(args, houses):
             for number, (house, more) in enumerate(zip(houses, own, strict=True)):
                 where = ["--data-dir", folder, "--out", f"{folder}/{number}"]
                 sides.append(Served(house, args.threads, "steps", script, *flags, *shlex.split(more), *where))
-            yield sides, [(dict(method=method, arch=kind, batch=args.batch_size), "step", "bare")]
+            yield sides, [(dict(method=method, arch=kind, batch=args.batch_size), "step")]
 
 
 # ---------------------------------------------------------------------- loader
@@ -328,7 +294,7 @@ def main():
     args = parser.parse_args()
     rows, houses = [], [ROOT] + [args.against or ROOT] * (args.against is not None or args.over_flags is not None)
     for sides, works in sections[args.what](args, houses):
-        rows += [row | compare(args.rounds, sides, word, plain) for row, word, plain in works]
+        rows += [row | compare(args.rounds, sides, *work) for row, *work in works]
         for side in sides:
             side.end()
     command = shlex.join(sys.argv[1:])
