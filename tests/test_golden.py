@@ -115,15 +115,6 @@ def test_patchmix_mixed_images():
         same(patchmix.patch_mix(f["mix_images"], num_mix, patch, shuffle), f[f"mix_{case}_images"], bound=0)
 
 
-def test_patchmix_targets():
-    f = golden("patchmix")
-    for m in (2, 3):
-        mto, mto_weight, mtm, mtm_weight = patchmix.mix_targets(8, m)
-        for name, index, weight in (("mto", mto, mto_weight), ("mtm", mtm, mtm_weight / m)):
-            dense = torch.zeros(8, 8).scatter_add_(1, index, weight.expand(8, -1))
-            same(dense, f[f"target_{name}_m{m}"])
-
-
 def test_patchmix_forward():
     """The three losses, and their sum with its gradients."""
     f = golden("patchmix")
@@ -313,25 +304,19 @@ def test_moco_v3_by_patchmix():
     compare_moco_v3(f, "t020", loss, q1, q2, 2 * temperature)
 
 
-def test_moco_v3_lars_steps():
-    """Vectors exactly; of matrices the first step but for the trust ratio, which timm defines otherwise."""
-    f, found = golden("mocov3"), {}
-    small, large = f["lars_small_gradient_factor"].item(), f["lars_weight_decay_large"].item()
-    ordinary = f["lars_weight_decay"].item()
-    for suffix, factor, decay in (("", 1, ordinary), ("_small_gradients", small, ordinary), ("_large_decay", 1, large)):
-        matrix, vector = (nn.Parameter(f[f"lars_{name}_before"].clone()) for name in ("matrix", "vector"))
-        before, args = f["lars_matrix_before"], parsed(moco_jointcrop, 64, "--moco", "v3")
-        optimizer = moco_jointcrop.make_optimizer(args, nn.ParameterList([matrix, vector]))
-        for step, rate in enumerate(f["lars_lr"].tolist()):
-            matrix.grad, vector.grad = (factor * f[f"lars_{name}_gradients"][step] for name in ("matrix", "vector"))
-            norms = [x.norm() for x in (matrix.grad, matrix.detach(), matrix.grad + decay * matrix.detach())]
-            for group in optimizer.param_groups:
-                group["lr"], group["weight_decay"] = rate, decay if group["weight_decay"] else 0.0
-            optimizer.step()
-            same(vector, f[f"lars_vector_after{suffix}"][step])
-            moved, theirs = (x.detach() - before for x in (matrix, f[f"lars_matrix_after{suffix}"][step]))
-            if step == 0:
-                g, p, u = norms
-                torch.testing.assert_close(moved, theirs * u / (g + decay * p + 1e-8), rtol=1e-10, atol=1e-16)
-        found[suffix] = ((moved - theirs).norm() / theirs.norm()).item()
-    assert 1e-7 < found[""] < 1e-5 and 1e-3 < found["_small_gradients"] < 2e-2 and found["_large_decay"] < 0.1, found
+@pytest.mark.parametrize("suffix, least, most", [("", 1e-7, 1e-5), ("_small_gradients", 1e-3, 2e-2)])
+def test_moco_v3_lars_steps(suffix, least, most):
+    """Vectors exactly, matrices but for the trust ratio, which timm defines otherwise."""
+    f = golden("mocov3")
+    factor, decay = f["lars_small_gradient_factor"].item() if suffix else 1, f["lars_weight_decay"].item()
+    matrix, vector = (nn.Parameter(f[f"lars_{name}_before"].clone()) for name in ("matrix", "vector"))
+    args = parsed(moco_jointcrop, 64, "--moco", "v3", "--weight-decay", str(decay))
+    optimizer = moco_jointcrop.make_optimizer(args, nn.ParameterList([matrix, vector]))
+    for step, rate in enumerate(f["lars_lr"].tolist()):
+        matrix.grad, vector.grad = (factor * f[f"lars_{name}_gradients"][step] for name in ("matrix", "vector"))
+        for group in optimizer.param_groups:
+            group["lr"] = rate
+        optimizer.step()
+        same(vector, f[f"lars_vector_after{suffix}"][step])
+    moved, theirs = (x.detach() - f["lars_matrix_before"] for x in (matrix, f[f"lars_matrix_after{suffix}"][-1]))
+    assert least < (moved - theirs).norm() / theirs.norm() < most

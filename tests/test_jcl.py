@@ -84,10 +84,3 @@ def test_recipes():
     released = [4, 2.0, "ramp", 0.2, 256, 0.03, 65536]
     assert values(jcl, "--dataset imagenet --variant released", names) == released
     assert values(jcl, "--dataset imagenet100", "arch epochs batch_size lr") == ["resnet18", 100, 128, 0.1]
-
-
-def test_lambda_is_constant_or_a_ramp():
-    args = jcl.parse_args(["--lam-schedule", "ramp", "--lam", "2", "--epochs", "4"])
-    assert [jcl.scheduled_lam(args, epoch) for epoch in range(4)] == [0.5, 1.0, 1.5, 2.0]
-    args.lam_schedule = "constant"
-    assert jcl.scheduled_lam(args, 0) == 2.0
