@@ -81,19 +81,15 @@ def test_the_demos_images_stay():
 
 @pytest.mark.parametrize("name, test_name", [("folder", "val"), ("imagenet", "test"), ("patterns", "val")])
 def test_a_layout_of_class_folders_is_read_whatever_the_name(tmp_path, test_name, name):
-    root = write_tree(
-        tmp_path, {"train/b": 3, "train/a/deep": 2, f"{test_name}/a": 1, f"{test_name}/b": 2, "unlabeled/x/y": 4}
-    )
+    parts = {"train/b": 3, "train/a/deep": 2, "unlabeled/x/y": 4, f"{test_name}/a": 1, f"{test_name}/b": 2}
+    root = write_tree(tmp_path, parts)
     (root / "train" / "a" / "notes.txt").write_text("not an image")
     train, test = (common.load_images(name, root, part) for part in (True, False))
     assert train.classes == test.classes == ["a", "b"]
     assert train.labels.tolist() == [0, 0, 1, 1, 1] and test.labels.tolist() == [0, 1, 1]
-    assert train.array.shape == (5, 12, 10, 3)
-    for images in (common.load_images(name, root, cache=cache, unlabeled=True) for cache in (True, False)):
-        assert images.labels.tolist() == [0, 0, 1, 1, 1, -1, -1, -1, -1] and images.classes == ["a", "b"]
-        known = images.labelled()
-        assert known.labels.tolist() == train.labels.tolist()
-        assert all(np.array_equal(known[i], train[i]) for i in range(5))
+    images = common.load_images(name, root, unlabeled=True)
+    assert images.labels.tolist() == [0, 0, 1, 1, 1, -1, -1, -1, -1] and images.classes == ["a", "b"]
+    assert np.array_equal(images.labelled().array, train.array)
     assert len(common.load_images(name, root, False, unlabeled=True)) == 3
 
 
@@ -155,9 +151,7 @@ def test_imagenet100(tmp_path, capsys):
 
 LAYOUTS = {  # --dataset, folders with two images each, what the line names
     "images beside classes": ("folder", ("train", "train/a", "train/b"), "DIR/train"),
-    "no image": ("folder", ("train/a/", "train/b/"), "DIR/train"),
     "no train": ("imagenet", ("a", "b"), "train/"),
-    "no classes in val": ("folder", ("train/a", "train/b", "val"), "labels"),
     "other classes": ("folder", ("train/a", "train/b", "val/a", "val/c"), "b, c"),
     "capitals": ("folder", ("Train/a", "Val/a"), "Train, Val"),
     "another folder with images": ("folder", ("train/a", "train/b", "valid/a", "valid/b"), "valid"),
@@ -168,7 +162,7 @@ LAYOUTS = {  # --dataset, folders with two images each, what the line names
 @pytest.mark.parametrize("kind", LAYOUTS)
 def test_folders_that_are_no_data_set_are_one_line(tmp_path, capsys, kind):
     name, folders, word = LAYOUTS[kind]
-    write_tree(tmp_path, {folder: 0 if folder.endswith("/") else 2 for folder in folders})
+    write_tree(tmp_path, folders, 2)
     args = SimpleNamespace(dataset=name, data_dir=str(tmp_path), image_size=32, cache=True, batch_size=2)
     assert word in refused(capsys, common.open_images, args).replace(str(tmp_path), "DIR")
 
@@ -269,8 +263,6 @@ def test_own_images_are_an_array_or_paths(tmp_path, capsys):
     assert len(common.ImageSet(array).classes) == len(common.ImageSet(array).labelled()) == 0
     for arguments in ((array, [0, 1]), (array, [0, 0, 0, 2], "ab"), (array.astype("f4"),), (array.swapaxes(1, 3),)):
         refused(capsys, common.ImageSet, *arguments)
-    with pytest.raises(TypeError):
-        common.ImageSet(array, [0.5] * 4)
 
 
 def test_a_picture_is_written_over_nothing_but_a_picture(tmp_path, capsys):
@@ -278,5 +270,3 @@ def test_a_picture_is_written_over_nothing_but_a_picture(tmp_path, capsys):
         if content:
             (tmp_path / name).write_bytes(content)
         assert name in refused(capsys, common.check_picture, tmp_path / name)
-    (tmp_path / "folder.png").mkdir()
-    refused(capsys, common.check_picture, tmp_path / "folder.png")
