@@ -275,14 +275,14 @@ def test_lbfgs_of_a_checkpoint(places, tmp_path):
 
 @pytest.fixture(scope="module")
 def tuned(places, tmp_path_factory):
-    """(flags of a fine-tuning with all that draws, the folder of an undisturbed one, what it returned and printed)."""
+    """(flags of a fine-tuning with all that draws, the folder of an undisturbed one, its scores)."""
     flags = [places["VIT"], "--finetune", "--erase", 0.9, "--eval-every", 2, "--label-fraction", 0.9, *FAST]
     out = tmp_path_factory.mktemp("tuned") / "run"
-    return flags, out, *run(*flags, "--out", out)
+    return flags, out, run(*flags, "--out", out)[0]
 
 
 def test_a_run_and_what_it_leaves(tuned):
-    flags, out, result, _ = tuned
+    flags, out, result = tuned
     assert list(result) == ["encoder"] and result["encoder"].keys() == {"finetune_top1", "finetune_per_class"}
     assert [(r["epoch"], r["step"]) for r in records(out)] == [(1, STEPS), (2, 2 * STEPS), (3, 3 * STEPS)]
     assert ["finetune_top1" in r for r in records(out)] == [False, True, True]
@@ -296,7 +296,7 @@ def test_a_run_and_what_it_leaves(tuned):
 
 def test_stopped_and_continued(tuned, tmp_path):
     """In mid-epoch, with loader processes: as an undisturbed run, bit for bit."""
-    flags, out, result, _ = tuned
+    flags, out, result = tuned
     flags = [*flags, "--out", tmp_path]
     assert run(*flags, "--max-steps", 1)[0] == {} and load(tmp_path / "last.pt")["step"] == 1
     assert life("eval_linear", [*flags, "--device", "cpu"], "TERM step 2")[0] == 75
@@ -315,26 +315,19 @@ def test_the_frozen_encoder_stays_as_it_is_and_learning_is_seen(places, tmp_path
     result, _ = run(places["RESNET"], *flags, "--out", tmp_path)
     assert all(torch.equal(before[k], v) for k, v in network.state_dict().items()) and not network.training
     assert result["encoder"]["linear_top1"] >= 70
-    head = load(tmp_path / "last.pt")["model"]
-    assert set(head) == {"weight", "bias"} and head["weight"].std() > 0.01
 
 
 # ------------------------------------------------------------- other images
 
 
-def test_another_test_set_never_repeats_a_score(places, tmp_path, monkeypatch, capsys):
-    """A folder of another name gives the run another name. In one --out it is refused."""
-    monkeypatch.chdir(tmp_path)
-    for name, part in (("A", "val"), ("B", "test")):
+def test_another_test_set_never_repeats_a_score(places, tmp_path, capsys):
+    for name, part in (("A", "val"), ("moved", "val"), ("B", "test")):
         shutil.copytree(places["DATA"] / "train", tmp_path / name / "train")
         shutil.copytree(places["DATA"] / part, tmp_path / name / "val")
-    shutil.copytree("A", "moved")
-    flags = [places["RESNET"], "--protocol", "moco", *FAST, "--dataset", "folder", "--data-dir"]
-    for name in "AB":
-        assert "going on" not in run(*flags, name)[1]
-    (out,) = (tmp_path / "runs").glob("*data_dirA*")
-    assert "going on" in run(*flags, "moved", "--out", out)[1]  # the same images
-    assert run(*flags, "B", "--out", out)[0] == 2 and "other images" in capsys.readouterr().err
+    flags = [places["RESNET"], "--protocol", "moco", *FAST, "--out", tmp_path / "run", "--dataset", "folder"]
+    assert "going on" not in run(*flags, "--data-dir", tmp_path / "A")[1]
+    assert "going on" in run(*flags, "--data-dir", tmp_path / "moved")[1]
+    assert run(*flags, "--data-dir", tmp_path / "B")[0] == 2 and "other images" in capsys.readouterr().err
 
 
 # ------------------------------------------------------------- training
