@@ -191,18 +191,6 @@ def test_a_run_is_judged_on_the_images_it_was_trained_on(places, tmp_path, capsy
     assert run(eval_knn, folder, "--data-dir", data, "--k", 3) == expected
 
 
-def test_each_process_group_of_a_program_has_a_store_of_its_own(shared):
-    """Or the second would look for the first one's addresses."""
-    found = []
-    for _ in range(2):
-        common.join_processes("cpu")
-        store = torch.distributed.distributed_c10d._get_default_store()
-        found.append(store.check(["address"]))
-        store.set("address", "mine")
-        torch.distributed.destroy_process_group()
-    assert found == [False, False]
-
-
 # ------------------------------------------------------------- the dump
 
 
