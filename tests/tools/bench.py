@@ -1,7 +1,6 @@
 """Measures time, by hand. Each section prints a table, its command and the machine.
 
     python tests/tools/bench.py steps     a training step
-    python tests/tools/bench.py loader    a batch of views, over torchvision's transforms image by image
     python tests/tools/bench.py knn       the kNN vote over a plain one; features over bare inference
 
 With --against CHECKOUT they are compared with the same work there, too, and with --over-flags a step with a step that
@@ -15,7 +14,6 @@ import functools
 import importlib
 import itertools
 import os
-import random
 import shlex
 import subprocess
 import sys
@@ -26,8 +24,7 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.nn.functional as F
-import torchvision.transforms as T
-from PIL import Image, ImageFilter
+from PIL import Image
 
 ROOT = Path(__file__).parents[2]
 METHODS = ("moco_jointcrop", "jcl", "clim", "logo", "logo --base simsiam", "patchmix")
@@ -52,7 +49,7 @@ def serve(house, section, *words):
     with contextlib.redirect_stdout(sys.stderr):
         if section == "steps":
             return serve_steps(tell, *words)
-        functions = dict(loader=loader_functions, knn=knn_functions)[section](common, *words)
+        functions = knn_functions(common, *words)
 
         def work(_):
             for line in sys.stdin:
@@ -172,51 +169,6 @@ def steps(args, houses):
             yield sides, [(dict(method=method, arch=kind, batch=args.batch_size), "step")]
 
 
-# ---------------------------------------------------------------------- loader
-
-
-def usual_transform(size, mean, std):
-    """The papers' pipeline for one PIL image."""
-    blur = T.Lambda(lambda image: image.filter(ImageFilter.GaussianBlur(random.uniform(0.1, 2))))
-    jitter = T.RandomApply([T.ColorJitter(0.4, 0.4, 0.4, 0.1)], 0.8)
-    first = [T.RandomResizedCrop(size, (0.2, 1)), jitter, T.RandomGrayscale(0.2), T.RandomApply([blur], 0.5)]
-    return T.Compose([*first, T.RandomHorizontalFlip(), T.ToTensor(), T.Normalize(mean, std)])
-
-
-def loader_functions(common, folder, size):
-    """Two views of each image of a folder, decoded before (small ones) or now, without and with their colors."""
-    jcl = importlib.import_module("jcl")
-    options = jcl.parse_args(f"--dataset cifar10 --num-keys 1 --image-size {size} --blur-p 0.5".split())
-    images, norm = common.load_images("folder", folder), common.NORMS[options.norm]
-    views, transform = common.ViewDataset(images, jcl.augmentation(options), 0), usual_transform(int(size), *norm)
-
-    def cut():
-        return views.__getitems__([(0, i) for i in range(len(images))])
-
-    def usual():
-        for i in range(len(images)):
-            image = Image.fromarray(images[i])
-            torch.stack([transform(image), transform(image)])
-
-    return {"cut": cut, "cut and color": lambda: common.colour_views(cut(), CPU, norm=norm), "usual": usual}
-
-
-def loader(args, houses):
-    """Yield (one or two Served, [(row, word, plain), ...]), for small images and for JPEG files: see `compare`."""
-    for size, count in ((32, args.batch_size), (224, max(2, args.batch_size // 8))):
-        with tempfile.TemporaryDirectory() as folder:
-            if size == 32:
-                make_folder(folder, count)
-            else:
-                Path(folder, "train").mkdir()
-                for i, image in enumerate(common.make_patterns(count, 500, 0)[0]):
-                    Image.fromarray(image[:375]).save(Path(folder, "train", f"{i}.jpg"), quality=90)
-            sides = [Served(house, args.threads, "loader", folder, str(size)) for house in houses]
-            source = "decoded, 32 px" if size == 32 else "JPEG, 500 x 375"
-            row = dict(images=count, source=source, views_px=size)
-            yield sides, [(row | dict(what=word), word, "usual") for word in ("cut", "cut and color")]
-
-
 # ------------------------------------------------------------------------- kNN
 
 
@@ -278,7 +230,7 @@ def machine():
 
 
 def main():
-    sections = dict(steps=steps, loader=loader, knn=knn)
+    sections = dict(steps=steps, knn=knn)
     parser = argparse.ArgumentParser("bench.py", description=__doc__.splitlines()[0])
     parser.add_argument("what", choices=sections)
     parser.add_argument("--against", metavar="CHECKOUT", help="compare with the same work by these files")
@@ -287,7 +239,7 @@ def main():
     parser.add_argument("--arch", nargs="+", default=["recipe", "micro"], metavar="NAME", help=kinds)
     parser.add_argument("--flags", default="", metavar="TEXT", help="more of the scripts', for steps")
     parser.add_argument("--over-flags", metavar="TEXT", help="steps: over the same step with these instead of --flags")
-    parser.add_argument("--batch-size", type=int, default=32, metavar="N", help="for steps and loader")
+    parser.add_argument("--batch-size", type=int, default=32, metavar="N", help="for steps")
     parser.add_argument("--rounds", type=int, default=10, metavar="N")
     parser.add_argument("--sizes", type=int, nargs="+", default=[50_000], metavar="N", help="of knn's bank")
     parser.add_argument("--threads", type=int, default=1, metavar="N")
