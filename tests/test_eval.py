@@ -223,13 +223,11 @@ def test_a_dump_without_labels(places, tmp_path, capsys):
 # ------------------------------------------------------------- mistakes
 
 MISTAKES = [  # scripts, flags, what the line names
-    (SCRIPTS, "DATA", "backbone.pt"),
     (SCRIPTS, "VIT --encoder momentum", "last.pt"),
     (SCRIPTS, "VIT --dataset folder --data-dir DATA/train", "labels"),
     (SCRIPTS[:1], "VIT --dump VIT", "--dump"),
     (SCRIPTS[:1], "VIT --dump FILE/f.npz", "--dump"),
     (SCRIPTS[1:], "VIT --lr 1", "--lr"),
-    (SCRIPTS[1:], "VIT --lrs", "--lrs"),
     (SCRIPTS[1:], "VIT --label-files NONE", "--label-files"),
     (SCRIPTS[1:], "VIT --protocol moco --out OUT", "42 images"),
     (SCRIPTS[1:], "VIT --protocol moco --milestones 60 80", "--milestones"),
