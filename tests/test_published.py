@@ -118,21 +118,21 @@ def test_position_embeddings_of_another_grid_are_resampled_as_timm_does(tmp_path
     timms = common.build_backbone(info).eval()
     timms.load_state_dict(timm.models.vision_transformer.checkpoint_filter_fn(theirs.state_dict(), timms))
     assert same(encoder, timms, 48)
+    state = theirs.state_dict()
+    torch.save({"model": state | {"pos_embed": state["pos_embed"][:, 1:]}}, tmp_path / "vit.pth")  # without a token's
+    assert "pos_embed" in refused(capsys, common.load_backbone, tmp_path / "vit.pth", **VIT)
 
 
 # ------------------------------------------------------------- what is refused
 
 
-    state = theirs.state_dict()
-    torch.save({"model": state | {"pos_embed": state["pos_embed"][:, 1:]}}, tmp_path / "vit.pth")  # without a token's
-    assert "pos_embed" in refused(capsys, common.load_backbone, tmp_path / "vit.pth", **VIT)
 UNFIT = {  # what is saved of a ResNet's state_dict; how it is read; words of the line
-    "whole numbers": (lambda state: state | {"bn1.weight": torch.ones(64, dtype=torch.int8)}, {}, "bn1.weight"),
-    "not finite": (lambda state: state | {"bn1.weight": torch.full((64,), torch.nan)}, {}, "not finite"),
-    "parts lack": (lambda state: {"conv1.weight": state["conv1.weight"]}, {}, "bn1.weight"),
     "another stem": (lambda state: state | {"conv1.weight": torch.ones(16, 3, 7, 7)}, {}, "conv1.weight"),
     "more layers": (lambda state: state | {"layer1.1.conv1.weight": torch.ones(1)}, {}, "layer1.1.conv1.weight"),
     "more parts": (lambda state: state | {"reg_token": torch.ones(1)}, {}, "reg_token"),
+    "whole numbers": (lambda state: state | {"bn1.weight": torch.ones(64, dtype=torch.int8)}, {}, "bn1.weight"),
+    "not finite": (lambda state: state | {"bn1.weight": torch.full((64,), torch.nan)}, {}, "not finite"),
+    "parts lack": (lambda state: {"conv1.weight": state["conv1.weight"]}, {}, "bn1.weight"),
     "another prefix": (dict, dict(prefix="encoder_k."), "--prefix"),
     "an encoder's name": (dict, dict(encoder="query"), "--prefix"),
     "without --arch": (dict, dict(arch=None, image_size=None), "give --arch NAME"),
