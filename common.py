@@ -327,6 +327,15 @@ def list_folder(name, root, part, unlabeled):
     return paths, labels, classes
 
 
+def at_most_images(batch_size, root):
+    """Return a batch size, or the number of a folder's training images, if there are fewer: as many on each process."""
+    parts = [os.path.join(root, part) for part in ("train", "unlabeled")]
+    folders = [part for part in parts if os.path.isdir(part)] if os.path.isdir(parts[0]) else [root]
+    found = itertools.islice(itertools.chain(*map(find_images, folders)), batch_size)
+    count, world = len([*found]), rank_and_world()[1]
+    return count - count % world if 0 < count < batch_size else batch_size  # 0: torchvision's files, or an error later
+
+
 def decode_all(images):
     """Return the images as one array (n, H, W, 3), or None if they are not all of one size."""
     array = np.empty((len(images), *images[0].shape), np.uint8)
@@ -334,8 +343,8 @@ def decode_all(images):
         if (image := images[i]).shape != array.shape[1:]:
             return None
         array[i] = image
-        if i % 1000 == 0:
-            progress(f"reading images: {i} of {len(images)}")
+        if (i + 1) % 1000 == 0 or i + 1 == len(images):
+            progress(f"reading images: {i + 1} of {len(images)}")
     return array
 
 
@@ -855,11 +864,11 @@ def extract_features(encoder, images, info, device, batch_size=256, workers=0, a
     features = []
     with evaluation_mode(encoder):
         for i, batch in enumerate(Loader(crops, device, workers, batch_size=batch_size)):
-            done = min(i * batch_size * rank_and_world()[1], len(images))  # by all processes, which are about as fast
-            progress(f"{what}: {done} of {len(images)} images")
             x = normalize(batch.to(device, non_blocking=True).float().div_(255), info["mean"], info["std"])
             with torch.autocast(device.type, torch.bfloat16, enabled=amp):
                 features.append(encoder(x).flatten(1).float().cpu())
+            done = min((i + 1) * batch_size * rank_and_world()[1], len(images))  # processes are about equally fast
+            progress(f"{what}: {done} of {len(images)} images")
     features = torch.cat(features)[: len(mine)]
     if not all(from_all(bool(features.isfinite().all()))):
         fail(f"the encoder's features of {images} are not all finite")
@@ -883,8 +892,6 @@ def knn_predict(train_x, train_y, test_x, k, temperature, num_classes):
     longest = max(from_all(len(bank)))  # all processes take the same chunks
     predicted, done = [], 0
     for chunk in queries.split(max(1, 2**26 // max(longest, num_classes))):
-        progress(f"neighbours: found for {done} of {len(queries)} images")
-        done += len(chunk)
         similarity, row = (chunk @ bank.T).topk(min(max(ks), len(bank)), dim=1)
         similarity, label = (gather_uneven(x.T).T for x in (similarity, train_y[row]))
         similarity, column = similarity.topk(min(max(ks), similarity.shape[1]), dim=1)
@@ -892,6 +899,8 @@ def knn_predict(train_x, train_y, test_x, k, temperature, num_classes):
         no_votes = torch.zeros(len(chunk), num_classes, device=bank.device)
         scores = [no_votes.scatter_add(1, label[:, :k], vote[:, :k]) for k in ks]
         predicted.append(torch.stack([score.argmax(1).cpu() for score in scores]))
+        done += len(chunk)
+        progress(f"neighbours: found for {done} of {len(queries)} images")
     predicted = torch.cat(predicted, 1)
     return predicted[0] if isinstance(k, int) else predicted
 
@@ -1117,7 +1126,7 @@ def build_backbone(info, **more):
     try:
         backbone = timm.create_model(info["timm_name"], **info["create_kwargs"], **more)
     except (TypeError, AssertionError, RuntimeError) as error:
-        fail(f"timm does not build {info['timm_name']} for images of {info['image_size']} px: {error}")
+        fail(f"timm does not build {info['timm_name']} with {info['create_kwargs']}: {error}")
     if info["stem"] != "timm":  # no 7 x 7 convolution and no max-pool, as CIFAR work has it
         stride = 2 if info["stem"] == "3x3-s2" else 1
         backbone.conv1 = nn.Conv2d(3, backbone.conv1.out_channels, 3, stride, padding=1, bias=False)
@@ -1162,16 +1171,23 @@ def load_backbone(path, encoder=None, module=None, arch=None, **published):
     return backbone.eval(), info
 
 
-def load_published(path, arch, image_size=224, patch_size=None, norm="imagenet", num_heads=None, prefix=None):
+def load_published(path, arch, image_size=224, patch_size=None, norm=None, num_heads=None, prefix=None):
     """Load an encoder from a checkpoint of others, as `load_backbone` returns it: (module in evaluation mode, info).
 
     The further arguments are what the file does not say, as in `backbone_info`. patch_size: None for the one in timm's
-    name, or 16. prefix: as in `fitting_weights`.
+    name, or 16. norm: None for what timm knows of the weights that its name tells (vit_small_patch16_224.augreg_in1k:
+    mean, standard deviation, interpolation) or, if it tells none, ImageNet's. prefix: as in `fitting_weights`.
     """
     if os.path.isdir(path):  # its own normalisation would be lost in silence
         fail(f"{path} is a folder. A run's folder says its encoder itself: leave out --arch; or give others' FILE")
     patch_size = patch_size or named_patch(arch) or 16
-    info = backbone_info(arch, image_size, patch_size, norm, num_heads=num_heads, method=Path(path).name)
+    info = backbone_info(arch, image_size, patch_size, norm or "imagenet", num_heads=num_heads, method=Path(path).name)
+    if norm is None and "." in arch:
+        try:
+            known = timm.get_pretrained_cfg(arch)
+        except RuntimeError:
+            fail(f"timm knows no weights {arch}: leave out what stands after the point, and give --norm")
+        info |= dict(mean=known.mean, std=known.std, interpolation=known.interpolation)
     backbone = build_backbone(info)
     weights, taken = fitting_weights(path, backbone, prefix, "--prefix")
     backbone.load_state_dict(weights)
@@ -1525,17 +1541,19 @@ def progress(text, last=[0.0]):  # noqa: B006  (the list keeps the time of the l
 
 
 def show_progress(args, loader, history, step, total_steps):
-    """Show how far a training has come. Exits with an error message if the loss or its gradient is not finite.
+    """Show how far a training has come. All processes call it, and exit with an error message if a value is not finite.
 
     loader: `Loader`, which has begun an epoch. history: {name: 0-d tensor} of each step since then, with `loss`.
     """
     last, seconds = history[-1], (time.perf_counter() - loader.began) / len(history)
-    if not (last["loss"] + last.get("grad_norm", 0)).isfinite():
+    losses, norms = zip(*from_all((last["loss"].item(), float(last.get("grad_norm", 0)))), strict=True)
+    loss = sum(losses) / len(losses)
+    if not math.isfinite(loss + sum(norms)):
         advice = "go on without bf16, or with a lower --lr in a new --out"
         fail(f"the loss or its gradient is not finite at step {step}; last.pt is from before: {advice}")
     where = f"epoch {math.ceil(step * args.epochs / total_steps)}/{args.epochs}  step {step}/{total_steps}"
     speed = f"{args.batch_size / seconds:.0f} images/s  {seconds * (total_steps - step) / 60:.1f} min left"
-    progress(f"{where}  loss {last['loss'].item():.3f}  {speed}")
+    progress(f"{where}  loss {loss:.3f}  {speed}")
 
 
 WRITERS = {}  # {folder: TensorBoard's writer}
@@ -1564,8 +1582,8 @@ def log_epoch(args, record):
 
 # What may differ between two calls of one run; an evaluation's, too
 OPERATING = {
-    *("out", "resume", "max_steps", "keep_every", "knn_every", "eval_every", "device", "amp", "compile", "changes"),
-    *("grad_checkpoint", "workers", "tensorboard", "show_views", "data_dir", "cache"),
+    *("out", "resume", "max_steps", "keep_every", "knn_every", "eval_every", "device", "compile", "changes"),
+    *("workers", "tensorboard", "show_views", "data_dir", "cache", "checkpoint"),
 }
 PATHS = {"checkpoint", "data_dir", "dump", "init", "label_files", "out", "resume", "show_views"}
 RANGES = {"crop_scale", "crop_ratio", "blur_sigma", "global_scale", "local_scale"}  # pairs: the smaller number first
@@ -1673,6 +1691,8 @@ def parse(script, doc, argv, table, run, recipe=None):
     for name in sorted(RANGES & values.keys()):
         if values[name] is not None and values[name][0] > values[name][1]:
             fail(f"{option(name)} {shown(values[name])}: give the smaller number first")
+    if recipe and "batch_size" not in typed and os.path.isdir(values["data_dir"] or ""):
+        values["batch_size"] = at_most_images(values["batch_size"], values["data_dir"])
     args = argparse.Namespace(**values)
     if recipe:
         if "data_dir" in typed and "dataset" not in typed:
@@ -1740,7 +1760,7 @@ EVALUATION = {  # the flags that both evaluations have
         image_size=(None, "side of the images (default: 224; own encoder: 32)", (1, math.inf)),
         patch_size=(None, "of a ViT (default: as in its name, or 16)", (1, math.inf)),
         num_heads=(None, "of a ViT (default: timm's number)", (1, math.inf)),
-        norm=(None, "whose mean and standard deviation normalise the images (default: imagenet)", NORMS),
+        norm=(None, "whose mean and deviation normalise images (default: imagenet, or as a tag of timm's says)", NORMS),
         prefix=(None, "which encoder of a FILE: what stands before its names"),
     ),
     "operation": dict(
@@ -1855,7 +1875,7 @@ def load_run(args, images, resume=None):
     one, or if the processes have different flags, images or states.
     """
     path, new, state = Path(args.out, "last.pt"), vars(args), dict(step=0, records=[])
-    must_match, advice = new.keys() - OPERATING, "give another --out"
+    must_match, advice = new.keys() - OPERATING, f"give these, or another --out (with its weights: --resume {path})"
     if path.exists():
         state = load_state(path)
     if resume is not None and state["step"] == 0:

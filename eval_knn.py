@@ -92,6 +92,8 @@ def main(args, encoder=None, train=None, test=None):
     ks = list(dict.fromkeys(min(k, len(train)) for k in args.k))
     lines = f"{common.protocol(args, info, train, test)}\nkNN: cosine, votes exp(similarity / {args.temperature})"
     common.log(lines)
+    if judged and max(args.k) > len(train):
+        common.log(f"--k {max(args.k)} is more than the training images: k is {len(train)}")
     networks = {"encoder": encoder, **(common.floor_encoders(args, info, device, len(train)) if judged else {})}
     results, how = {}, dict(batch_size=args.batch_size, workers=args.workers, amp=args.amp == "bf16")
     for name, network in networks.items():

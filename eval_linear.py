@@ -755,7 +755,7 @@ def train_protocol(args, device, encoder, info, train, test):
                 step += 1
                 train_top1 = 100 * (logits.argmax(1) == y).float().mean()
                 history.append(dict(loss=loss.detach(), train_top1=train_top1))
-                if step % 10 == 0:
+                if step % 10 == 0 or step == total_steps:
                     common.show_progress(args, loader, history, step, total_steps)
             ended = step == (epoch + 1) * steps_per_epoch
             if ended and history:

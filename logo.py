@@ -189,6 +189,8 @@ def recipe(chosen):
         values |= small.get(chosen.dataset, SIMSIAM)
     if chosen.arch in ("resnet_micro", "resnet_mini") and chosen.dataset in ("cifar10", "cifar100", "stl10", "folder"):
         values |= SMALL_SIMSIAM if on_simsiam else SMALL_MOCO
+        if chosen.dataset == "folder":
+            values["batch_size"] = 64  # a folder of one's own may be small
     if chosen.pairs == "all":
         values |= ALL_PAIRS
     if chosen.variant == "paper":
@@ -610,7 +612,7 @@ def parse_args(argv=None):
         patch_size = args.patch_size if common.is_vit(args.arch) else 1
         args.local_size = min(args.local_size, args.image_size // 2) // patch_size * patch_size
     if args.base == "moco" and "bn_groups" not in typed:
-        args.bn_groups = math.lcm(args.bn_groups, common.rank_and_world()[1])  # each process has equally many
+        args.bn_groups = usual_groups(args.bn_groups, args.batch_size)
     common.check_schedule(args)
     if args.base == "moco":
         check_batch_norm_groups(args)
@@ -852,7 +854,7 @@ def main(args, train=None, test=None, encoder=None):
                 step += 1
                 metrics |= dict(loss=loss, grad_norm=grad_norm)
                 history.append({name: value.detach() for name, value in metrics.items()})
-                if step % 10 == 0:
+                if step % 10 == 0 or step == total_steps:
                     common.show_progress(args, loader, history, step, total_steps)
             ended = step == (epoch + 1) * steps_per_epoch
             if ended and history:
@@ -982,6 +984,16 @@ class GroupedBatchNorm(nn.modules.batchnorm._BatchNorm):
         self.running_mean.copy_(mean.mean(0))
         self.running_var.copy_(var.mean(0))
         return self.after(torch.cat(slices))
+
+
+def usual_groups(most, batch_size):
+    """Return the number of --bn-groups if it is not typed: the recipe's or, of a small batch, as many as have 8 images.
+
+    Each process has equally many.
+    """
+    if batch_size < 8 * most:
+        most = max((n for n in range(1, most) if batch_size % n == 0 and batch_size >= 8 * n), default=1)
+    return math.lcm(most, common.rank_and_world()[1])
 
 
 def check_batch_norm_groups(args):

@@ -704,7 +704,7 @@ def main(args, train=None, test=None, encoder=None):
                 step += 1
                 metrics |= dict(loss=loss, grad_norm=grad_norm)
                 history.append({name: value.detach() for name, value in metrics.items()})
-                if step % 10 == 0:
+                if step % 10 == 0 or step == total_steps:
                     common.show_progress(args, loader, history, step, total_steps)
             ended = step == (epoch + 1) * steps_per_epoch
             if ended and history:

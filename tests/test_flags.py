@@ -12,6 +12,7 @@ import torch
 from conftest import METHODS, VARIANTS
 from tiny import flat
 
+import clim
 import common
 
 
@@ -99,8 +100,28 @@ def test_small_encoders_have_their_recipe_on_folders(method):
     archs = ("vit_micro", "vit_small") if method == "patchmix" else ("resnet_mini", "resnet18")
     small, large = (vars(module.parse_args(["--dataset", "folder", "--arch", arch])) for arch in archs)
     name = dict(patchmix="SMALL_ENCODER", logo="SMALL_MOCO").get(method, "SMALL_ENCODERS")
-    assert getattr(module, name).items() <= small.items() and small["momentum"] != large["momentum"]
+    of_a_folder = getattr(module, name) | dict(batch_size=64)
+    assert of_a_folder.items() <= small.items() and small["momentum"] != large["momentum"]
     assert small.get("queue") == large.get("queue")
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_folder_of_few_images_makes_one_batch(method, tmp_path):
+    """Unless a batch size is typed. Each slice with batch-norm statistics of its own has eight images or more."""
+    for i in range(30):
+        (tmp_path / f"{i}.png").touch()
+    arch = "vit_micro" if method == "patchmix" else "resnet_mini"
+    flags = ["--dataset", "folder", "--data-dir", str(tmp_path), "--arch", arch, "--image-size", "64"]
+    args = importlib.import_module(method).parse_args(flags)
+    assert args.batch_size == 30 and getattr(args, "bn_groups", 3) == 3
+    args = importlib.import_module(method).parse_args([*flags, "--batch-size", "16"])
+    assert args.batch_size == 16 and getattr(args, "bn_groups", 2) == 2
+
+
+def test_choice_of_positives_begins_earlier_in_a_shorter_run():
+    starts = [clim.parse_args(["--epochs", str(n), "--dataset", "imagenet"]).clim_start for n in (400, 200, 80, 2)]
+    usual = clim.IMAGENET["clim_start"]
+    assert clim.IMAGENET["epochs"] == 200 and starts == [usual, usual, usual * 80 // 200, 0]
 
 
 @pytest.mark.parametrize("method", METHODS)

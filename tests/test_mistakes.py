@@ -163,13 +163,13 @@ def test_labels_are_of_two_classes_and_of_those_that_were_trained(labels, tested
 # ------------------------------------------------------- a run that cannot go on
 
 
-@pytest.mark.parametrize("flag", ["--lr 0.123", "--image-size 24", "--min-lr 1e-05", "--jitter 0.4 0.4 0.4 0.2"])
+@pytest.mark.parametrize("flag", ["--lr 0.123", "--image-size 24", "--jitter 0.4 0.4 0.4 0.2", "--grad-checkpoint"])
 def test_another_configuration(begun, capsys, flag):
     out = begun("jcl")
     before = contents(out)
     line = refused(capsys, run, "jcl", out, "--knn-every", "0", *flag.split())
-    name, value = flag.split(" ", 1)
-    assert name in line and value in line and line.count("--") == 2 and contents(out) == before  # and --out
+    name, _, value = flag.partition(" ")
+    assert name in line and value in line and contents(out) == before
 
 
 def test_other_images(begun, capsys, monkeypatch):
@@ -181,12 +181,11 @@ def test_other_images(begun, capsys, monkeypatch):
 def wrong_states(state):
     """Yield (a checkpoint that does not fit, flags): of another run, without a part, or with another model's."""
     yield from ((state, flags) for flags in ("--arch resnet_nano", "--batch-size 8", "--image-size 32"))
-    parts = sorted(set(state) - {"backbone"})
-    wrong = [state | {"config": state["config"] | {"method": "another"}}, {"step": 3}, [state]]
-    wrong += [{k: v for k, v in state.items() if k != part} for part in parts]
-    wrong += [state | {part: {}} for part in parts if isinstance(state[part], dict) and "optim" in part]
-    wrong += [state | {"model": {k: v[..., None] for k, v in state["model"].items()}}]
-    yield from ((checkpoint, "") for checkpoint in wrong)
+    yield state | {"config": state["config"] | {"method": "another"}}, ""
+    yield state | {"model": {k: v[..., None] for k, v in state["model"].items()}}, ""
+    for part in state.keys() - {"backbone"}:
+        yield {k: v for k, v in state.items() if k != part}, ""
+    yield from ((state | {part: {}}, "") for part in state if "optim" in part)
 
 
 @pytest.mark.parametrize("method", JCL_AT_ONCE)

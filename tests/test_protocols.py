@@ -387,4 +387,5 @@ def test_another_configuration_or_encoder_is_refused(places, tmp_path, capsys):
     for more in (["--lr", 3], ["--label-fraction", 0.9]):
         assert run(*flags, *more)[0] == 2 and "another configuration" in capsys.readouterr().err
     assert run(places["RESNET"], *flags[1:])[0] == 2 and "weights" in capsys.readouterr().err
-    assert run(f"{places['VIT']}/", *flags[1:])[0] != 2  # the same encoder by another name
+    for same in (f"{places['VIT']}/", f"{places['VIT']}/backbone.pt"):
+        assert run(same, *flags[1:])[0] != 2

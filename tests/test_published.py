@@ -107,8 +107,13 @@ def test_public_encoders_are_read_by_timms_name(name, tmp_path, monkeypatch):
         theirs.fc = torch.nn.Identity()
     else:
         theirs.reset_classifier(0)
-    read = common.load_backbone(tmp_path / "model.safetensors", arch=f"{name}.in1k", image_size=size)[0]
+    known = timm.get_pretrained_cfg(name)  # of the weights that are timm's default
+    how = dict(arch=f"{name}.{known.tag}", image_size=size)
+    read, info = common.load_backbone(tmp_path / "model.safetensors", **how)
     assert same(read, theirs.eval(), size)
+    assert [info[key] for key in ("mean", "std", "interpolation")] == [known.mean, known.std, known.interpolation]
+    info = common.load_backbone(tmp_path / "model.safetensors", **how, norm="cifar10")[1]
+    assert (info["mean"], info["std"]) == common.NORMS["cifar10"]
 
 
 def test_position_embeddings_of_another_grid_are_resampled_as_timm_does(tmp_path, capsys):
