@@ -178,21 +178,16 @@ def test_last_pt_holds_both_encoders(tmp_path, capsys):
     state = dict(config={}, optimizer={}, backbone=info, model=weights | {"projector.weight": torch.ones(1)})
     common.write_file(tmp_path / "last.pt", state)
     common.write_file(tmp_path / "backbone.pt", info | {"state_dict": momentum.state_dict()})
-    x = torch.randn(2, 3, 16, 16)
-    for where, encoder, expected in [
-        (tmp_path, None, momentum),
-        (tmp_path, "query", query),
-        (tmp_path / "last.pt", None, momentum),
-        (tmp_path / "last.pt", "query", query),
-        (tmp_path / "backbone.pt", "momentum", momentum),
-    ]:
+    x, last = torch.randn(2, 3, 16, 16), tmp_path / "last.pt"
+    cases = [(tmp_path, None, momentum), (tmp_path, "query", query), (last, None, momentum), (last, "query", query)]
+    for where, encoder, expected in cases:
         loaded, said = common.load_backbone(where, encoder)
         assert said["encoder"] == (encoder or "momentum") and torch.equal(loaded(x), expected(x))
     refused(capsys, common.load_backbone, tmp_path / "backbone.pt", "query")
-    (name, weight), *others = momentum.state_dict().items()
-    for wrong in ({}, {name: torch.ones(1, 7)}, {name: weight, "more": torch.ones(1)}):
-        common.write_file(tmp_path / "backbone.pt", info | {"state_dict": dict(others) | wrong})
-        assert ("more" if "more" in wrong else name) in refused(capsys, common.load_backbone, tmp_path)
+    fitting, name = momentum.state_dict(), "bn1.weight"
+    for wrong, named in (({name: torch.ones(1, 7)}, name), ({"more": torch.ones(1)}, "more")):
+        common.write_file(tmp_path / "backbone.pt", info | {"state_dict": fitting | wrong})
+        assert named in refused(capsys, common.load_backbone, tmp_path)
     query_only = {k: v for k, v in weights.items() if not k.startswith("momentum_")}
     common.write_file(tmp_path / "last.pt", state | {"model": query_only, "backbone": info | {"encoder": "query"}})
     refused(capsys, common.load_backbone, tmp_path, "momentum")
