@@ -1,7 +1,7 @@
 """Measures time, by hand. Each section prints a table, its command and the machine.
 
     python tests/tools/bench.py steps     a training step
-    python tests/tools/bench.py knn       the kNN vote over a plain one; features over bare inference
+    python tests/tools/bench.py knn       the kNN vote over a plain one
 
 With --against CHECKOUT they are compared with the same work there, too, and with --over-flags a step with a step that
 has other flags. What is compared runs in turn: A, B, C; C, B, A. Ratios mean more than times, because other programs
@@ -28,7 +28,6 @@ from PIL import Image
 
 ROOT = Path(__file__).parents[2]
 METHODS = ("moco_jointcrop", "jcl", "clim", "logo", "logo --base simsiam", "patchmix")
-CPU = torch.device("cpu")
 
 
 # ------------------------------------------------ the work, in a process of its own
@@ -183,33 +182,22 @@ def plain_knn(train_x, train_y, test_x, k, temperature, num_classes):
     return torch.cat(predicted)
 
 
-ENCODERS = dict(resnet_micro=1024, vit_micro=1024, resnet18=128, vit_tiny=128)  # and images
-
-
 def knn_functions(common, *sizes):
-    """The vote of a bank of so many features for a fifth as many, and the features of few images by ENCODERS."""
-    draws, functions, patterns = torch.Generator().manual_seed(0), {}, common.load_images("patterns")
+    """The vote of a bank of so many features for a fifth as many."""
+    draws, functions = torch.Generator().manual_seed(0), {}
     for size in map(int, sizes):
         bank, queries = (torch.randn(n, 512, generator=draws) for n in (size, size // 5))
         given = bank, torch.randint(10, (size,), generator=draws), queries, min(200, size), 0.07, 10
         functions[f"vote {size}"] = functools.partial(common.knn_predict, *given)
-        functions[f"bare vote {size}"] = functools.partial(plain_knn, *given)
-    for arch, count in ENCODERS.items():
-        info, images = common.backbone_info(arch, 32, 2 if arch == "vit_tiny" else 8), patterns.subset(np.arange(count))
-        encoder = common.build_backbone(info).eval()
-        x = torch.from_numpy(patterns.array[:count]).permute(0, 3, 1, 2).float().div_(255)
-        parts = common.normalize(x, info["mean"], info["std"]).split(256)
-        functions[arch] = functools.partial(common.extract_features, encoder, images, info, CPU)
-        functions[f"bare {arch}"] = torch.no_grad()(lambda parts=parts, encoder=encoder: [encoder(x) for x in parts])
+        functions[f"plain {size}"] = functools.partial(plain_knn, *given)
     return functions
 
 
 def knn(args, houses):
-    """Yield (one or two Served, [(row, word, plain), ...]), for the votes and for each encoder: see `compare`."""
+    """Yield (one or two Served, [(row, word, plain), ...]), a row per size: see `compare`."""
     sides = [Served(house, args.threads, "knn", *map(str, args.sizes)) for house in houses]
-    works = [(f"{size} x {size // 5} x 512, k 200", f"vote {size}") for size in args.sizes]
-    works += [(f"features, {arch}, {count} images", arch) for arch, count in ENCODERS.items()]
-    yield sides, [(dict(what=what), word, f"bare {word}") for what, word in works]
+    shapes = {size: dict(vote=f"{size} x {size // 5} x 512, k 200") for size in args.sizes}
+    yield sides, [(row, f"vote {size}", f"plain {size}") for size, row in shapes.items()]
 
 
 # ------------------------------------------------------------------------ main
