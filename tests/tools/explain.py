@@ -81,13 +81,6 @@ def marked(cuts, keys):
     return [(boxes[0], KEY if v in keys else QUERY) for v, (_, boxes) in enumerate(cuts)]
 
 
-def thumbnails(images):
-    """A stand-in for an encoder: images as 4 x 4 pixels, centred and L2-normalised."""
-    pixels = [common.cut(images[i], (0, 0, *images[i].shape[:2]), 4).reshape(-1) for i in range(len(images))]
-    x = torch.tensor(np.array(pixels)).float()
-    return F.normalize(x - x.mean(0), dim=1)
-
-
 def pasted(view, mixed):
     """The box (top, left, height, width) in which two images (3, S, S) differ: what CutMix has pasted."""
     rows, columns = torch.nonzero((view != mixed).any(0)).unbind(1)
@@ -96,8 +89,10 @@ def pasted(view, mixed):
 
 
 def likest(images):
-    """CLIM's one positive of each image, by `thumbnails`: (n, 1)."""
-    x = thumbnails(images)
+    """CLIM's one positive of each image: (n, 1). For an encoder stand 4 x 4 pixels, centred and L2-normalised."""
+    pixels = [common.cut(images[i], (0, 0, *images[i].shape[:2]), 4).reshape(-1) for i in range(len(images))]
+    x = torch.tensor(np.array(pixels)).float()
+    x = F.normalize(x - x.mean(0), dim=1)
     centers, assignment = clim.kmeans(x, 3, generator=common.generator(0))
     return clim.select_positives(x, centers, assignment, k=1, num_positives=1)
 
