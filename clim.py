@@ -51,7 +51,6 @@ import functools
 import itertools
 import json
 import math
-import textwrap
 import time
 from pathlib import Path
 
@@ -798,14 +797,12 @@ def restore(args, images, model, optimizer, positives):
     """
     path, state = common.load_run(args, images, args.resume)
     if state["step"] > 0:
-        try:
+        with common.fitting(path):
             model.load_state_dict(state["model"])
             # Its buffers only: rates and decay are this run's, which may differ from --resume's
             optimizer.load_state_dict(optimizer.state_dict() | dict(state=state["optimizer"]["state"]))
             if args.selection != "none":  # --resume's run may have had positives
                 positives.copy_(state["positives"])
-        except (RuntimeError, KeyError) as error:
-            common.fail(f"{path} does not fit this model: {' '.join(str(error).split())[:300]}")
     elif args.init:
         weights, _ = common.fitting_weights(args.init, model.backbone, args.init_prefix)
         model.backbone.load_state_dict(weights)
@@ -845,10 +842,7 @@ def introduce(args, train, test, **facts):
     rows |= {group: {name: getattr(args, name, None) for name in table} for group, table in HYPERPARAMETERS.items()}
     rows |= dict(data={"train": train, "test": test}, facts=facts, versions=common.versions(args.device))
     for group, values in rows.items():
-        pairs = (f"{name} {common.shown(value)}" for name, value in values.items() if value is not None)
-        words = "  ".join(pair.replace(" ", "\xa0") for pair in pairs)  # no line ends within a pair
-        how = dict(initial_indent=f"{group:14}", subsequent_indent=" " * 14, break_on_hyphens=False)
-        common.log(textwrap.fill(words, 120, **how).replace("\xa0", " "))
+        common.log_values(group, values)
 
 
 def means(args, loader, history):
@@ -861,9 +855,7 @@ def means(args, loader, history):
     values = (gather(sums[None]).mean(0) / len(history)).tolist()
     if not math.isfinite(sum(values)):
         common.fail("the loss or its gradient is not finite in this epoch; last.pt is from before: give a lower --lr")
-    seconds = time.perf_counter() - loader.began
-    speed = dict(images_per_s=args.batch_size * len(history) / seconds, data_wait=loader.waited / seconds)
-    return dict(zip(history[0], values, strict=True)) | speed
+    return dict(zip(history[0], values, strict=True)) | loader.speed(args.batch_size * len(history))
 
 
 # ------------------------------------------------------------------- the loop

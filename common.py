@@ -31,6 +31,7 @@ import re
 import signal
 import subprocess
 import sys
+import textwrap
 import threading
 import time
 import warnings
@@ -661,6 +662,11 @@ class Loader(DataLoader):
             options["timeout"] = PATIENCE.total_seconds()  # a worker that cannot send a batch is an error, not a wait
         super().__init__(data, pin_memory=device.type == "cuda", **options)
 
+    def speed(self, images):
+        """Return what an epoch's record says of the loop so far over so many images, and the next step's at once."""
+        seconds = time.perf_counter() - self.began
+        return dict(images_per_s=images / seconds, data_wait=self.waited / seconds)
+
     def __iter__(self):
         self.began = asked = time.perf_counter()
         self.waited = 0.0
@@ -1164,10 +1170,8 @@ def load_backbone(path, encoder=None, module=None, arch=None, **published):
     if module is None and info["timm_name"] is None:
         fail(f"{path} holds a user's own encoder: give it, too, as eval_knn.main(args, encoder=MODULE)")
     backbone = build_backbone(info) if module is None else module
-    try:
+    with fitting(path):
         backbone.load_state_dict(weights)
-    except RuntimeError as error:
-        fail(f"{path} does not fit the encoder: {' '.join(str(error).split())[:300]}")
     return backbone.eval(), info
 
 
@@ -1532,6 +1536,15 @@ def log(text="", end="\n"):
             print(("\r\x1b[K" if sys.stdout.isatty() else "") + text, end=end, flush=True)
 
 
+def log_values(group, values):
+    """Print a row of a run's table: a group's name, then names and values, but for those that are None."""
+    pairs = [f"{name} {shown(value)}" for name, value in values.items() if value is not None]
+    words = "  ".join(pair.replace(" ", "\xa0") for pair in pairs)  # no line ends within a pair
+    if words:
+        how = dict(initial_indent=f"{group:14}", subsequent_indent=" " * 14, break_on_hyphens=False)
+        log(textwrap.fill(words, 120, **how).replace("\xa0", " "))
+
+
 def progress(text, last=[0.0]):  # noqa: B006  (the list keeps the time of the last line)
     """Show how far long work has come: on a terminal a line that rewrites itself, in a log file a line every 30 s."""
     on_terminal = sys.stdout.isatty()
@@ -1549,7 +1562,7 @@ def show_progress(args, loader, history, step, total_steps):
     losses, norms = zip(*from_all((last["loss"].item(), float(last.get("grad_norm", 0)))), strict=True)
     loss = sum(losses) / len(losses)
     if not math.isfinite(loss + sum(norms)):
-        advice = "go on without bf16, or with a lower --lr in a new --out"
+        advice = "give a new --out with its --resume, and --amp off or a lower --lr"
         fail(f"the loss or its gradient is not finite at step {step}; last.pt is from before: {advice}")
     where = f"epoch {math.ceil(step * args.epochs / total_steps)}/{args.epochs}  step {step}/{total_steps}"
     speed = f"{args.batch_size / seconds:.0f} images/s  {seconds * (total_steps - step) / 60:.1f} min left"
@@ -1856,6 +1869,15 @@ def load_checkpoint(path):
             return torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # a file from elsewhere may raise anything, and torch's advice is to load it unsafely
         fail(f"cannot read {path} as a checkpoint of tensors and plain data: {str(error).partition('. ')[0][:300]}")
+
+
+@contextlib.contextmanager
+def fitting(path):
+    """Inside, what torch says of a checkpoint that does not fit a module or an optimiser becomes an error message."""
+    try:
+        yield
+    except (RuntimeError, KeyError) as error:
+        fail(f"{path} does not fit: {' '.join(str(error).split())[:300]}")
 
 
 def load_state(path):

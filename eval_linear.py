@@ -47,8 +47,6 @@ import math
 import os
 import random
 import re
-import textwrap
-import time
 from pathlib import Path
 
 import numpy as np
@@ -625,12 +623,10 @@ def restore(args, images, network, optimizer):
     """
     path, state = common.load_run(args, images)
     if state["step"] > 0:
-        try:
+        with common.fitting(path):
             network.load_state_dict(state["model"])
             # What it has gathered. Its flags are this run's
             optimizer.load_state_dict(optimizer.state_dict() | dict(state=state["optimizer"]["state"]))
-        except (RuntimeError, KeyError) as error:
-            common.fail(f"{path} does not fit this evaluation: {' '.join(str(error).split())[:300]}")
     return state["step"], state["records"]
 
 
@@ -653,11 +649,8 @@ def introduce(args, **facts):
     rows = dict(run={name: getattr(args, name) for name in ("mode", "protocol", "seed", "checkpoint", "out")})
     rows |= {group: {name: getattr(args, name) for name in table} for group, table in VALUES.items()}
     rows |= dict(facts=facts, versions=common.versions(args.device))
-    style = dict(width=120, subsequent_indent=" " * 14, break_on_hyphens=False)  # a path stays whole
     for group, values in rows.items():
-        words = "  ".join(f"{name} {common.shown(value)}" for name, value in values.items() if value is not None)
-        if words:  # else it is a group of other evaluations
-            common.log(textwrap.fill(words, initial_indent=f"{group:14}", **style))
+        common.log_values(group, values)
 
 
 def means(args, loader, history):
@@ -667,9 +660,7 @@ def means(args, loader, history):
     """
     sums = sum(torch.stack([*metrics.values()]).double() for metrics in history)
     values = (common.gather_uneven(sums[None]).mean(0) / len(history)).tolist()
-    seconds = time.perf_counter() - loader.began
-    speed = dict(images_per_s=args.batch_size * len(history) / seconds, data_wait=loader.waited / seconds)
-    return dict(zip(history[0], values, strict=True)) | speed
+    return dict(zip(history[0], values, strict=True)) | loader.speed(args.batch_size * len(history))
 
 
 def evaluate(args, device, encoder, network, info, test):

@@ -72,8 +72,6 @@ What differs by rounding, by an index or by precision is in tests/golden/README.
 import argparse
 import json
 import math
-import textwrap
-import time
 from itertools import permutations
 from pathlib import Path
 
@@ -672,15 +670,13 @@ def restore(args, images, modules, optimizers, previous_norm):
     """
     path, state = common.load_run(args, images, args.resume)
     if state["step"] > 0:
-        try:
+        with common.fitting(path):
             for name, module in modules.items():
                 module.load_state_dict(state[name])
             for name, optimizer in optimizers.items():
                 # Its buffers only: rates and decay are this run's, which may differ from --resume's
                 optimizer.load_state_dict(optimizer.state_dict() | dict(state=state[name]["state"]))
             previous_norm.copy_(state["previous_norm"])
-        except (RuntimeError, KeyError) as error:
-            common.fail(f"{path} does not fit this model: {' '.join(str(error).split())[:300]}")
     elif args.init:
         model = modules["model"]
         weights, _ = common.fitting_weights(args.init, model.backbone, args.init_prefix)
@@ -723,10 +719,7 @@ def introduce(args, train, test, **facts):
     rows |= {group: {name: getattr(args, name, None) for name in table} for group, table in HYPERPARAMETERS.items()}
     rows |= dict(data={"train": train, "test": test}, facts=facts, versions=common.versions(args.device))
     for group, values in rows.items():
-        pairs = (f"{name} {common.shown(value)}" for name, value in values.items() if value is not None)
-        words = "  ".join(pair.replace(" ", "\xa0") for pair in pairs)  # no line ends within a pair
-        how = dict(initial_indent=f"{group:14}", subsequent_indent=" " * 14, break_on_hyphens=False)
-        common.log(textwrap.fill(words, 120, **how).replace("\xa0", " "))
+        common.log_values(group, values)
 
 
 def means(args, loader, history):
@@ -739,9 +732,7 @@ def means(args, loader, history):
     values = (gather(sums[None]).mean(0) / len(history)).tolist()
     if not math.isfinite(sum(values)):
         common.fail("the loss or its gradient is not finite in this epoch; last.pt is from before: give a lower --lr")
-    seconds = time.perf_counter() - loader.began
-    speed = dict(images_per_s=args.batch_size * len(history) / seconds, data_wait=loader.waited / seconds)
-    return dict(zip(history[0], values, strict=True)) | speed
+    return dict(zip(history[0], values, strict=True)) | loader.speed(args.batch_size * len(history))
 
 
 # ------------------------------------------------------------------- the loop

@@ -90,7 +90,8 @@ def test_random_init_is_the_untrained_floor_of_a_run(whole):
 
 def test_the_speed_and_the_means_of_an_epoch(monkeypatch):
     """Of 4 steps of 16 images in 8 seconds, of which one was waited."""
-    loader, args = types.SimpleNamespace(began=2.0, waited=1.0), types.SimpleNamespace(batch_size=16)
+    loader, args = common.Loader([0], torch.device("cpu")), types.SimpleNamespace(batch_size=16)
+    loader.began, loader.waited = 2.0, 1.0
     history = [dict(loss=torch.tensor(x)) for x in (1.0, 2.0, 3.0, 6.0)]
     monkeypatch.setattr("time.perf_counter", lambda: 10.0)
     for script in (*METHODS, "eval_linear"):
