@@ -274,34 +274,23 @@ def test_jointcrop_quantiles():
 # -------------------------------------------------------------------------- MoCo v3
 
 
-def moco_v3_inputs(t):
+@pytest.mark.parametrize("t", ["t020", "t100"])
+def test_moco_v3_forward(t):
+    """PatchMix's baseline is this symmetric loss divided by 2 tau."""
     f = golden("mocov3")
-    return f, f[f"temperature_{t}"].item(), leaf(f["q1"]), leaf(f["q2"])
-
-
-def compare_moco_v3(f, t, loss, q1, q2, factor=1.0):
-    same(factor * loss, f[f"loss_{t}"])
-    for name, gradient in zip(("q1", "q2"), torch.autograd.grad(loss, (q1, q2)), strict=True):
-        same(factor * gradient, f[f"grad_{name}_{t}"])
-
-
-def test_moco_v3_forward():
-    for t in ("t020", "t100"):
-        f, temperature, q1, q2 = moco_v3_inputs(t)
-        args = parsed(moco_jointcrop, 10, "--moco", "v3", "--variant", "released")
-        args.hidden, args.dim, args.temperature = 16, 16, temperature
-        model = replace_encoders(moco_jointcrop.MoCoV3(args), Embeddings(0), Embeddings(1))
-        loss, keys, *_ = model([as_images(q1, f["k1"]), as_images(q2, f["k2"])], 0)
-        assert keys is None  # nothing is enqueued
-        compare_moco_v3(f, t, loss, q1, q2)
-
-
-def test_moco_v3_by_patchmix():
-    """PatchMix's baseline is MoCo v3's symmetric loss divided by 2 tau."""
-    f, temperature, q1, q2 = moco_v3_inputs("t020")
+    temperature, q1, q2 = f[f"temperature_{t}"].item(), leaf(f["q1"]), leaf(f["q2"])
+    args = parsed(moco_jointcrop, 10, "--moco", "v3", "--variant", "released")
+    args.hidden, args.dim, args.temperature = 16, 16, temperature
+    model = replace_encoders(moco_jointcrop.MoCoV3(args), Embeddings(0), Embeddings(1))
+    loss, keys, *_ = model([as_images(q1, f["k1"]), as_images(q2, f["k2"])], 0)
+    assert keys is None  # nothing is enqueued
     query, key = {(0, False): q1, (1, False): q2}, {(0, False): f["k1"], (1, False): f["k2"]}
-    loss, _ = patchmix_forward(10, query, key, "--num-mix", "1", "--terms", "oto,mto")
-    compare_moco_v3(f, "t020", loss, q1, q2, 2 * temperature)
+    flags = f"--num-mix 1 --terms oto,mto --temperature {temperature}".split()
+    by_patchmix, _ = patchmix_forward(10, query, key, *flags)
+    for value in (loss, 2 * temperature * by_patchmix):
+        same(value, f[f"loss_{t}"])
+        for name, gradient in zip(("q1", "q2"), torch.autograd.grad(value, (q1, q2)), strict=True):
+            same(gradient, f[f"grad_{name}_{t}"])
 
 
 @pytest.mark.parametrize("suffix, least, most", [("", 1e-7, 1e-5), ("_small_gradients", 1e-3, 2e-2)])

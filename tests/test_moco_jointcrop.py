@@ -198,18 +198,16 @@ def test_queue_is_first_in_first_out():
         assert [tuple(queue.keys[i].tolist()) for i in order] == held
 
 
-@pytest.mark.parametrize("views", [1, 3])
-def test_encode_shuffled_keys_restores_the_order(views):
-    images = [torch.randn(6, 3, 2, 2) + 10 * v for v in range(views)]
-    seen = []
+def test_encode_shuffled_keys_restores_the_order():
+    images, seen = [torch.randn(6, 3, 2, 2) + 10 * v for v in range(3)], []
 
     def encode(x):
-        seen.append(x)
+        seen.append(x.flatten(1))
         return x.flatten(1)
 
     keys = moco.encode_shuffled_keys(encode, images, torch.Generator().manual_seed(3))
     torch.testing.assert_close(keys, torch.stack([v.flatten(1) for v in images]))
-    assert not torch.equal(seen[0].flatten(1), torch.cat(images).flatten(1)) and not keys.requires_grad
+    assert not torch.equal(seen[0], torch.cat(images).flatten(1)) and not keys.requires_grad
 
 
 def tiny(version, encoder=None):

@@ -107,30 +107,27 @@ def nce_by_loops(q, k, index, weight, temperature):
     return total / len(q)
 
 
-def problem(n, num_mix, keys=0, dim=5, seed=0):
-    g = torch.Generator().manual_seed(seed)
-    q, k = (torch.randn(m, dim, dtype=torch.float64, generator=g, requires_grad=True) for m in (n, n + keys))
-    mto, mto_weight, mtm, mtm_weight = patchmix.mix_targets(n, num_mix)
-    offset = keys // 2  # the slice's own ids in a larger batch of keys
-    triples = {"oto": (torch.arange(n)[:, None], torch.ones(1)), "mto": (mto, mto_weight), "mtm": (mtm, mtm_weight)}
-    return q, k, {term: (index + offset, weight.double()) for term, (index, weight) in triples.items()}
-
-
 @pytest.mark.parametrize("term", ["oto", "mto", "mtm"])
 @pytest.mark.parametrize(
     "n, num_mix, keys, temperature", [(6, 3, 0, 0.2), (7, 2, 4, 0.5), (4, 3, 2, 1.0), (3, 1, 0, 0.07)]
 )
 def test_soft_info_nce_eq_13_to_15(term, n, num_mix, keys, temperature):
-    q, k, targets = problem(n, num_mix, keys)
-    ours = patchmix.soft_info_nce(q, k, *targets[term], temperature)
-    theirs = nce_by_loops(q, k, *targets[term], temperature)
+    """keys: how many the other processes have."""
+    g = torch.Generator().manual_seed(0)
+    q, k = (torch.randn(rows, 5, dtype=torch.float64, generator=g, requires_grad=True) for rows in (n, n + keys))
+    mto, mto_weight, mtm, mtm_weight = patchmix.mix_targets(n, num_mix, keys // 2)
+    own = keys // 2 + torch.arange(n)[:, None]
+    index, weight = dict(oto=(own, torch.ones(1)), mto=(mto, mto_weight), mtm=(mtm, mtm_weight))[term]
+    weight = weight.double()
+    ours = patchmix.soft_info_nce(q, k, index, weight, temperature)
+    theirs = nce_by_loops(q, k, index, weight, temperature)
     torch.testing.assert_close(ours, theirs)
     torch.testing.assert_close(torch.autograd.grad(ours, (q, k)), torch.autograd.grad(theirs, (q, k)))
-    scaled = patchmix.soft_info_nce(q * torch.rand(n, 1).add(0.1), k * 7, *targets[term], temperature)
+    scaled = patchmix.soft_info_nce(q * torch.rand(n, 1).add(0.1), k * 7, index, weight, temperature)
     torch.testing.assert_close(scaled, ours)  # cosines
     # Equal logits: the weights' sum times log N, whatever the temperature.
-    equal = patchmix.soft_info_nce(q, k[:1].expand(n + keys, -1), *targets[term], temperature)
-    assert equal.item() == pytest.approx(targets[term][1].sum().item() * math.log(n + keys))
+    equal = patchmix.soft_info_nce(q, k[:1].expand(n + keys, -1), index, weight, temperature)
+    assert equal.item() == pytest.approx(weight.sum().item() * math.log(n + keys))
 
 
 # ---------------------------------------------------------- the total, Eq. 16
@@ -197,11 +194,13 @@ def test_total_is_eq_16(double, terms, local_crops):
     torch.testing.assert_close(torch.autograd.grad(loss, trained), torch.autograd.grad(total, trained))
 
 
-def test_drop_path_is_of_the_encoder_only(double):
-    args, model = make_model("--drop-path", "0.5")
+@pytest.mark.parametrize("flags, of_keys", [("", False), ("--momentum 0 0", True)])
+def test_drop_path_is_of_queries_and_of_keys_that_the_encoder_itself_makes(double, flags, of_keys):
+    """The released ViT-T has no momentum encoder (D4)."""
+    args, model = make_model("--drop-path", "0.5", *flags.split())
     x = views_of(args)[0]
     assert not torch.equal(model.query(x), model.query(x))
-    assert torch.equal(model.key(x), model.key(x))
+    assert torch.equal(model.key(x), model.key(x)) != of_keys
 
 
 # --------------------------------------------------------------- the paper's tables
