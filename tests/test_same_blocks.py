@@ -65,7 +65,7 @@ def test_the_paper_stands_first_and_the_training_loop_in_main(method):
     body = tree_of(path).body
     assert [*count_lines.sections(path)] == SECTIONS
     names = [node.name for node in body if isinstance(node, (ast.FunctionDef, ast.ClassDef))]
-    assert names[:2] == ["recipe", count_lines.PAPER[method]]
+    assert [name for name in names if name != "recipe"][0] == count_lines.PAPER[method]
     steps = {getattr(node, "name", None) for node in body if {"backward", "zero_grad"} & names_in(node)}
     assert steps - {"descend"} == {"main"}  # LoGo's descend makes steps that do not pass DDP
 
