@@ -52,15 +52,20 @@ def places(tmp_path_factory):
     return {"DATA": root / "data", "VIT": vit, "RESNET": resnet}
 
 
+def own_images(folder, cached=False):
+    """A user's images of a folder of classes, in files or in an array."""
+    files = [(p, label) for label, c in enumerate(CLASSES) for p in sorted((folder / c).iterdir())]
+    images = np.stack([np.array(Image.open(p)) for p, _ in files]) if cached else [p for p, _ in files]
+    return common.ImageSet(images, [y for _, y in files], CLASSES)
+
+
 def parts(places, *names):
     """[(ViT's features, normalised pixels, labels) of a part], image by image, without the project's loaders."""
     encoder, found = common.load_backbone(places["VIT"])[0], []
-    for part in names:
-        files = [(p, y) for y, c in enumerate(CLASSES) for p in sorted((places["DATA"] / part / c).iterdir())]
-        x = torch.stack([torch.from_numpy(np.array(Image.open(p))).permute(2, 0, 1) / 255 for p, _ in files])
-        x = (x - 0.5) / 0.2
+    for images in (own_images(places["DATA"] / name, cached=True) for name in names):
+        x = (torch.from_numpy(images.array).permute(0, 3, 1, 2) / 255 - 0.5) / 0.2
         with torch.no_grad():
-            found.append((torch.cat([encoder(i[None]) for i in x]), x.flatten(1), torch.tensor([y for _, y in files])))
+            found.append((torch.cat([encoder(i[None]) for i in x]), x.flatten(1), torch.from_numpy(images.labels)))
     return found
 
 
@@ -124,13 +129,6 @@ def test_only_what_follows_the_encoder_is_kept_from_tf32(places, monkeypatch, fl
 
 
 # ------------------------------------------------------------- a user's own encoder and images
-
-
-def own_images(folder, cached=False):
-    """A user's images of a folder of classes, in files or in an array."""
-    files = [(p, label) for label, c in enumerate(CLASSES) for p in sorted((folder / c).iterdir())]
-    images = np.stack([np.array(Image.open(p)) for p, _ in files]) if cached else [p for p, _ in files]
-    return common.ImageSet(images, [y for _, y in files], CLASSES)
 
 
 def test_own_encoder_and_own_data(places, tmp_path):
