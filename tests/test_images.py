@@ -149,20 +149,19 @@ def test_imagenet100(tmp_path, capsys):
     assert len(others.classes) == 100 and more[1] in others.classes
 
 
-LAYOUTS = {  # --dataset, folders with two images each, what the line names
-    "images beside classes": ("folder", ("train", "train/a", "train/b"), "DIR/train"),
-    "no train": ("imagenet", ("a", "b"), "train/"),
-    "other classes": ("folder", ("train/a", "train/b", "val/a", "val/c"), "b, c"),
-    "capitals": ("folder", ("Train/a", "Val/a"), "Train, Val"),
-    "another folder with images": ("folder", ("train/a", "train/b", "valid/a", "valid/b"), "valid"),
-    "a class called train": ("folder", ("bus", "train", "tram"), "tram"),
-}
+LAYOUTS = [  # --dataset, folders with two images each, what the line names
+    ("folder", "train train/a train/b", "DIR/train"),  # images beside classes
+    ("imagenet", "a b", "train/"),
+    ("folder", "train/a train/b val/a val/c", "b, c"),
+    ("folder", "Train/a Val/a", "Train, Val"),
+    ("folder", "train/a train/b valid/a valid/b", "valid"),
+    ("folder", "bus train tram", "tram"),  # a class that is called train
+]
 
 
-@pytest.mark.parametrize("kind", LAYOUTS)
-def test_folders_that_are_no_data_set_are_one_line(tmp_path, capsys, kind):
-    name, folders, word = LAYOUTS[kind]
-    write_tree(tmp_path, folders, 2)
+@pytest.mark.parametrize("name, folders, word", LAYOUTS)
+def test_folders_that_are_no_data_set_are_one_line(tmp_path, capsys, name, folders, word):
+    write_tree(tmp_path, folders.split(), 2)
     args = SimpleNamespace(dataset=name, data_dir=str(tmp_path), image_size=32, cache=True, batch_size=2)
     assert word in refused(capsys, common.open_images, args).replace(str(tmp_path), "DIR")
 
@@ -195,11 +194,11 @@ def test_torchvisions_data(tmp_path, monkeypatch):
 
     for name in ("CIFAR10", "STL10"):
         monkeypatch.setattr(torchvision.datasets, name, Fake)
-    calls = [("cifar10", True, True), ("cifar10", False, True), ("stl10", True, False), ("stl10", True, True)]
-    calls.append(("stl10", False, True))
+    calls = {("cifar10", True, True): dict(train=True), ("cifar10", False, True): dict(train=False)}
+    calls |= {("stl10", True, False): dict(split="train"), ("stl10", True, True): dict(split="train+unlabeled")}
+    calls |= {("stl10", False, True): dict(split="test")}
     sets = [common.load_images(name, tmp_path, train, unlabeled=more) for name, train, more in calls]
-    assert asked[:2] == [dict(train=True), dict(train=False)]
-    assert [split["split"] for split in asked[2:]] == ["train", "train+unlabeled", "test"]
+    assert asked == [*calls.values()]
     assert [images.labels.tolist() for images in sets] == [[0, 1]] * 3 + [[1, -1]] + [[0, 1]]
     assert all(images.array.shape == (2, 8, 6, 3) and images.classes == ["a", "b"] for images in sets)
     assert sets[2].array[1, 2, 3].tolist() == [(144 + c * 48 + 2 * 6 + 3) % 256 for c in range(3)]
