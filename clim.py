@@ -85,7 +85,7 @@ HYPERPARAMETERS = dict(
         knn_k=(40, "nearest neighbours, k (Table 8)", (1, 1000)),
         num_positives=(10, "positives per image (App. A.2)", (1, 1000)),
         refresh_every=(5, "epochs between choices of positives", (1, math.inf)),
-        clim_start=(5, "epochs of MoCo v2 before the first choice"),  # ours
+        clim_start=(5, "epochs of MoCo v2 before the first choice; if not given, it shrinks with --epochs"),  # ours
     ),
     model=dict(
         arch=("resnet50", "encoder: resnet_micro, resnet18, resnet50, vit_small, ..., or any timm model"),
@@ -121,50 +121,7 @@ HYPERPARAMETERS = dict(
         norm=("imagenet", "data set whose mean and standard deviation normalise the views", common.NORMS),
     ),
 )
-IMAGENET = common.defaults(HYPERPARAMETERS)
-CIFAR = dict(  # ours: the values of moco_jointcrop.py, for comparison; as many images per cluster as on ImageNet
-    IMAGENET, arch="resnet18", image_size=32, resolutions=(32,), patch_size=4, epochs=500, lr=0.5, min_lr=0.05,
-    queue=4096, bn_groups=8, blur_p=0.0, norm="cifar10", num_clusters=400,
-)
-RECIPES = dict(
-    patterns=dict(  # ours, for two CPU cores
-        IMAGENET, arch="resnet_micro", image_size=32, resolutions=(32,), patch_size=4, epochs=45, batch_size=64,
-        lr_batch=128, queue=128, blur_p=0.1, crop_scale=(0.3, 1.0), bn_groups=2, momentum=0.95, warmup=5.0,
-        norm="patterns", num_clusters=32,
-    ),
-    cifar10=CIFAR,
-    cifar100=dict(CIFAR, norm="cifar100"),
-    stl10=dict(
-        CIFAR, image_size=96, resolutions=(96,), patch_size=8, queue=8192, norm="imagenet", num_clusters=800,
-    ),
-    imagenet100=dict(IMAGENET, arch="resnet18", queue=16384, num_clusters=1000),  # ours
-    imagenet=dict(IMAGENET, knn_every=50),  # its kNN takes minutes
-    folder=dict(IMAGENET, queue="auto", num_clusters="auto"),  # ours: queue of a tenth of the images, 128 per cluster
-)
-SMALL_ENCODERS = dict(batch_size=256, lr=0.1, lr_batch=256, min_lr=0.0, momentum=0.99, blur_p=0.5)  # ours
 # fmt: on
-
-
-def recipe(chosen):
-    """Return the hyper-parameters {name: value}.
-
-    chosen: a namespace with dataset, arch, selection, resolutions, image_size and local_crops. All but dataset may be
-    None.
-    """
-    values = dict(RECIPES[chosen.dataset])
-    if chosen.arch in ("resnet_micro", "resnet_mini") and chosen.dataset in ("cifar10", "cifar100", "stl10", "folder"):
-        values |= SMALL_ENCODERS
-        if chosen.dataset == "folder":
-            values["batch_size"] = 64  # a folder of one's own may be small
-    if chosen.selection == "knn":
-        values["knn_k"] = 10  # Table 6: the comparison with kNN takes positives from the nearest ten
-    if chosen.resolutions:
-        values["image_size"] = max(chosen.resolutions)  # views are cut at the largest size
-    elif chosen.image_size not in (None, values["image_size"]):
-        values["resolutions"] = (chosen.image_size,)  # another size of views is the only size
-    elif chosen.selection == "none" or chosen.local_crops:
-        values["resolutions"] = (values["image_size"],)  # the baseline, and Table 7's multi-crop
-    return values
 
 
 # ================================================================ 2. the paper
@@ -635,6 +592,55 @@ class CLIM(nn.Module):
 
 
 # ================================================================= 5. training
+
+# ---------------------------------------------------------------- the recipes
+
+# fmt: off
+IMAGENET = common.defaults(HYPERPARAMETERS)
+CIFAR = dict(  # ours: the values of moco_jointcrop.py, for comparison; as many images per cluster as on ImageNet
+    IMAGENET, arch="resnet18", image_size=32, resolutions=(32,), patch_size=4, epochs=500, lr=0.5, min_lr=0.05,
+    queue=4096, bn_groups=8, blur_p=0.0, norm="cifar10", num_clusters=400,
+)
+RECIPES = dict(
+    patterns=dict(  # ours, for two CPU cores
+        IMAGENET, arch="resnet_micro", image_size=32, resolutions=(32,), patch_size=4, epochs=45, batch_size=64,
+        lr_batch=128, queue=128, blur_p=0.1, crop_scale=(0.3, 1.0), bn_groups=2, momentum=0.95, warmup=5.0,
+        norm="patterns", num_clusters=32,
+    ),
+    cifar10=CIFAR,
+    cifar100=dict(CIFAR, norm="cifar100"),
+    stl10=dict(
+        CIFAR, image_size=96, resolutions=(96,), patch_size=8, queue=8192, norm="imagenet", num_clusters=800,
+    ),
+    imagenet100=dict(IMAGENET, arch="resnet18", queue=16384, num_clusters=1000),  # ours
+    imagenet=dict(IMAGENET, knn_every=50),  # its kNN takes minutes
+    folder=dict(IMAGENET, queue="auto", num_clusters="auto"),  # ours: queue of a tenth of the images, 128 per cluster
+)
+SMALL_ENCODERS = dict(batch_size=256, lr=0.1, lr_batch=256, min_lr=0.0, momentum=0.99, blur_p=0.5)  # ours
+# fmt: on
+
+
+def recipe(chosen):
+    """Return the hyper-parameters {name: value}.
+
+    chosen: a namespace with dataset, arch, selection, resolutions, image_size and local_crops. All but dataset may be
+    None.
+    """
+    values = dict(RECIPES[chosen.dataset])
+    if chosen.arch in ("resnet_micro", "resnet_mini") and chosen.dataset in ("cifar10", "cifar100", "stl10", "folder"):
+        values |= SMALL_ENCODERS
+        if chosen.dataset == "folder":
+            values["batch_size"] = 64  # a folder of one's own may be small
+    if chosen.selection == "knn":
+        values["knn_k"] = 10  # Table 6: the comparison with kNN takes positives from the nearest ten
+    if chosen.resolutions:
+        values["image_size"] = max(chosen.resolutions)  # views are cut at the largest size
+    elif chosen.image_size not in (None, values["image_size"]):
+        values["resolutions"] = (chosen.image_size,)  # another size of views is the only size
+    elif chosen.selection == "none" or chosen.local_crops:
+        values["resolutions"] = (values["image_size"],)  # the baseline, and Table 7's multi-crop
+    return values
+
 
 # ------------------------ the flags of every run (the same in all five files)
 

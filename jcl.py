@@ -107,41 +107,7 @@ HYPERPARAMETERS = dict(
         norm=("imagenet", "data set whose mean and standard deviation normalise the views", common.NORMS),
     ),
 )
-IMAGENET = common.defaults(HYPERPARAMETERS)
-CIFAR = dict(  # ours: the values of moco_jointcrop.py, so that the two can be compared
-    IMAGENET, arch="resnet18", image_size=32, patch_size=4, epochs=500, lr=0.5, min_lr=0.05, queue=4096, blur_p=0.0,
-    norm="cifar10",
-)
-RECIPES = dict(
-    patterns=dict(  # ours, for two CPU cores
-        IMAGENET, arch="resnet_micro", image_size=32, patch_size=4, epochs=45, batch_size=64, lr_batch=128, queue=128,
-        blur_p=0.1, crop_scale=(0.3, 1.0), bn_groups=2, momentum=0.95, warmup=5.0, num_keys=3, norm="patterns",
-    ),
-    cifar10=CIFAR,
-    cifar100=dict(CIFAR, norm="cifar100"),
-    stl10=dict(CIFAR, image_size=96, patch_size=8, queue=8192, norm="imagenet"),
-    imagenet100=dict(  # App. D; ours: the queue's length, which is not restated there, and bn_groups
-        IMAGENET, arch="resnet18", epochs=100, batch_size=128, lr=0.1, lr_batch=128,
-    ),
-    imagenet=dict(IMAGENET, knn_every=50),  # its kNN takes minutes
-    folder=dict(IMAGENET, queue="auto"),  # ours: the queue is a tenth of the images
-)
-SMALL_ENCODERS = dict(batch_size=256, lr=0.1, lr_batch=256, min_lr=0.0, momentum=0.99, blur_p=0.5)  # ours
-RELEASED = dict(num_keys=4, lam=2.0, lam_schedule="ramp")  # D1, D2
-RELEASED_IMAGENET = dict(RELEASED, batch_size=256, lr=0.03, lr_batch=256)  # D3
 # fmt: on
-
-
-def recipe(chosen):
-    """Return the hyper-parameters {name: value}. chosen: a namespace with dataset, arch and variant."""
-    values = dict(RECIPES[chosen.dataset])
-    if chosen.arch in ("resnet_micro", "resnet_mini") and chosen.dataset in ("cifar10", "cifar100", "stl10", "folder"):
-        values |= SMALL_ENCODERS
-        if chosen.dataset == "folder":
-            values["batch_size"] = 64  # a folder of one's own may be small
-    if chosen.variant == "released":
-        values |= RELEASED_IMAGENET if chosen.dataset in ("imagenet", "folder") else RELEASED
-    return values
 
 
 # ================================================================ 2. the paper
@@ -311,6 +277,46 @@ class JCL(nn.Module):
 
 
 # ================================================================= 5. training
+
+# ---------------------------------------------------------------- the recipes
+
+# fmt: off
+IMAGENET = common.defaults(HYPERPARAMETERS)
+CIFAR = dict(  # ours: the values of moco_jointcrop.py, so that the two can be compared
+    IMAGENET, arch="resnet18", image_size=32, patch_size=4, epochs=500, lr=0.5, min_lr=0.05, queue=4096, blur_p=0.0,
+    norm="cifar10",
+)
+RECIPES = dict(
+    patterns=dict(  # ours, for two CPU cores
+        IMAGENET, arch="resnet_micro", image_size=32, patch_size=4, epochs=45, batch_size=64, lr_batch=128, queue=128,
+        blur_p=0.1, crop_scale=(0.3, 1.0), bn_groups=2, momentum=0.95, warmup=5.0, num_keys=3, norm="patterns",
+    ),
+    cifar10=CIFAR,
+    cifar100=dict(CIFAR, norm="cifar100"),
+    stl10=dict(CIFAR, image_size=96, patch_size=8, queue=8192, norm="imagenet"),
+    imagenet100=dict(  # App. D; ours: the queue's length, which is not restated there, and bn_groups
+        IMAGENET, arch="resnet18", epochs=100, batch_size=128, lr=0.1, lr_batch=128,
+    ),
+    imagenet=dict(IMAGENET, knn_every=50),  # its kNN takes minutes
+    folder=dict(IMAGENET, queue="auto"),  # ours: the queue is a tenth of the images
+)
+SMALL_ENCODERS = dict(batch_size=256, lr=0.1, lr_batch=256, min_lr=0.0, momentum=0.99, blur_p=0.5)  # ours
+RELEASED = dict(num_keys=4, lam=2.0, lam_schedule="ramp")  # D1, D2
+RELEASED_IMAGENET = dict(RELEASED, batch_size=256, lr=0.03, lr_batch=256)  # D3
+# fmt: on
+
+
+def recipe(chosen):
+    """Return the hyper-parameters {name: value}. chosen: a namespace with dataset, arch and variant."""
+    values = dict(RECIPES[chosen.dataset])
+    if chosen.arch in ("resnet_micro", "resnet_mini") and chosen.dataset in ("cifar10", "cifar100", "stl10", "folder"):
+        values |= SMALL_ENCODERS
+        if chosen.dataset == "folder":
+            values["batch_size"] = 64  # a folder of one's own may be small
+    if chosen.variant == "released":
+        values |= RELEASED_IMAGENET if chosen.dataset in ("imagenet", "folder") else RELEASED
+    return values
+
 
 # ------------------------ the flags of every run (the same in all five files)
 

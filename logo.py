@@ -143,62 +143,7 @@ HYPERPARAMETERS = dict(
         norm=("imagenet", "data set whose mean and standard deviation normalise the views", common.NORMS),
     ),
 )
-ONLY_MOCO = ("one_way", "temperature", "queue", "bn_groups", "momentum")
-ONLY_SIMSIAM = ("layers", "hidden")
-IMAGENET100 = common.defaults(HYPERPARAMETERS)
-CIFAR = dict(  # supplement, section 1
-    IMAGENET100, arch="resnet18", image_size=32, local_size=32, patch_size=4, local_scale=(0.08, 0.6), blur_p=0.0,
-    norm="cifar10",
-)
-STL10 = dict(IMAGENET100, arch="resnet18", image_size=96, local_size=96, patch_size=8)  # supplement, section 1, and D9
-IMAGENET = dict(IMAGENET100, arch="resnet50")  # ours
-RECIPES = dict(  # on MoCo
-    patterns=dict(  # ours, for two CPU cores
-        IMAGENET100, arch="resnet_micro", image_size=32, local_size=16, patch_size=4, epochs=28, batch_size=64, lr=0.06,
-        lr_batch=128, milestones=(), warmup=5.0, momentum=0.95, temperature=0.2, queue=128, bn_groups=2, blur_p=0.1,
-        norm="patterns",
-    ),
-    cifar10=CIFAR,
-    cifar100=dict(CIFAR, norm="cifar100"),
-    stl10=STL10,
-    imagenet100=IMAGENET100,
-    imagenet=dict(IMAGENET, queue=65536, knn_every=50),  # its kNN takes minutes
-    folder=dict(IMAGENET, queue="auto"),  # ours: the queue is a tenth of the images
-)
-SIMSIAM = dict(base="simsiam", l2l_weighting="lambda", milestones=(), dim=2048)  # inference (D12)
-SIMSIAM_CIFAR = dict(SIMSIAM, layers=2, batch_size=512)  # a third party's
-SIMSIAM_PATTERNS = dict(SIMSIAM, dim=256, layers=2, hidden=128)  # ours
-ALL_PAIRS = dict(pairs="all", global_scale=(0.3, 1.0), local_scale=(0.05, 0.3), l2l=False)  # supplement, section 2
-PAPER = dict(affinity_form="linear", l2l_weighting="lambda")  # D1
-SMALL_ENCODERS = dict(lr=0.1, milestones=(), blur_p=0.5)  # ours
-SMALL_MOCO = dict(SMALL_ENCODERS, momentum=0.99, temperature=0.2)
-SMALL_SIMSIAM = dict(SMALL_ENCODERS, batch_size=256, dim=512, hidden=128)  # hidden: a quarter of dim, as SimSiam's
 # fmt: on
-
-
-def recipe(chosen):
-    """Return the hyper-parameters {name: value}.
-
-    chosen: a namespace with dataset, arch, variant, base, pairs, local_crops and affinity_form.
-    """
-    values, on_simsiam = dict(RECIPES[chosen.dataset]), chosen.base == "simsiam"
-    if on_simsiam:
-        small = dict(patterns=SIMSIAM_PATTERNS, cifar10=SIMSIAM_CIFAR, cifar100=SIMSIAM_CIFAR)
-        values |= small.get(chosen.dataset, SIMSIAM)
-    if chosen.arch in ("resnet_micro", "resnet_mini") and chosen.dataset in ("cifar10", "cifar100", "stl10", "folder"):
-        values |= SMALL_SIMSIAM if on_simsiam else SMALL_MOCO
-        if chosen.dataset == "folder":
-            values["batch_size"] = 64  # a folder of one's own may be small
-    if chosen.pairs == "all":
-        values |= ALL_PAIRS
-    if chosen.variant == "paper":
-        values |= PAPER
-    if (chosen.affinity_form or values["affinity_form"]) == "linear":
-        values |= dict(affinity_lr=1e-4)  # a third party's: the linear objective has no lower bound
-    if chosen.local_crops == 0:
-        values |= dict(l2l=False)
-    unused = ONLY_MOCO if on_simsiam else ONLY_SIMSIAM
-    return {name: value for name, value in values.items() if name not in unused}
 
 
 # ================================================================ 2. the paper
@@ -564,6 +509,67 @@ def descend(optimizer, loss, lr, max_norm=math.inf):
 
 
 # ================================================================= 5. training
+
+# ---------------------------------------------------------------- the recipes
+
+# fmt: off
+ONLY_MOCO = ("one_way", "temperature", "queue", "bn_groups", "momentum")
+ONLY_SIMSIAM = ("layers", "hidden")
+IMAGENET100 = common.defaults(HYPERPARAMETERS)
+CIFAR = dict(  # supplement, section 1
+    IMAGENET100, arch="resnet18", image_size=32, local_size=32, patch_size=4, local_scale=(0.08, 0.6), blur_p=0.0,
+    norm="cifar10",
+)
+STL10 = dict(IMAGENET100, arch="resnet18", image_size=96, local_size=96, patch_size=8)  # supplement, section 1, and D9
+IMAGENET = dict(IMAGENET100, arch="resnet50")  # ours
+RECIPES = dict(  # on MoCo
+    patterns=dict(  # ours, for two CPU cores
+        IMAGENET100, arch="resnet_micro", image_size=32, local_size=16, patch_size=4, epochs=28, batch_size=64, lr=0.06,
+        lr_batch=128, milestones=(), warmup=5.0, momentum=0.95, temperature=0.2, queue=128, bn_groups=2, blur_p=0.1,
+        norm="patterns",
+    ),
+    cifar10=CIFAR,
+    cifar100=dict(CIFAR, norm="cifar100"),
+    stl10=STL10,
+    imagenet100=IMAGENET100,
+    imagenet=dict(IMAGENET, queue=65536, knn_every=50),  # its kNN takes minutes
+    folder=dict(IMAGENET, queue="auto"),  # ours: the queue is a tenth of the images
+)
+SIMSIAM = dict(base="simsiam", l2l_weighting="lambda", milestones=(), dim=2048)  # inference (D12)
+SIMSIAM_CIFAR = dict(SIMSIAM, layers=2, batch_size=512)  # a third party's
+SIMSIAM_PATTERNS = dict(SIMSIAM, dim=256, layers=2, hidden=128)  # ours
+ALL_PAIRS = dict(pairs="all", global_scale=(0.3, 1.0), local_scale=(0.05, 0.3), l2l=False)  # supplement, section 2
+PAPER = dict(affinity_form="linear", l2l_weighting="lambda")  # D1
+SMALL_ENCODERS = dict(lr=0.1, milestones=(), blur_p=0.5)  # ours
+SMALL_MOCO = dict(SMALL_ENCODERS, momentum=0.99, temperature=0.2)
+SMALL_SIMSIAM = dict(SMALL_ENCODERS, batch_size=256, dim=512, hidden=128)  # hidden: a quarter of dim, as SimSiam's
+# fmt: on
+
+
+def recipe(chosen):
+    """Return the hyper-parameters {name: value}.
+
+    chosen: a namespace with dataset, arch, variant, base, pairs, local_crops and affinity_form.
+    """
+    values, on_simsiam = dict(RECIPES[chosen.dataset]), chosen.base == "simsiam"
+    if on_simsiam:
+        small = dict(patterns=SIMSIAM_PATTERNS, cifar10=SIMSIAM_CIFAR, cifar100=SIMSIAM_CIFAR)
+        values |= small.get(chosen.dataset, SIMSIAM)
+    if chosen.arch in ("resnet_micro", "resnet_mini") and chosen.dataset in ("cifar10", "cifar100", "stl10", "folder"):
+        values |= SMALL_SIMSIAM if on_simsiam else SMALL_MOCO
+        if chosen.dataset == "folder":
+            values["batch_size"] = 64  # a folder of one's own may be small
+    if chosen.pairs == "all":
+        values |= ALL_PAIRS
+    if chosen.variant == "paper":
+        values |= PAPER
+    if (chosen.affinity_form or values["affinity_form"]) == "linear":
+        values |= dict(affinity_lr=1e-4)  # a third party's: the linear objective has no lower bound
+    if chosen.local_crops == 0:
+        values |= dict(l2l=False)
+    unused = ONLY_MOCO if on_simsiam else ONLY_SIMSIAM
+    return {name: value for name, value in values.items() if name not in unused}
+
 
 # ------------------------ the flags of every run (the same in all five files)
 

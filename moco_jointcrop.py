@@ -136,54 +136,7 @@ HYPERPARAMETERS = dict(
 )
 ONLY_V3 = ("hidden", "trust_coeff")
 NOT_V3 = ("queue", "bn_groups", "milestones")  # its negatives and its batch norms are the global batch's
-IMAGENET = common.defaults(HYPERPARAMETERS)
-CIFAR = dict(  # ContrastiveCrop's small configurations; they do not blur, so JointBlur needs --blur-p 0.5 0.5
-    IMAGENET, arch="resnet18", image_size=32, patch_size=4, epochs=500, batch_size=512, lr=0.5, lr_batch=512,
-    min_lr=0.05, queue=4096, blur_p=(0.0, 0.0), norm="cifar10",
-)
-RECIPES = dict(
-    patterns=dict(  # ours, for two CPU cores
-        IMAGENET, arch="resnet_micro", image_size=32, patch_size=4, epochs=75, batch_size=64, lr=0.02, lr_batch=128,
-        queue=128, blur_p=(0.1, 0.1), crop_scale=(0.3, 1.0), bn_groups=2, momentum=(0.95, 0.95), warmup=1.0,
-        norm="patterns",
-    ),
-    cifar10=CIFAR,
-    cifar100=dict(CIFAR, norm="cifar100"),
-    stl10=dict(CIFAR, image_size=96, patch_size=8, queue=8192, norm="imagenet"),
-    imagenet100=dict(IMAGENET, arch="resnet18", queue=16384),  # ours
-    imagenet=dict(IMAGENET, knn_every=50),  # its kNN takes minutes
-    folder=dict(IMAGENET, queue="auto"),  # ours: the queue is a tenth of the images
-)
-SMALL_ENCODERS = dict(  # ours
-    batch_size=256, lr=0.1, lr_batch=256, min_lr=0.0, momentum=(0.99, 0.99), blur_p=(0.5, 0.5),
-)
-V1 = dict(moco="v1", temperature=0.07, milestones=(0.6, 0.8))  # ContrastiveCrop's, as the paper's (App. G)
-V1_IMAGENET = dict(V1, epochs=100)
-V3_IMAGENET = dict(  # the released code, and MoCo v3's CONFIG: 100 epochs with 0.6 (300 epochs: --lr 0.3)
-    moco="v3", epochs=100, batch_size=4096, lr=0.6, lr_batch=256, warmup=10.0, min_lr=0.0, weight_decay=1e-6,
-    momentum=(0.99, 1.0), temperature=1.0, dim=256, jitter=(0.4, 0.4, 0.2, 0.1), blur_p=(1.0, 0.1),
-    solarize_p=(0.0, 0.2),
-)
-V3_CIFAR = dict(V3_IMAGENET, epochs=500, batch_size=512, hidden=2048, blur_p=(0.0, 0.0))  # ours, as the next
-V3_PATTERNS = dict(V3_IMAGENET, epochs=75, batch_size=64, lr_batch=128, warmup=1.0, hidden=512, momentum=(0.98, 1.0))
 # fmt: on
-
-
-def recipe(chosen):
-    """Return the hyper-parameters {name: value}. chosen: a namespace with dataset, arch and moco."""
-    values = dict(RECIPES[chosen.dataset])
-    small = chosen.dataset in ("cifar10", "cifar100", "stl10")
-    large = chosen.dataset in ("imagenet100", "imagenet", "folder")
-    if chosen.arch in ("resnet_micro", "resnet_mini") and (small or chosen.dataset == "folder"):
-        values |= SMALL_ENCODERS
-        if chosen.dataset == "folder":
-            values["batch_size"] = 64  # a folder of one's own may be small
-    if chosen.moco == "v1":
-        values |= V1_IMAGENET if large else V1
-    if chosen.moco == "v3":
-        values |= V3_IMAGENET if large else V3_CIFAR if small else V3_PATTERNS
-    unused = NOT_V3 if chosen.moco == "v3" else ONLY_V3
-    return {name: value for name, value in values.items() if name not in unused}
 
 
 # ================================================================ 2. the paper
@@ -493,6 +446,59 @@ def two_layers(inputs, hidden, outputs):
 
 
 # ================================================================= 5. training
+
+# ---------------------------------------------------------------- the recipes
+
+# fmt: off
+IMAGENET = common.defaults(HYPERPARAMETERS)
+CIFAR = dict(  # ContrastiveCrop's small configurations; they do not blur, so JointBlur needs --blur-p 0.5 0.5
+    IMAGENET, arch="resnet18", image_size=32, patch_size=4, epochs=500, batch_size=512, lr=0.5, lr_batch=512,
+    min_lr=0.05, queue=4096, blur_p=(0.0, 0.0), norm="cifar10",
+)
+RECIPES = dict(
+    patterns=dict(  # ours, for two CPU cores
+        IMAGENET, arch="resnet_micro", image_size=32, patch_size=4, epochs=75, batch_size=64, lr=0.02, lr_batch=128,
+        queue=128, blur_p=(0.1, 0.1), crop_scale=(0.3, 1.0), bn_groups=2, momentum=(0.95, 0.95), warmup=1.0,
+        norm="patterns",
+    ),
+    cifar10=CIFAR,
+    cifar100=dict(CIFAR, norm="cifar100"),
+    stl10=dict(CIFAR, image_size=96, patch_size=8, queue=8192, norm="imagenet"),
+    imagenet100=dict(IMAGENET, arch="resnet18", queue=16384),  # ours
+    imagenet=dict(IMAGENET, knn_every=50),  # its kNN takes minutes
+    folder=dict(IMAGENET, queue="auto"),  # ours: the queue is a tenth of the images
+)
+SMALL_ENCODERS = dict(  # ours
+    batch_size=256, lr=0.1, lr_batch=256, min_lr=0.0, momentum=(0.99, 0.99), blur_p=(0.5, 0.5),
+)
+V1 = dict(moco="v1", temperature=0.07, milestones=(0.6, 0.8))  # ContrastiveCrop's, as the paper's (App. G)
+V1_IMAGENET = dict(V1, epochs=100)
+V3_IMAGENET = dict(  # the released code, and MoCo v3's CONFIG: 100 epochs with 0.6 (300 epochs: --lr 0.3)
+    moco="v3", epochs=100, batch_size=4096, lr=0.6, lr_batch=256, warmup=10.0, min_lr=0.0, weight_decay=1e-6,
+    momentum=(0.99, 1.0), temperature=1.0, dim=256, jitter=(0.4, 0.4, 0.2, 0.1), blur_p=(1.0, 0.1),
+    solarize_p=(0.0, 0.2),
+)
+V3_CIFAR = dict(V3_IMAGENET, epochs=500, batch_size=512, hidden=2048, blur_p=(0.0, 0.0))  # ours, as the next
+V3_PATTERNS = dict(V3_IMAGENET, epochs=75, batch_size=64, lr_batch=128, warmup=1.0, hidden=512, momentum=(0.98, 1.0))
+# fmt: on
+
+
+def recipe(chosen):
+    """Return the hyper-parameters {name: value}. chosen: a namespace with dataset, arch and moco."""
+    values = dict(RECIPES[chosen.dataset])
+    small = chosen.dataset in ("cifar10", "cifar100", "stl10")
+    large = chosen.dataset in ("imagenet100", "imagenet", "folder")
+    if chosen.arch in ("resnet_micro", "resnet_mini") and (small or chosen.dataset == "folder"):
+        values |= SMALL_ENCODERS
+        if chosen.dataset == "folder":
+            values["batch_size"] = 64  # a folder of one's own may be small
+    if chosen.moco == "v1":
+        values |= V1_IMAGENET if large else V1
+    if chosen.moco == "v3":
+        values |= V3_IMAGENET if large else V3_CIFAR if small else V3_PATTERNS
+    unused = NOT_V3 if chosen.moco == "v3" else ONLY_V3
+    return {name: value for name, value in values.items() if name not in unused}
+
 
 # ------------------------ the flags of every run (the same in all five files)
 

@@ -109,51 +109,7 @@ HYPERPARAMETERS = dict(
         norm=("imagenet", "data set whose mean and standard deviation normalise the views", common.NORMS),
     ),
 )
-IMAGENET = common.defaults(HYPERPARAMETERS)
-CIFAR = dict(  # section 4.1.2; released: ImageNet's mean and standard deviation; ours: the slices
-    IMAGENET, arch="vit_tiny", image_size=32, patch_size=2, epochs=800, warmup=100.0, batch_size=512, lr_batch=512,
-    mix_slices=4, crop_scale=(0.1, 1.0),
-)
-SMALL_ENCODER = dict(  # ours, for CPUs: small heads, few patches, weak views
-    batch_size=64, lr_batch=64, weight_decay=(0.02, 0.2), patch_size=8, num_mix=2, mix_slices=1, hidden=512, dim=128,
-    drop_path=0.0, crop_scale=(0.3, 1.0), blur_p=(0.1, 0.1), momentum=(0.98, 1.0),
-)
-RECIPES = dict(
-    patterns=IMAGENET | SMALL_ENCODER | dict(arch="vit_micro", image_size=32, epochs=50, warmup=1.0, norm="patterns"),
-    cifar10=CIFAR,
-    cifar100=CIFAR,
-    stl10=dict(CIFAR, image_size=96, patch_size=6),  # ours
-    imagenet100=IMAGENET,  # ours
-    imagenet=dict(IMAGENET, knn_every=50),  # its kNN takes minutes
-    folder=IMAGENET,  # ours
-)
-CIFAR_ENCODERS = dict(  # section 4.1.2
-    vit_micro=dict(lr=2e-3, weight_decay=(0.02, 0.2), patch_size=8, hidden=512, dim=128),  # ours, for CPUs
-    vit_tiny=dict(lr=4e-3, weight_decay=(0.02, 0.2)),
-    vit_small=dict(lr=1e-3),
-    vit_base=dict(lr=1.5e-3),
-)
-IMAGENET_ENCODERS = dict(vit_small=dict(lr=2e-3), vit_base=dict(lr=3e-3))  # section 4.1.2
-RELEASED = dict(num_mix=2, term_weights=(1.0, 0.5, 0.25), smoothing=0.1, mixed_view=2)  # D2, D1, D1, D5
-RELEASED_IMAGENET = dict(RELEASED, local_crops=8, crop_scale=(0.35, 1.0))  # D6; without local crops it is RELEASED
-RELEASED_ENCODERS = dict(vit_small=dict(num_heads=12), vit_tiny=dict(momentum=(0.0, 0.0)))  # D3, D4
 # fmt: on
-
-
-def recipe(chosen):
-    """Return the hyper-parameters {name: value}. chosen: a namespace with dataset, arch, variant and local_crops."""
-    values = dict(RECIPES[chosen.dataset])
-    arch = (chosen.arch or values["arch"]).removesuffix("_patch16_224")  # timm's own names, too
-    if chosen.dataset in ("cifar10", "cifar100", "stl10"):
-        values |= CIFAR_ENCODERS.get(arch, {})
-    elif chosen.dataset != "patterns":
-        values |= IMAGENET_ENCODERS.get(arch, {})
-    if chosen.dataset == "folder" and arch == "vit_micro":
-        values |= SMALL_ENCODER | dict(lr=2e-3)
-    if chosen.variant == "released":
-        values |= RELEASED_IMAGENET if chosen.dataset == "imagenet" and chosen.local_crops != 0 else RELEASED
-        values |= RELEASED_ENCODERS.get(arch, {})
-    return values
 
 
 # ================================================================ 2. the paper
@@ -433,6 +389,56 @@ class PatchMix(nn.Module):
 
 
 # ================================================================= 5. training
+
+# ---------------------------------------------------------------- the recipes
+
+# fmt: off
+IMAGENET = common.defaults(HYPERPARAMETERS)
+CIFAR = dict(  # section 4.1.2; released: ImageNet's mean and standard deviation; ours: the slices
+    IMAGENET, arch="vit_tiny", image_size=32, patch_size=2, epochs=800, warmup=100.0, batch_size=512, lr_batch=512,
+    mix_slices=4, crop_scale=(0.1, 1.0),
+)
+SMALL_ENCODER = dict(  # ours, for CPUs: small heads, few patches, weak views
+    batch_size=64, lr_batch=64, weight_decay=(0.02, 0.2), patch_size=8, num_mix=2, mix_slices=1, hidden=512, dim=128,
+    drop_path=0.0, crop_scale=(0.3, 1.0), blur_p=(0.1, 0.1), momentum=(0.98, 1.0),
+)
+RECIPES = dict(
+    patterns=IMAGENET | SMALL_ENCODER | dict(arch="vit_micro", image_size=32, epochs=50, warmup=1.0, norm="patterns"),
+    cifar10=CIFAR,
+    cifar100=CIFAR,
+    stl10=dict(CIFAR, image_size=96, patch_size=6),  # ours
+    imagenet100=IMAGENET,  # ours
+    imagenet=dict(IMAGENET, knn_every=50),  # its kNN takes minutes
+    folder=IMAGENET,  # ours
+)
+CIFAR_ENCODERS = dict(  # section 4.1.2
+    vit_micro=dict(lr=2e-3, weight_decay=(0.02, 0.2), patch_size=8, hidden=512, dim=128),  # ours, for CPUs
+    vit_tiny=dict(lr=4e-3, weight_decay=(0.02, 0.2)),
+    vit_small=dict(lr=1e-3),
+    vit_base=dict(lr=1.5e-3),
+)
+IMAGENET_ENCODERS = dict(vit_small=dict(lr=2e-3), vit_base=dict(lr=3e-3))  # section 4.1.2
+RELEASED = dict(num_mix=2, term_weights=(1.0, 0.5, 0.25), smoothing=0.1, mixed_view=2)  # D2, D1, D1, D5
+RELEASED_IMAGENET = dict(RELEASED, local_crops=8, crop_scale=(0.35, 1.0))  # D6; without local crops it is RELEASED
+RELEASED_ENCODERS = dict(vit_small=dict(num_heads=12), vit_tiny=dict(momentum=(0.0, 0.0)))  # D3, D4
+# fmt: on
+
+
+def recipe(chosen):
+    """Return the hyper-parameters {name: value}. chosen: a namespace with dataset, arch, variant and local_crops."""
+    values = dict(RECIPES[chosen.dataset])
+    arch = (chosen.arch or values["arch"]).removesuffix("_patch16_224")  # timm's own names, too
+    if chosen.dataset in ("cifar10", "cifar100", "stl10"):
+        values |= CIFAR_ENCODERS.get(arch, {})
+    elif chosen.dataset != "patterns":
+        values |= IMAGENET_ENCODERS.get(arch, {})
+    if chosen.dataset == "folder" and arch == "vit_micro":
+        values |= SMALL_ENCODER | dict(lr=2e-3)
+    if chosen.variant == "released":
+        values |= RELEASED_IMAGENET if chosen.dataset == "imagenet" and chosen.local_crops != 0 else RELEASED
+        values |= RELEASED_ENCODERS.get(arch, {})
+    return values
+
 
 # ------------------------ the flags of every run (the same in all five files)
 
