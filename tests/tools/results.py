@@ -79,7 +79,6 @@ CLAIMS = (  # what is claimed; the arm, what it is compared with, its time over 
     ("LoGo beats MoCo of both views", "logo-moco", "moco-symmetric", "2.5"),
     ("LoGo, joint affinity, beats MoCo of both views", "logo-moco-joint", "moco-symmetric", "2.4"),
     ("LoGo without local-to-local beats MoCo of both views", "logo-moco-no-l2l", "moco-symmetric", "1.8"),
-    ("LoGo, joint affinity, beats LoGo without local-to-local", "logo-moco-joint", "logo-moco-no-l2l", "1.3"),
     ("LoGo beats SimSiam", "logo-simsiam", "simsiam", "2.5"),
     ("PatchMix with M = 3 beats M = 1", "patchmix-3", "patchmix-1", "1"),
     ("PatchMix with M = 3, released, beats MoCo v3", "patchmix-released", "mocov3", "1.1"),
@@ -95,6 +94,16 @@ FRONT = {
     "logo-moco": ("2.5", "ImageNet-100 kNN, ResNet-34, over MoCo: 64.2 → 76.8"),
     "logo-simsiam": ("2.5", "ImageNet-100 kNN, ResNet-34: 71.7 → 78.5"),
     "patchmix-3": ("1", "CIFAR-10 kNN, ViT-S/2: 88.2 → 94.6"),
+}
+
+LOGO = ("moco-symmetric", "logo-moco", "logo-moco-no-l2l", "simsiam", "logo-simsiam")
+ANALYSES = {  # the tables of figures.mechanisms, and the arms that each is about
+    "JCL": ("moco", "jcl"),
+    "CLIM": ("moco", "clim"),
+    "JointCrop": ("moco", "jointcrop", "clim", *LOGO),
+    "LoGo": LOGO,
+    "affinity": ("logo-moco", "logo-moco-joint", "logo-simsiam"),
+    "PatchMix": ("patchmix-1", "patchmix-3"),
 }
 
 
@@ -210,13 +219,15 @@ def floors(args):
 
 
 def mechanisms(args):
-    """What the losses do, by the papers' analyses and ours (`figures.mechanisms`), of every run that is kept."""
+    """What the losses do, by the papers' analyses and ours (`figures.mechanisms`), of the runs that ANALYSES names."""
     torch.set_num_threads(1)
     runs, found, parts = Path(args.runs).resolve(), kept("mechanisms"), cifar10(args)
-    for arm, seed in ((name, seed) for name in ARMS for seed in kept(name)):
+    wanted = {arm: [table for table, arms in ANALYSES.items() if arm in arms] for arm in ARMS}
+    for arm, seed in ((arm, seed) for arm in ARMS if wanted[arm] for seed in kept(arm)):
         run = runs / f"{arm}-s{seed}"
         if seed not in found.setdefault(arm, {}) and run.is_dir():
-            found[arm][seed] = figures.mechanisms(run, *parts)
+            tables = figures.mechanisms(run, *parts)
+            found[arm][seed] = {table: tables[table] for table in wanted[arm]}
             print(f"{arm}, seed {seed}: {found[arm][seed]}", flush=True)
             keep("mechanisms", {name: dict(sorted(found[name].items())) for name in ARMS if found.get(name)})
 
@@ -251,23 +262,18 @@ def markdown(heads, rows):
 
 def table():
     """Markdown of the arms that have runs, and of the floors below."""
-    heads = ["arm", "seeds", "kNN", "linear", "gain, kNN", "gain, linear", "over", "`std`", "minutes"]
     rows = []
     for name, arm in ARMS.items():
         runs = kept(name).values()
         if not runs:
             continue
         longer = f" --epochs {round(EPOCHS * arm.times)}" if arm.times != 1 else ""
-        both, cells = paired(name, arm.baseline), [f"{arm.name}, `{arm.script}{longer}`", str(len(runs))]
-        cells += [spread([scores(run)[measure] for run in runs]) for measure in SHOWN]
-        for measure in SHOWN:
-            cells.append(spread([own[measure] - other[measure] for other, own in both], "+") if both else "")
-        cells += [ARMS[arm.baseline].name if both else "", spread([run["epochs"][-1]["std"] for run in runs], digits=2)]
-        rows.append([*cells, f"{statistics.mean(run['minutes'] for run in runs):.0f}"])
+        accuracies = [spread([scores(run)[measure] for run in runs]) for measure in SHOWN]
+        rows.append([f"{arm.name}, `{arm.script}{longer}`", str(len(runs)), *accuracies])
     names = {"pixels": "raw pixels", "resnet": "the ResNet untrained", "vit": "the ViT untrained"}
     for floor, values in kept("floors").items():
-        rows.append([names[floor], "", *(f"{values[m]:.1f}" for m in SHOWN), *[""] * 5])
-    return markdown(heads, rows)
+        rows.append([names[floor], "", *(f"{values[measure]:.1f}" for measure in SHOWN)])
+    return markdown(["arm", "seeds", "kNN", "linear"], rows)
 
 
 def front():
@@ -307,28 +313,26 @@ def claims():
 
 def analysis(table):
     """Markdown of a table of figures.mechanisms: an arm per row, a measure per column."""
-    found, rows = {arm: [run.get(table, {}) for run in runs.values()] for arm, runs in kept("mechanisms").items()}, []
-    measures = dict.fromkeys(name for runs in found.values() for run in runs for name in run)
-    for arm, runs in found.items():
-        values = {name: [run[name] for run in runs if name in run] for name in measures}
-        cells = [spread(v, digits=2 if name.endswith("%") else 4) if v else "" for name, v in values.items()]
-        if any(cells):
-            rows.append([ARMS[arm].name, str(len(runs)), *cells])
-    return markdown(["arm", "seeds", *measures], rows)
+    found, rows = kept("mechanisms"), []
+    for arm in ANALYSES[table]:
+        runs = [run[table] for run in found[arm].values()]
+        values = {name: [run[name] for run in runs] for name in runs[0]}
+        cells = [spread(v, digits=2 if name.endswith("%") else 4) for name, v in values.items()]
+        rows.append([ARMS[arm].name, str(len(runs)), *cells])
+    return markdown(["arm", "seeds", *values], rows)
 
 
 def few_table():
     """Markdown of the runs where images are few: kNN accuracy (k = 20) over the epochs, an arm per row."""
     runs = [(ARMS[arm], seed, record) for arm in FEW_ARMS for seed, record in kept(f"few-{arm}").items()]
-    epochs, rows = sorted({r["epoch"] for *_, record in runs for r in record["epochs"]}), []
+    epochs, rows = range(30, 331, 60), []
     for arm, seed, record in runs:
         at = {r["epoch"]: f"{r['knn20_top1']:.1f}" for r in record["epochs"]}
-        rows.append([f"{arm.name}, `{arm.script}`", seed, *(at.get(epoch, "") for epoch in epochs)])
+        rows.append([f"{arm.name}, `{arm.script}`", seed, *(at[epoch] for epoch in epochs)])
     return markdown(["arm", "seed", *map(str, epochs)], rows)
 
 
 TABLES = dict(claims=claims, front=front, arms=table, few=few_table)
-ANALYSES = ("JCL", "CLIM", "JointCrop", "LoGo", "affinity", "PatchMix")
 TABLES |= {f"mechanisms, {name}": functools.partial(analysis, name) for name in ANALYSES}
 PAGES = ROOT / "README.md", KEPT / "README.md"
 
