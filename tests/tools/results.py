@@ -222,8 +222,8 @@ def mechanisms(args):
     """What the losses do, by the papers' analyses and ours (`figures.mechanisms`), of the runs that ANALYSES names."""
     torch.set_num_threads(1)
     runs, found, parts = Path(args.runs).resolve(), kept("mechanisms"), cifar10(args)
-    wanted = {arm: [table for table, arms in ANALYSES.items() if arm in arms] for arm in ARMS}
-    for arm, seed in ((arm, seed) for arm in ARMS if wanted[arm] for seed in kept(arm)):
+    wanted = {name: [table for table, arms in ANALYSES.items() if name in arms] for name in ARMS}
+    for arm, seed in ((name, seed) for name in ARMS if wanted[name] for seed in kept(name)):
         run = runs / f"{arm}-s{seed}"
         if seed not in found.setdefault(arm, {}) and run.is_dir():
             tables = figures.mechanisms(run, *parts)
