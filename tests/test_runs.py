@@ -31,27 +31,26 @@ def knn(words, **own):
 
 @pytest.fixture(scope="module", params=JCL_AT_ONCE)
 def whole(request, _tiny, tmp_path_factory):
-    """(method, folder of its run of two epochs)."""
+    """The folder of a method's run of two epochs."""
     out, more = tmp_path_factory.mktemp(request.param) / "whole", ["--tensorboard"] * TENSORBOARD
     run(request.param, out, "--keep-every", "1", *more)
-    return request.param, out
+    return out
 
 
 # ----------------------------------------------------------------------- files
 
 
 def test_a_runs_folder(whole):
-    _, out = whole
     names = {"config.json", "metrics.jsonl", "last.pt", "backbone.pt", "epoch-0001.pt", "epoch-0002.pt", "lock"}
-    assert {path.name for path in out.iterdir() if not path.name.startswith("events")} == names
-    assert len([*out.glob("events*")]) == TENSORBOARD
-    steps = {path.stem: load(path)["step"] for path in out.glob("*.pt") if path.stem != "backbone"}
+    assert {path.name for path in whole.iterdir() if not path.name.startswith("events")} == names
+    assert len([*whole.glob("events*")]) == TENSORBOARD
+    steps = {path.stem: load(path)["step"] for path in whole.glob("*.pt") if path.stem != "backbone"}
     assert steps == {"last": 8, "epoch-0001": 4, "epoch-0002": 8}
-    last, config = load(out / "last.pt"), json.loads((out / "config.json").read_text())
+    last, config = load(whole / "last.pt"), json.loads((whole / "config.json").read_text())
     assert config["torch"] == torch.__version__ and "CPU" in config["machine"] and config["images"]["number"] == 68
     assert {"python", "torchvision", "timm", "numpy", "commit"} <= config.keys()
     assert {k: tuple(v) if isinstance(v, list) else v for k, v in config.items()}.items() >= last["config"].items()
-    assert records(out) == last["records"]
+    assert records(whole) == last["records"]
     for i, r in enumerate(last["records"], 1):
         assert (r["epoch"], r["step"]) == (i, STEPS * i)
         assert 0 <= r["data_wait"] <= 1 and r["images_per_s"] > 0 and r["grad_norm"] > 0 and r["lr"] > 0
@@ -68,9 +67,8 @@ def test_a_run_on_images_of_a_folder(tmp_path):
 
 
 def test_the_backbone_file_is_the_encoder_whose_knn_the_run_reports(whole):
-    _, out = whole
-    found = knn([out, "--k", "20", "--no-floors"])["encoder"]
-    assert found["knn20_top1"] == pytest.approx(records(out)[-1]["knn20_top1"])
+    found = knn([whole, "--k", "20", "--no-floors"])["encoder"]
+    assert found["knn20_top1"] == pytest.approx(records(whole)[-1]["knn20_top1"])
 
 
 def test_the_last_epoch_has_its_knn_whatever_knn_every_says(tmp_path):
@@ -80,7 +78,7 @@ def test_the_last_epoch_has_its_knn_whatever_knn_every_says(tmp_path):
 
 @pytest.mark.parametrize("whole", ["jcl"], indirect=True)
 def test_random_init_is_the_untrained_floor_of_a_run(whole):
-    words = [str(whole[1]), "--device", "cpu"]
+    words = [str(whole), "--device", "cpu"]
     trained, alone = eval_knn.parse_args(words), eval_knn.parse_args([*words, "--random-init"])
     device, encoder, info = common.open_encoder(trained)
     weights = common.open_encoder(alone)[1].state_dict()
