@@ -565,8 +565,8 @@ class CLIM(nn.Module):
             # Both keys are encoded together (ours): a batch-norm group holds twice as many keys as queries
             shuffle = common.generator(args.seed, step, STREAM_SHUFFLE + i)
             keys.append(encode_shuffled_keys(self.key, [resize(v, size) for v in key_views], shuffle))  # (1 or 2, N, C)
-        own_keys = [common.own_rows(k, dim=1) for k in keys]  # (1 or 2, n, C) for each size
-        losses = [contrast(q, k, lam) for q, k in itertools.product(queries, own_keys)]
+        local_keys = [common.shard(k, dim=1) for k in keys]  # (1 or 2, n, C) for each size
+        losses = [contrast(q, k, lam) for q, k in itertools.product(queries, local_keys)]
         anchor_keys = keys[0][0]  # the images' own keys at the largest size: only these enter the queue (ours)
 
         # Table 7's multi-crop: local crops are queries, mixed with the positive's, against the keys of the large views
@@ -577,8 +577,8 @@ class CLIM(nn.Module):
                 x, lam = mix(args, x, partner, step, 1 + number)
             else:
                 x = local_views[number]
-            losses.append(contrast(self.query(x), own_keys[0], lam))
-        return sum(losses), anchor_keys, (queries[0].detach(), own_keys[0][0]), {}  # Eq. 6
+            losses.append(contrast(self.query(x), local_keys[0], lam))
+        return sum(losses), anchor_keys, (queries[0].detach(), local_keys[0][0]), {}  # Eq. 6
 
     @torch.no_grad()
     def update(self, m):
@@ -769,7 +769,7 @@ def refresh(args, model, images, device, epoch, positives):
     # Each process finds the neighbours of its part of the images.
     neighbors = None
     if args.selection in ("knn", "center"):
-        mine = common.own_rows(torch.arange(len(x), device=device))
+        mine = common.shard(torch.arange(len(x), device=device))
         world = common.rank_and_world()[1]
         in_float64 = x.double()
         parts = []
@@ -877,8 +877,8 @@ def main(args, train=None, test=None, encoder=None):
     """
     args = argparse.Namespace(**vars(args))  # a copy
     device = common.join_processes(args.device)
-    args.arch = args.arch if encoder is None else "own"
-    dataset = args.dataset if train is None else "own"
+    args.arch = args.arch if encoder is None else "custom"
+    dataset = args.dataset if train is None else "custom"
     args.out = args.out or f"runs/clim-{dataset}-{args.arch}-s{args.seed}{args.changes}"
     args.amp = "bf16" if common.use_bf16(args.amp, device, args.arch, image_sizes(args)) else "off"
     args.device = device.type
@@ -1128,7 +1128,7 @@ def in_parallel(args, model):
     if not dist.is_initialized():
         return model
     options = dict(broadcast_buffers=False, gradient_as_bucket_view=True)
-    options["find_unused_parameters"] = args.arch == "own"  # only a user's own encoder may have any
+    options["find_unused_parameters"] = args.arch == "custom"  # only a user's own encoder may have any
     return DistributedDataParallel(model, **options)
 
 

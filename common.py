@@ -1,6 +1,6 @@
 """Data, views and evaluation: what the method files and the evaluations share.
 
-    1. data        load_images -> ImageSet (patterns, cifar10, ..., imagenet, folder, own); uniform, generator
+    1. data        load_images -> ImageSet (patterns, cifar10, ..., imagenet, folder, one's own); uniform, generator
     2. views       View declares one; ViewDataset draws and cuts in the loader; colour_views works on the device
     3. evaluation  extract_features, knn_predict, embedding_health; what both evaluations share
     4. encoders    build_backbone, load_backbone, load_published
@@ -128,7 +128,7 @@ class ImageSet:
     array: the images, or None if they are in files. paths: (n,) bytes in one array, which loader workers share.
     """
 
-    def __init__(self, images, labels=None, classes=None, name="own", root=""):
+    def __init__(self, images, labels=None, classes=None, name="custom", root=""):
         in_memory = isinstance(images, np.ndarray) and images.ndim > 1
         self.array = images if in_memory else None
         self.paths = None if in_memory else np.array([os.fsencode(path) for path in images])
@@ -524,28 +524,28 @@ def draw_view(view, sizes, draws, area=None, position=None, sigma=None, blur_coi
     parameters. Where nothing is changed, factors are 1, and the rest is 0. The method's own values take the place of
     drawn ones, where they are not NaN: area, sigma: (n,); position: (n, 2), and blur_coin: (n,), uniform numbers.
     """
-    own = name_draws(draws)
+    draw = name_draws(draws)
 
     def choose(given, drawn):
         return drawn if given is None else np.where(np.isnan(given), drawn, given)
 
-    def between(low, high, draw):
-        return low + (high - low) * draw
+    def between(low, high, share):
+        return low + (high - low) * share
 
-    areas = choose(None if area is None else np.asarray(area)[:, None], between(*view.area, own["area"]))
-    aspects = np.exp(between(*np.log(view.ratio), own["aspect"]))
-    boxes = random_resized_crop(sizes, areas, aspects, choose(position, own["position"]), view.ratio, view.whole)
+    areas = choose(None if area is None else np.asarray(area)[:, None], between(*view.area, draw["area"]))
+    aspects = np.exp(between(*np.log(view.ratio), draw["aspect"]))
+    boxes = random_resized_crop(sizes, areas, aspects, choose(position, draw["position"]), view.ratio, view.whole)
 
-    jittered, (*most, most_hue) = own["jitter_coin"] < view.jitter_p, view.jitter
+    jittered, (*most, most_hue) = draw["jitter_coin"] < view.jitter_p, view.jitter
     factors = [
-        np.where(jittered, between(max(0, 1 - m), 1 + m, own[name]), 1)
+        np.where(jittered, between(max(0, 1 - m), 1 + m, draw[name]), 1)
         for name, m in zip(("brightness", "contrast", "saturation"), most, strict=True)
     ]
-    hue = np.where(jittered, most_hue * (2 * own["hue"] - 1), 0)
-    blurred = choose(blur_coin, own["blur_coin"]) < view.blur_p
-    sigmas = np.where(blurred, choose(sigma, between(*view.blur_sigma, own["sigma"])), 0)
-    gray, solarized = own["gray_coin"] < view.gray_p, own["solarize_coin"] < view.solarize_p
-    columns = *factors, hue, np.floor(own["order"] * 24), gray, sigmas, solarized, own["flip_coin"] < view.flip_p
+    hue = np.where(jittered, most_hue * (2 * draw["hue"] - 1), 0)
+    blurred = choose(blur_coin, draw["blur_coin"]) < view.blur_p
+    sigmas = np.where(blurred, choose(sigma, between(*view.blur_sigma, draw["sigma"])), 0)
+    gray, solarized = draw["gray_coin"] < view.gray_p, draw["solarize_coin"] < view.solarize_p
+    columns = *factors, hue, np.floor(draw["order"] * 24), gray, sigmas, solarized, draw["flip_coin"] < view.flip_p
     return boxes, np.stack(columns, 1).astype(np.float32)
 
 
@@ -578,8 +578,8 @@ class ViewDataset(Dataset):
 
     def draw_independently(self, index, sizes, draws):
         cuts, colors = [], []
-        for view, own in zip(self.views, np.split(draws, len(self.views), axis=1), strict=True):
-            boxes, color = draw_view(view, sizes, own)
+        for view, view_draws in zip(self.views, np.split(draws, len(self.views), axis=1), strict=True):
+            boxes, color = draw_view(view, sizes, view_draws)
             cuts.append((index, boxes, view.size))
             colors.append(color)
         return cuts, colors
@@ -861,10 +861,10 @@ def extract_features(encoder, images, info, device, batch_size=256, workers=0, a
 
     encoder: maps (N, 3, H, W) to (N, width), and is on the device; it is used in evaluation mode. images: an ImageSet.
     info: image_size, mean, std and interpolation, as in backbone.pt. batch_size: of each process. amp: encode in bf16.
-    whole: all rows on every process; False: the rows only that this process encodes (`own_rows`). what: what the
+    whole: all rows on every process; False: the rows only that this process encodes (`shard`). what: what the
     progress line calls it. No gradient. Exits with an error message if a feature is not finite.
     """
-    mine = own_rows(torch.arange(len(images)))
+    mine = shard(torch.arange(len(images)))
     crops = CentreCrops(images, info["image_size"], info["interpolation"])
     crops = torch.utils.data.Subset(crops, mine.tolist() or [0])  # a process without images encodes one, for the width
     features = []
@@ -914,10 +914,10 @@ def knn_predict(train_x, train_y, test_x, k, temperature, num_classes):
 def knn_scores(train_x, train, test_x, test, ks, temperature):
     """Return the top-1 accuracies in percent: {"knn20_top1": ...} for each k.
 
-    train_x: this process's rows (`own_rows`) of the features of `train`. test_x: all features of `test`. All images
+    train_x: this process's rows (`shard`) of the features of `train`. test_x: all features of `test`. All images
     have labels. The rest is as in `knn_predict`.
     """
-    train_y, test_y = own_rows(torch.from_numpy(train.labels)), torch.from_numpy(test.labels)
+    train_y, test_y = shard(torch.from_numpy(train.labels)), torch.from_numpy(test.labels)
     predicted = knn_predict(train_x, train_y, test_x, ks, temperature, len(train.classes))
     right = (predicted == test_y).sum(1).tolist()
     return {f"knn{k}_top1": 100 * number / len(test_y) for k, number in zip(ks, right, strict=True)}
@@ -1030,7 +1030,7 @@ def floor_encoders(args, info, device, count):
 def how_to_evaluate(args, images):
     """Return the last words of a training: how to judge its encoder. images: those that it was trained on."""
     words = f"python eval_knn.py {args.out}; python eval_linear.py {args.out}"
-    if args.arch == "own":
+    if args.arch == "custom":
         words = f"eval_knn.main(eval_knn.parse_args([{args.out!r}]), encoder=ENCODER, train=IMAGES, test=IMAGES)"
     elif len(images.classes) < 2:
         words = f"python eval_knn.py {args.out} --data-dir DIR, with DIR/train/ and DIR/test/ of one folder per class"
@@ -1090,7 +1090,7 @@ def backbone_info(arch, image_size, patch_size, norm="imagenet", interpolation="
     mean, std = NORMS[norm]
     like = dict(image_size=image_size, mean=mean, std=std, interpolation=interpolation, **more)
     if arch is None:
-        return dict(timm_name=None, create_kwargs={}, stem="own", **like)
+        return dict(timm_name=None, create_kwargs={}, stem="custom", **like)
     arch = arch.split(".")[0]  # what timm's names have after a point says whose weights they are
     if arch not in ARCHS and not timm.is_model(arch):
         fail(f"unknown --arch {arch}: give {', '.join(ARCHS)}, or a timm model")
@@ -1111,7 +1111,7 @@ def backbone_info(arch, image_size, patch_size, norm="imagenet", interpolation="
 
 def encoder_info(args):
     """Return `backbone_info` of a training's encoder, which args.evaluated says to be the query or momentum encoder."""
-    arch = None if args.arch == "own" else args.arch
+    arch = None if args.arch == "custom" else args.arch
     heads = getattr(args, "num_heads", "auto")
     described = dict(num_heads=None if heads == "auto" else heads, method=args.method, encoder=args.evaluated)
     return backbone_info(arch, args.image_size, args.patch_size, args.norm, args.interpolation, **described)
@@ -1121,7 +1121,7 @@ def arch_name(info):
     """Return the name by which --arch calls an encoder that `backbone_info` describes."""
     name, given = info["timm_name"], info["create_kwargs"].items()
     fitting = (short for short, (timm_name, more) in ARCHS.items() if timm_name == name and more.items() <= given)
-    return next(fitting, name or "own encoder")
+    return next(fitting, name or "custom encoder")
 
 
 def build_backbone(info, **more):
@@ -1229,10 +1229,10 @@ def fitting_weights(path, encoder, prefix=None, flag="--init-prefix"):
     is there in its shape and none is left over that would change the features: below the encoder's own top-level parts,
     or of CHANGES_FEATURES. Such a file is of a deeper or richer encoder.
     """
-    found, own = read_tensors(path), encoder.state_dict()
-    first = next(iter(own))
+    found, needed = read_tensors(path), encoder.state_dict()
+    first = next(iter(needed))
     starts = [name.removesuffix(first) for name in found if f".{name}".endswith(f".{first}")]
-    fitting = {start: sum(start + name in found for name in own) for start in starts}
+    fitting = {start: sum(start + name in found for name in needed) for start in starts}
     prefixes = [start for start in starts if fitting[start] == max(fitting.values())]
     chosen = prefixes if prefix is None else [start for start in prefixes if start == prefix]
     if len(chosen) != 1:
@@ -1240,26 +1240,26 @@ def fitting_weights(path, encoder, prefix=None, flag="--init-prefix"):
         fail(f"{path}: {there if prefixes else f'none of its {len(found)} tensors, {[*found][:3]}, ..., is {first}'}")
     (start,) = chosen
     theirs = {name.removeprefix(start): x for name, x in found.items() if name.startswith(start)}
-    theirs |= {name: x for name, x in own.items() if name.endswith("num_batches_tracked")}  # old files have none
-    if "pos_embed" in own and "pos_embed" in theirs:
-        grid, (old, new) = encoder.patch_embed.grid_size, (x["pos_embed"].shape[1] for x in (theirs, own))
+    theirs |= {name: x for name, x in needed.items() if name.endswith("num_batches_tracked")}  # old files have none
+    if "pos_embed" in needed and "pos_embed" in theirs:
+        grid, (old, new) = encoder.patch_embed.grid_size, (x["pos_embed"].shape[1] for x in (theirs, needed))
         tokens = new - math.prod(grid)  # those without a place in the grid
         if old != new and math.isqrt(max(0, old - tokens)) ** 2 == old - tokens:
             resampled = timm.layers.resample_abs_pos_embed(theirs["pos_embed"], grid, num_prefix_tokens=tokens)
             theirs["pos_embed"] = resampled
             log(f"the position embedding of {path} is resampled from {old} rows to {new}")
     kinds = {name: (x.shape, x.is_floating_point()) for name, x in theirs.items()}
-    lacking = [f"{n} {[*x.shape]}" for n, x in own.items() if kinds.get(n) != (x.shape, x.is_floating_point())]
-    parts = {name.split(".")[0] for name in own} | CHANGES_FEATURES
-    not_needed = ("num_batches_tracked", "head.fc.weight", "head.fc.bias")  # the latter are ConvNeXt's classifier
-    left = [n for n in theirs if n not in own and n.split(".")[0] in parts and not n.endswith(not_needed)]
+    lacking = [f"{n} {[*x.shape]}" for n, x in needed.items() if kinds.get(n) != (x.shape, x.is_floating_point())]
+    parts = {name.split(".")[0] for name in needed} | CHANGES_FEATURES
+    unused = ("num_batches_tracked", "head.fc.weight", "head.fc.bias")  # the latter are ConvNeXt's classifier
+    left = [n for n in theirs if n not in needed and n.split(".")[0] in parts and not n.endswith(unused)]
     if lacking or left:
         words = f"{len(lacking)} tensors lack, or differ in shape or type, {lacking[:3]}; left over are {left[:3]}"
         fail(f"{path} is not of this encoder: after {start!r} {words}. Try another --arch, --image-size, --patch-size")
-    if not all(theirs[name].isfinite().all() for name in own):
+    if not all(theirs[name].isfinite().all() for name in needed):
         fail(f"{path} has weights that are not finite")
     log(f"{path}: the encoder is {start or 'the file itself'}")
-    return {name: theirs[name] for name in own}, start
+    return {name: theirs[name] for name in needed}, start
 
 
 def copy_module(module, frozen=False):
@@ -1347,7 +1347,7 @@ def start(main, parse_args):
     warnings.filterwarnings("ignore", ".*(broadcast_buffers|Grad strides do not match|all_gather_into_tensor).*")
     try:
         args = parse_args()
-        device = own_device(getattr(args, "device", "cpu"))  # a tool may have no such flag
+        device = local_device(getattr(args, "device", "cpu"))  # a tool may have no such flag
         if device.type == "cuda":
             # The same GPUs have TF32 and bf16
             torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = has_bf16(device)
@@ -1386,7 +1386,7 @@ def leaves_no_trace(main):
 
     @functools.wraps(main)
     def run(*args, **kwargs):
-        own_group, result, status = not dist.is_initialized(), None, 0
+        makes_group, result, status = not dist.is_initialized(), None, 0
         of_python, of_numpy = random.getstate(), np.random.get_state()
         devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
         try:
@@ -1397,7 +1397,7 @@ def leaves_no_trace(main):
         finally:
             random.setstate(of_python)
             np.random.set_state(of_numpy)
-        if own_group and dist.is_initialized():
+        if makes_group and dist.is_initialized():
             dist.destroy_process_group()
         if status:
             raise SystemExit(status)
@@ -1413,7 +1413,7 @@ def rank_and_world():
     return int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
 
 
-def own_device(name):
+def local_device(name):
     """Make this process's GPU the current one, if it is to have one. Return the device. name: auto, cuda or cpu."""
     if name == "cpu" or (name == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
@@ -1428,7 +1428,7 @@ def own_device(name):
 
 def join_processes(name):
     """Join torchrun's process group, if there is one. Return this process's device. name: auto, cuda or cpu."""
-    device = own_device(name)
+    device = local_device(name)
     if "RANK" in os.environ and not dist.is_initialized():
         store, rank, world = next(rendezvous("env://"))
         if os.environ.get("GROUP_WORLD_SIZE", "1") == "1":  # a restart's store still holds dead workers' addresses
@@ -1455,7 +1455,7 @@ def from_first(make):
     return made[0]
 
 
-def own_rows(x, dim=0):
+def shard(x, dim=0):
     """This process's rows of what belongs to all processes: they share dimension `dim` out in rank order."""
     rank, world = rank_and_world()
     return x.tensor_split(world, dim)[rank]
@@ -1770,7 +1770,7 @@ EVALUATION = {  # the flags that both evaluations have
     ),
     "encoder, of a FILE of others": dict(
         arch=(None, "vit_tiny, resnet18, ..., or any timm model"),
-        image_size=(None, "side of the images (default: 224; own encoder: 32)", (1, math.inf)),
+        image_size=(None, "side of the images (default: 224; custom encoder: 32)", (1, math.inf)),
         patch_size=(None, "of a ViT (default: as in its name, or 16)", (1, math.inf)),
         num_heads=(None, "of a ViT (default: timm's number)", (1, math.inf)),
         norm=(None, "whose mean and deviation normalise images (default: imagenet, or as a tag of timm's says)", NORMS),

@@ -132,7 +132,7 @@ FINETUNE = {
 
 
 def recipe(args, arch, image_size):
-    """Return the values of an evaluation, {name: value}. arch: timm's name of the encoder, or own."""
+    """Return the values of an evaluation, {name: value}. arch: timm's name of the encoder, or custom."""
     arch, small = "_".join(arch.split("_")[:2]), args.dataset in ("cifar10", "cifar100")
     if args.mode == "probe":  # ours
         return {name: CACHED[name] for name in ("lrs", "holdout")} | dict(epochs=50, batch_size=256)
@@ -147,7 +147,7 @@ def recipe(args, arch, image_size):
         rates = dict(vit_tiny=0.05, vit_base=0.01) if args.mode == "linear" else dict(vit_tiny=1e-3)
         values |= dict(lr=rates.get(arch, values["lr"]), batch_size=256 if small else 1024)
         values |= dict(pad=4 if small and args.mode == "finetune" and image_size <= 32 else 0)
-    if arch == "own" and args.mode == "finetune":  # nothing is known of its layers
+    if arch == "custom" and args.mode == "finetune":  # nothing is known of its layers
         values |= dict(layer_decay=1.0)
         del values["drop_path"]
     values["warmup"] *= min(1, (args.epochs or values["epochs"]) / values["epochs"])  # in proportion in a short run
@@ -201,7 +201,7 @@ def resolve(args, info):
 
     Exits with an error message if a value was given that this evaluation does not have, or that would be wrong.
     """
-    arch = re.sub("^deit3?_", "vit_", info["timm_name"] or "own")
+    arch = re.sub("^deit3?_", "vit_", info["timm_name"] or "custom")
     if args.mode in ("linear", "finetune"):
         args.protocol = args.protocol or ("patchmix" if arch.startswith("vit_") else "clim")
     values = recipe(args, arch, info["image_size"])
@@ -606,7 +606,7 @@ def name_run(args, encoder):
     digest = hashlib.sha256()
     for name, value in encoder.state_dict().items():
         digest.update(name.encode() + value.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
-    args.weights, source = digest.hexdigest(), "own"
+    args.weights, source = digest.hexdigest(), "custom"
     if args.checkpoint:
         args.checkpoint = os.path.abspath(args.checkpoint)
         source = common.run_folder(args.checkpoint).resolve().name

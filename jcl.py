@@ -473,8 +473,8 @@ def main(args, train=None, test=None, encoder=None):
     """
     args = argparse.Namespace(**vars(args))  # a copy
     device = common.join_processes(args.device)
-    args.arch = args.arch if encoder is None else "own"
-    dataset = args.dataset if train is None else "own"
+    args.arch = args.arch if encoder is None else "custom"
+    dataset = args.dataset if train is None else "custom"
     args.out = args.out or f"runs/jcl-{dataset}-{args.arch}-s{args.seed}{args.changes}"
     args.amp = "bf16" if common.use_bf16(args.amp, device, args.arch, [args.image_size]) else "off"
     args.device = device.type
@@ -714,7 +714,7 @@ def in_parallel(args, model):
     if not dist.is_initialized():
         return model
     options = dict(broadcast_buffers=False, gradient_as_bucket_view=True)
-    options["find_unused_parameters"] = args.arch == "own"  # only a user's own encoder may have any
+    options["find_unused_parameters"] = args.arch == "custom"  # only a user's own encoder may have any
     return DistributedDataParallel(model, **options)
 
 

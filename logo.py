@@ -384,7 +384,7 @@ class MoCo(nn.Module):
         shuffles = [common.generator(self.args.seed, step, STREAM_SHUFFLE + i) for i in range(len(keyed))]
         keys = [encode_shuffled_keys(self.key, [x], shuffle)[0] for x, shuffle in zip(keyed, shuffles, strict=True)]
         q = [self.query(x) for x in queried]
-        k = [common.own_rows(key) for key in keys]
+        k = [common.shard(key) for key in keys]
 
         def nce(query, key):
             return info_nce(query, key, self.queue.keys, self.args.temperature)
@@ -754,8 +754,8 @@ def main(args, train=None, test=None, encoder=None):
     """
     args = argparse.Namespace(**vars(args))  # a copy
     device = common.join_processes(args.device)
-    args.arch = args.arch if encoder is None else "own"
-    dataset = args.dataset if train is None else "own"
+    args.arch = args.arch if encoder is None else "custom"
+    dataset = args.dataset if train is None else "custom"
     args.out = args.out or f"runs/logo-{dataset}-{args.arch}-s{args.seed}{args.changes}"
     args.amp = "bf16" if common.use_bf16(args.amp, device, args.arch, image_sizes(args)) else "off"
     args.device = device.type
@@ -1057,7 +1057,7 @@ def in_parallel(args, model):
     if not dist.is_initialized():
         return model
     options = dict(broadcast_buffers=False, gradient_as_bucket_view=True)
-    options["find_unused_parameters"] = args.arch == "own"  # only a user's own encoder may have any
+    options["find_unused_parameters"] = args.arch == "custom"  # only a user's own encoder may have any
     return DistributedDataParallel(model, **options)
 
 

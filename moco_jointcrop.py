@@ -268,7 +268,7 @@ def draw_views(args, index, sizes, draws):
     each view + `shared_draws`). Returns (cuts, colors) as `common.ViewDataset` wants them.
     """
     views = augmentation(args)
-    *own_draws, shared = np.split(draws, common.VIEW_DRAWS * np.arange(1, len(views) + 1), axis=1)
+    *view_draws, shared = np.split(draws, common.VIEW_DRAWS * np.arange(1, len(views) + 1), axis=1)
     coin, area_u, area_v, sigma_u, sigma_v, blur_coin, *local_draws = shared.T
 
     # Which images have JointCrop, and which have JointBlur
@@ -294,11 +294,11 @@ def draw_views(args, index, sizes, draws):
     joint_coins[:2] = np.where(joint_blur, blur_coin, np.nan)  # both are blurred, or neither is
 
     cuts, colors = [], []
-    for i, (view, own) in enumerate(zip(views, own_draws, strict=True)):
+    for i, (view, draw) in enumerate(zip(views, view_draws, strict=True)):
         position = None
         if args.css_alpha != 1:
-            position = centre_suppressed(common.name_draws(own)["position"][:, 1], args.css_alpha)
-        boxes, color = common.draw_view(view, sizes, own, joint_areas[i], position, joint_sigmas[i], joint_coins[i])
+            position = centre_suppressed(common.name_draws(draw)["position"][:, 1], args.css_alpha)
+        boxes, color = common.draw_view(view, sizes, draw, joint_areas[i], position, joint_sigmas[i], joint_coins[i])
         cuts.append((index, boxes, view.size))
         colors.append(color)
     return cuts, colors
@@ -386,7 +386,7 @@ class MoCo(nn.Module):
         q = self.query(views[0])
         generator = common.generator(self.args.seed, step, STREAM_SHUFFLE)
         keys = encode_shuffled_keys(self.key, views[1:2], generator)[0]  # (N, C), of all processes
-        k = common.own_rows(keys)  # (n, C)
+        k = common.shard(keys)  # (n, C)
         loss = info_nce(q, k, self.queue.keys, self.args.temperature)  # MoCo, Eq. 1
         for local in views[2:]:  # App. D
             loss = loss + info_nce(self.query(local), k, self.queue.keys, self.args.temperature)
@@ -436,7 +436,7 @@ class MoCoV3(MoCo):
         for q in q_local:  # App. D
             loss = loss + sum(contrast(q, k, self.args.temperature, first) for k in (k1, k2))
         loss = loss / (1 + len(q_local))
-        return loss, None, (q1.detach(), common.own_rows(k2)), {}
+        return loss, None, (q1.detach(), common.shard(k2)), {}
 
 
 def two_layers(inputs, hidden, outputs):
@@ -684,8 +684,8 @@ def main(args, train=None, test=None, encoder=None):
     """
     args = argparse.Namespace(**vars(args))  # a copy
     device = common.join_processes(args.device)
-    args.arch = args.arch if encoder is None else "own"
-    dataset = args.dataset if train is None else "own"
+    args.arch = args.arch if encoder is None else "custom"
+    dataset = args.dataset if train is None else "custom"
     args.out = args.out or f"runs/moco_jointcrop-{dataset}-{args.arch}-s{args.seed}{args.changes}"
     args.amp = "bf16" if common.use_bf16(args.amp, device, args.arch, image_sizes(args)) else "off"
     args.device = device.type
@@ -938,7 +938,7 @@ def in_parallel(args, model):
     if not dist.is_initialized():
         return model
     options = dict(broadcast_buffers=False, gradient_as_bucket_view=True)
-    options["find_unused_parameters"] = args.arch == "own"  # only a user's own encoder may have any
+    options["find_unused_parameters"] = args.arch == "custom"  # only a user's own encoder may have any
     return DistributedDataParallel(model, **options)
 
 

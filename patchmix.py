@@ -322,7 +322,7 @@ class PatchMix(nn.Module):
 
     def contrast(self, term, h, z):
         """A term of Eq. 16 as a scalar: this process's queries h (n, dim) against the keys z (N, dim) of all."""
-        index = common.own_rows(getattr(self, f"{term}_index"))
+        index = common.shard(getattr(self, f"{term}_index"))
         weight = getattr(self, f"{term}_weight")
         smoothing = self.args.smoothing if term == "oto" else 0.0  # D1
         return soft_info_nce(h, z, index, weight, self.args.temperature, smoothing)
@@ -374,7 +374,7 @@ class PatchMix(nn.Module):
             losses |= local_losses
         q, z = pairs[self.terms[0]]
         metrics = {f"loss_{term}": value for term, value in losses.items()}
-        return loss, None, (q.detach(), common.own_rows(z)), metrics
+        return loss, None, (q.detach(), common.shard(z)), metrics
 
     @torch.no_grad()
     def update(self, m):
@@ -636,8 +636,8 @@ def main(args, train=None, test=None, encoder=None):
     """
     args = argparse.Namespace(**vars(args))  # a copy
     device = common.join_processes(args.device)
-    args.arch = args.arch if encoder is None else "own"
-    dataset = args.dataset if train is None else "own"
+    args.arch = args.arch if encoder is None else "custom"
+    dataset = args.dataset if train is None else "custom"
     args.out = args.out or f"runs/patchmix-{dataset}-{args.arch}-s{args.seed}{args.changes}"
     args.amp = "bf16" if common.use_bf16(args.amp, device, args.arch, image_sizes(args)) else "off"
     args.device = device.type
@@ -757,7 +757,7 @@ def in_parallel(args, model):
     if not dist.is_initialized():
         return model
     options = dict(broadcast_buffers=False, gradient_as_bucket_view=True)
-    options["find_unused_parameters"] = args.arch == "own"  # only a user's own encoder may have any
+    options["find_unused_parameters"] = args.arch == "custom"  # only a user's own encoder may have any
     return DistributedDataParallel(model, **options)
 
 

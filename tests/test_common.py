@@ -210,7 +210,7 @@ def some_images():
 
 
 def make_loader(workers=0, draw=with_a_partner):
-    args = SimpleNamespace(batch_size=8, seed=5, workers=workers, interpolation="bilinear", arch="own")
+    args = SimpleNamespace(batch_size=8, seed=5, workers=workers, interpolation="bilinear", arch="custom")
     return common.make_loader(args, some_images(), VIEWS, CPU, draw, extra_draws=1)
 
 

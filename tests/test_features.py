@@ -107,7 +107,7 @@ def test_features_that_are_not_finite_are_refused(capsys):
     assert common.extract_features(Wild(), pattern_set(1), INFO, CPU).tolist() == [[1]]
 
 
-RUN = argparse.Namespace(workers=0, amp="off", arch="own", image_size=16, patch_size=8, norm="patterns")
+RUN = argparse.Namespace(workers=0, amp="off", arch="custom", image_size=16, patch_size=8, norm="patterns")
 RUN.interpolation, RUN.method, RUN.evaluated = "bilinear", "m", "query"
 
 
@@ -132,7 +132,7 @@ def sharded(rank=0, world=1, port=None, folder=None):
         whole = common.extract_features(encoder, images, INFO, CPU, batch_size=2)
         part = common.extract_features(encoder, images, INFO, CPU, batch_size=2, whole=False)
         assert len(part) == n // world + (rank < n % world)
-        train_y = common.own_rows(torch.arange(n) % 3)
+        train_y = common.shard(torch.arange(n) % 3)
         result += [whole, common.knn_predict(part, train_y, test_x, (1, 2, 9), 0.1, 3)]
         if n > 1:
             result.append(torch.tensor([*common.knn_record(RUN, encoder, images, test, CPU).values()]))
@@ -197,4 +197,4 @@ def test_stem_and_arch():
     assert [common.backbone_info("resnet50", size, 2)["stem"] for size in (32, 64, 96)] == ["3x3", "3x3", "timm"]
     assert [common.backbone_info("resnet_mini", size, 2)["stem"] for size in (32, 96)] == ["3x3-s2", "timm"]
     called = [common.arch_name(common.backbone_info(arch, 32, 4)) for arch in (*common.ARCHS, "resnet10t", None)]
-    assert called == [*common.ARCHS, "resnet10t", "own encoder"]
+    assert called == [*common.ARCHS, "resnet10t", "custom encoder"]

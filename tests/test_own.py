@@ -71,12 +71,12 @@ def test_own_encoder(method, kind, tmp_path, monkeypatch):
     module.main(module.parse_args([*tiny.FLAGS, "--epochs", "1"]), train=images, encoder=given)
     assert tiny.unequal(before, state(given)) == []
     (out,) = (tmp_path / "runs").iterdir()
-    assert out.name.startswith(f"{method}-own-own-s0") and not any("knn20_top1" in r for r in records(out))
+    assert out.name.startswith(f"{method}-custom-custom-s0") and not any("knn20_top1" in r for r in records(out))
     saved, encoder = load(out / "backbone.pt"), KINDS[kind]()
     encoder.load_state_dict(saved["state_dict"])
     changed = tiny.unequal(dict(before[0]), dict(encoder.state_dict()))
     weight, bias = (next(name for name in before[0] if name.endswith(end)) for end in ("0.weight", "1.bias"))
-    assert saved["stem"] == "own" and f"/{weight}" in changed and f"/{bias}" not in changed
+    assert saved["stem"] == "custom" and f"/{weight}" in changed and f"/{bias}" not in changed
 
 
 @pytest.mark.parametrize("method", JCL_AT_ONCE)
