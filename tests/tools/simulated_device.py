@@ -163,9 +163,7 @@ def noticed():
 
     wrong = dict(mixed=mixed, value=lambda: x.sum().item(), shape=lambda: x[x > 0], back=lambda: x.cpu())
     wrong |= dict(blocking=lambda: torch.ones(3).to("sim:0"), literal=lambda: torch.tensor([1.0], device="sim:0"))
-    right = dict(scalar=lambda: x * torch.tensor(2.0), own=lambda: x + x)
-    right |= dict(copy=lambda: torch.ones(3).to("sim:0", non_blocking=True))
-    for name, function in (wrong | right).items():
+    for name, function in wrong.items():
         before = waits.copy()
         function()
         found[name] = list(waits - before)
@@ -210,17 +208,19 @@ def counting(inside, free):
     return mock.patch.object(common.Loader, "__iter__", watched(common.Loader.__iter__, start, end))
 
 
+def on(device):
+    """What runs on a device: a context."""
+    return Simulation() if device != "cpu" else contextlib.nullcontext()
+
+
 def train(case, out, device):
     """(records, waits in steps) of a run, stopped at its fourth step of six and resumed."""
     script, *flags = case.split()
     module, inside, join = importlib.import_module(script), collections.Counter(), common.join_processes
     flags += [*"--epochs 2 --batch-size 16 --workers 0 --knn-every 1 --device cpu --out".split(), str(out)]
     for more in (["--max-steps", "4"], []):
-        with (
-            mock.patch.object(common, "join_processes", lambda name: (join(name), torch.device(device))[1]),
-            counting(inside, free=1),  # a start's first step loads constants and prints its loss
-            Simulation() if device != "cpu" else contextlib.nullcontext(),
-        ):
+        patch = mock.patch.object(common, "join_processes", lambda name: (join(name), torch.device(device))[1])
+        with patch, counting(inside, free=1), on(device):  # a start's first step loads constants
             module.main(module.parse_args([*flags, *more]))
     return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()], inside
 
@@ -235,11 +235,7 @@ def evaluate(case, run, out, device):
         _, encoder, info = open_encoder(*args, **named)
         return torch.device(device), encoder.to(device), info
 
-    with (
-        mock.patch.object(common, "open_encoder", opened),
-        counting(inside, free=1),
-        Simulation() if device != "cpu" else contextlib.nullcontext(),
-    ):
+    with mock.patch.object(common, "open_encoder", opened), counting(inside, free=1), on(device):
         return module.main(module.parse_args([str(run), "--workers", "0", "--device", "cpu", *flags])), inside
 
 
@@ -250,6 +246,7 @@ def main(folder):
         found, few = {"noticed": noticed()}, common.make_patterns
     with (
         mock.patch.object(common, "make_patterns", lambda n, *more, **named: few(FEWER[n], *more, **named)),
+        mock.patch.object(common, "show_progress"),  # it waits, in every tenth step and the last
         mock.patch.object(dist, "destroy_process_group"),  # one group for all
         contextlib.redirect_stdout(sys.stderr),
     ):
