@@ -97,6 +97,20 @@ def test_the_speed_and_the_means_of_an_epoch(monkeypatch):
         assert found == dict(loss=3.0, images_per_s=8.0, data_wait=0.125)
 
 
+@pytest.mark.parametrize("other, said", [(3.0, "step 20/20  loss 2.000"), (math.inf, None)])
+def test_progress_is_that_of_all_processes(other, said, monkeypatch, capsys):
+    monkeypatch.setattr(common, "from_all", lambda here: [here, (other, 0.0)])
+    monkeypatch.setattr(common, "progress", print)
+    loader, args = common.Loader([0], torch.device("cpu")), types.SimpleNamespace(batch_size=16, epochs=2)
+    loader.began = 0.0
+    given = args, loader, [dict(loss=torch.tensor(1.0))], 20, 20
+    if said is None:
+        assert "step 20" in refused(capsys, common.show_progress, *given)
+    else:
+        common.show_progress(*given)
+        assert said in capsys.readouterr().out
+
+
 # ------------------------------------------------------- a program that calls in
 
 
