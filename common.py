@@ -1897,21 +1897,24 @@ def load_run(args, images, resume=None):
     one, or if the processes have different flags, images or states.
     """
     path, new, state = Path(args.out, "last.pt"), vars(args), dict(step=0, records=[])
-    must_match, advice = new.keys() - OPERATING, f"give these, or another --out (with its weights: --resume {path})"
+    must_match, counted = new.keys() - OPERATING, {"method", "arch", "batch_size"}  # with these, steps count alike
     if path.exists():
         state = load_state(path)
     if resume is not None and state["step"] == 0:
         path, state = resume, load_state(resume)
-        must_match, advice = {"method", "arch", "batch_size"}, "its run had these"  # with these its steps count alike
+        must_match = counted
     if state["step"] > 0:
         old = state["config"]
         must_match |= old.keys() - OPERATING if path != resume else set()  # also what this version does not have
         differ = [name for name in sorted(must_match) if old.get(name) != new.get(name)]
         if differ:
             words = [f"{option(name)} was {shown(old.get(name))}, is {shown(new.get(name))}" for name in differ[:5]]
+            advice = "give what was" if path == resume else "give what was, or another --out"
+            if path != resume and hasattr(args, "resume") and not counted & {*differ}:
+                advice += f" with --resume {path}"
             fail(f"{path} is of another configuration ({'; '.join(words)}): {advice}")
         if state["images"] != images:
-            fail(f"{path} is of other images ({state['images']}, here {images}): give another --out")
+            fail(f"{path} is of other images ({state['images']}, here {images}): give its own, or another --out")
         if path == resume and state["step"] > args.epochs * (images["number"] // args.batch_size):
             fail(f"{path} has made {state['step']} steps already, more than --epochs {args.epochs} has")
         log(f"going on from {path}, at step {state['step']}")
