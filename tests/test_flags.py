@@ -217,10 +217,13 @@ def test_every_flag_acts(method, name, few_patterns):
 def test_what_is_given_is_in_the_runs_name_and_config(method, few_patterns, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     module = importlib.import_module(method)
-    module.main(module.parse_args([*TINY, "--gray-p", "0.25", "--jitter", *"0.1 0.1 0.1 0.05".split()]))
+    usual = recipe_of(method, [])
+    queue = ["--queue", "auto"] if "queue" in usual else []
+    module.main(module.parse_args([*TINY, *queue, "--gray-p", "0.25", "--jitter", *"0.1 0.1 0.1 0.05".split()]))
     (out,) = (tmp_path / "runs").iterdir()
     given = "-batch_size16-gray_p0.25-image_size16-jitter0.1,0.1,0.1,0.05"  # without operating flags
-    assert out.name == f"{method}-patterns-{recipe_of(method, [])['arch']}-s0{given}"
+    given += "-queueauto" if queue else ""
+    assert out.name == f"{method}-patterns-{usual['arch']}-s0{given}"
     config = json.loads((out / "config.json").read_text())
     assert (config["gray_p"], config["jitter"]) == (0.25, [0.1, 0.1, 0.1, 0.05])
-    assert recipe_of(method, []).keys() <= config.keys()
+    assert usual.keys() <= config.keys() and (not queue or config["queue"] == 16)  # a batch, as 32 images are few
