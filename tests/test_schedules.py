@@ -30,7 +30,7 @@ def between(first, last, done):
     return last + (first - last) * 0.5 * (1 + math.cos(math.pi * done))
 
 
-@pytest.mark.parametrize("warmup", [2.5, 0])
+@pytest.mark.parametrize("warmup", [2.5, 0.2, 0])
 @pytest.mark.parametrize("method, flags", CASES)
 def test_every_step_of_the_schedule(method, flags, warmup):
     """Linear warm-up to twice --lr, as the batch is twice --lr-batch; then a cosine, or milestones."""
