@@ -76,7 +76,7 @@ HYPERPARAMETERS = dict(
         mix=("cutmix", "none: no mixing, half the loss to each key (Table 6)", ("cutmix", "none")),
         alpha=(2.0, "parameter of CutMix's Beta(alpha, alpha) (Table 9)", (1e-9, math.inf)),
         temperature=(0.2, "temperature tau of the loss", (1e-9, math.inf)),  # MoCo v2's
-        queue=(65536, "negatives per query; auto: a tenth of the images", (1, math.inf, "auto")),
+        queue=(65536, "negatives per query; auto: a tenth of the images, at least a batch", (1, math.inf, "auto")),
     ),
     positives=dict(
         selection=("center", "choice of positives (Table 6)", ("none", "random", "knn", "kmeans", "center")),
@@ -107,12 +107,12 @@ HYPERPARAMETERS = dict(
         sgd_momentum=(0.9, "momentum of SGD", (0, 1)),
     ),
     augmentation=dict(
-        crop_scale=((0.2, 1.0), "smallest and largest area of a crop, as shares", (1e-9, 1)),
+        crop_scale=((0.2, 1.0), "smallest and largest share of the image that a crop has", (1e-9, 1)),
         local_size=(96, "side of a local crop, in pixels", (1, math.inf)),  # Table 7
         local_scale=((0.05, 0.14), "smallest and largest area of a local crop", (1e-9, 1)),  # Table 7
         crop_ratio=((3 / 4, 4 / 3), "smallest and largest width / height of a crop", (1e-9, math.inf)),
         interpolation=("bilinear", "how a crop is resized", ("bilinear", "bicubic")),
-        jitter=((0.4, 0.4, 0.4, 0.1), "most brightness, contrast, saturation and hue change"),  # hue: MoCo v2's
+        jitter=((0.4, 0.4, 0.4, 0.1), "largest change of brightness, contrast, saturation and hue"),  # hue: MoCo v2's
         jitter_p=(0.8, "probability of these color changes", (0, 1)),
         gray_p=(0.2, "probability of a gray view", (0, 1)),
         blur_p=(0.5, "probability of a blurred view", (0, 1)),
@@ -326,7 +326,7 @@ def info_nce(q, k, queue, temperature):
     It is the mean of -log(exp(q.k / T) / (exp(q.k / T) + sum_j exp(q.queue_j / T))). The positive of a query is the key
     of the same row. The negatives are the K keys of the queue. At equal logits the loss is log(K + 1).
 
-    q, k: (N, C), and queue: (K, C), all L2-normalised. temperature: T > 0.
+    q, k: (N, C), L2-normalised. queue: (K, C). temperature: T > 0.
     Gradients reach q, and also k and queue unless these are detached. Raises ValueError if the shapes do not fit.
     """
     if q.dim() != 2 or k.shape != q.shape or queue.shape[1:] != q.shape[1:]:
@@ -646,16 +646,16 @@ def recipe(chosen):
 
 RUN = dict(
     dataset=("patterns", "data set; it also chooses the recipe", common.DATASETS),
-    data_dir=(None, "the data set's folder, with train/, and val/ or test/"),
+    data_dir=(None, "its folder, with train/, and val/ or test/; for `folder` any tree of images"),
     cache=(True, "keep decoded small images in memory"),
     seed=(0, "seed of all random numbers", (0, 2**63 - 1)),
     init=(None, "start the encoder from a checkpoint, of this project or another"),
-    init_prefix=(None, "which encoder of --init's file: what stands before its names"),
+    init_prefix=(None, "prefix of the encoder's names in --init's file, if it has several"),
     out=(None, "folder of the run; one that has begun goes on"),
     resume=(None, "begin a new --out with another run's last.pt"),
     max_steps=(None, "save and stop when the run has made N steps in all", (1, math.inf)),
-    keep_every=(0, "epochs between copies that stay; 0: none"),
-    knn_every=(10, "epochs between evaluations by kNN; 0: never"),
+    keep_every=(0, "keep a copy of last.pt every N epochs; 0: none"),
+    knn_every=(10, "evaluate by kNN every N epochs; 0: never"),
     device=("auto", "auto: a GPU where there is one", ("auto", "cuda", "cpu")),
     amp=("auto", "auto: bf16 on GPUs that have it; off: float32", ("auto", "bf16", "off")),
     compile=(False, "compile the encoders: minutes at the start, then faster steps"),
@@ -796,7 +796,7 @@ def refresh(args, model, images, device, epoch, positives):
 
 
 def restore(args, images, model, optimizer, positives):
-    """Load the state of the run in --out, or of --resume. Return (steps that are made, records of the epochs).
+    """Load the state of the run in --out, or of --resume. Return (steps done, records of the epochs).
 
     positives: the table, which is changed in place. A new run begins with --init's weights. Exits with an error message
     if something does not fit.
@@ -805,7 +805,7 @@ def restore(args, images, model, optimizer, positives):
     if state["step"] > 0:
         with common.fitting(path):
             model.load_state_dict(state["model"])
-            # Its buffers only: rates and decay are this run's, which may differ from --resume's
+            # Only its buffers: rates and weight decay are this run's, which may differ from --resume's
             optimizer.load_state_dict(optimizer.state_dict() | dict(state=state["optimizer"]["state"]))
             if args.selection != "none":  # --resume's run may have had positives
                 positives.copy_(state["positives"])
@@ -854,13 +854,13 @@ def introduce(args, train, test, **facts):
 def means(args, loader, history):
     """Return the means of metrics over the steps and processes, and how fast the steps were: {name: float}.
 
-    history: {name: 0-d tensor} of each step. If the epoch was interrupted, these are the steps after the restart only.
+    history: a dict per step, {name: 0-d tensor}. If the epoch was interrupted, it has the steps since the restart.
     Exits with an error message if a mean is not finite.
     """
     sums = sum(torch.stack([*metrics.values()]).double() for metrics in history)
     values = (gather(sums[None]).mean(0) / len(history)).tolist()
     if not math.isfinite(sum(values)):
-        common.fail("the loss or its gradient is not finite in this epoch; last.pt is from before: give a lower --lr")
+        common.fail("the loss or its gradient is not finite in this epoch; last.pt is from before")
     return dict(zip(history[0], values, strict=True)) | loader.speed(args.batch_size * len(history))
 
 
@@ -918,14 +918,14 @@ def main(args, train=None, test=None, encoder=None):
     facts = dict(peak_lr=peak_rate(args), terms=terms, chance_level=chance, queue_share=args.queue / len(train))
     introduce(args, train, test, **facts)
 
-    for epoch in range(max(0, step - 1) // steps_per_epoch, args.epochs):  # the last epoch again: for its kNN
+    for epoch in range(max(0, step - 1) // steps_per_epoch, args.epochs):  # the last epoch again: it may lack its kNN
         loader.batch_sampler.set_epoch(epoch, step, last_step)
         history = []
         # Positives are chosen every few epochs (App. A.2). A signal ends this at once: all is saved
         if choice_is_due(args, epoch) and step == epoch * steps_per_epoch:
             refresh(args, model, train, device, epoch, positives)
         have_positives = positives[0, 0].item() >= 0
-        with common.until_stopped(loader) as batches:  # SIGTERM or Ctrl-C waits until a step is made and saved
+        with common.until_stopped(loader) as batches:  # SIGTERM or Ctrl-C: the step is saved, then it raises Stopped
             for batch in batches:
                 lr, _, momentum = schedule(args, step, steps_per_epoch)
                 optimizer.param_groups[0]["lr"] = lr

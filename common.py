@@ -384,7 +384,9 @@ def load_images(name, data_dir=None, train=True, size=32, cache=True, unlabeled=
         if odd := [n for n in names if n.lower() in ("train", "training", "val", "validation", "test", "testing")]:
             fail(f"{data_dir} has {', '.join(odd)}: name them train/, and val/ or test/ beside it")
         return read_folder(name, data_dir, "", cache) if train else None
-    if name in ("imagenet", "imagenet100", "folder") or (data_dir and name == "patterns"):
+    if name == "folder":
+        fail("--dataset folder: give --data-dir DIR, any tree of images")
+    if name in ("imagenet", "imagenet100") or (data_dir and name == "patterns"):
         fail(f"--dataset {name}: give --data-dir DIR with train/, and val/ or test/, and one folder per class in each")
     if name == "patterns":
         array, labels = make_patterns(4096, size, seed=0) if train else make_patterns(1024, size, seed=1)
@@ -1562,7 +1564,7 @@ def show_progress(args, loader, history, step, total_steps):
     losses, norms = zip(*from_all((last["loss"].item(), float(last.get("grad_norm", 0)))), strict=True)
     loss = sum(losses) / len(losses)
     if not math.isfinite(loss + sum(norms)):
-        advice = "give a new --out with its --resume, and --amp off or a lower --lr"
+        advice = "begin another --out by --resume, with a lower --lr"
         fail(f"the loss or its gradient is not finite at step {step}; last.pt is from before: {advice}")
     where = f"epoch {math.ceil(step * args.epochs / total_steps)}/{args.epochs}  step {step}/{total_steps}"
     speed = f"{args.batch_size / seconds:.0f} images/s  {seconds * (total_steps - step) / 60:.1f} min left"
@@ -1610,7 +1612,8 @@ def number(kind, least=0, most=math.inf, word=None):
             return text
         value = kind(text)
         if not (math.isfinite(value) and least <= value <= most):
-            raise argparse.ArgumentTypeError(f"{text} is not from {least:g} to {most:g}")
+            allowed = f"{least:g} or more" if most == math.inf else f"from {least:g} to {most:g}"
+            raise argparse.ArgumentTypeError(f"{text} is not {allowed}")
         return value
 
     parse_number.__name__ = kind.__name__ if word is None else f"{word} or {kind.__name__}"  # argparse's word for it
@@ -1656,7 +1659,8 @@ class ArgumentParser(argparse.ArgumentParser):
 
     def __init__(self, script, doc, table, usage="[flags]"):
         options = dict(allow_abbrev=False, add_help=False, argument_default=argparse.SUPPRESS)
-        super().__init__(script, f"python {script} {usage}", (doc or "").partition("\n")[0], **options)
+        what = f"{(doc or '').partition(chr(10))[0]} D1, D2, ... are explained at the top of {script}."
+        super().__init__(script, f"python {script} {usage}", what, **options)
         for group, rows in table.items():
             add = self.add_argument_group(group).add_argument
             for name, row in rows.items():
@@ -1897,26 +1901,27 @@ def load_run(args, images, resume=None):
     one, or if the processes have different flags, images or states.
     """
     path, new, state = Path(args.out, "last.pt"), vars(args), dict(step=0, records=[])
-    must_match, counted = new.keys() - OPERATING, {"method", "arch", "batch_size"}  # with these, steps count alike
+    must_match = new.keys() - OPERATING
     if path.exists():
         state = load_state(path)
     if resume is not None and state["step"] == 0:
+        resume = os.path.join(resume, "last.pt") if os.path.isdir(resume) else resume
         path, state = resume, load_state(resume)
-        must_match = counted
+        must_match = {"method", "arch", "batch_size"}  # with these, its steps count alike
     if state["step"] > 0:
         old = state["config"]
         must_match |= old.keys() - OPERATING if path != resume else set()  # also what this version does not have
         differ = [name for name in sorted(must_match) if old.get(name) != new.get(name)]
-        if differ:
-            words = [f"{option(name)} was {shown(old.get(name))}, is {shown(new.get(name))}" for name in differ[:5]]
-            advice = "give what was" if path == resume else "give what was, or another --out"
-            if path != resume and hasattr(args, "resume") and not counted & {*differ}:
-                advice += f" with --resume {path}"
-            fail(f"{path} is of another configuration ({'; '.join(words)}): {advice}")
+        words = [f"{option(name)} was {shown(old.get(name))}, is {shown(new.get(name))}" for name in differ[:5]]
         if state["images"] != images:
-            fail(f"{path} is of other images ({state['images']}, here {images}): give its own, or another --out")
-        if path == resume and state["step"] > args.epochs * (images["number"] // args.batch_size):
-            fail(f"{path} has made {state['step']} steps already, more than --epochs {args.epochs} has")
+            words.insert(0, f"other images: {state['images']}, here {images}")
+        if words:
+            advice = "give what was" if path == resume else "give what was, or another --out"
+            if "epochs" in differ and hasattr(args, "resume"):
+                advice += f"; with --resume {path} that goes on from here"
+            fail(f"{path} is of another configuration ({'; '.join(words)}): {advice}")
+        if path == resume and state["step"] >= args.epochs * (images["number"] // args.batch_size):
+            fail(f"{path} has made {state['step']} steps, and --epochs {args.epochs} has no more: give more epochs")
         log(f"going on from {path}, at step {state['step']}")
     marks = from_all((new, images, state["step"]))
     if any(mark != marks[0] for mark in marks):

@@ -86,7 +86,7 @@ VALUES = {
         momentum=(0.9, "momentum of SGD", (0, 1)),  # MoCo's [C], as the weight decay and the areas of crops
         nesterov=(False, "Nesterov's form of that momentum"),
         weight_decay=(0.0, "weight decay of the optimizer"),
-        crop_scale=((0.08, 1.0), "smallest and largest area of a crop, as shares", SHARE),
+        crop_scale=((0.08, 1.0), "smallest and largest share of the image that a crop has", SHARE),
         pad=(0, "crops are places of the image, padded by this many pixels; 0: --crop-scale"),
         randaug=(0, "magnitude of RandAugment (rand-mN-mstd0.5-inc1); 0: none", (0, 10)),
         erase=(0.0, "probability of random erasing", (0, 1)),
@@ -617,7 +617,7 @@ def name_run(args, encoder):
 
 
 def restore(args, images, network, optimizer):
-    """Load the state of the run in --out. Return (steps that are made, records of the epochs).
+    """Load the state of the run in --out. Return (steps done, records of the epochs).
 
     Exits with an error message if something does not fit.
     """
@@ -656,7 +656,7 @@ def introduce(args, **facts):
 def means(args, loader, history):
     """Return the means of metrics over the steps and processes, and how fast the steps were: {name: float}.
 
-    history: {name: 0-d tensor} of each step. If the epoch was interrupted, these are the steps after the restart only.
+    history: a dict per step, {name: 0-d tensor}. If the epoch was interrupted, it has the steps since the restart.
     """
     sums = sum(torch.stack([*metrics.values()]).double() for metrics in history)
     values = (common.gather_uneven(sums[None]).mean(0) / len(history)).tolist()
@@ -716,7 +716,7 @@ def train_protocol(args, device, encoder, info, train, test):
     for epoch in range(max(0, step - 1) // steps_per_epoch, args.epochs):  # the last one again: it may lack its scores
         loader.batch_sampler.set_epoch(epoch, step, last_step)
         history = []
-        with common.until_stopped(loader) as batches:  # SIGTERM or Ctrl-C waits until a step is made and saved
+        with common.until_stopped(loader) as batches:  # SIGTERM or Ctrl-C: the step is saved, then it raises Stopped
             for batch in batches:
                 lr = learning_rate(args, step, steps_per_epoch)
                 for group in optimizer.param_groups:

@@ -7,8 +7,8 @@ estimated from M' keys.
 
 Two things change in MoCo's loss. The mean key mu takes the place of the key. In the denominator the positive logit
 also grows by lambda / (2 tau^2) times the variance of the keys along the query, q^T Sigma q. So the loss is low where
-the keys of an image agree. Gradients reach the query only, because a momentum encoder makes the keys. The mean keys
-enter the queue of negatives.
+the keys of an image agree. Gradients reach the query only; the momentum encoder, which makes the keys, follows slowly.
+The mean keys enter the queue of negatives.
 
     Eq. 1                      info_nce                 MoCo v2's loss, and each term of Eq. 3
     Eq. 2-3                    JCL.forward, --vanilla   the average loss over the keys
@@ -74,7 +74,7 @@ HYPERPARAMETERS = dict(
         lam_schedule=("constant", "ramp: lambda grows over the epochs, up to --lam (D1)", ("constant", "ramp")),
         vanilla=(False, "the average InfoNCE loss over the keys (Eq. 2-3), instead of Eq. 8"),
         temperature=(0.2, "temperature tau of the loss (Fig. 2c)", (1e-9, math.inf)),
-        queue=(65536, "negatives per query; auto: a tenth of the images", (1, math.inf, "auto")),
+        queue=(65536, "negatives per query; auto: a tenth of the images, at least a batch", (1, math.inf, "auto")),
     ),
     model=dict(
         arch=("resnet50", "encoder: resnet_micro, resnet18, resnet50, vit_small, ..., or any timm model"),
@@ -95,10 +95,10 @@ HYPERPARAMETERS = dict(
         sgd_momentum=(0.9, "momentum of SGD", (0, 1)),
     ),
     augmentation=dict(
-        crop_scale=((0.2, 1.0), "smallest and largest area of a crop, as shares", (1e-9, 1)),
+        crop_scale=((0.2, 1.0), "smallest and largest share of the image that a crop has", (1e-9, 1)),
         crop_ratio=((3 / 4, 4 / 3), "smallest and largest width / height of a crop", (1e-9, math.inf)),
         interpolation=("bilinear", "how a crop is resized", ("bilinear", "bicubic")),
-        jitter=((0.4, 0.4, 0.4, 0.1), "most brightness, contrast, saturation and hue change"),
+        jitter=((0.4, 0.4, 0.4, 0.1), "largest change of brightness, contrast, saturation and hue"),
         jitter_p=(0.8, "probability of these color changes", (0, 1)),
         gray_p=(0.2, "probability of a gray view", (0, 1)),
         blur_p=(0.5, "probability of a blurred view", (0, 1)),
@@ -114,11 +114,11 @@ HYPERPARAMETERS = dict(
 
 
 def jcl_loss(q, k, queue, temperature, lam):
-    """Return JCL's loss, an upper bound on the expected InfoNCE loss over Gaussian keys (Eq. 8-9), as a scalar.
+    """Return JCL's loss (Eq. 8-9), for lam >= 1 an upper bound on the expected InfoNCE loss over Gaussian keys.
 
     It is log[exp(q.mu / T + lam / (2 T^2) q^T Sigma q) + sum_j exp(q.queue_j / T)] - q.mu / T, averaged over the batch.
-    mu and Sigma are the mean and the covariance of an image's keys. Sigma is divided by M', not by M' - 1. With
-    lam >= 1 the loss is a bound. With one key it is InfoNCE, whatever lam is.
+    mu and Sigma are the mean and the covariance of an image's keys. Sigma is divided by M', not by M' - 1. With one key
+    it is InfoNCE, whatever lam is.
 
     q: (N, C) queries, L2-normalised. k: (N, M', C) keys, each L2-normalised; k[i], not k[:, i], are the keys of q[i].
     queue: (K, C) negatives, for example earlier keys, or means of keys. temperature: T > 0. lam: lambda >= 0.
@@ -149,7 +149,7 @@ def info_nce(q, k, queue, temperature):
     It is the mean of -log(exp(q.k / T) / (exp(q.k / T) + sum_j exp(q.queue_j / T))). The positive of a query is the key
     of the same row. The negatives are the K keys of the queue. At equal logits the loss is log(K + 1).
 
-    q, k: (N, C), and queue: (K, C), all L2-normalised. temperature: T > 0.
+    q, k: (N, C), L2-normalised. queue: (K, C). temperature: T > 0.
     Gradients reach q, and also k and queue unless these are detached. Raises ValueError if the shapes do not fit.
     """
     if q.dim() != 2 or k.shape != q.shape or queue.shape[1:] != q.shape[1:]:
@@ -253,8 +253,7 @@ class JCL(nn.Module):
         q = self.query(views[0])  # line 5
         generator = common.generator(self.args.seed, step, STREAM_SHUFFLE)
         keys = encode_shuffled_keys(self.key, views[1:], generator)  # line 6: (M', N, C), of all processes
-        rank, world = common.rank_and_world()
-        k = keys.tensor_split(world, dim=1)[rank].transpose(0, 1)  # (n, M', C)
+        k = common.shard(keys, dim=1).transpose(0, 1)  # (n, M', C)
         if self.args.vanilla:
             losses = [info_nce(q, key, self.queue.keys, self.args.temperature) for key in k.unbind(1)]  # Eq. 2
             loss = sum(losses) / len(losses)  # Eq. 3
@@ -309,12 +308,12 @@ RELEASED_IMAGENET = dict(RELEASED, batch_size=256, lr=0.03, lr_batch=256)  # D3
 def recipe(chosen):
     """Return the hyper-parameters {name: value}. chosen: a namespace with dataset, arch and variant."""
     values = dict(RECIPES[chosen.dataset])
+    if chosen.variant == "released":
+        values |= RELEASED_IMAGENET if chosen.dataset in ("imagenet", "folder") else RELEASED
     if chosen.arch in ("resnet_micro", "resnet_mini") and chosen.dataset in ("cifar10", "cifar100", "stl10", "folder"):
         values |= SMALL_ENCODERS
         if chosen.dataset == "folder":
             values["batch_size"] = 64  # a folder of one's own may be small
-    if chosen.variant == "released":
-        values |= RELEASED_IMAGENET if chosen.dataset in ("imagenet", "folder") else RELEASED
     return values
 
 
@@ -322,16 +321,16 @@ def recipe(chosen):
 
 RUN = dict(
     dataset=("patterns", "data set; it also chooses the recipe", common.DATASETS),
-    data_dir=(None, "the data set's folder, with train/, and val/ or test/"),
+    data_dir=(None, "its folder, with train/, and val/ or test/; for `folder` any tree of images"),
     cache=(True, "keep decoded small images in memory"),
     seed=(0, "seed of all random numbers", (0, 2**63 - 1)),
     init=(None, "start the encoder from a checkpoint, of this project or another"),
-    init_prefix=(None, "which encoder of --init's file: what stands before its names"),
+    init_prefix=(None, "prefix of the encoder's names in --init's file, if it has several"),
     out=(None, "folder of the run; one that has begun goes on"),
     resume=(None, "begin a new --out with another run's last.pt"),
     max_steps=(None, "save and stop when the run has made N steps in all", (1, math.inf)),
-    keep_every=(0, "epochs between copies that stay; 0: none"),
-    knn_every=(10, "epochs between evaluations by kNN; 0: never"),
+    keep_every=(0, "keep a copy of last.pt every N epochs; 0: none"),
+    knn_every=(10, "evaluate by kNN every N epochs; 0: never"),
     device=("auto", "auto: a GPU where there is one", ("auto", "cuda", "cpu")),
     amp=("auto", "auto: bf16 on GPUs that have it; off: float32", ("auto", "bf16", "off")),
     compile=(False, "compile the encoders: minutes at the start, then faster steps"),
@@ -395,7 +394,7 @@ def scheduled_lam(args, epoch):
 
 
 def restore(args, images, model, optimizer):
-    """Load the state of the run in --out, or of --resume. Return (steps that are made, records of the epochs).
+    """Load the state of the run in --out, or of --resume. Return (steps done, records of the epochs).
 
     A new run begins with --init's weights. Exits with an error message if something does not fit.
     """
@@ -403,7 +402,7 @@ def restore(args, images, model, optimizer):
     if state["step"] > 0:
         with common.fitting(path):
             model.load_state_dict(state["model"])
-            # Its buffers only: rates and decay are this run's, which may differ from --resume's
+            # Only its buffers: rates and weight decay are this run's, which may differ from --resume's
             optimizer.load_state_dict(optimizer.state_dict() | dict(state=state["optimizer"]["state"]))
     elif args.init:
         weights, _ = common.fitting_weights(args.init, model.backbone, args.init_prefix)
@@ -450,13 +449,13 @@ def introduce(args, train, test, **facts):
 def means(args, loader, history):
     """Return the means of metrics over the steps and processes, and how fast the steps were: {name: float}.
 
-    history: {name: 0-d tensor} of each step. If the epoch was interrupted, these are the steps after the restart only.
+    history: a dict per step, {name: 0-d tensor}. If the epoch was interrupted, it has the steps since the restart.
     Exits with an error message if a mean is not finite.
     """
     sums = sum(torch.stack([*metrics.values()]).double() for metrics in history)
     values = (gather(sums[None]).mean(0) / len(history)).tolist()
     if not math.isfinite(sum(values)):
-        common.fail("the loss or its gradient is not finite in this epoch; last.pt is from before: give a lower --lr")
+        common.fail("the loss or its gradient is not finite in this epoch; last.pt is from before")
     return dict(zip(history[0], values, strict=True)) | loader.speed(args.batch_size * len(history))
 
 
@@ -508,10 +507,10 @@ def main(args, train=None, test=None, encoder=None):
     chance = math.log(args.queue + 1)  # the loss at equal logits
     introduce(args, train, test, peak_lr=peak_rate(args), chance_level=chance, queue_share=args.queue / len(train))
 
-    for epoch in range(max(0, step - 1) // steps_per_epoch, args.epochs):  # the last epoch again: for its kNN
+    for epoch in range(max(0, step - 1) // steps_per_epoch, args.epochs):  # the last epoch again: it may lack its kNN
         loader.batch_sampler.set_epoch(epoch, step, last_step)
         history = []
-        with common.until_stopped(loader) as batches:  # SIGTERM or Ctrl-C waits until a step is made and saved
+        with common.until_stopped(loader) as batches:  # SIGTERM or Ctrl-C: the step is saved, then it raises Stopped
             for batch in batches:
                 lr, _, momentum = schedule(args, step, steps_per_epoch)
                 optimizer.param_groups[0]["lr"] = lr

@@ -105,7 +105,7 @@ HYPERPARAMETERS = dict(
         affinity_lr=("auto", "its rate; auto: the encoder's peak rate", (1e-9, math.inf, "auto")),
         affinity_noise=(0.3, "noise on the logistic form's locals, times sqrt(dim)"),
         temperature=(0.07, "temperature of MoCo's loss", (1e-9, math.inf)),
-        queue=(4096, "MoCo's negatives per query; auto: a tenth of the images", (1, math.inf, "auto")),
+        queue=(4096, "negatives per query; auto: a tenth of the images, at least a batch", (1, math.inf, "auto")),
     ),
     model=dict(  # encoder and sizes: the supplement's for ImageNet-100, section 1
         arch=("resnet34", "encoder: resnet_micro, resnet18, resnet50, vit_small, ..., or any timm model"),
@@ -134,7 +134,7 @@ HYPERPARAMETERS = dict(
         local_scale=((0.08, 0.4), "areas of local crops (supplement, Table 8)", (1e-9, 1)),  # D7
         crop_ratio=((3 / 4, 4 / 3), "smallest and largest width / height of a crop", (1e-9, math.inf)),
         interpolation=("bilinear", "how a crop is resized", ("bilinear", "bicubic")),
-        jitter=((0.4, 0.4, 0.4, 0.1), "most brightness, contrast, saturation and hue change"),
+        jitter=((0.4, 0.4, 0.4, 0.1), "largest change of brightness, contrast, saturation and hue"),
         jitter_p=(0.8, "probability of these color changes", (0, 1)),
         gray_p=(0.2, "probability of a gray view", (0, 1)),
         blur_p=(0.5, "probability of a blurred view", (0, 1)),
@@ -264,7 +264,7 @@ def info_nce(q, k, queue, temperature):
     It is the mean of -log(exp(q.k / T) / (exp(q.k / T) + sum_j exp(q.queue_j / T))). The positive of a query is the key
     of the same row. The negatives are the K keys of the queue. At equal logits the loss is log(K + 1).
 
-    q, k: (N, C), and queue: (K, C), all L2-normalised. temperature: T > 0.
+    q, k: (N, C), L2-normalised. queue: (K, C). temperature: T > 0.
     Gradients reach q, and also k and queue unless these are detached. Raises ValueError if the shapes do not fit.
     """
     if q.dim() != 2 or k.shape != q.shape or queue.shape[1:] != q.shape[1:]:
@@ -575,16 +575,16 @@ def recipe(chosen):
 
 RUN = dict(
     dataset=("patterns", "data set; it also chooses the recipe", common.DATASETS),
-    data_dir=(None, "the data set's folder, with train/, and val/ or test/"),
+    data_dir=(None, "its folder, with train/, and val/ or test/; for `folder` any tree of images"),
     cache=(True, "keep decoded small images in memory"),
     seed=(0, "seed of all random numbers", (0, 2**63 - 1)),
     init=(None, "start the encoder from a checkpoint, of this project or another"),
-    init_prefix=(None, "which encoder of --init's file: what stands before its names"),
+    init_prefix=(None, "prefix of the encoder's names in --init's file, if it has several"),
     out=(None, "folder of the run; one that has begun goes on"),
     resume=(None, "begin a new --out with another run's last.pt"),
     max_steps=(None, "save and stop when the run has made N steps in all", (1, math.inf)),
-    keep_every=(0, "epochs between copies that stay; 0: none"),
-    knn_every=(10, "epochs between evaluations by kNN; 0: never"),
+    keep_every=(0, "keep a copy of last.pt every N epochs; 0: none"),
+    knn_every=(10, "evaluate by kNN every N epochs; 0: never"),
     device=("auto", "auto: a GPU where there is one", ("auto", "cuda", "cpu")),
     amp=("auto", "auto: bf16 on GPUs that have it; off: float32", ("auto", "bf16", "off")),
     compile=(False, "compile the encoders: minutes at the start, then faster steps"),
@@ -670,7 +670,7 @@ def chance_level(args):
 
 
 def restore(args, images, modules, optimizers, previous_norm):
-    """Load the state of the run in --out, or of --resume. Return (steps that are made, records of the epochs).
+    """Load the state of the run in --out, or of --resume. Return (steps done, records of the epochs).
 
     A new run begins with --init's weights. Exits with an error message if something does not fit.
     """
@@ -680,7 +680,7 @@ def restore(args, images, modules, optimizers, previous_norm):
             for name, module in modules.items():
                 module.load_state_dict(state[name])
             for name, optimizer in optimizers.items():
-                # Its buffers only: rates and decay are this run's, which may differ from --resume's
+                # Only its buffers: rates and weight decay are this run's, which may differ from --resume's
                 optimizer.load_state_dict(optimizer.state_dict() | dict(state=state[name]["state"]))
             previous_norm.copy_(state["previous_norm"])
     elif args.init:
@@ -731,13 +731,13 @@ def introduce(args, train, test, **facts):
 def means(args, loader, history):
     """Return the means of metrics over the steps and processes, and how fast the steps were: {name: float}.
 
-    history: {name: 0-d tensor} of each step. If the epoch was interrupted, these are the steps after the restart only.
+    history: a dict per step, {name: 0-d tensor}. If the epoch was interrupted, it has the steps since the restart.
     Exits with an error message if a mean is not finite.
     """
     sums = sum(torch.stack([*metrics.values()]).double() for metrics in history)
     values = (gather(sums[None]).mean(0) / len(history)).tolist()
     if not math.isfinite(sum(values)):
-        common.fail("the loss or its gradient is not finite in this epoch; last.pt is from before: give a lower --lr")
+        common.fail("the loss or its gradient is not finite in this epoch; last.pt is from before")
     return dict(zip(history[0], values, strict=True)) | loader.speed(args.batch_size * len(history))
 
 
@@ -810,10 +810,10 @@ def main(args, train=None, test=None, encoder=None):
         facts = dict(batch_norm=norms)
     introduce(args, train, test, peak_lr=peak_rate(args), chance_level=chance, **facts)
 
-    for epoch in range(max(0, step - 1) // steps_per_epoch, args.epochs):  # the last epoch again: for its kNN
+    for epoch in range(max(0, step - 1) // steps_per_epoch, args.epochs):  # the last epoch again: it may lack its kNN
         loader.batch_sampler.set_epoch(epoch, step, last_step)
         history = []
-        with common.until_stopped(loader) as batches:  # SIGTERM or Ctrl-C waits until a step is made and saved
+        with common.until_stopped(loader) as batches:  # SIGTERM or Ctrl-C: the step is saved, then it raises Stopped
             for batch in batches:
                 lr, _, momentum = schedule(args, step, steps_per_epoch)
                 optimizer.param_groups[0]["lr"] = lr

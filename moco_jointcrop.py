@@ -90,7 +90,7 @@ HYPERPARAMETERS = dict(
         moco=("v2", "version of MoCo (D6); it also chooses the recipe", ("v1", "v2", "v3")),
         local_crops=(0, "local crops per image, as queries (App. D, D9)"),
         temperature=(0.2, "temperature of the loss", (1e-9, math.inf)),
-        queue=(65536, "negatives per query; auto: a tenth of the images", (1, math.inf, "auto")),
+        queue=(65536, "negatives per query; auto: a tenth of the images, at least a batch", (1, math.inf, "auto")),
     ),
     model=dict(
         arch=("resnet50", "encoder: resnet_micro, resnet18, resnet50, vit_small, ..., or any timm model"),
@@ -119,12 +119,12 @@ HYPERPARAMETERS = dict(
         beta=(0.0, "beta of J-Crop(beta), J-Blur(beta), of any sign", (-1e9, 1e9)),  # the released code's (D3)
         joint_prob=(0.5, "of --joint either: probability of JointCrop (App. F)", (0, 1)),
         css_alpha=(1.0, "alpha of centre-suppressed sampling (App. G); 1: none", (1e-9, math.inf)),
-        crop_scale=((0.2, 1.0), "smallest and largest area of a crop, as shares", (1e-9, 1)),  # D4
+        crop_scale=((0.2, 1.0), "smallest and largest share of the image that a crop has", (1e-9, 1)),  # D4
         local_size=(96, "side of a local crop, in pixels; at most half, unless it is typed", (1, math.inf)),  # D9
         local_scale=((0.05, 0.4), "smallest and largest area of a local crop", (1e-9, 1)),  # D9
         crop_ratio=((3 / 4, 4 / 3), "smallest and largest width / height of a crop", (1e-9, math.inf)),
         interpolation=("bilinear", "how a crop is resized", ("bilinear", "bicubic")),
-        jitter=((0.4, 0.4, 0.4, 0.1), "most brightness, contrast, saturation and hue change"),
+        jitter=((0.4, 0.4, 0.4, 0.1), "largest change of brightness, contrast, saturation and hue"),
         jitter_p=(0.8, "probability of these color changes", (0, 1)),
         gray_p=(0.2, "probability of a gray view", (0, 1)),
         blur_p=((0.5, 0.5), "probabilities of a blurred query and a blurred key view", (0, 1)),
@@ -216,7 +216,7 @@ def info_nce(q, k, queue, temperature):
     It is the mean of -log(exp(q.k / T) / (exp(q.k / T) + sum_j exp(q.queue_j / T))). The positive of a query is the key
     of the same row. The negatives are the K keys of the queue. At equal logits the loss is log(K + 1).
 
-    q, k: (N, C), and queue: (K, C), all L2-normalised. temperature: T > 0.
+    q, k: (N, C), L2-normalised. queue: (K, C). temperature: T > 0.
     Gradients reach q, and also k and queue unless these are detached. Raises ValueError if the shapes do not fit.
     """
     if q.dim() != 2 or k.shape != q.shape or queue.shape[1:] != q.shape[1:]:
@@ -504,16 +504,16 @@ def recipe(chosen):
 
 RUN = dict(
     dataset=("patterns", "data set; it also chooses the recipe", common.DATASETS),
-    data_dir=(None, "the data set's folder, with train/, and val/ or test/"),
+    data_dir=(None, "its folder, with train/, and val/ or test/; for `folder` any tree of images"),
     cache=(True, "keep decoded small images in memory"),
     seed=(0, "seed of all random numbers", (0, 2**63 - 1)),
     init=(None, "start the encoder from a checkpoint, of this project or another"),
-    init_prefix=(None, "which encoder of --init's file: what stands before its names"),
+    init_prefix=(None, "prefix of the encoder's names in --init's file, if it has several"),
     out=(None, "folder of the run; one that has begun goes on"),
     resume=(None, "begin a new --out with another run's last.pt"),
     max_steps=(None, "save and stop when the run has made N steps in all", (1, math.inf)),
-    keep_every=(0, "epochs between copies that stay; 0: none"),
-    knn_every=(10, "epochs between evaluations by kNN; 0: never"),
+    keep_every=(0, "keep a copy of last.pt every N epochs; 0: none"),
+    knn_every=(10, "evaluate by kNN every N epochs; 0: never"),
     device=("auto", "auto: a GPU where there is one", ("auto", "cuda", "cpu")),
     amp=("auto", "auto: bf16 on GPUs that have it; off: float32", ("auto", "bf16", "off")),
     compile=(False, "compile the encoders: minutes at the start, then faster steps"),
@@ -606,7 +606,7 @@ def make_optimizer(args, model):
 
 
 def restore(args, images, model, optimizer):
-    """Load the state of the run in --out, or of --resume. Return (steps that are made, records of the epochs).
+    """Load the state of the run in --out, or of --resume. Return (steps done, records of the epochs).
 
     A new run begins with --init's weights. Exits with an error message if something does not fit.
     """
@@ -614,7 +614,7 @@ def restore(args, images, model, optimizer):
     if state["step"] > 0:
         with common.fitting(path):
             model.load_state_dict(state["model"])
-            # Its buffers only: rates and decay are this run's, which may differ from --resume's
+            # Only its buffers: rates and weight decay are this run's, which may differ from --resume's
             optimizer.load_state_dict(optimizer.state_dict() | dict(state=state["optimizer"]["state"]))
     elif args.init:
         weights, _ = common.fitting_weights(args.init, model.backbone, args.init_prefix)
@@ -661,13 +661,13 @@ def introduce(args, train, test, **facts):
 def means(args, loader, history):
     """Return the means of metrics over the steps and processes, and how fast the steps were: {name: float}.
 
-    history: {name: 0-d tensor} of each step. If the epoch was interrupted, these are the steps after the restart only.
+    history: a dict per step, {name: 0-d tensor}. If the epoch was interrupted, it has the steps since the restart.
     Exits with an error message if a mean is not finite.
     """
     sums = sum(torch.stack([*metrics.values()]).double() for metrics in history)
     values = (gather(sums[None]).mean(0) / len(history)).tolist()
     if not math.isfinite(sum(values)):
-        common.fail("the loss or its gradient is not finite in this epoch; last.pt is from before: give a lower --lr")
+        common.fail("the loss or its gradient is not finite in this epoch; last.pt is from before")
     return dict(zip(history[0], values, strict=True)) | loader.speed(args.batch_size * len(history))
 
 
@@ -730,10 +730,10 @@ def main(args, train=None, test=None, encoder=None):
         facts = dict(queue_share=args.queue / len(train))
     introduce(args, train, test, peak_lr=peak_rate(args), chance_level=chance, **facts)
 
-    for epoch in range(max(0, step - 1) // steps_per_epoch, args.epochs):  # the last epoch again: for its kNN
+    for epoch in range(max(0, step - 1) // steps_per_epoch, args.epochs):  # the last epoch again: it may lack its kNN
         loader.batch_sampler.set_epoch(epoch, step, last_step)
         history = []
-        with common.until_stopped(loader) as batches:  # SIGTERM or Ctrl-C waits until a step is made and saved
+        with common.until_stopped(loader) as batches:  # SIGTERM or Ctrl-C: the step is saved, then it raises Stopped
             for batch in batches:
                 lr, _, momentum = schedule(args, step, steps_per_epoch)
                 for group in optimizer.param_groups:

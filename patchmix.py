@@ -5,7 +5,7 @@ known. It cuts M images of a batch into patches and puts patches of all M togeth
 then learns that such a mixed image is similar to each of its sources, in equal shares.
 
 The encoder makes queries of images, and a momentum encoder makes keys. The negatives of a query are the other keys of
-the batch. The loss is the sum of three contrasts. Without the last one, oto, no query would look like a natural image.
+the batch. The loss is the sum of three contrasts. Without one of them, oto, no query would look like a natural image.
 
     Eq. 1-9       patch_mix           M images into one, patch by patch (Eq. 8-9 and 17: the same by flat indices)
     Eq. 10-12     mix_targets         the positives of a mixed query and their weights (also Eq. 18-19)
@@ -63,7 +63,7 @@ import common
 # Each is a flag of its value's type, --num-mix 2, and args.NAME. Without limits, a number is not below 0.
 HYPERPARAMETERS = dict(
     loss=dict(
-        num_mix=(3, "images that are mixed into one, M (Table 6); 1: none are", (1, math.inf)),
+        num_mix=(3, "images that are mixed into one, M (Table 6); 1: no mixing", (1, math.inf)),
         mix_slices=(8, "equal slices of the batch; images are mixed within each (D7)", (1, math.inf)),  # ours
         mixed_view=(1, "the view, 1 or 2, whose mixed images are the queries (D5)", (1, 2)),
         terms=("oto,mto,mtm", "terms of the loss, Eq. 16: some of oto,mto,mtm (Table 7)"),
@@ -93,13 +93,13 @@ HYPERPARAMETERS = dict(
         betas=((0.9, 0.999), "betas of AdamW", (0, 0.999999)),  # released
     ),
     augmentation=dict(  # of blur_p and solarize_p, one number is T_1's, the other T_2's
-        crop_scale=((0.05, 1.0), "smallest and largest area of a crop, as shares", (1e-9, 1)),
+        crop_scale=((0.05, 1.0), "smallest and largest share of the image that a crop has", (1e-9, 1)),
         local_size=(96, "side of a local crop, in pixels; by default at most half a view's", (1, math.inf)),  # released
         local_scale=((0.05, 0.35), "smallest and largest area of a local crop", (1e-9, 1)),  # released
         local_blur_p=(0.5, "probability of a blurred local crop", (0, 1)),  # released
         crop_ratio=((3 / 4, 4 / 3), "smallest and largest width / height of a crop", (1e-9, math.inf)),
         interpolation=("bicubic", "how a crop is resized", ("bilinear", "bicubic")),  # released
-        jitter=((0.4, 0.4, 0.2, 0.1), "most brightness, contrast, saturation and hue change"),
+        jitter=((0.4, 0.4, 0.2, 0.1), "largest change of brightness, contrast, saturation and hue"),
         jitter_p=(0.8, "probability of these color changes", (0, 1)),
         gray_p=(0.2, "probability of a gray view", (0, 1)),
         blur_p=((1.0, 0.1), "probability of a blurred view, by T_1 and by T_2", (0, 1)),
@@ -237,8 +237,7 @@ def mix_in_slices(images, args, step, number):
     There is one permutation per view and batch (Eq. 2), the same in all slices and on all processes. Any number of
     processes that divides the slices makes the same batch.
     """
-    # The last 0 only keeps the draws as they always were
-    generator = common.generator(args.seed, step, STREAM_PERMUTATION + number, 0)
+    generator = common.generator(args.seed, step, STREAM_PERMUTATION + number, 0)  # the 0 stays, so that the draws stay
     num_patches = (images.shape[-1] // args.patch_size) ** 2
     permutation = torch.randperm(num_patches, generator=generator)
     slices = images.chunk(args.mix_slices // common.rank_and_world()[1])
@@ -444,16 +443,16 @@ def recipe(chosen):
 
 RUN = dict(
     dataset=("patterns", "data set; it also chooses the recipe", common.DATASETS),
-    data_dir=(None, "the data set's folder, with train/, and val/ or test/"),
+    data_dir=(None, "its folder, with train/, and val/ or test/; for `folder` any tree of images"),
     cache=(True, "keep decoded small images in memory"),
     seed=(0, "seed of all random numbers", (0, 2**63 - 1)),
     init=(None, "start the encoder from a checkpoint, of this project or another"),
-    init_prefix=(None, "which encoder of --init's file: what stands before its names"),
+    init_prefix=(None, "prefix of the encoder's names in --init's file, if it has several"),
     out=(None, "folder of the run; one that has begun goes on"),
     resume=(None, "begin a new --out with another run's last.pt"),
     max_steps=(None, "save and stop when the run has made N steps in all", (1, math.inf)),
-    keep_every=(0, "epochs between copies that stay; 0: none"),
-    knn_every=(10, "epochs between evaluations by kNN; 0: never"),
+    keep_every=(0, "keep a copy of last.pt every N epochs; 0: none"),
+    knn_every=(10, "evaluate by kNN every N epochs; 0: never"),
     device=("auto", "auto: a GPU where there is one", ("auto", "cuda", "cpu")),
     amp=("auto", "auto: bf16 on GPUs that have it; off: float32", ("auto", "bf16", "off")),
     compile=(False, "compile the encoders: minutes at the start, then faster steps"),
@@ -493,7 +492,8 @@ def parse_args(argv=None):
     if "term_weights" not in typed and args.variant == "released":
         args.term_weights = (1.0, 0.5, 0.5 / args.num_mix)  # D1, for any M: those of mtm sum to 1 there, here to M
     if "mix_slices" not in typed:
-        args.mix_slices = math.lcm(args.mix_slices, common.rank_and_world()[1])  # each process has equally many
+        slices = math.gcd(args.mix_slices, args.batch_size)  # fewer, if the batch of a small folder is another number
+        args.mix_slices = math.lcm(slices, common.rank_and_world()[1])  # each process has equally many
     if "local_size" not in typed:  # at most half of a view's side, in whole patches
         args.local_size = min(args.local_size, args.image_size // 2) // args.patch_size * args.patch_size
     common.check_schedule(args)
@@ -558,7 +558,7 @@ def chance_level(args):
 
 
 def restore(args, images, model, optimizer):
-    """Load the state of the run in --out, or of --resume. Return (steps that are made, records of the epochs).
+    """Load the state of the run in --out, or of --resume. Return (steps done, records of the epochs).
 
     A new run begins with --init's weights. Exits with an error message if something does not fit.
     """
@@ -566,7 +566,7 @@ def restore(args, images, model, optimizer):
     if state["step"] > 0:
         with common.fitting(path):
             model.load_state_dict(state["model"])
-            # Its buffers only: rates and decay are this run's, which may differ from --resume's
+            # Only its buffers: rates and weight decay are this run's, which may differ from --resume's
             optimizer.load_state_dict(optimizer.state_dict() | dict(state=state["optimizer"]["state"]))
     elif args.init:
         weights, _ = common.fitting_weights(args.init, model.backbone, args.init_prefix)
@@ -613,13 +613,13 @@ def introduce(args, train, test, **facts):
 def means(args, loader, history):
     """Return the means of metrics over the steps and processes, and how fast the steps were: {name: float}.
 
-    history: {name: 0-d tensor} of each step. If the epoch was interrupted, these are the steps after the restart only.
+    history: a dict per step, {name: 0-d tensor}. If the epoch was interrupted, it has the steps since the restart.
     Exits with an error message if a mean is not finite.
     """
     sums = sum(torch.stack([*metrics.values()]).double() for metrics in history)
     values = (gather(sums[None]).mean(0) / len(history)).tolist()
     if not math.isfinite(sum(values)):
-        common.fail("the loss or its gradient is not finite in this epoch; last.pt is from before: give a lower --lr")
+        common.fail("the loss or its gradient is not finite in this epoch; last.pt is from before")
     return dict(zip(history[0], values, strict=True)) | loader.speed(args.batch_size * len(history))
 
 
@@ -678,10 +678,10 @@ def main(args, train=None, test=None, encoder=None):
     facts = dict(peak_lr=peak_rate(args), chance_level=chance, keys_per_query=args.batch_size, batch_norm=norms)
     introduce(args, train, test, **facts)
 
-    for epoch in range(max(0, step - 1) // steps_per_epoch, args.epochs):  # the last epoch again: for its kNN
+    for epoch in range(max(0, step - 1) // steps_per_epoch, args.epochs):  # the last epoch again: it may lack its kNN
         loader.batch_sampler.set_epoch(epoch, step, last_step)
         history = []
-        with common.until_stopped(loader) as batches:  # SIGTERM or Ctrl-C waits until a step is made and saved
+        with common.until_stopped(loader) as batches:  # SIGTERM or Ctrl-C: the step is saved, then it raises Stopped
             for batch in batches:
                 lr, weight_decay, momentum = schedule(args, step, steps_per_epoch)
                 no_decay, decay = optimizer.param_groups  # timm: 1-D tensors and biases first
