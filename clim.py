@@ -817,9 +817,7 @@ def restore(args, images, model, optimizer, positives):
 
 
 def save(args, step, records, images, model, optimizer, positives):
-    """Write the run's files, each whole or not at all: last.pt, which is all that a run needs to go on, and what
-    follows from it. All are written each time, so what a kill has prevented is written by the next call.
-    """
+    """Write last.pt, which is all that a run needs to go on, and what follows from it, each whole or not at all."""
     if common.rank_and_world()[0] != 0:
         return
     out, info = Path(args.out), common.encoder_info(args)
@@ -893,7 +891,7 @@ def main(args, train=None, test=None, encoder=None):
     if args.show_views:
         return show_views(args, positives, loader, device)
     steps_per_epoch = len(train) // args.batch_size
-    total_steps = args.epochs * steps_per_epoch
+    total_steps, rank = args.epochs * steps_per_epoch, common.rank_and_world()[0]
     last_step = min(args.max_steps or total_steps, total_steps)
 
     # Model and optimiser
@@ -931,7 +929,7 @@ def main(args, train=None, test=None, encoder=None):
                 optimizer.param_groups[0]["lr"] = lr
                 # A query view and a key view per image. Once positives are chosen, also views of one positive
                 views = common.colour_views(batch, device, layout, norm)
-                torch.manual_seed(step_seed(args.seed, step))  # for layers that draw, such as drop-path
+                torch.manual_seed(common.generator(args.seed, step, STREAM_STEP, rank).initial_seed())  # for drop-path
                 # The loss: Eq. 3 mixes the queries, and Eq. 6 sums Eq. 4 over all pairs of sizes
                 loss, anchor_keys, (q, _), metrics = ddp(views, step, have_positives)
                 # Update the query encoder. Then move the momentum encoder
@@ -963,10 +961,7 @@ def main(args, train=None, test=None, encoder=None):
             break
 
     lock.close()
-    if step < total_steps:
-        common.log(f"stopped at step {step} of {total_steps}: give a larger --max-steps, or none, to go on")
-    else:
-        common.log(common.how_to_evaluate(args, train))
+    common.log_end(args, train, step, total_steps)
 
 
 # =============================================================== 6. machinery
@@ -1055,10 +1050,7 @@ class GroupedBatchNorm(nn.modules.batchnorm._BatchNorm):
 
 
 def usual_groups(most, batch_size):
-    """Return the number of --bn-groups if it is not typed: the recipe's or, of a small batch, as many as have 8 images.
-
-    Each process has equally many.
-    """
+    """Return --bn-groups if it is not typed: the recipe's, or fewer of 8 images or more; alike on each process."""
     if batch_size < 8 * most:
         most = max((n for n in range(1, most) if batch_size % n == 0 and batch_size >= 8 * n), default=1)
     return math.lcm(most, common.rank_and_world()[1])
@@ -1110,11 +1102,6 @@ def gather(x):
     out = x.new_empty(world * len(x), *x.shape[1:])
     dist.all_gather_into_tensor(out, x.contiguous())
     return out
-
-
-def step_seed(seed, step):
-    """Return the seed of the global generator in a step of this process, by (seed, step, rank)."""
-    return common.generator(seed, step, STREAM_STEP, common.rank_and_world()[0]).initial_seed()
 
 
 def in_parallel(args, model):

@@ -807,7 +807,6 @@ def check_picture(path):
 
 def save_views(path, views, names):
     """Write --show-views' picture: a row per view, with its name and its first twelve images (n, 3, H, W) in [0, 1]."""
-    check_picture(path)
     side, font = max(96, *(view.shape[-1] for view in views)), ImageFont.load_default(12)
     rows = [F.interpolate(view[:12].float().cpu(), side) for view in views]
     grid = to_pil_image(torchvision.utils.make_grid(torch.cat(rows), len(rows[0]), pad_value=1.0))
@@ -1029,14 +1028,16 @@ def floor_encoders(args, info, device, count):
     return floors
 
 
-def how_to_evaluate(args, images):
-    """Return the last words of a training: how to judge its encoder. images: those that it was trained on."""
+def log_end(args, images, step, total_steps):
+    """Say how a training that has ended goes on, or how its encoder is judged. images: those that it was trained on."""
+    if step < total_steps:
+        return log(f"stopped at step {step} of {total_steps}: give a larger --max-steps, or none, to go on")
     words = f"python eval_knn.py {args.out}; python eval_linear.py {args.out}"
     if args.arch == "custom":
         words = f"eval_knn.main(eval_knn.parse_args([{args.out!r}]), encoder=ENCODER, train=IMAGES, test=IMAGES)"
     elif len(images.classes) < 2:
         words = f"python eval_knn.py {args.out} --data-dir DIR, with DIR/train/ and DIR/test/ of one folder per class"
-    return f"finished. Judge it: {words}\n{demo(args, images)}".rstrip()
+    log(f"finished. Judge it: {words}\n{demo(args, images)}".rstrip())
 
 
 def protocol(args, info, train, test):

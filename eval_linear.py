@@ -631,9 +631,7 @@ def restore(args, images, network, optimizer):
 
 
 def save(args, step, records, images, network, optimizer):
-    """Write the run's files, each whole or not at all: last.pt, which is all that a run needs to go on, and what
-    follows from it. All are written each time, so what a kill has prevented is written by the next call.
-    """
+    """Write last.pt, which is all that a run needs to go on, and what follows from it, each whole or not at all."""
     if common.rank_and_world()[0] != 0:
         return
     out, state = Path(args.out), dict(model=network.state_dict(), optimizer=optimizer.state_dict())

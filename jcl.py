@@ -412,9 +412,7 @@ def restore(args, images, model, optimizer):
 
 
 def save(args, step, records, images, model, optimizer):
-    """Write the run's files, each whole or not at all: last.pt, which is all that a run needs to go on, and what
-    follows from it. All are written each time, so what a kill has prevented is written by the next call.
-    """
+    """Write last.pt, which is all that a run needs to go on, and what follows from it, each whole or not at all."""
     if common.rank_and_world()[0] != 0:
         return
     out, info = Path(args.out), common.encoder_info(args)
@@ -486,7 +484,7 @@ def main(args, train=None, test=None, encoder=None):
         names = ["query", *(f"key {m + 1}" for m in range(args.num_keys))]
         return common.save_views(args.show_views, common.colour_views(next(iter(loader)), device), names)
     steps_per_epoch = len(train) // args.batch_size
-    total_steps = args.epochs * steps_per_epoch
+    total_steps, rank = args.epochs * steps_per_epoch, common.rank_and_world()[0]
     last_step = min(args.max_steps or total_steps, total_steps)
 
     # Model and optimiser
@@ -516,7 +514,7 @@ def main(args, train=None, test=None, encoder=None):
                 optimizer.param_groups[0]["lr"] = lr
                 # Algorithm 1, line 4: a query view and M' key views per image; the loader has cut them
                 views = common.colour_views(batch, device, layout, norm)
-                torch.manual_seed(step_seed(args.seed, step))  # for layers that draw, such as drop-path
+                torch.manual_seed(common.generator(args.seed, step, STREAM_STEP, rank).initial_seed())  # for drop-path
                 # Lines 5 to 10, and Eq. 9: the loss
                 loss, mean_keys, (q, _), metrics = ddp(views, step, scheduled_lam(args, epoch))
                 # Line 12: update the query encoder. Then move the momentum encoder (D5)
@@ -548,10 +546,7 @@ def main(args, train=None, test=None, encoder=None):
             break
 
     lock.close()
-    if step < total_steps:
-        common.log(f"stopped at step {step} of {total_steps}: give a larger --max-steps, or none, to go on")
-    else:
-        common.log(common.how_to_evaluate(args, train))
+    common.log_end(args, train, step, total_steps)
 
 
 # =============================================================== 6. machinery
@@ -640,10 +635,7 @@ class GroupedBatchNorm(nn.modules.batchnorm._BatchNorm):
 
 
 def usual_groups(most, batch_size):
-    """Return the number of --bn-groups if it is not typed: the recipe's or, of a small batch, as many as have 8 images.
-
-    Each process has equally many.
-    """
+    """Return --bn-groups if it is not typed: the recipe's, or fewer of 8 images or more; alike on each process."""
     if batch_size < 8 * most:
         most = max((n for n in range(1, most) if batch_size % n == 0 and batch_size >= 8 * n), default=1)
     return math.lcm(most, common.rank_and_world()[1])
@@ -695,11 +687,6 @@ def gather(x):
     out = x.new_empty(world * len(x), *x.shape[1:])
     dist.all_gather_into_tensor(out, x.contiguous())
     return out
-
-
-def step_seed(seed, step):
-    """Return the seed of the global generator in a step of this process, by (seed, step, rank)."""
-    return common.generator(seed, step, STREAM_STEP, common.rank_and_world()[0]).initial_seed()
 
 
 def in_parallel(args, model):

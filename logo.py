@@ -693,9 +693,7 @@ def restore(args, images, modules, optimizers, previous_norm):
 
 
 def save(args, step, records, images, modules, optimizers, previous_norm):
-    """Write the run's files, each whole or not at all: last.pt, which is all that a run needs to go on, and what
-    follows from it. All are written each time, so what a kill has prevented is written by the next call.
-    """
+    """Write last.pt, which is all that a run needs to go on, and what follows from it, each whole or not at all."""
     if common.rank_and_world()[0] != 0:
         return
     out, info = Path(args.out), common.encoder_info(args)
@@ -768,7 +766,7 @@ def main(args, train=None, test=None, encoder=None):
         names = ["global 1", "global 2", *["local 1", "local 2"][: args.local_crops]]
         return common.save_views(args.show_views, common.colour_views(next(iter(loader)), device), names)
     steps_per_epoch = len(train) // args.batch_size
-    total_steps = args.epochs * steps_per_epoch
+    total_steps, rank = args.epochs * steps_per_epoch, common.rank_and_world()[0]
     last_step = min(args.max_steps or total_steps, total_steps)
 
     # Model and optimiser
@@ -819,7 +817,7 @@ def main(args, train=None, test=None, encoder=None):
                 optimizer.param_groups[0]["lr"] = lr
                 # Two global and two local views per image; the loader has cut them
                 views = common.colour_views(batch, device, layout, norm)
-                torch.manual_seed(step_seed(args.seed, step))  # for layers that draw, such as drop-path
+                torch.manual_seed(common.generator(args.seed, step, STREAM_STEP, rank).initial_seed())  # for drop-path
                 if args.l2l and args.l2l_weighting == "clip":
                     # Released (D1). Eq. 6: the affinity's step. Then a step of the encoder down L_ll alone
                     local = [gather_with_gradient(model.local(view)) for view in views[2:]]
@@ -868,10 +866,7 @@ def main(args, train=None, test=None, encoder=None):
             break
 
     lock.close()
-    if step < total_steps:
-        common.log(f"stopped at step {step} of {total_steps}: give a larger --max-steps, or none, to go on")
-    else:
-        common.log(common.how_to_evaluate(args, train))
+    common.log_end(args, train, step, total_steps)
 
 
 # =============================================================== 6. machinery
@@ -984,10 +979,7 @@ class GroupedBatchNorm(nn.modules.batchnorm._BatchNorm):
 
 
 def usual_groups(most, batch_size):
-    """Return the number of --bn-groups if it is not typed: the recipe's or, of a small batch, as many as have 8 images.
-
-    Each process has equally many.
-    """
+    """Return --bn-groups if it is not typed: the recipe's, or fewer of 8 images or more; alike on each process."""
     if batch_size < 8 * most:
         most = max((n for n in range(1, most) if batch_size % n == 0 and batch_size >= 8 * n), default=1)
     return math.lcm(most, common.rank_and_world()[1])
@@ -1039,11 +1031,6 @@ def gather(x):
     out = x.new_empty(world * len(x), *x.shape[1:])
     dist.all_gather_into_tensor(out, x.contiguous())
     return out
-
-
-def step_seed(seed, step):
-    """Return the seed of the global generator in a step of this process, by (seed, step, rank)."""
-    return common.generator(seed, step, STREAM_STEP, common.rank_and_world()[0]).initial_seed()
 
 
 def in_parallel(args, model):

@@ -576,9 +576,7 @@ def restore(args, images, model, optimizer):
 
 
 def save(args, step, records, images, model, optimizer):
-    """Write the run's files, each whole or not at all: last.pt, which is all that a run needs to go on, and what
-    follows from it. All are written each time, so what a kill has prevented is written by the next call.
-    """
+    """Write last.pt, which is all that a run needs to go on, and what follows from it, each whole or not at all."""
     if common.rank_and_world()[0] != 0:
         return
     out, info = Path(args.out), common.encoder_info(args)
@@ -653,7 +651,7 @@ def main(args, train=None, test=None, encoder=None):
         names += [f"{name} mixed, M = {args.num_mix}" for name in names]
         return common.save_views(args.show_views, views + mixed, names)
     steps_per_epoch = len(train) // args.batch_size
-    total_steps = args.epochs * steps_per_epoch
+    total_steps, rank = args.epochs * steps_per_epoch, common.rank_and_world()[0]
     last_step = min(args.max_steps or total_steps, total_steps)
 
     # Model and optimiser
@@ -689,7 +687,7 @@ def main(args, train=None, test=None, encoder=None):
                 decay["weight_decay"] = weight_decay
                 # Algorithm 2, line 4: two views per image; the loader has cut them
                 views = common.colour_views(batch, device, layout, norm)
-                torch.manual_seed(step_seed(args.seed, step))  # for layers that draw, such as drop-path
+                torch.manual_seed(common.generator(args.seed, step, STREAM_STEP, rank).initial_seed())  # for drop-path
                 # Lines 5, 6, 8, 9, and the loss of 10: the mixed images, queries and keys
                 loss, _, (q, _), metrics = ddp(views, step)
                 # Line 10: update the encoder. Line 11: move the momentum encoder
@@ -718,10 +716,7 @@ def main(args, train=None, test=None, encoder=None):
             break
 
     lock.close()
-    if step < total_steps:
-        common.log(f"stopped at step {step} of {total_steps}: give a larger --max-steps, or none, to go on")
-    else:
-        common.log(common.how_to_evaluate(args, train))
+    common.log_end(args, train, step, total_steps)
 
 
 # =============================================================== 6. machinery
@@ -739,11 +734,6 @@ def gather(x):
     out = x.new_empty(world * len(x), *x.shape[1:])
     dist.all_gather_into_tensor(out, x.contiguous())
     return out
-
-
-def step_seed(seed, step):
-    """Return the seed of the global generator in a step of this process, by (seed, step, rank)."""
-    return common.generator(seed, step, STREAM_STEP, common.rank_and_world()[0]).initial_seed()
 
 
 def in_parallel(args, model):

@@ -116,11 +116,3 @@ def test_groups_and_slices_follow_the_number_of_processes(method, monkeypatch, r
 
     assert parse() == 3 * module.RECIPES["patterns"][flag] and parse(common.option(flag), "3") == 3
     assert common.option(flag) in refused(parse, common.option(flag), "2")
-
-
-def test_each_process_and_each_step_drops_paths_of_its_own(monkeypatch):
-    module, seeds = importlib.import_module("patchmix"), []
-    for rank, step in [(0, 3), (1, 3), (0, 4)] * 2:
-        monkeypatch.setattr(common, "rank_and_world", lambda rank=rank: (rank, 2))
-        seeds.append(module.step_seed(0, step))
-    assert seeds[:3] == seeds[3:] and len(set(seeds)) == 3
