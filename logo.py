@@ -43,8 +43,7 @@ Where this file, the paper and the released code differ:
        terms, and lambda L_ll is a term of the loss. At the same rate this loss is five times as large. Here and
        released: the objective is logistic and so bounded, the loss is the mean of the six terms, and L_ll has a step of
        its own, clipped to 1.5 % of the last gradient's norm, without lambda. On SimSiam both variants have lambda. Its
-       1e-4 is a third party's and has little effect. (moco_jointcrop.py takes the mean, too, clim.py the sum, and
-       patchmix.py the sum over views and the mean over local crops.)
+       1e-4 is a third party's and has little effect.
     D2 The momentum encoder moves. Here: once per step. Released: twice, once per forward pass (not reproduced).
     D3 Weight decay acts. Here: once per step. Released: twice, in both optimisers of the encoder (not reproduced).
     D4 The clip's norm. Here: kept over epochs. Released: 0 as an epoch begins, so a step lacks L_ll (not reproduced).
@@ -58,8 +57,7 @@ Where this file, the paper and the released code differ:
     D11 The baseline. Here: it has global crops, and with `--one-way` the keys of one view are enqueued. Released: its
        crops take at least 0.08 of the area, and the keys of both views are enqueued.
     D12 SimSiam (inference). Rate, batch size and weight decay are LoGo's on MoCo. On CIFAR the batch has 512 images, as
-       a third party's, whose rate is half of that here. All rates fall by a cosine. In SimSiam's own code
-       the predictor's rate is constant.
+       a third party's, whose rate is half of that here. All rates fall by a cosine; SimSiam's predictor's does not.
     D13 The affinity's batches. Here and released: see Caution. `--affinity-batch joint` is ours. It shares batch norm's
        statistics in L_ll, too, where there is no noise and the pairs of two images are constants.
     D14 The size of local crops. Paper (supplement): on CIFAR 32 px, as large as the views, so that they differ in area
