@@ -71,8 +71,9 @@ def test_the_backbone_file_is_the_encoder_whose_knn_the_run_reports(whole):
     assert found["knn20_top1"] == pytest.approx(records(whole)[-1]["knn20_top1"])
 
 
-def test_the_last_epoch_has_its_knn_whatever_knn_every_says(tmp_path):
-    run("jcl", tmp_path, "--knn-every", "10")
+@pytest.mark.parametrize("method", JCL_AT_ONCE)
+def test_the_last_epoch_has_its_knn_whatever_knn_every_says(method, tmp_path):
+    run(method, tmp_path, "--knn-every", "10")
     assert ["knn20_top1" in r for r in records(tmp_path)] == [False, True]
 
 
