@@ -679,10 +679,10 @@ class Loader(DataLoader):
                 asked = time.perf_counter()
         except BadImage as error:  # from a worker, with its traceback before the message
             raise BadImage(str(error).strip().splitlines()[-1].removeprefix("common.BadImage: ")) from None
-        except RuntimeError as error:
-            if not str(error).startswith("DataLoader "):  # a worker was killed, perhaps for its memory, or waits
+        except (RuntimeError, OSError, EOFError) as error:  # a worker was killed, perhaps for its memory, or waits
+            if isinstance(error, RuntimeError) and not str(error).startswith("DataLoader "):
                 raise
-            reason = str(error).splitlines()[0]
+            reason = (str(error) or type(error).__name__).splitlines()[0]
             raise BadImage(f"no batch from the loader ({reason}): give fewer --workers, or more memory") from error
 
 

@@ -330,15 +330,18 @@ def test_a_hostile_pickle_is_not_run(tmp_path, capsys, monkeypatch, zipped):
 # ------------------------------------------------------------- loader workers
 
 ENDED = """
-import multiprocessing
+import multiprocessing, time
 import common, test_common
-batches = iter(test_common.make_loader(2))
+def slowly(*given):
+    time.sleep(0.3)
+    return test_common.with_a_partner(*given)
+batches = iter(test_common.make_loader(2, slowly))
 next(batches)
 multiprocessing.active_children()[0].kill()
 try:
     list(batches)
 except common.BadImage as error:
-    print(str(error).count("DataLoader worker"), flush=True)
+    print(str(error).count("no batch"), flush=True)
 for batch in test_common.make_loader(2):
     raise ValueError("boom")
 """
