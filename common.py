@@ -665,7 +665,7 @@ class Loader(DataLoader):
         super().__init__(data, pin_memory=device.type == "cuda", **options)
 
     def speed(self, images):
-        """Return what an epoch's record says of the loop so far over so many images, and the next step's at once."""
+        """Return how fast the loop over so many images was, and the share of its time that it waited for batches."""
         seconds = time.perf_counter() - self.began
         return dict(images_per_s=images / seconds, data_wait=self.waited / seconds)
 
@@ -1660,7 +1660,8 @@ class ArgumentParser(argparse.ArgumentParser):
 
     def __init__(self, script, doc, table, usage="[flags]"):
         options = dict(allow_abbrev=False, add_help=False, argument_default=argparse.SUPPRESS)
-        what = f"{(doc or '').partition(chr(10))[0]} D1, D2, ... are explained at the top of {script}."
+        what, _, more = (doc or "").partition("\n")
+        what += f" D1, D2, ... are explained at the top of {script}." if " D1 " in more else ""
         super().__init__(script, f"python {script} {usage}", what, **options)
         for group, rows in table.items():
             add = self.add_argument_group(group).add_argument

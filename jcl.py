@@ -635,7 +635,7 @@ class GroupedBatchNorm(nn.modules.batchnorm._BatchNorm):
 
 
 def usual_groups(most, batch_size):
-    """Return --bn-groups if it is not typed: the recipe's, or fewer of 8 images or more; alike on each process."""
+    """Return --bn-groups if it is not typed: the recipe's or, in a small batch, as many as have eight images each."""
     if batch_size < 8 * most:
         most = max((n for n in range(1, most) if batch_size % n == 0 and batch_size >= 8 * n), default=1)
     return math.lcm(most, common.rank_and_world()[1])
