@@ -9,9 +9,11 @@ import torch
 from conftest import NANO, info_nce, unit, values
 from torch import nn
 
+import clim
 import common
 import jcl
 import logo
+import moco_jointcrop
 
 FORMS = ("logistic", "linear")
 
@@ -338,12 +340,12 @@ def test_noise_of_the_affinity(scale, noises):
 
 
 def test_crops():
-    """Two globals, then two locals. With the crops' range of jcl.py the globals are its query and its first key."""
+    """Two globals, then two locals. With the crops' range of MoCo v2 the globals are its views, as in the other files."""
     views = [(view.size, view.area) for view in logo.augmentation(logo.parse_args(["--dataset", "imagenet"]))]
     assert views == [(224, (0.4, 1))] * 2 + [(96, (0.08, 0.4))] * 2
-    theirs = jcl.parse_args([])
-    args = logo.parse_args(["--global-scale", *map(str, theirs.crop_scale)])
-    assert logo.augmentation(args)[:2] == jcl.augmentation(theirs)[:2]
+    moco_v2 = logo.parse_args("--dataset imagenet --global-scale 0.2 1".split())
+    for other in (moco_jointcrop, jcl, clim):
+        assert other.augmentation(other.parse_args(["--dataset", "imagenet"]))[:2] == logo.augmentation(moco_v2)[:2]
 
 
 def test_recipes():

@@ -40,6 +40,7 @@ RUNS = {  # {golden file and run: flags}
     "patchmix/released": "patchmix --variant released",
     "patchmix/itself": "patchmix --variant released",
     "two_processes/mocov2": "moco_jointcrop --joint none",
+    "two_processes/mocov2 as clim.py": "clim --selection none",
     "two_processes/jcl": "jcl --num-keys 3 --lam-schedule ramp --lam 2",
     "two_processes/logo": "logo --no-l2l",
     "two_processes/mocov3": "moco_jointcrop --joint none --moco v3",
@@ -186,7 +187,7 @@ def follow(patch, module, method, run, s, d):
     patch.setattr(module, "restore", with_weights)
     patch.setattr(module, "in_parallel", watched)
     schedule, rates = module.schedule, d["lr"].tolist() if "lr" in d else None
-    if run in RATE_PER_EPOCH:
+    if run.partition(" ")[0] in RATE_PER_EPOCH:
         patch.setattr(module, "schedule", lambda a, t, n: (rates[t], *schedule(a, t, n)[1:]))
     if s.get("momentum_cosine"):  # released: rates by epochs, and the momentum moves before a step, not after it
         moves = [*d["momentum_of_step"][1:].tolist(), 1.0]
