@@ -340,7 +340,7 @@ def test_noise_of_the_affinity(scale, noises):
 
 
 def test_crops():
-    """Two globals, then two locals. With the crops' range of MoCo v2 the globals are its views, as in the other files."""
+    """Two globals, then two locals. With MoCo v2's area the globals are the other files' views."""
     views = [(view.size, view.area) for view in logo.augmentation(logo.parse_args(["--dataset", "imagenet"]))]
     assert views == [(224, (0.4, 1))] * 2 + [(96, (0.08, 0.4))] * 2
     moco_v2 = logo.parse_args("--dataset imagenet --global-scale 0.2 1".split())

@@ -1,21 +1,15 @@
-"""The law of the house: equal blocks, the paper first, the loop in main, and nothing that nobody uses."""
+"""The law of the house: equal blocks, safe loading, and an optimiser for every parameter that is trained."""
 
 import ast
 import importlib
 import re
 
-import count_lines
 import pytest
 from conftest import METHODS, ROOT, VARIANTS
 
 SCRIPTS = sorted(ROOT.glob("*.py"))
 SOURCES = SCRIPTS + sorted((ROOT / "tests").rglob("*.py"))
 BANNER = re.compile(r"# (-{2,}|={2,}) (.+)")
-SECTIONS = ["imports", "hyper-parameters", "the paper", "augmentation", "model", "training", "machinery"]
-
-
-def tree_of(path):
-    return ast.parse(path.read_text())
 
 
 def blocks(path):
@@ -45,65 +39,12 @@ def test_blocks_are_the_same(name):
     assert len(set(copies.values())) == 1, f"'{name}' differs between {', '.join(copies)}"
 
 
-def names_in(tree):
-    """What a syntax tree uses: names and attributes."""
-    used = (n for n in ast.walk(tree) if isinstance(n, (ast.Name, ast.Attribute)) and isinstance(n.ctx, ast.Load))
-    return {n.id if isinstance(n, ast.Name) else n.attr for n in used}
-
-
-def names_of(node):
-    """What a top-level statement defines."""
-    if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
-        return [node.name]
-    targets = node.targets if isinstance(node, ast.Assign) else []
-    return [n.id for target in targets for n in ast.walk(target) if isinstance(n, ast.Name)]
-
-
-@pytest.mark.parametrize("method", METHODS)
-def test_the_paper_stands_first_and_the_training_loop_in_main(method):
-    path = ROOT / f"{method}.py"
-    body = tree_of(path).body
-    assert [*count_lines.sections(path)] == SECTIONS
-    names = [node.name for node in body if isinstance(node, (ast.FunctionDef, ast.ClassDef))]
-    assert [name for name in names if name != "recipe"][0] == count_lines.PAPER[method]
-    steps = {getattr(node, "name", None) for node in body if {"backward", "zero_grad"} & names_in(node)}
-    assert steps - {"descend"} == {"main"}  # LoGo's descend makes steps that do not pass DDP
-
-
-def test_common_holds_what_the_evaluations_need():
-    """What follows data, views, evaluation and encoders is used by these, or by an evaluation, perhaps through another.
-
-    So nothing there is only a training's: no optimiser, schedule, loss or backward.
-    """
-    source = (ROOT / "common.py").read_text()
-    body, end = ast.parse(source).body, source[: source.index(" 5. processes\n")].count("\n")
-    uses = {name: names_in(node) for node in body for name in names_of(node)}
-    found = {name for node in body if node.lineno <= end for name in names_of(node)}
-    assert 50 < len(found) < len(uses)
-    found |= names_in(tree_of(ROOT / "eval_knn.py")) | names_in(tree_of(ROOT / "eval_linear.py"))
-    reached = set()
-    while todo := found - reached:
-        reached |= todo
-        found = set().union(*(uses.get(name, ()) for name in todo))
-    assert uses.keys() - reached == set()
-    assert not names_in(ast.parse(source)) & {"backward", "zero_grad", "optim", "cross_entropy", "autograd", "schedule"}
-
-
 @pytest.mark.parametrize("path", [p for p in SOURCES if not p.name.startswith("test_")], ids=lambda p: p.name)
 def test_loading_is_safe(path):
     """Checkpoints are read as tensors and plain data only."""
-    for call in (node for node in ast.walk(tree_of(path)) if isinstance(node, ast.Call)):
+    for call in (node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)):
         assert ast.unparse(call.func) not in ("pickle.load", "pickle.loads", "torch.jit.load", "exec", "eval")
         assert ast.unparse(call.func) != "torch.load" or "weights_only=True" in ast.unparse(call)
-
-
-@pytest.mark.parametrize("path", SCRIPTS, ids=lambda p: p.name)
-def test_imports(path):
-    """A method or an evaluation imports common and packages; common imports no other file."""
-    nodes = list(ast.walk(tree_of(path)))
-    imported = {a.name.split(".")[0] for n in nodes if isinstance(n, ast.Import) for a in n.names}
-    imported |= {n.module.split(".")[0] for n in nodes if isinstance(n, ast.ImportFrom) and n.module}
-    assert imported & {p.stem for p in SCRIPTS} == (set() if path.stem == "common" else {"common"})
 
 
 @pytest.mark.parametrize("method, variant", VARIANTS)
@@ -128,10 +69,3 @@ def test_every_trained_parameter_is_in_one_group_of_its_optimiser(method, varian
         grouped = [p for group in optimizer.param_groups for p in group["params"]]
         trained = {p for p in model.parameters() if p.requires_grad}
         assert len(set(grouped)) == len(grouped) > 0 and set(grouped) == trained
-
-
-def test_no_paths_of_a_machine():
-    """No file points into somebody's computer."""
-    pattern = re.compile(r"(?<![\w.:/])/(tmp|work|home|root|mnt|Users|var)/")
-    texts = [*SOURCES, *ROOT.glob("*.md"), *ROOT.glob("*.txt"), *ROOT.glob("*.toml"), ROOT / "LICENSE"]
-    assert [p.name for p in texts if pattern.search(p.read_text())] == []
