@@ -1,6 +1,5 @@
-"""The law of the house: equal blocks, safe loading, and an optimiser for every parameter that is trained."""
+"""The law of the house: equal blocks, and an optimiser for every parameter that is trained."""
 
-import ast
 import importlib
 import re
 
@@ -8,7 +7,6 @@ import pytest
 from conftest import METHODS, ROOT, VARIANTS
 
 SCRIPTS = sorted(ROOT.glob("*.py"))
-SOURCES = SCRIPTS + sorted((ROOT / "tests").rglob("*.py"))
 BANNER = re.compile(r"# (-{2,}|={2,}) (.+)")
 
 
@@ -37,14 +35,6 @@ def test_blocks_are_the_same(name):
     named = re.search(r"\(the same in (.+)\)", name)[1]
     assert set(copies) == set(METHODS if named == "all five files" else re.split(r", | and ", named))
     assert len(set(copies.values())) == 1, f"'{name}' differs between {', '.join(copies)}"
-
-
-@pytest.mark.parametrize("path", [p for p in SOURCES if not p.name.startswith("test_")], ids=lambda p: p.name)
-def test_loading_is_safe(path):
-    """Checkpoints are read as tensors and plain data only."""
-    for call in (node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)):
-        assert ast.unparse(call.func) not in ("pickle.load", "pickle.loads", "torch.jit.load", "exec", "eval")
-        assert ast.unparse(call.func) != "torch.load" or "weights_only=True" in ast.unparse(call)
 
 
 @pytest.mark.parametrize("method, variant", VARIANTS)
