@@ -447,8 +447,6 @@ def two_layers(inputs, hidden, outputs):
 
 # ================================================================= 5. training
 
-# ---------------------------------------------------------------- the recipes
-
 # fmt: off
 IMAGENET = common.defaults(HYPERPARAMETERS)
 CIFAR = dict(  # ContrastiveCrop's small configurations; they do not blur, so JointBlur needs --blur-p 0.5 0.5
@@ -498,33 +496,6 @@ def recipe(chosen):
         values |= V3_IMAGENET if large else V3_CIFAR if small else V3_PATTERNS
     unused = NOT_V3 if chosen.moco == "v3" else ONLY_V3
     return {name: value for name, value in values.items() if name not in unused}
-
-
-# ------------------------ the flags of every run (the same in all five files)
-
-RUN = dict(
-    dataset=("patterns", "data set; it also chooses the recipe", common.DATASETS),
-    data_dir=(None, "its folder, with train/, and val/ or test/; for `folder` any tree of images"),
-    cache=(True, "keep decoded small images in memory"),
-    seed=(0, "seed of all random numbers", (0, 2**63 - 1)),
-    init=(None, "start the encoder from a checkpoint, of this project or another"),
-    init_prefix=(None, "prefix of the encoder's names in --init's file, if it has several"),
-    out=(None, "folder of the run; one that has begun goes on"),
-    resume=(None, "begin a new --out with another run's last.pt"),
-    max_steps=(None, "save and stop when the run has made N steps in all", (1, math.inf)),
-    keep_every=(0, "keep a copy of last.pt every N epochs; 0: none"),
-    knn_every=(10, "evaluate by kNN every N epochs; 0: never"),
-    device=("auto", "auto: a GPU where there is one", ("auto", "cuda", "cpu")),
-    amp=("auto", "auto: bf16 on GPUs that have it; off: float32", ("auto", "bf16", "off")),
-    compile=(False, "compile the encoders: minutes at the start, then faster steps"),
-    grad_checkpoint=(False, "less memory, more time; batch norm's averages move twice"),
-    workers=(None, "processes that load images, per training process", (0, 1024)),
-    tensorboard=(False, "also write the metrics for TensorBoard"),
-    show_views=(None, "write a picture of the inputs, and exit"),
-)
-
-
-# ------------------------------------------------------------ the command line
 
 
 def parse_args(argv=None):
@@ -600,76 +571,6 @@ def make_optimizer(args, model):
         return Lars(trained, args.lr, momentum=args.sgd_momentum, trust_coeff=args.trust_coeff)
     trained = [p for p in model.parameters() if p.requires_grad]
     return torch.optim.SGD(trained, args.lr, momentum=args.sgd_momentum, weight_decay=args.weight_decay)
-
-
-# ---------------------------------------------------------- the state of a run
-
-
-def restore(args, images, model, optimizer):
-    """Load the state of the run in --out, or of --resume. Return (steps done, records of the epochs).
-
-    A new run begins with --init's weights. Exits with an error message if something does not fit.
-    """
-    path, state = common.load_run(args, images, args.resume)
-    if state["step"] > 0:
-        with common.fitting(path):
-            model.load_state_dict(state["model"])
-            # Only its buffers: rates and weight decay are this run's, which may differ from --resume's
-            optimizer.load_state_dict(optimizer.state_dict() | dict(state=state["optimizer"]["state"]))
-    elif args.init:
-        weights, _ = common.fitting_weights(args.init, model.backbone, args.init_prefix)
-        model.backbone.load_state_dict(weights)
-        model.momentum_backbone.load_state_dict(weights)
-    return state["step"], state["records"]
-
-
-def save(args, step, records, images, model, optimizer):
-    """Write last.pt, which is all that a run needs to go on, and what follows from it, each whole or not at all."""
-    if common.rank_and_world()[0] != 0:
-        return
-    out, info = Path(args.out), common.encoder_info(args)
-    state = dict(model=model.state_dict(), optimizer=optimizer.state_dict(), step=step, records=records)
-    state |= dict(config=vars(args), images=images, backbone=info)
-    common.write_file(out / "last.pt", state)
-    epoch = records[-1]["epoch"] if records and records[-1]["step"] == step else 0  # 0: in the middle of one
-    if epoch and args.keep_every and epoch % args.keep_every == 0:
-        common.write_file(out / f"epoch-{epoch:04d}.pt", state)
-    common.write_file(out / "backbone.pt", info | {"state_dict": model.backbone.state_dict()})
-    config = vars(args) | common.versions(args.device) | {"images": images}
-    common.write_file(out / "config.json", json.dumps(config, default=str))
-    common.write_file(out / "metrics.jsonl", "".join(json.dumps(record) + "\n" for record in records))
-
-
-# --------------------------- what a run says (the same in all five files)
-
-
-def introduce(args, train, test, **facts):
-    """Say what the run is: its data, every value that its numbers depend on, and facts that follow from these."""
-    world = common.rank_and_world()[1]
-    precision = "bf16" if args.amp == "bf16" else "TF32" if torch.backends.cuda.matmul.allow_tf32 else "float32"
-    facts = {name: f"{value:.4g}" if isinstance(value, float) else value for name, value in facts.items()}
-    facts |= dict(processes=world, images_per_process=args.batch_size // world, precision=precision)
-    rows = dict(run={name: getattr(args, name) for name in ("dataset", "variant", "seed", "init", "evaluated", "out")})
-    rows |= {group: {name: getattr(args, name, None) for name in table} for group, table in HYPERPARAMETERS.items()}
-    rows |= dict(data={"train": train, "test": test}, facts=facts, versions=common.versions(args.device))
-    for group, values in rows.items():
-        common.log_values(group, values)
-
-
-def means(args, loader, history):
-    """Return the means of metrics over the steps and processes, and how fast the steps were: {name: float}.
-
-    history: a dict per step, {name: 0-d tensor}. If the epoch was interrupted, it has the steps since the restart.
-    Exits with an error message if a mean is not finite.
-    """
-    sums = sum(torch.stack([*metrics.values()]).double() for metrics in history)
-    values = (gather(sums[None]).mean(0) / len(history)).tolist()
-    if not math.isfinite(sum(values)):
-        common.fail("the loss or its gradient is not finite in this epoch; last.pt is from before")
-    return dict(zip(history[0], values, strict=True)) | loader.speed(args.batch_size * len(history))
-
-
-# ------------------------------------------------------------------- the loop
 
 
 @common.leaves_no_trace
@@ -775,6 +676,42 @@ def main(args, train=None, test=None, encoder=None):
 
 
 # =============================================================== 6. machinery
+
+
+def restore(args, images, model, optimizer):
+    """Load the state of the run in --out, or of --resume. Return (steps done, records of the epochs).
+
+    A new run begins with --init's weights. Exits with an error message if something does not fit.
+    """
+    path, state = common.load_run(args, images, args.resume)
+    if state["step"] > 0:
+        with common.fitting(path):
+            model.load_state_dict(state["model"])
+            # Only its buffers: rates and weight decay are this run's, which may differ from --resume's
+            optimizer.load_state_dict(optimizer.state_dict() | dict(state=state["optimizer"]["state"]))
+    elif args.init:
+        weights, _ = common.fitting_weights(args.init, model.backbone, args.init_prefix)
+        model.backbone.load_state_dict(weights)
+        model.momentum_backbone.load_state_dict(weights)
+    return state["step"], state["records"]
+
+
+def save(args, step, records, images, model, optimizer):
+    """Write last.pt, which is all that a run needs to go on, and what follows from it, each whole or not at all."""
+    if common.rank_and_world()[0] != 0:
+        return
+    out, info = Path(args.out), common.encoder_info(args)
+    state = dict(model=model.state_dict(), optimizer=optimizer.state_dict(), step=step, records=records)
+    state |= dict(config=vars(args), images=images, backbone=info)
+    common.write_file(out / "last.pt", state)
+    epoch = records[-1]["epoch"] if records and records[-1]["step"] == step else 0  # 0: in the middle of one
+    if epoch and args.keep_every and epoch % args.keep_every == 0:
+        common.write_file(out / f"epoch-{epoch:04d}.pt", state)
+    common.write_file(out / "backbone.pt", info | {"state_dict": model.backbone.state_dict()})
+    config = vars(args) | common.versions(args.device) | {"images": images}
+    common.write_file(out / "config.json", json.dumps(config, default=str))
+    common.write_file(out / "metrics.jsonl", "".join(json.dumps(record) + "\n" for record in records))
+
 
 # ------------- shuffled keys (the same in moco_jointcrop, jcl, clim and logo)
 
@@ -899,9 +836,55 @@ def average_statistics(model):
         torch._foreach_copy_(buffers, means)
 
 
-# ------------------------------- several processes (the same in all five files)
+# ------------------------- what every run has (the same in all five files)
 
 STREAM_STEP = 0  # a random stream, see common.generator
+RUN = dict(
+    dataset=("patterns", "data set; it also chooses the recipe", common.DATASETS),
+    data_dir=(None, "its folder, with train/, and val/ or test/; for `folder` any tree of images"),
+    cache=(True, "keep decoded small images in memory"),
+    seed=(0, "seed of all random numbers", (0, 2**63 - 1)),
+    init=(None, "start the encoder from a checkpoint, of this project or another"),
+    init_prefix=(None, "prefix of the encoder's names in --init's file, if it has several"),
+    out=(None, "folder of the run; one that has begun goes on"),
+    resume=(None, "begin a new --out with another run's last.pt"),
+    max_steps=(None, "save and stop when the run has made N steps in all", (1, math.inf)),
+    keep_every=(0, "keep a copy of last.pt every N epochs; 0: none"),
+    knn_every=(10, "evaluate by kNN every N epochs; 0: never"),
+    device=("auto", "auto: a GPU where there is one", ("auto", "cuda", "cpu")),
+    amp=("auto", "auto: bf16 on GPUs that have it; off: float32", ("auto", "bf16", "off")),
+    compile=(False, "compile the encoders: minutes at the start, then faster steps"),
+    grad_checkpoint=(False, "less memory, more time; batch norm's averages move twice"),
+    workers=(None, "processes that load images, per training process", (0, 1024)),
+    tensorboard=(False, "also write the metrics for TensorBoard"),
+    show_views=(None, "write a picture of the inputs, and exit"),
+)
+
+
+def introduce(args, train, test, **facts):
+    """Say what the run is: its data, every value that its numbers depend on, and facts that follow from these."""
+    world = common.rank_and_world()[1]
+    precision = "bf16" if args.amp == "bf16" else "TF32" if torch.backends.cuda.matmul.allow_tf32 else "float32"
+    facts = {name: f"{value:.4g}" if isinstance(value, float) else value for name, value in facts.items()}
+    facts |= dict(processes=world, images_per_process=args.batch_size // world, precision=precision)
+    rows = dict(run={name: getattr(args, name) for name in ("dataset", "variant", "seed", "init", "evaluated", "out")})
+    rows |= {group: {name: getattr(args, name, None) for name in table} for group, table in HYPERPARAMETERS.items()}
+    rows |= dict(data={"train": train, "test": test}, facts=facts, versions=common.versions(args.device))
+    for group, values in rows.items():
+        common.log_values(group, values)
+
+
+def means(args, loader, history):
+    """Return the means of metrics over the steps and processes, and how fast the steps were: {name: float}.
+
+    history: a dict per step, {name: 0-d tensor}. If the epoch was interrupted, it has the steps since the restart.
+    Exits with an error message if a mean is not finite.
+    """
+    sums = sum(torch.stack([*metrics.values()]).double() for metrics in history)
+    values = (gather(sums[None]).mean(0) / len(history)).tolist()
+    if not math.isfinite(sum(values)):
+        common.fail("the loss or its gradient is not finite in this epoch; last.pt is from before")
+    return dict(zip(history[0], values, strict=True)) | loader.speed(args.batch_size * len(history))
 
 
 def gather(x):
