@@ -1,7 +1,7 @@
-"""Makes pictures for the README and of runs, and the numbers of the papers' analyses, by hand. Needs matplotlib.
+"""Makes the pages' pictures, by hand, and the numbers of the papers' analyses. Needs matplotlib.
 
-    python tests/tools/figures.py explain [FOLDER]          README's pictures: what goes in, what is compared with what
-    python tests/tools/figures.py corners OUT.png           JointCrop, Fig. 7: how far apart the two crops are
+    python tests/tools/figures.py explain [FOLDER]                 README's: what goes in, what is compared with what
+    python tests/tools/figures.py corners [FOLDER] [--pairs N]     JointCrop, Fig. 7: how far apart the two crops are
 
 `mechanisms` has the papers' other analyses, as numbers: results.py makes its tables of them.
 """
@@ -36,7 +36,6 @@ def write_picture(figure, path):
 
 
 def explain(args):
-    """The pictures of README: what goes in, and what is compared with what."""
     import explain as pictures  # which needs matplotlib
 
     pictures.explain(args.folder)
@@ -66,24 +65,19 @@ def corners(args):
     axes.set(xlabel="beta of J-Crop(beta)", ylabel="mean distance of the top-left corners, px (image: 224 x 224)")
     axes.legend()
     axes.grid(alpha=0.3)
-    write_picture(figure, args.out)
+    write_picture(figure, Path(args.folder) / "jointcrop_corners.png")
 
 
-# ---------------------------------------------- JCL: how alike an image's views are
+# ------------------------------------- JCL, Fig. 3: how alike an image's views are
 
 
-def similarity_statistics(features):
-    """How far the features of an image's views agree (JCL, App. E): features (n, views, d) -> two (n,) float64 arrays.
+def view_similarity(features):
+    """Mean cosine of all views x views of an image, self-pairs included (App. E): features (n, views, d) -> (n,).
 
-    The first is the mean of all views x views cosine similarities, self-pairs included. The second is the mean diagonal
-    of the (biased) covariance of the L2-normalised features. Both follow from their mean mu, as |mu|^2 and
-    (1 - |mu|^2) / d. Raises RuntimeError if features are zero or not finite.
+    With the mean mu of the L2-normalised features it is |mu|^2. Their variance, the figure's other half, follows from
+    it: (1 - |mu|^2) / d is the mean diagonal of their (biased) covariance.
     """
-    x = F.normalize(features.double(), dim=2)
-    if not (x.norm(dim=2) - 1).abs().max() < 1e-6:  # not a number, too
-        raise RuntimeError("some features are zero or not finite")
-    similarity = x.mean(1).square().sum(1)
-    return similarity.numpy(), ((1 - similarity) / x.shape[2]).numpy()
+    return F.normalize(features.double(), dim=2).mean(1).square().sum(1)
 
 
 @torch.no_grad()
@@ -103,11 +97,6 @@ def view_features(encoder, info, kinds, images, index, count):
 
 
 # ------------------------------------------- CLIM: positives, and Table 10
-
-
-def same_class_share(labels, positives):
-    """The share of chosen positives (N, P) that are of their image's class: labels (N,)."""
-    return (labels[positives] == labels[:, None]).float().mean().item()
 
 
 def choose(run, images, selections):
@@ -133,8 +122,7 @@ def class_similarity(features, labels):
     for label in labels.unique():
         rows = x[labels == label]
         n = len(rows)
-        if n > 1:
-            means.append((rows.sum(0).square().sum() - n) / (n * (n - 1)))  # the self-pairs are left out
+        means.append((rows.sum(0).square().sum() - n) / (n * (n - 1)))  # the self-pairs are left out
     return torch.stack(means).mean().item()
 
 
@@ -148,35 +136,22 @@ def only_crops(low, high):
     return [common.View(**cut, **color)]
 
 
-def scale_accuracy(encoder, info, train, test, areas=(1.0, 0.2), k=20):
-    """kNN accuracy between crops of different scale, which JointCrop trains for: {(bank's area, query's): percent}."""
-    parts, crops = (train, test), {}
-    for area in areas:
-        given = encoder, info, only_crops(area, area)
-        crops[area] = [view_features(*given, part, list(range(len(part))), 1)[:, 0] for part in parts]
-    labels, truth = (torch.from_numpy(part.labels) for part in parts)
-    found = {}
-    for bank in areas:
-        for query in areas:
-            chosen = common.knn_predict(crops[bank][0], labels, crops[query][1], k, 0.07, len(train.classes))
-            found[bank, query] = 100 * (chosen == truth).double().mean().item()
-    return found
+def scale_accuracy(encoder, info, train, test, area, k=20):
+    """kNN accuracy in % of crops of the test images, of so much of their area, among whole training images."""
+    bank, queries = (
+        view_features(encoder, info, only_crops(share, share), part, range(len(part)), 1)[:, 0]
+        for part, share in ((train, 1.0), (test, area))
+    )
+    labels, truth = (torch.from_numpy(part.labels) for part in (train, test))
+    chosen = common.knn_predict(bank, labels, queries, k, 0.07, len(train.classes))
+    return 100 * (chosen == truth).double().mean().item()
 
 
-def crop_similarity(small, large):
-    """Mean cosine of two crops of an image, and of different images, for small and large crops (n, 2, d) each.
-
-    LoGo draws an image's large crops together and its small ones to them, and lets two small ones differ. Returns
-    {pair: (of one image, of different images)}; the pairs are small-small, small-large, large-large.
-    """
-    small, large = (F.normalize(x.double(), dim=2) for x in (small, large))
-    found = {}
-    for name, a, b in (("small-small", small, small), ("small-large", small, large), ("large-large", large, large)):
-        table = a[:, 0] @ b[:, 1].T
-        n = len(table)
-        own = table.diagonal().sum()
-        found[name] = (own / n).item(), ((table.sum() - own) / (n * (n - 1))).item()
-    return found
+def crop_similarity(crops):
+    """Mean cosine of two crops of one image, and of two images: crops (n, 2, d)."""
+    a, b = F.normalize(crops.double(), dim=2).unbind(1)
+    table, n = a @ b.T, len(a)
+    return (table.trace() / n).item(), ((table.sum() - table.trace()) / (n * (n - 1))).item()
 
 
 @torch.no_grad()
@@ -238,43 +213,37 @@ def mechanisms(run, train, test, few=1000):
     kinds = moco_jointcrop.augmentation(moco_jointcrop.parse_args(["--dataset", "cifar10", "--arch", "resnet_mini"]))
     given, config, labels = common.load_backbone(run), common.read_config(run), torch.from_numpy(test.labels)
     index = torch.randperm(len(test), generator=common.generator(0))[:few].tolist()
-    similarity, variance = (x.mean() for x in similarity_statistics(view_features(*given, kinds, test, index, 32)))
+    similarity = view_similarity(view_features(*given, kinds, test, index, 32)).mean().item()
     features = common.extract_features(given[0], test, given[1], CPU)
     any_two = {"similarity of any two images": class_similarity(features, torch.zeros_like(labels))}
-    found = {"JCL": {"similarity of an image's 32 views": similarity}}  # Fig. 3
-    found["JCL"] |= {"their variance per feature, thousandths": 1000 * variance} | any_two
+    found = {"JCL": {"similarity of an image's 32 views": similarity} | any_two}  # Fig. 3
     found["CLIM"] = {"similarity of two images of a class": class_similarity(features, labels)} | any_two  # Table 10
     if config.get("queue"):
+        own = torch.from_numpy(train.labels)
         for selection, table in choose(run, train, ("knn", "center")).items():
-            share = same_class_share(torch.from_numpy(train.labels), table)
+            share = (own[table] == own[:, None]).double().mean().item()
             found["CLIM"][f"`{selection}` positives of the class, %"] = 100 * share
-    accuracies = scale_accuracy(*given, train, test)
-    found["JointCrop"] = {f"bank {bank:g}, queries {query:g}, %": v for (bank, query), v in accuracies.items()}
-    pairs = [view_features(*given, only_crops(*area), test, index, 2) for area in ((0.08, 0.6), (0.4, 1.0))]
-    alike = crop_similarity(*pairs)
-    found["LoGo"] = {f"{pair}, one image": own for pair, (own, _) in alike.items()}
-    found["LoGo"] |= {f"{pair}, two images": other for pair, (_, other) in alike.items()}
+    accuracies = {"whole images, %": 1.0, "crops of a fifth of them, %": 0.2}
+    found["JointCrop"] = {name: scale_accuracy(*given, train, test, area) for name, area in accuracies.items()}
+    alike = crop_similarity(view_features(*given, only_crops(0.08, 0.6), test, index, 2))
+    found["LoGo"] = dict(zip(("similarity of two small crops of one image", "of two images"), alike, strict=True))
     if config.get("l2l"):
         shares = affinity_ranking(*local_embeddings(run, test, index))
         found["affinity"] = {f"{scored}, %": 100 * share for scored, share in shares.items()}
     views = view_features(*given, kinds, test, index, 2)
     vehicle = torch.tensor([name in ("airplane", "automobile", "ship", "truck") for name in test.classes]).long()
     found["PatchMix"] = similarity_bars(views, labels[index], vehicle)  # after Fig. 4
-    return {table: {name: float(v) for name, v in measures.items()} for table, measures in found.items()}
+    return found
 
 
-def main(argv=None):
+def main():
     parser = argparse.ArgumentParser("tests/tools/figures.py", description=__doc__.splitlines()[0])
-    figures = parser.add_subparsers(required=True, metavar="FIGURE")
-    flags = {}
-    for function in (explain, corners):
-        flags[function] = figures.add_parser(function.__name__, help=function.__doc__)
-        flags[function].set_defaults(function=function)
-    flags[explain].add_argument("folder", nargs="?", default=".github", metavar="FOLDER")
-    flags[corners].add_argument("out", metavar="OUT.png")
-    flags[corners].add_argument("--pairs", type=int, default=100_000, metavar="N", help="of crops, for each beta")
-    args = parser.parse_args(argv)
-    args.function(args)
+    figures = dict(explain=explain, corners=corners)
+    parser.add_argument("figure", choices=figures)
+    parser.add_argument("folder", nargs="?", default=".github", metavar="FOLDER")
+    parser.add_argument("--pairs", type=int, default=100_000, metavar="N", help="of crops, for each beta")
+    args = parser.parse_args()
+    figures[args.figure](args)
 
 
 if __name__ == "__main__":

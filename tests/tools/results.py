@@ -210,11 +210,9 @@ def table():
     rows = []
     for name, arm in ARMS.items():
         percents = list(zip(*map(scores, kept(name).values()), strict=True))
-        flags = f" --epochs {arm.epochs}" if arm.epochs != 50 else ""
-        rows.append([f"{arm.name}, `{arm.script}{flags}`", str(len(percents[0])), *map(spread, percents)])
-    for floor, values in kept("floors").items():
-        rows.append([floor, "", f"{values['knn20_top1']:.1f}", f"{values['linear_top1']:.1f}"])
-    return markdown(["arm", "seeds", "kNN", "linear"], rows)
+        rows.append([f"{arm.name}, `{arm.script}`", *map(spread, percents)])
+    rows += [[floor, *(f"{value:.1f}" for value in values.values())] for floor, values in kept("floors").items()]
+    return markdown(["arm", "kNN", "linear"], rows)
 
 
 def front():
@@ -243,9 +241,8 @@ def claims():
     for arm, other, time, _ in CLAIMS:
         knn, linear = (gains for _, _, gains in paired(arm, other))
         said = verdict(knn + linear) + " (one seed)" * (len(knn) == 1)
-        names, gains = [ARMS[arm].name, ARMS[other].name], [spread(knn, "+"), spread(linear, "+")]
-        rows.append([*names, *gains, str(len(knn)), f"x {time}", said])
-    return markdown(["method", "over", "gain, kNN", "gain, linear", "seeds", "time", "verdict"], rows)
+        rows.append([ARMS[arm].name, ARMS[other].name, spread(knn, "+"), spread(linear, "+"), f"x {time}", said])
+    return markdown(["method", "over", "gain, kNN", "gain, linear", "time", "verdict"], rows)
 
 
 def analysis(table):
@@ -255,8 +252,8 @@ def analysis(table):
         runs = [run[table] for run in found[arm].values()]
         values = {name: [run[name] for run in runs] for name in runs[0]}
         cells = [spread(v, digits=2 if name.endswith("%") else 4) for name, v in values.items()]
-        rows.append([ARMS[arm].name, str(len(runs)), *cells])
-    return markdown(["arm", "seeds", *values], rows)
+        rows.append([ARMS[arm].name, *cells])
+    return markdown(["arm", *values], rows)
 
 
 TABLES = dict(claims=claims, front=front, arms=table)
