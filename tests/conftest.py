@@ -62,6 +62,19 @@ def _quiet(monkeypatch):
         gc.collect()
 
 
+@pytest.fixture
+def group_of_one(monkeypatch):
+    """What a launcher gives a single process: its variables, and a store to meet in."""
+    import common
+
+    for name, value in dict(RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="1").items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(common, "rendezvous", lambda _: iter([(torch.distributed.HashStore(), 0, 1)]))
+    yield
+    if torch.distributed.is_initialized():  # an error leaves it
+        torch.distributed.destroy_process_group()
+
+
 @pytest.fixture(scope="session")
 def cifar10():
     """The folder with CIFAR-10 as JPEG files (train/ and test/), named by CIFAR10_DIR."""

@@ -179,13 +179,10 @@ def generators():
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_a_stop_leaves_no_group_and_no_ddp_and_the_callers_random_numbers(name, command, tmp_path, monkeypatch):
+def test_a_stop_leaves_no_group_and_no_ddp_and_the_callers_draws(name, command, group_of_one, tmp_path, monkeypatch):
     """Exit status 75. DDP is freed before its group: torch may hang otherwise."""
     script, words = command(name)
     module, models, freed = importlib.import_module(script), [], []
-    for variable, value in dict(RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="1").items():
-        monkeypatch.setenv(variable, value)
-    monkeypatch.setattr(common, "rendezvous", lambda _: iter([(dist.HashStore(), 0, 1)]))
     wrap, destroy = module.DistributedDataParallel, dist.destroy_process_group
 
     def watched(*args, **options):

@@ -39,7 +39,7 @@ MISTAKES = [  # scripts, flags, what the line has to name
     (METHODS, "--out busy", "thesis.2026.tmp"),
     (METHODS, "--out notes.txt", "notes.txt"),
     (QUEUES, "--batch-size 6 --bn-groups 4", "--bn-groups"),
-    (LOCALS, "--local-crops 2 --local-size 16", "--local-size"),
+    (QUEUES, "--arch resnet_nano --amp bf16", "--amp bf16 on a CPU"),  # torch computes it wrongly
     (["moco_jointcrop"], "--moco v3 --queue 64", "--queue"),
     (["moco_jointcrop"], "--moco v2 --hidden 64", "--hidden"),
     (["moco_jointcrop"], "--variant released --joint blur", "--variant released"),

@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 import tiny
 import torch
-import torch.distributed as dist
 from conftest import JCL_AT_ONCE, METHODS
 from PIL import Image
 from tiny import load, records, run
@@ -60,12 +59,9 @@ def state(module):
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 @pytest.mark.parametrize("method, kind", CASES)
-def test_own_encoder(method, kind, tmp_path, monkeypatch):
+def test_own_encoder(method, kind, group_of_one, tmp_path, monkeypatch):
     """A copy of it is trained, here in a process group of one. Images without labels are not judged."""
     monkeypatch.chdir(tmp_path)
-    for name, value in dict(RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="1").items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.setattr(common, "rendezvous", lambda _: iter([(dist.HashStore(), 0, 1)]))
     module, given, images = importlib.import_module(method), KINDS[kind](), common.ImageSet(own_images(68).array)
     before = state(given)
     module.main(module.parse_args([*tiny.FLAGS, "--epochs", "1"]), train=images, encoder=given)

@@ -77,16 +77,6 @@ def test_the_last_epoch_has_its_knn_whatever_knn_every_says(method, tmp_path):
     assert ["knn20_top1" in r for r in records(tmp_path)] == [False, True]
 
 
-@pytest.mark.parametrize("whole", ["jcl"], indirect=True)
-def test_random_init_is_the_untrained_floor_of_a_run(whole):
-    words = [str(whole), "--device", "cpu"]
-    trained, alone = eval_knn.parse_args(words), eval_knn.parse_args([*words, "--random-init"])
-    device, encoder, info = common.open_encoder(trained)
-    weights = common.open_encoder(alone)[1].state_dict()
-    floor = common.floor_encoders(trained, info, device, 68)["untrained"].state_dict()
-    assert tiny.unequal(dict(weights), dict(floor)) == [] != tiny.unequal(dict(weights), dict(encoder.state_dict()))
-
-
 def test_the_speed_and_the_means_of_an_epoch(monkeypatch):
     """Of 4 steps of 16 images in 8 seconds, of which one was waited."""
     loader, args = common.Loader([0], torch.device("cpu")), types.SimpleNamespace(batch_size=16)
@@ -205,11 +195,6 @@ def test_bf16_is_for_the_networks_only(method, tmp_path, monkeypatch):
     assert losses[0] != losses[1] and losses[0] == pytest.approx(losses[1], rel=0.02)
 
 
-def test_bf16_is_refused_where_torchs_gradients_are_wrong(tmp_path, capsys):
-    flags = "--arch", "resnet_nano", "--image-size", "16", "--amp", "bf16"
-    assert "--amp bf16 on a CPU" in refused(capsys, run, "jcl", tmp_path, *flags)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("arch", ["resnet10t", "mobilenetv3_small_050", "convnext_atto"])
 def test_any_timm_model(arch, tmp_path):
@@ -229,8 +214,3 @@ def test_an_own_encoder_in_evaluation_mode_is_trained_in_training_mode(method, t
     run(method, tmp_path, "--max-steps", 2, train=images, encoder=encoder.eval())
     trained = load(tmp_path / "backbone.pt")["state_dict"]
     assert not encoder.training and not torch.equal(trained["1.running_mean"], encoder[1].running_mean)
-
-
-def test_norm_acts_on_an_own_encoder_without_a_run():
-    _, _, info = common.open_encoder(eval_knn.parse_args(["--norm", "cifar10", "--device", "cpu"]), nn.Flatten())
-    assert info["mean"] == common.NORMS["cifar10"][0]
