@@ -815,8 +815,7 @@ def save_views(path, views, names):
     sheet.paste(grid, (left, 0))
     for i, name in enumerate(names):
         ImageDraw.Draw(sheet).text((6, (i + 0.5) * grid.height / len(names)), name, "black", font, "lm")
-    if rank_and_world()[0] == 0:
-        write_whole(path, lambda temporary: sheet.save(temporary, "PNG"))
+    write_whole(path, lambda temporary: sheet.save(temporary, "PNG"))
     log(f"picture written to {path}")
 
 
@@ -1822,7 +1821,9 @@ def claim_folder(out):
 
 
 def write_whole(path, write):
-    """Call write(temporary path), flush it to the disk and put it in place in one step: whole or not at all."""
+    """On the main process call write(temporary path), flush it to the disk, put it in place: whole or not at all."""
+    if rank_and_world()[0] != 0:
+        return
     path = Path(path)
     temporary = path.with_name(f"{path.name}.tmp")
     try:

@@ -63,8 +63,7 @@ def write_dump(path, lines, parts, features):
         with open(temporary, "wb") as file:  # given a name, savez would add .npz to it
             np.savez(file, **arrays)
 
-    if common.rank_and_world()[0] == 0:
-        common.write_whole(path, write)
+    common.write_whole(path, write)
     common.log(f"features written to {path}")
 
 

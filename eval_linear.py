@@ -632,8 +632,6 @@ def restore(args, images, network, optimizer):
 
 def save(args, step, records, images, network, optimizer):
     """Write last.pt, which is all that a run needs to go on, and what follows from it, each whole or not at all."""
-    if common.rank_and_world()[0] != 0:
-        return
     out, state = Path(args.out), dict(model=network.state_dict(), optimizer=optimizer.state_dict())
     state |= dict(step=step, records=records, config=vars(args), images=images)
     common.write_file(out / "last.pt", state)

@@ -146,10 +146,10 @@ def jcl_loss(q, k, queue, temperature, lam):
 def info_nce(q, k, queue, temperature):
     """Return MoCo's loss, InfoNCE with a queue (MoCo, Eq. 1), as a scalar.
 
-    It is the mean of -log(exp(q.k / T) / (exp(q.k / T) + sum_j exp(q.queue_j / T))). The positive of a query is the key
-    of the same row. The negatives are the K keys of the queue. At equal logits the loss is log(K + 1).
+    It is the mean of -log(exp(q.k / T) / (exp(q.k / T) + sum_j exp(q.queue_j / T))), where the positive of a query is
+    the key of the same row. At equal logits it is log(K + 1).
 
-    q, k: (N, C), L2-normalised. queue: (K, C). temperature: T > 0.
+    q, k: (N, C), L2-normalised. queue: (K, C), the negatives. temperature: T > 0.
     Gradients reach q, and also k and queue unless these are detached. Raises ValueError if the shapes do not fit.
     """
     if q.dim() != 2 or k.shape != q.shape or queue.shape[1:] != q.shape[1:]:
@@ -224,9 +224,7 @@ class JCL(nn.Module):
     def __init__(self, args, encoder=None):
         super().__init__()
         self.args = args
-        self.backbone = encoder
-        if encoder is None:
-            self.backbone = common.build_backbone(common.encoder_info(args))
+        self.backbone = common.build_backbone(common.encoder_info(args)) if encoder is None else encoder
         width = common.output_width(self.backbone, args.image_size)
         self.projector = nn.Sequential(nn.Linear(width, width), nn.ReLU(inplace=True), nn.Linear(width, args.dim))
         self.momentum_backbone = common.copy_module(self.backbone, frozen=True)
@@ -266,10 +264,7 @@ class JCL(nn.Module):
 
     @torch.no_grad()
     def update(self, m):
-        """Move the momentum encoder: theta_k <- m theta_k + (1 - m) theta_q (MoCo, Eq. 2), for m in [0, 1].
-
-        Only parameters move. The momentum encoder keeps its own batch-norm statistics.
-        """
+        """Move the momentum encoder's parameters: theta_k <- m theta_k + (1 - m) theta_q (MoCo, Eq. 2), m in [0, 1]."""
         slow = [*self.momentum_backbone.parameters(), *self.momentum_projector.parameters()]
         fast = [*self.backbone.parameters(), *self.projector.parameters()]
         torch._foreach_lerp_(slow, fast, 1 - m)
@@ -316,10 +311,7 @@ def recipe(chosen):
 
 
 def parse_args(argv=None):
-    """Return the command line as a namespace with every value of the recipe. Exits with an error message on a mistake.
-
-    argv: a list of words; sys.argv's if None.
-    """
+    """Return the command line (argv, or sys.argv's) as a namespace of all values. Exits with an error on a mistake."""
     run = dict(RUN, variant=("paper", "follow the paper, or the authors' code", ("paper", "released")))
     args, typed = common.parse("jcl.py", __doc__, argv, HYPERPARAMETERS, dict(run=run), recipe)
     args.method, args.evaluated = "jcl", "query"
@@ -329,10 +321,8 @@ def parse_args(argv=None):
         args.warmup *= min(1, args.epochs / usual.epochs)  # a shorter run has a shorter warm-up
     if "min_lr" not in typed:
         args.min_lr *= peak_rate(args) / peak_rate(usual)  # the last rate is scaled as the peak rate is
-    if "bn_groups" not in typed:
-        args.bn_groups = usual_groups(args.bn_groups, args.batch_size)
     common.check_schedule(args)
-    check_batch_norm_groups(args)
+    args.bn_groups = batch_norm_groups(args, typed)
     return args
 
 
@@ -366,8 +356,7 @@ def main(args, train=None, test=None, encoder=None):
     """Train as args say. If an earlier call was stopped, the same call continues its run.
 
     args: the namespace of `parse_args`. train, test: common.ImageSet of images to use instead of --dataset.
-    encoder: a module that maps (N, 3, H, W) to (N, width), to train instead of --arch; a copy of it is trained. The
-    trained weights are in backbone.pt of the run's folder.
+    encoder: a module that maps (N, 3, H, W) to (N, width), to train instead of --arch; a copy of it is trained.
     """
     args = argparse.Namespace(**vars(args))  # a copy
     device = common.join_processes(args.device)
@@ -473,8 +462,6 @@ def restore(args, images, model, optimizer):
 
 def save(args, step, records, images, model, optimizer):
     """Write last.pt, which is all that a run needs to go on, and what follows from it, each whole or not at all."""
-    if common.rank_and_world()[0] != 0:
-        return
     out, info = Path(args.out), common.encoder_info(args)
     state = dict(model=model.state_dict(), optimizer=optimizer.state_dict(), step=step, records=records)
     state |= dict(config=vars(args), images=images, backbone=info)
@@ -494,8 +481,8 @@ def save(args, step, records, images, model, optimizer):
 def exchange(x, wanted):
     """Exchange rows between processes: on process r, return the rows wanted[r] of the global batch, as (m, ...).
 
-    x: (n, ...), this process's part. The global batch is all parts, in rank order. wanted: (world, m) int64 on the
-    CPU, the same on all processes. No gradient. A process receives only the rows that it wants.
+    x: (n, ...), this process's part of the batch. wanted: (world, m) int64 on the CPU, the same on all processes. No
+    gradient.
     """
     rank, world = common.rank_and_world()
     if world == 1:
@@ -518,10 +505,9 @@ def encode_shuffled_keys(encode, views, generator):
     """Encode several views of the global batch as keys, shuffled for batch norm: (views, N, C).
 
     encode: maps images to keys. views: list of this process's images (n, 3, H, W).
-    The key and the query of an image must not share batch statistics. Else the encoder could use these to tell which
-    key belongs to a query (MoCo, section 3.3). So the rows of all views of the global batch are shuffled, each process
-    encodes its part, and the keys are put back in order. The shuffle depends on the generator alone, so any number of
-    processes makes the same batch-norm groups.
+    The key and the query of an image must not share batch statistics, which would tell the encoder that they belong
+    together (MoCo, section 3.3). So the rows of all views of the global batch are shuffled, each process encodes its
+    part, and the keys are put back in order. Any number of processes makes the same batch-norm groups.
     """
     n, world = len(views[0]), common.rank_and_world()[1]
     shuffle = torch.randperm(len(views) * n * world, generator=generator)
@@ -530,8 +516,8 @@ def encode_shuffled_keys(encode, views, generator):
     location = torch.arange(len(shuffle)).view(world, len(views), n).transpose(0, 1).flatten()
     mine = exchange(torch.cat(views), location[shuffle].view(world, -1))
     keys = gather(encode(mine))
-    shuffle = shuffle.to(keys.device, non_blocking=True)
-    return torch.empty_like(keys).index_copy_(0, shuffle, keys).view(len(views), n * world, -1)
+    unshuffle = shuffle.argsort().to(keys.device, non_blocking=True)
+    return keys[unshuffle].view(len(views), n * world, -1)
 
 
 # -- batch norm in groups (the same in moco_jointcrop, jcl, clim and logo)
@@ -571,26 +557,21 @@ class GroupedBatchNorm(nn.modules.batchnorm._BatchNorm):
         return self.after(torch.cat(slices))
 
 
-def usual_groups(most, batch_size):
-    """Return --bn-groups if it is not typed: the recipe's or, in a small batch, as many as have eight images each."""
-    if batch_size < 8 * most:
-        most = max((n for n in range(1, most) if batch_size % n == 0 and batch_size >= 8 * n), default=1)
-    return math.lcm(most, common.rank_and_world()[1])
-
-
-def check_batch_norm_groups(args):
-    """Exit with an error message if --bn-groups do not divide the batch, or the processes do not divide them."""
-    if args.batch_size % args.bn_groups or args.batch_size < 2 * args.bn_groups:
-        common.fail(f"--batch-size {args.batch_size} is not {args.bn_groups} --bn-groups of two or more images each")
-    if args.bn_groups % common.rank_and_world()[1]:
-        common.fail(f"--bn-groups {args.bn_groups} is not a multiple of the number of processes")
+def batch_norm_groups(args, typed):
+    """Return --bn-groups: as typed, or the recipe's, or in a small batch as many as have eight images each."""
+    batch_size, groups, world = args.batch_size, args.bn_groups, common.rank_and_world()[1]
+    if "bn_groups" not in typed:
+        if batch_size < 8 * groups:
+            groups = max((n for n in range(1, groups) if batch_size % n == 0 and batch_size >= 8 * n), default=1)
+        groups = math.lcm(groups, world)
+    if batch_size % groups or batch_size < 2 * groups or groups % world:
+        needed = f"a multiple of the {world} process(es) that cuts the batch into equal groups of two or more images"
+        common.fail(f"--bn-groups {groups} with --batch-size {batch_size}: give {needed}")
+    return groups
 
 
 def split_batch_norms(module, groups):
-    """Replace every batch norm of a module by one over `groups` slices of the global batch. Return the module.
-
-    A subclass of a user's own stays as it is, and so does a batch norm without running averages.
-    """
+    """Replace a module's batch norms, but for subclasses of a user's own, by ones over `groups` slices. Return it."""
     for name, child in module.named_children():
         is_plain = type(child) in (nn.BatchNorm1d, nn.BatchNorm2d, timm.layers.BatchNormAct2d)
         if is_plain and child.track_running_stats and child.momentum is not None:
@@ -652,8 +633,7 @@ def introduce(args, train, test, **facts):
 def means(args, loader, history):
     """Return the means of metrics over the steps and processes, and how fast the steps were: {name: float}.
 
-    history: a dict per step, {name: 0-d tensor}. If the epoch was interrupted, it has the steps since the restart.
-    Exits with an error message if a mean is not finite.
+    history: a dict per step, {name: 0-d tensor}. Exits with an error message if a mean is not finite.
     """
     sums = sum(torch.stack([*metrics.values()]).double() for metrics in history)
     values = (gather(sums[None]).mean(0) / len(history)).tolist()
@@ -677,9 +657,8 @@ def in_parallel(args, model):
     if args.grad_checkpoint:
         model.backbone.set_grad_checkpointing()
     if args.compile:
-        for name, child in model.named_children():  # one that has two names comes once
-            if name in ("backbone", "momentum_backbone"):
-                child.compile()
+        for encoder in {model.backbone, getattr(model, "momentum_backbone", model.backbone)}:
+            encoder.compile()
     if not dist.is_initialized():
         return model
     options = dict(broadcast_buffers=False, gradient_as_bucket_view=True)

@@ -377,11 +377,7 @@ class PatchMix(nn.Module):
 
     @torch.no_grad()
     def update(self, m):
-        """Move the momentum encoder: Xi <- m Xi + (1 - m) Theta (Algorithm 2, line 11), for m in [0, 1].
-
-        Only parameters move. The momentum encoder keeps its own batch-norm statistics. Where the encoder itself makes
-        the keys (D4), m is 0, and nothing changes.
-        """
+        """Move the momentum encoder's parameters: Xi <- m Xi + (1 - m) Theta (Algorithm 2, line 11), m in [0, 1]."""
         slow = [*self.momentum_backbone.parameters(), *self.momentum_projector.parameters()]
         fast = [*self.backbone.parameters(), *self.projector.parameters()]
         torch._foreach_lerp_(slow, fast, 1 - m)
@@ -446,10 +442,7 @@ def some_terms(text):
 
 
 def parse_args(argv=None):
-    """Return the command line as a namespace with every value of the recipe. Exits with an error message on a mistake.
-
-    argv: a list of words; sys.argv's if None.
-    """
+    """Return the command line (argv, or sys.argv's) as a namespace of all values. Exits with an error on a mistake."""
     run = dict(RUN, variant=("paper", "follow the paper, or the authors' code", ("paper", "released")))
     args, typed = common.parse("patchmix.py", __doc__, argv, HYPERPARAMETERS, dict(run=run), recipe)
     args.method, args.evaluated = "patchmix", "momentum"
@@ -481,8 +474,6 @@ def check_mixing(args):
         common.fail(f"--num-mix {num_mix}: each of {slices} slices has {images} image(s). Give --mix-slices 1, or less")
     if args.local_crops and args.terms == "mtm":
         common.fail("--local-crops with --terms mtm: local crops are queries of oto and mto, and none would be used")
-    if args.local_crops and not 0 < args.local_size < args.image_size:
-        common.fail(f"--local-crops need a --local-size below --image-size {args.image_size}, not {args.local_size}")
     for size in image_sizes(args):
         if size % patch or num_mix > (size // patch) ** 2:
             common.fail(f"--patch-size {patch} does not cut images of {size} px into --num-mix {num_mix} whole patches")
@@ -530,8 +521,7 @@ def main(args, train=None, test=None, encoder=None):
     """Train as args say. If an earlier call was stopped, the same call continues its run.
 
     args: the namespace of `parse_args`. train, test: common.ImageSet of images to use instead of --dataset.
-    encoder: a module that maps (N, 3, H, W) to (N, width), to train instead of --arch; a copy of it is trained. The
-    trained weights are in backbone.pt of the run's folder.
+    encoder: a module that maps (N, 3, H, W) to (N, width), to train instead of --arch; a copy of it is trained.
     """
     args = argparse.Namespace(**vars(args))  # a copy
     device = common.join_processes(args.device)
@@ -643,8 +633,6 @@ def restore(args, images, model, optimizer):
 
 def save(args, step, records, images, model, optimizer):
     """Write last.pt, which is all that a run needs to go on, and what follows from it, each whole or not at all."""
-    if common.rank_and_world()[0] != 0:
-        return
     out, info = Path(args.out), common.encoder_info(args)
     state = dict(model=model.state_dict(), optimizer=optimizer.state_dict(), step=step, records=records)
     state |= dict(config=vars(args), images=images, backbone=info)
@@ -699,8 +687,7 @@ def introduce(args, train, test, **facts):
 def means(args, loader, history):
     """Return the means of metrics over the steps and processes, and how fast the steps were: {name: float}.
 
-    history: a dict per step, {name: 0-d tensor}. If the epoch was interrupted, it has the steps since the restart.
-    Exits with an error message if a mean is not finite.
+    history: a dict per step, {name: 0-d tensor}. Exits with an error message if a mean is not finite.
     """
     sums = sum(torch.stack([*metrics.values()]).double() for metrics in history)
     values = (gather(sums[None]).mean(0) / len(history)).tolist()
@@ -724,9 +711,8 @@ def in_parallel(args, model):
     if args.grad_checkpoint:
         model.backbone.set_grad_checkpointing()
     if args.compile:
-        for name, child in model.named_children():  # one that has two names comes once
-            if name in ("backbone", "momentum_backbone"):
-                child.compile()
+        for encoder in {model.backbone, getattr(model, "momentum_backbone", model.backbone)}:
+            encoder.compile()
     if not dist.is_initialized():
         return model
     options = dict(broadcast_buffers=False, gradient_as_bucket_view=True)
