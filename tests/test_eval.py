@@ -28,7 +28,7 @@ def run(script, *flags, **own):
 
 def save_encoder(folder, arch, data):
     info = common.backbone_info(arch, 16, 8, "patterns", method="m", encoder="query")
-    torch.manual_seed(1)  # not the seed of the untrained floor
+    torch.manual_seed(5)  # not the seed of the untrained floor
     encoder = common.build_backbone(info)
     encoder(torch.randn(8, 3, 16, 16))  # batch norm's statistics are not the initial ones
     folder.mkdir()
