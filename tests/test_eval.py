@@ -17,7 +17,6 @@ import common
 import eval_knn
 import eval_linear
 
-SCRIPTS = [eval_knn, eval_linear]
 CLASSES, EACH, TEST = "abc", 14, 6
 
 
@@ -207,31 +206,6 @@ def test_a_dump_without_labels(places, tmp_path, capsys):
     for data in (np.load(tmp_path / f"{i}.npz") for i in (0, 1)):
         assert data["train_paths"].tolist() == [own.path(i) for i in range(EACH)] and "test_features" not in data
         assert len(data["train_features"]) == EACH and (data["train_labels"] == -1).all()
-
-
-# ------------------------------------------------------------- mistakes
-
-MISTAKES = [  # scripts, flags, what the line names
-    (SCRIPTS, "VIT --dataset folder --data-dir DATA/train", "labels"),
-    (SCRIPTS[:1], "VIT --dump VIT", "--dump"),
-    (SCRIPTS[:1], "VIT --dump FILE/f.npz", "--dump"),
-    (SCRIPTS[1:], "VIT --lr 1", "--lr"),
-    (SCRIPTS[1:], "VIT --protocol moco --out OUT", "42 images"),
-    (SCRIPTS[1:], "VIT --protocol moco --milestones 60 80", "--milestones"),
-    (SCRIPTS[1:], "VIT --finetune --batch-size 15", "--batch-size 15"),  # mixup pairs images
-    (SCRIPTS[1:], "VIT --finetune --epochs 2 --warmup 3", "--warmup 3"),
-    (SCRIPTS[1:], "VIT --finetune --head-lr 5", "--layer-decay 1"),
-    (SCRIPTS[1:], "RESNET --finetune --amp bf16", "--amp bf16"),  # torch computes it wrongly
-]
-
-
-@pytest.mark.parametrize("script, flags, words", [(script, *rest) for scripts, *rest in MISTAKES for script in scripts])
-def test_mistakes(places, tmp_path, capsys, monkeypatch, script, flags, words):
-    monkeypatch.setattr(common, "extract_features", lambda *_, **__: pytest.fail("work was begun"))
-    more = {"DATA/train": places["DATA"] / "train", "FILE/f.npz": places["VIT"] / "backbone.pt" / "f.npz"}
-    more |= places | {"OUT": tmp_path / "out"}
-    assert words in refused(capsys, run, script, *(more.get(word, word) for word in flags.split()))
-    assert not list(tmp_path.iterdir())
 
 
 # ------------------------------------------------------------- the probe

@@ -70,6 +70,14 @@ MISTAKES = [  # scripts, flags, what the line has to name
     (["eval_linear"], "begun --finetune --solver lbfgs", "--solver"),
     (["eval_linear"], "begun --label-fraction 0.1 --label-files notes.txt", "--label-files"),
     (["eval_linear"], "begun --label-fraction 0", "--label-fraction"),
+    (["eval_linear"], "begun --lr 1", "--lr"),
+    (["eval_linear"], "begun --protocol moco", "68 images"),
+    (["eval_linear"], "begun --protocol moco --milestones 60 80", "--milestones"),
+    (["eval_linear"], "begun --finetune --batch-size 15", "--batch-size 15"),  # mixup pairs images
+    (["eval_linear"], "begun --finetune --epochs 2 --warmup 3", "--warmup 3"),
+    (["eval_linear"], "begun --finetune --head-lr 5", "--layer-decay 1"),
+    (["eval_knn"], "begun --dump notes.txt", "--dump"),
+    (["eval_knn"], "begun --dump notes.txt/f.npz", "--dump"),
 ]
 
 
@@ -127,7 +135,6 @@ WRONG_ARGUMENTS = {  # of functions that other projects copy
     "clim: shares as a column": lambda: clim.clim_loss(A, A, A, B, 0.2, torch.rand(4, 1)),
     "clim: assignment of other rows": lambda: clim.select_positives(A, B, torch.zeros(3).long()),
     "clim: a share above 1": lambda: clim.cutmix(IMAGES, IMAGES, 1.5),
-    "logo: another batch": lambda: logo.local_dissimilarity(logo.Affinity(6, 8), A, A, "Joint"),
     "logo: locals of other rows": lambda: logo.affinity_loss(logo.Affinity(6, 8), A, B),
     "logo: locals of three dimensions": lambda: logo.local_dissimilarity(logo.Affinity(6, 8), A[None], A[None]),
     "logo: noise of one local": lambda: logo.affinity_loss(logo.Affinity(6, 8), A, A, torch.zeros(4, 6)),
