@@ -1,14 +1,13 @@
 """Whole runs killed at random moments, by hand, on Linux: nothing of a run may be lost.
 
-    python tests/tools/fault_injection.py [--kills 50] [--seed 0] [--methods clim]
+    python tests/tools/fault_injection.py [--kills 50] [--methods clim]
 
 For each method, on one process and on two (torchrun), a run of a few short epochs is the reference. The same command
 then runs into another folder, is killed by SIGTERM, SIGINT or SIGKILL, goes on with another number of loader workers,
 is killed again, and at last ends: weights, optimizer, counters and metrics must be the reference's, bit for bit (but
-the means of an epoch that went on in the middle), and after each kill the folder's files must be whole. A quarter of
-the kills come at any moment from the start of Python on, half at any moment of training, a quarter while an epoch is
-saved and evaluated. Two faults of torchrun follow: a worker that dies, so that torchrun starts all again, and a run
-shared out over two agents. Exit status 1 if anything differs, with the reason; then the runs are kept. Needs pytest.
+the means of an epoch that went on in the middle), and after each kill the folder's files must be whole. Two faults of
+torchrun follow: a worker that dies, so that torchrun starts all again, and a run shared out over two agents. Exit
+status 1 if anything differs, with the reason; then the runs are kept. Needs pytest.
 """
 
 import argparse
@@ -30,14 +29,14 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 from bench import make_folder  # noqa: E402
+from conftest import METHODS  # noqa: E402
 from tiny import assert_same_run, free_port, records  # noqa: E402
 
 import common  # noqa: E402
 
-METHODS = ("moco_jointcrop", "jcl", "clim", "logo", "patchmix")
 EPOCHS, STEPS = 6, 12  # 100 images in batches of 8
 FLAGS = f"--dataset patterns --batch-size 8 --epochs {EPOCHS} --knn-every 1 --device cpu".split()
-MORE = {"clim": ["--clim-start", "1", "--refresh-every", "1"]}  # positives are chosen between any two epochs
+CLIM = ["--clim-start", "1", "--refresh-every", "1"]  # positives are chosen between any two epochs
 WAYS = {1: ("TERM", "INT", "KILL"), 2: ("TERM", "INT", "KILL one", "KILL all")}  # by the number of processes
 KILLS_A_RUN = 5
 SAVE = 0.2  # seconds that the files of an epoch, its evaluation and its record take, about
@@ -67,7 +66,7 @@ class Life:
         self.script, self.world, self.logs, self.victims = f"{method}.py", world, Path(f"{out}-{name}"), []
         self.logs.mkdir()
         launcher = ["-m", "torch.distributed.run", *torchrun, "--redirects=3", f"--log-dir={self.logs}"]
-        own = [*FLAGS, *MORE.get(method, []), "--data-dir", str(out.parent / "data"), "--out", str(out)]
+        own = [*FLAGS, *CLIM * (method == "clim"), "--data-dir", str(out.parent / "data"), "--out", str(out)]
         command = [sys.executable, *launcher * (world > 1), str(ROOT / self.script), *own, "--workers", str(workers)]
         streams = {stream: open(self.logs / f"{stream}.log", "w") for stream in ("stdout", "stderr")}
         environment = os.environ | {"OMP_NUM_THREADS": "1"}
@@ -97,13 +96,13 @@ class Life:
             time.sleep(0.01)
         return False
 
-    def kill(self, way, chance):
+    def kill(self, way):
         """SIGINT goes to the group, as from a terminal. TERM and INT meet torchrun alone, which hands them on."""
         ranks = self.ranks()
         if way in ("TERM", "INT"):
             os.killpg(self.process.pid, signal.SIGINT) if way == "INT" else self.process.terminate()
         else:
-            self.victims = [chance.choice(ranks)] if way == "KILL one" and ranks else [self.process.pid, *ranks]
+            self.victims = [random.choice(ranks)] if way == "KILL one" and ranks else [self.process.pid, *ranks]
             for victim in self.victims:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(victim, signal.SIGKILL)
@@ -113,7 +112,7 @@ class Life:
         try:
             status = self.process.wait(max(0, LIMIT - self.age()))
         except subprocess.TimeoutExpired:
-            self.kill("KILL all", random)
+            self.kill("KILL all")
             self.process.wait()
             status = "hangs"
         while any(about(victim, "cmdline") for victim in self.victims):  # or it could still write
@@ -150,14 +149,16 @@ def is_saving(out):
 # ----------------------------------------------------------------------- runs
 
 
-def wait_for_moment(life, out, timing, before, left, chance):
-    """Waits as the lines at the top say; the share of training that it takes leaves some for the kills `left`."""
-    when, until = chance.choice(("anywhere", "training", "training", "save")), chance.random() * sum(timing)
+def wait_for_moment(life, out, timing, before, left):
+    """A quarter of the kills come at any moment from the start of Python on, a quarter while an epoch is saved and
+    evaluated, half at any moment of training. The share of training that it takes leaves some for the kills `left`.
+    """
+    when, until = random.choice(("anywhere", "training", "training", "save")), random.random() * sum(timing)
     if when != "anywhere" and life.wait_until(life.trains):
         remaining = timing[1] * (1 - before / (EPOCHS * STEPS))
-        until = life.age() + chance.random() * remaining * min(1, 2 / (left + 1))
+        until = life.age() + random.random() * remaining * min(1, 2 / (left + 1))
         if when == "save" and life.wait_until(lambda: is_saving(out)):  # the evaluation and the record follow
-            until = life.age() + chance.random() * SAVE
+            until = life.age() + random.random() * SAVE
     life.wait_until(lambda: life.age() >= until)
 
 
@@ -191,18 +192,18 @@ def place_of(life, out):
     return "while an epoch was saved or judged" if is_saving(out) else "in a later epoch"
 
 
-def disturbed_run(method, world, reference, timing, count, ways, chance, number):
+def disturbed_run(method, world, reference, timing, count, ways, number):
     """Start a run until it ends, with at most `count` kills: ([(way, place) of each kill], what is wrong, in words)."""
     out = Path(f"{reference}-disturbed{number}")
     kills, problems, before, interrupted = [], [], 0, set()
     for left, workers in zip(range(count, -1, -1), itertools.cycle((1, 0, 2))):  # noqa: B905
         life = Life(method, world, out, workers, f"log{count - left}")
         if left:
-            wait_for_moment(life, out, timing, before, left, chance)
+            wait_for_moment(life, out, timing, before, left)
         struck = left and life.process.poll() is None
         if struck:
             kill = next(ways), place_of(life, out)
-            life.kill(kill[0], chance)
+            life.kill(kill[0])
         status = life.end()
         if status == 0 or "finished. Judge" in life.said():  # by itself: a kill came too late
             return kills, problems + differences(reference, out, interrupted)
@@ -214,18 +215,18 @@ def disturbed_run(method, world, reference, timing, count, ways, chance, number)
         interrupted |= {before // STEPS + 1} if before % STEPS else set()
 
 
-def restarted_by_torchrun(method, out, training, chance):
+def restarted_by_torchrun(method, out, training):
     """A worker dies in training, some epochs after the first checkpoint, and torchrun starts all workers again."""
     life = Life(method, 2, out, torchrun=("--standalone", "--nproc_per_node=2", "--max-restarts=2"))
-    epoch = chance.randint(1, EPOCHS - 2)
+    epoch = random.randint(1, EPOCHS - 2)
     life.wait_until(lambda: (out / "metrics.jsonl").exists() and len(records(out)) >= epoch)
-    time.sleep(chance.random() * training / EPOCHS)
-    life.kill("KILL one", chance)
+    time.sleep(random.random() * training / EPOCHS)
+    life.kill("KILL one")
     status = life.end()
     return [] if status == 0 and "going on from" in life.said() else [f"status {status}: {life.said('stderr')[-400:]}"]
 
 
-def two_agents(method, out, training, chance):
+def two_agents(method, out, training):
     """Two nodes of one process each, that meet on this machine."""
     meet = f"--rdzv-backend=c10d --rdzv-endpoint=localhost:{free_port()} --rdzv-id=two"
     node = f"--nnodes=2 --nproc_per_node=1 {meet}".split()
@@ -234,7 +235,7 @@ def two_agents(method, out, training, chance):
     return [] if statuses == [0, 0] else [f"statuses {statuses}: {lives[0].said('stderr')[-400:]}"]
 
 
-def examine(method, world, count, ways, root, chance):
+def examine(method, world, count, ways, root):
     """Make the reference and the disturbed runs: (kills, what is wrong, the reference, its seconds of training)."""
     reference, kills, problems = root / f"{method}-{world}", [], []
     life = Life(method, world, reference)
@@ -248,7 +249,7 @@ def examine(method, world, count, ways, root, chance):
         if len(kills) == count or problems:
             break
         most = min(KILLS_A_RUN, count - len(kills))
-        more, problems = disturbed_run(method, world, reference, timing, most, ways, chance, number)
+        more, problems = disturbed_run(method, world, reference, timing, most, ways, number)
         kills += more
     if len(kills) < count and not problems:
         problems = [f"{count - len(kills)} of {count} kills came too late"]
@@ -257,30 +258,27 @@ def examine(method, world, count, ways, root, chance):
 
 def main():
     parser = argparse.ArgumentParser("tests/tools/fault_injection.py", description=__doc__.splitlines()[0])
-    text = "in all, shared out over methods and processes"
-    parser.add_argument("--kills", type=int, default=50, metavar="N", help=text)
-    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the moments")
+    parser.add_argument("--kills", type=int, default=50, metavar="N", help="in all")
     parser.add_argument("--methods", nargs="+", default=METHODS, choices=METHODS)
     args = parser.parse_args()
-    root, chance = Path(tempfile.mkdtemp()), random.Random(args.seed)
+    root = Path(tempfile.mkdtemp())
     make_folder(root / "data", 100)
     make_folder(root / "data", 40, "val", seed=1)
-    kills, wrong, ways = [], False, {world: itertools.cycle(names) for world, names in WAYS.items()}
+    kills, wrong, ways = [], [], {world: itertools.cycle(names) for world, names in WAYS.items()}
 
     def tell(name, problems):
-        nonlocal wrong
-        wrong |= bool(problems)
+        wrong.extend(problems)
         print(f"{name}: {'; '.join(problems) or 'as the reference, bit for bit'}", flush=True)
 
     cases = list(itertools.product(args.methods, WAYS))
     for i, (method, world) in enumerate(cases):
         count = args.kills * (i + 1) // len(cases) - args.kills * i // len(cases)
-        more, problems, reference, training = examine(method, world, count, ways[world], root, chance)
+        more, problems, reference, training = examine(method, world, count, ways[world], root)
         kills += more
         tell(f"{method}, {world} process(es), {len(more)} kills", problems)
         for fault in (restarted_by_torchrun, two_agents) if world > 1 else ():
             out = root / f"{method}-{fault.__name__}"
-            tell(out.name, fault(method, out, training, chance) or differences(reference, out))
+            tell(out.name, fault(method, out, training) or differences(reference, out))
     for what in zip(*kills, strict=True):  # ways, places
         print(", ".join(f"{name} {count}" for name, count in Counter(what).items()))
     if wrong:
