@@ -54,7 +54,7 @@ def watched(begin, before, after):
 
 
 def serve(method, *flags):
-    """Run a method, and make a step for each line of stdin. Its seconds go to stdout: by the clock, of the processor."""
+    """Run a method, and make a step for each line of stdin. Its seconds go to stdout, as `Served` returns them."""
     module, began, answer = importlib.import_module(method), [], sys.stdout
 
     def now():
