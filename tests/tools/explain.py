@@ -33,9 +33,7 @@ ALIKE = {  # two crops each of three photographs, (top, left, side): they stand 
     FLOWER: ((40, 110, 240), (0, 20, 320)),
     PALACE: ((0, 10, 280), (60, 60, 260)),
 }
-JCL_EPOCHS, LOGO_EPOCH, PATCHMIX_EPOCH, CLIM_ANCHOR = (1, 1), 3, 1, 7
-CLIM_IMAGE, CLIM_EPOCH = 2, 3  # a row of ALIKE, an epoch
-THIRDS = ("", "1/3", "2/3", "1")
+LOGO_EPOCH = 3
 QUERY, KEY, APART, GRAY = "#0969da", "#1a7f37", "#cf222e", "#57606a"
 
 
@@ -45,12 +43,6 @@ QUERY, KEY, APART, GRAY = "#0969da", "#1a7f37", "#cf222e", "#57606a"
 def photographs():
     by_name = common.load_images("folder", str(ROOT / ".github" / "photos"))
     return by_name.subset(np.array([0, 1, 2, 3, 6, 7, 4, 5]))  # ASTRONAUT, CAT, ...
-
-
-def alike(photos):
-    """Six images, of which two are always alike: the crops of ALIKE."""
-    crops = [common.cut(photos[i], (top, left, side, side), 256) for i in ALIKE for top, left, side in ALIKE[i]]
-    return common.ImageSet(np.stack(crops))
 
 
 def arguments(method, *flags, colors=True):
@@ -88,13 +80,21 @@ def pasted(view, mixed):
     return top, left, rows.max().item() - top + 1, columns.max().item() - left + 1
 
 
-def likest(images):
-    """CLIM's one positive of each image: (n, 1). For an encoder stand 4 x 4 pixels, centred and L2-normalised."""
-    pixels = [common.cut(images[i], (0, 0, *images[i].shape[:2]), 4).reshape(-1) for i in range(len(images))]
+def clim_pair(photos, colors=True):
+    """CLIM's pair, of six images of which two are always alike: [both images], views, the mix, the first's share in it.
+
+    For an encoder, which finds the positive, stand 4 x 4 pixels, centred and L2-normalised.
+    """
+    crops = [common.cut(photos[i], (top, left, side, side), 256) for i in ALIKE for top, left, side in ALIKE[i]]
+    images, anchor = common.ImageSet(np.stack(crops)), 2
+    pixels = [common.cut(image, (0, 0, 256, 256), 4).reshape(-1) for image in crops]
     x = torch.tensor(np.array(pixels)).float()
     x = F.normalize(x - x.mean(0), dim=1)
     centers, assignment = clim.kmeans(x, 3, generator=common.generator(0))
-    return clim.select_positives(x, centers, assignment, k=1, num_positives=1)
+    table = clim.select_positives(x, centers, assignment, k=1, num_positives=1)
+    seen, _ = views(clim, arguments(clim, "--resolutions", "224", colors=colors), images, [anchor], 3, table)
+    mixed, kept = clim.cutmix(seen[0], seen[3], 0.6, common.generator(2))
+    return [crops[anchor], crops[table[anchor, 0]]], seen, mixed, kept
 
 
 # ------------------------------------------------------------------ drawing
@@ -178,10 +178,10 @@ def overview(photos, path):
         "LoGo": "local crops, pushed\napart by a network",
         "PatchMix": "patches of M images:\nfind each image again",
     }
-    rows = ((top, "what\ngoes in", "black"), (middle, "the\nquery", QUERY), (low, "is pulled\nto", KEY))
-    for y, text, color in rows:
+    rows = {"what\ngoes in": (top, "black"), "the\nquery": (middle, QUERY), "is pulled\nto": (low, KEY)}
+    rows["is pushed\nfrom"] = last + 20 - tile / 2, APART
+    for text, (y, color) in rows.items():
         page.head(10, y + tile / 2, text, color, size=9, ha="left")
-    page.head(10, last + 20, "is pushed\nfrom", APART, size=9, ha="left")
     x = [left + step * i for i in range(6)]
     for place, (name, idea) in zip(x, ideas.items(), strict=True):
         page.head(place + tile / 2, 14, name, size=10)
@@ -201,21 +201,16 @@ def overview(photos, path):
         page.image(q[0], place, middle, tile, QUERY)
         page.image(k[0], place, low, tile, KEY)
 
-    args = arguments(jcl, colors=False)
-    seen, cuts = views(jcl, args, photos, [ASTRONAUT], 3)
+    seen, cuts = views(jcl, arguments(jcl, colors=False), photos, [ASTRONAUT], 3)
     page.image(photos[ASTRONAUT], x[2], top, tile, boxes=marked(cuts, range(1, 6)))
     page.image(seen[0][0], x[2], middle, tile, QUERY)
     for n, key in enumerate(seen[1:]):
         small(key[0], x[2] + n // 3 * (third + 3) / 2, n % 3, low + n // 3 * (third + 3), KEY, third)
     page.text(x[2] + tile / 2, low + 2 * third + 20, "their mean and\nhow they differ", 7.2, color=KEY)
 
-    images = alike(photos)
-    table, anchor = likest(images), CLIM_IMAGE
-    args = arguments(clim, "--resolutions", "224", colors=False)
-    seen, _ = views(clim, args, images, [anchor], CLIM_EPOCH, table)
-    mixed, kept = clim.cutmix(seen[0], seen[3], 0.6, common.generator(2))
-    for n, image in enumerate((anchor, table[anchor, 0].item())):
-        small(images[image], x[3], n, top + (tile - half) / 2)
+    pair, seen, mixed, kept = clim_pair(photos, colors=False)
+    for n, image in enumerate(pair):
+        small(image, x[3], n, top + (tile - half) / 2)
     page.image(mixed[0], x[3], middle, tile, QUERY, boxes=[(pasted(seen[0][0], mixed[0]), QUERY)])
     for n, share in enumerate((kept, 1 - kept)):
         small(seen[1 + n][0], x[3], n, low, KEY)
@@ -230,8 +225,8 @@ def overview(photos, path):
     page.arrow((x[4] + half * 0.5, y), (x[4] + half * 1.55, y), APART, True, -0.4)
     page.text(x[4] + tile / 2, low + half + 12, "both global crops", 7.2, color=KEY)
 
-    three, args = [ASTRONAUT, CAT, COFFEE], arguments(patchmix, colors=False)
-    (view, other), _ = views(patchmix, args, photos, three, 1)
+    three = [ASTRONAUT, CAT, COFFEE]
+    (view, other), _ = views(patchmix, arguments(patchmix, colors=False), photos, three, 1)
     mixed = patchmix.patch_mix(view, 3, 32, torch.randperm(49, generator=common.generator(0)))
     page.image(mixed[0], x[5], middle, tile, QUERY)
     for n, share in enumerate(patchmix.mix_targets(3, 3)[1]):
@@ -305,7 +300,7 @@ def joint_contrast(photos, path):
         y, args = top + row * (tile + 24), arguments(jcl, "--num-keys", str(keys))
         page.head(10, y + tile / 2 - 8, name, size=9, ha="left")
         page.text(10, y + tile / 2 + 10, how, 7.5, color=GRAY, ha="left")
-        seen, cuts = views(jcl, args, photos, [CAT], JCL_EPOCHS[row])
+        seen, cuts = views(jcl, args, photos, [CAT], 1)
         page.image(photos[CAT], x[0], y, tile, boxes=marked(cuts, range(1, 6)))
         for n, view in enumerate(seen):
             page.image(view[0], x[1 + n], y, tile, KEY if n else QUERY)
@@ -316,8 +311,7 @@ def joint_contrast(photos, path):
     note += "and the loss is higher where the keys differ along the query"
     page.text((x[2] + x[6] + tile) / 2, y - 2, note, 8, color=KEY)
     page.head(10, y + 74, "both are\npushed from", APART, size=9, ha="left")
-    args = arguments(jcl, "--num-keys", "1")
-    (_, keys), _ = views(jcl, args, photos, [ASTRONAUT, COFFEE, ROCKET, RETINA, SKY], 9)
+    (_, keys), _ = views(jcl, arguments(jcl, "--num-keys", "1"), photos, [ASTRONAUT, COFFEE, ROCKET, RETINA, SKY], 9)
     for n, view in enumerate(keys):
         page.image(view, x[0] + n * (tile * 0.7 + 6), y + 44, tile * 0.7, APART)
     page.text(x[4] - 24, y + 74, "...  keys of the images before, in a queue", 8, ha="left")
@@ -335,7 +329,7 @@ def mixture(photos, path):
     places = torch.tensor([[0.0, 0.0], [2.6, 0.6], [1.1, 2.3]])
     points = places.repeat_interleave(60, 0) + 0.62 * torch.randn(180, 2, generator=random)
     centers, assignment = clim.kmeans(points, 3, generator=random)
-    anchor = CLIM_ANCHOR
+    anchor = 7
     near = clim.nearest_neighbors(points, 16)[anchor]
     distance = (points - centers[assignment]).square().sum(1)
     count = ((distance <= distance[anchor]) & (assignment == assignment[anchor]))[near].sum().item()  # Eq. 2
@@ -348,9 +342,7 @@ def mixture(photos, path):
     plot.scatter(*points[anchor], s=80, marker="*", color=QUERY, zorder=3, label="the image")
     plot.axis("off")
     plot.legend(fontsize=6.5, loc="upper center", bbox_to_anchor=(0.5, 0.04), frameon=False, ncol=2, handletextpad=0.2)
-    images, args = alike(photos), arguments(clim, "--resolutions", "224")
-    seen, _ = views(clim, args, images, [CLIM_IMAGE], CLIM_EPOCH, likest(images))
-    mixed, kept = clim.cutmix(seen[0], seen[3], 0.6, common.generator(2))
+    _, seen, mixed, kept = clim_pair(photos)
     x = 262, 374, 506, 638
     page.head((x[0] + x[1] + tile) / 2, top - 20, "2. an image, and a positive")
     page.head(x[2] + tile / 2, top - 20, "3. mixed: the query", QUERY)
@@ -408,8 +400,8 @@ def patches(photos, path):
     """PatchMix: the mix, and the shares that it is to find."""
     page, top, tile = Page(566), 84, 92
     page.title("PatchMix", "Patches of M images make one mix. A ViT learns to find each image again, with its share")
-    args, order = arguments(patchmix, colors=False), [ASTRONAUT, CAT, COFFEE, FLOWER, PALACE, ROCKET]
-    (one, two), _ = views(patchmix, args, photos, order, PATCHMIX_EPOCH)
+    order = [ASTRONAUT, CAT, COFFEE, FLOWER, PALACE, ROCKET]
+    (one, two), _ = views(patchmix, arguments(patchmix, colors=False), photos, order, 1)
     permutations = [torch.randperm(49, generator=common.generator(n)) for n in (0, 1)]
     mixed, other = (patchmix.patch_mix(v, 3, 32, p) for v, p in zip((one, two), permutations, strict=True))
     x = [60 + n * (tile + 26) for n in range(3)]
@@ -442,7 +434,7 @@ def patches(photos, path):
                 x = x0 + (j + 1) * (side + 2)
                 look = dict(color=KEY, alpha=0.75 * value) if value else dict(color=GRAY, alpha=0.06)
                 page.axes.add_patch(Rectangle((x, y), side, side, lw=0, **look))
-                page.text(x + side / 2, y + side / 2, THIRDS[round(3 * value)], 8.5)
+                page.text(x + side / 2, y + side / 2, ("", "1/3", "2/3", "1")[round(3 * value)], 8.5)
     page.save(path)
 
 
