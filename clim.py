@@ -201,17 +201,17 @@ def rows_per_chunk(width):
 
 
 @torch.no_grad()
-def nearest_neighbors(x, k, rows=None, dtype=torch.float64):
+def nearest_neighbors(x, k, rows=None):
     """Return the k nearest other rows of each row by L2 distance, nearest first: (n, min(k, N - 1)) int64.
 
     x: (N, C). rows: (n,) int64, the rows whose neighbours are wanted; all if None. A row is not its own neighbour,
-    unless it is the only one (D1). dtype: of the distances. float32 is faster on most GPUs, but its rounding changes
-    which neighbours are found. They are rounded to float32, so that copies of an image have equal distances. Raises
-    ValueError if the shape of x or k does not fit. To copy it, also copy `rows_per_chunk`.
+    unless it is the only one (D1). Distances are computed in float64, since the rounding of float32 changes which are
+    found, and rounded to float32, so that copies of an image have equal ones. Raises ValueError if the shape of x or k
+    does not fit. To copy it, also copy `rows_per_chunk`.
     """
     if x.dim() != 2 or len(x) == 0 or k < 1:
         raise ValueError(f"nearest_neighbors takes x (N, C) with N > 0, and k > 0, not x {tuple(x.shape)} and k {k}")
-    x, k = x.to(dtype), min(k, max(1, len(x) - 1))
+    x, k = x.double(), min(k, max(1, len(x) - 1))
     rows = torch.arange(len(x), device=x.device) if rows is None else rows
     neighbors = []
     for chunk in rows.split(rows_per_chunk(len(x))):
@@ -228,32 +228,29 @@ def nearest_center(x, centers):
 
 
 @torch.no_grad()
-def kmeans(x, num_clusters, iterations=20, generator=None, report=None, dtype=torch.float64):
+def kmeans(x, num_clusters, iterations=20, generator=None):
     """Run Lloyd's k-means by L2 distance. Return (centers (m, C), assignment (N,) int64 of each row to its centre).
 
     x: (N, C); its rows are used as given, not normalised. m is min(num_clusters, N). The first centres are random rows.
     If clusters come out empty, they start anew at the rows that are farthest from their centres. Exactly `iterations`
-    are made; there is no test of convergence. dtype: of the computation; the centres have the dtype of x. generator: a
-    torch CPU generator; torch's global one if None. report: a function that is called after each iteration with the
-    number of those done. No gradient. Raises ValueError if the shape of x or a number does not fit. To copy it, also
-    copy `nearest_center` and `rows_per_chunk`.
+    are made, in float64; there is no test of convergence. The centres have the dtype of x. generator: a torch CPU
+    generator; torch's global one if None. No gradient. Raises ValueError if the shape of x or a number does not fit.
+    To copy it, also copy `nearest_center` and `rows_per_chunk`.
     """
     if x.dim() != 2 or len(x) == 0 or num_clusters < 1 or iterations < 0:
         given = f"x {tuple(x.shape)}, {num_clusters} clusters and {iterations} iterations"
         raise ValueError(f"kmeans takes x (N, C) with N > 0, 1 cluster or more, and 0 iterations or more, not {given}")
-    rows = x.to(dtype)
+    rows = x.double()
     centers = rows[torch.randperm(len(x), generator=generator)[:num_clusters].to(x.device)]
-    for iteration in range(iterations):
+    for _ in range(iterations):
         assignment = nearest_center(rows, centers)
         count = assignment.bincount(minlength=len(centers))
         empty = torch.nonzero(count == 0).flatten()
         farthest = (rows - centers[assignment]).square().sum(1).topk(len(empty)).indices
         centers = torch.zeros_like(centers).index_add_(0, assignment, rows) / count.clamp_min(1)[:, None]
         centers[empty] = rows[farthest]
-        if report is not None:
-            report(iteration + 1)
     centers = centers.to(x.dtype)
-    return centers, nearest_center(rows, centers.to(dtype))
+    return centers, nearest_center(rows, centers.double())
 
 
 def take(neighbors, preferred, count, generator=None):
@@ -375,12 +372,8 @@ def augmentation(args):
         solarize_p=0.0,
         flip_p=args.flip_p,
     )
-    query, key = view, view
-    positives_key, positives_query = view, view
     local = view._replace(size=args.local_size, area=args.local_scale)
-    positives_local = local
-    copies = [query, key, positives_key, positives_query] * num_copies(args.resolutions)
-    return copies + [local, positives_local] * args.local_crops
+    return [view] * len(VIEWS) * num_copies(args.resolutions) + [local] * 2 * args.local_crops
 
 
 def draw_views(args, images, positives, index, sizes, draws):
@@ -436,7 +429,7 @@ def mix(args, x, partner, step, number=0):
 
 
 def show_views(args, positives, loader, device):
-    """Write the picture of --show-views: the views of one copy, local crops, mixed queries, and a box framed."""
+    """Write the picture of --show-views: the views of one copy, local crops, and mixed queries."""
     if args.selection != "none":
         positives.random_(len(positives), generator=common.generator(args.seed))
         common.log("no encoder has chosen positives yet: those in the picture are random")
@@ -447,14 +440,7 @@ def show_views(args, positives, loader, device):
     local_names = [f"{name} {number + 1}" for number in range(args.local_crops) for name in of_local]
     shown |= dict(zip(local_names, views[num_copies(args.resolutions) * len(names) :], strict=True))
     if names == VIEWS:
-        query, partner = shown["query"], shown["positive's query"]
-        mixed, _ = mix(args, query, partner, step=0)
-        box, _ = mix(args, torch.zeros_like(query), torch.ones_like(query), step=0)  # 1 in the box, else 0
-        thickness = max(1, args.image_size // 64)
-        frame = F.max_pool2d(box, 2 * thickness + 1, stride=1, padding=thickness) > box
-        red = torch.tensor([1.0, 0.0, 0.0], device=device).view(3, 1, 1)
-        shown["mixed query"] = mixed
-        shown["its box, framed"] = torch.where(frame, red, mixed)
+        shown["mixed query"], _ = mix(args, shown["query"], shown["positive's query"], step=0)
         for number in range(1, 1 + args.local_crops):
             local, partner = shown[f"local crop {number}"], shown[f"positive's local crop {number}"]
             shown[f"mixed local crop {number}"], _ = mix(args, local, partner, 0, number)
@@ -693,12 +679,8 @@ def choice_is_due(args, epoch):
 def choose_positives(args, x, generator=None, neighbors=None):
     """Choose the table of positives by --selection (Table 6): embeddings x (N, C) -> (N, num_positives) int64.
 
-    neighbors: (N, knn_k) int64, if they are known. k-means shows its progress.
+    neighbors: (N, knn_k) int64, if they are known.
     """
-
-    def report(done):
-        common.progress(f"choosing positives: {done} of {args.kmeans_iterations} iterations of k-means")
-
     count = args.num_positives
     if args.selection == "random":
         one_cluster = torch.zeros(len(x), dtype=torch.int64, device=x.device)
@@ -706,7 +688,7 @@ def choose_positives(args, x, generator=None, neighbors=None):
     if args.selection == "knn":
         neighbors = nearest_neighbors(x, args.knn_k) if neighbors is None else neighbors
         return take(neighbors, torch.ones_like(neighbors, dtype=torch.bool), count, generator)
-    centers, assignment = kmeans(x, args.num_clusters, args.kmeans_iterations, generator, report)
+    centers, assignment = kmeans(x, args.num_clusters, args.kmeans_iterations, generator)
     if args.selection == "kmeans":
         return random_members(assignment, count, generator)
     return select_positives(x, centers, assignment, args.knn_k, count, generator, neighbors)
@@ -716,8 +698,6 @@ def refresh(args, model, images, device, epoch, positives):
     """Choose the table of positives anew, in place. Prints the seconds and, with labels, the share of right ones.
 
     The embeddings are the momentum encoder's for centre crops (ours), in float32. positives: (N, num_positives) int32.
-    On ImageNet the neighbours take 4.2e14 operations in float64, which the processes share. k-means takes 6.6e13, and
-    each process computes all of them. By an H100's data sheet that is about a minute on one GPU; it was not measured.
     """
     began = time.perf_counter()
     encoder = nn.Sequential(model.momentum_backbone, model.momentum_projector)
@@ -725,29 +705,20 @@ def refresh(args, model, images, device, epoch, positives):
     features = common.extract_features(encoder, images, common.encoder_info(args), device, workers=workers)
     x = F.normalize(features, dim=1).to(device)
 
-    # Each process finds the neighbours of its part of the images.
+    common.progress(f"choosing positives for epoch {epoch + 1}")
     neighbors = None
-    if args.selection in ("knn", "center"):
+    if args.selection in ("knn", "center"):  # each process finds those of its part of the images
         mine = common.shard(torch.arange(len(x), device=device))
-        world = common.rank_and_world()[1]
-        in_float64 = x.double()
-        parts = []
-        for rows in mine.split(rows_per_chunk(len(x))):
-            parts.append(nearest_neighbors(in_float64, args.knn_k, rows))
-            done = min(len(x), world * sum(len(part) for part in parts))
-            common.progress(f"choosing positives: {done} of {len(x)} images")
-        neighbors = common.gather_uneven(torch.cat(parts))
-
+        neighbors = common.gather_uneven(nearest_neighbors(x, args.knn_k, mine))
     generator = common.generator(args.seed, epoch, STREAM_POSITIVES)
     table = choose_positives(args, x, generator, neighbors).to(device)
     if dist.is_initialized():
         dist.broadcast(table, 0)  # the sums of k-means on CUDA differ in the last bits between processes
     positives.copy_(table)
     share, labels = "", torch.from_numpy(images.labels)
-    if (labels != -1).any():
-        own, others = labels[:, None], labels[positives.long()]
-        both_known = (own != -1) & (others != -1)
-        share = f"; {100 * (own == others)[both_known].float().mean():.1f} % of them are of the image's own class"
+    if (labels >= 0).all():
+        right = (labels[:, None] == labels[positives.long()]).float().mean()
+        share = f"; {100 * right:.1f} % of them are of the image's own class"
     common.log(f"epoch {epoch + 1}: positives chosen in {time.perf_counter() - began:.1f} s{share}")
 
 

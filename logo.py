@@ -26,17 +26,16 @@ it is MoCo v2's loss, with one query. What LoGo changes in it:
     (no affinity)                             a step of the affinity down Eq. 6           affinity_loss, affinity_step
     one step of the encoder                   one more, down L_ll, which is clipped       local_dissimilarity, descend
 
-Inference: only the supplement of this paper could be read, with its Eq. 2-4 and its tables. L_gg, L_lg, L_ll, Eq. 6,
-Eq. 9 and Algorithm 1 are the main text's, as others quote them. The MoCo form is the released code's. No code of the
-SimSiam form was released, so all of it is inference, and so is lambda on MoCo.
+Inference: only the supplement of this paper could be read. L_gg, L_lg, L_ll, Eq. 6, Eq. 9 and Algorithm 1 are the main
+text's, as others quote them. The MoCo form is the released code's. No code of the SimSiam form was released, so all of
+it is inference, and so is lambda on MoCo.
 
 Not here: SwAV (supplement, Tables 4 and 5), the SVM on VOC after a training on COCO (Table 7), Fig. 2 (the affinity).
 
 Caution: in the released code and here, pairs of one image and pairs of two images pass the affinity in batches of
 their own, and only pairs of one image have noise. So batch norm, or the noise, can tell the two kinds apart without a
 comparison of the locals. In our runs the affinity ranks all pairs rightly in such batches, but 57 to 63 % in a mixed
-batch. With `--affinity-batch joint` (ours) both kinds have noise and share their batches. The affinity then compares
-the locals: it ranks 94 % rightly in a mixed batch (tests/results/README.md).
+batch (tests/results/README.md).
 
 Where this file, the paper and the released code differ:
     D1 Terms and weights. Paper (`--variant paper`): the affinity's objective is linear, L_lg is the sum of its four
@@ -58,11 +57,9 @@ Where this file, the paper and the released code differ:
        crops take at least 0.08 of the area, and the keys of both views are enqueued.
     D12 SimSiam (inference). Rate, batch size and weight decay are LoGo's on MoCo. On CIFAR the batch has 512 images, as
        a third party's, whose rate is half of that here. All rates fall by a cosine; SimSiam's predictor's does not.
-    D13 The affinity's batches. Here and released: see Caution. `--affinity-batch joint` is ours. It shares batch norm's
-       statistics in L_ll, too, where there is no noise and the pairs of two images are constants.
-    D14 The size of local crops. Paper (supplement): on CIFAR 32 px, as large as the views, so that they differ in area
-       only. On STL-10 it is not stated: 96 px of 96 is ours. At another --image-size they have to be smaller.
-    D15 `--pairs all`. Paper (supplement, section 2): four crops with areas (.3, 1) and (.05, .3), and every ordered
+    D13 The size of local crops. Paper (supplement): on CIFAR 32 px, as large as the views, so that they differ in area
+       only. On STL-10 it is not stated: 96 px of 96 is ours.
+    D14 `--pairs all`. Paper (supplement, section 2): four crops with areas (.3, 1) and (.05, .3), and every ordered
        pair. Inference, as not stated: the mean of the 12 terms, --local-size, only global crops' keys enqueued.
 What differs by rounding, by an index or by precision is in tests/golden/README.md.
 """
@@ -90,7 +87,7 @@ import common
 HYPERPARAMETERS = dict(
     loss=dict(
         base=("moco", "what LoGo is put on; it also chooses the recipe", ("moco", "simsiam")),
-        pairs=("logo", "all: every crop with every other, the 4-crop baseline (D15)", ("logo", "all")),
+        pairs=("logo", "all: every crop with every other, the 4-crop baseline (D14)", ("logo", "all")),
         local_crops=(2, "local crops per image; 0: symmetrised MoCo, or SimSiam", [0, 2]),
         one_way=(False, "MoCo v2's loss, one query per image; with --local-crops 0"),
         l2l=(True, "local-to-local dissimilarity"),
@@ -98,7 +95,6 @@ HYPERPARAMETERS = dict(
         clip_ratio=(0.015, "clip: largest gradient of L_ll, as a share of the main one"),
         lam=(1e-4, "lambda: the weight of L_ll in Eq. 9"),  # a third party's (D1)
         affinity_form=("logistic", "the affinity's objective (D1)", ("logistic", "linear")),
-        affinity_batch=("separate", "joint: all pairs in one batch (ours, D13)", ("separate", "joint")),
         affinity_hidden=(256, "width of the affinity's two hidden layers", (1, math.inf)),
         affinity_lr=("auto", "its rate; auto: the encoder's peak rate", (1e-9, math.inf, "auto")),
         affinity_noise=(0.3, "noise on the logistic form's locals, times sqrt(dim)"),
@@ -147,53 +143,33 @@ HYPERPARAMETERS = dict(
 # ================================================================ 2. the paper
 
 
-def affinity_loss(affinity, local1, local2, noise=None, form="logistic", batch="separate"):
+def affinity_loss(affinity, local1, local2, noise=None, form="logistic"):
     """Return the loss of the affinity, a scalar: it is to score two locals of one image above locals of two (Eq. 6).
 
     The positives are the pairs (local1, local2), row by row of the same image. In the negatives the second local is
     that of the batch rolled by one. form: "logistic" (released) is the softplus of minus the positives' scores plus the
     softplus of the negatives' scores, the mean over both orders of the two. It is at least 0. "linear" (paper) is
     -Omega = E f(negative) - E f(positive), where f is the softplus of the score (supplement, Eq. 4). It has no lower
-    bound. batch: as in `score_pairs`.
+    bound.
 
     affinity: maps two (N, C) to scores (N,). local1, local2: (N, C), L2-normalised. noise: (2, N, C), added to the
-    positives, or None. With batch "joint" the negatives are made of the same noisy locals, so that the two kinds differ
-    in nothing but who is paired with whom. Gradients reach the affinity only. Raises ValueError for other shapes and
-    words. It calls `check_locals` and `score_pairs`: copy these, too.
+    positives, or None. Gradients reach the affinity only. Raises ValueError for other shapes and forms.
     """
     if form not in ("logistic", "linear"):
         raise ValueError(f"form is 'logistic' or 'linear', not {form!r}")
-    check_locals("affinity_loss", local1, local2)
-    if noise is None:
-        noise = local1.new_zeros(2, *local1.shape)
-    if noise.shape != (2, *local1.shape):
-        raise ValueError(f"noise is (2, N, C), so {(2, *local1.shape)} here, not {tuple(noise.shape)}")
+    noise = local1.new_zeros(2, *local1.shape) if noise is None else noise
+    if local1.dim() != 2 or local2.shape != local1.shape or noise.shape != (2, *local1.shape):
+        shapes = f"{tuple(local1.shape)}, {tuple(local2.shape)} and {tuple(noise.shape)}"
+        raise ValueError(f"affinity_loss takes local1, local2 (N, C) and noise (2, N, C), not {shapes}")
     a, b = local1.detach(), local2.detach()
     x, y = noise
-    positives = [(a + x, b + y), (b + x, a + y)]
-    of_one_image = positives if batch == "joint" else [(a, b), (b, a)]
-    negatives = [(first, second.roll(1, 0)) for first, second in of_one_image]
     if form == "linear":
-        positive, negative = score_pairs(affinity, [positives[0], negatives[0]], batch)
+        positive = affinity(a + x, b + y)
+        negative = affinity(a, b.roll(1, 0))
         return F.softplus(negative).mean() - F.softplus(positive).mean()  # -Eq. 4
-    positive12, positive21, negative12, negative21 = score_pairs(affinity, positives + negatives, batch)
-    positive = F.softplus(-positive12) + F.softplus(-positive21)
-    negative = F.softplus(negative12) + F.softplus(negative21)
+    positive = F.softplus(-affinity(a + x, b + y)) + F.softplus(-affinity(b + x, a + y))
+    negative = F.softplus(affinity(a, b.roll(1, 0))) + F.softplus(affinity(b, a.roll(1, 0)))
     return (positive + negative).mean() / 2
-
-
-def score_pairs(affinity, pairs, batch):
-    """Return the scores (N,) of each item of a list of pairs ((N, C), (N, C)), as a list.
-
-    batch: "separate" (released): each item passes the affinity in a batch of its own. "joint" (ours): all pass in one
-    batch, so that batch norm cannot tell them apart. Raises ValueError for other words.
-    """
-    if batch == "separate":
-        return [affinity(first, second) for first, second in pairs]
-    if batch != "joint":
-        raise ValueError(f"batch is 'separate' or 'joint', not {batch!r}")
-    firsts, seconds = zip(*pairs, strict=True)
-    return affinity(torch.cat(firsts), torch.cat(seconds)).chunk(len(pairs))
 
 
 class Affinity(nn.Module):
@@ -214,30 +190,16 @@ class Affinity(nn.Module):
         return self.layers(torch.cat([a, b], dim=1)).squeeze(1)
 
 
-def local_dissimilarity(affinity, local1, local2, batch="separate"):
+def local_dissimilarity(affinity, local1, local2):
     """L_ll, a scalar that the encoder minimises: the mean softplus of the affinity's score for two locals of one image.
 
-    affinity: an nn.Module that maps two (N, C) to scores (N,). local1, local2: (N, C), L2-normalised. batch: as in
-    `score_pairs`; in "joint" the pairs of two images, too, are in the batch, as constants. Gradients reach the locals
-    only: the affinity's parameters are constants. Raises ValueError for other shapes and words. It calls
-    `check_locals` and `score_pairs`: copy these, too.
+    affinity: an nn.Module that maps two (N, C) to scores (N,). local1, local2: (N, C), L2-normalised. Gradients reach
+    the locals only: the affinity's parameters are constants. Raises ValueError for other shapes.
     """
-    check_locals("local_dissimilarity", local1, local2)
-    constants = {name: p.detach() for name, p in affinity.named_parameters()}
-
-    def frozen(a, b):
-        return torch.func.functional_call(affinity, constants, (a, b))
-
-    pairs = [(local1, local2)]
-    if batch == "joint":
-        pairs.append((local1.detach(), local2.detach().roll(1, 0)))
-    return F.softplus(score_pairs(frozen, pairs, batch)[0]).mean()
-
-
-def check_locals(function, local1, local2):
-    """Raise ValueError unless the locals are two (N, C)."""
     if local1.dim() != 2 or local1.shape != local2.shape:
-        raise ValueError(f"{function} takes local1, local2 (N, C), not {tuple(local1.shape)}, {tuple(local2.shape)}")
+        raise ValueError(f"local_dissimilarity takes two (N, C), not {tuple(local1.shape)}, {tuple(local2.shape)}")
+    constants = {name: p.detach() for name, p in affinity.named_parameters()}
+    return F.softplus(torch.func.functional_call(affinity, constants, (local1, local2))).mean()
 
 
 def combine(global_terms, local_terms, form="mean"):
@@ -476,7 +438,7 @@ def affinity_step(args, affinity, optimizer, lr, local1, local2, step):
         draws = common.generator(args.seed, step, STREAM_NOISE)
         noise = torch.randn(2, *local1.shape, generator=draws, pin_memory=local1.is_cuda)
         noise = noise.to(local1, non_blocking=True) * args.affinity_noise / args.dim**0.5
-    loss = affinity_loss(affinity, local1, local2, noise, args.affinity_form, args.affinity_batch)
+    loss = affinity_loss(affinity, local1, local2, noise, args.affinity_form)
     descend(optimizer, loss, lr)
     return loss
 
@@ -701,7 +663,7 @@ def main(args, train=None, test=None, encoder=None):
                     # Released (D1). Eq. 6: the affinity's step. Then a step of the encoder down L_ll alone
                     local = [gather_with_gradient(model.local(view)) for view in views[2:]]
                     ranking_loss = affinity_step(args, affinity, affinity_optimizer, affinity_lr, *local, step)
-                    dissimilarity = local_dissimilarity(affinity, *local, args.affinity_batch)
+                    dissimilarity = local_dissimilarity(affinity, *local)
                     descend(second_optimizer, dissimilarity, lr, args.clip_ratio * previous_norm)
                 # L_gg and L_lg
                 loss, keys, (q, _), metrics, local = ddp(views, step)
@@ -710,7 +672,7 @@ def main(args, train=None, test=None, encoder=None):
                     # Paper. Eq. 6: the affinity's step. Then L_ll is a term of Eq. 9
                     local = [gather_with_gradient(x) for x in local]
                     ranking_loss = affinity_step(args, affinity, affinity_optimizer, affinity_lr, *local, step)
-                    dissimilarity = local_dissimilarity(affinity, *local, args.affinity_batch)
+                    dissimilarity = local_dissimilarity(affinity, *local)
                     objective = loss + args.lam * dissimilarity
                 if args.l2l:
                     metrics |= dict(affinity_loss=ranking_loss, dissimilarity=dissimilarity)

@@ -55,51 +55,33 @@ def softplus(x):
     return torch.log(1 + torch.exp(x))
 
 
-def separate(affinity, *parts):
-    """Each part's scores, in batches of their own."""
-    return [scores(affinity, part) for part in parts]
-
-
-def joint(affinity, *parts):
-    """Each part's scores, all in one batch."""
-    return scores(affinity, [pair for part in parts for pair in part]).chunk(len(parts))
-
-
-BATCHES = {"separate": separate, "joint": joint}
-
-
-def omega(affinity, a, b, noise, form, score=separate):
+def omega(affinity, a, b, noise, form):
     """What the affinity minimises, pair by pair: minus Eq. 4, or the released logistic form."""
     n, (x, y) = len(a), noise
-    u, v = noise if score is joint else 0 * noise  # the negatives' noise
     positives = [(a[i] + x[i], b[i] + y[i]) for i in range(n)]
-    negatives = [(a[i] + u[i], b[i - 1] + v[i - 1]) for i in range(n)]  # b[-1] for the first
+    negatives = [(a[i], b[i - 1]) for i in range(n)]  # b[-1] for the first
     if form == "linear":
-        positive, negative = score(affinity, positives, negatives)
-        return -(sum(softplus(positive)) / n - sum(softplus(negative)) / n)
+        return -(sum(softplus(scores(affinity, positives))) / n - sum(softplus(scores(affinity, negatives))) / n)
     other_positives = [(b[i] + x[i], a[i] + y[i]) for i in range(n)]
-    other_negatives = [(b[i] + u[i], a[i - 1] + v[i - 1]) for i in range(n)]
-    found = score(affinity, positives, other_positives, negatives, other_negatives)
-    chances = [1 / (1 + torch.exp(-s)) for s in found]
+    other_negatives = [(b[i], a[i - 1]) for i in range(n)]
+    parts = positives, other_positives, negatives, other_negatives
+    chances = [1 / (1 + torch.exp(-scores(affinity, part))) for part in parts]
     return -(sum(torch.log(p).sum() for p in chances[:2]) + sum(torch.log(1 - p).sum() for p in chances[2:])) / (2 * n)
 
 
-def dissimilarity_of(affinity, a, b, score=separate):
-    """L_ll, pair by pair; negatives in the batch are constants."""
-    positives, c, d = list(zip(a, b, strict=True)), a.detach(), b.detach()
-    negatives = [(c[i], d[i - 1]) for i in range(len(c))]
-    return sum(softplus(score(affinity, positives, negatives)[0])) / len(a)
+def dissimilarity_of(affinity, a, b):
+    """L_ll, pair by pair."""
+    return sum(softplus(scores(affinity, zip(a, b, strict=True)))) / len(a)
 
 
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("batch", BATCHES)
 @pytest.mark.parametrize("noisy", [True, False])
-def test_affinity_loss(form, batch, noisy):
+def test_affinity_loss(form, noisy):
     """Against loops over an odd batch; its gradient reaches the affinity and not the locals."""
     a, b, module, other = unit(5, 6, grad=True), unit(5, 6, seed=1, grad=True), affinity(), affinity()
     noise = noisy * torch.randn(2, 5, 6)
-    ours = logo.affinity_loss(module, a, b, noise if noisy else None, form, batch)
-    reference = omega(other, a.detach(), b.detach(), noise, form, BATCHES[batch])
+    ours = logo.affinity_loss(module, a, b, noise if noisy else None, form)
+    reference = omega(other, a.detach(), b.detach(), noise, form)
     torch.testing.assert_close(ours, reference)
     assert_close(gradients(ours, list(module.parameters())), gradients(reference, list(other.parameters())))
     ours.backward()
@@ -124,12 +106,11 @@ def test_affinity_loss_limits():
     assert logo.affinity_loss(oracle, a, b, None, "linear").item() == pytest.approx(-100)
 
 
-@pytest.mark.parametrize("batch", BATCHES)
-def test_local_dissimilarity(batch):
+def test_local_dissimilarity():
     """Mean softplus of the score, a gradient to the locals alone; the affinity's own gradients stay."""
     a, b, module, other = unit(5, 6, grad=True), unit(5, 6, seed=1, grad=True), affinity(), affinity()
-    ours = logo.local_dissimilarity(module, a, b, batch)
-    reference = dissimilarity_of(other, a, b, BATCHES[batch])
+    ours = logo.local_dissimilarity(module, a, b)
+    reference = dissimilarity_of(other, a, b)
     torch.testing.assert_close(ours, reference)
     assert_close(gradients(ours, [a, b]), gradients(reference, [a, b]))
     for p in module.parameters():
@@ -231,7 +212,7 @@ def descend(optimizer, gradients):
 def algorithm1(args, batches, noises):
     """A run in a plain way, the affinity first, then the encoder: (model, affinity, losses, norms of the gradients)."""
     model, rate, losses, norms = build(args), args.lr * 16 / args.lr_batch, [], [0.0]
-    affinity, score = logo.Affinity(args.dim, args.affinity_hidden), BATCHES[args.affinity_batch]
+    affinity = logo.Affinity(args.dim, args.affinity_hidden)
     trained, of_affinity = [p for p in model.parameters() if p.requires_grad], list(affinity.parameters())
     of_encoder = [*model.backbone.parameters(), *model.projector.parameters()]  # what L_ll moves
     first, second = sgd(trained, rate, args.weight_decay), sgd(of_encoder, rate, 0.0)
@@ -241,9 +222,9 @@ def algorithm1(args, batches, noises):
         """L_ll by the affinity after its step."""
         a, b = (embed(model, x) for x in views[2:])
         noise = torch.zeros(2, *a.shape) if noise is None else noise
-        loss = omega(affinity, a.detach(), b.detach(), noise, args.affinity_form, score)
+        loss = omega(affinity, a.detach(), b.detach(), noise, args.affinity_form)
         descend(third, gradients(loss, of_affinity))
-        return dissimilarity_of(affinity, a, b, score)
+        return dissimilarity_of(affinity, a, b)
 
     for step, views in enumerate(batches):
         if args.l2l and args.l2l_weighting == "clip":
@@ -297,9 +278,9 @@ AT_ONCE = [
 ]
 MORE = [
     "--base moco --affinity-form linear --clip-ratio 0.3",
-    "--base moco --affinity-batch joint --clip-ratio 1e6",  # never clipped
+    "--base moco --clip-ratio 1e6",  # never clipped
     "--base moco --local-crops 0",
-    "--base simsiam --variant paper --affinity-batch joint --lam 0.5",
+    "--base simsiam --variant paper --lam 0.5",
     "--base simsiam --pairs all",
     "--base simsiam --local-crops 0",
 ]

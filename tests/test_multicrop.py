@@ -50,7 +50,7 @@ LOCAL_SIZES = {  # flags: the side of a local crop whose size is not typed; at m
     "patchmix --dataset stl10 --image-size 90": 42,
     "clim --dataset imagenet --image-size 112 --arch vit_small": 48,
     "logo --dataset imagenet --image-size 112 --arch vit_small": 48,
-    "logo --dataset cifar10": 32,  # as the views, in the supplement (D14)
+    "logo --dataset cifar10": 32,  # as the views, in the supplement (D13)
 }
 
 
