@@ -20,15 +20,13 @@ def cosine(a, b):
 
 
 def test_views_belong_to_the_image():
+    """Crops of the whole image have its mean color; so many views go in batches of two images."""
     images = common.ImageSet(common.make_patterns(10, 32, seed=3)[0])
     info = {"image_size": 32, "mean": (0.5,) * 3, "std": (0.2,) * 3, "interpolation": "bilinear"}
-    given = nn.Flatten(), info, figures.only_crops(0.2, 1.0), images
-    together, alone = figures.view_features(*given, range(10), 100), figures.view_features(*given, [7, 4], 100)
-    torch.testing.assert_close(together[[7, 4]], alone)  # ten images go in batches of two
-    assert len(together[7].unique(dim=0)) == 100
-    whole = figures.view_features(nn.AdaptiveAvgPool2d(1), info, figures.only_crops(1.0, 1.0), images, [0, 1], 4)
-    means = [(images[i].mean((0, 1)) / 255 - 0.5) / 0.2 for i in (0, 1)]
-    np.testing.assert_allclose(whole, np.repeat(means, 4, axis=0).reshape(2, 4, 3), rtol=1e-4, atol=1e-5)
+    found = figures.view_features(nn.AdaptiveAvgPool2d(1), info, figures.only_crops(1.0, 1.0), images, [7, 4, 0], 100)
+    for views, i in zip(found, (7, 4, 0), strict=True):
+        expected = (images[i].mean((0, 1)) / 255 - 0.5) / 0.2
+        np.testing.assert_allclose(views, np.tile(expected, (100, 1)), rtol=1e-4, atol=1e-5)
 
 
 def test_similarities_against_loops():

@@ -55,7 +55,6 @@ ARMS = {
     "logo-simsiam": Arm("LoGo on SimSiam", "logo.py --base simsiam"),
     "moco-twice": Arm("MoCo v2, 100 epochs", "moco_jointcrop.py --joint none", 100),
     "moco-half-more": Arm("MoCo v2, 75 epochs", "moco_jointcrop.py --joint none", 75),
-    "logo-moco-joint": Arm("LoGo on MoCo, joint affinity", "logo.py --affinity-batch joint"),
     "logo-moco-no-l2l": Arm("LoGo on MoCo, no local-to-local", "logo.py --no-l2l"),
     "mocov3": Arm("MoCo v3", "patchmix.py --num-mix 1 --terms oto,mto"),
     "patchmix-released": Arm("PatchMix, M = 3, released", "patchmix.py --num-mix 3 --variant released"),
@@ -75,7 +74,6 @@ CLAIMS = (  # an arm, the one that it is to beat, its time over that one's; for 
     ("clim", "moco", "1.5", "ImageNet-1K linear: 67.5 → 70.1"),
     ("clim", "moco-half-more", "1", None),
     ("logo-moco", "moco-symmetric", "2.5", "ImageNet-100 kNN, ResNet-34, over MoCo: 64.2 → 76.8"),
-    ("logo-moco-joint", "moco-symmetric", "2.4", None),
     ("logo-moco-no-l2l", "moco-symmetric", "1.8", None),
     ("logo-simsiam", "simsiam", "2.5", "ImageNet-100 kNN, ResNet-34: 71.7 → 78.5"),
     ("patchmix-3", "patchmix-1", "1", "CIFAR-10 kNN, ViT-S/2: 88.2 → 94.6"),
@@ -89,7 +87,7 @@ ANALYSES = {  # the tables of figures.mechanisms, and the arms that each is abou
     "CLIM": ("moco", "clim"),
     "JointCrop": ("moco", "jointcrop", "clim", *LOGO),
     "LoGo": LOGO,
-    "affinity": ("logo-moco", "logo-moco-joint", "logo-simsiam"),
+    "affinity": ("logo-moco", "logo-simsiam"),
     "PatchMix": ("patchmix-1", "patchmix-3"),
 }
 
