@@ -354,7 +354,3 @@ def test_how_loader_workers_end():
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     done = subprocess.run([sys.executable, "-c", ENDED], env=environment, capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stdout) == (1, "1\n") and done.stderr.endswith("ValueError: boom\n"), done.stderr
-
-
-def test_only_loaders_with_workers_have_a_timeout():
-    assert [common.Loader([0], CPU, workers).timeout for workers in (0, 1)] == [0, 1800]

@@ -78,9 +78,9 @@ def test_knn_of_a_checkpoint_and_its_floors(places):
             predicted = slow_knn(train[which], train[2], test[which], k, 0.07, 3).argmax(1)
             assert results[name][f"knn{k}_top1"] == pytest.approx(100 * (predicted == test[2]).double().mean().item())
         assert 40 < results[name]["knn3_top1"] < 100
-    assert results["untrained"].keys() == results["encoder"].keys()
     assert list(run(eval_knn, *flags, "--no-floors").items()) == [("encoder", results["encoder"])]
-    assert run(eval_knn, *flags, "--no-floors", "--random-init")["encoder"] == results["untrained"] != results["encoder"]
+    alone = run(eval_knn, *flags, "--no-floors", "--random-init")["encoder"]
+    assert alone == results["untrained"] != results["encoder"]
 
 
 def test_linear_probe_of_a_checkpoint_and_its_floors(places):

@@ -74,21 +74,6 @@ def test_patch_mix_draws_its_own_permutation():
     assert len({patchmix.patch_mix(x, 2, 4).numpy().tobytes() for _ in range(4)}) > 1
 
 
-# ---------------------------------------------------------------- mix_targets
-
-
-@pytest.mark.parametrize("first", [0, 5])
-def test_mix_targets_eq_10_to_12(first):
-    """Two processes mix five images each. The positives of a mixed image are the keys of the images that are in it."""
-    numbers = torch.arange(10.0)
-    images = numbers[first : first + 5].view(5, 1, 1, 1).expand(5, 1, 12, 12)
-    mto_index, _, mtm_index, mtm_weight = patchmix.mix_targets(5, 3, first)
-    sources = [{*row.unique().tolist()} for row in patchmix.patch_mix(images, 3, 4)]
-    assert [{*row} for row in numbers[mto_index].tolist()] == sources
-    shares = [[len(sources[i] & sources[j - first]) / 3 for j in row] for i, row in enumerate(mtm_index.tolist())]
-    assert mtm_weight.tolist() == pytest.approx(shares[0]) and shares == [shares[0]] * 5
-
-
 # -------------------------------------------------------------- soft_info_nce
 
 
