@@ -35,10 +35,10 @@ Not here: detection and segmentation on VOC, COCO and LVIS (Tables 3 to 5), and 
 
 There is no released code. Where the paper is silent, this file decides, and says "ours" there. What differs:
     D1 The image itself. Paper: it fulfils Eq. 2, as an equality. Here: it is no positive, unless it is the only image.
-    D2 Too few positives. Paper (App. A.2): "the most nearest samples among the remained top-40 knn samples". Here: read
-       as the neighbours that Eq. 2 excludes, nearest first, although that contradicts Eq. 2.
+    D2 Too few positives. Paper (App. A.2): the nearest of the remaining 40 neighbours. Here: read as those that Eq. 2
+       excludes, nearest first, although that contradicts Eq. 2.
     D3 The sum of Eq. 6. Paper and here: a sum, of four terms for two sizes, which raises the effective learning rate.
-       Local crops add their terms. (moco_jointcrop.py and logo.py take the mean of theirs.)
+       Local crops add their terms.
     D4 The sizes {224, 224} of Table 7. Paper: silent. Here: both have one crop, but colors and a flip of their own.
     D5 Crops of multi-resolution. Paper (section 3.3): fixed over the sizes. Here: so for a view, but query and key have
        crops of their own. `--same-crop` is the other reading: a key has the crop of its query.
@@ -455,10 +455,9 @@ STREAM_QUEUE, STREAM_SHUFFLE = 4, 20  # random streams, see common.generator
 
 
 class Queue(nn.Module):
-    """The last `length` keys, first in, first out. It begins with random L2-normalised vectors.
+    """The last `length` keys, (length, dim), first in, first out. It begins with random L2-normalised vectors.
 
-    keys: (length, dim). Any length goes with any batch size: the queue wraps around. generator: a torch CPU generator;
-    torch's global one if None.
+    Any length goes with any batch size: it wraps around. generator: a torch CPU generator; torch's global one if None.
     """
 
     def __init__(self, length, dim, generator=None):
@@ -469,10 +468,7 @@ class Queue(nn.Module):
 
     @torch.no_grad()
     def enqueue(self, keys):
-        """Replace the oldest keys by `keys` (n, dim), which must be the same on every process.
-
-        If there are more than `length`, the last ones stay. Call it after backward, which needs the old keys.
-        """
+        """Replace the oldest keys by `keys` (n, dim), the same on every process. Call it after backward."""
         length = len(self.keys)
         rows = (self.position + torch.arange(len(keys), device=keys.device)) % length
         self.keys.index_copy_(0, rows[-length:], keys[-length:].to(self.keys))

@@ -30,21 +30,16 @@ in it:
     info_nce(q, k, queue, tau)                jcl_loss(q, k, queue, tau, lambda)          JCL.forward
     enqueue(k)                                enqueue(the mean of the M' keys)            main
 
-Not here: detection, segmentation and keypoints on COCO (Table 2). tests/README.md shows how a ResNet-50 goes into a
-detector.
+Not here: detection, segmentation and keypoints on COCO (Table 2).
 
-Where this file, the paper and the released code differ:
-    D1 lambda. Paper and here: 4.0, constant. Released (`--variant released`): a linear ramp over the epochs, up to 2.0.
-    D2 The number of keys M'. Paper and here: 5. Released (`--variant released`): 4, because the 5 in its script
-       counts the query, too.
-    D3 Batch size and learning rate on ImageNet-1K. Paper and here: 512 and 0.06. Released (`--variant released`): 256
-       and 0.03, which is the same ratio.
+Where the paper, which is the default, and the released code, `--variant released`, differ:
+    D1 lambda. Paper: 4.0, constant. Released: a linear ramp over the epochs, up to 2.0.
+    D2 The number of keys M'. Paper: 5. Released: 4, because the 5 in its script counts the query, too.
+    D3 Batch size and learning rate on ImageNet-1K. Paper: 512 and 0.06. Released: 256 and 0.03, the same ratio.
     D4 The queue. Paper (App. C): 256 old keys leave while N = 512 enter. Here and released: as many leave as enter.
-    D5 The encoder g. Paper (Algorithm 1): the loss updates f and g. Here and released: g is a momentum encoder, as the
-       paper's App. C says.
+    D5 The encoder g. Paper: learned (Algorithm 1), or a momentum encoder (App. C). Here and released: the latter.
     D6 The classes of ImageNet-100. Paper (App. D): the list has two misprints. Here: common.py's list corrects them.
-    D7 `--vanilla`. Paper (section 3.2): both encoders are learned, and the losses of all pairs are backpropagated.
-       Here: gradients reach the query only.
+    D7 `--vanilla`. Paper (section 3.2): both encoders are learned. Here: gradients reach the query only.
 What differs by rounding, by an index or by precision is in tests/golden/README.md.
 """
 
@@ -188,10 +183,9 @@ STREAM_QUEUE, STREAM_SHUFFLE = 4, 20  # random streams, see common.generator
 
 
 class Queue(nn.Module):
-    """The last `length` keys, first in, first out. It begins with random L2-normalised vectors.
+    """The last `length` keys, (length, dim), first in, first out. It begins with random L2-normalised vectors.
 
-    keys: (length, dim). Any length goes with any batch size: the queue wraps around. generator: a torch CPU generator;
-    torch's global one if None.
+    Any length goes with any batch size: it wraps around. generator: a torch CPU generator; torch's global one if None.
     """
 
     def __init__(self, length, dim, generator=None):
@@ -202,10 +196,7 @@ class Queue(nn.Module):
 
     @torch.no_grad()
     def enqueue(self, keys):
-        """Replace the oldest keys by `keys` (n, dim), which must be the same on every process.
-
-        If there are more than `length`, the last ones stay. Call it after backward, which needs the old keys.
-        """
+        """Replace the oldest keys by `keys` (n, dim), the same on every process. Call it after backward."""
         length = len(self.keys)
         rows = (self.position + torch.arange(len(keys), device=keys.device)) % length
         self.keys.index_copy_(0, rows[-length:], keys[-length:].to(self.keys))
@@ -258,8 +249,7 @@ class JCL(nn.Module):
         else:
             loss = jcl_loss(q, k, self.queue.keys, self.args.temperature, lam)  # lines 7 to 10
         mean_keys = keys.mean(0)  # for line 13: means are not normalised again, so their norm is at most 1
-        # key_variance is the mean of Sigma's diagonal
-        metrics = dict(key_variance=k.var(1, correction=0).mean())
+        metrics = dict(key_variance=k.var(1, correction=0).mean())  # the mean of Sigma's diagonal
         return loss, mean_keys, (q.detach(), k[:, 0]), metrics
 
     @torch.no_grad()

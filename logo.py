@@ -41,8 +41,7 @@ Where this file, the paper and the released code differ:
     D1 Terms and weights. Paper (`--variant paper`): the affinity's objective is linear, L_lg is the sum of its four
        terms, and lambda L_ll is a term of the loss. At the same rate this loss is five times as large. Here and
        released: the objective is logistic and so bounded, the loss is the mean of the six terms, and L_ll has a step of
-       its own, clipped to 1.5 % of the last gradient's norm, without lambda. On SimSiam both variants have lambda. Its
-       1e-4 is a third party's and has little effect.
+       its own, clipped to 1.5 % of the last gradient's norm, without lambda. On SimSiam both variants have lambda.
     D2 The momentum encoder moves. Here: once per step. Released: twice, once per forward pass (not reproduced).
     D3 Weight decay acts. Here: once per step. Released: twice, in both optimisers of the encoder (not reproduced).
     D4 The clip's norm. Here: kept over epochs. Released: 0 as an epoch begins, so a step lacks L_ll (not reproduced).
@@ -51,8 +50,8 @@ Where this file, the paper and the released code differ:
     D7 The smallest area of a local crop. Paper (supplement) and here: 0.08. Released: 0.05.
     D8 Keys of local crops, and a clip of the main gradient at 100. Released: both, the keys unused. Here: neither.
     D9 The encoder on STL-10. Paper: a small AlexNet. Here: ResNet-18, because timm has no such AlexNet.
-    D10 Color changes. Here: once per view, in MoCo v2's order. Released: the blur comes before the jitter. On CIFAR
-       jitter, gray, flip and normalisation come twice, with the standard deviation (0.2023, 0.1994, 0.2010).
+    D10 Color changes. Here: once per view, in MoCo v2's order. Released: the blur comes before the jitter, and on CIFAR
+       jitter, gray, flip and normalisation come twice.
     D11 The baseline. Here: it has global crops, and with `--one-way` the keys of one view are enqueued. Released: its
        crops take at least 0.08 of the area, and the keys of both views are enqueued.
     D12 SimSiam (inference). Rate, batch size and weight decay are LoGo's on MoCo. On CIFAR the batch has 512 images, as
@@ -264,10 +263,9 @@ STREAM_QUEUE, STREAM_SHUFFLE = 4, 20  # random streams, see common.generator
 
 
 class Queue(nn.Module):
-    """The last `length` keys, first in, first out. It begins with random L2-normalised vectors.
+    """The last `length` keys, (length, dim), first in, first out. It begins with random L2-normalised vectors.
 
-    keys: (length, dim). Any length goes with any batch size: the queue wraps around. generator: a torch CPU generator;
-    torch's global one if None.
+    Any length goes with any batch size: it wraps around. generator: a torch CPU generator; torch's global one if None.
     """
 
     def __init__(self, length, dim, generator=None):
@@ -278,10 +276,7 @@ class Queue(nn.Module):
 
     @torch.no_grad()
     def enqueue(self, keys):
-        """Replace the oldest keys by `keys` (n, dim), which must be the same on every process.
-
-        If there are more than `length`, the last ones stay. Call it after backward, which needs the old keys.
-        """
+        """Replace the oldest keys by `keys` (n, dim), the same on every process. Call it after backward."""
         length = len(self.keys)
         rows = (self.position + torch.arange(len(keys), device=keys.device)) % length
         self.keys.index_copy_(0, rows[-length:], keys[-length:].to(self.keys))

@@ -35,31 +35,27 @@ In another project, with torchvision's transforms, three lines make the views of
         views = [gaussian_blur(view, 21, sigma) for view, sigma in zip(views, sigmas)]
 
 Inference: only the paper's appendix could be read here. JointBlur (the law on the sigma of the blur, one coin for both
-views) and the settings of small data sets are the main text's. CIFAR, STL-10 and MoCo v1's views follow
-ContrastiveCrop's public configurations. App. G gives no alpha: ContrastiveCrop has 0.6 on ImageNet, 0.1 on small sets.
-MoCo v3 blurs the key view of one pair in ten, so that JointBlur hardly acts there. The second parameter of Algorithm
-1's N_T(0, s_b / beta) is taken for the standard deviation. As a variance it would be another law: at beta 3, log-ratios
-of areas from 0.2 to 1 would have a standard deviation of 0.67 instead of 0.53, and at beta 1 of 0.83 instead of 0.87.
+views) and the settings of small data sets are the main text's. CIFAR, STL-10, MoCo v1's views and App. G's alpha (0.6
+on ImageNet, 0.1 on small sets) are ContrastiveCrop's. The second parameter of Algorithm 1's N_T(0, s_b / beta) is taken
+for the standard deviation; as a variance it would be another law. MoCo v3 blurs the key view of one pair in ten, so
+that JointBlur hardly acts there.
 
-Not here: SimSiam, BYOL, SimCLR and DINO (the other bases of Table 9), for which the lines above are all that is needed;
-so also Table 10, which is on DINO; and ContrastiveCrop's semantic-aware localization (Table 11, second row).
+Not here: SimSiam, BYOL, SimCLR and DINO (Tables 9 and 10), for which the lines above are all that is needed; and
+ContrastiveCrop's semantic-aware localization (Table 11, second row).
 
 Where this file, the paper and the released code differ:
     D1 s_b, line 1. Paper and here: ln(s_max / s_min). Released (`--variant released`): ln(s_max / s_min - 0.1).
     D2 None of ten aspect ratios fits. Paper and here: a centre crop. Released (`--variant released`): the whole image.
     D3 Paper and here: JointCrop and JointBlur, any beta, App. G. Released (`--variant released`): JointCrop, beta 0.
     D4 The areas of crops. Here: from 0.2, as in the released README's command. Released script's default: from 0.08.
-    D5 Small data sets. ContrastiveCrop: a queue of 65,536, which would hold keys of every image, and CIFAR's stem.
-       Here: a queue of 4,096 on CIFAR, which is 8 % of the images, and ImageNet's stem on STL-10.
+    D5 Small data sets. ContrastiveCrop: a queue of 65,536, and CIFAR's stem. Here: 4,096, and ImageNet's on STL-10.
     D6 The version of MoCo. Paper (appendix): v1. Released: v3. Here: v2, and `--moco` chooses, whatever the variant.
-    D7 MoCo v3 on a ViT. Released MoCo v3: AdamW, a projector of three layers, and batch norm at the end of the
-       predictor. Here: the settings of ResNets, which are LARS, two layers and no such batch norm.
+    D7 MoCo v3 on a ViT. Released MoCo v3: AdamW, three layers, a last batch norm. Here: what it has for ResNets.
     D8 MoCo v1's rate at 60 % of the epochs. ContrastiveCrop's file: times 0. Here: to a tenth, and again at 80 %.
     D9 Multi-crop (App. D). Paper: Table 10 is on DINO. Here (ours): local crops are queries only. Each is compared with
        the key view's key (v1, v2), or with the keys of both views (v3). The loss is the mean over all terms (v3: twice
-       the mean, as its loss is a sum of two), so that it keeps its size. clim.py takes the sum; patchmix.py takes the
-       mean over the local crops, and adds it. JointBlur is of the two large views only. App. D's setting is
-       `--image-size 160 --crop-scale 0.4 1 --local-crops 4 --local-size 96 --joint-pair local` (or global).
+       the mean, as its loss is a sum of two), so that it keeps its size. JointBlur is of the two large views only. App.
+       D: `--image-size 160 --crop-scale 0.4 1 --local-crops 4 --local-size 96 --joint-pair local` (or global).
 What differs by rounding, by an index or by precision is in tests/golden/README.md.
 """
 
@@ -230,7 +226,6 @@ def info_nce(q, k, queue, temperature):
 # ============================================================= 3. augmentation
 
 SHARED_DRAWS = 6  # uniform numbers per image that both views share, after those of each view
-RELEASED_OFFSET = 0.1  # D1
 
 
 def augmentation(args):
@@ -280,7 +275,7 @@ def draw_views(args, index, sizes, draws):
         joint_blur = np.full(len(index), args.joint in ("blur", "both"))
 
     # Algorithm 1: a pair of areas and a pair of sigmas per image. What is not joint is NaN: each view draws its own
-    offset = RELEASED_OFFSET if args.variant == "released" else 0.0
+    offset = 0.1 if args.variant == "released" else 0.0  # D1
     joint_areas, joint_sigmas, joint_coins = np.full((3, len(views), len(index)), np.nan)
     if args.joint_pair in ("global", "both"):
         areas = joint_from_uniform(area_u, area_v, *args.crop_scale, args.beta, offset)
@@ -312,10 +307,9 @@ STREAM_QUEUE, STREAM_SHUFFLE = 4, 20  # random streams, see common.generator
 
 
 class Queue(nn.Module):
-    """The last `length` keys, first in, first out. It begins with random L2-normalised vectors.
+    """The last `length` keys, (length, dim), first in, first out. It begins with random L2-normalised vectors.
 
-    keys: (length, dim). Any length goes with any batch size: the queue wraps around. generator: a torch CPU generator;
-    torch's global one if None.
+    Any length goes with any batch size: it wraps around. generator: a torch CPU generator; torch's global one if None.
     """
 
     def __init__(self, length, dim, generator=None):
@@ -326,10 +320,7 @@ class Queue(nn.Module):
 
     @torch.no_grad()
     def enqueue(self, keys):
-        """Replace the oldest keys by `keys` (n, dim), which must be the same on every process.
-
-        If there are more than `length`, the last ones stay. Call it after backward, which needs the old keys.
-        """
+        """Replace the oldest keys by `keys` (n, dim), the same on every process. Call it after backward."""
         length = len(self.keys)
         rows = (self.position + torch.arange(len(keys), device=keys.device)) % length
         self.keys.index_copy_(0, rows[-length:], keys[-length:].to(self.keys))

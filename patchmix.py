@@ -234,8 +234,7 @@ def mix_in_slices(images, args, step, number):
     """Patch-mix images within --mix-slices equal slices of the global batch (D7): (n, C, H, W) -> (n, C, H, W).
 
     images: this process's rows. number: 0 for the mixed queries' view, 1 for the mixed keys', 2 and up for local crops.
-    There is one permutation per view and batch (Eq. 2), the same in all slices and on all processes. Any number of
-    processes that divides the slices makes the same batch.
+    There is one permutation per view and batch (Eq. 2), the same in all slices and on all processes.
     """
     generator = common.generator(args.seed, step, STREAM_PERMUTATION + number, 0)  # the 0 stays, so that the draws stay
     num_patches = (images.shape[-1] // args.patch_size) ** 2
@@ -245,10 +244,7 @@ def mix_in_slices(images, args, step, number):
 
 
 def batch_targets(n, slices, num_mix):
-    """Return the positives of each image of a batch that is mixed in slices: {term: (index (n, P) int64, weight (P,))}.
-
-    The indices are rows of the whole batch of n images.
-    """
+    """Return the positives of n images, mixed in slices, {term: (index (n, P) int64, weight (P,))}: rows of the n."""
     of_slices = [mix_targets(n // slices, num_mix, first) for first in range(0, n, n // slices)]
     mto_index, mto_weight, mtm_index, mtm_weight = zip(*of_slices, strict=True)
     return dict(
@@ -331,8 +327,7 @@ class PatchMix(nn.Module):
 
         local_views: this process's local crops, each (n, 3, S, S), normalised. z1, z2: (N, dim) the views' original
         keys. Plain crops are contrasted as in oto, mixed ones as in mto, if --terms has these. All pass the encoder at
-        once. Each crop is mixed by a permutation of its own. This is as released. (moco_jointcrop.py takes the mean
-        over all terms, large views included; clim.py takes the sum.)
+        once. Each crop is mixed by a permutation of its own. This is as released.
         """
         mixed = [mix_in_slices(x, self.args, step, 2 + i) for i, x in enumerate(local_views)]
         losses = {}
@@ -477,8 +472,6 @@ def check_mixing(args):
     for size in image_sizes(args):
         if size % patch or num_mix > (size // patch) ** 2:
             common.fail(f"--patch-size {patch} does not cut images of {size} px into --num-mix {num_mix} whole patches")
-    if not common.is_vit(args.arch):
-        common.log(f"warning: PatchMix is made for ViTs, whose patches it mixes; {args.arch} has none")
 
 
 def peak_rate(args):
