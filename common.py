@@ -59,7 +59,6 @@ except ImportError:  # Windows
 
 
 # ---------------------------------------------------------------------- 1. data
-# Random numbers as a pure function of what is being made; data sets by name, by folder, or one's own.
 
 
 def _mix(x):
@@ -81,10 +80,7 @@ STREAM_ORDER = 1  # what a random stream is for: a key of `generator`, so that n
 
 
 def uniform(seed, epoch, index, count):
-    """Uniform numbers for images: (n, count) float64 in [0, 1). index: (n,) ints.
-
-    Each is a pure function of (seed, epoch, index, position), whatever batch, worker or process asks for it.
-    """
+    """Return (n, count) float64 in [0, 1), each a pure function of (seed, epoch, index, position). index: (n,) ints."""
     start = _hash(seed, 0, epoch, np.asarray(index))[:, None]  # the 0 stays, so that the numbers stay
     bits = _mix(start + np.arange(1, count + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15))
     return (bits >> np.uint64(11)) * 2.0**-53
@@ -122,9 +118,8 @@ AT_ONCE = 4  # images whose views are drawn together where images are read when 
 class ImageSet:
     """Images in memory, or in files that are read when they are asked for. images[i]: uint8 (H, W, 3).
 
-    images: a uint8 array (n, H, W, 3), or n paths. labels: n ints, each its class's place in `classes`, or -1 for none;
-    None: no labels. classes: their names; None: the numbers from 0 to the largest label. name: what messages call the
-    images. root: the folder that paths are relative to.
+    images: a uint8 array (n, H, W, 3), or n paths, relative to the folder `root`. labels: n places in `classes`, or -1
+    for none; None: no labels. classes: names; None: the numbers from 0 to the largest label. name: for messages.
     array: the images, or None if they are in files. paths: (n,) bytes in one array, which loader workers share.
     """
 
@@ -169,11 +164,7 @@ class ImageSet:
         return self if (self.labels >= 0).all() else self.subset(np.flatnonzero(self.labels >= 0))
 
     def checksum(self):
-        """Return 16 hexadecimal digits that tell whether two image sets are the same. It takes seconds.
-
-        They depend on the labels; of files on all names below `root`, and on the contents of 100; of an array on its
-        shape, and on 1,000 images.
-        """
+        """Return a hash of the labels and, of files, all names and the contents of 100; of an array, 1,000 images."""
         digest = hashlib.sha256(self.labels.astype("<i8").tobytes())
         count = min(len(self), 1000 if self.paths is None else 100)
         spread = np.linspace(0, len(self) - 1, count).round().astype(np.int64)
@@ -246,10 +237,9 @@ PATTERNS = {
 
 
 def make_patterns(count, size, seed):
-    """Return the data set `patterns`, by its arguments alone: uint8 images (count, size, size, 3) and labels (count,).
+    """Return the data set `patterns`: uint8 images (count, size, size, 3) and labels (count,).
 
-    Scale, angle, phase, a warp, sign, contrast, a gradient of light, two muted colors and a little noise are random.
-    So neither color nor single pixels tell the kind: an encoder has to learn the shape.
+    Neither color nor single pixels tell the kind: an encoder has to learn the shape.
     """
     rng = np.random.default_rng(seed)
     labels = rng.permutation(np.arange(count) % len(PATTERNS))
@@ -313,12 +303,10 @@ def list_folder(name, root, part, unlabeled):
     classes = sorted({*folders} - {""})
     if not found or (classes and "" in folders):
         fail(f"{top} needs one folder per class, or only images: {' '.join(EXTENSIONS)}")
-    if name == "imagenet100" and classes:
-        if set(IMAGENET100) <= {*classes}:
-            classes = sorted(IMAGENET100)
-        elif len(classes) != len(IMAGENET100):
-            lacking = sorted(set(IMAGENET100) - {*classes})
+    if name == "imagenet100" and len(classes) not in (0, 100):
+        if lacking := sorted({*IMAGENET100} - {*classes}):
             fail(f"{root}: {len(classes)} classes, without {lacking[0]}: imagenet100 needs its classes, or 100 others")
+        classes = sorted(IMAGENET100)
     number = {folder: label for label, folder in enumerate(classes)} or {"": -1}
     paths = [os.path.join(part, path) for path, folder in zip(found, folders, strict=True) if folder in number]
     labels = [number[folder] for folder in folders if folder in number]
@@ -350,10 +338,7 @@ def decode_all(images):
 
 
 def read_folder(name, root, part="", cache=True, unlabeled=False):
-    """Return the images of root/part as an ImageSet, see `list_folder`. The main process lists the files for all.
-
-    cache: images of one size of up to 96 px are decoded at once, if they take no more than IN_MEMORY.
-    """
+    """Return `list_folder`'s images. cache: those of one size of up to 96 px are decoded at once, up to IN_MEMORY."""
     paths, labels, classes = from_first(lambda: list_folder(name, os.fspath(root), part, unlabeled))
     images = ImageSet(paths, labels, classes, name, root)
     if cache and max((first := images[0]).shape) <= 96 and len(images) * first.nbytes <= IN_MEMORY:
@@ -362,11 +347,10 @@ def read_folder(name, root, part="", cache=True, unlabeled=False):
 
 
 def load_images(name, data_dir=None, train=True, size=32, cache=True, unlabeled=False):
-    """Return a data set by name, or any data_dir with train/ (and val/ or test/), one folder per class.
+    """Return a data set by name, or any data_dir with train/, and val/ or test/; None if there is no test set.
 
-    size: of `patterns` only, which is generated; unlabeled: also return images without labels, for pre-training.
-    Returns an ImageSet, or None where train is False and there is no test set. Downloads only into the folder data/, an
-    empty folder, or one with torchvision's files.
+    size: of `patterns`, which is generated. unlabeled: also return images without labels, for pre-training. Downloads
+    only into the folder data/, an empty folder, or one with torchvision's files.
     """
     if data_dir is not None and not os.path.isdir(data_dir):
         fail(f"--data-dir {data_dir} {'is not a folder' if os.path.exists(data_dir) else 'does not exist'}")
@@ -426,15 +410,6 @@ def check_labels(train, test):
         fail(f"the classes of {train} and of {test} are not the same: {', '.join(odd[:5])}")
 
 
-def are_custom(train, test):
-    """Return True if these are a user's own images: an ImageSet to train on, and perhaps one to test on."""
-    if train is None and test is None:
-        return False
-    if not isinstance(train, ImageSet) or not isinstance(test, (ImageSet, type(None))):
-        fail("your own images are common.ImageSet(images, labels), to train on and, perhaps, to test on")
-    return True
-
-
 def demo(args, images):
     """Return the line with which a training on generated images begins and ends: how to train on others. Else ""."""
     if images.name != "patterns" or images.root:
@@ -450,7 +425,7 @@ def open_images(args, train=None, test=None):
 
     Without labels there are no test images. Exits with an error message if there are too few images for one batch.
     """
-    if not are_custom(train, test):
+    if train is None and test is None:
         options = dict(size=args.image_size, cache=args.cache)
         train = load_images(args.dataset, args.data_dir, True, unlabeled=True, **options)
         test = load_images(args.dataset, args.data_dir, False, **options) if len(train.classes) > 1 else None
@@ -464,7 +439,6 @@ def open_images(args, train=None, test=None):
 
 
 # --------------------------------------------------------------------- 2. views
-# A method file declares its views. They are drawn and cut in the loader, and colored on the device.
 
 # The uniform numbers that one view takes per image: what each is for, and how many
 DRAWS = dict(area=10, aspect=10, position=2, jitter_coin=1, brightness=1, contrast=1, saturation=1, hue=1, order=1)
@@ -494,10 +468,9 @@ class View(NamedTuple):
 def random_resized_crop(sizes, area, aspect, position, ratio, whole=False):
     """Return the boxes of random crops, as torchvision's RandomResizedCrop draws them: (n, 4) int64.
 
-    sizes: (n, 2) heights and widths. area, aspect: (n, tries) random shares of the image's area, and random widths /
-    heights. position: (n, 2) uniform in [0, 1): of the top and the left. The first try that fits is taken. If none
-    fits, it is the centre crop whose aspect ratio is nearest to `ratio` (lowest, highest) or, with `whole`, the whole
-    image.
+    sizes: (n, 2) heights and widths. area, aspect: (n, tries) random shares of the area, and widths / heights: the
+    first that fits is taken. position: (n, 2) uniform in [0, 1), of top and left. If none fits, it is the centre crop
+    whose aspect ratio is nearest to `ratio` (lowest, highest) or, with `whole`, the whole image.
     """
     height, width = sizes.astype(np.float64).T
     target = area * (height * width)[:, None]
@@ -552,10 +525,7 @@ def draw_view(view, sizes, draws, area=None, position=None, sigma=None, blur_coi
 
 
 def cut(image, box, size, interpolation="bilinear"):
-    """Cut a box (top, left, height, width) from a uint8 image (H, W, 3) and resize it with antialiasing.
-
-    Returns uint8 (size, size, 3). interpolation: a name of RESAMPLE.
-    """
+    """Cut a box from a uint8 image (H, W, 3) and resize it with antialiasing to uint8 (size, size, 3)."""
     top, left, height, width = (float(v) for v in box)
     y, x = int(top), int(left)  # resize alone would also see the pixels around the box
     image = Image.fromarray(image[y : math.ceil(top + height), x : math.ceil(left + width)])
@@ -613,10 +583,7 @@ class EpochSampler:
         self.set_epoch(0)
 
     def set_epoch(self, epoch, first_step=0, last_step=math.inf):
-        """Choose the epoch, counted from 0, and which of its batches are left out.
-
-        Both steps are counted over the whole run: first_step are made already, and it ends when last_step are made.
-        """
+        """Choose the epoch, from 0. Of the whole run first_step steps are made already, and it ends after last_step."""
         self.epoch, self.first_step, self.last_step = epoch, first_step, last_step
 
     def __iter__(self):
@@ -651,10 +618,7 @@ def end_workers():
 
 
 class Loader(DataLoader):
-    """A DataLoader that raises BadImage, with a message of one line, if an image cannot be used or no batch comes.
-
-    waited: seconds that the loop over it has waited for batches; began: when that loop began (time.perf_counter).
-    """
+    """A DataLoader that raises BadImage, with a message of one line, if an image cannot be used or no batch comes."""
 
     def __init__(self, data, device, workers=0, **options):
         if workers:
@@ -687,18 +651,11 @@ class Loader(DataLoader):
 
 
 def make_loader(args, images, views, device, draw=None, extra_draws=0):
-    """Batches of views of `images`, as --batch-size, --seed and --workers say. Arguments as `ViewDataset`.
-
-    `loader.batch_sampler.set_epoch` chooses the epoch. The workers live as long as the run.
-    """
+    """Return batches of views. draw, extra_draws: see `ViewDataset`. `batch_sampler.set_epoch` chooses the epoch."""
     data = ViewDataset(images, views, args.seed, args.interpolation, draw, extra_draws)
     sampler, workers = EpochSampler(len(images), args.batch_size, args.seed), workers_of(args, device)
     options = dict(batch_sampler=sampler, collate_fn=default_convert, persistent_workers=workers > 0)
     return Loader(data, device, workers, **options)
-
-
-def _per_image(value, x):
-    return torch.as_tensor(value, dtype=x.dtype, device=x.device).reshape(-1, 1, 1, 1)
 
 
 ADJUSTMENTS = {  # of images x by factors f (N, 1, 1, 1): multiply x, or blend it with its mean gray, or with its gray
@@ -710,7 +667,7 @@ ADJUSTMENTS = {  # of images x by factors f (N, 1, 1, 1): multiply x, or blend i
 
 def adjust(name, x, factor):
     """Change the brightness, contrast or saturation of each image by its factor (N,). Values are clamped to [0, 1]."""
-    return ADJUSTMENTS[name](x, _per_image(factor, x)).clamp_(0, 1)
+    return ADJUSTMENTS[name](x, factor.view(-1, 1, 1, 1)).clamp_(0, 1)
 
 
 def adjust_hue(x, factor):
@@ -720,7 +677,7 @@ def adjust_hue(x, factor):
     r, g, b = x.unbind(1)
     safe = torch.where(chroma > 0, chroma, 1)
     sixth = torch.where(value == r, (g - b) / safe, torch.where(value == g, 2 + (b - r) / safe, 4 + (r - g) / safe))
-    sixth = sixth + 6 * _per_image(factor, x)[:, 0]
+    sixth = sixth + 6 * factor.view(-1, 1, 1)
     # A channel is value - chroma * clamp(min(k, 4 - k), 0, 1), k = (offset + sixths of a turn) mod 6.
     k = (sixth.unsqueeze(1) + torch.arange(5, 0, -2, dtype=x.dtype, device=x.device).view(1, 3, 1, 1)) % 6
     return value.unsqueeze(1) - chroma.unsqueeze(1) * torch.minimum(k, 4 - k).clamp_(0, 1)
@@ -820,15 +777,11 @@ def save_views(path, views, names):
 
 
 # ---------------------------------------------------------------- 3. evaluation
-# Features of frozen encoders, nearest neighbours, signs of collapse; and what both evaluations share.
 
 
 @contextlib.contextmanager
 def exact_products():
-    """Inside, products of float32 matrices are computed in float32. It is a decorator, too.
-
-    TF32 keeps 10 of the 23 bits of each factor. To compare neighbours, or to fit a classifier, these are too few.
-    """
+    """Inside, products of float32 are not made in TF32: its 10 bits are too few for neighbours and classifiers."""
     allowed = torch.backends.cuda.matmul.allow_tf32
     torch.backends.cuda.matmul.allow_tf32 = False
     try:
@@ -838,10 +791,7 @@ def exact_products():
 
 
 class CentreCrops(Dataset):
-    """Images as an evaluation sees them: uint8 (3, size, size).
-
-    An image of another size is resized until its shorter side is 256/224 of `size`, and its centre is cut.
-    """
+    """Uint8 (3, size, size). Images of another size: the shorter side becomes 256/224 of it, and the centre is cut."""
 
     def __init__(self, images, size, interpolation="bilinear"):
         self.images, self.size, self.interpolation = images, size, interpolation
@@ -886,12 +836,11 @@ def extract_features(encoder, images, info, device, batch_size=256, workers=0, a
 def knn_predict(train_x, train_y, test_x, k, temperature, num_classes):
     """Classify by weighted k-nearest neighbours: (m,) int64 on the CPU, on every process; (len(k), m) for several k.
 
-    A neighbour votes for its class with exp(cosine / temperature), scaled so that the nearest one's vote is 1.
-    train_x: (n, d), the bank, and train_y: (n,) int64 in [0, num_classes). Each process gives its rows of the bank,
-    which may be none. test_x: (m, d), the same and whole on every process. Both are L2-normalised here. k: a number or
-    several; one above the size of the bank counts all of it. Equally near neighbours come in any order.
-    Each process finds the nearest of its rows for a chunk of test images, and the nearest of these are the bank's. So
-    memory is bounded. No gradient. Source: Wu et al., arXiv 1805.01978.
+    A neighbour votes for its class with exp(cosine / temperature) (Wu et al., arXiv 1805.01978).
+    train_x: (n, d) and train_y: (n,) int64 in [0, num_classes): this process's rows of the bank, perhaps none. test_x:
+    (m, d), the same and whole on every process. Both are L2-normalised here. A k above the bank's size counts all of
+    it. Each process finds its nearest rows for a chunk of test images, and the nearest of these are the bank's. No
+    gradient.
     """
     bank, queries = (F.normalize(x.float(), dim=1) for x in (train_x, test_x))
     train_y, ks = train_y.to(bank.device), [k] if isinstance(k, int) else k
@@ -912,11 +861,7 @@ def knn_predict(train_x, train_y, test_x, k, temperature, num_classes):
 
 
 def knn_scores(train_x, train, test_x, test, ks, temperature):
-    """Return the top-1 accuracies in percent: {"knn20_top1": ...} for each k.
-
-    train_x: this process's rows (`shard`) of the features of `train`. test_x: all features of `test`. All images
-    have labels. The rest is as in `knn_predict`.
-    """
+    """Return {"knn20_top1": percent, ...} for each k. train_x: this process's rows (`shard`); see `knn_predict`."""
     train_y, test_y = shard(torch.from_numpy(train.labels)), torch.from_numpy(test.labels)
     predicted = knn_predict(train_x, train_y, test_x, ks, temperature, len(train.classes))
     right = (predicted == test_y).sum(1).tolist()
@@ -924,10 +869,7 @@ def knn_scores(train_x, train, test_x, test, ks, temperature):
 
 
 def knn_record(args, encoder, train, test, device):
-    """Return the accuracies of a method's encoder as an epoch's record has them: {"knn20_top1": percent, ...}.
-
-    The bank is the labelled training images, without augmentation.
-    """
+    """Return `knn_scores` of a method's encoder. The bank is the labelled training images, without augmentation."""
     train, test = train.labelled(), test.labelled()
     options = dict(info=encoder_info(args), device=device, workers=workers_of(args, device), amp=args.amp == "bf16")
     train_x = extract_features(encoder, train, whole=False, what="features, train", **options)
@@ -960,15 +902,21 @@ def open_encoder(args, module=None):
         fail("give RUN, a run's folder; with --random-init its encoder, one of timm's, is judged untrained")
     device, module = join_processes(args.device), copy_module(module)
     args.workers = workers_of(args, device)
+    names = "image_size", "patch_size", "num_heads", "norm", "prefix"
+    of_others = {name: value for name in names if (value := getattr(args, name)) is not None}
     if args.checkpoint is None:
         size, norm = args.image_size or 32, args.norm or "imagenet"
         encoder, info = module, backbone_info(None, size, None, norm, method="no run", encoder="given")
         if rank_and_world()[1] > 1:
             encoder.load_state_dict(from_first(encoder.cpu().state_dict))
+    elif args.arch is None:
+        if of_others:
+            fail(f"{option(min(of_others))} goes with --arch: a run says its own")
+        encoder, info = load_backbone(args.checkpoint, args.encoder, module)
     else:
-        names = "image_size", "patch_size", "num_heads", "norm", "prefix"
-        of_others = {name: value for name in names if (value := getattr(args, name)) is not None}
-        encoder, info = load_backbone(args.checkpoint, args.encoder, module, args.arch, **of_others)
+        if args.encoder is not None or module is not None:
+            fail(f"--arch {args.arch} is for a file of others: --prefix chooses its encoder, and timm builds it")
+        encoder, info = load_published(args.checkpoint, args.arch, **of_others)
     if args.random_init:
         torch.manual_seed(args.seed)
         encoder, info = build_backbone(info), info | dict(encoder="untrained")
@@ -992,13 +940,14 @@ def open_data(args, info, train=None, test=None, labels=True):
     any; else images of a set without labels are returned, too.
     """
     trained_on = None
-    if are_custom(train, test):
+    if train is not None or test is not None:
         args.dataset, args.data_dir = train.name, None
     else:
         if args.dataset is None and args.checkpoint:
-            config = read_config(run_folder(args.checkpoint))
-            if "dataset" not in config:
-                fail("there is no config.json beside the checkpoint to tell its data set: give --dataset")
+            file = run_folder(args.checkpoint) / "config.json"
+            if not file.exists():
+                fail(f"there is no {file} to tell the data set: give --dataset")
+            config = json.loads(file.read_text())
             trained_on = config.get("images", {}).get("checksum") if args.data_dir is None else None
             args.dataset, args.data_dir = config["dataset"], args.data_dir or config.get("data_dir")
         args.dataset = args.dataset or "patterns"
@@ -1013,15 +962,12 @@ def open_data(args, info, train=None, test=None, labels=True):
 
 
 def floor_encoders(args, info, device, count):
-    """Return what a trained encoder has to beat, {name: encoder}: raw pixels, and the same encoder untrained.
-
-    count: of the training images. Above 200,000 the raw pixels are left out.
-    """
+    """Return what a trained encoder has to beat, {name: encoder}: raw pixels, and the same encoder untrained."""
     if not args.floors:
         return {}
     torch.manual_seed(args.seed)
     pixels = nn.Sequential(nn.AdaptiveAvgPool2d(min(32, info["image_size"])), nn.Flatten())
-    floors = {"raw pixels": pixels} if count <= 200_000 else {}
+    floors = {"raw pixels": pixels} if count <= 200_000 else {}  # of training images
     if info["timm_name"] and not args.random_init:
         floors["untrained"] = build_backbone(info).to(device)
     return floors
@@ -1043,16 +989,14 @@ def protocol(args, info, train, test):
     """Return what an evaluation's numbers depend on, as lines of text."""
     precision = "TF32" if torch.backends.cuda.matmul.allow_tf32 else "float32"
     precision = "bf16" if args.amp == "bf16" else precision
-    facts = f"of {info['method']}, {precision}, features after the last norm and pooling, before the projector"
-    size = f"{info['image_size']} px; others: shorter side 256/224 of it, {info['interpolation']}, centre crop"
     return (
-        f"{info['encoder']} encoder {arch_name(info)} {facts}\ntrain: {train}; test: {test}\n"
-        f"{size}; mean {tuple(info['mean'])}, std {tuple(info['std'])}"
+        f"{info['encoder']} encoder {arch_name(info)} of {info['method']}, {precision}, features before the projector\n"
+        f"train: {train}; test: {test}\n{info['image_size']} px; others: shorter side 256/224 of it, "
+        f"{info['interpolation']}, centre crop; mean {tuple(info['mean'])}, std {tuple(info['std'])}"
     )
 
 
 # ------------------------------------------------------------------ 4. encoders
-# timm's encoders as this project builds, saves and loads them; files of others; a user's own modules.
 
 PLAIN = dict(zero_init_last=False)  # residual branches start as torchvision's and MoCo's do
 MINI = dict(PLAIN, layers=(1, 1, 1, 1), channels=(16, 32, 64, 128))
@@ -1084,10 +1028,9 @@ def backbone_info(arch, image_size, patch_size, norm="imagenet", interpolation="
     """What backbone.pt says of an encoder besides its weights: how timm builds it, and what its images are like.
 
     arch: a name of ARCHS, any timm model, or None for a user's own module. norm: a name of NORMS. num_heads: of a ViT;
-    None: timm's number. more: more entries.
-    Plain ResNets get a 3 x 3 stem for images of up to 64 px. resnet_mini's has stride 2, and resnet_micro keeps timm's,
-    as they are to be fast on a CPU. timm's own ViTs get MoCo v3's initialisation, except of the patch embedding, which
-    timm leaves out. Their position embedding is interpolated for other image sizes.
+    None: timm's number. Plain ResNets get a 3 x 3 stem for images of up to 64 px; resnet_mini's has stride 2, and
+    resnet_micro keeps timm's. timm's own ViTs get MoCo v3's initialisation, except of the patch embedding, which timm
+    leaves out.
     """
     mean, std = NORMS[norm]
     like = dict(image_size=image_size, mean=mean, std=std, interpolation=interpolation, **more)
@@ -1143,19 +1086,12 @@ def build_backbone(info, **more):
     return backbone
 
 
-def load_backbone(path, encoder=None, module=None, arch=None, **published):
+def load_backbone(path, encoder=None, module=None):
     """Load a pre-trained backbone from a run's folder, a last.pt or a backbone.pt: (module in evaluation mode, info).
 
     encoder: 'query' or 'momentum'; None: the one that the method's authors evaluate, which backbone.pt holds. module:
-    gets the weights, instead of what timm builds; a user's own encoder has to be given. arch: of a file of others,
-    which is read by `load_published`, with its further arguments. info: see `backbone_info`.
+    gets the weights, instead of what timm builds; a user's own encoder has to be given. info: see `backbone_info`.
     """
-    if arch is not None:
-        if encoder is not None or module is not None:
-            fail(f"--arch {arch} is for a file of others: --prefix chooses its encoder, and timm builds it")
-        return load_published(path, arch, **published)
-    if published:
-        fail("--image-size, --patch-size, --num-heads, --norm, --prefix go with --arch; a run says its own")
     path = Path(path, "backbone.pt" if encoder is None else "last.pt") if Path(path).is_dir() else Path(path)
     state = load_checkpoint(path)
     info = state.get("backbone", state) if isinstance(state, dict) else {}
@@ -1293,11 +1229,7 @@ def evaluation_mode(module):
 
 @torch.no_grad()
 def output_width(module, *sizes):
-    """Return how many numbers an encoder, (N, 3, H, W) -> (N, width), gives per image. Images of zeros are encoded.
-
-    sizes: of all images that it will see, in pixels. Exits with an error message unless it takes them all, and gives
-    (N, width) with one width.
-    """
+    """Return the width of an encoder, (N, 3, H, W) -> (N, width), by images of zeros of all sizes that it will see."""
     device, shapes = next((p.device for p in module.parameters()), "cpu"), []
     for size in sizes:
         try:
@@ -1311,19 +1243,15 @@ def output_width(module, *sizes):
 
 
 def memory_format(device, arch):
-    """Return the memory format of views and encoder in training: channels_last, on CPUs for the encoders of ARCHS only.
+    """Return the memory format of a training: channels_last, on CPUs for the encoders of ARCHS only.
 
-    In torch 2.11 to 2.15, on CPUs without AVX-512, the gradient of a 1 x 1 convolution of stride 2 crashes in
-    channels_last if it has fewer than 8 channels. Some of timm's encoders have one, for example RepVGG.
+    Others may crash there (torch 2.11 to 2.15): 1 x 1 convolutions of stride 2 with fewer than 8 channels, as RepVGG's.
     """
     return torch.channels_last if device.type == "cuda" or arch in ARCHS else torch.contiguous_format
 
 
 def has_bf16(device):
-    """Return True if the device is a GPU that computes bf16 natively: there `--amp auto` takes it.
-
-    On CPUs auto stays float32, so that all of them give the same numbers. Those with AMX are faster in bf16.
-    """
+    """Return True if the device is a GPU that computes bf16 natively. On CPUs float32 gives the same numbers on all."""
     return device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
 
 
@@ -1336,7 +1264,6 @@ def use_bf16(amp, device, arch, sizes):
 
 
 # ----------------------------------------------------------------- 5. processes
-# How a script starts, what is said and by whom, torchrun's process group, and signals.
 
 PATIENCE = datetime.timedelta(minutes=30)  # how long a process waits for others: one of them may be downloading
 GROUPS = itertools.count()  # process groups that this program has made
@@ -1556,10 +1483,7 @@ def progress(text, last=[0.0]):  # noqa: B006  (the list keeps the time of the l
 
 
 def show_progress(args, loader, history, step, total_steps):
-    """Show how far a training has come. All processes call it, and exit with an error message if a value is not finite.
-
-    loader: `Loader`, which has begun an epoch. history: {name: 0-d tensor} of each step since then, with `loss`.
-    """
+    """Show how far a training has come. All processes call it. Exits with an error message if a value is not finite."""
     last, seconds = history[-1], (time.perf_counter() - loader.began) / len(history)
     losses, norms = zip(*from_all((last["loss"].item(), float(last.get("grad_norm", 0)))), strict=True)
     loss = sum(losses) / len(losses)
@@ -1652,22 +1576,7 @@ def argument(name, value, what, limits=None):
 
 
 class ArgumentParser(argparse.ArgumentParser):
-    """argparse with the flags of a table. It gives what is typed only, and its errors are one line.
-
-    script: its file's name. doc: its docstring, whose first line says what it does; None under `python -OO`.
-    """
-
-    def __init__(self, script, doc, table, usage="[flags]"):
-        options = dict(allow_abbrev=False, add_help=False, argument_default=argparse.SUPPRESS)
-        what, _, more = (doc or "").partition("\n")
-        what += f" D1, D2, ... are explained at the top of {script}." if " D1 " in more else ""
-        super().__init__(script, f"python {script} {usage}", what, **options)
-        for group, rows in table.items():
-            add = self.add_argument_group(group).add_argument
-            for name, row in rows.items():
-                names, options = argument(name, *row)
-                add(*names, **options)
-        self.add_argument("-h", "--help", action="store_true", help="show this, with the defaults of --dataset")
+    """argparse whose errors are one line."""
 
     def error(self, message):
         fail(f"{message} (see python {self.prog} --help)")
@@ -1687,8 +1596,16 @@ def parse(script, doc, argv, table, run, recipe=None):
     the typed values. A path may begin with ~.
     """
     flags = table | run
-    usage = "[RUN | FILE --arch NAME] [flags]" if "checkpoint" in defaults(flags) else "[flags]"
-    parser = ArgumentParser(script, doc, flags, usage)
+    usage = f"python {script}{' [RUN | FILE --arch NAME]' if 'checkpoint' in defaults(flags) else ''} [flags]"
+    what = (doc or "").partition("\n")[0] + f" D1, D2, ... are explained at the top of {script}."  # None: python -OO
+    options = dict(allow_abbrev=False, add_help=False, argument_default=argparse.SUPPRESS)
+    parser = ArgumentParser(script, usage, what, **options)
+    for group, rows in flags.items():
+        add = parser.add_argument_group(group).add_argument
+        for name, row in rows.items():
+            names, options = argument(name, *row)
+            add(*names, **options)
+    parser.add_argument("-h", "--help", action="store_true", help="show this, with the defaults of --dataset")
     typed = vars(parser.parse_args(argv))
     wants_help = typed.pop("help", False)
     typed |= {name: os.path.expanduser(typed[name]) for name in typed.keys() & PATHS}
@@ -1733,10 +1650,7 @@ def shown(value):
     """Return a value as one would type it after its flag."""
     if isinstance(value, (tuple, list)):
         return " ".join(map(shown, value)) or "none"
-    if isinstance(value, float):
-        short = f"{value:g}"
-        return short if math.isclose(float(short), value, rel_tol=1e-12) else str(value)
-    return str(value)
+    return f"{value:.12g}" if isinstance(value, float) else str(value)
 
 
 def short(text, most=120):
@@ -1791,21 +1705,17 @@ EVALUATION = {  # the flags that both evaluations have
 
 
 # --------------------------------------------------------------------- 7. files
-# Files that are written whole or not at all, and read as data only.
-
-UNFINISHED = re.compile(r"(.+\.pt|config\.json|metrics\.jsonl)\.tmp")  # what was being written when a run was killed
 
 
 def claim_folder(out):
-    """Lock a run's folder for this process. Returns the open file that holds the lock until it is closed.
+    """Lock a run's folder. Returns the open file that holds the lock until it is closed.
 
-    All processes wait until the first one has it. Exits with an error message if the folder has files that are not a
-    run's, or if another process has the lock. Where the file system has no locks, none is taken.
+    Exits with an error message if the folder has files that are not a run's, or if another process has the lock.
     """
     folder, first = Path(out), rank_and_world()[0] == 0
     if first:
         folder.mkdir(parents=True, exist_ok=True)
-        found = sorted(p.name for p in folder.iterdir() if p.name != "lock" and not UNFINISHED.fullmatch(p.name))
+        found = sorted(p.name for p in folder.iterdir() if p.name != "lock" and p.suffix != ".tmp")
         if found and "last.pt" not in found:
             fail(f"--out {out} is not empty ({', '.join(found[:3])}), and has no last.pt: give another")
     lock = open(folder / "lock" if first else os.devnull, "a")
@@ -1863,10 +1773,7 @@ for _module, _pure in itertools.product(("pathlib", "pathlib._local"), ("", "Pur
 
 
 def load_checkpoint(path):
-    """Return what is in a checkpoint, on the CPU: tensors and plain data only, never code.
-
-    Exits with an error message if it cannot be loaded so.
-    """
+    """Return what is in a checkpoint, on the CPU: tensors and plain data, never code. Else exits with a message."""
     try:
         if Path(path).suffix == ".safetensors":
             return timm.models.load_state_dict(path)
@@ -1908,7 +1815,6 @@ def load_run(args, images, resume=None):
     if path.exists():
         state = load_state(path)
     if resume is not None and state["step"] == 0:
-        resume = os.path.join(resume, "last.pt") if os.path.isdir(resume) else resume
         path, state = resume, load_state(resume)
         must_match = {"method", "arch", "batch_size"}  # with these, its steps count alike
     if state["step"] > 0:
@@ -1930,14 +1836,6 @@ def load_run(args, images, resume=None):
     if any(mark != marks[0] for mark in marks):
         fail("the processes differ in flags, images or checkpoint: --data-dir and --out must be on shared disks")
     return path, state
-
-
-def read_config(folder):
-    """Return the config.json of a run's folder; {} if there is none that can be read."""
-    try:
-        return json.loads(Path(folder, "config.json").read_text())
-    except (OSError, ValueError):
-        return {}
 
 
 @functools.cache

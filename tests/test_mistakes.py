@@ -36,7 +36,7 @@ MISTAKES = [  # scripts, flags, what the line has to name
     (METHODS, "--min-lr 99", "--min-lr"),
     (METHODS, "--device cuda", "--device cuda"),
     (METHODS, "--resume missing.pt", "missing.pt"),
-    (METHODS, "--out busy", "thesis.2026.tmp"),
+    (METHODS, "--out busy", "thesis.txt"),
     (METHODS, "--out notes.txt", "notes.txt"),
     (QUEUES, "--batch-size 6 --bn-groups 4", "--bn-groups"),
     (QUEUES, "--arch resnet_nano --amp bf16", "--amp bf16 on a CPU"),  # torch computes it wrongly
@@ -66,6 +66,8 @@ MISTAKES = [  # scripts, flags, what the line has to name
     (EVALUATIONS, "", "RUN"),
     (EVALUATIONS, "notes.txt", "notes.txt"),
     (EVALUATIONS, "begun --arch vit_micro", "--arch"),
+    (EVALUATIONS, "begun --prefix encoder.", "--prefix"),
+    (EVALUATIONS, "begun/last.pt --arch vit_micro --encoder query", "--prefix"),
     (["eval_linear"], "begun --finetune --protocol moco", "moco"),
     (["eval_linear"], "begun --finetune --solver lbfgs", "--solver"),
     (["eval_linear"], "begun --label-fraction 0.1 --label-files notes.txt", "--label-files"),
@@ -85,7 +87,7 @@ MISTAKES = [  # scripts, flags, what the line has to name
 def place(begun, tmp_path, monkeypatch):
     """A working folder with good and bad things in it."""
     (tmp_path / "busy").mkdir()
-    for name in ("notes.txt", "busy/thesis.2026.tmp"):
+    for name in ("notes.txt", "busy/thesis.txt"):
         (tmp_path / name).write_text("neither a checkpoint nor an image")
     (tmp_path / "begun").symlink_to(begun("jcl"))
     monkeypatch.chdir(tmp_path)

@@ -1,5 +1,6 @@
-"""The law of the house: equal blocks, and an optimiser for every parameter that is trained."""
+"""The law of the house: equal blocks, common.py for all, and an optimiser for every parameter that is trained."""
 
+import ast
 import importlib
 import re
 
@@ -35,6 +36,40 @@ def test_blocks_are_the_same(name):
     named = re.search(r"\(the same in (.+)\)", name)[1]
     assert set(copies) == set(METHODS if named == "all five files" else re.split(r", | and ", named))
     assert len(set(copies.values())) == 1, f"'{name}' differs between {', '.join(copies)}"
+
+
+def names_in(tree):
+    """What a syntax tree uses: names and attributes."""
+    used = (n for n in ast.walk(tree) if isinstance(n, (ast.Name, ast.Attribute)) and isinstance(n.ctx, ast.Load))
+    return {n.id if isinstance(n, ast.Name) else n.attr for n in used}
+
+
+def names_of(node):
+    """What a top-level statement defines."""
+    if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+        return [node.name]
+    targets = node.targets if isinstance(node, ast.Assign) else []
+    return [n.id for target in targets for n in ast.walk(target) if isinstance(n, ast.Name)]
+
+
+def test_common_holds_what_the_evaluations_need():
+    """What follows data, views, evaluation and encoders is used by these, or by an evaluation, perhaps through another.
+
+    So nothing there is only a training's: no optimiser, schedule, loss or backward.
+    """
+    source = (ROOT / "common.py").read_text()
+    body, end = ast.parse(source).body, source[: source.index(" 5. processes\n")].count("\n")
+    uses = {name: names_in(node) for node in body for name in names_of(node)}
+    found = {name for node in body if node.lineno <= end for name in names_of(node)}
+    assert 50 < len(found) < len(uses)
+    for evaluation in ("eval_knn.py", "eval_linear.py"):
+        found |= names_in(ast.parse((ROOT / evaluation).read_text()))
+    reached = set()
+    while todo := found - reached:
+        reached |= todo
+        found = set().union(*(uses.get(name, ()) for name in todo))
+    assert uses.keys() - reached == set()
+    assert not names_in(ast.parse(source)) & {"backward", "zero_grad", "optim", "cross_entropy", "autograd", "schedule"}
 
 
 @pytest.mark.parametrize("method, variant", VARIANTS)

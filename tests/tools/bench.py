@@ -1,14 +1,18 @@
-"""Times a training step on the CPU, by hand, alone or over the same step with other flags.
+"""Measures time, by hand. Each section prints a table, its command and the machine.
 
-    python tests/tools/bench.py [--methods clim] [--flags "--local-crops 2"] [--over-flags ""]
+    python tests/tools/bench.py steps     a training step
+    python tests/tools/bench.py knn       the kNN vote over a plain one
 
-The two steps run in turn: A, B; B, A. Their ratio means more than their times, because other programs may use the
-machine, too: that of the processor's time is disturbed less than that by the clock.
+With --against CHECKOUT they are compared with the same work there, too, and with --over-flags a step with a step that
+has other flags. What is compared runs in turn: A, B, C; C, B, A. Ratios mean more than times, because other programs
+may use the machine, too: ratio is that by the clock, cpu_ratio that of the processor's time, which others disturb less.
 """
 
 import argparse
 import contextlib
+import functools
 import importlib
+import itertools
 import os
 import shlex
 import subprocess
@@ -19,16 +23,86 @@ from pathlib import Path
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from PIL import Image
 
 ROOT = Path(__file__).parents[2]
-sys.path.insert(0, str(ROOT))
-import common  # noqa: E402
-
 METHODS = ("moco_jointcrop", "jcl", "clim", "logo", "logo --base simsiam", "patchmix")
 
 
 # ------------------------------------------------ the work, in a process of its own
+
+
+def now():
+    return np.array([time.perf_counter(), time.process_time()])
+
+
+def serve(house, section, *words):
+    """Do the work of a section by the files of the checkout `house`, and time it: `Served` says what, on stdin."""
+    sys.path.insert(0, house)
+    common, answer = importlib.import_module("common"), sys.stdout
+
+    def tell(began):
+        print(*(now() - began), file=answer, flush=True)
+
+    with contextlib.redirect_stdout(sys.stderr):
+        if section == "steps":
+            return serve_steps(tell, *words)
+        functions = knn_functions(common, *words)
+
+        def work(_):
+            for line in sys.stdin:
+                began = now()
+                functions[line.strip()]()
+                tell(began)
+
+        common.start(work, argparse.Namespace)  # which also sets what a script sets for its process
+
+
+class Served:
+    """`serve` in a process of its own. A call does a piece of work there: [seconds by the clock, of the processor]."""
+
+    def __init__(self, house, threads, *words):
+        command = [sys.executable, __file__, "serve", str(house), *words]
+        self.log = tempfile.TemporaryFile("w+")
+        pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.log, text=True)
+        self.process = subprocess.Popen(command, env=os.environ | {"OMP_NUM_THREADS": str(threads)}, **pipes)
+
+    def __call__(self, word):
+        with contextlib.suppress(BrokenPipeError):
+            print(word, file=self.process.stdin, flush=True)
+        if answer := self.process.stdout.readline():
+            return [float(t) for t in answer.split()]
+        self.log.seek(0)
+        raise SystemExit(f"{' '.join(self.process.args)} ended:\n{self.log.read()[-2000:]}")
+
+    def end(self):
+        self.process.stdin.close()
+        self.process.wait()
+
+
+def compare(rounds, sides, word, plain=None):
+    """Return a row of the work `word` of one or two Served: its time, its ratio to the work `plain`, and to the other.
+
+    The order turns round from round to round, so that a slow spell of the machine meets all. A ratio is the median over
+    the rounds of the ratio within a round. One round before these is left out.
+    """
+    calls, found = [(side, word) for side in sides] + [(sides[0], plain)] * (plain is not None), []
+    for turn in range(rounds + 1):
+        order = list(enumerate(calls))[:: (-1) ** turn]
+        seconds = {i: side(what) for i, (side, what) in order}
+        found.append([seconds[i] for i in range(len(calls))])
+    found = np.array(found[1:])  # (rounds, calls, clock and processor)
+    ms, ratios = 1000 * np.median(found, 0), np.median(found[:, :1] / found[:, 1:], 0)
+    row = dict(ms=ms[0, 0])
+    if plain:
+        row["over_plain"] = ratios[-1, 0]
+    if len(sides) > 1:
+        row |= dict(there_ms=ms[1, 0], ratio=ratios[0, 0], cpu_ratio=ratios[0, 1])
+    return row
+
+
+# ----------------------------------------------------------------------- steps
 
 
 def watched(begin, before, after):
@@ -53,49 +127,18 @@ def watched(begin, before, after):
     return batches
 
 
-def serve(method, *flags):
-    """Run a method, and make a step for each line of stdin. Its seconds go to stdout, as `Served` returns them."""
-    module, began, answer = importlib.import_module(method), [], sys.stdout
-
-    def now():
-        return np.array([time.perf_counter(), time.process_time()])
+def serve_steps(tell, method, *flags):
+    """Run a method, and time a step for each line of stdin."""
+    module, began = importlib.import_module(method), []
+    loader = module.common.Loader
 
     def before(_):
         if not sys.stdin.readline():
             raise SystemExit
         began.append(now())
 
-    def after(_):
-        print(*(now() - began.pop()), file=answer, flush=True)
-
-    common.Loader.__iter__ = watched(common.Loader.__iter__, before, after)
-    with contextlib.redirect_stdout(sys.stderr):
-        common.start(module.main, lambda: module.parse_args(flags))
-
-
-class Served:
-    """`serve` in a process of its own. A call makes a step there: [seconds by the clock, of the processor]."""
-
-    def __init__(self, *words):
-        command, environment = [sys.executable, __file__, "serve", *words], os.environ | {"OMP_NUM_THREADS": "1"}
-        self.log = tempfile.TemporaryFile("w+")
-        pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.log, text=True)
-        self.process = subprocess.Popen(command, env=environment, **pipes)
-
-    def __call__(self):
-        with contextlib.suppress(BrokenPipeError):
-            print(file=self.process.stdin, flush=True)
-        if answer := self.process.stdout.readline():
-            return [float(t) for t in answer.split()]
-        self.log.seek(0)
-        raise SystemExit(f"{' '.join(self.process.args)} ended:\n{self.log.read()[-2000:]}")
-
-    def end(self):
-        self.process.stdin.close()
-        self.process.wait()
-
-
-# ------------------------------------------------------------------------ main
+    loader.__iter__ = watched(loader.__iter__, before, lambda _: tell(began.pop()))
+    module.common.start(module.main, lambda: module.parse_args(flags))
 
 
 def make_folder(folder, count, part="train", seed=0):
@@ -106,48 +149,103 @@ def make_folder(folder, count, part="train", seed=0):
         Image.fromarray(image).save(path)
 
 
-def compare(rounds, sides):
-    """What one or two Served take, in words. A ratio is the median over the rounds of the ratio within a round.
-
-    One round before these is left out.
-    """
-    found = []
-    for turn in range(rounds + 1):
-        order = list(enumerate(sides))[:: (-1) ** turn]
-        found.append([seconds for _, seconds in sorted((i, side()) for i, side in order)])
-    found = np.array(found[1:])  # (rounds, sides, clock and processor)
-    words = f"{1000 * np.median(found[:, 0, 0]):.4g} ms"
-    if len(sides) > 1:
-        clock, processor = np.median(found[:, 0] / found[:, 1], 0)
-        words += f", over the other step {clock:.4g} by the clock, {processor:.4g} of the processor"
-    return words
-
-
-def main():
-    parser = argparse.ArgumentParser("bench.py", description=__doc__.splitlines()[0])
-    parser.add_argument("--methods", nargs="+", default=METHODS, choices=METHODS, metavar="NAME", help=str(METHODS))
-    parser.add_argument("--flags", default="", metavar="TEXT", help="more of the scripts' (else CIFAR-10's recipe)")
-    parser.add_argument("--over-flags", metavar="TEXT", help="over the same step with these instead of --flags")
-    parser.add_argument("--batch-size", type=int, default=32, metavar="N")
-    parser.add_argument("--rounds", type=int, default=10, metavar="N")
-    args = parser.parse_args()
-    print(f"python tests/tools/bench.py {shlex.join(sys.argv[1:])}")
-    print(f"{os.cpu_count()} processors, load {os.getloadavg()[0]:.1f}, torch {torch.__version__}")
-    for method in args.methods:
-        usual = f"{method} --dataset cifar10 --device cpu --amp off --batch-size {args.batch_size}".split()
-        usual += "--epochs 1000 --knn-every 0 --workers 0".split()
-        usual += ["--clim-start", "0", "--refresh-every", "1000"] if method == "clim" else []
+def steps(args, houses):
+    """Yield (one or two Served, [(row, word), ...]), a row per method and encoder: see `compare`."""
+    for kind, method in itertools.product(args.arch, args.methods):
+        script, *flags = method.split()
+        micro = "vit_micro" if script == "patchmix" else "resnet_micro"
+        flags += [] if kind == "recipe" else ["--arch", micro if kind == "micro" else kind]
+        flags += ["--clim-start", "0", "--refresh-every", "1000"] if script == "clim" else []
+        flags += f"--dataset cifar10 --device cpu --amp off --batch-size {args.batch_size}".split()
+        flags += "--epochs 1000 --knn-every 0 --workers 0".split()
+        own = [args.flags] + [args.flags if args.over_flags is None else args.over_flags] * (len(houses) - 1)
         with tempfile.TemporaryDirectory() as folder:
             make_folder(folder, (args.rounds + 4) * args.batch_size)  # of one epoch, so that no save comes between
             sides = []
-            for flags in (args.flags, args.over_flags):
-                if flags is not None:
-                    where = ["--data-dir", folder, "--out", f"{folder}/{len(sides)}"]
-                    sides.append(Served(*usual, *shlex.split(flags), *where))
-            print(f"{method}: {compare(args.rounds, sides)}", flush=True)
-            for side in sides:
-                side.end()
+            for number, (house, more) in enumerate(zip(houses, own, strict=True)):
+                where = ["--data-dir", folder, "--out", f"{folder}/{number}"]
+                sides.append(Served(house, args.threads, "steps", script, *flags, *shlex.split(more), *where))
+            yield sides, [(dict(method=method, arch=kind, batch=args.batch_size), "step")]
 
 
-if __name__ == "__main__":
-    serve(*sys.argv[2:]) if sys.argv[1:2] == ["serve"] else main()
+# ------------------------------------------------------------------------- kNN
+
+
+def plain_knn(train_x, train_y, test_x, k, temperature, num_classes):
+    """Instance Discrimination's vote, a hundred images at a time, with one-hot labels of the neighbours."""
+    train_x, test_x = F.normalize(train_x, dim=1), F.normalize(test_x, dim=1)
+    predicted = []
+    for part in test_x.split(100):
+        similarity, nearest = (part @ train_x.T).topk(k, 1)
+        votes = F.one_hot(train_y[nearest], num_classes) * (similarity / temperature).exp()[..., None]
+        predicted.append(votes.sum(1).sort(1, descending=True).indices[:, 0])
+    return torch.cat(predicted)
+
+
+def knn_functions(common, *sizes):
+    """The vote of a bank of so many features for a fifth as many."""
+    draws, functions = torch.Generator().manual_seed(0), {}
+    for size in map(int, sizes):
+        bank, queries = (torch.randn(n, 512, generator=draws) for n in (size, size // 5))
+        given = bank, torch.randint(10, (size,), generator=draws), queries, min(200, size), 0.07, 10
+        functions[f"vote {size}"] = functools.partial(common.knn_predict, *given)
+        functions[f"plain {size}"] = functools.partial(plain_knn, *given)
+    return functions
+
+
+def knn(args, houses):
+    """Yield (one or two Served, [(row, word, plain), ...]), a row per size: see `compare`."""
+    sides = [Served(house, args.threads, "knn", *map(str, args.sizes)) for house in houses]
+    shapes = {size: dict(vote=f"{size} x {size // 5} x 512, k 200") for size in args.sizes}
+    yield sides, [(row, f"vote {size}", f"plain {size}") for size, row in shapes.items()]
+
+
+# ------------------------------------------------------------------------ main
+
+
+def table(rows):
+    """Markdown of a list of equal dictionaries."""
+    lines = ["| " + " | ".join(rows[0]) + " |", "|" + "---:|" * len(rows[0])]
+    cells = [[f"{float(f'{v:.4g}'):g}" if isinstance(v, float) else str(v) for v in row.values()] for row in rows]
+    return "\n".join([*lines, *("| " + " | ".join(row) + " |" for row in cells)])
+
+
+def machine():
+    """Kind and number of the processors."""
+    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
+    name = next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), "unknown processor")
+    return f"{os.cpu_count()} x {name}, load {os.getloadavg()[0]:.1f}, torch {torch.__version__}"
+
+
+def main():
+    sections = dict(steps=steps, knn=knn)
+    parser = argparse.ArgumentParser("bench.py", description=__doc__.splitlines()[0])
+    parser.add_argument("what", choices=sections)
+    parser.add_argument("--against", metavar="CHECKOUT", help="compare with the same work by these files")
+    parser.add_argument("--methods", nargs="+", default=METHODS, choices=METHODS, metavar="NAME", help=str(METHODS))
+    kinds = "for steps: recipe (CIFAR-10's), micro, or an encoder's name"
+    parser.add_argument("--arch", nargs="+", default=["recipe", "micro"], metavar="NAME", help=kinds)
+    parser.add_argument("--flags", default="", metavar="TEXT", help="more of the scripts', for steps")
+    parser.add_argument("--over-flags", metavar="TEXT", help="steps: over the same step with these instead of --flags")
+    parser.add_argument("--batch-size", type=int, default=32, metavar="N", help="for steps")
+    parser.add_argument("--rounds", type=int, default=10, metavar="N")
+    parser.add_argument("--sizes", type=int, nargs="+", default=[50_000], metavar="N", help="of knn's bank")
+    parser.add_argument("--threads", type=int, default=1, metavar="N")
+    args = parser.parse_args()
+    rows, houses = [], [ROOT] + [args.against or ROOT] * (args.against is not None or args.over_flags is not None)
+    for sides, works in sections[args.what](args, houses):
+        rows += [row | compare(args.rounds, sides, *work) for row, *work in works]
+        for side in sides:
+            side.end()
+    command = shlex.join(sys.argv[1:])
+    print(f"python tests/tools/bench.py {command}\n{machine()}, {args.threads} thread(s)\n{table(rows)}")
+
+
+if __name__ == "__main__" and sys.argv[1:2] == ["serve"]:
+    serve(*sys.argv[2:])
+else:
+    sys.path.insert(0, str(ROOT))
+    import common
+
+    if __name__ == "__main__":
+        main()

@@ -7,6 +7,7 @@
 """
 
 import argparse
+import json
 import sys
 from pathlib import Path
 
@@ -211,7 +212,8 @@ def mechanisms(run, train, test, few=1000):
     import moco_jointcrop
 
     kinds = moco_jointcrop.augmentation(moco_jointcrop.parse_args(["--dataset", "cifar10", "--arch", "resnet_mini"]))
-    given, config, labels = common.load_backbone(run), common.read_config(run), torch.from_numpy(test.labels)
+    given, labels = common.load_backbone(run), torch.from_numpy(test.labels)
+    config = json.loads((Path(run) / "config.json").read_text())
     index = torch.randperm(len(test), generator=common.generator(0))[:few].tolist()
     similarity = view_similarity(view_features(*given, kinds, test, index, 32)).mean().item()
     features = common.extract_features(given[0], test, given[1], CPU)

@@ -118,7 +118,7 @@ def judge(line, out, where):
     torch.set_num_threads(1)
     flags = eval_linear.parse_args([str(out), *where, "--no-floors", "--workers", "0"])
     linear = eval_linear.main(flags)["encoder"]["linear_top1"]
-    config = common.read_config(out)
+    config = json.loads((Path(out) / "config.json").read_text())
     record = dict(command=line, torch=config["torch"], device=config["machine"], commit=config["commit"])
     epochs = [json.loads(text) for text in (out / "metrics.jsonl").read_text().splitlines()]
     names = ("epoch", "loss", "std", "knn20_top1", "knn200_top1")
