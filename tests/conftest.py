@@ -134,11 +134,3 @@ def double():
     torch.set_default_dtype(torch.float64)
     yield
     torch.set_default_dtype(torch.float32)
-
-
-@pytest.fixture
-def refused(capsys):
-    """tiny.refused, for tests that need nothing else of it."""
-    import tiny
-
-    return functools.partial(tiny.refused, capsys)

@@ -10,7 +10,7 @@ import tempfile
 import pytest
 import torch
 from conftest import METHODS, VARIANTS
-from tiny import flat
+from tiny import flat, refused
 
 import clim
 import common
@@ -53,7 +53,7 @@ def test_table_and_recipes_have_the_same_names(method):
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_limits_and_words_hold(method, refused):
+def test_limits_and_words_hold(method, capsys):
     """Without limits a number is not below 0, and a text is free."""
     parse = importlib.import_module(method).parse_args
     for name, (value, _, *more) in table(method).items():
@@ -63,7 +63,7 @@ def test_limits_and_words_hold(method, refused):
         is_range = isinstance(limits, tuple) and not isinstance(limits[0], str)
         for wrong in (limits[0] - 1, limits[1] * 2 + 1) if is_range else ("other",):
             words = [flag, *[str(wrong)] * (len(value) if isinstance(value, tuple) else 1)]
-            assert flag in refused(parse, words), words
+            assert flag in refused(capsys, parse, words), words
 
 
 # ---------------------------------------------------------------- the values

@@ -106,7 +106,7 @@ def test_batch_norm_in_groups_is_one_for_each_slice(kind, shape):
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_groups_and_slices_follow_the_number_of_processes(method, monkeypatch, refused):
+def test_groups_and_slices_follow_the_number_of_processes(method, monkeypatch, capsys):
     """The recipe's becomes a multiple of it. A number that is given holds, or is refused."""
     monkeypatch.setattr(common, "rank_and_world", lambda: (0, 3))
     module, flag = importlib.import_module(method), "mix_slices" if method == "patchmix" else "bn_groups"
@@ -115,4 +115,4 @@ def test_groups_and_slices_follow_the_number_of_processes(method, monkeypatch, r
         return getattr(module.parse_args(["--batch-size", "24", *words]), flag)
 
     assert parse() == 3 * module.RECIPES["patterns"][flag] and parse(common.option(flag), "3") == 3
-    assert common.option(flag) in refused(parse, common.option(flag), "2")
+    assert common.option(flag) in tiny.refused(capsys, parse, common.option(flag), "2")
