@@ -106,17 +106,11 @@ def test_affinity_loss_limits():
     assert logo.affinity_loss(oracle, a, b, None, "linear").item() == pytest.approx(-100)
 
 
-def test_local_dissimilarity():
-    """Mean softplus of the score, a gradient to the locals alone; the affinity's own gradients stay."""
-    a, b, module, other = unit(5, 6, grad=True), unit(5, 6, seed=1, grad=True), affinity(), affinity()
-    ours = logo.local_dissimilarity(module, a, b)
-    reference = dissimilarity_of(other, a, b)
-    torch.testing.assert_close(ours, reference)
-    assert_close(gradients(ours, [a, b]), gradients(reference, [a, b]))
-    for p in module.parameters():
-        p.grad = torch.full_like(p, 3.0)
-    ours.backward()
-    assert all((p.grad == 3).all() and p.requires_grad for p in module.parameters())
+def test_local_dissimilarity_moves_the_locals_and_not_the_affinity():
+    a, b, module = unit(5, 6, grad=True), unit(5, 6, seed=1, grad=True), affinity()
+    logo.local_dissimilarity(module, a, b).backward()
+    assert a.grad.any() and b.grad.any()
+    assert all(p.grad is None and p.requires_grad for p in module.parameters())
 
 
 # -------------------------------------------------------------- the two bases

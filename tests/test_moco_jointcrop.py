@@ -1,15 +1,12 @@
 """moco_jointcrop.py against the papers: the joint sampler's law, views, queue, InfoNCE, MoCo v3's contrast."""
 
 import math
-import textwrap
 
 import numpy as np
 import pytest
 import timm
 import torch
 from conftest import info_nce, ks, unit
-from torchvision.transforms import RandomResizedCrop
-from torchvision.transforms.functional import resized_crop
 
 import common
 import moco_jointcrop as moco
@@ -167,20 +164,6 @@ def test_centre_suppressed_positions():
     assert positions.max() < 1 and positions.mean() == pytest.approx(0.5, abs=0.01)
     assert positions.var() == pytest.approx(0.25 / (2 * 0.6 + 1), abs=0.003)  # of Beta(0.6, 0.6)
     assert abs(np.corrcoef(positions.T)[0, 1]) < 0.03
-
-
-def test_the_lines_for_torchvision():
-    """What the docstring shows for another project: boxes of the areas that were drawn."""
-    begins = ("    areas =", "    boxes =", "    views =")
-    lines = [line for line in moco.__doc__.splitlines() if line.startswith(begins)]
-    names = dict(sample_joint=moco.sample_joint, RandomResizedCrop=RandomResizedCrop, resized_crop=resized_crop)
-    names |= dict(torch=torch, image=torch.rand(3, 240, 320))
-    for _ in range(60):
-        exec(textwrap.dedent("\n".join(lines)), names)
-        assert [view.shape for view in names["views"]] == [(3, 224, 224)] * 2
-        for area, (_, _, height, width) in zip(names["areas"], names["boxes"], strict=True):
-            if area < 0.7:  # some aspect ratio of ten fits in any case
-                assert abs(height * width - area * 240 * 320) <= (height + width + 2) / 2  # both sides are rounded
 
 
 # ------------------------------------------------------------------ MoCo
