@@ -17,7 +17,6 @@ Your own encoder and images, which are a common.ImageSet each:
     eval_knn.main(eval_knn.parse_args(["RUN"]), encoder=MODULE, train=IMAGES, test=IMAGES)
 """
 
-import contextlib
 import copy
 import math
 import os
@@ -38,10 +37,7 @@ VALUES = dict(
 
 def parse_args(argv=None):
     """Return the command line, or a list of words, as a namespace. Exits with an error message on a mistake."""
-    args, _ = common.parse("eval_knn.py", __doc__, argv, {}, common.EVALUATION | {"kNN": VALUES})
-    if not args.k:
-        common.fail("--k needs one number or more")
-    return args
+    return common.parse("eval_knn.py", __doc__, argv, {}, common.EVALUATION | {"kNN": VALUES})[0]
 
 
 def write_dump(path, lines, parts, features):
@@ -76,12 +72,9 @@ def main(args, encoder=None, train=None, test=None):
     they need no labels: without two classes nothing is judged, and the result is {}.
     """
     args = copy.copy(args)
-    if args.dump:  # told before the work
-        folder = Path(args.dump).absolute().parent
-        with contextlib.suppress(OSError):
-            folder.mkdir(parents=True, exist_ok=True)
-        if os.path.exists(args.dump) or not (folder.is_dir() and os.access(folder, os.W_OK)):
-            common.fail(f"--dump {args.dump} is there already, or its folder cannot be written: give another name")
+    folder = Path(args.dump or ".").absolute().parent
+    if args.dump and (os.path.exists(args.dump) or not (folder.is_dir() and os.access(folder, os.W_OK))):
+        common.fail(f"--dump {args.dump} is there already, or its folder cannot be written")  # told before the work
     device, encoder, info = common.open_encoder(args, encoder)
     train, test = common.open_data(args, info, train, test, labels=not args.dump)
     parts = {"train": train} if test is None else {"train": train, "test": test}

@@ -365,7 +365,7 @@ def test_two_processes_train_as_one(places, tmp_path, encoder, flags):
     assert first == pytest.approx(second, rel=1e-4)
 
 
-def test_batch_norm_over_processes(places, monkeypatch, capsys):
+def test_batch_norm_over_processes(places, monkeypatch):
     """What is converted for torchrun computes the same, also where norm and activation are one layer. It needs GPUs."""
     info = common.backbone_info("regnety_002", 32, None, method="m", encoder="query")
     torch.manual_seed(0)
@@ -376,8 +376,6 @@ def test_batch_norm_over_processes(places, monkeypatch, capsys):
     given = args, encoder, info, 3, torch.device("cpu")
     one, _ = eval_linear.make_network(*given)
     monkeypatch.setattr(common, "rank_and_world", lambda: (0, 2))
-    assert "batch norm" in refused(capsys, eval_linear.make_network, *given)
-    monkeypatch.setattr(common, "fail", lambda message: None)
     two, _ = eval_linear.make_network(*given)
     assert any(isinstance(module, torch.nn.SyncBatchNorm) for module in two.modules())
     with torch.no_grad():
