@@ -3,7 +3,6 @@
 import functools
 import gc
 import multiprocessing
-import os
 import signal
 import sys
 from pathlib import Path
@@ -73,15 +72,6 @@ def group_of_one(monkeypatch):
     yield
     if torch.distributed.is_initialized():  # an error leaves it
         torch.distributed.destroy_process_group()
-
-
-@pytest.fixture(scope="session")
-def cifar10():
-    """The folder with CIFAR-10 as JPEG files (train/ and test/), named by CIFAR10_DIR."""
-    folder = os.environ.get("CIFAR10_DIR")
-    if not folder or not Path(folder, "train").is_dir():
-        pytest.skip("set CIFAR10_DIR to a folder with CIFAR-10 as train/ and test/, one folder a class")
-    return folder
 
 
 def unit(*shape, seed=0, grad=False):
