@@ -421,18 +421,13 @@ def demo(args, images):
 
 
 def open_images(args, train=None, test=None):
-    """Return the images of a training, the flags' or a user's own: (training images, test images or None).
-
-    Without labels there are no test images. Exits with an error message if there are too few images for one batch.
-    """
+    """Return a training's images, the flags' or a user's own: (training images, test images or None if unlabelled)."""
     if train is None and test is None:
         options = dict(size=args.image_size, cache=args.cache)
         train = load_images(args.dataset, args.data_dir, True, unlabeled=True, **options)
         test = load_images(args.dataset, args.data_dir, False, **options) if len(train.classes) > 1 else None
     if test is not None:
         check_labels(train, test)
-    if len(train) < args.batch_size:
-        fail(f"{len(train)} images are fewer than one batch: give --batch-size {len(train)} or less")
     if line := demo(args, train):
         log(line)
     return train, test
@@ -495,9 +490,8 @@ def name_draws(draws):
 def draw_view(view, sizes, draws, area=None, position=None, sigma=None, blur_coin=None):
     """Draw one view of n images. Return ((n, 4) int64 boxes, (n, 9) float32 color parameters with columns as COLOR).
 
-    view: a View. sizes: (n, 2) heights and widths. draws: (n, VIEW_DRAWS) uniform in [0, 1). `color` takes the
-    parameters. Where nothing is changed, factors are 1, and the rest is 0. The method's own values take the place of
-    drawn ones, where they are not NaN: area, sigma: (n,); position: (n, 2), and blur_coin: (n,), uniform numbers.
+    sizes: (n, 2) heights and widths. draws: (n, VIEW_DRAWS) uniform in [0, 1). The method's own values take the place
+    of drawn ones, where they are not NaN: area, sigma: (n,); position: (n, 2), and blur_coin: (n,), uniform numbers.
     """
     draw = name_draws(draws)
 
@@ -579,6 +573,8 @@ class EpochSampler:
     """Batches of (epoch, index) keys: one permutation per (seed, epoch), whole batches, this process's rows of each."""
 
     def __init__(self, length, batch_size, seed):
+        if length < batch_size:
+            fail(f"{length} images are fewer than one batch: give --batch-size {length} or less")
         self.length, self.batch_size, self.seed = length, batch_size, seed
         self.set_epoch(0)
 
@@ -686,8 +682,7 @@ def adjust_hue(x, factor):
 def gaussian_blur(x, sigma, largest=2.0):
     """Blur each image by a Gaussian of its sigma (N,), in pixels, with reflected borders. 0 leaves an image as it is.
 
-    largest: the largest of all sigmas. Kernels reach 5 sigma to each side, or as far as can be mirrored. That is at
-    least 10 pixels, so that an image's result does not depend on the rest of its batch.
+    largest: of all sigmas. Kernels reach 5 of it, and at least 10 pixels, to each side, or as far as can be mirrored.
     """
     sigma = torch.as_tensor(sigma, dtype=x.dtype, device=x.device).clamp_min(1e-3).view(-1, 1)
     reach = min(math.ceil(5 * max(2, largest)), x.shape[2] - 1, x.shape[3] - 1)
@@ -722,8 +717,8 @@ def _on(x, which, function, *parameters):
 def color(x, parameters):
     """Color images: jitter in each image's own order, then grayscale, blur, solarize, flip. Returns float in [0, 1].
 
-    x: uint8 (N, 3, H, W) on the device. parameters: (N, 9) on the CPU, with columns as COLOR, see `draw_view`.
-    Nothing is drawn here. The CPU decides which images an operation touches, so the device is never waited for.
+    x: uint8 (N, 3, H, W) on the device. parameters: (N, 9) on the CPU, with columns as COLOR, see `draw_view`. The CPU
+    decides which images an operation touches, so the device is never waited for.
     """
     x, moved = x.float().div_(255), parameters.to(x.device, non_blocking=True).float()
     p, on = (dict(zip(COLOR, table.float().unbind(1), strict=True)) for table in (parameters, moved))
@@ -809,10 +804,9 @@ class CentreCrops(Dataset):
 def extract_features(encoder, images, info, device, batch_size=256, workers=0, amp=False, whole=True, what="features"):
     """Return the features of all images in order, (n, width) float32 on the CPU.
 
-    encoder: maps (N, 3, H, W) to (N, width), and is on the device; it is used in evaluation mode. images: an ImageSet.
-    info: image_size, mean, std and interpolation, as in backbone.pt. batch_size: of each process. amp: encode in bf16.
-    whole: all rows on every process; False: the rows only that this process encodes (`shard`). what: what the
-    progress line calls it. No gradient. Exits with an error message if a feature is not finite.
+    encoder: maps (N, 3, H, W) to (N, width); it is used in evaluation mode. info: image_size, mean, std, interpolation,
+    as in backbone.pt. batch_size: of each process. amp: encode in bf16. whole: all rows on every process, or only this
+    one's (`shard`). what: for the progress line. No gradient. Exits with an error message if one is not finite.
     """
     mine = shard(torch.arange(len(images)))
     crops = CentreCrops(images, info["image_size"], info["interpolation"])
@@ -893,10 +887,9 @@ def embedding_health(q):
 
 
 def open_encoder(args, module=None):
-    """Return (device, the encoder to judge, in evaluation mode, info). Joins torchrun's process group, if any.
+    """Return (device, the encoder to judge, info), and join torchrun's process group. Fills in args.workers, args.amp.
 
-    module: a user's own encoder. A copy of it gets the checkpoint's weights; without a checkpoint, those of the first
-    process. Fills in args.workers and args.amp.
+    module: a user's own encoder. A copy of it gets the checkpoint's weights, or else those of the first process.
     """
     if (args.checkpoint or module) is None or (args.random_init and module is not None):
         fail("give RUN, a run's folder; with --random-init its encoder, one of timm's, is judged untrained")
@@ -935,9 +928,8 @@ def run_folder(checkpoint):
 def open_data(args, info, train=None, test=None, labels=True):
     """Return the images of an evaluation that have labels: (training images, test images or None).
 
-    train, test: a user's own ImageSets, instead of --dataset's. Without --dataset and --data-dir they are the run's,
-    and have to be the images that it was trained on. args gets their name and place. labels: whether there have to be
-    any; else images of a set without labels are returned, too.
+    train, test: a user's own ImageSets. Without these, --dataset and --data-dir they are the run's, and have to be the
+    images that it was trained on. args gets their name and place. labels: False if there need not be any.
     """
     trained_on = None
     if train is not None or test is not None:
@@ -1027,10 +1019,9 @@ def named_patch(arch):
 def backbone_info(arch, image_size, patch_size, norm="imagenet", interpolation="bilinear", num_heads=None, **more):
     """What backbone.pt says of an encoder besides its weights: how timm builds it, and what its images are like.
 
-    arch: a name of ARCHS, any timm model, or None for a user's own module. norm: a name of NORMS. num_heads: of a ViT;
-    None: timm's number. Plain ResNets get a 3 x 3 stem for images of up to 64 px; resnet_mini's has stride 2, and
-    resnet_micro keeps timm's. timm's own ViTs get MoCo v3's initialisation, except of the patch embedding, which timm
-    leaves out.
+    arch: a name of ARCHS, any timm model, or None for a user's own module. num_heads: of a ViT; None: timm's number.
+    Plain ResNets get a 3 x 3 stem for images of up to 64 px; resnet_mini's has stride 2, and resnet_micro keeps timm's.
+    timm's own ViTs get MoCo v3's initialisation, except of the patch embedding, which timm leaves out.
     """
     mean, std = NORMS[norm]
     like = dict(image_size=image_size, mean=mean, std=std, interpolation=interpolation, **more)
@@ -1116,9 +1107,8 @@ def load_backbone(path, encoder=None, module=None):
 def load_published(path, arch, image_size=224, patch_size=None, norm=None, num_heads=None, prefix=None):
     """Load an encoder from a checkpoint of others, as `load_backbone` returns it: (module in evaluation mode, info).
 
-    The further arguments are what the file does not say, as in `backbone_info`. patch_size: None for the one in timm's
-    name, or 16. norm: None for what timm knows of the weights that its name tells (vit_small_patch16_224.augreg_in1k:
-    mean, standard deviation, interpolation) or, if it tells none, ImageNet's. prefix: as in `fitting_weights`.
+    The further arguments are those of `backbone_info` and `fitting_weights`. patch_size: None for the one in timm's
+    name, or 16. norm: None for what timm knows of the weights that its name tells (....augreg_in1k), or ImageNet's.
     """
     if os.path.isdir(path):  # its own normalisation would be lost in silence
         fail(f"{path} is a folder. A run's folder says its encoder itself: leave out --arch; or give others' FILE")
@@ -1162,10 +1152,9 @@ CHANGES_FEATURES |= {"attnpool", "global_pool", "final_conv", "act1", "layer5"}
 def fitting_weights(path, encoder, prefix=None, flag="--init-prefix"):
     """Return (a state_dict for an encoder from a checkpoint of others, what stands before its names there).
 
-    prefix: what stands before them, needed if the file has several encoders. flag: what a message calls it. A ViT's
-    position embedding is resampled to the encoder's grid. Exits with an error message unless each tensor of the encoder
-    is there in its shape and none is left over that would change the features: below the encoder's own top-level parts,
-    or of CHANGES_FEATURES. Such a file is of a deeper or richer encoder.
+    prefix: which of several encoders. flag: what a message calls it. A ViT's position embedding is resampled. Exits
+    with an error message unless each tensor of the encoder is there in its shape and none is left over that would
+    change the features: below the encoder's own top-level parts, or of CHANGES_FEATURES.
     """
     found, needed = read_tensors(path), encoder.state_dict()
     first = next(iter(needed))
@@ -1203,8 +1192,7 @@ def fitting_weights(path, encoder, prefix=None, flag="--init-prefix"):
 def copy_module(module, frozen=False):
     """Return a copy of a module, to be trained, or None for None. frozen: none of its parameters gets gradients.
 
-    A module that is in evaluation mode as a whole, as `load_backbone` returns it, is copied in training mode.
-    copy.deepcopy alone gives TorchScript's modules parameters that cannot be trained.
+    A module in evaluation mode is copied in training mode. deepcopy alone freezes the parameters of TorchScript.
     """
     with torch.no_grad():
         copied = copy.deepcopy(module)
@@ -1309,8 +1297,8 @@ class Stopped(Exception):
 def leaves_no_trace(main):
     """A decorator of `main`: a caller's random numbers go on as before, and only the caller's process group stays.
 
-    A run that was asked to stop ends as others do, and then exits with status 75. After another exception the process
-    group stays: its traceback holds DDP, and in torch 2.11 a DDP that is deleted after its group can hang for ever.
+    A run that was asked to stop ends as others do, with status 75. After another exception the process group stays: the
+    traceback holds DDP, and in torch 2.11 a DDP that is deleted after its group can hang for ever.
     """
 
     @functools.wraps(main)
@@ -1399,11 +1387,10 @@ def gather_uneven(x):
 def until_stopped(loader):
     """Yield the loader's batches: until they end, or a process is asked to stop, or one meets a bad image.
 
-    Inside, SIGTERM, SIGHUP and Ctrl-C (SIGINT) are noted, not obeyed, so that a step is made and saved first. All
-    processes leave the loop over the batches at the same step. At the end of the block they raise BadImage or Stopped,
-    if there was a reason. A second signal, three seconds or more after the first, acts at once, so that what hangs can
-    be ended. A signal that is ignored stays so (SIGHUP under nohup). A caller's process group has to take tensors on
-    the CPU, as "cpu:gloo,cuda:nccl" does.
+    Inside, SIGTERM, SIGHUP and SIGINT are noted, so that a step is made and saved first. All processes leave the loop
+    at the same step, and raise BadImage or Stopped at the end of the block. A second signal, three seconds or more
+    after the first, acts at once, so that what hangs can be ended. An ignored signal stays so (SIGHUP under nohup). A
+    caller's process group has to take tensors on the CPU, as "cpu:gloo,cuda:nccl" does.
     """
     noted, handlers, errors = [], {}, []
 
@@ -1548,8 +1535,8 @@ def argument(name, value, what, limits=None):
     """Return what argparse's add_argument needs of a row of a table, (its names, its options).
 
     The type is that of the value, or of limits where the value is a word or None. A tuple is as many numbers, a list
-    any number of them. limits: (least, most) of a number, perhaps with a word that stands for one, or the words to
-    choose from. Without limits, a number is not below 0. A bool is a pair of flags, --vanilla and --no-vanilla.
+    any number of them. limits: (least, most), perhaps with a word that stands for a number; or words to choose from.
+    Without limits, a number is not below 0. A bool is a pair of flags, --vanilla and --no-vanilla.
     """
     options = dict(help=what if value is None or value is False else f"{what} (default: %(default)s)")
     names = [name] if name == "checkpoint" else [option(name)]  # the only argument without a name
@@ -1590,10 +1577,9 @@ def defaults(table):
 def parse(script, doc, argv, table, run, recipe=None):
     """Return (args, typed): a namespace with every value, and the set of the names that the command line has.
 
-    table, run: of flags. The defaults of `run` are in it. Those of `table` are what recipe(chosen) returns, or None;
-    a flag for which it has no value is refused. `chosen` is a namespace of what is typed, of the defaults of `run`, and
-    of None for the rest. What is typed holds, also where it equals a default. args.changes: what a run's name says of
-    the typed values. A path may begin with ~.
+    The defaults of `run` are in it. Those of `table` are what recipe(chosen) returns, or None; a flag for which it has
+    no value is refused. chosen: what is typed, the defaults of `run`, and None for the rest. What is typed holds, also
+    where it equals a default. args.changes: what a run's name says of the typed values.
     """
     flags = table | run
     usage = f"python {script}{' [RUN | FILE --arch NAME]' if 'checkpoint' in defaults(flags) else ''} [flags]"
@@ -1805,10 +1791,9 @@ def load_state(path):
 def load_run(args, images, resume=None):
     """Return (path, state) of a run that goes on: of last.pt in --out, else of `resume`. A new run has step 0.
 
-    args: the configuration, which has to be the same, OPERATING flags apart. images: what tells the images apart; they
-    have to be the same. resume: another run's last.pt; only method, encoder and batch size have to be the same. A run
-    that has made no step yet begins anew, perhaps with other flags. Exits with an error message if the run is another
-    one, or if the processes have different flags, images or states.
+    Exits with an error message if the run has another configuration, OPERATING flags apart, or other images, or if the
+    processes differ. Of `resume`, another run's last.pt, only method, encoder and batch size have to be the same. A run
+    that has made no step yet begins anew, perhaps with other flags.
     """
     path, new, state = Path(args.out, "last.pt"), vars(args), dict(step=0, records=[])
     must_match = new.keys() - OPERATING

@@ -655,8 +655,6 @@ def train_protocol(args, device, encoder, info, train, test):
     name_run(args, encoder)
     images = dict(train=len(train), train_checksum=train.checksum(), test=len(test), test_checksum=test.checksum())
     args.device = device.type
-    if len(train) < args.batch_size:
-        common.fail(f"{len(train)} images are fewer than one batch: give --batch-size {len(train)} or less")
     sampler = common.EpochSampler(len(train), args.batch_size, args.seed)
     options = dict(batch_sampler=sampler, collate_fn=default_convert, persistent_workers=args.workers > 0)
     loader = common.Loader(TrainingViews(train, args, info), device, args.workers, **options)

@@ -292,7 +292,6 @@ STATE = {"x": torch.arange(100.0), "step": 7, "lr": [0.1, 2.0], "nested": {"y": 
 
 
 def test_damage_is_found(tmp_path):
-    """Flipped bits and cut ends."""
     path = tmp_path / "last.pt"
     common.write_file(path, STATE)
     data = path.read_bytes()

@@ -5,6 +5,7 @@ import itertools
 import os
 import shutil
 import signal
+import time
 
 import pytest
 import tiny
@@ -60,19 +61,12 @@ def test_a_write_that_fails_is_one_line_and_costs_nothing(copies, monkeypatch, c
 # ----------------------------------------------------------------------- locks
 
 
-def hold(folder, ready, end):
-    lock = common.claim_folder(folder)
-    ready.set()
-    end.wait(60)
-    lock.close()
-
-
 @pytest.mark.skipif(common.fcntl is None, reason="no such locks here")
 def test_two_runs_at_once_in_one_folder(tmp_path, capsys):
     """The lock ends with the process, however that ends."""
-    fork = torch.multiprocessing.get_context("fork")  # the child only locks and waits
-    ready, end = fork.Event(), fork.Event()
-    other = fork.Process(target=hold, args=(tmp_path, ready, end))
+    fork = torch.multiprocessing.get_context("fork")
+    ready = fork.Event()
+    other = fork.Process(target=lambda: [common.claim_folder(tmp_path), ready.set(), time.sleep(60)])
     other.start()
     assert ready.wait(60)
     before = contents(tmp_path)

@@ -116,7 +116,6 @@ def test_patchmix_mixed_images():
 
 
 def test_patchmix_forward():
-    """The three losses, and their sum with its gradients."""
     f = golden("patchmix")
     for m in (2, 3):
         for smoothing, kind in ((0.1, "smoothed"), (0.0, "plain")):

@@ -27,7 +27,6 @@ def eq8(q, k, queue, tau, lam):
 @pytest.mark.parametrize("keys", [1, 2, 5])
 @pytest.mark.parametrize("tau, lam", [(0.2, 4.0), (0.07, 0.25), (1.0, 10.0), (0.2, 0.0)])
 def test_jcl_loss_is_eq8(keys, tau, lam):
-    """Value and gradient."""
     q, k, queue = unit(4, 6, grad=True), unit(4, keys, 6, seed=1), unit(9, 6, seed=2)
     ours, reference = jcl.jcl_loss(q, k, queue, tau, lam), eq8(q, k, queue, tau, lam)
     torch.testing.assert_close(ours, reference)

@@ -24,7 +24,7 @@ def own_images(count):
 
 
 class Encoder(nn.Module):
-    """One parameter is frozen, one is not used. It is False where a truth value is asked for."""
+    """One parameter is frozen, one is not used."""
 
     def __init__(self):
         super().__init__()
@@ -36,9 +36,6 @@ class Encoder(nn.Module):
 
     def forward(self, x):
         return self.net(x)
-
-    def __len__(self):
-        return 0
 
 
 KINDS = {

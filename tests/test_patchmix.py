@@ -165,7 +165,6 @@ def terms_by_loops(model, args, views, step):
 
 @pytest.mark.parametrize("terms, local_crops", [(ALL, 0), ("oto,mto", 0), ("mtm", 0), (ALL, 2), ("oto,mtm", 2)])
 def test_total_is_eq_16(double, terms, local_crops):
-    """The loss, its terms and its gradients."""
     local = f"--local-crops {local_crops} --local-size 8" if local_crops else ""
     args, model = make_model(*MIX, "--terms", terms, *local.split())
     views = views_of(args)
