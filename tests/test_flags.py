@@ -7,6 +7,7 @@ import math
 import re
 import tempfile
 
+import numpy as np
 import pytest
 import torch
 from conftest import METHODS, VARIANTS
@@ -218,12 +219,19 @@ def test_what_is_given_is_in_the_runs_name_and_config(method, few_patterns, tmp_
     monkeypatch.chdir(tmp_path)
     module = importlib.import_module(method)
     usual = recipe_of(method, [])
-    queue = ["--queue", "auto"] if "queue" in usual else []
-    module.main(module.parse_args([*TINY, *queue, "--gray-p", "0.25", "--jitter", *"0.1 0.1 0.1 0.05".split()]))
+    module.main(module.parse_args([*TINY, "--gray-p", "0.25", "--jitter", *"0.1 0.1 0.1 0.05".split()]))
     (out,) = (tmp_path / "runs").iterdir()
     given = "-batch_size16-gray_p0.25-image_size16-jitter0.1,0.1,0.1,0.05"  # without operating flags
-    given += "-queueauto" if queue else ""
     assert out.name == f"{method}-patterns-{usual['arch']}-s0{given}"
     config = json.loads((out / "config.json").read_text())
     assert (config["gray_p"], config["jitter"]) == (0.25, [0.1, 0.1, 0.1, 0.05])
-    assert usual.keys() <= config.keys() and (not queue or config["queue"] == 16)  # a batch, as 32 images are few
+    assert usual.keys() <= config.keys()
+
+
+@pytest.mark.parametrize("count, length", [(32, 16), (400, 40), (700_000, 65536)])
+@pytest.mark.parametrize("method", [method for method in METHODS if method != "patchmix"])
+def test_a_queue_of_auto_is_a_tenth_of_the_images(method, count, length, tmp_path):
+    """A batch at least, 65,536 at most."""
+    module, images = importlib.import_module(method), common.ImageSet(np.zeros((count, 1, 1, 3), np.uint8))
+    module.main(module.parse_args([*TINY, "--queue", "auto", "--out", str(tmp_path)]), train=images)
+    assert json.loads((tmp_path / "config.json").read_text())["queue"] == length
