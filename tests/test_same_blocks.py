@@ -8,21 +8,14 @@ import pytest
 from conftest import METHODS, ROOT, VARIANTS
 
 SCRIPTS = sorted(ROOT.glob("*.py"))
-BANNER = re.compile(r"# (-{2,}|={2,}) (.+)")
+BLOCK = re.compile(r"^# --+ ([^\n]+\(the same in [^\n]+\))\n(.*?)(?=^# (?:--+|==+) |\Z)", re.M | re.S)
 
 
 def blocks(path):
-    """{banner's words: the block's lines with the banner, to the next banner}, of blocks that are elsewhere, too."""
-    found, lines = {}, None
-    for line in path.read_text().splitlines():
-        if match := BANNER.fullmatch(line):
-            lines = []
-            if "(the same in " in line:
-                assert match[2] not in found, f"{path.name} has '{match[2]}' twice"
-                found[match[2]] = lines
-        if lines is not None:
-            lines.append(line)
-    return {name: "\n".join(lines).rstrip() for name, lines in found.items()}
+    """{banner's words: what follows, to the next banner}, of blocks that are elsewhere, too."""
+    found = BLOCK.findall(path.read_text())
+    assert len(dict(found)) == len(found), f"{path.name} has a block twice"
+    return {name: text.rstrip() for name, text in found}
 
 
 BLOCKS = {path.stem: blocks(path) for path in SCRIPTS}
