@@ -26,11 +26,6 @@ FORMS = {  # (method, flags): the number of large and of small views on ImageNet
 SMALL = {"patchmix": "--local-crops 2 --patch-size 4", "clim": "--clim-start 0 --num-clusters 4"}
 
 
-def words(method, flags):
-    """The flags of a tiny run of this form."""
-    return [*flags.split(), *(f"{SMALL.get(method, '')} --local-size 8".split() if (method, flags) in FORMS else [])]
-
-
 @pytest.mark.parametrize("method, flags", FORMS)
 def test_crops_on_imagenet(method, flags):
     module = importlib.import_module(method)
@@ -69,8 +64,8 @@ CHANCES += [("logo", "--variant paper"), ("logo", "--local-crops 0"), ("patchmix
 @pytest.mark.parametrize("method, flags", CHANCES)
 def test_chance_is_the_loss_at_equal_logits(method, flags, _tiny, tmp_path):
     """A temperature of 10^6 makes them equal. MoCo v3's loss has it as a factor."""
-    flat = ["--temperature", "1e6", "--epochs", "1", "--knn-every", "0"]
-    tiny.run(method, tmp_path, *words(method, flags), *flat)
+    local = f"{SMALL.get(method, '')} --local-size 8" if (method, flags) in FORMS else ""
+    tiny.run(method, tmp_path, *f"{flags} {local} --temperature 1e6 --epochs 1 --knn-every 0".split())
     (record,) = records(tmp_path)
     assert record["below_chance"] == pytest.approx(0, abs=1e-4 * record["loss"])
 

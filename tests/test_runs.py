@@ -143,19 +143,19 @@ def test_a_run_goes_on_if_nobody_reads_its_output(error, tmp_path, monkeypatch):
 # ---------------------------------------------- switches, and encoders of any kind
 
 
-def watched(method, monkeypatch):
-    """A list that gets the model of each later run, as `in_parallel` has prepared it."""
-    module, models = importlib.import_module(method), []
+def watch(method, monkeypatch, look):
+    """Call `look` with the model of each later run, which `in_parallel` then prepares."""
+    module = importlib.import_module(method)
     prepare = module.in_parallel
-    monkeypatch.setattr(module, "in_parallel", lambda args, model: models.append(model) or prepare(args, model))
-    return models
+    monkeypatch.setattr(module, "in_parallel", lambda args, model: [look(model), prepare(args, model)][1])
 
 
 @pytest.mark.parametrize("flag", ["--grad-checkpoint", pytest.param("--compile", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("method", JCL_AT_ONCE)
 def test_a_switch_of_the_encoder_changes_nothing(flag, method, tmp_path, monkeypatch):
     """Of a ViT, bit for bit, drop-path included; compiled but for rounding, here without the compiler's own code."""
-    compile, models = torch.compile, watched(method, monkeypatch)
+    compile, models = torch.compile, []
+    watch(method, monkeypatch, models.append)
     monkeypatch.setattr(torch, "compile", lambda module, **_: compile(module, backend="eager"))
     for name, flags in (("usual", []), ("other", [flag])):
         run(method, tmp_path / name, *flags, "--max-steps", "2")
@@ -170,14 +170,12 @@ def test_a_switch_of_the_encoder_changes_nothing(flag, method, tmp_path, monkeyp
 @pytest.mark.parametrize("method", JCL_AT_ONCE)
 def test_bf16_is_for_the_networks_only(method, tmp_path, monkeypatch):
     """Embeddings, losses, statistics and weights stay in float32. The loss is about that of a run without bf16."""
-    arch, module, made = "resnet_nano" if method == "jcl" else "vit_micro", importlib.import_module(method), []
-    prepare = module.in_parallel
+    arch, made = "resnet_nano" if method == "jcl" else "vit_micro", []
 
-    def watch(args, model):
-        model.register_forward_hook(lambda _, __, output: made.append(tiny.flat(output)))
-        return prepare(args, model)
+    def note(model, given, output):
+        made.append(tiny.flat(output))
 
-    monkeypatch.setattr(module, "in_parallel", watch)
+    watch(method, monkeypatch, lambda model: model.register_forward_hook(note))
     flags = ["--arch", arch, "--image-size", "32", "--max-steps", "1"]
     for amp in ("bf16", "off"):
         run(method, tmp_path / amp, *flags, "--amp", amp)
