@@ -16,7 +16,7 @@ The mean keys enter the queue of negatives.
     Eq. 8-9                    jcl_loss                 the bound, and its mean over the batch
     Algorithm 1, line 4        main                     the views
     Algorithm 1, lines 5-10    JCL.forward              queries, keys and the loss; lines 7-10 are jcl_loss
-    Algorithm 1, lines 12-13   main                     12: the update (its Eq. 9 is in jcl_loss); 13: the queue
+    Algorithm 1, lines 12-13   main                     12: the update; 13: the queue
 
     python jcl.py                                                             # a laptop, no data
     python jcl.py --dataset cifar10 --num-keys 1                              # the baseline, MoCo v2, on one GPU
@@ -26,7 +26,6 @@ The baseline is MoCo v2. Its loss is exactly that of `--num-keys 1`, because one
 in it:
     one query view and one key view           one query view and M' key views             augmentation
     k = key(view)                             k = M' keys per query                       JCL.forward
-    positive logit q.k / tau                  q.mu / tau + lambda / (2 tau^2) q^T S q     jcl_loss
     info_nce(q, k, queue, tau)                jcl_loss(q, k, queue, tau, lambda)          JCL.forward
     enqueue(k)                                enqueue(the mean of the M' keys)            main
 

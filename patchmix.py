@@ -60,7 +60,8 @@ import common
 
 # fmt: off
 # {group: {name: (value, what it is, its limits or words)}}: the paper's for ImageNet, section 4.1.2, Tables 9 and 10.
-# Each is a flag of its value's type, --num-mix 2, and args.NAME. Without limits, a number is not below 0.
+# Each is a flag of its value's type, --num-mix 2, and args.NAME. Without limits, a number is not below 0. What the
+# paper does not say is marked: released, or ours.
 HYPERPARAMETERS = dict(
     loss=dict(
         num_mix=(3, "images that are mixed into one, M (Table 6); 1: no mixing", (1, math.inf)),
@@ -85,14 +86,14 @@ HYPERPARAMETERS = dict(
     schedule=dict(
         epochs=(300, "epochs of the whole training", (1, math.inf)),  # its 10 of warm-up and "rest 260" make 270
         batch_size=(1024, "images per step, over all processes", (2, math.inf)),
-        lr=(1e-3, "learning rate at --lr-batch; scaled linearly to --batch-size", (1e-9, math.inf)),  # see *_ENCODERS
+        lr=(1e-3, "learning rate at --lr-batch; scaled linearly to --batch-size", (1e-9, math.inf)),  # ViT-S: 2e-3
         lr_batch=(1024, "batch size for which --lr is given", (1, math.inf)),
         min_lr=(1e-6, "last learning rate; if not given, it is scaled as the peak rate is"),  # released
         warmup=(10.0, "epochs of linear warm-up; if not given, it shrinks with --epochs"),
         weight_decay=((0.04, 0.4), "weight decay of AdamW, at the start and at the end"),
         betas=((0.9, 0.999), "betas of AdamW", (0, 0.999999)),  # released
     ),
-    augmentation=dict(  # of blur_p and solarize_p, one number is T_1's, the other T_2's
+    augmentation=dict(
         crop_scale=((0.05, 1.0), "smallest and largest share of the image that a crop has", (1e-9, 1)),
         local_size=(96, "side of a local crop, in pixels; by default at most half a view's", (1, math.inf)),  # released
         local_scale=((0.05, 0.35), "smallest and largest area of a local crop", (1e-9, 1)),  # released
@@ -122,17 +123,16 @@ def patch_mix(images, num_mix, patch_size, permutation=None):
     i takes group m from image (i + m) mod N. Every patch stays at its place. The T mod M patches that are left over are
     those of image i, though its share in Eq. 13 remains 1/M. With M = 1 the images stay as they are.
 
-    images: (N, C, H, W), any values. num_mix: M, from 1 to T. patch_size: p, or (p_h, p_w), which divide H and W.
-    permutation: (T,) int64, the shuffle k of Eq. 2 for T = H/p_h * W/p_w patches; it is drawn if None.
+    images: (N, C, H, W), any values. num_mix: M, from 1 to T. patch_size: p, which divides H and W. permutation: (T,)
+    int64, the shuffle k of Eq. 2 for T = H/p * W/p patches; it is drawn if None.
     Returns the mixed images (N, C, H, W). Gradients pass through. Raises ValueError if these do not fit together.
     """
     if images.dim() != 4:
         raise ValueError(f"patch_mix takes images (N, C, H, W), not {tuple(images.shape)}")
     height, width = images.shape[2:]
-    patch_height, patch_width = (patch_size, patch_size) if isinstance(patch_size, int) else patch_size
-    if height % patch_height or width % patch_width:
-        raise ValueError(f"patches of {patch_height} x {patch_width} do not tile an image of {height} x {width}")
-    rows, columns = height // patch_height, width // patch_width
+    if height % patch_size or width % patch_size:
+        raise ValueError(f"patches of {patch_size} px do not tile an image of {height} x {width}")
+    rows, columns = height // patch_size, width // patch_size
     num_patches = rows * columns  # T, Eq. 1
     if not 1 <= num_mix <= num_patches:
         raise ValueError(f"num_mix must be from 1 to the {num_patches} patches of an image, not {num_mix}")
@@ -148,7 +148,7 @@ def patch_mix(images, num_mix, patch_size, permutation=None):
     # Line 7, Eq. 5 and 7: by r = argsort(k) the patches go back to their places, and so do their groups.
     group_of_patch = group_of_shuffled[permutation.cpu().argsort()].view(rows, columns)
     group_of_patch = group_of_patch.to(images.device, non_blocking=True)
-    group_of_pixel = group_of_patch.repeat_interleave(patch_height, 0).repeat_interleave(patch_width, 1)
+    group_of_pixel = group_of_patch.repeat_interleave(patch_size, 0).repeat_interleave(patch_size, 1)
     mixed = images
     # Lines 4 to 6, Eq. 4 and 6: group m of row i is of image (i + m) mod N, in row i of the batch rolled by -m.
     for m in range(1, num_mix):
@@ -364,7 +364,7 @@ class PatchMix(nn.Module):
             z1 = pairs["oto"][1] if "oto" in pairs else self.key(x1)
             z2 = pairs["mto"][1] if "mto" in pairs else self.key(x2)
             local_losses = self.local_contrasts(local_views, z1, z2, step)
-            loss = loss + sum(local_losses.values())  # they count 1 each, whatever --term-weights are
+            loss = loss + sum(local_losses.values())
             losses |= local_losses
         q, z = pairs[self.terms[0]]
         metrics = {f"loss_{term}": value for term, value in losses.items()}
@@ -406,14 +406,14 @@ CIFAR_ENCODERS = dict(  # section 4.1.2
     vit_base=dict(lr=1.5e-3),
 )
 IMAGENET_ENCODERS = dict(vit_small=dict(lr=2e-3), vit_base=dict(lr=3e-3))  # section 4.1.2
-RELEASED = dict(num_mix=2, term_weights=(1.0, 0.5, 0.25), smoothing=0.1, mixed_view=2)  # D2, D1, D1, D5
+RELEASED = dict(num_mix=2, smoothing=0.1, mixed_view=2)  # D2, D1, D5
 RELEASED_IMAGENET = dict(RELEASED, local_crops=8, crop_scale=(0.35, 1.0))  # D6; without local crops it is RELEASED
 RELEASED_ENCODERS = dict(vit_small=dict(num_heads=12), vit_tiny=dict(momentum=(0.0, 0.0)))  # D3, D4
 # fmt: on
 
 
 def recipe(chosen):
-    """Return the hyper-parameters {name: value}. chosen: a namespace with dataset, arch, variant and local_crops."""
+    """Return the hyper-parameters {name: value}. chosen: dataset, arch, variant, local_crops and num_mix."""
     values = dict(RECIPES[chosen.dataset])
     arch = (chosen.arch or values["arch"]).removesuffix("_patch16_224")  # timm's own names, too
     if chosen.dataset in ("cifar10", "cifar100", "stl10"):
@@ -425,6 +425,7 @@ def recipe(chosen):
     if chosen.variant == "released":
         values |= RELEASED_IMAGENET if chosen.dataset == "imagenet" and chosen.local_crops != 0 else RELEASED
         values |= RELEASED_ENCODERS.get(arch, {})
+        values["term_weights"] = (1.0, 0.5, 0.5 / (chosen.num_mix or values["num_mix"]))  # D1: mtm's sum to 1
     return values
 
 
@@ -448,8 +449,6 @@ def parse_args(argv=None):
         args.warmup *= min(1, args.epochs / usual.epochs)  # a shorter run has a shorter warm-up
     if "min_lr" not in typed:
         args.min_lr *= peak_rate(args) / peak_rate(usual)  # the last rate is scaled as the peak rate is
-    if "term_weights" not in typed and args.variant == "released":
-        args.term_weights = (1.0, 0.5, 0.5 / args.num_mix)  # D1, for any M: those of mtm sum to 1 there, here to M
     if "mix_slices" not in typed:
         slices = math.gcd(args.mix_slices, args.batch_size)  # fewer, if the batch of a small folder is another number
         args.mix_slices = math.lcm(slices, common.rank_and_world()[1])  # each process has equally many
@@ -466,7 +465,7 @@ def check_mixing(args):
     if slices % world or args.batch_size % slices:
         common.fail(f"--mix-slices {slices}: {world} process(es) must divide it, and it must divide the batch")
     if num_mix > (images := args.batch_size // slices):
-        common.fail(f"--num-mix {num_mix}: each of {slices} slices has {images} image(s). Give --mix-slices 1, or less")
+        common.fail(f"--num-mix {num_mix}: each of {slices} slices has {images} image(s). Give fewer of one")
     if args.local_crops and args.terms == "mtm":
         common.fail("--local-crops with --terms mtm: local crops are queries of oto and mto, and none would be used")
     for size in image_sizes(args):

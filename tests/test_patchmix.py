@@ -32,27 +32,27 @@ def views_of(args, seed=1):
 # ------------------------------------------------------------------ patch_mix
 
 
-def mix_by_loops(images, num_mix, ph, pw, k):
+def mix_by_loops(images, num_mix, p, k):
     """Eq. 1-7, patch by patch: shuffled patch j of mixed image i is patch k(j) of image u(i, m), m = floor(j / S)."""
     n, _, height, width = images.shape
-    tokens, columns = (height // ph) * (width // pw), width // pw
+    tokens, columns = (height // p) * (width // p), width // p
     size, mixed = tokens // num_mix, torch.zeros_like(images)
     for i in range(n):
         for j in range(tokens):
             m = j // size if j < size * num_mix else 0  # what is left over stays
             row, column = divmod(int(k[j]), columns)
-            place = (..., slice(row * ph, row * ph + ph), slice(column * pw, column * pw + pw))
+            place = (..., slice(row * p, row * p + p), slice(column * p, column * p + p))
             mixed[i][place] = images[(i + m) % n][place]
     return mixed
 
 
-MIXES = [  # N, M, (H, W), (p_h, p_w)
-    (4, 3, (8, 8), (2, 2)),  # 16 patches: one is left over; N is no multiple of M
-    (7, 3, (8, 12), (4, 2)),  # not square
-    (3, 3, (8, 8), (4, 4)),  # N < 2M - 1, and four patches
-    (2, 4, (6, 6), (2, 2)),  # N < M: an image meets itself again
-    (4, 9, (6, 6), (2, 2)),  # M = T
-    (3, 1, (8, 8), (2, 2)),
+MIXES = [  # N, M, (H, W), p
+    (4, 3, (8, 8), 2),  # 16 patches: one is left over; N is no multiple of M
+    (7, 3, (8, 12), 4),  # not square
+    (3, 3, (8, 8), 4),  # N < 2M - 1, and four patches
+    (2, 4, (6, 6), 2),  # N < M: an image meets itself again
+    (4, 9, (6, 6), 2),  # M = T
+    (3, 1, (8, 8), 2),
 ]
 
 
@@ -60,11 +60,11 @@ MIXES = [  # N, M, (H, W), (p_h, p_w)
 def test_patch_mix_eq_1_to_9(n, num_mix, size, patch):
     g = torch.Generator().manual_seed(n)
     x, weight = (torch.randn(n, 2, *size, dtype=torch.float64, generator=g) for _ in range(2))
-    k = torch.randperm(size[0] // patch[0] * (size[1] // patch[1]), generator=g)
+    k = torch.randperm(size[0] // patch * (size[1] // patch), generator=g)
     ours, theirs = x.clone().requires_grad_(), x.clone().requires_grad_()
-    mixed = patchmix.patch_mix(ours, num_mix, patch if patch[0] != patch[1] else patch[0], k)
+    mixed = patchmix.patch_mix(ours, num_mix, patch, k)
     gradient = torch.autograd.grad((mixed * weight).sum(), ours)[0]
-    expected = mix_by_loops(theirs, num_mix, *patch, k)
+    expected = mix_by_loops(theirs, num_mix, patch, k)
     assert torch.equal(mixed, expected)
     torch.testing.assert_close(gradient, torch.autograd.grad((expected * weight).sum(), theirs)[0])
 
@@ -141,7 +141,7 @@ def mixed_by_loops(images, args, step, number):
     tokens = (images.shape[-1] // args.patch_size) ** 2
     k = torch.randperm(tokens, generator=common.generator(args.seed, step, 10 + number, 0))
     slices = images.chunk(args.mix_slices)
-    return torch.cat([mix_by_loops(x, args.num_mix, args.patch_size, args.patch_size, k) for x in slices])
+    return torch.cat([mix_by_loops(x, args.num_mix, args.patch_size, k) for x in slices])
 
 
 def terms_by_loops(model, args, views, step):
