@@ -691,7 +691,7 @@ def choose_positives(args, x, generator=None, neighbors=None):
 
 
 def refresh(args, model, images, device, epoch, positives):
-    """Choose the table of positives anew, in place. Prints the seconds and, with labels, the share of right ones.
+    """Choose the table of positives anew, in place. Say the seconds and, if all have labels, the share of right ones.
 
     The embeddings are the momentum encoder's for centre crops (ours), in float32. positives: (N, num_positives) int32.
     """

@@ -937,9 +937,9 @@ def open_data(args, info, train=None, test=None, labels=True):
     else:
         if args.dataset is None and args.checkpoint:
             file = run_folder(args.checkpoint) / "config.json"
-            if not file.exists():
-                fail(f"there is no {file} to tell the data set: give --dataset")
-            config = json.loads(file.read_text())
+            config = json.loads(file.read_text()) if file.exists() else {}
+            if "dataset" not in config:
+                fail("there is no run's config.json beside the checkpoint to tell its data set: give --dataset")
             trained_on = config.get("images", {}).get("checksum") if args.data_dir is None else None
             args.dataset, args.data_dir = config["dataset"], args.data_dir or config.get("data_dir")
         args.dataset = args.dataset or "patterns"
@@ -1554,7 +1554,8 @@ def argument(name, value, what, limits=None):
     elif name in PATHS:
         options |= dict(metavar="PATH")
     if isinstance(value, (tuple, list)):
-        options |= dict(nargs="*" if isinstance(value, list) else len(value))
+        some = "*" if name == "milestones" else "+"  # without any, the rate falls by a cosine
+        options |= dict(nargs=some if isinstance(value, list) else len(value))
     if name in RANGES:
         options |= dict(metavar=("LO", "HI"))
     if name == "checkpoint":
@@ -1583,7 +1584,8 @@ def parse(script, doc, argv, table, run, recipe=None):
     """
     flags = table | run
     usage = f"python {script}{' [RUN | FILE --arch NAME]' if 'checkpoint' in defaults(flags) else ''} [flags]"
-    what = (doc or "").partition("\n")[0] + f" D1, D2, ... are explained at the top of {script}."  # None: python -OO
+    what, _, more = (doc or "").partition("\n")  # None: python -OO
+    what += f" D1, D2, ... are explained at the top of {script}." if " D1 " in more else ""
     options = dict(allow_abbrev=False, add_help=False, argument_default=argparse.SUPPRESS)
     parser = ArgumentParser(script, usage, what, **options)
     for group, rows in flags.items():
@@ -1636,7 +1638,7 @@ def shown(value):
     """Return a value as one would type it after its flag."""
     if isinstance(value, (tuple, list)):
         return " ".join(map(shown, value)) or "none"
-    return f"{value:.12g}" if isinstance(value, float) else str(value)
+    return str(value).removesuffix(".0")
 
 
 def short(text, most=120):

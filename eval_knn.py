@@ -74,7 +74,7 @@ def main(args, encoder=None, train=None, test=None):
     args = copy.copy(args)
     folder = Path(args.dump or ".").absolute().parent
     if args.dump and (os.path.exists(args.dump) or not (folder.is_dir() and os.access(folder, os.W_OK))):
-        common.fail(f"--dump {args.dump} is there already, or its folder cannot be written")  # told before the work
+        common.fail(f"--dump {args.dump} is there already, or its folder is missing or read-only")  # before the work
     device, encoder, info = common.open_encoder(args, encoder)
     train, test = common.open_data(args, info, train, test, labels=not args.dump)
     parts = {"train": train} if test is None else {"train": train, "test": test}

@@ -465,7 +465,7 @@ def check_mixing(args):
     if slices % world or args.batch_size % slices:
         common.fail(f"--mix-slices {slices}: {world} process(es) must divide it, and it must divide the batch")
     if num_mix > (images := args.batch_size // slices):
-        common.fail(f"--num-mix {num_mix}: each of {slices} slices has {images} image(s). Give fewer of one")
+        common.fail(f"--num-mix {num_mix}: each of {slices} slices has {images} image(s). Give fewer slices")
     if args.local_crops and args.terms == "mtm":
         common.fail("--local-crops with --terms mtm: local crops are queries of oto and mto, and none would be used")
     for size in image_sizes(args):

@@ -276,6 +276,19 @@ def test_epochs_are_permutations_in_whole_batches():
     assert rows_of(sampler, 1, 5, 7) == whole[1:3]
 
 
+def test_processes_share_the_batches_of_one(monkeypatch):
+    sampler, parts = common.EpochSampler(37, 8, seed=2), []
+    whole = rows_of(sampler, 2)
+    for rank in range(4):
+        monkeypatch.setattr(common, "rank_and_world", lambda rank=rank: (rank, 4))
+        parts.append(rows_of(sampler, 2))
+    assert [sum(slices, []) for slices in zip(*parts, strict=True)] == whole
+
+
+def test_only_loaders_with_workers_have_a_timeout():
+    assert [common.Loader([0], CPU, workers).timeout for workers in (0, 1)] == [0, 1800]
+
+
 # ---------------------------------------------------------------------- files
 
 STATE = {"x": torch.arange(100.0), "step": 7, "lr": [0.1, 2.0], "nested": {"y": torch.zeros(2, 3, dtype=torch.int64)}}

@@ -83,6 +83,11 @@ def test_knn_of_a_checkpoint_and_its_floors(places):
     assert alone == results["untrained"] != results["encoder"]
 
 
+def test_bf16_of_small_images_on_a_cpu_is_refused(places, capsys):
+    """Torch computes its gradients wrongly."""
+    assert "--amp bf16" in refused(capsys, run, eval_linear, places["RESNET"], "--finetune", "--amp", "bf16")
+
+
 def test_linear_probe_of_a_checkpoint_and_its_floors(places):
     flags = [places["VIT"] / "backbone.pt", "--epochs", 5, "--lrs", 0.01, 0.1, 1]
     results = run(eval_linear, *flags)

@@ -76,12 +76,18 @@ def test_the_demos_images_stay():
 
 @pytest.mark.parametrize("name, test_name", [("folder", "val"), ("imagenet", "test"), ("patterns", "val")])
 def test_a_layout_of_class_folders_is_read_whatever_the_name(tmp_path, test_name, name, capsys):
-    """But what is no image, hidden names and thumbnails. A class may be a link to a folder elsewhere."""
+    """But what is no image, hidden names and thumbnails, links that lead back, and named pipes, which would hang.
+
+    A class may be a link to a folder elsewhere.
+    """
     parts = {"train/b": 3, "../elsewhere": 2, "unlabeled/x/y": 4, f"{test_name}/a": 1, f"{test_name}/b": 2}
     root = write_tree(tmp_path / "data", parts | {"train/.x": 1, "train/b/@eaDir": 1})
     (root / "train" / "a").symlink_to(tmp_path / "elsewhere")
     for other in ("b/notes.txt", "b/._0.png"):
         (root / "train" / other).write_text("not an image")
+    os.mkfifo(root / "train" / "b" / "pipe.png")
+    for link, target in {"b/up": "..", "loop": ".", "../../elsewhere/back": "../data/train"}.items():
+        (root / "train" / link).symlink_to(target)
     train, test = (common.load_images(name, root, part) for part in (True, False))
     assert train.classes == test.classes == ["a", "b"]
     assert train.labels.tolist() == [0, 0, 1, 1, 1] and test.labels.tolist() == [0, 1, 1]
@@ -204,7 +210,15 @@ def test_a_checksum_is_of_the_files_not_of_their_place(tmp_path, monkeypatch, ch
     assert after[0] == before[0] and after[1] != before[1]
 
 
-def test_a_checksum_of_decoded_images_is_also_of_their_shape_and_of_the_last_one():
+def test_a_checksum_of_many(monkeypatch):
+    """Of files it reads a hundred, and all names; of decoded images also the shape, and the last one."""
+    asked = []
+    monkeypatch.setattr(common.Path, "read_bytes", lambda path: asked.append(str(path)) or b"pixels")
+    images = common.ImageSet([f"train/{i:08}.JPEG" for i in range(2000)])
+    first = images.checksum()
+    assert len(set(asked)) == 100
+    images.paths[77] = b"train/other.JPEG"
+    assert images.checksum() != first
     array = np.zeros((2300, 32, 32, 3), np.uint8)
     changed, labels = array.copy(), np.zeros(2300, int)
     changed[-1] = 1

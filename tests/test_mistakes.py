@@ -78,6 +78,7 @@ MISTAKES = [  # scripts, flags, what the line has to name
     (["eval_linear"], "begun --finetune --batch-size 15", "--batch-size 15"),  # mixup pairs images
     (["eval_linear"], "begun --finetune --epochs 2 --warmup 3", "--warmup 3"),
     (["eval_linear"], "begun --finetune --head-lr 5", "--layer-decay 1"),
+    (["eval_knn"], "begun --k", "--k"),
     (["eval_knn"], "begun --dump notes.txt", "--dump"),
     (["eval_knn"], "begun --dump notes.txt/f.npz", "--dump"),
 ]

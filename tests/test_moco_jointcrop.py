@@ -181,6 +181,18 @@ def test_queue_is_first_in_first_out():
         assert [tuple(queue.keys[i].tolist()) for i in order] == held
 
 
+def test_encode_shuffled_keys_restores_the_order():
+    images, seen = [torch.randn(6, 3, 2, 2) + 10 * v for v in range(3)], []
+
+    def encode(x):
+        seen.append(x.flatten(1))
+        return x.flatten(1)
+
+    keys = moco.encode_shuffled_keys(encode, images, torch.Generator().manual_seed(3))
+    torch.testing.assert_close(keys, torch.stack([v.flatten(1) for v in images]))
+    assert not torch.equal(seen[0], torch.cat(images).flatten(1))
+
+
 def tiny(version, encoder=None):
     args = moco.parse_args(["--arch", "resnet_micro", "--batch-size", "8", "--moco", version])
     return (moco.MoCoV3 if version == "v3" else moco.MoCo)(args, encoder)
