@@ -629,7 +629,7 @@ def parse_args(argv=None):
     if "warmup" not in typed:
         args.warmup *= min(1, args.epochs / usual.epochs)  # a shorter run has a shorter warm-up
     if "min_lr" not in typed:
-        args.min_lr *= peak_rate(args) / peak_rate(usual)  # the last rate is scaled as the peak rate is
+        args.min_lr *= common.peak_rate(args) / common.peak_rate(usual)  # the last rate is scaled as the peak rate is
     if "clim_start" not in typed:
         args.clim_start = min(args.clim_start, args.clim_start * args.epochs // usual.epochs)  # so does the wait
     if "local_size" not in typed:  # at most half of a view's side, in whole patches of a ViT
@@ -646,11 +646,6 @@ def parse_args(argv=None):
     return args
 
 
-def peak_rate(args):
-    """Return the learning rate after the warm-up: --lr, scaled linearly with the batch size."""
-    return args.lr * args.batch_size / args.lr_batch
-
-
 def schedule(args, step, steps_per_epoch):
     """Return (learning rate, weight decay, momentum of the momentum encoder) for a step, counted from 0.
 
@@ -659,10 +654,10 @@ def schedule(args, step, steps_per_epoch):
     epoch = step / steps_per_epoch
     warmup = args.warmup if args.warmup * steps_per_epoch >= 1 else 0  # less than a step is none
     if epoch < warmup:
-        lr = peak_rate(args) * epoch / warmup
+        lr = common.peak_rate(args) * epoch / warmup
     else:
         done = (epoch - warmup) / (args.epochs - warmup)
-        lr = args.min_lr + (peak_rate(args) - args.min_lr) * (1 + math.cos(math.pi * done)) / 2
+        lr = args.min_lr + (common.peak_rate(args) - args.min_lr) * (1 + math.cos(math.pi * done)) / 2
     return lr, args.weight_decay, args.momentum
 
 
@@ -765,7 +760,7 @@ def main(args, train=None, test=None, encoder=None):
     save(args, step, records, images, model, optimizer, positives)
     terms = len(args.resolutions) ** 2 + args.local_crops  # of the loss, which is their sum
     chance = terms * math.log(args.queue + 1)  # the loss at equal logits
-    facts = dict(peak_lr=peak_rate(args), terms=terms, chance_level=chance, queue_share=args.queue / len(train))
+    facts = dict(peak_lr=common.peak_rate(args), terms=terms, chance_level=chance, queue_share=args.queue / len(train))
     introduce(args, train, test, **facts)
 
     for epoch in range(max(0, step - 1) // steps_per_epoch, args.epochs):  # the last epoch again: it may lack its kNN

@@ -1654,6 +1654,11 @@ def describe_changes(args, names):
     return short("".join(f"-{name}{value}" for name, value in values.items()).replace(" ", ","))
 
 
+def peak_rate(args):
+    """Return the learning rate after the warm-up: --lr, scaled linearly with the batch size."""
+    return args.lr * args.batch_size / args.lr_batch
+
+
 def check_schedule(args):
     """Exit with an error message if batch size, warm-up or last rate of a training do not go together."""
     world = rank_and_world()[1]
@@ -1661,9 +1666,8 @@ def check_schedule(args):
         fail(f"--batch-size {args.batch_size} (global) cannot be shared out over {world} processes, two or more each")
     if args.warmup > args.epochs:
         fail(f"--warmup {args.warmup:g} is longer than the run, --epochs {args.epochs}")
-    peak = args.lr * args.batch_size / args.lr_batch
-    if args.min_lr > peak:
-        fail(f"--min-lr {args.min_lr:g} is above the learning rate's peak, {peak:g}")
+    if args.min_lr > peak_rate(args):
+        fail(f"--min-lr {args.min_lr:g} is above the learning rate's peak, {peak_rate(args):g}")
 
 
 EVALUATION = {  # the flags that both evaluations have

@@ -552,11 +552,6 @@ def make_optimizer(args, network, head):
     return torch.optim.SGD(groups, momentum=args.momentum, nesterov=args.nesterov and args.momentum > 0, **options)
 
 
-def peak_rate(args):
-    """Return the learning rate after the warm-up: --lr, scaled linearly with the batch size."""
-    return args.lr * args.batch_size / args.lr_batch
-
-
 def learning_rate(args, step, steps_per_epoch):
     """Return the learning rate of a step, counted from 0, before a group's lr_scale. It changes once per epoch.
 
@@ -571,11 +566,11 @@ def learning_rate(args, step, steps_per_epoch):
         last_change = max(0, step * changes // (args.epochs * steps_per_epoch) - 1)
         epoch, cosine_begins = last_change * args.epochs / changes, 0
     if epoch < args.warmup:
-        return args.warmup_lr + (peak_rate(args) - args.warmup_lr) * epoch / args.warmup
+        return args.warmup_lr + (common.peak_rate(args) - args.warmup_lr) * epoch / args.warmup
     if args.milestones:
-        return peak_rate(args) * 0.1 ** sum(epoch / args.epochs >= m for m in args.milestones)
+        return common.peak_rate(args) * 0.1 ** sum(epoch / args.epochs >= m for m in args.milestones)
     turn = math.pi * (epoch - cosine_begins) / (args.epochs - cosine_begins)
-    return args.min_lr + (peak_rate(args) - args.min_lr) * (1 + math.cos(turn)) / 2
+    return args.min_lr + (common.peak_rate(args) - args.min_lr) * (1 + math.cos(turn)) / 2
 
 
 # ======================================= 7. the papers' protocols: the training
@@ -678,7 +673,7 @@ def train_protocol(args, device, encoder, info, train, test):
     lock = common.claim_folder(args.out)
     step, records = restore(args, images, network, optimizer)
     save(args, step, records, images, network, optimizer)
-    facts = dict(trained_parameters=sum(p.numel() for p in network.parameters()), peak_rate=peak_rate(args))
+    facts = dict(trained_parameters=sum(p.numel() for p in network.parameters()), peak_rate=common.peak_rate(args))
     introduce(args, steps_per_epoch=steps_per_epoch, processes=common.rank_and_world()[1], **facts)
 
     for epoch in range(max(0, step - 1) // steps_per_epoch, args.epochs):  # the last one again: it may lack its scores

@@ -309,15 +309,10 @@ def parse_args(argv=None):
     if "warmup" not in typed:
         args.warmup *= min(1, args.epochs / usual.epochs)  # a shorter run has a shorter warm-up
     if "min_lr" not in typed:
-        args.min_lr *= peak_rate(args) / peak_rate(usual)  # the last rate is scaled as the peak rate is
+        args.min_lr *= common.peak_rate(args) / common.peak_rate(usual)  # the last rate is scaled as the peak rate is
     common.check_schedule(args)
     args.bn_groups = batch_norm_groups(args, typed)
     return args
-
-
-def peak_rate(args):
-    """Return the learning rate after the warm-up: --lr, scaled linearly with the batch size."""
-    return args.lr * args.batch_size / args.lr_batch
 
 
 def schedule(args, step, steps_per_epoch):
@@ -328,10 +323,10 @@ def schedule(args, step, steps_per_epoch):
     epoch = step / steps_per_epoch
     warmup = args.warmup if args.warmup * steps_per_epoch >= 1 else 0  # less than a step is none
     if epoch < warmup:
-        lr = peak_rate(args) * epoch / warmup
+        lr = common.peak_rate(args) * epoch / warmup
     else:
         done = (epoch - warmup) / (args.epochs - warmup)
-        lr = args.min_lr + (peak_rate(args) - args.min_lr) * (1 + math.cos(math.pi * done)) / 2
+        lr = args.min_lr + (common.peak_rate(args) - args.min_lr) * (1 + math.cos(math.pi * done)) / 2
     return lr, args.weight_decay, args.momentum
 
 
@@ -382,7 +377,8 @@ def main(args, train=None, test=None, encoder=None):
     step, records = restore(args, images, model, optimizer)
     save(args, step, records, images, model, optimizer)
     chance = math.log(args.queue + 1)  # the loss at equal logits
-    introduce(args, train, test, peak_lr=peak_rate(args), chance_level=chance, queue_share=args.queue / len(train))
+    facts = dict(chance_level=chance, queue_share=args.queue / len(train))
+    introduce(args, train, test, peak_lr=common.peak_rate(args), **facts)
 
     for epoch in range(max(0, step - 1) // steps_per_epoch, args.epochs):  # the last epoch again: it may lack its kNN
         loader.batch_sampler.set_epoch(epoch, step, last_step)

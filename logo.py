@@ -529,7 +529,7 @@ def parse_args(argv=None):
     if "warmup" not in typed:
         args.warmup *= min(1, args.epochs / usual.epochs)  # a shorter run has a shorter warm-up
     if "min_lr" not in typed:
-        args.min_lr *= peak_rate(args) / peak_rate(usual)  # the last rate is scaled as the peak rate is
+        args.min_lr *= common.peak_rate(args) / common.peak_rate(usual)  # the last rate is scaled as the peak rate is
     if "local_size" not in typed and args.image_size != usual.image_size:  # half of a view's side, or less
         patch_size = args.patch_size if common.is_vit(args.arch) else 1
         args.local_size = min(args.local_size, args.image_size // 2) // patch_size * patch_size
@@ -546,11 +546,6 @@ def parse_args(argv=None):
     return args
 
 
-def peak_rate(args):
-    """Return the learning rate after the warm-up: --lr, scaled linearly with the batch size."""
-    return args.lr * args.batch_size / args.lr_batch
-
-
 def schedule(args, step, steps_per_epoch):
     """Return (learning rate, weight decay, momentum of the momentum encoder) for a step, counted from 0.
 
@@ -560,13 +555,13 @@ def schedule(args, step, steps_per_epoch):
     epoch = step / steps_per_epoch
     warmup = args.warmup if args.warmup * steps_per_epoch >= 1 else 0  # less than a step is none
     if epoch < warmup:
-        lr = peak_rate(args) * epoch / warmup
+        lr = common.peak_rate(args) * epoch / warmup
     elif args.milestones:
         done = step / (args.epochs * steps_per_epoch)
-        lr = peak_rate(args) * 0.1 ** sum(done >= milestone for milestone in args.milestones)
+        lr = common.peak_rate(args) * 0.1 ** sum(done >= milestone for milestone in args.milestones)
     else:
         done = (epoch - warmup) / (args.epochs - warmup)
-        lr = args.min_lr + (peak_rate(args) - args.min_lr) * (1 + math.cos(math.pi * done)) / 2
+        lr = args.min_lr + (common.peak_rate(args) - args.min_lr) * (1 + math.cos(math.pi * done)) / 2
     return lr, args.weight_decay, args.momentum if args.base == "moco" else 0.0
 
 
@@ -622,7 +617,7 @@ def main(args, train=None, test=None, encoder=None):
 
     # The affinity and its optimiser; for --l2l-weighting clip a second optimiser of the encoder, without weight decay
     affinity = Affinity(args.dim, args.affinity_hidden).to(device)
-    affinity_lr = peak_rate(args) if args.affinity_lr == "auto" else args.affinity_lr
+    affinity_lr = common.peak_rate(args) if args.affinity_lr == "auto" else args.affinity_lr
     affinity_optimizer = torch.optim.SGD(
         affinity.parameters(), affinity_lr, momentum=args.sgd_momentum, weight_decay=args.weight_decay
     )
@@ -642,7 +637,7 @@ def main(args, train=None, test=None, encoder=None):
     else:
         norms = "each process's own" if dist.is_initialized() and device.type == "cpu" else "of the whole batch"
         facts = dict(batch_norm=norms)
-    introduce(args, train, test, peak_lr=peak_rate(args), chance_level=chance, **facts)
+    introduce(args, train, test, peak_lr=common.peak_rate(args), chance_level=chance, **facts)
 
     for epoch in range(max(0, step - 1) // steps_per_epoch, args.epochs):  # the last epoch again: it may lack its kNN
         loader.batch_sampler.set_epoch(epoch, step, last_step)

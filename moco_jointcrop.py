@@ -494,7 +494,7 @@ def parse_args(argv=None):
     if "warmup" not in typed:
         args.warmup *= min(1, args.epochs / usual.epochs)  # a shorter run has a shorter warm-up
     if "min_lr" not in typed:
-        args.min_lr *= peak_rate(args) / peak_rate(usual)  # the last rate is scaled as the peak rate is
+        args.min_lr *= common.peak_rate(args) / common.peak_rate(usual)  # the last rate is scaled as the peak rate is
     if "local_size" not in typed:  # at most half of a view's side, in whole patches of a ViT
         patch_size = args.patch_size if common.is_vit(args.arch) else 1
         args.local_size = min(args.local_size, args.image_size // 2) // patch_size * patch_size
@@ -517,11 +517,6 @@ def check_views(args):
         common.fail(f"--variant released is {what}: leave out --beta, --css-alpha, --local-crops, other --joint")
 
 
-def peak_rate(args):
-    """Return the learning rate after the warm-up: --lr, scaled linearly with the batch size."""
-    return args.lr * args.batch_size / args.lr_batch
-
-
 def schedule(args, step, steps_per_epoch):
     """Return (learning rate, weight decay, momentum of the momentum encoder) for a step, counted from 0.
 
@@ -532,12 +527,12 @@ def schedule(args, step, steps_per_epoch):
     warmup = args.warmup if args.warmup * steps_per_epoch >= 1 else 0  # less than a step is none
     whole = step / (args.epochs * steps_per_epoch)  # the share of the training that is done
     if epoch < warmup:
-        lr = peak_rate(args) * epoch / warmup
+        lr = common.peak_rate(args) * epoch / warmup
     elif args.moco != "v3" and args.milestones:
-        lr = peak_rate(args) * 0.1 ** sum(whole >= milestone for milestone in args.milestones)
+        lr = common.peak_rate(args) * 0.1 ** sum(whole >= milestone for milestone in args.milestones)
     else:
         done = (epoch - warmup) / (args.epochs - warmup)
-        lr = args.min_lr + (peak_rate(args) - args.min_lr) * (1 + math.cos(math.pi * done)) / 2
+        lr = args.min_lr + (common.peak_rate(args) - args.min_lr) * (1 + math.cos(math.pi * done)) / 2
     first, last = args.momentum
     return lr, args.weight_decay, last + (first - last) * (1 + math.cos(math.pi * whole)) / 2
 
@@ -605,7 +600,7 @@ def main(args, train=None, test=None, encoder=None):
     else:
         chance = math.log(args.queue + 1)  # the loss at equal logits
         facts = dict(queue_share=args.queue / len(train))
-    introduce(args, train, test, peak_lr=peak_rate(args), chance_level=chance, **facts)
+    introduce(args, train, test, peak_lr=common.peak_rate(args), chance_level=chance, **facts)
 
     for epoch in range(max(0, step - 1) // steps_per_epoch, args.epochs):  # the last epoch again: it may lack its kNN
         loader.batch_sampler.set_epoch(epoch, step, last_step)

@@ -325,9 +325,8 @@ class PatchMix(nn.Module):
     def local_contrasts(self, local_views, z1, z2, step):
         """The contrasts of the local crops (D6), {term: scalar}: the mean over the crops, summed over both views' keys.
 
-        local_views: this process's local crops, each (n, 3, S, S), normalised. z1, z2: (N, dim) the views' original
-        keys. Plain crops are contrasted as in oto, mixed ones as in mto, if --terms has these. All pass the encoder at
-        once. Each crop is mixed by a permutation of its own. This is as released.
+        local_views: of this process, each (n, 3, S, S), normalised. z1, z2: (N, dim), the views' original keys. As
+        released: plain crops as in oto, and mixed ones, each by its own permutation, as in mto, if --terms has these.
         """
         mixed = [mix_in_slices(x, self.args, step, 2 + i) for i, x in enumerate(local_views)]
         losses = {}
@@ -448,7 +447,7 @@ def parse_args(argv=None):
     if "warmup" not in typed:
         args.warmup *= min(1, args.epochs / usual.epochs)  # a shorter run has a shorter warm-up
     if "min_lr" not in typed:
-        args.min_lr *= peak_rate(args) / peak_rate(usual)  # the last rate is scaled as the peak rate is
+        args.min_lr *= common.peak_rate(args) / common.peak_rate(usual)  # the last rate is scaled as the peak rate is
     if "mix_slices" not in typed:
         slices = math.gcd(args.mix_slices, args.batch_size)  # fewer, if the batch of a small folder is another number
         args.mix_slices = math.lcm(slices, common.rank_and_world()[1])  # each process has equally many
@@ -473,11 +472,6 @@ def check_mixing(args):
             common.fail(f"--patch-size {patch} does not cut images of {size} px into --num-mix {num_mix} whole patches")
 
 
-def peak_rate(args):
-    """Return the learning rate after the warm-up: --lr, scaled linearly with the batch size."""
-    return args.lr * args.batch_size / args.lr_batch
-
-
 def cosine(start, end, done):
     """Half a cosine from `start` to `end`; done: the share of the way, from 0 to 1."""
     return end + (start - end) * (1 + math.cos(math.pi * done)) / 2
@@ -492,9 +486,9 @@ def schedule(args, step, steps_per_epoch):
     epoch, done = step / steps_per_epoch, step / (args.epochs * steps_per_epoch)
     warmup = args.warmup if args.warmup * steps_per_epoch >= 1 else 0  # less than a step is none
     if epoch < warmup:
-        lr = peak_rate(args) * epoch / warmup
+        lr = common.peak_rate(args) * epoch / warmup
     else:
-        lr = cosine(peak_rate(args), args.min_lr, (epoch - warmup) / (args.epochs - warmup))
+        lr = cosine(common.peak_rate(args), args.min_lr, (epoch - warmup) / (args.epochs - warmup))
     return lr, cosine(*args.weight_decay, done), cosine(*args.momentum, done)
 
 
@@ -556,7 +550,7 @@ def main(args, train=None, test=None, encoder=None):
     step, records = restore(args, images, model, optimizer)
     save(args, step, records, images, model, optimizer)
     chance = chance_level(args)
-    facts = dict(peak_lr=peak_rate(args), chance_level=chance, keys_per_query=args.batch_size, batch_norm=norms)
+    facts = dict(peak_lr=common.peak_rate(args), chance_level=chance, keys_per_query=args.batch_size, batch_norm=norms)
     introduce(args, train, test, **facts)
 
     for epoch in range(max(0, step - 1) // steps_per_epoch, args.epochs):  # the last epoch again: it may lack its kNN

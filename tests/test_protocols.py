@@ -119,7 +119,7 @@ def test_a_short_fine_tuning_passes_through_the_rates_of_a_long_one(places, epoc
     short, whole = (resolved(places, "--finetune", "--epochs", e) for e in (epochs, 100))
     found = [eval_linear.learning_rate(short, step, 100) for step in range(100 * epochs)]
     expected = [eval_linear.learning_rate(whole, 100 * (step // epochs), 100) for step in range(100 * epochs)]
-    assert found == pytest.approx(expected) and max(found) > 0.97 * eval_linear.peak_rate(short)
+    assert found == pytest.approx(expected) and max(found) > 0.97 * common.peak_rate(short)
 
 
 def groups_of(places, encoder, *flags):

@@ -11,6 +11,8 @@ import torch
 from conftest import METHODS
 from torch import nn
 
+import common
+
 _tiny = tiny._tiny
 
 STEPS = 7  # per epoch
@@ -57,7 +59,7 @@ def test_a_warm_up_of_less_than_a_step_is_none(method):
     """A run of one step would have no rate otherwise."""
     module = importlib.import_module(method)
     args = module.parse_args(["--epochs", "1"])
-    assert 0 < args.warmup < 1 and module.schedule(args, 0, 1)[0] == module.peak_rate(args)
+    assert 0 < args.warmup < 1 and module.schedule(args, 0, 1)[0] == common.peak_rate(args)
     assert module.schedule(args, 0, 100)[0] == 0
 
 
