@@ -26,10 +26,10 @@ The baseline is MoCo v2. It is exactly `--selection none`, which takes one resol
     (no positives)                            a choice of positives every few epochs      kmeans, ..., refresh
     one query view and one key view           also two views of one positive              augmentation, draw_views
     q = query(view)                           q = query(view mixed with the positive's)   cutmix, CLIM.forward
-    k = key(view)                             k of the image, and k of its positive       CLIM.forward
-    info_nce(q, k, queue, tau)                clim_loss(q, k, k, queue, tau, lambda)      CLIM.forward
+    k = key(view)                             key k of the image, k' of its positive      CLIM.forward
+    info_nce(q, k, queue, tau)                clim_loss(q, k, k', queue, tau, lambda)     CLIM.forward
     one size                                  a sum over all pairs of sizes               CLIM.forward
-Tables 6, 8 and 9 are of one resolution, too: `--dataset imagenet --resolutions 224`, with the flags that name them.
+Tables 6, 8 and 9 take one resolution: `--dataset imagenet --resolutions 224`, and the flags whose help names the table.
 Table 7 is `--resolutions 224 96` and so on. Its multi-crop is `--local-crops 2`.
 Not here: detection and segmentation on VOC, COCO and LVIS (Tables 3 to 5), and the t-SNE of Fig. 3.
 
@@ -357,21 +357,12 @@ def augmentation(args):
     """Return a list of View: those of VIEWS for each copy, then a local crop of the image and one of the positive for
     each of --local-crops. All are drawn alike, as in MoCo v2 (App. A).
 
-    All are cut at the largest size. CLIM.forward resizes them to the other sizes, so that these have the same crop
-    (section 3.3).
+    VIEWS are cut at the largest size. CLIM.forward resizes them, so that all sizes have the same crop (section 3.3).
     """
-    view = common.View(
-        size=args.image_size,
-        area=args.crop_scale,
-        ratio=args.crop_ratio,
-        jitter=args.jitter,
-        jitter_p=args.jitter_p,
-        gray_p=args.gray_p,
-        blur_p=args.blur_p,
-        blur_sigma=args.blur_sigma,
-        solarize_p=0.0,
-        flip_p=args.flip_p,
-    )
+    crop = dict(size=args.image_size, area=args.crop_scale, ratio=args.crop_ratio)
+    color = dict(jitter=args.jitter, jitter_p=args.jitter_p, gray_p=args.gray_p, solarize_p=0.0)
+    blur = dict(blur_p=args.blur_p, blur_sigma=args.blur_sigma)
+    view = common.View(**crop, **color, **blur, flip_p=args.flip_p)
     local = view._replace(size=args.local_size, area=args.local_scale)
     return [view] * len(VIEWS) * num_copies(args.resolutions) + [local] * 2 * args.local_crops
 
@@ -545,8 +536,8 @@ class CLIM(nn.Module):
             # Both keys are encoded together (ours): a batch-norm group holds twice as many keys as queries
             shuffle = common.generator(args.seed, step, STREAM_SHUFFLE + i)
             keys.append(encode_shuffled_keys(self.key, [resize(v, size) for v in key_views], shuffle))  # (1 or 2, N, C)
-        local_keys = [common.shard(k, dim=1) for k in keys]  # (1 or 2, n, C) for each size
-        losses = [contrast(q, k, lam) for q, k in itertools.product(queries, local_keys)]
+        keys_here = [common.shard(k, dim=1) for k in keys]  # (1 or 2, n, C) for each size
+        losses = [contrast(q, k, lam) for q, k in itertools.product(queries, keys_here)]
         anchor_keys = keys[0][0]  # the images' own keys at the largest size: only these enter the queue (ours)
 
         # Table 7's multi-crop: local crops are queries, mixed with the positive's, against the keys of the large views
@@ -557,8 +548,8 @@ class CLIM(nn.Module):
                 x, lam = mix(args, x, partner, step, 1 + number)
             else:
                 x = local_views[number]
-            losses.append(contrast(self.query(x), local_keys[0], lam))
-        return sum(losses), anchor_keys, (queries[0].detach(), local_keys[0][0]), {}  # Eq. 6
+            losses.append(contrast(self.query(x), keys_here[0], lam))
+        return sum(losses), anchor_keys, (queries[0].detach(), keys_here[0][0]), {}  # Eq. 6
 
     @torch.no_grad()
     def update(self, m):
@@ -619,24 +610,18 @@ def recipe(chosen):
 
 def parse_args(argv=None):
     """Return the command line (argv, or sys.argv's) as a namespace of all values. Exits with an error on a mistake."""
-    run = dict(RUN, variant=("paper", "follow the paper, or the authors' code", ("paper", "released")))
+    run = dict(RUN, variant=("paper", "CLIM has no released code", ("paper",)))
     args, typed = common.parse("clim.py", __doc__, argv, HYPERPARAMETERS, dict(run=run), recipe)
     args.method, args.evaluated = "clim", "query"
-    if args.variant == "released":
-        common.fail("--variant released: CLIM has no released code; leave it out")
     # What is not typed follows from other values
     usual = argparse.Namespace(**recipe(args))
-    if "warmup" not in typed:
-        args.warmup *= min(1, args.epochs / usual.epochs)  # a shorter run has a shorter warm-up
-    if "min_lr" not in typed:
-        args.min_lr *= common.peak_rate(args) / common.peak_rate(usual)  # the last rate is scaled as the peak rate is
     if "clim_start" not in typed:
-        args.clim_start = min(args.clim_start, args.clim_start * args.epochs // usual.epochs)  # so does the wait
+        args.clim_start = min(args.clim_start, args.clim_start * args.epochs // usual.epochs)  # and a shorter wait
     if "local_size" not in typed:  # at most half of a view's side, in whole patches of a ViT
         patch_size = args.patch_size if common.is_vit(args.arch) else 1
         args.local_size = min(args.local_size, args.image_size // 2) // patch_size * patch_size
     args.resolutions = tuple(sorted(args.resolutions, reverse=True))  # the largest, at which views are cut, comes first
-    if args.resolutions[:1] != (args.image_size,):
+    if args.resolutions[0] != args.image_size:
         sizes = common.shown(args.resolutions)
         common.fail(f"--resolutions {sizes}: the largest must be the --image-size, {args.image_size}")
     common.check_schedule(args)
@@ -688,7 +673,7 @@ def choose_positives(args, x, generator=None, neighbors=None):
 def refresh(args, model, images, device, epoch, positives):
     """Choose the table of positives anew, in place. Say the seconds and, if all have labels, the share of right ones.
 
-    The embeddings are the momentum encoder's for centre crops (ours), in float32. positives: (N, num_positives) int32.
+    The embeddings are the momentum encoder's for centre crops (ours), not in bf16. positives: (N, num_positives) int32.
     """
     began = time.perf_counter()
     encoder = nn.Sequential(model.momentum_backbone, model.momentum_projector)
@@ -870,9 +855,7 @@ def exchange(x, wanted):
     to_send = x[rows_to_send.to(x.device, non_blocking=True)].contiguous()
     dist.all_to_all_single(received, to_send, receive_counts, send_counts)
     place = owner[rank].argsort(stable=True).to(x.device, non_blocking=True)  # rows arrive sorted by sender
-    channels_last = x.dim() == 4 and x.is_contiguous(memory_format=torch.channels_last)
-    layout = torch.channels_last if channels_last else torch.contiguous_format
-    return torch.empty_like(received, memory_format=layout).index_copy_(0, place, received)
+    return torch.empty_like(received).index_copy_(0, place, received)
 
 
 @torch.no_grad()

@@ -749,14 +749,6 @@ def colour_views(batch, device, memory_format=torch.channels_last, norm=None):
     return views
 
 
-def check_picture(path):
-    """Exit with an error message unless a picture may be written there: to a new name in .png, or over another PNG."""
-    path = Path(path)
-    is_png = path.is_file() and path.read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
-    if path.suffix.lower() != ".png" or (path.exists() and not is_png):
-        fail(f"{path} is no place for a picture: give a new name that ends in .png, or that of a PNG")
-
-
 def save_views(path, views, names):
     """Write --show-views' picture: a row per view, with its name and its first twelve images (n, 3, H, W) in [0, 1]."""
     side, font = max(96, *(view.shape[-1] for view in views)), ImageFont.load_default(12)
@@ -1621,8 +1613,13 @@ def parse(script, doc, argv, table, run, recipe=None):
         if "data_dir" in typed and "dataset" not in typed:
             fail(f"--data-dir needs --dataset, which chooses recipe and normalisation: {', '.join(DATASETS[1:])}")
         backbone_info(args.arch, args.image_size, args.patch_size)  # exits if there is no such encoder
-    if "show_views" in typed:
-        check_picture(args.show_views)
+        usual = argparse.Namespace(**recipe(args))
+        if "warmup" not in typed:
+            args.warmup *= min(1, args.epochs / usual.epochs)  # a shorter run has a shorter warm-up
+        if "min_lr" not in typed:
+            args.min_lr *= peak_rate(args) / peak_rate(usual)  # the last rate is scaled as the peak rate is
+    if "show_views" in typed and not args.show_views.lower().endswith(".png"):
+        fail(f"--show-views {args.show_views}: give a name that ends in .png")
     if "tensorboard" in typed and importlib.util.find_spec("tensorboard") is None:
         fail("--tensorboard needs a package: pip install tensorboard")
     args.changes = describe_changes(args, typed.keys() - OPERATING - {"dataset", "seed", "arch"})

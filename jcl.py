@@ -159,18 +159,10 @@ def info_nce(q, k, queue, temperature):
 
 def augmentation(args):
     """Return a list of View: one query view and M' key views per image. All are drawn alike, as in MoCo v2 (App. C)."""
-    view = common.View(
-        size=args.image_size,
-        area=args.crop_scale,
-        ratio=args.crop_ratio,
-        jitter=args.jitter,
-        jitter_p=args.jitter_p,
-        gray_p=args.gray_p,
-        blur_p=args.blur_p,
-        blur_sigma=args.blur_sigma,
-        solarize_p=0.0,
-        flip_p=args.flip_p,
-    )
+    crop = dict(size=args.image_size, area=args.crop_scale, ratio=args.crop_ratio)
+    color = dict(jitter=args.jitter, jitter_p=args.jitter_p, gray_p=args.gray_p, solarize_p=0.0)
+    blur = dict(blur_p=args.blur_p, blur_sigma=args.blur_sigma)
+    view = common.View(**crop, **color, **blur, flip_p=args.flip_p)
     return [view] * (1 + args.num_keys)  # the query's, and the keys'
 
 
@@ -304,12 +296,6 @@ def parse_args(argv=None):
     run = dict(RUN, variant=("paper", "follow the paper, or the authors' code", ("paper", "released")))
     args, typed = common.parse("jcl.py", __doc__, argv, HYPERPARAMETERS, dict(run=run), recipe)
     args.method, args.evaluated = "jcl", "query"
-    # What is not typed follows from other values
-    usual = argparse.Namespace(**recipe(args))
-    if "warmup" not in typed:
-        args.warmup *= min(1, args.epochs / usual.epochs)  # a shorter run has a shorter warm-up
-    if "min_lr" not in typed:
-        args.min_lr *= common.peak_rate(args) / common.peak_rate(usual)  # the last rate is scaled as the peak rate is
     common.check_schedule(args)
     args.bn_groups = batch_norm_groups(args, typed)
     return args
@@ -480,9 +466,7 @@ def exchange(x, wanted):
     to_send = x[rows_to_send.to(x.device, non_blocking=True)].contiguous()
     dist.all_to_all_single(received, to_send, receive_counts, send_counts)
     place = owner[rank].argsort(stable=True).to(x.device, non_blocking=True)  # rows arrive sorted by sender
-    channels_last = x.dim() == 4 and x.is_contiguous(memory_format=torch.channels_last)
-    layout = torch.channels_last if channels_last else torch.contiguous_format
-    return torch.empty_like(received, memory_format=layout).index_copy_(0, place, received)
+    return torch.empty_like(received).index_copy_(0, place, received)
 
 
 @torch.no_grad()

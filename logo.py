@@ -16,15 +16,15 @@ to score two locals of one image above locals of two images. The encoder lowers 
     "(4-crop)"    --pairs all: every crop against every other one (supplement, Tables 2 and 3)
 
     python logo.py                                                            # a laptop, no data
-    python logo.py --dataset cifar10 --local-crops 0 --one-way                # the baseline, MoCo v2, on one GPU
+    python logo.py --dataset cifar10 --local-crops 0 --one-way                # the baseline, MoCo, on one GPU
     torchrun --nproc_per_node=8 logo.py --dataset imagenet100 --data-dir DIR --base simsiam
 
 The baseline is MoCo or SimSiam with two global crops: `--local-crops 0`. Both views are queries there. With `--one-way`
-it is MoCo v2's loss, with one query. What LoGo changes in it:
+one is, as in MoCo v2; temperature and schedule are still LoGo's. What LoGo changes in it:
     two global crops per image                also two local crops                        augmentation
     loss = the mean of L_gg's two terms       also L_lg's four terms                      MoCo.forward, combine
-    (no affinity)                             a step of the affinity down Eq. 6           affinity_loss, affinity_step
-    one step of the encoder                   one more, down L_ll, which is clipped       local_dissimilarity, descend
+    (no affinity)                             a step of the affinity (Eq. 6)              affinity_loss, affinity_step
+    one step of the encoder                   one more, down L_ll, clipped, or a term     local_dissimilarity, descend
 
 Inference: only the supplement of this paper could be read. L_gg, L_lg, L_ll, Eq. 6, Eq. 9 and Algorithm 1 are the main
 text's, as others quote them. The MoCo form is the released code's. No code of the SimSiam form was released, so all of
@@ -38,10 +38,11 @@ comparison of the locals. In our runs the affinity ranks all pairs rightly in su
 batch (tests/results/README.md).
 
 Where this file, the paper and the released code differ:
-    D1 Terms and weights. Paper (`--variant paper`): the affinity's objective is linear, L_lg is the sum of its four
-       terms, and lambda L_ll is a term of the loss. At the same rate this loss is five times as large. Here and
-       released: the objective is logistic and so bounded, the loss is the mean of the six terms, and L_ll has a step of
-       its own, clipped to 1.5 % of the last gradient's norm, without lambda. On SimSiam both variants have lambda.
+    D1 Terms and weights. Paper (`--variant paper`): the affinity's objective is linear, so that it has no bound; L_lg
+       is the sum of its four terms, so that the loss is five times as large, at the same rate; and lambda L_ll is a
+       term of the loss. Here and released: the objective is logistic and so bounded, the loss is the mean of the six
+       terms, and L_ll has a step of its own, clipped to 1.5 % of the last gradient's norm, without lambda. On SimSiam
+       both variants have lambda.
     D2 The momentum encoder moves. Here: once per step. Released: twice, once per forward pass (not reproduced).
     D3 Weight decay acts. Here: once per step. Released: twice, in both optimisers of the encoder (not reproduced).
     D4 The clip's norm. Here: kept over epochs. Released: 0 as an epoch begins, so a step lacks L_ll (not reproduced).
@@ -55,7 +56,7 @@ Where this file, the paper and the released code differ:
     D11 The baseline. Here: it has global crops, and with `--one-way` the keys of one view are enqueued. Released: its
        crops take at least 0.08 of the area, and the keys of both views are enqueued.
     D12 SimSiam (inference). Rate, batch size and weight decay are LoGo's on MoCo. On CIFAR the batch has 512 images, as
-       a third party's, whose rate is half of that here. All rates fall by a cosine; SimSiam's predictor's does not.
+       a third party's, whose rate is half of that here. All rates fall by a cosine; SimSiam's predictor has a constant.
     D13 The size of local crops. Paper (supplement): on CIFAR 32 px, as large as the views, so that they differ in area
        only. On STL-10 it is not stated: 96 px of 96 is ours.
     D14 `--pairs all`. Paper (supplement, section 2): four crops with areas (.3, 1) and (.05, .3), and every ordered
@@ -88,7 +89,7 @@ HYPERPARAMETERS = dict(
         base=("moco", "what LoGo is put on; it also chooses the recipe", ("moco", "simsiam")),
         pairs=("logo", "all: every crop with every other, the 4-crop baseline (D14)", ("logo", "all")),
         local_crops=(2, "local crops per image; 0: symmetrised MoCo, or SimSiam", [0, 2]),
-        one_way=(False, "MoCo v2's loss, one query per image; with --local-crops 0"),
+        one_way=(False, "one query per image, as in MoCo v2; with --local-crops 0"),
         l2l=(True, "local-to-local dissimilarity"),
         l2l_weighting=("clip", "L_ll as a clipped step, or as a term of the loss (D1)", ("clip", "lambda")),
         clip_ratio=(0.015, "clip: largest gradient of L_ll, as a share of the main one"),
@@ -96,7 +97,7 @@ HYPERPARAMETERS = dict(
         affinity_form=("logistic", "the affinity's objective (D1)", ("logistic", "linear")),
         affinity_hidden=(256, "width of the affinity's two hidden layers", (1, math.inf)),
         affinity_lr=("auto", "its rate; auto: the encoder's peak rate", (1e-9, math.inf, "auto")),
-        affinity_noise=(0.3, "noise on the logistic form's locals, times sqrt(dim)"),
+        affinity_noise=(0.3, "logistic: deviation of the noise on positive pairs' locals, times sqrt(dim)"),
         temperature=(0.07, "temperature of MoCo's loss", (1e-9, math.inf)),
         queue=(4096, "negatives per query; auto: a tenth of the images, at least a batch", (1, math.inf, "auto")),
     ),
@@ -239,18 +240,10 @@ def info_nce(q, k, queue, temperature):
 
 def augmentation(args):
     """Two global and two local views per image; without local crops only the global ones: a list of View."""
-    global_view = common.View(
-        size=args.image_size,
-        area=args.global_scale,
-        ratio=args.crop_ratio,
-        jitter=args.jitter,
-        jitter_p=args.jitter_p,
-        gray_p=args.gray_p,
-        blur_p=args.blur_p,
-        blur_sigma=args.blur_sigma,
-        solarize_p=0.0,
-        flip_p=args.flip_p,
-    )
+    crop = dict(size=args.image_size, area=args.global_scale, ratio=args.crop_ratio)
+    color = dict(jitter=args.jitter, jitter_p=args.jitter_p, gray_p=args.gray_p, solarize_p=0.0)
+    blur = dict(blur_p=args.blur_p, blur_sigma=args.blur_sigma)
+    global_view = common.View(**crop, **color, **blur, flip_p=args.flip_p)
     local_view = global_view._replace(size=args.local_size, area=args.local_scale)
     return [global_view, global_view] + [local_view] * args.local_crops
 
@@ -330,10 +323,11 @@ class MoCo(nn.Module):
         list of the local views' embeddings, with gradient. Gradients reach the query encoder only.
         """
         all_pairs = self.args.pairs == "all"
-        if self.args.one_way:  # MoCo v2: the first view is the query, the second the key
+        if self.args.one_way:  # the first view is the query, the second the key
             queried, keyed = views[:1], views[1:2]
         else:
-            queried, keyed = views, views if all_pairs else views[:2]
+            queried = views
+            keyed = views if all_pairs else views[:2]
         shuffles = [common.generator(self.args.seed, step, STREAM_SHUFFLE + i) for i in range(len(keyed))]
         keys = [encode_shuffled_keys(self.key, [x], shuffle)[0] for x, shuffle in zip(keyed, shuffles, strict=True)]
         q = [self.query(x) for x in queried]
@@ -349,7 +343,8 @@ class MoCo(nn.Module):
             global_terms = [nce(query, key) for query, key in zip(q[:2], reversed(k), strict=True)]  # L_gg
             local_terms = [nce(query, key) for query in q[2:] for key in k]  # L_lg
             loss = combine(global_terms, local_terms, "sum" if self.args.variant == "paper" else "mean")
-        return loss, torch.cat(keys[:2]), (q[0].detach(), k[:2][-1]), {}, q[2:]
+        k2 = k[0] if self.args.one_way else k[1]  # the key of the second view
+        return loss, torch.cat(keys[:2]), (q[0].detach(), k2), {}, q[2:]
 
     @torch.no_grad()
     def update(self, m):
@@ -382,7 +377,7 @@ class SimSiam(nn.Module):
         layers = layer(width, args.dim)
         for _ in range(args.layers - 1):
             layers += layer(args.dim, args.dim)
-        layers[-2:] = [nn.BatchNorm1d(args.dim, affine=False)]  # the last layer has no weights here and no ReLU
+        layers[-2:] = [nn.BatchNorm1d(args.dim, affine=False)]  # the last one without weights and ReLU
         self.projector = nn.Sequential(*layers)
         self.predictor = nn.Sequential(*layer(args.dim, args.hidden), nn.Linear(args.hidden, args.dim))
 
@@ -412,7 +407,7 @@ class SimSiam(nn.Module):
             loss = sum(terms) / len(terms)
         else:
             global_terms = [distance(p[0], z2), distance(p[1], z1)]  # L_gg
-            local_terms = [distance(local, z) for local in p[2:] for z in (z1, z2)]  # L_lg
+            local_terms = [distance(local, constant) for local in p[2:] for constant in (z1, z2)]  # L_lg
             loss = combine(global_terms, local_terms, "sum" if self.args.variant == "paper" else "mean")
         q, k, *local = [F.normalize(v, dim=1) for v in (z1, z2, *z[2:])]
         return loss, None, (q, k), {}, local
@@ -424,7 +419,7 @@ STREAM_NOISE = 30  # a random stream, see common.generator
 
 
 def affinity_step(args, affinity, optimizer, lr, local1, local2, step):
-    """Make one step of the affinity down Eq. 6; returns its loss, a scalar.
+    """Make one step of the affinity, by `affinity_loss` (Eq. 6). Return its loss, a scalar.
 
     local1, local2: (N, dim), the locals of the global batch, the same on all processes. step: chooses the noise.
     """
@@ -526,10 +521,6 @@ def parse_args(argv=None):
     args.method, args.evaluated = "logo", "query"
     # What is not typed follows from other values
     usual = argparse.Namespace(**recipe(args))
-    if "warmup" not in typed:
-        args.warmup *= min(1, args.epochs / usual.epochs)  # a shorter run has a shorter warm-up
-    if "min_lr" not in typed:
-        args.min_lr *= common.peak_rate(args) / common.peak_rate(usual)  # the last rate is scaled as the peak rate is
     if "local_size" not in typed and args.image_size != usual.image_size:  # half of a view's side, or less
         patch_size = args.patch_size if common.is_vit(args.arch) else 1
         args.local_size = min(args.local_size, args.image_size // 2) // patch_size * patch_size
@@ -539,10 +530,8 @@ def parse_args(argv=None):
     # What would contradict itself
     if args.local_crops == 0 and (args.l2l or args.pairs == "all"):
         common.fail("--l2l and --pairs all are about local crops: leave out --local-crops 0")
-    if args.pairs == "all" and args.l2l:
-        common.fail("--pairs all is a baseline without L_ll: leave out --l2l")
     if args.base == "moco" and args.one_way and args.local_crops:
-        common.fail("--one-way is MoCo v2's loss, which has no local crops: give --local-crops 0, too")
+        common.fail("--one-way is for MoCo without local crops: give --local-crops 0, too")
     return args
 
 
@@ -650,7 +639,7 @@ def main(args, train=None, test=None, encoder=None):
                 views = common.colour_views(batch, device, layout, norm)
                 torch.manual_seed(common.generator(args.seed, step, STREAM_STEP, rank).initial_seed())  # for drop-path
                 if args.l2l and args.l2l_weighting == "clip":
-                    # Released (D1). Eq. 6: the affinity's step. Then a step of the encoder down L_ll alone
+                    # Released, on MoCo (D1). Eq. 6: the affinity's step. Then a step of the encoder down L_ll alone
                     local = [gather_with_gradient(model.local(view)) for view in views[2:]]
                     ranking_loss = affinity_step(args, affinity, affinity_optimizer, affinity_lr, *local, step)
                     dissimilarity = local_dissimilarity(affinity, *local)
@@ -659,7 +648,7 @@ def main(args, train=None, test=None, encoder=None):
                 loss, keys, (q, _), metrics, local = ddp(views, step)
                 objective = loss
                 if args.l2l and args.l2l_weighting == "lambda":
-                    # Paper. Eq. 6: the affinity's step. Then L_ll is a term of Eq. 9
+                    # Paper, and SimSiam. Eq. 6: the affinity's step. Then L_ll is a term of Eq. 9
                     local = [gather_with_gradient(x) for x in local]
                     ranking_loss = affinity_step(args, affinity, affinity_optimizer, affinity_lr, *local, step)
                     dissimilarity = local_dissimilarity(affinity, *local)
@@ -785,9 +774,7 @@ def exchange(x, wanted):
     to_send = x[rows_to_send.to(x.device, non_blocking=True)].contiguous()
     dist.all_to_all_single(received, to_send, receive_counts, send_counts)
     place = owner[rank].argsort(stable=True).to(x.device, non_blocking=True)  # rows arrive sorted by sender
-    channels_last = x.dim() == 4 and x.is_contiguous(memory_format=torch.channels_last)
-    layout = torch.channels_last if channels_last else torch.contiguous_format
-    return torch.empty_like(received, memory_format=layout).index_copy_(0, place, received)
+    return torch.empty_like(received).index_copy_(0, place, received)
 
 
 @torch.no_grad()

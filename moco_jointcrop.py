@@ -34,11 +34,11 @@ In another project, with torchvision's transforms, three lines make the views of
     if torch.rand(1) < 0.5:  # one coin for both views
         views = [gaussian_blur(view, 21, sigma) for view, sigma in zip(views, sigmas)]
 
-Inference: only the paper's appendix could be read here. JointBlur (the law on the sigma of the blur, one coin for both
-views) and the settings of small data sets are the main text's. CIFAR, STL-10, MoCo v1's views and App. G's alpha (0.6
-on ImageNet, 0.1 on small sets) are ContrastiveCrop's. The second parameter of Algorithm 1's N_T(0, s_b / beta) is taken
-for the standard deviation; as a variance it would be another law. MoCo v3 blurs the key view of one pair in ten, so
-that JointBlur hardly acts there.
+Inference: only the paper's appendix could be read here. The main text defines JointBlur and the settings of small data
+sets. So it is ours that JointBlur puts the law on the sigma of the blur, and that one coin decides for both views.
+CIFAR, STL-10, MoCo v1's views and App. G's alpha (0.6 on ImageNet, 0.1 on small sets) are ContrastiveCrop's. The second
+parameter of Algorithm 1's N_T(0, s_b / beta) is taken for the standard deviation; as a variance it would be another
+law. MoCo v3 blurs the key view of one pair in ten, so that JointBlur hardly acts there.
 
 Not here: SimSiam, BYOL, SimCLR and DINO (Tables 9 and 10), for which the lines above are all that is needed; and
 ContrastiveCrop's semantic-aware localization (Table 11, second row).
@@ -46,9 +46,9 @@ ContrastiveCrop's semantic-aware localization (Table 11, second row).
 Where this file, the paper and the released code differ:
     D1 s_b, line 1. Paper and here: ln(s_max / s_min). Released (`--variant released`): ln(s_max / s_min - 0.1).
     D2 None of ten aspect ratios fits. Paper and here: a centre crop. Released (`--variant released`): the whole image.
-    D3 Paper and here: JointCrop and JointBlur, any beta, App. G. Released (`--variant released`): JointCrop, beta 0.
+    D3 What is joint. Paper and here: crops and blurs, any beta, App. G. Released (`--variant released`): crops, beta 0.
     D4 The areas of crops. Here: from 0.2, as in the released README's command. Released script's default: from 0.08.
-    D5 Small data sets. ContrastiveCrop: a queue of 65,536, and CIFAR's stem. Here: 4,096, and ImageNet's on STL-10.
+    D5 Small data sets. ContrastiveCrop: a queue of 65,536, CIFAR's stem. Here: 4,096 (STL-10: 8,192, ImageNet's stem).
     D6 The version of MoCo. Paper (appendix): v1. Released: v3. Here: v2, and `--moco` chooses, whatever the variant.
     D7 MoCo v3 on a ViT. Released MoCo v3: AdamW, three layers, a last batch norm. Here: what it has for ResNets.
     D8 MoCo v1's rate at 60 % of the epochs. ContrastiveCrop's file: times 0. Here: to a tenth, and again at 80 %.
@@ -225,42 +225,26 @@ def info_nce(q, k, queue, temperature):
 
 # ============================================================= 3. augmentation
 
-SHARED_DRAWS = 6  # uniform numbers per image that both views share, after those of each view
+SHARED_DRAWS = 6  # uniform numbers per image that its views share, after those of each view; then one per local crop
 
 
 def augmentation(args):
-    """A query view and a key view per image, which differ in blur and solarization at most, and local crops.
-
-    A list of View. `draw_views` draws them.
-    """
-    query = common.View(
-        size=args.image_size,
-        area=args.crop_scale,
-        ratio=args.crop_ratio,
-        jitter=args.jitter,
-        jitter_p=args.jitter_p,
-        gray_p=args.gray_p,
-        blur_p=args.blur_p[0],
-        blur_sigma=args.blur_sigma,
-        solarize_p=args.solarize_p[0],
-        flip_p=args.flip_p,
-        whole=args.variant == "released",  # D2
-    )
+    """Return a list of View: query and key, which differ in blur and solarization at most, and local crops."""
+    whole = args.variant == "released"  # D2
+    crop = dict(size=args.image_size, area=args.crop_scale, ratio=args.crop_ratio, whole=whole)
+    color = dict(jitter=args.jitter, jitter_p=args.jitter_p, gray_p=args.gray_p, solarize_p=args.solarize_p[0])
+    blur = dict(blur_p=args.blur_p[0], blur_sigma=args.blur_sigma)
+    query = common.View(**crop, **color, **blur, flip_p=args.flip_p)
     key = query._replace(blur_p=args.blur_p[1], solarize_p=args.solarize_p[1])
     local = query._replace(size=args.local_size, area=args.local_scale)
     return [query, key] + [local] * args.local_crops
-
-
-def shared_draws(args):
-    """Return how many uniform numbers per image the views share: SHARED_DRAWS, and two per pair of local crops."""
-    return SHARED_DRAWS + 2 * (args.local_crops // 2)
 
 
 def draw_views(args, index, sizes, draws):
     """Draw the views of n images. This is where --joint acts.
 
     index: (n,) rows of the images. sizes: (n, 2) their heights and widths. draws: uniform in [0, 1), (n, VIEW_DRAWS for
-    each view + `shared_draws`). Returns (cuts, colors) as `common.ViewDataset` wants them.
+    each view + SHARED_DRAWS + local crops). Returns (cuts, colors) as `common.ViewDataset` wants them.
     """
     views = augmentation(args)
     *view_draws, shared = np.split(draws, common.VIEW_DRAWS * np.arange(1, len(views) + 1), axis=1)
@@ -281,9 +265,9 @@ def draw_views(args, index, sizes, draws):
         areas = joint_from_uniform(area_u, area_v, *args.crop_scale, args.beta, offset)
         joint_areas[:2] = np.where(joint_crop, areas, np.nan)
     if args.joint_pair in ("local", "both"):  # App. D: local crops 1 and 2, 3 and 4, ...
-        for i, (u, v) in enumerate(zip(local_draws[::2], local_draws[1::2], strict=True), start=1):
-            areas = joint_from_uniform(u, v, *args.local_scale, args.beta, offset)
-            joint_areas[2 * i : 2 * i + 2] = np.where(joint_crop, areas, np.nan)
+        for i in range(0, args.local_crops - 1, 2):
+            areas = joint_from_uniform(local_draws[i], local_draws[i + 1], *args.local_scale, args.beta, offset)
+            joint_areas[2 + i : 4 + i] = np.where(joint_crop, areas, np.nan)
     sigmas = joint_from_uniform(sigma_u, sigma_v, *args.blur_sigma, args.beta)  # of the large views, in any case
     joint_sigmas[:2] = np.where(joint_blur, sigmas, np.nan)
     joint_coins[:2] = np.where(joint_blur, blur_coin, np.nan)  # both are blurred, or neither is
@@ -379,7 +363,7 @@ class MoCo(nn.Module):
         loss = info_nce(q, k, self.queue.keys, self.args.temperature)  # MoCo, Eq. 1
         for local in views[2:]:  # App. D
             loss = loss + info_nce(self.query(local), k, self.queue.keys, self.args.temperature)
-        loss = loss / (1 + len(views[2:]))
+        loss = loss / (len(views) - 1)  # the mean over the queries
         return loss, keys, (q.detach(), k), {}
 
     @torch.no_grad()
@@ -410,11 +394,7 @@ class MoCoV3(MoCo):
             return self.predictor(self.projector(self.backbone(x))).to(x.dtype)
 
     def forward(self, views, step):
-        """Return (loss, None, (q, k), {}), as MoCo.forward (MoCo v3, Algorithm 1). No keys are enqueued: None.
-
-        views: as in MoCo.forward. step is not used. The loss is symmetric in the two views. Gradients reach the query
-        encoder only.
-        """
+        """Return (loss, None, (q, k), {}), as MoCo.forward: MoCo v3, Algorithm 1, symmetric in the two views."""
         q1, q2, *q_local = [self.query(view) for view in views]
         k1, k2 = [gather(self.key(view)) for view in views[:2]]  # (N, C), of all processes
         first = common.rank_and_world()[0] * len(q1)
@@ -455,7 +435,7 @@ RECIPES = dict(
 SMALL_ENCODERS = dict(  # ours
     batch_size=256, lr=0.1, lr_batch=256, min_lr=0.0, momentum=(0.99, 0.99), blur_p=(0.5, 0.5),
 )
-V1 = dict(moco="v1", temperature=0.07, milestones=(0.6, 0.8))  # ContrastiveCrop's, as the paper's (App. G)
+V1 = dict(moco="v1", temperature=0.07, milestones=(0.6, 0.8), min_lr=0.0)  # ContrastiveCrop's, as the paper's (App. G)
 V1_IMAGENET = dict(V1, epochs=100)
 V3_IMAGENET = dict(  # the released code, and MoCo v3's CONFIG: 100 epochs with 0.6 (300 epochs: --lr 0.3)
     moco="v3", epochs=100, batch_size=4096, lr=0.6, lr_batch=256, warmup=10.0, min_lr=0.0, weight_decay=1e-6,
@@ -472,14 +452,15 @@ def recipe(chosen):
     values = dict(RECIPES[chosen.dataset])
     small = chosen.dataset in ("cifar10", "cifar100", "stl10")
     large = chosen.dataset in ("imagenet100", "imagenet", "folder")
-    if chosen.arch in ("resnet_micro", "resnet_mini") and (small or chosen.dataset == "folder"):
+    small_encoder = chosen.arch in ("resnet_micro", "resnet_mini")
+    if small_encoder and (small or chosen.dataset == "folder"):
         values |= SMALL_ENCODERS
-        if chosen.dataset == "folder":
-            values["batch_size"] = 64  # a folder of one's own may be small
     if chosen.moco == "v1":
         values |= V1_IMAGENET if large else V1
     if chosen.moco == "v3":
         values |= V3_IMAGENET if large else V3_CIFAR if small else V3_PATTERNS
+    if small_encoder and chosen.dataset == "folder":
+        values["batch_size"] = 64  # a folder of one's own may be small
     unused = NOT_V3 if chosen.moco == "v3" else ONLY_V3
     return {name: value for name, value in values.items() if name not in unused}
 
@@ -490,23 +471,13 @@ def parse_args(argv=None):
     args, typed = common.parse("moco_jointcrop.py", __doc__, argv, HYPERPARAMETERS, dict(run=run), recipe)
     args.method, args.evaluated = "moco_jointcrop", "query"
     # What is not typed follows from other values
-    usual = argparse.Namespace(**recipe(args))
-    if "warmup" not in typed:
-        args.warmup *= min(1, args.epochs / usual.epochs)  # a shorter run has a shorter warm-up
-    if "min_lr" not in typed:
-        args.min_lr *= common.peak_rate(args) / common.peak_rate(usual)  # the last rate is scaled as the peak rate is
     if "local_size" not in typed:  # at most half of a view's side, in whole patches of a ViT
         patch_size = args.patch_size if common.is_vit(args.arch) else 1
         args.local_size = min(args.local_size, args.image_size // 2) // patch_size * patch_size
     common.check_schedule(args)
     if args.moco != "v3":
         args.bn_groups = batch_norm_groups(args, typed)
-    check_views(args)
-    return args
-
-
-def check_views(args):
-    """Exit with an error message if local crops, what is drawn jointly and the variant do not go together."""
+    # What would contradict itself
     if args.joint_pair != "global" and args.local_crops < 2:
         common.fail(f"--joint-pair {args.joint_pair} has nothing to act on: give --local-crops 2 or more")
     if args.joint in ("blur", "either", "both") and max(args.blur_p) == 0:
@@ -515,6 +486,7 @@ def check_views(args):
     if args.variant == "released" and not is_released:
         what = "JointCrop with beta 0 on two views (D3)"
         common.fail(f"--variant released is {what}: leave out --beta, --css-alpha, --local-crops, other --joint")
+    return args
 
 
 def schedule(args, step, steps_per_epoch):
@@ -565,7 +537,7 @@ def main(args, train=None, test=None, encoder=None):
     # Data
     train, test = common.open_images(args, train, test)
     draw = functools.partial(draw_views, args)
-    loader = common.make_loader(args, train, augmentation(args), device, draw, shared_draws(args))
+    loader = common.make_loader(args, train, augmentation(args), device, draw, SHARED_DRAWS + args.local_crops)
     layout, norm = common.memory_format(device, args.arch), common.NORMS[args.norm]
     if args.show_views:
         names = ["query", "key", *(f"local {i + 1}" for i in range(args.local_crops))]
@@ -704,9 +676,7 @@ def exchange(x, wanted):
     to_send = x[rows_to_send.to(x.device, non_blocking=True)].contiguous()
     dist.all_to_all_single(received, to_send, receive_counts, send_counts)
     place = owner[rank].argsort(stable=True).to(x.device, non_blocking=True)  # rows arrive sorted by sender
-    channels_last = x.dim() == 4 and x.is_contiguous(memory_format=torch.channels_last)
-    layout = torch.channels_last if channels_last else torch.contiguous_format
-    return torch.empty_like(received, memory_format=layout).index_copy_(0, place, received)
+    return torch.empty_like(received).index_copy_(0, place, received)
 
 
 @torch.no_grad()

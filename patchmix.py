@@ -207,18 +207,10 @@ def soft_info_nce(q, k, index, weight, temperature, smoothing=0.0):
 
 def augmentation(args):
     """Return the two views per image, drawn by T_1 and T_2 of Table 10, and the local crops (D6): a list of View."""
-    view = common.View(
-        size=args.image_size,
-        area=args.crop_scale,
-        ratio=args.crop_ratio,
-        jitter=args.jitter,
-        jitter_p=args.jitter_p,
-        gray_p=args.gray_p,
-        blur_p=args.blur_p[0],
-        blur_sigma=args.blur_sigma,
-        solarize_p=args.solarize_p[0],
-        flip_p=args.flip_p,
-    )
+    crop = dict(size=args.image_size, area=args.crop_scale, ratio=args.crop_ratio)
+    color = dict(jitter=args.jitter, jitter_p=args.jitter_p, gray_p=args.gray_p, solarize_p=args.solarize_p[0])
+    blur = dict(blur_p=args.blur_p[0], blur_sigma=args.blur_sigma)
+    view = common.View(**crop, **color, **blur, flip_p=args.flip_p)
     view2 = view._replace(blur_p=args.blur_p[1], solarize_p=args.solarize_p[1])
     local = view._replace(size=args.local_size, area=args.local_scale, blur_p=args.local_blur_p, solarize_p=0.0)
     return [view, view2] + [local] * args.local_crops
@@ -443,11 +435,6 @@ def parse_args(argv=None):
     args.method, args.evaluated = "patchmix", "momentum"
     args.terms = some_terms(args.terms)
     # What is not typed follows from other values
-    usual = argparse.Namespace(**recipe(args))
-    if "warmup" not in typed:
-        args.warmup *= min(1, args.epochs / usual.epochs)  # a shorter run has a shorter warm-up
-    if "min_lr" not in typed:
-        args.min_lr *= common.peak_rate(args) / common.peak_rate(usual)  # the last rate is scaled as the peak rate is
     if "mix_slices" not in typed:
         slices = math.gcd(args.mix_slices, args.batch_size)  # fewer, if the batch of a small folder is another number
         args.mix_slices = math.lcm(slices, common.rank_and_world()[1])  # each process has equally many

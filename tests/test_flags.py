@@ -104,6 +104,8 @@ def test_small_encoders_have_their_recipe_on_folders(method):
     of_a_folder = getattr(module, name) | dict(batch_size=64)
     assert of_a_folder.items() <= small.items() and small["momentum"] != large["momentum"]
     assert small.get("queue") == large.get("queue")
+    if method == "moco_jointcrop":
+        assert module.parse_args(["--dataset", "folder", "--arch", "resnet_mini", "--moco", "v3"]).batch_size == 64
 
 
 @pytest.mark.parametrize("method", METHODS)

@@ -242,10 +242,3 @@ def test_own_images_are_an_array_or_paths(tmp_path, capsys):
     assert len(common.ImageSet(array).classes) == len(common.ImageSet(array).labelled()) == 0
     for arguments in ((array, [0, 1]), (array, [0, 0, 0, 2], "ab"), (array.astype("f4"),), (array.swapaxes(1, 3),)):
         refused(capsys, common.ImageSet, *arguments)
-
-
-def test_a_picture_is_written_over_nothing_but_a_picture(tmp_path, capsys):
-    for name, content in {"notes.md": b"mine", "last.pt": b"mine", "page.png": b"<html>", "new.jpg": None}.items():
-        if content:
-            (tmp_path / name).write_bytes(content)
-        assert name in refused(capsys, common.check_picture, tmp_path / name)

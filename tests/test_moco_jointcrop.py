@@ -101,7 +101,7 @@ SIGMA, LOCALS = common.COLOR.index("sigma"), ["--local-crops", "4"]
 def drawn(flags, n=4000):
     """Of the first n images' views: areas (views, n), sigmas (views, n), colors (n, views, 9), and query boxes."""
     args = moco.parse_args(["--dataset", "imagenet", *flags])
-    draws = len(moco.augmentation(args)) * common.VIEW_DRAWS + moco.shared_draws(args)
+    draws = len(moco.augmentation(args)) * common.VIEW_DRAWS + moco.SHARED_DRAWS + args.local_crops
     table = common.uniform(0, 0, np.arange(n), draws)
     cuts, colors = moco.draw_views(args, np.arange(n), np.full((n, 2), 224), table)
     areas, colors = np.stack([box[:, 2] * box[:, 3] / 224**2 for _, box, _ in cuts]), np.stack(colors, 1)
