@@ -1543,13 +1543,9 @@ def argument(name, value, what, limits=None):
         options |= dict(type=number(kind, *limits), metavar="X" if kind is float else "N")
     elif limits is not None:
         options |= dict(choices=limits, type=type(value) if is_number else str)
-    elif name in PATHS:
-        options |= dict(metavar="PATH")
     if isinstance(value, (tuple, list)):
         some = "*" if name == "milestones" else "+"  # without any, the rate falls by a cosine
         options |= dict(nargs=some if isinstance(value, list) else len(value))
-    if name in RANGES:
-        options |= dict(metavar=("LO", "HI"))
     if name == "checkpoint":
         options |= dict(nargs="?", metavar="RUN")
     return names, options
