@@ -371,7 +371,7 @@ def load_images(name, data_dir=None, train=True, size=32, cache=True, unlabeled=
     if name == "folder":
         fail("--dataset folder: give --data-dir DIR, any tree of images")
     if name in ("imagenet", "imagenet100") or (data_dir and name == "patterns"):
-        fail(f"--dataset {name}: give --data-dir DIR with train/, and val/ or test/, and one folder per class in each")
+        fail(f"--dataset {name}: give --data-dir DIR with train/, and val/ or test/; or --dataset folder")
     if name == "patterns":
         array, labels = make_patterns(4096, size, seed=0) if train else make_patterns(1024, size, seed=1)
         return ImageSet(array, labels, PATTERNS, name)
@@ -810,7 +810,7 @@ def extract_features(encoder, images, info, device, batch_size=256, workers=0, a
             with torch.autocast(device.type, torch.bfloat16, enabled=amp):
                 features.append(encoder(x).flatten(1).float().cpu())
             done = min((i + 1) * batch_size * rank_and_world()[1], len(images))  # processes are about equally fast
-            progress(f"{what}: {done} of {len(images)} images")
+            progress(f"{what}: {done} of {len(images)} images so far")
     features = torch.cat(features)[: len(mine)]
     if not all(from_all(bool(features.isfinite().all()))):
         fail(f"the encoder's features of {images} are not all finite")
@@ -1804,14 +1804,15 @@ def load_run(args, images, resume=None):
     if state["step"] > 0:
         old = state["config"]
         must_match |= old.keys() - OPERATING if path != resume else set()  # also what this version does not have
-        differ = [name for name in sorted(must_match) if old.get(name) != new.get(name)]
+        in_order = sorted(must_match, key=lambda name: (name not in ("dataset", "arch"), name))
+        differ = [name for name in in_order if old.get(name) != new.get(name)]
         words = [f"{option(name)} was {shown(old.get(name))}, is {shown(new.get(name))}" for name in differ[:5]]
         if state["images"] != images:
             words.insert(0, f"other images: {state['images']}, here {images}")
         if words:
             advice = "give what was" if path == resume else "give what was, or another --out"
             if "epochs" in differ and hasattr(args, "resume"):
-                advice += f"; with --resume {path} that goes on from here"
+                advice += f", with --resume {path} for more epochs of the same run"
             fail(f"{path} is of another configuration ({'; '.join(words)}): {advice}")
         if path == resume and state["step"] >= args.epochs * (images["number"] // args.batch_size):
             fail(f"{path} has made {state['step']} steps, and --epochs {args.epochs} has no more: give more epochs")

@@ -835,10 +835,10 @@ class GroupedBatchNorm(nn.modules.batchnorm._BatchNorm):
 
 
 def batch_norm_groups(args, typed):
-    """Return --bn-groups: as typed, or the recipe's, or in a small batch as many as have eight images each."""
+    """Return --bn-groups: as typed, or the recipe's, or as many equal groups as have eight images each."""
     batch_size, groups, world = args.batch_size, args.bn_groups, common.rank_and_world()[1]
     if "bn_groups" not in typed:
-        if batch_size < 8 * groups:
+        if batch_size % groups or batch_size < 8 * groups:
             groups = max((n for n in range(1, groups) if batch_size % n == 0 and batch_size >= 8 * n), default=1)
         groups = math.lcm(groups, world)
     if batch_size % groups or batch_size < 2 * groups or groups % world:

@@ -436,7 +436,8 @@ def parse_args(argv=None):
     args.terms = some_terms(args.terms)
     # What is not typed follows from other values
     if "mix_slices" not in typed:
-        slices = math.gcd(args.mix_slices, args.batch_size)  # fewer, if the batch of a small folder is another number
+        equal = [n for n in range(1, 1 + args.mix_slices) if args.batch_size % n == 0]  # fewer for a small folder
+        slices = max(n for n in equal if n == 1 or args.batch_size >= n * args.num_mix)
         args.mix_slices = math.lcm(slices, common.rank_and_world()[1])  # each process has equally many
     if "local_size" not in typed:  # at most half of a view's side, in whole patches
         args.local_size = min(args.local_size, args.image_size // 2) // args.patch_size * args.patch_size
@@ -451,7 +452,7 @@ def check_mixing(args):
     if slices % world or args.batch_size % slices:
         common.fail(f"--mix-slices {slices}: {world} process(es) must divide it, and it must divide the batch")
     if num_mix > (images := args.batch_size // slices):
-        common.fail(f"--num-mix {num_mix}: each of {slices} slices has {images} image(s). Give fewer slices")
+        common.fail(f"--num-mix {num_mix} of {images} image(s) per slice: larger --batch-size, or smaller --mix-slices")
     if args.local_crops and args.terms == "mtm":
         common.fail("--local-crops with --terms mtm: local crops are queries of oto and mto, and none would be used")
     for size in image_sizes(args):

@@ -119,6 +119,11 @@ def test_a_folder_of_few_images_makes_one_batch(method, tmp_path):
     assert args.batch_size == 30 and getattr(args, "bn_groups", 3) == 3
     args = importlib.import_module(method).parse_args([*flags, "--batch-size", "16"])
     assert args.batch_size == 16 and getattr(args, "bn_groups", 2) == 2
+    args = importlib.import_module(method).parse_args([*flags, "--batch-size", "100", "--arch", "resnet18"])
+    assert 100 % getattr(args, "bn_groups", 1) == 0
+    if method == "patchmix":
+        args = importlib.import_module(method).parse_args([*flags, "--batch-size", "16", "--arch", "vit_tiny"])
+        assert (args.num_mix, args.mix_slices) == (3, 4)
 
 
 def test_choice_of_positives_begins_earlier_in_a_shorter_run():
