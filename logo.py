@@ -56,7 +56,7 @@ Where this file, the paper and the released code differ:
     D11 The baseline. Here: it has global crops, and with `--one-way` the keys of one view are enqueued. Released: its
        crops take at least 0.08 of the area, and the keys of both views are enqueued.
     D12 SimSiam (inference). Rate, batch size and weight decay are LoGo's on MoCo. On CIFAR the batch has 512 images, as
-       a third party's, whose rate is half of that here. All rates fall by a cosine; SimSiam's predictor has a constant.
+       a third party's, whose rate is half of that here. All rates fall by a cosine; SimSiam keeps the predictor's.
     D13 The size of local crops. Paper (supplement): on CIFAR 32 px, as large as the views, so that they differ in area
        only. On STL-10 it is not stated: 96 px of 96 is ours.
     D14 `--pairs all`. Paper (supplement, section 2): four crops with areas (.3, 1) and (.05, .3), and every ordered
@@ -377,7 +377,7 @@ class SimSiam(nn.Module):
         layers = layer(width, args.dim)
         for _ in range(args.layers - 1):
             layers += layer(args.dim, args.dim)
-        layers[-2:] = [nn.BatchNorm1d(args.dim, affine=False)]  # the last one without weights and ReLU
+        layers[-2:] = [nn.BatchNorm1d(args.dim, affine=False)]  # the last one: no weights, no ReLU
         self.projector = nn.Sequential(*layers)
         self.predictor = nn.Sequential(*layer(args.dim, args.hidden), nn.Linear(args.hidden, args.dim))
 
@@ -835,7 +835,7 @@ class GroupedBatchNorm(nn.modules.batchnorm._BatchNorm):
 
 
 def batch_norm_groups(args, typed):
-    """Return --bn-groups: as typed, or the recipe's, or as many equal groups as have eight images each."""
+    """Return --bn-groups: as typed; else the recipe's or, if these do not fit, as many as have eight images each."""
     batch_size, groups, world = args.batch_size, args.bn_groups, common.rank_and_world()[1]
     if "bn_groups" not in typed:
         if batch_size % groups or batch_size < 8 * groups:

@@ -737,7 +737,7 @@ class GroupedBatchNorm(nn.modules.batchnorm._BatchNorm):
 
 
 def batch_norm_groups(args, typed):
-    """Return --bn-groups: as typed, or the recipe's, or as many equal groups as have eight images each."""
+    """Return --bn-groups: as typed; else the recipe's or, if these do not fit, as many as have eight images each."""
     batch_size, groups, world = args.batch_size, args.bn_groups, common.rank_and_world()[1]
     if "bn_groups" not in typed:
         if batch_size % groups or batch_size < 8 * groups:
