@@ -10,7 +10,7 @@ image. The query is the embedding of this mix. Its loss has two terms, with the 
 Each counts by its share of the pixels. Multi-resolution is a second augmentation: the same crop is encoded at several
 sizes, and the query of every size is compared with the keys of every size.
 
-    Eq. 1              info_nce                                   MoCo v2's loss, and each term of Eq. 4
+    Eq. 1              info_nce; nce in clim_loss                 MoCo v2's loss; each term of Eq. 4
     Eq. 2, App. A.2    kmeans, nearest_neighbors, select_positives
     Eq. 3              cutmix
     Eq. 4              clim_loss

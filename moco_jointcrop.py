@@ -139,7 +139,7 @@ NOT_V3 = ("queue", "bn_groups", "milestones")  # its negatives and its batch nor
 
 
 def joint_from_uniform(u, v, low, high, beta, offset=0.0):
-    """Two values per row of which Algorithm 1 draws the ratio first: (a, b), two (n,) float64 tensors in [low, high].
+    """Return pairs by Algorithm 1, which draws the ratio first: (a, b), two (n,) float64 tensors in [low, high].
 
     The logarithm of b / a follows the law of beta on [-s_b, s_b], where s_b = ln(high / low - offset). Given the ratio,
     a is uniform on the values for which a and b are in range.
@@ -170,7 +170,7 @@ def joint_from_uniform(u, v, low, high, beta, offset=0.0):
 
 
 def sample_joint(n, low, high, beta, generator=None, offset=0.0):
-    """n pairs of Algorithm 1: two (n,) float64 tensors in [low, high]. They are areas (J-Crop) or sigmas (J-Blur).
+    """Draw n pairs by Algorithm 1: two (n,) float64 tensors in [low, high]. They are areas (J-Crop) or sigmas (J-Blur).
 
     generator: a torch.Generator on the CPU, or None for the global one. The rest is as in `joint_from_uniform`, which
     it calls: copy both.
