@@ -337,16 +337,16 @@ def decode_all(images):
     return array
 
 
-def read_folder(name, root, part="", cache=True, unlabeled=False):
-    """Return `list_folder`'s images. cache: those of one size of up to 96 px are decoded at once, up to IN_MEMORY."""
+def read_folder(name, root, part="", unlabeled=False):
+    """Return `list_folder`'s images. Those of one size of up to 96 px are decoded at once, up to IN_MEMORY."""
     paths, labels, classes = from_first(lambda: list_folder(name, os.fspath(root), part, unlabeled))
     images = ImageSet(paths, labels, classes, name, root)
-    if cache and max((first := images[0]).shape) <= 96 and len(images) * first.nbytes <= IN_MEMORY:
+    if max((first := images[0]).shape) <= 96 and len(images) * first.nbytes <= IN_MEMORY:
         images.array = decode_all(images)
     return images
 
 
-def load_images(name, data_dir=None, train=True, size=32, cache=True, unlabeled=False):
+def load_images(name, data_dir=None, train=True, size=32, unlabeled=False):
     """Return a data set by name, or any data_dir with train/, and val/ or test/; None if there is no test set.
 
     size: of `patterns`, which is generated. unlabeled: also return images without labels, for pre-training. Downloads
@@ -363,11 +363,11 @@ def load_images(name, data_dir=None, train=True, size=32, cache=True, unlabeled=
             fail(f"{data_dir} has images in {', '.join(others)}: beside train/ only val/, test/, unlabeled/ are read")
         part = "train" if train else "val" if "val" in names else "test"
         more = unlabeled and train and "unlabeled" in names
-        return read_folder(name, data_dir, part, cache, more) if part in names else None
+        return read_folder(name, data_dir, part, more) if part in names else None
     if data_dir and name == "folder":
         if odd := [n for n in names if n.lower() in ("train", "training", "val", "validation", "test", "testing")]:
             fail(f"{data_dir} has {', '.join(odd)}: name them train/, and val/ or test/ beside it")
-        return read_folder(name, data_dir, "", cache) if train else None
+        return read_folder(name, data_dir) if train else None
     if name == "folder":
         fail("--dataset folder: give --data-dir DIR, any tree of images")
     if name in ("imagenet", "imagenet100") or (data_dir and name == "patterns"):
@@ -410,26 +410,17 @@ def check_labels(train, test):
         fail(f"the classes of {train} and of {test} are not the same: {', '.join(odd[:5])}")
 
 
-def demo(args, images):
-    """Return the line with which a training on generated images begins and ends: how to train on others. Else ""."""
-    if images.name != "patterns" or images.root:
-        return ""
-    command = f"python {args.method}.py --dataset cifar10"
-    paper = f"torchrun --nproc_per_node=8 {args.method}.py --dataset imagenet --data-dir DIR"
-    what = "DEMO: these images are generated, to try the script without data."
-    return f"{what} One GPU, CIFAR-10 (downloaded): {command}. The paper's own run: {paper}"
-
-
 def open_images(args, train=None, test=None):
     """Return a training's images, the flags' or a user's own: (training images, test images or None if unlabelled)."""
     if train is None and test is None:
-        options = dict(size=args.image_size, cache=args.cache)
-        train = load_images(args.dataset, args.data_dir, True, unlabeled=True, **options)
-        test = load_images(args.dataset, args.data_dir, False, **options) if len(train.classes) > 1 else None
+        train = load_images(args.dataset, args.data_dir, True, args.image_size, unlabeled=True)
+        test = load_images(args.dataset, args.data_dir, False, args.image_size) if len(train.classes) > 1 else None
     if test is not None:
         check_labels(train, test)
-    if line := demo(args, train):
-        log(line)
+    if train.name == "patterns" and not train.root:
+        gpu = f"python {args.method}.py --dataset cifar10"
+        paper = f"torchrun --nproc_per_node=8 {args.method}.py --dataset imagenet --data-dir DIR"
+        log(f"DEMO: these images are generated. One GPU, CIFAR-10 (downloaded): {gpu}. The paper's own run: {paper}")
     return train, test
 
 
@@ -957,16 +948,12 @@ def floor_encoders(args, info, device, count):
     return floors
 
 
-def log_end(args, images, step, total_steps):
-    """Say how a training that has ended goes on, or how its encoder is judged. images: those that it was trained on."""
+def log_end(args, step, total_steps):
+    """Say how a training that has ended goes on, or how its encoder is judged."""
     if step < total_steps:
-        return log(f"stopped at step {step} of {total_steps}: give a larger --max-steps, or none, to go on")
-    words = f"python eval_knn.py {args.out}; python eval_linear.py {args.out}"
-    if args.arch == "custom":
-        words = f"eval_knn.main(eval_knn.parse_args([{args.out!r}]), encoder=ENCODER, train=IMAGES, test=IMAGES)"
-    elif len(images.classes) < 2:
-        words = f"python eval_knn.py {args.out} --data-dir DIR, with DIR/train/ and DIR/test/ of one folder per class"
-    log(f"finished. Judge it: {words}\n{demo(args, images)}".rstrip())
+        log(f"stopped at step {step} of {total_steps}: give a larger --max-steps, or none, to go on")
+    else:
+        log(f"finished. Judge it with labels: python eval_knn.py {args.out}; python eval_linear.py {args.out}")
 
 
 def protocol(args, info, train, test):
@@ -1501,9 +1488,8 @@ def log_epoch(args, record):
 # What may differ between two calls of one run; an evaluation's, too
 OPERATING = {
     *("out", "resume", "max_steps", "keep_every", "knn_every", "eval_every", "device", "compile", "changes"),
-    *("workers", "tensorboard", "show_views", "data_dir", "cache", "checkpoint"),
+    *("workers", "tensorboard", "show_views", "data_dir", "checkpoint"),
 }
-PATHS = {"checkpoint", "data_dir", "dump", "init", "label_files", "out", "resume", "show_views"}
 RANGES = {"crop_scale", "crop_ratio", "blur_sigma", "global_scale", "local_scale"}  # pairs: the smaller number first
 
 
@@ -1584,7 +1570,6 @@ def parse(script, doc, argv, table, run, recipe=None):
     parser.add_argument("-h", "--help", action="store_true", help="show this, with the defaults of --dataset")
     typed = vars(parser.parse_args(argv))
     wants_help = typed.pop("help", False)
-    typed |= {name: os.path.expanduser(typed[name]) for name in typed.keys() & PATHS}
     typed |= {name: os.path.abspath(typed[name]) for name in typed.keys() & {"data_dir", "init"}}  # to be read later
     chosen = dict.fromkeys(defaults(table)) | defaults(run) | typed
     values = defaults(run) | (recipe(argparse.Namespace(**chosen)) if recipe else dict.fromkeys(defaults(table)))

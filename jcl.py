@@ -36,9 +36,8 @@ Where the paper, which is the default, and the released code, `--variant release
     D2 The number of keys M'. Paper: 5. Released: 4, because the 5 in its script counts the query, too.
     D3 Batch size and learning rate on ImageNet-1K. Paper: 512 and 0.06. Released: 256 and 0.03, the same ratio.
     D4 The queue. Paper (App. C): 256 old keys leave while N = 512 enter. Here and released: as many leave as enter.
-    D5 The encoder g. Paper: learned (Algorithm 1), or a momentum encoder (App. C). Here and released: the latter.
+    D5 The encoder g. Paper: learned (Alg. 1; 3.2, `--vanilla`), or a momentum encoder (App. C). Here: the latter.
     D6 The classes of ImageNet-100. Paper (App. D): the list has two misprints. Here: common.py's list corrects them.
-    D7 `--vanilla`. Paper (section 3.2): both encoders are learned. Here: gradients reach the query only.
 What differs by rounding, by an index or by precision is in tests/golden/README.md.
 """
 
@@ -316,11 +315,6 @@ def schedule(args, step, steps_per_epoch):
     return lr, args.weight_decay, args.momentum
 
 
-def scheduled_lam(args, epoch):
-    """Return lambda for an epoch, counted from 0: constant or, as in the released code, a ramp up to --lam (D1)."""
-    return args.lam if args.lam_schedule == "constant" else args.lam * (epoch + 1) / args.epochs
-
-
 @common.leaves_no_trace
 def main(args, train=None, test=None, encoder=None):
     """Train as args say. If an earlier call was stopped, the same call continues its run.
@@ -369,6 +363,7 @@ def main(args, train=None, test=None, encoder=None):
     for epoch in range(max(0, step - 1) // steps_per_epoch, args.epochs):  # the last epoch again: it may lack its kNN
         loader.batch_sampler.set_epoch(epoch, step, last_step)
         history = []
+        lam = args.lam if args.lam_schedule == "constant" else args.lam * (epoch + 1) / args.epochs  # D1
         with common.until_stopped(loader) as batches:  # SIGTERM or Ctrl-C: the step is saved, then it raises Stopped
             for batch in batches:
                 lr, _, momentum = schedule(args, step, steps_per_epoch)
@@ -377,7 +372,7 @@ def main(args, train=None, test=None, encoder=None):
                 views = common.colour_views(batch, device, layout, norm)
                 torch.manual_seed(common.generator(args.seed, step, STREAM_STEP, rank).initial_seed())  # for drop-path
                 # Lines 5 to 10, and Eq. 9: the loss
-                loss, mean_keys, (q, _), metrics = ddp(views, step, scheduled_lam(args, epoch))
+                loss, mean_keys, (q, _), metrics = ddp(views, step, lam)
                 # Line 12: update the query encoder. Then move the momentum encoder (D5)
                 optimizer.zero_grad(set_to_none=True)
                 loss.backward()
@@ -407,17 +402,14 @@ def main(args, train=None, test=None, encoder=None):
             break
 
     lock.close()
-    common.log_end(args, train, step, total_steps)
+    common.log_end(args, step, total_steps)
 
 
 # =============================================================== 6. machinery
 
 
 def restore(args, images, model, optimizer):
-    """Load the state of the run in --out, or of --resume. Return (steps done, records of the epochs).
-
-    A new run begins with --init's weights. Exits with an error message if something does not fit.
-    """
+    """Load the run in --out, or --resume's, or --init's weights only. Return (steps done, records of the epochs)."""
     path, state = common.load_run(args, images, args.resume)
     if state["step"] > 0:
         with common.fitting(path):
@@ -567,7 +559,6 @@ STREAM_STEP = 0  # a random stream, see common.generator
 RUN = dict(
     dataset=("patterns", "data set; it also chooses the recipe", common.DATASETS),
     data_dir=(None, "its folder, with train/, and val/ or test/; for `folder` any tree of images"),
-    cache=(True, "keep decoded small images in memory"),
     seed=(0, "seed of all random numbers", (0, 2**63 - 1)),
     init=(None, "start the encoder from a checkpoint, of this project or another"),
     init_prefix=(None, "prefix of the encoder's names in --init's file, if it has several"),

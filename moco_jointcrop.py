@@ -617,17 +617,14 @@ def main(args, train=None, test=None, encoder=None):
             break
 
     lock.close()
-    common.log_end(args, train, step, total_steps)
+    common.log_end(args, step, total_steps)
 
 
 # =============================================================== 6. machinery
 
 
 def restore(args, images, model, optimizer):
-    """Load the state of the run in --out, or of --resume. Return (steps done, records of the epochs).
-
-    A new run begins with --init's weights. Exits with an error message if something does not fit.
-    """
+    """Load the run in --out, or --resume's, or --init's weights only. Return (steps done, records of the epochs)."""
     path, state = common.load_run(args, images, args.resume)
     if state["step"] > 0:
         with common.fitting(path):
@@ -777,7 +774,6 @@ STREAM_STEP = 0  # a random stream, see common.generator
 RUN = dict(
     dataset=("patterns", "data set; it also chooses the recipe", common.DATASETS),
     data_dir=(None, "its folder, with train/, and val/ or test/; for `folder` any tree of images"),
-    cache=(True, "keep decoded small images in memory"),
     seed=(0, "seed of all random numbers", (0, 2**63 - 1)),
     init=(None, "start the encoder from a checkpoint, of this project or another"),
     init_prefix=(None, "prefix of the encoder's names in --init's file, if it has several"),

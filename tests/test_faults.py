@@ -177,12 +177,14 @@ def test_a_run_goes_on_with_another_number_of_processes(copies, tmp_path):
 
 
 @pytest.mark.parametrize("part, i, flags, left", [  # left: bytes of the file
-    ("train", 9, "", -200), ("train", 9, "--no-cache", 30), ("test", 3, "--no-cache", 0),
-    pytest.param("train", 9, "--no-cache --workers 2", -200, marks=pytest.mark.slow),
+    ("train", 9, "", -200), ("train", 9, "--workers 0", 30), ("test", 3, "--workers 0", 0),
+    pytest.param("train", 9, "--workers 2", -200, marks=pytest.mark.slow),
 ])  # fmt: skip
-def test_a_damaged_image_stops_a_run_in_one_line(tmp_path, capsys, part, i, flags, left):
+def test_a_damaged_image_stops_a_run_in_one_line(tmp_path, monkeypatch, capsys, part, i, flags, left):
     """At the start, where images are decoded at once; else when it is met, by a worker, too."""
     tiny.write_tree(tmp_path / "data", ["train/a", "train/b", "test/a", "test/b"], 8, (16, 16))
+    if flags:
+        monkeypatch.setattr(common, "IN_MEMORY", 0)
     path = sorted((tmp_path / "data" / part).rglob("*.png"))[i]
     path.write_bytes(path.read_bytes()[:left])
     words = ["--dataset", "patterns", "--data-dir", tmp_path / "data", *flags.split(), "--out", tmp_path / "run"]

@@ -101,14 +101,14 @@ def test_a_layout_of_class_folders_is_read_whatever_the_name(tmp_path, test_name
 
 def test_cached_and_uncached_images_are_the_same(tmp_path, monkeypatch):
     root = write_tree(tmp_path, {"train/a": 20, "train/b": 17})
-    cached, paths = (common.load_images("folder", root, cache=c) for c in (True, False))
+    cached = common.load_images("folder", root)
+    monkeypatch.setattr(common, "IN_MEMORY", cached.array.nbytes - 1)
+    paths = common.load_images("folder", root)
     assert cached.array.shape == (37, 12, 10, 3) and paths.array is None
     args = jcl.parse_args(["--image-size", "16"])
     keys = [(1, 3), (0, 36), (2, 20), (0, 0), (0, 1)]
     a, b = (common.ViewDataset(images, jcl.augmentation(args), 5).__getitems__(keys) for images in (cached, paths))
     assert unequal(a, b) == []
-    monkeypatch.setattr(common, "IN_MEMORY", cached.array.nbytes - 1)
-    assert common.load_images("folder", root).array is None
 
 
 def test_trees_without_labels_and_mixed_sizes(tmp_path):
@@ -153,7 +153,7 @@ LAYOUTS = [  # --dataset, folders with two images each, what the line names
 @pytest.mark.parametrize("name, folders, word", LAYOUTS)
 def test_folders_that_are_no_data_set_are_one_line(tmp_path, capsys, name, folders, word):
     write_tree(tmp_path, folders.split(), 2)
-    args = SimpleNamespace(dataset=name, data_dir=str(tmp_path), image_size=32, cache=True, batch_size=2)
+    args = SimpleNamespace(dataset=name, data_dir=str(tmp_path), image_size=32, batch_size=2)
     assert word in refused(capsys, common.open_images, args).replace(str(tmp_path), "DIR")
 
 
@@ -196,15 +196,15 @@ CHANGES = {
 
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
 def test_a_checksum_is_of_the_files_not_of_their_place(tmp_path, monkeypatch, change):
-    def checksums(root, **options):
-        return [common.load_images("folder", root, part, **options).checksum() for part in (True, False)]
+    def checksums(root):
+        return [common.load_images("folder", root, part).checksum() for part in (True, False)]
 
     root = write_tree(tmp_path / "one", {"train/a": 3, "train/b": 2, "val/a": 2, "val/b": 2})
     before = checksums(root)
     assert before[0] != before[1]
     shutil.copytree(root, tmp_path / "deep" / "er" / "two")
     monkeypatch.chdir(tmp_path)
-    assert checksums("deep/er/two") == before == checksums(root, cache=False)
+    assert checksums("deep/er/two") == before
     change(root / "val" / "b" / "1.png")
     after = checksums(root)
     assert after[0] == before[0] and after[1] != before[1]
