@@ -36,8 +36,3 @@ def test_gain_is_paired(tmp_path, monkeypatch):
     knn, linear = results.paired("jcl", "moco")
     assert knn == ((40, 50), (42, 54), [2, 4]) and linear == ((39, 49), (41, 53), [2, 4])
     assert results.spread([2, 4], "+") == "+3.0 ± 1.4"
-
-
-def test_a_verdict_follows_from_all_gains():
-    assert results.verdict([0.6, 2.0]) == "shown" and results.verdict([-0.6, -3.0]) == "the opposite"
-    assert results.verdict([0.6, 0.4]) == results.verdict([-3.0, 0.6]) == "not shown"
