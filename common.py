@@ -1,19 +1,18 @@
 """Data, views and evaluation: what the method files and the evaluations share.
 
     1. data        load_images -> ImageSet (patterns, cifar10, ..., imagenet, folder, one's own); uniform, generator
-    2. views       View declares one; ViewDataset draws and cuts in the loader; colour_views works on the device
+    2. views       View declares one; ViewDataset draws and cuts in the loader; color_views works on the device
     3. evaluation  extract_features, knn_predict, embedding_health; what both evaluations share
-    4. encoders    build_backbone, load_backbone, load_published
-    5. processes   start; fail, log, progress; join_processes, until_stopped
-    6. flags       parse: the command line, by tables of values
-    7. files       claim_folder; write_whole, write_file; load_checkpoint, others' files too
+    4. encoders    build_backbone, load_backbone, load_published; load_checkpoint
+    5. processes   start; join_processes, from_all, shard; fail, log, progress; means, log_table, log_epoch
+    6. flags       parse: the command line, by tables of values; RUN, EVALUATION
+    7. files       open_run, save_run, load_run; write_file
 
 Conventions: images are RGB. Loaders give uint8 (N, 3, H, W). On the device images are float in [0, 1], then normalised.
 Boxes are (top, left, height, width) in pixels. A label of -1 means "none".
 """
 
 import argparse
-import atexit
 import contextlib
 import copy
 import ctypes
@@ -24,15 +23,11 @@ import importlib.util
 import itertools
 import json
 import math
-import multiprocessing
 import os
-import random
 import re
-import signal
+import shutil
 import subprocess
 import sys
-import textwrap
-import threading
 import time
 import warnings
 import zipfile
@@ -47,16 +42,9 @@ import torch.nn.functional as F
 import torchvision
 from PIL import Image, ImageDraw, ImageFont, ImageOps
 from torch import nn
-from torch.distributed.rendezvous import rendezvous
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, Dataset, default_convert
 from torchvision.transforms.functional import rgb_to_grayscale, solarize, to_pil_image
-
-try:
-    import fcntl
-except ImportError:  # Windows
-    fcntl = None
-
 
 # ---------------------------------------------------------------------- 1. data
 
@@ -91,6 +79,7 @@ def generator(*keys):
     return torch.Generator().manual_seed(int(_hash(*keys)[0] >> np.uint64(1)))
 
 
+DEMO = "DEMO: these images are generated. Give --dataset cifar10 (downloaded), or --dataset imagenet --data-dir DIR"
 DATASETS = ("patterns", "cifar10", "cifar100", "stl10", "imagenet100", "imagenet", "folder")
 NORMS = {  # name: (mean, standard deviation)
     "imagenet": ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)),
@@ -125,16 +114,19 @@ class ImageSet:
 
     def __init__(self, images, labels=None, classes=None, name="custom", root=""):
         in_memory = isinstance(images, np.ndarray) and images.ndim > 1
+        labels = np.full(len(images), -1) if labels is None else np.asarray(labels)
+        are_images = not in_memory or (images.dtype == np.uint8 and images.shape[3:] == (3,))
+        if not are_images or labels.shape != (len(images),) or labels.dtype.kind not in "iu":
+            found = f"{images.dtype} {images.shape}" if in_memory else f"{len(images)} paths"
+            right = "a uint8 array (n, H, W, 3) or n paths, and n whole numbers as labels"
+            fail(f"an ImageSet has {right}, not {found} and labels {labels.dtype} {labels.shape}")
         self.array = images if in_memory else None
         self.paths = None if in_memory else np.array([os.fsencode(path) for path in images])
-        self.name, self.root = name, os.fspath(root)
-        labels = np.full(len(images), -1) if labels is None else np.asarray(labels)
-        self.labels = labels.astype(np.int64, casting="same_kind")
+        self.name, self.root, self.labels = name, os.fspath(root), labels.astype(np.int64)
         most = self.labels.max(initial=-1)
         self.classes = list(range(most + 1)) if classes is None else list(classes)
-        are_images = not in_memory or (images.dtype == np.uint8 and images.shape[3:] == (3,))
-        if not are_images or len(labels) != len(images) or most >= len(self.classes):
-            fail("an ImageSet has a uint8 array (n, H, W, 3) or n paths, and n labels below the number of classes")
+        if most >= len(self.classes):
+            fail(f"an ImageSet has labels up to {most}, and {len(self.classes)} classes")
 
     def __len__(self):
         return len(self.labels)
@@ -316,15 +308,6 @@ def list_folder(name, root, part, unlabeled):
     return paths, labels, classes
 
 
-def at_most_images(batch_size, root):
-    """Return a batch size, or the number of a folder's training images, if there are fewer: as many on each process."""
-    parts = [os.path.join(root, part) for part in ("train", "unlabeled")]
-    folders = [part for part in parts if os.path.isdir(part)] if os.path.isdir(parts[0]) else [root]
-    found = itertools.islice(itertools.chain(*map(find_images, folders)), batch_size)
-    count, world = len([*found]), rank_and_world()[1]
-    return count - count % world if 0 < count < batch_size else batch_size  # 0: torchvision's files, or an error later
-
-
 def decode_all(images):
     """Return the images as one array (n, H, W, 3), or None if they are not all of one size."""
     array = np.empty((len(images), *images[0].shape), np.uint8)
@@ -339,7 +322,7 @@ def decode_all(images):
 
 def read_folder(name, root, part="", unlabeled=False):
     """Return `list_folder`'s images. Those of one size of up to 96 px are decoded at once, up to IN_MEMORY."""
-    paths, labels, classes = from_first(lambda: list_folder(name, os.fspath(root), part, unlabeled))
+    paths, labels, classes = list_folder(name, os.fspath(root), part, unlabeled)
     images = ImageSet(paths, labels, classes, name, root)
     if max((first := images[0]).shape) <= 96 and len(images) * first.nbytes <= IN_MEMORY:
         images.array = decode_all(images)
@@ -352,11 +335,14 @@ def load_images(name, data_dir=None, train=True, size=32, unlabeled=False):
     size: of `patterns`, which is generated. unlabeled: also return images without labels, for pre-training. Downloads
     only into the folder data/, an empty folder, or one with torchvision's files.
     """
-    if data_dir is not None and not os.path.isdir(data_dir):
-        fail(f"--data-dir {data_dir} {'is not a folder' if os.path.exists(data_dir) else 'does not exist'}")
+    if name == "patterns" and data_dir is not None:
+        fail(f"--data-dir needs --dataset, which chooses recipe and normalisation: {', '.join(DATASETS[1:])}")
+    try:
+        there = os.scandir(data_dir) if data_dir is not None else ()
+    except OSError as error:
+        fail(f"--data-dir {data_dir}: {error.strerror}")
     # A link that leads nowhere counts as a folder, so that it is an error when it is to be read
-    there = os.scandir(data_dir) if data_dir else ()
-    names = [entry.name for entry in there if entry.is_dir() or not os.path.exists(entry.path)]
+    names = sorted(entry.name for entry in there if entry.is_dir() or not os.path.exists(entry.path))
     if "train" in names:
         others = [n for n in names if n not in PARTS and n[0] != "." and next(find_images(Path(data_dir, n)), None)]
         if others:
@@ -370,7 +356,7 @@ def load_images(name, data_dir=None, train=True, size=32, unlabeled=False):
         return read_folder(name, data_dir) if train else None
     if name == "folder":
         fail("--dataset folder: give --data-dir DIR, any tree of images")
-    if name in ("imagenet", "imagenet100") or (data_dir and name == "patterns"):
+    if name in ("imagenet", "imagenet100"):
         fail(f"--dataset {name}: give --data-dir DIR with train/, and val/ or test/; or --dataset folder")
     if name == "patterns":
         array, labels = make_patterns(4096, size, seed=0) if train else make_patterns(1024, size, seed=1)
@@ -404,9 +390,9 @@ def check_labels(train, test):
     trained = np.unique(train.labels[train.labels >= 0])
     if test is None or len(trained) < 2 or not np.isin(trained, test.labels).any():
         layout = "--data-dir with train/ and val/ or test/, each with one folder per class"
-        fail(f"judging needs a training and a test set with labels of two classes: {layout}")
+        fail(f"evaluation needs a training and a test set with labels of two classes: {layout}")
     if train.classes != test.classes:
-        odd = sorted({*map(str, train.classes)} ^ {*map(str, test.classes)})
+        odd = sorted(map(repr, {*train.classes} ^ {*test.classes})) or ["another order"]
         fail(f"the classes of {train} and of {test} are not the same: {', '.join(odd[:5])}")
 
 
@@ -417,10 +403,8 @@ def open_images(args, train=None, test=None):
         test = load_images(args.dataset, args.data_dir, False, args.image_size) if len(train.classes) > 1 else None
     if test is not None:
         check_labels(train, test)
-    if train.name == "patterns" and not train.root:
-        gpu = f"python {args.method}.py --dataset cifar10"
-        paper = f"torchrun --nproc_per_node=8 {args.method}.py --dataset imagenet --data-dir DIR"
-        log(f"DEMO: these images are generated. One GPU, CIFAR-10 (downloaded): {gpu}. The paper's own run: {paper}")
+    if train.name == "patterns":
+        log(DEMO)
     return train, test
 
 
@@ -448,14 +432,14 @@ class View(NamedTuple):
     blur_sigma: tuple  # (lowest, highest) sigma of the blur, in pixels
     solarize_p: float  # the probability of inverting all values above one half
     flip_p: float  # the probability of a horizontal flip
-    whole: bool = False  # what is cut where none of ten boxes fits: a centre crop, or, if True, the whole image
+    whole: bool = False  # what is cut where none of ten boxes fits: a center crop, or, if True, the whole image
 
 
 def random_resized_crop(sizes, area, aspect, position, ratio, whole=False):
     """Return the boxes of random crops, as torchvision's RandomResizedCrop draws them: (n, 4) int64.
 
     sizes: (n, 2) heights and widths. area, aspect: (n, tries) random shares of the area, and widths / heights: the
-    first that fits is taken. position: (n, 2) uniform in [0, 1), of top and left. If none fits, it is the centre crop
+    first that fits is taken. position: (n, 2) uniform in [0, 1), of top and left. If none fits, it is the center crop
     whose aspect ratio is nearest to `ratio` (lowest, highest) or, with `whole`, the whole image.
     """
     height, width = sizes.astype(np.float64).T
@@ -468,8 +452,8 @@ def random_resized_crop(sizes, area, aspect, position, ratio, whole=False):
     w0 = np.where((width / height > ratio[1]) & (not whole), np.rint(height * ratio[1]), width)  # if none fits
     h0 = np.where((width / height < ratio[0]) & (not whole), np.rint(width / ratio[0]), height)
     box = np.stack([top, left, h, w], 1)
-    centre = np.stack([(height - h0) // 2, (width - w0) // 2, h0, w0], 1)
-    return np.where(fits.any(1)[:, None], box, centre).astype(np.int64)
+    center = np.stack([(height - h0) // 2, (width - w0) // 2, h0, w0], 1)
+    return np.where(fits.any(1)[:, None], box, center).astype(np.int64)
 
 
 def name_draws(draws):
@@ -478,35 +462,41 @@ def name_draws(draws):
     return {name: x[:, 0] if x.shape[1] == 1 else x for name, x in zip(DRAWS, columns, strict=True)}
 
 
-def draw_view(view, sizes, draws, area=None, position=None, sigma=None, blur_coin=None):
-    """Draw one view of n images. Return ((n, 4) int64 boxes, (n, 9) float32 color parameters with columns as COLOR).
+def between(low, high, share):
+    return low + (high - low) * share
 
-    sizes: (n, 2) heights and widths. draws: (n, VIEW_DRAWS) uniform in [0, 1). The method's own values take the place
-    of drawn ones, where they are not NaN: area, sigma: (n,); position: (n, 2), and blur_coin: (n,), uniform numbers.
+
+def draw_boxes(view, sizes, draws, area=None, position=None):
+    """Draw what one view of n images shows: (n, 4) int64 boxes.
+
+    sizes: (n, 2) heights and widths. draws: (n, VIEW_DRAWS) uniform in [0, 1). area: (n,), and position: (n, 2) uniform
+    in [0, 1): a method's own, instead of those of `draws`.
     """
     draw = name_draws(draws)
+    area = between(*view.area, draw["area"]) if area is None else np.asarray(area)[:, None]
+    aspect = np.exp(between(*np.log(view.ratio), draw["aspect"]))
+    position = draw["position"] if position is None else position
+    return random_resized_crop(sizes, area, aspect, position, view.ratio, view.whole)
 
-    def choose(given, drawn):
-        return drawn if given is None else np.where(np.isnan(given), drawn, given)
 
-    def between(low, high, share):
-        return low + (high - low) * share
-
-    areas = choose(None if area is None else np.asarray(area)[:, None], between(*view.area, draw["area"]))
-    aspects = np.exp(between(*np.log(view.ratio), draw["aspect"]))
-    boxes = random_resized_crop(sizes, areas, aspects, choose(position, draw["position"]), view.ratio, view.whole)
-
+def draw_colors(view, draws):
+    """Draw how one view of n images is colored: (n, 9) float32 with columns as COLOR. draws: as in `draw_boxes`."""
+    draw = name_draws(draws)
     jittered, (*most, most_hue) = draw["jitter_coin"] < view.jitter_p, view.jitter
     factors = [
         np.where(jittered, between(max(0, 1 - m), 1 + m, draw[name]), 1)
         for name, m in zip(("brightness", "contrast", "saturation"), most, strict=True)
     ]
     hue = np.where(jittered, most_hue * (2 * draw["hue"] - 1), 0)
-    blurred = choose(blur_coin, draw["blur_coin"]) < view.blur_p
-    sigmas = np.where(blurred, choose(sigma, between(*view.blur_sigma, draw["sigma"])), 0)
+    sigma = np.where(draw["blur_coin"] < view.blur_p, between(*view.blur_sigma, draw["sigma"]), 0)
     gray, solarized = draw["gray_coin"] < view.gray_p, draw["solarize_coin"] < view.solarize_p
-    columns = *factors, hue, np.floor(draw["order"] * 24), gray, sigmas, solarized, draw["flip_coin"] < view.flip_p
-    return boxes, np.stack(columns, 1).astype(np.float32)
+    columns = *factors, hue, np.floor(draw["order"] * 24), gray, sigma, solarized, draw["flip_coin"] < view.flip_p
+    return np.stack(columns, 1).astype(np.float32)
+
+
+def draw_view(view, sizes, draws):
+    """Draw one view of n images: (boxes, colors) of `draw_boxes` and `draw_colors`."""
+    return draw_boxes(view, sizes, draws), draw_colors(view, draws)
 
 
 def cut(image, box, size, interpolation="bilinear"):
@@ -564,85 +554,37 @@ class EpochSampler:
     """Batches of (epoch, index) keys: one permutation per (seed, epoch), whole batches, this process's rows of each."""
 
     def __init__(self, length, batch_size, seed):
-        if length < batch_size:
-            fail(f"{length} images are fewer than one batch: give --batch-size {length} or less")
-        self.length, self.batch_size, self.seed = length, batch_size, seed
-        self.set_epoch(0)
+        world = rank_and_world()[1]
+        if length < batch_size or batch_size % world:
+            fail(f"{length} images make no batches of --batch-size {batch_size} over {world} process(es): give another")
+        self.length, self.batch_size, self.seed, self.epoch = length, batch_size, seed, 0
 
-    def set_epoch(self, epoch, first_step=0, last_step=math.inf):
-        """Choose the epoch, from 0. Of the whole run first_step steps are made already, and it ends after last_step."""
-        self.epoch, self.first_step, self.last_step = epoch, first_step, last_step
-
-    def __iter__(self):
-        rank, world = rank_and_world()
-        epoch, local, steps = self.epoch, self.batch_size // world, self.length // self.batch_size
-        order = torch.randperm(self.length, generator=generator(self.seed, epoch, STREAM_ORDER)).tolist()
-        for i in range(steps):
-            if self.first_step <= epoch * steps + i < self.last_step:
-                begin = i * self.batch_size + rank * local
-                yield [(epoch, row) for row in order[begin : begin + local]]
-
-
-def workers_of(args, device):
-    """--workers, or what suits: none beside a CPU that trains; for a GPU its process's share of the cores, up to 24."""
-    if args.workers is not None or device.type != "cuda" or sys.platform != "linux":  # there workers are not forked
-        return args.workers or 0
-    return min(24, len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
-
-
-def _start_worker(_):
-    for number in (signal.SIGINT, signal.SIGTERM):  # the training process finishes its step and ends its workers
-        signal.signal(number, signal.SIG_IGN)
-
-
-def end_workers():
-    """Kill the loader workers at once. They ignore SIGTERM, by which Python would end its daemonic children."""
-    if sys.platform == "linux":
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # or torch would report their end, after what was the error
-    for child in multiprocessing.active_children():
-        if child.daemon:
-            child.kill()
-
-
-class Loader(DataLoader):
-    """A DataLoader that raises BadImage, with a message of one line, if an image cannot be used or no batch comes."""
-
-    def __init__(self, data, device, workers=0, **options):
-        if workers:
-            atexit.register(end_workers)
-            method = "fork" if sys.platform == "linux" else None  # forked workers share the decoded images
-            options |= dict(num_workers=workers, multiprocessing_context=method, worker_init_fn=_start_worker)
-            options["timeout"] = PATIENCE.total_seconds()  # a worker that cannot send a batch is an error, not a wait
-        super().__init__(data, pin_memory=device.type == "cuda", **options)
-
-    def speed(self, images):
-        """Return how fast the loop over so many images was, and the share of its time that it waited for batches."""
-        seconds = time.perf_counter() - self.began
-        return dict(images_per_s=images / seconds, data_wait=self.waited / seconds)
+    def __len__(self):
+        return self.length // self.batch_size
 
     def __iter__(self):
-        self.began = asked = time.perf_counter()
-        self.waited = 0.0
-        try:
-            for batch in super().__iter__():
-                self.waited += time.perf_counter() - asked
-                yield batch
-                asked = time.perf_counter()
-        except BadImage as error:  # from a worker, with its traceback before the message
-            raise BadImage(str(error).strip().splitlines()[-1].removeprefix("common.BadImage: ")) from None
-        except (RuntimeError, OSError, EOFError) as error:  # a worker was killed, perhaps for its memory, or waits
-            if isinstance(error, RuntimeError) and not str(error).startswith("DataLoader "):
-                raise
-            reason = (str(error) or type(error).__name__).splitlines()[0]
-            raise BadImage(f"no batch from the loader ({reason}): give fewer --workers, or more memory") from error
+        order = torch.randperm(self.length, generator=generator(self.seed, self.epoch, STREAM_ORDER))
+        for batch in order.split(self.batch_size)[: len(self)]:
+            yield [(self.epoch, row) for row in shard(batch).tolist()]
+
+
+def data_loader(data, device, workers, **options):
+    """Return torch's DataLoader. workers: None for what suits: none for a CPU; for a GPU its share of the cores."""
+    is_linux = sys.platform == "linux"  # elsewhere workers are not forked
+    if workers is None and device.type == "cuda" and is_linux:
+        workers = min(24, len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
+    if workers:
+        context = "fork" if is_linux else None  # forked workers share the decoded images
+        options |= dict(num_workers=workers, persistent_workers=True, multiprocessing_context=context)
+    mine = torch.Generator()  # of worker seeds, which nothing uses: else each start would move the global generator
+    return DataLoader(data, pin_memory=device.type == "cuda", generator=mine, **options)
 
 
 def make_loader(args, images, views, device, draw=None, extra_draws=0):
-    """Return batches of views. draw, extra_draws: see `ViewDataset`. `batch_sampler.set_epoch` chooses the epoch."""
+    """Return batches of views. draw, extra_draws: see `ViewDataset`. `batch_sampler.epoch` is the epoch, from 0."""
     data = ViewDataset(images, views, args.seed, args.interpolation, draw, extra_draws)
-    sampler, workers = EpochSampler(len(images), args.batch_size, args.seed), workers_of(args, device)
-    options = dict(batch_sampler=sampler, collate_fn=default_convert, persistent_workers=workers > 0)
-    return Loader(data, device, workers, **options)
+    sampler = EpochSampler(len(images), args.batch_size, args.seed)
+    return data_loader(data, device, args.workers, batch_sampler=sampler, collate_fn=default_convert)
 
 
 ADJUSTMENTS = {  # of images x by factors f (N, 1, 1, 1): multiply x, or blend it with its mean gray, or with its gray
@@ -708,8 +650,8 @@ def _on(x, which, function, *parameters):
 def color(x, parameters):
     """Color images: jitter in each image's own order, then grayscale, blur, solarize, flip. Returns float in [0, 1].
 
-    x: uint8 (N, 3, H, W) on the device. parameters: (N, 9) on the CPU, with columns as COLOR, see `draw_view`. The CPU
-    decides which images an operation touches, so the device is never waited for.
+    x: uint8 (N, 3, H, W) on the device. parameters: (N, 9) on the CPU, with columns as COLOR, see `draw_colors`. The
+    CPU decides which images an operation touches, so the device is never waited for.
     """
     x, moved = x.float().div_(255), parameters.to(x.device, non_blocking=True).float()
     p, on = (dict(zip(COLOR, table.float().unbind(1), strict=True)) for table in (parameters, moved))
@@ -724,7 +666,7 @@ def color(x, parameters):
     return _on(x, p["flip"], lambda v: v.flip(-1))
 
 
-def colour_views(batch, device, memory_format=torch.channels_last, norm=None):
+def color_views(batch, device, memory_format=torch.channels_last, norm=None):
     """Return a batch's views, moved to the device and colored: a list of (n, 3, H, W) float.
 
     batch: of `ViewDataset`. norm: (mean, std), by which they are normalised; without it they are in [0, 1].
@@ -750,26 +692,15 @@ def save_views(path, views, names):
     sheet.paste(grid, (left, 0))
     for i, name in enumerate(names):
         ImageDraw.Draw(sheet).text((6, (i + 0.5) * grid.height / len(names)), name, "black", font, "lm")
-    write_whole(path, lambda temporary: sheet.save(temporary, "PNG"))
+    write_file(path, lambda file: sheet.save(file, "PNG"))
     log(f"picture written to {path}")
 
 
 # ---------------------------------------------------------------- 3. evaluation
 
 
-@contextlib.contextmanager
-def exact_products():
-    """Inside, products of float32 are not made in TF32: its 10 bits are too few for neighbours and classifiers."""
-    allowed = torch.backends.cuda.matmul.allow_tf32
-    torch.backends.cuda.matmul.allow_tf32 = False
-    try:
-        yield
-    finally:
-        torch.backends.cuda.matmul.allow_tf32 = allowed
-
-
-class CentreCrops(Dataset):
-    """Uint8 (3, size, size). Images of another size: the shorter side becomes 256/224 of it, and the centre is cut."""
+class CenterCrops(Dataset):
+    """Uint8 (3, size, size). Images of another size: the shorter side becomes 256/224 of it, and the center is cut."""
 
     def __init__(self, images, size, interpolation="bilinear"):
         self.images, self.size, self.interpolation = images, size, interpolation
@@ -789,27 +720,28 @@ def extract_features(encoder, images, info, device, batch_size=256, workers=0, a
 
     encoder: maps (N, 3, H, W) to (N, width); it is used in evaluation mode. info: image_size, mean, std, interpolation,
     as in backbone.pt. batch_size: of each process. amp: encode in bf16. whole: all rows on every process, or only this
-    one's (`shard`). what: for the progress line. No gradient. Exits with an error message if one is not finite.
+    one's (`shard`), which need no more memory than they take. what: for the progress line. No gradient. Exits with an
+    error message if one is not finite.
     """
     mine = shard(torch.arange(len(images)))
-    crops = CentreCrops(images, info["image_size"], info["interpolation"])
+    crops = CenterCrops(images, info["image_size"], info["interpolation"])
     crops = torch.utils.data.Subset(crops, mine.tolist() or [0])  # a process without images encodes one, for the width
-    features = []
+    features = None
     with evaluation_mode(encoder):
-        for i, batch in enumerate(Loader(crops, device, workers, batch_size=batch_size)):
+        for i, batch in enumerate(data_loader(crops, device, workers, batch_size=batch_size)):
             x = normalize(batch.to(device, non_blocking=True).float().div_(255), info["mean"], info["std"])
             with torch.autocast(device.type, torch.bfloat16, enabled=amp):
-                features.append(encoder(x).flatten(1).float().cpu())
+                part = encoder(x).flatten(1).float()
+            features = torch.empty(len(mine), part.shape[1]) if features is None else features
+            features[i * batch_size :][: len(part)] = part[: len(mine)]
             done = min((i + 1) * batch_size * rank_and_world()[1], len(images))  # processes are about equally fast
             progress(f"{what}: {done} of {len(images)} images so far")
-    features = torch.cat(features)[: len(mine)]
-    if not all(from_all(bool(features.isfinite().all()))):
+    if not all(from_all(all(bool(rows.isfinite().all()) for rows in features.split(4096)))):  # in parts: less memory
         fail(f"the encoder's features of {images} are not all finite")
     return gather_uneven(features) if whole else features
 
 
 @torch.no_grad()
-@exact_products()
 def knn_predict(train_x, train_y, test_x, k, temperature, num_classes):
     """Classify by weighted k-nearest neighbours: (m,) int64 on the CPU, on every process; (len(k), m) for several k.
 
@@ -838,20 +770,33 @@ def knn_predict(train_x, train_y, test_x, k, temperature, num_classes):
 
 
 def knn_scores(train_x, train, test_x, test, ks, temperature):
-    """Return {"knn20_top1": percent, ...} for each k. train_x: this process's rows (`shard`); see `knn_predict`."""
-    train_y, test_y = shard(torch.from_numpy(train.labels)), torch.from_numpy(test.labels)
+    """Return {"knn20_top1": percent, ...} for each k. train_x: this process's rows (`shard`); see `knn_predict`.
+
+    Images without a label are left out.
+    """
+    pairs = (train_x, shard(torch.from_numpy(train.labels))), (test_x, torch.from_numpy(test.labels))
+    (train_x, train_y), (test_x, test_y) = ((x, y) if (y >= 0).all() else (x[y >= 0], y[y >= 0]) for x, y in pairs)
     predicted = knn_predict(train_x, train_y, test_x, ks, temperature, len(train.classes))
     right = (predicted == test_y).sum(1).tolist()
     return {f"knn{k}_top1": 100 * number / len(test_y) for k, number in zip(ks, right, strict=True)}
 
 
-def knn_record(args, encoder, train, test, device):
+def knn_record(encoder, info, train, test, device, workers=None, amp=False):
     """Return `knn_scores` of a method's encoder. The bank is the labelled training images, without augmentation."""
     train, test = train.labelled(), test.labelled()
-    options = dict(info=encoder_info(args), device=device, workers=workers_of(args, device), amp=args.amp == "bf16")
+    options = dict(info=info, device=device, workers=workers, amp=amp)
     train_x = extract_features(encoder, train, whole=False, what="features, train", **options)
     test_x = extract_features(encoder, test, what="features, test", **options)
     return knn_scores(train_x.to(device), train, test_x.to(device), test, (20, 200), 0.07)
+
+
+def add_knn(args, config, info, state, records, encoder, train, test, device, amp):
+    """Add kNN's scores to the record of the last epoch, if they are due and not in it, and save the run again."""
+    epoch = len(records)
+    due = args.knn_every and (epoch % args.knn_every == 0 or epoch == args.epochs)
+    if test is not None and due and records and "knn20_top1" not in records[-1]:
+        records[-1] |= knn_record(encoder, info, train, test, device, args.workers, amp)
+        save_run(args, config, info, state, records)
 
 
 @torch.no_grad()
@@ -870,21 +815,19 @@ def embedding_health(q):
 
 
 def open_encoder(args, module=None):
-    """Return (device, the encoder to judge, info), and join torchrun's process group. Fills in args.workers, args.amp.
+    """Return (device, the encoder to evaluate, info), and join torchrun's process group. Fills in args.amp.
 
-    module: a user's own encoder. A copy of it gets the checkpoint's weights, or else those of the first process.
+    module: a user's own encoder. A copy of it gets the checkpoint's weights, if there is one.
     """
     if (args.checkpoint or module) is None or (args.random_init and module is not None):
-        fail("give RUN, a run's folder; with --random-init its encoder, one of timm's, is judged untrained")
-    device, module = join_processes(args.device), copy_module(module)
-    args.workers = workers_of(args, device)
+        fail("give RUN, a run's folder; with --random-init its encoder, one of timm's, is evaluated untrained")
+    patience = datetime.timedelta(days=1)  # the first process fits alone
+    (device, *_), module = join_processes(args.device, patience), None if module is None else copy_module(module)
     names = "image_size", "patch_size", "num_heads", "norm", "prefix"
     of_others = {name: value for name in names if (value := getattr(args, name)) is not None}
     if args.checkpoint is None:
         size, norm = args.image_size or 32, args.norm or "imagenet"
-        encoder, info = module, backbone_info(None, size, None, norm, method="no run", encoder="given")
-        if rank_and_world()[1] > 1:
-            encoder.load_state_dict(from_first(encoder.cpu().state_dict))
+        encoder, info = module, backbone_info("custom", size, None, norm, method="no run", encoder="given")
     elif args.arch is None:
         if of_others:
             fail(f"{option(min(of_others))} goes with --arch: a run says its own")
@@ -909,10 +852,10 @@ def run_folder(checkpoint):
 
 
 def open_data(args, info, train=None, test=None, labels=True):
-    """Return the images of an evaluation that have labels: (training images, test images or None).
+    """Return the images of an evaluation, those that have labels: (training images, test images or None).
 
     train, test: a user's own ImageSets. Without these, --dataset and --data-dir they are the run's, and have to be the
-    images that it was trained on. args gets their name and place. labels: False if there need not be any.
+    images that it was trained on. args gets their name and place. labels: False for all images, also without labels.
     """
     trained_on = None
     if train is not None or test is not None:
@@ -923,47 +866,38 @@ def open_data(args, info, train=None, test=None, labels=True):
             config = json.loads(file.read_text()) if file.exists() else {}
             if "dataset" not in config:
                 fail("there is no run's config.json beside the checkpoint to tell its data set: give --dataset")
-            trained_on = config.get("images", {}).get("checksum") if args.data_dir is None else None
+            trained_on = config.get("images") if args.data_dir is None else None
             args.dataset, args.data_dir = config["dataset"], args.data_dir or config.get("data_dir")
         args.dataset = args.dataset or "patterns"
         options = dict(size=info["image_size"], unlabeled=trained_on is not None)  # the run's own images had them, too
         train, test = (load_images(args.dataset, args.data_dir, part, **options) for part in (True, False))
         if trained_on not in (None, train.checksum()):
             fail(f"{train} are not the images that the run was trained on: give --dataset and --data-dir")
-    if labels:
-        check_labels(train, test)
-    train, test = (x.labelled() if x is not None and x.classes else x for x in (train, test))
-    return train, test
+    if not labels:
+        return train, test
+    check_labels(train, test)
+    return train.labelled(), test.labelled()
 
 
-def floor_encoders(args, info, device, count):
+def baseline_encoders(args, info, device, count):
     """Return what a trained encoder has to beat, {name: encoder}: raw pixels, and the same encoder untrained."""
-    if not args.floors:
+    if not args.baselines:
         return {}
     torch.manual_seed(args.seed)
     pixels = nn.Sequential(nn.AdaptiveAvgPool2d(min(32, info["image_size"])), nn.Flatten())
-    floors = {"raw pixels": pixels} if count <= 200_000 else {}  # of training images
+    baselines = {"raw pixels": pixels} if count <= 200_000 else {}  # of training images
     if info["timm_name"] and not args.random_init:
-        floors["untrained"] = build_backbone(info).to(device)
-    return floors
-
-
-def log_end(args, step, total_steps):
-    """Say how a training that has ended goes on, or how its encoder is judged."""
-    if step < total_steps:
-        log(f"stopped at step {step} of {total_steps}: give a larger --max-steps, or none, to go on")
-    else:
-        log(f"finished. Judge it with labels: python eval_knn.py {args.out}; python eval_linear.py {args.out}")
+        baselines["untrained"] = build_backbone(info).to(device)
+    return baselines
 
 
 def protocol(args, info, train, test):
     """Return what an evaluation's numbers depend on, as lines of text."""
-    precision = "TF32" if torch.backends.cuda.matmul.allow_tf32 else "float32"
-    precision = "bf16" if args.amp == "bf16" else precision
     return (
-        f"{info['encoder']} encoder {arch_name(info)} of {info['method']}, {precision}, features before the projector\n"
-        f"train: {train}; test: {test}\n{info['image_size']} px; others: shorter side 256/224 of it, "
-        f"{info['interpolation']}, centre crop; mean {tuple(info['mean'])}, std {tuple(info['std'])}"
+        f"{info['encoder']} encoder {arch_name(info)} of {info['method']}, amp {args.amp}, "
+        f"features before the projector\ntrain: {train}; test: {test}\n"
+        f"{info['image_size']} px; others: shorter side 256/224 of it, "
+        f"{info['interpolation']}, center crop; mean {tuple(info['mean'])}, std {tuple(info['std'])}"
     )
 
 
@@ -989,22 +923,16 @@ def is_vit(arch):
     return arch.startswith(("vit_", "deit"))
 
 
-def named_patch(arch):
-    """Return the patch size that timm's name of an encoder tells, or None."""
-    found = re.search(r"patch(\d+)", arch or "")
-    return int(found[1]) if found else None
-
-
 def backbone_info(arch, image_size, patch_size, norm="imagenet", interpolation="bilinear", num_heads=None, **more):
     """What backbone.pt says of an encoder besides its weights: how timm builds it, and what its images are like.
 
-    arch: a name of ARCHS, any timm model, or None for a user's own module. num_heads: of a ViT; None: timm's number.
+    arch: a name of ARCHS, any timm model, or custom, a user's own module. num_heads: of a ViT; None: timm's number.
     Plain ResNets get a 3 x 3 stem for images of up to 64 px; resnet_mini's has stride 2, and resnet_micro keeps timm's.
     timm's own ViTs get MoCo v3's initialisation, except of the patch embedding, which timm leaves out.
     """
     mean, std = NORMS[norm]
     like = dict(image_size=image_size, mean=mean, std=std, interpolation=interpolation, **more)
-    if arch is None:
+    if arch == "custom":
         return dict(timm_name=None, create_kwargs={}, stem="custom", **like)
     arch = arch.split(".")[0]  # what timm's names have after a point says whose weights they are
     if arch not in ARCHS and not timm.is_model(arch):
@@ -1012,6 +940,8 @@ def backbone_info(arch, image_size, patch_size, norm="imagenet", interpolation="
     name, kwargs = ARCHS.get(arch, (arch, {}))
     kwargs = {**kwargs, "num_classes": 0}
     if is_vit(name):
+        if (named := re.search(r"patch(\d+)", arch)) and int(named[1]) != patch_size:
+            fail(f"--arch {arch} has patches of {named[1]} pixels: give --patch-size {named[1]}")
         if image_size % patch_size:
             fail(f"--patch-size {patch_size} does not divide --image-size {image_size}")
         kwargs |= dict(img_size=image_size, patch_size=patch_size, dynamic_img_size=True)
@@ -1024,12 +954,11 @@ def backbone_info(arch, image_size, patch_size, norm="imagenet", interpolation="
     return dict(timm_name=name, create_kwargs=kwargs, stem=stem, **like)
 
 
-def encoder_info(args):
-    """Return `backbone_info` of a training's encoder, which args.evaluated says to be the query or momentum encoder."""
-    arch = None if args.arch == "custom" else args.arch
-    heads = getattr(args, "num_heads", "auto")
-    described = dict(num_heads=None if heads == "auto" else heads, method=args.method, encoder=args.evaluated)
-    return backbone_info(arch, args.image_size, args.patch_size, args.norm, args.interpolation, **described)
+def encoder_info(args, method, encoder):
+    """Return `backbone_info` of a training's encoder. encoder: the one that is evaluated, query or momentum."""
+    heads = getattr(args, "num_heads", None)
+    like = args.image_size, args.patch_size, args.norm, args.interpolation
+    return backbone_info(args.arch, *like, heads, method=method, encoder=encoder)
 
 
 def arch_name(info):
@@ -1039,10 +968,11 @@ def arch_name(info):
     return next(fitting, name or "custom encoder")
 
 
-def build_backbone(info, **more):
+def build_backbone(info, zero_init=False, **more):
     """Return the untrained timm model without classifier that `info` describes: it maps (N, 3, H, W) to (N, width).
 
-    more: further arguments for timm. Exits with an error message if the model does not take them.
+    zero_init: residual branches start at zero, as MoCo v3's and SimSiam's do. more: further arguments for timm. Exits
+    with an error message if the model does not take them.
     """
     try:
         backbone = timm.create_model(info["timm_name"], **info["create_kwargs"], **more)
@@ -1052,8 +982,46 @@ def build_backbone(info, **more):
         stride = 2 if info["stem"] == "3x3-s2" else 1
         backbone.conv1 = nn.Conv2d(3, backbone.conv1.out_channels, 3, stride, padding=1, bias=False)
         backbone.maxpool = nn.Identity()
+    for block in backbone.modules() if zero_init else ():
+        if hasattr(block, "zero_init_last"):
+            block.zero_init_last()
     output_width(backbone, info["image_size"])
     return backbone
+
+
+PLAIN_DATA = [  # what checkpoints hold beside tensors, and what cannot act: torch.load may build these, too
+    *(argparse.Namespace, datetime.datetime, datetime.date, datetime.time, datetime.timedelta, datetime.timezone),
+    *(np.dtype, np.ndarray, *(getattr(np.dtypes, name) for name in np.dtypes.__all__)),
+]
+for _core, _name in itertools.product(("core", "_core"), ("scalar", "_reconstruct")):  # numpy 1 and 2
+    PLAIN_DATA.append((getattr(np._core.multiarray, _name), f"numpy.{_core}.multiarray.{_name}"))
+for _module, _pure in itertools.product(("pathlib", "pathlib._local"), ("", "Pure")):  # before Python 3.13, and from it
+    PLAIN_DATA += [(PurePosixPath, f"{_module}.{_pure}PosixPath"), (PureWindowsPath, f"{_module}.{_pure}WindowsPath")]
+
+
+def load_checkpoint(path):
+    """Return what is in a checkpoint, on the CPU: tensors and plain data, never code. Else exits with a message."""
+    try:
+        if Path(path).suffix == ".safetensors":
+            return timm.models.load_state_dict(path)
+        if zipfile.is_zipfile(path):  # torch.load would take flipped bits for weights
+            archive = zipfile.ZipFile(path)
+            if archive.testzip() or any(entry.external_attr for entry in archive.infolist()):  # 0 in torch's files
+                raise ValueError("it is damaged")
+        with torch.serialization.safe_globals(PLAIN_DATA):
+            return torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:  # a file from elsewhere may raise anything, and torch's advice is to load it unsafely
+        why = re.split(r"\. |\n", str(error).rpartition("WeightsUnpickler error: ")[2].strip())[0]  # it names the class
+        fail(f"cannot read {path} as a checkpoint of tensors and plain data: {why[:300]}")
+
+
+@contextlib.contextmanager
+def fitting(path):
+    """Inside, what torch says of a checkpoint that does not fit a module or an optimizer becomes an error message."""
+    try:
+        yield
+    except (RuntimeError, KeyError, ValueError, TypeError) as error:
+        fail(f"{path} does not fit ({type(error).__name__}): {' '.join(str(error).split())[:300]}")
 
 
 def load_backbone(path, encoder=None, module=None):
@@ -1069,8 +1037,7 @@ def load_backbone(path, encoder=None, module=None):
         fail(f"{path} is not a checkpoint of this project: for others' give --arch NAME, say resnet50, vit_base, ...")
     if "backbone" in state:  # last.pt holds both encoders
         info = dict(info, encoder=encoder or info["encoder"])
-        prefix = {"query": "backbone.", "momentum": "momentum_backbone."}[info["encoder"]]
-        weights = {k.removeprefix(prefix): v for k, v in state["model"].items() if k.startswith(prefix)}
+        weights = encoder_weights(state["model"], info["encoder"])
     else:
         info, weights = {k: v for k, v in state.items() if k != "state_dict"}, state["state_dict"]
     if encoder not in (None, info["encoder"]) or not weights:
@@ -1083,15 +1050,21 @@ def load_backbone(path, encoder=None, module=None):
     return backbone.eval(), info
 
 
-def load_published(path, arch, image_size=224, patch_size=None, norm=None, num_heads=None, prefix=None):
+def encoder_weights(model_state, encoder):
+    """Return the query or momentum encoder's part of a method's state_dict, as plain tensors (no channels_last)."""
+    prefix = {"query": "backbone.", "momentum": "momentum_backbone."}[encoder]
+    return {k.removeprefix(prefix): v.contiguous() for k, v in model_state.items() if k.startswith(prefix)}
+
+
+def load_published(path, arch, image_size=224, patch_size=16, norm=None, num_heads=None, prefix=None):
     """Load an encoder from a checkpoint of others, as `load_backbone` returns it: (module in evaluation mode, info).
 
-    The further arguments are those of `backbone_info` and `fitting_weights`. patch_size: None for the one in timm's
-    name, or 16. norm: None for what timm knows of the weights that its name tells (....augreg_in1k), or ImageNet's.
+    The further arguments are those of `backbone_info` and `fitting_weights`. norm: None for what timm knows of the
+    weights that its name tells (....augreg_in1k), or ImageNet's. A ResNet has timm's stem, whatever the size of the
+    images, unless its conv1 is 3 x 3.
     """
     if os.path.isdir(path):  # its own normalisation would be lost in silence
         fail(f"{path} is a folder. A run's folder says its encoder itself: leave out --arch; or give others' FILE")
-    patch_size = patch_size or named_patch(arch) or 16
     info = backbone_info(arch, image_size, patch_size, norm or "imagenet", num_heads=num_heads, method=Path(path).name)
     if norm is None and "." in arch:
         try:
@@ -1099,6 +1072,9 @@ def load_published(path, arch, image_size=224, patch_size=None, norm=None, num_h
         except RuntimeError:
             fail(f"timm knows no weights {arch}: leave out what stands after the point, and give --norm")
         info |= dict(mean=known.mean, std=known.std, interpolation=known.interpolation)
+    if info["stem"] != "timm":
+        small = (x.shape[1:] == (3, 3, 3) for name, x in read_tensors(path).items() if name.endswith("conv1.weight"))
+        info |= {} if any(small) else dict(stem="timm")
     backbone = build_backbone(info)
     weights, taken = fitting_weights(path, backbone, prefix, "--prefix")
     backbone.load_state_dict(weights)
@@ -1122,18 +1098,17 @@ def read_tensors(path):
     return flat("", load_checkpoint(Path(path, "backbone.pt") if Path(path).is_dir() else path))
 
 
-# Top-level names of what changes the features, and what an encoder without it would leave out
-CHANGES_FEATURES = {"cls_token", "dist_token", "reg_token", "register_tokens", "storage_tokens", "prompt_embeddings"}
-CHANGES_FEATURES |= {"pos_embed", "rel_pos_bias", "rope", "norm_pre", "ln_pre", "norm_post", "fc_norm", "attn_pool"}
-CHANGES_FEATURES |= {"attnpool", "global_pool", "final_conv", "act1", "layer5"}
+# What an encoder may leave unread in a checkpoint of others: heads, and what only pre-training uses
+HEADS = {"fc", "head", "heads", "head_dist", "aux_head", "projection_head", "classifier", "classif", "last_linear"}
+HEADS |= {"projector", "predictor", "prototypes", "mask_token"}
+HEADS |= {f"decoder_{part}" for part in ("embed", "pos_embed", "blocks", "norm", "pred")}  # MAE's
 
 
 def fitting_weights(path, encoder, prefix=None, flag="--init-prefix"):
     """Return (a state_dict for an encoder from a checkpoint of others, what stands before its names there).
 
     prefix: which of several encoders. flag: what a message calls it. A ViT's position embedding is resampled. Exits
-    with an error message unless each tensor of the encoder is there in its shape and none is left over that would
-    change the features: below the encoder's own top-level parts, or of CHANGES_FEATURES.
+    with an error message unless each tensor of the encoder is there in its shape, and nothing is left over but HEADS.
     """
     found, needed = read_tensors(path), encoder.state_dict()
     first = next(iter(needed))
@@ -1156,9 +1131,7 @@ def fitting_weights(path, encoder, prefix=None, flag="--init-prefix"):
             log(f"the position embedding of {path} is resampled from {old} rows to {new}")
     kinds = {name: (x.shape, x.is_floating_point()) for name, x in theirs.items()}
     lacking = [f"{n} {[*x.shape]}" for n, x in needed.items() if kinds.get(n) != (x.shape, x.is_floating_point())]
-    parts = {name.split(".")[0] for name in needed} | CHANGES_FEATURES
-    unused = ("num_batches_tracked", "head.fc.weight", "head.fc.bias")  # the latter are ConvNeXt's classifier
-    left = [n for n in theirs if n not in needed and n.split(".")[0] in parts and not n.endswith(unused)]
+    left = [n for n in theirs if n not in needed and n.split(".")[0] not in HEADS and "num_batches" not in n]
     if lacking or left:
         words = f"{len(lacking)} tensors lack, or differ in shape or type, {lacking[:3]}; left over are {left[:3]}"
         fail(f"{path} is not of this encoder: after {start!r} {words}. Try another --arch, --image-size, --patch-size")
@@ -1168,19 +1141,10 @@ def fitting_weights(path, encoder, prefix=None, flag="--init-prefix"):
     return {name: theirs[name] for name in needed}, start
 
 
-def copy_module(module, frozen=False):
-    """Return a copy of a module, to be trained, or None for None. frozen: none of its parameters gets gradients.
-
-    A module in evaluation mode is copied in training mode. deepcopy alone freezes the parameters of TorchScript.
-    """
-    with torch.no_grad():
-        copied = copy.deepcopy(module)
-    if module is not None:
-        for new, old in zip(copied.parameters(), module.parameters(), strict=True):
-            new.requires_grad_(old.requires_grad and not frozen)
-        if not copied.training:
-            copied.train()
-    return copied
+def copy_module(module):
+    """Return a copy of a user's module, to be trained: a module in evaluation mode is copied in training mode."""
+    copied = copy.deepcopy(module)
+    return copied if copied.training else copied.train()
 
 
 @contextlib.contextmanager
@@ -1194,18 +1158,25 @@ def evaluation_mode(module):
             part.training = training
 
 
-@torch.no_grad()
-def output_width(module, *sizes):
-    """Return the width of an encoder, (N, 3, H, W) -> (N, width), by images of zeros of all sizes that it will see."""
+def output_width(module, *sizes, check_gradient=False):
+    """Return the width of an encoder, (N, 3, H, W) -> (N, width), by images of zeros of all sizes that it will see.
+
+    check_gradient: also exit with an error message if no gradient reaches a parameter.
+    """
     device, shapes = next((p.device for p in module.parameters()), "cpu"), []
     for size in sizes:
         try:
-            with evaluation_mode(module):
-                shapes.append(tuple(module(torch.zeros(1, 3, size, size, device=device)).shape))
+            with evaluation_mode(module), torch.set_grad_enabled(check_gradient):
+                y = module(torch.zeros(1, 3, size, size, device=device))
+                shapes.append(tuple(y.shape))
         except Exception as error:  # a user's own module may raise anything
             fail(f"the encoder does not take images (1, 3, {size}, {size}): {' '.join(str(error).split())[:300]}")
     if len(shapes[0]) != 2 or len({*shapes}) > 1:  # for example, a ResNet without its last layer gives (1, width, 1, 1)
         fail(f"the encoder gives {shapes} for images of {sizes} px, not (1, width): end it with pooling and Flatten")
+    own = [p for p in module.parameters() if check_gradient and p.requires_grad]
+    reached = torch.autograd.grad(y.sum(), own, allow_unused=True) if own and y.requires_grad else ()
+    if check_gradient and all(gradient is None for gradient in reached):
+        fail("no gradient reaches the encoder: its parameters are frozen, or its forward is under no_grad or another's")
     return shapes[0][1]
 
 
@@ -1217,14 +1188,10 @@ def memory_format(device, arch):
     return torch.channels_last if device.type == "cuda" or arch in ARCHS else torch.contiguous_format
 
 
-def has_bf16(device):
-    """Return True if the device is a GPU that computes bf16 natively. On CPUs float32 gives the same numbers on all."""
-    return device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
-
-
 def use_bf16(amp, device, arch, sizes):
-    """Return True if the encoders compute in bf16: amp is 'auto', 'bf16' or 'off'; sizes: of the images, in pixels."""
-    chosen = amp == "bf16" or (amp == "auto" and has_bf16(device))
+    """Return True if the encoders compute in bf16. amp: auto, on GPUs that have it; bf16; off. sizes: of the images."""
+    has_bf16 = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
+    chosen = amp == "bf16" or (amp == "auto" and has_bf16)
     if chosen and device.type == "cpu" and min(sizes) <= 16 and not is_vit(arch):
         fail("--amp bf16 on a CPU: at 16 px and below torch's gradients of convolutions are wrong: give --amp off")
     return chosen
@@ -1232,74 +1199,31 @@ def use_bf16(amp, device, arch, sizes):
 
 # ----------------------------------------------------------------- 5. processes
 
-PATIENCE = datetime.timedelta(minutes=30)  # how long a process waits for others: one of them may be downloading
-GROUPS = itertools.count()  # process groups that this program has made
-
 
 def start(main, parse_args):
-    """Run a script. Only here is set what concerns a whole process; `main` and an import leave it as it is."""
+    """Run a script: a mistake, a bad image and Ctrl-C are one line. Here is set what concerns the whole process."""
     torch.set_flush_denormal(True)  # denormal numbers make a CPU several times slower
-    # These are about speed and names only
-    warnings.filterwarnings("ignore", ".*(broadcast_buffers|Grad strides do not match|all_gather_into_tensor).*")
+    torch.backends.cudnn.benchmark = True
+    warnings.filterwarnings("ignore", ".*Grad strides do not match.*")  # which is about speed
     try:
         args = parse_args()
-        device = local_device(getattr(args, "device", "cpu"))  # a tool may have no such flag
-        if device.type == "cuda":
-            # The same GPUs have TF32 and bf16
-            torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = has_bf16(device)
-            torch.backends.cudnn.benchmark = True
-        else:
-            keep_memory()
-            is_small = (getattr(args, "arch", None) or "").endswith(("_micro", "_mini"))
-            if is_small and "OMP_NUM_THREADS" not in os.environ:
+        if args.device == "cpu" or not torch.cuda.is_available():
+            if (args.arch or "").endswith(("_micro", "_mini")) and "OMP_NUM_THREADS" not in os.environ:
                 torch.set_num_threads(1)  # a second one gives 15 %, and takes two thirds from another program
+            with contextlib.suppress(AttributeError, OSError, TypeError):  # another C library than glibc
+                ctypes.CDLL(None).mallopt(-4, 0)  # M_MMAP_MAX: mapping tensors anew costs up to a quarter of a step
+                ctypes.CDLL(None).mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD: the top of the heap stays
         main(args)
-    except (BadImage, OSError) as error:
-        fail(str(error))
+    except (BadImage, OSError) as error:  # from a loader worker, its traceback stands before the message
+        message = str(error).strip().rpartition("common.BadImage: ")[2]
+        if isinstance(error, BadImage):
+            message += "; tests/tools/check_images.py DIR lists all such; a training goes on without by --resume, --out"
+        fail(message)
     except KeyboardInterrupt:
-        log("stopped by Ctrl-C (exit status 130); what was saved is kept")
+        log("stopped by Ctrl-C: the same command goes on after the last epoch that was saved")
         raise SystemExit(130) from None
-
-
-def keep_memory():
-    """Let glibc keep freed memory. Mapping large tensors anew would cost a CPU up to a quarter of a step."""
-    with contextlib.suppress(AttributeError, OSError, TypeError):  # another C library
-        libc = ctypes.CDLL(None)
-        libc.mallopt(-4, 0)  # M_MMAP_MAX: no block, however large, is mapped on its own
-        libc.mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD: the top of the heap stays
-
-
-class Stopped(Exception):
-    """A run was asked to stop, and everything is saved."""
-
-
-def leaves_no_trace(main):
-    """A decorator of `main`: a caller's random numbers go on as before, and only the caller's process group stays.
-
-    A run that was asked to stop ends as others do, with status 75. After another exception the process group stays: the
-    traceback holds DDP, and in torch 2.11 a DDP that is deleted after its group can hang for ever.
-    """
-
-    @functools.wraps(main)
-    def run(*args, **kwargs):
-        makes_group, result, status = not dist.is_initialized(), None, 0
-        of_python, of_numpy = random.getstate(), np.random.get_state()
-        devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
-        try:
-            with torch.random.fork_rng(devices):
-                result = main(*args, **kwargs)
-        except Stopped:
-            status = 75
-        finally:
-            random.setstate(of_python)
-            np.random.set_state(of_numpy)
-        if makes_group and dist.is_initialized():
-            dist.destroy_process_group()
-        if status:
-            raise SystemExit(status)
-        return result
-
-    return run
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def rank_and_world():
@@ -1309,30 +1233,25 @@ def rank_and_world():
     return int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
 
 
-def local_device(name):
-    """Make this process's GPU the current one, if it is to have one. Return the device. name: auto, cuda or cpu."""
-    if name == "cpu" or (name == "auto" and not torch.cuda.is_available()):
-        return torch.device("cpu")
-    if not torch.cuda.is_available():
-        fail("--device cuda: torch sees no CUDA device; use --device cpu")
-    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
-    if device.index >= torch.cuda.device_count():
-        fail(f"torch sees {torch.cuda.device_count()} GPUs: start as many processes per machine")
-    torch.cuda.set_device(device)
-    return device
+def join_processes(name, patience=datetime.timedelta(hours=1)):
+    """Choose a device, auto, cuda or cpu, and join torchrun's process group. Return (device, rank, world size).
 
-
-def join_processes(name):
-    """Join torchrun's process group, if there is one. Return this process's device. name: auto, cuda or cpu."""
-    device = local_device(name)
+    patience: how long a process waits for others.
+    """
+    device = torch.device("cpu")
+    if name == "cuda" or (name == "auto" and torch.cuda.is_available()):
+        local, gpus = int(os.environ.get("LOCAL_WORLD_SIZE", 1)), torch.cuda.device_count()
+        if local > gpus:  # all processes of the machine find this, and its first says it
+            fail(f"--device {name}: torch sees {gpus} GPUs for {local} process(es): start fewer, or give --device cpu")
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
+        torch.cuda.set_device(device)
     if "RANK" in os.environ and not dist.is_initialized():
-        store, rank, world = next(rendezvous("env://"))
-        if os.environ.get("GROUP_WORLD_SIZE", "1") == "1":  # a restart's store still holds dead workers' addresses
-            store = dist.PrefixStore(f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
-        store = dist.PrefixStore(f"group {next(GROUPS)}", store)  # nor may a second group find the first one's
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"  # gloo: for what need not wait for a GPU
-        dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=PATIENCE)
-    return device
+        store, rank, world = next(dist.rendezvous("env://"))
+        if os.environ.get("GROUP_WORLD_SIZE") == "1":  # a restart's store still holds the dead workers' addresses
+            store = dist.PrefixStore(os.environ["TORCHELASTIC_RESTART_COUNT"], store)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=patience)
+    return device, *rank_and_world()
 
 
 def from_all(value):
@@ -1343,84 +1262,51 @@ def from_all(value):
     return found
 
 
-def from_first(make):
-    """What make() returns on the main process, on every process. The others do not call it."""
-    made = [make() if rank_and_world()[0] == 0 else None]
-    if dist.is_initialized():
-        dist.broadcast_object_list(made)
-    return made[0]
-
-
 def shard(x, dim=0):
     """This process's rows of what belongs to all processes: they share dimension `dim` out in rank order."""
     rank, world = rank_and_world()
     return x.tensor_split(world, dim)[rank]
 
 
-def gather_uneven(x):
-    """Concatenate a tensor (n, ...) over the processes, in rank order, where n may differ and be 0. No gradient."""
-    return torch.cat([part.to(x.device) for part in from_all(x.cpu())])
+def slices_per_process(args, name):
+    """Return how many of --NAME's equal slices of the batch each process has: as given, and at least one."""
+    given, world = getattr(args, name), rank_and_world()[1]
+    slices = max(given, world)
+    if slices % world or args.batch_size % slices or args.batch_size < 2 * slices:
+        fail(f"--batch-size {args.batch_size} has no {slices} equal slices ({option(name)} {given}, {world} processes)")
+    return slices // world
 
 
-@contextlib.contextmanager
-def until_stopped(loader):
-    """Yield the loader's batches: until they end, or a process is asked to stop, or one meets a bad image.
+def gather_uneven(x, to_first=False):
+    """Concatenate a tensor (n, ...) over the processes, in rank order, where n may differ and be 0. No gradient.
 
-    Inside, SIGTERM, SIGHUP and SIGINT are noted, so that a step is made and saved first. All processes leave the loop
-    at the same step, and raise BadImage or Stopped at the end of the block. A second signal, three seconds or more
-    after the first, acts at once, so that what hangs can be ended. An ignored signal stays so (SIGHUP under nohup). A
-    caller's process group has to take tensors on the CPU, as "cpu:gloo,cuda:nccl" does.
+    It is whole on every process or, with to_first, on the first one: the others get None and need no more memory.
     """
-    noted, handlers, errors = [], {}, []
-
-    def note(number, _):
-        if noted and time.monotonic() > noted[0] + 3:  # earlier, it is the same request: a scheduler's, and torchrun's
-            signal.signal(number, handlers[number])
-            signal.raise_signal(number)
-        noted.append(time.monotonic())
-
-    def any_has_to_stop():
-        here = torch.tensor(float(len(noted + errors) > 0))
-        if dist.is_initialized():
-            dist.all_reduce(here, dist.ReduceOp.MAX)
-        return here.item() > 0
-
-    def batches():
-        iterator = iter(loader)
-        while True:
-            batch = None
-            try:
-                batch = next(iterator, None)
-            except BadImage as error:
-                errors.append(str(error))
-            if any_has_to_stop() or batch is None:
-                return
-            yield batch
-
-    if threading.current_thread() is threading.main_thread():  # Python handles signals there only
-        for number in (getattr(signal, name) for name in ("SIGTERM", "SIGINT", "SIGHUP") if hasattr(signal, name)):
-            if signal.getsignal(number) != signal.SIG_IGN:
-                handlers[number] = signal.signal(number, note)
-    try:
-        yield batches()
-    finally:
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
-    if any_has_to_stop():
-        for error in itertools.chain(*from_all(errors)):
-            raise BadImage(error)
-        log("stopped on request (exit status 75); everything is saved, and the same command goes on")
-        raise Stopped
+    counts, (rank, world) = from_all(len(x)), rank_and_world()
+    if world == 1:
+        return x
+    x = x.detach().contiguous()
+    if to_first and rank > 0:
+        return dist.send(x, 0)
+    whole = x.new_empty(sum(counts), *x.shape[1:])
+    for source, part in enumerate(whole.split(counts)):
+        if source == rank:
+            part.copy_(x)
+        if not to_first:
+            dist.broadcast(part, source)
+        elif source > 0:
+            dist.recv(part, source)
+    return whole
 
 
 def fail(message):
-    """Answer a mistake of the user: print one line on stderr, from one process, and exit with status 2."""
-    first = rank_and_world()[0] == 0
-    if dist.is_initialized():  # perhaps only one process has found the mistake: the first to come here says it
+    """Answer a mistake of the user: one line on stderr, though all processes find it, and exit status 2."""
+    says = os.environ.get("LOCAL_RANK", "0") == "0"
+    if dist.is_initialized():  # perhaps one process has found it: the first that comes here says it
         with contextlib.suppress(RuntimeError):  # the store is gone: another process has said why
-            first = dist.distributed_c10d._get_default_store().add("failed", 1) == 1
-    if first:
-        print("error: " + message.replace("\n", "\\n"), file=sys.stderr, flush=True)  # a file's name may have one
+            says = dist.distributed_c10d._get_default_store().add(f"said {message}", 1) == 1
+    if says:
+        print("error: " + message.replace("\n", "\\n"), file=sys.stderr, flush=True)
     raise SystemExit(2)
 
 
@@ -1431,180 +1317,131 @@ def log(text="", end="\n"):
             print(("\r\x1b[K" if sys.stdout.isatty() else "") + text, end=end, flush=True)
 
 
-def log_values(group, values):
-    """Print a row of a run's table: a group's name, then names and values, but for those that are None."""
-    pairs = [f"{name} {shown(value)}" for name, value in values.items() if value is not None]
-    words = "  ".join(pair.replace(" ", "\xa0") for pair in pairs)  # no line ends within a pair
-    if words:
-        how = dict(initial_indent=f"{group:14}", subsequent_indent=" " * 14, break_on_hyphens=False)
-        log(textwrap.fill(words, 120, **how).replace("\xa0", " "))
-
-
 def progress(text, last=[0.0]):  # noqa: B006  (the list keeps the time of the last line)
     """Show how far long work has come: on a terminal a line that rewrites itself, in a log file a line every 30 s."""
-    on_terminal = sys.stdout.isatty()
-    if on_terminal or time.monotonic() - last[0] > 30:
-        log(text, end="" if on_terminal else "\n")
+    if sys.stdout.isatty() or time.monotonic() - last[0] > 30:
+        log(text, end="" if sys.stdout.isatty() else "\n")
         last[0] = time.monotonic()
 
 
-def show_progress(args, loader, history, step, total_steps):
-    """Show how far a training has come. All processes call it. Exits with an error message if a value is not finite."""
-    last, seconds = history[-1], (time.perf_counter() - loader.began) / len(history)
-    losses, norms = zip(*from_all((last["loss"].item(), float(last.get("grad_norm", 0)))), strict=True)
-    loss = sum(losses) / len(losses)
-    if not math.isfinite(loss + sum(norms)):
-        advice = "begin another --out by --resume, with a lower --lr"
-        fail(f"the loss or its gradient is not finite at step {step}; last.pt is from before: {advice}")
-    where = f"epoch {math.ceil(step * args.epochs / total_steps)}/{args.epochs}  step {step}/{total_steps}"
+def show_progress(args, history, began, step, total_steps):
+    """Show how far a training has come. history: a dict per step of the epoch, {name: 0-d tensor}. began: its time."""
+    seconds = (time.perf_counter() - began) / len(history)
     speed = f"{args.batch_size / seconds:.0f} images/s  {seconds * (total_steps - step) / 60:.1f} min left"
-    progress(f"{where}  loss {loss:.3f}  {speed}")
+    progress(f"step {step}/{total_steps}  loss {history[-1]['loss'].item():.3f}  {speed}")
 
 
-WRITERS = {}  # {folder: TensorBoard's writer}
+def means(args, history, began):
+    """Return the means of an epoch's metrics over steps and processes, {name: float}, and its speed."""
+    sums = sum(torch.stack([*metrics.values()]).double() for metrics in history)
+    values = (gather_uneven(sums[None]).mean(0) / len(history)).tolist()
+    if not all(map(math.isfinite, values)):
+        fail("the loss or its gradient is not finite; last.pt is of the epoch before: give a lower --lr, a new --out")
+    speed = args.batch_size * len(history) / (time.perf_counter() - began)
+    return dict(zip(history[0], values, strict=True), images_per_s=speed)
+
+
+def log_table(args, tables, **facts):
+    """Print all values of a run, a line per group of its tables, and facts that follow from them."""
+    rows = {group: {name: getattr(args, name, None) for name in table} for group, table in tables.items()}
+    facts |= dict(processes=rank_and_world()[1], peak_lr=args.lr * args.batch_size / args.lr_batch)
+    for group, values in (rows | dict(facts=facts, versions=versions())).items():
+        words = [f"{name} {shown(value)}" for name, value in values.items() if value is not None]
+        if words:
+            log(f"{group:14}" + "  ".join(words))
+
+
+def shown(value):
+    """Return a value as a table shows it: 1.333, or 0.75 1.333 for several."""
+    if isinstance(value, (tuple, list)):
+        return " ".join(map(shown, value)) or "none"
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
 def log_epoch(args, record):
-    """Say what matters most of an epoch's record. With --tensorboard, all of it is written for TensorBoard."""
-    gap = record.get("below_chance")
-    distance = "" if gap is None else f" ({abs(gap):.2f} {'below' if gap >= 0 else 'above'} chance)"
-    figures = [f"{name} {value:.1f} %" for name, value in record.items() if name.endswith("_top1")]
-    figures += [f"std {record['std']:.2f}"] if "std" in record else []
-    words = "  ".join([f"loss {record['loss']:.4f}{distance}", *figures, f"{record['images_per_s']:.0f} images/s"])
-    log(f"epoch {record['epoch']}/{args.epochs}  {words}")
-    if getattr(args, "tensorboard", False) and rank_and_world()[0] == 0:
+    """Print what matters most of an epoch's record. With --tensorboard all of it is written for TensorBoard."""
+    words = [f"{k} {v:.4g}" for k, v in record.items() if k in ("loss", "std", "images_per_s") or k.endswith("_top1")]
+    log("  ".join([f"epoch {record['epoch']}/{args.epochs}", *words]))
+    if args.tensorboard and rank_and_world()[0] == 0:
         from torch.utils.tensorboard import SummaryWriter
 
-        if args.out not in WRITERS:
-            WRITERS[args.out] = SummaryWriter(args.out, purge_step=record["step"])  # what a restart makes again
-        for name, value in record.items():
-            WRITERS[args.out].add_scalar(name, value, record["step"])
-        WRITERS[args.out].flush()
+        with SummaryWriter(args.out) as writer:
+            for name, value in record.items():
+                writer.add_scalar(name, value, record["epoch"])
+
+
+def log_end(args, train):
+    """Say that a run is finished, where it is, and what its images were if these are the demo's."""
+    log(f"finished: {args.out}" + (f"\n{DEMO}" if train.name == "patterns" else ""))
 
 
 # --------------------------------------------------------------------- 6. flags
-# The command lines follow from tables, {group: {name: (value, what it is, limits)}}: each name is a flag.
+# The command lines follow from tables, {group: {name: (value, what it is, limits)}}: each name is a flag. limits: words
+# to choose from, or (least, most), perhaps with a word for a special number. Without limits a number is not below 0.
+# A value of None, or an empty list, has the type of its limits.
 
-# What may differ between two calls of one run; an evaluation's, too
-OPERATING = {
-    *("out", "resume", "max_steps", "keep_every", "knn_every", "eval_every", "device", "compile", "changes"),
-    *("workers", "tensorboard", "show_views", "data_dir", "checkpoint"),
+FOLDER = dict(  # the flags of what `save_run`, `load_run` and `log_epoch` write and read
+    out=(None, "folder of the run; one that has begun goes on"),
+    resume=(None, "begin a new --out with another run's last.pt, for more --epochs"),
+    keep_every=(0, "keep a copy of last.pt every N epochs; 0: none"),
+    tensorboard=(False, "also write the metrics for TensorBoard"),
+)
+RUN = dict(
+    run=dict(  # with a method's own table, all that the numbers of a run depend on
+        dataset=("patterns", "data set; it also chooses the recipe", DATASETS),
+        seed=(0, "seed of all random numbers", (0, 2**63 - 1)),
+        init=(None, "start the encoder from a checkpoint, of this project or another"),
+        init_prefix=(None, "prefix of the encoder's names in --init's file, if it has several"),
+        amp=("auto", "auto: bf16 on GPUs that have it; off: float32", ("auto", "bf16", "off")),
+    ),
+    operation=dict(  # may differ between two calls of one run
+        data_dir=(None, "its folder, with train/, and val/ or test/; for `folder` any tree of images"),
+        **FOLDER,
+        knn_every=(10, "evaluate by kNN every N epochs; 0: never"),
+        device=("auto", "auto: a GPU where there is one", ("auto", "cuda", "cpu")),
+        compile=(False, "compile the encoders: minutes at the start, then faster steps"),
+        workers=(None, "processes that load images, per training process", (0, 1024)),
+        show_views=(None, "write a picture of the inputs, a .png, and exit"),
+    ),
+)
+EVALUATION = {  # the flags that both evaluations have
+    "what is evaluated": dict(
+        checkpoint=(None, "a run's folder, last.pt, backbone.pt; or others' FILE"),
+        dataset=(None, "default: what the encoder was trained on, or patterns", DATASETS),
+        data_dir=(None, "its folder (default: where the run had it)"),
+        encoder=(None, "default: the one that the method's authors evaluate", ("query", "momentum")),
+        random_init=(False, "evaluate the encoder of RUN as it was before training"),
+        baselines=(True, "evaluate raw pixels and the untrained encoder, too"),
+    ),
+    "encoder, of a FILE of others": dict(
+        arch=(None, "vit_tiny, resnet18, ..., or any timm model"),
+        image_size=(None, "side of the images (default: 224; custom encoder: 32)", (1, math.inf)),
+        patch_size=(None, "of a ViT (default: 16)", (1, math.inf)),
+        num_heads=(None, "of a ViT (default: timm's number)", (1, math.inf)),
+        norm=(None, "whose mean and deviation normalise images (default: imagenet, or as a tag of timm's says)", NORMS),
+        prefix=(None, "which encoder of a FILE: what stands before its names"),
+    ),
+    "operation": {name: (RUN["run"] | RUN["operation"])[name] for name in ("seed", "workers", "device", "amp")},
 }
-RANGES = {"crop_scale", "crop_ratio", "blur_sigma", "global_scale", "local_scale"}  # pairs: the smaller number first
 
 
-def number(kind, least=0, most=math.inf, word=None):
-    """Return an argparse type: an int or a float from `least` to `most`, or a word, such as auto."""
-
-    def parse_number(text):
-        if text == word:
-            return text
-        value = kind(text)
-        if not (math.isfinite(value) and least <= value <= most):
-            allowed = f"{least:g} or more" if most == math.inf else f"from {least:g} to {most:g}"
-            raise argparse.ArgumentTypeError(f"{text} is not {allowed}")
-        return value
-
-    parse_number.__name__ = kind.__name__ if word is None else f"{word} or {kind.__name__}"  # argparse's word for it
-    return parse_number
-
-
-def argument(name, value, what, limits=None):
-    """Return what argparse's add_argument needs of a row of a table, (its names, its options).
-
-    The type is that of the value, or of limits where the value is a word or None. A tuple is as many numbers, a list
-    any number of them. limits: (least, most), perhaps with a word that stands for a number; or words to choose from.
-    Without limits, a number is not below 0. A bool is a pair of flags, --vanilla and --no-vanilla.
-    """
+def argument(value, what, limits=()):
+    """Return argparse's options for a row. A list is any number of values, a bool a pair of flags, --x and --no-x."""
     options = dict(help=what if value is None or value is False else f"{what} (default: %(default)s)")
-    names = [name] if name == "checkpoint" else [option(name)]  # the only argument without a name
     if isinstance(value, bool):
-        return names, options | dict(action=argparse.BooleanOptionalAction)
-    first = next(iter(value), None) if isinstance(value, (tuple, list)) else value
-    is_number = isinstance(first, (int, float))
-    if limits is None and is_number:
-        limits = 0, math.inf
-    if isinstance(limits, tuple) and not isinstance(limits[0], str):
-        kind = type(first if is_number else limits[0])
-        options |= dict(type=number(kind, *limits), metavar="X" if kind is float else "N")
-    elif limits is not None:
-        options |= dict(choices=limits, type=type(value) if is_number else str)
+        return options | dict(action=argparse.BooleanOptionalAction)
     if isinstance(value, (tuple, list)):
-        some = "*" if name == "milestones" else "+"  # without any, the rate falls by a cosine
-        options |= dict(nargs=some if isinstance(value, list) else len(value))
-    if name == "checkpoint":
-        options |= dict(nargs="?", metavar="RUN")
-    return names, options
+        options |= dict(nargs=len(value) if isinstance(value, tuple) else "*")
+    words = [x for x in limits if isinstance(x, str)]
+    kind = next((type(x) for x in (*tree_leaves(value), *limits) if isinstance(x, (int, float))), str)
+    if kind is str:
+        return options | (dict(choices=words) if words else {})
 
+    def number(text):
+        return text if text in words else kind(text)
 
-class ArgumentParser(argparse.ArgumentParser):
-    """argparse whose errors are one line."""
-
-    def error(self, message):
-        fail(f"{message} (see python {self.prog} --help)")
-
-
-def defaults(table):
-    """Return the values of a table, {name: value}."""
-    return {name: value for group in table.values() for name, (value, *_) in group.items()}
-
-
-def parse(script, doc, argv, table, run, recipe=None):
-    """Return (args, typed): a namespace with every value, and the set of the names that the command line has.
-
-    The defaults of `run` are in it. Those of `table` are what recipe(chosen) returns, or None; a flag for which it has
-    no value is refused. chosen: what is typed, the defaults of `run`, and None for the rest. What is typed holds, also
-    where it equals a default. args.changes: what a run's name says of the typed values.
-    """
-    flags = table | run
-    usage = f"python {script}{' [RUN | FILE --arch NAME]' if 'checkpoint' in defaults(flags) else ''} [flags]"
-    what, _, more = (doc or "").partition("\n")  # None: python -OO
-    what += f" D1, D2, ... are explained at the top of {script}." if " D1 " in more else ""
-    options = dict(allow_abbrev=False, add_help=False, argument_default=argparse.SUPPRESS)
-    parser = ArgumentParser(script, usage, what, **options)
-    for group, rows in flags.items():
-        add = parser.add_argument_group(group).add_argument
-        for name, row in rows.items():
-            names, options = argument(name, *row)
-            add(*names, **options)
-    parser.add_argument("-h", "--help", action="store_true", help="show this, with the defaults of --dataset")
-    typed = vars(parser.parse_args(argv))
-    wants_help = typed.pop("help", False)
-    typed |= {name: os.path.abspath(typed[name]) for name in typed.keys() & {"data_dir", "init"}}  # to be read later
-    chosen = dict.fromkeys(defaults(table)) | defaults(run) | typed
-    values = defaults(run) | (recipe(argparse.Namespace(**chosen)) if recipe else dict.fromkeys(defaults(table)))
-    if "patch_size" in values and (patch_size := named_patch(typed.get("arch"))):
-        values["patch_size"] = patch_size  # what timm's name of an encoder says comes before the recipe's
-    if wants_help:
-        unused = dict.fromkeys(defaults(table), "has no effect here")
-        known = {name: "the protocol's" if value is None else shown(value) for name, value in values.items()}
-        parser.set_defaults(**unused | known)
-        parser.print_help()
-        raise SystemExit(0)
-    if idle := typed.keys() - values.keys():
-        fail(f"{option(min(idle))} has no effect: the recipe of these choices has no such value")
-    values = {name: tuple(x) if isinstance(x, list) else x for name, x in (values | typed).items()}
-    for name in sorted(RANGES & values.keys()):
-        if values[name] is not None and values[name][0] > values[name][1]:
-            fail(f"{option(name)} {shown(values[name])}: give the smaller number first")
-    if recipe and "batch_size" not in typed and os.path.isdir(values["data_dir"] or ""):
-        values["batch_size"] = at_most_images(values["batch_size"], values["data_dir"])
-    args = argparse.Namespace(**values)
-    if recipe:
-        if "data_dir" in typed and "dataset" not in typed:
-            fail(f"--data-dir needs --dataset, which chooses recipe and normalisation: {', '.join(DATASETS[1:])}")
-        backbone_info(args.arch, args.image_size, args.patch_size)  # exits if there is no such encoder
-        usual = argparse.Namespace(**recipe(args))
-        if "warmup" not in typed:
-            args.warmup *= min(1, args.epochs / usual.epochs)  # a shorter run has a shorter warm-up
-        if "min_lr" not in typed:
-            args.min_lr *= peak_rate(args) / peak_rate(usual)  # the last rate is scaled as the peak rate is
-    if "show_views" in typed and not args.show_views.lower().endswith(".png"):
-        fail(f"--show-views {args.show_views}: give a name that ends in .png")
-    if "tensorboard" in typed and importlib.util.find_spec("tensorboard") is None:
-        fail("--tensorboard needs a package: pip install tensorboard")
-    args.changes = describe_changes(args, typed.keys() - OPERATING - {"dataset", "seed", "arch"})
-    return args, set(typed)
+    number.__name__ = kind.__name__  # for argparse's message
+    return options | dict(type=number, metavar="N" if kind is int else "X")
 
 
 def option(name):
@@ -1612,209 +1449,180 @@ def option(name):
     return "--" + name.replace("_", "-")
 
 
-def shown(value):
-    """Return a value as one would type it after its flag."""
-    if isinstance(value, (tuple, list)):
-        return " ".join(map(shown, value)) or "none"
-    return str(value).removesuffix(".0")
+def defaults(tables):
+    """Return the values of tables, {name: value}, lists as tuples."""
+    pairs = [(name, value) for table in tables.values() for name, (value, *_) in table.items()]
+    return {name: tuple(value) if isinstance(value, list) else value for name, value in pairs}
 
 
-def short(text, most=120):
-    """Return a text as a part of a file's name: what is over `most` letters is a hash of all, and odd ones are +."""
-    if len(text) > most:
-        text = f"{text[: most - 20]}-{hashlib.sha256(text.encode()).hexdigest()[:8]}"
-    return "".join(c if c.isascii() and (c.isalnum() or c in "-_.,") else "+" for c in text)
+def default_folder(*parts):
+    """Return a run's default --out, which is named after what it is."""
+    name = re.sub(r"[^\w.-]+", ",", "-".join(parts))
+    return f"runs/{name if len(name) < 160 else name[:150] + hashlib.sha256(name.encode()).hexdigest()[:8]}"
 
 
-def describe_changes(args, names):
-    """Return what a run's name says of the values of these names, for example "-lam2-num_keys4"."""
-    values = {name: os.path.basename(shown(getattr(args, name))) for name in sorted(names)}  # --init's is a path
-    return short("".join(f"-{name}{value}" for name, value in values.items()).replace(" ", ","))
+def check_given(given, values, rows):
+    """Exit with an error message if a value that is given has no effect, or is outside of its row's limits.
+
+    given: {name: value}. values: those of the recipe. rows: {name: row of a table}.
+    """
+    for name, value in given.items():
+        if name not in values:
+            fail(f"{option(name)} has no effect: the recipe of these choices has no such value")
+        limits = [x for x in (*rows[name], ())[2] if not isinstance(x, str)]
+        least, most = limits or (0, math.inf)
+        numbers = [x for x in tree_leaves(value) if isinstance(x, (int, float))]
+        if not all(least <= x <= most for x in numbers):
+            fail(f"{option(name)} {value}: give {least} to {most}")
+        if name.endswith(("_scale", "_ratio", "_sigma")) and numbers[0] > numbers[-1]:
+            fail(f"{option(name)} {value}: give the smaller number first")
 
 
-def peak_rate(args):
-    """Return the learning rate after the warm-up: --lr, scaled linearly with the batch size."""
-    return args.lr * args.batch_size / args.lr_batch
+def parse(script, doc, argv, tables, recipe=None):
+    """Return a namespace with the value of each name of the tables: what is given, else the recipe's or the table's.
 
-
-def check_schedule(args):
-    """Exit with an error message if batch size, warm-up or last rate of a training do not go together."""
-    world = rank_and_world()[1]
-    if args.batch_size % world or args.batch_size < 2 * world:  # batch norm needs two
-        fail(f"--batch-size {args.batch_size} (global) cannot be shared out over {world} processes, two or more each")
-    if args.warmup > args.epochs:
-        fail(f"--warmup {args.warmup:g} is longer than the run, --epochs {args.epochs}")
-    if args.min_lr > peak_rate(args):
-        fail(f"--min-lr {args.min_lr:g} is above the learning rate's peak, {peak_rate(args):g}")
-
-
-EVALUATION = {  # the flags that both evaluations have
-    "what is judged": dict(
-        checkpoint=(None, "a run's folder, last.pt, backbone.pt; or others' FILE"),
-        dataset=(None, "default: what the encoder was trained on, or patterns", DATASETS),
-        data_dir=(None, "its folder (default: where the run had it)"),
-        encoder=(None, "default: the one that the method's authors evaluate", ("query", "momentum")),
-        random_init=(False, "judge the encoder of RUN as it was before training"),
-        floors=(True, "judge raw pixels and the untrained encoder, too"),
-    ),
-    "encoder, of a FILE of others": dict(
-        arch=(None, "vit_tiny, resnet18, ..., or any timm model"),
-        image_size=(None, "side of the images (default: 224; custom encoder: 32)", (1, math.inf)),
-        patch_size=(None, "of a ViT (default: as in its name, or 16)", (1, math.inf)),
-        num_heads=(None, "of a ViT (default: timm's number)", (1, math.inf)),
-        norm=(None, "whose mean and deviation normalise images (default: imagenet, or as a tag of timm's says)", NORMS),
-        prefix=(None, "which encoder of a FILE: what stands before its names"),
-    ),
-    "operation": dict(
-        seed=(0, "seed of what is drawn", (0, 2**63 - 1)),
-        workers=(None, "loader processes (default: for a GPU as many as cores, at most 24; else none)", (0, 1024)),
-        device=("auto", "auto: a GPU where there is one", ("auto", "cuda", "cpu")),
-        amp=("auto", "auto: bf16 on GPUs that have it", ("auto", "bf16", "off")),
-    ),
-}
+    recipe: a function of a namespace, what is given and None for the rest; it returns {name: value}.
+    """
+    how = dict(description=(doc or "").partition("\n")[0], argument_default=argparse.SUPPRESS)
+    parser = argparse.ArgumentParser(f"{script}.py", allow_abbrev=False, add_help=False, **how)
+    parser.error = lambda message: fail(f"{message} (see python {script}.py --help)")
+    rows = {name: row for table in tables.values() for name, row in table.items()}
+    for group, table in tables.items():
+        add = parser.add_argument_group(group).add_argument
+        for name, row in table.items():
+            alone = dict(nargs="?", metavar="RUN") if name == "checkpoint" else {}  # the only one without a flag
+            add(name if alone else option(name), **argument(*row), **alone)
+    given, values = vars(parser.parse_known_args(argv)[0]), defaults(tables)
+    if recipe:
+        run = {name: values[name] for name in defaults(RUN) if name in values}
+        values = run | recipe(argparse.Namespace(**dict.fromkeys(values) | run | given))
+    parser.add_argument("-h", "--help", action="help", help="show this, with the defaults of --dataset")
+    parser.set_defaults(**dict.fromkeys(rows) | values)
+    args = vars(parser.parse_args(argv))
+    check_given(given, values, rows)
+    args |= {name: os.path.abspath(args[name]) for name in given.keys() & {"data_dir", "init"}}  # to be read later
+    args = argparse.Namespace(**{name: tuple(x) if isinstance(x, list) else x for name, x in args.items()})
+    if given.get("tensorboard") and importlib.util.find_spec("tensorboard") is None:
+        fail("--tensorboard needs a package: pip install tensorboard")
+    if "knn_every" in values:  # a training
+        if args.show_views and not args.show_views.lower().endswith(".png"):
+            fail(f"--show-views {args.show_views}: give a name that ends in .png")
+        if args.min_lr > args.lr:
+            fail(f"--min-lr {args.min_lr} is above --lr {args.lr}, the peak of the learning rate")
+        if args.out is None:
+            changed = sorted(given.keys() - RUN["operation"].keys() - {"dataset", "arch", "seed"})
+            changed = [f"{name}{shown(given[name])}" for name in changed]
+            place = f"folder-{os.path.basename(args.data_dir or '')}" if args.dataset == "folder" else args.dataset
+            args.out = default_folder(script, place, args.arch, f"s{args.seed}", *changed)
+    return args
 
 
 # --------------------------------------------------------------------- 7. files
 
 
-def claim_folder(out):
-    """Lock a run's folder. Returns the open file that holds the lock until it is closed.
-
-    Exits with an error message if the folder has files that are not a run's, or if another process has the lock.
-    """
-    folder, first = Path(out), rank_and_world()[0] == 0
-    if first:
-        folder.mkdir(parents=True, exist_ok=True)
-        found = sorted(p.name for p in folder.iterdir() if p.name != "lock" and p.suffix != ".tmp")
-        if found and "last.pt" not in found:
-            fail(f"--out {out} is not empty ({', '.join(found[:3])}), and has no last.pt: give another")
-    lock = open(folder / "lock" if first else os.devnull, "a")
-    if first and fcntl is not None:
+def write_file(path, write):
+    """On the main process call write(binary file), flush it to the disk, put it in place: whole or not at all."""
+    if rank_and_world()[0] == 0:
+        temporary = Path(f"{path}.{os.getpid()}.tmp")  # two runs in one folder do not mix their bytes
         try:
-            fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # unlike flock's, forked workers do not inherit it
-        except (BlockingIOError, PermissionError):
-            fail(f"another run is at work in --out {folder}: wait for it, stop it, or give another --out")
-        except OSError:
-            pass  # a file system without locks
-    from_all(None)
-    return lock
+            temporary.parent.mkdir(parents=True, exist_ok=True)
+            with open(temporary, "wb") as file:
+                write(file)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(temporary, path)
+        except (OSError, RuntimeError) as error:  # torch's writer turns an OSError into a RuntimeError
+            reason = str(error)
+            if temporary.exists():
+                size, free = temporary.stat().st_size / 1e6, shutil.disk_usage(temporary.parent).free / 1e6
+                reason += f"; {size:.1f} MB of it were written, {free:.1f} MB of the disk are free"
+                temporary.unlink()
+            fail(f"cannot write {path} ({reason}): what was there is kept, and the same command goes on from it")
 
 
-def write_whole(path, write):
-    """On the main process call write(temporary path), flush it to the disk, put it in place: whole or not at all."""
-    if rank_and_world()[0] != 0:
-        return
-    path = Path(path)
-    temporary = path.with_name(f"{path.name}.tmp")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write(temporary)
-        with open(temporary, "rb+") as file:
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except (OSError, RuntimeError) as error:  # torch's writer turns an OSError into a RuntimeError
-        fail(f"cannot write {path} ({error}): nothing that was there is lost; the same command goes on from it")
+def open_run(args, images):
+    """Look at --out before the work, and write its config.json. Return all values that a run's numbers depend on."""
+    config = {k: x for k, x in vars(args).items() if k not in RUN["operation"]} | {"images": images.checksum()}
+    out = Path(args.out)
+    found = sorted(path.name for path in out.iterdir() if path.suffix != ".tmp") if out.is_dir() else []
+    if found and not os.access(out, os.W_OK):
+        fail(f"--out {out} cannot be written")
+    if found and "last.pt" not in found:  # but for what a first epoch left: this run's, or config.json alone
+        old = json.loads((out / "config.json").read_text()) if "config.json" in found else {}
+        is_this = json.loads(json.dumps(config, default=str)).items() <= old.items()
+        if not is_this and (found != ["config.json"] or "images" not in old):
+            fail(f"--out {out} is not empty ({', '.join(found[:3])}), and has no last.pt of this run: give another")
+    if rank_and_world()[0] == 0:
+        for path in out.glob("*.tmp"):  # what a killed save left
+            path.unlink()
+    if "last.pt" not in found:
+        about = json.dumps(vars(args) | config | versions(), default=str)
+        write_file(out / "config.json", lambda file: file.write(about.encode()))
+    return config
 
 
-def write_file(path, content):
-    """Write a text, or a state by torch.save: whole or not at all. Exits with an error if a value is not finite."""
-    if isinstance(content, str):
-        return write_whole(path, lambda temporary: temporary.write_text(content))
-    if not all(x.isfinite().all() for x in tree_leaves(content) if torch.is_tensor(x)):
-        fail(f"weights are not finite, so {path} stays as it was: give a lower --lr, a new --out")
-    write_whole(path, lambda temporary: torch.save(content, temporary))
+def save_run(args, config, info, state, records):
+    """Write a run's folder at the end of an epoch. last.pt is all that it needs to go on, and is written last.
 
-
-def is_intact(path):
-    """Return True if a checkpoint's archive is whole: torch.load alone would take flipped bits for weights."""
-    with zipfile.ZipFile(path) as archive:
-        # testzip reads past these attributes, which are 0 in torch's files.
-        return archive.testzip() is None and not any(entry.external_attr for entry in archive.infolist())
-
-
-PLAIN_DATA = [  # what checkpoints hold beside tensors, and what cannot act: torch.load may build these, too
-    *(argparse.Namespace, datetime.datetime, datetime.date, datetime.time, datetime.timedelta, datetime.timezone),
-    *(np.dtype, np.ndarray, *(getattr(np.dtypes, name) for name in np.dtypes.__all__)),
-]
-for _core, _name in itertools.product(("core", "_core"), ("scalar", "_reconstruct")):  # numpy 1 and 2
-    PLAIN_DATA.append((getattr(np._core.multiarray, _name), f"numpy.{_core}.multiarray.{_name}"))
-for _module, _pure in itertools.product(("pathlib", "pathlib._local"), ("", "Pure")):  # before Python 3.13, and from it
-    PLAIN_DATA += [(PurePosixPath, f"{_module}.{_pure}PosixPath"), (PureWindowsPath, f"{_module}.{_pure}WindowsPath")]
-
-
-def load_checkpoint(path):
-    """Return what is in a checkpoint, on the CPU: tensors and plain data, never code. Else exits with a message."""
-    try:
-        if Path(path).suffix == ".safetensors":
-            return timm.models.load_state_dict(path)
-        if zipfile.is_zipfile(path) and not is_intact(path):
-            raise ValueError("damaged: some bytes are not those that were written")
-        with torch.serialization.safe_globals(PLAIN_DATA):
-            return torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:  # a file from elsewhere may raise anything, and torch's advice is to load it unsafely
-        fail(f"cannot read {path} as a checkpoint of tensors and plain data: {str(error).partition('. ')[0][:300]}")
-
-
-@contextlib.contextmanager
-def fitting(path):
-    """Inside, what torch says of a checkpoint that does not fit a module or an optimiser becomes an error message."""
-    try:
-        yield
-    except (RuntimeError, KeyError) as error:
-        fail(f"{path} does not fit: {' '.join(str(error).split())[:300]}")
-
-
-def load_state(path):
-    """Return what a last.pt has, on the CPU. Exits with an error message if it is none."""
-    state = load_checkpoint(path)
-    if lacking := {"step", "records", "config", "images"} - (state.keys() if isinstance(state, dict) else set()):
-        fail(f"{path} is not a last.pt of this version: it has no {min(lacking)}")
-    return state
-
-
-def load_run(args, images, resume=None):
-    """Return (path, state) of a run that goes on: of last.pt in --out, else of `resume`. A new run has step 0.
-
-    Exits with an error message if the run has another configuration, OPERATING flags apart, or other images, or if the
-    processes differ. Of `resume`, another run's last.pt, only method, encoder and batch size have to be the same. A run
-    that has made no step yet begins anew, perhaps with other flags.
+    info: of the encoder in backbone.pt, see `backbone_info`; None: no backbone.pt. state: {name: module, optimizer or
+    tensor}, with a "model".
     """
-    path, new, state = Path(args.out, "last.pt"), vars(args), dict(step=0, records=[])
-    must_match = new.keys() - OPERATING
-    if path.exists():
-        state = load_state(path)
-    if resume is not None and state["step"] == 0:
-        path, state = resume, load_state(resume)
-        must_match = {"method", "arch", "batch_size"}  # with these, its steps count alike
-    if state["step"] > 0:
-        old = state["config"]
-        must_match |= old.keys() - OPERATING if path != resume else set()  # also what this version does not have
-        in_order = sorted(must_match, key=lambda name: (name not in ("dataset", "arch"), name))
-        differ = [name for name in in_order if old.get(name) != new.get(name)]
-        words = [f"{option(name)} was {shown(old.get(name))}, is {shown(new.get(name))}" for name in differ[:5]]
-        if state["images"] != images:
-            words.insert(0, f"other images: {state['images']}, here {images}")
-        if words:
-            advice = "give what was" if path == resume else "give what was, or another --out"
-            if "epochs" in differ and hasattr(args, "resume"):
-                advice += f", with --resume {path} for more epochs of the same run"
-            fail(f"{path} is of another configuration ({'; '.join(words)}): {advice}")
-        if path == resume and state["step"] >= args.epochs * (images["number"] // args.batch_size):
-            fail(f"{path} has made {state['step']} steps, and --epochs {args.epochs} has no more: give more epochs")
-        log(f"going on from {path}, at step {state['step']}")
-    marks = from_all((new, images, state["step"]))
-    if any(mark != marks[0] for mark in marks):
-        fail("the processes differ in flags, images or checkpoint: --data-dir and --out must be on shared disks")
-    return path, state
+    state = {name: part if torch.is_tensor(part) else part.state_dict() for name, part in state.items()}
+    state |= dict(records=records, config=config) | (dict(backbone=info) if info else {})
+    if not all(x.isfinite().all() for x in tree_leaves(state) if torch.is_tensor(x)):
+        fail(f"weights are not finite, so {args.out} stays as it was: give a lower --lr, a new --out")
+    out, epoch = Path(args.out), records[-1]["epoch"]
+    metrics = "".join(json.dumps(record, default=float) + "\n" for record in records)
+    if info:
+        backbone = info | {"state_dict": encoder_weights(state["model"], info["encoder"])}
+        write_file(out / "backbone.pt", lambda file: torch.save(backbone, file))
+    write_file(out / "metrics.jsonl", lambda file: file.write(metrics.encode()))
+    if args.keep_every and epoch % args.keep_every == 0:
+        write_file(out / f"epoch-{epoch:04d}.pt", lambda file: torch.save(state, file))
+    write_file(out / "last.pt", lambda file: torch.save(state, file))
 
 
-@functools.cache
-def versions(device):
-    """Versions, machine and commit. device: cuda or cpu."""
-    git = ["git", "describe", "--always", "--dirty", "--exclude=*"]
+def load_run(args, config, state):
+    """Load the run in --out or, if that is new, --resume's, or --init's encoder. Return the records of its epochs.
+
+    state: as in `save_run`; its parts are changed in place.
+    """
+    own, records = Path(args.out, "last.pt"), []
+    if path := own if own.exists() else args.resume:
+        saved = load_checkpoint(path)
+        with fitting(path):
+            old, records = saved["config"], saved["records"]
+            differ = [f"{option(k)} was {old.get(k)}, is {x}" for k, x in config.items() if old.get(k) != x]
+            if path == own and differ:
+                advice = f"give what was, or another --out, with --resume {path} for more epochs or other images"
+                fail(f"{path} is of another configuration ({'; '.join(differ)}): {advice}")
+            same_images = old.get("images") == config["images"]
+            for name, part in state.items():
+                if torch.is_tensor(part):  # for other images it stays as it begins
+                    part.copy_(saved[name] if same_images else part)
+                elif isinstance(part, torch.optim.Optimizer):  # its buffers: learning rate, weight decay are this run's
+                    part.load_state_dict(part.state_dict() | dict(state=saved[name]["state"]))
+                else:
+                    part.load_state_dict(saved[name])
+        if path != own and len(records) >= args.epochs:
+            fail(f"{path} has made {len(records)} epochs, and --epochs {args.epochs} has no more: give more")
+        log(f"going on from {path}, after epoch {len(records)}")
+    elif getattr(args, "init", None):
+        model = state["model"]
+        weights, _ = fitting_weights(args.init, model.backbone, args.init_prefix)
+        for encoder in {model.backbone, getattr(model, "momentum_backbone", model.backbone)}:
+            encoder.load_state_dict(weights)
+    if any(mark != (config, len(records)) for mark in from_all((config, len(records)))):
+        fail("the processes differ in flags, images or epoch: --data-dir and --out must be on disks that all share")
+    return records
+
+
+def versions():
+    """Versions, machine and commit."""
     commit = None
     with contextlib.suppress(OSError):
-        commit = subprocess.run(git, capture_output=True, text=True, cwd=Path(__file__).parent).stdout.strip() or None
-    name = torch.cuda.get_device_name() if device == "cuda" else f"CPU, {torch.get_num_threads()} thread(s)"
+        git = ["git", "-C", Path(__file__).parent, "describe", "--always", "--dirty", "--exclude=*"]
+        commit = subprocess.run(git, capture_output=True, text=True).stdout.strip() or None
+    name = torch.cuda.get_device_name() if torch.cuda.is_initialized() else f"CPU, {torch.get_num_threads()} thread(s)"
     packages = {module.__name__: str(module.__version__) for module in (torch, torchvision, timm, np)}
     return {"python": sys.version.split()[0], **packages, "machine": name, "commit": commit}

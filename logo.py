@@ -4,7 +4,7 @@ By default this file follows the released code (`--variant released`), because t
 other files follow their papers by default.
 
 Large crops of an image show much the same. Small crops often do not. LoGo takes two global and two local crops per
-image. The two globals are drawn to each other. The locals are drawn to the globals, which are constants there. The two
+image. The two globals are pulled together. The locals are pulled to the globals, which are constants there. The two
 locals are pushed apart, because they show different parts. Their similarity is learned: an affinity network is trained
 to score two locals of one image above locals of two images. The encoder lowers the score of its own pairs a little.
 
@@ -39,12 +39,12 @@ batch (tests/results/README.md).
 
 Where this file, the paper and the released code differ:
     D1 Terms and weights. Paper (`--variant paper`): the affinity's objective is linear, so that it has no bound; L_lg
-       is the sum of its four terms, so that the loss is five times as large, at the same rate; and lambda L_ll is a
+       is the sum of its four terms, so that the loss is five times as large; and lambda L_ll is a
        term of the loss. Here and released: the objective is logistic and so bounded, the loss is the mean of the six
        terms, and L_ll has a step of its own, clipped to 1.5 % of the last gradient's norm, without lambda. On SimSiam
        both variants have lambda.
     D2 The momentum encoder moves. Here: once per step. Released: twice, once per forward pass (not reproduced).
-    D3 Weight decay acts. Here: once per step. Released: twice, in both optimisers of the encoder (not reproduced).
+    D3 Weight decay acts. Here: once per step. Released: twice, in both optimizers of the encoder (not reproduced).
     D4 The clip's norm. Here: kept over epochs. Released: 0 as an epoch begins, so a step lacks L_ll (not reproduced).
     D5 The affinity. Here: the same on each process, it sees the whole batch. Released: each process has its own.
     D6 Its negatives. Here: the batch rolled by one. Released: reversed, so an odd batch's middle image meets itself.
@@ -55,8 +55,9 @@ Where this file, the paper and the released code differ:
        jitter, gray, flip and normalisation come twice.
     D11 The baseline. Here: it has global crops, and with `--one-way` the keys of one view are enqueued. Released: its
        crops take at least 0.08 of the area, and the keys of both views are enqueued.
-    D12 SimSiam (inference). Rate, batch size and weight decay are LoGo's on MoCo. On CIFAR the batch has 512 images, as
-       a third party's, whose rate is half of that here. All rates fall by a cosine; SimSiam keeps the predictor's.
+    D12 SimSiam (inference). Learning rate, batch size and weight decay are LoGo's on MoCo. On CIFAR the batch has 512
+       images, as a third party's, whose learning rate is half of that here. All learning rates fall by a cosine;
+       in SimSiam's own code the predictor's is constant.
     D13 The size of local crops. Paper (supplement): on CIFAR 32 px, as large as the views, so that they differ in area
        only. On STL-10 it is not stated: 96 px of 96 is ours.
     D14 `--pairs all`. Paper (supplement, section 2): four crops with areas (.3, 1) and (.05, .3), and every ordered
@@ -65,10 +66,10 @@ What differs by rounding, by an index or by precision is in tests/golden/README.
 """
 
 import argparse
-import json
+import copy
 import math
+import time
 from itertools import permutations
-from pathlib import Path
 
 import timm
 import torch
@@ -82,21 +83,22 @@ import common
 # ========================================================= 1. hyper-parameters
 
 # fmt: off
-# {group: {name: (value, what it is, its limits or words)}}: the released code's on MoCo, but for what says its source.
-# Each is a flag of its value's type, --clip-ratio 0.1, and args.NAME. Without limits, a number is not below 0.
+# {group: {name: (value, what it is, its limits or words)}}: the released code's on MoCo, but for
+# what says its source. Each is a flag of its value's type, --clip-ratio 0.1, and args.NAME.
 HYPERPARAMETERS = dict(
+    recipe=dict(variant=("released", "follow the paper, or the authors' code", ("paper", "released"))),
     loss=dict(
         base=("moco", "what LoGo is put on; it also chooses the recipe", ("moco", "simsiam")),
         pairs=("logo", "all: every crop with every other, the 4-crop baseline (D14)", ("logo", "all")),
-        local_crops=(2, "local crops per image; 0: symmetrised MoCo, or SimSiam", [0, 2]),
+        local_crops=(2, "local crops per image; 0: symmetrised MoCo, or SimSiam", (0, 2)),
         one_way=(False, "one query per image, as in MoCo v2; with --local-crops 0"),
         l2l=(True, "local-to-local dissimilarity"),
         l2l_weighting=("clip", "L_ll as a clipped step, or as a term of the loss (D1)", ("clip", "lambda")),
         clip_ratio=(0.015, "clip: largest gradient of L_ll, as a share of the main one"),
-        lam=(1e-4, "lambda: the weight of L_ll in Eq. 9"),  # a third party's (D1)
+        lam=(1e-4, "lambda: the weight of L_ll in Eq. 9"),  # a third party's
         affinity_form=("logistic", "the affinity's objective (D1)", ("logistic", "linear")),
         affinity_hidden=(256, "width of the affinity's two hidden layers", (1, math.inf)),
-        affinity_lr=("auto", "its rate; auto: the encoder's peak rate", (1e-9, math.inf, "auto")),
+        affinity_lr=(None, "its learning rate; default: the encoder's peak or, if linear, 1e-4", (1e-9, math.inf)),
         affinity_noise=(0.3, "logistic: deviation of the noise on positive pairs' locals, times sqrt(dim)"),
         temperature=(0.07, "temperature of MoCo's loss", (1e-9, math.inf)),
         queue=(4096, "negatives per query; auto: a tenth of the images, at least a batch", (1, math.inf, "auto")),
@@ -109,19 +111,19 @@ HYPERPARAMETERS = dict(
         dim=(128, "size of the embeddings", (1, math.inf)),
         layers=(3, "layers of SimSiam's projector", (1, math.inf)),  # inference (D12)
         hidden=(512, "width of SimSiam's predictor", (1, math.inf)),  # a third party's
-        bn_groups=(8, "equal slices of the batch; each has its own batch-norm statistics", (1, math.inf)),
+        bn_groups=(8, "slices of the batch with batch-norm statistics of their own, as on GPUs", (1, math.inf)),
         momentum=(0.999, "momentum m of the momentum encoder", (0, 1)),
     ),
     schedule=dict(
         epochs=(200, "epochs of the whole training", (1, math.inf)),
         batch_size=(256, "images per step, over all processes", (2, math.inf)),
-        lr=(0.03, "learning rate at --lr-batch; scaled linearly to --batch-size", (1e-9, math.inf)),
-        lr_batch=(256, "batch size for which --lr is given", (1, math.inf)),
-        milestones=([0.6, 0.8], "a tenth of the rate from these shares on; none: a cosine", (0.0, 1.0)),
-        min_lr=(0.0, "last learning rate; if not given, it is scaled as the peak rate is"),
-        warmup=(0.0, "epochs of linear warm-up; if not given, it shrinks with --epochs"),
+        lr=(0.03, "peak learning rate at --lr-batch; scaled linearly to --batch-size", (1e-9, math.inf)),
+        lr_batch=(256, "batch size for which the learning rates are given", (1, math.inf)),
+        milestones=([0.6, 0.8], "shares of the run from which on the learning rate is a tenth; empty: cosine", (0, 1)),
+        min_lr=(0.0, "last learning rate, scaled as --lr is"),
+        warmup=(0.0, "epochs of linear warm-up, at most a quarter of the run"),
         weight_decay=(1e-4, "weight decay of SGD"),
-        sgd_momentum=(0.9, "momentum of SGD, the affinity's too", (0, 1)),
+        sgd_momentum=(0.9, "momentum of SGD, the affinity's too", (0, 0.999999)),
     ),
     augmentation=dict(  # areas of crops: supplement, section 1
         global_scale=((0.4, 1.0), "areas of global crops (supplement, Table 9)", (1e-9, 1)),
@@ -141,6 +143,26 @@ HYPERPARAMETERS = dict(
 
 
 # ================================================================ 2. the paper
+
+# -------------------------------------------------- the affinity of local crops
+
+
+class Affinity(nn.Module):
+    """The learned affinity of local crops.
+
+    forward(a, b): two (N, dim) -> scores (N,), high for two crops of one image. Raises ValueError for other shapes.
+    """
+
+    def __init__(self, dim, hidden):
+        super().__init__()
+        layers = [nn.Linear(2 * dim, hidden), nn.BatchNorm1d(hidden), nn.ReLU(inplace=True)]
+        layers += [nn.Linear(hidden, hidden), nn.BatchNorm1d(hidden), nn.ReLU(inplace=True), nn.Linear(hidden, 1)]
+        self.layers = nn.Sequential(*layers)
+
+    def forward(self, a, b):
+        if a.dim() != 2 or a.shape != b.shape:
+            raise ValueError(f"Affinity takes two (N, dim), not {tuple(a.shape)} and {tuple(b.shape)}")
+        return self.layers(torch.cat([a, b], dim=1)).squeeze(1)
 
 
 def affinity_loss(affinity, local1, local2, noise=None, form="logistic"):
@@ -172,24 +194,6 @@ def affinity_loss(affinity, local1, local2, noise=None, form="logistic"):
     return (positive + negative).mean() / 2
 
 
-class Affinity(nn.Module):
-    """The learned affinity of local crops.
-
-    forward(a, b): two (N, dim) -> scores (N,), high for two crops of one image. Raises ValueError for other shapes.
-    """
-
-    def __init__(self, dim, hidden):
-        super().__init__()
-        layers = [nn.Linear(2 * dim, hidden), nn.BatchNorm1d(hidden), nn.ReLU(inplace=True)]
-        layers += [nn.Linear(hidden, hidden), nn.BatchNorm1d(hidden), nn.ReLU(inplace=True), nn.Linear(hidden, 1)]
-        self.layers = nn.Sequential(*layers)
-
-    def forward(self, a, b):
-        if a.dim() != 2 or a.shape != b.shape:
-            raise ValueError(f"Affinity takes two (N, dim), not {tuple(a.shape)} and {tuple(b.shape)}")
-        return self.layers(torch.cat([a, b], dim=1)).squeeze(1)
-
-
 def local_dissimilarity(affinity, local1, local2):
     """L_ll, a scalar that the encoder minimises: the mean softplus of the affinity's score for two locals of one image.
 
@@ -200,6 +204,9 @@ def local_dissimilarity(affinity, local1, local2):
         raise ValueError(f"local_dissimilarity takes two (N, C), not {tuple(local1.shape)}, {tuple(local2.shape)}")
     constants = {name: p.detach() for name, p in affinity.named_parameters()}
     return F.softplus(torch.func.functional_call(affinity, constants, (local1, local2))).mean()
+
+
+# ------------------------------------------------------------ the encoder's loss
 
 
 def combine(global_terms, local_terms, form="mean"):
@@ -215,7 +222,7 @@ def combine(global_terms, local_terms, form="mean"):
     return sum(global_terms) / len(global_terms) + sum(local_terms)
 
 
-# -------- InfoNCE with a queue (the same in moco_jointcrop, jcl, clim and logo)
+# ---------------------------------------- InfoNCE with a queue (shared block)
 
 
 def info_nce(q, k, queue, temperature):
@@ -239,20 +246,19 @@ def info_nce(q, k, queue, temperature):
 
 
 def augmentation(args):
-    """Two global and two local views per image; without local crops only the global ones: a list of View."""
+    """Two global and two local views per image; without local crops only the global ones: {name: View}."""
     crop = dict(size=args.image_size, area=args.global_scale, ratio=args.crop_ratio)
     color = dict(jitter=args.jitter, jitter_p=args.jitter_p, gray_p=args.gray_p, solarize_p=0.0)
     blur = dict(blur_p=args.blur_p, blur_sigma=args.blur_sigma)
     global_view = common.View(**crop, **color, **blur, flip_p=args.flip_p)
     local_view = global_view._replace(size=args.local_size, area=args.local_scale)
-    return [global_view, global_view] + [local_view] * args.local_crops
+    views = {"global 1": global_view, "global 2": global_view}
+    return views | {f"local {i + 1}": local_view for i in range(args.local_crops)}
 
 
 # ==================================================================== 4. model
 
-# -------------------- queue (the same in moco_jointcrop, jcl, clim and logo)
-
-STREAM_QUEUE, STREAM_SHUFFLE = 4, 20  # random streams, see common.generator
+# ------------------------------------------------------- queue (shared block)
 
 
 class Queue(nn.Module):
@@ -279,72 +285,62 @@ class Queue(nn.Module):
 # ------------------------------------------------------------- the two bases
 
 
-def image_sizes(args):
-    """Return the sides of the images that the encoder gets, in pixels."""
-    return [args.image_size] + [args.local_size] * (args.local_crops > 0)
+def compared_views(args):
+    """Return the pairs of views that are compared, of L_gg and of L_lg: two lists of (i, j), where i is pulled to j.
+
+    Views 0 and 1 are global, 2 and 3 local.
+    """
+    if args.pairs == "all":  # the supplement's 4-crop baseline
+        return list(permutations(range(4), 2)), []
+    if args.base == "moco" and args.one_way:  # MoCo v2
+        return [(0, 1)], []
+    return [(0, 1), (1, 0)], [(i, j) for i in range(2, 2 + args.local_crops) for j in (0, 1)]
 
 
 class MoCo(nn.Module):
-    """MoCo v2's query encoder, momentum encoder (for the keys) and queue. Global crops are queries and keys; local
-    crops are queries only.
+    """MoCo v2's query encoder, momentum encoder (for the keys) and queue.
 
-    args: the namespace of `parse_args`. encoder: a module that maps (N, 3, H, W) to (N, width), instead of --arch.
+    backbone: a module that maps (N, 3, H, W) to (N, width). amp: encode in bf16. generator: of the queue's first keys,
+    see `Queue`.
     """
 
-    def __init__(self, args, encoder=None):
+    def __init__(self, backbone, width, dim=128, queue=4096, temperature=0.07, amp=False, generator=None):
         super().__init__()
-        self.args = args
-        self.backbone = common.build_backbone(common.encoder_info(args)) if encoder is None else encoder
-        width = common.output_width(self.backbone, *image_sizes(args))
-        self.projector = nn.Sequential(nn.Linear(width, width), nn.ReLU(inplace=True), nn.Linear(width, args.dim))
-        self.momentum_backbone = common.copy_module(self.backbone, frozen=True)
-        self.momentum_projector = common.copy_module(self.projector, frozen=True)
-        self.queue = Queue(args.queue, args.dim, common.generator(args.seed, STREAM_QUEUE))
+        self.temperature, self.amp = temperature, amp
+        self.backbone = backbone
+        self.projector = nn.Sequential(nn.Linear(width, width), nn.ReLU(inplace=True), nn.Linear(width, dim))
+        self.momentum_backbone = copy.deepcopy(self.backbone).requires_grad_(False)
+        self.momentum_projector = copy.deepcopy(self.projector).requires_grad_(False)
+        self.queue = Queue(queue, dim, generator)
 
-    def query(self, x):
+    def embed(self, x):
         """Return the queries of images: (n, 3, H, W) -> (n, dim), L2-normalised, in the dtype of x."""
-        with torch.autocast(x.device.type, torch.bfloat16, enabled=self.args.amp == "bf16"):
+        with torch.autocast(x.device.type, torch.bfloat16, enabled=self.amp):
             return F.normalize(self.projector(self.backbone(x)).to(x.dtype), dim=1)
 
     def key(self, x):
         """Return the momentum encoder's keys of images: (n, 3, H, W) -> (n, dim), L2-normalised, in the dtype of x."""
-        with torch.autocast(x.device.type, torch.bfloat16, enabled=self.args.amp == "bf16"):
+        with torch.autocast(x.device.type, torch.bfloat16, enabled=self.amp):
             return F.normalize(self.momentum_projector(self.momentum_backbone(x)).to(x.dtype), dim=1)
 
-    def local(self, x):
-        """Return the embeddings of local crops, which the affinity compares. They are their queries."""
-        return self.query(x)
+    def forward(self, views, global_pairs, local_pairs=(), form="mean", generators=None):
+        """Return (loss, keys to enqueue (N', dim), queries, {name: metric}): L_gg and L_lg, see `combine`.
 
-    def forward(self, views, step):
-        """Return (L_gg and L_lg, keys to enqueue (N or 2 N, dim), (q, k), metrics {name: tensor}, locals).
-
-        views: this process's two global and two or no local views, each (n, 3, H, W), normalised. step: seeds the
-        shuffle of the keys. q and k (n, dim) are embeddings of the two global views, without gradient. locals is the
-        list of the local views' embeddings, with gradient. Gradients reach the query encoder only.
+        views: list of this process's (n, 3, H, W), normalised; 0 and 1 are global. global_pairs, local_pairs: lists of
+        (i, j): the query of view i is pulled to the key of view j. generators: a torch CPU generator for each view that
+        has keys, the same on every process, to shuffle them; torch's global one if None. The keys are the global
+        views'. The queries are those of each view that is an i, (n, dim), with gradient, for L_ll. Gradients reach the
+        query encoder only.
         """
-        all_pairs = self.args.pairs == "all"
-        if self.args.one_way:  # the first view is the query, the second the key
-            queried, keyed = views[:1], views[1:2]
-        else:
-            queried = views
-            keyed = views if all_pairs else views[:2]
-        shuffles = [common.generator(self.args.seed, step, STREAM_SHUFFLE + i) for i in range(len(keyed))]
-        keys = [encode_shuffled_keys(self.key, [x], shuffle)[0] for x, shuffle in zip(keyed, shuffles, strict=True)]
-        q = [self.query(x) for x in queried]
-        k = [common.shard(key) for key in keys]
-
-        def nce(query, key):
-            return info_nce(query, key, self.queue.keys, self.args.temperature)
-
-        if all_pairs:  # the supplement's 4-crop baseline
-            terms = [nce(q[i], k[j]) for i, j in permutations(range(len(views)), 2)]
-            loss = sum(terms) / len(terms)
-        else:
-            global_terms = [nce(query, key) for query, key in zip(q[:2], reversed(k), strict=True)]  # L_gg
-            local_terms = [nce(query, key) for query in q[2:] for key in k]  # L_lg
-            loss = combine(global_terms, local_terms, "sum" if self.args.variant == "paper" else "mean")
-        k2 = k[0] if self.args.one_way else k[1]  # the key of the second view
-        return loss, torch.cat(keys[:2]), (q[0].detach(), k2), {}, q[2:]
+        pairs = [*global_pairs, *local_pairs]
+        queried, keyed = (sorted({*views}) for views in zip(*pairs, strict=True))
+        generators = generators or [None] * len(keyed)
+        keys = {j: encode_shuffled_keys(self.key, [views[j]], g)[0] for j, g in zip(keyed, generators, strict=True)}
+        q = {i: self.embed(views[i]) for i in queried}
+        k = {j: shard(key) for j, key in keys.items()}
+        losses = [info_nce(q[i], k[j], self.queue.keys, self.temperature) for i, j in pairs]
+        loss = combine(losses[: len(global_pairs)], losses[len(global_pairs) :], form)
+        return loss, torch.cat([keys[j] for j in keyed if j < 2]), [*q.values()], dict(loss=loss.detach())
 
     @torch.no_grad()
     def update(self, m):
@@ -357,88 +353,70 @@ class MoCo(nn.Module):
 class SimSiam(nn.Module):
     """SimSiam's encoder and predictor (SimSiam, section 3). It has no momentum encoder, no keys and no queue.
 
-    args: the namespace of `parse_args`. encoder: a module that maps (N, 3, H, W) to (N, width), instead of --arch.
+    backbone, amp: as in `MoCo`. layers: of the projector. hidden: the width of the predictor.
     """
 
-    def __init__(self, args, encoder=None):
+    def __init__(self, backbone, width, dim=2048, layers=3, hidden=512, amp=False):
         super().__init__()
-        self.args = args
-        self.backbone = encoder
-        if encoder is None:
-            self.backbone = common.build_backbone(common.encoder_info(args))
-            for block in self.backbone.modules():
-                if hasattr(block, "zero_init_last"):
-                    block.zero_init_last()  # SimSiam starts from zero residual branches
-        width = common.output_width(self.backbone, *image_sizes(args))
+        self.amp = amp
+        self.backbone = backbone
 
         def layer(inputs, outputs):
             return [nn.Linear(inputs, outputs, bias=False), nn.BatchNorm1d(outputs), nn.ReLU(inplace=True)]
 
-        layers = layer(width, args.dim)
-        for _ in range(args.layers - 1):
-            layers += layer(args.dim, args.dim)
-        layers[-2:] = [nn.BatchNorm1d(args.dim, affine=False)]  # the last one: no weights, no ReLU
-        self.projector = nn.Sequential(*layers)
-        self.predictor = nn.Sequential(*layer(args.dim, args.hidden), nn.Linear(args.hidden, args.dim))
+        projector = layer(width, dim)
+        for _ in range(layers - 1):
+            projector += layer(dim, dim)
+        projector[-2:] = [nn.BatchNorm1d(dim, affine=False)]  # the last one: no weights, no ReLU
+        self.projector = nn.Sequential(*projector)
+        self.predictor = nn.Sequential(*layer(dim, hidden), nn.Linear(hidden, dim))
 
     def project(self, x):
         """Return the projections z of images: (n, 3, H, W) -> (n, dim), in the dtype of x."""
-        with torch.autocast(x.device.type, torch.bfloat16, enabled=self.args.amp == "bf16"):
+        with torch.autocast(x.device.type, torch.bfloat16, enabled=self.amp):
             return self.projector(self.backbone(x)).to(x.dtype)
 
-    def local(self, x):
+    def embed(self, x):
         """Return what the affinity compares of local crops: their projections, L2-normalised (inference)."""
         return F.normalize(self.project(x), dim=1)
 
-    def forward(self, views, step):
-        """L_gg and L_lg of a batch: the prediction of each view is drawn to the projections of others, as constants.
+    def forward(self, views, global_pairs, local_pairs=(), form="mean", generators=None):
+        """Return (loss, None, embeddings of all views, {name: metric}), as `MoCo.forward`. Nothing is shuffled.
 
-        views and what is returned: as in `MoCo.forward`. There are no keys to enqueue: None. step is not used.
+        The prediction of view i is pulled to the projection of view j, a constant.
         """
         z = [self.project(x) for x in views]
         p = [self.predictor(v) for v in z]
-        z1, z2 = (v.detach() for v in z[:2])
-
-        def distance(p, z):
-            return -F.cosine_similarity(p, z, dim=1).mean()
-
-        if self.args.pairs == "all":  # the supplement's 4-crop baseline
-            terms = [distance(p[i], z[j].detach()) for i, j in permutations(range(len(views)), 2)]
-            loss = sum(terms) / len(terms)
-        else:
-            global_terms = [distance(p[0], z2), distance(p[1], z1)]  # L_gg
-            local_terms = [distance(local, constant) for local in p[2:] for constant in (z1, z2)]  # L_lg
-            loss = combine(global_terms, local_terms, "sum" if self.args.variant == "paper" else "mean")
-        q, k, *local = [F.normalize(v, dim=1) for v in (z1, z2, *z[2:])]
-        return loss, None, (q, k), {}, local
+        losses = [-F.cosine_similarity(p[i], z[j].detach(), dim=1).mean() for i, j in [*global_pairs, *local_pairs]]
+        loss = combine(losses[: len(global_pairs)], losses[len(global_pairs) :], form)
+        return loss, None, [F.normalize(v, dim=1) for v in z], dict(loss=loss.detach())
 
 
 # ------------------------------------------------------------- the two steps
 
-STREAM_NOISE = 30  # a random stream, see common.generator
 
+def affinity_step(local, affinity, optimizer, form, noise, generator):
+    """Make one step of the affinity, by `affinity_loss` (Eq. 6). Return (its loss, then L_ll by the new affinity).
 
-def affinity_step(args, affinity, optimizer, lr, local1, local2, step):
-    """Make one step of the affinity, by `affinity_loss` (Eq. 6). Return its loss, a scalar.
-
-    local1, local2: (N, dim), the locals of the global batch, the same on all processes. step: chooses the noise.
+    local: the embeddings of this process's two local views, (n, dim) each. form: "logistic" or "linear". noise: the
+    deviation of what is added to positive pairs, times sqrt(dim), if logistic. generator: a torch CPU generator of it,
+    the same on every process. L_ll has gradients.
     """
-    noise = None
-    if args.affinity_form == "logistic":
-        draws = common.generator(args.seed, step, STREAM_NOISE)
-        noise = torch.randn(2, *local1.shape, generator=draws, pin_memory=local1.is_cuda)
-        noise = noise.to(local1, non_blocking=True) * args.affinity_noise / args.dim**0.5
-    loss = affinity_loss(affinity, local1, local2, noise, args.affinity_form)
-    descend(optimizer, loss, lr)
-    return loss
+    local1, local2 = [gather_with_gradient(x) for x in local]  # (N, dim), of all processes
+    added = None
+    if form == "logistic":
+        added = torch.randn(2, *local1.shape, generator=generator, pin_memory=local1.is_cuda)
+        added = added.to(local1, non_blocking=True) * noise / local1.shape[1] ** 0.5
+    loss = affinity_loss(affinity, local1, local2, added, form)
+    descend(optimizer, loss)
+    return loss, local_dissimilarity(affinity, local1, local2)
 
 
-def descend(optimizer, loss, lr, max_norm=math.inf):
-    """Make one step of an optimiser down a loss that does not pass DDP.
+def descend(optimizer, loss, max_norm=math.inf):
+    """Make one step of an optimizer down a loss that does not pass DDP.
 
     The gradient is averaged over the processes. Then it is clipped to the norm max_norm, a number or a 0-d tensor.
     """
-    optimizer.param_groups[0]["lr"] = lr
     parameters = optimizer.param_groups[0]["params"]
     # A user's own encoder may leave some parameters unused.
     gradients = torch.autograd.grad(loss, parameters, materialize_grads=True)
@@ -453,7 +431,31 @@ def descend(optimizer, loss, lr, max_norm=math.inf):
     optimizer.step()
 
 
+class AllReduce(torch.autograd.Function):
+    """The sum of a tensor over the processes. The gradient is the sum of the processes' gradients."""
+
+    @staticmethod
+    def forward(ctx, x):
+        x = x.clone()
+        dist.all_reduce(x)
+        return x
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return AllReduce.apply(gradient)
+
+
+def gather_with_gradient(x):
+    """Concatenate (n, C) of each process to (N, C) of all, in rank order. The gradients of all processes flow back."""
+    if not dist.is_initialized():
+        return x
+    parts = [x if r == dist.get_rank() else torch.zeros_like(x) for r in range(dist.get_world_size())]
+    return AllReduce.apply(torch.cat(parts))
+
+
 # ================================================================= 5. training
+
+STREAM_EPOCH, STREAM_QUEUE, STREAM_SHUFFLE, STREAM_NOISE = 0, 4, 20, 30  # random streams, see common.generator
 
 # fmt: off
 ONLY_MOCO = ("one_way", "temperature", "queue", "bn_groups", "momentum")
@@ -476,7 +478,7 @@ RECIPES = dict(  # on MoCo
     stl10=STL10,
     imagenet100=IMAGENET100,
     imagenet=dict(IMAGENET, queue=65536, knn_every=50),  # its kNN takes minutes
-    folder=dict(IMAGENET, queue="auto"),  # ours: the queue is a tenth of the images
+    folder=dict(IMAGENET, queue="auto", bn_groups=2),  # ours: a folder of one's own may be small
 )
 SIMSIAM = dict(base="simsiam", l2l_weighting="lambda", milestones=(), dim=2048)  # inference (D12)
 SIMSIAM_CIFAR = dict(SIMSIAM, layers=2, batch_size=512)  # a third party's
@@ -492,7 +494,7 @@ SMALL_SIMSIAM = dict(SMALL_ENCODERS, batch_size=256, dim=512, hidden=128)  # hid
 def recipe(chosen):
     """Return the hyper-parameters {name: value}.
 
-    chosen: a namespace with dataset, arch, variant, base, pairs, local_crops and affinity_form.
+    chosen: a namespace with dataset, arch, variant, base, pairs, local_crops, image_size and patch_size.
     """
     values, on_simsiam = dict(RECIPES[chosen.dataset]), chosen.base == "simsiam"
     if on_simsiam:
@@ -501,307 +503,205 @@ def recipe(chosen):
     if chosen.arch in ("resnet_micro", "resnet_mini") and chosen.dataset in ("cifar10", "cifar100", "stl10", "folder"):
         values |= SMALL_SIMSIAM if on_simsiam else SMALL_MOCO
         if chosen.dataset == "folder":
-            values["batch_size"] = 64  # a folder of one's own may be small
+            values["batch_size"] = 64
     if chosen.pairs == "all":
         values |= ALL_PAIRS
     if chosen.variant == "paper":
         values |= PAPER
-    if (chosen.affinity_form or values["affinity_form"]) == "linear":
-        values |= dict(affinity_lr=1e-4)  # a third party's: the linear objective has no lower bound
     if chosen.local_crops == 0:
         values |= dict(l2l=False)
-    unused = ONLY_MOCO if on_simsiam else ONLY_SIMSIAM
-    return {name: value for name, value in values.items() if name not in unused}
+    without = ONLY_MOCO if on_simsiam else ONLY_SIMSIAM
+    if chosen.image_size:  # local crops follow it: at most half of a view's side, in whole patches
+        patch_size = chosen.patch_size or values["patch_size"]
+        values["local_size"] = min(values["local_size"], chosen.image_size // 2 // patch_size * patch_size)
+    return {name: value for name, value in values.items() if name not in without}
 
 
 def parse_args(argv=None):
     """Return the command line (argv, or sys.argv's) as a namespace of all values. Exits with an error on a mistake."""
-    run = dict(RUN, variant=("released", "follow the paper, or the authors' code", ("paper", "released")))
-    args, typed = common.parse("logo.py", __doc__, argv, HYPERPARAMETERS, dict(run=run), recipe)
-    args.method, args.evaluated = "logo", "query"
-    # What is not typed follows from other values
-    usual = argparse.Namespace(**recipe(args))
-    if "local_size" not in typed and args.image_size != usual.image_size:  # half of a view's side, or less
-        patch_size = args.patch_size if common.is_vit(args.arch) else 1
-        args.local_size = min(args.local_size, args.image_size // 2) // patch_size * patch_size
-    common.check_schedule(args)
-    if args.base == "moco":
-        args.bn_groups = batch_norm_groups(args, typed)
-    # What would contradict itself
+    args = common.parse("logo", __doc__, argv, HYPERPARAMETERS | common.RUN, recipe)
     if args.local_crops == 0 and (args.l2l or args.pairs == "all"):
         common.fail("--l2l and --pairs all are about local crops: leave out --local-crops 0")
-    if args.base == "moco" and args.one_way and args.local_crops:
+    if args.one_way and args.local_crops:
         common.fail("--one-way is for MoCo without local crops: give --local-crops 0, too")
     return args
 
 
-def schedule(args, step, steps_per_epoch):
-    """Return (learning rate, weight decay, momentum of the momentum encoder) for a step, counted from 0.
+def learning_rate(args, epoch):
+    """Return the learning rate at a time, in epochs from 0: a linear warm-up from 0, then a cosine down to --min-lr.
 
-    The rate warms up linearly from 0. Then it falls to a tenth at each of --milestones. If there are none, it falls by
-    a cosine to --min-lr. The other two are constant. SimSiam has no momentum encoder, so its momentum is 0.
+    With --milestones, as in MoCo v1, it falls to a tenth at each of them instead.
     """
-    epoch = step / steps_per_epoch
-    warmup = args.warmup if args.warmup * steps_per_epoch >= 1 else 0  # less than a step is none
+    peak, last = (lr * args.batch_size / args.lr_batch for lr in (args.lr, args.min_lr))
+    warmup = min(args.warmup, args.epochs / 4)
     if epoch < warmup:
-        lr = common.peak_rate(args) * epoch / warmup
-    elif args.milestones:
-        done = step / (args.epochs * steps_per_epoch)
-        lr = common.peak_rate(args) * 0.1 ** sum(done >= milestone for milestone in args.milestones)
-    else:
-        done = (epoch - warmup) / (args.epochs - warmup)
-        lr = args.min_lr + (common.peak_rate(args) - args.min_lr) * (1 + math.cos(math.pi * done)) / 2
-    return lr, args.weight_decay, args.momentum if args.base == "moco" else 0.0
+        return peak * epoch / warmup
+    if args.milestones:
+        return peak * 0.1 ** sum(epoch / args.epochs >= share for share in args.milestones)
+    done = (epoch - warmup) / (args.epochs - warmup)
+    return last + (peak - last) * (1 + math.cos(math.pi * done)) / 2
 
 
-def chance_level(args):
-    """The loss at equal logits: of MoCo's terms, each log(K + 1); 0 for SimSiam's cosines."""
-    if args.base == "simsiam":
-        return 0.0
-    takes_sum = args.variant == "paper" and args.pairs == "logo"
-    terms = 1 + 2 * args.local_crops if takes_sum else 1  # `combine` takes the sum, or the mean
-    return terms * math.log(args.queue + 1)
-
-
-@common.leaves_no_trace
 def main(args, train=None, test=None, encoder=None):
-    """Train as args say. If an earlier call was stopped, the same call continues its run.
+    """Train as args say. The same call goes on after the last whole epoch that --out holds.
 
     args: the namespace of `parse_args`. train, test: common.ImageSet of images to use instead of --dataset.
     encoder: a module that maps (N, 3, H, W) to (N, width), to train instead of --arch; a copy of it is trained.
     """
-    args = argparse.Namespace(**vars(args))  # a copy
-    device = common.join_processes(args.device)
-    args.arch = args.arch if encoder is None else "custom"
-    dataset = args.dataset if train is None else "custom"
-    args.out = args.out or f"runs/logo-{dataset}-{args.arch}-s{args.seed}{args.changes}"
-    args.amp = "bf16" if common.use_bf16(args.amp, device, args.arch, image_sizes(args)) else "off"
-    args.device = device.type
+    args = argparse.Namespace(**vars(args) | dict(arch=args.arch if encoder is None else "custom"))
+    device, rank, world = common.join_processes(args.device)
 
     # Data
     train, test = common.open_images(args, train, test)
-    loader = common.make_loader(args, train, augmentation(args), device)
+    declared = augmentation(args)
+    loader = common.make_loader(args, train, [*declared.values()], device)
     layout, norm = common.memory_format(device, args.arch), common.NORMS[args.norm]
     if args.show_views:
-        names = ["global 1", "global 2", *["local 1", "local 2"][: args.local_crops]]
-        return common.save_views(args.show_views, common.colour_views(next(iter(loader)), device), names)
-    steps_per_epoch = len(train) // args.batch_size
-    total_steps, rank = args.epochs * steps_per_epoch, common.rank_and_world()[0]
-    last_step = min(args.max_steps or total_steps, total_steps)
+        return common.save_views(args.show_views, common.color_views(next(iter(loader)), device), [*declared])
 
-    # Model and optimiser
-    if args.base == "moco" and args.queue == "auto":
-        args.queue = min(65536, max(args.batch_size, len(train) // 10))
+    # Model and optimizer
     torch.manual_seed(args.seed)
-    if args.base == "moco":
-        model = MoCo(args, common.copy_module(encoder)).to(device, memory_format=layout)
-        model = split_batch_norms(model, args.bn_groups)
+    info = common.encoder_info(args, method="logo", encoder="query")  # the encoder that is evaluated
+    backbone = common.build_backbone(info, args.base == "simsiam") if encoder is None else common.copy_module(encoder)
+    sizes = {view.size for view in declared.values()}
+    width = common.output_width(backbone, *sizes, check_gradient=True)
+    amp = common.use_bf16(args.amp, device, args.arch, sizes)
+    if args.base == "simsiam":  # no negatives; the batch norms are of the global batch
+        negatives, groups = 0, 1
+        model = SimSiam(backbone, width, args.dim, args.layers, args.hidden, amp)
+        if world > 1 and device.type == "cuda":  # torch synchronises batch norms on GPUs only
+            model, groups = timm.layers.convert_sync_batchnorm(model), 1 / world
     else:
-        model = SimSiam(args, common.copy_module(encoder)).to(device, memory_format=layout)
-        if dist.is_initialized() and device.type == "cuda":  # on CPUs each process takes its own statistics
-            model = timm.layers.convert_sync_batchnorm(model)
-    trained = [p for p in model.parameters() if p.requires_grad]
-    optimizer = torch.optim.SGD(trained, args.lr, momentum=args.sgd_momentum, weight_decay=args.weight_decay)
-    ddp = in_parallel(args, model)
+        negatives = args.queue if args.queue != "auto" else min(65536, max(args.batch_size, len(train) // 10))
+        first_keys = common.generator(args.seed, STREAM_QUEUE)
+        model = MoCo(backbone, width, args.dim, negatives, args.temperature, amp=amp, generator=first_keys)
+        groups = common.slices_per_process(args, "bn_groups")
+        model = split_batch_norms(model, groups)
+    model.to(device, memory_format=layout)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0, momentum=args.sgd_momentum, weight_decay=args.weight_decay)
 
-    # The affinity and its optimiser; for --l2l-weighting clip a second optimiser of the encoder, without weight decay
-    affinity = Affinity(args.dim, args.affinity_hidden).to(device)
-    affinity_lr = common.peak_rate(args) if args.affinity_lr == "auto" else args.affinity_lr
-    affinity_optimizer = torch.optim.SGD(
-        affinity.parameters(), affinity_lr, momentum=args.sgd_momentum, weight_decay=args.weight_decay
-    )
+    # The affinity and its optimizer; for --l2l-weighting clip a second optimizer of the encoder, without weight decay
+    affinity, peak_lr = Affinity(args.dim, args.affinity_hidden).to(device), args.lr * args.batch_size / args.lr_batch
+    affinity_lr = args.affinity_lr or (1e-4 if args.affinity_form == "linear" else peak_lr)  # 1e-4: a third party's
+    options = dict(momentum=args.sgd_momentum, weight_decay=args.weight_decay)
+    affinity_optimizer = torch.optim.SGD(affinity.parameters(), affinity_lr, **options)
     of_encoder = [p for p in (*model.backbone.parameters(), *model.projector.parameters()) if p.requires_grad]
-    second_optimizer = torch.optim.SGD(of_encoder, args.lr, momentum=args.sgd_momentum)
+    second_optimizer = torch.optim.SGD(of_encoder, momentum=args.sgd_momentum)
     previous_norm = torch.zeros((), device=device)  # of the last step's main gradient
+    eq6 = affinity, affinity_optimizer, args.affinity_form, args.affinity_noise
+    global_pairs, local_pairs = compared_views(args)
+    keyed = len({j for _, j in global_pairs})  # MoCo's views that have keys
+    form = "sum" if args.variant == "paper" else "mean"  # D1
 
-    # The run's folder. The run goes on from its last.pt, if there is one. The lock keeps other runs out
-    images, modules = dict(number=len(train), checksum=train.checksum()), dict(model=model, affinity=affinity)
-    optimizers = dict(optimizer=optimizer, affinity_optimizer=affinity_optimizer, second_optimizer=second_optimizer)
-    lock = common.claim_folder(args.out)
-    step, records = restore(args, images, modules, optimizers, previous_norm)
-    save(args, step, records, images, modules, optimizers, previous_norm)
-    chance = chance_level(args)
-    if args.base == "moco":
-        facts = dict(queue_share=args.queue / len(train))
-    else:
-        norms = "each process's own" if dist.is_initialized() and device.type == "cpu" else "of the whole batch"
-        facts = dict(batch_norm=norms)
-    introduce(args, train, test, peak_lr=common.peak_rate(args), chance_level=chance, **facts)
-
-    for epoch in range(max(0, step - 1) // steps_per_epoch, args.epochs):  # the last epoch again: it may lack its kNN
-        loader.batch_sampler.set_epoch(epoch, step, last_step)
-        history = []
-        with common.until_stopped(loader) as batches:  # SIGTERM or Ctrl-C: the step is saved, then it raises Stopped
-            for batch in batches:
-                lr, _, momentum = schedule(args, step, steps_per_epoch)
-                optimizer.param_groups[0]["lr"] = lr
-                # Two global and two local views per image; the loader has cut them
-                views = common.colour_views(batch, device, layout, norm)
-                torch.manual_seed(common.generator(args.seed, step, STREAM_STEP, rank).initial_seed())  # for drop-path
-                if args.l2l and args.l2l_weighting == "clip":
-                    # Released, on MoCo (D1). Eq. 6: the affinity's step. Then a step of the encoder down L_ll alone
-                    local = [gather_with_gradient(model.local(view)) for view in views[2:]]
-                    ranking_loss = affinity_step(args, affinity, affinity_optimizer, affinity_lr, *local, step)
-                    dissimilarity = local_dissimilarity(affinity, *local)
-                    descend(second_optimizer, dissimilarity, lr, args.clip_ratio * previous_norm)
-                # L_gg and L_lg
-                loss, keys, (q, _), metrics, local = ddp(views, step)
-                objective = loss
-                if args.l2l and args.l2l_weighting == "lambda":
-                    # Paper, and SimSiam. Eq. 6: the affinity's step. Then L_ll is a term of Eq. 9
-                    local = [gather_with_gradient(x) for x in local]
-                    ranking_loss = affinity_step(args, affinity, affinity_optimizer, affinity_lr, *local, step)
-                    dissimilarity = local_dissimilarity(affinity, *local)
-                    objective = loss + args.lam * dissimilarity
-                if args.l2l:
-                    metrics |= dict(affinity_loss=ranking_loss, dissimilarity=dissimilarity)
-                # Eq. 9: the step of the encoder
-                optimizer.zero_grad(set_to_none=True)
-                objective.backward()
-                grad_norm = torch.nn.utils.get_total_norm([p.grad for p in trained if p.grad is not None])
-                previous_norm.copy_(grad_norm)
-                optimizer.step()
-                average_statistics(model)
-                # MoCo: move the momentum encoder. The keys are negatives of the next steps
-                if args.base == "moco":
-                    model.update(momentum)
-                    model.queue.enqueue(keys)
-                step += 1
-                metrics |= dict(loss=loss, grad_norm=grad_norm)
-                history.append({name: value.detach() for name, value in metrics.items()})
-                if step % 10 == 0 or step == total_steps:
-                    common.show_progress(args, loader, history, step, total_steps)
-            ended = step == (epoch + 1) * steps_per_epoch
-            if ended and history:
-                record = dict(epoch=epoch + 1, step=step, **means(args, loader, history), lr=lr, momentum=momentum)
-                records.append(record | dict(below_chance=chance - record["loss"], **common.embedding_health(q)))
-            save(args, step, records, images, modules, optimizers, previous_norm)
-        if ended:
-            due = args.knn_every and ((epoch + 1) % args.knn_every == 0 or epoch + 1 == args.epochs)
-            if test is not None and due and "knn20_top1" not in records[-1]:
-                records[-1] |= common.knn_record(args, model.backbone, train, test, device)
-                save(args, step, records, images, modules, optimizers, previous_norm)
-            common.log_epoch(args, records[-1])
-        if step >= last_step:
-            break
-
-    lock.close()
-    common.log_end(args, step, total_steps)
-
-
-# =============================================================== 6. machinery
-
-
-def restore(args, images, modules, optimizers, previous_norm):
-    """Load the run in --out, or --resume's, or --init's weights only. Return (steps done, records of the epochs)."""
-    path, state = common.load_run(args, images, args.resume)
-    if state["step"] > 0:
-        with common.fitting(path):
-            for name, module in modules.items():
-                module.load_state_dict(state[name])
-            for name, optimizer in optimizers.items():
-                # Only its buffers: rates and weight decay are this run's, which may differ from --resume's
-                optimizer.load_state_dict(optimizer.state_dict() | dict(state=state[name]["state"]))
-            previous_norm.copy_(state["previous_norm"])
-    elif args.init:
-        model = modules["model"]
-        weights, _ = common.fitting_weights(args.init, model.backbone, args.init_prefix)
-        model.backbone.load_state_dict(weights)
+    # The run
+    config = common.open_run(args, train)
+    state = dict(model=model, optimizer=optimizer, affinity=affinity)
+    state |= dict(affinity_optimizer=affinity_optimizer, second_optimizer=second_optimizer, previous_norm=previous_norm)
+    records = common.load_run(args, config, state)  # one for each epoch that is done
+    if args.compile:
+        model.backbone.compile()
         if args.base == "moco":
-            model.momentum_backbone.load_state_dict(weights)
-    return state["step"], state["records"]
+            model.momentum_backbone.compile()
+    ddp = DistributedDataParallel(model, find_unused_parameters=encoder is not None) if dist.is_initialized() else model
+    ddp.broadcast_buffers = False  # at each step; when it is made, all get the first process's weights and buffers
+    facts = dict(batch_norm_groups=groups * world, bf16=amp, negatives=negatives)
+    terms = 1 + len(local_pairs) if form == "sum" else 1  # `combine` takes the sum, or the mean
+    facts |= dict(loss_at_uniform_logits=terms * math.log(negatives + 1))
+    common.log_table(args, HYPERPARAMETERS | common.RUN, train=train, test=test, **facts)
+
+    # The last epoch's kNN, if a kill came before it
+    common.add_knn(args, config, info, state, records, model.backbone, train, test, device, amp)
+    for epoch in range(len(records), args.epochs):
+        loader.batch_sampler.epoch = epoch
+        torch.manual_seed(common.generator(args.seed, epoch, STREAM_EPOCH, rank).initial_seed())  # for drop-path
+        history, began = [], time.perf_counter()
+        for step, batch in enumerate(loader, epoch * len(loader)):
+            lr = learning_rate(args, step / len(loader))
+            for group in optimizer.param_groups:
+                group["lr"] = lr
+            # Two global and two local views per image, cut by the loader and colored here
+            views = common.color_views(batch, device, layout, norm)
+            noise = common.generator(args.seed, step, STREAM_NOISE)
+            if args.l2l and args.l2l_weighting == "clip":
+                # Released, on MoCo (D1). Eq. 6: the affinity's step. Then a step of the encoder down L_ll alone
+                local = [model.embed(view) for view in views[2:]]
+                ranking_loss, dissimilarity = affinity_step(local, *eq6, noise)
+                second_optimizer.param_groups[0]["lr"] = lr
+                descend(second_optimizer, dissimilarity, args.clip_ratio * previous_norm)
+            # L_gg and L_lg
+            shuffles = [common.generator(args.seed, step, STREAM_SHUFFLE + i) for i in range(keyed)]
+            loss, keys, q, metrics = ddp(views, global_pairs, local_pairs, form, shuffles)
+            if args.l2l and args.l2l_weighting == "lambda":
+                # Paper, and SimSiam. Eq. 6: the affinity's step. Then L_ll is a term of Eq. 9
+                ranking_loss, dissimilarity = affinity_step(q[2:], *eq6, noise)
+                loss = loss + args.lam * dissimilarity
+            if args.l2l:
+                metrics |= dict(affinity_loss=ranking_loss.detach(), dissimilarity=dissimilarity.detach())
+            # Eq. 9: update the encoder
+            optimizer.zero_grad()
+            loss.backward()
+            grad_norm = torch.nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
+            previous_norm.copy_(grad_norm)
+            optimizer.step()
+            # MoCo: move the momentum encoder. The keys of the global views are negatives of the next steps
+            if keys is not None:
+                model.update(args.momentum)
+                model.queue.enqueue(keys)
+            history.append(metrics | dict(grad_norm=grad_norm))
+            if (step + 1) % 10 == 0:
+                common.show_progress(args, history, began, step + 1, args.epochs * len(loader))
+
+        average_statistics(model)
+        record = dict(epoch=epoch + 1, lr=lr)
+        records.append(record | common.means(args, history, began) | common.embedding_health(q[0]))
+        common.save_run(args, config, info, state, records)  # before the kNN, which may fail
+        common.add_knn(args, config, info, state, records, model.backbone, train, test, device, amp)
+        common.log_epoch(args, records[-1])
+    common.log_end(args, train)
 
 
-def save(args, step, records, images, modules, optimizers, previous_norm):
-    """Write last.pt, which is all that a run needs to go on, and what follows from it, each whole or not at all."""
-    out, info = Path(args.out), common.encoder_info(args)
-    state = {name: part.state_dict() for name, part in (modules | optimizers).items()}
-    state |= dict(previous_norm=previous_norm, step=step, records=records)
-    state |= dict(config=vars(args), images=images, backbone=info)
-    common.write_file(out / "last.pt", state)
-    epoch = records[-1]["epoch"] if records and records[-1]["step"] == step else 0  # 0: in the middle of one
-    if epoch and args.keep_every and epoch % args.keep_every == 0:
-        common.write_file(out / f"epoch-{epoch:04d}.pt", state)
-    common.write_file(out / "backbone.pt", info | {"state_dict": modules["model"].backbone.state_dict()})
-    config = vars(args) | common.versions(args.device) | {"images": images}
-    common.write_file(out / "config.json", json.dumps(config, default=str))
-    common.write_file(out / "metrics.jsonl", "".join(json.dumps(record) + "\n" for record in records))
+# ================================================================ 6. ShuffleBN
+
+# ------------------------------------------------------ gather (shared block)
 
 
-class AllReduce(torch.autograd.Function):
-    """The sum of a tensor over the processes. The gradient is the sum of the processes' gradients."""
-
-    @staticmethod
-    def forward(ctx, x):
-        x = x.clone()
-        dist.all_reduce(x)
-        return x
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return AllReduce.apply(gradient)
-
-
-def gather_with_gradient(x):
-    """Concatenate (n, C) of each process to (N, C) of all, in rank order. The gradients of all processes flow back."""
+def gather(x):
+    """Concatenate the tensors (n, ...) of all processes to (N, ...), in rank order. No gradient."""
     if not dist.is_initialized():
         return x
-    rank, world = common.rank_and_world()
-    parts = [x if r == rank else torch.zeros_like(x) for r in range(world)]
-    return AllReduce.apply(torch.cat(parts))
+    out = x.new_empty(dist.get_world_size() * len(x), *x.shape[1:])
+    dist.all_gather([*out.chunk(dist.get_world_size())], x.contiguous())
+    return out
 
 
-# ------------- shuffled keys (the same in moco_jointcrop, jcl, clim and logo)
+# --------------------------------------------------- ShuffleBN (shared block)
 
 
-def exchange(x, wanted):
-    """Exchange rows between processes: on process r, return the rows wanted[r] of the global batch, as (m, ...).
-
-    x: (n, ...), this process's part of the batch. wanted: (world, m) int64 on the CPU, the same on all processes. No
-    gradient.
-    """
-    rank, world = common.rank_and_world()
-    if world == 1:
-        return x[wanted[0].to(x.device, non_blocking=True)]
-    owner, row = wanted // len(x), wanted % len(x)
-    rows_to_send = torch.cat([row[r][owner[r] == rank] for r in range(world)])
-    send_counts = (owner == rank).sum(1).tolist()
-    receive_counts = owner[rank].bincount(minlength=world).tolist()
-    received = x.new_empty(wanted.shape[1], *x.shape[1:])
-    to_send = x[rows_to_send.to(x.device, non_blocking=True)].contiguous()
-    dist.all_to_all_single(received, to_send, receive_counts, send_counts)
-    place = owner[rank].argsort(stable=True).to(x.device, non_blocking=True)  # rows arrive sorted by sender
-    return torch.empty_like(received).index_copy_(0, place, received)
+def shard(x, dim=0):
+    """Return this process's part of a tensor that all processes have: what `gather` would put back together."""
+    return x.chunk(dist.get_world_size(), dim)[dist.get_rank()] if dist.is_initialized() else x
 
 
 @torch.no_grad()
-def encode_shuffled_keys(encode, views, generator):
-    """Encode several views of the global batch as keys, shuffled for batch norm: (views, N, C).
+def encode_shuffled_keys(encode, views, generator=None):
+    """Encode several views of the global batch as keys, with ShuffleBN: (views, N, C), on every process.
 
     encode: maps images to keys. views: list of this process's images (n, 3, H, W).
     The key and the query of an image must not share batch statistics, which would tell the encoder that they belong
     together (MoCo, section 3.3). So the rows of all views of the global batch are shuffled, each process encodes its
     part, and the keys are put back in order. Any number of processes makes the same batch-norm groups.
+    Meanwhile each process holds the views of the global batch twice: 0.6 GB for a view of 512 images of 224 px.
     """
-    n, world = len(views[0]), common.rank_and_world()[1]
-    shuffle = torch.randperm(len(views) * n * world, generator=generator)
-    # Row v * N + i is view v of image i. location[row] is its index in the concatenation, in rank order, of every
-    # process's torch.cat(views).
-    location = torch.arange(len(shuffle)).view(world, len(views), n).transpose(0, 1).flatten()
-    mine = exchange(torch.cat(views), location[shuffle].view(world, -1))
-    keys = gather(encode(mine))
-    unshuffle = shuffle.argsort().to(keys.device, non_blocking=True)
-    return keys[unshuffle].view(len(views), n * world, -1)
-
-
-# -- batch norm in groups (the same in moco_jointcrop, jcl, clim and logo)
+    images = torch.cat([gather(view) for view in views])  # row v * N + i is view v of image i
+    shuffle = torch.randperm(len(images), generator=generator).to(images.device, non_blocking=True)
+    keys = gather(encode(images[shard(shuffle)]))
+    return keys[shuffle.argsort()].view(len(views), -1, keys.shape[1])
 
 
 class GroupedBatchNorm(nn.modules.batchnorm._BatchNorm):
-    """Batch norm whose statistics are taken over `groups` equal slices of the global batch, for (N, C) or (N, C, H, W).
+    """Batch norm whose statistics are taken over `groups` equal slices of the batch, for (N, C) or (N, C, H, W).
 
-    Each group acts as the batch norm of one GPU would. The number of processes must divide `groups`. The running
-    statistics are the mean over this process's groups. `average_statistics` then averages them over the processes.
+    Each group acts as the batch norm of one GPU would. The running statistics are the mean over the groups.
     norm: the batch norm whose parameters, statistics and state_dict keys this one takes over.
     """
 
@@ -817,31 +717,17 @@ class GroupedBatchNorm(nn.modules.batchnorm._BatchNorm):
         """Accept any number of dimensions."""
 
     def forward(self, x):
-        groups_here = self.groups // common.rank_and_world()[1]
-        if not self.training or groups_here <= 1:
+        if not self.training or self.groups == 1:
             return self.after(super().forward(x))
-        mean = self.running_mean.repeat(groups_here, 1)
-        var = self.running_var.repeat(groups_here, 1)
+        mean = self.running_mean.repeat(self.groups, 1)
+        var = self.running_var.repeat(self.groups, 1)
         slices = [
             F.batch_norm(part, m, v, self.weight, self.bias, True, self.momentum, self.eps)  # updates m and v in place
-            for part, m, v in zip(x.chunk(groups_here), mean, var, strict=True)
+            for part, m, v in zip(x.chunk(self.groups), mean, var, strict=True)
         ]
         self.running_mean.copy_(mean.mean(0))
         self.running_var.copy_(var.mean(0))
         return self.after(torch.cat(slices))
-
-
-def batch_norm_groups(args, typed):
-    """Return --bn-groups: as typed; else the recipe's or, if these do not fit, as many as have eight images each."""
-    batch_size, groups, world = args.batch_size, args.bn_groups, common.rank_and_world()[1]
-    if "bn_groups" not in typed:
-        if batch_size % groups or batch_size < 8 * groups:
-            groups = max((n for n in range(1, groups) if batch_size % n == 0 and batch_size >= 8 * n), default=1)
-        groups = math.lcm(groups, world)
-    if batch_size % groups or batch_size < 2 * groups or groups % world:
-        needed = f"a multiple of the {world} process(es) that cuts the batch into equal groups of two or more images"
-        common.fail(f"--bn-groups {groups} with --batch-size {batch_size}: give {needed}")
-    return groups
 
 
 def split_batch_norms(module, groups):
@@ -857,86 +743,15 @@ def split_batch_norms(module, groups):
 
 @torch.no_grad()
 def average_statistics(model):
-    """Average the running statistics of batch norms over the processes, in one all-reduce."""
-    buffers = [buffer for name, buffer in model.named_buffers() if name.endswith(("running_mean", "running_var"))]
-    if dist.is_initialized() and buffers:
-        flat = torch.cat(buffers)
-        dist.all_reduce(flat)
-        means = (flat / dist.get_world_size()).split([len(buffer) for buffer in buffers])
-        torch._foreach_copy_(buffers, means)
+    """Average the running statistics of batch norms over the processes. Nothing in training reads them.
 
-
-# ------------------------- what every run has (the same in all five files)
-
-STREAM_STEP = 0  # a random stream, see common.generator
-RUN = dict(
-    dataset=("patterns", "data set; it also chooses the recipe", common.DATASETS),
-    data_dir=(None, "its folder, with train/, and val/ or test/; for `folder` any tree of images"),
-    seed=(0, "seed of all random numbers", (0, 2**63 - 1)),
-    init=(None, "start the encoder from a checkpoint, of this project or another"),
-    init_prefix=(None, "prefix of the encoder's names in --init's file, if it has several"),
-    out=(None, "folder of the run; one that has begun goes on"),
-    resume=(None, "begin a new --out with another run's last.pt"),
-    max_steps=(None, "save and stop when the run has made N steps in all", (1, math.inf)),
-    keep_every=(0, "keep a copy of last.pt every N epochs; 0: none"),
-    knn_every=(10, "evaluate by kNN every N epochs; 0: never"),
-    device=("auto", "auto: a GPU where there is one", ("auto", "cuda", "cpu")),
-    amp=("auto", "auto: bf16 on GPUs that have it; off: float32", ("auto", "bf16", "off")),
-    compile=(False, "compile the encoders: minutes at the start, then faster steps"),
-    grad_checkpoint=(False, "less memory, more time; batch norm's averages move twice"),
-    workers=(None, "processes that load images, per training process", (0, 1024)),
-    tensorboard=(False, "also write the metrics for TensorBoard"),
-    show_views=(None, "write a picture of the inputs, and exit"),
-)
-
-
-def introduce(args, train, test, **facts):
-    """Say what the run is: its data, every value that its numbers depend on, and facts that follow from these."""
-    world = common.rank_and_world()[1]
-    precision = "bf16" if args.amp == "bf16" else "TF32" if torch.backends.cuda.matmul.allow_tf32 else "float32"
-    facts = {name: f"{value:.4g}" if isinstance(value, float) else value for name, value in facts.items()}
-    facts |= dict(processes=world, images_per_process=args.batch_size // world, precision=precision)
-    rows = dict(run={name: getattr(args, name) for name in ("dataset", "variant", "seed", "init", "evaluated", "out")})
-    rows |= {group: {name: getattr(args, name, None) for name in table} for group, table in HYPERPARAMETERS.items()}
-    rows |= dict(data={"train": train, "test": test}, facts=facts, versions=common.versions(args.device))
-    for group, values in rows.items():
-        common.log_values(group, values)
-
-
-def means(args, loader, history):
-    """Return the means of metrics over the steps and processes, and how fast the steps were: {name: float}.
-
-    history: a dict per step, {name: 0-d tensor}. Exits with an error message if a mean is not finite.
+    They are exponential averages, which are linear: once at the end of an epoch gives what each step would.
     """
-    sums = sum(torch.stack([*metrics.values()]).double() for metrics in history)
-    values = (gather(sums[None]).mean(0) / len(history)).tolist()
-    if not math.isfinite(sum(values)):
-        common.fail("the loss or its gradient is not finite in this epoch; last.pt is from before")
-    return dict(zip(history[0], values, strict=True)) | loader.speed(args.batch_size * len(history))
-
-
-def gather(x):
-    """Concatenate the tensors (n, ...) of all processes to (N, ...), in rank order. No gradient."""
-    world = common.rank_and_world()[1]
-    if world == 1:
-        return x
-    out = x.new_empty(world * len(x), *x.shape[1:])
-    dist.all_gather_into_tensor(out, x.contiguous())
-    return out
-
-
-def in_parallel(args, model):
-    """Apply --grad-checkpoint and --compile to the model, wrap it in DDP if there are several processes, return it."""
-    if args.grad_checkpoint:
-        model.backbone.set_grad_checkpointing()
-    if args.compile:
-        for encoder in {model.backbone, getattr(model, "momentum_backbone", model.backbone)}:
-            encoder.compile()
-    if not dist.is_initialized():
-        return model
-    options = dict(broadcast_buffers=False, gradient_as_bucket_view=True)
-    options["find_unused_parameters"] = args.arch == "custom"  # only a user's own encoder may have any
-    return DistributedDataParallel(model, **options)
+    if dist.is_initialized():
+        for name, buffer in model.named_buffers():
+            if name.endswith(("running_mean", "running_var")):
+                dist.all_reduce(buffer)
+                buffer.div_(dist.get_world_size())
 
 
 if __name__ == "__main__":

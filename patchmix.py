@@ -14,7 +14,7 @@ the batch. The loss is the sum of three contrasts. Without one of them, oto, no 
     Eq. 15        soft_info_nce       oto, origin to origin: an original query and the key of the same image
     Eq. 16        PatchMix.forward    their sum
     Algorithm 1   patch_mix (lines 2 to 7), mix_targets (8)
-    Algorithm 2   PatchMix (lines 1, 2 and 7), main (3, 4, 10 and 11), PatchMix.forward (5, 6, 8, 9, the loss of 10)
+    Algorithm 2   PatchMix (lines 1, 2), main (3, 4, 5, 6, 10 and 11), PatchMix.forward (7, 8, 9, the loss of 10)
 
     python patchmix.py                                                        # a laptop, no data
     python patchmix.py --dataset cifar10 --arch vit_tiny                      # one GPU
@@ -22,18 +22,19 @@ the batch. The loss is the sum of three contrasts. Without one of them, oto, no 
 
 The baseline is MoCo v3, without its frozen patch projection and fixed positions. `--num-mix 1 --terms oto,mto` is
 L(q2, k1) + L(q1, k2), its symmetric loss divided by 2 tau. (With M = 1, mtm is mto.) What PatchMix changes in it:
-    queries of both views                     one view's queries are of mixed images      mix_in_slices
+    queries of both views                     one view's queries are of mixed images      mix_views
     L(q2, k1) + L(q1, k2)                     oto + mto + mtm, with mixed keys            PatchMix.forward
     one positive per query                    M, or 2M - 1, positives with weights        mix_targets
     InfoNCE                                   its sum over the weighted positives         soft_info_nce
-Not here: the other mixes of Table 5 (CutMix and Mixup, RegionSwap, ResizeMix), and detection on COCO (Table 4).
+Not here: the other mixes of Table 5 (CutMix and Mixup, RegionSwap, ResizeMix), COCO (Table 4), and Figs. 4, 8 to 11.
 
 Where the paper, which is the default, and the released code, `--variant released`, differ:
     D1 The terms. Paper: each counts 1, and mtm's weights sum to M. Released: oto counts 1, mto and mtm 0.5, mtm's
        weights sum to 1, and 0.1 of oto's targets is spread over all keys. So its M = 1 is not MoCo v3.
     D2 The number of images M. Paper: 3. Released: 2.
     D3 The attention heads of ViT-S. Paper (Table 8): 6. Released, and the paper's Fig. 11: 12.
-    D4 ViT-T's keys. Paper: of a momentum encoder. Released: of the encoder, in training mode; this is `--momentum 0 0`.
+    D4 ViT-T's keys. Paper: of a momentum encoder. Released: of the encoder, in training mode; `--momentum 0 0` is
+       nearly this, but for a forward pass that queries and keys share there.
     D5 The mixed query. Paper: of view 1, and the original one of view 2. Released: the reverse, `--mixed-view 2`.
     D6 Local crops. Paper ("4(224)" views): none. Released, on ImageNet: 8 of 96 px; large ones from 0.35 of the area.
     D7 The ring of images. Paper (Eq. 4, 10, 11: mod N): the batch. Released: a GPU's part. Here: a slice of the batch.
@@ -41,10 +42,10 @@ What differs by rounding, by an index or by precision is in tests/golden/README.
 """
 
 import argparse
-import json
+import copy
 import math
+import time
 from itertools import pairwise
-from pathlib import Path
 
 import timm
 import torch
@@ -63,6 +64,7 @@ import common
 # Each is a flag of its value's type, --num-mix 2, and args.NAME. Without limits, a number is not below 0. What the
 # paper does not say is marked: released, or ours.
 HYPERPARAMETERS = dict(
+    recipe=dict(variant=("paper", "follow the paper, or the authors' code", ("paper", "released"))),
     loss=dict(
         num_mix=(3, "images that are mixed into one, M (Table 6); 1: no mixing", (1, math.inf)),
         mix_slices=(8, "equal slices of the batch; images are mixed within each (D7)", (1, math.inf)),  # ours
@@ -77,7 +79,7 @@ HYPERPARAMETERS = dict(
         arch=("vit_small", "encoder: vit_micro, vit_tiny, vit_small, vit_base, or any timm model"),
         image_size=(224, "side of a view, in pixels", (1, math.inf)),
         patch_size=(16, "side of a patch, in pixels, of the ViT and of the mixing", (1, math.inf)),
-        num_heads=("auto", "heads of the ViT's attention; auto: timm's (D3)", (1, math.inf, "auto")),
+        num_heads=(None, "heads of the ViT's attention; default: timm's (D3)", (1, math.inf)),
         drop_path=(0.1, "drop-path rate of the ViT's last block; earlier ones have less", (0, 1)),  # released
         hidden=(4096, "hidden size of the projector and the predictor (Table 9)", (1, math.inf)),
         dim=(256, "dimension of queries and keys (Table 9)", (1, math.inf)),
@@ -86,16 +88,16 @@ HYPERPARAMETERS = dict(
     schedule=dict(
         epochs=(300, "epochs of the whole training", (1, math.inf)),  # its 10 of warm-up and "rest 260" make 270
         batch_size=(1024, "images per step, over all processes", (2, math.inf)),
-        lr=(1e-3, "learning rate at --lr-batch; scaled linearly to --batch-size", (1e-9, math.inf)),  # ViT-S: 2e-3
-        lr_batch=(1024, "batch size for which --lr is given", (1, math.inf)),
-        min_lr=(1e-6, "last learning rate; if not given, it is scaled as the peak rate is"),  # released
-        warmup=(10.0, "epochs of linear warm-up; if not given, it shrinks with --epochs"),
+        lr=(1e-3, "peak learning rate at --lr-batch, scaled linearly", (1e-9, math.inf)),  # ours; ViT-S: 2e-3
+        min_lr=(1e-6, "last learning rate, scaled as --lr is"),  # released
+        lr_batch=(1024, "batch size for which the learning rates are given", (1, math.inf)),
+        warmup=(10.0, "epochs of linear warm-up, at most a quarter of the run"),
         weight_decay=((0.04, 0.4), "weight decay of AdamW, at the start and at the end"),
         betas=((0.9, 0.999), "betas of AdamW", (0, 0.999999)),  # released
     ),
     augmentation=dict(
         crop_scale=((0.05, 1.0), "smallest and largest share of the image that a crop has", (1e-9, 1)),
-        local_size=(96, "side of a local crop, in pixels; by default at most half a view's", (1, math.inf)),  # released
+        local_size=(96, "side of a local crop, in pixels", (1, math.inf)),  # released
         local_scale=((0.05, 0.35), "smallest and largest area of a local crop", (1e-9, 1)),  # released
         local_blur_p=(0.5, "probability of a blurred local crop", (0, 1)),  # released
         crop_ratio=((3 / 4, 4 / 3), "smallest and largest width / height of a crop", (1e-9, math.inf)),
@@ -194,7 +196,7 @@ def soft_info_nce(q, k, index, weight, temperature, smoothing=0.0):
         shapes = ", ".join(str(tuple(x.shape)) for x in (q, k, index, weight))
         raise ValueError(f"soft_info_nce takes q (n, C), k (N, C), index (n, P) and weight (P,), not {shapes}")
     logits = F.normalize(q, dim=1) @ F.normalize(k, dim=1).T / temperature
-    index, weight = index.to(q.device), weight.to(logits)
+    index, weight = index.to(q.device, non_blocking=True), weight.to(logits, non_blocking=True)
     log_sum = logits.logsumexp(1, keepdim=True)
     loss = (weight * (log_sum - logits.gather(1, index))).sum(1).mean()
     if smoothing:
@@ -206,49 +208,52 @@ def soft_info_nce(q, k, index, weight, temperature, smoothing=0.0):
 
 
 def augmentation(args):
-    """Return the two views per image, drawn by T_1 and T_2 of Table 10, and the local crops (D6): a list of View."""
+    """Return the two views per image, drawn by T_1 and T_2 of Table 10, and the local crops (D6): {name: View}."""
     crop = dict(size=args.image_size, area=args.crop_scale, ratio=args.crop_ratio)
     color = dict(jitter=args.jitter, jitter_p=args.jitter_p, gray_p=args.gray_p, solarize_p=args.solarize_p[0])
     blur = dict(blur_p=args.blur_p[0], blur_sigma=args.blur_sigma)
     view = common.View(**crop, **color, **blur, flip_p=args.flip_p)
     view2 = view._replace(blur_p=args.blur_p[1], solarize_p=args.solarize_p[1])
     local = view._replace(size=args.local_size, area=args.local_scale, blur_p=args.local_blur_p, solarize_p=0.0)
-    return [view, view2] + [local] * args.local_crops
-
-
-# ==================================================================== 4. model
-
-TERMS = ("oto", "mto", "mtm")  # of Eq. 16
-STREAM_PERMUTATION = 10  # random streams, 10 and 11 for the two views, then one per local crop, see common.generator
-
-
-def mix_in_slices(images, args, step, number):
-    """Patch-mix images within --mix-slices equal slices of the global batch (D7): (n, C, H, W) -> (n, C, H, W).
-
-    images: this process's rows. number: 0 for the mixed queries' view, 1 for the mixed keys', 2 and up for local crops.
-    There is one permutation per view and batch (Eq. 2), the same in all slices and on all processes.
-    """
-    generator = common.generator(args.seed, step, STREAM_PERMUTATION + number, 0)  # the 0 stays, so that the draws stay
-    num_patches = (images.shape[-1] // args.patch_size) ** 2
-    permutation = torch.randperm(num_patches, generator=generator)
-    slices = images.chunk(args.mix_slices // common.rank_and_world()[1])
-    return torch.cat([patch_mix(part, args.num_mix, args.patch_size, permutation) for part in slices])
-
-
-def batch_targets(n, slices, num_mix):
-    """Return the positives of n images, mixed in slices, {term: (index (n, P) int64, weight (P,))}: rows of the n."""
-    of_slices = [mix_targets(n // slices, num_mix, first) for first in range(0, n, n // slices)]
-    mto_index, mto_weight, mtm_index, mtm_weight = zip(*of_slices, strict=True)
-    return dict(
-        oto=(torch.arange(n)[:, None], torch.ones(1)),
-        mto=(torch.cat(mto_index), mto_weight[0]),
-        mtm=(torch.cat(mtm_index), mtm_weight[0]),
-    )
+    return {"view 1": view, "view 2": view2} | {f"local {i + 1}": local for i in range(args.local_crops)}
 
 
 def image_sizes(args):
     """Return the sides of the images that the encoder gets, in pixels."""
     return [args.image_size, *[args.local_size] * args.local_crops]
+
+
+def mix_views(views, num_mix, patch_size, slices=1, generators=None):
+    """Mix each view's images by `patch_mix`, within equal slices of the batch (D7): a list of (n, 3, H, W).
+
+    views: list of this process's images (n, 3, H, W). slices: of this process. generators: a torch CPU generator per
+    view, of its permutation (Eq. 2), which is the same in all slices and on all processes; torch's global one if None.
+    """
+    mixed = []
+    for view, generator in zip(views, generators or [None] * len(views), strict=True):
+        permutation = torch.randperm((view.shape[-1] // patch_size) ** 2, generator=generator)
+        mixed.append(torch.cat([patch_mix(x, num_mix, patch_size, permutation) for x in view.chunk(slices)]))
+    return mixed
+
+
+# ==================================================================== 4. model
+
+TERMS = ("oto", "mto", "mtm")  # of Eq. 16
+
+
+def batch_targets(n, slices, num_mix, first=0):
+    """Return the positives of n images, mixed in equal slices, {term: (index (n, P) int64, weight (P,))}.
+
+    first: the row of their first key among the keys of all processes.
+    """
+    size = n // slices
+    of_slices = [mix_targets(size, num_mix, first + i * size) for i in range(slices)]
+    mto_index, mto_weight, mtm_index, mtm_weight = zip(*of_slices, strict=True)
+    return dict(
+        oto=(first + torch.arange(n)[:, None], torch.ones(1)),
+        mto=(torch.cat(mto_index), mto_weight[0]),
+        mtm=(torch.cat(mtm_index), mtm_weight[0]),
+    )
 
 
 def mlp(widths):
@@ -265,37 +270,32 @@ def mlp(widths):
 class PatchMix(nn.Module):
     """Encoder F, projector G, predictor H, and the momentum encoder: slow copies of F and G (Algorithm 2).
 
-    args: the namespace of `parse_args`. encoder: a module that maps (N, 3, H, W) to (N, width), instead of --arch.
+    backbone: a module, (n, 3, H, W) -> (n, width). hidden, dim: of the heads. num_mix, slices: as the images are mixed,
+    see `mix_views`. terms: some of TERMS, by their weights; local terms have 1. smoothing: of oto (D1). slow: have a
+    momentum encoder; without it keys are the encoder's own (D4). amp: encode in bfloat16.
     """
 
-    def __init__(self, args, encoder=None):
+    def __init__(
+        self, backbone, width, hidden=4096, dim=256, num_mix=3, slices=1, terms=dict.fromkeys(TERMS, 1.0),
+        temperature=0.2, smoothing=0.0, slow=True, amp=False,
+    ):  # fmt: skip
         super().__init__()
-        self.args = args
-        self.terms = args.terms.split(",")
-        self.term_weights = dict(zip(TERMS, args.term_weights, strict=True))
-        self.backbone = encoder  # Algorithm 2, line 1
-        if encoder is None:
-            drop_path = dict(drop_path_rate=args.drop_path) if common.is_vit(args.arch) else {}
-            self.backbone = common.build_backbone(common.encoder_info(args), **drop_path)
-        width = common.output_width(self.backbone, *image_sizes(args))
-        self.projector = mlp([width, args.hidden, args.hidden, args.dim])
-        self.predictor = mlp([args.dim, args.hidden, args.dim])
-        if max(args.momentum) > 0:  # line 2
-            self.momentum_backbone = common.copy_module(self.backbone, frozen=True)
-            self.momentum_projector = common.copy_module(self.projector, frozen=True)
+        self.backbone = backbone  # Algorithm 2, line 1
+        self.projector = mlp([width, hidden, hidden, dim])
+        self.predictor = mlp([dim, hidden, dim])
+        self.momentum_backbone, self.momentum_projector = backbone, self.projector
+        if slow:  # line 2
+            self.momentum_backbone = copy.deepcopy(backbone).requires_grad_(False)
+            self.momentum_projector = copy.deepcopy(self.projector).requires_grad_(False)
             for module in self.momentum_backbone.modules():
                 if isinstance(module, timm.layers.DropPath):  # only the encoder drops paths
                     module.drop_prob = 0.0
-        else:  # D4: there is no momentum encoder
-            self.momentum_backbone, self.momentum_projector = self.backbone, self.projector
-        # Lines 5 to 7: the targets are the same in all steps
-        for term, (index, weight) in batch_targets(args.batch_size, args.mix_slices, args.num_mix).items():
-            self.register_buffer(f"{term}_index", index, persistent=False)
-            self.register_buffer(f"{term}_weight", weight, persistent=False)
+        self.num_mix, self.slices, self.terms = num_mix, slices, dict(terms)
+        self.temperature, self.smoothing, self.amp = temperature, smoothing, amp
 
     def query(self, x):
         """Return the queries of images, h = H(G(F(x))): (n, 3, H, W) -> (n, dim), not normalised, in the dtype of x."""
-        with torch.autocast(x.device.type, torch.bfloat16, enabled=self.args.amp == "bf16"):
+        with torch.autocast(x.device.type, torch.bfloat16, enabled=self.amp):
             return self.predictor(self.projector(self.backbone(x))).to(x.dtype)
 
     @torch.no_grad()
@@ -304,62 +304,49 @@ class PatchMix(nn.Module):
 
         (n, 3, H, W) of this process -> (N, dim), not normalised, in the dtype of x. No gradient.
         """
-        with torch.autocast(x.device.type, torch.bfloat16, enabled=self.args.amp == "bf16"):
+        with torch.autocast(x.device.type, torch.bfloat16, enabled=self.amp):
             return gather(self.momentum_projector(self.momentum_backbone(x)).to(x.dtype))
 
-    def contrast(self, term, h, z):
-        """A term of Eq. 16 as a scalar: this process's queries h (n, dim) against the keys z (N, dim) of all."""
-        index = common.shard(getattr(self, f"{term}_index"))
-        weight = getattr(self, f"{term}_weight")
-        smoothing = self.args.smoothing if term == "oto" else 0.0  # D1
-        return soft_info_nce(h, z, index, weight, self.args.temperature, smoothing)
+    def forward(self, views, mixed):
+        """Return (loss, None, queries (n, dim) without gradient, {name: metric}): lines 7 to 9, and the loss of 10.
 
-    def local_contrasts(self, local_views, z1, z2, step):
-        """The contrasts of the local crops (D6), {term: scalar}: the mean over the crops, summed over both views' keys.
-
-        local_views: of this process, each (n, 3, S, S), normalised. z1, z2: (N, dim), the views' original keys. As
-        released: plain crops as in oto, and mixed ones, each by its own permutation, as in mto, if --terms has these.
+        views: this process's two views and its local crops, if any, each (n, 3, H, W), normalised; the mixed queries
+        are of the first. mixed: the same, mixed by `mix_views`. No keys are enqueued. Gradients reach the encoder only.
+        Local crops (D6), as released: the plain ones are queries as in oto, the mixed ones as in mto, against the
+        original keys of both views; the loss is the mean over the crops, summed over the two.
         """
-        mixed = [mix_in_slices(x, self.args, step, 2 + i) for i, x in enumerate(local_views)]
-        losses = {}
-        for term, crops in (("oto", local_views), ("mto", mixed)):
-            if term in self.terms:
-                queries = self.query(torch.cat(crops)).chunk(len(crops))
-                values = [self.contrast(term, h, z) for h in queries for z in (z1, z2)]
-                losses[f"local_{term}"] = sum(values) / len(crops)
-        return losses
+        (x1, x2, *crops), (mixed1, mixed2, *mixed_crops) = views, mixed
+        n = len(x1)
+        first = n * dist.get_rank() if dist.is_initialized() else 0
+        targets = batch_targets(n, self.slices, self.num_mix, first)  # line 7; y_mto of 5 and 6
 
-    def forward(self, views, step):
-        """Lines 5, 6, 8, 9 of Algorithm 2, and the loss of line 10.
+        def contrast(term, h, z):
+            smoothing = self.smoothing if term == "oto" else 0.0  # D1
+            return soft_info_nce(h, z, *targets[term], self.temperature, smoothing)
 
-        views: this process's two views, each (n, 3, H, W), and its local crops, if any, normalised. step: chooses the
-        shuffles of the patches.
-        Returns (loss, None, (q, k), metrics {name: tensor}); no keys are enqueued. q and k (n, dim) are queries and
-        their keys, without gradient. Gradients reach the encoder only, not the keys.
-        """
-        (x1, x2), local_views = views[:2], views[2:]
-        if self.args.mixed_view == 2:  # D5
-            x1, x2 = x2, x1
-        pairs = {}  # {term: (queries, keys)}: lines 8 and 9, but only what the terms need
+        h, z, losses = {}, {}, {}  # by term, and only what the terms need: lines 8 and 9
         if "oto" in self.terms:
-            pairs["oto"] = self.query(x2), self.key(x1)  # Eq. 15
+            h["oto"], z["oto"] = self.query(x2), self.key(x1)  # Eq. 15
         if "mto" in self.terms or "mtm" in self.terms:
-            h_mix1 = self.query(mix_in_slices(x1, self.args, step, 0))  # line 5
+            h["mto"] = h["mtm"] = self.query(mixed1)
         if "mto" in self.terms:
-            pairs["mto"] = h_mix1, self.key(x2)  # Eq. 13
+            z["mto"] = self.key(x2)  # Eq. 13
         if "mtm" in self.terms:
-            pairs["mtm"] = h_mix1, self.key(mix_in_slices(x2, self.args, step, 1))  # line 6; Eq. 14
-        losses = {term: self.contrast(term, h, z) for term, (h, z) in pairs.items()}
-        loss = sum(self.term_weights[term] * value for term, value in losses.items())  # line 10: Eq. 16
-        if local_views:
-            z1 = pairs["oto"][1] if "oto" in pairs else self.key(x1)
-            z2 = pairs["mto"][1] if "mto" in pairs else self.key(x2)
-            local_losses = self.local_contrasts(local_views, z1, z2, step)
-            loss = loss + sum(local_losses.values())
-            losses |= local_losses
-        q, z = pairs[self.terms[0]]
-        metrics = {f"loss_{term}": value for term, value in losses.items()}
-        return loss, None, (q.detach(), common.shard(z)), metrics
+            z["mtm"] = self.key(mixed2)  # Eq. 14
+        for term in self.terms:
+            losses[term] = contrast(term, h[term], z[term])
+        loss = sum(weight * losses[term] for term, weight in self.terms.items())  # line 10: Eq. 16
+        if crops:
+            z1 = z["oto"] if "oto" in z else self.key(x1)
+            z2 = z["mto"] if "mto" in z else self.key(x2)
+            for term, images in dict(oto=crops, mto=mixed_crops).items():
+                if term in self.terms:
+                    queries = self.query(torch.cat(images)).chunk(len(images))
+                    values = [contrast(term, query, keys) for query in queries for keys in (z1, z2)]
+                    losses[f"local_{term}"] = sum(values) / len(images)
+            loss = loss + sum(value for term, value in losses.items() if term not in self.terms)
+        metrics = dict(loss=loss, **{f"loss_{term}": value for term, value in losses.items()})
+        return loss, None, next(iter(h.values())).detach(), {name: value.detach() for name, value in metrics.items()}
 
     @torch.no_grad()
     def update(self, m):
@@ -371,24 +358,27 @@ class PatchMix(nn.Module):
 
 # ================================================================= 5. training
 
+STREAM_EPOCH = 0  # random streams, see common.generator
+STREAM_PERMUTATION = 10  # 10 and 11 for the two views, then one per local crop; a 0 follows, as it did in older runs
+
 # fmt: off
 IMAGENET = common.defaults(HYPERPARAMETERS)
 CIFAR = dict(  # section 4.1.2; released: ImageNet's mean and standard deviation; ours: the slices
     IMAGENET, arch="vit_tiny", image_size=32, patch_size=2, epochs=800, warmup=100.0, batch_size=512, lr_batch=512,
-    mix_slices=4, crop_scale=(0.1, 1.0),
+    mix_slices=4, crop_scale=(0.1, 1.0), local_size=16,
 )
 SMALL_ENCODER = dict(  # ours, for CPUs: small heads, few patches, weak views
     batch_size=64, lr_batch=64, weight_decay=(0.02, 0.2), patch_size=8, num_mix=2, mix_slices=1, hidden=512, dim=128,
-    drop_path=0.0, crop_scale=(0.3, 1.0), blur_p=(0.1, 0.1), momentum=(0.98, 1.0),
+    drop_path=0.0, crop_scale=(0.3, 1.0), blur_p=(0.1, 0.1), momentum=(0.98, 1.0), local_size=16,
 )
 RECIPES = dict(
     patterns=IMAGENET | SMALL_ENCODER | dict(arch="vit_micro", image_size=32, epochs=50, warmup=1.0, norm="patterns"),
     cifar10=CIFAR,
     cifar100=CIFAR,
-    stl10=dict(CIFAR, image_size=96, patch_size=6),  # ours
+    stl10=dict(CIFAR, image_size=96, patch_size=6, local_size=48),  # ours
     imagenet100=IMAGENET,  # ours
     imagenet=dict(IMAGENET, knn_every=50),  # its kNN takes minutes
-    folder=IMAGENET,  # ours
+    folder=dict(IMAGENET, mix_slices=1),  # ours: a folder of one's own may be small
 )
 CIFAR_ENCODERS = dict(  # section 4.1.2
     vit_micro=dict(lr=2e-3, weight_decay=(0.02, 0.2), patch_size=8, hidden=512, dim=128),  # ours, for CPUs
@@ -396,7 +386,9 @@ CIFAR_ENCODERS = dict(  # section 4.1.2
     vit_small=dict(lr=1e-3),
     vit_base=dict(lr=1.5e-3),
 )
-IMAGENET_ENCODERS = dict(vit_small=dict(lr=2e-3), vit_base=dict(lr=3e-3))  # section 4.1.2
+IMAGENET_ENCODERS = dict(  # section 4.1.2; vit_tiny: released
+    vit_tiny=dict(lr=8e-3, weight_decay=(0.02, 0.2)), vit_small=dict(lr=2e-3), vit_base=dict(lr=3e-3)
+)
 RELEASED = dict(num_mix=2, smoothing=0.1, mixed_view=2)  # D2, D1, D5
 RELEASED_IMAGENET = dict(RELEASED, local_crops=8, crop_scale=(0.35, 1.0))  # D6; without local crops it is RELEASED
 RELEASED_ENCODERS = dict(vit_small=dict(num_heads=12), vit_tiny=dict(momentum=(0.0, 0.0)))  # D3, D4
@@ -404,7 +396,10 @@ RELEASED_ENCODERS = dict(vit_small=dict(num_heads=12), vit_tiny=dict(momentum=(0
 
 
 def recipe(chosen):
-    """Return the hyper-parameters {name: value}. chosen: dataset, arch, variant, local_crops and num_mix."""
+    """Return the hyper-parameters {name: value}.
+
+    chosen: a namespace with dataset, arch, variant, local_crops, num_mix, image_size and patch_size.
+    """
     values = dict(RECIPES[chosen.dataset])
     arch = (chosen.arch or values["arch"]).removesuffix("_patch16_224")  # timm's own names, too
     if chosen.dataset in ("cifar10", "cifar100", "stl10"):
@@ -417,47 +412,22 @@ def recipe(chosen):
         values |= RELEASED_IMAGENET if chosen.dataset == "imagenet" and chosen.local_crops != 0 else RELEASED
         values |= RELEASED_ENCODERS.get(arch, {})
         values["term_weights"] = (1.0, 0.5, 0.5 / (chosen.num_mix or values["num_mix"]))  # D1: mtm's sum to 1
+    if chosen.image_size:  # local crops follow it: at most half of a view's side, in whole patches
+        patch_size = chosen.patch_size or values["patch_size"]
+        values["local_size"] = min(values["local_size"], chosen.image_size // 2 // patch_size * patch_size)
     return values
-
-
-def some_terms(text):
-    """Return what --terms says as some of TERMS, in that order, with commas between them."""
-    chosen = text.split(",")
-    if not set(chosen) <= set(TERMS):
-        common.fail(f"--terms {text}: give some of {', '.join(TERMS)}, with commas and without blanks")
-    return ",".join(term for term in TERMS if term in chosen)
 
 
 def parse_args(argv=None):
     """Return the command line (argv, or sys.argv's) as a namespace of all values. Exits with an error on a mistake."""
-    run = dict(RUN, variant=("paper", "follow the paper, or the authors' code", ("paper", "released")))
-    args, typed = common.parse("patchmix.py", __doc__, argv, HYPERPARAMETERS, dict(run=run), recipe)
-    args.method, args.evaluated = "patchmix", "momentum"
-    args.terms = some_terms(args.terms)
-    # What is not typed follows from other values
-    if "mix_slices" not in typed:
-        equal = [n for n in range(1, 1 + args.mix_slices) if args.batch_size % n == 0]  # fewer for a small folder
-        slices = max(n for n in equal if n == 1 or args.batch_size >= n * args.num_mix)
-        args.mix_slices = math.lcm(slices, common.rank_and_world()[1])  # each process has equally many
-    if "local_size" not in typed:  # at most half of a view's side, in whole patches
-        args.local_size = min(args.local_size, args.image_size // 2) // args.patch_size * args.patch_size
-    common.check_schedule(args)
-    check_mixing(args)
-    return args
-
-
-def check_mixing(args):
-    """Exit with an error message if processes, batch, slices, patches, local crops and M do not go together."""
-    world, slices, num_mix, patch = common.rank_and_world()[1], args.mix_slices, args.num_mix, args.patch_size
-    if slices % world or args.batch_size % slices:
-        common.fail(f"--mix-slices {slices}: {world} process(es) must divide it, and it must divide the batch")
-    if num_mix > (images := args.batch_size // slices):
-        common.fail(f"--num-mix {num_mix} of {images} image(s) per slice: larger --batch-size, or smaller --mix-slices")
-    if args.local_crops and args.terms == "mtm":
-        common.fail("--local-crops with --terms mtm: local crops are queries of oto and mto, and none would be used")
+    args = common.parse("patchmix", __doc__, argv, HYPERPARAMETERS | common.RUN, recipe)
+    terms = args.terms.split(",")
+    if not set(terms) <= set(TERMS) or (args.local_crops and terms == ["mtm"]):
+        common.fail(f"--terms {args.terms}: give some of {','.join(TERMS)}; --local-crops are queries of oto and mto")
     for size in image_sizes(args):
-        if size % patch or num_mix > (size // patch) ** 2:
-            common.fail(f"--patch-size {patch} does not cut images of {size} px into --num-mix {num_mix} whole patches")
+        if size % args.patch_size or args.num_mix > (size // args.patch_size) ** 2:
+            common.fail(f"--patch-size {args.patch_size} does not cut {size} px into --num-mix {args.num_mix} patches")
+    return args
 
 
 def cosine(start, end, done):
@@ -465,229 +435,129 @@ def cosine(start, end, done):
     return end + (start - end) * (1 + math.cos(math.pi * done)) / 2
 
 
-def schedule(args, step, steps_per_epoch):
-    """Return (learning rate, weight decay, momentum of the momentum encoder) for a step, counted from 0.
-
-    The rate warms up linearly from 0, then falls by a cosine to --min-lr. The other two follow a cosine from their
-    first to their second value.
-    """
-    epoch, done = step / steps_per_epoch, step / (args.epochs * steps_per_epoch)
-    warmup = args.warmup if args.warmup * steps_per_epoch >= 1 else 0  # less than a step is none
+def learning_rate(args, epoch):
+    """Return the learning rate at a time, in epochs from 0: a linear warm-up from 0, then a cosine down to --min-lr."""
+    peak, last = (lr * args.batch_size / args.lr_batch for lr in (args.lr, args.min_lr))
+    warmup = min(args.warmup, args.epochs / 4)
     if epoch < warmup:
-        lr = common.peak_rate(args) * epoch / warmup
-    else:
-        lr = cosine(common.peak_rate(args), args.min_lr, (epoch - warmup) / (args.epochs - warmup))
-    return lr, cosine(*args.weight_decay, done), cosine(*args.momentum, done)
+        return peak * epoch / warmup
+    return cosine(peak, last, (epoch - warmup) / (args.epochs - warmup))
 
 
-def chance_level(args):
-    """Return the loss at equal logits. Each contrast is then the sum of its targets' weights times log N."""
-    terms = args.terms.split(",")
-    target_sums = dict(oto=1, mto=1, mtm=args.num_mix)
-    weights = sum(w * target_sums[term] for term, w in zip(TERMS, args.term_weights, strict=True) if term in terms)
+def term_weights(args):
+    """Return the weights of the terms of the loss that --terms chooses, {term: weight}."""
+    return {t: w for t, w in zip(TERMS, args.term_weights, strict=True) if t in args.terms.split(",")}
+
+
+def uniform_loss(args):
+    """Return the loss at uniform logits: each contrast is then the sum of its targets' weights times log N."""
+    terms = term_weights(args)
+    weights = sum(weight * (args.num_mix if term == "mtm" else 1) for term, weight in terms.items())
     if args.local_crops:
         weights += 2 * sum(term in terms for term in ("oto", "mto"))  # against the keys of both views
     return weights * math.log(args.batch_size)
 
 
-@common.leaves_no_trace
 def main(args, train=None, test=None, encoder=None):
-    """Train as args say. If an earlier call was stopped, the same call continues its run.
+    """Train as args say. The same call goes on after the last whole epoch that --out holds.
 
     args: the namespace of `parse_args`. train, test: common.ImageSet of images to use instead of --dataset.
     encoder: a module that maps (N, 3, H, W) to (N, width), to train instead of --arch; a copy of it is trained.
     """
-    args = argparse.Namespace(**vars(args))  # a copy
-    device = common.join_processes(args.device)
-    args.arch = args.arch if encoder is None else "custom"
-    dataset = args.dataset if train is None else "custom"
-    args.out = args.out or f"runs/patchmix-{dataset}-{args.arch}-s{args.seed}{args.changes}"
-    args.amp = "bf16" if common.use_bf16(args.amp, device, args.arch, image_sizes(args)) else "off"
-    args.device = device.type
+    args = argparse.Namespace(**vars(args) | dict(arch=args.arch if encoder is None else "custom"))
+    device, rank, world = common.join_processes(args.device)
 
     # Data
     train, test = common.open_images(args, train, test)
-    loader = common.make_loader(args, train, augmentation(args), device)
+    declared = augmentation(args)
+    loader = common.make_loader(args, train, [*declared.values()], device)
     layout, norm = common.memory_format(device, args.arch), common.NORMS[args.norm]
+    slices = common.slices_per_process(args, "mix_slices")
     if args.show_views:
-        views = common.colour_views(next(iter(loader)), device)
-        mixed = [mix_in_slices(view, args, 0, number) for number, view in enumerate(views)]
-        names = ["view 1", "view 2", *(f"local {i + 1}" for i in range(args.local_crops))]
-        names += [f"{name} mixed, M = {args.num_mix}" for name in names]
-        return common.save_views(args.show_views, views + mixed, names)
-    steps_per_epoch = len(train) // args.batch_size
-    total_steps, rank = args.epochs * steps_per_epoch, common.rank_and_world()[0]
-    last_step = min(args.max_steps or total_steps, total_steps)
+        views = common.color_views(next(iter(loader)), device)
+        permutations = [common.generator(args.seed, i) for i in range(len(views))]
+        views += mix_views(views, args.num_mix, args.patch_size, slices, permutations)
+        return common.save_views(args.show_views, views, [*declared, *(f"{name}, mixed" for name in declared)])
 
-    # Model and optimiser
+    # Model and optimizer
     torch.manual_seed(args.seed)
-    model = PatchMix(args, common.copy_module(encoder)).to(device)
-    norms = "of the whole batch"  # as in the released code
-    if dist.is_initialized() and device.type == "cuda":
-        model = timm.layers.convert_sync_batchnorm(model)
-    elif dist.is_initialized():
-        norms = "of each process alone"  # torch has batch norm over processes on GPUs only
-    trained = [p for p in model.parameters() if p.requires_grad]
-    groups = param_groups_weight_decay(model)  # as released: no weight decay of biases and 1-D tensors
-    optimizer = torch.optim.AdamW(groups, args.lr, betas=args.betas, fused=True)
-    ddp = in_parallel(args, model)
+    info = common.encoder_info(args, method="patchmix", encoder="momentum")  # the encoder that is evaluated
+    drop_path = dict(drop_path_rate=args.drop_path) if common.is_vit(args.arch) else {}
+    backbone = common.build_backbone(info, **drop_path) if encoder is None else common.copy_module(encoder)
+    width = common.output_width(backbone, *image_sizes(args), check_gradient=True)
+    amp = common.use_bf16(args.amp, device, args.arch, image_sizes(args))
+    losses = term_weights(args), args.temperature, args.smoothing
+    slow = max(args.momentum) > 0  # D4
+    model = PatchMix(backbone, width, args.hidden, args.dim, args.num_mix, slices, *losses, slow, amp).to(device)
+    groups = world
+    if world > 1 and device.type == "cuda":  # of the whole batch, as released; torch has it on GPUs only
+        model, groups = timm.layers.convert_sync_batchnorm(model), 1
+    optimizer = torch.optim.AdamW(param_groups_weight_decay(model), betas=args.betas, fused=True)
 
-    # The run's folder. The run goes on from its last.pt, if there is one. The lock keeps other runs out
-    images = dict(number=len(train), checksum=train.checksum())
-    lock = common.claim_folder(args.out)
-    step, records = restore(args, images, model, optimizer)
-    save(args, step, records, images, model, optimizer)
-    chance = chance_level(args)
-    facts = dict(peak_lr=common.peak_rate(args), chance_level=chance, keys_per_query=args.batch_size, batch_norm=norms)
-    introduce(args, train, test, **facts)
+    # The run
+    config = common.open_run(args, train)
+    state = dict(model=model, optimizer=optimizer)
+    records = common.load_run(args, config, state)  # one for each epoch that is done
+    if args.compile:
+        model.backbone.compile()
+        model.momentum_backbone.compile()
+    ddp = DistributedDataParallel(model, find_unused_parameters=encoder is not None) if dist.is_initialized() else model
+    ddp.broadcast_buffers = False  # at each step; when it is made, all get the first process's weights and buffers
+    facts = dict(batch_norm_groups=groups, bf16=amp, slices=slices * world)
+    facts |= dict(loss_at_uniform_logits=uniform_loss(args))
+    common.log_table(args, HYPERPARAMETERS | common.RUN, train=train, test=test, **facts)
 
-    for epoch in range(max(0, step - 1) // steps_per_epoch, args.epochs):  # the last epoch again: it may lack its kNN
-        loader.batch_sampler.set_epoch(epoch, step, last_step)
-        history = []
-        with common.until_stopped(loader) as batches:  # SIGTERM or Ctrl-C: the step is saved, then it raises Stopped
-            for batch in batches:
-                lr, weight_decay, momentum = schedule(args, step, steps_per_epoch)
-                no_decay, decay = optimizer.param_groups  # timm: 1-D tensors and biases first
-                no_decay["lr"] = decay["lr"] = lr
-                decay["weight_decay"] = weight_decay
-                # Algorithm 2, line 4: two views per image; the loader has cut them
-                views = common.colour_views(batch, device, layout, norm)
-                torch.manual_seed(common.generator(args.seed, step, STREAM_STEP, rank).initial_seed())  # for drop-path
-                # Lines 5, 6, 8, 9, and the loss of 10: the mixed images, queries and keys
-                loss, _, (q, _), metrics = ddp(views, step)
-                # Line 10: update the encoder. Line 11: move the momentum encoder
-                optimizer.zero_grad(set_to_none=True)
-                loss.backward()
-                grad_norm = torch.nn.utils.get_total_norm([p.grad for p in trained if p.grad is not None])
-                optimizer.step()
-                model.update(momentum)
-                step += 1
-                metrics |= dict(loss=loss, grad_norm=grad_norm)
-                history.append({name: value.detach() for name, value in metrics.items()})
-                if step % 10 == 0 or step == total_steps:
-                    common.show_progress(args, loader, history, step, total_steps)
-            ended = step == (epoch + 1) * steps_per_epoch
-            if ended and history:
-                record = dict(epoch=epoch + 1, step=step, **means(args, loader, history), lr=lr, momentum=momentum)
-                records.append(record | dict(below_chance=chance - record["loss"], **common.embedding_health(q)))
-            save(args, step, records, images, model, optimizer)
-        if ended:
-            due = args.knn_every and ((epoch + 1) % args.knn_every == 0 or epoch + 1 == args.epochs)
-            if test is not None and due and "knn20_top1" not in records[-1]:
-                records[-1] |= common.knn_record(args, model.momentum_backbone, train, test, device)
-                save(args, step, records, images, model, optimizer)
-            common.log_epoch(args, records[-1])
-        if step >= last_step:
-            break
+    # The last epoch's kNN, if a kill came before it
+    common.add_knn(args, config, info, state, records, model.momentum_backbone, train, test, device, amp)
+    for epoch in range(len(records), args.epochs):
+        loader.batch_sampler.epoch = epoch
+        torch.manual_seed(common.generator(args.seed, epoch, STREAM_EPOCH, rank).initial_seed())  # for drop-path
+        history, began = [], time.perf_counter()
+        for step, batch in enumerate(loader, epoch * len(loader)):
+            lr = learning_rate(args, step / len(loader))
+            for group in optimizer.param_groups:
+                group["lr"] = lr
+            done = step / (args.epochs * len(loader))
+            _, with_decay = optimizer.param_groups  # as released, 1-D tensors and biases have none
+            with_decay["weight_decay"] = cosine(*args.weight_decay, done)
+            momentum = cosine(*args.momentum, done)
+            # Algorithm 2, line 4: two views per image, cut by the loader and colored here
+            views = common.color_views(batch, device, layout, norm)
+            if args.mixed_view == 2:  # D5
+                views[:2] = views[1], views[0]
+            # Lines 5 and 6: the mixed images
+            permutations = [common.generator(args.seed, step, STREAM_PERMUTATION + i, 0) for i in range(len(views))]
+            mixed = mix_views(views, args.num_mix, args.patch_size, slices, permutations)
+            # Lines 7 to 9, and the loss of 10
+            loss, _, q, metrics = ddp(views, mixed)
+            # Line 10: update the encoder. Line 11: move the momentum encoder
+            optimizer.zero_grad()
+            loss.backward()
+            grad_norm = torch.nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
+            optimizer.step()
+            model.update(momentum)
+            history.append(metrics | dict(grad_norm=grad_norm))
+            if (step + 1) % 10 == 0:
+                common.show_progress(args, history, began, step + 1, args.epochs * len(loader))
 
-    lock.close()
-    common.log_end(args, step, total_steps)
-
-
-# =============================================================== 6. machinery
-
-
-def restore(args, images, model, optimizer):
-    """Load the run in --out, or --resume's, or --init's weights only. Return (steps done, records of the epochs)."""
-    path, state = common.load_run(args, images, args.resume)
-    if state["step"] > 0:
-        with common.fitting(path):
-            model.load_state_dict(state["model"])
-            # Only its buffers: rates and weight decay are this run's, which may differ from --resume's
-            optimizer.load_state_dict(optimizer.state_dict() | dict(state=state["optimizer"]["state"]))
-    elif args.init:
-        weights, _ = common.fitting_weights(args.init, model.backbone, args.init_prefix)
-        model.backbone.load_state_dict(weights)
-        model.momentum_backbone.load_state_dict(weights)
-    return state["step"], state["records"]
+        record = dict(epoch=epoch + 1, lr=lr, momentum=momentum)
+        records.append(record | common.means(args, history, began) | common.embedding_health(q))
+        common.save_run(args, config, info, state, records)  # before the kNN, which may fail
+        common.add_knn(args, config, info, state, records, model.momentum_backbone, train, test, device, amp)
+        common.log_epoch(args, records[-1])
+    common.log_end(args, train)
 
 
-def save(args, step, records, images, model, optimizer):
-    """Write last.pt, which is all that a run needs to go on, and what follows from it, each whole or not at all."""
-    out, info = Path(args.out), common.encoder_info(args)
-    state = dict(model=model.state_dict(), optimizer=optimizer.state_dict(), step=step, records=records)
-    state |= dict(config=vars(args), images=images, backbone=info)
-    common.write_file(out / "last.pt", state)
-    epoch = records[-1]["epoch"] if records and records[-1]["step"] == step else 0  # 0: in the middle of one
-    if epoch and args.keep_every and epoch % args.keep_every == 0:
-        common.write_file(out / f"epoch-{epoch:04d}.pt", state)
-    common.write_file(out / "backbone.pt", info | {"state_dict": model.momentum_backbone.state_dict()})
-    config = vars(args) | common.versions(args.device) | {"images": images}
-    common.write_file(out / "config.json", json.dumps(config, default=str))
-    common.write_file(out / "metrics.jsonl", "".join(json.dumps(record) + "\n" for record in records))
-
-
-# ------------------------- what every run has (the same in all five files)
-
-STREAM_STEP = 0  # a random stream, see common.generator
-RUN = dict(
-    dataset=("patterns", "data set; it also chooses the recipe", common.DATASETS),
-    data_dir=(None, "its folder, with train/, and val/ or test/; for `folder` any tree of images"),
-    seed=(0, "seed of all random numbers", (0, 2**63 - 1)),
-    init=(None, "start the encoder from a checkpoint, of this project or another"),
-    init_prefix=(None, "prefix of the encoder's names in --init's file, if it has several"),
-    out=(None, "folder of the run; one that has begun goes on"),
-    resume=(None, "begin a new --out with another run's last.pt"),
-    max_steps=(None, "save and stop when the run has made N steps in all", (1, math.inf)),
-    keep_every=(0, "keep a copy of last.pt every N epochs; 0: none"),
-    knn_every=(10, "evaluate by kNN every N epochs; 0: never"),
-    device=("auto", "auto: a GPU where there is one", ("auto", "cuda", "cpu")),
-    amp=("auto", "auto: bf16 on GPUs that have it; off: float32", ("auto", "bf16", "off")),
-    compile=(False, "compile the encoders: minutes at the start, then faster steps"),
-    grad_checkpoint=(False, "less memory, more time; batch norm's averages move twice"),
-    workers=(None, "processes that load images, per training process", (0, 1024)),
-    tensorboard=(False, "also write the metrics for TensorBoard"),
-    show_views=(None, "write a picture of the inputs, and exit"),
-)
-
-
-def introduce(args, train, test, **facts):
-    """Say what the run is: its data, every value that its numbers depend on, and facts that follow from these."""
-    world = common.rank_and_world()[1]
-    precision = "bf16" if args.amp == "bf16" else "TF32" if torch.backends.cuda.matmul.allow_tf32 else "float32"
-    facts = {name: f"{value:.4g}" if isinstance(value, float) else value for name, value in facts.items()}
-    facts |= dict(processes=world, images_per_process=args.batch_size // world, precision=precision)
-    rows = dict(run={name: getattr(args, name) for name in ("dataset", "variant", "seed", "init", "evaluated", "out")})
-    rows |= {group: {name: getattr(args, name, None) for name in table} for group, table in HYPERPARAMETERS.items()}
-    rows |= dict(data={"train": train, "test": test}, facts=facts, versions=common.versions(args.device))
-    for group, values in rows.items():
-        common.log_values(group, values)
-
-
-def means(args, loader, history):
-    """Return the means of metrics over the steps and processes, and how fast the steps were: {name: float}.
-
-    history: a dict per step, {name: 0-d tensor}. Exits with an error message if a mean is not finite.
-    """
-    sums = sum(torch.stack([*metrics.values()]).double() for metrics in history)
-    values = (gather(sums[None]).mean(0) / len(history)).tolist()
-    if not math.isfinite(sum(values)):
-        common.fail("the loss or its gradient is not finite in this epoch; last.pt is from before")
-    return dict(zip(history[0], values, strict=True)) | loader.speed(args.batch_size * len(history))
+# ------------------------------------------------------ gather (shared block)
 
 
 def gather(x):
     """Concatenate the tensors (n, ...) of all processes to (N, ...), in rank order. No gradient."""
-    world = common.rank_and_world()[1]
-    if world == 1:
-        return x
-    out = x.new_empty(world * len(x), *x.shape[1:])
-    dist.all_gather_into_tensor(out, x.contiguous())
-    return out
-
-
-def in_parallel(args, model):
-    """Apply --grad-checkpoint and --compile to the model, wrap it in DDP if there are several processes, return it."""
-    if args.grad_checkpoint:
-        model.backbone.set_grad_checkpointing()
-    if args.compile:
-        for encoder in {model.backbone, getattr(model, "momentum_backbone", model.backbone)}:
-            encoder.compile()
     if not dist.is_initialized():
-        return model
-    options = dict(broadcast_buffers=False, gradient_as_bucket_view=True)
-    options["find_unused_parameters"] = args.arch == "custom"  # only a user's own encoder may have any
-    return DistributedDataParallel(model, **options)
+        return x
+    out = x.new_empty(dist.get_world_size() * len(x), *x.shape[1:])
+    dist.all_gather([*out.chunk(dist.get_world_size())], x.contiguous())
+    return out
 
 
 if __name__ == "__main__":

@@ -3,7 +3,6 @@
 import functools
 import gc
 import multiprocessing
-import signal
 import sys
 from pathlib import Path
 
@@ -39,8 +38,6 @@ def pytest_addoption(parser):
 
 def pytest_configure(config):
     config.addinivalue_line("markers", "slow: run with --slow only")
-    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup leaves it ignored, in child processes, too
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job leaves this one ignored
 
 
 def pytest_collection_modifyitems(config, items):
@@ -64,13 +61,10 @@ def _quiet(monkeypatch):
 @pytest.fixture
 def group_of_one(monkeypatch):
     """What a launcher gives a single process: its variables, and a store to meet in."""
-    import common
-
-    for name, value in dict(RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="1").items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.setattr(common, "rendezvous", lambda _: iter([(torch.distributed.HashStore(), 0, 1)]))
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setattr(torch.distributed, "rendezvous", lambda _: iter([(torch.distributed.HashStore(), 0, 1)]))
     yield
-    if torch.distributed.is_initialized():  # an error leaves it
+    if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
 
 
@@ -90,7 +84,7 @@ def info_nce(q, k, queue, temperature):
 
 
 def ks(sample, other=None):
-    """Kolmogorov-Smirnov distance to the uniform law (or a sample's), times sqrt(effective size): rarely above 2."""
+    """Kolmogorov-Smirnov distance to the uniform distribution (or a sample's), times sqrt(size): rarely above 2."""
     sample = np.sort(np.ravel(sample))
     if other is None:
         ranks = np.arange(len(sample) + 1) / len(sample)
@@ -105,6 +99,25 @@ def values(module, flags, names):
     """What a method's parse_args makes of flags, of these names."""
     args = module.parse_args(flags.split())
     return [getattr(args, name) for name in names.split()]
+
+
+def state_of(module, flags="", **own):
+    """What `main` trains and saves, as it begins: {name: module, optimizer or tensor}. own: train, test, encoder."""
+    import common
+
+    class Begun(Exception):
+        pass
+
+    def load_run(args, config, state):
+        raise Begun(state)
+
+    args = module.parse_args([*flags.split(), "--device", "cpu"])
+    own = dict(train=common.ImageSet(np.zeros((args.batch_size, 8, 8, 3), np.uint8))) | own
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(Begun) as caught:
+        patch.setattr(common, "open_run", lambda *_: {})
+        patch.setattr(common, "load_run", load_run)
+        module.main(args, **own)
+    return caught.value.args[0]
 
 
 @pytest.fixture(scope="module")

@@ -7,9 +7,11 @@ from collections import Counter
 
 import numpy as np
 import pytest
+import timm
 import torch
 import torch.nn.functional as F
 from conftest import NANO, info_nce, ks, unit, values
+from tiny import refused
 
 import clim
 import common
@@ -23,7 +25,7 @@ def _nano(monkeypatch):
 
 
 def points(kind, n, dims=3, seed=0):
-    """Rows of float64: of a normal law, on a coarse grid (distances tie, all sums are exact), repeated, all equal."""
+    """Rows of float64: normal, on a coarse grid (distances tie, all sums are exact), repeated, all equal."""
     g = torch.Generator().manual_seed(seed)
     if kind == "normal":
         return torch.randn(n, dims, dtype=torch.float64, generator=g)
@@ -60,17 +62,14 @@ def test_clim_loss_is_eq4(tau, lam):
 # -------------------------------------------------------------------- neighbours
 
 
-def test_nearest_neighbors_are_found_in_float64(monkeypatch):
+def test_nearest_neighbors():
     """Unit vectors, as embeddings are, in clusters so tight that float32 finds others. In chunks and of some rows."""
-    x = F.normalize(unit(3, 16)[torch.arange(120) % 3] + 1e-4 * points("normal", 120, 16), dim=1).float()
-    distance = (x.double()[:, None] - x.double()).square().sum(2).fill_diagonal_(math.inf)
+    x = F.normalize(unit(3, 16)[torch.arange(300) % 3] + 1e-4 * points("normal", 300, 16), dim=1)
+    distance = (x[:, None] - x).square().sum(2).fill_diagonal_(math.inf)
     found = clim.nearest_neighbors(x, 5)
     torch.testing.assert_close(distance.gather(1, found), distance.sort(1).values[:, :5], rtol=0, atol=1e-14)
-    in_float32 = torch.cdist(x, x).fill_diagonal_(math.inf).topk(5, largest=False).indices
-    assert (in_float32.sort(1).values != found.sort(1).values).any()
-    monkeypatch.setattr(clim, "rows_per_chunk", lambda width: 7)
-    rows = torch.tensor([7, 3, 119, 0])
-    assert torch.equal(clim.nearest_neighbors(x, 5), found)
+    assert (clim.nearest_neighbors(x.float(), 5).sort(1).values != found.sort(1).values).any()
+    rows = torch.tensor([7, 3, 299, 0])
     assert torch.equal(clim.nearest_neighbors(x, 5, rows), found[rows])
 
 
@@ -78,7 +77,7 @@ def test_nearest_neighbors_are_found_in_float64(monkeypatch):
 
 
 def clustered(x, m, iterations, seed=0):
-    """(centres of kmeans, sum of squared distances to the assigned centres, which have to be the nearest)."""
+    """(centers of kmeans, sum of squared distances to the assigned centers, which have to be the nearest)."""
     centers, assignment = clim.kmeans(x, m, iterations, torch.Generator().manual_seed(seed))
     assert centers.shape == (min(m, len(x)), x.shape[1]) and assignment.shape == (len(x),)
     distances = (x[:, None] - centers).square().sum(2)
@@ -88,7 +87,7 @@ def clustered(x, m, iterations, seed=0):
 
 
 def lloyd(x, centers, iterations):
-    """Assign every point to its nearest centre, move every centre to the mean of its points, and again."""
+    """Assign every point to its nearest center, move every center to the mean of its points, and again."""
     for _ in range(iterations):
         members = [[] for _ in centers]
         for row in x:
@@ -109,7 +108,7 @@ def test_kmeans_is_lloyds_algorithm(iterations):
 
 @pytest.mark.parametrize("kind, n, m", [("repeated", 15, 5), ("repeated", 15, 9), ("equal", 6, 3), ("normal", 3, 50)])
 def test_kmeans_as_many_clusters_as_points(kind, n, m):
-    """A cluster that comes out empty finds a point that has none of its own, so every point ends as a centre."""
+    """A cluster that comes out empty finds a point that has none of its own, so every point ends as a center."""
     for seed in range(5):
         assert clustered(points(kind, n), m, 10, seed)[1] < 1e-20
 
@@ -153,7 +152,7 @@ CASES = [  # points, N, clusters, k, number of positives
 @pytest.mark.parametrize("natural", [True, False])
 @pytest.mark.parametrize("kind, n, m, k, count", CASES)
 def test_select_positives_is_eq2(kind, n, m, k, count, natural):
-    """natural: clusters of k-means; else any centres and any assignment, which Eq. 2 allows as well."""
+    """natural: clusters of k-means; else any centers and any assignment, which Eq. 2 allows as well."""
     x = points(kind, n)
     centers, assignment = points("grid", m, seed=1), torch.randint(m, (n,), generator=torch.Generator().manual_seed(2))
     if natural:
@@ -168,7 +167,7 @@ def test_select_positives_is_eq2(kind, n, m, k, count, natural):
 
 def test_select_positives_is_uniform():
     """3 of 8 candidates: each is chosen alike, in each place."""
-    x = torch.tensor([[float(v)] for v in range(10)], dtype=torch.float64)  # anchor 8; 9 is farther from the centre
+    x = torch.tensor([[float(v)] for v in range(10)], dtype=torch.float64)  # anchor 8; 9 is farther from the center
     centers, assignment, draws = torch.zeros(1, 1, dtype=torch.float64), torch.zeros(10, dtype=torch.int64), 2000
     g = torch.Generator().manual_seed(0)
     rows = torch.stack([clim.select_positives(x, centers, assignment, 9, 3, g)[8] for _ in range(draws)])
@@ -180,15 +179,15 @@ def test_select_positives_is_uniform():
 @pytest.mark.parametrize("selection, count", [("random", 400), ("knn", 6), ("kmeans", 400), ("center", 3)])
 def test_choose_positives(selection, count):
     """Table 6: what each choice may contain, and all of it if there is room."""
-    x, flags = points("normal", 30).float(), f"--selection {selection} --num-clusters 4 --knn-k 6"
+    x, flags = points("normal", 30), f"--selection {selection} --num-clusters 4 --knn-k 6"
     args = clim.parse_args([*TINY, *flags.split(), "--num-positives", str(count)])
-    table = clim.choose_positives(args, x, common.generator(0))
+    table = clim.choose_positives(args, x, clim.nearest_neighbors(x, 6), common.generator(0))
     centers, assignment = clim.kmeans(x, 4, generator=common.generator(0))
     for i, chosen in enumerate(table.tolist()):
-        near, others = neighborhoods(x.double(), i, 6)[0], {*range(30)} - {i}
+        near, others = neighborhoods(x, i, 6)[0], {*range(30)} - {i}
         members = {j for j in others if assignment[j] == assignment[i]}
         if selection == "center":
-            assert obeys(chosen, i, near, x.double(), centers.double(), assignment)
+            assert obeys(chosen, i, near, x, centers, assignment)
         else:
             assert {*chosen} == dict(random=others, knn={*near}, kmeans=members)[selection]
 
@@ -204,7 +203,7 @@ def test_other_members_of_a_cluster(assignment, others):
 
 
 def masks(lam, height, width):
-    """CutMix's rand_bbox for every centre: {which pixels are in the box, as bytes: how many centres give it}."""
+    """CutMix's rand_bbox for every center: {which pixels are in the box, as bytes: how many centers give it}."""
     found = Counter()
     cut_h, cut_w = int(height * math.sqrt(1 - lam)), int(width * math.sqrt(1 - lam))
     for cy, cx in itertools.product(range(height), range(width)):
@@ -224,11 +223,11 @@ def test_cutmix_with_a_share_per_image(lam, height, width):
     mixed, kept = clim.cutmix(x, partner, torch.full((n,), lam, dtype=torch.float64), torch.Generator().manual_seed(0))
     of_x, of_partner = (mixed == x).all(1), (mixed == partner).all(1)  # in all three channels
     assert (of_x ^ of_partner).all()
-    torch.testing.assert_close(kept, of_x.double().mean((1, 2)), rtol=0, atol=1e-12)
+    torch.testing.assert_close(kept, of_x.to(kept).mean((1, 2)), rtol=0, atol=1e-6)
     count, expected = Counter(mask.tobytes() for mask in of_partner.numpy()), masks(lam, height, width)
     assert count.keys() == expected.keys()
-    for mask, centres in expected.items():
-        often = n * centres / (height * width)
+    for mask, centers in expected.items():
+        often = n * centers / (height * width)
         assert abs(count[mask] - often) < 5 * math.sqrt(often)
 
 
@@ -242,7 +241,7 @@ def sizes_of(index):
 def drawn(positives, flags="", epoch=0):
     """(cuts, colors (n, views, 9)) of images of many sizes, one for each row of the table of positives."""
     args, index = clim.parse_args([*TINY, *flags.split()]), np.arange(len(positives))
-    draws = common.uniform(0, epoch, index, len(clim.augmentation(args)) * common.VIEW_DRAWS + 1)
+    draws = common.uniform(0, epoch, index, 2 * len(clim.augmentation(args)) * common.VIEW_DRAWS + 1)
     images = types.SimpleNamespace(sizes=sizes_of)
     cuts, colors = clim.draw_views(args, images, positives, index, sizes_of(index), draws)
     return cuts, np.stack(colors, 1)
@@ -258,19 +257,17 @@ def assert_same_views(a, b, views):
     assert np.array_equal(a[1][:, :views], b[1][:, :views])
 
 
-@pytest.mark.parametrize(
-    "flags, count", [("", 4), ("--mix none", 3), ("--resolutions 16 12", 4), ("--local-crops 2 --local-size 8", 8)]
-)
-def test_views_of_the_image_and_of_its_partner(flags, count):
-    """With a table its own views stay, and those of a partner come: one of its row, the same in all of them."""
-    own, (cuts, colors) = (drawn(positives, flags) for positives in (NONE_YET, TABLE))
-    assert_same_views(own, (cuts, colors), 2)
-    assert (len(own[0]), len(cuts)) == (4 if "local" in flags else 2, count)
-    partner = cuts[2][0]
+@pytest.mark.parametrize("flags, own", [("", 2), ("--mix none", 2), ("--local-crops 2 --local-size 8", 4)])
+def test_views_of_the_image_and_of_its_partner(flags, own):
+    """With a table its own views stay, and as many of a partner come: one of its row, the same in all of them."""
+    alone, (cuts, colors) = (drawn(positives, flags) for positives in (NONE_YET, TABLE))
+    assert_same_views(alone, (cuts, colors), own)
+    assert (len(alone[0]), len(cuts)) == (own, 2 * own)
+    partner = cuts[own][0]
     assert all(p in TABLE[i] for i, p in enumerate(partner.tolist()))
     for view, (index, box, size) in enumerate(cuts):
-        assert np.array_equal(index, partner if view in (2, 3, 5, 7) else np.arange(40))
-        assert size == (16 if view < 4 else 8)
+        assert np.array_equal(index, partner if view >= own else np.arange(40))
+        assert size == (16 if view % own < 2 else 8)
         assert (box[:, :2] >= 0).all() and (box[:, 2:] > 0).all()
         assert (box[:, :2] + box[:, 2:] <= sizes_of(index)).all()
     for a, b in itertools.combinations(range(len(cuts)), 2):
@@ -280,7 +277,7 @@ def test_views_of_the_image_and_of_its_partner(flags, count):
 def test_with_the_same_crop_a_key_has_the_box_of_its_query():
     (cuts, colors), (plain, plain_colors) = (drawn(TABLE, flags) for flags in ("--same-crop", ""))
     boxes, plain = [box for _, box, _ in cuts], [box for _, box, _ in plain]
-    assert all(np.array_equal(boxes[view], plain[of]) for view, of in enumerate((0, 0, 3, 3)))
+    assert all(np.array_equal(boxes[view], plain[of]) for view, of in enumerate((0, 0, 2, 2)))
     assert np.array_equal(colors, plain_colors)
 
 
@@ -296,22 +293,13 @@ def test_partners_are_drawn_uniformly_and_anew_each_epoch():
     assert len(drawn(torch.zeros(40, 3, dtype=torch.int32))[0]) == 4  # image 0 is a partner, too
 
 
-@pytest.mark.parametrize("positives", [NONE_YET, TABLE], ids=["none", "some"])
-def test_a_repeated_resolution_repeats_the_boxes_with_other_colors(positives):
-    once, (cuts, colors) = drawn(positives), drawn(positives, "--resolutions 16 16")
-    views = len(once[0])
-    assert_same_views(once, (cuts, colors), 2)
-    assert_same_views((cuts[:views], colors[:, :0]), (cuts[views:], colors[:, :0]), views)
-    assert len(cuts) == 2 * views and (colors[:, :views] != colors[:, views:]).any(2).mean() > 0.9
-
-
 # ------------------------------------------------------------------- the model
 
 
-def tiny(flags=()):
-    args = clim.parse_args([*TINY, *flags])
+def tiny(sizes=(16,)):
     torch.manual_seed(0)
-    model = clim.split_batch_norms(clim.CLIM(args), args.bn_groups).double()
+    backbone = timm.create_model("resnet18", num_classes=0, zero_init_last=False, **NANO)
+    model = clim.CLIM(backbone, 8, sizes, dim=8, queue=16).double()
     for p in (*model.momentum_backbone.parameters(), *model.momentum_projector.parameters()):
         p.add_(0.1 * torch.randn_like(p))  # so that the two encoders differ
     return model
@@ -321,71 +309,75 @@ def random_views(count, size=16):
     return list(torch.rand(count, 8, 3, size, size, dtype=torch.float64, generator=torch.Generator().manual_seed(1)))
 
 
-def resized(x, size):
-    return x if size == 16 else F.interpolate(x, (size, size), mode="bilinear", antialias=True)
-
-
-FORWARD = [  # --mix, or None while there are no positives; sizes; local crops
-    ("cutmix", (16, 12, 12), 0), ("cutmix", (16, 12), 2), ("none", (16, 12), 0), ("none", (16, 16), 2),
-    (None, (16, 12), 2),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("mix, sizes, local_crops", FORWARD)
-def test_forward_is_eq6(mix, sizes, local_crops):
+@pytest.mark.parametrize("keys", [1, 2])
+@pytest.mark.parametrize("sizes, local_crops", [((16, 12), 0), ((16, 12), 2), ((16, 16), 1)])
+def test_forward_is_eq6(keys, sizes, local_crops):
     """Eq. 4, summed over all pairs of sizes, and for each local crop with the large views' keys (Table 7).
 
-    Batch norms take running statistics, so that an embedding is a function of its image.
+    With one key per image it is Eq. 1. Batch norms take running statistics, so an embedding is a function of its image.
     """
-    flags = ["--resolutions", *map(str, sizes), *f"--local-crops {local_crops} --local-size 8".split()]
-    model = tiny([*flags, *(["--mix", mix] if mix else [])])
-    per_copy = {"cutmix": 4, "none": 3, None: 2}[mix]
-    large = random_views(per_copy * max(map(sizes.count, sizes)))
-    crops = random_views(local_crops * (1 + (mix == "cutmix")), size=8)
-    model(large + crops, 0, mix is not None)  # statistics of some batch
+    model, (query, *key_views) = tiny(sizes), random_views(1 + keys)
+    crops = list(zip(random_views(local_crops, size=8), (0.9, 0.4), strict=False))
+    model(query, key_views, 0.7, crops)  # statistics of some batch
     model.eval()
-    loss, keys, (q, k), _ = model(large + crops, 5, mix is not None)
+    loss, enqueued, q, _ = model(query, key_views, 0.7, crops)
 
-    def mixed(x, partner, number):
-        """The mix, and the share of x by its pixels: after clipping, not the one that is drawn."""
-        found = clim.mix(model.args, x, partner, 5, number)[0]
-        return found, (found == x).all(1).double().mean().item()
+    def resized(x, i):
+        x = x if sizes[i] == 16 else F.interpolate(x, (sizes[i],) * 2, mode="bilinear", antialias=True)
+        return x.flip(-1) if sizes[i] in sizes[:i] else x  # D4
 
-    queries, key_pairs, lam = [], [], 0.5
-    for i, size in enumerate(sizes):
-        copy = sizes[:i].count(size)
-        x, *others = large[copy * per_copy : (copy + 1) * per_copy]
-        if mix == "cutmix":  # at full size
-            x, lam = mixed(x, others.pop(), 0)
-        queries.append(model.query(resized(x, size)))
-        of_size = [model.key(resized(view, size)) for view in others]
-        key_pairs.append((of_size[0], of_size[-1]))  # without positives, twice the own key
-    terms = [(query, *pair, lam) for query, pair in itertools.product(queries, key_pairs)]
-    for number in range(local_crops):
-        if mix == "cutmix":  # by a share and a box of its own
-            x, lam = mixed(*crops[2 * number : 2 * number + 2], 1 + number)
-        else:
-            x = crops[number]
-        terms.append((model.query(x), *key_pairs[0], lam))
+    queries = [model.query(resized(query, i)) for i in range(len(sizes))]
+    key_pairs = [[model.key(resized(view, i)) for view in (key_views[0], key_views[-1])] for i in range(len(sizes))]
+    terms = [(one, *pair, 0.7) for one, pair in itertools.product(queries, key_pairs)]
+    terms += [(model.query(crop), *key_pairs[0], share) for crop, share in crops]
     expected = sum(eq4(*vectors, model.queue.keys, 0.2, [share] * 8) for *vectors, share in terms)
     torch.testing.assert_close(loss, expected, rtol=1e-10, atol=0)
-    for ours, theirs in ((q, queries[0]), (k, key_pairs[0][0]), (keys, key_pairs[0][0])):  # at the largest size
-        torch.testing.assert_close(ours, theirs)
+    torch.testing.assert_close((q, enqueued), (queries[0], key_pairs[0][0]))  # both at the largest size
     weights = list(model.projector.parameters())
     ours, theirs = (torch.autograd.grad(value, weights) for value in (loss, expected))
     torch.testing.assert_close(ours, theirs, rtol=1e-8, atol=1e-12)
 
 
+@pytest.mark.parametrize("mix", ["cutmix", "none", "before positives are chosen"])
+def test_what_main_gives_the_model(mix, tmp_path, monkeypatch):
+    """Queries and local crops mixed with those of the positives, each by a share and a box of its own.
+
+    With --mix none half the loss is of each key, without positives all of it.
+    """
+    seen, given, color_views, forward = [], [], common.color_views, clim.CLIM.forward
+    monkeypatch.setattr(common, "color_views", lambda *batch: seen.append(color_views(*batch)) or [*seen[-1]])
+    monkeypatch.setattr(clim.CLIM, "forward", lambda *inputs: given.append(inputs[1:]) or forward(*inputs))
+    flags = "--local-crops 2 --local-size 8 --epochs 1 --knn-every 0 --workers 0 --clim-start 0"
+    flags += f" --resolutions 16 12 --out {tmp_path}"
+    flags += " --selection none" if "before" in mix else f" --mix {mix} --num-clusters 4 --knn-k 8"
+    images = common.ImageSet(common.make_patterns(48, 16, 0)[0][:48])
+    clim.main(clim.parse_args([*TINY, *flags.split()]), train=images)
+    assert len(seen) == 6
+    shares, seeds = [], set()
+    for views, (query, key_views, lam, crops, shuffles) in zip(seen, given, strict=True):
+        assert len(views) == (4 if "before" in mix else 8)
+        assert all(x is y for x, y in zip(key_views, views[1::4], strict=True))
+        own, others = (views[i : i + 1] + views[i + 2 : i + 4] for i in (0, len(views) - 4))
+        for (mixed, share), x, other in zip([(query, lam), *crops], own, others, strict=True):
+            expected = {"cutmix": (mixed == x).all(1).double().mean().item(), "none": 0.5}.get(mix, 1.0)
+            assert share == pytest.approx(expected)
+            assert ((mixed == x) | (mixed == other)).all() if mix == "cutmix" else mixed is x
+            shares.append(share)
+        seeds |= {shuffle.initial_seed() for shuffle in shuffles}
+    assert len(seeds) == 12  # of each step and size
+    assert len(set(shares)) > (9 if mix == "cutmix" else 0)
+
+
 @pytest.mark.parametrize("alpha", [2.0, 0.5])
 def test_the_share_is_drawn_from_beta(alpha, monkeypatch):
-    """Beta(alpha, alpha), anew at each step."""
-    args, shares = clim.parse_args([*TINY, "--alpha", str(alpha)]), []
-    monkeypatch.setattr(clim, "cutmix", lambda x, partner, lam, generator: shares.append(lam))
+    """Beta(alpha, alpha), anew by each generator."""
+    shares = []
+    monkeypatch.setattr(clim, "cutmix", lambda x, partner, lam, generator: (x, shares.append(lam)))
     for step in range(300):
-        clim.mix(args, None, None, step)
+        clim.mix_views([None] * 4, "cutmix", alpha, [common.generator(step)])
     s = np.sort(shares)
-    law = {2.0: 3 * s**2 - 2 * s**3, 0.5: 2 / np.pi * np.arcsin(np.sqrt(s))}[alpha]
-    assert ks(law) < 1.95  # far beyond 0.1 %
+    expected = {2.0: 3 * s**2 - 2 * s**3, 0.5: 2 / np.pi * np.arcsin(np.sqrt(s))}[alpha]
+    assert ks(expected) < 1.95  # far beyond 0.1 %
 
 
 def test_refresh_embeds_with_the_momentum_encoder(monkeypatch, capsys):
@@ -395,9 +387,11 @@ def test_refresh_embeds_with_the_momentum_encoder(monkeypatch, capsys):
     monkeypatch.setitem(common.NORMS, "patterns", (mean, std))
     array, labels = common.make_patterns(30, 16, 0)
     images, model = common.ImageSet(array, labels), tiny().float()
-    model([x.float() for x in random_views(2)], 0, False)
+    query, key = (x.float() for x in random_views(2))
+    model(query, [key], 1.0)
     positives = torch.full((30, 3), -1, dtype=torch.int32)
-    clim.refresh(args, model, images, torch.device("cpu"), 0, positives)
+    info = common.backbone_info("nano", 16, 4, "patterns")
+    clim.refresh(args, info, model, images, torch.device("cpu"), 0, positives)
     assert model.momentum_backbone.training
     model.eval()
     with torch.no_grad():
@@ -408,9 +402,15 @@ def test_refresh_embeds_with_the_momentum_encoder(monkeypatch, capsys):
     assert f" {100 * share:.1f} % " in capsys.readouterr().out
 
 
-def test_positives_are_chosen_at_the_start_and_every_few_epochs():
+def test_positives_are_chosen_at_the_start_and_every_few_epochs(capsys):
+    """The start is as given. A run that ends before it is an error."""
     args = clim.parse_args([*TINY, "--clim-start", "3", "--refresh-every", "2"])
-    assert [epoch for epoch in range(10) if clim.choice_is_due(args, epoch)] == [3, 5, 7, 9]
+    chosen, none = torch.zeros(4, 2, dtype=torch.int32), torch.full((4, 2), -1, dtype=torch.int32)
+    assert [epoch for epoch in range(10) if clim.choice_is_due(args, epoch, chosen)] == [3, 5, 7, 9]
+    assert [epoch for epoch in range(10) if clim.choice_is_due(args, epoch, none)] == [*range(3, 10)]
+    assert clim.parse_args("--clim-start 3 --epochs 4".split()).clim_start == 3
+    error = refused(capsys, clim.parse_args, "--clim-start 3 --epochs 3".split())
+    assert "--clim-start" in error and "--epochs" in error
 
 
 # ----------------------------------------------------------------------- recipes

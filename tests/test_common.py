@@ -1,8 +1,7 @@
-"""common.py against slow, obvious references: randomness, color, views, the loader, files."""
+"""common.py against slow, obvious references: randomness, color, views, the loader, files; own encoders."""
 
-import os
-import subprocess
-import sys
+import argparse
+import importlib
 from types import SimpleNamespace
 
 import numpy as np
@@ -10,11 +9,13 @@ import pytest
 import torch
 import torchvision
 import torchvision.transforms.functional as TF
-from conftest import ks
+from conftest import METHODS, ks
 from PIL import Image
 from tiny import refused, unequal
+from torch import nn
 
 import common
+import jcl
 
 CPU = torch.device("cpu")
 
@@ -72,12 +73,17 @@ def torchvision_color(image, row):
 STRONG = dict(jitter=(1, 1, 1.5, 0.5), jitter_p=0.8, gray_p=0.3, blur_p=0.5, blur_sigma=(0.1, 3), solarize_p=0.3)
 
 
-def drawn(n, size=(32, 32), seed=0, given=None, **changes):
-    """(boxes, color parameters) of n images, by VIEWS[0] with changes."""
-    sizes = np.tile(size, (n, 1)) if len(np.shape(size)) == 1 else size
-    draws = common.uniform(seed, 0, np.arange(n), common.VIEW_DRAWS)
-    boxes, colors = common.draw_view(VIEWS[0]._replace(**changes), sizes, draws, **given or {})
-    return boxes, torch.from_numpy(colors)
+def draws(n, seed=0):
+    return common.uniform(seed, 0, np.arange(n), common.VIEW_DRAWS)
+
+
+def boxes(n, size, seed=0, own=(None, None), **changes):
+    """The boxes of n images, by VIEWS[0] with changes. own: a method's own draws of area and position."""
+    return common.draw_boxes(VIEWS[0]._replace(**changes), np.broadcast_to(size, (n, 2)), draws(n, seed), *own)
+
+
+def colors(n, seed=0, **changes):
+    return torch.from_numpy(common.draw_colors(VIEWS[0]._replace(**changes), draws(n, seed)))
 
 
 def test_color_is_torchvisions_steps_image_by_image():
@@ -85,7 +91,7 @@ def test_color_is_torchvisions_steps_image_by_image():
     x = torch.randint(0, 256, (n, 3, 20, 17), dtype=torch.uint8, generator=common.generator(4))
     x[:20] = x[:20, :1]  # gray
     x[20:40] = x[20:40] // 128 * 255  # black, white and pure colors
-    row, kept = drawn(n, **STRONG)[1], x.clone()
+    row, kept = colors(n, **STRONG), x.clone()
     assert len(row[:, 4].unique()) == 24  # every order is met
     ours = common.color(x, row)
     assert ours.dtype == torch.float32 and torch.equal(x, kept)
@@ -99,24 +105,23 @@ def test_color_is_torchvisions_steps_image_by_image():
 def test_views_are_colored_each_by_its_own_parameters():
     n, sizes, g = 16, (12, 8, 12), common.generator(5)
     views = [torch.randint(0, 256, (n, 3, size, size), dtype=torch.uint8, generator=g) for size in sizes]
-    rows = drawn(48, **STRONG)[1].view(n, 3, -1)
-    ours = common.colour_views(dict(views=views, color=rows), CPU)
+    rows = colors(48, **STRONG).view(n, 3, -1)
+    ours = common.color_views(dict(views=views, color=rows), CPU)
     theirs = [common.color(view, rows[:, i]) for i, view in enumerate(views)]
     torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-6)
     norm = (0.1, 0.5, 0.7), (0.2, 0.3, 0.5)
-    normalised = common.colour_views(dict(views=views, color=rows), CPU, norm=norm)
+    normalised = common.color_views(dict(views=views, color=rows), CPU, norm=norm)
     torch.testing.assert_close(normalised, [TF.normalize(view, *norm) for view in ours])
 
 
 def test_colors_have_their_probabilities_and_ranges():
     n, p = 20000, dict(jitter_p=0.8, gray_p=0.2, blur_p=0.5, solarize_p=0.1, flip_p=0.4)
-    _, colors = drawn(n, seed=7, jitter=(0.4, 0.3, 1.5, 0.1), **p)
-    c = dict(zip(common.COLOR, colors.numpy().T, strict=True))
+    c = dict(zip(common.COLOR, colors(n, seed=7, jitter=(0.4, 0.3, 1.5, 0.1), **p).numpy().T, strict=True))
     jittered = c["brightness"] != 1
     shares = [(jittered, 0.8), (c["gray"], 0.2), (c["sigma"] > 0, 0.5), (c["solarize"], 0.1), (c["flip"], 0.4)]
     for on, share in shares:
         assert set(np.unique(on)) == {0, 1} and abs(on.mean() - share) < 4 * (share * (1 - share) / n) ** 0.5
-    assert abs(np.corrcoef([on for on, _ in shares]) - np.eye(5)).max() < 4.5 / n**0.5  # one coin for each
+    assert abs(np.corrcoef([on for on, _ in shares]) - np.eye(5)).max() < 4.5 / n**0.5  # one draw for each
     ranges = dict(brightness=(0.6, 1.4), contrast=(0.7, 1.3), saturation=(0, 2.5), hue=(-0.1, 0.1))
     for name, (low, high) in ranges.items():
         assert ks((c[name][jittered] - low) / (high - low)) < 2
@@ -126,40 +131,36 @@ def test_colors_have_their_probabilities_and_ranges():
     assert len(counts) == 24 and abs(counts - n / 24).max() < 5 * (n / 24) ** 0.5
 
 
-def test_a_methods_own_draws_take_the_place_of_the_views():
-    """Where they are NaN, and for all that is not given, the view draws as without them."""
-    n, half = 400, np.arange(400) % 2 == 0
-    plain, colors = drawn(n, (400, 400))
-    area, sigma, coin = (np.where(half, x, np.nan) for x in (np.linspace(0.1, 0.5, n), 1.25, 0.0))
-    position = np.where(half[:, None], [0.0, 1 - 2**-53], np.nan)
-    boxes, others = drawn(n, (400, 400), given=dict(area=area, position=position, sigma=sigma, blur_coin=coin))
-    assert np.array_equal(boxes[~half], plain[~half]) and torch.equal(others[~half], colors[~half])
-    assert abs(boxes[:, 2] * boxes[:, 3] / 160000 - area)[half].max() < 0.004  # rounding to pixels
-    assert (boxes[half, 0] == 0).all() and (boxes[half, 1] + boxes[half, 3] == 400).all()
-    is_sigma = torch.tensor([name == "sigma" for name in common.COLOR])
-    assert (others[half][:, is_sigma] == 1.25).all() and torch.equal(others[:, ~is_sigma], colors[:, ~is_sigma])
-
-
 # -------------------------------------------------------------- crops and cut
 
 SIZES = [(1, 1), (1, 2), (2, 1), (1, 300), (300, 1), (2, 3), (7, 5), (32, 32), (31, 97), (500, 375), (40, 4000)]
 
 
 @pytest.mark.parametrize("area", [(0.08, 1.0), (0.2, 0.6), (1.0, 1.0), (1e-5, 1e-4)])
-@pytest.mark.parametrize("position", [None, 0.0, 1 - 2**-53])
-def test_boxes_are_inside(area, position):
+def test_boxes_are_inside(area):
     sizes = np.repeat(SIZES, 200, axis=0)
-    given = dict(position=None if position is None else np.full((len(sizes), 2), position))
-    box = drawn(len(sizes), sizes, given=given, area=area)[0]
-    assert (box[:, :2] >= 0).all() and (box[:, 2:] >= 1).all() and (box[:, :2] + box[:, 2:] <= sizes).all()
+    for position in (None, np.zeros((len(sizes), 2)), np.full((len(sizes), 2), 1 - 2**-53)):
+        box = boxes(len(sizes), sizes, own=(None, position), area=area)
+        assert (box[:, :2] >= 0).all() and (box[:, 2:] >= 1).all() and (box[:, :2] + box[:, 2:] <= sizes).all()
+
+
+def test_a_methods_own_area_and_position_take_the_place_of_the_views():
+    n, size = 400, (400, 400)
+    plain, named, area = boxes(n, size), common.name_draws(draws(n)), np.linspace(0.1, 0.5, n)
+    box = boxes(n, size, own=(area, np.tile([0, 1 - 2**-53], (n, 1))))
+    assert abs(box[:, 2] * box[:, 3] / 400**2 - area).max() < 0.004  # rounding to pixels
+    assert (box[:, 0] == 0).all() and (box[:, 1] + box[:, 3] == 400).all()
+    assert np.array_equal(boxes(n, size, own=(None, named["position"])), plain)  # those of the view itself
+    first = boxes(n, size, own=(0.2 + 0.8 * named["area"][:, 0], None))
+    assert (first == plain).all(1).mean() > 0.8  # where the view's first box fits
 
 
 @pytest.mark.parametrize(
     "size, area, ratio", [((32, 32), (0.08, 1), 4 / 3), ((40, 100), (0.2, 1), 4 / 3), ((60, 25), (0.3, 0.9), 2)]
 )
-def test_crops_have_torchvisions_law(size, area, ratio):
+def test_crops_have_torchvisions_distribution(size, area, ratio):
     n, ratio = 2500, (1 / ratio, ratio)
-    ours = drawn(n, size, seed=1, area=area, ratio=ratio)[0].astype(float)
+    ours = boxes(n, size, 1, area=area, ratio=ratio).astype(float)
     image, params = torch.zeros(1, *size), torchvision.transforms.RandomResizedCrop.get_params
     torch.manual_seed(0)
     theirs = np.array([params(image, list(area), list(ratio)) for _ in range(n)], float)
@@ -170,11 +171,11 @@ def test_crops_have_torchvisions_law(size, area, ratio):
 
 
 @pytest.mark.parametrize("size", [(10, 200), (200, 10), (1, 100), (100, 1), (3, 50), (37, 5)])
-def test_fallback_is_torchvisions_centre_crop_or_the_whole(size):
+def test_fallback_is_torchvisions_center_crop_or_the_whole(size):
     area = (0.9, 1.0)
     theirs = torchvision.transforms.RandomResizedCrop.get_params(torch.zeros(1, *size), list(area), [3 / 4, 4 / 3])
-    assert drawn(1, size, area=area)[0][0].tolist() == list(theirs)
-    assert drawn(1, size, area=area, whole=True)[0][0].tolist() == [0, 0, *size]
+    assert boxes(1, size, area=area)[0].tolist() == list(theirs)
+    assert boxes(1, size, area=area, whole=True)[0].tolist() == [0, 0, *size]
 
 
 BOXES = [((5, 6, 20, 15), 8), ((5, 6, 20, 15), 33), ((0, 0, 40, 30), 16), ((3, 2, 1, 1), 5), ((4, 7, 20, 20), 20)]
@@ -200,38 +201,33 @@ VIEWS = [common.View(size=12, area=(0.2, 1.0), **VIEW), common.View(size=8, area
 
 def with_a_partner(index, sizes, draws):
     """A method's `draw`: two crops with one color; the second is of the next image, as a partner would be."""
-    boxes, color = common.draw_view(VIEWS[0], sizes, draws[:, : common.VIEW_DRAWS])
-    other, _ = common.draw_view(VIEWS[1], sizes, draws[:, common.VIEW_DRAWS : 2 * common.VIEW_DRAWS])
-    return [(index, boxes, 12), ((index + 1) % 37, other, 8)], [color, color]
+    box, color = common.draw_view(VIEWS[0], sizes, draws[:, : common.VIEW_DRAWS])
+    other = common.draw_boxes(VIEWS[1], sizes, draws[:, common.VIEW_DRAWS : 2 * common.VIEW_DRAWS])
+    return [(index, box, 12), ((index + 1) % 37, other, 8)], [color, color]
 
 
 def some_images():
     return common.ImageSet(*common.make_patterns(37, 16, 3))
 
 
-def make_loader(workers=0, draw=with_a_partner):
-    args = SimpleNamespace(batch_size=8, seed=5, workers=workers, interpolation="bilinear", arch="custom")
-    return common.make_loader(args, some_images(), VIEWS, CPU, draw, extra_draws=1)
-
-
-def epoch_of(loader, epoch, start=0):
-    loader.batch_sampler.set_epoch(epoch, start)
-    batches = list(loader)
-    assert len(batches) == 4 - start
-    return [[b["index"], b["color"], *b["views"]] for b in batches]
+def epochs_of(workers, *epochs):
+    """All tensors of some epochs, by a loader of its own."""
+    args = SimpleNamespace(batch_size=8, seed=5, workers=workers, interpolation="bilinear")
+    loader, found = common.make_loader(args, some_images(), VIEWS, CPU, with_a_partner, extra_draws=1), []
+    for epoch in epochs:
+        loader.batch_sampler.epoch = epoch
+        found.append([[batch["index"], batch["color"], *batch["views"]] for batch in loader])
+    return found
 
 
 @pytest.mark.filterwarnings("ignore:This DataLoader will create")
-def test_worker_count_and_resuming_change_nothing():
-    runs = {}
-    for workers in (0, 1, 3):
-        loader = make_loader(workers)
-        runs[workers] = [epoch_of(loader, e) for e in (0, 1)] + [epoch_of(loader, 0, start=2)]
-    first, second, resumed = runs[0]
+def test_worker_count_and_going_on_change_nothing():
+    """An image's views depend on (seed, epoch, index) alone: not on its batch, nor on what was drawn before."""
+    first, second = epochs_of(0, 0, 1)
+    assert len(first) == len(second) == 4 and first[0][2].dtype == torch.uint8
     assert [tuple(t.shape) for t in first[0]] == [(8,), (8, 2, 9), (8, 3, 12, 12), (8, 3, 8, 8)]
-    assert first[0][2].dtype == torch.uint8 and unequal(resumed, first[2:]) == [] != unequal(first, second)
-    assert unequal(runs[0], runs[1]) == unequal(runs[0], runs[3]) == []
-    # An image's views depend on (seed, epoch, index) alone, not on its batch.
+    for workers in (0, 1, 3):  # also a run that begins with its second epoch
+        assert unequal(epochs_of(workers, 1, 0), [second, first]) == [] != unequal(first, second)
     data = common.ViewDataset(some_images(), VIEWS, 5, draw=with_a_partner, extra_draws=1)
     alone, changed = (data.__getitems__([(epoch, int(second[3][0][5]))]) for epoch in (1, 2))
     assert torch.equal(alone["views"][0][0], second[3][2][5]) and torch.equal(alone["color"][0], second[3][1][5])
@@ -243,60 +239,55 @@ def test_views_are_those_that_are_drawn(draw):
     """By the method's `draw`; without it, each view has a crop and colors of its own, as it is declared."""
     images, index = some_images(), np.arange(37)
     batch = common.ViewDataset(images, VIEWS, 5, draw=draw).__getitems__([(1, i) for i in index])
-    draws, sizes = common.uniform(5, 1, index, 2 * common.VIEW_DRAWS), np.full((37, 2), 16)
+    numbers, sizes = common.uniform(5, 1, index, 2 * common.VIEW_DRAWS), np.full((37, 2), 16)
     if draw is None:
-        parts = zip(VIEWS, np.split(draws, 2, axis=1), strict=True)
-        drawn = [(view.size, *common.draw_view(view, sizes, own)) for view, own in parts]
-        cuts, colors = [(index, boxes, size) for size, boxes, _ in drawn], [color for *_, color in drawn]
+        own = [*zip(VIEWS, np.split(numbers, 2, axis=1), strict=True)]
+        cuts = [(index, common.draw_boxes(view, sizes, part), view.size) for view, part in own]
+        colored = [common.draw_colors(view, part) for view, part in own]
     else:
-        cuts, colors = draw(index, sizes, draws)
-    for v, (rows, boxes, size) in enumerate(cuts):
-        expected = [common.cut(images.array[i], box, size) for i, box in zip(rows, boxes, strict=True)]
+        cuts, colored = draw(index, sizes, numbers)
+    for v, (rows, box, size) in enumerate(cuts):
+        expected = [common.cut(images.array[i], *pair, size) for i, *pair in zip(rows, box, strict=True)]
         assert np.array_equal(batch["views"][v].permute(0, 2, 3, 1), np.stack(expected))
-        assert np.array_equal(batch["color"][:, v], colors[v])
+        assert np.array_equal(batch["color"][:, v], colored[v])
 
 
-def rows_of(sampler, *where):
+def rows_of(sampler, epoch):
     """The rows of each batch of an epoch."""
-    sampler.set_epoch(*where)
+    sampler.epoch = epoch
     batches = list(sampler)
-    assert all(epoch == where[0] for batch in batches for epoch, _ in batch)
+    assert len(sampler) == len(batches) and {number for batch in batches for number, _ in batch} == {epoch}
     return [[row for _, row in batch] for batch in batches]
 
 
-def test_epochs_are_permutations_in_whole_batches():
+def test_epochs_are_permutations_in_whole_batches(capsys):
     sampler = common.EpochSampler(37, 8, seed=2)
     epochs = [rows_of(sampler, epoch) for epoch in range(3)]
     for batches in epochs:
         rows = sum(batches, [])
         assert [len(batch) for batch in batches] == [8] * 4 and len({*rows}) == 32 and {*rows} <= {*range(37)}
     assert epochs[0] != epochs[1] != epochs[2] and rows_of(common.EpochSampler(37, 8, seed=3), 0) != epochs[0]
-    whole = epochs[1]  # steps from the first to the last, counted over the whole run
-    assert rows_of(sampler, 1, 4) == whole and rows_of(sampler, 1, 6) == whole[2:] and rows_of(sampler, 1, 8) == []
-    assert rows_of(sampler, 1, 5, 7) == whole[1:3]
+    assert "7 images" in refused(capsys, common.EpochSampler, 7, 8, 2)
 
 
-def test_processes_share_the_batches_of_one(monkeypatch):
+def test_processes_share_the_batches_of_one(monkeypatch, capsys):
     sampler, parts = common.EpochSampler(37, 8, seed=2), []
     whole = rows_of(sampler, 2)
     for rank in range(4):
         monkeypatch.setattr(common, "rank_and_world", lambda rank=rank: (rank, 4))
         parts.append(rows_of(sampler, 2))
     assert [sum(slices, []) for slices in zip(*parts, strict=True)] == whole
-
-
-def test_only_loaders_with_workers_have_a_timeout():
-    assert [common.Loader([0], CPU, workers).timeout for workers in (0, 1)] == [0, 1800]
+    assert "4 process" in refused(capsys, common.EpochSampler, 37, 6, 2)
 
 
 # ---------------------------------------------------------------------- files
 
-STATE = {"x": torch.arange(100.0), "step": 7, "lr": [0.1, 2.0], "nested": {"y": torch.zeros(2, 3, dtype=torch.int64)}}
+STATE = {"x": torch.arange(100.0), "epoch": 7, "lr": [0.1, 2.0], "nested": {"y": torch.zeros(2, 3, dtype=torch.int64)}}
 
 
 def test_damage_is_found(tmp_path):
     path = tmp_path / "last.pt"
-    common.write_file(path, STATE)
+    common.write_file(path, lambda file: torch.save(STATE, file))
     data = path.read_bytes()
 
     def is_refused(content):
@@ -329,30 +320,62 @@ def test_a_hostile_pickle_is_not_run(tmp_path, capsys, monkeypatch, zipped):
     assert [path.name for path in tmp_path.iterdir()] == ["backbone.pt"]
 
 
-# ------------------------------------------------------------- loader workers
-
-ENDED = """
-import multiprocessing, time
-import common, test_common
-def slowly(*given):
-    time.sleep(0.3)
-    return test_common.with_a_partner(*given)
-batches = iter(test_common.make_loader(2, slowly))
-next(batches)
-multiprocessing.active_children()[0].kill()
-try:
-    list(batches)
-except common.BadImage as error:
-    print(str(error).count("no batch"), flush=True)
-for batch in test_common.make_loader(2):
-    raise ValueError("boom")
-"""
+def test_values_that_a_program_sets_are_saved(tmp_path):
+    """A Path for --out, numbers of numpy's: the same call goes on."""
+    args = argparse.Namespace(out=tmp_path / "run", resume=None, keep_every=0, seed=np.int64(3), lr=np.float32(0.05))
+    model, images = nn.Linear(2, 2), some_images()
+    config = common.open_run(args, images)
+    common.save_run(args, config, None, dict(model=model), [dict(epoch=1, lr=args.lr)])
+    assert common.open_run(args, images) == config
+    assert common.load_run(args, config, dict(model=model)) == [dict(epoch=1, lr=args.lr)]
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere workers are not forked")
-def test_how_loader_workers_end():
-    """A killed one becomes a BadImage, so that what is made is saved. A run that raises ends in spite of live ones."""
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    done = subprocess.run([sys.executable, "-c", ENDED], env=environment, capture_output=True, text=True, timeout=60)
-    assert (done.returncode, done.stdout) == (1, "1\n") and done.stderr.endswith("ValueError: boom\n"), done.stderr
+def test_a_default_folder_has_a_name_that_a_disk_takes():
+    names = {common.default_folder("jcl", *("crop_scale0.3,1.0" * 20, end)) for end in "ab"}
+    assert len(names) == 2 and all(len(name) < 200 for name in names)
+
+
+# --------------------------------------------------------------- own encoders
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_an_encoder_that_no_gradient_reaches_is_refused(tmp_path, capsys, method):
+    """Under no_grad; with a forward that a copy shares, so that the original's parameters are reached; frozen."""
+    module = importlib.import_module(method)
+    args = module.parse_args(["--device", "cpu", "--out", str(tmp_path / "run")])
+    images = common.ImageSet(np.zeros((args.batch_size, 8, 8, 3), np.uint8))
+    for context in (torch.no_grad(), torch.enable_grad(), None):
+        encoder = nn.Sequential(nn.Conv2d(3, 8, 4, 4), nn.AdaptiveAvgPool2d(1), nn.Flatten())
+        encoder.requires_grad_(context is not None)
+        encoder.forward = context(encoder.forward) if context else encoder.forward
+        assert "gradient" in refused(capsys, module.main, args, train=images, encoder=encoder)
+    assert not (tmp_path / "run").exists()
+
+
+class Halved(nn.BatchNorm2d):
+    def forward(self, x):
+        return super().forward(x) / 2
+
+
+NORMS = [Halved(8), nn.BatchNorm2d(8), nn.BatchNorm2d(8, affine=False)]
+NORMS += [nn.BatchNorm2d(8, momentum=None), nn.BatchNorm2d(8, track_running_stats=False)]
+
+
+@pytest.mark.parametrize("norm", NORMS, ids=str)
+def test_batch_norm_groups_leave_an_encoder_its_function(norm):
+    """Also where a batch norm is a subclass with a forward of its own, or has no running statistics to split."""
+    encoder, x = nn.Sequential(norm, nn.Flatten()), torch.randn(8, 8, 3, 3)
+    split = jcl.split_batch_norms(common.copy_module(encoder), 2)
+    torch.testing.assert_close(split.eval()(x), encoder.eval()(x))
+    assert split.train()(x).isfinite().all()
+
+
+# ------------------------------------------------------------------ processes
+
+
+def test_more_processes_than_gpus_are_one_line(monkeypatch, capsys):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    assert "1 GPUs for 2" in refused(capsys, common.join_processes, "auto")
+    assert common.join_processes("cpu")[0] == CPU

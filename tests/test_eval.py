@@ -27,11 +27,11 @@ def run(script, *flags, **own):
 
 def save_encoder(folder, arch, data):
     info = common.backbone_info(arch, 16, 8, "patterns", method="m", encoder="query")
-    torch.manual_seed(5)  # not the seed of the untrained floor
+    torch.manual_seed(5)  # not the seed of the untrained baseline
     encoder = common.build_backbone(info)
     encoder(torch.randn(8, 3, 16, 16))  # batch norm's statistics are not the initial ones
     folder.mkdir()
-    common.write_file(folder / "backbone.pt", info | {"state_dict": encoder.state_dict()})
+    torch.save(info | {"state_dict": encoder.state_dict()}, folder / "backbone.pt")
     (folder / "config.json").write_text(json.dumps({"dataset": "folder", "data_dir": str(data)}))
     return folder
 
@@ -68,7 +68,7 @@ def parts(places, *names):
     return found
 
 
-def test_knn_of_a_checkpoint_and_its_floors(places):
+def test_knn_of_a_checkpoint_and_its_baselines(places):
     flags = [places["VIT"], "--k", 1, 3, 500]
     results = run(eval_knn, *flags)
     assert list(results) == ["encoder", "raw pixels", "untrained"] and results == run(eval_knn, *flags)
@@ -78,8 +78,8 @@ def test_knn_of_a_checkpoint_and_its_floors(places):
             predicted = slow_knn(train[which], train[2], test[which], k, 0.07, 3).argmax(1)
             assert results[name][f"knn{k}_top1"] == pytest.approx(100 * (predicted == test[2]).double().mean().item())
         assert 40 < results[name]["knn3_top1"] < 100
-    assert list(run(eval_knn, *flags, "--no-floors").items()) == [("encoder", results["encoder"])]
-    alone = run(eval_knn, *flags, "--no-floors", "--random-init")["encoder"]
+    assert list(run(eval_knn, *flags, "--no-baselines").items()) == [("encoder", results["encoder"])]
+    alone = run(eval_knn, *flags, "--no-baselines", "--random-init")["encoder"]
     assert alone == results["untrained"] != results["encoder"]
 
 
@@ -88,7 +88,7 @@ def test_bf16_of_small_images_on_a_cpu_is_refused(places, capsys):
     assert "--amp bf16" in refused(capsys, run, eval_linear, places["RESNET"], "--finetune", "--amp", "bf16")
 
 
-def test_linear_probe_of_a_checkpoint_and_its_floors(places):
+def test_linear_probe_of_a_checkpoint_and_its_baselines(places):
     flags = [places["VIT"] / "backbone.pt", "--epochs", 5, "--lrs", 0.01, 0.1, 1]
     results = run(eval_linear, *flags)
     assert list(results) == ["encoder", "raw pixels", "untrained"] and results == run(eval_linear, *flags)
@@ -102,7 +102,7 @@ def test_linear_probe_of_a_checkpoint_and_its_floors(places):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("script, flags", [("eval_knn", "--k 3 --dump"), ("eval_linear", "--epochs 3")])
-def test_two_processes_judge_as_one(places, tmp_path, script, flags):
+def test_two_processes_evaluate_as_one(places, tmp_path, script, flags):
     said = []
     for world in (1, 2):
         words = [places["VIT"], "--device", "cpu", *flags.replace("--dump", f"--dump {tmp_path / str(world)}").split()]
@@ -115,20 +115,6 @@ def test_two_processes_judge_as_one(places, tmp_path, script, flags):
         np.testing.assert_allclose(one, two, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("flags", [["--k", 3], ["--epochs", 2], ["--solver", "lbfgs", "--strengths", 1]])
-def test_only_what_follows_the_encoder_is_kept_from_tf32(places, monkeypatch, flags):
-    """Each kind of work says in its progress lines where it is: the features, then neighbours, the probe or L-BFGS."""
-    seen, matmul = set(), torch.backends.cuda.matmul
-    monkeypatch.setattr(common, "progress", lambda text: seen.add((text.split()[0], matmul.allow_tf32)))
-    matmul.allow_tf32 = True
-    try:
-        run(eval_knn if "--k" in flags else eval_linear, places["VIT"], *flags, "--no-floors")
-        assert matmul.allow_tf32
-    finally:
-        matmul.allow_tf32 = False
-    assert len(seen) == 3 and all(allowed == (work in ("reading", "features")) for work, allowed in seen)
-
-
 # ------------------------------------------------------------- a user's own encoder and images
 
 
@@ -138,8 +124,8 @@ def test_own_encoder_and_own_data(places, tmp_path):
     own = dict(train=own_images(places["DATA"] / "train", cached=True), test=own_images(places["DATA"] / "val"))
     expected = run(eval_knn, places["VIT"], "--k", 3)
     assert run(eval_knn, places["VIT"], "--k", 3, **own) == expected
-    state = common.backbone_info(None, 16, None, "patterns", method="m", encoder="query")
-    common.write_file(tmp_path / "backbone.pt", state | {"state_dict": module.state_dict()})  # without a config.json
+    state = common.backbone_info("custom", 16, None, "patterns", method="m", encoder="query")
+    torch.save(state | {"state_dict": module.state_dict()}, tmp_path / "backbone.pt")  # without a config.json
     expected.pop("untrained")
     assert run(eval_knn, tmp_path, "--k", 3, encoder=common.build_backbone(info), **own) == expected
     flags = ["--image-size", 16, "--norm", "patterns"]
@@ -169,10 +155,10 @@ def test_an_own_encoder_stays_as_it_was(recipe, places, tmp_path, capsys, group_
         assert "--drop-path" in refused(capsys, run, eval_linear, *flags, "--drop-path", 0.3, encoder=module, **own)
 
 
-def test_a_run_is_judged_on_the_images_it_was_trained_on(places, tmp_path, capsys):
+def test_a_run_is_evaluated_on_the_images_it_was_trained_on(places, tmp_path, capsys):
     """Another folder of the same name is not taken for its data. A folder that is given is."""
     folder, data = (shutil.copytree(places[name], tmp_path / name) for name in ("VIT", "DATA"))
-    images = {"number": 42, "checksum": common.load_images("folder", data, True).checksum()}
+    images = common.load_images("folder", data, True).checksum()
     (folder / "config.json").write_text(json.dumps({"dataset": "folder", "data_dir": str(data), "images": images}))
     expected = run(eval_knn, folder, "--k", 3)
     (data / "train" / "a" / "a00.png").rename(data / "train" / "a" / "a99.png")
@@ -183,9 +169,9 @@ def test_a_run_is_judged_on_the_images_it_was_trained_on(places, tmp_path, capsy
 # ------------------------------------------------------------- the dump
 
 
-def test_the_dump_is_what_was_judged(places, tmp_path, capsys):
+def test_the_dump_is_what_was_evaluated(places, tmp_path, capsys):
     path = tmp_path / "features"  # the name stays as it was given
-    run(eval_knn, places["VIT"], "--k", 3, "--no-floors", "--dump", path)
+    run(eval_knn, places["VIT"], "--k", 3, "--no-baselines", "--dump", path)
     data = dict(np.load(path, allow_pickle=False))
     names = {f"{part}_{what}" for part in ("train", "test") for what in ("features", "labels", "paths")}
     assert set(data) == names | {"classes", "protocol"} and data["classes"].tolist() == list(CLASSES)
@@ -198,7 +184,7 @@ def test_the_dump_is_what_was_judged(places, tmp_path, capsys):
 
 
 def test_a_dump_without_labels(places, tmp_path, capsys):
-    """Of a folder without classes, and of a user's own images: nothing is judged."""
+    """Of a folder without classes, and of a user's own images: nothing is evaluated."""
     folder = places["DATA"] / "train" / "a"
     flags, own = ["--dataset", "folder", "--data-dir", folder], common.ImageSet(sorted(folder.iterdir()))
     assert "labels" in refused(capsys, run, eval_knn, places["VIT"], *flags)
@@ -209,14 +195,28 @@ def test_a_dump_without_labels(places, tmp_path, capsys):
         assert len(data["train_features"]) == EACH and (data["train_labels"] == -1).all()
 
 
+def test_the_dump_keeps_images_without_labels_which_do_not_vote(places, tmp_path):
+    """Among training images, as those of unlabeled/, and test images. The others' scores are as without these."""
+    own = {part: own_images(places["DATA"] / name, True) for part, name in (("train", "train"), ("test", "val"))}
+    for images in own.values():
+        images.labels[1::3] = -1
+    found = run(eval_knn, places["VIT"], "--k", 3, 99, "--dump", tmp_path / "f.npz", **own)
+    assert found == run(eval_knn, places["VIT"], "--k", 3, 99, **own)
+    assert found == run(eval_knn, places["VIT"], "--k", 3, 28, **{part: x.labelled() for part, x in own.items()})
+    data = np.load(tmp_path / "f.npz")
+    for (part, images), (x, *_) in zip(own.items(), parts(places, "train", "val"), strict=True):
+        assert data[f"{part}_labels"].tolist() == images.labels.tolist()
+        np.testing.assert_allclose(data[f"{part}_features"], x.numpy(), rtol=1e-4, atol=1e-5)
+
+
 # ------------------------------------------------------------- the probe
 
 
 def problem(n=50, m=20, d=6, classes=3, noise=1.0):
     g, dtype = common.generator(n, m), torch.float64
-    centres = 3 * torch.randn(classes, d, generator=g, dtype=dtype)
+    centers = 3 * torch.randn(classes, d, generator=g, dtype=dtype)
     y = torch.arange(n + m) % classes
-    x = (centres[y] + noise * torch.randn(n + m, d, generator=g, dtype=dtype)) * torch.linspace(0.1, 30, d) + 5
+    x = (centers[y] + noise * torch.randn(n + m, d, generator=g, dtype=dtype)) * torch.linspace(0.1, 30, d) + 5
     return x[:n], y[:n], x[n:], y[n:]
 
 
@@ -227,28 +227,67 @@ def test_the_probe_is_sgd_by_autograd(epochs=7, lr=0.25, seed=4):
     a, b = ((x - train_x.mean(0)) / train_x.std(0, correction=0) for x in (train_x, test_x))
     layer = torch.nn.Linear(6, 3, dtype=torch.float64)
     torch.nn.init.zeros_(layer.weight), torch.nn.init.zeros_(layer.bias)
-    optimiser = torch.optim.SGD(layer.parameters(), lr, momentum=0.9)
-    rest, check = eval_linear.hold_out(50, 0.1, seed)
+    optimizer = torch.optim.SGD(layer.parameters(), lr, momentum=0.9)
+    rest, check = eval_linear.hold_out(train_y, 0.1, seed)
     for epoch in range(epochs):
         order = torch.randperm(50, generator=common.generator(seed, eval_linear.STREAM_PROBE, epoch))
         for i, rows in enumerate(torch.cat([check, rest])[order].split(16)):
-            optimiser.param_groups[0]["lr"] = lr * 0.5 * (1 + math.cos(math.pi * (epoch + i / 4) / epochs))
-            optimiser.zero_grad()
+            optimizer.param_groups[0]["lr"] = lr * 0.5 * (1 + math.cos(math.pi * (epoch + i / 4) / epochs))
+            optimizer.zero_grad()
             F.cross_entropy(layer(a[rows]), train_y[rows]).backward()
-            optimiser.step()
+            optimizer.step()
     torch.testing.assert_close(found["logits"], layer(b).detach(), rtol=1e-9, atol=1e-9)
 
 
-def test_the_rate_is_the_best_held_out_one_of_the_grid():
+def test_the_learning_rate_is_the_best_held_out_one_of_the_grid():
     train_x, train_y, test_x, _ = problem(200, noise=6.0)
     grid, options = [1e-6, 1e-3, 0.1, 300.0], dict(epochs=5, batch_size=64, holdout=0.3)
     grids = [grid, *([lr] for lr in grid)]
     found, *alone = (eval_linear.linear_probe(train_x, train_y, test_x, 3, lrs=lrs, **options) for lrs in grids)
     percents = [one["held_out"][lr] for one, lr in zip(alone, grid, strict=True)]
-    assert [*found["held_out"].values()] == percents and len(set(percents)) > 1  # the rates don't disturb each other
+    assert [*found["held_out"].values()] == percents and len(set(percents)) > 1  # they don't disturb each other
     best = int(np.argmax(percents))
     assert found["chosen"] == grid[best]
     torch.testing.assert_close(found["logits"], alone[best]["logits"])
+
+
+@pytest.mark.parametrize("best, chosen", [([4], 4), ([2, 4], 2), ([1, 2, 4], 2), ([1, 2, 3, 4, 5], 3)])
+def test_of_equals_the_middle_one_is_chosen(best, chosen):
+    """On a handful of held-out images many learning rates are equal, and the smallest has hardly learned."""
+    x, y = torch.eye(6), torch.arange(6) % 3
+    right = F.one_hot(y, 3).float()
+
+    def fit(rows, grid, _):
+        return [right if value in best else -right for value in grid]
+
+    found = eval_linear.fit_and_choose(fit, x, y, x[:1], *torch.arange(6).split(3), 3, [1, 2, 3, 4, 5])
+    assert found["held_out"] == {value: 100 * (value in best) for value in range(1, 6)} and found["chosen"] == chosen
+
+
+def test_no_class_is_held_out_as_a_whole():
+    """With one image per class none is held out, and the fitted ones choose."""
+    labels = torch.tensor([0] * 50 + [1] * 2 + [2])
+    for seed in range(20):
+        rest, check = eval_linear.hold_out(labels, 0.9, seed)
+        assert sorted(torch.cat([rest, check]).tolist()) == [*range(53)] and len(check) == 47
+        assert labels[rest].bincount().min() >= 1
+    assert [len(rows) for rows in eval_linear.hold_out(torch.arange(5), 0.5, 0)] == [5, 0]
+    x, y, test_x, test_y = problem(3, 60, noise=0.3)
+    found = eval_linear.linear_probe(x, y, test_x, 3, lrs=[1e-12, 0.01, 0.1, 1.0], epochs=20)
+    assert max(found["held_out"].values()) == 100 and found["chosen"] > 1e-3
+    assert eval_linear.scores(found["logits"], test_y, 3)["linear_top1"] > 90
+
+
+@pytest.mark.parametrize("value", [0, -2.1179, 0.1, 14.62])
+def test_a_feature_that_never_varies_in_training_changes_nothing(value):
+    """A border of digits or X-rays, a dead unit. In some test images it does vary."""
+    x, y, test_x, _ = (a.float() if a.is_floating_point() else a for a in problem(1000, 100, noise=4.0))
+    plain = eval_linear.linear_probe(x, y, test_x, 3, epochs=2)
+    column, test_column = (torch.full((len(a), 1), value, dtype=torch.float32) for a in (x, test_x))
+    test_column[::10] += 1
+    wide = eval_linear.linear_probe(torch.cat([x, column], 1), y, torch.cat([test_x, test_column], 1), 3, epochs=2)
+    assert wide["held_out"] == plain["held_out"]
+    torch.testing.assert_close(wide["logits"], plain["logits"], rtol=1e-4, atol=1e-4)
 
 
 def test_scores_against_a_loop():

@@ -1,17 +1,14 @@
 """common.py's evaluation against slow, obvious references: features, kNN over processes, health figures, backbones."""
 
-import argparse
 import math
-import os
 
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 import torchvision.transforms.functional as TF
 from PIL import Image
-from tiny import free_port, load, refused
+from tiny import load, processes, refused
 from torch import nn
 
 import common
@@ -19,15 +16,15 @@ import common
 CPU = torch.device("cpu")
 
 
-def test_evaluation_crop_is_resize_then_centre_crop():
+def test_evaluation_crop_is_resize_then_center_crop():
     y, x = np.mgrid[:80, :120] / 20
     image = np.stack([np.sin(x + c) * np.cos(y - c) for c in range(3)], 2) * 127 + 128
     images = common.ImageSet(image.astype(np.uint8)[None])
-    ours = common.CentreCrops(images, 28)[0].float()
+    ours = common.CenterCrops(images, 28)[0].float()
     theirs = TF.center_crop(TF.resize(Image.fromarray(images[0]), 32), 28)
     assert ours.shape == (3, 28, 28) and abs(ours - TF.pil_to_tensor(theirs).float()).mean() < 1
     exact = common.ImageSet(images.array[:, :28, :28])
-    assert np.array_equal(common.CentreCrops(exact, 28)[0].permute(1, 2, 0), exact[0])
+    assert np.array_equal(common.CenterCrops(exact, 28)[0].permute(1, 2, 0), exact[0])
 
 
 def slow_knn(train_x, train_y, test_x, k, temperature, num_classes):
@@ -107,46 +104,43 @@ def test_features_that_are_not_finite_are_refused(capsys):
     assert common.extract_features(Wild(), pattern_set(1), INFO, CPU).tolist() == [[1]]
 
 
-RUN = argparse.Namespace(workers=0, amp="off", arch="custom", image_size=16, patch_size=8, norm="patterns")
-RUN.interpolation, RUN.method, RUN.evaluated = "bilinear", "m", "query"
-
-
-def test_a_runs_knn_leaves_out_what_has_no_label():
+def test_knn_leaves_out_what_has_no_label():
     images = pattern_set(60)
-    array, labels = np.r_[images.array, images.array[:20]], np.r_[images.labels, [-1] * 20]
+    array, labels = np.r_[images.array[:20], images.array], np.r_[[-1] * 20, images.labels]
     joined = common.ImageSet(array, labels, common.PATTERNS)
-    found = [common.knn_record(RUN, Tiny(), bank, test, CPU) for bank in (images, joined) for test in (images, joined)]
-    assert found[0] == found[1] == found[2] == found[3] and list(found[0]) == ["knn20_top1", "knn200_top1"]
+    found = [common.knn_record(Tiny(), INFO, bank, test, CPU) for bank in (images, joined) for test in (images, joined)]
+    x = common.extract_features(Tiny(), joined, INFO, CPU)
+    found.append(common.knn_scores(x, joined, x, joined, (20, 200), 0.07))
+    assert all(scores == found[0] for scores in found) and list(found[0]) == ["knn20_top1", "knn200_top1"]
 
 
-def sharded(rank=0, world=1, port=None, folder=None):
+def sharded(folder=None):
     """Features, their parts, scores and accuracies of one process or of several, each of which saves what it got."""
-    if folder:
-        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(world))
-        torch.set_num_threads(1)
-        dist.init_process_group("gloo")
-    encoder, test = Tiny().train(), pattern_set(5)
+    _, rank, world = common.join_processes("cpu")
+    encoder, few = Tiny().train(), pattern_set(32)
+    test = few.subset(np.arange(5))
     result, test_x = [], common.extract_features(encoder, test, INFO, CPU)
     for n in (7, 2, 1):  # banks: on three processes the second and third have parts without images
-        images = pattern_set(n)
+        images = few.subset(np.arange(n))
+        images.labels[3:5] = -1
         whole = common.extract_features(encoder, images, INFO, CPU, batch_size=2)
         part = common.extract_features(encoder, images, INFO, CPU, batch_size=2, whole=False)
         assert len(part) == n // world + (rank < n % world)
         train_y = common.shard(torch.arange(n) % 3)
         result += [whole, common.knn_predict(part, train_y, test_x, (1, 2, 9), 0.1, 3)]
         if n > 1:
-            result.append(torch.tensor([*common.knn_record(RUN, encoder, images, test, CPU).values()]))
+            result.append(torch.tensor([*common.knn_record(encoder, INFO, images, test, CPU).values()]))
+            result.append(torch.tensor([*common.knn_scores(part, images, test_x, test, (1, 4), 0.1).values()]))
             result.append(torch.tensor([*common.embedding_health(part).values()]))
     if folder:
         torch.save(result, f"{folder}/{rank}.pt")
-        dist.destroy_process_group()
     return result
 
 
 @pytest.mark.parametrize("world", [2, 3])
 def test_several_processes_find_what_one_finds(tmp_path, world):
-    each = world, free_port(), str(tmp_path)
-    torch.multiprocessing.start_processes(sharded, each, nprocs=world, start_method="fork")
+    ends = processes(tmp_path / "log", sharded, [(tmp_path,)] * world)
+    assert [status for status, *_ in ends] == [0] * world, ends
     one = sharded()
     for rank in range(world):
         torch.testing.assert_close(load(tmp_path / f"{rank}.pt"), one, rtol=1e-5, atol=1e-6)
@@ -176,8 +170,8 @@ def test_last_pt_holds_both_encoders(tmp_path, capsys):
     both = {"": query, "momentum_": momentum}
     weights = {f"{p}backbone.{k}": v for p, module in both.items() for k, v in module.state_dict().items()}
     state = dict(config={}, optimizer={}, backbone=info, model=weights | {"projector.weight": torch.ones(1)})
-    common.write_file(tmp_path / "last.pt", state)
-    common.write_file(tmp_path / "backbone.pt", info | {"state_dict": momentum.state_dict()})
+    torch.save(state, tmp_path / "last.pt")
+    torch.save(info | {"state_dict": momentum.state_dict()}, tmp_path / "backbone.pt")
     x, last = torch.randn(2, 3, 16, 16), tmp_path / "last.pt"
     cases = [(tmp_path, None, momentum), (tmp_path, "query", query), (last, None, momentum), (last, "query", query)]
     for where, encoder, expected in cases:
@@ -186,15 +180,15 @@ def test_last_pt_holds_both_encoders(tmp_path, capsys):
     refused(capsys, common.load_backbone, tmp_path / "backbone.pt", "query")
     fitting, name = momentum.state_dict(), "bn1.weight"
     for wrong, named in (({name: torch.ones(1, 7)}, name), ({"more": torch.ones(1)}, "more")):
-        common.write_file(tmp_path / "backbone.pt", info | {"state_dict": fitting | wrong})
+        torch.save(info | {"state_dict": fitting | wrong}, tmp_path / "backbone.pt")
         assert named in refused(capsys, common.load_backbone, tmp_path)
     query_only = {k: v for k, v in weights.items() if not k.startswith("momentum_")}
-    common.write_file(tmp_path / "last.pt", state | {"model": query_only, "backbone": info | {"encoder": "query"}})
+    torch.save(state | {"model": query_only, "backbone": info | {"encoder": "query"}}, tmp_path / "last.pt")
     refused(capsys, common.load_backbone, tmp_path, "momentum")
 
 
 def test_stem_and_arch():
     assert [common.backbone_info("resnet50", size, 2)["stem"] for size in (32, 64, 96)] == ["3x3", "3x3", "timm"]
     assert [common.backbone_info("resnet_mini", size, 2)["stem"] for size in (32, 96)] == ["3x3-s2", "timm"]
-    called = [common.arch_name(common.backbone_info(arch, 32, 4)) for arch in (*common.ARCHS, "resnet10t", None)]
+    called = [common.arch_name(common.backbone_info(arch, 32, 4)) for arch in (*common.ARCHS, "resnet10t", "custom")]
     assert called == [*common.ARCHS, "resnet10t", "custom encoder"]

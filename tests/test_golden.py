@@ -10,7 +10,7 @@ import types
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT
+from conftest import ROOT, values
 from torch import nn
 
 import common
@@ -87,19 +87,21 @@ def parsed(module, n, *flags):
 def patchmix_forward(n, query, key, *flags):
     """PatchMix.forward for embeddings by view and mixing: (loss, {term: its value})."""
     args = parsed(patchmix, n, *flags)
-    model = patchmix.PatchMix(args)
+    losses = dict(terms=patchmix.term_weights(args), temperature=args.temperature, smoothing=args.smoothing)
+    model = patchmix.PatchMix(nn.Identity(), 8, 8, 8, args.num_mix, **losses)
     replace_encoders(model, ViewEmbeddings(query), ViewEmbeddings(key))
     values = [(v + torch.arange(n) / (4 * n)).view(n, 1, 1, 1) for v in range(2 + args.local_crops)]
     views = [value.expand(n, 3, args.image_size, args.image_size) for value in values]
-    loss, *_, metrics = model(views, 0)
+    views[:2] = views[:2] if args.mixed_view == 1 else views[1::-1]
+    loss, *_, metrics = model(views, patchmix.mix_views(views, args.num_mix, args.patch_size))
     return loss, metrics
 
 
-def queue_model(module, name, f, n, *flags):
+def queue_model(kind, f):
     """A model of a queue method on the golden file's queue."""
-    args = parsed(module, n, "--queue", str(len(f["queue"])), *flags)
-    args.dim, args.temperature = f["queue"].shape[1], f["temperature"].item()
-    model = replace_encoders(getattr(module, name)(args), Embeddings(0), Embeddings(1))
+    length, dim = f["queue"].shape
+    model = kind(nn.Identity(), dim, dim=dim, queue=length, temperature=f["temperature"].item())
+    replace_encoders(model, Embeddings(0), Embeddings(1))
     model.queue.keys.copy_(f["queue"])
     model.queue.position.fill_(f.get("queue_position", 0))
     return model
@@ -155,15 +157,16 @@ def test_patchmix_schedule():
     f = golden("patchmix")
     s = {name.removeprefix("schedule_"): value.tolist() for name, value in f.items() if name.startswith("schedule_")}
     args = types.SimpleNamespace(epochs=s["epochs"], warmup=s["warmup_epochs"], lr=s["base_lr"], lr_batch=256)
-    args.batch_size, args.min_lr, args.weight_decay = s["batch_size"], s["min_lr"], s["weight_decay_start_end"]
-    args.momentum, per_epoch = (s["momentum_start"], 1.0), s["steps_per_epoch"]
-    ours = torch.tensor([patchmix.schedule(args, step, per_epoch) for step in range(args.epochs * per_epoch)])
-    warm = args.warmup * per_epoch
-    same(ours[warm:, 0], f["schedule_lr"][warm:])
-    same(ours[:warm, 0], f["schedule_lr"][:warm] * (warm - 1) / warm)  # released: i / (W - 1)
-    same(ours[:, 1], f["schedule_weight_decay"])
-    same(ours[:, 2], f["schedule_momentum_intended"])
-    once = ours[:, 2].unflatten(0, (-1, per_epoch))[:, 1:2].expand(-1, per_epoch)  # released: the index stays at 1
+    args.batch_size, args.min_lr = s["batch_size"], s["min_lr"] * 256 / s["batch_size"]
+    per_epoch, steps, warm = s["steps_per_epoch"], len(f["schedule_lr"]), args.warmup * s["steps_per_epoch"]
+    lr = torch.tensor([patchmix.learning_rate(args, step / per_epoch) for step in range(steps)])
+    same(lr[warm:], f["schedule_lr"][warm:])
+    same(lr[:warm], f["schedule_lr"][:warm] * (warm - 1) / warm)  # released: i / (W - 1)
+    cosines = (s["weight_decay_start_end"], (s["momentum_start"], 1.0))  # test_schedules.py has what main makes of them
+    decay, momentum = torch.tensor([[patchmix.cosine(*x, i / steps) for i in range(steps)] for x in cosines])
+    same(decay, f["schedule_weight_decay"])
+    same(momentum, f["schedule_momentum_intended"])
+    once = momentum.unflatten(0, (-1, per_epoch))[:, 1:2].expand(-1, per_epoch)  # released: the index stays at 1
     same(once.flatten(), f["schedule_momentum_as_released"])
 
 
@@ -172,14 +175,12 @@ def test_patchmix_schedule():
 
 def test_jcl_forward():
     f = golden("jcl")
-    total = str(f["epochs_total"].item())
     keys = f["keys_before_normalisation"].unbind(1)
-    for i, epoch in enumerate(f["epoch"].tolist()):
-        model = queue_model(jcl, "JCL", f, 6, "--variant", "released", "--epochs", total)
-        assert len(keys) == model.args.num_keys and model.args.lam == f["lambda_final"].item()
-        lam = f["lam"][i].item()  # the ramp, which the trajectories follow
+    assert values(jcl, "--variant released", "num_keys lam") == [len(keys), f["lambda_final"].item()]
+    for i, lam in enumerate(f["lam"].tolist()):  # the ramp, which the trajectories follow
+        model = queue_model(jcl.JCL, f)
         raw = leaf(f["query_before_normalisation"])
-        loss, enqueued, *_ = model([as_images(x, x) for x in (raw, *keys)], epoch, lam)
+        loss, enqueued, *_ = model([as_images(x, x) for x in (raw, *keys)], lam)
         same(loss, f["loss"][i])
         same(torch.autograd.grad(loss, raw)[0], f["grad_query_before_normalisation"][i])
         same(enqueued, f["enqueued_keys"])
@@ -222,9 +223,10 @@ def test_logo_dissimilarity():
 def test_logo_forward():
     f = golden("logo")
     names = ("global1", "global2", "local1", "local2")
-    model, inputs = queue_model(logo, "MoCo", f, 6), {name: leaf(f[f"{name}_before_normalisation"]) for name in names}
+    model, inputs = queue_model(logo.MoCo, f), {name: leaf(f[f"{name}_before_normalisation"]) for name in names}
     keys = [f["key_global1"], f["key_global2"], f["local1"], f["local2"]]  # no keys of locals are made
-    loss, enqueued, *_ = model([as_images(x, k) for x, k in zip(inputs.values(), keys, strict=True)], 0)
+    views = [as_images(x, k) for x, k in zip(inputs.values(), keys, strict=True)]
+    loss, enqueued, *_ = model(views, *logo.compared_views(parsed(logo, 6)))
     same(loss, f["nce_total"])
     for name, gradient in zip(inputs, torch.autograd.grad(loss, list(inputs.values())), strict=True):
         same(gradient, f[f"grad_nce_total_{name}_before_normalisation"])
@@ -277,10 +279,9 @@ def test_moco_v3_forward(t):
     """PatchMix's baseline is this symmetric loss divided by 2 tau."""
     f = golden("mocov3")
     temperature, q1, q2 = f[f"temperature_{t}"].item(), leaf(f["q1"]), leaf(f["q2"])
-    args = parsed(moco_jointcrop, 10, "--moco", "v3", "--variant", "released")
-    args.hidden, args.dim, args.temperature = 16, 16, temperature
-    model = replace_encoders(moco_jointcrop.MoCoV3(args), Embeddings(0), Embeddings(1))
-    loss, keys, *_ = model([as_images(q1, f["k1"]), as_images(q2, f["k2"])], 0)
+    model = moco_jointcrop.MoCoV3(nn.Identity(), 16, hidden=16, dim=16, temperature=temperature)
+    replace_encoders(model, Embeddings(0), Embeddings(1))
+    loss, keys, *_ = model([as_images(q1, f["k1"]), as_images(q2, f["k2"])])
     assert keys is None  # nothing is enqueued
     query, key = {(0, False): q1, (1, False): q2}, {(0, False): f["k1"], (1, False): f["k2"]}
     flags = f"--num-mix 1 --terms oto,mto --temperature {temperature}".split()
@@ -299,10 +300,10 @@ def test_moco_v3_lars_steps(suffix, least, most):
     matrix, vector = (nn.Parameter(f[f"lars_{name}_before"].clone()) for name in ("matrix", "vector"))
     args = parsed(moco_jointcrop, 64, "--moco", "v3", "--weight-decay", str(decay))
     optimizer = moco_jointcrop.make_optimizer(args, nn.ParameterList([matrix, vector]))
-    for step, rate in enumerate(f["lars_lr"].tolist()):
+    for step, lr in enumerate(f["lars_lr"].tolist()):
         matrix.grad, vector.grad = (factor * f[f"lars_{name}_gradients"][step] for name in ("matrix", "vector"))
         for group in optimizer.param_groups:
-            group["lr"] = rate
+            group["lr"] = lr
         optimizer.step()
         same(vector, f[f"lars_vector_after{suffix}"][step])
     moved, theirs = (x.detach() - f["lars_matrix_before"] for x in (matrix, f[f"lars_matrix_after{suffix}"][-1]))

@@ -57,6 +57,13 @@ def test_damaged_exif_does_not_end_a_run(tmp_path, name):
     assert np.array_equal(common.read_image(path), common.read_image(save(path, gradient())))
 
 
+def test_a_damaged_image_is_one_line_that_says_how_to_go_on(tmp_path, capsys):
+    (tmp_path / "x.png").write_bytes(save(tmp_path / "y.png", gradient()).read_bytes()[:60])
+    args = SimpleNamespace(device="cpu", arch=None)
+    line = refused(capsys, common.start, lambda _: common.read_image(tmp_path / "x.png"), lambda: args)
+    assert all(word in line for word in ("x.png", "check_images.py", "--resume", "--out"))
+
+
 # --------------------------------------------------------------- the demo's set
 
 
@@ -74,7 +81,7 @@ def test_the_demos_images_stay():
 # -------------------------------------------------------------------- folders
 
 
-@pytest.mark.parametrize("name, test_name", [("folder", "val"), ("imagenet", "test"), ("patterns", "val")])
+@pytest.mark.parametrize("name, test_name", [("folder", "val"), ("imagenet", "test"), ("cifar10", "val")])
 def test_a_layout_of_class_folders_is_read_whatever_the_name(tmp_path, test_name, name, capsys):
     """But what is no image, hidden names and thumbnails, links that lead back, and named pipes, which would hang.
 
@@ -107,7 +114,8 @@ def test_cached_and_uncached_images_are_the_same(tmp_path, monkeypatch):
     assert cached.array.shape == (37, 12, 10, 3) and paths.array is None
     args = jcl.parse_args(["--image-size", "16"])
     keys = [(1, 3), (0, 36), (2, 20), (0, 0), (0, 1)]
-    a, b = (common.ViewDataset(images, jcl.augmentation(args), 5).__getitems__(keys) for images in (cached, paths))
+    views = [*jcl.augmentation(args).values()]
+    a, b = (common.ViewDataset(images, views, 5).__getitems__(keys) for images in (cached, paths))
     assert unequal(a, b) == []
 
 
@@ -141,20 +149,31 @@ def test_imagenet100(tmp_path, capsys):
 
 
 LAYOUTS = [  # --dataset, folders with two images each, what the line names
-    ("folder", "train train/a train/b", "DIR/train"),  # images beside classes
-    ("imagenet", "a b", "train/"),
-    ("folder", "train/a train/b val/a val/c", "b, c"),
-    ("folder", "Train/a Val/a", "Train, Val"),
-    ("folder", "train/a train/b valid/a valid/b", "valid"),
-    ("folder", "bus train tram", "tram"),  # a class that is called train
+    ("folder", "train,train/a,train/b", "DIR/train"),  # images beside classes
+    ("imagenet", "a,b", "train/"),
+    ("folder", "train/a,train/b,val/a,val/c", "'b', 'c'"),
+    ("folder", "train/a,train/cat,val/a,val/cat ", "'cat ', 'cat'"),
+    ("folder", "Train/a,Val/a", "Train, Val"),
+    ("folder", "train/a,train/b,valid/a,valid/b", "valid"),
+    ("folder", "tram,bus,train", "bus, tram"),  # a class that is called train
+    ("folder", "train/a,train/b,unlabelled", "unlabelled"),
+    ("patterns", "train/a,train/b", "--dataset"),
 ]
 
 
 @pytest.mark.parametrize("name, folders, word", LAYOUTS)
 def test_folders_that_are_no_data_set_are_one_line(tmp_path, capsys, name, folders, word):
-    write_tree(tmp_path, folders.split(), 2)
-    args = SimpleNamespace(dataset=name, data_dir=str(tmp_path), image_size=32, batch_size=2)
+    write_tree(tmp_path, folders.split(","), 2)
+    args = SimpleNamespace(dataset=name, data_dir=str(tmp_path), image_size=32)
     assert word in refused(capsys, common.open_images, args).replace(str(tmp_path), "DIR")
+
+
+@pytest.mark.parametrize("name", ["missing", "notes.txt", "x" * 300, "link"])
+def test_a_data_dir_that_cannot_be_listed_is_one_line(tmp_path, capsys, name):
+    (tmp_path / "notes.txt").write_text("no folder")
+    (tmp_path / "link").symlink_to("/nowhere")
+    for dataset in ("folder", "cifar10"):
+        assert f"--data-dir {tmp_path / name}: " in refused(capsys, common.load_images, dataset, str(tmp_path / name))
 
 
 # ------------------------------------------------------------------ downloads
@@ -240,5 +259,11 @@ def test_own_images_are_an_array_or_paths(tmp_path, capsys):
             part = own.subset(np.array([3, 0])).labelled()
             assert part.labels.tolist() == [1, 2] and all(np.array_equal(part[i], array[3 - 3 * i]) for i in range(2))
     assert len(common.ImageSet(array).classes) == len(common.ImageSet(array).labelled()) == 0
-    for arguments in ((array, [0, 1]), (array, [0, 0, 0, 2], "ab"), (array.astype("f4"),), (array.swapaxes(1, 3),)):
-        refused(capsys, common.ImageSet, *arguments)
+    for wrong in (array.astype("f4"), array.swapaxes(1, 3), array[..., :1], array[0]):
+        refused(capsys, common.ImageSet, wrong)
+    # Too few; a column, as of Keras; one-hot rows; no whole numbers; names
+    for labels in ([0, 1], [[0], [1], [2], [0]], np.eye(4, dtype=int), [0.0, 1.0, 2.0, 0.0], [*"abca"]):
+        assert f"{np.shape(labels)}" in refused(capsys, common.ImageSet, array, labels)
+    assert "up to 2" in refused(capsys, common.ImageSet, array, [0, 0, 0, 2], "ab")
+    sets = [common.ImageSet(array, [0, 1, 0, 1], classes) for classes in ("ab", "ba")]
+    assert "order" in refused(capsys, common.check_labels, *sets)

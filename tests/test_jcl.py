@@ -5,9 +5,8 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import unit, values
+from conftest import state_of, unit, values
 
-import common
 import jcl
 
 
@@ -16,8 +15,8 @@ def eq8(q, k, queue, tau, lam):
     losses = []
     for i in range(len(q)):
         mu = sum(k[i]) / len(k[i])
-        centred = [key - mu for key in k[i]]
-        sigma = sum(torch.outer(c, c) for c in centred) / len(k[i])
+        centered = [key - mu for key in k[i]]
+        sigma = sum(torch.outer(c, c) for c in centered) / len(k[i])
         positive = q[i] @ mu / tau + lam / (2 * tau**2) * (q[i] @ sigma @ q[i])
         inside = torch.exp(positive) + sum(torch.exp(q[i] @ n / tau) for n in queue)
         losses.append(torch.log(inside) - q[i] @ mu / tau)
@@ -52,8 +51,8 @@ def test_bound_on_the_expectation_eq6(spread):
     g = torch.Generator().manual_seed(0)
     q, queue = unit(1, 6), unit(9, 6, seed=10)
     k = F.normalize(unit(1, 1, 6, seed=20) + spread * torch.randn(1, 5, 6, dtype=torch.float64, generator=g), dim=-1)
-    mu, centred = k[0].mean(0), k[0] - k[0].mean(0)
-    noise = torch.randn(400_000, 5, dtype=torch.float64, generator=g) @ centred / math.sqrt(5)  # Sigma
+    mu, centered = k[0].mean(0), k[0] - k[0].mean(0)
+    noise = torch.randn(400_000, 5, dtype=torch.float64, generator=g) @ centered / math.sqrt(5)  # Sigma
     positive = (mu + noise) @ q[0] / 0.2
     samples = torch.logaddexp(positive, torch.logsumexp(queue @ q[0] / 0.2, 0)) - positive
     bound, error = jcl.jcl_loss(q, k, queue, 0.2, 1.0), 4 * samples.std() / math.sqrt(len(samples))
@@ -62,19 +61,20 @@ def test_bound_on_the_expectation_eq6(spread):
         torch.testing.assert_close(bound, samples.mean())
 
 
-@pytest.mark.parametrize("flags", [(), ("--vanilla",)])
+@pytest.mark.parametrize("flags", ["", "--vanilla"])
 def test_forward(flags):
     """Eq. 8, or the average of Eq. 2, of its queries and keys. The mean keys go to the queue."""
-    args = jcl.parse_args(["--arch", "resnet_micro", "--batch-size", "8", "--num-keys", "3", *flags])
-    model = jcl.split_batch_norms(jcl.JCL(args), args.bn_groups).double()
-    x = list(torch.randn(4, 8, 3, 32, 32, dtype=torch.float64))
-    loss, mean_keys, (q, k), metrics = model(x, 0, 4.0)
-    keys = jcl.encode_shuffled_keys(model.key, x[1:], common.generator(0, 0, jcl.STREAM_SHUFFLE))
-    expected = jcl.jcl_loss(q, keys.transpose(0, 1), model.queue.keys, 0.2, 4.0)
-    if flags:
-        expected = sum(jcl.info_nce(q, key, model.queue.keys, 0.2) for key in keys) / 3
-    found = loss, mean_keys, k, metrics["key_variance"]
-    torch.testing.assert_close(found, (expected, keys.mean(0), keys[0], keys.var(0, correction=0).mean()))
+    flags = f"--arch resnet_micro --batch-size 8 --num-keys 3 --temperature 0.3 --bn-groups 2 {flags}"
+    model = state_of(jcl, flags)["model"].double()
+    x, shuffle = list(torch.randn(4, 8, 3, 32, 32, dtype=torch.float64)), torch.Generator()
+    loss, mean_keys, q, metrics = model(x, 4.0, shuffle.manual_seed(1))
+    keys = jcl.encode_shuffled_keys(model.key, x[1:], shuffle.manual_seed(1))
+    q = F.normalize(model.projector(model.backbone(x[0])), dim=1)
+    expected = jcl.jcl_loss(q, keys.transpose(0, 1), model.queue.keys, 0.3, 4.0)
+    if "vanilla" in flags:
+        expected = sum(jcl.info_nce(q, key, model.queue.keys, 0.3) for key in keys) / 3
+    found = loss, mean_keys, metrics["key_variance"]
+    torch.testing.assert_close(found, (expected, keys.mean(0), keys.var(0, correction=0).mean()))
 
 
 def test_recipes():

@@ -2,11 +2,10 @@
 
 import itertools
 import math
-import types
 
 import pytest
 import torch
-from conftest import NANO, info_nce, unit, values
+from conftest import NANO, info_nce, state_of, unit, values
 from torch import nn
 
 import clim
@@ -120,20 +119,11 @@ SMALL += "--milestones 0.99 --weight-decay 0.01 --epochs 1 --knn-every 0 --devic
 SMALL_BASE = {"moco": "--queue 40 --momentum 0.9 --temperature 0.2 --bn-groups 4", "simsiam": "--hidden 8"}
 
 
-def parse(*flags):
-    """Arguments for images of 16 px and locals of 8 px, small heads, decay and momentum that can be seen."""
+def words(flags):
+    """Flags for images of 16 px and locals of 8 px, small heads, decay and momentum that can be seen."""
     base = SMALL_BASE["simsiam" if "simsiam" in flags else "moco"]
-    local = [] if "--local-crops" in flags else ["--local-size", "8"]
-    local += ["--affinity-hidden", "12"]
-    return logo.parse_args([*SMALL.split(), *base.split(), *local, *flags])
-
-
-def build(args):
-    """The model of a run of one process, as it begins."""
-    torch.manual_seed(args.seed)
-    if args.base == "simsiam":
-        return logo.SimSiam(args)
-    return logo.split_batch_norms(logo.MoCo(args), args.bn_groups)
+    local = "" if "--local-crops" in flags else "--local-size 8"
+    return f"{SMALL} {base} {local} --affinity-hidden 12 {flags}"
 
 
 def project(model, x):
@@ -185,7 +175,7 @@ def total(args, found):
 @pytest.mark.parametrize("layers", [1, 2, 3])
 def test_simsiams_projector(layers):
     """It has as many layers as asked for, and ends with a batch norm without parameters."""
-    model = build(parse("--base", "simsiam", "--layers", str(layers)))
+    model = state_of(logo, words(f"--base simsiam --layers {layers}"))["model"]
     assert sum(isinstance(m, nn.Linear) for m in model.projector) == layers
     assert isinstance(model.projector[-1], nn.BatchNorm1d) and not list(model.projector[-1].parameters())
 
@@ -193,8 +183,8 @@ def test_simsiams_projector(layers):
 # ------------------------------------------------------- Algorithm 1: Eq. 6, then Eq. 9
 
 
-def sgd(parameters, rate, decay):
-    return torch.optim.SGD(parameters, rate, momentum=0.9, weight_decay=decay)
+def sgd(parameters, lr, decay):
+    return torch.optim.SGD(parameters, lr, momentum=0.9, weight_decay=decay)
 
 
 def descend(optimizer, gradients):
@@ -203,14 +193,13 @@ def descend(optimizer, gradients):
     optimizer.step()
 
 
-def algorithm1(args, batches, noises):
-    """A run in a plain way, the affinity first, then the encoder: (model, affinity, losses, norms of the gradients)."""
-    model, rate, losses, norms = build(args), args.lr * 16 / args.lr_batch, [], [0.0]
-    affinity = logo.Affinity(args.dim, args.affinity_hidden)
+def algorithm1(args, model, affinity, batches, noises):
+    """A run in a plain way, the affinity first, then the encoder: (losses, norms of the gradients)."""
+    lr, losses, norms = args.lr * 16 / args.lr_batch, [], [0.0]
     trained, of_affinity = [p for p in model.parameters() if p.requires_grad], list(affinity.parameters())
     of_encoder = [*model.backbone.parameters(), *model.projector.parameters()]  # what L_ll moves
-    first, second = sgd(trained, rate, args.weight_decay), sgd(of_encoder, rate, 0.0)
-    third = sgd(of_affinity, 1e-4 if args.affinity_form == "linear" else rate, args.weight_decay)
+    first, second = sgd(trained, lr, args.weight_decay), sgd(of_encoder, lr, 0.0)
+    third = sgd(of_affinity, 1e-4 if args.affinity_form == "linear" else lr, args.weight_decay)
 
     def dissimilarity(views, noise):
         """L_ll by the affinity after its step."""
@@ -236,7 +225,7 @@ def algorithm1(args, batches, noises):
         if args.base == "moco":
             model.queue.enqueue(keys.flatten(0, 1))
             model.update(args.momentum)
-    return model, affinity, losses, norms[1:]
+    return losses, norms[1:]
 
 
 def images():
@@ -247,8 +236,8 @@ def images():
 def views_of(args):
     """Each step's views in the first epoch of a run on `images`."""
     mean, std = (torch.tensor(v).view(3, 1, 1) for v in common.NORMS[args.norm])
-    loader = common.make_loader(args, images(), logo.augmentation(args), torch.device("cpu"))
-    return [[(v - mean) / std for v in common.colour_views(batch, torch.device("cpu"))] for batch in loader]
+    loader = common.make_loader(args, images(), [*logo.augmentation(args).values()], torch.device("cpu"))
+    return [[(v - mean) / std for v in common.color_views(batch, torch.device("cpu"))] for batch in loader]
 
 
 @pytest.fixture
@@ -283,15 +272,18 @@ MORE = [
 @pytest.mark.parametrize("flags", [*AT_ONCE, *(pytest.param(flags, marks=pytest.mark.slow) for flags in MORE)])
 def test_algorithm1(flags, tmp_path, noises):
     """Three steps of `main`: the weights, queue and affinity of a slow reference. test_trajectories.py has others."""
-    args = parse(*flags.split())
-    logo.main(types.SimpleNamespace(**vars(args) | dict(out=str(tmp_path))), train=images())
-    saved = common.load_checkpoint(tmp_path / "last.pt")
-    model, affinity, losses, norms = algorithm1(args, views_of(args), noises)
+    args = logo.parse_args([*words(flags).split(), "--out", str(tmp_path)])
+    logo.main(args, train=images())
+    saved, state = common.load_checkpoint(tmp_path / "last.pt"), state_of(logo, words(flags), train=images())
+    model, affinity = state["model"], state["affinity"]
+    losses, norms = algorithm1(args, model, affinity, views_of(args), noises)
     for part, module in (("model", model), ("affinity", affinity)):
         for weight, value in module.named_parameters():
             assert_close([saved[part][weight]], [value.detach()])
     if args.base == "moco":
         torch.testing.assert_close(saved["model"]["queue.keys"], model.queue.keys)
+    if args.l2l and args.affinity_form == "logistic":
+        assert len(torch.stack(noises).unique()) == 3 * 2 * 16 * args.dim  # new in each step
     (record,) = saved["records"]
     assert record["loss"] == pytest.approx(sum(losses) / 3) and record["grad_norm"] == pytest.approx(sum(norms) / 3)
 
@@ -300,10 +292,10 @@ def test_algorithm1(flags, tmp_path, noises):
 def test_noise_of_the_affinity(scale, noises):
     """Normal, of standard deviation scale / sqrt(dim), new for each step, local and image; none in the linear form."""
     a, b, module = unit(16, 8), unit(16, 8, seed=1), affinity(dim=8)
-    optimizer = torch.optim.SGD(module.parameters())
-    for args in (parse("--affinity-noise", str(scale)), parse("--affinity-form", "linear")):
+    optimizer = torch.optim.SGD(module.parameters(), 0.01)
+    for form in FORMS:
         for step in range(8):
-            logo.affinity_step(args, module, optimizer, 0.01, a, b, step)
+            logo.affinity_step([a, b], module, optimizer, form, scale, common.generator(step))
     assert noises[8:] == [None] * 8
     noise = torch.stack(noises[:8])
     assert noise.shape == (8, 2, 16, 8) and len(noise.unique()) == noise.numel()
@@ -316,23 +308,27 @@ def test_noise_of_the_affinity(scale, noises):
 
 def test_crops():
     """Two globals, then two locals. With MoCo v2's area the globals are the other files' views."""
-    views = [(view.size, view.area) for view in logo.augmentation(logo.parse_args(["--dataset", "imagenet"]))]
+    views = logo.augmentation(logo.parse_args(["--dataset", "imagenet"])).values()
+    views = [(view.size, view.area) for view in views]
     assert views == [(224, (0.4, 1))] * 2 + [(96, (0.08, 0.4))] * 2
     moco_v2 = logo.parse_args("--dataset imagenet --global-scale 0.2 1".split())
     for other in (moco_jointcrop, jcl, clim):
-        assert other.augmentation(other.parse_args(["--dataset", "imagenet"]))[:2] == logo.augmentation(moco_v2)[:2]
+        views = other.augmentation(other.parse_args(["--dataset", "imagenet"]))
+        assert [*views.values()][:2] == [*logo.augmentation(moco_v2).values()][:2]
 
 
 def test_recipes():
-    names = "affinity_form l2l_weighting affinity_lr"
-    for flags, expected in {
-        "": ["logistic", "clip", "auto"],
-        "--base simsiam": ["logistic", "lambda", "auto"],
-        "--variant paper": ["linear", "lambda", 1e-4],
-        "--affinity-form linear": ["linear", "clip", 1e-4],
-        "--variant paper --affinity-form logistic --l2l-weighting clip": ["logistic", "clip", "auto"],
-    }.items():
-        assert values(logo, flags, names) == expected
+    for flags, *expected in (  # with the affinity's learning rate, where the peak is 0.02
+        ("", "logistic", "clip", 0.02),
+        ("--base simsiam", "logistic", "lambda", 0.02),
+        ("--variant paper", "linear", "lambda", 1e-4),
+        ("--affinity-form linear", "linear", "clip", 1e-4),
+        ("--variant paper --affinity-form logistic --l2l-weighting clip", "logistic", "clip", 0.02),
+        ("--affinity-lr 0.3", "logistic", "clip", 0.3),
+    ):
+        optimizer = state_of(logo, f"{SMALL} --lr 0.16 {flags}")["affinity_optimizer"]
+        found = [*values(logo, flags, "affinity_form l2l_weighting"), optimizer.param_groups[0]["lr"]]
+        assert found == expected
     assert [values(logo, f, "l2l") for f in ("", "--no-l2l", "--local-crops 0")] == [[True], [False], [False]]
     names = "arch image_size local_size epochs batch_size lr lr_batch milestones momentum temperature queue dim"
     ours = ["resnet34", 224, 96, 200, 256, 0.03, 256, (0.6, 0.8), 0.999, 0.07, 4096, 128]

@@ -1,17 +1,20 @@
-"""moco_jointcrop.py against the papers: the joint sampler's law, views, queue, InfoNCE, MoCo v3's contrast."""
+"""moco_jointcrop.py against the papers: the joint sampler, views, queue, InfoNCE, ShuffleBN, MoCo v3's contrast."""
 
+import importlib
 import math
 
 import numpy as np
 import pytest
 import timm
 import torch
-from conftest import info_nce, ks, unit
+from conftest import NANO, info_nce, ks, state_of, unit
+from tiny import processes
+from torch import nn
 
 import common
 import moco_jointcrop as moco
 
-LAWS = [(4.0, 0.2, 1.0), (3.0, 0.2, 1.0), (0.5, 0.1, 2.0), (0.0, 0.2, 1.0), (-0.7, 0.1, 2.0), (-4.0, 0.2, 1.0)]
+SAMPLERS = [(4.0, 0.2, 1.0), (3.0, 0.2, 1.0), (0.5, 0.1, 2.0), (0.0, 0.2, 1.0), (-0.7, 0.1, 2.0), (-4.0, 0.2, 1.0)]
 # Figure 7, read from the paper: mean distance of the two crops' corners, for beta from 4 down to -4 in halves.
 FIGURE7 = (40.63, 42.33, 44.36, 47.14, 50.35, 53.73, 56.53, 58.41, 59.20)
 FIGURE7 += (59.73, 61.71, 64.53, 67.78, 71.29, 74.24, 76.77, 78.82)
@@ -41,7 +44,7 @@ def algorithm1(n, low, high, beta, rng):
     return np.array(pairs)
 
 
-@pytest.mark.parametrize("beta, low, high", LAWS)
+@pytest.mark.parametrize("beta, low, high", SAMPLERS)
 def test_algorithm1_against_rejection_sampling(beta, low, high):
     reference = algorithm1(20_000, low, high, beta, np.random.default_rng(1)).T
     ours = torch.stack(draws(200_000, low, high, beta)).numpy()
@@ -80,10 +83,10 @@ def test_randomcrop_ratio_density_eq8_eq10():
 
 def mean_corner_distance(beta, offset, n=100_000):
     """Figure 7: crops of a 224 x 224 image, s in [0.2, 1]; the mean distance between the two top-left corners."""
-    view, rng = moco.augmentation(moco.parse_args(["--dataset", "imagenet"]))[0], np.random.default_rng(0)
+    view, rng = moco.augmentation(moco.parse_args(["--dataset", "imagenet"]))["query"], np.random.default_rng(0)
     areas = [None, None] if beta is None else [a.numpy() for a in draws(n, 0.2, 1.0, beta, offset=offset)]
     tables = [rng.random((n, common.VIEW_DRAWS)) for _ in areas]
-    boxes = [common.draw_view(view, np.full((n, 2), 224), *pair)[0] for pair in zip(tables, areas, strict=True)]
+    boxes = [common.draw_boxes(view, np.full((n, 2), 224), *pair) for pair in zip(tables, areas, strict=True)]
     return np.hypot(*(boxes[0] - boxes[1])[:, :2].T).mean()
 
 
@@ -129,7 +132,7 @@ def test_either_is_one_of_the_two_per_image():
     assert np.array_equal(sigmas[:, has_blur], blur[1][:, has_blur])
 
 
-def test_jblur_has_one_coin_and_the_law_of_beta():
+def test_jblur_blurs_both_views_or_neither_and_has_the_distribution_of_beta():
     _, sigma, *_ = drawn(["--joint", "blur", "--beta", "0"])
     assert ((sigma[0] > 0) == (sigma[1] > 0)).all() and (sigma[0] > 0).mean() == pytest.approx(0.5, abs=0.03)
     both = sigma[:, sigma[0] > 0]
@@ -155,12 +158,12 @@ def test_jblur_is_of_the_large_views_whatever_the_pair(joint):
     assert not np.array_equal(sigmas[0][:2], alone[:2]) and np.array_equal(sigmas[0][2:], alone[2:])
 
 
-def test_centre_suppressed_positions():
+def test_center_suppressed_positions():
     box = drawn(["--joint", "none", "--css-alpha", "0.1"])[3]
     room = 224 - box[:, 2]
     share = (box[:, 0] / np.maximum(room, 1))[room > 20]
     assert ((share < 0.1) | (share > 0.9)).mean() > 0.7 and share.min() >= 0 and share.max() <= 1  # the edges
-    positions = moco.centre_suppressed(np.random.default_rng(0).random(20_000), 0.6)
+    positions = moco.center_suppressed(np.random.default_rng(0).random(20_000), 0.6)
     assert positions.max() < 1 and positions.mean() == pytest.approx(0.5, abs=0.01)
     assert positions.var() == pytest.approx(0.25 / (2 * 0.6 + 1), abs=0.003)  # of Beta(0.6, 0.6)
     assert abs(np.corrcoef(positions.T)[0, 1]) < 0.03
@@ -181,21 +184,71 @@ def test_queue_is_first_in_first_out():
         assert [tuple(queue.keys[i].tolist()) for i in order] == held
 
 
-def test_encode_shuffled_keys_restores_the_order():
-    images, seen = [torch.randn(6, 3, 2, 2) + 10 * v for v in range(3)], []
-
-    def encode(x):
-        seen.append(x.flatten(1))
-        return x.flatten(1)
-
-    keys = moco.encode_shuffled_keys(encode, images, torch.Generator().manual_seed(3))
-    torch.testing.assert_close(keys, torch.stack([v.flatten(1) for v in images]))
-    assert not torch.equal(seen[0], torch.cat(images).flatten(1))
+def encoder():
+    """An encoder whose embeddings depend on which images are in a batch-norm group, of two views' rows."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Flatten(), nn.Linear(12, 5), nn.BatchNorm1d(5)).double()
 
 
-def tiny(version, encoder=None):
-    args = moco.parse_args(["--arch", "resnet_micro", "--batch-size", "8", "--moco", version])
-    return (moco.MoCoV3 if version == "v3" else moco.MoCo)(args, encoder)
+def view_rows():
+    """Two views of 8 images."""
+    return list(torch.randn(2, 8, 3, 2, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(1)))
+
+
+def slow_shuffle_bn(groups):
+    """Each key by itself: normalised with the statistics of the rows that the shuffle puts into its group."""
+    linear, rows = encoder()[:2], torch.cat(view_rows())
+    order, z = torch.randperm(16, generator=torch.Generator().manual_seed(2)).tolist(), linear(rows)
+    members = [order[i : i + 16 // groups] for i in range(0, 16, 16 // groups)]
+    group_of = {row: group for group in members for row in group}
+    keys = []
+    for row in range(16):
+        group = z[group_of[row]]
+        keys.append((z[row] - group.mean(0)) / (group.var(0, correction=0) + 1e-5).sqrt())
+    return torch.stack(keys).view(2, 8, 5).detach()
+
+
+@pytest.mark.parametrize("groups", [1, 2, 4])
+def test_shuffle_bn(groups):
+    """Against the slow form. Without a generator it is torch's global one."""
+    model, expected = moco.split_batch_norms(encoder(), groups), slow_shuffle_bn(groups)
+    torch.testing.assert_close(
+        moco.encode_shuffled_keys(model, view_rows(), torch.Generator().manual_seed(2)), expected
+    )
+    torch.manual_seed(2)
+    torch.testing.assert_close(moco.encode_shuffled_keys(model, view_rows()), expected)
+    plain = torch.stack([model(x) for x in view_rows()])  # each view by itself, in order
+    assert (plain - expected).abs().max() > 0.1
+
+
+def shuffle_as_one_of_two(groups):
+    common.join_processes("cpu")
+    model = moco.split_batch_norms(encoder(), groups // 2)
+    keys = moco.encode_shuffled_keys(model, [common.shard(x) for x in view_rows()], torch.Generator().manual_seed(2))
+    torch.testing.assert_close(keys, slow_shuffle_bn(groups))
+    torch.testing.assert_close(moco.shard(moco.gather(common.shard(keys[0]))), common.shard(keys[0]))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("groups", [2, 4])
+def test_shuffle_bn_on_two_processes(groups, tmp_path):
+    """All keys, on both."""
+    ends = processes(tmp_path / "log", shuffle_as_one_of_two, [(groups,)] * 2)
+    assert [status for status, _, _ in ends] == [0, 0], ends
+
+
+@pytest.mark.parametrize("method, flags, rows", [
+    *((method, "--bn-groups 4", 4) for method in ("moco_jointcrop", "jcl", "clim", "logo")),
+    ("moco_jointcrop", "--moco v3", 16), ("logo", "--base simsiam", 16),
+])  # fmt: skip
+def test_an_image_changes_its_own_group(method, flags, rows):
+    """Of the model that main makes: batch norm is over as many slices of the batch as are given."""
+    flags += " --arch resnet_micro --batch-size 16 --image-size 16"
+    model, x = state_of(importlib.import_module(method), flags)["model"], torch.randn(2, 16, 3, 16, 16)
+    x[1, 1:] = x[0, 1:]
+    for encode in (model.backbone, getattr(model, "momentum_backbone", model.backbone)):
+        changed = (encode(x[0]) - encode(x[1])).abs().amax(1) > 1e-6
+        assert changed.nonzero().flatten().tolist() == [*range(rows)]
 
 
 def test_v3_contrast_is_info_nce_of_cosines_among_all_keys():
@@ -206,12 +259,13 @@ def test_v3_contrast_is_info_nce_of_cosines_among_all_keys():
 
 
 def test_v3_starts_from_zero_residual_branches_of_its_own_encoder():
-    def last_norms(model):
+    def last_norms(**own):
+        model = state_of(moco, "--arch resnet_micro --batch-size 8 --moco v3", **own)["model"]
         return [block.bn2.weight for block in model.modules() if hasattr(block, "zero_init_last")]
 
-    assert all(not weight.any() for weight in last_norms(tiny("v3")))
-    own = timm.create_model("resnet18", num_classes=0, zero_init_last=False)  # perhaps pre-trained
-    assert all(weight.all() for weight in last_norms(tiny("v3", own)))
+    assert all(not weight.any() for weight in last_norms())
+    own = timm.create_model("resnet18", num_classes=0, zero_init_last=False, **NANO)  # perhaps pre-trained
+    assert all(weight.all() for weight in last_norms(encoder=own))
 
 
 def test_recipes_of_moco():
@@ -221,4 +275,5 @@ def test_recipes_of_moco():
     assert (v2.temperature, v2.epochs, v2.batch_size, v2.weight_decay, v2.bn_groups) == (0.2, 200, 256, 1e-4, 8)
     assert (v3.batch_size, v3.lr, v3.lr_batch, v3.momentum, v3.temperature) == (4096, 0.6, 256, (0.99, 1.0), 1.0)
     assert (v3.hidden, v3.blur_p, v3.solarize_p, v3.trust_coeff) == (4096, (1.0, 0.1), (0.0, 0.2), 0.001)
-    assert [len(tiny(v).projector) for v in ("v1", "v2")] == [1, 3]  # Linear; Linear, ReLU, Linear
+    models = [state_of(moco, f"--batch-size 8 --moco {v}")["model"] for v in ("v1", "v2")]
+    assert [len(model.projector) for model in models] == [1, 3]  # Linear; Linear, ReLU, Linear

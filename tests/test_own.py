@@ -1,6 +1,6 @@
 """A user's own images and encoder through main(args, train=..., test=..., encoder=...)."""
 
-import importlib
+import os
 
 import numpy as np
 import pytest
@@ -8,7 +8,7 @@ import tiny
 import torch
 from conftest import JCL_AT_ONCE, METHODS
 from PIL import Image
-from tiny import load, records, run
+from tiny import assert_same_run, load, processes, records, refused, run, unequal
 from torch import nn
 
 import common
@@ -26,12 +26,12 @@ def own_images(count):
 class Encoder(nn.Module):
     """One parameter is frozen, one is not used."""
 
-    def __init__(self):
+    def __init__(self, seed=3):
         super().__init__()
-        torch.manual_seed(3)
+        torch.manual_seed(seed)
         self.net = nn.Sequential(nn.Conv2d(3, 8, 3, 2), nn.BatchNorm2d(8), nn.AdaptiveAvgPool2d(1), nn.Flatten())
+        self.net[1].running_mean.normal_()
         self.net[1].bias.requires_grad_(False)
-        self.net[1].eval()
         self.unused = nn.Parameter(torch.ones(3))
 
     def forward(self, x):
@@ -40,10 +40,10 @@ class Encoder(nn.Module):
 
 KINDS = {
     "plain": Encoder,
+    "in evaluation mode": lambda: Encoder().eval(),
     "compiled": lambda: torch.compile(Encoder(), backend="eager"),
-    "TorchScript": lambda: torch.jit.script(Encoder()),
 }
-CASES = [*((method, "plain") for method in METHODS), ("jcl", "compiled"), ("logo", "TorchScript")]
+CASES = [*((method, "in evaluation mode") for method in METHODS), ("jcl", "plain"), ("jcl", "compiled")]
 
 
 def state(module):
@@ -53,38 +53,54 @@ def state(module):
     return {name: value.clone() for name, value in module.state_dict().items()}, modes, gradients, type(module)
 
 
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore::FutureWarning")
-@pytest.mark.parametrize("method, kind", CASES)
-def test_own_encoder(method, kind, group_of_one, tmp_path, monkeypatch):
-    """A copy of it is trained, here in a process group of one. Images without labels are not judged."""
-    monkeypatch.chdir(tmp_path)
-    module, given, images = importlib.import_module(method), KINDS[kind](), common.ImageSet(own_images(68).array)
+@pytest.mark.filterwarnings("error::FutureWarning")
+@pytest.mark.parametrize("method, kind", [
+    pytest.param(*case, marks=[] if case[0] == "jcl" else pytest.mark.slow) for case in CASES
+])  # fmt: skip
+def test_own_encoder(method, kind, group_of_one, tmp_path):
+    """A copy of it is trained, in training mode, here in a process group of one. Without labels there is no kNN."""
+    given, images = KINDS[kind](), common.ImageSet(own_images(68).array)
     before = state(given)
-    module.main(module.parse_args([*tiny.FLAGS, "--epochs", "1"]), train=images, encoder=given)
-    assert tiny.unequal(before, state(given)) == []
-    (out,) = (tmp_path / "runs").iterdir()
-    assert out.name.startswith(f"{method}-custom-custom-s0") and not any("knn20_top1" in r for r in records(out))
-    saved, encoder = load(out / "backbone.pt"), KINDS[kind]()
+    run(method, tmp_path, "--epochs", 1, train=images, encoder=given)
+    assert unequal(before, state(given)) == [] and not any("knn20_top1" in r for r in records(tmp_path))
+    saved, encoder = load(tmp_path / "backbone.pt"), KINDS[kind]()
     encoder.load_state_dict(saved["state_dict"])
-    changed = tiny.unequal(dict(before[0]), dict(encoder.state_dict()))
-    weight, bias = (next(name for name in before[0] if name.endswith(end)) for end in ("0.weight", "1.bias"))
-    assert saved["stem"] == "custom" and f"/{weight}" in changed and f"/{bias}" not in changed
+    changed = {name.rpartition("net.")[2] for name in unequal(dict(before[0]), dict(encoder.state_dict()))}
+    assert saved["stem"] == "custom"
+    assert {"0.weight", "1.weight", "1.running_mean"} <= changed and "1.bias" not in changed
+
+
+def train_own(out, same):
+    """Train each method's encoder, which the processes are given in different states unless `same`."""
+    for method in METHODS:
+        encoder = Encoder(0 if same else int(os.environ["RANK"]))
+        run(method, out / method, "--epochs", 1, train=own_images(68), encoder=encoder)
+
+
+@pytest.mark.slow
+def test_the_first_processs_encoder_is_that_of_all(tmp_path):
+    """Its weights and its buffers."""
+    for name, same in (("same", True), ("other", False)):
+        ends = processes(tmp_path / "log", train_own, [(tmp_path / name, same)] * 2)
+        assert [status for status, *_ in ends] == [0, 0], ends
+    for method in METHODS:
+        assert_same_run(tmp_path / "same" / method, tmp_path / "other" / method)
 
 
 @pytest.mark.parametrize("method", JCL_AT_ONCE)
-def test_own_images(method, tmp_path, capsys):
-    """An array and files give the same run, which goes on after a stop. Each epoch is judged. Others are refused."""
+def test_own_images(method, tmp_path, capsys, monkeypatch):
+    """An array and files give the same run, which goes on after a stop, with kNN. Others are refused."""
     train, test = own_images(68), own_images(24)
     run(method, tmp_path / "a", train=train, test=test)
     paths = [tmp_path / f"{i:02}.png" for i in range(68)]
     for image, path in zip(train.array, paths, strict=True):
         Image.fromarray(image).save(path)
-    for stop in ("3", "8"):
-        run(method, tmp_path / "b", "--max-steps", stop, train=common.ImageSet(paths, train.labels), test=test)
-    ends = [load(tmp_path / name / "last.pt") for name in "ab"]
-    assert tiny.unequal(ends[0]["model"], ends[1]["model"]) == []
-    scores = [[record["knn20_top1"] for record in records(tmp_path / name)] for name in "ab"]
-    assert scores[0] == scores[1] and len(scores[0]) == 2
+    files = dict(train=common.ImageSet(paths, train.labels), test=test)
+    with pytest.raises(KeyboardInterrupt), monkeypatch.context() as patch:
+        tiny.strike(patch, "step 6")
+        run(method, tmp_path / "b", **files)
+    run(method, tmp_path / "b", **files)
+    assert_same_run(tmp_path / "a", tmp_path / "b")
+    assert all("knn20_top1" in record for record in records(tmp_path / "a"))
     other = common.ImageSet(train.array, 2 - train.labels)
-    tiny.refused(capsys, run, method, tmp_path / "a", train=other, test=test)
+    refused(capsys, run, method, tmp_path / "a", train=other, test=test)

@@ -4,29 +4,25 @@ import math
 
 import pytest
 import torch
-from conftest import values
+from conftest import state_of, values
 
 import common
 import patchmix
 
-TINY = "--arch vit_micro --image-size 16 --patch-size 4 --batch-size 12 --epochs 10 --hidden 16 --dim 8".split()
-MIX = "--num-mix 3 --mix-slices 2".split()
+TINY = "--arch vit_micro --image-size 16 --patch-size 4 --batch-size 12 --epochs 10 --hidden 16 --dim 8"
 ALL = "oto,mto,mtm"
 
 
-def make_model(*flags):
-    """(args, a small model whose momentum encoder differs from its encoder)."""
-    args = patchmix.parse_args([*TINY, *flags])
-    torch.manual_seed(0)
-    model = patchmix.PatchMix(args)
+def make_model(flags):
+    """The small model of a run, whose momentum encoder differs from its encoder."""
+    model = state_of(patchmix, f"{TINY} {flags}")["model"]
     for p in (*model.momentum_backbone.parameters(), *model.momentum_projector.parameters()):
         p.data.add_(0.1 * torch.randn(p.shape))
-    return args, model
+    return model
 
 
-def views_of(args, seed=1):
-    g = torch.Generator().manual_seed(seed)
-    return [torch.randn(args.batch_size, 3, args.image_size, args.image_size, generator=g) for _ in range(2)]
+def random_views(count, size=16):
+    return list(torch.randn(count, 12, 3, size, size, generator=torch.Generator().manual_seed(1)))
 
 
 # ------------------------------------------------------------------ patch_mix
@@ -136,44 +132,42 @@ def in_batch(n, slices, num_mix):
     return {term: (torch.tensor(index), torch.tensor(weight)) for term, (index, weight) in lists.items()}
 
 
-def mixed_by_loops(images, args, step, number):
-    """Eq. 1-7 within each slice, all by the permutation of this step and view."""
-    tokens = (images.shape[-1] // args.patch_size) ** 2
-    k = torch.randperm(tokens, generator=common.generator(args.seed, step, 10 + number, 0))
-    slices = images.chunk(args.mix_slices)
-    return torch.cat([mix_by_loops(x, args.num_mix, args.patch_size, k) for x in slices])
+def mixed_by_loops(images, number):
+    """Eq. 1-7 within each of two slices, by this view's permutation."""
+    k = torch.randperm(images.shape[-1] ** 2 // 16, generator=common.generator(number))
+    return torch.cat([mix_by_loops(x, 3, 4, k) for x in images.chunk(2)])
 
 
-def terms_by_loops(model, args, views, step):
+def terms_by_loops(model, views, terms):
     """Eq. 13-15 from the model's own modules: {term: its value}.
 
     Local crops are queries, plain as in oto and mixed as in mto, against both views' keys: the mean over crops (D6).
     """
     x1, x2, *crops = views
-    mixed = [mixed_by_loops(x, args, step, i) for i, x in enumerate(views)]
-    targets, asked = in_batch(args.batch_size, args.mix_slices, args.num_mix), args.terms.split(",")
+    mixed = [mixed_by_loops(x, i) for i, x in enumerate(views)]
+    targets = in_batch(12, 2, 3)
     pairs = {"oto": (x2, x1), "mto": (mixed[0], x2), "mtm": (mixed[0], mixed[1])}
-    pairs = {t: (heads(model, x), keys(model, y)) for t, (x, y) in pairs.items() if t in asked}
-    found = {t: nce_by_loops(*pairs[t], *targets[t], 0.2) for t in pairs}
+    pairs = {t: (heads(model, x), keys(model, y)) for t, (x, y) in pairs.items() if t in terms}
+    found = {t: nce_by_loops(*pairs[t], *targets[t], 0.3) for t in pairs}
     for term, local in (("oto", crops), ("mto", mixed[2:])):
-        if crops and term in asked:
+        if crops and term in terms:
             h = heads(model, torch.cat(local)).chunk(len(local))
-            values = [nce_by_loops(one, keys(model, x), *targets[term], 0.2) for one in h for x in (x1, x2)]
+            values = [nce_by_loops(one, keys(model, x), *targets[term], 0.3) for one in h for x in (x1, x2)]
             found[f"local_{term}"] = sum(values) / len(crops)
     return found
 
 
 @pytest.mark.parametrize("terms, local_crops", [(ALL, 0), ("oto,mto", 0), ("mtm", 0), (ALL, 2), ("oto,mtm", 2)])
 def test_total_is_eq_16(double, terms, local_crops):
-    local = f"--local-crops {local_crops} --local-size 8" if local_crops else ""
-    args, model = make_model(*MIX, "--terms", terms, *local.split())
-    views = views_of(args)
-    views += [view[..., :8, :8] for view in views[:local_crops]]
-    loss, _, _, metrics = model(views, 5)
-    expected = terms_by_loops(model, args, views, 5)
-    total = sum(expected.values())
-    torch.testing.assert_close(loss, total)
-    torch.testing.assert_close(metrics, {f"loss_{term}": value for term, value in expected.items()})
+    """With the weights of the terms, here 1, 2 and 0.5; local ones have 1."""
+    flags = f"--num-mix 3 --mix-slices 2 --temperature 0.3 --terms {terms} --term-weights 1 2 0.5"
+    model, views = make_model(flags), random_views(2) + random_views(local_crops, 8)
+    generators = [common.generator(number) for number in range(len(views))]
+    loss, _, q, metrics = model(views, patchmix.mix_views(views, 3, 4, 2, generators))
+    expected = terms_by_loops(model, views, terms.split(","))
+    total = sum(dict(mto=2, mtm=0.5).get(term, 1) * value for term, value in expected.items())
+    torch.testing.assert_close(metrics, dict(loss=total) | {f"loss_{term}": value for term, value in expected.items()})
+    assert metrics["loss"] == loss and not q.requires_grad
     trained = [p for p in model.parameters() if p.requires_grad]
     torch.testing.assert_close(torch.autograd.grad(loss, trained), torch.autograd.grad(total, trained))
 
@@ -181,10 +175,27 @@ def test_total_is_eq_16(double, terms, local_crops):
 @pytest.mark.parametrize("flags, of_keys", [("", False), ("--momentum 0 0", True)])
 def test_drop_path_is_of_queries_and_of_keys_that_the_encoder_itself_makes(double, flags, of_keys):
     """The released ViT-T has no momentum encoder (D4)."""
-    args, model = make_model("--drop-path", "0.5", *flags.split())
-    x = views_of(args)[0]
+    model, (x,) = make_model(f"--drop-path 0.5 {flags}"), random_views(1)
     assert not torch.equal(model.query(x), model.query(x))
     assert torch.equal(model.key(x), model.key(x)) != of_keys
+
+
+@pytest.mark.parametrize("mixed_view", [1, 2])
+def test_what_main_mixes(mixed_view, tmp_path, monkeypatch):
+    """The mixed queries are of either view (D5). Each step, view and local crop has a permutation of its own."""
+    seen, given, shuffles = [], [], []
+    color_views, forward, patch_mix = common.color_views, patchmix.PatchMix.forward, patchmix.patch_mix
+    monkeypatch.setattr(common, "color_views", lambda *batch: seen.append(color_views(*batch)) or [*seen[-1]])
+    monkeypatch.setattr(patchmix.PatchMix, "forward", lambda *inputs: given.append(inputs[1:]) or forward(*inputs))
+    monkeypatch.setattr(patchmix, "patch_mix", lambda *x: shuffles.append(tuple(x[3].tolist())) or patch_mix(*x))
+    flags = f"{TINY} --epochs 1 --knn-every 0 --workers 0 --device cpu --out {tmp_path} --mix-slices 2 --num-mix 3"
+    flags += f" --local-crops 1 --local-size 16 --mixed-view {mixed_view}"
+    patchmix.main(patchmix.parse_args(flags.split()), train=common.ImageSet(common.make_patterns(36, 16, 0)[0][:36]))
+    assert len(seen) == 3 and len(set(shuffles)) == 9 and shuffles[::2] == shuffles[1::2]  # alike in both slices
+    for drawn, (views, mixed), by_view in zip(seen, given, zip(*[iter(shuffles[::2])] * 3, strict=True), strict=True):
+        assert all(x is y for x, y in zip(views, drawn if mixed_view == 1 else [*drawn[1::-1], drawn[2]], strict=True))
+        for x, y, shuffle in zip(views, mixed, by_view, strict=True):
+            assert torch.equal(y, torch.cat([mix_by_loops(part, 3, 4, shuffle) for part in x.chunk(2)]))
 
 
 # --------------------------------------------------------------- the paper's tables
@@ -207,17 +218,19 @@ def test_recipes(dataset, arch):
     for flags in (ours, timms):
         assert values(patchmix, flags, NAMES) == TABLE[dataset, arch]
         assert values(patchmix, flags, "momentum num_mix temperature") == [(0.996, 1), 3, 0.2]
+        assert values(patchmix, flags, "terms term_weights smoothing") == ["oto,mto,mtm", (1, 1, 1), 0]
         released = values(patchmix, f"{flags} --variant released", "num_mix smoothing term_weights momentum num_heads")
-        momentum, heads = (0, 0) if arch == "vit_tiny" else (0.996, 1), 12 if arch == "vit_small" else "auto"
+        momentum, heads = (0, 0) if arch == "vit_tiny" else (0.996, 1), 12 if arch == "vit_small" else None
         assert released == [2, 0.1, (1, 0.5, 0.25), momentum, heads]
 
 
 def test_what_follows_from_other_flags():
-    """D1: mtm's weights sum to 1/2, whatever M, but typed weights hold. D6: with local crops, large ones are larger."""
+    """D1: mtm's weights sum to 1/2, whatever M, unless they are given. D6: with local crops, large ones are larger."""
     released = "--dataset imagenet --variant released"
     assert values(patchmix, f"{released} --num-mix 4", "term_weights") == [(1, 0.5, 0.125)]
     assert values(patchmix, f"{released} --num-mix 4 --term-weights 1 2 3", "term_weights") == [(1, 2, 3)]
-    assert values(patchmix, "--num-mix 4 --terms mtm,oto", "term_weights terms") == [(1, 1, 1), "oto,mtm"]
+    chosen = patchmix.term_weights(patchmix.parse_args("--terms mtm,oto --term-weights 1 2 3".split()))
+    assert chosen == dict(oto=1, mtm=3)
     for count, smallest in ((0, 0.05), (2, 0.35)):
         assert values(patchmix, f"{released} --local-crops {count}", "crop_scale") == [(smallest, 1)]
 
@@ -232,8 +245,10 @@ TABLE_8 = {  # heads, token width, million parameters
 @pytest.mark.parametrize("dataset, arch", TABLE_8)
 def test_models_are_tables_8_and_9(dataset, arch):
     """Widths, and what follows each linear layer of a head; the last batch norm has no parameters."""
+    args = patchmix.parse_args(["--dataset", dataset, "--arch", arch])
     with torch.device("meta"):  # shapes only
-        model = patchmix.PatchMix(patchmix.parse_args(["--dataset", dataset, "--arch", arch]))
+        backbone = common.build_backbone(common.backbone_info(arch, args.image_size, args.patch_size))
+        model = patchmix.PatchMix(backbone, backbone.num_features, args.hidden, args.dim)
     heads, width, millions = TABLE_8[dataset, arch]
     attention = model.backbone.blocks[0].attn
     assert (len(model.backbone.blocks), attention.num_heads, model.backbone.embed_dim) == (12, heads, width)
@@ -252,4 +267,4 @@ def test_views_are_table_10(dataset, size, smallest):
     of_both = dict(size=size, area=(smallest, 1.0), ratio=(3 / 4, 4 / 3), jitter=(0.4, 0.4, 0.2, 0.1), jitter_p=0.8)
     of_both |= dict(gray_p=0.2, blur_sigma=(0.1, 2.0), flip_p=0.5)
     views = [common.View(**of_both, blur_p=1.0, solarize_p=0.0), common.View(**of_both, blur_p=0.1, solarize_p=0.2)]
-    assert patchmix.augmentation(args) == views
+    assert [*patchmix.augmentation(args).values()] == views

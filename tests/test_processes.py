@@ -1,5 +1,6 @@
-"""Two processes compute what one computes: an epoch of every method and variant. Batch norm in groups."""
+"""Two processes compute what one computes: an epoch of every method and variant, in float64. Batch norm in groups."""
 
+import argparse
 import copy
 import importlib
 
@@ -10,6 +11,7 @@ import torch.distributed as dist
 from conftest import METHODS, NANO
 from global_batch_norm import synchronize
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 import common
 
@@ -36,9 +38,9 @@ CASES = [  # method and flags
 ]
 
 
-def over_all_processes(in_parallel):
-    """With batch norms over all processes, which on CPUs are each process's own."""
-    return lambda args, model: in_parallel(args, synchronize(model))
+def over_all_processes(model, **options):
+    """DistributedDataParallel, with batch norms over all processes, which on CPUs are each process's own."""
+    return DistributedDataParallel(synchronize(model), **options)
 
 
 def process(world, folder):
@@ -48,8 +50,7 @@ def process(world, folder):
     torch.Tensor.float = torch.Tensor.double
     dist.destroy_process_group = lambda: None  # one group for all
     for method in METHODS if world > 1 else ():
-        module = importlib.import_module(method)
-        module.in_parallel = over_all_processes(module.in_parallel)
+        importlib.import_module(method).DistributedDataParallel = over_all_processes
     for number, case in enumerate(CASES):
         method, *flags = case.split()
         module = importlib.import_module(method)
@@ -61,7 +62,7 @@ def load(out):
     """All that a run has saved, as {path: tensor}, and the means of its epoch."""
     saved = torch.load(out / "last.pt", weights_only=True)
     (epoch,) = saved["records"]
-    record = {name: value for name, value in epoch.items() if name not in ("data_wait", "images_per_s")}
+    record = {name: value for name, value in epoch.items() if name not in tiny.TIMING}
     unread = "num_batches_tracked"
     return {k: x for k, x in tiny.flat(saved).items() if torch.is_tensor(x) and unread not in k}, record
 
@@ -105,14 +106,14 @@ def test_batch_norm_in_groups_is_one_for_each_slice(kind, shape):
         torch.testing.assert_close(getattr(norm[0], name), sum(getattr(one[0], name) for one in slices) / 4)
 
 
-@pytest.mark.parametrize("method", METHODS)
-def test_groups_and_slices_follow_the_number_of_processes(method, monkeypatch, capsys):
-    """The recipe's becomes a multiple of it. A number that is given holds, or is refused."""
-    monkeypatch.setattr(common, "rank_and_world", lambda: (0, 3))
-    module, flag = importlib.import_module(method), "mix_slices" if method == "patchmix" else "bn_groups"
-
-    def parse(*words):
-        return getattr(module.parse_args(["--batch-size", "24", *words]), flag)
-
-    assert parse() == 3 * module.RECIPES["patterns"][flag] and parse(common.option(flag), "3") == 3
-    assert common.option(flag) in tiny.refused(capsys, parse, common.option(flag), "2")
+@pytest.mark.parametrize("given, world, each", [  # each None: not equal slices of two images or more, as many on each
+    (2, 1, 2), (8, 4, 2), (2, 6, 1), (1, 1, 1), (5, 1, None), (24, 1, None), (3, 2, None), (1, 5, None), (1, 16, None)
+])  # fmt: skip
+def test_slices_of_24_images_are_as_given_and_one_per_process_at_least(given, world, each, monkeypatch, capsys):
+    monkeypatch.setattr(common, "rank_and_world", lambda: (0, world))
+    args = argparse.Namespace(batch_size=24, bn_groups=given)
+    if each is None:
+        line = tiny.refused(capsys, common.slices_per_process, args, "bn_groups")
+        assert "--batch-size 24" in line and f"--bn-groups {given}" in line and f"{world} process" in line
+    else:
+        assert common.slices_per_process(args, "bn_groups") == each and args.bn_groups == given

@@ -1,4 +1,4 @@
-"""Checkpoints of others: each usual form, with its real names, is judged, and trained from (--init)."""
+"""Checkpoints of others: each usual form, with its real names, is evaluated, and trained from (--init)."""
 
 import argparse
 import datetime
@@ -13,7 +13,7 @@ import torch
 import torchvision
 from conftest import METHODS
 from safetensors.torch import save_file
-from tiny import load, refused
+from tiny import epochs_of, life, load, refused
 
 import common
 import eval_knn
@@ -33,6 +33,7 @@ FORMS = {  # how timm builds it; of the query and of the momentum encoder the en
 }
 # What stands beside them; plain data is allowed where torch.load would refuse it.
 HEADS = ("fc.0.weight", "fc.weight", "head.weight", "head.0.bias", "head.mlp.0.weight")
+HEADS += ("mask_token", "decoder_pos_embed", "decoder_embed.weight", "decoder_blocks.0.norm1.weight")  # MAE's
 PLAIN = argparse.Namespace(lr=np.float64(1), at=datetime.datetime(2026, 1, 2), out=Path("x"), scores=np.ones(2))
 OPTIMIZER = {"state": {0: {"momentum_buffer": torch.ones(2)}}, "param_groups": [{"lr": 0.03}]}
 
@@ -90,6 +91,16 @@ def test_the_only_encoder_needs_no_prefix(how, tmp_path):
     assert same(read, encoder, how["image_size"]) and info["encoder"] == "nets.1.0"
 
 
+@pytest.mark.parametrize("kernel, size", [(7, 64), (7, 96), (3, 32), (3, 64)])
+def test_a_resnet_of_others_has_the_stem_of_its_conv1(kernel, size, tmp_path):
+    """Timm's, also for small images; 3 x 3 only if it is so in the file."""
+    encoder = make_encoder("resnet18", 96 if kernel == 7 else 32)
+    torch.save({"state_dict": under("module.encoder_q.", encoder)}, tmp_path / "file.pth")
+    read, info = common.load_published(tmp_path / "file.pth", "resnet18", size)
+    assert same(read, encoder, size) and read.conv1.kernel_size == (kernel, kernel)
+    assert info["stem"] == ("timm" if kernel == 7 else "3x3")
+
+
 # The DINO's have further tokens, and no embedding of positions or one without the class token.
 PUBLIC = "resnet18 convnextv2_atto vit_tiny_patch16_224 vit_small_patch14_reg4_dinov2 vit_small_patch16_dinov3".split()
 
@@ -97,7 +108,7 @@ PUBLIC = "resnet18 convnextv2_atto vit_tiny_patch16_224 vit_small_patch14_reg4_d
 @pytest.mark.parametrize("name", PUBLIC)
 def test_public_encoders_are_read_by_timms_name(name, tmp_path, monkeypatch):
     """With their classifier and, after a point, what names the weights; torchvision's own ResNet."""
-    size = 56 if "patch14" in name else 96  # the patch size is in the name
+    size, patch_size = (56, 14) if "patch14" in name else (96, 16)
     less = dict(depth=2) if common.is_vit(name) else {}  # of its 12 blocks, to save time
     monkeypatch.setitem(common.ARCHS, name, (name, less))
     more = less | (dict(img_size=size, dynamic_img_size=True) if less else {})
@@ -108,7 +119,7 @@ def test_public_encoders_are_read_by_timms_name(name, tmp_path, monkeypatch):
     else:
         theirs.reset_classifier(0)
     known = timm.get_pretrained_cfg(name)  # of the weights that are timm's default
-    how = dict(arch=f"{name}.{known.tag}", image_size=size)
+    how = dict(arch=f"{name}.{known.tag}", image_size=size, patch_size=patch_size)
     read, info = common.load_published(tmp_path / "model.safetensors", **how)
     assert same(read, theirs.eval(), size)
     assert [info[key] for key in ("mean", "std", "interpolation")] == [known.mean, known.std, known.interpolation]
@@ -151,10 +162,16 @@ def test_what_does_not_fit_is_refused(what, tmp_path, capsys):
     assert "give --arch NAME" in refused(capsys, common.load_backbone, tmp_path / "file.pth")
 
 
+def test_a_file_with_code_is_refused_by_the_name_of_its_class(tmp_path, capsys):
+    torch.save({"state_dict": {}, "loss": torch.nn.CrossEntropyLoss()}, tmp_path / "file.pth")
+    line = refused(capsys, common.load_published, tmp_path / "file.pth", **RESNET)
+    assert "torch.nn.modules.loss.CrossEntropyLoss" in line and "weights_only" not in line
+
+
 # ------------------------------------------------------------- what is done with them
 
 
-def test_a_file_of_others_is_judged_as_a_run(places, tmp_path, capsys):
+def test_a_file_of_others_is_evaluated_as_a_run(places, tmp_path, capsys):
     """A run's own folder is refused as such a file, or its normalisation would be lost in silence."""
     torch.save(under("encoder.", common.load_backbone(places["VIT"])[0]), tmp_path / "others.pth")
     how = "--arch vit_micro --image-size 16 --patch-size 8 --norm patterns --dataset folder --data-dir".split()
@@ -170,17 +187,20 @@ INIT = [*((method, "") for method in METHODS), ("moco_jointcrop", "--moco v3"), 
 @pytest.mark.slow
 @pytest.mark.parametrize("method, variant", INIT)
 def test_training_starts_from_init_and_goes_on_without_the_file(method, variant, _tiny, tmp_path):
-    """The rate is so small that the weights stay; MoCo v3 and SimSiam would zero some of an untrained encoder's."""
+    """Its learning rate leaves the weights as they are; MoCo v3 and SimSiam would zero some of an untrained encoder's.
+
+    What it leaves in backbone.pt is for other programs, too: plain tensors, which safetensors takes.
+    """
     query, momentum = (make_encoder("resnet_nano", 16) for _ in range(2))
     path, out = tmp_path / "moco.pth", tmp_path / "run"
     torch.save({"state_dict": under("encoder_q.", query) | under("encoder_k.", momentum)}, path)
     flags = [*f"--arch resnet_nano --lr 1e-9 --weight-decay 0{' 0' * (method == 'patchmix')}".split(), *variant.split()]
-    flags += ["--init", path, "--init-prefix", "state_dict.encoder_q."]
-    tiny.run(method, out, *flags, "--max-steps", 1)
+    flags += ["--min-lr", 0, "--init", path, "--init-prefix", "state_dict.encoder_q."]
+    life(method, [*tiny.FLAGS, *flags, "--out", out], "step 6")
     saved = load(out / "last.pt")["model"]
     for name, value in query.named_parameters():
         for prefix in ("backbone.", "momentum_backbone.")[: 1 if "simsiam" in variant else 2]:
             torch.testing.assert_close(saved[prefix + name], value.detach(), rtol=0, atol=1e-6)
+    save_file(load(out / "backbone.pt")["state_dict"], tmp_path / "backbone.safetensors")
     path.unlink()
-    tiny.run(method, out, *flags, "--max-steps", 2)
-    assert load(out / "last.pt")["step"] == 2
+    assert "after epoch 1" in tiny.run(method, out, *flags) and epochs_of(out) == 2

@@ -5,6 +5,7 @@ import re
 import shlex
 from pathlib import Path
 
+import diff_mains
 import pytest
 import torch
 from conftest import ROOT
@@ -24,10 +25,17 @@ def commands():
     return sorted({c.strip() for line in inline + blocks for c in COMMAND.findall(line) if "diff" not in line})
 
 
+def blocks(page, language="python"):
+    return re.findall(rf"^```{language}\n(.*?)^```", PAGES[page], re.M | re.S)
+
+
 def python_block(page, word):
     """The one Python block of a page that has a word."""
-    (block,) = (b for b in re.findall(r"^```python\n(.*?)^```", PAGES[page], re.M | re.S) if word in b)
+    (block,) = (block for block in blocks(page) if word in block)
     return block
+
+
+COPIED, LOOP, OWN, WEIGHTS = FRONT = "import mix_targets", "JCL(", "eval_knn.main(", "timm.create_model("
 
 
 def run_block(code, **names):
@@ -59,16 +67,37 @@ def test_commands(monkeypatch, tmp_path):
             importlib.import_module(script[:-3]).parse_args(words)
 
 
+def test_the_shown_difference_of_two_papers():
+    """It is what the tool makes of the files as they are."""
+    (shown,) = blocks("README.md", "diff")
+    assert shown.splitlines() == diff_mains.difference("moco_jointcrop.py", "jcl.py", loop=True)
+
+
+def test_each_block_of_the_front_page_is_run():
+    assert [sum(word in block for word in FRONT) for block in blocks("README.md")] == [1] * len(FRONT)
+
+
 def test_copied_functions():
     images, keys = torch.rand(4, 3, 32, 32), torch.randn(4, 8)
-    code = python_block("README.md", "import mix_targets")
+    code = python_block("README.md", COPIED)
     found = run_block(code, images=images, keys=keys, encode=lambda x: x.mean((2, 3)) @ keys[:3])
     assert found["mixed"].shape == images.shape and found["loss"].isfinite()
 
 
+def test_a_loop_of_ones_own():
+    """Each step moves the user's own encoder, and the momentum encoder after it; its keys are the next negatives."""
+    found = run_block(python_block("README.md", LOOP))
+    encoder, model, keys = found["encoder"], found["model"], found["keys"]
+    pairs = [*zip(encoder.parameters(), model.momentum_backbone.parameters(), strict=True)]
+    assert found["loss"].isfinite() and model.backbone is encoder and len(pairs) > 10
+    assert all(fast.grad is not None and 0 < (fast - slow).abs().max() < 1 for fast, slow in pairs)
+    position, steps = int(model.queue.position), len(found["images"]) // len(keys)
+    assert position == steps * len(keys) and torch.equal(model.queue.keys[position - len(keys) : position], keys)
+
+
 def test_own_data_and_encoder(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    found = run_block(python_block("README.md", "eval_knn.main("))
+    found = run_block(python_block("README.md", OWN))
     assert "kNN" in capsys.readouterr().out
     common.load_backbone("runs/mine", module=found["encoder"])
     saved = torch.load("runs/mine/backbone.pt", weights_only=True)["state_dict"]
@@ -81,7 +110,7 @@ def backbone(arch, size, code):
     info = common.backbone_info(arch, size, 4, method="m", encoder="query")
     folder.mkdir(parents=True)
     made = common.build_backbone(info).eval()
-    common.write_file(folder / "backbone.pt", info | {"state_dict": made.state_dict()})
+    torch.save(info | {"state_dict": made.state_dict()}, folder / "backbone.pt")
     return made
 
 
@@ -89,7 +118,7 @@ def backbone(arch, size, code):
 def test_weights_elsewhere(arch, tmp_path, monkeypatch):
     """Also with the stems of ResNets at 32 px."""
     monkeypatch.chdir(tmp_path)
-    code = python_block("README.md", "timm.create_model(")
+    code = python_block("README.md", WEIGHTS)
     made, x = backbone(arch, 32, code), torch.rand(2, 3, 32, 32)
     with torch.no_grad():
         assert torch.equal(run_block(code)["backbone"](x), made(x))

@@ -7,6 +7,7 @@ number; so all that is left has to agree. Losses, weights, buffers and queue are
 
 import functools
 import importlib
+import itertools
 import math
 import os
 import zlib
@@ -51,9 +52,9 @@ RUNS |= {f"mocov2/v2_one_step_per_epoch as {name}": flags for name, flags in {
     "jcl.py": "jcl --num-keys 1", "clim.py": "clim --selection none", "logo.py": "logo --local-crops 0 --one-way",
 }.items()}  # fmt: skip
 
-RATE_PER_EPOCH = ("jcl/released", "mocov2/v2", "two_processes/jcl", "two_processes/mocov2")  # released, not here
-QUICK = ("jcl/one_step_per_epoch", "mocov2/v2_one_step_per_epoch", "mocov2/v2_one_step_per_epoch as clim.py")
-QUICK += ("mocov3/constant", "logo/aligned", "patchmix/constant")
+LR_PER_EPOCH = ("jcl/released", "mocov2/v2", "two_processes/jcl", "two_processes/mocov2")  # released, not here
+QUICK = ("jcl/one_step_per_epoch", "jcl/released", "mocov2/v2_one_step_per_epoch", "mocov3/constant")
+QUICK += ("mocov2/v2_one_step_per_epoch as clim.py", "logo/aligned", "patchmix/constant")
 
 
 def draw(seed, *shape):
@@ -92,7 +93,7 @@ def probe(x):
 class Lars(torch.optim.Optimizer):
     """MoCo v3's LARS. timm's divides by |g| + wd |p|, this one by |g + wd p| (golden/README.md)."""
 
-    def __init__(self, groups, lr, momentum, trust_coeff):
+    def __init__(self, groups, lr=0.0, momentum=0.9, trust_coeff=0.001):
         super().__init__(groups, dict(lr=lr, momentum=momentum, trust_coeff=trust_coeff, weight_decay=0.0))
 
     @torch.no_grad()
@@ -124,8 +125,9 @@ def flags_of(method, s):
     """Return the flags that the settings of a run mean for a method."""
     n, steps, epochs = (s[name] for name in ("batch_size", "steps_per_epoch", "epochs"))
     values = dict(arch="vit_golden" if method == "patchmix" else "resnet_golden", knn_every=0, seed=0, workers=0)
-    values |= dict(warmup=s.get("warmup_epochs", 0), min_lr=s.get("min_lr", 0), lr=s.get("lr", s.get("lr_at_256")))
-    values |= dict(lr_batch=256 if "lr_at_256" in s else n, epochs=epochs, batch_size=n)
+    lr_batch = 256 if "lr_at_256" in s else n
+    values |= dict(lr_batch=lr_batch, lr=s.get("lr", s.get("lr_at_256")), min_lr=s.get("min_lr", 0) * lr_batch / n)
+    values |= dict(warmup=s.get("warmup_epochs", 0), epochs=epochs, batch_size=n)
     names = "image_size", "dim", "queue", "sgd_momentum", "temperature", "hidden", "trust_coeff"
     names += ("patch_size", "num_mix", "local_crops", "local_size", "affinity_hidden", "clip_ratio")
     values |= {name: s[name] for name in names if name in s}
@@ -149,60 +151,47 @@ def flags_of(method, s):
 
 def follow(patch, module, method, run, s, d):
     """Put views, weights and documented departures into a method. Return the list that gets each step's loss."""
-    losses, rank_and_world, given = [], common.rank_and_world, {"step": 0}
+    losses, given, load_run = [], {"step": 0}, common.load_run
     patch.setitem(common.ARCHS, "resnet_golden", ("resnet18", dict(
         zero_init_last=False, layers=(1, 1, 1, 1), channels=(8, 8, 16, 16))))  # fmt: skip
     patch.setitem(common.ARCHS, "vit_golden", ("vit_tiny_patch16_224", dict(embed_dim=32, depth=2, num_heads=4)))
 
-    def colour_views(batch, *_):
+    def color_views(batch, *_):
         step = given["step"] = len(losses)
         local_sizes = [s["local_size"]] * s.get("local_crops", 2) if "local_size" in s else []
         sizes = [s["image_size"]] * (1 + s.get("num_keys", 1)) + local_sizes
-        rank, world = rank_and_world()
-        return [x.tensor_split(world)[rank] for x in views_of_step(s["seed"], step, s["batch_size"], sizes)]
+        return [common.shard(x) for x in views_of_step(s["seed"], step, s["batch_size"], sizes)]
 
-    restore = module.restore
+    def with_weights(args, config, state):
+        for name, part in state.items():
+            if isinstance(part, torch.nn.Module):
+                prefix = "" if name == "model" else f"{name}."
+                values = {k: initial(s["seed"], prefix + k, x) for k, x in part.state_dict().items()}
+                part.load_state_dict(values)
+        if dist.is_initialized():
+            synchronize(state["model"])
+        state["model"].register_forward_hook(lambda model, views, found: losses.append(found[0].detach()))
+        return load_run(args, config, state)
 
-    def with_weights(args, images, model, *more):
-        modules = model if isinstance(model, dict) else dict(model=model)
-        for name, part in modules.items():
-            prefix = "" if name == "model" else f"{name}."
-            state = part.state_dict()
-            part.load_state_dict({k: initial(s["seed"], prefix + k, x) for k, x in state.items()})
-        return restore(args, images, model, *more)
-
-    in_parallel = module.in_parallel
-
-    def watched(args, model):
-        ddp = in_parallel(args, synchronize(model) if dist.is_initialized() else model)
-
-        def forward(*args):
-            found = ddp(*args)
-            losses.append(found[0].detach())
-            return found
-
-        return forward
-
-    patch.setattr(common, "colour_views", colour_views)
-    patch.setattr(module, "restore", with_weights)
-    patch.setattr(module, "in_parallel", watched)
-    schedule, rates = module.schedule, d["lr"].tolist() if "lr" in d else None
-    if run.partition(" ")[0] in RATE_PER_EPOCH:
-        patch.setattr(module, "schedule", lambda a, t, n: (rates[t], *schedule(a, t, n)[1:]))
-    if s.get("momentum_cosine"):  # released: rates by epochs, and the momentum moves before a step, not after it
+    patch.setattr(common, "color_views", color_views)
+    patch.setattr(common, "load_run", with_weights)
+    if run.partition(" ")[0] in LR_PER_EPOCH or s.get("warmup_epochs", 0) > s["epochs"] / 4:
+        patch.setattr(module, "learning_rate", lambda args, epoch: d["lr"][round(epoch * s["steps_per_epoch"])].item())
+    if s.get("momentum_cosine"):  # released: the momentum moves before a step, not after it
         moves = [*d["momentum_of_step"][1:].tolist(), 1.0]
-        decay = d["weight_decay"].tolist() if "weight_decay" in d else [s["weight_decay"]] * len(moves)
-        patch.setattr(module, "schedule", lambda a, t, n: (rates[t], decay[t], moves[t]))
+        model = module.PatchMix if method == "patchmix" else module.MoCo
+        patch.setattr(model, "update", lambda self, m, move=model.update: move(self, moves[given["step"]]))
     if "trust_coeff" in s:
         patch.setattr(module, "Lars", Lars)
     if method == "patchmix":
 
-        def mix(images, args, step, number):
-            by_view = d["permutations"][step][::-1]  # D5: the queries are of view 2
-            permutation = by_view[number] if number < 2 else d["local_permutations"][step][number - 2]
-            return module.patch_mix(images, args.num_mix, args.patch_size, torch.from_numpy(permutation.copy()))
+        def mix_views(views, num_mix, patch_size, *_):
+            shuffles = [*d["permutations"][given["step"]][::-1]]  # D5: the queries are of view 2
+            shuffles += [*d["local_permutations"][given["step"]]] if len(views) > 2 else []
+            pairs = zip(views, map(torch.from_numpy, map(np.copy, shuffles)), strict=True)
+            return [module.patch_mix(x, num_mix, patch_size, shuffle) for x, shuffle in pairs]
 
-        patch.setattr(module, "mix_in_slices", mix)
+        patch.setattr(module, "mix_views", mix_views)
         patch.setattr(timm.models.vision_transformer, "resample_abs_pos_embed", released_pos_embed)
     if "shuffles" in d:  # of the keys: two processes only
         encode_shuffled_keys, step_and_calls = module.encode_shuffled_keys, [-1, 0]
@@ -230,8 +219,8 @@ def follow(patch, module, method, run, s, d):
         depart(patch, module, s, given)
     if run == "logo/baseline":  # D11: the keys of both views are enqueued
 
-        def both(self, views, step, forward=module.MoCo.forward):
-            loss, keys, *rest = forward(self, views, step)
+        def both(self, views, *more, forward=module.MoCo.forward):
+            loss, keys, *rest = forward(self, views, *more)
             with torch.no_grad():
                 return loss, torch.cat([self.key(views[0]), keys]), *rest
 
@@ -241,27 +230,26 @@ def follow(patch, module, method, run, s, d):
 
 def depart(patch, logo, s, given):
     """Put LoGo's released D2, D3, D4 and D6 into logo.py."""
-    update, forward, local, descend = logo.MoCo.update, logo.MoCo.forward, logo.MoCo.local, logo.descend
-    passes = {"local": 0}
+    update, forward, embed, descend = logo.MoCo.update, logo.MoCo.forward, logo.MoCo.embed, logo.descend
+    passes = itertools.count()
 
-    def local_that_moves(self, x):  # D2: the momentum encoder moves before each of a step's two passes
-        passes["local"] += 1
-        if passes["local"] % 2:
+    def embed_that_moves(self, x):  # D2: the momentum encoder moves before each of a step's two passes
+        if next(passes) % 6 == 0:  # of a step's six embeddings the first two are of the locals, for the affinity
             update(self, s["momentum"])
-        return local(self, x)
+        return embed(self, x)
 
-    def forward_that_moves(self, views, step):
+    def forward_that_moves(self, *inputs):
         update(self, s["momentum"])
-        return forward(self, views, step)
+        return forward(self, *inputs)
 
-    def descend_with_decay(optimizer, loss, lr, max_norm=math.inf):
+    def descend_with_decay(optimizer, loss, max_norm=math.inf):
         if max_norm is not math.inf:
             optimizer.param_groups[0]["weight_decay"] = s["weight_decay"]  # D3
             max_norm = max_norm * (given["step"] % s["steps_per_epoch"] > 0)  # D4
-        descend(optimizer, loss, lr, max_norm)
+        descend(optimizer, loss, max_norm)
 
     patch.setattr(logo.MoCo, "update", lambda self, m: None)
-    patch.setattr(logo.MoCo, "local", local_that_moves)
+    patch.setattr(logo.MoCo, "embed", embed_that_moves)
     patch.setattr(logo.MoCo, "forward", forward_that_moves)
     patch.setattr(logo, "descend", descend_with_decay)
     patch.setattr(torch.Tensor, "roll", lambda x, *_: x.flip(0))  # D6; nothing else rolls here

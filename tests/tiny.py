@@ -1,4 +1,4 @@
-"""Whole runs within seconds: 68 + 32 images of 16 px, narrow heads; image files; runs that are struck and compared."""
+"""Whole runs within seconds: 68 + 32 images of 16 px, narrow heads; image files; runs that are ended and compared."""
 
 import contextlib
 import importlib
@@ -23,7 +23,7 @@ import common
 
 FLAGS = "--arch vit_micro --image-size 16 --batch-size 16 --epochs 2 --knn-every 1 --device cpu".split()
 STEPS = 4  # per epoch: 68 images in batches of 16
-TIMING = ("images_per_s", "data_wait")
+TIMING = ("images_per_s",)
 CHILDREN = torch.multiprocessing.get_context("forkserver")  # clean processes, without importing torch again
 CHILDREN.set_forkserver_preload(["torch", "torchvision", "timm"])
 
@@ -33,7 +33,7 @@ def shrink(patch):
     make = common.make_patterns
     patch.setattr(common, "make_patterns", lambda count, size, seed: make(68 if count > 1024 else 32, size, seed))
     patch.setitem(common.ARCHS, "resnet_nano", ("resnet18", NANO))
-    small = dict(hidden=32, dim=16, patch_size=8, queue=32, mix_slices=2, drop_path=0.2)
+    small = dict(hidden=32, dim=16, patch_size=8, queue=32, mix_slices=2, drop_path=0.2, clim_start=0)
     for method in METHODS:
         recipes = importlib.import_module(method).RECIPES
         mine = {name: value for name, value in small.items() if name in recipes["patterns"]}
@@ -57,13 +57,13 @@ def run(method, out, *flags, **own):
 
 @pytest.fixture(scope="module")
 def begun(_tiny, tmp_path_factory):
-    """A function: method -> the folder of its run that stopped in the second epoch, made once."""
+    """A function: method -> the folder of its run that was stopped in the second epoch, made once."""
     made = {}
 
     def folder(method):
         if method not in made:
             made[method] = tmp_path_factory.mktemp(method) / "run"
-            run(method, made[method], "--max-steps", "5", "--knn-every", "0")
+            life(method, [*FLAGS, "--knn-every", "0", "--out", made[method]], "step 6")
         return made[method]
 
     return folder
@@ -109,12 +109,13 @@ def records(out):
     return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
 
 
+def epochs_of(out):
+    """Return how many epochs a run's last.pt has; None if there is none."""
+    return len(load(out / "last.pt")["records"]) if (out / "last.pt").exists() else None
+
+
 def contents(folder):
-    return {
-        path.relative_to(folder): path.read_bytes()
-        for path in sorted(folder.rglob("*"))
-        if path.is_file() and path.name != "lock"
-    }
+    return {path.relative_to(folder): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
 
 
 def flat(state, name=""):
@@ -128,7 +129,7 @@ def flat(state, name=""):
 def unequal(one, two):
     """Return the paths at which two nested states differ, bit for bit.
 
-    Times do not count, nor an optimiser's rate and decay, which each step sets before it uses them.
+    Times do not count, nor an optimizer's learning rate and decay, which each step sets before it uses them.
     """
     set_anew = re.compile(r"/param_groups/\d+/(lr|weight_decay)$")
     a, b = ({k: v for k, v in flat(state).items() if not (k.endswith(TIMING) or set_anew.search(k))}
@@ -137,83 +138,64 @@ def unequal(one, two):
     return sorted((a.keys() | b.keys()) - same)
 
 
-def assert_same_run(one, two, interrupted=()):
-    """Assert that two runs are the same bit for bit: weights, optimiser, counters, the records of all epochs.
-
-    interrupted: epochs that went on in the middle; their means are those of the steps since then, which differ.
-    """
+def assert_same_run(one, two):
+    """Assert that two runs are the same bit for bit: weights, optimizers, the records of all epochs."""
     files = {path.name for path in one.glob("*.pt")}
     assert files == {path.name for path in two.glob("*.pt")}
     for file in files:
-        states = ({k: v for k, v in load(out / file).items() if k not in ("config", "records")} for out in (one, two))
+        states = ({k: v for k, v in load(out / file).items() if k != "config"} for out in (one, two))
         assert unequal(*states) == [], file
     assert all(records(out) == load(out / "last.pt")["records"] for out in (one, two))
-    for a, b in zip(records(one), records(two), strict=True):
-        same = (name for name in a if name in ("epoch", "step", "lr", "std") or name.startswith(("knn", "linear")))
-        names = sorted(same if a["epoch"] in interrupted else a.keys() | b.keys())
-        assert unequal(*([r.get(name) for name in names if name not in TIMING] for r in (a, b))) == [], names
 
 
-# ---------------------------------------------------------------- being struck
+# ---------------------------------------------------------------- being ended
 
 
-class Ended(BaseException):
-    """Stands in this process for the end by a signal."""
+def stop():
+    raise KeyboardInterrupt
 
 
-def places():
-    """Return {name: what a run calls there}."""
-    *methods, linear = (importlib.import_module(name) for name in (*METHODS, "eval_linear"))
-    steps = [*((method, "schedule") for method in methods), (linear, "learning_rate")]
-    judging, choice = [(common, "knn_record"), (linear, "evaluate")], [(importlib.import_module("clim"), "refresh")]
-    found = dict(step=steps, save=[(torch, "save")], choice=choice, judging=judging)
-    return found | {"anything": [*sum(found.values(), []), (os, "fsync"), (os, "replace")]}
+def strike(patch, moment, end=stop):
+    """Call `end` at a moment from now on. moment: "step 5": in the fifth step; or "".
 
-
-def strike(patch, moment, send):
-    """Send a signal at a moment. moment: for example "TERM step 5", in the fifth step from now on."""
-    name, place, number = moment.split()
-    calls, save = itertools.count(1), torch.save
+    A save has eight moments: in the middle of backbone.pt, before it is flushed, before it is put in place; the two
+    latter of metrics.jsonl; and the three of last.pt. Before, a new run has the two latter of config.json.
+    """
+    if not moment:
+        return
+    (place, number), calls, save = moment.split(), itertools.count(1), torch.save
+    clim, linear = (importlib.import_module(name) for name in ("clim", "eval_linear"))
+    places = dict(step=[(common, "color_views")], knn=[(common, "knn_record"), (linear, "evaluate")])
+    places |= dict(save=[(torch, "save"), (os, "fsync"), (os, "replace")], choice=[(clim, "refresh")])
+    places["anything"] = sum(places.values(), [])
 
     def wrap(original):
         def struck(*args, **options):
             if next(calls) == int(number):
                 if original is save:  # in the middle of a write
-                    args[1].write_bytes(b"half")
-                send(getattr(signal, f"SIG{name}"))
+                    args[1].write(b"half")
+                end()
             return original(*args, **options)
 
         return struck
 
-    for target, function in places()[place]:
+    for target, function in places[place]:
         patch.setattr(target, function, wrap(getattr(target, function)))
 
 
 def life(script, argv, moment=""):
-    """Run a script in this process as `python SCRIPT ...` does. Return (exit status, what it prints)."""
+    """Run a script in this process as `python SCRIPT ...` does; Ctrl-C ends it at a moment, which `strike` explains.
+
+    Return (exit status, what it prints).
+    """
     module, said = importlib.import_module(script), io.StringIO()
-
-    def end(number, _=None):
-        raise Ended(number)
-
-    def pretend(number):
-        end(number) if number == signal.SIGKILL else signal.raise_signal(number)
-
-    heard = [n for n in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(n) != signal.SIG_IGN]
-    before = {number: signal.signal(number, end) for number in heard}
-    try:
-        with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(said):
-            if moment:
-                strike(patch, moment, pretend)
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(said):
+        strike(patch, moment)
+        try:
             common.start(module.main, lambda: module.parse_args([*map(str, argv)]))
-        return 0, said.getvalue()
-    except SystemExit as stop:
-        return stop.code, said.getvalue()
-    except Ended as ended:
-        return -ended.args[0], said.getvalue()
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        except SystemExit as stop:
+            return stop.code, said.getvalue()
+    return 0, said.getvalue()
 
 
 # ------------------------------------------------------- processes of their own
@@ -237,15 +219,8 @@ def begin(function, log, environment, args):
 
 
 def play(script, argv, moment=""):
-    """Run a script as `python SCRIPT ...` does. A signal is real. torchrun gets it first, and hands it on."""
-
-    def send(number):
-        by_torchrun = "TORCHELASTIC_RUN_ID" in os.environ
-        os.kill(os.getppid() if by_torchrun else os.getpid(), number)
-        time.sleep(3 * by_torchrun)
-
-    if moment:
-        strike(pytest.MonkeyPatch(), moment, send)
+    """Run a script as `python SCRIPT ...` does; SIGKILL ends this process at a moment."""
+    strike(pytest.MonkeyPatch(), moment, lambda: os.kill(os.getpid(), signal.SIGKILL))
     module = importlib.import_module(script)
     common.start(module.main, lambda: module.parse_args([*map(str, argv)]))
 
@@ -273,7 +248,8 @@ def processes(log, function, each, seconds=240):
     return ends
 
 
-if __name__ == "__main__":  # for torchrun: SCRIPT "SIGNAL PLACE NUMBER, of the main process" FLAGS
+if __name__ == "__main__":  # for torchrun: SCRIPT "the second process's moment, before a restart" FLAGS
     torch.set_num_threads(1)
     shrink(pytest.MonkeyPatch())
-    play(sys.argv[1], sys.argv[3:], sys.argv[2] if os.environ["RANK"] == "0" else "")
+    struck = os.environ["RANK"] == "1" and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
+    play(sys.argv[1], sys.argv[3:], sys.argv[2] if struck else "")

@@ -14,6 +14,7 @@ import functools
 import importlib
 import itertools
 import os
+import re
 import shlex
 import subprocess
 import sys
@@ -25,9 +26,12 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from PIL import Image
+from torch.utils.data import DataLoader
 
 ROOT = Path(__file__).parents[2]
-METHODS = ("moco_jointcrop", "jcl", "clim", "logo", "logo --base simsiam", "patchmix")
+FOUR = "--bn-groups 4 "  # slices of the batch; another checkout may choose their number otherwise, if it is not given
+METHODS = {"moco_jointcrop": FOUR, "jcl": FOUR, "clim": FOUR + "--clim-start 0 --refresh-every 1000", "logo": FOUR}
+METHODS |= {"logo --base simsiam": "", "patchmix": "--mix-slices 4"}
 
 
 # ------------------------------------------------ the work, in a process of its own
@@ -56,7 +60,8 @@ def serve(house, section, *words):
                 functions[line.strip()]()
                 tell(began)
 
-        common.start(work, argparse.Namespace)  # which also sets what a script sets for its process
+        # `start` also sets what a script sets for its process
+        common.start(work, lambda: argparse.Namespace(device="cpu", arch=None))
 
 
 class Served:
@@ -106,11 +111,10 @@ def compare(rounds, sides, word, plain=None):
 
 
 def watched(begin, before, after):
-    """A replacement of common.Loader.__iter__ that calls before(batch) and after(batch) of each batch for training.
+    """A replacement of DataLoader.__iter__, `begin`, that calls before(batch) and after(batch) of training batches.
 
-    begin: common.Loader.__iter__. `after` is called when the training loop asks for the next batch, or ends. So what
-    happens between the two calls is a training step with its bookkeeping, without the loading. Loaders of evaluations
-    are left alone.
+    `after` is called when the training loop asks for the next batch, or ends. So what happens between the two calls is
+    a training step with its bookkeeping, without the loading. Loaders of evaluations are left alone.
     """
 
     def batches(loader):
@@ -130,14 +134,13 @@ def watched(begin, before, after):
 def serve_steps(tell, method, *flags):
     """Run a method, and time a step for each line of stdin."""
     module, began = importlib.import_module(method), []
-    loader = module.common.Loader
 
     def before(_):
         if not sys.stdin.readline():
             raise SystemExit
         began.append(now())
 
-    loader.__iter__ = watched(loader.__iter__, before, lambda _: tell(began.pop()))
+    DataLoader.__iter__ = watched(DataLoader.__iter__, before, lambda _: tell(began.pop()))
     module.common.start(module.main, lambda: module.parse_args(flags))
 
 
@@ -151,20 +154,17 @@ def make_folder(folder, count, part="train", seed=0):
 
 def steps(args, houses):
     """Yield (one or two Served, [(row, word), ...]), a row per method and encoder: see `compare`."""
+    flags = f"--dataset cifar10 --device cpu --amp off --batch-size {args.batch_size} --epochs 1000 --knn-every 0"
+    own = [args.flags, args.flags if args.over_flags is None else args.over_flags]
     for kind, method in itertools.product(args.arch, args.methods):
-        script, *flags = method.split()
-        micro = "vit_micro" if script == "patchmix" else "resnet_micro"
-        flags += [] if kind == "recipe" else ["--arch", micro if kind == "micro" else kind]
-        flags += ["--clim-start", "0", "--refresh-every", "1000"] if script == "clim" else []
-        flags += f"--dataset cifar10 --device cpu --amp off --batch-size {args.batch_size}".split()
-        flags += "--epochs 1000 --knn-every 0 --workers 0".split()
-        own = [args.flags] + [args.flags if args.over_flags is None else args.over_flags] * (len(houses) - 1)
+        arch = ("vit_micro" if method == "patchmix" else "resnet_micro") if kind == "micro" else kind
+        words = f"{method} {METHODS[method]} {flags} --workers 0 " + f"--arch {arch} " * (kind != "recipe")
         with tempfile.TemporaryDirectory() as folder:
             make_folder(folder, (args.rounds + 4) * args.batch_size)  # of one epoch, so that no save comes between
             sides = []
-            for number, (house, more) in enumerate(zip(houses, own, strict=True)):
+            for number, (house, more) in enumerate(zip(houses, own, strict=False)):
                 where = ["--data-dir", folder, "--out", f"{folder}/{number}"]
-                sides.append(Served(house, args.threads, "steps", script, *flags, *shlex.split(more), *where))
+                sides.append(Served(house, args.threads, "steps", *shlex.split(words + more), *where))
             yield sides, [(dict(method=method, arch=kind, batch=args.batch_size), "step")]
 
 
@@ -205,40 +205,35 @@ def knn(args, houses):
 
 def table(rows):
     """Markdown of a list of equal dictionaries."""
-    lines = ["| " + " | ".join(rows[0]) + " |", "|" + "---:|" * len(rows[0])]
     cells = [[f"{float(f'{v:.4g}'):g}" if isinstance(v, float) else str(v) for v in row.values()] for row in rows]
-    return "\n".join([*lines, *("| " + " | ".join(row) + " |" for row in cells)])
-
-
-def machine():
-    """Kind and number of the processors."""
-    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
-    name = next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), "unknown processor")
-    return f"{os.cpu_count()} x {name}, load {os.getloadavg()[0]:.1f}, torch {torch.__version__}"
+    return "\n".join("| " + " | ".join(line) + " |" for line in [rows[0], ["---:"] * len(rows[0]), *cells])
 
 
 def main():
     sections = dict(steps=steps, knn=knn)
     parser = argparse.ArgumentParser("bench.py", description=__doc__.splitlines()[0])
-    parser.add_argument("what", choices=sections)
-    parser.add_argument("--against", metavar="CHECKOUT", help="compare with the same work by these files")
-    parser.add_argument("--methods", nargs="+", default=METHODS, choices=METHODS, metavar="NAME", help=str(METHODS))
+    add = parser.add_argument
+    add("what", choices=sections)
+    add("--against", metavar="CHECKOUT", help="compare with the same work by these files")
+    add("--methods", nargs="+", default=METHODS, choices=METHODS, metavar="NAME", help=", ".join(METHODS))
     kinds = "for steps: recipe (CIFAR-10's), micro, or an encoder's name"
-    parser.add_argument("--arch", nargs="+", default=["recipe", "micro"], metavar="NAME", help=kinds)
-    parser.add_argument("--flags", default="", metavar="TEXT", help="more of the scripts', for steps")
-    parser.add_argument("--over-flags", metavar="TEXT", help="steps: over the same step with these instead of --flags")
-    parser.add_argument("--batch-size", type=int, default=32, metavar="N", help="for steps")
-    parser.add_argument("--rounds", type=int, default=10, metavar="N")
-    parser.add_argument("--sizes", type=int, nargs="+", default=[50_000], metavar="N", help="of knn's bank")
-    parser.add_argument("--threads", type=int, default=1, metavar="N")
+    add("--arch", nargs="+", default=["recipe", "micro"], metavar="NAME", help=kinds)
+    add("--flags", default="", metavar="TEXT", help="more of the scripts', for steps")
+    add("--over-flags", metavar="TEXT", help="steps: over the same step with these instead of --flags")
+    add("--batch-size", type=int, default=32, metavar="N", help="for steps")
+    add("--rounds", type=int, default=10, metavar="N")
+    add("--sizes", type=int, nargs="+", default=[50_000], metavar="N", help="of knn's bank")
+    add("--threads", type=int, default=1, metavar="N")
     args = parser.parse_args()
     rows, houses = [], [ROOT] + [args.against or ROOT] * (args.against is not None or args.over_flags is not None)
     for sides, works in sections[args.what](args, houses):
         rows += [row | compare(args.rounds, sides, *work) for row, *work in works]
         for side in sides:
             side.end()
-    command = shlex.join(sys.argv[1:])
-    print(f"python tests/tools/bench.py {command}\n{machine()}, {args.threads} thread(s)\n{table(rows)}")
+    about = Path("/proc/cpuinfo")
+    processor = re.search(r"model name\s*: (.*)|$", about.read_text() if about.exists() else "")[1]
+    print(f"python tests/tools/bench.py {shlex.join(sys.argv[1:])}\n{os.cpu_count()} x {processor}, ", end="")
+    print(f"load {os.getloadavg()[0]:.1f}, torch {torch.__version__}, {args.threads} thread(s)\n{table(rows)}")
 
 
 if __name__ == "__main__" and sys.argv[1:2] == ["serve"]:

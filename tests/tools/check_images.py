@@ -42,6 +42,7 @@ def main(args):
 def parse_args():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("dir", metavar="DIR")
+    parser.set_defaults(device="cpu", arch=None)  # `start` asks for them
     return parser.parse_args()
 
 

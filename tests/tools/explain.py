@@ -40,11 +40,6 @@ QUERY, KEY, APART, GRAY = "#0969da", "#1a7f37", "#cf222e", "#57606a"
 # ------------------------------------------------------------ what is shown
 
 
-def photographs():
-    by_name = common.load_images("folder", str(ROOT / ".github" / "photos"))
-    return by_name.subset(np.array([0, 1, 2, 3, 6, 7, 4, 5]))  # ASTRONAUT, CAT, ...
-
-
 def arguments(method, *flags, colors=True):
     """A method's ImageNet recipe; without colors only the cuts, the blur and the flip are left of a view."""
     plain = () if colors else ("--jitter-p", "0", "--gray-p", "0")
@@ -56,16 +51,17 @@ def views(method, args, images, index, epoch, positives=None):
 
     positives: CLIM's table of positives.
     """
-    drawn = {}
+    declared, how = [*method.augmentation(args).values()], {}
     if method is moco_jointcrop:
-        drawn = dict(draw=functools.partial(method.draw_views, args), extra_draws=method.SHARED_DRAWS)
-    elif method is clim:
-        drawn = dict(draw=functools.partial(method.draw_views, args, images, positives), extra_draws=1)
-    data = common.ViewDataset(images, method.augmentation(args), 0, args.interpolation, **drawn)
+        how = dict(draw=functools.partial(method.draw_views, args), extra_draws=method.SHARED_DRAWS)
+    elif method is clim:  # an image's views, and its positive's
+        declared *= 2
+        how = dict(draw=functools.partial(method.draw_views, args, images, positives), extra_draws=1)
+    data, index = common.ViewDataset(images, declared, 0, args.interpolation, **how), np.array(index)
     batch = data.__getitems__([(epoch, i) for i in index])
-    draws = common.uniform(0, np.full(len(index), epoch), np.array(index), data.num_draws)
-    cuts, _ = data.draw(np.array(index), images.sizes(np.array(index)), draws)
-    return common.colour_views(batch, torch.device("cpu")), [(rows, boxes) for rows, boxes, _ in cuts]
+    draws = common.uniform(0, np.full(len(index), epoch), index, data.num_draws)
+    cuts, _ = data.draw(index, images.sizes(index), draws)
+    return common.color_views(batch, torch.device("cpu")), [(rows, boxes) for rows, boxes, _ in cuts]
 
 
 def marked(cuts, keys):
@@ -83,7 +79,7 @@ def pasted(view, mixed):
 def clim_pair(photos, colors=True):
     """CLIM's pair, of six images of which two are always alike: [both images], views, the mix, the first's share in it.
 
-    For an encoder, which finds the positive, stand 4 x 4 pixels, centred and L2-normalised.
+    For an encoder, which finds the positive, stand 4 x 4 pixels, centered and L2-normalised.
     """
     crops = [common.cut(photos[i], (top, left, side, side), 256) for i in ALIKE for top, left, side in ALIKE[i]]
     images, anchor = common.ImageSet(np.stack(crops)), 2
@@ -93,7 +89,7 @@ def clim_pair(photos, colors=True):
     centers, assignment = clim.kmeans(x, 3, generator=common.generator(0))
     table = clim.select_positives(x, centers, assignment, k=1, num_positives=1)
     seen, _ = views(clim, arguments(clim, "--resolutions", "224", colors=colors), images, [anchor], 3, table)
-    mixed, kept = clim.cutmix(seen[0], seen[3], 0.6, common.generator(2))
+    mixed, kept = clim.cutmix(seen[0], seen[2], 0.6, common.generator(2))
     return [crops[anchor], crops[table[anchor, 0]]], seen, mixed, kept
 
 
@@ -103,12 +99,14 @@ def clim_pair(photos, colors=True):
 class Page:
     """A sheet of WIDTH x height pixels, the origin top left."""
 
-    def __init__(self, height):
+    def __init__(self, height, name="", idea=""):
         self.figure = pyplot.figure(figsize=(WIDTH / 100, height / 100), dpi=160)
         self.axes = self.figure.add_axes((0, 0, 1, 1))
         self.axes.set(xlim=(0, WIDTH), ylim=(height, 0))
         self.axes.axis("off")
         self.height = height
+        self.head(12, 18, name, size=11, ha="left")
+        self.text(12, 38, idea, 8.5, color=GRAY, ha="left")
 
     def text(self, x, y, text, size=8, **options):
         options = dict(ha="center", va="center", linespacing=1.25) | options
@@ -118,10 +116,6 @@ class Page:
 
     def head(self, x, y, text, color="black", size=8.5, **options):
         self.text(x, y, text, size, color=color, weight="bold", **options)
-
-    def title(self, name, idea):
-        self.head(12, 18, name, size=11, ha="left")
-        self.text(12, 38, idea, 8.5, color=GRAY, ha="left")
 
     def image(self, image, x, y, size, frame=None, boxes=(), thick=2.2):
         """An image (3, S, S), or (H, W, 3) as it is in the middle of the square; boxes: [(box, color), ...] on it."""
@@ -213,7 +207,7 @@ def overview(photos, path):
         small(image, x[3], n, top + (tile - half) / 2)
     page.image(mixed[0], x[3], middle, tile, QUERY, boxes=[(pasted(seen[0][0], mixed[0]), QUERY)])
     for n, share in enumerate((kept, 1 - kept)):
-        small(seen[1 + n][0], x[3], n, low, KEY)
+        small(seen[1 + 2 * n][0], x[3], n, low, KEY)
         under(f"{100 * share:.0f} %", x[3], n, low + half + 12)
 
     seen, cuts = views(logo, arguments(logo, colors=False), photos, [ASTRONAUT], LOGO_EPOCH)
@@ -245,10 +239,9 @@ def overview(photos, path):
 
 
 def joint(photos, path):
-    """JointCrop and JointBlur: pairs of views, and the law of their ratio."""
-    page, tile, top = Page(500), 82, 88
+    """JointCrop and JointBlur: pairs of views, and the distribution of their ratio."""
     idea = "Two random crops mostly have similar areas, and match easily: draw the ratio of areas first"
-    page.title("JointCrop and JointBlur", idea)
+    page, tile, top = Page(500, "JointCrop and JointBlur", idea), 82, 88
     x = [108 + n * (tile + 4) for n in range(3)]
     for x0 in (x, [v + 3 * tile + 20 for v in x]):
         for place, text, color in zip(x0, ("photograph", "query", "is pulled to"), ("black", QUERY, KEY), strict=True):
@@ -260,7 +253,7 @@ def joint(photos, path):
         ("RandomCrop", "the baseline: crops\nof random areas", ("--joint", "none"), (12, 6)),
         ("JointCrop", "beta = 0:\nevery ratio", ("--beta", "0"), (2, 7)),
         ("JointCrop", "beta = -4: mostly\nextreme ratios", ("--beta", "-4"), (4, 9)),
-        ("JointBlur", "one clear, one blurred\n(their centres,\nenlarged)", blur, (8, 7)),
+        ("JointBlur", "one clear, one blurred\n(their centers,\nenlarged)", blur, (8, 7)),
     )
     for row, (name, how, flags, epochs) in enumerate(rows):
         y, args = top + row * (tile + 20), arguments(moco_jointcrop, *flags, colors=False)
@@ -290,8 +283,8 @@ def joint(photos, path):
 
 def joint_contrast(photos, path):
     """JCL: one key an image against M' keys, and what their agreement is worth."""
-    page, tile, top = Page(420), 84, 88
-    page.title("JCL", "A query is not compared with one key of its image, but with all that augmentation could make")
+    idea = "A query is not compared with one key of its image, but with all that augmentation could make"
+    page, tile, top = Page(420, "JCL", idea), 84, 88
     x = [112 + n * (tile + 8) for n in range(7)]
     heads = ("photograph", "black"), ("query", QUERY), ("is pulled to", KEY)
     for place, (text, color) in zip(x, heads, strict=False):
@@ -320,9 +313,8 @@ def joint_contrast(photos, path):
 
 def mixture(photos, path):
     """CLIM: whom an image is mixed with, the mix, and what the mix is pulled to."""
-    page, tile, top = Page(306), 104, 92
-    idea = "Other images are positives, too: neighbours nearer to their cluster's centre, mixed in by CutMix"
-    page.title("CLIM", idea)
+    idea = "Other images are positives, too: neighbours nearer to their cluster's center, mixed in by CutMix"
+    page, tile, top = Page(306, "CLIM", idea), 104, 92
     page.head(128, top - 20, "1. choose positives")
     plot = page.plot(14, top - 6, 228, 172)
     random = common.generator(5)
@@ -336,7 +328,7 @@ def mixture(photos, path):
     chosen = clim.select_positives(points, centers, assignment, 16, count)[anchor]
     for m, color in enumerate(("#9ec5f8", "#c9b8f0", "#f4c79a")):
         plot.scatter(*points[assignment == m].T, s=9, color=color)
-    plot.scatter(*centers.T, marker="x", s=46, color="black", lw=1.6, label="centre of a cluster")
+    plot.scatter(*centers.T, marker="x", s=46, color="black", lw=1.6, label="center of a cluster")
     plot.scatter(*points[near].T, s=22, facecolors="none", edgecolors=GRAY, lw=0.9, label="neighbour of the image")
     plot.scatter(*points[chosen].T, s=22, color=KEY, label="its positives")
     plot.scatter(*points[anchor], s=80, marker="*", color=QUERY, zorder=3, label="the image")
@@ -347,9 +339,9 @@ def mixture(photos, path):
     page.head((x[0] + x[1] + tile) / 2, top - 20, "2. an image, and a positive")
     page.head(x[2] + tile / 2, top - 20, "3. mixed: the query", QUERY)
     page.head(x[3] + tile / 2, top - 20, "4. is pulled to", KEY)
-    for n, text in ((0, "the image"), (3, "its positive")):
-        page.image(seen[n][0], x[n // 3], top + 34, tile)
-        page.text(x[n // 3] + tile / 2, top + 34 + tile + 14, text, 8, color=GRAY)
+    for n, text in enumerate(("the image", "its positive")):
+        page.image(seen[2 * n][0], x[n], top + 34, tile)
+        page.text(x[n] + tile / 2, top + 34 + tile + 14, text, 8, color=GRAY)
     note = "(here: both are of one photograph, and chosen\nfrom six images by 4 x 4 pixels of each)"
     page.text((x[0] + x[1] + tile) / 2, top + 34 + tile + 34, note, 7, color=GRAY)
     page.image(mixed[0], x[2], top + 34, tile, QUERY, boxes=[(pasted(seen[0][0], mixed[0]), QUERY)])
@@ -358,7 +350,7 @@ def mixture(photos, path):
     side = 76
     for n, (share, text) in enumerate(((kept, "its own key"), (1 - kept, "the positive's key"))):
         y = top - 6 + n * (side + 28)
-        page.image(seen[1 + n][0], x[3] + 14, y, side, KEY)
+        page.image(seen[1 + 2 * n][0], x[3] + 14, y, side, KEY)
         page.text(x[3] + 14 + side / 2, y + side + 12, f"{100 * share:.0f} %: {text}", 8, color=KEY)
         page.arrow((x[2] + tile + 4, top + 34 + tile / 2), (x[3] + 10, y + side / 2), KEY)
     page.save(path)
@@ -366,8 +358,8 @@ def mixture(photos, path):
 
 def local_global(photos, path):
     """LoGo: which crops are pulled together, and which are pushed apart."""
-    page, top = Page(356), 92
-    page.title("LoGo", "Large crops see the same things. Small ones may see different things, so they are pushed apart")
+    idea = "Large crops see the same things. Small ones may see different things, so they are pushed apart"
+    page, top = Page(356, "LoGo", idea), 92
     seen, cuts = views(logo, arguments(logo), photos, [ASTRONAUT], LOGO_EPOCH)
     photo, size, small = 230, 96, 74
     page.head(14 + photo / 2, top - 18, "photograph, four crops")
@@ -398,8 +390,8 @@ def local_global(photos, path):
 
 def patches(photos, path):
     """PatchMix: the mix, and the shares that it is to find."""
-    page, top, tile = Page(566), 84, 92
-    page.title("PatchMix", "Patches of M images make one mix. A ViT learns to find each image again, with its share")
+    idea = "Patches of M images make one mix. A ViT learns to find each image again, with its share"
+    page, top, tile = Page(566, "PatchMix", idea), 84, 92
     order = [ASTRONAUT, CAT, COFFEE, FLOWER, PALACE, ROCKET]
     (one, two), _ = views(patchmix, arguments(patchmix, colors=False), photos, order, 1)
     permutations = [torch.randperm(49, generator=common.generator(n)) for n in (0, 1)]
@@ -443,7 +435,8 @@ FIGURES |= dict(clim=mixture, logo=local_global, patchmix=patches)
 
 
 def explain(folder):
-    photos = photographs()
+    by_name = common.load_images("folder", str(ROOT / ".github" / "photos"))
+    photos = by_name.subset(np.array([0, 1, 2, 3, 6, 7, 4, 5]))  # ASTRONAUT, CAT, ...
     Path(folder).mkdir(parents=True, exist_ok=True)
     for name, draw in FIGURES.items():
         draw(photos, Path(folder) / f"{name}.png")

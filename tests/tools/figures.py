@@ -20,34 +20,13 @@ import common  # noqa: E402
 CPU = torch.device("cpu")
 
 
-def subplots(*args, **options):
-    """matplotlib's subplots, for files; imported here so that the numbers can be had without it."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    return pyplot.subplots(*args, **options)
-
-
-def write_picture(figure, path):
-    figure.tight_layout()
-    figure.savefig(path, dpi=100)
-    print(f"picture written to {path}")
-
-
-def explain(args):
-    import explain as pictures  # which needs matplotlib
-
-    pictures.explain(args.folder)
-
-
 # ---------------------------------------------------------- JointCrop, Fig. 7
 
 
 def corners(args):
     """How far apart two crops' corners are on average, by beta: ours, with the released offset, and the paper's."""
     sys.path.append(str(Path(__file__).parents[1]))
+    from matplotlib import pyplot
     from test_moco_jointcrop import FIGURE7, RANDOM_CROP, mean_corner_distance  # needs pytest, as nothing else here
 
     beta = [4 - i / 2 for i in range(len(FIGURE7))]
@@ -57,8 +36,8 @@ def corners(args):
     for row in zip(beta, ours, offset, FIGURE7, strict=True):
         print("{:6.1f} {:7.2f} {:11.2f} {:7.2f}".format(*row))
     print(f"RandomCrop {random_crop:.2f}, paper {RANDOM_CROP}")
-    figure, axes = subplots(figsize=(9, 5))
-    axes.plot(beta, ours, label="here: the paper's law")
+    figure, axes = pyplot.subplots(figsize=(9, 5), layout="tight")
+    axes.plot(beta, ours, label="here: the paper's distribution")
     axes.plot(beta, offset, linestyle="--", label="here: --variant released, offset 0.1")
     axes.plot(beta, FIGURE7, "k.", markersize=9, label="read from the paper's Fig. 7")
     label = f"here: RandomCrop, {random_crop:.2f} (paper: {RANDOM_CROP})"
@@ -66,7 +45,7 @@ def corners(args):
     axes.set(xlabel="beta of J-Crop(beta)", ylabel="mean distance of the top-left corners, px (image: 224 x 224)")
     axes.legend()
     axes.grid(alpha=0.3)
-    write_picture(figure, Path(args.folder) / "jointcrop_corners.png")
+    figure.savefig(Path(args.folder) / "jointcrop_corners.png", dpi=100)
 
 
 # ------------------------------------- JCL, Fig. 3: how alike an image's views are
@@ -92,7 +71,7 @@ def view_features(encoder, info, kinds, images, index, count):
     data, at_once, found = common.ViewDataset(images, views, 0, info["interpolation"]), max(1, 256 // count), []
     for start in range(0, len(index), at_once):
         batch = data.__getitems__([(0, i) for i in index[start : start + at_once]])
-        x = torch.stack(common.colour_views(batch, CPU, norm=(info["mean"], info["std"])), 1)
+        x = torch.stack(common.color_views(batch, CPU, norm=(info["mean"], info["std"])), 1)
         found.append(encoder(x.flatten(0, 1)).flatten(1).unflatten(0, (-1, count)))
     return torch.cat(found)
 
@@ -100,20 +79,31 @@ def view_features(encoder, info, kinds, images, index, count):
 # ------------------------------------------- CLIM: positives, and Table 10
 
 
-def choose(run, images, selections):
-    """{selection: CLIM's table of positives, (N, 10)}, by a run's momentum encoder: any run of a queue method."""
-    import clim
+def trained(run):
+    """(the model of a run of a queue method or of logo.py, its configuration, all of its last.pt)."""
+    import logo
 
     state = common.load_checkpoint(Path(run) / "last.pt")
-    config, info = state["config"], state["backbone"]
-    config = vars(clim.parse_args([])) | config  # the queue methods' models have the same parts
-    model = clim.CLIM(argparse.Namespace(**config))
+    info, args = state["backbone"], argparse.Namespace(**state["config"])
+    backbone = common.build_backbone(info)
+    width = common.output_width(backbone, info["image_size"])
+    if getattr(args, "base", "moco") == "simsiam":
+        model = logo.SimSiam(backbone, width, args.dim, args.layers, args.hidden)
+    else:  # the queue methods' models have the same parts
+        model = logo.MoCo(backbone, width, args.dim, args.queue)
     model.load_state_dict(state["model"])
+    return model, args, state
+
+
+def choose(run, images, selection):
+    """CLIM's table of positives, (N, 10), by the momentum encoder of a run of a queue method."""
+    import clim
+
+    model, config, state = trained(run)
+    args = clim.parse_args(["--dataset", config.dataset, "--arch", config.arch, "--selection", selection])
     encoder = torch.nn.Sequential(model.momentum_backbone, model.momentum_projector)
-    x = F.normalize(common.extract_features(encoder, images, info, CPU), dim=1)
-    flags = ["--dataset", config["dataset"], "--arch", config["arch"], "--selection"]
-    recipes = {selection: clim.parse_args([*flags, selection]) for selection in selections}
-    return {selection: clim.choose_positives(args, x, common.generator(0)) for selection, args in recipes.items()}
+    x = F.normalize(common.extract_features(encoder, images, state["backbone"], CPU), dim=1).double()
+    return clim.choose_positives(args, x, clim.nearest_neighbors(x, args.knn_k), common.generator(0))
 
 
 def class_similarity(features, labels):
@@ -132,20 +122,17 @@ def class_similarity(features, labels):
 
 def only_crops(low, high):
     """One kind of view: crops of an area from low to high, with flips and without color, as a list of View."""
-    cut = dict(size=32, area=(low, high), ratio=(3 / 4, 4 / 3), flip_p=0.5)  # view_features replaces the size
     color = dict(jitter=(0, 0, 0, 0), jitter_p=0, gray_p=0, blur_p=0, blur_sigma=(0.1, 2.0), solarize_p=0)
-    return [common.View(**cut, **color)]
+    return [common.View(size=32, area=(low, high), ratio=(3 / 4, 4 / 3), **color, flip_p=0.5)]  # of any size
 
 
-def scale_accuracy(encoder, info, train, test, area, k=20):
+def scale_accuracy(encoder, info, train, test, area):
     """kNN accuracy in % of crops of the test images, of so much of their area, among whole training images."""
     bank, queries = (
         view_features(encoder, info, only_crops(share, share), part, range(len(part)), 1)[:, 0]
         for part, share in ((train, 1.0), (test, area))
     )
-    labels, truth = (torch.from_numpy(part.labels) for part in (train, test))
-    chosen = common.knn_predict(bank, labels, queries, k, 0.07, len(train.classes))
-    return 100 * (chosen == truth).double().mean().item()
+    return common.knn_scores(bank, train, queries, test, (20,), 0.07)["knn20_top1"]
 
 
 def crop_similarity(crops):
@@ -178,16 +165,12 @@ def local_embeddings(run, images, index):
     """(the affinity of a run of LoGo, the embeddings of two local crops of each image, (n, d) each)."""
     import logo
 
-    state = common.load_checkpoint(Path(run) / "last.pt")
-    args, info = argparse.Namespace(**state["config"]), state["backbone"]
-    model = (logo.MoCo if args.base == "moco" else logo.SimSiam)(args)
-    model.load_state_dict(state["model"])
+    model, args, state = trained(run)
     affinity = logo.Affinity(args.dim, args.affinity_hidden)
     affinity.load_state_dict(state["affinity"])
     encoder = torch.nn.Sequential(model.backbone, model.projector).eval()
-    info = dict(info, image_size=args.local_size)
-    found = view_features(encoder, info, logo.augmentation(args)[2:], images, index, 2)
-    return affinity, *F.normalize(found, dim=2).unbind(1)
+    info, kinds = state["backbone"] | dict(image_size=args.local_size), [*logo.augmentation(args).values()][2:]
+    return affinity, *F.normalize(view_features(encoder, info, kinds, images, index, 2), dim=2).unbind(1)
 
 
 def similarity_bars(views, labels, groups, temperature=0.07):
@@ -211,7 +194,8 @@ def mechanisms(run, train, test, few=1000):
     """
     import moco_jointcrop
 
-    kinds = moco_jointcrop.augmentation(moco_jointcrop.parse_args(["--dataset", "cifar10", "--arch", "resnet_mini"]))
+    flags = ["--dataset", "cifar10", "--arch", "resnet_mini"]
+    kinds = [*moco_jointcrop.augmentation(moco_jointcrop.parse_args(flags)).values()]
     given, labels = common.load_backbone(run), torch.from_numpy(test.labels)
     config = json.loads((Path(run) / "config.json").read_text())
     index = torch.randperm(len(test), generator=common.generator(0))[:few].tolist()
@@ -222,8 +206,8 @@ def mechanisms(run, train, test, few=1000):
     found["CLIM"] = {"similarity of two images of a class": class_similarity(features, labels)} | any_two  # Table 10
     if config.get("queue"):
         own = torch.from_numpy(train.labels)
-        for selection, table in choose(run, train, ("knn", "center")).items():
-            share = (own[table] == own[:, None]).double().mean().item()
+        for selection in ("knn", "center"):
+            share = (own[choose(run, train, selection)] == own[:, None]).double().mean().item()
             found["CLIM"][f"`{selection}` positives of the class, %"] = 100 * share
     accuracies = {"whole images, %": 1.0, "crops of a fifth of them, %": 0.2}
     found["JointCrop"] = {name: scale_accuracy(*given, train, test, area) for name, area in accuracies.items()}
@@ -240,12 +224,15 @@ def mechanisms(run, train, test, few=1000):
 
 def main():
     parser = argparse.ArgumentParser("tests/tools/figures.py", description=__doc__.splitlines()[0])
-    figures = dict(explain=explain, corners=corners)
-    parser.add_argument("figure", choices=figures)
+    parser.add_argument("figure", choices=("explain", "corners"))
     parser.add_argument("folder", nargs="?", default=".github", metavar="FOLDER")
     parser.add_argument("--pairs", type=int, default=100_000, metavar="N", help="of crops, for each beta")
     args = parser.parse_args()
-    figures[args.figure](args)
+    if args.figure == "corners":
+        return corners(args)
+    import explain  # which needs matplotlib
+
+    explain.explain(args.folder)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Does each paper's improvement over its baseline show? Makes the runs and the tables of their numbers, by hand.
 
     python tests/tools/results.py train --data-dir DIR [--arms jcl clim] [--seeds 0 1]
-    python tests/tools/results.py floors --data-dir DIR            raw pixels, and untrained encoders
+    python tests/tools/results.py baselines --data-dir DIR         raw pixels, and untrained encoders
     python tests/tools/results.py mechanisms --data-dir DIR        what the losses do, in all runs
     python tests/tools/results.py readme                           write the tables into the pages
     python tests/tools/results.py curves [OUT.png]                 learning curves (needs matplotlib)
@@ -71,7 +71,7 @@ CLAIMS = (  # an arm, the one that it is to beat, its time over that one's; for 
     ("jointblur", "moco", "1", "the same: 57.3 → 60.6"),
     ("jcl", "moco", "2", "ImageNet-1K linear: 67.5 → 68.7"),
     ("jcl", "moco-twice", "1", None),
-    ("clim", "moco", "1.5", "ImageNet-1K linear: 67.5 → 70.1"),
+    ("clim", "moco", "1.5", "ImageNet-1K linear, one size: 67.5 → 70.1"),
     ("clim", "moco-half-more", "1", None),
     ("logo-moco", "moco-symmetric", "2.5", "ImageNet-100 kNN, ResNet-34, over MoCo: 64.2 → 76.8"),
     ("logo-moco-no-l2l", "moco-symmetric", "1.8", None),
@@ -113,10 +113,10 @@ def keep(name, found):
     (KEPT / f"{name}.json").write_text(json.dumps(found, indent=1) + "\n")
 
 
-def judge(line, out, where):
+def evaluate(line, out, where):
     """What is kept of a run: its command, what it was made with, its epochs with kNN, and the linear probe."""
     torch.set_num_threads(1)
-    flags = eval_linear.parse_args([str(out), *where, "--no-floors", "--workers", "0"])
+    flags = eval_linear.parse_args([str(out), *where, "--no-baselines", "--workers", "0"])
     linear = eval_linear.main(flags)["encoder"]["linear_top1"]
     config = json.loads((Path(out) / "config.json").read_text())
     record = dict(command=line, torch=config["torch"], device=config["machine"], commit=config["commit"])
@@ -136,7 +136,7 @@ def train(args):
         environment = dict(os.environ, OMP_NUM_THREADS="1")
         with open(f"{out}.log", "a") as log:
             subprocess.run(words, cwd=ROOT, env=environment, stdout=log, stderr=subprocess.STDOUT, check=True)
-        record = judge(line, out, where)
+        record = evaluate(line, out, where)
         keep(arm, dict(sorted((kept(arm) | {str(seed): record}).items())))
         print(f"{arm}, seed {seed}: kNN and linear {scores(record)}", flush=True)
 
@@ -146,7 +146,7 @@ def cifar10(args):
     return [common.load_images("cifar10", args.data_dir, part) for part in (True, False)]
 
 
-def floors(args):
+def baselines(args):
     """Raw pixels, and both encoders untrained."""
     torch.set_num_threads(1)
     found, (train, test) = {}, cifar10(args)
@@ -156,12 +156,12 @@ def floors(args):
         info = common.backbone_info(arch, 32, 4, norm="cifar10")
         encoder = torch.nn.Flatten() if name == "raw pixels" else common.build_backbone(info)
         x, test_x = (common.extract_features(encoder, part, info, figures.CPU) for part in (train, test))
-        judged = common.knn_scores(x, train, test_x, test, (20,), 0.07)
+        scored = common.knn_scores(x, train, test_x, test, (20,), 0.07)
         linear = eval_linear.linear_probe(x, train_y, test_x, 10)["logits"].argmax(1)
-        judged["linear_top1"] = 100 * (linear == test_y).double().mean().item()
-        found[name] = {measure: round(value, 4) for measure, value in judged.items()}
+        scored["linear_top1"] = 100 * (linear == test_y).double().mean().item()
+        found[name] = {measure: round(value, 4) for measure, value in scored.items()}
         print(f"{name}: {found[name]}", flush=True)
-    keep("floors", found)
+    keep("baselines", found)
 
 
 def mechanisms(args):
@@ -191,12 +191,11 @@ def spread(values, sign="", digits=1):
     return mean + (f" ± {statistics.stdev(values):.{digits}f}" if len(values) > 1 else "")
 
 
-def paired(arm, other):
-    """For kNN and for linear: (percents of the arm `other`, of `arm`, gains), one for each seed that both have."""
+def gains(arm, other):
+    """Points by which an arm is above another, one for each seed that both have: (kNN's, linear's)."""
     runs, others = kept(arm), kept(other)
-    pairs = [(scores(others[seed]), scores(runs[seed])) for seed in sorted(runs.keys() & others.keys())]
-    before, after = (zip(*side, strict=True) for side in zip(*pairs, strict=True))
-    return [(b, a, [y - x for x, y in zip(b, a, strict=True)]) for b, a in zip(before, after, strict=True)]
+    pairs = [(scores(runs[seed]), scores(others[seed])) for seed in sorted(runs.keys() & others.keys())]
+    return [[ours[i] - theirs[i] for ours, theirs in pairs] for i in (0, 1)]
 
 
 def markdown(heads, rows):
@@ -204,40 +203,28 @@ def markdown(heads, rows):
 
 
 def table():
-    """Markdown of all arms, and of the floors below."""
+    """Markdown of all arms, and of the baselines below."""
     rows = []
     for name, arm in ARMS.items():
         percents = list(zip(*map(scores, kept(name).values()), strict=True))
         rows.append([f"{arm.name}, `{arm.script}`", *map(spread, percents)])
-    rows += [[floor, *(f"{value:.1f}" for value in values.values())] for floor, values in kept("floors").items()]
+    rows += [[name, *(f"{value:.1f}" for value in values.values())] for name, values in kept("baselines").items()]
     return markdown(["arm", "kNN", "linear"], rows)
 
 
-def front():
-    """Markdown of README's table: each method beside its baseline, and the paper's own numbers."""
+def verdict(points):
+    """What the gains of all seeds and measures say of a claim: is each larger than what the test set errs by?"""
+    return "shown" if min(points) > NOISE else "the opposite" if max(points) < -NOISE else "not shown"
+
+
+def claims(last="verdict", front=False):
+    """Markdown of all comparisons and the verdicts that follow; or, for README, of those with the paper's numbers."""
     rows = []
     for arm, other, time, paper in CLAIMS:
-        if paper:
-            cells = [spread(gains, "+") for _, _, gains in paired(arm, other)]
-            rows.append([ARMS[arm].name, ARMS[other].name, *cells, f"x {time}", paper])
-    return markdown(["method", "over", "gain, kNN", "gain, linear", "time", "the paper's own numbers"], rows)
-
-
-def verdict(gains):
-    """What the gains of all seeds and measures say of a claim: is each larger than what the test set errs by?"""
-    if min(gains) > NOISE:
-        return "shown"
-    return "the opposite" if max(gains) < -NOISE else "not shown"
-
-
-def claims():
-    """Markdown of all comparisons: the gains, and the verdict that follows from them."""
-    rows = []
-    for arm, other, time, _ in CLAIMS:
-        knn, linear = (gains for _, _, gains in paired(arm, other))
-        said = verdict(knn + linear) + " (one seed)" * (len(knn) == 1)
+        knn, linear = gains(arm, other)
+        said = paper if front else verdict(knn + linear) + " (one seed)" * (len(knn) == 1)
         rows.append([ARMS[arm].name, ARMS[other].name, spread(knn, "+"), spread(linear, "+"), f"x {time}", said])
-    return markdown(["method", "over", "gain, kNN", "gain, linear", "time", "verdict"], rows)
+    return markdown(["method", "over", "gain, kNN", "gain, linear", "time", last], [row for row in rows if row[-1]])
 
 
 def analysis(table):
@@ -251,7 +238,7 @@ def analysis(table):
     return markdown(["arm", *values], rows)
 
 
-TABLES = dict(claims=claims, front=front, arms=table)
+TABLES = dict(claims=claims, arms=table, front=functools.partial(claims, "the paper's own numbers", front=True))
 TABLES |= {f"mechanisms, {name}": functools.partial(analysis, name) for name in ANALYSES}
 PAGES = ROOT / "README.md", KEPT / "README.md"
 
@@ -274,25 +261,27 @@ def write_pages(args):
 
 def curves(args):
     """kNN accuracy over the epochs: mean and range over the seeds."""
-    figure, panels = figures.subplots(1, len(CURVES), figsize=(5 * len(CURVES), 4.2), sharey=True)
+    from matplotlib import pyplot
+
+    figure, panels = pyplot.subplots(1, len(CURVES), figsize=(5 * len(CURVES), 4.2), sharey=True, layout="tight")
     for panel, (title, arms) in zip(panels, CURVES.items(), strict=True):
         for name in arms:
             epochs = [r["epoch"] for r in kept(name)["0"]["epochs"]]
             values = np.array([[r["knn20_top1"] for r in record["epochs"]] for record in kept(name).values()])
             (drawn,) = panel.plot(epochs, values.mean(0), marker="o", label=ARMS[name].name)
             panel.fill_between(epochs, values.min(0), values.max(0), color=drawn.get_color(), alpha=0.15)
-        panel.axhline(kept("floors")["raw pixels"]["knn20_top1"], ls="--", c="gray", label="raw pixels")
+        panel.axhline(kept("baselines")["raw pixels"]["knn20_top1"], ls="--", c="gray", label="raw pixels")
         panel.set(title=title, xlabel="epoch")
         panel.legend(fontsize=8)
         panel.grid(alpha=0.3)
     panels[0].set(ylabel="kNN top-1, % (k = 20)")
-    figures.write_picture(figure, args.out)
+    figure.savefig(args.out, dpi=100)
 
 
 def main():
     raw = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser("tests/tools/results.py", description=__doc__, formatter_class=raw)
-    actions = dict(train=train, floors=floors, mechanisms=mechanisms, readme=write_pages, curves=curves)
+    actions = dict(train=train, baselines=baselines, mechanisms=mechanisms, readme=write_pages, curves=curves)
     parser.add_argument("action", choices=actions, metavar="ACTION")
     parser.add_argument("out", nargs="?", default=ROOT / ".github" / "cifar_curves.png", metavar="OUT.png")
     parser.add_argument("--data-dir", metavar="DIR", help="CIFAR-10's")

@@ -5,10 +5,10 @@
 
 Its tensors say that they lie on `sim`, and the CPU computes them. Operations and collectives on tensors of both devices
 raise, as on a GPU. Whatever makes a program wait for a GPU is counted by the line of ours that asked for it: reading a
-value, a shape that depends on values, a copy that blocks. Every script runs whole on the CPU and on `sim`, and is
-stopped and resumed on the way there. FOLDER/found.json then has {case: {"cpu": records of metrics.jsonl, "sim": the
-same, "waits": {line: count} in training steps}}. Under "noticed" it has what was seen of code that is wrong on purpose.
-Speed, memory, a GPU's own kernels and bf16 it cannot show.
+value, a shape that depends on values, a copy that blocks. Every script runs whole on the CPU and on `sim`; a training
+is stopped in its second epoch and goes on. FOLDER/found.json then has {case: {"cpu": records of metrics.jsonl, "sim":
+the same, "waits": {line: count} in training steps}}. Under "noticed" it has what was seen of code that is wrong on
+purpose. Speed, memory, a GPU's own kernels and bf16 it cannot show.
 """
 
 import collections
@@ -28,6 +28,7 @@ import torch.distributed as dist
 from torch.utils import backend_registration
 from torch.utils._python_dispatch import TorchDispatchMode, return_and_correct_aliasing
 from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils.data import DataLoader
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
@@ -175,7 +176,7 @@ CASES = {
     "MoCo v3, J-Crop": "moco_jointcrop --moco v3 --arch vit_micro",
     "JCL": "jcl --queue 32",
     "CLIM": "clim --queue 32 --clim-start 0 --refresh-every 1",
-    "CLIM, two sizes": "clim --queue 32 --resolutions 32 24",
+    "CLIM, two sizes": "clim --queue 32 --resolutions 32 24 --clim-start 1",
     "LoGo on MoCo": "logo --queue 32",
     "LoGo on MoCo, paper": "logo --queue 32 --variant paper",
     "LoGo on SimSiam": "logo --base simsiam",
@@ -183,7 +184,7 @@ CASES = {
 }
 EVALUATIONS = {
     "kNN": "eval_knn",
-    "linear probe": "eval_linear --no-floors",
+    "linear probe": "eval_linear --no-baselines",
     "MoCo's linear protocol": "eval_linear --protocol moco --epochs 2 --batch-size 32 --out OUT",
     "fine-tuning": "eval_linear --finetune --epochs 2 --batch-size 32 --out OUT",
 }
@@ -194,7 +195,7 @@ OWN_STATISTICS = ("MoCo v3, J-Crop", "LoGo on SimSiam", "PatchMix")  # batch nor
 
 
 def counting(inside, free):
-    """A patch of common.Loader that adds to `inside` the waits of training steps, but for the first `free` steps."""
+    """A patch of DataLoader that adds to `inside` the waits of training steps, but for the first `free` steps."""
     steps, before = itertools.count(), collections.Counter()
 
     def start(_):
@@ -205,7 +206,7 @@ def counting(inside, free):
         if next(steps) >= free:
             inside.update(waits - before)
 
-    return mock.patch.object(common.Loader, "__iter__", watched(common.Loader.__iter__, start, end))
+    return mock.patch.object(DataLoader, "__iter__", watched(DataLoader.__iter__, start, end))
 
 
 def on(device):
@@ -214,14 +215,22 @@ def on(device):
 
 
 def train(case, out, device):
-    """(records, waits in steps) of a run, stopped at its fourth step of six and resumed."""
+    """(records, waits in steps) of a run of two epochs of three steps, stopped in its fifth step and continued."""
     script, *flags = case.split()
     module, inside, join = importlib.import_module(script), collections.Counter(), common.join_processes
     flags += [*"--epochs 2 --batch-size 16 --workers 0 --knn-every 1 --device cpu --out".split(), str(out)]
-    for more in (["--max-steps", "4"], []):
-        patch = mock.patch.object(common, "join_processes", lambda name: (join(name), torch.device(device))[1])
-        with patch, counting(inside, free=1), on(device):  # a start's first step loads constants
-            module.main(module.parse_args([*flags, *more]))
+    calls, color_views = itertools.count(1), common.color_views
+
+    def stopped(*args):
+        if next(calls) == 5:
+            raise KeyboardInterrupt
+        return color_views(*args)
+
+    joined = mock.patch.object(common, "join_processes", lambda name: (torch.device(device), *join(name)[1:]))
+    with joined, mock.patch.object(common, "color_views", stopped):
+        for _ in range(2):
+            with contextlib.suppress(KeyboardInterrupt), counting(inside, free=1), on(device):
+                module.main(module.parse_args(flags))  # a start's first step loads constants
     return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()], inside
 
 
