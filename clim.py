@@ -433,8 +433,9 @@ def resize(x, size, mirrored=False):
 class CLIM(nn.Module):
     """MoCo v2's query encoder, momentum encoder (for the keys) and queue, with mixed queries and several sizes.
 
-    backbone: a module that maps (N, 3, H, W) to (N, width). sizes: the sides at which views are encoded, in pixels, the
-    largest first. amp: encode in bf16. generator: of the queue's first keys, see `Queue`.
+    Copy it with clim_loss, info_nce, resize, Queue, gather, shard and encode_shuffled_keys; mix_views needs cutmix.
+    backbone: (n, 3, H, W) -> (n, width). sizes: of the views, the largest first. amp: encode in bf16. generator: see
+    `Queue`.
     """
 
     def __init__(self, backbone, width, sizes, dim=128, queue=65536, temperature=0.2, amp=False, generator=None):
@@ -543,7 +544,7 @@ def recipe(chosen):
         values["image_size"] = max(chosen.resolutions)  # views are cut at the largest
     if chosen.image_size:  # local crops follow it: at most half of a view's side, in whole patches
         patch_size = chosen.patch_size or values["patch_size"]
-        values["local_size"] = min(values["local_size"], chosen.image_size // 2 // patch_size * patch_size)
+        values["local_size"] = min(values["local_size"], chosen.image_size // 2) // patch_size * patch_size
     return values
 
 

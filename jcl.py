@@ -198,8 +198,8 @@ class Queue(nn.Module):
 class JCL(nn.Module):
     """MoCo v2's query encoder, momentum encoder (for the keys) and queue, with M' keys per query (Algorithm 1).
 
-    To be copied with the functions and classes of this file that it calls: jcl_loss, info_nce, Queue and section 6.
-    With several groups of batch norm give the model to `split_batch_norms`, too: ShuffleBN then has its effect.
+    Copy it with jcl_loss, info_nce, Queue, gather, shard and encode_shuffled_keys. For several groups of batch norm,
+    without which ShuffleBN has no effect, give it to split_batch_norms, which needs GroupedBatchNorm.
     backbone: a module, (n, 3, H, W) -> (n, width). dim: of queries and keys. queue: the number of negatives.
     temperature, vanilla: of the loss. amp: encode in bfloat16. generator: a torch CPU generator of the first negatives;
     torch's global one if None.

@@ -300,8 +300,8 @@ def compared_views(args):
 class MoCo(nn.Module):
     """MoCo v2's query encoder, momentum encoder (for the keys) and queue.
 
-    backbone: a module that maps (N, 3, H, W) to (N, width). amp: encode in bf16. generator: of the queue's first keys,
-    see `Queue`.
+    Copy it with info_nce, combine, Queue, gather, shard and encode_shuffled_keys. backbone: (n, 3, H, W) ->
+    (n, width). amp: encode in bf16. generator: see `Queue`.
     """
 
     def __init__(self, backbone, width, dim=128, queue=4096, temperature=0.07, amp=False, generator=None):
@@ -353,7 +353,7 @@ class MoCo(nn.Module):
 class SimSiam(nn.Module):
     """SimSiam's encoder and predictor (SimSiam, section 3). It has no momentum encoder, no keys and no queue.
 
-    backbone, amp: as in `MoCo`. layers: of the projector. hidden: the width of the predictor.
+    Copy it with combine. backbone, amp: as in `MoCo`. layers: of the projector. hidden: the width of the predictor.
     """
 
     def __init__(self, backbone, width, dim=2048, layers=3, hidden=512, amp=False):
@@ -513,7 +513,7 @@ def recipe(chosen):
     without = ONLY_MOCO if on_simsiam else ONLY_SIMSIAM
     if chosen.image_size:  # local crops follow it: at most half of a view's side, in whole patches
         patch_size = chosen.patch_size or values["patch_size"]
-        values["local_size"] = min(values["local_size"], chosen.image_size // 2 // patch_size * patch_size)
+        values["local_size"] = min(values["local_size"], chosen.image_size // 2) // patch_size * patch_size
     return {name: value for name, value in values.items() if name not in without}
 
 

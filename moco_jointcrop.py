@@ -320,8 +320,9 @@ class Queue(nn.Module):
 class MoCo(nn.Module):
     """MoCo v2's query encoder, momentum encoder (for the keys) and queue. With one layer in the projector it is v1's.
 
-    backbone: a module that maps (N, 3, H, W) to (N, width). layers: 1 or 2. queue: its length; 0: none. amp: encode in
-    bf16. generator: of the queue's first keys, see `Queue`.
+    Copy it with info_nce, Queue, gather, shard and encode_shuffled_keys.
+    backbone: (n, 3, H, W) -> (n, width). layers: 1 or 2. queue: its length; 0: none. amp: encode in bf16. generator:
+    see `Queue`.
     """
 
     def __init__(self, backbone, width, layers=2, dim=128, queue=65536, temperature=0.2, amp=False, generator=None):
@@ -371,7 +372,7 @@ class MoCo(nn.Module):
 class MoCoV3(MoCo):
     """MoCo v3's query encoder with a predictor, and its momentum encoder. Its heads replace MoCo's. It has no queue.
 
-    backbone, amp: as in `MoCo`. hidden: the width of the heads' hidden layers.
+    Copy it with MoCo, contrast and two_layers. hidden: the width of the heads' hidden layers. The rest: as in `MoCo`.
     """
 
     def __init__(self, backbone, width, hidden=4096, dim=256, temperature=1.0, amp=False):
@@ -458,7 +459,7 @@ def recipe(chosen):
     without = NOT_V3 if chosen.moco == "v3" else ONLY_V3
     if chosen.image_size:  # local crops follow it: at most half of a view's side, in whole patches
         patch_size = chosen.patch_size or values["patch_size"]
-        values["local_size"] = min(values["local_size"], chosen.image_size // 2 // patch_size * patch_size)
+        values["local_size"] = min(values["local_size"], chosen.image_size // 2) // patch_size * patch_size
     return {name: value for name, value in values.items() if name not in without}
 
 

@@ -270,9 +270,9 @@ def mlp(widths):
 class PatchMix(nn.Module):
     """Encoder F, projector G, predictor H, and the momentum encoder: slow copies of F and G (Algorithm 2).
 
-    backbone: a module, (n, 3, H, W) -> (n, width). hidden, dim: of the heads. num_mix, slices: as the images are mixed,
-    see `mix_views`. terms: some of TERMS, by their weights; local terms have 1. smoothing: of oto (D1). slow: have a
-    momentum encoder; without it keys are the encoder's own (D4). amp: encode in bfloat16.
+    Copy it with TERMS, mlp, batch_targets, mix_targets, soft_info_nce and gather; mix_views needs patch_mix.
+    backbone: (n, 3, H, W) -> (n, width). hidden, dim: of the heads. num_mix, slices: as given to `mix_views`. terms:
+    some of TERMS, {term: weight}. smoothing: of oto (D1). slow: have a momentum encoder (D4). amp: encode in bf16.
     """
 
     def __init__(
@@ -414,7 +414,7 @@ def recipe(chosen):
         values["term_weights"] = (1.0, 0.5, 0.5 / (chosen.num_mix or values["num_mix"]))  # D1: mtm's sum to 1
     if chosen.image_size:  # local crops follow it: at most half of a view's side, in whole patches
         patch_size = chosen.patch_size or values["patch_size"]
-        values["local_size"] = min(values["local_size"], chosen.image_size // 2 // patch_size * patch_size)
+        values["local_size"] = min(values["local_size"], chosen.image_size // 2) // patch_size * patch_size
     return values
 
 

@@ -27,7 +27,7 @@ CHOICES = dict(
 # timm's keywords of a ResNet for tests. No layer has fewer than 8 channels. With fewer, the gradient of a 1 x 1
 # convolution of stride 2 crashes in torch 2.11 to 2.15 on CPUs without AVX-512 (see common.memory_format).
 NANO = dict(layers=(1, 1, 1, 1), channels=(8, 8, 8, 8))
-VARIANTS = [(method, flags) for method in METHODS for flags in ("", *CHOICES[method])]
+VARIANTS = [(method, flags) for method in METHODS for flags in ("", *CHOICES.get(method, ()))]
 
 
 def pytest_addoption(parser):
