@@ -1303,6 +1303,7 @@ def fail(message):
     """Answer a mistake of the user: one line on stderr, though all processes find it, and exit status 2."""
     says = os.environ.get("LOCAL_RANK", "0") == "0"
     if dist.is_initialized():  # perhaps one process has found it: the first that comes here says it
+        says = False
         with contextlib.suppress(RuntimeError):  # the store is gone: another process has said why
             says = dist.distributed_c10d._get_default_store().add(f"said {message}", 1) == 1
     if says:

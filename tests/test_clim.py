@@ -7,21 +7,15 @@ from collections import Counter
 
 import numpy as np
 import pytest
-import timm
 import torch
 import torch.nn.functional as F
-from conftest import NANO, info_nce, ks, unit, values
-from tiny import refused
+from conftest import info_nce, ks, unit, values
+from torch import nn
 
 import clim
 import common
 
-TINY = "--arch nano --image-size 16 --batch-size 8 --queue 16 --dim 8 --device cpu".split()
-
-
-@pytest.fixture(autouse=True)
-def _nano(monkeypatch):
-    monkeypatch.setitem(common.ARCHS, "nano", ("resnet18", dict(NANO, zero_init_last=False)))
+TINY = "--image-size 16 --device cpu".split()
 
 
 def points(kind, n, dims=3, seed=0):
@@ -37,9 +31,6 @@ def squared(a, b):
     return sum((p - q) ** 2 for p, q in zip(a.tolist(), b.tolist(), strict=True))
 
 
-# ----------------------------------------------------------------- loss, Eq. 4
-
-
 def eq4(q, k_anchor, k_positive, queue, tau, lam):
     """Eq. 4, image by image; lam: a number per image."""
     terms = [
@@ -52,14 +43,11 @@ def eq4(q, k_anchor, k_positive, queue, tau, lam):
 @pytest.mark.parametrize("tau, lam", [(0.07, 0.3), (0.2, 0.0), (0.2, (0.0, 0.9, 0.25, 1.0)), (1.0, 0.7)])
 def test_clim_loss_is_eq4(tau, lam):
     q, anchor, positive, queue = unit(4, 6, grad=True), unit(4, 6, seed=1), unit(4, 6, seed=2), unit(9, 6, seed=3)
-    each = lam if isinstance(lam, tuple) else [lam] * 4
-    given = torch.tensor(lam, dtype=torch.float64) if isinstance(lam, tuple) else lam
-    ours, reference = clim.clim_loss(q, anchor, positive, queue, tau, given), eq4(q, anchor, positive, queue, tau, each)
+    each = torch.tensor(lam, dtype=torch.float64)
+    ours = clim.clim_loss(q, anchor, positive, queue, tau, each if each.dim() else lam)
+    reference = eq4(q, anchor, positive, queue, tau, each.expand(4))
     torch.testing.assert_close(ours, reference, rtol=1e-12, atol=0)
     torch.testing.assert_close(*(torch.autograd.grad(loss, q)[0] for loss in (ours, reference)), rtol=1e-10, atol=1e-14)
-
-
-# -------------------------------------------------------------------- neighbours
 
 
 def test_nearest_neighbors():
@@ -71,9 +59,6 @@ def test_nearest_neighbors():
     assert (clim.nearest_neighbors(x.float(), 5).sort(1).values != found.sort(1).values).any()
     rows = torch.tensor([7, 3, 299, 0])
     assert torch.equal(clim.nearest_neighbors(x, 5, rows), found[rows])
-
-
-# ----------------------------------------------------------------------- k-means
 
 
 def clustered(x, m, iterations, seed=0):
@@ -111,9 +96,6 @@ def test_kmeans_as_many_clusters_as_points(kind, n, m):
     """A cluster that comes out empty finds a point that has none of its own, so every point ends as a center."""
     for seed in range(5):
         assert clustered(points(kind, n), m, 10, seed)[1] < 1e-20
-
-
-# ------------------------------------------------- positives, Eq. 2 and App. A.2
 
 
 def neighborhoods(x, i, k):
@@ -199,9 +181,6 @@ def test_other_members_of_a_cluster(assignment, others):
     assert [{*row} for row in found.tolist()] == others
 
 
-# ------------------------------------------------------------------ CutMix, Eq. 3
-
-
 def masks(lam, height, width):
     """CutMix's rand_bbox for every center: {which pixels are in the box, as bytes: how many centers give it}."""
     found = Counter()
@@ -231,75 +210,62 @@ def test_cutmix_with_a_share_per_image(lam, height, width):
         assert abs(count[mask] - often) < 5 * math.sqrt(often)
 
 
-# ------------------------------------------------------------------------- views
-
-
 def sizes_of(index):
-    return np.stack([20 + 7 * (index % 5), 20 + 11 * (index % 4)], 1)
+    return np.stack([20 + 7 * (index % 5), 20 + 11 * (index % 4)], -1)
 
 
 def drawn(positives, flags="", epoch=0):
-    """(cuts, colors (n, views, 9)) of images of many sizes, one for each row of the table of positives."""
+    """Views of images of many sizes, one for each row of the table of positives.
+
+    Which images (views, n), boxes (views, n, 4), sides of the views, colors (views, n, 9).
+    """
     args, index = clim.parse_args([*TINY, *flags.split()]), np.arange(len(positives))
     draws = common.uniform(0, epoch, index, 2 * len(clim.augmentation(args)) * common.VIEW_DRAWS + 1)
     images = types.SimpleNamespace(sizes=sizes_of)
     cuts, colors = clim.draw_views(args, images, positives, index, sizes_of(index), draws)
-    return cuts, np.stack(colors, 1)
+    return *map(np.array, zip(*cuts, strict=True)), np.array(colors)
 
 
 NONE_YET = torch.full((40, 3), -1, dtype=torch.int32)
 TABLE = torch.randint(40, (40, 3), generator=torch.Generator().manual_seed(0), dtype=torch.int32)
 
 
-def assert_same_views(a, b, views):
-    for (index, box, size), (other_index, other_box, other_size) in zip(a[0][:views], b[0][:views], strict=True):
-        assert np.array_equal(index, other_index) and np.array_equal(box, other_box) and size == other_size
-    assert np.array_equal(a[1][:, :views], b[1][:, :views])
-
-
 @pytest.mark.parametrize("flags, own", [("", 2), ("--mix none", 2), ("--local-crops 2 --local-size 8", 4)])
 def test_views_of_the_image_and_of_its_partner(flags, own):
     """With a table its own views stay, and as many of a partner come: one of its row, the same in all of them."""
-    alone, (cuts, colors) = (drawn(positives, flags) for positives in (NONE_YET, TABLE))
-    assert_same_views(alone, (cuts, colors), own)
-    assert (len(alone[0]), len(cuts)) == (own, 2 * own)
-    partner = cuts[own][0]
-    assert all(p in TABLE[i] for i, p in enumerate(partner.tolist()))
-    for view, (index, box, size) in enumerate(cuts):
-        assert np.array_equal(index, partner if view >= own else np.arange(40))
-        assert size == (16 if view % own < 2 else 8)
-        assert (box[:, :2] >= 0).all() and (box[:, 2:] > 0).all()
-        assert (box[:, :2] + box[:, 2:] <= sizes_of(index)).all()
-    for a, b in itertools.combinations(range(len(cuts)), 2):
-        assert (cuts[a][1] == cuts[b][1]).all(1).mean() < 0.1 and (colors[:, a] == colors[:, b]).all(1).mean() < 0.1
+    alone, found = drawn(NONE_YET, flags), drawn(TABLE, flags)
+    assert all(np.array_equal(part, more[:own]) for part, more in zip(alone, found, strict=True))
+    rows, boxes, sides, colors = found
+    assert (rows[:own] == np.arange(40)).all() and (rows[own:] == rows[own]).all() and len(rows) == 2 * own
+    assert (rows[own][:, None] == TABLE.numpy()).any(1).all()
+    assert sides.tolist() == 2 * [16, 16, 8, 8][:own]
+    assert boxes[..., :2].min() >= 0 and boxes[..., 2:].min() > 0
+    assert (boxes[..., :2] + boxes[..., 2:] <= sizes_of(rows)).all()
+    for a, b in itertools.combinations(range(2 * own), 2):
+        assert (boxes[a] == boxes[b]).all(1).mean() < 0.1 and (colors[a] == colors[b]).all(1).mean() < 0.1
 
 
 def test_with_the_same_crop_a_key_has_the_box_of_its_query():
-    (cuts, colors), (plain, plain_colors) = (drawn(TABLE, flags) for flags in ("--same-crop", ""))
-    boxes, plain = [box for _, box, _ in cuts], [box for _, box, _ in plain]
-    assert all(np.array_equal(boxes[view], plain[of]) for view, of in enumerate((0, 0, 2, 2)))
-    assert np.array_equal(colors, plain_colors)
+    (_, boxes, _, colors), (_, plain, _, plain_colors) = (drawn(TABLE, flags) for flags in ("--same-crop", ""))
+    assert np.array_equal(boxes, plain[[0, 0, 2, 2]]) and np.array_equal(colors, plain_colors)
 
 
 def test_partners_are_drawn_uniformly_and_anew_each_epoch():
     n = 4000
     table = torch.arange(5, dtype=torch.int32).repeat(n, 1)  # a partner is the number of its column
-    cuts = [drawn(table, epoch=epoch)[0] for epoch in (0, 1)]
-    picks, boxes = [cut[2][0] for cut in cuts], np.concatenate([box for _, box, _ in cuts[0][:2]], 1)
-    for pick in picks:
-        assert abs(np.bincount(pick, minlength=5) - n / 5).max() < 5 * math.sqrt(n / 5)
-    assert abs(np.corrcoef(picks[0], boxes.T)[0, 1:]).max() < 4.5 / math.sqrt(n)  # by a number of its own
-    assert (picks[0] == picks[1]).mean() == pytest.approx(0.2, abs=0.04)
+    (first, boxes, *_), (second, *_) = (drawn(table, epoch=epoch) for epoch in (0, 1))
+    for rows in (first, second):
+        assert abs(np.bincount(rows[2], minlength=5) - n / 5).max() < 5 * math.sqrt(n / 5)
+    assert abs(np.corrcoef(first[2], np.concatenate(boxes[:2], 1).T)[0, 1:]).max() < 4.5 / math.sqrt(n)
+    assert (first[2] == second[2]).mean() == pytest.approx(0.2, abs=0.04)
     assert len(drawn(torch.zeros(40, 3, dtype=torch.int32))[0]) == 4  # image 0 is a partner, too
-
-
-# ------------------------------------------------------------------- the model
 
 
 def tiny(sizes=(16,)):
     torch.manual_seed(0)
-    backbone = timm.create_model("resnet18", num_classes=0, zero_init_last=False, **NANO)
-    model = clim.CLIM(backbone, 8, sizes, dim=8, queue=16).double()
+    pooled = nn.AdaptiveAvgPool2d(2), nn.Flatten()
+    backbone = nn.Sequential(nn.Conv2d(3, 4, 3, 2), nn.BatchNorm2d(4), nn.ReLU(), *pooled)
+    model = clim.CLIM(backbone, 16, sizes, dim=8, queue=16).double()
     for p in (*model.momentum_backbone.parameters(), *model.momentum_projector.parameters()):
         p.add_(0.1 * torch.randn_like(p))  # so that the two encoders differ
     return model
@@ -338,34 +304,21 @@ def test_forward_is_eq6(keys, sizes, local_crops):
     torch.testing.assert_close(ours, theirs, rtol=1e-8, atol=1e-12)
 
 
-@pytest.mark.parametrize("mix", ["cutmix", "none", "before positives are chosen"])
-def test_what_main_gives_the_model(mix, tmp_path, monkeypatch):
-    """Queries and local crops mixed with those of the positives, each by a share and a box of its own.
+@pytest.mark.parametrize("mix", ["cutmix", "none", "no positives yet"])
+def test_mix_views(mix):
+    """Query and local crop mixed with the positive's, each by a share and a box of its own.
 
     With --mix none half the loss is of each key, without positives all of it.
     """
-    seen, given, color_views, forward = [], [], common.color_views, clim.CLIM.forward
-    monkeypatch.setattr(common, "color_views", lambda *batch: seen.append(color_views(*batch)) or [*seen[-1]])
-    monkeypatch.setattr(clim.CLIM, "forward", lambda *inputs: given.append(inputs[1:]) or forward(*inputs))
-    flags = "--local-crops 2 --local-size 8 --epochs 1 --knn-every 0 --workers 0 --clim-start 0"
-    flags += f" --resolutions 16 12 --out {tmp_path}"
-    flags += " --selection none" if "before" in mix else f" --mix {mix} --num-clusters 4 --knn-k 8"
-    images = common.ImageSet(common.make_patterns(48, 16, 0)[0][:48])
-    clim.main(clim.parse_args([*TINY, *flags.split()]), train=images)
-    assert len(seen) == 6
-    shares, seeds = [], set()
-    for views, (query, key_views, lam, crops, shuffles) in zip(seen, given, strict=True):
-        assert len(views) == (4 if "before" in mix else 8)
-        assert all(x is y for x, y in zip(key_views, views[1::4], strict=True))
-        own, others = (views[i : i + 1] + views[i + 2 : i + 4] for i in (0, len(views) - 4))
-        for (mixed, share), x, other in zip([(query, lam), *crops], own, others, strict=True):
-            expected = {"cutmix": (mixed == x).all(1).double().mean().item(), "none": 0.5}.get(mix, 1.0)
-            assert share == pytest.approx(expected)
-            assert ((mixed == x) | (mixed == other)).all() if mix == "cutmix" else mixed is x
-            shares.append(share)
-        seeds |= {shuffle.initial_seed() for shuffle in shuffles}
-    assert len(seeds) == 12  # of each step and size
-    assert len(set(shares)) > (9 if mix == "cutmix" else 0)
+    views = random_views(6)
+    given = views[:3] if "yet" in mix else views  # query, key, local crop; those of the positive
+    query, keys, lam, crops = clim.mix_views(given, mix, 2.0, [common.generator(i) for i in range(2)])
+    assert all(x is y for x, y in zip(keys, given[1::3], strict=True))
+    for (mixed, share), x, other in zip([(query, lam), *crops], views[:3:2], views[3::2], strict=True):
+        expected = {"cutmix": (mixed == x).all(1).double().mean().item(), "none": 0.5}.get(mix, 1.0)
+        assert share == pytest.approx(expected)
+        assert ((mixed == x) | (mixed == other)).all() if mix == "cutmix" else mixed is x
+    assert (lam != crops[0][1]) == (mix == "cutmix")
 
 
 @pytest.mark.parametrize("alpha", [2.0, 0.5])
@@ -385,35 +338,27 @@ def test_refresh_embeds_with_the_momentum_encoder(monkeypatch, capsys):
     args = clim.parse_args([*TINY, "--selection", "knn", "--knn-k", "3", "--num-positives", "3"])
     mean, std = (0.4, 0.5, 0.6), (0.1, 0.2, 0.3)
     monkeypatch.setitem(common.NORMS, "patterns", (mean, std))
-    array, labels = common.make_patterns(30, 16, 0)
-    images, model = common.ImageSet(array, labels), tiny().float()
+    (array, labels), model = common.make_patterns(30, 16, 0), tiny().float()
     query, key = (x.float() for x in random_views(2))
-    model(query, [key], 1.0)
+    model(query, [key], 1.0)  # statistics of some batch
     positives = torch.full((30, 3), -1, dtype=torch.int32)
-    info = common.backbone_info("nano", 16, 4, "patterns")
-    clim.refresh(args, info, model, images, torch.device("cpu"), 0, positives)
+    info = common.backbone_info("resnet_micro", 16, 4, "patterns")
+    clim.refresh(args, info, model, common.ImageSet(array, labels), torch.device("cpu"), 0, positives)
     assert model.momentum_backbone.training
     model.eval()
     with torch.no_grad():
         x = common.normalize(torch.from_numpy(array).permute(0, 3, 1, 2) / 255, mean, std)
         x = F.normalize(model.momentum_projector(model.momentum_backbone(x)), dim=1).double()
     assert [set(row) for row in positives.tolist()] == [set(neighborhoods(x, i, 3)[0]) for i in range(30)]
-    share = np.mean([labels[i] == labels[j] for i, row in enumerate(positives.tolist()) for j in row])
+    share = (labels[:, None] == labels[positives.numpy()]).mean()
     assert f" {100 * share:.1f} % " in capsys.readouterr().out
 
 
-def test_positives_are_chosen_at_the_start_and_every_few_epochs(capsys):
-    """The start is as given. A run that ends before it is an error."""
+def test_positives_are_chosen_at_the_start_and_every_few_epochs():
     args = clim.parse_args([*TINY, "--clim-start", "3", "--refresh-every", "2"])
     chosen, none = torch.zeros(4, 2, dtype=torch.int32), torch.full((4, 2), -1, dtype=torch.int32)
     assert [epoch for epoch in range(10) if clim.choice_is_due(args, epoch, chosen)] == [3, 5, 7, 9]
     assert [epoch for epoch in range(10) if clim.choice_is_due(args, epoch, none)] == [*range(3, 10)]
-    assert clim.parse_args("--clim-start 3 --epochs 4".split()).clim_start == 3
-    error = refused(capsys, clim.parse_args, "--clim-start 3 --epochs 3".split())
-    assert "--clim-start" in error and "--epochs" in error
-
-
-# ----------------------------------------------------------------------- recipes
 
 
 def test_recipes():

@@ -13,10 +13,11 @@ DEVICES = hasattr(torch.utils.backend_registration, "_setup_privateuseone_for_py
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(not DEVICES, reason="this torch has no devices made of Python")]
 
 
-def simulate(folder, *launch):
+def simulate(folder, launch=""):
     """What simulated_device.py found, in one process or, with torchrun's words, two."""
-    command, one_thread = [sys.executable, *launch, simulated_device.__file__, str(folder)], {"OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, env=os.environ | one_thread, capture_output=True, text=True, timeout=1200)
+    command = [sys.executable, *launch.split(), simulated_device.__file__, str(folder)]
+    how = dict(env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=1200)
+    done = subprocess.run(command, **how)
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads((folder / "found.json").read_text())
 
@@ -28,8 +29,7 @@ def one(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def two(tmp_path_factory):
-    launch = "-m torch.distributed.run --nproc_per_node=2 --rdzv-backend=c10d --rdzv-endpoint=localhost:0".split()
-    return simulate(tmp_path_factory.mktemp("two"), *launch)
+    return simulate(tmp_path_factory.mktemp("two"), "-m torch.distributed.run --standalone --nproc_per_node=2")
 
 
 def epoch(records, number):

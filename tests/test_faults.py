@@ -1,5 +1,6 @@
 """What a machine does to a run: writes that fail, values that are not finite, processes that differ, damaged images."""
 
+import contextlib
 import errno
 import itertools
 import os
@@ -10,7 +11,7 @@ import pytest
 import tiny
 import torch
 from conftest import JCL_AT_ONCE
-from tiny import FLAGS, assert_same_run, contents, epochs_of, life, load, processes, records, refused, run, unequal
+from tiny import FLAGS, assert_same_run, contents, epochs_of, load, processes, records, refused, run, unequal
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import common
@@ -26,7 +27,10 @@ def copies(begun, tmp_path):
     return lambda method: [shutil.copytree(begun(method), tmp_path / name) for name in ("run", "whole")]
 
 
-# ---------------------------------------------------------------------- writes
+def assert_it_goes_on(method, out, whole):
+    for folder in (out, whole):
+        run(method, folder, *QUIET)
+    assert_same_run(whole, out)
 
 
 class FullDisk:
@@ -53,12 +57,7 @@ def test_a_write_that_fails_is_one_line_and_costs_an_epoch(copies, monkeypatch, 
         line = refused(capsys, run, "jcl", out, *QUIET)
     assert f"cannot write {out}" in line
     assert unequal(load(out / "last.pt"), before) == [] and not list(out.glob("*.tmp"))
-    for folder in (out, whole):
-        run("jcl", folder, *QUIET)
-    assert_same_run(whole, out)
-
-
-# ---------------------------------------------------------- not finite numbers
+    assert_it_goes_on("jcl", out, whole)
 
 
 @pytest.mark.parametrize("what", ["loss", "weights"])
@@ -75,21 +74,14 @@ def test_what_is_not_finite_is_never_saved(copies, monkeypatch, capsys, method, 
         if next(steps) >= tiny.STEPS:
             optimizer.param_groups[0]["params"][0].data.view(-1)[0] = float("inf")
 
-    with monkeypatch.context() as patch:
+    with monkeypatch.context() as patch, contextlib.ExitStack() as stack:
         if what == "loss":
             patch.setattr(common, "color_views", spoiled)
-        hook = register_optimizer_step_post_hook(thrown if what == "weights" else lambda *_: None)
-        try:
-            assert "not finite" in refused(capsys, run, method, out, *QUIET)
-        finally:
-            hook.remove()
+        else:
+            stack.callback(register_optimizer_step_post_hook(thrown).remove)
+        assert "not finite" in refused(capsys, run, method, out, *QUIET)
     assert contents(out) == before
-    for folder in (out, whole):
-        run(method, folder, *QUIET)
-    assert_same_run(whole, out)
-
-
-# -------------------------------------------------------------- two processes
+    assert_it_goes_on(method, out, whole)
 
 
 @pytest.mark.slow
@@ -107,20 +99,15 @@ def test_processes_that_disagree_end_in_one_line(copies, tmp_path, monkeypatch, 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("method", ["jcl", "patchmix"])
-def test_a_run_goes_on_with_another_number_of_processes(copies, tmp_path, method):
+def test_a_run_goes_on_with_another_number_of_processes(tmp_path, method):
     """An epoch of one, one of two, one of one: the configuration is the same, and jcl.py's losses are those of one."""
-    flags = [*FLAGS, *QUIET, "--epochs", "3"]
-    for name, worlds in (("run", (1, 2, 1)), ("whole", (1,))):
-        for epoch, world in enumerate(worlds, 1):
-            moment = f"step {tiny.STEPS + 1}" if epoch < len(worlds) else ""
-            each = [(method, [*flags, "--out", tmp_path / "new" / name], moment)] * world
-            ends = processes(tmp_path / "log", tiny.play, each)
-            assert epochs_of(tmp_path / "new" / name) == (epoch if moment else 3), ends
-    found, wanted = ([r["loss"] for r in records(tmp_path / "new" / name)] for name in ("run", "whole"))
+    run(method, tmp_path / "whole", *QUIET, "--epochs", 3)
+    for epoch, world in enumerate((1, 2, 1), 1):
+        words, moment = [*FLAGS, *QUIET, "--epochs", 3, "--out", tmp_path / "run"], f"step {tiny.STEPS + 1}"
+        ends = processes(tmp_path / "log", tiny.play, [(method, words, moment if epoch < 3 else "")] * world)
+        assert epochs_of(tmp_path / "run") == epoch, ends
+    found, wanted = ([r["loss"] for r in records(tmp_path / name)] for name in ("run", "whole"))
     assert np.isfinite(found).all() and (method == "patchmix" or found == pytest.approx(wanted, rel=5e-4))
-
-
-# -------------------------------------------------------------- damaged images
 
 
 @pytest.mark.parametrize("part, i, flags, left", [  # left: bytes of the file
@@ -128,10 +115,7 @@ def test_a_run_goes_on_with_another_number_of_processes(copies, tmp_path, method
     pytest.param("train", 9, "--workers 2", -200, marks=pytest.mark.slow),
 ])  # fmt: skip
 def test_a_damaged_image_is_one_line(tmp_path, monkeypatch, capsys, part, i, flags, left):
-    """At the start, where images are decoded at once; else when it is met, by a worker, too.
-
-    If the kNN meets it, the epoch is kept. The same command makes this kNN once the image is mended.
-    """
+    """At the start, or when it is met. If the kNN meets it, the epoch is kept. Once it is mended, its kNN is made."""
     tiny.write_tree(tmp_path / "data", ["train/a", "train/b", "test/a", "test/b"], 8, (16, 16))
     if flags:
         monkeypatch.setattr(common, "IN_MEMORY", 0)
@@ -140,11 +124,8 @@ def test_a_damaged_image_is_one_line(tmp_path, monkeypatch, capsys, part, i, fla
     path.write_bytes(whole[:left])
     words = [*FLAGS, *f"--batch-size 4 --patch-size 8 --dataset folder {flags} --data-dir".split(), tmp_path / "data"]
     for _ in range(2 if part == "test" else 1):
-        capsys.readouterr()
-        assert life("jcl", [*words, "--out", out])[0] == 2
-        error = capsys.readouterr().err
-        assert error.startswith("error: ") and error.count("\n") == 1 and str(path) in error
+        assert str(path) in refused(capsys, tiny.play, "jcl", [*words, "--out", out])
         assert epochs_of(out) == (1 if part == "test" else None)
     path.write_bytes(whole)
-    assert life("jcl", [*words, "--out", out])[0] == 0
+    tiny.play("jcl", [*words, "--out", out])
     assert ["knn20_top1" in record for record in records(out)] == [True, True]

@@ -63,8 +63,6 @@ def test_knn_with_a_bank_that_needs_chunks():
 
 
 class Tiny(nn.Sequential):
-    """A small encoder with batch statistics and dropout."""
-
     def __init__(self):
         torch.manual_seed(0)
         layers = nn.Conv2d(3, 6, 3), nn.BatchNorm2d(6), nn.ReLU(), nn.Dropout(0.5), nn.AdaptiveAvgPool2d(2)
@@ -102,16 +100,6 @@ def test_features_that_are_not_finite_are_refused(capsys):
 
     assert "images" in refused(capsys, common.extract_features, Wild(), pattern_set(2), INFO, CPU)
     assert common.extract_features(Wild(), pattern_set(1), INFO, CPU).tolist() == [[1]]
-
-
-def test_knn_leaves_out_what_has_no_label():
-    images = pattern_set(60)
-    array, labels = np.r_[images.array[:20], images.array], np.r_[[-1] * 20, images.labels]
-    joined = common.ImageSet(array, labels, common.PATTERNS)
-    found = [common.knn_record(Tiny(), INFO, bank, test, CPU) for bank in (images, joined) for test in (images, joined)]
-    x = common.extract_features(Tiny(), joined, INFO, CPU)
-    found.append(common.knn_scores(x, joined, x, joined, (20, 200), 0.07))
-    assert all(scores == found[0] for scores in found) and list(found[0]) == ["knn20_top1", "knn200_top1"]
 
 
 def sharded(folder=None):
@@ -161,9 +149,6 @@ def test_embedding_health():
     assert all(math.isfinite(v) for v in common.embedding_health(x[:1]).values())
 
 
-# ------------------------------------------------------------------ backbones
-
-
 def test_last_pt_holds_both_encoders(tmp_path, capsys):
     info = common.backbone_info("resnet_micro", 16, 2, method="m", encoder="momentum")
     query, momentum = (common.build_backbone(info).eval() for _ in range(2))
@@ -173,8 +158,7 @@ def test_last_pt_holds_both_encoders(tmp_path, capsys):
     torch.save(state, tmp_path / "last.pt")
     torch.save(info | {"state_dict": momentum.state_dict()}, tmp_path / "backbone.pt")
     x, last = torch.randn(2, 3, 16, 16), tmp_path / "last.pt"
-    cases = [(tmp_path, None, momentum), (tmp_path, "query", query), (last, None, momentum), (last, "query", query)]
-    for where, encoder, expected in cases:
+    for where, encoder, expected in ((tmp_path, None, momentum), (last, None, momentum), (last, "query", query)):
         loaded, said = common.load_backbone(where, encoder)
         assert said["encoder"] == (encoder or "momentum") and torch.equal(loaded(x), expected(x))
     refused(capsys, common.load_backbone, tmp_path / "backbone.pt", "query")
@@ -182,13 +166,9 @@ def test_last_pt_holds_both_encoders(tmp_path, capsys):
     for wrong, named in (({name: torch.ones(1, 7)}, name), ({"more": torch.ones(1)}, "more")):
         torch.save(info | {"state_dict": fitting | wrong}, tmp_path / "backbone.pt")
         assert named in refused(capsys, common.load_backbone, tmp_path)
-    query_only = {k: v for k, v in weights.items() if not k.startswith("momentum_")}
-    torch.save(state | {"model": query_only, "backbone": info | {"encoder": "query"}}, tmp_path / "last.pt")
-    refused(capsys, common.load_backbone, tmp_path, "momentum")
 
 
 def test_stem_and_arch():
     assert [common.backbone_info("resnet50", size, 2)["stem"] for size in (32, 64, 96)] == ["3x3", "3x3", "timm"]
     assert [common.backbone_info("resnet_mini", size, 2)["stem"] for size in (32, 96)] == ["3x3-s2", "timm"]
-    called = [common.arch_name(common.backbone_info(arch, 32, 4)) for arch in (*common.ARCHS, "resnet10t", "custom")]
-    assert called == [*common.ARCHS, "resnet10t", "custom encoder"]
+    assert [common.arch_name(common.backbone_info(arch, 32, 4)) for arch in common.ARCHS] == [*common.ARCHS]

@@ -52,7 +52,7 @@ def test_similarity_bars_against_a_loop():
 
 
 def test_affinity_ranking():
-    """One that knows the batch alone ranks by it; one that is the cosine is the cosine's equal everywhere."""
+    """One that is the cosine ranks as the cosine does; one that knows the batch alone ranks by it."""
     a, noise = draws(2, 40, 6)
     a, b = F.normalize(a, dim=1), F.normalize(a + 2 * noise, dim=1)
     found = figures.affinity_ranking(lambda x, y: (x * y).sum(1), a, b)

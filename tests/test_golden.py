@@ -40,18 +40,12 @@ def leaf(x):
     return x.clone().requires_grad_()
 
 
-# --------------------------------------------------- adapters: models whose encoders hand over given embeddings
+class Encoder(nn.Module):
+    """In place of a backbone: a function of the images."""
 
-
-class Embeddings(nn.Module):
-    """In place of a backbone: an image's channel `channel` is its embedding."""
-
-    def __init__(self, channel):
+    def __init__(self, function):
         super().__init__()
-        self.channel = channel
-
-    def forward(self, x):
-        return x[:, self.channel].flatten(1)
+        self.forward = function
 
 
 def as_images(query, key):
@@ -59,24 +53,16 @@ def as_images(query, key):
     return torch.stack([query, key], 1)[:, :, None]
 
 
-class ViewEmbeddings(nn.Module):
-    """In place of a backbone for PatchMix: {(view, is it mixed): embeddings}, the view read from the pixels' values."""
-
-    def __init__(self, table):
-        super().__init__()
-        self.table = table
-
-    def forward(self, x):
-        parts = x.chunk(len(x) // len(next(iter(self.table.values()))))  # local crops pass all at once
-        return torch.cat([self.table[int(part.mean()), bool(part.flatten(1).std(1).max() > 1e-9)] for part in parts])
+def by_view(table, x):
+    """Embeddings {(view, is it mixed): embeddings} of PatchMix's views, which are told by the pixels' values."""
+    parts = x.chunk(len(x) // len(next(iter(table.values()))))  # local crops pass all at once
+    return torch.cat([table[int(part.mean()), bool(part.flatten(1).std(1).max() > 1e-9)] for part in parts])
 
 
-def replace_encoders(model, query, key):
-    """Make a model's encoders these modules, its heads the identity."""
-    model.backbone, model.projector = query, nn.Identity()
-    model.momentum_backbone, model.momentum_projector = key, nn.Identity()
-    if hasattr(model, "predictor"):
-        model.predictor = nn.Identity()
+def replace_encoders(model, query=lambda x: x[:, 0].flatten(1), key=lambda x: x[:, 1].flatten(1)):
+    """Make a model's encoders these functions, by default those of `as_images`, and its heads the identity."""
+    model.backbone, model.projector, model.predictor = Encoder(query), nn.Identity(), nn.Identity()
+    model.momentum_backbone, model.momentum_projector = Encoder(key), nn.Identity()
     return model
 
 
@@ -89,7 +75,7 @@ def patchmix_forward(n, query, key, *flags):
     args = parsed(patchmix, n, *flags)
     losses = dict(terms=patchmix.term_weights(args), temperature=args.temperature, smoothing=args.smoothing)
     model = patchmix.PatchMix(nn.Identity(), 8, 8, 8, args.num_mix, **losses)
-    replace_encoders(model, ViewEmbeddings(query), ViewEmbeddings(key))
+    replace_encoders(model, functools.partial(by_view, query), functools.partial(by_view, key))
     values = [(v + torch.arange(n) / (4 * n)).view(n, 1, 1, 1) for v in range(2 + args.local_crops)]
     views = [value.expand(n, 3, args.image_size, args.image_size) for value in values]
     views[:2] = views[:2] if args.mixed_view == 1 else views[1::-1]
@@ -100,14 +86,10 @@ def patchmix_forward(n, query, key, *flags):
 def queue_model(kind, f):
     """A model of a queue method on the golden file's queue."""
     length, dim = f["queue"].shape
-    model = kind(nn.Identity(), dim, dim=dim, queue=length, temperature=f["temperature"].item())
-    replace_encoders(model, Embeddings(0), Embeddings(1))
+    model = replace_encoders(kind(nn.Identity(), dim, dim=dim, queue=length, temperature=f["temperature"].item()))
     model.queue.keys.copy_(f["queue"])
     model.queue.position.fill_(f.get("queue_position", 0))
     return model
-
-
-# ------------------------------------------------------------------------- PatchMix
 
 
 def test_patchmix_mixed_images():
@@ -170,9 +152,6 @@ def test_patchmix_schedule():
     same(once.flatten(), f["schedule_momentum_as_released"])
 
 
-# ------------------------------------------------------------------------------ JCL
-
-
 def test_jcl_forward():
     f = golden("jcl")
     keys = f["keys_before_normalisation"].unbind(1)
@@ -187,9 +166,6 @@ def test_jcl_forward():
         model.queue.enqueue(enqueued)  # it wraps
         same(model.queue.keys, f["queue_after"])
         assert model.queue.position.item() == f["queue_position_after"].item()
-
-
-# ----------------------------------------------------------------------------- LoGo
 
 
 def affinity():
@@ -271,16 +247,12 @@ def test_jointcrop_quantiles():
     assert worst < 3
 
 
-# -------------------------------------------------------------------------- MoCo v3
-
-
 @pytest.mark.parametrize("t", ["t020", "t100"])
 def test_moco_v3_forward(t):
     """PatchMix's baseline is this symmetric loss divided by 2 tau."""
     f = golden("mocov3")
     temperature, q1, q2 = f[f"temperature_{t}"].item(), leaf(f["q1"]), leaf(f["q2"])
-    model = moco_jointcrop.MoCoV3(nn.Identity(), 16, hidden=16, dim=16, temperature=temperature)
-    replace_encoders(model, Embeddings(0), Embeddings(1))
+    model = replace_encoders(moco_jointcrop.MoCoV3(nn.Identity(), 16, hidden=16, dim=16, temperature=temperature))
     loss, keys, *_ = model([as_images(q1, f["k1"]), as_images(q2, f["k2"])])
     assert keys is None  # nothing is enqueued
     query, key = {(0, False): q1, (1, False): q2}, {(0, False): f["k1"], (1, False): f["k2"]}

@@ -1,8 +1,8 @@
 """Image sets: which files are read and how, what is refused, and by what two sets are told apart."""
 
+import argparse
 import os
 import shutil
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -14,8 +14,6 @@ from tiny import gradient, refused, unequal, write_tree
 import common
 import jcl
 
-# ---------------------------------------------------------------- image files
-
 
 def save(path, image, **options):
     """Save an array or a picture, as well as the format can."""
@@ -25,10 +23,7 @@ def save(path, image, **options):
     return path
 
 
-MODES = "RGB png, RGB jpg, L png, L jpg, P png, RGBA png, LA png, 1 png, CMYK jpg".split(", ")
-
-
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", ["RGB png", "RGB jpg", "L jpg", "P png", "RGBA png", "1 png", "CMYK jpg"])
 def test_images_of_any_mode_are_read_as_rgb(tmp_path, mode):
     mode, extension = mode.split()
     image = Image.fromarray(gradient()).convert(mode)
@@ -37,34 +32,19 @@ def test_images_of_any_mode_are_read_as_rgb(tmp_path, mode):
     assert abs(read.astype(int) - np.asarray(image.convert("RGB"))).max() <= 6 * (extension == "jpg")
 
 
-@pytest.mark.parametrize("name, dtype", [("x.png", "uint16"), ("x.tif", "uint16"), ("x.tif", "int32"), ("x.tif", "f4")])
+@pytest.mark.parametrize("name, dtype", [("x.png", "uint16"), ("x.tif", "f4")])
 def test_images_of_more_than_8_bits_are_refused(tmp_path, name, dtype):
     with pytest.raises(common.BadImage, match=name):
         common.read_image(save(tmp_path / name, np.arange(120, dtype=dtype).reshape(12, 10)))
 
 
-@pytest.mark.parametrize("extension, tolerance", [("png", 0), ("jpg", 6), ("tif", 0)])
-def test_exif_rotation(tmp_path, extension, tolerance):
+def test_an_image_is_turned_as_its_exif_says(tmp_path):
+    """One that is damaged says nothing."""
     exif = Image.Exif()
     exif[0x0112] = 6  # a quarter of a turn
-    read = common.read_image(save(tmp_path / f"x.{extension}", gradient(), exif=exif))
-    assert read.shape == (10, 12, 3) and abs(read.astype(int) - np.rot90(gradient(), -1)).max() <= tolerance
-
-
-@pytest.mark.parametrize("name", ["x.jpg", "x.png"])
-def test_damaged_exif_does_not_end_a_run(tmp_path, name):
-    path = save(tmp_path / name, gradient(), exif=b"Exif\0\0" + b"garbage" * 5)
-    assert np.array_equal(common.read_image(path), common.read_image(save(path, gradient())))
-
-
-def test_a_damaged_image_is_one_line_that_says_how_to_go_on(tmp_path, capsys):
-    (tmp_path / "x.png").write_bytes(save(tmp_path / "y.png", gradient()).read_bytes()[:60])
-    args = SimpleNamespace(device="cpu", arch=None)
-    line = refused(capsys, common.start, lambda _: common.read_image(tmp_path / "x.png"), lambda: args)
-    assert all(word in line for word in ("x.png", "check_images.py", "--resume", "--out"))
-
-
-# --------------------------------------------------------------- the demo's set
+    for said, right in ((exif, np.rot90(gradient(), -1)), (b"Exif\0\0" + b"garbage" * 5, gradient())):
+        read = common.read_image(save(tmp_path / "x.jpg", gradient(), exif=said))
+        assert read.shape == right.shape and abs(read.astype(int) - right).max() <= 6
 
 
 def test_the_demos_images_stay():
@@ -78,15 +58,9 @@ def test_the_demos_images_stay():
     assert np.array_equal(test.array, common.make_patterns(1024, 8, seed=1)[0])
 
 
-# -------------------------------------------------------------------- folders
-
-
 @pytest.mark.parametrize("name, test_name", [("folder", "val"), ("imagenet", "test"), ("cifar10", "val")])
 def test_a_layout_of_class_folders_is_read_whatever_the_name(tmp_path, test_name, name, capsys):
-    """But what is no image, hidden names and thumbnails, links that lead back, and named pipes, which would hang.
-
-    A class may be a link to a folder elsewhere.
-    """
+    """But what is no image, hidden names, thumbnails, links that lead back, and named pipes. A class may be a link."""
     parts = {"train/b": 3, "../elsewhere": 2, "unlabeled/x/y": 4, f"{test_name}/a": 1, f"{test_name}/b": 2}
     root = write_tree(tmp_path / "data", parts | {"train/.x": 1, "train/b/@eaDir": 1})
     (root / "train" / "a").symlink_to(tmp_path / "elsewhere")
@@ -112,11 +86,9 @@ def test_cached_and_uncached_images_are_the_same(tmp_path, monkeypatch):
     monkeypatch.setattr(common, "IN_MEMORY", cached.array.nbytes - 1)
     paths = common.load_images("folder", root)
     assert cached.array.shape == (37, 12, 10, 3) and paths.array is None
-    args = jcl.parse_args(["--image-size", "16"])
-    keys = [(1, 3), (0, 36), (2, 20), (0, 0), (0, 1)]
-    views = [*jcl.augmentation(args).values()]
-    a, b = (common.ViewDataset(images, views, 5).__getitems__(keys) for images in (cached, paths))
-    assert unequal(a, b) == []
+    views = [*jcl.augmentation(jcl.parse_args(["--image-size", "16"])).values()]
+    keys = [(1, 3), (0, 36), (2, 20), (0, 0), (0, 1)]  # of more images than are read at once
+    assert unequal(*(common.ViewDataset(images, views, 5).__getitems__(keys) for images in (cached, paths))) == []
 
 
 def test_trees_without_labels_and_mixed_sizes(tmp_path):
@@ -132,7 +104,7 @@ def test_trees_without_labels_and_mixed_sizes(tmp_path):
 
 
 def test_imagenet100(tmp_path, capsys):
-    """Its classes among others, or 100 others; not 99 of its own."""
+    """Its classes among others, or 100 others; not 99 of its own and others."""
     synsets, own = timm.data.ImageNetInfo("imagenet-1k").label_names(), sorted(common.IMAGENET100)
     assert len(own) == len(set(own)) == 100 and set(own) <= set(synsets)
     more = [s for s in synsets if s not in own][:2]
@@ -152,9 +124,7 @@ LAYOUTS = [  # --dataset, folders with two images each, what the line names
     ("folder", "train,train/a,train/b", "DIR/train"),  # images beside classes
     ("imagenet", "a,b", "train/"),
     ("folder", "train/a,train/b,val/a,val/c", "'b', 'c'"),
-    ("folder", "train/a,train/cat,val/a,val/cat ", "'cat ', 'cat'"),
     ("folder", "Train/a,Val/a", "Train, Val"),
-    ("folder", "train/a,train/b,valid/a,valid/b", "valid"),
     ("folder", "tram,bus,train", "bus, tram"),  # a class that is called train
     ("folder", "train/a,train/b,unlabelled", "unlabelled"),
     ("patterns", "train/a,train/b", "--dataset"),
@@ -164,19 +134,8 @@ LAYOUTS = [  # --dataset, folders with two images each, what the line names
 @pytest.mark.parametrize("name, folders, word", LAYOUTS)
 def test_folders_that_are_no_data_set_are_one_line(tmp_path, capsys, name, folders, word):
     write_tree(tmp_path, folders.split(","), 2)
-    args = SimpleNamespace(dataset=name, data_dir=str(tmp_path), image_size=32)
+    args = argparse.Namespace(dataset=name, data_dir=str(tmp_path), image_size=32)
     assert word in refused(capsys, common.open_images, args).replace(str(tmp_path), "DIR")
-
-
-@pytest.mark.parametrize("name", ["missing", "notes.txt", "x" * 300, "link"])
-def test_a_data_dir_that_cannot_be_listed_is_one_line(tmp_path, capsys, name):
-    (tmp_path / "notes.txt").write_text("no folder")
-    (tmp_path / "link").symlink_to("/nowhere")
-    for dataset in ("folder", "cifar10"):
-        assert f"--data-dir {tmp_path / name}: " in refused(capsys, common.load_images, dataset, str(tmp_path / name))
-
-
-# ------------------------------------------------------------------ downloads
 
 
 def test_torchvisions_data(tmp_path, monkeypatch):
@@ -193,59 +152,49 @@ def test_torchvisions_data(tmp_path, monkeypatch):
 
     for name in ("CIFAR10", "STL10"):
         monkeypatch.setattr(torchvision.datasets, name, Fake)
-    calls = {("cifar10", True, True): dict(train=True), ("cifar10", False, True): dict(train=False)}
-    calls |= {("stl10", True, False): dict(split="train"), ("stl10", True, True): dict(split="train+unlabeled")}
-    calls |= {("stl10", False, True): dict(split="test")}
+    calls = [("cifar10", True, True), ("cifar10", False, True)]
+    calls += [("stl10", True, False), ("stl10", True, True), ("stl10", False, True)]
     sets = [common.load_images(name, tmp_path, train, unlabeled=more) for name, train, more in calls]
-    assert asked == [*calls.values()]
+    splits = "train", "train+unlabeled", "test"
+    assert asked == [dict(train=True), dict(train=False), *(dict(split=split) for split in splits)]
     assert [images.labels.tolist() for images in sets] == [[0, 1]] * 3 + [[1, -1]] + [[0, 1]]
     assert all(images.array.shape == (2, 8, 6, 3) and images.classes == ["a", "b"] for images in sets)
     assert sets[2].array[1, 2, 3].tolist() == [(144 + c * 48 + 2 * 6 + 3) % 256 for c in range(3)]
 
 
-# ------------------------------------------------------------------ checksums
+def test_a_checksum_is_of_the_files_not_of_their_place(tmp_path, monkeypatch):
+    def checksum(folder):
+        return common.load_images("folder", folder).checksum()
 
-CHANGES = {
-    "a name": lambda path: path.rename(path.parent / "7.png"),
-    "its pixels": lambda path: path.write_bytes(path.read_bytes()[:-1] + b"x"),  # of the same size
-    "a label": lambda path: path.rename(path.parent.parent / "a" / "2.png"),
-    "one fewer": lambda path: path.unlink(),
-}
-
-
-@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
-def test_a_checksum_is_of_the_files_not_of_their_place(tmp_path, monkeypatch, change):
-    def checksums(root):
-        return [common.load_images("folder", root, part).checksum() for part in (True, False)]
-
-    root = write_tree(tmp_path / "one", {"train/a": 3, "train/b": 2, "val/a": 2, "val/b": 2})
-    before = checksums(root)
-    assert before[0] != before[1]
+    root = write_tree(tmp_path / "one", {"train/a": 3, "train/b": 2})
+    found, file, other = [checksum(root)], root / "train" / "b" / "1.png", root / "train" / "a" / "7.png"
     shutil.copytree(root, tmp_path / "deep" / "er" / "two")
     monkeypatch.chdir(tmp_path)
-    assert checksums("deep/er/two") == before
-    change(root / "val" / "b" / "1.png")
-    after = checksums(root)
-    assert after[0] == before[0] and after[1] != before[1]
+    assert checksum("deep/er/two") == found[0]
+    data = file.read_bytes()
+    for change in (
+        lambda: file.write_bytes(data[:-1] + b"x"),  # of the same size
+        lambda: file.rename(file.with_name("7.png")),
+        lambda: file.with_name("7.png").rename(other),  # another label
+        other.unlink,
+    ):
+        change()
+        found.append(checksum(root))
+    assert len(set(found)) == 5
 
 
 def test_a_checksum_of_many(monkeypatch):
-    """Of files it reads a hundred, and all names; of decoded images also the shape, and the last one."""
+    """Of files it reads a hundred, and all names; of an array also the shape, and the last image."""
     asked = []
-    monkeypatch.setattr(common.Path, "read_bytes", lambda path: asked.append(str(path)) or b"pixels")
-    images = common.ImageSet([f"train/{i:08}.JPEG" for i in range(2000)])
-    first = images.checksum()
-    assert len(set(asked)) == 100
-    images.paths[77] = b"train/other.JPEG"
-    assert images.checksum() != first
+    monkeypatch.setattr(common.Path, "read_bytes", lambda path: asked.append(path) or b"pixels")
+    names = [f"train/{i:08}.JPEG" for i in range(2000)]
+    sums = {common.ImageSet(paths).checksum() for paths in (names, [*names[:77], "other.JPEG", *names[78:]])}
+    assert len(sums) == 2 and len(set(asked)) == 100
     array = np.zeros((2300, 32, 32, 3), np.uint8)
     changed, labels = array.copy(), np.zeros(2300, int)
     changed[-1] = 1
     sets = [(array,), (array, labels), (array.reshape(2300, 64, 16, 3),), (array[:-1],), (changed,)]
     assert len({common.ImageSet(*images).checksum() for images in sets}) == 5
-
-
-# ----------------------------------------------------------------- own images
 
 
 def test_own_images_are_an_array_or_paths(tmp_path, capsys):

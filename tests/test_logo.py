@@ -1,10 +1,12 @@
 """logo.py against the supplement's Eq. 4, the main text's losses and Algorithm 1, as loops, and its limits."""
 
+import functools
 import itertools
 import math
 
 import pytest
 import torch
+import torch.nn.functional as F
 from conftest import NANO, info_nce, state_of, unit, values
 from torch import nn
 
@@ -13,8 +15,6 @@ import common
 import jcl
 import logo
 import moco_jointcrop
-
-FORMS = ("logistic", "linear")
 
 
 @pytest.fixture(autouse=True)
@@ -26,10 +26,6 @@ def _small(monkeypatch, double):
 
 def gradients(loss, inputs):
     return torch.autograd.grad(loss, inputs, retain_graph=True, allow_unused=True)
-
-
-def assert_close(one, two, **tolerance):
-    torch.testing.assert_close(list(one), list(two), **(tolerance or dict(rtol=1e-6, atol=1e-8)))
 
 
 # ------------------------------------------------------------------ the affinity
@@ -63,9 +59,9 @@ def omega(affinity, a, b, noise, form):
         return -(sum(softplus(scores(affinity, positives))) / n - sum(softplus(scores(affinity, negatives))) / n)
     other_positives = [(b[i] + x[i], a[i] + y[i]) for i in range(n)]
     other_negatives = [(b[i], a[i - 1]) for i in range(n)]
-    parts = positives, other_positives, negatives, other_negatives
-    chances = [1 / (1 + torch.exp(-scores(affinity, part))) for part in parts]
-    return -(sum(torch.log(p).sum() for p in chances[:2]) + sum(torch.log(1 - p).sum() for p in chances[2:])) / (2 * n)
+    right = [torch.sigmoid(scores(affinity, part)) for part in (positives, other_positives)]
+    wrong = [torch.sigmoid(scores(affinity, part)) for part in (negatives, other_negatives)]
+    return -(sum(torch.log(p).sum() for p in right) + sum(torch.log(1 - p).sum() for p in wrong)) / (2 * n)
 
 
 def dissimilarity_of(affinity, a, b):
@@ -73,7 +69,7 @@ def dissimilarity_of(affinity, a, b):
     return sum(softplus(scores(affinity, zip(a, b, strict=True)))) / len(a)
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", ["logistic", "linear"])
 @pytest.mark.parametrize("noisy", [True, False])
 def test_affinity_loss(form, noisy):
     """Against loops over an odd batch; its gradient reaches the affinity and not the locals."""
@@ -82,7 +78,8 @@ def test_affinity_loss(form, noisy):
     ours = logo.affinity_loss(module, a, b, noise if noisy else None, form)
     reference = omega(other, a.detach(), b.detach(), noise, form)
     torch.testing.assert_close(ours, reference)
-    assert_close(gradients(ours, list(module.parameters())), gradients(reference, list(other.parameters())))
+    found = (gradients(loss, list(one.parameters())) for loss, one in ((ours, module), (reference, other)))
+    torch.testing.assert_close(*found, rtol=1e-6, atol=1e-8)
     ours.backward()
     assert a.grad is None and b.grad is None
 
@@ -90,8 +87,7 @@ def test_affinity_loss(form, noisy):
 def test_affinity_loss_limits():
     """At zero scores 2 ln 2 and 0; the least is 0 in the logistic form, none in the linear one; no order of the two."""
     a, b, module = unit(5, 6), unit(5, 6, seed=1), affinity()
-    losses = {form: logo.affinity_loss(module, a, b, None, form) for form in FORMS}
-    torch.testing.assert_close(logo.affinity_loss(module, b, a), losses["logistic"])  # the default form
+    torch.testing.assert_close(logo.affinity_loss(module, b, a), logo.affinity_loss(module, a, b, None, "logistic"))
     with torch.no_grad():
         module.layers[-1].weight.zero_()
         module.layers[-1].bias.zero_()
@@ -112,7 +108,7 @@ def test_local_dissimilarity_moves_the_locals_and_not_the_affinity():
     assert all(p.grad is None and p.requires_grad for p in module.parameters())
 
 
-# -------------------------------------------------------------- the two bases
+# ------------------------------------------------------- Algorithm 1: Eq. 6, then Eq. 9
 
 SMALL = "--arch nano --image-size 16 --batch-size 16 --dim 8 --lr 0.05 --lr-batch 128 --warmup 0 "
 SMALL += "--milestones 0.99 --weight-decay 0.01 --epochs 1 --knn-every 0 --device cpu --amp off"
@@ -126,65 +122,38 @@ def words(flags):
     return f"{SMALL} {base} {local} --affinity-hidden 12 {flags}"
 
 
-def project(model, x):
-    return model.projector(model.backbone(x))
+@pytest.mark.parametrize("layers", [1, 2, 3])
+def test_simsiams_projector(layers):
+    """As many layers as asked for. The last one has no ReLU, and its batch norm no parameters."""
+    projector = state_of(logo, words(f"--base simsiam --layers {layers}"))["model"].projector
+    assert [type(m) for m in projector] == ([nn.Linear, nn.BatchNorm1d, nn.ReLU] * layers)[:-1]
+    assert not list(projector[-1].parameters())
 
 
 def embed(model, x):
     """What the affinity sees: L2-normalised, before SimSiam's predictor."""
-    return torch.stack([z / z.norm() for z in project(model, x)])
+    return F.normalize(model.projector(model.backbone(x)), dim=1)
 
 
-def cosine(p, z):
-    return -sum(p[i] @ z[i] / (p[i].norm() * z[i].norm()) for i in range(len(p))) / len(p)
+def main_loss(args, model, views, step):
+    """L_gg and L_lg of views that pass one by one, and the globals' keys. The right sides are constants.
 
-
-def keys_of(args, model, views, step):
-    """Each view's keys by themselves: their batch statistics are of one view."""
-    generators = [common.generator(args.seed, step, 20 + i) for i in range(len(views))]
-    found = [logo.encode_shuffled_keys(model.key, [x], g) for x, g in zip(views, generators, strict=True)]
-    return torch.cat(found).detach()
-
-
-def terms(args, model, views, step):
-    """([terms of global crops], [terms of local crops]), each view by a pass of its own; the right sides are constants.
-
-    They are drawn to the global crops, with --pairs all to all others.
+    Views are drawn to the global crops, with --pairs all to all others.
     """
-    count = len(views)
-    constants = range(count if args.pairs == "all" else 2)
-    pairs = [(i, j) for i, j in itertools.product(range(count), constants) if i != j]
+    constants = range(len(views) if args.pairs == "all" else 2)
+    pairs, keys = [(i, j) for i, j in itertools.product(range(len(views)), constants) if i != j], []
     if args.base == "simsiam":
-        z = [project(model, x) for x in views]
+        z = [model.projector(model.backbone(x)) for x in views]
         p = [model.predictor(v) for v in z]
-        found = [(i, cosine(p[i], z[j].detach())) for i, j in pairs]
+        found = [-(F.normalize(p[i], dim=1) * F.normalize(z[j].detach(), dim=1)).sum() / 16 for i, j in pairs]
     else:
-        k = keys_of(args, model, [views[j] for j in constants], step)
+        shuffles = [common.generator(args.seed, step, 20 + j) for j in constants]
+        keys = [logo.encode_shuffled_keys(model.key, [views[j]], shuffles[j])[0] for j in constants]
         q, queue = [embed(model, x) for x in views], model.queue.keys.clone()
-        found = [(i, info_nce(q[i], k[j], queue, args.temperature)) for i, j in pairs]
-    return [term for i, term in found if i < 2], [term for i, term in found if i >= 2]
-
-
-def total(args, found):
-    g, local = found
-    if args.variant == "paper":
-        return sum(g) / 2 + sum(local)
-    return (sum(g) + sum(local)) / (len(g) + len(local))
-
-
-@pytest.mark.parametrize("layers", [1, 2, 3])
-def test_simsiams_projector(layers):
-    """It has as many layers as asked for, and ends with a batch norm without parameters."""
-    model = state_of(logo, words(f"--base simsiam --layers {layers}"))["model"]
-    assert sum(isinstance(m, nn.Linear) for m in model.projector) == layers
-    assert isinstance(model.projector[-1], nn.BatchNorm1d) and not list(model.projector[-1].parameters())
-
-
-# ------------------------------------------------------- Algorithm 1: Eq. 6, then Eq. 9
-
-
-def sgd(parameters, lr, decay):
-    return torch.optim.SGD(parameters, lr, momentum=0.9, weight_decay=decay)
+        found = [info_nce(q[i], keys[j], queue, args.temperature) for i, j in pairs]
+    if args.variant == "paper":  # the mean of the two terms of global crops, and the sum of the others
+        return sum(found[:2]) / 2 + sum(found[2:]), keys[:2]
+    return sum(found) / len(found), keys[:2]
 
 
 def descend(optimizer, gradients):
@@ -193,37 +162,37 @@ def descend(optimizer, gradients):
     optimizer.step()
 
 
-def algorithm1(args, model, affinity, batches, noises):
+def algorithm1(args, model, affinity, batches):
     """A run in a plain way, the affinity first, then the encoder: (losses, norms of the gradients)."""
     lr, losses, norms = args.lr * 16 / args.lr_batch, [], [0.0]
     trained, of_affinity = [p for p in model.parameters() if p.requires_grad], list(affinity.parameters())
     of_encoder = [*model.backbone.parameters(), *model.projector.parameters()]  # what L_ll moves
-    first, second = sgd(trained, lr, args.weight_decay), sgd(of_encoder, lr, 0.0)
-    third = sgd(of_affinity, 1e-4 if args.affinity_form == "linear" else lr, args.weight_decay)
+    sgd = functools.partial(torch.optim.SGD, momentum=0.9)
+    first, second = sgd(trained, lr, weight_decay=0.01), sgd(of_encoder, lr)
+    third = sgd(of_affinity, 1e-4 if args.affinity_form == "linear" else lr, weight_decay=0.01)
 
-    def dissimilarity(views, noise):
+    def dissimilarity(views, step):
         """L_ll by the affinity after its step."""
         a, b = (embed(model, x) for x in views[2:])
-        noise = torch.zeros(2, *a.shape) if noise is None else noise
+        noise = torch.randn(2, 16, args.dim, generator=common.generator(args.seed, step, 30))
+        noise *= args.affinity_noise / math.sqrt(args.dim) * (args.affinity_form == "logistic")
         loss = omega(affinity, a.detach(), b.detach(), noise, args.affinity_form)
         descend(third, gradients(loss, of_affinity))
         return dissimilarity_of(affinity, a, b)
 
     for step, views in enumerate(batches):
         if args.l2l and args.l2l_weighting == "clip":
-            found = gradients(dissimilarity(views, noises[step]), of_encoder)
+            found = gradients(dissimilarity(views, step), of_encoder)
             scale = min(1.0, args.clip_ratio * norms[-1] / (torch.nn.utils.get_total_norm(found).item() + 1e-6))
             descend(second, [scale * gradient for gradient in found])
-        keys = keys_of(args, model, views[:2], step) if args.base == "moco" else None
-        loss = objective = total(args, terms(args, model, views, step))
-        if args.l2l and args.l2l_weighting == "lambda":
-            objective = loss + args.lam * dissimilarity(views, noises[step])
-        found = gradients(objective, trained)
+        loss, keys = main_loss(args, model, views, step)
+        lowered = args.l2l and args.l2l_weighting == "lambda"
+        found = gradients(loss + args.lam * dissimilarity(views, step) if lowered else loss, trained)
         descend(first, found)
         losses.append(loss.item())
         norms.append(torch.nn.utils.get_total_norm(found).item())
         if args.base == "moco":
-            model.queue.enqueue(keys.flatten(0, 1))
+            model.queue.enqueue(torch.cat(keys))
             model.update(args.momentum)
     return losses, norms[1:]
 
@@ -238,19 +207,6 @@ def views_of(args):
     mean, std = (torch.tensor(v).view(3, 1, 1) for v in common.NORMS[args.norm])
     loader = common.make_loader(args, images(), [*logo.augmentation(args).values()], torch.device("cpu"))
     return [[(v - mean) / std for v in common.color_views(batch, torch.device("cpu"))] for batch in loader]
-
-
-@pytest.fixture
-def noises(monkeypatch):
-    """The noise of each call of `affinity_loss`."""
-    found, loss = [], logo.affinity_loss
-
-    def spy(affinity, local1, local2, noise=None, *rest):
-        found.append(noise)
-        return loss(affinity, local1, local2, noise, *rest)
-
-    monkeypatch.setattr(logo, "affinity_loss", spy)
-    return found
 
 
 AT_ONCE = [
@@ -270,47 +226,25 @@ MORE = [
 
 
 @pytest.mark.parametrize("flags", [*AT_ONCE, *(pytest.param(flags, marks=pytest.mark.slow) for flags in MORE)])
-def test_algorithm1(flags, tmp_path, noises):
+def test_algorithm1(flags, tmp_path):
     """Three steps of `main`: the weights, queue and affinity of a slow reference. test_trajectories.py has others."""
     args = logo.parse_args([*words(flags).split(), "--out", str(tmp_path)])
     logo.main(args, train=images())
     saved, state = common.load_checkpoint(tmp_path / "last.pt"), state_of(logo, words(flags), train=images())
-    model, affinity = state["model"], state["affinity"]
-    losses, norms = algorithm1(args, model, affinity, views_of(args), noises)
-    for part, module in (("model", model), ("affinity", affinity)):
-        for weight, value in module.named_parameters():
-            assert_close([saved[part][weight]], [value.detach()])
-    if args.base == "moco":
-        torch.testing.assert_close(saved["model"]["queue.keys"], model.queue.keys)
-    if args.l2l and args.affinity_form == "logistic":
-        assert len(torch.stack(noises).unique()) == 3 * 2 * 16 * args.dim  # new in each step
+    losses, norms = algorithm1(args, state["model"], state["affinity"], views_of(args))
+    for part in ("model", "affinity"):
+        found = {name: value.detach() for name, value in state[part].named_parameters()}
+        found |= {"queue.keys": state["model"].queue.keys} if part + args.base == "modelmoco" else {}
+        torch.testing.assert_close({name: saved[part][name] for name in found}, found, rtol=1e-6, atol=1e-8)
     (record,) = saved["records"]
     assert record["loss"] == pytest.approx(sum(losses) / 3) and record["grad_norm"] == pytest.approx(sum(norms) / 3)
-
-
-@pytest.mark.parametrize("scale", [0.3, 0.6])
-def test_noise_of_the_affinity(scale, noises):
-    """Normal, of standard deviation scale / sqrt(dim), new for each step, local and image; none in the linear form."""
-    a, b, module = unit(16, 8), unit(16, 8, seed=1), affinity(dim=8)
-    optimizer = torch.optim.SGD(module.parameters(), 0.01)
-    for form in FORMS:
-        for step in range(8):
-            logo.affinity_step([a, b], module, optimizer, form, scale, common.generator(step))
-    assert noises[8:] == [None] * 8
-    noise = torch.stack(noises[:8])
-    assert noise.shape == (8, 2, 16, 8) and len(noise.unique()) == noise.numel()
-    assert noise.std().item() == pytest.approx(scale / math.sqrt(8), rel=0.05) and noise.mean().abs() < 0.02 * scale
-    assert (noise.abs() < noise.std()).double().mean().item() == pytest.approx(0.683, abs=0.03)
 
 
 # ----------------------------------------------------------------- views and recipes
 
 
-def test_crops():
-    """Two globals, then two locals. With MoCo v2's area the globals are the other files' views."""
-    views = logo.augmentation(logo.parse_args(["--dataset", "imagenet"])).values()
-    views = [(view.size, view.area) for view in views]
-    assert views == [(224, (0.4, 1))] * 2 + [(96, (0.08, 0.4))] * 2
+def test_global_crops_are_the_other_files_views():
+    """With MoCo v2's area."""
     moco_v2 = logo.parse_args("--dataset imagenet --global-scale 0.2 1".split())
     for other in (moco_jointcrop, jcl, clim):
         views = other.augmentation(other.parse_args(["--dataset", "imagenet"]))

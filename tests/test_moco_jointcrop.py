@@ -8,7 +8,6 @@ import pytest
 import timm
 import torch
 from conftest import NANO, info_nce, ks, state_of, unit
-from tiny import processes
 from torch import nn
 
 import common
@@ -46,8 +45,7 @@ def algorithm1(n, low, high, beta, rng):
 
 @pytest.mark.parametrize("beta, low, high", SAMPLERS)
 def test_algorithm1_against_rejection_sampling(beta, low, high):
-    reference = algorithm1(20_000, low, high, beta, np.random.default_rng(1)).T
-    ours = torch.stack(draws(200_000, low, high, beta)).numpy()
+    reference, ours = algorithm1(20_000, low, high, beta, np.random.default_rng(1)).T, draws(200_000, low, high, beta)
     assert ks(reference[0], ours[0]) < 1.9  # far beyond 0.1 %
     assert ks(reference[1] / reference[0], ours[1] / ours[0]) < 1.9
 
@@ -98,42 +96,39 @@ def test_figure7_corner_distances(every):
         assert mean_corner_distance(4 - i / 2, 0.1) == pytest.approx(FIGURE7[i], abs=0.3)
 
 
-SIGMA, LOCALS = common.COLOR.index("sigma"), ["--local-crops", "4"]
+SIGMA, LOCALS = common.COLOR.index("sigma"), "--local-crops 4 --joint"
 
 
 def drawn(flags, n=4000):
-    """Of the first n images' views: areas (views, n), sigmas (views, n), colors (n, views, 9), and query boxes."""
-    args = moco.parse_args(["--dataset", "imagenet", *flags])
+    """Of the first n images' views: areas (views, n), sigmas (views, n), colors (views, n, 9), and query boxes."""
+    args = moco.parse_args(["--dataset", "imagenet", *flags.split()])
     draws = len(moco.augmentation(args)) * common.VIEW_DRAWS + moco.SHARED_DRAWS + args.local_crops
     table = common.uniform(0, 0, np.arange(n), draws)
     cuts, colors = moco.draw_views(args, np.arange(n), np.full((n, 2), 224), table)
-    areas, colors = np.stack([box[:, 2] * box[:, 3] / 224**2 for _, box, _ in cuts]), np.stack(colors, 1)
-    return areas, colors[:, :, SIGMA].T, colors, cuts[0][1]
+    areas, colors = np.stack([box[:, 2] * box[:, 3] / 224**2 for _, box, _ in cuts]), np.stack(colors)
+    return areas, colors[:, :, SIGMA], np.delete(colors, SIGMA, 2), cuts[0][1]
 
 
 def test_views_of_each_joint_mode():
-    """Areas are joint in two modes; but for sigmas all colors are the baseline's."""
-    views = {mode: drawn(["--joint", mode, "--beta", "-4"]) for mode in ("none", "crop", "blur", "both", "either")}
-    extreme = {mode: (abs(np.log(np.divide(*found[0]))) > math.log(2)).mean() for mode, found in views.items()}
+    """Areas are joint in two modes; but for sigmas all colors are the baseline's. `either` is one mode per image."""
+    found = {mode: drawn(f"--joint {mode} --beta -4") for mode in ("none", "crop", "blur", "both")}
+    found["either"] = drawn("--joint either --joint-prob 0.3 --beta -4")
+    (alone, sharp), (crop, _), (_, blur) = (found[mode][:2] for mode in ("none", "crop", "blur"))
+    extreme = {mode: (abs(np.log(np.divide(*areas))) > math.log(2)).mean() for mode, (areas, *_) in found.items()}
     assert extreme["none"] == extreme["blur"] < 0.36 and extreme["crop"] == extreme["both"] > 0.93
-    others = [i for i in range(len(common.COLOR)) if i != SIGMA]
-    for found in views.values():
-        assert np.array_equal(views["none"][2][:, :, others], found[2][:, :, others])
-
-
-def test_either_is_one_of_the_two_per_image():
-    alone, crop, blur = (drawn(["--joint", mode]) for mode in ("none", "crop", "blur"))
-    areas, sigmas, *_ = drawn(["--joint", "either", "--joint-prob", "0.3"])
-    has_crop = (areas != alone[0]).any(0)
+    assert np.array_equal(found["both"][1], blur) and np.array_equal(found["crop"][1], sharp)
+    assert all(np.array_equal(colors, found["none"][2]) for _, _, colors, _ in found.values())
+    areas, sigmas, *_ = found["either"]
+    has_crop = (areas != alone).any(0)
     assert has_crop.mean() == pytest.approx(0.3, abs=0.03)
-    assert np.array_equal(areas[:, has_crop], crop[0][:, has_crop])
-    assert np.array_equal(sigmas[:, has_crop], alone[1][:, has_crop])
-    has_blur = ~has_crop & (alone[0] != crop[0]).any(0)  # a few boxes are equal with and without JointCrop
-    assert np.array_equal(sigmas[:, has_blur], blur[1][:, has_blur])
+    assert np.array_equal(areas[:, has_crop], crop[:, has_crop])
+    assert np.array_equal(sigmas[:, has_crop], sharp[:, has_crop])
+    has_blur = ~has_crop & (alone != crop).any(0)  # a few boxes are equal with and without JointCrop
+    assert np.array_equal(sigmas[:, has_blur], blur[:, has_blur])
 
 
 def test_jblur_blurs_both_views_or_neither_and_has_the_distribution_of_beta():
-    _, sigma, *_ = drawn(["--joint", "blur", "--beta", "0"])
+    _, sigma, *_ = drawn("--joint blur --beta 0")
     assert ((sigma[0] > 0) == (sigma[1] > 0)).all() and (sigma[0] > 0).mean() == pytest.approx(0.5, abs=0.03)
     both = sigma[:, sigma[0] > 0]
     assert both.min() >= 0.1 and both.max() <= 2.0
@@ -143,23 +138,16 @@ def test_jblur_blurs_both_views_or_neither_and_has_the_distribution_of_beta():
 
 @pytest.mark.parametrize("pair, joint", [("global", [1, 0, 0]), ("local", [0, 1, 1]), ("both", [1, 1, 1])])
 def test_joint_pair_says_which_pairs_have_joint_areas(pair, joint):
-    """App. D: the two large crops, local crops 1 and 2, 3 and 4; beta = -4 makes their areas differ."""
-    areas, *_ = drawn([*LOCALS, "--beta", "-4", "--joint-pair", pair])
+    """App. D: the two large crops, local crops 1 and 2, 3 and 4. JointBlur is of the large views, whatever the pair."""
+    areas, sigmas, *_ = drawn(f"{LOCALS} both --beta -4 --joint-pair {pair}")  # -4 makes areas differ
     ratios = abs(np.log(areas[::2] / areas[1::2])) > math.log(2)
     assert [share > 0.85 for share in ratios.mean(1)] == [bool(one) for one in joint]
-
-
-@pytest.mark.parametrize("joint", ["blur", "both", "either"])
-def test_jblur_is_of_the_large_views_whatever_the_pair(joint):
-    pairs = ("global", "local", "both")
-    sigmas = [drawn([*LOCALS, "--joint", joint, "--joint-pair", pair])[1] for pair in pairs]
-    assert np.array_equal(sigmas[0], sigmas[1]) and np.array_equal(sigmas[0], sigmas[2])
-    alone = drawn([*LOCALS, "--joint", "none"])[1]
-    assert not np.array_equal(sigmas[0][:2], alone[:2]) and np.array_equal(sigmas[0][2:], alone[2:])
+    assert np.array_equal(sigmas[:2], drawn(f"{LOCALS} blur --beta -4")[1][:2])
+    assert np.array_equal(sigmas[2:], drawn(f"{LOCALS} none")[1][2:])
 
 
 def test_center_suppressed_positions():
-    box = drawn(["--joint", "none", "--css-alpha", "0.1"])[3]
+    box = drawn("--joint none --css-alpha 0.1")[3]
     room = 224 - box[:, 2]
     share = (box[:, 0] / np.maximum(room, 1))[room > 20]
     assert ((share < 0.1) | (share > 0.9)).mean() > 0.7 and share.min() >= 0 and share.max() <= 1  # the edges
@@ -169,72 +157,32 @@ def test_center_suppressed_positions():
     assert abs(np.corrcoef(positions.T)[0, 1]) < 0.03
 
 
-# ------------------------------------------------------------------ MoCo
-
-
 def test_queue_is_first_in_first_out():
     """It wraps, and holds the last ones of more keys than it has rows."""
-    length, queue = 5, moco.Queue(5, 3)
-    held = [tuple(row) for row in queue.keys.tolist()]
+    queue = moco.Queue(5, 3)
+    held = queue.keys.clone()
     for step, n in enumerate((2, 7, 1, 12)):
         keys = unit(n, 3, seed=step).float()
         queue.enqueue(keys)
-        held = (held + [tuple(row) for row in keys.tolist()])[-length:]
-        order = [(int(queue.position) + i) % length for i in range(length)]  # oldest first
-        assert [tuple(queue.keys[i].tolist()) for i in order] == held
-
-
-def encoder():
-    """An encoder whose embeddings depend on which images are in a batch-norm group, of two views' rows."""
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Flatten(), nn.Linear(12, 5), nn.BatchNorm1d(5)).double()
-
-
-def view_rows():
-    """Two views of 8 images."""
-    return list(torch.randn(2, 8, 3, 2, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(1)))
-
-
-def slow_shuffle_bn(groups):
-    """Each key by itself: normalised with the statistics of the rows that the shuffle puts into its group."""
-    linear, rows = encoder()[:2], torch.cat(view_rows())
-    order, z = torch.randperm(16, generator=torch.Generator().manual_seed(2)).tolist(), linear(rows)
-    members = [order[i : i + 16 // groups] for i in range(0, 16, 16 // groups)]
-    group_of = {row: group for group in members for row in group}
-    keys = []
-    for row in range(16):
-        group = z[group_of[row]]
-        keys.append((z[row] - group.mean(0)) / (group.var(0, correction=0) + 1e-5).sqrt())
-    return torch.stack(keys).view(2, 8, 5).detach()
+        held = torch.cat([held, keys])[-5:]
+        assert torch.equal(queue.keys.roll(-int(queue.position), 0), held)  # the oldest first
 
 
 @pytest.mark.parametrize("groups", [1, 2, 4])
-def test_shuffle_bn(groups):
-    """Against the slow form. Without a generator it is torch's global one."""
-    model, expected = moco.split_batch_norms(encoder(), groups), slow_shuffle_bn(groups)
-    torch.testing.assert_close(
-        moco.encode_shuffled_keys(model, view_rows(), torch.Generator().manual_seed(2)), expected
-    )
+def test_shuffle_bn(groups, double):
+    """Each key has the statistics of the rows that the shuffle puts into its group, of all views.
+
+    Without a generator it is torch's global one.
+    """
+    linear, views, seeded = nn.Linear(12, 5), list(torch.randn(2, 8, 3, 2, 2)), torch.Generator().manual_seed(2)
+    model, z = nn.Sequential(nn.Flatten(), linear, nn.BatchNorm1d(5)), linear(torch.cat(views).flatten(1)).detach()
+    expected = torch.empty(16, 5)
+    for rows in torch.randperm(16, generator=torch.Generator().manual_seed(2)).chunk(groups):
+        expected[rows] = (z[rows] - z[rows].mean(0)) / (z[rows].var(0, correction=0) + 1e-5).sqrt()
+    model = moco.split_batch_norms(model, groups)
+    torch.testing.assert_close(moco.encode_shuffled_keys(model, views, seeded), expected.view(2, 8, 5))
     torch.manual_seed(2)
-    torch.testing.assert_close(moco.encode_shuffled_keys(model, view_rows()), expected)
-    plain = torch.stack([model(x) for x in view_rows()])  # each view by itself, in order
-    assert (plain - expected).abs().max() > 0.1
-
-
-def shuffle_as_one_of_two(groups):
-    common.join_processes("cpu")
-    model = moco.split_batch_norms(encoder(), groups // 2)
-    keys = moco.encode_shuffled_keys(model, [common.shard(x) for x in view_rows()], torch.Generator().manual_seed(2))
-    torch.testing.assert_close(keys, slow_shuffle_bn(groups))
-    torch.testing.assert_close(moco.shard(moco.gather(common.shard(keys[0]))), common.shard(keys[0]))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("groups", [2, 4])
-def test_shuffle_bn_on_two_processes(groups, tmp_path):
-    """All keys, on both."""
-    ends = processes(tmp_path / "log", shuffle_as_one_of_two, [(groups,)] * 2)
-    assert [status for status, _, _ in ends] == [0, 0], ends
+    torch.testing.assert_close(moco.encode_shuffled_keys(model, views), expected.view(2, 8, 5))
 
 
 @pytest.mark.parametrize("method, flags, rows", [
@@ -258,14 +206,12 @@ def test_v3_contrast_is_info_nce_of_cosines_among_all_keys():
     torch.testing.assert_close(moco.contrast(3 * q, 5 * k, 0.5, first=4), expected)
 
 
-def test_v3_starts_from_zero_residual_branches_of_its_own_encoder():
-    def last_norms(**own):
-        model = state_of(moco, "--arch resnet_micro --batch-size 8 --moco v3", **own)["model"]
-        return [block.bn2.weight for block in model.modules() if hasattr(block, "zero_init_last")]
-
-    assert all(not weight.any() for weight in last_norms())
+def test_v3_starts_from_zero_residual_branches_unless_the_encoder_is_a_users():
     own = timm.create_model("resnet18", num_classes=0, zero_init_last=False, **NANO)  # perhaps pre-trained
-    assert all(weight.all() for weight in last_norms(encoder=own))
+    for more, is_zero in ({}, True), (dict(encoder=own), False):
+        model = state_of(moco, "--arch resnet_micro --batch-size 8 --moco v3", **more)["model"]
+        blocks = [block for block in model.modules() if hasattr(block, "zero_init_last")]
+        assert blocks and all(block.bn2.weight.any() != is_zero for block in blocks)
 
 
 def test_recipes_of_moco():

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from conftest import METHODS, NANO
 from global_batch_norm import synchronize
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parallel import DistributedDataParallel as DDP
 
 import common
 
@@ -38,19 +38,13 @@ CASES = [  # method and flags
 ]
 
 
-def over_all_processes(model, **options):
-    """DistributedDataParallel, with batch norms over all processes, which on CPUs are each process's own."""
-    return DistributedDataParallel(synchronize(model), **options)
-
-
 def process(world, folder):
-    """Run an epoch of four steps of each case."""
     common.ARCHS["nano"] = ("resnet18", dict(NANO, zero_init_last=False))
     torch.set_default_dtype(torch.float64)  # so that a difference is an error and not rounding
     torch.Tensor.float = torch.Tensor.double
     dist.destroy_process_group = lambda: None  # one group for all
-    for method in METHODS if world > 1 else ():
-        importlib.import_module(method).DistributedDataParallel = over_all_processes
+    for method in METHODS if world > 1 else ():  # batch norms over all processes: on CPUs each has its own
+        importlib.import_module(method).DistributedDataParallel = lambda model, **how: DDP(synchronize(model), **how)
     for number, case in enumerate(CASES):
         method, *flags = case.split()
         module = importlib.import_module(method)
@@ -69,7 +63,6 @@ def load(out):
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """Of the runs of one process and of two."""
     folder = tmp_path_factory.mktemp("processes")
     for world in (1, 2):
         ends = tiny.processes(folder / "log", process, [(world, str(folder))] * world, seconds=600)

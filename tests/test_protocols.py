@@ -3,17 +3,14 @@
 import contextlib
 import hashlib
 import io
-import json
 import math
 import os
 import random
-import shutil
 
 import numpy as np
 import pytest
 import test_eval
 import torch
-import torch.nn.functional as F
 from timm.scheduler import CosineLRScheduler
 from tiny import TIMING, assert_same_run, contents, epochs_of, flat, life, load, play, processes, records, refused
 
@@ -26,13 +23,8 @@ FAST = ["--batch-size", "16", "--epochs", "3"]  # of two steps: 42 images
 
 
 def run(*flags, **own):
-    """(what main returns, what it prints), or (exit status, ...)."""
-    said = io.StringIO()
-    try:
-        with contextlib.redirect_stdout(said):
-            return test_eval.run(eval_linear, *flags, **own), said.getvalue()
-    except SystemExit as stop:
-        return stop.code, said.getvalue()
+    with contextlib.redirect_stdout(io.StringIO()) as said:
+        return test_eval.run(eval_linear, *flags, **own), said.getvalue()
 
 
 def completed(places, *flags, encoder="VIT", **changed):
@@ -108,23 +100,21 @@ PATCHMIX_TIMM = [  # of a ViT-T at 1,024 images: the peak, and what timm's sched
 @pytest.mark.parametrize("flags, peak, options", PATCHMIX_TIMM)
 def test_patchmix_has_timms_scheduler_called_after_each_epoch(places, flags, peak, options):
     optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], peak)
-    scheduler = CosineLRScheduler(optimizer, 100, **options)
+    scheduler, found = CosineLRScheduler(optimizer, 100, **options), []
     for epoch in range(100):
-        expected = optimizer.param_groups[0]["lr"]
-        assert learning_rates(places, *flags.split(), at=(10 * epoch, 10 * epoch + 9)) == pytest.approx([expected] * 2)
+        found += [optimizer.param_groups[0]["lr"]] * 10
         scheduler.step(epoch)
+    assert learning_rates(places, *flags.split(), at=range(1000)) == pytest.approx(found)
 
 
-@pytest.mark.parametrize("epochs", [1, 2, 3, 5, 20, 100])
+@pytest.mark.parametrize("epochs", [1, 3, 20])
 def test_a_short_fine_tuning_passes_through_the_learning_rates_of_a_long_one(places, epochs):
-    """But for the warm-up, which is not shortened, and takes at most a quarter (D6)."""
-    short = completed(places, "--finetune", "--epochs", epochs, "--warmup", epochs / 10)
-    whole = completed(places, "--finetune")
-    found = [eval_linear.learning_rate(short, step / 100) for step in range(100 * epochs)]
-    expected = [eval_linear.learning_rate(whole, step // epochs) for step in range(100 * epochs)]
-    assert found == pytest.approx(expected) and max(found) > 0.97 * 4e-3
-    as_given = completed(places, "--finetune", "--epochs", epochs)
-    found = [eval_linear.learning_rate(as_given, step / 100) for step in range(100 * epochs)]
+    """But for the warm-up, which is not shortened, and takes at most a quarter (D5, D6)."""
+    flags, steps = ["--finetune", "--epochs", epochs], range(100 * epochs)
+    whole, short, as_given = (completed(places, *f) for f in (flags[:1], [*flags, "--warmup", epochs / 10], flags))
+    found = [eval_linear.learning_rate(short, step / 100) for step in steps]
+    assert found == pytest.approx([eval_linear.learning_rate(whole, step // epochs) for step in steps])
+    found = [eval_linear.learning_rate(as_given, step / 100) for step in steps]
     assert np.argmax(found) == pytest.approx(100 * min(10, epochs / 4), abs=epochs + 2)
 
 
@@ -161,15 +151,8 @@ def test_layer_decay(places):
 
 def test_two_learning_rates(places):
     found, optimizer = groups_of(places, "RESNET")
-    assert optimizer == "SGD"
-    for name, (scale, decay) in found.items():
-        assert (scale * 1e-4, decay) == (pytest.approx(10 if name.startswith("fc.") else 1e-4), 0)
-
-
-@pytest.mark.parametrize("flag, words", [("--lrs", ""), ("--strengths", "--solver lbfgs"), ("--strengths", "1")])
-def test_values_without_a_sense_are_refused(places, flag, words, capsys):
-    """An empty grid; the grid of another solver."""
-    assert flag in refused(capsys, completed, places, flag, *words.split())
+    expected = {name: (10 / 1e-4 if name.startswith("fc.") else 1, 0) for name in found}
+    assert optimizer == "SGD" and found == expected
 
 
 # ------------------------------------------------------------------ labels
@@ -180,7 +163,7 @@ def test_label_fractions_are_balanced_and_never_change(fraction, total, digest):
     labels = np.random.default_rng(3).permutation(np.arange(203) % 7)
     rows, again, other = (eval_linear.balanced_share(labels, fraction, seed) for seed in (0, 0, 1))
     counts = np.bincount(labels[rows], minlength=7)
-    assert len(rows) == len(set(rows.tolist())) == total and (rows == again).all() and (np.diff(rows) > 0).all()
+    assert len(rows) == total and (rows == again).all() and (np.diff(rows) > 0).all()
     assert counts.max() - counts.min() <= 1 and counts.min() >= 1
     assert hashlib.sha256(rows.astype("<i8").tobytes()).hexdigest().startswith(digest)
     assert len(other) == total and ((rows != other).any() or fraction == 1)
@@ -195,12 +178,12 @@ def test_label_files(places, tmp_path, capsys):
     listed.write_text("a03.png\nc/c05.png\n\nb00.png\na03.png\n")
     rows = eval_linear.listed_files(train, places["DATA"] / "train", listed)
     assert [os.path.basename(train.path(i)) for i in rows] == ["a03.png", "b00.png", "c05.png"]
-    result, said = run(places["VIT"], "--label-files", listed, "--epochs", 1, "--lrs", 0.1, "--no-baselines")
-    assert list(result) == ["encoder"] and "3 of 42 training images, 1 to 1 per class" in said
+    _, said = run(places["VIT"], "--label-files", listed, "--epochs", 1, "--lrs", 0.1, "--no-baselines")
+    assert "3 of 42 training images" in said
     twice = common.ImageSet(["a/1.png", "b/1.png"], [0, 1], "ab", root="d")
     listed.write_text("b/1.png")
     assert eval_linear.listed_files(twice, "d", listed).tolist() == [1]
-    for text in ("1.png", "b/1.png\nnothing.png", "c/1.png", ""):
+    for text in ("1.png", "b/1.png\nnothing.png", ""):
         listed.write_text(text)
         refused(capsys, eval_linear.listed_files, twice, "d", listed)
 
@@ -231,23 +214,11 @@ def newton(x, y, classes, strength):
     return torch.from_numpy(weight)
 
 
-def test_lbfgs_in_the_limits():
-    """All penalty: no weights, and biases that give the classes' shares. None, on what can be told apart: no error."""
-    x, y = problem()
-    y[:15] = 0
-    weight, _ = eval_linear.logistic_regression(x, y, 3, 1e9, tolerance=1e-10)
-    torch.testing.assert_close(weight[-1].softmax(0), y.bincount() / 60.0, check_dtype=False, rtol=1e-6, atol=1e-6)
-    assert weight[:-1].abs().max() < 1e-6
-    x = x + 20 * F.one_hot(y, 4)
-    weight, _ = eval_linear.logistic_regression(x, y, 3, 1e-9)
-    assert ((x @ weight[:-1] + weight[-1]).argmax(1) == y).all()
-
-
 def test_the_strength_is_the_best_of_the_validation_part_and_then_all_is_fitted():
     x, y = problem(120, 30)
     x[:, 4:] *= 3  # noise
     x, test_x, rest, check = x.float(), x[:7].float() * 2, torch.arange(80), torch.arange(80, 120)
-    grid = [1e-3, 1.0, 30.0, 1e3, 1e6]
+    grid = [1e-6, 1e-3, 1.0, 30.0, 1e3, 1e6]
     found = eval_linear.lbfgs_probe(x, y, test_x, rest, check, 3, grid, tolerance=1e-8)
     mean = x[:80].double().mean(0)
     scale = (x[:80] - mean).square().mean().sqrt()
@@ -267,10 +238,7 @@ def test_the_strength_is_the_best_of_the_validation_part_and_then_all_is_fitted(
 
 
 def test_lbfgs_of_a_checkpoint(places, tmp_path):
-    """val/ chooses where there is test/ too, else a part of train/; the scores of the test part, and of a baseline.
-
-    Of few labels a part chooses, and val/ is left out: no more are fitted than are asked for.
-    """
+    """val/ chooses where there is test/ too, else a part of train/. Of few labels a part chooses: val/ is left out."""
     flags = ["--solver", "lbfgs", "--strengths", 0.1, 1, 10, "--metric", "per_class"]
     result, said = run(places["VIT"], *flags)
     assert list(result) == ["encoder", "untrained"] and "18 images choose" in said and "all 60 " in said
@@ -278,15 +246,11 @@ def test_lbfgs_of_a_checkpoint(places, tmp_path):
     x, _, y = (torch.cat(pair) for pair in zip(train, val, strict=True))
     found = eval_linear.lbfgs_probe(x, y, test_x, *torch.arange(60).split([42, 18]), 3, [0.1, 1, 10])
     assert result["encoder"] == pytest.approx(eval_linear.scores(found["logits"], test_y, 3))
-    listed = tmp_path / "list.txt"
-    listed.write_text("a03.png\nb05.png\nc00.png\n")
-    for few, choose, all_of_them in (("--label-fraction 0.2", 1, 8), (f"--label-files {listed}", 3, 3)):
-        result, said = run(places["VIT"], *flags, *few.split(), "--data-dir", places["DATA"], "--dataset", "folder")
-        assert f"{choose} images choose" in said and f"all {all_of_them} " in said and "test/ is evaluated, 18 " in said
+    _, said = run(places["VIT"], *flags, "--label-fraction", 0.2)
+    assert "1 images choose" in said and "all 8 " in said and "test/ is evaluated, 18 " in said
     for part in ("train", "test"):
         (tmp_path / part).symlink_to(places["DATA"] / part)
-    flags += ["--dataset", "folder", "--data-dir", tmp_path, "--holdout", 0.5, "--no-baselines"]
-    _, said = run(places["VIT"], *flags)
+    _, said = run(places["VIT"], *flags, "--dataset", "folder", "--data-dir", tmp_path, "--holdout", 0.5)
     assert "21 images choose" in said and "all 42 " in said
 
 
@@ -304,14 +268,11 @@ def tuned(places, tmp_path_factory):
 def test_a_run_and_what_it_leaves(tuned):
     """The same command again says its scores, and changes nothing."""
     flags, out, result = tuned
-    assert list(result) == ["encoder"] and result["encoder"].keys() == {"finetune_top1", "finetune_per_class"}
+    assert result["encoder"].keys() == {"finetune_top1", "finetune_per_class"}
     assert [(r["epoch"], "finetune_top1" in r) for r in records(out)] == [(1, False), (2, True), (3, True)]
     assert result["encoder"].items() <= records(out)[2].items()
-    config, state = json.loads((out / "config.json").read_text()), load(out / "last.pt")
-    before = load(flags[0] / "backbone.pt")["state_dict"]
-    assert not [name for name, value in before.items() if torch.equal(value, state["model"][name])]  # all are trained
-    expected = dict(epochs=3, checkpoint=str(flags[0]), dataset="folder", data_dir=str(flags[0].parent / "data"))
-    assert expected.items() <= config.items()
+    before, after = load(flags[0] / "backbone.pt")["state_dict"], load(out / "last.pt")["model"]
+    assert not [name for name, value in before.items() if torch.equal(value, after[name])]  # all are trained
     files = contents(out)
     assert run(*flags, "--out", out)[0] == result and contents(out) == files
 
@@ -328,7 +289,6 @@ def test_ended_and_gone_on(tuned, tmp_path):
 
 
 def test_the_frozen_encoder_stays_as_it_is_and_learning_is_seen(places, tmp_path, monkeypatch):
-    """All weights and statistics, bit for bit; and the classifier learns what separates the classes."""
     network, info = common.load_backbone(places["RESNET"])
     before = {k: v.clone() for k, v in network.state_dict().items()}
     monkeypatch.setattr(common, "load_backbone", lambda *_: (network, info))
@@ -339,23 +299,13 @@ def test_the_frozen_encoder_stays_as_it_is_and_learning_is_seen(places, tmp_path
 
 
 def test_another_evaluation_is_refused(places, tmp_path, capsys):
-    """In the folder of the first. The same encoder or the same images in another place go on."""
-    for name, part in (("A", "val"), ("moved", "val"), ("B", "test")):
-        shutil.copytree(places["DATA"] / "train", tmp_path / name / "train")
-        shutil.copytree(places["DATA"] / part, tmp_path / name / "val")
-    flags = ["--protocol", "moco", *FAST, "--out", tmp_path / "run", "--dataset", "folder"]
-    a, moved, b = ([*flags, "--data-dir", tmp_path / name] for name in ("A", "moved", "B"))
-    vit = places["VIT"]
-    assert "going on" not in run(vit, *a)[1]
-    for same in ([f"{vit}/", *a], [vit / "backbone.pt", *a], [vit, *moved]):
-        assert "going on" in run(*same)[1]
-    wrong = {"other images": [vit, *b], "weights": [places["RESNET"], *a]}
-    wrong |= {"--lr": [vit, *a, "--lr", 3], "--label-fraction": [vit, *a, "--label-fraction", 0.9]}
-    for word, words in wrong.items():
-        assert run(*words)[0] == 2 and word in capsys.readouterr().err
-
-
-# ------------------------------------------------------------- training
+    """In the folder of the first. The same encoder in another place goes on."""
+    train, a, b = (common.ImageSet(*common.make_patterns(32, 16, i)) for i in range(3))
+    vit, resnet, flags = places["VIT"], places["RESNET"], ["--protocol", "moco", *FAST, "--out", tmp_path / "run"]
+    run(vit, *flags, train=train, test=a)
+    for word, words, test in (("--lr", [vit, "--lr", 3], a), ("images", [vit], b), ("weights", [resnet], a)):
+        assert word in refused(capsys, run, *words, *flags, train=train, test=test)
+    assert "going on" in run(vit / "backbone.pt", *flags, train=train, test=a)[1]
 
 
 def test_augmentations_are_a_function_of_seed_epoch_and_image(places):
@@ -372,11 +322,10 @@ def test_augmentations_are_a_function_of_seed_epoch_and_image(places):
     for view in plain["views"][0]:
         image = view.permute(1, 2, 0).numpy()
         corners |= {(t, s) for t in range(7) for s in range(7) if (padded[t : t + 16, s : s + 16] == image).all()}
-    brightness_to_hue, flips = plain["color"][:, 0, :4], plain["color"][:, 0, -1]
-    assert len(corners) > 15 and (brightness_to_hue == torch.tensor([1, 1, 1, 0])).all() and 0 < flips.mean() < 1
+    assert len(corners) > 15 and 0 < plain["color"][:, 0, -1].mean() < 1  # flips
     (view,) = eval_linear.TrainingViews(train, info, 0, (0.08, 1.0)).views
     assert (view.area, view.ratio, view.flip_p) == ((0.08, 1), (3 / 4, 4 / 3), 0.5)
-    assert view.blur_p == view.solarize_p == view.gray_p == 0
+    assert view.jitter_p == view.blur_p == view.solarize_p == view.gray_p == 0
 
 
 TWO = [  # encoder, flags, and what is compared: of batch norms, which on CPUs each process has for itself, the first

@@ -25,11 +25,8 @@ RESNET = dict(arch="resnet_mini", image_size=96)
 
 FORMS = {  # how timm builds it; of the query and of the momentum encoder the entry and what stands before its names
     "MoCo v2": (RESNET, "state_dict", "module.encoder_q.", "state_dict", "module.encoder_k."),
-    "MoCo v3": (VIT, "state_dict", "module.base_encoder.", "state_dict", "module.momentum_encoder."),
     "PatchMix": (VIT, "model", "base_encoder.", "model", "momentum_encoder."),
     "DINO": (VIT, "teacher", "backbone.", "student", "module.backbone."),
-    "solo-learn": (RESNET, "state_dict", "backbone.", "state_dict", "momentum_backbone."),
-    "ours": (VIT, "model", "backbone.", "model", "momentum_backbone."),
 }
 # What stands beside them; plain data is allowed where torch.load would refuse it.
 HEADS = ("fc.0.weight", "fc.weight", "head.weight", "head.0.bias", "head.mlp.0.weight")
@@ -78,20 +75,16 @@ def test_each_form_is_read(form, tmp_path, capsys):
         assert info["mean"] == common.NORMS["imagenet"][0] and info["image_size"] == how["image_size"]
 
 
-@pytest.mark.parametrize("how", [RESNET, VIT])
-def test_the_only_encoder_needs_no_prefix(how, tmp_path):
-    """In a file of torch's old form, from before batch norms counted batches; as numpy's arrays in lists."""
-    encoder, path = make_encoder(**how), tmp_path / "file.pth"
-    file = {name: x for name, x in under("", encoder).items() if "num_batches" not in name}
+def test_the_only_encoder_needs_no_prefix(tmp_path):
+    """In a file of torch's old form, from before batch norms counted batches, with numpy's arrays in a list."""
+    encoder, path = make_encoder(**RESNET), tmp_path / "file.pth"
+    file = {"nets": [1, {name: x.numpy() for name, x in under("", encoder).items() if "num_batches" not in name}]}
     torch.save(file, path, _use_new_zipfile_serialization=False)
-    read, info = common.load_published(path, **how)
-    assert same(read, encoder, how["image_size"]) and info["encoder"] == "only"
-    torch.save({"nets": [[1.5], [{name: x.numpy() for name, x in encoder.state_dict().items()}]]}, path)
-    read, info = common.load_published(path, **how)
-    assert same(read, encoder, how["image_size"]) and info["encoder"] == "nets.1.0"
+    read, info = common.load_published(path, **RESNET)
+    assert same(read, encoder, 96) and info["encoder"] == "nets.1"
 
 
-@pytest.mark.parametrize("kernel, size", [(7, 64), (7, 96), (3, 32), (3, 64)])
+@pytest.mark.parametrize("kernel, size", [(7, 64), (3, 32)])
 def test_a_resnet_of_others_has_the_stem_of_its_conv1(kernel, size, tmp_path):
     """Timm's, also for small images; 3 x 3 only if it is so in the file."""
     encoder = make_encoder("resnet18", 96 if kernel == 7 else 32)
@@ -127,31 +120,23 @@ def test_public_encoders_are_read_by_timms_name(name, tmp_path, monkeypatch):
     assert (info["mean"], info["std"]) == common.NORMS["cifar10"]
 
 
-def test_position_embeddings_of_another_grid_are_resampled_as_timm_does(tmp_path, capsys):
+def test_position_embeddings_of_another_grid_are_resampled_as_timm_does(tmp_path):
     theirs = make_encoder(**VIT)
     torch.save({"model": theirs.state_dict()}, tmp_path / "vit.pth")
     encoder, info = common.load_published(tmp_path / "vit.pth", **VIT | {"image_size": 48})
     timms = common.build_backbone(info).eval()
     timms.load_state_dict(timm.models.vision_transformer.checkpoint_filter_fn(theirs.state_dict(), timms))
     assert same(encoder, timms, 48)
-    state = theirs.state_dict()
-    torch.save({"model": state | {"pos_embed": state["pos_embed"][:, 1:]}}, tmp_path / "vit.pth")  # without a token's
-    assert "pos_embed" in refused(capsys, common.load_published, tmp_path / "vit.pth", **VIT)
-
-
-# ------------------------------------------------------------- what is refused
 
 
 UNFIT = {  # what is saved of a ResNet's state_dict; how it is read; words of the line
     "another stem": (lambda state: state | {"conv1.weight": torch.ones(16, 3, 7, 7)}, {}, "conv1.weight"),
-    "more layers": (lambda state: state | {"layer1.1.conv1.weight": torch.ones(1)}, {}, "layer1.1.conv1.weight"),
     "whole numbers": (lambda state: state | {"bn1.weight": torch.ones(64, dtype=torch.int8)}, {}, "bn1.weight"),
     "not finite": (lambda state: state | {"bn1.weight": torch.full((64,), torch.nan)}, {}, "not finite"),
     "parts lack": (lambda state: {"conv1.weight": state["conv1.weight"]}, {}, "bn1.weight"),
     "another prefix": (dict, dict(prefix="encoder_k."), "--prefix"),
+    "no known head": (lambda state: state | {"attn_pool.latent": torch.ones(3)}, {}, "attn_pool.latent"),
 }
-for more in ("reg_token", "attn_pool.latent", "rope.freqs", "global_pool.p", "final_conv.conv.weight"):
-    UNFIT[more] = (lambda state, more=more: state | {more: torch.ones(3)}, {}, more)
 
 
 @pytest.mark.parametrize("what", UNFIT)
@@ -160,15 +145,6 @@ def test_what_does_not_fit_is_refused(what, tmp_path, capsys):
     torch.save(make(make_encoder(**RESNET).state_dict()), tmp_path / "file.pth")
     assert words in refused(capsys, common.load_published, tmp_path / "file.pth", **RESNET | how)
     assert "give --arch NAME" in refused(capsys, common.load_backbone, tmp_path / "file.pth")
-
-
-def test_a_file_with_code_is_refused_by_the_name_of_its_class(tmp_path, capsys):
-    torch.save({"state_dict": {}, "loss": torch.nn.CrossEntropyLoss()}, tmp_path / "file.pth")
-    line = refused(capsys, common.load_published, tmp_path / "file.pth", **RESNET)
-    assert "torch.nn.modules.loss.CrossEntropyLoss" in line and "weights_only" not in line
-
-
-# ------------------------------------------------------------- what is done with them
 
 
 def test_a_file_of_others_is_evaluated_as_a_run(places, tmp_path, capsys):
@@ -187,10 +163,7 @@ INIT = [*((method, "") for method in METHODS), ("moco_jointcrop", "--moco v3"), 
 @pytest.mark.slow
 @pytest.mark.parametrize("method, variant", INIT)
 def test_training_starts_from_init_and_goes_on_without_the_file(method, variant, _tiny, tmp_path):
-    """Its learning rate leaves the weights as they are; MoCo v3 and SimSiam would zero some of an untrained encoder's.
-
-    What it leaves in backbone.pt is for other programs, too: plain tensors, which safetensors takes.
-    """
+    """Here with a learning rate that leaves the weights as they are. safetensors takes those of its backbone.pt."""
     query, momentum = (make_encoder("resnet_nano", 16) for _ in range(2))
     path, out = tmp_path / "moco.pth", tmp_path / "run"
     torch.save({"state_dict": under("encoder_q.", query) | under("encoder_k.", momentum)}, path)

@@ -18,7 +18,7 @@ COMMAND = re.compile(rf"(?<!/)\b(?:{'|'.join(SCRIPTS)})\.py(?: [^`\n#]*)?")
 
 
 def commands():
-    """Every command line of one of the seven scripts, from its name on, in blocks and in the text."""
+    """Every command line of a script, from its name on, in blocks and in the text."""
     text = "\n".join(PAGES.values()).replace("\\\n", " ")
     inline = re.findall(r"`([^`\n]+)`", re.sub(r"```.*?```", "", text, flags=re.S))
     blocks = [line for block in re.findall(r"```bash[^\n]*\n(.*?)```", text, re.S) for line in block.splitlines()]
@@ -29,17 +29,13 @@ def blocks(page, language="python"):
     return re.findall(rf"^```{language}\n(.*?)^```", PAGES[page], re.M | re.S)
 
 
-def python_block(page, word):
-    """The one Python block of a page that has a word."""
-    (block,) = (block for block in blocks(page) if word in block)
-    return block
-
-
 COPIED, LOOP, OWN, WEIGHTS = FRONT = "import mix_targets", "JCL(", "eval_knn.main(", "timm.create_model("
 
 
-def run_block(code, **names):
-    exec(compile(code, "README.md", "exec"), names)
+def run_block(word, page="README.md", **names):
+    """What the one Python block of a page that has a word leaves, {name: value}."""
+    (code,) = (block for block in blocks(page) if word in block)
+    exec(compile(code, page, "exec"), names)
     return names
 
 
@@ -58,7 +54,6 @@ def test_links(page):
 
 
 def test_commands(monkeypatch, tmp_path):
-    """Each script takes the flags that the pages give it."""
     monkeypatch.chdir(tmp_path)
     assert {line.split(".py")[0] for line in commands()} == set(SCRIPTS)
     for line in commands():
@@ -68,7 +63,6 @@ def test_commands(monkeypatch, tmp_path):
 
 
 def test_the_shown_difference_of_two_papers():
-    """It is what the tool makes of the files as they are."""
     (shown,) = blocks("README.md", "diff")
     assert shown.splitlines() == diff_mains.difference("moco_jointcrop.py", "jcl.py", loop=True)
 
@@ -79,14 +73,13 @@ def test_each_block_of_the_front_page_is_run():
 
 def test_copied_functions():
     images, keys = torch.rand(4, 3, 32, 32), torch.randn(4, 8)
-    code = python_block("README.md", COPIED)
-    found = run_block(code, images=images, keys=keys, encode=lambda x: x.mean((2, 3)) @ keys[:3])
+    found = run_block(COPIED, images=images, keys=keys, encode=lambda x: x.mean((2, 3)) @ keys[:3])
     assert found["mixed"].shape == images.shape and found["loss"].isfinite()
 
 
 def test_a_loop_of_ones_own():
     """Each step moves the user's own encoder, and the momentum encoder after it; its keys are the next negatives."""
-    found = run_block(python_block("README.md", LOOP))
+    found = run_block(LOOP)
     encoder, model, keys = found["encoder"], found["model"], found["keys"]
     pairs = [*zip(encoder.parameters(), model.momentum_backbone.parameters(), strict=True)]
     assert found["loss"].isfinite() and model.backbone is encoder and len(pairs) > 10
@@ -97,20 +90,18 @@ def test_a_loop_of_ones_own():
 
 def test_own_data_and_encoder(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    found = run_block(python_block("README.md", OWN))
+    found = run_block(OWN)
     assert "kNN" in capsys.readouterr().out
     common.load_backbone("runs/mine", module=found["encoder"])
     saved = torch.load("runs/mine/backbone.pt", weights_only=True)["state_dict"]
     assert all(torch.equal(value, saved[name]) for name, value in found["encoder"].state_dict().items())
 
 
-def backbone(arch, size, code):
-    """An untrained encoder, written as a run would have, in the folder that a block reads."""
-    folder = Path(re.search(r'"(runs/[^"/]+)', code)[1])
+def backbone(arch, size, folder):
     info = common.backbone_info(arch, size, 4, method="m", encoder="query")
-    folder.mkdir(parents=True)
+    Path(folder).mkdir(parents=True)
     made = common.build_backbone(info).eval()
-    torch.save(info | {"state_dict": made.state_dict()}, folder / "backbone.pt")
+    torch.save(info | {"state_dict": made.state_dict()}, f"{folder}/backbone.pt")
     return made
 
 
@@ -118,10 +109,9 @@ def backbone(arch, size, code):
 def test_weights_elsewhere(arch, tmp_path, monkeypatch):
     """Also with the stems of ResNets at 32 px."""
     monkeypatch.chdir(tmp_path)
-    code = python_block("README.md", WEIGHTS)
-    made, x = backbone(arch, 32, code), torch.rand(2, 3, 32, 32)
+    made, x = backbone(arch, 32, "runs/patchmix-patterns-vit_micro-s0"), torch.rand(2, 3, 32, 32)
     with torch.no_grad():
-        assert torch.equal(run_block(code)["backbone"](x), made(x))
+        assert torch.equal(run_block(WEIGHTS)["backbone"](x), made(x))
 
 
 @pytest.mark.slow
@@ -129,9 +119,8 @@ def test_a_detector(tmp_path, monkeypatch):
     """torchvision's Mask R-CNN on a random ResNet-50, which torchvision builds as the same."""
     monkeypatch.chdir(tmp_path)
     torch.manual_seed(0)
-    code = python_block("tests/README.md", "MaskRCNN(")
-    resnet, x = backbone("resnet50", 224, code), torch.randn(1, 3, 64, 64)
-    found = run_block(code)
+    resnet, x = backbone("resnet50", 224, "runs/jcl-imagenet-resnet50-s0"), torch.randn(1, 3, 64, 64)
+    found = run_block("MaskRCNN(", "tests/README.md")
     with torch.no_grad():
         features = found["resnet"].eval()(x)
         torch.testing.assert_close(features, resnet(x), rtol=1e-4, atol=1e-5)

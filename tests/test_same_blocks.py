@@ -1,6 +1,5 @@
-"""The law of the house: equal blocks, models that work alone, common.py for all, each parameter in one optimizer."""
+"""Equal blocks, models that work alone, a common.py that trains nothing, and each parameter in one optimizer."""
 
-import ast
 import functools
 import importlib
 import re
@@ -17,50 +16,18 @@ import logo
 import moco_jointcrop
 import patchmix
 
-SCRIPTS = sorted(ROOT.glob("*.py"))
+SOURCES = {path.name: path.read_text() for path in sorted(ROOT.glob("*.py"))}
 BLOCK = re.compile(r"^# --+ ([^\n]+) \(shared block\)\n(.*?)(?=^# (?:--+|==+) |^if __name__|\Z)", re.M | re.S)
+BLOCKS = defaultdict(list)  # {the words of a banner: what follows it, to the next banner, in each file that has it}
+for text in SOURCES.values():
+    for name, block in BLOCK.findall(text):
+        BLOCKS[name].append(block.rstrip())
 
 
-def shared_blocks(sources):
-    """{banner's words: {file: what follows, to the next banner}}. sources: {file: text}."""
-    found = defaultdict(dict)
-    for file, text in sources.items():
-        for name, block in BLOCK.findall(text):
-            assert file not in found[name], f"{file} has the block '{name}' twice"
-            found[name][file] = block.rstrip()
-    return found
-
-
-SOURCES = {path.name: path.read_text() for path in SCRIPTS}
-
-
-@pytest.mark.parametrize("name", shared_blocks(SOURCES))
+@pytest.mark.parametrize("name", BLOCKS)
 def test_shared_blocks_are_the_same(name):
     """Byte for byte, in all files that have a block of this name."""
-    copies = shared_blocks(SOURCES)[name]
-    assert len(copies) > 1, f"'{name}' is in {[*copies]} alone"
-    assert len(set(copies.values())) == 1, f"'{name}' differs between {', '.join(copies)}"
-
-
-def test_a_difference_in_a_new_file_is_found():
-    """Of one byte in each of its shared blocks. Which files have them is read from the banners."""
-    changed = BLOCK.sub(lambda found: found[0].rstrip() + " #\n\n\n", SOURCES["jcl.py"])
-    found = shared_blocks(SOURCES | {"sixth.py": changed})
-    assert len(found) > 3 and all(len(set(found[name].values())) > 1 for name in shared_blocks({"": changed}))
-
-
-def names_in(tree):
-    """What a syntax tree uses: names and attributes."""
-    used = (n for n in ast.walk(tree) if isinstance(n, (ast.Name, ast.Attribute)) and isinstance(n.ctx, ast.Load))
-    return {n.id if isinstance(n, ast.Name) else n.attr for n in used}
-
-
-def names_of(node):
-    """What a top-level statement defines."""
-    if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
-        return [node.name]
-    targets = node.targets if isinstance(node, ast.Assign) else []
-    return [n.id for target in targets for n in ast.walk(target) if isinstance(n, ast.Name)]
+    assert len(BLOCKS) > 3 and len(BLOCKS[name]) > 1 and len(set(BLOCKS[name])) == 1
 
 
 X = [torch.randn(4, 3, 8, 8, generator=torch.Generator().manual_seed(i)) for i in range(4)]
@@ -101,33 +68,24 @@ def test_a_model_works_alone(name):
 
 
 def test_what_is_copied_needs_no_other_file():
-    """Models, and the functions of the paper, read neither `common` nor `args`."""
+    """Models, and the functions of the paper, read neither `common` nor `args`. And `common` trains nothing."""
     for method in METHODS:
         source = SOURCES[f"{method}.py"]
-        paper = source[source.index("= 2. the paper\n") : source.index("\n# ===", source.index("= 2. the paper"))]
-        models = [node for node in ast.parse(source).body if isinstance(node, ast.ClassDef)]
-        for node in [*models, *ast.parse(paper[paper.index("\n") :]).body]:
-            assert not {"common", "args"} & names_in(node), node.name
-
-
-def test_common_trains_nothing():
-    """And nothing in it is unused."""
-    used = {name for text in SOURCES.values() for name in names_in(ast.parse(text))}
-    body = ast.parse(SOURCES["common.py"])
-    defined = {name for node in body.body for name in names_of(node)}
-    assert len(defined) > 90 and defined - used == set()
-    trains = {"backward", "zero_grad", "cross_entropy", "log_softmax", "SGD", "AdamW"}
-    assert not names_in(body) & trains
+        paper = source.split("= 2. the paper\n")[1].split("\n# ===")[0]
+        for part in [paper, *re.findall(r"^class .*?(?=^\S)", source, re.M | re.S)]:
+            assert part.strip() and not re.search(r"\bcommon\.|\bargs\b", part)
+    assert not re.search(r"\b(backward|zero_grad|cross_entropy|log_softmax|SGD|AdamW)\b", SOURCES["common.py"])
 
 
 @pytest.mark.parametrize("method, variant", VARIANTS)
 def test_every_trained_parameter_is_in_one_group_of_its_optimizer(method, variant):
-    """LoGo trains an affinity, too."""
+    """LoGo trains an affinity, too. Of two groups the first, without weight decay, has all that has one dimension."""
     state = state_of(importlib.import_module(method), f"{variant} --batch-size 16")
     pairs = [(state["model"], state["optimizer"])]
     if method == "logo":
         pairs += [(state["affinity"], state["affinity_optimizer"])]
     for model, optimizer in pairs:
-        grouped = [p for group in optimizer.param_groups for p in group["params"]]
-        trained = {p for p in model.parameters() if p.requires_grad}
+        groups = [group["params"] for group in optimizer.param_groups]
+        trained, grouped = {p for p in model.parameters() if p.requires_grad}, sum(groups, [])
         assert len(set(grouped)) == len(grouped) and trained and trained <= {*grouped}
+        assert len(groups) == 1 or [{p.dim() > 1 for p in group} for group in groups] == [{False}, {True}]

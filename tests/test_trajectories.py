@@ -25,33 +25,20 @@ from global_batch_norm import synchronize
 import common
 
 GOLDEN = Path(__file__).parent / "golden"
+JCL, MOCO = "jcl --lam-schedule ramp --lam 2 --num-keys", "moco_jointcrop --joint none --moco"
 RUNS = {  # {golden file and run: flags}
-    "jcl/one_step_per_epoch": "jcl --num-keys 4 --lam-schedule ramp --lam 2",
-    "jcl/released": "jcl --num-keys 3 --lam-schedule ramp --lam 2",
-    "mocov2/v2_one_step_per_epoch": "moco_jointcrop --joint none",
-    "mocov2/v2": "moco_jointcrop --joint none",
-    "mocov2/v1": "moco_jointcrop --joint none --moco v1",
-    "mocov3/constant": "moco_jointcrop --joint none --moco v3",
-    "mocov3/released": "moco_jointcrop --joint none --moco v3",
-    "logo/aligned": "logo",
-    "logo/released": "logo",
-    "logo/no_l2l": "logo --no-l2l",
-    "logo/baseline": "logo --local-crops 0 --one-way",
-    "patchmix/constant": "patchmix --variant released",
-    "patchmix/released": "patchmix --variant released",
-    "patchmix/itself": "patchmix --variant released",
-    "two_processes/mocov2": "moco_jointcrop --joint none",
-    "two_processes/mocov2 as clim.py": "clim --selection none",
-    "two_processes/jcl": "jcl --num-keys 3 --lam-schedule ramp --lam 2",
-    "two_processes/logo": "logo --no-l2l",
-    "two_processes/mocov3": "moco_jointcrop --joint none --moco v3",
-    "two_processes/patchmix": "patchmix --variant released",
-}
-# The queue methods' baseline is MoCo v2
-RUNS |= {f"mocov2/v2_one_step_per_epoch as {name}": flags for name, flags in {
-    "jcl.py": "jcl --num-keys 1", "clim.py": "clim --selection none", "logo.py": "logo --local-crops 0 --one-way",
-}.items()}  # fmt: skip
-
+    "jcl/one_step_per_epoch": f"{JCL} 4", "jcl/released": f"{JCL} 3", "two_processes/jcl": f"{JCL} 3",
+    "mocov2/v2_one_step_per_epoch": f"{MOCO} v2", "mocov2/v2": f"{MOCO} v2", "mocov2/v1": f"{MOCO} v1",
+    "mocov2/v2_one_step_per_epoch as jcl.py": "jcl --num-keys 1",  # the queue methods' baseline is MoCo v2
+    "mocov2/v2_one_step_per_epoch as clim.py": "clim --selection none",
+    "mocov2/v2_one_step_per_epoch as logo.py": "logo --local-crops 0 --one-way",
+    "two_processes/mocov2": f"{MOCO} v2", "two_processes/mocov2 as clim.py": "clim --selection none",
+    "mocov3/constant": f"{MOCO} v3", "mocov3/released": f"{MOCO} v3", "two_processes/mocov3": f"{MOCO} v3",
+    "logo/aligned": "logo", "logo/released": "logo", "logo/baseline": "logo --local-crops 0 --one-way",
+    "logo/no_l2l": "logo --no-l2l", "two_processes/logo": "logo --no-l2l",
+    "patchmix/constant": "patchmix --variant released", "patchmix/released": "patchmix --variant released",
+    "patchmix/itself": "patchmix --variant released", "two_processes/patchmix": "patchmix --variant released",
+}  # fmt: skip
 LR_PER_EPOCH = ("jcl/released", "mocov2/v2", "two_processes/jcl", "two_processes/mocov2")  # released, not here
 QUICK = ("jcl/one_step_per_epoch", "jcl/released", "mocov2/v2_one_step_per_epoch", "mocov3/constant")
 QUICK += ("mocov2/v2_one_step_per_epoch as clim.py", "logo/aligned", "patchmix/constant")

@@ -1,6 +1,7 @@
 """Whole runs within seconds: 68 + 32 images of 16 px, narrow heads; image files; runs that are ended and compared."""
 
 import contextlib
+import functools
 import importlib
 import io
 import itertools
@@ -49,8 +50,8 @@ def _tiny():
 
 def run(method, out, *flags, **own):
     """Run a method in this process. Return what it prints. own: the user's train, test, encoder."""
-    module, said = importlib.import_module(method), io.StringIO()
-    with contextlib.redirect_stdout(said):
+    module = importlib.import_module(method)
+    with contextlib.redirect_stdout(io.StringIO()) as said:
         module.main(module.parse_args([*FLAGS, "--out", str(out), *map(str, flags)]), **own)
     return said.getvalue()
 
@@ -58,13 +59,12 @@ def run(method, out, *flags, **own):
 @pytest.fixture(scope="module")
 def begun(_tiny, tmp_path_factory):
     """A function: method -> the folder of its run that was stopped in the second epoch, made once."""
-    made = {}
 
+    @functools.cache
     def folder(method):
-        if method not in made:
-            made[method] = tmp_path_factory.mktemp(method) / "run"
-            life(method, [*FLAGS, "--knn-every", "0", "--out", made[method]], "step 6")
-        return made[method]
+        out = tmp_path_factory.mktemp(method) / "run"
+        life(method, [*FLAGS, "--knn-every", "0", "--out", out], "step 6")
+        return out
 
     return folder
 
@@ -74,8 +74,9 @@ def refused(capsys, call, *args, **options):
     capsys.readouterr()
     with pytest.raises(SystemExit) as stop:
         call(*args, **options)
-    error = capsys.readouterr().err
-    assert stop.value.code == 2 and error.startswith("error: ") and error.count("\n") == 1, error
+    error, status = capsys.readouterr().err, stop.value.code
+    del stop  # or its traceback would keep a loader's workers
+    assert status == 2 and error.startswith("error: ") and error.count("\n") == 1, error
     return error
 
 
@@ -156,7 +157,7 @@ def stop():
 
 
 def strike(patch, moment, end=stop):
-    """Call `end` at a moment from now on. moment: "step 5": in the fifth step; or "".
+    """Call `end` at a moment from now on: "step 5", in the fifth step; "" is never.
 
     A save has eight moments: in the middle of backbone.pt, before it is flushed, before it is put in place; the two
     latter of metrics.jsonl; and the three of last.pt. Before, a new run has the two latter of config.json.
@@ -188,8 +189,8 @@ def life(script, argv, moment=""):
 
     Return (exit status, what it prints).
     """
-    module, said = importlib.import_module(script), io.StringIO()
-    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(said):
+    module = importlib.import_module(script)
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(io.StringIO()) as said:
         strike(patch, moment)
         try:
             common.start(module.main, lambda: module.parse_args([*map(str, argv)]))
