@@ -434,8 +434,7 @@ class CLIM(nn.Module):
     """MoCo v2's query encoder, momentum encoder (for the keys) and queue, with mixed queries and several sizes.
 
     Copy it with clim_loss, info_nce, resize, Queue, gather, shard and encode_shuffled_keys; mix_views needs cutmix.
-    backbone: (n, 3, H, W) -> (n, width). sizes: of the views, the largest first. amp: encode in bf16. generator: see
-    `Queue`.
+    backbone: (n, 3, H, W) -> (n, width). sizes: of the views, largest first. amp: in bf16. generator: see `Queue`.
     """
 
     def __init__(self, backbone, width, sizes, dim=128, queue=65536, temperature=0.2, amp=False, generator=None):
@@ -527,10 +526,7 @@ SMALL_ENCODERS = dict(batch_size=256, lr=0.1, lr_batch=256, min_lr=0.0, momentum
 
 
 def recipe(chosen):
-    """Return the hyper-parameters {name: value}.
-
-    chosen: a namespace with dataset, arch, selection, resolutions, image_size, patch_size and local_crops.
-    """
+    """Return the hyper-parameters {name: value}. chosen: what is given, a namespace, with None for the rest."""
     values = dict(RECIPES[chosen.dataset])
     if chosen.arch in ("resnet_micro", "resnet_mini") and chosen.dataset in ("cifar10", "cifar100", "stl10", "folder"):
         values |= SMALL_ENCODERS
@@ -555,8 +551,7 @@ def parse_args(argv=None):
     if args.resolutions[0] != args.image_size:  # at which views are cut
         common.fail(f"--resolutions {args.resolutions}: the largest must be the --image-size, {args.image_size}")
     if args.selection != "none" and args.clim_start >= args.epochs:
-        choice = f"--clim-start {args.clim_start} is not below --epochs {args.epochs}"
-        common.fail(f"{choice}, so no positives would be chosen: give another, or --selection none")
+        common.fail(f"--clim-start {args.clim_start} is not below --epochs {args.epochs}: no positives would be chosen")
     return args
 
 

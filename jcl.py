@@ -284,7 +284,7 @@ RELEASED_IMAGENET = dict(RELEASED, batch_size=256, lr=0.03, lr_batch=256)  # D3
 
 
 def recipe(chosen):
-    """Return the hyper-parameters {name: value}. chosen: a namespace with dataset, arch and variant."""
+    """Return the hyper-parameters {name: value}. chosen: what is given, a namespace, with None for the rest."""
     values = dict(RECIPES[chosen.dataset])
     if chosen.variant == "released":
         values |= RELEASED_IMAGENET if chosen.dataset in ("imagenet", "folder") else RELEASED

@@ -147,24 +147,6 @@ HYPERPARAMETERS = dict(
 # -------------------------------------------------- the affinity of local crops
 
 
-class Affinity(nn.Module):
-    """The learned affinity of local crops.
-
-    forward(a, b): two (N, dim) -> scores (N,), high for two crops of one image. Raises ValueError for other shapes.
-    """
-
-    def __init__(self, dim, hidden):
-        super().__init__()
-        layers = [nn.Linear(2 * dim, hidden), nn.BatchNorm1d(hidden), nn.ReLU(inplace=True)]
-        layers += [nn.Linear(hidden, hidden), nn.BatchNorm1d(hidden), nn.ReLU(inplace=True), nn.Linear(hidden, 1)]
-        self.layers = nn.Sequential(*layers)
-
-    def forward(self, a, b):
-        if a.dim() != 2 or a.shape != b.shape:
-            raise ValueError(f"Affinity takes two (N, dim), not {tuple(a.shape)} and {tuple(b.shape)}")
-        return self.layers(torch.cat([a, b], dim=1)).squeeze(1)
-
-
 def affinity_loss(affinity, local1, local2, noise=None, form="logistic"):
     """Return the loss of the affinity, a scalar: it is to score two locals of one image above locals of two (Eq. 6).
 
@@ -204,6 +186,24 @@ def local_dissimilarity(affinity, local1, local2):
         raise ValueError(f"local_dissimilarity takes two (N, C), not {tuple(local1.shape)}, {tuple(local2.shape)}")
     constants = {name: p.detach() for name, p in affinity.named_parameters()}
     return F.softplus(torch.func.functional_call(affinity, constants, (local1, local2))).mean()
+
+
+class Affinity(nn.Module):
+    """The learned affinity of local crops.
+
+    forward(a, b): two (N, dim) -> scores (N,), high for two crops of one image. Raises ValueError for other shapes.
+    """
+
+    def __init__(self, dim, hidden):
+        super().__init__()
+        layers = [nn.Linear(2 * dim, hidden), nn.BatchNorm1d(hidden), nn.ReLU(inplace=True)]
+        layers += [nn.Linear(hidden, hidden), nn.BatchNorm1d(hidden), nn.ReLU(inplace=True), nn.Linear(hidden, 1)]
+        self.layers = nn.Sequential(*layers)
+
+    def forward(self, a, b):
+        if a.dim() != 2 or a.shape != b.shape:
+            raise ValueError(f"Affinity takes two (N, dim), not {tuple(a.shape)} and {tuple(b.shape)}")
+        return self.layers(torch.cat([a, b], dim=1)).squeeze(1)
 
 
 # ------------------------------------------------------------ the encoder's loss
@@ -492,10 +492,7 @@ SMALL_SIMSIAM = dict(SMALL_ENCODERS, batch_size=256, dim=512, hidden=128)  # hid
 
 
 def recipe(chosen):
-    """Return the hyper-parameters {name: value}.
-
-    chosen: a namespace with dataset, arch, variant, base, pairs, local_crops, image_size and patch_size.
-    """
+    """Return the hyper-parameters {name: value}. chosen: what is given, a namespace, with None for the rest."""
     values, on_simsiam = dict(RECIPES[chosen.dataset]), chosen.base == "simsiam"
     if on_simsiam:
         small = dict(patterns=SIMSIAM_PATTERNS, cifar10=SIMSIAM_CIFAR, cifar100=SIMSIAM_CIFAR)

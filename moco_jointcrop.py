@@ -443,7 +443,7 @@ V3_PATTERNS = dict(V3_IMAGENET, epochs=75, batch_size=64, lr_batch=128, warmup=1
 
 
 def recipe(chosen):
-    """Return the hyper-parameters {name: value}. chosen: dataset, arch, moco, image_size and patch_size."""
+    """Return the hyper-parameters {name: value}. chosen: what is given, a namespace, with None for the rest."""
     values = dict(RECIPES[chosen.dataset])
     small = chosen.dataset in ("cifar10", "cifar100", "stl10")
     large = chosen.dataset in ("imagenet100", "imagenet", "folder")

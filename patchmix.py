@@ -396,10 +396,7 @@ RELEASED_ENCODERS = dict(vit_small=dict(num_heads=12), vit_tiny=dict(momentum=(0
 
 
 def recipe(chosen):
-    """Return the hyper-parameters {name: value}.
-
-    chosen: a namespace with dataset, arch, variant, local_crops, num_mix, image_size and patch_size.
-    """
+    """Return the hyper-parameters {name: value}. chosen: what is given, a namespace, with None for the rest."""
     values = dict(RECIPES[chosen.dataset])
     arch = (chosen.arch or values["arch"]).removesuffix("_patch16_224")  # timm's own names, too
     if chosen.dataset in ("cifar10", "cifar100", "stl10"):

@@ -96,28 +96,19 @@ OTHER = """arch resnet_mini, selection random, num_clusters 2, kmeans_iterations
 OTHER = dict(words.split(" ", 1) for words in re.split(r", |\n +", OTHER))
 CLIM, LOCALS = "--num-clusters 4 --selection center", "--local-crops 2 --local-size 8"
 PARTNERS = dict(  # what a flag needs to act: another architecture, a view that is blurred, ...
-    variant="--variant released",
-    blur_sigma="--blur-p 1",
-    patch_size="--arch vit_micro --patch-size 8",
-    min_lr="--warmup 0",
-    lam_schedule="--epochs 2",
-    joint_prob="--joint either --blur-p 1 1",
-    clim_start=f"{CLIM} --clim-start 1 --epochs 2",
-    refresh_every=f"{CLIM} --epochs 2",
-    trust_coeff="--moco v3",
-    layers="--base simsiam",
+    variant="--variant released", blur_sigma="--blur-p 1", patch_size="--arch vit_micro --patch-size 8",
+    min_lr="--warmup 0", lam_schedule="--epochs 2", joint_prob="--joint either --blur-p 1 1", joint_pair=LOCALS,
+    clim_start=f"{CLIM} --clim-start 1 --epochs 2", refresh_every=f"{CLIM} --epochs 2", trust_coeff="--moco v3",
+    layers="--base simsiam", one_way="--local-crops 0", lam="--l2l-weighting lambda", local_crops="--local-size 8",
     **dict.fromkeys("mix alpha knn_k num_positives num_clusters kmeans_iterations".split(), CLIM),
     **dict.fromkeys("local_size local_scale local_blur_p".split(), LOCALS),
-    local_crops="--local-size 8",
-    joint_pair=LOCALS,
-    one_way="--local-crops 0",
-    lam="--l2l-weighting lambda",
-)
+)  # fmt: skip
+SMALL_PATCHES = f"{LOCALS} --patch-size 4"
 OF_ONE = dict(
     moco_jointcrop=dict(blur_sigma="--blur-p 1 1", hidden="--moco v3"),
     jcl=dict(lam=""),
     logo=dict(hidden="--base simsiam"),
-    patchmix=dict.fromkeys(("local_crops", "local_size", "local_scale", "local_blur_p"), f"{LOCALS} --patch-size 4"),
+    patchmix=dict.fromkeys("local_crops local_size local_scale local_blur_p".split(), SMALL_PATCHES),
 )
 OF_ONE["patchmix"]["blur_sigma"] = "--blur-p 1 1"
 PAIRS = [(method, name) for method in METHODS for name in (*table(method), "seed")]

@@ -197,18 +197,6 @@ def algorithm1(args, model, affinity, batches):
     return losses, norms[1:]
 
 
-def images():
-    """A user's own data set: 48 patterns of 16 px."""
-    return common.ImageSet(common.make_patterns(48, 16, 0)[0])
-
-
-def views_of(args):
-    """Each step's views in the first epoch of a run on `images`."""
-    mean, std = (torch.tensor(v).view(3, 1, 1) for v in common.NORMS[args.norm])
-    loader = common.make_loader(args, images(), [*logo.augmentation(args).values()], torch.device("cpu"))
-    return [[(v - mean) / std for v in common.color_views(batch, torch.device("cpu"))] for batch in loader]
-
-
 AT_ONCE = [
     "--base moco --variant paper --lam 0.5",
     "--base moco --pairs all",
@@ -226,12 +214,14 @@ MORE = [
 
 
 @pytest.mark.parametrize("flags", [*AT_ONCE, *(pytest.param(flags, marks=pytest.mark.slow) for flags in MORE)])
-def test_algorithm1(flags, tmp_path):
+def test_algorithm1(flags, tmp_path, monkeypatch):
     """Three steps of `main`: the weights, queue and affinity of a slow reference. test_trajectories.py has others."""
-    args = logo.parse_args([*words(flags).split(), "--out", str(tmp_path)])
-    logo.main(args, train=images())
-    saved, state = common.load_checkpoint(tmp_path / "last.pt"), state_of(logo, words(flags), train=images())
-    losses, norms = algorithm1(args, state["model"], state["affinity"], views_of(args))
+    args, views, color_views = logo.parse_args([*words(flags).split(), "--out", str(tmp_path)]), [], common.color_views
+    monkeypatch.setattr(common, "color_views", lambda *batch: views.append(color_views(*batch)) or views[-1])
+    images = common.ImageSet(common.make_patterns(48, 16, 0)[0])  # a user's own
+    logo.main(args, train=images)
+    saved, state = common.load_checkpoint(tmp_path / "last.pt"), state_of(logo, words(flags), train=images)
+    losses, norms = algorithm1(args, state["model"], state["affinity"], views)
     for part in ("model", "affinity"):
         found = {name: value.detach() for name, value in state[part].named_parameters()}
         found |= {"queue.keys": state["model"].queue.keys} if part + args.base == "modelmoco" else {}

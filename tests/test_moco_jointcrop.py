@@ -142,6 +142,8 @@ def test_joint_pair_says_which_pairs_have_joint_areas(pair, joint):
     areas, sigmas, *_ = drawn(f"{LOCALS} both --beta -4 --joint-pair {pair}")  # -4 makes areas differ
     ratios = abs(np.log(areas[::2] / areas[1::2])) > math.log(2)
     assert [share > 0.85 for share in ratios.mean(1)] == [bool(one) for one in joint]
+    assert abs(np.log(areas[2] / areas[4])).mean() > 0.3  # each pair by draws of its own
+    assert areas[:2].min() > 0.19 and areas[2:].max() < 0.41
     assert np.array_equal(sigmas[:2], drawn(f"{LOCALS} blur --beta -4")[1][:2])
     assert np.array_equal(sigmas[2:], drawn(f"{LOCALS} none")[1][2:])
 
