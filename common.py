@@ -40,7 +40,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 import torchvision
-from PIL import Image, ImageDraw, ImageFont, ImageOps
+from PIL import Image, ImageOps
 from torch import nn
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, Dataset, default_convert
@@ -683,17 +683,12 @@ def color_views(batch, device, memory_format=torch.channels_last, norm=None):
 
 
 def save_views(path, views, names):
-    """Write --show-views' picture: a row per view, with its name and its first twelve images (n, 3, H, W) in [0, 1]."""
-    side, font = max(96, *(view.shape[-1] for view in views)), ImageFont.load_default(12)
+    """Write --show-views' picture: a row per view, of its first twelve images (n, 3, H, W) in [0, 1]."""
+    side = max(96, *(view.shape[-1] for view in views))
     rows = [F.interpolate(view[:12].float().cpu(), side) for view in views]
-    grid = to_pil_image(torchvision.utils.make_grid(torch.cat(rows), len(rows[0]), pad_value=1.0))
-    left = 12 + int(max(map(font.getlength, names)))  # the names stand in a column before the rows
-    sheet = Image.new("RGB", (left + grid.width, grid.height), "white")
-    sheet.paste(grid, (left, 0))
-    for i, name in enumerate(names):
-        ImageDraw.Draw(sheet).text((6, (i + 0.5) * grid.height / len(names)), name, "black", font, "lm")
-    write_file(path, lambda file: sheet.save(file, "PNG"))
-    log(f"picture written to {path}")
+    picture = to_pil_image(torchvision.utils.make_grid(torch.cat(rows), len(rows[0]), pad_value=1.0))
+    write_file(path, lambda file: picture.save(file, "PNG"))
+    log(f"picture written to {path}; its rows: {', '.join(names)}")
 
 
 # ---------------------------------------------------------------- 3. evaluation

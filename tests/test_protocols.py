@@ -278,10 +278,10 @@ def test_a_run_and_what_it_leaves(tuned):
 
 
 def test_ended_and_gone_on(tuned, tmp_path):
-    """In an epoch, in a save, in the last evaluation; with loader processes: as an undisturbed run, bit for bit."""
+    """In an epoch, in a save, in each evaluation; with loader processes: as an undisturbed run, bit for bit."""
     flags, out, result = tuned
     flags = [*flags, "--out", tmp_path]
-    for moment, epochs in (("step 2", None), ("step 4", 1), ("save 4", 1), ("knn 2", 3)):
+    for moment, epochs in (("step 2", None), ("step 4", 1), ("save 4", 1), ("knn 1", 2), ("knn 2", 3)):
         assert life("eval_linear", [*flags, "--device", "cpu"], moment)[0] == 130 and epochs_of(tmp_path) == epochs
     random.seed(99), np.random.seed(98), torch.manual_seed(97)  # nothing depends on what these were
     assert run(*flags, "--workers", 1)[0] == result

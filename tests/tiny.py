@@ -166,7 +166,7 @@ def strike(patch, moment, end=stop):
         return
     (place, number), calls, save = moment.split(), itertools.count(1), torch.save
     clim, linear = (importlib.import_module(name) for name in ("clim", "eval_linear"))
-    places = dict(step=[(common, "color_views")], knn=[(common, "knn_record"), (linear, "evaluate")])
+    places = dict(step=[(common, "color_views")], knn=[(common, "knn_record"), (linear, "scores")])
     places |= dict(save=[(torch, "save"), (os, "fsync"), (os, "replace")], choice=[(clim, "refresh")])
     places["anything"] = sum(places.values(), [])
 
