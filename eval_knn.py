@@ -7,7 +7,6 @@ for two baselines: raw pixels, and the same encoder untrained.
     python eval_knn.py runs/patchmix-patterns-vit_micro-s0
     python eval_knn.py RUN/last.pt --encoder query --dataset cifar10 --data-dir DIR
     python eval_knn.py RUN --dump features.npz
-    python eval_knn.py RUN --random-init                                       # its encoder, untrained
     python eval_knn.py FILE --arch resnet50 --dataset imagenet --data-dir DIR  # a checkpoint of others
     torchrun --nproc_per_node=8 eval_knn.py RUN --data-dir DIR
 
@@ -58,7 +57,6 @@ def write_dump(path, lines, parts, features):
         arrays |= {f"{name}_features": features[name].numpy(), f"{name}_labels": part.labels}
         if part.paths is not None:
             arrays[f"{name}_paths"] = np.array([part.path(i) for i in range(len(part))])
-
     common.write_file(path, lambda file: np.savez(file, **arrays))
     common.log(f"features written to {path}")
 
@@ -83,9 +81,7 @@ def main(args, encoder=None, train=None, test=None):
     lines = f"{common.protocol(args, info, train, test)}\nkNN: cosine, votes exp(similarity / {args.temperature})"
     common.log(lines)
     count = len(train.labelled())
-    ks = list(dict.fromkeys(min(k, count) for k in args.k))
-    if evaluated and max(args.k) > count:
-        common.log(f"--k {max(args.k)} is more than the training images: k is {count}")
+    ks = list(dict.fromkeys(min(k, count) for k in args.k))  # as the scores' names say
     networks = {"encoder": encoder, **(common.baseline_encoders(args, info, device, count) if evaluated else {})}
     results, how = {}, dict(batch_size=args.batch_size, workers=args.workers, amp=args.amp == "bf16")
     for name, network in networks.items():
