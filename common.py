@@ -1178,7 +1178,7 @@ def output_width(module, *sizes, check_gradient=False):
 def memory_format(device, arch):
     """Return the memory format of a training: channels_last, on CPUs for the encoders of ARCHS only.
 
-    Others may crash there (torch 2.11 to 2.15): 1 x 1 convolutions of stride 2 with fewer than 8 channels, as RepVGG's.
+    Others may crash there (torch 2.8 to 2.15): 1 x 1 convolutions of stride 2 with fewer than 8 channels, as RepVGG's.
     """
     return torch.channels_last if device.type == "cuda" or arch in ARCHS else torch.contiguous_format
 
