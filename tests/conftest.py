@@ -2,6 +2,7 @@
 
 import functools
 import gc
+import importlib
 import multiprocessing
 import sys
 from pathlib import Path
@@ -13,9 +14,10 @@ import torch.nn.functional as F
 
 ROOT = Path(__file__).parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "tools")]
+pytest_plugins = ["tiny"]  # its fixtures
 METHODS = ["moco_jointcrop", "jcl", "clim", "logo", "patchmix"]
-# All of them, but without --slow one is tried
-JCL_AT_ONCE = [pytest.param(name, marks=[] if name == "jcl" else pytest.mark.slow) for name in METHODS]
+# (method, flags): each with its own model, and two with their other one.
+EACH_MODEL = [*((method, "") for method in METHODS), ("moco_jointcrop", "--moco v3"), ("logo", "--base simsiam")]
 # What chooses another recipe or another form of a method.
 CHOICES = dict(
     moco_jointcrop=("--moco v1", "--moco v3", "--joint blur", "--joint either", "--variant released"),
@@ -25,9 +27,25 @@ CHOICES = dict(
     patchmix=("--variant released",),
 )
 # timm's keywords of a ResNet for tests. No layer has fewer than 8 channels. With fewer, the gradient of a 1 x 1
-# convolution of stride 2 crashes in torch 2.11 to 2.15 on CPUs without AVX-512 (see common.memory_format).
+# convolution of stride 2 crashes in torch 2.8 to 2.15 on CPUs without AVX-512 (see common.memory_format).
 NANO = dict(layers=(1, 1, 1, 1), channels=(8, 8, 8, 8))
 VARIANTS = [(method, flags) for method in METHODS for flags in ("", *CHOICES.get(method, ()))]
+
+
+def table(method):
+    """{name: (value, what it is, limits or words)} of a method."""
+    groups = importlib.import_module(method).HYPERPARAMETERS
+    return {name: row for rows in groups.values() for name, row in rows.items()}
+
+
+def slow_but(quick, cases):
+    """All cases of a test; without --slow only those that are quick are tried."""
+    rows = [(case, case if isinstance(case, tuple) else (case,)) for case in cases]
+    return [pytest.param(*row, marks=[] if case in quick else pytest.mark.slow) for case, row in rows]
+
+
+JCL_AT_ONCE = slow_but(["jcl"], METHODS)
+QUEUES = [method for method in METHODS if "queue" in table(method)]
 
 
 def pytest_addoption(parser):
@@ -59,6 +77,12 @@ def _quiet(monkeypatch):
 
 
 @pytest.fixture
+def module(method):
+    """Of a test's parameter `method`."""
+    return importlib.import_module(method)
+
+
+@pytest.fixture
 def group_of_one(monkeypatch):
     """What a launcher gives a single process: its variables, and a store to meet in."""
     monkeypatch.setenv("RANK", "0")
@@ -72,6 +96,11 @@ def unit(*shape, seed=0, grad=False):
     """Random float64 rows of unit length."""
     x = torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
     return F.normalize(x, dim=-1).requires_grad_(grad)
+
+
+def random_views(count, n, size=16):
+    """Views of n images as a model takes them, in float64."""
+    return list(torch.randn(count, n, 3, size, size, dtype=torch.float64, generator=torch.Generator().manual_seed(1)))
 
 
 def info_nce(q, k, queue, temperature):

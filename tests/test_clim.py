@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import info_nce, ks, unit, values
+from conftest import info_nce, ks, random_views, unit, values
 from torch import nn
 
 import clim
@@ -51,11 +51,12 @@ def test_clim_loss_is_eq4(tau, lam):
 
 
 def test_nearest_neighbors():
-    """Unit vectors, as embeddings are, in clusters so tight that float32 finds others. In chunks and of some rows."""
-    x = F.normalize(unit(3, 16)[torch.arange(300) % 3] + 1e-4 * points("normal", 300, 16), dim=1)
-    distance = (x[:, None] - x).square().sum(2).fill_diagonal_(math.inf)
-    found = clim.nearest_neighbors(x, 5)
-    torch.testing.assert_close(distance.gather(1, found), distance.sort(1).values[:, :5], rtol=0, atol=1e-14)
+    """In clusters so tight that float32 finds others. In chunks and of some rows. Not the row itself (D1)."""
+    tight = F.normalize(unit(3, 16)[torch.arange(300) % 3] + 1e-4 * points("normal", 300, 16), dim=1)
+    for x, k in ((points("normal", 7), 100), (points("repeated", 9), 4), (tight, 5)):
+        distance, found = (x[:, None] - x).square().sum(2).fill_diagonal_(math.inf), clim.nearest_neighbors(x, k)
+        expected = distance.sort(1).values[:, : min(k, len(x) - 1)]
+        torch.testing.assert_close(distance.gather(1, found), expected, rtol=0, atol=1e-14)
     assert (clim.nearest_neighbors(x.float(), 5).sort(1).values != found.sort(1).values).any()
     rows = torch.tensor([7, 3, 299, 0])
     assert torch.equal(clim.nearest_neighbors(x, 5, rows), found[rows])
@@ -72,7 +73,6 @@ def clustered(x, m, iterations, seed=0):
 
 
 def lloyd(x, centers, iterations):
-    """Assign every point to its nearest center, move every center to the mean of its points, and again."""
     for _ in range(iterations):
         members = [[] for _ in centers]
         for row in x:
@@ -84,7 +84,6 @@ def lloyd(x, centers, iterations):
 
 @pytest.mark.parametrize("iterations", [1, 2, 6])
 def test_kmeans_is_lloyds_algorithm(iterations):
-    """From different random rows."""
     x = points("normal", 60) + 4 * points("grid", 60, seed=10).sign()
     start = clustered(x, 5, 0)[0]
     assert len({x.tolist().index(c) for c in start.tolist()}) == 5
@@ -98,19 +97,8 @@ def test_kmeans_as_many_clusters_as_points(kind, n, m):
         assert clustered(points(kind, n), m, 10, seed)[1] < 1e-20
 
 
-def neighborhoods(x, i, k):
-    """Every set that may be called the k nearest neighbours of row i: of rows equally far, any may be the last."""
-    distance = {j: squared(x[i], x[j]) for j in range(len(x)) if j != i}
-    k = min(k, len(distance))
-    farthest = sorted(distance.values())[k - 1] if k else 0.0
-    sure, tied = ([j for j, d in distance.items() if test(d)] for test in (farthest.__gt__, farthest.__eq__))
-    return [sure + list(more) for more in itertools.combinations(tied, k - len(sure))]
-
-
 def obeys(chosen, i, neighbors, x, centers, assignment):
     """Whether the chosen positives of row i are what Eq. 2 and App. A.2 make of these neighbours."""
-    if not neighbors:
-        return set(chosen) == {i}  # alone
     center = centers[assignment[i]]
     omega1 = {j for j in range(len(x)) if assignment[j] == assignment[i]}
     omega_p = {j for j in omega1 & set(neighbors) if squared(x[j], center) <= squared(x[i], center)}
@@ -131,20 +119,15 @@ CASES = [  # points, N, clusters, k, number of positives
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("natural", [True, False])
 @pytest.mark.parametrize("kind, n, m, k, count", CASES)
-def test_select_positives_is_eq2(kind, n, m, k, count, natural):
-    """natural: clusters of k-means; else any centers and any assignment, which Eq. 2 allows as well."""
-    x = points(kind, n)
-    centers, assignment = points("grid", m, seed=1), torch.randint(m, (n,), generator=torch.Generator().manual_seed(2))
-    if natural:
-        centers = clim.kmeans(x, m, generator=common.generator(0))[0].round(decimals=3 if kind == "normal" else 0)
-        assignment = torch.tensor([min(range(len(centers)), key=lambda j: squared(row, centers[j])) for row in x])
+def test_select_positives_is_eq2(kind, n, m, k, count):
+    x, centers = points(kind, n), points("grid", m, seed=1)
     for seed in range(3):
+        assignment = torch.randint(m, (n,), generator=common.generator(seed))
         table = clim.select_positives(x, centers, assignment, k, count, common.generator(seed))
         assert table.shape == (n, count)
-        for i, chosen in enumerate(table.tolist()):
-            assert any(obeys(chosen, i, near, x, centers, assignment) for near in neighborhoods(x, i, k)), (i, chosen)
+        for i, near in enumerate(clim.nearest_neighbors(x, k).tolist()):
+            assert obeys(table[i].tolist(), i, near, x, centers, assignment), i
 
 
 def test_select_positives_is_uniform():
@@ -163,10 +146,11 @@ def test_choose_positives(selection, count):
     """Table 6: what each choice may contain, and all of it if there is room."""
     x, flags = points("normal", 30), f"--selection {selection} --num-clusters 4 --knn-k 6"
     args = clim.parse_args([*TINY, *flags.split(), "--num-positives", str(count)])
-    table = clim.choose_positives(args, x, clim.nearest_neighbors(x, 6), common.generator(0))
+    neighbors = clim.nearest_neighbors(x, 6)
+    table = clim.choose_positives(args, x, neighbors, common.generator(0))
     centers, assignment = clim.kmeans(x, 4, generator=common.generator(0))
     for i, chosen in enumerate(table.tolist()):
-        near, others = neighborhoods(x, i, 6)[0], {*range(30)} - {i}
+        near, others = neighbors[i].tolist(), {*range(30)} - {i}
         members = {j for j in others if assignment[j] == assignment[i]}
         if selection == "center":
             assert obeys(chosen, i, near, x, centers, assignment)
@@ -215,10 +199,7 @@ def sizes_of(index):
 
 
 def drawn(positives, flags="", epoch=0):
-    """Views of images of many sizes, one for each row of the table of positives.
-
-    Which images (views, n), boxes (views, n, 4), sides of the views, colors (views, n, 9).
-    """
+    """Views of images of many sizes: rows (views, n), boxes (views, n, 4), the views' sides, colors (views, n, 9)."""
     args, index = clim.parse_args([*TINY, *flags.split()]), np.arange(len(positives))
     draws = common.uniform(0, epoch, index, 2 * len(clim.augmentation(args)) * common.VIEW_DRAWS + 1)
     images = types.SimpleNamespace(sizes=sizes_of)
@@ -226,20 +207,18 @@ def drawn(positives, flags="", epoch=0):
     return *map(np.array, zip(*cuts, strict=True)), np.array(colors)
 
 
-NONE_YET = torch.full((40, 3), -1, dtype=torch.int32)
 TABLE = torch.randint(40, (40, 3), generator=torch.Generator().manual_seed(0), dtype=torch.int32)
 
 
 @pytest.mark.parametrize("flags, own", [("", 2), ("--mix none", 2), ("--local-crops 2 --local-size 8", 4)])
 def test_views_of_the_image_and_of_its_partner(flags, own):
     """With a table its own views stay, and as many of a partner come: one of its row, the same in all of them."""
-    alone, found = drawn(NONE_YET, flags), drawn(TABLE, flags)
+    alone, found = drawn(torch.full_like(TABLE, -1), flags), drawn(TABLE, flags)
     assert all(np.array_equal(part, more[:own]) for part, more in zip(alone, found, strict=True))
     rows, boxes, sides, colors = found
     assert (rows[:own] == np.arange(40)).all() and (rows[own:] == rows[own]).all() and len(rows) == 2 * own
     assert (rows[own][:, None] == TABLE.numpy()).any(1).all()
     assert sides.tolist() == 2 * [16, 16, 8, 8][:own]
-    assert boxes[..., :2].min() >= 0 and boxes[..., 2:].min() > 0
     assert (boxes[..., :2] + boxes[..., 2:] <= sizes_of(rows)).all()
     for a, b in itertools.combinations(range(2 * own), 2):
         assert (boxes[a] == boxes[b]).all(1).mean() < 0.1 and (colors[a] == colors[b]).all(1).mean() < 0.1
@@ -271,21 +250,14 @@ def tiny(sizes=(16,)):
     return model
 
 
-def random_views(count, size=16):
-    return list(torch.rand(count, 8, 3, size, size, dtype=torch.float64, generator=torch.Generator().manual_seed(1)))
-
-
 @pytest.mark.parametrize("keys", [1, 2])
 @pytest.mark.parametrize("sizes, local_crops", [((16, 12), 0), ((16, 12), 2), ((16, 16), 1)])
 def test_forward_is_eq6(keys, sizes, local_crops):
-    """Eq. 4, summed over all pairs of sizes, and for each local crop with the large views' keys (Table 7).
-
-    With one key per image it is Eq. 1. Batch norms take running statistics, so an embedding is a function of its image.
-    """
-    model, (query, *key_views) = tiny(sizes), random_views(1 + keys)
-    crops = list(zip(random_views(local_crops, size=8), (0.9, 0.4), strict=False))
+    """Eq. 4 (of one key per image Eq. 1) over all pairs of sizes, and of local crops with the large views' keys."""
+    model, (query, *key_views) = tiny(sizes), random_views(1 + keys, 8)
+    crops = list(zip(random_views(local_crops, 8, size=8), (0.9, 0.4), strict=False))
     model(query, key_views, 0.7, crops)  # statistics of some batch
-    model.eval()
+    model.eval()  # so that an embedding is a function of its image
     loss, enqueued, q, _ = model(query, key_views, 0.7, crops)
 
     def resized(x, i):
@@ -306,11 +278,8 @@ def test_forward_is_eq6(keys, sizes, local_crops):
 
 @pytest.mark.parametrize("mix", ["cutmix", "none", "no positives yet"])
 def test_mix_views(mix):
-    """Query and local crop mixed with the positive's, each by a share and a box of its own.
-
-    With --mix none half the loss is of each key, without positives all of it.
-    """
-    views = random_views(6)
+    """Query and local crop are mixed with the positive's, each by a box of its own; a share is what is left."""
+    views = random_views(6, 8)
     given = views[:3] if "yet" in mix else views  # query, key, local crop; those of the positive
     query, keys, lam, crops = clim.mix_views(given, mix, 2.0, [common.generator(i) for i in range(2)])
     assert all(x is y for x, y in zip(keys, given[1::3], strict=True))
@@ -322,8 +291,7 @@ def test_mix_views(mix):
 
 
 @pytest.mark.parametrize("alpha", [2.0, 0.5])
-def test_the_share_is_drawn_from_beta(alpha, monkeypatch):
-    """Beta(alpha, alpha), anew for the query and a local crop."""
+def test_each_share_is_drawn_from_beta(alpha, monkeypatch):
     shares = []
     monkeypatch.setattr(clim, "cutmix", lambda x, partner, lam, generator: (x, shares.append(lam)))
     for step in range(150):
@@ -339,7 +307,7 @@ def test_refresh_embeds_with_the_momentum_encoder(monkeypatch, capsys):
     mean, std = (0.4, 0.5, 0.6), (0.1, 0.2, 0.3)
     monkeypatch.setitem(common.NORMS, "patterns", (mean, std))
     (array, labels), model = common.make_patterns(30, 16, 0), tiny().float()
-    query, key = (x.float() for x in random_views(2))
+    query, key = (x.float() for x in random_views(2, 8))
     model(query, [key], 1.0)  # statistics of some batch
     positives = torch.full((30, 3), -1, dtype=torch.int32)
     info = common.backbone_info("resnet_micro", 16, 4, "patterns")
@@ -349,7 +317,7 @@ def test_refresh_embeds_with_the_momentum_encoder(monkeypatch, capsys):
     with torch.no_grad():
         x = common.normalize(torch.from_numpy(array).permute(0, 3, 1, 2) / 255, mean, std)
         x = F.normalize(model.momentum_projector(model.momentum_backbone(x)), dim=1).double()
-    assert [set(row) for row in positives.tolist()] == [set(neighborhoods(x, i, 3)[0]) for i in range(30)]
+    assert torch.equal(positives.long().sort(1).values, clim.nearest_neighbors(x, 3).sort(1).values)
     share = (labels[:, None] == labels[positives.numpy()]).mean()
     assert f" {100 * share:.1f} % " in capsys.readouterr().out
 
@@ -368,11 +336,7 @@ def test_recipes():
     assert values(clim, paper, "alpha temperature queue momentum dim bn_groups") == [2.0, 0.2, 65536, 0.999, 128, 16]
     assert values(clim, paper, "resolutions selection mix") == [(224, 160), "center", "cutmix"]
     assert values(clim, f"{paper} --selection knn", "knn_k") == [10]  # Table 6
-
-
-def test_resolutions():
-    """Views are cut at the largest. The baseline and Table 7's multi-crop have one."""
-    for flags, *sizes in (("--resolutions 24 40", 40, 24), ("--image-size 48", 48), ("--dataset imagenet", 224, 160)):
+    for flags, *sizes in (("--resolutions 24 40", 40, 24), ("--image-size 48", 48)):  # views are cut at the largest
         assert values(clim, flags, "resolutions image_size") == [tuple(sizes), sizes[0]]
-    for flags in ("--selection none", "--local-crops 2", "--resolutions 224"):
+    for flags in ("--selection none", "--local-crops 2", "--resolutions 224"):  # Table 7's multi-crop has one size
         assert values(clim, f"--dataset imagenet {flags}", "resolutions") == [(224,)]

@@ -1,7 +1,6 @@
 """common.py against slow, obvious references: randomness, color, views, the loader, files; own encoders."""
 
 import argparse
-import importlib
 import itertools
 
 import numpy as np
@@ -40,9 +39,6 @@ def test_uniform_is_uniform_and_uncorrelated():
     assert not (common.uniform(5, 0, index, 6) == common.uniform(0, 5, index, 6)).any()
 
 
-# -------------------------------------------------------------------- color
-
-
 @pytest.mark.parametrize("shape", [(21, 18), (18, 40), (33, 17), (9, 2), (1, 7)])
 def test_blur_is_torchvisions_with_a_wide_kernel(shape):
     x = torch.rand(8, 3, *shape, generator=common.generator(3), dtype=torch.float64)
@@ -75,9 +71,10 @@ def draws(n, seed=0):
     return common.uniform(seed, 0, np.arange(n), common.VIEW_DRAWS)
 
 
-def boxes(n, size, seed=0, own=(None, None), **changes):
-    """The boxes of n images, by VIEWS[0] with changes. own: a method's own draws of area and position."""
-    return common.draw_boxes(VIEWS[0]._replace(**changes), np.broadcast_to(size, (n, 2)), draws(n, seed), *own)
+def boxes(n, size, seed=0, position=None, **changes):
+    """The boxes of n images, by VIEWS[0] with changes."""
+    sizes = np.broadcast_to(size, (n, 2))
+    return common.draw_boxes(VIEWS[0]._replace(**changes), sizes, draws(n, seed), position=position)
 
 
 def colors(n, seed=0, **changes):
@@ -119,29 +116,16 @@ def test_colors_have_their_probabilities_and_ranges():
     assert len(counts) == 24 and abs(counts - n / 24).max() < 5 * (n / 24) ** 0.5
 
 
-# -------------------------------------------------------------- crops and cut
-
-SIZES = [(1, 1), (1, 2), (2, 1), (1, 300), (300, 1), (2, 3), (7, 5), (32, 32), (31, 97), (500, 375), (40, 4000)]
-
-
 @pytest.mark.parametrize("area", [(0.08, 1.0), (0.2, 0.6), (1.0, 1.0), (1e-5, 1e-4)])
 def test_boxes_are_inside(area):
-    sizes = np.repeat(SIZES, 200, axis=0)
+    sizes = [(1, 1), (1, 2), (2, 1), (1, 300), (300, 1), (2, 3), (7, 5), (32, 32), (31, 97), (500, 375), (40, 4000)]
+    sizes = np.repeat(sizes, 200, axis=0)
     for position in (None, np.zeros((len(sizes), 2)), np.full((len(sizes), 2), 1 - 2**-53)):
-        box = boxes(len(sizes), sizes, own=(None, position), area=area)
+        box = boxes(len(sizes), sizes, position=position, area=area)
         assert (box[:, :2] >= 0).all() and (box[:, 2:] >= 1).all() and (box[:, :2] + box[:, 2:] <= sizes).all()
 
 
-def test_a_methods_own_area_and_position_take_the_place_of_the_views():
-    area = np.linspace(0.1, 0.5, 400)
-    box = boxes(400, (400, 400), own=(area, np.tile([0, 1 - 2**-53], (400, 1))))
-    assert abs(box[:, 2] * box[:, 3] / 400**2 - area).max() < 0.004  # rounding to pixels
-    assert (box[:, 0] == 0).all() and (box[:, 1] + box[:, 3] == 400).all()
-
-
-@pytest.mark.parametrize(
-    "size, area, ratio", [((32, 32), (0.08, 1), 4 / 3), ((40, 100), (0.2, 1), 4 / 3), ((60, 25), (0.3, 0.9), 2)]
-)
+@pytest.mark.parametrize("size, area, ratio", [((32, 32), (0.08, 1), 4 / 3), ((60, 25), (0.3, 0.9), 2)])
 def test_crops_have_torchvisions_distribution(size, area, ratio):
     n, ratio = 2500, (1 / ratio, ratio)
     ours = boxes(n, size, 1, area=area, ratio=ratio).astype(float)
@@ -172,9 +156,6 @@ def test_cut_is_pils_crop_then_resize(interpolation, box, size):
     assert np.array_equal(common.cut(image, np.array(box), size, interpolation), theirs)
 
 
-# ------------------------------------------------------------ views and order
-
-
 VIEW = dict(ratio=(3 / 4, 4 / 3), jitter=(0.4, 0.4, 0.4, 0.1), jitter_p=0.8, gray_p=0.2, blur_p=0.5)
 VIEW |= dict(blur_sigma=(0.1, 2.0), solarize_p=0.1, flip_p=0.5)
 VIEWS = [common.View(size=12, area=(0.2, 1.0), **VIEW), common.View(size=8, area=(0.05, 0.2), **VIEW)]
@@ -191,10 +172,7 @@ def with_a_partner(index, sizes, draws):
 @pytest.mark.parametrize("workers", [0, 1, 3])
 @pytest.mark.parametrize("draw", [None, with_a_partner])
 def test_views_are_those_that_are_drawn(draw, workers):
-    """By the method's `draw`; without it, each view has a crop and colors of its own, as it is declared.
-
-    They depend on (seed, epoch, index) alone: not on the workers, nor on what was made before.
-    """
+    """By the method's `draw`, or each as it is declared, from (seed, epoch, index): whatever the workers did before."""
     images = common.ImageSet(*common.make_patterns(37, 16, 3))
     args = argparse.Namespace(batch_size=8, seed=5, workers=workers, interpolation="bilinear")
     loader = common.make_loader(args, images, VIEWS, CPU, draw)
@@ -253,7 +231,7 @@ def test_damage_is_found(tmp_path):
         return False
 
     entries = data.index(b"PK\1\2")  # bit 4 of one: an entry that claims to be a folder, of which torch reads no bytes
-    flips = [(i, i % 8) for i in range(0, len(data), 13)] + [(i, 4) for i in range(entries, len(data))]
+    flips = [(i, i % 8) for i in range(0, len(data), 31)] + [(i, 4) for i in range(entries, len(data))]
     changed = (data[:i] + bytes([data[i] ^ (1 << bit)]) + data[i + 1 :] for i, bit in flips)
     assert sum(map(is_refused, changed)) > len(flips) / 2
     assert all(is_refused(data[:length]) for length in [0, 1, *range(40, len(data), 97), len(data) - 1])
@@ -283,9 +261,8 @@ def test_values_that_a_program_sets_are_saved(tmp_path):
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_an_encoder_that_no_gradient_reaches_is_refused(tmp_path, capsys, method):
+def test_an_encoder_that_no_gradient_reaches_is_refused(tmp_path, capsys, module):
     """Under no_grad; with a forward that a copy shares, so that the original's parameters are reached; frozen."""
-    module = importlib.import_module(method)
     args = module.parse_args(["--device", "cpu", "--out", str(tmp_path / "run")])
     images = common.ImageSet(np.zeros((args.batch_size, 8, 8, 3), np.uint8))
     for context in (torch.no_grad(), torch.enable_grad(), None):

@@ -8,22 +8,24 @@ import sys
 import numpy as np
 import pytest
 import tiny
+from conftest import EACH_MODEL, QUEUES, slow_but
 from tiny import FLAGS, assert_same_run, contents, epochs_of, life, load, processes, records, refused, run
 
 import common
 
-_tiny = tiny._tiny
 pytestmark = pytest.mark.usefixtures("_tiny")
 
 JCL = [*FLAGS, *"--epochs 3 --arch resnet_nano".split()]
-CASES = ["jcl --arch resnet_nano", "clim --clim-start 1 --refresh-every 2 --num-clusters 4"]
-CASES += ["moco_jointcrop", "moco_jointcrop --moco v3", "logo", "logo --base simsiam", "patchmix"]
+MORE = dict(jcl=" --arch resnet_nano", clim=" --clim-start 1 --refresh-every 2 --num-clusters 4")
+CASES = [f"{method} {flags}".strip() + MORE.get(method, "") for method, flags in EACH_MODEL]
 SCENARIOS = {  # flags of all calls; then of each but the last its end (see tiny.strike) and the epochs of last.pt then
     "in an epoch": ("", [("step 2", None), ("step 6", 1), ("step 4", 1), ("step 5", 2)]),
     "in its kNN": ("", [("knn 1", 1), ("knn 1", 1), ("knn 2", 2), ("knn 2", 3), ("knn 1", 3)]),
     "two workers": ("--workers 2", [("step 6", 1)]),
     "in CLIM's choice": ("--knn-every 0", [("choice 1", 1), ("choice 1", 1)]),
 }
+DISTURBED = [pair for pair in itertools.product(CASES, SCENARIOS) if "CLIM" not in pair[1] or "clim" in pair[0]]
+QUICK = [("jcl --arch resnet_nano", "in an epoch"), ("jcl --arch resnet_nano", "in its kNN")]
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +33,7 @@ def straight(_tiny, tmp_path_factory):
     """A function: words -> the folder of the undisturbed run of three epochs, made once."""
 
     @functools.cache
-    def folder(words=CASES[0]):
+    def folder(words="jcl --arch resnet_nano"):
         (method, *flags), out = words.split(), tmp_path_factory.mktemp("straight") / "run"
         run(method, out, "--epochs", 3, *flags)
         return out
@@ -39,10 +41,7 @@ def straight(_tiny, tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize("case, scenario", [
-    pytest.param(case, scenario, marks=[] if "jcl" in case and scenario[:3] == "in " else pytest.mark.slow)
-    for case, scenario in itertools.product(CASES, SCENARIOS) if "CLIM" not in scenario or "clim" in case
-])  # fmt: skip
+@pytest.mark.parametrize("case, scenario", slow_but(QUICK, DISTURBED))
 def test_a_disturbed_run_ends_as_an_undisturbed_one(straight, tmp_path, case, scenario):
     (flags, ends), (method, *more) = SCENARIOS[scenario], case.split()
     words = [*FLAGS, "--epochs", "3", *more, *flags.split(), "--out", tmp_path]
@@ -122,7 +121,7 @@ def test_a_damaged_checkpoint_is_told_and_left_alone(straight, tmp_path, capsys)
 
 def test_resume_begins_another_folder(straight, tmp_path):
     """With --resume FILE: the same weights and records. The same command again goes on in --out."""
-    source = straight(f"{CASES[0]} --keep-every 1")
+    source = straight("jcl --arch resnet_nano --keep-every 1")
     before, words = contents(source), [*JCL, "--resume", source / "epoch-0001.pt", "--out", tmp_path]
     for moment, epochs in (("step 2", None), ("step 6", 2), ("", 3)):
         life("jcl", words, moment)
@@ -131,13 +130,15 @@ def test_resume_begins_another_folder(straight, tmp_path):
     assert_same_run(straight(), tmp_path)
 
 
-def test_resume_is_for_more_epochs_or_other_images(straight, tmp_path, capsys):
-    """The flags of an optimizer hold over those of the other run."""
-    words = [*JCL, "--sgd-momentum", 0.5, "--resume", straight() / "last.pt"]
-    assert "--epochs 3" in refused(capsys, run, "jcl", tmp_path / "as many", *words)
-    images = common.ImageSet(np.random.default_rng(0).integers(0, 256, (68, 16, 16, 3), np.uint8))
-    for name, epochs, own in (("longer", 4, {}), ("other", 5, dict(train=images))):
-        run("jcl", tmp_path / name, *words, "--epochs", epochs, **own)
-        found, (group,) = records(tmp_path / name), load(tmp_path / name / "last.pt")["optimizer"]["param_groups"]
-        assert found[:3] == records(straight()) and [r["epoch"] for r in found[3:]] == [4, 5][: epochs - 3]
-        assert group["momentum"] == 0.5
+@pytest.mark.parametrize("method", slow_but(["clim", "logo"], QUEUES))
+def test_resume_with_other_images(method, begun, tmp_path, capsys):
+    """And more epochs. An optimizer's flags hold over those of the other run, CLIM's positives are chosen anew."""
+    words = ["--sgd-momentum", 0.5, "--resume", begun(method) / "last.pt", "--epochs"]
+    assert "--epochs 1" in refused(capsys, run, method, tmp_path, *words, 1)
+    images = common.ImageSet(np.random.default_rng(0).integers(0, 256, (52, 16, 16, 3), np.uint8))
+    run(method, tmp_path, *words, 2, train=images)
+    (first, second), state = records(tmp_path), load(tmp_path / "last.pt")
+    assert [first] == records(begun(method)) and second["epoch"] == 2
+    assert state["optimizer"]["param_groups"][0]["momentum"] == 0.5
+    if method == "clim":
+        assert state["positives"].shape[0] == 52 > state["positives"].max() and state["positives"].min() >= 0

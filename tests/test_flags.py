@@ -10,42 +10,31 @@ import tempfile
 import numpy as np
 import pytest
 import torch
-from conftest import METHODS, VARIANTS, state_of, values
+from conftest import CHOICES, METHODS, QUEUES, state_of, table, values
 from tiny import flat, load, refused
 
 import common
 
 
-def table(method):
-    """{name: (value, what it is, limits or words)} of a method."""
-    groups = importlib.import_module(method).HYPERPARAMETERS
-    return {name: row for rows in groups.values() for name, row in rows.items()}
-
-
 @pytest.mark.parametrize("method", METHODS)
-def test_help_lists_every_flag(method, capsys):
+def test_help_lists_every_flag_with_the_data_sets_default(method, module, capsys):
     with pytest.raises(SystemExit):
-        importlib.import_module(method).parse_args(["--help"])
-    text = capsys.readouterr().out
+        module.parse_args(["--dataset", "imagenet", "--help"])
+    text = " ".join(capsys.readouterr().out.split())
     assert all(common.option(name) in text for name in table(method))
+    assert "every N epochs; 0: never (default: 50)" in text
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_recipes_have_the_names_of_the_table(method, monkeypatch):
-    """Of the flags of every run only knn_every is a recipe's."""
-    module, names = importlib.import_module(method), set()
-    recipe = module.recipe
-    monkeypatch.setattr(module, "recipe", lambda chosen: names.update(recipe(chosen)) or recipe(chosen))
-    flags = [f"--dataset {dataset}" for dataset in common.DATASETS] + [more for one, more in VARIANTS if one == method]
-    for words in flags:
-        module.parse_args(words.split())
-    assert names == {*table(method), "knn_every"} and module.RECIPES.keys() == set(common.DATASETS)
+def test_recipes_have_no_names_but_the_tables(method, module):
+    names = {*table(method), *common.defaults(common.RUN)}
+    for flags in [*(f"--dataset {dataset}" for dataset in common.DATASETS), *CHOICES.get(method, ())]:
+        assert vars(module.parse_args(flags.split())).keys() == names
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_limits_and_words_hold(method, capsys):
+def test_limits_and_words_hold(method, module, capsys):
     """Without limits a number is not below 0, and a text is free. Ranges are refused upside down."""
-    parse = importlib.import_module(method).parse_args
     for name, (value, _, *more) in table(method).items():
         if isinstance(value, bool) or (isinstance(value, str) and not more):
             continue
@@ -57,24 +46,24 @@ def test_limits_and_words_hold(method, capsys):
         for words in wrong:
             if math.inf not in words:
                 flag = common.option(name)
-                assert flag in refused(capsys, parse, [flag, *map(str, words)]), words
+                assert flag in refused(capsys, module.parse_args, [flag, *map(str, words)]), words
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_what_is_given_holds(method):
+def test_what_is_given_holds(module):
     """Also where it equals a default: the recipe of ImageNet evaluates by kNN every 50 epochs, and 10 is the usual."""
-    parse = importlib.import_module(method).parse_args
+    parse = module.parse_args
     assert [parse(["--dataset", "imagenet", *flags]).knn_every for flags in ([], ["--knn-every", "10"])] == [50, 10]
     assert vars(parse(["--crop-ratio", "0.5", "2"])) == vars(parse("--crop-ratio .5 2.0".split()))
-    assert values(importlib.import_module(method), "--warmup 9 --lr 1 --min-lr 1", "warmup lr min_lr") == [9, 1, 1]
+    assert values(module, "--warmup 9 --lr 1 --min-lr 1", "warmup lr min_lr") == [9, 1, 1]
 
 
 @pytest.mark.parametrize("count, length", [(64, 64), (400, 64), (1280, 128), (700_000, 65536)])
-@pytest.mark.parametrize("method", METHODS[:4])
-def test_a_queue_of_auto_is_a_tenth_of_the_images(method, count, length):
+@pytest.mark.parametrize("method", QUEUES)
+def test_a_queue_of_auto_is_a_tenth_of_the_images(module, count, length):
     """A batch of 64 at least, 65,536 at most."""
     images = common.ImageSet(np.zeros((count, 1, 1, 3), np.uint8))
-    model = state_of(importlib.import_module(method), "--queue auto", train=images)["model"]
+    model = state_of(module, "--queue auto", train=images)["model"]
     assert len(model.queue.keys) == length
 
 
@@ -98,14 +87,14 @@ CLIM, LOCALS = "--num-clusters 4 --selection center", "--local-crops 2 --local-s
 PARTNERS = dict(  # what a flag needs to act: another architecture, a view that is blurred, ...
     variant="--variant released", blur_sigma="--blur-p 1", patch_size="--arch vit_micro --patch-size 8",
     min_lr="--warmup 0", lam_schedule="--epochs 2", joint_prob="--joint either --blur-p 1 1", joint_pair=LOCALS,
-    clim_start=f"{CLIM} --clim-start 1 --epochs 2", refresh_every=f"{CLIM} --epochs 2", trust_coeff="--moco v3",
-    layers="--base simsiam", one_way="--local-crops 0", lam="--l2l-weighting lambda", local_crops="--local-size 8",
+    clim_start=f"{CLIM} --clim-start 1 --epochs 2", refresh_every=f"{CLIM} --epochs 2", layers="--base simsiam",
+    one_way="--local-crops 0", lam="--l2l-weighting lambda", local_crops="--local-size 8",
     **dict.fromkeys("mix alpha knn_k num_positives num_clusters kmeans_iterations".split(), CLIM),
     **dict.fromkeys("local_size local_scale local_blur_p".split(), LOCALS),
 )  # fmt: skip
 SMALL_PATCHES = f"{LOCALS} --patch-size 4"
 OF_ONE = dict(
-    moco_jointcrop=dict(blur_sigma="--blur-p 1 1", hidden="--moco v3"),
+    moco_jointcrop=dict(blur_sigma="--blur-p 1 1", hidden="--moco v3", trust_coeff="--moco v3"),
     jcl=dict(lam=""),
     logo=dict(hidden="--base simsiam"),
     patchmix=dict.fromkeys("local_crops local_size local_scale local_blur_p".split(), SMALL_PATCHES),
@@ -116,7 +105,6 @@ PAIRS.remove(("clim", "variant"))
 
 
 def another(method, name, value):
-    """Words for a flag that change a value."""
     flag, limits = common.option(name), table(method).get(name, ())[2:]
     if isinstance(value, bool):
         return [flag.replace("--", "--no-", 1) if value else flag]
@@ -132,7 +120,6 @@ def another(method, name, value):
 
 @functools.cache
 def trained(method, *flags):
-    """The tensors that a run saves, and its losses."""
     module = importlib.import_module(method)
     with tempfile.TemporaryDirectory() as out:
         module.main(module.parse_args([*TINY, *flags, "--out", out]))
@@ -143,22 +130,21 @@ def trained(method, *flags):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("method, name", PAIRS)
-def test_every_flag_acts(method, name, few_patterns):
+def test_every_flag_acts(method, module, name, few_patterns):
     """Changed, with a companion flag where it needs one, it changes the loss or the weights within two steps."""
-    parse = importlib.import_module(method).parse_args
     partners = ["--clim-start", "0"] * (method == "clim") + (PARTNERS | OF_ONE.get(method, {})).get(name, "").split()
-    value = getattr(parse([*TINY, *partners]), name)
+    value = getattr(module.parse_args([*TINY, *partners]), name)
     words = another(method, name, value)
-    assert getattr(parse([*TINY, *partners, *words]), name) != value
+    assert getattr(module.parse_args([*TINY, *partners, *words]), name) != value
     same = trained(method, *partners) == trained(method, *partners, *words)
     assert not same, words
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_what_is_given_is_in_the_runs_name_and_config(method, few_patterns, tmp_path, monkeypatch):
+def test_what_is_given_is_in_the_runs_name_and_config(method, module, few_patterns, tmp_path, monkeypatch):
     """But for operating flags."""
     monkeypatch.chdir(tmp_path)
-    module, more = importlib.import_module(method), ["--selection", "none"] * (method == "clim")
+    more = ["--selection", "none"] * (method == "clim")
     module.main(module.parse_args([*TINY, *more, "--gray-p", "0.25", "--jitter", *"0.1 0.1 0.1 0.05".split()]))
     (out,) = (tmp_path / "runs").iterdir()
     given = "-batch_size16-epochs1-gray_p0.25-image_size16-jitter,?0.1,0.1,0.1,0.05,?" + "-selectionnone" * bool(more)

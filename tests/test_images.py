@@ -9,33 +9,28 @@ import pytest
 import timm
 import torchvision
 from PIL import Image
-from tiny import gradient, refused, unequal, write_tree
+from tiny import gradient, refused, write_tree
 
 import common
-import jcl
 
-
-def save(path, image, **options):
-    """Save an array or a picture, as well as the format can."""
-    image = image if isinstance(image, Image.Image) else Image.fromarray(image)
-    options |= dict(quality=100, subsampling=0) if path.suffix == ".jpg" else {}
-    image.save(path, **options)
-    return path
+BEST = dict(quality=100, subsampling=0)  # of a JPEG
 
 
 @pytest.mark.parametrize("mode", ["RGB png", "RGB jpg", "L jpg", "P png", "RGBA png", "1 png", "CMYK jpg"])
 def test_images_of_any_mode_are_read_as_rgb(tmp_path, mode):
     mode, extension = mode.split()
-    image = Image.fromarray(gradient()).convert(mode)
-    read = common.read_image(save(tmp_path / f"x.{extension}", image))
+    image, path = Image.fromarray(gradient()).convert(mode), tmp_path / f"x.{extension}"
+    image.save(path, **BEST)
+    read = common.read_image(path)
     assert read.dtype == np.uint8 and read.shape == (12, 10, 3)
     assert abs(read.astype(int) - np.asarray(image.convert("RGB"))).max() <= 6 * (extension == "jpg")
 
 
 @pytest.mark.parametrize("name, dtype", [("x.png", "uint16"), ("x.tif", "f4")])
 def test_images_of_more_than_8_bits_are_refused(tmp_path, name, dtype):
+    Image.fromarray(np.arange(120, dtype=dtype).reshape(12, 10)).save(tmp_path / name)
     with pytest.raises(common.BadImage, match=name):
-        common.read_image(save(tmp_path / name, np.arange(120, dtype=dtype).reshape(12, 10)))
+        common.read_image(tmp_path / name)
 
 
 def test_an_image_is_turned_as_its_exif_says(tmp_path):
@@ -43,7 +38,8 @@ def test_an_image_is_turned_as_its_exif_says(tmp_path):
     exif = Image.Exif()
     exif[0x0112] = 6  # a quarter of a turn
     for said, right in ((exif, np.rot90(gradient(), -1)), (b"Exif\0\0" + b"garbage" * 5, gradient())):
-        read = common.read_image(save(tmp_path / "x.jpg", gradient(), exif=said))
+        Image.fromarray(gradient()).save(tmp_path / "x.jpg", exif=said, **BEST)
+        read = common.read_image(tmp_path / "x.jpg")
         assert read.shape == right.shape and abs(read.astype(int) - right).max() <= 6
 
 
@@ -78,17 +74,6 @@ def test_a_layout_of_class_folders_is_read_whatever_the_name(tmp_path, test_name
     assert len(common.load_images(name, root, False, unlabeled=True)) == 3
     (root / "train" / "c").symlink_to("/nowhere")  # a disk that is not mounted
     assert str(root / "train" / "c") in refused(capsys, common.load_images, name, root)
-
-
-def test_cached_and_uncached_images_are_the_same(tmp_path, monkeypatch):
-    root = write_tree(tmp_path, {"train/a": 20, "train/b": 17})
-    cached = common.load_images("folder", root)
-    monkeypatch.setattr(common, "IN_MEMORY", cached.array.nbytes - 1)
-    paths = common.load_images("folder", root)
-    assert cached.array.shape == (37, 12, 10, 3) and paths.array is None
-    views = [*jcl.augmentation(jcl.parse_args(["--image-size", "16"])).values()]
-    keys = [(1, 3), (0, 36), (2, 20), (0, 0), (0, 1)]  # of more images than are read at once
-    assert unequal(*(common.ViewDataset(images, views, 5).__getitems__(keys) for images in (cached, paths))) == []
 
 
 def test_trees_without_labels_and_mixed_sizes(tmp_path):
@@ -142,16 +127,14 @@ def test_torchvisions_data(tmp_path, monkeypatch):
     """Each call reads its own split. Here nothing is downloaded: the data are as torchvision gives them."""
     asked = []
 
-    class Fake:
-        def __init__(self, root, download, **split):
-            asked.append(split)
-            self.data = np.arange(288).astype(np.uint8).reshape((2, 3, 8, 6) if "split" in split else (2, 8, 6, 3))
-            more = split.get("split") == "train+unlabeled"
-            self.labels = np.array([1, -1]) if more else np.array([0, 1], np.uint8)
-            self.classes, self.targets = "ab", [0, 1]
+    def fake(root, download, **split):
+        asked.append(split)
+        data = np.arange(288).astype(np.uint8).reshape((2, 3, 8, 6) if "split" in split else (2, 8, 6, 3))
+        labels = np.array([1, -1] if split.get("split") == "train+unlabeled" else [0, 1])
+        return argparse.Namespace(data=data, labels=labels, targets=[0, 1], classes="ab")
 
     for name in ("CIFAR10", "STL10"):
-        monkeypatch.setattr(torchvision.datasets, name, Fake)
+        monkeypatch.setattr(torchvision.datasets, name, fake)
     calls = [("cifar10", True, True), ("cifar10", False, True)]
     calls += [("stl10", True, False), ("stl10", True, True), ("stl10", False, True)]
     sets = [common.load_images(name, tmp_path, train, unlabeled=more) for name, train, more in calls]

@@ -1,20 +1,18 @@
 """logo.py against the supplement's Eq. 4, the main text's losses and Algorithm 1, as loops, and its limits."""
 
 import functools
+import importlib
 import itertools
 import math
 
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import NANO, info_nce, state_of, unit, values
+from conftest import NANO, QUEUES, info_nce, slow_but, state_of, unit, values
 from torch import nn
 
-import clim
 import common
-import jcl
 import logo
-import moco_jointcrop
 
 
 @pytest.fixture(autouse=True)
@@ -26,9 +24,6 @@ def _small(monkeypatch, double):
 
 def gradients(loss, inputs):
     return torch.autograd.grad(loss, inputs, retain_graph=True, allow_unused=True)
-
-
-# ------------------------------------------------------------------ the affinity
 
 
 def affinity(dim=6):
@@ -46,27 +41,18 @@ def scores(affinity, pairs):
     return affinity(torch.stack(firsts), torch.stack(seconds))
 
 
-def softplus(x):
-    return torch.log(1 + torch.exp(x))
-
-
 def omega(affinity, a, b, noise, form):
     """What the affinity minimises, pair by pair: minus Eq. 4, or the released logistic form."""
     n, (x, y) = len(a), noise
     positives = [(a[i] + x[i], b[i] + y[i]) for i in range(n)]
     negatives = [(a[i], b[i - 1]) for i in range(n)]  # b[-1] for the first
     if form == "linear":
-        return -(sum(softplus(scores(affinity, positives))) / n - sum(softplus(scores(affinity, negatives))) / n)
+        return -(sum(F.softplus(scores(affinity, positives))) - sum(F.softplus(scores(affinity, negatives)))) / n
     other_positives = [(b[i] + x[i], a[i] + y[i]) for i in range(n)]
     other_negatives = [(b[i], a[i - 1]) for i in range(n)]
     right = [torch.sigmoid(scores(affinity, part)) for part in (positives, other_positives)]
     wrong = [torch.sigmoid(scores(affinity, part)) for part in (negatives, other_negatives)]
     return -(sum(torch.log(p).sum() for p in right) + sum(torch.log(1 - p).sum() for p in wrong)) / (2 * n)
-
-
-def dissimilarity_of(affinity, a, b):
-    """L_ll, pair by pair."""
-    return sum(softplus(scores(affinity, zip(a, b, strict=True)))) / len(a)
 
 
 @pytest.mark.parametrize("form", ["logistic", "linear"])
@@ -101,15 +87,6 @@ def test_affinity_loss_limits():
     assert logo.affinity_loss(oracle, a, b, None, "linear").item() == pytest.approx(-100)
 
 
-def test_local_dissimilarity_moves_the_locals_and_not_the_affinity():
-    a, b, module = unit(5, 6, grad=True), unit(5, 6, seed=1, grad=True), affinity()
-    logo.local_dissimilarity(module, a, b).backward()
-    assert a.grad.any() and b.grad.any()
-    assert all(p.grad is None and p.requires_grad for p in module.parameters())
-
-
-# ------------------------------------------------------- Algorithm 1: Eq. 6, then Eq. 9
-
 SMALL = "--arch nano --image-size 16 --batch-size 16 --dim 8 --lr 0.05 --lr-batch 128 --warmup 0 "
 SMALL += "--milestones 0.99 --weight-decay 0.01 --epochs 1 --knn-every 0 --device cpu --amp off"
 SMALL_BASE = {"moco": "--queue 40 --momentum 0.9 --temperature 0.2 --bn-groups 4", "simsiam": "--hidden 8"}
@@ -136,11 +113,8 @@ def embed(model, x):
 
 
 def main_loss(args, model, views, step):
-    """L_gg and L_lg of views that pass one by one, and the globals' keys. The right sides are constants.
-
-    Views are drawn to the global crops, with --pairs all to all others.
-    """
-    constants = range(len(views) if args.pairs == "all" else 2)
+    """L_gg and L_lg of views that pass one by one, and the globals' keys. The right sides are constants."""
+    constants = range(len(views) if args.pairs == "all" else 2)  # all, or the global crops
     pairs, keys = [(i, j) for i, j in itertools.product(range(len(views)), constants) if i != j], []
     if args.base == "simsiam":
         z = [model.projector(model.backbone(x)) for x in views]
@@ -178,7 +152,7 @@ def algorithm1(args, model, affinity, batches):
         noise *= args.affinity_noise / math.sqrt(args.dim) * (args.affinity_form == "logistic")
         loss = omega(affinity, a.detach(), b.detach(), noise, args.affinity_form)
         descend(third, gradients(loss, of_affinity))
-        return dissimilarity_of(affinity, a, b)
+        return sum(F.softplus(scores(affinity, zip(a, b, strict=True)))) / 16
 
     for step, views in enumerate(batches):
         if args.l2l and args.l2l_weighting == "clip":
@@ -197,13 +171,11 @@ def algorithm1(args, model, affinity, batches):
     return losses, norms[1:]
 
 
-AT_ONCE = [
+RUNS = [
     "--base moco --variant paper --lam 0.5",
     "--base moco --pairs all",
     "--base simsiam --lam 0.5",
     "--base simsiam --l2l-weighting clip --clip-ratio 0.3",
-]
-MORE = [
     "--base moco --affinity-form linear --clip-ratio 0.3",
     "--base moco --clip-ratio 1e6",  # never clipped
     "--base moco --local-crops 0",
@@ -213,7 +185,7 @@ MORE = [
 ]
 
 
-@pytest.mark.parametrize("flags", [*AT_ONCE, *(pytest.param(flags, marks=pytest.mark.slow) for flags in MORE)])
+@pytest.mark.parametrize("flags", slow_but(RUNS[:4], RUNS))
 def test_algorithm1(flags, tmp_path, monkeypatch):
     """Three steps of `main`: the weights, queue and affinity of a slow reference. test_trajectories.py has others."""
     args, views, color_views = logo.parse_args([*words(flags).split(), "--out", str(tmp_path)]), [], common.color_views
@@ -230,13 +202,10 @@ def test_algorithm1(flags, tmp_path, monkeypatch):
     assert record["loss"] == pytest.approx(sum(losses) / 3) and record["grad_norm"] == pytest.approx(sum(norms) / 3)
 
 
-# ----------------------------------------------------------------- views and recipes
-
-
 def test_global_crops_are_the_other_files_views():
     """With MoCo v2's area."""
     moco_v2 = logo.parse_args("--dataset imagenet --global-scale 0.2 1".split())
-    for other in (moco_jointcrop, jcl, clim):
+    for other in [importlib.import_module(method) for method in QUEUES if method != "logo"]:
         views = other.augmentation(other.parse_args(["--dataset", "imagenet"]))
         assert [*views.values()][:2] == [*logo.augmentation(moco_v2).values()][:2]
 

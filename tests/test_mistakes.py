@@ -6,9 +6,8 @@ import sys
 from pathlib import Path
 
 import pytest
-import tiny
 import torch
-from conftest import JCL_AT_ONCE, METHODS, ROOT, unit
+from conftest import JCL_AT_ONCE, METHODS, QUEUES, ROOT, unit
 from tiny import FLAGS, contents, epochs_of, load, refused, run
 
 import clim
@@ -18,10 +17,8 @@ import logo
 import moco_jointcrop
 import patchmix
 
-_tiny, begun = tiny._tiny, tiny.begun
 pytestmark = pytest.mark.usefixtures("_tiny")
 
-QUEUES = METHODS[:4]
 EVALUATIONS = "eval_knn", "eval_linear"
 MISTAKES = [  # scripts, flags, what the line has to name
     (METHODS, "--arch nothing", "nothing"),
@@ -46,7 +43,6 @@ MISTAKES = [  # scripts, flags, what the line has to name
     (["logo"], "--base simsiam --temperature 0.1", "--temperature"),
     (["logo"], "--l2l --local-crops 0", "--l2l"),
     (["logo"], "--one-way", "--one-way"),
-    (["patchmix"], "--bn-groups 2", "--bn-groups"),
     (["patchmix"], "--mix-slices 3", "--mix-slices"),
     (["patchmix"], "--terms oto,other", "--terms"),
     (["patchmix"], "--patch-size 8 --num-mix 5", "--num-mix"),

@@ -1,13 +1,12 @@
 """moco_jointcrop.py against the papers: the joint sampler, views, queue, InfoNCE, ShuffleBN, MoCo v3's contrast."""
 
-import importlib
 import math
 
 import numpy as np
 import pytest
 import timm
 import torch
-from conftest import NANO, info_nce, ks, state_of, unit
+from conftest import NANO, QUEUES, info_nce, ks, state_of, unit
 from torch import nn
 
 import common
@@ -17,7 +16,6 @@ SAMPLERS = [(4.0, 0.2, 1.0), (3.0, 0.2, 1.0), (0.5, 0.1, 2.0), (0.0, 0.2, 1.0), 
 # Figure 7, read from the paper: mean distance of the two crops' corners, for beta from 4 down to -4 in halves.
 FIGURE7 = (40.63, 42.33, 44.36, 47.14, 50.35, 53.73, 56.53, 58.41, 59.20)
 FIGURE7 += (59.73, 61.71, 64.53, 67.78, 71.29, 74.24, 76.77, 78.82)
-RANDOM_CROP = 45.97  # the same for RandomCrop
 
 
 def draws(n, low, high, beta, seed=0, offset=0.0):
@@ -90,7 +88,7 @@ def mean_corner_distance(beta, offset, n=100_000):
 
 @pytest.mark.parametrize("every", [8, pytest.param(1, marks=pytest.mark.slow)])
 def test_figure7_corner_distances(every):
-    assert mean_corner_distance(None, 0.0) == pytest.approx(RANDOM_CROP, abs=0.3)
+    assert mean_corner_distance(None, 0.0) == pytest.approx(45.97, abs=0.3)  # RandomCrop
     for i in range(0, len(FIGURE7), every):
         assert mean_corner_distance(4 - i / 2, 0.0) == pytest.approx(FIGURE7[i], abs=1.0)
         assert mean_corner_distance(4 - i / 2, 0.1) == pytest.approx(FIGURE7[i], abs=0.3)
@@ -172,10 +170,7 @@ def test_queue_is_first_in_first_out():
 
 @pytest.mark.parametrize("groups", [1, 2, 4])
 def test_shuffle_bn(groups, double):
-    """Each key has the statistics of the rows that the shuffle puts into its group, of all views.
-
-    Without a generator it is torch's global one.
-    """
+    """Each key has the statistics of the rows that the shuffle puts into its group, of all views."""
     linear, views, seeded = nn.Linear(12, 5), list(torch.randn(2, 8, 3, 2, 2)), torch.Generator().manual_seed(2)
     model, z = nn.Sequential(nn.Flatten(), linear, nn.BatchNorm1d(5)), linear(torch.cat(views).flatten(1)).detach()
     expected = torch.empty(16, 5)
@@ -183,18 +178,18 @@ def test_shuffle_bn(groups, double):
         expected[rows] = (z[rows] - z[rows].mean(0)) / (z[rows].var(0, correction=0) + 1e-5).sqrt()
     model = moco.split_batch_norms(model, groups)
     torch.testing.assert_close(moco.encode_shuffled_keys(model, views, seeded), expected.view(2, 8, 5))
-    torch.manual_seed(2)
+    torch.manual_seed(2)  # of the global generator
     torch.testing.assert_close(moco.encode_shuffled_keys(model, views), expected.view(2, 8, 5))
 
 
 @pytest.mark.parametrize("method, flags, rows", [
-    *((method, "--bn-groups 4", 4) for method in ("moco_jointcrop", "jcl", "clim", "logo")),
+    *((method, "--bn-groups 4", 4) for method in QUEUES),
     ("moco_jointcrop", "--moco v3", 16), ("logo", "--base simsiam", 16),
 ])  # fmt: skip
-def test_an_image_changes_its_own_group(method, flags, rows):
+def test_an_image_changes_its_own_group(module, flags, rows):
     """Of the model that main makes: batch norm is over as many slices of the batch as are given."""
     flags += " --arch resnet_micro --batch-size 16 --image-size 16"
-    model, x = state_of(importlib.import_module(method), flags)["model"], torch.randn(2, 16, 3, 16, 16)
+    model, x = state_of(module, flags)["model"], torch.randn(2, 16, 3, 16, 16)
     x[1, 1:] = x[0, 1:]
     for encode in (model.backbone, getattr(model, "momentum_backbone", model.backbone)):
         changed = (encode(x[0]) - encode(x[1])).abs().amax(1) > 1e-6

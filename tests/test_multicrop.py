@@ -1,22 +1,17 @@
-"""Local crops of all methods, and the loss at uniform logits of all forms.
-
-The slow forms of CLIM, LoGo and PatchMix are in their own tests, and two processes in test_processes.py.
-"""
+"""Local crops of all methods, and the loss at uniform logits of all forms."""
 
 import importlib
 import re
 
 import pytest
-import tiny
 import torch
 import torch.nn.functional as F
 from conftest import info_nce
-from tiny import records
+from tiny import records, run
 from torch import nn
 
 import moco_jointcrop
 
-_tiny = tiny._tiny
 WHOLE, JOINTCROP = (0.2, 1.0), "--local-crops 4 --joint-pair both"
 FORMS = {  # (method, flags): the number of large and of small views on ImageNet, and their areas
     ("patchmix", "--variant released"): (2, 8, (0.35, 1.0), (0.05, 0.35)),
@@ -26,12 +21,10 @@ FORMS = {  # (method, flags): the number of large and of small views on ImageNet
     ("moco_jointcrop", JOINTCROP): (2, 4, WHOLE, (0.05, 0.4)),
     ("moco_jointcrop", f"{JOINTCROP} --moco v3"): (2, 4, WHOLE, (0.05, 0.4)),
 }
-SMALL = {"patchmix": "--local-crops 2 --patch-size 4"}
 
 
 @pytest.mark.parametrize("method, flags", FORMS)
-def test_crops_on_imagenet(method, flags):
-    module = importlib.import_module(method)
+def test_crops_on_imagenet(method, module, flags):
     large, small, area, local_area = FORMS[method, flags]
     views = module.augmentation(module.parse_args(["--dataset", "imagenet", *flags.split()])).values()
     assert [(view.size, view.area) for view in views] == [(224, area)] * large + [(96, local_area)] * small
@@ -64,16 +57,12 @@ UNIFORM += [("logo", "--local-crops 0"), ("patchmix", ""), ("patchmix", "--num-m
 @pytest.mark.parametrize("method, flags", UNIFORM)
 def test_loss_at_uniform_logits(method, flags, _tiny, tmp_path):
     """As the run's table says. A temperature of 10^6 makes them equal. MoCo v3's loss has it as a factor."""
-    flags += f" {SMALL.get(method, '')} --local-size 8" if (method, flags) in FORMS else ""
+    flags += " --local-size 8" * ((method, flags) in FORMS)
+    flags += " --local-crops 2 --patch-size 4" * ("released" in flags)
     flags += " --clim-start 0 --num-clusters 4" if method == "clim" else ""
-    said = tiny.run(method, tmp_path, *f"{flags} --temperature 1e6 --epochs 1 --knn-every 0".split())
+    said = run(method, tmp_path, *f"{flags} --temperature 1e6 --epochs 1 --knn-every 0".split())
     (record,) = records(tmp_path)
     assert float(re.search(r"loss_at_uniform_logits (\S+)", said)[1]) == pytest.approx(record["loss"], rel=1e-3)
-
-
-def embedding(row):
-    """In place of an encoder: pixels of a row of the image, of any size."""
-    return lambda x: F.normalize(x[:, :, row, :8].flatten(1), dim=1)
 
 
 @pytest.mark.parametrize("form", ["v2", "v3"])
@@ -81,7 +70,8 @@ def test_loss_and_its_gradient(form, double):
     """JointCrop's App. D on MoCo v2: the mean of all terms. On v3: twice the mean."""
     heads = dict(queue=32, dim=24) if form == "v2" else dict(hidden=24, dim=24)
     model = (moco_jointcrop.MoCo if form == "v2" else moco_jointcrop.MoCoV3)(nn.Identity(), 8, temperature=0.3, **heads)
-    model.query, model.key = embedding(0), lambda x: embedding(1)(x).detach()  # as by frozen weights
+    model.query = lambda x: F.normalize(x[:, :, 0, :8].flatten(1), dim=1)  # pixels of an image of any size
+    model.key = lambda x: F.normalize(x[:, :, 1, :8].flatten(1), dim=1).detach()
     views = [torch.randn(5, 3, size, size).requires_grad_() for size in (16, 16, 8, 8)]
     t, q, keys = 0.3, [model.query(view) for view in views], [model.key(view) for view in views[:2]]
     if form == "v2":

@@ -4,16 +4,14 @@ import os
 
 import numpy as np
 import pytest
-import tiny
 import torch
-from conftest import JCL_AT_ONCE, METHODS
+from conftest import JCL_AT_ONCE, METHODS, slow_but
 from PIL import Image
-from tiny import assert_same_run, load, processes, records, refused, run, unequal
+from tiny import assert_same_run, load, records, refused, run, succeed, unequal
 from torch import nn
 
 import common
 
-_tiny = tiny._tiny
 pytestmark = pytest.mark.usefixtures("_tiny")
 
 
@@ -38,7 +36,7 @@ class Encoder(nn.Module):
 
 
 KINDS = {"evaluation mode": lambda: Encoder().eval(), "compiled": lambda: torch.compile(Encoder(), backend="eager")}
-CASES = [*((method, "evaluation mode") for method in METHODS), ("jcl", "compiled")]
+CASES = [("jcl", "compiled"), *((method, "evaluation mode") for method in METHODS)]
 
 
 def state(module):
@@ -49,9 +47,7 @@ def state(module):
 
 
 @pytest.mark.filterwarnings("error::FutureWarning")
-@pytest.mark.parametrize("method, kind", [
-    pytest.param(*case, marks=[] if case[0] == "jcl" else pytest.mark.slow) for case in CASES
-])  # fmt: skip
+@pytest.mark.parametrize("method, kind", slow_but([("jcl", kind) for kind in KINDS], CASES))
 def test_own_encoder(method, kind, group_of_one, tmp_path):
     """A copy of it is trained, in training mode, here in a process group of one. Without labels there is no kNN."""
     given, images = KINDS[kind](), common.ImageSet(own_images(68).array)
@@ -75,8 +71,7 @@ def train_own(out, same):
 @pytest.mark.slow
 def test_the_first_processs_encoder_is_that_of_all(tmp_path):
     for name, same in (("same", True), ("other", False)):
-        ends = processes(tmp_path / "log", train_own, [(tmp_path / name, same)] * 2)
-        assert [status for status, *_ in ends] == [0, 0], ends
+        succeed(tmp_path / "log", train_own, [(tmp_path / name, same)] * 2)
     for method in METHODS:
         assert_same_run(tmp_path / "same" / method, tmp_path / "other" / method)
 

@@ -5,7 +5,7 @@ import math
 
 import pytest
 import torch
-from conftest import state_of, values
+from conftest import random_views, state_of, values
 
 import common
 import patchmix
@@ -19,10 +19,6 @@ def make_model(flags):
     for p in (*model.momentum_backbone.parameters(), *model.momentum_projector.parameters()):
         p.data.add_(0.1 * torch.randn(p.shape))
     return model
-
-
-def random_views(count, size=16):
-    return list(torch.randn(count, 12, 3, size, size, generator=torch.Generator().manual_seed(1)))
 
 
 def mix_by_loops(images, num_mix, p, k):
@@ -83,9 +79,7 @@ def nce_by_loops(q, k, index, weight, temperature):
 
 
 @pytest.mark.parametrize("term", ["oto", "mto", "mtm"])
-@pytest.mark.parametrize(
-    "n, num_mix, keys, temperature", [(6, 3, 0, 0.2), (7, 2, 4, 0.5), (4, 3, 2, 1.0), (3, 1, 0, 0.07)]
-)
+@pytest.mark.parametrize("n, num_mix, keys, temperature", [(7, 2, 4, 0.5), (4, 3, 2, 1.0), (3, 1, 0, 0.07)])
 def test_soft_info_nce_eq_13_to_15(term, n, num_mix, keys, temperature):
     """keys: how many the other processes have."""
     g = torch.Generator().manual_seed(0)
@@ -122,10 +116,7 @@ def mixed_by_loops(images, number):
 
 
 def terms_by_loops(model, views, terms):
-    """Eq. 13-15 from the model's own modules: {term: its value}.
-
-    Local crops are queries, plain as in oto and mixed as in mto, against both views' keys: the mean over crops (D6).
-    """
+    """Eq. 13-15 from the model's own modules, {term: value}, and local crops as queries of both views' keys (D6)."""
     x1, x2, *crops = views
     mixed, targets = [mixed_by_loops(x, i) for i, x in enumerate(views)], in_batch(12, 2, 3)
     pairs = {"oto": (x2, x1), "mto": (mixed[0], x2), "mtm": (mixed[0], mixed[1])}
@@ -142,7 +133,7 @@ def terms_by_loops(model, views, terms):
 def test_total_is_eq_16(double, terms, local_crops):
     """With the weights of the terms, here 1, 2 and 0.5; local ones have 1."""
     flags = f"--num-mix 3 --mix-slices 2 --temperature 0.3 --terms {terms} --term-weights 1 2 0.5"
-    model, views = make_model(flags), random_views(2) + random_views(local_crops, 8)
+    model, views = make_model(flags), random_views(2, 12) + random_views(local_crops, 12, size=8)
     generators = [common.generator(number) for number in range(len(views))]
     loss, _, q, metrics = model(views, patchmix.mix_views(views, 3, 4, 2, generators))
     expected = terms_by_loops(model, views, terms.split(","))
@@ -156,7 +147,7 @@ def test_total_is_eq_16(double, terms, local_crops):
 @pytest.mark.parametrize("flags, of_keys", [("", False), ("--momentum 0 0", True)])
 def test_drop_path_is_of_queries_and_of_keys_that_the_encoder_itself_makes(double, flags, of_keys):
     """The released ViT-T has no momentum encoder (D4)."""
-    model, (x,) = make_model(f"--drop-path 0.5 {flags}"), random_views(1)
+    model, (x,) = make_model(f"--drop-path 0.5 {flags}"), random_views(1, 12)
     assert not torch.equal(model.query(x), model.query(x))
     assert torch.equal(model.key(x), model.key(x)) != of_keys
 

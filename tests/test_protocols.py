@@ -12,7 +12,7 @@ import pytest
 import test_eval
 import torch
 from timm.scheduler import CosineLRScheduler
-from tiny import TIMING, assert_same_run, contents, epochs_of, flat, life, load, play, processes, records, refused
+from tiny import TIMING, assert_same_run, contents, epochs_of, flat, life, load, play, records, refused, succeed
 
 import common
 import eval_linear
@@ -33,8 +33,6 @@ def completed(places, *flags, encoder="VIT", **changed):
     return eval_linear.complete(args, common.load_backbone(places[encoder])[1] | changed)
 
 
-# ------------------------------------------------------------- recipes and schedules
-
 SGD = dict(optimizer="sgd", momentum=0.9, weight_decay=0, crop_scale=(0.08, 1), milestones=(0.6, 0.8))
 MOCO = dict(SGD, epochs=100, batch_size=256, lr=30, lr_batch=256, nesterov=False)
 COSINE = dict(SGD, milestones=(), min_lr=0, lr_batch=256)
@@ -45,7 +43,6 @@ TUNED |= dict(randaug=9, erase=0.25, mixup=0.8, cutmix=1, pad=0)
 CLIM = dict(SGD, epochs=60, lr=1e-4, head_lr=10, milestones=(1 / 3, 2 / 3))
 CLIM |= dict(randaug=0, mixup=0, cutmix=0, erase=0, smoothing=0)
 RESNET, VIT_S, VIT_B = "resnet50", "vit_small_patch16_224", "vit_base_patch16_224"
-
 
 RECIPES = [
     ("--protocol moco", RESNET, MOCO),
@@ -91,20 +88,16 @@ def test_schedules_are_the_papers(places):
     assert clim == pytest.approx([1e-4, 1e-5, 1e-5, 1e-6, 1e-6])
 
 
-PATCHMIX_TIMM = [  # of a ViT-T at 1,024 images: the peak, and what timm's scheduler has besides
-    ("--finetune", 4e-3, dict(lr_min=1e-5, warmup_t=10, warmup_lr_init=1e-6)),
-    ("--protocol patchmix", 0.2, {}),
-]
-
-
-@pytest.mark.parametrize("flags, peak, options", PATCHMIX_TIMM)
-def test_patchmix_has_timms_scheduler_called_after_each_epoch(places, flags, peak, options):
-    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], peak)
-    scheduler, found = CosineLRScheduler(optimizer, 100, **options), []
-    for epoch in range(100):
-        found += [optimizer.param_groups[0]["lr"]] * 10
-        scheduler.step(epoch)
-    assert learning_rates(places, *flags.split(), at=range(1000)) == pytest.approx(found)
+def test_patchmix_has_timms_scheduler_called_after_each_epoch(places):
+    """Of a ViT-T at 1,024 images."""
+    tuned = dict(lr_min=1e-5, warmup_t=10, warmup_lr_init=1e-6)
+    for flags, peak, options in (("--finetune", 4e-3, tuned), ("--protocol patchmix", 0.2, {})):
+        optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], peak)
+        scheduler, found = CosineLRScheduler(optimizer, 100, **options), []
+        for epoch in range(100):
+            found += [optimizer.param_groups[0]["lr"]] * 10
+            scheduler.step(epoch)
+        assert learning_rates(places, *flags.split(), at=range(1000)) == pytest.approx(found)
 
 
 @pytest.mark.parametrize("epochs", [1, 3, 20])
@@ -155,9 +148,6 @@ def test_two_learning_rates(places):
     assert optimizer == "SGD" and found == expected
 
 
-# ------------------------------------------------------------------ labels
-
-
 @pytest.mark.parametrize("fraction, total, digest", [(0.01, 7, "23483b55"), (0.1, 20, "20efab49"), (1.0, 203, "")])
 def test_label_fractions_are_balanced_and_never_change(fraction, total, digest):
     labels = np.random.default_rng(3).permutation(np.arange(203) % 7)
@@ -188,16 +178,6 @@ def test_label_files(places, tmp_path, capsys):
         refused(capsys, eval_linear.listed_files, twice, "d", listed)
 
 
-# ------------------------------------------------------------------ L-BFGS
-
-
-def problem(n=60, d=4, classes=3):
-    g = common.generator(n, d)
-    y = torch.arange(n) % classes
-    centers, noise = (torch.randn(rows, d, generator=g, dtype=torch.float64) for rows in (classes, n))
-    return centers[y] + noise, y
-
-
 def newton(x, y, classes, strength):
     """The same minimum by damped Newton steps on the whole Hessian, in numpy."""
     a, onehot, weight = np.hstack([x, np.ones((len(x), 1))]), np.eye(classes)[y], np.zeros((x.shape[1] + 1, classes))
@@ -215,11 +195,12 @@ def newton(x, y, classes, strength):
 
 
 def test_the_strength_is_the_best_of_the_validation_part_and_then_all_is_fitted():
-    x, y = problem(120, 30)
-    x[:, 4:] *= 3  # noise
-    x, test_x, rest, check = x.float(), x[:7].float() * 2, torch.arange(80), torch.arange(80, 120)
-    grid = [1e-6, 1e-3, 1.0, 30.0, 1e3, 1e6]
-    found = eval_linear.lbfgs_probe(x, y, test_x, rest, check, 3, grid, tolerance=1e-8)
+    """Here by the mean over unequal classes. Of equals it is the middle one."""
+    g, y = common.generator(7), (torch.arange(120) % 5).clamp_max(2)
+    noise, centers = torch.randn(120, 20, generator=g), torch.randn(3, 20, generator=g)
+    x = torch.cat([(centers[y] + noise)[:, :4], 2 * noise[:, 4:]], 1)
+    test_x, rest, check, grid = 2 * x[:7], torch.arange(80), torch.arange(80, 120), [0.1, 0.3, 1.0, 3.0, 10.0, 1e3]
+    found = eval_linear.lbfgs_probe(x, y, test_x, rest, check, 3, grid, "per_class", tolerance=1e-8)
     mean = x[:80].double().mean(0)
     scale = (x[:80] - mean).square().mean().sqrt()
     x, test_x = (x - mean) / scale, (test_x - mean) / scale
@@ -228,13 +209,15 @@ def test_the_strength_is_the_best_of_the_validation_part_and_then_all_is_fitted(
         weight = newton(x[rows].numpy(), y[rows].numpy(), 3, strength)
         return of @ weight[:-1] + weight[-1]
 
-    right = {s: 100 * (logits(rest, s, x[check]).argmax(1) == y[check]).double().mean().item() for s in grid}
-    assert found["held_out"] == pytest.approx(right)
-    equals = [s for s in reversed(grid) if right[s] == max(right.values())]  # from the strongest penalty on
-    best = equals[(len(equals) - 1) // 2]
-    expected = logits(torch.arange(120), best, test_x).softmax(1)
+    def percent(strength):
+        right = logits(rest, strength, x[check]).argmax(1) == y[check]
+        return 100 * np.mean([right[y[check] == c].double().mean() for c in range(3)])
+
+    percents = {strength: percent(strength) for strength in grid}
+    equals = [strength for strength in grid if percents[strength] == max(percents.values())]
+    assert found["held_out"] == pytest.approx(percents) and equals == [0.1, 0.3, 1.0, 3.0] and found["chosen"] == 1.0
+    expected = logits(torch.arange(120), 1.0, test_x).softmax(1)
     torch.testing.assert_close(found["logits"].softmax(1), expected, rtol=1e-5, atol=1e-6)
-    assert found["chosen"] == best
 
 
 def test_lbfgs_of_a_checkpoint(places, tmp_path):
@@ -252,9 +235,6 @@ def test_lbfgs_of_a_checkpoint(places, tmp_path):
         (tmp_path / part).symlink_to(places["DATA"] / part)
     _, said = run(places["VIT"], *flags, "--dataset", "folder", "--data-dir", tmp_path, "--holdout", 0.5)
     assert "21 images choose" in said and "all 42 " in said
-
-
-# ------------------------------------------------------------------ runs
 
 
 @pytest.fixture(scope="module")
@@ -341,8 +321,7 @@ def test_two_processes_train_as_one(places, tmp_path, encoder, flags, only):
     """A frozen protocol, and fine-tuning where nothing pairs the images of a process: weights, optimizer, scores."""
     flags, outs = [places[encoder], *flags.split(), *FAST, "--device", "cpu", "--out"], (tmp_path / "1", tmp_path / "2")
     for world, out in enumerate(outs, start=1):
-        ends = processes(tmp_path / "log", play, [("eval_linear", [*flags, out])] * world)
-        assert [status for status, *_ in ends] == [0] * world, ends
+        succeed(tmp_path / "log", play, [("eval_linear", [*flags, out])] * world)
     a, b = (flat({k: load(out / "last.pt")[k] for k in ("model", "optimizer")}) for out in outs)
     assert a.keys() == b.keys()
     for name in [f"/{only}"] if only else a:

@@ -8,20 +8,18 @@ import numpy as np
 import pytest
 import test_eval
 import timm
-import tiny
 import torch
 import torchvision
-from conftest import METHODS
+from conftest import EACH_MODEL
 from safetensors.torch import save_file
-from tiny import epochs_of, life, load, refused
+from tiny import FLAGS, epochs_of, life, load, refused, run
 
 import common
 import eval_knn
 
-_tiny, places = tiny._tiny, test_eval.places
+places = test_eval.places
 VIT = dict(arch="vit_micro", image_size=32, patch_size=8)
 RESNET = dict(arch="resnet_mini", image_size=96)
-
 
 FORMS = {  # how timm builds it; of the query and of the momentum encoder the entry and what stands before its names
     "MoCo v2": (RESNET, "state_dict", "module.encoder_q.", "state_dict", "module.encoder_k."),
@@ -157,11 +155,8 @@ def test_a_file_of_others_is_evaluated_as_a_run(places, tmp_path, capsys):
     assert "leave out --arch" in refused(capsys, test_eval.run, eval_knn, places["VIT"], *how)
 
 
-INIT = [*((method, "") for method in METHODS), ("moco_jointcrop", "--moco v3"), ("logo", "--base simsiam")]
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("method, variant", INIT)
+@pytest.mark.parametrize("method, variant", EACH_MODEL)
 def test_training_starts_from_init_and_goes_on_without_the_file(method, variant, _tiny, tmp_path):
     """Here with a learning rate that leaves the weights as they are. safetensors takes those of its backbone.pt."""
     query, momentum = (make_encoder("resnet_nano", 16) for _ in range(2))
@@ -169,11 +164,11 @@ def test_training_starts_from_init_and_goes_on_without_the_file(method, variant,
     torch.save({"state_dict": under("encoder_q.", query) | under("encoder_k.", momentum)}, path)
     flags = [*f"--arch resnet_nano --lr 1e-9 --weight-decay 0{' 0' * (method == 'patchmix')}".split(), *variant.split()]
     flags += ["--min-lr", 0, "--init", path, "--init-prefix", "state_dict.encoder_q."]
-    life(method, [*tiny.FLAGS, *flags, "--out", out], "step 6")
+    life(method, [*FLAGS, *flags, "--out", out], "step 6")
     saved = load(out / "last.pt")["model"]
     for name, value in query.named_parameters():
         for prefix in ("backbone.", "momentum_backbone.")[: 1 if "simsiam" in variant else 2]:
             torch.testing.assert_close(saved[prefix + name], value.detach(), rtol=0, atol=1e-6)
     save_file(load(out / "backbone.pt")["state_dict"], tmp_path / "backbone.safetensors")
     path.unlink()
-    assert "after epoch 1" in tiny.run(method, out, *flags) and epochs_of(out) == 2
+    assert "after epoch 1" in run(method, out, *flags) and epochs_of(out) == 2

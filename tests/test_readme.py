@@ -9,6 +9,7 @@ import diff_mains
 import pytest
 import torch
 from conftest import ROOT
+from tiny import save_encoder
 
 import common
 
@@ -97,19 +98,11 @@ def test_own_data_and_encoder(tmp_path, monkeypatch, capsys):
     assert all(torch.equal(value, saved[name]) for name, value in found["encoder"].state_dict().items())
 
 
-def backbone(arch, size, folder):
-    info = common.backbone_info(arch, size, 4, method="m", encoder="query")
-    Path(folder).mkdir(parents=True)
-    made = common.build_backbone(info).eval()
-    torch.save(info | {"state_dict": made.state_dict()}, f"{folder}/backbone.pt")
-    return made
-
-
 @pytest.mark.parametrize("arch", ["vit_micro", "resnet18", "resnet_mini"])
 def test_weights_elsewhere(arch, tmp_path, monkeypatch):
-    """Also with the stems of ResNets at 32 px."""
     monkeypatch.chdir(tmp_path)
-    made, x = backbone(arch, 32, "runs/patchmix-patterns-vit_micro-s0"), torch.rand(2, 3, 32, 32)
+    info, x = common.backbone_info(arch, 32, 4, method="m", encoder="query"), torch.rand(2, 3, 32, 32)
+    made = save_encoder(Path("runs/patchmix-patterns-vit_micro-s0"), info)
     with torch.no_grad():
         assert torch.equal(run_block(WEIGHTS)["backbone"](x), made(x))
 
@@ -118,8 +111,8 @@ def test_weights_elsewhere(arch, tmp_path, monkeypatch):
 def test_a_detector(tmp_path, monkeypatch):
     """torchvision's Mask R-CNN on a random ResNet-50, which torchvision builds as the same."""
     monkeypatch.chdir(tmp_path)
-    torch.manual_seed(0)
-    resnet, x = backbone("resnet50", 224, "runs/jcl-imagenet-resnet50-s0"), torch.randn(1, 3, 64, 64)
+    info, x = common.backbone_info("resnet50", 224, None, method="m", encoder="query"), torch.randn(1, 3, 64, 64)
+    resnet = save_encoder(Path("runs/jcl-imagenet-resnet50-s0"), info)
     found = run_block("MaskRCNN(", "tests/README.md")
     with torch.no_grad():
         features = found["resnet"].eval()(x)

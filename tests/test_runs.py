@@ -17,7 +17,6 @@ import common
 import eval_knn
 import jcl
 
-_tiny = tiny._tiny
 pytestmark = pytest.mark.usefixtures("_tiny")
 TENSORBOARD = importlib.util.find_spec("tensorboard") is not None
 

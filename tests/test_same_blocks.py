@@ -1,7 +1,6 @@
 """Equal blocks, models that work alone, a common.py that trains nothing, and each parameter in one optimizer."""
 
 import functools
-import importlib
 import re
 from collections import defaultdict
 
@@ -78,9 +77,9 @@ def test_what_is_copied_needs_no_other_file():
 
 
 @pytest.mark.parametrize("method, variant", VARIANTS)
-def test_every_trained_parameter_is_in_one_group_of_its_optimizer(method, variant):
+def test_every_trained_parameter_is_in_one_group_of_its_optimizer(method, module, variant):
     """LoGo trains an affinity, too. Of two groups the first, without weight decay, has all that has one dimension."""
-    state = state_of(importlib.import_module(method), f"{variant} --batch-size 16")
+    state = state_of(module, f"{variant} --batch-size 16")
     pairs = [(state["model"], state["optimizer"])]
     if method == "logo":
         pairs += [(state["affinity"], state["affinity_optimizer"])]

@@ -16,7 +16,7 @@ def test_bad_images_are_listed(tmp_path, capsys, monkeypatch):
         Image.fromarray(np.zeros((9, 9, 3), np.uint8)).save(tmp_path / name)
     (tmp_path / "bad.png").write_bytes((tmp_path / "bad.png").read_bytes()[:40])
     with pytest.raises(SystemExit) as stop:
-        check_images.main(check_images.parse_args())
+        check_images.main()
     said = capsys.readouterr().out
     assert stop.value.code == 1 and str(tmp_path / "bad.png") in said and "good.png" not in said
 

@@ -1,11 +1,9 @@
 """Whole trainings as the authors': `main` on the views and weights of their own loops, 8 to 12 steps in float64.
 
-golden/README.md says what the files trajectory_*.npz hold and how they were made. Views and initial weights follow from
-seeds. Where the released code departs in a way that is documented, the departure is put into the project here, with its
-number; so all that is left has to agree. Losses, weights, buffers and queue are compared.
+golden/README.md says what the files trajectory_*.npz hold. Views and initial weights follow from seeds. The documented
+departures of the released code are put in here, with their numbers. Then all losses, weights and buffers have to agree.
 """
 
-import functools
 import importlib
 import itertools
 import math
@@ -20,6 +18,7 @@ import tiny
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from conftest import slow_but
 from global_batch_norm import synchronize
 
 import common
@@ -127,8 +126,6 @@ def flags_of(method, s):
     values |= dict(mix_slices=s.get("processes", 1), drop_path=0, num_heads=4) if method == "patchmix" else {}
     if method != "patchmix" and "trust_coeff" not in s:
         values["bn_groups"] = s.get("processes", 1)
-    if method == "clim":
-        values["resolutions"] = (s["image_size"],)
     words = []
     for name, value in values.items():
         numbers = value if isinstance(value, (tuple, list)) else [value]
@@ -242,14 +239,10 @@ def depart(patch, logo, s, given):
     patch.setattr(torch.Tensor, "roll", lambda x, *_: x.flip(0))  # D6; nothing else rolls here
 
 
-@functools.cache
-def golden(file):
-    return dict(np.load(GOLDEN / f"trajectory_{file}.npz"))
-
-
 def open_run(file, run):
     """Return (settings, measurements) of a run: {name: number or array}."""
-    d = {name.partition("/")[2]: x for name, x in golden(file).items() if name.startswith(f"{run}/")}
+    arrays = np.load(GOLDEN / f"trajectory_{file}.npz")
+    d = {name.partition("/")[2]: arrays[name] for name in arrays.files if name.startswith(f"{run}/")}
     s = {name.removeprefix("settings/"): x.tolist() for name, x in d.items() if name.startswith("settings/")}
     return s, d
 
@@ -310,9 +303,7 @@ def check(out, run, losses):
     assert {name: pair for name, pair in found.items() if not pair[0] <= pair[1]} == {}
 
 
-@pytest.mark.parametrize("run", [
-    pytest.param(run, marks=[] if run in QUICK else pytest.mark.slow) for run in RUNS if "two_processes" not in run
-])  # fmt: skip
+@pytest.mark.parametrize("run", slow_but(QUICK, [run for run in RUNS if "two_processes" not in run]))
 def test_a_training_is_the_authors(run, double, tmp_path):
     check(tmp_path, run, train(tmp_path, run))
 
@@ -325,7 +316,6 @@ def train_as_one_of_two(out, run):
 @pytest.mark.slow
 @pytest.mark.parametrize("run", [run for run in RUNS if "two_processes" in run])
 def test_a_training_of_two_processes_is_the_authors(run, double, tmp_path):
-    ends = tiny.processes(tmp_path / "log", train_as_one_of_two, [(str(tmp_path / "run"), run)] * 2)
-    assert [status for status, _, _ in ends] == [0, 0], ends
+    tiny.succeed(tmp_path / "log", train_as_one_of_two, [(str(tmp_path / "run"), run)] * 2)
     losses = [torch.load(tmp_path / f"run-losses{rank}.pt", weights_only=True) for rank in (0, 1)]
     check(tmp_path / "run", run, sum(losses) / 2)

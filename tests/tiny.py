@@ -99,6 +99,16 @@ def write_tree(root, folders, count=3, size=(12, 10)):
     return root
 
 
+def save_encoder(folder, info):
+    """Save an encoder as a run does, that is no other's. Return it."""
+    torch.manual_seed(5)  # not the seed of the untrained baseline
+    encoder = common.build_backbone(info)
+    encoder(torch.randn(8, 3, info["image_size"], info["image_size"]))  # so batch norm has statistics
+    folder.mkdir(parents=True)
+    torch.save(info | {"state_dict": encoder.state_dict()}, folder / "backbone.pt")
+    return encoder.eval()
+
+
 # ------------------------------------------------------------------ comparing
 
 
@@ -247,6 +257,13 @@ def processes(log, function, each, seconds=240):
         process.kill()
         ends.append((status, *(Path(f"{log}{rank}.{name}").read_text() for name in ("out", "err"))))
     return ends
+
+
+def succeed(log, function, each, **how):
+    """Run a function in `processes`, none of which may fail. Return what each writes to stdout."""
+    ends = processes(log, function, each, **how)
+    assert all(status == 0 for status, *_ in ends), ends
+    return [out for _, out, _ in ends]
 
 
 if __name__ == "__main__":  # for torchrun: SCRIPT "the second process's moment, before a restart" FLAGS

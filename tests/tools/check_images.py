@@ -23,11 +23,14 @@ def problem(path):
         return str(error)
 
 
-def main(args):
-    if not os.path.isdir(args.dir):
-        common.fail(f"{args.dir} is not a folder")
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("dir", metavar="DIR")
+    folder, done, bad = parser.parse_args().dir, 0, 0
+    if not os.path.isdir(folder):
+        common.fail(f"{folder} is not a folder")
     warnings.simplefilter("ignore")  # Pillow's, of images that can be used all the same
-    found, done, bad = common.find_images(args.dir), 0, 0
+    found = common.find_images(folder)
     with ThreadPoolExecutor(os.cpu_count()) as pool:  # Pillow decodes outside Python's lock
         while paths := list(itertools.islice(found, 1000)):
             for line in filter(None, pool.map(problem, paths)):
@@ -36,15 +39,8 @@ def main(args):
             done += len(paths)
             common.progress(f"checking images: {done} read, {bad} cannot be used")
     common.log(f"{done} images read, {bad} cannot be used (other kinds of files are passed over)")
-    raise SystemExit(1 if bad else 0)
-
-
-def parse_args():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("dir", metavar="DIR")
-    parser.set_defaults(device="cpu", arch=None)  # `start` asks for them
-    return parser.parse_args()
+    raise SystemExit(bad > 0)
 
 
 if __name__ == "__main__":
-    common.start(main, parse_args)
+    main()

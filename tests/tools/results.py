@@ -4,61 +4,57 @@
     python tests/tools/results.py baselines --data-dir DIR         raw pixels, and untrained encoders
     python tests/tools/results.py mechanisms --data-dir DIR        what the losses do, in all runs
     python tests/tools/results.py readme                           write the tables into the pages
-    python tests/tools/results.py curves [OUT.png]                 learning curves (needs matplotlib)
+    python tests/tools/results.py curves                           draw the learning curves (needs matplotlib)
 
 The protocol (tests/results/README.md) was written down before the first run. `train` makes the runs that are missing,
-and goes on where it was stopped. The numbers are kept in tests/results/*.json.
+in runs/results, and goes on where it was stopped. The numbers are kept in tests/results/*.json.
 """
 
 import argparse
 import functools
 import json
 import os
-import shlex
 import statistics
 import subprocess
 import sys
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
-import figures  # noqa: E402
-
+import clim  # noqa: E402
 import common  # noqa: E402
 import eval_linear  # noqa: E402
+import logo  # noqa: E402
+import moco_jointcrop  # noqa: E402
 
-KEPT = ROOT / "tests" / "results"
+KEPT, RUNS = ROOT / "tests" / "results", ROOT / "runs" / "results"
+CPU = torch.device("cpu")
 RESNET, VIT = "resnet_mini", "vit_micro"  # PatchMix has the ViT
 
-
-class Arm(NamedTuple):
-    name: str
-    script: str  # with its flags
-    epochs: int = 50
-
-
-ARMS = {
-    "moco": Arm("MoCo v2", "moco_jointcrop.py --joint none"),
-    "jcl": Arm("JCL", "jcl.py"),
-    "jointcrop": Arm("J-Crop(0)", "moco_jointcrop.py --joint crop"),
-    "clim": Arm("CLIM", "clim.py"),
-    "jointblur": Arm("J-Blur(0)", "moco_jointcrop.py --joint blur"),
-    "moco-symmetric": Arm("MoCo, both views as queries", "logo.py --local-crops 0"),
-    "logo-moco": Arm("LoGo on MoCo", "logo.py"),
-    "patchmix-1": Arm("PatchMix, M = 1", "patchmix.py --num-mix 1"),
-    "patchmix-3": Arm("PatchMix, M = 3", "patchmix.py --num-mix 3"),
-    "simsiam": Arm("SimSiam", "logo.py --base simsiam --local-crops 0"),
-    "logo-simsiam": Arm("LoGo on SimSiam", "logo.py --base simsiam"),
-    "moco-twice": Arm("MoCo v2, 100 epochs", "moco_jointcrop.py --joint none", 100),
-    "moco-half-more": Arm("MoCo v2, 75 epochs", "moco_jointcrop.py --joint none", 75),
-    "logo-moco-no-l2l": Arm("LoGo on MoCo, no local-to-local", "logo.py --no-l2l"),
-    "mocov3": Arm("MoCo v3", "patchmix.py --num-mix 1 --terms oto,mto"),
-    "patchmix-released": Arm("PatchMix, M = 3, released", "patchmix.py --num-mix 3 --variant released"),
+ARMS = {  # name: how tables call it, its script with flags
+    "moco": ("MoCo v2", "moco_jointcrop.py --joint none"),
+    "jcl": ("JCL", "jcl.py"),
+    "jointcrop": ("J-Crop(0)", "moco_jointcrop.py --joint crop"),
+    "clim": ("CLIM", "clim.py"),
+    "jointblur": ("J-Blur(0)", "moco_jointcrop.py --joint blur"),
+    "moco-symmetric": ("MoCo, both views as queries", "logo.py --local-crops 0"),
+    "logo-moco": ("LoGo on MoCo", "logo.py"),
+    "patchmix-1": ("PatchMix, M = 1", "patchmix.py --num-mix 1"),
+    "patchmix-3": ("PatchMix, M = 3", "patchmix.py --num-mix 3"),
+    "simsiam": ("SimSiam", "logo.py --base simsiam --local-crops 0"),
+    "logo-simsiam": ("LoGo on SimSiam", "logo.py --base simsiam"),
+    "moco-twice": ("MoCo v2, 100 epochs", "moco_jointcrop.py --joint none"),
+    "moco-half-more": ("MoCo v2, 75 epochs", "moco_jointcrop.py --joint none"),
+    "logo-moco-no-l2l": ("LoGo on MoCo, no local-to-local", "logo.py --no-l2l"),
+    "mocov3": ("MoCo v3", "patchmix.py --num-mix 1 --terms oto,mto"),
+    "patchmix-released": ("PatchMix, M = 3, released", "patchmix.py --num-mix 3 --variant released"),
 }
+NAMES = {arm: name for arm, (name, _) in ARMS.items()}
+LONGER = {"moco-twice": 100, "moco-half-more": 75}  # epochs; the others have 50
 
 CURVES = {  # the panels of the picture; these arms are trained by default
     "MoCo v2 and what builds on it": "moco jcl jointcrop clim jointblur moco-symmetric logo-moco".split(),
@@ -82,7 +78,7 @@ CLAIMS = (  # an arm, the one that it is to beat, its time over that one's; for 
 NOISE = 0.5  # points by which 10,000 test images alone let an accuracy err
 
 LOGO = ("moco-symmetric", "logo-moco", "logo-moco-no-l2l", "simsiam", "logo-simsiam")
-ANALYSES = {  # the tables of figures.mechanisms, and the arms that each is about
+ANALYSES = {  # the tables of analyse, and the arms that each is about
     "JCL": ("moco", "jcl"),
     "CLIM": ("moco", "clim"),
     "JointCrop": ("moco", "jointcrop", "clim", *LOGO),
@@ -92,12 +88,9 @@ ANALYSES = {  # the tables of figures.mechanisms, and the arms that each is abou
 }
 
 
-# ----------------------------------------------------------------- the runs
-
-
 def command(arm, seed):
     """The command line of one run, without the data's place and the run's folder."""
-    _, script, epochs = ARMS[arm]
+    script, epochs = ARMS[arm][1], LONGER.get(arm, 50)
     encoder = f"{VIT} --patch-size 4" if script.startswith("patchmix") else f"{RESNET} --amp bf16"
     flags = f"--dataset cifar10 --arch {encoder} --epochs {epochs}"
     return f"{script} {flags} --batch-size 128 --knn-every 10 --seed {seed}"
@@ -115,10 +108,9 @@ def keep(name, found):
 
 def evaluate(line, out, where):
     """What is kept of a run: its command, what it was made with, its epochs with kNN, and the linear probe."""
-    torch.set_num_threads(1)
     flags = eval_linear.parse_args([str(out), *where, "--no-baselines", "--workers", "0"])
     linear = eval_linear.main(flags)["encoder"]["linear_top1"]
-    config = json.loads((Path(out) / "config.json").read_text())
+    config = json.loads((out / "config.json").read_text())
     record = dict(command=line, torch=config["torch"], device=config["machine"], commit=config["commit"])
     epochs = [json.loads(text) for text in (out / "metrics.jsonl").read_text().splitlines()]
     names = ("epoch", "loss", "std", "knn20_top1", "knn200_top1")
@@ -130,32 +122,26 @@ def train(args):
     """Every run of the arms that is not kept yet, all arms of a seed before the next seed."""
     where = ["--data-dir", args.data_dir] if args.data_dir else []
     for arm, seed in ((arm, seed) for seed in args.seeds for arm in args.arms if str(seed) not in kept(arm)):
-        line, out = command(arm, seed), Path(args.runs, f"{arm}-s{seed}").resolve()
-        out.parent.mkdir(parents=True, exist_ok=True)
-        words = [sys.executable, *shlex.split(line), *where, "--workers", "0", "--out", str(out)]
-        environment = dict(os.environ, OMP_NUM_THREADS="1")
+        line, out = command(arm, seed), RUNS / f"{arm}-s{seed}"
+        RUNS.mkdir(parents=True, exist_ok=True)
+        words = [sys.executable, *line.split(), *where, "--workers", "0", "--out", str(out)]
+        how = dict(cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}, check=True)
         with open(f"{out}.log", "a") as log:
-            subprocess.run(words, cwd=ROOT, env=environment, stdout=log, stderr=subprocess.STDOUT, check=True)
+            subprocess.run(words, stdout=log, stderr=subprocess.STDOUT, **how)
         record = evaluate(line, out, where)
         keep(arm, dict(sorted((kept(arm) | {str(seed): record}).items())))
         print(f"{arm}, seed {seed}: kNN and linear {scores(record)}", flush=True)
 
 
-def cifar10(args):
-    """The images: (training set, test set)."""
-    return [common.load_images("cifar10", args.data_dir, part) for part in (True, False)]
-
-
 def baselines(args):
     """Raw pixels, and both encoders untrained."""
-    torch.set_num_threads(1)
-    found, (train, test) = {}, cifar10(args)
+    found, (train, test) = {}, [common.load_images("cifar10", args.data_dir, part) for part in (True, False)]
     train_y, test_y = (torch.from_numpy(part.labels) for part in (train, test))
     for name, arch in {"raw pixels": RESNET, "the ResNet untrained": RESNET, "the ViT untrained": VIT}.items():
         torch.manual_seed(0)
         info = common.backbone_info(arch, 32, 4, norm="cifar10")
         encoder = torch.nn.Flatten() if name == "raw pixels" else common.build_backbone(info)
-        x, test_x = (common.extract_features(encoder, part, info, figures.CPU) for part in (train, test))
+        x, test_x = (common.extract_features(encoder, part, info, CPU) for part in (train, test))
         scored = common.knn_scores(x, train, test_x, test, (20,), 0.07)
         linear = eval_linear.linear_probe(x, train_y, test_x, 10)["logits"].argmax(1)
         scored["linear_top1"] = 100 * (linear == test_y).double().mean().item()
@@ -164,15 +150,162 @@ def baselines(args):
     keep("baselines", found)
 
 
+# ------------------------------------------- what the papers say of features
+
+
+def view_similarity(features):
+    """Mean cosine of all views x views of an image, self-pairs included (JCL, App. E): (n, views, d) -> (n,).
+
+    With the mean mu of the L2-normalised features it is |mu|^2. So it tells their variance, too: it is 1 - |mu|^2.
+    """
+    return F.normalize(features.double(), dim=2).mean(1).square().sum(1)
+
+
+@torch.no_grad()
+def view_features(encoder, info, kinds, images, index, count):
+    """Return the features of `count` views of each image of an index: (n, count, d) float32.
+
+    kinds: list of View, which take turns; their size is the encoder's. The draws depend on the image alone.
+    """
+    views = [kinds[i % len(kinds)]._replace(size=info["image_size"]) for i in range(count)]
+    data, at_once, found = common.ViewDataset(images, views, 0, info["interpolation"]), max(1, 256 // count), []
+    for start in range(0, len(index), at_once):
+        batch = data.__getitems__([(0, i) for i in index[start : start + at_once]])
+        x = torch.stack(common.color_views(batch, CPU, norm=(info["mean"], info["std"])), 1)
+        found.append(encoder(x.flatten(0, 1)).flatten(1).unflatten(0, (-1, count)))
+    return torch.cat(found)
+
+
+def trained(run):
+    """(the model of a run of a queue method or of logo.py, its configuration, all of its last.pt)."""
+    state = common.load_checkpoint(Path(run) / "last.pt")
+    info, args = state["backbone"], argparse.Namespace(**state["config"])
+    backbone = common.build_backbone(info)
+    width = common.output_width(backbone, info["image_size"])
+    if getattr(args, "base", "moco") == "simsiam":
+        model = logo.SimSiam(backbone, width, args.dim, args.layers, args.hidden)
+    else:  # the queue methods' models have the same parts
+        model = logo.MoCo(backbone, width, args.dim, args.queue)
+    model.load_state_dict(state["model"])
+    return model, args, state
+
+
+def choose(run, images, selection):
+    """CLIM's table of positives, (N, 10), by the momentum encoder of a run of a queue method."""
+    model, config, state = trained(run)
+    args = clim.parse_args(["--dataset", config.dataset, "--arch", config.arch, "--selection", selection])
+    encoder = torch.nn.Sequential(model.momentum_backbone, model.momentum_projector)
+    x = F.normalize(common.extract_features(encoder, images, state["backbone"], CPU), dim=1).double()
+    return clim.choose_positives(args, x, clim.nearest_neighbors(x, args.knn_k), common.generator(0))
+
+
+def class_similarity(features, labels):
+    """Mean cosine of pairs of a class, averaged over the classes (CLIM, Table 10): features (N, d), labels (N,)."""
+    x = F.normalize(features.double(), dim=1)
+    classes = F.one_hot(labels).T.double()  # (classes, N)
+    sums, n = (classes @ x).square().sum(1), classes.sum(1)
+    return ((sums - n) / (n * (n - 1))).mean().item()  # the self-pairs are left out
+
+
+def kinds_of_view(flags=""):
+    """MoCo v2's kinds of view on CIFAR-10, as a list of View."""
+    args = moco_jointcrop.parse_args(["--dataset", "cifar10", "--arch", "resnet_mini", *flags.split()])
+    return [*moco_jointcrop.augmentation(args).values()]
+
+
+def only_crops(low, high):
+    """Crops of an area from low to high, with flips and without color, as a list of View."""
+    return kinds_of_view(f"--crop-scale {low} {high} --jitter-p 0 --gray-p 0 --blur-p 0 0")
+
+
+def crop_similarity(crops):
+    """Mean cosine of two crops of one image, and of two images: crops (n, 2, d)."""
+    a, b = F.normalize(crops.double(), dim=2).unbind(1)
+    table, n = a @ b.T, len(a)
+    return (table.trace() / n).item(), ((table.sum() - table.trace()) / (n * (n - 1))).item()
+
+
+@torch.no_grad()
+def affinity_ranking(affinity, local1, local2):
+    """How well LoGo's affinity ranks pairs of local crops: {how they were scored: share of couples ranked rightly}.
+
+    local1, local2: (N, d), L2-normalised, row by row of the same image. In the second half of the images the other
+    local is rolled by one, which makes pairs of two images. A couple is a pair of one image and a pair of two images.
+    It is ranked rightly if the first scores higher. The affinity is in training mode: its batch norm sees the batch.
+    """
+    half = len(local1) // 2
+    one, two = (local1[:half], local2[:half]), (local1[half:], local2[half:].roll(1, 0))
+    together = affinity(*(torch.cat(pair) for pair in zip(one, two, strict=True)))
+    scores = {
+        "in batches of their own": (affinity(*one), affinity(*two)),
+        "in one batch": together.split([half, len(local1) - half]),
+        "by cosine": ((one[0] * one[1]).sum(1), (two[0] * two[1]).sum(1)),
+    }
+    return {how: (a[:, None] > b).double().mean().item() for how, (a, b) in scores.items()}
+
+
+def local_embeddings(run, images, index):
+    """(the affinity of a run of LoGo, the embeddings of two local crops of each image, (n, d) each)."""
+    model, args, state = trained(run)
+    affinity = logo.Affinity(args.dim, args.affinity_hidden)
+    affinity.load_state_dict(state["affinity"])
+    encoder = torch.nn.Sequential(model.backbone, model.projector).eval()
+    info, kinds = state["backbone"] | dict(image_size=args.local_size), [*logo.augmentation(args).values()][2:]
+    return affinity, *F.normalize(view_features(encoder, info, kinds, images, index, 2), dim=2).unbind(1)
+
+
+def similarity_bars(views, labels, groups, temperature=0.07):
+    """After PatchMix, Fig. 4: how high the bar exp((cos - 1) / temperature) of a query is for each kind of key.
+
+    views (n, 2, d): queries and keys; labels (n,); groups: a number for each class, the same for related ones. Returns
+    {kind: mean}: the query's own image, its class, a related class, any other class.
+    """
+    q, k = F.normalize(views.double(), dim=2).unbind(1)
+    bars = ((q @ k.T - 1) / temperature).exp()
+    same, related = labels[:, None] == labels, groups[labels][:, None] == groups[labels]
+    own = torch.eye(len(labels), dtype=torch.bool)
+    kinds = {"own image": own, "own class": same & ~own, "related class": related & ~same, "other class": ~related}
+    return {kind: bars[pairs].mean().item() for kind, pairs in kinds.items()}
+
+
+def analyse(run, train, test, few=1000):
+    """All these analyses of a run on CIFAR-10, {table: {measure: number}}. few: test images, for those of views."""
+    kinds, given, labels = kinds_of_view(), common.load_backbone(run), torch.from_numpy(test.labels)
+    config = json.loads((Path(run) / "config.json").read_text())
+    index = torch.randperm(len(test), generator=common.generator(0))[:few].tolist()
+    similarity = view_similarity(view_features(*given, kinds, test, index, 32)).mean().item()
+    features = common.extract_features(given[0], test, given[1], CPU)
+    any_two = {"similarity of any two images": class_similarity(features, torch.zeros_like(labels))}
+    found = {"JCL": {"similarity of an image's 32 views": similarity} | any_two}  # Fig. 3
+    found["CLIM"] = {"similarity of two images of a class": class_similarity(features, labels)} | any_two  # Table 10
+    if config.get("queue"):
+        own = torch.from_numpy(train.labels)
+        for selection in ("knn", "center"):
+            share = (own[choose(run, train, selection)] == own[:, None]).double().mean().item()
+            found["CLIM"][f"`{selection}` positives of the class, %"] = 100 * share
+    bank, found["JointCrop"] = view_features(*given, only_crops(1, 1), train, range(len(train)), 1)[:, 0], {}
+    for name, area in {"whole images, %": 1, "crops of a fifth of them, %": 0.2}.items():
+        queries = view_features(*given, only_crops(area, area), test, range(len(test)), 1)[:, 0]
+        found["JointCrop"][name] = common.knn_scores(bank, train, queries, test, (20,), 0.07)["knn20_top1"]
+    alike = crop_similarity(view_features(*given, only_crops(0.08, 0.6), test, index, 2))
+    found["LoGo"] = dict(zip(("similarity of two small crops of one image", "of two images"), alike, strict=True))
+    if config.get("l2l"):
+        shares = affinity_ranking(*local_embeddings(run, test, index))
+        found["affinity"] = {f"{scored}, %": 100 * share for scored, share in shares.items()}
+    views = view_features(*given, kinds, test, index, 2)
+    vehicle = torch.tensor([name in ("airplane", "automobile", "ship", "truck") for name in test.classes]).long()
+    found["PatchMix"] = similarity_bars(views, labels[index], vehicle)  # after Fig. 4
+    return found
+
+
 def mechanisms(args):
-    """What the losses do, by the papers' analyses and ours (`figures.mechanisms`), of the runs that ANALYSES names."""
-    torch.set_num_threads(1)
-    found, parts = kept("mechanisms"), cifar10(args)
-    for run in sorted(Path(args.runs).iterdir()):
+    """What the losses do, by the papers' analyses and ours (`analyse`), of the runs that ANALYSES names."""
+    found, parts = kept("mechanisms"), [common.load_images("cifar10", args.data_dir, part) for part in (True, False)]
+    for run in sorted(RUNS.iterdir()):
         arm, _, seed = run.name.rpartition("-s")
         wanted = [table for table, arms in ANALYSES.items() if arm in arms]
         if wanted and run.is_dir() and seed not in found.setdefault(arm, {}):
-            tables = figures.mechanisms(run, *parts)
+            tables = analyse(run, *parts)
             found[arm][seed] = {table: tables[table] for table in wanted}
             keep("mechanisms", found)
 
@@ -205,40 +338,39 @@ def markdown(heads, rows):
 def table():
     """Markdown of all arms, and of the baselines below."""
     rows = []
-    for name, arm in ARMS.items():
-        percents = list(zip(*map(scores, kept(name).values()), strict=True))
-        rows.append([f"{arm.name}, `{arm.script}`", *map(spread, percents)])
+    for arm, (name, script) in ARMS.items():
+        percents = list(zip(*map(scores, kept(arm).values()), strict=True))
+        rows.append([f"{name}, `{script}`", *map(spread, percents)])
     rows += [[name, *(f"{value:.1f}" for value in values.values())] for name, values in kept("baselines").items()]
     return markdown(["arm", "kNN", "linear"], rows)
 
 
-def verdict(points):
-    """What the gains of all seeds and measures say of a claim: is each larger than what the test set errs by?"""
-    return "shown" if min(points) > NOISE else "the opposite" if max(points) < -NOISE else "not shown"
-
-
-def claims(last="verdict", front=False):
+def claims(front=False):
     """Markdown of all comparisons and the verdicts that follow; or, for README, of those with the paper's numbers."""
     rows = []
     for arm, other, time, paper in CLAIMS:
         knn, linear = gains(arm, other)
-        said = paper if front else verdict(knn + linear) + " (one seed)" * (len(knn) == 1)
-        rows.append([ARMS[arm].name, ARMS[other].name, spread(knn, "+"), spread(linear, "+"), f"x {time}", said])
-    return markdown(["method", "over", "gain, kNN", "gain, linear", "time", last], [row for row in rows if row[-1]])
+        lowest, highest = min(knn + linear), max(knn + linear)  # of all seeds and measures
+        found = "shown" if lowest > NOISE else "the opposite" if highest < -NOISE else "not shown"
+        said = paper if front else found + " (one seed)" * (len(knn) == 1)
+        if said:
+            rows.append([NAMES[arm], NAMES[other], spread(knn, "+"), spread(linear, "+"), f"x {time}", said])
+    last = "the paper's own numbers" if front else "verdict"
+    return markdown(["method", "over", "gain, kNN", "gain, linear", "time", last], rows)
 
 
 def analysis(table):
-    """Markdown of a table of figures.mechanisms: an arm per row, a measure per column."""
+    """Markdown of a table of `analyse`: an arm per row, a measure per column."""
     found, rows = kept("mechanisms"), []
     for arm in ANALYSES[table]:
         runs = [run[table] for run in found[arm].values()]
         values = {name: [run[name] for run in runs] for name in runs[0]}
         cells = [spread(v, digits=2 if name.endswith("%") else 4) for name, v in values.items()]
-        rows.append([ARMS[arm].name, *cells])
+        rows.append([NAMES[arm], *cells])
     return markdown(["arm", *values], rows)
 
 
-TABLES = dict(claims=claims, arms=table, front=functools.partial(claims, "the paper's own numbers", front=True))
+TABLES = dict(claims=claims, arms=table, front=functools.partial(claims, front=True))
 TABLES |= {f"mechanisms, {name}": functools.partial(analysis, name) for name in ANALYSES}
 PAGES = ROOT / "README.md", KEPT / "README.md"
 
@@ -265,17 +397,17 @@ def curves(args):
 
     figure, panels = pyplot.subplots(1, len(CURVES), figsize=(5 * len(CURVES), 4.2), sharey=True, layout="tight")
     for panel, (title, arms) in zip(panels, CURVES.items(), strict=True):
-        for name in arms:
-            epochs = [r["epoch"] for r in kept(name)["0"]["epochs"]]
-            values = np.array([[r["knn20_top1"] for r in record["epochs"]] for record in kept(name).values()])
-            (drawn,) = panel.plot(epochs, values.mean(0), marker="o", label=ARMS[name].name)
+        for arm in arms:
+            runs = [record["epochs"] for record in kept(arm).values()]
+            epochs, values = [r["epoch"] for r in runs[0]], np.array([[r["knn20_top1"] for r in run] for run in runs])
+            (drawn,) = panel.plot(epochs, values.mean(0), marker="o", label=NAMES[arm])
             panel.fill_between(epochs, values.min(0), values.max(0), color=drawn.get_color(), alpha=0.15)
         panel.axhline(kept("baselines")["raw pixels"]["knn20_top1"], ls="--", c="gray", label="raw pixels")
         panel.set(title=title, xlabel="epoch")
         panel.legend(fontsize=8)
         panel.grid(alpha=0.3)
     panels[0].set(ylabel="kNN top-1, % (k = 20)")
-    figure.savefig(args.out, dpi=100)
+    figure.savefig(ROOT / ".github" / "cifar_curves.png", dpi=100)
 
 
 def main():
@@ -283,13 +415,11 @@ def main():
     parser = argparse.ArgumentParser("tests/tools/results.py", description=__doc__, formatter_class=raw)
     actions = dict(train=train, baselines=baselines, mechanisms=mechanisms, readme=write_pages, curves=curves)
     parser.add_argument("action", choices=actions, metavar="ACTION")
-    parser.add_argument("out", nargs="?", default=ROOT / ".github" / "cifar_curves.png", metavar="OUT.png")
     parser.add_argument("--data-dir", metavar="DIR", help="CIFAR-10's")
-    parser.add_argument("--runs", default="runs/results", metavar="DIR", help="where the runs' folders are")
-    drawn = sum(CURVES.values(), [])
-    parser.add_argument("--arms", nargs="+", choices=ARMS, default=drawn, metavar="ARM", help="default: CURVES")
+    parser.add_argument("--arms", nargs="+", choices=ARMS, default=sum(CURVES.values(), []), metavar="ARM")
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1], metavar="N")
     args = parser.parse_args()
+    torch.set_num_threads(1)
     actions[args.action](args)
 
 
