@@ -4,6 +4,7 @@ import importlib
 import io
 import json
 import math
+import re
 import sys
 import types
 
@@ -28,7 +29,7 @@ def knn(*words):
 @pytest.mark.parametrize("method", JCL_AT_ONCE)
 def test_a_runs_folder(method, tmp_path):
     """The last epoch has its kNN whatever --knn-every says, and it is that of the encoder in backbone.pt."""
-    run(method, tmp_path, "--keep-every", 1, "--knn-every", 10, *["--tensorboard"] * TENSORBOARD)
+    said = run(method, tmp_path, "--keep-every", 1, "--knn-every", 10, *["--tensorboard"] * TENSORBOARD)
     names = {"config.json", "metrics.jsonl", "last.pt", "backbone.pt", "epoch-0001.pt", "epoch-0002.pt"}
     assert {path.name for path in tmp_path.iterdir() if not path.name.startswith("events")} == names
     assert bool([*tmp_path.glob("events*")]) == TENSORBOARD
@@ -36,6 +37,8 @@ def test_a_runs_folder(method, tmp_path):
     assert len(load(tmp_path / "epoch-0001.pt")["records"]) == 1
     assert {"torch", "python", "torchvision", "timm", "numpy", "machine", "commit"} <= config.keys()
     assert {k: tuple(v) if isinstance(v, list) else v for k, v in config.items()}.items() >= last["config"].items()
+    peak = config["lr"] * config["batch_size"] / config["lr_batch"]
+    assert float(re.search(r"peak_lr (\S+)", said)[1]) == pytest.approx(peak, rel=1e-3)
     first, second = records(tmp_path)
     assert last["records"] == [first, second] and (first["epoch"], second["epoch"]) == (1, 2)
     for r in (first, second):
