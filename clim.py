@@ -345,7 +345,6 @@ def draw_views(args, images, positives, index, sizes, draws):
     sources = [(index, sizes, [query, key, *crops[::2]])]
     if args.selection != "none" and positive[0] >= 0:
         sources.append((positive, images.sizes(positive), [positive_query, positive_key, *crops[1::2]]))
-
     cuts, colors = [], []
     for rows, row_sizes, numbers in sources:
         drawn = [common.draw_view(view, row_sizes, number) for view, number in zip(views, numbers, strict=True)]
@@ -380,13 +379,12 @@ def mix_views(views, mix, alpha, generators):
 
 
 def show_views(args, positives, loader, device):
-    """Write the picture of --show-views: the views of images and of their positives, and mixed queries."""
-    if args.selection != "none":
+    """Write the picture of --show-views: the views of images and of random positives, and mixed queries."""
+    if args.selection != "none":  # no encoder has chosen positives yet
         positives.random_(len(positives), generator=common.generator(args.seed))
-        common.log("no encoder has chosen positives yet: those in the picture are random")
     views = common.color_views(next(iter(loader)), device)
     own = [*augmentation(args)]
-    names = own + [f"positive's {name}" for name in own]
+    names = own + [f"random positive's {name}" for name in own]
     if args.selection != "none" and args.mix == "cutmix":
         generators = [common.generator(args.seed, i) for i in range(len(own) - 1)]
         query, _, _, crops = mix_views(views, args.mix, args.alpha, generators)
