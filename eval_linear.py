@@ -161,7 +161,7 @@ FLAGS = {  # beside those of VALUES and common.EVALUATION
         label_fraction=(None, "train on this share of the labels, alike per class", SHARE),
         label_files=(None, "a list of files to train on: one per line, base name or path in train/"),
     ),
-    "folder": dict(common.FOLDER, eval_every=(0, "epochs between evaluations; 0: the last only")),
+    "folder": common.FOLDER,
 }
 
 
@@ -584,20 +584,15 @@ def learning_rate(args, epoch):
 # ======================================= 6. the papers' protocols: the training
 
 
-def add_scores(args, config, state, records, device, encoder, info, test):
-    """Add the test images' scores, in percent, to the record of the last epoch, if they are due and not in it."""
-    epoch, network = len(records), state["model"]
-    due = epoch == args.epochs or (args.eval_every and epoch % args.eval_every == 0)
-    if not due or not records or f"{args.mode}_top1" in records[-1]:
-        return
+def evaluate(args, device, encoder, network, info, test):
+    """Return the test images' scores, in percent: {"linear_top1" or "finetune_top1": ..., ...}; see `make_network`."""
     options = dict(workers=args.workers, amp=args.amp == "bf16", what="evaluating: features of the test set")
     options |= dict(batch_size=args.batch_size // common.rank_and_world()[1])
     logits = common.extract_features(network if args.finetune else encoder, test, info, device, **options)
     if not args.finetune:  # these are the features
         with torch.no_grad():
             logits = network(logits.to(device)).cpu()
-    records[-1] |= scores(logits, torch.from_numpy(test.labels), len(test.classes), args.mode)
-    common.save_run(args, config, None, state, records)
+    return scores(logits, torch.from_numpy(test.labels), len(test.classes), args.mode)
 
 
 def train_protocol(args, device, encoder, info, train, test):
@@ -642,8 +637,6 @@ def train_protocol(args, device, encoder, info, train, test):
     run = common.EVALUATION["what is evaluated"] | common.EVALUATION["operation"]
     common.log_table(args, dict(run=run) | FLAGS | VALUES, train=train, test=test)
 
-    # The last epoch's evaluation, if a kill came before it
-    add_scores(args, config, state, records, device, encoder, info, test)
     for epoch in range(len(records), args.epochs):
         sampler.epoch = epoch
         history, began = [], time.perf_counter()
@@ -680,10 +673,12 @@ def train_protocol(args, device, encoder, info, train, test):
         for buffer in network.buffers() if world > 1 else ():  # batch norm's: on CPUs each process has its own
             buffer.copy_(sum(common.from_all(buffer.cpu())) / world)
         records.append(dict(epoch=epoch + 1, lr=lr) | common.means(args, history, began))
-        common.save_run(args, config, None, state, records)  # before the evaluation, which may fail
-        add_scores(args, config, state, records, device, encoder, info, test)
+        common.save_run(args, config, None, state, records)
         common.log_epoch(args, records[-1])
 
+    if f"{args.mode}_top1" not in records[-1]:  # else it is a finished run
+        records[-1] |= evaluate(args, device, encoder, network, info, test)
+        common.save_run(args, config, None, state, records)
     result = {name: value for name, value in records[-1].items() if name.startswith(args.mode)}
     common.log(f"{'encoder':>10}  {show(result)}  (epoch {args.epochs}, the last)")
     return {"encoder": result}
