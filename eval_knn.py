@@ -1,103 +1,85 @@
 """Evaluate an encoder by weighted k-nearest-neighbour classification of its frozen features.
 
-The k nearest training images vote for the class of a test image. A vote is exp(cosine similarity / temperature), as in
-Wu et al. (arXiv 1805.01978). Nothing is trained, so the number is the representation's own. The same number is printed
-for two baselines: raw pixels, and the same encoder untrained.
+The k nearest training images vote for the class of a test image, each with the weight exp(cosine similarity /
+temperature), as in Wu et al. (arXiv 1805.01978). Nothing is trained, so the accuracy is that of the features alone. The
+same is printed for two baselines: raw pixels, and the same encoder untrained.
 
     python eval_knn.py runs/patchmix-patterns-vit_micro-s0
     python eval_knn.py RUN/last.pt --encoder query --dataset cifar10 --data-dir DIR
     python eval_knn.py RUN --dump features.npz
-    python eval_knn.py FILE --arch resnet50 --dataset imagenet --data-dir DIR  # a checkpoint of others
-    torchrun --nproc_per_node=8 eval_knn.py RUN --data-dir DIR
+    python eval_knn.py FILE --arch resnet50 --prefix module.encoder_q. --dataset imagenet --data-dir DIR
+    torchrun --nproc_per_node=8 eval_knn.py RUN
 
-The encoder computes in bf16 on GPUs that have it (`--amp off`: in float32, convolutions in TF32). Neighbours are
-always compared in float32. PatchMix's released kNN differs: its features go through a head that was never trained, and
-CIFAR's images are resized to 36 px, of which the middle is cut. LoGo's resizes ImageNet's images bicubically.
-Your own encoder and images, which are a common.ImageSet each:
-    eval_knn.main(eval_knn.parse_args(["RUN"]), encoder=MODULE, train=IMAGES, test=IMAGES)
+The encoder computes in bf16 on GPUs that have it (`--amp off`: in float32). Neighbours are compared in float32.
+PatchMix's released kNN differs: its features go through a head that was never trained, and CIFAR's images are resized
+to 36 px and center-cropped. LoGo's resizes ImageNet's images bicubically.
 """
 
-import copy
-import math
+import argparse
 import os
-from pathlib import Path
 
 import numpy as np
+import torch
 
 import common
 
-# {name: (value, what it is, its limits)}
-VALUES = dict(
-    k=([10, 20, 100, 200], "numbers of neighbours", (1, math.inf)),
-    temperature=(0.07, "temperature of the votes", (1e-6, math.inf)),
-    batch_size=(256, "images encoded at once per process", (1, math.inf)),
-    dump=(None, "write features, labels, class names and paths to this .npz, for numpy; needs no labels"),
-)
-
 
 def parse_args(argv=None):
-    """Return the command line, or a list of words, as a namespace. Exits with an error message on a mistake."""
-    args = common.parse("eval_knn", __doc__, argv, common.EVALUATION | {"kNN": VALUES})
-    if not args.k:
-        common.fail("--k: give one number of neighbours at least")
+    """Parse the command line."""
+    usage = dict(prog="eval_knn.py", usage="%(prog)s RUN [options]", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(
+        **usage, formatter_class=argparse.ArgumentDefaultsHelpFormatter, allow_abbrev=False
+    )
+    common.add_evaluation_arguments(parser)
+    add = parser.add_argument_group("kNN").add_argument
+    add("--k", type=common.positive_int, nargs="+", default=[10, 20, 100, 200], help="numbers of neighbours")
+    add("--temperature", type=float, default=0.07, help="temperature of the votes")
+    add("--batch-size", type=common.positive_int, default=256, help="images encoded at once, per process")
+    add("--dump", metavar="FILE.npz", help="write features, labels, classes and paths for numpy, also without labels")
+    args = parser.parse_args(argv)
+    if args.dump and os.path.exists(args.dump):
+        parser.error(f"--dump: {args.dump} exists")
     return args
 
 
-def write_dump(path, lines, parts, features):
-    """Write features as one .npz without pickles, which numpy.load reads.
+@torch.random.fork_rng(devices=[])  # the caller's random numbers stay as they are
+def main(args, train=None, test=None):
+    """Evaluate an encoder. Return {"encoder" or a baseline: {"knn20_top1": percent, ...}}.
 
-    lines: what the features are, as text. parts: {"train": images, "test": images}, the latter only if there is a test
-    set. features: the same of (n, d).
-    The file has train_features (n, d) float32, as the encoder gives them, train_labels (n,) int64, -1 where there is
-    none and, if the images come from files, train_paths (n,) text. It has the same for test, the names `classes` of the
-    labels, and the text `protocol`.
+    args: of `parse_args`. train, test: data sets with items (PIL image, label), `targets` and `classes` to use instead
+    of --dataset. With --dump, they need no labels, and there may be no test images: the result is then empty.
     """
-    arrays = {"classes": np.array(parts["train"].classes, str), "protocol": np.array(lines)}
-    for name, part in parts.items():
-        arrays |= {f"{name}_features": features[name].numpy(), f"{name}_labels": part.labels}
-        if part.paths is not None:
-            arrays[f"{name}_paths"] = np.array([part.path(i) for i in range(len(part))])
-    common.write_file(path, lambda file: np.savez(file, **arrays))
-    common.log(f"features written to {path}")
-
-
-def main(args, encoder=None, train=None, test=None):
-    """Evaluate an encoder as args say. Return {"encoder" or a baseline: {"knn20_top1": percent, ...}}.
-
-    args: the namespace of `parse_args`. encoder: a module that maps (N, 3, H, W) to (N, width), instead of timm's; a
-    copy of it is evaluated. train, test: common.ImageSet of images and labels to use instead of --dataset. With --dump
-    they need no labels: images without one are in the file only, and without two classes the result is {}.
-    """
-    args = copy.copy(args)
-    folder = Path(args.dump or ".").absolute().parent
-    if args.dump and (os.path.exists(args.dump) or not (folder.is_dir() and os.access(folder, os.W_OK))):
-        common.fail(f"--dump {args.dump} is there already, or its folder is missing or read-only")  # before the work
-    device, encoder, info = common.open_encoder(args, encoder)
-    train, test = common.open_data(args, info, train, test, labels=not args.dump)
-    parts = {"train": train} if test is None else {"train": train, "test": test}
-    evaluated = test is not None and len(train.classes) > 1 and len(test.classes) > 0  # else there is only a dump
-    if evaluated:
-        common.check_labels(train, test)  # with --dump, too
-    lines = f"{common.protocol(args, info, train, test)}\nkNN: cosine, votes exp(similarity / {args.temperature})"
-    common.log(lines)
-    count = len(train.labelled())
-    ks = list(dict.fromkeys(min(k, count) for k in args.k))  # as the scores' names say
-    networks = {"encoder": encoder, **(common.baseline_encoders(args, info, device, count) if evaluated else {})}
-    results, how = {}, dict(batch_size=args.batch_size, workers=args.workers, amp=args.amp == "bf16")
-    for name, network in networks.items():
-        if name != "encoder":  # images without labels are for the dump only
-            parts = {part: images.labelled() for part, images in parts.items()}
-        x = {}
-        for part, images in parts.items():  # the bank stays shared out over the processes
-            options = dict(how, whole=part == "test", what=f"features of {name}, {part}")
-            x[part] = common.extract_features(network, images, info, device, **options)
+    device, *_ = common.init_distributed(args.device)
+    encoder, info = common.open_encoder(args)
+    if train is None:
+        train, test = common.open_evaluation_data(args.dataset, args.data_dir, info, check=not args.dump)
+    protocol = f"{common.protocol(info, train, test or [])}\nkNN: votes exp(cosine similarity / {args.temperature})"
+    common.log(protocol)
+    encoders = {"encoder": encoder}
+    if args.baselines:
+        encoders |= common.baselines(info, args.seed, len(train))
+    amp = args.amp == "auto" and device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
+    options = dict(batch_size=args.batch_size, workers=args.workers, amp=amp)
+    results = {}
+    for name, network in encoders.items():
+        # Each process keeps its own rows of the training features
+        train_x = common.extract_features(network.to(device), train, info, device, whole=False, **options)
+        test_x = common.extract_features(network, test, info, device, **options) if test else None
         if name == "encoder" and args.dump:
-            write_dump(args.dump, lines, parts, x | {"train": common.gather_uneven(x["train"])})
-        if evaluated:
-            bank, queries = ((rows.to(device), parts[part]) for part, rows in x.items())
-            results[name] = common.knn_scores(*bank, *queries, ks, args.temperature)
-            found = zip(ks, results[name].values(), strict=True)
-            common.log(f"{name:>10}  " + "  ".join(f"k={k} {percent:.2f} %" for k, percent in found))
+            arrays = dict(classes=np.array(train.classes, str), protocol=protocol)
+            for part, images, x in ("train", train, common.gather_rows(train_x)), ("test", test, test_x):
+                if images:
+                    arrays |= {f"{part}_features": x, f"{part}_labels": np.array(images.targets)}
+                if hasattr(images, "samples"):
+                    arrays[f"{part}_paths"] = np.array([path for path, _ in images.samples])
+            common.write_file(args.dump, lambda file, arrays=arrays: np.savez(file, **arrays))
+            common.log(f"{args.dump}: the encoder's features")
+            if not common.have_labels(train, test):
+                break
+        train_y, test_y = torch.tensor(train.targets), torch.tensor(test.targets)
+        features = train_x.to(device), common.shard(train_y), test_x.to(device), test_y
+        results[name] = common.knn_top1(*features, args.k, args.temperature, len(train.classes))
+        common.log(f"{name:>10}  " + "  ".join(f"{score} {value:.2f} %" for score, value in results[name].items()))
     return results
 
 

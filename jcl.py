@@ -1,20 +1,20 @@
 """JCL: Joint Contrastive Learning with Infinite Possibilities (Cai et al., NeurIPS 2020, arXiv 2009.14776).
 
-MoCo compares the embedding of one view of an image, the query, with that of another view, the key. JCL is about the
-expected loss over all keys that augmentation could make of the image. Jensen's inequality bounds it from above, and JCL
-minimises the bound. If the keys are Gaussian, it has a closed form, which needs only their mean and covariance. Both
-are estimated from M' keys.
+MoCo compares the embedding of one view of an image, the query, with that of another view, the key. JCL takes the
+expectation of MoCo's loss over all keys that augmentation could make of the image. Jensen's inequality gives an upper
+bound. If the keys are Gaussian, it has a closed form, which needs only their mean and covariance. These are estimated
+from M' keys, and the bound is minimised.
 
-Two things change in MoCo's loss. The mean key mu takes the place of the key. In the denominator the positive logit
-also grows by lambda / (2 tau^2) times the variance of the keys along the query, q^T Sigma q. So the loss is low where
-the keys of an image agree. Gradients reach the query only; the momentum encoder, which makes the keys, follows slowly.
-The mean keys enter the queue of negatives.
+This changes MoCo's loss in two places. The mean key mu replaces the key. In the denominator, the positive logit grows
+by lambda / (2 tau^2) times the variance of the keys along the query, q^T Sigma q. So the loss is low where the keys of
+an image agree. Gradients reach the query only; the keys come from the momentum encoder. The mean keys enter the queue
+of negatives.
 
     Eq. 1-2                    info_nce                 MoCo v2's loss, for --vanilla
     Eq. 3                      JCL.forward, --vanilla   its average over the keys
     Eq. 4-7                    (in the tests)           the derivation of the bound
     Eq. 8-9                    jcl_loss                 the bound, and its mean over the batch
-    Algorithm 1, line 4        augmentation, main       the views
+    Algorithm 1, line 4        augment, main            the views
     Algorithm 1, lines 5-10    JCL.forward              queries, keys and the loss; lines 7-10 are jcl_loss
     Algorithm 1, lines 12-13   main                     12: the update; 13: the queue
 
@@ -22,29 +22,28 @@ The mean keys enter the queue of negatives.
     python jcl.py --dataset cifar10 --num-keys 1                              # the baseline, MoCo v2, on one GPU
     torchrun --nproc_per_node=8 jcl.py --dataset imagenet --data-dir DIR
 
-The baseline is MoCo v2. Its loss is exactly that of `--num-keys 1`, because one key has no variance. What JCL changes
-in it (MoCo v2 | here | where):
-    one query view and one key view           one query view and M' key views             augmentation
-    k = key(view)                             k = M' keys per query                       JCL.forward
-    info_nce(q, k, queue, tau)                jcl_loss(q, k, queue, tau, lambda)          JCL.forward
-    enqueue(k)                                enqueue(the mean of the M' keys)            main
+The baseline is MoCo v2. `--num-keys 1` is exactly its loss, because one key has no variance. JCL changes three lines:
+    MoCo v2                       | here                                     | where
+    one query and one key view    | one query view and M' key views          | main
+    info_nce(q, k, queue, tau)    | jcl_loss(q, k, queue, tau, lambda)       | JCL.forward
+    enqueue(k)                    | enqueue(the mean of the M' keys)         | main
 
 Not here: detection, segmentation and keypoints on COCO (Table 2), and the histograms of Fig. 3.
 
-Where the paper, which is the default, and the released code, `--variant released`, differ:
+Differences between the paper, which is the default, and the released code, `--variant released`:
     D1 lambda. Paper: 4.0, constant. Released: a linear ramp over the epochs, up to 2.0.
     D2 The number of keys M'. Paper: 5. Released: 4, because the 5 in its script counts the query, too.
-    D3 Batch size and learning rate on ImageNet-1K. Paper: 512 and 0.06. Released: 256 and 0.03, the same ratio.
+    D3 Batch size on ImageNet-1K. Paper: 512. Released: 256. The learning rate per image is the same.
     D4 The queue. Paper (App. C): 256 old keys leave while N = 512 enter. Here and released: as many leave as enter.
-    D5 The encoder g. Paper: learned (Alg. 1; 3.2), or a momentum encoder (App. C). Here: the latter, in all forms.
-    D6 The classes of ImageNet-100. Paper (App. D): the list has two misprints. Here: common.py's list corrects them.
-What differs by rounding, by an index or by precision is in tests/golden/README.md.
+    D5 The key encoder g. Paper: trained (Alg. 1; 3.2), or a momentum encoder (App. C). Here: a momentum encoder.
+    D6 The classes of ImageNet-100. Paper (App. D): the list has two misprints. Here: common.py corrects them.
+Differences in rounding, indices and precision are listed in tests/golden/README.md.
 """
 
 import argparse
 import copy
+import functools
 import math
-import time
 
 import timm
 import torch
@@ -52,56 +51,93 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, DistributedSampler
+from torchvision.transforms import v2
 
 import common
 
 # ========================================================= 1. hyper-parameters
 
+
+def parse_args(argv=None):
+    """Parse the command line. The defaults are the paper's for ImageNet, with the changes that `recipe` returns."""
+    options = dict(formatter_class=argparse.ArgumentDefaultsHelpFormatter, allow_abbrev=False)
+    parser = argparse.ArgumentParser("jcl.py", "%(prog)s [options]", __doc__.splitlines()[0], **options)
+    parser.set_defaults(method="jcl")
+    add = parser.add_argument
+    add("--variant", choices=("paper", "released"), default="paper", help="follow the paper, or the authors' code")
+
+    add = parser.add_argument_group("loss").add_argument
+    add("--num-keys", type=common.positive_int, default=5, help="keys per query, M' (Fig. 2a); 1 is MoCo v2")
+    add("--lam", type=common.nonnegative_float, default=4.0, help="lambda of Eq. 8 (Fig. 2b)")
+    add("--lam-schedule", choices=("constant", "ramp"), default="constant", help="ramp: lambda grows up to --lam (D1)")
+    add("--vanilla", action="store_true", help="minimise the average InfoNCE loss over the keys (Eq. 2-3), not Eq. 8")
+    add("--temperature", type=common.positive_float, default=0.2, help="temperature tau of the loss (Fig. 2c)")
+    add("--queue", type=common.positive_int, default=65536, help="number of negatives")
+
+    add = parser.add_argument_group("model").add_argument
+    add("--arch", default="resnet50", help="encoder: resnet_micro, resnet18, resnet50, vit_small, or any timm model")
+    add("--image-size", type=common.positive_int, default=224, help="side of a view, in pixels")
+    add("--patch-size", type=common.positive_int, default=16, help="side of a ViT's patch, in pixels")
+    add("--dim", type=common.positive_int, default=128, help="dimension of queries and keys")
+    add("--bn-groups", type=common.positive_int, default=8, help="groups of the batch for batch norm, as on 8 GPUs")
+    add("--momentum", type=common.fraction, default=0.999, help="momentum m of the momentum encoder")
+
+    add = parser.add_argument_group("schedule").add_argument
+    add("--epochs", type=common.positive_int, default=200, help="number of epochs")
+    add("--batch-size", type=common.positive_int, default=512, help="images per step, over all processes")
+    add("--lr", type=common.positive_float, default=0.03, help="peak learning rate per 256 images")  # 0.06 for 512
+    add("--min-lr", type=common.nonnegative_float, default=0.0, help="last learning rate per 256 images")
+    add("--warmup", type=common.nonnegative_float, default=0.0, help="epochs of warm-up, at most a quarter of them")
+    add("--weight-decay", type=common.nonnegative_float, default=1e-4, help="weight decay of SGD")
+
+    add = parser.add_argument_group("augmentation").add_argument
+    add("--crop-scale", type=common.fraction, nargs=2, default=[0.2, 1.0], help="range of a crop's share of the image")
+    add("--blur-p", type=common.fraction, default=0.5, help="probability of a Gaussian blur")
+    add("--norm", choices=common.NORMS, default="imagenet", help="data set whose mean and deviation normalise views")
+
+    args = common.parse_args(parser, argv, recipe)
+    needs = [  # (flags, whether they have an effect, what they need)
+        (["lam", "lam_schedule", "vanilla"], args.num_keys > 1, "several keys per query"),
+        (["lam", "lam_schedule"], not args.vanilla, "Eq. 8, which --vanilla replaces"),
+    ]
+    common.check_flags(parser, args, needs)
+    return args
+
+
 # fmt: off
-# {group: {name: (value, what it is, its limits or words)}}: the paper's for ImageNet, section 4.1 and App. C. Each is a
-# flag of its value's type, --num-keys 3, and args.NAME. Without limits, a number is not below 0.
-HYPERPARAMETERS = dict(
-    recipe=dict(variant=("paper", "follow the paper, or the authors' code", ("paper", "released"))),
-    loss=dict(
-        num_keys=(5, "keys per query, M' (Fig. 2a); 1 is MoCo v2", (1, math.inf)),
-        lam=(4.0, "lambda of Eq. 8 (Fig. 2b)"),
-        lam_schedule=("constant", "ramp: lambda grows over the epochs, up to --lam (D1)", ("constant", "ramp")),
-        vanilla=(False, "the average InfoNCE loss over the keys (Eq. 2-3), not Eq. 8"),  # ours: means are enqueued
-        temperature=(0.2, "temperature tau of the loss (Fig. 2c)", (1e-9, math.inf)),
-        queue=(65536, "negatives per query; auto: a tenth of the images, at least a batch", (1, math.inf, "auto")),
+CIFAR = dict(  # ours: the values of moco_jointcrop.py, for a comparison
+    arch="resnet18", image_size=32, patch_size=4, epochs=500, lr=0.25, min_lr=0.025, queue=4096, blur_p=0.0,
+    norm="cifar10",
+)
+RECIPES = dict(  # what differs from the paper's values for ImageNet
+    patterns=dict(  # ours, for a laptop
+        arch="resnet_micro", image_size=32, patch_size=4, epochs=45, batch_size=64, lr=0.12, queue=128, blur_p=0.1,
+        crop_scale=[0.3, 1.0], bn_groups=2, momentum=0.95, warmup=5.0, num_keys=3, norm="patterns",
     ),
-    model=dict(
-        arch=("resnet50", "encoder: resnet_micro, resnet18, resnet50, vit_small, ..., or any timm model"),
-        image_size=(224, "side of a view, in pixels", (1, math.inf)),
-        patch_size=(16, "side of a ViT's patch, in pixels", (1, math.inf)),
-        dim=(128, "dimension of queries and keys", (1, math.inf)),
-        bn_groups=(8, "slices of the batch with batch-norm statistics of their own, as on 8 GPUs", (1, math.inf)),
-        momentum=(0.999, "momentum m of the momentum encoder", (0, 1)),
+    cifar10=CIFAR,
+    cifar100=dict(CIFAR, norm="cifar100"),
+    stl10=dict(CIFAR, image_size=96, patch_size=8, queue=8192, norm="imagenet"),
+    imagenet100=dict(  # App. D, except for ours: queue and bn_groups
+        arch="resnet18", epochs=100, batch_size=128, lr=0.2,  # 0.1 for 128
     ),
-    schedule=dict(
-        epochs=(200, "epochs of the whole training", (1, math.inf)),
-        batch_size=(512, "images per step, over all processes", (2, math.inf)),
-        lr=(0.06, "peak learning rate at --lr-batch; scaled linearly to --batch-size", (1e-9, math.inf)),
-        min_lr=(0.0, "last learning rate, scaled as --lr is"),
-        lr_batch=(512, "batch size for which the learning rates are given", (1, math.inf)),
-        warmup=(0.0, "epochs of linear warm-up, at most a quarter of the run"),
-        weight_decay=(1e-4, "weight decay of SGD"),
-        sgd_momentum=(0.9, "momentum of SGD", (0, 0.999999)),
-    ),
-    augmentation=dict(
-        crop_scale=((0.2, 1.0), "smallest and largest share of the image that a crop has", (1e-9, 1)),
-        crop_ratio=((3 / 4, 4 / 3), "smallest and largest width / height of a crop", (1e-9, math.inf)),
-        interpolation=("bilinear", "how a crop is resized", ("bilinear", "bicubic")),
-        jitter=((0.4, 0.4, 0.4, 0.1), "largest change of brightness, contrast, saturation and hue"),
-        jitter_p=(0.8, "probability of these color changes", (0, 1)),
-        gray_p=(0.2, "probability of a gray view", (0, 1)),
-        blur_p=(0.5, "probability of a blurred view", (0, 1)),
-        blur_sigma=((0.1, 2.0), "smallest and largest sigma of the blur, in pixels", (1e-9, math.inf)),
-        flip_p=(0.5, "probability of a horizontal flip", (0, 1)),
-        norm=("imagenet", "data set whose mean and standard deviation normalise the views", common.NORMS),
-    ),
+    imagenet=dict(knn_every=50),  # its kNN takes minutes
+    folder=dict(queue=None, bn_groups=2),  # ours; None: a tenth of the images, which may be few
 )
 # fmt: on
+
+
+def recipe(args):
+    """Return the defaults, {name: value}, for args.dataset, args.variant and args.arch."""
+    values = dict(RECIPES[args.dataset])
+    if args.variant == "released":
+        values |= dict(num_keys=4, lam=2.0, lam_schedule="ramp")  # D1, D2
+        if args.dataset in ("imagenet", "folder"):
+            values["batch_size"] = 256  # D3
+    if args.arch in ("resnet_micro", "resnet_mini") and args.dataset in ("cifar10", "cifar100", "stl10", "folder"):
+        batch_size = 64 if args.dataset == "folder" else 256
+        values |= dict(batch_size=batch_size, lr=0.1, min_lr=0.0, momentum=0.99, blur_p=0.5)  # ours
+    return values
 
 
 # ================================================================ 2. the paper
@@ -110,15 +146,14 @@ HYPERPARAMETERS = dict(
 def jcl_loss(q, k, queue, temperature, lam):
     """Return JCL's loss (Eq. 8-9), for lam >= 1 an upper bound on the expected InfoNCE loss over Gaussian keys.
 
-    It is log[exp(q.mu / T + lam / (2 T^2) q^T Sigma q) + sum_j exp(q.queue_j / T)] - q.mu / T, averaged over the batch.
-    mu and Sigma are the mean and the covariance of an image's keys. Sigma is divided by M', not by M' - 1. With one key
+    The loss is log[exp(q.mu / T + lam / (2 T^2) q^T Sigma q) + sum_j exp(q.queue_j / T)] - q.mu / T, averaged over the
+    batch. mu and Sigma are the mean and the covariance of an image's keys (divided by M', not by M' - 1). With one key
     it is InfoNCE, whatever lam is.
 
-    q: (N, C) queries, L2-normalised. k: (N, M', C) keys, each L2-normalised; k[i], not k[:, i], are the keys of q[i].
+    q: (N, C) queries, L2-normalised. k: (N, M', C) keys, each L2-normalised; the keys of q[i] are k[i], not k[:, i].
     queue: (K, C) negatives, for example earlier keys, or means of keys. temperature: T > 0. lam: lambda >= 0.
-    Gradients reach q. They also reach k and queue unless these are detached, as they are in this file (D5).
-    float16 and bfloat16 are converted to float32. Call it outside autocast, which would undo that. Raises ValueError if
-    the shapes do not fit.
+    Gradients reach q, and also k and queue unless these are detached. float16 and bfloat16 are converted to float32;
+    call it outside autocast, which would undo that. Raises ValueError if the shapes do not fit.
     """
     if q.dim() != 2 or k.dim() != 3 or k.shape[::2] != q.shape or queue.shape[1:] != q.shape[1:]:
         shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, queue {tuple(queue.shape)}"
@@ -126,7 +161,7 @@ def jcl_loss(q, k, queue, temperature, lam):
     q, k, queue = (x.to(torch.promote_types(x.dtype, torch.float32)) for x in (q, k, queue))
     projections = (q[:, None] * k).sum(2) / temperature  # q.k_m / T
     mean = projections.mean(1, keepdim=True)  # q.mu / T: Algorithm 1, line 7
-    # q^T Sigma q / T^2 is the variance of the M' projections. No C x C matrix is needed: Algorithm 1, lines 8 and 9
+    # q^T Sigma q / T^2 is the variance of the M' projections, so no C x C matrix is needed: Algorithm 1, lines 8 and 9
     variance = (projections - mean).square().mean(1, keepdim=True)
     positive = mean + lam / 2 * variance  # the first exponent of Eq. 8
     negatives = (q / temperature) @ queue.T
@@ -138,17 +173,18 @@ def jcl_loss(q, k, queue, temperature, lam):
 
 
 def info_nce(q, k, queue, temperature):
-    """Return MoCo's loss, InfoNCE with a queue (MoCo, Eq. 1), as a scalar.
+    """Return MoCo's loss, InfoNCE with a queue (MoCo, Eq. 1).
 
-    It is the mean of -log(exp(q.k / T) / (exp(q.k / T) + sum_j exp(q.queue_j / T))), where the positive of a query is
-    the key of the same row. At equal logits it is log(K + 1).
+    It is the mean of -log(exp(q.k / T) / (exp(q.k / T) + sum_j exp(q.queue_j / T))), where a query's positive is the
+    key in the same row. At equal logits it is log(K + 1).
 
-    q, k: (N, C), L2-normalised. queue: (K, C), the negatives. temperature: T > 0.
+    q, k: (N, C), L2-normalised. queue: (K, C), the negatives. temperature: T > 0. Computed in float32 at least.
     Gradients reach q, and also k and queue unless these are detached. Raises ValueError if the shapes do not fit.
     """
     if q.dim() != 2 or k.shape != q.shape or queue.shape[1:] != q.shape[1:]:
         shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, queue {tuple(queue.shape)}"
         raise ValueError(f"info_nce takes q (N, C), k (N, C) and queue (K, C), not {shapes}")
+    q, k, queue = (x.to(torch.promote_types(x.dtype, torch.float32)) for x in (q, k, queue))
     positive = (q * k).sum(1, keepdim=True)
     logits = torch.cat([positive, q @ queue.T], dim=1) / temperature
     return F.cross_entropy(logits, logits.new_zeros(len(q), dtype=torch.int64))  # the positive is in column 0
@@ -157,13 +193,13 @@ def info_nce(q, k, queue, temperature):
 # ============================================================= 3. augmentation
 
 
-def augmentation(args):
-    """Return {name: View}: one query view and M' key views per image. All are drawn alike, as in MoCo v2 (App. C)."""
-    crop = dict(size=args.image_size, area=args.crop_scale, ratio=args.crop_ratio)
-    color = dict(jitter=args.jitter, jitter_p=args.jitter_p, gray_p=args.gray_p, solarize_p=0.0)
-    blur = dict(blur_p=args.blur_p, blur_sigma=args.blur_sigma)
-    view = common.View(**crop, **color, **blur, flip_p=args.flip_p)
-    return dict(query=view) | {f"key {m + 1}": view for m in range(args.num_keys)}
+def augment(x, args):
+    """Flip and color crops as MoCo v2 does (App. C): uint8 (n, 3, S, S) -> normalised float (n, 3, S, S)."""
+    x = common.horizontal_flip(x.float() / 255, p=0.5)
+    x = common.color_jitter(x, 0.4, 0.4, 0.4, 0.1, p=0.8)
+    x = common.grayscale(x, p=0.2)
+    x = common.gaussian_blur(x, sigma=(0.1, 2.0), p=args.blur_p)
+    return common.normalize(x, *common.NORMS[args.norm])
 
 
 # ==================================================================== 4. model
@@ -172,15 +208,11 @@ def augmentation(args):
 
 
 class Queue(nn.Module):
-    """The last `length` keys, (length, dim), first in, first out. It begins with random L2-normalised vectors.
+    """The last `length` keys, (length, dim), first in, first out. It begins with random L2-normalised vectors."""
 
-    Any length goes with any batch size: it wraps around. generator: a torch CPU generator; torch's global one if None.
-    """
-
-    def __init__(self, length, dim, generator=None):
+    def __init__(self, length, dim):
         super().__init__()
-        keys = torch.randn(length, dim, generator=generator)
-        self.register_buffer("keys", F.normalize(keys, dim=1))
+        self.register_buffer("keys", F.normalize(torch.randn(length, dim), dim=1))
         self.register_buffer("position", torch.zeros(1, dtype=torch.int64))  # of the oldest key
 
     @torch.no_grad()
@@ -196,113 +228,64 @@ class Queue(nn.Module):
 
 
 class JCL(nn.Module):
-    """MoCo v2's query encoder, momentum encoder (for the keys) and queue, with M' keys per query (Algorithm 1).
+    """MoCo v2's query encoder, momentum encoder and queue, with M' keys per query (Algorithm 1).
 
-    Copy it with jcl_loss, info_nce, Queue, gather, shard and encode_shuffled_keys. For several groups of batch norm,
-    without which ShuffleBN has no effect, give it to split_batch_norms, which needs GroupedBatchNorm.
-    backbone: a module, (n, 3, H, W) -> (n, width). dim: of queries and keys. queue: the number of negatives.
-    temperature, vanilla: of the loss. amp: encode in bfloat16. generator: a torch CPU generator of the first negatives;
-    torch's global one if None.
+    Copy it with jcl_loss, info_nce, Queue, gather, shard and encode_shuffled_keys. On one process, also apply
+    `convert_split_batchnorm`: without groups of batch norm, ShuffleBN has no effect.
+    backbone: (n, 3, H, W) -> (n, width). dim: of queries and keys. queue: number of negatives. temperature: tau.
+    vanilla: the loss is the average of info_nce over the keys.
     """
 
-    def __init__(
-        self, backbone, width, dim=128, queue=65536, temperature=0.2, vanilla=False, amp=False, generator=None
-    ):
+    def __init__(self, backbone, width, dim=128, queue=65536, temperature=0.2, vanilla=False):
         super().__init__()
         self.backbone = backbone
         self.projector = nn.Sequential(nn.Linear(width, width), nn.ReLU(inplace=True), nn.Linear(width, dim))
         self.momentum_backbone = copy.deepcopy(self.backbone).requires_grad_(False)
         self.momentum_projector = copy.deepcopy(self.projector).requires_grad_(False)
-        self.queue = Queue(queue, dim, generator)
-        self.temperature, self.vanilla, self.amp = temperature, vanilla, amp
+        self.queue = Queue(queue, dim)
+        self.temperature, self.vanilla = temperature, vanilla
 
     def query(self, x):
         """Return the queries of images: (n, 3, H, W) -> (n, dim), L2-normalised, in the dtype of x."""
-        with torch.autocast(x.device.type, torch.bfloat16, enabled=self.amp):
-            return F.normalize(self.projector(self.backbone(x)).to(x.dtype), dim=1)
+        return F.normalize(self.projector(self.backbone(x)).to(x.dtype), dim=1)
 
     def key(self, x):
         """Return the momentum encoder's keys of images: (n, 3, H, W) -> (n, dim), L2-normalised, in the dtype of x."""
-        with torch.autocast(x.device.type, torch.bfloat16, enabled=self.amp):
-            return F.normalize(self.momentum_projector(self.momentum_backbone(x)).to(x.dtype), dim=1)
+        return F.normalize(self.momentum_projector(self.momentum_backbone(x)).to(x.dtype), dim=1)
 
-    def forward(self, views, lam, generator=None):
+    def forward(self, views, lam):
         """Return (loss, mean keys to enqueue (N, dim), queries (n, dim), {name: metric}): Algorithm 1, lines 5 to 10.
 
-        views: this process's query view and M' key views, each (n, 3, H, W), normalised. lam: lambda. generator: a
-        torch CPU generator that shuffles the keys, the same on all processes; torch's global one if None, which then
-        has to be the same on all. Only the loss has a gradient. It reaches the query encoder only.
+        views: this process's query view and M' key views, each (n, 3, H, W), normalised. lam: lambda. The mean keys
+        are those of all processes. Only the loss has a gradient, which reaches the query encoder only.
         """
         q = self.query(views[0])  # line 5
-        keys = encode_shuffled_keys(self.key, views[1:], generator)  # line 6: (M', N, C), of all processes
-        k = shard(keys, dim=1).transpose(0, 1)  # (n, M', C)
-        if self.vanilla:
-            losses = [info_nce(q, key, self.queue.keys, self.temperature) for key in k.unbind(1)]  # Eq. 2
-            loss = sum(losses) / len(losses)  # Eq. 3
-        else:
-            loss = jcl_loss(q, k, self.queue.keys, self.temperature, lam)  # lines 7 to 10
-        mean_keys = keys.mean(0)  # for line 13: means are not normalised again, so their norm is at most 1
+        keys = encode_shuffled_keys(self.key, views[1:])  # line 6: (M', N, dim)
+        k = shard(keys, dim=1).transpose(0, 1)  # (n, M', dim)
+        with torch.autocast(q.device.type, enabled=False):  # the loss is computed in float32
+            if self.vanilla:
+                losses = [info_nce(q, key, self.queue.keys, self.temperature) for key in k.unbind(1)]  # Eq. 2
+                loss = sum(losses) / len(losses)  # Eq. 3
+            else:
+                loss = jcl_loss(q, k, self.queue.keys, self.temperature, lam)  # lines 7 to 10
+        mean_keys = keys.mean(0)  # for line 13; not normalised again, so their norm is at most 1
         metrics = dict(loss=loss.detach(), key_variance=k.var(1, correction=0).mean())  # the mean of Sigma's diagonal
         return loss, mean_keys, q.detach(), metrics
 
     @torch.no_grad()
     def update(self, m):
-        """Move the momentum encoder's parameters: theta_k <- m theta_k + (1 - m) theta_q (MoCo, Eq. 2), m in [0, 1]."""
-        slow = [*self.momentum_backbone.parameters(), *self.momentum_projector.parameters()]
-        fast = [*self.backbone.parameters(), *self.projector.parameters()]
-        torch._foreach_lerp_(slow, fast, 1 - m)
+        """Update the momentum encoder: theta_k <- m theta_k + (1 - m) theta_q (MoCo, Eq. 2)."""
+        for slow, fast in (self.momentum_backbone, self.backbone), (self.momentum_projector, self.projector):
+            for theta_k, theta_q in zip(slow.parameters(), fast.parameters(), strict=True):
+                theta_k.lerp_(theta_q, 1 - m)
 
 
 # ================================================================= 5. training
 
-STREAM_EPOCH, STREAM_QUEUE, STREAM_SHUFFLE = 0, 4, 20  # random streams, see common.generator
-
-# fmt: off
-IMAGENET = common.defaults(HYPERPARAMETERS)
-CIFAR = dict(  # ours: the values of moco_jointcrop.py, so that the two can be compared
-    IMAGENET, arch="resnet18", image_size=32, patch_size=4, epochs=500, lr=0.5, min_lr=0.05, queue=4096, blur_p=0.0,
-    norm="cifar10",
-)
-RECIPES = dict(
-    patterns=dict(  # ours, for two CPU cores
-        IMAGENET, arch="resnet_micro", image_size=32, patch_size=4, epochs=45, batch_size=64, lr_batch=128, queue=128,
-        blur_p=0.1, crop_scale=(0.3, 1.0), bn_groups=2, momentum=0.95, warmup=5.0, num_keys=3, norm="patterns",
-    ),
-    cifar10=CIFAR,
-    cifar100=dict(CIFAR, norm="cifar100"),
-    stl10=dict(CIFAR, image_size=96, patch_size=8, queue=8192, norm="imagenet"),
-    imagenet100=dict(  # App. D; ours: the queue's length, which is not restated there, and bn_groups
-        IMAGENET, arch="resnet18", epochs=100, batch_size=128, lr=0.1, lr_batch=128,
-    ),
-    imagenet=dict(IMAGENET, knn_every=50),  # its kNN takes minutes
-    folder=dict(IMAGENET, queue="auto", bn_groups=2),  # ours: a folder of one's own may be small
-)
-SMALL_ENCODERS = dict(batch_size=256, lr=0.1, lr_batch=256, min_lr=0.0, momentum=0.99, blur_p=0.5)  # ours
-RELEASED = dict(num_keys=4, lam=2.0, lam_schedule="ramp")  # D1, D2
-RELEASED_IMAGENET = dict(RELEASED, batch_size=256, lr=0.03, lr_batch=256)  # D3
-# fmt: on
-
-
-def recipe(chosen):
-    """Return the hyper-parameters {name: value}. chosen: what is given, a namespace, with None for the rest."""
-    values = dict(RECIPES[chosen.dataset])
-    if chosen.variant == "released":
-        values |= RELEASED_IMAGENET if chosen.dataset in ("imagenet", "folder") else RELEASED
-    if chosen.arch in ("resnet_micro", "resnet_mini") and chosen.dataset in ("cifar10", "cifar100", "stl10", "folder"):
-        values |= SMALL_ENCODERS
-        if chosen.dataset == "folder":
-            values["batch_size"] = 64
-    return values
-
-
-def parse_args(argv=None):
-    """Return the command line (argv, or sys.argv's) as a namespace of all values. Exits with an error on a mistake."""
-    return common.parse("jcl", __doc__, argv, HYPERPARAMETERS | common.RUN, recipe)
-
 
 def learning_rate(args, epoch):
     """Return the learning rate at a time, in epochs from 0: a linear warm-up from 0, then a cosine down to --min-lr."""
-    peak, last = (lr * args.batch_size / args.lr_batch for lr in (args.lr, args.min_lr))
+    peak, last = (lr * args.batch_size / 256 for lr in (args.lr, args.min_lr))
     warmup = min(args.warmup, args.epochs / 4)
     if epoch < warmup:
         return peak * epoch / warmup
@@ -310,86 +293,78 @@ def learning_rate(args, epoch):
     return last + (peak - last) * (1 + math.cos(math.pi * done)) / 2
 
 
-def main(args, train=None, test=None, encoder=None):
-    """Train as args say. The same call goes on after the last whole epoch that --out holds.
+def main(args, train=None, test=None):
+    """Train, resuming from args.out if it holds a run. train, test: data sets to use instead of --dataset."""
+    device, rank, world = common.init_distributed(args.device)
+    torch.manual_seed(args.seed)
 
-    args: the namespace of `parse_args`. train, test: common.ImageSet of images to use instead of --dataset.
-    encoder: a module that maps (N, 3, H, W) to (N, width), to train instead of --arch; a copy of it is trained.
-    """
-    args = argparse.Namespace(**vars(args) | dict(arch=args.arch if encoder is None else "custom"))
-    device, rank, world = common.join_processes(args.device)
-
-    # Data
-    train, test = common.open_images(args, train, test)
-    declared = augmentation(args)
-    loader = common.make_loader(args, train, [*declared.values()], device)
-    layout, norm = common.memory_format(device, args.arch), common.NORMS[args.norm]
+    # Data: one query view and M' key views per image (Algorithm 1, line 4), cropped here and colored in the loop
+    if train is None:
+        train, test = common.open_data(args.dataset, args.data_dir, args.image_size)
+    groups = common.split_batch(args.batch_size, len(train), world, args.bn_groups, "--bn-groups")  # of batch norm
+    crop = v2.RandomResizedCrop(args.image_size, args.crop_scale)
+    images = common.Views(train, [crop] * (1 + args.num_keys))
+    sampler = DistributedSampler(images, world, rank, seed=args.seed, drop_last=True)
+    options = common.loader_options(args.workers, device)
+    loader = DataLoader(images, args.batch_size // world, sampler=sampler, drop_last=True, **options)
     if args.show_views:
-        return common.save_views(args.show_views, common.color_views(next(iter(loader)), device), [*declared])
+        views = [augment(x, args) for x in next(iter(loader))[0]]
+        return common.save_views(args.show_views, views, ["query"] + ["key"] * args.num_keys, args.norm)
 
     # Model and optimizer
-    torch.manual_seed(args.seed)
-    info = common.encoder_info(args, method="jcl", encoder="query")  # the encoder that is evaluated
-    backbone = common.build_backbone(info) if encoder is None else common.copy_module(encoder)
-    sizes = {view.size for view in declared.values()}
-    width = common.output_width(backbone, *sizes, check_gradient=True)
-    amp = common.use_bf16(args.amp, device, args.arch, sizes)
-    negatives = args.queue if args.queue != "auto" else min(65536, max(args.batch_size, len(train) // 10))
-    first_keys = common.generator(args.seed, STREAM_QUEUE)
-    model = JCL(backbone, width, args.dim, negatives, args.temperature, args.vanilla, amp=amp, generator=first_keys)
-    groups = common.slices_per_process(args, "bn_groups")
-    model = split_batch_norms(model, groups)
-    model.to(device, memory_format=layout)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0, momentum=args.sgd_momentum, weight_decay=args.weight_decay)
+    backbone, info = common.create_backbone(args.arch, args.image_size, args.patch_size, args.norm)
+    width = common.feature_width(backbone, args.image_size)
+    if args.init:
+        common.load_weights(backbone, args.init, args.init_prefix)
+    negatives = args.queue or min(65536, max(args.batch_size, len(train) // 10))
+    model = JCL(backbone, width, args.dim, negatives, args.temperature, args.vanilla)
+    model = convert_split_batchnorm(model, groups) if groups > 1 else model
+    model.to(device, memory_format=torch.channels_last)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0, momentum=0.9, weight_decay=args.weight_decay)
 
     # The run
-    config = common.open_run(args, train)
-    state = dict(model=model, optimizer=optimizer)
-    records = common.load_run(args, config, state)  # one for each epoch that is done
+    amp = args.amp == "auto" and device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
+    config, state = common.configuration(args, train), dict(model=model, optimizer=optimizer)
+    info |= dict(method="jcl", encoder="query", dataset=args.dataset, data_dir=args.data_dir, images=config["images"])
+    derived = dict(negatives=negatives, loss_at_uniform_logits=math.log(negatives + 1))
+    derived |= dict(peak_lr=args.lr * args.batch_size / 256, batch_norm_groups=groups * world, bf16=amp)
+    records = common.open_run(args, config, state, derived)  # one per epoch that is done
+    save = functools.partial(common.save_run, args.out, config, info, state, records, args.keep_every)
     if args.compile:
-        model.backbone.compile()
-        model.momentum_backbone.compile()
-    ddp = DistributedDataParallel(model, find_unused_parameters=encoder is not None) if dist.is_initialized() else model
-    ddp.broadcast_buffers = False  # at each step; when it is made, all get the first process's weights and buffers
-    facts = dict(batch_norm_groups=groups * world, bf16=amp, negatives=negatives)
-    facts |= dict(loss_at_uniform_logits=math.log(negatives + 1))
-    common.log_table(args, HYPERPARAMETERS | common.RUN, train=train, test=test, **facts)
+        model.backbone.compile(dynamic=False)
+        model.momentum_backbone.compile(dynamic=False)
+    ddp = DistributedDataParallel(model) if world > 1 else model
+    ddp.broadcast_buffers = False  # of the queue and batch norm (set here, because torch 2.13 renames the argument)
 
-    # The last epoch's kNN, if a kill came before it
-    common.add_knn(args, config, info, state, records, model.backbone, train, test, device, amp)
     for epoch in range(len(records), args.epochs):
-        loader.batch_sampler.epoch = epoch
-        torch.manual_seed(common.generator(args.seed, epoch, STREAM_EPOCH, rank).initial_seed())  # for drop-path
+        sampler.set_epoch(epoch)
+        torch.manual_seed(hash((args.seed, epoch, rank)))  # a resumed run draws the same numbers
         lam = args.lam if args.lam_schedule == "constant" else args.lam * (epoch + 1) / args.epochs  # D1
-        history, began = [], time.perf_counter()
-        for step, batch in enumerate(loader, epoch * len(loader)):
-            lr = learning_rate(args, step / len(loader))
+        meter = common.Meter(epoch, args.epochs, len(loader), args.batch_size)
+        for step, (crops, _) in enumerate(loader):
+            lr = learning_rate(args, epoch + step / len(loader))
             for group in optimizer.param_groups:
                 group["lr"] = lr
-            # Algorithm 1, line 4: a query view and M' key views per image, cut by the loader and colored here
-            views = common.color_views(batch, device, layout, norm)
-            # Lines 5 to 10, and Eq. 9: the loss
-            shuffle = common.generator(args.seed, step, STREAM_SHUFFLE)
-            loss, keys, q, metrics = ddp(views, lam, shuffle)
-            # Line 12: update the query encoder. Then move the momentum encoder (D5)
+            views = [augment(x.to(device, non_blocking=True), args) for x in crops]
+            with torch.autocast(device.type, torch.bfloat16, enabled=amp):
+                loss, keys, q, metrics = ddp(views, lam)  # Algorithm 1, lines 5 to 10
             optimizer.zero_grad()
             loss.backward()
-            grad_norm = torch.nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
-            optimizer.step()
+            grad_norm = nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
+            optimizer.step()  # line 12
             model.update(args.momentum)
-            # Line 13: the mean keys are negatives of the next steps
-            model.queue.enqueue(keys)
-            history.append(metrics | dict(grad_norm=grad_norm))
-            if (step + 1) % 10 == 0:
-                common.show_progress(args, history, began, step + 1, args.epochs * len(loader))
+            model.queue.enqueue(keys)  # line 13
+            meter.update(metrics | dict(grad_norm=grad_norm))
 
-        average_statistics(model)
-        record = dict(epoch=epoch + 1, lr=lr)
-        records.append(record | common.means(args, history, began) | common.embedding_health(q))
-        common.save_run(args, config, info, state, records)  # before the kNN, which may fail
-        common.add_knn(args, config, info, state, records, model.backbone, train, test, device, amp)
-        common.log_epoch(args, records[-1])
-    common.log_end(args, train)
+        if world > 1:
+            timm.utils.distribute_bn(model, world, reduce=True)  # average the running statistics
+        records.append(dict(epoch=epoch + 1, lr=lr) | meter.averages() | common.embedding_health(q))
+        save()
+        if test is not None and args.knn_every and ((epoch + 1) % args.knn_every == 0 or epoch + 1 == args.epochs):
+            records[-1] |= common.knn_monitor(model.backbone, info, train, test, device, args.workers, amp)
+            save()  # again: a test image that cannot be read must not cost the epoch
+        common.log_epoch(records[-1], args.epochs)
+    common.log_end(args.out, records, args.dataset)
 
 
 # ================================================================ 6. ShuffleBN
@@ -401,89 +376,78 @@ def gather(x):
     """Concatenate the tensors (n, ...) of all processes to (N, ...), in rank order. No gradient."""
     if not dist.is_initialized():
         return x
-    out = x.new_empty(dist.get_world_size() * len(x), *x.shape[1:])
-    dist.all_gather([*out.chunk(dist.get_world_size())], x.contiguous())
-    return out
+    x = x.contiguous()
+    parts = [torch.empty_like(x) for _ in range(dist.get_world_size())]
+    dist.all_gather(parts, x)
+    return torch.cat(parts)
 
 
 # --------------------------------------------------- ShuffleBN (shared block)
 
 
 def shard(x, dim=0):
-    """Return this process's part of a tensor that all processes have: what `gather` would put back together."""
+    """Inverse of `gather`: return this process's rows of a tensor that all processes have."""
     return x.chunk(dist.get_world_size(), dim)[dist.get_rank()] if dist.is_initialized() else x
 
 
 @torch.no_grad()
-def encode_shuffled_keys(encode, views, generator=None):
-    """Encode several views of the global batch as keys, with ShuffleBN: (views, N, C), on every process.
+def encode_shuffled_keys(encode, views):
+    """Encode views of the global batch with ShuffleBN: keys (V, N, C), on every process.
 
-    encode: maps images to keys. views: list of this process's images (n, 3, H, W).
-    The key and the query of an image must not share batch statistics, which would tell the encoder that they belong
-    together (MoCo, section 3.3). So the rows of all views of the global batch are shuffled, each process encodes its
-    part, and the keys are put back in order. Any number of processes makes the same batch-norm groups.
-    Meanwhile each process holds the views of the global batch twice: 0.6 GB for a view of 512 images of 224 px.
+    encode: a function, images (n, 3, H, W) -> keys (n, C). views: list of V views of this process, each (n, 3, H, W).
+
+    A query and its key must not share batch statistics, from which the encoder could tell that they belong together
+    (MoCo, section 3.3). So the images of all processes are shuffled, each process encodes its part, and the keys are
+    put back in order. All views of the global batch are in memory at once: 0.3 GB each for 512 images of 224 px.
     """
     images = torch.cat([gather(view) for view in views])  # row v * N + i is view v of image i
-    shuffle = torch.randperm(len(images), generator=generator).to(images.device, non_blocking=True)
+    shuffle = torch.randperm(len(images), device=images.device)
+    if dist.is_initialized():
+        dist.broadcast(shuffle, 0)  # each process has drawn its own
     keys = gather(encode(images[shard(shuffle)]))
     return keys[shuffle.argsort()].view(len(views), -1, keys.shape[1])
 
 
-class GroupedBatchNorm(nn.modules.batchnorm._BatchNorm):
-    """Batch norm whose statistics are taken over `groups` equal slices of the batch, for (N, C) or (N, C, H, W).
+class SplitBatchNorm(nn.BatchNorm2d):
+    """Batch norm over each of `groups` equal slices of the batch, as of so many GPUs. x: (N, C) or (N, C, H, W).
 
-    Each group acts as the batch norm of one GPU would. The running statistics are the mean over the groups.
-    norm: the batch norm whose parameters, statistics and state_dict keys this one takes over.
+    As in MoCo's notebook for CIFAR, the running statistics are averages over the groups.
     """
 
-    def __init__(self, norm, groups):
-        super().__init__(norm.num_features, norm.eps, norm.momentum, norm.affine, norm.track_running_stats)
-        self.weight, self.bias = norm.weight, norm.bias
-        self.running_mean, self.running_var = norm.running_mean, norm.running_var
-        self.num_batches_tracked, self.groups, self.training = norm.num_batches_tracked, groups, norm.training
-        # timm's BatchNormAct2d also applies a dropout and an activation.
-        self.after = nn.Sequential(norm.drop, norm.act) if hasattr(norm, "act") else nn.Identity()
-
-    def _check_input_dim(self, x):
-        """Accept any number of dimensions."""
+    def __init__(self, num_features, groups, **kwargs):
+        super().__init__(num_features, **kwargs)
+        self.groups = groups
+        self.drop = self.act = nn.Identity()  # replaced by those of timm's BatchNormAct2d, which has both
 
     def forward(self, x):
-        if not self.training or self.groups == 1:
-            return self.after(super().forward(x))
-        mean = self.running_mean.repeat(self.groups, 1)
-        var = self.running_var.repeat(self.groups, 1)
-        slices = [
-            F.batch_norm(part, m, v, self.weight, self.bias, True, self.momentum, self.eps)  # updates m and v in place
-            for part, m, v in zip(x.chunk(self.groups), mean, var, strict=True)
-        ]
-        self.running_mean.copy_(mean.mean(0))
-        self.running_var.copy_(var.mean(0))
-        return self.after(torch.cat(slices))
+        weights = dict(weight=self.weight, bias=self.bias, training=self.training, eps=self.eps)
+        if not self.training:
+            return self.act(self.drop(F.batch_norm(x, self.running_mean, self.running_var, **weights)))
+        if len(x) % self.groups:
+            raise ValueError(f"{len(x)} rows cannot be split into {self.groups} equal groups")
+        means, variances = self.running_mean.repeat(self.groups, 1), self.running_var.repeat(self.groups, 1)
+        slices = zip(x.chunk(self.groups), means, variances, strict=True)
+        x = torch.cat([F.batch_norm(part, m, v, momentum=self.momentum, **weights) for part, m, v in slices])
+        self.running_mean.copy_(means.mean(0))  # `batch_norm` has updated the rows of `means`
+        self.running_var.copy_(variances.mean(0))
+        return self.act(self.drop(x))
 
 
-def split_batch_norms(module, groups):
-    """Replace a module's batch norms, but for subclasses of a user's own, by ones over `groups` slices. Return it."""
-    for name, child in module.named_children():
-        is_plain = type(child) in (nn.BatchNorm1d, nn.BatchNorm2d, timm.layers.BatchNormAct2d)
-        if is_plain and child.track_running_stats and child.momentum is not None:
-            setattr(module, name, GroupedBatchNorm(child, groups))
-        else:
-            split_batch_norms(child, groups)
-    return module
+def convert_split_batchnorm(module, groups):
+    """Convert the batch norms of a module to SplitBatchNorm, like torch's convert_sync_batchnorm. Return the module.
 
-
-@torch.no_grad()
-def average_statistics(model):
-    """Average the running statistics of batch norms over the processes. Nothing in training reads them.
-
-    They are exponential averages, which are linear: once at the end of an epoch gives what each step would.
+    Only torch's and timm's own batch norms with running statistics are converted, not subclasses of them.
     """
-    if dist.is_initialized():
-        for name, buffer in model.named_buffers():
-            if name.endswith(("running_mean", "running_var")):
-                dist.all_reduce(buffer)
-                buffer.div_(dist.get_world_size())
+    result = module
+    is_plain = type(module) in (nn.BatchNorm1d, nn.BatchNorm2d, timm.layers.BatchNormAct2d)
+    if is_plain and module.track_running_stats and module.momentum is not None:
+        result = SplitBatchNorm(module.num_features, groups, eps=module.eps, momentum=module.momentum)
+        result.weight, result.bias = module.weight, module.bias
+        result.running_mean, result.running_var = module.running_mean, module.running_var
+        result.num_batches_tracked = module.num_batches_tracked
+    for name, child in module.named_children():
+        setattr(result, name, convert_split_batchnorm(child, groups))
+    return result
 
 
 if __name__ == "__main__":
