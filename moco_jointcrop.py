@@ -3,29 +3,30 @@
 Two random crops of an image mostly have similar areas. Such pairs are easy positives. JointCrop draws the ratio of the
 two areas first, and then the areas. One number, beta, sets the distribution of the ratio: beta > 0 prefers similar
 areas, beta = 0 makes the logarithm of the ratio uniform, and beta < 0 prefers extreme ratios. The areas stay in the
-same range. Loss, model and cost stay as they are.
+same range. The loss, the model and the cost do not change.
 
 JointBlur does the same with the strengths of the two blurs, so that one view is sharp and the other is not. The rest is
-MoCo. A momentum encoder makes the keys. The negatives are a queue of earlier keys (v1, v2) or the other keys of the
-batch (v3, which also has a predictor).
+MoCo. The keys come from a momentum encoder. The negatives are a queue of earlier keys (v1, v2), or the other keys of
+the batch (v3, which also has a predictor).
 
-    Algorithm 1        joint_from_uniform, sample_joint    the two areas, or the two sigmas of the blurs
+    Algorithm 1        joint_from_uniform, sample_joint    the two areas, or the sigmas of the two blurs
     Eq. 4-10           (in the tests)                      RandomCrop's distribution; here `--joint none`
-    App. D             draw_views, --local-crops           JointCrop with multi-crop, and which pairs are drawn jointly
-    App. F             draw_views, --joint either          JointCrop or JointBlur, one of the two per image
+    App. D             JointViews, --local-crops           JointCrop with multi-crop, and which pairs are drawn jointly
+    App. F             JointViews, --joint either          JointCrop or JointBlur, one of the two per image
     App. G             center_suppressed, --css-alpha      center-suppressed sampling of a crop's position
-    MoCo, Eq. 1, 2     info_nce; MoCo.update               the loss; the momentum encoder
+    MoCo, Eq. 1, 2     info_nce; MoCoBase.update           the loss; the momentum encoder
     MoCo v3, Alg. 1    contrast, MoCoV3.forward            the symmetric loss
 
     python moco_jointcrop.py                                                  # a laptop, no data
     python moco_jointcrop.py --dataset cifar10 --joint none                   # the baseline, MoCo v2, on one GPU
     torchrun --nproc_per_node=8 moco_jointcrop.py --dataset imagenet --data-dir DIR --moco v1
 
-The baseline is MoCo. It is exactly `--joint none`. What JointCrop and JointBlur change in it:
-    two areas, each drawn on its own          two areas whose ratio is drawn first        joint_from_uniform
-    each view is blurred or not on its own    both or neither, sigmas by the same rule    draw_views
+The baseline is MoCo, which is exactly `--joint none`. JointCrop and JointBlur change two things:
+    MoCo                                    | here                                          | where
+    two areas, each drawn on its own        | two areas whose ratio is drawn first          | JointCrop
+    each view is blurred or not on its own  | both or neither, with sigmas by the same rule | JointViews
 
-In another project, with torchvision's transforms, three lines make the views of an image, and three more are JointBlur:
+In another project, torchvision and sample_joint are enough. Three lines are JointCrop, and three more are JointBlur:
 
     areas = torch.cat(sample_joint(1, 0.2, 1.0, beta=0.0)).tolist()
     boxes = [RandomResizedCrop.get_params(image, scale=[area, area], ratio=[3 / 4, 4 / 3]) for area in areas]
@@ -34,38 +35,37 @@ In another project, with torchvision's transforms, three lines make the views of
     if torch.rand(1) < 0.5:  # both views, or neither
         views = [gaussian_blur(view, 21, sigma) for view, sigma in zip(views, sigmas)]
 
-Inference: only the paper's appendix could be read here. The main text defines JointBlur and the settings of small data
-sets. So it is ours that JointBlur draws the two sigmas like areas, and that it blurs both views or neither.
-CIFAR, STL-10, MoCo v1's views and App. G's alpha (0.6 on ImageNet, 0.1 on small sets) are ContrastiveCrop's. The second
-parameter of Algorithm 1's N_T(0, s_b / beta) is taken for the standard deviation, not for the variance.
-MoCo v3 blurs the key view of one pair in ten, so that JointBlur hardly acts there.
+Inference: only the paper's appendix was available. The main text defines JointBlur and the settings of small data sets.
+So it is our choice that JointBlur draws the two sigmas like areas, and that it blurs both views or neither. CIFAR,
+STL-10, MoCo v1's views and App. G's alpha (0.6 on ImageNet, 0.1 on small data sets) are ContrastiveCrop's. The second
+parameter of Algorithm 1's N_T(0, s_b / beta) is taken to be the standard deviation, not the variance. MoCo v3 blurs one
+key view in ten, so JointBlur has little effect there.
 
-Not here: SimSiam, BYOL, SimCLR and DINO (Tables 9 and 10), for which the lines above are all that is needed; and
+Not here: SimSiam, BYOL, SimCLR and DINO (Tables 9 and 10), whose own code needs only the lines above; and
 ContrastiveCrop's semantic-aware localization (Table 11, second row).
 
-Where this file, the paper and the released code differ:
-    D1 s_b, line 1. Paper and here: ln(s_max / s_min). Released (`--variant released`): ln(s_max / s_min - 0.1).
-    D2 None of ten aspect ratios fits. Paper and here: a center crop. Released (`--variant released`): the whole image.
-    D3 What is joint. Paper and here: crops and blurs, any beta, App. G. Released (`--variant released`): crops, beta 0.
+Differences between the paper, which is the default, and the released code, `--variant released`:
+    D1 s_b, line 1. Paper: ln(s_max / s_min). Released: ln(s_max / s_min - 0.1).
+    D2 If none of ten aspect ratios fits. Paper: a center crop. Released: the whole image.
+    D3 What is joint. Paper: crops and blurs, any beta, App. G. Released: crops, beta 0.
     D4 The areas of crops. Here: from 0.2, as in the released README's command. Released script's default: from 0.08.
     D5 Small data sets. ContrastiveCrop: a queue of 65,536, CIFAR's stem. Here: 4,096 (STL-10: 8,192, ImageNet's stem).
-    D6 The version of MoCo. Paper (appendix): v1. Released: v3. Here: v2, and `--moco` chooses, whatever the variant.
-    D7 MoCo v3 on a ViT. Released MoCo v3: AdamW, a projector of three layers, a last batch norm. Here: as for ResNets.
-    D8 MoCo v1's learning rate at 60 % of the epochs. ContrastiveCrop's file: times 0. Here: a tenth, as at 80 %.
-    D9 Multi-crop (App. D). Paper: Table 10 is on DINO. Here (ours): local crops are queries only, blurred as the query
-       view is. Each is compared with the key view's key (v1, v2), or with the keys of both views (v3). The loss is the
-       mean over all terms (v3: twice the mean, as its loss is a sum of two). JointBlur is of the large views only. App.
-       D: `--image-size 160 --crop-scale 0.4 1 --local-crops 4 --local-size 96 --joint-pair local` (or global).
-What differs by rounding, by an index or by precision is in tests/golden/README.md.
+    D6 The version of MoCo. Paper (appendix): v1. Released: v3. Here: v2, or what `--moco` says.
+    D7 MoCo v3 on a ViT. Released: AdamW, a projector of three layers, a last batch norm. Here: as on a ResNet.
+    D8 MoCo v1's learning rate from 60 % of the epochs. ContrastiveCrop's file: 0. Here: a tenth, as from 80 %.
+    D9 Multi-crop (App. D). Paper: DINO (Table 10). Here (ours): local crops are queries only, and are blurred as the
+       query view is in MoCo. Each is compared with the key view's key (v1, v2), or with the keys of both views (v3).
+       The loss is the mean over all terms (v3: twice the mean, as its loss is a sum of two). App. D's setting:
+       `--image-size 160 --crop-scale 0.4 1 --local-crops 4 --local-size 96 --joint-pair local` (or global).
+Differences in rounding, indices and precision are listed in tests/golden/README.md.
 """
 
 import argparse
 import copy
 import functools
 import math
-import time
+from statistics import NormalDist
 
-import numpy as np
 import timm
 import torch
 import torch.distributed as dist
@@ -73,219 +73,323 @@ import torch.nn.functional as F
 from timm.optim import Lars, param_groups_weight_decay
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, Dataset, DistributedSampler
+from torchvision.transforms import v2
 
 import common
 
 # ========================================================= 1. hyper-parameters
 
+
+def parse_args(argv=None):
+    """Parse the command line. The defaults are MoCo v2's for ImageNet, with the changes that `recipe` returns."""
+    options = dict(formatter_class=argparse.ArgumentDefaultsHelpFormatter, allow_abbrev=False)
+    parser = argparse.ArgumentParser("moco_jointcrop.py", "%(prog)s [options]", __doc__.splitlines()[0], **options)
+    parser.set_defaults(method="moco_jointcrop")
+    add = parser.add_argument
+    add("--variant", choices=("paper", "released"), default="paper", help="paper: any MoCo; released: J-Crop(0) on v3")
+    add("--moco", choices=("v1", "v2", "v3"), help="version of MoCo (D6), which also chooses the defaults")
+
+    add = parser.add_argument_group("loss").add_argument
+    add("--local-crops", type=common.nonnegative_int, default=0, help="local crops per image, as queries (App. D, D9)")
+    add("--temperature", type=common.positive_float, default=0.2, help="temperature of the loss")
+    add("--queue", type=common.positive_int, default=65536, help="number of negatives (v1, v2)")
+
+    add = parser.add_argument_group("model").add_argument
+    add("--arch", default="resnet50", help="encoder: resnet_micro, resnet18, resnet50, vit_small, or any timm model")
+    add("--image-size", type=common.positive_int, default=224, help="side of a view, in pixels")
+    add("--patch-size", type=common.positive_int, default=16, help="side of a ViT's patch, in pixels")
+    add("--dim", type=common.positive_int, default=128, help="dimension of queries and keys")
+    add("--hidden", type=common.positive_int, default=4096, help="hidden width of projector and predictor (v3)")
+    add("--bn-groups", type=common.positive_int, default=8, help="groups of the batch for batch norm, as on 8 GPUs")
+    add("--momentum", type=common.fraction, nargs=2, default=[0.999, 0.999], help="first and last momentum m")
+
+    add = parser.add_argument_group("schedule").add_argument
+    add("--epochs", type=common.positive_int, default=200, help="number of epochs")
+    add("--batch-size", type=common.positive_int, default=256, help="images per step, over all processes")
+    add("--lr", type=common.positive_float, default=0.03, help="peak learning rate per 256 images")
+    add("--min-lr", type=common.nonnegative_float, default=0.0, help="last learning rate per 256 images")
+    add("--milestones", type=common.fraction, nargs="*", default=[], help="when --lr falls to a tenth; none: a cosine")
+    add("--warmup", type=common.nonnegative_float, default=0.0, help="epochs of warm-up, at most a quarter of them")
+    add("--weight-decay", type=common.nonnegative_float, default=1e-4, help="weight decay of SGD, or of LARS (v3)")
+
+    add = parser.add_argument_group("augmentation").add_argument
+    add("--joint", choices=("none", "crop", "blur", "either", "both"), default="crop", help="what is drawn jointly")
+    add("--joint-pair", choices=("global", "local", "both"), default="global", help="which crops are joint (App. D)")
+    add("--joint-prob", type=common.fraction, default=0.5, help="probability of JointCrop in --joint either (App. F)")
+    add("--beta", type=float, default=0.0, help="beta of J-Crop(beta) and J-Blur(beta), of any sign")
+    add("--css-alpha", type=common.positive_float, default=1.0, help="alpha of App. G; 1: uniform positions")
+    add("--crop-scale", type=common.fraction, nargs=2, default=[0.2, 1.0], help="range of a crop's share of the image")
+    add("--local-size", type=common.positive_int, help="side of a local crop, by default 96, or half a view's")
+    add("--local-scale", type=common.fraction, nargs=2, default=[0.05, 0.4], help="--crop-scale of local crops (D9)")
+    add("--blur-p", type=common.fraction, nargs=2, default=[0.5, 0.5], help="probabilities of a query's and key's blur")
+    add("--norm", choices=common.NORMS, default="imagenet", help="data set whose mean and deviation normalise views")
+
+    args = common.parse_args(parser, argv, recipe)
+    if args.joint in ("blur", "either", "both") and max(args.blur_p) == 0:
+        parser.error(f"--joint {args.joint}: this recipe does not blur; give --blur-p 0.5 0.5")
+    as_released = args.joint in ("none", "crop") and args.beta == 0 and args.css_alpha == 1 and args.local_crops == 0
+    if args.variant == "released" and not (as_released and args.moco == "v3"):
+        parser.error("--variant released is JointCrop with beta 0 on two views, on MoCo v3 (D3, D6)")
+    if args.moco == "v3" and common.is_vit(args.arch):
+        parser.error("--moco v3 has the recipe of ResNets (D7): for MoCo v3 on a ViT, see the baseline of patchmix.py")
+    needs = [  # (flags, whether they have an effect, what they need)
+        (["queue", "bn_groups"], args.moco != "v3", "--moco v1 or v2"),
+        (["hidden"], args.moco == "v3", "--moco v3"),
+        (["min_lr"], not args.milestones, "a cosine (--milestones without numbers)"),
+        (["beta", "joint_prob", "joint_pair"], args.joint != "none", "JointCrop or JointBlur (--joint)"),
+        (["joint_prob"], args.joint == "either", "--joint either"),
+        (["joint_pair"], args.local_crops > 1 and args.joint != "blur", "--local-crops 2 and JointCrop"),
+        (["local_size", "local_scale"], args.local_crops > 0, "--local-crops"),
+    ]
+    common.check_flags(parser, args, needs)
+    if args.local_size is None:  # 96 in App. D; here in whole patches
+        args.local_size = min(96, args.image_size // 2) // args.patch_size * args.patch_size
+    return args
+
+
 # fmt: off
-# {group: {name: (value, what it is, its limits or words)}}: MoCo v2's for ImageNet, and
-# JointCrop's. Each is a flag of its value's type, --beta 1.5, and args.NAME.
-HYPERPARAMETERS = dict(
-    recipe=dict(variant=("paper", "follow the paper, or the authors' code", ("paper", "released"))),
-    loss=dict(
-        moco=("v2", "version of MoCo (D6); it also chooses the recipe", ("v1", "v2", "v3")),
-        local_crops=(0, "local crops per image, as queries (App. D, D9)"),
-        temperature=(0.2, "temperature of the loss", (1e-9, math.inf)),
-        queue=(65536, "negatives per query; auto: a tenth of the images, at least a batch", (1, math.inf, "auto")),
-    ),
-    model=dict(
-        arch=("resnet50", "encoder: resnet_micro, resnet18, resnet50, vit_small, ..., or any timm model"),
-        image_size=(224, "side of a view, in pixels", (1, math.inf)),
-        patch_size=(16, "side of a ViT's patch, in pixels", (1, math.inf)),
-        dim=(128, "dimension of queries and keys", (1, math.inf)),
-        hidden=(4096, "width of the hidden layer of v3's projector and predictor", (1, math.inf)),  # MoCo v3's
-        bn_groups=(8, "slices of the batch with batch-norm statistics of their own, as on GPUs", (1, math.inf)),
-        momentum=((0.999, 0.999), "momentum m of the momentum encoder, first and last", (0, 1)),
-    ),
-    schedule=dict(
-        epochs=(200, "epochs of the whole training", (1, math.inf)),
-        batch_size=(256, "images per step, over all processes", (2, math.inf)),
-        lr=(0.03, "peak learning rate at --lr-batch; scaled linearly to --batch-size", (1e-9, math.inf)),
-        lr_batch=(256, "batch size for which the learning rates are given", (1, math.inf)),
-        min_lr=(0.0, "last learning rate, scaled as --lr is"),
-        milestones=([], "shares of the run from which on the learning rate is a tenth; empty: cosine", (0.0, 1.0)),
-        warmup=(0.0, "epochs of linear warm-up, at most a quarter of the run"),
-        weight_decay=(1e-4, "weight decay of SGD, or of v3's LARS"),
-        sgd_momentum=(0.9, "momentum of SGD, or of v3's LARS", (0, 0.999999)),
-        trust_coeff=(0.001, "trust coefficient of v3's LARS"),  # MoCo v3's
-    ),
-    augmentation=dict(
-        joint=("crop", "what is drawn jointly", ("none", "crop", "blur", "either", "both")),
-        joint_pair=("global", "which pairs of crops are drawn jointly (App. D)", ("global", "local", "both")),
-        beta=(0.0, "beta of J-Crop(beta), J-Blur(beta), of any sign", (-1000, 1000)),  # the released code's (D3)
-        joint_prob=(0.5, "of --joint either: probability of JointCrop (App. F)", (0, 1)),
-        css_alpha=(1.0, "alpha of center-suppressed sampling (App. G); 1: none", (1e-9, math.inf)),
-        crop_scale=((0.2, 1.0), "smallest and largest share of the image that a crop has", (1e-9, 1)),  # D4
-        local_size=(96, "side of a local crop, in pixels", (1, math.inf)),  # D9
-        local_scale=((0.05, 0.4), "smallest and largest area of a local crop", (1e-9, 1)),  # D9
-        crop_ratio=((3 / 4, 4 / 3), "smallest and largest width / height of a crop", (1e-9, math.inf)),
-        interpolation=("bilinear", "how a crop is resized", ("bilinear", "bicubic")),
-        jitter=((0.4, 0.4, 0.4, 0.1), "largest change of brightness, contrast, saturation and hue"),
-        jitter_p=(0.8, "probability of these color changes", (0, 1)),
-        gray_p=(0.2, "probability of a gray view", (0, 1)),
-        blur_p=((0.5, 0.5), "probabilities of a blurred query and a blurred key view", (0, 1)),
-        blur_sigma=((0.1, 2.0), "smallest and largest sigma of the blur, in pixels", (1e-9, math.inf)),
-        solarize_p=((0.0, 0.0), "as --blur-p, of a solarised view", (0, 1)),
-        flip_p=(0.5, "probability of a horizontal flip", (0, 1)),
-        norm=("imagenet", "data set whose mean and standard deviation normalise the views", common.NORMS),
-    ),
+CIFAR = dict(  # ContrastiveCrop's; without blur, so that JointBlur needs --blur-p 0.5 0.5
+    arch="resnet18", image_size=32, patch_size=4, epochs=500, batch_size=512, lr=0.25, min_lr=0.025,  # 0.5 for 512
+    queue=4096, blur_p=[0.0, 0.0], norm="cifar10",
 )
-ONLY_V3 = ("hidden", "trust_coeff")
-NOT_V3 = ("queue", "bn_groups", "milestones")  # its negatives and its batch norms are the global batch's
+RECIPES = dict(  # what differs from MoCo v2's values for ImageNet
+    patterns=dict(  # ours, for a laptop
+        arch="resnet_micro", image_size=32, patch_size=4, epochs=75, batch_size=64, lr=0.04, queue=128,
+        blur_p=[0.1, 0.1], crop_scale=[0.3, 1.0], bn_groups=2, momentum=[0.95, 0.95], warmup=1.0, norm="patterns",
+    ),
+    cifar10=CIFAR,
+    cifar100=dict(CIFAR, norm="cifar100"),
+    stl10=dict(CIFAR, image_size=96, patch_size=8, queue=8192, norm="imagenet"),
+    imagenet100=dict(arch="resnet18", queue=16384),  # ours
+    imagenet=dict(knn_every=50),  # its kNN takes minutes
+    folder=dict(queue=None, bn_groups=2),  # ours; None: a tenth of the images, which may be few
+)
+V1 = dict(temperature=0.07, milestones=[0.6, 0.8], min_lr=0.0)  # ContrastiveCrop's, as the paper's (App. G)
+V3 = dict(  # the released code's and MoCo v3's for 100 epochs (for 300: --lr 0.3)
+    lr=0.6, min_lr=0.0, warmup=10.0, weight_decay=1e-6, momentum=[0.99, 1.0], temperature=1.0, dim=256,
+    blur_p=[1.0, 0.1],
+)
+V3_CIFAR = dict(batch_size=512, hidden=2048, blur_p=[0.0, 0.0])  # ours, as the next
+V3_PATTERNS = dict(lr=1.2, warmup=1.0, momentum=[0.98, 1.0], hidden=512)
 # fmt: on
+
+
+def recipe(args):
+    """Return the defaults, {name: value}, for args.dataset, args.variant, args.moco and args.arch."""
+    moco = args.moco or ("v3" if args.variant == "released" else "v2")
+    values = dict(RECIPES[args.dataset], moco=moco)
+    is_cifar = args.dataset in ("cifar10", "cifar100", "stl10")
+    is_imagenet = args.dataset in ("imagenet100", "imagenet", "folder")
+    is_small_encoder = args.arch in ("resnet_micro", "resnet_mini")
+    if is_small_encoder and (is_cifar or args.dataset == "folder"):
+        values |= dict(batch_size=256, lr=0.1, min_lr=0.0, momentum=[0.99, 0.99], blur_p=[0.5, 0.5])  # ours
+    if moco == "v1":
+        values |= V1
+        if is_imagenet:
+            values["epochs"] = 100
+    if moco == "v3":
+        values |= V3
+        if is_imagenet:
+            values |= dict(epochs=100, batch_size=4096)
+        elif is_cifar:
+            values |= V3_CIFAR
+        else:
+            values |= V3_PATTERNS
+    if is_small_encoder and args.dataset == "folder":
+        values["batch_size"] = 64
+    return values
 
 
 # ================================================================ 2. the paper
 
 
 def joint_from_uniform(u, v, low, high, beta, offset=0.0):
-    """Return pairs by Algorithm 1, which draws the ratio first: (a, b), two (n,) float64 tensors in [low, high].
+    """Return a pair (a, b) of numbers in [low, high] by Algorithm 1, which draws their ratio first.
 
     beta sets the distribution of ln(b / a) on [-s_b, s_b], where s_b = ln(high / low - offset). Given the ratio, a is
     uniform on the values for which a and b are in range.
 
-    u, v: (n,) uniform draws in [0, 1). u decides on the ratio, v on a. low > 0. beta: any number, or None for two
+    u, v: two uniform draws from [0, 1). u sets the ratio, and v sets a. low > 0. beta: any number, or None for two
     independent uniform values (RandomCrop). offset: 0.1 in the released code (D1).
-    Raises ValueError if 0 < low <= high does not hold.
+    Raises ValueError unless 0 < low <= high.
     """
     if not 0 < low <= high:
         raise ValueError(f"joint_from_uniform takes 0 < low <= high, not low {low} and high {high}")
-    u, v = (torch.as_tensor(x, dtype=torch.float64) for x in (u, v))
     if beta is None:
         return low + (high - low) * u, low + (high - low) * v
     s_b = math.log(high / low - offset)  # line 1
     if abs(beta) < 1e-6:
         log_ratio = s_b * (2 * u - 1)  # line 5, and the limit of both other cases
     else:
-        # Lines 3 and 7: a normal of standard deviation s_b / |beta|, truncated at |beta| standard deviations. u is
-        # put into the inverse of its distribution function.
-        tail = torch.special.ndtr(torch.tensor(-abs(beta), dtype=torch.float64))
-        log_ratio = (torch.special.ndtri(tail + u * (1 - 2 * tail)) * (s_b / abs(beta))).clamp(-s_b, s_b)
-    if beta < 0:  # lines 8-12: mirrored within each half, so that the extremes are the likeliest
-        log_ratio = torch.where(log_ratio < 0, -s_b - log_ratio, s_b - log_ratio)
-    ratio = log_ratio.exp()
-    lowest, highest = (low / ratio).clamp_min(low), (high / ratio).clamp_max(high)
-    a = lowest + v * (highest - lowest).clamp_min(0)  # line 14; rounding may cross the ends where |ln ratio| = s_b
-    return a.clamp(low, high), (a * ratio).clamp(low, high)  # line 15
+        # Lines 3 and 7: a normal of standard deviation s_b / |beta|, truncated at |beta| standard deviations, by the
+        # inverse of its distribution function
+        tail = math.erfc(abs(beta) / math.sqrt(2)) / 2
+        normal = NormalDist().inv_cdf(max(tail + u * (1 - 2 * tail), 1e-300))
+        log_ratio = min(max(normal * s_b / abs(beta), -s_b), s_b)
+    if beta < 0:  # lines 8-12: mirrored within each half, so that the extremes are the most likely
+        log_ratio = -s_b - log_ratio if log_ratio < 0 else s_b - log_ratio
+    ratio = math.exp(log_ratio)
+    lowest, highest = max(low, low / ratio), min(high, high / ratio)
+    a = lowest + v * max(highest - lowest, 0)  # line 14; rounding may cross the ends where |ln ratio| = s_b
+    return min(max(a, low), high), min(max(a * ratio, low), high)  # line 15
 
 
 def sample_joint(n, low, high, beta, generator=None, offset=0.0):
-    """Draw n pairs by Algorithm 1: two (n,) float64 tensors in [low, high]. They are areas (J-Crop) or sigmas (J-Blur).
+    """Draw n pairs by Algorithm 1: two (n,) float64 tensors in [low, high], of areas (J-Crop) or sigmas (J-Blur).
 
-    generator: a torch.Generator on the CPU, or None for the global one. The rest is as in `joint_from_uniform`, which
-    it calls: copy both.
+    generator: a torch.Generator on the CPU, or None for the global one. For the other arguments see
+    `joint_from_uniform`. Copy both functions.
     """
-    u, v = torch.rand(2, n, dtype=torch.float64, generator=generator)
-    return joint_from_uniform(u, v, low, high, beta, offset)
+    draws = torch.rand(n, 2, dtype=torch.float64, generator=generator).tolist()
+    pairs = [joint_from_uniform(u, v, low, high, beta, offset) for u, v in draws]
+    return torch.tensor(pairs, dtype=torch.float64).view(n, 2).unbind(1)
 
 
-def center_suppressed(draws, alpha):
-    """Positions of crops by center-suppressed sampling (App. G): (n, 2) from Beta(alpha, alpha), in [0, 1).
+def center_suppressed(room, alpha):
+    """Draw the position of a crop by center-suppressed sampling (App. G): an int in [0, room], from Beta(alpha, alpha).
 
-    A position (top, left) is a share of the room that a crop leaves. alpha > 0: below 1 it prefers the edges.
-    draws: (n,) uniform in [0, 1), each the seed of a pair.
+    room: the largest position, in pixels. alpha > 0: values below 1 prefer the edges; 1 is uniform.
     """
-    pairs = [np.random.default_rng(int(draw * 2**53)).beta(alpha, alpha, 2) for draw in draws]
-    return np.clip(pairs, 0, 1 - 1e-9)
-
-
-def contrast(q, k, temperature, first):
-    """MoCo v3's ctr (its Algorithm 1), as a scalar: 2 T times the cross-entropy of cosine similarities.
-
-    q: (n, C) this process's queries. k: (N, C) the keys of all processes. The positive of row i is key first + i, and
-    the others are its negatives. temperature: T > 0. Both are L2-normalised here.
-    Gradients reach q, and also k unless it is detached. Raises ValueError if the shapes do not fit.
-    """
-    if q.dim() != 2 or k.dim() != 2 or q.shape[1] != k.shape[1] or not 0 <= first <= len(k) - len(q):
-        shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)} and first {first}"
-        raise ValueError(f"contrast takes q (n, C), k (N, C) and first from 0 to N - n, not {shapes}")
-    logits = F.normalize(q, dim=1) @ F.normalize(k, dim=1).T / temperature
-    return 2 * temperature * F.cross_entropy(logits, first + torch.arange(len(q), device=q.device))
+    share = torch.distributions.Beta(alpha, alpha).sample().item()
+    return min(int(share * (room + 1)), room)  # the share may be rounded to 1
 
 
 # ---------------------------------------- InfoNCE with a queue (shared block)
 
 
 def info_nce(q, k, queue, temperature):
-    """Return MoCo's loss, InfoNCE with a queue (MoCo, Eq. 1), as a scalar.
+    """Return MoCo's loss, InfoNCE with a queue (MoCo, Eq. 1).
 
-    It is the mean of -log(exp(q.k / T) / (exp(q.k / T) + sum_j exp(q.queue_j / T))), where the positive of a query is
-    the key of the same row. At equal logits it is log(K + 1).
+    It is the mean of -log(exp(q.k / T) / (exp(q.k / T) + sum_j exp(q.queue_j / T))), where a query's positive is the
+    key in the same row. At equal logits it is log(K + 1).
 
-    q, k: (N, C), L2-normalised. queue: (K, C), the negatives. temperature: T > 0.
+    q, k: (N, C), L2-normalised. queue: (K, C), the negatives. temperature: T > 0. Computed in float32 at least.
     Gradients reach q, and also k and queue unless these are detached. Raises ValueError if the shapes do not fit.
     """
     if q.dim() != 2 or k.shape != q.shape or queue.shape[1:] != q.shape[1:]:
         shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, queue {tuple(queue.shape)}"
         raise ValueError(f"info_nce takes q (N, C), k (N, C) and queue (K, C), not {shapes}")
+    q, k, queue = (x.to(torch.promote_types(x.dtype, torch.float32)) for x in (q, k, queue))
     positive = (q * k).sum(1, keepdim=True)
     logits = torch.cat([positive, q @ queue.T], dim=1) / temperature
     return F.cross_entropy(logits, logits.new_zeros(len(q), dtype=torch.int64))  # the positive is in column 0
 
 
+# ----------------------------------------------------------------- MoCo v3's
+
+
+def contrast(q, k, temperature, first):
+    """Return MoCo v3's loss, ctr of its Algorithm 1: 2 T times the cross-entropy of cosine similarities.
+
+    q: (n, C), this process's queries. k: (N, C), the keys of all processes. Key first + i is the positive of query i,
+    and the other keys are its negatives. temperature: T > 0. Both are L2-normalised here.
+    Gradients reach q, and also k unless it is detached. Raises ValueError if the shapes do not fit.
+    """
+    if q.dim() != 2 or k.dim() != 2 or q.shape[1] != k.shape[1] or not 0 <= first <= len(k) - len(q):
+        shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)} and first {first}"
+        raise ValueError(f"contrast takes q (n, C), k (N, C) and first from 0 to N - n, not {shapes}")
+    q, k = (x.to(torch.promote_types(x.dtype, torch.float32)) for x in (q, k))
+    logits = F.normalize(q, dim=1) @ F.normalize(k, dim=1).T / temperature
+    return 2 * temperature * F.cross_entropy(logits, first + torch.arange(len(q), device=q.device))
+
+
 # ============================================================= 3. augmentation
 
-SHARED_DRAWS = 6  # uniform numbers per image that its views share, after those of each view; then one per local crop
-SIGMA = common.COLOR.index("sigma")
 
+class JointCrop(v2.RandomResizedCrop):
+    """Crop a PIL image twice, with areas that are drawn jointly (Algorithm 1), and resize both crops.
 
-def augmentation(args):
-    """Return {name: View}: query and key, which differ in blur and solarization at most, and local crops."""
-    whole = args.variant == "released"  # D2
-    crop = dict(size=args.image_size, area=args.crop_scale, ratio=args.crop_ratio, whole=whole)
-    color = dict(jitter=args.jitter, jitter_p=args.jitter_p, gray_p=args.gray_p, solarize_p=args.solarize_p[0])
-    blur = dict(blur_p=args.blur_p[0], blur_sigma=args.blur_sigma)
-    query = common.View(**crop, **color, **blur, flip_p=args.flip_p)
-    key = query._replace(blur_p=args.blur_p[1], solarize_p=args.solarize_p[1])
-    local = query._replace(size=args.local_size, area=args.local_scale)
-    return dict(query=query, key=key) | {f"local {i + 1}": local for i in range(args.local_crops)}
+        view1, view2 = JointCrop(224, scale=(0.2, 1.0), beta=0.0)(image)
 
-
-def draw_views(args, index, sizes, draws):
-    """Draw the views of n images: MoCo's, then what --joint puts in their place.
-
-    index: (n,) rows of the images. sizes: (n, 2) their heights and widths. draws: uniform in [0, 1), (n, VIEW_DRAWS for
-    each view + SHARED_DRAWS + local crops). Returns (cuts, colors) as `common.ViewDataset` wants them.
+    Copy it with joint_from_uniform and center_suppressed. The arguments are those of torchvision's
+    RandomResizedCrop, and these. beta, offset: see `joint_from_uniform`. css_alpha: see `center_suppressed`; 1 keeps
+    torchvision's positions. whole: if none of ten aspect ratios fits, take the whole image, not a center crop (D2).
     """
-    views = [*augmentation(args).values()]
-    *view_draws, shared = np.split(draws, common.VIEW_DRAWS * np.arange(1, len(views) + 1), axis=1)
-    crop_or_blur, area_u, area_v, sigma_u, sigma_v, blurred, *local_draws = shared.T
 
-    # Which images have JointCrop, and which JointBlur
-    if args.joint == "either":  # App. F: one of the two
-        joint_crop = crop_or_blur < args.joint_prob
-        joint_blur = ~joint_crop
-    else:
-        joint_crop = np.full(len(index), args.joint in ("crop", "both"))
-        joint_blur = np.full(len(index), args.joint in ("blur", "both"))
+    def __init__(self, *args, beta=0.0, offset=0.0, css_alpha=1.0, whole=False, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.beta, self.offset, self.css_alpha, self.whole = beta, offset, css_alpha, whole
 
-    # Algorithm 1: a pair of areas for two views of an image, and a pair of sigmas for its large views
-    offset, areas = 0.1 if args.variant == "released" else 0.0, {}  # D1
-    if args.joint_pair in ("global", "both"):
-        areas[0], areas[1] = joint_from_uniform(area_u, area_v, *args.crop_scale, args.beta, offset)
-    if args.joint_pair in ("local", "both"):  # App. D: local crops 1 and 2, 3 and 4, ...
-        for i in range(2, len(views) - 1, 2):
-            u, v = local_draws[i - 2 : i]
-            areas[i], areas[i + 1] = joint_from_uniform(u, v, *args.local_scale, args.beta, offset)
-    sigmas = joint_from_uniform(sigma_u, sigma_v, *args.blur_sigma, args.beta)
+    def forward(self, image, joint=True):
+        """Return two crops of an image. joint: False draws two independent areas, as RandomResizedCrop does."""
+        if not joint:
+            return [self.crop(image, self.scale) for _ in range(2)]
+        u, v = torch.rand(2, dtype=torch.float64).tolist()
+        areas = joint_from_uniform(u, v, *self.scale, self.beta, self.offset)
+        return [self.crop(image, (area, area)) for area in areas]
 
-    cuts, colors = [], []
-    for i, (view, draw) in enumerate(zip(views, view_draws, strict=True)):
-        position = None
-        if args.css_alpha != 1:
-            position = center_suppressed(common.name_draws(draw)["position"][:, 1], args.css_alpha)
-        boxes = common.draw_boxes(view, sizes, draw, position=position)
-        color = common.draw_colors(view, draw)
-        if i in areas:  # JointCrop
-            joint_boxes = common.draw_boxes(view, sizes, draw, areas[i], position)
-            boxes = np.where(joint_crop[:, None], joint_boxes, boxes)
-        if i < 2:  # JointBlur: both views are blurred, or neither
-            joint_sigma = np.where(blurred < view.blur_p, sigmas[i], 0)
-            color[:, SIGMA] = np.where(joint_blur, joint_sigma, color[:, SIGMA])
-        cuts.append((index, boxes, view.size))
-        colors.append(color)
-    return cuts, colors
+    def crop(self, image, scale):
+        """Return a resized crop of an image. scale: (lowest, highest) share of the image."""
+        top, left, height, width = box = self.get_params(image, scale, self.ratio)
+        if box == self.center_box(image):
+            if self.whole:
+                top, left, height, width = 0, 0, image.height, image.width
+        elif self.css_alpha != 1:
+            top = center_suppressed(image.height - height, self.css_alpha)
+            left = center_suppressed(image.width - width, self.css_alpha)
+        return v2.functional.resized_crop(image, top, left, height, width, self.size, self.interpolation)
+
+    def center_box(self, image):
+        """Return (top, left, height, width) of the center crop, which `get_params` returns if no aspect ratio fits."""
+        height = min(image.height, round(image.width / self.ratio[0]))
+        width = min(image.width, round(image.height * self.ratio[1]))
+        return (image.height - height) // 2, (image.width - width) // 2, height, width
+
+
+class JointViews(Dataset):
+    """Crops of each image: items ([uint8 (3, S, S), ...], whether the blurs are joint), as --joint says per image.
+
+    The crops are the query view, the key view and local crops. images: a data set with items (PIL image, label). crop,
+    local_crop: JointCrop of the two views, and of two local crops. args: of `parse_args`.
+    """
+
+    def __init__(self, images, crop, local_crop, args):
+        self.images, self.crop, self.local_crop, self.args = images, crop, local_crop, args
+
+    def __len__(self):
+        return len(self.images)
+
+    def __getitem__(self, index):
+        args, (image, _) = self.args, self.images[index]
+        joint_crop, joint_blur = args.joint in ("crop", "both"), args.joint in ("blur", "both")
+        if args.joint == "either":  # App. F
+            joint_crop = torch.rand(()).item() < args.joint_prob
+            joint_blur = not joint_crop
+        crops = self.crop(image, joint=joint_crop and args.joint_pair != "local")  # App. D
+        for _ in range(0, args.local_crops, 2):  # local crops 1 and 2, 3 and 4, ...
+            crops += self.local_crop(image, joint=joint_crop and args.joint_pair != "global")
+        return [common.to_tensor(crop) for crop in crops[: 2 + args.local_crops]], joint_blur
+
+
+def draw_sigmas(args, joint_blur):
+    """Draw the sigmas of the views' blurs, in pixels: (views, n), where 0 is no blur.
+
+    joint_blur: (n,) bool. Where it is True, both views are blurred or neither is, with sigmas by Algorithm 1.
+    """
+    blur_p = torch.tensor(args.blur_p + args.blur_p[:1] * args.local_crops)[:, None]  # local crops as the query view
+    draws = torch.rand(len(blur_p), len(joint_blur))
+    draws[1] = torch.where(joint_blur, draws[0], draws[1])
+    sigmas = torch.empty_like(draws).uniform_(0.1, 2.0)
+    if joint_blur.any():
+        joint = torch.stack(sample_joint(len(joint_blur), 0.1, 2.0, args.beta)).float()
+        sigmas[:2] = torch.where(joint_blur, joint, sigmas[:2])
+    return torch.where(draws < blur_p, sigmas, 0.0)
+
+
+def augment(x, args, view, sigma):
+    """Flip and color crops as MoCo does: uint8 (n, 3, S, S) -> normalised float (n, 3, S, S).
+
+    view: index of the view; 1 is the key view, which v3 solarizes. sigma: (n,) of `draw_sigmas`.
+    """
+    v3 = args.moco == "v3"
+    x = common.horizontal_flip(x.float() / 255, p=0.5)
+    x = common.color_jitter(x, 0.4, 0.4, 0.2 if v3 else 0.4, 0.1, p=0.8)
+    x = common.grayscale(x, p=0.2)
+    x = common.gaussian_blur(x, sigma, p=sigma > 0)
+    if v3 and view == 1:
+        x = common.solarize(x, p=0.2)
+    return common.normalize(x, *common.NORMS[args.norm])
 
 
 # ==================================================================== 4. model
@@ -294,15 +398,11 @@ def draw_views(args, index, sizes, draws):
 
 
 class Queue(nn.Module):
-    """The last `length` keys, (length, dim), first in, first out. It begins with random L2-normalised vectors.
+    """The last `length` keys, (length, dim), first in, first out. It begins with random L2-normalised vectors."""
 
-    Any length goes with any batch size: it wraps around. generator: a torch CPU generator; torch's global one if None.
-    """
-
-    def __init__(self, length, dim, generator=None):
+    def __init__(self, length, dim):
         super().__init__()
-        keys = torch.randn(length, dim, generator=generator)
-        self.register_buffer("keys", F.normalize(keys, dim=1))
+        self.register_buffer("keys", F.normalize(torch.randn(length, dim), dim=1))
         self.register_buffer("position", torch.zeros(1, dtype=torch.int64))  # of the oldest key
 
     @torch.no_grad()
@@ -314,167 +414,100 @@ class Queue(nn.Module):
         self.position.add_(len(keys)).remainder_(length)
 
 
-# ---------------------------------------------------------------------- MoCo
+# ---------------------------------------------------------- MoCo v1, v2 and v3
 
 
-class MoCo(nn.Module):
-    """MoCo v2's query encoder, momentum encoder (for the keys) and queue. With one layer in the projector it is v1's.
+class MoCoBase(nn.Module):
+    """What all versions of MoCo share: a query encoder, and a momentum encoder, which makes the keys.
 
-    Copy it with info_nce, Queue, gather, shard and encode_shuffled_keys.
-    backbone: (n, 3, H, W) -> (n, width). layers: 1 or 2. queue: its length; 0: none. amp: encode in bf16. generator:
-    see `Queue`.
+    backbone: (n, 3, H, W) -> (n, width). projector: (n, width) -> (n, dim). temperature: of the loss.
     """
 
-    def __init__(self, backbone, width, layers=2, dim=128, queue=65536, temperature=0.2, amp=False, generator=None):
+    def __init__(self, backbone, projector, temperature):
         super().__init__()
-        self.temperature, self.amp = temperature, amp
-        self.backbone = backbone
-        hidden = [nn.Linear(width, width), nn.ReLU(inplace=True)] if layers == 2 else []
-        self.projector = nn.Sequential(*hidden, nn.Linear(width, dim))
+        self.backbone, self.projector, self.temperature = backbone, projector, temperature
         self.momentum_backbone = copy.deepcopy(self.backbone).requires_grad_(False)
         self.momentum_projector = copy.deepcopy(self.projector).requires_grad_(False)
-        self.queue = Queue(queue, dim, generator) if queue else None
-
-    def query(self, x):
-        """Return the queries of images: (n, 3, H, W) -> (n, dim), L2-normalised, in the dtype of x."""
-        with torch.autocast(x.device.type, torch.bfloat16, enabled=self.amp):
-            return F.normalize(self.projector(self.backbone(x)).to(x.dtype), dim=1)
 
     def key(self, x):
         """Return the momentum encoder's keys of images: (n, 3, H, W) -> (n, dim), L2-normalised, in the dtype of x."""
-        with torch.autocast(x.device.type, torch.bfloat16, enabled=self.amp):
-            return F.normalize(self.momentum_projector(self.momentum_backbone(x)).to(x.dtype), dim=1)
-
-    def forward(self, views, generator=None):
-        """Return (loss, keys to enqueue (N, dim), queries (n, dim), {name: metric}): MoCo, Algorithm 1.
-
-        views: this process's query view, key view and local crops, each (n, 3, H, W), normalised. generator: a torch
-        CPU generator that shuffles the keys, the same on all processes. Only the loss has a gradient. It reaches the
-        query encoder only.
-        """
-        q = self.query(views[0])
-        keys = encode_shuffled_keys(self.key, views[1:2], generator)[0]  # (N, C), of all processes
-        k = shard(keys)  # (n, C)
-        loss = info_nce(q, k, self.queue.keys, self.temperature)  # MoCo, Eq. 1
-        for local in views[2:]:  # App. D
-            loss = loss + info_nce(self.query(local), k, self.queue.keys, self.temperature)
-        loss = loss / (len(views) - 1)  # the mean over the queries
-        return loss, keys, q.detach(), dict(loss=loss.detach())
+        return F.normalize(self.momentum_projector(self.momentum_backbone(x)).to(x.dtype), dim=1)
 
     @torch.no_grad()
     def update(self, m):
-        """Move the momentum encoder's parameters: theta_k <- m theta_k + (1 - m) theta_q (MoCo, Eq. 2), m in [0, 1]."""
-        slow = [*self.momentum_backbone.parameters(), *self.momentum_projector.parameters()]
-        fast = [*self.backbone.parameters(), *self.projector.parameters()]
-        torch._foreach_lerp_(slow, fast, 1 - m)
+        """Update the momentum encoder: theta_k <- m theta_k + (1 - m) theta_q (MoCo, Eq. 2)."""
+        for slow, fast in (self.momentum_backbone, self.backbone), (self.momentum_projector, self.projector):
+            for theta_k, theta_q in zip(slow.parameters(), fast.parameters(), strict=True):
+                theta_k.lerp_(theta_q, 1 - m)
 
 
-class MoCoV3(MoCo):
-    """MoCo v3's query encoder with a predictor, and its momentum encoder. Its heads replace MoCo's. It has no queue.
+class MoCo(MoCoBase):
+    """MoCo v2's query encoder, momentum encoder and queue. With a projector of one layer it is MoCo v1.
 
-    Copy it with MoCo, contrast and two_layers. hidden: the width of the heads' hidden layers. The rest: as in `MoCo`.
+    Copy it with MoCoBase, info_nce, Queue, gather, shard and encode_shuffled_keys. On one process, also apply
+    `convert_split_batchnorm`: without groups of batch norm, ShuffleBN has no effect.
+    backbone: (n, 3, H, W) -> (n, width). layers: of the projector, 1 or 2. dim: of queries and keys. queue: number of
+    negatives. temperature: of the loss.
     """
 
-    def __init__(self, backbone, width, hidden=4096, dim=256, temperature=1.0, amp=False):
-        super().__init__(backbone, width, dim=dim, queue=0, temperature=temperature, amp=amp)
-        self.projector = two_layers(width, hidden, dim).append(nn.BatchNorm1d(dim, affine=False))
-        self.predictor = two_layers(dim, hidden, dim)  # D7
-        self.momentum_projector = copy.deepcopy(self.projector).requires_grad_(False)
+    def __init__(self, backbone, width, layers=2, dim=128, queue=65536, temperature=0.2):
+        hidden = [nn.Linear(width, width), nn.ReLU(inplace=True)] if layers == 2 else []
+        super().__init__(backbone, nn.Sequential(*hidden, nn.Linear(width, dim)), temperature)
+        self.queue = Queue(queue, dim)
+
+    def query(self, x):
+        """Return the queries of images: (n, 3, H, W) -> (n, dim), L2-normalised, in the dtype of x."""
+        return F.normalize(self.projector(self.backbone(x)).to(x.dtype), dim=1)
+
+    def forward(self, views):
+        """Return (loss, keys to enqueue (N, dim), queries (n, dim), {name: metric}): MoCo, Algorithm 1.
+
+        views: this process's query view, key view and local crops, each (n, 3, H, W), normalised. The keys are those
+        of all processes. Only the loss has a gradient, which reaches the query encoder only.
+        """
+        queries = [self.query(view) for view in (views[0], *views[2:])]  # of the query view and of local crops (App. D)
+        keys = encode_shuffled_keys(self.key, views[1:2])[0]  # (N, dim)
+        k = shard(keys)  # (n, dim)
+        with torch.autocast(k.device.type, enabled=False):  # the loss is computed in float32
+            losses = [info_nce(q, k, self.queue.keys, self.temperature) for q in queries]  # MoCo, Eq. 1
+            loss = sum(losses) / len(losses)
+        return loss, keys, queries[0].detach(), dict(loss=loss.detach())
+
+
+class MoCoV3(MoCoBase):
+    """MoCo v3's query encoder with a predictor, and its momentum encoder. It has no queue.
+
+    Copy it with MoCoBase, contrast, mlp and gather. backbone, dim, temperature: see `MoCo`. hidden: hidden width of the
+    projector and the predictor.
+    """
+
+    def __init__(self, backbone, width, hidden=4096, dim=256, temperature=1.0):
+        super().__init__(backbone, mlp(width, hidden, dim).append(nn.BatchNorm1d(dim, affine=False)), temperature)
+        self.predictor = mlp(dim, hidden, dim)  # D7
 
     def query(self, x):
         """Return the queries of images: (n, 3, H, W) -> (n, dim), not normalised, in the dtype of x."""
-        with torch.autocast(x.device.type, torch.bfloat16, enabled=self.amp):
-            return self.predictor(self.projector(self.backbone(x))).to(x.dtype)
+        return self.predictor(self.projector(self.backbone(x))).to(x.dtype)
 
-    def forward(self, views, generator=None):
-        """Return what `MoCo.forward` does, but no keys: MoCo v3, Algorithm 1, symmetric in the two views."""
+    def forward(self, views):
+        """Return what `MoCo.forward` does, with None for the keys: MoCo v3, Algorithm 1, symmetric in the two views."""
         q1, q2, *q_local = [self.query(view) for view in views]
-        k1, k2 = [gather(self.key(view)) for view in views[:2]]  # (N, C), of all processes
-        first = int(shard(torch.arange(len(k1)))[0])  # the row of this process's first key
-        loss = contrast(q1, k2, self.temperature, first) + contrast(q2, k1, self.temperature, first)
-        for q in q_local:  # App. D
-            loss = loss + sum(contrast(q, k, self.temperature, first) for k in (k1, k2))
-        loss = loss / (1 + len(q_local))
+        k1, k2 = [gather(self.key(view)) for view in views[:2]]  # (N, dim), of all processes
+        first = dist.get_rank() * len(q1) if dist.is_initialized() else 0  # the row of this process's first key
+        with torch.autocast(q1.device.type, enabled=False):  # the loss is computed in float32
+            pairs = [(q1, k2), (q2, k1)] + [(q, k) for q in q_local for k in (k1, k2)]  # of local crops: App. D
+            losses = [contrast(q, k, self.temperature, first) for q, k in pairs]
+            loss = 2 * sum(losses) / len(losses)
         return loss, None, q1.detach(), dict(loss=loss.detach())
 
 
-def two_layers(inputs, hidden, outputs):
-    """A head of MoCo v3: linear, batch norm, ReLU, linear."""
+def mlp(inputs, hidden, outputs):
+    """Return a head of MoCo v3: linear, batch norm, ReLU, linear."""
     first = nn.Linear(inputs, hidden, bias=False)
     return nn.Sequential(first, nn.BatchNorm1d(hidden), nn.ReLU(inplace=True), nn.Linear(hidden, outputs, bias=False))
 
 
 # ================================================================= 5. training
-
-STREAM_EPOCH, STREAM_QUEUE, STREAM_SHUFFLE = 0, 4, 20  # random streams, see common.generator
-
-# fmt: off
-IMAGENET = common.defaults(HYPERPARAMETERS)
-CIFAR = dict(  # ContrastiveCrop's small configurations; they do not blur, so JointBlur needs --blur-p 0.5 0.5
-    IMAGENET, arch="resnet18", image_size=32, patch_size=4, epochs=500, batch_size=512, lr=0.5, lr_batch=512,
-    min_lr=0.05, queue=4096, local_size=16, blur_p=(0.0, 0.0), norm="cifar10",
-)
-RECIPES = dict(
-    patterns=dict(  # ours, for two CPU cores
-        IMAGENET, arch="resnet_micro", image_size=32, patch_size=4, epochs=75, batch_size=64, lr=0.02, lr_batch=128,
-        queue=128, blur_p=(0.1, 0.1), crop_scale=(0.3, 1.0), local_size=16, bn_groups=2, momentum=(0.95, 0.95),
-        warmup=1.0, norm="patterns",
-    ),
-    cifar10=CIFAR,
-    cifar100=dict(CIFAR, norm="cifar100"),
-    stl10=dict(CIFAR, image_size=96, patch_size=8, queue=8192, local_size=48, norm="imagenet"),
-    imagenet100=dict(IMAGENET, arch="resnet18", queue=16384),  # ours
-    imagenet=dict(IMAGENET, knn_every=50),  # its kNN takes minutes
-    folder=dict(IMAGENET, queue="auto", bn_groups=2),  # ours: a folder of one's own may be small
-)
-SMALL_ENCODERS = dict(  # ours
-    batch_size=256, lr=0.1, lr_batch=256, min_lr=0.0, momentum=(0.99, 0.99), blur_p=(0.5, 0.5),
-)
-V1 = dict(moco="v1", temperature=0.07, milestones=(0.6, 0.8), min_lr=0.0)  # ContrastiveCrop's, as the paper's (App. G)
-V1_IMAGENET = dict(V1, epochs=100)
-V3_IMAGENET = dict(  # the released code, and MoCo v3's CONFIG: 100 epochs with 0.6 (300 epochs: --lr 0.3)
-    moco="v3", epochs=100, batch_size=4096, lr=0.6, lr_batch=256, warmup=10.0, min_lr=0.0, weight_decay=1e-6,
-    momentum=(0.99, 1.0), temperature=1.0, dim=256, jitter=(0.4, 0.4, 0.2, 0.1), blur_p=(1.0, 0.1),
-    solarize_p=(0.0, 0.2),
-)
-V3_CIFAR = dict(V3_IMAGENET, epochs=500, batch_size=512, hidden=2048, blur_p=(0.0, 0.0))  # ours, as the next
-V3_PATTERNS = dict(V3_IMAGENET, epochs=75, batch_size=64, lr_batch=128, warmup=1.0, hidden=512, momentum=(0.98, 1.0))
-# fmt: on
-
-
-def recipe(chosen):
-    """Return the hyper-parameters {name: value}. chosen: what is given, a namespace, with None for the rest."""
-    values = dict(RECIPES[chosen.dataset])
-    small = chosen.dataset in ("cifar10", "cifar100", "stl10")
-    large = chosen.dataset in ("imagenet100", "imagenet", "folder")
-    small_encoder = chosen.arch in ("resnet_micro", "resnet_mini")
-    if small_encoder and (small or chosen.dataset == "folder"):
-        values |= SMALL_ENCODERS
-    if chosen.moco == "v1":
-        values |= V1_IMAGENET if large else V1
-    if chosen.moco == "v3":
-        values |= V3_IMAGENET if large else V3_CIFAR if small else V3_PATTERNS
-    if small_encoder and chosen.dataset == "folder":
-        values["batch_size"] = 64  # a folder of one's own may be small
-    without = NOT_V3 if chosen.moco == "v3" else ONLY_V3
-    if chosen.image_size:  # local crops follow it: at most half of a view's side, in whole patches
-        patch_size = chosen.patch_size or values["patch_size"]
-        values["local_size"] = min(values["local_size"], chosen.image_size // 2) // patch_size * patch_size
-    return {name: value for name, value in values.items() if name not in without}
-
-
-def parse_args(argv=None):
-    """Return the command line (argv, or sys.argv's) as a namespace of all values. Exits with an error on a mistake."""
-    args = common.parse("moco_jointcrop", __doc__, argv, HYPERPARAMETERS | common.RUN, recipe)
-    if args.joint_pair != "global" and args.local_crops < 2:
-        common.fail(f"--joint-pair {args.joint_pair} has nothing to act on: give --local-crops 2 or more")
-    if args.joint in ("blur", "either", "both") and max(args.blur_p) == 0:
-        common.fail(f"--joint {args.joint} has nothing to act on: this recipe does not blur; give --blur-p 0.5 0.5")
-    is_released = args.joint in ("none", "crop") and args.beta == 0 and args.css_alpha == 1 and args.local_crops == 0
-    if args.variant == "released" and not is_released:
-        what = "JointCrop with beta 0 on two views (D3)"
-        common.fail(f"--variant released is {what}: leave out --beta, --css-alpha, --local-crops, other --joint")
-    return args
 
 
 def learning_rate(args, epoch):
@@ -482,7 +515,7 @@ def learning_rate(args, epoch):
 
     With --milestones, as in MoCo v1, it falls to a tenth at each of them instead (D8).
     """
-    peak, last = (lr * args.batch_size / args.lr_batch for lr in (args.lr, args.min_lr))
+    peak, last = (lr * args.batch_size / 256 for lr in (args.lr, args.min_lr))
     warmup = min(args.warmup, args.epochs / 4)
     if epoch < warmup:
         return peak * epoch / warmup
@@ -492,114 +525,111 @@ def learning_rate(args, epoch):
     return last + (peak - last) * (1 + math.cos(math.pi * done)) / 2
 
 
-def momentum_at(args, epoch):
-    """Return the momentum encoder's momentum at a time, in epochs from 0: a cosine from --momentum's first to its last.
-
-    It is constant but for MoCo v3.
-    """
+def momentum(args, epoch):
+    """Return the momentum encoder's m at a time, in epochs from 0: a cosine between the two numbers of --momentum."""
     first, last = args.momentum
     return last + (first - last) * (1 + math.cos(math.pi * epoch / args.epochs)) / 2
 
 
-def make_optimizer(args, model):
-    """SGD as in MoCo v1 and v2, or v3's LARS, without decay and adaptation of biases and batch norms."""
-    if args.moco == "v3":
-        trained = param_groups_weight_decay(model, args.weight_decay)
-        trained[-1]["always_adapt"] = True  # those that decay, also if --weight-decay is 0
-        return Lars(trained, momentum=args.sgd_momentum, trust_coeff=args.trust_coeff)
-    return torch.optim.SGD(model.parameters(), momentum=args.sgd_momentum, weight_decay=args.weight_decay)
+def lars(model, weight_decay):
+    """Return MoCo v3's optimizer, LARS. Biases and batch norms have neither weight decay nor a trust ratio."""
+    groups = param_groups_weight_decay(model, weight_decay)
+    groups[-1]["always_adapt"] = True  # the others' trust ratio, even if the weight decay is 0
+    return Lars(groups, lr=0.0, momentum=0.9, trust_coeff=0.001)
 
 
-def main(args, train=None, test=None, encoder=None):
-    """Train as args say. The same call goes on after the last whole epoch that --out holds.
+def main(args, train=None, test=None):
+    """Train, resuming from args.out if it holds a run. train, test: data sets to use instead of --dataset."""
+    device, rank, world = common.init_distributed(args.device)
+    torch.manual_seed(args.seed)
+    v3 = args.moco == "v3"
 
-    args: the namespace of `parse_args`. train, test: common.ImageSet of images to use instead of --dataset.
-    encoder: a module that maps (N, 3, H, W) to (N, width), to train instead of --arch; a copy of it is trained.
-    """
-    args = argparse.Namespace(**vars(args) | dict(arch=args.arch if encoder is None else "custom"))
-    device, rank, world = common.join_processes(args.device)
-
-    # Data
-    train, test = common.open_images(args, train, test)
-    declared = augmentation(args)
-    draw = functools.partial(draw_views, args)  # Algorithm 1
-    loader = common.make_loader(args, train, [*declared.values()], device, draw, SHARED_DRAWS + args.local_crops)
-    layout, norm = common.memory_format(device, args.arch), common.NORMS[args.norm]
+    # Data: the views of each image (Algorithm 1), cropped here and colored in the loop
+    if train is None:
+        train, test = common.open_data(args.dataset, args.data_dir, args.image_size)
+    bn_groups = 1 if v3 else args.bn_groups
+    groups = common.split_batch(args.batch_size, len(train), world, bn_groups, "--bn-groups")  # of batch norm
+    released = args.variant == "released"
+    joint = dict(beta=args.beta, offset=0.1 if released else 0.0, css_alpha=args.css_alpha, whole=released)  # D1, D2
+    crop = JointCrop(args.image_size, args.crop_scale, **joint)
+    local_crop = JointCrop(args.local_size, args.local_scale, **joint)
+    images = JointViews(train, crop, local_crop, args)
+    sampler = DistributedSampler(images, world, rank, seed=args.seed, drop_last=True)
+    options = common.loader_options(args.workers, device)
+    loader = DataLoader(images, args.batch_size // world, sampler=sampler, drop_last=True, **options)
     if args.show_views:
-        return common.save_views(args.show_views, common.color_views(next(iter(loader)), device), [*declared])
+        crops, joint_blur = next(iter(loader))
+        sigmas = draw_sigmas(args, joint_blur)
+        views = [augment(x, args, i, sigmas[i]) for i, x in enumerate(crops)]
+        names = ["query", "key"] + ["local crop"] * args.local_crops
+        return common.save_views(args.show_views, views, names, args.norm)
 
     # Model and optimizer
-    torch.manual_seed(args.seed)
-    info = common.encoder_info(args, method="moco_jointcrop", encoder="query")  # the encoder that is evaluated
-    backbone = common.build_backbone(info, args.moco == "v3") if encoder is None else common.copy_module(encoder)
-    sizes = {view.size for view in declared.values()}
-    width = common.output_width(backbone, *sizes, check_gradient=True)
-    amp = common.use_bf16(args.amp, device, args.arch, sizes)
-    if args.moco == "v3":  # the negatives and the batch norms are of the global batch
-        negatives, groups = args.batch_size - 1, 1
-        model = MoCoV3(backbone, width, args.hidden, args.dim, args.temperature, amp)
-        if world > 1 and device.type == "cuda":  # torch synchronises batch norms on GPUs only
-            model, groups = timm.layers.convert_sync_batchnorm(model), 1 / world
+    backbone, info = common.create_backbone(args.arch, args.image_size, args.patch_size, args.norm, zero_init=v3)
+    width = common.feature_width(backbone, args.image_size, *[args.local_size] * (args.local_crops > 0))
+    if args.init:
+        common.load_weights(backbone, args.init, args.init_prefix)
+    if v3:
+        negatives = args.batch_size - 1  # the other keys of the batch
+        model = MoCoV3(backbone, width, args.hidden, args.dim, args.temperature)
     else:
-        negatives = args.queue if args.queue != "auto" else min(65536, max(args.batch_size, len(train) // 10))
-        first_keys = common.generator(args.seed, STREAM_QUEUE)
+        negatives = args.queue or min(65536, max(args.batch_size, len(train) // 10))
         layers = 1 if args.moco == "v1" else 2
-        model = MoCo(backbone, width, layers, args.dim, negatives, args.temperature, amp=amp, generator=first_keys)
-        groups = common.slices_per_process(args, "bn_groups")
-        model = split_batch_norms(model, groups)
-    model.to(device, memory_format=layout)
-    optimizer = make_optimizer(args, model)  # v3 has LARS
+        model = MoCo(backbone, width, layers, args.dim, negatives, args.temperature)
+    synchronize = v3 and world > 1 and device.type == "cuda"  # torch synchronizes batch norm on GPUs only
+    model = timm.layers.convert_sync_batchnorm(model) if synchronize else model
+    model = convert_split_batchnorm(model, groups) if groups > 1 else model
+    model.to(device, memory_format=torch.channels_last)
+    sgd = dict(lr=0.0, momentum=0.9, weight_decay=args.weight_decay)
+    optimizer = lars(model, args.weight_decay) if v3 else torch.optim.SGD(model.parameters(), **sgd)
 
     # The run
-    config = common.open_run(args, train)
-    state = dict(model=model, optimizer=optimizer)
-    records = common.load_run(args, config, state)  # one for each epoch that is done
+    amp = args.amp == "auto" and device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
+    config, state = common.configuration(args, train), dict(model=model, optimizer=optimizer)
+    info |= dict(method="moco_jointcrop", encoder="query", dataset=args.dataset)
+    info |= dict(data_dir=args.data_dir, images=config["images"])
+    uniform = (4 * args.temperature if v3 else 1) * math.log(negatives + 1)  # v3's loss is two terms of 2 T each
+    derived = dict(negatives=negatives, loss_at_uniform_logits=uniform, peak_lr=args.lr * args.batch_size / 256)
+    derived |= dict(batch_norm_groups=1 if synchronize else groups * world, bf16=amp)
+    records = common.open_run(args, config, state, derived)  # one per epoch that is done
+    save = functools.partial(common.save_run, args.out, config, info, state, records, args.keep_every)
     if args.compile:
-        model.backbone.compile()
-        model.momentum_backbone.compile()
-    ddp = DistributedDataParallel(model, find_unused_parameters=encoder is not None) if dist.is_initialized() else model
-    ddp.broadcast_buffers = False  # at each step; when it is made, all get the first process's weights and buffers
-    facts = dict(batch_norm_groups=groups * world, bf16=amp, negatives=negatives)
-    scale = 4 * args.temperature if args.moco == "v3" else 1  # v3's loss is two terms of 2 T each
-    facts |= dict(loss_at_uniform_logits=scale * math.log(negatives + 1))
-    common.log_table(args, HYPERPARAMETERS | common.RUN, train=train, test=test, **facts)
+        model.backbone.compile(dynamic=False)
+        model.momentum_backbone.compile(dynamic=False)
+    ddp = DistributedDataParallel(model) if world > 1 else model
+    ddp.broadcast_buffers = False  # of the queue and batch norm (set here, because torch 2.13 renames the argument)
 
-    # The last epoch's kNN, if a kill came before it
-    common.add_knn(args, config, info, state, records, model.backbone, train, test, device, amp)
     for epoch in range(len(records), args.epochs):
-        loader.batch_sampler.epoch = epoch
-        torch.manual_seed(common.generator(args.seed, epoch, STREAM_EPOCH, rank).initial_seed())  # for drop-path
-        history, began = [], time.perf_counter()
-        for step, batch in enumerate(loader, epoch * len(loader)):
-            lr = learning_rate(args, step / len(loader))
+        sampler.set_epoch(epoch)
+        torch.manual_seed(hash((args.seed, epoch, rank)))  # a resumed run draws the same numbers
+        meter = common.Meter(epoch, args.epochs, len(loader), args.batch_size)
+        for step, (crops, joint_blur) in enumerate(loader):
+            lr = learning_rate(args, epoch + step / len(loader))
             for group in optimizer.param_groups:
                 group["lr"] = lr
-            # Algorithm 1: a query view and a key view per image, cut by the loader and colored here
-            views = common.color_views(batch, device, layout, norm)
-            # The loss: MoCo's Eq. 1, or MoCo v3's Algorithm 1
-            shuffle = common.generator(args.seed, step, STREAM_SHUFFLE)
-            loss, keys, q, metrics = ddp(views, shuffle)
-            # Update the query encoder. Then move the momentum encoder (MoCo, Eq. 2)
+            sigmas = draw_sigmas(args, joint_blur)
+            views = [augment(x.to(device, non_blocking=True), args, i, sigmas[i]) for i, x in enumerate(crops)]
+            with torch.autocast(device.type, torch.bfloat16, enabled=amp):
+                loss, keys, q, metrics = ddp(views)
             optimizer.zero_grad()
             loss.backward()
-            grad_norm = torch.nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
+            grad_norm = nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
             optimizer.step()
-            momentum = momentum_at(args, step / len(loader))  # v3: it grows
-            model.update(momentum)
-            # The keys are negatives of the next steps; v3 has no queue
-            if keys is not None:
+            m = momentum(args, epoch + step / len(loader))
+            model.update(m)
+            if keys is not None:  # v3 has no queue
                 model.queue.enqueue(keys)
-            history.append(metrics | dict(grad_norm=grad_norm))
-            if (step + 1) % 10 == 0:
-                common.show_progress(args, history, began, step + 1, args.epochs * len(loader))
+            meter.update(metrics | dict(grad_norm=grad_norm))
 
-        average_statistics(model)
-        record = dict(epoch=epoch + 1, lr=lr, momentum=momentum)
-        records.append(record | common.means(args, history, began) | common.embedding_health(q))
-        common.save_run(args, config, info, state, records)  # before the kNN, which may fail
-        common.add_knn(args, config, info, state, records, model.backbone, train, test, device, amp)
-        common.log_epoch(args, records[-1])
-    common.log_end(args, train)
+        if world > 1:
+            timm.utils.distribute_bn(model, world, reduce=True)  # average the running statistics
+        records.append(dict(epoch=epoch + 1, lr=lr, momentum=m) | meter.averages() | common.embedding_health(q))
+        save()
+        if test is not None and args.knn_every and ((epoch + 1) % args.knn_every == 0 or epoch + 1 == args.epochs):
+            records[-1] |= common.knn_monitor(model.backbone, info, train, test, device, args.workers, amp)
+            save()  # again: a test image that cannot be read must not cost the epoch
+        common.log_epoch(records[-1], args.epochs)
+    common.log_end(args.out, records, args.dataset)
 
 
 # ================================================================ 6. ShuffleBN
@@ -611,89 +641,78 @@ def gather(x):
     """Concatenate the tensors (n, ...) of all processes to (N, ...), in rank order. No gradient."""
     if not dist.is_initialized():
         return x
-    out = x.new_empty(dist.get_world_size() * len(x), *x.shape[1:])
-    dist.all_gather([*out.chunk(dist.get_world_size())], x.contiguous())
-    return out
+    x = x.contiguous()
+    parts = [torch.empty_like(x) for _ in range(dist.get_world_size())]
+    dist.all_gather(parts, x)
+    return torch.cat(parts)
 
 
 # --------------------------------------------------- ShuffleBN (shared block)
 
 
 def shard(x, dim=0):
-    """Return this process's part of a tensor that all processes have: what `gather` would put back together."""
+    """Inverse of `gather`: return this process's rows of a tensor that all processes have."""
     return x.chunk(dist.get_world_size(), dim)[dist.get_rank()] if dist.is_initialized() else x
 
 
 @torch.no_grad()
-def encode_shuffled_keys(encode, views, generator=None):
-    """Encode several views of the global batch as keys, with ShuffleBN: (views, N, C), on every process.
+def encode_shuffled_keys(encode, views):
+    """Encode views of the global batch with ShuffleBN: keys (V, N, C), on every process.
 
-    encode: maps images to keys. views: list of this process's images (n, 3, H, W).
-    The key and the query of an image must not share batch statistics, which would tell the encoder that they belong
-    together (MoCo, section 3.3). So the rows of all views of the global batch are shuffled, each process encodes its
-    part, and the keys are put back in order. Any number of processes makes the same batch-norm groups.
-    Meanwhile each process holds the views of the global batch twice: 0.6 GB for a view of 512 images of 224 px.
+    encode: a function, images (n, 3, H, W) -> keys (n, C). views: list of V views of this process, each (n, 3, H, W).
+
+    A query and its key must not share batch statistics, from which the encoder could tell that they belong together
+    (MoCo, section 3.3). So the images of all processes are shuffled, each process encodes its part, and the keys are
+    put back in order. All views of the global batch are in memory at once: 0.3 GB each for 512 images of 224 px.
     """
     images = torch.cat([gather(view) for view in views])  # row v * N + i is view v of image i
-    shuffle = torch.randperm(len(images), generator=generator).to(images.device, non_blocking=True)
+    shuffle = torch.randperm(len(images), device=images.device)
+    if dist.is_initialized():
+        dist.broadcast(shuffle, 0)  # each process has drawn its own
     keys = gather(encode(images[shard(shuffle)]))
     return keys[shuffle.argsort()].view(len(views), -1, keys.shape[1])
 
 
-class GroupedBatchNorm(nn.modules.batchnorm._BatchNorm):
-    """Batch norm whose statistics are taken over `groups` equal slices of the batch, for (N, C) or (N, C, H, W).
+class SplitBatchNorm(nn.BatchNorm2d):
+    """Batch norm over each of `groups` equal slices of the batch, as of so many GPUs. x: (N, C) or (N, C, H, W).
 
-    Each group acts as the batch norm of one GPU would. The running statistics are the mean over the groups.
-    norm: the batch norm whose parameters, statistics and state_dict keys this one takes over.
+    As in MoCo's notebook for CIFAR, the running statistics are averages over the groups.
     """
 
-    def __init__(self, norm, groups):
-        super().__init__(norm.num_features, norm.eps, norm.momentum, norm.affine, norm.track_running_stats)
-        self.weight, self.bias = norm.weight, norm.bias
-        self.running_mean, self.running_var = norm.running_mean, norm.running_var
-        self.num_batches_tracked, self.groups, self.training = norm.num_batches_tracked, groups, norm.training
-        # timm's BatchNormAct2d also applies a dropout and an activation.
-        self.after = nn.Sequential(norm.drop, norm.act) if hasattr(norm, "act") else nn.Identity()
-
-    def _check_input_dim(self, x):
-        """Accept any number of dimensions."""
+    def __init__(self, num_features, groups, **kwargs):
+        super().__init__(num_features, **kwargs)
+        self.groups = groups
+        self.drop = self.act = nn.Identity()  # replaced by those of timm's BatchNormAct2d, which has both
 
     def forward(self, x):
-        if not self.training or self.groups == 1:
-            return self.after(super().forward(x))
-        mean = self.running_mean.repeat(self.groups, 1)
-        var = self.running_var.repeat(self.groups, 1)
-        slices = [
-            F.batch_norm(part, m, v, self.weight, self.bias, True, self.momentum, self.eps)  # updates m and v in place
-            for part, m, v in zip(x.chunk(self.groups), mean, var, strict=True)
-        ]
-        self.running_mean.copy_(mean.mean(0))
-        self.running_var.copy_(var.mean(0))
-        return self.after(torch.cat(slices))
+        weights = dict(weight=self.weight, bias=self.bias, training=self.training, eps=self.eps)
+        if not self.training:
+            return self.act(self.drop(F.batch_norm(x, self.running_mean, self.running_var, **weights)))
+        if len(x) % self.groups:
+            raise ValueError(f"{len(x)} rows cannot be split into {self.groups} equal groups")
+        means, variances = self.running_mean.repeat(self.groups, 1), self.running_var.repeat(self.groups, 1)
+        slices = zip(x.chunk(self.groups), means, variances, strict=True)
+        x = torch.cat([F.batch_norm(part, m, v, momentum=self.momentum, **weights) for part, m, v in slices])
+        self.running_mean.copy_(means.mean(0))  # `batch_norm` has updated the rows of `means`
+        self.running_var.copy_(variances.mean(0))
+        return self.act(self.drop(x))
 
 
-def split_batch_norms(module, groups):
-    """Replace a module's batch norms, but for subclasses of a user's own, by ones over `groups` slices. Return it."""
-    for name, child in module.named_children():
-        is_plain = type(child) in (nn.BatchNorm1d, nn.BatchNorm2d, timm.layers.BatchNormAct2d)
-        if is_plain and child.track_running_stats and child.momentum is not None:
-            setattr(module, name, GroupedBatchNorm(child, groups))
-        else:
-            split_batch_norms(child, groups)
-    return module
+def convert_split_batchnorm(module, groups):
+    """Convert the batch norms of a module to SplitBatchNorm, like torch's convert_sync_batchnorm. Return the module.
 
-
-@torch.no_grad()
-def average_statistics(model):
-    """Average the running statistics of batch norms over the processes. Nothing in training reads them.
-
-    They are exponential averages, which are linear: once at the end of an epoch gives what each step would.
+    Only torch's and timm's own batch norms with running statistics are converted, not subclasses of them.
     """
-    if dist.is_initialized():
-        for name, buffer in model.named_buffers():
-            if name.endswith(("running_mean", "running_var")):
-                dist.all_reduce(buffer)
-                buffer.div_(dist.get_world_size())
+    result = module
+    is_plain = type(module) in (nn.BatchNorm1d, nn.BatchNorm2d, timm.layers.BatchNormAct2d)
+    if is_plain and module.track_running_stats and module.momentum is not None:
+        result = SplitBatchNorm(module.num_features, groups, eps=module.eps, momentum=module.momentum)
+        result.weight, result.bias = module.weight, module.bias
+        result.running_mean, result.running_var = module.running_mean, module.running_var
+        result.num_batches_tracked = module.num_batches_tracked
+    for name, child in module.named_children():
+        setattr(result, name, convert_split_batchnorm(child, groups))
+    return result
 
 
 if __name__ == "__main__":
