@@ -6,34 +6,36 @@ that share its cluster and lie closer to the cluster's center than the image its
 towards the centers.
 
 Some of these positives are wrong, so the loss does not trust them fully. CutMix pastes a box of the positive into the
-image. The query is the embedding of this mix. Its loss has two terms, with the keys of the image and of the positive.
-Each counts by its share of the pixels. Multi-resolution is a second augmentation: the same crop is encoded at several
+image. The query is the embedding of this mix. Its loss has two terms, with the keys of the image and of the positive,
+weighted by their shares of the pixels. Multi-resolution is a second augmentation: the same crop is encoded at several
 sizes, and the query of every size is compared with the keys of every size.
 
     Eq. 1              info_nce; nce in clim_loss                 MoCo v2's loss; each term of Eq. 4
     Eq. 2, App. A.2    kmeans, nearest_neighbors, select_positives
-    Eq. 3              cutmix, mix_views
+    Eq. 3              cutmix, mix_queries
     Eq. 4              clim_loss
     Eq. 5              (not computed)                             it defines the scale of a crop
     Eq. 6              CLIM.forward                               the sum over pairs of sizes
-    Table 6            choose_positives, --selection, --mix       other choices, at CLIM's times (ours); no mixing
+    Table 6            choose_positives, --selection, --mix       other choices, in the same epochs (ours); no mixing
 
     python clim.py                                                            # a laptop, no data
     python clim.py --dataset cifar10 --selection none                         # the baseline, MoCo v2, on one GPU
     torchrun --nproc_per_node=8 clim.py --dataset imagenet --data-dir DIR
 
-The baseline is MoCo v2. It is exactly `--selection none`, of one resolution. What CLIM changes in it (MoCo v2 | here):
-    (no positives)                            a choice of positives every few epochs      kmeans, ..., refresh
-    one query view and one key view           also two views of one positive              draw_views
-    q = query(view)                           q = query(view mixed with the positive's)   mix_views, cutmix
-    k = key(view)                             key k of the image, k' of its positive      CLIM.forward
-    info_nce(q, k, queue, tau)                clim_loss(q, k, k', queue, tau, lambda)     CLIM.contrast
-    one size                                  a sum over all pairs of sizes               CLIM.forward
+The baseline is MoCo v2. `--selection none` with one resolution is exactly its loss. CLIM changes these lines:
+    MoCo v2                       | here                                       | where
+    no positives                  | a choice of positives every few epochs     | kmeans, ..., choose_positives
+    one query and one key view    | also two views of one positive             | ImageAndPositive
+    q = query(view)               | q = query(view mixed with the positive's)  | mix_queries, cutmix
+    k = key(view)                 | keys k of the image, k' of its positive    | CLIM.forward
+    info_nce(q, k, queue, tau)    | clim_loss(q, k, k', queue, tau, lambda)    | CLIM.contrast
+    one size                      | a sum over all pairs of sizes              | CLIM.forward
+
 Tables 6, 8 and 9 take one resolution: `--dataset imagenet --resolutions 224`, and the flags whose help names the table.
 Table 7 is `--resolutions 224 96` and so on. Its multi-crop is `--local-crops 2`.
 Not here: detection and segmentation on VOC, COCO and LVIS (Tables 3 to 5), Table 10, and the t-SNE of Fig. 3.
 
-There is no released code. Where the paper is silent, this file decides, and says "ours" there. What differs:
+There is no released code. Where the paper is silent, this file decides, and says "ours" there. Differences:
     D1 The image itself. Paper: it fulfils Eq. 2, as an equality. Here: it is no positive, unless it is the only image.
     D2 Too few positives. Paper (App. A.2): the nearest of the remaining 40 neighbours. Here: read as those that Eq. 2
        excludes, nearest first, although that contradicts Eq. 2.
@@ -41,95 +43,140 @@ There is no released code. Where the paper is silent, this file decides, and say
        Local crops add their terms. Paper: r is the size of the image's views, r' of the positive's. Here: r is the size
        of the query, r' of both its keys.
     D4 The sizes {224, 224} of Table 7. Paper: silent. Here: both have one crop with its colors, one is mirrored.
-    D5 Crops of multi-resolution. Paper (section 3.3): fixed over the sizes. Here: so for a view, but query and key have
-       crops of their own. `--same-crop` is the other reading: a key has the crop of its query.
-    D6 Multi-crop. Paper (4.4): sizes, areas. Here (ours): local crops are queries, mixed with the positive's own.
-What differs by rounding, by an index or by precision is in tests/golden/README.md.
+    D5 Crops of multi-resolution. Paper (section 3.3): fixed over the sizes. Here: a view has one crop at all sizes, and
+       query and key have different crops. `--same-crop` is the other reading: a key has the crop of its query.
+    D6 Multi-crop. Paper (section 4.4): only sizes and areas. Here (ours): local crops are queries, which are mixed with
+       local crops of the positive.
+Differences in rounding, indices and precision are listed in tests/golden/README.md.
 """
 
 import argparse
 import copy
 import functools
-import itertools
 import math
 import time
 
-import numpy as np
 import timm
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, Dataset, DistributedSampler
+from torchvision.transforms import v2
 
 import common
 
 # ========================================================= 1. hyper-parameters
 
+
+def parse_args(argv=None):
+    """Parse the command line. The defaults are the paper's for ImageNet, with the changes that `recipe` returns."""
+    options = dict(formatter_class=argparse.ArgumentDefaultsHelpFormatter, allow_abbrev=False)
+    parser = argparse.ArgumentParser("clim.py", "%(prog)s [options]", __doc__.splitlines()[0], **options)
+    parser.set_defaults(method="clim")
+
+    add = parser.add_argument_group("loss").add_argument
+    add("--mix", choices=("cutmix", "none"), default="cutmix", help="none: half the loss to each key (Table 6)")
+    add("--alpha", type=common.positive_float, default=2.0, help="parameter of CutMix's Beta(alpha, alpha) (Table 9)")
+    add("--temperature", type=common.positive_float, default=0.2, help="temperature tau of the loss")  # MoCo v2's
+    add("--queue", type=common.positive_int, default=65536, help="number of negatives")
+
+    add = parser.add_argument_group("positives").add_argument
+    ways = ("none", "random", "knn", "kmeans", "center")
+    add("--selection", choices=ways, default="center", help="how positives are chosen (Table 6); none: MoCo v2")
+    add("--num-clusters", type=common.positive_int, default=10000, help="clusters, m (Table 8)")
+    add("--knn-k", type=common.positive_int, default=40, help="nearest neighbours, k (Table 8)")
+    add("--num-positives", type=common.positive_int, default=10, help="positives per image (App. A.2)")
+    add("--refresh-every", type=common.positive_int, default=5, help="epochs between choices of positives (App. A.2)")
+    add("--clim-start", type=common.nonnegative_int, default=5, help="epochs of MoCo v2 at the start (ours)")
+
+    add = parser.add_argument_group("model").add_argument
+    add("--arch", default="resnet50", help="encoder: resnet_micro, resnet18, resnet50, vit_small, or any timm model")
+    names = ("--resolutions", "--image-size")
+    add(*names, type=common.positive_int, nargs="+", default=[224, 160], help="sides of a view, in pixels (Table 7)")
+    add("--patch-size", type=common.positive_int, default=16, help="side of a ViT's patch, in pixels")
+    add("--dim", type=common.positive_int, default=128, help="dimension of queries and keys")
+    add("--bn-groups", type=common.positive_int, default=16, help="groups of the batch for batch norm, as on 16 GPUs")
+    add("--momentum", type=common.fraction, default=0.999, help="momentum m of the momentum encoder")
+
+    add = parser.add_argument_group("schedule").add_argument
+    add("--epochs", type=common.positive_int, default=200, help="number of epochs")  # section 4.4; App. A: 1,200
+    add("--batch-size", type=common.positive_int, default=512, help="images per step, over all processes")
+    add("--lr", type=common.positive_float, default=0.03, help="peak learning rate per 256 images")  # 0.06 for 512
+    add("--min-lr", type=common.nonnegative_float, default=0.0, help="last learning rate per 256 images")
+    add("--warmup", type=common.nonnegative_float, default=0.0, help="epochs of warm-up, at most a quarter of them")
+    add("--weight-decay", type=common.nonnegative_float, default=1e-4, help="weight decay of SGD")
+
+    add = parser.add_argument_group("augmentation").add_argument
+    add("--crop-scale", type=common.fraction, nargs=2, default=[0.2, 1.0], help="range of a crop's share of the image")
+    add("--blur-p", type=common.fraction, default=0.5, help="probability of a Gaussian blur")
+    add("--norm", choices=common.NORMS, default="imagenet", help="data set whose mean and deviation normalise views")
+    add("--same-crop", action="store_true", help="a key has the crop of its query (D5)")
+    add("--local-crops", type=common.nonnegative_int, default=0, help="local crops per image, as queries (Table 7, D6)")
+    add("--local-size", type=common.positive_int, default=96, help="side of a local crop, in pixels (Table 7)")
+    add("--local-scale", type=common.fraction, nargs=2, default=[0.05, 0.14], help="area of a local crop (section 4.4)")
+
+    args = common.parse_args(parser, argv, recipe)
+    args.resolutions = sorted(args.resolutions, reverse=True)
+    args.image_size = args.resolutions[0]  # views are cropped at the largest
+    if args.selection != "none" and args.clim_start >= args.epochs:
+        parser.error(f"--clim-start {args.clim_start} is not below --epochs {args.epochs}: there would be no positives")
+    if args.local_crops and args.local_size > args.image_size:
+        parser.error(f"--local-size {args.local_size} is larger than a view, {args.image_size}")
+    sizes = args.resolutions + [args.local_size] * (args.local_crops > 0)
+    if common.is_vit(args.arch) and any(size % args.patch_size for size in sizes):
+        parser.error(f"--patch-size {args.patch_size} does not divide views and local crops of {sizes} px")
+    positives = args.selection != "none"
+    needs = [  # (flags, whether they have an effect, what they need)
+        (["mix", "num_positives", "refresh_every", "clim_start"], positives, "positives (--selection)"),
+        (["alpha"], positives and args.mix == "cutmix", "CutMix (--selection, --mix)"),
+        (["num_clusters"], args.selection in ("kmeans", "center"), "--selection kmeans or center"),
+        (["knn_k"], args.selection in ("knn", "center"), "--selection knn or center"),
+        (["local_size", "local_scale"], args.local_crops > 0, "--local-crops"),
+    ]
+    common.check_flags(parser, args, needs)
+    return args
+
+
 # fmt: off
-# {group: {name: (value, what it is, its limits or words)}}: the paper's for ImageNet, App. A, or MoCo v2's. Each is a
-# flag of its value's type, --knn-k 10, and args.NAME. Without limits, a number is not below 0.
-HYPERPARAMETERS = dict(
-    recipe=dict(variant=("paper", "CLIM has no released code", ("paper",))),
-    loss=dict(
-        same_crop=(False, "a key has the crop of its query (D5)"),
-        local_crops=(0, "local crops per image, as queries (Table 7, D6)", (0, 2)),
-        mix=("cutmix", "none: no mixing, half the loss to each key (Table 6)", ("cutmix", "none")),
-        alpha=(2.0, "parameter of CutMix's Beta(alpha, alpha) (Table 9)", (1e-9, math.inf)),
-        temperature=(0.2, "temperature tau of the loss", (1e-9, math.inf)),  # MoCo v2's
-        queue=(65536, "negatives per query; auto: a tenth of the images, at least a batch", (1, math.inf, "auto")),
+CIFAR = dict(  # ours: the values of moco_jointcrop.py, for a comparison; as many images per cluster as on ImageNet
+    arch="resnet18", resolutions=[32], patch_size=4, epochs=500, lr=0.25, min_lr=0.025, queue=4096, bn_groups=8,
+    blur_p=0.0, norm="cifar10", num_clusters=400, local_size=16,
+)
+RECIPES = dict(  # what differs from the paper's values for ImageNet
+    patterns=dict(  # ours, for a laptop
+        arch="resnet_micro", resolutions=[32], patch_size=4, epochs=45, batch_size=64, lr=0.12, queue=128, blur_p=0.1,
+        crop_scale=[0.3, 1.0], bn_groups=2, momentum=0.95, warmup=5.0, num_clusters=32, norm="patterns", local_size=16,
     ),
-    positives=dict(
-        selection=("center", "choice of positives (Table 6)", ("none", "random", "knn", "kmeans", "center")),
-        num_clusters=(10000, "clusters, m (Table 8); auto: one per 128 images", (1, math.inf, "auto")),
-        kmeans_iterations=(20, "iterations of k-means", (1, math.inf)),  # ours; faiss: 25, of <= 256 images per cluster
-        knn_k=(40, "nearest neighbours, k (Table 8)", (1, math.inf)),
-        num_positives=(10, "positives per image (App. A.2)", (1, math.inf)),
-        refresh_every=(5, "epochs between choices of positives", (1, math.inf)),
-        clim_start=(5, "epochs of MoCo v2 before the first choice of positives"),  # ours
-    ),
-    model=dict(
-        arch=("resnet50", "encoder: resnet_micro, resnet18, resnet50, vit_small, ..., or any timm model"),
-        image_size=(224, "side of a view, in pixels", (1, math.inf)),
-        resolutions=([224, 160], "sides at which views are encoded (Table 7); empty: --image-size", (1, math.inf)),
-        patch_size=(16, "side of a ViT's patch, in pixels", (1, math.inf)),
-        dim=(128, "dimension of queries and keys", (1, math.inf)),
-        bn_groups=(16, "slices of the batch with batch-norm statistics of their own, as on GPUs", (1, math.inf)),
-        momentum=(0.999, "momentum m of the momentum encoder", (0, 1)),
-    ),
-    schedule=dict(
-        epochs=(200, "epochs of the whole training", (1, math.inf)),  # section 4.4; App. A: 1,200
-        batch_size=(512, "images per step, over all processes", (2, math.inf)),
-        lr=(0.06, "peak learning rate at --lr-batch; scaled linearly to --batch-size", (1e-9, math.inf)),
-        lr_batch=(512, "batch size for which the learning rates are given", (1, math.inf)),
-        min_lr=(0.0, "last learning rate, scaled as --lr is"),
-        warmup=(0.0, "epochs of linear warm-up, at most a quarter of the run"),
-        weight_decay=(1e-4, "weight decay of SGD"),
-        sgd_momentum=(0.9, "momentum of SGD", (0, 0.999999)),
-    ),
-    augmentation=dict(
-        crop_scale=((0.2, 1.0), "smallest and largest share of the image that a crop has", (1e-9, 1)),
-        local_size=(96, "side of a local crop, in pixels", (1, math.inf)),  # Table 7
-        local_scale=((0.05, 0.14), "smallest and largest area of a local crop", (1e-9, 1)),  # section 4.4
-        crop_ratio=((3 / 4, 4 / 3), "smallest and largest width / height of a crop", (1e-9, math.inf)),
-        interpolation=("bilinear", "how a crop is resized", ("bilinear", "bicubic")),
-        jitter=((0.4, 0.4, 0.4, 0.1), "largest change of brightness, contrast, saturation and hue"),  # MoCo v2's
-        jitter_p=(0.8, "probability of these color changes", (0, 1)),
-        gray_p=(0.2, "probability of a gray view", (0, 1)),
-        blur_p=(0.5, "probability of a blurred view", (0, 1)),
-        blur_sigma=((0.1, 2.0), "smallest and largest sigma of the blur, in pixels", (1e-9, math.inf)),
-        flip_p=(0.5, "probability of a horizontal flip", (0, 1)),
-        norm=("imagenet", "data set whose mean and standard deviation normalise the views", common.NORMS),
-    ),
+    cifar10=CIFAR,
+    cifar100=dict(CIFAR, norm="cifar100"),
+    stl10=dict(CIFAR, resolutions=[96], patch_size=8, queue=8192, num_clusters=800, norm="imagenet", local_size=48),
+    imagenet100=dict(arch="resnet18", queue=16384, num_clusters=1000),  # ours
+    imagenet=dict(knn_every=50),  # its kNN takes minutes
+    folder=dict(queue=None, num_clusters=None, bn_groups=2),  # ours; None: by the number of images, which may be small
 )
 # fmt: on
+
+
+def recipe(args):
+    """Return the defaults, {name: value}, for args.dataset, args.arch, args.selection and args.local_crops."""
+    values = dict(RECIPES[args.dataset])
+    if args.arch in ("resnet_micro", "resnet_mini") and args.dataset in ("cifar10", "cifar100", "stl10", "folder"):
+        batch_size = 64 if args.dataset == "folder" else 256
+        values |= dict(batch_size=batch_size, lr=0.1, min_lr=0.0, momentum=0.99, blur_p=0.5)  # ours
+    if args.selection == "knn":
+        values["knn_k"] = 10  # section 4.4: for Table 6, positives are taken from the nearest ten
+    if args.selection == "none" or args.local_crops:  # the baseline and Table 7's multi-crop have one size
+        values.setdefault("resolutions", [224])
+    return values
 
 
 # ================================================================ 2. the paper
 
 
 def clim_loss(q, k_anchor, k_positive, queue, temperature, lam):
-    """Return the loss of mixed queries (Eq. 4), lam * NCE(q, k_anchor) + (1 - lam) * NCE(q, k_positive), as a scalar.
+    """Return the loss of mixed queries (Eq. 4), lam * NCE(q, k_anchor) + (1 - lam) * NCE(q, k_positive).
 
     NCE is InfoNCE (Eq. 1). The keys of the queue are the negatives of both terms. With lam = 1 it is MoCo's loss.
 
@@ -140,12 +187,14 @@ def clim_loss(q, k_anchor, k_positive, queue, temperature, lam):
     fit.
     """
     keys_fit = q.dim() == 2 and k_anchor.shape == q.shape and k_positive.shape == q.shape
-    if not keys_fit or queue.shape[1:] != q.shape[1:] or np.shape(lam) not in ((), (len(q),)):
+    if not keys_fit or queue.shape[1:] != q.shape[1:] or getattr(lam, "shape", ()) not in ((), (len(q),)):
         shapes = f"q {tuple(q.shape)}, k_anchor {tuple(k_anchor.shape)}, k_positive {tuple(k_positive.shape)}"
-        shapes += f", queue {tuple(queue.shape)} and lam {tuple(np.shape(lam))}"
+        shapes += f", queue {tuple(queue.shape)} and lam {tuple(getattr(lam, 'shape', ()))}"
         raise ValueError(f"clim_loss takes q, k_anchor, k_positive (N, C), queue (K, C), lam () or (N,), not {shapes}")
+    tensors = q, k_anchor, k_positive, queue
+    q, k_anchor, k_positive, queue = (x.to(torch.promote_types(x.dtype, torch.float32)) for x in tensors)
     negatives = q @ queue.T
-    target = torch.zeros(len(q), dtype=torch.int64, device=q.device)
+    target = torch.zeros(len(q), dtype=torch.int64, device=q.device)  # the positive is in column 0
 
     def nce(k):  # Eq. 1 for each query: (N,)
         logits = torch.cat([(q * k).sum(1, keepdim=True), negatives], dim=1) / temperature
@@ -155,7 +204,7 @@ def clim_loss(q, k_anchor, k_positive, queue, temperature, lam):
 
 
 def cutmix(x, partner, lam, generator=None):
-    """Mix two batches of images (Eq. 3): returns (mixed images, the share of x that is left in them).
+    """Mix two batches of images (Eq. 3): return (mixed images, the share of x that is left in them).
 
     A box of about (1 - lam) of the area of x is replaced by the same box of the partner. The box has the image's aspect
     ratio. Its center is uniform in the image. The part of it that lies outside the image is dropped, so the share can
@@ -163,8 +212,8 @@ def cutmix(x, partner, lam, generator=None):
 
     x, partner: (N, C, H, W); row i of partner is pasted into row i of x. lam: the wanted share of x, in [0, 1], often
     drawn from Beta(alpha, alpha); a float for one box in all images, or (N,) for a box per image. generator: a torch
-    CPU generator; torch's global one if None. The share is a float, or (N,) like x if lam is (N,). Raises ValueError
-    if shapes do not fit or lam is not in [0, 1]. Source: the code of CutMix (Yun et al., arXiv 1905.04899).
+    CPU generator; None: torch's global one. The share is a float, or (N,) like x if lam is (N,). Raises ValueError if
+    the shapes do not fit, or lam is not in [0, 1]. Source: the code of CutMix (Yun et al., arXiv 1905.04899).
     """
     share = torch.as_tensor(lam, dtype=torch.float64).cpu()
     if x.dim() != 4 or partner.shape != x.shape or tuple(share.shape) not in ((), (len(x),)):
@@ -173,59 +222,52 @@ def cutmix(x, partner, lam, generator=None):
     if not ((share >= 0) & (share <= 1)).all():
         raise ValueError(f"cutmix takes lam in [0, 1], not {lam}")
     height, width = x.shape[2:]
-    side = (1 - share.reshape(-1)).sqrt()  # of each box, as a share of the image's side
-
-    def interval(size):  # where the boxes begin and end along `size` pixels: two (boxes, 1) int64
-        center = (torch.rand(len(side), dtype=torch.float64, generator=generator) * size).long()
-        half = (side * size).long() // 2
-        return (center - half).clamp(0, size)[:, None], (center + half).clamp(0, size)[:, None]
-
-    top, bottom = interval(height)
-    left, right = interval(width)
+    side = (1 - share.reshape(-1, 1)).sqrt()  # of each box, as a share of the image's: (boxes, 1), as all below
+    center_y = (torch.rand(side.shape, dtype=torch.float64, generator=generator) * height).long()
+    center_x = (torch.rand(side.shape, dtype=torch.float64, generator=generator) * width).long()
+    half_height, half_width = (side * height).long() // 2, (side * width).long() // 2
+    top, bottom = (center_y - half_height).clamp_min(0), (center_y + half_height).clamp_max(height)
+    left, right = (center_x - half_width).clamp_min(0), (center_x + half_width).clamp_max(width)
     row, column = torch.arange(height), torch.arange(width)
-    in_rows = (row >= top) & (row < bottom)  # (boxes, H)
-    in_columns = (column >= left) & (column < right)  # (boxes, W)
+    in_rows, in_columns = (row >= top) & (row < bottom), (column >= left) & (column < right)  # (boxes, H), (boxes, W)
     in_box = (in_rows[:, None, :, None] & in_columns[:, None, None, :]).to(x.device, non_blocking=True)  # 1 - M
     mixed = torch.where(in_box, partner, x)  # Eq. 3: x where the mask M is 1
     kept = 1 - ((bottom - top) * (right - left)).flatten().double() / (height * width)
     return mixed, (kept.to(x) if share.dim() else kept.item())
 
 
-# ------------------------------- choice of positives (section 3.2.1 and App. A.2)
+# The choice of positives: section 3.2.1 and App. A.2
 
 
 @torch.no_grad()
 def nearest_neighbors(x, k, rows=None):
     """Return the k nearest other rows of each row by L2 distance, nearest first: (n, min(k, N - 1)) int64.
 
-    x: (N, C), better in float64: float32 confuses near copies. rows: (n,) int64, the rows whose neighbours are wanted;
-    all if None. A row is not its own neighbour, unless it is the only one (D1). Raises ValueError if the shape of x or
-    k does not fit.
+    x: (N, C). rows: (n,) int64, the rows whose neighbours are wanted; None: all. A row is not its own neighbour, unless
+    it is the only one (D1). Distances are computed in float64.
     """
-    if x.dim() != 2 or len(x) == 0 or k < 1:
-        raise ValueError(f"nearest_neighbors takes x (N, C) with N > 0, and k > 0, not x {tuple(x.shape)} and k {k}")
-    k = min(k, max(1, len(x) - 1))
+    x = x.double() - x[:1].double()  # in float32, or far from 0, cdist confuses rows that are close to each other
     rows = torch.arange(len(x), device=x.device) if rows is None else rows
     neighbors = []
     for chunk in rows.split(128):  # on ImageNet 1.3 GB of distances
         distance = torch.cdist(x[chunk], x).float().clamp_min(1e-7)  # rounded, so that copies are equally far
         distance.scatter_(1, chunk[:, None], math.inf)  # from a row to itself
-        neighbors.append(distance.topk(k, largest=False).indices)
+        neighbors.append(distance.topk(min(k, max(1, len(x) - 1)), largest=False).indices)
     return torch.cat(neighbors)
 
 
 @torch.no_grad()
 def kmeans(x, num_clusters, iterations=20, generator=None):
-    """Run Lloyd's k-means by L2 distance. Return (centers (m, C), assignment (N,) int64 of each row to its center).
+    """Run Lloyd's k-means by L2 distance: return (centers (m, C), assignment (N,) int64 of each row to its center).
 
-    x: (N, C); its rows are used as given, not normalised. m is min(num_clusters, N). The first centers are random rows.
-    If clusters come out empty, they start anew at the rows that are farthest from their centers. Exactly `iterations`
-    are made; there is no test of convergence. generator: a torch CPU generator; torch's global one if None. No
-    gradient. Raises ValueError if the shape of x or a number does not fit.
+    The first centers are random rows. Empty clusters start anew at the rows that are farthest from their centers. There
+    is no test of convergence. Distances are computed in float64.
+
+    x: (N, C); its rows are used as given, not normalised. m is min(num_clusters, N). iterations: the default is ours;
+    faiss's is 25. generator: a torch CPU generator; None: torch's global one.
     """
-    if x.dim() != 2 or len(x) == 0 or num_clusters < 1 or iterations < 0:
-        given = f"x {tuple(x.shape)}, {num_clusters} clusters and {iterations} iterations"
-        raise ValueError(f"kmeans takes x (N, C) with N > 0, 1 cluster or more, and 0 iterations or more, not {given}")
+    origin, dtype = x[:1].double(), x.dtype
+    x = x.double() - origin  # in float32, or far from 0, cdist confuses rows that are close to each other
 
     def nearest(centers):
         return torch.cat([torch.cdist(rows, centers).argmin(1) for rows in x.split(1024)])
@@ -238,42 +280,39 @@ def kmeans(x, num_clusters, iterations=20, generator=None):
         farthest = (x - centers[assignment]).square().sum(1).topk(len(empty)).indices
         centers = torch.zeros_like(centers).index_add_(0, assignment, x) / count.clamp_min(1)[:, None]
         centers[empty] = x[farthest]
-    return centers, nearest(centers)
+    return (centers + origin).to(dtype), nearest(centers)
 
 
 def preferred_first(neighbors, preferred, count, generator=None):
     """Choose `count` neighbours per row (App. A.2): (N, count) int64.
 
     Preferred ones come first, in random order. Then come the others, nearest first. If k < count, they repeat in that
-    order. neighbors: (N, k) int64, nearest first. preferred: (N, k) bool.
+    order. Example: of the neighbours 7, 3, 5, where 3 and 5 are preferred, 4 are either 3, 5, 7, 3 or 5, 3, 7, 5.
+
+    neighbors: (N, k) int64, nearest first. preferred: (N, k) bool.
     """
     k = neighbors.shape[1]
-    # Sort each row by a number: random in [0, 1) for preferred neighbours, 1 + rank for the others.
-    random = torch.rand(neighbors.shape, generator=generator).to(neighbors.device)
-    rank = torch.arange(k, device=neighbors.device)
-    order = torch.where(preferred, random, 1 + rank).argsort(1)
+    random = torch.rand(neighbors.shape, generator=generator).to(neighbors.device)  # below 1: before all ranks
+    rank = torch.arange(1, k + 1, device=neighbors.device)
+    order = torch.where(preferred, random, rank).argsort(1)
     repeated = torch.arange(count, device=neighbors.device) % k
     return neighbors.gather(1, order[:, repeated])
 
 
 @torch.no_grad()
 def select_positives(x, centers, assignment, k=40, num_positives=10, generator=None, neighbors=None):
-    """Choose positives by center-wise local selection (Eq. 2, App. A.2): returns (N, num_positives) int64, rows of x.
+    """Choose positives by center-wise local selection (Eq. 2, App. A.2): (N, num_positives) int64, rows of x.
 
     The candidates are those of an image's k nearest neighbours that are in its cluster and at most as far from its
     center as the image is. num_positives random ones are chosen. If there are fewer, the nearest of the other
-    neighbours are added (D2). If the neighbours are too few, they repeat.
+    neighbours are added (D2). If the neighbours are too few, they repeat. Copy it with nearest_neighbors and
+    preferred_first.
 
-    x: (N, C), one embedding per image. centers: (m, C), and assignment: (N,) int64, the number of each image's center:
-    of `kmeans`. generator: a torch CPU generator; torch's global one if None. neighbors: (N, k) int64, if they are
-    known, which leaves k unused; else it needs `nearest_neighbors`. No gradient. Raises ValueError if the shapes do not
-    fit. It needs `preferred_first`.
+    x: (N, C), one embedding per image. centers: (m, C), and assignment: (N,) int64, the index of each image's center,
+    as `kmeans` returns them. generator: a torch CPU generator; None: torch's global one. neighbors: (N, k) int64, as
+    `nearest_neighbors` returns them; None: they are computed here.
     """
     neighbors = nearest_neighbors(x, k) if neighbors is None else neighbors
-    matrices = x.dim() == neighbors.dim() == centers.dim() == 2 and centers.shape[1] == x.shape[1]
-    if not matrices or len(neighbors) != len(x) or assignment.shape != x.shape[:1] or num_positives < 1:
-        given = f"{[tuple(a.shape) for a in (x, neighbors, centers, assignment)]} and {num_positives} positives"
-        raise ValueError(f"select_positives takes (N, C), (N, k), (m, C), (N,) and 1 positive or more, not {given}")
     same_cluster = assignment[neighbors] == assignment[:, None]  # neighbours in Omega_1; all are in Omega_2
     to_center = (x - centers[assignment]).square().sum(1)  # each image's squared distance
     closer = to_center[neighbors] <= to_center[:, None]  # the inequality of Eq. 2
@@ -285,33 +324,37 @@ def random_members(assignment, count, generator=None):
 
     A row that is alone in its cluster gets rows of any cluster. If it is the only row, it gets itself (D1).
     """
-    n = len(assignment)
-    by_cluster = assignment.argsort(stable=True)  # rows of cluster 0, then of cluster 1, ...
-    place = by_cluster.argsort()  # of each row in by_cluster
-    sizes = assignment.bincount()
-    size, first = sizes[assignment], (sizes.cumsum(0) - sizes)[assignment]  # of the row's cluster in by_cluster
-    size, first = torch.where(size == 1, n, size), torch.where(size == 1, 0, first)
-    random = torch.rand(n, count, dtype=torch.float64, generator=generator).to(assignment.device)
-    other = (random * (size - 1)[:, None]).long()
-    other += other >= (place - first)[:, None]  # the row itself is passed over
-    return by_cluster[(first[:, None] + other).clamp_max(n - 1)]
+    table = assignment.new_zeros(len(assignment), count)
+    if len(assignment) == 1:
+        return table
+    everyone = torch.arange(len(assignment), device=assignment.device)
+    by_cluster = assignment.argsort(stable=True).split(assignment.bincount().tolist())
+    for rows in by_cluster:  # those of one cluster
+        candidates, own_place = rows, everyone[: len(rows)]
+        if len(rows) < 2:
+            candidates, own_place = everyone, rows
+        place = torch.randint(len(candidates) - 1, (len(rows), count), generator=generator).to(rows.device)
+        place += place >= own_place[:, None]  # skip the row's own place among the candidates
+        table[rows] = candidates[place]
+    return table
 
 
 # ---------------------------------------- InfoNCE with a queue (shared block)
 
 
 def info_nce(q, k, queue, temperature):
-    """Return MoCo's loss, InfoNCE with a queue (MoCo, Eq. 1), as a scalar.
+    """Return MoCo's loss, InfoNCE with a queue (MoCo, Eq. 1).
 
-    It is the mean of -log(exp(q.k / T) / (exp(q.k / T) + sum_j exp(q.queue_j / T))), where the positive of a query is
-    the key of the same row. At equal logits it is log(K + 1).
+    It is the mean of -log(exp(q.k / T) / (exp(q.k / T) + sum_j exp(q.queue_j / T))), where a query's positive is the
+    key in the same row. At equal logits it is log(K + 1).
 
-    q, k: (N, C), L2-normalised. queue: (K, C), the negatives. temperature: T > 0.
+    q, k: (N, C), L2-normalised. queue: (K, C), the negatives. temperature: T > 0. Computed in float32 at least.
     Gradients reach q, and also k and queue unless these are detached. Raises ValueError if the shapes do not fit.
     """
     if q.dim() != 2 or k.shape != q.shape or queue.shape[1:] != q.shape[1:]:
         shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, queue {tuple(queue.shape)}"
         raise ValueError(f"info_nce takes q (N, C), k (N, C) and queue (K, C), not {shapes}")
+    q, k, queue = (x.to(torch.promote_types(x.dtype, torch.float32)) for x in (q, k, queue))
     positive = (q * k).sum(1, keepdim=True)
     logits = torch.cat([positive, q @ queue.T], dim=1) / temperature
     return F.cross_entropy(logits, logits.new_zeros(len(q), dtype=torch.int64))  # the positive is in column 0
@@ -320,77 +363,66 @@ def info_nce(q, k, queue, temperature):
 # ============================================================= 3. augmentation
 
 
-def augmentation(args):
-    """Return the views of an image, {name: View}: query, key, local crops. All are drawn as in MoCo v2 (App. A)."""
-    crop = dict(size=args.image_size, area=args.crop_scale, ratio=args.crop_ratio)
-    color = dict(jitter=args.jitter, jitter_p=args.jitter_p, gray_p=args.gray_p, solarize_p=0.0)
-    blur = dict(blur_p=args.blur_p, blur_sigma=args.blur_sigma)
-    view = common.View(**crop, **color, **blur, flip_p=args.flip_p)
-    local = view._replace(size=args.local_size, area=args.local_scale)
-    return dict(query=view, key=view) | {f"local crop {i + 1}": local for i in range(args.local_crops)}
+class ImageAndPositive(Dataset):
+    """Views of an image and, once there are positives, of one of them: items ((views, positive's views), label).
 
-
-def draw_views(args, images, positives, index, sizes, draws):
-    """Draw the views of images, then those of one positive of each: (cuts, colors), as common.ViewDataset needs them.
-
-    images: the ImageSet. positives: (N, num_positives) int32, the table of positives; -1 until they are chosen: then
-    only the images' own views are drawn. index, sizes, draws: as in common.ViewDataset; the last of draws is extra.
+    images: a data set with items (PIL image, label). transforms, positive_transforms: see common.Views. positives: (N,
+    num_positives) int, the indices of each image's positives; below 0 before they are chosen, and then there are no
+    views of them. The table is in shared memory, so that the loader's workers see its changes.
     """
-    views = [*augmentation(args).values()]
-    # VIEW_DRAWS columns per view, in this order of old; the last column chooses the positive
-    *view_draws, choice = np.split(draws, common.VIEW_DRAWS * np.arange(1, 2 * len(views) + 1), axis=1)
-    query, key, positive_key, positive_query, *crops = view_draws  # crops: the image's, its positive's, ...
-    column = (choice[:, 0] * positives.shape[1]).astype(int)  # in each epoch one of the positives at random (ours)
-    positive = positives.numpy()[index, column].astype(np.int64)
-    sources = [(index, sizes, [query, key, *crops[::2]])]
-    if args.selection != "none" and positive[0] >= 0:
-        sources.append((positive, images.sizes(positive), [positive_query, positive_key, *crops[1::2]]))
-    cuts, colors = [], []
-    for rows, row_sizes, numbers in sources:
-        drawn = [common.draw_view(view, row_sizes, number) for view, number in zip(views, numbers, strict=True)]
-        boxes, view_colors = map(list, zip(*drawn, strict=True))
-        if args.same_crop:
-            boxes[1] = boxes[0]  # a key has the crop of its query (D5)
-        cuts += [(rows, box, view.size) for view, box in zip(views, boxes, strict=True)]
-        colors += view_colors
-    return cuts, colors
+
+    def __init__(self, images, transforms, positive_transforms, positives):
+        self.views, self.positive_views = common.Views(images, transforms), common.Views(images, positive_transforms)
+        self.positives = positives
+
+    def __len__(self):
+        return len(self.views)
+
+    def __getitem__(self, index):
+        views, label = self.views[index]
+        column = torch.randint(self.positives.shape[1], ())  # in each epoch one of the positives at random (ours)
+        positive = self.positives[index, column].item()
+        return (views, self.positive_views[positive][0] if positive >= 0 else []), label
 
 
-def mix_views(views, mix, alpha, generators):
-    """Mix the queries of a batch (Eq. 3) by `cutmix`: (query, key views, lam, local crops), which CLIM.forward takes.
+def twice(view):
+    """Return a view as key and as query, for --same-crop (D5)."""
+    return [view, view]
 
-    A share is drawn from Beta(alpha, alpha) (section 3.2.2), one per batch as in the code of CutMix. views: a list of
-    (n, 3, H, W), in the order of `draw_views`. mix: "cutmix" or "none". generators: a torch CPU generator for the query
-    and for each local crop. They are the same on every process, and so are share and box (ours).
+
+def augment(x, args):
+    """Flip and color crops as MoCo v2 does (App. A): uint8 (n, 3, S, S) -> normalised float (n, 3, S, S)."""
+    x = common.horizontal_flip(x.float() / 255, p=0.5)
+    x = common.color_jitter(x, 0.4, 0.4, 0.4, 0.1, p=0.8)
+    x = common.grayscale(x, p=0.2)
+    x = common.gaussian_blur(x, sigma=(0.1, 2.0), p=args.blur_p)
+    return common.normalize(x, *common.NORMS[args.norm])
+
+
+def mix_queries(queries, partners, alpha):
+    """Mix queries with those of positives (Eq. 3): return (list of mixed queries, list of the images' shares in them).
+
+    queries: list of (n, 3, H, W). partners: list of the positives' queries; if it is empty, nothing is mixed, and the
+    shares are 0.5, which gives half the loss to each key (ours). alpha: a share is drawn from Beta(alpha, alpha)
+    (section 3.2.2), one for a batch, as in the code of CutMix.
     """
-    count = 1 + len(generators)
-    query, key, *crops = views[:count]
-    if len(views) == count:  # MoCo v2, until positives are chosen
-        return query, [key], 1.0, [(crop, 1.0) for crop in crops]
-    positive_query, positive_key, *positive_crops = views[count:]
-    if mix == "none":  # half the loss to each key (ours)
-        return query, [key, positive_key], 0.5, [(crop, 0.5) for crop in crops]
-    mixed = []
-    for x, partner, generator in zip([query, *crops], [positive_query, *positive_crops], generators, strict=True):
-        lam = np.random.default_rng(generator.initial_seed()).beta(alpha, alpha)
-        mixed.append(cutmix(x, partner, lam, generator))
-    (query, lam), *crops = mixed
-    return query, [key, positive_key], lam, crops
+    if not partners:
+        return queries, [0.5] * len(queries)
+    beta = torch.distributions.Beta(alpha, alpha)
+    mixed = [cutmix(x, partner, beta.sample().item()) for x, partner in zip(queries, partners, strict=True)]
+    return [x for x, _ in mixed], [share for _, share in mixed]
 
 
-def show_views(args, positives, loader, device):
-    """Write the picture of --show-views: the views of images and of random positives, and mixed queries."""
-    if args.selection != "none":  # no encoder has chosen positives yet
-        positives.random_(len(positives), generator=common.generator(args.seed))
-    views = common.color_views(next(iter(loader)), device)
-    own = [*augmentation(args)]
-    names = own + [f"random positive's {name}" for name in own]
-    if args.selection != "none" and args.mix == "cutmix":
-        generators = [common.generator(args.seed, i) for i in range(len(own) - 1)]
-        query, _, _, crops = mix_views(views, args.mix, args.alpha, generators)
-        views += [query, *[crop for crop, _ in crops]]
-        names += [f"mixed {name}" for name in own if name != "key"]
-    common.save_views(args.show_views, views, names[: len(views)])
+def show_views(args, loader, positives):
+    """Write the picture of --show-views: views of images and of random positives, and mixed queries."""
+    if args.selection != "none":
+        positives.random_(len(positives))  # no encoder has chosen any
+    own, other = ([augment(x, args) for x in part] for part in next(iter(loader))[0])
+    mixed = mix_queries(own[1:], other[1:], args.alpha)[0] if other[1:] else []
+    names = ["key", "query"] + ["local crop"] * args.local_crops
+    positive_names = [f"random positive's {name}" for name in names[: len(other)]]
+    mixed_names = [f"mixed {name}" for name in names[1 : 1 + len(mixed)]]
+    common.save_views(args.show_views, own + other + mixed, names + positive_names + mixed_names, args.norm)
 
 
 # ==================================================================== 4. model
@@ -399,15 +431,11 @@ def show_views(args, positives, loader, device):
 
 
 class Queue(nn.Module):
-    """The last `length` keys, (length, dim), first in, first out. It begins with random L2-normalised vectors.
+    """The last `length` keys, (length, dim), first in, first out. It begins with random L2-normalised vectors."""
 
-    Any length goes with any batch size: it wraps around. generator: a torch CPU generator; torch's global one if None.
-    """
-
-    def __init__(self, length, dim, generator=None):
+    def __init__(self, length, dim):
         super().__init__()
-        keys = torch.randn(length, dim, generator=generator)
-        self.register_buffer("keys", F.normalize(keys, dim=1))
+        self.register_buffer("keys", F.normalize(torch.randn(length, dim), dim=1))
         self.register_buffer("position", torch.zeros(1, dtype=torch.int64))  # of the oldest key
 
     @torch.no_grad()
@@ -419,143 +447,87 @@ class Queue(nn.Module):
         self.position.add_(len(keys)).remainder_(length)
 
 
-# ---------------------------------------------------------------------- CLIM
+# ------------------------------------------------------------------------ CLIM
 
 
 def resize(x, size, mirrored=False):
-    """Resize images (n, 3, S, S) to (n, 3, size, size), with antialiasing, and perhaps mirror them."""
+    """Resize images (n, 3, S, S) to (n, 3, size, size), with antialiasing, and mirror them if `mirrored`."""
     x = x if x.shape[-1] == size else F.interpolate(x, (size, size), mode="bilinear", antialias=True)
     return x.flip(-1) if mirrored else x
 
 
 class CLIM(nn.Module):
-    """MoCo v2's query encoder, momentum encoder (for the keys) and queue, with mixed queries and several sizes.
+    """MoCo v2's query encoder, momentum encoder and queue, with mixed queries, keys of positives and several sizes.
 
-    Copy it with clim_loss, info_nce, resize, Queue, gather, shard and encode_shuffled_keys; mix_views needs cutmix.
-    backbone: (n, 3, H, W) -> (n, width). sizes: of the views, largest first. amp: in bf16. generator: see `Queue`.
+    Copy it with clim_loss, info_nce, resize, Queue, gather, shard and encode_shuffled_keys. On one process, also apply
+    `convert_split_batchnorm`: without groups of batch norm, ShuffleBN has no effect.
+    backbone: (n, 3, H, W) -> (n, width). sizes: those at which views are encoded, the largest first. dim: of queries
+    and keys. queue: number of negatives. temperature: tau.
     """
 
-    def __init__(self, backbone, width, sizes, dim=128, queue=65536, temperature=0.2, amp=False, generator=None):
+    def __init__(self, backbone, width, sizes, dim=128, queue=65536, temperature=0.2):
         super().__init__()
-        self.sizes, self.temperature, self.amp = sizes, temperature, amp
         self.backbone = backbone
         self.projector = nn.Sequential(nn.Linear(width, width), nn.ReLU(inplace=True), nn.Linear(width, dim))
         self.momentum_backbone = copy.deepcopy(self.backbone).requires_grad_(False)
         self.momentum_projector = copy.deepcopy(self.projector).requires_grad_(False)
-        self.queue = Queue(queue, dim, generator)
+        self.queue = Queue(queue, dim)
+        self.sizes, self.temperature = sizes, temperature
 
     def query(self, x):
         """Return the queries of images: (n, 3, H, W) -> (n, dim), L2-normalised, in the dtype of x."""
-        with torch.autocast(x.device.type, torch.bfloat16, enabled=self.amp):
-            return F.normalize(self.projector(self.backbone(x)).to(x.dtype), dim=1)
+        return F.normalize(self.projector(self.backbone(x)).to(x.dtype), dim=1)
 
     def key(self, x):
         """Return the momentum encoder's keys of images: (n, 3, H, W) -> (n, dim), L2-normalised, in the dtype of x."""
-        with torch.autocast(x.device.type, torch.bfloat16, enabled=self.amp):
-            return F.normalize(self.momentum_projector(self.momentum_backbone(x)).to(x.dtype), dim=1)
+        return F.normalize(self.momentum_projector(self.momentum_backbone(x)).to(x.dtype), dim=1)
 
-    def contrast(self, q, keys, lam):
-        """Eq. 4 of q (n, dim) and keys (2, n, dim), of images and positives; Eq. 1 if there are no positives' keys."""
-        if len(keys) == 1:
-            return info_nce(q, keys[0], self.queue.keys, self.temperature)
-        return clim_loss(q, keys[0], keys[1], self.queue.keys, self.temperature, lam)
+    def contrast(self, q, k, share):
+        """Return the loss of queries (n, dim): Eq. 4 for keys (2, n, dim), or Eq. 1 for keys (1, n, dim)."""
+        if len(k) == 1:
+            return info_nce(q, k[0], self.queue.keys, self.temperature)
+        return clim_loss(q, k[0], k[1], self.queue.keys, self.temperature, share)
 
-    def forward(self, query, key_views, lam, local_crops=(), generators=None):
+    def forward(self, queries, shares, key_views):
         """Return (loss, keys to enqueue (N, dim), queries (n, dim), {name: metric}). The loss is Eq. 6.
 
-        query: this process's images (n, 3, H, W), normalised; once there are positives, mixed with these. lam: the
-        share of the image in the mix. key_views: another view of each image and, once there are positives, a view of
-        each of these, a list of one or two. local_crops: list of (further queries, their lam). generators: a torch CPU
-        generator for each size, the same on every process, to shuffle the keys; torch's global one if None.
-        Only the images' own keys at the largest size are to be enqueued (ours). Only the loss has a gradient. It
-        reaches the query encoder only.
+        queries: this process's query view and local crops, each (n, 3, H, W), normalised and, once there are positives,
+        mixed with theirs. shares: list of the images' shares in these. key_views: another view of the images and, once
+        there are positives, a view of these: list of one or two (n, 3, H, W). The keys to enqueue are the images' own
+        at the largest size (ours), of all processes. Only the loss has a gradient, which reaches the query encoder
+        only.
         """
-        generators = generators or [None] * len(self.sizes)
-        q, keys = [], []
+        q, k = [], []
         for i, size in enumerate(self.sizes):
             mirrored = size in self.sizes[:i]  # D4
-            q.append(self.query(resize(query, size, mirrored)))
+            q.append(self.query(resize(queries[0], size, mirrored)))
             # Both keys are encoded together (ours): a batch-norm group holds twice as many keys as queries
-            views = [resize(view, size, mirrored) for view in key_views]
-            keys.append(encode_shuffled_keys(self.key, views, generators[i]))  # (1 or 2, N, dim)
-        k = [shard(x, dim=1) for x in keys]  # this process's, (1 or 2, n, dim)
-
-        # Eq. 6: the queries of every size with the keys of every size
-        losses = [self.contrast(*pair, lam) for pair in itertools.product(q, k)]
-        # Table 7's multi-crop: local crops are queries, too, of the keys at the largest size (D6)
-        losses += [self.contrast(self.query(crop), k[0], share) for crop, share in local_crops]
-        loss = sum(losses)
-        return loss, keys[0][0], q[0].detach(), dict(loss=loss.detach())
+            k.append(encode_shuffled_keys(self.key, [resize(view, size, mirrored) for view in key_views]))
+        keys = k[0][0]  # (N, dim)
+        k = [shard(x, dim=1) for x in k]  # this process's, for each size (1 or 2, n, dim)
+        local_q = [self.query(crop) for crop in queries[1:]]
+        with torch.autocast(keys.device.type, enabled=False):  # the loss is computed in float32
+            # Eq. 6: the queries of every size r with the keys of every size r'
+            losses = [self.contrast(q_r, k_r, shares[0]) for q_r in q for k_r in k]
+            # Table 7: local crops with the keys of the largest size (D6)
+            losses += [self.contrast(x, k[0], share) for x, share in zip(local_q, shares[1:], strict=True)]
+            loss = sum(losses)
+        return loss, keys, q[0].detach(), dict(loss=loss.detach())
 
     @torch.no_grad()
     def update(self, m):
-        """Move the momentum encoder's parameters: theta_k <- m theta_k + (1 - m) theta_q (MoCo, Eq. 2), m in [0, 1]."""
-        slow = [*self.momentum_backbone.parameters(), *self.momentum_projector.parameters()]
-        fast = [*self.backbone.parameters(), *self.projector.parameters()]
-        torch._foreach_lerp_(slow, fast, 1 - m)
+        """Update the momentum encoder: theta_k <- m theta_k + (1 - m) theta_q (MoCo, Eq. 2)."""
+        for slow, fast in (self.momentum_backbone, self.backbone), (self.momentum_projector, self.projector):
+            for theta_k, theta_q in zip(slow.parameters(), fast.parameters(), strict=True):
+                theta_k.lerp_(theta_q, 1 - m)
 
 
 # ================================================================= 5. training
 
-STREAM_EPOCH, STREAM_QUEUE, STREAM_POSITIVES, STREAM_SHUFFLE = 0, 4, 5, 20  # random streams, see common.generator
-STREAM_MIX = 30  # of the queries; 31 and up are of the local crops
-
-# fmt: off
-IMAGENET = common.defaults(HYPERPARAMETERS)
-CIFAR = dict(  # ours: the values of moco_jointcrop.py, for comparison; as many images per cluster as on ImageNet
-    IMAGENET, arch="resnet18", image_size=32, resolutions=(), patch_size=4, epochs=500, lr=0.5, min_lr=0.05,
-    queue=4096, bn_groups=8, blur_p=0.0, local_size=16, norm="cifar10", num_clusters=400,
-)
-RECIPES = dict(
-    patterns=dict(  # ours, for two CPU cores
-        IMAGENET, arch="resnet_micro", image_size=32, resolutions=(), patch_size=4, epochs=45, batch_size=64,
-        lr_batch=128, queue=128, blur_p=0.1, crop_scale=(0.3, 1.0), local_size=16, bn_groups=2, momentum=0.95,
-        warmup=5.0, norm="patterns", num_clusters=32,
-    ),
-    cifar10=CIFAR,
-    cifar100=dict(CIFAR, norm="cifar100"),
-    stl10=dict(CIFAR, image_size=96, patch_size=8, queue=8192, local_size=48, norm="imagenet", num_clusters=800),
-    imagenet100=dict(IMAGENET, arch="resnet18", queue=16384, num_clusters=1000),  # ours
-    imagenet=dict(IMAGENET, knn_every=50),  # its kNN takes minutes
-    folder=dict(IMAGENET, queue="auto", num_clusters="auto", bn_groups=2),  # ours: a folder of one's own may be small
-)
-SMALL_ENCODERS = dict(batch_size=256, lr=0.1, lr_batch=256, min_lr=0.0, momentum=0.99, blur_p=0.5)  # ours
-# fmt: on
-
-
-def recipe(chosen):
-    """Return the hyper-parameters {name: value}. chosen: what is given, a namespace, with None for the rest."""
-    values = dict(RECIPES[chosen.dataset])
-    if chosen.arch in ("resnet_micro", "resnet_mini") and chosen.dataset in ("cifar10", "cifar100", "stl10", "folder"):
-        values |= SMALL_ENCODERS
-        if chosen.dataset == "folder":
-            values["batch_size"] = 64
-    if chosen.selection == "knn":
-        values["knn_k"] = 10  # section 4.4: for Table 6, positives are taken from the nearest ten
-    if chosen.selection == "none" or chosen.local_crops or chosen.image_size:
-        values["resolutions"] = ()  # the baseline, Table 7's multi-crop, and another size of views are of one size
-    if chosen.resolutions:
-        values["image_size"] = max(chosen.resolutions)  # views are cut at the largest
-    if chosen.image_size:  # local crops follow it: at most half of a view's side, in whole patches
-        patch_size = chosen.patch_size or values["patch_size"]
-        values["local_size"] = min(values["local_size"], chosen.image_size // 2) // patch_size * patch_size
-    return values
-
-
-def parse_args(argv=None):
-    """Return the command line (argv, or sys.argv's) as a namespace of all values. Exits with an error on a mistake."""
-    args = common.parse("clim", __doc__, argv, HYPERPARAMETERS | common.RUN, recipe)
-    args.resolutions = tuple(sorted(args.resolutions or (args.image_size,), reverse=True))
-    if args.resolutions[0] != args.image_size:  # at which views are cut
-        common.fail(f"--resolutions {args.resolutions}: the largest must be the --image-size, {args.image_size}")
-    if args.selection != "none" and args.clim_start >= args.epochs:
-        common.fail(f"--clim-start {args.clim_start} is not below --epochs {args.epochs}: no positives would be chosen")
-    return args
-
 
 def learning_rate(args, epoch):
     """Return the learning rate at a time, in epochs from 0: a linear warm-up from 0, then a cosine down to --min-lr."""
-    peak, last = (lr * args.batch_size / args.lr_batch for lr in (args.lr, args.min_lr))
+    peak, last = (lr * args.batch_size / 256 for lr in (args.lr, args.min_lr))
     warmup = min(args.warmup, args.epochs / 4)
     if epoch < warmup:
         return peak * epoch / warmup
@@ -563,143 +535,118 @@ def learning_rate(args, epoch):
     return last + (peak - last) * (1 + math.cos(math.pi * done)) / 2
 
 
-def choice_is_due(args, epoch, positives):
-    """Return True if positives are chosen before this epoch, counted from 0 (App. A.2). A table of -1 is not chosen."""
-    since = epoch - args.clim_start
-    return args.selection != "none" and since >= 0 and (since % args.refresh_every == 0 or bool(positives[0, 0] < 0))
+def choose_positives(args, model, images, info, device):
+    """Choose the positives of all images by --selection (Table 6): (N, num_positives) int64, the same on every process.
 
-
-def choose_positives(args, x, neighbors, generator=None):
-    """Choose the table of positives by --selection (Table 6): (N, num_positives) int64.
-
-    x: (N, C), embeddings. neighbors: (N, knn_k) int64, of `nearest_neighbors`, for --selection knn and center.
+    The embeddings are the momentum encoder's, of center crops (ours), in float32. Logs the time and, if all images
+    have labels, how many of the positives are of the image's class.
     """
+    began, count = time.perf_counter(), args.num_positives
     if args.selection == "random":
-        return random_members(torch.zeros(len(x), dtype=torch.int64, device=x.device), args.num_positives, generator)
+        table = random_members(torch.zeros(len(images), dtype=torch.int64, device=device), count)
+    else:
+        encoder = nn.Sequential(model.momentum_backbone, model.momentum_projector)
+        features = common.extract_features(encoder, images, info, device, workers=args.workers)
+        x = F.normalize(features, dim=1).double().to(device)
+    if args.selection in ("knn", "center"):  # each process finds the neighbours of its part of the images
+        rows = common.shard(torch.arange(len(x), device=device))
+        neighbors = common.gather_rows(nearest_neighbors(x, args.knn_k, rows))
+    if args.selection in ("kmeans", "center"):
+        centers, assignment = kmeans(x, args.num_clusters or max(1, len(x) // 128))
     if args.selection == "knn":
-        return preferred_first(neighbors, neighbors >= 0, args.num_positives, generator)
-    num_clusters = max(1, len(x) // 128) if args.num_clusters == "auto" else args.num_clusters
-    centers, assignment = kmeans(x, num_clusters, args.kmeans_iterations, generator)
-    if args.selection == "kmeans":
-        return random_members(assignment, args.num_positives, generator)
-    return select_positives(x, centers, assignment, args.knn_k, args.num_positives, generator, neighbors)
-
-
-def refresh(args, info, model, images, device, epoch, positives):
-    """Choose the table of positives anew, in place. Say the seconds and, if all have labels, the share of right ones.
-
-    The embeddings are the momentum encoder's for center crops (ours), not in bf16. Neighbours and clusters are found in
-    float64: float32 confuses near copies. positives: (N, num_positives) int32.
-    """
-    began = time.perf_counter()
-    encoder = nn.Sequential(model.momentum_backbone, model.momentum_projector)
-    features = common.extract_features(encoder, images, info, device, workers=args.workers)
-    x = F.normalize(features, dim=1).double().to(device)
-
-    common.progress(f"choosing positives for epoch {epoch + 1}")
-    neighbors = None
-    if args.selection in ("knn", "center"):  # each process finds those of its part of the images
-        mine = common.shard(torch.arange(len(x), device=device))
-        neighbors = common.gather_uneven(nearest_neighbors(x, args.knn_k, mine))
-    generator = common.generator(args.seed, epoch, STREAM_POSITIVES)
-    table = choose_positives(args, x, neighbors, generator).to(device)
+        table = preferred_first(neighbors, torch.ones_like(neighbors, dtype=torch.bool), count)
+    elif args.selection == "kmeans":
+        table = random_members(assignment, count)
+    elif args.selection == "center":
+        table = select_positives(x, centers, assignment, args.knn_k, count, neighbors=neighbors)
     if dist.is_initialized():
-        dist.broadcast(table, 0)  # the sums of k-means on CUDA differ in the last bits between processes
-    positives.copy_(table)
-    share, labels = "", torch.from_numpy(images.labels)
-    if (labels >= 0).all():
-        right = (labels[:, None] == labels[positives.long()]).float().mean()
-        share = f"; {100 * right:.1f} % of them are of the image's own class"
-    common.log(f"epoch {epoch + 1}: positives chosen in {time.perf_counter() - began:.1f} s{share}")
+        dist.broadcast(table, 0)  # each process has drawn its own
+    labels, share = torch.as_tensor(getattr(images, "targets", [-1])), ""
+    if labels.min() >= 0:
+        share = f", {100 * (labels[:, None] == labels[table.cpu()]).double().mean():.1f} % of them of the image's class"
+    common.log(f"positives chosen in {time.perf_counter() - began:.1f} s{share}")
+    return table
 
 
-def main(args, train=None, test=None, encoder=None):
-    """Train as args say. The same call goes on after the last whole epoch that --out holds.
+def main(args, train=None, test=None):
+    """Train, resuming from args.out if it holds a run. train, test: data sets to use instead of --dataset."""
+    device, rank, world = common.init_distributed(args.device)
+    torch.manual_seed(args.seed)
 
-    args: the namespace of `parse_args`. train, test: common.ImageSet of images to use instead of --dataset.
-    encoder: a module that maps (N, 3, H, W) to (N, width), to train instead of --arch; a copy of it is trained.
-    """
-    args = argparse.Namespace(**vars(args) | dict(arch=args.arch if encoder is None else "custom"))
-    device, rank, world = common.join_processes(args.device)
-
-    # Data
-    train, test = common.open_images(args, train, test)
-    declared = augmentation(args)
-    positives = torch.full((len(train), args.num_positives), -1, dtype=torch.int32)
-    positives.share_memory_()  # so that the loader's workers see its changes
-    draw = functools.partial(draw_views, args, train, positives)  # an image's views, and its positive's
-    loader = common.make_loader(args, train, 2 * [*declared.values()], device, draw, extra_draws=1)
-    layout, norm = common.memory_format(device, args.arch), common.NORMS[args.norm]
+    # Data: views of each image and of one of its positives, cropped here and colored in the loop
+    if train is None:
+        train, test = common.open_data(args.dataset, args.data_dir, args.image_size)
+    groups = common.split_batch(args.batch_size, len(train), world, args.bn_groups, "--bn-groups")  # of batch norm
+    crop = v2.RandomResizedCrop(args.image_size, args.crop_scale)
+    local_crop = v2.RandomResizedCrop(args.local_size, args.local_scale)
+    transforms = [v2.Compose([crop, twice])] if args.same_crop else [crop, crop]  # a key and a query view (D5)
+    transforms += [local_crop] * args.local_crops
+    positive_transforms = transforms if args.mix == "cutmix" else [crop]  # without mixing, only a key view
+    positives = torch.full((len(train), args.num_positives), -1, dtype=torch.int32).share_memory_()  # none yet
+    images = ImageAndPositive(train, transforms, positive_transforms, positives)
+    sampler = DistributedSampler(images, world, rank, seed=args.seed, drop_last=True)
+    options = common.loader_options(args.workers, device)
+    loader = DataLoader(images, args.batch_size // world, sampler=sampler, drop_last=True, **options)
     if args.show_views:
-        return show_views(args, positives, loader, device)
+        return show_views(args, loader, positives)
 
     # Model and optimizer
-    torch.manual_seed(args.seed)
-    info = common.encoder_info(args, method="clim", encoder="query")  # the encoder that is evaluated
-    backbone = common.build_backbone(info) if encoder is None else common.copy_module(encoder)
-    sizes = {*args.resolutions, *(view.size for view in declared.values())}  # section 3.3
-    width = common.output_width(backbone, *sizes, check_gradient=True)
-    amp = common.use_bf16(args.amp, device, args.arch, sizes)
-    negatives = args.queue if args.queue != "auto" else min(65536, max(args.batch_size, len(train) // 10))
-    first_keys = common.generator(args.seed, STREAM_QUEUE)
-    model = CLIM(backbone, width, args.resolutions, args.dim, negatives, args.temperature, amp, generator=first_keys)
-    groups = common.slices_per_process(args, "bn_groups")
-    model = split_batch_norms(model, groups)
-    model.to(device, memory_format=layout)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0, momentum=args.sgd_momentum, weight_decay=args.weight_decay)
+    backbone, info = common.create_backbone(args.arch, args.image_size, args.patch_size, args.norm)
+    width = common.feature_width(backbone, *args.resolutions, *[args.local_size] * (args.local_crops > 0))
+    if args.init:
+        common.load_weights(backbone, args.init, args.init_prefix)
+    negatives = args.queue or min(65536, max(args.batch_size, len(train) // 10))
+    model = CLIM(backbone, width, args.resolutions, args.dim, negatives, args.temperature)
+    model = convert_split_batchnorm(model, groups) if groups > 1 else model
+    model.to(device, memory_format=torch.channels_last)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0, momentum=0.9, weight_decay=args.weight_decay)
 
     # The run
-    config = common.open_run(args, train)
-    state = dict(model=model, optimizer=optimizer, positives=positives)
-    records = common.load_run(args, config, state)  # one for each epoch that is done
-    if args.compile:
-        model.backbone.compile()
-        model.momentum_backbone.compile()
-    ddp = DistributedDataParallel(model, find_unused_parameters=encoder is not None) if dist.is_initialized() else model
-    ddp.broadcast_buffers = False  # at each step; when it is made, all get the first process's weights and buffers
-    facts = dict(batch_norm_groups=groups * world, bf16=amp, negatives=negatives)
+    amp = args.amp == "auto" and device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
+    config, state = common.configuration(args, train), dict(model=model, optimizer=optimizer, positives=positives)
+    info |= dict(method="clim", encoder="query", dataset=args.dataset, data_dir=args.data_dir, images=config["images"])
     terms = len(args.resolutions) ** 2 + args.local_crops  # of the loss, which is their sum
-    facts |= dict(loss_at_uniform_logits=terms * math.log(negatives + 1))
-    common.log_table(args, HYPERPARAMETERS | common.RUN, train=train, test=test, **facts)
+    derived = dict(negatives=negatives, loss_at_uniform_logits=terms * math.log(negatives + 1))
+    derived |= dict(peak_lr=args.lr * args.batch_size / 256, batch_norm_groups=groups * world, bf16=amp)
+    records = common.open_run(args, config, state, derived)  # one per epoch that is done
+    save = functools.partial(common.save_run, args.out, config, info, state, records, args.keep_every)
+    if args.compile:
+        model.backbone.compile(dynamic=False)
+        model.momentum_backbone.compile(dynamic=False)
+    ddp = DistributedDataParallel(model) if world > 1 else model
+    ddp.broadcast_buffers = False  # of the queue and batch norm (set here, because torch 2.13 renames the argument)
 
-    # The last epoch's kNN, if a kill came before it
-    common.add_knn(args, config, info, state, records, model.backbone, train, test, device, amp)
     for epoch in range(len(records), args.epochs):
-        loader.batch_sampler.epoch = epoch
-        torch.manual_seed(common.generator(args.seed, epoch, STREAM_EPOCH, rank).initial_seed())  # for drop-path
-        if choice_is_due(args, epoch, positives):  # every few epochs (App. A.2)
-            refresh(args, info, model, train, device, epoch, positives)
-        history, began = [], time.perf_counter()
-        for step, batch in enumerate(loader, epoch * len(loader)):
-            lr = learning_rate(args, step / len(loader))
+        sampler.set_epoch(epoch)
+        torch.manual_seed(hash((args.seed, epoch, rank)))  # a resumed run draws the same numbers
+        if args.selection != "none" and epoch in range(args.clim_start, args.epochs, args.refresh_every):
+            positives.copy_(choose_positives(args, model, train, info, device))  # section 3.2.1
+        meter = common.Meter(epoch, args.epochs, len(loader), args.batch_size)
+        for step, (crops, _) in enumerate(loader):
+            lr = learning_rate(args, epoch + step / len(loader))
             for group in optimizer.param_groups:
                 group["lr"] = lr
-            # A query and a key view per image, colored here. Once positives are chosen, also views of one positive
-            views = common.color_views(batch, device, layout, norm)
-            # The loss: Eq. 3 mixes the queries, and Eq. 6 sums Eq. 4 over all pairs of sizes
-            mixes = [common.generator(args.seed, step, STREAM_MIX + i) for i in range(1 + args.local_crops)]
-            query, key_views, lam, crops = mix_views(views, args.mix, args.alpha, mixes)
-            shuffles = [common.generator(args.seed, step, STREAM_SHUFFLE + i) for i in range(len(args.resolutions))]
-            loss, keys, q, metrics = ddp(query, key_views, lam, crops, shuffles)
-            # Update the query encoder. Then move the momentum encoder
+            own, other = ([augment(x.to(device, non_blocking=True), args) for x in part] for part in crops)
+            queries, shares = mix_queries(own[1:], other[1:], args.alpha)  # Eq. 3
+            with torch.autocast(device.type, torch.bfloat16, enabled=amp):
+                loss, keys, q, metrics = ddp(queries, shares, own[:1] + other[:1])  # Eq. 6
             optimizer.zero_grad()
             loss.backward()
-            grad_norm = torch.nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
+            grad_norm = nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
             optimizer.step()
             model.update(args.momentum)
-            # The images' own keys are negatives of the next steps
             model.queue.enqueue(keys)
-            history.append(metrics | dict(grad_norm=grad_norm))
-            if (step + 1) % 10 == 0:
-                common.show_progress(args, history, began, step + 1, args.epochs * len(loader))
+            meter.update(metrics | dict(grad_norm=grad_norm))
 
-        average_statistics(model)
-        record = dict(epoch=epoch + 1, lr=lr)
-        records.append(record | common.means(args, history, began) | common.embedding_health(q))
-        common.save_run(args, config, info, state, records)  # before the kNN, which may fail
-        common.add_knn(args, config, info, state, records, model.backbone, train, test, device, amp)
-        common.log_epoch(args, records[-1])
-    common.log_end(args, train)
+        if world > 1:
+            timm.utils.distribute_bn(model, world, reduce=True)  # average the running statistics
+        records.append(dict(epoch=epoch + 1, lr=lr) | meter.averages() | common.embedding_health(q))
+        save()
+        if test is not None and args.knn_every and ((epoch + 1) % args.knn_every == 0 or epoch + 1 == args.epochs):
+            records[-1] |= common.knn_monitor(model.backbone, info, train, test, device, args.workers, amp)
+            save()  # again: a test image that cannot be read must not cost the epoch
+        common.log_epoch(records[-1], args.epochs)
+    common.log_end(args.out, records, args.dataset)
 
 
 # ================================================================ 6. ShuffleBN
@@ -711,89 +658,78 @@ def gather(x):
     """Concatenate the tensors (n, ...) of all processes to (N, ...), in rank order. No gradient."""
     if not dist.is_initialized():
         return x
-    out = x.new_empty(dist.get_world_size() * len(x), *x.shape[1:])
-    dist.all_gather([*out.chunk(dist.get_world_size())], x.contiguous())
-    return out
+    x = x.contiguous()
+    parts = [torch.empty_like(x) for _ in range(dist.get_world_size())]
+    dist.all_gather(parts, x)
+    return torch.cat(parts)
 
 
 # --------------------------------------------------- ShuffleBN (shared block)
 
 
 def shard(x, dim=0):
-    """Return this process's part of a tensor that all processes have: what `gather` would put back together."""
+    """Inverse of `gather`: return this process's rows of a tensor that all processes have."""
     return x.chunk(dist.get_world_size(), dim)[dist.get_rank()] if dist.is_initialized() else x
 
 
 @torch.no_grad()
-def encode_shuffled_keys(encode, views, generator=None):
-    """Encode several views of the global batch as keys, with ShuffleBN: (views, N, C), on every process.
+def encode_shuffled_keys(encode, views):
+    """Encode views of the global batch with ShuffleBN: keys (V, N, C), on every process.
 
-    encode: maps images to keys. views: list of this process's images (n, 3, H, W).
-    The key and the query of an image must not share batch statistics, which would tell the encoder that they belong
-    together (MoCo, section 3.3). So the rows of all views of the global batch are shuffled, each process encodes its
-    part, and the keys are put back in order. Any number of processes makes the same batch-norm groups.
-    Meanwhile each process holds the views of the global batch twice: 0.6 GB for a view of 512 images of 224 px.
+    encode: a function, images (n, 3, H, W) -> keys (n, C). views: list of V views of this process, each (n, 3, H, W).
+
+    A query and its key must not share batch statistics, from which the encoder could tell that they belong together
+    (MoCo, section 3.3). So the images of all processes are shuffled, each process encodes its part, and the keys are
+    put back in order. All views of the global batch are in memory at once: 0.3 GB each for 512 images of 224 px.
     """
     images = torch.cat([gather(view) for view in views])  # row v * N + i is view v of image i
-    shuffle = torch.randperm(len(images), generator=generator).to(images.device, non_blocking=True)
+    shuffle = torch.randperm(len(images), device=images.device)
+    if dist.is_initialized():
+        dist.broadcast(shuffle, 0)  # each process has drawn its own
     keys = gather(encode(images[shard(shuffle)]))
     return keys[shuffle.argsort()].view(len(views), -1, keys.shape[1])
 
 
-class GroupedBatchNorm(nn.modules.batchnorm._BatchNorm):
-    """Batch norm whose statistics are taken over `groups` equal slices of the batch, for (N, C) or (N, C, H, W).
+class SplitBatchNorm(nn.BatchNorm2d):
+    """Batch norm over each of `groups` equal slices of the batch, as of so many GPUs. x: (N, C) or (N, C, H, W).
 
-    Each group acts as the batch norm of one GPU would. The running statistics are the mean over the groups.
-    norm: the batch norm whose parameters, statistics and state_dict keys this one takes over.
+    As in MoCo's notebook for CIFAR, the running statistics are averages over the groups.
     """
 
-    def __init__(self, norm, groups):
-        super().__init__(norm.num_features, norm.eps, norm.momentum, norm.affine, norm.track_running_stats)
-        self.weight, self.bias = norm.weight, norm.bias
-        self.running_mean, self.running_var = norm.running_mean, norm.running_var
-        self.num_batches_tracked, self.groups, self.training = norm.num_batches_tracked, groups, norm.training
-        # timm's BatchNormAct2d also applies a dropout and an activation.
-        self.after = nn.Sequential(norm.drop, norm.act) if hasattr(norm, "act") else nn.Identity()
-
-    def _check_input_dim(self, x):
-        """Accept any number of dimensions."""
+    def __init__(self, num_features, groups, **kwargs):
+        super().__init__(num_features, **kwargs)
+        self.groups = groups
+        self.drop = self.act = nn.Identity()  # replaced by those of timm's BatchNormAct2d, which has both
 
     def forward(self, x):
-        if not self.training or self.groups == 1:
-            return self.after(super().forward(x))
-        mean = self.running_mean.repeat(self.groups, 1)
-        var = self.running_var.repeat(self.groups, 1)
-        slices = [
-            F.batch_norm(part, m, v, self.weight, self.bias, True, self.momentum, self.eps)  # updates m and v in place
-            for part, m, v in zip(x.chunk(self.groups), mean, var, strict=True)
-        ]
-        self.running_mean.copy_(mean.mean(0))
-        self.running_var.copy_(var.mean(0))
-        return self.after(torch.cat(slices))
+        weights = dict(weight=self.weight, bias=self.bias, training=self.training, eps=self.eps)
+        if not self.training:
+            return self.act(self.drop(F.batch_norm(x, self.running_mean, self.running_var, **weights)))
+        if len(x) % self.groups:
+            raise ValueError(f"{len(x)} rows cannot be split into {self.groups} equal groups")
+        means, variances = self.running_mean.repeat(self.groups, 1), self.running_var.repeat(self.groups, 1)
+        slices = zip(x.chunk(self.groups), means, variances, strict=True)
+        x = torch.cat([F.batch_norm(part, m, v, momentum=self.momentum, **weights) for part, m, v in slices])
+        self.running_mean.copy_(means.mean(0))  # `batch_norm` has updated the rows of `means`
+        self.running_var.copy_(variances.mean(0))
+        return self.act(self.drop(x))
 
 
-def split_batch_norms(module, groups):
-    """Replace a module's batch norms, but for subclasses of a user's own, by ones over `groups` slices. Return it."""
-    for name, child in module.named_children():
-        is_plain = type(child) in (nn.BatchNorm1d, nn.BatchNorm2d, timm.layers.BatchNormAct2d)
-        if is_plain and child.track_running_stats and child.momentum is not None:
-            setattr(module, name, GroupedBatchNorm(child, groups))
-        else:
-            split_batch_norms(child, groups)
-    return module
+def convert_split_batchnorm(module, groups):
+    """Convert the batch norms of a module to SplitBatchNorm, like torch's convert_sync_batchnorm. Return the module.
 
-
-@torch.no_grad()
-def average_statistics(model):
-    """Average the running statistics of batch norms over the processes. Nothing in training reads them.
-
-    They are exponential averages, which are linear: once at the end of an epoch gives what each step would.
+    Only torch's and timm's own batch norms with running statistics are converted, not subclasses of them.
     """
-    if dist.is_initialized():
-        for name, buffer in model.named_buffers():
-            if name.endswith(("running_mean", "running_var")):
-                dist.all_reduce(buffer)
-                buffer.div_(dist.get_world_size())
+    result = module
+    is_plain = type(module) in (nn.BatchNorm1d, nn.BatchNorm2d, timm.layers.BatchNormAct2d)
+    if is_plain and module.track_running_stats and module.momentum is not None:
+        result = SplitBatchNorm(module.num_features, groups, eps=module.eps, momentum=module.momentum)
+        result.weight, result.bias = module.weight, module.bias
+        result.running_mean, result.running_var = module.running_mean, module.running_var
+        result.num_batches_tracked = module.num_batches_tracked
+    for name, child in module.named_children():
+        setattr(result, name, convert_split_batchnorm(child, groups))
+    return result
 
 
 if __name__ == "__main__":
