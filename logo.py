@@ -1,74 +1,77 @@
-"""LoGo: Leverage Your Local and Global Representations (CVPR 2022, arXiv 2203.17205), on MoCo and on SimSiam.
+"""LoGo: Leverage Your Local and Global Representations (Zhang et al., CVPR 2022, arXiv 2203.17205).
 
-By default this file follows the released code (`--variant released`), because the paper's form is ill-posed (D1). The
-other files follow their papers by default.
+LoGo is added to MoCo or to SimSiam. By default this file follows the released code (`--variant released`), because the
+paper's form is ill-posed (D1). The other files follow their papers by default.
 
-Large crops of an image show much the same. Small crops often do not. LoGo takes two global and two local crops per
-image. The two globals are pulled together. The locals are pulled to the globals, which are constants there. The two
-locals are pushed apart, because they show different parts. Their similarity is learned: an affinity network is trained
-to score two locals of one image above locals of two images. The encoder lowers the score of its own pairs a little.
+Large crops of an image look much the same. Small crops often do not. LoGo takes two global and two local crops of each
+image. The two global crops are pulled together. The local crops are pulled to the global ones, which are constants
+there. The two local crops are pushed apart, because they show different parts of the image. Their similarity is
+learned: an affinity network is trained to score two local crops of one image above local crops of two images. The
+encoder slightly lowers the score of its own pairs.
 
     L_gg, L_lg    MoCo.forward, SimSiam.forward, combine
-    Eq. 6         affinity_loss, affinity_step: what the affinity learns (supplement, Eq. 4)
-    L_ll          local_dissimilarity: what the encoder lowers
-    Eq. 9         main: L_gg + L_lg + lambda L_ll, what the encoder learns
-    Algorithm 1   main: in each step Eq. 6 is first, then Eq. 9
-    "(4-crop)"    --pairs all: every crop against every other one (supplement, Tables 2 and 3)
+    Eq. 6         affinity_loss                               what the affinity learns (supplement, Eq. 4)
+    L_ll          local_dissimilarity                         what the encoder lowers
+    Eq. 9         main                                        L_gg + L_lg + lambda L_ll, what the encoder learns
+    Algorithm 1   main                                        each step: first Eq. 6, then Eq. 9
+    "(4-crop)"    --pairs all                                 each crop with each other (supplement, Tables 2 and 3)
 
     python logo.py                                                            # a laptop, no data
     python logo.py --dataset cifar10 --local-crops 0 --one-way                # the baseline, MoCo, on one GPU
     torchrun --nproc_per_node=8 logo.py --dataset imagenet100 --data-dir DIR --base simsiam
 
-The baseline is MoCo or SimSiam with two global crops: `--local-crops 0`. Both views are queries there. With `--one-way`
-one is, as in MoCo v2; temperature and schedule are still LoGo's. What LoGo changes in it:
-    two global crops per image                also two local crops                        augmentation
-    loss = the mean of L_gg's two terms       also L_lg's four terms                      MoCo.forward, combine
-    (no affinity)                             a step of the affinity (Eq. 6)              affinity_loss, affinity_step
-    one step of the encoder                   one more, down L_ll, clipped, or a term     local_dissimilarity, descend
+The baseline is MoCo or SimSiam with two global crops: `--local-crops 0`. Both views are queries then. With `--one-way`
+only one of them is, as in MoCo v2; the temperature and the schedule are still LoGo's. LoGo changes four things:
+    the baseline                              | here                                    | where
+    two global crops per image                | and two local crops                     | main
+    loss = the mean of the two terms of L_gg  | of these, and the four terms of L_lg    | MoCo.forward, combine
+    (no affinity)                             | a step of the affinity (Eq. 6)          | main
+    one step of the encoder                   | another, down L_ll, clipped; or a term  | main
 
-Inference: only the supplement of this paper could be read. L_gg, L_lg, L_ll, Eq. 6, Eq. 9 and Algorithm 1 are the main
-text's, as others quote them. The MoCo form is the released code's. No code of the SimSiam form was released, so all of
-it is inference, and so is lambda on MoCo.
+Inference: we could read only the supplement of this paper. L_gg, L_lg, L_ll, Eq. 6, Eq. 9 and Algorithm 1 are from the
+main text, as other papers quote it. On MoCo, this file follows the released code. There is no released code for
+SimSiam, so all of that form is inference, and so is lambda on MoCo. The repository erceguder/LoGo is unofficial.
 
-Not here: SwAV (supplement, Tables 4 and 5), the SVM on VOC after a training on COCO (Table 7), Fig. 2 (the affinity).
+Not here: SwAV (supplement, Tables 4 and 5), the SVM on VOC after training on COCO (Table 7), and Fig. 2 (the affinity).
 
-Caution: in the released code and here, pairs of one image and pairs of two images pass the affinity in batches of
-their own, and only pairs of one image have noise. So batch norm, or the noise, can tell the two kinds apart without a
-comparison of the locals. In our runs the affinity ranks all pairs rightly in such batches, but 57 to 63 % in a mixed
-batch (tests/results/README.md).
+Caution: in the released code and here, the affinity sees pairs of one image and pairs of two images in separate
+batches, and only the former have noise. So it can tell them apart by batch statistics or noise, without comparing the
+local crops. In our runs it ranks all pairs correctly in such batches, but only 57 to 63 % of them in a mixed batch
+(tests/results/README.md).
 
-Where this file, the paper and the released code differ:
-    D1 Terms and weights. Paper (`--variant paper`): the affinity's objective is linear, so that it has no bound; L_lg
-       is the sum of its four terms, so that the loss is five times as large; and lambda L_ll is a
-       term of the loss. Here and released: the objective is logistic and so bounded, the loss is the mean of the six
-       terms, and L_ll has a step of its own, clipped to 1.5 % of the last gradient's norm, without lambda. On SimSiam
-       both variants have lambda.
-    D2 The momentum encoder moves. Here: once per step. Released: twice, once per forward pass (not reproduced).
-    D3 Weight decay acts. Here: once per step. Released: twice, in both optimizers of the encoder (not reproduced).
-    D4 The clip's norm. Here: kept over epochs. Released: 0 as an epoch begins, so a step lacks L_ll (not reproduced).
-    D5 The affinity. Here: the same on each process, it sees the whole batch. Released: each process has its own.
-    D6 Its negatives. Here: the batch rolled by one. Released: reversed, so an odd batch's middle image meets itself.
+Differences between the paper, the released code and this file:
+    D1 Terms and weights. Paper, `--variant paper`: the affinity's objective is linear, so it is unbounded; L_lg is the
+       sum of its four terms, so the loss is five times as large; and lambda L_ll is a term of the loss. Here and
+       released: the objective is logistic, so it is bounded; the loss is the mean of the six terms; and L_ll has a step
+       of its own without lambda, clipped to 1.5 % of the last gradient's norm. On SimSiam both variants use lambda.
+    D2 Updates of the momentum encoder. Here: one per step. Released: two, one per forward pass (not reproduced).
+    D3 Weight decay. Here: once per step. Released: twice, in both optimizers of the encoder (not reproduced).
+    D4 The norm for the clip. Here: kept between epochs. Released: 0 at the start of an epoch, so that its first step
+       lacks L_ll (not reproduced).
+    D5 The affinity. Here: one for all processes, which sees the whole batch. Released: each process has its own.
+    D6 Pairs of two images. Here: the batch rolled by one. Released: the batch reversed, so that in an odd batch the
+       middle image is paired with itself.
     D7 The smallest area of a local crop. Paper (supplement) and here: 0.08. Released: 0.05.
-    D8 Keys of local crops, and a clip of the main gradient at 100. Released: both, the keys unused. Here: neither.
+    D8 Keys of local crops, and a clip of the main gradient to 100. Released: both; the keys are unused. Here: neither.
     D9 The encoder on STL-10. Paper: a small AlexNet. Here: ResNet-18, because timm has no such AlexNet.
-    D10 Color changes. Here: once per view, in MoCo v2's order. Released: the blur comes before the jitter, and on CIFAR
+    D10 Color changes. Here: once per view, in MoCo v2's order. Released: the blur comes before the jitter; on CIFAR,
        jitter, gray, flip and normalisation come twice.
     D11 The baseline. Here: it has global crops, and with `--one-way` the keys of one view are enqueued. Released: its
        crops take at least 0.08 of the area, and the keys of both views are enqueued.
     D12 SimSiam (inference). Learning rate, batch size and weight decay are LoGo's on MoCo. On CIFAR the batch has 512
-       images, as a third party's, whose learning rate is half of that here. All learning rates fall by a cosine;
-       in SimSiam's own code the predictor's is constant.
-    D13 The size of local crops. Paper (supplement): on CIFAR 32 px, as large as the views, so that they differ in area
-       only. On STL-10 it is not stated: 96 px of 96 is ours.
-    D14 `--pairs all`. Paper (supplement, section 2): four crops with areas (.3, 1) and (.05, .3), and every ordered
-       pair. Inference, as not stated: the mean of the 12 terms, --local-size, only global crops' keys enqueued.
-What differs by rounding, by an index or by precision is in tests/golden/README.md.
+       images, as in erceguder/LoGo, whose learning rate is half of ours. All learning rates follow a cosine; in
+       SimSiam's own code the predictor's is constant.
+    D13 The size of local crops. Paper (supplement): on CIFAR 32 px, as large as the global ones, so that they differ
+       only in area. On STL-10 it is not given; 96 px is ours.
+    D14 `--pairs all`. Paper (supplement, section 2): four crops with areas (.3, 1) and (.05, .3), and all ordered
+       pairs. Inference, as it is not given: the mean of the 12 terms, --local-size, and a queue of global crops' keys.
+Differences in rounding, indices and precision are listed in tests/golden/README.md.
 """
 
 import argparse
 import copy
+import functools
 import math
-import time
 from itertools import permutations
 
 import timm
@@ -77,166 +80,241 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, DistributedSampler
+from torchvision.transforms import v2
 
 import common
 
 # ========================================================= 1. hyper-parameters
 
+
+def parse_args(argv=None):
+    """Parse the command line. The defaults are the released code's for ImageNet-100, with the changes of `recipe`."""
+    options = dict(formatter_class=argparse.ArgumentDefaultsHelpFormatter, allow_abbrev=False)
+    parser = argparse.ArgumentParser("logo.py", "%(prog)s [options]", __doc__.splitlines()[0], **options)
+    parser.set_defaults(method="logo")
+    add = parser.add_argument
+    add("--variant", choices=("paper", "released"), default="released", help="follow the paper, or the authors' code")
+    add("--base", choices=("moco", "simsiam"), default="moco", help="what LoGo is added to")
+
+    add = parser.add_argument_group("loss").add_argument
+    add("--pairs", choices=("logo", "all"), default="logo", help="all: each crop with each other, the 4-crop baseline")
+    add("--local-crops", type=int, choices=(0, 2), default=2, help="local crops per image; 0: MoCo or SimSiam alone")
+    add("--one-way", action="store_true", help="one query per image, as in MoCo v2; with --local-crops 0")
+    add("--l2l", action=argparse.BooleanOptionalAction, default=True, help="push local crops apart, by L_ll")
+    add("--l2l-weighting", choices=("clip", "lambda"), default="clip", help="L_ll as a clipped step, or a term (D1)")
+    add(
+        "--clip-ratio", type=common.positive_float, default=0.015, help="largest share of the last gradient's norm (D1)"
+    )
+    add("--lam", type=common.positive_float, default=1e-4, help="lambda of Eq. 9")  # erceguder/LoGo's
+    add("--affinity-form", choices=("logistic", "linear"), default="logistic", help="the affinity's objective (D1)")
+    add("--affinity-lr", type=common.positive_float, help="if not given, 1e-4 for linear, or the peak of --lr")
+    add("--temperature", type=common.positive_float, default=0.07, help="temperature of MoCo's loss")
+    add("--queue", type=common.positive_int, default=4096, help="number of MoCo's negatives")
+
+    add = parser.add_argument_group("model").add_argument  # the supplement's for ImageNet-100, section 1
+    add("--arch", default="resnet34", help="encoder: resnet_micro, resnet18, resnet50, vit_small, or any timm model")
+    add("--image-size", type=common.positive_int, default=224, help="side of a global view, in pixels")
+    add("--local-size", type=common.positive_int, default=96, help="side of a local view, in pixels (D13)")
+    add("--patch-size", type=common.positive_int, default=16, help="side of a ViT's patch, in pixels")
+    add("--dim", type=common.positive_int, default=128, help="dimension of projections")
+    add("--layers", type=common.positive_int, default=3, help="layers of SimSiam's projector")  # inference (D12)
+    add("--hidden", type=common.positive_int, default=512, help="width of SimSiam's predictor")  # erceguder/LoGo's
+    add("--bn-groups", type=common.positive_int, default=8, help="MoCo: groups of the batch, as on 8 GPUs")
+    add("--momentum", type=common.fraction, default=0.999, help="momentum m of MoCo's momentum encoder")
+
+    add = parser.add_argument_group("schedule").add_argument
+    add("--epochs", type=common.positive_int, default=200, help="number of epochs")
+    add("--batch-size", type=common.positive_int, default=256, help="images per step, over all processes")
+    add("--lr", type=common.positive_float, default=0.03, help="peak learning rate per 256 images")
+    add("--milestones", type=common.fraction, nargs="*", default=[0.6, 0.8], help="shares of the run after which the "
+        "learning rate falls to a tenth; none: a cosine")  # fmt: skip
+    add("--warmup", type=common.nonnegative_float, default=0.0, help="epochs of warm-up, at most a quarter of them")
+    add("--weight-decay", type=common.nonnegative_float, default=1e-4, help="weight decay of SGD")
+
+    add = parser.add_argument_group("augmentation").add_argument
+    add("--global-scale", type=common.fraction, nargs=2, default=[0.4, 1.0], help="area of a global crop (Table 9)")
+    add("--local-scale", type=common.fraction, nargs=2, default=[0.08, 0.4], help="area of a local crop (Table 8, D7)")
+    add("--blur-p", type=common.fraction, default=0.5, help="probability of a Gaussian blur")
+    add("--norm", choices=common.NORMS, default="imagenet", help="data set whose mean and deviation normalise views")
+
+    args = common.parse_args(parser, argv, recipe)
+    needs = [  # (flags, whether they have an effect, what they need)
+        (["queue", "temperature", "momentum", "bn_groups", "one_way"], args.base == "moco", "--base moco"),
+        (["layers", "hidden"], args.base == "simsiam", "--base simsiam"),
+        (["one_way"], args.local_crops == 0, "--local-crops 0"),
+        (["pairs", "l2l", "local_size", "local_scale"], args.local_crops > 0, "--local-crops 2"),
+        (["l2l_weighting", "clip_ratio", "lam", "affinity_form", "affinity_lr"], args.l2l, "--l2l"),
+        (["clip_ratio"], args.l2l_weighting == "clip", "--l2l-weighting clip"),
+        (["lam"], args.l2l_weighting == "lambda", "--l2l-weighting lambda"),
+    ]
+    common.check_flags(parser, args, needs)
+    if args.local_crops and args.local_size > args.image_size:
+        parser.error(f"--local-size {args.local_size} is larger than --image-size {args.image_size}")
+    if args.local_crops and common.is_vit(args.arch) and args.local_size % args.patch_size:
+        parser.error(f"--patch-size {args.patch_size} does not divide --local-size {args.local_size}")
+    return args
+
+
 # fmt: off
-# {group: {name: (value, what it is, its limits or words)}}: the released code's on MoCo, but for
-# what says its source. Each is a flag of its value's type, --clip-ratio 0.1, and args.NAME.
-HYPERPARAMETERS = dict(
-    recipe=dict(variant=("released", "follow the paper, or the authors' code", ("paper", "released"))),
-    loss=dict(
-        base=("moco", "what LoGo is put on; it also chooses the recipe", ("moco", "simsiam")),
-        pairs=("logo", "all: every crop with every other, the 4-crop baseline (D14)", ("logo", "all")),
-        local_crops=(2, "local crops per image; 0: symmetrised MoCo, or SimSiam", (0, 2)),
-        one_way=(False, "one query per image, as in MoCo v2; with --local-crops 0"),
-        l2l=(True, "local-to-local dissimilarity"),
-        l2l_weighting=("clip", "L_ll as a clipped step, or as a term of the loss (D1)", ("clip", "lambda")),
-        clip_ratio=(0.015, "clip: largest gradient of L_ll, as a share of the main one"),
-        lam=(1e-4, "lambda: the weight of L_ll in Eq. 9"),  # a third party's
-        affinity_form=("logistic", "the affinity's objective (D1)", ("logistic", "linear")),
-        affinity_hidden=(256, "width of the affinity's two hidden layers", (1, math.inf)),
-        affinity_lr=(None, "its learning rate; default: the encoder's peak or, if linear, 1e-4", (1e-9, math.inf)),
-        affinity_noise=(0.3, "logistic: deviation of the noise on positive pairs' locals, times sqrt(dim)"),
-        temperature=(0.07, "temperature of MoCo's loss", (1e-9, math.inf)),
-        queue=(4096, "negatives per query; auto: a tenth of the images, at least a batch", (1, math.inf, "auto")),
+CIFAR = dict(  # supplement, section 1
+    arch="resnet18", image_size=32, local_size=32, patch_size=4, blur_p=0.0, local_scale=[0.08, 0.6], norm="cifar10",
+)
+RECIPES = dict(  # what differs from the values for MoCo on ImageNet-100
+    patterns=dict(  # ours, for a laptop
+        arch="resnet_micro", image_size=32, local_size=16, patch_size=4, epochs=28, batch_size=64, lr=0.12, queue=128,
+        blur_p=0.1, bn_groups=2, momentum=0.95, warmup=5.0, milestones=[], temperature=0.2, norm="patterns",
     ),
-    model=dict(  # encoder and sizes: the supplement's for ImageNet-100, section 1
-        arch=("resnet34", "encoder: resnet_micro, resnet18, resnet50, vit_small, ..., or any timm model"),
-        image_size=(224, "side of a global view, in pixels", (1, math.inf)),
-        local_size=(96, "side of a local view, in pixels", (1, math.inf)),
-        patch_size=(16, "side of a ViT's patch, in pixels", (1, math.inf)),
-        dim=(128, "size of the embeddings", (1, math.inf)),
-        layers=(3, "layers of SimSiam's projector", (1, math.inf)),  # inference (D12)
-        hidden=(512, "width of SimSiam's predictor", (1, math.inf)),  # a third party's
-        bn_groups=(8, "slices of the batch with batch-norm statistics of their own, as on GPUs", (1, math.inf)),
-        momentum=(0.999, "momentum m of the momentum encoder", (0, 1)),
-    ),
-    schedule=dict(
-        epochs=(200, "epochs of the whole training", (1, math.inf)),
-        batch_size=(256, "images per step, over all processes", (2, math.inf)),
-        lr=(0.03, "peak learning rate at --lr-batch; scaled linearly to --batch-size", (1e-9, math.inf)),
-        lr_batch=(256, "batch size for which the learning rates are given", (1, math.inf)),
-        milestones=([0.6, 0.8], "shares of the run from which on the learning rate is a tenth; empty: cosine", (0, 1)),
-        min_lr=(0.0, "last learning rate, scaled as --lr is"),
-        warmup=(0.0, "epochs of linear warm-up, at most a quarter of the run"),
-        weight_decay=(1e-4, "weight decay of SGD"),
-        sgd_momentum=(0.9, "momentum of SGD, the affinity's too", (0, 0.999999)),
-    ),
-    augmentation=dict(  # areas of crops: supplement, section 1
-        global_scale=((0.4, 1.0), "areas of global crops (supplement, Table 9)", (1e-9, 1)),
-        local_scale=((0.08, 0.4), "areas of local crops (supplement, Table 8)", (1e-9, 1)),  # D7
-        crop_ratio=((3 / 4, 4 / 3), "smallest and largest width / height of a crop", (1e-9, math.inf)),
-        interpolation=("bilinear", "how a crop is resized", ("bilinear", "bicubic")),
-        jitter=((0.4, 0.4, 0.4, 0.1), "largest change of brightness, contrast, saturation and hue"),
-        jitter_p=(0.8, "probability of these color changes", (0, 1)),
-        gray_p=(0.2, "probability of a gray view", (0, 1)),
-        blur_p=(0.5, "probability of a blurred view", (0, 1)),
-        blur_sigma=((0.1, 2.0), "smallest and largest sigma of the blur, in pixels", (1e-9, math.inf)),
-        flip_p=(0.5, "probability of a horizontal flip", (0, 1)),
-        norm=("imagenet", "data set whose mean and standard deviation normalise the views", common.NORMS),
-    ),
+    cifar10=CIFAR,
+    cifar100=dict(CIFAR, norm="cifar100"),
+    stl10=dict(arch="resnet18", image_size=96, local_size=96, patch_size=8),  # supplement, section 1; D9
+    imagenet100={},
+    imagenet=dict(arch="resnet50", queue=65536, knn_every=50),  # ours; its kNN takes minutes
+    folder=dict(arch="resnet50", queue=None, bn_groups=2),  # ours; None: a tenth of the images, which may be few
 )
 # fmt: on
 
 
-# ================================================================ 2. the paper
+def recipe(args):
+    """Return the defaults, {name: value}, for what the command line chooses."""
+    values, simsiam = dict(RECIPES[args.dataset]), args.base == "simsiam"
+    if simsiam:
+        values |= dict(l2l_weighting="lambda", milestones=[], dim=2048)  # inference (D12)
+        if args.dataset in ("cifar10", "cifar100"):
+            values |= dict(layers=2, batch_size=512)  # erceguder/LoGo's
+        if args.dataset == "patterns":
+            values |= dict(layers=2, dim=256, hidden=128)  # ours
+    if args.arch in ("resnet_micro", "resnet_mini") and args.dataset in ("cifar10", "cifar100", "stl10", "folder"):
+        batch_size = 64 if args.dataset == "folder" else 256
+        values |= dict(batch_size=batch_size, lr=0.1, milestones=[], blur_p=0.5)  # ours, and so are these:
+        values |= dict(dim=512, hidden=128) if simsiam else dict(momentum=0.99, temperature=0.2)
+    if args.pairs == "all":
+        values |= dict(global_scale=[0.3, 1.0], local_scale=[0.05, 0.3], l2l=False)  # supplement, section 2
+    if args.variant == "paper":
+        values |= dict(affinity_form="linear", l2l_weighting="lambda")  # D1
+    if args.local_crops == 0:
+        values["l2l"] = False
+    return values
 
-# -------------------------------------------------- the affinity of local crops
+
+# ================================================================ 2. the paper
 
 
 def affinity_loss(affinity, local1, local2, noise=None, form="logistic"):
-    """Return the loss of the affinity, a scalar: it is to score two locals of one image above locals of two (Eq. 6).
+    """Return the affinity's loss, which is low if two locals of one image score above locals of two images (Eq. 6).
 
-    The positives are the pairs (local1, local2), row by row of the same image. In the negatives the second local is
-    that of the batch rolled by one. form: "logistic" (released) is the softplus of minus the positives' scores plus the
-    softplus of the negatives' scores, the mean over both orders of the two. It is at least 0. "linear" (paper) is
-    -Omega = E f(negative) - E f(positive), where f is the softplus of the score (supplement, Eq. 4). It has no lower
-    bound.
+    Positives are the rows of local1 and local2, which belong to the same image. In negatives, the second is rolled by
+    one row. form: "logistic" (released) is the softplus of minus the positives' scores plus the softplus of the
+    negatives' scores, averaged over both orders of the two; it is at least 0. "linear" (paper) is -Omega, that is
+    E f(negative) - E f(positive), where f is the softplus of the score (supplement, Eq. 4); it is unbounded.
 
-    affinity: maps two (N, C) to scores (N,). local1, local2: (N, C), L2-normalised. noise: (2, N, C), added to the
-    positives, or None. Gradients reach the affinity only. Raises ValueError for other shapes and forms.
+    affinity: (N, C), (N, C) -> scores (N,). local1, local2: (N, C), L2-normalised. noise: (2, N, C), added to the
+    positives, or None. Gradients reach the affinity only. Raises ValueError if the shapes do not fit.
     """
-    if form not in ("logistic", "linear"):
-        raise ValueError(f"form is 'logistic' or 'linear', not {form!r}")
-    noise = local1.new_zeros(2, *local1.shape) if noise is None else noise
-    if local1.dim() != 2 or local2.shape != local1.shape or noise.shape != (2, *local1.shape):
-        shapes = f"{tuple(local1.shape)}, {tuple(local2.shape)} and {tuple(noise.shape)}"
-        raise ValueError(f"affinity_loss takes local1, local2 (N, C) and noise (2, N, C), not {shapes}")
+    if local2.shape != local1.shape or (noise is not None and noise.shape != (2, *local1.shape)):
+        raise ValueError("affinity_loss takes local1 (N, C), local2 (N, C) and noise (2, N, C)")
     a, b = local1.detach(), local2.detach()
-    x, y = noise
+    x, y = (0, 0) if noise is None else noise
     if form == "linear":
         positive = affinity(a + x, b + y)
         negative = affinity(a, b.roll(1, 0))
         return F.softplus(negative).mean() - F.softplus(positive).mean()  # -Eq. 4
-    positive = F.softplus(-affinity(a + x, b + y)) + F.softplus(-affinity(b + x, a + y))
-    negative = F.softplus(affinity(a, b.roll(1, 0))) + F.softplus(affinity(b, a.roll(1, 0)))
-    return (positive + negative).mean() / 2
+    if form == "logistic":
+        positive = F.softplus(-affinity(a + x, b + y)) + F.softplus(-affinity(b + x, a + y))
+        negative = F.softplus(affinity(a, b.roll(1, 0))) + F.softplus(affinity(b, a.roll(1, 0)))
+        return (positive + negative).mean() / 2
+    raise ValueError(f"form is 'logistic' or 'linear', not {form!r}")
 
 
 def local_dissimilarity(affinity, local1, local2):
-    """L_ll, a scalar that the encoder minimises: the mean softplus of the affinity's score for two locals of one image.
+    """Return L_ll, which the encoder minimises: the mean softplus of the scores of two locals of one image.
 
-    affinity: an nn.Module that maps two (N, C) to scores (N,). local1, local2: (N, C), L2-normalised. Gradients reach
-    the locals only: the affinity's parameters are constants. Raises ValueError for other shapes.
+    affinity: a module, (N, C), (N, C) -> scores (N,). local1, local2: (N, C), L2-normalised. Gradients reach the locals
+    only; the affinity's parameters are constants.
     """
-    if local1.dim() != 2 or local1.shape != local2.shape:
-        raise ValueError(f"local_dissimilarity takes two (N, C), not {tuple(local1.shape)}, {tuple(local2.shape)}")
     constants = {name: p.detach() for name, p in affinity.named_parameters()}
     return F.softplus(torch.func.functional_call(affinity, constants, (local1, local2))).mean()
 
 
-class Affinity(nn.Module):
-    """The learned affinity of local crops.
+def combine(global_terms, local_terms, reduction="mean"):
+    """Return the loss of L_gg and L_lg, which are lists of scalars (D1).
 
-    forward(a, b): two (N, dim) -> scores (N,), high for two crops of one image. Raises ValueError for other shapes.
+    reduction: "mean" (released) is the mean of all terms. "sum" (paper) is L_gg + L_lg, the mean of the global terms
+    plus the sum of the local ones.
+    """
+    if reduction == "mean":
+        return (sum(global_terms) + sum(local_terms)) / (len(global_terms) + len(local_terms))
+    if reduction == "sum":
+        return sum(global_terms) / len(global_terms) + sum(local_terms)
+    raise ValueError(f"reduction is 'mean' or 'sum', not {reduction!r}")
+
+
+class Affinity(nn.Module):
+    """The learned affinity of local crops: two (N, dim) -> scores (N,), high for two crops of one image.
+
+    To copy LoGo, copy it with affinity_loss, local_dissimilarity, combine, descend, GatherWithGradient, gather, shard
+    and the lines of Algorithm 1 in main.
     """
 
-    def __init__(self, dim, hidden):
+    def __init__(self, dim, hidden=256):
         super().__init__()
         layers = [nn.Linear(2 * dim, hidden), nn.BatchNorm1d(hidden), nn.ReLU(inplace=True)]
         layers += [nn.Linear(hidden, hidden), nn.BatchNorm1d(hidden), nn.ReLU(inplace=True), nn.Linear(hidden, 1)]
         self.layers = nn.Sequential(*layers)
 
     def forward(self, a, b):
-        if a.dim() != 2 or a.shape != b.shape:
-            raise ValueError(f"Affinity takes two (N, dim), not {tuple(a.shape)} and {tuple(b.shape)}")
         return self.layers(torch.cat([a, b], dim=1)).squeeze(1)
 
 
-# ------------------------------------------------------------ the encoder's loss
+def descend(optimizer, loss, max_norm=math.inf):
+    """Make a step of an optimizer down a loss. The gradient is averaged over the processes, and clipped to a norm.
 
-
-def combine(global_terms, local_terms, form="mean"):
-    """Return L_gg and L_lg, lists of scalars, as one scalar (D1).
-
-    form: "mean" (released) is the mean of all terms. "sum" (paper) is L_gg + L_lg, the mean of the global terms plus
-    the sum of the local ones. Raises ValueError for another form, and without global terms.
+    This is backward, clip_grad_norm_ and step for a loss that DistributedDataParallel does not compute. Only the .grad
+    of the optimizer's parameters is overwritten. max_norm: a number or a 0-d tensor.
     """
-    if form not in ("mean", "sum") or not global_terms:
-        raise ValueError(f"combine takes global terms, and form 'mean' or 'sum', not {form!r}")
-    if form == "mean":
-        return (sum(global_terms) + sum(local_terms)) / (len(global_terms) + len(local_terms))
-    return sum(global_terms) / len(global_terms) + sum(local_terms)
+    parameters = optimizer.param_groups[0]["params"]
+    gradients = torch.autograd.grad(loss, parameters)
+    flat = torch.cat([gradient.flatten() for gradient in gradients])
+    if dist.is_initialized():
+        dist.all_reduce(flat)
+        flat /= dist.get_world_size()
+    flat *= (max_norm / (flat.norm() + 1e-6)).clamp(max=1)
+    for parameter, part in zip(parameters, flat.split([p.numel() for p in parameters]), strict=True):
+        parameter.grad = part.view_as(parameter)
+    optimizer.step()
+
+
+class GatherWithGradient(torch.autograd.Function):
+    """`gather`, through which gradients flow back to all processes: apply(x), (n, C) -> (N, C)."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return gather(x)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        gradient = gradient.clone()
+        if dist.is_initialized():
+            dist.all_reduce(gradient)
+        return shard(gradient)
 
 
 # ---------------------------------------- InfoNCE with a queue (shared block)
 
 
 def info_nce(q, k, queue, temperature):
-    """Return MoCo's loss, InfoNCE with a queue (MoCo, Eq. 1), as a scalar.
+    """Return MoCo's loss, InfoNCE with a queue (MoCo, Eq. 1).
 
-    It is the mean of -log(exp(q.k / T) / (exp(q.k / T) + sum_j exp(q.queue_j / T))), where the positive of a query is
-    the key of the same row. At equal logits it is log(K + 1).
+    It is the mean of -log(exp(q.k / T) / (exp(q.k / T) + sum_j exp(q.queue_j / T))), where a query's positive is the
+    key in the same row. At equal logits it is log(K + 1).
 
-    q, k: (N, C), L2-normalised. queue: (K, C), the negatives. temperature: T > 0.
+    q, k: (N, C), L2-normalised. queue: (K, C), the negatives. temperature: T > 0. Computed in float32 at least.
     Gradients reach q, and also k and queue unless these are detached. Raises ValueError if the shapes do not fit.
     """
     if q.dim() != 2 or k.shape != q.shape or queue.shape[1:] != q.shape[1:]:
         shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, queue {tuple(queue.shape)}"
         raise ValueError(f"info_nce takes q (N, C), k (N, C) and queue (K, C), not {shapes}")
+    q, k, queue = (x.to(torch.promote_types(x.dtype, torch.float32)) for x in (q, k, queue))
     positive = (q * k).sum(1, keepdim=True)
     logits = torch.cat([positive, q @ queue.T], dim=1) / temperature
     return F.cross_entropy(logits, logits.new_zeros(len(q), dtype=torch.int64))  # the positive is in column 0
@@ -245,15 +323,13 @@ def info_nce(q, k, queue, temperature):
 # ============================================================= 3. augmentation
 
 
-def augmentation(args):
-    """Two global and two local views per image; without local crops only the global ones: {name: View}."""
-    crop = dict(size=args.image_size, area=args.global_scale, ratio=args.crop_ratio)
-    color = dict(jitter=args.jitter, jitter_p=args.jitter_p, gray_p=args.gray_p, solarize_p=0.0)
-    blur = dict(blur_p=args.blur_p, blur_sigma=args.blur_sigma)
-    global_view = common.View(**crop, **color, **blur, flip_p=args.flip_p)
-    local_view = global_view._replace(size=args.local_size, area=args.local_scale)
-    views = {"global 1": global_view, "global 2": global_view}
-    return views | {f"local {i + 1}": local_view for i in range(args.local_crops)}
+def augment(x, args):
+    """Flip and color crops as MoCo v2 does (D10): uint8 (n, 3, S, S) -> normalised float (n, 3, S, S)."""
+    x = common.horizontal_flip(x.float() / 255, p=0.5)
+    x = common.color_jitter(x, 0.4, 0.4, 0.4, 0.1, p=0.8)
+    x = common.grayscale(x, p=0.2)
+    x = common.gaussian_blur(x, sigma=(0.1, 2.0), p=args.blur_p)
+    return common.normalize(x, *common.NORMS[args.norm])
 
 
 # ==================================================================== 4. model
@@ -262,15 +338,11 @@ def augmentation(args):
 
 
 class Queue(nn.Module):
-    """The last `length` keys, (length, dim), first in, first out. It begins with random L2-normalised vectors.
+    """The last `length` keys, (length, dim), first in, first out. It begins with random L2-normalised vectors."""
 
-    Any length goes with any batch size: it wraps around. generator: a torch CPU generator; torch's global one if None.
-    """
-
-    def __init__(self, length, dim, generator=None):
+    def __init__(self, length, dim):
         super().__init__()
-        keys = torch.randn(length, dim, generator=generator)
-        self.register_buffer("keys", F.normalize(keys, dim=1))
+        self.register_buffer("keys", F.normalize(torch.randn(length, dim), dim=1))
         self.register_buffer("position", torch.zeros(1, dtype=torch.int64))  # of the oldest key
 
     @torch.no_grad()
@@ -282,379 +354,247 @@ class Queue(nn.Module):
         self.position.add_(len(keys)).remainder_(length)
 
 
-# ------------------------------------------------------------- the two bases
+# ------------------------------------------------------------ MoCo and SimSiam
 
 
-def compared_views(args):
-    """Return the pairs of views that are compared, of L_gg and of L_lg: two lists of (i, j), where i is pulled to j.
+def compared_views(pairs="logo", local_crops=2, one_way=False):
+    """Return the pairs (i, j) of views where i is pulled to j: (list of L_gg's pairs, list of L_lg's pairs).
 
     Views 0 and 1 are global, 2 and 3 local.
     """
-    if args.pairs == "all":  # the supplement's 4-crop baseline
+    if pairs == "all":  # the supplement's 4-crop baseline
         return list(permutations(range(4), 2)), []
-    if args.base == "moco" and args.one_way:  # MoCo v2
-        return [(0, 1)], []
-    return [(0, 1), (1, 0)], [(i, j) for i in range(2, 2 + args.local_crops) for j in (0, 1)]
+    global_pairs = [(0, 1)] if one_way else [(0, 1), (1, 0)]
+    return global_pairs, [(2, 0), (2, 1), (3, 0), (3, 1)] if local_crops else []
 
 
 class MoCo(nn.Module):
-    """MoCo v2's query encoder, momentum encoder (for the keys) and queue.
+    """MoCo v2's query encoder, momentum encoder and queue, with global and local views.
 
-    Copy it with info_nce, combine, Queue, gather, shard and encode_shuffled_keys. backbone: (n, 3, H, W) ->
-    (n, width). amp: encode in bf16. generator: see `Queue`.
+    Copy it with info_nce, combine, Queue, gather, shard and encode_shuffled_keys. On one process, also apply
+    `convert_split_batchnorm`: without groups of batch norm, ShuffleBN has no effect.
+    backbone: (n, 3, H, W) -> (n, width). pairs: see `compared_views`. dim: of queries and keys. queue: number of
+    negatives. temperature: tau. reduction: see `combine`.
     """
 
-    def __init__(self, backbone, width, dim=128, queue=4096, temperature=0.07, amp=False, generator=None):
+    def __init__(self, backbone, width, pairs, dim=128, queue=4096, temperature=0.07, reduction="mean"):
         super().__init__()
-        self.temperature, self.amp = temperature, amp
         self.backbone = backbone
         self.projector = nn.Sequential(nn.Linear(width, width), nn.ReLU(inplace=True), nn.Linear(width, dim))
         self.momentum_backbone = copy.deepcopy(self.backbone).requires_grad_(False)
         self.momentum_projector = copy.deepcopy(self.projector).requires_grad_(False)
-        self.queue = Queue(queue, dim, generator)
+        self.queue = Queue(queue, dim)
+        self.global_pairs, self.local_pairs = pairs
+        self.temperature, self.reduction = temperature, reduction
 
-    def embed(self, x):
-        """Return the queries of images: (n, 3, H, W) -> (n, dim), L2-normalised, in the dtype of x."""
-        with torch.autocast(x.device.type, torch.bfloat16, enabled=self.amp):
-            return F.normalize(self.projector(self.backbone(x)).to(x.dtype), dim=1)
+    def project(self, x):
+        """Return the projections of images, queries before L2-normalisation: (n, 3, H, W) -> (n, dim)."""
+        return self.projector(self.backbone(x)).to(x.dtype)
 
     def key(self, x):
         """Return the momentum encoder's keys of images: (n, 3, H, W) -> (n, dim), L2-normalised, in the dtype of x."""
-        with torch.autocast(x.device.type, torch.bfloat16, enabled=self.amp):
-            return F.normalize(self.momentum_projector(self.momentum_backbone(x)).to(x.dtype), dim=1)
+        return F.normalize(self.momentum_projector(self.momentum_backbone(x)).to(x.dtype), dim=1)
 
-    def forward(self, views, global_pairs, local_pairs=(), form="mean", generators=None):
-        """Return (loss, keys to enqueue (N', dim), queries, {name: metric}): L_gg and L_lg, see `combine`.
+    def forward(self, views, local=None):
+        """Return (loss, keys to enqueue (N', dim), queries (n, dim), {name: metric}): L_gg and L_lg.
 
-        views: list of this process's (n, 3, H, W), normalised; 0 and 1 are global. global_pairs, local_pairs: lists of
-        (i, j): the query of view i is pulled to the key of view j. generators: a torch CPU generator for each view that
-        has keys, the same on every process, to shuffle them; torch's global one if None. The keys are the global
-        views'. The queries are those of each view that is an i, (n, dim), with gradient, for L_ll. Gradients reach the
-        query encoder only.
+        views: this process's two global views, then its local views, each (n, 3, H, W), normalised. local: list of the
+        local views' projections, if they are already computed. The keys are the global views', of all processes; the
+        queries are view 0's. Only the loss has a gradient, which reaches the query encoder only.
         """
-        pairs = [*global_pairs, *local_pairs]
-        queried, keyed = (sorted({*views}) for views in zip(*pairs, strict=True))
-        generators = generators or [None] * len(keyed)
-        keys = {j: encode_shuffled_keys(self.key, [views[j]], g)[0] for j, g in zip(keyed, generators, strict=True)}
-        q = {i: self.embed(views[i]) for i in queried}
-        k = {j: shard(key) for j, key in keys.items()}
-        losses = [info_nce(q[i], k[j], self.queue.keys, self.temperature) for i, j in pairs]
-        loss = combine(losses[: len(global_pairs)], losses[len(global_pairs) :], form)
-        return loss, torch.cat([keys[j] for j in keyed if j < 2]), [*q.values()], dict(loss=loss.detach())
+        queried, keyed = map(set, zip(*self.global_pairs, *self.local_pairs, strict=True))  # numbers of views
+        z = [self.project(views[i]) for i in (0, 1) if i in queried]
+        z += local or [self.project(view) for view in views[2:]]
+        q = [F.normalize(x, dim=1) for x in z]
+        keys = {j: encode_shuffled_keys(self.key, [views[j]])[0] for j in sorted(keyed)}  # (N, dim) each
+        k = {j: shard(keys[j]) for j in keys}
+        with torch.autocast(q[0].device.type, enabled=False):  # the loss is computed in float32
+            l_gg = [info_nce(q[i], k[j], self.queue.keys, self.temperature) for i, j in self.global_pairs]
+            l_lg = [info_nce(q[i], k[j], self.queue.keys, self.temperature) for i, j in self.local_pairs]
+            loss = combine(l_gg, l_lg, self.reduction)
+        global_keys = torch.cat([keys[j] for j in keys if j < 2])
+        return loss, global_keys, q[0].detach(), dict(loss=loss.detach())
 
     @torch.no_grad()
     def update(self, m):
-        """Move the momentum encoder's parameters: theta_k <- m theta_k + (1 - m) theta_q (MoCo, Eq. 2), m in [0, 1]."""
-        slow = [*self.momentum_backbone.parameters(), *self.momentum_projector.parameters()]
-        fast = [*self.backbone.parameters(), *self.projector.parameters()]
-        torch._foreach_lerp_(slow, fast, 1 - m)
+        """Update the momentum encoder: theta_k <- m theta_k + (1 - m) theta_q (MoCo, Eq. 2)."""
+        for slow, fast in (self.momentum_backbone, self.backbone), (self.momentum_projector, self.projector):
+            for theta_k, theta_q in zip(slow.parameters(), fast.parameters(), strict=True):
+                theta_k.lerp_(theta_q, 1 - m)
 
 
 class SimSiam(nn.Module):
-    """SimSiam's encoder and predictor (SimSiam, section 3). It has no momentum encoder, no keys and no queue.
+    """SimSiam's encoder and predictor (SimSiam, section 3), with global and local views. It has no keys and no queue.
 
-    Copy it with combine. backbone, amp: as in `MoCo`. layers: of the projector. hidden: the width of the predictor.
+    Copy it with combine. layers: of the projector. hidden: width of the predictor. For the rest see `MoCo`.
     """
 
-    def __init__(self, backbone, width, dim=2048, layers=3, hidden=512, amp=False):
+    def __init__(self, backbone, width, pairs, dim=2048, layers=3, hidden=512, reduction="mean"):
         super().__init__()
-        self.amp = amp
-        self.backbone = backbone
 
         def layer(inputs, outputs):
             return [nn.Linear(inputs, outputs, bias=False), nn.BatchNorm1d(outputs), nn.ReLU(inplace=True)]
 
-        projector = layer(width, dim)
-        for _ in range(layers - 1):
-            projector += layer(dim, dim)
-        projector[-2:] = [nn.BatchNorm1d(dim, affine=False)]  # the last one: no weights, no ReLU
-        self.projector = nn.Sequential(*projector)
+        *first, last = [width] + [dim] * (layers - 1)  # inputs of the projector's layers
+        self.backbone = backbone
+        self.projector = nn.Sequential(*(module for inputs in first for module in layer(inputs, dim)))
+        self.projector.extend([nn.Linear(last, dim, bias=False), nn.BatchNorm1d(dim, affine=False)])
         self.predictor = nn.Sequential(*layer(dim, hidden), nn.Linear(hidden, dim))
+        (self.global_pairs, self.local_pairs), self.reduction = pairs, reduction
 
     def project(self, x):
-        """Return the projections z of images: (n, 3, H, W) -> (n, dim), in the dtype of x."""
-        with torch.autocast(x.device.type, torch.bfloat16, enabled=self.amp):
-            return self.projector(self.backbone(x)).to(x.dtype)
+        """Return the projections of images: (n, 3, H, W) -> (n, dim), in the dtype of x."""
+        return self.projector(self.backbone(x)).to(x.dtype)
 
-    def embed(self, x):
-        """Return what the affinity compares of local crops: their projections, L2-normalised (inference)."""
-        return F.normalize(self.project(x), dim=1)
+    def forward(self, views, local=None):
+        """Return (loss, None, view 0's projections (n, dim), {name: metric}), see `MoCo.forward`; there are no keys.
 
-    def forward(self, views, global_pairs, local_pairs=(), form="mean", generators=None):
-        """Return (loss, None, embeddings of all views, {name: metric}), as `MoCo.forward`. Nothing is shuffled.
-
-        The prediction of view i is pulled to the projection of view j, a constant.
+        The prediction of view i is pulled to the projection of view j, which is a constant.
         """
-        z = [self.project(x) for x in views]
-        p = [self.predictor(v) for v in z]
-        losses = [-F.cosine_similarity(p[i], z[j].detach(), dim=1).mean() for i, j in [*global_pairs, *local_pairs]]
-        loss = combine(losses[: len(global_pairs)], losses[len(global_pairs) :], form)
-        return loss, None, [F.normalize(v, dim=1) for v in z], dict(loss=loss.detach())
-
-
-# ------------------------------------------------------------- the two steps
-
-
-def affinity_step(local, affinity, optimizer, form, noise, generator):
-    """Make one step of the affinity, by `affinity_loss` (Eq. 6). Return (its loss, then L_ll by the new affinity).
-
-    local: the embeddings of this process's two local views, (n, dim) each. form: "logistic" or "linear". noise: the
-    deviation of what is added to positive pairs, times sqrt(dim), if logistic. generator: a torch CPU generator of it,
-    the same on every process. L_ll has gradients.
-    """
-    local1, local2 = [gather_with_gradient(x) for x in local]  # (N, dim), of all processes
-    added = None
-    if form == "logistic":
-        added = torch.randn(2, *local1.shape, generator=generator, pin_memory=local1.is_cuda)
-        added = added.to(local1, non_blocking=True) * noise / local1.shape[1] ** 0.5
-    loss = affinity_loss(affinity, local1, local2, added, form)
-    descend(optimizer, loss)
-    return loss, local_dissimilarity(affinity, local1, local2)
-
-
-def descend(optimizer, loss, max_norm=math.inf):
-    """Make one step of an optimizer down a loss that does not pass DDP.
-
-    The gradient is averaged over the processes. Then it is clipped to the norm max_norm, a number or a 0-d tensor.
-    """
-    parameters = optimizer.param_groups[0]["params"]
-    # A user's own encoder may leave some parameters unused.
-    gradients = torch.autograd.grad(loss, parameters, materialize_grads=True)
-    if dist.is_initialized():
-        flat = torch.cat([gradient.flatten() for gradient in gradients])
-        dist.all_reduce(flat.div_(dist.get_world_size()))
-        parts = flat.split([gradient.numel() for gradient in gradients])
-        gradients = [part.view_as(gradient) for part, gradient in zip(parts, gradients, strict=True)]
-    scale = (max_norm / (torch.nn.utils.get_total_norm(gradients) + 1e-6)).clamp(max=1)  # 1e-6 as torch's own clipping
-    for parameter, gradient in zip(parameters, gradients, strict=True):
-        parameter.grad = gradient * scale
-    optimizer.step()
-
-
-class AllReduce(torch.autograd.Function):
-    """The sum of a tensor over the processes. The gradient is the sum of the processes' gradients."""
-
-    @staticmethod
-    def forward(ctx, x):
-        x = x.clone()
-        dist.all_reduce(x)
-        return x
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return AllReduce.apply(gradient)
-
-
-def gather_with_gradient(x):
-    """Concatenate (n, C) of each process to (N, C) of all, in rank order. The gradients of all processes flow back."""
-    if not dist.is_initialized():
-        return x
-    parts = [x if r == dist.get_rank() else torch.zeros_like(x) for r in range(dist.get_world_size())]
-    return AllReduce.apply(torch.cat(parts))
+        z = [self.project(view) for view in views[:2]] + (local or [self.project(view) for view in views[2:]])
+        p = [self.predictor(x).to(x.dtype) for x in z]
+        with torch.autocast(z[0].device.type, enabled=False):  # the loss is computed in float32
+            l_gg = [-F.cosine_similarity(p[i], z[j].detach(), dim=1).mean() for i, j in self.global_pairs]
+            l_lg = [-F.cosine_similarity(p[i], z[j].detach(), dim=1).mean() for i, j in self.local_pairs]
+            loss = combine(l_gg, l_lg, self.reduction)
+        return loss, None, z[0].detach(), dict(loss=loss.detach())
 
 
 # ================================================================= 5. training
 
-STREAM_EPOCH, STREAM_QUEUE, STREAM_SHUFFLE, STREAM_NOISE = 0, 4, 20, 30  # random streams, see common.generator
-
-# fmt: off
-ONLY_MOCO = ("one_way", "temperature", "queue", "bn_groups", "momentum")
-ONLY_SIMSIAM = ("layers", "hidden")
-IMAGENET100 = common.defaults(HYPERPARAMETERS)
-CIFAR = dict(  # supplement, section 1
-    IMAGENET100, arch="resnet18", image_size=32, local_size=32, patch_size=4, local_scale=(0.08, 0.6), blur_p=0.0,
-    norm="cifar10",
-)
-STL10 = dict(IMAGENET100, arch="resnet18", image_size=96, local_size=96, patch_size=8)  # supplement, section 1, and D9
-IMAGENET = dict(IMAGENET100, arch="resnet50")  # ours
-RECIPES = dict(  # on MoCo
-    patterns=dict(  # ours, for two CPU cores
-        IMAGENET100, arch="resnet_micro", image_size=32, local_size=16, patch_size=4, epochs=28, batch_size=64, lr=0.06,
-        lr_batch=128, milestones=(), warmup=5.0, momentum=0.95, temperature=0.2, queue=128, bn_groups=2, blur_p=0.1,
-        norm="patterns",
-    ),
-    cifar10=CIFAR,
-    cifar100=dict(CIFAR, norm="cifar100"),
-    stl10=STL10,
-    imagenet100=IMAGENET100,
-    imagenet=dict(IMAGENET, queue=65536, knn_every=50),  # its kNN takes minutes
-    folder=dict(IMAGENET, queue="auto", bn_groups=2),  # ours: a folder of one's own may be small
-)
-SIMSIAM = dict(base="simsiam", l2l_weighting="lambda", milestones=(), dim=2048)  # inference (D12)
-SIMSIAM_CIFAR = dict(SIMSIAM, layers=2, batch_size=512)  # a third party's
-SIMSIAM_PATTERNS = dict(SIMSIAM, dim=256, layers=2, hidden=128)  # ours
-ALL_PAIRS = dict(pairs="all", global_scale=(0.3, 1.0), local_scale=(0.05, 0.3), l2l=False)  # supplement, section 2
-PAPER = dict(affinity_form="linear", l2l_weighting="lambda")  # D1
-SMALL_ENCODERS = dict(lr=0.1, milestones=(), blur_p=0.5)  # ours
-SMALL_MOCO = dict(SMALL_ENCODERS, momentum=0.99, temperature=0.2)
-SMALL_SIMSIAM = dict(SMALL_ENCODERS, batch_size=256, dim=512, hidden=128)  # hidden: a quarter of dim, as SimSiam's
-# fmt: on
-
-
-def recipe(chosen):
-    """Return the hyper-parameters {name: value}. chosen: what is given, a namespace, with None for the rest."""
-    values, on_simsiam = dict(RECIPES[chosen.dataset]), chosen.base == "simsiam"
-    if on_simsiam:
-        small = dict(patterns=SIMSIAM_PATTERNS, cifar10=SIMSIAM_CIFAR, cifar100=SIMSIAM_CIFAR)
-        values |= small.get(chosen.dataset, SIMSIAM)
-    if chosen.arch in ("resnet_micro", "resnet_mini") and chosen.dataset in ("cifar10", "cifar100", "stl10", "folder"):
-        values |= SMALL_SIMSIAM if on_simsiam else SMALL_MOCO
-        if chosen.dataset == "folder":
-            values["batch_size"] = 64
-    if chosen.pairs == "all":
-        values |= ALL_PAIRS
-    if chosen.variant == "paper":
-        values |= PAPER
-    if chosen.local_crops == 0:
-        values |= dict(l2l=False)
-    without = ONLY_MOCO if on_simsiam else ONLY_SIMSIAM
-    if chosen.image_size:  # local crops follow it: at most half of a view's side, in whole patches
-        patch_size = chosen.patch_size or values["patch_size"]
-        values["local_size"] = min(values["local_size"], chosen.image_size // 2) // patch_size * patch_size
-    return {name: value for name, value in values.items() if name not in without}
-
-
-def parse_args(argv=None):
-    """Return the command line (argv, or sys.argv's) as a namespace of all values. Exits with an error on a mistake."""
-    args = common.parse("logo", __doc__, argv, HYPERPARAMETERS | common.RUN, recipe)
-    if args.local_crops == 0 and (args.l2l or args.pairs == "all"):
-        common.fail("--l2l and --pairs all are about local crops: leave out --local-crops 0")
-    if args.one_way and args.local_crops:
-        common.fail("--one-way is for MoCo without local crops: give --local-crops 0, too")
-    return args
-
 
 def learning_rate(args, epoch):
-    """Return the learning rate at a time, in epochs from 0: a linear warm-up from 0, then a cosine down to --min-lr.
+    """Return the learning rate at a time, in epochs from 0: a linear warm-up from 0, then a cosine down to 0.
 
     With --milestones, as in MoCo v1, it falls to a tenth at each of them instead.
     """
-    peak, last = (lr * args.batch_size / args.lr_batch for lr in (args.lr, args.min_lr))
+    peak = args.lr * args.batch_size / 256
     warmup = min(args.warmup, args.epochs / 4)
     if epoch < warmup:
         return peak * epoch / warmup
     if args.milestones:
         return peak * 0.1 ** sum(epoch / args.epochs >= share for share in args.milestones)
     done = (epoch - warmup) / (args.epochs - warmup)
-    return last + (peak - last) * (1 + math.cos(math.pi * done)) / 2
+    return peak * (1 + math.cos(math.pi * done)) / 2
 
 
-def main(args, train=None, test=None, encoder=None):
-    """Train as args say. The same call goes on after the last whole epoch that --out holds.
-
-    args: the namespace of `parse_args`. train, test: common.ImageSet of images to use instead of --dataset.
-    encoder: a module that maps (N, 3, H, W) to (N, width), to train instead of --arch; a copy of it is trained.
-    """
-    args = argparse.Namespace(**vars(args) | dict(arch=args.arch if encoder is None else "custom"))
-    device, rank, world = common.join_processes(args.device)
-
-    # Data
-    train, test = common.open_images(args, train, test)
-    declared = augmentation(args)
-    loader = common.make_loader(args, train, [*declared.values()], device)
-    layout, norm = common.memory_format(device, args.arch), common.NORMS[args.norm]
-    if args.show_views:
-        return common.save_views(args.show_views, common.color_views(next(iter(loader)), device), [*declared])
-
-    # Model and optimizer
+def main(args, train=None, test=None):
+    """Train, resuming from args.out if it holds a run. train, test: data sets to use instead of --dataset."""
+    device, rank, world = common.init_distributed(args.device)
     torch.manual_seed(args.seed)
-    info = common.encoder_info(args, method="logo", encoder="query")  # the encoder that is evaluated
-    backbone = common.build_backbone(info, args.base == "simsiam") if encoder is None else common.copy_module(encoder)
-    sizes = {view.size for view in declared.values()}
-    width = common.output_width(backbone, *sizes, check_gradient=True)
-    amp = common.use_bf16(args.amp, device, args.arch, sizes)
-    if args.base == "simsiam":  # no negatives; the batch norms are of the global batch
-        negatives, groups = 0, 1
-        model = SimSiam(backbone, width, args.dim, args.layers, args.hidden, amp)
-        if world > 1 and device.type == "cuda":  # torch synchronises batch norms on GPUs only
-            model, groups = timm.layers.convert_sync_batchnorm(model), 1 / world
-    else:
-        negatives = args.queue if args.queue != "auto" else min(65536, max(args.batch_size, len(train) // 10))
-        first_keys = common.generator(args.seed, STREAM_QUEUE)
-        model = MoCo(backbone, width, args.dim, negatives, args.temperature, amp=amp, generator=first_keys)
-        groups = common.slices_per_process(args, "bn_groups")
-        model = split_batch_norms(model, groups)
-    model.to(device, memory_format=layout)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0, momentum=args.sgd_momentum, weight_decay=args.weight_decay)
 
-    # The affinity and its optimizer; for --l2l-weighting clip a second optimizer of the encoder, without weight decay
-    affinity, peak_lr = Affinity(args.dim, args.affinity_hidden).to(device), args.lr * args.batch_size / args.lr_batch
-    affinity_lr = args.affinity_lr or (1e-4 if args.affinity_form == "linear" else peak_lr)  # 1e-4: a third party's
-    options = dict(momentum=args.sgd_momentum, weight_decay=args.weight_decay)
-    affinity_optimizer = torch.optim.SGD(affinity.parameters(), affinity_lr, **options)
-    of_encoder = [p for p in (*model.backbone.parameters(), *model.projector.parameters()) if p.requires_grad]
-    second_optimizer = torch.optim.SGD(of_encoder, momentum=args.sgd_momentum)
-    previous_norm = torch.zeros((), device=device)  # of the last step's main gradient
-    eq6 = affinity, affinity_optimizer, args.affinity_form, args.affinity_noise
-    global_pairs, local_pairs = compared_views(args)
-    keyed = len({j for _, j in global_pairs})  # MoCo's views that have keys
-    form = "sum" if args.variant == "paper" else "mean"  # D1
+    # Data: two global and two local views of each image, cropped here and colored in the loop
+    if train is None:
+        train, test = common.open_data(args.dataset, args.data_dir, args.image_size)
+    simsiam = args.base == "simsiam"
+    bn_groups = 1 if simsiam else args.bn_groups
+    groups = common.split_batch(args.batch_size, len(train), world, bn_groups, "--bn-groups")  # of batch norm
+    crop = v2.RandomResizedCrop(args.image_size, args.global_scale)
+    local_crop = v2.RandomResizedCrop(args.local_size, args.local_scale)
+    images = common.Views(train, [crop] * 2 + [local_crop] * args.local_crops)
+    sampler = DistributedSampler(images, world, rank, seed=args.seed, drop_last=True)
+    options = common.loader_options(args.workers, device)
+    loader = DataLoader(images, args.batch_size // world, sampler=sampler, drop_last=True, **options)
+    if args.show_views:
+        views = [augment(x, args) for x in next(iter(loader))[0]]
+        names = ["global 1", "global 2", "local 1", "local 2"][: len(views)]
+        return common.save_views(args.show_views, views, names, args.norm)
+
+    # Model and optimizers
+    reduction = "sum" if args.variant == "paper" else "mean"  # D1
+    backbone, info = common.create_backbone(args.arch, args.image_size, args.patch_size, args.norm, zero_init=simsiam)
+    width = common.feature_width(backbone, args.image_size, *[args.local_size] * (args.local_crops > 0))
+    if args.init:
+        common.load_weights(backbone, args.init, args.init_prefix)
+    pairs = compared_views(args.pairs, args.local_crops, args.one_way)
+    if simsiam:
+        model, derived = SimSiam(backbone, width, pairs, args.dim, args.layers, args.hidden, reduction), {}
+        if device.type == "cuda" and world > 1:  # on CPUs each process has batch statistics of its own
+            model = timm.layers.convert_sync_batchnorm(model)
+    else:
+        negatives = args.queue or min(65536, max(args.batch_size, len(train) // 10))
+        model = MoCo(backbone, width, pairs, args.dim, negatives, args.temperature, reduction)
+        model = convert_split_batchnorm(model, groups) if groups > 1 else model
+        uniform = combine(*([math.log(negatives + 1)] * len(part) for part in pairs), reduction)
+        derived = dict(negatives=negatives, loss_at_uniform_logits=uniform, batch_norm_groups=groups * world)
+    model.to(device, memory_format=torch.channels_last)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0, momentum=0.9, weight_decay=args.weight_decay)
+
+    # LoGo
+    l2l = args.l2l_weighting if args.l2l else None  # D1
+    peak_lr = args.lr * args.batch_size / 256
+    affinity, linear = Affinity(args.dim).to(device), args.affinity_form == "linear"
+    affinity_lr = args.affinity_lr or (1e-4 if linear else peak_lr)  # 1e-4: erceguder/LoGo's
+    sgd = dict(lr=affinity_lr, momentum=0.9, weight_decay=args.weight_decay)
+    affinity_optimizer = torch.optim.SGD(affinity.parameters(), **sgd)
+    encoder = [*model.backbone.parameters(), *model.projector.parameters()]
+    l2l_optimizer = torch.optim.SGD(encoder, lr=0.0, momentum=0.9)  # of the steps down L_ll; no weight decay (D3)
+    previous_norm = torch.zeros((), device=device)  # of the loss's gradient, in the last step
 
     # The run
-    config = common.open_run(args, train)
-    state = dict(model=model, optimizer=optimizer, affinity=affinity)
-    state |= dict(affinity_optimizer=affinity_optimizer, second_optimizer=second_optimizer, previous_norm=previous_norm)
-    records = common.load_run(args, config, state)  # one for each epoch that is done
+    amp = args.amp == "auto" and device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
+    config = common.configuration(args, train)
+    state = dict(model=model, optimizer=optimizer, affinity=affinity, affinity_optimizer=affinity_optimizer)
+    state |= dict(l2l_optimizer=l2l_optimizer, previous_norm=previous_norm)
+    info |= dict(method="logo", encoder="query", dataset=args.dataset, data_dir=args.data_dir, images=config["images"])
+    derived |= dict(peak_lr=peak_lr, bf16=amp)
+    records = common.open_run(args, config, state, derived)  # one per epoch that is done
+    save = functools.partial(common.save_run, args.out, config, info, state, records, args.keep_every)
     if args.compile:
-        model.backbone.compile()
-        if args.base == "moco":
-            model.momentum_backbone.compile()
-    ddp = DistributedDataParallel(model, find_unused_parameters=encoder is not None) if dist.is_initialized() else model
-    ddp.broadcast_buffers = False  # at each step; when it is made, all get the first process's weights and buffers
-    facts = dict(batch_norm_groups=groups * world, bf16=amp, negatives=negatives)
-    terms = 1 + len(local_pairs) if form == "sum" else 1  # `combine` takes the sum, or the mean
-    facts |= dict(loss_at_uniform_logits=terms * math.log(negatives + 1))
-    common.log_table(args, HYPERPARAMETERS | common.RUN, train=train, test=test, **facts)
+        model.backbone.compile(dynamic=False)
+        if not simsiam:
+            model.momentum_backbone.compile(dynamic=False)
+    ddp = DistributedDataParallel(model) if world > 1 else model
+    ddp.broadcast_buffers = False  # of the queue and batch norm (set here, because torch 2.13 renames the argument)
 
-    # The last epoch's kNN, if a kill came before it
-    common.add_knn(args, config, info, state, records, model.backbone, train, test, device, amp)
     for epoch in range(len(records), args.epochs):
-        loader.batch_sampler.epoch = epoch
-        torch.manual_seed(common.generator(args.seed, epoch, STREAM_EPOCH, rank).initial_seed())  # for drop-path
-        history, began = [], time.perf_counter()
-        for step, batch in enumerate(loader, epoch * len(loader)):
-            lr = learning_rate(args, step / len(loader))
-            for group in optimizer.param_groups:
+        sampler.set_epoch(epoch)
+        torch.manual_seed(hash((args.seed, epoch, rank)))  # a resumed run draws the same numbers
+        meter = common.Meter(epoch, args.epochs, len(loader), args.batch_size)
+        for step, (crops, _) in enumerate(loader):
+            lr = learning_rate(args, epoch + step / len(loader))
+            for group in optimizer.param_groups + l2l_optimizer.param_groups:
                 group["lr"] = lr
-            # Two global and two local views per image, cut by the loader and colored here
-            views = common.color_views(batch, device, layout, norm)
-            noise = common.generator(args.seed, step, STREAM_NOISE)
-            if args.l2l and args.l2l_weighting == "clip":
-                # Released, on MoCo (D1). Eq. 6: the affinity's step. Then a step of the encoder down L_ll alone
-                local = [model.embed(view) for view in views[2:]]
-                ranking_loss, dissimilarity = affinity_step(local, *eq6, noise)
-                second_optimizer.param_groups[0]["lr"] = lr
-                descend(second_optimizer, dissimilarity, args.clip_ratio * previous_norm)
-            # L_gg and L_lg
-            shuffles = [common.generator(args.seed, step, STREAM_SHUFFLE + i) for i in range(keyed)]
-            loss, keys, q, metrics = ddp(views, global_pairs, local_pairs, form, shuffles)
-            if args.l2l and args.l2l_weighting == "lambda":
-                # Paper, and SimSiam. Eq. 6: the affinity's step. Then L_ll is a term of Eq. 9
-                ranking_loss, dissimilarity = affinity_step(q[2:], *eq6, noise)
-                loss = loss + args.lam * dissimilarity
-            if args.l2l:
-                metrics |= dict(affinity_loss=ranking_loss.detach(), dissimilarity=dissimilarity.detach())
-            # Eq. 9: update the encoder
+            views = [augment(x.to(device, non_blocking=True), args) for x in crops]
+
+            # Algorithm 1. Each process draws its own noise; `descend` averages the gradients
+            local = None  # the local views' projections
+            if l2l:
+                with torch.autocast(device.type, torch.bfloat16, enabled=amp):
+                    local = [model.project(view) for view in views[2:]]
+                local1, local2 = (GatherWithGradient.apply(F.normalize(x, dim=1)) for x in local)  # (N, dim)
+                noise = None if linear else 0.3 / args.dim**0.5 * torch.randn(2, *local1.shape, device=device)
+                ranking_loss = affinity_loss(affinity, local1, local2, noise, args.affinity_form)
+                descend(affinity_optimizer, ranking_loss)  # update the affinity (Eq. 6)
+                l_ll = local_dissimilarity(affinity, local1, local2)  # by the new affinity
+            if l2l == "clip":  # released
+                descend(l2l_optimizer, l_ll, args.clip_ratio * previous_norm)  # update the encoder by L_ll
+                local = None  # the encoder has changed: project the local views again
+            with torch.autocast(device.type, torch.bfloat16, enabled=amp):
+                loss, keys, q, metrics = ddp(views, local)  # L_gg and L_lg
+            if l2l == "lambda":  # paper
+                loss = loss + args.lam * l_ll  # Eq. 9
+            if l2l:
+                metrics |= dict(loss=loss, affinity_loss=ranking_loss, dissimilarity=l_ll)
             optimizer.zero_grad()
             loss.backward()
-            grad_norm = torch.nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
-            previous_norm.copy_(grad_norm)
-            optimizer.step()
-            # MoCo: move the momentum encoder. The keys of the global views are negatives of the next steps
-            if keys is not None:
+            grad_norm = nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
+            previous_norm.copy_(grad_norm)  # for the clip of the next step (D4)
+            optimizer.step()  # update the encoder
+            if not simsiam:
                 model.update(args.momentum)
                 model.queue.enqueue(keys)
-            history.append(metrics | dict(grad_norm=grad_norm))
-            if (step + 1) % 10 == 0:
-                common.show_progress(args, history, began, step + 1, args.epochs * len(loader))
+            meter.update(metrics | dict(grad_norm=grad_norm))
 
-        average_statistics(model)
-        record = dict(epoch=epoch + 1, lr=lr)
-        records.append(record | common.means(args, history, began) | common.embedding_health(q[0]))
-        common.save_run(args, config, info, state, records)  # before the kNN, which may fail
-        common.add_knn(args, config, info, state, records, model.backbone, train, test, device, amp)
-        common.log_epoch(args, records[-1])
-    common.log_end(args, train)
+        if world > 1:
+            timm.utils.distribute_bn(model, world, reduce=True)  # average the running statistics
+        records.append(dict(epoch=epoch + 1, lr=lr) | meter.averages() | common.embedding_health(q))
+        save()
+        if test is not None and args.knn_every and ((epoch + 1) % args.knn_every == 0 or epoch + 1 == args.epochs):
+            records[-1] |= common.knn_monitor(model.backbone, info, train, test, device, args.workers, amp)
+            save()  # again: a test image that cannot be read must not cost the epoch
+        common.log_epoch(records[-1], args.epochs)
+    common.log_end(args.out, records, args.dataset)
 
 
 # ================================================================ 6. ShuffleBN
@@ -666,89 +606,78 @@ def gather(x):
     """Concatenate the tensors (n, ...) of all processes to (N, ...), in rank order. No gradient."""
     if not dist.is_initialized():
         return x
-    out = x.new_empty(dist.get_world_size() * len(x), *x.shape[1:])
-    dist.all_gather([*out.chunk(dist.get_world_size())], x.contiguous())
-    return out
+    x = x.contiguous()
+    parts = [torch.empty_like(x) for _ in range(dist.get_world_size())]
+    dist.all_gather(parts, x)
+    return torch.cat(parts)
 
 
 # --------------------------------------------------- ShuffleBN (shared block)
 
 
 def shard(x, dim=0):
-    """Return this process's part of a tensor that all processes have: what `gather` would put back together."""
+    """Inverse of `gather`: return this process's rows of a tensor that all processes have."""
     return x.chunk(dist.get_world_size(), dim)[dist.get_rank()] if dist.is_initialized() else x
 
 
 @torch.no_grad()
-def encode_shuffled_keys(encode, views, generator=None):
-    """Encode several views of the global batch as keys, with ShuffleBN: (views, N, C), on every process.
+def encode_shuffled_keys(encode, views):
+    """Encode views of the global batch with ShuffleBN: keys (V, N, C), on every process.
 
-    encode: maps images to keys. views: list of this process's images (n, 3, H, W).
-    The key and the query of an image must not share batch statistics, which would tell the encoder that they belong
-    together (MoCo, section 3.3). So the rows of all views of the global batch are shuffled, each process encodes its
-    part, and the keys are put back in order. Any number of processes makes the same batch-norm groups.
-    Meanwhile each process holds the views of the global batch twice: 0.6 GB for a view of 512 images of 224 px.
+    encode: a function, images (n, 3, H, W) -> keys (n, C). views: list of V views of this process, each (n, 3, H, W).
+
+    A query and its key must not share batch statistics, from which the encoder could tell that they belong together
+    (MoCo, section 3.3). So the images of all processes are shuffled, each process encodes its part, and the keys are
+    put back in order. All views of the global batch are in memory at once: 0.3 GB each for 512 images of 224 px.
     """
     images = torch.cat([gather(view) for view in views])  # row v * N + i is view v of image i
-    shuffle = torch.randperm(len(images), generator=generator).to(images.device, non_blocking=True)
+    shuffle = torch.randperm(len(images), device=images.device)
+    if dist.is_initialized():
+        dist.broadcast(shuffle, 0)  # each process has drawn its own
     keys = gather(encode(images[shard(shuffle)]))
     return keys[shuffle.argsort()].view(len(views), -1, keys.shape[1])
 
 
-class GroupedBatchNorm(nn.modules.batchnorm._BatchNorm):
-    """Batch norm whose statistics are taken over `groups` equal slices of the batch, for (N, C) or (N, C, H, W).
+class SplitBatchNorm(nn.BatchNorm2d):
+    """Batch norm over each of `groups` equal slices of the batch, as of so many GPUs. x: (N, C) or (N, C, H, W).
 
-    Each group acts as the batch norm of one GPU would. The running statistics are the mean over the groups.
-    norm: the batch norm whose parameters, statistics and state_dict keys this one takes over.
+    As in MoCo's notebook for CIFAR, the running statistics are averages over the groups.
     """
 
-    def __init__(self, norm, groups):
-        super().__init__(norm.num_features, norm.eps, norm.momentum, norm.affine, norm.track_running_stats)
-        self.weight, self.bias = norm.weight, norm.bias
-        self.running_mean, self.running_var = norm.running_mean, norm.running_var
-        self.num_batches_tracked, self.groups, self.training = norm.num_batches_tracked, groups, norm.training
-        # timm's BatchNormAct2d also applies a dropout and an activation.
-        self.after = nn.Sequential(norm.drop, norm.act) if hasattr(norm, "act") else nn.Identity()
-
-    def _check_input_dim(self, x):
-        """Accept any number of dimensions."""
+    def __init__(self, num_features, groups, **kwargs):
+        super().__init__(num_features, **kwargs)
+        self.groups = groups
+        self.drop = self.act = nn.Identity()  # replaced by those of timm's BatchNormAct2d, which has both
 
     def forward(self, x):
-        if not self.training or self.groups == 1:
-            return self.after(super().forward(x))
-        mean = self.running_mean.repeat(self.groups, 1)
-        var = self.running_var.repeat(self.groups, 1)
-        slices = [
-            F.batch_norm(part, m, v, self.weight, self.bias, True, self.momentum, self.eps)  # updates m and v in place
-            for part, m, v in zip(x.chunk(self.groups), mean, var, strict=True)
-        ]
-        self.running_mean.copy_(mean.mean(0))
-        self.running_var.copy_(var.mean(0))
-        return self.after(torch.cat(slices))
+        weights = dict(weight=self.weight, bias=self.bias, training=self.training, eps=self.eps)
+        if not self.training:
+            return self.act(self.drop(F.batch_norm(x, self.running_mean, self.running_var, **weights)))
+        if len(x) % self.groups:
+            raise ValueError(f"{len(x)} rows cannot be split into {self.groups} equal groups")
+        means, variances = self.running_mean.repeat(self.groups, 1), self.running_var.repeat(self.groups, 1)
+        slices = zip(x.chunk(self.groups), means, variances, strict=True)
+        x = torch.cat([F.batch_norm(part, m, v, momentum=self.momentum, **weights) for part, m, v in slices])
+        self.running_mean.copy_(means.mean(0))  # `batch_norm` has updated the rows of `means`
+        self.running_var.copy_(variances.mean(0))
+        return self.act(self.drop(x))
 
 
-def split_batch_norms(module, groups):
-    """Replace a module's batch norms, but for subclasses of a user's own, by ones over `groups` slices. Return it."""
-    for name, child in module.named_children():
-        is_plain = type(child) in (nn.BatchNorm1d, nn.BatchNorm2d, timm.layers.BatchNormAct2d)
-        if is_plain and child.track_running_stats and child.momentum is not None:
-            setattr(module, name, GroupedBatchNorm(child, groups))
-        else:
-            split_batch_norms(child, groups)
-    return module
+def convert_split_batchnorm(module, groups):
+    """Convert the batch norms of a module to SplitBatchNorm, like torch's convert_sync_batchnorm. Return the module.
 
-
-@torch.no_grad()
-def average_statistics(model):
-    """Average the running statistics of batch norms over the processes. Nothing in training reads them.
-
-    They are exponential averages, which are linear: once at the end of an epoch gives what each step would.
+    Only torch's and timm's own batch norms with running statistics are converted, not subclasses of them.
     """
-    if dist.is_initialized():
-        for name, buffer in model.named_buffers():
-            if name.endswith(("running_mean", "running_var")):
-                dist.all_reduce(buffer)
-                buffer.div_(dist.get_world_size())
+    result = module
+    is_plain = type(module) in (nn.BatchNorm1d, nn.BatchNorm2d, timm.layers.BatchNormAct2d)
+    if is_plain and module.track_running_stats and module.momentum is not None:
+        result = SplitBatchNorm(module.num_features, groups, eps=module.eps, momentum=module.momentum)
+        result.weight, result.bias = module.weight, module.bias
+        result.running_mean, result.running_var = module.running_mean, module.running_var
+        result.num_batches_tracked = module.num_batches_tracked
+    for name, child in module.named_children():
+        setattr(result, name, convert_split_batchnorm(child, groups))
+    return result
 
 
 if __name__ == "__main__":
