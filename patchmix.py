@@ -1,11 +1,11 @@
 """PatchMix: Inter-Instance Similarity Modeling for Contrastive Learning (Shen et al., arXiv 2306.12243).
 
-Contrastive learning treats any two images as unrelated. They rarely are. PatchMix makes images whose relations are
-known. It cuts M images of a batch into patches and puts patches of all M together, each at the place that it had. A ViT
-then learns that such a mixed image is similar to each of its sources, in equal shares.
+Contrastive learning treats any two images as unrelated, but they rarely are. PatchMix makes images whose relations are
+known: it cuts M images of a batch into patches, and puts patches of all M together, each at the place that it had. A
+ViT then learns that such a mixed image is similar to each of its sources, in equal shares.
 
 The encoder makes queries of images, and a momentum encoder makes keys. The negatives of a query are the other keys of
-the batch. The loss is the sum of three contrasts. Without one of them, oto, no query would look like a natural image.
+the batch. The loss is the sum of three contrasts: oto, mto and mtm. Only oto has queries of natural images.
 
     Eq. 1-9       patch_mix           M images into one, patch by patch (Eq. 8-9 and 17: the same by flat indices)
     Eq. 10-12     mix_targets         the positives of a mixed query and their weights (also Eq. 18-19)
@@ -14,37 +14,40 @@ the batch. The loss is the sum of three contrasts. Without one of them, oto, no 
     Eq. 15        soft_info_nce       oto, origin to origin: an original query and the key of the same image
     Eq. 16        PatchMix.forward    their sum
     Algorithm 1   patch_mix (lines 2 to 7), mix_targets (8)
-    Algorithm 2   PatchMix (lines 1, 2), main (3, 4, 5, 6, 10 and 11), PatchMix.forward (7, 8, 9, the loss of 10)
+    Algorithm 2   PatchMix (lines 1 and 2), main (3, 4, 10 and 11), PatchMix.forward (5 to 9, and the loss of 10)
 
     python patchmix.py                                                        # a laptop, no data
     python patchmix.py --dataset cifar10 --arch vit_tiny                      # one GPU
     torchrun --nproc_per_node=8 patchmix.py --dataset imagenet --data-dir DIR --arch vit_small
 
 The baseline is MoCo v3, without its frozen patch projection and fixed positions. `--num-mix 1 --terms oto,mto` is
-L(q2, k1) + L(q1, k2), its symmetric loss divided by 2 tau. (With M = 1, mtm is mto.) What PatchMix changes in it:
-    queries of both views                     one view's queries are of mixed images      mix_views
-    L(q2, k1) + L(q1, k2)                     oto + mto + mtm, with mixed keys            PatchMix.forward
-    one positive per query                    M, or 2M - 1, positives with weights        mix_targets
-    InfoNCE                                   its sum over the weighted positives         soft_info_nce
+L(q2, k1) + L(q1, k2), its symmetric loss divided by 2 tau. (With M = 1, mtm is mto.) PatchMix changes four things:
+    MoCo v3                  | here                                    | where
+    queries of both views    | one view's queries are of mixed images  | PatchMix.forward
+    L(q2, k1) + L(q1, k2)    | oto + mto + mtm, with mixed keys        | PatchMix.forward
+    one positive per query   | M, or 2M - 1, positives with weights    | mix_targets
+    InfoNCE                  | its sum over the weighted positives     | soft_info_nce
+
 Not here: the other mixes of Table 5 (CutMix and Mixup, RegionSwap, ResizeMix), COCO (Table 4), and Figs. 4, 8 to 11.
 
-Where the paper, which is the default, and the released code, `--variant released`, differ:
+Differences between the paper, which is the default, and the released code, `--variant released`:
     D1 The terms. Paper: each counts 1, and mtm's weights sum to M. Released: oto counts 1, mto and mtm 0.5, mtm's
        weights sum to 1, and 0.1 of oto's targets is spread over all keys. So its M = 1 is not MoCo v3.
     D2 The number of images M. Paper: 3. Released: 2.
     D3 The attention heads of ViT-S. Paper (Table 8): 6. Released, and the paper's Fig. 11: 12.
-    D4 ViT-T's keys. Paper: of a momentum encoder. Released: of the encoder, in training mode; `--momentum 0 0` is
-       nearly this, but for a forward pass that queries and keys share there.
+    D4 ViT-T's keys. Paper: of a momentum encoder. Released: of the query encoder, in training mode, `--key-encoder
+       query`. There, queries and keys share a forward pass; here, each has its own.
     D5 The mixed query. Paper: of view 1, and the original one of view 2. Released: the reverse, `--mixed-view 2`.
     D6 Local crops. Paper ("4(224)" views): none. Released, on ImageNet: 8 of 96 px; large ones from 0.35 of the area.
-    D7 The ring of images. Paper (Eq. 4, 10, 11: mod N): the batch. Released: a GPU's part. Here: a slice of the batch.
-What differs by rounding, by an index or by precision is in tests/golden/README.md.
+    D7 The ring of images (Eq. 4, 10, 11: mod N). Paper: the batch. Released: a GPU's part. Here: a slice of the batch,
+       `--mix-slices`. Each slice draws its own shuffle of the patches (Eq. 2); the paper draws one for the batch.
+Differences in rounding, indices and precision are listed in tests/golden/README.md.
 """
 
 import argparse
 import copy
+import functools
 import math
-import time
 from itertools import pairwise
 
 import timm
@@ -54,65 +57,132 @@ import torch.nn.functional as F
 from timm.optim import param_groups_weight_decay
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, DistributedSampler
+from torchvision.transforms import v2
 
 import common
 
 # ========================================================= 1. hyper-parameters
 
+TERMS = ("oto", "mto", "mtm")  # of the loss, Eq. 16
+
+
+def parse_args(argv=None):
+    """Parse the command line. The defaults are the paper's for ImageNet, with the changes that `recipe` returns."""
+    options = dict(formatter_class=argparse.ArgumentDefaultsHelpFormatter, allow_abbrev=False)
+    parser = argparse.ArgumentParser("patchmix.py", "%(prog)s [options]", __doc__.splitlines()[0], **options)
+    parser.set_defaults(method="patchmix")
+    add = parser.add_argument
+    add("--variant", choices=("paper", "released"), default="paper", help="follow the paper, or the authors' code")
+
+    add = parser.add_argument_group("loss").add_argument
+    add("--num-mix", type=common.positive_int, help="images mixed into one, M (Table 6); 1: no mixing")
+    add("--mix-slices", type=common.positive_int, default=8, help="slices of the batch to mix within (D7)")  # ours
+    add("--mixed-view", type=int, choices=(1, 2), default=1, help="view whose mixed images are the queries (D5)")
+    add("--terms", default="oto,mto,mtm", help="terms of the loss, Eq. 16: some of oto,mto,mtm (Table 7)")
+    weight = common.nonnegative_float
+    add("--term-weights", type=weight, nargs=3, default=[1.0, 1.0, 1.0], help="of oto, mto and mtm (D1)")
+    add("--local-crops", type=common.nonnegative_int, help="local crops per image, as queries of oto and mto (D6)")
+    add("--smoothing", type=common.fraction, default=0.0, help="share of oto's targets that is spread over all keys")
+    add("--temperature", type=common.positive_float, default=0.2, help="temperature tau of the loss")
+
+    add = parser.add_argument_group("model").add_argument
+    add("--arch", help="encoder: vit_micro, vit_tiny, vit_small, vit_base, or any timm model")
+    add("--image-size", type=common.positive_int, default=224, help="side of a view, in pixels")
+    add("--patch-size", type=common.positive_int, default=16, help="side of a patch, of the ViT and of the mixing")
+    add("--num-heads", type=common.positive_int, metavar="N", help="attention heads of the ViT, by default timm's (D3)")
+    add("--drop-path", type=common.fraction, default=0.1, help="drop-path rate of the ViT's last block")  # released
+    add("--hidden", type=common.positive_int, default=4096, help="hidden size of projector and predictor (Table 9)")
+    add("--dim", type=common.positive_int, default=256, help="dimension of queries and keys (Table 9)")
+    add("--key-encoder", choices=("momentum", "query"), default="momentum", help="encoder of the keys (D4)")
+    add("--momentum", type=common.fraction, nargs=2, default=[0.996, 1.0], help="momentum encoder's mu, first and last")
+
+    add = parser.add_argument_group("schedule").add_argument
+    add("--epochs", type=common.positive_int, default=300, help="number of epochs")  # 10 + "rest 260"
+    add("--batch-size", type=common.positive_int, default=1024, help="images per step, over all processes")
+    add("--lr", type=common.positive_float, default=5e-4, help="peak learning rate per 256 images")  # 2e-3 for 1024
+    add("--min-lr", type=common.nonnegative_float, default=2.5e-7, help="last one")  # released, 1e-6 for 1024
+    add("--warmup", type=common.nonnegative_float, default=10.0, help="epochs of warm-up, at most a quarter of them")
+    add("--weight-decay", type=weight, nargs=2, default=[0.04, 0.4], help="of AdamW, first and last")
+
+    add = parser.add_argument_group("augmentation").add_argument
+    add("--crop-scale", type=common.fraction, nargs=2, default=[0.05, 1.0], help="range of a crop's share of the image")
+    add("--local-size", type=common.positive_int, help="side of a local crop; if not given, 96 or half a view (D6)")
+    add("--local-scale", type=common.fraction, nargs=2, default=[0.05, 0.35], help="--crop-scale of local crops (D6)")
+    add("--blur-p", type=common.fraction, nargs=2, default=[1.0, 0.1], help="probability of a blur, views 1 and 2")
+    add("--norm", choices=common.NORMS, default="imagenet", help="data set whose mean and deviation normalise views")
+
+    args = common.parse_args(parser, argv, recipe)
+    terms, is_vit = chosen_terms(args), common.is_vit(args.arch)
+    if not terms or not set(args.terms.split(",")) <= set(TERMS):
+        parser.error("--terms: give some of oto,mto,mtm, and --term-weights above 0")
+    if args.local_crops and set(terms) == {"mtm"}:
+        parser.error("--local-crops are queries of oto and mto: choose one of these --terms")
+    needs = [  # (flags, whether they have an effect, what they need)
+        (["num_mix"], set(terms) != {"oto"}, "--terms mto or mtm"),
+        (["mix_slices"], args.num_mix > 1, "--num-mix above 1"),
+        (["smoothing"], "oto" in terms, "--terms oto"),
+        (["num_heads", "drop_path"], is_vit, "a ViT (--arch)"),
+        (["momentum"], args.key_encoder == "momentum", "--key-encoder momentum"),
+        (["local_size", "local_scale"], args.local_crops > 0, "--local-crops"),
+    ]
+    common.check_flags(parser, args, needs)
+    if args.local_size is None:  # 96 as released, in whole patches
+        args.local_size = min(96, args.image_size // 2) // args.patch_size * args.patch_size
+    for size in [args.image_size, args.local_size] if args.local_crops else [args.image_size]:
+        if size % args.patch_size or args.num_mix > (size // args.patch_size) ** 2:
+            parser.error(f"--patch-size {args.patch_size}: {size} px are not --num-mix {args.num_mix} whole patches")
+    return args
+
+
 # fmt: off
-# {group: {name: (value, what it is, its limits or words)}}: the paper's for ImageNet, section 4.1.2, Tables 9 and 10.
-# Each is a flag of its value's type, --num-mix 2, and args.NAME. Without limits, a number is not below 0. What the
-# paper does not say is marked: released, or ours.
-HYPERPARAMETERS = dict(
-    recipe=dict(variant=("paper", "follow the paper, or the authors' code", ("paper", "released"))),
-    loss=dict(
-        num_mix=(3, "images that are mixed into one, M (Table 6); 1: no mixing", (1, math.inf)),
-        mix_slices=(8, "equal slices of the batch; images are mixed within each (D7)", (1, math.inf)),  # ours
-        mixed_view=(1, "the view, 1 or 2, whose mixed images are the queries (D5)", (1, 2)),
-        terms=("oto,mto,mtm", "terms of the loss, Eq. 16: some of oto,mto,mtm (Table 7)"),
-        term_weights=((1.0, 1.0, 1.0), "weights of oto, mto, mtm; local terms have 1"),
-        local_crops=(0, "local crops per image, as queries of oto and mto (D6)"),
-        smoothing=(0.0, "share of oto's targets that is spread over all keys (D1)", (0, 1)),
-        temperature=(0.2, "temperature tau of the loss", (1e-9, math.inf)),
-    ),
-    model=dict(
-        arch=("vit_small", "encoder: vit_micro, vit_tiny, vit_small, vit_base, or any timm model"),
-        image_size=(224, "side of a view, in pixels", (1, math.inf)),
-        patch_size=(16, "side of a patch, in pixels, of the ViT and of the mixing", (1, math.inf)),
-        num_heads=(None, "heads of the ViT's attention; default: timm's (D3)", (1, math.inf)),
-        drop_path=(0.1, "drop-path rate of the ViT's last block; earlier ones have less", (0, 1)),  # released
-        hidden=(4096, "hidden size of the projector and the predictor (Table 9)", (1, math.inf)),
-        dim=(256, "dimension of queries and keys (Table 9)", (1, math.inf)),
-        momentum=((0.996, 1.0), "momentum mu, first and last; 0 0: no such encoder (D4)", (0, 1)),
-    ),
-    schedule=dict(
-        epochs=(300, "epochs of the whole training", (1, math.inf)),  # its 10 of warm-up and "rest 260" make 270
-        batch_size=(1024, "images per step, over all processes", (2, math.inf)),
-        lr=(1e-3, "peak learning rate at --lr-batch, scaled linearly", (1e-9, math.inf)),  # ours; ViT-S: 2e-3
-        min_lr=(1e-6, "last learning rate, scaled as --lr is"),  # released
-        lr_batch=(1024, "batch size for which the learning rates are given", (1, math.inf)),
-        warmup=(10.0, "epochs of linear warm-up, at most a quarter of the run"),
-        weight_decay=((0.04, 0.4), "weight decay of AdamW, at the start and at the end"),
-        betas=((0.9, 0.999), "betas of AdamW", (0, 0.999999)),  # released
-    ),
-    augmentation=dict(
-        crop_scale=((0.05, 1.0), "smallest and largest share of the image that a crop has", (1e-9, 1)),
-        local_size=(96, "side of a local crop, in pixels", (1, math.inf)),  # released
-        local_scale=((0.05, 0.35), "smallest and largest area of a local crop", (1e-9, 1)),  # released
-        local_blur_p=(0.5, "probability of a blurred local crop", (0, 1)),  # released
-        crop_ratio=((3 / 4, 4 / 3), "smallest and largest width / height of a crop", (1e-9, math.inf)),
-        interpolation=("bicubic", "how a crop is resized", ("bilinear", "bicubic")),  # released
-        jitter=((0.4, 0.4, 0.2, 0.1), "largest change of brightness, contrast, saturation and hue"),
-        jitter_p=(0.8, "probability of these color changes", (0, 1)),
-        gray_p=(0.2, "probability of a gray view", (0, 1)),
-        blur_p=((1.0, 0.1), "probability of a blurred view, by T_1 and by T_2", (0, 1)),
-        blur_sigma=((0.1, 2.0), "smallest and largest sigma of the blur, in pixels", (1e-9, math.inf)),
-        solarize_p=((0.0, 0.2), "probability of a solarised view, by T_1 and by T_2", (0, 1)),
-        flip_p=(0.5, "probability of a horizontal flip", (0, 1)),
-        norm=("imagenet", "data set whose mean and standard deviation normalise the views", common.NORMS),
-    ),
+CIFAR = dict(  # section 4.1.2; released: ImageNet's mean and standard deviation; ours: the slices
+    arch="vit_tiny", image_size=32, patch_size=2, epochs=800, warmup=100.0, batch_size=512, min_lr=5e-7, mix_slices=4,
+    crop_scale=[0.1, 1.0],
+)
+SMALL_ENCODER = dict(  # ours, for CPUs: small heads, few patches, weak views
+    batch_size=64, weight_decay=[0.02, 0.2], patch_size=8, num_mix=2, mix_slices=1, hidden=512, dim=128, drop_path=0.0,
+    crop_scale=[0.3, 1.0], blur_p=[0.1, 0.1], momentum=[0.98, 1.0],
+)
+RECIPES = dict(  # what differs from the paper's values for ImageNet: section 4.1.2, Tables 9 and 10
+    patterns=dict(SMALL_ENCODER, arch="vit_micro", image_size=32, epochs=50, warmup=1.0, lr=4e-3, norm="patterns"),
+    cifar10=CIFAR,
+    cifar100=CIFAR,
+    stl10=dict(CIFAR, image_size=96, patch_size=6),  # ours
+    imagenet100={},  # ours
+    imagenet=dict(knn_every=50),  # its kNN takes minutes
+    folder=dict(mix_slices=1),  # ours, because there may be few images
+)
+ENCODERS = dict(  # section 4.1.2, the same per 256 images on CIFAR, for 512, and on ImageNet, for 1024
+    vit_micro=dict(lr=1e-3, weight_decay=[0.02, 0.2], patch_size=8, hidden=512, dim=128),  # ours, for CPUs
+    vit_tiny=dict(lr=2e-3, weight_decay=[0.02, 0.2]),  # 4e-3 for 512; ImageNet: as released, 8e-3 for 1024
+    vit_small=dict(lr=5e-4),  # 1e-3 for 512, 2e-3 for 1024
+    vit_base=dict(lr=7.5e-4),  # 1.5e-3 for 512, 3e-3 for 1024
 )
 # fmt: on
+
+
+def recipe(args):
+    """Return the defaults, {name: value}, for args.dataset, args.variant, args.arch, and args.num_mix if released."""
+    values = dict(arch="vit_small", num_mix=3, local_crops=0) | RECIPES[args.dataset]
+    arch = (args.arch or values["arch"]).removesuffix("_patch16_224")  # timm's own names, too
+    if args.dataset == "folder" and arch == "vit_micro":
+        values |= SMALL_ENCODER | dict(lr=8e-3)  # ours
+    elif args.dataset != "patterns":
+        values |= ENCODERS.get(arch, {})
+    if args.variant == "released":
+        values |= dict(num_mix=2, smoothing=0.1, mixed_view=2)  # D2, D1, D5
+        values["term_weights"] = [1.0, 0.5, 0.5 / (args.num_mix or 2)]  # D1: mtm's weights sum to 1
+        values |= dict(vit_small=dict(num_heads=12), vit_tiny=dict(key_encoder="query")).get(arch, {})  # D3, D4
+        if args.dataset == "imagenet" and args.local_crops != 0:
+            values |= dict(local_crops=8, crop_scale=[0.35, 1.0])  # D6
+    return values
+
+
+def chosen_terms(args):
+    """Return the terms of the loss that --terms names and --term-weights does not set to 0, {name: weight}."""
+    weights = zip(TERMS, args.term_weights, strict=True)
+    return {term: weight for term, weight in weights if term in args.terms.split(",") and weight > 0}
 
 
 # ================================================================ 2. the paper
@@ -127,28 +197,20 @@ def patch_mix(images, num_mix, patch_size, permutation=None):
 
     images: (N, C, H, W), any values. num_mix: M, from 1 to T. patch_size: p, which divides H and W. permutation: (T,)
     int64, the shuffle k of Eq. 2 for T = H/p * W/p patches; it is drawn if None.
-    Returns the mixed images (N, C, H, W). Gradients pass through. Raises ValueError if these do not fit together.
+    Returns the mixed images (N, C, H, W). Gradients pass through.
     """
-    if images.dim() != 4:
-        raise ValueError(f"patch_mix takes images (N, C, H, W), not {tuple(images.shape)}")
     height, width = images.shape[2:]
-    if height % patch_size or width % patch_size:
-        raise ValueError(f"patches of {patch_size} px do not tile an image of {height} x {width}")
     rows, columns = height // patch_size, width // patch_size
     num_patches = rows * columns  # T, Eq. 1
-    if not 1 <= num_mix <= num_patches:
-        raise ValueError(f"num_mix must be from 1 to the {num_patches} patches of an image, not {num_mix}")
-    if permutation is None:
-        permutation = torch.randperm(num_patches)  # k, Eq. 2: Algorithm 1, line 2
-    if sorted(permutation.tolist()) != list(range(num_patches)):
-        raise ValueError(f"permutation must hold each of 0 to {num_patches - 1} once")
+    # k, Eq. 2: Algorithm 1, line 2
+    permutation = torch.randperm(num_patches) if permutation is None else permutation.cpu()
     # The pixels need not be shuffled and put back. It is enough to know in which group the patch at each place is.
     group_size = num_patches // num_mix  # S
     # Line 3, Eq. 3: the j-th shuffled patch is in group j // S. What is left over joins group 0, the image's own.
     group_of_shuffled = torch.arange(num_patches) // group_size
     group_of_shuffled[group_size * num_mix :] = 0
     # Line 7, Eq. 5 and 7: by r = argsort(k) the patches go back to their places, and so do their groups.
-    group_of_patch = group_of_shuffled[permutation.cpu().argsort()].view(rows, columns)
+    group_of_patch = group_of_shuffled[permutation.argsort()].view(rows, columns)
     group_of_patch = group_of_patch.to(images.device, non_blocking=True)
     group_of_pixel = group_of_patch.repeat_interleave(patch_size, 0).repeat_interleave(patch_size, 1)
     mixed = images
@@ -167,10 +229,7 @@ def mix_targets(n, num_mix, first=0):
     rows of keys, from `first` on, and go around: mod n. mto_weight is 1/M each. mtm_weight is 1/M, 2/M, ..., 1, ...,
     2/M, 1/M, which sum to M. With fewer than 2M - 1 images a positive can come twice; its weights then add up in
     `soft_info_nce`.
-    Raises ValueError if n or num_mix is below 1.
     """
-    if n < 1 or num_mix < 1:
-        raise ValueError(f"mix_targets takes at least 1 image and num_mix 1, not {n} and {num_mix}")
     i = torch.arange(n)[:, None]
     mto_index = first + (i + torch.arange(num_mix)) % n  # Eq. 10
     mto_weight = torch.full((num_mix,), 1 / num_mix)  # the 1/M of Eq. 13
@@ -181,7 +240,7 @@ def mix_targets(n, num_mix, first=0):
 
 
 def soft_info_nce(q, k, index, weight, temperature, smoothing=0.0):
-    """Return the cross-entropy of queries against weighted positives among the keys (Eq. 13-15), as a scalar.
+    """Return the cross-entropy of queries against weighted positives among the keys (Eq. 13-15).
 
     It is -1/n sum_i sum_j weight_j log softmax_t(sim(q_i, k_t) / tau)[index_ij], where sim is the cosine. q and k are
     L2-normalised here. The weights are used as given. At equal logits the loss is weight.sum() * log(N).
@@ -189,12 +248,13 @@ def soft_info_nce(q, k, index, weight, temperature, smoothing=0.0):
     q: (n, C) queries, the paper's h. k: (N, C) keys, the paper's z. index: (n, P) int64, the positives of each query as
     rows of k. weight: (P,), theirs. temperature: tau > 0. smoothing: s in [0, 1] (D1); 1 - s of each weight stays, and
     s of their sum is spread evenly over all keys.
-    Gradients reach q, and also k unless it is detached, as in the paper. Raises ValueError if the shapes do not fit.
+    Gradients reach q, and also k unless it is detached, as in the paper. float16 and bfloat16 are converted to float32;
+    call it outside autocast, which would undo that. Raises ValueError if the shapes do not fit.
     """
-    fits = q.dim() == k.dim() == index.dim() == 2 and q.shape[1] == k.shape[1]
-    if not fits or len(index) != len(q) or weight.shape != index.shape[1:]:
-        shapes = ", ".join(str(tuple(x.shape)) for x in (q, k, index, weight))
-        raise ValueError(f"soft_info_nce takes q (n, C), k (N, C), index (n, P) and weight (P,), not {shapes}")
+    if len(index) != len(q) or weight.shape != index.shape[1:]:
+        shapes = f"q {tuple(q.shape)}, index {tuple(index.shape)} and weight {tuple(weight.shape)}"
+        raise ValueError(f"soft_info_nce takes q (n, C), index (n, P) and weight (P,), not {shapes}")
+    q, k = (x.to(torch.promote_types(x.dtype, torch.float32)) for x in (q, k))
     logits = F.normalize(q, dim=1) @ F.normalize(k, dim=1).T / temperature
     index, weight = index.to(q.device, non_blocking=True), weight.to(logits, non_blocking=True)
     log_sum = logits.logsumexp(1, keepdim=True)
@@ -207,48 +267,35 @@ def soft_info_nce(q, k, index, weight, temperature, smoothing=0.0):
 # ============================================================= 3. augmentation
 
 
-def augmentation(args):
-    """Return the two views per image, drawn by T_1 and T_2 of Table 10, and the local crops (D6): {name: View}."""
-    crop = dict(size=args.image_size, area=args.crop_scale, ratio=args.crop_ratio)
-    color = dict(jitter=args.jitter, jitter_p=args.jitter_p, gray_p=args.gray_p, solarize_p=args.solarize_p[0])
-    blur = dict(blur_p=args.blur_p[0], blur_sigma=args.blur_sigma)
-    view = common.View(**crop, **color, **blur, flip_p=args.flip_p)
-    view2 = view._replace(blur_p=args.blur_p[1], solarize_p=args.solarize_p[1])
-    local = view._replace(size=args.local_size, area=args.local_scale, blur_p=args.local_blur_p, solarize_p=0.0)
-    return {"view 1": view, "view 2": view2} | {f"local {i + 1}": local for i in range(args.local_crops)}
+def augment(x, args, view):
+    """Flip and color crops (Table 10): uint8 (n, 3, S, S) -> normalised float (n, 3, S, S).
 
-
-def image_sizes(args):
-    """Return the sides of the images that the encoder gets, in pixels."""
-    return [args.image_size, *[args.local_size] * args.local_crops]
-
-
-def mix_views(views, num_mix, patch_size, slices=1, generators=None):
-    """Mix each view's images by `patch_mix`, within equal slices of the batch (D7): a list of (n, 3, H, W).
-
-    views: list of this process's images (n, 3, H, W). slices: of this process. generators: a torch CPU generator per
-    view, of its permutation (Eq. 2), which is the same in all slices and on all processes; torch's global one if None.
+    view: 0 for the first view, T_1 in the paper; 1 for the second, T_2; 2 or more for local crops (D6).
     """
-    mixed = []
-    for view, generator in zip(views, generators or [None] * len(views), strict=True):
-        permutation = torch.randperm((view.shape[-1] // patch_size) ** 2, generator=generator)
-        mixed.append(torch.cat([patch_mix(x, num_mix, patch_size, permutation) for x in view.chunk(slices)]))
-    return mixed
+    blur_p = args.blur_p[view] if view < 2 else 0.5
+    x = common.horizontal_flip(x.float() / 255, p=0.5)
+    x = common.color_jitter(x, 0.4, 0.4, 0.2, 0.1, p=0.8)
+    x = common.grayscale(x, p=0.2)
+    x = common.gaussian_blur(x, sigma=(0.1, 2.0), p=blur_p)
+    x = common.solarize(x, p=0.2 if view == 1 else 0.0)
+    return common.normalize(x, *common.NORMS[args.norm])
 
 
 # ==================================================================== 4. model
 
-TERMS = ("oto", "mto", "mtm")  # of Eq. 16
+
+def mix_batch(x, num_mix, patch_size, slices):
+    """Mix images by `patch_mix` within each of the equal slices of a batch (D7): (n, 3, H, W) -> (n, 3, H, W)."""
+    return torch.cat([patch_mix(part, num_mix, patch_size) for part in x.unflatten(0, (slices, -1))])
 
 
-def batch_targets(n, slices, num_mix, first=0):
-    """Return the positives of n images, mixed in equal slices, {term: (index (n, P) int64, weight (P,))}.
+def batch_targets(n, num_mix, slices, first=0):
+    """Return the positives of n images that are mixed by `mix_batch`, {term: (index (n, P) int64, weight (P,))}.
 
     first: the row of their first key among the keys of all processes.
     """
-    size = n // slices
-    of_slices = [mix_targets(size, num_mix, first + i * size) for i in range(slices)]
-    mto_index, mto_weight, mtm_index, mtm_weight = zip(*of_slices, strict=True)
+    parts = [mix_targets(n // slices, num_mix, row) for row in range(first, first + n, n // slices)]
+    mto_index, mto_weight, mtm_index, mtm_weight = zip(*parts, strict=True)
     return dict(
         oto=(first + torch.arange(n)[:, None], torch.ones(1)),
         mto=(torch.cat(mto_index), mto_weight[0]),
@@ -256,8 +303,8 @@ def batch_targets(n, slices, num_mix, first=0):
     )
 
 
-def mlp(widths):
-    """A head of Table 9: Linear, batch norm and ReLU per layer. The last layer has no ReLU, and its norm no parameters.
+def mlp(*widths):
+    """Make a head of Table 9: Linear, batch norm and ReLU per layer; the last norm has no ReLU and no parameters.
 
     widths: the sizes of the input, of each hidden layer and of the output. Without biases, as in the released code.
     """
@@ -270,280 +317,213 @@ def mlp(widths):
 class PatchMix(nn.Module):
     """Encoder F, projector G, predictor H, and the momentum encoder: slow copies of F and G (Algorithm 2).
 
-    Copy it with TERMS, mlp, batch_targets, mix_targets, soft_info_nce and gather; mix_views needs patch_mix.
-    backbone: (n, 3, H, W) -> (n, width). hidden, dim: of the heads. num_mix, slices: as given to `mix_views`. terms:
-    some of TERMS, {term: weight}. smoothing: of oto (D1). slow: have a momentum encoder (D4). amp: encode in bf16.
+    Copy it with TERMS, mlp, batch_targets, mix_batch, soft_info_nce, mix_targets, patch_mix and gather.
+    backbone: (n, 3, H, W) -> (n, width). hidden, dim: of the heads. num_mix, patch_size, slices: see `mix_batch`.
+    terms: {name: weight} of those of Eq. 16 that are computed; None: all, with weight 1. temperature: tau. smoothing:
+    of oto (D1). key_encoder: "momentum", or "query" (D4).
     """
 
     def __init__(
-        self, backbone, width, hidden=4096, dim=256, num_mix=3, slices=1, terms=dict.fromkeys(TERMS, 1.0),
-        temperature=0.2, smoothing=0.0, slow=True, amp=False,
+        self, backbone, width, hidden=4096, dim=256, num_mix=3, patch_size=16, slices=1, terms=None, temperature=0.2,
+        smoothing=0.0, key_encoder="momentum",
     ):  # fmt: skip
         super().__init__()
-        self.backbone = backbone  # Algorithm 2, line 1
-        self.projector = mlp([width, hidden, hidden, dim])
-        self.predictor = mlp([dim, hidden, dim])
-        self.momentum_backbone, self.momentum_projector = backbone, self.projector
-        if slow:  # line 2
-            self.momentum_backbone = copy.deepcopy(backbone).requires_grad_(False)
+        self.backbone = backbone  # line 1
+        self.projector = mlp(width, hidden, hidden, dim)
+        self.predictor = mlp(dim, hidden, dim)
+        self.momentum_backbone, self.momentum_projector = self.backbone, self.projector
+        if key_encoder == "momentum":  # line 2
+            self.momentum_backbone = copy.deepcopy(self.backbone).requires_grad_(False)
             self.momentum_projector = copy.deepcopy(self.projector).requires_grad_(False)
             for module in self.momentum_backbone.modules():
-                if isinstance(module, timm.layers.DropPath):  # only the encoder drops paths
+                if isinstance(module, timm.layers.DropPath):  # only the query encoder drops paths
                     module.drop_prob = 0.0
-        self.num_mix, self.slices, self.terms = num_mix, slices, dict(terms)
-        self.temperature, self.smoothing, self.amp = temperature, smoothing, amp
+        self.num_mix, self.patch_size, self.slices = num_mix, patch_size, slices
+        self.terms = dict.fromkeys(TERMS, 1.0) if terms is None else terms
+        self.temperature, self.smoothing = temperature, smoothing
+
+    def mix(self, x):
+        """Mix images as `mix_batch` does: (n, 3, H, W) -> (n, 3, H, W)."""
+        return mix_batch(x, self.num_mix, self.patch_size, self.slices)
 
     def query(self, x):
-        """Return the queries of images, h = H(G(F(x))): (n, 3, H, W) -> (n, dim), not normalised, in the dtype of x."""
-        with torch.autocast(x.device.type, torch.bfloat16, enabled=self.amp):
-            return self.predictor(self.projector(self.backbone(x))).to(x.dtype)
+        """Return the queries of images, h = H(G(F(x))): (n, 3, H, W) -> (n, dim), in the dtype of x."""
+        return self.predictor(self.projector(self.backbone(x))).to(x.dtype)
 
     @torch.no_grad()
     def key(self, x):
-        """Return the keys of all processes' images, sg(z) of Eq. 16, z = G(F(x)) by the momentum encoder.
+        """Return the keys of all processes' images, z = G(F(x)) by the momentum encoder, without a gradient (Eq. 16).
 
-        (n, 3, H, W) of this process -> (N, dim), not normalised, in the dtype of x. No gradient.
+        (n, 3, H, W) of this process -> (N, dim), in the dtype of x.
         """
-        with torch.autocast(x.device.type, torch.bfloat16, enabled=self.amp):
-            return gather(self.momentum_projector(self.momentum_backbone(x)).to(x.dtype))
+        return gather(self.momentum_projector(self.momentum_backbone(x)).to(x.dtype))
 
-    def forward(self, views, mixed):
-        """Return (loss, None, queries (n, dim) without gradient, {name: metric}): lines 7 to 9, and the loss of 10.
+    def forward(self, views):
+        """Return (loss, queries (n, dim), {name: metric}): Algorithm 2, lines 5 to 9, and the loss of line 10.
 
-        views: this process's two views and its local crops, if any, each (n, 3, H, W), normalised; the mixed queries
-        are of the first. mixed: the same, mixed by `mix_views`. No keys are enqueued. Gradients reach the encoder only.
-        Local crops (D6), as released: the plain ones are queries as in oto, the mixed ones as in mto, against the
-        original keys of both views; the loss is the mean over the crops, summed over the two.
+        views: this process's two views and its local crops, if any, each (n, 3, H, W), normalised. The mixed queries
+        are those of the first. Only the loss has a gradient, which reaches the query encoder only.
         """
-        (x1, x2, *crops), (mixed1, mixed2, *mixed_crops) = views, mixed
-        n = len(x1)
-        first = n * dist.get_rank() if dist.is_initialized() else 0
-        targets = batch_targets(n, self.slices, self.num_mix, first)  # line 7; y_mto of 5 and 6
+        x1, x2, *local = views
+        oto, mto, mtm = (term in self.terms for term in TERMS)
+        x1_mixed = self.mix(x1) if mto or mtm else None  # line 5
+        x2_mixed = self.mix(x2) if mtm else None  # line 6
+        first = len(x1) * dist.get_rank() if dist.is_initialized() else 0
+        targets = batch_targets(len(x1), self.num_mix, self.slices, first)  # lines 5 to 7
+        h2 = self.query(x2) if oto else None  # line 8
+        h1_mixed = self.query(x1_mixed) if mto or mtm else None
+        z1 = self.key(x1) if oto or local else None  # line 9
+        z2 = self.key(x2) if mto or local else None
+        z2_mixed = self.key(x2_mixed) if mtm else None
+        h_local = h_local_mixed = ()  # D6
+        if local and oto:
+            h_local = self.query(torch.cat(local)).chunk(len(local))
+        if local and mto:
+            h_local_mixed = self.query(torch.cat([self.mix(x) for x in local])).chunk(len(local))
 
-        def contrast(term, h, z):
+        def contrast(h, z, term):
             smoothing = self.smoothing if term == "oto" else 0.0  # D1
             return soft_info_nce(h, z, *targets[term], self.temperature, smoothing)
 
-        h, z, losses = {}, {}, {}  # by term, and only what the terms need: lines 8 and 9
-        if "oto" in self.terms:
-            h["oto"], z["oto"] = self.query(x2), self.key(x1)  # Eq. 15
-        if "mto" in self.terms or "mtm" in self.terms:
-            h["mto"] = h["mtm"] = self.query(mixed1)
-        if "mto" in self.terms:
-            z["mto"] = self.key(x2)  # Eq. 13
-        if "mtm" in self.terms:
-            z["mtm"] = self.key(mixed2)  # Eq. 14
-        for term in self.terms:
-            losses[term] = contrast(term, h[term], z[term])
-        loss = sum(weight * losses[term] for term, weight in self.terms.items())  # line 10: Eq. 16
-        if crops:
-            z1 = z["oto"] if "oto" in z else self.key(x1)
-            z2 = z["mto"] if "mto" in z else self.key(x2)
-            for term, images in dict(oto=crops, mto=mixed_crops).items():
-                if term in self.terms:
-                    queries = self.query(torch.cat(images)).chunk(len(images))
-                    values = [contrast(term, query, keys) for query in queries for keys in (z1, z2)]
-                    losses[f"local_{term}"] = sum(values) / len(images)
-            loss = loss + sum(value for term, value in losses.items() if term not in self.terms)
-        metrics = dict(loss=loss, **{f"loss_{term}": value for term, value in losses.items()})
-        return loss, None, next(iter(h.values())).detach(), {name: value.detach() for name, value in metrics.items()}
+        losses = {}
+        with torch.autocast(x1.device.type, enabled=False):  # the loss is computed in float32
+            if oto:
+                losses["oto"] = contrast(h2, z1, "oto")  # Eq. 15
+            if mto:
+                losses["mto"] = contrast(h1_mixed, z2, "mto")  # Eq. 13
+            if mtm:
+                losses["mtm"] = contrast(h1_mixed, z2_mixed, "mtm")  # Eq. 14
+            if h_local:  # as released, against the keys of both views
+                losses["local_oto"] = sum(contrast(h, z, "oto") for h in h_local for z in (z1, z2)) / len(local)
+            if h_local_mixed:
+                losses["local_mto"] = sum(contrast(h, z, "mto") for h in h_local_mixed for z in (z1, z2)) / len(local)
+        loss = sum(self.terms.get(name, 1.0) * value for name, value in losses.items())  # line 10: Eq. 16
+        metrics = dict(loss=loss.detach()) | {f"loss_{name}": value.detach() for name, value in losses.items()}
+        return loss, (h2 if oto else h1_mixed).detach(), metrics
 
     @torch.no_grad()
     def update(self, m):
-        """Move the momentum encoder's parameters: Xi <- m Xi + (1 - m) Theta (Algorithm 2, line 11), m in [0, 1]."""
-        slow = [*self.momentum_backbone.parameters(), *self.momentum_projector.parameters()]
-        fast = [*self.backbone.parameters(), *self.projector.parameters()]
-        torch._foreach_lerp_(slow, fast, 1 - m)
+        """Update the momentum encoder: Xi <- m Xi + (1 - m) Theta (Algorithm 2, line 11)."""
+        for slow, fast in (self.momentum_backbone, self.backbone), (self.momentum_projector, self.projector):
+            for xi, theta in zip(slow.parameters(), fast.parameters(), strict=True):
+                xi.lerp_(theta, 1 - m)
 
 
 # ================================================================= 5. training
 
-STREAM_EPOCH = 0  # random streams, see common.generator
-STREAM_PERMUTATION = 10  # 10 and 11 for the two views, then one per local crop; a 0 follows, as it did in older runs
-
-# fmt: off
-IMAGENET = common.defaults(HYPERPARAMETERS)
-CIFAR = dict(  # section 4.1.2; released: ImageNet's mean and standard deviation; ours: the slices
-    IMAGENET, arch="vit_tiny", image_size=32, patch_size=2, epochs=800, warmup=100.0, batch_size=512, lr_batch=512,
-    mix_slices=4, crop_scale=(0.1, 1.0), local_size=16,
-)
-SMALL_ENCODER = dict(  # ours, for CPUs: small heads, few patches, weak views
-    batch_size=64, lr_batch=64, weight_decay=(0.02, 0.2), patch_size=8, num_mix=2, mix_slices=1, hidden=512, dim=128,
-    drop_path=0.0, crop_scale=(0.3, 1.0), blur_p=(0.1, 0.1), momentum=(0.98, 1.0), local_size=16,
-)
-RECIPES = dict(
-    patterns=IMAGENET | SMALL_ENCODER | dict(arch="vit_micro", image_size=32, epochs=50, warmup=1.0, norm="patterns"),
-    cifar10=CIFAR,
-    cifar100=CIFAR,
-    stl10=dict(CIFAR, image_size=96, patch_size=6, local_size=48),  # ours
-    imagenet100=IMAGENET,  # ours
-    imagenet=dict(IMAGENET, knn_every=50),  # its kNN takes minutes
-    folder=dict(IMAGENET, mix_slices=1),  # ours: a folder of one's own may be small
-)
-CIFAR_ENCODERS = dict(  # section 4.1.2
-    vit_micro=dict(lr=2e-3, weight_decay=(0.02, 0.2), patch_size=8, hidden=512, dim=128),  # ours, for CPUs
-    vit_tiny=dict(lr=4e-3, weight_decay=(0.02, 0.2)),
-    vit_small=dict(lr=1e-3),
-    vit_base=dict(lr=1.5e-3),
-)
-IMAGENET_ENCODERS = dict(  # section 4.1.2; vit_tiny: released
-    vit_tiny=dict(lr=8e-3, weight_decay=(0.02, 0.2)), vit_small=dict(lr=2e-3), vit_base=dict(lr=3e-3)
-)
-RELEASED = dict(num_mix=2, smoothing=0.1, mixed_view=2)  # D2, D1, D5
-RELEASED_IMAGENET = dict(RELEASED, local_crops=8, crop_scale=(0.35, 1.0))  # D6; without local crops it is RELEASED
-RELEASED_ENCODERS = dict(vit_small=dict(num_heads=12), vit_tiny=dict(momentum=(0.0, 0.0)))  # D3, D4
-# fmt: on
-
-
-def recipe(chosen):
-    """Return the hyper-parameters {name: value}. chosen: what is given, a namespace, with None for the rest."""
-    values = dict(RECIPES[chosen.dataset])
-    arch = (chosen.arch or values["arch"]).removesuffix("_patch16_224")  # timm's own names, too
-    if chosen.dataset in ("cifar10", "cifar100", "stl10"):
-        values |= CIFAR_ENCODERS.get(arch, {})
-    elif chosen.dataset != "patterns":
-        values |= IMAGENET_ENCODERS.get(arch, {})
-    if chosen.dataset == "folder" and arch == "vit_micro":
-        values |= SMALL_ENCODER | dict(lr=2e-3)
-    if chosen.variant == "released":
-        values |= RELEASED_IMAGENET if chosen.dataset == "imagenet" and chosen.local_crops != 0 else RELEASED
-        values |= RELEASED_ENCODERS.get(arch, {})
-        values["term_weights"] = (1.0, 0.5, 0.5 / (chosen.num_mix or values["num_mix"]))  # D1: mtm's sum to 1
-    if chosen.image_size:  # local crops follow it: at most half of a view's side, in whole patches
-        patch_size = chosen.patch_size or values["patch_size"]
-        values["local_size"] = min(values["local_size"], chosen.image_size // 2) // patch_size * patch_size
-    return values
-
-
-def parse_args(argv=None):
-    """Return the command line (argv, or sys.argv's) as a namespace of all values. Exits with an error on a mistake."""
-    args = common.parse("patchmix", __doc__, argv, HYPERPARAMETERS | common.RUN, recipe)
-    terms = args.terms.split(",")
-    if not set(terms) <= set(TERMS) or (args.local_crops and terms == ["mtm"]):
-        common.fail(f"--terms {args.terms}: give some of {','.join(TERMS)}; --local-crops are queries of oto and mto")
-    for size in image_sizes(args):
-        if size % args.patch_size or args.num_mix > (size // args.patch_size) ** 2:
-            common.fail(f"--patch-size {args.patch_size} does not cut {size} px into --num-mix {args.num_mix} patches")
-    return args
-
 
 def cosine(start, end, done):
-    """Half a cosine from `start` to `end`; done: the share of the way, from 0 to 1."""
+    """Return a value on half a cosine from `start` to `end`. done: the share of the way, from 0 to 1."""
     return end + (start - end) * (1 + math.cos(math.pi * done)) / 2
 
 
 def learning_rate(args, epoch):
     """Return the learning rate at a time, in epochs from 0: a linear warm-up from 0, then a cosine down to --min-lr."""
-    peak, last = (lr * args.batch_size / args.lr_batch for lr in (args.lr, args.min_lr))
+    peak, last = (lr * args.batch_size / 256 for lr in (args.lr, args.min_lr))
     warmup = min(args.warmup, args.epochs / 4)
     if epoch < warmup:
         return peak * epoch / warmup
     return cosine(peak, last, (epoch - warmup) / (args.epochs - warmup))
 
 
-def term_weights(args):
-    """Return the weights of the terms of the loss that --terms chooses, {term: weight}."""
-    return {t: w for t, w in zip(TERMS, args.term_weights, strict=True) if t in args.terms.split(",")}
+def uniform_loss(terms, num_mix, local_crops, batch_size):
+    """Return the loss at equal logits: the sum of the weights of all positives, times log N."""
+    total = sum(terms.values()) + (num_mix - 1) * terms.get("mtm", 0.0)  # mtm's weights sum to M (Eq. 12)
+    if local_crops:
+        total += 2 * len(terms.keys() & {"oto", "mto"})  # against the keys of both views
+    return total * math.log(batch_size)
 
 
-def uniform_loss(args):
-    """Return the loss at uniform logits: each contrast is then the sum of its targets' weights times log N."""
-    terms = term_weights(args)
-    weights = sum(weight * (args.num_mix if term == "mtm" else 1) for term, weight in terms.items())
-    if args.local_crops:
-        weights += 2 * sum(term in terms for term in ("oto", "mto"))  # against the keys of both views
-    return weights * math.log(args.batch_size)
+def main(args, train=None, test=None):
+    """Train, resuming from args.out if it holds a run. train, test: data sets to use instead of --dataset."""
+    device, rank, world = common.init_distributed(args.device)
+    torch.manual_seed(args.seed)
 
-
-def main(args, train=None, test=None, encoder=None):
-    """Train as args say. The same call goes on after the last whole epoch that --out holds.
-
-    args: the namespace of `parse_args`. train, test: common.ImageSet of images to use instead of --dataset.
-    encoder: a module that maps (N, 3, H, W) to (N, width), to train instead of --arch; a copy of it is trained.
-    """
-    args = argparse.Namespace(**vars(args) | dict(arch=args.arch if encoder is None else "custom"))
-    device, rank, world = common.join_processes(args.device)
-
-    # Data
-    train, test = common.open_images(args, train, test)
-    declared = augmentation(args)
-    loader = common.make_loader(args, train, [*declared.values()], device)
-    layout, norm = common.memory_format(device, args.arch), common.NORMS[args.norm]
-    slices = common.slices_per_process(args, "mix_slices")
+    # Data: two views and the local crops of each image (Algorithm 2, line 4), cropped here and colored in the loop
+    if train is None:
+        train, test = common.open_data(args.dataset, args.data_dir, args.image_size)
+    slices = common.split_batch(args.batch_size, len(train), world, args.mix_slices, "--mix-slices")  # to mix within
+    mixing = dict(num_mix=args.num_mix, patch_size=args.patch_size, slices=slices)
+    bicubic = v2.InterpolationMode.BICUBIC  # as released
+    crop = v2.RandomResizedCrop(args.image_size, args.crop_scale, interpolation=bicubic)
+    local_crop = v2.RandomResizedCrop(args.local_size, args.local_scale, interpolation=bicubic)
+    images = common.Views(train, [crop] * 2 + [local_crop] * args.local_crops)
+    sampler = DistributedSampler(images, world, rank, seed=args.seed, drop_last=True)
+    options = common.loader_options(args.workers, device)
+    loader = DataLoader(images, args.batch_size // world, sampler=sampler, drop_last=True, **options)
     if args.show_views:
-        views = common.color_views(next(iter(loader)), device)
-        permutations = [common.generator(args.seed, i) for i in range(len(views))]
-        views += mix_views(views, args.num_mix, args.patch_size, slices, permutations)
-        return common.save_views(args.show_views, views, [*declared, *(f"{name}, mixed" for name in declared)])
+        views = [augment(x, args, i) for i, x in enumerate(next(iter(loader))[0])]
+        names = ["view 1", "view 2"] + ["local crop"] * args.local_crops
+        views += [mix_batch(x, **mixing) for x in views]
+        return common.save_views(args.show_views, views, names + [f"mixed {name}" for name in names], args.norm)
 
     # Model and optimizer
-    torch.manual_seed(args.seed)
-    info = common.encoder_info(args, method="patchmix", encoder="momentum")  # the encoder that is evaluated
-    drop_path = dict(drop_path_rate=args.drop_path) if common.is_vit(args.arch) else {}
-    backbone = common.build_backbone(info, **drop_path) if encoder is None else common.copy_module(encoder)
-    width = common.output_width(backbone, *image_sizes(args), check_gradient=True)
-    amp = common.use_bf16(args.amp, device, args.arch, image_sizes(args))
-    losses = term_weights(args), args.temperature, args.smoothing
-    slow = max(args.momentum) > 0  # D4
-    model = PatchMix(backbone, width, args.hidden, args.dim, args.num_mix, slices, *losses, slow, amp).to(device)
-    groups = world
-    if world > 1 and device.type == "cuda":  # of the whole batch, as released; torch has it on GPUs only
-        model, groups = timm.layers.convert_sync_batchnorm(model), 1
-    optimizer = torch.optim.AdamW(param_groups_weight_decay(model), betas=args.betas, fused=True)
+    heads = dict(num_heads=args.num_heads) if args.num_heads else {}
+    info = common.backbone_info(args.arch, args.image_size, args.patch_size, args.norm, "bicubic", **heads)
+    backbone = common.build_backbone(info, drop_path_rate=args.drop_path if common.is_vit(args.arch) else None)
+    width = common.feature_width(backbone, args.image_size, *[args.local_size] * (args.local_crops > 0))
+    if args.init:
+        common.load_weights(backbone, args.init, args.init_prefix)
+    terms = chosen_terms(args)
+    losses = dict(terms=terms, temperature=args.temperature, smoothing=args.smoothing)
+    more = mixing | losses | dict(key_encoder=args.key_encoder)
+    model = PatchMix(backbone, width, args.hidden, args.dim, **more)
+    if world > 1 and device.type == "cuda":  # torch has no SyncBatchNorm for CPUs
+        model = timm.layers.convert_sync_batchnorm(model)
+    model.to(device)
+    optimizer = torch.optim.AdamW(param_groups_weight_decay(model), lr=0.0, fused=True)
 
     # The run
-    config = common.open_run(args, train)
-    state = dict(model=model, optimizer=optimizer)
-    records = common.load_run(args, config, state)  # one for each epoch that is done
+    amp = args.amp == "auto" and device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
+    config, state = common.configuration(args, train), dict(model=model, optimizer=optimizer)
+    info |= dict(method="patchmix", encoder=args.key_encoder, dataset=args.dataset)
+    info |= dict(data_dir=args.data_dir, images=config["images"])
+    uniform = uniform_loss(terms, args.num_mix, args.local_crops, args.batch_size)
+    derived = dict(loss_at_uniform_logits=uniform, peak_lr=args.lr * args.batch_size / 256)
+    derived |= dict(mix_slices=slices * world, batch_norm_groups=world if device.type == "cpu" else 1, bf16=amp)
+    records = common.open_run(args, config, state, derived)  # one per epoch that is done
+    save = functools.partial(common.save_run, args.out, config, info, state, records, args.keep_every)
     if args.compile:
-        model.backbone.compile()
-        model.momentum_backbone.compile()
-    ddp = DistributedDataParallel(model, find_unused_parameters=encoder is not None) if dist.is_initialized() else model
-    ddp.broadcast_buffers = False  # at each step; when it is made, all get the first process's weights and buffers
-    facts = dict(batch_norm_groups=groups, bf16=amp, slices=slices * world)
-    facts |= dict(loss_at_uniform_logits=uniform_loss(args))
-    common.log_table(args, HYPERPARAMETERS | common.RUN, train=train, test=test, **facts)
+        model.backbone.compile(dynamic=False)
+        model.momentum_backbone.compile(dynamic=False)
+    ddp = DistributedDataParallel(model) if world > 1 else model
+    ddp.broadcast_buffers = False  # of batch norm (set here, because torch 2.13 renames the argument)
 
-    # The last epoch's kNN, if a kill came before it
-    common.add_knn(args, config, info, state, records, model.momentum_backbone, train, test, device, amp)
     for epoch in range(len(records), args.epochs):
-        loader.batch_sampler.epoch = epoch
-        torch.manual_seed(common.generator(args.seed, epoch, STREAM_EPOCH, rank).initial_seed())  # for drop-path
-        history, began = [], time.perf_counter()
-        for step, batch in enumerate(loader, epoch * len(loader)):
-            lr = learning_rate(args, step / len(loader))
+        sampler.set_epoch(epoch)
+        torch.manual_seed(hash((args.seed, epoch, rank)))  # a resumed run draws the same numbers
+        meter = common.Meter(epoch, args.epochs, len(loader), args.batch_size)
+        for step, (crops, _) in enumerate(loader):
+            lr = learning_rate(args, epoch + step / len(loader))
             for group in optimizer.param_groups:
                 group["lr"] = lr
-            done = step / (args.epochs * len(loader))
-            _, with_decay = optimizer.param_groups  # as released, 1-D tensors and biases have none
-            with_decay["weight_decay"] = cosine(*args.weight_decay, done)
+            done = (epoch + step / len(loader)) / args.epochs
+            optimizer.param_groups[1]["weight_decay"] = cosine(*args.weight_decay, done)  # biases and norms have none
             momentum = cosine(*args.momentum, done)
-            # Algorithm 2, line 4: two views per image, cut by the loader and colored here
-            views = common.color_views(batch, device, layout, norm)
+            views = [augment(x.to(device, non_blocking=True), args, i) for i, x in enumerate(crops)]
             if args.mixed_view == 2:  # D5
                 views[:2] = views[1], views[0]
-            # Lines 5 and 6: the mixed images
-            permutations = [common.generator(args.seed, step, STREAM_PERMUTATION + i, 0) for i in range(len(views))]
-            mixed = mix_views(views, args.num_mix, args.patch_size, slices, permutations)
-            # Lines 7 to 9, and the loss of 10
-            loss, _, q, metrics = ddp(views, mixed)
-            # Line 10: update the encoder. Line 11: move the momentum encoder
+            with torch.autocast(device.type, torch.bfloat16, enabled=amp):
+                loss, q, metrics = ddp(views)  # Algorithm 2, lines 5 to 9
             optimizer.zero_grad()
             loss.backward()
-            grad_norm = torch.nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
-            optimizer.step()
-            model.update(momentum)
-            history.append(metrics | dict(grad_norm=grad_norm))
-            if (step + 1) % 10 == 0:
-                common.show_progress(args, history, began, step + 1, args.epochs * len(loader))
+            grad_norm = nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
+            optimizer.step()  # line 10
+            model.update(momentum)  # line 11
+            meter.update(metrics | dict(grad_norm=grad_norm))
 
-        record = dict(epoch=epoch + 1, lr=lr, momentum=momentum)
-        records.append(record | common.means(args, history, began) | common.embedding_health(q))
-        common.save_run(args, config, info, state, records)  # before the kNN, which may fail
-        common.add_knn(args, config, info, state, records, model.momentum_backbone, train, test, device, amp)
-        common.log_epoch(args, records[-1])
-    common.log_end(args, train)
+        if world > 1:
+            timm.utils.distribute_bn(model, world, reduce=True)  # average the running statistics
+        records.append(dict(epoch=epoch + 1, lr=lr, momentum=momentum) | meter.averages() | common.embedding_health(q))
+        save()
+        if test is not None and args.knn_every and ((epoch + 1) % args.knn_every == 0 or epoch + 1 == args.epochs):
+            records[-1] |= common.knn_monitor(model.momentum_backbone, info, train, test, device, args.workers, amp)
+            save()  # again: a test image that cannot be read must not cost the epoch
+        common.log_epoch(records[-1], args.epochs)
+    common.log_end(args.out, records, args.dataset)
 
+
+# ================================================================ 6. processes
 
 # ------------------------------------------------------ gather (shared block)
 
@@ -552,9 +532,10 @@ def gather(x):
     """Concatenate the tensors (n, ...) of all processes to (N, ...), in rank order. No gradient."""
     if not dist.is_initialized():
         return x
-    out = x.new_empty(dist.get_world_size() * len(x), *x.shape[1:])
-    dist.all_gather([*out.chunk(dist.get_world_size())], x.contiguous())
-    return out
+    x = x.contiguous()
+    parts = [torch.empty_like(x) for _ in range(dist.get_world_size())]
+    dist.all_gather(parts, x)
+    return torch.cat(parts)
 
 
 if __name__ == "__main__":
