@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from PIL import Image
 
 ROOT = Path(__file__).parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "tools")]
@@ -27,15 +28,9 @@ CHOICES = dict(
     patchmix=("--variant released",),
 )
 # timm's keywords of a ResNet for tests. No layer has fewer than 8 channels. With fewer, the gradient of a 1 x 1
-# convolution of stride 2 crashes in torch 2.8 to 2.15 on CPUs without AVX-512 (see common.memory_format).
+# convolution of stride 2 crashes in torch 2.8 to 2.15 on CPUs without AVX-512.
 NANO = dict(layers=(1, 1, 1, 1), channels=(8, 8, 8, 8))
 VARIANTS = [(method, flags) for method in METHODS for flags in ("", *CHOICES.get(method, ()))]
-
-
-def table(method):
-    """{name: (value, what it is, limits or words)} of a method."""
-    groups = importlib.import_module(method).HYPERPARAMETERS
-    return {name: row for rows in groups.values() for name, row in rows.items()}
 
 
 def slow_but(quick, cases):
@@ -45,7 +40,7 @@ def slow_but(quick, cases):
 
 
 JCL_AT_ONCE = slow_but(["jcl"], METHODS)
-QUEUES = [method for method in METHODS if "queue" in table(method)]
+QUEUES = [method for method in METHODS if method != "patchmix"]
 
 
 def pytest_addoption(parser):
@@ -83,13 +78,11 @@ def module(method):
 
 
 @pytest.fixture
-def group_of_one(monkeypatch):
-    """What a launcher gives a single process: its variables, and a store to meet in."""
-    monkeypatch.setenv("RANK", "0")
-    monkeypatch.setattr(torch.distributed, "rendezvous", lambda _: iter([(torch.distributed.HashStore(), 0, 1)]))
+def group_of_one():
+    """A process group with a single process."""
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
     yield
-    if torch.distributed.is_initialized():
-        torch.distributed.destroy_process_group()
+    torch.distributed.destroy_process_group()
 
 
 def unit(*shape, seed=0, grad=False):
@@ -130,22 +123,33 @@ def values(module, flags, names):
     return [getattr(args, name) for name in names.split()]
 
 
-def state_of(module, flags="", **own):
-    """What `main` trains and saves, as it begins: {name: module, optimizer or tensor}. own: train, test, encoder."""
+class Blank(torch.utils.data.Dataset):
+    """n black images of a size, all of one class."""
+
+    def __init__(self, n, size=8):
+        self.targets, self.classes, self.size = [0] * n, ["black"], size
+
+    def __len__(self):
+        return len(self.targets)
+
+    def __getitem__(self, index):
+        return Image.new("RGB", (self.size, self.size)), 0
+
+
+def state_of(module, flags="", train=None):
+    """What `main` trains and saves, as it begins: {name: module, optimizer or tensor}."""
     import common
 
     class Begun(Exception):
         pass
 
-    def load_run(args, config, state):
+    def open_run(args, config, state, derived):
         raise Begun(state)
 
     args = module.parse_args([*flags.split(), "--device", "cpu"])
-    own = dict(train=common.ImageSet(np.zeros((args.batch_size, 8, 8, 3), np.uint8))) | own
     with pytest.MonkeyPatch.context() as patch, pytest.raises(Begun) as caught:
-        patch.setattr(common, "open_run", lambda *_: {})
-        patch.setattr(common, "load_run", load_run)
-        module.main(args, **own)
+        patch.setattr(common, "open_run", open_run)
+        module.main(args, train=Blank(args.batch_size) if train is None else train)
     return caught.value.args[0]
 
 
@@ -155,8 +159,8 @@ def few_patterns():
     import common
 
     with pytest.MonkeyPatch.context() as patch:
-        make = functools.cache(common.make_patterns)
-        patch.setattr(common, "make_patterns", lambda count, size, seed: make(32, size, seed))
+        make = functools.cache(common.Patterns)
+        patch.setattr(common, "Patterns", lambda count, size, seed: make(32, size, seed))
         yield
 
 

@@ -6,18 +6,21 @@ On GPUs that is torch's SyncBatchNorm, which CPUs do not have.
 from torch import nn
 
 import common
-from logo import AllReduce
+from logo import GatherWithGradient
 
 
 class GlobalBatchNorm(nn.modules.batchnorm._BatchNorm):
     """Batch norm for (N, C) or (N, C, H, W). Each process must have as many images as the others."""
 
     def forward(self, x):
-        world = common.rank_and_world()[1]
         all_but_channels = [0, *range(2, x.dim())]
-        mean = AllReduce.apply(x.mean(all_but_channels, keepdim=True)) / world
-        var = AllReduce.apply((x - mean).square().mean(all_but_channels, keepdim=True)) / world
-        count = world * x.numel() // x.shape[1]  # values per channel
+
+        def global_mean(values):
+            return GatherWithGradient.apply(values.mean(all_but_channels, keepdim=True)).mean(0, keepdim=True)
+
+        mean = global_mean(x)
+        var = global_mean((x - mean).square())
+        count = common.rank_and_world()[1] * x.numel() // x.shape[1]  # values per channel
         self.running_mean.lerp_(mean.detach().flatten(), self.momentum)
         self.running_var.lerp_(var.detach().flatten() * count / (count - 1), self.momentum)
         y = (x - mean) * (var + self.eps).rsqrt()

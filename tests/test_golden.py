@@ -10,10 +10,11 @@ import types
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, values
+from conftest import ROOT, Blank, values
+from PIL import Image
 from torch import nn
+from torchvision.transforms import v2
 
-import common
 import jcl
 import logo
 import moco_jointcrop
@@ -65,20 +66,20 @@ def parsed(module, n, *flags):
 def patchmix_forward(n, query, key, *flags):
     """PatchMix.forward for embeddings by view and mixing: (loss, {term: its value})."""
     args = parsed(patchmix, n, *flags)
-    losses = dict(terms=patchmix.term_weights(args), temperature=args.temperature, smoothing=args.smoothing)
-    model = patchmix.PatchMix(nn.Identity(), 8, 8, 8, args.num_mix, **losses)
+    terms, names = patchmix.chosen_terms(args), ("num_mix", "patch_size", "temperature", "smoothing")
+    model = patchmix.PatchMix(nn.Identity(), 8, 8, 8, terms=terms, **{name: getattr(args, name) for name in names})
     replace_encoders(model, functools.partial(by_view, query), functools.partial(by_view, key))
     values = [(v + torch.arange(n) / (4 * n)).view(n, 1, 1, 1) for v in range(2 + args.local_crops)]
     views = [value.expand(n, 3, args.image_size, args.image_size) for value in values]
     views[:2] = views[:2] if args.mixed_view == 1 else views[1::-1]
-    loss, *_, metrics = model(views, patchmix.mix_views(views, args.num_mix, args.patch_size))
+    loss, *_, metrics = model(views)
     return loss, metrics
 
 
-def queue_model(kind, f):
+def queue_model(kind, f, *pairs):
     """A model of a queue method on the golden file's queue."""
-    length, dim = f["queue"].shape
-    model = replace_encoders(kind(nn.Identity(), dim, dim=dim, queue=length, temperature=f["temperature"].item()))
+    (length, dim), t = f["queue"].shape, f["temperature"].item()
+    model = replace_encoders(kind(nn.Identity(), dim, *pairs, dim=dim, queue=length, temperature=t))
     model.queue.keys.copy_(f["queue"])
     model.queue.position.fill_(f.get("queue_position", 0))
     return model
@@ -130,7 +131,7 @@ def test_patchmix_local_crops():
 def test_patchmix_schedule():
     f = golden("patchmix")
     s = {name.removeprefix("schedule_"): value.tolist() for name, value in f.items() if name.startswith("schedule_")}
-    args = types.SimpleNamespace(epochs=s["epochs"], warmup=s["warmup_epochs"], lr=s["base_lr"], lr_batch=256)
+    args = types.SimpleNamespace(epochs=s["epochs"], warmup=s["warmup_epochs"], lr=s["base_lr"])
     args.batch_size, args.min_lr = s["batch_size"], s["min_lr"] * 256 / s["batch_size"]
     per_epoch, steps, warm = s["steps_per_epoch"], len(f["schedule_lr"]), args.warmup * s["steps_per_epoch"]
     lr = torch.tensor([patchmix.learning_rate(args, step / per_epoch) for step in range(steps)])
@@ -193,10 +194,11 @@ def test_logo_dissimilarity():
 def test_logo_forward():
     f = golden("logo")
     names = ("global1", "global2", "local1", "local2")
-    model, inputs = queue_model(logo.MoCo, f), {name: leaf(f[f"{name}_before_normalisation"]) for name in names}
+    model = queue_model(logo.MoCo, f, logo.compared_views())
+    inputs = {name: leaf(f[f"{name}_before_normalisation"]) for name in names}
     keys = [f["key_global1"], f["key_global2"], f["local1"], f["local2"]]  # no keys of locals are made
     views = [as_images(x, k) for x, k in zip(inputs.values(), keys, strict=True)]
-    loss, enqueued, *_ = model(views, *logo.compared_views(parsed(logo, 6)))
+    loss, enqueued, *_ = model(views)
     same(loss, f["nce_total"])
     for name, gradient in zip(inputs, torch.autograd.grad(loss, list(inputs.values())), strict=True):
         same(gradient, f[f"grad_nce_total_{name}_before_normalisation"])
@@ -208,23 +210,38 @@ LEAST = {"min020": 0.2, "min008": 0.08}
 
 
 @pytest.mark.parametrize("name", LEAST)
-def test_jointcrop_areas_and_boxes(name):
+def test_jointcrop_areas_and_boxes(name, monkeypatch):
     f = golden("jointcrop")
     sizes, draws, areas, boxes = (f[f"{key}_{name}"] for key in ("image_height_width", "draws", "areas", "boxes"))
-    ours = torch.stack(moco_jointcrop.joint_from_uniform(*draws[:, :2].T, LEAST[name], 1, 0, offset=0.1), 1)
+    pairs = [moco_jointcrop.joint_from_uniform(u, v, LEAST[name], 1, 0, offset=0.1) for u, v in draws[:, :2].tolist()]
+    ours = torch.tensor(pairs)
     same(ours, areas)
     same((ours[:, 1] / ours[:, 0]).log(), f[f"log_ratio_{name}"])
-    table = np.full((len(draws), 2 * common.VIEW_DRAWS + moco_jointcrop.SHARED_DRAWS), 0.5)
-    for view in (0, 1):
-        start = view * common.VIEW_DRAWS + common.DRAWS["area"]  # then come aspects and the position
-        table[:, start : start + 12] = draws[:, 2 + 12 * view : 14 + 12 * view]
-    table[:, 2 * common.VIEW_DRAWS + 1 : 2 * common.VIEW_DRAWS + 3] = draws[:, :2]
+
     args = parsed(moco_jointcrop, 64, "--variant", "released", "--crop-scale", str(LEAST[name]), "1")
-    cuts, _ = moco_jointcrop.draw_views(args, np.arange(len(draws)), sizes.numpy(), table)
-    same(np.stack([box for _, box, _ in cuts], 1), boxes, bound=0)
+    crops, found = [], []
+    monkeypatch.setattr(moco_jointcrop, "JointViews", lambda images, *both: crops.extend(both))
+    with pytest.raises(TypeError):  # main cannot continue without its views
+        moco_jointcrop.main(args, train=Blank(64))
+
+    def uniform_(x, low, high):  # torchvision draws an area, here from a range of one value, and an aspect ratio
+        return x.fill_(low if low == high else low + (high - low) * next(aspects[len(found) % 2]))
+
+    def randint(low, high, size):
+        return torch.full(size, low + int((high - low) * next(positions[len(found) % 2])))
+
+    monkeypatch.setattr(torch, "rand", lambda *_, **__: draw[:2])
+    monkeypatch.setattr(torch.Tensor, "uniform_", uniform_)
+    monkeypatch.setattr(torch, "randint", randint)
+    monkeypatch.setattr(v2.functional, "resized_crop", lambda image, *box_and_more: found.append(box_and_more[:4]))
+    for (height, width), draw in zip(sizes.tolist(), draws, strict=True):
+        aspects, positions = (iter(draw[2:12]), iter(draw[14:24])), (iter(draw[12:14]), iter(draw[24:]))
+        crops[0](Image.new("L", (width, height)))
+    same(torch.tensor(found).view(boxes.shape), boxes, bound=0)
     assert (boxes[:, :, 2:] == sizes[:, None]).all(2).any()  # ten tries failed
 
 
+@pytest.mark.slow
 def test_jointcrop_quantiles():
     """Theirs are of float32 draws; both sides' sampling errors are in the standard error."""
     f, worst = golden("jointcrop"), 0.0
@@ -262,8 +279,7 @@ def test_moco_v3_lars_steps(suffix, least, most):
     f = golden("mocov3")
     factor, decay = f["lars_small_gradient_factor"].item() if suffix else 1, f["lars_weight_decay"].item()
     matrix, vector = (nn.Parameter(f[f"lars_{name}_before"].clone()) for name in ("matrix", "vector"))
-    args = parsed(moco_jointcrop, 64, "--moco", "v3", "--weight-decay", str(decay))
-    optimizer = moco_jointcrop.make_optimizer(args, nn.ParameterList([matrix, vector]))
+    optimizer = moco_jointcrop.lars(nn.ParameterList([matrix, vector]), decay)
     for step, lr in enumerate(f["lars_lr"].tolist()):
         matrix.grad, vector.grad = (factor * f[f"lars_{name}_gradients"][step] for name in ("matrix", "vector"))
         for group in optimizer.param_groups:

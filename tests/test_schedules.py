@@ -1,19 +1,18 @@
-"""The schedules, by formulas written out here, and what each step of a run is given of them."""
+"""The schedules, by formulas that are written out here, and what each step of a run gets from them."""
 
+import importlib
 import math
 
 import numpy as np
 import pytest
 import tiny
 import torch
-from conftest import EACH_MODEL, table
+from conftest import EACH_MODEL
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-import common
 import moco_jointcrop
 
-FLAGS = "--epochs 10 --lr 0.3 --lr-batch 64 --batch-size 128 --min-lr 0.01".split()
 CASES = [*EACH_MODEL, ("moco_jointcrop", "--milestones 0.5 0.8"), ("logo", "--milestones 0.5 0.8")]
 CASES += [("moco_jointcrop", "--moco v1 --milestones")]  # without any: the cosine
 
@@ -25,28 +24,58 @@ def between(first, last, done):
 
 @pytest.mark.parametrize("warmup", [5, 2.5, 0.2, 0])
 @pytest.mark.parametrize("method, flags", CASES)
-def test_learning_rate(module, flags, warmup):
-    """Linear warm-up from 0, of a quarter of the run at most; then a cosine, or milestones. All are scaled by two."""
-    args = module.parse_args([*FLAGS, "--warmup", str(warmup), *flags.split()])
+def test_learning_rate(method, module, flags, warmup):
+    """Linear warm-up from 0, for at most a quarter of the run; then a cosine, or milestones. The batch has 2 x 256."""
+    milestones, last = "milestones 0" in flags, 0.0
+    flags = [*flags.split(), *f"--epochs 10 --lr 0.3 --batch-size 512 --warmup {warmup}".split()]
+    if method != "logo" and not milestones:
+        flags, last = [*flags, "--min-lr", "0.01"], 0.02
+    args = module.parse_args(flags)
     assert args.warmup == warmup  # as given: the schedule alone shortens it
     warmup = min(warmup, 2.5)
     for epoch in (step / 7 for step in range(71)):
         if epoch < warmup:
             expected = 0.6 * epoch / warmup
-        elif "milestones 0" in flags:
+        elif milestones:
             expected = 0.6 * (1 if epoch < 5 else 0.1 if epoch < 8 else 0.01)
         else:
-            expected = between(0.6, 0.02, (epoch - warmup) / (10 - warmup))
+            expected = between(0.6, last, (epoch - warmup) / (10 - warmup))
         assert module.learning_rate(args, epoch) == pytest.approx(expected, rel=1e-12), f"epoch {epoch}"
+
+
+# Method and flags: the highest and the last learning rate. They are those of the sources, at their own batch sizes.
+PEAKS = {
+    "jcl --dataset imagenet": (0.06, 0), "jcl --dataset imagenet100": (0.1, 0),
+    "jcl --dataset imagenet --variant released": (0.03, 0), "clim --dataset imagenet": (0.06, 0),
+    "moco_jointcrop --dataset imagenet": (0.03, 0), "moco_jointcrop --dataset imagenet --moco v1": (0.03, 0.0003),
+    "moco_jointcrop --dataset imagenet --moco v3": (9.6, 0), "moco_jointcrop --dataset cifar10": (0.5, 0.05),
+    "jcl --dataset cifar10": (0.5, 0.05), "clim --dataset cifar10": (0.5, 0.05),
+    "moco_jointcrop --dataset stl10 --moco v1": (0.5, 0.005), "logo --dataset imagenet100": (0.03, 0.0003),
+    "logo --dataset cifar10": (0.03, 0.0003), "logo --dataset cifar10 --base simsiam": (0.06, 0),
+    "patchmix --dataset cifar10": (4e-3, 1e-6), "patchmix --dataset cifar100 --arch vit_small": (1e-3, 1e-6),
+    "patchmix --dataset cifar10 --arch vit_base": (1.5e-3, 1e-6),
+    "patchmix --dataset imagenet --arch vit_tiny": (8e-3, 1e-6), "patchmix --dataset imagenet": (2e-3, 1e-6),
+    "patchmix --dataset imagenet --arch vit_base": (3e-3, 1e-6),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("line", PEAKS)
+def test_learning_rates_of_the_recipes(line):
+    method, *flags = line.split()
+    module = importlib.import_module(method)
+    args = module.parse_args(flags)
+    found = [module.learning_rate(args, epoch) for epoch in (args.warmup, args.epochs)]
+    assert found == pytest.approx(PEAKS[line], rel=1e-12)
 
 
 @pytest.mark.parametrize("method, flags", EACH_MODEL)
 def test_what_each_step_is_given(method, module, flags, _tiny, tmp_path, monkeypatch, request):
-    """Learning rate, weight decay and the EMA's momentum, each step's own. No random numbers are drawn twice."""
-    given, momenta, keys, generator = {}, [], [], common.generator
-    decays = [0.02, 0.2] if isinstance(table(method)["weight_decay"][0], tuple) else [0.02]  # first and last
-    words = f"{flags} --lr 0.3 --min-lr 0.01 --warmup 0.4 --knn-every 0 --weight-decay".split() + [*map(str, decays)]
-    monkeypatch.setattr(common, "generator", lambda *key: keys.append(key) or generator(*key))
+    """Each step gets its own learning rate, weight decay and momentum of the momentum encoder."""
+    given, momenta, simsiam = {}, [], flags == "--base simsiam"
+    decays = [0.02, 0.2] if method == "patchmix" else [0.02]  # first and last
+    words = f"{flags} --lr 0.3 --warmup 0.4 --knn-every 0 --weight-decay".split() + [*map(str, decays)]
+    words += [] if method == "logo" else ["--min-lr", "0.01"]
+    words += {"clim": ["--clim-start", "0"], "moco_jointcrop": ["--arch", "resnet_nano"]}.get(method, [])
     for model in [kind for kind in vars(module).values() if isinstance(kind, type) and "update" in vars(kind)]:
         move = model.update
         monkeypatch.setattr(model, "update", lambda self, m, move=move: (momenta.append(m), move(self, m)))
@@ -62,24 +91,21 @@ def test_what_each_step_is_given(method, module, flags, _tiny, tmp_path, monkeyp
     decay = [between(decays[0], decays[-1], done) for done in steps]
     groups = len([*given.values()][-1][0]) // 2
     expected = [[lr, none] * (groups - 1) + [lr, decay]]  # of two groups the first has no decay
-    if hasattr(module, "Affinity"):  # it moves first, by the peak, and then the encoder by its second optimizer
-        affinity = [args.lr * args.batch_size / args.lr_batch] * len(steps)
-        expected = [[affinity, decay], *([[lr, none]] if args.l2l_weighting == "clip" else []), *expected]
+    if method == "logo":  # the affinity moves first, by the peak, and then the encoder by its second optimizer
+        affinity = [args.lr * args.batch_size / 256] * len(steps)
+        expected = [[affinity, decay], *([] if simsiam else [[lr, none]]), *expected]
     for ours, theirs in zip(given.values(), expected, strict=True):
         np.testing.assert_allclose(np.transpose(ours), theirs, rtol=1e-12)
-    if args.momentum is None:  # no momentum encoder
-        assert momenta == []
-    else:
-        first, last = args.momentum if isinstance(args.momentum, tuple) else [args.momentum] * 2
-        assert momenta == pytest.approx([between(first, last, done) for done in steps], rel=1e-12)
-    assert len(keys) == len(set(keys)) >= len(steps)
+    first, last = args.momentum if isinstance(args.momentum, list) else [args.momentum] * 2
+    expected = [] if simsiam else [between(first, last, done) for done in steps]  # SimSiam has no momentum encoder
+    assert momenta == pytest.approx(expected, rel=1e-12)
 
 
 def test_lars_adapts_without_weight_decay_too():
-    moved = []
-    for decay in ("0", "1e-30"):
-        weight, args = nn.Parameter(torch.ones(3, 4)), ["--moco", "v3", "--weight-decay", decay]
-        weight.grad = torch.arange(12.0).view(3, 4)
-        moco_jointcrop.make_optimizer(moco_jointcrop.parse_args(args), nn.ParameterList([weight])).step()
-        moved.append(weight.detach() - 1)
-    torch.testing.assert_close(*moved)
+    """The trust ratio is |w| / |g|, times 0.001."""
+    weight, gradient = nn.Parameter(torch.ones(3, 4)), torch.arange(12.0).view(3, 4)
+    weight.grad = gradient.clone()
+    optimizer = moco_jointcrop.lars(nn.ParameterList([weight]), weight_decay=0.0)
+    optimizer.param_groups[-1]["lr"] = 0.5
+    optimizer.step()
+    torch.testing.assert_close(weight.detach(), 1 - 0.5 * 0.001 * 12**0.5 / gradient.norm() * gradient)

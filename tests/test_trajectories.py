@@ -1,9 +1,10 @@
-"""Whole trainings as the authors': `main` on the views and weights of their own loops, 8 to 12 steps in float64.
+"""Trainings that match the authors': `main` on the views and weights of their own loops, 8 to 12 steps in float64.
 
 golden/README.md says what the files trajectory_*.npz hold. Views and initial weights follow from seeds. The documented
 departures of the released code are put in here, with their numbers. Then all losses, weights and buffers have to agree.
 """
 
+import functools
 import importlib
 import itertools
 import math
@@ -18,7 +19,7 @@ import tiny
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from conftest import slow_but
+from conftest import Blank, slow_but
 from global_batch_norm import synchronize
 
 import common
@@ -108,95 +109,98 @@ def released_pos_embed(posemb, new_size, num_prefix_tokens=1, **_):
 
 
 def flags_of(method, s):
-    """Return the flags that the settings of a run mean for a method."""
-    n, steps, epochs = (s[name] for name in ("batch_size", "steps_per_epoch", "epochs"))
-    values = dict(arch="vit_golden" if method == "patchmix" else "resnet_golden", knn_every=0, seed=0, workers=0)
-    lr_batch = 256 if "lr_at_256" in s else n
-    values |= dict(lr_batch=lr_batch, lr=s.get("lr", s.get("lr_at_256")), min_lr=s.get("min_lr", 0) * lr_batch / n)
-    values |= dict(warmup=s.get("warmup_epochs", 0), epochs=epochs, batch_size=n)
-    names = "image_size", "dim", "queue", "sgd_momentum", "temperature", "hidden", "trust_coeff"
-    names += ("patch_size", "num_mix", "local_crops", "local_size", "affinity_hidden", "clip_ratio")
-    values |= {name: s[name] for name in names if name in s}
-    values |= dict(weight_decay=s["weight_decay"], momentum=s["momentum"])
+    """Return the flags that the settings of a run mean for a method. Learning rates are per 256 images."""
+    n, epochs = s["batch_size"], s["epochs"]
+    values = dict(arch="vit_golden" if method == "patchmix" else "resnet_golden", device="cpu", knn_every=0, workers=0)
+    values |= dict(lr=s["lr_at_256"] if "lr_at_256" in s else s["lr"] * 256 / n, warmup=s.get("warmup_epochs", 0))
+    names = "epochs batch_size image_size patch_size dim queue temperature hidden weight_decay num_mix momentum"
+    values |= {name: s[name] for name in names.split() if name in s}
     if method in ("moco_jointcrop", "patchmix"):  # the first and the last of a schedule
         values["momentum"] = (s["momentum"], s["momentum"])
+    if method == "patchmix":
+        values |= dict(min_lr=s["min_lr"] * 256 / n, mix_slices=s.get("processes", 1), drop_path=0, num_heads=4)
+        values |= dict(local_crops=s["local_crops"])
+        if not s["momentum_encoder"]:
+            values |= dict(key_encoder="query", momentum=None)
+    elif "trust_coeff" not in s:
+        values["bn_groups"] = s.get("processes", 1)
     if "milestone_epochs" in s and method in ("logo", "moco_jointcrop"):
         falls = [m / epochs for m in s["milestone_epochs"]]
         values["milestones"] = falls or ((1.0,) if method == "logo" and "lr_at_256" in s else ())  # 1: never falls
-    values |= dict(mix_slices=s.get("processes", 1), drop_path=0, num_heads=4) if method == "patchmix" else {}
-    if method != "patchmix" and "trust_coeff" not in s:
-        values["bn_groups"] = s.get("processes", 1)
+    if s.get("l2l"):
+        values["clip_ratio"] = s["clip_ratio"]
     words = []
     for name, value in values.items():
         numbers = value if isinstance(value, (tuple, list)) else [value]
-        words += [common.option(name), *map(str, numbers)]
+        words += [] if value is None else ["--" + name.replace("_", "-"), *map(str, numbers)]
     return words
 
 
 def follow(patch, module, method, run, s, d):
     """Put views, weights and documented departures into a method. Return the list that gets each step's loss."""
-    losses, given, load_run = [], {"step": 0}, common.load_run
+    losses, given, open_run = [], {}, common.open_run
     patch.setitem(common.ARCHS, "resnet_golden", ("resnet18", dict(
         zero_init_last=False, layers=(1, 1, 1, 1), channels=(8, 8, 16, 16))))  # fmt: skip
     patch.setitem(common.ARCHS, "vit_golden", ("vit_tiny_patch16_224", dict(embed_dim=32, depth=2, num_heads=4)))
 
-    def color_views(batch, *_):
-        step = given["step"] = len(losses)
+    def stream():
         local_sizes = [s["local_size"]] * s.get("local_crops", 2) if "local_size" in s else []
         sizes = [s["image_size"]] * (1 + s.get("num_keys", 1)) + local_sizes
-        return [common.shard(x) for x in views_of_step(s["seed"], step, s["batch_size"], sizes)]
+        for given["step"] in itertools.count():
+            views = views_of_step(s["seed"], given["step"], s["batch_size"], sizes)
+            yield from map(common.shard, reversed(views) if method == "clim" else views)  # CLIM's key comes first
 
-    def with_weights(args, config, state):
+    def with_weights(args, config, state, derived):
         for name, part in state.items():
             if isinstance(part, torch.nn.Module):
                 prefix = "" if name == "model" else f"{name}."
                 values = {k: initial(s["seed"], prefix + k, x) for k, x in part.state_dict().items()}
                 part.load_state_dict(values)
-        if dist.is_initialized():
+        if dist.is_initialized() and not hasattr(state["model"], "queue"):
             synchronize(state["model"])
         state["model"].register_forward_hook(lambda model, views, found: losses.append(found[0].detach()))
-        return load_run(args, config, state)
+        return open_run(args, config, state, derived)
 
-    patch.setattr(common, "color_views", color_views)
-    patch.setattr(common, "load_run", with_weights)
+    views = stream()
+    patch.setattr(module, "augment", lambda *_: next(views))
+    patch.setattr(common, "open_run", with_weights)
     if run.partition(" ")[0] in LR_PER_EPOCH or s.get("warmup_epochs", 0) > s["epochs"] / 4:
         patch.setattr(module, "learning_rate", lambda args, epoch: d["lr"][round(epoch * s["steps_per_epoch"])].item())
     if s.get("momentum_cosine"):  # released: the momentum moves before a step, not after it
         moves = [*d["momentum_of_step"][1:].tolist(), 1.0]
-        model = module.PatchMix if method == "patchmix" else module.MoCo
+        model = module.PatchMix if method == "patchmix" else module.MoCoBase
         patch.setattr(model, "update", lambda self, m, move=model.update: move(self, moves[given["step"]]))
     if "trust_coeff" in s:
         patch.setattr(module, "Lars", Lars)
+    if "affinity_hidden" in s:
+        patch.setattr(module, "Affinity", functools.partial(module.Affinity, hidden=s["affinity_hidden"]))
     if method == "patchmix":
-
-        def mix_views(views, num_mix, patch_size, *_):
-            shuffles = [*d["permutations"][given["step"]][::-1]]  # D5: the queries are of view 2
-            shuffles += [*d["local_permutations"][given["step"]]] if len(views) > 2 else []
-            pairs = zip(views, map(torch.from_numpy, map(np.copy, shuffles)), strict=True)
-            return [module.patch_mix(x, num_mix, patch_size, shuffle) for x, shuffle in pairs]
-
-        patch.setattr(module, "mix_views", mix_views)
+        local = d.get("local_permutations", [()] * len(d["loss"]))
+        steps = zip(d["permutations"], local, strict=True)  # D5: view 2 is mixed first, because it is the queries'
+        shuffles = iter([torch.from_numpy(x.copy()) for views, crops in steps for x in (*views[::-1], *crops)])
+        mix = module.patch_mix
+        patch.setattr(module, "patch_mix", lambda *args: mix(*args, next(shuffles)))
         patch.setattr(timm.models.vision_transformer, "resample_abs_pos_embed", released_pos_embed)
     if "shuffles" in d:  # of the keys: two processes only
-        encode_shuffled_keys, step_and_calls = module.encode_shuffled_keys, [-1, 0]
+        encode_shuffled_keys = module.encode_shuffled_keys
+        per_step = torch.from_numpy(d["shuffles"]).split(len(d["shuffles"]) // len(d["loss"]))
+        orders = iter([order for step in per_step for order in step[:2]])  # LoGo's third and fourth are of local crops
 
-        def shuffled(encode, views, generator):
-            step_and_calls[:] = given["step"], (step_and_calls[1] + 1) * (step_and_calls[0] == given["step"])
-            per_step = len(d["shuffles"]) // len(d["loss"])
-            order = torch.from_numpy(d["shuffles"][step_and_calls[0] * per_step + step_and_calls[1]])
+        def shuffled(encode, views):
+            order = next(orders)
             # Released: rows are of the main process first; here they are of the first view first
             location = torch.arange(len(order)).view(s["processes"], len(views), -1).transpose(0, 1).flatten()
             order = location.argsort()[order]
             with pytest.MonkeyPatch.context() as inside:
                 inside.setattr(torch, "randperm", lambda *_, **__: order)
-                return encode_shuffled_keys(encode, views, generator)
+                return encode_shuffled_keys(encode, views)
 
         patch.setattr(module, "encode_shuffled_keys", shuffled)
     if "noise" in d:
         affinity_loss = module.affinity_loss
 
-        def with_noise(affinity, local1, local2, noise, *more):
-            return affinity_loss(affinity, local1, local2, torch.from_numpy(d["noise"][given["step"]]), *more)
+        def with_noise(affinity, local1, local2, noise, form):
+            return affinity_loss(affinity, local1, local2, torch.from_numpy(d["noise"][given["step"]]), form)
 
         patch.setattr(module, "affinity_loss", with_noise)
     if run == "logo/released":
@@ -214,13 +218,13 @@ def follow(patch, module, method, run, s, d):
 
 def depart(patch, logo, s, given):
     """Put LoGo's released D2, D3, D4 and D6 into logo.py."""
-    update, forward, embed, descend = logo.MoCo.update, logo.MoCo.forward, logo.MoCo.embed, logo.descend
+    update, forward, project, descend = logo.MoCo.update, logo.MoCo.forward, logo.MoCo.project, logo.descend
     passes = itertools.count()
 
-    def embed_that_moves(self, x):  # D2: the momentum encoder moves before each of a step's two passes
-        if next(passes) % 6 == 0:  # of a step's six embeddings the first two are of the locals, for the affinity
+    def project_that_moves(self, x):  # D2: the momentum encoder moves before each of a step's two passes
+        if next(passes) % 6 == 0:  # of a step's six projections the first two are of the locals, for the affinity
             update(self, s["momentum"])
-        return embed(self, x)
+        return project(self, x)
 
     def forward_that_moves(self, *inputs):
         update(self, s["momentum"])
@@ -233,13 +237,13 @@ def depart(patch, logo, s, given):
         descend(optimizer, loss, max_norm)
 
     patch.setattr(logo.MoCo, "update", lambda self, m: None)
-    patch.setattr(logo.MoCo, "embed", embed_that_moves)
+    patch.setattr(logo.MoCo, "project", project_that_moves)
     patch.setattr(logo.MoCo, "forward", forward_that_moves)
     patch.setattr(logo, "descend", descend_with_decay)
     patch.setattr(torch.Tensor, "roll", lambda x, *_: x.flip(0))  # D6; nothing else rolls here
 
 
-def open_run(file, run):
+def load_golden(file, run):
     """Return (settings, measurements) of a run: {name: number or array}."""
     arrays = np.load(GOLDEN / f"trajectory_{file}.npz")
     d = {name.partition("/")[2]: arrays[name] for name in arrays.files if name.startswith(f"{run}/")}
@@ -282,14 +286,13 @@ def differences(run, losses, state, d):
 def train(out, run):
     """Train as a run of the authors' code was made. Return the losses of the steps."""
     file, name = run.partition(" ")[0].split("/")
-    s, d = open_run(file, name)
+    s, d = load_golden(file, name)
     method, *flags = RUNS[run].split()
     module = importlib.import_module(method)
-    images = common.ImageSet(np.zeros((s["batch_size"] * s["steps_per_epoch"], 16, 16, 3), np.uint8))
     with pytest.MonkeyPatch.context() as patch:
         losses = follow(patch, module, method, run, s, d)
-        words = [*flags_of(method, s), *flags, "--device", "cpu", "--out", str(out)]
-        module.main(module.parse_args(words), train=images)
+        args = module.parse_args([*flags_of(method, s), *flags, "--out", str(out)])
+        module.main(args, train=Blank(s["batch_size"] * s["steps_per_epoch"], s["image_size"]))
     return torch.stack(losses)
 
 
@@ -297,7 +300,7 @@ def check(out, run, losses):
     """Compare a training with the authors'. Print the largest difference but for what moves by rounding alone."""
     saved = torch.load(out / "last.pt", weights_only=True)
     state = saved["model"] | {f"affinity.{name}": x for name, x in saved.get("affinity", {}).items()}
-    _, d = open_run(*run.partition(" ")[0].split("/"))
+    _, d = load_golden(*run.partition(" ")[0].split("/"))
     found = differences(run, losses, state, d)
     print(f"{run}: {max(value for value, limit in found.values() if limit < 1e-6):.1e}")
     assert {name: pair for name, pair in found.items() if not pair[0] <= pair[1]} == {}
