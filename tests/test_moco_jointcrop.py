@@ -4,12 +4,15 @@ import math
 
 import numpy as np
 import pytest
-import timm
 import torch
-from conftest import NANO, QUEUES, info_nce, ks, state_of, unit
+from conftest import QUEUES, Blank, info_nce, ks, state_of, unit
+from PIL import Image
+from tiny import run
 from torch import nn
+from torch.utils.data import DataLoader
+from torchvision.transforms import v2
+from torchvision.transforms.v2.functional import pil_to_tensor
 
-import common
 import moco_jointcrop as moco
 
 SAMPLERS = [(4.0, 0.2, 1.0), (3.0, 0.2, 1.0), (0.5, 0.1, 2.0), (0.0, 0.2, 1.0), (-0.7, 0.1, 2.0), (-4.0, 0.2, 1.0)]
@@ -50,18 +53,17 @@ def test_algorithm1_against_rejection_sampling(beta, low, high):
 
 @pytest.mark.parametrize("low, high", [(0.2, 1.0), (0.999, 1.0), (1e-6, 1.0), (3.0, 900.0)])
 def test_bounds_are_never_left(low, high):
-    edges = torch.tensor([0.0, 1 - 2**-53, 0.5], dtype=torch.float64)
+    edges = 0.0, 1 - 2**-53, 0.5
     for beta in (1e-12, -1e-12, 1e-5, -1e-3, 0.0, 2.0, 50.0, -50.0, 1e6, None):
-        at_edges = moco.joint_from_uniform(edges.repeat(3), edges.repeat_interleave(3), low, high, beta)
-        for s in (*draws(20_000, low, high, beta), *at_edges):
+        pairs = [moco.joint_from_uniform(u, v, low, high, beta) for u in edges for v in edges]
+        for s in (*draws(20_000, low, high, beta), torch.tensor(pairs, dtype=torch.float64)):
             assert s.dtype == torch.float64 and s.isfinite().all() and s.min() >= low and s.max() <= high
 
 
 def test_beta_is_continuous_at_zero():
-    u, v = torch.rand(2, 1000, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    middle = moco.joint_from_uniform(u, v, 0.2, 1.0, 0.0)[1]
-    for beta in (1e-5, 1e-7):
-        torch.testing.assert_close(moco.joint_from_uniform(u, v, 0.2, 1.0, beta)[1], middle, atol=1e-4, rtol=0)
+    for u, v in torch.rand(1000, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).tolist():
+        middle, *near = (moco.joint_from_uniform(u, v, 0.2, 1.0, beta)[1] for beta in (0.0, 1e-5, 1e-7))
+        assert near == pytest.approx([middle] * 2, abs=1e-4)
 
 
 def test_randomcrop_ratio_density_eq8_eq10():
@@ -77,13 +79,28 @@ def test_randomcrop_ratio_density_eq8_eq10():
     assert (b / a).log().abs().mean().item() == pytest.approx(0.494, abs=0.003)
 
 
+def boxes_of(areas, rng):
+    """Algorithm 1's boxes in a 224 x 224 image: top, left, height, width, (n, 4). areas: (n, 10), one per try."""
+    aspect = np.exp(rng.uniform(-math.log(4 / 3), math.log(4 / 3), areas.shape))
+    sides = np.round(224 * np.sqrt([areas / aspect, areas * aspect]))  # height and width
+    fits = (sides <= 224).all(0)
+    size = sides[:, np.arange(len(areas)), fits.argmax(1)].T
+    size[~fits.any(1)] = 224
+    return np.hstack([np.floor(rng.random(size.shape) * (225 - size)), size])
+
+
+def ten(areas):
+    return np.repeat(areas[:, None], 10, axis=1)
+
+
 def mean_corner_distance(beta, offset, n=100_000):
     """Figure 7: crops of a 224 x 224 image, s in [0.2, 1]; the mean distance between the two top-left corners."""
-    view, rng = moco.augmentation(moco.parse_args(["--dataset", "imagenet"]))["query"], np.random.default_rng(0)
-    areas = [None, None] if beta is None else [a.numpy() for a in draws(n, 0.2, 1.0, beta, offset=offset)]
-    tables = [rng.random((n, common.VIEW_DRAWS)) for _ in areas]
-    boxes = [common.draw_boxes(view, np.full((n, 2), 224), *pair) for pair in zip(tables, areas, strict=True)]
-    return np.hypot(*(boxes[0] - boxes[1])[:, :2].T).mean()
+    rng = np.random.default_rng(0)
+    areas = rng.uniform(0.2, 1, (2, n, 10))
+    if beta is not None:
+        areas = [ten(a.numpy()) for a in draws(n, 0.2, 1.0, beta, offset=offset)]
+    one, two = (boxes_of(a, rng) for a in areas)
+    return np.hypot(*(one - two)[:, :2].T).mean()
 
 
 @pytest.mark.parametrize("every", [8, pytest.param(1, marks=pytest.mark.slow)])
@@ -94,39 +111,123 @@ def test_figure7_corner_distances(every):
         assert mean_corner_distance(4 - i / 2, 0.1) == pytest.approx(FIGURE7[i], abs=0.3)
 
 
-SIGMA, LOCALS = common.COLOR.index("sigma"), "--local-crops 4 --joint"
+# --------------------------------------------------------------- JointCrop
 
 
-def drawn(flags, n=4000):
-    """Of the first n images' views: areas (views, n), sigmas (views, n), colors (views, n, 9), and query boxes."""
-    args = moco.parse_args(["--dataset", "imagenet", *flags.split()])
-    draws = len(moco.augmentation(args)) * common.VIEW_DRAWS + moco.SHARED_DRAWS + args.local_crops
-    table = common.uniform(0, 0, np.arange(n), draws)
-    cuts, colors = moco.draw_views(args, np.arange(n), np.full((n, 2), 224), table)
-    areas, colors = np.stack([box[:, 2] * box[:, 3] / 224**2 for _, box, _ in cuts]), np.stack(colors)
-    return areas, colors[:, :, SIGMA], np.delete(colors, SIGMA, 2), cuts[0][1]
+@pytest.fixture
+def crops_are_boxes(monkeypatch):
+    """torchvision's crop returns an image of two pixels, whose values are the box."""
+
+    def resized_crop(image, top, left, height, width, *_, **__):
+        return Image.fromarray(np.array([[[top, left, height], [width, 0, 0]]], np.uint8))
+
+    monkeypatch.setattr(v2.functional, "resized_crop", resized_crop)
 
 
-def test_views_of_each_joint_mode():
-    """Areas are joint in two modes; but for sigmas all colors are the baseline's. `either` is one mode per image."""
-    found = {mode: drawn(f"--joint {mode} --beta -4") for mode in ("none", "crop", "blur", "both")}
-    found["either"] = drawn("--joint either --joint-prob 0.3 --beta -4")
-    (alone, sharp), (crop, _), (_, blur) = (found[mode][:2] for mode in ("none", "crop", "blur"))
-    extreme = {mode: (abs(np.log(np.divide(*areas))) > math.log(2)).mean() for mode, (areas, *_) in found.items()}
-    assert extreme["none"] == extreme["blur"] < 0.36 and extreme["crop"] == extreme["both"] > 0.93
-    assert np.array_equal(found["both"][1], blur) and np.array_equal(found["crop"][1], sharp)
-    assert all(np.array_equal(colors, found["none"][2]) for _, _, colors, _ in found.values())
-    areas, sigmas, *_ = found["either"]
-    has_crop = (areas != alone).any(0)
-    assert has_crop.mean() == pytest.approx(0.3, abs=0.03)
-    assert np.array_equal(areas[:, has_crop], crop[:, has_crop])
-    assert np.array_equal(sigmas[:, has_crop], sharp[:, has_crop])
-    has_blur = ~has_crop & (alone != crop).any(0)  # a few boxes are equal with and without JointCrop
-    assert np.array_equal(sigmas[:, has_blur], blur[:, has_blur])
+def boxes_in(crops):
+    """Top, left, height, width, (n, 4), in crops (n, 3, 1, 2) that are boxes."""
+    return crops[:, :, 0].transpose(1, 2).flatten(1)[:, :4].double().numpy()
 
 
-def test_jblur_blurs_both_views_or_neither_and_has_the_distribution_of_beta():
-    _, sigma, *_ = drawn("--joint blur --beta 0")
+def boxes_by(transform, image, n=1200, **how):
+    """The boxes of both crops in n calls."""
+    torch.manual_seed(0)
+    calls = [[pil_to_tensor(crop) for crop in transform(image, **how)] for _ in range(n)]
+    return [boxes_in(torch.stack(crops)) for crops in zip(*calls, strict=True)]
+
+
+def share_of(boxes, image):
+    return boxes[:, 2] * boxes[:, 3] / (image.height * image.width)
+
+
+def assert_same_boxes(ours, theirs):
+    """Of one distribution: top, left, height, width, area, aspect ratio, bottom, right."""
+    a, b = ([*x.T, x[:, 2] * x[:, 3], x[:, 3] / x[:, 2], x[:, 0] + x[:, 2], x[:, 1] + x[:, 3]] for x in (ours, theirs))
+    assert max(ks(x, y) for x, y in zip(a, b, strict=True)) < 2
+
+
+SQUARE = Image.new("RGB", (224, 224))
+
+
+@pytest.mark.parametrize("beta", [-4.0, 0.0, 3.0])
+def test_joint_crops_are_algorithm1s(beta, crops_are_boxes):
+    ours, rng = boxes_by(moco.JointCrop(8, (0.2, 1.0), beta=beta), SQUARE), np.random.default_rng(1)
+    theirs = [boxes_of(ten(areas), rng) for areas in algorithm1(20_000, 0.2, 1.0, beta, rng).T]
+    for boxes in zip(ours, theirs, strict=True):
+        assert_same_boxes(*boxes)
+    one, two = (np.divide(*(share_of(boxes, SQUARE) for boxes in pair)) for pair in (ours, theirs))
+    assert ks(one, two) < 2  # the ratio of the areas
+
+
+@pytest.mark.parametrize("size, scale, ratio", [((224, 224), (0.2, 1), 4 / 3), ((60, 25), (0.3, 0.9), 2)])
+def test_crops_that_are_not_joint_are_torchvisions(size, scale, ratio, crops_are_boxes):
+    image, how = Image.new("RGB", size), dict(scale=scale, ratio=(1 / ratio, ratio))
+    ours, plain = boxes_by(moco.JointCrop(8, **how, beta=-4.0), image, joint=False), v2.RandomResizedCrop(8, **how)
+    theirs = [plain.make_params([image]) for _ in range(3000)]
+    theirs = np.array([[p[name] for name in ("top", "left", "height", "width")] for p in theirs], float)
+    for boxes in ours:
+        assert_same_boxes(boxes, theirs)
+    assert abs(np.corrcoef(*(share_of(boxes, image) for boxes in ours))[0, 1]) < 4 / 1200**0.5
+
+
+@pytest.mark.parametrize("size", [(10, 200), (200, 10), (1, 100), (100, 1), (3, 50), (37, 5)])
+def test_if_no_aspect_ratio_fits_the_crop_is_torchvisions_or_the_whole_image(size):
+    """D2. Its pixels are torchvision's, and center-suppressed sampling does not move it."""
+    image = Image.fromarray(np.random.default_rng(0).integers(0, 256, (*size, 3), dtype=np.uint8))
+    center, bicubic = v2.RandomResizedCrop.get_params(image, [0.9, 1], [3 / 4, 4 / 3]), v2.InterpolationMode.BICUBIC
+    for whole, box in (False, center), (True, (0, 0, *size)):
+        crop = moco.JointCrop(6, (0.9, 1.0), interpolation=bicubic, whole=whole, css_alpha=0.1)
+        expected = v2.functional.resized_crop(image, *box, [6, 6], bicubic)
+        assert all(one == expected for joint in (True, False) for one in crop(image, joint=joint))
+
+
+@pytest.mark.parametrize("css_alpha", [1, 0.05])
+@pytest.mark.parametrize("scale", [(0.08, 1.0), (1.0, 1.0), (1e-5, 1e-4)])
+def test_crops_are_inside(scale, css_alpha, crops_are_boxes):
+    for size in [(1, 1), (1, 2), (2, 1), (1, 250), (250, 1), (2, 3), (7, 5), (32, 32), (31, 97), (250, 180)]:
+        for joint in (True, False):
+            transform = moco.JointCrop(8, scale, css_alpha=css_alpha)
+            for box in boxes_by(transform, Image.new("RGB", size[::-1]), 50, joint=joint):
+                assert (box[:, :2] >= 0).all() and (box[:, 2:] >= 1).all() and (box[:, :2] + box[:, 2:] <= size).all()
+
+
+def drawn(flags, n=600):
+    """Of n images' views, in batches of 20: areas (views, n), sigmas (views, n), boxes (views, n, 4)."""
+    args, found = moco.parse_args(["--dataset", "imagenet", *flags.split()]), []
+    how = dict(beta=args.beta, css_alpha=args.css_alpha)
+    crops = moco.JointCrop(8, args.crop_scale, **how), moco.JointCrop(8, args.local_scale, **how)
+    torch.manual_seed(0)
+    for views, joint_blur in DataLoader(moco.JointViews([(SQUARE, 0)] * n, *crops, args), 20):
+        found.append(([boxes_in(view) for view in views], moco.draw_sigmas(args, joint_blur)))
+    boxes, sigmas = (np.concatenate(parts, 1) for parts in zip(*found, strict=True))
+    return np.stack([share_of(box, SQUARE) for box in boxes]), sigmas, boxes
+
+
+def shares_of_extremes(areas):
+    """Of each pair of views: in how many images one has more than twice the area of the other."""
+    return (abs(np.log(areas[::2] / areas[1::2])) > math.log(2)).mean(1)
+
+
+def test_views_of_each_joint_mode(crops_are_boxes):
+    """Areas are joint in two modes, blurs in two. `either` is one of the two per image."""
+    modes = dict(none="", crop="--beta -4", blur="--beta -4", both="--beta -4", either="--beta -4 --joint-prob 0.3")
+    found = {mode: drawn(f"--joint {mode} {flags}") for mode, flags in modes.items()}
+    extremes = {mode: shares_of_extremes(areas)[0] for mode, (areas, *_) in found.items()}
+    alike = {mode: (sigmas[0] > 0) == (sigmas[1] > 0) for mode, (_, sigmas, _) in found.items()}
+    assert max(extremes["none"], extremes["blur"]) < 0.36 and min(extremes["crop"], extremes["both"]) > 0.93
+    assert alike["blur"].all() and alike["both"].all()
+    assert alike["none"].mean() == pytest.approx(0.5, abs=0.08) == alike["crop"].mean()
+    assert extremes["either"] == pytest.approx(0.3 * extremes["crop"] + 0.7 * extremes["none"], abs=0.08)
+    assert alike["either"].mean() == pytest.approx(0.3 * 0.5 + 0.7, abs=0.06)
+    assert shares_of_extremes(found["either"][0][:, ~alike["either"]])[0] > 0.9  # no JointBlur, so JointCrop
+    rng = np.random.default_rng(0)
+    theirs = [share_of(boxes_of(ten(areas), rng), SQUARE) for areas in algorithm1(5000, 0.2, 1.0, -4.0, rng).T]
+    for areas, *_ in (found["crop"], found["both"]):  # each image has areas of its own
+        assert ks(areas[0], theirs[0]) < 2 and ks(areas[1] / areas[0], theirs[1] / theirs[0]) < 2
+
+
+def test_jblur_blurs_both_views_or_neither_and_has_the_distribution_of_beta(crops_are_boxes):
+    _, sigma, _ = drawn("--joint blur --beta 0", 3000)
     assert ((sigma[0] > 0) == (sigma[1] > 0)).all() and (sigma[0] > 0).mean() == pytest.approx(0.5, abs=0.03)
     both = sigma[:, sigma[0] > 0]
     assert both.min() >= 0.1 and both.max() <= 2.0
@@ -134,27 +235,85 @@ def test_jblur_blurs_both_views_or_neither_and_has_the_distribution_of_beta():
     assert np.log(both[1] / both[0]).std() == pytest.approx(s_b / math.sqrt(3), rel=0.05)  # uniform on [-s_b, s_b]
 
 
+@pytest.mark.parametrize("flags, expected", [
+    ("--moco v2", [0.5, 0.5]), ("--moco v3 --local-crops 2", [1.0, 0.1, 1.0, 1.0]), ("--blur-p 0.2 0.7", [0.2, 0.7]),
+])  # fmt: skip
+def test_each_view_has_its_own_probability_of_a_blur(flags, expected, crops_are_boxes):
+    """That of local crops is the query's. JointBlur keeps the two. Sigmas are uniform in [0.1, 2] without it."""
+    for joint in ("none", "blur"):
+        _, sigma, _ = drawn(f"--joint {joint} {flags}")
+        assert (sigma > 0).mean(1) == pytest.approx(expected, abs=0.08)
+        assert joint == "blur" or ks((sigma[sigma > 0] - 0.1) / 1.9) < 2
+
+
 @pytest.mark.parametrize("pair, joint", [("global", [1, 0, 0]), ("local", [0, 1, 1]), ("both", [1, 1, 1])])
-def test_joint_pair_says_which_pairs_have_joint_areas(pair, joint):
+def test_joint_pair_says_which_pairs_have_joint_areas(pair, joint, crops_are_boxes):
     """App. D: the two large crops, local crops 1 and 2, 3 and 4. JointBlur is of the large views, whatever the pair."""
-    areas, sigmas, *_ = drawn(f"{LOCALS} both --beta -4 --joint-pair {pair}")  # -4 makes areas differ
-    ratios = abs(np.log(areas[::2] / areas[1::2])) > math.log(2)
-    assert [share > 0.85 for share in ratios.mean(1)] == [bool(one) for one in joint]
+    areas, sigmas, _ = drawn(f"--local-crops 4 --joint both --beta -4 --joint-pair {pair}", 400)
+    assert [share > 0.85 for share in shares_of_extremes(areas)] == [bool(one) for one in joint]
     assert abs(np.log(areas[2] / areas[4])).mean() > 0.3  # each pair by draws of its own
-    assert areas[:2].min() > 0.19 and areas[2:].max() < 0.41
-    assert np.array_equal(sigmas[:2], drawn(f"{LOCALS} blur --beta -4")[1][:2])
-    assert np.array_equal(sigmas[2:], drawn(f"{LOCALS} none")[1][2:])
+    assert areas[:2].min() > 0.19 and areas[2:].max() < 0.41 and areas[2:].min() > 0.04
+    assert ((sigmas[0] > 0) == (sigmas[1] > 0)).all()
+    assert ((sigmas[2] > 0) == (sigmas[3] > 0)).mean() == pytest.approx(0.5, abs=0.09)
 
 
-def test_center_suppressed_positions():
-    box = drawn("--joint none --css-alpha 0.1")[3]
-    room = 224 - box[:, 2]
-    share = (box[:, 0] / np.maximum(room, 1))[room > 20]
-    assert ((share < 0.1) | (share > 0.9)).mean() > 0.7 and share.min() >= 0 and share.max() <= 1  # the edges
-    positions = moco.center_suppressed(np.random.default_rng(0).random(20_000), 0.6)
-    assert positions.max() < 1 and positions.mean() == pytest.approx(0.5, abs=0.01)
-    assert positions.var() == pytest.approx(0.25 / (2 * 0.6 + 1), abs=0.003)  # of Beta(0.6, 0.6)
-    assert abs(np.corrcoef(positions.T)[0, 1]) < 0.03
+def test_an_odd_number_of_local_crops(crops_are_boxes):
+    assert len(drawn("--local-crops 3 --joint-pair both", 10)[0]) == 5
+
+
+@pytest.mark.parametrize("flags, offset, whole", [
+    ("--beta -2 --css-alpha 0.5 --local-crops 2 --queue 8", 0.0, False), ("--variant released", 0.1, True),
+])  # fmt: skip
+def test_main_crops_as_its_flags_say(flags, offset, whole, monkeypatch):
+    """D1 and D2. On ImageNet views have at least 0.2 of the area (D4)."""
+    made = []
+    monkeypatch.setattr(moco, "JointViews", lambda train, *crops: made.extend(crops[:2]) or train)
+    state_of(moco, f"--dataset imagenet --arch resnet_micro --batch-size 16 {flags}")
+    for crop, size, scale in zip(made, (224, 96), ([0.2, 1.0], [0.05, 0.4]), strict=True):
+        found = crop.size, crop.scale, crop.offset, crop.whole, crop.beta, crop.css_alpha
+        assert found == ((size, size), scale, offset, whole, *((0.0, 1.0) if whole else (-2.0, 0.5)))
+
+
+def test_center_suppressed_positions(crops_are_boxes):
+    for joint in ("none", "crop"):
+        box = drawn(f"--joint {joint} --css-alpha 0.1", 400)[2][0]
+        room = 224 - box[:, 2:]
+        share = (box[:, :2] / np.maximum(room, 1))[room > 20]
+        assert ((share < 0.1) | (share > 0.9)).mean() > 0.7  # the edges
+    torch.manual_seed(0)
+    positions = np.array([moco.center_suppressed(10**6, 0.5) for _ in range(2000)])
+    assert ks(2 / math.pi * np.arcsin(np.sqrt(positions / 10**6))) < 2  # the distribution function of Beta(0.5, 0.5)
+    assert {0, 3} <= {moco.center_suppressed(3, 0.01) for _ in range(200)} <= {0, 1, 2, 3}
+
+
+def test_each_image_has_the_sigmas_that_were_drawn_for_it(_tiny, tmp_path, monkeypatch):
+    """In `main`: whether its blurs are joint comes with its crops, which here have the value 1 if they are."""
+    draw, draw_sigmas, augment = moco.JointViews.__getitem__, moco.draw_sigmas, moco.augment
+    joint, sigmas, met = [], [], []
+
+    def marked(views, index):
+        crops, is_joint = draw(views, index)
+        return [torch.full_like(crop, int(is_joint)) for crop in crops], is_joint
+
+    def record(args, is_joint):
+        sigmas.append(draw_sigmas(args, is_joint))
+        joint.append(is_joint)
+        return sigmas[-1]
+
+    def compare(x, args, view, sigma):
+        assert torch.equal(x[:, 0, 0, 0], joint[-1].byte()) and torch.equal(sigma, sigmas[-1][view])
+        met.append(view)
+        return augment(x, args, view, sigma)
+
+    monkeypatch.setattr(moco.JointViews, "__getitem__", marked)
+    monkeypatch.setattr(moco, "draw_sigmas", record)
+    monkeypatch.setattr(moco, "augment", compare)
+    flags = "--joint either --local-crops 2 --blur-p 0.5 0.5 --epochs 1 --knn-every 0"
+    run("moco_jointcrop", tmp_path, *flags.split(), train=Blank(32))
+    assert met == [0, 1, 2, 3] * 2 and {False, True} == {*torch.cat(joint).tolist()}
+
+
+# ---------------------------------------------------------------------- MoCo
 
 
 def test_queue_is_first_in_first_out():
@@ -171,14 +330,14 @@ def test_queue_is_first_in_first_out():
 @pytest.mark.parametrize("groups", [1, 2, 4])
 def test_shuffle_bn(groups, double):
     """Each key has the statistics of the rows that the shuffle puts into its group, of all views."""
-    linear, views, seeded = nn.Linear(12, 5), list(torch.randn(2, 8, 3, 2, 2)), torch.Generator().manual_seed(2)
+    linear, views = nn.Linear(12, 5), list(torch.randn(2, 8, 3, 2, 2))
     model, z = nn.Sequential(nn.Flatten(), linear, nn.BatchNorm1d(5)), linear(torch.cat(views).flatten(1)).detach()
+    torch.manual_seed(2)
     expected = torch.empty(16, 5)
-    for rows in torch.randperm(16, generator=torch.Generator().manual_seed(2)).chunk(groups):
+    for rows in torch.randperm(16).chunk(groups):
         expected[rows] = (z[rows] - z[rows].mean(0)) / (z[rows].var(0, correction=0) + 1e-5).sqrt()
-    model = moco.split_batch_norms(model, groups)
-    torch.testing.assert_close(moco.encode_shuffled_keys(model, views, seeded), expected.view(2, 8, 5))
-    torch.manual_seed(2)  # of the global generator
+    model = moco.convert_split_batchnorm(model, groups)
+    torch.manual_seed(2)
     torch.testing.assert_close(moco.encode_shuffled_keys(model, views), expected.view(2, 8, 5))
 
 
@@ -197,26 +356,29 @@ def test_an_image_changes_its_own_group(module, flags, rows):
 
 
 def test_v3_contrast_is_info_nce_of_cosines_among_all_keys():
-    q, k = unit(4, 6), unit(8, 6, seed=1)
-    rows = [(q[i : i + 1], k[4 + i : 5 + i], torch.cat([k[: 4 + i], k[5 + i :]])) for i in range(4)]
-    expected = 2 * 0.5 * sum(info_nce(*row, 0.5) for row in rows) / 4
-    torch.testing.assert_close(moco.contrast(3 * q, 5 * k, 0.5, first=4), expected)
+    q, k = (3 * unit(4, 6)).requires_grad_(), (5 * unit(8, 6, seed=1)).requires_grad_()
+    a, b = (x / x.norm(dim=1, keepdim=True) for x in (q, k))
+    rows = [(a[i : i + 1], b[4 + i : 5 + i], torch.cat([b[: 4 + i], b[5 + i :]])) for i in range(4)]
+    expected, ours = 2 * 0.5 * sum(info_nce(*row, 0.5) for row in rows) / 4, moco.contrast(q, k, 0.5, first=4)
+    torch.testing.assert_close(ours, expected)
+    torch.testing.assert_close(*(torch.autograd.grad(loss, (q, k)) for loss in (ours, expected)))
+    assert moco.contrast(q, k[:1].expand(8, -1), 0.5, first=0).item() == pytest.approx(2 * 0.5 * math.log(8))
 
 
-def test_v3_starts_from_zero_residual_branches_unless_the_encoder_is_a_users():
-    own = timm.create_model("resnet18", num_classes=0, zero_init_last=False, **NANO)  # perhaps pre-trained
-    for more, is_zero in ({}, True), (dict(encoder=own), False):
-        model = state_of(moco, "--arch resnet_micro --batch-size 8 --moco v3", **more)["model"]
+def test_v3_starts_from_zero_residual_branches():
+    for flags, is_zero in ("--moco v3", True), ("--moco v2", False):
+        model = state_of(moco, f"--arch resnet_micro --batch-size 8 {flags}")["model"]
         blocks = [block for block in model.modules() if hasattr(block, "zero_init_last")]
         assert blocks and all(block.bn2.weight.any() != is_zero for block in blocks)
 
 
 def test_recipes_of_moco():
     v1, v2, v3 = (moco.parse_args(["--dataset", "imagenet", "--moco", v]) for v in ("v1", "v2", "v3"))
-    assert (v1.temperature, v1.milestones, v1.queue, v1.lr) == (0.07, (0.6, 0.8), 65536, 0.03)
-    assert v1.momentum == v2.momentum == (0.999, 0.999) and v2.milestones == ()
+    assert (v1.temperature, v1.milestones, v1.queue, v1.lr) == (0.07, [0.6, 0.8], 65536, 0.03)
+    assert v1.momentum == v2.momentum == [0.999, 0.999] and v2.milestones == []
     assert (v2.temperature, v2.epochs, v2.batch_size, v2.weight_decay, v2.bn_groups) == (0.2, 200, 256, 1e-4, 8)
-    assert (v3.batch_size, v3.lr, v3.lr_batch, v3.momentum, v3.temperature) == (4096, 0.6, 256, (0.99, 1.0), 1.0)
-    assert (v3.hidden, v3.blur_p, v3.solarize_p, v3.trust_coeff) == (4096, (1.0, 0.1), (0.0, 0.2), 0.001)
+    assert (v3.batch_size, v3.lr, v3.momentum, v3.temperature) == (4096, 0.6, [0.99, 1.0], 1.0)
+    assert (v3.hidden, v3.blur_p) == (4096, [1.0, 0.1])
+    assert state_of(moco, "--batch-size 8 --moco v3")["optimizer"].defaults["trust_coeff"] == 0.001
     models = [state_of(moco, f"--batch-size 8 --moco {v}")["model"] for v in ("v1", "v2")]
     assert [len(model.projector) for model in models] == [1, 3]  # Linear; Linear, ReLU, Linear

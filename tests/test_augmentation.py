@@ -1,0 +1,327 @@
+"""Views: color operations against torchvision's, their draws, each method's order, and that no two draws are equal."""
+
+import contextlib
+import importlib
+import inspect
+import itertools
+import math
+
+import numpy as np
+import pytest
+import timm
+import torch
+import torchvision.transforms.v2.functional as TF
+from conftest import METHODS, Blank, ks
+from PIL import Image
+from tiny import run
+
+import common
+
+ADJUST = dict(brightness=(0, 2), contrast=(0, 2), saturation=(0, 2.5), hue=(-0.5, 0.5))  # widest ranges
+# The operations, each of which draws the images that it changes
+OPERATIONS = ("horizontal_flip", "color_jitter", "grayscale", "gaussian_blur", "solarize")
+ALIKE = {  # of one strength for all images: (an operation, torchvision's)
+    "horizontal_flip": (common.horizontal_flip, TF.horizontal_flip),
+    "grayscale": (common.grayscale, lambda x: TF.rgb_to_grayscale(x, 3)),
+    "solarize": (common.solarize, lambda x: TF.solarize(x, 0.5)),
+    "gaussian_blur": (lambda x, p: common.gaussian_blur(x, (0.8, 0.8), p), lambda x: TF.gaussian_blur(x, 7, 0.8)),
+    "color_jitter": (lambda x, p: common.color_jitter(x, 0.5, 0, 0, 0, p), None),
+}
+
+
+def noise(n, height=20, width=17, seed=0):
+    return torch.rand(n, 3, height, width, generator=torch.Generator().manual_seed(seed))
+
+
+def assert_close(ours, theirs, levels):
+    """Assert that values in [0, 1] differ by at most `levels` of 255."""
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=levels / 255)
+
+
+def recorded_factors(patch):
+    """Return a list that gets (name, factors) of each change of a jitter, in the order in which they are made."""
+    made = []
+    for name in ADJUST:
+
+        def adjust(x, factor, name=name, original=getattr(common, f"adjust_{name}")):
+            made.append((name, factor.flatten()))
+            return original(x, factor)
+
+        patch.setattr(common, f"adjust_{name}", adjust)
+    return made
+
+
+def jitter_one(image, changes, i):
+    """Change the colors of an image by torchvision's functions and the i-th factors."""
+    for name, factors in changes:
+        image = getattr(TF, f"adjust_{name}")(image, factors[i].item())
+    return image
+
+
+# --------------------------------------------------------- against torchvision
+
+
+@pytest.mark.parametrize("name", ADJUST)
+def test_an_adjustment_is_torchvisions_by_each_images_factor(name):
+    """Also of gray, black, white and pure colors, and at factors that change nothing."""
+    x, factors = noise(49), torch.linspace(*ADJUST[name], 49)
+    x[:8], x[8:20] = x[:8, :1].clone(), x[8:20].round()
+    before = x.clone()
+    ours = getattr(common, f"adjust_{name}")(x, factors.view(-1, 1, 1, 1))
+    assert_close(ours, torch.stack([jitter_one(image, [(name, factors)], i) for i, image in enumerate(x)]), 1e-3)
+    assert torch.equal(x, before)
+
+
+def test_jitter_is_torchvisions_by_each_images_factors(monkeypatch):
+    """In many orders, and in batches of one or two images. Images that are not drawn keep all their bits."""
+    made = recorded_factors(monkeypatch)
+    torch.manual_seed(0)
+    for n in [1, 2, 9] * 12:
+        x = noise(n, seed=n)
+        before = x.clone()
+        made.clear()
+        y = common.color_jitter(x, 1.0, 1.0, 1.5, 0.5, p=0.7)
+        drawn = (y != x).flatten(1).any(1)
+        assert torch.equal(x, before) and {len(factors) for _, factors in made} == {int(drawn.sum())}
+        theirs = [jitter_one(image, made, i) for i, image in enumerate(x[drawn])]
+        assert_close(y[drawn], torch.stack(theirs) if theirs else y[drawn], 5e-3)
+
+
+@pytest.mark.parametrize("shape", [(21, 18), (18, 40), (33, 17), (9, 2), (1, 7), (1, 1)])
+def test_blur_is_torchvisions_by_each_images_sigma(shape):
+    """Cut off at four of the largest sigmas, or where an image is too small to be mirrored. Some are not blurred."""
+    x, p = noise(9, *shape).double(), torch.tensor([1, 1, 0, 1, 1, 1, 1, 0, 1])
+    sigma = torch.tensor([0.1, 0.5, 1.0, 1.3, 2.0, 2.0, 3.0, 3.0, 0.7], dtype=torch.float64)
+    kernel = 2 * min(12, shape[0] - 1, shape[1] - 1) + 1
+    rows = zip(x, sigma.tolist(), p.tolist(), strict=True)
+    theirs = torch.stack([TF.gaussian_blur(image, [kernel] * 2, [s] * 2) if on else image for image, s, on in rows])
+    ours = common.gaussian_blur(x, sigma, p)
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-6)
+    torch.testing.assert_close(common.gaussian_blur(x.float(), sigma, p), theirs.float(), rtol=0, atol=2e-6)
+    assert torch.equal(ours[p == 0], x[p == 0])
+    for i in range(9):  # alone: nearly as in the batch, whose largest sigma cuts it off
+        assert_close(common.gaussian_blur(x[i : i + 1], sigma[i : i + 1], p[i : i + 1]), ours[i : i + 1], 0.03)
+
+
+def test_normalize_is_torchvisions():
+    x, mean, std = noise(3), (0.1, 0.5, 0.7), (0.2, 0.3, 0.5)
+    before = x.clone()
+    torch.testing.assert_close(common.normalize(x, mean, std), TF.normalize(x, mean, std))
+    assert torch.equal(x, before)
+
+
+# ---------------------------------------------------------------------- draws
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_an_image_is_drawn_with_probability_p(name):
+    """It is changed as by torchvision. The others keep all their bits. Two operations draw different images."""
+    (operation, theirs), n, x = ALIKE[name], 4000, noise(4000, 4, 4)
+    before, shares = x.clone(), {}
+    torch.manual_seed(0)
+    for p in (0.0, 0.2, 0.5, 1.0, 0.5):
+        y = operation(x, p)
+        drawn = (y != x).flatten(1).any(1)
+        assert torch.equal(x, before) and not y.requires_grad
+        assert abs(drawn.double().mean() - p) <= 4 * math.sqrt(p * (1 - p) / n)
+        if theirs:
+            assert_close(y[drawn], theirs(x[drawn]), 1e-3)
+        shares.setdefault(p, []).append(drawn)
+    both = torch.stack(shares[0.5]).double()
+    assert abs(torch.corrcoef(both)[0, 1]) < 4 / math.sqrt(n)
+    assert abs(torch.corrcoef(torch.stack([both[0, 1:], both[0, :-1]]))[0, 1]) < 4 / math.sqrt(n)  # of neighbours
+    for p in (0.0, 1.0):  # a batch of one
+        assert torch.equal(operation(x[:1], p), x[:1]) == (p == 0)
+
+
+def test_factors_of_a_jitter_are_uniform_and_independent(monkeypatch):
+    made = recorded_factors(monkeypatch)
+    torch.manual_seed(0)
+    common.color_jitter(noise(4000, 2, 2), 0.4, 0.3, 1.5, 0.1, p=0.8)
+    ranges = dict(brightness=(0.6, 1.4), contrast=(0.7, 1.3), saturation=(0, 2.5), hue=(-0.1, 0.1))
+    factors = {name: values.double().numpy() for name, values in made}
+    for name, (low, high) in ranges.items():
+        assert low <= factors[name].min() and factors[name].max() <= high
+        assert ks((factors[name] - low) / (high - low)) < 2
+    assert abs(np.corrcoef([*factors.values()]) - np.eye(4)).max() < 4.5 / 3000**0.5
+
+
+def test_all_orders_of_a_jitter_are_equally_likely(monkeypatch):
+    made, n = recorded_factors(monkeypatch), 2400
+    torch.manual_seed(0)
+    for _ in range(n):
+        common.color_jitter(torch.zeros(1, 3, 1, 1), 0.4, 0.4, 0.4, 0.1)
+    orders = [tuple(name for name, _ in made[i : i + 4]) for i in range(0, 4 * n, 4)]
+    counts = [orders.count(order) for order in itertools.permutations(ADJUST)]
+    assert sum(counts) == n and np.abs(np.array(counts) - n / 24).max() < 5 * (n / 24) ** 0.5
+
+
+def test_sigmas_of_a_blur_are_uniform():
+    """Of a bright point only its share of the light remains, which tells sigma."""
+    n, i = 2000, torch.arange(-8, 9, dtype=torch.float64)
+    x = torch.zeros(n, 3, 17, 17)
+    x[:, :, 8, 8] = 1
+    torch.manual_seed(0)
+    peak = common.gaussian_blur(x, (0.5, 2.0))[:, 0, 8, 8].double()
+    sigma = torch.linspace(0.4, 2.1, 5000, dtype=torch.float64)
+    share = 1 / torch.exp(-0.5 * (i / sigma[:, None]) ** 2).sum(1) ** 2  # falls with sigma
+    found = np.interp(peak, share.flip(0), sigma.flip(0))
+    assert ks((found - 0.5) / 1.5) < 2
+
+
+# --------------------------------------------------------- each method's order
+
+MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # ImageNet's
+MOCO_V2, MOCO_V3 = (0.4, 0.4, 0.4, 0.1, 0.8), (0.4, 0.4, 0.2, 0.1, 0.8)  # the jitter's strengths, its probability
+ON_IMAGENET = [  # (method and flags, view): jitter, blur's and solarize's probabilities; None: test_moco_jointcrop.py's
+    ("jcl", 0, MOCO_V2, 0.5, 0),
+    ("clim", 0, MOCO_V2, 0.5, 0),
+    ("logo", 0, MOCO_V2, 0.5, 0),
+    *(("moco_jointcrop", view, MOCO_V2, None, 0) for view in range(3)),
+    *(("moco_jointcrop --moco v3", view, MOCO_V3, None, 0.2 * (view == 1)) for view in range(3)),
+    *(("patchmix", view, MOCO_V3, (1.0, 0.1, 0.5)[view], 0.2 * (view == 1)) for view in range(3)),
+]
+SIGMA = torch.tensor([0.1, 0.4, 1.0, 1.5, 2.0])
+
+
+def one_view(image, on, jitter, i, sigma):
+    """Color a crop, uint8 (3, H, W), as MoCo v2, MoCo v3 and PatchMix (Table 10) do, one function after another."""
+    x = image / 255
+    x = jitter_one(x, jitter, i) if "color_jitter" in on else x
+    x = TF.rgb_to_grayscale(x, 3) if "grayscale" in on else x
+    x = TF.gaussian_blur(x, 17, sigma) if "gaussian_blur" in on and sigma > 0 else x
+    x = TF.solarize(x, 0.5) if "solarize" in on else x
+    x = TF.horizontal_flip(x) if "horizontal_flip" in on else x
+    return TF.normalize(x, MEAN, STD)
+
+
+def fix_draws(patch, on):
+    """Let the operations in `on` change all images, if their probability is above 0, and the others none.
+
+    Return {operation: the arguments it is given}.
+    """
+    given = {}
+    for name in OPERATIONS:
+
+        def fixed(*values, name=name, original=getattr(common, name), **named):
+            arguments = inspect.signature(original).bind(*values, **named)
+            arguments.apply_defaults()
+            arguments = dict(arguments.arguments)
+            x, given[name] = arguments.pop("x"), dict(arguments)
+            if not torch.is_tensor(arguments["p"]):  # else drawn by moco_jointcrop.py's loader, like sigma
+                arguments["p"] = float(name in on and arguments["p"] > 0)
+            if not torch.is_tensor(arguments.get("sigma", SIGMA)):
+                arguments["sigma"] = SIGMA
+            return original(x, **arguments)
+
+        patch.setattr(common, name, fixed)
+    return given
+
+
+@pytest.mark.parametrize("line, view, jitter, blur_p, solarize_p", ON_IMAGENET)
+def test_augment_is_a_composition_of_torchvisions_functions(line, view, jitter, blur_p, solarize_p):
+    """In the paper's order and with its values, whichever operations are drawn."""
+    method, *flags = line.split()
+    module, x = importlib.import_module(method), (noise(5, 17, 17) * 256).byte()
+    args, sigma = module.parse_args(["--dataset", "imagenet", *flags]), SIGMA.clone()
+    sigma[0] *= blur_p is not None  # moco_jointcrop.py's loader draws it, with 0 for no blur
+    for on in itertools.chain.from_iterable(itertools.combinations(OPERATIONS, n) for n in range(6)):
+        with pytest.MonkeyPatch.context() as patch:
+            made, given = recorded_factors(patch), fix_draws(patch, on)
+            own = sigma * ("gaussian_blur" in on)
+            ours = module.augment(x, args, *dict(moco_jointcrop=(view, own), patchmix=(view,)).get(method, ()))
+        drawn = {name for name in on if name != "solarize" or solarize_p}
+        theirs = [one_view(image, drawn, made, i, sigma[i].item()) for i, image in enumerate(x)]
+        torch.testing.assert_close(ours, torch.stack(theirs), rtol=0, atol=1e-4)  # of 1/255: 0.006
+    assert given["horizontal_flip"] == dict(p=0.5) and given["grayscale"] == dict(p=0.2)
+    assert tuple(given["color_jitter"].values()) == jitter
+    assert blur_p is None or given["gaussian_blur"] == dict(sigma=(0.1, 2.0), p=blur_p)
+    assert given.get("solarize", dict(p=0))["p"] == solarize_p
+
+
+# ------------------------------------------------------- no two draws are equal
+
+TRAININGS = dict(  # flags with which all random numbers can be seen, and views have one size and one range of areas
+    moco_jointcrop="--joint both --crop-scale 0.2 0.8 --blur-p 1 1 --local-crops 2 --local-size 16",
+    jcl="--num-keys 3",
+    clim="--selection random --clim-start 0 --refresh-every 1",
+    logo="--local-size 16 --local-scale 0.2 1 --global-scale 0.2 1",
+    patchmix="--local-crops 2 --patch-size 4",
+)
+
+
+class Same(Blank):
+    """One large image again and again, so that two crops are equal only if their boxes are. Blue is its number."""
+
+    image = Image.fromarray(np.random.default_rng(0).integers(0, 256, (250, 250, 3), dtype=np.uint8))
+
+    def __getitem__(self, index):
+        return Image.merge("RGB", (*self.image.split()[:2], Image.new("L", self.image.size, index))), 0
+
+
+def draws_of(method, out, *flags, rank=0, calls=math.inf):
+    """Train for two epochs of two steps, as one of two processes. Return what `augment` gets and draws, call by call.
+
+    That is a list of (images' numbers, crops, colors, sigmas), the latter as bytes per image. The colors are those of
+    one image each time, always jittered. calls: stop before so many calls of `augment`.
+    """
+    module, made, views = importlib.import_module(method), [], []
+    augment, jitter, x = module.augment, common.color_jitter, (noise(1, 16, 16) * 256).byte()
+
+    def record(crops, args, *more):
+        if len(made) == calls:
+            raise KeyboardInterrupt
+        colored = augment(x[..., : crops.shape[-1], : crops.shape[-1]].expand_as(crops), args, *more)
+        parts = [crops[:, :2], colored, *(value for value in more if torch.is_tensor(value))]
+        made.append([crops[:, 2, 0, 0].tolist(), *([row.numpy().tobytes() for row in part] for part in parts)])
+        views.extend(value for value in more if not torch.is_tensor(value))
+        return colored
+
+    with pytest.MonkeyPatch.context() as patch, contextlib.suppress(KeyboardInterrupt):
+        patch.setattr(module, "augment", record)
+        patch.setattr(common, "color_jitter", lambda x, *amounts, p: jitter(x, *amounts))
+        patch.setattr(common, "init_distributed", lambda *_: (torch.device("cpu"), rank, 2))
+        patch.setattr(module, "DistributedDataParallel", lambda model: model)
+        patch.setattr(timm.utils, "distribute_bn", lambda *_, **__: None)
+        run(method, out, *TRAININGS[method].split(), "--knn-every", 0, *flags, train=Same(32))
+    if views:  # the number of the view, where `augment` takes it
+        assert views == [*range(4)] * (len(made) // 4)
+    return made
+
+
+def images_of(made):
+    """Return the numbers of the images of each epoch. All views of a step show the same ones, but for positives."""
+    steps = [[numbers for numbers, *_ in made[i : i + 4]] for i in range(0, len(made), 4)]
+    assert all(numbers[0] == numbers[1] for numbers in steps)
+    return steps[0][0] + steps[1][0], steps[2][0] + steps[3][0]
+
+
+@pytest.mark.filterwarnings("ignore:This DataLoader will create")
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("method", METHODS)
+def test_no_two_draws_are_equal(method, workers, _tiny, tmp_path):
+    """Of images, views, steps, workers, epochs, processes and seeds. A run that is resumed draws the same again."""
+    flags = ["--workers", workers]
+    found = draws_of(method, tmp_path / "one", *flags)
+    stopped = draws_of(method, tmp_path / "two", *flags, calls=8)
+    assert stopped + draws_of(method, tmp_path / "two", *flags) == found and len(found) == 16
+    others = []
+    if workers == 0:
+        others = draws_of(method, tmp_path / "3", *flags, rank=1)
+        for images in zip(images_of(found), images_of(others), strict=True):
+            assert sorted(sum(images, [])) == [*range(32)]  # each process has its part
+        others += draws_of(method, tmp_path / "4", *flags, "--seed", 1)
+    assert images_of(found)[0] != images_of(found)[1]
+    for parts in [*zip(*found, *others, strict=True)][1:]:
+        numbers = sum(parts, [])
+        assert len(set(numbers)) == len(numbers) >= 16 * 8
+
+
+def test_views_are_bytes_in_the_order_of_the_transforms():
+    """A transform may return several."""
+    image = Same.image.crop((0, 0, 5, 4))
+    turn, both = (lambda x: x.rotate(180)), (lambda x: [x, x.crop((0, 0, 2, 2))])
+    views, label = common.Views([(image, 7)], [turn, both, turn])[0]
+    x = torch.from_numpy(np.array(image)).permute(2, 0, 1)
+    assert label == 7 and all(view.is_contiguous() and view.dtype == torch.uint8 for view in views)
+    torch.testing.assert_close(views, [x.flip(1, 2), x, x[:, :2, :2], x.flip(1, 2)], rtol=0, atol=0)
