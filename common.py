@@ -208,15 +208,17 @@ def load_dataset(name, root=None, train=True, image_size=32, unlabeled=False):
     if root is None and name in ("imagenet100", "imagenet", "folder"):
         raise UsageError(f"--dataset {name} needs --data-dir, a folder with train/, and val/ or test/")
     try:
-        folders = [entry.name for entry in os.scandir(root) if entry.is_dir()] if root is not None else []
+        entries = os.scandir(root) if root is not None else ()
+        folders = [e.name for e in entries if e.is_dir() or not os.path.exists(e.path)]  # a link that leads nowhere
         if "train" in folders:
             return load_split(name, root, folders, train, unlabeled)
         if name in ("cifar10", "cifar100", "stl10"):
             return load_torchvision(name, root or "data", train, unlabeled)
         if name != "folder":
             raise UsageError(f"--dataset {name}: expected train/, and val/ or test/, in --data-dir {root}")
-        if parts := {*folders} & {"training", "val", "validation", "test"}:
-            raise UsageError(f"--data-dir {root} has {', '.join(sorted(parts))}/, but no train/")
+        parts = ("train", "training", "val", "validation", "test", "testing")
+        if found := sorted(folder for folder in folders if folder.lower() in parts):
+            raise UsageError(f"--data-dir {root} has {', '.join(found)}/, but no train/")
         names = list_images(root)
     except (OSError, RuntimeError) as error:  # torchvision raises RuntimeErrors
         raise UsageError(f"--dataset {name}, --data-dir {root}: {error}") from error
@@ -264,12 +266,12 @@ def load_torchvision(name, root, train, unlabeled):
     if name == "stl10":
         which = dict(split="test" if not train else "train+unlabeled" if unlabeled else "train")
     dataset, is_first_of_node = getattr(torchvision.datasets, name.upper()), os.environ.get("LOCAL_RANK", "0") == "0"
-    for downloads in (rank_and_world()[0] == 0, is_first_of_node):  # on a shared disk the others find the files
-        if downloads:
-            dataset(root, download=True, **which)
+    turn = 0 if rank_and_world()[0] == 0 else 1 if is_first_of_node else 2  # later ones find the files of a shared disk
+    for i in range(3):
+        if i == turn:
+            images = dataset(root, download=is_first_of_node, **which)
         if dist.is_initialized():
             dist.barrier()
-    images = dataset(root, **which)
     if name == "stl10":
         images.targets = images.labels
     return images
@@ -625,8 +627,8 @@ def load_checkpoint(path):
             return timm.models.load_state_dict(path)
         if zipfile.is_zipfile(path):  # torch does not compare the checksums of its archives
             with zipfile.ZipFile(path) as archive:
-                if damaged := archive.testzip():
-                    raise ValueError(f"its part {damaged} is damaged")
+                if archive.testzip() or any(entry.external_attr for entry in archive.infolist()):  # 0 in torch's files
+                    raise ValueError("it is damaged")
         with torch.serialization.safe_globals([argparse.Namespace]):  # MoCo v3, MAE and DINO save their args
             return torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # damaged files raise many kinds
@@ -640,7 +642,7 @@ def load_backbone(path, encoder=None):
     path: a run's folder, last.pt or backbone.pt. encoder: "query" or "momentum", for which last.pt is read; None: the
     one that the method's authors evaluate. info: see `backbone_info`. Raises UsageError if there is no such encoder.
     """
-    path = Path(path, "last.pt" if encoder else "backbone.pt") if Path(path).is_dir() else Path(path)
+    path = Path(path, "last.pt" if encoder else "backbone.pt") if os.path.isdir(path) else Path(path)
     state = load_checkpoint(path)
     if "backbone" in state:  # last.pt
         info = state["backbone"] | dict(encoder=encoder or state["backbone"]["encoder"])
@@ -1235,6 +1237,8 @@ def write_file(path, write):
 def configuration(args, train):
     """Return the values that must not change when a run is resumed, {name: value}, with the images' fingerprint."""
     config = {name: value for name, value in vars(args).items() if name not in OPERATIONAL}
+    if wrong := [name for name, value in config.items() if isinstance(value, np.generic)]:
+        raise UsageError(f"args.{wrong[0]} is a number of numpy, which last.pt cannot hold: convert it to int or float")
     return config | dict(images=fingerprint(train))
 
 
@@ -1244,19 +1248,17 @@ def find_checkpoint(out, resume):
     Removes the temporary files of a save that was killed. Raises UsageError if `out` is not empty, but not a run.
     """
     try:
-        files = os.listdir(out) if os.path.exists(out) else []
-        for file in files:
-            if file.endswith(".tmp"):
-                os.unlink(os.path.join(out, file))
+        files = sorted(os.listdir(out)) if os.path.exists(out) else []
+        names = ("config.json", "backbone.pt", "metrics.jsonl")  # of a run that was killed in its first save
+        temporary = [file for file in files if file.startswith((*names, "last.pt", "epoch-")) and file.endswith(".tmp")]
+        foreign = {*files} - {*temporary, *names} or ("backbone.pt" in files and "config.json" not in files)
+        if foreign and "last.pt" not in files:
+            raise UsageError(f"--out {out} is not empty, and has no run: {', '.join(files[:3])}")
+        for file in temporary:
+            os.unlink(os.path.join(out, file))
     except OSError as error:
         raise UsageError(f"--out {out}: {error}") from error
-    if "last.pt" in files:
-        return os.path.join(out, "last.pt")
-    of_first_epoch = {"config.json", "backbone.pt", "metrics.jsonl"}  # of a run that was killed in its first save
-    foreign = {file for file in files if not file.endswith(".tmp")} - of_first_epoch
-    if foreign or ("backbone.pt" in files and "config.json" not in files):
-        raise UsageError(f"--out {out} is not empty, and has no run: {', '.join(files[:3])}")
-    return resume
+    return os.path.join(out, "last.pt") if "last.pt" in files else resume
 
 
 def open_run(args, config, state, derived):

@@ -1,159 +1,248 @@
-"""Image sets: which files are read and how, what is refused, and by what two sets are told apart."""
+"""Data sets: which images are read and how, which folders are refused, and how two data sets are told apart."""
 
 import argparse
 import os
+import re
 import shutil
 
 import numpy as np
 import pytest
 import timm
+import torch
 import torchvision
 from PIL import Image
-from tiny import gradient, refused, write_tree
+from tiny import gradient, write_tree
 
 import common
 
 BEST = dict(quality=100, subsampling=0)  # of a JPEG
 
 
-@pytest.mark.parametrize("mode", ["RGB png", "RGB jpg", "L jpg", "P png", "RGBA png", "1 png", "CMYK jpg"])
+def read(path):
+    image = common.load_image(path)
+    assert image.mode == "RGB"
+    return np.asarray(image).astype(int)
+
+
+@pytest.mark.parametrize("mode", ["RGB png", "RGB JPG", "L jpg", "P png", "P gif", "RGBA png", "1 png", "CMYK jfif"])
 def test_images_of_any_mode_are_read_as_rgb(tmp_path, mode):
     mode, extension = mode.split()
     image, path = Image.fromarray(gradient()).convert(mode), tmp_path / f"x.{extension}"
     image.save(path, **BEST)
-    read = common.read_image(path)
-    assert read.dtype == np.uint8 and read.shape == (12, 10, 3)
-    assert abs(read.astype(int) - np.asarray(image.convert("RGB"))).max() <= 6 * (extension == "jpg")
+    assert abs(read(path) - np.asarray(image.convert("RGB"))).max() <= 6 * extension.startswith(("J", "j"))
 
 
-@pytest.mark.parametrize("name, dtype", [("x.png", "uint16"), ("x.tif", "f4")])
-def test_images_of_more_than_8_bits_are_refused(tmp_path, name, dtype):
-    Image.fromarray(np.arange(120, dtype=dtype).reshape(12, 10)).save(tmp_path / name)
-    with pytest.raises(common.BadImage, match=name):
-        common.read_image(tmp_path / name)
+def test_an_image_is_rotated_as_its_exif_data_say(tmp_path):
+    """Damage in EXIF data is ignored: bytes without a meaning, and a text where Pillow needs a number."""
+    exif, rotated = Image.Exif(), np.rot90(gradient(), -1)
+    exif[0x0112], exif[0x010F] = 6, "make"  # a quarter turn
+    wrong_type = exif.tobytes().replace(b"\x01\x0f", b"\x01\x00")  # the width is "make"
+    for data, expected in (exif, rotated), (wrong_type, rotated), (b"Exif\0\0" + b"garbage" * 5, gradient()):
+        Image.fromarray(gradient()).save(tmp_path / "x.jpg", exif=data, **BEST)
+        image = read(tmp_path / "x.jpg")
+        assert image.shape == expected.shape and abs(image - expected).max() <= 6
 
 
-def test_an_image_is_turned_as_its_exif_says(tmp_path):
-    """One that is damaged says nothing."""
-    exif = Image.Exif()
-    exif[0x0112] = 6  # a quarter of a turn
-    for said, right in ((exif, np.rot90(gradient(), -1)), (b"Exif\0\0" + b"garbage" * 5, gradient())):
-        Image.fromarray(gradient()).save(tmp_path / "x.jpg", exif=said, **BEST)
-        read = common.read_image(tmp_path / "x.jpg")
-        assert read.shape == right.shape and abs(read.astype(int) - right).max() <= 6
+def test_an_image_that_cannot_be_read_is_an_error_that_names_it(tmp_path):
+    """Also one with more than 8 bits per channel, whose values Pillow would clip."""
+    for name, dtype in ("gray.png", "uint16"), ("float.tif", "f4"):
+        Image.fromarray(np.arange(120, dtype=dtype).reshape(12, 10)).save(tmp_path / name)
+    Image.fromarray(gradient(80, 80)).save(tmp_path / "whole.jpg")
+    (tmp_path / "half.jpg").write_bytes((tmp_path / "whole.jpg").read_bytes()[:700])
+    (tmp_path / "text.png").write_text("not an image")
+    (tmp_path / "empty.webp").touch()
+    images = common.load_dataset("folder", tmp_path)
+    assert len(images) == 6
+    for i, (path, _) in enumerate(images.samples):
+        if not path.endswith("whole.jpg"):
+            with pytest.raises(OSError, match=re.escape(path)):
+                images[i]
 
 
-def test_the_demos_images_stay():
-    """README's numbers are of them. The means are weighted, so that no part of a formula cancels."""
-    images, labels = common.make_patterns(40, 32, seed=0)
+def test_the_images_of_the_demo_do_not_change():
+    """The README's numbers depend on them. The means are weighted, so that no part of a formula cancels."""
+    patterns = common.Patterns(40, 32, seed=0)
+    images, labels = patterns.images, patterns.targets
     weight = np.linspace(-1, 1, 32)[:, None, None] * np.linspace(1, 2, 32)[:, None] * np.array([1, -2, 0.5])
     means = [(images[labels == kind] * weight).mean() for kind in range(10)]
     assert means == pytest.approx([1.311, 0.155, -3.062, 1.426, 1.165, -2.189, -0.505, -1.376, 0.222, -0.430], abs=0.01)
-    train, test = (common.load_images("patterns", train=part, size=8) for part in (True, False))
-    assert np.array_equal(train.array, common.make_patterns(4096, 8, seed=0)[0])
-    assert np.array_equal(test.array, common.make_patterns(1024, 8, seed=1)[0])
+    for train, total, first in (True, 100330157, [8, 5, 4, 1, 5]), (False, 25062133, [4, 9, 3, 4, 8]):
+        patterns = common.load_dataset("patterns", train=train, image_size=8)
+        assert patterns.images.sum(dtype=np.int64) == pytest.approx(total, rel=1e-5)
+        assert patterns.targets[:5].tolist() == first and patterns.classes == list(common.PATTERNS)
+        image, label = patterns[3]
+        assert np.array_equal(image, patterns.images[3]) and label == first[3]
 
 
-@pytest.mark.parametrize("name, test_name", [("folder", "val"), ("imagenet", "test"), ("cifar10", "val")])
+@pytest.mark.parametrize("name, test_name", [("folder", "val"), ("imagenet", "test"), ("cifar10", "validation")])
 def test_a_layout_of_class_folders_is_read_whatever_the_name(tmp_path, test_name, name, capsys):
-    """But what is no image, hidden names, thumbnails, links that lead back, and named pipes. A class may be a link."""
+    """Without hidden and system files. Other files are counted by extension. A class may be a link."""
     parts = {"train/b": 3, "../elsewhere": 2, "unlabeled/x/y": 4, f"{test_name}/a": 1, f"{test_name}/b": 2}
-    root = write_tree(tmp_path / "data", parts | {"train/.x": 1, "train/b/@eaDir": 1})
+    skipped = [".git", "train/.x", "train/b/@eaDir", "train/lost+found", "train/#recycle", "$RECYCLE.BIN"]
+    root = write_tree(tmp_path / "data", parts | dict.fromkeys(skipped, 1))
     (root / "train" / "a").symlink_to(tmp_path / "elsewhere")
-    for other in ("b/notes.txt", "b/._0.png"):
-        (root / "train" / other).write_text("not an image")
+    for other in ("notes.txt", "notes.TXT", "README", "._0.png"):
+        (root / "train" / "b" / other).write_text("not an image")
     os.mkfifo(root / "train" / "b" / "pipe.png")
-    for link, target in {"b/up": "..", "loop": ".", "../../elsewhere/back": "../data/train"}.items():
-        (root / "train" / link).symlink_to(target)
-    train, test = (common.load_images(name, root, part) for part in (True, False))
+    (root / "docs").mkdir()
+    (root / "train" / "b" / "2.png").rename(root / "train" / "b" / "2.PNG")
+    train, test = (common.load_dataset(name, root, part) for part in (True, False))
+    said = capsys.readouterr().out
+    assert said.count("\n") == 1 and "2 .txt" in said and "1 without an extension" in said
     assert train.classes == test.classes == ["a", "b"]
-    assert train.labels.tolist() == [0, 0, 1, 1, 1] and test.labels.tolist() == [0, 1, 1]
-    images = common.load_images(name, root, unlabeled=True)
-    assert images.labels.tolist() == [0, 0, 1, 1, 1, -1, -1, -1, -1] and images.classes == ["a", "b"]
-    assert np.array_equal(images.labelled().array, train.array)
-    assert len(common.load_images(name, root, False, unlabeled=True)) == 3
-    (root / "train" / "c").symlink_to("/nowhere")  # a disk that is not mounted
-    assert str(root / "train" / "c") in refused(capsys, common.load_images, name, root)
+    assert train.targets.tolist() == [0, 0, 1, 1, 1] and test.targets.tolist() == [0, 1, 1]
+    assert np.array_equal(train[1][0], Image.open(tmp_path / "elsewhere" / "1.png")) and train[1][1] == 0
+    both = common.load_dataset(name, root, unlabeled=True)
+    assert both.targets.tolist() == [0, 0, 1, 1, 1, -1, -1, -1, -1] and both.classes == ["a", "b"]
+    assert common.labelled(both).samples == train.samples == both.samples[:5] and common.labelled(train) is train
+    assert os.path.relpath(both.path(8), root) == "unlabeled/x/y/3.png"
+    assert len(common.load_dataset(name, root, False, unlabeled=True)) == 3
 
 
-def test_trees_without_labels_and_mixed_sizes(tmp_path):
-    root = write_tree(tmp_path / "tree", ["x", "y/z"])
-    write_tree(tmp_path / "tree", ["w"], size=(14, 10))
-    tree = common.load_images("folder", root)
-    assert tree.labels.tolist() == [-1] * 9 and tree.classes == [] and tree.array is None and len(tree.labelled()) == 0
-    assert [image.shape for image in map(tree.__getitem__, range(9))] == [(14, 10, 3)] * 3 + [(12, 10, 3)] * 6
-    assert common.load_images("folder", root, train=False) is None
-    write_tree(tmp_path / "flat", ["train", "unlabeled"])
-    assert common.load_images("folder", tmp_path / "flat", unlabeled=True).labels.tolist() == [-1] * 6
-    assert common.load_images("folder", write_tree(tmp_path / "big", ["b"], 1, (97, 20))).array is None
+def test_names_are_in_one_array(tmp_path):
+    """Loader workers would copy a list of names. A name need not be text."""
+    names = ["a/1.png", "b/long name.png", os.fsdecode(b"b/\xff.png")]
+    images = common.ImageFiles(tmp_path, names, [0, 1, 1], ["a", "b"])
+    arrays = [value for value in vars(images).values() if not isinstance(value, str) and value is not images.classes]
+    assert len(arrays) == 2 and all(isinstance(a, np.ndarray) and a.dtype != object for a in arrays)
+    assert images.samples == [(f"{tmp_path}/{name}", label) for name, label in zip(names, [0, 1, 1], strict=True)]
 
 
-def test_imagenet100(tmp_path, capsys):
-    """Its classes among others, or 100 others; not 99 of its own and others."""
-    synsets, own = timm.data.ImageNetInfo("imagenet-1k").label_names(), sorted(common.IMAGENET100)
+def test_images_without_labels(tmp_path):
+    """A tree of images, or train/ without folders of classes."""
+    tree, flat = write_tree(tmp_path / "tree", ["x", "y/z"]), write_tree(tmp_path / "flat", ["train"])
+    for root, count in (tree, 6), (flat, 3):
+        images = common.load_dataset("folder", root)
+        assert images.targets.tolist() == [-1] * count and images.classes == [] and len(common.labelled(images)) == 0
+        assert common.load_dataset("folder", root, train=False) is None
+
+
+@pytest.mark.parametrize(
+    "parts", ["", "train", "train/a train/b", "train/a train/b val", "train/a train/b val/a val/c"]
+)
+def test_there_is_no_knn_without_test_images_of_the_same_classes(parts, tmp_path, capsys):
+    """A line says so. For an evaluation it is an error."""
+    root = write_tree(tmp_path, parts.split() or ["x", "y"])
+    assert common.open_data("folder", root)[1] is None
+    assert capsys.readouterr().out.startswith("no kNN in this training")
+    with pytest.raises(common.UsageError, match="same classes"):
+        common.open_evaluation_data("folder", root, dict(image_size=32))
+
+
+def test_imagenet100(tmp_path):
+    """Its classes are chosen among others. 100 other classes are read as they are. It is an error if some lack."""
+    synsets, own = timm.data.ImageNetInfo("imagenet-1k").label_names(), common.IMAGENET100
     assert len(own) == len(set(own)) == 100 and set(own) <= set(synsets)
     more = [s for s in synsets if s not in own][:2]
     root = write_tree(tmp_path, [f"train/{name}" for name in (*own, *more)], 1, (2, 2))
-    images = common.load_images("imagenet100", root)
-    assert images.classes == own and images.labels.tolist() == list(range(100))
-    assert [os.path.dirname(images.path(i)).split("/")[-1] for i in range(100)] == own
-    assert len(common.load_images("imagenet", root).classes) == 102
+    images = common.load_dataset("imagenet100", root)
+    assert images.classes == own and images.targets.tolist() == list(range(100))
+    assert [path.split("/")[-2] for path, _ in images.samples] == own
+    assert len(common.load_dataset("imagenet", root).classes) == 102
     shutil.rmtree(root / "train" / own[7])
-    assert own[7] in refused(capsys, common.load_images, "imagenet100", root)
+    with pytest.raises(common.UsageError, match=own[7]):
+        common.load_dataset("imagenet100", root)
     shutil.rmtree(root / "train" / more[0])
-    others = common.load_images("imagenet100", root)
+    others = common.load_dataset("imagenet100", root)
     assert len(others.classes) == 100 and more[1] in others.classes
 
 
-LAYOUTS = [  # --dataset, folders with two images each, what the line names
-    ("folder", "train,train/a,train/b", "DIR/train"),  # images beside classes
-    ("imagenet", "a,b", "train/"),
-    ("folder", "train/a,train/b,val/a,val/c", "'b', 'c'"),
-    ("folder", "Train/a,Val/a", "Train, Val"),
-    ("folder", "tram,bus,train", "bus, tram"),  # a class that is called train
-    ("folder", "train/a,train/b,unlabelled", "unlabelled"),
-    ("patterns", "train/a,train/b", "--dataset"),
+LAYOUTS = [  # --dataset, folders with two images each, folders without, links, what the message names
+    ("folder", "train train/a train/b", "", "", "train/0.png in DIR"),  # images beside classes
+    ("folder", "train/a train/b", "train/c", "", "without images in DIR/train: c"),
+    ("folder", "train/a train/b", "val/a", "", "without images in DIR/val: a"),
+    ("folder", "", "train", "", "without images in DIR/train"),
+    ("folder", "", "x", "", "DIR has no images"),
+    ("imagenet", "a b", "", "", "train/"),
+    ("folder", "training/a val/a", "", "", "training, val/"),
+    ("folder", "Train/a Val/a", "", "", "Train, Val/"),
+    ("folder", "tram train", "", "", "tram/"),  # a class that is called train
+    ("folder", "train/a train/b unlabelled", "", "", "unlabelled/"),
+    ("folder", "train/a train/b", "", "train/c nowhere", "DIR/train/c"),  # a disk that is not mounted
+    ("folder", "train/a train/b", "", "train/b/3.png nowhere", "DIR/train/b/3.png"),
+    ("folder", "train/a train/b", "", "val nowhere", "DIR/val"),
+    ("folder", "train/a train/b", "", "train/b/up ..", "DIR/train/b/up is a link to a folder that holds it"),
+    ("folder", "train/a train/b", "", "train/a/x ../b, train/b/y ../a", "DIR/train/a/x/y is a link"),
+    ("patterns", "train/a train/b", "", "", "--dataset"),
+    ("imagenet", None, "", "", "--data-dir"),
 ]
 
 
-@pytest.mark.parametrize("name, folders, word", LAYOUTS)
-def test_folders_that_are_no_data_set_are_one_line(tmp_path, capsys, name, folders, word):
-    write_tree(tmp_path, folders.split(","), 2)
-    args = argparse.Namespace(dataset=name, data_dir=str(tmp_path), image_size=32)
-    assert word in refused(capsys, common.open_images, args).replace(str(tmp_path), "DIR")
+@pytest.mark.parametrize("name, folders, empty, links, words", LAYOUTS)
+def test_folders_that_are_not_laid_out_as_a_data_set_are_errors(tmp_path, name, folders, empty, links, words):
+    write_tree(tmp_path, (folders or "").split(), 2)
+    for folder in empty.split():
+        (tmp_path / folder).mkdir(parents=True)
+    for link, target in [pair.split() for pair in links.split(",") if pair]:
+        (tmp_path / link).symlink_to(target)
+    with pytest.raises(common.UsageError) as error:
+        common.open_data(name, None if folders is None else str(tmp_path))
+    assert re.search(words, str(error.value).replace(str(tmp_path), "DIR"))
 
 
-def test_torchvisions_data(tmp_path, monkeypatch):
-    """Each call reads its own split. Here nothing is downloaded: the data are as torchvision gives them."""
+@pytest.fixture
+def asked(monkeypatch):
+    """Replace torchvision's data sets, which would download. Return a list of the arguments that they get."""
     asked = []
 
-    def fake(root, download, **split):
-        asked.append(split)
-        data = np.arange(288).astype(np.uint8).reshape((2, 3, 8, 6) if "split" in split else (2, 8, 6, 3))
+    def fake(root, download=False, **split):
+        asked.append(dict(root=root, download=download, **split))
         labels = np.array([1, -1] if split.get("split") == "train+unlabeled" else [0, 1])
-        return argparse.Namespace(data=data, labels=labels, targets=[0, 1], classes="ab")
+        return argparse.Namespace(labels=labels, targets=[0, 1], classes="ab")
 
-    for name in ("CIFAR10", "STL10"):
+    for name in ("CIFAR10", "CIFAR100", "STL10"):
         monkeypatch.setattr(torchvision.datasets, name, fake)
-    calls = [("cifar10", True, True), ("cifar10", False, True)]
-    calls += [("stl10", True, False), ("stl10", True, True), ("stl10", False, True)]
-    sets = [common.load_images(name, tmp_path, train, unlabeled=more) for name, train, more in calls]
-    splits = "train", "train+unlabeled", "test"
-    assert asked == [dict(train=True), dict(train=False), *(dict(split=split) for split in splits)]
-    assert [images.labels.tolist() for images in sets] == [[0, 1]] * 3 + [[1, -1]] + [[0, 1]]
-    assert all(images.array.shape == (2, 8, 6, 3) and images.classes == ["a", "b"] for images in sets)
-    assert sets[2].array[1, 2, 3].tolist() == [(144 + c * 48 + 2 * 6 + 3) % 256 for c in range(3)]
+    return asked
 
 
-def test_a_checksum_is_of_the_files_not_of_their_place(tmp_path, monkeypatch):
-    def checksum(folder):
-        return common.load_images("folder", folder).checksum()
+def test_torchvisions_data_sets(tmp_path, asked):
+    """Each call reads its own split. STL-10's images without labels are for training only."""
+    calls = [("cifar10", True, True, dict(train=True)), ("cifar100", False, True, dict(train=False))]
+    calls += [("stl10", True, False, dict(split="train")), ("stl10", True, True, dict(split="train+unlabeled"))]
+    for name, train, unlabeled, split in (*calls, ("stl10", False, True, dict(split="test"))):
+        images = common.load_dataset(name, tmp_path, train, unlabeled=unlabeled)
+        assert asked[-1] | split == asked[-1] and asked[-1]["root"] == tmp_path
+        assert list(images.targets) == ([1, -1] if split.get("split") == "train+unlabeled" else [0, 1])
+    common.load_dataset("cifar10")
+    assert asked[-1]["root"] == "data"
+
+
+def test_nothing_is_downloaded_into_a_folder_of_other_files(tmp_path, asked):
+    for other in ("thesis.txt", "x/0.png"):
+        (tmp_path / other).parent.mkdir(exist_ok=True)
+        (tmp_path / other).touch()
+        with pytest.raises(common.UsageError, match="has no train/"):
+            common.load_dataset("cifar10", tmp_path)
+    with pytest.raises(common.UsageError, match="missing"):
+        common.load_dataset("cifar10", tmp_path / "missing")
+    assert asked == [] and not (tmp_path / "missing").exists()
+    (tmp_path / "cifar-10-batches-py").mkdir()
+    common.load_dataset("cifar10", tmp_path)
+    assert asked
+
+
+@pytest.mark.parametrize("rank, local, turn", [(0, 0, 0), (1, 1, 2), (2, 0, 1), (3, 1, 2)])
+def test_each_node_downloads_once(rank, local, turn, asked, tmp_path, monkeypatch):
+    """Of two nodes with two processes each: first the very first process, then the other node's. The others wait."""
+    barriers = []  # how often the data set was opened before each
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "barrier", lambda: barriers.append(len(asked)))
+    monkeypatch.setattr(common, "rank_and_world", lambda: (rank, 4))
+    monkeypatch.setenv("LOCAL_RANK", str(local))
+    common.load_dataset("cifar10", tmp_path)
+    assert any(call["download"] for call in asked) == (local == 0) and len(barriers) >= 2
+    assert [*barriers, len(asked)].count(0) == turn
+
+
+def test_the_fingerprint_is_of_the_images_not_of_their_place(tmp_path, monkeypatch):
+    def fingerprint(folder):
+        return common.fingerprint(common.load_dataset("folder", folder))
 
     root = write_tree(tmp_path / "one", {"train/a": 3, "train/b": 2})
-    found, file, other = [checksum(root)], root / "train" / "b" / "1.png", root / "train" / "a" / "7.png"
+    found, file, other = [fingerprint(root)], root / "train" / "b" / "1.png", root / "train" / "a" / "7.png"
     shutil.copytree(root, tmp_path / "deep" / "er" / "two")
     monkeypatch.chdir(tmp_path)
-    assert checksum("deep/er/two") == found[0]
+    assert fingerprint("deep/er/two") == found[0]
     data = file.read_bytes()
     for change in (
         lambda: file.write_bytes(data[:-1] + b"x"),  # of the same size
@@ -162,40 +251,34 @@ def test_a_checksum_is_of_the_files_not_of_their_place(tmp_path, monkeypatch):
         other.unlink,
     ):
         change()
-        found.append(checksum(root))
+        found.append(fingerprint(root))
     assert len(set(found)) == 5
 
 
-def test_a_checksum_of_many(monkeypatch):
-    """Of files it reads a hundred, and all names; of an array also the shape, and the last image."""
+class Own(torch.utils.data.Dataset):
+    """Images and labels as a user may have them."""
+
+    def __init__(self, arrays, targets):
+        self.arrays, self.targets = arrays, targets
+
+    def __len__(self):
+        return len(self.arrays)
+
+    def __getitem__(self, index):
+        return Image.fromarray(self.arrays[index]), self.targets[index]
+
+
+def test_the_fingerprint_of_many_images(monkeypatch):
+    """It depends on all names and labels, the number of images, and the contents of a hundred, the last included."""
     asked = []
     monkeypatch.setattr(common.Path, "read_bytes", lambda path: asked.append(path) or b"pixels")
     names = [f"train/{i:08}.JPEG" for i in range(2000)]
-    sums = {common.ImageSet(paths).checksum() for paths in (names, [*names[:77], "other.JPEG", *names[78:]])}
-    assert len(sums) == 2 and len(set(asked)) == 100
-    array = np.zeros((2300, 32, 32, 3), np.uint8)
-    changed, labels = array.copy(), np.zeros(2300, int)
-    changed[-1] = 1
-    sets = [(array,), (array, labels), (array.reshape(2300, 64, 16, 3),), (array[:-1],), (changed,)]
-    assert len({common.ImageSet(*images).checksum() for images in sets}) == 5
-
-
-def test_own_images_are_an_array_or_paths(tmp_path, capsys):
-    """Labels of any integer type; -1 is none. Rows stay together in subsets."""
-    root = write_tree(tmp_path, {"": 4})
-    array = np.stack([np.asarray(Image.open(root / f"{i}.png")) for i in range(4)])
-    for labels in ([2, 0, -1, 1], np.array([2, 0, -1, 1], np.int8), np.array([2, 0, 0, 1], np.uint8)):
-        for images in (array, [root / f"{i}.png" for i in range(4)]):
-            own = common.ImageSet(images, labels)
-            assert own.classes == [0, 1, 2] and np.array_equal(own.labels, labels)
-            part = own.subset(np.array([3, 0])).labelled()
-            assert part.labels.tolist() == [1, 2] and all(np.array_equal(part[i], array[3 - 3 * i]) for i in range(2))
-    assert len(common.ImageSet(array).classes) == len(common.ImageSet(array).labelled()) == 0
-    for wrong in (array.astype("f4"), array.swapaxes(1, 3), array[..., :1], array[0]):
-        refused(capsys, common.ImageSet, wrong)
-    # Too few; a column, as of Keras; one-hot rows; no whole numbers; names
-    for labels in ([0, 1], [[0], [1], [2], [0]], np.eye(4, dtype=int), [0.0, 1.0, 2.0, 0.0], [*"abca"]):
-        assert f"{np.shape(labels)}" in refused(capsys, common.ImageSet, array, labels)
-    assert "up to 2" in refused(capsys, common.ImageSet, array, [0, 0, 0, 2], "ab")
-    sets = [common.ImageSet(array, [0, 1, 0, 1], classes) for classes in ("ab", "ba")]
-    assert "order" in refused(capsys, common.check_labels, *sets)
+    several = names, [*names[:77], "other.JPEG", *names[78:]]
+    assert len({common.fingerprint(common.ImageFiles("/data", x, [0] * 2000, ["a"])) for x in several}) == 2
+    assert len(set(asked)) == 100
+    arrays, labels = np.zeros((2300, 8, 8, 3), np.uint8), np.zeros(2300, int)
+    changed, other = arrays.copy(), labels.copy()
+    changed[-1], other[77] = 1, 1
+    sets = [(arrays, labels), (arrays, other), (arrays[:-1], labels[:-1]), (changed, labels)]
+    assert len({common.fingerprint(Own(*images)) for images in sets}) == 4
+    assert common.fingerprint(Own(arrays, labels.tolist())) == common.fingerprint(Own(arrays.copy(), labels))
