@@ -47,6 +47,8 @@ There is no released code. Where the paper is silent, this file decides, and say
        query and key have different crops. `--same-crop` is the other reading: a key has the crop of its query.
     D6 Multi-crop. Paper (section 4.4): only sizes and areas. Here (ours): local crops are queries, which are mixed with
        local crops of the positive.
+    D7 The weight of Eq. 4. Paper: lambda, drawn from Beta(alpha, alpha). Here, as in CutMix's code: the share of the
+       image that is left, which is larger than lambda where a part of the box is outside.
 Differences in rounding, indices and precision are listed in tests/golden/README.md.
 """
 
@@ -93,7 +95,7 @@ def parse_args(argv=None):
 
     add = parser.add_argument_group("model").add_argument
     add("--arch", default="resnet50", help="encoder: resnet_micro, resnet18, resnet50, vit_small, or any timm model")
-    names = ("--resolutions", "--image-size")
+    names = ("--resolutions", "--image-size")  # the latter is the name in the other files
     add(*names, type=common.positive_int, nargs="+", default=[224, 160], help="sides of a view, in pixels (Table 7)")
     add("--patch-size", type=common.positive_int, default=16, help="side of a ViT's patch, in pixels")
     add("--dim", type=common.positive_int, default=128, help="dimension of queries and keys")
@@ -105,7 +107,7 @@ def parse_args(argv=None):
     add("--batch-size", type=common.positive_int, default=512, help="images per step, over all processes")
     add("--lr", type=common.positive_float, default=0.03, help="peak learning rate per 256 images")  # 0.06 for 512
     add("--min-lr", type=common.nonnegative_float, default=0.0, help="last learning rate per 256 images")
-    add("--warmup", type=common.nonnegative_float, default=0.0, help="epochs of warm-up, at most a quarter of them")
+    add("--warmup", type=common.nonnegative_float, default=0.0, help="epochs of warm-up, at most a quarter of --epochs")
     add("--weight-decay", type=common.nonnegative_float, default=1e-4, help="weight decay of SGD")
 
     add = parser.add_argument_group("augmentation").add_argument
@@ -119,7 +121,7 @@ def parse_args(argv=None):
 
     args = common.parse_args(parser, argv, recipe)
     args.resolutions = sorted(args.resolutions, reverse=True)
-    args.image_size = args.resolutions[0]  # views are cropped at the largest
+    args.image_size = args.resolutions[0]  # views are cropped at the largest size
     if args.selection != "none" and args.clim_start >= args.epochs:
         parser.error(f"--clim-start {args.clim_start} is not below --epochs {args.epochs}: there would be no positives")
     if args.local_crops and args.local_size > args.image_size:
@@ -154,7 +156,7 @@ RECIPES = dict(  # what differs from the paper's values for ImageNet
     stl10=dict(CIFAR, resolutions=[96], patch_size=8, queue=8192, num_clusters=800, norm="imagenet", local_size=48),
     imagenet100=dict(arch="resnet18", queue=16384, num_clusters=1000),  # ours
     imagenet=dict(knn_every=50),  # its kNN takes minutes
-    folder=dict(queue=None, num_clusters=None, bn_groups=2),  # ours; None: by the number of images, which may be small
+    folder=dict(queue=None, num_clusters=None, bn_groups=2),  # ours; None: a tenth of the images, 128 per cluster
 )
 # fmt: on
 
@@ -215,14 +217,14 @@ def cutmix(x, partner, lam, generator=None):
     CPU generator; None: torch's global one. The share is a float, or (N,) like x if lam is (N,). Raises ValueError if
     the shapes do not fit, or lam is not in [0, 1]. Source: the code of CutMix (Yun et al., arXiv 1905.04899).
     """
-    share = torch.as_tensor(lam, dtype=torch.float64).cpu()
-    if x.dim() != 4 or partner.shape != x.shape or tuple(share.shape) not in ((), (len(x),)):
-        shapes = f"x {tuple(x.shape)}, partner {tuple(partner.shape)} and lam {tuple(share.shape)}"
+    lam = torch.as_tensor(lam, dtype=torch.float64).cpu()
+    if x.dim() != 4 or partner.shape != x.shape or tuple(lam.shape) not in ((), (len(x),)):
+        shapes = f"x {tuple(x.shape)}, partner {tuple(partner.shape)} and lam {tuple(lam.shape)}"
         raise ValueError(f"cutmix takes x and partner (N, C, H, W), and lam () or (N,), not {shapes}")
-    if not ((share >= 0) & (share <= 1)).all():
+    if not ((lam >= 0) & (lam <= 1)).all():
         raise ValueError(f"cutmix takes lam in [0, 1], not {lam}")
     height, width = x.shape[2:]
-    side = (1 - share.reshape(-1, 1)).sqrt()  # of each box, as a share of the image's: (boxes, 1), as all below
+    side = (1 - lam.reshape(-1, 1)).sqrt()  # of each box, as a share of the image's: (boxes, 1), as all below
     center_y = (torch.rand(side.shape, dtype=torch.float64, generator=generator) * height).long()
     center_x = (torch.rand(side.shape, dtype=torch.float64, generator=generator) * width).long()
     half_height, half_width = (side * height).long() // 2, (side * width).long() // 2
@@ -233,7 +235,7 @@ def cutmix(x, partner, lam, generator=None):
     in_box = (in_rows[:, None, :, None] & in_columns[:, None, None, :]).to(x.device, non_blocking=True)  # 1 - M
     mixed = torch.where(in_box, partner, x)  # Eq. 3: x where the mask M is 1
     kept = 1 - ((bottom - top) * (right - left)).flatten().double() / (height * width)
-    return mixed, (kept.to(x) if share.dim() else kept.item())
+    return mixed, (kept.to(x) if lam.dim() else kept.item())
 
 
 # The choice of positives: section 3.2.1 and App. A.2
@@ -244,7 +246,8 @@ def nearest_neighbors(x, k, rows=None):
     """Return the k nearest other rows of each row by L2 distance, nearest first: (n, min(k, N - 1)) int64.
 
     x: (N, C). rows: (n,) int64, the rows whose neighbours are wanted; None: all. A row is not its own neighbour, unless
-    it is the only one (D1). Distances are computed in float64.
+    it is the only one (D1). Distances are computed in float64. They are compared in float32, so that copies are equally
+    near.
     """
     x = x.double() - x[:1].double()  # in float32, or far from 0, cdist confuses rows that are close to each other
     rows = torch.arange(len(x), device=x.device) if rows is None else rows
@@ -330,11 +333,12 @@ def random_members(assignment, count, generator=None):
     everyone = torch.arange(len(assignment), device=assignment.device)
     by_cluster = assignment.argsort(stable=True).split(assignment.bincount().tolist())
     for rows in by_cluster:  # those of one cluster
-        candidates, own_place = rows, everyone[: len(rows)]
-        if len(rows) < 2:
+        if len(rows) > 1:
+            candidates, own_place = rows, everyone[: len(rows)]
+        else:
             candidates, own_place = everyone, rows
         place = torch.randint(len(candidates) - 1, (len(rows), count), generator=generator).to(rows.device)
-        place += place >= own_place[:, None]  # skip the row's own place among the candidates
+        place += place >= own_place[:, None]  # from the row's own place on, so that it is never drawn
         table[rows] = candidates[place]
     return table
 
@@ -385,13 +389,13 @@ class ImageAndPositive(Dataset):
         return (views, self.positive_views[positive][0] if positive >= 0 else []), label
 
 
-def twice(view):
-    """Return a view as key and as query, for --same-crop (D5)."""
+def key_and_query(view):
+    """Return a view as key and as query, for --same-crop (D5): common.Views takes a list of views from a transform."""
     return [view, view]
 
 
 def augment(x, args):
-    """Flip and color crops as MoCo v2 does (App. A): uint8 (n, 3, S, S) -> normalised float (n, 3, S, S)."""
+    """Flip and color crops as MoCo v2 does (App. A.1): uint8 (n, 3, S, S) -> normalised float (n, 3, S, S)."""
     x = common.horizontal_flip(x.float() / 255, p=0.5)
     x = common.color_jitter(x, 0.4, 0.4, 0.4, 0.1, p=0.8)
     x = common.grayscale(x, p=0.2)
@@ -497,22 +501,23 @@ class CLIM(nn.Module):
         at the largest size (ours), of all processes. Only the loss has a gradient, which reaches the query encoder
         only.
         """
-        q, k = [], []
+        q, keys = [], []  # for each size
         for i, size in enumerate(self.sizes):
             mirrored = size in self.sizes[:i]  # D4
             q.append(self.query(resize(queries[0], size, mirrored)))
             # Both keys are encoded together (ours): a batch-norm group holds twice as many keys as queries
-            k.append(encode_shuffled_keys(self.key, [resize(view, size, mirrored) for view in key_views]))
-        keys = k[0][0]  # (N, dim)
-        k = [shard(x, dim=1) for x in k]  # this process's, for each size (1 or 2, n, dim)
+            resized = [resize(view, size, mirrored) for view in key_views]
+            keys.append(encode_shuffled_keys(self.key, resized))  # (1 or 2, N, dim), of all processes
+        k = [shard(keys_of_size, dim=1) for keys_of_size in keys]  # (1 or 2, n, dim), this process's
         local_q = [self.query(crop) for crop in queries[1:]]
-        with torch.autocast(keys.device.type, enabled=False):  # the loss is computed in float32
+        with torch.autocast(q[0].device.type, enabled=False):  # the loss is computed in float32
             # Eq. 6: the queries of every size r with the keys of every size r'
             losses = [self.contrast(q_r, k_r, shares[0]) for q_r in q for k_r in k]
             # Table 7: local crops with the keys of the largest size (D6)
             losses += [self.contrast(x, k[0], share) for x, share in zip(local_q, shares[1:], strict=True)]
             loss = sum(losses)
-        return loss, keys, q[0].detach(), dict(loss=loss.detach())
+        own_keys = keys[0][0]  # of the images themselves, at the largest size
+        return loss, own_keys, q[0].detach(), dict(loss=loss.detach())
 
     @torch.no_grad()
     def update(self, m):
@@ -561,10 +566,12 @@ def choose_positives(args, model, images, info, device):
         table = select_positives(x, centers, assignment, args.knn_k, count, neighbors=neighbors)
     if dist.is_initialized():
         dist.broadcast(table, 0)  # each process has drawn its own
-    labels, share = torch.as_tensor(getattr(images, "targets", [-1])), ""
+    labels, of_class = torch.as_tensor(getattr(images, "targets", [-1])), ""
     if labels.min() >= 0:
-        share = f", {100 * (labels[:, None] == labels[table.cpu()]).double().mean():.1f} % of them of the image's class"
-    common.log(f"positives chosen in {time.perf_counter() - began:.1f} s{share}")
+        of_class = (
+            f", {100 * (labels[:, None] == labels[table.cpu()]).double().mean():.1f} % of them of the image's class"
+        )
+    common.log(f"positives chosen in {time.perf_counter() - began:.1f} s{of_class}")
     return table
 
 
@@ -576,10 +583,10 @@ def main(args, train=None, test=None):
     # Data: views of each image and of one of its positives, cropped here and colored in the loop
     if train is None:
         train, test = common.open_data(args.dataset, args.data_dir, args.image_size)
-    groups = common.split_batch(args.batch_size, len(train), world, args.bn_groups, "--bn-groups")  # of batch norm
+    groups = common.split_batch(args.batch_size, len(train), world, args.bn_groups, "--bn-groups")  # per process
     crop = v2.RandomResizedCrop(args.image_size, args.crop_scale)
     local_crop = v2.RandomResizedCrop(args.local_size, args.local_scale)
-    transforms = [v2.Compose([crop, twice])] if args.same_crop else [crop, crop]  # a key and a query view (D5)
+    transforms = [v2.Compose([crop, key_and_query])] if args.same_crop else [crop, crop]  # a key and a query view (D5)
     transforms += [local_crop] * args.local_crops
     positive_transforms = transforms if args.mix == "cutmix" else [crop]  # without mixing, only a key view
     positives = torch.full((len(train), args.num_positives), -1, dtype=torch.int32).share_memory_()  # none yet
@@ -618,7 +625,7 @@ def main(args, train=None, test=None):
 
     for epoch in range(len(records), args.epochs):
         sampler.set_epoch(epoch)
-        torch.manual_seed(hash((args.seed, epoch, rank)))  # a resumed run draws the same numbers
+        torch.manual_seed(hash((args.seed, epoch, rank)))  # so that a resumed run draws the same numbers
         if args.selection != "none" and epoch in range(args.clim_start, args.epochs, args.refresh_every):
             positives.copy_(choose_positives(args, model, train, info, device))  # section 3.2.1
         meter = common.Meter(epoch, args.epochs, len(loader), args.batch_size)

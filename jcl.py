@@ -16,7 +16,7 @@ of negatives.
     Eq. 8-9                    jcl_loss                 the bound, and its mean over the batch
     Algorithm 1, line 4        augment, main            the views
     Algorithm 1, lines 5-10    JCL.forward              queries, keys and the loss; lines 7-10 are jcl_loss
-    Algorithm 1, lines 12-13   main                     12: the update; 13: the queue
+    Algorithm 1, lines 12-13   main                     12: the update (g: D5); 13: the queue
 
     python jcl.py                                                             # a laptop, no data
     python jcl.py --dataset cifar10 --num-keys 1                              # the baseline, MoCo v2, on one GPU
@@ -36,7 +36,8 @@ Differences between the paper, which is the default, and the released code, `--v
     D3 Batch size on ImageNet-1K. Paper: 512. Released: 256. The learning rate per image is the same.
     D4 The queue. Paper (App. C): 256 old keys leave while N = 512 enter. Here and released: as many leave as enter.
     D5 The key encoder g. Paper: trained (Alg. 1; 3.2), or a momentum encoder (App. C). Here: a momentum encoder.
-    D6 The classes of ImageNet-100. Paper (App. D): the list has two misprints. Here: common.py corrects them.
+    D6 The queue with --vanilla. Paper: not given. Here (ours): the mean keys enter, too.
+    D7 The classes of ImageNet-100. Paper (App. D): the list has two misprints. Here: common.py corrects them.
 Differences in rounding, indices and precision are listed in tests/golden/README.md.
 """
 
@@ -88,7 +89,7 @@ def parse_args(argv=None):
     add("--batch-size", type=common.positive_int, default=512, help="images per step, over all processes")
     add("--lr", type=common.positive_float, default=0.03, help="peak learning rate per 256 images")  # 0.06 for 512
     add("--min-lr", type=common.nonnegative_float, default=0.0, help="last learning rate per 256 images")
-    add("--warmup", type=common.nonnegative_float, default=0.0, help="epochs of warm-up, at most a quarter of them")
+    add("--warmup", type=common.nonnegative_float, default=0.0, help="epochs of warm-up, at most a quarter of --epochs")
     add("--weight-decay", type=common.nonnegative_float, default=1e-4, help="weight decay of SGD")
 
     add = parser.add_argument_group("augmentation").add_argument
@@ -118,7 +119,7 @@ RECIPES = dict(  # what differs from the paper's values for ImageNet
     cifar10=CIFAR,
     cifar100=dict(CIFAR, norm="cifar100"),
     stl10=dict(CIFAR, image_size=96, patch_size=8, queue=8192, norm="imagenet"),
-    imagenet100=dict(  # App. D, except for ours: queue and bn_groups
+    imagenet100=dict(  # App. D; it does not give queue and bn_groups, which are ImageNet's here
         arch="resnet18", epochs=100, batch_size=128, lr=0.2,  # 0.1 for 128
     ),
     imagenet=dict(knn_every=50),  # its kNN takes minutes
@@ -301,7 +302,7 @@ def main(args, train=None, test=None):
     # Data: one query view and M' key views per image (Algorithm 1, line 4), cropped here and colored in the loop
     if train is None:
         train, test = common.open_data(args.dataset, args.data_dir, args.image_size)
-    groups = common.split_batch(args.batch_size, len(train), world, args.bn_groups, "--bn-groups")  # of batch norm
+    groups = common.split_batch(args.batch_size, len(train), world, args.bn_groups, "--bn-groups")  # per process
     crop = v2.RandomResizedCrop(args.image_size, args.crop_scale)
     images = common.Views(train, [crop] * (1 + args.num_keys))
     sampler = DistributedSampler(images, world, rank, seed=args.seed, drop_last=True)
@@ -338,7 +339,7 @@ def main(args, train=None, test=None):
 
     for epoch in range(len(records), args.epochs):
         sampler.set_epoch(epoch)
-        torch.manual_seed(hash((args.seed, epoch, rank)))  # a resumed run draws the same numbers
+        torch.manual_seed(hash((args.seed, epoch, rank)))  # so that a resumed run draws the same numbers
         lam = args.lam if args.lam_schedule == "constant" else args.lam * (epoch + 1) / args.epochs  # D1
         meter = common.Meter(epoch, args.epochs, len(loader), args.batch_size)
         for step, (crops, _) in enumerate(loader):

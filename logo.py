@@ -12,7 +12,7 @@ encoder slightly lowers the score of its own pairs.
     L_gg, L_lg    MoCo.forward, SimSiam.forward, combine
     Eq. 6         affinity_loss                               what the affinity learns (supplement, Eq. 4)
     L_ll          local_dissimilarity                         what the encoder lowers
-    Eq. 9         main                                        L_gg + L_lg + lambda L_ll, what the encoder learns
+    Eq. 9         main, --variant paper                       L_gg + L_lg + lambda L_ll; by default a step of its own
     Algorithm 1   main                                        each step: first Eq. 6, then Eq. 9
     "(4-crop)"    --pairs all                                 each crop with each other (supplement, Tables 2 and 3)
 
@@ -36,7 +36,7 @@ Not here: SwAV (supplement, Tables 4 and 5), the SVM on VOC after training on CO
 
 Caution: in the released code and here, the affinity sees pairs of one image and pairs of two images in separate
 batches, and only the former have noise. So it can tell them apart by batch statistics or noise, without comparing the
-local crops. In our runs it ranks all pairs correctly in such batches, but only 57 to 63 % of them in a mixed batch
+local crops. In our runs it ranks all pairs correctly in such batches, but only about 61 % of them in a mixed batch
 (tests/results/README.md).
 
 Differences between the paper, the released code and this file:
@@ -59,8 +59,9 @@ Differences between the paper, the released code and this file:
     D11 The baseline. Here: it has global crops, and with `--one-way` the keys of one view are enqueued. Released: its
        crops take at least 0.08 of the area, and the keys of both views are enqueued.
     D12 SimSiam (inference). Learning rate, batch size and weight decay are LoGo's on MoCo. On CIFAR the batch has 512
-       images, as in erceguder/LoGo, whose learning rate is half of ours. All learning rates follow a cosine; in
-       SimSiam's own code the predictor's is constant.
+       images, as in erceguder/LoGo, whose learning rate is half of ours. The encoder's and
+       the predictor's learning rates follow a cosine; in SimSiam's own code the predictor's is constant. The affinity's
+       is constant, on MoCo, too. The projector is SimSiam's: three layers of 2048, on CIFAR two, as in erceguder/LoGo.
     D13 The size of local crops. Paper (supplement): on CIFAR 32 px, as large as the global ones, so that they differ
        only in area. On STL-10 it is not given; 96 px is ours.
     D14 `--pairs all`. Paper (supplement, section 2): four crops with areas (.3, 1) and (.05, .3), and all ordered
@@ -89,7 +90,7 @@ import common
 
 
 def parse_args(argv=None):
-    """Parse the command line. The defaults are the released code's for ImageNet-100, with the changes of `recipe`."""
+    """Parse the command line. The defaults are the released code's for ImageNet-100, changed by `recipe`."""
     options = dict(formatter_class=argparse.ArgumentDefaultsHelpFormatter, allow_abbrev=False)
     parser = argparse.ArgumentParser("logo.py", "%(prog)s [options]", __doc__.splitlines()[0], **options)
     parser.set_defaults(method="logo")
@@ -112,8 +113,9 @@ def parse_args(argv=None):
     add("--temperature", type=common.positive_float, default=0.07, help="temperature of MoCo's loss")
     add("--queue", type=common.positive_int, default=4096, help="number of MoCo's negatives")
 
-    add = parser.add_argument_group("model").add_argument  # the supplement's for ImageNet-100, section 1
-    add("--arch", default="resnet34", help="encoder: resnet_micro, resnet18, resnet50, vit_small, or any timm model")
+    add = parser.add_argument_group("model").add_argument
+    names = "resnet_micro, resnet18, resnet50, vit_small, or any timm model"
+    add("--arch", default="resnet34", help=f"encoder: {names}")  # supplement, section 1, as --local-size
     add("--image-size", type=common.positive_int, default=224, help="side of a global view, in pixels")
     add("--local-size", type=common.positive_int, default=96, help="side of a local view, in pixels (D13)")
     add("--patch-size", type=common.positive_int, default=16, help="side of a ViT's patch, in pixels")
@@ -129,11 +131,17 @@ def parse_args(argv=None):
     add("--lr", type=common.positive_float, default=0.03, help="peak learning rate per 256 images")
     add("--milestones", type=common.fraction, nargs="*", default=[0.6, 0.8], help="shares of the run after which the "
         "learning rate falls to a tenth; none: a cosine")  # fmt: skip
-    add("--warmup", type=common.nonnegative_float, default=0.0, help="epochs of warm-up, at most a quarter of them")
+    add("--warmup", type=common.nonnegative_float, default=0.0, help="epochs of warm-up, at most a quarter of --epochs")
     add("--weight-decay", type=common.nonnegative_float, default=1e-4, help="weight decay of SGD")
 
     add = parser.add_argument_group("augmentation").add_argument
-    add("--global-scale", type=common.fraction, nargs=2, default=[0.4, 1.0], help="area of a global crop (Table 9)")
+    add(
+        "--global-scale",
+        type=common.fraction,
+        nargs=2,
+        default=[0.4, 1.0],
+        help="area of a global crop (supplement, 1; Table 9)",
+    )
     add("--local-scale", type=common.fraction, nargs=2, default=[0.08, 0.4], help="area of a local crop (Table 8, D7)")
     add("--blur-p", type=common.fraction, default=0.5, help="probability of a Gaussian blur")
     add("--norm", choices=common.NORMS, default="imagenet", help="data set whose mean and deviation normalise views")
@@ -157,7 +165,7 @@ def parse_args(argv=None):
 
 
 # fmt: off
-CIFAR = dict(  # supplement, section 1
+CIFAR = dict(  # supplement, section 1; released: no blur; ours: patch_size
     arch="resnet18", image_size=32, local_size=32, patch_size=4, blur_p=0.0, local_scale=[0.08, 0.6], norm="cifar10",
 )
 RECIPES = dict(  # what differs from the values for MoCo on ImageNet-100
@@ -167,7 +175,7 @@ RECIPES = dict(  # what differs from the values for MoCo on ImageNet-100
     ),
     cifar10=CIFAR,
     cifar100=dict(CIFAR, norm="cifar100"),
-    stl10=dict(arch="resnet18", image_size=96, local_size=96, patch_size=8),  # supplement, section 1; D9
+    stl10=dict(arch="resnet18", image_size=96, local_size=96, patch_size=8),  # supplement, section 1; D9, D13
     imagenet100={},
     imagenet=dict(arch="resnet50", queue=65536, knn_every=50),  # ours; its kNN takes minutes
     folder=dict(arch="resnet50", queue=None, bn_groups=2),  # ours; None: a tenth of the images, which may be few
@@ -206,7 +214,7 @@ def affinity_loss(affinity, local1, local2, noise=None, form="logistic"):
     Positives are the rows of local1 and local2, which belong to the same image. In negatives, the second is rolled by
     one row. form: "logistic" (released) is the softplus of minus the positives' scores plus the softplus of the
     negatives' scores, averaged over both orders of the two; it is at least 0. "linear" (paper) is -Omega, that is
-    E f(negative) - E f(positive), where f is the softplus of the score (supplement, Eq. 4); it is unbounded.
+    E f(negative) - E f(positive) (supplement, Eq. 4). It is unbounded. That f is the softplus of the score is inferred.
 
     affinity: (N, C), (N, C) -> scores (N,). local1, local2: (N, C), L2-normalised. noise: (2, N, C), added to the
     positives, or None. Gradients reach the affinity only. Raises ValueError if the shapes do not fit.
@@ -365,7 +373,8 @@ def compared_views(pairs="logo", local_crops=2, one_way=False):
     if pairs == "all":  # the supplement's 4-crop baseline
         return list(permutations(range(4), 2)), []
     global_pairs = [(0, 1)] if one_way else [(0, 1), (1, 0)]
-    return global_pairs, [(2, 0), (2, 1), (3, 0), (3, 1)] if local_crops else []
+    local_pairs = [(2, 0), (2, 1), (3, 0), (3, 1)] if local_crops else []
+    return global_pairs, local_pairs
 
 
 class MoCo(nn.Module):
@@ -396,13 +405,15 @@ class MoCo(nn.Module):
         return F.normalize(self.momentum_projector(self.momentum_backbone(x)).to(x.dtype), dim=1)
 
     def forward(self, views, local=None):
-        """Return (loss, keys to enqueue (N', dim), queries (n, dim), {name: metric}): L_gg and L_lg.
+        """Return (loss, keys to enqueue (N or 2N, dim), queries (n, dim), {name: metric}): L_gg and L_lg.
 
         views: this process's two global views, then its local views, each (n, 3, H, W), normalised. local: list of the
         local views' projections, if they are already computed. The keys are the global views', of all processes; the
         queries are view 0's. Only the loss has a gradient, which reaches the query encoder only.
         """
-        queried, keyed = map(set, zip(*self.global_pairs, *self.local_pairs, strict=True))  # numbers of views
+        pairs = self.global_pairs + self.local_pairs
+        queried = {i for i, _ in pairs}  # numbers of the views that are queries
+        keyed = {j for _, j in pairs}  # and of those that are keys
         z = [self.project(views[i]) for i in (0, 1) if i in queried]
         z += local or [self.project(view) for view in views[2:]]
         q = [F.normalize(x, dim=1) for x in z]
@@ -435,10 +446,13 @@ class SimSiam(nn.Module):
         def layer(inputs, outputs):
             return [nn.Linear(inputs, outputs, bias=False), nn.BatchNorm1d(outputs), nn.ReLU(inplace=True)]
 
-        *first, last = [width] + [dim] * (layers - 1)  # inputs of the projector's layers
+        modules, inputs = [], width
+        for _ in range(layers - 1):
+            modules += layer(inputs, dim)
+            inputs = dim
+        modules += [nn.Linear(inputs, dim, bias=False), nn.BatchNorm1d(dim, affine=False)]
         self.backbone = backbone
-        self.projector = nn.Sequential(*(module for inputs in first for module in layer(inputs, dim)))
-        self.projector.extend([nn.Linear(last, dim, bias=False), nn.BatchNorm1d(dim, affine=False)])
+        self.projector = nn.Sequential(*modules)
         self.predictor = nn.Sequential(*layer(dim, hidden), nn.Linear(hidden, dim))
         (self.global_pairs, self.local_pairs), self.reduction = pairs, reduction
 
@@ -488,7 +502,7 @@ def main(args, train=None, test=None):
         train, test = common.open_data(args.dataset, args.data_dir, args.image_size)
     simsiam = args.base == "simsiam"
     bn_groups = 1 if simsiam else args.bn_groups
-    groups = common.split_batch(args.batch_size, len(train), world, bn_groups, "--bn-groups")  # of batch norm
+    groups = common.split_batch(args.batch_size, len(train), world, bn_groups, "--bn-groups")  # per process
     crop = v2.RandomResizedCrop(args.image_size, args.global_scale)
     local_crop = v2.RandomResizedCrop(args.local_size, args.local_scale)
     images = common.Views(train, [crop] * 2 + [local_crop] * args.local_crops)
@@ -515,7 +529,8 @@ def main(args, train=None, test=None):
         negatives = args.queue or min(65536, max(args.batch_size, len(train) // 10))
         model = MoCo(backbone, width, pairs, args.dim, negatives, args.temperature, reduction)
         model = convert_split_batchnorm(model, groups) if groups > 1 else model
-        uniform = combine(*([math.log(negatives + 1)] * len(part) for part in pairs), reduction)
+        global_terms, local_terms = ([math.log(negatives + 1)] * len(part) for part in pairs)
+        uniform = combine(global_terms, local_terms, reduction)
         derived = dict(negatives=negatives, loss_at_uniform_logits=uniform, batch_norm_groups=groups * world)
     model.to(device, memory_format=torch.channels_last)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0, momentum=0.9, weight_decay=args.weight_decay)
@@ -549,7 +564,7 @@ def main(args, train=None, test=None):
 
     for epoch in range(len(records), args.epochs):
         sampler.set_epoch(epoch)
-        torch.manual_seed(hash((args.seed, epoch, rank)))  # a resumed run draws the same numbers
+        torch.manual_seed(hash((args.seed, epoch, rank)))  # so that a resumed run draws the same numbers
         meter = common.Meter(epoch, args.epochs, len(loader), args.batch_size)
         for step, (crops, _) in enumerate(loader):
             lr = learning_rate(args, epoch + step / len(loader))
@@ -563,23 +578,24 @@ def main(args, train=None, test=None):
                 with torch.autocast(device.type, torch.bfloat16, enabled=amp):
                     local = [model.project(view) for view in views[2:]]
                 local1, local2 = (GatherWithGradient.apply(F.normalize(x, dim=1)) for x in local)  # (N, dim)
-                noise = None if linear else 0.3 / args.dim**0.5 * torch.randn(2, *local1.shape, device=device)
+                scale = 0.3 / args.dim**0.5  # released
+                noise = None if linear else scale * torch.randn(2, *local1.shape, device=device)
                 ranking_loss = affinity_loss(affinity, local1, local2, noise, args.affinity_form)
                 descend(affinity_optimizer, ranking_loss)  # update the affinity (Eq. 6)
                 l_ll = local_dissimilarity(affinity, local1, local2)  # by the new affinity
-            if l2l == "clip":  # released
+            if l2l == "clip":  # D1
                 descend(l2l_optimizer, l_ll, args.clip_ratio * previous_norm)  # update the encoder by L_ll
                 local = None  # the encoder has changed: project the local views again
             with torch.autocast(device.type, torch.bfloat16, enabled=amp):
                 loss, keys, q, metrics = ddp(views, local)  # L_gg and L_lg
-            if l2l == "lambda":  # paper
-                loss = loss + args.lam * l_ll  # Eq. 9
+            if l2l == "lambda":  # D1
+                loss = loss + args.lam * l_ll  # Eq. 9; in a mean of six terms lambda weighs more
             if l2l:
                 metrics |= dict(loss=loss, affinity_loss=ranking_loss, dissimilarity=l_ll)
             optimizer.zero_grad()
             loss.backward()
             grad_norm = nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
-            previous_norm.copy_(grad_norm)  # for the clip of the next step (D4)
+            previous_norm.copy_(grad_norm)  # for the clip in the next step (D4)
             optimizer.step()  # update the encoder
             if not simsiam:
                 model.update(args.momentum)

@@ -10,7 +10,7 @@ MoCo. The keys come from a momentum encoder. The negatives are a queue of earlie
 the batch (v3, which also has a predictor).
 
     Algorithm 1        joint_from_uniform, sample_joint    the two areas, or the sigmas of the two blurs
-    Eq. 4-10           (in the tests)                      RandomCrop's distribution; here `--joint none`
+    Eq. 4-10           joint_from_uniform, beta=None       RandomCrop's areas (in the tests)
     App. D             JointViews, --local-crops           JointCrop with multi-crop, and which pairs are drawn jointly
     App. F             JointViews, --joint either          JointCrop or JointBlur, one of the two per image
     App. G             center_suppressed, --css-alpha      center-suppressed sampling of a crop's position
@@ -21,12 +21,13 @@ the batch (v3, which also has a predictor).
     python moco_jointcrop.py --dataset cifar10 --joint none                   # the baseline, MoCo v2, on one GPU
     torchrun --nproc_per_node=8 moco_jointcrop.py --dataset imagenet --data-dir DIR --moco v1
 
-The baseline is MoCo, which is exactly `--joint none`. JointCrop and JointBlur change two things:
-    MoCo                                    | here                                          | where
-    two areas, each drawn on its own        | two areas whose ratio is drawn first          | JointCrop
-    each view is blurred or not on its own  | both or neither, with sigmas by the same rule | JointViews
+The baseline is MoCo, which is exactly `--joint none` (v1 with ContrastiveCrop's views). JointCrop and JointBlur change:
+    MoCo                                    | here                                            | where
+    two areas, each drawn on its own        | two areas whose ratio is drawn first            | JointCrop
+    each view is blurred or not on its own  | one draw for both, and sigmas by the same rule  | draw_sigmas
 
-In another project, torchvision and sample_joint are enough. Three lines are JointCrop, and three more are JointBlur:
+In another project, torchvision, sample_joint and joint_from_uniform are enough. Three lines are JointCrop, and three
+more are JointBlur:
 
     areas = torch.cat(sample_joint(1, 0.2, 1.0, beta=0.0)).tolist()
     boxes = [RandomResizedCrop.get_params(image, scale=[area, area], ratio=[3 / 4, 4 / 3]) for area in areas]
@@ -36,10 +37,10 @@ In another project, torchvision and sample_joint are enough. Three lines are Joi
         views = [gaussian_blur(view, 21, sigma) for view, sigma in zip(views, sigmas)]
 
 Inference: only the paper's appendix was available. The main text defines JointBlur and the settings of small data sets.
-So it is our choice that JointBlur draws the two sigmas like areas, and that it blurs both views or neither. CIFAR,
-STL-10, MoCo v1's views and App. G's alpha (0.6 on ImageNet, 0.1 on small data sets) are ContrastiveCrop's. The second
-parameter of Algorithm 1's N_T(0, s_b / beta) is taken to be the standard deviation, not the variance. MoCo v3 blurs one
-key view in ten, so JointBlur has little effect there.
+So it is our choice that JointBlur draws the two sigmas like areas, from 0.1 to 2.0 px, and that one draw decides for
+both views. CIFAR, STL-10, MoCo v1's views and App. G's alpha (0.6 on ImageNet, 0.1 on small data sets) are
+ContrastiveCrop's. The second parameter of Algorithm 1's N_T(0, s_b / beta) is taken to be the standard deviation, not
+the variance. MoCo v3 always blurs the first view, and one in ten second views, so JointBlur has little effect there.
 
 Not here: SimSiam, BYOL, SimCLR and DINO (Tables 9 and 10), whose own code needs only the lines above; and
 ContrastiveCrop's semantic-aware localization (Table 11, second row).
@@ -50,9 +51,11 @@ Differences between the paper, which is the default, and the released code, `--v
     D3 What is joint. Paper: crops and blurs, any beta, App. G. Released: crops, beta 0.
     D4 The areas of crops. Here: from 0.2, as in the released README's command. Released script's default: from 0.08.
     D5 Small data sets. ContrastiveCrop: a queue of 65,536, CIFAR's stem. Here: 4,096 (STL-10: 8,192, ImageNet's stem).
-    D6 The version of MoCo. Paper (appendix): v1. Released: v3. Here: v2, or what `--moco` says.
-    D7 MoCo v3 on a ViT. Released: AdamW, a projector of three layers, a last batch norm. Here: as on a ResNet.
-    D8 MoCo v1's learning rate from 60 % of the epochs. ContrastiveCrop's file: 0. Here: a tenth, as from 80 %.
+    D6 The version of MoCo. Paper: v1 in App. F and G, all three in Table 9. Released: v3. Here: v2, or `--moco`.
+    D7 MoCo v3 on a ViT. Released: AdamW, a projector of three layers, a batch norm at the end of the predictor. Here:
+       refused. The baseline of patchmix.py is MoCo v3 on a ViT.
+    D8 MoCo v1's learning rate from 60 % of the epochs. ContrastiveCrop's file: 0. Here: a tenth,
+       and a hundredth from 80 %.
     D9 Multi-crop (App. D). Paper: DINO (Table 10). Here (ours): local crops are queries only, and are blurred as the
        query view is in MoCo. Each is compared with the key view's key (v1, v2), or with the keys of both views (v3).
        The loss is the mean over all terms (v3: twice the mean, as its loss is a sum of two). App. D's setting:
@@ -110,7 +113,7 @@ def parse_args(argv=None):
     add("--lr", type=common.positive_float, default=0.03, help="peak learning rate per 256 images")
     add("--min-lr", type=common.nonnegative_float, default=0.0, help="last learning rate per 256 images")
     add("--milestones", type=common.fraction, nargs="*", default=[], help="when --lr falls to a tenth; none: a cosine")
-    add("--warmup", type=common.nonnegative_float, default=0.0, help="epochs of warm-up, at most a quarter of them")
+    add("--warmup", type=common.nonnegative_float, default=0.0, help="epochs of warm-up, at most a quarter of --epochs")
     add("--weight-decay", type=common.nonnegative_float, default=1e-4, help="weight decay of SGD, or of LARS (v3)")
 
     add = parser.add_argument_group("augmentation").add_argument
@@ -120,7 +123,7 @@ def parse_args(argv=None):
     add("--beta", type=float, default=0.0, help="beta of J-Crop(beta) and J-Blur(beta), of any sign")
     add("--css-alpha", type=common.positive_float, default=1.0, help="alpha of App. G; 1: uniform positions")
     add("--crop-scale", type=common.fraction, nargs=2, default=[0.2, 1.0], help="range of a crop's share of the image")
-    add("--local-size", type=common.positive_int, help="side of a local crop, by default 96, or half a view's")
+    add("--local-size", type=common.positive_int, help="side of a local crop; if not given, at most 96 and half a view")
     add("--local-scale", type=common.fraction, nargs=2, default=[0.05, 0.4], help="--crop-scale of local crops (D9)")
     add("--blur-p", type=common.fraction, nargs=2, default=[0.5, 0.5], help="probabilities of a query's and key's blur")
     add("--norm", choices=common.NORMS, default="imagenet", help="data set whose mean and deviation normalise views")
@@ -149,7 +152,7 @@ def parse_args(argv=None):
 
 
 # fmt: off
-CIFAR = dict(  # ContrastiveCrop's; without blur, so that JointBlur needs --blur-p 0.5 0.5
+CIFAR = dict(  # ContrastiveCrop's, but for queue (D5) and patch_size; no blur: JointBlur needs --blur-p 0.5 0.5
     arch="resnet18", image_size=32, patch_size=4, epochs=500, batch_size=512, lr=0.25, min_lr=0.025,  # 0.5 for 512
     queue=4096, blur_p=[0.0, 0.0], norm="cifar10",
 )
@@ -165,7 +168,7 @@ RECIPES = dict(  # what differs from MoCo v2's values for ImageNet
     imagenet=dict(knn_every=50),  # its kNN takes minutes
     folder=dict(queue=None, bn_groups=2),  # ours; None: a tenth of the images, which may be few
 )
-V1 = dict(temperature=0.07, milestones=[0.6, 0.8], min_lr=0.0)  # ContrastiveCrop's, as the paper's (App. G)
+V1 = dict(temperature=0.07, milestones=[0.6, 0.8], min_lr=0.0)  # ContrastiveCrop's for ImageNet (App. G; D8)
 V3 = dict(  # the released code's and MoCo v3's for 100 epochs (for 300: --lr 0.3)
     lr=0.6, min_lr=0.0, warmup=10.0, weight_decay=1e-6, momentum=[0.99, 1.0], temperature=1.0, dim=256,
     blur_p=[1.0, 0.1],
@@ -179,25 +182,25 @@ def recipe(args):
     """Return the defaults, {name: value}, for args.dataset, args.variant, args.moco and args.arch."""
     moco = args.moco or ("v3" if args.variant == "released" else "v2")
     values = dict(RECIPES[args.dataset], moco=moco)
-    is_cifar = args.dataset in ("cifar10", "cifar100", "stl10")
-    is_imagenet = args.dataset in ("imagenet100", "imagenet", "folder")
+    is_small = args.dataset in ("cifar10", "cifar100", "stl10")  # its images
+    is_large = args.dataset in ("imagenet100", "imagenet", "folder")
     is_small_encoder = args.arch in ("resnet_micro", "resnet_mini")
-    if is_small_encoder and (is_cifar or args.dataset == "folder"):
+    if is_small_encoder and (is_small or args.dataset == "folder"):
         values |= dict(batch_size=256, lr=0.1, min_lr=0.0, momentum=[0.99, 0.99], blur_p=[0.5, 0.5])  # ours
     if moco == "v1":
         values |= V1
-        if is_imagenet:
+        if is_large:
             values["epochs"] = 100
     if moco == "v3":
         values |= V3
-        if is_imagenet:
+        if is_large:
             values |= dict(epochs=100, batch_size=4096)
-        elif is_cifar:
+        elif is_small:
             values |= V3_CIFAR
         else:
             values |= V3_PATTERNS
     if is_small_encoder and args.dataset == "folder":
-        values["batch_size"] = 64
+        values["batch_size"] = 64  # v3 has set 4096
     return values
 
 
@@ -331,7 +334,10 @@ class JointCrop(v2.RandomResizedCrop):
         return v2.functional.resized_crop(image, top, left, height, width, self.size, self.interpolation)
 
     def center_box(self, image):
-        """Return (top, left, height, width) of the center crop, which `get_params` returns if no aspect ratio fits."""
+        """Return (top, left, height, width) of the center crop, which `get_params` returns if no aspect ratio fits.
+
+        A box that is drawn and equal to it is treated like it.
+        """
         height = min(image.height, round(image.width / self.ratio[0]))
         width = min(image.width, round(image.height * self.ratio[1]))
         return (image.height - height) // 2, (image.width - width) // 2, height, width
@@ -365,7 +371,8 @@ class JointViews(Dataset):
 def draw_sigmas(args, joint_blur):
     """Draw the sigmas of the views' blurs, in pixels: (views, n), where 0 is no blur.
 
-    joint_blur: (n,) bool. Where it is True, both views are blurred or neither is, with sigmas by Algorithm 1.
+    joint_blur: (n,) bool. Where it is True, the sigmas are drawn by Algorithm 1, and one random number decides for both
+    views: with equal probabilities both are blurred, or neither is.
     """
     blur_p = torch.tensor(args.blur_p + args.blur_p[:1] * args.local_crops)[:, None]  # local crops as the query view
     draws = torch.rand(len(blur_p), len(joint_blur))
@@ -378,15 +385,15 @@ def draw_sigmas(args, joint_blur):
 
 
 def augment(x, args, view, sigma):
-    """Flip and color crops as MoCo does: uint8 (n, 3, S, S) -> normalised float (n, 3, S, S).
+    """Flip and color crops as MoCo v2 or v3 does: uint8 (n, 3, S, S) -> normalised float (n, 3, S, S).
 
-    view: index of the view; 1 is the key view, which v3 solarizes. sigma: (n,) of `draw_sigmas`.
+    view: index of the view; v3 solarizes view 1. sigma: (n,) of `draw_sigmas`; where it is 0, an image is not blurred.
     """
     v3 = args.moco == "v3"
     x = common.horizontal_flip(x.float() / 255, p=0.5)
     x = common.color_jitter(x, 0.4, 0.4, 0.2 if v3 else 0.4, 0.1, p=0.8)
     x = common.grayscale(x, p=0.2)
-    x = common.gaussian_blur(x, sigma, p=sigma > 0)
+    x = common.gaussian_blur(x, sigma, p=(sigma > 0).float())
     if v3 and view == 1:
         x = common.solarize(x, p=0.2)
     return common.normalize(x, *common.NORMS[args.norm])
@@ -548,7 +555,7 @@ def main(args, train=None, test=None):
     if train is None:
         train, test = common.open_data(args.dataset, args.data_dir, args.image_size)
     bn_groups = 1 if v3 else args.bn_groups
-    groups = common.split_batch(args.batch_size, len(train), world, bn_groups, "--bn-groups")  # of batch norm
+    groups = common.split_batch(args.batch_size, len(train), world, bn_groups, "--bn-groups")  # per process
     released = args.variant == "released"
     joint = dict(beta=args.beta, offset=0.1 if released else 0.0, css_alpha=args.css_alpha, whole=released)  # D1, D2
     crop = JointCrop(args.image_size, args.crop_scale, **joint)
@@ -561,7 +568,7 @@ def main(args, train=None, test=None):
         crops, joint_blur = next(iter(loader))
         sigmas = draw_sigmas(args, joint_blur)
         views = [augment(x, args, i, sigmas[i]) for i, x in enumerate(crops)]
-        names = ["query", "key"] + ["local crop"] * args.local_crops
+        names = (["view 1", "view 2"] if v3 else ["query", "key"]) + ["local crop"] * args.local_crops
         return common.save_views(args.show_views, views, names, args.norm)
 
     # Model and optimizer
@@ -601,7 +608,7 @@ def main(args, train=None, test=None):
 
     for epoch in range(len(records), args.epochs):
         sampler.set_epoch(epoch)
-        torch.manual_seed(hash((args.seed, epoch, rank)))  # a resumed run draws the same numbers
+        torch.manual_seed(hash((args.seed, epoch, rank)))  # so that a resumed run draws the same numbers
         meter = common.Meter(epoch, args.epochs, len(loader), args.batch_size)
         for step, (crops, joint_blur) in enumerate(loader):
             lr = learning_rate(args, epoch + step / len(loader))

@@ -1,8 +1,8 @@
 """PatchMix: Inter-Instance Similarity Modeling for Contrastive Learning (Shen et al., arXiv 2306.12243).
 
-Contrastive learning treats any two images as unrelated, but they rarely are. PatchMix makes images whose relations are
-known: it cuts M images of a batch into patches, and puts patches of all M together, each at the place that it had. A
-ViT then learns that such a mixed image is similar to each of its sources, in equal shares.
+Contrastive learning treats any two images as unrelated, although many are similar. PatchMix makes images whose
+relations are known: it cuts M images of a batch into patches, and puts patches of all M together, each at the place
+that it had. A ViT then learns that such a mixed image is similar to each of its sources, in equal shares.
 
 The encoder makes queries of images, and a momentum encoder makes keys. The negatives of a query are the other keys of
 the batch. The loss is the sum of three contrasts: oto, mto and mtm. Only oto has queries of natural images.
@@ -21,7 +21,8 @@ the batch. The loss is the sum of three contrasts: oto, mto and mtm. Only oto ha
     torchrun --nproc_per_node=8 patchmix.py --dataset imagenet --data-dir DIR --arch vit_small
 
 The baseline is MoCo v3, without its frozen patch projection and fixed positions. `--num-mix 1 --terms oto,mto` is
-L(q2, k1) + L(q1, k2), its symmetric loss divided by 2 tau. (With M = 1, mtm is mto.) PatchMix changes four things:
+L(q2, k1) + L(q1, k2), its symmetric loss divided by 2 tau. (`--num-mix 1` alone counts the second term twice, because
+mtm is then mto.) PatchMix changes four things:
     MoCo v3                  | here                                    | where
     queries of both views    | one view's queries are of mixed images  | PatchMix.forward
     L(q2, k1) + L(q1, k2)    | oto + mto + mtm, with mixed keys        | PatchMix.forward
@@ -38,9 +39,12 @@ Differences between the paper, which is the default, and the released code, `--v
     D4 ViT-T's keys. Paper: of a momentum encoder. Released: of the query encoder, in training mode, `--key-encoder
        query`. There, queries and keys share a forward pass; here, each has its own.
     D5 The mixed query. Paper: of view 1, and the original one of view 2. Released: the reverse, `--mixed-view 2`.
-    D6 Local crops. Paper ("4(224)" views): none. Released, on ImageNet: 8 of 96 px; large ones from 0.35 of the area.
+    D6 Local crops. Paper ("4(224)" views): none. Released, on ImageNet: 8 of 96 px with 0.05 to 0.35 of the area; large
+       ones from 0.35. They add the terms local_oto and local_mto to the loss, whose weights are 1: the mean over local
+       crops of the sum over the keys of both views.
     D7 The ring of images (Eq. 4, 10, 11: mod N). Paper: the batch. Released: a GPU's part. Here: a slice of the batch,
-       `--mix-slices`. Each slice draws its own shuffle of the patches (Eq. 2); the paper draws one for the batch.
+       `--mix-slices`, at least one per process; 1 on one process is the paper's ring. Each slice has its own shuffle of
+       the patches (Eq. 2); the paper draws one for the batch.
 Differences in rounding, indices and precision are listed in tests/golden/README.md.
 """
 
@@ -98,11 +102,15 @@ def parse_args(argv=None):
     add("--momentum", type=common.fraction, nargs=2, default=[0.996, 1.0], help="momentum encoder's mu, first and last")
 
     add = parser.add_argument_group("schedule").add_argument
-    add("--epochs", type=common.positive_int, default=300, help="number of epochs")  # 10 + "rest 260"
+    add(
+        "--epochs", type=common.positive_int, default=300, help="number of epochs"
+    )  # 4.1.2, whose "rest 260" after 10 does not add up
     add("--batch-size", type=common.positive_int, default=1024, help="images per step, over all processes")
     add("--lr", type=common.positive_float, default=5e-4, help="peak learning rate per 256 images")  # 2e-3 for 1024
-    add("--min-lr", type=common.nonnegative_float, default=2.5e-7, help="last one")  # released, 1e-6 for 1024
-    add("--warmup", type=common.nonnegative_float, default=10.0, help="epochs of warm-up, at most a quarter of them")
+    add("--min-lr", type=common.nonnegative_float, default=2.5e-7, help="last --lr")  # released, 1e-6 for 1024
+    add(
+        "--warmup", type=common.nonnegative_float, default=10.0, help="epochs of warm-up, at most a quarter of --epochs"
+    )
     add("--weight-decay", type=weight, nargs=2, default=[0.04, 0.4], help="of AdamW, first and last")
 
     add = parser.add_argument_group("augmentation").add_argument
@@ -131,12 +139,14 @@ def parse_args(argv=None):
         args.local_size = min(96, args.image_size // 2) // args.patch_size * args.patch_size
     for size in [args.image_size, args.local_size] if args.local_crops else [args.image_size]:
         if size % args.patch_size or args.num_mix > (size // args.patch_size) ** 2:
-            parser.error(f"--patch-size {args.patch_size}: {size} px are not --num-mix {args.num_mix} whole patches")
+            parser.error(
+                f"--patch-size {args.patch_size}: {size} px must be whole patches, at least --num-mix {args.num_mix}"
+            )
     return args
 
 
 # fmt: off
-CIFAR = dict(  # section 4.1.2; released: ImageNet's mean and standard deviation; ours: the slices
+CIFAR = dict(  # section 4.1.2; Table 10: crop_scale; released: min_lr, and ImageNet's --norm; ours: mix_slices
     arch="vit_tiny", image_size=32, patch_size=2, epochs=800, warmup=100.0, batch_size=512, min_lr=5e-7, mix_slices=4,
     crop_scale=[0.1, 1.0],
 )
@@ -173,7 +183,10 @@ def recipe(args):
     if args.variant == "released":
         values |= dict(num_mix=2, smoothing=0.1, mixed_view=2)  # D2, D1, D5
         values["term_weights"] = [1.0, 0.5, 0.5 / (args.num_mix or 2)]  # D1: mtm's weights sum to 1
-        values |= dict(vit_small=dict(num_heads=12), vit_tiny=dict(key_encoder="query")).get(arch, {})  # D3, D4
+        if arch == "vit_small":
+            values["num_heads"] = 12  # D3
+        if arch == "vit_tiny":
+            values["key_encoder"] = "query"  # D4
         if args.dataset == "imagenet" and args.local_crops != 0:
             values |= dict(local_crops=8, crop_scale=[0.35, 1.0])  # D6
     return values
@@ -270,7 +283,7 @@ def soft_info_nce(q, k, index, weight, temperature, smoothing=0.0):
 def augment(x, args, view):
     """Flip and color crops (Table 10): uint8 (n, 3, S, S) -> normalised float (n, 3, S, S).
 
-    view: 0 for the first view, T_1 in the paper; 1 for the second, T_2; 2 or more for local crops (D6).
+    view: 0 for the paper's view 1, T_1; 1 for its view 2, T_2; 2 or more for local crops (D6).
     """
     blur_p = args.blur_p[view] if view < 2 else 0.5
     x = common.horizontal_flip(x.float() / 255, p=0.5)
@@ -309,9 +322,9 @@ def mlp(*widths):
     widths: the sizes of the input, of each hidden layer and of the output. Without biases, as in the released code.
     """
     layers = []
-    for inputs, outputs in pairwise(widths):
+    for inputs, outputs in pairwise(widths[:-1]):
         layers += [nn.Linear(inputs, outputs, bias=False), nn.BatchNorm1d(outputs), nn.ReLU(inplace=True)]
-    return nn.Sequential(*layers[:-2], nn.BatchNorm1d(widths[-1], affine=False))
+    return nn.Sequential(*layers, nn.Linear(*widths[-2:], bias=False), nn.BatchNorm1d(widths[-1], affine=False))
 
 
 class PatchMix(nn.Module):
@@ -331,7 +344,7 @@ class PatchMix(nn.Module):
         self.backbone = backbone  # line 1
         self.projector = mlp(width, hidden, hidden, dim)
         self.predictor = mlp(dim, hidden, dim)
-        self.momentum_backbone, self.momentum_projector = self.backbone, self.projector
+        self.momentum_backbone, self.momentum_projector = self.backbone, self.projector  # the same modules: D4
         if key_encoder == "momentum":  # line 2
             self.momentum_backbone = copy.deepcopy(self.backbone).requires_grad_(False)
             self.momentum_projector = copy.deepcopy(self.projector).requires_grad_(False)
@@ -397,7 +410,8 @@ class PatchMix(nn.Module):
                 losses["local_oto"] = sum(contrast(h, z, "oto") for h in h_local for z in (z1, z2)) / len(local)
             if h_local_mixed:
                 losses["local_mto"] = sum(contrast(h, z, "mto") for h in h_local_mixed for z in (z1, z2)) / len(local)
-        loss = sum(self.terms.get(name, 1.0) * value for name, value in losses.items())  # line 10: Eq. 16
+        weights = self.terms | dict(local_oto=1.0, local_mto=1.0)  # D6
+        loss = sum(weights[name] * value for name, value in losses.items())  # line 10: Eq. 16
         metrics = dict(loss=loss.detach()) | {f"loss_{name}": value.detach() for name, value in losses.items()}
         return loss, (h2 if oto else h1_mixed).detach(), metrics
 
@@ -442,7 +456,7 @@ def main(args, train=None, test=None):
     # Data: two views and the local crops of each image (Algorithm 2, line 4), cropped here and colored in the loop
     if train is None:
         train, test = common.open_data(args.dataset, args.data_dir, args.image_size)
-    slices = common.split_batch(args.batch_size, len(train), world, args.mix_slices, "--mix-slices")  # to mix within
+    slices = common.split_batch(args.batch_size, len(train), world, args.mix_slices, "--mix-slices")  # per process
     mixing = dict(num_mix=args.num_mix, patch_size=args.patch_size, slices=slices)
     bicubic = v2.InterpolationMode.BICUBIC  # as released
     crop = v2.RandomResizedCrop(args.image_size, args.crop_scale, interpolation=bicubic)
@@ -460,6 +474,7 @@ def main(args, train=None, test=None):
     # Model and optimizer
     heads = dict(num_heads=args.num_heads) if args.num_heads else {}
     info = common.backbone_info(args.arch, args.image_size, args.patch_size, args.norm, "bicubic", **heads)
+    # Drop path is for training only, so `info` does not have it
     backbone = common.build_backbone(info, drop_path_rate=args.drop_path if common.is_vit(args.arch) else None)
     width = common.feature_width(backbone, args.image_size, *[args.local_size] * (args.local_crops > 0))
     if args.init:
@@ -491,7 +506,7 @@ def main(args, train=None, test=None):
 
     for epoch in range(len(records), args.epochs):
         sampler.set_epoch(epoch)
-        torch.manual_seed(hash((args.seed, epoch, rank)))  # a resumed run draws the same numbers
+        torch.manual_seed(hash((args.seed, epoch, rank)))  # so that a resumed run draws the same numbers
         meter = common.Meter(epoch, args.epochs, len(loader), args.batch_size)
         for step, (crops, _) in enumerate(loader):
             lr = learning_rate(args, epoch + step / len(loader))
