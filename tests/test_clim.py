@@ -2,25 +2,30 @@
 
 import itertools
 import math
-import types
 from collections import Counter
 
 import numpy as np
 import pytest
+import tiny
 import torch
 import torch.nn.functional as F
-from conftest import info_nce, ks, random_views, unit, values
+from conftest import Blank, info_nce, ks, random_views, unit, values
+from PIL import Image
 from torch import nn
+from torch.utils.data import DataLoader
+from torchvision.transforms.v2.functional import pil_to_tensor
 
 import clim
 import common
 
-TINY = "--image-size 16 --device cpu".split()
+
+def seeded(seed):
+    return torch.Generator().manual_seed(seed)
 
 
 def points(kind, n, dims=3, seed=0):
     """Rows of float64: normal, on a coarse grid (distances tie, all sums are exact), repeated, all equal."""
-    g = torch.Generator().manual_seed(seed)
+    g = seeded(seed)
     if kind == "normal":
         return torch.randn(n, dims, dtype=torch.float64, generator=g)
     grid = torch.randint(-2, 3, (n, dims), generator=g).double()
@@ -51,20 +56,20 @@ def test_clim_loss_is_eq4(tau, lam):
 
 
 def test_nearest_neighbors():
-    """In clusters so tight that float32 finds others. In chunks and of some rows. Not the row itself (D1)."""
+    """Exact ones of tight clusters, in float32 and far from 0, too. In chunks, of some rows. Not the row itself."""
     tight = F.normalize(unit(3, 16)[torch.arange(300) % 3] + 1e-4 * points("normal", 300, 16), dim=1)
-    for x, k in ((points("normal", 7), 100), (points("repeated", 9), 4), (tight, 5)):
-        distance, found = (x[:, None] - x).square().sum(2).fill_diagonal_(math.inf), clim.nearest_neighbors(x, k)
-        expected = distance.sort(1).values[:, : min(k, len(x) - 1)]
+    cases = [(points("normal", 7), 100), (points("repeated", 9), 4), (tight, 5), (tight.float(), 5), (tight + 9, 5)]
+    for x, k in cases:
+        distance = (x.double()[:, None] - x.double()).square().sum(2).fill_diagonal_(math.inf)
+        found, expected = clim.nearest_neighbors(x, k), distance.sort(1).values[:, : min(k, len(x) - 1)]
         torch.testing.assert_close(distance.gather(1, found), expected, rtol=0, atol=1e-14)
-    assert (clim.nearest_neighbors(x.float(), 5).sort(1).values != found.sort(1).values).any()
     rows = torch.tensor([7, 3, 299, 0])
     assert torch.equal(clim.nearest_neighbors(x, 5, rows), found[rows])
 
 
 def clustered(x, m, iterations, seed=0):
     """(centers of kmeans, sum of squared distances to the assigned centers, which have to be the nearest)."""
-    centers, assignment = clim.kmeans(x, m, iterations, torch.Generator().manual_seed(seed))
+    centers, assignment = clim.kmeans(x, m, iterations, seeded(seed))
     assert centers.shape == (min(m, len(x)), x.shape[1]) and assignment.shape == (len(x),)
     distances = (x[:, None] - centers).square().sum(2)
     assigned = distances[torch.arange(len(x)), assignment]
@@ -82,12 +87,14 @@ def lloyd(x, centers, iterations):
     return centers
 
 
-@pytest.mark.parametrize("iterations", [1, 2, 6])
-def test_kmeans_is_lloyds_algorithm(iterations):
-    x = points("normal", 60) + 4 * points("grid", 60, seed=10).sign()
-    start = clustered(x, 5, 0)[0]
-    assert len({x.tolist().index(c) for c in start.tolist()}) == 5
-    torch.testing.assert_close(clustered(x, 5, iterations)[0], lloyd(x, start, iterations), rtol=1e-9, atol=1e-12)
+@pytest.mark.parametrize("iterations, far", [(1, 0.0), (2, 0.0), (6, 0.0), (6, 1e8)])
+def test_kmeans_is_lloyds_algorithm(iterations, far):
+    """It begins at rows. Far from 0, too, where 1e-8 is the last digit."""
+    x, atol = far + points("normal", 60) + 4 * points("grid", 60, seed=10).sign(), 1e-7 if far else 1e-12
+    start, row = clustered(x, 5, 0)[0], (x - clustered(x, 5, 0)[0][:, None]).abs().amax(2).min(1)
+    assert len({*row.indices.tolist()}) == 5 and row.values.max() <= atol
+    ours, reference = clustered(x, 5, iterations)[0], lloyd(x, start, iterations)
+    torch.testing.assert_close(ours - far, reference - far, rtol=1e-9, atol=atol)
 
 
 @pytest.mark.parametrize("kind, n, m", [("repeated", 15, 5), ("repeated", 15, 9), ("equal", 6, 3), ("normal", 3, 50)])
@@ -123,8 +130,8 @@ CASES = [  # points, N, clusters, k, number of positives
 def test_select_positives_is_eq2(kind, n, m, k, count):
     x, centers = points(kind, n), points("grid", m, seed=1)
     for seed in range(3):
-        assignment = torch.randint(m, (n,), generator=common.generator(seed))
-        table = clim.select_positives(x, centers, assignment, k, count, common.generator(seed))
+        assignment = torch.randint(m, (n,), generator=seeded(seed))
+        table = clim.select_positives(x, centers, assignment, k, count, seeded(seed))
         assert table.shape == (n, count)
         for i, near in enumerate(clim.nearest_neighbors(x, k).tolist()):
             assert obeys(table[i].tolist(), i, near, x, centers, assignment), i
@@ -134,28 +141,11 @@ def test_select_positives_is_uniform():
     """3 of 8 candidates: each is chosen alike, in each place."""
     x = torch.tensor([[float(v)] for v in range(10)], dtype=torch.float64)  # anchor 8; 9 is farther from the center
     centers, assignment, draws = torch.zeros(1, 1, dtype=torch.float64), torch.zeros(10, dtype=torch.int64), 2000
-    g = torch.Generator().manual_seed(0)
+    g = seeded(0)
     rows = torch.stack([clim.select_positives(x, centers, assignment, 9, 3, g)[8] for _ in range(draws)])
     for place in range(3):
         expected, counts = draws / 8, rows[:, place].bincount(minlength=10)
         assert (counts[:8] - expected).abs().max() < 5 * math.sqrt(expected) and counts[8:].sum() == 0
-
-
-@pytest.mark.parametrize("selection, count", [("random", 400), ("knn", 6), ("kmeans", 400), ("center", 3)])
-def test_choose_positives(selection, count):
-    """Table 6: what each choice may contain, and all of it if there is room."""
-    x, flags = points("normal", 30), f"--selection {selection} --num-clusters 4 --knn-k 6"
-    args = clim.parse_args([*TINY, *flags.split(), "--num-positives", str(count)])
-    neighbors = clim.nearest_neighbors(x, 6)
-    table = clim.choose_positives(args, x, neighbors, common.generator(0))
-    centers, assignment = clim.kmeans(x, 4, generator=common.generator(0))
-    for i, chosen in enumerate(table.tolist()):
-        near, others = neighbors[i].tolist(), {*range(30)} - {i}
-        members = {j for j in others if assignment[j] == assignment[i]}
-        if selection == "center":
-            assert obeys(chosen, i, near, x, centers, assignment)
-        else:
-            assert {*chosen} == dict(random=others, knn={*near}, kmeans=members)[selection]
 
 
 @pytest.mark.parametrize("assignment, others", [([0], [{0}]), ([0, 1, 1, 0, 2], [{3}, {2}, {1}, {0}, {0, 1, 2, 3}])])
@@ -183,7 +173,7 @@ def test_cutmix_with_a_share_per_image(lam, height, width):
     """Every box that CutMix can draw, as often as it draws it; the share that is left, to the pixel."""
     n = 3000
     x, partner = torch.rand(n, 3, height, width) / 2, 0.5 + torch.rand(n, 3, height, width) / 2
-    mixed, kept = clim.cutmix(x, partner, torch.full((n,), lam, dtype=torch.float64), torch.Generator().manual_seed(0))
+    mixed, kept = clim.cutmix(x, partner, torch.full((n,), lam, dtype=torch.float64), seeded(0))
     of_x, of_partner = (mixed == x).all(1), (mixed == partner).all(1)  # in all three channels
     assert (of_x ^ of_partner).all()
     torch.testing.assert_close(kept, of_x.to(kept).mean((1, 2)), rtol=0, atol=1e-6)
@@ -194,53 +184,83 @@ def test_cutmix_with_a_share_per_image(lam, height, width):
         assert abs(count[mask] - often) < 5 * math.sqrt(often)
 
 
-def sizes_of(index):
-    return np.stack([20 + 7 * (index % 5), 20 + 11 * (index % 4)], -1)
+class Coded(Blank):
+    """Images whose red is their index, and whose green and blue are coordinates."""
+
+    def __getitem__(self, index):
+        x, y = np.meshgrid(8 * np.arange(32), 8 * np.arange(32))
+        return Image.fromarray(np.stack([np.full_like(x, index), x, y], 2).astype(np.uint8)), 0
 
 
-def drawn(positives, flags="", epoch=0):
-    """Views of images of many sizes: rows (views, n), boxes (views, n, 4), the views' sides, colors (views, n, 9)."""
-    args, index = clim.parse_args([*TINY, *flags.split()]), np.arange(len(positives))
-    draws = common.uniform(0, epoch, index, 2 * len(clim.augmentation(args)) * common.VIEW_DRAWS + 1)
-    images = types.SimpleNamespace(sizes=sizes_of)
-    cuts, colors = clim.draw_views(args, images, positives, index, sizes_of(index), draws)
-    return *map(np.array, zip(*cuts, strict=True)), np.array(colors)
+def number_of(view):
+    """Return the index of the image in `Coded` of which this is a view."""
+    (index,) = set(view[0].flatten().tolist())
+    return index
 
 
-TABLE = torch.randint(40, (40, 3), generator=torch.Generator().manual_seed(0), dtype=torch.int32)
+def data_set(monkeypatch, flags=""):
+    """Return the data set that `main` gives to its loader, of `Coded`."""
+    caught = []
+
+    def loader(images, *args, **options):
+        caught.append(images)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(clim, "DataLoader", loader)
+    with pytest.raises(KeyboardInterrupt):
+        clim.main(clim.parse_args(f"--batch-size 8 --image-size 16 --device cpu {flags}".split()), train=Coded(40))
+    return caught[0]
 
 
-@pytest.mark.parametrize("flags, own", [("", 2), ("--mix none", 2), ("--local-crops 2 --local-size 8", 4)])
-def test_views_of_the_image_and_of_its_partner(flags, own):
-    """With a table its own views stay, and as many of a partner come: one of its row, the same in all of them."""
-    alone, found = drawn(torch.full_like(TABLE, -1), flags), drawn(TABLE, flags)
-    assert all(np.array_equal(part, more[:own]) for part, more in zip(alone, found, strict=True))
-    rows, boxes, sides, colors = found
-    assert (rows[:own] == np.arange(40)).all() and (rows[own:] == rows[own]).all() and len(rows) == 2 * own
-    assert (rows[own][:, None] == TABLE.numpy()).any(1).all()
-    assert sides.tolist() == 2 * [16, 16, 8, 8][:own]
-    assert (boxes[..., :2] + boxes[..., 2:] <= sizes_of(rows)).all()
-    for a, b in itertools.combinations(range(2 * own), 2):
-        assert (boxes[a] == boxes[b]).all(1).mean() < 0.1 and (colors[a] == colors[b]).all(1).mean() < 0.1
+TABLE = torch.randint(40, (40, 10), generator=seeded(0), dtype=torch.int32)
 
 
-def test_with_the_same_crop_a_key_has_the_box_of_its_query():
-    (_, boxes, _, colors), (_, plain, _, plain_colors) = (drawn(TABLE, flags) for flags in ("--same-crop", ""))
-    assert np.array_equal(boxes, plain[[0, 0, 2, 2]]) and np.array_equal(colors, plain_colors)
+@pytest.mark.parametrize("flags, others", [("", 2), ("--mix none", 1), ("--local-crops 2 --local-size 8", 4)])
+def test_views_of_the_image_and_of_its_positive(flags, others, monkeypatch):
+    """Before the first choice there are none of a positive. Then all are of one in the image's row, and differ."""
+    images, own, equal = data_set(monkeypatch, flags), [16, 16, 8, 8][: max(2, others)], 0
+    (views, none), label = images[7]
+    assert ([x.shape[-1] for x in views], none, label) == (own, [], 0) and len(images) == 40
+    images.positives.copy_(TABLE)
+    for index in range(40):
+        (views, others_views), _ = images[index]
+        assert [number_of(x) for x in views] == [index] * len(own) and [x.shape[-1] for x in views] == own
+        (positive,) = {number_of(x) for x in others_views}
+        assert positive in TABLE[index] and [x.shape[-1] for x in others_views] == own[:others]
+        boxes = [x[1:] for x in (*views, *others_views) if x.shape[-1] == 16]
+        equal += sum(torch.equal(a, b) for a, b in itertools.combinations(boxes, 2))
+    assert equal < 5
 
 
-def test_partners_are_drawn_uniformly_and_anew_each_epoch():
-    n = 4000
-    table = torch.arange(5, dtype=torch.int32).repeat(n, 1)  # a partner is the number of its column
-    (first, boxes, *_), (second, *_) = (drawn(table, epoch=epoch) for epoch in (0, 1))
-    for rows in (first, second):
-        assert abs(np.bincount(rows[2], minlength=5) - n / 5).max() < 5 * math.sqrt(n / 5)
-    assert abs(np.corrcoef(first[2], np.concatenate(boxes[:2], 1).T)[0, 1:]).max() < 4.5 / math.sqrt(n)
-    assert (first[2] == second[2]).mean() == pytest.approx(0.2, abs=0.04)
-    assert len(drawn(torch.zeros(40, 3, dtype=torch.int32))[0]) == 4  # image 0 is a partner, too
+def test_with_the_same_crop_a_key_has_the_crop_of_its_query(monkeypatch):
+    """It is anew for each image and for its positive. Local crops have their own."""
+    images = data_set(monkeypatch, "--same-crop --local-crops 2 --local-size 8")
+    images.positives.copy_(TABLE)
+    crops = [images[i][0] for i in range(40)]
+    assert all(torch.equal(key, query) for views in crops for key, query, *_ in views)
+    assert len({own[0][1:].numpy().tobytes() for own, _ in crops}) > 35
+    assert sum(torch.equal(own[0][1:], other[0][1:]) for own, other in crops) < 5
+    assert sum(torch.equal(*local) for views in crops for _, _, *local in views) < 5
 
 
-def tiny(sizes=(16,)):
+def test_positives_are_drawn_uniformly_and_anew_each_time(monkeypatch):
+    images, n = data_set(monkeypatch), 1000
+    images.positives.copy_(torch.arange(10).expand(40, -1))  # a positive is the number of its column
+    drawn = torch.tensor([number_of(images[3][0][1][0]) for _ in range(n)])
+    assert (drawn.bincount(minlength=10) - n / 10).abs().max() < 5 * math.sqrt(n / 10)  # image 0 is a positive, too
+    assert (drawn[1:] == drawn[:-1]).double().mean().item() == pytest.approx(0.1, abs=0.04)
+
+
+def test_workers_see_a_new_table(monkeypatch):
+    """Also one that has begun."""
+    images = data_set(monkeypatch)
+    batches = iter(DataLoader(images, num_workers=1, prefetch_factor=1, multiprocessing_context="fork"))
+    assert next(batches)[0][1] == []
+    images.positives.fill_(5)
+    assert [len(positive_views) for (_, positive_views), _ in batches][-30:] == [2] * 30
+
+
+def model_of(sizes=(16,)):
     torch.manual_seed(0)
     pooled = nn.AdaptiveAvgPool2d(2), nn.Flatten()
     backbone = nn.Sequential(nn.Conv2d(3, 4, 3, 2), nn.BatchNorm2d(4), nn.ReLU(), *pooled)
@@ -254,11 +274,11 @@ def tiny(sizes=(16,)):
 @pytest.mark.parametrize("sizes, local_crops", [((16, 12), 0), ((16, 12), 2), ((16, 16), 1)])
 def test_forward_is_eq6(keys, sizes, local_crops):
     """Eq. 4 (of one key per image Eq. 1) over all pairs of sizes, and of local crops with the large views' keys."""
-    model, (query, *key_views) = tiny(sizes), random_views(1 + keys, 8)
-    crops = list(zip(random_views(local_crops, 8, size=8), (0.9, 0.4), strict=False))
-    model(query, key_views, 0.7, crops)  # statistics of some batch
+    model, (query, *key_views) = model_of(sizes), random_views(1 + keys, 8)
+    crops, shares = random_views(local_crops, 8, size=8), [0.7, 0.9, 0.4][: 1 + local_crops]
+    model([query, *crops], shares, key_views)  # statistics of some batch
     model.eval()  # so that an embedding is a function of its image
-    loss, enqueued, q, _ = model(query, key_views, 0.7, crops)
+    loss, enqueued, q, metrics = model([query, *crops], shares, key_views)
 
     def resized(x, i):
         x = x if sizes[i] == 16 else F.interpolate(x, (sizes[i],) * 2, mode="bilinear", antialias=True)
@@ -267,76 +287,94 @@ def test_forward_is_eq6(keys, sizes, local_crops):
     queries = [model.query(resized(query, i)) for i in range(len(sizes))]
     key_pairs = [[model.key(resized(view, i)) for view in (key_views[0], key_views[-1])] for i in range(len(sizes))]
     terms = [(one, *pair, 0.7) for one, pair in itertools.product(queries, key_pairs)]
-    terms += [(model.query(crop), *key_pairs[0], share) for crop, share in crops]
+    terms += [(model.query(x), *key_pairs[0], share) for x, share in zip(crops, shares[1:], strict=True)]
     expected = sum(eq4(*vectors, model.queue.keys, 0.2, [share] * 8) for *vectors, share in terms)
     torch.testing.assert_close(loss, expected, rtol=1e-10, atol=0)
     torch.testing.assert_close((q, enqueued), (queries[0], key_pairs[0][0]))  # both at the largest size
+    assert metrics["loss"] == loss and not (q.requires_grad or enqueued.requires_grad)
     weights = list(model.projector.parameters())
     ours, theirs = (torch.autograd.grad(value, weights) for value in (loss, expected))
     torch.testing.assert_close(ours, theirs, rtol=1e-8, atol=1e-12)
 
 
-@pytest.mark.parametrize("mix", ["cutmix", "none", "no positives yet"])
-def test_mix_views(mix):
-    """Query and local crop are mixed with the positive's, each by a box of its own; a share is what is left."""
-    views = random_views(6, 8)
-    given = views[:3] if "yet" in mix else views  # query, key, local crop; those of the positive
-    query, keys, lam, crops = clim.mix_views(given, mix, 2.0, [common.generator(i) for i in range(2)])
-    assert all(x is y for x, y in zip(keys, given[1::3], strict=True))
-    for (mixed, share), x, other in zip([(query, lam), *crops], views[:3:2], views[3::2], strict=True):
-        expected = {"cutmix": (mixed == x).all(1).double().mean().item(), "none": 0.5}.get(mix, 1.0)
-        assert share == pytest.approx(expected)
-        assert ((mixed == x) | (mixed == other)).all() if mix == "cutmix" else mixed is x
-    assert (lam != crops[0][1]) == (mix == "cutmix")
+def test_mix_queries():
+    """Query and local crop have a box each, the same in all images. A share is what is left. Without partners: none."""
+    torch.manual_seed(0)
+    first, second, *partners = random_views(4, 8)
+    queries = [first, second]
+    mixed, shares = clim.mix_queries(queries, partners, 2.0)
+    for x, y, partner, share in zip(mixed, queries, partners, shares, strict=True):
+        of_x = (x == y).all(1)
+        assert ((x == y) | (x == partner)).all() and (of_x == of_x[0]).all()
+        assert share == pytest.approx(of_x.double().mean().item()) and 0 < share < 1
+    assert shares[0] != shares[1]
+    mixed, shares = clim.mix_queries(queries, [], 2.0)
+    assert all(x is y for x, y in zip(mixed, queries, strict=True)) and shares == [0.5, 0.5]
 
 
 @pytest.mark.parametrize("alpha", [2.0, 0.5])
 def test_each_share_is_drawn_from_beta(alpha, monkeypatch):
     shares = []
-    monkeypatch.setattr(clim, "cutmix", lambda x, partner, lam, generator: (x, shares.append(lam)))
-    for step in range(150):
-        clim.mix_views([None] * 6, "cutmix", alpha, [common.generator(step, i) for i in range(2)])
+    monkeypatch.setattr(clim, "cutmix", lambda x, partner, lam: (x, shares.append(lam)))
+    torch.manual_seed(0)
+    for _ in range(150):
+        clim.mix_queries([None] * 2, [None] * 2, alpha)
     s = np.sort(shares)
     assert len({*shares}) == 300
     assert ks({2.0: 3 * s**2 - 2 * s**3, 0.5: 2 / np.pi * np.arcsin(np.sqrt(s))}[alpha]) < 1.95  # far beyond 0.1 %
 
 
-def test_refresh_embeds_with_the_momentum_encoder(monkeypatch, capsys):
-    """The table is that of backbone and projector, unit-length outputs, running statistics, for normalised images."""
-    args = clim.parse_args([*TINY, "--selection", "knn", "--knn-k", "3", "--num-positives", "3"])
-    mean, std = (0.4, 0.5, 0.6), (0.1, 0.2, 0.3)
-    monkeypatch.setitem(common.NORMS, "patterns", (mean, std))
-    (array, labels), model = common.make_patterns(30, 16, 0), tiny().float()
-    query, key = (x.float() for x in random_views(2, 8))
-    model(query, [key], 1.0)  # statistics of some batch
-    positives = torch.full((30, 3), -1, dtype=torch.int32)
-    info = common.backbone_info("resnet_micro", 16, 4, "patterns")
-    clim.refresh(args, info, model, common.ImageSet(array, labels), torch.device("cpu"), 0, positives)
-    assert model.momentum_backbone.training
+@pytest.mark.parametrize("selection, count", [("random", 400), ("knn", 6), ("kmeans", 400), ("center", 3)])
+def test_choose_positives(selection, count, monkeypatch, capsys):
+    """Table 6: what each choice may contain, and all of it if there is room, by the momentum encoder's embeddings.
+
+    These are outputs of its projector, of unit length, by running statistics, for normalised images.
+    """
+    clusters, kmeans = [], clim.kmeans
+    monkeypatch.setattr(clim, "kmeans", lambda *a, **b: clusters.append(kmeans(*a, **b)) or clusters[0])
+    flags = f"--image-size 16 --selection {selection} --num-positives {count}"
+    flags += " --knn-k 6" * (selection in ("knn", "center")) + " --num-clusters 4" * (selection in ("kmeans", "center"))
+    images, model, (query, key) = common.Patterns(30, 16, 0), model_of().float(), random_views(2, 8)
+    model([query.float()], [1.0], [key.float()])  # statistics of some batch
+    info = dict(image_size=16, mean=(0.4, 0.5, 0.6), std=(0.1, 0.2, 0.3), interpolation="bilinear")
+    table = clim.choose_positives(clim.parse_args(flags.split()), model, images, info, torch.device("cpu"))
+    assert model.momentum_backbone.training and table.shape == (30, count)
+    labels = torch.as_tensor(images.targets)
+    assert f" {100 * (labels[:, None] == labels[table]).double().mean():.1f} % " in capsys.readouterr().out
+
     model.eval()
+    x = common.normalize(torch.stack([pil_to_tensor(image) for image, _ in images]) / 255, info["mean"], info["std"])
     with torch.no_grad():
-        x = common.normalize(torch.from_numpy(array).permute(0, 3, 1, 2) / 255, mean, std)
         x = F.normalize(model.momentum_projector(model.momentum_backbone(x)), dim=1).double()
-    assert torch.equal(positives.long().sort(1).values, clim.nearest_neighbors(x, 3).sort(1).values)
-    share = (labels[:, None] == labels[positives.numpy()]).mean()
-    assert f" {100 * share:.1f} % " in capsys.readouterr().out
+    neighbors, (centers, assignment) = clim.nearest_neighbors(x, 6), clusters[0] if clusters else (None, [0] * 30)
+    assert centers is None or (centers - x[:, None]).square().sum(2).argmin(1).equal(assignment)
+    for i, chosen in enumerate(table.tolist()):
+        near, others = neighbors[i].tolist(), {*range(30)} - {i}
+        members = {j for j in others if assignment[j] == assignment[i]}
+        if selection == "center":
+            assert obeys(chosen, i, near, x, centers, assignment)
+        else:
+            assert {*chosen} == dict(random=others, knn={*near}, kmeans=members)[selection]
 
 
-def test_positives_are_chosen_at_the_start_and_every_few_epochs():
-    args = clim.parse_args([*TINY, "--clim-start", "3", "--refresh-every", "2"])
-    chosen, none = torch.zeros(4, 2, dtype=torch.int32), torch.full((4, 2), -1, dtype=torch.int32)
-    assert [epoch for epoch in range(10) if clim.choice_is_due(args, epoch, chosen)] == [3, 5, 7, 9]
-    assert [epoch for epoch in range(10) if clim.choice_is_due(args, epoch, none)] == [*range(3, 10)]
+def test_positives_are_chosen_at_the_start_and_every_few_epochs(monkeypatch, tmp_path):
+    events, rate = [], clim.learning_rate
+    monkeypatch.setattr(clim, "learning_rate", lambda args, epoch: events.append(epoch) or rate(args, epoch))
+    monkeypatch.setattr(clim, "choose_positives", lambda *_: events.append("choice") or torch.zeros(16, 10))
+    flags = "--arch resnet_micro --clim-start 3 --refresh-every 2 --epochs 8 --knn-every 0".split()
+    tiny.run("clim", tmp_path, *flags, train=Blank(16))
+    assert events == [0, 1, 2, "choice", 3, 4, "choice", 5, 6, "choice", 7]
 
 
 def test_recipes():
     paper = "--dataset imagenet"
     assert values(clim, paper, "num_clusters knn_k num_positives refresh_every") == [10000, 40, 10, 5]  # App. A.2
-    assert values(clim, paper, "arch batch_size lr lr_batch weight_decay") == ["resnet50", 512, 0.06, 512, 1e-4]
+    assert values(clim, paper, "arch batch_size weight_decay") == ["resnet50", 512, 1e-4]
+    assert clim.learning_rate(clim.parse_args(paper.split()), 0) == 0.06
     assert values(clim, paper, "alpha temperature queue momentum dim bn_groups") == [2.0, 0.2, 65536, 0.999, 128, 16]
-    assert values(clim, paper, "resolutions selection mix") == [(224, 160), "center", "cutmix"]
+    assert values(clim, paper, "resolutions selection mix") == [[224, 160], "center", "cutmix"]
     assert values(clim, f"{paper} --selection knn", "knn_k") == [10]  # Table 6
     for flags, *sizes in (("--resolutions 24 40", 40, 24), ("--image-size 48", 48)):  # views are cut at the largest
-        assert values(clim, flags, "resolutions image_size") == [tuple(sizes), sizes[0]]
+        assert values(clim, flags, "resolutions image_size") == [sizes, sizes[0]]
     for flags in ("--selection none", "--local-crops 2", "--resolutions 224"):  # Table 7's multi-crop has one size
-        assert values(clim, f"--dataset imagenet {flags}", "resolutions") == [(224,)]
+        assert values(clim, f"--dataset imagenet {flags}", "resolutions") == [[224]]

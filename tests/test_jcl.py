@@ -1,11 +1,11 @@
-"""jcl.py against the paper: Eq. 8 with an explicit covariance, the bound of Eq. 5-7, its limits, Eq. 3."""
+"""jcl.py against the paper: Eq. 8 with an explicit covariance, the bound of Eq. 5-7, its limits, and Eq. 3."""
 
 import math
 
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import info_nce, state_of, unit, values
+from conftest import info_nce, random_views, state_of, unit, values
 
 import jcl
 
@@ -59,20 +59,30 @@ def test_bound_on_the_expectation_eq6(spread):
         torch.testing.assert_close(bound, samples.mean())
 
 
-def test_vanilla_is_eq3():
-    """The average of Eq. 2 over the keys. The mean keys go to the queue."""
-    model = state_of(jcl, "--vanilla --arch resnet_micro --batch-size 8 --num-keys 3 --bn-groups 2")["model"].double()
-    x, shuffle = list(torch.randn(4, 8, 3, 32, 32, dtype=torch.float64)), torch.Generator()
-    loss, mean_keys, q, metrics = model(x, 4.0, shuffle.manual_seed(1))
-    keys = jcl.encode_shuffled_keys(model.key, x[1:], shuffle.manual_seed(1))
-    expected = sum(info_nce(model.query(x[0]), key, model.queue.keys, 0.2) for key in keys) / 3
-    found = loss, mean_keys, metrics["key_variance"]
-    torch.testing.assert_close(found, (expected, keys.mean(0), keys.var(0, correction=0).mean()))
+@pytest.mark.parametrize("flags", ["", "--vanilla"])
+def test_forward_is_eq8_or_eq3(flags):
+    """Of this batch's keys, which were shuffled. --vanilla is the average of Eq. 2 over the keys."""
+    model = state_of(jcl, f"{flags} --arch resnet_micro --batch-size 8 --num-keys 3 --bn-groups 2")["model"].double()
+    x, queue, tau = random_views(4, 8, size=32), model.queue.keys, 0.2
+    torch.manual_seed(1)
+    loss, mean_keys, q, metrics = model(x, 4.0)
+    torch.manual_seed(1)
+    keys, query = jcl.encode_shuffled_keys(model.key, x[1:]), model.query(x[0])
+    losses = [info_nce(query, key, queue, tau) for key in keys]
+    expected = sum(losses) / 3 if flags else eq8(query, keys.transpose(0, 1), queue, tau, 4.0)
+    torch.testing.assert_close((loss, q), (expected, query))
+    torch.testing.assert_close(torch.cat([query[None], keys]).norm(dim=2), torch.ones(4, 8, dtype=torch.float64))
+    assert not (q.requires_grad or mean_keys.requires_grad)
+    torch.testing.assert_close((mean_keys, metrics["key_variance"]), (keys.mean(0), keys.var(0, correction=0).mean()))
+    weights = [*model.projector.parameters()]
+    torch.testing.assert_close(*(torch.autograd.grad(total, weights) for total in (loss, expected)))
 
 
 def test_recipes():
-    names = "num_keys lam lam_schedule temperature batch_size lr queue"
-    assert values(jcl, "--dataset imagenet", names) == [5, 4.0, "constant", 0.2, 512, 0.06, 65536]
-    released = [4, 2.0, "ramp", 0.2, 256, 0.03, 65536]
-    assert values(jcl, "--dataset imagenet --variant released", names) == released
-    assert values(jcl, "--dataset imagenet100", "arch epochs batch_size lr") == ["resnet18", 100, 128, 0.1]
+    """The peak learning rates are those of the paper, for its batch sizes."""
+    names = "num_keys lam lam_schedule temperature batch_size queue"
+    assert values(jcl, "--dataset imagenet", names) == [5, 4.0, "constant", 0.2, 512, 65536]
+    assert values(jcl, "--dataset imagenet --variant released", names) == [4, 2.0, "ramp", 0.2, 256, 65536]
+    assert values(jcl, "--dataset imagenet100", "arch epochs batch_size") == ["resnet18", 100, 128]
+    for flags, peak in (("imagenet", 0.06), ("imagenet --variant released", 0.03), ("imagenet100", 0.1)):
+        assert jcl.learning_rate(jcl.parse_args(["--dataset", *flags.split()]), 0) == pytest.approx(peak)

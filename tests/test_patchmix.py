@@ -99,44 +99,59 @@ def test_soft_info_nce_eq_13_to_15(term, n, num_mix, keys, temperature):
     assert equal.item() == pytest.approx(weight.sum().item() * math.log(n + keys))
 
 
-def in_batch(n, slices, num_mix):
-    """Targets within each slice, as ids in the whole batch, by loops: {term: (index, weight)}."""
+def in_batch(n, slices, num_mix, first=0):
+    """Targets within each slice, as rows of all keys, by loops: {term: (index, weight)}. first: of this process."""
     size, rows = n // slices, range(n)
-    mto = [[i // size * size + (i + m) % size for m in range(num_mix)] for i in rows]
-    mtm = [[i // size * size + (i - num_mix + 1 + j) % size for j in range(2 * num_mix - 1)] for i in rows]
+    mto = [[first + i // size * size + (i + m) % size for m in range(num_mix)] for i in rows]
+    mtm = [[first + i // size * size + (i - num_mix + 1 + j) % size for j in range(2 * num_mix - 1)] for i in rows]
     omega = [1 - abs(num_mix - j - 1) / num_mix for j in range(2 * num_mix - 1)]
-    lists = {"oto": ([[i] for i in rows], [1.0]), "mto": (mto, [1 / num_mix] * num_mix), "mtm": (mtm, omega)}
+    lists = {"oto": ([[first + i] for i in rows], [1.0]), "mto": (mto, [1 / num_mix] * num_mix), "mtm": (mtm, omega)}
     return {term: (torch.tensor(index), torch.tensor(weight)) for term, (index, weight) in lists.items()}
 
 
-def mixed_by_loops(images, number):
-    """Eq. 1-7 within each of two slices, by this view's permutation."""
-    k = torch.randperm(images.shape[-1] ** 2 // 16, generator=common.generator(number))
-    return torch.cat([mix_by_loops(x, 3, 4, k) for x in images.chunk(2)])
+@pytest.mark.parametrize("n, slices, num_mix, first", [(12, 2, 3, 0), (12, 2, 3, 24), (4, 2, 2, 4), (5, 1, 1, 5)])
+def test_targets_are_eq_10_to_12(n, slices, num_mix, first):
+    """Each slice is a ring of its own (D7). The keys are those of all processes."""
+    torch.testing.assert_close(
+        patchmix.batch_targets(n, num_mix, slices, first), in_batch(n, slices, num_mix, first), rtol=1e-6, atol=0
+    )
 
 
-def terms_by_loops(model, views, terms):
+def mixed_by_loops(images, shuffles):
+    """Eq. 1-7 within each of two slices, by its own shuffle, of a list [(slice, shuffle)]."""
+    orders = [next(k for x, k in shuffles if torch.equal(x, part)) for part in images.chunk(2)]
+    assert not torch.equal(*orders)
+    return torch.cat([mix_by_loops(x, 3, 4, k) for x, k in zip(images.chunk(2), orders, strict=True)])
+
+
+def terms_by_loops(model, views, terms, shuffles):
     """Eq. 13-15 from the model's own modules, {term: value}, and local crops as queries of both views' keys (D6)."""
-    x1, x2, *crops = views
-    mixed, targets = [mixed_by_loops(x, i) for i, x in enumerate(views)], in_batch(12, 2, 3)
-    pairs = {"oto": (x2, x1), "mto": (mixed[0], x2), "mtm": (mixed[0], mixed[1])}
+    (x1, x2, *crops), targets = views, in_batch(12, 2, 3)
+    mixed = [mixed_by_loops(x, shuffles) for x in (x1, x2)[: 1 + ("mtm" in terms)]]
+    pairs = {"oto": (x2, x1), "mto": (mixed[0], x2), "mtm": mixed}
     found = {t: nce_by_loops(model.query(pairs[t][0]), model.key(pairs[t][1]), *targets[t], 0.3) for t in terms}
-    for term, local in (("oto", crops), ("mto", mixed[2:])):
-        if crops and term in terms:
-            h = model.query(torch.cat(local)).chunk(len(local))
-            values = [nce_by_loops(one, model.key(x), *targets[term], 0.3) for one in h for x in (x1, x2)]
-            found[f"local_{term}"] = sum(values) / len(crops)
+    for term in {"oto", "mto"} & {*terms} if crops else ():
+        local = crops if term == "oto" else [mixed_by_loops(x, shuffles) for x in crops]
+        h = model.query(torch.cat(local)).chunk(len(local))
+        values = [nce_by_loops(one, model.key(x), *targets[term], 0.3) for one in h for x in (x1, x2)]
+        found[f"local_{term}"] = sum(values) / len(crops)
     return found
 
 
 @pytest.mark.parametrize("terms, local_crops", [("oto,mto", 0), ("mtm", 0), ("oto,mto,mtm", 2), ("oto,mtm", 2)])
-def test_total_is_eq_16(double, terms, local_crops):
+def test_total_is_eq_16(double, monkeypatch, terms, local_crops):
     """With the weights of the terms, here 1, 2 and 0.5; local ones have 1."""
+    mix, shuffles = patchmix.patch_mix, []
+
+    def patch_mix(images, num_mix, patch_size):
+        shuffles.append((images, torch.randperm((images.shape[-1] // patch_size) ** 2)))
+        return mix(images, num_mix, patch_size, shuffles[-1][1])
+
+    monkeypatch.setattr(patchmix, "patch_mix", patch_mix)
     flags = f"--num-mix 3 --mix-slices 2 --temperature 0.3 --terms {terms} --term-weights 1 2 0.5"
     model, views = make_model(flags), random_views(2, 12) + random_views(local_crops, 12, size=8)
-    generators = [common.generator(number) for number in range(len(views))]
-    loss, _, q, metrics = model(views, patchmix.mix_views(views, 3, 4, 2, generators))
-    expected = terms_by_loops(model, views, terms.split(","))
+    loss, q, metrics = model(views)
+    expected = terms_by_loops(model, views, terms.split(","), shuffles)
     total = sum(dict(mto=2, mtm=0.5).get(term, 1) * value for term, value in expected.items())
     torch.testing.assert_close(metrics, dict(loss=total) | {f"loss_{term}": value for term, value in expected.items()})
     assert metrics["loss"] == loss and not q.requires_grad
@@ -144,47 +159,49 @@ def test_total_is_eq_16(double, terms, local_crops):
     torch.testing.assert_close(torch.autograd.grad(loss, trained), torch.autograd.grad(total, trained))
 
 
-@pytest.mark.parametrize("flags, of_keys", [("", False), ("--momentum 0 0", True)])
+@pytest.mark.parametrize("flags, of_keys", [("", False), ("--key-encoder query", True)])
 def test_drop_path_is_of_queries_and_of_keys_that_the_encoder_itself_makes(double, flags, of_keys):
-    """The released ViT-T has no momentum encoder (D4)."""
+    """The released ViT-T has no momentum encoder (D4). Keys have no gradient."""
     model, (x,) = make_model(f"--drop-path 0.5 {flags}"), random_views(1, 12)
     assert not torch.equal(model.query(x), model.query(x))
-    assert torch.equal(model.key(x), model.key(x)) != of_keys
+    assert torch.equal(model.key(x), model.key(x)) != of_keys and not model.key(x).requires_grad
 
 
-NAMES = "lr weight_decay epochs warmup batch_size lr_batch image_size patch_size crop_scale"
-TABLE = {  # section 4.1.2
-    ("cifar10", "vit_tiny"): [4e-3, (0.02, 0.2), 800, 100, 512, 512, 32, 2, (0.1, 1)],
-    ("cifar100", "vit_small"): [1e-3, (0.04, 0.4), 800, 100, 512, 512, 32, 2, (0.1, 1)],
-    ("cifar10", "vit_base"): [1.5e-3, (0.04, 0.4), 800, 100, 512, 512, 32, 2, (0.1, 1)],
-    ("imagenet", "vit_small"): [2e-3, (0.04, 0.4), 300, 10, 1024, 1024, 224, 16, (0.05, 1)],
-    ("imagenet", "vit_base"): [3e-3, (0.04, 0.4), 300, 10, 1024, 1024, 224, 16, (0.05, 1)],
+NAMES = "weight_decay epochs warmup batch_size image_size patch_size crop_scale"
+TABLE = {  # section 4.1.2: the peak learning rate, then NAMES
+    ("cifar10", "vit_tiny"): [4e-3, [0.02, 0.2], 800, 100, 512, 32, 2, [0.1, 1]],
+    ("cifar100", "vit_small"): [1e-3, [0.04, 0.4], 800, 100, 512, 32, 2, [0.1, 1]],
+    ("cifar10", "vit_base"): [1.5e-3, [0.04, 0.4], 800, 100, 512, 32, 2, [0.1, 1]],
+    ("imagenet", "vit_small"): [2e-3, [0.04, 0.4], 300, 10, 1024, 224, 16, [0.05, 1]],
+    ("imagenet", "vit_base"): [3e-3, [0.04, 0.4], 300, 10, 1024, 224, 16, [0.05, 1]],
 }
 
 
 @pytest.mark.parametrize("dataset, arch", TABLE)
 def test_recipes(dataset, arch):
     """The paper's, and where the released code differs; also by timm's name of the encoder."""
-    ours = f"--dataset {dataset} --arch {arch}"
-    timms = f"{ours}_patch16_224 --patch-size {TABLE[dataset, arch][7]}"
-    for flags in (ours, timms):
-        assert values(patchmix, flags, NAMES) == TABLE[dataset, arch]
-        assert values(patchmix, flags, "momentum num_mix temperature") == [(0.996, 1), 3, 0.2]
-        assert values(patchmix, flags, "terms term_weights smoothing") == ["oto,mto,mtm", (1, 1, 1), 0]
-        released = values(patchmix, f"{flags} --variant released", "num_mix smoothing term_weights momentum num_heads")
-        momentum, heads = (0, 0) if arch == "vit_tiny" else (0.996, 1), 12 if arch == "vit_small" else None
-        assert released == [2, 0.1, (1, 0.5, 0.25), momentum, heads]
+    (peak, *others), ours = TABLE[dataset, arch], f"--dataset {dataset} --arch {arch}"
+    for flags in (ours, f"{ours}_patch16_224 --patch-size {others[5]}"):
+        assert values(patchmix, flags, NAMES) == others
+        args = patchmix.parse_args(flags.split())
+        assert patchmix.learning_rate(args, args.warmup) == pytest.approx(peak, rel=1e-12)
+        paper = values(patchmix, flags, "momentum num_mix temperature terms term_weights smoothing key_encoder")
+        assert paper == [[0.996, 1], 3, 0.2, "oto,mto,mtm", [1, 1, 1], 0, "momentum"]
+        released = values(patchmix, f"{flags} --variant released", "num_mix smoothing term_weights mixed_view")
+        assert released == [2, 0.1, [1, 0.5, 0.25], 2]
+        keys, heads = values(patchmix, f"{flags} --variant released", "key_encoder num_heads")
+        assert (keys == "query") == (arch == "vit_tiny") and heads == (12 if arch == "vit_small" else None)
 
 
 def test_what_follows_from_other_flags():
     """D1: mtm's weights sum to 1/2, whatever M, unless they are given. D6: with local crops, large ones are larger."""
     released = "--dataset imagenet --variant released"
-    assert values(patchmix, f"{released} --num-mix 4", "term_weights") == [(1, 0.5, 0.125)]
-    assert values(patchmix, f"{released} --num-mix 4 --term-weights 1 2 3", "term_weights") == [(1, 2, 3)]
-    chosen = patchmix.term_weights(patchmix.parse_args("--terms mtm,oto --term-weights 1 2 3".split()))
+    assert values(patchmix, f"{released} --num-mix 4", "term_weights") == [[1, 0.5, 0.125]]
+    assert values(patchmix, f"{released} --num-mix 4 --term-weights 1 2 3", "term_weights") == [[1, 2, 3]]
+    chosen = patchmix.chosen_terms(patchmix.parse_args("--terms mtm,oto,mto --term-weights 1 0 3".split()))
     assert chosen == dict(oto=1, mtm=3)
     for count, smallest in ((0, 0.05), (2, 0.35)):
-        assert values(patchmix, f"{released} --local-crops {count}", "crop_scale") == [(smallest, 1)]
+        assert values(patchmix, f"{released} --local-crops {count}", "crop_scale") == [[smallest, 1]]
 
 
 TABLE_8 = {  # heads, token width, million parameters
@@ -209,10 +226,3 @@ def test_models_are_tables_8_and_9(dataset, arch):
         assert [type(m).__name__ for m in head] == (["Linear", "BatchNorm1d", "ReLU"] * (len(widths) - 1))[:-1]
         assert [(m.in_features, m.out_features) for m in head[::3]] == [*itertools.pairwise(widths)]
         assert head[1].weight is not None and head[-1].weight is None
-
-
-def test_views_are_table_10():
-    of_both = dict(size=224, area=(0.05, 1.0), ratio=(3 / 4, 4 / 3), jitter=(0.4, 0.4, 0.2, 0.1), jitter_p=0.8)
-    of_both |= dict(gray_p=0.2, blur_sigma=(0.1, 2.0), flip_p=0.5)
-    views = [common.View(**of_both, blur_p=1.0, solarize_p=0.0), common.View(**of_both, blur_p=0.1, solarize_p=0.2)]
-    assert [*patchmix.augmentation(patchmix.parse_args(["--dataset", "imagenet"])).values()] == views

@@ -1,79 +1,139 @@
-"""Two processes compute what one computes: an epoch of every method and variant, in float64. Batch norm in groups."""
+"""Several processes compute what one computes from the same views and shuffles. Batch norm in groups."""
 
-import argparse
 import copy
 import importlib
+import zlib
 
 import pytest
 import tiny
 import torch
-import torch.distributed as dist
-from conftest import METHODS, NANO
+from conftest import NANO, Blank, slow_but, state_of
 from global_batch_norm import synchronize
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import common
+import jcl
 
-SMALL = "--image-size 16 --batch-size 16 --epochs 1 --dim 16 --patch-size 8 --knn-every 0 --device cpu".split()
-CLIM = "--clim-start 0 --num-clusters 4 --knn-k 8"
+SMALL = "--image-size 16 --batch-size 32 --epochs 1 --dim 16 --patch-size 8 --knn-every 0 --device cpu".split()
+CLIM, LOGO = "clim --bn-groups 8 --clim-start 0", "logo --bn-groups 8 --local-size 8"
 CASES = [  # method and flags
-    "moco_jointcrop --joint both",
+    "moco_jointcrop --bn-groups 8 --local-crops 2 --local-size 8",
     "moco_jointcrop --moco v3 --hidden 16 --local-crops 2 --local-size 8",
-    "jcl",
-    "jcl --vanilla --bn-groups 4",
-    f"clim {CLIM} --resolutions 16 12 --bn-groups 4",
-    f"clim {CLIM} --selection random --mix none",
-    f"clim {CLIM} --selection kmeans --local-crops 2 --local-size 8",
-    "logo --local-size 8 --bn-groups 4",
-    "logo --local-size 8 --variant paper --lam 0.5",
-    "logo --local-crops 0 --one-way",
-    "logo --local-size 8 --pairs all",
+    "jcl --bn-groups 8",
+    "jcl --bn-groups 16 --vanilla",
+    f"{CLIM} --num-clusters 4 --knn-k 8 --resolutions 16 12",
+    f"{CLIM} --num-clusters 4 --selection kmeans --local-crops 2 --local-size 8",
+    f"{CLIM} --selection random --mix none",
+    LOGO,
+    f"{LOGO} --variant paper --lam 0.5",
+    f"{LOGO} --pairs all",
+    "logo --bn-groups 8 --local-crops 0 --one-way",
     "logo --local-size 8 --base simsiam --hidden 16 --lam 0.5",
-    "patchmix --mix-slices 2 --hidden 16",
-    "patchmix --mix-slices 4 --hidden 16 --variant released --image-size 32 --local-crops 2 --local-size 16",
+    "patchmix --mix-slices 8 --num-mix 3 --hidden 16",
+    "patchmix --mix-slices 16 --hidden 16 --variant released --image-size 32 --local-crops 2",
 ]
+QUICK, STEPS = [CASES[2], CASES[4], CASES[-2]], 3
 
 
-def process(world, folder):
+class Given:
+    """A loader of random views, of which each process gets its own rows."""
+
+    def __init__(self, images, batch_size, **_):
+        self.images, self.size = images, batch_size * common.rank_and_world()[1]
+
+    def __len__(self):
+        return STEPS
+
+    def __iter__(self):
+        g = torch.Generator().manual_seed(0)
+
+        def batch(part):
+            if isinstance(part, list):
+                return [batch(one) for one in part]
+            if part.dim() == 4:
+                return common.shard(torch.randn(self.size, *part.shape[1:], generator=g))
+            return common.shard(part.repeat(self.size))
+
+        for _ in range(STEPS):
+            yield batch(torch.utils.data.default_collate([self.images[0]]))
+
+
+def seeded(function, per_process=False):
+    """Let a function draw the same random numbers in every call, and in every process unless `per_process`."""
+
+    def call(*args, **options):
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(common.rank_and_world()[0] if per_process else 0)
+            return function(*args, **options)
+
+    return call
+
+
+def process(folder, cases):
+    """Train in one of several processes, in float64, so that a difference is an error and not rounding."""
     common.ARCHS["nano"] = ("resnet18", dict(NANO, zero_init_last=False))
-    torch.set_default_dtype(torch.float64)  # so that a difference is an error and not rounding
+    torch.set_default_dtype(torch.float64)
     torch.Tensor.float = torch.Tensor.double
-    dist.destroy_process_group = lambda: None  # one group for all
-    for method in METHODS if world > 1 else ():  # batch norms over all processes: on CPUs each has its own
-        importlib.import_module(method).DistributedDataParallel = lambda model, **how: DDP(synchronize(model), **how)
-    for number, case in enumerate(CASES):
+    torch.randn, torch.randperm = seeded(torch.randn), seeded(torch.randperm, per_process=True)  # noise; ShuffleBN
+    clim, patchmix = importlib.import_module("clim"), importlib.import_module("patchmix")
+    choose, mix = seeded(clim.choose_positives, per_process=True), patchmix.patch_mix
+
+    def choose_positives(*args):
+        table = choose(*args)
+        assert all(torch.equal(table, other) for other in common.from_all(table))
+        return table
+
+    def patch_mix(images, num_mix, patch_size):  # a slice has the same shuffle, whichever process has it
+        g = torch.Generator().manual_seed(zlib.crc32(images.numpy().tobytes()))
+        return mix(images, num_mix, patch_size, torch.randperm((images.shape[-1] // patch_size) ** 2, generator=g))
+
+    def parallel(model):  # without a queue, batch norm is over all processes: on CPUs each would have its own
+        return DDP(model if hasattr(model, "queue") else synchronize(model))
+
+    clim.choose_positives, clim.mix_queries = choose_positives, seeded(clim.mix_queries)
+    patchmix.patch_mix = patch_mix
+    for case in cases:
         method, *flags = case.split()
         module = importlib.import_module(method)
+        module.DataLoader, module.augment, module.DistributedDataParallel = Given, lambda x, *_: x, parallel
         arch = ["--drop-path", "0"] if method == "patchmix" else ["--arch", "nano"]
-        module.main(module.parse_args([*SMALL, *arch, *flags, "--out", f"{folder}/{world}-{number}"]))
+        module.main(module.parse_args([*SMALL, *arch, *flags, "--out", f"{folder}/{CASES.index(case)}"]))
 
 
 def load(out):
-    """All that a run has saved, as {path: tensor}, and the means of its epoch."""
-    saved = torch.load(out / "last.pt", weights_only=True)
+    """Return all that a run has saved, as {path: tensor}, and the means of its epoch."""
+    saved = tiny.load(out / "last.pt")
     (epoch,) = saved["records"]
     record = {name: value for name, value in epoch.items() if name not in tiny.TIMING}
     return {k: x for k, x in tiny.flat(saved).items() if torch.is_tensor(x) and "num_batches" not in k}, record
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("processes")
-    for world in (1, 2):
-        tiny.succeed(folder / "log", process, [(world, str(folder))] * world, seconds=600)
+def train(request, folders, world):
+    """Train the cases in so many processes. Return the folder of their runs."""
+    folder, cases = folders.mktemp("runs"), CASES if request.config.getoption("--slow") else QUICK
+    tiny.succeed(folder / "log", process, [(str(folder), cases)] * world, seconds=900)
     return folder
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("case", CASES)
-def test_two_processes_train_as_one(folder, case):
-    """The loss, gradients (in the optimiser's state), weights, statistics, queue and positives."""
-    (one, means), (two, others) = (load(folder / f"{world}-{CASES.index(case)}") for world in (1, 2))
-    assert two.keys() == one.keys() and others == pytest.approx(means, rel=1e-7, abs=1e-9)
+@pytest.fixture(scope="module")
+def runs_of_one(request, tmp_path_factory):
+    return train(request, tmp_path_factory, 1)
+
+
+@pytest.fixture(scope="module", params=[2, pytest.param(8, marks=pytest.mark.slow)])
+def runs_of_several(request, tmp_path_factory):
+    return train(request, tmp_path_factory, request.param)
+
+
+@pytest.mark.parametrize("case", slow_but(QUICK, CASES))
+def test_processes_compute_what_one_computes(runs_of_one, runs_of_several, case):
+    """The loss, gradients (in the optimizer's state), weights, statistics, queue and positives."""
+    (one, means), (several, others) = (load(runs / str(CASES.index(case))) for runs in (runs_of_one, runs_of_several))
+    assert several.keys() == one.keys() and others == pytest.approx(means, rel=1e-7, abs=1e-9)
     assert others["loss"] == pytest.approx(means["loss"], rel=1e-9)
     for name, value in one.items():
-        torch.testing.assert_close(two[name], value, rtol=1e-9, atol=1e-9, msg=lambda m, name=name: f"{name}: {m}")
+        torch.testing.assert_close(several[name], value, rtol=1e-9, atol=1e-9, msg=lambda m, name=name: f"{name}: {m}")
 
 
 @pytest.mark.parametrize("kind, shape", [(nn.BatchNorm1d, (8, 3)), (nn.BatchNorm2d, (8, 3, 2, 5))])
@@ -86,22 +146,28 @@ def test_batch_norm_in_groups_is_one_for_each_slice(kind, shape):
     norm = nn.Sequential(kind(3)).double()
     nn.init.normal_(norm[0].weight, generator=g)
     slices = [copy.deepcopy(norm) for _ in range(4)]
-    ours = importlib.import_module("jcl").split_batch_norms(norm, 4)(x)
+    split = jcl.convert_split_batchnorm(norm, 4)
+    ours = split(x)
     theirs = torch.cat([one(part) for one, part in zip(slices, x.chunk(4), strict=True)])
     torch.testing.assert_close(ours, theirs)
     torch.testing.assert_close(*(torch.autograd.grad((y * weight).sum(), x) for y in (ours, theirs)))
     for name in ("running_mean", "running_var"):
-        torch.testing.assert_close(getattr(norm[0], name), sum(getattr(one[0], name) for one in slices) / 4)
+        torch.testing.assert_close(getattr(split[0], name), sum(getattr(one[0], name) for one in slices) / 4)
+    torch.testing.assert_close(split.eval()(x), norm.eval()(x))
 
 
 @pytest.mark.parametrize("given, world, each", [  # each None: not equal slices of two images or more, as many on each
     (2, 1, 2), (8, 4, 2), (2, 6, 1), (1, 1, 1), (5, 1, None), (24, 1, None), (3, 2, None), (1, 5, None), (1, 16, None)
 ])  # fmt: skip
-def test_slices_of_24_images_are_as_given_and_one_per_process_at_least(given, world, each, monkeypatch, capsys):
-    monkeypatch.setattr(common, "rank_and_world", lambda: (0, world))
-    args = argparse.Namespace(batch_size=24, bn_groups=given)
+@pytest.mark.parametrize("method, flag", [("jcl", "--bn-groups"), ("patchmix", "--mix-slices")])
+def test_slices_of_24_images_are_as_given_and_one_per_process_at_least(method, flag, given, world, each, monkeypatch):
+    """Groups of batch norm, and slices to mix within."""
+    module, flags = importlib.import_module(method), f"--batch-size 24 {flag} {given}"
+    monkeypatch.setattr(common, "init_distributed", lambda *_: (torch.device("cpu"), 0, world))
     if each is None:
-        line = tiny.refused(capsys, common.slices_per_process, args, "bn_groups")
-        assert "--batch-size 24" in line and f"--bn-groups {given}" in line and f"{world} process" in line
+        with pytest.raises(common.UsageError, match=f"--batch-size 24 .*{flag}, {world} process"):
+            module.main(module.parse_args(flags.split()), train=Blank(24))
     else:
-        assert common.slices_per_process(args, "bn_groups") == each and args.bn_groups == given
+        model = state_of(module, flags)["model"]
+        groups = {m.groups for m in model.modules() if isinstance(m, jcl.SplitBatchNorm)} or {1}
+        assert model.slices == each if method == "patchmix" else groups == {each}
