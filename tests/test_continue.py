@@ -1,31 +1,36 @@
-"""Runs that are stopped, killed and continued end as undisturbed ones: the same last.pt and records, bit for bit."""
+"""Runs that are stopped, killed and resumed end as undisturbed ones: the same last.pt and records, bit for bit."""
 
 import functools
 import itertools
+import json
+import os
 import subprocess
 import sys
 
-import numpy as np
 import pytest
 import tiny
+import torch
 from conftest import EACH_MODEL, QUEUES, slow_but
-from tiny import FLAGS, assert_same_run, contents, epochs_of, life, load, processes, records, refused, run
+from tiny import FLAGS, STEPS, assert_same_run, contents, epochs_of, life, load, processes, records, refused, run
 
 import common
 
 pytestmark = pytest.mark.usefixtures("_tiny")
 
-JCL = [*FLAGS, *"--epochs 3 --arch resnet_nano".split()]
-MORE = dict(jcl=" --arch resnet_nano", clim=" --clim-start 1 --refresh-every 2 --num-clusters 4")
-CASES = [f"{method} {flags}".strip() + MORE.get(method, "") for method, flags in EACH_MODEL]
-SCENARIOS = {  # flags of all calls; then of each but the last its end (see tiny.strike) and the epochs of last.pt then
-    "in an epoch": ("", [("step 2", None), ("step 6", 1), ("step 4", 1), ("step 5", 2)]),
-    "in its kNN": ("", [("knn 1", 1), ("knn 1", 1), ("knn 2", 2), ("knn 2", 3), ("knn 1", 3)]),
-    "two workers": ("--workers 2", [("step 6", 1)]),
-    "in CLIM's choice": ("--knn-every 0", [("choice 1", 1), ("choice 1", 1)]),
+NANO = "--arch resnet_nano"
+JCL = [*FLAGS, "--epochs", "3", *NANO.split()]
+MORE = {"jcl": NANO, "moco_jointcrop --moco v3": NANO, "clim": "--clim-start 1 --refresh-every 2"}
+CASES = [f"{case} {MORE.get(case, '')}".strip() for case in (" ".join(words).strip() for words in EACH_MODEL)]
+# Flags of all starts; then, for each but the last, its end (see tiny.strike) and the epochs that last.pt has by then.
+# Then the epochs that lost their kNN, because the run was killed after their first save and before the second.
+SCENARIOS = {
+    "in an epoch": ("", [("step 2", None), ("step 6", 1), ("step 4", 1), ("step 5", 2)], []),
+    "in its kNN": ("", [("knn 1", 1), ("knn 2", 3)], [1, 3]),
+    "two workers": ("--workers 2", [("step 6", 1)], []),
+    "in CLIM's choice": ("--knn-every 0", [("choice 1", 1), ("choice 1", 1)], []),
 }
 DISTURBED = [pair for pair in itertools.product(CASES, SCENARIOS) if "CLIM" not in pair[1] or "clim" in pair[0]]
-QUICK = [("jcl --arch resnet_nano", "in an epoch"), ("jcl --arch resnet_nano", "in its kNN")]
+QUICK = [(f"jcl {NANO}", "in an epoch"), (f"jcl {NANO}", "in its kNN")]
 
 
 @pytest.fixture(scope="module")
@@ -33,9 +38,9 @@ def straight(_tiny, tmp_path_factory):
     """A function: words -> the folder of the undisturbed run of three epochs, made once."""
 
     @functools.cache
-    def folder(words="jcl --arch resnet_nano"):
+    def folder(words=f"jcl {NANO}"):
         (method, *flags), out = words.split(), tmp_path_factory.mktemp("straight") / "run"
-        run(method, out, "--epochs", 3, *flags)
+        assert life(method, [*FLAGS, "--epochs", 3, *flags, "--out", out])[0] == 0
         return out
 
     return folder
@@ -43,24 +48,32 @@ def straight(_tiny, tmp_path_factory):
 
 @pytest.mark.parametrize("case, scenario", slow_but(QUICK, DISTURBED))
 def test_a_disturbed_run_ends_as_an_undisturbed_one(straight, tmp_path, case, scenario):
-    (flags, ends), (method, *more) = SCENARIOS[scenario], case.split()
+    (flags, ends, without_knn), (method, *more) = SCENARIOS[scenario], case.split()
     words = [*FLAGS, "--epochs", "3", *more, *flags.split(), "--out", tmp_path]
     for moment, epochs in ends:
         status, said = life(method, words, moment)
         assert (status, epochs_of(tmp_path)) == (130, epochs), said
     assert life(method, words)[0] == 0
-    assert_same_run(straight(f"{case} {flags}".replace("--workers 2", "").strip()), tmp_path)
+    assert ["knn20_top1" in r for r in records(tmp_path)] == [
+        "--knn-every 0" not in flags and epoch not in without_knn for epoch in (1, 2, 3)
+    ]
+    assert_same_run(straight(f"{case} {flags}".strip()), tmp_path, without_knn)
 
 
 def test_ended_at_each_moment_in_turn(straight, tmp_path):
-    """The n-th life ends at its n-th step, write, flush, renaming or kNN, until one lasts. last.pt is always whole."""
+    """The n-th start ends at its n-th step, write, flush, renaming or kNN, until one lasts. last.pt is always whole.
+
+    Temporary files are removed, also those of other hosts.
+    """
     for number in itertools.count(1):
         status, said = life("jcl", [*JCL, "--out", tmp_path], f"anything {number}")
         if status == 0:
             break
         assert status == 130 and epochs_of(tmp_path) in (None, 1, 2, 3), said
-    assert number > 15  # all moments of a first epoch
-    assert_same_run(straight(), tmp_path)
+        (tmp_path / "last.pt.elsewhere.1.tmp").write_bytes(b"half")
+    assert number > 15  # all moments of the first save, at least
+    assert not list(tmp_path.glob("*.tmp"))
+    assert_same_run(straight(), tmp_path, [r["epoch"] for r in records(tmp_path) if "knn20_top1" not in r])
 
 
 def lives(out, method, world, moment=""):
@@ -90,28 +103,32 @@ def test_torchrun_restarts_what_is_killed(tmp_path):
     assert_same_run(tmp_path / "straight", tmp_path / "run")
 
 
-def test_what_a_run_left_before_its_first_epoch_was_saved(straight, tmp_path, capsys):
-    """The same command begins anew and removes *.tmp. Another one is refused."""
-    life("jcl", [*JCL, "--out", tmp_path], "save 8")
-    assert {"backbone.pt", "config.json", "metrics.jsonl"} < {path.name for path in tmp_path.iterdir()}
-    (tmp_path / "last.pt.1.tmp").write_bytes(b"half")  # of another process
-    assert epochs_of(tmp_path) is None
-    assert "no last.pt" in refused(capsys, run, "jcl", tmp_path, *JCL, "--lr", "0.5")
-    run("jcl", tmp_path, *JCL)
-    assert not list(tmp_path.glob("*.tmp"))
-    assert_same_run(straight(), tmp_path)
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["jcl", "patchmix"])
+def test_resumed_by_another_number_of_processes(tmp_path, method):
+    """An epoch of one process, one of two, one of one. The run says so, and config.json has the last number."""
+    for epoch, world in enumerate((1, 2, 1), 1):
+        words = [*FLAGS, "--knn-every", "0", "--epochs", 3, "--out", tmp_path / "run"]
+        moment = f"step {STEPS + 1}" if epoch < 3 else ""
+        said = processes(tmp_path / "log", tiny.play, [(method, words, moment)] * world)[0][1]
+        assert epochs_of(tmp_path / "run") == epoch, said
+        assert (f"processes: {3 - world} before, {world} now" in said) == (epoch > 1)
+        assert json.loads((tmp_path / "run/config.json").read_text())["processes"] == world
+    assert all(torch.tensor(record["loss"]).isfinite() for record in records(tmp_path / "run"))
 
 
-def test_a_damaged_checkpoint_is_told_and_left_alone(straight, tmp_path, capsys):
-    """One that was kept takes its place. What is lost or spoilt beside it is written anew, and a finished run stays."""
+def test_a_damaged_checkpoint_is_left_alone(straight, tmp_path, capsys):
+    """One that was kept takes its place. What is lost or damaged beside it is written anew. A finished run stays."""
     life("jcl", [*JCL, "--keep-every", 1, "--out", tmp_path], "step 6")
-    last, data = tmp_path / "last.pt", bytearray((tmp_path / "last.pt").read_bytes())
-    data[len(data) // 2] ^= 1  # a bit of a weight
-    last.write_bytes(data)
+    last, whole = tmp_path / "last.pt", (tmp_path / "last.pt").read_bytes()
     (tmp_path / "metrics.jsonl").write_bytes(b"\xff\x00\n[1]\nnull\n")
     (tmp_path / "backbone.pt").unlink()
-    before = contents(tmp_path)
-    assert str(last) in refused(capsys, run, "jcl", tmp_path, *JCL) and contents(tmp_path) == before
+    damaged = bytearray(whole)
+    damaged[len(whole) // 2] ^= 1  # a bit of a weight
+    for data in (damaged, whole[:-100], whole[:1000], b""):
+        last.write_bytes(data)
+        before = contents(tmp_path)
+        assert str(last) in refused(capsys, run, "jcl", tmp_path, *JCL) and contents(tmp_path) == before
     (tmp_path / "epoch-0001.pt").rename(last)
     assert "after epoch 1" in run("jcl", tmp_path, *JCL)
     assert_same_run(straight(), tmp_path)
@@ -119,9 +136,37 @@ def test_a_damaged_checkpoint_is_told_and_left_alone(straight, tmp_path, capsys)
     assert "finished" in run("jcl", tmp_path, *JCL) and contents(tmp_path) == before
 
 
+def test_each_bit_of_a_checkpoint_matters_or_is_found(tmp_path):
+    """A changed bit is found by a checksum, also in the archive's directory, or it changes nothing that is loaded."""
+    torch.manual_seed(0)
+    state, path = dict(model=torch.nn.Linear(2, 3)), tmp_path / "last.pt"
+    common.save_run(tmp_path, {}, None, state, [dict(epoch=1)])
+    whole, wanted = path.read_bytes(), load(path)
+    found = 0
+    for i in range(0, len(whole), 2):
+        data = bytearray(whole)
+        data[i] ^= 1 << i // 2 % 8
+        path.write_bytes(data)
+        try:
+            assert tiny.unequal(common.load_checkpoint(path), wanted) == [], i
+        except common.UsageError:
+            found += 1
+    assert found > 300  # the rest is padding, and dates of files
+
+
+@pytest.mark.parametrize("flag", ["--lr", "--epochs", "--seed"])
+def test_another_configuration(begun, capsys, flag):
+    """The message has what differs, and --resume. Passing --resume with the same --out does not get around it."""
+    out, name = begun("jcl"), flag.strip("-")
+    before = contents(out)
+    for more in ([], ["--resume", out / "last.pt"]):
+        line = refused(capsys, run, "jcl", out, flag, 24, *more)
+        assert f"{name} was" in line and ", is 24" in line and "--resume" in line and contents(out) == before
+
+
 def test_resume_begins_another_folder(straight, tmp_path):
-    """With --resume FILE: the same weights and records. The same command again goes on in --out."""
-    source = straight("jcl --arch resnet_nano --keep-every 1")
+    """With --resume FILE: the same weights and records. The same command again resumes in --out."""
+    source = straight(f"jcl {NANO} --keep-every 1")
     before, words = contents(source), [*JCL, "--resume", source / "epoch-0001.pt", "--out", tmp_path]
     for moment, epochs in (("step 2", None), ("step 6", 2), ("", 3)):
         life("jcl", words, moment)
@@ -132,13 +177,43 @@ def test_resume_begins_another_folder(straight, tmp_path):
 
 @pytest.mark.parametrize("method", slow_but(["clim", "logo"], QUEUES))
 def test_resume_with_other_images(method, begun, tmp_path, capsys):
-    """And more epochs. An optimizer's flags hold over those of the other run, CLIM's positives are chosen anew."""
-    words = ["--sgd-momentum", 0.5, "--resume", begun(method) / "last.pt", "--epochs"]
-    assert "--epochs 1" in refused(capsys, run, method, tmp_path, *words, 1)
-    images = common.ImageSet(np.random.default_rng(0).integers(0, 256, (52, 16, 16, 3), np.uint8))
-    run(method, tmp_path, *words, 2, train=images)
+    """And other flags, which are printed. The optimizer takes its own from these. CLIM's positives are chosen anew."""
+    words = ["--weight-decay", 0.5, "--resume", begun(method) / "last.pt", *["--refresh-every", 1] * (method == "clim")]
+    assert "--epochs" in refused(capsys, run, method, tmp_path, *words, "--epochs", 1)
+    said = run(method, tmp_path, *words, train=common.Patterns(0, 16, seed=7))  # 32 images
+    assert "weight_decay was 0.0001, is 0.5" in said and "images was" in said and "epochs was" not in said
     (first, second), state = records(tmp_path), load(tmp_path / "last.pt")
     assert [first] == records(begun(method)) and second["epoch"] == 2
-    assert state["optimizer"]["param_groups"][0]["momentum"] == 0.5
+    assert state["optimizer"]["param_groups"][0]["weight_decay"] == 0.5
     if method == "clim":
-        assert state["positives"].shape[0] == 52 > state["positives"].max() and state["positives"].min() >= 0
+        assert state["positives"].shape[0] == 32 > state["positives"].max() and state["positives"].min() >= 0
+
+
+@pytest.mark.parametrize("method", slow_but(["jcl"], ["jcl", "clim", "logo", "patchmix"]))
+def test_resume_from_a_checkpoint_that_does_not_fit(method, begun, tmp_path, capsys):
+    """Of another method, without a part, or with other shapes. --out can still be used afterwards."""
+    state, more = load(begun(method) / "last.pt"), ["--epochs", 3, "--resume", tmp_path / "last.pt"]
+    wrong = [(load(begun("jcl" if method == "patchmix" else "patchmix") / "last.pt"), []), (state, ["--dim", 8])]
+    parts = state.keys() - {"backbone", "processes"}
+    wrong += [({k: v for k, v in state.items() if k != part}, []) for part in parts - {"records"}]
+    wrong += [(state | {part: {}}, []) for part in parts if "optim" in part]
+    wrong += [(load(begun(method) / "backbone.pt"), [])]
+    for saved, flags in wrong:
+        torch.save(saved, tmp_path / "last.pt")
+        assert str(tmp_path / "last.pt") in refused(capsys, run, method, tmp_path / "new", *more, *flags)
+    torch.save(state, tmp_path / "last.pt")
+    run(method, tmp_path / "new", *more)
+    assert epochs_of(tmp_path / "new") == 3
+
+
+def test_images_may_move_but_not_change(tmp_path, monkeypatch, capsys):
+    """A moved folder is the same data set. Folders of one name meet in one --out by default, which is refused."""
+    monkeypatch.chdir(tmp_path)
+    for root in ("one", "two"):
+        tiny.write_tree(tmp_path / root / "data", ["train/a", "train/b"], 12 if root == "one" else 11, (16, 16))
+    words = [*FLAGS, "--patch-size", 8, "--dataset", "folder", "--data-dir"]
+    assert life("jcl", [*words, "one/data"], "step 2")[0] == 130
+    os.rename("one/data", "moved")
+    (out,) = (tmp_path / "runs").iterdir()
+    assert life("jcl", [*words, "moved", "--out", out])[0] == 0 and epochs_of(out) == 2
+    assert "images was" in refused(capsys, tiny.play, "jcl", [*words, "two/data"])

@@ -1,120 +1,174 @@
-"""Each row of HYPERPARAMETERS is a flag: listed, held to its limits, kept as given; and it acts."""
+"""Flags: listed with the defaults of a data set, held to their ranges, kept as given. Each acts or is refused."""
 
+import argparse
 import functools
 import importlib
 import json
-import math
+import os
 import re
 import tempfile
+import types
 
-import numpy as np
 import pytest
 import torch
-from conftest import CHOICES, METHODS, QUEUES, state_of, table, values
+from conftest import CHOICES, METHODS, QUEUES, Blank, state_of
 from tiny import flat, load, refused
 
+import clim
 import common
 
+SMALL = {method: f"--arch {'vit_micro' if method == 'patchmix' else 'resnet_mini'}" for method in METHODS}
+FORMS = [(method, form) for method in METHODS for form in ("", SMALL[method], *CHOICES.get(method, ()))]
 
+
+@functools.cache
+def options(method):
+    """The flags of a method, {name: argparse's action}."""
+    found = {}
+
+    def parse_args(parser, argv):
+        found.update({action.dest: action for action in parser._actions if action.dest != "help"})
+        raise LookupError
+
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(LookupError):
+        patch.setattr(argparse.ArgumentParser, "parse_args", parse_args)
+        importlib.import_module(method).parse_args([])
+    return found
+
+
+def words(name, value):
+    """The command line that gives a flag a value."""
+    return [f"--{name.replace('_', '-')}", *map(str, value if isinstance(value, list) else [value])]
+
+
+@pytest.mark.parametrize("dataset", common.DATASETS)
 @pytest.mark.parametrize("method", METHODS)
-def test_help_lists_every_flag_with_the_data_sets_default(method, module, capsys):
-    with pytest.raises(SystemExit):
-        module.parse_args(["--dataset", "imagenet", "--help"])
-    text = " ".join(capsys.readouterr().out.split())
-    assert all(common.option(name) in text for name in table(method))
-    assert "every N epochs; 0: never (default: 50)" in text
+def test_help_lists_every_flag_with_the_data_sets_default(method, module, dataset, capsys):
+    with pytest.raises(SystemExit) as stop:
+        module.parse_args(["--dataset", dataset, "--help"])
+    text, args = " ".join(capsys.readouterr().out.split()), module.parse_args(["--dataset", dataset])
+    assert stop.value.code == 0 and all(words(name, 0)[0] in text for name in options(method))
+    assert f"number of epochs (default: {args.epochs})" in text and f"0: never (default: {args.knn_every})" in text
 
 
-@pytest.mark.parametrize("method", METHODS)
-def test_recipes_have_no_names_but_the_tables(method, module):
-    names = {*table(method), *common.defaults(common.RUN)}
-    for flags in [*(f"--dataset {dataset}" for dataset in common.DATASETS), *CHOICES.get(method, ())]:
-        assert vars(module.parse_args(flags.split())).keys() == names
-
-
-@pytest.mark.parametrize("method", METHODS)
-def test_limits_and_words_hold(method, module, capsys):
-    """Without limits a number is not below 0, and a text is free. Ranges are refused upside down."""
-    for name, (value, _, *more) in table(method).items():
-        if isinstance(value, bool) or (isinstance(value, str) and not more):
+@pytest.mark.parametrize("dataset", common.DATASETS)
+@pytest.mark.parametrize("method, form", FORMS)
+def test_recipes_have_values_that_the_flags_take(method, module, dataset, form):
+    """Given on the command line they are the same run. None has a name that is no flag."""
+    if any(joint in form for joint in ("blur", "either")) and dataset in ("cifar10", "cifar100", "stl10"):
+        form += " --blur-p 0.5 0.5"  # these recipes do not blur
+    argv = ["--dataset", dataset, *form.split()]
+    args = vars(module.parse_args(argv))
+    assert args.keys() - {"method", "image_size"} == options(method).keys() - {"image_size"}
+    for name, action in options(method).items():
+        if action.default is None or name == "out":  # it is derived from others
             continue
-        numbers, count = [x for x in (*more, (0, math.inf))[0] if not isinstance(x, str)], np.size(value)
-        ends = (numbers[0] - 1, numbers[1] * 2 + 1, math.nan) if numbers else ["other"]
-        wrong = [[x] * max(count, 1) for x in ends]
-        if isinstance(value, tuple) and name.endswith(("_scale", "_ratio", "_sigma")):
-            wrong.append(value[::-1])
-        for words in wrong:
-            if math.inf not in words:
-                flag = common.option(name)
-                assert flag in refused(capsys, module.parse_args, [flag, *map(str, words)]), words
+        if words(name, 0)[0] not in argv and args[name] is not None and not isinstance(args[name], bool):
+            argv += words(name, args[name])
+    assert vars(module.parse_args(argv)) == args  # also the folder's name
+
+
+ZERO = """beta blur_p clim_start drop_path joint_prob keep_every knn_every lam local_crops milestones min_lr momentum
+    seed smoothing term_weights warmup weight_decay workers""".split()  # the other numbers are above 0
+FRACTIONS = "momentum crop_scale global_scale local_scale blur_p joint_prob smoothing drop_path milestones".split()
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_what_is_given_holds(module):
-    """Also where it equals a default: the recipe of ImageNet evaluates by kNN every 50 epochs, and 10 is the usual."""
-    parse = module.parse_args
-    assert [parse(["--dataset", "imagenet", *flags]).knn_every for flags in ([], ["--knn-every", "10"])] == [50, 10]
-    assert vars(parse(["--crop-ratio", "0.5", "2"])) == vars(parse("--crop-ratio .5 2.0".split()))
-    assert values(module, "--warmup 9 --lr 1 --min-lr 1", "warmup lr min_lr") == [9, 1, 1]
+def test_ranges_hold(method, module, capsys):
+    """In all files alike: what cannot be is refused before the work. Ranges of areas have the smaller number first."""
+    for name, action in options(method).items():
+        count = len(action.default) if isinstance(action.default, list) and action.default else 1
+        is_number = action.type not in (None, os.path.abspath) and not action.choices
+        wrong = [["other"]] * bool(is_number or action.choices)
+        if is_number:
+            wrong += [["nan"], ["inf"]] + [["-1"]] * (name != "beta") + [["0"]] * (name not in ZERO)
+            wrong += [["1.5"]] * (name in FRACTIONS or isinstance(action.default, int))
+        wrong = [word * count for word in wrong] + [["0.5", "0.25"]] * name.endswith("_scale")
+        for given in wrong:
+            line = refused(capsys, module.parse_args, words(name, given))
+            assert action.option_strings[0] in line, (name, given)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_what_is_given_is_in_the_runs_name_and_config(method, module, few_patterns, tmp_path, monkeypatch):
+    """But for operational flags. A folder of images has its name there."""
+    monkeypatch.chdir(tmp_path)
+    blur = ["0.25", "1"] if isinstance(module.parse_args([]).blur_p, list) else ["0.25"]
+    more = ["--selection", "none"] * (method == "clim")
+    module.main(module.parse_args([*TINY, *more, "--blur-p", *blur]))
+    (out,) = (tmp_path / "runs").iterdir()
+    for given in ("batch_size16", "epochs1", f"blur_p{','.join(blur)}", *["selectionnone"] * bool(more)):
+        assert f"-{given}" in out.name
+    assert re.fullmatch(rf"{method}-patterns-(resnet|vit)_micro-s0(-[a-z_]+[\d.,]+|-selectionnone)+", out.name)
+    config = json.loads((out / "config.json").read_text())
+    assert config["blur_p"] in (0.25, [0.25, 1.0]) and config["device"] == "cpu"
+    own = module.parse_args(["--dataset", "folder", "--data-dir", "my images"])
+    assert own.out == f"runs/{method}-folder-my,images-{own.arch}-s0"
 
 
 @pytest.mark.parametrize("count, length", [(64, 64), (400, 64), (1280, 128), (700_000, 65536)])
 @pytest.mark.parametrize("method", QUEUES)
-def test_a_queue_of_auto_is_a_tenth_of_the_images(module, count, length):
+def test_the_queue_of_a_folder_is_a_tenth_of_the_images(module, count, length):
     """A batch of 64 at least, 65,536 at most."""
-    images = common.ImageSet(np.zeros((count, 1, 1, 3), np.uint8))
-    model = state_of(module, "--queue auto", train=images)["model"]
+    flags = "--dataset folder --arch resnet_micro --image-size 32 --batch-size 64".split()
+    flags += ["--local-size", "32"] * (module.__name__ == "logo")
+    model = state_of(module, " ".join(flags), train=Blank(count))["model"]
     assert len(model.queue.keys) == length
 
 
-def test_clusters_of_auto_are_one_per_128_images(monkeypatch):
-    clim, asked = importlib.import_module("clim"), []
-    args = clim.parse_args(["--selection", "kmeans", "--num-clusters", "auto"])
-    monkeypatch.setattr(clim, "kmeans", lambda x, m, *_: asked.append(m) or (x[:m], torch.zeros(len(x)).long()))
+def test_the_clusters_of_a_folder_are_one_per_128_images(monkeypatch):
+    asked = []
+    monkeypatch.setattr(clim, "kmeans", lambda x, m: asked.append(m) or (x[:m], torch.zeros(len(x)).long()))
+    monkeypatch.setattr(common, "extract_features", lambda _, images, *__, **___: torch.randn(len(images), 4))
+    args = clim.parse_args(["--dataset", "folder", "--selection", "kmeans"])
+    model = types.SimpleNamespace(momentum_backbone=torch.nn.Identity(), momentum_projector=torch.nn.Identity())
     for count in (100, 128, 1300):
-        clim.choose_positives(args, torch.randn(count, 4), None)
+        clim.choose_positives(args, model, Blank(count), {}, torch.device("cpu"))
     assert asked == [1, 1, 10]
 
 
 TINY = "--image-size 16 --batch-size 16 --epochs 1 --knn-every 0 --device cpu".split()  # two steps
-OTHER = """arch resnet_mini, selection random, num_clusters 2, kmeans_iterations 1, knn_k 2, num_positives 2
-    clim_start 0, refresh_every 1, image_size 24, batch_size 8, patch_size 4, bn_groups 4, resolutions 16 12
-    local_size 12, min_lr 1e-5, milestones 0.5, terms mto,mtm, num_heads 4, drop_path 0.5, epochs 2, mix_slices 2
-    num_mix 3, mixed_view 2, hidden 64, affinity_lr 0.5, layers 3, variant paper, warmup 0"""
+FORM = dict(clim=["--clim-start", "0", "--num-clusters", "4"])  # so that there are positives
+OTHER = """arch resnet_mini, selection kmeans, alpha 0.1, num_clusters 2, knn_k 2, num_positives 2, clim_start 1
+    refresh_every 1, image_size 24, batch_size 8, patch_size 2, bn_groups 4, resolutions 16 12, local_size 8
+    min_lr 1e-5, milestones 0.5, terms mto,mtm, num_heads 4, drop_path 0.5, epochs 2, mix_slices 2, num_mix 3
+    mixed_view 2, affinity_lr 0.5, layers 4, warmup 0"""
 # What to change a value to, where half the value, or one more, would not fit, or act later
 OTHER = dict(words.split(" ", 1) for words in re.split(r", |\n +", OTHER))
-CLIM, LOCALS = "--num-clusters 4 --selection center", "--local-crops 2 --local-size 8"
-PARTNERS = dict(  # what a flag needs to act: another architecture, a view that is blurred, ...
-    variant="--variant released", blur_sigma="--blur-p 1", patch_size="--arch vit_micro --patch-size 8",
-    min_lr="--warmup 0", lam_schedule="--epochs 2", joint_prob="--joint either --blur-p 1 1", joint_pair=LOCALS,
-    clim_start=f"{CLIM} --clim-start 1 --epochs 2", refresh_every=f"{CLIM} --epochs 2", layers="--base simsiam",
-    one_way="--local-crops 0", lam="--l2l-weighting lambda", local_crops="--local-size 8",
-    **dict.fromkeys("mix alpha knn_k num_positives num_clusters kmeans_iterations".split(), CLIM),
-    **dict.fromkeys("local_size local_scale local_blur_p".split(), LOCALS),
+SHOWS = dict.fromkeys(("jcl lam_schedule", "clim clim_start", "clim refresh_every"), "--epochs 2")  # they act later
+SHOWS["patchmix local_crops"] = "--patch-size 4"
+VIT = "--arch vit_micro"
+NEEDS = dict(  # flags that are refused without others, with which they act
+    moco_jointcrop=dict(
+        hidden="--moco v3", joint_prob="--joint either --blur-p 1 1", joint_pair="--local-crops 2", patch_size=VIT,
+        local_size="--local-crops 2 --local-size 12", local_scale="--local-crops 2",
+    ),
+    jcl=dict(patch_size=VIT),
+    clim=dict(local_size="--local-crops 2", local_scale="--local-crops 2", patch_size=VIT),
+    logo=dict(
+        lam="--l2l-weighting lambda", one_way="--local-crops 0", hidden="--base simsiam", layers="--base simsiam",
+        patch_size=VIT,
+    ),
+    patchmix=dict(
+        local_size="--local-crops 2 --patch-size 4 --local-size 12", local_scale="--local-crops 2 --patch-size 4"
+    ),
 )  # fmt: skip
-SMALL_PATCHES = f"{LOCALS} --patch-size 4"
-OF_ONE = dict(
-    moco_jointcrop=dict(blur_sigma="--blur-p 1 1", hidden="--moco v3", trust_coeff="--moco v3"),
-    jcl=dict(lam=""),
-    logo=dict(hidden="--base simsiam"),
-    patchmix=dict.fromkeys("local_crops local_size local_scale local_blur_p".split(), SMALL_PATCHES),
-)
-OF_ONE["patchmix"]["blur_sigma"] = "--blur-p 1 1"
-PAIRS = [(method, name) for method in METHODS for name in (*table(method), "seed")]
-PAIRS.remove(("clim", "variant"))
+ELSEWHERE = "dataset amp init init_prefix".split()  # amp acts on GPUs
+PAIRS = [(m, name) for m in METHODS for name in options(m) if name not in (*ELSEWHERE, *common.OPERATIONAL)]
 
 
 def another(method, name, value):
-    flag, limits = common.option(name), table(method).get(name, ())[2:]
+    """The command line that changes a flag."""
+    flag, choices = words(name, 0)[0], options(method)[name].choices
     if isinstance(value, bool):
         return [flag.replace("--", "--no-", 1) if value else flag]
-    if name == "local_crops":
-        return [flag, str(2 - value)]
     if name in OTHER:
         return [flag, *OTHER[name].split()]
-    if isinstance(value, str):
-        return [flag, next(word for word in limits[0] if word != value)]
-    numbers = value if isinstance(value, tuple) else (value,)
+    if name == "local_crops":
+        return [flag, str(2 - value)]
+    if choices:
+        return [flag, next(str(x) for x in choices if x != value)]
+    numbers = value if isinstance(value, list) else [value]
     return [flag, *(str(x + 1 if isinstance(x, int) else x / 2 or 0.5) for x in numbers)]
 
 
@@ -130,26 +184,37 @@ def trained(method, *flags):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("method, name", PAIRS)
-def test_every_flag_acts(method, module, name, few_patterns):
-    """Changed, with a companion flag where it needs one, it changes the loss or the weights within two steps."""
-    partners = ["--clim-start", "0"] * (method == "clim") + (PARTNERS | OF_ONE.get(method, {})).get(name, "").split()
-    value = getattr(module.parse_args([*TINY, *partners]), name)
-    words = another(method, name, value)
-    assert getattr(module.parse_args([*TINY, *partners, *words]), name) != value
-    same = trained(method, *partners) == trained(method, *partners, *words)
-    assert not same, words
+def test_every_flag_acts_or_is_refused(method, module, name, few_patterns, capsys):
+    """Changed, it changes the loss or the weights within two steps."""
+    form = [*FORM.get(method, ()), *SHOWS.get(f"{method} {name}", "").split()]
+    if name in NEEDS[method]:
+        change = another(method, name, getattr(module.parse_args([*TINY, *form]), name))
+        assert f"{change[0]} has no effect" in refused(capsys, module.parse_args, [*TINY, *form, *change])
+        form += NEEDS[method][name].split()
+    value = getattr(module.parse_args([*TINY, *form]), name)
+    change = another(method, name, value)
+    assert getattr(module.parse_args([*TINY, *form, *change]), name) != value
+    same = trained(method, *form) == trained(method, *form, *change)
+    assert not same, change
 
 
-@pytest.mark.parametrize("method", METHODS)
-def test_what_is_given_is_in_the_runs_name_and_config(method, module, few_patterns, tmp_path, monkeypatch):
-    """But for operating flags."""
-    monkeypatch.chdir(tmp_path)
-    more = ["--selection", "none"] * (method == "clim")
-    module.main(module.parse_args([*TINY, *more, "--gray-p", "0.25", "--jitter", *"0.1 0.1 0.1 0.05".split()]))
-    (out,) = (tmp_path / "runs").iterdir()
-    given = "-batch_size16-epochs1-gray_p0.25-image_size16-jitter,?0.1,0.1,0.1,0.05,?" + "-selectionnone" * bool(more)
-    assert re.fullmatch(rf"{method}-patterns-(resnet|vit)_micro-s0{given}", out.name)
-    config = json.loads((out / "config.json").read_text())
-    assert (config["gray_p"], config["jitter"]) == (0.25, [0.1, 0.1, 0.1, 0.05])
-    own = module.parse_args(["--dataset", "folder", "--data-dir", "my images"])
-    assert own.out.startswith(f"runs/{method}-folder-my")
+REFUSED = {  # what a flag, the last one, has no effect with
+    "moco_jointcrop": ["--moco v3 --queue 9", "--moco v3 --bn-groups 4", "--milestones 0.5 --min-lr 1e-5",
+                       "--joint none --beta 1", "--joint blur --joint-pair local"],
+    "jcl": ["--num-keys 1 --lam 1", "--vanilla --lam 1", "--num-keys 1 --vanilla", "--vanilla --lam-schedule ramp"],
+    "clim": ["--selection none --mix none", "--selection none --num-positives 3", "--selection none --refresh-every 3",
+             "--selection none --clim-start 3", "--mix none --alpha 1", "--selection knn --num-clusters 3",
+             "--selection kmeans --knn-k 3"],
+    "logo": ["--base simsiam --queue 9", "--base simsiam --bn-groups 4", "--base simsiam --momentum 0.5",
+             "--local-crops 0 --pairs all", "--local-crops 0 --l2l", "--no-l2l --affinity-lr 1", "--no-l2l --lam 1",
+             "--l2l-weighting lambda --clip-ratio 1"],
+    "patchmix": ["--terms oto --num-mix 3", "--num-mix 1 --mix-slices 2", "--terms mto --smoothing 0.1",
+                 "--arch resnet_mini --num-heads 4", "--arch resnet_mini --drop-path 0.1",
+                 "--key-encoder query --momentum 0.5 1"],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("method, flags", [(m, flags) for m in METHODS for flags in [*REFUSED[m], "--init-prefix x."]])
+def test_a_flag_without_effect_is_refused(method, module, flags, capsys):
+    (flag,) = re.findall(r"--\S+", flags)[-1:]
+    assert f"{flag} has no effect" in refused(capsys, module.parse_args, flags.split())

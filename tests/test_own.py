@@ -1,91 +1,72 @@
-"""A user's own images and encoder through main(args, train=..., test=..., encoder=...)."""
-
-import os
+"""A user's own images through main(args, train=..., test=...), and an own encoder through timm's registry."""
 
 import numpy as np
 import pytest
+import timm
 import torch
-from conftest import JCL_AT_ONCE, METHODS, slow_but
+from conftest import JCL_AT_ONCE
 from PIL import Image
-from tiny import assert_same_run, load, records, refused, run, succeed, unequal
+from tiny import load, records, refused, run
 from torch import nn
 
-import common
+import eval_knn
 
 pytestmark = pytest.mark.usefixtures("_tiny")
 
 
-def own_images(count):
-    array = np.random.default_rng(count).integers(0, 256, (count, 20, 20, 3), np.uint8)
-    return common.ImageSet(array, np.arange(count) % 3)
+class Images(torch.utils.data.Dataset):
+    """A user's data set, with items (PIL image, label). As torchvision's it has targets and classes, unless `plain`."""
 
+    def __init__(self, count, plain=False):
+        self.arrays = np.random.default_rng(count).integers(0, 256, (count, 20, 24, 3), np.uint8)
+        if not plain:
+            self.targets, self.classes = [i % 3 for i in range(count)], ["a", "b", "c"]
 
-class Encoder(nn.Module):
-    """One parameter is frozen, one is not used."""
+    def __len__(self):
+        return len(self.arrays)
 
-    def __init__(self, seed=3):
-        super().__init__()
-        torch.manual_seed(seed)
-        self.net = nn.Sequential(nn.Conv2d(3, 8, 3, 2), nn.BatchNorm2d(8), nn.AdaptiveAvgPool2d(1), nn.Flatten())
-        self.net[1].running_mean.normal_()
-        self.net[1].bias.requires_grad_(False)
-        self.unused = nn.Parameter(torch.ones(3))
-
-    def forward(self, x):
-        return self.net(x)
-
-
-KINDS = {"evaluation mode": lambda: Encoder().eval(), "compiled": lambda: torch.compile(Encoder(), backend="eager")}
-CASES = [("jcl", "compiled"), *((method, "evaluation mode") for method in METHODS)]
-
-
-def state(module):
-    """All that a training could change in a module."""
-    modes = [part.training for part in module.modules()]
-    gradients = [p.grad is None for p in module.parameters()], [p.requires_grad for p in module.parameters()]
-    return {name: value.clone() for name, value in module.state_dict().items()}, modes, gradients, type(module)
-
-
-@pytest.mark.filterwarnings("error::FutureWarning")
-@pytest.mark.parametrize("method, kind", slow_but([("jcl", kind) for kind in KINDS], CASES))
-def test_own_encoder(method, kind, group_of_one, tmp_path):
-    """A copy of it is trained, in training mode, here in a process group of one. Without labels there is no kNN."""
-    given, images = KINDS[kind](), common.ImageSet(own_images(68).array)
-    before = state(given)
-    run(method, tmp_path, "--epochs", 1, train=images, encoder=given)
-    assert unequal(before, state(given)) == [] and not any("knn20_top1" in r for r in records(tmp_path))
-    saved, encoder = load(tmp_path / "backbone.pt"), KINDS[kind]()
-    encoder.load_state_dict(saved["state_dict"])
-    changed = {name.rpartition("net.")[2] for name in unequal(dict(before[0]), dict(encoder.state_dict()))}
-    assert saved["stem"] == "custom"
-    assert {"0.weight", "1.weight", "1.running_mean"} <= changed and "1.bias" not in changed
-
-
-def train_own(out, same):
-    """Train each method's encoder, which the processes are given in different states unless `same`."""
-    for method in METHODS:
-        encoder = Encoder(0 if same else int(os.environ["RANK"]))
-        run(method, out / method, "--epochs", 1, train=own_images(68), encoder=encoder)
-
-
-@pytest.mark.slow
-def test_the_first_processs_encoder_is_that_of_all(tmp_path):
-    for name, same in (("same", True), ("other", False)):
-        succeed(tmp_path / "log", train_own, [(tmp_path / name, same)] * 2)
-    for method in METHODS:
-        assert_same_run(tmp_path / "same" / method, tmp_path / "other" / method)
+    def __getitem__(self, index):
+        return Image.fromarray(self.arrays[index]), index % 3
 
 
 @pytest.mark.parametrize("method", JCL_AT_ONCE)
 def test_own_images(method, tmp_path, capsys):
-    """An array and files give the same run, with kNN. It does not go on with others."""
-    train, test = own_images(68), own_images(24)
-    paths = [tmp_path / f"{i:02}.png" for i in range(68)]
-    for image, path in zip(train.array, paths, strict=True):
-        Image.fromarray(image).save(path)
-    for name, images in (("array", train), ("files", common.ImageSet(paths, train.labels))):
-        run(method, tmp_path / name, train=images, test=test)
-    assert_same_run(tmp_path / "array", tmp_path / "files")
-    assert all("knn20_top1" in record for record in records(tmp_path / "array"))
-    other = common.ImageSet(train.array, 2 - train.labels)
-    assert "images was" in refused(capsys, run, method, tmp_path / "array", train=other, test=test)
+    """With labels there is kNN, in trainings and evaluations. Other images do not resume the run."""
+    train, test = Images(68), Images(24)
+    run(method, tmp_path, train=train, test=test)
+    scores = [record["knn20_top1"] for record in records(tmp_path)]
+    args = eval_knn.parse_args([str(tmp_path), "--k", "20", "--device", "cpu"])
+    found = eval_knn.main(args, train=train, test=test)
+    assert found["encoder"] == dict(knn20_top1=scores[-1]) and found.keys() == {"encoder", "raw pixels", "untrained"}
+    assert "images was" in refused(capsys, run, method, tmp_path, train=Images(67), test=test)
+
+
+@pytest.mark.parametrize("method", JCL_AT_ONCE)
+def test_own_images_with_nothing_but_items(method, tmp_path):
+    """Only kNN needs labels. Images alone, of which CLIM chooses positives, give the same training."""
+    for plain in (False, True):
+        run(method, tmp_path / str(plain), "--epochs", 1, train=Images(68, plain))
+    models = [load(tmp_path / name / "last.pt")["model"] for name in ("False", "True")]
+    assert all(torch.equal(x, models[1][name]) for name, x in models[0].items())
+    assert not any("knn20_top1" in record for record in records(tmp_path / "True"))
+
+
+@timm.models.register_model
+def own_encoder(pretrained=False, num_classes=0, **kwargs):
+    """An encoder that timm does not have, (n, 3, H, W) -> (n, 8). One parameter is frozen."""
+    net = nn.Sequential(nn.Conv2d(3, 8, 3, 2), nn.BatchNorm2d(8), nn.AdaptiveAvgPool2d(1), nn.Flatten())
+    net[1].bias.requires_grad_(False)
+    return net
+
+
+@pytest.mark.parametrize("method", JCL_AT_ONCE)
+def test_own_encoder(method, tmp_path, capsys):
+    """timm's registry makes it an --arch: of trainings, also resumed ones, and of evaluations."""
+    words = ["--arch", "own_encoder", "--patch-size", 8] if method == "patchmix" else ["--arch", "own_encoder"]
+    run(method, tmp_path, *words)
+    saved = load(tmp_path / "backbone.pt")
+    encoder = timm.create_model(saved["timm_name"], **saved["create_kwargs"])
+    encoder.load_state_dict(saved["state_dict"])
+    assert encoder[1].running_mean.any() and not encoder[1].bias.any()  # trained, and frozen
+    args = eval_knn.parse_args([str(tmp_path), "--device", "cpu", "--k", "20"])
+    assert eval_knn.main(args)["encoder"]["knn20_top1"] == records(tmp_path)[-1]["knn20_top1"]

@@ -5,13 +5,13 @@ import re
 import shlex
 from pathlib import Path
 
-import diff_mains
 import pytest
 import torch
-from conftest import ROOT
-from tiny import save_encoder
+from conftest import ROOT, unit
+from tiny import run, save_encoder
 
 import common
+import jcl
 
 PAGES = {page: (ROOT / page).read_text() for page in ("README.md", "tests/README.md", "tests/results/README.md")}
 SCRIPTS = sorted({p.stem for p in ROOT.glob("*.py")} - {"common"})
@@ -23,20 +23,23 @@ def commands():
     text = "\n".join(PAGES.values()).replace("\\\n", " ")
     inline = re.findall(r"`([^`\n]+)`", re.sub(r"```.*?```", "", text, flags=re.S))
     blocks = [line for block in re.findall(r"```bash[^\n]*\n(.*?)```", text, re.S) for line in block.splitlines()]
-    return sorted({c.strip() for line in inline + blocks for c in COMMAND.findall(line) if "diff" not in line})
+    return sorted({c.strip() for line in inline + blocks for c in COMMAND.findall(line)})
 
 
 def blocks(page, language="python"):
     return re.findall(rf"^```{language}\n(.*?)^```", PAGES[page], re.M | re.S)
 
 
-COPIED, LOOP, OWN, WEIGHTS = FRONT = "import mix_targets", "JCL(", "eval_knn.main(", "timm.create_model("
+EQUATION, LOOP, WEIGHTS, DETECTOR = CHECKED = "variance =", "JCL(", "timm.create_model(", "MaskRCNN("  # tested below
+OTHERS = [code for page in PAGES for code in blocks(page) if not any(word in code for word in CHECKED)]
 
 
-def run_block(word, page="README.md", **names):
-    """What the one Python block of a page that has a word leaves, {name: value}."""
-    (code,) = (block for block in blocks(page) if word in block)
-    exec(compile(code, page, "exec"), names)
+def run_block(code, **names):
+    """Return what a block of Python leaves, {name: value}. code: the block, or a word that one block has."""
+    if code in CHECKED:
+        (code,) = (block for page in PAGES for block in blocks(page) if code in block)
+    names |= dict(__name__="__main__")
+    exec(compile(code, "README.md", "exec"), names)
     return names
 
 
@@ -59,26 +62,27 @@ def test_commands(monkeypatch, tmp_path):
     assert {line.split(".py")[0] for line in commands()} == set(SCRIPTS)
     for line in commands():
         script, *words = shlex.split(line)
-        if "--help" not in words:
+        if words and "--help" not in words:  # a name alone is no command
             importlib.import_module(script[:-3]).parse_args(words)
 
 
-def test_the_shown_difference_of_two_papers():
-    (shown,) = blocks("README.md", "diff")
-    assert shown.splitlines() == diff_mains.difference("moco_jointcrop.py", "jcl.py", loop=True)
+@pytest.mark.parametrize("code", OTHERS, ids=range(len(OTHERS)))
+def test_blocks_of_python_run(code, _tiny, tmp_path, monkeypatch):
+    """The runs that a block reads are there."""
+    monkeypatch.chdir(tmp_path)
+    for out in set(re.findall(r"runs/[\w.-]+", code)) - set(re.findall(r"--out (\S+?)\"", code)):
+        run("jcl", out, "--epochs", 1)
+    run_block(code)
 
 
-def test_each_block_of_the_front_page_is_run():
-    assert [sum(word in block for word in FRONT) for block in blocks("README.md")] == [1] * len(FRONT)
+def test_the_shown_equation():
+    """It is the loss of jcl.py."""
+    q, k, queue = unit(4, 6), unit(4, 3, 6, seed=1), unit(8, 6, seed=2)
+    found = run_block(EQUATION, torch=torch, q=q, k=k, queue=queue, temperature=0.2, lam=4.0)
+    torch.testing.assert_close(found["loss"], jcl.jcl_loss(q, k, queue, 0.2, 4.0))
 
 
-def test_copied_functions():
-    images, keys = torch.rand(4, 3, 32, 32), torch.randn(4, 8)
-    found = run_block(COPIED, images=images, keys=keys, encode=lambda x: x.mean((2, 3)) @ keys[:3])
-    assert found["mixed"].shape == images.shape and found["loss"].isfinite()
-
-
-def test_a_loop_of_ones_own():
+def test_a_users_own_loop():
     """Each step moves the user's own encoder, and the momentum encoder after it; its keys are the next negatives."""
     found = run_block(LOOP)
     encoder, model, keys = found["encoder"], found["model"], found["keys"]
@@ -89,19 +93,10 @@ def test_a_loop_of_ones_own():
     assert position == steps * len(keys) and torch.equal(model.queue.keys[position - len(keys) : position], keys)
 
 
-def test_own_data_and_encoder(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    found = run_block(OWN)
-    assert "kNN" in capsys.readouterr().out
-    common.load_backbone("runs/mine", module=found["encoder"])
-    saved = torch.load("runs/mine/backbone.pt", weights_only=True)["state_dict"]
-    assert all(torch.equal(value, saved[name]) for name, value in found["encoder"].state_dict().items())
-
-
 @pytest.mark.parametrize("arch", ["vit_micro", "resnet18", "resnet_mini"])
 def test_weights_elsewhere(arch, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    info, x = common.backbone_info(arch, 32, 4, method="m", encoder="query"), torch.rand(2, 3, 32, 32)
+    info, x = common.backbone_info(arch, 32, 4) | dict(method="m", encoder="query"), torch.rand(2, 3, 32, 32)
     made = save_encoder(Path("runs/patchmix-patterns-vit_micro-s0"), info)
     with torch.no_grad():
         assert torch.equal(run_block(WEIGHTS)["backbone"](x), made(x))
@@ -111,9 +106,9 @@ def test_weights_elsewhere(arch, tmp_path, monkeypatch):
 def test_a_detector(tmp_path, monkeypatch):
     """torchvision's Mask R-CNN on a random ResNet-50, which torchvision builds as the same."""
     monkeypatch.chdir(tmp_path)
-    info, x = common.backbone_info("resnet50", 224, None, method="m", encoder="query"), torch.randn(1, 3, 64, 64)
+    info, x = common.backbone_info("resnet50", 224) | dict(method="m", encoder="query"), torch.randn(1, 3, 64, 64)
     resnet = save_encoder(Path("runs/jcl-imagenet-resnet50-s0"), info)
-    found = run_block("MaskRCNN(", "tests/README.md")
+    found = run_block(DETECTOR)
     with torch.no_grad():
         features = found["resnet"].eval()(x)
         torch.testing.assert_close(features, resnet(x), rtol=1e-4, atol=1e-5)

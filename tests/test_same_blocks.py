@@ -2,18 +2,14 @@
 
 import functools
 import re
+import types
 from collections import defaultdict
 
 import pytest
 import torch
 from conftest import METHODS, ROOT, VARIANTS, state_of
 from torch import nn
-
-import clim
-import jcl
-import logo
-import moco_jointcrop
-import patchmix
+from torch.nn import functional as F
 
 SOURCES = {path.name: path.read_text() for path in sorted(ROOT.glob("*.py"))}
 BLOCK = re.compile(r"^# --+ ([^\n]+) \(shared block\)\n(.*?)(?=^# (?:--+|==+) |^if __name__|\Z)", re.M | re.S)
@@ -29,50 +25,92 @@ def test_shared_blocks_are_the_same(name):
     assert len(BLOCKS) > 3 and len(BLOCKS[name]) > 1 and len(set(BLOCKS[name])) == 1
 
 
+def sections(method):
+    """What a reader copies: the imports of the packages, and the sections of the paper, the model and ShuffleBN."""
+    head, *parts = re.split(r"^# ==+ (?=\d\. )", SOURCES[f"{method}.py"].partition("\nif __name__")[0], flags=re.M)
+    lines = re.findall(r"^(?:import (?!common).*|from [\w.]+ import .*|TERMS = .*)$", "".join([head, *parts]), re.M)
+    return "\n".join([*lines, *(f"# {part}" for part in parts if part[0] in "246")])
+
+
+@functools.cache
+def copied(method):
+    """The names that these sections define, without the rest of the file and without common.py."""
+    names = {}
+    exec(compile(sections(method), f"{method}.py", "exec"), names)
+    return types.SimpleNamespace(**names)
+
+
 X = [torch.randn(4, 3, 8, 8, generator=torch.Generator().manual_seed(i)) for i in range(4)]
-PAIRS, SMALL = ([(0, 1), (1, 0)], [(2, 0)]), dict(width=8, dim=8)
-MODELS = {  # model of an encoder; what forward takes, of a generator, or None
-    "jcl": (functools.partial(jcl.JCL, queue=8), lambda g: (X, 4.0, g)),
-    "clim": (functools.partial(clim.CLIM, sizes=(8, 8), queue=8), lambda g: (X[0], X[1:3], 0.5, (), g and [g] * 2)),
-    "moco": (functools.partial(moco_jointcrop.MoCo, queue=8), lambda g: (X[:2], g)),
-    "moco v3": (functools.partial(moco_jointcrop.MoCoV3, hidden=8), lambda g: (X, g)),
-    "logo": (functools.partial(logo.MoCo, queue=8), lambda g: (X, *PAIRS, "mean", g and [g] * 2)),
-    "simsiam": (functools.partial(logo.SimSiam, hidden=8), lambda g: (X, *PAIRS)),
-    "patchmix": (
-        functools.partial(patchmix.PatchMix, hidden=8),
-        lambda g: (X[:2], patchmix.mix_views(X[:2], 3, 4, generators=g and [g] * 2)),
-    ),
+PAIRS = ([(0, 1), (1, 0)], [(2, 0)])
+MODELS = {  # file, class: arguments besides an encoder, its width and dim; what forward takes
+    "jcl JCL": (dict(queue=8), (X, 4.0)),
+    "clim CLIM": (dict(sizes=(8, 8), queue=8), (X[:2], [0.5, 0.3], X[1:3])),
+    "moco_jointcrop MoCo": (dict(queue=8), (X,)),
+    "moco_jointcrop MoCoV3": (dict(hidden=8), (X,)),
+    "logo MoCo": (dict(pairs=PAIRS, queue=8), (X,)),
+    "logo SimSiam": (dict(pairs=PAIRS, hidden=8), (X,)),
+    "patchmix PatchMix": (dict(hidden=8, patch_size=4), (X,)),
 }
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_a_model_works_alone(name):
-    """By tensors and numbers. Without a generator torch's global one shuffles the keys, or patches."""
-    (build, given), losses = MODELS[name], []
-    for seed, generator in ((3, torch.Generator().manual_seed(3)), (3, None), (4, None)):
+    """By tensors and numbers, in a user's own loop. torch's global generator shuffles the keys, or the patches."""
+    (method, kind), (arguments, given), losses = name.split(), MODELS[name], []
+    for seed in (3, 3, 4):
         torch.manual_seed(0)
-        model = build(nn.Sequential(nn.Flatten(), nn.Linear(192, 8), nn.BatchNorm1d(8)), **SMALL)
-        jcl.split_batch_norms(model, 2)  # so that the shuffle matters
+        encoder = nn.Sequential(nn.Flatten(), nn.Linear(192, 8), nn.BatchNorm1d(8))
+        model = getattr(copied(method), kind)(encoder, width=8, dim=8, **arguments)
+        model = copied("jcl").convert_split_batchnorm(model, 2)  # so that the shuffle matters
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         torch.manual_seed(seed)
-        loss, keys, q, metrics = model(*given(generator))
-        loss.backward()
-        assert metrics["loss"] == loss and all(p.grad is not None for p in model.parameters() if p.requires_grad)
-        if hasattr(model, "update"):
-            model.update(0.9)
-        if keys is not None:
-            model.queue.enqueue(keys)
+        for _ in range(2):
+            loss, *keys, q, metrics = model(*given)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            if hasattr(model, "update"):
+                model.update(0.9)
+            if hasattr(model, "queue"):
+                model.queue.enqueue(*keys)
+        assert metrics["loss"] == loss and not q.requires_grad
+        assert all(p.grad is not None for p in model.parameters() if p.requires_grad)
         losses.append(loss.item())
     assert losses[0] == losses[1]
-    assert (losses[1] != losses[2]) == (name not in ("moco v3", "simsiam"))
+    assert (losses[1] != losses[2]) == (kind not in ("MoCoV3", "SimSiam"))
 
 
-def test_what_is_copied_needs_no_other_file():
-    """Models, and the functions of the paper, read neither `common` nor `args`. And `common` trains nothing."""
-    for method in METHODS:
-        source = SOURCES[f"{method}.py"]
-        paper = source.split("= 2. the paper\n")[1].split("\n# ===")[0]
-        for part in [paper, *re.findall(r"^class .*?(?=^\S)", source, re.M | re.S)]:
-            assert part.strip() and not re.search(r"\bcommon\.|\bargs\b", part)
+def linear(layer, x):
+    """Compute a linear layer in float32, also within autocast."""
+    with torch.autocast("cpu", enabled=False):
+        return F.linear(x, layer.weight, layer.bias)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_model_works_within_autocast(name, monkeypatch):
+    """Its loss is computed in float32: if its networks are, too, autocast changes nothing. Else it changes little."""
+    (method, kind), (arguments, given), losses = name.split(), MODELS[name], []
+    for enabled in (False, True, True):
+        torch.manual_seed(0)
+        encoder = nn.Sequential(nn.Flatten(), nn.Linear(192, 8), nn.BatchNorm1d(8))
+        model = getattr(copied(method), kind)(encoder, width=8, dim=8, **arguments)
+        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+            made = model(*given)
+        made[0].backward()
+        tensors = {x.dtype for x in [*made[:-1], *made[-1].values(), *model.state_dict().values()] if x is not None}
+        assert tensors <= {torch.float32, torch.int64}
+        losses.append(made[0].item())
+        if enabled:
+            monkeypatch.setattr(nn.Linear, "forward", linear)
+    assert losses[2] == losses[0] != losses[1] == pytest.approx(losses[0], rel=0.05, abs=0.01)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_what_is_copied_needs_neither_flags_nor_common(method):
+    assert not re.search(r"\b(common|args)\.", sections(method))
+
+
+def test_common_trains_nothing():
     assert not re.search(r"\b(backward|zero_grad|cross_entropy|log_softmax|SGD|AdamW)\b", SOURCES["common.py"])
 
 
