@@ -131,6 +131,7 @@ def parse_args(argv=None):
         parser.error(f"--patch-size {args.patch_size} does not divide views and local crops of {sizes} px")
     positives = args.selection != "none"
     needs = [  # (flags, whether they have an effect, what they need)
+        (["patch_size"], common.is_vit(args.arch), "a ViT (--arch)"),
         (["mix", "num_positives", "refresh_every", "clim_start"], positives, "positives (--selection)"),
         (["alpha"], positives and args.mix == "cutmix", "CutMix (--selection, --mix)"),
         (["num_clusters"], args.selection in ("kmeans", "center"), "--selection kmeans or center"),
@@ -372,7 +373,7 @@ class ImageAndPositive(Dataset):
 
     images: a data set with items (PIL image, label). transforms, positive_transforms: see common.Views. positives: (N,
     num_positives) int, the indices of each image's positives; below 0 before they are chosen, and then there are no
-    views of them. The table is in shared memory, so that the loader's workers see its changes.
+    views of them. Loader workers start at each epoch, and so see the table as it is then.
     """
 
     def __init__(self, images, transforms, positive_transforms, positives):
@@ -581,15 +582,14 @@ def main(args, train=None, test=None):
     torch.manual_seed(args.seed)
 
     # Data: views of each image and of one of its positives, cropped here and colored in the loop
-    if train is None:
-        train, test = common.open_data(args.dataset, args.data_dir, args.image_size)
+    train, test = common.open_data(args.dataset, args.data_dir, args.image_size, train, test)
     groups = common.split_batch(args.batch_size, len(train), world, args.bn_groups, "--bn-groups")  # per process
     crop = v2.RandomResizedCrop(args.image_size, args.crop_scale)
     local_crop = v2.RandomResizedCrop(args.local_size, args.local_scale)
     transforms = [v2.Compose([crop, key_and_query])] if args.same_crop else [crop, crop]  # a key and a query view (D5)
     transforms += [local_crop] * args.local_crops
     positive_transforms = transforms if args.mix == "cutmix" else [crop]  # without mixing, only a key view
-    positives = torch.full((len(train), args.num_positives), -1, dtype=torch.int32).share_memory_()  # none yet
+    positives = torch.full((len(train), args.num_positives), -1, dtype=torch.int32)  # none yet
     images = ImageAndPositive(train, transforms, positive_transforms, positives)
     sampler = DistributedSampler(images, world, rank, seed=args.seed, drop_last=True)
     options = common.loader_options(args.workers, device)
@@ -626,7 +626,8 @@ def main(args, train=None, test=None):
     for epoch in range(len(records), args.epochs):
         sampler.set_epoch(epoch)
         torch.manual_seed(hash((args.seed, epoch, rank)))  # so that a resumed run draws the same numbers
-        if args.selection != "none" and epoch in range(args.clim_start, args.epochs, args.refresh_every):
+        is_due = (epoch - args.clim_start) % args.refresh_every == 0 or positives[0, 0] < 0  # none after --resume
+        if args.selection != "none" and epoch >= args.clim_start and is_due:
             positives.copy_(choose_positives(args, model, train, info, device))  # section 3.2.1
         meter = common.Meter(epoch, args.epochs, len(loader), args.batch_size)
         for step, (crops, _) in enumerate(loader):
@@ -652,8 +653,8 @@ def main(args, train=None, test=None):
         if test is not None and args.knn_every and ((epoch + 1) % args.knn_every == 0 or epoch + 1 == args.epochs):
             records[-1] |= common.knn_monitor(model.backbone, info, train, test, device, args.workers, amp)
             save()  # again: a test image that cannot be read must not cost the epoch
-        common.log_epoch(records[-1], args.epochs)
-    common.log_end(args.out, records, args.dataset)
+        common.log_record(f"epoch {epoch + 1}/{args.epochs}", records[-1], ("loss", "std", "images_per_s"))
+    common.log_end(args.out, records[-1], train)
 
 
 # ================================================================ 6. ShuffleBN

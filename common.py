@@ -71,7 +71,7 @@ IMAGENET100 = sorted(f"n{number}" for number in IMAGENET100.split())
 
 
 # Extensions of the formats that Pillow decodes, such as .jpg, .jfif, .png, .gif and .webp
-FORMATS = ("AVIF", "BMP", "GIF", "JPEG", "JPEG2000", "PNG", "PPM", "TGA", "TIFF", "WEBP")
+FORMATS = ("AVIF", "BMP", "GIF", "JPEG", "PNG", "PPM", "TGA", "TIFF", "WEBP")
 EXTENSIONS = {extension for extension, name in Image.registered_extensions().items() if name in FORMATS}
 DEMO = "Demo on generated images. For real images pass --dataset cifar10, or --dataset imagenet --data-dir DIR"
 
@@ -122,9 +122,11 @@ class Subset(torch.utils.data.Subset):
     def __init__(self, dataset, indices):
         super().__init__(dataset, indices)
         self.targets, self.classes = [int(dataset.targets[i]) for i in indices], dataset.classes
-        if hasattr(dataset, "samples"):
-            samples = dataset.samples
-            self.samples = [samples[i] for i in indices]
+
+    @property
+    def samples(self):
+        samples = self.dataset.samples
+        return [samples[i] for i in self.indices]
 
 
 def labelled(dataset):
@@ -139,20 +141,24 @@ def describe(dataset):
 
 
 def fingerprint(dataset):
-    """Return a hash that identifies the images of a data set, wherever its folder is.
+    """Return the numbers of images and classes, and a hash that identifies the images, wherever their folder is.
 
-    It depends on the number of images, the labels, the names of files relative to their folder, and the contents of 100
-    images.
+    The hash depends on the number of images, the labels, the names of files relative to their folder, and the contents
+    of 100 images.
     """
-    targets = np.asarray(getattr(dataset, "targets", ()), np.int64)
-    digest = hashlib.sha256(f"{len(dataset)} images".encode() + targets.tobytes())
+    digest = hashlib.sha256(f"{len(dataset)} images".encode())
+    digest.update(np.asarray(getattr(dataset, "targets", ()), np.int64).tobytes())
     rows = np.linspace(0, len(dataset) - 1, min(100, len(dataset))).astype(int).tolist()
     if isinstance(dataset, ImageFiles):
         digest.update(b"\0".join(dataset.names.tolist()))
-    for row in rows:
-        is_file = isinstance(dataset, ImageFiles)
-        digest.update(Path(dataset.path(row)).read_bytes() if is_file else np.asarray(dataset[row][0]).tobytes())
-    return digest.hexdigest()[:16]
+        contents = [Path(dataset.path(row)).read_bytes() for row in rows]
+    elif getattr(dataset, "is_generated", False):  # CPUs round differently
+        contents = [str(dataset.images.shape).encode()]
+    else:
+        contents = [np.asarray(dataset[row][0]).tobytes() for row in rows]
+    for content in contents:
+        digest.update(content)
+    return f"{describe(dataset)}, {digest.hexdigest()[:16]}"
 
 
 def is_hidden(name):
@@ -234,9 +240,10 @@ def load_split(name, root, folders, train, unlabeled):
         return None
     part = parts[0]
     for other in {*folders} - {"train", "val", "validation", "test", "unlabeled"}:
-        with contextlib.suppress(PermissionError):
-            if not is_hidden(other) and train and list_images(root, other):
-                raise UsageError(f"{root} has images in {other}/, which is not read: see --data-dir in --help")
+        with contextlib.suppress(OSError):  # what is not read may be unreadable
+            files = [] if is_hidden(other) else os.listdir(os.path.join(root, other))
+            if any(os.path.splitext(file)[1].lower() in EXTENSIONS for file in files):
+                raise UsageError(f"{root} has images in {other}/ beside train/, which are not read")
     names = list_images(root, part)
     folder_of_name = [name.split(os.sep)[1] if name.count(os.sep) > 1 else "" for name in names]  # train/FOLDER/...
     classes = sorted(e.name for e in os.scandir(os.path.join(root, part)) if e.is_dir() and not is_hidden(e.name))
@@ -265,27 +272,28 @@ def load_torchvision(name, root, train, unlabeled):
     which = dict(train=train)
     if name == "stl10":
         which = dict(split="test" if not train else "train+unlabeled" if unlabeled else "train")
-    dataset, is_first_of_node = getattr(torchvision.datasets, name.upper()), os.environ.get("LOCAL_RANK", "0") == "0"
-    turn = 0 if rank_and_world()[0] == 0 else 1 if is_first_of_node else 2  # later ones find the files of a shared disk
-    for i in range(3):
-        if i == turn:
-            images = dataset(root, download=is_first_of_node, **which)
-        if dist.is_initialized():
-            dist.barrier()
+    dataset = getattr(torchvision.datasets, name.upper())
+    if os.environ.get("LOCAL_RANK", "0") == "0":  # the first process of each node
+        dataset(root, download=True, **which)
+    if dist.is_initialized():
+        dist.barrier()
+    images = dataset(root, **which)
     if name == "stl10":
-        images.targets = images.labels
+        images.targets = images.labels.astype(np.int64)
     return images
 
 
-def open_data(name, root=None, image_size=32):
+def open_data(name, root=None, image_size=32, train=None, test=None):
     """Load a training's images: (training images, test images for the kNN monitor, or None).
 
-    The arguments are those of `load_dataset`. There is no kNN monitor without labels of the same classes in both.
+    name, root, image_size: see `load_dataset`. train, test: a caller's own data sets, which are used instead. There is
+    no kNN monitor without labels of the same classes in both.
     """
-    if name == "patterns":
+    if train is None:
+        train = load_dataset(name, root, True, image_size, unlabeled=True)
+        test = load_dataset(name, root, False, image_size)
+    if getattr(train, "is_generated", False):
         log(DEMO)
-    train = load_dataset(name, root, True, image_size, unlabeled=True)
-    test = load_dataset(name, root, False, image_size)
     if not have_labels(train, test):
         log("no kNN in this training: it needs training and test images of the same classes")
         test = None
@@ -349,7 +357,7 @@ class Patterns(Dataset):
     count: how many. size: their height and width. seed: of what is drawn.
     """
 
-    classes = list(PATTERNS)
+    classes, is_generated = list(PATTERNS), True
 
     def __init__(self, count, size, seed):
         rng = np.random.default_rng(seed)
@@ -390,6 +398,7 @@ class Views(Dataset):
 
 def to_tensor(image):
     """Convert a PIL image to a uint8 tensor (3, H, W), like torchvision's pil_to_tensor, in half the time."""
+    image = image if image.mode == "RGB" else image.convert("RGB")
     return torch.from_numpy(np.asarray(image).transpose(2, 0, 1).copy())
 
 
@@ -550,7 +559,7 @@ def backbone_info(arch, image_size, patch_size=16, norm="imagenet", interpolatio
     """Return a dict that describes an encoder: how timm builds it, and which images it takes. backbone.pt holds it.
 
     arch: a name in ARCHS, or any timm model. norm: a name in NORMS; None: the mean and deviation that timm has for
-    arch, which may end with the tag of its weights. kwargs: further arguments of timm.create_model, such as num_heads.
+    the weights NAME.TAG, or those of ImageNet. kwargs: further arguments of timm.create_model, such as num_heads.
     Plain ResNets have a 3 x 3 stem for images of up to 64 px (of stride 2 in resnet_mini), except for resnet_micro.
     Raises UsageError if timm does not have the model, or the patches do not fit.
     """
@@ -558,17 +567,18 @@ def backbone_info(arch, image_size, patch_size=16, norm="imagenet", interpolatio
         raise UsageError(f"unknown --arch {arch}: choose {', '.join(ARCHS)}, or a timm model such as resnet50")
     name, changes = ARCHS.get(arch, (arch, {}))
     kwargs = changes | kwargs | dict(num_classes=0)
+    is_resnet = timm.models.is_model_in_modules(name.split(".")[0], ["resnet"])
     if is_vit(arch):
         fixed = re.search(r"patch(\d+)", arch)
         if image_size % patch_size or (fixed and int(fixed[1]) != patch_size):
             raise UsageError(f"--patch-size {patch_size} does not fit --arch {arch} and images of {image_size} px")
         kwargs |= dict(img_size=image_size, patch_size=patch_size, dynamic_img_size=True, weight_init="moco")
-    elif timm.models.is_model_in_modules(name.split(".")[0], ["resnet"]):
+    elif is_resnet:
         kwargs |= dict(zero_init_last=False)  # residual branches are initialised as torchvision's and MoCo's
-    plain = name.removeprefix("resnet").isdigit()  # resnet26d and others have stems of their own
-    small = plain and image_size <= 64 and arch != "resnet_micro"
+    is_plain = is_resnet and name.split(".")[0].removeprefix("resnet").isdigit()  # resnet26d has a stem of its own
+    small = is_plain and image_size <= 64 and arch != "resnet_micro"
     stem = "timm" if not small else "3x3-s2" if arch == "resnet_mini" else "3x3"
-    published = timm.get_pretrained_cfg(name, allow_unregistered=True) if norm is None else None
+    published = timm.get_pretrained_cfg(name) if norm is None and "." in name else None
     mean, std = NORMS[norm or "imagenet"] if published is None else (published.mean, published.std)
     images = dict(image_size=image_size, mean=mean, std=std, interpolation=interpolation)
     return dict(timm_name=name, create_kwargs=kwargs, stem=stem, arch=arch) | images
@@ -580,7 +590,10 @@ def build_backbone(info, zero_init=False, **kwargs):
     ViTs are initialised as in MoCo v3. zero_init: the residual branches of ResNets begin at zero, as MoCo v3's and
     SimSiam's do. kwargs: further arguments of timm.create_model.
     """
-    backbone = timm.create_model(info["timm_name"], **info["create_kwargs"], **kwargs)
+    try:
+        backbone = timm.create_model(info["timm_name"], **info["create_kwargs"], **kwargs)
+    except TypeError as error:  # for example, a ResNet has no --num-heads
+        raise UsageError(f"--arch {info['arch']}: {error}") from error
     if info["stem"] != "timm":  # no 7 x 7 convolution and no max-pooling, as is usual on CIFAR
         stride = 2 if info["stem"] == "3x3-s2" else 1
         backbone.conv1 = nn.Conv2d(3, backbone.conv1.out_channels, 3, stride, padding=1, bias=False)
@@ -627,10 +640,13 @@ def load_checkpoint(path):
             return timm.models.load_state_dict(path)
         if zipfile.is_zipfile(path):  # torch does not compare the checksums of its archives
             with zipfile.ZipFile(path) as archive:
-                if archive.testzip() or any(entry.external_attr for entry in archive.infolist()):  # 0 in torch's files
+                if archive.testzip() or any(entry.external_attr & 16 for entry in archive.infolist()):  # a folder
                     raise ValueError("it is damaged")
         with torch.serialization.safe_globals([argparse.Namespace]):  # MoCo v3, MAE and DINO save their args
-            return torch.load(path, map_location="cpu", weights_only=True)
+            state = torch.load(path, map_location="cpu", weights_only=True)
+        if not isinstance(state, dict):
+            raise ValueError(f"it is a {type(state).__name__}")
+        return state
     except Exception as error:  # damaged files raise many kinds
         reason = (str(error) or repr(error)).splitlines()[0]
         raise UsageError(f"cannot load {path} as a checkpoint: {reason}") from error
@@ -661,7 +677,9 @@ def load_backbone(path, encoder=None):
 def encoder_weights(model_state, encoder):
     """Return the state_dict of the "momentum" encoder, or else of the query encoder, in a model's state_dict."""
     prefix = "momentum_backbone." if encoder == "momentum" else "backbone."
-    return {name.removeprefix(prefix): x.contiguous() for name, x in model_state.items() if name.startswith(prefix)}
+    return {
+        name.removeprefix(prefix): x.cpu().contiguous() for name, x in model_state.items() if name.startswith(prefix)
+    }
 
 
 # What a third-party checkpoint may hold besides the encoder; the last two are MAE's
@@ -689,7 +707,7 @@ def load_weights(encoder, path, prefix=""):
     weights = {name.removeprefix(prefix): x for name, x in found.items() if name.startswith(prefix)}
     weights = {name: x for name, x in weights.items() if name in expected or not name.startswith(HEADS)}
     if "pos_embed" in weights and "pos_embed" in expected:
-        size, tokens = encoder.patch_embed.grid_size, encoder.num_prefix_tokens
+        size, tokens = encoder.patch_embed.grid_size, 0 if encoder.no_embed_class else encoder.num_prefix_tokens
         resampled = timm.layers.resample_abs_pos_embed(weights["pos_embed"], size, num_prefix_tokens=tokens)
         weights["pos_embed"] = resampled
     problems = dict(
@@ -839,38 +857,35 @@ def open_encoder(args):
     return backbone.eval(), info | dict(method=Path(args.checkpoint).name, encoder=prefix or "only")
 
 
-def open_evaluation_data(name, root, info, check=True):
+def open_evaluation_data(name, root, info, check=True, train=None, test=None):
     """Load the data of an evaluation: (training images, test images). name None: the encoder's own data set.
 
-    Raises UsageError if the encoder's own data set has changed since, and unless both have labels of the same classes
-    or `check` is False.
+    train, test: a caller's own data sets, which are used instead. Raises UsageError if the encoder's own data set has
+    changed since, and unless both have labels of the same classes or `check` is False.
     """
-    own = name is None
+    own = name is None and train is None
     if own:
         if "dataset" not in info:
             raise UsageError("the checkpoint does not name its data set: pass --dataset")
         name, root = info["dataset"], root or info["data_dir"]
-    train = load_dataset(name, root, True, info["image_size"], unlabeled=own)
+    if train is None:
+        train = load_dataset(name, root, True, info["image_size"], unlabeled=own)
+        test = load_dataset(name, root, False, info["image_size"])
     if own and fingerprint(train) != info["images"]:
         message = "these are not the images that the encoder was trained on"
         raise UsageError(f"{message}: pass --dataset {name}, and --data-dir, to evaluate it on these")
-    test = load_dataset(name, root, False, info["image_size"])
-    train, test = (images and labelled(images) if check else images for images in (train, test))
-    if check:
-        check_labels(train, test)
-    return train, test
+    if not check:
+        return train, test
+    if not have_labels(train, test):
+        layout = "--data-dir with train/, and val/ or test/, each with one folder per class"
+        raise UsageError(f"an evaluation needs training and test images of the same classes, two at least: {layout}")
+    return labelled(train), labelled(test)
 
 
 def have_labels(train, test):
     """Return True if both data sets have labels of the same classes, two at least. test may be None."""
-    return test is not None and len(train.classes) > 1 and [*train.classes] == [*test.classes]
-
-
-def check_labels(train, test):
-    """Raise UsageError unless both data sets have labels of the same classes, two at least."""
-    if not have_labels(train, test):
-        layout = "--data-dir with train/, and val/ or test/, each with one folder per class"
-        raise UsageError(f"an evaluation needs training and test images of the same classes, two at least: {layout}")
+    classes = [[*getattr(images, "classes", ())] for images in (train, test)]
+    return len(classes[0]) > 1 and classes[0] == classes[1]
 
 
 def baselines(info, seed, images):
@@ -898,6 +913,7 @@ def protocol(info, train, test):
 
 def start(main, parse_args):
     """Run a script: main(parse_args()). A UsageError is printed as one line, and the exit status is 2."""
+    sys.stdout = sys.stdout or open(os.devnull, "w")  # None if it is closed
     torch.set_flush_denormal(True)  # denormal numbers make a CPU several times slower
     torch.backends.cudnn.benchmark = True
     warnings.filterwarnings("ignore", ".*Grad strides do not match")  # DistributedDataParallel's, about speed
@@ -945,20 +961,6 @@ def from_all(value):
     if dist.is_initialized():
         dist.all_gather_object(values, value)
     return values
-
-
-def from_first(function, *args):
-    """Call a function on the first process. Return its result, or raise its UsageError, on every process."""
-    result = None
-    if rank_and_world()[0] == 0:
-        try:
-            result = function(*args)
-        except UsageError as error:
-            result = error
-    result = from_all(result)[0]
-    if isinstance(result, UsageError):
-        raise result
-    return result
 
 
 def shard(x):
@@ -1050,18 +1052,16 @@ def log_values(title, values):
     log(textwrap.fill("  ".join(words), 120, break_on_hyphens=False, **indent).replace("\xa0", " "))
 
 
-def log_epoch(record, epochs):
-    """Print the figures of an epoch's record that matter most."""
-    names = ("loss", "std", "images_per_s")
-    figures = {name: x for name, x in record.items() if name in names or name.endswith(("_top1", "_top5", "per_class"))}
-    log(f"epoch {record['epoch']}/{epochs}  " + "  ".join(f"{name} {shown(x)}" for name, x in figures.items()))
+def log_record(title, record, names=()):
+    """Print the figures of an epoch's record that have one of the names, and its scores, after a title."""
+    scores = [name for name in record if re.fullmatch(r"(knn\d+|linear|finetune)_(top1|top5|per_class)", name)]
+    log(f"{title}  " + "  ".join(f"{name} {shown(record[name])}" for name in [*names, *scores]))
 
 
-def log_end(out, records, dataset=None):
-    """Print where a finished run is, and its scores."""
-    scores = {name: x for name, x in records[-1].items() if name.endswith(("_top1", "_top5", "per_class"))}
-    log(f"finished: {out}  " + "  ".join(f"{name} {shown(x)}" for name, x in scores.items() if "train" not in name))
-    if dataset == "patterns":
+def log_end(out, record, images):
+    """Print the folder and the scores of a finished run, and whether its images were generated."""
+    log_record(f"finished: {out}", record)
+    if getattr(images, "is_generated", False):
         log(DEMO)
 
 
@@ -1075,42 +1075,26 @@ def shown(value):
 # ===================================================================== 7. flags
 
 
-def positive_int(text):
-    """A `type` for argparse: an integer above 0."""
-    if int(text) <= 0:
-        raise ValueError
-    return int(text)
+def number(name, kind, is_valid):
+    """Return a `type` for argparse: a number of a kind, int or float, that is valid. name: for argparse's messages."""
+
+    def convert(text):
+        value = kind(text)
+        if not is_valid(value):
+            raise ValueError
+        return value
+
+    convert.__name__ = name
+    return convert
 
 
-def nonnegative_int(text):
-    """A `type` for argparse: an integer, 0 or more."""
-    if int(text) < 0:
-        raise ValueError
-    return int(text)
+positive_int = number("positive_int", int, lambda x: x > 0)
+nonnegative_int = number("nonnegative_int", int, lambda x: x >= 0)
+positive_float = number("positive_float", float, lambda x: 0 < x < math.inf)
+nonnegative_float = number("nonnegative_float", float, lambda x: 0 <= x < math.inf)
+fraction = number("fraction", float, lambda x: 0 <= x <= 1)
 
-
-def positive_float(text):
-    """A `type` for argparse: a finite number above 0."""
-    if not 0 < float(text) < math.inf:
-        raise ValueError
-    return float(text)
-
-
-def nonnegative_float(text):
-    """A `type` for argparse: a finite number, 0 or more."""
-    if not 0 <= float(text) < math.inf:
-        raise ValueError
-    return float(text)
-
-
-def fraction(text):
-    """A `type` for argparse: a number from 0 to 1."""
-    if not 0 <= float(text) <= 1:
-        raise ValueError
-    return float(text)
-
-
-# Flags that may change when a run is resumed. (Each loader worker draws its own random numbers.)
+# Flags that may change when a run is resumed. With another number of --workers the random numbers differ.
 OPERATIONAL = ("data_dir", "out", "resume", "keep_every", "knn_every", "device", "compile", "workers", "show_views")
 
 
@@ -1122,7 +1106,12 @@ def add_run_arguments(parser):
     add("--seed", type=nonnegative_int, default=0, help="seed of all random numbers")
     add("--init", type=os.path.abspath, metavar="FILE", help="checkpoint to initialise the encoder from")
     add("--init-prefix", default="", metavar="PREFIX", help="prefix of the encoder's names in --init's file")
-    add("--out", metavar="DIR", help="output folder, by default in runs/; an existing run is resumed")
+    add(
+        "--out",
+        type=os.path.abspath,
+        metavar="DIR",
+        help="output folder, by default in runs/; an existing run is resumed",
+    )
     add("--resume", metavar="FILE", help="last.pt of another run, to resume in a new --out")
     add("--keep-every", type=nonnegative_int, default=0, metavar="N", help="keep a checkpoint every N epochs; 0: none")
     add("--knn-every", type=nonnegative_int, default=10, metavar="N", help="kNN monitor every N epochs; 0: never")
@@ -1133,10 +1122,7 @@ def add_run_arguments(parser):
 
 def add_device_arguments(add):
     """Add the flags of every script. add: `add_argument` of a parser or a group."""
-    if hasattr(os, "sched_getaffinity"):  # not on macOS and Windows
-        cores = len(os.sched_getaffinity(0))
-    else:
-        cores = os.cpu_count()
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()  # not on macOS
     workers = min(16, cores // int(os.environ.get("LOCAL_WORLD_SIZE", 1))) if torch.cuda.is_available() else 0
     add("--workers", type=nonnegative_int, default=workers, help="processes that load images, per training process")
     add("--device", choices=("auto", "cuda", "cpu"), default="auto", help="auto: a GPU if there is one")
@@ -1197,6 +1183,8 @@ def check_flags(parser, args, needs=()):
     for name, value in vars(args).items():
         if name.endswith("_scale") and not 0 < value[0] <= value[1]:
             parser.error(f"--{name.replace('_', '-')}: expected two numbers above 0, the smaller one first")
+    if args.init_prefix and not args.init:
+        parser.error("--init-prefix has no effect without --init")
     if getattr(args, "min_lr", 0) > args.lr:
         parser.error(f"--min-lr {args.min_lr} is above --lr {args.lr}, the peak of the learning rate")
 
@@ -1237,8 +1225,11 @@ def write_file(path, write):
 def configuration(args, train):
     """Return the values that must not change when a run is resumed, {name: value}, with the images' fingerprint."""
     config = {name: value for name, value in vars(args).items() if name not in OPERATIONAL}
-    if wrong := [name for name, value in config.items() if isinstance(value, np.generic)]:
-        raise UsageError(f"args.{wrong[0]} is a number of numpy, which last.pt cannot hold: convert it to int or float")
+    for name, value in vars(args).items():
+        if name != "out" and isinstance(value, (np.generic, os.PathLike)):
+            raise UsageError(
+                f"args.{name} is a {type(value).__name__}, which last.pt cannot hold: pass a plain number or str"
+            )
     return config | dict(images=fingerprint(train))
 
 
@@ -1248,7 +1239,7 @@ def find_checkpoint(out, resume):
     Removes the temporary files of a save that was killed. Raises UsageError if `out` is not empty, but not a run.
     """
     try:
-        files = sorted(os.listdir(out)) if os.path.exists(out) else []
+        files = sorted(file for file in os.listdir(out) if not is_hidden(file)) if os.path.exists(out) else []
         names = ("config.json", "backbone.pt", "metrics.jsonl")  # of a run that was killed in its first save
         temporary = [file for file in files if file.startswith((*names, "last.pt", "epoch-")) and file.endswith(".tmp")]
         foreign = {*files} - {*temporary, *names} or ("backbone.pt" in files and "config.json" not in files)
@@ -1258,7 +1249,9 @@ def find_checkpoint(out, resume):
             os.unlink(os.path.join(out, file))
     except OSError as error:
         raise UsageError(f"--out {out}: {error}") from error
-    return os.path.join(out, "last.pt") if "last.pt" in files else resume
+    if "last.pt" in files:
+        return os.path.join(out, "last.pt")
+    return os.path.join(resume, "last.pt") if resume and os.path.isdir(resume) else resume
 
 
 def open_run(args, config, state, derived):
@@ -1273,12 +1266,15 @@ def open_run(args, config, state, derived):
     derived = derived | dict(processes=rank_and_world()[1], machine=machine, torch=torch.__version__)
     log_values("values", config)
     log_values("derived", derived)
-    path, records = from_first(find_checkpoint, args.out, args.resume), []
+    is_first, records = rank_and_world()[0] == 0, []
+    path = from_all(find_checkpoint(args.out, args.resume) if is_first else None)[0]
     if path is not None:
+        if not all(from_all(os.path.isfile(path))):
+            raise UsageError(f"not all processes find {path}: --out must be on a disk that they share")
         saved = load_checkpoint(path)
         old, records = saved.get("config", {}), saved.get("records", [])
         differences = [f"{k} was {old.get(k)}, is {config.get(k)}" for k in old | config if old.get(k) != config.get(k)]
-        resumes_other = path == args.resume
+        resumes_other = path != os.path.join(args.out, "last.pt")
         if differences and not resumes_other:
             what = f"{args.out} is a run with other values ({'; '.join(differences)})"
             raise UsageError(f"{what}: pass another --out, with --resume {path} to start from its state")
@@ -1287,7 +1283,8 @@ def open_run(args, config, state, derived):
         if resumes_other and len(records) >= args.epochs:
             raise UsageError(f"{path} has {len(records)} epochs already: pass more --epochs than that")
         load_state(path, saved, state, old.get("images") == config["images"])
-        log(f"resumed from {path}, after epoch {len(records)}" + "".join(f"; {text}" for text in differences))
+        if len(records) < args.epochs:
+            log(f"resumed from {path}, after epoch {len(records)}" + "".join(f"; {text}" for text in differences))
         if saved.get("processes") != derived["processes"]:
             log(f"processes: {saved.get('processes')} before, {derived['processes']} now, so random numbers differ")
     if any(other != (config, len(records)) for other in from_all((config, len(records)))):
@@ -1329,6 +1326,6 @@ def save_run(out, config, info, state, records, keep_every=0):
         write_file(os.path.join(out, "backbone.pt"), lambda file: torch.save(backbone, file))
     lines = "".join(json.dumps(record) + "\n" for record in records)
     write_file(os.path.join(out, "metrics.jsonl"), lambda file: file.write(lines.encode()))
+    write_file(os.path.join(out, "last.pt"), lambda file: torch.save(last, file))
     if keep_every and len(records) % keep_every == 0:
         write_file(os.path.join(out, f"epoch-{len(records):04d}.pt"), lambda file: torch.save(last, file))
-    write_file(os.path.join(out, "last.pt"), lambda file: torch.save(last, file))

@@ -51,8 +51,7 @@ def main(args, train=None, test=None):
     """
     device, *_ = common.init_distributed(args.device)
     encoder, info = common.open_encoder(args)
-    if train is None:
-        train, test = common.open_evaluation_data(args.dataset, args.data_dir, info, check=not args.dump)
+    train, test = common.open_evaluation_data(args.dataset, args.data_dir, info, not args.dump, train, test)
     protocol = f"{common.protocol(info, train, test or [])}\nkNN: votes exp(cosine similarity / {args.temperature})"
     common.log(protocol)
     encoders = {"encoder": encoder}
@@ -67,7 +66,7 @@ def main(args, train=None, test=None):
         test_x = common.extract_features(network, test, info, device, **options) if test else None
         if name == "encoder" and args.dump:
             arrays = dict(classes=np.array(train.classes, str), protocol=protocol)
-            for part, images, x in ("train", train, common.gather_rows(train_x)), ("test", test, test_x):
+            for part, images, x in ("train", train, common.gather_rows(train_x, to_first=True)), ("test", test, test_x):
                 if images:
                     arrays |= {f"{part}_features": x, f"{part}_labels": np.array(images.targets)}
                 if hasattr(images, "samples"):
@@ -76,8 +75,9 @@ def main(args, train=None, test=None):
             common.log(f"{args.dump}: the encoder's features")
             if not common.have_labels(train, test):
                 break
-        train_y, test_y = torch.tensor(train.targets), torch.tensor(test.targets)
-        features = train_x.to(device), common.shard(train_y), test_x.to(device), test_y
+        train_y, test_y = common.shard(torch.as_tensor(train.targets)), torch.as_tensor(test.targets)
+        train_x, test_x = train_x[train_y >= 0].to(device), test_x[test_y >= 0].to(device)  # those with a label
+        features = train_x, train_y[train_y >= 0], test_x, test_y[test_y >= 0]
         results[name] = common.knn_top1(*features, args.k, args.temperature, len(train.classes))
         common.log(f"{name:>10}  " + "  ".join(f"{score} {value:.2f} %" for score, value in results[name].items()))
     return results

@@ -99,6 +99,7 @@ def parse_args(argv=None):
 
     args = common.parse_args(parser, argv, recipe)
     needs = [  # (flags, whether they have an effect, what they need)
+        (["patch_size"], common.is_vit(args.arch), "a ViT (--arch)"),
         (["lam", "lam_schedule", "vanilla"], args.num_keys > 1, "several keys per query"),
         (["lam", "lam_schedule"], not args.vanilla, "Eq. 8, which --vanilla replaces"),
     ]
@@ -300,8 +301,7 @@ def main(args, train=None, test=None):
     torch.manual_seed(args.seed)
 
     # Data: one query view and M' key views per image (Algorithm 1, line 4), cropped here and colored in the loop
-    if train is None:
-        train, test = common.open_data(args.dataset, args.data_dir, args.image_size)
+    train, test = common.open_data(args.dataset, args.data_dir, args.image_size, train, test)
     groups = common.split_batch(args.batch_size, len(train), world, args.bn_groups, "--bn-groups")  # per process
     crop = v2.RandomResizedCrop(args.image_size, args.crop_scale)
     images = common.Views(train, [crop] * (1 + args.num_keys))
@@ -364,8 +364,8 @@ def main(args, train=None, test=None):
         if test is not None and args.knn_every and ((epoch + 1) % args.knn_every == 0 or epoch + 1 == args.epochs):
             records[-1] |= common.knn_monitor(model.backbone, info, train, test, device, args.workers, amp)
             save()  # again: a test image that cannot be read must not cost the epoch
-        common.log_epoch(records[-1], args.epochs)
-    common.log_end(args.out, records, args.dataset)
+        common.log_record(f"epoch {epoch + 1}/{args.epochs}", records[-1], ("loss", "std", "images_per_s"))
+    common.log_end(args.out, records[-1], train)
 
 
 # ================================================================ 6. ShuffleBN

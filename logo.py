@@ -148,6 +148,7 @@ def parse_args(argv=None):
 
     args = common.parse_args(parser, argv, recipe)
     needs = [  # (flags, whether they have an effect, what they need)
+        (["patch_size"], common.is_vit(args.arch), "a ViT (--arch)"),
         (["queue", "temperature", "momentum", "bn_groups", "one_way"], args.base == "moco", "--base moco"),
         (["layers", "hidden"], args.base == "simsiam", "--base simsiam"),
         (["one_way"], args.local_crops == 0, "--local-crops 0"),
@@ -498,8 +499,7 @@ def main(args, train=None, test=None):
     torch.manual_seed(args.seed)
 
     # Data: two global and two local views of each image, cropped here and colored in the loop
-    if train is None:
-        train, test = common.open_data(args.dataset, args.data_dir, args.image_size)
+    train, test = common.open_data(args.dataset, args.data_dir, args.image_size, train, test)
     simsiam = args.base == "simsiam"
     bn_groups = 1 if simsiam else args.bn_groups
     groups = common.split_batch(args.batch_size, len(train), world, bn_groups, "--bn-groups")  # per process
@@ -542,7 +542,7 @@ def main(args, train=None, test=None):
     affinity_lr = args.affinity_lr or (1e-4 if linear else peak_lr)  # 1e-4: erceguder/LoGo's
     sgd = dict(lr=affinity_lr, momentum=0.9, weight_decay=args.weight_decay)
     affinity_optimizer = torch.optim.SGD(affinity.parameters(), **sgd)
-    encoder = [*model.backbone.parameters(), *model.projector.parameters()]
+    encoder = [p for part in (model.backbone, model.projector) for p in part.parameters() if p.requires_grad]
     l2l_optimizer = torch.optim.SGD(encoder, lr=0.0, momentum=0.9)  # of the steps down L_ll; no weight decay (D3)
     previous_norm = torch.zeros((), device=device)  # of the loss's gradient, in the last step
 
@@ -552,7 +552,7 @@ def main(args, train=None, test=None):
     state = dict(model=model, optimizer=optimizer, affinity=affinity, affinity_optimizer=affinity_optimizer)
     state |= dict(l2l_optimizer=l2l_optimizer, previous_norm=previous_norm)
     info |= dict(method="logo", encoder="query", dataset=args.dataset, data_dir=args.data_dir, images=config["images"])
-    derived |= dict(peak_lr=peak_lr, bf16=amp)
+    derived |= dict(peak_lr=peak_lr, affinity_lr=affinity_lr if args.l2l else None, bf16=amp)
     records = common.open_run(args, config, state, derived)  # one per epoch that is done
     save = functools.partial(common.save_run, args.out, config, info, state, records, args.keep_every)
     if args.compile:
@@ -609,8 +609,8 @@ def main(args, train=None, test=None):
         if test is not None and args.knn_every and ((epoch + 1) % args.knn_every == 0 or epoch + 1 == args.epochs):
             records[-1] |= common.knn_monitor(model.backbone, info, train, test, device, args.workers, amp)
             save()  # again: a test image that cannot be read must not cost the epoch
-        common.log_epoch(records[-1], args.epochs)
-    common.log_end(args.out, records, args.dataset)
+        common.log_record(f"epoch {epoch + 1}/{args.epochs}", records[-1], ("loss", "std", "images_per_s"))
+    common.log_end(args.out, records[-1], train)
 
 
 # ================================================================ 6. ShuffleBN

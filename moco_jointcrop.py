@@ -134,9 +134,12 @@ def parse_args(argv=None):
     as_released = args.joint in ("none", "crop") and args.beta == 0 and args.css_alpha == 1 and args.local_crops == 0
     if args.variant == "released" and not (as_released and args.moco == "v3"):
         parser.error("--variant released is JointCrop with beta 0 on two views, on MoCo v3 (D3, D6)")
+    if not math.isfinite(args.beta) or args.css_alpha < 0.01:  # below that, Beta's draws underflow
+        parser.error("expected a finite --beta, and --css-alpha 0.01 or more")
     if args.moco == "v3" and common.is_vit(args.arch):
         parser.error("--moco v3 has the recipe of ResNets (D7): for MoCo v3 on a ViT, see the baseline of patchmix.py")
     needs = [  # (flags, whether they have an effect, what they need)
+        (["patch_size"], common.is_vit(args.arch), "a ViT (--arch)"),
         (["queue", "bn_groups"], args.moco != "v3", "--moco v1 or v2"),
         (["hidden"], args.moco == "v3", "--moco v3"),
         (["min_lr"], not args.milestones, "a cosine (--milestones without numbers)"),
@@ -146,8 +149,9 @@ def parse_args(argv=None):
         (["local_size", "local_scale"], args.local_crops > 0, "--local-crops"),
     ]
     common.check_flags(parser, args, needs)
-    if args.local_size is None:  # 96 in App. D; here in whole patches
-        args.local_size = min(96, args.image_size // 2) // args.patch_size * args.patch_size
+    if args.local_size is None:  # 96 in App. D; here in whole patches of a ViT
+        patch_size = args.patch_size if common.is_vit(args.arch) else 1
+        args.local_size = min(96, args.image_size // 2) // patch_size * patch_size
     return args
 
 
@@ -552,8 +556,7 @@ def main(args, train=None, test=None):
     v3 = args.moco == "v3"
 
     # Data: the views of each image (Algorithm 1), cropped here and colored in the loop
-    if train is None:
-        train, test = common.open_data(args.dataset, args.data_dir, args.image_size)
+    train, test = common.open_data(args.dataset, args.data_dir, args.image_size, train, test)
     bn_groups = 1 if v3 else args.bn_groups
     groups = common.split_batch(args.batch_size, len(train), world, bn_groups, "--bn-groups")  # per process
     released = args.variant == "released"
@@ -635,8 +638,8 @@ def main(args, train=None, test=None):
         if test is not None and args.knn_every and ((epoch + 1) % args.knn_every == 0 or epoch + 1 == args.epochs):
             records[-1] |= common.knn_monitor(model.backbone, info, train, test, device, args.workers, amp)
             save()  # again: a test image that cannot be read must not cost the epoch
-        common.log_epoch(records[-1], args.epochs)
-    common.log_end(args.out, records, args.dataset)
+        common.log_record(f"epoch {epoch + 1}/{args.epochs}", records[-1], ("loss", "std", "images_per_s"))
+    common.log_end(args.out, records[-1], train)
 
 
 # ================================================================ 6. ShuffleBN

@@ -68,8 +68,6 @@ import common
 
 # ========================================================= 1. hyper-parameters
 
-TERMS = ("oto", "mto", "mtm")  # of the loss, Eq. 16
-
 
 def parse_args(argv=None):
     """Parse the command line. The defaults are the paper's for ImageNet, with the changes that `recipe` returns."""
@@ -199,6 +197,8 @@ def chosen_terms(args):
 
 
 # ================================================================ 2. the paper
+
+TERMS = ("oto", "mto", "mtm")  # of the loss, Eq. 16
 
 
 def patch_mix(images, num_mix, patch_size, permutation=None):
@@ -454,8 +454,7 @@ def main(args, train=None, test=None):
     torch.manual_seed(args.seed)
 
     # Data: two views and the local crops of each image (Algorithm 2, line 4), cropped here and colored in the loop
-    if train is None:
-        train, test = common.open_data(args.dataset, args.data_dir, args.image_size)
+    train, test = common.open_data(args.dataset, args.data_dir, args.image_size, train, test)
     slices = common.split_batch(args.batch_size, len(train), world, args.mix_slices, "--mix-slices")  # per process
     mixing = dict(num_mix=args.num_mix, patch_size=args.patch_size, slices=slices)
     bicubic = v2.InterpolationMode.BICUBIC  # as released
@@ -534,8 +533,8 @@ def main(args, train=None, test=None):
         if test is not None and args.knn_every and ((epoch + 1) % args.knn_every == 0 or epoch + 1 == args.epochs):
             records[-1] |= common.knn_monitor(model.momentum_backbone, info, train, test, device, args.workers, amp)
             save()  # again: a test image that cannot be read must not cost the epoch
-        common.log_epoch(records[-1], args.epochs)
-    common.log_end(args.out, records, args.dataset)
+        common.log_record(f"epoch {epoch + 1}/{args.epochs}", records[-1], ("loss", "std", "images_per_s"))
+    common.log_end(args.out, records[-1], train)
 
 
 # ================================================================ 6. processes
