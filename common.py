@@ -669,6 +669,7 @@ def load_backbone(path, encoder=None):
         raise UsageError(f"{path} is not of this project; for third-party weights pass --arch, for example resnet50")
     if encoder not in (None, info["encoder"]) or not weights:
         raise UsageError(f"{path} does not hold the {encoder} encoder")
+    info = dict(arch=info["timm_name"]) | info  # earlier versions have no arch
     backbone = build_backbone(info)
     backbone.load_state_dict(weights)
     return backbone.eval(), info

@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-import torchvision.transforms.functional as TF
 from PIL import Image
 from tiny import load, refused, succeed
 from torch import nn
@@ -16,15 +15,31 @@ import common
 CPU = torch.device("cpu")
 
 
-def test_evaluation_crop_is_resize_then_center_crop():
-    y, x = np.mgrid[:80, :120] / 20
-    image = np.stack([np.sin(x + c) * np.cos(y - c) for c in range(3)], 2) * 127 + 128
-    images = common.ImageSet(image.astype(np.uint8)[None])
-    ours = common.CenterCrops(images, 28)[0].float()
-    theirs = TF.center_crop(TF.resize(Image.fromarray(images[0]), 32), 28)
-    assert ours.shape == (3, 28, 28) and abs(ours - TF.pil_to_tensor(theirs).float()).mean() < 1
-    exact = common.ImageSet(images.array[:, :28, :28])
-    assert np.array_equal(common.CenterCrops(exact, 28)[0].permute(1, 2, 0), exact[0])
+class Pictures(torch.utils.data.Dataset):
+    """Images of an array (n, H, W, 3) as a data set."""
+
+    def __init__(self, array, targets=None, classes=()):
+        self.array, self.classes = array, classes
+        self.targets = [0] * len(array) if targets is None else targets
+
+    def __len__(self):
+        return len(self.array)
+
+    def __getitem__(self, i):
+        return Image.fromarray(self.array[i]), self.targets[i]
+
+
+def generator(*numbers):
+    return torch.Generator().manual_seed(sum(number * 1000**i for i, number in enumerate(numbers)))
+
+
+@pytest.mark.parametrize("interpolation", ["bilinear", "bicubic"])
+def test_evaluation_crop_is_resize_then_center_crop(interpolation):
+    image = Image.fromarray(np.random.default_rng(0).integers(0, 256, (80, 120, 3), dtype=np.uint8))
+    ours = common.CenterCrops([(image, 0), (image.crop((5, 5, 33, 33)), 0)], 28, interpolation)
+    resized = image.resize((48, 32), Image.Resampling[interpolation.upper()])  # 32 = 28 * 256 // 224
+    for found, expected in ((ours[0], resized.crop((10, 2, 38, 30))), (ours[1], image.crop((5, 5, 33, 33)))):
+        assert np.array_equal(found.permute(1, 2, 0), expected)
 
 
 def slow_knn(train_x, train_y, test_x, k, temperature, num_classes):
@@ -40,23 +55,26 @@ def slow_knn(train_x, train_y, test_x, k, temperature, num_classes):
 
 @pytest.mark.parametrize("n, m, d, classes, tau", [(23, 7, 5, 4, 0.07), (1, 3, 4, 1, 0.1), (11, 13, 2, 9, 1.0)])
 def test_knn_is_a_double_loop(n, m, d, classes, tau):
-    g = common.generator(n, m)
+    g = generator(n, m)
     train_x, test_x = torch.randn(n, d, generator=g) * 3, torch.randn(m, d, generator=g) * 0.2
     train_y, several = torch.randint(0, classes, (n,), generator=g), (5, 1, 200, 11)
     found = common.knn_predict(train_x, train_y, test_x, several, tau, classes)
     slow = [slow_knn(train_x, train_y, test_x, k, tau, classes).argmax(1) for k in several]
     assert torch.equal(found, torch.stack(slow))
-    assert torch.equal(common.knn_predict(train_x, train_y, test_x, 5, tau, classes), slow[0])
+    percents = common.knn_top1(train_x, train_y, test_x, slow[0], several, tau, classes)
+    assert percents == {
+        f"knn{k}_top1": 100 * (y == slow[0]).double().mean() for k, y in zip(several, slow, strict=True)
+    }
 
 
 def test_knn_with_a_bank_that_needs_chunks():
     """2 million points of the circle, labels: octants; more queries than one chunk holds, in the octants' middles."""
     n, m = 2**21, 40
-    angle = torch.rand(n, generator=common.generator(0)) * 2 * math.pi
+    angle = torch.rand(n, generator=generator(0)) * 2 * math.pi
     where = torch.arange(m) % 8
     middle = (where + 0.5) * math.pi / 4
     x, q = (torch.stack([a.cos(), a.sin()], 1) for a in (angle, middle))
-    assert torch.equal(common.knn_predict(x, (angle * 4 / math.pi).long().clamp_max(7), q, 3, 0.07, 8), where)
+    assert torch.equal(common.knn_predict(x, (angle * 4 / math.pi).long().clamp_max(7), q, [3], 0.07, 8)[0], where)
 
 
 class Tiny(nn.Sequential):
@@ -70,50 +88,53 @@ class Tiny(nn.Sequential):
 INFO = dict(image_size=16, mean=(0.4, 0.5, 0.6), std=(0.2, 0.3, 0.4), interpolation="bilinear")
 
 
-def pattern_set(n, size=16):
-    return common.ImageSet(*common.make_patterns(n, size, 0), common.PATTERNS)
+def patterns(n):
+    return common.Patterns(n, 16, seed=0)
 
 
 @pytest.mark.parametrize("batch_size, workers", [(256, 0), (4, 2), (1, 0)])
 def test_features_are_a_plain_loops(batch_size, workers):
-    """The encoder's modes and statistics stay: those of a user's frozen batch norm, too."""
-    encoder, images = Tiny().train(), pattern_set(11)
+    """The modes and statistics of the encoder stay, those of a frozen batch norm too, and so do random numbers."""
+    encoder, images = Tiny().train(), patterns(11)
     encoder[1].eval()
     modes, statistics = [m.training for m in encoder.modules()], encoder[1].running_mean.clone()
+    state = torch.get_rng_state()
     features = common.extract_features(encoder, images, INFO, CPU, batch_size, workers)
     assert [m.training for m in encoder.modules()] == modes and encoder[1].running_mean.equal(statistics)
-    assert common.output_width(encoder, 16, 20) == 24 == features.shape[1]
+    assert torch.get_rng_state().equal(state) and common.feature_width(encoder, 16, 20) == 24 == features.shape[1]
     encoder.double().eval()
     mean, std = (torch.tensor(INFO[k], dtype=torch.float64).view(3, 1, 1) for k in ("mean", "std"))
-    for image, feature in zip(images.array, features, strict=True):
-        x = (torch.from_numpy(image).permute(2, 0, 1).double() / 255 - mean) / std
+    for (image, _), feature in zip(images, features, strict=True):
+        x = (torch.tensor(np.array(image)).permute(2, 0, 1).double() / 255 - mean) / std
         torch.testing.assert_close(feature.double(), encoder(x[None]).flatten(), rtol=1e-5, atol=1e-5)
 
 
-def test_features_that_are_not_finite_are_refused(capsys):
-    wild = nn.Identity()
+def test_features_that_are_not_finite_are_an_error():
+    wild = nn.Dropout().train()
     wild.forward = lambda x: torch.tensor([[1.0], [math.inf]])[: len(x)]
-    assert "images" in refused(capsys, common.extract_features, wild, pattern_set(2), INFO, CPU)
-    assert common.extract_features(wild, pattern_set(1), INFO, CPU).tolist() == [[1]]
+    with pytest.raises(ValueError, match="finite"):
+        common.extract_features(wild, patterns(2), INFO, CPU)
+    assert wild.training
+    assert common.extract_features(wild, patterns(1), INFO, CPU).tolist() == [[1]]
 
 
 def sharded(folder=None):
-    """Features, their parts, scores and accuracies of one process or of several, each of which saves what it got."""
-    _, rank, world = common.join_processes("cpu")
-    encoder, few = Tiny().train(), pattern_set(32)
-    test = few.subset(np.arange(5))
+    """Features, their parts, predictions and health of one process or of several, each of which saves what it got."""
+    _, rank, world = common.init_distributed("cpu")
+    encoder, few = Tiny().train(), patterns(32)
+    test = common.Subset(few, range(5))
     result, test_x = [], common.extract_features(encoder, test, INFO, CPU)
     for n in (7, 2, 1):  # banks: on three processes the second and third have parts without images
-        images = few.subset(np.arange(n))
-        images.labels[3:5] = -1
+        images = common.Subset(few, range(n))
+        images.targets[3:5] = [-1] * len(images.targets[3:5])
         whole = common.extract_features(encoder, images, INFO, CPU, batch_size=2)
         part = common.extract_features(encoder, images, INFO, CPU, batch_size=2, whole=False)
         assert len(part) == n // world + (rank < n % world)
-        train_y = common.shard(torch.arange(n) % 3)
-        result += [whole, common.knn_predict(part, train_y, test_x, (1, 2, 9), 0.1, 3)]
+        gathered = common.gather_rows(part, to_first=True)
+        assert gathered is None if rank else gathered.equal(whole)
+        result += [whole, common.knn_predict(part, common.shard(torch.arange(n) % 3), test_x, (1, 2, 9), 0.1, 3)]
         if n > 1:
-            result.append(torch.tensor([*common.knn_record(encoder, INFO, images, test, CPU).values()]))
-            result.append(torch.tensor([*common.knn_scores(part, images, test_x, test, (1, 4), 0.1).values()]))
+            result.append(torch.tensor([*common.knn_monitor(encoder, INFO, images, test, CPU).values()]))
             result.append(torch.tensor([*common.embedding_health(part).values()]))
     if folder:
         torch.save(result, f"{folder}/{rank}.pt")
@@ -129,7 +150,7 @@ def test_several_processes_find_what_one_finds(tmp_path, world):
 
 
 def test_embedding_health():
-    g = common.generator(9)
+    g = generator(9)
     q = F.normalize(torch.randn(2000, 16, generator=g), dim=1)
     assert common.embedding_health(q) == pytest.approx(dict(std=1, rank=16), rel=0.01)
     assert common.embedding_health(q[:1].expand(50, 16)) == pytest.approx(dict(std=0, rank=1), abs=1e-3)
@@ -144,7 +165,7 @@ def test_embedding_health():
 
 
 def test_last_pt_holds_both_encoders(tmp_path, capsys):
-    info = common.backbone_info("resnet_micro", 16, 2, method="m", encoder="momentum")
+    info = common.backbone_info("resnet_micro", 16, 2) | dict(method="m", encoder="momentum")
     query, momentum = (common.build_backbone(info).eval() for _ in range(2))
     both = {"": query, "momentum_": momentum}
     weights = {f"{p}backbone.{k}": v for p, module in both.items() for k, v in module.state_dict().items()}
@@ -155,14 +176,16 @@ def test_last_pt_holds_both_encoders(tmp_path, capsys):
     for where, encoder, expected in ((tmp_path, None, momentum), (last, None, momentum), (last, "query", query)):
         loaded, said = common.load_backbone(where, encoder)
         assert said["encoder"] == (encoder or "momentum") and torch.equal(loaded(x), expected(x))
-    refused(capsys, common.load_backbone, tmp_path / "backbone.pt", "query")
-    fitting, name = momentum.state_dict(), "bn1.weight"
-    for wrong, named in (({name: torch.ones(1, 7)}, name), ({"more": torch.ones(1)}, "more")):
-        torch.save(info | {"state_dict": fitting | wrong}, tmp_path / "backbone.pt")
-        assert named in refused(capsys, common.load_backbone, tmp_path)
+    assert "query" in refused(capsys, common.load_backbone, tmp_path / "backbone.pt", "query")
+    for file in ("none", "none/backbone.pt", "none.safetensors"):
+        assert "no file" in refused(capsys, common.load_backbone, tmp_path / file)
+    for wrong in ({"bn1.weight": torch.ones(1, 7)}, {"more": torch.ones(1)}):
+        torch.save(info | {"state_dict": momentum.state_dict() | wrong}, tmp_path / "backbone.pt")
+        with pytest.raises(RuntimeError, match=next(iter(wrong))):
+            common.load_backbone(tmp_path)
 
 
 def test_stem_and_arch():
     assert [common.backbone_info("resnet50", size, 2)["stem"] for size in (32, 64, 96)] == ["3x3", "3x3", "timm"]
     assert [common.backbone_info("resnet_mini", size, 2)["stem"] for size in (32, 96)] == ["3x3-s2", "timm"]
-    assert [common.arch_name(common.backbone_info(arch, 32, 4)) for arch in common.ARCHS] == [*common.ARCHS]
+    assert [common.backbone_info(arch, 32, 4)["arch"] for arch in common.ARCHS] == [*common.ARCHS]

@@ -1,20 +1,30 @@
-"""eval_linear.py's protocols: recipes, schedules, labels, L-BFGS; runs that are ended, go on, have two processes."""
+"""eval_linear.py's protocols: recipes, schedules, labels, L-BFGS; trainings that are stopped, or on two processes."""
 
+import argparse
 import contextlib
 import hashlib
 import io
 import math
-import os
 import random
+import shutil
 
 import numpy as np
 import pytest
 import test_eval
+import timm
 import torch
+import torch.nn.functional as F
+from PIL import Image
+from test_features import Pictures, generator
+from timm.data import Mixup
+from timm.data.random_erasing import RandomErasing
 from timm.scheduler import CosineLRScheduler
-from tiny import TIMING, assert_same_run, contents, epochs_of, flat, life, load, play, records, refused, succeed
+from tiny import TIMING, contents, epochs_of, flat, life, load, play, records, refused, succeed, unequal
+from torch.utils.data import DataLoader, DistributedSampler
+from torchvision.datasets import ImageFolder
 
 import common
+import eval_knn
 import eval_linear
 
 places = test_eval.places
@@ -29,39 +39,38 @@ def run(*flags, **own):
 
 def completed(places, *flags, encoder="VIT", **changed):
     args = eval_linear.parse_args([str(places[encoder]), *map(str, flags)])
-    args.dataset = args.dataset or "patterns"
     return eval_linear.complete(args, common.load_backbone(places[encoder])[1] | changed)
 
 
-SGD = dict(optimizer="sgd", momentum=0.9, weight_decay=0, crop_scale=(0.08, 1), milestones=(0.6, 0.8))
-MOCO = dict(SGD, epochs=100, batch_size=256, lr=30, lr_batch=256, nesterov=False)
-COSINE = dict(SGD, milestones=(), min_lr=0, lr_batch=256)
+SGD = dict(optimizer="sgd", weight_decay=0, crop_scale=[0.08, 1], milestones=[0.6, 0.8], warmup=0, pad=0, randaug=0)
+MOCO = dict(SGD, epochs=100, batch_size=256, lr=30, nesterov=False)
+COSINE = dict(SGD, milestones=[], min_lr=0)
 PATCHMIX = dict(COSINE, epochs=100, batch_size=1024, nesterov=True)
-TUNED = dict(optimizer="adamw", epochs=100, lr=5e-4, lr_batch=256, weight_decay=0.05, layer_decay=0.75, drop_path=0.1)
-TUNED |= dict(warmup=10, warmup_lr=1e-6, min_lr=1e-5, milestones=(), smoothing=0.1)
+TUNED = dict(optimizer="adamw", epochs=100, lr=5e-4, weight_decay=0.05, layer_decay=0.75, drop_path=0.1, head_lr=0)
+TUNED |= dict(warmup=10, warmup_lr=1e-6, min_lr=1e-5, milestones=[], smoothing=0.1)
 TUNED |= dict(randaug=9, erase=0.25, mixup=0.8, cutmix=1, pad=0)
-CLIM = dict(SGD, epochs=60, lr=1e-4, head_lr=10, milestones=(1 / 3, 2 / 3))
+CLIM = dict(SGD, epochs=60, lr=1e-4, head_lr=10, milestones=[1 / 3, 2 / 3], layer_decay=1, drop_path=0)
 CLIM |= dict(randaug=0, mixup=0, cutmix=0, erase=0, smoothing=0)
 RESNET, VIT_S, VIT_B = "resnet50", "vit_small_patch16_224", "vit_base_patch16_224"
 
-RECIPES = [
+RECIPES = [  # learning rates are per 256 images
     ("--protocol moco", RESNET, MOCO),
     ("--protocol jcl", RESNET, MOCO),
     ("--protocol jcl --dataset imagenet100", RESNET, dict(MOCO, lr=10)),
     ("--protocol clim", RESNET, MOCO),
     ("--protocol jointcrop", RESNET, dict(COSINE, epochs=90, batch_size=1024, lr=0.1, nesterov=False)),
     ("--protocol jointcrop", VIT_S, dict(COSINE, epochs=90, batch_size=1024, lr=3)),
-    ("--protocol jointcrop-small", RESNET, dict(SGD, epochs=100, batch_size=512, lr=10, lr_batch=512)),
+    ("--protocol jointcrop-small", RESNET, dict(SGD, epochs=100, batch_size=512, lr=10 * 256 / 512)),
     ("--protocol patchmix", "vit_tiny_patch16_224", dict(PATCHMIX, lr=0.05)),
     ("--protocol patchmix", VIT_S, dict(PATCHMIX, lr=0.02)),
     ("--protocol patchmix --dataset cifar10", VIT_B, dict(PATCHMIX, lr=0.01, batch_size=256)),
     ("--finetune", VIT_S, dict(TUNED, protocol="patchmix", batch_size=1024)),
     ("--finetune --dataset cifar100", "deit_tiny_patch16_224", dict(TUNED, lr=1e-3, batch_size=256, pad=4)),
     ("--finetune", RESNET, dict(CLIM, protocol="clim")),
-    ("--finetune --protocol clim --lr 1 --milestones", VIT_S, dict(CLIM, lr=1, milestones=())),
+    ("--finetune --protocol clim --lr 1 --milestones", VIT_S, dict(CLIM, lr=1, milestones=[])),
     ("--finetune --epochs 10 --mixup 0", VIT_S, dict(TUNED, epochs=10, mixup=0)),
-    ("", RESNET, dict(mode="probe", epochs=50, batch_size=256, holdout=0.1)),
-    ("--solver lbfgs", RESNET, dict(iterations=5000, tolerance=1e-6, metric="top1", batch_size=256)),
+    ("", RESNET, dict(protocol="probe", epochs=50, batch_size=256, holdout=0.1)),
+    ("--solver lbfgs", RESNET, dict(iterations=5000, metric="top1", batch_size=256, holdout=0.1)),
 ]
 
 
@@ -69,6 +78,16 @@ RECIPES = [
 def test_recipes_are_the_papers(places, flags, timm_name, expected):
     args = completed(places, *flags.split(), timm_name=timm_name)
     assert {k: getattr(args, k) for k in expected} == expected
+
+
+REFUSED = """--out x; --lr 1; --strengths 1; --solver lbfgs --lrs 1; --protocol moco --layer-decay 0.5; --finetune --holdout 0.5
+--protocol moco --metric top1; --finetune --no-baselines; --lrs 0; --protocol moco --lr nan; --holdout 1.5"""
+
+
+@pytest.mark.parametrize("flags", REFUSED.replace("\n", "; ").split("; "))
+def test_flags_without_effect_and_impossible_values_are_refused(flags, capsys):
+    line = refused(capsys, eval_linear.parse_args, ["RUN", *flags.split()])
+    assert [word for word in flags.split() if word.startswith("--")][-1] in line
 
 
 def learning_rates(places, *flags, at, encoder="VIT"):
@@ -102,7 +121,7 @@ def test_patchmix_has_timms_scheduler_called_after_each_epoch(places):
 
 @pytest.mark.parametrize("epochs", [1, 3, 20])
 def test_a_short_fine_tuning_passes_through_the_learning_rates_of_a_long_one(places, epochs):
-    """But for the warm-up, which is not shortened, and takes at most a quarter (D5, D6)."""
+    """Except for the warm-up, which is not shortened, and takes at most a quarter (D4, D5)."""
     flags, steps = ["--finetune", "--epochs", epochs], range(100 * epochs)
     whole, short, as_given = (completed(places, *f) for f in (flags[:1], [*flags, "--warmup", epochs / 10], flags))
     found = [eval_linear.learning_rate(short, step / 100) for step in steps]
@@ -113,7 +132,7 @@ def test_a_short_fine_tuning_passes_through_the_learning_rates_of_a_long_one(pla
 
 def test_patchmixs_linear_classifier_starts_as_torchs_does(places, tmp_path):
     """As in its released code: uniform up to 1 / sqrt(width). The others': N(0, 0.01), and no bias."""
-    images = common.ImageSet(np.zeros((32, 16, 16, 3), np.uint8), np.arange(32) % 2, range(500))
+    images = Pictures(np.zeros((32, 16, 16, 3), np.uint8), [i % 2 for i in range(32)], range(500))
     for protocol, std in (("patchmix", (1 / 64 / 3) ** 0.5), ("moco", 0.01)):
         flags = ["--protocol", protocol, "--epochs", 1, "--batch-size", 32, "--lr", 1e-9, "--out", tmp_path / protocol]
         run(places["VIT"], *flags, train=images, test=images)
@@ -124,11 +143,11 @@ def test_patchmixs_linear_classifier_starts_as_torchs_does(places, tmp_path):
 
 def groups_of(places, encoder, *flags):
     args = completed(places, "--finetune", *flags, encoder=encoder)
-    network, head = eval_linear.make_network(*common.load_backbone(places[encoder]), 3, finetune=True)
-    optimizer = eval_linear.make_optimizer(args, network, head)
+    model = eval_linear.Classifier(common.load_backbone(places[encoder])[0], 64, 3)
+    optimizer = eval_linear.make_optimizer(args, model)
     scale = {id(p): (g["lr_scale"], g["weight_decay"]) for g in optimizer.param_groups for p in g["params"]}
-    assert len(scale) == sum(len(g["params"]) for g in optimizer.param_groups) == len([*network.parameters()])
-    return {name: scale[id(p)] for name, p in network.named_parameters()}, type(optimizer).__name__
+    assert len(scale) == sum(len(g["params"]) for g in optimizer.param_groups) == len([*model.parameters()])
+    return {k.removeprefix("backbone."): scale[id(p)] for k, p in model.named_parameters()}, type(optimizer).__name__
 
 
 def test_layer_decay(places):
@@ -144,38 +163,76 @@ def test_layer_decay(places):
 
 def test_two_learning_rates(places):
     found, optimizer = groups_of(places, "RESNET")
-    expected = {name: (10 / 1e-4 if name.startswith("fc.") else 1, 0) for name in found}
-    assert optimizer == "SGD" and found == expected
+    assert optimizer == "SGD"
+    assert found == {name: (pytest.approx(10 / 1e-4 if name.startswith("head.") else 1), 0) for name in found}
 
 
-@pytest.mark.parametrize("fraction, total, digest", [(0.01, 7, "23483b55"), (0.1, 20, "20efab49"), (1.0, 203, "")])
+@pytest.mark.parametrize("flags", ["", "--mixup 0 --cutmix 0"])
+def test_a_fine_tuning_is_a_plain_loop(flags, places, tmp_path, monkeypatch):
+    """Its images are not cropped here. Erasing, mixup and drop-path draw what the seed says."""
+    monkeypatch.setattr(eval_linear, "training_transform", lambda *_: lambda image: image)
+    flags = [places["VIT"], *f"--finetune --batch-size 14 --epochs 1 --lr 0.05 --seed 2 {flags}".split()]
+    run(*flags, "--out", tmp_path)
+    args, (encoder, info) = completed(places, *flags[1:]), common.load_backbone(places["VIT"])
+    torch.manual_seed(2)
+    network, head = common.build_backbone(info, drop_path_rate=0.1), torch.nn.Linear(64, 3)
+    network.load_state_dict(encoder.state_dict())
+    torch.nn.init.normal_(head.weight, std=0.01), torch.nn.init.zeros_(head.bias)
+    model = torch.nn.ModuleDict(dict(backbone=network, head=head)).train()
+    scales, _ = groups_of(places, "VIT")  # see test_layer_decay
+    rows = [(scale, decay, p) for (scale, decay), p in zip(scales.values(), model.parameters(), strict=True)]
+    optimizer = torch.optim.AdamW([dict(params=[p], weight_decay=decay, scale=scale) for scale, decay, p in rows])
+    images = test_eval.pictures(places["DATA"] / "train")
+    timm.utils.random_seed(hash((2, 0, 0)) % 2**32)
+    order = DistributedSampler(images, 1, 0, seed=2)
+    batches = DataLoader([*zip(images.array.transpose(0, 3, 1, 2), images.targets, strict=True)], 14, sampler=order)
+    for step, (pixels, y) in enumerate(batches):
+        x = RandomErasing(0.25, mode="pixel", device="cpu")((pixels / 255 - 0.5) / 0.2)
+        target = 0.9 * F.one_hot(y, 3) + 0.1 / 3
+        if args.mixup:
+            x, target = Mixup(0.8, 1.0, label_smoothing=0.1, num_classes=3)(x, y)
+        for group in optimizer.param_groups:
+            group["lr"] = eval_linear.learning_rate(args, step / 3) * group["scale"]
+        optimizer.zero_grad()
+        (target * -head(network(x)).log_softmax(1)).sum(1).mean().backward()
+        optimizer.step()
+    trained = load(tmp_path / "last.pt")["model"]
+    for name in trained.keys() - {f"backbone.blocks.{i}.attn.qkv.bias" for i in range(3)}:  # Adam scales up rounding
+        torch.testing.assert_close(trained[name], model.state_dict()[name], rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize("fraction, total, digest", [(0.01, 7, "98da8038"), (0.1, 20, "f0ac84f9"), (1.0, 203, "")])
 def test_label_fractions_are_balanced_and_never_change(fraction, total, digest):
-    labels = np.random.default_rng(3).permutation(np.arange(203) % 7)
+    labels = torch.arange(203) * 5 % 7
     rows, again, other = (eval_linear.balanced_share(labels, fraction, seed) for seed in (0, 0, 1))
-    counts = np.bincount(labels[rows], minlength=7)
-    assert len(rows) == total and (rows == again).all() and (np.diff(rows) > 0).all()
+    counts = labels[rows].bincount(minlength=7)
+    assert len(rows) == total and rows.equal(again) and (rows.diff() > 0).all()
     assert counts.max() - counts.min() <= 1 and counts.min() >= 1
-    assert hashlib.sha256(rows.astype("<i8").tobytes()).hexdigest().startswith(digest)
-    assert len(other) == total and ((rows != other).any() or fraction == 1)
-    assert set(rows) <= set(eval_linear.balanced_share(labels, min(1, 2 * fraction), 0))
-    labels = np.array([0] * 30 + [1] * 30 + [2] * 2)  # a class that has too few gives all
-    assert sorted(np.bincount(labels[eval_linear.balanced_share(labels, 0.5, 0)])) == [2, 10, 10]
+    assert len(other) == total and (not rows.equal(other) or fraction == 1)
+    assert hashlib.sha256(rows.numpy().astype("<i8").tobytes()).hexdigest().startswith(digest)
+    assert {*rows.tolist()} <= {*eval_linear.balanced_share(labels.tolist(), min(1, 2 * fraction), 0).tolist()}
+    labels = torch.tensor([0] * 30 + [1] * 30 + [2] * 2)  # a class that has too few gives all
+    assert sorted(labels[eval_linear.balanced_share(labels, 0.5, 0)].bincount().tolist()) == [2, 10, 10]
 
 
 def test_label_files(places, tmp_path, capsys):
-    train = common.load_images("folder", places["DATA"], True)
-    listed = tmp_path / "list.txt"
-    listed.write_text("a03.png\nc/c05.png\n\nb00.png\na03.png\n")
-    rows = eval_linear.listed_files(train, places["DATA"] / "train", listed)
-    assert [os.path.basename(train.path(i)) for i in rows] == ["a03.png", "b00.png", "c05.png"]
-    _, said = run(places["VIT"], "--label-files", listed, "--epochs", 1, "--lrs", 0.1, "--no-baselines")
-    assert "3 of 42 training images" in said
-    twice = common.ImageSet(["a/1.png", "b/1.png"], [0, 1], "ab", root="d")
-    listed.write_text("b/1.png")
-    assert eval_linear.listed_files(twice, "d", listed).tolist() == [1]
-    for text in ("1.png", "b/1.png\nnothing.png", ""):
+    """A name of a file, or with as many of its folders as are needed."""
+    listed, paths = tmp_path / "list.txt", ["d/a/1.png", "d/b/1.png", "d/b/2.png", "d/b/12.png"]
+    for text, rows in (("b/1.png", [1]), ("2.png\n\nd/a/1.png\r\n2.png", [0, 2]), ("12.png", [3])):
         listed.write_text(text)
-        refused(capsys, eval_linear.listed_files, twice, "d", listed)
+        assert eval_linear.listed_rows(paths, listed).tolist() == rows
+    for text in ("1.png", "b/1.png\nnothing.png", "", ".png"):
+        listed.write_text(text)
+        assert "list.txt" in refused(capsys, eval_linear.listed_rows, paths, listed)
+    flags = [places["VIT"], "--epochs", 1, "--lrs", 0.1, "--no-baselines", "--label-files"]
+    listed.write_text("a03.png\nc/c05.png\n\nb00.png\na03.png\n")
+    result, said = run(*flags, listed)
+    assert "3 of 42 training images" in said
+    own = {part: ImageFolder(places["DATA"] / folder) for part, folder in (("train", "train"), ("test", "val"))}
+    assert run(*flags, listed, **own)[0] == result  # of data of one's own, too, if they are files
+    own["train"] = test_eval.pictures(places["DATA"] / "train")
+    assert "files" in refused(capsys, run, *flags, listed, **own)
+    assert "none.txt" in refused(capsys, run, *flags, tmp_path / "none.txt")
 
 
 def newton(x, y, classes, strength):
@@ -194,9 +251,22 @@ def newton(x, y, classes, strength):
     return torch.from_numpy(weight)
 
 
+@pytest.mark.parametrize("classes, factor", [(3, 1), (2, 2)])
+def test_the_strength_is_scikit_learns(classes, factor):
+    """1 / C, but 2 / C for two classes, of which scikit-learn has one weight vector: the difference of the two here."""
+    x, y, strength = torch.randn(60, 4, generator=generator(3), dtype=torch.float64), torch.arange(60) % classes, 6.0
+    x[:, 0] += y
+    with torch.no_grad():  # a caller's, which is not in the way
+        weight, left = eval_linear.logistic_regression(x, y, classes, factor * strength, tolerance=1e-9)
+    weight = weight.requires_grad_()
+    penalised = weight[:-1] if classes > 2 else weight[:-1].diff(dim=1)
+    loss = F.cross_entropy(x @ weight[:-1] + weight[-1], y, reduction="sum") + strength / 2 * penalised.square().sum()
+    assert left < 1e-9 and torch.autograd.grad(loss, weight)[0].abs().max() < 1e-6
+
+
 def test_the_strength_is_the_best_of_the_validation_part_and_then_all_is_fitted():
-    """Here by the mean over unequal classes. Of equals it is the middle one."""
-    g, y = common.generator(7), (torch.arange(120) % 5).clamp_max(2)
+    """Here by the mean over unequal classes. Ties go to the middle one."""
+    g, y = generator(7), (torch.arange(120) % 5).clamp_max(2)
     noise, centers = torch.randn(120, 20, generator=g), torch.randn(3, 20, generator=g)
     x = torch.cat([(centers[y] + noise)[:, :4], 2 * noise[:, 4:]], 1)
     test_x, rest, check, grid = 2 * x[:7], torch.arange(80), torch.arange(80, 120), [0.1, 0.3, 1.0, 3.0, 10.0, 1e3]
@@ -215,8 +285,9 @@ def test_the_strength_is_the_best_of_the_validation_part_and_then_all_is_fitted(
 
     percents = {strength: percent(strength) for strength in grid}
     equals = [strength for strength in grid if percents[strength] == max(percents.values())]
-    assert found["held_out"] == pytest.approx(percents) and equals == [0.1, 0.3, 1.0, 3.0] and found["chosen"] == 1.0
-    expected = logits(torch.arange(120), 1.0, test_x).softmax(1)
+    assert found["held_out"] == pytest.approx(percents) and found["chosen"] == equals[len(equals) // 2]
+    assert 1 < len(equals) < len(grid)
+    expected = logits(torch.arange(120), found["chosen"], test_x).softmax(1)
     torch.testing.assert_close(found["logits"].softmax(1), expected, rtol=1e-5, atol=1e-6)
 
 
@@ -225,12 +296,12 @@ def test_lbfgs_of_a_checkpoint(places, tmp_path):
     flags = ["--solver", "lbfgs", "--strengths", 0.1, 1, 10, "--metric", "per_class"]
     result, said = run(places["VIT"], *flags)
     assert list(result) == ["encoder", "untrained"] and "18 images choose" in said and "all 60 " in said
-    train, val, (test_x, _, test_y) = test_eval.parts(places, "train", "val", "test")
-    x, _, y = (torch.cat(pair) for pair in zip(train, val, strict=True))
+    train, val, (test_x, *_, test_y) = test_eval.parts(places, "train", "val", "test")
+    x, *_, y = (torch.cat(pair) for pair in zip(train, val, strict=True))
     found = eval_linear.lbfgs_probe(x, y, test_x, *torch.arange(60).split([42, 18]), 3, [0.1, 1, 10])
     assert result["encoder"] == pytest.approx(eval_linear.scores(found["logits"], test_y, 3))
     _, said = run(places["VIT"], *flags, "--label-fraction", 0.2)
-    assert "1 images choose" in said and "all 8 " in said and "test/ is evaluated, 18 " in said
+    assert "1 images choose" in said and "all 8 " in said and "test/ is evaluated: 18 " in said
     for part in ("train", "test"):
         (tmp_path / part).symlink_to(places["DATA"] / part)
     _, said = run(places["VIT"], *flags, "--dataset", "folder", "--data-dir", tmp_path, "--holdout", 0.5)
@@ -239,92 +310,133 @@ def test_lbfgs_of_a_checkpoint(places, tmp_path):
 
 @pytest.fixture(scope="module")
 def tuned(places, tmp_path_factory):
-    """(flags of a fine-tuning with all that draws, the folder of an undisturbed one, its scores)."""
-    flags = [places["VIT"], "--finetune", "--erase", 0.9, "--label-fraction", 0.9, *FAST]
-    out = tmp_path_factory.mktemp("tuned") / "run"
-    return flags, out, run(*flags, "--out", out)[0]
+    """(flags of a fine-tuning with all that draws, the folder of an undisturbed one, its scores).
+
+    The encoder was trained on other images.
+    """
+    root = tmp_path_factory.mktemp("tuned")
+    torch.save(load(places["VIT"] / "backbone.pt") | dict(dataset="stl10", images=""), root / "backbone.pt")
+    flags = [root / "backbone.pt", "--dataset", "folder", "--data-dir", places["DATA"], "--finetune", "--erase", 0.9]
+    flags += ["--label-fraction", 0.9, *FAST]
+    return flags, root / "run", run(*flags, "--out", root / "run")[0]
 
 
 def test_a_run_and_what_it_leaves(tuned):
-    """The same command again says its scores, and changes nothing."""
+    """The same command again says its scores, and changes nothing. The fine-tuned encoder can be evaluated."""
     flags, out, result = tuned
+    assert test_eval.run(eval_knn, out, "--k", 3)["encoder"]["knn3_top1"] > 34
     assert result["encoder"].keys() == {"finetune_top1", "finetune_per_class"}
     assert [(r["epoch"], "finetune_top1" in r) for r in records(out)] == [(1, False), (2, False), (3, True)]
     assert result["encoder"].items() <= records(out)[2].items()
-    before, after = load(flags[0] / "backbone.pt")["state_dict"], load(out / "last.pt")["model"]
-    assert not [name for name, value in before.items() if torch.equal(value, after[name])]  # all are trained
+    before, after = load(flags[0])["state_dict"], load(out / "last.pt")["model"]
+    assert not [name for name, value in before.items() if torch.equal(value, after[f"backbone.{name}"])]
     files = contents(out)
     assert run(*flags, "--out", out)[0] == result and contents(out) == files
 
 
-def test_ended_and_gone_on(tuned, tmp_path):
-    """In an epoch, in a save, in the evaluation; with loader processes: as an undisturbed run, bit for bit."""
+def test_stopped_and_resumed(tuned, tmp_path):
+    """In an epoch, in a save, in the evaluation: as an undisturbed run, bit for bit."""
     flags, out, result = tuned
     flags = [*flags, "--out", tmp_path]
     for moment, epochs in (("step 2", None), ("step 4", 1), ("save 4", 1), ("knn 1", 3)):
         assert life("eval_linear", [*flags, "--device", "cpu"], moment)[0] == 130 and epochs_of(tmp_path) == epochs
     random.seed(99), np.random.seed(98), torch.manual_seed(97)  # nothing depends on what these were
-    assert run(*flags, "--workers", 1)[0] == result
-    assert_same_run(out, tmp_path)
+    assert run(*flags)[0] == result
+    different = unequal(load(out / "last.pt"), load(tmp_path / "last.pt"))
+    assert all(name.startswith("/optimizer/param_groups") and name.endswith("/lr") for name in different)
+    assert unequal(load(out / "backbone.pt"), load(tmp_path / "backbone.pt")) == []
+
+
+def test_a_test_image_that_cannot_be_read_does_not_cost_the_training(places, tmp_path):
+    data = shutil.copytree(places["DATA"], tmp_path / "data")
+    image, content = (path := data / "val" / "c" / "c19.png"), path.read_bytes()
+    flags = [places["VIT"], "--protocol", "moco", *FAST, "--data-dir", data, "--out"]
+    expected, _ = run(*flags, tmp_path / "whole")
+    image.write_bytes(content[:60])
+    with pytest.raises(OSError, match="c19"):
+        run(*flags, tmp_path / "run")
+    image.write_bytes(content)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(common.Meter, "update", None)  # nothing is trained again
+        assert run(*flags, tmp_path / "run")[0] == expected
 
 
 def test_the_frozen_encoder_stays_as_it_is_and_learning_is_seen(places, tmp_path, monkeypatch):
     network, info = common.load_backbone(places["RESNET"])
     before = {k: v.clone() for k, v in network.state_dict().items()}
     monkeypatch.setattr(common, "load_backbone", lambda *_: (network, info))
-    flags = "--protocol moco --lr 5 --batch-size 16 --epochs 10 --crop-scale 0.5 1".split()
+    seeds, seed = [], timm.utils.random_seed
+    monkeypatch.setattr(timm.utils, "random_seed", lambda number: seeds.append(number) or seed(number))
+    flags = "--protocol moco --lr 1 --batch-size 16 --epochs 20".split()
     result, _ = run(places["RESNET"], *flags, "--out", tmp_path)
     assert all(torch.equal(before[k], v) for k, v in network.state_dict().items()) and not network.training
     assert result["encoder"]["linear_top1"] > 50  # of three classes
+    assert len({*seeds}) == 20  # each epoch has its own augmentation
 
 
 def test_another_evaluation_is_refused(places, tmp_path, capsys):
-    """In the folder of the first. The same encoder in another place goes on."""
-    train, a, b = (common.ImageSet(*common.make_patterns(32, 16, i)) for i in range(3))
+    """In the folder of the first. The same encoder in another place is resumed, as is another folder with --resume."""
+    train, a, b = (common.Patterns(32, 16, i) for i in range(3))
     vit, resnet, flags = places["VIT"], places["RESNET"], ["--protocol", "moco", *FAST, "--out", tmp_path / "run"]
     run(vit, *flags, train=train, test=a)
-    for word, words, test in (("--lr", [vit, "--lr", 3], a), ("images", [vit], b), ("weights", [resnet], a)):
-        assert word in refused(capsys, run, *words, *flags, train=train, test=test)
-    assert "going on" in run(vit / "backbone.pt", *flags, train=train, test=a)[1]
+    others = dict(lr=("moco", vit, "--lr", 3), checkpoint=("moco", resnet), method=("patchmix", vit, "--finetune"))
+    for name, (protocol, *words) in others.items():
+        flags[1] = protocol
+        assert f"{name} was" in refused(capsys, run, *words, *flags, train=train, test=a)
+    flags[1] = "moco"
+    for word, images in (("images was", (b, a)), ("other test images", (train, b))):
+        assert word in refused(capsys, run, vit, *flags, train=images[0], test=images[1])
+    assert "finished" in run(vit / "backbone.pt", *flags, train=train, test=a)[1]
+    assert "peak" in refused(capsys, run, vit, "--finetune", "--lr", 1e-9, train=train, test=a)
+    more = [*flags[:-1], tmp_path / "more", "--epochs", 4, "--resume", tmp_path / "run" / "last.pt"]
+    assert "after epoch 3" in run(vit, *more, train=train, test=a)[1] and epochs_of(tmp_path / "more") == 4
 
 
-def test_augmentations_are_a_function_of_seed_epoch_and_image(places):
-    train, info = common.load_images("folder", places["DATA"], True), common.load_backbone(places["VIT"])[1]
+def test_augmentation_of_training_images(places):
+    """--pad: a flipped crop of the padded image. Else an area of it. RandAugment changes it further."""
+    random.seed(0), np.random.seed(0), torch.manual_seed(0)
+    image, info = Image.fromarray(test_eval.pictures(places["DATA"] / "train").array[7]), dict(image_size=16)
+    info |= dict(interpolation="bicubic", mean=(0.5, 0.5, 0.5))
 
-    def made(keys, pad=3, randaug=9):
-        return eval_linear.TrainingViews(train, info, 0, (0.08, 1.0), pad, randaug).__getitems__(keys)
+    def made(count, pad=3, randaug=0, crop_scale=(0.08, 1)):
+        args = argparse.Namespace(pad=pad, randaug=randaug, crop_scale=crop_scale)
+        return [np.array(eval_linear.training_transform(args, info)(image)) for _ in range(count)]
 
-    one, two = (made(keys)["views"][0] for keys in ([(0, 3), (1, 5), (1, 3)], [(1, 3), (0, 3)]))
-    assert torch.equal(one[0], two[1]) and torch.equal(one[2], two[0]) and not torch.equal(one[0], one[2])
-    made([(epoch, 3) for epoch in range(150)], randaug=10)  # the limit of all its operations is no error
-    plain = made([(epoch, 7) for epoch in range(40)], randaug=0)
-    padded, corners = np.pad(train[7], ((3, 3), (3, 3), (0, 0))), set()
-    for view in plain["views"][0]:
-        image = view.permute(1, 2, 0).numpy()
-        corners |= {(t, s) for t in range(7) for s in range(7) if (padded[t : t + 16, s : s + 16] == image).all()}
-    assert len(corners) > 15 and 0 < plain["color"][:, 0, -1].mean() < 1  # flips
-    (view,) = eval_linear.TrainingViews(train, info, 0, (0.08, 1.0)).views
-    assert (view.area, view.ratio, view.flip_p) == ((0.08, 1), (3 / 4, 4 / 3), 0.5)
-    assert view.jitter_p == view.blur_p == view.solarize_p == view.gray_p == 0
+    padded, places_of_crops = np.pad(np.array(image), ((3, 3), (3, 3), (0, 0))), set()
+    for view in made(80):
+        found = [(t, s, flip) for t in range(7) for s in range(7) for flip in (1, -1)
+                 if (padded[t : t + 16, s : s + 16][:, ::flip] == view).all()]  # fmt: skip
+        assert found
+        places_of_crops |= {*found}
+    assert len(places_of_crops) > 30 and {flip for *_, flip in places_of_crops} == {1, -1}
+    small = made(40, pad=0, crop_scale=(0.08, 0.08))
+    assert np.shape(small) == (40, 16, 16, 3) and np.std(small, (1, 2)).mean() < np.std(image, (0, 1)).mean()
+    assert len({view.tobytes() for view in made(150, randaug=10)}) > 120  # the limit of all its operations is no error
+
+
+def play_on_center_crops(flags):
+    """Run eval_linear.py without random augmentation, so that any number of processes sees the same batches."""
+    pytest.MonkeyPatch().setattr(eval_linear, "training_transform", lambda args, info: lambda image: image)
+    play("eval_linear", flags)
 
 
 TWO = [  # encoder, flags, and what is compared: of batch norms, which on CPUs each process has for itself, the first
     ("RESNET", "--protocol moco --lr 3", ""),
-    ("VIT", "--finetune --mixup 0 --cutmix 0 --drop-path 0", ""),
-    ("RESNET", "--finetune --lr 1e-9 --head-lr 0", "model/conv1.1.running_mean"),
+    ("VIT", "--finetune --mixup 0 --cutmix 0 --drop-path 0 --erase 0", ""),
+    ("RESNET", "--finetune --lr 1e-9 --head-lr 0", "model/backbone.conv1.1.running_mean"),
 ]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("encoder, flags, only", TWO)
 def test_two_processes_train_as_one(places, tmp_path, encoder, flags, only):
-    """A frozen protocol, and fine-tuning where nothing pairs the images of a process: weights, optimizer, scores."""
+    """A frozen protocol, and fine-tuning where nothing is drawn: weights, optimizer, scores."""
     flags, outs = [places[encoder], *flags.split(), *FAST, "--device", "cpu", "--out"], (tmp_path / "1", tmp_path / "2")
     for world, out in enumerate(outs, start=1):
-        succeed(tmp_path / "log", play, [("eval_linear", [*flags, out])] * world)
+        succeed(tmp_path / "log", play_on_center_crops, [([*flags, out],)] * world)
     a, b = (flat({k: load(out / "last.pt")[k] for k in ("model", "optimizer")}) for out in outs)
     assert a.keys() == b.keys()
     for name in [f"/{only}"] if only else a:
         torch.testing.assert_close(a[name], b[name], rtol=1e-4, atol=1e-4, msg=lambda m, name=name: f"{name}: {m}")
-    first, second = ({k: v for k, v in records(out)[-1].items() if k not in TIMING} for out in outs)
+    first, second = ({k: v for k, v in records(out)[-1].items() if k not in (*TIMING, "test_images")} for out in outs)
     assert only or first == pytest.approx(second, rel=1e-4)
