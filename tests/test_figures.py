@@ -22,11 +22,11 @@ def cosine(a, b):
 
 def test_views_belong_to_the_image():
     """Crops of the whole image have its mean color; so many views go in batches of two images."""
-    images = common.ImageSet(common.make_patterns(10, 32, seed=3)[0])
+    images = common.Patterns(10, 32, seed=3)
     info = {"image_size": 32, "mean": (0.5,) * 3, "std": (0.2,) * 3, "interpolation": "bilinear"}
-    found = results.view_features(nn.AdaptiveAvgPool2d(1), info, results.only_crops(1.0, 1.0), images, [7, 4, 0], 100)
+    found = results.view_features(nn.AdaptiveAvgPool2d(1), *results.only_crops(info, 1.0, 1.0), images, [7, 4, 0], 100)
     for views, i in zip(found, (7, 4, 0), strict=True):
-        expected = (images[i].mean((0, 1)) / 255 - 0.5) / 0.2
+        expected = (np.asarray(images[i][0]).mean((0, 1)) / 255 - 0.5) / 0.2
         np.testing.assert_allclose(views, np.tile(expected, (100, 1)), rtol=1e-4, atol=1e-5)
 
 

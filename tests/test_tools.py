@@ -3,27 +3,37 @@
 import subprocess
 import sys
 
+import bench
 import check_images
 import gpu_check
-import numpy as np
 import pytest
-from PIL import Image
+from tiny import write_tree
 
 
-def test_bad_images_are_listed(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(sys, "argv", ["check_images.py", str(tmp_path)])
-    for name in ("good.png", "bad.png"):
-        Image.fromarray(np.zeros((9, 9, 3), np.uint8)).save(tmp_path / name)
-    (tmp_path / "bad.png").write_bytes((tmp_path / "bad.png").read_bytes()[:40])
+def test_bad_images_are_listed(tmp_path, capsys):
+    write_tree(tmp_path, ["train/a", "train/b", "val/a"], count=2)
+    for name in ("train/b/1.png", "val/a/0.png"):
+        (tmp_path / name).write_bytes((tmp_path / name).read_bytes()[:40])
     with pytest.raises(SystemExit) as stop:
-        check_images.main()
-    said = capsys.readouterr().out
-    assert stop.value.code == 1 and str(tmp_path / "bad.png") in said and "good.png" not in said
+        check_images.main(str(tmp_path))
+    *lines, summary = capsys.readouterr().out.splitlines()
+    assert stop.value.code == 1 and summary == "6 images, 2 cannot be read"
+    for line, name in zip(lines, ("train/b/1.png", "val/a/0.png"), strict=True):
+        assert str(tmp_path / name) in line
+
+
+@pytest.mark.slow
+def test_a_step_is_measured():
+    command = [sys.executable, bench.__file__, *"steps --methods jcl --rounds 2".split()]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    speed = {line[:35].strip(): float(line[35:].split()[0]) for line in done.stdout.splitlines()[1:]}
+    assert 0 < speed["jcl: whole step"] < speed["jcl: loading and color"] < speed["jcl: loading"]
 
 
 @pytest.mark.slow
 def test_the_check_for_gpus_runs_on_a_cpu():
-    command = [sys.executable, gpu_check.__file__, "--device", "cpu", "--seconds", "600"]
+    command = [sys.executable, gpu_check.__file__, "--device", "cpu", "--seconds", "900"]
     done = subprocess.run(command, capture_output=True, text=True)
     verdicts = {line.split(":")[0] for line in done.stdout.splitlines()[1:] if line[0] != " "}
     passed = {f"PASS {name}" for name in ("loader", "collectives", "numbers", "evaluations", "group")}

@@ -1,18 +1,22 @@
-"""Measures the processor's time of a training step, on one thread of the CPU, by hand.
+"""Measures the CPU time of training steps, of loading and of the start, on one thread, by hand.
 
-    python tests/tools/bench.py steps [--methods jcl clim] [--arch recipe micro]
-    python tests/tools/bench.py steps --methods clim --flags "--local-crops 2" --over-flags ""
+    python tests/tools/bench.py steps [--methods jcl clim] [--against 7f3ffca]
+    python tests/tools/bench.py views            from JPEG files of 500 x 375 px to views of 224 px, without the model
+    python tests/tools/bench.py files            a folder of 200,000 files: the start, and a loader worker's own memory
 
-With --over-flags (instead of --flags) or --against CHECKOUT (by its files) two kinds of steps take turns: A, B; B, A.
-Their ratio means more than times, because other programs may use the machine, too.
+`steps` are the demo's. `views` has the ImageNet recipe, with a small encoder. --against: over the same by the files of
+a commit. Then both sides run at once, and take turns: A, B; B, A. Their ratio of times means more than the times,
+because other programs may use the machine, too. `files` is for Linux.
 """
 
 import argparse
 import contextlib
+import gc
 import importlib
 import io
-import itertools
+import multiprocessing
 import os
+import re
 import shlex
 import subprocess
 import sys
@@ -22,103 +26,177 @@ from pathlib import Path
 from unittest import mock
 
 import numpy as np
-from torch.utils.data import DataLoader
+import torch
+from PIL import Image
+from torch.utils.data import DataLoader, DistributedSampler
 
-ROOT = str(Path(__file__).resolve().parents[2])
-sys.path.insert(0, sys.argv[2] if sys.argv[1:2] == ["serve"] else ROOT)
-import common  # noqa: E402
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, sys.argv[3] if sys.argv[1:2] == ["serve"] else str(ROOT))
 
 METHODS = ("moco_jointcrop", "jcl", "clim", "logo", "logo --base simsiam", "patchmix")
+KINDS = dict(  # methods, rounds, batch size, more flags
+    steps=(METHODS, 20, 64, ""),
+    views=(("jcl", "clim"), 5, 32, ""),
+    files=(("jcl",), 1, 400, "--workers 2 --image-size 32"),
+)
 
 
 @contextlib.contextmanager
-def watched(before, after):
-    """Inside, before() and after() are called around each training step with its bookkeeping, without the loading.
-
-    `after` is called when the training loop asks for the next batch, or ends. Loaders of evaluations are left alone.
-    """
+def training_batches(load):
+    """Inside, a training loop gets what load(iterator of a loader) yields. Loaders of evaluations are left alone."""
     begin = DataLoader.__iter__
 
     def batches(loader):
-        if not hasattr(loader.batch_sampler, "epoch"):
-            return (yield from begin(loader))
-        for batch in begin(loader):
+        # The second: of 7f3ffca and before
+        in_training = isinstance(loader.sampler, DistributedSampler) or hasattr(loader.batch_sampler, "epoch")
+        return load(begin(loader)) if in_training else begin(loader)
+
+    with mock.patch.object(DataLoader, "__iter__", batches):
+        yield
+
+
+def watched(before, after):
+    """Inside, before() and after() are called around each training step, without the loading."""
+
+    def load(batches):
+        for batch in batches:
             before()
             try:
                 yield batch
             finally:
                 after()
 
-    with mock.patch.object(DataLoader, "__iter__", batches):
-        yield
+    return training_batches(load)
 
 
-def serve(house, count, method, *flags):
-    """Train by the files of the checkout `house`, a step for each line of stdin, and answer with its seconds."""
-    began, answer = [], sys.stdout
-
-    def before():
-        if not sys.stdin.readline():
-            raise SystemExit
-        began.append(time.process_time())
-
-    def after():
-        print(time.process_time() - began.pop(), file=answer, flush=True)
-
-    module, noise = importlib.import_module(method), np.random.default_rng(0)
-    images = common.ImageSet(noise.integers(0, 256, (int(count), 32, 32, 3), np.uint8))
-    with watched(before, after), contextlib.redirect_stdout(io.StringIO()):
-        common.start(lambda args: module.main(args, train=images), lambda: module.parse_args(flags))
+# ------------------------------------------------------- the process that is measured
 
 
-def step(process):
-    """The seconds of a step of a process of `serve`."""
-    print(file=process.stdin, flush=True)
-    return float(process.stdout.readline())  # no number, if it has ended and said why
+def own_memory(process):
+    """The MB of a process that it shares with no other."""
+    lines = Path(f"/proc/{process.pid}/smaps_rollup").read_text()
+    return sum(map(int, re.findall(r"Private_\w+: +(\d+) kB", lines))) / 1000
+
+
+def serve(what, house, method, *flags):
+    """Train with the files of the checkout `house`. Print the start's seconds, then a line for each line of stdin."""
+    answer, clock = sys.stdout, []  # of a step: when it began, was loaded, was colored, ended
+
+    def in_turns(batches):
+        print(time.process_time(), file=answer, flush=True)
+        while sys.stdin.readline():
+            if what == "files":  # after a tenth of the files about all pages of a list of names would be copied
+                for _ in range(50):
+                    next(batches)
+                print(max(map(own_memory, multiprocessing.active_children())), file=answer, flush=True)
+                continue
+            clock[:] = [time.process_time()]
+            batch = next(batches)
+            clock.append(time.process_time())
+            yield batch
+            clock.append(time.process_time())
+            print(*np.diff(clock), file=answer, flush=True)
+        raise SystemExit
+
+    def on_forward(module, inputs):  # the first module of a step takes the colored views
+        if len(clock) == 2:
+            clock.append(time.process_time())
+
+    torch.nn.modules.module.register_module_forward_pre_hook(on_forward)
+    if what == "files":
+        os.register_at_fork(before=gc.freeze)  # a full collection copies all of Python's objects, some 90 MB
+    module = importlib.import_module(method)
+    with training_batches(in_turns), contextlib.redirect_stdout(io.StringIO()):
+        importlib.import_module("common").start(module.main, lambda: module.parse_args([*flags]))
+
+
+# ------------------------------------------------------------------- the measurements
+
+
+def write_images(what, folder):
+    """The images of `views` and `files`: links to a few files, which the file system's cache holds."""
+    photos, sources = sorted(ROOT.glob(".github/photos/*.jpg")), []
+    for i in range(64 if what == "views" else 10):  # a file may have 65,000 links
+        photo = Image.open(photos[i % len(photos)]).crop((i, i, 380 + i, 230 + i))
+        sources.append(f"{folder}/{i}.jpg")
+        photo.resize((500, 375) if what == "views" else (100, 100)).save(sources[-1], quality=90)
+    count, classes = (640, 10) if what == "views" else (200_000, 1000)
+    for c in range(classes):
+        os.makedirs(f"{folder}/images/train/class{c:04d}")
+    for i in range(count):
+        os.link(sources[i % len(sources)], f"{folder}/images/train/class{i % classes:04d}/image{i:08d}.jpg")
 
 
 def measure(commands, rounds):
-    """What each command's step takes, in words: the median over the rounds, and that of the ratio within a round."""
+    """Return (seconds of each side's start, what the sides answer in each round, (rounds, sides, numbers))."""
     pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     environment, found = os.environ | {"OMP_NUM_THREADS": "1"}, []
     sides = [subprocess.Popen(command, env=environment, **pipes) for command in commands]
-    for turn in range(rounds + 1):
-        order = slice(None, None, (-1) ** turn)  # it turns round, so that a slow spell of the machine meets both
-        found.append([step(side) for side in sides[order]][order])
+    starts = [float(side.stdout.readline()) for side in sides]  # no number, if it has ended and said why
+    for turn in range(rounds):
+        answers = [None] * len(sides)
+        for i in range(len(sides))[:: (-1) ** turn]:  # in both orders, so that a slow spell meets both sides
+            print(file=sides[i].stdin, flush=True)
+            answers[i] = [float(number) for number in sides[i].stdout.readline().split()]
+        found.append(answers)
     for side in sides:
         side.communicate()
-    found = np.array(found[1:])  # (rounds, sides)
-    words = " over ".join(f"{1000 * seconds:.4g} ms" for seconds in np.median(found, 0))
-    return words + (f": ratio {np.median(found[:, 0] / found[:, 1]):.3g}" if len(sides) > 1 else "")
+    return starts, np.array(found)
+
+
+def report(name, values, unit, rate=None):
+    """Print a measurement of the sides, (rounds, sides): medians, and the median of the ratio within a round.
+
+    rate: the number of what takes the seconds that are the values; the medians are then a number per second.
+    """
+    text = " over ".join(f"{rate / x if rate else x:.4g} {unit}" for x in np.median(values, 0))
+    if values.shape[1] > 1:
+        text += f": ratio {np.median(values[:, 0] / values[:, 1]):.3f}" + " of the time" * bool(rate)
+    print(f"{name:35} {text}", flush=True)
 
 
 def main():
-    parser = argparse.ArgumentParser("bench.py", description=__doc__.splitlines()[0])
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser("bench.py", description=__doc__, formatter_class=raw)
     add = parser.add_argument
-    add("what", choices=["steps"])
-    add("--methods", nargs="+", default=METHODS, choices=METHODS, metavar="NAME", help=", ".join(METHODS))
-    add("--arch", nargs="+", default=["recipe", "micro"], metavar="NAME", help="CIFAR-10's, micro, an encoder's name")
+    add("what", choices=KINDS)
+    add("--methods", nargs="+", choices=METHODS, metavar="NAME", help=", ".join(METHODS))
     add("--flags", default="", metavar="TEXT", help="more of the scripts'")
-    add("--over-flags", metavar="TEXT", help="over the same step with these instead of --flags")
-    add("--against", metavar="CHECKOUT", help="over the same step by these files")
-    add("--batch-size", type=int, default=32, metavar="N")
-    add("--rounds", type=int, default=10, metavar="N")
+    add("--against", metavar="COMMIT", help="over the same by the files of a commit")
+    add("--rounds", type=int, metavar="N", help="steps of each side: by default 20, for views 5")
     args = parser.parse_args()
-    print(f"torch {common.versions()['torch']}, one of {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}")
-    count = (args.rounds + 4) * args.batch_size  # images: one epoch, so that no save comes between
-    flags = f"--dataset cifar10 --device cpu --epochs 1000 --knn-every 0 --workers 0 --batch-size {args.batch_size}"
-    for kind, method in itertools.product(args.arch, args.methods):
-        own = f"{count} {method} {flags}" + " --clim-start 0" * (method == "clim")
-        micro = "vit_micro" if method == "patchmix" else "resnet_micro"
-        own += f" --arch {micro if kind == 'micro' else kind}" * (kind != "recipe")
-        commands, sides = [], [(ROOT, args.flags)]
-        if args.against or args.over_flags is not None:
-            sides.append((args.against or ROOT, args.flags if args.over_flags is None else args.over_flags))
-        with tempfile.TemporaryDirectory() as folder:
-            for number, (house, more) in enumerate(sides):
-                words = [*own.split(), *shlex.split(more), "--out", f"{folder}/{number}"]
-                commands.append([sys.executable, __file__, "serve", house, *words])
-            print(f"{method}, {kind}: {measure(commands, args.rounds)}", flush=True)
+    methods, rounds, batch, more = KINDS[args.what]
+    print(f"torch {torch.__version__}, one of {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}")
+    with tempfile.TemporaryDirectory() as folder:
+        houses = [str(ROOT)]
+        if args.against:
+            houses.append(f"{folder}/before")
+            os.mkdir(houses[1])
+            archive = subprocess.run(["git", "archive", args.against], cwd=ROOT, capture_output=True, check=True).stdout
+            subprocess.run(["tar", "-x", "-C", houses[1]], input=archive, check=True)
+        if args.what != "steps":
+            write_images(args.what, folder)
+        for method in args.methods or methods:
+            own = f"{method} --device cpu --knn-every 0 --workers 0 --batch-size {batch} {more}"
+            own += " --clim-start 0" * (method == "clim")
+            if args.what != "steps":
+                arch = "vit_micro --patch-size 16" if method == "patchmix" else "resnet_micro"
+                own += f" --dataset imagenet --data-dir {folder}/images --arch {arch}"
+                own += " --num-clusters 4" * (method == "clim")
+            own = [*own.split(), *shlex.split(args.flags), "--out"]
+            side = [sys.executable, __file__, "serve", args.what]
+            commands = [[*side, house, *own, f"{folder}/{method}{i}"] for i, house in enumerate(houses)]
+            starts, found = measure(commands, 1 + (args.rounds or rounds))
+            report(f"{method}: start", np.array([starts]), "s")
+            if args.what == "files":
+                report(f"{method}: a worker's own memory", found[:1, :, 0], "MB")
+                continue
+            loading, color, rest = np.moveaxis(found[1:], 2, 0)  # without the first step
+            report(f"{method}: loading", loading, "images/s", batch)
+            report(f"{method}: color on the CPU", color, "images/s", batch)
+            report(f"{method}: loading and color", loading + color, "images/s", batch)
+            if args.what == "steps":
+                report(f"{method}: whole step", loading + color + rest, "images/s", batch)
 
 
 if __name__ == "__main__":

@@ -1,13 +1,10 @@
-"""List every image below a folder that cannot be used: python tests/tools/check_images.py DIR
+"""List every image of a data folder that cannot be read: python tests/tools/check_images.py DIR
 
-It reads every file once, on all cores, as a training does. Exits with 1 if any cannot be used.
+It reads the files once, on all cores, as trainings and evaluations with --data-dir DIR do. Exit status 1 if any fails.
 """
 
-import argparse
-import itertools
 import os
 import sys
-import warnings
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -15,32 +12,25 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import common
 
 
-def problem(path):
-    """Return why an image cannot be used, or None."""
+def problem(images, index):
+    """Return why an image cannot be read, or None."""
     try:
-        common.read_image(path)
-    except common.BadImage as error:
+        images[index]
+    except OSError as error:
         return str(error)
 
 
-def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("dir", metavar="DIR")
-    folder, done, bad = parser.parse_args().dir, 0, 0
-    if not os.path.isdir(folder):
-        common.fail(f"{folder} is not a folder")
-    warnings.simplefilter("ignore")  # Pillow's, of images that can be used all the same
-    found = common.find_images(folder)
+def main(folder):
+    parts = [common.load_dataset("folder", folder, train, unlabeled=True) for train in (True, False)]
+    failed = 0
     with ThreadPoolExecutor(os.cpu_count()) as pool:  # Pillow decodes outside Python's lock
-        while paths := list(itertools.islice(found, 1000)):
-            for line in filter(None, pool.map(problem, paths)):
+        for images in filter(None, parts):
+            for line in filter(None, pool.map(lambda index, images=images: problem(images, index), range(len(images)))):
                 common.log(line)
-                bad += 1
-            done += len(paths)
-            common.progress(f"checking images: {done} read, {bad} cannot be used")
-    common.log(f"{done} images read, {bad} cannot be used (other kinds of files are passed over)")
-    raise SystemExit(bad > 0)
+                failed += 1
+    common.log(f"{sum(map(len, filter(None, parts)))} images, {failed} cannot be read")
+    raise SystemExit(failed > 0)
 
 
 if __name__ == "__main__":
-    main()
+    common.start(main, lambda: sys.argv[1])

@@ -3,11 +3,11 @@
     python tests/tools/fault_injection.py [--kills 50] [--methods clim]
 
 For each method, on one process and on two (torchrun), a run of a few short epochs is the reference. The same command
-then runs into another folder, is killed by SIGTERM, SIGINT or SIGKILL, starts again with another number of loader
-workers, and so on until it ends: weights, optimizer and records must be the reference's, bit for bit. After each kill
-the files must be whole, and hold each epoch that was said to be done. Two faults of torchrun follow: a worker that
-dies, so that torchrun starts all again, and a run shared out over two agents. Exit status 1 if anything differs; then
-the runs are kept. Needs pytest.
+then runs into another folder, is killed by SIGTERM, SIGINT or SIGKILL, starts again, and so on until it ends: weights,
+optimizer and records must be the reference's, bit for bit. Only kNN scores may be missing, of epochs that were killed
+in it. After each kill the files must be complete, and hold each epoch that was said to be done. Two faults of
+torchrun follow: a worker that dies, so that torchrun starts all again, and a run on two agents. Exit status 1 if
+anything differs; then the runs are kept. Needs pytest.
 """
 
 import argparse
@@ -40,7 +40,6 @@ OWN["clim"] += "--clim-start 1 --refresh-every 1 --num-clusters 8"  # positives 
 OWN["patchmix"] = FLAGS + "--arch vit_micro --patch-size 8 --mix-slices 2"
 TWO = ["--standalone", "--nproc_per_node=2"]  # torchrun's words
 WAYS = {1: itertools.cycle(("TERM", "INT", "KILL")), 2: itertools.cycle(("TERM", "INT", "KILL one", "KILL all"))}
-SAVE = 0.3  # seconds that the files of an epoch and its kNN take, about
 LIMIT = 600  # seconds after which a run hangs
 
 
@@ -54,10 +53,11 @@ def about(process, name):
 class Life:
     """One start of a run's command. What it says goes to the file OUT-NAME."""
 
-    def __init__(self, method, out, torchrun, workers=0, name="log"):
+    def __init__(self, method, out, torchrun, name="log"):
         self.script, self.torchrun, self.out, self.log = f"{method}.py", torchrun, out, Path(f"{out}-{name}")
         launcher = ["-m", "torch.distributed.run", *torchrun] if torchrun else []
-        own = [*OWN[method].split(), "--workers", str(workers), "--data-dir", str(out.parent / "data")]
+        workers = "0" if torchrun else "1"
+        own = [*OWN[method].split(), "--workers", workers, "--data-dir", str(out.parent / "data")]
         command = [sys.executable, *launcher, str(ROOT / self.script), *own, "--out", str(out)]
         how = dict(stdout=open(self.log, "w"), stderr=subprocess.STDOUT, start_new_session=True)
         self.began, self.victims = time.time(), []
@@ -70,36 +70,20 @@ class Life:
         return self.log.read_text(errors="replace")
 
     def trains(self):
-        return "\nversions " in self.said()  # the last line of the table
-
-    def saves(self):
-        """Whether files are being written, or the last epoch has no score yet."""
-        with contextlib.suppress(OSError, ValueError):
-            return any(self.out.glob("*.tmp")) or "knn20_top1" not in records(self.out)[-1]
-        return False
+        return "\nderived " in self.said()  # of the table of values
 
     def wait_until(self, condition):
         """Wait for a condition, or the run's end."""
         while self.process.poll() is None and self.age() < LIMIT and not condition():
             time.sleep(0.003)
 
-    def wait_for_moment(self, start, training):
-        """A quarter of the kills come at the start, a quarter in a save or kNN, half at any moment of training."""
-        when = random.choice(("start", "save", "training", "training"))
-        if when != "start":
-            self.wait_until(self.trains)
-        if when == "save":
-            self.wait_until(self.saves)
-        time.sleep(random.random() * dict(start=start, save=SAVE, training=training)[when])
-
     def kill(self, way):
-        """End the run, if it has not ended, and return what it was doing, in words.
+        """End the run. Return whether it had not ended.
 
-        SIGINT goes to the group, as from a terminal. TERM and INT meet torchrun alone, which hands them on.
+        SIGINT goes to the group, as from a terminal. TERM meets torchrun alone, which hands it on.
         """
         if self.process.poll() is not None:
-            return None
-        doing = "at the start" if not self.trains() else "in a save or kNN" if self.saves() else "within an epoch"
+            return False
         children = about(self.process.pid, f"task/{self.process.pid}/children").split() if self.torchrun else []
         # The training processes, without their loaders' workers and torchrun's forks that are not Python yet
         lines = {int(child): about(child, "cmdline") for child in children}
@@ -113,7 +97,7 @@ class Life:
         for victim in self.victims:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(victim, signal.SIGKILL)
-        return doing
+        return True
 
     def end(self):
         """The exit status. A run that hangs is killed, and raises."""
@@ -131,37 +115,48 @@ def examine(life, status, before=0, killed=None):
     before: how many it had. killed: how, if it was.
     """
     files, after = {path.name: path for path in life.out.glob("*")}, f"after {killed or 'no kill'}"
-    saved = {name: common.load_checkpoint(path) for name, path in files.items() if path.suffix == ".pt"}  # or exits
+    saved = {name: common.load_checkpoint(path) for name, path in files.items() if path.suffix == ".pt"}  # or raises
     recorded = [record["epoch"] for record in records(life.out)] if "metrics.jsonl" in files else []
     json.loads(files["config.json"].read_text() if "config.json" in files else "{}")
     epochs = len(saved["last.pt"]["records"]) if "last.pt" in saved else 0
-    made = [int(number) for number in re.findall(rf"^epoch (\d+)/{EPOCHS} ", life.said(), re.M)]
+    made = [int(number) for number in re.findall(rf"^epoch (\d+)/{EPOCHS}  loss", life.said(), re.M)]
     # Each epoch is made once, but for one that a kill met; and a kill may come between an epoch's save and its line
     once = made == sorted({*made} - {*range(before + 1)}) and 0 <= epochs - before - len(made) <= (killed is not None)
     assert once, f"{after}: it had {before} epochs, made {made}, and has {epochs}"
-    in_order = recorded == [*range(1, len(recorded) + 1)] and len(recorded) - epochs in (0, 1)  # last.pt comes last
+    in_order = recorded == [*range(1, len(recorded) + 1)] and len(recorded) - epochs in (0, 1)  # last.pt is last
     assert in_order, f"{after}: {epochs} epochs are saved, and the records are those of {recorded}"
     right = {-signal.Signals[f"SIG{killed.split()[0]}"], 130 * (killed == "INT")} if killed else {0}
     assert status in right or (killed and life.torchrun), f"{after}: exit status {status}, see {life.log}"
     return epochs
 
 
+def compare(reference, out, killed_after=range(EPOCHS + 1)):
+    """Assert that two runs are the same bit for bit, but for lost kNN scores of epochs after which one was killed."""
+    lost = {record["epoch"] for record in records(out) if "knn20_top1" not in record}
+    assert lost <= {*killed_after}, f"no kNN after the epochs {lost}, but killed after {killed_after}"
+    assert_same_run(reference, out, lost)
+
+
 def disturbed_run(method, reference, torchrun, seconds, ways, kills):
     """Start a run until it ends, with a kill by each of `ways`, unless one comes too late: it ends as the reference.
 
-    seconds: that the reference took to start and to train. kills: gets [each kill's way and place, ...].
+    seconds: that the reference took to start and to train. One kill in four comes at the start. kills: gets the ways.
     """
-    out, epochs, (start, training) = Path(f"{reference}-killed"), 0, seconds
+    out, epochs, killed_after, (start, training) = Path(f"{reference}-killed"), 0, [], seconds
     for number, way in enumerate([*ways, None]):
-        life = Life(method, out, torchrun, (1, 0, 2)[number % 3], f"log{number}")
-        if way:  # the share of training that it may take leaves some for the other kills
-            life.wait_for_moment(start, training * (1 - epochs / EPOCHS) * min(1, 2 / (len(ways) - number + 1)))
-        doing = life.kill(way) if way else None
+        life = Life(method, out, torchrun, f"log{number}")
+        if way and random.random() < 0.25:
+            time.sleep(random.random() * start)
+        elif way:  # the part of the training that it may take leaves some for the other kills
+            life.wait_until(life.trains)
+            time.sleep(random.random() * training * (1 - epochs / EPOCHS) * min(1, 2 / (len(ways) - number + 1)))
+        in_time = way and life.kill(way)
         status = life.end()
-        epochs = examine(life, status, epochs, way if doing else None)
+        epochs = examine(life, status, epochs, way if in_time else None)
         if status == 0:
-            return assert_same_run(reference, out)
-        kills.append((way, doing))
+            return compare(reference, out, killed_after)
+        killed_after.append(epochs)
+        kills.append(way)
     raise AssertionError("it does not end")
 
 
@@ -172,9 +167,9 @@ def restarted_by_torchrun(method, reference, training):
     life.wait_until(lambda: f"\nepoch {epoch}/" in life.said())
     time.sleep(random.random() * training / EPOCHS)
     life.kill("KILL one")
-    assert life.end() == 0 and "going on from" in life.said(), f"not restarted, see {life.log}"
+    assert life.end() == 0 and "resumed from" in life.said(), f"not restarted, see {life.log}"
     examine(life, 0, killed="KILL one")
-    assert_same_run(reference, out)
+    compare(reference, out)
 
 
 def two_agents(method, reference):
@@ -215,8 +210,7 @@ def main():
             except (Exception, SystemExit) as error:
                 failed, found = True, f"{type(error).__name__} {error}"
             print(f"{method}, {world} process(es), {name}: {found}", flush=True)
-    counts = collections.Counter(itertools.chain(*kills))
-    print(f"{len(kills)} came in time:", ", ".join(f"{name} {count}" for name, count in counts.items()))
+    print(f"{len(kills)} came in time:", dict(collections.Counter(kills)))
     if failed:
         raise SystemExit(f"something differed: the runs are in {root}")
     shutil.rmtree(root)

@@ -3,23 +3,25 @@
     python tests/tools/figures.py explain [FOLDER]                 README's: what goes in, what is compared with what
     python tests/tools/figures.py corners [FOLDER] [--pairs N]     JointCrop, Fig. 7: how far apart the two crops are
 
-The photographs are in .github/photos. Every view is declared and drawn by the method's own file with its ImageNet
-recipe. Every mix, ratio, choice and weight is made by its own functions. Which draws are shown (the epochs below) was
-chosen by eye, so that something can be recognised.
+The photographs are in .github/photos. The methods' own files with their ImageNet recipes make every view, as they do
+for --show-views, and every mix, ratio, choice and weight. The seeds were chosen by eye, so that something can be
+recognised.
 """
 
 import argparse
-import functools
+import contextlib
+import io
 import sys
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from matplotlib import pyplot
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.patches import FancyArrowPatch, Rectangle
 from PIL import Image
+from torch.utils.data import DistributedSampler
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
@@ -31,63 +33,69 @@ import moco_jointcrop  # noqa: E402
 import patchmix  # noqa: E402
 
 WIDTH = 760  # px, as README shows it; written 1.6 times as large
+PHOTOS = ("astronaut", "cat", "coffee", "deep_field", "retina", "rocket", "flower", "palace")
 ASTRONAUT, CAT, COFFEE, SKY, RETINA, ROCKET, FLOWER, PALACE = range(8)
-# Two crops each of three photographs, (top, left, side): they stand for six images, of which two are alike
-ALIKE = {CAT: ((0, 0, 300), (70, 150, 230)), FLOWER: ((40, 110, 240), (0, 20, 320))}
-ALIKE[PALACE] = (0, 10, 280), (60, 60, 260)
+FLOWERS = (40, 110, 240), (0, 20, 320)  # (top, left, side) of two crops of FLOWER that stand for two images
 QUERY, KEY, APART, GRAY = "#0969da", "#1a7f37", "#cf222e", "#57606a"
-PLAIN = "--jitter-p 0 --gray-p 0 "  # only the cuts, the blur and the flip are left of a view
+PLAIN = ("color_jitter", "grayscale", "solarize")  # without them only the crop, the blur and the flip are left
+COLOR = (*PLAIN, "gaussian_blur", "horizontal_flip")
 
 
 # ------------------------------------------------------------ what is shown
 
 
-def recipe(method, flags=""):
-    return method.parse_args(["--dataset", "imagenet", *flags.split()])
+def shown(method, flags, images, seed, without):
+    """The views that a method's main makes for --show-views: a list of (n, 3, S, S) in [0, 1].
 
-
-def views(method, flags, images, index, epoch, positives=None):
-    """What a method makes of the images of an index: [(n, 3, S, S) per view], and the views' boxes on the first image.
-
-    positives: CLIM's table of positives.
+    without: names of common's functions that leave images as they are.
     """
-    args = recipe(method, flags)
-    declared, how, index = [*method.augmentation(args).values()], {}, np.array(index)
-    if method is moco_jointcrop:
-        how = dict(draw=functools.partial(method.draw_views, args), extra_draws=method.SHARED_DRAWS)
-    elif method is clim:  # an image's views, and its positive's
-        declared *= 2
-        how = dict(draw=functools.partial(method.draw_views, args, images, positives), extra_draws=1)
-    data = common.ViewDataset(images, declared, 0, args.interpolation, **how)
-    batch = data.__getitems__([(epoch, i) for i in index])
-    draws = common.uniform(0, np.full(len(index), epoch), index, data.num_draws)
-    cuts, _ = data.draw(index, images.sizes(index), draws)
-    keys = (0, 1) if method is logo else range(1, len(cuts))
-    boxes = [(box[0], KEY if v in keys else QUERY) for v, (_, box, _) in enumerate(cuts)]
-    return common.color_views(batch, torch.device("cpu")), boxes
+    views, groups = [], "--mix-slices 1" if method is patchmix else "--bn-groups 1"
+    argv = f"--dataset imagenet --show-views x.png --device cpu --workers 0 {groups} --batch-size {len(images)} {flags}"
+    args = method.parse_args([*argv.split(), "--seed", str(seed)])
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.ExitStack() as stack:
+        stack.enter_context(mock.patch.object(common, "save_views", lambda path, found, *more: views.extend(found)))
+        stack.enter_context(mock.patch.object(DistributedSampler, "__iter__", lambda sampler: iter(range(len(images)))))
+        for name in (*without, "normalize"):
+            stack.enter_context(mock.patch.object(common, name, lambda x, *more, **options: x))
+        method.main(args, train=[(image, -1) for image in images])
+    return views
 
 
-def pasted(view, mixed):
-    """The box (top, left, height, width) in which two images (3, S, S) differ: what CutMix has pasted."""
-    changed = torch.nonzero((view != mixed).any(0))
-    first, last = changed.amin(0), changed.amax(0)
-    return *first.tolist(), *(last - first + 1).tolist()
+def views(method, flags, photos, seed, without=()):
+    """A method's views of photos, as `shown`, and their boxes on the first photo, [(box, color), ...].
 
-
-def clim_pair(photos, flags):
-    """CLIM's pair, of six images of which two are always alike: [both images], views, the mix, the first's share in it.
-
-    For an encoder, which finds the positive, stand 4 x 4 pixels, centered and L2-normalised.
+    A box is found on an image whose red and green tell the place: crops are drawn before colors.
     """
-    crops = [common.cut(photos[i], (top, left, side, side), 256) for i in ALIKE for top, left, side in ALIKE[i]]
-    images, anchor = common.ImageSet(np.stack(crops)), 2
-    x = torch.from_numpy(np.stack([common.cut(image, (0, 0, 256, 256), 4) for image in crops])).flatten(1).float()
-    x = F.normalize(x - x.mean(0), dim=1)
-    centers, assignment = clim.kmeans(x, 3, generator=common.generator(0))
-    table = clim.select_positives(x, centers, assignment, k=1, num_positives=1)
-    seen, _ = views(clim, flags + "--resolutions 224", images, [anchor], 3, table)
-    mixed, kept = clim.cutmix(seen[0], seen[2], 0.6, common.generator(2))
-    return [crops[anchor], crops[table[anchor, 0]]], seen, mixed, kept
+    photos = photos * (1 + (len(photos) == 1))  # main refuses a batch of one image
+    width, height = photos[0].size
+    red, green = np.meshgrid(np.linspace(0, 255, width), np.linspace(0, 255, height))
+    places = Image.fromarray(np.stack([red, green, 0 * red], 2).round().astype(np.uint8))
+    boxes = []
+    for v, (crop, *_) in enumerate(shown(method, flags, [places] * len(photos), seed, COLOR)):
+        size = crop.shape[-1]
+        inner = slice(5, size - 5)  # values at the edges are those of fewer pixels
+        lines = [
+            np.polyfit(np.arange(size)[inner] + 0.5, side * x.numpy()[inner], 1)
+            for side, x in ((height, crop[1].mean(1)), (width, crop[0].mean(0)))
+        ]
+        (top, left), (high, wide) = ([line[1] for line in lines], [line[0] * size for line in lines])
+        is_key = v < 2 if method is logo else v > 0
+        boxes.append(((top, left, high, wide), KEY if is_key else QUERY))
+    return shown(method, flags, photos, seed, without), boxes
+
+
+def clim_views(photos, seed, without=()):
+    """Two images of one photograph, CLIM's views of them, the box of the mix, and the first's share in it.
+
+    The views are key and query of the image, and of the other as its positive (the seed draws it, no encoder chooses),
+    and the mixed query.
+    """
+    images = [photos[FLOWER].crop((left, top, left + side, top + side)) for top, left, side in FLOWERS]
+    found, _ = views(clim, "--resolutions 224", images, seed, without)
+    found = [view[0] for view in found]
+    changed = torch.nonzero((found[1] != found[4]).any(0))
+    (top, left), (height, width) = changed.amin(0).tolist(), (changed.amax(0) - changed.amin(0) + 1).tolist()
+    return images, found, ((top, left, height, width), QUERY), 1 - height * width / 224**2
 
 
 class Page:
@@ -114,8 +122,8 @@ class Page:
         self.axes.add_patch(Rectangle((x, y), width, height, fill=False, ec=color, lw=thick, zorder=2))
 
     def image(self, image, x, y, size, frame=None, boxes=()):
-        """An image (3, S, S), or (H, W, 3) as it is in the middle of the square; boxes: [(box, color), ...] on it."""
-        image = image.clamp(0, 1).permute(1, 2, 0).numpy() if torch.is_tensor(image) else image
+        """A view (3, S, S), or a photo as it is in the middle of the square; boxes: [(box, color), ...] on it."""
+        image = image.clamp(0, 1).permute(1, 2, 0).numpy() if torch.is_tensor(image) else np.asarray(image)
         scale = size / max(image.shape)
         height, width = (side * scale for side in image.shape[:2])
         left, top = x + (size - width) / 2, y + (size - height) / 2
@@ -157,8 +165,8 @@ def overview(photos):
     """All five ideas beside their baseline."""
     page, tile = Page(448), 92
     top, middle, low, last = 66, 170, 280, 394
-    rows = ("what\ngoes in", top, "black"), ("the\nquery", middle, QUERY), ("is pulled\nto", low, KEY)
-    for text, y, color in (*rows, ("is pushed\nfrom", last + 20 - tile / 2, APART)):
+    rows = ("what\ngoes in", top, "black"), ("the\nquery", middle, QUERY), ("is pulled\ntowards", low, KEY)
+    for text, y, color in (*rows, ("is pushed\naway from", last + 20 - tile / 2, APART)):
         page.head(10, y + tile / 2, text, color, size=9, ha="left")
     x = [92 + 111.5 * n for n in range(6)]
 
@@ -178,34 +186,33 @@ def overview(photos):
             page.text(x + n * (size + 3) + size / 2, low + size + 12, f"{100 * share:.0f} %", color=KEY)
 
     photo = [photos[ASTRONAUT]]
-    (query, key), boxes = views(moco_jointcrop, PLAIN + "--joint none", photos, [ASTRONAUT], 12)
-    column(x[0], "MoCo v2", "the baseline: one\nview finds another", photo, query, key, boxes)
+    (query, key), boxes = views(moco_jointcrop, "--joint none", photo, 13, PLAIN)
+    column(x[0], "MoCo v2", "the baseline: one\nview finds another", photo, query[:1], key[:1], boxes)
 
-    (query, key), boxes = views(moco_jointcrop, PLAIN, photos, [ASTRONAUT], 2)
-    column(x[1], "JointCrop", "the areas' ratio\nis drawn first", photo, query, key, boxes)
+    (query, key), boxes = views(moco_jointcrop, "", photo, 6, PLAIN)
+    column(x[1], "JointCrop", "the areas' ratio\nis drawn first", photo, query[:1], key[:1], boxes)
 
-    (query, *keys), boxes = views(jcl, PLAIN, photos, [ASTRONAUT], 3)
+    (query, *keys), boxes = views(jcl, "", photo, 13, PLAIN)
     idea, note = "all keys of an image,\nin closed form", "their mean and\nhow they differ"
-    column(x[2], "JCL", idea, photo, query, torch.cat(keys), boxes, note=note)
+    column(x[2], "JCL", idea, photo, query[:1], [key[0] for key in keys], boxes, note=note)
 
-    pair, (one, key, _, other), mixed, kept = clim_pair(photos, PLAIN)
-    keys, boxes = torch.cat([key, other]), [(pasted(one[0], mixed[0]), QUERY)]
+    pair, (key, _, other_key, _, mixed), box, kept = clim_views(photos, 8, PLAIN)
     idea = "a similar image,\nmixed in, is a positive"
-    column(x[3], "CLIM", idea, pair, mixed, keys, pasted=boxes, shares=(kept, 1 - kept))
+    column(x[3], "CLIM", idea, pair, [mixed], [key, other_key], pasted=[box], shares=(kept, 1 - kept))
 
-    crops, boxes = views(logo, PLAIN, photos, [ASTRONAUT], 3)
-    globals_, locals_ = torch.cat(crops[:2]), torch.cat(crops[2:])
+    crops, boxes = views(logo, "", photo, 17, PLAIN)
+    globals_, locals_ = ([crop[0] for crop in part] for part in (crops[:2], crops[2:]))
     idea, note = "local crops, pushed\napart by a network", "both global crops"
     column(x[4], "LoGo", idea, photo, locals_, globals_, boxes, note=note)
     page.arrow((x[4] + 22.25, middle + 18.75), (x[4] + 68.975, middle + 18.75), APART, True, -0.4)
 
-    three = [ASTRONAUT, CAT, COFFEE]
-    (view, other), _ = views(patchmix, PLAIN, photos, three, 1)
-    mixed = patchmix.patch_mix(view, 3, 32, torch.randperm(49, generator=common.generator(0)))
+    three = [photos[i] for i in (ASTRONAUT, CAT, COFFEE)]
+    (_, other, mixed, _), _ = views(patchmix, "--patch-size 32", three, 23, PLAIN)
     idea, shares = "patches of M images:\nfind each image again", patchmix.mix_targets(3, 3)[1]
-    column(x[5], "PatchMix", idea, [photos[i] for i in three], mixed[:1], other, shares=shares)
+    column(x[5], "PatchMix", idea, three, mixed[:1], other, shares=shares)
 
-    (_, others), _ = views(moco_jointcrop, PLAIN + "--joint none", photos, [ROCKET, RETINA, SKY, COFFEE, CAT], 2)
+    five = [photos[i] for i in (ROCKET, RETINA, SKY, COFFEE, CAT)]
+    (_, others), _ = views(moco_jointcrop, "--joint none", five, 5, PLAIN)
     page.row(others, x[0], last, 40, APART)
     text = "...  keys of other images: a queue of\nearlier ones, in PatchMix the batch"
     page.text(x[0] + 5 * 43 + 8, last + 20, text, ha="left")
@@ -219,32 +226,33 @@ def joint(photos):
     page, tile, top = Page(500, "JointCrop and JointBlur", idea), 82, 88
     starts = 108, 108 + 3 * tile + 20
     for x in starts:
-        for n, (text, color) in enumerate((("photograph", "black"), ("query", QUERY), ("is pulled to", KEY))):
+        for n, (text, color) in enumerate((("photograph", "black"), ("query", QUERY), ("key", KEY))):
             page.head(x + n * (tile + 4) + tile / 2, top - 16, text, color)
     page.head(705, top - 16, "how often")
     # Both views of JointBlur's pairs are of the whole photograph, so that they differ by their blur alone
-    blur = "--joint blur --blur-p 1 1 --crop-scale 1 1 --flip-p 0"
+    blur = "--joint blur --blur-p 1 1 --crop-scale 1 1"
     rows = (
-        ("RandomCrop", "the baseline: crops\nof random areas", "--joint none", (12, 6)),
-        ("JointCrop", "beta = 0:\nevery ratio", "--beta 0", (2, 7)),
-        ("JointCrop", "beta = -4: mostly\nextreme ratios", "--beta -4", (4, 9)),
-        ("JointBlur", "one clear, one blurred\n(their centers,\nenlarged)", blur, (8, 7)),
+        ("RandomCrop", "the baseline: crops\nof random areas", "--joint none", (13, 16)),
+        ("JointCrop", "beta = 0:\nevery ratio", "--beta 0", (21, 6)),
+        ("JointCrop", "beta = -4: mostly\nextreme ratios", "--beta -4", (5, 7)),
+        ("JointBlur", "one clear, one blurred\n(their centers,\nenlarged)", blur, (15, 15)),
     )
-    for row, (name, how, flags, epochs) in enumerate(rows):
-        y, args, blurs = top + row * (tile + 20), recipe(moco_jointcrop, flags), name == "JointBlur"
+    for row, (name, how, flags, seeds) in enumerate(rows):
+        y, blurs = top + row * (tile + 20), name == "JointBlur"
         page.head(10, y + tile / 2 - 14, name, size=9, ha="left")
         page.text(10, y + tile / 2 + 16 + 5 * how.count("\n"), how, 7.2, color=GRAY, ha="left")
-        for x, photo, epoch in zip(starts, (ASTRONAUT, COFFEE), epochs, strict=True):
-            pair, boxes = views(moco_jointcrop, PLAIN + flags, photos, [photo], epoch)
+        for x, photo, seed in zip(starts, (photos[ASTRONAUT], photos[COFFEE]), seeds, strict=True):
+            pair, boxes = views(moco_jointcrop, flags, [photo], seed, PLAIN + ("horizontal_flip",) * blurs)
             if blurs:
                 pair = [view[:, :, 70:154, 70:154] for view in pair]
             else:
-                page.image(photos[photo], x, y, tile, boxes=boxes)
+                page.image(photo, x, y, tile, boxes=boxes)
             page.image(pair[0][0], x + tile + 4, y, tile, QUERY)
             page.image(pair[1][0], x + 2 * (tile + 4), y, tile, KEY)
-        low, high = args.blur_sigma if blurs else args.crop_scale
+        args = moco_jointcrop.parse_args(["--dataset", "imagenet", *flags.split()])
+        low, high = (0.1, 2.0) if blurs else args.crop_scale
         beta = None if args.joint == "none" else args.beta
-        first, second = moco_jointcrop.sample_joint(200_000, low, high, beta, common.generator(0))
+        first, second = moco_jointcrop.sample_joint(200_000, low, high, beta, torch.Generator().manual_seed(0))
         plot, widest = page.plot(662, y + 4, 86, tile - 16), high / low
         plot.hist((second / first).log().numpy(), 40, color=GRAY)
         plot.tick_params(labelsize=6.5, length=2, pad=2)
@@ -261,36 +269,36 @@ def joint_contrast(photos):
     idea = "A query is not compared with one key of its image, but with all that augmentation could make"
     page, tile, top = Page(420, "JCL", idea), 84, 88
     x = [112 + n * (tile + 8) for n in range(7)]
-    for place, text, color in zip(x, ("photograph", "query", "is pulled to"), ("black", QUERY, KEY), strict=False):
+    for place, text, color in zip(x, ("photograph", "query", "its key"), ("black", QUERY, KEY), strict=False):
         page.head(place + tile / 2, top - 16, text, color)
+    seen, boxes = views(jcl, "", [photos[CAT]], 15)
     for row, (name, how, keys) in enumerate((("MoCo v2", "one key", 1), ("JCL", "M' = 5 keys", 5))):
         y = top + row * (tile + 24)
         page.head(10, y + tile / 2 - 8, name, size=9, ha="left")
         page.text(10, y + tile / 2 + 10, how, 7.5, color=GRAY, ha="left")
-        seen, boxes = views(jcl, f"--num-keys {keys}", photos, [CAT], 1)
-        page.image(photos[CAT], x[0], y, tile, boxes=boxes)
+        page.image(photos[CAT], x[0], y, tile, boxes=boxes[: 1 + keys])
         page.image(seen[0][0], x[1], y, tile, QUERY)
-        page.row(torch.cat(seen[1:]), x[2], y, tile, KEY, gap=8)
+        page.row([key[0] for key in seen[1 : 1 + keys]], x[2], y, tile, KEY, gap=8)
     note = "one key is one sample of what augmentation\ncan make of the image ..."
     page.text(x[3], top + tile / 2, note, color=GRAY, ha="left")
     y = top + 2 * (tile + 24)
-    note = "... JCL estimates all keys from five: the query is pulled to their mean,\n"
+    note = "... JCL estimates all keys from five: the query is pulled towards their mean,\n"
     note += "and the loss is higher where the keys differ along the query"
     page.text((x[2] + x[6] + tile) / 2, y - 2, note, color=KEY)
-    page.head(10, y + 74, "both are\npushed from", APART, size=9, ha="left")
-    (_, keys), _ = views(jcl, "--num-keys 1", photos, [ASTRONAUT, COFFEE, ROCKET, RETINA, SKY], 9)
+    page.head(10, y + 74, "both are\npushed\naway from", APART, size=9, ha="left")
+    (_, keys), _ = views(jcl, "--num-keys 1", [photos[i] for i in (ASTRONAUT, COFFEE, ROCKET, RETINA, SKY)], 4)
     page.row(keys, x[0], y + 44, tile * 0.7, APART, gap=6)
     page.text(x[4] - 24, y + 74, "...  keys of the images before, in a queue", ha="left")
     return page
 
 
 def mixture(photos):
-    """CLIM: whom an image is mixed with, the mix, and what the mix is pulled to."""
+    """CLIM: whom an image is mixed with, the mix, and what the mix is pulled towards."""
     idea = "Other images are positives, too: neighbours nearer to their cluster's center, mixed in by CutMix"
     page, tile, top = Page(306, "CLIM", idea), 104, 92
     page.head(128, top - 20, "1. choose positives")
     plot = page.plot(14, top - 6, 228, 172)
-    random = common.generator(5)
+    random = torch.Generator().manual_seed(5)
     places = torch.tensor([[0.0, 0.0], [2.6, 0.6], [1.1, 2.3]])
     points = places.repeat_interleave(60, 0) + 0.62 * torch.randn(180, 2, generator=random)
     centers, assignment = clim.kmeans(points, 3, generator=random)
@@ -308,23 +316,22 @@ def mixture(photos):
     plot.axis("off")
     plot.legend(fontsize=6.5, loc="upper center", bbox_to_anchor=(0.5, 0.04), frameon=False, ncol=2, handletextpad=0.2)
 
-    _, seen, mixed, kept = clim_pair(photos, "")
+    _, (own_key, one, other_key, two, mixed), box, kept = clim_views(photos, 4)
     x, y, side = (262, 374, 506, 638), top + 34, 76
     below, across = y + tile + 14, y + tile / 2
     page.head((x[0] + x[1] + tile) / 2, top - 20, "2. an image, and a positive")
     page.head(x[2] + tile / 2, top - 20, "3. mixed: the query", QUERY)
-    page.head(x[3] + tile / 2, top - 20, "4. is pulled to", KEY)
-    for place, view, text in ((x[0], seen[0], "the image"), (x[1], seen[2], "its positive")):
-        page.image(view[0], place, y, tile)
+    page.head(x[3] + tile / 2, top - 20, "4. the keys", KEY)
+    for place, view, text in ((x[0], one, "the image"), (x[1], two, "its positive")):
+        page.image(view, place, y, tile)
         page.text(place + tile / 2, below, text, color=GRAY)
-    note = "(here: both are of one photograph, and chosen\nfrom six images by 4 x 4 pixels of each)"
-    page.text((x[0] + x[1] + tile) / 2, below + 20, note, 7, color=GRAY)
-    page.image(mixed[0], x[2], y, tile, QUERY, boxes=[(pasted(seen[0][0], mixed[0]), QUERY)])
+    page.text((x[0] + x[1] + tile) / 2, below + 14, "(here: both are of one photograph)", 7, color=GRAY)
+    page.image(mixed, x[2], y, tile, QUERY, boxes=[box])
     page.text(x[2] + tile / 2, below, f"{100 * kept:.0f} % of the image", color=QUERY)
     page.arrow((x[1] + tile + 4, across), (x[2] - 4, across), GRAY)
-    keys = (top - 6, seen[1], kept, "its own key"), (top + side + 22, seen[3], 1 - kept, "the positive's key")
+    keys = (top - 6, own_key, kept, "its own key"), (top + side + 22, other_key, 1 - kept, "the positive's key")
     for y, key, share, text in keys:
-        page.image(key[0], x[3] + 14, y, side, KEY)
+        page.image(key, x[3] + 14, y, side, KEY)
         page.text(x[3] + 14 + side / 2, y + side + 12, f"{100 * share:.0f} %: {text}", color=KEY)
         page.arrow((x[2] + tile + 4, across), (x[3] + 10, y + side / 2), KEY)
     return page
@@ -334,7 +341,7 @@ def local_global(photos):
     """LoGo: which crops are pulled together, and which are pushed apart."""
     idea = "Large crops see the same things. Small ones may see different things, so they are pushed apart"
     page, top = Page(356, "LoGo", idea), 92
-    seen, boxes = views(logo, "", photos, [ASTRONAUT], 3)
+    seen, boxes = views(logo, "", [photos[ASTRONAUT]], 17)
     photo, size, small = 230, 96, 74
     page.head(14 + photo / 2, top - 18, "photograph, four crops")
     page.image(photos[ASTRONAUT], 14, top, photo, boxes=boxes)
@@ -352,8 +359,8 @@ def local_global(photos):
     page.head((x[0] + x[1] + size) / 2, low + small + 16, "local crops", QUERY)
     apart = "pushed apart, by what a\nsmall network has learned\nto tell: are two locals\nof one image?"
     notes = (
-        (top + size / 2, "global to global:", "each is pulled to the\nother's key", KEY),
-        (top + size + 32, "local to global:", "pulled to both; the\nglobals stay as they are", KEY),
+        (top + size / 2, "global to global:", "each is pulled towards\nthe other's key", KEY),
+        (top + size + 32, "local to global:", "pulled towards both; the\nglobals stay as they are", KEY),
         (y, "local to local:", apart, APART),
     )
     for place, head, text, color in notes:
@@ -366,10 +373,8 @@ def patches(photos):
     """PatchMix: the mix, and the shares that it is to find."""
     idea = "Patches of M images make one mix. A ViT learns to find each image again, with its share"
     page, top, tile = Page(566, "PatchMix", idea), 84, 92
-    order = [ASTRONAUT, CAT, COFFEE, FLOWER, PALACE, ROCKET]
-    (one, two), _ = views(patchmix, PLAIN, photos, order, 1)
-    orders = [torch.randperm(49, generator=common.generator(n)) for n in (0, 1)]
-    mixed, other = patchmix.patch_mix(one, 3, 32, orders[0]), patchmix.patch_mix(two, 3, 32, orders[1])
+    order = [photos[i] for i in (ASTRONAUT, CAT, COFFEE, FLOWER, PALACE, ROCKET)]
+    (one, two, mixed, other), _ = views(patchmix, "--patch-size 32", order, 23, PLAIN)
     x, y = [60 + n * (tile + 26) for n in range(3)], top + tile / 2
     page.head((x[0] + x[2] + tile) / 2, top - 14, "three images of the batch")
     page.row(one[:3], x[0], top, tile, gap=26)
@@ -389,7 +394,7 @@ def patches(photos):
     )
     for x0, columns, where, share, head, across in tables:
         page.head(x0 + 3.5 * (side + 2), y0 - 58, head, size=9)
-        page.text(x0 + 4 * (side + 2), y0 - 40, "is pulled to: " + across, 7.5, color=KEY)
+        page.text(x0 + 4 * (side + 2), y0 - 40, "is pulled towards: " + across, 7.5, color=KEY)
         page.text(x0 - 14, y0 + 3.5 * (side + 2), "query: the mixes", 7.5, color=QUERY, rotation=90)
         page.row(columns, x0 + side + 2, y0 - 26, side, KEY, gap=2)
         target = torch.zeros(6, 6).scatter_add_(1, where, share.expand(6, -1))
@@ -409,8 +414,7 @@ FIGURES |= {"clim": mixture, "logo": local_global, "patchmix": patches}
 
 
 def explain(folder):
-    by_name = common.load_images("folder", str(ROOT / ".github" / "photos"))
-    photos = by_name.subset(np.array([0, 1, 2, 3, 6, 7, 4, 5]))  # ASTRONAUT, CAT, ...
+    photos = [Image.open(ROOT / ".github" / "photos" / f"{name}.jpg").convert("RGB") for name in PHOTOS]
     Path(folder).mkdir(parents=True, exist_ok=True)
     for name, draw in FIGURES.items():
         draw(photos).save(Path(folder) / f"{name}.png")
@@ -419,7 +423,7 @@ def explain(folder):
 def corners(folder, pairs):
     """How far apart two crops' corners are on average, by beta: ours, with the released offset, and the paper's."""
     sys.path.append(str(Path(__file__).parents[1]))
-    from test_moco_jointcrop import FIGURE7, RANDOM_CROP, mean_corner_distance  # needs pytest
+    from test_moco_jointcrop import FIGURE7, mean_corner_distance  # needs pytest
 
     beta = [4 - i / 2 for i in range(len(FIGURE7))]
     ours, offset = ([mean_corner_distance(b, shift, pairs) for b in beta] for shift in (0.0, 0.1))
@@ -431,7 +435,7 @@ def corners(folder, pairs):
     axes.plot(beta, ours, label="here: the paper's distribution")
     axes.plot(beta, offset, ls="--", label="here: --variant released, offset 0.1")
     axes.plot(beta, FIGURE7, "k.", markersize=9, label="read from the paper's Fig. 7")
-    axes.axhline(random_crop, c="gray", ls=":", label=f"here: RandomCrop, {random_crop:.2f} (paper: {RANDOM_CROP})")
+    axes.axhline(random_crop, c="gray", ls=":", label=f"here: RandomCrop, {random_crop:.2f} (paper: 45.97)")
     axes.set(xlabel="beta of J-Crop(beta)", ylabel="mean distance of the top-left corners, px (image: 224 x 224)")
     axes.legend()
     axes.grid(alpha=0.3)

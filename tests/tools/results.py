@@ -7,7 +7,7 @@
     python tests/tools/results.py curves                           draw the learning curves (needs matplotlib)
 
 The protocol (tests/results/README.md) was written down before the first run. `train` makes the runs that are missing,
-in runs/results, and goes on where it was stopped. The numbers are kept in tests/results/*.json.
+in runs/results, and resumes where it was stopped. The numbers are kept in tests/results/*.json.
 """
 
 import argparse
@@ -22,14 +22,15 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.nn.functional as F
+from torchvision.transforms import v2
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
 import clim  # noqa: E402
 import common  # noqa: E402
 import eval_linear  # noqa: E402
+import jcl  # noqa: E402
 import logo  # noqa: E402
-import moco_jointcrop  # noqa: E402
 
 KEPT, RUNS = ROOT / "tests" / "results", ROOT / "runs" / "results"
 CPU = torch.device("cpu")
@@ -91,7 +92,7 @@ ANALYSES = {  # the tables of analyse, and the arms that each is about
 def command(arm, seed):
     """The command line of one run, without the data's place and the run's folder."""
     script, epochs = ARMS[arm][1], LONGER.get(arm, 50)
-    encoder = f"{VIT} --patch-size 4" if script.startswith("patchmix") else f"{RESNET} --amp bf16"
+    encoder = f"{VIT} --patch-size 4" if script.startswith("patchmix") else RESNET
     flags = f"--dataset cifar10 --arch {encoder} --epochs {epochs}"
     return f"{script} {flags} --batch-size 128 --knn-every 10 --seed {seed}"
 
@@ -111,7 +112,9 @@ def evaluate(line, out, where):
     flags = eval_linear.parse_args([str(out), *where, "--no-baselines", "--workers", "0"])
     linear = eval_linear.main(flags)["encoder"]["linear_top1"]
     config = json.loads((out / "config.json").read_text())
-    record = dict(command=line, torch=config["torch"], device=config["machine"], commit=config["commit"])
+    describe = ["git", "describe", "--always", "--dirty"]
+    commit = subprocess.run(describe, cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
+    record = dict(command=line, torch=config["torch"], device=config["machine"], commit=commit)
     epochs = [json.loads(text) for text in (out / "metrics.jsonl").read_text().splitlines()]
     names = ("epoch", "loss", "std", "knn20_top1", "knn200_top1")
     epochs = [{name: round(r[name], 4) for name in names} for r in epochs if "knn20_top1" in r]
@@ -135,14 +138,14 @@ def train(args):
 
 def baselines(args):
     """Raw pixels, and both encoders untrained."""
-    found, (train, test) = {}, [common.load_images("cifar10", args.data_dir, part) for part in (True, False)]
-    train_y, test_y = (torch.from_numpy(part.labels) for part in (train, test))
+    found, (train, test) = {}, [common.load_dataset("cifar10", args.data_dir, part) for part in (True, False)]
+    train_y, test_y = (torch.as_tensor(part.targets) for part in (train, test))
     for name, arch in {"raw pixels": RESNET, "the ResNet untrained": RESNET, "the ViT untrained": VIT}.items():
         torch.manual_seed(0)
         info = common.backbone_info(arch, 32, 4, norm="cifar10")
         encoder = torch.nn.Flatten() if name == "raw pixels" else common.build_backbone(info)
         x, test_x = (common.extract_features(encoder, part, info, CPU) for part in (train, test))
-        scored = common.knn_scores(x, train, test_x, test, (20,), 0.07)
+        scored = common.knn_top1(x, train_y, test_x, test_y, (20,), 0.07, 10)
         linear = eval_linear.linear_probe(x, train_y, test_x, 10)["logits"].argmax(1)
         scored["linear_top1"] = 100 * (linear == test_y).double().mean().item()
         found[name] = {measure: round(value, 4) for measure, value in scored.items()}
@@ -162,30 +165,44 @@ def view_similarity(features):
 
 
 @torch.no_grad()
-def view_features(encoder, info, kinds, images, index, count):
-    """Return the features of `count` views of each image of an index: (n, count, d) float32.
+def view_features(encoder, crop, color, images, index, count):
+    """Return the features of `count` random views of each image of an index: (n, count, d) float32.
 
-    kinds: list of View, which take turns; their size is the encoder's. The draws depend on the image alone.
+    crop: PIL image -> PIL image. color: uint8 (n, 3, S, S) -> normalised float. The same numbers are drawn each time.
     """
-    views = [kinds[i % len(kinds)]._replace(size=info["image_size"]) for i in range(count)]
-    data, at_once, found = common.ViewDataset(images, views, 0, info["interpolation"]), max(1, 256 // count), []
-    for start in range(0, len(index), at_once):
-        batch = data.__getitems__([(0, i) for i in index[start : start + at_once]])
-        x = torch.stack(common.color_views(batch, CPU, norm=(info["mean"], info["std"])), 1)
-        found.append(encoder(x.flatten(0, 1)).flatten(1).unflatten(0, (-1, count)))
+    views, found = common.Views(images, [crop] * count), []
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        for rows in torch.as_tensor(index).split(max(1, 256 // count)):
+            x = color(torch.stack([view for i in rows.tolist() for view in views[i][0]]))
+            found.append(encoder(x).flatten(1).unflatten(0, (-1, count)))
     return torch.cat(found)
+
+
+def moco_views(info):
+    """Return (crop, color) of `view_features`, by which JCL makes MoCo v2's views of CIFAR-10, for an encoder."""
+    args = jcl.parse_args(["--dataset", "cifar10", "--arch", RESNET])
+    args.norm = next(name for name, (mean, _) in common.NORMS.items() if list(mean) == list(info["mean"]))
+    return only_crops(info, *args.crop_scale)[0], functools.partial(jcl.augment, args=args)
+
+
+def only_crops(info, low, high):
+    """Return (crop, color) of `view_features`: crops of an area from low to high, with flips and without color."""
+    interpolation = v2.InterpolationMode(info["interpolation"])
+    crop = v2.RandomResizedCrop(info["image_size"], (low, high), interpolation=interpolation)
+    return crop, lambda x: common.normalize(common.horizontal_flip(x / 255), info["mean"], info["std"])
 
 
 def trained(run):
     """(the model of a run of a queue method or of logo.py, its configuration, all of its last.pt)."""
     state = common.load_checkpoint(Path(run) / "last.pt")
     info, args = state["backbone"], argparse.Namespace(**state["config"])
-    backbone = common.build_backbone(info)
-    width = common.output_width(backbone, info["image_size"])
+    backbone, pairs = common.build_backbone(info), logo.compared_views()
+    width = common.feature_width(backbone, info["image_size"])
     if getattr(args, "base", "moco") == "simsiam":
-        model = logo.SimSiam(backbone, width, args.dim, args.layers, args.hidden)
+        model = logo.SimSiam(backbone, width, pairs, args.dim, args.layers, args.hidden)
     else:  # the queue methods' models have the same parts
-        model = logo.MoCo(backbone, width, args.dim, args.queue)
+        model = logo.MoCo(backbone, width, pairs, args.dim, args.queue)
     model.load_state_dict(state["model"])
     return model, args, state
 
@@ -193,10 +210,9 @@ def trained(run):
 def choose(run, images, selection):
     """CLIM's table of positives, (N, 10), by the momentum encoder of a run of a queue method."""
     model, config, state = trained(run)
-    args = clim.parse_args(["--dataset", config.dataset, "--arch", config.arch, "--selection", selection])
-    encoder = torch.nn.Sequential(model.momentum_backbone, model.momentum_projector)
-    x = F.normalize(common.extract_features(encoder, images, state["backbone"], CPU), dim=1).double()
-    return clim.choose_positives(args, x, clim.nearest_neighbors(x, args.knn_k), common.generator(0))
+    flags = ["--dataset", config.dataset, "--arch", config.arch, "--selection", selection, "--workers", "0"]
+    torch.manual_seed(0)
+    return clim.choose_positives(clim.parse_args(flags), model, images, state["backbone"], CPU)
 
 
 def class_similarity(features, labels):
@@ -205,17 +221,6 @@ def class_similarity(features, labels):
     classes = F.one_hot(labels).T.double()  # (classes, N)
     sums, n = (classes @ x).square().sum(1), classes.sum(1)
     return ((sums - n) / (n * (n - 1))).mean().item()  # the self-pairs are left out
-
-
-def kinds_of_view(flags=""):
-    """MoCo v2's kinds of view on CIFAR-10, as a list of View."""
-    args = moco_jointcrop.parse_args(["--dataset", "cifar10", "--arch", "resnet_mini", *flags.split()])
-    return [*moco_jointcrop.augmentation(args).values()]
-
-
-def only_crops(low, high):
-    """Crops of an area from low to high, with flips and without color, as a list of View."""
-    return kinds_of_view(f"--crop-scale {low} {high} --jitter-p 0 --gray-p 0 --blur-p 0 0")
 
 
 def crop_similarity(crops):
@@ -247,11 +252,11 @@ def affinity_ranking(affinity, local1, local2):
 def local_embeddings(run, images, index):
     """(the affinity of a run of LoGo, the embeddings of two local crops of each image, (n, d) each)."""
     model, args, state = trained(run)
-    affinity = logo.Affinity(args.dim, args.affinity_hidden)
+    affinity = logo.Affinity(args.dim)
     affinity.load_state_dict(state["affinity"])
     encoder = torch.nn.Sequential(model.backbone, model.projector).eval()
-    info, kinds = state["backbone"] | dict(image_size=args.local_size), [*logo.augmentation(args).values()][2:]
-    return affinity, *F.normalize(view_features(encoder, info, kinds, images, index, 2), dim=2).unbind(1)
+    crop, color = v2.RandomResizedCrop(args.local_size, args.local_scale), functools.partial(logo.augment, args=args)
+    return affinity, *F.normalize(view_features(encoder, crop, color, images, index, 2), dim=2).unbind(1)
 
 
 def similarity_bars(views, labels, groups, temperature=0.07):
@@ -270,37 +275,38 @@ def similarity_bars(views, labels, groups, temperature=0.07):
 
 def analyse(run, train, test, few=1000):
     """All these analyses of a run on CIFAR-10, {table: {measure: number}}. few: test images, for those of views."""
-    kinds, given, labels = kinds_of_view(), common.load_backbone(run), torch.from_numpy(test.labels)
-    config = json.loads((Path(run) / "config.json").read_text())
-    index = torch.randperm(len(test), generator=common.generator(0))[:few].tolist()
-    similarity = view_similarity(view_features(*given, kinds, test, index, 32)).mean().item()
-    features = common.extract_features(given[0], test, given[1], CPU)
+    (encoder, info), config = common.load_backbone(run), json.loads((Path(run) / "config.json").read_text())
+    train_y, labels = (torch.as_tensor(part.targets) for part in (train, test))
+    index, views = torch.randperm(len(test), generator=torch.Generator().manual_seed(0))[:few], moco_views(info)
+    similarity = view_similarity(view_features(encoder, *views, test, index, 32)).mean().item()
+    features = common.extract_features(encoder, test, info, CPU)
     any_two = {"similarity of any two images": class_similarity(features, torch.zeros_like(labels))}
     found = {"JCL": {"similarity of an image's 32 views": similarity} | any_two}  # Fig. 3
     found["CLIM"] = {"similarity of two images of a class": class_similarity(features, labels)} | any_two  # Table 10
-    if config.get("queue"):
-        own = torch.from_numpy(train.labels)
+    if config["method"] != "patchmix" and config.get("base") != "simsiam":
         for selection in ("knn", "center"):
-            share = (own[choose(run, train, selection)] == own[:, None]).double().mean().item()
-            found["CLIM"][f"`{selection}` positives of the class, %"] = 100 * share
-    bank, found["JointCrop"] = view_features(*given, only_crops(1, 1), train, range(len(train)), 1)[:, 0], {}
+            of_class = (train_y[choose(run, train, selection)] == train_y[:, None]).double().mean().item()
+            found["CLIM"][f"`{selection}` positives of the class, %"] = 100 * of_class
+    found["JointCrop"] = {}
+    bank = view_features(encoder, *only_crops(info, 1, 1), train, range(len(train)), 1)[:, 0]
     for name, area in {"whole images, %": 1, "crops of a fifth of them, %": 0.2}.items():
-        queries = view_features(*given, only_crops(area, area), test, range(len(test)), 1)[:, 0]
-        found["JointCrop"][name] = common.knn_scores(bank, train, queries, test, (20,), 0.07)["knn20_top1"]
-    alike = crop_similarity(view_features(*given, only_crops(0.08, 0.6), test, index, 2))
+        queries = view_features(encoder, *only_crops(info, area, area), test, range(len(test)), 1)[:, 0]
+        scored = common.knn_top1(bank, train_y, queries, labels, (20,), 0.07, len(train.classes))
+        found["JointCrop"][name] = scored["knn20_top1"]
+    alike = crop_similarity(view_features(encoder, *only_crops(info, 0.08, 0.6), test, index, 2))
     found["LoGo"] = dict(zip(("similarity of two small crops of one image", "of two images"), alike, strict=True))
     if config.get("l2l"):
-        shares = affinity_ranking(*local_embeddings(run, test, index))
-        found["affinity"] = {f"{scored}, %": 100 * share for scored, share in shares.items()}
-    views = view_features(*given, kinds, test, index, 2)
+        ranked = affinity_ranking(*local_embeddings(run, test, index))
+        found["affinity"] = {f"{scored}, %": 100 * fraction for scored, fraction in ranked.items()}
+    pairs = view_features(encoder, *views, test, index, 2)
     vehicle = torch.tensor([name in ("airplane", "automobile", "ship", "truck") for name in test.classes]).long()
-    found["PatchMix"] = similarity_bars(views, labels[index], vehicle)  # after Fig. 4
+    found["PatchMix"] = similarity_bars(pairs, labels[index], vehicle)  # after Fig. 4
     return found
 
 
 def mechanisms(args):
     """What the losses do, by the papers' analyses and ours (`analyse`), of the runs that ANALYSES names."""
-    found, parts = kept("mechanisms"), [common.load_images("cifar10", args.data_dir, part) for part in (True, False)]
+    found, parts = kept("mechanisms"), [common.load_dataset("cifar10", args.data_dir, part) for part in (True, False)]
     for run in sorted(RUNS.iterdir()):
         arm, _, seed = run.name.rpartition("-s")
         wanted = [table for table, arms in ANALYSES.items() if arm in arms]

@@ -5,14 +5,17 @@
 
 Its tensors say that they lie on `sim`, and the CPU computes them. Operations on tensors of both devices raise, as on a
 GPU. Whatever makes a program wait for a GPU is counted by the line of ours that asked for it: reading a value, a shape
-that depends on values, a copy that blocks. gpu_check.py's trainings, ended in the second epoch and gone on, and its
+that depends on values, a copy that blocks. gpu_check.py's trainings, ended in the second epoch and resumed, and its
 evaluations are made on the CPU and on `sim`. FOLDER/found.json then has {case: {"cpu": records or scores, "sim": the
-same, "waits": {line: count} in training steps}} and, under "noticed", what was seen of code that is wrong on purpose.
-Speed, memory, a GPU's own kernels and bf16 it cannot show.
+same, "waits": {line: count} in training steps, "launches": how many operations color a view on `sim`}} and, under
+"noticed", what was seen of code that is wrong on purpose. Speed, memory, a GPU's own kernels and bf16 it
+cannot show.
 """
 
 import collections
 import contextlib
+import functools
+import importlib
 import itertools
 import json
 import sys
@@ -31,16 +34,15 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 import common
 
 CASES = gpu_check.CASES | {
-    "MoCo v3, ViT": "moco_jointcrop --moco v3 --arch vit_micro",
+    "JointBlur, local crops": "moco_jointcrop --queue 64 --joint both --local-crops 2",
     "CLIM, two sizes": "clim --queue 64 --resolutions 32 24 --clim-start 1 --num-clusters 4",
     "LoGo, paper": "logo --queue 64 --variant paper",
 }
-WHOLE_BATCH = (*gpu_check.WHOLE_BATCH, "MoCo v3, ViT")
 ROOT, aten = Path(common.__file__).parent, torch.ops.aten
 READS = {aten._local_scalar_dense.default, aten.nonzero.default, aten.masked_select.default, aten.equal.default}
 INDEXING = {aten.index.Tensor, aten.index_put.default, aten.index_put_.default, aten._index_put_impl_.default}
 COPIES = {aten._to_copy.default, aten.copy_.default}
-waits = collections.Counter()
+waits, launches = collections.Counter(), collections.Counter()
 
 
 def note(what):
@@ -55,6 +57,9 @@ def compute(_, function, types, args=(), kwargs=None):
     tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
     here = any(isinstance(x, OnDevice) for x in tensors)
     to = here if kwargs.get("device") is None else torch.device(kwargs["device"]).type == "sim"
+    is_view = any(x.alias_info is not None and not x.alias_info.is_write for x in function._schema.returns)
+    computes = here and to and not is_view and "empty" not in str(function)  # copies from the CPU do not
+    launches.update(["operations"] * computes)
     if function in COPIES:
         onto, come, at_once = to, here, kwargs.get("non_blocking")
         if function is aten.copy_.default:
@@ -133,36 +138,44 @@ def noticed():
     return found
 
 
-def on(device, inside, work, *words):
-    """Do work on a device. The waits of its training steps are added to `inside`."""
-    steps, join = itertools.count(), common.join_processes
+def on(device, found, work, case, *words):
+    """Do work on a device. What is found of its training steps is added to `found`."""
+    module = importlib.import_module(case.split()[0])
+    augment, join = getattr(module, "augment", None), common.init_distributed
 
-    def end():
-        if next(steps):  # a start's first step loads constants
-            inside.update(waits)
+    def counted(*x):
+        launches.clear()
+        views = augment(*x)
+        found["launches"] = max(found["launches"], launches["operations"])
+        return views
 
-    joined = mock.patch.object(common, "join_processes", lambda *name: (torch.device(device), *join(*name)[1:]))
-    with joined, watched(waits.clear, end), Simulation() if device != "cpu" else contextlib.nullcontext():
-        return work(*words, "--device", "cpu", "--workers", "0")
+    with contextlib.ExitStack() as stack:
+        joined = lambda name, **more: (torch.device(device), *join("cpu", **more)[1:])  # noqa: E731
+        stack.enter_context(mock.patch.object(common, "init_distributed", joined))
+        stack.enter_context(watched(waits.clear, lambda: found["waits"].update(waits)))
+        if augment is not None:
+            stack.enter_context(mock.patch.object(module, "augment", counted))
+        if device != "cpu":
+            stack.enter_context(Simulation())
+        return work(case, *words, "--device", "cpu")
 
 
 def main(folder):
     make_device()
     gpu_check.make_few_patterns()
-    folder, (rank, world) = Path(folder), common.rank_and_world()
+    folder, (rank, world) = Path(folder), common.init_distributed("cpu")[1:]
     with Simulation():
         found = {"noticed": noticed()}
     with contextlib.redirect_stdout(sys.stderr):
-        for name, case in (CASES | gpu_check.EVALUATIONS).items():
-            inside = collections.Counter()
-            found[name] = dict(waits=inside)
-            for device in ("sim", "cpu") if world == 1 else ("sim",):
-                out = folder / f"{device} {name}"
-                if name in CASES:
-                    on(device, inside, gpu_check.train_until, 5, case, out)
-                    found[name][device] = on(device, inside, gpu_check.train, case, out)
-                else:
-                    found[name][device] = on(device, inside, gpu_check.evaluate, case, out, folder / "sim PatchMix")
+        for (name, case), device in itertools.product((CASES | gpu_check.EVALUATIONS).items(), ("sim", "cpu")):
+            case_found = found.setdefault(name, dict(waits=collections.Counter(), launches=0))
+            do, words = functools.partial(on, device, case_found), (case, folder / f"{device} {name}")
+            if name in gpu_check.EVALUATIONS:
+                case_found[device] = do(gpu_check.evaluate, *words, folder / "sim PatchMix")
+                continue
+            if world == 1:
+                do(functools.partial(gpu_check.train_until, 5), *words)
+            case_found[device] = do(gpu_check.train, *words)
     if world > 1:
         # A thread of gloo may still hold Python's tensors. If it gives them back while Python ends, the process aborts.
         dist.barrier()
