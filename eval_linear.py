@@ -186,7 +186,7 @@ def complete(args, info):
         source = f"{path.stem}-{args.arch}" if args.arch else (path if path.is_dir() else path.parent).name
         words = [args.method, args.protocol, args.dataset or "own", source, f"s{args.seed}"]
         for name in (*values, "prefix", "data_dir", "encoder", "label_fraction", "label_files"):
-            if given.get(name) is not None:
+            if given.get(name) is not None and name != "resume":
                 words.append(name + os.path.basename(common.shown(given[name])))
         args.out = common.run_folder(words)
     return args

@@ -81,7 +81,7 @@ def test_recipes_are_the_papers(places, flags, timm_name, expected):
 
 
 REFUSED = """--out x; --lr 1; --strengths 1; --solver lbfgs --lrs 1; --protocol moco --layer-decay 0.5
---finetune --holdout 0.5; --protocol moco --metric top1; --finetune --no-baselines; --lrs 0; --protocol moco --lr nan; --holdout 1.5"""
+--protocol moco --metric top1; --finetune --no-baselines; --lrs 0; --protocol moco --lr nan; --holdout 1.5"""
 
 
 @pytest.mark.parametrize("flags", REFUSED.replace("\n", "; ").split("; "))

@@ -1,11 +1,8 @@
-"""Makes the pages' pictures, by hand. Needs matplotlib.
-
-    python tests/tools/figures.py explain [FOLDER]                 README's: what goes in, what is compared with what
-    python tests/tools/figures.py corners [FOLDER] [--pairs N]     JointCrop, Fig. 7: how far apart the two crops are
+"""Makes README's pictures, by hand: python tests/tools/figures.py explain [FOLDER]. Needs matplotlib.
 
 The photographs are in .github/photos. The methods' own files with their ImageNet recipes make every view, as they do
 for --show-views, and every mix, ratio, choice and weight. The seeds were chosen by eye, so that something can be
-recognised.
+recognised: if a method draws other numbers, look at its pictures again.
 """
 
 import argparse
@@ -33,9 +30,7 @@ import moco_jointcrop  # noqa: E402
 import patchmix  # noqa: E402
 
 WIDTH = 760  # px, as README shows it; written 1.6 times as large
-PHOTOS = ("astronaut", "cat", "coffee", "deep_field", "retina", "rocket", "flower", "palace")
-ASTRONAUT, CAT, COFFEE, SKY, RETINA, ROCKET, FLOWER, PALACE = range(8)
-FLOWERS = (40, 110, 240), (0, 20, 320)  # (top, left, side) of two crops of FLOWER that stand for two images
+FLOWERS = (40, 110, 240), (0, 20, 320)  # (top, left, side) of two crops of flower.jpg that stand for two images
 QUERY, KEY, APART, GRAY = "#0969da", "#1a7f37", "#cf222e", "#57606a"
 PLAIN = ("color_jitter", "grayscale", "solarize")  # without them only the crop, the blur and the flip are left
 COLOR = (*PLAIN, "gaussian_blur", "horizontal_flip")
@@ -90,7 +85,7 @@ def clim_views(photos, seed, without=()):
     The views are key and query of the image, and of the other as its positive (the seed draws it, no encoder chooses),
     and the mixed query.
     """
-    images = [photos[FLOWER].crop((left, top, left + side, top + side)) for top, left, side in FLOWERS]
+    images = [photos["flower"].crop((left, top, left + side, top + side)) for top, left, side in FLOWERS]
     found, _ = views(clim, "--resolutions 224", images, seed, without)
     found = [view[0] for view in found]
     changed = torch.nonzero((found[1] != found[4]).any(0))
@@ -185,7 +180,7 @@ def overview(photos):
         for n, share in enumerate(shares):
             page.text(x + n * (size + 3) + size / 2, low + size + 12, f"{100 * share:.0f} %", color=KEY)
 
-    photo = [photos[ASTRONAUT]]
+    photo = [photos["astronaut"]]
     (query, key), boxes = views(moco_jointcrop, "--joint none", photo, 13, PLAIN)
     column(x[0], "MoCo v2", "the baseline: one\nview finds another", photo, query[:1], key[:1], boxes)
 
@@ -206,12 +201,12 @@ def overview(photos):
     column(x[4], "LoGo", idea, photo, locals_, globals_, boxes, note=note)
     page.arrow((x[4] + 22.25, middle + 18.75), (x[4] + 68.975, middle + 18.75), APART, True, -0.4)
 
-    three = [photos[i] for i in (ASTRONAUT, CAT, COFFEE)]
+    three = [photos[name] for name in ("astronaut", "cat", "coffee")]
     (_, other, mixed, _), _ = views(patchmix, "--patch-size 32", three, 23, PLAIN)
     idea, shares = "patches of M images:\nfind each image again", patchmix.mix_targets(3, 3)[1]
     column(x[5], "PatchMix", idea, three, mixed[:1], other, shares=shares)
 
-    five = [photos[i] for i in (ROCKET, RETINA, SKY, COFFEE, CAT)]
+    five = [photos[name] for name in ("rocket", "retina", "deep_field", "coffee", "cat")]
     (_, others), _ = views(moco_jointcrop, "--joint none", five, 5, PLAIN)
     page.row(others, x[0], last, 40, APART)
     text = "...  keys of other images: a queue of\nearlier ones, in PatchMix the batch"
@@ -241,7 +236,7 @@ def joint(photos):
         y, blurs = top + row * (tile + 20), name == "JointBlur"
         page.head(10, y + tile / 2 - 14, name, size=9, ha="left")
         page.text(10, y + tile / 2 + 16 + 5 * how.count("\n"), how, 7.2, color=GRAY, ha="left")
-        for x, photo, seed in zip(starts, (photos[ASTRONAUT], photos[COFFEE]), seeds, strict=True):
+        for x, photo, seed in zip(starts, (photos["astronaut"], photos["coffee"]), seeds, strict=True):
             pair, boxes = views(moco_jointcrop, flags, [photo], seed, PLAIN + ("horizontal_flip",) * blurs)
             if blurs:
                 pair = [view[:, :, 70:154, 70:154] for view in pair]
@@ -271,12 +266,12 @@ def joint_contrast(photos):
     x = [112 + n * (tile + 8) for n in range(7)]
     for place, text, color in zip(x, ("photograph", "query", "its key"), ("black", QUERY, KEY), strict=False):
         page.head(place + tile / 2, top - 16, text, color)
-    seen, boxes = views(jcl, "", [photos[CAT]], 15)
+    seen, boxes = views(jcl, "", [photos["cat"]], 15)
     for row, (name, how, keys) in enumerate((("MoCo v2", "one key", 1), ("JCL", "M' = 5 keys", 5))):
         y = top + row * (tile + 24)
         page.head(10, y + tile / 2 - 8, name, size=9, ha="left")
         page.text(10, y + tile / 2 + 10, how, 7.5, color=GRAY, ha="left")
-        page.image(photos[CAT], x[0], y, tile, boxes=boxes[: 1 + keys])
+        page.image(photos["cat"], x[0], y, tile, boxes=boxes[: 1 + keys])
         page.image(seen[0][0], x[1], y, tile, QUERY)
         page.row([key[0] for key in seen[1 : 1 + keys]], x[2], y, tile, KEY, gap=8)
     note = "one key is one sample of what augmentation\ncan make of the image ..."
@@ -286,7 +281,8 @@ def joint_contrast(photos):
     note += "and the loss is higher where the keys differ along the query"
     page.text((x[2] + x[6] + tile) / 2, y - 2, note, color=KEY)
     page.head(10, y + 74, "both are\npushed\naway from", APART, size=9, ha="left")
-    (_, keys), _ = views(jcl, "--num-keys 1", [photos[i] for i in (ASTRONAUT, COFFEE, ROCKET, RETINA, SKY)], 4)
+    five = [photos[name] for name in ("astronaut", "coffee", "rocket", "retina", "deep_field")]
+    (_, keys), _ = views(jcl, "--num-keys 1", five, 4)
     page.row(keys, x[0], y + 44, tile * 0.7, APART, gap=6)
     page.text(x[4] - 24, y + 74, "...  keys of the images before, in a queue", ha="left")
     return page
@@ -341,10 +337,10 @@ def local_global(photos):
     """LoGo: which crops are pulled together, and which are pushed apart."""
     idea = "Large crops see the same things. Small ones may see different things, so they are pushed apart"
     page, top = Page(356, "LoGo", idea), 92
-    seen, boxes = views(logo, "", [photos[ASTRONAUT]], 17)
+    seen, boxes = views(logo, "", [photos["astronaut"]], 17)
     photo, size, small = 230, 96, 74
     page.head(14 + photo / 2, top - 18, "photograph, four crops")
-    page.image(photos[ASTRONAUT], 14, top, photo, boxes=boxes)
+    page.image(photos["astronaut"], 14, top, photo, boxes=boxes)
     x, low = (300, 452), top + size + 62
     page.head((x[0] + x[1] + size) / 2, top - 18, "global crops", KEY)
     for n in (0, 1):
@@ -373,7 +369,7 @@ def patches(photos):
     """PatchMix: the mix, and the shares that it is to find."""
     idea = "Patches of M images make one mix. A ViT learns to find each image again, with its share"
     page, top, tile = Page(566, "PatchMix", idea), 84, 92
-    order = [photos[i] for i in (ASTRONAUT, CAT, COFFEE, FLOWER, PALACE, ROCKET)]
+    order = [photos[name] for name in ("astronaut", "cat", "coffee", "flower", "palace", "rocket")]
     (one, two, mixed, other), _ = views(patchmix, "--patch-size 32", order, 23, PLAIN)
     x, y = [60 + n * (tile + 26) for n in range(3)], top + tile / 2
     page.head((x[0] + x[2] + tile) / 2, top - 14, "three images of the batch")
@@ -414,41 +410,17 @@ FIGURES |= {"clim": mixture, "logo": local_global, "patchmix": patches}
 
 
 def explain(folder):
-    photos = [Image.open(ROOT / ".github" / "photos" / f"{name}.jpg").convert("RGB") for name in PHOTOS]
+    photos = {path.stem: Image.open(path).convert("RGB") for path in ROOT.glob(".github/photos/*.jpg")}
     Path(folder).mkdir(parents=True, exist_ok=True)
     for name, draw in FIGURES.items():
         draw(photos).save(Path(folder) / f"{name}.png")
 
 
-def corners(folder, pairs):
-    """How far apart two crops' corners are on average, by beta: ours, with the released offset, and the paper's."""
-    sys.path.append(str(Path(__file__).parents[1]))
-    from test_moco_jointcrop import FIGURE7, mean_corner_distance  # needs pytest
-
-    beta = [4 - i / 2 for i in range(len(FIGURE7))]
-    ours, offset = ([mean_corner_distance(b, shift, pairs) for b in beta] for shift in (0.0, 0.1))
-    random_crop = mean_corner_distance(None, 0.0, pairs)
-    print("  beta    ours  offset 0.1   paper")
-    for row in zip(beta, ours, offset, FIGURE7, strict=True):
-        print("{:6.1f} {:7.2f} {:11.2f} {:7.2f}".format(*row))
-    figure, axes = pyplot.subplots(figsize=(9, 5), layout="tight")
-    axes.plot(beta, ours, label="here: the paper's distribution")
-    axes.plot(beta, offset, ls="--", label="here: --variant released, offset 0.1")
-    axes.plot(beta, FIGURE7, "k.", markersize=9, label="read from the paper's Fig. 7")
-    axes.axhline(random_crop, c="gray", ls=":", label=f"here: RandomCrop, {random_crop:.2f} (paper: 45.97)")
-    axes.set(xlabel="beta of J-Crop(beta)", ylabel="mean distance of the top-left corners, px (image: 224 x 224)")
-    axes.legend()
-    axes.grid(alpha=0.3)
-    figure.savefig(Path(folder) / "jointcrop_corners.png", dpi=100)
-
-
 def main():
     parser = argparse.ArgumentParser("tests/tools/figures.py", description=__doc__.splitlines()[0])
-    parser.add_argument("figure", choices=("explain", "corners"))
-    parser.add_argument("folder", nargs="?", default=".github", metavar="FOLDER")
-    parser.add_argument("--pairs", type=int, default=100_000, metavar="N", help="of crops, for each beta")
-    args = parser.parse_args()
-    explain(args.folder) if args.figure == "explain" else corners(args.folder, args.pairs)
+    parser.add_argument("figures", choices=["explain"], help="those of README")
+    parser.add_argument("folder", nargs="?", default=ROOT / ".github", metavar="FOLDER")
+    explain(parser.parse_args().folder)
 
 
 if __name__ == "__main__":
