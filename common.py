@@ -1146,7 +1146,11 @@ def add_evaluation_arguments(parser):
     add("--image-size", type=positive_int, metavar="N", help="side of the images; 224 if not given")
     add("--patch-size", type=positive_int, metavar="N", help="of a ViT; 16 if not given")
     add("--num-heads", type=positive_int, metavar="N", help="of a ViT; timm's if not given")
-    add("--norm", choices=NORMS, help="data set whose mean and deviation normalise images; timm's if not given")
+    add(
+        "--norm",
+        choices=NORMS,
+        help="data set whose mean and deviation normalise images; if not given, timm's of NAME.TAG",
+    )
 
 
 def parse_args(parser, argv, recipe):
@@ -1276,11 +1280,11 @@ def open_run(args, config, state, derived):
         old, records = saved.get("config", {}), saved.get("records", [])
         differences = [f"{k} was {old.get(k)}, is {config.get(k)}" for k in old | config if old.get(k) != config.get(k)]
         resumes_other = path != os.path.join(args.out, "last.pt")
+        if old.get("method") != config["method"]:
+            raise UsageError(f"{path} is a run of {old.get('method')}, not of {config['method']}")
         if differences and not resumes_other:
             what = f"{args.out} is a run with other values ({'; '.join(differences)})"
             raise UsageError(f"{what}: pass another --out, with --resume {path} to start from its state")
-        if old.get("method") != config["method"]:
-            raise UsageError(f"{path} is a run of {old.get('method')}, not of {config['method']}")
         if resumes_other and len(records) >= args.epochs:
             raise UsageError(f"{path} has {len(records)} epochs already: pass more --epochs than that")
         load_state(path, saved, state, old.get("images") == config["images"])

@@ -184,8 +184,8 @@ V3_PATTERNS = dict(lr=1.2, warmup=1.0, momentum=[0.98, 1.0], hidden=512)
 
 def recipe(args):
     """Return the defaults, {name: value}, for args.dataset, args.variant, args.moco and args.arch."""
-    moco = args.moco or ("v3" if args.variant == "released" else "v2")
-    values = dict(RECIPES[args.dataset], moco=moco)
+    values = dict(RECIPES[args.dataset], moco="v3" if args.variant == "released" else "v2")
+    moco = args.moco or values["moco"]
     is_small = args.dataset in ("cifar10", "cifar100", "stl10")  # its images
     is_large = args.dataset in ("imagenet100", "imagenet", "folder")
     is_small_encoder = args.arch in ("resnet_micro", "resnet_mini")

@@ -100,15 +100,11 @@ def parse_args(argv=None):
     add("--momentum", type=common.fraction, nargs=2, default=[0.996, 1.0], help="momentum encoder's mu, first and last")
 
     add = parser.add_argument_group("schedule").add_argument
-    add(
-        "--epochs", type=common.positive_int, default=300, help="number of epochs"
-    )  # 4.1.2, whose "rest 260" after 10 does not add up
+    add("--epochs", type=common.positive_int, default=300, help="number of epochs")  # section 4.1.2
     add("--batch-size", type=common.positive_int, default=1024, help="images per step, over all processes")
-    add("--lr", type=common.positive_float, default=5e-4, help="peak learning rate per 256 images")  # 2e-3 for 1024
+    add("--lr", type=common.positive_float, default=2.5e-4, help="peak learning rate per 256 images")  # see ENCODERS
     add("--min-lr", type=common.nonnegative_float, default=2.5e-7, help="last --lr")  # released, 1e-6 for 1024
-    add(
-        "--warmup", type=common.nonnegative_float, default=10.0, help="epochs of warm-up, at most a quarter of --epochs"
-    )
+    add("--warmup", type=common.nonnegative_float, default=10.0, help="epochs of warm-up, at most a quarter of all")
     add("--weight-decay", type=weight, nargs=2, default=[0.04, 0.4], help="of AdamW, first and last")
 
     add = parser.add_argument_group("augmentation").add_argument
@@ -145,12 +141,12 @@ def parse_args(argv=None):
 
 # fmt: off
 CIFAR = dict(  # section 4.1.2; Table 10: crop_scale; released: min_lr, and ImageNet's --norm; ours: mix_slices
-    arch="vit_tiny", image_size=32, patch_size=2, epochs=800, warmup=100.0, batch_size=512, min_lr=5e-7, mix_slices=4,
-    crop_scale=[0.1, 1.0],
+    arch="vit_tiny", image_size=32, patch_size=2, epochs=800, warmup=100.0, batch_size=512, lr=5e-4, min_lr=5e-7,
+    mix_slices=4, crop_scale=[0.1, 1.0],
 )
 SMALL_ENCODER = dict(  # ours, for CPUs: small heads, few patches, weak views
     batch_size=64, weight_decay=[0.02, 0.2], patch_size=8, num_mix=2, mix_slices=1, hidden=512, dim=128, drop_path=0.0,
-    crop_scale=[0.3, 1.0], blur_p=[0.1, 0.1], momentum=[0.98, 1.0],
+    crop_scale=[0.3, 1.0], blur_p=[0.1, 0.1], momentum=[0.98, 1.0], min_lr=4e-6,
 )
 RECIPES = dict(  # what differs from the paper's values for ImageNet: section 4.1.2, Tables 9 and 10
     patterns=dict(SMALL_ENCODER, arch="vit_micro", image_size=32, epochs=50, warmup=1.0, lr=4e-3, norm="patterns"),
@@ -176,7 +172,9 @@ def recipe(args):
     arch = (args.arch or values["arch"]).removesuffix("_patch16_224")  # timm's own names, too
     if args.dataset == "folder" and arch == "vit_micro":
         values |= SMALL_ENCODER | dict(lr=8e-3)  # ours
-    elif args.dataset != "patterns":
+    elif args.dataset in ("cifar10", "cifar100", "stl10"):
+        values |= ENCODERS.get(arch, {})
+    elif args.dataset != "patterns" and arch != "vit_micro":
         values |= ENCODERS.get(arch, {})
     if args.variant == "released":
         values |= dict(num_mix=2, smoothing=0.1, mixed_view=2)  # D2, D1, D5
@@ -185,8 +183,10 @@ def recipe(args):
             values["num_heads"] = 12  # D3
         if arch == "vit_tiny":
             values["key_encoder"] = "query"  # D4
-        if args.dataset == "imagenet" and args.local_crops != 0:
-            values |= dict(local_crops=8, crop_scale=[0.35, 1.0])  # D6
+        if args.dataset == "imagenet":
+            values["local_crops"] = 8  # D6
+            if args.local_crops != 0:
+                values["crop_scale"] = [0.35, 1.0]
     return values
 
 

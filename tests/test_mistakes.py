@@ -110,7 +110,8 @@ def place(begun, tmp_path, monkeypatch):
 def test_mistakes(place, capsys, script, flags, name):
     usual = [*FLAGS, *([] if "--out" in flags else ["--out", "run"])] if script in METHODS else ["--device", "cpu"]
     if "--dataset" in flags:  # some recipes do not fit the other flags
-        usual += dict(clim=["--clim-start", "0"], logo=["--local-size", "16"]).get(script, [])
+        fitting = dict(clim=["--clim-start", "0"], logo=["--local-size", "16"], patchmix=["--num-mix", "1"])
+        usual += fitting.get(script, [])
     before = contents(place)
     assert name in refused(capsys, play, script, [*usual, *flags.split()])
     assert contents(place) == before
