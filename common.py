@@ -731,7 +731,7 @@ def load_weights(encoder, path, prefix=""):
 class CenterCrops(Dataset):
     """The images of a data set as an encoder takes them, uint8 (3, size, size).
 
-    An image of that size stays as it is. Of others the shorter side is resized to 256/224 of it, and the center cut.
+    An image of that size stays as it is. Of others, the shorter side is resized to 256/224 of it, and the center is cut.
     """
 
     def __init__(self, images, size, interpolation="bilinear"):
@@ -1107,12 +1107,7 @@ def add_run_arguments(parser):
     add("--seed", type=nonnegative_int, default=0, help="seed of all random numbers")
     add("--init", type=os.path.abspath, metavar="FILE", help="checkpoint to initialise the encoder from")
     add("--init-prefix", default="", metavar="PREFIX", help="prefix of the encoder's names in --init's file")
-    add(
-        "--out",
-        type=os.path.abspath,
-        metavar="DIR",
-        help="output folder, by default in runs/; an existing run is resumed",
-    )
+    add("--out", type=os.path.abspath, metavar="DIR", help="output folder; an existing run is resumed")
     add("--resume", metavar="FILE", help="last.pt of another run, to resume in a new --out")
     add("--keep-every", type=nonnegative_int, default=0, metavar="N", help="keep a checkpoint every N epochs; 0: none")
     add("--knn-every", type=nonnegative_int, default=10, metavar="N", help="kNN monitor every N epochs; 0: never")
@@ -1146,11 +1141,7 @@ def add_evaluation_arguments(parser):
     add("--image-size", type=positive_int, metavar="N", help="side of the images; 224 if not given")
     add("--patch-size", type=positive_int, metavar="N", help="of a ViT; 16 if not given")
     add("--num-heads", type=positive_int, metavar="N", help="of a ViT; timm's if not given")
-    add(
-        "--norm",
-        choices=NORMS,
-        help="data set whose mean and deviation normalise images; if not given, timm's of NAME.TAG",
-    )
+    add("--norm", choices=NORMS, help="whose mean and deviation normalise images; if not given, timm's of NAME.TAG")
 
 
 def parse_args(parser, argv, recipe):

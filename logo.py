@@ -104,9 +104,7 @@ def parse_args(argv=None):
     add("--one-way", action="store_true", help="one query per image, as in MoCo v2; with --local-crops 0")
     add("--l2l", action=argparse.BooleanOptionalAction, default=True, help="push local crops apart, by L_ll")
     add("--l2l-weighting", choices=("clip", "lambda"), default="clip", help="L_ll as a clipped step, or a term (D1)")
-    add(
-        "--clip-ratio", type=common.positive_float, default=0.015, help="largest share of the last gradient's norm (D1)"
-    )
+    add("--clip-ratio", type=common.positive_float, default=0.015, help="share of the last gradient's norm (D1)")
     add("--lam", type=common.positive_float, default=1e-4, help="lambda of Eq. 9")  # erceguder/LoGo's
     add("--affinity-form", choices=("logistic", "linear"), default="logistic", help="the affinity's objective (D1)")
     add("--affinity-lr", type=common.positive_float, help="if not given, 1e-4 for linear, or the peak of --lr")
@@ -135,13 +133,7 @@ def parse_args(argv=None):
     add("--weight-decay", type=common.nonnegative_float, default=1e-4, help="weight decay of SGD")
 
     add = parser.add_argument_group("augmentation").add_argument
-    add(
-        "--global-scale",
-        type=common.fraction,
-        nargs=2,
-        default=[0.4, 1.0],
-        help="area of a global crop (supplement, 1; Table 9)",
-    )
+    add("--global-scale", type=common.fraction, nargs=2, default=[0.4, 1.0], help="area of a global crop (Table 9)")
     add("--local-scale", type=common.fraction, nargs=2, default=[0.08, 0.4], help="area of a local crop (Table 8, D7)")
     add("--blur-p", type=common.fraction, default=0.5, help="probability of a Gaussian blur")
     add("--norm", choices=common.NORMS, default="imagenet", help="data set whose mean and deviation normalise views")

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from PIL import Image
 from test_features import Pictures, generator, slow_knn
-from tiny import play, refused, save_encoder, succeed
+from tiny import load, play, refused, save_encoder, succeed
 from torchvision.datasets import ImageFolder
 
 import common
@@ -145,7 +145,7 @@ def test_a_run_is_evaluated_on_the_images_it_was_trained_on(places, tmp_path, ca
 
 def test_a_backbone_of_an_earlier_version_is_evaluated(places, tmp_path, capsys):
     """It does not name its images."""
-    state, names = torch.load(places["VIT"] / "backbone.pt"), ("arch", "dataset", "data_dir", "images")
+    state, names = load(places["VIT"] / "backbone.pt"), ("arch", "dataset", "data_dir", "images")
     torch.save({name: value for name, value in state.items() if name not in names}, tmp_path / "backbone.pt")
     expected, flags = run(eval_knn, places["VIT"], "--k", 3), ["--dataset", "folder", "--data-dir", places["DATA"]]
     assert run(eval_knn, tmp_path, "--k", 3, *flags) == expected
