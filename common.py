@@ -416,11 +416,15 @@ def split_batch(batch_size, images, world, parts=1, flag="--batch-size"):
     the batch cannot be split over the processes into equal parts of at least two images.
     """
     if batch_size > images:
-        raise UsageError(f"--batch-size {batch_size} is larger than the training set, {images} images")
+        raise UsageError(
+            f"--batch-size {batch_size} is larger than the training set, {images} images: pass a smaller one"
+        )
     total = max(parts, world)
     if total % world or batch_size % total or batch_size < 2 * total:
-        what = f"{total} equal parts of at least two images ({flag}, {world} processes)"
-        raise UsageError(f"--batch-size {batch_size} cannot be split into {what}")
+        need = f"a multiple of {total}, and at least {2 * total} ({flag}, {world} processes)"
+        raise UsageError(
+            f"--batch-size {batch_size} cannot be split into equal parts of two images or more: pass {need}"
+        )
     return total // world
 
 
@@ -731,7 +735,7 @@ def load_weights(encoder, path, prefix=""):
 class CenterCrops(Dataset):
     """The images of a data set as an encoder takes them, uint8 (3, size, size).
 
-    An image of that size stays as it is. Of others, the shorter side is resized to 256/224 of it, and the center is cut.
+    An image of that size stays as it is. Of others, the shorter side is resized to 256/224 of it and the center is cut.
     """
 
     def __init__(self, images, size, interpolation="bilinear"):
@@ -1056,7 +1060,7 @@ def log_values(title, values):
 def log_record(title, record, names=()):
     """Print the figures of an epoch's record that have one of the names, and its scores, after a title."""
     scores = [name for name in record if re.fullmatch(r"(knn\d+|linear|finetune)_(top1|top5|per_class)", name)]
-    log(f"{title}  " + "  ".join(f"{name} {shown(record[name])}" for name in [*names, *scores]))
+    log("  ".join([title, *(f"{name} {shown(record[name])}" for name in [*names, *scores])]))
 
 
 def log_end(out, record, images):

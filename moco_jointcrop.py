@@ -26,8 +26,8 @@ The baseline is MoCo, which is exactly `--joint none` (v1 with ContrastiveCrop's
     two areas, each drawn on its own        | two areas whose ratio is drawn first            | JointCrop
     each view is blurred or not on its own  | one draw for both, and sigmas by the same rule  | draw_sigmas
 
-In another project, torchvision, sample_joint and joint_from_uniform are enough. Three lines are JointCrop, and three
-more are JointBlur:
+In another project, sample_joint, joint_from_uniform and torchvision (RandomResizedCrop of transforms; gaussian_blur and
+resized_crop of transforms.functional) are enough. Three lines are JointCrop, and three more are JointBlur:
 
     areas = torch.cat(sample_joint(1, 0.2, 1.0, beta=0.0)).tolist()
     boxes = [RandomResizedCrop.get_params(image, scale=[area, area], ratio=[3 / 4, 4 / 3]) for area in areas]
