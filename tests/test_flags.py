@@ -187,10 +187,10 @@ def trained(method, *flags):
 def test_every_flag_acts_or_is_refused(method, module, name, few_patterns, capsys):
     """Changed, it changes the loss or the weights within two steps."""
     form = [*FORM.get(method, ()), *SHOWS.get(f"{method} {name}", "").split()]
-    if name in NEEDS[method]:
+    if name in NEEDS.get(method, {}):
         change = another(method, name, getattr(module.parse_args([*TINY, *form]), name))
         assert f"{change[0]} has no effect" in refused(capsys, module.parse_args, [*TINY, *form, *change])
-        form += NEEDS[method][name].split()
+        form += NEEDS.get(method, {})[name].split()
     value = getattr(module.parse_args([*TINY, *form]), name)
     change = another(method, name, value)
     assert getattr(module.parse_args([*TINY, *form, *change]), name) != value
@@ -214,7 +214,9 @@ REFUSED = {  # what a flag, the last one, has no effect with
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("method, flags", [(m, flags) for m in METHODS for flags in [*REFUSED[m], "--init-prefix x."]])
+@pytest.mark.parametrize(
+    "method, flags", [(m, flags) for m in METHODS for flags in [*REFUSED.get(m, []), "--init-prefix x."]]
+)
 def test_a_flag_without_effect_is_refused(method, module, flags, capsys):
     (flag,) = re.findall(r"--\S+", flags)[-1:]
     assert f"{flag} has no effect" in refused(capsys, module.parse_args, flags.split())

@@ -103,7 +103,8 @@ def mean_corner_distance(beta, offset, n=100_000):
     return np.hypot(*(one - two)[:, :2].T).mean()
 
 
-@pytest.mark.parametrize("every", [8, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("every", [8, 1])
 def test_figure7_corner_distances(every):
     assert mean_corner_distance(None, 0.0) == pytest.approx(45.97, abs=0.3)  # RandomCrop
     for i in range(0, len(FIGURE7), every):
