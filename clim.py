@@ -465,7 +465,8 @@ class CLIM(nn.Module):
     """MoCo v2's query encoder, momentum encoder and queue, with mixed queries, keys of positives and several sizes.
 
     Copy it with clim_loss, info_nce, resize, Queue, gather, shard and encode_shuffled_keys. On one process, also apply
-    `convert_split_batchnorm`: without groups of batch norm, ShuffleBN has no effect.
+    `convert_split_batchnorm` (with SplitBatchNorm): without groups of batch norm, ShuffleBN has no effect. On several
+    processes wrap the model in DistributedDataParallel, which also makes its weights and queue equal.
     backbone: (n, 3, H, W) -> (n, width). sizes: those at which views are encoded, the largest first. dim: of queries
     and keys. queue: number of negatives. temperature: tau.
     """

@@ -432,7 +432,7 @@ def split_batch(batch_size, images, world, parts=1, flag="--batch-size"):
 # These functions take a batch of float images in [0, 1], (n, 3, H, W), on any device, and do not change it in place.
 # They do what torchvision's transforms of the same names do, but each image has random numbers of its own. `rows` are
 # the images that change. They are drawn on the CPU, which then need not wait for the GPU. To copy color_jitter, copy
-# the adjust_* functions, too.
+# the adjust_* functions and the import of rgb_to_grayscale, too.
 
 
 def color_jitter(x, brightness, contrast, saturation, hue, p=1.0):
@@ -518,7 +518,7 @@ def gaussian_blur(x, sigma, p=1.0):
     y = F.pad(x[rows].flatten(0, 1)[None], (reach,) * 4, mode="reflect")
     y = F.conv2d(y, kernel[:, None, :, None], groups=len(kernel))
     y = F.conv2d(y, kernel[:, None, None, :], groups=len(kernel))
-    return x.index_copy(0, rows, y.view(len(rows), *x.shape[1:]))
+    return x.index_copy(0, rows, y.view(len(rows), *x.shape[1:]).to(x.dtype))
 
 
 def normalize(x, mean, std):

@@ -253,8 +253,9 @@ def combine(global_terms, local_terms, reduction="mean"):
 class Affinity(nn.Module):
     """The learned affinity of local crops: two (N, dim) -> scores (N,), high for two crops of one image.
 
-    To copy LoGo, copy it with affinity_loss, local_dissimilarity, combine, descend, GatherWithGradient, gather, shard
-    and the lines of Algorithm 1 in main.
+    Its initial weights must be the same on all processes. To copy LoGo, copy it with compared_views, affinity_loss,
+    local_dissimilarity, combine, descend, GatherWithGradient, gather, shard, and the blocks "LoGo" and "Algorithm 1" of
+    main.
     """
 
     def __init__(self, dim, hidden=256):
@@ -373,8 +374,9 @@ def compared_views(pairs="logo", local_crops=2, one_way=False):
 class MoCo(nn.Module):
     """MoCo v2's query encoder, momentum encoder and queue, with global and local views.
 
-    Copy it with info_nce, combine, Queue, gather, shard and encode_shuffled_keys. On one process, also apply
-    `convert_split_batchnorm`: without groups of batch norm, ShuffleBN has no effect.
+    Copy it with compared_views, info_nce, combine, Queue, gather, shard and encode_shuffled_keys. On one process, also
+    apply `convert_split_batchnorm` (with SplitBatchNorm): without groups of batch norm, ShuffleBN has no effect. On
+    several processes wrap the model in DistributedDataParallel, which also makes its weights and queue equal.
     backbone: (n, 3, H, W) -> (n, width). pairs: see `compared_views`. dim: of queries and keys. queue: number of
     negatives. temperature: tau. reduction: see `combine`.
     """

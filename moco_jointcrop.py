@@ -456,7 +456,8 @@ class MoCo(MoCoBase):
     """MoCo v2's query encoder, momentum encoder and queue. With a projector of one layer it is MoCo v1.
 
     Copy it with MoCoBase, info_nce, Queue, gather, shard and encode_shuffled_keys. On one process, also apply
-    `convert_split_batchnorm`: without groups of batch norm, ShuffleBN has no effect.
+    `convert_split_batchnorm` (with SplitBatchNorm): without groups of batch norm, ShuffleBN has no effect. On several
+    processes wrap the model in DistributedDataParallel, which also makes its weights and queue equal.
     backbone: (n, 3, H, W) -> (n, width). layers: of the projector, 1 or 2. dim: of queries and keys. queue: number of
     negatives. temperature: of the loss.
     """
