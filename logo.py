@@ -546,7 +546,7 @@ def main(args, train=None, test=None):
     state = dict(model=model, optimizer=optimizer, affinity=affinity, affinity_optimizer=affinity_optimizer)
     state |= dict(l2l_optimizer=l2l_optimizer, previous_norm=previous_norm)
     info |= dict(method="logo", encoder="query", dataset=args.dataset, data_dir=args.data_dir, images=config["images"])
-    derived |= dict(peak_lr=peak_lr, affinity_lr=affinity_lr if args.l2l else None, bf16=amp)
+    derived |= dict(peak_lr=peak_lr, lr_of_affinity=affinity_lr if args.l2l else None, bf16=amp)
     records = common.open_run(args, config, state, derived)  # one per epoch that is done
     save = functools.partial(common.save_run, args.out, config, info, state, records, args.keep_every)
     if args.compile:
