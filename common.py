@@ -430,8 +430,8 @@ def split_batch(batch_size, images, world, parts=1, flag="--batch-size"):
 
 # ============================================================== 2. augmentation
 # These functions take a batch of float images in [0, 1], (n, 3, H, W), on any device, and do not change it in place.
-# They do what torchvision's transforms of the same names do, but each image has random numbers of its own. `rows` are
-# the images that change. They are drawn on the CPU, which then need not wait for the GPU. To copy color_jitter, copy
+# They do what torchvision's transforms of the same names do, but each image has random numbers of its own. Images to change
+# are drawn on the CPU, which then need not wait for the GPU. To copy color_jitter, copy
 # the adjust_* functions and the import of rgb_to_grayscale, too.
 
 
@@ -442,17 +442,14 @@ def color_jitter(x, brightness, contrast, saturation, hue, p=1.0):
     The hue is rotated by up to `hue` turns in both directions. The order of the four is random, and the same for a
     batch, as in kornia; torchvision's ColorJitter, which takes one image, draws it per image.
     """
-    rows = (torch.rand(len(x)) < p).nonzero().flatten().to(x.device, non_blocking=True)
+    rows = (torch.rand(len(x)) < p).nonzero().flatten()
+    changes = (adjust_brightness, adjust_contrast, adjust_saturation, adjust_hue)
+    ranges = [(max(0, 1 - v), 1 + v) for v in (brightness, contrast, saturation)] + [(-hue, hue)]
+    factors = torch.stack([torch.empty(len(rows), 1, 1, 1).uniform_(low, high) for low, high in ranges])
+    rows, factors = rows.to(x.device, non_blocking=True), factors.to(x.device, x.dtype, non_blocking=True)
     y = x[rows]
-    changes = [
-        (adjust_brightness, max(0, 1 - brightness), 1 + brightness),
-        (adjust_contrast, max(0, 1 - contrast), 1 + contrast),
-        (adjust_saturation, max(0, 1 - saturation), 1 + saturation),
-        (adjust_hue, -hue, hue),
-    ]
     for i in torch.randperm(len(changes)).tolist():
-        adjust, low, high = changes[i]
-        y = adjust(y, y.new_empty(len(y), 1, 1, 1).uniform_(low, high))
+        y = changes[i](y, factors[i])
     return x.index_copy(0, rows, y)
 
 
@@ -475,9 +472,9 @@ def adjust_hue(x, factor):
     chroma = value - x.amin(1, keepdim=True)
     safe = chroma.clamp_min(1e-8)
     sixths = torch.where(value == r, (g - b) / safe, torch.where(value == g, 2 + (b - r) / safe, 4 + (r - g) / safe))
-    turns = sixths / 6 + factor + 1  # + 1: not negative
     # A channel is value - chroma * clamp(min(k, 4 - k), 0, 1), where k = (offset + sixths of a turn) mod 6
-    k = torch.cat([turns + offset / 6 for offset in (5, 3, 1)], dim=1).frac_().mul_(6)
+    offsets = torch.tensor([5.0, 3.0, 1.0], dtype=x.dtype).view(1, 3, 1, 1) + 6  # + 6: not negative
+    k = (sixths / 6 + factor + (offsets / 6).to(x.device, non_blocking=True)).frac_().mul_(6)
     return value - chroma * torch.minimum(k, 4 - k).clamp_(0, 1)
 
 
@@ -489,15 +486,14 @@ def grayscale(x, p):
 
 def solarize(x, p, threshold=0.5):
     """Invert the values of each image that reach a threshold, with probability p."""
-    rows = (torch.rand(len(x)) < p).nonzero().flatten().to(x.device, non_blocking=True)
-    y = x[rows]
-    return x.index_copy(0, rows, torch.where(y >= threshold, 1 - y, y))
+    changes = (torch.rand(len(x), 1, 1, 1) < p).to(x.device, non_blocking=True)
+    return torch.where(changes & (x >= threshold), 1 - x, x)
 
 
 def horizontal_flip(x, p=0.5):
     """Flip each image with probability p."""
-    rows = (torch.rand(len(x)) < p).nonzero().flatten().to(x.device, non_blocking=True)
-    return x.index_copy(0, rows, x[rows].flip(-1))
+    changes = (torch.rand(len(x), 1, 1, 1) < p).to(x.device, non_blocking=True)
+    return torch.where(changes, x.flip(-1), x)
 
 
 def gaussian_blur(x, sigma, p=1.0):
@@ -523,7 +519,7 @@ def gaussian_blur(x, sigma, p=1.0):
 
 def normalize(x, mean, std):
     """Subtract the mean and divide by the standard deviation, each three numbers."""
-    mean, std = (torch.tensor(v, dtype=x.dtype).view(3, 1, 1).to(x.device, non_blocking=True) for v in (mean, std))
+    mean, std = torch.tensor([mean, std], dtype=x.dtype).view(2, 3, 1, 1).to(x.device, non_blocking=True)
     return (x - mean) / std  # torchvision's function would make the CPU wait for the GPU
 
 

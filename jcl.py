@@ -197,7 +197,7 @@ def info_nce(q, k, queue, temperature):
 
 def augment(x, args):
     """Flip and color crops as MoCo v2 does (App. C): uint8 (n, 3, S, S) -> normalised float (n, 3, S, S)."""
-    x = common.horizontal_flip(x.float() / 255, p=0.5)
+    x = common.horizontal_flip(x / 255, p=0.5)
     x = common.color_jitter(x, 0.4, 0.4, 0.4, 0.1, p=0.8)
     x = common.grayscale(x, p=0.2)
     x = common.gaussian_blur(x, sigma=(0.1, 2.0), p=args.blur_p)

@@ -394,7 +394,7 @@ def augment(x, args, view, sigma):
     view: index of the view; v3 solarizes view 1. sigma: (n,) of `draw_sigmas`; where it is 0, an image is not blurred.
     """
     v3 = args.moco == "v3"
-    x = common.horizontal_flip(x.float() / 255, p=0.5)
+    x = common.horizontal_flip(x / 255, p=0.5)
     x = common.color_jitter(x, 0.4, 0.4, 0.2 if v3 else 0.4, 0.1, p=0.8)
     x = common.grayscale(x, p=0.2)
     x = common.gaussian_blur(x, sigma, p=(sigma > 0).float())

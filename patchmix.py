@@ -286,7 +286,7 @@ def augment(x, args, view):
     view: 0 for the paper's view 1, T_1; 1 for its view 2, T_2; 2 or more for local crops (D6).
     """
     blur_p = args.blur_p[view] if view < 2 else 0.5
-    x = common.horizontal_flip(x.float() / 255, p=0.5)
+    x = common.horizontal_flip(x / 255, p=0.5)
     x = common.color_jitter(x, 0.4, 0.4, 0.2, 0.1, p=0.8)
     x = common.grayscale(x, p=0.2)
     x = common.gaussian_blur(x, sigma=(0.1, 2.0), p=blur_p)
