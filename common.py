@@ -430,9 +430,9 @@ def split_batch(batch_size, images, world, parts=1, flag="--batch-size"):
 
 # ============================================================== 2. augmentation
 # These functions take a batch of float images in [0, 1], (n, 3, H, W), on any device, and do not change it in place.
-# They do what torchvision's transforms of the same names do, but each image has random numbers of its own. Images to change
-# are drawn on the CPU, which then need not wait for the GPU. To copy color_jitter, copy
-# the adjust_* functions and the import of rgb_to_grayscale, too.
+# They do what torchvision's transforms of the same names do, but each image has random numbers of its own. These are
+# drawn on the CPU, which then need not wait for the GPU. To copy color_jitter, copy the adjust_* functions and the
+# import of rgb_to_grayscale, too.
 
 
 def color_jitter(x, brightness, contrast, saturation, hue, p=1.0):
