@@ -1283,7 +1283,8 @@ def open_run(args, config, state, derived):
             log(f"resumed from {path}, after epoch {len(records)}" + "".join(f"; {text}" for text in differences))
         if saved.get("processes") != derived["processes"]:
             log(f"processes: {saved.get('processes')} before, {derived['processes']} now, so random numbers differ")
-    if any(other != (config, len(records)) for other in from_all((config, len(records)))):
+    view = config, str(args.out), len(records)
+    if any(other != view for other in from_all(view)):
         raise UsageError("the processes differ in flags, images or epoch: --out and --data-dir must be on shared disks")
     if len(records) < args.epochs:
         text = json.dumps(vars(args) | config | derived, indent=1, default=str)
