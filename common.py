@@ -153,7 +153,7 @@ def fingerprint(dataset):
         digest.update(b"\0".join(dataset.names.tolist()))
         contents = [Path(dataset.path(row)).read_bytes() for row in rows]
     elif getattr(dataset, "is_generated", False):  # CPUs round differently
-        contents = [str(dataset.images.shape).encode()]
+        contents = [str((*dataset.images[0].size, len(dataset))).encode()]
     else:
         contents = [np.asarray(dataset[row][0]).tobytes() for row in rows]
     for content in contents:
@@ -362,16 +362,17 @@ class Patterns(Dataset):
     def __init__(self, count, size, seed):
         rng = np.random.default_rng(seed)
         self.targets = rng.permutation(np.arange(count) % len(PATTERNS))
-        self.images = np.empty((count, size, size, 3), np.uint8)
+        images = np.empty((count, size, size, 3), np.uint8)
         for label, pattern in enumerate(PATTERNS.values()):
             rows = np.flatnonzero(self.targets == label)
-            self.images[rows] = draw_patterns(pattern, len(rows), size, rng)
+            images[rows] = draw_patterns(pattern, len(rows), size, rng)
+        self.images = [Image.fromarray(image) for image in images]
 
     def __len__(self):
         return len(self.images)
 
     def __getitem__(self, index):
-        return Image.fromarray(self.images[index]), int(self.targets[index])
+        return self.images[index], int(self.targets[index])
 
 
 class Views(Dataset):
@@ -470,8 +471,8 @@ def adjust_hue(x, factor):
     r, g, b = x.split(1, dim=1)
     value = x.amax(1, keepdim=True)
     chroma = value - x.amin(1, keepdim=True)
-    safe = chroma.clamp_min(1e-8)
-    sixths = torch.where(value == r, (g - b) / safe, torch.where(value == g, 2 + (b - r) / safe, 4 + (r - g) / safe))
+    sixths = torch.where(value == g, 2 * chroma + b - r, 4 * chroma + r - g)
+    sixths = torch.where(value == r, g - b, sixths) / chroma.clamp_min(1e-8)
     # A channel is value - chroma * clamp(min(k, 4 - k), 0, 1), where k = (offset + sixths of a turn) mod 6
     offsets = torch.tensor([5.0, 3.0, 1.0], dtype=x.dtype).view(1, 3, 1, 1) + 6  # + 6: not negative
     k = (sixths / 6 + factor + (offsets / 6).to(x.device, non_blocking=True)).frac_().mul_(6)
