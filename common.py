@@ -295,7 +295,8 @@ def open_data(name, root=None, image_size=32, train=None, test=None):
     if getattr(train, "is_generated", False):
         log(DEMO)
     if not have_labels(train, test):
-        log("no kNN in this training: it needs training and test images of the same classes")
+        reason = "there are no test images" if test is None else "training and test images need the same classes"
+        log(f"no kNN in this training: {reason}")
         test = None
     return train, test
 
@@ -635,7 +636,7 @@ def create_backbone(arch, image_size, patch_size=16, norm="imagenet", zero_init=
 def load_checkpoint(path):
     """Load a checkpoint of tensors and plain data to the CPU. Raises UsageError if that fails."""
     if not os.path.isfile(path):
-        raise UsageError(f"there is no file {path}")
+        raise UsageError(f"{path} is not a file" if os.path.exists(path) else f"{path} does not exist")
     try:
         if str(path).endswith(".safetensors"):
             return timm.models.load_state_dict(path)
@@ -1133,7 +1134,7 @@ def add_evaluation_arguments(parser):
     add("--dataset", choices=DATASETS, help="data set; if not given, the one that the encoder was trained on")
     add("--data-dir", type=os.path.abspath, metavar="DIR", help="its folder; if not given, where the training had it")
     add("--encoder", choices=("query", "momentum"), help="if not given, the one that the method's authors evaluate")
-    add("--no-baselines", dest="baselines", action="store_false", help="skip raw pixels and the untrained encoder")
+    add("--no-baselines", action="store_true", help="skip raw pixels and the untrained encoder")
     add("--seed", type=nonnegative_int, default=0, help="seed of all random numbers")
     add_device_arguments(add)
     add = parser.add_argument_group("the encoder in a third-party FILE").add_argument

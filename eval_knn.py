@@ -55,7 +55,7 @@ def main(args, train=None, test=None):
     protocol = f"{common.protocol(info, train, test or [])}\nkNN: votes exp(cosine similarity / {args.temperature})"
     common.log(protocol)
     encoders = {"encoder": encoder}
-    if args.baselines:
+    if not args.no_baselines:
         encoders |= common.baselines(info, args.seed, len(train))
     amp = args.amp == "auto" and device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
     options = dict(batch_size=args.batch_size, workers=args.workers, amp=amp)

@@ -130,7 +130,7 @@ def parse_args(argv=None):
     add("--label-files", metavar="FILE", help="list of the training images to use: file names, or paths in train/")
 
     unset = dict(argument_default=argparse.SUPPRESS)  # the defaults are the recipe's
-    add = parser.add_argument_group("training (defaults: the protocol's)", **unset).add_argument
+    add = parser.add_argument_group("training (defaults: the protocol's, printed at its start)", **unset).add_argument
     add("--epochs", type=common.positive_int, help="number of epochs")
     add("--batch-size", type=common.positive_int, help="images per step, over all processes")
     add("--lr", type=common.positive_float, help="peak learning rate per 256 images")
@@ -159,7 +159,7 @@ def parse_args(argv=None):
     if args.finetune and args.protocol not in (None, *FINETUNE):
         parser.error(f"--finetune needs --protocol patchmix or clim, not {args.protocol}")
     trained = args.finetune or args.protocol not in (None, "probe")
-    if trained and (args.solver == "lbfgs" or not args.baselines):
+    if trained and (args.solver == "lbfgs" or args.no_baselines):
         parser.error("--solver lbfgs and --no-baselines need --protocol probe")
     names = FINETUNE["clim"] if args.finetune else MOCO if trained else LBFGS if args.solver == "lbfgs" else PROBE
     for name in PROBE | LBFGS | FINETUNE["clim"]:
@@ -439,7 +439,7 @@ def evaluate_features(args, device, encoder, info, train, val, test):
     flag, metric = ("--strengths", args.metric) if lbfgs else ("--lrs", "top1")
     common.log(f"{len(check) or len(y)} images choose one of {flag} by {metric}; then all {len(y)} are fitted")
     encoders = {"encoder": encoder}
-    if args.baselines:
+    if not args.no_baselines:
         encoders |= common.baselines(info, args.seed, len(train))
     if lbfgs:
         encoders.pop("raw pixels", None)  # with thousands of numbers per image it takes minutes to hours
