@@ -1,11 +1,13 @@
-"""The runs behind the tables, and the tables."""
+"""The runs behind the tables, the tables, and the pictures."""
 
 import importlib
 import re
 
+import numpy as np
 import pytest
 import results
 from conftest import ROOT
+from PIL import Image
 
 
 @pytest.mark.parametrize("arm", results.ARMS)
@@ -20,13 +22,12 @@ def test_runs(arm):
         assert record["epochs"][-1]["epoch"] == args.epochs
 
 
-@pytest.mark.parametrize("page", results.PAGES, ids=lambda p: str(p.relative_to(ROOT)))
-def test_tables(page):
+def test_tables():
     """The tables are what tests/tools/results.py makes of tests/results/*.json, and none is empty."""
-    text = page.read_text()
+    text = results.PAGE.read_text()
     assert results.with_tables(text) == text
     rows = re.findall(r"<!-- tests/tools/results.py: .* -->\n\| .*\n\| ---.*\n(\| .*)", text)
-    assert len(rows) == text.count("<!-- tests/tools/results.py: ")
+    assert len(rows) == len(results.TABLES)
 
 
 def test_gain_is_paired(tmp_path, monkeypatch):
@@ -36,3 +37,16 @@ def test_gain_is_paired(tmp_path, monkeypatch):
         results.keep(arm, {seed: dict(epochs=[dict(knn20_top1=v)], linear_top1=2 * v) for seed, v in values.items()})
     assert results.gains("jcl", "moco") == [[2, 4], [4, 8]]
     assert results.spread([2, 4], "+") == "+3.0 ± 1.4"
+
+
+@pytest.mark.slow
+def test_pictures_that_explain(tmp_path):
+    """The six figures of README are drawn anew as they are kept."""
+    pytest.importorskip("matplotlib")
+    import figures
+
+    figures.explain(tmp_path)
+    for name in figures.FIGURES:
+        files = tmp_path / f"{name}.png", ROOT / ".github" / f"{name}.png"
+        new, old = (np.asarray(Image.open(file).convert("RGB")).astype(int) for file in files)
+        assert new.shape == old.shape and np.abs(new - old).mean() < 5, name

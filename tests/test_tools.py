@@ -1,4 +1,4 @@
-"""The tools that other pages or users rely on; test_figures, test_results, test_device, test_readme have the others."""
+"""The tools that other pages or users rely on; test_results, test_device and test_readme have the others."""
 
 import subprocess
 import sys

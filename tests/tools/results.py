@@ -2,8 +2,7 @@
 
     python tests/tools/results.py train --data-dir DIR [--arms jcl clim] [--seeds 0 1]
     python tests/tools/results.py baselines --data-dir DIR         raw pixels, and untrained encoders
-    python tests/tools/results.py mechanisms --data-dir DIR        what the losses do, in all runs
-    python tests/tools/results.py readme                           write the tables into the pages
+    python tests/tools/results.py readme                           write the tables into tests/results/README.md
     python tests/tools/results.py curves                           draw the learning curves (needs matplotlib)
 
 The protocol (tests/results/README.md) was written down before the first run. `train` makes the runs that are missing,
@@ -21,16 +20,11 @@ from pathlib import Path
 
 import numpy as np
 import torch
-import torch.nn.functional as F
-from torchvision.transforms import v2
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
-import clim  # noqa: E402
 import common  # noqa: E402
 import eval_linear  # noqa: E402
-import jcl  # noqa: E402
-import logo  # noqa: E402
 
 KEPT, RUNS = ROOT / "tests" / "results", ROOT / "runs" / "results"
 CPU = torch.device("cpu")
@@ -44,13 +38,13 @@ ARMS = {  # name: how tables call it, its script with flags
     "jointblur": ("J-Blur(0)", "moco_jointcrop.py --joint blur"),
     "moco-symmetric": ("MoCo, both views as queries", "logo.py --local-crops 0"),
     "logo-moco": ("LoGo on MoCo", "logo.py"),
+    "logo-moco-no-l2l": ("LoGo on MoCo, no local-to-local", "logo.py --no-l2l"),
     "patchmix-1": ("PatchMix, M = 1", "patchmix.py --num-mix 1"),
     "patchmix-3": ("PatchMix, M = 3", "patchmix.py --num-mix 3"),
     "simsiam": ("SimSiam", "logo.py --base simsiam --local-crops 0"),
     "logo-simsiam": ("LoGo on SimSiam", "logo.py --base simsiam"),
     "moco-twice": ("MoCo v2, 100 epochs", "moco_jointcrop.py --joint none"),
     "moco-half-more": ("MoCo v2, 75 epochs", "moco_jointcrop.py --joint none"),
-    "logo-moco-no-l2l": ("LoGo on MoCo, no local-to-local", "logo.py --no-l2l"),
     "mocov3": ("MoCo v3", "patchmix.py --num-mix 1 --terms oto,mto"),
     "patchmix-released": ("PatchMix, M = 3, released", "patchmix.py --num-mix 3 --variant released"),
 }
@@ -63,30 +57,20 @@ CURVES = {  # the panels of the picture; these arms are trained by default
     "PatchMix": ["patchmix-1", "patchmix-3"],
 }
 
-CLAIMS = (  # an arm, the one that it is to beat, its time over that one's; for README, the paper's own numbers
-    ("jointcrop", "moco", "1", "ImageNet-1K linear, MoCo v1: 57.3 → 60.9"),
-    ("jointblur", "moco", "1", "the same: 57.3 → 60.6"),
-    ("jcl", "moco", "2", "ImageNet-1K linear: 67.5 → 68.7"),
-    ("jcl", "moco-twice", "1", None),
-    ("clim", "moco", "1.5", "ImageNet-1K linear, one size: 67.5 → 70.1"),
-    ("clim", "moco-half-more", "1", None),
-    ("logo-moco", "moco-symmetric", "2.5", "ImageNet-100 kNN, ResNet-34, over MoCo: 64.2 → 76.8"),
-    ("logo-moco-no-l2l", "moco-symmetric", "1.8", None),
-    ("logo-simsiam", "simsiam", "2.5", "ImageNet-100 kNN, ResNet-34: 71.7 → 78.5"),
-    ("patchmix-3", "patchmix-1", "1", "CIFAR-10 kNN, ViT-S/2: 88.2 → 94.6"),
-    ("patchmix-released", "mocov3", "1.1", None),
+CLAIMS = (  # an arm, the one that it is to beat, its time over that one's
+    ("jointcrop", "moco", "1"),
+    ("jointblur", "moco", "1"),
+    ("jcl", "moco", "2"),
+    ("jcl", "moco-twice", "1"),
+    ("clim", "moco", "1.5"),
+    ("clim", "moco-half-more", "1"),
+    ("logo-moco", "moco-symmetric", "2.5"),
+    ("logo-moco-no-l2l", "moco-symmetric", "1.8"),
+    ("logo-simsiam", "simsiam", "2.5"),
+    ("patchmix-3", "patchmix-1", "1"),
+    ("patchmix-released", "mocov3", "1.1"),
 )
 NOISE = 0.5  # points by which 10,000 test images alone let an accuracy err
-
-LOGO = ("moco-symmetric", "logo-moco", "logo-moco-no-l2l", "simsiam", "logo-simsiam")
-ANALYSES = {  # the tables of analyse, and the arms that each is about
-    "JCL": ("moco", "jcl"),
-    "CLIM": ("moco", "clim"),
-    "JointCrop": ("moco", "jointcrop", "clim", *LOGO),
-    "LoGo": LOGO,
-    "affinity": ("logo-moco", "logo-simsiam"),
-    "PatchMix": ("patchmix-1", "patchmix-3"),
-}
 
 
 def command(arm, seed):
@@ -153,169 +137,6 @@ def baselines(args):
     keep("baselines", found)
 
 
-# ------------------------------------------- what the papers say of features
-
-
-def view_similarity(features):
-    """Mean cosine of all views x views of an image, self-pairs included (JCL, App. E): (n, views, d) -> (n,).
-
-    With the mean mu of the L2-normalised features it is |mu|^2. So it tells their variance, too: it is 1 - |mu|^2.
-    """
-    return F.normalize(features.double(), dim=2).mean(1).square().sum(1)
-
-
-@torch.no_grad()
-def view_features(encoder, crop, color, images, index, count):
-    """Return the features of `count` random views of each image of an index: (n, count, d) float32.
-
-    crop: PIL image -> PIL image. color: uint8 (n, 3, S, S) -> normalised float. The same numbers are drawn each time.
-    """
-    views, found = common.Views(images, [crop] * count), []
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        for rows in torch.as_tensor(index).split(max(1, 256 // count)):
-            x = color(torch.stack([view for i in rows.tolist() for view in views[i][0]]))
-            found.append(encoder(x).flatten(1).unflatten(0, (-1, count)))
-    return torch.cat(found)
-
-
-def moco_views(info):
-    """Return (crop, color) of `view_features`, by which JCL makes MoCo v2's views of CIFAR-10, for an encoder."""
-    args = jcl.parse_args(["--dataset", "cifar10", "--arch", RESNET])
-    args.norm = next(name for name, (mean, _) in common.NORMS.items() if list(mean) == list(info["mean"]))
-    return only_crops(info, *args.crop_scale)[0], functools.partial(jcl.augment, args=args)
-
-
-def only_crops(info, low, high):
-    """Return (crop, color) of `view_features`: crops of an area from low to high, with flips and without color."""
-    interpolation = v2.InterpolationMode(info["interpolation"])
-    crop = v2.RandomResizedCrop(info["image_size"], (low, high), interpolation=interpolation)
-    return crop, lambda x: common.normalize(common.horizontal_flip(x / 255), info["mean"], info["std"])
-
-
-def trained(run):
-    """(the model of a run of a queue method or of logo.py, its configuration, all of its last.pt)."""
-    state = common.load_checkpoint(Path(run) / "last.pt")
-    info, args = state["backbone"], argparse.Namespace(**state["config"])
-    backbone, pairs = common.build_backbone(info), logo.compared_views()
-    width = common.feature_width(backbone, info["image_size"])
-    if getattr(args, "base", "moco") == "simsiam":
-        model = logo.SimSiam(backbone, width, pairs, args.dim, args.layers, args.hidden)
-    else:  # the queue methods' models have the same parts
-        model = logo.MoCo(backbone, width, pairs, args.dim, args.queue)
-    model.load_state_dict(state["model"])
-    return model, args, state
-
-
-def choose(run, images, selection):
-    """CLIM's table of positives, (N, 10), by the momentum encoder of a run of a queue method."""
-    model, config, state = trained(run)
-    flags = ["--dataset", config.dataset, "--arch", config.arch, "--selection", selection, "--workers", "0"]
-    torch.manual_seed(0)
-    return clim.choose_positives(clim.parse_args(flags), model, images, state["backbone"], CPU)
-
-
-def class_similarity(features, labels):
-    """Mean cosine of pairs of a class, averaged over the classes (CLIM, Table 10): features (N, d), labels (N,)."""
-    x = F.normalize(features.double(), dim=1)
-    classes = F.one_hot(labels).T.double()  # (classes, N)
-    sums, n = (classes @ x).square().sum(1), classes.sum(1)
-    return ((sums - n) / (n * (n - 1))).mean().item()  # the self-pairs are left out
-
-
-def crop_similarity(crops):
-    """Mean cosine of two crops of one image, and of two images: crops (n, 2, d)."""
-    a, b = F.normalize(crops.double(), dim=2).unbind(1)
-    table, n = a @ b.T, len(a)
-    return (table.trace() / n).item(), ((table.sum() - table.trace()) / (n * (n - 1))).item()
-
-
-@torch.no_grad()
-def affinity_ranking(affinity, local1, local2):
-    """How well LoGo's affinity ranks pairs of local crops: {how they were scored: share of couples ranked rightly}.
-
-    local1, local2: (N, d), L2-normalised, row by row of the same image. In the second half of the images the other
-    local is rolled by one, which makes pairs of two images. A couple is a pair of one image and a pair of two images.
-    It is ranked rightly if the first scores higher. The affinity is in training mode: its batch norm sees the batch.
-    """
-    half = len(local1) // 2
-    one, two = (local1[:half], local2[:half]), (local1[half:], local2[half:].roll(1, 0))
-    together = affinity(*(torch.cat(pair) for pair in zip(one, two, strict=True)))
-    scores = {
-        "in batches of their own": (affinity(*one), affinity(*two)),
-        "in one batch": together.split([half, len(local1) - half]),
-        "by cosine": ((one[0] * one[1]).sum(1), (two[0] * two[1]).sum(1)),
-    }
-    return {how: (a[:, None] > b).double().mean().item() for how, (a, b) in scores.items()}
-
-
-def local_embeddings(run, images, index):
-    """(the affinity of a run of LoGo, the embeddings of two local crops of each image, (n, d) each)."""
-    model, args, state = trained(run)
-    affinity = logo.Affinity(args.dim)
-    affinity.load_state_dict(state["affinity"])
-    encoder = torch.nn.Sequential(model.backbone, model.projector).eval()
-    crop, color = v2.RandomResizedCrop(args.local_size, args.local_scale), functools.partial(logo.augment, args=args)
-    return affinity, *F.normalize(view_features(encoder, crop, color, images, index, 2), dim=2).unbind(1)
-
-
-def similarity_bars(views, labels, groups, temperature=0.07):
-    """After PatchMix, Fig. 4: how high the bar exp((cos - 1) / temperature) of a query is for each kind of key.
-
-    views (n, 2, d): queries and keys; labels (n,); groups: a number for each class, the same for related ones. Returns
-    {kind: mean}: the query's own image, its class, a related class, any other class.
-    """
-    q, k = F.normalize(views.double(), dim=2).unbind(1)
-    bars = ((q @ k.T - 1) / temperature).exp()
-    same, related = labels[:, None] == labels, groups[labels][:, None] == groups[labels]
-    own = torch.eye(len(labels), dtype=torch.bool)
-    kinds = {"own image": own, "own class": same & ~own, "related class": related & ~same, "other class": ~related}
-    return {kind: bars[pairs].mean().item() for kind, pairs in kinds.items()}
-
-
-def analyse(run, train, test, few=1000):
-    """All these analyses of a run on CIFAR-10, {table: {measure: number}}. few: test images, for those of views."""
-    (encoder, info), config = common.load_backbone(run), json.loads((Path(run) / "config.json").read_text())
-    train_y, labels = (torch.as_tensor(part.targets) for part in (train, test))
-    index, views = torch.randperm(len(test), generator=torch.Generator().manual_seed(0))[:few], moco_views(info)
-    similarity = view_similarity(view_features(encoder, *views, test, index, 32)).mean().item()
-    features = common.extract_features(encoder, test, info, CPU)
-    any_two = {"similarity of any two images": class_similarity(features, torch.zeros_like(labels))}
-    found = {"JCL": {"similarity of an image's 32 views": similarity} | any_two}  # Fig. 3
-    found["CLIM"] = {"similarity of two images of a class": class_similarity(features, labels)} | any_two  # Table 10
-    if config["method"] != "patchmix" and config.get("base") != "simsiam":
-        for selection in ("knn", "center"):
-            of_class = (train_y[choose(run, train, selection)] == train_y[:, None]).double().mean().item()
-            found["CLIM"][f"`{selection}` positives of the class, %"] = 100 * of_class
-    found["JointCrop"] = {}
-    bank = view_features(encoder, *only_crops(info, 1, 1), train, range(len(train)), 1)[:, 0]
-    for name, area in {"whole images, %": 1, "crops of a fifth of them, %": 0.2}.items():
-        queries = view_features(encoder, *only_crops(info, area, area), test, range(len(test)), 1)[:, 0]
-        scored = common.knn_top1(bank, train_y, queries, labels, (20,), 0.07, len(train.classes))
-        found["JointCrop"][name] = scored["knn20_top1"]
-    alike = crop_similarity(view_features(encoder, *only_crops(info, 0.08, 0.6), test, index, 2))
-    found["LoGo"] = dict(zip(("similarity of two small crops of one image", "of two images"), alike, strict=True))
-    if config.get("l2l"):
-        ranked = affinity_ranking(*local_embeddings(run, test, index))
-        found["affinity"] = {f"{scored}, %": 100 * fraction for scored, fraction in ranked.items()}
-    pairs = view_features(encoder, *views, test, index, 2)
-    vehicle = torch.tensor([name in ("airplane", "automobile", "ship", "truck") for name in test.classes]).long()
-    found["PatchMix"] = similarity_bars(pairs, labels[index], vehicle)  # after Fig. 4
-    return found
-
-
-def mechanisms(args):
-    """What the losses do, by the papers' analyses and ours (`analyse`), of the runs that ANALYSES names."""
-    found, parts = kept("mechanisms"), [common.load_dataset("cifar10", args.data_dir, part) for part in (True, False)]
-    for run in sorted(RUNS.iterdir()):
-        arm, _, seed = run.name.rpartition("-s")
-        wanted = [table for table, arms in ANALYSES.items() if arm in arms]
-        if wanted and run.is_dir() and seed not in found.setdefault(arm, {}):
-            tables = analyse(run, *parts)
-            found[arm][seed] = {table: tables[table] for table in wanted}
-            keep("mechanisms", found)
-
-
 # --------------------------------------------------------------- the tables
 
 
@@ -351,34 +172,33 @@ def table():
     return markdown(["arm", "kNN", "linear"], rows)
 
 
-def claims(front=False):
-    """Markdown of all comparisons and the verdicts that follow; or, for README, of those with the paper's numbers."""
+def claims():
+    """Markdown of all comparisons, and the verdicts that follow."""
     rows = []
-    for arm, other, time, paper in CLAIMS:
+    for arm, other, time in CLAIMS:
         knn, linear = gains(arm, other)
         lowest, highest = min(knn + linear), max(knn + linear)  # of all seeds and measures
         found = "shown" if lowest > NOISE else "the opposite" if highest < -NOISE else "not shown"
-        said = paper if front else found + " (one seed)" * (len(knn) == 1)
-        if said:
-            rows.append([NAMES[arm], NAMES[other], spread(knn, "+"), spread(linear, "+"), f"x {time}", said])
-    last = "the paper's own numbers" if front else "verdict"
-    return markdown(["method", "over", "gain, kNN", "gain, linear", "time", last], rows)
+        found += " (one seed)" * (len(knn) == 1)
+        rows.append([NAMES[arm], NAMES[other], spread(knn, "+"), spread(linear, "+"), f"x {time}", found])
+    return markdown(["method", "over", "gain, kNN", "gain, linear", "time", "verdict"], rows)
 
 
 def analysis(table):
-    """Markdown of a table of `analyse`: an arm per row, a measure per column."""
-    found, rows = kept("mechanisms"), []
-    for arm in ANALYSES[table]:
-        runs = [run[table] for run in found[arm].values()]
-        values = {name: [run[name] for run in runs] for name in runs[0]}
-        cells = [spread(v, digits=2 if name.endswith("%") else 4) for name, v in values.items()]
-        rows.append([NAMES[arm], *cells])
+    """Markdown of a table of mechanisms.json: an arm per row, a measure per column."""
+    rows = []
+    for arm in ARMS:
+        if runs := [run[table] for run in kept("mechanisms").get(arm, {}).values() if table in run]:
+            values = {name: [run[name] for run in runs] for name in runs[0]}
+            cells = [spread(v, digits=2 if name.endswith("%") else 4) for name, v in values.items()]
+            rows.append([NAMES[arm], *cells])
     return markdown(["arm", *values], rows)
 
 
-TABLES = dict(claims=claims, arms=table, front=functools.partial(claims, front=True))
-TABLES |= {f"mechanisms, {name}": functools.partial(analysis, name) for name in ANALYSES}
-PAGES = ROOT / "README.md", KEPT / "README.md"
+TABLES = dict(claims=claims, arms=table)
+for name in ("CLIM", "JointCrop", "LoGo", "PatchMix"):
+    TABLES[f"mechanisms, {name}"] = functools.partial(analysis, name)
+PAGE = KEPT / "README.md"
 
 
 def with_tables(page):
@@ -391,10 +211,9 @@ def with_tables(page):
     return page
 
 
-def write_pages(args):
-    """Write the tables into README.md and tests/results/README.md."""
-    for page in PAGES:
-        page.write_text(with_tables(page.read_text()))
+def write_page(args):
+    """Write the tables into tests/results/README.md."""
+    PAGE.write_text(with_tables(PAGE.read_text()))
 
 
 def curves(args):
@@ -419,7 +238,7 @@ def curves(args):
 def main():
     raw = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser("tests/tools/results.py", description=__doc__, formatter_class=raw)
-    actions = dict(train=train, baselines=baselines, mechanisms=mechanisms, readme=write_pages, curves=curves)
+    actions = dict(train=train, baselines=baselines, readme=write_page, curves=curves)
     parser.add_argument("action", choices=actions, metavar="ACTION")
     parser.add_argument("--data-dir", metavar="DIR", help="CIFAR-10's")
     parser.add_argument("--arms", nargs="+", choices=ARMS, default=sum(CURVES.values(), []), metavar="ARM")
