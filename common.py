@@ -431,10 +431,10 @@ def split_batch(batch_size, images, world, parts=1, flag="--batch-size"):
 
 
 # ============================================================== 2. augmentation
-# These functions take a batch of float images in [0, 1], (n, 3, H, W), on any device, and do not change it in place.
-# They do what torchvision's transforms of the same names do, but each image has random numbers of its own. These are
-# drawn on the CPU, which then need not wait for the GPU. To copy color_jitter, copy the adjust_* functions and the
-# import of rgb_to_grayscale, too.
+# These functions take a batch of float32 images in [0, 1], (n, 3, H, W), on any device, and do not change it in place.
+# They do what torchvision's ColorJitter, RandomGrayscale, RandomSolarize, RandomHorizontalFlip and GaussianBlur do, but
+# each image has random numbers of its own. These are drawn on the CPU, which then need not wait for the GPU. Call them
+# outside autocast, which would blur in half precision. To copy color_jitter, copy the adjust_* functions, too.
 
 
 def color_jitter(x, brightness, contrast, saturation, hue, p=1.0):
@@ -501,8 +501,8 @@ def horizontal_flip(x, p=0.5):
 def gaussian_blur(x, sigma, p=1.0):
     """Blur each image with probability p by a Gaussian kernel, cut off at 4 times the largest sigma.
 
-    sigma: in pixels; a range (low, high) to draw it from, or a tensor (n,) on the CPU. p: a number, or such a tensor.
-    Borders are mirrored.
+    sigma: in pixels, above 0; a range (low, high) to draw it from, or a tensor (n,) on the CPU. p: a number, or such a
+    tensor; an image whose p is 0 needs no sigma. Borders are mirrored.
     """
     rows = (torch.rand(len(x)) < p).nonzero().flatten()
     if len(rows) == 0:

@@ -2,8 +2,8 @@
 
 Two random crops of an image mostly have similar areas. Such pairs are easy positives. JointCrop draws the ratio of the
 two areas first, and then the areas. One number, beta, sets the distribution of the ratio: beta > 0 prefers similar
-areas, beta = 0 makes the logarithm of the ratio uniform, and beta < 0 prefers extreme ratios. The areas stay in the
-same range. The loss, the model and the cost do not change.
+areas, beta = 0 makes the logarithm of the ratio uniform, and beta < 0 prefers extreme ratios. The areas are drawn from
+the same range. The loss, the model and the cost do not change.
 
 JointBlur does the same with the strengths of the two blurs, so that one view is sharp and the other is not. The rest is
 MoCo. The keys come from a momentum encoder. The negatives are a queue of earlier keys (v1, v2), or the other keys of
@@ -214,11 +214,12 @@ def recipe(args):
 def joint_from_uniform(u, v, low, high, beta, offset=0.0):
     """Return a pair (a, b) of numbers in [low, high] by Algorithm 1, which draws their ratio first.
 
-    beta sets the distribution of ln(b / a) on [-s_b, s_b], where s_b = ln(high / low - offset). Given the ratio, a is
-    uniform on the values for which a and b are in range.
+    ln(b / a) lies in [-s_b, s_b], where s_b = ln(high / low - offset). It is uniform if beta = 0. If beta > 0, it is
+    normal with standard deviation s_b / beta, and truncated there. If beta < 0, a value x > 0 of the normal for -beta
+    becomes s_b - x, and x < 0 becomes -s_b - x. Given the ratio, a is uniform where a and b are in range.
 
     u, v: two uniform draws from [0, 1). u sets the ratio, and v sets a. low > 0. beta: any number, or None for two
-    independent uniform values (RandomCrop). offset: 0.1 in the released code (D1).
+    independent uniform values (RandomCrop, Eq. 4-10). offset: 0.1 in the released code (D1).
     Raises ValueError unless 0 < low <= high.
     """
     if not 0 < low <= high:
@@ -256,7 +257,7 @@ def sample_joint(n, low, high, beta, generator=None, offset=0.0):
 def center_suppressed(room, alpha):
     """Draw the position of a crop by center-suppressed sampling (App. G): an int in [0, room], from Beta(alpha, alpha).
 
-    room: the largest position, in pixels. alpha > 0: values below 1 prefer the edges; 1 is uniform.
+    room: the largest position, in pixels. alpha: 0.01 or more; values below 1 prefer the edges; 1 is uniform.
     """
     share = torch.distributions.Beta(alpha, alpha).sample().item()
     return min(int(share * (room + 1)), room)  # the share may be rounded to 1
@@ -305,20 +306,24 @@ def contrast(q, k, temperature, first):
 
 
 class JointCrop(v2.RandomResizedCrop):
-    """Crop a PIL image twice, with areas that are drawn jointly (Algorithm 1), and resize both crops.
+    """Crop an RGB PIL image twice, with areas that are drawn jointly (Algorithm 1), and resize both crops.
 
-        view1, view2 = JointCrop(224, scale=(0.2, 1.0), beta=0.0)(image)
+        crop = JointCrop(224, scale=(0.2, 1.0), beta=0.0)
+        view1, view2 = [transform(view) for view in crop(image)]  # later transforms draw for each view separately
 
-    Copy it with joint_from_uniform and center_suppressed. The arguments are those of torchvision's
-    RandomResizedCrop, and these. beta, offset: see `joint_from_uniform`. css_alpha: see `center_suppressed`; 1 keeps
-    torchvision's positions. whole: if none of ten aspect ratios fits, take the whole image, not a center crop (D2).
+    Ten aspect ratios are tried for the same area, while torchvision draws the area anew each time. So in a wide or tall
+    image a large area never fits, and becomes the center crop (D2): with areas from 0.2, 40 % of crops of 640 x 320 px.
+
+    Copy it with joint_from_uniform and center_suppressed. It takes the arguments of torchvision's RandomResizedCrop,
+    and: beta, offset: see `joint_from_uniform`. css_alpha: see `center_suppressed`; 1 keeps torchvision's positions.
+    whole: if none of the aspect ratios fits, take the whole image, not a center crop (D2).
     """
 
     def __init__(self, *args, beta=0.0, offset=0.0, css_alpha=1.0, whole=False, **kwargs):
         super().__init__(*args, **kwargs)
         self.beta, self.offset, self.css_alpha, self.whole = beta, offset, css_alpha, whole
 
-    def forward(self, image, joint=True):
+    def forward(self, image, *, joint=True):
         """Return two crops of an image. joint: False draws two independent areas, as RandomResizedCrop does."""
         if not joint:
             return [self.crop(image, self.scale) for _ in range(2)]
@@ -340,7 +345,7 @@ class JointCrop(v2.RandomResizedCrop):
     def center_box(self, image):
         """Return (top, left, height, width) of the center crop, which `get_params` returns if no aspect ratio fits.
 
-        A box that is drawn and equal to it is treated like it.
+        A drawn box that happens to be equal to it is treated like it.
         """
         height = min(image.height, round(image.width / self.ratio[0]))
         width = min(image.width, round(image.height * self.ratio[1]))
