@@ -77,14 +77,6 @@ def module(method):
     return importlib.import_module(method)
 
 
-@pytest.fixture
-def group_of_one():
-    """A process group with a single process."""
-    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
-    yield
-    torch.distributed.destroy_process_group()
-
-
 def unit(*shape, seed=0, grad=False):
     """Random float64 rows of unit length."""
     x = torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
@@ -123,17 +115,25 @@ def values(module, flags, names):
     return [getattr(args, name) for name in names.split()]
 
 
-class Blank(torch.utils.data.Dataset):
+class Pictures(torch.utils.data.Dataset):
+    """Images of an array (n, H, W, 3) as a data set."""
+
+    def __init__(self, array, targets=None, classes=()):
+        self.array, self.classes = array, classes
+        self.targets = [0] * len(array) if targets is None else targets
+
+    def __len__(self):
+        return len(self.array)
+
+    def __getitem__(self, i):
+        return Image.fromarray(self.array[i]), self.targets[i]
+
+
+class Blank(Pictures):
     """n black images of a size, all of one class."""
 
     def __init__(self, n, size=8):
-        self.targets, self.classes, self.size = [0] * n, ["black"], size
-
-    def __len__(self):
-        return len(self.targets)
-
-    def __getitem__(self, index):
-        return Image.new("RGB", (self.size, self.size)), 0
+        super().__init__(np.broadcast_to(np.uint8(0), (n, size, size, 3)), classes=["black"])
 
 
 def state_of(module, flags="", train=None):

@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from conftest import Pictures
 from PIL import Image
-from test_features import Pictures, generator, slow_knn
+from test_features import generator, slow_knn
 from tiny import load, play, refused, save_encoder, succeed
 from torchvision.datasets import ImageFolder
 

@@ -10,6 +10,7 @@ import pytest
 import timm
 import torch
 import torchvision
+from conftest import Pictures
 from PIL import Image
 from tiny import gradient, write_tree
 
@@ -255,19 +256,6 @@ def test_the_fingerprint_is_of_the_images_not_of_their_place(tmp_path, monkeypat
     assert len(set(found)) == 5
 
 
-class Own(torch.utils.data.Dataset):
-    """Images and labels as a user may have them."""
-
-    def __init__(self, arrays, targets):
-        self.arrays, self.targets = arrays, targets
-
-    def __len__(self):
-        return len(self.arrays)
-
-    def __getitem__(self, index):
-        return Image.fromarray(self.arrays[index]), self.targets[index]
-
-
 def test_the_fingerprint_of_many_images(monkeypatch):
     """It depends on all names and labels, the number of images, and the contents of a hundred, the last included."""
     asked = []
@@ -280,5 +268,5 @@ def test_the_fingerprint_of_many_images(monkeypatch):
     changed, other = arrays.copy(), labels.copy()
     changed[-1], other[77] = 1, 1
     sets = [(arrays, labels), (arrays, other), (arrays[:-1], labels[:-1]), (changed, labels)]
-    assert len({common.fingerprint(Own(*images)) for images in sets}) == 4
-    assert common.fingerprint(Own(arrays, labels.tolist())) == common.fingerprint(Own(arrays.copy(), labels))
+    assert len({common.fingerprint(Pictures(*images)) for images in sets}) == 4
+    assert common.fingerprint(Pictures(arrays, labels.tolist())) == common.fingerprint(Pictures(arrays.copy(), labels))
