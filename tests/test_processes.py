@@ -7,7 +7,7 @@ import zlib
 import pytest
 import tiny
 import torch
-from conftest import NANO, Blank, slow_but, state_of
+from conftest import NANO, QUEUES, Blank, slow_but, state_of
 from global_batch_norm import synchronize
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
@@ -159,15 +159,24 @@ def test_batch_norm_in_groups_is_one_for_each_slice(kind, shape):
 @pytest.mark.parametrize("given, world, each", [  # each None: not equal slices of two images or more, as many on each
     (2, 1, 2), (8, 4, 2), (2, 6, 1), (1, 1, 1), (5, 1, None), (24, 1, None), (3, 2, None), (1, 5, None), (1, 16, None)
 ])  # fmt: skip
-@pytest.mark.parametrize("method, flag", [("jcl", "--bn-groups"), ("patchmix", "--mix-slices")])
-def test_slices_of_24_images_are_as_given_and_one_per_process_at_least(method, flag, given, world, each, monkeypatch):
-    """Groups of batch norm, and slices to mix within."""
-    module, flags = importlib.import_module(method), f"--batch-size 24 {flag} {given}"
+@pytest.mark.parametrize(
+    "method, flag", [*((method, "--bn-groups") for method in QUEUES), ("patchmix", "--mix-slices")]
+)
+def test_slices_of_24_images_are_as_given_and_one_per_process_at_least(
+    method, module, flag, given, world, each, monkeypatch
+):
+    """Groups of batch norm, in both encoders, and slices to mix within."""
+    flags = f"--batch-size 24 {flag} {given}"
     monkeypatch.setattr(common, "init_distributed", lambda *_: (torch.device("cpu"), 0, world))
     if each is None:
         with pytest.raises(common.UsageError, match=f"--batch-size 24 .*{flag}, {world} process"):
             module.main(module.parse_args(flags.split()), train=Blank(24))
     else:
         model = state_of(module, flags)["model"]
-        groups = {m.groups for m in model.modules() if isinstance(m, jcl.SplitBatchNorm)} or {1}
+        groups = {getattr(m, "groups", 1) for m in model.modules() if isinstance(m, (nn.BatchNorm1d, nn.BatchNorm2d))}
         assert model.slices == each if method == "patchmix" else groups == {each}
+
+
+@pytest.mark.parametrize("method, flags", [("moco_jointcrop", "--moco v3"), ("logo", "--base simsiam")])
+def test_without_a_queue_batch_norm_is_not_split(module, flags):
+    assert not any(isinstance(m, module.SplitBatchNorm) for m in state_of(module, flags)["model"].modules())
