@@ -79,10 +79,7 @@ def test_forward_is_eq8_or_eq3(flags):
 
 
 def test_recipes():
-    """The peak learning rates are those of the paper, for its batch sizes."""
     names = "num_keys lam lam_schedule temperature batch_size queue"
     assert values(jcl, "--dataset imagenet", names) == [5, 4.0, "constant", 0.2, 512, 65536]
     assert values(jcl, "--dataset imagenet --variant released", names) == [4, 2.0, "ramp", 0.2, 256, 65536]
     assert values(jcl, "--dataset imagenet100", "arch epochs batch_size") == ["resnet18", 100, 128]
-    for flags, peak in (("imagenet", 0.06), ("imagenet --variant released", 0.03), ("imagenet100", 0.1)):
-        assert jcl.learning_rate(jcl.parse_args(["--dataset", *flags.split()]), 0) == pytest.approx(peak)
