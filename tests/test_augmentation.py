@@ -290,10 +290,12 @@ def draws_of(method, out, *flags, rank=0, calls=math.inf):
 
 
 def images_of(made):
-    """Return the numbers of the images of each epoch. All views of a step show the same ones, but for positives."""
+    """Return the numbers of the images of each epoch, once each. All views of a step, but of positives, show them."""
     steps = [[numbers for numbers, *_ in made[i : i + 4]] for i in range(0, len(made), 4)]
     assert all(numbers[0] == numbers[1] for numbers in steps)
-    return steps[0][0] + steps[1][0], steps[2][0] + steps[3][0]
+    epochs = steps[0][0] + steps[1][0], steps[2][0] + steps[3][0]
+    assert all(len({*numbers}) == len(numbers) for numbers in epochs)
+    return epochs
 
 
 @pytest.mark.filterwarnings("ignore:This DataLoader will create")

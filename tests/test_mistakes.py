@@ -5,7 +5,7 @@ import sys
 
 import pytest
 import torch
-from conftest import METHODS, QUEUES, ROOT, unit
+from conftest import METHODS, ROOT, unit
 from tiny import FLAGS, contents, play, refused, write_tree
 
 import clim
@@ -24,42 +24,31 @@ MISTAKES = [  # scripts, flags, what the line has to name
     (METHODS, "--min-lr 99", "--min-lr"),
     (METHODS, "--patch-size 5", "--patch-size"),
     (METHODS, "--arch swin_tiny_patch4_window7_224", "16 px"),  # takes images of 224 px only
-    (METHODS, "--dataset imagenet", "--data-dir"),
     (METHODS, "--dataset folder --data-dir missing --patch-size 4", "missing"),
     (METHODS, "--dataset cifar10 --data-dir notes.txt --patch-size 4", "notes.txt"),
-    (METHODS, "--data-dir images", "--dataset"),
     (METHODS, "--batch-size 128", "68 images"),
-    (METHODS, "--batch-size 1", "--batch-size 1"),
-    (METHODS, "--device cuda", "GPUs"),
     (METHODS, "--init missing.pt", "missing.pt"),
     (METHODS, "--init begun/last.pt --init-prefix other.", "'other.'"),
-    (METHODS, "--resume missing.pt", "missing.pt"),
     (METHODS, "--resume notes.txt", "notes.txt"),
     (METHODS, "--show-views views.jpg", "views.jpg"),
     (METHODS, "--show-views missing/../notes.txt/views.png", "notes.txt"),
     (METHODS, "--out busy", "thesis.txt"),
     (METHODS, "--out notes.txt", "notes.txt"),
     (METHODS, "--out /proc/run", "/proc/run"),
-    (QUEUES, "--batch-size 6 --bn-groups 4", "--bn-groups"),
     (["moco_jointcrop"], "--moco v3", "ViT"),
     (["moco_jointcrop"], "--variant released --joint blur", "--variant released"),
     (["moco_jointcrop"], "--joint blur --blur-p 0 0", "--blur-p"),
     (["clim"], "--clim-start 2", "--clim-start"),
     (["clim"], "--resolutions 24 12", "--patch-size"),
     (["logo"], "--local-size 24", "--local-size"),
-    (["patchmix"], "--mix-slices 3", "--mix-slices"),
     (["patchmix"], "--terms oto,other", "--terms"),
     (["patchmix"], "--patch-size 8 --num-mix 5", "--num-mix"),
     (["patchmix"], "--local-crops 2 --terms mtm", "--terms"),
     (EVALUATIONS, "", "RUN"),
     (EVALUATIONS, "missing", "missing"),
     (EVALUATIONS, "notes.txt", "notes.txt"),
-    (EVALUATIONS, "begun --arch vit_micro", "begun"),
     (EVALUATIONS, "begun --norm cifar10", "--norm"),
     (EVALUATIONS, "begun --encoder momentum --dataset cifar10 --data-dir images", "classes"),
-    (EVALUATIONS, "begun/backbone.pt --encoder momentum", "momentum"),
-    (EVALUATIONS, "begun/last.pt --arch vit_micro --encoder query", "--prefix"),
-    (EVALUATIONS, "begun/last.pt --arch vit_micro --image-size 16 --patch-size 8", "'backbone.'"),
     (["eval_linear"], "begun --finetune --protocol moco", "--finetune"),
     (["eval_linear"], "begun --label-fraction 0.1 --label-files notes.txt", "--label-files"),
     (["eval_linear"], "begun --lrs", "--lrs"),
@@ -68,7 +57,6 @@ MISTAKES = [  # scripts, flags, what the line has to name
     (["eval_linear"], "begun --finetune --batch-size 15", "--batch-size 15"),  # mixup pairs images
     (["eval_knn"], "begun --k", "--k"),
     (["eval_knn"], "begun --temperature 0", "--temperature"),
-    (["eval_knn"], "begun --dump notes.txt", "--dump"),
 ]
 
 

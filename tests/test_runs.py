@@ -8,7 +8,7 @@ import pytest
 import timm
 import tiny
 import torch
-from conftest import JCL_AT_ONCE, METHODS, Blank
+from conftest import JCL_AT_ONCE, METHODS
 from tiny import load, records, refused, run
 
 import common
@@ -65,21 +65,6 @@ def test_a_run_on_images_of_a_folder(tmp_path, capsys):
     assert knn(tmp_path / "run", "--k", 16).keys() == {"knn16_top1"}
     (data / "train" / "a" / "0.png").unlink()
     assert "not the images" in refused(capsys, knn, tmp_path / "run")
-
-
-@pytest.mark.parametrize("method", METHODS)
-def test_an_epoch_has_each_image_once(method, tmp_path):
-    """But for an incomplete batch. The next epoch has another order, and other random numbers."""
-    read = {}  # by the seed of torch's generator
-
-    class Noted(Blank):
-        def __getitem__(self, index):
-            read.setdefault(torch.initial_seed(), []).append(index)
-            return super().__getitem__(index)
-
-    run(method, tmp_path, *["--selection", "none"] * (method == "clim"), train=Noted(68))
-    _, first, second = read.values()  # before the first epoch the fingerprint is made
-    assert len({*first}) == len(first) == 64 == len({*second}) == len(second) and first != second
 
 
 def test_the_speed_and_the_averages_of_an_epoch(monkeypatch):
