@@ -9,6 +9,7 @@ import tiny
 import torch
 from conftest import NANO, QUEUES, Blank, slow_but, state_of
 from global_batch_norm import synchronize
+from timm.layers import BatchNormAct2d
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
@@ -154,6 +155,26 @@ def test_batch_norm_in_groups_is_one_for_each_slice(kind, shape):
     for name in ("running_mean", "running_var"):
         torch.testing.assert_close(getattr(split[0], name), sum(getattr(one[0], name) for one in slices) / 4)
     torch.testing.assert_close(split.eval()(x), norm.eval()(x))
+
+
+class Halved(nn.BatchNorm2d):
+    def forward(self, x):
+        return super().forward(x) / 2
+
+
+NORMS = [Halved(8), nn.BatchNorm2d(8), nn.BatchNorm2d(8, affine=False)]
+NORMS += [nn.BatchNorm2d(8, momentum=None), nn.BatchNorm2d(8, track_running_stats=False), BatchNormAct2d(8)]
+
+
+@pytest.mark.parametrize("norm", NORMS, ids=str)
+def test_batch_norm_groups_leave_an_encoder_its_function(norm):
+    """Also where a batch norm has a forward of its own, timm's activation, or no running statistics to split."""
+    encoder, x = nn.Sequential(copy.deepcopy(norm), nn.Flatten()), torch.randn(8, 8, 3, 3)
+    expected = encoder.eval()(x)
+    split = jcl.convert_split_batchnorm(encoder, 2)
+    torch.testing.assert_close(split.eval()(x), expected)
+    assert split.train()(x).isfinite().all()
+    assert isinstance(split[0], jcl.SplitBatchNorm) == (norm in (NORMS[1], NORMS[2], NORMS[5]))
 
 
 @pytest.mark.parametrize("given, world, each", [  # each None: not equal slices of two images or more, as many on each

@@ -149,6 +149,20 @@ def test_damaged_files_are_refused(tmp_path, capsys):
         assert name in refused(capsys, read, tmp_path / name, **RESNET)
 
 
+class Hostile:  # when it is unpickled, a file is written
+    def __reduce__(self):
+        return open, ("victim", "w")
+
+
+@pytest.mark.parametrize("zipped", [True, False])
+def test_a_hostile_pickle_is_not_run(tmp_path, monkeypatch, zipped):
+    monkeypatch.chdir(tmp_path)
+    torch.save({"state_dict": Hostile()}, "backbone.pt", _use_new_zipfile_serialization=zipped)
+    with pytest.raises(common.UsageError):
+        common.load_checkpoint("backbone.pt")
+    assert [path.name for path in tmp_path.iterdir()] == ["backbone.pt"]
+
+
 @pytest.mark.parametrize("script, flags", [(eval_knn, "--k 3"), (eval_linear, "--epochs 2")])
 def test_a_file_of_third_parties_is_evaluated_as_a_run(script, flags, places, tmp_path, capsys):
     """A run's own folder is refused as such a file, or its normalisation would be lost in silence."""

@@ -1,15 +1,18 @@
-"""What a run writes and says, and the switches that leave its numbers as they are."""
+"""What a run writes and says, what a program may pass to it, and switches that leave its numbers as they are."""
 
+import argparse
 import json
 import math
 import re
 
+import numpy as np
 import pytest
 import timm
 import tiny
 import torch
 from conftest import JCL_AT_ONCE, METHODS
 from tiny import load, records, refused, run
+from torch import nn
 
 import common
 import eval_knn
@@ -90,6 +93,29 @@ def test_processes_wait_an_hour_for_each_other(monkeypatch):
     assert joined["timeout"].total_seconds() == 3600 and (joined["rank"], joined["world_size"]) == (1, 2)
     joined["store"].set("key", "value")
     assert store.check(["1/key"]) and not store.check(["key"])
+
+
+def test_more_processes_than_gpus_are_an_error(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    with pytest.raises(common.UsageError, match="1 GPUs for 2 processes"):
+        common.init_distributed("auto")
+    assert common.init_distributed("cpu") == (torch.device("cpu"), 0, 1)
+
+
+def test_values_that_a_program_sets(tmp_path):
+    """A Path for --out is fine. A number of numpy's is refused, because last.pt could not be loaded with it."""
+    args = argparse.Namespace(method="m", seed=3, lr=0.1, out=tmp_path / "run", resume=None, epochs=2)
+    images, state = common.Patterns(2, 8, 0), dict(model=nn.Linear(2, 2))
+    for _ in range(2):
+        config = common.configuration(args, images)
+        records = common.open_run(args, config, state, {}) or [dict(epoch=1)]
+        common.save_run(args.out, config, None, state, records)
+    for name, value in dict(seed=np.int64(3), lr=np.float32(0.05)).items():
+        changed = argparse.Namespace(**vars(args) | {name: value})
+        with pytest.raises(common.UsageError, match=name):
+            common.configuration(changed, images)
 
 
 @pytest.mark.slow
