@@ -199,15 +199,12 @@ def number_of(view):
 
 def data_set(monkeypatch, flags=""):
     """Return the data set that `main` gives to its loader, of `Coded`."""
-    caught = []
-
-    def loader(images, *args, **options):
-        caught.append(images)
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(clim, "DataLoader", loader)
-    with pytest.raises(KeyboardInterrupt):
-        clim.main(clim.parse_args(f"--batch-size 8 --image-size 16 --device cpu {flags}".split()), train=Coded(40))
+    caught, args = (
+        [],
+        clim.parse_args(f"--batch-size 8 --image-size 16 --device cpu --show-views x.png {flags}".split()),
+    )
+    monkeypatch.setattr(clim, "show_views", lambda args, loader, positives: caught.append(loader.dataset))
+    clim.main(args, train=Coded(40))
     return caught[0]
 
 

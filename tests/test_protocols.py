@@ -360,22 +360,16 @@ def test_the_frozen_encoder_stays_as_it_is_and_learning_is_seen(places, tmp_path
 
 
 def test_another_evaluation_is_refused(places, tmp_path, capsys):
-    """In the folder of the first. The same encoder in another place is resumed, as is another folder with --resume."""
+    """In the folder of the first, but for the same encoder in another place. test_continue.py has what all runs do."""
     train, a, b = (common.Patterns(32, 16, i) for i in range(3))
-    vit, resnet, flags = places["VIT"], places["RESNET"], ["--protocol", "moco", *FAST, "--out", tmp_path / "run"]
+    vit, flags = places["VIT"], ["--protocol", "moco", *FAST, "--out", tmp_path]
     run(vit, *flags, train=train, test=a)
-    others = dict(lr=("moco", vit, "--lr", 3), checkpoint=("moco", resnet), method=("patchmix", vit, "--finetune"))
-    for name, (protocol, *words) in others.items():
-        flags[1] = protocol
-        said = refused(capsys, run, *words, *flags, train=train, test=a)
-        assert ("is a run of linear" if name == "method" else f"{name} was") in said
-    flags[1] = "moco"
-    for word, images in (("images was", (b, a)), ("other test images", (train, b))):
-        assert word in refused(capsys, run, vit, *flags, train=images[0], test=images[1])
     assert "finished" in run(vit / "backbone.pt", *flags, train=train, test=a)[1]
+    assert "other test images" in refused(capsys, run, vit, *flags, train=train, test=b)
+    assert "checkpoint was" in refused(capsys, run, places["RESNET"], *flags, train=train, test=a)
+    tuned = ["--finetune", *flags[2:]]
+    assert "a run of linear" in refused(capsys, run, vit, *tuned, train=train, test=a)
     assert "peak" in refused(capsys, run, vit, "--finetune", "--lr", 1e-9, train=train, test=a)
-    more = [*flags[:-1], tmp_path / "more", "--epochs", 4, "--resume", tmp_path / "run" / "last.pt"]
-    assert "after epoch 3" in run(vit, *more, train=train, test=a)[1] and epochs_of(tmp_path / "more") == 4
 
 
 def test_augmentation_of_training_images(places):
