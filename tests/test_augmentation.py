@@ -103,6 +103,13 @@ def test_blur_is_torchvisions_by_each_images_sigma(shape):
         assert_close(common.gaussian_blur(x[i : i + 1], sigma[i : i + 1], p[i : i + 1]), ours[i : i + 1], 0.03)
 
 
+def test_normalize_is_torchvisions():
+    x, mean, std = noise(3), (0.1, 0.5, 0.7), (0.2, 0.3, 0.5)
+    before = x.clone()
+    torch.testing.assert_close(common.normalize(x, mean, std), TF.normalize(x, mean, std))
+    assert torch.equal(x, before)
+
+
 # ---------------------------------------------------------------------- draws
 
 

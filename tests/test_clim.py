@@ -199,12 +199,9 @@ def number_of(view):
 
 def data_set(monkeypatch, flags=""):
     """Return the data set that `main` gives to its loader, of `Coded`."""
-    caught, args = (
-        [],
-        clim.parse_args(f"--batch-size 8 --image-size 16 --device cpu --show-views x.png {flags}".split()),
-    )
+    caught, words = [], f"--batch-size 8 --image-size 16 --device cpu --show-views x.png {flags}".split()
     monkeypatch.setattr(clim, "show_views", lambda args, loader, positives: caught.append(loader.dataset))
-    clim.main(args, train=Coded(40))
+    clim.main(clim.parse_args(words), train=Coded(40))
     return caught[0]
 
 

@@ -128,7 +128,6 @@ UNFIT = {  # what is saved of a ResNet's state_dict; how it is read; words of th
     "another stem": (lambda state: state | {"conv1.weight": torch.ones(16, 3, 7, 7)}, {}, "misshapen: conv1.weight"),
     "parts are missing": (lambda state: {"conv1.weight": state["conv1.weight"]}, {}, "missing: bn1.weight"),
     "no known head": (lambda state: state | {"attn_pool.latent": torch.ones(3)}, {}, "unexpected: attn_pool.latent"),
-    "another prefix": (dict, dict(prefix="encoder_k."), "prefix 'encoder_k.'"),
     "another encoder": (dict, dict(arch="resnet50"), "missing: layer1.0.conv3.weight"),
     "no such encoder": (dict, dict(arch="resnet_5"), "unknown --arch resnet_5"),
     "no third-party file": (dict, dict(encoder="momentum"), "--encoder"),

@@ -1,6 +1,7 @@
 """What a run writes and says, what a program may pass to it, and switches that leave its numbers as they are."""
 
 import argparse
+import functools
 import json
 import math
 import re
@@ -122,13 +123,8 @@ def test_values_that_a_program_sets(tmp_path):
 @pytest.mark.parametrize("method", JCL_AT_ONCE)
 def test_compiled_encoders_change_nothing(method, tmp_path, monkeypatch):
     """But for rounding, here without the compiler's own code."""
-    compile, compiled = torch.compile, []
-
-    def eager(function, **_):
-        compiled.append(function)
-        return compile(function, backend="eager")
-
-    monkeypatch.setattr(torch, "compile", eager)
+    compiled, eager = [], functools.partial(torch.compile, backend="eager")
+    monkeypatch.setattr(torch, "compile", lambda function, **_: compiled.append(function) or eager(function))
     for name, flags in (("usual", []), ("compiled", ["--compile"])):
         assert not compiled
         run(method, tmp_path / name, *flags, "--epochs", "1")
