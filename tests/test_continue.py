@@ -210,7 +210,8 @@ def test_images_may_move_but_not_change(tmp_path, monkeypatch, capsys):
     """A moved folder is the same data set. Folders of one name meet in one --out by default, which is refused."""
     monkeypatch.chdir(tmp_path)
     for root in ("one", "two"):
-        tiny.write_tree(tmp_path / root / "data", ["train/a", "train/b"], 12 if root == "one" else 11, (16, 16))
+        tiny.write_tree(tmp_path / root / "data", ["train/a", "train/b"], 12, (16, 16))
+    os.rename("two/data/train/b/0.png", "two/data/train/b/12.png")
     words = [*FLAGS, "--patch-size", 8, "--dataset", "folder", "--data-dir"]
     assert life("jcl", [*words, "one/data"], "step 2")[0] == 130
     os.rename("one/data", "moved")
