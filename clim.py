@@ -82,7 +82,7 @@ def parse_args(argv=None):
     add("--mix", choices=("cutmix", "none"), default="cutmix", help="none: half the loss to each key (Table 6)")
     add("--alpha", type=common.positive_float, default=2.0, help="parameter of CutMix's Beta(alpha, alpha) (Table 9)")
     add("--temperature", type=common.positive_float, default=0.2, help="temperature tau of the loss")  # MoCo v2's
-    add("--queue", type=common.positive_int, default=65536, help="number of negatives")
+    add("--queue", type=common.positive_int, default=65536, help="number of negatives; None: a tenth of the images")
 
     add = parser.add_argument_group("positives").add_argument
     ways = ("none", "random", "knn", "kmeans", "center")
@@ -94,7 +94,7 @@ def parse_args(argv=None):
     add("--clim-start", type=common.nonnegative_int, default=5, help="epochs of MoCo v2 at the start (ours)")
 
     add = parser.add_argument_group("model").add_argument
-    add("--arch", default="resnet50", help="encoder: resnet_micro, resnet18, resnet50, vit_small, or any timm model")
+    add("--arch", default="resnet50", help="encoder: resnet_mini, resnet18, resnet50, vit_small, or any timm model")
     names = ("--resolutions", "--image-size")  # the latter is the name in the other files
     add(*names, type=common.positive_int, nargs="+", default=[224, 160], help="sides of a view, in pixels (Table 7)")
     add("--patch-size", type=common.positive_int, default=16, help="side of a ViT's patch, in pixels")
@@ -464,9 +464,9 @@ def resize(x, size, mirrored=False):
 class CLIM(nn.Module):
     """MoCo v2's query encoder, momentum encoder and queue, with mixed queries, keys of positives and several sizes.
 
-    Copy it with clim_loss, info_nce, resize, Queue, gather, shard and encode_shuffled_keys. On one process, also apply
-    `convert_split_batchnorm` (with SplitBatchNorm): without groups of batch norm, ShuffleBN has no effect. On several
-    processes wrap the model in DistributedDataParallel, which also makes its weights and queue equal.
+    Copy it with clim_loss, info_nce, resize, Queue, gather, shard and encode_shuffled_keys. On one process all images
+    are one group of batch norm, so that shuffling has no effect: apply `convert_split_batchnorm` (with SplitBatchNorm),
+    too. On several processes wrap the model in DistributedDataParallel, which also makes its weights and queue equal.
     backbone: (n, 3, H, W) -> (n, width). sizes: those at which views are encoded, the largest first. dim: of queries
     and keys. queue: number of negatives. temperature: tau.
     """

@@ -73,7 +73,7 @@ IMAGENET100 = sorted(f"n{number}" for number in IMAGENET100.split())
 # Extensions of the formats that Pillow decodes, such as .jpg, .jfif, .png, .gif and .webp
 FORMATS = ("AVIF", "BMP", "GIF", "JPEG", "PNG", "PPM", "TGA", "TIFF", "WEBP")
 EXTENSIONS = {extension for extension, name in Image.registered_extensions().items() if name in FORMATS}
-DEMO = "Demo on generated images. For real images pass --dataset cifar10, or --dataset imagenet --data-dir DIR"
+DEMO = "Demo on generated images. For real ones: --dataset cifar10, or --dataset folder or imagenet, and --data-dir DIR"
 
 
 def load_image(path):
@@ -212,7 +212,8 @@ def load_dataset(name, root=None, train=True, image_size=32, unlabeled=False):
             raise UsageError(f"--data-dir needs --dataset, which chooses the recipe: {', '.join(DATASETS[1:])}")
         return Patterns(4096, image_size, seed=0) if train else Patterns(1024, image_size, seed=1)
     if root is None and name in ("imagenet100", "imagenet", "folder"):
-        raise UsageError(f"--dataset {name} needs --data-dir, a folder with train/, and val/ or test/")
+        other = ", or any folder of images" if name == "folder" else ""
+        raise UsageError(f"--dataset {name} needs --data-dir, a folder with train/, and val/ or test/{other}")
     try:
         entries = os.scandir(root) if root is not None else ()
         folders = [e.name for e in entries if e.is_dir() or not os.path.exists(e.path)]  # a link that leads nowhere
@@ -221,7 +222,8 @@ def load_dataset(name, root=None, train=True, image_size=32, unlabeled=False):
         if name in ("cifar10", "cifar100", "stl10"):
             return load_torchvision(name, root or "data", train, unlabeled)
         if name != "folder":
-            raise UsageError(f"--dataset {name}: expected train/, and val/ or test/, in --data-dir {root}")
+            other = "; --dataset folder takes any folder of images"
+            raise UsageError(f"--dataset {name}: expected train/, and val/ or test/, in --data-dir {root}{other}")
         parts = ("train", "training", "val", "validation", "test", "testing")
         if found := sorted(folder for folder in folders if folder.lower() in parts):
             raise UsageError(f"--data-dir {root} has {', '.join(found)}/, but no train/")
@@ -230,7 +232,10 @@ def load_dataset(name, root=None, train=True, image_size=32, unlabeled=False):
         raise UsageError(f"--dataset {name}, --data-dir {root}: {error}") from error
     if not names:
         raise UsageError(f"--data-dir {root} has no images")
-    return ImageFiles(root, names, [-1] * len(names), []) if train else None
+    if not train:
+        return None
+    log(f"{root} has no train/, so its {len(names)} images are read without labels")
+    return ImageFiles(root, names, [-1] * len(names), [])
 
 
 def load_split(name, root, folders, train, unlabeled):
@@ -906,8 +911,8 @@ def protocol(info, train, test):
     return (
         f"{info['encoder']} encoder {info['arch']} of {info['method']}, before the projector\n"
         f"train: {describe(train)}; test: {describe(test)}\n"
-        f"{info['image_size']} px; others: shorter side 256/224 of it, {info['interpolation']}, center crop; "
-        f"mean {tuple(info['mean'])}, std {tuple(info['std'])}"
+        f"{info['image_size']} px; images of other sizes: shorter side resized to {info['image_size'] * 256 // 224} "
+        f"({info['interpolation']}), then a center crop; mean {tuple(info['mean'])}, std {tuple(info['std'])}"
     )
 
 
@@ -1157,8 +1162,8 @@ def parse_args(parser, argv, recipe):
     chosen, _ = parser.parse_known_args([word for word in argv if word not in ("-h", "--help")])
     parser.set_defaults(**recipe(chosen))  # before --help shows them
     args = parser.parse_args(argv)
-    if args.show_views and not args.show_views.endswith(".png"):
-        parser.error(f"--show-views {args.show_views}: expected a name that ends in .png")
+    if args.show_views and (not args.show_views.endswith(".png") or os.path.exists(args.show_views)):
+        parser.error(f"--show-views {args.show_views}: expected the name of a new file that ends in .png")
     if args.out is None:
         named = {"dataset", "arch", "seed", *OPERATIONAL}
         changed = [k for k, v in vars(args).items() if k not in named and v != parser.get_default(k)]
@@ -1280,7 +1285,11 @@ def open_run(args, config, state, derived):
             raise UsageError(f"{what}: pass another --out, with --resume {path} to start from its state")
         if resumes_other and len(records) >= args.epochs:
             raise UsageError(f"{path} has {len(records)} epochs already: pass more --epochs than that")
-        load_state(path, saved, state, old.get("images") == config["images"])
+        try:
+            load_state(saved, state, old.get("images") == config["images"])
+        except (KeyError, RuntimeError, ValueError) as error:
+            reason = "; ".join(differences) or str(error).splitlines()[0]
+            raise UsageError(f"{path} does not fit this run: {reason}") from error
         if len(records) < args.epochs:
             log(f"resumed from {path}, after epoch {len(records)}" + "".join(f"; {text}" for text in differences))
         if saved.get("processes") != derived["processes"]:
@@ -1294,18 +1303,15 @@ def open_run(args, config, state, derived):
     return records
 
 
-def load_state(path, saved, state, same_images):
-    """Load the parts of a checkpoint into `state` in place. Raises UsageError if they do not fit. See `open_run`."""
-    try:
-        for name, part in state.items():
-            if isinstance(part, torch.optim.Optimizer):  # its buffers; learning rate and weight decay are this run's
-                part.load_state_dict(part.state_dict() | dict(state=saved[name]["state"]))
-            elif isinstance(part, nn.Module):
-                part.load_state_dict(saved[name])
-            elif same_images or part.dim() == 0:
-                part.copy_(saved[name])
-    except (KeyError, RuntimeError, ValueError) as error:
-        raise UsageError(f"{path} does not fit this run: {str(error).splitlines()[0]}") from error
+def load_state(saved, state, same_images):
+    """Load the parts of a checkpoint into `state` in place. See `open_run`."""
+    for name, part in state.items():
+        if isinstance(part, torch.optim.Optimizer):  # its buffers; learning rate and weight decay are this run's
+            part.load_state_dict(part.state_dict() | dict(state=saved[name]["state"]))
+        elif isinstance(part, nn.Module):
+            part.load_state_dict(saved[name])
+        elif same_images or part.dim() == 0:
+            part.copy_(saved[name])
 
 
 def save_run(out, config, info, state, records, keep_every=0):

@@ -6,9 +6,9 @@ bound. If the keys are Gaussian, it has a closed form, which needs only their me
 from M' keys, and the bound is minimised.
 
 This changes MoCo's loss in two places. The mean key mu replaces the key. In the denominator, the positive logit grows
-by lambda / (2 tau^2) times the variance of the keys along the query, q^T Sigma q. So the loss is low where the keys of
-an image agree. Gradients reach the query only; the keys come from the momentum encoder. The mean keys enter the queue
-of negatives.
+by lambda / (2 tau^2) times the variance of the keys along the query, q^T Sigma q. In the bound lambda is 1; the paper
+scales it, to 4. So the loss is low where the keys of an image agree. Gradients reach the query only; the keys come from
+the momentum encoder. The mean keys enter the queue of negatives.
 
     Eq. 1-2                    info_nce                 MoCo v2's loss, for --vanilla
     Eq. 3                      JCL.forward, --vanilla   its average over the keys
@@ -34,7 +34,8 @@ Differences between the paper, which is the default, and the released code, `--v
     D1 lambda. Paper: 4.0, constant. Released: a linear ramp over the epochs, up to 2.0.
     D2 The number of keys M'. Paper: 5. Released: 4, because the 5 in its script counts the query, too.
     D3 Batch size on ImageNet-1K. Paper: 512. Released: 256. The learning rate per image is the same.
-    D4 The queue. Paper (App. C): 256 old keys leave while N = 512 enter. Here and released: as many leave as enter.
+    D4 The queue. Paper (App. C): 256 old keys leave while N = 512 enter, so it would grow. Here and released: as many
+       leave as enter.
     D5 The key encoder g. Paper: trained (Alg. 1; 3.2), or a momentum encoder (App. C). Here: a momentum encoder.
     D6 The queue with --vanilla. Paper: not given. Here (ours): the mean keys enter, too.
     D7 The classes of ImageNet-100. Paper (App. D): the list has two misprints. Here: common.py corrects them.
@@ -74,10 +75,10 @@ def parse_args(argv=None):
     add("--lam-schedule", choices=("constant", "ramp"), default="constant", help="ramp: lambda grows up to --lam (D1)")
     add("--vanilla", action="store_true", help="minimise the average InfoNCE loss over the keys (Eq. 2-3), not Eq. 8")
     add("--temperature", type=common.positive_float, default=0.2, help="temperature tau of the loss (Fig. 2c)")
-    add("--queue", type=common.positive_int, default=65536, help="number of negatives")
+    add("--queue", type=common.positive_int, default=65536, help="number of negatives; None: a tenth of the images")
 
     add = parser.add_argument_group("model").add_argument
-    add("--arch", default="resnet50", help="encoder: resnet_micro, resnet18, resnet50, vit_small, or any timm model")
+    add("--arch", default="resnet50", help="encoder: resnet_mini, resnet18, resnet50, vit_small, or any timm model")
     add("--image-size", type=common.positive_int, default=224, help="side of a view, in pixels")
     add("--patch-size", type=common.positive_int, default=16, help="side of a ViT's patch, in pixels")
     add("--dim", type=common.positive_int, default=128, help="dimension of queries and keys")
@@ -232,9 +233,9 @@ class Queue(nn.Module):
 class JCL(nn.Module):
     """MoCo v2's query encoder, momentum encoder and queue, with M' keys per query (Algorithm 1).
 
-    Copy it with jcl_loss, info_nce, Queue, gather, shard and encode_shuffled_keys. On one process, also apply
-    `convert_split_batchnorm` (with SplitBatchNorm): without groups of batch norm, ShuffleBN has no effect. On several
-    processes wrap the model in DistributedDataParallel, which also makes its weights and queue equal.
+    Copy it with jcl_loss, info_nce, Queue, gather, shard and encode_shuffled_keys. On one process all images are one
+    group of batch norm, so that shuffling has no effect: apply `convert_split_batchnorm` (with SplitBatchNorm), too. On
+    several processes wrap the model in DistributedDataParallel, which also makes its weights and queue equal.
     backbone: (n, 3, H, W) -> (n, width). dim: of queries and keys. queue: number of negatives. temperature: tau.
     vanilla: the loss is the average of info_nce over the keys.
     """

@@ -109,7 +109,7 @@ def parse_args(argv=None):
     add("--affinity-form", choices=("logistic", "linear"), default="logistic", help="the affinity's objective (D1)")
     add("--affinity-lr", type=common.positive_float, help="if not given, 1e-4 for linear, or the peak of --lr")
     add("--temperature", type=common.positive_float, default=0.07, help="temperature of MoCo's loss")
-    add("--queue", type=common.positive_int, default=4096, help="number of MoCo's negatives")
+    add("--queue", type=common.positive_int, default=4096, help="MoCo's negatives; None: a tenth of the images")
 
     add = parser.add_argument_group("model").add_argument
     names = "resnet_micro, resnet18, resnet50, vit_small, or any timm model"
@@ -374,9 +374,10 @@ def compared_views(pairs="logo", local_crops=2, one_way=False):
 class MoCo(nn.Module):
     """MoCo v2's query encoder, momentum encoder and queue, with global and local views.
 
-    Copy it with compared_views, info_nce, combine, Queue, gather, shard and encode_shuffled_keys. On one process, also
-    apply `convert_split_batchnorm` (with SplitBatchNorm): without groups of batch norm, ShuffleBN has no effect. On
-    several processes wrap the model in DistributedDataParallel, which also makes its weights and queue equal.
+    Copy it with compared_views, info_nce, combine, Queue, gather, shard and encode_shuffled_keys. On one process all
+    images are one group of batch norm, so that shuffling has no effect: apply `convert_split_batchnorm` (with
+    SplitBatchNorm), too. On several processes wrap the model in DistributedDataParallel, which also makes its weights
+    and queue equal.
     backbone: (n, 3, H, W) -> (n, width). pairs: see `compared_views`. dim: of queries and keys. queue: number of
     negatives. temperature: tau. reduction: see `combine`.
     """

@@ -96,10 +96,10 @@ def parse_args(argv=None):
     add = parser.add_argument_group("loss").add_argument
     add("--local-crops", type=common.nonnegative_int, default=0, help="local crops per image, as queries (App. D, D9)")
     add("--temperature", type=common.positive_float, default=0.2, help="temperature of the loss")
-    add("--queue", type=common.positive_int, default=65536, help="number of negatives (v1, v2)")
+    add("--queue", type=common.positive_int, default=65536, help="negatives (v1, v2); None: a tenth of the images")
 
     add = parser.add_argument_group("model").add_argument
-    add("--arch", default="resnet50", help="encoder: resnet_micro, resnet18, resnet50, vit_small, or any timm model")
+    add("--arch", default="resnet50", help="encoder: resnet_mini, resnet18, resnet50, vit_small, or any timm model")
     add("--image-size", type=common.positive_int, default=224, help="side of a view, in pixels")
     add("--patch-size", type=common.positive_int, default=16, help="side of a ViT's patch, in pixels")
     add("--dim", type=common.positive_int, default=128, help="dimension of queries and keys")
@@ -460,9 +460,9 @@ class MoCoBase(nn.Module):
 class MoCo(MoCoBase):
     """MoCo v2's query encoder, momentum encoder and queue. With a projector of one layer it is MoCo v1.
 
-    Copy it with MoCoBase, info_nce, Queue, gather, shard and encode_shuffled_keys. On one process, also apply
-    `convert_split_batchnorm` (with SplitBatchNorm): without groups of batch norm, ShuffleBN has no effect. On several
-    processes wrap the model in DistributedDataParallel, which also makes its weights and queue equal.
+    Copy it with MoCoBase, info_nce, Queue, gather, shard and encode_shuffled_keys. On one process all images are one
+    group of batch norm, so that shuffling has no effect: apply `convert_split_batchnorm` (with SplitBatchNorm), too. On
+    several processes wrap the model in DistributedDataParallel, which also makes its weights and queue equal.
     backbone: (n, 3, H, W) -> (n, width). layers: of the projector, 1 or 2. dim: of queries and keys. queue: number of
     negatives. temperature: of the loss.
     """

@@ -172,9 +172,7 @@ def recipe(args):
     arch = (args.arch or values["arch"]).removesuffix("_patch16_224")  # timm's own names, too
     if args.dataset == "folder" and arch == "vit_micro":
         values |= SMALL_ENCODER | dict(lr=8e-3)  # ours
-    elif args.dataset in ("cifar10", "cifar100", "stl10"):
-        values |= ENCODERS.get(arch, {})
-    elif args.dataset != "patterns" and arch != "vit_micro":
+    elif args.dataset in ("cifar10", "cifar100", "stl10") or (args.dataset != "patterns" and arch != "vit_micro"):
         values |= ENCODERS.get(arch, {})
     if args.variant == "released":
         values |= dict(num_mix=2, smoothing=0.1, mixed_view=2)  # D2, D1, D5

@@ -97,6 +97,6 @@ def test_a_users_own_loop():
 def test_weights_elsewhere(arch, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     info, x = common.backbone_info(arch, 32, 4) | dict(method="m", encoder="query"), torch.rand(2, 3, 32, 32)
-    made = save_encoder(Path("runs/patchmix-patterns-vit_micro-s0"), info)
+    made = save_encoder(Path("runs/jcl-patterns-resnet_micro-s0-epochs20"), info)
     with torch.no_grad():
         assert torch.equal(run_block(WEIGHTS)["backbone"](x), made(x))
