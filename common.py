@@ -300,7 +300,7 @@ def open_data(name, root=None, image_size=32, train=None, test=None):
     if getattr(train, "is_generated", False):
         log(DEMO)
     if not have_labels(train, test):
-        reason = "there are no test images" if test is None else "training and test images need the same classes"
+        reason = f"the training images are {describe(train)}, the test images {describe(test or [])}"
         log(f"no kNN in this training: {reason}")
         test = None
     return train, test
@@ -416,22 +416,22 @@ def loader_options(workers, device):
     return dict(num_workers=workers, multiprocessing_context=context, pin_memory=device.type == "cuda")
 
 
-def split_batch(batch_size, images, world, parts=1, flag="--batch-size"):
+def split_batch(batch_size, images, world, parts=1, flag="--batch-size", smallest=2):
     """Return into how many equal parts each process splits its share of a batch, at least one.
 
     parts: those of the batch of all processes, as `flag` has them. Raises UsageError if there are too few images, or if
-    the batch cannot be split over the processes into equal parts of at least two images.
+    the batch cannot be split over the processes into equal parts of at least `smallest` images.
     """
     if batch_size > images:
         raise UsageError(
             f"--batch-size {batch_size} is larger than the training set, {images} images: pass a smaller one"
         )
     total = max(parts, world)
-    if total % world or batch_size % total or batch_size < 2 * total:
-        need = f"a multiple of {total}, and at least {2 * total} ({flag}, {world} processes)"
-        raise UsageError(
-            f"--batch-size {batch_size} cannot be split into equal parts of two images or more: pass {need}"
-        )
+    if total % world:
+        raise UsageError(f"{flag} {parts} cannot be split over {world} processes: pass a multiple of {world}")
+    if batch_size % total or batch_size < smallest * total:
+        what = f"--batch-size {batch_size} cannot be split into {total} equal parts of {smallest} images or more"
+        raise UsageError(f"{what} ({flag}, {world} processes): pass a multiple of {total}, at least {smallest * total}")
     return total // world
 
 
@@ -599,7 +599,7 @@ def build_backbone(info, zero_init=False, **kwargs):
     """
     try:
         backbone = timm.create_model(info["timm_name"], **info["create_kwargs"], **kwargs)
-    except TypeError as error:  # for example, a ResNet has no --num-heads
+    except (AssertionError, TypeError) as error:  # for example, a ResNet has no --num-heads
         raise UsageError(f"--arch {info['arch']}: {error}") from error
     if info["stem"] != "timm":  # no 7 x 7 convolution and no max-pooling, as is usual on CIFAR
         stride = 2 if info["stem"] == "3x3-s2" else 1
@@ -656,6 +656,8 @@ def load_checkpoint(path):
         return state
     except Exception as error:  # damaged files raise many kinds
         reason = (str(error) or repr(error)).splitlines()[0]
+        if found := re.search(r"Unsupported global: GLOBAL (\S+)", str(error)):
+            reason = f"it holds objects of {found[1]}, which would run code: save its state_dict alone"
         raise UsageError(f"cannot load {path} as a checkpoint: {reason}") from error
 
 
@@ -725,8 +727,9 @@ def load_weights(encoder, path, prefix=""):
     )
     if any(problems.values()):
         what = "; ".join(f"{len(names)} {kind}: {', '.join(names[:3])}" for kind, names in problems.items() if names)
-        first = next(iter(expected))
-        prefixes = sorted({repr(name.removesuffix(first)) for name in found if name.endswith(first)})
+        first, *_, last = [name for name, _ in encoder.named_parameters()]
+        prefixes = {name.removesuffix(first) for name in found if name.endswith(first)}
+        prefixes = sorted(repr(prefix) for prefix in prefixes if prefix + last in found)
         has = f"it has encoders with the prefixes {', '.join(prefixes)}" if prefixes else f"it has {[*found][:3]}"
         raise UsageError(f"{path} with the prefix {prefix!r} does not fit the encoder, {what}; {has}")
     encoder.load_state_dict(weights, strict=False)  # files of 2018 have no num_batches_tracked
@@ -1048,7 +1051,9 @@ class Meter:
         values = torch.stack([*self.sums.values()]).double().cpu() / self.count
         values = torch.stack(from_all(values)).mean(0).tolist()
         if not all(map(math.isfinite, values)):
-            raise FloatingPointError("the loss or its gradient is not finite: pass a lower --lr, and a new --out")
+            names = [name for name, value in zip(self.sums, values, strict=True) if not math.isfinite(value)]
+            what = f"the {' and the '.join(names)} of epoch {self.epoch + 1} are not finite"
+            raise FloatingPointError(f"{what}: pass a lower --lr, a new --out, and --resume to keep the epochs before")
         speed = self.batch_size * self.count / (time.perf_counter() - self.began)
         return dict(zip(self.sums, values, strict=True), images_per_s=speed)
 

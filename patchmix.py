@@ -21,8 +21,8 @@ the batch. The loss is the sum of three contrasts: oto, mto and mtm. Only oto ha
     torchrun --nproc_per_node=8 patchmix.py --dataset imagenet --data-dir DIR --arch vit_small
 
 The baseline is MoCo v3, without its frozen patch projection and fixed positions. `--num-mix 1 --terms oto,mto` is
-L(q2, k1) + L(q1, k2), its symmetric loss divided by 2 tau. (`--num-mix 1` alone counts the second term twice, because
-mtm is then mto.) PatchMix changes four things:
+L(q2, k1) + L(q1, k2), its symmetric loss without the factor 2 tau. (`--num-mix 1` alone counts the second term twice,
+because mtm is then mto.) PatchMix changes four things:
     MoCo v3                  | here                                    | where
     queries of both views    | one view's queries are of mixed images  | PatchMix.forward
     L(q2, k1) + L(q1, k2)    | oto + mto + mtm, with mixed keys        | PatchMix.forward
@@ -453,7 +453,8 @@ def main(args, train=None, test=None):
 
     # Data: two views and the local crops of each image (Algorithm 2, line 4), cropped here and colored in the loop
     train, test = common.open_data(args.dataset, args.data_dir, args.image_size, train, test)
-    slices = common.split_batch(args.batch_size, len(train), world, args.mix_slices, "--mix-slices")  # per process
+    smallest = max(2, args.num_mix)  # images of a slice
+    slices = common.split_batch(args.batch_size, len(train), world, args.mix_slices, "--mix-slices", smallest)
     mixing = dict(num_mix=args.num_mix, patch_size=args.patch_size, slices=slices)
     bicubic = v2.InterpolationMode.BICUBIC  # as released
     crop = v2.RandomResizedCrop(args.image_size, args.crop_scale, interpolation=bicubic)

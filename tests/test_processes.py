@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 import common
 import jcl
+import patchmix
 
 SMALL = "--image-size 16 --batch-size 32 --epochs 1 --dim 16 --patch-size 8 --knn-every 0 --device cpu".split()
 CLIM, LOGO = "clim --bn-groups 8 --clim-start 0", "logo --bn-groups 8 --local-size 8"
@@ -190,7 +191,7 @@ def test_slices_of_24_images_are_as_given_and_one_per_process_at_least(
     flags = f"--batch-size 24 {flag} {given}"
     monkeypatch.setattr(common, "init_distributed", lambda *_: (torch.device("cpu"), 0, world))
     if each is None:
-        with pytest.raises(common.UsageError, match=f"--batch-size 24 .*{flag}, {world} process"):
+        with pytest.raises(common.UsageError, match=f"{flag}.* {world} process"):
             module.main(module.parse_args(flags.split()), train=Blank(24))
     else:
         model = state_of(module, flags)["model"]
@@ -201,3 +202,9 @@ def test_slices_of_24_images_are_as_given_and_one_per_process_at_least(
 @pytest.mark.parametrize("method, flags", [("moco_jointcrop", "--moco v3"), ("logo", "--base simsiam")])
 def test_without_a_queue_batch_norm_is_not_split(module, flags):
     assert not any(isinstance(m, module.SplitBatchNorm) for m in state_of(module, flags)["model"].modules())
+
+
+def test_a_slice_has_all_images_of_a_mix():
+    args = patchmix.parse_args("--batch-size 16 --mix-slices 8 --num-mix 3".split())
+    with pytest.raises(common.UsageError, match="8 equal parts of 3 images"):
+        patchmix.main(args, train=Blank(24))

@@ -131,6 +131,7 @@ UNFIT = {  # what is saved of a ResNet's state_dict; how it is read; words of th
     "another encoder": (dict, dict(arch="resnet50"), "missing: layer1.0.conv3.weight"),
     "no such encoder": (dict, dict(arch="resnet_5"), "unknown --arch resnet_5"),
     "no third-party file": (dict, dict(encoder="momentum"), "--encoder"),
+    "another prefix": (lambda state: {f"q.{k}": x for k, x in state.items()}, {}, "with the prefixes 'q.'"),
 }
 
 
@@ -157,7 +158,7 @@ class Hostile:  # when it is unpickled, a file is written
 def test_a_hostile_pickle_is_not_run(tmp_path, monkeypatch, zipped):
     monkeypatch.chdir(tmp_path)
     torch.save({"state_dict": Hostile()}, "backbone.pt", _use_new_zipfile_serialization=zipped)
-    with pytest.raises(common.UsageError):
+    with pytest.raises(common.UsageError, match="objects of .*open"):
         common.load_checkpoint("backbone.pt")
     assert [path.name for path in tmp_path.iterdir()] == ["backbone.pt"]
 
