@@ -99,6 +99,16 @@ def test_soft_info_nce_eq_13_to_15(term, n, num_mix, keys, temperature):
     assert equal.item() == pytest.approx(weight.sum().item() * math.log(n + keys))
 
 
+def test_smoothing_spreads_a_share_of_all_weights_over_the_keys():
+    """Also of several positives, whose weights do not sum to 1 (mtm)."""
+    q, k, s = torch.randn(5, 6, dtype=torch.float64), torch.randn(7, 6, dtype=torch.float64), 0.1
+    *_, index, weight = patchmix.mix_targets(5, 3)
+    target = torch.zeros(5, 7, dtype=torch.float64).index_put((torch.arange(5)[:, None], index), weight.double(), True)
+    target = (1 - s) * target + s * target.sum(1, keepdim=True) / 7
+    expected = -(target * (torch.cosine_similarity(q[:, None], k[None], dim=2) / 0.2).log_softmax(1)).sum(1).mean()
+    torch.testing.assert_close(patchmix.soft_info_nce(q, k, index, weight, 0.2, smoothing=s), expected)
+
+
 def in_batch(n, slices, num_mix, first=0):
     """Targets within each slice, as rows of all keys, by loops: {term: (index, weight)}. first: of this process."""
     size, rows = n // slices, range(n)
