@@ -153,7 +153,7 @@ def fingerprint(dataset):
         digest.update(b"\0".join(dataset.names.tolist()))
         contents = [Path(dataset.path(row)).read_bytes() for row in rows]
     elif getattr(dataset, "is_generated", False):  # CPUs round differently
-        contents = [str((*dataset.images[0].size, len(dataset))).encode()]
+        contents = [str(dataset.images.shape).encode()]
     else:
         contents = [np.asarray(dataset[row][0]).tobytes() for row in rows]
     for content in contents:
@@ -368,17 +368,17 @@ class Patterns(Dataset):
     def __init__(self, count, size, seed):
         rng = np.random.default_rng(seed)
         self.targets = rng.permutation(np.arange(count) % len(PATTERNS))
-        images = np.empty((count, size, size, 3), np.uint8)
+        self.images = np.empty((count, size, size, 3), np.uint8)
         for label, pattern in enumerate(PATTERNS.values()):
             rows = np.flatnonzero(self.targets == label)
-            images[rows] = draw_patterns(pattern, len(rows), size, rng)
-        self.images = [Image.fromarray(image) for image in images]
+            self.images[rows] = draw_patterns(pattern, len(rows), size, rng)
+        self.pictures = [Image.fromarray(image) for image in self.images]
 
     def __len__(self):
         return len(self.images)
 
     def __getitem__(self, index):
-        return self.images[index], int(self.targets[index])
+        return self.pictures[index], int(self.targets[index])
 
 
 class Views(Dataset):
