@@ -300,8 +300,8 @@ def open_data(name, root=None, image_size=32, train=None, test=None):
     if getattr(train, "is_generated", False):
         log(DEMO)
     if not have_labels(train, test):
-        reason = f"the training images are {describe(train)}, the test images {describe(test or [])}"
-        log(f"no kNN in this training: {reason}")
+        found = f"{describe(train)} and {describe(test or [])}"
+        log(f"no kNN in this training: it needs training and test images of the same classes, not {found}")
         test = None
     return train, test
 
@@ -447,7 +447,8 @@ def color_jitter(x, brightness, contrast, saturation, hue, p=1.0):
 
     Brightness, contrast and saturation are multiplied by a factor from [max(0, 1 - v), 1 + v], where v is the argument.
     The hue is rotated by up to `hue` turns in both directions. The order of the four is random, and the same for a
-    batch, as in kornia; torchvision's ColorJitter, which takes one image, draws it per image.
+    batch, as in kornia; torchvision's ColorJitter, which takes one image, draws it per image. tests/results/README.md
+    has what this seems to change in the demo.
     """
     rows = (torch.rand(len(x)) < p).nonzero().flatten()
     changes = (adjust_brightness, adjust_contrast, adjust_saturation, adjust_hue)
