@@ -82,12 +82,12 @@ def parse_args(argv=None):
     add("--mix", choices=("cutmix", "none"), default="cutmix", help="none: half the loss to each key (Table 6)")
     add("--alpha", type=common.positive_float, default=2.0, help="parameter of CutMix's Beta(alpha, alpha) (Table 9)")
     add("--temperature", type=common.positive_float, default=0.2, help="temperature tau of the loss")  # MoCo v2's
-    add("--queue", type=common.positive_int, default=65536, help="number of negatives; None: a tenth of the images")
+    add("--queue", type=common.positive_int, default=65536, help="number of negatives; a tenth of the images if None")
 
     add = parser.add_argument_group("positives").add_argument
     ways = ("none", "random", "knn", "kmeans", "center")
     add("--selection", choices=ways, default="center", help="how positives are chosen (Table 6); none: MoCo v2")
-    add("--num-clusters", type=common.positive_int, default=10000, help="clusters, m (Table 8)")
+    add("--num-clusters", type=common.positive_int, default=10000, help="clusters (Table 8); 128 images each if None")
     add("--knn-k", type=common.positive_int, default=40, help="nearest neighbours, k (Table 8)")
     add("--num-positives", type=common.positive_int, default=10, help="positives per image (App. A.2)")
     add("--refresh-every", type=common.positive_int, default=5, help="epochs between choices of positives (App. A.2)")
@@ -126,7 +126,7 @@ def parse_args(argv=None):
         parser.error(f"--clim-start {args.clim_start} is not below --epochs {args.epochs}: there would be no positives")
     if args.local_crops and args.local_size > args.image_size:
         parser.error(f"--local-size {args.local_size} is larger than a view, {args.image_size}")
-    sizes = args.resolutions + [args.local_size] * (args.local_crops > 0)
+    sizes = args.resolutions + ([args.local_size] if args.local_crops else [])
     if common.is_vit(args.arch) and any(size % args.patch_size for size in sizes):
         parser.error(f"--patch-size {args.patch_size} does not divide views and local crops of {sizes} px")
     positives = args.selection != "none"
@@ -184,8 +184,8 @@ def clim_loss(q, k_anchor, k_positive, queue, temperature, lam):
     NCE is InfoNCE (Eq. 1). The keys of the queue are the negatives of both terms. With lam = 1 it is MoCo's loss.
 
     q: (N, C) queries, one per mixed image. k_anchor: (N, C), the keys of the images. k_positive: (N, C), the keys of
-    the images that were pasted in. queue: (K, C). All are L2-normalised. temperature: T > 0. lam: in [0, 1], the share
-    of k_anchor's images in the mix, a float, or (N,) for a share per query.
+    the images that were pasted in. queue: (K, C). All are L2-normalised. temperature: tau > 0. lam: in [0, 1], the
+    share of k_anchor's images in the mix, a float, or (N,) for a share per query.
     Gradients reach q, and also the keys and the queue unless these are detached. Raises ValueError if the shapes do not
     fit.
     """
@@ -215,8 +215,9 @@ def cutmix(x, partner, lam, generator=None):
 
     x, partner: (N, C, H, W); row i of partner is pasted into row i of x. lam: the wanted share of x, in [0, 1], often
     drawn from Beta(alpha, alpha); a float for one box in all images, or (N,) for a box per image. generator: a torch
-    CPU generator; None: torch's global one. The share is a float, or (N,) like x if lam is (N,). Raises ValueError if
-    the shapes do not fit, or lam is not in [0, 1]. Source: the code of CutMix (Yun et al., arXiv 1905.04899).
+    CPU generator; None: torch's global one. The share is a float, or (N,) in float32 at least if lam is (N,). Raises
+    ValueError if the shapes do not fit, or lam is not in [0, 1].
+    Source: the code of CutMix (Yun et al., arXiv 1905.04899).
     """
     lam = torch.as_tensor(lam, dtype=torch.float64).cpu()
     if x.dim() != 4 or partner.shape != x.shape or tuple(lam.shape) not in ((), (len(x),)):
@@ -236,7 +237,7 @@ def cutmix(x, partner, lam, generator=None):
     in_box = (in_rows[:, None, :, None] & in_columns[:, None, None, :]).to(x.device, non_blocking=True)  # 1 - M
     mixed = torch.where(in_box, partner, x)  # Eq. 3: x where the mask M is 1
     kept = 1 - ((bottom - top) * (right - left)).flatten().double() / (height * width)
-    return mixed, (kept.to(x) if lam.dim() else kept.item())
+    return mixed, (kept.to(x.device, torch.promote_types(x.dtype, torch.float32)) if lam.dim() else kept.item())
 
 
 # The choice of positives: section 3.2.1 and App. A.2
@@ -323,7 +324,7 @@ def select_positives(x, centers, assignment, k=40, num_positives=10, generator=N
     return preferred_first(neighbors, same_cluster & closer, num_positives, generator)  # Eq. 2's Omega_p is preferred
 
 
-def random_members(assignment, count, generator=None):
+def random_members(assignment, count):
     """Draw `count` other rows of each row's own cluster: (N,) int64 -> (N, count) int64. They may repeat.
 
     A row that is alone in its cluster gets rows of any cluster. If it is the only row, it gets itself (D1).
@@ -338,7 +339,7 @@ def random_members(assignment, count, generator=None):
             candidates, own_place = rows, everyone[: len(rows)]
         else:
             candidates, own_place = everyone, rows
-        place = torch.randint(len(candidates) - 1, (len(rows), count), generator=generator).to(rows.device)
+        place = torch.randint(len(candidates) - 1, (len(rows), count)).to(rows.device)
         place += place >= own_place[:, None]  # from the row's own place on, so that it is never drawn
         table[rows] = candidates[place]
     return table
@@ -350,10 +351,10 @@ def random_members(assignment, count, generator=None):
 def info_nce(q, k, queue, temperature):
     """Return MoCo's loss, InfoNCE with a queue (MoCo, Eq. 1).
 
-    It is the mean of -log(exp(q.k / T) / (exp(q.k / T) + sum_j exp(q.queue_j / T))), where a query's positive is the
-    key in the same row. At equal logits it is log(K + 1).
+    It is the mean of -log(exp(q.k / tau) / (exp(q.k / tau) + sum_j exp(q.queue_j / tau))), where a query's positive is
+    the key in the same row. At equal logits it is log(K + 1).
 
-    q, k: (N, C), L2-normalised. queue: (K, C), the negatives. temperature: T > 0. Computed in float32 at least.
+    q, k: (N, C), L2-normalised. queue: (K, C), the negatives. temperature: tau > 0. Computed in float32 at least.
     Gradients reach q, and also k and queue unless these are detached. Raises ValueError if the shapes do not fit.
     """
     if q.dim() != 2 or k.shape != q.shape or queue.shape[1:] != q.shape[1:]:
@@ -548,7 +549,8 @@ def choose_positives(args, model, images, info, device):
     The embeddings are the momentum encoder's, of center crops (ours), in float32. Logs the time and, if all images
     have labels, how many of the positives are of the image's class.
     """
-    began, count = time.perf_counter(), args.num_positives
+    began = time.perf_counter()
+    count = args.num_positives
     if args.selection == "random":
         table = random_members(torch.zeros(len(images), dtype=torch.int64, device=device), count)
     else:
@@ -556,7 +558,7 @@ def choose_positives(args, model, images, info, device):
         features = common.extract_features(encoder, images, info, device, workers=args.workers)
         x = F.normalize(features, dim=1).double().to(device)
     if args.selection in ("knn", "center"):  # each process finds the neighbours of its part of the images
-        rows = common.shard(torch.arange(len(x), device=device))
+        rows = common.own_rows(torch.arange(len(x), device=device))
         neighbors = common.gather_rows(nearest_neighbors(x, args.knn_k, rows))
     if args.selection in ("kmeans", "center"):
         centers, assignment = kmeans(x, args.num_clusters or max(1, len(x) // 128))
@@ -568,12 +570,12 @@ def choose_positives(args, model, images, info, device):
         table = select_positives(x, centers, assignment, args.knn_k, count, neighbors=neighbors)
     if dist.is_initialized():
         dist.broadcast(table, 0)  # each process has drawn its own
-    labels, of_class = torch.as_tensor(getattr(images, "targets", [-1])), ""
+    text = f"positives chosen in {time.perf_counter() - began:.1f} s"
+    labels = torch.as_tensor(getattr(images, "targets", [-1]))
     if labels.min() >= 0:
-        of_class = (
-            f", {100 * (labels[:, None] == labels[table.cpu()]).double().mean():.1f} % of them of the image's class"
-        )
-    common.log(f"positives chosen in {time.perf_counter() - began:.1f} s{of_class}")
+        of_class = (labels[:, None] == labels[table.cpu()]).double().mean()
+        text += f", {100 * of_class:.1f} % of them of the image's class"
+    common.log(text)
     return table
 
 
@@ -600,7 +602,8 @@ def main(args, train=None, test=None):
 
     # Model and optimizer
     backbone, info = common.create_backbone(args.arch, args.image_size, args.patch_size, args.norm)
-    width = common.feature_width(backbone, *args.resolutions, *[args.local_size] * (args.local_crops > 0))
+    sizes = args.resolutions + ([args.local_size] if args.local_crops else [])
+    width = common.feature_width(backbone, *sizes)
     if args.init:
         common.load_weights(backbone, args.init, args.init_prefix)
     negatives = args.queue or min(65536, max(args.batch_size, len(train) // 10))
@@ -610,7 +613,7 @@ def main(args, train=None, test=None):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0, momentum=0.9, weight_decay=args.weight_decay)
 
     # The run
-    amp = args.amp == "auto" and device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
+    amp = common.use_bf16(args.amp, device)
     config, state = common.configuration(args, train), dict(model=model, optimizer=optimizer, positives=positives)
     info |= dict(method="clim", encoder="query", dataset=args.dataset, data_dir=args.data_dir, images=config["images"])
     terms = len(args.resolutions) ** 2 + args.local_crops  # of the loss, which is their sum

@@ -57,7 +57,7 @@ NORMS = {  # name: (mean, standard deviation)
     "cifar10": ((0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)),
     "cifar100": ((0.5071, 0.4865, 0.4409), (0.2673, 0.2564, 0.2762)),
 }
-# The 100 classes of JCL's appendix D, with entries 75 and 88 mended (a missing digit, two transposed ones).
+# The 100 classes of JCL's appendix D, with entries 75 and 88 corrected (a missing digit, two transposed ones).
 IMAGENET100 = """
 02869837 01749939 02488291 02107142 13037406 02091831 04517823 04589890 03062245 01773797 01735189 07831146 07753275
 03085013 04485082 02105505 01983481 02788148 03530642 04435653 02086910 02859443 13040303 03594734 02085620 02099849
@@ -254,8 +254,10 @@ def load_split(name, root, folders, train, unlabeled):
     classes = sorted(e.name for e in os.scandir(os.path.join(root, part)) if e.is_dir() and not is_hidden(e.name))
     if classes and "" in folder_of_name:
         raise UsageError(f"{names[folder_of_name.index('')]} in {root} is beside the folders of the classes")
-    if empty := {*classes} - {*folder_of_name} or (set() if names else {part}):
-        raise UsageError(f"folders without images in {root}/{part}: {', '.join(sorted(empty)[:5])}")
+    if empty := sorted({*classes} - {*folder_of_name}):
+        raise UsageError(f"folders without images in {root}/{part}: {', '.join(empty[:5])}")
+    if not names:
+        raise UsageError(f"no images in {root}/{part}")
     if name == "imagenet100" and len(classes) not in (0, 100):
         if missing := sorted({*IMAGENET100} - {*classes}):
             raise UsageError(f"{root}/{part} has {len(classes)} classes, but not {missing[0]} of ImageNet-100")
@@ -360,7 +362,7 @@ def draw_patterns(pattern, n, size, rng):
 class Patterns(Dataset):
     """Generated images of ten kinds. Neither color nor single pixels tell the kind: an encoder has to learn the shape.
 
-    count: how many. size: their height and width. seed: of what is drawn.
+    count: number of images. size: their height and width, in pixels. seed: of the random numbers.
     """
 
     classes, is_generated = list(PATTERNS), True
@@ -417,10 +419,10 @@ def loader_options(workers, device):
 
 
 def split_batch(batch_size, images, world, parts=1, flag="--batch-size", smallest=2):
-    """Return into how many equal parts each process splits its share of a batch, at least one.
+    """Return the number of equal parts, at least one, into which each process splits its share of a batch.
 
-    parts: those of the batch of all processes, as `flag` has them. Raises UsageError if there are too few images, or if
-    the batch cannot be split over the processes into equal parts of at least `smallest` images.
+    parts: number of parts of the batch of all processes, as given by `flag`. Raises UsageError if there are too few
+    images, or if the batch cannot be split over the processes into equal parts of at least `smallest` images.
     """
     if batch_size > images:
         raise UsageError(
@@ -474,7 +476,7 @@ def adjust_saturation(x, factor):
 
 
 def adjust_hue(x, factor):
-    """Rotate the hue of each image by its factor, in turns from -0.5 to 0.5. HSV's value and saturation stay."""
+    """Rotate the hue of each image by its factor, in turns from -0.5 to 0.5. Value and saturation do not change."""
     r, g, b = x.split(1, dim=1)
     value = x.amax(1, keepdim=True)
     chroma = value - x.amin(1, keepdim=True)
@@ -606,12 +608,13 @@ def build_backbone(info, zero_init=False, **kwargs):
         stride = 2 if info["stem"] == "3x3-s2" else 1
         backbone.conv1 = nn.Conv2d(3, backbone.conv1.out_channels, 3, stride, padding=1, bias=False)
         backbone.maxpool = nn.Identity()
-    if info["create_kwargs"].get("weight_init") == "moco":  # timm initialises the other layers so
+    if info["create_kwargs"].get("weight_init") == "moco":  # timm has initialised the other layers
         nn.init.xavier_uniform_(backbone.patch_embed.proj.weight.flatten(1))
         nn.init.zeros_(backbone.patch_embed.proj.bias)
-    for block in backbone.modules() if zero_init else ():
-        if hasattr(block, "zero_init_last"):
-            block.zero_init_last()
+    if zero_init:
+        for block in backbone.modules():
+            if hasattr(block, "zero_init_last"):
+                block.zero_init_last()
     return backbone
 
 
@@ -678,7 +681,7 @@ def load_backbone(path, encoder=None):
     else:
         raise UsageError(f"{path} is not of this project; for third-party weights pass --arch, for example resnet50")
     if encoder not in (None, info["encoder"]) or not weights:
-        raise UsageError(f"{path} does not hold the {encoder} encoder")
+        raise UsageError(f"{path} does not hold the {encoder or info['encoder']} encoder")
     info = dict(arch=info["timm_name"]) | info  # earlier versions have no arch
     backbone = build_backbone(info)
     backbone.load_state_dict(weights)
@@ -709,8 +712,8 @@ def load_weights(encoder, path, prefix=""):
     """Load the weights of a checkpoint into an encoder, strictly.
 
     prefix: prefix of the encoder's names in the file's state_dict, for example "module.encoder_q." in MoCo's. A ViT's
-    position embedding is resampled. Raises UsageError unless the file has every tensor of the encoder in its shape, and
-    no others but those of heads.
+    position embedding is resampled. Raises UsageError unless the file has every tensor of the encoder with the same
+    shape, and no others except those of heads.
     """
     found = load_checkpoint(path)
     found = tensors_by_name(found.get("state_dict", found.get("model", found)))
@@ -742,7 +745,8 @@ def load_weights(encoder, path, prefix=""):
 class CenterCrops(Dataset):
     """The images of a data set as an encoder takes them, uint8 (3, size, size).
 
-    An image of that size stays as it is. Of others, the shorter side is resized to 256/224 of it and the center is cut.
+    An image of that size stays as it is. Otherwise its shorter side is resized to 256/224 of `size`, and its center is
+    cropped.
     """
 
     def __init__(self, images, size, interpolation="bilinear"):
@@ -776,12 +780,12 @@ def extract_features(encoder, images, info, device, batch_size=256, workers=0, a
     """Compute the features of the images of a data set, in order: (n, width) float32 on the CPU.
 
     encoder: (N, 3, H, W) -> (N, width); it is used in evaluation mode. info: see `backbone_info`. batch_size: of each
-    process. amp: encode in bf16. whole: return all rows on every process, or only its own (see `shard`). Raises
+    process. amp: encode in bf16. whole: return all rows on every process, or only its own (see `own_rows`). Raises
     ValueError if a feature is not finite.
     """
-    rows = shard(torch.arange(len(images)))
+    rows = own_rows(torch.arange(len(images)))
     crops = CenterCrops(images, info["image_size"], info["interpolation"])
-    crops = torch.utils.data.Subset(crops, rows.tolist() or [0])  # an empty shard encodes one image to learn the width
+    crops = torch.utils.data.Subset(crops, rows.tolist() or [0])  # one without rows encodes an image to learn the width
     loader = DataLoader(crops, batch_size, **loader_options(workers, device))
     features = None
     with evaluation_mode(encoder):
@@ -804,8 +808,9 @@ def knn_predict(train_x, train_y, test_x, k, temperature, num_classes):
 
     A neighbour votes for its class with the weight exp(cosine similarity / temperature).
     train_x: (n, d) and train_y: (n,), this process's rows of the training images. test_x: (m, d), the same on every
-    process. Features are L2-normalised here. k: list of numbers of neighbours; a number above that of the training
-    images counts all. Each process finds the nearest of its own rows; the nearest of these are the nearest of all.
+    process. Features are L2-normalised here. k: list of numbers of neighbours; if one exceeds the number of
+    training images, all of these vote. Each process finds the nearest of its own rows; the nearest of these are the
+    nearest of all.
     """
     bank, queries, train_y = F.normalize(train_x, dim=1), F.normalize(test_x, dim=1), train_y.to(train_x.device)
     most = max(from_all(len(bank)))  # the same on every process, so that all take the same chunks
@@ -833,7 +838,7 @@ def knn_monitor(encoder, info, train, test, device, workers=0, amp=False):
     train, test = labelled(train), labelled(test)
     train_x = extract_features(encoder, train, info, device, workers=workers, amp=amp, whole=False)
     test_x = extract_features(encoder, test, info, device, workers=workers, amp=amp)
-    train_y, test_y = shard(torch.tensor(train.targets)), torch.tensor(test.targets)
+    train_y, test_y = own_rows(torch.tensor(train.targets)), torch.tensor(test.targets)
     return knn_top1(train_x.to(device), train_y, test_x.to(device), test_y, (20, 200), 0.07, len(train.classes))
 
 
@@ -910,7 +915,7 @@ def baselines(info, seed, images):
     return ({"raw pixels": pixels} if images <= 200_000 else {}) | {"untrained": build_backbone(info)}
 
 
-def protocol(info, train, test):
+def describe_evaluation(info, train, test):
     """Return what the numbers of an evaluation depend on, as lines of text."""
     return (
         f"{info['encoder']} encoder {info['arch']} of {info['method']}, before the projector\n"
@@ -975,8 +980,8 @@ def from_all(value):
     return values
 
 
-def shard(x):
-    """Return this process's rows of a tensor (n, ...), a contiguous part. `gather_rows` is the inverse."""
+def own_rows(x):
+    """Return this process's rows of a tensor (n, ...), consecutive ones. `gather_rows` is the inverse."""
     rank, world = rank_and_world()
     return x.tensor_split(world)[rank]
 
@@ -986,7 +991,8 @@ def gather_rows(x, to_first=False):
 
     to_first: only on the first process; the others return None, and need no memory for it.
     """
-    counts, rank, x = from_all(len(x)), rank_and_world()[0], x.detach().contiguous()
+    x = x.detach().contiguous()
+    counts, rank = from_all(len(x)), rank_and_world()[0]
     if len(counts) == 1:
         return x
     if to_first and rank > 0:
@@ -1021,7 +1027,7 @@ def progress(text):
 class Meter:
     """The averages of an epoch's metrics, and its progress line.
 
-    epoch: counted from 0. steps: those of an epoch. batch_size: over all processes.
+    epoch: counted from 0. steps: their number per epoch. batch_size: over all processes.
     """
 
     def __init__(self, epoch, epochs, steps, batch_size):
@@ -1036,7 +1042,8 @@ class Meter:
             self.sums[name] = self.sums.get(name, 0) + value.detach()
         now = time.perf_counter()
         if rank_and_world()[0] == 0 and now - self.shown > (0.5 if sys.stdout.isatty() else 60):
-            self.shown, seconds = now, (now - self.began) / self.count
+            self.shown = now
+            seconds = (now - self.began) / self.count
             left = (self.epochs - self.epoch) * self.steps - self.count
             show = progress if sys.stdout.isatty() else log
             show(
@@ -1121,7 +1128,7 @@ def add_run_arguments(parser):
     add("--init", type=os.path.abspath, metavar="FILE", help="checkpoint to initialise the encoder from")
     add("--init-prefix", default="", metavar="PREFIX", help="prefix of the encoder's names in --init's file")
     add("--out", type=os.path.abspath, metavar="DIR", help="output folder; an existing run is resumed")
-    add("--resume", metavar="FILE", help="last.pt of another run, to resume in a new --out")
+    add("--resume", metavar="FILE", help="last.pt of another run, or its folder, to resume in a new --out")
     add("--keep-every", type=nonnegative_int, default=0, metavar="N", help="keep a checkpoint every N epochs; 0: none")
     add("--knn-every", type=nonnegative_int, default=10, metavar="N", help="kNN monitor every N epochs; 0: never")
     add("--show-views", metavar="FILE.png", help="write a picture of the inputs, and exit")
@@ -1136,6 +1143,11 @@ def add_device_arguments(add):
     add("--workers", type=nonnegative_int, default=workers, help="processes that load images, per training process")
     add("--device", choices=("auto", "cuda", "cpu"), default="auto", help="auto: a GPU if there is one")
     add("--amp", choices=("auto", "off"), default="auto", help="auto: bf16 on GPUs that have it; off: float32")
+
+
+def use_bf16(amp, device):
+    """Return True if networks compute in bf16: on GPUs that have it, unless --amp is "off"."""
+    return amp == "auto" and device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
 
 
 def add_evaluation_arguments(parser):
@@ -1251,8 +1263,8 @@ def find_checkpoint(out, resume):
         files = sorted(file for file in os.listdir(out) if not is_hidden(file)) if os.path.exists(out) else []
         names = ("config.json", "backbone.pt", "metrics.jsonl")  # of a run that was killed in its first save
         temporary = [file for file in files if file.startswith((*names, "last.pt", "epoch-")) and file.endswith(".tmp")]
-        foreign = {*files} - {*temporary, *names} or ("backbone.pt" in files and "config.json" not in files)
-        if foreign and "last.pt" not in files:
+        is_begun = {*files} <= {*temporary, *names} and ("config.json" in files or "backbone.pt" not in files)
+        if "last.pt" not in files and not is_begun:
             raise UsageError(f"--out {out} is not empty, and has no run: {', '.join(files[:3])}")
         for file in temporary:
             os.unlink(os.path.join(out, file))
@@ -1266,16 +1278,17 @@ def find_checkpoint(out, resume):
 def open_run(args, config, state, derived):
     """Start a run in args.out or, if it holds one, resume it. Print its values. Return the records of its epochs.
 
-    config: of `configuration`. state: {name: module, optimizer or tensor}, with a "model", which are loaded in place.
+    config: from `configuration`. state: {name: module, optimizer or tensor}, with a "model", which are loaded in place.
     derived: further values to print, {name: value}. Raises UsageError if the run has another configuration, and if the
     processes do not see the same one. With --resume a new run begins with the state of another one. Its configuration
-    may differ. Of other images, tensors with a row per image are not loaded.
+    may differ. If its images differ, tensors with a row per image are not loaded.
     """
     machine = torch.cuda.get_device_name() if torch.cuda.is_initialized() else f"CPU, {torch.get_num_threads()} threads"
     derived = derived | dict(processes=rank_and_world()[1], machine=machine, torch=torch.__version__)
     log_values("values", config)
     log_values("derived", derived)
-    is_first, records = rank_and_world()[0] == 0, []
+    records = []
+    is_first = rank_and_world()[0] == 0
     path = from_all(find_checkpoint(args.out, args.resume) if is_first else None)[0]
     if path is not None:
         if not all(from_all(os.path.isfile(path))):
@@ -1300,8 +1313,8 @@ def open_run(args, config, state, derived):
             log(f"resumed from {path}, after epoch {len(records)}" + "".join(f"; {text}" for text in differences))
         if saved.get("processes") != derived["processes"]:
             log(f"processes: {saved.get('processes')} before, {derived['processes']} now, so random numbers differ")
-    view = config, str(args.out), len(records)
-    if any(other != view for other in from_all(view)):
+    own = config, str(args.out), len(records)
+    if any(other != own for other in from_all(own)):
         raise UsageError("the processes differ in flags, images or epoch: --out and --data-dir must be on shared disks")
     if len(records) < args.epochs:
         text = json.dumps(vars(args) | config | derived, indent=1, default=str)
@@ -1323,9 +1336,9 @@ def load_state(saved, state, same_images):
 def save_run(out, config, info, state, records, keep_every=0):
     """Write a run's folder: backbone.pt, metrics.jsonl and, with all that it needs to be resumed, last.pt.
 
-    config: of `configuration`. info: of `create_backbone`; None: no backbone.pt. state: see `open_run`. records: a dict
-    per epoch. keep_every: keep a copy of last.pt every so many epochs. Raises FloatingPointError, and writes nothing,
-    if a tensor of the state is not finite.
+    config: from `configuration`. info: from `create_backbone`; None: no backbone.pt. state: see `open_run`. records: a
+    dict per epoch. keep_every: keep a copy of last.pt every so many epochs. Raises FloatingPointError, and writes
+    nothing, if a tensor of the state is not finite.
     """
     state = {name: part if torch.is_tensor(part) else part.state_dict() for name, part in state.items()}
     if not all(x.isfinite().all() for x in tensors_by_name(state).values()):

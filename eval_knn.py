@@ -16,6 +16,7 @@ to 36 px and center-cropped. LoGo's resizes ImageNet's images bicubically.
 """
 
 import argparse
+import functools
 import os
 
 import numpy as np
@@ -26,10 +27,8 @@ import common
 
 def parse_args(argv=None):
     """Parse the command line."""
-    usage = dict(prog="eval_knn.py", usage="%(prog)s RUN [options]", description=__doc__.splitlines()[0])
-    parser = argparse.ArgumentParser(
-        **usage, formatter_class=argparse.ArgumentDefaultsHelpFormatter, allow_abbrev=False
-    )
+    options = dict(formatter_class=argparse.ArgumentDefaultsHelpFormatter, allow_abbrev=False)
+    parser = argparse.ArgumentParser("eval_knn.py", "%(prog)s RUN [options]", __doc__.splitlines()[0], **options)
     common.add_evaluation_arguments(parser)
     add = parser.add_argument_group("kNN").add_argument
     add("--k", type=common.positive_int, nargs="+", default=[10, 20, 100, 200], help="numbers of neighbours")
@@ -46,18 +45,19 @@ def parse_args(argv=None):
 def main(args, train=None, test=None):
     """Evaluate an encoder. Return {"encoder" or a baseline: {"knn20_top1": percent, ...}}.
 
-    args: of `parse_args`. train, test: data sets with items (PIL image, label), `targets` and `classes` to use instead
-    of --dataset. With --dump, they need no labels, and there may be no test images: the result is then empty.
+    args: from `parse_args`. train, test: data sets with items (PIL image, label), `targets` and `classes` to use
+    instead of --dataset. With --dump, they need no labels, and there may be no test images: the result is then empty.
     """
     device, *_ = common.init_distributed(args.device)
     encoder, info = common.open_encoder(args)
     train, test = common.open_evaluation_data(args.dataset, args.data_dir, info, not args.dump, train, test)
-    protocol = f"{common.protocol(info, train, test or [])}\nkNN: votes exp(cosine similarity / {args.temperature})"
+    protocol = common.describe_evaluation(info, train, test or [])
+    protocol += f"\nkNN: votes exp(cosine similarity / {args.temperature})"
     common.log(protocol)
     encoders = {"encoder": encoder}
     if not args.no_baselines:
         encoders |= common.baselines(info, args.seed, len(train))
-    amp = args.amp == "auto" and device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
+    amp = common.use_bf16(args.amp, device)
     options = dict(batch_size=args.batch_size, workers=args.workers, amp=amp)
     results = {}
     for name, network in encoders.items():
@@ -71,11 +71,11 @@ def main(args, train=None, test=None):
                     arrays |= {f"{part}_features": x, f"{part}_labels": np.array(images.targets)}
                 if hasattr(images, "samples"):
                     arrays[f"{part}_paths"] = np.array([path for path, _ in images.samples])
-            common.write_file(args.dump, lambda file, arrays=arrays: np.savez(file, **arrays))
+            common.write_file(args.dump, functools.partial(np.savez, **arrays))
             common.log(f"{args.dump}: the encoder's features")
             if not common.have_labels(train, test):
                 break
-        train_y, test_y = common.shard(torch.as_tensor(train.targets)), torch.as_tensor(test.targets)
+        train_y, test_y = common.own_rows(torch.as_tensor(train.targets)), torch.as_tensor(test.targets)
         train_x, test_x = train_x[train_y >= 0].to(device), test_x[test_y >= 0].to(device)  # those with a label
         features = train_x, train_y[train_y >= 0], test_x, test_y[test_y >= 0]
         results[name] = common.knn_top1(*features, args.k, args.temperature, len(train.classes))

@@ -78,7 +78,8 @@ LINEAR = {
     "jointcrop": dict(MOCO, epochs=90, batch_size=1024, lr=0.1, milestones=[]),  # MoCo v3's [C]
     # CIFAR, STL-10, Tiny-ImageNet: ContrastiveCrop's released code's, lr 10 for 512 [I]
     "jointcrop-small": dict(MOCO, batch_size=512, lr=5.0),
-    # 4.1.3: 100 epochs [P]; the rest [C]. Others than ViT-T, -S, -B have the learning rate of S, vit_micro of T [I]
+    # 4.1.3: 100 epochs [P]; the rest [C]. Encoders other than ViT-T, -S and -B have ViT-S's learning rate, except for
+    # vit_micro, which has ViT-T's [I]
     "patchmix": dict(MOCO, batch_size=1024, lr=0.02, milestones=[], nesterov=True),
 }
 FINETUNE = {
@@ -134,7 +135,7 @@ def parse_args(argv=None):
     add("--epochs", type=common.positive_int, help="number of epochs")
     add("--batch-size", type=common.positive_int, help="images per step, over all processes")
     add("--lr", type=common.positive_float, help="peak learning rate per 256 images")
-    add("--milestones", type=common.fraction, nargs="*", help="parts of the run where --lr falls by 10; none: cosine")
+    add("--milestones", type=common.fraction, nargs="*", help="when --lr falls to a tenth; none: a cosine")
     add("--warmup", type=common.nonnegative_float, help="epochs of linear warm-up, at most a quarter of all")
     add("--weight-decay", type=common.nonnegative_float, help="weight decay, except for biases and norms")
     add("--pad", type=common.nonnegative_int, help="random crops of the image padded by N pixels; 0: random areas")
@@ -161,7 +162,12 @@ def parse_args(argv=None):
     trained = args.finetune or args.protocol not in (None, "probe")
     if trained and (args.solver == "lbfgs" or args.no_baselines):
         parser.error("--solver lbfgs and --no-baselines need --protocol probe")
-    names = FINETUNE["clim"] if args.finetune else MOCO if trained else LBFGS if args.solver == "lbfgs" else PROBE
+    if args.finetune:
+        names = FINETUNE["clim"]
+    elif trained:
+        names = MOCO
+    else:
+        names = LBFGS if args.solver == "lbfgs" else PROBE
     for name in PROBE | LBFGS | FINETUNE["clim"]:
         if name in args and name not in names:
             parser.error(f"--{name.replace('_', '-')} has no effect without another --protocol, --solver or --finetune")
@@ -206,9 +212,11 @@ def open_data(args, info):
     folders = os.listdir(root) if root and args.solver == "lbfgs" else []
     if "train" not in folders or "test" not in folders or not {"val", "validation"} & {*folders}:
         return train, None, val
-    test = common.load_split(args.dataset, root, ["test"], train=False, unlabeled=False)
+    test = common.load_split(args.dataset or info["dataset"], root, ["test"], train=False, unlabeled=False)
     if not test.classes:
         return train, None, val
+    if test.classes != val.classes:
+        raise common.UsageError(f"the classes of test/ and of val/ in {root} differ: remove test/, or mend its folders")
     common.log(f"test/ is evaluated: {common.describe(test)}")
     return train, val if args.label_fraction is None and args.label_files is None else None, test
 
@@ -301,7 +309,7 @@ def hold_out(labels, fraction):
 def best_of(weights, x, y, num_classes, metric="top1"):
     """Compare linear classifiers, each (d, num_classes), on x (n, d) and y (n,): (index of the best, all percents).
 
-    Ties go to the middle one. metric: top1 or per_class.
+    Ties go to the middle one. metric: top1 or per_class. Copy it with scores.
     """
     percents = [scores((x @ weight).cpu(), y.cpu(), num_classes)[f"linear_{metric}"] for weight in weights]
     ties = [i for i, percent in enumerate(percents) if percent == max(percents)]
@@ -331,7 +339,8 @@ def linear_probe(x, y, test_x, num_classes, lrs=None, epochs=50, batch_size=256,
     x, test_x = affine(x, mean, std), affine(test_x, mean, std)
 
     def fit(rows, lrs):  # with all learning rates at once
-        weight, lr = x.new_zeros(x.shape[1], len(lrs), num_classes).requires_grad_(), x.new_tensor(lrs)
+        weight = x.new_zeros(x.shape[1], len(lrs), num_classes).requires_grad_()
+        lr = x.new_tensor(lrs)
         optimizer = torch.optim.SGD([weight], momentum=0.9)
         for epoch in range(epochs):
             common.progress(f"probe of {len(lrs)} learning rate(s): epoch {epoch + 1} of {epochs}")
@@ -360,8 +369,8 @@ def logistic_regression(x, y, num_classes, strength, start=None, iterations=5000
     """Fit a multinomial logistic regression with an L2 penalty by L-BFGS: (weights, largest entry of the gradient).
 
     The weights (d + 1, num_classes) are W and, as their last row, the bias b, which minimise
-    sum_i CE(x_i W + b, y_i) + strength / 2 |W|^2. The gradient is that of this sum divided by n, and the fit has
-    converged if none of its entries is above `tolerance`.
+    sum_i CE(x_i W + b, y_i) + strength / 2 |W|^2. The gradient is that of this sum divided by n, with respect to b and
+    to the whitened weights V below. The fit has converged if none of its entries is above `tolerance`.
     x: (n, d) float64. y: (n,) int64. strength: 1 / C of scikit-learn, but 2 / C for two classes, where scikit-learn
     penalises one weight vector, the difference of the two here. start: weights to begin from.
     """
@@ -443,7 +452,7 @@ def evaluate_features(args, device, encoder, info, train, val, test):
         encoders |= common.baselines(info, args.seed, len(train))
     if lbfgs:
         encoders.pop("raw pixels", None)  # with thousands of numbers per image it takes minutes to hours
-    amp = args.amp == "auto" and device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
+    amp = common.use_bf16(args.amp, device)
     options = dict(batch_size=args.batch_size, workers=args.workers, amp=amp, whole=False)
     results = {}
     for name, network in encoders.items():
@@ -515,10 +524,11 @@ def make_optimizer(args, model):
 
 
 def learning_rate(args, epoch):
-    """Return the learning rate at a time, in epochs from 0, before a group's lr_scale. It changes once per epoch.
+    """Return the learning rate at a time, in epochs from 0, before a group's lr_scale.
 
-    A linear warm-up comes first. Then it falls by a factor of 10 at each milestone or, without milestones, by a cosine
-    to args.min_lr. The cosine counts the epochs of the warm-up, as timm's does.
+    It changes once per epoch, and by PatchMix's protocols at least 100 times (D4). A linear warm-up comes first. Then
+    it falls to a tenth at each milestone or, without milestones, by a cosine to args.min_lr. The cosine counts the
+    epochs of the warm-up, as timm's does.
     """
     if args.protocol == "patchmix":  # timm's scheduler is called after each epoch, of which there are 100 at least (D4)
         changes = max(100, args.epochs)
@@ -545,7 +555,9 @@ def train_protocol(args, device, encoder, info, train, test):
     sampler = DistributedSampler(images, world, rank, seed=args.seed, drop_last=True)
     options = common.loader_options(args.workers, device)
     loader = DataLoader(images, args.batch_size // world, sampler=sampler, drop_last=True, **options)
-    erase, mix, num_classes = RandomErasing(args.erase, mode="pixel", device=device), None, len(train.classes)
+    num_classes = len(train.classes)
+    erase = RandomErasing(args.erase, mode="pixel", device=device)
+    mix = None
     if args.mixup or args.cutmix:
         if args.batch_size // world % 2:
             raise common.UsageError(f"--batch-size {args.batch_size}: mixup needs an even number per process")
@@ -569,7 +581,7 @@ def train_protocol(args, device, encoder, info, train, test):
     optimizer = make_optimizer(args, model)
 
     # The run. Not its path but its weights identify the encoder
-    amp = args.amp == "auto" and device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
+    amp = common.use_bf16(args.amp, device)
     config = common.configuration(args, train) | dict(checkpoint=digest)
     tuned = info | dict(encoder="fine-tuned") if args.finetune else None  # for evaluations
     state = dict(model=model if args.finetune else model.head, optimizer=optimizer)
@@ -619,11 +631,12 @@ def train_protocol(args, device, encoder, info, train, test):
 def main(args, train=None, test=None):
     """Evaluate an encoder. Return {"encoder" or a baseline: {"linear_top1": percent, ...}}.
 
-    args: of `parse_args`. train, test: data sets with items (PIL image, label), `targets` and `classes` to use instead
-    of --dataset. The caller's random numbers stay as they are.
+    args: from `parse_args`. train, test: data sets with items (PIL image, label), `targets` and `classes` to use
+    instead of --dataset. The caller's random numbers stay as they are.
     """
     device, *_ = common.init_distributed(args.device, timeout=datetime.timedelta(days=1))  # one process fits features
-    python_state, numpy_state, val = random.getstate(), np.random.get_state(), None
+    python_state, numpy_state = random.getstate(), np.random.get_state()
+    val = None
     try:
         with torch.enable_grad(), torch.random.fork_rng([device] if device.type == "cuda" else []):
             encoder, info = common.open_encoder(args)
@@ -632,9 +645,10 @@ def main(args, train=None, test=None):
                 info = {name: value for name, value in info.items() if name not in ("dataset", "data_dir", "images")}
             else:
                 train, val, test = open_data(args, info)
-                if args.dataset is not None:
-                    info |= dict(dataset=args.dataset, data_dir=args.data_dir, images=common.fingerprint(train))
-            common.log(common.protocol(info, train, test))
+                if args.finetune and args.dataset is not None:  # an evaluation of the fine-tuned encoder compares them
+                    images = common.load_dataset(args.dataset, args.data_dir, True, info["image_size"], unlabeled=True)
+                    info |= dict(dataset=args.dataset, data_dir=args.data_dir, images=common.fingerprint(images))
+            common.log(common.describe_evaluation(info, train, test))
             args, train = complete(args, info), choose_labels(args, train)
             if args.protocol == "probe":
                 return evaluate_features(args, device, encoder, info, train, val, test)

@@ -26,7 +26,7 @@ The baseline is MoCo v2. `--num-keys 1` is exactly its loss, because one key has
     MoCo v2                       | here                                     | where
     one query and one key view    | one query view and M' key views          | main
     info_nce(q, k, queue, tau)    | jcl_loss(q, k, queue, tau, lambda)       | JCL.forward
-    enqueue(k)                    | enqueue(the mean of the M' keys)         | main
+    enqueue(k)                    | enqueue(the mean of the M' keys)         | JCL.forward, main
 
 Not here: detection, segmentation and keypoints on COCO (Table 2), and the histograms of Fig. 3.
 
@@ -75,7 +75,7 @@ def parse_args(argv=None):
     add("--lam-schedule", choices=("constant", "ramp"), default="constant", help="ramp: lambda grows up to --lam (D1)")
     add("--vanilla", action="store_true", help="minimise the average InfoNCE loss over the keys (Eq. 2-3), not Eq. 8")
     add("--temperature", type=common.positive_float, default=0.2, help="temperature tau of the loss (Fig. 2c)")
-    add("--queue", type=common.positive_int, default=65536, help="number of negatives; None: a tenth of the images")
+    add("--queue", type=common.positive_int, default=65536, help="number of negatives; a tenth of the images if None")
 
     add = parser.add_argument_group("model").add_argument
     add("--arch", default="resnet50", help="encoder: resnet_mini, resnet18, resnet50, vit_small, or any timm model")
@@ -149,12 +149,12 @@ def recipe(args):
 def jcl_loss(q, k, queue, temperature, lam):
     """Return JCL's loss (Eq. 8-9), for lam >= 1 an upper bound on the expected InfoNCE loss over Gaussian keys.
 
-    The loss is log[exp(q.mu / T + lam / (2 T^2) q^T Sigma q) + sum_j exp(q.queue_j / T)] - q.mu / T, averaged over the
-    batch. mu and Sigma are the mean and the covariance of an image's keys (divided by M', not by M' - 1). With one key
-    it is InfoNCE, whatever lam is.
+    The loss is log[exp(q.mu / tau + lam / (2 tau^2) q^T Sigma q) + sum_j exp(q.queue_j / tau)] - q.mu / tau, averaged
+    over the batch. mu and Sigma are the mean and the covariance of an image's keys (divided by M', not by M' - 1). With
+    one key it is InfoNCE, whatever lam is.
 
     q: (N, C) queries, L2-normalised. k: (N, M', C) keys, each L2-normalised; the keys of q[i] are k[i], not k[:, i].
-    queue: (K, C) negatives, for example earlier keys, or means of keys. temperature: T > 0. lam: lambda >= 0.
+    queue: (K, C) negatives, for example earlier keys, or means of keys. temperature: tau > 0. lam: lambda >= 0.
     Gradients reach q, and also k and queue unless these are detached. float16 and bfloat16 are converted to float32;
     call it outside autocast, which would undo that. Raises ValueError if the shapes do not fit.
     """
@@ -162,9 +162,9 @@ def jcl_loss(q, k, queue, temperature, lam):
         shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, queue {tuple(queue.shape)}"
         raise ValueError(f"jcl_loss takes q (N, C), k (N, M', C) and queue (K, C), not {shapes}")
     q, k, queue = (x.to(torch.promote_types(x.dtype, torch.float32)) for x in (q, k, queue))
-    projections = (q[:, None] * k).sum(2) / temperature  # q.k_m / T
-    mean = projections.mean(1, keepdim=True)  # q.mu / T: Algorithm 1, line 7
-    # q^T Sigma q / T^2 is the variance of the M' projections, so no C x C matrix is needed: Algorithm 1, lines 8 and 9
+    projections = (q[:, None] * k).sum(2) / temperature  # q.k_m / tau
+    mean = projections.mean(1, keepdim=True)  # q.mu / tau: Algorithm 1, line 7
+    # q^T Sigma q / tau^2 is the variance of the M' projections, so no C x C matrix is needed: Algorithm 1, lines 8, 9
     variance = (projections - mean).square().mean(1, keepdim=True)
     positive = mean + lam / 2 * variance  # the first exponent of Eq. 8
     negatives = (q / temperature) @ queue.T
@@ -178,10 +178,10 @@ def jcl_loss(q, k, queue, temperature, lam):
 def info_nce(q, k, queue, temperature):
     """Return MoCo's loss, InfoNCE with a queue (MoCo, Eq. 1).
 
-    It is the mean of -log(exp(q.k / T) / (exp(q.k / T) + sum_j exp(q.queue_j / T))), where a query's positive is the
-    key in the same row. At equal logits it is log(K + 1).
+    It is the mean of -log(exp(q.k / tau) / (exp(q.k / tau) + sum_j exp(q.queue_j / tau))), where a query's positive is
+    the key in the same row. At equal logits it is log(K + 1).
 
-    q, k: (N, C), L2-normalised. queue: (K, C), the negatives. temperature: T > 0. Computed in float32 at least.
+    q, k: (N, C), L2-normalised. queue: (K, C), the negatives. temperature: tau > 0. Computed in float32 at least.
     Gradients reach q, and also k and queue unless these are detached. Raises ValueError if the shapes do not fit.
     """
     if q.dim() != 2 or k.shape != q.shape or queue.shape[1:] != q.shape[1:]:
@@ -326,7 +326,7 @@ def main(args, train=None, test=None):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0, momentum=0.9, weight_decay=args.weight_decay)
 
     # The run
-    amp = args.amp == "auto" and device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
+    amp = common.use_bf16(args.amp, device)
     config, state = common.configuration(args, train), dict(model=model, optimizer=optimizer)
     info |= dict(method="jcl", encoder="query", dataset=args.dataset, data_dir=args.data_dir, images=config["images"])
     derived = dict(negatives=negatives, loss_at_uniform_logits=math.log(negatives + 1))

@@ -24,7 +24,7 @@ The baseline is MoCo or SimSiam with two global crops: `--local-crops 0`. Both v
 only one of them is, as in MoCo v2; the temperature and the schedule are still LoGo's. LoGo changes four things:
     the baseline                              | here                                    | where
     two global crops per image                | and two local crops                     | main
-    loss = the mean of the two terms of L_gg  | of these, and the four terms of L_lg    | MoCo.forward, combine
+    loss = the mean of the two terms of L_gg  | of all, with the four terms of L_lg     | MoCo.forward, combine
     (no affinity)                             | a step of the affinity (Eq. 6)          | main
     one step of the encoder                   | another, down L_ll, clipped; or a term  | main
 
@@ -59,9 +59,9 @@ Differences between the paper, the released code and this file:
     D11 The baseline. Here: it has global crops, and with `--one-way` the keys of one view are enqueued. Released: its
        crops take at least 0.08 of the area, and the keys of both views are enqueued.
     D12 SimSiam (inference). Learning rate, batch size and weight decay are LoGo's on MoCo. On CIFAR the batch has 512
-       images, as in erceguder/LoGo, whose learning rate is half of ours. The encoder's and
-       the predictor's learning rates follow a cosine; in SimSiam's own code the predictor's is constant. The affinity's
-       is constant, on MoCo, too. The projector is SimSiam's: three layers of 2048, on CIFAR two, as in erceguder/LoGo.
+       images, as in erceguder/LoGo, whose learning rate is half of ours. The encoder's and the predictor's learning
+       rates follow a cosine; in SimSiam's own code the predictor's is constant. The affinity's is constant, on MoCo,
+       too. The projector is SimSiam's: three layers of 2048, on CIFAR two, as in erceguder/LoGo.
     D13 The size of local crops. Paper (supplement): on CIFAR 32 px, as large as the global ones, so that they differ
        only in area. On STL-10 it is not given; 96 px is ours.
     D14 `--pairs all`. Paper (supplement, section 2): four crops with areas (.3, 1) and (.05, .3), and all ordered
@@ -109,10 +109,10 @@ def parse_args(argv=None):
     add("--affinity-form", choices=("logistic", "linear"), default="logistic", help="the affinity's objective (D1)")
     add("--affinity-lr", type=common.positive_float, help="if not given, 1e-4 for linear, or the peak of --lr")
     add("--temperature", type=common.positive_float, default=0.07, help="temperature of MoCo's loss")
-    add("--queue", type=common.positive_int, default=4096, help="MoCo's negatives; None: a tenth of the images")
+    add("--queue", type=common.positive_int, default=4096, help="MoCo's negatives; a tenth of the images if None")
 
     add = parser.add_argument_group("model").add_argument
-    names = "resnet_micro, resnet18, resnet50, vit_small, or any timm model"
+    names = "resnet_mini, resnet18, resnet50, vit_small, or any timm model"
     add("--arch", default="resnet34", help=f"encoder: {names}")  # supplement, section 1, as --local-size
     add("--image-size", type=common.positive_int, default=224, help="side of a global view, in pixels")
     add("--local-size", type=common.positive_int, default=96, help="side of a local view, in pixels (D13)")
@@ -177,8 +177,9 @@ RECIPES = dict(  # what differs from the values for MoCo on ImageNet-100
 
 
 def recipe(args):
-    """Return the defaults, {name: value}, for what the command line chooses."""
-    values, simsiam = dict(RECIPES[args.dataset]), args.base == "simsiam"
+    """Return the defaults for args.dataset, args.base, args.arch, args.pairs, args.variant and args.local_crops."""
+    values = dict(RECIPES[args.dataset])
+    simsiam = args.base == "simsiam"
     if simsiam:
         values |= dict(l2l_weighting="lambda", milestones=[], dim=2048)  # inference (D12)
         if args.dataset in ("cifar10", "cifar100"):
@@ -215,13 +216,13 @@ def affinity_loss(affinity, local1, local2, noise=None, form="logistic"):
     if local2.shape != local1.shape or (noise is not None and noise.shape != (2, *local1.shape)):
         raise ValueError("affinity_loss takes local1 (N, C), local2 (N, C) and noise (2, N, C)")
     a, b = local1.detach(), local2.detach()
-    x, y = (0, 0) if noise is None else noise
+    noise1, noise2 = (0, 0) if noise is None else noise
     if form == "linear":
-        positive = affinity(a + x, b + y)
+        positive = affinity(a + noise1, b + noise2)
         negative = affinity(a, b.roll(1, 0))
         return F.softplus(negative).mean() - F.softplus(positive).mean()  # -Eq. 4
     if form == "logistic":
-        positive = F.softplus(-affinity(a + x, b + y)) + F.softplus(-affinity(b + x, a + y))
+        positive = F.softplus(-affinity(a + noise1, b + noise2)) + F.softplus(-affinity(b + noise1, a + noise2))
         negative = F.softplus(affinity(a, b.roll(1, 0))) + F.softplus(affinity(b, a.roll(1, 0)))
         return (positive + negative).mean() / 2
     raise ValueError(f"form is 'logistic' or 'linear', not {form!r}")
@@ -307,10 +308,10 @@ class GatherWithGradient(torch.autograd.Function):
 def info_nce(q, k, queue, temperature):
     """Return MoCo's loss, InfoNCE with a queue (MoCo, Eq. 1).
 
-    It is the mean of -log(exp(q.k / T) / (exp(q.k / T) + sum_j exp(q.queue_j / T))), where a query's positive is the
-    key in the same row. At equal logits it is log(K + 1).
+    It is the mean of -log(exp(q.k / tau) / (exp(q.k / tau) + sum_j exp(q.queue_j / tau))), where a query's positive is
+    the key in the same row. At equal logits it is log(K + 1).
 
-    q, k: (N, C), L2-normalised. queue: (K, C), the negatives. temperature: T > 0. Computed in float32 at least.
+    q, k: (N, C), L2-normalised. queue: (K, C), the negatives. temperature: tau > 0. Computed in float32 at least.
     Gradients reach q, and also k and queue unless these are detached. Raises ValueError if the shapes do not fit.
     """
     if q.dim() != 2 or k.shape != q.shape or queue.shape[1:] != q.shape[1:]:
@@ -362,7 +363,7 @@ class Queue(nn.Module):
 def compared_views(pairs="logo", local_crops=2, one_way=False):
     """Return the pairs (i, j) of views where i is pulled to j: (list of L_gg's pairs, list of L_lg's pairs).
 
-    Views 0 and 1 are global, 2 and 3 local.
+    Views 0 and 1 are global, 2 and 3 local. With pairs "all", L_gg has all pairs of the four views, and L_lg none.
     """
     if pairs == "all":  # the supplement's 4-crop baseline
         return list(permutations(range(4), 2)), []
@@ -410,9 +411,9 @@ class MoCo(nn.Module):
         pairs = self.global_pairs + self.local_pairs
         queried = {i for i, _ in pairs}  # numbers of the views that are queries
         keyed = {j for _, j in pairs}  # and of those that are keys
-        z = [self.project(views[i]) for i in (0, 1) if i in queried]
-        z += local or [self.project(view) for view in views[2:]]
-        q = [F.normalize(x, dim=1) for x in z]
+        z = {i: self.project(views[i]) for i in (0, 1) if i in queried}  # by the number of the view
+        z |= dict(enumerate(local or [self.project(view) for view in views[2:]], start=2))
+        q = {i: F.normalize(x, dim=1) for i, x in z.items()}
         keys = {j: encode_shuffled_keys(self.key, [views[j]])[0] for j in sorted(keyed)}  # (N, dim) each
         k = {j: shard(keys[j]) for j in keys}
         with torch.autocast(q[0].device.type, enabled=False):  # the loss is computed in float32
@@ -433,7 +434,8 @@ class MoCo(nn.Module):
 class SimSiam(nn.Module):
     """SimSiam's encoder and predictor (SimSiam, section 3), with global and local views. It has no keys and no queue.
 
-    Copy it with combine. layers: of the projector. hidden: width of the predictor. For the rest see `MoCo`.
+    Copy it with compared_views and combine. layers: of the projector. hidden: width of the predictor. For the rest see
+    `MoCo`.
     """
 
     def __init__(self, backbone, width, pairs, dim=2048, layers=3, hidden=512, reduction="mean"):
@@ -512,14 +514,16 @@ def main(args, train=None, test=None):
     # Model and optimizers
     reduction = "sum" if args.variant == "paper" else "mean"  # D1
     backbone, info = common.create_backbone(args.arch, args.image_size, args.patch_size, args.norm, zero_init=simsiam)
-    width = common.feature_width(backbone, args.image_size, *[args.local_size] * (args.local_crops > 0))
+    sizes = [args.image_size, args.local_size] if args.local_crops else [args.image_size]
+    width = common.feature_width(backbone, *sizes)
     if args.init:
         common.load_weights(backbone, args.init, args.init_prefix)
     pairs = compared_views(args.pairs, args.local_crops, args.one_way)
     if simsiam:
-        model, derived = SimSiam(backbone, width, pairs, args.dim, args.layers, args.hidden, reduction), {}
-        if device.type == "cuda" and world > 1:  # on CPUs each process has batch statistics of its own
-            model = timm.layers.convert_sync_batchnorm(model)
+        model = SimSiam(backbone, width, pairs, args.dim, args.layers, args.hidden, reduction)
+        synchronize = world > 1 and device.type == "cuda"  # torch synchronizes batch norm on GPUs only
+        model = timm.layers.convert_sync_batchnorm(model) if synchronize else model
+        derived = dict(batch_norm_groups=1 if synchronize else world)
     else:
         negatives = args.queue or min(65536, max(args.batch_size, len(train) // 10))
         model = MoCo(backbone, width, pairs, args.dim, negatives, args.temperature, reduction)
@@ -542,7 +546,7 @@ def main(args, train=None, test=None):
     previous_norm = torch.zeros((), device=device)  # of the loss's gradient, in the last step
 
     # The run
-    amp = args.amp == "auto" and device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
+    amp = common.use_bf16(args.amp, device)
     config = common.configuration(args, train)
     state = dict(model=model, optimizer=optimizer, affinity=affinity, affinity_optimizer=affinity_optimizer)
     state |= dict(l2l_optimizer=l2l_optimizer, previous_norm=previous_norm)

@@ -54,8 +54,8 @@ Differences between the paper, which is the default, and the released code, `--v
     D6 The version of MoCo. Paper: v1 in App. F and G, all three in Table 9. Released: v3. Here: v2, or `--moco`.
     D7 MoCo v3 on a ViT. Released: AdamW, a projector of three layers, a batch norm at the end of the predictor. Here:
        refused. The baseline of patchmix.py is MoCo v3 on a ViT.
-    D8 MoCo v1's learning rate from 60 % of the epochs. ContrastiveCrop's file: 0. Here: a tenth,
-       and a hundredth from 80 %.
+    D8 MoCo v1's learning rate from 60 % of the epochs. ContrastiveCrop's file: 0. Here: a tenth, and a hundredth from
+       80 %.
     D9 Multi-crop (App. D). Paper: DINO (Table 10). Here (ours): local crops are queries only, and are blurred as the
        query view is in MoCo. Each is compared with the key view's key (v1, v2), or with the keys of both views (v3).
        The loss is the mean over all terms (v3: twice the mean, as its loss is a sum of two). App. D's setting:
@@ -96,7 +96,7 @@ def parse_args(argv=None):
     add = parser.add_argument_group("loss").add_argument
     add("--local-crops", type=common.nonnegative_int, default=0, help="local crops per image, as queries (App. D, D9)")
     add("--temperature", type=common.positive_float, default=0.2, help="temperature of the loss")
-    add("--queue", type=common.positive_int, default=65536, help="negatives (v1, v2); None: a tenth of the images")
+    add("--queue", type=common.positive_int, default=65536, help="negatives (v1, v2); a tenth of the images if None")
 
     add = parser.add_argument_group("model").add_argument
     add("--arch", default="resnet50", help="encoder: resnet_mini, resnet18, resnet50, vit_small, or any timm model")
@@ -186,20 +186,20 @@ def recipe(args):
     """Return the defaults, {name: value}, for args.dataset, args.variant, args.moco and args.arch."""
     values = dict(RECIPES[args.dataset], moco="v3" if args.variant == "released" else "v2")
     moco = args.moco or values["moco"]
-    is_small = args.dataset in ("cifar10", "cifar100", "stl10")  # its images
-    is_large = args.dataset in ("imagenet100", "imagenet", "folder")
+    small_images = args.dataset in ("cifar10", "cifar100", "stl10")
+    large_images = args.dataset in ("imagenet100", "imagenet", "folder")
     is_small_encoder = args.arch in ("resnet_micro", "resnet_mini")
-    if is_small_encoder and (is_small or args.dataset == "folder"):
+    if is_small_encoder and (small_images or args.dataset == "folder"):
         values |= dict(batch_size=256, lr=0.1, min_lr=0.0, momentum=[0.99, 0.99], blur_p=[0.5, 0.5])  # ours
     if moco == "v1":
         values |= V1
-        if is_large:
+        if large_images:
             values["epochs"] = 100
     if moco == "v3":
         values |= V3
-        if is_large:
+        if large_images:
             values |= dict(epochs=100, batch_size=4096)
-        elif is_small:
+        elif small_images:
             values |= V3_CIFAR
         else:
             values |= V3_PATTERNS
@@ -247,7 +247,7 @@ def sample_joint(n, low, high, beta, generator=None, offset=0.0):
     """Draw n pairs by Algorithm 1: two (n,) float64 tensors in [low, high], of areas (J-Crop) or sigmas (J-Blur).
 
     generator: a torch.Generator on the CPU, or None for the global one. For the other arguments see
-    `joint_from_uniform`. Copy both functions.
+    `joint_from_uniform`. Copy it with that function.
     """
     draws = torch.rand(n, 2, dtype=torch.float64, generator=generator).tolist()
     pairs = [joint_from_uniform(u, v, low, high, beta, offset) for u, v in draws]
@@ -269,10 +269,10 @@ def center_suppressed(room, alpha):
 def info_nce(q, k, queue, temperature):
     """Return MoCo's loss, InfoNCE with a queue (MoCo, Eq. 1).
 
-    It is the mean of -log(exp(q.k / T) / (exp(q.k / T) + sum_j exp(q.queue_j / T))), where a query's positive is the
-    key in the same row. At equal logits it is log(K + 1).
+    It is the mean of -log(exp(q.k / tau) / (exp(q.k / tau) + sum_j exp(q.queue_j / tau))), where a query's positive is
+    the key in the same row. At equal logits it is log(K + 1).
 
-    q, k: (N, C), L2-normalised. queue: (K, C), the negatives. temperature: T > 0. Computed in float32 at least.
+    q, k: (N, C), L2-normalised. queue: (K, C), the negatives. temperature: tau > 0. Computed in float32 at least.
     Gradients reach q, and also k and queue unless these are detached. Raises ValueError if the shapes do not fit.
     """
     if q.dim() != 2 or k.shape != q.shape or queue.shape[1:] != q.shape[1:]:
@@ -288,10 +288,10 @@ def info_nce(q, k, queue, temperature):
 
 
 def contrast(q, k, temperature, first):
-    """Return MoCo v3's loss, ctr of its Algorithm 1: 2 T times the cross-entropy of cosine similarities.
+    """Return MoCo v3's loss, ctr of its Algorithm 1: 2 tau times the cross-entropy of cosine similarities.
 
     q: (n, C), this process's queries. k: (N, C), the keys of all processes. Key first + i is the positive of query i,
-    and the other keys are its negatives. temperature: T > 0. Both are L2-normalised here.
+    and the other keys are its negatives. temperature: tau > 0. Both are L2-normalised here.
     Gradients reach q, and also k unless it is detached. Raises ValueError if the shapes do not fit.
     """
     if q.dim() != 2 or k.dim() != 2 or q.shape[1] != k.shape[1] or not 0 <= first <= len(k) - len(q):
@@ -356,7 +356,7 @@ class JointViews(Dataset):
     """Crops of each image: items ([uint8 (3, S, S), ...], whether the blurs are joint), as --joint says per image.
 
     The crops are the query view, the key view and local crops. images: a data set with items (PIL image, label). crop,
-    local_crop: JointCrop of the two views, and of two local crops. args: of `parse_args`.
+    local_crop: JointCrop of the two views, and of two local crops. args: from `parse_args`.
     """
 
     def __init__(self, images, crop, local_crop, args):
@@ -366,7 +366,8 @@ class JointViews(Dataset):
         return len(self.images)
 
     def __getitem__(self, index):
-        args, (image, _) = self.args, self.images[index]
+        image, _ = self.images[index]
+        args = self.args
         joint_crop, joint_blur = args.joint in ("crop", "both"), args.joint in ("blur", "both")
         if args.joint == "either":  # App. F
             joint_crop = torch.rand(()).item() < args.joint_prob
@@ -396,7 +397,7 @@ def draw_sigmas(args, joint_blur):
 def augment(x, args, view, sigma):
     """Flip and color crops as MoCo v2 or v3 does: uint8 (n, 3, S, S) -> normalised float (n, 3, S, S).
 
-    view: index of the view; v3 solarizes view 1. sigma: (n,) of `draw_sigmas`; where it is 0, an image is not blurred.
+    view: index of the view; v3 solarizes view 1. sigma: (n,) from `draw_sigmas`; images whose sigma is 0 stay sharp.
     """
     v3 = args.moco == "v3"
     x = common.horizontal_flip(x / 255, p=0.5)
@@ -551,7 +552,7 @@ def momentum(args, epoch):
 def lars(model, weight_decay):
     """Return MoCo v3's optimizer, LARS. Biases and batch norms have neither weight decay nor a trust ratio."""
     groups = param_groups_weight_decay(model, weight_decay)
-    groups[-1]["always_adapt"] = True  # the others' trust ratio, even if the weight decay is 0
+    groups[-1]["always_adapt"] = True  # weights have a trust ratio even if the weight decay is 0
     return Lars(groups, lr=0.0, momentum=0.9, trust_coeff=0.001)
 
 
@@ -582,7 +583,8 @@ def main(args, train=None, test=None):
 
     # Model and optimizer
     backbone, info = common.create_backbone(args.arch, args.image_size, args.patch_size, args.norm, zero_init=v3)
-    width = common.feature_width(backbone, args.image_size, *[args.local_size] * (args.local_crops > 0))
+    sizes = [args.image_size, args.local_size] if args.local_crops else [args.image_size]
+    width = common.feature_width(backbone, *sizes)
     if args.init:
         common.load_weights(backbone, args.init, args.init_prefix)
     if v3:
@@ -600,11 +602,11 @@ def main(args, train=None, test=None):
     optimizer = lars(model, args.weight_decay) if v3 else torch.optim.SGD(model.parameters(), **sgd)
 
     # The run
-    amp = args.amp == "auto" and device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
+    amp = common.use_bf16(args.amp, device)
     config, state = common.configuration(args, train), dict(model=model, optimizer=optimizer)
     info |= dict(method="moco_jointcrop", encoder="query", dataset=args.dataset)
     info |= dict(data_dir=args.data_dir, images=config["images"])
-    uniform = (4 * args.temperature if v3 else 1) * math.log(negatives + 1)  # v3's loss is two terms of 2 T each
+    uniform = (4 * args.temperature if v3 else 1) * math.log(negatives + 1)  # v3's loss is two terms of 2 tau each
     derived = dict(negatives=negatives, loss_at_uniform_logits=uniform, peak_lr=args.lr * args.batch_size / 256)
     derived |= dict(batch_norm_groups=1 if synchronize else groups * world, bf16=amp)
     records = common.open_run(args, config, state, derived)  # one per epoch that is done

@@ -82,8 +82,7 @@ def parse_args(argv=None):
     add("--mix-slices", type=common.positive_int, default=8, help="slices of the batch to mix within (D7)")  # ours
     add("--mixed-view", type=int, choices=(1, 2), default=1, help="view whose mixed images are the queries (D5)")
     add("--terms", default="oto,mto,mtm", help="terms of the loss, Eq. 16: some of oto,mto,mtm (Table 7)")
-    weight = common.nonnegative_float
-    add("--term-weights", type=weight, nargs=3, default=[1.0, 1.0, 1.0], help="of oto, mto and mtm (D1)")
+    add("--term-weights", type=common.nonnegative_float, nargs=3, default=[1.0, 1.0, 1.0], help="of oto, mto, mtm (D1)")
     add("--local-crops", type=common.nonnegative_int, help="local crops per image, as queries of oto and mto (D6)")
     add("--smoothing", type=common.fraction, default=0.0, help="share of oto's targets that is spread over all keys")
     add("--temperature", type=common.positive_float, default=0.2, help="temperature tau of the loss")
@@ -105,7 +104,7 @@ def parse_args(argv=None):
     add("--lr", type=common.positive_float, default=2.5e-4, help="peak learning rate per 256 images")  # see ENCODERS
     add("--min-lr", type=common.nonnegative_float, default=2.5e-7, help="last --lr")  # released, 1e-6 for 1024
     add("--warmup", type=common.nonnegative_float, default=10.0, help="epochs of warm-up, at most a quarter of all")
-    add("--weight-decay", type=weight, nargs=2, default=[0.04, 0.4], help="of AdamW, first and last")
+    add("--weight-decay", type=common.nonnegative_float, nargs=2, default=[0.04, 0.4], help="of AdamW, first and last")
 
     add = parser.add_argument_group("augmentation").add_argument
     add("--crop-scale", type=common.fraction, nargs=2, default=[0.05, 1.0], help="range of a crop's share of the image")
@@ -474,20 +473,20 @@ def main(args, train=None, test=None):
     info = common.backbone_info(args.arch, args.image_size, args.patch_size, args.norm, "bicubic", **heads)
     # Drop path is for training only, so `info` does not have it
     backbone = common.build_backbone(info, drop_path_rate=args.drop_path if common.is_vit(args.arch) else None)
-    width = common.feature_width(backbone, args.image_size, *[args.local_size] * (args.local_crops > 0))
+    sizes = [args.image_size, args.local_size] if args.local_crops else [args.image_size]
+    width = common.feature_width(backbone, *sizes)
     if args.init:
         common.load_weights(backbone, args.init, args.init_prefix)
     terms = chosen_terms(args)
-    losses = dict(terms=terms, temperature=args.temperature, smoothing=args.smoothing)
-    more = mixing | losses | dict(key_encoder=args.key_encoder)
-    model = PatchMix(backbone, width, args.hidden, args.dim, **more)
-    if world > 1 and device.type == "cuda":  # torch has no SyncBatchNorm for CPUs
+    options = dict(temperature=args.temperature, smoothing=args.smoothing, key_encoder=args.key_encoder)
+    model = PatchMix(backbone, width, args.hidden, args.dim, terms=terms, **mixing, **options)
+    if world > 1 and device.type == "cuda":  # torch synchronizes batch norm on GPUs only
         model = timm.layers.convert_sync_batchnorm(model)
     model.to(device)
     optimizer = torch.optim.AdamW(param_groups_weight_decay(model), lr=0.0, fused=True)
 
     # The run
-    amp = args.amp == "auto" and device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
+    amp = common.use_bf16(args.amp, device)
     config, state = common.configuration(args, train), dict(model=model, optimizer=optimizer)
     info |= dict(method="patchmix", encoder=args.key_encoder, dataset=args.dataset)
     info |= dict(data_dir=args.data_dir, images=config["images"])

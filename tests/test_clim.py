@@ -176,6 +176,8 @@ def test_cutmix_with_a_share_per_image(lam, height, width):
     of_x, of_partner = (mixed == x).all(1), (mixed == partner).all(1)  # in all three channels
     assert (of_x ^ of_partner).all()
     torch.testing.assert_close(kept, of_x.to(kept).mean((1, 2)), rtol=0, atol=1e-6)
+    pixels = (255 * x).byte()
+    assert clim.cutmix(pixels, pixels, torch.full((n,), lam), seeded(0))[1].equal(kept)
     count, expected = Counter(mask.tobytes() for mask in of_partner.numpy()), masks(lam, height, width)
     assert count.keys() == expected.keys()
     for mask, centers in expected.items():

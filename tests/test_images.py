@@ -152,7 +152,7 @@ LAYOUTS = [  # --dataset, folders with two images each, folders without, links, 
     ("folder", "train train/a train/b", "", "", "train/0.png in DIR"),  # images beside classes
     ("folder", "train/a train/b", "train/c", "", "without images in DIR/train: c"),
     ("folder", "train/a train/b", "val/a", "", "without images in DIR/val: a"),
-    ("folder", "", "train", "", "without images in DIR/train"),
+    ("folder", "", "train", "", "no images in DIR/train"),
     ("folder", "", "x", "", "DIR has no images"),
     ("imagenet", "a b", "", "", "train/"),
     ("folder", "training/a val/a", "", "", "training, val/"),

@@ -54,8 +54,8 @@ class Given:
             if isinstance(part, list):
                 return [batch(one) for one in part]
             if part.dim() == 4:
-                return common.shard(torch.randn(self.size, *part.shape[1:], generator=g))
-            return common.shard(part.repeat(self.size))
+                return common.own_rows(torch.randn(self.size, *part.shape[1:], generator=g))
+            return common.own_rows(part.repeat(self.size))
 
         for _ in range(STEPS):
             yield batch(torch.utils.data.default_collate([self.images[0]]))

@@ -20,7 +20,7 @@ from test_features import generator
 from timm.data import Mixup
 from timm.data.random_erasing import RandomErasing
 from timm.scheduler import CosineLRScheduler
-from tiny import TIMING, contents, epochs_of, flat, life, load, play, records, refused, succeed, unequal
+from tiny import TIMING, contents, epochs_of, flat, life, load, play, records, refused, succeed, unequal, write_tree
 from torch.utils.data import DataLoader, DistributedSampler
 from torchvision.datasets import ImageFolder
 
@@ -276,7 +276,7 @@ def test_the_strength_is_the_best_of_the_validation_part_and_then_all_is_fitted(
     torch.testing.assert_close(found["logits"].softmax(1), expected, rtol=1e-5, atol=1e-6)
 
 
-def test_lbfgs_of_a_checkpoint(places, tmp_path):
+def test_lbfgs_of_a_checkpoint(places, tmp_path, capsys):
     """val/ chooses where there is test/ too, else a part of train/. Of few labels a part chooses: val/ is left out."""
     flags = ["--solver", "lbfgs", "--strengths", 0.1, 1, 10, "--metric", "per_class"]
     result, said = run(places["VIT"], *flags)
@@ -291,17 +291,25 @@ def test_lbfgs_of_a_checkpoint(places, tmp_path):
         (tmp_path / part).symlink_to(places["DATA"] / part)
     _, said = run(places["VIT"], *flags, "--dataset", "folder", "--data-dir", tmp_path, "--holdout", 0.5)
     assert "21 images choose" in said and "all 42 " in said
+    for part in ("train", "val", "test/b", "test/c"):
+        (tmp_path / "other" / part).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "other" / part).symlink_to(places["DATA"] / part)
+    other = [*flags, "--dataset", "folder", "--data-dir", tmp_path / "other"]
+    assert "classes of test/" in refused(capsys, run, places["VIT"], *other)
 
 
 @pytest.fixture(scope="module")
 def tuned(places, tmp_path_factory):
     """(flags of a fine-tuning with all that draws, the folder of an undisturbed one, its scores).
 
-    The encoder was trained on other images.
+    The encoder was trained on other images. Images without labels are not trained on.
     """
     root = tmp_path_factory.mktemp("tuned")
+    data = write_tree(root / "data", ["unlabeled"], size=(16, 16))
+    for part in ("train", "val"):
+        (data / part).symlink_to(places["DATA"] / part)
     torch.save(load(places["VIT"] / "backbone.pt") | dict(dataset="stl10", images=""), root / "backbone.pt")
-    flags = [root / "backbone.pt", "--dataset", "folder", "--data-dir", places["DATA"], "--finetune", "--erase", 0.9]
+    flags = [root / "backbone.pt", "--dataset", "folder", "--data-dir", data, "--finetune", "--erase", 0.9]
     flags += ["--label-fraction", 0.9, *FAST]
     return flags, root / "run", run(*flags, "--out", root / "run")[0]
 
