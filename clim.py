@@ -186,8 +186,8 @@ def clim_loss(q, k_anchor, k_positive, queue, temperature, lam):
     q: (N, C) queries, one per mixed image. k_anchor: (N, C), the keys of the images. k_positive: (N, C), the keys of
     the images that were pasted in. queue: (K, C). All are L2-normalised. temperature: tau > 0. lam: in [0, 1], the
     share of k_anchor's images in the mix, a float, or (N,) for a share per query.
-    Gradients reach q, and also the keys and the queue unless these are detached. Raises ValueError if the shapes do not
-    fit.
+    Gradients reach q, and also the keys and the queue unless these are detached. float16 and bfloat16 are converted to
+    float32; call it outside autocast, which would undo that. Raises ValueError if the shapes do not fit.
     """
     keys_fit = q.dim() == 2 and k_anchor.shape == q.shape and k_positive.shape == q.shape
     if not keys_fit or queue.shape[1:] != q.shape[1:] or getattr(lam, "shape", ()) not in ((), (len(q),)):
@@ -354,8 +354,9 @@ def info_nce(q, k, queue, temperature):
     It is the mean of -log(exp(q.k / tau) / (exp(q.k / tau) + sum_j exp(q.queue_j / tau))), where a query's positive is
     the key in the same row. At equal logits it is log(K + 1).
 
-    q, k: (N, C), L2-normalised. queue: (K, C), the negatives. temperature: tau > 0. Computed in float32 at least.
-    Gradients reach q, and also k and queue unless these are detached. Raises ValueError if the shapes do not fit.
+    q, k: (N, C), L2-normalised. queue: (K, C), the negatives. temperature: tau > 0.
+    Gradients reach q, and also k and queue unless these are detached. float16 and bfloat16 are converted to float32;
+    call it outside autocast, which would undo that. Raises ValueError if the shapes do not fit.
     """
     if q.dim() != 2 or k.shape != q.shape or queue.shape[1:] != q.shape[1:]:
         shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, queue {tuple(queue.shape)}"

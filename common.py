@@ -76,15 +76,20 @@ EXTENSIONS = {extension for extension, name in Image.registered_extensions().ite
 DEMO = "Demo on generated images. For real ones: --dataset cifar10, or --dataset folder or imagenet, and --data-dir DIR"
 
 
+def to_rgb(image):
+    """Convert a PIL image to RGB. Raises ValueError if it has more than 8 bits per channel, which would be clipped."""
+    if image.mode.startswith(("I", "F")):
+        raise ValueError(f"an image of mode {image.mode} has more than 8 bits per channel")
+    return image.convert("RGB")
+
+
 def load_image(path):
     """Load an image file as an RGB PIL image, rotated as its EXIF data say. Raises OSError, which names the file."""
     try:
         with Image.open(path) as image:
-            if image.mode.startswith(("I", "F")):  # `convert` would clip the values
-                raise ValueError(f"mode {image.mode} has more than 8 bits per channel")
             with contextlib.suppress(Exception):  # damaged EXIF data are ignored
                 ImageOps.exif_transpose(image, in_place=True)
-            return image.convert("RGB")
+            return to_rgb(image)
     except Exception as error:  # Pillow raises many kinds
         raise OSError(f"cannot read the image {path}: {error}") from error
 
@@ -407,7 +412,7 @@ class Views(Dataset):
 
 def to_tensor(image):
     """Convert a PIL image to a uint8 tensor (3, H, W), like torchvision's pil_to_tensor, in half the time."""
-    image = image if image.mode == "RGB" else image.convert("RGB")
+    image = image if image.mode == "RGB" else to_rgb(image)
     return torch.from_numpy(np.asarray(image).transpose(2, 0, 1).copy())
 
 
@@ -901,7 +906,10 @@ def open_evaluation_data(name, root, info, check=True, train=None, test=None):
 
 def have_labels(train, test):
     """Return True if both data sets have labels of the same classes, two at least. test may be None."""
-    classes = [[*getattr(images, "classes", ())] for images in (train, test)]
+    classes = []
+    for images in (train, test):
+        has_labels = max(getattr(images, "targets", ()), default=-1) >= 0
+        classes.append([*getattr(images, "classes", ())] if has_labels else [])
     return len(classes[0]) > 1 and classes[0] == classes[1]
 
 
@@ -1280,8 +1288,8 @@ def open_run(args, config, state, derived):
 
     config: from `configuration`. state: {name: module, optimizer or tensor}, with a "model", which are loaded in place.
     derived: further values to print, {name: value}. Raises UsageError if the run has another configuration, and if the
-    processes do not see the same one. With --resume a new run begins with the state of another one. Its configuration
-    may differ. If its images differ, tensors with a row per image are not loaded.
+    processes do not see the same one. With --resume a new run begins with the state of another one, except for tensors
+    with a row per image. Its configuration may differ.
     """
     machine = torch.cuda.get_device_name() if torch.cuda.is_initialized() else f"CPU, {torch.get_num_threads()} threads"
     derived = derived | dict(processes=rank_and_world()[1], machine=machine, torch=torch.__version__)
@@ -1291,7 +1299,8 @@ def open_run(args, config, state, derived):
     is_first = rank_and_world()[0] == 0
     path = from_all(find_checkpoint(args.out, args.resume) if is_first else None)[0]
     if path is not None:
-        if not all(from_all(os.path.isfile(path))):
+        is_found = from_all(os.path.isfile(path))
+        if is_found[0] and not all(is_found):
             raise UsageError(f"not all processes find {path}: --out must be on a disk that they share")
         saved = load_checkpoint(path)
         old, records = saved.get("config", {}), saved.get("records", [])
@@ -1305,10 +1314,10 @@ def open_run(args, config, state, derived):
         if resumes_other and len(records) >= args.epochs:
             raise UsageError(f"{path} has {len(records)} epochs already: pass more --epochs than that")
         try:
-            load_state(saved, state, old.get("images") == config["images"])
+            load_state(saved, state, is_same_run=not resumes_other)
         except (KeyError, RuntimeError, ValueError) as error:
-            reason = "; ".join(differences) or str(error).splitlines()[0]
-            raise UsageError(f"{path} does not fit this run: {reason}") from error
+            reasons = [*differences, str(error).splitlines()[-1].strip()]  # the last line of torch's names a tensor
+            raise UsageError(f"{path} does not fit this run: {'; '.join(reasons)}") from error
         if len(records) < args.epochs:
             log(f"resumed from {path}, after epoch {len(records)}" + "".join(f"; {text}" for text in differences))
         if saved.get("processes") != derived["processes"]:
@@ -1322,14 +1331,14 @@ def open_run(args, config, state, derived):
     return records
 
 
-def load_state(saved, state, same_images):
+def load_state(saved, state, is_same_run):
     """Load the parts of a checkpoint into `state` in place. See `open_run`."""
     for name, part in state.items():
         if isinstance(part, torch.optim.Optimizer):  # its buffers; learning rate and weight decay are this run's
             part.load_state_dict(part.state_dict() | dict(state=saved[name]["state"]))
         elif isinstance(part, nn.Module):
             part.load_state_dict(saved[name])
-        elif same_images or part.dim() == 0:
+        elif is_same_run or part.dim() == 0:
             part.copy_(saved[name])
 
 

@@ -181,8 +181,9 @@ def info_nce(q, k, queue, temperature):
     It is the mean of -log(exp(q.k / tau) / (exp(q.k / tau) + sum_j exp(q.queue_j / tau))), where a query's positive is
     the key in the same row. At equal logits it is log(K + 1).
 
-    q, k: (N, C), L2-normalised. queue: (K, C), the negatives. temperature: tau > 0. Computed in float32 at least.
-    Gradients reach q, and also k and queue unless these are detached. Raises ValueError if the shapes do not fit.
+    q, k: (N, C), L2-normalised. queue: (K, C), the negatives. temperature: tau > 0.
+    Gradients reach q, and also k and queue unless these are detached. float16 and bfloat16 are converted to float32;
+    call it outside autocast, which would undo that. Raises ValueError if the shapes do not fit.
     """
     if q.dim() != 2 or k.shape != q.shape or queue.shape[1:] != q.shape[1:]:
         shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, queue {tuple(queue.shape)}"

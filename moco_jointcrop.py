@@ -151,7 +151,7 @@ def parse_args(argv=None):
     common.check_flags(parser, args, needs)
     if args.local_size is None:  # 96 in App. D; here in whole patches of a ViT
         patch_size = args.patch_size if common.is_vit(args.arch) else 1
-        args.local_size = min(96, args.image_size // 2) // patch_size * patch_size
+        args.local_size = max(patch_size, min(96, args.image_size // 2) // patch_size * patch_size)
     return args
 
 
@@ -272,8 +272,9 @@ def info_nce(q, k, queue, temperature):
     It is the mean of -log(exp(q.k / tau) / (exp(q.k / tau) + sum_j exp(q.queue_j / tau))), where a query's positive is
     the key in the same row. At equal logits it is log(K + 1).
 
-    q, k: (N, C), L2-normalised. queue: (K, C), the negatives. temperature: tau > 0. Computed in float32 at least.
-    Gradients reach q, and also k and queue unless these are detached. Raises ValueError if the shapes do not fit.
+    q, k: (N, C), L2-normalised. queue: (K, C), the negatives. temperature: tau > 0.
+    Gradients reach q, and also k and queue unless these are detached. float16 and bfloat16 are converted to float32;
+    call it outside autocast, which would undo that. Raises ValueError if the shapes do not fit.
     """
     if q.dim() != 2 or k.shape != q.shape or queue.shape[1:] != q.shape[1:]:
         shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, queue {tuple(queue.shape)}"
@@ -292,7 +293,8 @@ def contrast(q, k, temperature, first):
 
     q: (n, C), this process's queries. k: (N, C), the keys of all processes. Key first + i is the positive of query i,
     and the other keys are its negatives. temperature: tau > 0. Both are L2-normalised here.
-    Gradients reach q, and also k unless it is detached. Raises ValueError if the shapes do not fit.
+    Gradients reach q, and also k unless it is detached. float16 and bfloat16 are converted to float32; call it outside
+    autocast, which would undo that. Raises ValueError if the shapes do not fit.
     """
     if q.dim() != 2 or k.dim() != 2 or q.shape[1] != k.shape[1] or not 0 <= first <= len(k) - len(q):
         shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)} and first {first}"

@@ -453,7 +453,8 @@ def main(args, train=None, test=None):
     # Data: two views and the local crops of each image (Algorithm 2, line 4), cropped here and colored in the loop
     train, test = common.open_data(args.dataset, args.data_dir, args.image_size, train, test)
     smallest = max(2, args.num_mix)  # images of a slice
-    slices = common.split_batch(args.batch_size, len(train), world, args.mix_slices, "--mix-slices", smallest)
+    mix_slices = args.mix_slices if args.num_mix > 1 else 1  # D7
+    slices = common.split_batch(args.batch_size, len(train), world, mix_slices, "--mix-slices", smallest)
     mixing = dict(num_mix=args.num_mix, patch_size=args.patch_size, slices=slices)
     bicubic = v2.InterpolationMode.BICUBIC  # as released
     crop = v2.RandomResizedCrop(args.image_size, args.crop_scale, interpolation=bicubic)

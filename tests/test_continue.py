@@ -179,14 +179,16 @@ def test_resume_begins_another_folder(straight, tmp_path):
 def test_resume_with_other_images(method, begun, tmp_path, capsys):
     """And other flags, which are printed. The optimizer takes its own from these. CLIM's positives are chosen anew."""
     words = ["--weight-decay", 0.5, "--resume", begun(method) / "last.pt", *["--refresh-every", 1] * (method == "clim")]
-    assert "--epochs" in refused(capsys, run, method, tmp_path, *words, "--epochs", 1)
-    said = run(method, tmp_path, *words, train=common.Patterns(0, 16, seed=7))  # 32 images
+    assert "--epochs" in refused(capsys, run, method, tmp_path / "run", *words, "--epochs", 1)
+    said = run(method, tmp_path / "run", *words, train=common.Patterns(0, 16, seed=7))  # 32 images
     assert "weight_decay was 0.0001, is 0.5" in said and "images was" in said and "epochs was" not in said
-    (first, second), state = records(tmp_path), load(tmp_path / "last.pt")
+    (first, second), state = records(tmp_path / "run"), load(tmp_path / "run" / "last.pt")
     assert [first] == records(begun(method)) and second["epoch"] == 2
     assert state["optimizer"]["param_groups"][0]["weight_decay"] == 0.5
     if method == "clim":
         assert state["positives"].shape[0] == 32 > state["positives"].max() and state["positives"].min() >= 0
+        run(method, tmp_path / "none", *words[2:4], "--selection", "none")  # of the same images
+        assert load(tmp_path / "none" / "last.pt")["positives"].max() < 0
 
 
 @pytest.mark.parametrize("method", slow_but(["jcl"], ["jcl", "clim", "logo", "patchmix"]))
@@ -194,7 +196,7 @@ def test_resume_from_a_checkpoint_that_does_not_fit(method, begun, tmp_path, cap
     """Of another method, without a part, or with other shapes. --out can still be used afterwards."""
     state, more = load(begun(method) / "last.pt"), ["--epochs", 3, "--resume", tmp_path / "last.pt"]
     wrong = [(load(begun("jcl" if method == "patchmix" else "patchmix") / "last.pt"), []), (state, ["--dim", 8])]
-    parts = state.keys() - {"backbone", "processes"}
+    parts = state.keys() - {"backbone", "processes", "positives"}
     wrong += [({k: v for k, v in state.items() if k != part}, []) for part in parts - {"records"}]
     wrong += [(state | {part: {}}, []) for part in parts if "optim" in part]
     wrong += [(load(begun(method) / "backbone.pt"), [])]

@@ -58,6 +58,8 @@ def test_an_image_that_cannot_be_read_is_an_error_that_names_it(tmp_path):
         if not path.endswith("whole.jpg"):
             with pytest.raises(OSError, match=re.escape(path)):
                 images[i]
+    with pytest.raises(ValueError, match="8 bits"):  # of a data set of one's own
+        common.to_tensor(Image.fromarray(np.zeros((4, 4), "uint16")))
 
 
 def test_the_images_of_the_demo_do_not_change():
@@ -128,6 +130,15 @@ def test_there_is_no_knn_without_test_images_of_the_same_classes(parts, tmp_path
     assert "no kNN in this training" in capsys.readouterr().out
     with pytest.raises(common.UsageError, match="same classes"):
         common.open_evaluation_data("folder", root, dict(image_size=32))
+
+
+def test_there_is_no_knn_without_labels():
+    images = Pictures(np.zeros((4, 8, 8, 3), np.uint8), [-1] * 4, "ab")
+    assert common.open_data("folder", train=images, test=images)[1] is None
+    del images.targets
+    assert common.open_data("folder", train=images, test=images)[1] is None
+    images.targets = torch.tensor([0, 1, -1, 0])
+    assert common.open_data("folder", train=images, test=images)[1] is images
 
 
 def test_imagenet100(tmp_path):

@@ -55,6 +55,7 @@ def test_crops_on_imagenet(method, module, flags, monkeypatch):
 LOCAL_SIZES = {  # flags: the side of a local crop; by default 96, or in two files half a view's in whole patches
     "moco_jointcrop --dataset imagenet --arch vit_small_patch14_dinov2 --patch-size 14 --image-size 126": 56,
     "moco_jointcrop --dataset imagenet --image-size 160 --local-size 96": 96,
+    "moco_jointcrop --dataset imagenet --arch vit_small --image-size 16": 16,
     "patchmix --dataset stl10 --image-size 90": 42,
     "clim --dataset cifar10": 16,
     "logo --dataset cifar10": 32,  # as the views, in the supplement (D13)

@@ -212,6 +212,11 @@ def test_what_follows_from_other_flags():
         assert values(patchmix, f"{released} --local-crops {count}", "crop_scale") == [[smallest, 1]]
 
 
+def test_without_mixing_the_batch_need_not_be_split():
+    """CIFAR-10's recipe has four slices."""
+    assert state_of(patchmix, f"--dataset cifar10 {TINY} --num-mix 1 --batch-size 18")["model"].slices == 1
+
+
 def test_encoders_are_table_8():
     with torch.device("meta"):  # shapes only
         vits = [common.create_backbone(arch, 32, 4)[0] for arch in ("vit_tiny", "vit_small", "vit_base")]

@@ -46,6 +46,13 @@ def test_a_runs_folder(method, tmp_path):
     assert knn(tmp_path, "--k", "20")["knn20_top1"] == second["knn20_top1"] and "knn20_top1" not in first
 
 
+@pytest.mark.parametrize("method", JCL_AT_ONCE)
+def test_knn_is_computed_every_so_many_epochs_and_at_the_end(method, tmp_path, monkeypatch):
+    monkeypatch.setattr(common, "knn_monitor", lambda *_: dict(knn20_top1=1.0))
+    run(method, tmp_path, "--epochs", 5, "--knn-every", 2)
+    assert [record["epoch"] for record in records(tmp_path) if "knn20_top1" in record] == [2, 4, 5]
+
+
 @pytest.mark.parametrize("method", [*METHODS, "patchmix --key-encoder query"])
 def test_backbone_pt_is_a_timm_model(method, tmp_path):
     """It has the weights of the encoder that the method's authors evaluate, and its name. They load strictly."""
