@@ -206,6 +206,15 @@ REFUSED = {  # what a flag, the last one, has no effect with
 }  # fmt: skip
 
 
+@pytest.mark.parametrize("method", QUEUES)
+def test_recipes_of_small_encoders(method, module):
+    """Ours, and the same in all files with a queue."""
+    for dataset, batch_size in ("cifar10", 256), ("folder", 64):
+        args = module.parse_args(["--dataset", dataset, "--data-dir", "x", "--arch", "resnet_mini"])
+        assert args.batch_size == batch_size and args.lr == 0.1
+        assert args.momentum in (0.99, [0.99, 0.99]) and args.blur_p in (0.5, [0.5, 0.5])
+
+
 @pytest.mark.parametrize(
     "method, flags", [(m, flags) for m in METHODS for flags in [*REFUSED.get(m, []), "--init-prefix x."]]
 )

@@ -87,6 +87,7 @@ def test_a_plain_state_dict_needs_no_prefix(tmp_path):
     state = {name: x for name, x in under("", encoder).items() if "num_batches" not in name}
     torch.save(state, path, _use_new_zipfile_serialization=False)
     assert same(read(path, **RESNET)[0], encoder, 96)
+    assert read(path, arch="resnet_mini")[1]["image_size"] == 224
 
 
 # DINOv2's and v3's have further tokens, and no embedding of positions or one without the class token.

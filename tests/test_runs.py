@@ -90,6 +90,16 @@ def test_the_speed_and_the_averages_of_an_epoch(monkeypatch):
     assert meter.averages() == dict(loss=4.5, images_per_s=8.0)
 
 
+def test_the_line_that_a_log_file_gets_every_minute(monkeypatch, capsys):
+    """In the second of three epochs, of ten steps each, and a step takes 61 seconds."""
+    times = iter((0.0, 61.0, 100.0))
+    monkeypatch.setattr("time.perf_counter", lambda: next(times))
+    meter = common.Meter(1, 3, 10, 122)
+    for _ in range(2):
+        meter.update(dict(loss=torch.tensor(2.5)))
+    assert capsys.readouterr().out == "epoch 2/3  step 1/10  loss 2.500  2 images/s  19.3 min left\n"
+
+
 def test_processes_wait_an_hour_for_each_other(monkeypatch):
     """The first may need minutes for a folder's names, a download or kNN. torchrun's restarts have stores apart."""
     joined = {}
