@@ -580,6 +580,8 @@ def backbone_info(arch, image_size, patch_size=16, norm="imagenet", interpolatio
     """
     if arch not in ARCHS and not timm.is_model(arch):
         raise UsageError(f"unknown --arch {arch}: choose {', '.join(ARCHS)}, or a timm model such as resnet50")
+    if "." in arch and not timm.models.is_model_pretrained(arch):
+        raise UsageError(f"unknown --arch {arch}: timm has no weights of this tag")
     name, changes = ARCHS.get(arch, (arch, {}))
     kwargs = changes | kwargs | dict(num_classes=0)
     is_resnet = timm.models.is_model_in_modules(name.split(".")[0], ["resnet"])
@@ -615,7 +617,8 @@ def build_backbone(info, zero_init=False, **kwargs):
         backbone.maxpool = nn.Identity()
     if info["create_kwargs"].get("weight_init") == "moco":  # timm has initialised the other layers
         nn.init.xavier_uniform_(backbone.patch_embed.proj.weight.flatten(1))
-        nn.init.zeros_(backbone.patch_embed.proj.bias)
+        if backbone.patch_embed.proj.bias is not None:  # CLIP's has none
+            nn.init.zeros_(backbone.patch_embed.proj.bias)
     if zero_init:
         for block in backbone.modules():
             if hasattr(block, "zero_init_last"):
@@ -725,10 +728,11 @@ def load_weights(encoder, path, prefix=""):
     expected = encoder.state_dict()
     weights = {name.removeprefix(prefix): x for name, x in found.items() if name.startswith(prefix)}
     weights = {name: x for name, x in weights.items() if name in expected or not name.startswith(HEADS)}
-    if "pos_embed" in weights and "pos_embed" in expected:
-        size, tokens = encoder.patch_embed.grid_size, 0 if encoder.no_embed_class else encoder.num_prefix_tokens
-        resampled = timm.layers.resample_abs_pos_embed(weights["pos_embed"], size, num_prefix_tokens=tokens)
-        weights["pos_embed"] = resampled
+    if isinstance(encoder, timm.models.VisionTransformer) and "pos_embed" in weights and "pos_embed" in expected:
+        positions, tokens = weights["pos_embed"], 0 if encoder.no_embed_class else encoder.num_prefix_tokens
+        if math.isqrt(positions.shape[1] - tokens) ** 2 == positions.shape[1] - tokens:  # else it has other tokens
+            size = encoder.patch_embed.grid_size
+            weights["pos_embed"] = timm.layers.resample_abs_pos_embed(positions, size, num_prefix_tokens=tokens)
     problems = dict(
         missing=[name for name in expected if name not in weights and not name.endswith("num_batches_tracked")],
         unexpected=[name for name in weights if name not in expected],

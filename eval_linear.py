@@ -127,7 +127,7 @@ def parse_args(argv=None):
     add("--finetune", action="store_true", help="train all layers, with --protocol patchmix or clim")
     add("--solver", choices=("sgd", "lbfgs"), default="sgd", help="how the probe is trained")
     add = group.add_mutually_exclusive_group().add_argument
-    add("--label-fraction", type=common.fraction, metavar="X", help="fraction of the training labels to use")
+    add("--label-fraction", type=common.fraction, metavar="X", help="fraction of the labels, equally many per class")
     add("--label-files", metavar="FILE", help="list of the training images to use: file names, or paths in train/")
 
     unset = dict(argument_default=argparse.SUPPRESS)  # the defaults are the recipe's
@@ -648,6 +648,8 @@ def main(args, train=None, test=None):
                 if args.finetune and args.dataset is not None:  # an evaluation of the fine-tuned encoder compares them
                     images = common.load_dataset(args.dataset, args.data_dir, True, info["image_size"], unlabeled=True)
                     info |= dict(dataset=args.dataset, data_dir=args.data_dir, images=common.fingerprint(images))
+                elif args.data_dir is not None:  # the encoder's own images have moved
+                    info |= dict(data_dir=args.data_dir)
             common.log(common.describe_evaluation(info, train, test))
             args, train = complete(args, info), choose_labels(args, train)
             if args.protocol == "probe":

@@ -199,7 +199,29 @@ def test_slices_of_24_images_are_as_given_and_one_per_process_at_least(
         assert model.slices == each if method == "patchmix" else groups == {each}
 
 
-@pytest.mark.parametrize("method, flags", [("moco_jointcrop", "--moco v3"), ("logo", "--base simsiam")])
+SYNCHRONISED = [("moco_jointcrop", "--moco v3"), ("logo", "--base simsiam"), ("patchmix", "")]  # on GPUs
+
+
+def train_and_keep(folder, method, flags):
+    """Train for an epoch, and keep the model of each process, not of the first one only."""
+
+    def keep(out, config, info, state, *_):
+        torch.save(state["model"].state_dict(), folder / f"{common.rank_and_world()[0]}.pt")
+
+    common.save_run = keep
+    words = f"--arch resnet_nano --knn-every 0 --epochs 1 {flags} --out".split()
+    tiny.play(method, [*tiny.FLAGS, *words, folder / "run"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method, flags", SYNCHRONISED)
+def test_after_an_epoch_all_processes_have_the_same_running_statistics(method, flags, tmp_path):
+    tiny.succeed(tmp_path / "log", train_and_keep, [(tmp_path, method, flags)] * 2)
+    one, two = (tiny.load(tmp_path / f"{rank}.pt") for rank in (0, 1))
+    assert one["backbone.bn1.running_mean"].abs().max() > 0 and tiny.unequal(one, two) == []
+
+
+@pytest.mark.parametrize("method, flags", SYNCHRONISED[:2])
 def test_without_a_queue_batch_norm_is_not_split(module, flags):
     assert not any(isinstance(m, module.SplitBatchNorm) for m in state_of(module, flags)["model"].modules())
 

@@ -327,6 +327,14 @@ def test_a_run_and_what_it_leaves(tuned):
     assert run(*flags, "--out", out)[0] == result and contents(out) == files
 
 
+def test_a_fine_tuned_encoder_knows_where_its_images_are(places, tmp_path):
+    """They have moved since the training."""
+    shutil.copytree(places["DATA"], tmp_path / "moved")
+    flags = ["--data-dir", tmp_path / "moved", "--epochs", 1, "--batch-size", 14, "--out", tmp_path / "run"]
+    run(places["VIT"], "--finetune", *flags)
+    assert load(tmp_path / "run" / "backbone.pt")["data_dir"] == str(tmp_path / "moved")
+
+
 def test_stopped_and_resumed(tuned, tmp_path):
     """In an epoch, in a save, in the evaluation: as an undisturbed run, bit for bit."""
     flags, out, result = tuned

@@ -116,6 +116,18 @@ def test_public_encoders_are_read_by_timms_name(name, tmp_path, monkeypatch):
     assert (info["mean"], info["std"]) == common.NORMS["cifar10"]
 
 
+@pytest.mark.parametrize("name, size", [("cait_xxs24_224", 224), ("vit_base_patch32_clip_224", 32)])
+def test_what_has_a_form_of_its_own_is_read_too(name, size, tmp_path):
+    """Position embeddings without a class token, and an embedding of patches without a bias."""
+    theirs = timm.create_model(name, num_classes=0, **dict(depth=1) | (dict(img_size=size) if size < 224 else {}))
+    torch.save(theirs.state_dict(), tmp_path / "file.pth")
+    with pytest.MonkeyPatch.context() as patch:
+        create = timm.create_model
+        patch.setattr(timm, "create_model", lambda *args, **options: create(*args, **options, depth=1))
+        found, _ = read(tmp_path / "file.pth", arch=name, image_size=size, patch_size=32 if size < 224 else 16)
+    assert same(found, theirs.eval(), size)
+
+
 def test_position_embeddings_of_another_grid_are_resampled_as_timm_does(tmp_path):
     theirs = make_encoder(**VIT)
     torch.save({"model": theirs.state_dict()}, tmp_path / "vit.pth")
@@ -132,6 +144,12 @@ UNFIT = {  # what is saved of a ResNet's state_dict; how it is read; words of th
     "another encoder": (dict, dict(arch="resnet50"), "missing: layer1.0.conv3.weight"),
     "no such encoder": (dict, dict(arch="resnet_5"), "unknown --arch resnet_5"),
     "no third-party file": (dict, dict(encoder="momentum"), "--encoder"),
+    "no such tag": (dict, dict(arch="resnet50.foo"), "unknown --arch resnet50.foo"),
+    "another token": (
+        lambda state: timm.create_model("deit_tiny_distilled_patch16_224", num_classes=0, depth=1).state_dict(),
+        dict(arch="vit_tiny"),
+        "misshapen: pos_embed",
+    ),
     "another prefix": (lambda state: {f"q.{k}": x for k, x in state.items()}, {}, "with the prefixes 'q.'"),
 }
 
