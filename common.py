@@ -1320,7 +1320,7 @@ def open_run(args, config, state, derived):
         try:
             load_state(saved, state, is_same_run=not resumes_other)
         except (KeyError, RuntimeError, ValueError) as error:
-            reasons = [*differences, str(error).splitlines()[-1].strip()]  # the last line of torch's names a tensor
+            reasons = [*differences, (str(error) or repr(error)).splitlines()[-1].strip()]  # torch names a tensor there
             raise UsageError(f"{path} does not fit this run: {'; '.join(reasons)}") from error
         if len(records) < args.epochs:
             log(f"resumed from {path}, after epoch {len(records)}" + "".join(f"; {text}" for text in differences))

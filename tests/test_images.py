@@ -4,6 +4,7 @@ import argparse
 import os
 import re
 import shutil
+import sys
 
 import numpy as np
 import pytest
@@ -103,11 +104,13 @@ def test_a_layout_of_class_folders_is_read_whatever_the_name(tmp_path, test_name
 
 
 def test_names_are_in_one_array(tmp_path):
-    """Loader workers would copy a list of names. A name need not be text."""
+    """Loader workers, which are forked on Linux, would copy a list of names. A name need not be text."""
     names = ["a/1.png", "b/long name.png", os.fsdecode(b"b/\xff.png")]
     images = common.ImageFiles(tmp_path, names, [0, 1, 1], ["a", "b"])
     arrays = [value for value in vars(images).values() if not isinstance(value, str) and value is not images.classes]
     assert len(arrays) == 2 and all(isinstance(a, np.ndarray) and a.dtype != object for a in arrays)
+    options = [common.loader_options(workers, torch.device("cpu")) for workers in (0, 2)]
+    assert [o["multiprocessing_context"] for o in options] == [None, "fork" if sys.platform == "linux" else None]
     assert images.samples == [(f"{tmp_path}/{name}", label) for name, label in zip(names, [0, 1, 1], strict=True)]
 
 
