@@ -704,7 +704,7 @@ def encode_shuffled_keys(encode, views):
 
 
 class SplitBatchNorm(nn.BatchNorm2d):
-    """Batch norm over each of `groups` equal slices of the batch, as of so many GPUs. x: (N, C) or (N, C, H, W).
+    """Batch norm over each of `groups` equal slices of the batch, as on that many GPUs. x: (N, C) or (N, C, H, W).
 
     As in MoCo's notebook for CIFAR, the running statistics are averages over the groups.
     """

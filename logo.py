@@ -538,7 +538,8 @@ def main(args, train=None, test=None):
     # LoGo
     l2l = args.l2l_weighting if args.l2l else None  # D1
     peak_lr = args.lr * args.batch_size / 256
-    affinity, linear = Affinity(args.dim).to(device), args.affinity_form == "linear"
+    affinity = Affinity(args.dim).to(device)
+    linear = args.affinity_form == "linear"
     affinity_lr = args.affinity_lr or (1e-4 if linear else peak_lr)  # 1e-4: erceguder/LoGo's
     sgd = dict(lr=affinity_lr, momentum=0.9, weight_decay=args.weight_decay)
     affinity_optimizer = torch.optim.SGD(affinity.parameters(), **sgd)
@@ -655,7 +656,7 @@ def encode_shuffled_keys(encode, views):
 
 
 class SplitBatchNorm(nn.BatchNorm2d):
-    """Batch norm over each of `groups` equal slices of the batch, as of so many GPUs. x: (N, C) or (N, C, H, W).
+    """Batch norm over each of `groups` equal slices of the batch, as on that many GPUs. x: (N, C) or (N, C, H, W).
 
     As in MoCo's notebook for CIFAR, the running statistics are averages over the groups.
     """
