@@ -454,8 +454,7 @@ def color_jitter(x, brightness, contrast, saturation, hue, p=1.0):
 
     Brightness, contrast and saturation are multiplied by a factor from [max(0, 1 - v), 1 + v], where v is the argument.
     The hue is rotated by up to `hue` turns in both directions. The order of the four is random, and the same for a
-    batch, as in kornia; torchvision's ColorJitter, which takes one image, draws it per image. tests/results/README.md
-    has what this seems to change in the demo.
+    batch, as in kornia; torchvision's ColorJitter, which takes one image, draws it per image.
     """
     rows = (torch.rand(len(x)) < p).nonzero().flatten()
     changes = (adjust_brightness, adjust_contrast, adjust_saturation, adjust_hue)
