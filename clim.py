@@ -87,7 +87,7 @@ def parse_args(argv=None):
     add = parser.add_argument_group("positives").add_argument
     ways = ("none", "random", "knn", "kmeans", "center")
     add("--selection", choices=ways, default="center", help="how positives are chosen (Table 6); none: MoCo v2")
-    add("--num-clusters", type=common.positive_int, default=10000, help="clusters (Table 8); 128 images each if None")
+    add("--num-clusters", type=common.positive_int, default=10000, help="clusters (Table 8); 1 per 128 images if None")
     add("--knn-k", type=common.positive_int, default=40, help="nearest neighbours, k (Table 8)")
     add("--num-positives", type=common.positive_int, default=10, help="positives per image (App. A.2)")
     add("--refresh-every", type=common.positive_int, default=5, help="epochs between choices of positives (App. A.2)")

@@ -579,9 +579,11 @@ def backbone_info(arch, image_size, patch_size=16, norm="imagenet", interpolatio
     """
     if arch not in ARCHS and not timm.is_model(arch):
         raise UsageError(f"unknown --arch {arch}: choose {', '.join(ARCHS)}, or a timm model such as resnet50")
-    if "." in arch and not timm.models.is_model_pretrained(arch):
-        raise UsageError(f"unknown --arch {arch}: timm has no weights of this tag")
     name, changes = ARCHS.get(arch, (arch, {}))
+    try:
+        published = timm.get_pretrained_cfg(name)
+    except RuntimeError as error:  # an unknown tag
+        raise UsageError(f"unknown --arch {arch}: {error}") from error
     kwargs = changes | kwargs | dict(num_classes=0)
     is_resnet = timm.models.is_model_in_modules(name.split(".")[0], ["resnet"])
     if is_vit(arch):
@@ -594,8 +596,9 @@ def backbone_info(arch, image_size, patch_size=16, norm="imagenet", interpolatio
     is_plain = is_resnet and name.split(".")[0].removeprefix("resnet").isdigit()  # resnet26d has a stem of its own
     small = is_plain and image_size <= 64 and arch != "resnet_micro"
     stem = "timm" if not small else "3x3-s2" if arch == "resnet_mini" else "3x3"
-    published = timm.get_pretrained_cfg(name) if norm is None and "." in name else None
-    mean, std = NORMS[norm or "imagenet"] if published is None else (published.mean, published.std)
+    mean, std = NORMS[norm or "imagenet"]
+    if norm is None and "." in name and published is not None:
+        mean, std = published.mean, published.std
     images = dict(image_size=image_size, mean=mean, std=std, interpolation=interpolation)
     return dict(timm_name=name, create_kwargs=kwargs, stem=stem, arch=arch) | images
 
@@ -727,9 +730,10 @@ def load_weights(encoder, path, prefix=""):
     expected = encoder.state_dict()
     weights = {name.removeprefix(prefix): x for name, x in found.items() if name.startswith(prefix)}
     weights = {name: x for name, x in weights.items() if name in expected or not name.startswith(HEADS)}
-    if isinstance(encoder, timm.models.VisionTransformer) and "pos_embed" in weights and "pos_embed" in expected:
+    if hasattr(encoder, "no_embed_class") and "pos_embed" in weights and "pos_embed" in expected:
         positions, tokens = weights["pos_embed"], 0 if encoder.no_embed_class else encoder.num_prefix_tokens
-        if math.isqrt(positions.shape[1] - tokens) ** 2 == positions.shape[1] - tokens:  # else it has other tokens
+        patches = positions.shape[1] - tokens if positions.dim() == 3 else 0
+        if patches > 0 and math.isqrt(patches) ** 2 == patches:  # else it has other tokens
             size = encoder.patch_embed.grid_size
             weights["pos_embed"] = timm.layers.resample_abs_pos_embed(positions, size, num_prefix_tokens=tokens)
     problems = dict(
@@ -793,7 +797,8 @@ def extract_features(encoder, images, info, device, batch_size=256, workers=0, a
     """
     rows = own_rows(torch.arange(len(images)))
     crops = CenterCrops(images, info["image_size"], info["interpolation"])
-    crops = torch.utils.data.Subset(crops, rows.tolist() or [0])  # one without rows encodes an image to learn the width
+    # A process without rows encodes one image, to learn the width
+    crops = torch.utils.data.Subset(crops, rows.tolist() or [0])
     loader = DataLoader(crops, batch_size, **loader_options(workers, device))
     features = None
     with evaluation_mode(encoder):
@@ -911,7 +916,7 @@ def have_labels(train, test):
     """Return True if both data sets have labels of the same classes, two at least. test may be None."""
     classes = []
     for images in (train, test):
-        has_labels = max(getattr(images, "targets", ()), default=-1) >= 0
+        has_labels = np.asarray(getattr(images, "targets", ())).max(initial=-1) >= 0
         classes.append([*getattr(images, "classes", ())] if has_labels else [])
     return len(classes[0]) > 1 and classes[0] == classes[1]
 
@@ -1303,8 +1308,8 @@ def open_run(args, config, state, derived):
     path = from_all(find_checkpoint(args.out, args.resume) if is_first else None)[0]
     if path is not None:
         is_found = from_all(os.path.isfile(path))
-        if is_found[0] and not all(is_found):
-            raise UsageError(f"not all processes find {path}: --out must be on a disk that they share")
+        if any(is_found) and not all(is_found):
+            raise UsageError(f"not all processes find {path}: it must be on a disk that they share")
         saved = load_checkpoint(path)
         old, records = saved.get("config", {}), saved.get("records", [])
         differences = [f"{k} was {old.get(k)}, is {config.get(k)}" for k in old | config if old.get(k) != config.get(k)]
@@ -1319,7 +1324,7 @@ def open_run(args, config, state, derived):
         try:
             load_state(saved, state, is_same_run=not resumes_other)
         except (KeyError, RuntimeError, ValueError) as error:
-            reasons = [*differences, (str(error) or repr(error)).splitlines()[-1].strip()]  # torch names a tensor there
+            reasons = [*differences, (str(error) or repr(error)).splitlines()[-1].strip()[:200]]  # names a tensor
             raise UsageError(f"{path} does not fit this run: {'; '.join(reasons)}") from error
         if len(records) < args.epochs:
             log(f"resumed from {path}, after epoch {len(records)}" + "".join(f"; {text}" for text in differences))

@@ -135,7 +135,7 @@ def parse_args(argv=None):
     add("--epochs", type=common.positive_int, help="number of epochs")
     add("--batch-size", type=common.positive_int, help="images per step, over all processes")
     add("--lr", type=common.positive_float, help="peak learning rate per 256 images")
-    add("--milestones", type=common.fraction, nargs="*", help="when --lr falls to a tenth; none: a cosine")
+    add("--milestones", type=common.fraction, nargs="*", help="parts of the run where --lr falls tenfold; none: cosine")
     add("--warmup", type=common.nonnegative_float, help="epochs of linear warm-up, at most a quarter of all")
     add("--weight-decay", type=common.nonnegative_float, help="weight decay, except for biases and norms")
     add("--pad", type=common.nonnegative_int, help="random crops of the image padded by N pixels; 0: random areas")
@@ -216,7 +216,7 @@ def open_data(args, info):
     if not test.classes:
         return train, None, val
     if test.classes != val.classes:
-        raise common.UsageError(f"the classes of test/ and of val/ in {root} differ: remove test/, or mend its folders")
+        raise common.UsageError(f"the classes of test/ and val/ in {root} differ: remove test/, or correct its folders")
     common.log(f"test/ is evaluated: {common.describe(test)}")
     return train, val if args.label_fraction is None and args.label_files is None else None, test
 
@@ -526,7 +526,7 @@ def make_optimizer(args, model):
 def learning_rate(args, epoch):
     """Return the learning rate at a time, in epochs from 0, before a group's lr_scale.
 
-    It changes once per epoch, and by PatchMix's protocols at least 100 times (D4). A linear warm-up comes first. Then
+    It changes once per epoch, and with PatchMix's protocols at least 100 times (D4). A linear warm-up comes first. Then
     it falls to a tenth at each milestone or, without milestones, by a cosine to args.min_lr. The cosine counts the
     epochs of the warm-up, as timm's does.
     """
@@ -648,7 +648,7 @@ def main(args, train=None, test=None):
                 if args.finetune and args.dataset is not None:  # an evaluation of the fine-tuned encoder compares them
                     images = common.load_dataset(args.dataset, args.data_dir, True, info["image_size"], unlabeled=True)
                     info |= dict(dataset=args.dataset, data_dir=args.data_dir, images=common.fingerprint(images))
-                elif args.data_dir is not None:  # the encoder's own images have moved
+                elif args.dataset is None and args.data_dir is not None:  # the encoder's own images have moved
                     info |= dict(data_dir=args.data_dir)
             common.log(common.describe_evaluation(info, train, test))
             args, train = complete(args, info), choose_labels(args, train)

@@ -24,7 +24,7 @@ The baseline is MoCo or SimSiam with two global crops: `--local-crops 0`. Both v
 only one of them is, as in MoCo v2; the temperature and the schedule are still LoGo's. LoGo changes four things:
     the baseline                              | here                                    | where
     two global crops per image                | and two local crops                     | main
-    loss = the mean of the two terms of L_gg  | of all, with the four terms of L_lg     | MoCo.forward, combine
+    loss = the mean of the two terms of L_gg  | of these and the four terms of L_lg     | MoCo.forward, combine
     (no affinity)                             | a step of the affinity (Eq. 6)          | main
     one step of the encoder                   | another, down L_ll, clipped; or a term  | main
 

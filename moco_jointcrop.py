@@ -112,7 +112,8 @@ def parse_args(argv=None):
     add("--batch-size", type=common.positive_int, default=256, help="images per step, over all processes")
     add("--lr", type=common.positive_float, default=0.03, help="peak learning rate per 256 images")
     add("--min-lr", type=common.nonnegative_float, default=0.0, help="last learning rate per 256 images")
-    add("--milestones", type=common.fraction, nargs="*", default=[], help="when --lr falls to a tenth; none: a cosine")
+    add("--milestones", type=common.fraction, nargs="*", default=[], help="shares of the run after which the "
+        "learning rate falls to a tenth; none: a cosine")  # fmt: skip
     add("--warmup", type=common.nonnegative_float, default=0.0, help="epochs of warm-up, at most a quarter of --epochs")
     add("--weight-decay", type=common.nonnegative_float, default=1e-4, help="weight decay of SGD, or of LARS (v3)")
 

@@ -120,7 +120,7 @@ def parse_args(argv=None):
     if args.local_crops and set(terms) == {"mtm"}:
         parser.error("--local-crops are queries of oto and mto: choose one of these --terms")
     needs = [  # (flags, whether they have an effect, what they need)
-        (["num_mix"], set(terms) != {"oto"}, "--terms mto or mtm"),
+        (["num_mix", "mix_slices"], set(terms) != {"oto"}, "--terms mto or mtm"),
         (["mix_slices"], args.num_mix > 1, "--num-mix above 1"),
         (["smoothing"], "oto" in terms, "--terms oto"),
         (["num_heads", "drop_path"], is_vit, "a ViT (--arch)"),
@@ -452,9 +452,10 @@ def main(args, train=None, test=None):
 
     # Data: two views and the local crops of each image (Algorithm 2, line 4), cropped here and colored in the loop
     train, test = common.open_data(args.dataset, args.data_dir, args.image_size, train, test)
-    smallest = max(2, args.num_mix)  # images of a slice
-    mix_slices = args.mix_slices if args.num_mix > 1 else 1  # D7
-    slices = common.split_batch(args.batch_size, len(train), world, mix_slices, "--mix-slices", smallest)
+    terms = chosen_terms(args)
+    mixes = args.num_mix > 1 and set(terms) != {"oto"}
+    parts = (args.mix_slices, "--mix-slices", max(2, args.num_mix)) if mixes else ()  # D7
+    slices = common.split_batch(args.batch_size, len(train), world, *parts)
     mixing = dict(num_mix=args.num_mix, patch_size=args.patch_size, slices=slices)
     bicubic = v2.InterpolationMode.BICUBIC  # as released
     crop = v2.RandomResizedCrop(args.image_size, args.crop_scale, interpolation=bicubic)
@@ -478,7 +479,6 @@ def main(args, train=None, test=None):
     width = common.feature_width(backbone, *sizes)
     if args.init:
         common.load_weights(backbone, args.init, args.init_prefix)
-    terms = chosen_terms(args)
     options = dict(temperature=args.temperature, smoothing=args.smoothing, key_encoder=args.key_encoder)
     model = PatchMix(backbone, width, args.hidden, args.dim, terms=terms, **mixing, **options)
     if world > 1 and device.type == "cuda":  # torch synchronizes batch norm on GPUs only

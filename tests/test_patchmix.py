@@ -214,7 +214,8 @@ def test_what_follows_from_other_flags():
 
 def test_without_mixing_the_batch_need_not_be_split():
     """CIFAR-10's recipe has four slices."""
-    assert state_of(patchmix, f"--dataset cifar10 {TINY} --num-mix 1 --batch-size 18")["model"].slices == 1
+    for flags in ("--num-mix 1", "--terms oto"):
+        assert state_of(patchmix, f"--dataset cifar10 {TINY} {flags} --batch-size 18")["model"].slices == 1
 
 
 def test_encoders_are_table_8():

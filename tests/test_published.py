@@ -128,6 +128,10 @@ def test_what_has_a_form_of_its_own_is_read_too(name, size, tmp_path):
     assert same(found, theirs.eval(), size)
 
 
+def test_a_tag_without_weights_has_a_mean_too():
+    assert common.backbone_info("test_vit4.r160_in1k", 160, norm=None)["mean"] == (0.5, 0.5, 0.5)
+
+
 def test_position_embeddings_of_another_grid_are_resampled_as_timm_does(tmp_path):
     theirs = make_encoder(**VIT)
     torch.save({"model": theirs.state_dict()}, tmp_path / "vit.pth")
