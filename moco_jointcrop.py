@@ -356,29 +356,30 @@ class JointCrop(v2.RandomResizedCrop):
 
 
 class JointViews(Dataset):
-    """Crops of each image: items ([uint8 (3, S, S), ...], whether the blurs are joint), as --joint says per image.
+    """Crops of each image: items ([uint8 (3, S, S), ...], whether the blurs are joint).
 
     The crops are the query view, the key view and local crops. images: a data set with items (PIL image, label). crop,
-    local_crop: JointCrop of the two views, and of two local crops. args: from `parse_args`.
+    local_crop: JointCrop of the two views, and of two local crops. local_crops: their number. joint, pair, probability:
+    --joint, --joint-pair and --joint-prob.
     """
 
-    def __init__(self, images, crop, local_crop, args):
-        self.images, self.crop, self.local_crop, self.args = images, crop, local_crop, args
+    def __init__(self, images, crop, local_crop, local_crops=0, joint="crop", pair="global", probability=0.5):
+        self.images, self.crop, self.local_crop, self.local_crops = images, crop, local_crop, local_crops
+        self.joint, self.pair, self.probability = joint, pair, probability
 
     def __len__(self):
         return len(self.images)
 
     def __getitem__(self, index):
         image, _ = self.images[index]
-        args = self.args
-        joint_crop, joint_blur = args.joint in ("crop", "both"), args.joint in ("blur", "both")
-        if args.joint == "either":  # App. F
-            joint_crop = torch.rand(()).item() < args.joint_prob
+        joint_crop, joint_blur = self.joint in ("crop", "both"), self.joint in ("blur", "both")
+        if self.joint == "either":  # App. F
+            joint_crop = torch.rand(()).item() < self.probability
             joint_blur = not joint_crop
-        crops = self.crop(image, joint=joint_crop and args.joint_pair != "local")  # App. D
-        for _ in range(0, args.local_crops, 2):  # local crops 1 and 2, 3 and 4, ...
-            crops += self.local_crop(image, joint=joint_crop and args.joint_pair != "global")
-        return [common.to_tensor(crop) for crop in crops[: 2 + args.local_crops]], joint_blur
+        crops = self.crop(image, joint=joint_crop and self.pair != "local")  # App. D
+        for _ in range(0, self.local_crops, 2):  # local crops 1 and 2, 3 and 4, ...
+            crops += self.local_crop(image, joint=joint_crop and self.pair != "global")
+        return [common.to_tensor(crop) for crop in crops[: 2 + self.local_crops]], joint_blur
 
 
 def draw_sigmas(args, joint_blur):
@@ -573,7 +574,7 @@ def main(args, train=None, test=None):
     joint = dict(beta=args.beta, offset=0.1 if released else 0.0, css_alpha=args.css_alpha, whole=released)  # D1, D2
     crop = JointCrop(args.image_size, args.crop_scale, **joint)
     local_crop = JointCrop(args.local_size, args.local_scale, **joint)
-    images = JointViews(train, crop, local_crop, args)
+    images = JointViews(train, crop, local_crop, args.local_crops, args.joint, args.joint_pair, args.joint_prob)
     sampler = DistributedSampler(images, world, rank, seed=args.seed, drop_last=True)
     options = common.loader_options(args.workers, device)
     loader = DataLoader(images, args.batch_size // world, sampler=sampler, drop_last=True, **options)

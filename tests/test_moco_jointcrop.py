@@ -196,8 +196,10 @@ def drawn(flags, n=600):
     args, found = moco.parse_args(["--dataset", "imagenet", *flags.split()]), []
     how = dict(beta=args.beta, css_alpha=args.css_alpha)
     crops = moco.JointCrop(8, args.crop_scale, **how), moco.JointCrop(8, args.local_scale, **how)
+    images = [(SQUARE, 0)] * n
+    images = moco.JointViews(images, *crops, args.local_crops, args.joint, args.joint_pair, args.joint_prob)
     torch.manual_seed(0)
-    for views, joint_blur in DataLoader(moco.JointViews([(SQUARE, 0)] * n, *crops, args), 20):
+    for views, joint_blur in DataLoader(images, 20):
         found.append(([boxes_in(view) for view in views], moco.draw_sigmas(args, joint_blur)))
     boxes, sigmas = (np.concatenate(parts, 1) for parts in zip(*found, strict=True))
     return np.stack([share_of(box, SQUARE) for box in boxes]), sigmas, boxes
