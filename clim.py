@@ -64,6 +64,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim.swa_utils import get_ema_multi_avg_fn
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 from torchvision.transforms import v2
 
@@ -525,10 +526,13 @@ class CLIM(nn.Module):
 
     @torch.no_grad()
     def update(self, m):
-        """Update the momentum encoder: theta_k <- m theta_k + (1 - m) theta_q (MoCo, Eq. 2)."""
-        for slow, fast in (self.momentum_backbone, self.backbone), (self.momentum_projector, self.projector):
-            for theta_k, theta_q in zip(slow.parameters(), fast.parameters(), strict=True):
-                theta_k.lerp_(theta_q, 1 - m)
+        """Update the momentum encoder: theta_k <- m theta_k + (1 - m) theta_q (MoCo, Eq. 2).
+
+        Its weights must be float32 or float64: in bfloat16 a change by 1 - m is rounded away.
+        """
+        theta_k = [*self.momentum_backbone.parameters(), *self.momentum_projector.parameters()]
+        theta_q = [*self.backbone.parameters(), *self.projector.parameters()]
+        get_ema_multi_avg_fn(m)(theta_k, theta_q, None)  # all parameters in one operation
 
 
 # ================================================================= 5. training
@@ -611,7 +615,8 @@ def main(args, train=None, test=None):
     model = CLIM(backbone, width, args.resolutions, args.dim, negatives, args.temperature)
     model = convert_split_batchnorm(model, groups) if groups > 1 else model
     model.to(device, memory_format=torch.channels_last)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0, momentum=0.9, weight_decay=args.weight_decay)
+    sgd = dict(lr=0.0, momentum=0.9, weight_decay=args.weight_decay, fused=True)
+    optimizer = torch.optim.SGD(model.parameters(), **sgd)
 
     # The run
     amp = common.use_bf16(args.amp, device)
@@ -706,7 +711,8 @@ def encode_shuffled_keys(encode, views):
 class SplitBatchNorm(nn.BatchNorm2d):
     """Batch norm over each of `groups` equal slices of the batch, as on that many GPUs. x: (N, C) or (N, C, H, W).
 
-    As in MoCo's notebook for CIFAR, the running statistics are averages over the groups.
+    As in MoCo's notebook for CIFAR, the running statistics are averages over the groups. Raises ValueError if the
+    groups do not divide the batch.
     """
 
     def __init__(self, num_features, groups, **kwargs):
@@ -715,17 +721,18 @@ class SplitBatchNorm(nn.BatchNorm2d):
         self.drop = self.act = nn.Identity()  # replaced by those of timm's BatchNormAct2d, which has both
 
     def forward(self, x):
-        weights = dict(weight=self.weight, bias=self.bias, training=self.training, eps=self.eps)
+        running, weight, bias = (self.running_mean, self.running_var), self.weight, self.bias
         if not self.training:
-            return self.act(self.drop(F.batch_norm(x, self.running_mean, self.running_var, **weights)))
+            return self.act(self.drop(F.batch_norm(x, *running, weight, bias, eps=self.eps)))
         if len(x) % self.groups:
-            raise ValueError(f"{len(x)} rows cannot be split into {self.groups} equal groups")
-        means, variances = self.running_mean.repeat(self.groups, 1), self.running_var.repeat(self.groups, 1)
-        slices = zip(x.chunk(self.groups), means, variances, strict=True)
-        x = torch.cat([F.batch_norm(part, m, v, momentum=self.momentum, **weights) for part, m, v in slices])
-        self.running_mean.copy_(means.mean(0))  # `batch_norm` has updated the rows of `means`
-        self.running_var.copy_(variances.mean(0))
-        return self.act(self.drop(x))
+            raise ValueError(f"a batch of {len(x)} cannot be split into {self.groups} equal groups of batch norm")
+        if weight is not None:
+            weight, bias = weight.repeat(self.groups), bias.repeat(self.groups)
+        x = torch.cat(x.chunk(self.groups), dim=1)  # the groups' channels side by side: (N / groups, groups * C, ...)
+        running = torch.stack(running).repeat(1, self.groups)
+        x = F.batch_norm(x, *running, weight, bias, True, self.momentum, self.eps)  # it updates `running`
+        self.running_mean, self.running_var = running.view(2, self.groups, -1).mean(1)
+        return self.act(self.drop(torch.cat(x.chunk(self.groups, dim=1))))
 
 
 def convert_split_batchnorm(module, groups):

@@ -61,6 +61,7 @@ import torch.nn.functional as F
 from timm.optim import param_groups_weight_decay
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim.swa_utils import get_ema_multi_avg_fn
 from torch.utils.data import DataLoader, DistributedSampler
 from torchvision.transforms import v2
 
@@ -414,10 +415,13 @@ class PatchMix(nn.Module):
 
     @torch.no_grad()
     def update(self, m):
-        """Update the momentum encoder: Xi <- m Xi + (1 - m) Theta (Algorithm 2, line 11)."""
-        for slow, fast in (self.momentum_backbone, self.backbone), (self.momentum_projector, self.projector):
-            for xi, theta in zip(slow.parameters(), fast.parameters(), strict=True):
-                xi.lerp_(theta, 1 - m)
+        """Update the momentum encoder: Xi <- m Xi + (1 - m) Theta (Algorithm 2, line 11).
+
+        Its weights must be float32 or float64: in bfloat16 a change by 1 - m is rounded away.
+        """
+        xi = [*self.momentum_backbone.parameters(), *self.momentum_projector.parameters()]
+        theta = [*self.backbone.parameters(), *self.projector.parameters()]
+        get_ema_multi_avg_fn(m)(xi, theta, None)  # all parameters in one operation
 
 
 # ================================================================= 5. training

@@ -152,9 +152,16 @@ def test_batch_norm_in_groups_is_one_for_each_slice(kind, shape):
     ours = split(x)
     theirs = torch.cat([one(part) for one, part in zip(slices, x.chunk(4), strict=True)])
     torch.testing.assert_close(ours, theirs)
-    torch.testing.assert_close(*(torch.autograd.grad((y * weight).sum(), x) for y in (ours, theirs)))
+    ours_of, theirs_of = [x, *split.parameters()], [x, *(p for one in slices for p in one.parameters())]
+    dx, *d_split = torch.autograd.grad((ours * weight).sum(), ours_of)
+    expected, *d_slices = torch.autograd.grad((theirs * weight).sum(), theirs_of)
+    torch.testing.assert_close(dx, expected)
+    for i, gradient in enumerate(d_split):  # of the weight and the bias, summed over the slices
+        torch.testing.assert_close(gradient, sum(d_slices[i :: len(d_split)]))
     for name in ("running_mean", "running_var"):
         torch.testing.assert_close(getattr(split[0], name), sum(getattr(one[0], name) for one in slices) / 4)
+    if len(shape) == 4:
+        assert split(x.to(memory_format=torch.channels_last)).is_contiguous(memory_format=torch.channels_last)
     torch.testing.assert_close(split.eval()(x), norm.eval()(x))
 
 
