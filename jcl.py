@@ -110,9 +110,9 @@ def parse_args(argv=None):
 
 
 # fmt: off
-CIFAR = dict(  # ours: the values of moco_jointcrop.py, for a comparison
-    arch="resnet18", image_size=32, patch_size=4, epochs=500, lr=0.25, min_lr=0.025, queue=4096, blur_p=0.0,
-    norm="cifar10",
+CIFAR = dict(  # not in the paper: MoCo's demo on CIFAR-10 (facebookresearch/moco, branch colab-notebook)
+    arch="resnet18", image_size=32, patch_size=4, epochs=200, batch_size=512, lr=0.03,  # 0.06 for 512
+    weight_decay=5e-4, momentum=0.99, queue=4096, crop_scale=[0.08, 1.0], blur_p=0.0, norm="cifar10",
 )
 RECIPES = dict(  # what differs from the paper's values for ImageNet
     patterns=dict(  # ours, for a laptop

@@ -158,9 +158,9 @@ def parse_args(argv=None):
 
 
 # fmt: off
-CIFAR = dict(  # ContrastiveCrop's, but for queue (D5) and patch_size; no blur: JointBlur needs --blur-p 0.5 0.5
-    arch="resnet18", image_size=32, patch_size=4, epochs=500, batch_size=512, lr=0.25, min_lr=0.025,  # 0.5 for 512
-    queue=4096, blur_p=[0.0, 0.0], norm="cifar10",
+CIFAR = dict(  # MoCo's demo on CIFAR-10 (D5), but for patch_size; no blur: JointBlur needs --blur-p 0.5 0.5
+    arch="resnet18", image_size=32, patch_size=4, epochs=200, batch_size=512, lr=0.03,  # 0.06 for 512
+    weight_decay=5e-4, momentum=[0.99, 0.99], queue=4096, crop_scale=[0.08, 1.0], blur_p=[0.0, 0.0], norm="cifar10",
 )
 RECIPES = dict(  # what differs from MoCo v2's values for ImageNet
     patterns=dict(  # ours, for a laptop
@@ -174,9 +174,10 @@ RECIPES = dict(  # what differs from MoCo v2's values for ImageNet
     imagenet=dict(knn_every=50),  # its kNN takes minutes
     folder=dict(queue=None, bn_groups=2),  # ours; None: a tenth of the images, which may be few
 )
-V1 = dict(temperature=0.07, milestones=[0.6, 0.8], min_lr=0.0)  # ContrastiveCrop's for ImageNet (App. G; D8)
+V1 = dict(temperature=0.07, milestones=[0.6, 0.8])  # ContrastiveCrop's for ImageNet (App. G; D8)
+V1_CIFAR = dict(temperature=0.1)  # MoCo's demo, with a cosine
 V3 = dict(  # the released code's and MoCo v3's for 100 epochs (for 300: --lr 0.3)
-    lr=0.6, min_lr=0.0, warmup=10.0, weight_decay=1e-6, momentum=[0.99, 1.0], temperature=1.0, dim=256,
+    lr=0.6, warmup=10.0, weight_decay=1e-6, momentum=[0.99, 1.0], temperature=1.0, dim=256,
     blur_p=[1.0, 0.1],
 )
 V3_CIFAR = dict(batch_size=512, hidden=2048, blur_p=[0.0, 0.0])  # ours, as the next
@@ -194,7 +195,7 @@ def recipe(args):
     if is_small_encoder and (small_images or args.dataset == "folder"):
         values |= dict(batch_size=256, lr=0.1, min_lr=0.0, momentum=[0.99, 0.99], blur_p=[0.5, 0.5])  # ours
     if moco == "v1":
-        values |= V1
+        values |= V1_CIFAR if small_images else V1
         if large_images:
             values["epochs"] = 100
     if moco == "v3":
