@@ -559,7 +559,7 @@ def choose_positives(args, model, images, info, device):
         features = common.extract_features(encoder, images, info, device, workers=args.workers)
         x = F.normalize(features, dim=1).double().to(device)
     if args.selection in ("knn", "center"):  # each process finds the neighbours of its part of the images
-        rows = common.own_rows(torch.arange(len(x), device=device))
+        rows = common.local_rows(torch.arange(len(x), device=device))
         neighbors = common.gather_rows(nearest_neighbors(x, args.knn_k, rows))
     if args.selection in ("kmeans", "center"):
         centers, assignment = kmeans(x, args.num_clusters or max(1, len(x) // 128))

@@ -4,7 +4,7 @@
     2. augmentation  color_jitter, gaussian_blur, ...  of a batch, on its device
     3. encoders      build_backbone, load_backbone, load_weights
     4. evaluation    extract_features, knn_predict, embedding_health
-    5. processes     init_distributed, from_all, gather_rows
+    5. processes     init_distributed, all_gather_object, gather_rows
     6. printing      log, Meter
     7. flags         parse_args, check_flags
     8. runs          configuration, open_run, save_run
@@ -134,7 +134,7 @@ class Subset(torch.utils.data.Subset):
         return [samples[i] for i in self.indices]
 
 
-def labelled(dataset):
+def with_labels(dataset):
     """Return the images of a data set that have a label."""
     rows = np.flatnonzero(np.asarray(dataset.targets) >= 0)
     return dataset if len(rows) == len(dataset) else Subset(dataset, rows.tolist())
@@ -792,10 +792,10 @@ def extract_features(encoder, images, info, device, batch_size=256, workers=0, a
     """Compute the features of the images of a data set, in order: (n, width) float32 on the CPU.
 
     encoder: (N, 3, H, W) -> (N, width); it is used in evaluation mode. info: see `backbone_info`. batch_size: of each
-    process. amp: encode in bf16. whole: return all rows on every process, or only its own (see `own_rows`). Raises
+    process. amp: encode in bf16. whole: return all rows on every process, or only its own (see `local_rows`). Raises
     ValueError if a feature is not finite.
     """
-    rows = own_rows(torch.arange(len(images)))
+    rows = local_rows(torch.arange(len(images)))
     crops = CenterCrops(images, info["image_size"], info["interpolation"])
     # A process without rows encodes one image, to learn the width
     crops = torch.utils.data.Subset(crops, rows.tolist() or [0])
@@ -810,7 +810,7 @@ def extract_features(encoder, images, info, device, batch_size=256, workers=0, a
             features[i * batch_size :][: len(part)] = part  # a list of parts would need twice the memory
             progress(f"features: {min((i + 1) * batch_size, len(crops))}/{len(crops)} images")
     features = features[: len(rows)]
-    if not all(from_all(bool(features.isfinite().all()))):
+    if not all(all_gather_object(bool(features.isfinite().all()))):
         raise ValueError("the encoder's features are not all finite")
     return gather_rows(features) if whole else features
 
@@ -826,7 +826,7 @@ def knn_predict(train_x, train_y, test_x, k, temperature, num_classes):
     nearest of all.
     """
     bank, queries, train_y = F.normalize(train_x, dim=1), F.normalize(test_x, dim=1), train_y.to(train_x.device)
-    most = max(from_all(len(bank)))  # the same on every process, so that all take the same chunks
+    most = max(all_gather_object(len(bank)))  # the same on every process, so that all take the same chunks
     predicted = []
     for chunk in queries.split(max(1, 2**26 // max(most, num_classes))):
         similarity, row = (chunk @ bank.T).topk(min(max(k), len(bank)), dim=1)
@@ -848,10 +848,10 @@ def knn_top1(train_x, train_y, test_x, test_y, k, temperature, num_classes):
 
 def knn_monitor(encoder, info, train, test, device, workers=0, amp=False):
     """Return an encoder's `knn_top1` for 20 and 200 neighbours at temperature 0.07, from the images with a label."""
-    train, test = labelled(train), labelled(test)
+    train, test = with_labels(train), with_labels(test)
     train_x = extract_features(encoder, train, info, device, workers=workers, amp=amp, whole=False)
     test_x = extract_features(encoder, test, info, device, workers=workers, amp=amp)
-    train_y, test_y = own_rows(torch.tensor(train.targets)), torch.tensor(test.targets)
+    train_y, test_y = local_rows(torch.tensor(train.targets)), torch.tensor(test.targets)
     return knn_top1(train_x.to(device), train_y, test_x.to(device), test_y, (20, 200), 0.07, len(train.classes))
 
 
@@ -909,7 +909,7 @@ def open_evaluation_data(name, root, info, check=True, train=None, test=None):
     if not have_labels(train, test):
         layout = "--data-dir with train/, and val/ or test/, each with one folder per class"
         raise UsageError(f"an evaluation needs training and test images of the same classes, two at least: {layout}")
-    return labelled(train), labelled(test)
+    return with_labels(train), with_labels(test)
 
 
 def have_labels(train, test):
@@ -988,7 +988,7 @@ def rank_and_world():
     return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
 
 
-def from_all(value):
+def all_gather_object(value):
     """Return the values of all processes as a list in rank order, on every process. Tensors must be on the CPU."""
     values = [value] * rank_and_world()[1]
     if dist.is_initialized():
@@ -996,7 +996,7 @@ def from_all(value):
     return values
 
 
-def own_rows(x):
+def local_rows(x):
     """Return this process's rows of a tensor (n, ...), consecutive ones. `gather_rows` is the inverse."""
     rank, world = rank_and_world()
     return x.tensor_split(world)[rank]
@@ -1008,7 +1008,7 @@ def gather_rows(x, to_first=False):
     to_first: only on the first process; the others return None, and need no memory for it.
     """
     x = x.detach().contiguous()
-    counts, rank = from_all(len(x)), rank_and_world()[0]
+    counts, rank = all_gather_object(len(x)), rank_and_world()[0]
     if len(counts) == 1:
         return x
     if to_first and rank > 0:
@@ -1073,7 +1073,7 @@ class Meter:
         Raises FloatingPointError if one is not finite.
         """
         values = torch.stack([*self.sums.values()]).double().cpu() / self.count
-        values = torch.stack(from_all(values)).mean(0).tolist()
+        values = torch.stack(all_gather_object(values)).mean(0).tolist()
         if not all(map(math.isfinite, values)):
             names = [name for name, value in zip(self.sums, values, strict=True) if not math.isfinite(value)]
             what = f"the {' and the '.join(names)} of epoch {self.epoch + 1} are not finite"
@@ -1084,7 +1084,8 @@ class Meter:
 
 def log_values(title, values):
     """Print {name: value} after a title, in lines of 120 characters."""
-    words = (f"{name} {shown(value)}".replace(" ", "\xa0") for name, value in values.items() if value not in (None, ""))
+    words = (f"{name} {format_value(value)}" for name, value in values.items() if value not in (None, ""))
+    words = (word.replace(" ", "\xa0") for word in words)
     indent = dict(initial_indent=f"{title:10}", subsequent_indent=" " * 10)
     log(textwrap.fill("  ".join(words), 120, break_on_hyphens=False, **indent).replace("\xa0", " "))
 
@@ -1092,7 +1093,7 @@ def log_values(title, values):
 def log_record(title, record, names=()):
     """Print the figures of an epoch's record that have one of the names, and its scores, after a title."""
     scores = [name for name in record if re.fullmatch(r"(knn\d+|linear|finetune)_(top1|top5|per_class)", name)]
-    log("  ".join([title, *(f"{name} {shown(record[name])}" for name in [*names, *scores])]))
+    log("  ".join([title, *(f"{name} {format_value(record[name])}" for name in [*names, *scores])]))
 
 
 def log_end(out, record, images):
@@ -1102,17 +1103,17 @@ def log_end(out, record, images):
         log(DEMO)
 
 
-def shown(value):
+def format_value(value):
     """Return a value as text: 1.333, or "0.75 1.333" for a list."""
     if isinstance(value, (list, tuple)):
-        return " ".join(map(shown, value)) or "none"
+        return " ".join(map(format_value, value)) or "none"
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
 # ===================================================================== 7. flags
 
 
-def number(name, kind, is_valid):
+def bounded(name, kind, is_valid):
     """Return a `type` for argparse: a number of a kind, int or float, that is valid. name: for argparse's messages."""
 
     def convert(text):
@@ -1125,14 +1126,14 @@ def number(name, kind, is_valid):
     return convert
 
 
-positive_int = number("positive_int", int, lambda x: x > 0)
-nonnegative_int = number("nonnegative_int", int, lambda x: x >= 0)
-positive_float = number("positive_float", float, lambda x: 0 < x < math.inf)
-nonnegative_float = number("nonnegative_float", float, lambda x: 0 <= x < math.inf)
-fraction = number("fraction", float, lambda x: 0 <= x <= 1)
+positive_int = bounded("positive_int", int, lambda x: x > 0)
+nonnegative_int = bounded("nonnegative_int", int, lambda x: x >= 0)
+positive_float = bounded("positive_float", float, lambda x: 0 < x < math.inf)
+nonnegative_float = bounded("nonnegative_float", float, lambda x: 0 <= x < math.inf)
+fraction = bounded("fraction", float, lambda x: 0 <= x <= 1)
 
 # Flags that may change when a run is resumed. With another number of --workers the random numbers differ.
-OPERATIONAL = ("data_dir", "out", "resume", "keep_every", "knn_every", "device", "compile", "workers", "show_views")
+NOT_IN_CONFIG = ("data_dir", "out", "resume", "keep_every", "knn_every", "device", "compile", "workers", "show_views")
 
 
 def add_run_arguments(parser):
@@ -1199,11 +1200,11 @@ def parse_args(parser, argv, recipe):
     if args.show_views and (not args.show_views.endswith(".png") or os.path.exists(args.show_views)):
         parser.error(f"--show-views {args.show_views}: expected the name of a new file that ends in .png")
     if args.out is None:
-        named = {"dataset", "arch", "seed", *OPERATIONAL}
+        named = {"dataset", "arch", "seed", *NOT_IN_CONFIG}
         changed = [k for k, v in vars(args).items() if k not in named and v != parser.get_default(k)]
         where = args.dataset if args.dataset != "folder" else f"folder-{os.path.basename(args.data_dir or '')}"
         words = [args.method, where, args.arch, f"s{args.seed}"]
-        args.out = run_folder(words + [f"{name}{shown(getattr(args, name))}" for name in changed])
+        args.out = run_folder(words + [f"{name}{format_value(getattr(args, name))}" for name in changed])
     return args
 
 
@@ -1261,7 +1262,7 @@ def write_file(path, write):
 
 def configuration(args, train):
     """Return the values that must not change when a run is resumed, {name: value}, with the images' fingerprint."""
-    config = {name: value for name, value in vars(args).items() if name not in OPERATIONAL}
+    config = {name: value for name, value in vars(args).items() if name not in NOT_IN_CONFIG}
     for name, value in vars(args).items():
         if name != "out" and isinstance(value, (np.generic, os.PathLike)):
             raise UsageError(
@@ -1305,9 +1306,9 @@ def open_run(args, config, state, derived):
     log_values("derived", derived)
     records = []
     is_first = rank_and_world()[0] == 0
-    path = from_all(find_checkpoint(args.out, args.resume) if is_first else None)[0]
+    path = all_gather_object(find_checkpoint(args.out, args.resume) if is_first else None)[0]
     if path is not None:
-        is_found = from_all(os.path.isfile(path))
+        is_found = all_gather_object(os.path.isfile(path))
         if any(is_found) and not all(is_found):
             raise UsageError(f"not all processes find {path}: it must be on a disk that they share")
         saved = load_checkpoint(path)
@@ -1331,7 +1332,7 @@ def open_run(args, config, state, derived):
         if saved.get("processes") != derived["processes"]:
             log(f"processes: {saved.get('processes')} before, {derived['processes']} now, so random numbers differ")
     own = config, str(args.out), len(records)
-    if any(other != own for other in from_all(own)):
+    if any(other != own for other in all_gather_object(own)):
         raise UsageError("the processes differ in flags, images or epoch: --out and --data-dir must be on shared disks")
     if len(records) < args.epochs:
         text = json.dumps(vars(args) | config | derived, indent=1, default=str)

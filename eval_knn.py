@@ -75,7 +75,7 @@ def main(args, train=None, test=None):
             common.log(f"{args.dump}: the encoder's features")
             if not common.have_labels(train, test):
                 break
-        train_y, test_y = common.own_rows(torch.as_tensor(train.targets)), torch.as_tensor(test.targets)
+        train_y, test_y = common.local_rows(torch.as_tensor(train.targets)), torch.as_tensor(test.targets)
         train_x, test_x = train_x[train_y >= 0].to(device), test_x[test_y >= 0].to(device)  # those with a label
         features = train_x, train_y[train_y >= 0], test_x, test_y[test_y >= 0]
         results[name] = common.knn_top1(*features, args.k, args.temperature, len(train.classes))

@@ -193,7 +193,7 @@ def complete(args, info):
         words = [args.method, args.protocol, args.dataset or "own", source, f"s{args.seed}"]
         for name in (*values, "prefix", "data_dir", "encoder", "label_fraction", "label_files"):
             if given.get(name) is not None and name != "resume":
-                words.append(name + os.path.basename(common.shown(given[name])))
+                words.append(name + os.path.basename(common.format_value(given[name])))
         args.out = common.run_folder(words)
     return args
 
@@ -472,7 +472,7 @@ def evaluate_features(args, device, encoder, info, train, val, test):
         common.log(f"{name:>10}  {text}  ({flag} {chosen:.3g}, {grid[chosen]:.2f} % held out)")
         if name == "encoder" and len(grid) > 1 and chosen in (min(grid), max(grid)):
             common.log(f"warning: the best of {flag} is at the edge of its grid: widen it")
-    return common.from_all(results)[0]
+    return common.all_gather_object(results)[0]
 
 
 # ==================================================== 5. training on the images

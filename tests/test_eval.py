@@ -171,7 +171,8 @@ def test_the_dump_has_all_images_of_which_those_without_labels_do_not_vote(place
     for images in own.values():
         images.targets[1::3] = [-1] * len(images.targets[1::3])
     found = run(eval_knn, places["VIT"], "--k", 3, 99, "--dump", path, **own)
-    assert found == run(eval_knn, places["VIT"], "--k", 3, 99, **{part: common.labelled(x) for part, x in own.items()})
+    labeled = {part: common.with_labels(images) for part, images in own.items()}
+    assert found == run(eval_knn, places["VIT"], "--k", 3, 99, **labeled)
     data = dict(np.load(path, allow_pickle=False))
     names = {f"{part}_{what}" for part in own for what in ("features", "labels")}
     assert set(data) == names | {"train_paths", "classes", "protocol"} and data["classes"].tolist() == list(CLASSES)

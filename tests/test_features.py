@@ -118,7 +118,7 @@ def sharded(folder=None):
         assert len(part) == n // world + (rank < n % world)
         gathered = common.gather_rows(part, to_first=True)
         assert gathered is None if rank else gathered.equal(whole)
-        result += [whole, common.knn_predict(part, common.own_rows(torch.arange(n) % 3), test_x, (1, 2, 9), 0.1, 3)]
+        result += [whole, common.knn_predict(part, common.local_rows(torch.arange(n) % 3), test_x, (1, 2, 9), 0.1, 3)]
         if n > 1:
             result.append(torch.tensor([*common.knn_monitor(encoder, INFO, images, test, CPU).values()]))
             result.append(torch.tensor([*common.embedding_health(part).values()]))

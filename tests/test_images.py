@@ -98,7 +98,7 @@ def test_a_layout_of_class_folders_is_read_whatever_the_name(tmp_path, test_name
     assert np.array_equal(train[1][0], Image.open(tmp_path / "elsewhere" / "1.png")) and train[1][1] == 0
     both = common.load_dataset(name, root, unlabeled=True)
     assert both.targets.tolist() == [0, 0, 1, 1, 1, -1, -1, -1, -1] and both.classes == ["a", "b"]
-    assert common.labelled(both).samples == train.samples == both.samples[:5] and common.labelled(train) is train
+    assert common.with_labels(both).samples == train.samples == both.samples[:5] and common.with_labels(train) is train
     assert os.path.relpath(both.path(8), root) == "unlabeled/x/y/3.png"
     assert len(common.load_dataset(name, root, False, unlabeled=True)) == 3
 
@@ -119,7 +119,7 @@ def test_images_without_labels(tmp_path):
     tree, flat = write_tree(tmp_path / "tree", ["x", "y/z"]), write_tree(tmp_path / "flat", ["train"])
     for root, count in (tree, 6), (flat, 3):
         images = common.load_dataset("folder", root)
-        assert images.targets.tolist() == [-1] * count and images.classes == [] and len(common.labelled(images)) == 0
+        assert images.targets.tolist() == [-1] * count and images.classes == [] and len(common.with_labels(images)) == 0
         assert common.load_dataset("folder", root, train=False) is None
 
 

@@ -35,7 +35,7 @@ def test_a_runs_folder(method, tmp_path):
     assert len(load(tmp_path / "epoch-0001.pt")["records"]) == 1
     assert said.splitlines()[0] == said.splitlines()[-1] == common.DEMO
     assert {"torch", "machine", "processes", "bf16", "out", "images", "method"} <= config.keys()
-    assert config.items() >= last["config"].items() and last["config"].keys().isdisjoint(common.OPERATIONAL)
+    assert config.items() >= last["config"].items() and last["config"].keys().isdisjoint(common.NOT_IN_CONFIG)
     peak = config["lr"] * 16 / 256
     assert float(re.search(r"peak_lr (\S+)", said)[1]) == pytest.approx(peak, rel=1e-3) and config["peak_lr"] == peak
     first, second = records(tmp_path)
@@ -83,7 +83,7 @@ def test_the_speed_and_the_averages_of_an_epoch(monkeypatch):
     """Of 4 steps of 16 images in 8 seconds, and of two processes: one has twice the other's loss."""
     times = iter((2.0, *[3.0] * 4, 10.0))
     monkeypatch.setattr("time.perf_counter", lambda: next(times))
-    monkeypatch.setattr(common, "from_all", lambda values: [values, 2 * values])
+    monkeypatch.setattr(common, "all_gather_object", lambda values: [values, 2 * values])
     meter = common.Meter(0, 1, 4, 16)
     for loss in (1.0, 2.0, 3.0, 6.0):
         meter.update(dict(loss=torch.tensor(loss)))

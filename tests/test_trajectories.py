@@ -148,7 +148,7 @@ def follow(patch, module, method, run, s, d):
         sizes = [s["image_size"]] * (1 + s.get("num_keys", 1)) + local_sizes
         for given["step"] in itertools.count():
             views = views_of_step(s["seed"], given["step"], s["batch_size"], sizes)
-            yield from map(common.own_rows, reversed(views) if method == "clim" else views)  # CLIM's key comes first
+            yield from map(common.local_rows, reversed(views) if method == "clim" else views)  # CLIM's key comes first
 
     def with_weights(args, config, state, derived):
         for name, part in state.items():
