@@ -6,7 +6,6 @@ import json
 import math
 import re
 
-import numpy as np
 import pytest
 import timm
 import tiny
@@ -124,17 +123,13 @@ def test_more_processes_than_gpus_are_an_error(monkeypatch):
 
 
 def test_values_that_a_program_sets(tmp_path):
-    """A Path for --out is fine. A number of numpy's is refused, because last.pt could not be loaded with it."""
+    """A Path for --out is fine."""
     args = argparse.Namespace(method="m", seed=3, lr=0.1, out=tmp_path / "run", resume=None, epochs=2)
     images, state = common.Patterns(2, 8, 0), dict(model=nn.Linear(2, 2))
     for _ in range(2):
-        config = common.configuration(args, images)
-        records = common.open_run(args, config, state, {}) or [dict(epoch=1)]
-        common.save_run(args.out, config, None, state, records)
-    for name, value in dict(seed=np.int64(3), lr=np.float32(0.05)).items():
-        changed = argparse.Namespace(**vars(args) | {name: value})
-        with pytest.raises(common.UsageError, match=name):
-            common.configuration(changed, images)
+        config, records = common.open_run(args, images, state, {})
+        common.save_run(args.out, config, None, state, records or [dict(epoch=1)])
+    assert [record["epoch"] for record in records] == [1]
 
 
 @pytest.mark.slow
