@@ -36,7 +36,6 @@ Differences from the papers:
 
 import argparse
 import datetime
-import functools
 import hashlib
 import math
 import os
@@ -193,7 +192,7 @@ def complete(args, info):
         words = [args.method, args.protocol, args.dataset or "own", source, f"s{args.seed}"]
         for name in (*values, "prefix", "data_dir", "encoder", "label_fraction", "label_files"):
             if given.get(name) is not None and name != "resume":
-                words.append(name + os.path.basename(common.shown(given[name])))
+                words.append(name + os.path.basename(common.format_value(given[name])))
         args.out = common.run_folder(words)
     return args
 
@@ -472,7 +471,7 @@ def evaluate_features(args, device, encoder, info, train, val, test):
         common.log(f"{name:>10}  {text}  ({flag} {chosen:.3g}, {grid[chosen]:.2f} % held out)")
         if name == "encoder" and len(grid) > 1 and chosen in (min(grid), max(grid)):
             common.log(f"warning: the best of {flag} is at the edge of its grid: widen it")
-    return common.from_all(results)[0]
+    return common.all_gather_object(results)[0]
 
 
 # ==================================================== 5. training on the images
@@ -580,13 +579,13 @@ def train_protocol(args, device, encoder, info, train, test):
     model.train(args.finetune)
     optimizer = make_optimizer(args, model)
 
-    # The run. Not its path but its weights identify the encoder
+    # The run. Not its path but its weights identify the encoder. config.json tells evaluations where the images are
     amp = common.use_bf16(args.amp, device)
-    config = common.configuration(args, train) | dict(checkpoint=digest)
-    tuned = info | dict(encoder="fine-tuned") if args.finetune else None  # for evaluations
+    args = argparse.Namespace(**vars(args) | dict(checkpoint=digest, data_dir=info.get("data_dir", args.data_dir)))
+    tuned = {name: x for name, x in info.items() if name != "data_dir"} | dict(encoder="fine-tuned")
+    tuned = tuned if args.finetune else None  # for evaluations
     state = dict(model=model if args.finetune else model.head, optimizer=optimizer)
-    records = common.open_run(args, config, state, dict(peak_lr=args.lr * args.batch_size / 256, bf16=amp))
-    save = functools.partial(common.save_run, args.out, config, tuned, state, records)
+    config, records = common.open_run(args, train, state, dict(peak_lr=args.lr * args.batch_size / 256, bf16=amp))
     tested = common.fingerprint(test)
     if len(records) == args.epochs and records[-1].get("test_images", tested) != tested:
         raise common.UsageError(f"{args.out} has the scores of other test images: pass another --out")
@@ -616,15 +615,16 @@ def train_protocol(args, device, encoder, info, train, test):
         if args.finetune and world > 1:
             timm.utils.distribute_bn(model, world, reduce=True)  # average the running statistics
         records.append(dict(epoch=epoch + 1, lr=lr) | meter.averages())
-        save()
-        common.log_record(f"epoch {epoch + 1}/{args.epochs}", records[-1], ("loss", "train_top1", "images_per_s"))
+        # Saved before the evaluation, too, because a test image that cannot be read must not cost the epoch
+        common.save_run(args.out, config, tuned, state, records)
+        common.log_epoch(f"epoch {epoch + 1}/{args.epochs}", records, ("loss", "train_top1", "images_per_s"))
 
     if "test_images" not in records[-1]:  # else it was finished before
         options = dict(batch_size=args.batch_size // world, workers=args.workers, amp=amp)
         logits = common.extract_features(model, test, info, device, **options)
         records[-1] |= scores(logits, torch.tensor(test.targets), num_classes, args.method) | dict(test_images=tested)
-        save()  # again: a test image that cannot be read must not cost the epoch
-    common.log_record(f"finished: {args.out}", records[-1])
+        common.save_run(args.out, config, tuned, state, records)
+    common.log_epoch(f"finished: {args.out}", records)
     return {"encoder": {name: value for name, value in records[-1].items() if name.startswith(args.method)}}
 
 
@@ -650,7 +650,6 @@ def main(args, train=None, test=None):
                     info |= dict(dataset=args.dataset, data_dir=args.data_dir, images=common.fingerprint(images))
                 elif args.dataset is None and args.data_dir is not None:  # the encoder's own images have moved
                     info |= dict(data_dir=args.data_dir)
-            common.log(common.describe_evaluation(info, train, test))
             args, train = complete(args, info), choose_labels(args, train)
             if args.protocol == "probe":
                 return evaluate_features(args, device, encoder, info, train, val, test)
