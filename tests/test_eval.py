@@ -207,9 +207,10 @@ def test_the_probe_is_sgd_by_autograd(epochs=7, lr=0.25):
     layer = torch.nn.Linear(6, 3, dtype=torch.float64)
     torch.nn.init.zeros_(layer.weight), torch.nn.init.zeros_(layer.bias)
     optimizer = torch.optim.SGD(layer.parameters(), lr, momentum=0.9)
-    rest, check = seeded(eval_linear.hold_out, train_y, 0.1)
-    for _ in range(epochs):
-        torch.randperm(len(rest))  # of the fit that is held out
+    folds = seeded(eval_linear.hold_out, train_y, 0.1)
+    for rest, check in folds:
+        for _ in range(epochs):
+            torch.randperm(len(rest))  # of the fit without the held-out rows
     for epoch in range(epochs):
         for i, rows in enumerate(torch.cat([check, rest])[torch.randperm(50)].split(16)):
             optimizer.param_groups[0]["lr"] = lr * 0.5 * (1 + math.cos(math.pi * (epoch + i / 4) / epochs))
@@ -235,14 +236,30 @@ def test_the_learning_rate_is_the_best_held_out_one_of_the_grid():
     torch.testing.assert_close(found["logits"], alone[best]["logits"])
 
 
+@pytest.mark.parametrize(
+    "n, fraction, sizes", [(320, 0.1, [32] * 9 + [29]), (20000, 0.1, [2000]), (4096, 0.1, [409] * 3)]
+)
+def test_few_rows_choose_by_cross_validation(n, fraction, sizes):
+    """Until 1,000 have been held out, or all but one per class. A large fold is the only one."""
+    labels = torch.arange(n) % 3
+    folds = seeded(eval_linear.hold_out, labels, fraction)
+    assert [len(held) for _, held in folds] == sizes
+    for rest, held in folds:
+        assert torch.cat([rest, held]).sort().values.equal(torch.arange(n))
+    held = torch.cat([held for _, held in folds])
+    assert len(held.unique()) == len(held) and not held.equal(held.sort().values)
+
+
 def test_no_class_is_held_out_as_a_whole():
     """With one image per class none is held out, and the fitted ones choose."""
     labels = torch.tensor([0] * 50 + [1] * 2 + [2])
     for _ in range(20):
-        rest, check = eval_linear.hold_out(labels, 0.9)
-        assert sorted(torch.cat([rest, check]).tolist()) == [*range(53)] and len(check) == 47
-        assert labels[rest].bincount().min() >= 1
-    assert [len(rows) for rows in eval_linear.hold_out(torch.arange(5), 0.5)] == [5, 0]
+        folds = eval_linear.hold_out(labels, 0.9)
+        assert [len(held) for _, held in folds] == [47, 3]
+        for rest, held in folds:
+            assert sorted(torch.cat([rest, held]).tolist()) == [*range(53)] and labels[rest].bincount().min() >= 1
+    ((rest, held),) = eval_linear.hold_out(torch.arange(5), 0.5)
+    assert sorted(rest.tolist()) == [*range(5)] and len(held) == 0
     x, y, test_x, test_y = problem(3, 60, noise=0.1)
     found = eval_linear.linear_probe(x, y, test_x, 3, lrs=[1e-12, 0.01, 0.1, 1.0], epochs=20)
     assert max(found["held_out"].values()) == 100 and found["chosen"] > 1e-3
