@@ -54,7 +54,6 @@ Differences in rounding, indices and precision are listed in tests/golden/README
 
 import argparse
 import copy
-import functools
 import math
 import time
 
@@ -559,7 +558,7 @@ def choose_positives(args, model, images, info, device):
         features = common.extract_features(encoder, images, info, device, workers=args.workers)
         x = F.normalize(features, dim=1).double().to(device)
     if args.selection in ("knn", "center"):  # each process finds the neighbours of its part of the images
-        rows = common.own_rows(torch.arange(len(x), device=device))
+        rows = common.local_rows(torch.arange(len(x), device=device))
         neighbors = common.gather_rows(nearest_neighbors(x, args.knn_k, rows))
     if args.selection in ("kmeans", "center"):
         centers, assignment = kmeans(x, args.num_clusters or max(1, len(x) // 128))
@@ -602,7 +601,8 @@ def main(args, train=None, test=None):
         return show_views(args, loader, positives)
 
     # Model and optimizer
-    backbone, info = common.create_backbone(args.arch, args.image_size, args.patch_size, args.norm)
+    info = common.backbone_info(args.arch, args.image_size, args.patch_size, args.norm)
+    backbone = common.build_backbone(info)
     sizes = args.resolutions + ([args.local_size] if args.local_crops else [])
     width = common.feature_width(backbone, *sizes)
     if args.init:
@@ -615,13 +615,12 @@ def main(args, train=None, test=None):
 
     # The run
     amp = common.use_bf16(args.amp, device)
-    config, state = common.configuration(args, train), dict(model=model, optimizer=optimizer, positives=positives)
-    info |= dict(method="clim", encoder="query", dataset=args.dataset, data_dir=args.data_dir, images=config["images"])
+    state = dict(model=model, optimizer=optimizer, positives=positives)
     terms = len(args.resolutions) ** 2 + args.local_crops  # of the loss, which is their sum
     derived = dict(negatives=negatives, loss_at_uniform_logits=terms * math.log(negatives + 1))
     derived |= dict(peak_lr=args.lr * args.batch_size / 256, batch_norm_groups=groups * world, bf16=amp)
-    records = common.open_run(args, config, state, derived)  # one per epoch that is done
-    save = functools.partial(common.save_run, args.out, config, info, state, records, args.keep_every)
+    config, records = common.open_run(args, train, state, derived)  # a record per epoch that is done
+    info |= dict(method="clim", encoder="query", dataset=args.dataset, images=config["images"])
     if args.compile:
         model.backbone.compile(dynamic=False)
         model.momentum_backbone.compile(dynamic=False)
@@ -654,12 +653,13 @@ def main(args, train=None, test=None):
         if world > 1:
             timm.utils.distribute_bn(model, world, reduce=True)  # average the running statistics
         records.append(dict(epoch=epoch + 1, lr=lr) | meter.averages() | common.embedding_health(q))
-        save()
+        # Saved before the kNN, too, because a test image that cannot be read must not cost the epoch
+        common.save_run(args.out, config, info, state, records, args.keep_every)
         if test is not None and args.knn_every and ((epoch + 1) % args.knn_every == 0 or epoch + 1 == args.epochs):
             records[-1] |= common.knn_monitor(model.backbone, info, train, test, device, args.workers, amp)
-            save()  # again: a test image that cannot be read must not cost the epoch
-        common.log_record(f"epoch {epoch + 1}/{args.epochs}", records[-1], ("loss", "std", "images_per_s"))
-    common.log_end(args.out, records[-1], train)
+            common.save_run(args.out, config, info, state, records, args.keep_every)
+        common.log_epoch(f"epoch {epoch + 1}/{args.epochs}", records, ("loss", "std", "images_per_s"))
+    common.log_epoch(f"finished: {args.out}", records, images=train)
 
 
 # ================================================================ 6. ShuffleBN

@@ -51,9 +51,7 @@ def main(args, train=None, test=None):
     device, *_ = common.init_distributed(args.device)
     encoder, info = common.open_encoder(args)
     train, test = common.open_evaluation_data(args.dataset, args.data_dir, info, not args.dump, train, test)
-    protocol = common.describe_evaluation(info, train, test or [])
-    protocol += f"\nkNN: votes exp(cosine similarity / {args.temperature})"
-    common.log(protocol)
+    common.log(f"{'kNN':10}votes exp(cosine similarity / {args.temperature})")
     encoders = {"encoder": encoder}
     if not args.no_baselines:
         encoders |= common.baselines(info, args.seed, len(train))
@@ -65,7 +63,7 @@ def main(args, train=None, test=None):
         train_x = common.extract_features(network.to(device), train, info, device, whole=False, **options)
         test_x = common.extract_features(network, test, info, device, **options) if test else None
         if name == "encoder" and args.dump:
-            arrays = dict(classes=np.array(train.classes, str), protocol=protocol)
+            arrays = dict(classes=np.array(train.classes, str), protocol=str(info | dict(temperature=args.temperature)))
             for part, images, x in ("train", train, common.gather_rows(train_x, to_first=True)), ("test", test, test_x):
                 if images:
                     arrays |= {f"{part}_features": x, f"{part}_labels": np.array(images.targets)}
@@ -75,7 +73,7 @@ def main(args, train=None, test=None):
             common.log(f"{args.dump}: the encoder's features")
             if not common.have_labels(train, test):
                 break
-        train_y, test_y = common.own_rows(torch.as_tensor(train.targets)), torch.as_tensor(test.targets)
+        train_y, test_y = common.local_rows(torch.as_tensor(train.targets)), torch.as_tensor(test.targets)
         train_x, test_x = train_x[train_y >= 0].to(device), test_x[test_y >= 0].to(device)  # those with a label
         features = train_x, train_y[train_y >= 0], test_x, test_y[test_y >= 0]
         results[name] = common.knn_top1(*features, args.k, args.temperature, len(train.classes))

@@ -184,7 +184,8 @@ def complete(args, info):
         tuning = "patchmix" if common.is_vit(info["timm_name"]) else "clim"
         args.protocol = tuning if args.finetune else "probe"
     args.method = "finetune" if args.finetune else "linear"
-    args.dataset = args.dataset or info.get("dataset")  # the one that the encoder was trained on
+    if args.dataset is None:  # the one that the encoder was trained on
+        args.dataset, args.data_dir = info.get("dataset"), args.data_dir or info.get("data_dir")
     values = recipe(args, info)
     args = argparse.Namespace(**values | vars(args))
     if args.protocol == "probe":
@@ -197,7 +198,7 @@ def complete(args, info):
         words = [args.method, args.protocol, args.dataset or "own", source, f"s{args.seed}"]
         for name in (*values, "prefix", "data_dir", "encoder", "label_fraction", "label_files"):
             if given.get(name) is not None and name != "resume":
-                words.append(name + os.path.basename(common.shown(given[name])))
+                words.append(name + os.path.basename(common.format_value(given[name])))
         args.out = common.run_folder(words)
     return args
 
@@ -482,7 +483,7 @@ def evaluate_features(args, device, encoder, info, train, val, test):
         common.log(f"{name:>10}  {text}  ({flag} {chosen:.3g}, {grid[chosen]:.2f} % {where})")
         if name == "encoder" and len(grid) > 1 and chosen in (min(grid), max(grid)):
             common.log(f"warning: the best of {flag} is at the edge of its grid: widen it")
-    return common.from_all(results)[0]
+    return common.all_gather_object(results)[0]
 
 
 # ==================================================== 5. training on the images
@@ -593,10 +594,12 @@ def train_protocol(args, device, encoder, info, train, test):
     amp = common.use_bf16(args.amp, device)
     digest = hashlib.sha256(b"".join(x.float().numpy().tobytes() for x in weights.values())).hexdigest()[:16]
     args = argparse.Namespace(**vars(args) | dict(checkpoint=digest, test_images=common.fingerprint(test)))
-    config = common.configuration(args, train)
-    tuned = info | dict(encoder="fine-tuned", classes=[*map(str, train.classes)]) if args.finetune else None
     state = dict(model=model if args.finetune else model.head, optimizer=optimizer)
-    records = common.open_run(args, config, state, dict(peak_lr=args.lr * args.batch_size / 256, bf16=amp))
+    config, records = common.open_run(args, train, state, dict(peak_lr=args.lr * args.batch_size / 256, bf16=amp))
+    tuned = None  # no backbone.pt
+    if args.finetune:
+        tuned = {name: value for name, value in info.items() if name != "data_dir"}
+        tuned |= dict(encoder="fine-tuned", classes=[*map(str, train.classes)])
     ddp = DistributedDataParallel(model) if world > 1 else model
     ddp.broadcast_buffers = False  # of batch norm (set here, because torch 2.13 renames the argument)
 
@@ -624,14 +627,14 @@ def train_protocol(args, device, encoder, info, train, test):
             timm.utils.distribute_bn(model, world, reduce=True)  # average the running statistics
         records.append(dict(epoch=epoch + 1, lr=lr) | meter.averages())
         common.save_run(args.out, config, tuned, state, records)
-        common.log_record(f"epoch {epoch + 1}/{args.epochs}", records[-1], ("loss", "train_top1", "images_per_s"))
+        common.log_epoch(f"epoch {epoch + 1}/{args.epochs}", records, ("loss", "train_top1", "images_per_s"))
 
     if f"{args.method}_top1" not in records[-1]:  # else it was finished before
         options = dict(batch_size=args.batch_size // world, workers=args.workers, amp=amp)
         logits = common.extract_features(model, test, info, device, **options)
         records[-1] |= scores(logits, torch.tensor(test.targets), num_classes, args.method)
         common.save_run(args.out, config, tuned, state, records)  # a damaged test image must not cost the epoch
-    common.log_record(f"finished: {args.out}", records[-1])
+    common.log_epoch(f"finished: {args.out}", records)
     return {"encoder": {name: value for name, value in records[-1].items() if name.startswith(args.method)}}
 
 
@@ -650,11 +653,8 @@ def main(args, train=None, test=None):
                 info = {name: value for name, value in info.items() if name not in ("dataset", "data_dir", "images")}
             elif args.finetune and args.dataset is not None:  # an evaluation of the fine-tuned encoder compares them
                 images = common.load_dataset(args.dataset, args.data_dir, True, info["image_size"], unlabeled=True)
-                info |= dict(dataset=args.dataset, data_dir=args.data_dir, images=common.fingerprint(images))
-            elif args.dataset is None and args.data_dir is not None:  # the encoder's own images have moved
-                info |= dict(data_dir=args.data_dir)
+                info |= dict(dataset=args.dataset, images=common.fingerprint(images))
             train, val, test = open_data(args, info, train, test)
-            common.log(common.describe_evaluation(info, train, test))
             args = complete(args, info)
             if args.protocol == "probe":
                 return evaluate_features(args, device, encoder, info, train, val, test)

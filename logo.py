@@ -71,7 +71,6 @@ Differences in rounding, indices and precision are listed in tests/golden/README
 
 import argparse
 import copy
-import functools
 import math
 from itertools import permutations
 
@@ -514,7 +513,8 @@ def main(args, train=None, test=None):
 
     # Model and optimizers
     reduction = "sum" if args.variant == "paper" else "mean"  # D1
-    backbone, info = common.create_backbone(args.arch, args.image_size, args.patch_size, args.norm, zero_init=simsiam)
+    info = common.backbone_info(args.arch, args.image_size, args.patch_size, args.norm)
+    backbone = common.build_backbone(info, zero_init=simsiam)
     sizes = [args.image_size, args.local_size] if args.local_crops else [args.image_size]
     width = common.feature_width(backbone, *sizes)
     if args.init:
@@ -549,13 +549,11 @@ def main(args, train=None, test=None):
 
     # The run
     amp = common.use_bf16(args.amp, device)
-    config = common.configuration(args, train)
     state = dict(model=model, optimizer=optimizer, affinity=affinity, affinity_optimizer=affinity_optimizer)
     state |= dict(l2l_optimizer=l2l_optimizer, previous_norm=previous_norm)
-    info |= dict(method="logo", encoder="query", dataset=args.dataset, data_dir=args.data_dir, images=config["images"])
     derived |= dict(peak_lr=peak_lr, lr_of_affinity=affinity_lr if args.l2l else None, bf16=amp)
-    records = common.open_run(args, config, state, derived)  # one per epoch that is done
-    save = functools.partial(common.save_run, args.out, config, info, state, records, args.keep_every)
+    config, records = common.open_run(args, train, state, derived)  # a record per epoch that is done
+    info |= dict(method="logo", encoder="query", dataset=args.dataset, images=config["images"])
     if args.compile:
         model.backbone.compile(dynamic=False)
         if not simsiam:
@@ -606,12 +604,13 @@ def main(args, train=None, test=None):
         if world > 1:
             timm.utils.distribute_bn(model, world, reduce=True)  # average the running statistics
         records.append(dict(epoch=epoch + 1, lr=lr) | meter.averages() | common.embedding_health(q))
-        save()
+        # Saved before the kNN, too, because a test image that cannot be read must not cost the epoch
+        common.save_run(args.out, config, info, state, records, args.keep_every)
         if test is not None and args.knn_every and ((epoch + 1) % args.knn_every == 0 or epoch + 1 == args.epochs):
             records[-1] |= common.knn_monitor(model.backbone, info, train, test, device, args.workers, amp)
-            save()  # again: a test image that cannot be read must not cost the epoch
-        common.log_record(f"epoch {epoch + 1}/{args.epochs}", records[-1], ("loss", "std", "images_per_s"))
-    common.log_end(args.out, records[-1], train)
+            common.save_run(args.out, config, info, state, records, args.keep_every)
+        common.log_epoch(f"epoch {epoch + 1}/{args.epochs}", records, ("loss", "std", "images_per_s"))
+    common.log_epoch(f"finished: {args.out}", records, images=train)
 
 
 # ================================================================ 6. ShuffleBN

@@ -65,7 +65,6 @@ Differences in rounding, indices and precision are listed in tests/golden/README
 
 import argparse
 import copy
-import functools
 import math
 from statistics import NormalDist
 
@@ -586,7 +585,8 @@ def main(args, train=None, test=None):
         return common.save_views(args.show_views, views, names, args.norm)
 
     # Model and optimizer
-    backbone, info = common.create_backbone(args.arch, args.image_size, args.patch_size, args.norm, zero_init=v3)
+    info = common.backbone_info(args.arch, args.image_size, args.patch_size, args.norm)
+    backbone = common.build_backbone(info, zero_init=v3)
     sizes = [args.image_size, args.local_size] if args.local_crops else [args.image_size]
     width = common.feature_width(backbone, *sizes)
     if args.init:
@@ -607,14 +607,12 @@ def main(args, train=None, test=None):
 
     # The run
     amp = common.use_bf16(args.amp, device)
-    config, state = common.configuration(args, train), dict(model=model, optimizer=optimizer)
-    info |= dict(method="moco_jointcrop", encoder="query", dataset=args.dataset)
-    info |= dict(data_dir=args.data_dir, images=config["images"])
+    state = dict(model=model, optimizer=optimizer)
     uniform = (4 * args.temperature if v3 else 1) * math.log(negatives + 1)  # v3's loss is two terms of 2 tau each
     derived = dict(negatives=negatives, loss_at_uniform_logits=uniform, peak_lr=args.lr * args.batch_size / 256)
     derived |= dict(batch_norm_groups=1 if synchronize else groups * world, bf16=amp)
-    records = common.open_run(args, config, state, derived)  # one per epoch that is done
-    save = functools.partial(common.save_run, args.out, config, info, state, records, args.keep_every)
+    config, records = common.open_run(args, train, state, derived)  # a record per epoch that is done
+    info |= dict(method="moco_jointcrop", encoder="query", dataset=args.dataset, images=config["images"])
     if args.compile:
         model.backbone.compile(dynamic=False)
         model.momentum_backbone.compile(dynamic=False)
@@ -646,12 +644,13 @@ def main(args, train=None, test=None):
         if world > 1:
             timm.utils.distribute_bn(model, world, reduce=True)  # average the running statistics
         records.append(dict(epoch=epoch + 1, lr=lr, momentum=m) | meter.averages() | common.embedding_health(q))
-        save()
+        # Saved before the kNN, too, because a test image that cannot be read must not cost the epoch
+        common.save_run(args.out, config, info, state, records, args.keep_every)
         if test is not None and args.knn_every and ((epoch + 1) % args.knn_every == 0 or epoch + 1 == args.epochs):
             records[-1] |= common.knn_monitor(model.backbone, info, train, test, device, args.workers, amp)
-            save()  # again: a test image that cannot be read must not cost the epoch
-        common.log_record(f"epoch {epoch + 1}/{args.epochs}", records[-1], ("loss", "std", "images_per_s"))
-    common.log_end(args.out, records[-1], train)
+            common.save_run(args.out, config, info, state, records, args.keep_every)
+        common.log_epoch(f"epoch {epoch + 1}/{args.epochs}", records, ("loss", "std", "images_per_s"))
+    common.log_epoch(f"finished: {args.out}", records, images=train)
 
 
 # ================================================================ 6. ShuffleBN

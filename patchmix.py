@@ -50,7 +50,6 @@ Differences in rounding, indices and precision are listed in tests/golden/README
 
 import argparse
 import copy
-import functools
 import math
 from itertools import pairwise
 
@@ -488,14 +487,12 @@ def main(args, train=None, test=None):
 
     # The run
     amp = common.use_bf16(args.amp, device)
-    config, state = common.configuration(args, train), dict(model=model, optimizer=optimizer)
-    info |= dict(method="patchmix", encoder=args.key_encoder, dataset=args.dataset)
-    info |= dict(data_dir=args.data_dir, images=config["images"])
+    state = dict(model=model, optimizer=optimizer)
     uniform = uniform_loss(terms, args.num_mix, args.local_crops, args.batch_size)
     derived = dict(loss_at_uniform_logits=uniform, peak_lr=args.lr * args.batch_size / 256)
     derived |= dict(mix_slices=slices * world, batch_norm_groups=world if device.type == "cpu" else 1, bf16=amp)
-    records = common.open_run(args, config, state, derived)  # one per epoch that is done
-    save = functools.partial(common.save_run, args.out, config, info, state, records, args.keep_every)
+    config, records = common.open_run(args, train, state, derived)  # a record per epoch that is done
+    info |= dict(method="patchmix", encoder=args.key_encoder, dataset=args.dataset, images=config["images"])
     if args.compile:
         model.backbone.compile(dynamic=False)
         model.momentum_backbone.compile(dynamic=False)
@@ -528,12 +525,13 @@ def main(args, train=None, test=None):
         if world > 1:
             timm.utils.distribute_bn(model, world, reduce=True)  # average the running statistics
         records.append(dict(epoch=epoch + 1, lr=lr, momentum=momentum) | meter.averages() | common.embedding_health(q))
-        save()
+        # Saved before the kNN, too, because a test image that cannot be read must not cost the epoch
+        common.save_run(args.out, config, info, state, records, args.keep_every)
         if test is not None and args.knn_every and ((epoch + 1) % args.knn_every == 0 or epoch + 1 == args.epochs):
             records[-1] |= common.knn_monitor(model.momentum_backbone, info, train, test, device, args.workers, amp)
-            save()  # again: a test image that cannot be read must not cost the epoch
-        common.log_record(f"epoch {epoch + 1}/{args.epochs}", records[-1], ("loss", "std", "images_per_s"))
-    common.log_end(args.out, records[-1], train)
+            common.save_run(args.out, config, info, state, records, args.keep_every)
+        common.log_epoch(f"epoch {epoch + 1}/{args.epochs}", records, ("loss", "std", "images_per_s"))
+    common.log_epoch(f"finished: {args.out}", records, images=train)
 
 
 # ================================================================ 6. processes

@@ -143,7 +143,7 @@ def state_of(module, flags="", train=None):
     class Begun(Exception):
         pass
 
-    def open_run(args, config, state, derived):
+    def open_run(args, train, state, derived):
         raise Begun(state)
 
     args = module.parse_args([*flags.split(), "--device", "cpu"])

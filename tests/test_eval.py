@@ -110,15 +110,15 @@ def random_states():
 def test_an_evaluation_leaves_the_caller_as_it_was(flags, places, tmp_path):
     """Its random numbers stay, also under no_grad, and if the evaluation fails because an image cannot be read."""
     own = dict(train=ImageFolder(places["DATA"] / "train"), test=pictures(places["DATA"] / "val"))
-    flags = [*flags.split(), *([tmp_path / "run"] if "--out" in flags else [])]
+    flags = flags.split()
     torch.manual_seed(1), np.random.seed(2), random.seed(3)
     before = random_states()
     with torch.no_grad():
-        assert run(eval_linear, places["VIT"], *flags, **own)["encoder"]
+        assert run(eval_linear, places["VIT"], *flags, *[tmp_path / "run"] * ("--out" in flags), **own)["encoder"]
         assert not torch.is_grad_enabled()
     own["train"].samples[5] = (str(tmp_path / "none.png"), 0)
     with pytest.raises(OSError, match="none.png"):
-        run(eval_linear, places["VIT"], *flags, "--seed", 1, **own)
+        run(eval_linear, places["VIT"], *flags, *[tmp_path / "other"] * ("--out" in flags), **own)
     for one, two in zip(before, random_states(), strict=True):
         assert np.array_equal(one, two)
 
@@ -171,7 +171,8 @@ def test_the_dump_has_all_images_of_which_those_without_labels_do_not_vote(place
     for images in own.values():
         images.targets[1::3] = [-1] * len(images.targets[1::3])
     found = run(eval_knn, places["VIT"], "--k", 3, 99, "--dump", path, **own)
-    assert found == run(eval_knn, places["VIT"], "--k", 3, 99, **{part: common.labelled(x) for part, x in own.items()})
+    labeled = {part: common.with_labels(images) for part, images in own.items()}
+    assert found == run(eval_knn, places["VIT"], "--k", 3, 99, **labeled)
     data = dict(np.load(path, allow_pickle=False))
     names = {f"{part}_{what}" for part in own for what in ("features", "labels")}
     assert set(data) == names | {"train_paths", "classes", "protocol"} and data["classes"].tolist() == list(CLASSES)
@@ -208,9 +209,10 @@ def test_the_probe_is_sgd_by_autograd(epochs=7, lr=0.25):
     torch.nn.init.zeros_(layer.weight), torch.nn.init.zeros_(layer.bias)
     optimizer = torch.optim.SGD(layer.parameters(), lr, momentum=0.9)
     folds = seeded(eval_linear.hold_out, train_y, 0.1)
-    for rest, check in folds:
+    for rest, _held in folds:
         for _ in range(epochs):
             torch.randperm(len(rest))  # of the fit without the held-out rows
+    rest, check = folds[-1]
     for epoch in range(epochs):
         for i, rows in enumerate(torch.cat([check, rest])[torch.randperm(50)].split(16)):
             optimizer.param_groups[0]["lr"] = lr * 0.5 * (1 + math.cos(math.pi * (epoch + i / 4) / epochs))

@@ -146,7 +146,7 @@ NEEDS = dict(  # flags that are refused without others, with which they act
     ),
 )  # fmt: skip
 ELSEWHERE = "dataset amp init init_prefix".split()  # amp acts on GPUs
-PAIRS = [(m, name) for m in METHODS for name in options(m) if name not in (*ELSEWHERE, *common.OPERATIONAL)]
+PAIRS = [(m, name) for m in METHODS for name in options(m) if name not in (*ELSEWHERE, *common.NOT_IN_CONFIG)]
 
 
 def another(method, name, value):

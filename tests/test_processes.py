@@ -54,8 +54,8 @@ class Given:
             if isinstance(part, list):
                 return [batch(one) for one in part]
             if part.dim() == 4:
-                return common.own_rows(torch.randn(self.size, *part.shape[1:], generator=g))
-            return common.own_rows(part.repeat(self.size))
+                return common.local_rows(torch.randn(self.size, *part.shape[1:], generator=g))
+            return common.local_rows(part.repeat(self.size))
 
         for _ in range(STEPS):
             yield batch(torch.utils.data.default_collate([self.images[0]]))
@@ -83,7 +83,7 @@ def process(folder, cases):
 
     def choose_positives(*args):
         table = choose(*args)
-        assert all(torch.equal(table, other) for other in common.from_all(table))
+        assert all(torch.equal(table, other) for other in common.all_gather_object(table))
         return table
 
     def patch_mix(images, num_mix, patch_size):  # a slice has the same shuffle, whichever process has it

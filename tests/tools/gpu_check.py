@@ -199,7 +199,8 @@ def collectives(device, folder):
     right = dict(gather=jcl.gather(even).cpu().equal(each.repeat_interleave(2)), broadcast=of_first.item() == 0)
     right["gather_rows"] = common.gather_rows(uneven)[:, 0].cpu().equal(each.repeat_interleave(each))
     dist.all_reduce(even)
-    right |= dict(all_reduce=even.tolist() == [sum(range(world))] * 2, from_all=common.from_all(rank) == each.tolist())
+    right["all_reduce"] = even.tolist() == [sum(range(world))] * 2
+    right["all_gather_object"] = common.all_gather_object(rank) == each.tolist()
     yield f"of {world} process(es)", [name for name in right if not right[name]]
 
 
@@ -217,7 +218,7 @@ def group(device, folder):
         sums = []
         with mock.patch.object(common, "save_run", note):
             train(case, folder / f"{name} {world}", "--amp", "off", "--device", device.type)
-        same = all(other == sums for other in common.from_all(sums))
+        same = all(other == sums for other in common.all_gather_object(sums))
         yield f"{name}, {world} process(es)", [] if same and sums else ["the processes end with different models"]
 
 
