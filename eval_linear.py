@@ -54,7 +54,7 @@ from timm.data.random_erasing import RandomErasing
 from timm.optim import param_groups_layer_decay
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader, DistributedSampler
+from torch.utils.data import ConcatDataset, DataLoader, DistributedSampler
 from torchvision.transforms import v2
 
 import common
@@ -214,9 +214,9 @@ def open_data(args, info, train=None, test=None):
     is not, because it has more.
     """
     root = args.data_dir or (info.get("data_dir") if args.dataset is None else None)
-    folders = {*os.listdir(root)} if train is None and root and args.solver == "lbfgs" else set()
+    may_have_both = train is None and root is not None and args.solver == "lbfgs"
     train, test = common.open_evaluation_data(args.dataset, args.data_dir, info, True, train, test)
-    val = None
+    folders, val = {*os.listdir(root)} if may_have_both else set(), None
     if folders >= {"train", "test"} and folders & {"val", "validation"}:
         found = common.load_split(args.dataset or info["dataset"], root, ["test"], train=False, unlabeled=False)
         if found.classes and found.classes != test.classes:
@@ -445,18 +445,16 @@ def evaluate_features(args, device, encoder, info, train, val, test):
     """
     lbfgs, num_classes = args.solver == "lbfgs", len(train.classes)
     torch.manual_seed(args.seed)
-    if val is None:
-        y = torch.tensor(train.targets)
-        folds = hold_out(y, args.holdout)
-    else:
-        y = torch.tensor([*train.targets, *val.targets])
+    y = torch.tensor(train.targets)
+    folds = hold_out(y, args.holdout, least=1 if lbfgs else 1000)
+    if val is not None:
+        y = torch.cat([y, torch.tensor(val.targets)])
         folds = [torch.arange(len(y)).split([len(train), len(val)])]
-        train = torch.utils.data.ConcatDataset([train, val])
-    folds = folds[:1] if lbfgs else folds
+        train = ConcatDataset([train, val])
     held = sum(len(check) for _, check in folds)
     flag, metric = ("--strengths", args.metric) if lbfgs else ("--lrs", "top1")
-    how = f", {len(folds)}-fold" if len(folds) > 1 else ""
-    common.log(f"{held or len(y)} images choose one of {flag} by {metric}{how}; then all {len(y)} are fitted")
+    what = f"{held or len(y)} images choose one of {flag} by {metric}, folds: {len(folds)}"
+    common.log(f"{what}; then all {len(y)} are fitted")
     encoders = {"encoder": encoder}
     if not args.no_baselines:
         encoders |= common.baselines(info, args.seed, len(train))
@@ -596,10 +594,8 @@ def train_protocol(args, device, encoder, info, train, test):
     args = argparse.Namespace(**vars(args) | dict(checkpoint=digest, test_images=common.fingerprint(test)))
     state = dict(model=model if args.finetune else model.head, optimizer=optimizer)
     config, records = common.open_run(args, train, state, dict(peak_lr=args.lr * args.batch_size / 256, bf16=amp))
-    tuned = None  # no backbone.pt
-    if args.finetune:
-        tuned = {name: value for name, value in info.items() if name != "data_dir"}
-        tuned |= dict(encoder="fine-tuned", classes=[*map(str, train.classes)])
+    info.pop("data_dir", None)  # backbone.pt has no paths
+    tuned = info | dict(encoder="fine-tuned", classes=[*map(str, train.classes)]) if args.finetune else None
     ddp = DistributedDataParallel(model) if world > 1 else model
     ddp.broadcast_buffers = False  # of batch norm (set here, because torch 2.13 renames the argument)
 
