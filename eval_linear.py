@@ -290,7 +290,7 @@ def scores(logits, labels, num_classes, name="linear"):
     return {f"{name}_top1": 100 * right.mean().item(), **top5, f"{name}_per_class": 100 * per_class.mean().item()}
 
 
-def hold_out(labels, fraction, least=1000):
+def hold_out(labels, fraction, least=400):
     """Split the rows of labels (n,), on the CPU, at random: [(rows to fit, rows to choose by), ...].
 
     The first fold holds out a fraction of the rows. As in cross-validation, further folds hold out others, until
@@ -326,7 +326,7 @@ def linear_probe(x, y, test_x, num_classes, lrs=None, epochs=50, batch_size=256,
     x: (n, d) and test_x: (m, d), which are standardized by the mean and the standard deviation of x; a feature that
     does not vary in x, except for rounding, becomes 0. y: (n,) int64. lrs: peak learning rates of cosine schedules;
     None: 13 from 10^-4.5 to 10^1.5. holdout: fraction of x that is held out to choose one of them, by cross-validation
-    if that is less than 1,000 rows (see hold_out; if nothing can be held out, the fitted rows choose). Then all of x is
+    if that is less than 400 rows (see hold_out; if nothing can be held out, the fitted rows choose). Then all of x is
     fitted. Random numbers are torch's global ones.
     Returns {'logits': (m, num_classes), 'chosen': learning rate, 'held_out': {learning rate: percent}}.
     To copy it, also copy hold_out, best_of and affine, and delete common.progress.
@@ -446,7 +446,7 @@ def evaluate_features(args, device, encoder, info, train, val, test):
     lbfgs, num_classes = args.solver == "lbfgs", len(train.classes)
     torch.manual_seed(args.seed)
     y = torch.tensor(train.targets)
-    folds = hold_out(y, args.holdout, least=1 if lbfgs else 1000)
+    folds = hold_out(y, args.holdout, least=1 if lbfgs else 400)
     if val is not None:
         y = torch.cat([y, torch.tensor(val.targets)])
         folds = [torch.arange(len(y)).split([len(train), len(val)])]
