@@ -14,11 +14,15 @@ from unittest import mock
 
 import numpy as np
 import torch
-from matplotlib import pyplot
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.patches import FancyArrowPatch, Rectangle
 from PIL import Image
 from torch.utils.data import DistributedSampler
+
+try:
+    from matplotlib import pyplot
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.patches import FancyArrowPatch, Rectangle
+except ImportError as error:
+    raise SystemExit(f"{__doc__}\n{error}: pip install matplotlib") from None
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
