@@ -181,7 +181,7 @@ def info_nce(q, k, queue, temperature):
     It is the mean of -log(exp(q.k / tau) / (exp(q.k / tau) + sum_j exp(q.queue_j / tau))), where a query's positive is
     the key in the same row. At equal logits it is log(K + 1).
 
-    q, k: (N, C), L2-normalised. queue: (K, C), the negatives. temperature: tau > 0.
+    q, k: (N, C), L2-normalized. queue: (K, C), the negatives. temperature: tau > 0.
     Gradients reach q, and also k and queue unless these are detached. float16 and bfloat16 are converted to float32;
     call it outside autocast, which would undo that. Raises ValueError if the shapes do not fit.
     """
