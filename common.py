@@ -1209,19 +1209,13 @@ def parse_args(parser, argv, recipe):
     return args
 
 
-def check_flags(parser, args, needs=()):
-    """Report flags that do not fit together, by parser.error.
-
-    needs: list of (names of flags, whether they have an effect, what that needs). A flag without an effect must have
-    its default. Ranges of areas have the smaller number first, and learning rates the larger one.
-    """
-    for names, have_effect, needed in needs:
-        for name in names:
-            if not have_effect and getattr(args, name) != parser.get_default(name):
-                parser.error(f"--{name.replace('_', '-')} has no effect without {needed}")
+def check_flags(parser, args):
+    """Report values that cannot be, or do not fit together, by parser.error."""
     for name, value in vars(args).items():
         if name.endswith("_scale") and not 0 < value[0] <= value[1]:
             parser.error(f"--{name.replace('_', '-')}: expected two numbers above 0, the smaller one first")
+        if name in ("momentum", "blur_p") and len(value) > 2:
+            parser.error(f"--{name.replace('_', '-')}: expected one or two numbers")
     if args.init_prefix and not args.init:
         parser.error("--init-prefix has no effect without --init")
     if getattr(args, "min_lr", 0) > args.lr:
