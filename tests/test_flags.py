@@ -67,6 +67,13 @@ def test_recipes_have_values_that_the_flags_take(method, module, dataset, form):
     assert vars(module.parse_args(argv)) == args  # also the folder's name
 
 
+@pytest.mark.parametrize("method", METHODS)
+def test_flags_need_no_docstring(method, module, monkeypatch):
+    """As under `python -OO`, which removes them."""
+    monkeypatch.setattr(module, "__doc__", None)
+    assert module.parse_args([]).method == method
+
+
 ZERO = """beta blur_p clim_start drop_path joint_prob keep_every knn_every lam local_crops milestones min_lr momentum
     seed smoothing term_weights warmup weight_decay workers""".split()  # the other numbers are above 0
 FRACTIONS = "momentum crop_scale local_scale blur_p joint_prob smoothing drop_path milestones".split()
