@@ -753,4 +753,4 @@ def convert_split_batchnorm(module, groups):
 
 
 if __name__ == "__main__":
-    common.start(main, parse_args)
+    common.start(main, parse_args, "clim.py --dataset imagenet --data-dir DIR")

@@ -944,14 +944,27 @@ def describe_evaluation(info, train, test):
 # ================================================================= 5. processes
 
 
-def start(main, parse_args):
-    """Run a script: main(parse_args()). A UsageError is printed as one line, and the exit status is 2."""
+def log_demo(args, command):
+    """Print how to run a paper's own training, if these are the flags of a demo. command: a script and its flags."""
+    if command and args.dataset == "patterns" and os.environ.get("RANK", "0") == "0":
+        log("Demo: its learning rate, patch size, heads and other values are not the paper's, whatever --arch is.")
+        log(f"The paper's run: torchrun --nproc_per_node=8 {command}")
+
+
+def start(main, parse_args, paper=None):
+    """Run a script: main(parse_args()). A UsageError is printed as one line, and the exit status is 2.
+
+    paper: the command of the paper's training, see `log_demo`.
+    """
     sys.stdout = sys.stdout or open(os.devnull, "w")  # None if it is closed
     torch.set_flush_denormal(True)  # denormal numbers make a CPU several times slower
     torch.backends.cudnn.benchmark = True
     warnings.filterwarnings("ignore", ".*Grad strides do not match")  # DistributedDataParallel's, about speed
     try:
-        main(parse_args())
+        args = parse_args()
+        log_demo(args, paper)
+        main(args)
+        log_demo(args, paper)
     except UsageError as error:
         if int(os.environ.get("LOCAL_RANK", 0)) > 0:
             time.sleep(5)  # usually all processes find the error: torchrun stops the others once the first has exited

@@ -706,4 +706,4 @@ def convert_split_batchnorm(module, groups):
 
 
 if __name__ == "__main__":
-    common.start(main, parse_args)
+    common.start(main, parse_args, "logo.py --dataset imagenet100 --data-dir DIR")

@@ -742,4 +742,4 @@ def convert_split_batchnorm(module, groups):
 
 
 if __name__ == "__main__":
-    common.start(main, parse_args)
+    common.start(main, parse_args, "moco_jointcrop.py --dataset imagenet --data-dir DIR --moco v1")

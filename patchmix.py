@@ -556,4 +556,4 @@ def gather(x):
 
 
 if __name__ == "__main__":
-    common.start(main, parse_args)
+    common.start(main, parse_args, "patchmix.py --dataset imagenet --data-dir DIR --arch vit_small")

@@ -109,8 +109,13 @@ def test_weights_elsewhere(arch, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("method", METHODS)
 def test_tops_and_ends(method):
-    """A file has at most 30 lines before its imports. Each (D3) that it cites is in the list at its end."""
+    """A file has at most 30 lines before its imports. Each (D3) that it cites is in the list at its end.
+
+    The command that its demo prints is that of its top.
+    """
     text = (ROOT / f"{method}.py").read_text()
+    (command,) = re.findall(r'common.start\(main, parse_args, "(.*)"\)', text)
+    assert f"    torchrun --nproc_per_node=8 {command}" in text
     text, end = re.split(r"^# =+ 7\. differences between the paper.*$", text, flags=re.M)
     assert text.partition("\nimport argparse")[0].count("\n") < 30
     listed = re.findall(r"^# D(\d+) ", end, re.M)
@@ -125,3 +130,13 @@ def test_the_lines_of_joint_crop():
     names |= dict(resized_crop=resized_crop, gaussian_blur=gaussian_blur)
     found = run_block(inspect.cleandoc(lines), RandomResizedCrop=transforms.RandomResizedCrop, **names)
     assert [view.size for view in found["views"]] == [(224, 224)] * 2 and len(found["sigmas"]) == 2
+
+
+def test_a_demo_says_so(monkeypatch, capsys):
+    """First and last, what the paper's command is. Trainings on other data do not, and neither do other processes."""
+    for flags, rank, lines in (("", "0", 2), ("--dataset cifar10", "0", 0), ("", "1", 0)):
+        monkeypatch.setenv("RANK", rank)
+        common.start(lambda args: print("main"), lambda flags=flags: jcl.parse_args(flags.split()), "jcl.py --queue 9")
+        said = capsys.readouterr().out.splitlines()
+        assert said[:lines] == said[lines + 1 :] and said[lines] == "main" and len(said) == 2 * lines + 1
+        assert not lines or said[1] == "The paper's run: torchrun --nproc_per_node=8 jcl.py --queue 9"
