@@ -906,14 +906,27 @@ def baselines(info, seed, images):
 # ================================================================= 5. processes
 
 
-def start(main, parse_args):
-    """Run a script: main(parse_args()). A UsageError is printed as one line, and the exit status is 2."""
+def log_demo(args, command):
+    """Print how to run a paper's own training, if these are the flags of a demo. command: a script and its flags."""
+    if command and args.dataset == "patterns" and os.environ.get("RANK", "0") == "0":
+        log("Demo: its learning rate, patch size, heads and other values are not the paper's, whatever --arch is.")
+        log(f"The paper's run: torchrun --nproc_per_node=8 {command}")
+
+
+def start(main, parse_args, paper=None):
+    """Run a script: main(parse_args()). A UsageError is printed as one line, and the exit status is 2.
+
+    paper: the command of the paper's training, see `log_demo`.
+    """
     sys.stdout = sys.stdout or open(os.devnull, "w")  # None if it is closed
     torch.set_flush_denormal(True)  # denormal numbers make a CPU several times slower
     torch.backends.cudnn.benchmark = True
     warnings.filterwarnings("ignore", ".*Grad strides do not match")  # DistributedDataParallel's, about speed
     try:
-        main(parse_args())
+        args = parse_args()
+        log_demo(args, paper)
+        main(args)
+        log_demo(args, paper)
     except UsageError as error:
         if int(os.environ.get("LOCAL_RANK", 0)) > 0:
             time.sleep(5)  # usually all processes find the error: torchrun stops the others once the first has exited
@@ -1161,7 +1174,9 @@ def parse_args(parser, argv, recipe):
     add_run_arguments(parser)
     argv = sys.argv[1:] if argv is None else argv
     chosen, _ = parser.parse_known_args([word for word in argv if word not in ("-h", "--help")])
-    parser.set_defaults(**recipe(chosen))  # before --help shows them
+    for name, value in recipe(chosen).items():  # before --help shows them
+        takes_several = isinstance(parser.get_default(name), list) and not isinstance(value, list)
+        parser.set_defaults(**{name: [value] if takes_several else value})
     args = parser.parse_args(argv)
     if args.show_views and (not args.show_views.endswith(".png") or os.path.exists(args.show_views)):
         parser.error(f"--show-views {args.show_views}: expected the name of a new file that ends in .png")
@@ -1174,19 +1189,13 @@ def parse_args(parser, argv, recipe):
     return args
 
 
-def check_flags(parser, args, needs=()):
-    """Report flags that do not fit together, by parser.error.
-
-    needs: list of (names of flags, whether they have an effect, what that needs). A flag without an effect must have
-    its default. Ranges of areas have the smaller number first, and learning rates the larger one.
-    """
-    for names, have_effect, needed in needs:
-        for name in names:
-            if not have_effect and getattr(args, name) != parser.get_default(name):
-                parser.error(f"--{name.replace('_', '-')} has no effect without {needed}")
+def check_flags(parser, args):
+    """Report values that cannot be, or do not fit together, by parser.error."""
     for name, value in vars(args).items():
         if name.endswith("_scale") and not 0 < value[0] <= value[1]:
             parser.error(f"--{name.replace('_', '-')}: expected two numbers above 0, the smaller one first")
+        if name in ("momentum", "blur_p") and len(value) > 2:
+            parser.error(f"--{name.replace('_', '-')}: expected one or two numbers")
     if args.init_prefix and not args.init:
         parser.error("--init-prefix has no effect without --init")
     if getattr(args, "min_lr", 0) > args.lr:
