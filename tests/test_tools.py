@@ -32,6 +32,20 @@ def test_a_step_is_measured():
 
 
 @pytest.mark.slow
+def test_operations_of_a_step_are_counted():
+    """JCL has every part but mixing. Color of a view stays below 60 operations, of which a GPU starts 100,000 per second."""
+    command = [sys.executable, bench.__file__, *"device --methods jcl".split()]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    rows = {line[:35].strip(): line[35:].split() for line in done.stdout.splitlines()[2:]}
+    counts = {name: [int(word.replace(",", "")) for word in words[:2]] for name, words in rows.items()}
+    *parts, whole, as_on_gpus, per_view = counts
+    assert counts[whole] == [sum(counts[name][i] for name in parts) for i in (0, 1)]
+    assert 0 < counts[as_on_gpus][0] < counts[whole][0] and 20 < counts[per_view][0] <= 60
+    assert all(counts[name][0] > 0 for name in parts if name != "mix")
+
+
+@pytest.mark.slow
 def test_the_check_for_gpus_runs_on_a_cpu():
     command = [sys.executable, gpu_check.__file__, "--device", "cpu", "--seconds", "900"]
     done = subprocess.run(command, capture_output=True, text=True)

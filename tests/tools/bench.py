@@ -1,12 +1,17 @@
-"""Measures the CPU time of training steps, of loading and of the start, on one thread, by hand.
+"""Measures the CPU time of training steps, of loading and of the start, on one thread, by hand; counts operations.
 
     python tests/tools/bench.py steps [--methods jcl clim] [--against 7f3ffca]
+    python tests/tools/bench.py device           the operations that a step of the CIFAR recipes gives to a GPU, counted
     python tests/tools/bench.py views            from JPEG files of 500 x 375 px to views of 224 px, without the model
     python tests/tools/bench.py files            a folder of 200,000 files: the start, and a loader worker's own memory
 
 `steps` are the demo's. `views` has the ImageNet recipe, with a small encoder. --against: over the same by the files of
 a commit. Then both sides run at once, and take turns: A, B; B, A. Their ratio of times means more than the times,
 because other programs may use the machine, too. `files` is for Linux.
+
+`device` needs no GPU and no idle machine. It counts, by the part of a step, the operations that compute (not views, not
+allocations) and the copies from the host, in float32 and with 16 images, on whose number the counts do not depend.
+What the CPU draws for itself is not counted. On a GPU in bf16 casts are added, and some operations are several kernels.
 """
 
 import argparse
@@ -14,6 +19,7 @@ import contextlib
 import gc
 import importlib
 import io
+import json
 import multiprocessing
 import os
 import re
@@ -38,6 +44,7 @@ KINDS = dict(  # methods, rounds, batch size, more flags
     steps=(METHODS, 20, 64, ""),
     views=(("jcl", "clim"), 5, 32, ""),
     files=(("jcl",), 1, 400, "--workers 2 --image-size 32"),
+    device=(METHODS, 1, 16, "--dataset cifar10"),
 )
 
 
@@ -105,6 +112,10 @@ def serve(what, house, method, *flags):
     torch.nn.modules.module.register_module_forward_pre_hook(on_forward)
     if what == "files":
         os.register_at_fork(before=gc.freeze)  # a full collection copies all of Python's objects, some 90 MB
+    if what == "device":
+        with contextlib.redirect_stdout(io.StringIO()):
+            found = importlib.import_module("simulated_device").count(method, flags)
+        return print(json.dumps(found))
     module = importlib.import_module(method)
     with training_batches(in_turns), contextlib.redirect_stdout(io.StringIO()):
         importlib.import_module("common").start(module.main, lambda: module.parse_args([*flags]))
@@ -155,6 +166,23 @@ def report(name, values, unit, rate=None):
     print(f"{name:35} {text}", flush=True)
 
 
+def show_counts(method, commands):
+    """Print what a step gives to a device, by part: operations and copies of each side, and the ratio of the whole."""
+    sides = [json.loads(subprocess.run(c, stdout=subprocess.PIPE, check=True).stdout) for c in commands]
+    views, foreach = ([side.pop(name) for side in sides] for name in ("views", "foreach SGD"))
+    rows = {name: [side[name] for side in sides] for name in sides[0]}
+    rows["whole step"] = wholes = [np.sum([*side.values()], 0).tolist() for side in sides]
+    loops = [operations for operations, _ in rows["optimizer"]]
+    if foreach != loops:
+        both = zip(wholes, loops, foreach, strict=True)
+        rows["whole step, SGD as on GPUs"] = [(whole - loop + new, copies) for (whole, copies), loop, new in both]
+    rows["color, per view"] = [np.divide(side["color"], n).tolist() for side, n in zip(sides, views, strict=True)]
+    print(f"{method + ': a step gives to a device':35} operations, copies" + " (over before)" * (len(sides) > 1))
+    for name, counts in rows.items():
+        ratio = f"   ratio {counts[0][0] / counts[1][0]:.3f}" if len(sides) > 1 and counts[1][0] else ""
+        print(f"  {name:33} " + "  over  ".join(f"{n:>8,g} {copies:>6,g}" for n, copies in counts) + ratio, flush=True)
+
+
 def main():
     raw = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser("bench.py", description=__doc__, formatter_class=raw)
@@ -174,18 +202,25 @@ def main():
             os.mkdir(houses[1])
             archive = subprocess.run(["git", "archive", args.against], cwd=ROOT, capture_output=True, check=True).stdout
             subprocess.run(["tar", "-x", "-C", houses[1]], input=archive, check=True)
-        if args.what != "steps":
+        if args.what in ("views", "files"):
             write_images(args.what, folder)
         for method in args.methods or methods:
             own = f"{method} --device cpu --knn-every 0 --workers 0 --batch-size {batch} {more}"
             own += " --clim-start 0" * (method == "clim")
-            if args.what != "steps":
+            if args.what == "device":
+                own += " --arch vit_tiny --patch-size 4" * (method == "patchmix") + " --num-clusters 4" * (
+                    method == "clim"
+                )
+            elif args.what != "steps":
                 arch = "vit_micro --patch-size 16" if method == "patchmix" else "resnet_micro"
                 own += f" --dataset imagenet --data-dir {folder}/images --arch {arch}"
                 own += " --num-clusters 4" * (method == "clim")
             own = [*own.split(), *shlex.split(args.flags), "--out"]
             side = [sys.executable, __file__, "serve", args.what]
             commands = [[*side, house, *own, f"{folder}/{method}{i}"] for i, house in enumerate(houses)]
+            if args.what == "device":
+                show_counts(method, commands)
+                continue
             starts, found = measure(commands, 1 + (args.rounds or rounds))
             report(f"{method}: start", np.array([starts]), "s")
             if args.what == "files":

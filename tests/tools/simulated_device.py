@@ -26,7 +26,7 @@ from unittest import mock
 import gpu_check  # which puts the project's root on the path
 import torch
 import torch.distributed as dist
-from bench import watched
+from bench import training_batches, watched
 from torch.utils import backend_registration
 from torch.utils._python_dispatch import TorchDispatchMode, return_and_correct_aliasing
 from torch.utils._pytree import tree_leaves, tree_map_only
@@ -42,7 +42,13 @@ ROOT, aten = Path(common.__file__).parent, torch.ops.aten
 READS = {aten._local_scalar_dense.default, aten.nonzero.default, aten.masked_select.default, aten.equal.default}
 INDEXING = {aten.index.Tensor, aten.index_put.default, aten.index_put_.default, aten._index_put_impl_.default}
 COPIES = {aten._to_copy.default, aten.copy_.default}
-waits, launches = collections.Counter(), collections.Counter()
+PARTS = dict(  # of a training step, by the functions and methods that do it
+    augment="color", mix="mix", mix_queries="mix", query="query", project="query", key="key",
+    encode_shuffled_keys="key", forward="loss", backward="backward", grad="backward", step="optimizer",
+    update="momentum update", enqueue="queue",
+)  # fmt: skip
+waits, launches, copies = collections.Counter(), collections.Counter(), collections.Counter()
+part = "rest"  # that is at work
 
 
 def note(what):
@@ -56,14 +62,16 @@ def compute(_, function, types, args=(), kwargs=None):
     kwargs = kwargs or {}
     tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
     here = any(isinstance(x, OnDevice) for x in tensors)
-    to = here if kwargs.get("device") is None else torch.device(kwargs["device"]).type == "sim"
+    to = here if kwargs.get("device") is None else str(torch.device(kwargs["device"])) in DEVICES
     is_view = any(x.alias_info is not None and not x.alias_info.is_write for x in function._schema.returns)
+    is_view |= function is aten._unsafe_view.default
     computes = here and to and not is_view and "empty" not in str(function)  # copies from the CPU do not
-    launches.update(["operations"] * computes)
+    launches.update([part] * computes)
     if function in COPIES:
         onto, come, at_once = to, here, kwargs.get("non_blocking")
         if function is aten.copy_.default:
             onto, come, at_once = isinstance(args[0], OnDevice), isinstance(args[1], OnDevice), args[2:] == (True,)
+        copies.update([part] * (onto and not come))
         if onto != come and not (onto and at_once):
             note("a copy that blocks")
     elif here:
@@ -86,6 +94,9 @@ def compute(_, function, types, args=(), kwargs=None):
     return return_and_correct_aliasing(function, args, kwargs, tree_map_only(torch.Tensor, OnDevice, out))
 
 
+DEVICES = ["sim:0", "sim"]  # names of the device
+
+
 class Simulation(TorchDispatchMode):
     __torch_dispatch__ = compute
 
@@ -98,13 +109,16 @@ class OnDevice(torch.Tensor):
     @staticmethod
     def __new__(cls, inner):
         layout = dict(strides=inner.stride(), storage_offset=inner.storage_offset())
-        return torch.Tensor._make_wrapper_subclass(cls, inner.shape, **layout, dtype=inner.dtype, device="sim:0")
+        return torch.Tensor._make_wrapper_subclass(cls, inner.shape, **layout, dtype=inner.dtype, device=DEVICES[0])
 
     def __init__(self, inner):
         self.inner = inner
 
     def tolist(self):
         return self.cpu().tolist()
+
+    def __format__(self, how):
+        return format(self.item(), how)
 
     def new_tensor(self, data):
         return torch.tensor(data, dtype=self.dtype, device="sim")
@@ -146,7 +160,7 @@ def on(device, found, work, case, *words):
     def counted(*x):
         launches.clear()
         views = augment(*x)
-        found["launches"] = max(found["launches"], launches["operations"])
+        found["launches"] = max(found["launches"], launches.total())
         return views
 
     with contextlib.ExitStack() as stack:
@@ -158,6 +172,75 @@ def on(device, found, work, case, *words):
         if device != "cpu":
             stack.enter_context(Simulation())
         return work(case, *words, "--device", "cpu")
+
+
+@contextlib.contextmanager
+def by_part(module, optimizers):
+    """Inside, operations and copies are counted by the part of a step that asks for them. `optimizers` gets all SGDs.
+
+    A part inside another belongs to the outer one, but what the forward of a model calls need not be the loss.
+    """
+
+    def named(owner, name):
+        function = vars(owner)[name]
+
+        @functools.wraps(function)
+        def call(*words, **more):
+            global part
+            outer, part = part, PARTS[name] if part in ("rest", "loss") else part
+            optimizers.update(words[:1] if owner is torch.optim.SGD else ())
+            try:
+                return function(*words, **more)
+            finally:
+                part = outer
+
+        return mock.patch.object(owner, name, call)
+
+    owners = [module, torch.Tensor, torch.autograd, torch.optim.SGD, torch.optim.Adam]
+    owners += [x for x in vars(module).values() if isinstance(x, type) and x.__module__ == module.__name__]
+    with contextlib.ExitStack() as stack:
+        for owner, name in itertools.product(owners, PARTS):
+            if name in vars(owner):
+                stack.enter_context(named(owner, name))
+        yield
+
+
+def count(method, words):
+    """What one training step of a script gives to a device: {part: (operations, copies)}, and its number of views.
+
+    The device calls itself cpu:0, for which torch chooses an operation of its own where it would on a GPU; for `sim` it
+    would take some apart. Norms of gradients are foreach, and SGD is a loop, as on CPUs. "foreach SGD" is in its place
+    on GPUs. The first step differs, because optimizers have no state yet.
+    """
+    module, found, optimizers = importlib.import_module(method), {}, set()
+
+    def three_steps(batches):
+        yield next(batches)
+        batch = next(batches)
+        launches.clear(), copies.clear()
+        yield batch
+        found.update({name: (launches[name], copies[name]) for name in (*dict.fromkeys(PARTS.values()), "rest")})
+        found["views"] = sum(x.dim() == 4 for x in tree_leaves(batch) if torch.is_tensor(x))
+        for group in itertools.chain(*(optimizer.param_groups for optimizer in optimizers)):
+            group["foreach"] = True
+        batch = next(batches)
+        launches.clear()
+        yield batch
+        found["foreach SGD"] = launches["optimizer"]
+        raise KeyboardInterrupt
+
+    make_device()
+    DEVICES[:] = ["cpu:0"]
+    torch.__future__.set_overwrite_module_params_on_conversion(True)
+    norm = functools.partial(torch.nn.utils.get_total_norm, foreach=True)
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(mock.patch.object(torch.nn.utils, "get_total_norm", norm))
+        stack.enter_context(mock.patch.object(common, "init_distributed", lambda *_: (torch.device("cpu:0"), 0, 1)))
+        for context in (training_batches(three_steps), by_part(module, optimizers), Simulation()):
+            stack.enter_context(context)
+        stack.enter_context(contextlib.suppress(KeyboardInterrupt))
+        module.main(module.parse_args(words), train=common.Patterns(64, 32, seed=0))
+    return found
 
 
 def main(folder):
