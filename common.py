@@ -4,7 +4,7 @@
     2. augmentation  color_jitter, gaussian_blur, ...  of a batch, on its device
     3. encoders      build_backbone, load_backbone, load_weights
     4. evaluation    extract_features, knn_predict, embedding_health
-    5. processes     init_distributed, from_all, gather_rows
+    5. processes     init_distributed, all_gather_object, gather_rows
     6. printing      log, Meter
     7. flags         parse_args, check_flags
     8. runs          configuration, open_run, save_run
@@ -16,13 +16,14 @@ are normalised. A label of -1 means that an image has no label.
 import argparse
 import collections
 import contextlib
+import copy
 import datetime
+import functools
 import hashlib
 import json
 import math
 import os
 import re
-import shutil
 import socket
 import sys
 import textwrap
@@ -134,7 +135,7 @@ class Subset(torch.utils.data.Subset):
         return [samples[i] for i in self.indices]
 
 
-def labelled(dataset):
+def with_labels(dataset):
     """Return the images of a data set that have a label."""
     rows = np.flatnonzero(np.asarray(dataset.targets) >= 0)
     return dataset if len(rows) == len(dataset) else Subset(dataset, rows.tolist())
@@ -148,21 +149,14 @@ def describe(dataset):
 def fingerprint(dataset):
     """Return the numbers of images and classes, and a hash that identifies the images, wherever their folder is.
 
-    The hash depends on the number of images, the labels, the names of files relative to their folder, and the contents
-    of 100 images.
+    The hash depends on the number of images, their labels, and the file names relative to the folder.
     """
     digest = hashlib.sha256(f"{len(dataset)} images".encode())
     digest.update(np.asarray(getattr(dataset, "targets", ()), np.int64).tobytes())
-    rows = np.linspace(0, len(dataset) - 1, min(100, len(dataset))).astype(int).tolist()
     if isinstance(dataset, ImageFiles):
         digest.update(b"\0".join(dataset.names.tolist()))
-        contents = [Path(dataset.path(row)).read_bytes() for row in rows]
-    elif getattr(dataset, "is_generated", False):  # CPUs round differently
-        contents = [str(dataset.images.shape).encode()]
-    else:
-        contents = [np.asarray(dataset[row][0]).tobytes() for row in rows]
-    for content in contents:
-        digest.update(content)
+    elif getattr(dataset, "is_generated", False):
+        digest.update(str(dataset.images.shape).encode())
     return f"{describe(dataset)}, {digest.hexdigest()[:16]}"
 
 
@@ -634,22 +628,16 @@ def feature_width(backbone, *sizes):
 
     Raises UsageError if it does not map images of one of the sizes to (n, width).
     """
-    with evaluation_mode(backbone):
-        for size in sizes:
-            try:
-                features = backbone(torch.zeros(1, 3, size, size))
-            except Exception as error:  # each encoder has its own
-                reason = (str(error) or repr(error)).splitlines()[0]
-                raise UsageError(f"the encoder does not take images of {size} px: {reason}") from error
-            if features.dim() != 2:
-                raise UsageError(f"the encoder maps images to {tuple(features.shape)}, not (n, width)")
+    backbone = copy.deepcopy(backbone).eval()
+    for size in sizes:
+        try:
+            features = backbone(torch.zeros(1, 3, size, size))
+        except Exception as error:  # each encoder has its own
+            reason = (str(error) or repr(error)).splitlines()[0]
+            raise UsageError(f"the encoder does not take images of {size} px: {reason}") from error
+        if getattr(features, "ndim", None) != 2:
+            raise UsageError(f"the encoder maps images to {getattr(features, 'shape', type(features))}, not (n, width)")
     return features.shape[1]
-
-
-def create_backbone(arch, image_size, patch_size=16, norm="imagenet", zero_init=False, **more):
-    """Create an untrained encoder: (module, info). For the arguments see `backbone_info` and `build_backbone`."""
-    info = backbone_info(arch, image_size, patch_size, norm, **more)
-    return build_backbone(info, zero_init), info
 
 
 def load_checkpoint(path):
@@ -693,6 +681,8 @@ def load_backbone(path, encoder=None):
     if encoder not in (None, info["encoder"]) or not weights:
         raise UsageError(f"{path} does not hold the {encoder or info['encoder']} encoder")
     info = dict(arch=info["timm_name"]) | info  # earlier versions have no arch
+    if (config := path.with_name("config.json")).exists():  # backbone.pt, which people publish, has no paths
+        info["data_dir"] = json.loads(config.read_text())["data_dir"]
     backbone = build_backbone(info)
     backbone.load_state_dict(weights)
     return backbone.eval(), info
@@ -754,36 +744,12 @@ def load_weights(encoder, path, prefix=""):
 # ================================================================ 4. evaluation
 
 
-class CenterCrops(Dataset):
-    """The images of a data set as an encoder takes them, uint8 (3, size, size).
-
-    An image of that size stays as it is. Otherwise its shorter side is resized to 256/224 of `size`, and its center is
-    cropped.
-    """
-
-    def __init__(self, images, size, interpolation="bilinear"):
-        self.images, self.size = images, size
-        resize = v2.Resize(size * 256 // 224, v2.InterpolationMode(interpolation))
-        self.crop = v2.Compose([resize, v2.CenterCrop(size)])
-
-    def __len__(self):
-        return len(self.images)
-
-    def __getitem__(self, index):
-        image, _ = self.images[index]
-        return to_tensor(image if image.size == (self.size, self.size) else self.crop(image))
-
-
-@contextlib.contextmanager
-def evaluation_mode(module):
-    """Inside, a module is in evaluation mode. Afterwards each of its submodules is in the mode that it had."""
-    modes = {part: part.training for part in module.modules()}
-    module.eval()
-    try:
-        yield
-    finally:
-        for part, training in modes.items():
-            part.training = training
+def center_crop(image, size, interpolation="bilinear"):
+    """Resize the shorter side of a PIL image to 256/224 of `size`, and crop its center. Images of that size stay."""
+    if image.size == (size, size):
+        return image
+    image = v2.functional.resize(image, [size * 256 // 224], v2.InterpolationMode(interpolation))
+    return v2.functional.center_crop(image, [size])
 
 
 @torch.no_grad()
@@ -792,25 +758,27 @@ def extract_features(encoder, images, info, device, batch_size=256, workers=0, a
     """Compute the features of the images of a data set, in order: (n, width) float32 on the CPU.
 
     encoder: (N, 3, H, W) -> (N, width); it is used in evaluation mode. info: see `backbone_info`. batch_size: of each
-    process. amp: encode in bf16. whole: return all rows on every process, or only its own (see `own_rows`). Raises
+    process. amp: encode in bf16. whole: return all rows on every process, or only its own (see `local_rows`). Raises
     ValueError if a feature is not finite.
     """
-    rows = own_rows(torch.arange(len(images)))
-    crops = CenterCrops(images, info["image_size"], info["interpolation"])
-    # A process without rows encodes one image, to learn the width
-    crops = torch.utils.data.Subset(crops, rows.tolist() or [0])
+    rows = local_rows(torch.arange(len(images)))
+    crop = functools.partial(center_crop, size=info["image_size"], interpolation=info["interpolation"])
+    crops = Views(images, [crop])
+    crops = torch.utils.data.Subset(crops, rows.tolist() or [0])  # an empty shard encodes one image for the width
     loader = DataLoader(crops, batch_size, **loader_options(workers, device))
-    features = None
-    with evaluation_mode(encoder):
-        for i, batch in enumerate(loader):
-            x = normalize(batch.to(device, non_blocking=True).float() / 255, info["mean"], info["std"])
-            with torch.autocast(device.type, torch.bfloat16, enabled=amp):
-                part = encoder(x).flatten(1).float().cpu()
-            features = part.new_empty(len(crops), part.shape[1]) if features is None else features
-            features[i * batch_size :][: len(part)] = part  # a list of parts would need twice the memory
-            progress(f"features: {min((i + 1) * batch_size, len(crops))}/{len(crops)} images")
+    features, modes = None, {module: module.training for module in encoder.modules()}
+    encoder.eval()
+    for i, ((batch,), _) in enumerate(loader):
+        x = normalize(batch.to(device, non_blocking=True).float() / 255, info["mean"], info["std"])
+        with torch.autocast(device.type, torch.bfloat16, enabled=amp):
+            part = encoder(x).flatten(1).float().cpu()
+        features = part.new_empty(len(crops), part.shape[1]) if features is None else features
+        features[i * batch_size :][: len(part)] = part  # a list of parts would need twice the memory
+        progress(f"features: {min((i + 1) * batch_size, len(crops))}/{len(crops)} images")
+    for module, training in modes.items():
+        module.training = training
     features = features[: len(rows)]
-    if not all(from_all(bool(features.isfinite().all()))):
+    if not all(all_gather_object(bool(features.isfinite().all()))):
         raise ValueError("the encoder's features are not all finite")
     return gather_rows(features) if whole else features
 
@@ -826,7 +794,7 @@ def knn_predict(train_x, train_y, test_x, k, temperature, num_classes):
     nearest of all.
     """
     bank, queries, train_y = F.normalize(train_x, dim=1), F.normalize(test_x, dim=1), train_y.to(train_x.device)
-    most = max(from_all(len(bank)))  # the same on every process, so that all take the same chunks
+    most = max(all_gather_object(len(bank)))  # the same on every process, so that all take the same chunks
     predicted = []
     for chunk in queries.split(max(1, 2**26 // max(most, num_classes))):
         similarity, row = (chunk @ bank.T).topk(min(max(k), len(bank)), dim=1)
@@ -848,10 +816,10 @@ def knn_top1(train_x, train_y, test_x, test_y, k, temperature, num_classes):
 
 def knn_monitor(encoder, info, train, test, device, workers=0, amp=False):
     """Return an encoder's `knn_top1` for 20 and 200 neighbours at temperature 0.07, from the images with a label."""
-    train, test = labelled(train), labelled(test)
+    train, test = with_labels(train), with_labels(test)
     train_x = extract_features(encoder, train, info, device, workers=workers, amp=amp, whole=False)
     test_x = extract_features(encoder, test, info, device, workers=workers, amp=amp)
-    train_y, test_y = own_rows(torch.tensor(train.targets)), torch.tensor(test.targets)
+    train_y, test_y = local_rows(torch.tensor(train.targets)), torch.tensor(test.targets)
     return knn_top1(train_x.to(device), train_y, test_x.to(device), test_y, (20, 200), 0.07, len(train.classes))
 
 
@@ -881,14 +849,15 @@ def open_encoder(args):
     if args.encoder is not None:
         raise UsageError("--encoder is for runs of this project; for third-party weights pass --prefix")
     prefix = given.pop("prefix", "")
-    backbone, info = create_backbone(args.arch, **dict(image_size=224, norm=None) | given)
+    info = backbone_info(args.arch, **dict(image_size=224, norm=None) | given)
+    backbone = build_backbone(info)
     feature_width(backbone, info["image_size"])
     load_weights(backbone, args.checkpoint, prefix)
     return backbone.eval(), info | dict(method=Path(args.checkpoint).name, encoder=prefix or "only")
 
 
 def open_evaluation_data(name, root, info, check=True, train=None, test=None):
-    """Load the data of an evaluation: (training images, test images). name None: the encoder's own data set.
+    """Load and print the data of an evaluation: (training images, test images). name None: the encoder's own data set.
 
     train, test: a caller's own data sets, which are used instead. Raises UsageError if the encoder's own data set has
     changed since, and unless both have labels of the same classes or `check` is False.
@@ -897,19 +866,22 @@ def open_evaluation_data(name, root, info, check=True, train=None, test=None):
     if own:
         if "dataset" not in info:
             raise UsageError("the checkpoint does not name its data set: pass --dataset")
-        name, root = info["dataset"], root or info["data_dir"]
+        name, root = info["dataset"], root or info.get("data_dir")
     if train is None:
         train = load_dataset(name, root, True, info["image_size"], unlabeled=own)
         test = load_dataset(name, root, False, info["image_size"])
     if own and fingerprint(train) != info["images"]:
         message = "these are not the images that the encoder was trained on"
         raise UsageError(f"{message}: pass --dataset {name}, and --data-dir, to evaluate it on these")
-    if not check:
-        return train, test
-    if not have_labels(train, test):
+    if check and not have_labels(train, test):
         layout = "--data-dir with train/, and val/ or test/, each with one folder per class"
         raise UsageError(f"an evaluation needs training and test images of the same classes, two at least: {layout}")
-    return labelled(train), labelled(test)
+    if check:
+        train, test = with_labels(train), with_labels(test)
+    names = "encoder", "arch", "method", "image_size", "interpolation", "mean", "std"
+    log_values("features", {name: info[name] for name in names})
+    log(f"{'images':10}train: {describe(train)}; test: {describe(test or [])}")
+    return train, test
 
 
 def have_labels(train, test):
@@ -931,27 +903,30 @@ def baselines(info, seed, images):
     return ({"raw pixels": pixels} if images <= 200_000 else {}) | {"untrained": build_backbone(info)}
 
 
-def describe_evaluation(info, train, test):
-    """Return what the numbers of an evaluation depend on, as lines of text."""
-    return (
-        f"{info['encoder']} encoder {info['arch']} of {info['method']}, before the projector\n"
-        f"train: {describe(train)}; test: {describe(test)}\n"
-        f"{info['image_size']} px; images of other sizes: shorter side resized to {info['image_size'] * 256 // 224} "
-        f"({info['interpolation']}), then a center crop; mean {tuple(info['mean'])}, std {tuple(info['std'])}"
-    )
-
-
 # ================================================================= 5. processes
 
 
-def start(main, parse_args):
-    """Run a script: main(parse_args()). A UsageError is printed as one line, and the exit status is 2."""
+def log_demo(args, command):
+    """Print how to run a paper's own training, if these are the flags of a demo. command: a script and its flags."""
+    if command and args.dataset == "patterns" and os.environ.get("RANK", "0") == "0":
+        log("Demo: its learning rate, patch size, heads and other values are not the paper's, whatever --arch is.")
+        log(f"The paper's run: torchrun --nproc_per_node=8 {command}")
+
+
+def start(main, parse_args, paper=None):
+    """Run a script: main(parse_args()). A UsageError is printed as one line, and the exit status is 2.
+
+    paper: the command of the paper's training, see `log_demo`.
+    """
     sys.stdout = sys.stdout or open(os.devnull, "w")  # None if it is closed
     torch.set_flush_denormal(True)  # denormal numbers make a CPU several times slower
     torch.backends.cudnn.benchmark = True
     warnings.filterwarnings("ignore", ".*Grad strides do not match")  # DistributedDataParallel's, about speed
     try:
-        main(parse_args())
+        args = parse_args()
+        log_demo(args, paper)
+        main(args)
+        log_demo(args, paper)
     except UsageError as error:
         if int(os.environ.get("LOCAL_RANK", 0)) > 0:
             time.sleep(5)  # usually all processes find the error: torchrun stops the others once the first has exited
@@ -988,7 +963,7 @@ def rank_and_world():
     return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
 
 
-def from_all(value):
+def all_gather_object(value):
     """Return the values of all processes as a list in rank order, on every process. Tensors must be on the CPU."""
     values = [value] * rank_and_world()[1]
     if dist.is_initialized():
@@ -996,7 +971,7 @@ def from_all(value):
     return values
 
 
-def own_rows(x):
+def local_rows(x):
     """Return this process's rows of a tensor (n, ...), consecutive ones. `gather_rows` is the inverse."""
     rank, world = rank_and_world()
     return x.tensor_split(world)[rank]
@@ -1008,7 +983,7 @@ def gather_rows(x, to_first=False):
     to_first: only on the first process; the others return None, and need no memory for it.
     """
     x = x.detach().contiguous()
-    counts, rank = from_all(len(x)), rank_and_world()[0]
+    counts, rank = all_gather_object(len(x)), rank_and_world()[0]
     if len(counts) == 1:
         return x
     if to_first and rank > 0:
@@ -1025,6 +1000,9 @@ def gather_rows(x, to_first=False):
 
 
 # ================================================================== 6. printing
+
+COLLAPSE = """warning: std has been below 0.1 for three epochs: the encoder maps all images to nearly the same embedding. It
+rarely recovers. Look at --lr (too high?), --temperature, --queue and --momentum"""
 
 
 def log(text, end="\n"):
@@ -1073,7 +1051,7 @@ class Meter:
         Raises FloatingPointError if one is not finite.
         """
         values = torch.stack([*self.sums.values()]).double().cpu() / self.count
-        values = torch.stack(from_all(values)).mean(0).tolist()
+        values = torch.stack(all_gather_object(values)).mean(0).tolist()
         if not all(map(math.isfinite, values)):
             names = [name for name, value in zip(self.sums, values, strict=True) if not math.isfinite(value)]
             what = f"the {' and the '.join(names)} of epoch {self.epoch + 1} are not finite"
@@ -1084,35 +1062,37 @@ class Meter:
 
 def log_values(title, values):
     """Print {name: value} after a title, in lines of 120 characters."""
-    words = (f"{name} {shown(value)}".replace(" ", "\xa0") for name, value in values.items() if value not in (None, ""))
+    words = (f"{name} {format_value(value)}" for name, value in values.items() if value not in (None, ""))
+    words = (word.replace(" ", "\xa0") for word in words)
     indent = dict(initial_indent=f"{title:10}", subsequent_indent=" " * 10)
     log(textwrap.fill("  ".join(words), 120, break_on_hyphens=False, **indent).replace("\xa0", " "))
 
 
-def log_record(title, record, names=()):
-    """Print the figures of an epoch's record that have one of the names, and its scores, after a title."""
-    scores = [name for name in record if re.fullmatch(r"(knn\d+|linear|finetune)_(top1|top5|per_class)", name)]
-    log("  ".join([title, *(f"{name} {shown(record[name])}" for name in [*names, *scores])]))
+def log_epoch(title, records, names=(), images=None):
+    """Print the last epoch's scores, and its figures that have one of the names, after a title.
 
-
-def log_end(out, record, images):
-    """Print the folder and the scores of a finished run, and whether its images were generated."""
-    log_record(f"finished: {out}", record)
+    records: a dict per epoch. A line follows if the embeddings have collapsed, which is when their `std` has been below
+    0.1 for three epochs, and another one if `images` are generated.
+    """
+    scores = [name for name in records[-1] if re.fullmatch(r"(knn\d+|linear|finetune)_(top1|top5|per_class)", name)]
+    log("  ".join([title, *(f"{name} {format_value(records[-1][name])}" for name in [*names, *scores])]))
+    if [record.get("std", 1) < 0.1 for record in records[-4:]] in ([True] * 3, [False, True, True, True]):
+        log(COLLAPSE)
     if getattr(images, "is_generated", False):
         log(DEMO)
 
 
-def shown(value):
+def format_value(value):
     """Return a value as text: 1.333, or "0.75 1.333" for a list."""
     if isinstance(value, (list, tuple)):
-        return " ".join(map(shown, value)) or "none"
+        return " ".join(map(format_value, value)) or "none"
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
 # ===================================================================== 7. flags
 
 
-def number(name, kind, is_valid):
+def bounded(name, kind, is_valid):
     """Return a `type` for argparse: a number of a kind, int or float, that is valid. name: for argparse's messages."""
 
     def convert(text):
@@ -1125,14 +1105,14 @@ def number(name, kind, is_valid):
     return convert
 
 
-positive_int = number("positive_int", int, lambda x: x > 0)
-nonnegative_int = number("nonnegative_int", int, lambda x: x >= 0)
-positive_float = number("positive_float", float, lambda x: 0 < x < math.inf)
-nonnegative_float = number("nonnegative_float", float, lambda x: 0 <= x < math.inf)
-fraction = number("fraction", float, lambda x: 0 <= x <= 1)
+positive_int = bounded("positive_int", int, lambda x: x > 0)
+nonnegative_int = bounded("nonnegative_int", int, lambda x: x >= 0)
+positive_float = bounded("positive_float", float, lambda x: 0 < x < math.inf)
+nonnegative_float = bounded("nonnegative_float", float, lambda x: 0 <= x < math.inf)
+fraction = bounded("fraction", float, lambda x: 0 <= x <= 1)
 
 # Flags that may change when a run is resumed. With another number of --workers the random numbers differ.
-OPERATIONAL = ("data_dir", "out", "resume", "keep_every", "knn_every", "device", "compile", "workers", "show_views")
+NOT_IN_CONFIG = ("data_dir", "out", "resume", "keep_every", "knn_every", "device", "compile", "workers", "show_views")
 
 
 def add_run_arguments(parser):
@@ -1194,32 +1174,28 @@ def parse_args(parser, argv, recipe):
     add_run_arguments(parser)
     argv = sys.argv[1:] if argv is None else argv
     chosen, _ = parser.parse_known_args([word for word in argv if word not in ("-h", "--help")])
-    parser.set_defaults(**recipe(chosen))  # before --help shows them
+    for name, value in recipe(chosen).items():  # before --help shows them
+        takes_several = isinstance(parser.get_default(name), list) and not isinstance(value, list)
+        parser.set_defaults(**{name: [value] if takes_several else value})
     args = parser.parse_args(argv)
     if args.show_views and (not args.show_views.endswith(".png") or os.path.exists(args.show_views)):
         parser.error(f"--show-views {args.show_views}: expected the name of a new file that ends in .png")
     if args.out is None:
-        named = {"dataset", "arch", "seed", *OPERATIONAL}
+        named = {"dataset", "arch", "seed", *NOT_IN_CONFIG}
         changed = [k for k, v in vars(args).items() if k not in named and v != parser.get_default(k)]
         where = args.dataset if args.dataset != "folder" else f"folder-{os.path.basename(args.data_dir or '')}"
         words = [args.method, where, args.arch, f"s{args.seed}"]
-        args.out = run_folder(words + [f"{name}{shown(getattr(args, name))}" for name in changed])
+        args.out = run_folder(words + [f"{name}{format_value(getattr(args, name))}" for name in changed])
     return args
 
 
-def check_flags(parser, args, needs=()):
-    """Report flags that do not fit together, by parser.error.
-
-    needs: list of (names of flags, whether they have an effect, what that needs). A flag without an effect must have
-    its default. Ranges of areas have the smaller number first, and learning rates the larger one.
-    """
-    for names, have_effect, needed in needs:
-        for name in names:
-            if not have_effect and getattr(args, name) != parser.get_default(name):
-                parser.error(f"--{name.replace('_', '-')} has no effect without {needed}")
+def check_flags(parser, args):
+    """Report values that cannot be, or do not fit together, by parser.error."""
     for name, value in vars(args).items():
         if name.endswith("_scale") and not 0 < value[0] <= value[1]:
             parser.error(f"--{name.replace('_', '-')}: expected two numbers above 0, the smaller one first")
+        if name in ("momentum", "blur_p") and len(value) > 2:
+            parser.error(f"--{name.replace('_', '-')}: expected one or two numbers")
     if args.init_prefix and not args.init:
         parser.error("--init-prefix has no effect without --init")
     if getattr(args, "min_lr", 0) > args.lr:
@@ -1251,23 +1227,9 @@ def write_file(path, write):
             os.fsync(file.fileno())
         os.replace(temporary, path)
     except (OSError, RuntimeError) as error:  # torch.save raises a RuntimeError if the disk is full
-        reason = str(error)
         if os.path.exists(temporary):
-            size, free = temporary.stat().st_size / 1e6, shutil.disk_usage(temporary.parent).free / 1e6
-            reason += f"; {size:.1f} MB were written, {free:.1f} MB of the disk are free"
             temporary.unlink()
-        raise UsageError(f"cannot write {path}: {reason}") from error
-
-
-def configuration(args, train):
-    """Return the values that must not change when a run is resumed, {name: value}, with the images' fingerprint."""
-    config = {name: value for name, value in vars(args).items() if name not in OPERATIONAL}
-    for name, value in vars(args).items():
-        if name != "out" and isinstance(value, (np.generic, os.PathLike)):
-            raise UsageError(
-                f"args.{name} is a {type(value).__name__}, which last.pt cannot hold: pass a plain number or str"
-            )
-    return config | dict(images=fingerprint(train))
+        raise UsageError(f"cannot write {path}: {error}") from error
 
 
 def find_checkpoint(out, resume):
@@ -1291,23 +1253,26 @@ def find_checkpoint(out, resume):
     return os.path.join(resume, "last.pt") if resume and os.path.isdir(resume) else resume
 
 
-def open_run(args, config, state, derived):
-    """Start a run in args.out or, if it holds one, resume it. Print its values. Return the records of its epochs.
+def open_run(args, train, state, derived):
+    """Start a run in args.out or, if it holds one, resume it: (configuration, records of its epochs). Print its values.
 
-    config: from `configuration`. state: {name: module, optimizer or tensor}, with a "model", which are loaded in place.
-    derived: further values to print, {name: value}. Raises UsageError if the run has another configuration, and if the
-    processes do not see the same one. With --resume a new run begins with the state of another one, except for tensors
-    with a row per image. Its configuration may differ.
+    The configuration, {name: value}, is what must not change when a run is resumed: the flags, but for NOT_IN_CONFIG,
+    and the fingerprint of the training images. state: {name: module, optimizer or tensor}, with a "model", which are
+    loaded in place. derived: further values to print, {name: value}. Raises UsageError if the run has another
+    configuration, and if the processes do not see the same one. With --resume a new run begins with the state of
+    another one, except for tensors with a row per image. Its configuration may differ.
     """
+    config = {name: value for name, value in vars(args).items() if name not in NOT_IN_CONFIG}
+    config |= dict(images=fingerprint(train))
     machine = torch.cuda.get_device_name() if torch.cuda.is_initialized() else f"CPU, {torch.get_num_threads()} threads"
     derived = derived | dict(processes=rank_and_world()[1], machine=machine, torch=torch.__version__)
     log_values("values", config)
     log_values("derived", derived)
     records = []
     is_first = rank_and_world()[0] == 0
-    path = from_all(find_checkpoint(args.out, args.resume) if is_first else None)[0]
+    path = all_gather_object(find_checkpoint(args.out, args.resume) if is_first else None)[0]
     if path is not None:
-        is_found = from_all(os.path.isfile(path))
+        is_found = all_gather_object(os.path.isfile(path))
         if any(is_found) and not all(is_found):
             raise UsageError(f"not all processes find {path}: it must be on a disk that they share")
         saved = load_checkpoint(path)
@@ -1331,12 +1296,12 @@ def open_run(args, config, state, derived):
         if saved.get("processes") != derived["processes"]:
             log(f"processes: {saved.get('processes')} before, {derived['processes']} now, so random numbers differ")
     own = config, str(args.out), len(records)
-    if any(other != own for other in from_all(own)):
+    if any(other != own for other in all_gather_object(own)):
         raise UsageError("the processes differ in flags, images or epoch: --out and --data-dir must be on shared disks")
     if len(records) < args.epochs:
         text = json.dumps(vars(args) | config | derived, indent=1, default=str)
         write_file(os.path.join(args.out, "config.json"), lambda file: file.write(text.encode()))
-    return records
+    return config, records
 
 
 def load_state(saved, state, is_same_run):
@@ -1353,7 +1318,7 @@ def load_state(saved, state, is_same_run):
 def save_run(out, config, info, state, records, keep_every=0):
     """Write a run's folder: backbone.pt, metrics.jsonl and, with all that it needs to be resumed, last.pt.
 
-    config: from `configuration`. info: from `create_backbone`; None: no backbone.pt. state: see `open_run`. records: a
+    config: from `open_run`. info: from `backbone_info`; None: no backbone.pt. state: see `open_run`. records: a
     dict per epoch. keep_every: keep a copy of last.pt every so many epochs. Raises FloatingPointError, and writes
     nothing, if a tensor of the state is not finite.
     """

@@ -1,8 +1,8 @@
-"""Evaluate an encoder by weighted k-nearest-neighbour classification of its frozen features.
+"""Evaluate an encoder by weighted k-nearest-neighbor classification of its frozen features.
 
 The k nearest training images vote for the class of a test image, each with the weight exp(cosine similarity /
-temperature), as in Wu et al. (arXiv 1805.01978). Nothing is trained, so the accuracy is that of the features alone. The
-same is printed for two baselines: raw pixels, and the same encoder untrained.
+temperature), as in Wu et al. (arXiv 1805.01978). Nothing is trained. Two baselines are evaluated alike: raw pixels, and
+the untrained encoder.
 
     python eval_knn.py runs/patchmix-patterns-vit_micro-s0
     python eval_knn.py RUN/last.pt --encoder query --dataset cifar10 --data-dir DIR
@@ -10,7 +10,7 @@ same is printed for two baselines: raw pixels, and the same encoder untrained.
     python eval_knn.py FILE --arch resnet50 --prefix module.encoder_q. --dataset imagenet --data-dir DIR
     torchrun --nproc_per_node=8 eval_knn.py RUN
 
-The encoder computes in bf16 on GPUs that have it (`--amp off`: in float32). Neighbours are compared in float32.
+The encoder computes in bf16 on GPUs that support it (`--amp off`: in float32). Neighbors are compared in float32.
 PatchMix's released kNN differs: its features go through a head that was never trained, and CIFAR's images are resized
 to 36 px and center-cropped. LoGo's resizes ImageNet's images bicubically.
 """
@@ -31,10 +31,10 @@ def parse_args(argv=None):
     parser = argparse.ArgumentParser("eval_knn.py", "%(prog)s RUN [options]", __doc__.splitlines()[0], **options)
     common.add_evaluation_arguments(parser)
     add = parser.add_argument_group("kNN").add_argument
-    add("--k", type=common.positive_int, nargs="+", default=[10, 20, 100, 200], help="numbers of neighbours")
-    add("--temperature", type=common.positive_float, default=0.07, help="temperature of the votes")
-    add("--batch-size", type=common.positive_int, default=256, help="images encoded at once, per process")
-    add("--dump", metavar="FILE.npz", help="write features, labels, classes and paths for numpy, also without labels")
+    add("--k", type=common.positive_int, nargs="+", default=[10, 20, 100, 200], help="numbers of neighbors")
+    add("--temperature", type=common.positive_float, default=0.07, help="softmax temperature of the votes")
+    add("--batch-size", type=common.positive_int, default=256, help="batch size per process")
+    add("--dump", metavar="FILE.npz", help="also write features, labels and paths, for numpy.load; needs no labels")
     args = parser.parse_args(argv)
     if args.dump and os.path.exists(args.dump):
         parser.error(f"--dump: {args.dump} exists")
@@ -45,27 +45,23 @@ def parse_args(argv=None):
 def main(args, train=None, test=None):
     """Evaluate an encoder. Return {"encoder" or a baseline: {"knn20_top1": percent, ...}}.
 
-    args: from `parse_args`. train, test: data sets with items (PIL image, label), `targets` and `classes` to use
-    instead of --dataset. With --dump, they need no labels, and there may be no test images: the result is then empty.
+    args: from `parse_args`. train, test: datasets with items (PIL image, label), `targets` and `classes`, which are
+    used instead of --dataset. With --dump, labels and test images may be missing: the result is then empty.
     """
     device, *_ = common.init_distributed(args.device)
     encoder, info = common.open_encoder(args)
     train, test = common.open_evaluation_data(args.dataset, args.data_dir, info, not args.dump, train, test)
-    protocol = common.describe_evaluation(info, train, test or [])
-    protocol += f"\nkNN: votes exp(cosine similarity / {args.temperature})"
-    common.log(protocol)
+    common.log(f"{'kNN':10}votes exp(cosine similarity / {args.temperature})")
     encoders = {"encoder": encoder}
     if not args.no_baselines:
         encoders |= common.baselines(info, args.seed, len(train))
-    amp = common.use_bf16(args.amp, device)
-    options = dict(batch_size=args.batch_size, workers=args.workers, amp=amp)
+    options = dict(batch_size=args.batch_size, workers=args.workers, amp=common.use_bf16(args.amp, device))
     results = {}
-    for name, network in encoders.items():
-        # Each process keeps its own rows of the training features
+    for name, network in encoders.items():  # each process keeps its own rows of the training features
         train_x = common.extract_features(network.to(device), train, info, device, whole=False, **options)
         test_x = common.extract_features(network, test, info, device, **options) if test else None
         if name == "encoder" and args.dump:
-            arrays = dict(classes=np.array(train.classes, str), protocol=protocol)
+            arrays = dict(classes=np.array(train.classes, str), protocol=str(info | dict(temperature=args.temperature)))
             for part, images, x in ("train", train, common.gather_rows(train_x, to_first=True)), ("test", test, test_x):
                 if images:
                     arrays |= {f"{part}_features": x, f"{part}_labels": np.array(images.targets)}
@@ -75,7 +71,7 @@ def main(args, train=None, test=None):
             common.log(f"{args.dump}: the encoder's features")
             if not common.have_labels(train, test):
                 break
-        train_y, test_y = common.own_rows(torch.as_tensor(train.targets)), torch.as_tensor(test.targets)
+        train_y, test_y = common.local_rows(torch.as_tensor(train.targets)), torch.as_tensor(test.targets)
         train_x, test_x = train_x[train_y >= 0].to(device), test_x[test_y >= 0].to(device)  # those with a label
         features = train_x, train_y[train_y >= 0], test_x, test_y[test_y >= 0]
         results[name] = common.knn_top1(*features, args.k, args.temperature, len(train.classes))

@@ -1,8 +1,9 @@
 """Evaluate an encoder with labels: train a linear classifier on its frozen features, or fine-tune all its layers.
 
-The default, `--protocol probe`, computes the features once, standardises them, and trains linear classifiers on them
-with a grid of learning rates, all at once, in seconds. A tenth of the training images chooses the learning rate. The
-test images are used once. The same scores are printed for two baselines: raw pixels, and the same encoder untrained.
+The default, `--protocol probe`, computes the features once, standardizes them, and trains linear classifiers on them
+with a grid of learning rates, all at once, in seconds. A tenth of the training images is held out to choose the
+learning rate; if these are few, by cross-validation. The test images are used once. Two baselines are evaluated
+alike: raw pixels, and the untrained encoder.
 
     python eval_linear.py runs/patchmix-patterns-vit_micro-s0
     python eval_linear.py RUN --dataset cifar100 --data-dir DIR                # transfer
@@ -11,8 +12,8 @@ test images are used once. The same scores are printed for two baselines: raw pi
     python eval_linear.py RUN --finetune --label-fraction 0.01
     python eval_linear.py FILE --arch resnet50 --prefix module.encoder_q. --dataset imagenet --data-dir DIR
 
-The papers' own protocols train on random crops of the images, on any number of processes. The same command resumes a
-training that was stopped. The scores are those of the last epoch, never those of the best one.
+The papers' own protocols train on random crops of the images, on any number of processes. They evaluate no baselines.
+The same command resumes a training that was stopped. The scores are those of the last epoch, not of the best one.
     --protocol moco              MoCo's. JointCrop's App. F and Table 11 (on MoCo v1)
     --protocol jointcrop         MoCo v3's. JointCrop's released code: MoCo v3 on ImageNet-1k
     --protocol jointcrop-small   ContrastiveCrop's. JointCrop on small images
@@ -20,23 +21,22 @@ training that was stopped. The scores are those of the last epoch, never those o
     --protocol clim              CLIM's Tables 1, 6 to 9 and 11. Table 2: --finetune --protocol clim --label-files LIST
     --protocol patchmix          PatchMix's Tables 2, 3 and 5 to 7, "Linear". "Finetune": with --finetune
     --solver lbfgs               LoGo's Table 5; for Pets, Flowers, Caltech101 and Aircraft with --metric per_class
-`--finetune` trains all layers, by PatchMix's recipe (ViTs) or CLIM's (others). `python eval_knn.py OUT` works, too.
+`--finetune` trains all layers, by PatchMix's recipe (ViTs) or CLIM's (others). eval_knn.py evaluates its --out, too.
 
 Differences from the papers:
     D1 Incomplete batches are dropped.
-    D2 Images are resized with the interpolation that the encoder was trained with; third-party checkpoints have
-       bilinear. LoGo does not describe a linear protocol. PatchMix's released one resizes CIFAR's images to 36 px,
+    D2 Images are resized with the interpolation that the encoder was trained with, and bilinearly for third-party
+       checkpoints. LoGo does not describe a linear protocol. PatchMix's released one resizes CIFAR's images to 36 px,
        crops the center, and reports the best epoch on the test set. Here: neither.
-    D3 Precision. The encoder computes in bf16 on GPUs that have it (`--amp off`: in float32, convolutions in TF32). All
-       linear classifiers are trained in float32, and by L-BFGS in float64.
+    D3 The encoder computes in bf16 on GPUs that support it (`--amp off`: in float32, convolutions in TF32). Linear
+       classifiers are trained in float32, and by L-BFGS in float64.
     D4 PatchMix's protocols in fewer than 100 epochs. Released: the learning rate changes once per epoch, an epoch late,
-       so a fine-tuning of two epochs would never leave the warm-up. Here: it changes 100 times, too.
-    D5 A warm-up takes at most a quarter of the run.
+       so that two epochs of fine-tuning would never leave the warmup. Here: it still changes 100 times.
+    D5 A warmup takes at most a quarter of the run.
 """
 
 import argparse
 import datetime
-import functools
 import hashlib
 import math
 import os
@@ -54,17 +54,17 @@ from timm.data.random_erasing import RandomErasing
 from timm.optim import param_groups_layer_decay
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader, DistributedSampler
+from torch.utils.data import ConcatDataset, DataLoader, DistributedSampler
 from torchvision.transforms import v2
 
 import common
 
 # ========================================================= 1. hyper-parameters
 
-# [P]: printed in the paper. [C]: from its released code, or from the code that it builds on, which is named. [I]: our
-# inference, where neither says it.
+# [P]: printed in the paper. [C]: from its released code, or from the code that it builds on, which is named. [I]:
+# inferred, because neither says it.
 # fmt: off
-PROBE = dict(epochs=50, batch_size=256, lrs=None, holdout=0.1)  # ours
+PROBE = dict(epochs=50, batch_size=256, lrs=None, holdout=0.1)  # of no paper
 LBFGS = dict(  # LoGo, supplement 3: L2, iterations, metrics [P]; its grid: BYOL's, SimCLR's [I]
     batch_size=256, strengths=[10 ** (i / 4) for i in range(-24, 21)], holdout=0.1, metric="top1", iterations=5000,
 )
@@ -76,7 +76,7 @@ MOCO = dict(  # JCL, 4.2 [P]. CLIM, 4.1: learning rate and milestones [P], the r
 LINEAR = {
     "moco": MOCO, "jcl": MOCO, "clim": MOCO,
     "jointcrop": dict(MOCO, epochs=90, batch_size=1024, lr=0.1, milestones=[]),  # MoCo v3's [C]
-    # CIFAR, STL-10, Tiny-ImageNet: ContrastiveCrop's released code's, lr 10 for 512 [I]
+    # CIFAR, STL-10, Tiny-ImageNet: as ContrastiveCrop's released code, where lr is 10 for 512 images [I]
     "jointcrop-small": dict(MOCO, batch_size=512, lr=5.0),
     # 4.1.3: 100 epochs [P]; the rest [C]. Encoders other than ViT-T, -S and -B have ViT-S's learning rate, except for
     # vit_micro, which has ViT-T's [I]
@@ -84,9 +84,7 @@ LINEAR = {
 }
 FINETUNE = {
     # 4.2 [P]; batch size, weight decay and areas of crops [I]
-    "clim": dict(
-        MOCO, epochs=60, lr=1e-4, head_lr=10.0, milestones=[1 / 3, 2 / 3], layer_decay=1.0, drop_path=0.0,
-    ),
+    "clim": dict(MOCO, epochs=60, lr=1e-4, head_lr=10.0, milestones=[1 / 3, 2 / 3], layer_decay=1.0, drop_path=0.0),
     # 4.1.3: 100 epochs [P]; the rest [C], with timm's scheduler, which is called after each epoch
     "patchmix": dict(
         MOCO, batch_size=1024, lr=5e-4, head_lr=0.0, milestones=[], min_lr=1e-5, warmup=10.0, warmup_lr=1e-6,
@@ -98,7 +96,7 @@ FINETUNE = {
 
 
 def recipe(args, info):
-    """Return the values of a protocol, {name: value}. info: of the encoder, see `common.backbone_info`."""
+    """Return the hyper-parameters of a protocol, {name: value}. info: see `common.backbone_info`."""
     if args.protocol == "probe":
         return LBFGS if args.solver == "lbfgs" else PROBE
     values = dict((FINETUNE if args.finetune else LINEAR)[args.protocol])
@@ -117,48 +115,52 @@ def recipe(args, info):
 
 
 def parse_args(argv=None):
-    """Parse the command line. Values of a recipe that are not given are left out: `complete` adds them."""
+    """Parse the command line. Hyper-parameters that it does not set are absent, and `complete` adds them."""
     options = dict(formatter_class=argparse.ArgumentDefaultsHelpFormatter, allow_abbrev=False)
     parser = argparse.ArgumentParser("eval_linear.py", "%(prog)s RUN [options]", __doc__.splitlines()[0], **options)
     common.add_evaluation_arguments(parser)
     group = parser.add_argument_group("protocol")
     add = group.add_argument
-    add("--protocol", choices=("probe", *LINEAR), help="see the top of the file; if not given, probe")
+    add("--protocol", choices=("probe", *LINEAR), help="default: probe, or with --finetune that of the encoder's type")
     add("--finetune", action="store_true", help="train all layers, with --protocol patchmix or clim")
-    add("--solver", choices=("sgd", "lbfgs"), default="sgd", help="how the probe is trained")
+    add("--solver", choices=("sgd", "lbfgs"), default="sgd", help="optimizer of the probe")
     add = group.add_mutually_exclusive_group().add_argument
-    add("--label-fraction", type=common.fraction, metavar="X", help="fraction of the labels, equally many per class")
+    add("--label-fraction", type=common.fraction, metavar="X", help="fraction of the labels, balanced over the classes")
     add("--label-files", metavar="FILE", help="list of the training images to use: file names, or paths in train/")
 
     unset = dict(argument_default=argparse.SUPPRESS)  # the defaults are the recipe's
     add = parser.add_argument_group("training (defaults: the protocol's, printed at its start)", **unset).add_argument
     add("--epochs", type=common.positive_int, help="number of epochs")
-    add("--batch-size", type=common.positive_int, help="images per step, over all processes")
+    add("--batch-size", type=common.positive_int, help="global batch size")
     add("--lr", type=common.positive_float, help="peak learning rate per 256 images")
-    add("--milestones", type=common.fraction, nargs="*", help="parts of the run where --lr falls tenfold; none: cosine")
-    add("--warmup", type=common.nonnegative_float, help="epochs of linear warm-up, at most a quarter of all")
+    add(
+        "--milestones", type=common.fraction, nargs="*", help="fractions of training to drop --lr tenfold; none: cosine"
+    )
+    add("--warmup", type=common.nonnegative_float, help="linear warmup epochs, at most a quarter of --epochs")
     add("--weight-decay", type=common.nonnegative_float, help="weight decay, except for biases and norms")
-    add("--pad", type=common.nonnegative_int, help="random crops of the image padded by N pixels; 0: random areas")
+    add("--pad", type=common.nonnegative_int, help="RandomCrop with N pixels of padding; 0: RandomResizedCrop")
     add("--randaug", type=int, choices=range(11), help="magnitude of RandAugment (rand-mN-mstd0.5-inc1); 0: none")
     add("--erase", type=common.fraction, help="probability of random erasing")
-    add("--mixup", type=common.nonnegative_float, help="alpha of mixup; 0: none")
-    add("--cutmix", type=common.nonnegative_float, help="alpha of CutMix; 0: none")
+    add("--mixup", type=common.nonnegative_float, help="mixup alpha; 0: none")
+    add("--cutmix", type=common.nonnegative_float, help="CutMix alpha; 0: none")
     add("--smoothing", type=common.fraction, help="label smoothing")
-    add("--head-lr", type=common.nonnegative_float, help="--finetune: --lr of the classifier; 0: that of the encoder")
-    add("--layer-decay", type=common.fraction, help="--finetune: learning rate of a layer over that of the next layer")
-    add("--drop-path", type=common.fraction, help="--finetune: drop-path rate of the last block")
-    add("--out", metavar="DIR", help="output folder, by default in runs/; an existing training is resumed")
-    add("--resume", metavar="FILE", help="last.pt of another training, to resume in a new --out")
+    add("--head-lr", type=common.nonnegative_float, help="--finetune: learning rate of the classifier; 0: --lr")
+    add("--layer-decay", type=common.fraction, help="--finetune: layer-wise learning rate decay")
+    add("--drop-path", type=common.fraction, help="--finetune: stochastic depth rate of the last block")
+    add("--out", metavar="DIR", help="output folder, by default in runs/; an existing run is resumed")
+    add("--resume", metavar="FILE", help="last.pt of another run, to resume in a new --out")
 
     add = parser.add_argument_group("probe (also --epochs and --batch-size)", **unset).add_argument
-    add("--holdout", type=common.fraction, help="fraction that chooses --lrs or --strengths (default: 0.1)")
+    add("--holdout", type=common.fraction, help="held-out fraction, which chooses --lrs or --strengths (default: 0.1)")
     add("--lrs", type=common.positive_float, nargs="+", help="learning rates (default: 13 from 10^-4.5 to 10^1.5)")
     add("--strengths", type=common.positive_float, nargs="+", help="lbfgs: L2 penalties (default: 45 from 1e-6 to 1e5)")
-    add("--metric", choices=("top1", "per_class"), help="lbfgs: the score that chooses the strength (default: top1)")
+    add("--metric", choices=("top1", "per_class"), help="lbfgs: score that chooses the penalty (default: top1)")
 
     args = parser.parse_args(argv)
     if args.finetune and args.protocol not in (None, *FINETUNE):
         parser.error(f"--finetune needs --protocol patchmix or clim, not {args.protocol}")
+    if 0 in (args.label_fraction, getattr(args, "holdout", None)):
+        parser.error("--label-fraction and --holdout: expected a fraction above 0")
     trained = args.finetune or args.protocol not in (None, "probe")
     if trained and (args.solver == "lbfgs" or args.no_baselines):
         parser.error("--solver lbfgs and --no-baselines need --protocol probe")
@@ -170,30 +172,33 @@ def parse_args(argv=None):
         names = LBFGS if args.solver == "lbfgs" else PROBE
     for name in PROBE | LBFGS | FINETUNE["clim"]:
         if name in args and name not in names:
-            parser.error(f"--{name.replace('_', '-')} has no effect without another --protocol, --solver or --finetune")
+            what = f"--{name.replace('_', '-')} has no effect without another --protocol, --solver or --finetune"
+            parser.error(what + ("; the probe has --lrs" if name == "lr" else ""))
     return args
 
 
 def complete(args, info):
-    """Return a copy of args with a protocol, a data set, the values of the recipe that are not given, and an --out."""
+    """Return a copy of args with the protocol, the dataset, the recipe's values for what is not set, and an --out."""
     given, args = vars(args), argparse.Namespace(**vars(args))
     if args.protocol is None:
-        args.protocol = "probe" if not args.finetune else "patchmix" if common.is_vit(info["timm_name"]) else "clim"
+        tuning = "patchmix" if common.is_vit(info["timm_name"]) else "clim"
+        args.protocol = tuning if args.finetune else "probe"
     args.method = "finetune" if args.finetune else "linear"
-    args.dataset = args.dataset or info.get("dataset")  # the one that the encoder was trained on
+    if args.dataset is None:  # the one that the encoder was trained on
+        args.dataset, args.data_dir = info.get("dataset"), args.data_dir or info.get("data_dir")
     values = recipe(args, info)
     args = argparse.Namespace(**values | vars(args))
     if args.protocol == "probe":
         return args
     if args.min_lr > args.lr * args.batch_size / 256:
-        raise common.UsageError(f"--lr {args.lr}: its peak is below the last learning rate, {args.min_lr}")
-    if args.out is None:  # named after the encoder's run and all that is given
+        raise common.UsageError(f"--lr {args.lr}: its peak is below the final learning rate, {args.min_lr}")
+    if args.out is None:  # named after the encoder's run and all flags that are set
         path = Path(args.checkpoint).resolve()
         source = f"{path.stem}-{args.arch}" if args.arch else (path if path.is_dir() else path.parent).name
         words = [args.method, args.protocol, args.dataset or "own", source, f"s{args.seed}"]
         for name in (*values, "prefix", "data_dir", "encoder", "label_fraction", "label_files"):
             if given.get(name) is not None and name != "resume":
-                words.append(name + os.path.basename(common.shown(given[name])))
+                words.append(name + os.path.basename(common.format_value(given[name])))
         args.out = common.run_folder(words)
     return args
 
@@ -201,83 +206,75 @@ def complete(args, info):
 # ========================================================== 2. data and labels
 
 
-def open_data(args, info):
+def open_data(args, info, train=None, test=None):
     """Load the images: (training images, those that choose the strength for L-BFGS or None, test images).
 
-    If the folder has val/ and test/ with classes (ImageNet's test/ has none), L-BFGS chooses on val/ and is evaluated
-    on test/. If only some labels may be used, val/ is not used, because its labels would be more.
+    train, test: a caller's own datasets, which are used instead. If the folder has val/ and test/ with classes
+    (ImageNet's test/ has none), L-BFGS is evaluated on test/, and val/ chooses. If only some labels may be used, val/
+    is not, because it has more.
     """
-    train, val = common.open_evaluation_data(args.dataset, args.data_dir, info)
     root = args.data_dir or (info.get("data_dir") if args.dataset is None else None)
-    folders = os.listdir(root) if root and args.solver == "lbfgs" else []
-    if "train" not in folders or "test" not in folders or not {"val", "validation"} & {*folders}:
-        return train, None, val
-    test = common.load_split(args.dataset or info["dataset"], root, ["test"], train=False, unlabeled=False)
-    if not test.classes:
-        return train, None, val
-    if test.classes != val.classes:
-        raise common.UsageError(f"the classes of test/ and val/ in {root} differ: remove test/, or correct its folders")
-    common.log(f"test/ is evaluated: {common.describe(test)}")
-    return train, val if args.label_fraction is None and args.label_files is None else None, test
+    may_have_both = train is None and root is not None and args.solver == "lbfgs"
+    train, test = common.open_evaluation_data(args.dataset, args.data_dir, info, True, train, test)
+    folders, val = {*os.listdir(root)} if may_have_both else set(), None
+    if folders >= {"train", "test"} and folders & {"val", "validation"}:
+        found = common.load_split(args.dataset or info["dataset"], root, ["test"], train=False, unlabeled=False)
+        if found.classes and found.classes != test.classes:
+            raise common.UsageError(f"the classes of test/ and val/ in {root} differ: remove test/, or correct it")
+        if found.classes:
+            val, test = test, found
+            common.log(f"test/ is evaluated: {common.describe(test)}")
+    if args.label_files:
+        rows = listed_rows([path for path, _ in getattr(train, "samples", ())], args.label_files)
+    elif args.label_fraction not in (None, 1):
+        rows = balanced_share(train.targets, args.label_fraction, args.seed)
+    else:
+        return train, val, test
+    chosen = common.Subset(train, rows.tolist())
+    counts = torch.tensor(chosen.targets).bincount(minlength=len(train.classes))
+    common.log(f"labels: {len(chosen)} of {len(train)} training images, {counts.min()} to {counts.max()} per class")
+    return chosen, None, test
 
 
 def balanced_share(labels, fraction, seed):
-    """Return the sorted rows (m,) of a fraction of the labels (n,), which the seed determines.
+    """Return the sorted rows (m,) of a balanced fraction of the labels (n,), determined by the seed.
 
-    Each class has as many as any other, or one more; at least one, and at most all. The rows of a smaller fraction are
-    among those of a larger one.
+    The numbers per class differ by at most one, unless a class has fewer; each class has at least one. The rows of a
+    smaller fraction are among those of a larger one.
     """
     generator = torch.Generator().manual_seed(seed)
-    classes, labels, counts = torch.as_tensor(labels).unique(return_inverse=True, return_counts=True)
+    classes, labels = torch.as_tensor(labels).unique(return_inverse=True)
     order = torch.randperm(len(labels), generator=generator)
     rank = torch.randperm(len(classes), generator=generator)  # the first classes have one more
     each, more = divmod(max(round(fraction * len(labels)), len(classes)), len(classes))
-    order = order[labels[order].argsort(stable=True)]  # class by class, each in random order
-    place = torch.arange(len(labels)) - (counts.cumsum(0) - counts).repeat_interleave(counts)  # of a row in its class
-    return order[place < (each + (rank < more)).repeat_interleave(counts)].sort().values
+    rows = [order[labels[order] == i][: each + (rank[i] < more)] for i in range(len(classes))]
+    return torch.cat(rows).sort().values
 
 
 def listed_rows(paths, file):
-    """Return the sorted rows (m,) of the paths that a file lists, one per line. Raises UsageError if one is not there.
+    """Return the sorted rows (m,) of the paths that a file lists, one per line.
 
-    A line is the end of exactly one path: its file name, as in SimCLR's splits, or also the names of folders above it.
+    A line is a file name, as in SimCLR's splits, or the end of a path. Raises UsageError unless it fits exactly one.
     """
     try:
         lines = Path(file).read_text("utf-8-sig", "replace").splitlines()
     except OSError as error:
         raise common.UsageError(f"--label-files: {error}") from error
-    names = {line.strip().removeprefix("./"): [] for line in lines if line.strip()}
-    depths = {name.count("/") + 1 for name in names}
+    found = {line.strip().removeprefix("./"): [] for line in lines if line.strip()}
     for row, path in enumerate(paths):
         parts = str(path).split("/")
-        for depth in depths:
-            if (rows := names.get("/".join(parts[-depth:]))) is not None:
-                rows.append(row)
-    wrong = sorted(name for name, rows in names.items() if len(rows) != 1)
-    if wrong or not names:
-        found = f"{len(wrong)} lines are not the name of exactly one training image: {', '.join(wrong[:3])}"
-        raise common.UsageError(f"--label-files {file}: {found if names else 'the file is empty'}")
-    return torch.tensor(sorted({row for rows in names.values() for row in rows}))
-
-
-def choose_labels(args, train):
-    """Return the training images whose labels --label-fraction or --label-files allows."""
-    if args.label_files:
-        if not hasattr(train, "samples"):
-            raise common.UsageError("--label-files needs image files, which these training images are not")
-        rows = listed_rows([path for path, _ in train.samples], args.label_files)
-    elif args.label_fraction not in (None, 1):
-        rows = balanced_share(train.targets, args.label_fraction, args.seed)
-    else:
-        return train
-    chosen = common.Subset(train, rows.tolist())
-    counts = torch.tensor(chosen.targets).bincount(minlength=len(train.classes))
-    common.log(f"labels: {len(chosen)} of {len(train)} training images, {counts.min()} to {counts.max()} per class")
-    return chosen
+        for name in ("/".join(parts[i:]) for i in range(len(parts))):
+            if name in found:
+                found[name].append(row)
+    wrong = sorted(name for name, rows in found.items() if len(rows) != 1)
+    if wrong or not found:
+        what = f"{len(wrong)} of {len(found)} lines do not name exactly one training image: {', '.join(wrong[:3])}"
+        raise common.UsageError(f"--label-files {file}: {what}")
+    return torch.tensor(sorted({row for (row,) in found.values()}))
 
 
 # ================================================= 3. classifiers of features
-# These functions take tensors only. To copy one, also copy what its docstring names.
+# These functions take tensors only. To copy one, also copy the functions that its docstring names.
 
 
 def scores(logits, labels, num_classes, name="linear"):
@@ -293,27 +290,26 @@ def scores(logits, labels, num_classes, name="linear"):
     return {f"{name}_top1": 100 * right.mean().item(), **top5, f"{name}_per_class": 100 * per_class.mean().item()}
 
 
-def hold_out(labels, fraction):
-    """Split the rows of labels (n,), on the CPU, at random: (rows that are fitted, rows that choose).
+def hold_out(labels, fraction, least=400):
+    """Split the rows of labels (n,), on the CPU, at random: [(rows to fit, rows to choose by), ...].
 
-    Each class keeps a row that is fitted. At least one row chooses, unless no class has two.
+    The first fold holds out a fraction of the rows. As in cross-validation, further folds hold out others, until
+    `least` rows, or all, have been held out. In each fold, one row of each class at least is fitted. Thus nothing is
+    held out if each class has one row.
     """
     order = torch.randperm(len(labels))
     _, last = np.unique(labels[order].flip(0), return_index=True)  # of each class, counted from the end
     free = torch.ones(len(labels), dtype=torch.bool)
     free[len(labels) - 1 - last] = False
-    held = free & (free.cumsum(0) <= max(1, int(fraction * len(labels))))
-    return order[~held], order[held]
+    size = max(1, int(fraction * len(labels)))
+    folds = order[free].split(size)[: math.ceil(least / size)]
+    return [(order[~torch.isin(order, held)], held) for held in folds]
 
 
-def best_of(weights, x, y, num_classes, metric="top1"):
-    """Compare linear classifiers, each (d, num_classes), on x (n, d) and y (n,): (index of the best, all percents).
-
-    Ties go to the middle one. metric: top1 or per_class. Copy it with scores.
-    """
-    percents = [scores((x @ weight).cpu(), y.cpu(), num_classes)[f"linear_{metric}"] for weight in weights]
+def best_of(percents):
+    """Return the index of the highest percentage. Ties go to the middle one."""
     ties = [i for i, percent in enumerate(percents) if percent == max(percents)]
-    return ties[(len(ties) - 1) // 2], percents
+    return ties[(len(ties) - 1) // 2]
 
 
 def affine(x, mean, scale):
@@ -323,16 +319,17 @@ def affine(x, mean, scale):
     return x
 
 
-@torch.enable_grad()
+@torch.inference_mode(False)  # and with gradients, whatever the caller's mode is
 def linear_probe(x, y, test_x, num_classes, lrs=None, epochs=50, batch_size=256, holdout=0.1):
     """Train a linear classifier on features by SGD with momentum 0.9. Held-out features choose its learning rate.
 
-    x: (n, d) and test_x: (m, d), which are standardised by the mean and the standard deviation of x; a feature that
-    does not vary in x, except for rounding, becomes 0. y: (n,) int64. lrs: the grid, each of which falls by a cosine;
-    None: 13 from 10^-4.5 to 10^1.5. holdout: the fraction of x that chooses; then all of x is fitted. Random numbers
-    are torch's global ones.
-    Returns {'logits': (m, num_classes), 'chosen': the learning rate, 'held_out': {learning rate: percent}}.
-    To copy it, also copy scores, hold_out, best_of and affine, and delete common.progress.
+    x: (n, d) and test_x: (m, d), which are standardized by the mean and the standard deviation of x; a feature that
+    does not vary in x, except for rounding, becomes 0. y: (n,) int64. lrs: peak learning rates of cosine schedules;
+    None: 13 from 10^-4.5 to 10^1.5. holdout: fraction of x that is held out to choose one of them, by cross-validation
+    if that is less than 400 rows (see hold_out; if nothing can be held out, the fitted rows choose). Then all of x is
+    fitted. Random numbers are torch's global ones.
+    Returns {'logits': (m, num_classes), 'chosen': learning rate, 'held_out': {learning rate: percent}}.
+    To copy it, also copy hold_out, best_of and affine, and delete common.progress.
     """
     mean, std = x.mean(0), x.std(0, correction=0)
     std = std.masked_fill(std <= 1e-6 * mean.abs(), math.inf)
@@ -357,22 +354,27 @@ def linear_probe(x, y, test_x, num_classes, lrs=None, epochs=50, batch_size=256,
         return weight.detach().unbind(1)
 
     lrs = sorted(set(lrs or (10 ** (i / 2) for i in range(-9, 4))))
-    rest, check = hold_out(y.cpu(), holdout)
-    choosing = check if len(check) else rest
-    best, percents = best_of(fit(rest, lrs), x[choosing], y[choosing], num_classes)
+    right, total = [0] * len(lrs), 0
+    for rest, check in hold_out(y.cpu(), holdout):
+        choosing = check if len(check) else rest
+        total += len(choosing)
+        for i, weight in enumerate(fit(rest, lrs)):
+            right[i] += ((x[choosing] @ weight).argmax(1) == y[choosing]).sum().item()
+    percents = [100 * count / total for count in right]
+    best = best_of(percents)
     (weight,) = fit(torch.cat([check, rest]), [lrs[best]])
     return dict(logits=test_x @ weight, chosen=lrs[best], held_out=dict(zip(lrs, percents, strict=True)))
 
 
-@torch.enable_grad()
+@torch.inference_mode(False)
 def logistic_regression(x, y, num_classes, strength, start=None, iterations=5000, tolerance=1e-6):
     """Fit a multinomial logistic regression with an L2 penalty by L-BFGS: (weights, largest entry of the gradient).
 
-    The weights (d + 1, num_classes) are W and, as their last row, the bias b, which minimise
+    The weights (d + 1, num_classes) are W and, as their last row, the bias b, which minimize
     sum_i CE(x_i W + b, y_i) + strength / 2 |W|^2. The gradient is that of this sum divided by n, with respect to b and
     to the whitened weights V below. The fit has converged if none of its entries is above `tolerance`.
     x: (n, d) float64. y: (n,) int64. strength: 1 / C of scikit-learn, but 2 / C for two classes, where scikit-learn
-    penalises one weight vector, the difference of the two here. start: weights to begin from.
+    penalizes one weight vector, the difference of the two here. start: weights to begin from.
     """
     # L-BFGS finds V, with W = P V, where P whitens the features as far as the penalty allows, in tens of iterations
     values, basis = torch.linalg.eigh(x.T @ x / len(x))
@@ -404,9 +406,9 @@ def lbfgs_probe(x, y, test_x, rest, check, num_classes, strengths, metric="top1"
 
     x: (n, d) and test_x: (m, d), which are centered and divided by one number, the root mean square of x[rest]. So a
     strength means the same for every encoder, and directions keep their relative size. All is in float64. y: (n,)
-    int64. rest, check: the rows that are fitted, and those that choose; if there are none, the fitted rows choose. Then
-    all are fitted. strengths: the grid, fitted from the strongest to the weakest, each from the weights of the one
-    before. metric: the score that chooses, top1 or per_class. Returns what `linear_probe` does.
+    int64. rest, check: rows to fit and rows to choose by; if the latter are none, the fitted rows choose. Then all are
+    fitted. strengths: fitted from the strongest to the weakest, each from the weights of the one before. metric: the
+    score that chooses, top1 or per_class. Returns what `linear_probe` does.
     To copy it, also copy scores, best_of, affine and logistic_regression, and delete common.progress and common.log.
     """
     mean = x[rest].double().mean(0)
@@ -425,7 +427,9 @@ def lbfgs_probe(x, y, test_x, rest, check, num_classes, strengths, metric="top1"
         common.progress(f"L-BFGS: strength {strength:.3g}, {i} of {len(strengths)}")
         weights.append(fit(rest, strength, weights[-1] if weights else None))
     choosing = check if len(check) else rest
-    best, percents = best_of(weights, x[choosing], y[choosing], num_classes, metric)
+    logits, labels = ((x[choosing] @ weight).cpu() for weight in weights), y[choosing].cpu()
+    percents = [scores(x, labels, num_classes)[f"linear_{metric}"] for x in logits]
+    best = best_of(percents)
     weight = fit(torch.cat([check, rest]), strengths[best], weights[best])
     return dict(logits=test_x @ weight, chosen=strengths[best], held_out=dict(zip(strengths, percents, strict=True)))
 
@@ -440,13 +444,17 @@ def evaluate_features(args, device, encoder, info, train, val, test):
     processes compute features. The first process fits them.
     """
     lbfgs, num_classes = args.solver == "lbfgs", len(train.classes)
-    parts = [train, test] if val is None else [train, val, test]
-    *labels, test_y = [torch.tensor(part.targets) for part in parts]
-    y = torch.cat(labels)
     torch.manual_seed(args.seed)
-    rest, check = hold_out(y, args.holdout) if val is None else torch.arange(len(y)).split([len(train), len(val)])
+    y = torch.tensor(train.targets)
+    folds = hold_out(y, args.holdout, least=1 if lbfgs else 400)
+    if val is not None:
+        y = torch.cat([y, torch.tensor(val.targets)])
+        folds = [torch.arange(len(y)).split([len(train), len(val)])]
+        train = ConcatDataset([train, val])
+    held = sum(len(check) for _, check in folds)
     flag, metric = ("--strengths", args.metric) if lbfgs else ("--lrs", "top1")
-    common.log(f"{len(check) or len(y)} images choose one of {flag} by {metric}; then all {len(y)} are fitted")
+    what = f"{held or len(y)} images choose one of {flag} by {metric}, folds: {len(folds)}"
+    common.log(f"{what}; then all {len(y)} are fitted")
     encoders = {"encoder": encoder}
     if not args.no_baselines:
         encoders |= common.baselines(info, args.seed, len(train))
@@ -456,30 +464,31 @@ def evaluate_features(args, device, encoder, info, train, val, test):
     options = dict(batch_size=args.batch_size, workers=args.workers, amp=amp, whole=False)
     results = {}
     for name, network in encoders.items():
-        x = [common.extract_features(network.to(device), part, info, device, **options) for part in parts]
-        x = [common.gather_rows(part, to_first=True) for part in x]
+        x = [common.extract_features(network.to(device), images, info, device, **options) for images in (train, test)]
+        x, test_x = (common.gather_rows(part, to_first=True) for part in x)
         if common.rank_and_world()[0] > 0:
             continue
-        features = (x[0] if val is None else torch.cat(x[:-1])).to(device), y.to(device), x[-1].to(device)
-        torch.manual_seed(args.seed)  # the probe holds out the images above
+        features = x.to(device), y.to(device), test_x.to(device)
+        torch.manual_seed(args.seed)  # so that the probe has the same folds
         if lbfgs:
-            found = lbfgs_probe(*features, rest, check, num_classes, args.strengths, args.metric, args.iterations)
+            found = lbfgs_probe(*features, *folds[0], num_classes, args.strengths, args.metric, args.iterations)
         else:
             found = linear_probe(*features, num_classes, args.lrs, args.epochs, args.batch_size, args.holdout)
-        results[name] = scores(found["logits"].cpu(), test_y, num_classes)
+        results[name] = scores(found["logits"].cpu(), torch.tensor(test.targets), num_classes)
         chosen, grid = found["chosen"], found["held_out"]
         text = "  ".join(f"{score} {value:.2f} %" for score, value in results[name].items())
-        common.log(f"{name:>10}  {text}  ({flag} {chosen:.3g}, {grid[chosen]:.2f} % held out)")
+        where = "held out" if held else "of the fitted images"
+        common.log(f"{name:>10}  {text}  ({flag} {chosen:.3g}, {grid[chosen]:.2f} % {where})")
         if name == "encoder" and len(grid) > 1 and chosen in (min(grid), max(grid)):
             common.log(f"warning: the best of {flag} is at the edge of its grid: widen it")
-    return common.from_all(results)[0]
+    return common.all_gather_object(results)[0]
 
 
 # ==================================================== 5. training on the images
 
 
 def training_transform(args, info):
-    """Return the augmentation of a training image: PIL image -> PIL image of the encoder's size, not normalised."""
+    """Return the augmentation of a training image: PIL image -> PIL image of the encoder's size, not normalized."""
     size, interpolation = info["image_size"], v2.InterpolationMode(info["interpolation"])
     if args.pad:
         steps = [v2.Resize(size, interpolation), v2.RandomCrop(size, padding=args.pad)]
@@ -526,9 +535,9 @@ def make_optimizer(args, model):
 def learning_rate(args, epoch):
     """Return the learning rate at a time, in epochs from 0, before a group's lr_scale.
 
-    It changes once per epoch, and with PatchMix's protocols at least 100 times (D4). A linear warm-up comes first. Then
-    it falls to a tenth at each milestone or, without milestones, by a cosine to args.min_lr. The cosine counts the
-    epochs of the warm-up, as timm's does.
+    It changes once per epoch, and with PatchMix's protocols at least 100 times (D4). After a linear warmup it is
+    divided by 10 at each milestone or, without milestones, follows a cosine to args.min_lr. The cosine counts the
+    epochs of the warmup, as timm's does.
     """
     if args.protocol == "patchmix":  # timm's scheduler is called after each epoch, of which there are 100 at least (D4)
         changes = max(100, args.epochs)
@@ -545,7 +554,7 @@ def learning_rate(args, epoch):
 
 
 def train_protocol(args, device, encoder, info, train, test):
-    """Train by a paper's protocol, resuming a run in --out: {"encoder": scores after the last epoch}."""
+    """Train by a paper's protocol, resuming a run in --out: {"encoder": scores of the last epoch}."""
     rank, world = common.rank_and_world()
     torch.manual_seed(args.seed)
 
@@ -565,13 +574,12 @@ def train_protocol(args, device, encoder, info, train, test):
 
     # Model and optimizer
     weights = encoder.state_dict()
-    digest = hashlib.sha256(b"".join(x.float().numpy().tobytes() for x in weights.values())).hexdigest()[:16]
     if args.finetune and args.drop_path:
         encoder = common.build_backbone(info, drop_path_rate=args.drop_path)
         encoder.load_state_dict(weights)
     width = common.feature_width(encoder, info["image_size"])
     model = Classifier(encoder.requires_grad_(args.finetune), width, num_classes)
-    if args.finetune or args.protocol != "patchmix":  # PatchMix's released code leaves it as torch initialises it
+    if args.finetune or args.protocol != "patchmix":  # PatchMix's released code leaves it as torch initializes it
         nn.init.normal_(model.head.weight, std=0.01)
         nn.init.zeros_(model.head.bias)
     if args.finetune and world > 1 and device.type == "cuda":  # torch has none for CPUs
@@ -580,16 +588,14 @@ def train_protocol(args, device, encoder, info, train, test):
     model.train(args.finetune)
     optimizer = make_optimizer(args, model)
 
-    # The run. Not its path but its weights identify the encoder
+    # The run. Its configuration has a hash of the encoder's weights, not their path, and the test images
     amp = common.use_bf16(args.amp, device)
-    config = common.configuration(args, train) | dict(checkpoint=digest)
-    tuned = info | dict(encoder="fine-tuned") if args.finetune else None  # for evaluations
+    digest = hashlib.sha256(b"".join(x.float().numpy().tobytes() for x in weights.values())).hexdigest()[:16]
+    args = argparse.Namespace(**vars(args) | dict(checkpoint=digest, test_images=common.fingerprint(test)))
     state = dict(model=model if args.finetune else model.head, optimizer=optimizer)
-    records = common.open_run(args, config, state, dict(peak_lr=args.lr * args.batch_size / 256, bf16=amp))
-    save = functools.partial(common.save_run, args.out, config, tuned, state, records)
-    tested = common.fingerprint(test)
-    if len(records) == args.epochs and records[-1].get("test_images", tested) != tested:
-        raise common.UsageError(f"{args.out} has the scores of other test images: pass another --out")
+    config, records = common.open_run(args, train, state, dict(peak_lr=args.lr * args.batch_size / 256, bf16=amp))
+    info.pop("data_dir", None)  # backbone.pt has no paths
+    tuned = info | dict(encoder="fine-tuned", classes=[*map(str, train.classes)]) if args.finetune else None
     ddp = DistributedDataParallel(model) if world > 1 else model
     ddp.broadcast_buffers = False  # of batch norm (set here, because torch 2.13 renames the argument)
 
@@ -616,42 +622,36 @@ def train_protocol(args, device, encoder, info, train, test):
         if args.finetune and world > 1:
             timm.utils.distribute_bn(model, world, reduce=True)  # average the running statistics
         records.append(dict(epoch=epoch + 1, lr=lr) | meter.averages())
-        save()
-        common.log_record(f"epoch {epoch + 1}/{args.epochs}", records[-1], ("loss", "train_top1", "images_per_s"))
+        common.save_run(args.out, config, tuned, state, records)
+        common.log_epoch(f"epoch {epoch + 1}/{args.epochs}", records, ("loss", "train_top1", "images_per_s"))
 
-    if "test_images" not in records[-1]:  # else it was finished before
+    if f"{args.method}_top1" not in records[-1]:  # else it was finished before
         options = dict(batch_size=args.batch_size // world, workers=args.workers, amp=amp)
         logits = common.extract_features(model, test, info, device, **options)
-        records[-1] |= scores(logits, torch.tensor(test.targets), num_classes, args.method) | dict(test_images=tested)
-        save()  # again: a test image that cannot be read must not cost the epoch
-    common.log_record(f"finished: {args.out}", records[-1])
+        records[-1] |= scores(logits, torch.tensor(test.targets), num_classes, args.method)
+        common.save_run(args.out, config, tuned, state, records)  # a damaged test image must not cost the epoch
+    common.log_epoch(f"finished: {args.out}", records)
     return {"encoder": {name: value for name, value in records[-1].items() if name.startswith(args.method)}}
 
 
 def main(args, train=None, test=None):
     """Evaluate an encoder. Return {"encoder" or a baseline: {"linear_top1": percent, ...}}.
 
-    args: from `parse_args`. train, test: data sets with items (PIL image, label), `targets` and `classes` to use
-    instead of --dataset. The caller's random numbers stay as they are.
+    args: from `parse_args`. train, test: datasets with items (PIL image, label), `targets` and `classes`, which are
+    used instead of --dataset. The caller's random numbers and modes of autograd stay as they are.
     """
     device, *_ = common.init_distributed(args.device, timeout=datetime.timedelta(days=1))  # one process fits features
     python_state, numpy_state = random.getstate(), np.random.get_state()
-    val = None
     try:
-        with torch.enable_grad(), torch.random.fork_rng([device] if device.type == "cuda" else []):
+        with torch.inference_mode(False), torch.random.fork_rng([device] if device.type == "cuda" else []):
             encoder, info = common.open_encoder(args)
             if train is not None:  # not the images that the encoder was trained on
-                train, test = common.open_evaluation_data(None, None, info, True, train, test)
                 info = {name: value for name, value in info.items() if name not in ("dataset", "data_dir", "images")}
-            else:
-                train, val, test = open_data(args, info)
-                if args.finetune and args.dataset is not None:  # an evaluation of the fine-tuned encoder compares them
-                    images = common.load_dataset(args.dataset, args.data_dir, True, info["image_size"], unlabeled=True)
-                    info |= dict(dataset=args.dataset, data_dir=args.data_dir, images=common.fingerprint(images))
-                elif args.dataset is None and args.data_dir is not None:  # the encoder's own images have moved
-                    info |= dict(data_dir=args.data_dir)
-            common.log(common.describe_evaluation(info, train, test))
-            args, train = complete(args, info), choose_labels(args, train)
+            elif args.finetune and args.dataset is not None:  # an evaluation of the fine-tuned encoder compares them
+                images = common.load_dataset(args.dataset, args.data_dir, True, info["image_size"], unlabeled=True)
+                info |= dict(dataset=args.dataset, images=common.fingerprint(images))
+            train, val, test = open_data(args, info, train, test)
+            args = complete(args, info)
             if args.protocol == "probe":
                 return evaluate_features(args, device, encoder, info, train, val, test)
             return train_protocol(args, device, encoder, info, train, test)

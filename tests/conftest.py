@@ -23,7 +23,7 @@ EACH_MODEL = [*((method, "") for method in METHODS), ("moco_jointcrop", "--moco 
 CHOICES = dict(
     moco_jointcrop=("--moco v1", "--moco v3", "--joint blur", "--joint either", "--variant released"),
     jcl=("--variant released", "--vanilla"),
-    clim=("--selection none", "--selection knn", "--resolutions 24 16"),
+    clim=("--selection none", "--selection knn", "--image-size 24 16"),
     logo=("--base simsiam", "--variant paper", "--affinity-form linear"),
     patchmix=("--variant released",),
 )
@@ -143,7 +143,7 @@ def state_of(module, flags="", train=None):
     class Begun(Exception):
         pass
 
-    def open_run(args, config, state, derived):
+    def open_run(args, train, state, derived):
         raise Begun(state)
 
     args = module.parse_args([*flags.split(), "--device", "cpu"])

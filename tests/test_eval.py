@@ -1,5 +1,6 @@
 """eval_knn.py and eval_linear.py end to end on a tiny data set, and the linear probe against a plain loop."""
 
+import functools
 import math
 import random
 import shutil
@@ -90,6 +91,14 @@ def test_linear_probe_of_a_checkpoint_and_its_baselines(places, capsys):
         assert f"--lrs {found['chosen']:.3g}, {found['held_out'][found['chosen']]:.2f} % held out" in said[which]
 
 
+def test_one_label_per_class(places, capsys):
+    """Nothing is held out, and nothing is said to be."""
+    for fraction, where, other in ((0.01, "of the fitted images", "held out"), (0.5, "held out", "of the fitted")):
+        run(eval_linear, places["VIT"], "--label-fraction", fraction, "--epochs", 2, "--no-baselines")
+        said = capsys.readouterr().out
+        assert where in said and other not in said
+
+
 @pytest.mark.slow
 def test_two_processes_evaluate_as_one(places, tmp_path):
     said, dumps = [], [tmp_path / name for name in "12"]
@@ -108,17 +117,17 @@ def random_states():
 
 @pytest.mark.parametrize("flags", ["", "--solver lbfgs --strengths 1", "--finetune --epochs 1 --batch-size 12 --out"])
 def test_an_evaluation_leaves_the_caller_as_it_was(flags, places, tmp_path):
-    """Its random numbers stay, also under no_grad, and if the evaluation fails because an image cannot be read."""
+    """Its random numbers and inference_mode stay, also if the evaluation fails because an image cannot be read."""
     own = dict(train=ImageFolder(places["DATA"] / "train"), test=pictures(places["DATA"] / "val"))
-    flags = [*flags.split(), *([tmp_path / "run"] if "--out" in flags else [])]
+    flags = flags.split()
     torch.manual_seed(1), np.random.seed(2), random.seed(3)
     before = random_states()
-    with torch.no_grad():
-        assert run(eval_linear, places["VIT"], *flags, **own)["encoder"]
-        assert not torch.is_grad_enabled()
+    with torch.inference_mode():
+        assert run(eval_linear, places["VIT"], *flags, *[tmp_path / "run"] * ("--out" in flags), **own)["encoder"]
+        assert torch.is_inference_mode_enabled()
     own["train"].samples[5] = (str(tmp_path / "none.png"), 0)
     with pytest.raises(OSError, match="none.png"):
-        run(eval_linear, places["VIT"], *flags, "--seed", 1, **own)
+        run(eval_linear, places["VIT"], *flags, *[tmp_path / "other"] * ("--out" in flags), **own)
     for one, two in zip(before, random_states(), strict=True):
         assert np.array_equal(one, two)
 
@@ -171,7 +180,8 @@ def test_the_dump_has_all_images_of_which_those_without_labels_do_not_vote(place
     for images in own.values():
         images.targets[1::3] = [-1] * len(images.targets[1::3])
     found = run(eval_knn, places["VIT"], "--k", 3, 99, "--dump", path, **own)
-    assert found == run(eval_knn, places["VIT"], "--k", 3, 99, **{part: common.labelled(x) for part, x in own.items()})
+    labeled = {part: common.with_labels(images) for part, images in own.items()}
+    assert found == run(eval_knn, places["VIT"], "--k", 3, 99, **labeled)
     data = dict(np.load(path, allow_pickle=False))
     names = {f"{part}_{what}" for part in own for what in ("features", "labels")}
     assert set(data) == names | {"train_paths", "classes", "protocol"} and data["classes"].tolist() == list(CLASSES)
@@ -195,7 +205,7 @@ def seeded(function, *args, **options):
 
 
 def test_the_probe_is_sgd_by_autograd(epochs=7, lr=0.25):
-    """Standardise, then torch's SGD with momentum, and a cosine over all steps, in float64. In the end on all rows.
+    """Standardize, then torch's SGD with momentum, and a cosine over all steps, in float64. In the end on all rows.
 
     One feature varies by a thousandth of its mean.
     """
@@ -204,19 +214,32 @@ def test_the_probe_is_sgd_by_autograd(epochs=7, lr=0.25):
     test_x[:, 0] += 1000
     found = seeded(eval_linear.linear_probe, train_x, train_y, test_x, 3, [lr], epochs, batch_size=16)
     a, b = ((x - train_x.mean(0)) / train_x.std(0, correction=0) for x in (train_x, test_x))
-    layer = torch.nn.Linear(6, 3, dtype=torch.float64)
-    torch.nn.init.zeros_(layer.weight), torch.nn.init.zeros_(layer.bias)
-    optimizer = torch.optim.SGD(layer.parameters(), lr, momentum=0.9)
-    rest, check = seeded(eval_linear.hold_out, train_y, 0.1)
-    for _ in range(epochs):
-        torch.randperm(len(rest))  # of the fit that is held out
-    for epoch in range(epochs):
-        for i, rows in enumerate(torch.cat([check, rest])[torch.randperm(50)].split(16)):
-            optimizer.param_groups[0]["lr"] = lr * 0.5 * (1 + math.cos(math.pi * (epoch + i / 4) / epochs))
-            optimizer.zero_grad()
-            F.cross_entropy(layer(a[rows]), train_y[rows]).backward()
-            optimizer.step()
+
+    def fit(rows):
+        layer = torch.nn.Linear(6, 3, dtype=torch.float64)
+        torch.nn.init.zeros_(layer.weight), torch.nn.init.zeros_(layer.bias)
+        optimizer = torch.optim.SGD(layer.parameters(), lr, momentum=0.9)
+        for epoch in range(epochs):
+            batches = rows[order(len(rows))].split(16)
+            for i, batch in enumerate(batches):
+                optimizer.param_groups[0]["lr"] = (
+                    lr * 0.5 * (1 + math.cos(math.pi * (epoch + i / len(batches)) / epochs))
+                )
+                optimizer.zero_grad()
+                F.cross_entropy(layer(a[batch]), train_y[batch]).backward()
+                optimizer.step()
+        return layer
+
+    folds, right, total = seeded(eval_linear.hold_out, train_y, 0.1), 0, 0
+    draws = torch.Generator().manual_seed(0)
+    draws.set_state(torch.get_rng_state())  # a layer's initialization draws, too
+    order = functools.partial(torch.randperm, generator=draws)
+    for rest, check in folds:
+        right += (fit(rest)(a[check]).argmax(1) == train_y[check]).sum().item()
+        total += len(check)
+    layer = fit(torch.cat([check, rest]))
     torch.testing.assert_close(found["logits"], layer(b).detach(), rtol=1e-9, atol=1e-9)
+    assert len(folds) == 10 and total == 47 and found["held_out"] == {lr: pytest.approx(100 * right / total)}
 
 
 def test_the_learning_rate_is_the_best_held_out_one_of_the_grid():
@@ -224,7 +247,7 @@ def test_the_learning_rate_is_the_best_held_out_one_of_the_grid():
     train_x, train_y, test_x, _ = problem(200, noise=6.0)
     grid, options = [1e-6, 1e-3, 0.1, 300.0], dict(epochs=5, batch_size=64, holdout=0.3)
     grids = [grid, *([lr] for lr in grid)]
-    with torch.no_grad():  # a caller's, which is not in the way
+    with torch.inference_mode():  # a caller's, which is not in the way
         fits = [seeded(eval_linear.linear_probe, train_x, train_y, test_x, 3, lrs, **options) for lrs in grids]
     found, *alone = fits
     percents = [one["held_out"][lr] for one, lr in zip(alone, grid, strict=True)]
@@ -235,14 +258,30 @@ def test_the_learning_rate_is_the_best_held_out_one_of_the_grid():
     torch.testing.assert_close(found["logits"], alone[best]["logits"])
 
 
+@pytest.mark.parametrize(
+    "n, fraction, sizes", [(320, 0.1, [32] * 9 + [29]), (4096, 0.1, [409]), (1100, 0.1, [110] * 4)]
+)
+def test_few_rows_choose_by_cross_validation(n, fraction, sizes):
+    """Until 400 have been held out, or all but one per class. A large fold is the only one."""
+    labels = torch.arange(n) % 3
+    folds = seeded(eval_linear.hold_out, labels, fraction)
+    assert [len(held) for _, held in folds] == sizes
+    for rest, held in folds:
+        assert torch.cat([rest, held]).sort().values.equal(torch.arange(n))
+    held = torch.cat([held for _, held in folds])
+    assert len(held.unique()) == len(held) and not held.equal(held.sort().values)
+
+
 def test_no_class_is_held_out_as_a_whole():
     """With one image per class none is held out, and the fitted ones choose."""
     labels = torch.tensor([0] * 50 + [1] * 2 + [2])
     for _ in range(20):
-        rest, check = eval_linear.hold_out(labels, 0.9)
-        assert sorted(torch.cat([rest, check]).tolist()) == [*range(53)] and len(check) == 47
-        assert labels[rest].bincount().min() >= 1
-    assert [len(rows) for rows in eval_linear.hold_out(torch.arange(5), 0.5)] == [5, 0]
+        folds = eval_linear.hold_out(labels, 0.9)
+        assert [len(held) for _, held in folds] == [47, 3]
+        for rest, held in folds:
+            assert sorted(torch.cat([rest, held]).tolist()) == [*range(53)] and labels[rest].bincount().min() >= 1
+    ((rest, held),) = eval_linear.hold_out(torch.arange(5), 0.5)
+    assert sorted(rest.tolist()) == [*range(5)] and len(held) == 0
     x, y, test_x, test_y = problem(3, 60, noise=0.1)
     found = eval_linear.linear_probe(x, y, test_x, 3, lrs=[1e-12, 0.01, 0.1, 1.0], epochs=20)
     assert max(found["held_out"].values()) == 100 and found["chosen"] > 1e-3

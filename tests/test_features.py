@@ -22,10 +22,11 @@ def generator(*numbers):
 @pytest.mark.parametrize("interpolation", ["bilinear", "bicubic"])
 def test_evaluation_crop_is_resize_then_center_crop(interpolation):
     image = Image.fromarray(np.random.default_rng(0).integers(0, 256, (80, 120, 3), dtype=np.uint8))
-    ours = common.CenterCrops([(image, 0), (image.crop((5, 5, 33, 33)), 0)], 28, interpolation)
+    images = image, image.crop((5, 5, 33, 33))
+    ours = [common.center_crop(x, 28, interpolation) for x in images]
     resized = image.resize((48, 32), Image.Resampling[interpolation.upper()])  # 32 = 28 * 256 // 224
     for found, expected in ((ours[0], resized.crop((10, 2, 38, 30))), (ours[1], image.crop((5, 5, 33, 33)))):
-        assert np.array_equal(found.permute(1, 2, 0), expected)
+        assert np.array_equal(found, expected)
 
 
 def slow_knn(train_x, train_y, test_x, k, temperature, num_classes):
@@ -118,7 +119,7 @@ def sharded(folder=None):
         assert len(part) == n // world + (rank < n % world)
         gathered = common.gather_rows(part, to_first=True)
         assert gathered is None if rank else gathered.equal(whole)
-        result += [whole, common.knn_predict(part, common.own_rows(torch.arange(n) % 3), test_x, (1, 2, 9), 0.1, 3)]
+        result += [whole, common.knn_predict(part, common.local_rows(torch.arange(n) % 3), test_x, (1, 2, 9), 0.1, 3)]
         if n > 1:
             result.append(torch.tensor([*common.knn_monitor(encoder, INFO, images, test, CPU).values()]))
             result.append(torch.tensor([*common.embedding_health(part).values()]))

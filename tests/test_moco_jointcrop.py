@@ -356,10 +356,20 @@ def test_v3_starts_from_zero_residual_branches():
 
 def test_recipes_of_moco():
     names = "temperature milestones queue momentum epochs batch_size weight_decay bn_groups"
-    assert values(moco, "--dataset imagenet", names) == [0.2, [], 65536, [0.999, 0.999], 200, 256, 1e-4, 8]
-    assert values(moco, "--dataset imagenet --moco v1", names)[:4] == [0.07, [0.6, 0.8], 65536, [0.999, 0.999]]
+    assert values(moco, "--dataset imagenet", names) == [0.2, [], 65536, [0.999], 200, 256, 1e-4, 8]
+    assert values(moco, "--dataset imagenet --moco v1", names)[:4] == [0.07, [0.6, 0.8], 65536, [0.999]]
     names = "batch_size momentum temperature hidden blur_p"
     assert values(moco, "--dataset imagenet --moco v3", names) == [4096, [0.99, 1], 1, 4096, [1, 0.1]]
     assert state_of(moco, "--batch-size 8 --moco v3")["optimizer"].defaults["trust_coeff"] == 0.001
     models = [state_of(moco, f"--batch-size 8 --moco {v}")["model"] for v in ("v1", "v2")]
     assert [len(model.projector) for model in models] == [1, 3]  # Linear; Linear, ReLU, Linear
+
+
+def test_moco_v1_on_cifar_is_the_demo_of_its_authors():
+    """facebookresearch/moco, branch colab-notebook. Its learning rate is 0.06 for 512 images, with a cosine."""
+    args = moco.parse_args("--dataset cifar10 --moco v1 --joint none".split())
+    demo = dict(arch="resnet18", epochs=200, batch_size=512, weight_decay=5e-4, temperature=0.1, queue=4096, dim=128)
+    demo |= dict(bn_groups=8, momentum=[0.99, 0.99], crop_scale=[0.08, 1.0], blur_p=[0.0, 0.0], warmup=0.0)
+    assert {name: getattr(args, name) for name in demo} == demo
+    assert [moco.learning_rate(args, epoch) for epoch in (0, 100, 200)] == pytest.approx([0.06, 0.03, 0])
+    assert len(state_of(moco, "--dataset cifar10 --moco v1 --arch resnet_mini")["model"].projector) == 1

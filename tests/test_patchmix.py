@@ -220,7 +220,8 @@ def test_without_mixing_the_batch_need_not_be_split():
 
 def test_encoders_are_table_8():
     with torch.device("meta"):  # shapes only
-        vits = [common.create_backbone(arch, 32, 4)[0] for arch in ("vit_tiny", "vit_small", "vit_base")]
+        infos = [common.backbone_info(arch, 32, 4) for arch in ("vit_tiny", "vit_small", "vit_base")]
+        vits = [common.build_backbone(info) for info in infos]
     found = [(len(vit.blocks), vit.blocks[0].attn.num_heads, vit.embed_dim) for vit in vits]
     assert found == [(12, 3, 192), (12, 6, 384), (12, 12, 768)]
 

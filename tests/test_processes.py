@@ -24,7 +24,7 @@ CASES = [  # method and flags
     "moco_jointcrop --moco v3 --hidden 16 --local-crops 2 --local-size 8",
     "jcl --bn-groups 8",
     "jcl --bn-groups 16 --vanilla",
-    f"{CLIM} --num-clusters 4 --knn-k 8 --resolutions 16 12",
+    f"{CLIM} --num-clusters 4 --knn-k 8 --image-size 16 12",
     f"{CLIM} --num-clusters 4 --selection kmeans --local-crops 2 --local-size 8",
     f"{CLIM} --selection random --mix none",
     LOGO,
@@ -54,8 +54,8 @@ class Given:
             if isinstance(part, list):
                 return [batch(one) for one in part]
             if part.dim() == 4:
-                return common.own_rows(torch.randn(self.size, *part.shape[1:], generator=g))
-            return common.own_rows(part.repeat(self.size))
+                return common.local_rows(torch.randn(self.size, *part.shape[1:], generator=g))
+            return common.local_rows(part.repeat(self.size))
 
         for _ in range(STEPS):
             yield batch(torch.utils.data.default_collate([self.images[0]]))
@@ -83,7 +83,7 @@ def process(folder, cases):
 
     def choose_positives(*args):
         table = choose(*args)
-        assert all(torch.equal(table, other) for other in common.from_all(table))
+        assert all(torch.equal(table, other) for other in common.all_gather_object(table))
         return table
 
     def patch_mix(images, num_mix, patch_size):  # a slice has the same shuffle, whichever process has it
@@ -152,9 +152,16 @@ def test_batch_norm_in_groups_is_one_for_each_slice(kind, shape):
     ours = split(x)
     theirs = torch.cat([one(part) for one, part in zip(slices, x.chunk(4), strict=True)])
     torch.testing.assert_close(ours, theirs)
-    torch.testing.assert_close(*(torch.autograd.grad((y * weight).sum(), x) for y in (ours, theirs)))
+    ours_of, theirs_of = [x, *split.parameters()], [x, *(p for one in slices for p in one.parameters())]
+    dx, *d_split = torch.autograd.grad((ours * weight).sum(), ours_of)
+    expected, *d_slices = torch.autograd.grad((theirs * weight).sum(), theirs_of)
+    torch.testing.assert_close(dx, expected)
+    for i, gradient in enumerate(d_split):  # of the weight and the bias, summed over the slices
+        torch.testing.assert_close(gradient, sum(d_slices[i :: len(d_split)]))
     for name in ("running_mean", "running_var"):
         torch.testing.assert_close(getattr(split[0], name), sum(getattr(one[0], name) for one in slices) / 4)
+    if len(shape) == 4:
+        assert split(x.to(memory_format=torch.channels_last)).is_contiguous(memory_format=torch.channels_last)
     torch.testing.assert_close(split.eval()(x), norm.eval()(x))
 
 

@@ -148,9 +148,9 @@ def follow(patch, module, method, run, s, d):
         sizes = [s["image_size"]] * (1 + s.get("num_keys", 1)) + local_sizes
         for given["step"] in itertools.count():
             views = views_of_step(s["seed"], given["step"], s["batch_size"], sizes)
-            yield from map(common.own_rows, reversed(views) if method == "clim" else views)  # CLIM's key comes first
+            yield from map(common.local_rows, reversed(views) if method == "clim" else views)  # CLIM's key comes first
 
-    def with_weights(args, config, state, derived):
+    def with_weights(args, train, state, derived):
         for name, part in state.items():
             if isinstance(part, torch.nn.Module):
                 prefix = "" if name == "model" else f"{name}."
@@ -159,7 +159,7 @@ def follow(patch, module, method, run, s, d):
         if dist.is_initialized() and not hasattr(state["model"], "queue"):
             synchronize(state["model"])
         state["model"].register_forward_hook(lambda model, views, found: losses.append(found[0].detach()))
-        return open_run(args, config, state, derived)
+        return open_run(args, train, state, derived)
 
     views = stream()
     patch.setattr(module, "augment", lambda *_: next(views))

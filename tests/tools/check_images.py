@@ -3,6 +3,7 @@
 It reads the files once, on all cores, as trainings and evaluations with --data-dir DIR do. Exit status 1 if any fails.
 """
 
+import argparse
 import os
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -33,4 +34,6 @@ def main(folder):
 
 
 if __name__ == "__main__":
-    common.start(main, lambda: sys.argv[1])
+    parser = argparse.ArgumentParser("check_images.py", description=__doc__.partition(":")[0])
+    parser.add_argument("folder", metavar="DIR", help="folder of images, as for --data-dir")
+    common.start(main, lambda: parser.parse_args().folder)

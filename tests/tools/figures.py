@@ -14,11 +14,15 @@ from unittest import mock
 
 import numpy as np
 import torch
-from matplotlib import pyplot
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.patches import FancyArrowPatch, Rectangle
 from PIL import Image
 from torch.utils.data import DistributedSampler
+
+try:
+    from matplotlib import pyplot
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.patches import FancyArrowPatch, Rectangle
+except ImportError as error:
+    raise SystemExit(f"{__doc__}\n{error}: pip install matplotlib") from None
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
@@ -86,7 +90,7 @@ def clim_views(photos, seed, without=()):
     and the mixed query.
     """
     images = [photos["flower"].crop((left, top, left + side, top + side)) for top, left, side in FLOWERS]
-    found, _ = views(clim, "--resolutions 224", images, seed, without)
+    found, _ = views(clim, "--image-size 224", images, seed, without)
     found = [view[0] for view in found]
     changed = torch.nonzero((found[1] != found[4]).any(0))
     (top, left), (height, width) = changed.amin(0).tolist(), (changed.amax(0) - changed.amin(0) + 1).tolist()

@@ -153,7 +153,7 @@ def loader(device, folder):
         began = None  # after the first batch, for which workers start
         for crops, _ in batches:
             wrong.extend(["a batch is not pinned"] * (device.type == "cuda" and not crops[0].is_pinned()))
-            views = [jcl.augment(x.to(device, non_blocking=True), args) for x in crops]
+            views = [jcl.augment(x.to(device, non_blocking=True), args, i) for i, x in enumerate(crops)]
             began = began or time.time()
         speed.append((count - len(views[0])) / (time.time() - began))
         raise KeyboardInterrupt
@@ -228,7 +228,8 @@ def collectives(device, folder):
     right = dict(gather=jcl.gather(even).cpu().equal(each.repeat_interleave(2)), broadcast=of_first.item() == 0)
     right["gather_rows"] = common.gather_rows(uneven)[:, 0].cpu().equal(each.repeat_interleave(each))
     dist.all_reduce(even)
-    right |= dict(all_reduce=even.tolist() == [sum(range(world))] * 2, from_all=common.from_all(rank) == each.tolist())
+    right["all_reduce"] = even.tolist() == [sum(range(world))] * 2
+    right["all_gather_object"] = common.all_gather_object(rank) == each.tolist()
     yield f"of {world} process(es)", [name for name in right if not right[name]]
 
 
@@ -246,7 +247,7 @@ def group(device, folder):
         sums = []
         with mock.patch.object(common, "save_run", note):
             train(case, folder / f"{name} {world}", "--amp", "off", "--device", device.type)
-        same = all(other == sums for other in common.from_all(sums))
+        same = all(other == sums for other in common.all_gather_object(sums))
         yield f"{name}, {world} process(es)", [] if same and sums else ["the processes end with different models"]
 
 
