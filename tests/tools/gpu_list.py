@@ -46,7 +46,8 @@ ARMS = {  # name: (how tables call it, its script with flags, the published kNN)
     "patchmix-released": ("PatchMix, M = 3, released", f"{VIT} --num-mix 3 --variant released", ""),
     "mocov3": ("MoCo v3", f"{VIT} --num-mix 1 --terms oto,mto", ""),
 }
-SPEEDS = ("moco_jointcrop.py", "jcl.py", "clim.py --clim-start 0", "logo.py", VIT)
+SPEEDS = dict(moco="moco_jointcrop.py", jcl="jcl.py", clim="clim.py --clim-start 0", logo="logo.py", patchmix=VIT)
+SPEEDS |= {f"{name}-compiled": f"{line} --compile" for name, line in SPEEDS.items()}
 DRY = "--device cpu --batch-size 32"  # of --dry-run
 
 
@@ -112,9 +113,8 @@ def write(file, record):
 
 def speed(name, out, dry):
     """Time a step of a script: the network alone on views that are on the device, with color, and the whole loop."""
-    line = name.replace("+", " ")
-    module, args = parse(line.removesuffix(" --compile"), RUNS / "speed" / f"{os.getpid()}", dry, "--knn-every", "0")
-    args.compile, args.epochs = line.endswith(" --compile"), 10
+    line, workers = SPEEDS[name], str(0 if dry else 5)
+    module, args = parse(line, RUNS / "speed" / f"{os.getpid()}", dry, "--knn-every", "0", "--workers", workers)
     warm, timed = (1, 2) if dry else (10, 30)
     views, found, color, began = {}, {}, module.augment, time.perf_counter()
     wait = torch.cuda.synchronize if torch.cuda.is_available() else lambda: None
@@ -158,10 +158,10 @@ def record(name, line, folder):
     epochs = [json.loads(text) for text in (folder / "metrics.jsonl").read_text().splitlines()]
     config = json.loads((folder / "config.json").read_text())
     known = ("epoch", "loss", "std", "rank", "grad_norm", "images_per_s", "knn20_top1", "knn200_top1")
-    speeds = [r["images_per_s"] for r in epochs]
+    speeds, images = [r["images_per_s"] for r in epochs], int(config["images"].split()[0])
     found = dict(command=line, of_epochs=config["epochs"], images_per_s=round(float(np.median(speeds))))
     found |= dict(
-        seconds=round(sum(50000 / x for x in speeds)), epochs=[{k: r[k] for k in known if k in r} for r in epochs]
+        seconds=round(sum(images / x for x in speeds)), epochs=[{k: r[k] for k in known if k in r} for r in epochs]
     )
     return found | card()
 
@@ -173,7 +173,10 @@ def train(name, out, dry, epochs, workers):
     images = load(dry)
     module, args = parse(line, folder, dry, "--knn-every", "50", "--workers", workers)
     module.main(args, *images)
-    found, words = record(name, line, folder), [str(folder), "--no-baselines", *DRY.split()[:2] * dry]
+    found, words = (
+        record(name, line, folder),
+        [str(folder), "--no-baselines", "--workers", workers, *DRY.split()[:2] * dry],
+    )
     for temperature in ("0.07", "0.1") if arm == "moco-demo" else ("0.07",):
         options = ["--k", "20", "200", "--temperature", temperature]
         found[f"knn, T {temperature}"] = eval_knn.main(eval_knn.parse_args(words + options), *images)["encoder"]
@@ -216,8 +219,8 @@ def run(args):
                     print(f"{name}: exit status {running.pop(name).returncode}", flush=True)
             time.sleep(0.5)
 
-    for line in [text + more for more in ("", " --compile") for text in SPEEDS]:
-        if f"speed-{(name := line.replace(' ', '+'))}" not in done:
+    for name in SPEEDS:
+        if f"speed-{name}" not in done and not (args.dry_run and name.endswith("-compiled")):
             start(f"speed-{name}", __file__, "speed", name, str(out), *dry)
     collect(end)
     check = [str(ROOT / "tests/tools/gpu_check.py"), "--seconds", str(max(1, end - time.time()))]
