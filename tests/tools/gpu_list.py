@@ -98,10 +98,8 @@ def parse(line, out, dry, *more):
 
 def card():
     """What a measurement was made with."""
-    describe = ["git", "describe", "--always", "--dirty"]
-    commit = subprocess.run(describe, cwd=ROOT, capture_output=True, text=True).stdout.strip() or "not a git checkout"
     name = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
-    return dict(device=name, torch=torch.__version__, cuda=torch.version.cuda, commit=commit)
+    return dict(device=name, torch=torch.__version__, cuda=torch.version.cuda, commit=os.environ.get("COMMIT"))
 
 
 def write(file, record):
@@ -143,43 +141,38 @@ def speed(name, out, dry):
             found[mode] = round(1000 * (time.perf_counter() - start) / timed, 2)
         raise KeyboardInterrupt
 
-    with (
-        training_batches(batches),
-        mock.patch.object(module, "augment", augment),
-        contextlib.suppress(KeyboardInterrupt),
-    ):
-        module.main(args, load(dry)[0])
+    with contextlib.suppress(KeyboardInterrupt), mock.patch.object(module, "augment", augment):
+        with training_batches(batches):
+            module.main(args, load(dry)[0])
     memory = torch.cuda.max_memory_allocated() / 1e9 if not dry else 0
-    write(f"{out}/speed-{name}.json", dict(command=line, batch=args.batch_size, GB=round(memory, 1), ms=found) | card())
+    timed = dict(command=line, batch=args.batch_size, first_step_s=found.pop("first_step_s"), ms=found)
+    write(f"{out}/speed-{name}.json", timed | dict(GB=round(memory, 1)) | card())
 
 
-def record(name, line, folder):
-    """What is kept of a training, as far as it has come."""
-    epochs = [json.loads(text) for text in (folder / "metrics.jsonl").read_text().splitlines()]
-    config = json.loads((folder / "config.json").read_text())
-    known = ("epoch", "loss", "std", "rank", "grad_norm", "images_per_s", "knn20_top1", "knn200_top1")
-    speeds, images = [r["images_per_s"] for r in epochs], int(config["images"].split()[0])
-    found = dict(command=line, of_epochs=config["epochs"], images_per_s=round(float(np.median(speeds))))
-    found |= dict(
-        seconds=round(sum(images / x for x in speeds)), epochs=[{k: r[k] for k in known if k in r} for r in epochs]
+def record(name, epochs):
+    """What is kept of a training of an arm, as far as it has come. epochs: of the whole."""
+    arm, seed = name.rsplit("-s", 1)
+    records = [json.loads(line) for line in (RUNS / name / "metrics.jsonl").read_text().splitlines()]
+    images = int(json.loads((RUNS / name / "config.json").read_text())["images"].split()[0])
+    speeds = [r["images_per_s"] for r in records]
+    found = dict(
+        command=f"{ARMS[arm][1]} --epochs {epochs} --seed {seed}", images_per_s=round(float(np.median(speeds)))
     )
-    return found | card()
+    return found | dict(seconds=round(sum(images / speed for speed in speeds)), epochs=records) | card()
 
 
 def train(name, out, dry, epochs, workers):
     """Train an arm, evaluate it, and write its JSON."""
     arm, seed = name.rsplit("-s", 1)
-    line, folder = f"{ARMS[arm][1]} --epochs {epochs} --seed {seed}", RUNS / name
-    images = load(dry)
-    module, args = parse(line, folder, dry, "--knn-every", "50", "--workers", workers)
+    images, words = load(dry), ["--workers", workers]
+    training = [*words, "--knn-every", "50", "--epochs", epochs, "--seed", seed]
+    module, args = parse(ARMS[arm][1], RUNS / name, dry, *training)
     module.main(args, *images)
-    found, words = (
-        record(name, line, folder),
-        [str(folder), "--no-baselines", "--workers", workers, *DRY.split()[:2] * dry],
-    )
-    for temperature in ("0.07", "0.1") if arm == "moco-demo" else ("0.07",):
-        options = ["--k", "20", "200", "--temperature", temperature]
-        found[f"knn, T {temperature}"] = eval_knn.main(eval_knn.parse_args(words + options), *images)["encoder"]
+    words += [str(RUNS / name), "--no-baselines", *DRY.split()[:2] * dry]
+    found = record(name, epochs) | dict(kNN={})
+    for temperature in ("0.07", "0.1") if arm == "moco-demo" else ("0.07",):  # 0.1: the demo's own
+        flags = eval_knn.parse_args([*words, "--k", "20", "200", "--temperature", temperature])
+        found["kNN"][temperature] = eval_knn.main(flags, *images)["encoder"]
     found["linear"] = eval_linear.main(eval_linear.parse_args(words), *images)["encoder"]
     write(f"{out}/{name}.json", found)
 
@@ -205,7 +198,7 @@ def run(args):
 
     def start(name, *words):
         log = open(RUNS / f"{name}.log", "a")
-        environment = os.environ | {"OMP_NUM_THREADS": "1"}
+        environment = os.environ | {"OMP_NUM_THREADS": "1", "COMMIT": args.commit}
         running[name] = subprocess.Popen([sys.executable, *words], stdout=log, stderr=log, env=environment, cwd=ROOT)
 
     def collect(until, at_most=0):
@@ -220,6 +213,7 @@ def run(args):
             time.sleep(0.5)
 
     for name in SPEEDS:
+        collect(end, 0 if args.dry_run else len(SPEEDS))
         if f"speed-{name}" not in done and not (args.dry_run and name.endswith("-compiled")):
             start(f"speed-{name}", __file__, "speed", name, str(out), *dry)
     collect(end)
@@ -234,10 +228,7 @@ def run(args):
     collect(end)
     for name in arms:
         if name not in finished(out) and (RUNS / name / "metrics.jsonl").exists():
-            arm, seed = name.rsplit("-s", 1)
-            write(
-                out / f"{name}.json", record(name, f"{ARMS[arm][1]} --epochs {args.epochs} --seed {seed}", RUNS / name)
-            )
+            write(out / f"{name}.json", record(name, args.epochs))
     for log in RUNS.glob("*.log"):
         (out / log.name).write_bytes(log.read_bytes())
 

@@ -93,7 +93,7 @@ BEGUN = {
 }
 # What a CPU cannot do is reduced. CIFAR-10's images have 32 px, so larger views would show no more, and take longer.
 REDUCED = dict(  # recipe: (by what sides of views, local crops and patches are divided, images, largest batch)
-    patterns=(1, 4096, 512), cifar10=(1, 16384, 512), stl10=(3, 8192, 512), imagenet100=(8, 8192, 512),
+    patterns=(1, 4096, 512), cifar10=(1, 12800, 512), stl10=(3, 9600, 512), imagenet100=(8, 8192, 512),
     imagenet=(8, 8192, 512), folder=(8, 8192, 512),
 )  # fmt: skip
 BEGINS = {f"{name}-{recipe}": (name, recipe) for recipe in REDUCED for name in BEGUN}
@@ -198,11 +198,10 @@ def three_epochs(name, recipe, images):
     config = json.loads((out / "config.json").read_text())
     epochs = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     names = ("epoch", "loss", "std", "rank", "grad_norm", "lr")
+    record["epochs"] = [{name: float(f"{epoch[name]:.4g}") for name in names} for epoch in epochs]
     record |= dict(command=BEGUN[name], arch=args.arch, used_size=args.image_size, used_batch=args.batch_size)
     record |= dict(images=len(images), steps=len(images) // args.batch_size, uniform=config["loss_at_uniform_logits"])
-    record |= dict(
-        epochs=[{k: float(f"{r[k]:.4g}") for k in names} for r in epochs], seconds=round(time.time() - began)
-    )
+    record["seconds"] = round(time.time() - began)
     return record | versions()
 
 
@@ -288,9 +287,8 @@ def begun():
     rows = []
     for record in kept("begin").values():
         first, *_, last = record["epochs"]
-        std, rank, loss, norm = (
-            f"{first[name]:.3g}, {last[name]:.3g}" for name in ("std", "rank", "loss", "grad_norm")
-        )
+        names = ("std", "rank", "loss", "grad_norm")
+        std, rank, loss, norm = (f"{first[name]:.3g}, {last[name]:.3g}" for name in names)
         pairs = [(record[f"used_{name}"], record[name]) for name in ("size", "batch")]
         size, batch = (f"{used}" if used == own else f"{used} for {own}" for used, own in pairs)
         counts = f"{record['images']:,} in {record['steps']}"
@@ -305,28 +303,16 @@ def begun():
 def trained_on_gpu():
     """Markdown of what a GPU has trained to the end."""
     rows = []
-    for name, record in gpu_list.finished(KEPT / "gpu").items():
+    for arm, record in gpu_list.finished(KEPT / "gpu").items():
         if "linear" in record:
-            title, _, published = gpu_list.ARMS[name.rsplit("-s", 1)[0]]
-            at = {words: scores for words, scores in record.items() if words.startswith("knn, T")}
-            knn = [f"{at['knn, T 0.07'][f'knn{k}_top1']:.1f}" for k in (20, 200)]
-            as_published = f"{at['knn, T 0.1']['knn200_top1']:.1f}" if "knn, T 0.1" in at else ""
-            numbers = [*knn, as_published, published, f"{record['linear']['linear_top1']:.1f}"]
-            time = [record["device"], f"{record['images_per_s']:,}", f"{record['seconds'] / 60:.0f}"]
-            rows.append([title, f"`{record['command']}`", *numbers, *time])
-    heads = [
-        "arm",
-        "command",
-        "kNN, k 20",
-        "k 200",
-        "k 200, T 0.1",
-        "published",
-        "linear",
-        "card",
-        "images/s",
-        "minutes",
-    ]
-    return markdown(heads, rows) if rows else ""
+            title, _, published = gpu_list.ARMS[arm.rsplit("-s", 1)[0]]
+            scores = [record["kNN"]["0.07"][f"knn{k}_top1"] for k in (20, 200)]
+            scores += [record["linear"]["linear_top1"], record["kNN"].get("0.1", {}).get("knn200_top1")]
+            percents = [f"{score:.1f}" if score else "" for score in scores]
+            time = [f"{record['images_per_s']:,}", f"{record['seconds'] / 60:.0f}"]
+            rows.append([title, f"`{record['command']}`", *percents, published, record["device"], *time])
+    heads = ["arm", "command", "kNN, k 20", "kNN, k 200", "linear", "as published: k 200, T 0.1", "published"]
+    return markdown([*heads, "card", "images/s", "minutes"], rows) if rows else ""
 
 
 def timed_on_gpu():
@@ -336,11 +322,10 @@ def timed_on_gpu():
         if "ms" in record:
             times = [f"{record['ms'][mode]:.1f}" for mode in ("network", "color", "loop")]
             speed = f"{1000 * record['batch'] / record['ms']['loop']:,.0f}"
-            rows.append(
-                [f"`{record['command']}`", str(record["batch"]), *times, speed, f"{record['GB']}", record["device"]]
-            )
-    heads = ["command", "batch", "network alone, ms", "with color", "whole loop", "images/s", "GB", "card"]
-    return markdown(heads, rows) if rows else ""
+            cells = [f"`{record['command']}`", f"{record['batch']}", *times, speed, f"{record['GB']}"]
+            rows.append([*cells, f"{record['first_step_s']:.0f}", record["device"]])
+    heads = ["command", "batch", "network alone, ms", "with color", "whole loop", "images/s", "GB"]
+    return markdown([*heads, "s until the second step", "card"], rows) if rows else ""
 
 
 TABLES = {"gpu": trained_on_gpu, "gpu, a step": timed_on_gpu, "begin": begun, "claims": claims, "arms": table}
@@ -393,12 +378,11 @@ def main():
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1], metavar="N")
     add = parser.add_argument_group("gpu").add_argument
     add("--archive", metavar="FILE", help="CIFAR-10's JPEG files, in a tar archive")
-    add(
-        "--minutes", type=float, default=9, metavar="N", help="what takes longer is ended, and goes on in the next call"
-    )
+    add("--minutes", type=float, default=9, metavar="N", help="then what still runs is ended")
     add("--at-once", type=int, default=4, metavar="N", help="trainings that share the GPU")
     add("--epochs", default="200", metavar="N", help="of each training")
     add("--out", metavar="DIR", help="for its JSON files; if not given, tests/results/gpu")
+    add("--commit", default="unknown", metavar="TEXT", help="of these files: where a GPU is lent, there may be no git")
     add("--dry-run", action="store_true", help="all of it on the CPU: small encoders, few images, few steps")
     parser.set_defaults(kept=KEPT / "gpu")
     args = parser.parse_args()
