@@ -121,7 +121,7 @@ def parse_args(argv=None):
     common.add_evaluation_arguments(parser)
     group = parser.add_argument_group("protocol")
     add = group.add_argument
-    add("--protocol", choices=("probe", *LINEAR), help="default: probe, or with --finetune that of the encoder's type")
+    add("--protocol", choices=("probe", *LINEAR), help="if None, probe; with --finetune, patchmix for ViTs, else clim")
     add("--finetune", action="store_true", help="train all layers, with --protocol patchmix or clim")
     add("--solver", choices=("sgd", "lbfgs"), default="sgd", help="optimizer of the probe")
     add = group.add_mutually_exclusive_group().add_argument
@@ -134,7 +134,10 @@ def parse_args(argv=None):
     add("--batch-size", type=common.positive_int, help="global batch size")
     add("--lr", type=common.positive_float, help="peak learning rate per 256 images")
     add(
-        "--milestones", type=common.fraction, nargs="*", help="fractions of training to drop --lr tenfold; none: cosine"
+        "--milestones",
+        type=common.fraction,
+        nargs="*",
+        help="divide --lr by 10 at these fractions of training; or cosine",
     )
     add("--warmup", type=common.nonnegative_float, help="linear warmup epochs, at most a quarter of --epochs")
     add("--weight-decay", type=common.nonnegative_float, help="weight decay, except for biases and norms")
