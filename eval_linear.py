@@ -133,12 +133,7 @@ def parse_args(argv=None):
     add("--epochs", type=common.positive_int, help="number of epochs")
     add("--batch-size", type=common.positive_int, help="global batch size")
     add("--lr", type=common.positive_float, help="peak learning rate per 256 images")
-    add(
-        "--milestones",
-        type=common.fraction,
-        nargs="*",
-        help="divide --lr by 10 at these fractions of training; or cosine",
-    )
+    add("--milestones", type=common.fraction, nargs="*", help="--lr is divided by 10 at these fractions; none: cosine")
     add("--warmup", type=common.nonnegative_float, help="linear warmup epochs, at most a quarter of --epochs")
     add("--weight-decay", type=common.nonnegative_float, help="weight decay, except for biases and norms")
     add("--pad", type=common.nonnegative_int, help="RandomCrop with N pixels of padding; 0: RandomResizedCrop")
