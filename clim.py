@@ -74,7 +74,7 @@ import common
 def parse_args(argv=None):
     """Parse the command line. The defaults are the paper's for ImageNet, with the changes that `recipe` returns."""
     options = dict(formatter_class=argparse.ArgumentDefaultsHelpFormatter, allow_abbrev=False)
-    parser = argparse.ArgumentParser("clim.py", "%(prog)s [options]", __doc__.splitlines()[0], **options)
+    parser = argparse.ArgumentParser("clim.py", "%(prog)s [options]", str(__doc__).splitlines()[0], **options)
     parser.set_defaults(method="clim")
 
     add = parser.add_argument_group("loss").add_argument

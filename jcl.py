@@ -63,7 +63,7 @@ import common
 def parse_args(argv=None):
     """Parse the command line. The defaults are the paper's for ImageNet, with the changes that `recipe` returns."""
     options = dict(formatter_class=argparse.ArgumentDefaultsHelpFormatter, allow_abbrev=False)
-    parser = argparse.ArgumentParser("jcl.py", "%(prog)s [options]", __doc__.splitlines()[0], **options)
+    parser = argparse.ArgumentParser("jcl.py", "%(prog)s [options]", str(__doc__).splitlines()[0], **options)
     parser.set_defaults(method="jcl")
     add = parser.add_argument
     add("--variant", choices=("paper", "released"), default="paper", help="follow the paper, or the authors' code")

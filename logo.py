@@ -91,7 +91,7 @@ import common
 def parse_args(argv=None):
     """Parse the command line. The defaults are the released code's for ImageNet-100, changed by `recipe`."""
     options = dict(formatter_class=argparse.ArgumentDefaultsHelpFormatter, allow_abbrev=False)
-    parser = argparse.ArgumentParser("logo.py", "%(prog)s [options]", __doc__.splitlines()[0], **options)
+    parser = argparse.ArgumentParser("logo.py", "%(prog)s [options]", str(__doc__).splitlines()[0], **options)
     parser.set_defaults(method="logo")
     add = parser.add_argument
     add("--variant", choices=("paper", "released"), default="released", help="follow the paper, or the authors' code")

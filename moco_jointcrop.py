@@ -86,7 +86,7 @@ import common
 def parse_args(argv=None):
     """Parse the command line. The defaults are MoCo v2's for ImageNet, with the changes that `recipe` returns."""
     options = dict(formatter_class=argparse.ArgumentDefaultsHelpFormatter, allow_abbrev=False)
-    parser = argparse.ArgumentParser("moco_jointcrop.py", "%(prog)s [options]", __doc__.splitlines()[0], **options)
+    parser = argparse.ArgumentParser("moco_jointcrop.py", "%(prog)s [options]", str(__doc__).splitlines()[0], **options)
     parser.set_defaults(method="moco_jointcrop")
     add = parser.add_argument
     add("--variant", choices=("paper", "released"), default="paper", help="paper: any MoCo; released: J-Crop(0) on v3")
@@ -371,6 +371,7 @@ class JointViews(Dataset):
 
     def __getitem__(self, index):
         image, _ = self.images[index]
+        image = common.to_rgb(image)
         joint_crop, joint_blur = self.joint in ("crop", "both"), self.joint in ("blur", "both")
         if self.joint == "either":  # App. F
             joint_crop = torch.rand(()).item() < self.probability

@@ -67,6 +67,16 @@ def test_recipes_have_values_that_the_flags_take(method, module, dataset, form):
     assert vars(module.parse_args(argv)) == args  # also the folder's name
 
 
+@pytest.mark.parametrize("script", [*METHODS, "eval_knn", "eval_linear"])
+def test_help_without_docstrings(script, monkeypatch, capsys):
+    """As with python -OO."""
+    module = importlib.import_module(script)
+    monkeypatch.setattr(module, "__doc__", None)
+    with pytest.raises(SystemExit) as stop:
+        module.parse_args(["--help"])
+    assert stop.value.code == 0 and "--seed" in capsys.readouterr().out
+
+
 ZERO = """beta blur_p clim_start drop_path joint_prob keep_every knn_every lam local_crops milestones min_lr momentum
     seed smoothing term_weights warmup weight_decay workers""".split()  # the other numbers are above 0
 FRACTIONS = "momentum crop_scale global_scale local_scale blur_p joint_prob smoothing drop_path milestones".split()

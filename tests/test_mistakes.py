@@ -20,6 +20,8 @@ pytestmark = pytest.mark.usefixtures("_tiny")
 EVALUATIONS = ["eval_knn", "eval_linear"]
 MISTAKES = [  # scripts, flags, what the line has to name
     (METHODS, "--arch nothing", "nothing"),
+    (METHODS, "--arch resnet18.a1_in1k", "pass resnet18, and --init"),  # its weights would not be used
+    (["jcl", "patchmix"], "--crop-scale 0.5 1.5", "'1.5' is not a number from 0 to 1"),
     (METHODS, "--epoch 3", "--epoch"),  # not taken for --epochs
     (METHODS, "--min-lr 99", "--min-lr"),
     (METHODS, "--patch-size 5", "--patch-size"),
