@@ -41,6 +41,7 @@ MISTAKES = [  # scripts, flags, what the line has to name
     (["moco_jointcrop"], "--joint blur --blur-p 0", "--blur-p"),
     (["clim"], "--clim-start 2", "--clim-start"),
     (["clim"], "--image-size 24 12", "--patch-size"),
+    (["logo"], "--one-way", "--local-crops 0"),
     (["logo"], "--local-size 24", "--local-size"),
     (["patchmix"], "--terms oto,other", "--terms"),
     (["patchmix"], "--patch-size 8 --num-mix 5", "--num-mix"),
