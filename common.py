@@ -67,7 +67,6 @@ IMAGENET100 = sorted(f"n{number}" for number in IMAGENET100.split())
 FORMATS = ("AVIF", "BMP", "GIF", "JPEG", "PNG", "PPM", "TGA", "TIFF", "WEBP")
 EXTENSIONS = {extension for extension, name in Image.registered_extensions().items() if name in FORMATS}
 SYSTEM_FOLDERS = "@eaDir @Recycle @Recently-Snapshot #recycle #snapshot $RECYCLE.BIN lost+found".split()
-DEMO = "Training on synthetic images. For real data pass --dataset cifar10, or folder or imagenet with --data-dir DIR"
 
 
 def to_rgb(image, use_exif=False):
@@ -313,8 +312,6 @@ def open_data(name, root=None, image_size=32, train=None, test=None):
     if train is None:
         train = load_dataset(name, root, True, image_size, unlabeled=True)
         test = load_dataset(name, root, False, image_size) if test is None else test
-    if getattr(train, "is_generated", False):
-        log(DEMO)
     if not have_labels(train, test):
         found = f"{describe(train)}; {describe(test) if test else 'no test images'}"
         names = [{*map(str, getattr(images, "classes", ()))} for images in (train, test)]
@@ -941,14 +938,28 @@ def baselines(info, seed, images):
 # ================================================================= 5. processes
 
 
-def start(main, parse_args):
-    """Run a script: main(parse_args()). A UsageError is printed as one line, with exit status 2; Ctrl-C with 130."""
+def log_demo(args, command):
+    """Print how to train on real data, if a training is the demo. command: the paper's, a script and its flags."""
+    if command and args.dataset == "patterns" and os.environ.get("RANK", "0") == "0":
+        log("Demo on synthetic images. For real data pass --dataset cifar10, or folder or imagenet with --data-dir DIR")
+        log("Its learning rate, patch size, heads and other values are not the paper's, whatever --arch is.")
+        log(f"The paper's run: torchrun --nproc_per_node=8 {command}")
+
+
+def start(main, parse_args, paper=None):
+    """Run a script: main(parse_args()). A UsageError is printed as one line, with exit status 2; Ctrl-C with 130.
+
+    paper: the command of the paper's training, see `log_demo`.
+    """
     sys.stdout = sys.stdout or open(os.devnull, "w")  # None if it is closed
     torch.set_flush_denormal(True)  # denormal numbers make a CPU several times slower
     torch.backends.cudnn.benchmark = True
     warnings.filterwarnings("ignore", ".*Grad strides do not match")  # DistributedDataParallel's, about speed
     try:
-        main(parse_args())
+        args = parse_args()
+        log_demo(args, paper)
+        main(args)
+        log_demo(args, paper)
     except KeyboardInterrupt:
         log("interrupted: the same command resumes a training after its last saved epoch")
         raise SystemExit(130) from None
@@ -1092,18 +1103,15 @@ def log_values(title, values):
     log(textwrap.fill("  ".join(words), 120, break_on_hyphens=False, **indent).replace("\xa0", " "))
 
 
-def log_epoch(title, records, names=(), images=None):
+def log_epoch(title, records, names=()):
     """Print the last epoch's scores, and its figures that have one of the names, after a title.
 
-    records: a dict per epoch. A line follows if the embeddings have collapsed, which is when their `std` has been below
-    0.1 for three epochs, and another one if `images` are generated.
+    records: a dict per epoch. Another line says once if the `std` of the embeddings is below 0.1 for three epochs.
     """
     scores = [name for name in records[-1] if re.fullmatch(r"(knn\d+|linear|finetune)_(top1|top5|per_class)", name)]
     log("  ".join([title, *(f"{name} {format_value(records[-1][name])}" for name in [*names, *scores])]))
     if [record.get("std", 1) < 0.1 for record in records[-4:]] in ([True] * 3, [False, True, True, True]):
         log(COLLAPSE)
-    if getattr(images, "is_generated", False):
-        log(DEMO)
 
 
 def format_value(value):
@@ -1197,7 +1205,9 @@ def parse_args(parser, argv, recipe):
     add_run_arguments(parser)
     argv = sys.argv[1:] if argv is None else argv
     chosen, _ = parser.parse_known_args([word for word in argv if word not in ("-h", "--help")])
-    parser.set_defaults(**recipe(chosen))  # before --help shows them
+    for name, value in recipe(chosen).items():  # before --help shows them
+        takes_several = isinstance(parser.get_default(name), list) and not isinstance(value, list)
+        parser.set_defaults(**{name: [value] if takes_several else value})
     args = parser.parse_args(argv)
     if args.show_views and (not args.show_views.endswith(".png") or os.path.exists(args.show_views)):
         parser.error(f"--show-views {args.show_views}: expected the name of a new file that ends in .png")
@@ -1212,19 +1222,13 @@ def parse_args(parser, argv, recipe):
     return args
 
 
-def check_flags(parser, args, needs=()):
-    """Report arguments that do not fit together, by parser.error.
-
-    needs: list of (names of flags, whether they have an effect, what that needs). A flag without an effect must have
-    its default. Ranges of areas have the smaller number first, and learning rates the larger one.
-    """
-    for names, have_effect, needed in needs:
-        for name in names:
-            if not have_effect and getattr(args, name) != parser.get_default(name):
-                parser.error(f"--{name.replace('_', '-')} has no effect without {needed}")
+def check_flags(parser, args):
+    """Report values that cannot be, or do not fit together, by parser.error."""
     for name, value in vars(args).items():
         if name.endswith("_scale") and not 0 < value[0] <= value[1]:
             parser.error(f"--{name.replace('_', '-')}: expected two numbers above 0, the smaller one first")
+        if name in ("momentum", "blur_p") and len(value) > 2:
+            parser.error(f"--{name.replace('_', '-')}: expected one or two numbers")
     if args.init_prefix and not args.init:
         parser.error("--init-prefix has no effect without --init")
     if getattr(args, "min_lr", 0) > args.lr:
