@@ -1,55 +1,30 @@
 """CLIM: Center-wise Local Image Mixture (Li et al., ICLR 2021 submission, arXiv 2011.02697), on MoCo v2.
 
 MoCo's only positives are views of the same image. CLIM adds other images as positives. Every few epochs it embeds all
-images, clusters them, and finds the nearest neighbours of each. The positives of an image are those of its neighbours
-that share its cluster and lie closer to the cluster's center than the image itself. So similar images move together,
-towards the centers.
+images, clusters them, and finds the nearest neighbors of each. The positives of an image are those of its neighbors
+that share its cluster and are closer to the cluster's center than the image itself.
 
-Some of these positives are wrong, so the loss does not trust them fully. CutMix pastes a box of the positive into the
-image. The query is the embedding of this mix. Its loss has two terms, with the keys of the image and of the positive,
-weighted by their shares of the pixels. Multi-resolution is a second augmentation: the same crop is encoded at several
-sizes, and the query of every size is compared with the keys of every size.
+Some of these positives are wrong, so CutMix pastes a box of the positive into the image. The query is the embedding of
+this mix. Its loss has two terms, with the keys of the image and of the positive, weighted by their fractions of the
+pixels. Multi-resolution encodes each crop at several sizes, and compares queries of every size with keys of every size.
 
-    Eq. 1              info_nce; nce in clim_loss                 MoCo v2's loss; each term of Eq. 4
-    Eq. 2, App. A.2    kmeans, nearest_neighbors, select_positives
-    Eq. 3              cutmix, mix_queries
-    Eq. 4              clim_loss
-    Eq. 5              (not computed)                             it defines the scale of a crop
-    Eq. 6              CLIM.forward                               the sum over pairs of sizes
-    Table 6            choose_positives, --selection, --mix       other choices, in the same epochs (ours); no mixing
+    Eq. 1              info_nce; nce in clim_loss                      MoCo v2's loss; each term of Eq. 4
+    Eq. 2, App. A.2    kmeans, nearest_neighbors, select_positives     the positives (Table 6: choose_positives)
+    Eq. 3              cutmix, mix_queries                             mixed queries
+    Eq. 4              clim_loss                                       their loss
+    Eq. 6              CLIM.forward                                    the sum over pairs of sizes
 
     python clim.py                                                            # a laptop, no data
     python clim.py --dataset cifar10 --selection none                         # the baseline, MoCo v2, on one GPU
     torchrun --nproc_per_node=8 clim.py --dataset imagenet --data-dir DIR
 
-The baseline is MoCo v2. `--selection none` with one resolution is exactly its loss. CLIM changes these lines:
-    MoCo v2                       | here                                       | where
-    no positives                  | a choice of positives every few epochs     | kmeans, ..., choose_positives
-    one query and one key view    | also two views of one positive             | ImageAndPositive
-    q = query(view)               | q = query(view mixed with the positive's)  | mix_queries, cutmix
-    k = key(view)                 | keys k of the image, k' of its positive    | CLIM.forward
-    info_nce(q, k, queue, tau)    | clim_loss(q, k, k', queue, tau, lambda)    | CLIM.contrast
-    one size                      | a sum over all pairs of sizes              | CLIM.forward
-
-Tables 6, 8 and 9 take one resolution: `--dataset imagenet --resolutions 224`, and the flags whose help names the table.
-Table 7 is `--resolutions 224 96` and so on. Its multi-crop is `--local-crops 2`.
-Not here: detection and segmentation on VOC, COCO and LVIS (Tables 3 to 5), Table 10, and the t-SNE of Fig. 3.
-
-There is no released code. Where the paper is silent, this file decides, and says "ours" there. Differences:
-    D1 The image itself. Paper: it fulfils Eq. 2, as an equality. Here: it is no positive, unless it is the only image.
-    D2 Too few positives. Paper (App. A.2): the nearest of the remaining 40 neighbours. Here: read as those that Eq. 2
-       excludes, nearest first, although that contradicts Eq. 2.
-    D3 The sum of Eq. 6. Paper and here: a sum, of four terms for two sizes, which raises the effective learning rate.
-       Local crops add their terms. Paper: r is the size of the image's views, r' of the positive's. Here: r is the size
-       of the query, r' of both its keys.
-    D4 The sizes {224, 224} of Table 7. Paper: silent. Here: both have one crop with its colors, one is mirrored.
-    D5 Crops of multi-resolution. Paper (section 3.3): fixed over the sizes. Here: a view has one crop at all sizes, and
-       query and key have different crops. `--same-crop` is the other reading: a key has the crop of its query.
-    D6 Multi-crop. Paper (section 4.4): only sizes and areas. Here (ours): local crops are queries, which are mixed with
-       local crops of the positive.
-    D7 The weight of Eq. 4. Paper: lambda, drawn from Beta(alpha, alpha). Here, as in CutMix's code: the share of the
-       image that is left, which is larger than lambda where a part of the box is outside.
-Differences in rounding, indices and precision are listed in tests/golden/README.md.
+The baseline is MoCo v2. `--selection none` with one image size is exactly its loss. CLIM changes these lines:
+    one query and one key view    ->  also two views of one positive               (choose_positives, ImageAndPositive)
+    q = query(view)               ->  q = query(view mixed with the positive's)    (mix_queries, cutmix)
+    k = key(view)                 ->  keys k of the image, k' of its positive      (CLIM.forward)
+    info_nce(q, k, queue, tau)    ->  clim_loss(q, k, k', queue, tau, lambda)      (CLIM.contrast)
+    one size                      ->  a sum over all pairs of sizes                (CLIM.forward)
+There is no released code. (D1), (D2), ... are the differences between the paper and this file, listed at the end.
 """
 
 import argparse
@@ -74,53 +49,65 @@ import common
 def parse_args(argv=None):
     """Parse the command line. The defaults are the paper's for ImageNet, with the changes that `recipe` returns."""
     options = dict(formatter_class=argparse.ArgumentDefaultsHelpFormatter, allow_abbrev=False)
-    parser = argparse.ArgumentParser("clim.py", "%(prog)s [options]", __doc__.splitlines()[0], **options)
+    parser = argparse.ArgumentParser("clim.py", "%(prog)s [options]", "CLIM (arXiv 2011.02697), on MoCo v2", **options)
     parser.set_defaults(method="clim")
 
     add = parser.add_argument_group("loss").add_argument
     add("--mix", choices=("cutmix", "none"), default="cutmix", help="none: half the loss to each key (Table 6)")
-    add("--alpha", type=common.positive_float, default=2.0, help="parameter of CutMix's Beta(alpha, alpha) (Table 9)")
-    add("--temperature", type=common.positive_float, default=0.2, help="temperature tau of the loss")  # MoCo v2's
-    add("--queue", type=common.positive_int, default=65536, help="number of negatives; a tenth of the images if None")
+    add("--alpha", type=common.positive_float, default=2.0, help="alpha of CutMix's Beta(alpha, alpha) (Table 9)")
+    add("--temperature", type=common.positive_float, default=0.2, help="softmax temperature tau")  # MoCo v2's
+    add("--queue", type=common.positive_int, default=65536, help="queue length; --dataset folder: 1/10 of the images")
 
     add = parser.add_argument_group("positives").add_argument
     ways = ("none", "random", "knn", "kmeans", "center")
-    add("--selection", choices=ways, default="center", help="how positives are chosen (Table 6); none: MoCo v2")
-    add("--num-clusters", type=common.positive_int, default=10000, help="clusters (Table 8); 1 per 128 images if None")
-    add("--knn-k", type=common.positive_int, default=40, help="nearest neighbours, k (Table 8)")
+    add("--selection", choices=ways, default="center", help="how positives are selected (Table 6); none: MoCo v2")
+    add("--num-clusters", type=common.positive_int, default=10000, help="clusters (Table 8); --dataset folder: one per "
+        "128 images")  # fmt: skip
+    add("--knn-k", type=common.positive_int, default=40, help="nearest neighbors, k (Table 8)")
     add("--num-positives", type=common.positive_int, default=10, help="positives per image (App. A.2)")
-    add("--refresh-every", type=common.positive_int, default=5, help="epochs between choices of positives (App. A.2)")
-    add("--clim-start", type=common.nonnegative_int, default=5, help="epochs of MoCo v2 at the start (ours)")
+    add("--refresh-every", type=common.positive_int, default=5, help="epochs between selections (App. A.2)")
+    add("--clim-start", type=common.nonnegative_int, default=5, help="epochs before positives are used")
 
     add = parser.add_argument_group("model").add_argument
     add("--arch", default="resnet50", help="encoder: resnet_mini, resnet18, resnet50, vit_small, or any timm model")
-    names = ("--resolutions", "--image-size")  # the latter is the name in the other files
-    add(*names, type=common.positive_int, nargs="+", default=[224, 160], help="sides of a view, in pixels (Table 7)")
-    add("--patch-size", type=common.positive_int, default=16, help="side of a ViT's patch, in pixels")
-    add("--dim", type=common.positive_int, default=128, help="dimension of queries and keys")
-    add("--bn-groups", type=common.positive_int, default=16, help="groups of the batch for batch norm, as on 16 GPUs")
-    add("--momentum", type=common.fraction, default=0.999, help="momentum m of the momentum encoder")
+    add("--image-size", type=common.positive_int, nargs="+", default=[224, 160], dest="resolutions", metavar="SIZE",
+        help="image sizes of views, in pixels; several: multi-resolution (Table 7)")  # fmt: skip
+    add("--patch-size", type=common.positive_int, default=16, help="patch size of a ViT, in pixels")
+    add("--dim", type=common.positive_int, default=128, help="embedding dimension")
+    add("--bn-groups", type=common.positive_int, default=16, help="batch-norm groups per global batch; 8: as on 8 GPUs")
+    add("--momentum", type=common.fraction, nargs="+", default=[0.999], help="EMA momentum; two values: initial, final")
 
     add = parser.add_argument_group("schedule").add_argument
     add("--epochs", type=common.positive_int, default=200, help="number of epochs")  # section 4.4; App. A: 1,200
-    add("--batch-size", type=common.positive_int, default=512, help="images per step, over all processes")
+    add("--batch-size", type=common.positive_int, default=512, help="global batch size, over all processes")
     add("--lr", type=common.positive_float, default=0.03, help="peak learning rate per 256 images")  # 0.06 for 512
-    add("--min-lr", type=common.nonnegative_float, default=0.0, help="last learning rate per 256 images")
-    add("--warmup", type=common.nonnegative_float, default=0.0, help="epochs of warm-up, at most a quarter of --epochs")
+    add("--min-lr", type=common.nonnegative_float, default=0.0, help="final learning rate per 256 images")
+    add("--warmup", type=common.nonnegative_float, default=0.0, help="linear warmup epochs, at most a quarter of all")
     add("--weight-decay", type=common.nonnegative_float, default=1e-4, help="weight decay of SGD")
 
     add = parser.add_argument_group("augmentation").add_argument
-    add("--crop-scale", type=common.fraction, nargs=2, default=[0.2, 1.0], help="range of a crop's share of the image")
-    add("--blur-p", type=common.fraction, default=0.5, help="probability of a Gaussian blur")
-    add("--norm", choices=common.NORMS, default="imagenet", help="data set whose mean and deviation normalise views")
-    add("--same-crop", action="store_true", help="a key has the crop of its query (D5)")
+    add("--crop-scale", type=common.fraction, nargs=2, default=[0.2, 1.0], help="area range of RandomResizedCrop")
+    add("--blur-p", type=common.fraction, nargs="+", default=[0.5], help="probability of blur; two values: query, key")
+    add("--norm", choices=common.NORMS, default="imagenet", help="dataset statistics used for normalization")
+    add("--same-crop", action="store_true", help="share one crop between query and key (D5)")
     add("--local-crops", type=common.nonnegative_int, default=0, help="local crops per image, as queries (Table 7, D6)")
-    add("--local-size", type=common.positive_int, default=96, help="side of a local crop, in pixels (Table 7)")
-    add("--local-scale", type=common.fraction, nargs=2, default=[0.05, 0.14], help="area of a local crop (section 4.4)")
+    add("--local-size", type=common.positive_int, default=96, help="size of a local crop, in pixels (Table 7)")
+    add("--local-scale", type=common.fraction, nargs=2, default=[0.05, 0.14], help="area range of local crops (4.4)")
 
     args = common.parse_args(parser, argv, recipe)
+    changed = {name for name, value in vars(args).items() if value != parser.get_default(name)}
     args.resolutions = sorted(args.resolutions, reverse=True)
     args.image_size = args.resolutions[0]  # views are cropped at the largest size
+    if args.selection == "none" and changed & {"mix", "alpha", "num_positives", "refresh_every", "clim_start"}:
+        parser.error("--selection none: --mix, --alpha, --num-positives, --refresh-every, --clim-start have no effect")
+    if args.mix == "none" and "alpha" in changed:
+        parser.error("--alpha has no effect with --mix none")
+    if args.selection not in ("kmeans", "center") and "num_clusters" in changed:
+        parser.error("--num-clusters has no effect without --selection kmeans or center")
+    if args.selection not in ("knn", "center") and "knn_k" in changed:
+        parser.error("--knn-k has no effect without --selection knn or center")
+    if args.local_crops == 0 and changed & {"local_size", "local_scale"}:
+        parser.error("--local-size and --local-scale have no effect without --local-crops")
     if args.selection != "none" and args.clim_start >= args.epochs:
         parser.error(f"--clim-start {args.clim_start} is not below --epochs {args.epochs}: there would be no positives")
     if args.local_crops and args.local_size > args.image_size:
@@ -128,16 +115,7 @@ def parse_args(argv=None):
     sizes = args.resolutions + ([args.local_size] if args.local_crops else [])
     if common.is_vit(args.arch) and any(size % args.patch_size for size in sizes):
         parser.error(f"--patch-size {args.patch_size} does not divide views and local crops of {sizes} px")
-    positives = args.selection != "none"
-    needs = [  # (flags, whether they have an effect, what they need)
-        (["patch_size"], common.is_vit(args.arch), "a ViT (--arch)"),
-        (["mix", "num_positives", "refresh_every", "clim_start"], positives, "positives (--selection)"),
-        (["alpha"], positives and args.mix == "cutmix", "CutMix (--selection, --mix)"),
-        (["num_clusters"], args.selection in ("kmeans", "center"), "--selection kmeans or center"),
-        (["knn_k"], args.selection in ("knn", "center"), "--selection knn or center"),
-        (["local_size", "local_scale"], args.local_crops > 0, "--local-crops"),
-    ]
-    common.check_flags(parser, args, needs)
+    common.check_flags(parser, args)
     return args
 
 
@@ -183,8 +161,8 @@ def clim_loss(q, k_anchor, k_positive, queue, temperature, lam):
     NCE is InfoNCE (Eq. 1). The keys of the queue are the negatives of both terms. With lam = 1 it is MoCo's loss.
 
     q: (N, C) queries, one per mixed image. k_anchor: (N, C), the keys of the images. k_positive: (N, C), the keys of
-    the images that were pasted in. queue: (K, C). All are L2-normalised. temperature: tau > 0. lam: in [0, 1], the
-    share of k_anchor's images in the mix, a float, or (N,) for a share per query.
+    the images that were pasted in. queue: (K, C). All are L2-normalized. temperature: tau > 0. lam: in [0, 1], the
+    fraction of k_anchor's images in the mix, a float, or (N,) for a fraction per query.
     Gradients reach q, and also the keys and the queue unless these are detached. float16 and bfloat16 are converted to
     float32; call it outside autocast, which would undo that. Raises ValueError if the shapes do not fit.
     """
@@ -206,16 +184,16 @@ def clim_loss(q, k_anchor, k_positive, queue, temperature, lam):
 
 
 def cutmix(x, partner, lam, generator=None):
-    """Mix two batches of images (Eq. 3): return (mixed images, the share of x that is left in them).
+    """Mix two batches of images (Eq. 3): return (mixed images, the fraction of x that is left in them).
 
     A box of about (1 - lam) of the area of x is replaced by the same box of the partner. The box has the image's aspect
-    ratio. Its center is uniform in the image. The part of it that lies outside the image is dropped, so the share can
-    exceed lam. Use the share, not lam, as the weight in the loss.
+    ratio. Its center is uniform in the image. The part of it that lies outside the image is dropped, so the fraction
+    can exceed lam. Use the fraction, not lam, as the weight in the loss.
 
-    x, partner: (N, C, H, W); row i of partner is pasted into row i of x. lam: the wanted share of x, in [0, 1], often
-    drawn from Beta(alpha, alpha); a float for one box in all images, or (N,) for a box per image. generator: a torch
-    CPU generator; None: torch's global one. The share is a float, or (N,) in float32 at least if lam is (N,). Raises
-    ValueError if the shapes do not fit, or lam is not in [0, 1].
+    x, partner: (N, C, H, W); row i of partner is pasted into row i of x. lam: the requested fraction of x, in [0, 1],
+    often drawn from Beta(alpha, alpha); a float for one box in all images, or (N,) for a box per image. generator: a
+    torch CPU generator; None: torch's global one. The fraction is a float, or (N,) in float32 at least if lam is (N,).
+    Raises ValueError if the shapes do not fit, or lam is not in [0, 1].
     Source: the code of CutMix (Yun et al., arXiv 1905.04899).
     """
     lam = torch.as_tensor(lam, dtype=torch.float64).cpu()
@@ -225,7 +203,7 @@ def cutmix(x, partner, lam, generator=None):
     if not ((lam >= 0) & (lam <= 1)).all():
         raise ValueError(f"cutmix takes lam in [0, 1], not {lam}")
     height, width = x.shape[2:]
-    side = (1 - lam.reshape(-1, 1)).sqrt()  # of each box, as a share of the image's: (boxes, 1), as all below
+    side = (1 - lam.reshape(-1, 1)).sqrt()  # of each box, as a fraction of the image's: (boxes, 1), as all below
     center_y = (torch.rand(side.shape, dtype=torch.float64, generator=generator) * height).long()
     center_x = (torch.rand(side.shape, dtype=torch.float64, generator=generator) * width).long()
     half_height, half_width = (side * height).long() // 2, (side * width).long() // 2
@@ -239,14 +217,14 @@ def cutmix(x, partner, lam, generator=None):
     return mixed, (kept.to(x.device, torch.promote_types(x.dtype, torch.float32)) if lam.dim() else kept.item())
 
 
-# The choice of positives: section 3.2.1 and App. A.2
+# The selection of positives: section 3.2.1 and App. A.2
 
 
 @torch.no_grad()
 def nearest_neighbors(x, k, rows=None):
     """Return the k nearest other rows of each row by L2 distance, nearest first: (n, min(k, N - 1)) int64.
 
-    x: (N, C). rows: (n,) int64, the rows whose neighbours are wanted; None: all. A row is not its own neighbour, unless
+    x: (N, C). rows: (n,) int64, the rows whose neighbors are returned; None: all. A row is not its own neighbor, unless
     it is the only one (D1). Distances are computed in float64. They are compared in float32, so that copies are equally
     near.
     """
@@ -264,11 +242,11 @@ def nearest_neighbors(x, k, rows=None):
 def kmeans(x, num_clusters, iterations=20, generator=None):
     """Run Lloyd's k-means by L2 distance: return (centers (m, C), assignment (N,) int64 of each row to its center).
 
-    The first centers are random rows. Empty clusters start anew at the rows that are farthest from their centers. There
+    The initial centers are random rows. Empty clusters restart at the rows that are farthest from their centers. There
     is no test of convergence. Distances are computed in float64.
 
-    x: (N, C); its rows are used as given, not normalised. m is min(num_clusters, N). iterations: the default is ours;
-    faiss's is 25. generator: a torch CPU generator; None: torch's global one.
+    x: (N, C); its rows are used as given, not normalized. m is min(num_clusters, N). iterations: the default is not in
+    the paper; faiss's is 25. generator: a torch CPU generator; None: torch's global one.
     """
     origin, dtype = x[:1].double(), x.dtype
     x = x.double() - origin  # in float32, or far from 0, cdist confuses rows that are close to each other
@@ -288,10 +266,10 @@ def kmeans(x, num_clusters, iterations=20, generator=None):
 
 
 def preferred_first(neighbors, preferred, count, generator=None):
-    """Choose `count` neighbours per row (App. A.2): (N, count) int64.
+    """Select `count` neighbors per row (App. A.2): (N, count) int64.
 
     Preferred ones come first, in random order. Then come the others, nearest first. If k < count, they repeat in that
-    order. Example: of the neighbours 7, 3, 5, where 3 and 5 are preferred, 4 are either 3, 5, 7, 3 or 5, 3, 7, 5.
+    order. Example: of the neighbors 7, 3, 5, where 3 and 5 are preferred, 4 are either 3, 5, 7, 3 or 5, 3, 7, 5.
 
     neighbors: (N, k) int64, nearest first. preferred: (N, k) bool.
     """
@@ -305,11 +283,11 @@ def preferred_first(neighbors, preferred, count, generator=None):
 
 @torch.no_grad()
 def select_positives(x, centers, assignment, k=40, num_positives=10, generator=None, neighbors=None):
-    """Choose positives by center-wise local selection (Eq. 2, App. A.2): (N, num_positives) int64, rows of x.
+    """Select positives by center-wise local selection (Eq. 2, App. A.2): (N, num_positives) int64, rows of x.
 
-    The candidates are those of an image's k nearest neighbours that are in its cluster and at most as far from its
-    center as the image is. num_positives random ones are chosen. If there are fewer, the nearest of the other
-    neighbours are added (D2). If the neighbours are too few, they repeat. Copy it with nearest_neighbors and
+    The candidates are those of an image's k nearest neighbors that are in its cluster and at most as far from its
+    center as the image is. num_positives random ones are selected. If there are fewer, the nearest of the other
+    neighbors are added (D2). If the neighbors are too few, they repeat. Copy it with nearest_neighbors and
     preferred_first.
 
     x: (N, C), one embedding per image. centers: (m, C), and assignment: (N,) int64, the index of each image's center,
@@ -317,7 +295,7 @@ def select_positives(x, centers, assignment, k=40, num_positives=10, generator=N
     `nearest_neighbors` returns them; None: they are computed here.
     """
     neighbors = nearest_neighbors(x, k) if neighbors is None else neighbors
-    same_cluster = assignment[neighbors] == assignment[:, None]  # neighbours in Omega_1; all are in Omega_2
+    same_cluster = assignment[neighbors] == assignment[:, None]  # neighbors in Omega_1; all are in Omega_2
     to_center = (x - centers[assignment]).square().sum(1)  # each image's squared distance
     closer = to_center[neighbors] <= to_center[:, None]  # the inequality of Eq. 2
     return preferred_first(neighbors, same_cluster & closer, num_positives, generator)  # Eq. 2's Omega_p is preferred
@@ -353,7 +331,7 @@ def info_nce(q, k, queue, temperature):
     It is the mean of -log(exp(q.k / tau) / (exp(q.k / tau) + sum_j exp(q.queue_j / tau))), where a query's positive is
     the key in the same row. At equal logits it is log(K + 1).
 
-    q, k: (N, C), L2-normalised. queue: (K, C), the negatives. temperature: tau > 0.
+    q, k: (N, C), L2-normalized. queue: (K, C), the negatives. temperature: tau > 0.
     Gradients reach q, and also k and queue unless these are detached. float16 and bfloat16 are converted to float32;
     call it outside autocast, which would undo that. Raises ValueError if the shapes do not fit.
     """
@@ -372,9 +350,9 @@ def info_nce(q, k, queue, temperature):
 class ImageAndPositive(Dataset):
     """Views of an image and, once there are positives, of one of them: items ((views, positive's views), label).
 
-    images: a data set with items (PIL image, label). transforms, positive_transforms: see common.Views. positives: (N,
-    num_positives) int, the indices of each image's positives; below 0 before they are chosen, and then there are no
-    views of them. Loader workers start at each epoch, and so see the table as it is then.
+    images: a dataset with items (PIL image, label). transforms, positive_transforms: see common.Views. positives: (N,
+    num_positives) int, the indices of each image's positives; below 0 before they are selected, and then there are no
+    views of them. Loader workers start at each epoch, so they see the table as it is then.
     """
 
     def __init__(self, images, transforms, positive_transforms, positives):
@@ -386,7 +364,7 @@ class ImageAndPositive(Dataset):
 
     def __getitem__(self, index):
         views, label = self.views[index]
-        column = torch.randint(self.positives.shape[1], ())  # in each epoch one of the positives at random (ours)
+        column = torch.randint(self.positives.shape[1], ())  # a random one in each epoch (not in the paper)
         positive = self.positives[index, column].item()
         return (views, self.positive_views[positive][0] if positive >= 0 else []), label
 
@@ -396,34 +374,34 @@ def key_and_query(view):
     return [view, view]
 
 
-def augment(x, args):
-    """Flip and color crops as MoCo v2 does (App. A.1): uint8 (n, 3, S, S) -> normalised float (n, 3, S, S)."""
+def augment(x, args, view):
+    """Flip and color crops as MoCo v2 does (App. A.1): uint8 -> normalized float (n, 3, S, S). View 0 is the key's."""
     x = common.horizontal_flip(x / 255, p=0.5)
     x = common.color_jitter(x, 0.4, 0.4, 0.4, 0.1, p=0.8)
     x = common.grayscale(x, p=0.2)
-    x = common.gaussian_blur(x, sigma=(0.1, 2.0), p=args.blur_p)
+    x = common.gaussian_blur(x, sigma=(0.1, 2.0), p=args.blur_p[-1 if view == 0 else 0])
     return common.normalize(x, *common.NORMS[args.norm])
 
 
 def mix_queries(queries, partners, alpha):
-    """Mix queries with those of positives (Eq. 3): return (list of mixed queries, list of the images' shares in them).
+    """Mix query views with those of positives (Eq. 3): return (list of mixed views, list of the images' fractions).
 
-    queries: list of (n, 3, H, W). partners: list of the positives' queries; if it is empty, nothing is mixed, and the
-    shares are 0.5, which gives half the loss to each key (ours). alpha: a share is drawn from Beta(alpha, alpha)
-    (section 3.2.2), one for a batch, as in the code of CutMix.
+    queries: list of (n, 3, H, W). partners: list of the positives' query views; if it is empty, nothing is mixed, and
+    the fractions are 0.5, which gives half the loss to each key (not in the paper). alpha: the fraction is drawn from
+    Beta(alpha, alpha) (section 3.2.2), once per batch, as in the code of CutMix. Copy it with cutmix.
     """
     if not partners:
         return queries, [0.5] * len(queries)
     beta = torch.distributions.Beta(alpha, alpha)
     mixed = [cutmix(x, partner, beta.sample().item()) for x, partner in zip(queries, partners, strict=True)]
-    return [x for x, _ in mixed], [share for _, share in mixed]
+    return [x for x, _ in mixed], [fraction for _, fraction in mixed]
 
 
 def show_views(args, loader, positives):
-    """Write the picture of --show-views: views of images and of random positives, and mixed queries."""
+    """Write the picture of --show-views: views of images and of random positives, and mixed query views."""
     if args.selection != "none":
-        positives.random_(len(positives))  # no encoder has chosen any
-    own, other = ([augment(x, args) for x in part] for part in next(iter(loader))[0])
+        positives.random_(len(positives))  # no encoder has selected any
+    own, other = ([augment(x, args, i) for i, x in enumerate(part)] for part in next(iter(loader))[0])
     mixed = mix_queries(own[1:], other[1:], args.alpha)[0] if other[1:] else []
     names = ["key", "query"] + ["local crop"] * args.local_crops
     positive_names = [f"random positive's {name}" for name in names[: len(other)]]
@@ -543,6 +521,12 @@ def learning_rate(args, epoch):
     return last + (peak - last) * (1 + math.cos(math.pi * done)) / 2
 
 
+def momentum_schedule(args, epoch):
+    """Return the momentum encoder's m at a time, in epochs from 0: a cosine between the values of --momentum."""
+    initial, final = args.momentum[0], args.momentum[-1]
+    return final + (initial - final) * (1 + math.cos(math.pi * epoch / args.epochs)) / 2
+
+
 def choose_positives(args, model, images, info, device):
     """Choose the positives of all images by --selection (Table 6): (N, num_positives) int64, the same on every process.
 
@@ -638,7 +622,7 @@ def main(args, train=None, test=None):
             lr = learning_rate(args, epoch + step / len(loader))
             for group in optimizer.param_groups:
                 group["lr"] = lr
-            own, other = ([augment(x.to(device, non_blocking=True), args) for x in part] for part in crops)
+            own, other = ([augment(x.to(device, non_blocking=True), args, i) for i, x in enumerate(xs)] for xs in crops)
             queries, shares = mix_queries(own[1:], other[1:], args.alpha)  # Eq. 3
             with torch.autocast(device.type, torch.bfloat16, enabled=amp):
                 loss, keys, q, metrics = ddp(queries, shares, own[:1] + other[:1])  # Eq. 6
@@ -646,7 +630,7 @@ def main(args, train=None, test=None):
             loss.backward()
             grad_norm = nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
             optimizer.step()
-            model.update(args.momentum)
+            model.update(momentum_schedule(args, epoch + step / len(loader)))
             model.queue.enqueue(keys)
             meter.update(metrics | dict(grad_norm=grad_norm))
 
@@ -659,7 +643,7 @@ def main(args, train=None, test=None):
             records[-1] |= common.knn_monitor(model.backbone, info, train, test, device, args.workers, amp)
             common.save_run(args.out, config, info, state, records, args.keep_every)
         common.log_epoch(f"epoch {epoch + 1}/{args.epochs}", records, ("loss", "std", "images_per_s"))
-    common.log_epoch(f"finished: {args.out}", records, images=train)
+    common.log_epoch(f"finished: {args.out}", records)
 
 
 # ================================================================ 6. ShuffleBN
@@ -745,5 +729,28 @@ def convert_split_batchnorm(module, groups):
     return result
 
 
+# ================================== 7. differences between the paper and this file
+
+# There is no released code. What the paper does not give is marked "ours", or "not in the paper".
+# D1 The image itself. Paper: it fulfills Eq. 2, as an equality. Here: it is no positive, unless it is the only image.
+# D2 Too few positives. Paper (App. A.2): the nearest of the remaining 40 neighbors. Here: read as those that Eq. 2
+#    excludes, nearest first, although that contradicts Eq. 2.
+# D3 The sum of Eq. 6. Paper and here: a sum, of four terms for two sizes, which raises the effective learning rate.
+#    Local crops add their terms. Paper: r is the size of the image's views, r' of the positive's. Here: r is the size
+#    of the query, r' of both its keys.
+# D4 The sizes {224, 224} of Table 7. Paper: silent. Here: both have one crop with its colors, one is mirrored.
+# D5 Crops of multi-resolution. Paper (section 3.3): fixed over the sizes. Here: a view has one crop at all sizes, and
+#    query and key have different crops. `--same-crop` is the other reading: a key has the crop of its query.
+# D6 Multi-crop. Paper (section 4.4): only sizes and areas. Here (not in the paper): local crops are queries, which are
+#    mixed with local crops of the positive.
+# D7 The weight of Eq. 4. Paper: lambda, drawn from Beta(alpha, alpha). Here, as in CutMix's code: the fraction of the
+#    image that is left, which is larger than lambda where a part of the box is outside.
+# Differences in rounding, indices and precision are listed in tests/golden/README.md.
+# Eq. 5 is not computed: it defines the scale of a crop. Table 6: the other selections are made in the same epochs as
+# CLIM's (not in the paper). Tables 6, 8 and 9 take one image size: `--dataset imagenet --image-size 224`, and the flags
+# whose help names the table. Table 7 is `--image-size 224 96` and so on. Its multi-crop is `--local-crops 2`.
+# Not here: detection and segmentation on VOC, COCO and LVIS (Tables 3 to 5), Table 10, and the t-SNE of Fig. 3.
+
+
 if __name__ == "__main__":
-    common.start(main, parse_args)
+    common.start(main, parse_args, "clim.py --dataset imagenet --data-dir DIR")

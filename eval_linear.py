@@ -117,7 +117,8 @@ def recipe(args, info):
 def parse_args(argv=None):
     """Parse the command line. Hyper-parameters that it does not set are absent, and `complete` adds them."""
     options = dict(formatter_class=argparse.ArgumentDefaultsHelpFormatter, allow_abbrev=False)
-    parser = argparse.ArgumentParser("eval_linear.py", "%(prog)s RUN [options]", __doc__.splitlines()[0], **options)
+    first_line = str(__doc__).splitlines()[0]  # there is none with python -OO
+    parser = argparse.ArgumentParser("eval_linear.py", "%(prog)s RUN [options]", first_line, **options)
     common.add_evaluation_arguments(parser)
     group = parser.add_argument_group("protocol")
     add = group.add_argument

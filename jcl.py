@@ -1,45 +1,28 @@
 """JCL: Joint Contrastive Learning with Infinite Possibilities (Cai et al., NeurIPS 2020, arXiv 2009.14776).
 
-MoCo compares the embedding of one view of an image, the query, with that of another view, the key. JCL takes the
-expectation of MoCo's loss over all keys that augmentation could make of the image. Jensen's inequality gives an upper
-bound. If the keys are Gaussian, it has a closed form, which needs only their mean and covariance. These are estimated
-from M' keys, and the bound is minimised.
+MoCo compares the embedding of one view of an image, the query, with that of another view, the key. JCL minimizes an
+upper bound on the expectation of MoCo's loss over all keys that augmentation could make of the image. The keys are
+assumed to be Gaussian, so the bound needs only their mean mu and covariance Sigma, which are estimated from M' keys.
 
-This changes MoCo's loss in two places. The mean key mu replaces the key. In the denominator, the positive logit grows
-by lambda / (2 tau^2) times the variance of the keys along the query, q^T Sigma q. In the bound lambda is 1; the paper
-scales it, to 4. So the loss is low where the keys of an image agree. Gradients reach the query only; the keys come from
-the momentum encoder. The mean keys enter the queue of negatives.
+This changes MoCo's loss in two places. mu replaces the key. In the denominator, the positive logit grows by
+lambda / (2 tau^2) times the variance of the keys along the query, q^T Sigma q. In the bound lambda is 1; the paper sets
+it to 4. So the loss is low where the keys of an image agree. Gradients reach the query only.
 
-    Eq. 1-2                    info_nce                 MoCo v2's loss, for --vanilla
-    Eq. 3                      JCL.forward, --vanilla   its average over the keys
-    Eq. 4-7                    (in the tests)           the derivation of the bound
-    Eq. 8-9                    jcl_loss                 the bound, and its mean over the batch
-    Algorithm 1, line 4        augment, main            the views
-    Algorithm 1, lines 5-10    JCL.forward              queries, keys and the loss; lines 7-10 are jcl_loss
-    Algorithm 1, lines 12-13   main                     12: the update (g: D5); 13: the queue
+    Eq. 1-2          info_nce                 MoCo v2's loss
+    Eq. 3            JCL.forward, --vanilla   its average over the keys
+    Eq. 8-9          jcl_loss                 the bound (Eq. 4-7 derive it; see the tests), and its mean over the batch
+    Algorithm 1      main                     views (line 4), the update of the encoders (12), the queue (13)
+                     JCL.forward              queries, keys and the loss (lines 5 to 10; 7 to 10 are jcl_loss)
 
     python jcl.py                                                             # a laptop, no data
     python jcl.py --dataset cifar10 --num-keys 1                              # the baseline, MoCo v2, on one GPU
     torchrun --nproc_per_node=8 jcl.py --dataset imagenet --data-dir DIR
 
 The baseline is MoCo v2. `--num-keys 1` is exactly its loss, because one key has no variance. JCL changes three lines:
-    MoCo v2                       | here                                     | where
-    one query and one key view    | one query view and M' key views          | main
-    info_nce(q, k, queue, tau)    | jcl_loss(q, k, queue, tau, lambda)       | JCL.forward
-    enqueue(k)                    | enqueue(the mean of the M' keys)         | JCL.forward, main
-
-Not here: detection, segmentation and keypoints on COCO (Table 2), and the histograms of Fig. 3.
-
-Differences between the paper, which is the default, and the released code, `--variant released`:
-    D1 lambda. Paper: 4.0, constant. Released: a linear ramp over the epochs, up to 2.0.
-    D2 The number of keys M'. Paper: 5. Released: 4, because the 5 in its script counts the query, too.
-    D3 Batch size on ImageNet-1K. Paper: 512. Released: 256. The learning rate per image is the same.
-    D4 The queue. Paper (App. C): 256 old keys leave while N = 512 enter, so it would grow. Here and released: as many
-       leave as enter.
-    D5 The key encoder g. Paper: trained (Alg. 1; 3.2), or a momentum encoder (App. C). Here: a momentum encoder.
-    D6 The queue with --vanilla. Paper: not given. Here (ours): the mean keys enter, too.
-    D7 The classes of ImageNet-100. Paper (App. D): the list has two misprints. Here: common.py corrects them.
-Differences in rounding, indices and precision are listed in tests/golden/README.md.
+    one query and one key view    ->  one query view and M' key views       (main)
+    info_nce(q, k, queue, tau)    ->  jcl_loss(q, k, queue, tau, lambda)    (JCL.forward)
+    enqueue(k)                    ->  enqueue(the mean of the M' keys)      (JCL.forward, main)
+(D1), (D2), ... are the differences between the paper and the released code (`--variant released`), listed at the end.
 """
 
 import argparse
@@ -63,47 +46,47 @@ import common
 def parse_args(argv=None):
     """Parse the command line. The defaults are the paper's for ImageNet, with the changes that `recipe` returns."""
     options = dict(formatter_class=argparse.ArgumentDefaultsHelpFormatter, allow_abbrev=False)
-    parser = argparse.ArgumentParser("jcl.py", "%(prog)s [options]", __doc__.splitlines()[0], **options)
+    parser = argparse.ArgumentParser("jcl.py", "%(prog)s [options]", "JCL (arXiv 2009.14776), on MoCo v2", **options)
     parser.set_defaults(method="jcl")
     add = parser.add_argument
-    add("--variant", choices=("paper", "released"), default="paper", help="follow the paper, or the authors' code")
+    add("--variant", choices=("paper", "released"), default="paper", help="follow the paper or the released code")
 
     add = parser.add_argument_group("loss").add_argument
     add("--num-keys", type=common.positive_int, default=5, help="keys per query, M' (Fig. 2a); 1 is MoCo v2")
     add("--lam", type=common.nonnegative_float, default=4.0, help="lambda of Eq. 8 (Fig. 2b)")
-    add("--lam-schedule", choices=("constant", "ramp"), default="constant", help="ramp: lambda grows up to --lam (D1)")
-    add("--vanilla", action="store_true", help="minimise the average InfoNCE loss over the keys (Eq. 2-3), not Eq. 8")
-    add("--temperature", type=common.positive_float, default=0.2, help="temperature tau of the loss (Fig. 2c)")
-    add("--queue", type=common.positive_int, default=65536, help="number of negatives; a tenth of the images if None")
+    add("--lam-schedule", choices=("constant", "ramp"), default="constant", help="ramp: linear, up to --lam (D1)")
+    add("--vanilla", action="store_true", help="minimize the average InfoNCE loss over the keys (Eq. 2-3), not Eq. 8")
+    add("--temperature", type=common.positive_float, default=0.2, help="softmax temperature tau (Fig. 2c)")
+    add("--queue", type=common.positive_int, default=65536, help="queue length; --dataset folder: 1/10 of the images")
 
     add = parser.add_argument_group("model").add_argument
     add("--arch", default="resnet50", help="encoder: resnet_mini, resnet18, resnet50, vit_small, or any timm model")
-    add("--image-size", type=common.positive_int, default=224, help="side of a view, in pixels")
-    add("--patch-size", type=common.positive_int, default=16, help="side of a ViT's patch, in pixels")
-    add("--dim", type=common.positive_int, default=128, help="dimension of queries and keys")
-    add("--bn-groups", type=common.positive_int, default=8, help="groups of the batch for batch norm, as on 8 GPUs")
-    add("--momentum", type=common.fraction, default=0.999, help="momentum m of the momentum encoder")
+    add("--image-size", type=common.positive_int, default=224, help="image size of views, in pixels")
+    add("--patch-size", type=common.positive_int, default=16, help="patch size of a ViT, in pixels")
+    add("--dim", type=common.positive_int, default=128, help="embedding dimension")
+    add("--bn-groups", type=common.positive_int, default=8, help="batch-norm groups per global batch; 8: as on 8 GPUs")
+    add("--momentum", type=common.fraction, nargs="+", default=[0.999], help="EMA momentum; two values: initial, final")
 
     add = parser.add_argument_group("schedule").add_argument
     add("--epochs", type=common.positive_int, default=200, help="number of epochs")
-    add("--batch-size", type=common.positive_int, default=512, help="images per step, over all processes")
+    add("--batch-size", type=common.positive_int, default=512, help="global batch size, over all processes")
     add("--lr", type=common.positive_float, default=0.03, help="peak learning rate per 256 images")  # 0.06 for 512
-    add("--min-lr", type=common.nonnegative_float, default=0.0, help="last learning rate per 256 images")
-    add("--warmup", type=common.nonnegative_float, default=0.0, help="epochs of warm-up, at most a quarter of --epochs")
+    add("--min-lr", type=common.nonnegative_float, default=0.0, help="final learning rate per 256 images")
+    add("--warmup", type=common.nonnegative_float, default=0.0, help="linear warmup epochs, at most a quarter of all")
     add("--weight-decay", type=common.nonnegative_float, default=1e-4, help="weight decay of SGD")
 
     add = parser.add_argument_group("augmentation").add_argument
-    add("--crop-scale", type=common.fraction, nargs=2, default=[0.2, 1.0], help="range of a crop's share of the image")
-    add("--blur-p", type=common.fraction, default=0.5, help="probability of a Gaussian blur")
-    add("--norm", choices=common.NORMS, default="imagenet", help="data set whose mean and deviation normalise views")
+    add("--crop-scale", type=common.fraction, nargs=2, default=[0.2, 1.0], help="area range of RandomResizedCrop")
+    add("--blur-p", type=common.fraction, nargs="+", default=[0.5], help="probability of blur; two values: query, keys")
+    add("--norm", choices=common.NORMS, default="imagenet", help="dataset statistics used for normalization")
 
     args = common.parse_args(parser, argv, recipe)
-    needs = [  # (flags, whether they have an effect, what they need)
-        (["patch_size"], common.is_vit(args.arch), "a ViT (--arch)"),
-        (["lam", "lam_schedule", "vanilla"], args.num_keys > 1, "several keys per query"),
-        (["lam", "lam_schedule"], not args.vanilla, "Eq. 8, which --vanilla replaces"),
-    ]
-    common.check_flags(parser, args, needs)
+    changed = {name for name, value in vars(args).items() if value != parser.get_default(name)}
+    if args.num_keys == 1 and changed & {"lam", "lam_schedule", "vanilla"}:
+        parser.error("--lam, --lam-schedule and --vanilla have no effect with --num-keys 1, which is MoCo v2")
+    if args.vanilla and changed & {"lam", "lam_schedule"}:
+        parser.error("--lam and --lam-schedule have no effect with --vanilla, which replaces Eq. 8")
+    common.check_flags(parser, args)
     return args
 
 
@@ -149,10 +132,10 @@ def jcl_loss(q, k, queue, temperature, lam):
     """Return JCL's loss (Eq. 8-9), for lam >= 1 an upper bound on the expected InfoNCE loss over Gaussian keys.
 
     The loss is log[exp(q.mu / tau + lam / (2 tau^2) q^T Sigma q) + sum_j exp(q.queue_j / tau)] - q.mu / tau, averaged
-    over the batch. mu and Sigma are the mean and the covariance of an image's keys (divided by M', not by M' - 1). With
-    one key it is InfoNCE, whatever lam is.
+    over the batch. mu and Sigma are the mean and the biased covariance (divided by M') of an image's keys. With one
+    key it is InfoNCE, whatever lam is.
 
-    q: (N, C) queries, L2-normalised. k: (N, M', C) keys, each L2-normalised; the keys of q[i] are k[i], not k[:, i].
+    q: (N, C) queries, L2-normalized. k: (N, M', C) keys, each L2-normalized; the keys of q[i] are k[i], not k[:, i].
     queue: (K, C) negatives, for example earlier keys, or means of keys. temperature: tau > 0. lam: lambda >= 0.
     Gradients reach q, and also k and queue unless these are detached. float16 and bfloat16 are converted to float32;
     call it outside autocast, which would undo that. Raises ValueError if the shapes do not fit.
@@ -180,7 +163,7 @@ def info_nce(q, k, queue, temperature):
     It is the mean of -log(exp(q.k / tau) / (exp(q.k / tau) + sum_j exp(q.queue_j / tau))), where a query's positive is
     the key in the same row. At equal logits it is log(K + 1).
 
-    q, k: (N, C), L2-normalised. queue: (K, C), the negatives. temperature: tau > 0.
+    q, k: (N, C), L2-normalized. queue: (K, C), the negatives. temperature: tau > 0.
     Gradients reach q, and also k and queue unless these are detached. float16 and bfloat16 are converted to float32;
     call it outside autocast, which would undo that. Raises ValueError if the shapes do not fit.
     """
@@ -196,12 +179,12 @@ def info_nce(q, k, queue, temperature):
 # ============================================================= 3. augmentation
 
 
-def augment(x, args):
-    """Flip and color crops as MoCo v2 does (App. C): uint8 (n, 3, S, S) -> normalised float (n, 3, S, S)."""
+def augment(x, args, view):
+    """Flip and color crops as MoCo v2 does (App. C): uint8 -> normalized float (n, 3, S, S). View 0 is the query's."""
     x = common.horizontal_flip(x / 255, p=0.5)
     x = common.color_jitter(x, 0.4, 0.4, 0.4, 0.1, p=0.8)
     x = common.grayscale(x, p=0.2)
-    x = common.gaussian_blur(x, sigma=(0.1, 2.0), p=args.blur_p)
+    x = common.gaussian_blur(x, sigma=(0.1, 2.0), p=args.blur_p[0 if view == 0 else -1])
     return common.normalize(x, *common.NORMS[args.norm])
 
 
@@ -297,6 +280,12 @@ def learning_rate(args, epoch):
     return last + (peak - last) * (1 + math.cos(math.pi * done)) / 2
 
 
+def momentum_schedule(args, epoch):
+    """Return the momentum encoder's m at a time, in epochs from 0: a cosine between the values of --momentum."""
+    initial, final = args.momentum[0], args.momentum[-1]
+    return final + (initial - final) * (1 + math.cos(math.pi * epoch / args.epochs)) / 2
+
+
 def main(args, train=None, test=None):
     """Train, resuming from args.out if it holds a run. train, test: data sets to use instead of --dataset."""
     device, rank, world = common.init_distributed(args.device)
@@ -311,7 +300,7 @@ def main(args, train=None, test=None):
     options = common.loader_options(args.workers, device)
     loader = DataLoader(images, args.batch_size // world, sampler=sampler, drop_last=True, **options)
     if args.show_views:
-        views = [augment(x, args) for x in next(iter(loader))[0]]
+        views = [augment(x, args, i) for i, x in enumerate(next(iter(loader))[0])]
         return common.save_views(args.show_views, views, ["query"] + ["key"] * args.num_keys, args.norm)
 
     # Model and optimizer
@@ -348,14 +337,14 @@ def main(args, train=None, test=None):
             lr = learning_rate(args, epoch + step / len(loader))
             for group in optimizer.param_groups:
                 group["lr"] = lr
-            views = [augment(x.to(device, non_blocking=True), args) for x in crops]
+            views = [augment(x.to(device, non_blocking=True), args, i) for i, x in enumerate(crops)]
             with torch.autocast(device.type, torch.bfloat16, enabled=amp):
                 loss, keys, q, metrics = ddp(views, lam)  # Algorithm 1, lines 5 to 10
             optimizer.zero_grad()
             loss.backward()
             grad_norm = nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
             optimizer.step()  # line 12
-            model.update(args.momentum)
+            model.update(momentum_schedule(args, epoch + step / len(loader)))
             model.queue.enqueue(keys)  # line 13
             meter.update(metrics | dict(grad_norm=grad_norm))
 
@@ -368,7 +357,7 @@ def main(args, train=None, test=None):
             records[-1] |= common.knn_monitor(model.backbone, info, train, test, device, args.workers, amp)
             common.save_run(args.out, config, info, state, records, args.keep_every)
         common.log_epoch(f"epoch {epoch + 1}/{args.epochs}", records, ("loss", "std", "images_per_s"))
-    common.log_epoch(f"finished: {args.out}", records, images=train)
+    common.log_epoch(f"finished: {args.out}", records)
 
 
 # ================================================================ 6. ShuffleBN
@@ -454,5 +443,19 @@ def convert_split_batchnorm(module, groups):
     return result
 
 
+# ===================== 7. differences between the paper and the released code
+
+# D1 lambda. Paper: 4.0, constant. Released: a linear ramp over the epochs, up to 2.0.
+# D2 The number of keys M'. Paper: 5. Released: 4, because the 5 in its script counts the query, too.
+# D3 Batch size on ImageNet-1K. Paper: 512. Released: 256. The learning rate per image is the same.
+# D4 The queue. Paper (App. C): 256 old keys leave while N = 512 enter, so it would grow. Here and released: as many
+#    leave as enter.
+# D5 The key encoder g. Paper: trained (Alg. 1; 3.2), or a momentum encoder (App. C). Here: a momentum encoder.
+# D6 The queue with --vanilla. Paper: not given. Here (not in the paper): the mean keys enter, too.
+# D7 The classes of ImageNet-100. Paper (App. D): the list has two misprints. Here: common.py corrects them.
+# Differences in rounding, indices and precision are listed in tests/golden/README.md.
+# Not here: detection, segmentation and keypoints on COCO (Table 2), and the histograms of Fig. 3.
+
+
 if __name__ == "__main__":
-    common.start(main, parse_args)
+    common.start(main, parse_args, "jcl.py --dataset imagenet --data-dir DIR")

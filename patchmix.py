@@ -1,51 +1,30 @@
 """PatchMix: Inter-Instance Similarity Modeling for Contrastive Learning (Shen et al., arXiv 2306.12243).
 
 Contrastive learning treats any two images as unrelated, although many are similar. PatchMix makes images whose
-relations are known: it cuts M images of a batch into patches, and puts patches of all M together, each at the place
-that it had. A ViT then learns that such a mixed image is similar to each of its sources, in equal shares.
+relations are known: it cuts M images of a batch into patches, and combines patches of all M into one image, each at its
+original position. A ViT then learns that such a mixed image is similar to each of its sources, in equal shares.
 
-The encoder makes queries of images, and a momentum encoder makes keys. The negatives of a query are the other keys of
-the batch. The loss is the sum of three contrasts: oto, mto and mtm. Only oto has queries of natural images.
+Queries are encoded by the encoder, keys by a momentum encoder. The negatives of a query are the other keys of the
+batch. The loss is the sum of three contrasts: oto, mto and mtm. Only oto has queries of natural images.
 
     Eq. 1-9       patch_mix           M images into one, patch by patch (Eq. 8-9 and 17: the same by flat indices)
     Eq. 10-12     mix_targets         the positives of a mixed query and their weights (also Eq. 18-19)
     Eq. 13        soft_info_nce       mto, mix to origin: a mixed query and the keys of its M sources, 1/M each
-    Eq. 14        soft_info_nce       mtm, mix to mix: a mixed query and mixed keys, by the share of common sources
+    Eq. 14        soft_info_nce       mtm, mix to mix: a mixed query and mixed keys, by the fraction of common sources
     Eq. 15        soft_info_nce       oto, origin to origin: an original query and the key of the same image
     Eq. 16        PatchMix.forward    their sum
     Algorithm 1   patch_mix (lines 2 to 7), mix_targets (8)
-    Algorithm 2   PatchMix (lines 1 and 2), main (3, 4, 10 and 11), PatchMix.forward (5 to 9, and the loss of 10)
+    Algorithm 2   PatchMix (lines 1 and 2), PatchMix.forward (5 to 9, and the loss of 10), main (3, 4, 10 and 11)
 
     python patchmix.py                                                        # a laptop, no data
     python patchmix.py --dataset cifar10 --arch vit_tiny                      # one GPU
     torchrun --nproc_per_node=8 patchmix.py --dataset imagenet --data-dir DIR --arch vit_small
 
-The baseline is MoCo v3, without its frozen patch projection and fixed positions. `--num-mix 1 --terms oto,mto` is
-L(q2, k1) + L(q1, k2), its symmetric loss without the factor 2 tau. (`--num-mix 1` alone counts the second term twice,
-because mtm is then mto.) PatchMix changes four things:
-    MoCo v3                  | here                                    | where
-    queries of both views    | one view's queries are of mixed images  | PatchMix.forward
-    L(q2, k1) + L(q1, k2)    | oto + mto + mtm, with mixed keys        | PatchMix.forward
-    one positive per query   | M, or 2M - 1, positives with weights    | mix_targets
-    InfoNCE                  | its sum over the weighted positives     | soft_info_nce
-
-Not here: the other mixes of Table 5 (CutMix and Mixup, RegionSwap, ResizeMix), COCO (Table 4), and Figs. 4, 8 to 11.
-
-Differences between the paper, which is the default, and the released code, `--variant released`:
-    D1 The terms. Paper: each counts 1, and mtm's weights sum to M. Released: oto counts 1, mto and mtm 0.5, mtm's
-       weights sum to 1, and 0.1 of oto's targets is spread over all keys. So its M = 1 is not MoCo v3.
-    D2 The number of images M. Paper: 3. Released: 2.
-    D3 The attention heads of ViT-S. Paper (Table 8): 6. Released, and the paper's Fig. 11: 12.
-    D4 ViT-T's keys. Paper: of a momentum encoder. Released: of the query encoder, in training mode, `--key-encoder
-       query`. There, queries and keys share a forward pass; here, each has its own.
-    D5 The mixed query. Paper: of view 1, and the original one of view 2. Released: the reverse, `--mixed-view 2`.
-    D6 Local crops. Paper ("4(224)" views): none. Released, on ImageNet: 8 of 96 px with 0.05 to 0.35 of the area; large
-       ones from 0.35. They add the terms local_oto and local_mto to the loss, whose weights are 1: the mean over local
-       crops of the sum over the keys of both views.
-    D7 The ring of images (Eq. 4, 10, 11: mod N). Paper: the batch. Released: a GPU's part. Here: a slice of the batch,
-       `--mix-slices`, at least one per process; 1 on one process is the paper's ring. Each slice has its own shuffle of
-       the patches (Eq. 2); the paper draws one for the batch.
-Differences in rounding, indices and precision are listed in tests/golden/README.md.
+The baseline is MoCo v3, without its frozen patch projection and fixed positions: `--num-mix 1 --terms oto,mto`.
+    queries of both views                ->  queries of one view are of mixed images    (PatchMix.forward)
+    L(q2, k1) + L(q1, k2)                ->  oto + mto + mtm, with mixed keys           (PatchMix.forward)
+    InfoNCE with one positive per query  ->  M, or 2M - 1, positives with weights       (mix_targets, soft_info_nce)
+(D1), (D2), ... are the differences between the paper and the released code (`--variant released`), listed at the end.
 """
 
 import argparse
@@ -71,69 +50,71 @@ import common
 def parse_args(argv=None):
     """Parse the command line. The defaults are the paper's for ImageNet, with the changes that `recipe` returns."""
     options = dict(formatter_class=argparse.ArgumentDefaultsHelpFormatter, allow_abbrev=False)
-    parser = argparse.ArgumentParser("patchmix.py", "%(prog)s [options]", __doc__.splitlines()[0], **options)
+    parser = argparse.ArgumentParser("patchmix.py", "%(prog)s [options]", "PatchMix (arXiv 2306.12243)", **options)
     parser.set_defaults(method="patchmix")
     add = parser.add_argument
-    add("--variant", choices=("paper", "released"), default="paper", help="follow the paper, or the authors' code")
+    add("--variant", choices=("paper", "released"), default="paper", help="follow the paper or the released code")
 
     add = parser.add_argument_group("loss").add_argument
     add("--num-mix", type=common.positive_int, help="images mixed into one, M (Table 6); 1: no mixing")
-    add("--mix-slices", type=common.positive_int, default=8, help="slices of the batch to mix within (D7)")  # ours
+    add("--mix-slices", type=common.positive_int, default=8, help="slices of the batch to mix within (D7)")
     add("--mixed-view", type=int, choices=(1, 2), default=1, help="view whose mixed images are the queries (D5)")
     add("--terms", default="oto,mto,mtm", help="terms of the loss, Eq. 16: some of oto,mto,mtm (Table 7)")
     add("--term-weights", type=common.nonnegative_float, nargs=3, default=[1.0, 1.0, 1.0], help="of oto, mto, mtm (D1)")
     add("--local-crops", type=common.nonnegative_int, help="local crops per image, as queries of oto and mto (D6)")
-    add("--smoothing", type=common.fraction, default=0.0, help="share of oto's targets that is spread over all keys")
-    add("--temperature", type=common.positive_float, default=0.2, help="temperature tau of the loss")
+    add("--smoothing", type=common.fraction, default=0.0, help="label smoothing of oto (D1)")
+    add("--temperature", type=common.positive_float, default=0.2, help="softmax temperature tau")
 
     add = parser.add_argument_group("model").add_argument
     add("--arch", help="encoder: vit_micro, vit_tiny, vit_small, vit_base, or any timm model")
-    add("--image-size", type=common.positive_int, default=224, help="side of a view, in pixels")
-    add("--patch-size", type=common.positive_int, default=16, help="side of a patch, of the ViT and of the mixing")
+    add("--image-size", type=common.positive_int, default=224, help="image size in pixels")
+    add("--patch-size", type=common.positive_int, default=16, help="patch size in pixels, of the ViT and of the mixing")
     add("--num-heads", type=common.positive_int, metavar="N", help="attention heads of the ViT, by default timm's (D3)")
-    add("--drop-path", type=common.fraction, default=0.1, help="drop-path rate of the ViT's last block")  # released
+    add("--drop-path", type=common.fraction, default=0.1, help="stochastic depth rate of the ViT")  # released
     add("--hidden", type=common.positive_int, default=4096, help="hidden size of projector and predictor (Table 9)")
-    add("--dim", type=common.positive_int, default=256, help="dimension of queries and keys (Table 9)")
+    add("--dim", type=common.positive_int, default=256, help="embedding dimension (Table 9)")
     add("--key-encoder", choices=("momentum", "query"), default="momentum", help="encoder of the keys (D4)")
-    add("--momentum", type=common.fraction, nargs=2, default=[0.996, 1.0], help="momentum encoder's mu, first and last")
+    add("--momentum", type=common.fraction, nargs="+", default=[0.996, 1.0], help="EMA momentum mu: initial, final")
 
     add = parser.add_argument_group("schedule").add_argument
     add("--epochs", type=common.positive_int, default=300, help="number of epochs")  # section 4.1.2
-    add("--batch-size", type=common.positive_int, default=1024, help="images per step, over all processes")
+    add("--batch-size", type=common.positive_int, default=1024, help="global batch size, over all processes")
     add("--lr", type=common.positive_float, default=2.5e-4, help="peak learning rate per 256 images")  # see ENCODERS
-    add("--min-lr", type=common.nonnegative_float, default=2.5e-7, help="last --lr")  # released, 1e-6 for 1024
-    add("--warmup", type=common.nonnegative_float, default=10.0, help="epochs of warm-up, at most a quarter of all")
-    add("--weight-decay", type=common.nonnegative_float, nargs=2, default=[0.04, 0.4], help="of AdamW, first and last")
+    add("--min-lr", type=common.nonnegative_float, default=2.5e-7, help="final learning rate")  # released 1e-6 for 1024
+    add("--warmup", type=common.nonnegative_float, default=10.0, help="linear warmup epochs, at most a quarter of all")
+    add("--weight-decay", type=common.nonnegative_float, nargs=2, default=[0.04, 0.4], help="of AdamW: initial, final")
 
     add = parser.add_argument_group("augmentation").add_argument
-    add("--crop-scale", type=common.fraction, nargs=2, default=[0.05, 1.0], help="range of a crop's share of the image")
-    add("--local-size", type=common.positive_int, help="side of a local crop; if not given, 96 or half a view (D6)")
-    add("--local-scale", type=common.fraction, nargs=2, default=[0.05, 0.35], help="--crop-scale of local crops (D6)")
-    add("--blur-p", type=common.fraction, nargs=2, default=[1.0, 0.1], help="probability of a blur, views 1 and 2")
-    add("--norm", choices=common.NORMS, default="imagenet", help="data set whose mean and deviation normalise views")
+    add("--crop-scale", type=common.fraction, nargs=2, default=[0.05, 1.0], help="area range of RandomResizedCrop")
+    add("--local-size", type=common.positive_int, help="size of a local crop; if not given, 96 or half a view (D6)")
+    add("--local-scale", type=common.fraction, nargs=2, default=[0.05, 0.35], help="area range of local crops (D6)")
+    add("--blur-p", type=common.fraction, nargs="+", default=[1.0, 0.1], help="probability of blur, views 1 and 2")
+    add("--norm", choices=common.NORMS, default="imagenet", help="dataset statistics used for normalization")
 
     args = common.parse_args(parser, argv, recipe)
-    terms, is_vit = chosen_terms(args), common.is_vit(args.arch)
+    changed = {name for name, value in vars(args).items() if value != parser.get_default(name)}
+    terms = chosen_terms(args)
     if not terms or not set(args.terms.split(",")) <= set(TERMS):
         parser.error("--terms: give some of oto,mto,mtm, and --term-weights above 0")
     if args.local_crops and set(terms) == {"mtm"}:
         parser.error("--local-crops are queries of oto and mto: choose one of these --terms")
-    needs = [  # (flags, whether they have an effect, what they need)
-        (["num_mix", "mix_slices"], set(terms) != {"oto"}, "--terms mto or mtm"),
-        (["mix_slices"], args.num_mix > 1, "--num-mix above 1"),
-        (["smoothing"], "oto" in terms, "--terms oto"),
-        (["num_heads", "drop_path"], is_vit, "a ViT (--arch)"),
-        (["momentum"], args.key_encoder == "momentum", "--key-encoder momentum"),
-        (["local_size", "local_scale"], args.local_crops > 0, "--local-crops"),
-    ]
-    common.check_flags(parser, args, needs)
+    if set(terms) == {"oto"} and changed & {"num_mix", "mix_slices"}:
+        parser.error("--num-mix and --mix-slices have no effect with --terms oto, which mixes no images")
+    if "oto" not in terms and "smoothing" in changed:
+        parser.error("--smoothing has no effect without --terms oto")
+    if not common.is_vit(args.arch) and changed & {"num_heads", "drop_path"}:
+        parser.error("--num-heads and --drop-path have no effect without a ViT (--arch)")
+    if args.key_encoder == "query" and "momentum" in changed:
+        parser.error("--momentum has no effect with --key-encoder query")
+    if not args.local_crops and changed & {"local_size", "local_scale"}:
+        parser.error("--local-size and --local-scale have no effect without --local-crops")
+    common.check_flags(parser, args)
     if args.local_size is None:  # 96 as released, in whole patches
         args.local_size = min(96, args.image_size // 2) // args.patch_size * args.patch_size
     for size in [args.image_size, args.local_size] if args.local_crops else [args.image_size]:
         if size % args.patch_size or args.num_mix > (size // args.patch_size) ** 2:
-            parser.error(
-                f"--patch-size {args.patch_size}: {size} px must be whole patches, at least --num-mix {args.num_mix}"
-            )
+            needed = f"whole patches, and at least --num-mix {args.num_mix} of them"
+            parser.error(f"--patch-size {args.patch_size}: a view of {size} px must be {needed}")
     return args
 
 
@@ -187,7 +168,7 @@ def recipe(args):
 
 
 def chosen_terms(args):
-    """Return the terms of the loss that --terms names and --term-weights does not set to 0, {name: weight}."""
+    """Return the terms of the loss, {name: weight}: those in --terms whose weight in --term-weights is above 0."""
     weights = zip(TERMS, args.term_weights, strict=True)
     return {term: weight for term, weight in weights if term in args.terms.split(",") and weight > 0}
 
@@ -200,12 +181,12 @@ TERMS = ("oto", "mto", "mtm")  # of the loss, Eq. 16
 def patch_mix(images, num_mix, patch_size, permutation=None):
     """Mix each image with the num_mix - 1 images that follow it in the batch, patch by patch (Algorithm 1, Eq. 1-7).
 
-    The T patches are shuffled by one permutation for all images, and cut into M groups of S = floor(T / M). Mixed image
-    i takes group m from image (i + m) mod N. Every patch stays at its place. The T mod M patches that are left over are
-    those of image i, though its share in Eq. 13 remains 1/M. With M = 1 the images stay as they are.
+    The T patches are shuffled by one permutation for all images, and split into M groups of S = floor(T / M). Mixed
+    image i takes group m from image (i + m) mod N. Every patch keeps its position. The T mod M remaining patches are
+    those of image i, although its weight in Eq. 13 remains 1/M. With M = 1 the images are unchanged.
 
     images: (N, C, H, W), any values. num_mix: M, from 1 to T. patch_size: p, which divides H and W. permutation: (T,)
-    int64, the shuffle k of Eq. 2 for T = H/p * W/p patches; it is drawn if None.
+    int64, the shuffle k of Eq. 2 for T = H/p * W/p patches; if None, it is drawn.
     Returns the mixed images (N, C, H, W). Gradients pass through.
     """
     height, width = images.shape[2:]
@@ -213,12 +194,12 @@ def patch_mix(images, num_mix, patch_size, permutation=None):
     num_patches = rows * columns  # T, Eq. 1
     # k, Eq. 2: Algorithm 1, line 2
     permutation = torch.randperm(num_patches) if permutation is None else permutation.cpu()
-    # The pixels need not be shuffled and put back. It is enough to know in which group the patch at each place is.
+    # The pixels need not be shuffled and put back. It is enough to know the group of the patch at each position.
     group_size = num_patches // num_mix  # S
-    # Line 3, Eq. 3: the j-th shuffled patch is in group j // S. What is left over joins group 0, the image's own.
+    # Line 3, Eq. 3: the j-th shuffled patch is in group j // S. Remaining patches join group 0, the image's own.
     group_of_shuffled = torch.arange(num_patches) // group_size
     group_of_shuffled[group_size * num_mix :] = 0
-    # Line 7, Eq. 5 and 7: by r = argsort(k) the patches go back to their places, and so do their groups.
+    # Line 7, Eq. 5 and 7: by r = argsort(k) the patches return to their positions, and so do their groups.
     group_of_patch = group_of_shuffled[permutation.argsort()].view(rows, columns)
     group_of_patch = group_of_patch.to(images.device, non_blocking=True)
     group_of_pixel = group_of_patch.repeat_interleave(patch_size, 0).repeat_interleave(patch_size, 1)
@@ -230,13 +211,13 @@ def patch_mix(images, num_mix, patch_size, permutation=None):
 
 
 def mix_targets(n, num_mix, first=0):
-    """Return the positives of mixed images: their sources, and the mixed images that share some with them (Eq. 10-12).
+    """Return the positives of mixed images: their sources, and the mixed images that share some of them (Eq. 10-12).
 
     n: the number of images that are mixed with each other, N. num_mix: M. first: the row of their first key among all
-    keys: rank * N where each process mixes its own N images, and the keys of all processes are gathered.
+    keys: rank * N if each process mixes its own N images and the keys of all processes are gathered.
     Returns (mto_index (n, M) int64, mto_weight (M,), mtm_index (n, 2M-1) int64, mtm_weight (2M-1,)). The indices are
-    rows of keys, from `first` on, and go around: mod n. mto_weight is 1/M each. mtm_weight is 1/M, 2/M, ..., 1, ...,
-    2/M, 1/M, which sum to M. With fewer than 2M - 1 images a positive can come twice; its weights then add up in
+    rows of keys, from `first` on, and wrap around modulo n. mto_weight is 1/M each. mtm_weight is 1/M, 2/M, ..., 1,
+    ..., 2/M, 1/M, which sum to M. With fewer than 2M - 1 images a positive can occur twice; its weights then add up in
     `soft_info_nce`.
     """
     i = torch.arange(n)[:, None]
@@ -252,11 +233,11 @@ def soft_info_nce(q, k, index, weight, temperature, smoothing=0.0):
     """Return the cross-entropy of queries against weighted positives among the keys (Eq. 13-15).
 
     It is -1/n sum_i sum_j weight_j log softmax_t(sim(q_i, k_t) / tau)[index_ij], where sim is the cosine. q and k are
-    L2-normalised here. The weights are used as given. At equal logits the loss is weight.sum() * log(N).
+    L2-normalized here. The weights are used as given. At equal logits the loss is weight.sum() * log(N).
 
     q: (n, C) queries, the paper's h. k: (N, C) keys, the paper's z. index: (n, P) int64, the positives of each query as
-    rows of k. weight: (P,), theirs. temperature: tau > 0. smoothing: s in [0, 1] (D1); 1 - s of each weight stays, and
-    s of their sum is spread evenly over all keys.
+    rows of k. weight: (P,), their weights. temperature: tau > 0. smoothing: label smoothing s in [0, 1] (D1); each
+    weight is multiplied by 1 - s, and s of their sum is spread evenly over all keys.
     Gradients reach q, and also k unless it is detached, as in the paper. float16 and bfloat16 are converted to float32;
     call it outside autocast, which would undo that. Raises ValueError if the shapes do not fit.
     """
@@ -277,11 +258,11 @@ def soft_info_nce(q, k, index, weight, temperature, smoothing=0.0):
 
 
 def augment(x, args, view):
-    """Flip and color crops (Table 10): uint8 (n, 3, S, S) -> normalised float (n, 3, S, S).
+    """Flip and color crops (Table 10): uint8 (n, 3, S, S) -> normalized float (n, 3, S, S).
 
     view: 0 for the paper's view 1, T_1; 1 for its view 2, T_2; 2 or more for local crops (D6).
     """
-    blur_p = args.blur_p[view] if view < 2 else 0.5
+    blur_p = [args.blur_p[0], args.blur_p[-1]][view] if view < 2 else 0.5
     x = common.horizontal_flip(x / 255, p=0.5)
     x = common.color_jitter(x, 0.4, 0.4, 0.2, 0.1, p=0.8)
     x = common.grayscale(x, p=0.2)
@@ -509,7 +490,7 @@ def main(args, train=None, test=None):
                 group["lr"] = lr
             done = (epoch + step / len(loader)) / args.epochs
             optimizer.param_groups[1]["weight_decay"] = cosine(*args.weight_decay, done)  # biases and norms have none
-            momentum = cosine(*args.momentum, done)
+            momentum = cosine(args.momentum[0], args.momentum[-1], done)
             views = [augment(x.to(device, non_blocking=True), args, i) for i, x in enumerate(crops)]
             if args.mixed_view == 2:  # D5
                 views[:2] = views[1], views[0]
@@ -531,7 +512,7 @@ def main(args, train=None, test=None):
             records[-1] |= common.knn_monitor(model.momentum_backbone, info, train, test, device, args.workers, amp)
             common.save_run(args.out, config, info, state, records, args.keep_every)
         common.log_epoch(f"epoch {epoch + 1}/{args.epochs}", records, ("loss", "std", "images_per_s"))
-    common.log_epoch(f"finished: {args.out}", records, images=train)
+    common.log_epoch(f"finished: {args.out}", records)
 
 
 # ================================================================ 6. processes
@@ -549,5 +530,26 @@ def gather(x):
     return torch.cat(parts)
 
 
+# ===================== 7. differences between the paper and the released code
+
+# D1 The terms. Paper: each counts 1, and mtm's weights sum to M. Released: oto counts 1, mto and mtm 0.5, mtm's weights
+#    sum to 1, and 0.1 of oto's targets is spread over all keys. So its M = 1 is not MoCo v3.
+# D2 The number of images M. Paper: 3. Released: 2.
+# D3 The attention heads of ViT-S. Paper (Table 8): 6. Released, and the paper's Fig. 11: 12.
+# D4 ViT-T's keys. Paper: of a momentum encoder. Released: of the query encoder, in training mode, `--key-encoder
+#    query`. There, queries and keys share a forward pass; here, each has its own.
+# D5 The mixed query. Paper: of view 1, and the original one of view 2. Released: the reverse, `--mixed-view 2`.
+# D6 Local crops. Paper ("4(224)" views): none. Released, on ImageNet: 8 of 96 px with 0.05 to 0.35 of the area; large
+#    ones from 0.35. They add the terms local_oto and local_mto to the loss, whose weights are 1: the mean over local
+#    crops of the sum over the keys of both views.
+# D7 The ring of images (Eq. 4, 10, 11: mod N). Paper: the batch. Released: a GPU's part. Here: a slice of the batch,
+#    `--mix-slices`, at least one per process; 1 on one process is the paper's ring. Each slice has its own shuffle of
+#    the patches (Eq. 2); the paper draws one for the batch.
+# Differences in rounding, indices and precision are listed in tests/golden/README.md.
+# Baseline: `--num-mix 1 --terms oto,mto` is L(q2, k1) + L(q1, k2), MoCo v3's symmetric loss without the factor 2 tau.
+# `--num-mix 1` alone counts the second term twice, because mtm is then mto.
+# Not here: the other mixes of Table 5 (CutMix and Mixup, RegionSwap, ResizeMix), COCO (Table 4), and Figs. 4, 8 to 11.
+
+
 if __name__ == "__main__":
-    common.start(main, parse_args)
+    common.start(main, parse_args, "patchmix.py --dataset imagenet --data-dir DIR --arch vit_small")

@@ -23,7 +23,7 @@ EACH_MODEL = [*((method, "") for method in METHODS), ("moco_jointcrop", "--moco 
 CHOICES = dict(
     moco_jointcrop=("--moco v1", "--moco v3", "--joint blur", "--joint either", "--variant released"),
     jcl=("--variant released", "--vanilla"),
-    clim=("--selection none", "--selection knn", "--resolutions 24 16"),
+    clim=("--selection none", "--selection knn", "--image-size 24 16"),
     logo=("--base simsiam", "--variant paper", "--affinity-form linear"),
     patchmix=("--variant released",),
 )

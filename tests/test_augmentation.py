@@ -229,7 +229,7 @@ def test_augment_is_a_composition_of_torchvisions_functions(line, view, jitter, 
         with pytest.MonkeyPatch.context() as patch:
             made, given = recorded_factors(patch), fix_draws(patch, on)
             own = sigma * ("gaussian_blur" in on)
-            ours = module.augment(x, args, *dict(moco_jointcrop=(view, own), patchmix=(view,)).get(method, ()))
+            ours = module.augment(x, args, view, *[own] * (method == "moco_jointcrop"))
         drawn = {name for name in on if name != "solarize" or solarize_p}
         theirs = [one_view(image, drawn, made, i, sigma[i].item()) for i, image in enumerate(x)]
         torch.testing.assert_close(ours, torch.stack(theirs), rtol=0, atol=1e-4)  # of 1/255: 0.006
@@ -239,13 +239,26 @@ def test_augment_is_a_composition_of_torchvisions_functions(line, view, jitter, 
     assert given.get("solarize", dict(p=0))["p"] == solarize_p
 
 
+@pytest.mark.parametrize(
+    "method, expected",
+    dict(jcl=[0.25, 0.75, 0.75], clim=[0.75, 0.25, 0.25], logo=[0.25, 0.75, 0.25], patchmix=[0.25, 0.75, 0.5]).items(),
+)
+def test_two_probabilities_of_blur(method, module, expected, monkeypatch):
+    """The first is the query's or view 1's, and in three files that of local crops. CLIM's first view is the key's."""
+    x, found = (noise(2, 8, 8) * 256).byte(), []
+    monkeypatch.setattr(common, "gaussian_blur", lambda x, sigma, p: found.append(p) or x)
+    for view in range(3):
+        module.augment(x, module.parse_args("--blur-p 0.25 0.75".split()), view)
+    assert found == expected
+
+
 # ------------------------------------------------------- no two draws are equal
 
 TRAININGS = dict(  # flags with which all random numbers can be seen, and views have one size and one range of areas
     moco_jointcrop="--joint both --crop-scale 0.2 0.8 --blur-p 1 1 --local-crops 2 --local-size 16",
     jcl="--num-keys 3",
     clim="--selection random --clim-start 0 --refresh-every 1",
-    logo="--local-size 16 --local-scale 0.2 1 --global-scale 0.2 1",
+    logo="--local-size 16 --local-scale 0.2 1 --crop-scale 0.2 1",
     patchmix="--local-crops 2 --patch-size 4",
 )
 
@@ -284,8 +297,8 @@ def draws_of(method, out, *flags, rank=0, calls=math.inf):
         patch.setattr(module, "DistributedDataParallel", lambda model: model)
         patch.setattr(timm.utils, "distribute_bn", lambda *_, **__: None)
         run(method, out, *TRAININGS.get(method, "").split(), "--knn-every", 0, *flags, train=Same(32))
-    if views:  # the number of the view, where `augment` takes it
-        assert views == [*range(4)] * (len(made) // 4)
+    order = [0, 1, 0, 1] if method == "clim" else [0, 1, 2, 3]  # a positive has the same two views as its image
+    assert views == order * (len(made) // 4)
     return made
 
 

@@ -356,10 +356,10 @@ def test_recipes():
     paper = "--dataset imagenet"
     assert values(clim, paper, "num_clusters knn_k num_positives refresh_every") == [10000, 40, 10, 5]  # App. A.2
     assert values(clim, paper, "arch batch_size weight_decay") == ["resnet50", 512, 1e-4]
-    assert values(clim, paper, "alpha temperature queue momentum dim bn_groups") == [2.0, 0.2, 65536, 0.999, 128, 16]
+    assert values(clim, paper, "alpha temperature queue momentum dim bn_groups") == [2.0, 0.2, 65536, [0.999], 128, 16]
     assert values(clim, paper, "resolutions selection mix") == [[224, 160], "center", "cutmix"]
     assert values(clim, f"{paper} --selection knn", "knn_k") == [10]  # Table 6
-    for flags, *sizes in (("--resolutions 24 40", 40, 24), ("--image-size 48", 48)):  # views are cut at the largest
+    for flags, *sizes in (("--image-size 24 40", 40, 24), ("--image-size 48", 48)):  # views are cut at the largest
         assert values(clim, flags, "resolutions image_size") == [sizes, sizes[0]]
-    for flags in ("--selection none", "--local-crops 2", "--resolutions 224"):  # Table 7's multi-crop has one size
+    for flags in ("--selection none", "--local-crops 2", "--image-size 224"):  # Table 7's multi-crop has one size
         assert values(clim, f"--dataset imagenet {flags}", "resolutions") == [[224]]

@@ -164,7 +164,7 @@ def algorithm1(args, model, affinity, batches, noises):
         norms.append(torch.nn.utils.get_total_norm(found).item())
         if args.base == "moco":
             model.queue.enqueue(torch.cat(keys))
-            model.update(args.momentum)
+            model.update(*args.momentum)
     return losses, norms[1:]
 
 
@@ -245,10 +245,10 @@ def test_recipes():
         assert found == expected
     assert [values(logo, f, "l2l") for f in ("", "--no-l2l", "--local-crops 0")] == [[True], [False], [False]]
     names = "arch image_size local_size epochs batch_size lr milestones momentum temperature queue dim"
-    ours = ["resnet34", 224, 96, 200, 256, 0.03, [0.6, 0.8], 0.999, 0.07, 4096, 128]
+    ours = ["resnet34", 224, 96, 200, 256, 0.03, [0.6, 0.8], [0.999], 0.07, 4096, 128]
     assert values(logo, "--dataset imagenet100", names) == ours
     names = "weight_decay clip_ratio blur_p bn_groups"
-    assert values(logo, "--dataset imagenet100", names) == [1e-4, 0.015, 0.5, 8]
+    assert values(logo, "--dataset imagenet100", names) == [1e-4, 0.015, [0.5], 8]
     assert logo.Affinity(8).layers[0].out_features == 256
     assert values(logo, "--dataset cifar10", "image_size local_size local_scale") == [32, 32, [0.08, 0.6]]
     names = "arch batch_size lr layers dim hidden lam milestones"

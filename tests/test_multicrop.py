@@ -69,7 +69,7 @@ def test_size_of_a_local_crop(line):
 
 
 UNIFORM = [*FORMS, ("moco_jointcrop", ""), ("moco_jointcrop", "--moco v3"), ("jcl", ""), ("jcl", "--vanilla")]
-UNIFORM += [("clim", "--selection none"), ("clim", "--resolutions 16 8"), ("logo", "--variant paper")]
+UNIFORM += [("clim", "--selection none"), ("clim", "--image-size 16 8"), ("logo", "--variant paper")]
 UNIFORM += [("logo", "--local-crops 0"), ("patchmix", ""), ("patchmix", "--num-mix 1 --terms oto,mto")]
 
 

@@ -24,7 +24,7 @@ CASES = [  # method and flags
     "moco_jointcrop --moco v3 --hidden 16 --local-crops 2 --local-size 8",
     "jcl --bn-groups 8",
     "jcl --bn-groups 16 --vanilla",
-    f"{CLIM} --num-clusters 4 --knn-k 8 --resolutions 16 12",
+    f"{CLIM} --num-clusters 4 --knn-k 8 --image-size 16 12",
     f"{CLIM} --num-clusters 4 --selection kmeans --local-crops 2 --local-size 8",
     f"{CLIM} --selection random --mix none",
     LOGO,

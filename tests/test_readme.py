@@ -1,17 +1,22 @@
-"""The pages keep their word: links lead somewhere, commands parse, Python runs."""
+"""The pages keep their word: links lead somewhere, commands parse, Python runs. Differences that files cite exist."""
 
 import importlib
+import inspect
 import re
 import shlex
 from pathlib import Path
 
 import pytest
 import torch
-from conftest import ROOT, unit
+from conftest import METHODS, ROOT, unit
+from PIL import Image
 from tiny import run, save_encoder
+from torchvision import transforms
+from torchvision.transforms.functional import gaussian_blur, resized_crop
 
 import common
 import jcl
+import moco_jointcrop
 
 PAGES = {page: (ROOT / page).read_text() for page in ("README.md", "tests/README.md", "tests/results/README.md")}
 SCRIPTS = sorted({p.stem for p in ROOT.glob("*.py")} - {"common"})
@@ -100,3 +105,38 @@ def test_weights_elsewhere(arch, tmp_path, monkeypatch):
     made = save_encoder(Path("runs/jcl-patterns-resnet_micro-s0-epochs20"), info)
     with torch.no_grad():
         assert torch.equal(run_block(WEIGHTS)["backbone"](x), made(x))
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_tops_and_ends(method):
+    """A file has at most 30 lines before its imports. Each (D3) that it cites is in the list at its end.
+
+    The command that its demo prints is that of its top.
+    """
+    text = (ROOT / f"{method}.py").read_text()
+    (command,) = re.findall(r'common.start\(main, parse_args, "(.*)"\)', text)
+    assert f"    torchrun --nproc_per_node=8 {command}" in text
+    text, end = re.split(r"^# =+ 7\. differences between the paper.*$", text, flags=re.M)
+    assert text.partition("\nimport argparse")[0].count("\n") < 30
+    listed = re.findall(r"^# D(\d+) ", end, re.M)
+    assert listed == [str(i + 1) for i in range(len(listed))]
+    assert {*re.findall(r"\bD(\d+)\b", text)} <= {*listed}
+
+
+def test_the_lines_of_joint_crop():
+    """Those of its docstring, with torchvision alone: two views of 224 px."""
+    _, _, lines = moco_jointcrop.JointCrop.__doc__.rpartition(":\n\n")
+    names = dict(torch=torch, sample_joint=moco_jointcrop.sample_joint, image=Image.new("RGB", (300, 260)))
+    names |= dict(resized_crop=resized_crop, gaussian_blur=gaussian_blur)
+    found = run_block(inspect.cleandoc(lines), RandomResizedCrop=transforms.RandomResizedCrop, **names)
+    assert [view.size for view in found["views"]] == [(224, 224)] * 2 and len(found["sigmas"]) == 2
+
+
+def test_a_demo_says_so(monkeypatch, capsys):
+    """First and last, what the paper's command is. Trainings on other data do not, and neither do other processes."""
+    for flags, rank, lines in (("", "0", 3), ("--dataset cifar10", "0", 0), ("", "1", 0)):
+        monkeypatch.setenv("RANK", rank)
+        common.start(lambda args: print("main"), lambda flags=flags: jcl.parse_args(flags.split()), "jcl.py --queue 9")
+        said = capsys.readouterr().out.splitlines()
+        assert said[:lines] == said[lines + 1 :] and said[lines] == "main" and len(said) == 2 * lines + 1
+        assert not lines or said[2] == "The paper's run: torchrun --nproc_per_node=8 jcl.py --queue 9"

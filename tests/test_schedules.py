@@ -75,6 +75,7 @@ def test_what_each_step_is_given(method, module, flags, _tiny, tmp_path, monkeyp
     decays = [0.02, 0.2] if method == "patchmix" else [0.02]  # first and last
     words = f"{flags} --lr 0.3 --warmup 0.4 --knn-every 0 --weight-decay".split() + [*map(str, decays)]
     words += [] if method == "logo" else ["--min-lr", "0.01"]
+    words += [] if simsiam else "--momentum 0.9 1".split()
     words += {"clim": ["--clim-start", "0"], "moco_jointcrop": ["--arch", "resnet_nano"]}.get(method, [])
     for model in [kind for kind in vars(module).values() if isinstance(kind, type) and "update" in vars(kind)]:
         move = model.update
@@ -96,7 +97,7 @@ def test_what_each_step_is_given(method, module, flags, _tiny, tmp_path, monkeyp
         expected = [[affinity, decay], *([] if simsiam else [[lr, none]]), *expected]
     for ours, theirs in zip(given.values(), expected, strict=True):
         np.testing.assert_allclose(np.transpose(ours), theirs, rtol=1e-12)
-    first, last = args.momentum if isinstance(args.momentum, list) else [args.momentum] * 2
+    first, last = args.momentum[0], args.momentum[-1]
     expected = [] if simsiam else [between(first, last, done) for done in steps]  # SimSiam has no momentum encoder
     assert momenta == pytest.approx(expected, rel=1e-12)
 

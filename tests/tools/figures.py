@@ -90,7 +90,7 @@ def clim_views(photos, seed, without=()):
     and the mixed query.
     """
     images = [photos["flower"].crop((left, top, left + side, top + side)) for top, left, side in FLOWERS]
-    found, _ = views(clim, "--resolutions 224", images, seed, without)
+    found, _ = views(clim, "--image-size 224", images, seed, without)
     found = [view[0] for view in found]
     changed = torch.nonzero((found[1] != found[4]).any(0))
     (top, left), (height, width) = changed.amin(0).tolist(), (changed.amax(0) - changed.amin(0) + 1).tolist()

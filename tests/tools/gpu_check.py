@@ -128,7 +128,7 @@ def loader(device, folder):
         began = None  # after the first batch, for which workers start
         for crops, _ in batches:
             wrong.extend(["a batch is not pinned"] * (device.type == "cuda" and not crops[0].is_pinned()))
-            views = [jcl.augment(x.to(device, non_blocking=True), args) for x in crops]
+            views = [jcl.augment(x.to(device, non_blocking=True), args, i) for i, x in enumerate(crops)]
             began = began or time.time()
         speed.append((count - len(views[0])) / (time.time() - began))
         raise KeyboardInterrupt

@@ -35,7 +35,7 @@ import common
 
 CASES = gpu_check.CASES | {
     "JointBlur, local crops": "moco_jointcrop --queue 64 --joint both --local-crops 2",
-    "CLIM, two sizes": "clim --queue 64 --resolutions 32 24 --clim-start 1 --num-clusters 4",
+    "CLIM, two sizes": "clim --queue 64 --image-size 32 24 --clim-start 1 --num-clusters 4",
     "LoGo, paper": "logo --queue 64 --variant paper",
 }
 ROOT, aten = Path(common.__file__).parent, torch.ops.aten
