@@ -1,8 +1,8 @@
 """Evaluate an encoder with labels: train a linear classifier on its frozen features, or fine-tune all its layers.
 
 The default, `--protocol probe`, computes the features once, standardizes them, and trains linear classifiers on them
-with a grid of learning rates, all at once, in seconds. A tenth of the training images is held out to choose the
-learning rate; if these are few, by cross-validation. The test images are used once. Two baselines are evaluated
+with a grid of learning rates, all at once, in seconds. The learning rate is chosen on a held-out tenth of the training
+images or, if that is less than 400, by cross-validation. The test images are used once. Two baselines are evaluated
 alike: raw pixels, and the untrained encoder.
 
     python eval_linear.py runs/patchmix-patterns-vit_micro-s0
@@ -117,11 +117,12 @@ def recipe(args, info):
 def parse_args(argv=None):
     """Parse the command line. Hyper-parameters that it does not set are absent, and `complete` adds them."""
     options = dict(formatter_class=argparse.ArgumentDefaultsHelpFormatter, allow_abbrev=False)
-    parser = argparse.ArgumentParser("eval_linear.py", "%(prog)s RUN [options]", __doc__.splitlines()[0], **options)
+    first_line = str(__doc__).splitlines()[0]  # there is none with python -OO
+    parser = argparse.ArgumentParser("eval_linear.py", "%(prog)s RUN [options]", first_line, **options)
     common.add_evaluation_arguments(parser)
     group = parser.add_argument_group("protocol")
     add = group.add_argument
-    add("--protocol", choices=("probe", *LINEAR), help="default: probe, or with --finetune that of the encoder's type")
+    add("--protocol", choices=("probe", *LINEAR), help="if None, probe; with --finetune, patchmix for ViTs, else clim")
     add("--finetune", action="store_true", help="train all layers, with --protocol patchmix or clim")
     add("--solver", choices=("sgd", "lbfgs"), default="sgd", help="optimizer of the probe")
     add = group.add_mutually_exclusive_group().add_argument
@@ -133,9 +134,7 @@ def parse_args(argv=None):
     add("--epochs", type=common.positive_int, help="number of epochs")
     add("--batch-size", type=common.positive_int, help="global batch size")
     add("--lr", type=common.positive_float, help="peak learning rate per 256 images")
-    add(
-        "--milestones", type=common.fraction, nargs="*", help="fractions of training to drop --lr tenfold; none: cosine"
-    )
+    add("--milestones", type=common.fraction, nargs="*", help="--lr is divided by 10 at these fractions; none: cosine")
     add("--warmup", type=common.nonnegative_float, help="linear warmup epochs, at most a quarter of --epochs")
     add("--weight-decay", type=common.nonnegative_float, help="weight decay, except for biases and norms")
     add("--pad", type=common.nonnegative_int, help="RandomCrop with N pixels of padding; 0: RandomResizedCrop")
@@ -214,9 +213,9 @@ def open_data(args, info, train=None, test=None):
     is not, because it has more.
     """
     root = args.data_dir or (info.get("data_dir") if args.dataset is None else None)
-    may_have_both = train is None and root is not None and args.solver == "lbfgs"
+    root = root if train is None and args.solver == "lbfgs" else None  # else there is no val
     train, test = common.open_evaluation_data(args.dataset, args.data_dir, info, True, train, test)
-    folders, val = {*os.listdir(root)} if may_have_both else set(), None
+    folders, val = {*os.listdir(root)} if root else set(), None
     if folders >= {"train", "test"} and folders & {"val", "validation"}:
         found = common.load_split(args.dataset or info["dataset"], root, ["test"], train=False, unlabeled=False)
         if found.classes and found.classes != test.classes:
@@ -293,9 +292,8 @@ def scores(logits, labels, num_classes, name="linear"):
 def hold_out(labels, fraction, least=400):
     """Split the rows of labels (n,), on the CPU, at random: [(rows to fit, rows to choose by), ...].
 
-    The first fold holds out a fraction of the rows. As in cross-validation, further folds hold out others, until
-    `least` rows, or all, have been held out. In each fold, one row of each class at least is fitted. Thus nothing is
-    held out if each class has one row.
+    A fold holds out a fraction of the rows. There are as many folds, as in cross-validation, as it takes to hold out
+    `least` rows, or all but one per class, which is always fitted. If each class has one row, none is held out.
     """
     order = torch.randperm(len(labels))
     _, last = np.unique(labels[order].flip(0), return_index=True)  # of each class, counted from the end
@@ -326,8 +324,8 @@ def linear_probe(x, y, test_x, num_classes, lrs=None, epochs=50, batch_size=256,
     x: (n, d) and test_x: (m, d), which are standardized by the mean and the standard deviation of x; a feature that
     does not vary in x, except for rounding, becomes 0. y: (n,) int64. lrs: peak learning rates of cosine schedules;
     None: 13 from 10^-4.5 to 10^1.5. holdout: fraction of x that is held out to choose one of them, by cross-validation
-    if that is less than 400 rows (see hold_out; if nothing can be held out, the fitted rows choose). Then all of x is
-    fitted. Random numbers are torch's global ones.
+    if that is less than 400 rows. If each class has one row, the fitted rows choose. Then all of x is fitted. Random
+    numbers are torch's global ones.
     Returns {'logits': (m, num_classes), 'chosen': learning rate, 'held_out': {learning rate: percent}}.
     To copy it, also copy hold_out, best_of and affine, and delete common.progress.
     """

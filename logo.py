@@ -19,7 +19,8 @@ can score its training pairs without comparing the crops. The end of this file s
     python logo.py --dataset cifar10 --local-crops 0 --one-way                # the baseline, MoCo, on one GPU
     torchrun --nproc_per_node=8 logo.py --dataset imagenet100 --data-dir DIR --base simsiam
 
-The baseline is MoCo or SimSiam with two global crops: `--local-crops 0`. Both are queries, or one with `--one-way`.
+The baseline is MoCo or SimSiam with two global crops: `--local-crops 0`. Both are queries, or one: `--one-way`.
+LoGo changes three things:
     loss = the mean of the two terms of L_gg  ->  of these and the four terms of L_lg           (MoCo.forward, combine)
     one step of the encoder                   ->  another, down L_ll, clipped; or a term        (main)
     no affinity                               ->  a step of the affinity before these, Eq. 6    (main)
@@ -102,7 +103,7 @@ def parse_args(argv=None):
     if args.base == "moco" and changed & {"layers", "hidden"}:
         parser.error("--layers and --hidden have no effect without --base simsiam")
     if args.local_crops and args.one_way:
-        parser.error("--one-way has no effect without --local-crops 0")
+        parser.error("--one-way is a form of the baseline: pass --local-crops 0, too")
     if args.local_crops == 0 and changed & {"pairs", "l2l", "local_size", "local_scale"}:
         parser.error("--pairs, --l2l, --local-size and --local-scale have no effect with --local-crops 0")
     if not args.l2l and changed & {"l2l_weighting", "clip_ratio", "lam", "affinity_form", "affinity_lr"}:
@@ -587,7 +588,7 @@ def main(args, train=None, test=None):
             records[-1] |= common.knn_monitor(model.backbone, info, train, test, device, args.workers, amp)
             common.save_run(args.out, config, info, state, records, args.keep_every)
         common.log_epoch(f"epoch {epoch + 1}/{args.epochs}", records, ("loss", "std", "images_per_s"))
-    common.log_epoch(f"finished: {args.out}", records, images=train)
+    common.log_epoch(f"finished: {args.out}", records)
 
 
 # ================================================================ 6. ShuffleBN

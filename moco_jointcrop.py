@@ -350,6 +350,7 @@ class JointViews(Dataset):
 
     def __getitem__(self, index):
         image, _ = self.images[index]
+        image = common.to_rgb(image)
         joint_crop, joint_blur = self.joint in ("crop", "both"), self.joint in ("blur", "both")
         if self.joint == "either":  # App. F
             joint_crop = torch.rand(()).item() < self.probability
@@ -633,7 +634,7 @@ def main(args, train=None, test=None):
             records[-1] |= common.knn_monitor(model.backbone, info, train, test, device, args.workers, amp)
             common.save_run(args.out, config, info, state, records, args.keep_every)
         common.log_epoch(f"epoch {epoch + 1}/{args.epochs}", records, ("loss", "std", "images_per_s"))
-    common.log_epoch(f"finished: {args.out}", records, images=train)
+    common.log_epoch(f"finished: {args.out}", records)
 
 
 # ================================================================ 6. ShuffleBN

@@ -101,8 +101,6 @@ def parse_args(argv=None):
         parser.error("--local-crops are queries of oto and mto: choose one of these --terms")
     if set(terms) == {"oto"} and changed & {"num_mix", "mix_slices"}:
         parser.error("--num-mix and --mix-slices have no effect with --terms oto, which mixes no images")
-    if args.num_mix == 1 and "mix_slices" in changed:
-        parser.error("--mix-slices has no effect with --num-mix 1")
     if "oto" not in terms and "smoothing" in changed:
         parser.error("--smoothing has no effect without --terms oto")
     if not common.is_vit(args.arch) and changed & {"num_heads", "drop_path"}:
@@ -518,7 +516,7 @@ def main(args, train=None, test=None):
             records[-1] |= common.knn_monitor(model.momentum_backbone, info, train, test, device, args.workers, amp)
             common.save_run(args.out, config, info, state, records, args.keep_every)
         common.log_epoch(f"epoch {epoch + 1}/{args.epochs}", records, ("loss", "std", "images_per_s"))
-    common.log_epoch(f"finished: {args.out}", records, images=train)
+    common.log_epoch(f"finished: {args.out}", records)
 
 
 # ================================================================ 6. processes

@@ -20,6 +20,8 @@ pytestmark = pytest.mark.usefixtures("_tiny")
 EVALUATIONS = ["eval_knn", "eval_linear"]
 MISTAKES = [  # scripts, flags, what the line has to name
     (METHODS, "--arch nothing", "nothing"),
+    (METHODS, "--arch resnet18.a1_in1k", "pass resnet18, and --init"),  # its weights would not be used
+    (["jcl", "patchmix"], "--crop-scale 0.5 1.5", "'1.5' is not a number from 0 to 1"),
     (METHODS, "--epoch 3", "--epoch"),  # not taken for --epochs
     (METHODS, "--min-lr 99", "--min-lr"),
     (METHODS, "--patch-size 5", "--patch-size"),
@@ -41,6 +43,7 @@ MISTAKES = [  # scripts, flags, what the line has to name
     (["moco_jointcrop"], "--joint blur --blur-p 0", "--blur-p"),
     (["clim"], "--clim-start 2", "--clim-start"),
     (["clim"], "--image-size 24 12", "--patch-size"),
+    (["logo"], "--one-way", "--local-crops 0"),
     (["logo"], "--local-size 24", "--local-size"),
     (["patchmix"], "--terms oto,other", "--terms"),
     (["patchmix"], "--patch-size 8 --num-mix 5", "--num-mix"),
