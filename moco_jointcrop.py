@@ -727,8 +727,12 @@ def convert_split_batchnorm(module, groups):
 # D1 s_b, line 1. Paper: ln(s_max / s_min). Released: ln(s_max / s_min - 0.1).
 # D2 If none of ten aspect ratios fits. Paper: a center crop. Released: the whole image.
 # D3 What is joint. Paper: crops and blurs, any beta, App. G. Released: crops, beta 0.
-# D4 The areas of crops. Here: from 0.2, as in the released README's command. Released script's default: from 0.08.
-# D5 Small data sets. ContrastiveCrop: a queue of 65,536, CIFAR's stem. Here: 4,096 (STL-10: 8,192, ImageNet's stem).
+# D4 The areas of crops. Here: from 0.2, as in the released README's command, and on small datasets from 0.08 (D5).
+#    Released script's default: from 0.08.
+# D5 Small datasets. ContrastiveCrop: 500 epochs, a learning rate of 0.5 for 512 images, a momentum of 0.999 and a queue
+#    of 65,536. Here: MoCo's own demo on CIFAR-10 (facebookresearch/moco, branch colab-notebook), which is `--moco v1
+#    --joint none`, except that the demo divides by a standard deviation of (0.2023, 0.1994, 0.2010), and changes the
+#    learning rate once per epoch. STL-10 has the same values, a queue of 8,192, and ImageNet's stem.
 # D6 The version of MoCo. Paper: v1 in App. F and G, all three in Table 9. Released: v3. Here: v2, or `--moco`.
 # D7 MoCo v3 on a ViT. Released: AdamW, a projector of three layers, a batch norm at the end of the predictor. Here:
 #    refused. The baseline of patchmix.py is MoCo v3 on a ViT.
@@ -741,7 +745,7 @@ def convert_split_batchnorm(module, groups):
 # Differences in rounding, indices and precision are listed in tests/golden/README.md.
 # Inference: only the paper's appendix was available. The main text defines JointBlur and the settings of small
 # datasets. So it is our choice that JointBlur draws the two sigmas like areas, from 0.1 to 2.0 px, and that one draw
-# decides for both views. CIFAR, STL-10, MoCo v1's views and App. G's alpha (0.6 on ImageNet, 0.1 on small datasets) are
+# decides for both views. MoCo v1's views and App. G's alpha (0.6 on ImageNet, 0.1 on small datasets) are
 # ContrastiveCrop's. The second parameter of Algorithm 1's N_T(0, s_b / beta) is taken to be the standard deviation, not
 # the variance. MoCo v3 always blurs the first view, and one in ten second views, so JointBlur has little effect there.
 # Not here: SimSiam, BYOL, SimCLR and DINO (Tables 9 and 10), whose own code needs only the lines in JointCrop's
