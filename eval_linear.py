@@ -120,13 +120,14 @@ def parse_args(argv=None):
     first_line = str(__doc__).splitlines()[0]  # there is none with python -OO
     parser = argparse.ArgumentParser("eval_linear.py", "%(prog)s RUN [options]", first_line, **options)
     common.add_evaluation_arguments(parser)
+    some = common.bounded("a number above 0, at most 1", float, lambda x: 0 < x <= 1)
     group = parser.add_argument_group("protocol")
     add = group.add_argument
     add("--protocol", choices=("probe", *LINEAR), help="if None, probe; with --finetune, patchmix for ViTs, else clim")
     add("--finetune", action="store_true", help="train all layers, with --protocol patchmix or clim")
     add("--solver", choices=("sgd", "lbfgs"), default="sgd", help="optimizer of the probe")
     add = group.add_mutually_exclusive_group().add_argument
-    add("--label-fraction", type=common.fraction, metavar="X", help="fraction of the labels, balanced over the classes")
+    add("--label-fraction", type=some, metavar="X", help="fraction of the labels, balanced over the classes")
     add("--label-files", metavar="FILE", help="list of the training images to use: file names, or paths in train/")
 
     unset = dict(argument_default=argparse.SUPPRESS)  # the defaults are the recipe's
@@ -150,7 +151,7 @@ def parse_args(argv=None):
     add("--resume", metavar="FILE", help="last.pt of another run, to resume in a new --out")
 
     add = parser.add_argument_group("probe (also --epochs and --batch-size)", **unset).add_argument
-    add("--holdout", type=common.fraction, help="held-out fraction, which chooses --lrs or --strengths (default: 0.1)")
+    add("--holdout", type=some, help="held-out fraction, which chooses --lrs or --strengths (default: 0.1)")
     add("--lrs", type=common.positive_float, nargs="+", help="learning rates (default: 13 from 10^-4.5 to 10^1.5)")
     add("--strengths", type=common.positive_float, nargs="+", help="lbfgs: L2 penalties (default: 45 from 1e-6 to 1e5)")
     add("--metric", choices=("top1", "per_class"), help="lbfgs: score that chooses the penalty (default: top1)")
@@ -158,8 +159,6 @@ def parse_args(argv=None):
     args = parser.parse_args(argv)
     if args.finetune and args.protocol not in (None, *FINETUNE):
         parser.error(f"--finetune needs --protocol patchmix or clim, not {args.protocol}")
-    if 0 in (args.label_fraction, getattr(args, "holdout", None)):
-        parser.error("--label-fraction and --holdout: expected a fraction above 0")
     trained = args.finetune or args.protocol not in (None, "probe")
     if trained and (args.solver == "lbfgs" or args.no_baselines):
         parser.error("--solver lbfgs and --no-baselines need --protocol probe")
@@ -213,7 +212,7 @@ def open_data(args, info, train=None, test=None):
     is not, because it has more.
     """
     root = args.data_dir or (info.get("data_dir") if args.dataset is None else None)
-    root = root if train is None and args.solver == "lbfgs" else None  # else there is no val
+    root = root if train is None and test is None and args.solver == "lbfgs" else None  # else there is no val
     train, test = common.open_evaluation_data(args.dataset, args.data_dir, info, True, train, test)
     folders, val = {*os.listdir(root)} if root else set(), None
     if folders >= {"train", "test"} and folders & {"val", "validation"}:
