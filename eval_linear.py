@@ -241,12 +241,12 @@ def balanced_share(labels, fraction, seed):
     smaller fraction are among those of a larger one.
     """
     generator = torch.Generator().manual_seed(seed)
-    classes, labels = torch.as_tensor(labels).unique(return_inverse=True)
+    classes, labels, counts = torch.as_tensor(labels).unique(return_inverse=True, return_counts=True)
     order = torch.randperm(len(labels), generator=generator)
     rank = torch.randperm(len(classes), generator=generator)  # the first classes have one more
     each, more = divmod(max(round(fraction * len(labels)), len(classes)), len(classes))
-    rows = [order[labels[order] == i][: each + (rank[i] < more)] for i in range(len(classes))]
-    return torch.cat(rows).sort().values
+    rows_of_class = order[labels[order].argsort(stable=True)].split(counts.tolist())  # each in random order
+    return torch.cat([rows[: each + (rank[i] < more)] for i, rows in enumerate(rows_of_class)]).sort().values
 
 
 def listed_rows(paths, file):
@@ -259,9 +259,10 @@ def listed_rows(paths, file):
     except OSError as error:
         raise common.UsageError(f"--label-files: {error}") from error
     found = {line.strip().removeprefix("./"): [] for line in lines if line.strip()}
+    depths = {name.count("/") + 1 for name in found}
     for row, path in enumerate(paths):
         parts = str(path).split("/")
-        for name in ("/".join(parts[i:]) for i in range(len(parts))):
+        for name in ("/".join(parts[-depth:]) for depth in depths):
             if name in found:
                 found[name].append(row)
     wrong = sorted(name for name, rows in found.items() if len(rows) != 1)
@@ -357,7 +358,7 @@ def linear_probe(x, y, test_x, num_classes, lrs=None, epochs=50, batch_size=256,
         total += len(choosing)
         for i, weight in enumerate(fit(rest, lrs)):
             right[i] += ((x[choosing] @ weight).argmax(1) == y[choosing]).sum().item()
-    percents = [100 * count / total for count in right]
+    percents = [100 * (count / total) for count in right]
     best = best_of(percents)
     (weight,) = fit(torch.cat([check, rest]), [lrs[best]])
     return dict(logits=test_x @ weight, chosen=lrs[best], held_out=dict(zip(lrs, percents, strict=True)))
