@@ -166,13 +166,17 @@ def clim_loss(q, k_anchor, k_positive, queue, temperature, lam):
     the images that were pasted in. queue: (K, C). All are L2-normalized. temperature: tau > 0. lam: in [0, 1], the
     fraction of k_anchor's images in the mix, a float, or (N,) for a fraction per query.
     Gradients reach q, and also the keys and the queue unless these are detached. float16 and bfloat16 are converted to
-    float32; call it outside autocast, which would undo that. Raises ValueError if the shapes do not fit.
+    float32; call it outside autocast, which would undo that. Raises ValueError if the shapes do not fit, or a float lam
+    is not in [0, 1].
     """
     keys_fit = q.dim() == 2 and k_anchor.shape == q.shape and k_positive.shape == q.shape
-    if not keys_fit or queue.shape[1:] != q.shape[1:] or getattr(lam, "shape", ()) not in ((), (len(q),)):
+    lam_shape = tuple(lam.shape) if torch.is_tensor(lam) else ()
+    if not keys_fit or queue.shape[1:] != q.shape[1:] or lam_shape not in ((), (len(q),)):
         shapes = f"q {tuple(q.shape)}, k_anchor {tuple(k_anchor.shape)}, k_positive {tuple(k_positive.shape)}"
-        shapes += f", queue {tuple(queue.shape)} and lam {tuple(getattr(lam, 'shape', ()))}"
+        shapes += f", queue {tuple(queue.shape)} and lam {lam_shape}"
         raise ValueError(f"clim_loss takes q, k_anchor, k_positive (N, C), queue (K, C), lam () or (N,), not {shapes}")
+    if not torch.is_tensor(lam) and not 0 <= lam <= 1:
+        raise ValueError(f"clim_loss takes lam in [0, 1], not {lam}")
     tensors = q, k_anchor, k_positive, queue
     q, k_anchor, k_positive, queue = (x.to(torch.promote_types(x.dtype, torch.float32)) for x in tensors)
     negatives = q @ queue.T

@@ -335,6 +335,8 @@ def compared_views(pairs="logo", local_crops=2, one_way=False):
     """
     if pairs == "all":  # the supplement's 4-crop baseline
         return list(permutations(range(4), 2)), []
+    if pairs != "logo":
+        raise ValueError(f"pairs is 'logo' or 'all', not {pairs!r}")
     global_pairs = [(0, 1)] if one_way else [(0, 1), (1, 0)]
     local_pairs = [(2, 0), (2, 1), (3, 0), (3, 1)] if local_crops else []
     return global_pairs, local_pairs
@@ -521,8 +523,8 @@ def main(args, train=None, test=None):
     affinity_lr = args.affinity_lr or (1e-4 if linear else peak_lr)  # 1e-4: erceguder/LoGo's
     affinity_optimizer = torch.optim.SGD(affinity.parameters(), lr=affinity_lr, **sgd)
     encoder = [p for part in (model.backbone, model.projector) for p in part.parameters() if p.requires_grad]
-    # Of the steps down L_ll, without weight decay (D3)
-    l2l_optimizer = torch.optim.SGD(encoder, lr=0.0, momentum=0.9, fused=True)
+    # Of the steps down L_ll, without weight decay (D3). The loop below sets its learning rate
+    l2l_optimizer = torch.optim.SGD(encoder, lr=peak_lr, momentum=0.9, fused=True)
     previous_norm = torch.zeros((), device=device)  # of the loss's gradient, in the last step
 
     # The run

@@ -277,10 +277,12 @@ def contrast(q, k, temperature, first):
 
 
 class JointCrop(v2.RandomResizedCrop):
-    """Crop an RGB PIL image twice, with areas that are drawn jointly (Algorithm 1), and resize both crops.
+    """Crop an image twice, with areas that are drawn jointly (Algorithm 1), and resize both crops.
 
         crop = JointCrop(224, scale=(0.2, 1.0), beta=0.0)
         view1, view2 = [transform(view) for view in crop(image)]  # later transforms draw for each view separately
+
+    The image is an RGB PIL image or a tensor (..., H, W). Inside v2.Compose, later transforms change both crops alike.
 
     Ten aspect ratios are tried for the same area, while torchvision redraws the area each time. So in a wide or tall
     image a large area never fits, and becomes the center crop (D2): with areas from 0.2, 40 % of crops of 640 x 320 px.
@@ -314,23 +316,24 @@ class JointCrop(v2.RandomResizedCrop):
 
     def crop(self, image, scale):
         """Return a resized crop of an image. scale: (lowest, highest) fraction of the image's area."""
+        image_height, image_width = v2.functional.get_size(image)
         top, left, height, width = box = self.get_params(image, scale, self.ratio)
-        if box == self.center_box(image):
+        if box == self.center_box(image_height, image_width):
             if self.whole:
-                top, left, height, width = 0, 0, image.height, image.width
+                top, left, height, width = 0, 0, image_height, image_width
         elif self.css_alpha != 1:
-            top = center_suppressed(image.height - height, self.css_alpha)
-            left = center_suppressed(image.width - width, self.css_alpha)
+            top = center_suppressed(image_height - height, self.css_alpha)
+            left = center_suppressed(image_width - width, self.css_alpha)
         return v2.functional.resized_crop(image, top, left, height, width, self.size, self.interpolation)
 
-    def center_box(self, image):
+    def center_box(self, image_height, image_width):
         """Return (top, left, height, width) of the center crop, which `get_params` returns if no aspect ratio fits.
 
         A drawn box that happens to equal it is treated as one.
         """
-        height = min(image.height, round(image.width / self.ratio[0]))
-        width = min(image.width, round(image.height * self.ratio[1]))
-        return (image.height - height) // 2, (image.width - width) // 2, height, width
+        height = min(image_height, round(image_width / self.ratio[0]))
+        width = min(image_width, round(image_height * self.ratio[1]))
+        return (image_height - height) // 2, (image_width - width) // 2, height, width
 
 
 class JointViews(Dataset):

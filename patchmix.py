@@ -188,11 +188,13 @@ def patch_mix(images, num_mix, patch_size, permutation=None):
 
     images: (N, C, H, W), any values. num_mix: M, from 1 to T. patch_size: p, which divides H and W. permutation: (T,)
     int64, the shuffle k of Eq. 2 for T = H/p * W/p patches; if None, it is drawn.
-    Returns the mixed images (N, C, H, W). Gradients pass through.
+    Returns the mixed images (N, C, H, W). Gradients pass through. Raises ValueError if num_mix is out of range.
     """
     height, width = images.shape[2:]
     rows, columns = height // patch_size, width // patch_size
     num_patches = rows * columns  # T, Eq. 1
+    if not 1 <= num_mix <= num_patches:
+        raise ValueError(f"patch_mix takes num_mix from 1 to the number of patches, {num_patches}, not {num_mix}")
     # k, Eq. 2: Algorithm 1, line 2
     permutation = torch.randperm(num_patches) if permutation is None else permutation.cpu()
     # The pixels need not be shuffled and put back. It is enough to know the group of the patch at each position.
@@ -268,7 +270,8 @@ def augment(x, args, view):
     x = common.color_jitter(x, 0.4, 0.4, 0.2, 0.1, p=0.8)
     x = common.grayscale(x, p=0.2)
     x = common.gaussian_blur(x, sigma=(0.1, 2.0), p=blur_p)
-    x = common.solarize(x, p=0.2 if view == 1 else 0.0)
+    if view == 1:
+        x = common.solarize(x, p=0.2)
     return common.normalize(x, *common.NORMS[args.norm])
 
 
@@ -327,7 +330,7 @@ class PatchMix(nn.Module):
             self.momentum_backbone = copy.deepcopy(self.backbone).requires_grad_(False)
             self.momentum_projector = copy.deepcopy(self.projector).requires_grad_(False)
             for module in self.momentum_backbone.modules():
-                if isinstance(module, timm.layers.DropPath):  # only the query encoder drops paths
+                if isinstance(module, timm.layers.DropPath):  # only the query encoder drops paths (timm's, as ViTs do)
                     module.drop_prob = 0.0
         self.num_mix, self.patch_size, self.slices = num_mix, patch_size, slices
         self.terms = dict.fromkeys(TERMS, 1.0) if terms is None else terms
