@@ -34,7 +34,7 @@ from PIL import Image, ImageOps
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 from torchvision.transforms import v2
-from torchvision.transforms.v2.functional import rgb_to_grayscale, to_pil_image
+from torchvision.transforms.v2.functional import rgb_to_grayscale
 
 
 class UsageError(ValueError):
@@ -76,8 +76,8 @@ def to_rgb(image, use_exif=False):
     """
     if not isinstance(image, Image.Image):
         raise ValueError(f"expected a PIL image, not {type(image).__name__}")
-    tile = str(getattr(image, "tile", ""))  # how an opened file will be decoded, for example from "RGB;16B"
-    if image.mode.startswith(("I", "F")) or re.search(";16[BLN]", tile):
+    tile = getattr(image, "tile", ())  # how an opened file will be decoded, for example from "RGB;16B"
+    if image.mode.startswith(("I", "F")) or re.search(";16[BLN]", str(tile[:1])):
         raise ValueError("it has more than 8 bits per channel: convert it")
     if use_exif:
         with contextlib.suppress(Exception):
@@ -246,10 +246,10 @@ def load_dataset(name, root=None, train=True, image_size=32, unlabeled=False):
 
 def load_split(name, root, folders, train, unlabeled):
     """Load root/train/, or the first of val/, validation/ and test/ that root has. See `load_dataset`."""
-    parts = [part for part in (["train"] if train else ["val", "validation", "test"]) if part in folders]
-    if not parts:
+    parts = ("train",) if train else ("val", "validation", "test")
+    part = next((part for part in parts if part in folders), None)
+    if part is None:
         return None
-    part = parts[0]
     for other in {*folders} - {"train", "val", "validation", "test", "unlabeled"}:
         with contextlib.suppress(OSError):  # what is not read may be unreadable
             files = [] if is_hidden(other) else os.listdir(os.path.join(root, other))
@@ -553,8 +553,8 @@ def save_views(path, views, names, norm):
     mean, std = (torch.tensor(v).view(3, 1, 1) for v in NORMS[norm])
     side = max(96, *(view.shape[-1] for view in views))
     rows = [F.interpolate(view[:12].float().cpu() * std + mean, side) for view in views]
-    picture = to_pil_image(torchvision.utils.make_grid(torch.cat(rows), len(rows[0]), pad_value=1.0).clamp(0, 1))
-    write_file(path, lambda file: picture.save(file, "PNG"))
+    options = dict(format="PNG", nrow=len(rows[0]), pad_value=1.0)
+    write_file(path, lambda file: torchvision.utils.save_image(torch.cat(rows), file, **options))
     log(f"{path}: rows are {', '.join(names)}")
 
 
@@ -670,7 +670,8 @@ NO_CHECKPOINTS = {  # first bytes of a file: what it is
 def load_checkpoint(path):
     """Load a checkpoint of tensors and plain data to the CPU. Raises UsageError if that fails."""
     if not os.path.isfile(path):
-        raise UsageError(f"{path} is a folder: pass a file" if os.path.exists(path) else f"{path} does not exist")
+        exists = os.path.exists(path)
+        raise UsageError(f"{path} {'is a folder: pass a file, such as backbone.pt' if exists else 'does not exist'}")
     try:
         with open(path, "rb") as file:
             start = file.read(99).lstrip()
@@ -1038,10 +1039,6 @@ def gather_rows(x, to_first=False):
 
 # ================================================================== 6. printing
 
-COLLAPSE = """warning: std has been below 0.1 for three epochs: all images have nearly the same embedding (a collapse),
-and runs seldom recover. Look at --lr (too high?), --temperature, --queue and --momentum"""
-
-
 def log(text, end="\n"):
     """Print a line from the first process only. On a terminal it replaces the progress line."""
     if rank_and_world()[0] == 0:
@@ -1111,7 +1108,8 @@ def log_epoch(title, records, names=()):
     scores = [name for name in records[-1] if re.fullmatch(r"(knn\d+|linear|finetune)_(top1|top5|per_class)", name)]
     log("  ".join([title, *(f"{name} {format_value(records[-1][name])}" for name in [*names, *scores])]))
     if [record.get("std", 1) < 0.1 for record in records[-4:]] in ([True] * 3, [False, True, True, True]):
-        log(COLLAPSE)
+        log("warning: std has been below 0.1 for three epochs: all images have nearly the same embedding (a collapse),")
+        log("and runs seldom recover. Look at --lr (too high?), --temperature, --queue and --momentum")
 
 
 def format_value(value):
@@ -1301,7 +1299,7 @@ def open_run(args, train, state, derived):
     derived = derived | dict(processes=rank_and_world()[1], workers=args.workers)
     derived |= dict(machine=machine, torch=torch.__version__)
     if getattr(args, "warmup", 0) > args.epochs / 4:
-        derived["warmup_at_most"] = args.epochs / 4
+        derived["warmup_cut_to"] = args.epochs / 4
     if (queue := derived.get("negatives", 0)) > len(train) / 4:
         log(f"warning: a queue of {queue} keys for {len(train)} images holds many keys of the query's own image")
     log_values("values", config)

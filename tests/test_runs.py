@@ -5,6 +5,7 @@ import functools
 import json
 import math
 import re
+import sys
 
 import pytest
 import timm
@@ -137,7 +138,7 @@ def test_what_a_run_says_of_its_values(tmp_path, monkeypatch, capsys):
     images, state = Blank(40), dict(model=nn.Linear(2, 2))
     config, _ = common.open_run(args, images, state, dict(negatives=11))
     said = " ".join(capsys.readouterr().out.split())
-    assert "warmup 1 " in said and "warmup_at_most 0.5" in said and "workers 3" in said
+    assert "warmup 1 " in said and "warmup_cut_to 0.5" in said and "workers 3" in said
     assert "a queue of 11 keys for 40 images" in said
     common.save_run(args.out, config, None, state, [dict(epoch=1)])
     monkeypatch.setattr(common, "rank_and_world", lambda: (0, 2))
@@ -159,7 +160,20 @@ def test_a_run_that_collapses_says_so_once(capsys):
         said.append("--temperature" in capsys.readouterr().out)
     assert said == [False, False, False, True, False, False, False, False, True]
     common.log_epoch("", [dict(std=0.01)] * 3)
-    assert common.COLLAPSE in capsys.readouterr().out
+    assert "a collapse" in capsys.readouterr().out
+
+
+def test_an_error_is_not_glued_to_the_progress_line(monkeypatch, capsys):
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
+
+    def main(args):
+        common.progress("step 3")
+        raise common.UsageError("a mistake")
+
+    with pytest.raises(SystemExit):
+        common.start(main, lambda: None)
+    said = capsys.readouterr()
+    assert said.out.endswith("step 3\r\x1b[K") and said.err == "error: a mistake\n"
 
 
 def test_ctrl_c_is_one_line(capsys):
