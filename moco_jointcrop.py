@@ -129,16 +129,16 @@ CIFAR = dict(  # MoCo's demo on CIFAR-10 (D5), but for patch_size; no blur: Join
     weight_decay=5e-4, momentum=[0.99, 0.99], queue=4096, crop_scale=[0.08, 1.0], blur_p=[0.0, 0.0], norm="cifar10",
 )
 RECIPES = dict(  # what differs from MoCo v2's values for ImageNet
-    patterns=dict(  # ours, for a laptop
+    patterns=dict(  # not in the paper: for a laptop
         arch="resnet_micro", image_size=32, patch_size=4, epochs=75, batch_size=64, lr=0.04, queue=128,
         blur_p=[0.1, 0.1], crop_scale=[0.3, 1.0], bn_groups=2, momentum=[0.95, 0.95], warmup=1.0, norm="patterns",
     ),
     cifar10=CIFAR,
     cifar100=dict(CIFAR, norm="cifar100"),
     stl10=dict(CIFAR, image_size=96, patch_size=8, queue=8192, norm="imagenet"),
-    imagenet100=dict(arch="resnet18", queue=16384),  # ours
+    imagenet100=dict(arch="resnet18", queue=16384),  # not in the paper
     imagenet=dict(knn_every=50),  # its kNN takes minutes
-    folder=dict(queue=None, bn_groups=2),  # ours; None: a tenth of the images, which may be few
+    folder=dict(queue=None, bn_groups=2),  # not in the paper; None: a tenth of the images
 )
 V1 = dict(temperature=0.07, milestones=[0.6, 0.8])  # ContrastiveCrop's for ImageNet (App. G; D8)
 V1_CIFAR = dict(temperature=0.1)  # MoCo's demo, with a cosine
@@ -146,7 +146,7 @@ V3 = dict(  # the released code's and MoCo v3's for 100 epochs (for 300: --lr 0.
     lr=0.6, warmup=10.0, weight_decay=1e-6, momentum=[0.99, 1.0], temperature=1.0, dim=256,
     blur_p=[1.0, 0.1],
 )
-V3_CIFAR = dict(batch_size=512, hidden=2048, blur_p=[0.0, 0.0])  # ours, as the next
+V3_CIFAR = dict(batch_size=512, hidden=2048, blur_p=[0.0, 0.0])  # not in the paper, as the next
 V3_PATTERNS = dict(lr=1.2, warmup=1.0, momentum=[0.98, 1.0], hidden=512)
 # fmt: on
 
@@ -157,9 +157,6 @@ def recipe(args):
     moco = args.moco or values["moco"]
     small_images = args.dataset in ("cifar10", "cifar100", "stl10")
     large_images = args.dataset in ("imagenet100", "imagenet", "folder")
-    is_small_encoder = args.arch in ("resnet_micro", "resnet_mini")
-    if is_small_encoder and (small_images or args.dataset == "folder"):
-        values |= dict(batch_size=256, lr=0.1, min_lr=0.0, momentum=[0.99, 0.99], blur_p=[0.5, 0.5])  # ours
     if moco == "v1":
         values |= V1_CIFAR if small_images else V1
         if large_images:
@@ -172,8 +169,8 @@ def recipe(args):
             values |= V3_CIFAR
         else:
             values |= V3_PATTERNS
-    if is_small_encoder and args.dataset == "folder":
-        values["batch_size"] = 64  # v3 has set 4096
+    if args.dataset == "folder" and args.arch in ("resnet_micro", "resnet_mini"):
+        values["batch_size"] = 64  # not in the paper, because there may be few images
     return values
 
 
@@ -402,7 +399,7 @@ def augment(x, args, view, sigma):
 
 
 class Queue(nn.Module):
-    """The last `length` keys, (length, dim), first in, first out. It begins with random L2-normalised vectors."""
+    """The last `length` keys, (length, dim), first in, first out. It begins with random L2-normalized vectors."""
 
     def __init__(self, length, dim):
         super().__init__()
@@ -434,7 +431,7 @@ class MoCoBase(nn.Module):
         self.momentum_projector = copy.deepcopy(self.projector).requires_grad_(False)
 
     def key(self, x):
-        """Return the momentum encoder's keys of images: (n, 3, H, W) -> (n, dim), L2-normalised, in the dtype of x."""
+        """Return the momentum encoder's keys of images: (n, 3, H, W) -> (n, dim), L2-normalized, in the dtype of x."""
         return F.normalize(self.momentum_projector(self.momentum_backbone(x)).to(x.dtype), dim=1)
 
     @torch.no_grad()
@@ -464,13 +461,13 @@ class MoCo(MoCoBase):
         self.queue = Queue(queue, dim)
 
     def query(self, x):
-        """Return the queries of images: (n, 3, H, W) -> (n, dim), L2-normalised, in the dtype of x."""
+        """Return the queries of images: (n, 3, H, W) -> (n, dim), L2-normalized, in the dtype of x."""
         return F.normalize(self.projector(self.backbone(x)).to(x.dtype), dim=1)
 
     def forward(self, views):
         """Return (loss, keys to enqueue (N, dim), queries (n, dim), {name: metric}): MoCo, Algorithm 1.
 
-        views: this process's query view, key view and local crops, each (n, 3, H, W), normalised. The keys are those
+        views: this process's query view, key view and local crops, each (n, 3, H, W), normalized. The keys are those
         of all processes. Only the loss has a gradient, which reaches the query encoder only.
         """
         queries = [self.query(view) for view in (views[0], *views[2:])]  # of the query view and of local crops (App. D)
@@ -494,7 +491,7 @@ class MoCoV3(MoCoBase):
         self.predictor = mlp(dim, hidden, dim)  # D7
 
     def query(self, x):
-        """Return the queries of images: (n, 3, H, W) -> (n, dim), not normalised, in the dtype of x."""
+        """Return the queries of images: (n, 3, H, W) -> (n, dim), not normalized, in the dtype of x."""
         return self.predictor(self.projector(self.backbone(x))).to(x.dtype)
 
     def forward(self, views):
@@ -519,7 +516,7 @@ def mlp(inputs, hidden, outputs):
 
 
 def learning_rate(args, epoch):
-    """Return the learning rate at a time, in epochs from 0: a linear warm-up from 0, then a cosine down to --min-lr.
+    """Return the learning rate at a time, in epochs from 0: a linear warmup from 0, then a cosine down to --min-lr.
 
     With --milestones, as in MoCo v1, it falls to a tenth at each of them instead (D8).
     """
@@ -547,7 +544,7 @@ def lars(model, weight_decay):
 
 
 def main(args, train=None, test=None):
-    """Train, resuming from args.out if it holds a run. train, test: data sets to use instead of --dataset."""
+    """Train, resuming from args.out if it holds a run. train, test: datasets to use instead of --dataset."""
     device, rank, world = common.init_distributed(args.device)
     torch.manual_seed(args.seed)
     v3 = args.moco == "v3"

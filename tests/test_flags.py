@@ -218,12 +218,10 @@ REFUSED = {  # what a flag, the last one, has no effect with
 
 
 @pytest.mark.parametrize("method", QUEUES)
-def test_recipes_of_small_encoders(method, module):
-    """Ours, and the same in all files with a queue."""
-    for dataset, batch_size in ("cifar10", 256), ("folder", 64):
-        args = module.parse_args(["--dataset", dataset, "--data-dir", "x", "--arch", "resnet_mini"])
-        assert args.batch_size == batch_size and args.lr == 0.1
-        assert {*args.momentum} == {0.99} and {*args.blur_p} == {0.5}
+def test_small_encoders_on_a_folder_have_small_batches(method, module):
+    batches = [module.parse_args(f"--dataset {name} --data-dir x --arch resnet_mini".split()).batch_size
+               for name in ("folder", "cifar10")]  # fmt: skip
+    assert batches == [64, 256 if method == "logo" else 512]
 
 
 @pytest.mark.parametrize(
