@@ -165,6 +165,16 @@ def test_batch_norm_in_groups_is_one_for_each_slice(kind, shape):
     torch.testing.assert_close(split.eval()(x), norm.eval()(x))
 
 
+def test_batch_norm_in_groups_compiles_as_one_graph():
+    """Its running statistics are updated, too."""
+    plain = jcl.convert_split_batchnorm(nn.BatchNorm2d(3), 4)
+    compiled, x = copy.deepcopy(plain), torch.randn(8, 3, 2, 5)
+    step = torch.compile(compiled, fullgraph=True, backend="eager")
+    for _ in range(2):
+        torch.testing.assert_close(step(x), plain(x))
+    torch.testing.assert_close(compiled.state_dict(), plain.state_dict())
+
+
 class Halved(nn.BatchNorm2d):
     def forward(self, x):
         return super().forward(x) / 2
