@@ -1039,6 +1039,7 @@ def gather_rows(x, to_first=False):
 
 # ================================================================== 6. printing
 
+
 def log(text, end="\n"):
     """Print a line from the first process only. On a terminal it replaces the progress line."""
     if rank_and_world()[0] == 0:
