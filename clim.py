@@ -127,16 +127,16 @@ CIFAR = dict(  # not in the paper: MoCo's demo on CIFAR-10 (facebookresearch/moc
     num_clusters=400, local_size=16,  # about as many images per cluster as on ImageNet
 )
 RECIPES = dict(  # what differs from the paper's values for ImageNet
-    patterns=dict(  # ours, for a laptop
+    patterns=dict(  # not in the paper: for a laptop
         arch="resnet_micro", resolutions=[32], patch_size=4, epochs=45, batch_size=64, lr=0.12, queue=128, blur_p=0.1,
         crop_scale=[0.3, 1.0], bn_groups=2, momentum=0.95, warmup=5.0, num_clusters=32, norm="patterns", local_size=16,
     ),
     cifar10=CIFAR,
     cifar100=dict(CIFAR, norm="cifar100"),
     stl10=dict(CIFAR, resolutions=[96], patch_size=8, queue=8192, num_clusters=800, norm="imagenet", local_size=48),
-    imagenet100=dict(arch="resnet18", queue=16384, num_clusters=1000),  # ours
+    imagenet100=dict(arch="resnet18", queue=16384, num_clusters=1000),  # not in the paper
     imagenet=dict(knn_every=50),  # its kNN takes minutes
-    folder=dict(queue=None, num_clusters=None, bn_groups=2),  # ours; None: a tenth of the images, 128 per cluster
+    folder=dict(queue=None, num_clusters=None, bn_groups=2),  # None: a tenth of the images, 128 per cluster
 )
 # fmt: on
 
@@ -144,9 +144,8 @@ RECIPES = dict(  # what differs from the paper's values for ImageNet
 def recipe(args):
     """Return the defaults, {name: value}, for args.dataset, args.arch, args.selection and args.local_crops."""
     values = dict(RECIPES[args.dataset])
-    if args.arch in ("resnet_micro", "resnet_mini") and args.dataset in ("cifar10", "cifar100", "stl10", "folder"):
-        batch_size = 64 if args.dataset == "folder" else 256
-        values |= dict(batch_size=batch_size, lr=0.1, min_lr=0.0, momentum=0.99, blur_p=0.5)  # ours
+    if args.dataset == "folder" and args.arch in ("resnet_micro", "resnet_mini"):
+        values["batch_size"] = 64  # not in the paper, because there may be few images
     if args.selection == "knn":
         values["knn_k"] = 10  # section 4.4: for Table 6, positives are taken from the nearest ten
     if args.selection == "none" or args.local_crops:  # the baseline and Table 7's multi-crop have one size
@@ -166,13 +165,17 @@ def clim_loss(q, k_anchor, k_positive, queue, temperature, lam):
     the images that were pasted in. queue: (K, C). All are L2-normalized. temperature: tau > 0. lam: in [0, 1], the
     fraction of k_anchor's images in the mix, a float, or (N,) for a fraction per query.
     Gradients reach q, and also the keys and the queue unless these are detached. float16 and bfloat16 are converted to
-    float32; call it outside autocast, which would undo that. Raises ValueError if the shapes do not fit.
+    float32; call it outside autocast, which would undo that. Raises ValueError if the shapes do not fit, or a float lam
+    is not in [0, 1].
     """
     keys_fit = q.dim() == 2 and k_anchor.shape == q.shape and k_positive.shape == q.shape
-    if not keys_fit or queue.shape[1:] != q.shape[1:] or getattr(lam, "shape", ()) not in ((), (len(q),)):
+    lam_shape = tuple(lam.shape) if torch.is_tensor(lam) else ()
+    if not keys_fit or queue.shape[1:] != q.shape[1:] or lam_shape not in ((), (len(q),)):
         shapes = f"q {tuple(q.shape)}, k_anchor {tuple(k_anchor.shape)}, k_positive {tuple(k_positive.shape)}"
-        shapes += f", queue {tuple(queue.shape)} and lam {tuple(getattr(lam, 'shape', ()))}"
+        shapes += f", queue {tuple(queue.shape)} and lam {lam_shape}"
         raise ValueError(f"clim_loss takes q, k_anchor, k_positive (N, C), queue (K, C), lam () or (N,), not {shapes}")
+    if not torch.is_tensor(lam) and not 0 <= lam <= 1:
+        raise ValueError(f"clim_loss takes lam in [0, 1], not {lam}")
     tensors = q, k_anchor, k_positive, queue
     q, k_anchor, k_positive, queue = (x.to(torch.promote_types(x.dtype, torch.float32)) for x in tensors)
     negatives = q @ queue.T
@@ -417,7 +420,7 @@ def show_views(args, loader, positives):
 
 
 class Queue(nn.Module):
-    """The last `length` keys, (length, dim), first in, first out. It begins with random L2-normalised vectors."""
+    """The last `length` keys, (length, dim), first in, first out. It begins with random L2-normalized vectors."""
 
     def __init__(self, length, dim):
         super().__init__()
@@ -462,11 +465,11 @@ class CLIM(nn.Module):
         self.sizes, self.temperature = sizes, temperature
 
     def query(self, x):
-        """Return the queries of images: (n, 3, H, W) -> (n, dim), L2-normalised, in the dtype of x."""
+        """Return the queries of images: (n, 3, H, W) -> (n, dim), L2-normalized, in the dtype of x."""
         return F.normalize(self.projector(self.backbone(x)).to(x.dtype), dim=1)
 
     def key(self, x):
-        """Return the momentum encoder's keys of images: (n, 3, H, W) -> (n, dim), L2-normalised, in the dtype of x."""
+        """Return the momentum encoder's keys of images: (n, 3, H, W) -> (n, dim), L2-normalized, in the dtype of x."""
         return F.normalize(self.momentum_projector(self.momentum_backbone(x)).to(x.dtype), dim=1)
 
     def contrast(self, q, k, share):
@@ -478,17 +481,17 @@ class CLIM(nn.Module):
     def forward(self, queries, shares, key_views):
         """Return (loss, keys to enqueue (N, dim), queries (n, dim), {name: metric}). The loss is Eq. 6.
 
-        queries: this process's query view and local crops, each (n, 3, H, W), normalised and, once there are positives,
+        queries: this process's query view and local crops, each (n, 3, H, W), normalized and, once there are positives,
         mixed with theirs. shares: list of the images' shares in these. key_views: another view of the images and, once
         there are positives, a view of these: list of one or two (n, 3, H, W). The keys to enqueue are the images' own
-        at the largest size (ours), of all processes. Only the loss has a gradient, which reaches the query encoder
-        only.
+        at the largest size (not in the paper), of all processes. Only the loss has a gradient, which reaches the query
+        encoder only.
         """
         q, keys = [], []  # for each size
         for i, size in enumerate(self.sizes):
             mirrored = size in self.sizes[:i]  # D4
             q.append(self.query(resize(queries[0], size, mirrored)))
-            # Both keys are encoded together (ours): a batch-norm group holds twice as many keys as queries
+            # Both keys are encoded together (not in the paper): a batch-norm group holds twice as many keys as queries
             resized = [resize(view, size, mirrored) for view in key_views]
             keys.append(encode_shuffled_keys(self.key, resized))  # (1 or 2, N, dim), of all processes
         k = [shard(keys_of_size, dim=1) for keys_of_size in keys]  # (1 or 2, n, dim), this process's
@@ -517,7 +520,7 @@ class CLIM(nn.Module):
 
 
 def learning_rate(args, epoch):
-    """Return the learning rate at a time, in epochs from 0: a linear warm-up from 0, then a cosine down to --min-lr."""
+    """Return the learning rate at a time, in epochs from 0: a linear warmup from 0, then a cosine down to --min-lr."""
     peak, last = (lr * args.batch_size / 256 for lr in (args.lr, args.min_lr))
     warmup = min(args.warmup, args.epochs / 4)
     if epoch < warmup:
@@ -535,8 +538,8 @@ def momentum_schedule(args, epoch):
 def choose_positives(args, model, images, info, device):
     """Choose the positives of all images by --selection (Table 6): (N, num_positives) int64, the same on every process.
 
-    The embeddings are the momentum encoder's, of center crops (ours), in float32. Logs the time and, if all images
-    have labels, how many of the positives are of the image's class.
+    The embeddings are the momentum encoder's, of center crops (not in the paper), in float32. Logs the time and, if all
+    images have labels, how many of the positives are of the image's class.
     """
     began = time.perf_counter()
     count = args.num_positives
@@ -546,7 +549,7 @@ def choose_positives(args, model, images, info, device):
         encoder = nn.Sequential(model.momentum_backbone, model.momentum_projector)
         features = common.extract_features(encoder, images, info, device, workers=args.workers)
         x = F.normalize(features, dim=1).double().to(device)
-    if args.selection in ("knn", "center"):  # each process finds the neighbours of its part of the images
+    if args.selection in ("knn", "center"):  # each process finds the neighbors of its part of the images
         rows = common.local_rows(torch.arange(len(x), device=device))
         neighbors = common.gather_rows(nearest_neighbors(x, args.knn_k, rows))
     if args.selection in ("kmeans", "center"):
@@ -569,7 +572,7 @@ def choose_positives(args, model, images, info, device):
 
 
 def main(args, train=None, test=None):
-    """Train, resuming from args.out if it holds a run. train, test: data sets to use instead of --dataset."""
+    """Train, resuming from args.out if it holds a run. train, test: datasets to use instead of --dataset."""
     device, rank, world = common.init_distributed(args.device)
     torch.manual_seed(args.seed)
 
@@ -649,7 +652,7 @@ def main(args, train=None, test=None):
             records[-1] |= common.knn_monitor(model.backbone, info, train, test, device, args.workers, amp)
             common.save_run(args.out, config, info, state, records, args.keep_every)
         common.log_epoch(f"epoch {epoch + 1}/{args.epochs}", records, ("loss", "std", "images_per_s"))
-    common.log_epoch(f"finished: {args.out}", records, images=train)
+    common.log_epoch(f"finished: {args.out}", records)
 
 
 # ================================================================ 6. ShuffleBN
@@ -739,7 +742,7 @@ def convert_split_batchnorm(module, groups):
 
 # ================================== 7. differences between the paper and this file
 
-# There is no released code. What the paper does not give is marked "ours", or "not in the paper".
+# There is no released code. What the paper does not give is marked "not in the paper".
 # D1 The image itself. Paper: it fulfills Eq. 2, as an equality. Here: it is no positive, unless it is the only image.
 # D2 Too few positives. Paper (App. A.2): the nearest of the remaining 40 neighbors. Here: read as those that Eq. 2
 #    excludes, nearest first, although that contradicts Eq. 2.

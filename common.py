@@ -1,16 +1,7 @@
-"""What the method files and the evaluations share: data, augmentation, encoders, evaluation and runs.
+"""Shared by the method files and the evaluations: data, augmentation, encoders, evaluation, processes, flags and runs.
 
-    1. data          open_data, ImageFiles, Views      data sets of (PIL image, label), and views of their images
-    2. augmentation  color_jitter, gaussian_blur, ...  of a batch, on its device
-    3. encoders      build_backbone, load_backbone, load_weights
-    4. evaluation    extract_features, knn_predict, embedding_health
-    5. processes     init_distributed, all_gather_object, gather_rows
-    6. printing      log, Meter
-    7. flags         parse_args, check_flags
-    8. runs          configuration, open_run, save_run
-
-Images are RGB: PIL images in a data set, uint8 (3, H, W) from `Views`, and floats in [0, 1] on the device until they
-are normalised. A label of -1 means that an image has no label.
+Images are RGB: PIL images in a dataset, uint8 (3, H, W) from `Views`, and floats in [0, 1] on the device until they are
+normalized. An image without a label has the label -1.
 """
 
 import argparse
@@ -18,6 +9,7 @@ import collections
 import contextlib
 import copy
 import datetime
+import fcntl
 import functools
 import hashlib
 import json
@@ -42,11 +34,11 @@ from PIL import Image, ImageOps
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 from torchvision.transforms import v2
-from torchvision.transforms.v2.functional import rgb_to_grayscale, to_pil_image
+from torchvision.transforms.v2.functional import rgb_to_grayscale
 
 
 class UsageError(ValueError):
-    """A mistake in a data folder, a run's folder or a checkpoint. `start` prints it without a traceback."""
+    """A user's mistake in a data folder, a run's folder or a checkpoint. `start` prints it as one line."""
 
 
 # ====================================================================== 1. data
@@ -74,32 +66,40 @@ IMAGENET100 = sorted(f"n{number}" for number in IMAGENET100.split())
 # Extensions of the formats that Pillow decodes, such as .jpg, .jfif, .png, .gif and .webp
 FORMATS = ("AVIF", "BMP", "GIF", "JPEG", "PNG", "PPM", "TGA", "TIFF", "WEBP")
 EXTENSIONS = {extension for extension, name in Image.registered_extensions().items() if name in FORMATS}
-DEMO = "Demo on generated images. For real ones: --dataset cifar10, or --dataset folder or imagenet, and --data-dir DIR"
+SYSTEM_FOLDERS = "@eaDir @Recycle @Recently-Snapshot #recycle #snapshot $RECYCLE.BIN lost+found".split()
 
 
-def to_rgb(image):
-    """Convert a PIL image to RGB. Raises ValueError if it has more than 8 bits per channel, which would be clipped."""
-    if image.mode.startswith(("I", "F")):
-        raise ValueError(f"an image of mode {image.mode} has more than 8 bits per channel")
-    return image.convert("RGB")
+def to_rgb(image, use_exif=False):
+    """Convert a PIL image to RGB. use_exif: apply its EXIF orientation, unless these data are damaged.
+
+    Raises ValueError if it is not a PIL image, or has more than 8 bits per channel, which Pillow would clip.
+    """
+    if not isinstance(image, Image.Image):
+        raise ValueError(f"expected a PIL image, not {type(image).__name__}")
+    tile = getattr(image, "tile", ())  # how an opened file will be decoded, for example from "RGB;16B"
+    if image.mode.startswith(("I", "F")) or re.search(";16[BLN]", str(tile[:1])):
+        raise ValueError("it has more than 8 bits per channel: convert it")
+    if use_exif:
+        with contextlib.suppress(Exception):
+            ImageOps.exif_transpose(image, in_place=True)
+    return image if image.mode == "RGB" else image.convert("RGB")
 
 
 def load_image(path):
-    """Load an image file as an RGB PIL image, rotated as its EXIF data say. Raises OSError, which names the file."""
+    """Load an RGB PIL image, with its EXIF orientation applied. Raises OSError, which names the file."""
     try:
         with Image.open(path) as image:
-            with contextlib.suppress(Exception):  # damaged EXIF data are ignored
-                ImageOps.exif_transpose(image, in_place=True)
-            return to_rgb(image)
+            return to_rgb(image, use_exif=True).copy()  # decodes it
     except Exception as error:  # Pillow raises many kinds
-        raise OSError(f"cannot read the image {path}: {error}") from error
+        reason = f"cannot read the image {path}: {error}"
+        raise OSError(f"{reason} (tests/tools/check_images.py lists all such files)") from error
 
 
 class ImageFiles(Dataset):
     """Image files with items (RGB PIL image, label), like torchvision.datasets.ImageFolder.
 
-    root: a folder. names: the files' paths relative to it. targets: their labels. classes: list of class names. Names
-    and labels are in arrays, which loader workers share with the main process; lists would be copied into each worker.
+    root: a folder. names: file paths relative to it. targets: their labels. classes: list of class names. Names and
+    labels are stored in arrays, which loader workers share. Lists would be copied into each worker.
     """
 
     def __init__(self, root, names, targets, classes):
@@ -123,7 +123,7 @@ class ImageFiles(Dataset):
 
 
 class Subset(torch.utils.data.Subset):
-    """torch.utils.data.Subset with the targets and the classes of the data set and, of image files, its samples."""
+    """torch.utils.data.Subset with the targets and classes of the dataset and, for image files, its samples."""
 
     def __init__(self, dataset, indices):
         super().__init__(dataset, indices)
@@ -136,20 +136,26 @@ class Subset(torch.utils.data.Subset):
 
 
 def with_labels(dataset):
-    """Return the images of a data set that have a label."""
+    """Return the subset of the images that have a label."""
     rows = np.flatnonzero(np.asarray(dataset.targets) >= 0)
     return dataset if len(rows) == len(dataset) else Subset(dataset, rows.tolist())
 
 
+def has_labels(dataset):
+    """Whether a dataset has `targets`, of which at least one is a label. None and lists have none."""
+    return np.asarray(getattr(dataset, "targets", ())).max(initial=-1) >= 0
+
+
 def describe(dataset):
-    """Return a data set's numbers of images and of classes as text."""
-    return f"{len(dataset)} images of {len(getattr(dataset, 'classes', ())) or 'no'} classes"
+    """Return the numbers of images and classes as text."""
+    classes = f"{len(getattr(dataset, 'classes', ())) or 'no'} classes"
+    return f"{len(dataset)} images of {classes}{'' if has_labels(dataset) else ', without labels'}"
 
 
 def fingerprint(dataset):
-    """Return the numbers of images and classes, and a hash that identifies the images, wherever their folder is.
+    """Return a text that identifies the images, wherever their folder is: their number, and a hash.
 
-    The hash depends on the number of images, their labels, and the file names relative to the folder.
+    The hash is of their number, labels and file names relative to the folder, and of the size of generated images.
     """
     digest = hashlib.sha256(f"{len(dataset)} images".encode())
     digest.update(np.asarray(getattr(dataset, "targets", ()), np.int64).tobytes())
@@ -161,14 +167,14 @@ def fingerprint(dataset):
 
 
 def is_hidden(name):
-    """Return True for the names of hidden and system files, such as .DS_Store, @eaDir, #recycle and lost+found."""
-    return name.startswith((".", "@", "#", "$")) or name == "lost+found"
+    """Whether a name is that of a hidden file or of a system's folder, such as .DS_Store, @eaDir and lost+found."""
+    return name.startswith(".") or name in SYSTEM_FOLDERS
 
 
 def list_files(folder, parents=()):
-    """Return the paths of all files below a folder, sorted, except for hidden and system files.
+    """Return the sorted paths of all files below a folder. Hidden files and system folders are skipped.
 
-    parents: the real paths of the folders above. Raises UsageError if a link leads nowhere, or to one of these.
+    parents: the real paths of the folders above. Raises UsageError if a link is broken, or leads to one of these.
     """
     paths, parents = [], [*parents, os.path.realpath(folder)]
     for entry in sorted(os.scandir(folder), key=lambda entry: entry.name):
@@ -179,15 +185,15 @@ def list_files(folder, parents=()):
         elif entry.is_dir():
             target = os.path.realpath(entry.path) if entry.is_symlink() else None
             if target and any(os.path.commonpath([target, parent]) == target for parent in parents):
-                raise UsageError(f"{entry.path} is a link to a folder that holds it: remove the link")
+                raise UsageError(f"{entry.path} is a link to a folder that contains it: remove the link")
             paths += list_files(entry.path, parents)
         elif entry.is_symlink():
-            raise UsageError(f"{entry.path} is a link that leads nowhere: mount its disk, or remove the link")
+            raise UsageError(f"{entry.path} is a broken link: mount its disk, or remove the link")
     return paths
 
 
 def list_images(root, folder=""):
-    """Return the names, relative to `root`, of the images below root/folder. The number of other files is logged."""
+    """Return the file names, relative to `root`, of the images below root/folder. Log the number of other files."""
     start = len(os.path.join(root, ""))
     files = [path[start:] for path in list_files(os.path.join(root, folder))]
     names = [name for name in files if os.path.splitext(name)[1].lower() in EXTENSIONS]
@@ -199,23 +205,24 @@ def list_images(root, folder=""):
 
 
 def load_dataset(name, root=None, train=True, image_size=32, unlabeled=False):
-    """Load the training or the test images of a data set, with items (PIL image, label), `targets` and `classes`.
+    """Load the training or the test images of a dataset, with items (PIL image, label), `targets` and `classes`.
 
     name: one of DATASETS. root: a folder with train/, and val/, validation/ or test/, each with one folder per class;
-    for "folder", any tree of images, without labels; for CIFAR and STL-10, where torchvision downloads to, data/ by
-    default. image_size: that of "patterns". unlabeled: add the images of root/unlabeled/, or STL-10's, with the label
-    -1. Returns None if there are no test images. Raises UsageError if a folder is not laid out like this.
+    for "folder", also any tree of images, without labels; for CIFAR and STL-10, also where torchvision downloads them
+    to, data/ by default. image_size: that of "patterns", which also sets torch to one thread. unlabeled: add the images
+    of root/unlabeled/, or STL-10's. Returns None if there are no test images. Raises UsageError for other layouts.
     """
     if name == "patterns":
         if root is not None:
             raise UsageError(f"--data-dir needs --dataset, which chooses the recipe: {', '.join(DATASETS[1:])}")
+        torch.set_num_threads(1)  # the demo is as fast beside other programs, and its digits do not depend on the cores
         return Patterns(4096, image_size, seed=0) if train else Patterns(1024, image_size, seed=1)
     if root is None and name in ("imagenet100", "imagenet", "folder"):
         other = ", or any folder of images" if name == "folder" else ""
         raise UsageError(f"--dataset {name} needs --data-dir, a folder with train/, and val/ or test/{other}")
     try:
         entries = os.scandir(root) if root is not None else ()
-        folders = [e.name for e in entries if e.is_dir() or not os.path.exists(e.path)]  # a link that leads nowhere
+        folders = [e.name for e in entries if e.is_dir() or not os.path.exists(e.path)]  # or a broken link
         if "train" in folders:
             return load_split(name, root, folders, train, unlabeled)
         if name in ("cifar10", "cifar100", "stl10"):
@@ -225,10 +232,10 @@ def load_dataset(name, root=None, train=True, image_size=32, unlabeled=False):
             raise UsageError(f"--dataset {name}: expected train/, and val/ or test/, in --data-dir {root}{other}")
         parts = ("train", "training", "val", "validation", "test", "testing")
         if found := sorted(folder for folder in folders if folder.lower() in parts):
-            raise UsageError(f"--data-dir {root} has {', '.join(found)}/, but no train/")
+            raise UsageError(f"expected train/ in --data-dir {root}, which has {', '.join(found)}/")
         names = list_images(root)
     except (OSError, RuntimeError) as error:  # torchvision raises RuntimeErrors
-        raise UsageError(f"--dataset {name}, --data-dir {root}: {error}") from error
+        raise UsageError(f"cannot load --dataset {name} from {root or 'data/'}: {error}") from error
     if not names:
         raise UsageError(f"--data-dir {root} has no images")
     if not train:
@@ -238,28 +245,29 @@ def load_dataset(name, root=None, train=True, image_size=32, unlabeled=False):
 
 
 def load_split(name, root, folders, train, unlabeled):
-    """Load root/train/, or one of root's folders val/, validation/ and test/. See `load_dataset`."""
-    parts = [part for part in (["train"] if train else ["val", "validation", "test"]) if part in folders]
-    if not parts:
+    """Load root/train/, or the first of val/, validation/ and test/ that root has. See `load_dataset`."""
+    parts = ("train",) if train else ("val", "validation", "test")
+    part = next((part for part in parts if part in folders), None)
+    if part is None:
         return None
-    part = parts[0]
     for other in {*folders} - {"train", "val", "validation", "test", "unlabeled"}:
         with contextlib.suppress(OSError):  # what is not read may be unreadable
             files = [] if is_hidden(other) else os.listdir(os.path.join(root, other))
             if any(os.path.splitext(file)[1].lower() in EXTENSIONS for file in files):
-                raise UsageError(f"{root} has images in {other}/ beside train/, which are not read")
+                raise UsageError(f"{root} has images in {other}/ beside train/, which would not be read")
     names = list_images(root, part)
     folder_of_name = [name.split(os.sep)[1] if name.count(os.sep) > 1 else "" for name in names]  # train/FOLDER/...
     classes = sorted(e.name for e in os.scandir(os.path.join(root, part)) if e.is_dir() and not is_hidden(e.name))
     if classes and "" in folder_of_name:
-        raise UsageError(f"{names[folder_of_name.index('')]} in {root} is beside the folders of the classes")
+        raise UsageError(f"{names[folder_of_name.index('')]} in {root} is beside the class folders")
     if empty := sorted({*classes} - {*folder_of_name}):
         raise UsageError(f"folders without images in {root}/{part}: {', '.join(empty[:5])}")
     if not names:
         raise UsageError(f"no images in {root}/{part}")
-    if name == "imagenet100" and len(classes) not in (0, 100):
+    if name == "imagenet100" and classes:
         if missing := sorted({*IMAGENET100} - {*classes}):
-            raise UsageError(f"{root}/{part} has {len(classes)} classes, but not {missing[0]} of ImageNet-100")
+            other = "for another subset pass --dataset imagenet"
+            raise UsageError(f"{root}/{part} has no {missing[0]}, which is a class of JCL's ImageNet-100; {other}")
         classes = IMAGENET100
     label = {folder: i for i, folder in enumerate(classes)} if classes else {"": -1}
     targets = [label[folder] for folder in folder_of_name if folder in label]
@@ -280,7 +288,13 @@ def load_torchvision(name, root, train, unlabeled):
         which = dict(split="test" if not train else "train+unlabeled" if unlabeled else "train")
     dataset = getattr(torchvision.datasets, name.upper())
     if os.environ.get("LOCAL_RANK", "0") == "0":  # the first process of each node
-        dataset(root, download=True, **which)
+        try:
+            dataset(root, **which)
+        except RuntimeError:  # torchvision's, if files are missing
+            os.makedirs(root, exist_ok=True)
+            with open(os.path.join(root, ".lock"), "w") as lock:
+                fcntl.flock(lock, fcntl.LOCK_EX)  # wait while another run downloads
+                dataset(root, download=True, **which)
     if dist.is_initialized():
         dist.barrier()
     images = dataset(root, **which)
@@ -290,19 +304,20 @@ def load_torchvision(name, root, train, unlabeled):
 
 
 def open_data(name, root=None, image_size=32, train=None, test=None):
-    """Load a training's images: (training images, test images for the kNN monitor, or None).
+    """Load the images of a training: (training images, test images for the kNN monitor, or None).
 
-    name, root, image_size: see `load_dataset`. train, test: a caller's own data sets, which are used instead. There is
-    no kNN monitor without labels of the same classes in both.
+    name, root, image_size: see `load_dataset`. train, test: datasets to use instead. If only `train` is given, there
+    are no test images. There is no kNN monitor unless both have labels of the same classes.
     """
     if train is None:
         train = load_dataset(name, root, True, image_size, unlabeled=True)
-        test = load_dataset(name, root, False, image_size)
-    if getattr(train, "is_generated", False):
-        log(DEMO)
+        test = load_dataset(name, root, False, image_size) if test is None else test
     if not have_labels(train, test):
-        found = f"{describe(train)} and {describe(test or [])}"
-        log(f"no kNN in this training: it needs training and test images of the same classes, not {found}")
+        found = f"{describe(train)}; {describe(test) if test else 'no test images'}"
+        names = [{*map(str, getattr(images, "classes", ()))} for images in (train, test)]
+        if has_labels(test) and names[0] != names[1]:
+            found += f"; not in both: {ascii(sorted(names[0] ^ names[1])[:3])}"  # ascii: equal letters may differ
+        log(f"no kNN in this training, which needs training and test images with labels of the same classes: {found}")
         test = None
     return train, test
 
@@ -359,7 +374,7 @@ def draw_patterns(pattern, n, size, rng):
 
 
 class Patterns(Dataset):
-    """Generated images of ten kinds. Neither color nor single pixels tell the kind: an encoder has to learn the shape.
+    """Synthetic images of ten kinds. Neither color nor single pixels tell the kind: an encoder has to learn the shape.
 
     count: number of images. size: their height and width, in pixels. seed: of the random numbers.
     """
@@ -383,10 +398,10 @@ class Patterns(Dataset):
 
 
 class Views(Dataset):
-    """Random views of the images of a data set, with items ([uint8 (3, H, W), ...], label).
+    """Views of the images of a dataset, with items ([uint8 (3, H, W), ...], label).
 
-    images: a data set with items (PIL image, label). transforms: functions of a PIL image, which return a view as a PIL
-    image, or a list of such views.
+    images: a dataset with items (PIL image, label). transforms: functions of an RGB PIL image, each of which returns a
+    PIL image or a list of them.
     """
 
     def __init__(self, images, transforms):
@@ -397,6 +412,7 @@ class Views(Dataset):
 
     def __getitem__(self, index):
         image, label = self.images[index]
+        image = to_rgb(image)  # first, because Pillow resizes images with a palette or alpha in another way
         views = []
         for transform in self.transforms:
             view = transform(image)
@@ -406,49 +422,47 @@ class Views(Dataset):
 
 def to_tensor(image):
     """Convert a PIL image to a uint8 tensor (3, H, W), like torchvision's pil_to_tensor, in half the time."""
-    image = image if image.mode == "RGB" else to_rgb(image)
-    return torch.from_numpy(np.asarray(image).transpose(2, 0, 1).copy())
+    return torch.from_numpy(np.asarray(to_rgb(image)).transpose(2, 0, 1).copy())
 
 
 def loader_options(workers, device):
     """Return the arguments of a DataLoader that depend on the machine, {name: value}."""
-    # Forked workers share the data set with the main process, which Python 3.14's default would copy into each
+    # Forked workers share the dataset. Python 3.14's default would copy it into each
     context = "fork" if workers and sys.platform == "linux" else None
     return dict(num_workers=workers, multiprocessing_context=context, pin_memory=device.type == "cuda")
 
 
 def split_batch(batch_size, images, world, parts=1, flag="--batch-size", smallest=2):
-    """Return the number of equal parts, at least one, into which each process splits its share of a batch.
+    """Return the number of equal parts, at least one, into which each process splits its rows of a batch.
 
-    parts: number of parts of the batch of all processes, as given by `flag`. Raises UsageError if there are too few
-    images, or if the batch cannot be split over the processes into equal parts of at least `smallest` images.
+    parts: number of parts of the global batch, as given by `flag`. Raises UsageError if there are fewer images than in
+    a batch, or if the batch cannot be split over the processes into equal parts of at least `smallest` images.
     """
     if batch_size > images:
-        raise UsageError(
-            f"--batch-size {batch_size} is larger than the training set, {images} images: pass a smaller one"
-        )
+        raise UsageError(f"--batch-size {batch_size} is larger than the training set of {images} images")
     total = max(parts, world)
     if total % world:
         raise UsageError(f"{flag} {parts} cannot be split over {world} processes: pass a multiple of {world}")
     if batch_size % total or batch_size < smallest * total:
         what = f"--batch-size {batch_size} cannot be split into {total} equal parts of {smallest} images or more"
-        raise UsageError(f"{what} ({flag}, {world} processes): pass a multiple of {total}, at least {smallest * total}")
+        why = f"{flag} {parts}, {world} processes" if parts > 1 else f"{world} processes"
+        raise UsageError(f"{what} ({why}): pass a multiple of {total}, at least {smallest * total}")
     return total // world
 
 
 # ============================================================== 2. augmentation
 # These functions take a batch of float32 images in [0, 1], (n, 3, H, W), on any device, and do not change it in place.
 # They do what torchvision's ColorJitter, RandomGrayscale, RandomSolarize, RandomHorizontalFlip and GaussianBlur do, but
-# each image has random numbers of its own. These are drawn on the CPU, which then need not wait for the GPU. Call them
-# outside autocast, which would blur in half precision. To copy color_jitter, copy the adjust_* functions, too.
+# draw random numbers for each image. They draw on the CPU, so that the CPU need not wait for the GPU. Call them outside
+# autocast, which would blur in half precision. To copy color_jitter, copy the adjust_* functions, too.
 
 
 def color_jitter(x, brightness, contrast, saturation, hue, p=1.0):
     """Jitter the colors of each image with probability p.
 
     Brightness, contrast and saturation are multiplied by a factor from [max(0, 1 - v), 1 + v], where v is the argument.
-    The hue is rotated by up to `hue` turns in both directions. The order of the four is random, and the same for a
-    batch, as in kornia; torchvision's ColorJitter, which takes one image, draws it per image.
+    The hue is rotated by up to `hue` turns in both directions. The four are applied in random order, which is drawn per
+    batch, as in kornia. torchvision's ColorJitter draws it per image.
     """
     rows = (torch.rand(len(x)) < p).nonzero().flatten()
     changes = (adjust_brightness, adjust_contrast, adjust_saturation, adjust_hue)
@@ -474,7 +488,7 @@ def adjust_saturation(x, factor):
 
 
 def adjust_hue(x, factor):
-    """Rotate the hue of each image by its factor, in turns from -0.5 to 0.5. Value and saturation do not change."""
+    """Rotate the hue of each image by its factor, in turns from -0.5 to 0.5. Value and saturation stay as they are."""
     r, g, b = x.split(1, dim=1)
     value = x.amax(1, keepdim=True)
     chroma = value - x.amin(1, keepdim=True)
@@ -493,7 +507,7 @@ def grayscale(x, p):
 
 
 def solarize(x, p, threshold=0.5):
-    """Invert the values of each image that reach a threshold, with probability p."""
+    """Invert the values of each image that are at or above a threshold, with probability p."""
     changes = (torch.rand(len(x), 1, 1, 1) < p).to(x.device, non_blocking=True)
     return torch.where(changes & (x >= threshold), 1 - x, x)
 
@@ -526,21 +540,21 @@ def gaussian_blur(x, sigma, p=1.0):
 
 
 def normalize(x, mean, std):
-    """Subtract the mean and divide by the standard deviation, each three numbers."""
+    """Subtract the mean and divide by the standard deviation, three numbers each."""
     mean, std = torch.tensor([mean, std], dtype=x.dtype).view(2, 3, 1, 1).to(x.device, non_blocking=True)
-    return (x - mean) / std  # torchvision's function would make the CPU wait for the GPU
+    return (x - mean) / std  # avoids the host synchronization of torchvision's
 
 
 def save_views(path, views, names, norm):
-    """Write a picture of the first twelve images of some views, one row per view.
+    """Write a picture of the first twelve images of each view, one row per view.
 
-    views: list of (n, 3, H, W), normalised by NORMS[norm]. names: list of their names.
+    views: list of (n, 3, H, W), normalized by NORMS[norm]. names: list of their names.
     """
     mean, std = (torch.tensor(v).view(3, 1, 1) for v in NORMS[norm])
     side = max(96, *(view.shape[-1] for view in views))
     rows = [F.interpolate(view[:12].float().cpu() * std + mean, side) for view in views]
-    picture = to_pil_image(torchvision.utils.make_grid(torch.cat(rows), len(rows[0]), pad_value=1.0).clamp(0, 1))
-    write_file(path, lambda file: picture.save(file, "PNG"))
+    options = dict(format="PNG", nrow=len(rows[0]), pad_value=1.0)
+    write_file(path, lambda file: torchvision.utils.save_image(torch.cat(rows), file, **options))
     log(f"{path}: rows are {', '.join(names)}")
 
 
@@ -557,19 +571,24 @@ ARCHS = {  # our name: (timm's name, arguments of timm.create_model)
 }
 
 
+def timm_module(arch):
+    """Return the name of the module that defines an architecture, such as "timm.models.resnet"; "" if it is unknown."""
+    name = ARCHS.get(arch, (arch,))[0]
+    return timm.model_entrypoint(name).__module__ if timm.is_model(name) else ""
+
+
 def is_vit(arch):
-    """Return True if an architecture, ours or timm's, is a plain ViT, which takes images and patches of any size."""
-    name = ARCHS.get(arch, (arch,))[0].split(".")[0]
-    return timm.models.is_model_in_modules(name, ["vision_transformer", "deit"])
+    """Whether an architecture is one of timm's plain ViTs, which take images and patches of any size."""
+    return timm_module(arch) in ("timm.models.vision_transformer", "timm.models.deit")
 
 
 def backbone_info(arch, image_size, patch_size=16, norm="imagenet", interpolation="bilinear", **kwargs):
-    """Return a dict that describes an encoder: how timm builds it, and which images it takes. backbone.pt holds it.
+    """Return the metadata that rebuilds an encoder, a dict that backbone.pt holds: arguments of timm, and its images.
 
-    arch: a name in ARCHS, or any timm model. norm: a name in NORMS; None: the mean and deviation that timm has for
-    the weights NAME.TAG, or those of ImageNet. kwargs: further arguments of timm.create_model, such as num_heads.
-    Plain ResNets have a 3 x 3 stem for images of up to 64 px (of stride 2 in resnet_mini), except for resnet_micro.
-    Raises UsageError if timm does not have the model, or the patches do not fit.
+    arch: a name in ARCHS, or any timm model. norm: a name in NORMS; if None, timm's mean and deviation for the weights
+    NAME.TAG, or else ImageNet's. kwargs: further arguments of timm.create_model, such as num_heads. Plain ResNets have
+    a 3 x 3 stem for images of up to 64 px (of stride 2 in resnet_mini), except for resnet_micro. Raises UsageError if
+    timm does not have the model, or if the patches do not fit.
     """
     if arch not in ARCHS and not timm.is_model(arch):
         raise UsageError(f"unknown --arch {arch}: choose {', '.join(ARCHS)}, or a timm model such as resnet50")
@@ -579,14 +598,14 @@ def backbone_info(arch, image_size, patch_size=16, norm="imagenet", interpolatio
     except RuntimeError as error:  # an unknown tag
         raise UsageError(f"unknown --arch {arch}: {error}") from error
     kwargs = changes | kwargs | dict(num_classes=0)
-    is_resnet = timm.models.is_model_in_modules(name.split(".")[0], ["resnet"])
+    is_resnet = timm_module(arch) == "timm.models.resnet"
     if is_vit(arch):
         fixed = re.search(r"patch(\d+)", arch)
         if image_size % patch_size or (fixed and int(fixed[1]) != patch_size):
             raise UsageError(f"--patch-size {patch_size} does not fit --arch {arch} and images of {image_size} px")
         kwargs |= dict(img_size=image_size, patch_size=patch_size, dynamic_img_size=True, weight_init="moco")
     elif is_resnet:
-        kwargs |= dict(zero_init_last=False)  # residual branches are initialised as torchvision's and MoCo's
+        kwargs |= dict(zero_init_last=False)  # initialize residual branches as torchvision and MoCo do
     is_plain = is_resnet and name.split(".")[0].removeprefix("resnet").isdigit()  # resnet26d has a stem of its own
     small = is_plain and image_size <= 64 and arch != "resnet_micro"
     stem = "timm" if not small else "3x3-s2" if arch == "resnet_mini" else "3x3"
@@ -600,8 +619,8 @@ def backbone_info(arch, image_size, patch_size=16, norm="imagenet", interpolatio
 def build_backbone(info, zero_init=False, **kwargs):
     """Build the untrained timm model that `info` describes, without a classifier: (N, 3, H, W) -> (N, width).
 
-    ViTs are initialised as in MoCo v3. zero_init: the residual branches of ResNets begin at zero, as MoCo v3's and
-    SimSiam's do. kwargs: further arguments of timm.create_model.
+    The patch embedding of ViTs is initialized as in MoCo v3. zero_init: initialize the residual branches of ResNets at
+    zero, as in MoCo v3 and SimSiam. kwargs: further arguments of timm.create_model.
     """
     try:
         backbone = timm.create_model(info["timm_name"], **info["create_kwargs"], **kwargs)
@@ -611,7 +630,7 @@ def build_backbone(info, zero_init=False, **kwargs):
         stride = 2 if info["stem"] == "3x3-s2" else 1
         backbone.conv1 = nn.Conv2d(3, backbone.conv1.out_channels, 3, stride, padding=1, bias=False)
         backbone.maxpool = nn.Identity()
-    if info["create_kwargs"].get("weight_init") == "moco":  # timm has initialised the other layers
+    if info["create_kwargs"].get("weight_init") == "moco":  # timm initializes the other layers
         nn.init.xavier_uniform_(backbone.patch_embed.proj.weight.flatten(1))
         if backbone.patch_embed.proj.bias is not None:  # CLIP's has none
             nn.init.zeros_(backbone.patch_embed.proj.bias)
@@ -624,9 +643,9 @@ def build_backbone(info, zero_init=False, **kwargs):
 
 @torch.no_grad()
 def feature_width(backbone, *sizes):
-    """Return the width of an encoder's features. sizes: of the images that it has to take, in pixels.
+    """Return the width of an encoder's features. sizes: sizes of the images that it must take, in pixels.
 
-    Raises UsageError if it does not map images of one of the sizes to (n, width).
+    Raises UsageError if it does not map images of each size to (n, width).
     """
     backbone = copy.deepcopy(backbone).eval()
     for size in sizes:
@@ -640,34 +659,47 @@ def feature_width(backbone, *sizes):
     return features.shape[1]
 
 
+NO_CHECKPOINTS = {  # first bytes of a file: what it is
+    b"version https://git-lfs": "it is a Git LFS pointer: run git lfs pull",
+    b"<": "it is an HTML page: download the file itself",
+    b"\x1f\x8b": "it is a gzip archive: unpack it",
+    b"": "it is empty, cut off, damaged, or not a file of torch.save or safetensors",
+}
+
+
 def load_checkpoint(path):
     """Load a checkpoint of tensors and plain data to the CPU. Raises UsageError if that fails."""
     if not os.path.isfile(path):
-        raise UsageError(f"{path} is not a file" if os.path.exists(path) else f"{path} does not exist")
+        exists = os.path.exists(path)
+        raise UsageError(f"{path} {'is a folder: pass a file, such as backbone.pt' if exists else 'does not exist'}")
     try:
+        with open(path, "rb") as file:
+            start = file.read(99).lstrip()
         if str(path).endswith(".safetensors"):
             return timm.models.load_state_dict(path)
         if zipfile.is_zipfile(path):  # torch does not compare the checksums of its archives
             with zipfile.ZipFile(path) as archive:
                 if archive.testzip() or any(entry.external_attr & 16 for entry in archive.infolist()):  # a folder
-                    raise ValueError("it is damaged")
+                    raise zipfile.BadZipFile
         with torch.serialization.safe_globals([argparse.Namespace]):  # MoCo v3, MAE and DINO save their args
             state = torch.load(path, map_location="cpu", weights_only=True)
-        if not isinstance(state, dict):
-            raise ValueError(f"it is a {type(state).__name__}")
-        return state
+    except OSError as error:
+        raise UsageError(f"cannot read {path}: {error}") from error
     except Exception as error:  # damaged files raise many kinds
-        reason = (str(error) or repr(error)).splitlines()[0]
+        reason = next(reason for sign, reason in NO_CHECKPOINTS.items() if start.startswith(sign))
         if found := re.search(r"Unsupported global: GLOBAL (\S+)", str(error)):
             reason = f"it holds objects of {found[1]}, which would run code: save its state_dict alone"
         raise UsageError(f"cannot load {path} as a checkpoint: {reason}") from error
+    if not isinstance(state, dict):
+        raise UsageError(f"cannot load {path} as a checkpoint: it is a {type(state).__name__}, not a state_dict")
+    return state
 
 
 def load_backbone(path, encoder=None):
     """Load a pre-trained encoder of this project: (module in evaluation mode, info).
 
-    path: a run's folder, last.pt or backbone.pt. encoder: "query" or "momentum", for which last.pt is read; None: the
-    one that the method's authors evaluate. info: see `backbone_info`. Raises UsageError if there is no such encoder.
+    path: a run's folder, last.pt or backbone.pt. encoder: "query" or "momentum", which is read from last.pt; if None,
+    the one that the paper evaluates. info: see `backbone_info`. Raises UsageError if there is no such encoder.
     """
     path = Path(path, "last.pt" if encoder else "backbone.pt") if os.path.isdir(path) else Path(path)
     state = load_checkpoint(path)
@@ -683,17 +715,19 @@ def load_backbone(path, encoder=None):
     info = dict(arch=info["timm_name"]) | info  # earlier versions have no arch
     if (config := path.with_name("config.json")).exists():  # backbone.pt, which people publish, has no paths
         info["data_dir"] = json.loads(config.read_text())["data_dir"]
+    if not timm.is_model(info["timm_name"]):
+        how = "evaluate it in the script that registers it, by eval_knn.main(eval_knn.parse_args([RUN]))"
+        raise UsageError(f"{path}: the encoder {info['timm_name']} is not registered with timm here: {how}")
     backbone = build_backbone(info)
     backbone.load_state_dict(weights)
     return backbone.eval(), info
 
 
 def encoder_weights(model_state, encoder):
-    """Return the state_dict of the "momentum" encoder, or else of the query encoder, in a model's state_dict."""
+    """Return the state_dict of the encoder, "momentum" or else the query encoder, in a model's state_dict."""
     prefix = "momentum_backbone." if encoder == "momentum" else "backbone."
-    return {
-        name.removeprefix(prefix): x.cpu().contiguous() for name, x in model_state.items() if name.startswith(prefix)
-    }
+    weights = {name: x for name, x in model_state.items() if name.startswith(prefix)}
+    return {name.removeprefix(prefix): x.cpu().contiguous() for name, x in weights.items()}
 
 
 # What a third-party checkpoint may hold besides the encoder; the last two are MAE's
@@ -711,9 +745,9 @@ def tensors_by_name(state, name=""):
 def load_weights(encoder, path, prefix=""):
     """Load the weights of a checkpoint into an encoder, strictly.
 
-    prefix: prefix of the encoder's names in the file's state_dict, for example "module.encoder_q." in MoCo's. A ViT's
-    position embedding is resampled. Raises UsageError unless the file has every tensor of the encoder with the same
-    shape, and no others except those of heads.
+    prefix: prefix of the encoder's keys in the state_dict, for example "module.encoder_q." in MoCo's. The position
+    embedding of a ViT is resampled. Raises UsageError unless the file has every tensor of the encoder in the same
+    shape, and no other tensors with the prefix except those of heads.
     """
     found = load_checkpoint(path)
     found = tensors_by_name(found.get("state_dict", found.get("model", found)))
@@ -737,6 +771,8 @@ def load_weights(encoder, path, prefix=""):
         prefixes = {name.removesuffix(first) for name in found if name.endswith(first)}
         prefixes = sorted(repr(prefix) for prefix in prefixes if prefix + last in found)
         has = f"it has encoders with the prefixes {', '.join(prefixes)}" if prefixes else f"it has {[*found][:3]}"
+        if "conv1.weight" in problems["misshapen"]:
+            has += "; ResNets have a 3 x 3 stem for images of up to 64 px (--image-size)"
         raise UsageError(f"{path} with the prefix {prefix!r} does not fit the encoder, {what}; {has}")
     encoder.load_state_dict(weights, strict=False)  # files of 2018 have no num_batches_tracked
 
@@ -755,11 +791,11 @@ def center_crop(image, size, interpolation="bilinear"):
 @torch.no_grad()
 @torch.random.fork_rng(devices=[])  # the loader would advance the caller's random numbers
 def extract_features(encoder, images, info, device, batch_size=256, workers=0, amp=False, whole=True):
-    """Compute the features of the images of a data set, in order: (n, width) float32 on the CPU.
+    """Compute the features of the images of a dataset, in order: (n, width) float32 on the CPU.
 
-    encoder: (N, 3, H, W) -> (N, width); it is used in evaluation mode. info: see `backbone_info`. batch_size: of each
-    process. amp: encode in bf16. whole: return all rows on every process, or only its own (see `local_rows`). Raises
-    ValueError if a feature is not finite.
+    encoder: (N, 3, H, W) -> (N, width), used in evaluation mode. Afterwards its modules are in the modes that they had.
+    info: see `backbone_info`. batch_size: per process. amp: encode in bf16. whole: return all rows on every process, or
+    only its own (see `local_rows`). Raises ValueError if a feature is not finite.
     """
     rows = local_rows(torch.arange(len(images)))
     crop = functools.partial(center_crop, size=info["image_size"], interpolation=info["interpolation"])
@@ -785,13 +821,12 @@ def extract_features(encoder, images, info, device, batch_size=256, workers=0, a
 
 @torch.no_grad()
 def knn_predict(train_x, train_y, test_x, k, temperature, num_classes):
-    """Classify by weighted k-nearest neighbours (Wu et al., arXiv 1805.01978): (len(k), m) int64 on the CPU.
+    """Classify by weighted k-nearest neighbors (Wu et al., arXiv 1805.01978): (len(k), m) int64 on the CPU.
 
-    A neighbour votes for its class with the weight exp(cosine similarity / temperature).
+    A neighbor votes for its class with the weight exp(cosine similarity / temperature).
     train_x: (n, d) and train_y: (n,), this process's rows of the training images. test_x: (m, d), the same on every
-    process. Features are L2-normalised here. k: list of numbers of neighbours; if one exceeds the number of
-    training images, all of these vote. Each process finds the nearest of its own rows; the nearest of these are the
-    nearest of all.
+    process. Features are L2-normalized here. k: list of numbers of neighbors. If one exceeds the number of training
+    images, all of these vote. Each process finds the nearest of its own rows, among which are the nearest of all.
     """
     bank, queries, train_y = F.normalize(train_x, dim=1), F.normalize(test_x, dim=1), train_y.to(train_x.device)
     most = max(all_gather_object(len(bank)))  # the same on every process, so that all take the same chunks
@@ -815,7 +850,7 @@ def knn_top1(train_x, train_y, test_x, test_y, k, temperature, num_classes):
 
 
 def knn_monitor(encoder, info, train, test, device, workers=0, amp=False):
-    """Return an encoder's `knn_top1` for 20 and 200 neighbours at temperature 0.07, from the images with a label."""
+    """Return the `knn_top1` of an encoder for 20 and 200 neighbors at temperature 0.07, from the labeled images."""
     train, test = with_labels(train), with_labels(test)
     train_x = extract_features(encoder, train, info, device, workers=workers, amp=amp, whole=False)
     test_x = extract_features(encoder, test, info, device, workers=workers, amp=amp)
@@ -825,11 +860,11 @@ def knn_monitor(encoder, info, train, test, device, workers=0, amp=False):
 
 @torch.no_grad()
 def embedding_health(q):
-    """Return two numbers that show collapse without labels, over all processes' rows: {"std": float, "rank": float}.
+    """Return two label-free measures of collapse, over the rows of all processes: {"std": float, "rank": float}.
 
-    q: (n, d), this process's embeddings, which are L2-normalised here. std: the mean standard deviation of a dimension,
-    times sqrt(d): 1 on a uniform sphere, 0 if all are equal. rank: the effective rank, exp of the entropy of the
-    singular values, at most min(n, d) (Roy and Vetterli, EUSIPCO 2007).
+    q: (n, d), this process's embeddings, which are L2-normalized here. std: sqrt(d) times the standard deviation, mean
+    over the dimensions: 1 if uniform on the sphere, 0 if all are equal. rank: the effective rank, exp of the entropy of
+    the singular values, at most min(n, d) (Roy and Vetterli, EUSIPCO 2007).
     """
     q = F.normalize(gather_rows(q).float(), dim=1)
     std = q.std(0, correction=0).mean() * q.shape[1] ** 0.5
@@ -839,7 +874,7 @@ def embedding_health(q):
 
 
 def open_encoder(args):
-    """Load the encoder that the flags of `add_evaluation_arguments` name: (module in evaluation mode, info)."""
+    """Load the encoder that the arguments of `add_evaluation_arguments` name: (module in evaluation mode, info)."""
     names = "image_size", "patch_size", "norm", "num_heads", "prefix"
     given = {name: value for name in names if (value := getattr(args, name)) is not None}
     if args.arch is None:
@@ -857,19 +892,20 @@ def open_encoder(args):
 
 
 def open_evaluation_data(name, root, info, check=True, train=None, test=None):
-    """Load and print the data of an evaluation: (training images, test images). name None: the encoder's own data set.
+    """Load the images of an evaluation, (training images, test images), and log what is evaluated.
 
-    train, test: a caller's own data sets, which are used instead. Raises UsageError if the encoder's own data set has
-    changed since, and unless both have labels of the same classes or `check` is False.
+    name: see `load_dataset`; if None, the dataset that the encoder was trained on. train, test: datasets to use
+    instead. check: require labels of the same classes in both, and drop the images without a label. Raises UsageError
+    if that is not so, or if the images are not those that the encoder was trained on.
     """
     own = name is None and train is None
     if own:
         if "dataset" not in info:
-            raise UsageError("the checkpoint does not name its data set: pass --dataset")
+            raise UsageError("the checkpoint does not name its dataset: pass --dataset")
         name, root = info["dataset"], root or info.get("data_dir")
     if train is None:
         train = load_dataset(name, root, True, info["image_size"], unlabeled=own)
-        test = load_dataset(name, root, False, info["image_size"])
+        test = load_dataset(name, root, False, info["image_size"]) if test is None else test
     if own and fingerprint(train) != info["images"]:
         message = "these are not the images that the encoder was trained on"
         raise UsageError(f"{message}: pass --dataset {name}, and --data-dir, to evaluate it on these")
@@ -885,18 +921,15 @@ def open_evaluation_data(name, root, info, check=True, train=None, test=None):
 
 
 def have_labels(train, test):
-    """Return True if both data sets have labels of the same classes, two at least. test may be None."""
-    classes = []
-    for images in (train, test):
-        has_labels = np.asarray(getattr(images, "targets", ())).max(initial=-1) >= 0
-        classes.append([*getattr(images, "classes", ())] if has_labels else [])
+    """Whether both datasets have labels of the same classes, two at least. test may be None."""
+    classes = [[*getattr(images, "classes", ())] if has_labels(images) else [] for images in (train, test)]
     return len(classes[0]) > 1 and classes[0] == classes[1]
 
 
 def baselines(info, seed, images):
-    """Return the baselines of an evaluation, {name: encoder}: raw pixels, and the same encoder untrained.
+    """Return the baselines of an evaluation, {name: encoder}: raw pixels and the untrained encoder.
 
-    images: number of training images. Raw pixels of more than 200,000 would need tens of GB.
+    images: number of training images. Raw pixels are left out above 200,000, where they would need tens of GB.
     """
     torch.default_generator.manual_seed(seed)  # the CPU's: no other is used
     pixels = nn.Sequential(nn.AdaptiveAvgPool2d(min(32, info["image_size"])), nn.Flatten())
@@ -907,14 +940,15 @@ def baselines(info, seed, images):
 
 
 def log_demo(args, command):
-    """Print how to run a paper's own training, if these are the flags of a demo. command: a script and its flags."""
+    """Print how to train on real data, if a training is the demo. command: the paper's, a script and its flags."""
     if command and args.dataset == "patterns" and os.environ.get("RANK", "0") == "0":
-        log("Demo: its learning rate, patch size, heads and other values are not the paper's, whatever --arch is.")
+        log("Demo on synthetic images. For real data pass --dataset cifar10, or folder or imagenet with --data-dir DIR")
+        log("Its learning rate, patch size, heads and other values are not the paper's, whatever --arch is.")
         log(f"The paper's run: torchrun --nproc_per_node=8 {command}")
 
 
 def start(main, parse_args, paper=None):
-    """Run a script: main(parse_args()). A UsageError is printed as one line, and the exit status is 2.
+    """Run a script: main(parse_args()). A UsageError is printed as one line, with exit status 2; Ctrl-C with 130.
 
     paper: the command of the paper's training, see `log_demo`.
     """
@@ -927,9 +961,13 @@ def start(main, parse_args, paper=None):
         log_demo(args, paper)
         main(args)
         log_demo(args, paper)
+    except KeyboardInterrupt:
+        log("interrupted: the same command resumes a training after its last saved epoch")
+        raise SystemExit(130) from None
     except UsageError as error:
+        progress("")  # clear it
         if int(os.environ.get("LOCAL_RANK", 0)) > 0:
-            time.sleep(5)  # usually all processes find the error: torchrun stops the others once the first has exited
+            time.sleep(5)  # usually all processes find the error, and torchrun stops them once the first has exited
         print(f"error: {error}", file=sys.stderr, flush=True)
         raise SystemExit(2) from None
     if dist.is_initialized():
@@ -951,7 +989,7 @@ def init_distributed(device="auto", timeout=datetime.timedelta(hours=1)):
         torch.cuda.set_device(device)
     if int(os.environ.get("WORLD_SIZE", 1)) > 1 and not dist.is_initialized():
         store, rank, world = next(dist.rendezvous("env://"))
-        if os.environ.get("GROUP_WORLD_SIZE") == "1":  # after a restart the store still has the addresses of before
+        if os.environ.get("GROUP_WORLD_SIZE") == "1":  # after a restart the store still has the old addresses
             store = dist.PrefixStore(os.environ["TORCHELASTIC_RESTART_COUNT"], store)
         backend = "gloo" if device == "cpu" else "cpu:gloo,cuda:nccl"
         dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timeout)
@@ -964,7 +1002,7 @@ def rank_and_world():
 
 
 def all_gather_object(value):
-    """Return the values of all processes as a list in rank order, on every process. Tensors must be on the CPU."""
+    """Like torch's all_gather_object: the values of all processes, in rank order. Tensors must be on the CPU."""
     values = [value] * rank_and_world()[1]
     if dist.is_initialized():
         dist.all_gather_object(values, value)
@@ -972,7 +1010,7 @@ def all_gather_object(value):
 
 
 def local_rows(x):
-    """Return this process's rows of a tensor (n, ...), consecutive ones. `gather_rows` is the inverse."""
+    """Inverse of `gather_rows`: return this process's rows of a tensor (n, ...), which are consecutive."""
     rank, world = rank_and_world()
     return x.tensor_split(world)[rank]
 
@@ -980,7 +1018,7 @@ def local_rows(x):
 def gather_rows(x, to_first=False):
     """Concatenate tensors (n, ...) of all processes in rank order, where n may differ and be 0. No gradient.
 
-    to_first: only on the first process; the others return None, and need no memory for it.
+    to_first: only on the first process. The others return None, and need no memory for it.
     """
     x = x.detach().contiguous()
     counts, rank = all_gather_object(len(x)), rank_and_world()[0]
@@ -1001,9 +1039,6 @@ def gather_rows(x, to_first=False):
 
 # ================================================================== 6. printing
 
-COLLAPSE = """warning: std has been below 0.1 for three epochs: the encoder maps all images to nearly the same embedding. It
-rarely recovers. Look at --lr (too high?), --temperature, --queue and --momentum"""
-
 
 def log(text, end="\n"):
     """Print a line from the first process only. On a terminal it replaces the progress line."""
@@ -1013,15 +1048,15 @@ def log(text, end="\n"):
 
 
 def progress(text):
-    """Show a text on the last line of a terminal, from the first process only. In a log file nothing is written."""
+    """Show a progress line on a terminal, from the first process only. Nothing is written to a log file."""
     if sys.stdout.isatty():
         log(text, end="")
 
 
 class Meter:
-    """The averages of an epoch's metrics, and its progress line.
+    """The averages of the metrics over an epoch, and the progress line.
 
-    epoch: counted from 0. steps: their number per epoch. batch_size: over all processes.
+    epoch: counted from 0. steps: steps per epoch. batch_size: global batch size.
     """
 
     def __init__(self, epoch, epochs, steps, batch_size):
@@ -1040,10 +1075,8 @@ class Meter:
             seconds = (now - self.began) / self.count
             left = (self.epochs - self.epoch) * self.steps - self.count
             show = progress if sys.stdout.isatty() else log
-            show(
-                f"epoch {self.epoch + 1}/{self.epochs}  step {self.count}/{self.steps}  loss {metrics['loss']:.3f}  "
-                f"{self.batch_size / seconds:.0f} images/s  {left * seconds / 60:.1f} min left"
-            )
+            text = f"epoch {self.epoch + 1}/{self.epochs}  step {self.count}/{self.steps}  loss {metrics['loss']:.3f}  "
+            show(f"{text}{self.batch_size / seconds:.0f} images/s  {left * seconds / 60:.1f} min left")
 
     def averages(self):
         """Return the averages over the steps and the processes, {name: float}, and the speed.
@@ -1061,29 +1094,27 @@ class Meter:
 
 
 def log_values(title, values):
-    """Print {name: value} after a title, in lines of 120 characters."""
+    """Print {name: value} after a title, in lines of up to 120 characters."""
     words = (f"{name} {format_value(value)}" for name, value in values.items() if value not in (None, ""))
     words = (word.replace(" ", "\xa0") for word in words)
     indent = dict(initial_indent=f"{title:10}", subsequent_indent=" " * 10)
     log(textwrap.fill("  ".join(words), 120, break_on_hyphens=False, **indent).replace("\xa0", " "))
 
 
-def log_epoch(title, records, names=(), images=None):
+def log_epoch(title, records, names=()):
     """Print the last epoch's scores, and its figures that have one of the names, after a title.
 
-    records: a dict per epoch. A line follows if the embeddings have collapsed, which is when their `std` has been below
-    0.1 for three epochs, and another one if `images` are generated.
+    records: a dict per epoch. Another line says once if the `std` of the embeddings is below 0.1 for three epochs.
     """
     scores = [name for name in records[-1] if re.fullmatch(r"(knn\d+|linear|finetune)_(top1|top5|per_class)", name)]
     log("  ".join([title, *(f"{name} {format_value(records[-1][name])}" for name in [*names, *scores])]))
     if [record.get("std", 1) < 0.1 for record in records[-4:]] in ([True] * 3, [False, True, True, True]):
-        log(COLLAPSE)
-    if getattr(images, "is_generated", False):
-        log(DEMO)
+        log("warning: std has been below 0.1 for three epochs: all images have nearly the same embedding (a collapse),")
+        log("and runs seldom recover. Look at --lr (too high?), --temperature, --queue and --momentum")
 
 
 def format_value(value):
-    """Return a value as text: 1.333, or "0.75 1.333" for a list."""
+    """Return a value as text, for example 1.333, or "0.75 1.333" for a list."""
     if isinstance(value, (list, tuple)):
         return " ".join(map(format_value, value)) or "none"
     return f"{value:.4g}" if isinstance(value, float) else str(value)
@@ -1092,84 +1123,83 @@ def format_value(value):
 # ===================================================================== 7. flags
 
 
-def bounded(name, kind, is_valid):
-    """Return a `type` for argparse: a number of a kind, int or float, that is valid. name: for argparse's messages."""
+def bounded(what, kind, is_valid):
+    """Return a `type` for argparse: numbers of a kind, int or float, that are valid. what: for the error message."""
 
     def convert(text):
-        value = kind(text)
-        if not is_valid(value):
-            raise ValueError
-        return value
+        with contextlib.suppress(ValueError):
+            if is_valid(kind(text)):
+                return kind(text)
+        raise argparse.ArgumentTypeError(f"{text!r} is not {what}")
 
-    convert.__name__ = name
     return convert
 
 
-positive_int = bounded("positive_int", int, lambda x: x > 0)
-nonnegative_int = bounded("nonnegative_int", int, lambda x: x >= 0)
-positive_float = bounded("positive_float", float, lambda x: 0 < x < math.inf)
-nonnegative_float = bounded("nonnegative_float", float, lambda x: 0 <= x < math.inf)
-fraction = bounded("fraction", float, lambda x: 0 <= x <= 1)
+positive_int = bounded("an integer above 0", int, lambda x: x > 0)
+nonnegative_int = bounded("an integer from 0", int, lambda x: x >= 0)
+positive_float = bounded("a number above 0", float, lambda x: 0 < x < math.inf)
+nonnegative_float = bounded("a number from 0", float, lambda x: 0 <= x < math.inf)
+fraction = bounded("a number from 0 to 1", float, lambda x: 0 <= x <= 1)
 
-# Flags that may change when a run is resumed. With another number of --workers the random numbers differ.
+# Arguments that may change when a run is resumed. With another number of workers the random numbers differ.
 NOT_IN_CONFIG = ("data_dir", "out", "resume", "keep_every", "knn_every", "device", "compile", "workers", "show_views")
 
 
 def add_run_arguments(parser):
-    """Add the flags of every training."""
+    """Add the arguments shared by all training scripts."""
     add = parser.add_argument_group("run").add_argument
-    add("--dataset", choices=DATASETS, default="patterns", help="data set, which also chooses the defaults")
+    add("--dataset", choices=DATASETS, default="patterns", help="dataset, which also selects the recipe")
     add("--data-dir", type=os.path.abspath, metavar="DIR", help="folder with train/, and val/ or test/")
-    add("--seed", type=nonnegative_int, default=0, help="seed of all random numbers")
-    add("--init", type=os.path.abspath, metavar="FILE", help="checkpoint to initialise the encoder from")
-    add("--init-prefix", default="", metavar="PREFIX", help="prefix of the encoder's names in --init's file")
+    add("--seed", type=nonnegative_int, default=0, help="random seed")
+    add("--init", type=os.path.abspath, metavar="FILE", help="checkpoint to initialize the encoder from")
+    add("--init-prefix", default="", metavar="PREFIX", help="prefix of the encoder's keys in FILE")
     add("--out", type=os.path.abspath, metavar="DIR", help="output folder; an existing run is resumed")
-    add("--resume", metavar="FILE", help="last.pt of another run, or its folder, to resume in a new --out")
-    add("--keep-every", type=nonnegative_int, default=0, metavar="N", help="keep a checkpoint every N epochs; 0: none")
+    add("--resume", metavar="FILE", help="last.pt of another run, or its folder, to resume from in a new --out")
+    add("--keep-every", type=nonnegative_int, default=0, metavar="N", help="keep a checkpoint every N epochs; 0: never")
     add("--knn-every", type=nonnegative_int, default=10, metavar="N", help="kNN monitor every N epochs; 0: never")
-    add("--show-views", metavar="FILE.png", help="write a picture of the inputs, and exit")
+    add("--show-views", metavar="FILE.png", help="write a picture of the views, and exit")
     add_device_arguments(add)
-    add("--compile", action="store_true", help="compile the encoders: minutes at the start, then faster steps")
+    add("--compile", action="store_true", help="compile the encoders: a slow start, then faster steps")
 
 
 def add_device_arguments(add):
-    """Add the flags of every script. add: `add_argument` of a parser or a group."""
+    """Add the arguments shared by all scripts. add: `add_argument` of a parser or a group."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()  # not on macOS
     workers = min(16, cores // int(os.environ.get("LOCAL_WORLD_SIZE", 1))) if torch.cuda.is_available() else 0
-    add("--workers", type=nonnegative_int, default=workers, help="processes that load images, per training process")
+    add("--workers", type=nonnegative_int, default=workers, help="data loading processes per training process")
     add("--device", choices=("auto", "cuda", "cpu"), default="auto", help="auto: a GPU if there is one")
-    add("--amp", choices=("auto", "off"), default="auto", help="auto: bf16 on GPUs that have it; off: float32")
+    add("--amp", choices=("auto", "off"), default="auto", help="auto: bf16 on GPUs that support it; off: float32")
 
 
 def use_bf16(amp, device):
-    """Return True if networks compute in bf16: on GPUs that have it, unless --amp is "off"."""
+    """Whether networks compute in bf16: on GPUs that support it, unless --amp is "off"."""
     return amp == "auto" and device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
 
 
 def add_evaluation_arguments(parser):
-    """Add the flags of both evaluations."""
+    """Add the arguments shared by both evaluations."""
     add = parser.add_argument_group("what is evaluated").add_argument
     add("checkpoint", metavar="RUN", help="a run's folder, last.pt or backbone.pt; or a third-party FILE, with --arch")
-    add("--dataset", choices=DATASETS, help="data set; if not given, the one that the encoder was trained on")
-    add("--data-dir", type=os.path.abspath, metavar="DIR", help="its folder; if not given, where the training had it")
-    add("--encoder", choices=("query", "momentum"), help="if not given, the one that the method's authors evaluate")
-    add("--no-baselines", action="store_true", help="skip raw pixels and the untrained encoder")
-    add("--seed", type=nonnegative_int, default=0, help="seed of all random numbers")
+    add("--dataset", choices=DATASETS, help="if None, the dataset that the encoder was trained on")
+    add("--data-dir", type=os.path.abspath, metavar="DIR", help="folder of the dataset; if None, that of the training")
+    add("--encoder", choices=("query", "momentum"), help="if None, the encoder that the paper evaluates")
+    add("--no-baselines", action="store_true", help="do not evaluate raw pixels and the untrained encoder")
+    add("--seed", type=nonnegative_int, default=0, help="random seed")
     add_device_arguments(add)
     add = parser.add_argument_group("the encoder in a third-party FILE").add_argument
     add("--arch", help="vit_tiny, resnet18, ..., or any timm model")
-    add("--prefix", help="prefix of the encoder's names in the file, for example module.encoder_q.")
-    add("--image-size", type=positive_int, metavar="N", help="side of the images; 224 if not given")
-    add("--patch-size", type=positive_int, metavar="N", help="of a ViT; 16 if not given")
-    add("--num-heads", type=positive_int, metavar="N", help="of a ViT; timm's if not given")
-    add("--norm", choices=NORMS, help="whose mean and deviation normalise images; if not given, timm's of NAME.TAG")
+    add("--prefix", help="prefix of the encoder's keys in the state_dict, for example module.encoder_q.")
+    add("--image-size", type=positive_int, metavar="N", help="image size; if None, 224")
+    add("--patch-size", type=positive_int, metavar="N", help="patch size of a ViT; if None, 16")
+    add("--num-heads", type=positive_int, metavar="N", help="attention heads of a ViT; if None, timm's")
+    add("--norm", choices=NORMS, help="dataset statistics used for normalization; if None, timm's of NAME.TAG")
 
 
 def parse_args(parser, argv, recipe):
-    """Add the flags of every training, and parse a command line, None for sys.argv's.
+    """Add the arguments shared by all training scripts, and parse argv; if None, sys.argv.
 
-    recipe(args) returns the defaults, {name: value}, for what a command line chooses. Without --out a run gets the
-    folder runs/METHOD-DATASET-ARCH-sSEED, with all values that are not defaults.
+    recipe(args) returns the defaults, {name: value}, that the chosen dataset, encoder and method have. The default of
+    --out is runs/METHOD-DATASET-ARCH-sSEED plus every value that is not a default.
     """
     add_run_arguments(parser)
     argv = sys.argv[1:] if argv is None else argv
@@ -1180,6 +1210,8 @@ def parse_args(parser, argv, recipe):
     args = parser.parse_args(argv)
     if args.show_views and (not args.show_views.endswith(".png") or os.path.exists(args.show_views)):
         parser.error(f"--show-views {args.show_views}: expected the name of a new file that ends in .png")
+    if "." in args.arch:
+        parser.error(f"--arch {args.arch}: weights are not downloaded: pass {args.arch.split('.')[0]}, and --init FILE")
     if args.out is None:
         named = {"dataset", "arch", "seed", *NOT_IN_CONFIG}
         changed = [k for k, v in vars(args).items() if k not in named and v != parser.get_default(k)]
@@ -1203,7 +1235,7 @@ def check_flags(parser, args):
 
 
 def run_folder(words):
-    """Return the default of --out, a folder that is named by words."""
+    """Return a default for --out that is named by words."""
     name = re.sub(r"[^\w.-]+", ",", "-".join(words))
     return f"runs/{name if len(name) < 160 else name[:150] + hashlib.sha256(name.encode()).hexdigest()[:8]}"
 
@@ -1212,9 +1244,9 @@ def run_folder(words):
 
 
 def write_file(path, write):
-    """Call write(binary file) on the first process, and replace a file atomically by what was written.
+    """Write a file atomically on the first process, by write(binary file).
 
-    Raises UsageError if that fails. The file is then what it was before.
+    Raises UsageError if that fails. The old file is then still there.
     """
     if rank_and_world()[0] > 0:
         return
@@ -1233,9 +1265,9 @@ def write_file(path, write):
 
 
 def find_checkpoint(out, resume):
-    """Return the path of the checkpoint to start from: last.pt in `out`, else `resume`; None to start anew.
+    """Return the path of the checkpoint to start from: last.pt in `out`, else `resume`, else None.
 
-    Removes the temporary files of a save that was killed. Raises UsageError if `out` is not empty, but not a run.
+    Removes the temporary files of a save that was killed. Raises UsageError if `out` is neither empty nor a run.
     """
     try:
         files = sorted(file for file in os.listdir(out) if not is_hidden(file)) if os.path.exists(out) else []
@@ -1243,7 +1275,7 @@ def find_checkpoint(out, resume):
         temporary = [file for file in files if file.startswith((*names, "last.pt", "epoch-")) and file.endswith(".tmp")]
         is_begun = {*files} <= {*temporary, *names} and ("config.json" in files or "backbone.pt" not in files)
         if "last.pt" not in files and not is_begun:
-            raise UsageError(f"--out {out} is not empty, and has no run: {', '.join(files[:3])}")
+            raise UsageError(f"--out {out} is not empty, and is not a run: {', '.join(files[:3])}")
         for file in temporary:
             os.unlink(os.path.join(out, file))
     except OSError as error:
@@ -1254,18 +1286,23 @@ def find_checkpoint(out, resume):
 
 
 def open_run(args, train, state, derived):
-    """Start a run in args.out or, if it holds one, resume it: (configuration, records of its epochs). Print its values.
+    """Start a run in args.out, or resume the one there: (configuration, records of its epochs). Print its values.
 
-    The configuration, {name: value}, is what must not change when a run is resumed: the flags, but for NOT_IN_CONFIG,
-    and the fingerprint of the training images. state: {name: module, optimizer or tensor}, with a "model", which are
-    loaded in place. derived: further values to print, {name: value}. Raises UsageError if the run has another
-    configuration, and if the processes do not see the same one. With --resume a new run begins with the state of
-    another one, except for tensors with a row per image. Its configuration may differ.
+    The configuration, {name: value}, must not change when a run is resumed. It has the arguments that are not in
+    NOT_IN_CONFIG, and the fingerprint of the training images. state: {name: module, optimizer or tensor}, with a
+    "model", which are loaded in place. derived: further values to print. With --resume, a new run starts from the state
+    of another one, except for tensors with a row per image, and the configuration may differ. Raises UsageError if the
+    run in args.out has another configuration, and if the processes do not have the same one.
     """
     config = {name: value for name, value in vars(args).items() if name not in NOT_IN_CONFIG}
     config |= dict(images=fingerprint(train))
     machine = torch.cuda.get_device_name() if torch.cuda.is_initialized() else f"CPU, {torch.get_num_threads()} threads"
-    derived = derived | dict(processes=rank_and_world()[1], machine=machine, torch=torch.__version__)
+    derived = derived | dict(processes=rank_and_world()[1], workers=args.workers)
+    derived |= dict(machine=machine, torch=torch.__version__)
+    if getattr(args, "warmup", 0) > args.epochs / 4:
+        derived["warmup_cut_to"] = args.epochs / 4
+    if (queue := derived.get("negatives", 0)) > len(train) / 4:
+        log(f"warning: a queue of {queue} keys for {len(train)} images holds many keys of the query's own image")
     log_values("values", config)
     log_values("derived", derived)
     records = []
@@ -1279,13 +1316,15 @@ def open_run(args, train, state, derived):
         old, records = saved.get("config", {}), saved.get("records", [])
         differences = [f"{k} was {old.get(k)}, is {config.get(k)}" for k in old | config if old.get(k) != config.get(k)]
         resumes_other = path != os.path.join(args.out, "last.pt")
+        if "config" not in saved:
+            raise UsageError(f"{path} is not the last.pt of a run")
         if old.get("method") != config["method"]:
             raise UsageError(f"{path} is a run of {old.get('method')}, not of {config['method']}")
         if differences and not resumes_other:
             what = f"{args.out} is a run with other values ({'; '.join(differences)})"
             raise UsageError(f"{what}: pass another --out, with --resume {path} to start from its state")
         if resumes_other and len(records) >= args.epochs:
-            raise UsageError(f"{path} has {len(records)} epochs already: pass more --epochs than that")
+            raise UsageError(f"{path} has {len(records)} epochs already: pass more --epochs")
         try:
             load_state(saved, state, is_same_run=not resumes_other)
         except (KeyError, RuntimeError, ValueError) as error:
@@ -1294,7 +1333,8 @@ def open_run(args, train, state, derived):
         if len(records) < args.epochs:
             log(f"resumed from {path}, after epoch {len(records)}" + "".join(f"; {text}" for text in differences))
         if saved.get("processes") != derived["processes"]:
-            log(f"processes: {saved.get('processes')} before, {derived['processes']} now, so random numbers differ")
+            changed = "random numbers differ, as do batch-norm groups and mix slices if there are fewer than processes"
+            log(f"processes: {saved.get('processes')} before, {derived['processes']} now: {changed}")
     own = config, str(args.out), len(records)
     if any(other != own for other in all_gather_object(own)):
         raise UsageError("the processes differ in flags, images or epoch: --out and --data-dir must be on shared disks")
@@ -1316,11 +1356,11 @@ def load_state(saved, state, is_same_run):
 
 
 def save_run(out, config, info, state, records, keep_every=0):
-    """Write a run's folder: backbone.pt, metrics.jsonl and, with all that it needs to be resumed, last.pt.
+    """Write backbone.pt, metrics.jsonl and, with all that is needed to resume, last.pt to a run's folder.
 
-    config: from `open_run`. info: from `backbone_info`; None: no backbone.pt. state: see `open_run`. records: a
-    dict per epoch. keep_every: keep a copy of last.pt every so many epochs. Raises FloatingPointError, and writes
-    nothing, if a tensor of the state is not finite.
+    config: from `open_run`. info: from `backbone_info`; if None, there is no backbone.pt. state: see `open_run`.
+    records: a dict per epoch. keep_every: keep a copy of last.pt every so many epochs. Raises FloatingPointError, and
+    writes nothing, if a tensor of the state is not finite.
     """
     state = {name: part if torch.is_tensor(part) else part.state_dict() for name, part in state.items()}
     if not all(x.isfinite().all() for x in tensors_by_name(state).values()):

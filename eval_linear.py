@@ -1,8 +1,8 @@
 """Evaluate an encoder with labels: train a linear classifier on its frozen features, or fine-tune all its layers.
 
 The default, `--protocol probe`, computes the features once, standardizes them, and trains linear classifiers on them
-with a grid of learning rates, all at once, in seconds. A tenth of the training images is held out to choose the
-learning rate; if these are few, by cross-validation. The test images are used once. Two baselines are evaluated
+with a grid of learning rates, all at once, in seconds. The learning rate is chosen on a held-out tenth of the training
+images or, if that is less than 400, by cross-validation. The test images are used once. Two baselines are evaluated
 alike: raw pixels, and the untrained encoder.
 
     python eval_linear.py runs/patchmix-patterns-vit_micro-s0
@@ -117,15 +117,17 @@ def recipe(args, info):
 def parse_args(argv=None):
     """Parse the command line. Hyper-parameters that it does not set are absent, and `complete` adds them."""
     options = dict(formatter_class=argparse.ArgumentDefaultsHelpFormatter, allow_abbrev=False)
-    parser = argparse.ArgumentParser("eval_linear.py", "%(prog)s RUN [options]", __doc__.splitlines()[0], **options)
+    first_line = str(__doc__).splitlines()[0]  # there is none with python -OO
+    parser = argparse.ArgumentParser("eval_linear.py", "%(prog)s RUN [options]", first_line, **options)
     common.add_evaluation_arguments(parser)
+    some = common.bounded("a number above 0, at most 1", float, lambda x: 0 < x <= 1)
     group = parser.add_argument_group("protocol")
     add = group.add_argument
-    add("--protocol", choices=("probe", *LINEAR), help="default: probe, or with --finetune that of the encoder's type")
+    add("--protocol", choices=("probe", *LINEAR), help="if None, probe; with --finetune, patchmix for ViTs, else clim")
     add("--finetune", action="store_true", help="train all layers, with --protocol patchmix or clim")
     add("--solver", choices=("sgd", "lbfgs"), default="sgd", help="optimizer of the probe")
     add = group.add_mutually_exclusive_group().add_argument
-    add("--label-fraction", type=common.fraction, metavar="X", help="fraction of the labels, balanced over the classes")
+    add("--label-fraction", type=some, metavar="X", help="fraction of the labels, balanced over the classes")
     add("--label-files", metavar="FILE", help="list of the training images to use: file names, or paths in train/")
 
     unset = dict(argument_default=argparse.SUPPRESS)  # the defaults are the recipe's
@@ -133,9 +135,7 @@ def parse_args(argv=None):
     add("--epochs", type=common.positive_int, help="number of epochs")
     add("--batch-size", type=common.positive_int, help="global batch size")
     add("--lr", type=common.positive_float, help="peak learning rate per 256 images")
-    add(
-        "--milestones", type=common.fraction, nargs="*", help="fractions of training to drop --lr tenfold; none: cosine"
-    )
+    add("--milestones", type=common.fraction, nargs="*", help="--lr is divided by 10 at these fractions; none: cosine")
     add("--warmup", type=common.nonnegative_float, help="linear warmup epochs, at most a quarter of --epochs")
     add("--weight-decay", type=common.nonnegative_float, help="weight decay, except for biases and norms")
     add("--pad", type=common.nonnegative_int, help="RandomCrop with N pixels of padding; 0: RandomResizedCrop")
@@ -151,7 +151,7 @@ def parse_args(argv=None):
     add("--resume", metavar="FILE", help="last.pt of another run, to resume in a new --out")
 
     add = parser.add_argument_group("probe (also --epochs and --batch-size)", **unset).add_argument
-    add("--holdout", type=common.fraction, help="held-out fraction, which chooses --lrs or --strengths (default: 0.1)")
+    add("--holdout", type=some, help="held-out fraction, which chooses --lrs or --strengths (default: 0.1)")
     add("--lrs", type=common.positive_float, nargs="+", help="learning rates (default: 13 from 10^-4.5 to 10^1.5)")
     add("--strengths", type=common.positive_float, nargs="+", help="lbfgs: L2 penalties (default: 45 from 1e-6 to 1e5)")
     add("--metric", choices=("top1", "per_class"), help="lbfgs: score that chooses the penalty (default: top1)")
@@ -159,8 +159,6 @@ def parse_args(argv=None):
     args = parser.parse_args(argv)
     if args.finetune and args.protocol not in (None, *FINETUNE):
         parser.error(f"--finetune needs --protocol patchmix or clim, not {args.protocol}")
-    if 0 in (args.label_fraction, getattr(args, "holdout", None)):
-        parser.error("--label-fraction and --holdout: expected a fraction above 0")
     trained = args.finetune or args.protocol not in (None, "probe")
     if trained and (args.solver == "lbfgs" or args.no_baselines):
         parser.error("--solver lbfgs and --no-baselines need --protocol probe")
@@ -214,9 +212,9 @@ def open_data(args, info, train=None, test=None):
     is not, because it has more.
     """
     root = args.data_dir or (info.get("data_dir") if args.dataset is None else None)
-    may_have_both = train is None and root is not None and args.solver == "lbfgs"
+    root = root if train is None and test is None and args.solver == "lbfgs" else None  # else there is no val
     train, test = common.open_evaluation_data(args.dataset, args.data_dir, info, True, train, test)
-    folders, val = {*os.listdir(root)} if may_have_both else set(), None
+    folders, val = {*os.listdir(root)} if root else set(), None
     if folders >= {"train", "test"} and folders & {"val", "validation"}:
         found = common.load_split(args.dataset or info["dataset"], root, ["test"], train=False, unlabeled=False)
         if found.classes and found.classes != test.classes:
@@ -243,12 +241,12 @@ def balanced_share(labels, fraction, seed):
     smaller fraction are among those of a larger one.
     """
     generator = torch.Generator().manual_seed(seed)
-    classes, labels = torch.as_tensor(labels).unique(return_inverse=True)
+    classes, labels, counts = torch.as_tensor(labels).unique(return_inverse=True, return_counts=True)
     order = torch.randperm(len(labels), generator=generator)
     rank = torch.randperm(len(classes), generator=generator)  # the first classes have one more
     each, more = divmod(max(round(fraction * len(labels)), len(classes)), len(classes))
-    rows = [order[labels[order] == i][: each + (rank[i] < more)] for i in range(len(classes))]
-    return torch.cat(rows).sort().values
+    rows_of_class = order[labels[order].argsort(stable=True)].split(counts.tolist())  # each in random order
+    return torch.cat([rows[: each + (rank[i] < more)] for i, rows in enumerate(rows_of_class)]).sort().values
 
 
 def listed_rows(paths, file):
@@ -261,9 +259,10 @@ def listed_rows(paths, file):
     except OSError as error:
         raise common.UsageError(f"--label-files: {error}") from error
     found = {line.strip().removeprefix("./"): [] for line in lines if line.strip()}
+    depths = {name.count("/") + 1 for name in found}
     for row, path in enumerate(paths):
         parts = str(path).split("/")
-        for name in ("/".join(parts[i:]) for i in range(len(parts))):
+        for name in ("/".join(parts[-depth:]) for depth in depths):
             if name in found:
                 found[name].append(row)
     wrong = sorted(name for name, rows in found.items() if len(rows) != 1)
@@ -293,9 +292,8 @@ def scores(logits, labels, num_classes, name="linear"):
 def hold_out(labels, fraction, least=400):
     """Split the rows of labels (n,), on the CPU, at random: [(rows to fit, rows to choose by), ...].
 
-    The first fold holds out a fraction of the rows. As in cross-validation, further folds hold out others, until
-    `least` rows, or all, have been held out. In each fold, one row of each class at least is fitted. Thus nothing is
-    held out if each class has one row.
+    A fold holds out a fraction of the rows. There are as many folds, as in cross-validation, as it takes to hold out
+    `least` rows, or all but one per class, which is always fitted. If each class has one row, none is held out.
     """
     order = torch.randperm(len(labels))
     _, last = np.unique(labels[order].flip(0), return_index=True)  # of each class, counted from the end
@@ -326,8 +324,8 @@ def linear_probe(x, y, test_x, num_classes, lrs=None, epochs=50, batch_size=256,
     x: (n, d) and test_x: (m, d), which are standardized by the mean and the standard deviation of x; a feature that
     does not vary in x, except for rounding, becomes 0. y: (n,) int64. lrs: peak learning rates of cosine schedules;
     None: 13 from 10^-4.5 to 10^1.5. holdout: fraction of x that is held out to choose one of them, by cross-validation
-    if that is less than 400 rows (see hold_out; if nothing can be held out, the fitted rows choose). Then all of x is
-    fitted. Random numbers are torch's global ones.
+    if that is less than 400 rows. If each class has one row, the fitted rows choose. Then all of x is fitted. Random
+    numbers are torch's global ones.
     Returns {'logits': (m, num_classes), 'chosen': learning rate, 'held_out': {learning rate: percent}}.
     To copy it, also copy hold_out, best_of and affine, and delete common.progress.
     """
@@ -360,7 +358,7 @@ def linear_probe(x, y, test_x, num_classes, lrs=None, epochs=50, batch_size=256,
         total += len(choosing)
         for i, weight in enumerate(fit(rest, lrs)):
             right[i] += ((x[choosing] @ weight).argmax(1) == y[choosing]).sum().item()
-    percents = [100 * count / total for count in right]
+    percents = [100 * (count / total) for count in right]
     best = best_of(percents)
     (weight,) = fit(torch.cat([check, rest]), [lrs[best]])
     return dict(logits=test_x @ weight, chosen=lrs[best], held_out=dict(zip(lrs, percents, strict=True)))

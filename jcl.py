@@ -97,7 +97,7 @@ CIFAR = dict(  # not in the paper: MoCo's demo on CIFAR-10 (facebookresearch/moc
     weight_decay=5e-4, momentum=0.99, queue=4096, crop_scale=[0.08, 1.0], blur_p=0.0, norm="cifar10",
 )
 RECIPES = dict(  # what differs from the paper's values for ImageNet
-    patterns=dict(  # ours, for a laptop
+    patterns=dict(  # not in the paper: for a laptop
         arch="resnet_micro", image_size=32, patch_size=4, epochs=45, batch_size=64, lr=0.12, queue=128, blur_p=0.1,
         crop_scale=[0.3, 1.0], bn_groups=2, momentum=0.95, warmup=5.0, num_keys=3, norm="patterns",
     ),
@@ -108,7 +108,7 @@ RECIPES = dict(  # what differs from the paper's values for ImageNet
         arch="resnet18", epochs=100, batch_size=128, lr=0.2,  # 0.1 for 128
     ),
     imagenet=dict(knn_every=50),  # its kNN takes minutes
-    folder=dict(queue=None, bn_groups=2),  # ours; None: a tenth of the images, which may be few
+    folder=dict(queue=None, bn_groups=2),  # not in the paper; None: a tenth of the images
 )
 # fmt: on
 
@@ -120,9 +120,8 @@ def recipe(args):
         values |= dict(num_keys=4, lam=2.0, lam_schedule="ramp")  # D1, D2
         if args.dataset in ("imagenet", "folder"):
             values["batch_size"] = 256  # D3
-    if args.arch in ("resnet_micro", "resnet_mini") and args.dataset in ("cifar10", "cifar100", "stl10", "folder"):
-        batch_size = 64 if args.dataset == "folder" else 256
-        values |= dict(batch_size=batch_size, lr=0.1, min_lr=0.0, momentum=0.99, blur_p=0.5)  # ours
+    if args.dataset == "folder" and args.arch in ("resnet_micro", "resnet_mini"):
+        values["batch_size"] = 64  # not in the paper, because there may be few images
     return values
 
 
@@ -195,7 +194,7 @@ def augment(x, args, view):
 
 
 class Queue(nn.Module):
-    """The last `length` keys, (length, dim), first in, first out. It begins with random L2-normalised vectors."""
+    """The last `length` keys, (length, dim), first in, first out. It begins with random L2-normalized vectors."""
 
     def __init__(self, length, dim):
         super().__init__()
@@ -234,17 +233,17 @@ class JCL(nn.Module):
         self.temperature, self.vanilla = temperature, vanilla
 
     def query(self, x):
-        """Return the queries of images: (n, 3, H, W) -> (n, dim), L2-normalised, in the dtype of x."""
+        """Return the queries of images: (n, 3, H, W) -> (n, dim), L2-normalized, in the dtype of x."""
         return F.normalize(self.projector(self.backbone(x)).to(x.dtype), dim=1)
 
     def key(self, x):
-        """Return the momentum encoder's keys of images: (n, 3, H, W) -> (n, dim), L2-normalised, in the dtype of x."""
+        """Return the momentum encoder's keys of images: (n, 3, H, W) -> (n, dim), L2-normalized, in the dtype of x."""
         return F.normalize(self.momentum_projector(self.momentum_backbone(x)).to(x.dtype), dim=1)
 
     def forward(self, views, lam):
         """Return (loss, mean keys to enqueue (N, dim), queries (n, dim), {name: metric}): Algorithm 1, lines 5 to 10.
 
-        views: this process's query view and M' key views, each (n, 3, H, W), normalised. lam: lambda. The mean keys
+        views: this process's query view and M' key views, each (n, 3, H, W), normalized. lam: lambda. The mean keys
         are those of all processes. Only the loss has a gradient, which reaches the query encoder only.
         """
         q = self.query(views[0])  # line 5
@@ -256,7 +255,7 @@ class JCL(nn.Module):
                 loss = sum(losses) / len(losses)  # Eq. 3
             else:
                 loss = jcl_loss(q, k, self.queue.keys, self.temperature, lam)  # lines 7 to 10
-        mean_keys = keys.mean(0)  # for line 13; not normalised again, so their norm is at most 1
+        mean_keys = keys.mean(0)  # for line 13; not normalized again, so their norm is at most 1
         metrics = dict(loss=loss.detach(), key_variance=k.var(1, correction=0).mean())  # the mean of Sigma's diagonal
         return loss, mean_keys, q.detach(), metrics
 
@@ -275,7 +274,7 @@ class JCL(nn.Module):
 
 
 def learning_rate(args, epoch):
-    """Return the learning rate at a time, in epochs from 0: a linear warm-up from 0, then a cosine down to --min-lr."""
+    """Return the learning rate at a time, in epochs from 0: a linear warmup from 0, then a cosine down to --min-lr."""
     peak, last = (lr * args.batch_size / 256 for lr in (args.lr, args.min_lr))
     warmup = min(args.warmup, args.epochs / 4)
     if epoch < warmup:
@@ -291,7 +290,7 @@ def momentum_schedule(args, epoch):
 
 
 def main(args, train=None, test=None):
-    """Train, resuming from args.out if it holds a run. train, test: data sets to use instead of --dataset."""
+    """Train, resuming from args.out if it holds a run. train, test: datasets to use instead of --dataset."""
     device, rank, world = common.init_distributed(args.device)
     torch.manual_seed(args.seed)
 
@@ -362,7 +361,7 @@ def main(args, train=None, test=None):
             records[-1] |= common.knn_monitor(model.backbone, info, train, test, device, args.workers, amp)
             common.save_run(args.out, config, info, state, records, args.keep_every)
         common.log_epoch(f"epoch {epoch + 1}/{args.epochs}", records, ("loss", "std", "images_per_s"))
-    common.log_epoch(f"finished: {args.out}", records, images=train)
+    common.log_epoch(f"finished: {args.out}", records)
 
 
 # ================================================================ 6. ShuffleBN

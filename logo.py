@@ -19,7 +19,8 @@ can score its training pairs without comparing the crops. The end of this file s
     python logo.py --dataset cifar10 --local-crops 0 --one-way                # the baseline, MoCo, on one GPU
     torchrun --nproc_per_node=8 logo.py --dataset imagenet100 --data-dir DIR --base simsiam
 
-The baseline is MoCo or SimSiam with two global crops: `--local-crops 0`. Both are queries, or one with `--one-way`.
+The baseline is MoCo or SimSiam with two global crops: `--local-crops 0`. Both are queries, or one: `--one-way`.
+LoGo changes three things:
     loss = the mean of the two terms of L_gg  ->  of these and the four terms of L_lg           (MoCo.forward, combine)
     one step of the encoder                   ->  another, down L_ll, clipped; or a term        (main)
     no affinity                               ->  a step of the affinity before these, Eq. 6    (main)
@@ -102,7 +103,7 @@ def parse_args(argv=None):
     if args.base == "moco" and changed & {"layers", "hidden"}:
         parser.error("--layers and --hidden have no effect without --base simsiam")
     if args.local_crops and args.one_way:
-        parser.error("--one-way has no effect without --local-crops 0")
+        parser.error("--one-way is a form of the baseline: pass --local-crops 0, too")
     if args.local_crops == 0 and changed & {"pairs", "l2l", "local_size", "local_scale"}:
         parser.error("--pairs, --l2l, --local-size and --local-scale have no effect with --local-crops 0")
     if not args.l2l and changed & {"l2l_weighting", "clip_ratio", "lam", "affinity_form", "affinity_lr"}:
@@ -120,11 +121,11 @@ def parse_args(argv=None):
 
 
 # fmt: off
-CIFAR = dict(  # supplement, section 1; released: no blur; ours: patch_size
+CIFAR = dict(  # supplement, section 1; released: no blur; not in the paper: patch_size
     arch="resnet18", image_size=32, local_size=32, patch_size=4, blur_p=0.0, local_scale=[0.08, 0.6], norm="cifar10",
 )
 RECIPES = dict(  # what differs from the values for MoCo on ImageNet-100
-    patterns=dict(  # ours, for a laptop
+    patterns=dict(  # not in the paper: for a laptop
         arch="resnet_micro", image_size=32, local_size=16, patch_size=4, epochs=28, batch_size=64, lr=0.12, queue=128,
         blur_p=0.1, bn_groups=2, momentum=0.95, warmup=5.0, milestones=[], temperature=0.2, norm="patterns",
     ),
@@ -132,8 +133,8 @@ RECIPES = dict(  # what differs from the values for MoCo on ImageNet-100
     cifar100=dict(CIFAR, norm="cifar100"),
     stl10=dict(arch="resnet18", image_size=96, local_size=96, patch_size=8),  # supplement, section 1; D9, D13
     imagenet100={},
-    imagenet=dict(arch="resnet50", queue=65536, knn_every=50),  # ours; its kNN takes minutes
-    folder=dict(arch="resnet50", queue=None, bn_groups=2),  # ours; None: a tenth of the images, which may be few
+    imagenet=dict(arch="resnet50", queue=65536, knn_every=50),  # not in the paper; its kNN takes minutes
+    folder=dict(arch="resnet50", queue=None, bn_groups=2),  # not in the paper; None: a tenth of the images
 )
 # fmt: on
 
@@ -147,7 +148,7 @@ def recipe(args):
         if args.dataset in ("cifar10", "cifar100"):
             values |= dict(layers=2, batch_size=512)  # erceguder/LoGo's
         if args.dataset == "patterns":
-            values |= dict(layers=2, dim=256, hidden=128)  # ours
+            values |= dict(layers=2, dim=256, hidden=128)  # not in the paper
     if args.arch in ("resnet_micro", "resnet_mini") and args.dataset in ("cifar10", "cifar100", "stl10", "folder"):
         batch_size = 64 if args.dataset == "folder" else 256
         values |= dict(batch_size=batch_size, lr=0.1, milestones=[], blur_p=0.5)  # ours, and so are these:
@@ -308,7 +309,7 @@ def augment(x, args, view):
 
 
 class Queue(nn.Module):
-    """The last `length` keys, (length, dim), first in, first out. It begins with random L2-normalised vectors."""
+    """The last `length` keys, (length, dim), first in, first out. It begins with random L2-normalized vectors."""
 
     def __init__(self, length, dim):
         super().__init__()
@@ -334,6 +335,8 @@ def compared_views(pairs="logo", local_crops=2, one_way=False):
     """
     if pairs == "all":  # the supplement's 4-crop baseline
         return list(permutations(range(4), 2)), []
+    if pairs != "logo":
+        raise ValueError(f"pairs is 'logo' or 'all', not {pairs!r}")
     global_pairs = [(0, 1)] if one_way else [(0, 1), (1, 0)]
     local_pairs = [(2, 0), (2, 1), (3, 0), (3, 1)] if local_crops else []
     return global_pairs, local_pairs
@@ -361,17 +364,17 @@ class MoCo(nn.Module):
         self.temperature, self.reduction = temperature, reduction
 
     def project(self, x):
-        """Return the projections of images, queries before L2-normalisation: (n, 3, H, W) -> (n, dim)."""
+        """Return the projections of images, queries before L2-normalization: (n, 3, H, W) -> (n, dim)."""
         return self.projector(self.backbone(x)).to(x.dtype)
 
     def key(self, x):
-        """Return the momentum encoder's keys of images: (n, 3, H, W) -> (n, dim), L2-normalised, in the dtype of x."""
+        """Return the momentum encoder's keys of images: (n, 3, H, W) -> (n, dim), L2-normalized, in the dtype of x."""
         return F.normalize(self.momentum_projector(self.momentum_backbone(x)).to(x.dtype), dim=1)
 
     def forward(self, views, local=None):
         """Return (loss, keys to enqueue (N or 2N, dim), queries (n, dim), {name: metric}): L_gg and L_lg.
 
-        views: this process's two global views, then its local views, each (n, 3, H, W), normalised. local: list of the
+        views: this process's two global views, then its local views, each (n, 3, H, W), normalized. local: list of the
         local views' projections, if they are already computed. The keys are the global views', of all processes; the
         queries are view 0's. Only the loss has a gradient, which reaches the query encoder only.
         """
@@ -446,7 +449,7 @@ class SimSiam(nn.Module):
 
 
 def learning_rate(args, epoch):
-    """Return the learning rate at a time, in epochs from 0: a linear warm-up from 0, then a cosine down to 0.
+    """Return the learning rate at a time, in epochs from 0: a linear warmup from 0, then a cosine down to 0.
 
     With --milestones, as in MoCo v1, it falls to a tenth at each of them instead.
     """
@@ -467,7 +470,7 @@ def momentum_schedule(args, epoch):
 
 
 def main(args, train=None, test=None):
-    """Train, resuming from args.out if it holds a run. train, test: data sets to use instead of --dataset."""
+    """Train, resuming from args.out if it holds a run. train, test: datasets to use instead of --dataset."""
     device, rank, world = common.init_distributed(args.device)
     torch.manual_seed(args.seed)
 
@@ -520,8 +523,8 @@ def main(args, train=None, test=None):
     affinity_lr = args.affinity_lr or (1e-4 if linear else peak_lr)  # 1e-4: erceguder/LoGo's
     affinity_optimizer = torch.optim.SGD(affinity.parameters(), lr=affinity_lr, **sgd)
     encoder = [p for part in (model.backbone, model.projector) for p in part.parameters() if p.requires_grad]
-    # Of the steps down L_ll, without weight decay (D3)
-    l2l_optimizer = torch.optim.SGD(encoder, lr=0.0, momentum=0.9, fused=True)
+    # Of the steps down L_ll, without weight decay (D3). The loop below sets its learning rate
+    l2l_optimizer = torch.optim.SGD(encoder, lr=peak_lr, momentum=0.9, fused=True)
     previous_norm = torch.zeros((), device=device)  # of the loss's gradient, in the last step
 
     # The run
@@ -587,7 +590,7 @@ def main(args, train=None, test=None):
             records[-1] |= common.knn_monitor(model.backbone, info, train, test, device, args.workers, amp)
             common.save_run(args.out, config, info, state, records, args.keep_every)
         common.log_epoch(f"epoch {epoch + 1}/{args.epochs}", records, ("loss", "std", "images_per_s"))
-    common.log_epoch(f"finished: {args.out}", records, images=train)
+    common.log_epoch(f"finished: {args.out}", records)
 
 
 # ================================================================ 6. ShuffleBN
@@ -696,11 +699,11 @@ def convert_split_batchnorm(module, groups):
 # D11 The baseline. Here: it has global crops, and with `--one-way` the keys of one view are enqueued. Released: its
 #    crops take at least 0.08 of the area, and the keys of both views are enqueued.
 # D12 SimSiam (inference). Learning rate, batch size and weight decay are LoGo's on MoCo. On CIFAR the batch has 512
-#    images, as in erceguder/LoGo, whose learning rate is half of ours. The encoder's and the predictor's learning
-#    rates follow a cosine; in SimSiam's own code the predictor's is constant. The affinity's is constant, on MoCo,
-#    too. The projector is SimSiam's: three layers of 2048, on CIFAR two, as in erceguder/LoGo.
+#    images, as in erceguder/LoGo, whose learning rate is half of the one here. The encoder's and the predictor's
+#    learning rates follow a cosine; in SimSiam's own code the predictor's is constant. The affinity's is constant, on
+#    MoCo, too. The projector is SimSiam's: three layers of 2048, on CIFAR two, as in erceguder/LoGo.
 # D13 The size of local crops. Paper (supplement): on CIFAR 32 px, as large as the global ones, so that they differ
-#    only in area. On STL-10 it is not given; 96 px is ours.
+#    only in area. On STL-10 it is not given; 96 px is not from the paper.
 # D14 `--pairs all`, the "(4-crop)" of Tables 2 and 3. Paper (supplement, section 2): four crops with areas (.3, 1) and
 #    (.05, .3), and all ordered pairs. Inference, as it is not given: the mean of the 12 terms, --local-size, and a
 #    queue of global crops' keys.

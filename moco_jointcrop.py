@@ -129,16 +129,16 @@ CIFAR = dict(  # MoCo's demo on CIFAR-10 (D5), but for patch_size; no blur: Join
     weight_decay=5e-4, momentum=[0.99, 0.99], queue=4096, crop_scale=[0.08, 1.0], blur_p=[0.0, 0.0], norm="cifar10",
 )
 RECIPES = dict(  # what differs from MoCo v2's values for ImageNet
-    patterns=dict(  # ours, for a laptop
+    patterns=dict(  # not in the paper: for a laptop
         arch="resnet_micro", image_size=32, patch_size=4, epochs=75, batch_size=64, lr=0.04, queue=128,
         blur_p=[0.1, 0.1], crop_scale=[0.3, 1.0], bn_groups=2, momentum=[0.95, 0.95], warmup=1.0, norm="patterns",
     ),
     cifar10=CIFAR,
     cifar100=dict(CIFAR, norm="cifar100"),
     stl10=dict(CIFAR, image_size=96, patch_size=8, queue=8192, norm="imagenet"),
-    imagenet100=dict(arch="resnet18", queue=16384),  # ours
+    imagenet100=dict(arch="resnet18", queue=16384),  # not in the paper
     imagenet=dict(knn_every=50),  # its kNN takes minutes
-    folder=dict(queue=None, bn_groups=2),  # ours; None: a tenth of the images, which may be few
+    folder=dict(queue=None, bn_groups=2),  # not in the paper; None: a tenth of the images
 )
 V1 = dict(temperature=0.07, milestones=[0.6, 0.8])  # ContrastiveCrop's for ImageNet (App. G; D8)
 V1_CIFAR = dict(temperature=0.1)  # MoCo's demo, with a cosine
@@ -146,7 +146,7 @@ V3 = dict(  # the released code's and MoCo v3's for 100 epochs (for 300: --lr 0.
     lr=0.6, warmup=10.0, weight_decay=1e-6, momentum=[0.99, 1.0], temperature=1.0, dim=256,
     blur_p=[1.0, 0.1],
 )
-V3_CIFAR = dict(batch_size=512, hidden=2048, blur_p=[0.0, 0.0])  # ours, as the next
+V3_CIFAR = dict(batch_size=512, hidden=2048, blur_p=[0.0, 0.0])  # not in the paper, as the next
 V3_PATTERNS = dict(lr=1.2, warmup=1.0, momentum=[0.98, 1.0], hidden=512)
 # fmt: on
 
@@ -157,9 +157,6 @@ def recipe(args):
     moco = args.moco or values["moco"]
     small_images = args.dataset in ("cifar10", "cifar100", "stl10")
     large_images = args.dataset in ("imagenet100", "imagenet", "folder")
-    is_small_encoder = args.arch in ("resnet_micro", "resnet_mini")
-    if is_small_encoder and (small_images or args.dataset == "folder"):
-        values |= dict(batch_size=256, lr=0.1, min_lr=0.0, momentum=[0.99, 0.99], blur_p=[0.5, 0.5])  # ours
     if moco == "v1":
         values |= V1_CIFAR if small_images else V1
         if large_images:
@@ -172,8 +169,8 @@ def recipe(args):
             values |= V3_CIFAR
         else:
             values |= V3_PATTERNS
-    if is_small_encoder and args.dataset == "folder":
-        values["batch_size"] = 64  # v3 has set 4096
+    if args.dataset == "folder" and args.arch in ("resnet_micro", "resnet_mini"):
+        values["batch_size"] = 64  # not in the paper, because there may be few images
     return values
 
 
@@ -277,10 +274,12 @@ def contrast(q, k, temperature, first):
 
 
 class JointCrop(v2.RandomResizedCrop):
-    """Crop an RGB PIL image twice, with areas that are drawn jointly (Algorithm 1), and resize both crops.
+    """Crop an image twice, with areas that are drawn jointly (Algorithm 1), and resize both crops.
 
         crop = JointCrop(224, scale=(0.2, 1.0), beta=0.0)
         view1, view2 = [transform(view) for view in crop(image)]  # later transforms draw for each view separately
+
+    The image is an RGB PIL image or a tensor (..., H, W). Inside v2.Compose, later transforms change both crops alike.
 
     Ten aspect ratios are tried for the same area, while torchvision redraws the area each time. So in a wide or tall
     image a large area never fits, and becomes the center crop (D2): with areas from 0.2, 40 % of crops of 640 x 320 px.
@@ -314,23 +313,24 @@ class JointCrop(v2.RandomResizedCrop):
 
     def crop(self, image, scale):
         """Return a resized crop of an image. scale: (lowest, highest) fraction of the image's area."""
+        image_height, image_width = v2.functional.get_size(image)
         top, left, height, width = box = self.get_params(image, scale, self.ratio)
-        if box == self.center_box(image):
+        if box == self.center_box(image_height, image_width):
             if self.whole:
-                top, left, height, width = 0, 0, image.height, image.width
+                top, left, height, width = 0, 0, image_height, image_width
         elif self.css_alpha != 1:
-            top = center_suppressed(image.height - height, self.css_alpha)
-            left = center_suppressed(image.width - width, self.css_alpha)
+            top = center_suppressed(image_height - height, self.css_alpha)
+            left = center_suppressed(image_width - width, self.css_alpha)
         return v2.functional.resized_crop(image, top, left, height, width, self.size, self.interpolation)
 
-    def center_box(self, image):
+    def center_box(self, image_height, image_width):
         """Return (top, left, height, width) of the center crop, which `get_params` returns if no aspect ratio fits.
 
         A drawn box that happens to equal it is treated as one.
         """
-        height = min(image.height, round(image.width / self.ratio[0]))
-        width = min(image.width, round(image.height * self.ratio[1]))
-        return (image.height - height) // 2, (image.width - width) // 2, height, width
+        height = min(image_height, round(image_width / self.ratio[0]))
+        width = min(image_width, round(image_height * self.ratio[1]))
+        return (image_height - height) // 2, (image_width - width) // 2, height, width
 
 
 class JointViews(Dataset):
@@ -350,6 +350,7 @@ class JointViews(Dataset):
 
     def __getitem__(self, index):
         image, _ = self.images[index]
+        image = common.to_rgb(image)
         joint_crop, joint_blur = self.joint in ("crop", "both"), self.joint in ("blur", "both")
         if self.joint == "either":  # App. F
             joint_crop = torch.rand(()).item() < self.probability
@@ -398,7 +399,7 @@ def augment(x, args, view, sigma):
 
 
 class Queue(nn.Module):
-    """The last `length` keys, (length, dim), first in, first out. It begins with random L2-normalised vectors."""
+    """The last `length` keys, (length, dim), first in, first out. It begins with random L2-normalized vectors."""
 
     def __init__(self, length, dim):
         super().__init__()
@@ -430,7 +431,7 @@ class MoCoBase(nn.Module):
         self.momentum_projector = copy.deepcopy(self.projector).requires_grad_(False)
 
     def key(self, x):
-        """Return the momentum encoder's keys of images: (n, 3, H, W) -> (n, dim), L2-normalised, in the dtype of x."""
+        """Return the momentum encoder's keys of images: (n, 3, H, W) -> (n, dim), L2-normalized, in the dtype of x."""
         return F.normalize(self.momentum_projector(self.momentum_backbone(x)).to(x.dtype), dim=1)
 
     @torch.no_grad()
@@ -460,13 +461,13 @@ class MoCo(MoCoBase):
         self.queue = Queue(queue, dim)
 
     def query(self, x):
-        """Return the queries of images: (n, 3, H, W) -> (n, dim), L2-normalised, in the dtype of x."""
+        """Return the queries of images: (n, 3, H, W) -> (n, dim), L2-normalized, in the dtype of x."""
         return F.normalize(self.projector(self.backbone(x)).to(x.dtype), dim=1)
 
     def forward(self, views):
         """Return (loss, keys to enqueue (N, dim), queries (n, dim), {name: metric}): MoCo, Algorithm 1.
 
-        views: this process's query view, key view and local crops, each (n, 3, H, W), normalised. The keys are those
+        views: this process's query view, key view and local crops, each (n, 3, H, W), normalized. The keys are those
         of all processes. Only the loss has a gradient, which reaches the query encoder only.
         """
         queries = [self.query(view) for view in (views[0], *views[2:])]  # of the query view and of local crops (App. D)
@@ -490,7 +491,7 @@ class MoCoV3(MoCoBase):
         self.predictor = mlp(dim, hidden, dim)  # D7
 
     def query(self, x):
-        """Return the queries of images: (n, 3, H, W) -> (n, dim), not normalised, in the dtype of x."""
+        """Return the queries of images: (n, 3, H, W) -> (n, dim), not normalized, in the dtype of x."""
         return self.predictor(self.projector(self.backbone(x))).to(x.dtype)
 
     def forward(self, views):
@@ -515,7 +516,7 @@ def mlp(inputs, hidden, outputs):
 
 
 def learning_rate(args, epoch):
-    """Return the learning rate at a time, in epochs from 0: a linear warm-up from 0, then a cosine down to --min-lr.
+    """Return the learning rate at a time, in epochs from 0: a linear warmup from 0, then a cosine down to --min-lr.
 
     With --milestones, as in MoCo v1, it falls to a tenth at each of them instead (D8).
     """
@@ -543,7 +544,7 @@ def lars(model, weight_decay):
 
 
 def main(args, train=None, test=None):
-    """Train, resuming from args.out if it holds a run. train, test: data sets to use instead of --dataset."""
+    """Train, resuming from args.out if it holds a run. train, test: datasets to use instead of --dataset."""
     device, rank, world = common.init_distributed(args.device)
     torch.manual_seed(args.seed)
     v3 = args.moco == "v3"
@@ -633,7 +634,7 @@ def main(args, train=None, test=None):
             records[-1] |= common.knn_monitor(model.backbone, info, train, test, device, args.workers, amp)
             common.save_run(args.out, config, info, state, records, args.keep_every)
         common.log_epoch(f"epoch {epoch + 1}/{args.epochs}", records, ("loss", "std", "images_per_s"))
-    common.log_epoch(f"finished: {args.out}", records, images=train)
+    common.log_epoch(f"finished: {args.out}", records)
 
 
 # ================================================================ 6. ShuffleBN
@@ -726,8 +727,12 @@ def convert_split_batchnorm(module, groups):
 # D1 s_b, line 1. Paper: ln(s_max / s_min). Released: ln(s_max / s_min - 0.1).
 # D2 If none of ten aspect ratios fits. Paper: a center crop. Released: the whole image.
 # D3 What is joint. Paper: crops and blurs, any beta, App. G. Released: crops, beta 0.
-# D4 The areas of crops. Here: from 0.2, as in the released README's command. Released script's default: from 0.08.
-# D5 Small data sets. ContrastiveCrop: a queue of 65,536, CIFAR's stem. Here: 4,096 (STL-10: 8,192, ImageNet's stem).
+# D4 The areas of crops. Here: from 0.2, as in the released README's command, and on small datasets from 0.08 (D5).
+#    Released script's default: from 0.08.
+# D5 Small datasets. ContrastiveCrop: 500 epochs, a learning rate of 0.5 for 512 images, a momentum of 0.999 and a queue
+#    of 65,536. Here: MoCo's own demo on CIFAR-10 (facebookresearch/moco, branch colab-notebook), which is `--moco v1
+#    --joint none`, except that the demo divides by a standard deviation of (0.2023, 0.1994, 0.2010), and changes the
+#    learning rate once per epoch. STL-10 has the same values, a queue of 8,192, and ImageNet's stem.
 # D6 The version of MoCo. Paper: v1 in App. F and G, all three in Table 9. Released: v3. Here: v2, or `--moco`.
 # D7 MoCo v3 on a ViT. Released: AdamW, a projector of three layers, a batch norm at the end of the predictor. Here:
 #    refused. The baseline of patchmix.py is MoCo v3 on a ViT.
@@ -740,7 +745,7 @@ def convert_split_batchnorm(module, groups):
 # Differences in rounding, indices and precision are listed in tests/golden/README.md.
 # Inference: only the paper's appendix was available. The main text defines JointBlur and the settings of small
 # datasets. So it is our choice that JointBlur draws the two sigmas like areas, from 0.1 to 2.0 px, and that one draw
-# decides for both views. CIFAR, STL-10, MoCo v1's views and App. G's alpha (0.6 on ImageNet, 0.1 on small datasets) are
+# decides for both views. MoCo v1's views and App. G's alpha (0.6 on ImageNet, 0.1 on small datasets) are
 # ContrastiveCrop's. The second parameter of Algorithm 1's N_T(0, s_b / beta) is taken to be the standard deviation, not
 # the variance. MoCo v3 always blurs the first view, and one in ten second views, so JointBlur has little effect there.
 # Not here: SimSiam, BYOL, SimCLR and DINO (Tables 9 and 10), whose own code needs only the lines in JointCrop's

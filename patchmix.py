@@ -101,8 +101,6 @@ def parse_args(argv=None):
         parser.error("--local-crops are queries of oto and mto: choose one of these --terms")
     if set(terms) == {"oto"} and changed & {"num_mix", "mix_slices"}:
         parser.error("--num-mix and --mix-slices have no effect with --terms oto, which mixes no images")
-    if args.num_mix == 1 and "mix_slices" in changed:
-        parser.error("--mix-slices has no effect with --num-mix 1")
     if "oto" not in terms and "smoothing" in changed:
         parser.error("--smoothing has no effect without --terms oto")
     if not common.is_vit(args.arch) and changed & {"num_heads", "drop_path"}:
@@ -122,11 +120,11 @@ def parse_args(argv=None):
 
 
 # fmt: off
-CIFAR = dict(  # section 4.1.2; Table 10: crop_scale; released: min_lr, and ImageNet's --norm; ours: mix_slices
+CIFAR = dict(  # section 4.1.2; Table 10: crop_scale; released: min_lr, and --norm; not in the paper: mix_slices
     arch="vit_tiny", image_size=32, patch_size=2, epochs=800, warmup=100.0, batch_size=512, lr=5e-4, min_lr=5e-7,
     mix_slices=4, crop_scale=[0.1, 1.0],
 )
-SMALL_ENCODER = dict(  # ours, for CPUs: small heads, few patches, weak views
+SMALL_ENCODER = dict(  # not in the paper: for CPUs, with small heads, few patches, weak views
     batch_size=64, weight_decay=[0.02, 0.2], patch_size=8, num_mix=2, mix_slices=1, hidden=512, dim=128, drop_path=0.0,
     crop_scale=[0.3, 1.0], blur_p=[0.1, 0.1], momentum=[0.98, 1.0], min_lr=4e-6,
 )
@@ -134,13 +132,13 @@ RECIPES = dict(  # what differs from the paper's values for ImageNet: section 4.
     patterns=dict(SMALL_ENCODER, arch="vit_micro", image_size=32, epochs=50, warmup=1.0, lr=4e-3, norm="patterns"),
     cifar10=CIFAR,
     cifar100=CIFAR,
-    stl10=dict(CIFAR, image_size=96, patch_size=6),  # ours
-    imagenet100={},  # ours
+    stl10=dict(CIFAR, image_size=96, patch_size=6),  # not in the paper
+    imagenet100={},  # not in the paper
     imagenet=dict(knn_every=50),  # its kNN takes minutes
-    folder=dict(mix_slices=1),  # ours, because there may be few images
+    folder=dict(mix_slices=1),  # not in the paper, because there may be few images
 )
 ENCODERS = dict(  # section 4.1.2, the same per 256 images on CIFAR, for 512, and on ImageNet, for 1024
-    vit_micro=dict(lr=1e-3, weight_decay=[0.02, 0.2], patch_size=8, hidden=512, dim=128),  # ours, for CPUs
+    vit_micro=dict(lr=1e-3, weight_decay=[0.02, 0.2], patch_size=8, hidden=512, dim=128),  # not in the paper: for CPUs
     vit_tiny=dict(lr=2e-3, weight_decay=[0.02, 0.2]),  # 4e-3 for 512; ImageNet: as released, 8e-3 for 1024
     vit_small=dict(lr=5e-4),  # 1e-3 for 512, 2e-3 for 1024
     vit_base=dict(lr=7.5e-4),  # 1.5e-3 for 512, 3e-3 for 1024
@@ -153,7 +151,7 @@ def recipe(args):
     values = dict(arch="vit_small", num_mix=3, local_crops=0) | RECIPES[args.dataset]
     arch = (args.arch or values["arch"]).removesuffix("_patch16_224")  # timm's own names, too
     if args.dataset == "folder" and arch == "vit_micro":
-        values |= SMALL_ENCODER | dict(lr=8e-3)  # ours
+        values |= SMALL_ENCODER | dict(lr=8e-3)  # not in the paper
     elif args.dataset in ("cifar10", "cifar100", "stl10") or (args.dataset != "patterns" and arch != "vit_micro"):
         values |= ENCODERS.get(arch, {})
     if args.variant == "released":
@@ -190,11 +188,13 @@ def patch_mix(images, num_mix, patch_size, permutation=None):
 
     images: (N, C, H, W), any values. num_mix: M, from 1 to T. patch_size: p, which divides H and W. permutation: (T,)
     int64, the shuffle k of Eq. 2 for T = H/p * W/p patches; if None, it is drawn.
-    Returns the mixed images (N, C, H, W). Gradients pass through.
+    Returns the mixed images (N, C, H, W). Gradients pass through. Raises ValueError if num_mix is out of range.
     """
     height, width = images.shape[2:]
     rows, columns = height // patch_size, width // patch_size
     num_patches = rows * columns  # T, Eq. 1
+    if not 1 <= num_mix <= num_patches:
+        raise ValueError(f"patch_mix takes num_mix from 1 to the number of patches, {num_patches}, not {num_mix}")
     # k, Eq. 2: Algorithm 1, line 2
     permutation = torch.randperm(num_patches) if permutation is None else permutation.cpu()
     # The pixels need not be shuffled and put back. It is enough to know the group of the patch at each position.
@@ -270,7 +270,8 @@ def augment(x, args, view):
     x = common.color_jitter(x, 0.4, 0.4, 0.2, 0.1, p=0.8)
     x = common.grayscale(x, p=0.2)
     x = common.gaussian_blur(x, sigma=(0.1, 2.0), p=blur_p)
-    x = common.solarize(x, p=0.2 if view == 1 else 0.0)
+    if view == 1:
+        x = common.solarize(x, p=0.2)
     return common.normalize(x, *common.NORMS[args.norm])
 
 
@@ -329,7 +330,7 @@ class PatchMix(nn.Module):
             self.momentum_backbone = copy.deepcopy(self.backbone).requires_grad_(False)
             self.momentum_projector = copy.deepcopy(self.projector).requires_grad_(False)
             for module in self.momentum_backbone.modules():
-                if isinstance(module, timm.layers.DropPath):  # only the query encoder drops paths
+                if isinstance(module, timm.layers.DropPath):  # only the query encoder drops paths (timm's, as ViTs do)
                     module.drop_prob = 0.0
         self.num_mix, self.patch_size, self.slices = num_mix, patch_size, slices
         self.terms = dict.fromkeys(TERMS, 1.0) if terms is None else terms
@@ -354,7 +355,7 @@ class PatchMix(nn.Module):
     def forward(self, views):
         """Return (loss, queries (n, dim), {name: metric}): Algorithm 2, lines 5 to 9, and the loss of line 10.
 
-        views: this process's two views and its local crops, if any, each (n, 3, H, W), normalised. The mixed queries
+        views: this process's two views and its local crops, if any, each (n, 3, H, W), normalized. The mixed queries
         are those of the first. Only the loss has a gradient, which reaches the query encoder only.
         """
         x1, x2, *local = views
@@ -415,7 +416,7 @@ def cosine(start, end, done):
 
 
 def learning_rate(args, epoch):
-    """Return the learning rate at a time, in epochs from 0: a linear warm-up from 0, then a cosine down to --min-lr."""
+    """Return the learning rate at a time, in epochs from 0: a linear warmup from 0, then a cosine down to --min-lr."""
     peak, last = (lr * args.batch_size / 256 for lr in (args.lr, args.min_lr))
     warmup = min(args.warmup, args.epochs / 4)
     if epoch < warmup:
@@ -432,7 +433,7 @@ def uniform_loss(terms, num_mix, local_crops, batch_size):
 
 
 def main(args, train=None, test=None):
-    """Train, resuming from args.out if it holds a run. train, test: data sets to use instead of --dataset."""
+    """Train, resuming from args.out if it holds a run. train, test: datasets to use instead of --dataset."""
     device, rank, world = common.init_distributed(args.device)
     torch.manual_seed(args.seed)
 
@@ -518,7 +519,7 @@ def main(args, train=None, test=None):
             records[-1] |= common.knn_monitor(model.momentum_backbone, info, train, test, device, args.workers, amp)
             common.save_run(args.out, config, info, state, records, args.keep_every)
         common.log_epoch(f"epoch {epoch + 1}/{args.epochs}", records, ("loss", "std", "images_per_s"))
-    common.log_epoch(f"finished: {args.out}", records, images=train)
+    common.log_epoch(f"finished: {args.out}", records)
 
 
 # ================================================================ 6. processes

@@ -363,3 +363,10 @@ def test_recipes():
         assert values(clim, flags, "resolutions image_size") == [sizes, sizes[0]]
     for flags in ("--selection none", "--local-crops 2", "--image-size 224"):  # Table 7's multi-crop has one size
         assert values(clim, f"--dataset imagenet {flags}", "resolutions") == [[224]]
+
+
+def test_the_loss_compiles_whole_for_any_share():
+    loss = torch.compile(clim.clim_loss, fullgraph=True, backend="eager")
+    tensors = unit(4, 6, seed=1), unit(4, 6, seed=2), unit(4, 6, seed=3), unit(8, 6, seed=4)
+    for share in (0.5, 0.3, 0.7):
+        torch.testing.assert_close(loss(*tensors, 0.2, share), clim.clim_loss(*tensors, 0.2, share))

@@ -138,6 +138,8 @@ def test_own_data_give_the_scores_of_the_same_folder(script, flags, places):
     train, more = ImageFolder(places["DATA"] / "train"), pictures(places["DATA"] / "train")
     test, expected = pictures(places["DATA"] / "val"), run(script, places["VIT"], *flags)
     assert run(script, places["VIT"], *flags, train=train, test=test) == expected
+    half = common.Subset(test, range(0, len(test), 2))  # alone, beside the folder's training images
+    assert run(script, places["VIT"], *flags, test=half) == run(script, places["VIT"], *flags, train=train, test=half)
     more.array, more.targets = np.concatenate([more.array, more.array[:5]]), [*more.targets, *[-1] * 5]
     assert run(script, places["VIT"], *flags, train=more, test=test) == expected
 

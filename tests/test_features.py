@@ -169,6 +169,14 @@ def test_last_pt_holds_both_encoders(tmp_path, capsys):
             common.load_backbone(tmp_path)
 
 
+def test_an_encoder_that_does_not_fit_is_refused(capsys):
+    """It takes other images, or returns no (n, width)."""
+    two = nn.Identity()
+    two.forward = lambda x: (x, x)
+    for encoder, words in ((nn.Linear(9, 9), "16 px"), (nn.Identity(), "1, 3, 16, 16"), (two, "tuple")):
+        assert words in refused(capsys, common.feature_width, encoder, 16)
+
+
 def test_stem_and_arch():
     assert [common.backbone_info("resnet50", size, 2)["stem"] for size in (32, 64, 96)] == ["3x3", "3x3", "timm"]
     assert [common.backbone_info("resnet_mini", size, 2)["stem"] for size in (32, 96)] == ["3x3-s2", "timm"]

@@ -1,10 +1,13 @@
 """Data sets: which images are read and how, which folders are refused, and how two data sets are told apart."""
 
 import argparse
+import fcntl
 import os
 import re
 import shutil
+import struct
 import sys
+import zlib
 
 import numpy as np
 import pytest
@@ -14,8 +17,10 @@ import torchvision
 from conftest import Pictures
 from PIL import Image
 from tiny import gradient, write_tree
+from torchvision.transforms import v2
 
 import common
+import moco_jointcrop
 
 BEST = dict(quality=100, subsampling=0)  # of a JPEG
 
@@ -45,22 +50,58 @@ def test_an_image_is_rotated_as_its_exif_data_say(tmp_path):
         assert image.shape == expected.shape and abs(image - expected).max() <= 6
 
 
+@pytest.mark.parametrize("mode", ["L", "P", "1", "RGBA", "CMYK"])
+def test_images_of_ones_own_of_any_mode_become_rgb_before_they_are_resized(mode):
+    """Pillow resizes palettes by the nearest pixel, and multiplies colors by alpha."""
+    image = Image.fromarray(gradient(80, 80)).convert(mode)
+    if mode == "RGBA":
+        image.putalpha(Image.fromarray(gradient(80, 80)[..., 0]))
+    found = []
+    for own in (image, image.convert("RGB")):
+        torch.manual_seed(0)
+        views, _ = common.Views([(own, 0)], [v2.Resize(20), v2.RandomResizedCrop(20)])[0]
+        joint, _ = moco_jointcrop.JointViews([(own, 0)], moco_jointcrop.JointCrop(20), None)[0]
+        features = common.extract_features(torch.nn.Flatten(), [(own, 0)], INFO, torch.device("cpu"))
+        found.append([*views, *joint, features])
+    assert all(torch.equal(one, two) for one, two in zip(*found, strict=True))
+
+
+def write_png16(path, values):
+    """Write a PNG of 16 bits per channel, which Pillow cannot write. values: (h, w, 3 or 4)."""
+
+    def chunk(name, data):
+        return struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data))
+
+    (height, width, channels), rows = values.shape, b"".join(b"\0" + row.astype(">u2").tobytes() for row in values)
+    header = struct.pack(">IIBBBBB", width, height, 16, {3: 2, 4: 6}[channels], 0, 0, 0)
+    chunks = chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(rows)) + chunk(b"IEND", b"")
+    path.write_bytes(b"\x89PNG\r\n\x1a\n" + chunks)
+
+
 def test_an_image_that_cannot_be_read_is_an_error_that_names_it(tmp_path):
-    """Also one with more than 8 bits per channel, whose values Pillow would clip."""
+    """Also one with more than 8 bits per channel, in any layout, whose values Pillow would clip."""
     for name, dtype in ("gray.png", "uint16"), ("float.tif", "f4"):
         Image.fromarray(np.arange(120, dtype=dtype).reshape(12, 10)).save(tmp_path / name)
+    for channels in (3, 4):
+        write_png16(tmp_path / f"{channels}.png", np.full((9, 8, channels), 4095))
     Image.fromarray(gradient(80, 80)).save(tmp_path / "whole.jpg")
     (tmp_path / "half.jpg").write_bytes((tmp_path / "whole.jpg").read_bytes()[:700])
     (tmp_path / "text.png").write_text("not an image")
     (tmp_path / "empty.webp").touch()
     images = common.load_dataset("folder", tmp_path)
-    assert len(images) == 6
+    assert len(images) == 8
     for i, (path, _) in enumerate(images.samples):
         if not path.endswith("whole.jpg"):
-            with pytest.raises(OSError, match=re.escape(path)):
+            with pytest.raises(OSError, match=f"{re.escape(path)}.*check_images"):
                 images[i]
-    with pytest.raises(ValueError, match="8 bits"):  # of a data set of one's own
-        common.to_tensor(Image.fromarray(np.zeros((4, 4), "uint16")))
+    deep = "8 bits"
+    for own, words in (
+        (Image.fromarray(np.zeros((4, 4), "uint16")), deep),
+        (Image.open(tmp_path / "3.png"), deep),
+        (torch.zeros(3, 4, 4), "expected a PIL image, not Tensor"),
+    ):
+        with pytest.raises(ValueError, match=words):  # of a dataset of one's own
+            common.Views([(own, 0)], [])[0]
 
 
 def test_the_images_of_the_demo_do_not_change():
@@ -83,6 +124,7 @@ def test_a_layout_of_class_folders_is_read_whatever_the_name(tmp_path, test_name
     """Without hidden and system files. Other files are counted by extension. A class may be a link."""
     parts = {"train/b": 3, "../elsewhere": 2, "unlabeled/x/y": 4, f"{test_name}/a": 1, f"{test_name}/b": 2}
     skipped = [".git", "train/.x", "train/b/@eaDir", "train/lost+found", "train/#recycle", "$RECYCLE.BIN"]
+    skipped += ["train/@Recycle", "train/#snapshot"]
     root = write_tree(tmp_path / "data", parts | dict.fromkeys(skipped, 1))
     (root / "train" / "a").symlink_to(tmp_path / "elsewhere")
     for other in ("notes.txt", "notes.TXT", "README", "._0.png"):
@@ -101,6 +143,14 @@ def test_a_layout_of_class_folders_is_read_whatever_the_name(tmp_path, test_name
     assert common.with_labels(both).samples == train.samples == both.samples[:5] and common.with_labels(train) is train
     assert os.path.relpath(both.path(8), root) == "unlabeled/x/y/3.png"
     assert len(common.load_dataset(name, root, False, unlabeled=True)) == 3
+
+
+def test_names_that_begin_with_a_sign_are_read(tmp_path):
+    classes = ["#fun", "$1", "$10", "@bob", "plain"]
+    root = write_tree(tmp_path, [f"train/{name}" for name in classes], 1)
+    (root / "train" / "plain" / "0.png").rename(root / "train" / "plain" / "#0.png")
+    images = common.load_dataset("folder", root)
+    assert images.classes == classes and images.targets.tolist() == [0, 1, 2, 3, 4]
 
 
 def test_names_are_in_one_array(tmp_path):
@@ -135,17 +185,38 @@ def test_there_is_no_knn_without_test_images_of_the_same_classes(parts, tmp_path
         common.open_evaluation_data("folder", root, dict(image_size=32))
 
 
-def test_there_is_no_knn_without_labels():
+def test_there_is_no_knn_without_labels(capsys):
     images = Pictures(np.zeros((4, 8, 8, 3), np.uint8), [-1] * 4, "ab")
     assert common.open_data("folder", train=images, test=images)[1] is None
     del images.targets
     assert common.open_data("folder", train=images, test=images)[1] is None
+    assert capsys.readouterr().out.count("4 images of 2 classes, without labels") == 4
     images.targets = torch.tensor([0, 1, -1, 0])
     assert common.open_data("folder", train=images, test=images)[1] is images
 
 
+def test_names_of_classes_that_only_look_alike(capsys):
+    """The letter e with an accent has two forms in Unicode."""
+    train, test = (Pictures(np.zeros((2, 8, 8, 3), np.uint8), [0, 1], ["a", e]) for e in ("\u00e9", "e\u0301"))
+    assert common.open_data("folder", train=train, test=test)[1] is None
+    assert r"not in both: ['e\u0301', '\xe9']" in capsys.readouterr().out
+
+
+def test_test_images_of_ones_own_are_used_without_training_images_too(few_patterns):
+    own = common.Patterns(0, 8, seed=5)
+    train, test = common.open_data("patterns", image_size=8, test=own)
+    assert test is own and train.is_generated and train is not own
+    assert common.open_evaluation_data("patterns", None, INFO, test=own)[1] is own
+
+
+def test_the_demo_computes_with_one_thread(few_patterns):
+    torch.set_num_threads(2)
+    common.load_dataset("patterns", image_size=8)
+    assert torch.get_num_threads() == 1
+
+
 def test_imagenet100(tmp_path):
-    """Its classes are chosen among others. 100 other classes are read as they are. It is an error if some lack."""
+    """Its classes are chosen among others. It is an error if some lack, also if there are 100 of other names."""
     synsets, own = timm.data.ImageNetInfo("imagenet-1k").label_names(), common.IMAGENET100
     assert len(own) == len(set(own)) == 100 and set(own) <= set(synsets)
     more = [s for s in synsets if s not in own][:2]
@@ -158,10 +229,13 @@ def test_imagenet100(tmp_path):
     with pytest.raises(common.UsageError, match=own[7]):
         common.load_dataset("imagenet100", root)
     shutil.rmtree(root / "train" / more[0])
-    others = common.load_dataset("imagenet100", root)
-    assert len(others.classes) == 100 and more[1] in others.classes
+    with pytest.raises(common.UsageError, match="--dataset imagenet"):
+        common.load_dataset("imagenet100", root)
+    assert len(common.load_dataset("imagenet", root).classes) == 100
 
 
+INFO = dict(image_size=20, mean=(0.4, 0.5, 0.6), std=(0.2, 0.3, 0.4), interpolation="bilinear")
+INFO |= dict(encoder="query", arch="a", method="m")
 LAYOUTS = [  # --dataset, folders with two images each, folders without, links, what the message names
     ("folder", "train train/a train/b", "", "", "train/0.png in DIR"),  # images beside classes
     ("folder", "train/a train/b", "train/c", "", "without images in DIR/train: c"),
@@ -176,7 +250,7 @@ LAYOUTS = [  # --dataset, folders with two images each, folders without, links, 
     ("folder", "train/a train/b", "", "train/c nowhere", "DIR/train/c"),  # a disk that is not mounted
     ("folder", "train/a train/b", "", "train/b/3.png nowhere", "DIR/train/b/3.png"),
     ("folder", "train/a train/b", "", "val nowhere", "DIR/val"),
-    ("folder", "train/a train/b", "", "train/b/up ..", "DIR/train/b/up is a link to a folder that holds it"),
+    ("folder", "train/a train/b", "", "train/b/up ..", "DIR/train/b/up is a link to a folder that contains it"),
     ("folder", "train/a train/b", "", "train/a/x ../b, train/b/y ../a", "DIR/train/a/x/y is a link"),
     ("patterns", "train/a train/b", "", "", "--dataset"),
     ("imagenet", None, "", "", "--data-dir"),
@@ -196,11 +270,21 @@ def test_folders_that_are_not_laid_out_as_a_data_set_are_errors(tmp_path, name, 
 
 
 @pytest.fixture
-def asked(monkeypatch):
-    """Replace torchvision's data sets, which would download. Return a list of the arguments that they get."""
+def asked(monkeypatch, tmp_path):
+    """Replace torchvision's data sets, which would download. Return a list of the arguments of the calls that succeed.
+
+    While one downloads, no other run can have its lock.
+    """
+    monkeypatch.chdir(tmp_path)
     asked = []
 
     def fake(root, download=False, **split):
+        if download:
+            with open(os.path.join(root, ".lock")) as lock, pytest.raises(BlockingIOError):
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            open(os.path.join(root, "cifar.tar"), "w").close()
+        if not os.path.exists(os.path.join(root, "cifar.tar")):
+            raise RuntimeError("not found")
         asked.append(dict(root=root, download=download, **split))
         labels = np.array([1, -1] if split.get("split") == "train+unlabeled" else [0, 1])
         return argparse.Namespace(labels=labels, targets=[0, 1], classes="ab")
@@ -241,7 +325,8 @@ def test_each_node_downloads_once(rank, local, asked, tmp_path, monkeypatch):
     """Of two nodes with two processes each, the first process of a node downloads, and the other one waits."""
     barriers = []  # how often the data set was opened before each
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
-    monkeypatch.setattr(torch.distributed, "barrier", lambda: barriers.append(len(asked)))
+    others = tmp_path / "cifar.tar"  # another process has downloaded it by then
+    monkeypatch.setattr(torch.distributed, "barrier", lambda: barriers.append(len(asked)) or others.touch())
     monkeypatch.setattr(common, "rank_and_world", lambda: (rank, 4))
     monkeypatch.setenv("LOCAL_RANK", str(local))
     common.load_dataset("cifar10", tmp_path)

@@ -20,6 +20,8 @@ pytestmark = pytest.mark.usefixtures("_tiny")
 EVALUATIONS = ["eval_knn", "eval_linear"]
 MISTAKES = [  # scripts, flags, what the line has to name
     (METHODS, "--arch nothing", "nothing"),
+    (METHODS, "--arch resnet18.a1_in1k", "pass resnet18, and --init"),  # its weights would not be used
+    (["jcl", "patchmix"], "--crop-scale 0.5 1.5", "'1.5' is not a number from 0 to 1"),
     (METHODS, "--epoch 3", "--epoch"),  # not taken for --epochs
     (METHODS, "--min-lr 99", "--min-lr"),
     (METHODS, "--patch-size 5", "--patch-size"),
@@ -41,6 +43,7 @@ MISTAKES = [  # scripts, flags, what the line has to name
     (["moco_jointcrop"], "--joint blur --blur-p 0", "--blur-p"),
     (["clim"], "--clim-start 2", "--clim-start"),
     (["clim"], "--image-size 24 12", "--patch-size"),
+    (["logo"], "--one-way", "--local-crops 0"),
     (["logo"], "--local-size 24", "--local-size"),
     (["patchmix"], "--terms oto,other", "--terms"),
     (["patchmix"], "--patch-size 8 --num-mix 5", "--num-mix"),
@@ -107,10 +110,13 @@ WRONG_ARGUMENTS = {  # of functions that other projects copy: those that torch w
     "jcl: a batch that is no equal groups": lambda: jcl.SplitBatchNorm(3, 2)(torch.zeros(5, 3)),
     "clim: keys of three dimensions": lambda: clim.clim_loss(A, A, A[:, None], B, 0.2, 0.5),
     "clim: shares as a column": lambda: clim.clim_loss(A, A, A, B, 0.2, torch.rand(4, 1)),
+    "clim: a share of the loss above 1": lambda: clim.clim_loss(A, A, A, B, 0.2, 1.5),
     "clim: partners of other rows": lambda: clim.cutmix(IMAGES, IMAGES[:1], 0.5),
     "clim: a share above 1": lambda: clim.cutmix(IMAGES, IMAGES, 1.5),
     "logo: locals of other rows": lambda: logo.affinity_loss(logo.Affinity(6, 8), A, B),
     "logo: noise of one local": lambda: logo.affinity_loss(logo.Affinity(6, 8), A, A, torch.zeros(4, 6)),
+    "logo: pairs in capitals": lambda: logo.compared_views("ALL"),
+    "patchmix: more images than patches": lambda: patchmix.patch_mix(IMAGES, 5, 4),
     "patchmix: index of other rows": lambda: patchmix.soft_info_nce(A, A, torch.zeros(3, 3), torch.ones(3), 1),
 }
 

@@ -159,6 +159,14 @@ def test_joint_crops_are_algorithm1s(beta, crops_are_boxes):
     assert ks(one, two) < 2  # the ratio of the areas
 
 
+def test_a_tensor_is_cropped_like_a_pil_image(crops_are_boxes):
+    crop, boxes = moco.JointCrop(16, (0.2, 1.0), css_alpha=0.5), []
+    for image in (Image.new("RGB", (60, 40)), torch.zeros(3, 40, 60)):
+        torch.manual_seed(0)
+        boxes.append([crop(image) for _ in range(20)])
+    assert boxes[0] == boxes[1]
+
+
 @pytest.mark.parametrize("size, scale, ratio", [((224, 224), (0.2, 1), 4 / 3), ((60, 25), (0.3, 0.9), 2)])
 def test_crops_that_are_not_joint_are_torchvisions(size, scale, ratio, crops_are_boxes):
     image, how = Image.new("RGB", size), dict(scale=scale, ratio=(1 / ratio, ratio))

@@ -1,13 +1,17 @@
 """A user's own images through main(args, train=..., test=...), and an own encoder through timm's registry."""
 
+import sys
+import types
+
 import numpy as np
 import pytest
 import timm
 import torch
 from conftest import JCL_AT_ONCE, Pictures
-from tiny import load, records, run
+from tiny import load, records, refused, run
 from torch import nn
 
+import common
 import eval_knn
 
 pytestmark = pytest.mark.usefixtures("_tiny")
@@ -47,3 +51,26 @@ def test_own_encoder(method, tmp_path):
     assert encoder[1].running_mean.any() and not encoder[1].bias.any()  # trained, and frozen
     args = eval_knn.parse_args([str(tmp_path), "--device", "cpu", "--k", "20"])
     assert eval_knn.main(args)["encoder"]["knn20_top1"] == records(tmp_path)[-1]["knn20_top1"]
+
+
+def test_an_own_encoder_is_registered_by_the_script_that_evaluates_it(tmp_path, capsys):
+    info = common.backbone_info("resnet_micro", 16) | dict(encoder="query", method="m")
+    state = common.build_backbone(info).state_dict()
+    torch.save(info | dict(timm_name="encoder_of_mine", state_dict=state), tmp_path / "backbone.pt")
+    line = refused(capsys, common.load_backbone, tmp_path)
+    assert "encoder_of_mine is not registered" in line and "eval_knn.main" in line
+
+
+def test_an_own_encoder_in_a_file_of_the_name_of_timms(monkeypatch):
+    """It is neither a ViT nor a ResNet of timm's, which take further arguments."""
+    for name in ("vision_transformer", "resnet"):
+        module = types.ModuleType(name)
+        monkeypatch.setitem(sys.modules, name, module)
+
+        def mine(pretrained=False, **kwargs):
+            return nn.Flatten()
+
+        mine.__module__, mine.__name__ = name, f"mine_in_{name}"
+        timm.models.register_model(mine)
+        assert not common.is_vit(mine.__name__)
+        assert common.backbone_info(mine.__name__, 30)["create_kwargs"] == dict(num_classes=0)

@@ -165,6 +165,16 @@ def test_batch_norm_in_groups_is_one_for_each_slice(kind, shape):
     torch.testing.assert_close(split.eval()(x), norm.eval()(x))
 
 
+def test_batch_norm_in_groups_compiles_as_one_graph():
+    """Its running statistics are updated, too."""
+    plain = jcl.convert_split_batchnorm(nn.BatchNorm2d(3), 4)
+    compiled, x = copy.deepcopy(plain), torch.randn(8, 3, 2, 5)
+    step = torch.compile(compiled, fullgraph=True, backend="eager")
+    for _ in range(2):
+        torch.testing.assert_close(step(x), plain(x))
+    torch.testing.assert_close(compiled.state_dict(), plain.state_dict())
+
+
 class Halved(nn.BatchNorm2d):
     def forward(self, x):
         return super().forward(x) / 2
@@ -198,8 +208,9 @@ def test_slices_of_24_images_are_as_given_and_one_per_process_at_least(
     flags = f"--batch-size 24 {flag} {given}"
     monkeypatch.setattr(common, "init_distributed", lambda *_: (torch.device("cpu"), 0, world))
     if each is None:
-        with pytest.raises(common.UsageError, match=f"{flag}.* {world} process"):
+        with pytest.raises(common.UsageError, match=f"{world} process") as error:
             module.main(module.parse_args(flags.split()), train=Blank(24))
+        assert (flag in str(error.value)) == (given > 1)  # one group has no effect there
     else:
         model = state_of(module, flags)["model"]
         groups = {getattr(m, "groups", 1) for m in model.modules() if isinstance(m, (nn.BatchNorm1d, nn.BatchNorm2d))}

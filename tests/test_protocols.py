@@ -410,6 +410,17 @@ def test_augmentation_of_training_images(places):
     assert len({view.tobytes() for view in made(150, randaug=10)}) > 120  # the limit of all its operations is no error
 
 
+def test_gray_images_are_fine_tuned_as_rgb(places, tmp_path):
+    """With RandAugment, which takes other colors and modes for gray images."""
+    gray = np.random.default_rng(0).integers(0, 256, (32, 20, 20), dtype=np.uint8)
+    weights = []
+    for name, array in (("gray", gray), ("rgb", gray[..., None].repeat(3, 3))):
+        images, out = Pictures(array, [i % 2 for i in range(32)], ["a", "b"]), tmp_path / name
+        run(places["VIT"], "--finetune", *FAST, "--randaug", 10, "--out", out, train=images, test=images)
+        weights.append(flat(load(out / "last.pt")["model"]))
+    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+
+
 def play_on_center_crops(flags):
     """Run eval_linear.py without random augmentation, so that any number of processes sees the same batches."""
     pytest.MonkeyPatch().setattr(eval_linear, "training_transform", lambda args, info: lambda image: image)

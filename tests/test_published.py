@@ -1,6 +1,7 @@
 """Third-party checkpoints: each usual form, with its real names, is evaluated, and trained from (--init)."""
 
 import argparse
+import gzip
 
 import pytest
 import test_eval
@@ -142,7 +143,7 @@ def test_position_embeddings_of_another_grid_are_resampled_as_timm_does(tmp_path
 
 
 UNFIT = {  # what is saved of a ResNet's state_dict; how it is read; words of the message
-    "another stem": (lambda state: state | {"conv1.weight": torch.ones(16, 3, 7, 7)}, {}, "misshapen: conv1.weight"),
+    "another stem": (lambda state: state | {"conv1.weight": torch.ones(16, 3, 7, 7)}, {}, "3 x 3 stem"),
     "parts are missing": (lambda state: {"conv1.weight": state["conv1.weight"]}, {}, "missing: bn1.weight"),
     "no known head": (lambda state: state | {"attn_pool.latent": torch.ones(3)}, {}, "unexpected: attn_pool.latent"),
     "another encoder": (dict, dict(arch="resnet50"), "missing: layer1.0.conv3.weight"),
@@ -166,10 +167,23 @@ def test_what_does_not_fit_is_refused(what, tmp_path, capsys):
     assert "pass --arch" in refused(capsys, common.load_backbone, tmp_path / "file.pth")
 
 
-def test_damaged_files_are_refused(tmp_path, capsys):
-    for name in ("damaged.pth", "damaged.safetensors"):
-        (tmp_path / name).write_bytes(b"neither")
-        assert name in refused(capsys, read, tmp_path / name, **RESNET)
+def test_files_that_are_no_checkpoints_are_refused(tmp_path, capsys):
+    """The line says what they are, and never how to load them without safety."""
+    torch.save({}, tmp_path / "whole.pth")
+    torch.save([torch.ones(1)], tmp_path / "list.pth")
+    kinds = {
+        "cut.pth": ((tmp_path / "whole.pth").read_bytes()[:-30], "cut off"),
+        "damaged.pth": (b"neither", "damaged"),
+    }
+    kinds |= {"damaged.safetensors": (b"neither", "damaged"), "empty.pth": (b"", "empty")}
+    kinds |= {"a.pth": (b"version https://git-lfs.github.com/spec/v1\noid sha256:1", "git lfs pull")}
+    kinds |= {"b.pth": (b"\n<!DOCTYPE html><html>", "HTML"), "c.pth": (gzip.compress(b"x"), "gzip")}
+    for name, (data, words) in kinds.items():
+        (tmp_path / name).write_bytes(data)
+        line = refused(capsys, read, tmp_path / name, **RESNET)
+        assert str(tmp_path / name) in line and words in line and "weights_only" not in line
+    assert "it is a list" in refused(capsys, read, tmp_path / "list.pth", **RESNET)
+    assert "is a folder" in refused(capsys, read, tmp_path, **RESNET)
 
 
 class Hostile:  # when it is unpickled, a file is written

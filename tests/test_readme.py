@@ -134,9 +134,9 @@ def test_the_lines_of_joint_crop():
 
 def test_a_demo_says_so(monkeypatch, capsys):
     """First and last, what the paper's command is. Trainings on other data do not, and neither do other processes."""
-    for flags, rank, lines in (("", "0", 2), ("--dataset cifar10", "0", 0), ("", "1", 0)):
+    for flags, rank, lines in (("", "0", 3), ("--dataset cifar10", "0", 0), ("", "1", 0)):
         monkeypatch.setenv("RANK", rank)
         common.start(lambda args: print("main"), lambda flags=flags: jcl.parse_args(flags.split()), "jcl.py --queue 9")
         said = capsys.readouterr().out.splitlines()
         assert said[:lines] == said[lines + 1 :] and said[lines] == "main" and len(said) == 2 * lines + 1
-        assert not lines or said[1] == "The paper's run: torchrun --nproc_per_node=8 jcl.py --queue 9"
+        assert not lines or said[2] == "The paper's run: torchrun --nproc_per_node=8 jcl.py --queue 9"

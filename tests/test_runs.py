@@ -5,12 +5,13 @@ import functools
 import json
 import math
 import re
+import sys
 
 import pytest
 import timm
 import tiny
 import torch
-from conftest import JCL_AT_ONCE, METHODS
+from conftest import JCL_AT_ONCE, METHODS, Blank
 from tiny import load, records, refused, run
 from torch import nn
 
@@ -32,7 +33,6 @@ def test_a_runs_folder(method, tmp_path):
     assert {path.name for path in tmp_path.iterdir()} == names
     last, config = load(tmp_path / "last.pt"), json.loads((tmp_path / "config.json").read_text())
     assert len(load(tmp_path / "epoch-0001.pt")["records"]) == 1
-    assert said.splitlines()[0] == said.splitlines()[-1] == common.DEMO
     assert {"torch", "machine", "processes", "bf16", "out", "images", "method"} <= config.keys()
     assert config.items() >= last["config"].items() and last["config"].keys().isdisjoint(common.NOT_IN_CONFIG)
     peak = config["lr"] * 16 / 256
@@ -124,12 +124,66 @@ def test_more_processes_than_gpus_are_an_error(monkeypatch):
 
 def test_values_that_a_program_sets(tmp_path):
     """A Path for --out is fine."""
-    args = argparse.Namespace(method="m", seed=3, lr=0.1, out=tmp_path / "run", resume=None, epochs=2)
+    args = argparse.Namespace(method="m", seed=3, lr=0.1, out=tmp_path / "run", resume=None, epochs=2, workers=0)
     images, state = common.Patterns(2, 8, 0), dict(model=nn.Linear(2, 2))
     for _ in range(2):
         config, records = common.open_run(args, images, state, {})
         common.save_run(args.out, config, None, state, records or [dict(epoch=1)])
     assert [record["epoch"] for record in records] == [1]
+
+
+def test_what_a_run_says_of_its_values(tmp_path, monkeypatch, capsys):
+    """A warmup that is cut, the workers, a queue that is not much smaller than the images, other processes."""
+    args = argparse.Namespace(method="m", out=tmp_path, resume=None, epochs=2, workers=3, warmup=1.0)
+    images, state = Blank(40), dict(model=nn.Linear(2, 2))
+    config, _ = common.open_run(args, images, state, dict(negatives=11))
+    said = " ".join(capsys.readouterr().out.split())
+    assert "warmup 1 " in said and "warmup_cut_to 0.5" in said and "workers 3" in said
+    assert "a queue of 11 keys for 40 images" in said
+    common.save_run(args.out, config, None, state, [dict(epoch=1)])
+    monkeypatch.setattr(common, "rank_and_world", lambda: (0, 2))
+    args.warmup = config["warmup"] = 0.5
+    with pytest.raises(common.UsageError, match="warmup was 1.0, is 0.5"):
+        common.open_run(args, images, state, dict(negatives=10))
+    args.warmup = 1.0
+    capsys.readouterr()
+    common.open_run(args, images, state, dict(negatives=10))
+    said = capsys.readouterr().out
+    assert "processes: 1 before, 2 now" in said and "batch-norm groups" in said and "queue" not in said
+
+
+def test_a_run_that_collapses_says_so_once(capsys):
+    """After three epochs in a row. It may recover, and collapse again."""
+    stds, said = [0.5, 0.09, 0.09, 0.09, 0.01, 0.2, 0.05, 0.05, 0.05], []
+    for last in range(len(stds)):
+        common.log_epoch("", [dict(std=std) for std in stds[: last + 1]], ["std"])
+        said.append("--temperature" in capsys.readouterr().out)
+    assert said == [False, False, False, True, False, False, False, False, True]
+    common.log_epoch("", [dict(std=0.01)] * 3)
+    assert "a collapse" in capsys.readouterr().out
+
+
+def test_an_error_is_not_glued_to_the_progress_line(monkeypatch, capsys):
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
+
+    def main(args):
+        common.progress("step 3")
+        raise common.UsageError("a mistake")
+
+    with pytest.raises(SystemExit):
+        common.start(main, lambda: None)
+    said = capsys.readouterr()
+    assert said.out.endswith("step 3\r\x1b[K") and said.err == "error: a mistake\n"
+
+
+def test_ctrl_c_is_one_line(capsys):
+    def main(args):
+        raise KeyboardInterrupt
+
+    with pytest.raises(SystemExit) as stop:
+        common.start(main, lambda: None)
+    said = capsys.readouterr()
+    assert stop.value.code == 130 and said.out.count("\n") == 1 and "same command" in said.out and not said.err
 
 
 @pytest.mark.slow
