@@ -3,6 +3,7 @@
 import importlib
 import re
 
+import gpu_list
 import numpy as np
 import pytest
 import results
@@ -15,6 +16,9 @@ def test_runs(arm):
     """Each kept run has the command that results.py would start for it, which its script takes, and its last epoch."""
     for seed, record in results.kept(arm).items():
         command = record["command"].replace(" --amp bf16", "")  # which earlier commits had on CPUs
+        command = re.sub(
+            "--joint blur(?! --blur-p)", "--joint blur --blur-p 0.5 0.5", command
+        )  # which were the recipe's
         script, *words = command.split()
         args = importlib.import_module(script.removesuffix(".py")).parse_args(words)
         assert command == results.command(arm, seed)
@@ -28,6 +32,21 @@ def test_tables():
     assert results.with_tables(text) == text
     found = re.findall(r"<!-- tests/tools/results.py: (.*) -->\n\| .*\n\| ---.*\n\| .*", text)
     assert {*found} == {what for what, make in results.TABLES.items() if make()}
+
+
+def test_tables_of_a_gpu(tmp_path, monkeypatch):
+    """They have what was measured to the end, and are empty before."""
+    monkeypatch.setattr(results, "KEPT", tmp_path)
+    assert results.trained_on_gpu() == results.timed_on_gpu() == ""
+    run = dict(command="jcl.py --epochs 200 --seed 0", device="A", images_per_s=5000, seconds=120)
+    done = run | dict(kNN={"0.07": dict(knn20_top1=80.04, knn200_top1=79.0)}, linear=dict(linear_top1=85.0))
+    step = dict(command="jcl.py", batch=512, ms=dict(network=20, color=25, loop=32), GB=3.5, first_step_s=9, device="A")
+    for name, record in {"jcl-s0": done, "jcl-s1": run, "speed-jcl": step}.items():
+        gpu_list.write(tmp_path / "gpu" / f"{name}.json", record)
+    (row,) = results.trained_on_gpu().splitlines()[2:]
+    assert row == "| JCL | `jcl.py --epochs 200 --seed 0` | 80.0 | 79.0 | 85.0 |  |  | A | 5,000 | 2 |"
+    (row,) = results.timed_on_gpu().splitlines()[2:]
+    assert row == "| `jcl.py` | 512 | 20.0 | 25.0 | 32.0 | 16,000 | 3.5 | 9 | A |"
 
 
 def test_gain_is_paired(tmp_path, monkeypatch):

@@ -27,6 +27,7 @@ import numpy as np
 import torch
 from bench import ROOT, training_batches  # which puts the project's root on the path
 from PIL import Image
+from torch.utils._pytree import tree_map_only
 
 import common
 import eval_knn
@@ -125,8 +126,7 @@ def speed(name, out, dry):
         return views[x.data_ptr()]
 
     def batches(loaded):
-        device = "cpu" if dry else "cuda"
-        first = torch.utils._pytree.tree_map_only(torch.Tensor, lambda x: x.to(device), next(loaded))
+        first = tree_map_only(torch.Tensor, lambda x: x if dry or x.dim() < 4 else x.cuda(), next(loaded))
         yield first
         wait()
         found["first_step_s"] = round(time.perf_counter() - began, 1)

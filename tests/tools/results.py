@@ -44,7 +44,7 @@ ARMS = {  # name: how tables call it, its script with flags
     "jcl": ("JCL", "jcl.py"),
     "jointcrop": ("J-Crop(0)", "moco_jointcrop.py --joint crop"),
     "clim": ("CLIM", "clim.py"),
-    "jointblur": ("J-Blur(0)", "moco_jointcrop.py --joint blur"),
+    "jointblur": ("J-Blur(0)", "moco_jointcrop.py --joint blur --blur-p 0.5 0.5"),
     "moco-symmetric": ("MoCo, both views as queries", "logo.py --local-crops 0"),
     "logo-moco": ("LoGo on MoCo", "logo.py"),
     "logo-moco-no-l2l": ("LoGo on MoCo, no local-to-local", "logo.py --no-l2l"),
