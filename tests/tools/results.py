@@ -184,6 +184,8 @@ def three_epochs(name, recipe, images):
     for sides in {"image_size", "local_size", "patch_size", "resolutions"} & vars(args).keys():
         value = getattr(args, sides)
         setattr(args, sides, [side // factor for side in value] if isinstance(value, list) else value // factor)
+    if script == "patchmix.py" and recipe != "patterns":
+        args.patch_size = 4  # more patches would take an hour
     epochs = itertools.count(1)
 
     def begin_epoch(batches):  # the recipe's number of epochs stays, because schedules depend on it
@@ -200,7 +202,7 @@ def three_epochs(name, recipe, images):
     names = ("epoch", "loss", "std", "rank", "grad_norm", "lr")
     record["epochs"] = [{name: float(f"{epoch[name]:.4g}") for name in names} for epoch in epochs]
     record |= dict(command=BEGUN[name], arch=args.arch, used_size=args.image_size, used_batch=args.batch_size)
-    record |= dict(images=len(images), steps=len(images) // args.batch_size, uniform=config["loss_at_uniform_logits"])
+    record |= dict(images=len(images), steps=len(images) // args.batch_size, uniform=config.get("loss_at_uniform_logits"))
     record["seconds"] = round(time.time() - began)
     return record | versions()
 
