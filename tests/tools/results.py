@@ -2,6 +2,8 @@
 
     python tests/tools/results.py train --data-dir DIR [--arms jcl clim] [--seeds 0 1]
     python tests/tools/results.py baselines --data-dir DIR         raw pixels, and untrained encoders
+    python tests/tools/results.py begin --data-dir DIR [--arms jcl-stl10]      three epochs of every recipe
+    python tests/tools/results.py gpu --archive FILE [--minutes 9] what gpu_list.py has for a GPU
     python tests/tools/results.py readme                           write the tables into tests/results/README.md
     python tests/tools/results.py curves                           draw the learning curves (needs matplotlib)
 
@@ -10,22 +12,29 @@ in runs/results, and resumes where it was stopped. The numbers are kept in tests
 """
 
 import argparse
+import contextlib
 import functools
+import importlib
+import itertools
 import json
 import os
+import shutil
 import statistics
 import subprocess
 import sys
+import time
 from pathlib import Path
 
+import gpu_list
 import numpy as np
 import torch
+from bench import training_batches  # which puts the project's root on the path
+from gpu_list import InMemory
+
+import common
+import eval_linear
 
 ROOT = Path(__file__).parents[2]
-sys.path.insert(0, str(ROOT))
-import common  # noqa: E402
-import eval_linear  # noqa: E402
-
 KEPT, RUNS = ROOT / "tests" / "results", ROOT / "runs" / "results"
 CPU = torch.device("cpu")
 RESNET, VIT = "resnet_mini", "vit_micro"  # PatchMix has the ViT
@@ -70,6 +79,29 @@ CLAIMS = (  # an arm, the one that it is to beat, its time over that one's
     ("patchmix-3", "patchmix-1", "1"),
     ("patchmix-released", "mocov3", "1.1"),
 )
+# What `begin` trains, {name: script with flags}, with each recipe. cifar100's differs from cifar10's by its norm only.
+BEGUN = {
+    "moco-v1": "moco_jointcrop.py --moco v1 --joint none",
+    "moco-v2": "moco_jointcrop.py --joint none",
+    "moco-v3": "moco_jointcrop.py --moco v3 --joint none",
+    "jointcrop": "moco_jointcrop.py",
+    "jcl": "jcl.py",
+    "clim": "clim.py --clim-start 1",
+    "logo-moco": "logo.py",
+    "logo-simsiam": "logo.py --base simsiam",
+    "patchmix": "patchmix.py",
+}
+REDUCED = dict(  # recipe: (sides of views, local crops and patches are divided by this, images, largest batch)
+    patterns=(1, 4096, 512),
+    cifar10=(1, 25600, 512),
+    stl10=(2, 12800, 512),
+    imagenet100=(4, 8192, 512),
+    imagenet=(4, 8192, 512),
+    folder=(4, 8192, 512),
+)
+BEGINS = {f"{name}-{recipe}": (name, recipe) for recipe in REDUCED for name in BEGUN}
+COLLAPSED = 0.2  # a lower std after three epochs
+
 NOISE = 0.5  # points by which 10,000 test images alone let an accuracy err
 
 
@@ -91,14 +123,19 @@ def keep(name, found):
     (KEPT / f"{name}.json").write_text(json.dumps(found, indent=1) + "\n")
 
 
+def versions():
+    """What a run was made with."""
+    describe = ["git", "describe", "--always", "--dirty"]
+    commit = subprocess.run(describe, cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
+    return dict(torch=torch.__version__, commit=commit)
+
+
 def evaluate(line, out, where):
     """What is kept of a run: its command, what it was made with, its epochs with kNN, and the linear probe."""
     flags = eval_linear.parse_args([str(out), *where, "--no-baselines", "--workers", "0"])
     linear = eval_linear.main(flags)["encoder"]["linear_top1"]
     config = json.loads((out / "config.json").read_text())
-    describe = ["git", "describe", "--always", "--dirty"]
-    commit = subprocess.run(describe, cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
-    record = dict(command=line, torch=config["torch"], device=config["machine"], commit=commit)
+    record = dict(command=line, device=config["machine"]) | versions()
     epochs = [json.loads(text) for text in (out / "metrics.jsonl").read_text().splitlines()]
     names = ("epoch", "loss", "std", "knn20_top1", "knn200_top1")
     epochs = [{name: round(r[name], 4) for name in names} for r in epochs if "knn20_top1" in r]
@@ -107,8 +144,9 @@ def evaluate(line, out, where):
 
 def train(args):
     """Every run of the arms that is not kept yet, all arms of a seed before the next seed."""
+    arms = args.arms or sum(CURVES.values(), [])
     where = ["--data-dir", args.data_dir] if args.data_dir else []
-    for arm, seed in ((arm, seed) for seed in args.seeds for arm in args.arms if str(seed) not in kept(arm)):
+    for arm, seed in ((arm, seed) for seed in args.seeds for arm in arms if str(seed) not in kept(arm)):
         line, out = command(arm, seed), RUNS / f"{arm}-s{seed}"
         RUNS.mkdir(parents=True, exist_ok=True)
         words = [sys.executable, *line.split(), *where, "--workers", "0", "--out", str(out)]
@@ -135,6 +173,59 @@ def baselines(args):
         found[name] = {measure: round(value, 4) for measure, value in scored.items()}
         print(f"{name}: {found[name]}", flush=True)
     keep("baselines", found)
+
+
+def three_epochs(name, recipe, images):
+    """The first three epochs of a recipe: a small encoder takes the place of its own, and REDUCED is heeded."""
+    (script, *flags), (factor, _, most) = BEGUN[name].split(), REDUCED[recipe]
+    module, out = importlib.import_module(script.removesuffix(".py")), RUNS / "begin" / f"{name}-{recipe}"
+    where = f"--device cpu --workers 0 --knn-every 0 --dataset {recipe} --out {out}"
+    args = module.parse_args([*flags, *where.split()])
+    record = dict(recipe=recipe, size=args.image_size, batch=args.batch_size)  # as it is
+    args.arch = args.arch if recipe == "patterns" else VIT if script == "patchmix.py" else RESNET
+    args.batch_size = min(args.batch_size, most)
+    for sides in {"image_size", "local_size", "patch_size", "resolutions"} & vars(args).keys():
+        value = getattr(args, sides)
+        setattr(args, sides, [side // factor for side in value] if isinstance(value, list) else value // factor)
+    epochs = itertools.count(1)
+
+    def begin_epoch(batches):  # the recipe's number of epochs stays, because schedules depend on it
+        if next(epochs) > 3:
+            raise KeyboardInterrupt
+        return batches
+
+    shutil.rmtree(out, ignore_errors=True)
+    began = time.time()
+    with training_batches(begin_epoch), contextlib.suppress(KeyboardInterrupt):
+        module.main(args, train=images)
+    config = json.loads((out / "config.json").read_text())
+    epochs = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    names = ("epoch", "loss", "std", "rank", "grad_norm", "lr")
+    record |= dict(command=BEGUN[name], arch=args.arch, used_size=args.image_size, used_batch=args.batch_size)
+    record |= dict(images=len(images), steps=len(images) // args.batch_size, uniform=config["loss_at_uniform_logits"])
+    record |= dict(
+        epochs=[{k: float(f"{r[k]:.4g}") for k in names} for r in epochs], seconds=round(time.time() - began)
+    )
+    return record | versions()
+
+
+def begin(args):
+    """Three epochs of every recipe that is not kept yet, on CIFAR-10's images. Keeps them in begin.json."""
+    whole = common.load_dataset("cifar10", args.data_dir)
+    for arm in args.arms or BEGINS:
+        name, recipe = BEGINS[arm]
+        if arm in kept("begin"):
+            continue
+        if recipe == "patterns":
+            images = common.Patterns(4096, 32, seed=0)
+        else:
+            rows = np.linspace(0, len(whole) - 1, REDUCED[recipe][1]).astype(int)
+            pictures = np.stack([np.asarray(whole[row][0]) for row in rows])
+            images = InMemory(pictures, np.array(whole.targets)[rows], whole.classes)
+        record = three_epochs(name, recipe, images)
+        found = kept("begin") | {arm: record}
+        keep("begin", {arm: found[arm] for arm in BEGINS if arm in found})
+        print(f"{arm}: std {record['epochs'][-1]['std']}, {record['seconds']} s", flush=True)
 
 
 # --------------------------------------------------------------- the tables
@@ -175,12 +266,12 @@ def table():
 def claims():
     """Markdown of all comparisons, and the verdicts that follow."""
     rows = []
-    for arm, other, time in CLAIMS:
+    for arm, other, cost in CLAIMS:
         knn, linear = gains(arm, other)
         lowest, highest = min(knn + linear), max(knn + linear)  # of all seeds and measures
         found = "shown" if lowest > NOISE else "the opposite" if highest < -NOISE else "not shown"
         found += " (one seed)" * (len(knn) == 1)
-        rows.append([NAMES[arm], NAMES[other], spread(knn, "+"), spread(linear, "+"), f"x {time}", found])
+        rows.append([NAMES[arm], NAMES[other], spread(knn, "+"), spread(linear, "+"), f"x {cost}", found])
     return markdown(["method", "over", "gain, kNN", "gain, linear", "time", "verdict"], rows)
 
 
@@ -195,14 +286,74 @@ def analysis(table):
     return markdown(["arm", *values], rows)
 
 
-TABLES = dict(claims=claims, arms=table)
+def begun():
+    """Markdown of the first three epochs of all recipes."""
+    rows = []
+    for record in kept("begin").values():
+        first, *_, last = record["epochs"]
+        std, rank, loss, norm = (
+            f"{first[name]:.3g}, {last[name]:.3g}" for name in ("std", "rank", "loss", "grad_norm")
+        )
+        pairs = [(record[f"used_{name}"], record[name]) for name in ("size", "batch")]
+        size, batch = (f"{used}" if used == own else f"{used} for {own}" for used, own in pairs)
+        counts = f"{record['images']:,} in {record['steps']}"
+        uniform = f"{record['uniform']:.2f}" if record["uniform"] else ""
+        verdict = "begins" if last["std"] >= COLLAPSED else f"`std` below {COLLAPSED}"
+        cells = [f"`{record['command']}`", record["recipe"], record["arch"], size, batch, counts]
+        rows.append([*cells, std, rank, loss, uniform, norm, verdict])
+    heads = ["script", "recipe", "encoder", "px", "batch", "images in steps, per epoch", "`std`", "rank", "loss"]
+    return markdown([*heads, "at uniform logits", "gradient's norm", "verdict"], rows) if rows else ""
+
+
+def trained_on_gpu():
+    """Markdown of what a GPU has trained to the end."""
+    rows = []
+    for name, record in gpu_list.finished(KEPT / "gpu").items():
+        if "linear" in record:
+            title, _, published = gpu_list.ARMS[name.rsplit("-s", 1)[0]]
+            at = {words: scores for words, scores in record.items() if words.startswith("knn, T")}
+            knn = [f"{at['knn, T 0.07'][f'knn{k}_top1']:.1f}" for k in (20, 200)]
+            as_published = f"{at['knn, T 0.1']['knn200_top1']:.1f}" if "knn, T 0.1" in at else ""
+            numbers = [*knn, as_published, published, f"{record['linear']['linear_top1']:.1f}"]
+            time = [record["device"], f"{record['images_per_s']:,}", f"{record['seconds'] / 60:.0f}"]
+            rows.append([title, f"`{record['command']}`", *numbers, *time])
+    heads = [
+        "arm",
+        "command",
+        "kNN, k 20",
+        "k 200",
+        "k 200, T 0.1",
+        "published",
+        "linear",
+        "card",
+        "images/s",
+        "minutes",
+    ]
+    return markdown(heads, rows) if rows else ""
+
+
+def timed_on_gpu():
+    """Markdown of what a step takes on a GPU."""
+    rows = []
+    for record in gpu_list.finished(KEPT / "gpu").values():
+        if "ms" in record:
+            times = [f"{record['ms'][mode]:.1f}" for mode in ("network", "color", "loop")]
+            speed = f"{1000 * record['batch'] / record['ms']['loop']:,.0f}"
+            rows.append(
+                [f"`{record['command']}`", str(record["batch"]), *times, speed, f"{record['GB']}", record["device"]]
+            )
+    heads = ["command", "batch", "network alone, ms", "with color", "whole loop", "images/s", "GB", "card"]
+    return markdown(heads, rows) if rows else ""
+
+
+TABLES = {"gpu": trained_on_gpu, "gpu, a step": timed_on_gpu, "begin": begun, "claims": claims, "arms": table}
 for name in ("CLIM", "JointCrop", "LoGo", "PatchMix"):
     TABLES[f"mechanisms, {name}"] = functools.partial(analysis, name)
 PAGE = KEPT / "README.md"
 
 
 def with_tables(page):
-    """A page's text with each table between its two marks written anew."""
+    """A page's text with each table between its two marks written anew. A table may be empty, and have no marks."""
     for what, make in TABLES.items():
         begin, end = f"<!-- tests/tools/results.py: {what} -->\n", "<!-- end -->"
         if begin in page:
@@ -238,11 +389,21 @@ def curves(args):
 def main():
     raw = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser("tests/tools/results.py", description=__doc__, formatter_class=raw)
-    actions = dict(train=train, baselines=baselines, readme=write_page, curves=curves)
+    actions = dict(train=train, begin=begin, gpu=gpu_list.run, baselines=baselines, readme=write_page, curves=curves)
     parser.add_argument("action", choices=actions, metavar="ACTION")
     parser.add_argument("--data-dir", metavar="DIR", help="CIFAR-10's")
-    parser.add_argument("--arms", nargs="+", choices=ARMS, default=sum(CURVES.values(), []), metavar="ARM")
+    parser.add_argument("--arms", nargs="+", choices=[*ARMS, *BEGINS], metavar="ARM")
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1], metavar="N")
+    add = parser.add_argument_group("gpu").add_argument
+    add("--archive", metavar="FILE", help="CIFAR-10's JPEG files, in a tar archive")
+    add(
+        "--minutes", type=float, default=9, metavar="N", help="what takes longer is ended, and goes on in the next call"
+    )
+    add("--at-once", type=int, default=4, metavar="N", help="trainings that share the GPU")
+    add("--epochs", default="200", metavar="N", help="of each training")
+    add("--out", metavar="DIR", help="for its JSON files; if not given, tests/results/gpu")
+    add("--dry-run", action="store_true", help="all of it on the CPU: small encoders, few images, few steps")
+    parser.set_defaults(kept=KEPT / "gpu")
     args = parser.parse_args()
     torch.set_num_threads(1)
     actions[args.action](args)

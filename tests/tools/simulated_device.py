@@ -222,7 +222,7 @@ def count(method, words):
         found.update({name: (launches[name], copies[name]) for name in (*dict.fromkeys(PARTS.values()), "rest")})
         found["views"] = sum(x.dim() == 4 for x in tree_leaves(batch) if torch.is_tensor(x))
         for group in itertools.chain(*(optimizer.param_groups for optimizer in optimizers)):
-            group["foreach"] = True
+            group["foreach"] = not group["fused"]
         batch = next(batches)
         launches.clear()
         yield batch
