@@ -93,11 +93,11 @@ BEGUN = {
 }
 REDUCED = dict(  # recipe: (sides of views, local crops and patches are divided by this, images, largest batch)
     patterns=(1, 4096, 512),
-    cifar10=(1, 25600, 512),
-    stl10=(2, 12800, 512),
-    imagenet100=(4, 8192, 512),
-    imagenet=(4, 8192, 512),
-    folder=(4, 8192, 512),
+    cifar10=(1, 12800, 512),
+    stl10=(3, 9600, 512),
+    imagenet100=(8, 8192, 512),
+    imagenet=(8, 8192, 512),
+    folder=(8, 8192, 512),
 )
 BEGINS = {f"{name}-{recipe}": (name, recipe) for recipe in REDUCED for name in BEGUN}
 COLLAPSED = 0.2  # a lower std after three epochs
