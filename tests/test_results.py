@@ -19,7 +19,7 @@ def test_runs(arm):
         command = re.sub(
             "--joint blur(?! --blur-p)", "--joint blur --blur-p 0.5 0.5", command
         )  # which were the recipe's
-        script, *words = command.split()
+        script, *words = results.former(command).split()
         args = importlib.import_module(script.removesuffix(".py")).parse_args(words)
         assert command == results.command(arm, seed)
         assert (args.dataset, args.seed, args.batch_size) == ("cifar10", int(seed), 128)
