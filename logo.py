@@ -149,10 +149,8 @@ def recipe(args):
             values |= dict(layers=2, batch_size=512)  # erceguder/LoGo's
         if args.dataset == "patterns":
             values |= dict(layers=2, dim=256, hidden=128)  # not in the paper
-    if args.arch in ("resnet_micro", "resnet_mini") and args.dataset in ("cifar10", "cifar100", "stl10", "folder"):
-        batch_size = 64 if args.dataset == "folder" else 256
-        values |= dict(batch_size=batch_size, lr=0.1, milestones=[], blur_p=0.5)  # ours, and so are these:
-        values |= dict(dim=512, hidden=128) if simsiam else dict(momentum=0.99, temperature=0.2)
+    if args.dataset == "folder" and args.arch in ("resnet_micro", "resnet_mini"):
+        values["batch_size"] = 64  # not in the paper, because there may be few images
     if args.pairs == "all":
         values |= dict(crop_scale=[0.3, 1.0], local_scale=[0.05, 0.3], l2l=False)  # supplement, section 2
     if args.variant == "paper":
