@@ -137,7 +137,8 @@ RECIPES = dict(  # what differs from the paper's values for ImageNet
     imagenet100=dict(arch="resnet18", queue=16384, num_clusters=1000),  # not in the paper
     imagenet=dict(knn_every=50),  # its kNN takes minutes
     folder=dict(  # not in the paper; None: a tenth of the images, 128 per cluster
-        queue=None, num_clusters=None, bn_groups=2, lr=0.0075,  # a quarter, because the loss is the sum of four (D3)
+        queue=None, num_clusters=None, bn_groups=2, momentum=0.99,
+        lr=0.0075,  # a quarter, because the loss is a sum of four (D3)
     ),
 )
 # fmt: on

@@ -108,7 +108,7 @@ RECIPES = dict(  # what differs from the paper's values for ImageNet
         arch="resnet18", epochs=100, batch_size=128, lr=0.2,  # 0.1 for 128
     ),
     imagenet=dict(knn_every=50),  # its kNN takes minutes
-    folder=dict(queue=None, bn_groups=2),  # not in the paper; None: a tenth of the images
+    folder=dict(queue=None, bn_groups=2, momentum=0.99),  # not in the paper; None: a tenth of the images
 )
 # fmt: on
 

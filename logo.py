@@ -134,7 +134,9 @@ RECIPES = dict(  # what differs from the values for MoCo on ImageNet-100
     stl10=dict(arch="resnet18", image_size=96, local_size=96, patch_size=8),  # supplement, section 1; D9, D13
     imagenet100={},
     imagenet=dict(arch="resnet50", queue=65536, knn_every=50),  # not in the paper; its kNN takes minutes
-    folder=dict(arch="resnet50", queue=None, bn_groups=2),  # not in the paper; None: a tenth of the images
+    folder=dict(  # not in the paper; None: a tenth of the images
+        arch="resnet50", queue=None, bn_groups=2, momentum=0.99,
+    ),
 )
 # fmt: on
 
@@ -239,11 +241,11 @@ def descend(optimizer, loss, max_norm=math.inf):
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     optimizer.zero_grad()
     loss.backward(inputs=parameters)
-    gradients = [p.grad for p in parameters]
+    gradients = [p.grad for p in parameters if p.grad is not None]  # an encoder may have unused parameters
     if dist.is_initialized():
         flat = torch.cat([gradient.flatten() for gradient in gradients])  # one message
         dist.all_reduce(flat)
-        for gradient, total in zip(gradients, flat.split([p.numel() for p in parameters]), strict=True):
+        for gradient, total in zip(gradients, flat.split([g.numel() for g in gradients]), strict=True):
             gradient.copy_(total.view_as(gradient) / dist.get_world_size())
     # As clip_grad_norm_, which would wait for the GPU to read max_norm
     scale = (max_norm / (nn.utils.get_total_norm(gradients) + 1e-6)).clamp(max=1)

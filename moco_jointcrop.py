@@ -138,7 +138,7 @@ RECIPES = dict(  # what differs from MoCo v2's values for ImageNet
     stl10=dict(CIFAR, image_size=96, patch_size=8, queue=8192, norm="imagenet"),
     imagenet100=dict(arch="resnet18", queue=16384),  # not in the paper
     imagenet=dict(knn_every=50),  # its kNN takes minutes
-    folder=dict(queue=None, bn_groups=2),  # not in the paper; None: a tenth of the images
+    folder=dict(queue=None, bn_groups=2, momentum=0.99),  # not in the paper; None: a tenth of the images
 )
 V1 = dict(temperature=0.07, milestones=[0.6, 0.8])  # ContrastiveCrop's for ImageNet (App. G; D8)
 V1_CIFAR = dict(temperature=0.1)  # MoCo's demo, with a cosine

@@ -253,3 +253,11 @@ def test_recipes():
     assert values(logo, "--dataset cifar10", "image_size local_size local_scale") == [32, 32, [0.08, 0.6]]
     names = "arch batch_size lr layers dim hidden lam milestones"
     assert values(logo, "--dataset cifar10 --base simsiam", names) == ["resnet18", 512, 0.03, 2, 2048, 512, 1e-4, []]
+
+
+def test_descend_leaves_unused_parameters_as_they_are():
+    used, unused = (torch.ones(3, requires_grad=True) for _ in range(2))
+    optimizer = torch.optim.SGD([dict(params=[used]), dict(params=[unused])], lr=0.5)
+    logo.descend(optimizer, used.square().sum(), max_norm=1.0)
+    torch.testing.assert_close(used.detach(), torch.full((3,), 1 - 0.5 / 3**0.5), rtol=1e-5, atol=0)
+    assert (unused == 1).all()

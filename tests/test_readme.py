@@ -75,6 +75,8 @@ def test_commands(monkeypatch, tmp_path):
 def test_blocks_of_python_run(code, _tiny, tmp_path, monkeypatch):
     """The runs that a block reads are there."""
     monkeypatch.chdir(tmp_path)
+    if "matplotlib" in code:
+        pytest.importorskip("matplotlib").use("Agg")
     for out in set(re.findall(r"runs/[\w.-]+", code)) - set(re.findall(r"--out (\S+?)\"", code)):
         run("jcl", out, "--epochs", 1)
     run_block(code)
