@@ -397,7 +397,7 @@ def main():
     add("--archive", metavar="FILE", help="CIFAR-10's JPEG files, in a tar archive")
     add("--minutes", type=float, default=9, metavar="N", help="then what still runs is ended")
     add("--at-once", type=int, default=4, metavar="N", help="trainings that share the GPU")
-    add("--epochs", default="200", metavar="N", help="of each training")
+    add("--epochs", default="200", metavar="N", help="of each training, at least 6 (clim.py)")
     add("--out", metavar="DIR", help="for its JSON files; if not given, tests/results/gpu")
     add("--commit", default="unknown", metavar="TEXT", help="of these files: where a GPU is lent, there may be no git")
     add("--dry-run", action="store_true", help="all of it on the CPU: small encoders, few images, few steps")
