@@ -519,20 +519,18 @@ class CLIM(nn.Module):
 # ================================================================= 5. training
 
 
+def cosine(start, end, done):
+    """Return a value on half a cosine from `start` to `end`. done: the fraction of the way, from 0 to 1."""
+    return end + (start - end) * (1 + math.cos(math.pi * done)) / 2
+
+
 def learning_rate(args, epoch):
     """Return the learning rate at a time, in epochs from 0: a linear warmup from 0, then a cosine down to --min-lr."""
     peak, last = (lr * args.batch_size / 256 for lr in (args.lr, args.min_lr))
     warmup = min(args.warmup, args.epochs / 4)
     if epoch < warmup:
         return peak * epoch / warmup
-    done = (epoch - warmup) / (args.epochs - warmup)
-    return last + (peak - last) * (1 + math.cos(math.pi * done)) / 2
-
-
-def momentum_schedule(args, epoch):
-    """Return the momentum encoder's m at a time, in epochs from 0: a cosine between the values of --momentum."""
-    initial, final = args.momentum[0], args.momentum[-1]
-    return final + (initial - final) * (1 + math.cos(math.pi * epoch / args.epochs)) / 2
+    return cosine(peak, last, (epoch - warmup) / (args.epochs - warmup))
 
 
 def choose_positives(args, model, images, info, device):
@@ -603,8 +601,7 @@ def main(args, train=None, test=None):
     model = CLIM(backbone, width, args.resolutions, args.dim, negatives, args.temperature)
     model = convert_split_batchnorm(model, groups) if groups > 1 else model
     model.to(device, memory_format=torch.channels_last)
-    sgd = dict(lr=0.0, momentum=0.9, weight_decay=args.weight_decay, fused=True)
-    optimizer = torch.optim.SGD(model.parameters(), **sgd)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0, momentum=0.9, weight_decay=args.weight_decay, fused=True)
 
     # The run
     amp = common.use_bf16(args.amp, device)
@@ -628,7 +625,8 @@ def main(args, train=None, test=None):
             positives.copy_(choose_positives(args, model, train, info, device))  # section 3.2.1
         meter = common.Meter(epoch, args.epochs, len(loader), args.batch_size)
         for step, (crops, _) in enumerate(loader):
-            lr = learning_rate(args, epoch + step / len(loader))
+            now = epoch + step / len(loader)  # in epochs
+            lr = learning_rate(args, now)
             for group in optimizer.param_groups:
                 group["lr"] = lr
             own, other = ([augment(x.to(device, non_blocking=True), args, i) for i, x in enumerate(xs)] for xs in crops)
@@ -639,7 +637,7 @@ def main(args, train=None, test=None):
             loss.backward()
             grad_norm = nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
             optimizer.step()
-            model.update(momentum_schedule(args, epoch + step / len(loader)))
+            model.update(cosine(args.momentum[0], args.momentum[-1], now / args.epochs))
             model.queue.enqueue(keys)
             meter.update(metrics | dict(grad_norm=grad_norm))
 

@@ -448,6 +448,11 @@ class SimSiam(nn.Module):
 # ================================================================= 5. training
 
 
+def cosine(start, end, done):
+    """Return a value on half a cosine from `start` to `end`. done: the fraction of the way, from 0 to 1."""
+    return end + (start - end) * (1 + math.cos(math.pi * done)) / 2
+
+
 def learning_rate(args, epoch):
     """Return the learning rate at a time, in epochs from 0: a linear warmup from 0, then a cosine down to 0.
 
@@ -459,14 +464,7 @@ def learning_rate(args, epoch):
         return peak * epoch / warmup
     if args.milestones:
         return peak * 0.1 ** sum(epoch / args.epochs >= share for share in args.milestones)
-    done = (epoch - warmup) / (args.epochs - warmup)
-    return peak * (1 + math.cos(math.pi * done)) / 2
-
-
-def momentum_schedule(args, epoch):
-    """Return the momentum encoder's m at a time, in epochs from 0: a cosine between the values of --momentum."""
-    initial, final = args.momentum[0], args.momentum[-1]
-    return final + (initial - final) * (1 + math.cos(math.pi * epoch / args.epochs)) / 2
+    return cosine(peak, 0.0, (epoch - warmup) / (args.epochs - warmup))
 
 
 def main(args, train=None, test=None):
@@ -546,7 +544,8 @@ def main(args, train=None, test=None):
         torch.manual_seed(hash((args.seed, epoch, rank)))  # so that a resumed run draws the same numbers
         meter = common.Meter(epoch, args.epochs, len(loader), args.batch_size)
         for step, (crops, _) in enumerate(loader):
-            lr = learning_rate(args, epoch + step / len(loader))
+            now = epoch + step / len(loader)  # in epochs
+            lr = learning_rate(args, now)
             for group in optimizer.param_groups + l2l_optimizer.param_groups:
                 group["lr"] = lr
             views = [augment(x.to(device, non_blocking=True), args, i) for i, x in enumerate(crops)]
@@ -577,7 +576,7 @@ def main(args, train=None, test=None):
             previous_norm.copy_(grad_norm)  # for the clip in the next step (D4)
             optimizer.step()  # update the encoder
             if not simsiam:
-                model.update(momentum_schedule(args, epoch + step / len(loader)))
+                model.update(cosine(args.momentum[0], args.momentum[-1], now / args.epochs))
                 model.queue.enqueue(keys)
             meter.update(metrics | dict(grad_norm=grad_norm))
 

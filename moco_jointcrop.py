@@ -515,6 +515,11 @@ def mlp(inputs, hidden, outputs):
 # ================================================================= 5. training
 
 
+def cosine(start, end, done):
+    """Return a value on half a cosine from `start` to `end`. done: the fraction of the way, from 0 to 1."""
+    return end + (start - end) * (1 + math.cos(math.pi * done)) / 2
+
+
 def learning_rate(args, epoch):
     """Return the learning rate at a time, in epochs from 0: a linear warmup from 0, then a cosine down to --min-lr.
 
@@ -526,14 +531,7 @@ def learning_rate(args, epoch):
         return peak * epoch / warmup
     if args.milestones:
         return peak * 0.1 ** sum(epoch / args.epochs >= share for share in args.milestones)
-    done = (epoch - warmup) / (args.epochs - warmup)
-    return last + (peak - last) * (1 + math.cos(math.pi * done)) / 2
-
-
-def momentum_schedule(args, epoch):
-    """Return the momentum encoder's m at a time, in epochs from 0: a cosine between the values of --momentum."""
-    initial, final = args.momentum[0], args.momentum[-1]
-    return final + (initial - final) * (1 + math.cos(math.pi * epoch / args.epochs)) / 2
+    return cosine(peak, last, (epoch - warmup) / (args.epochs - warmup))
 
 
 def lars(model, weight_decay):
@@ -608,7 +606,8 @@ def main(args, train=None, test=None):
         torch.manual_seed(hash((args.seed, epoch, rank)))  # so that a resumed run draws the same numbers
         meter = common.Meter(epoch, args.epochs, len(loader), args.batch_size)
         for step, (crops, joint_blur) in enumerate(loader):
-            lr = learning_rate(args, epoch + step / len(loader))
+            now = epoch + step / len(loader)  # in epochs
+            lr = learning_rate(args, now)
             for group in optimizer.param_groups:
                 group["lr"] = lr
             sigmas = draw_sigmas(args, joint_blur)
@@ -619,7 +618,7 @@ def main(args, train=None, test=None):
             loss.backward()
             grad_norm = nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
             optimizer.step()
-            m = momentum_schedule(args, epoch + step / len(loader))
+            m = cosine(args.momentum[0], args.momentum[-1], now / args.epochs)
             model.update(m)
             if keys is not None:  # v3 has no queue
                 model.queue.enqueue(keys)

@@ -411,7 +411,7 @@ class PatchMix(nn.Module):
 
 
 def cosine(start, end, done):
-    """Return a value on half a cosine from `start` to `end`. done: the share of the way, from 0 to 1."""
+    """Return a value on half a cosine from `start` to `end`. done: the fraction of the way, from 0 to 1."""
     return end + (start - end) * (1 + math.cos(math.pi * done)) / 2
 
 
@@ -492,12 +492,12 @@ def main(args, train=None, test=None):
         torch.manual_seed(hash((args.seed, epoch, rank)))  # so that a resumed run draws the same numbers
         meter = common.Meter(epoch, args.epochs, len(loader), args.batch_size)
         for step, (crops, _) in enumerate(loader):
-            lr = learning_rate(args, epoch + step / len(loader))
+            now = epoch + step / len(loader)  # in epochs
+            lr = learning_rate(args, now)
             for group in optimizer.param_groups:
                 group["lr"] = lr
-            done = (epoch + step / len(loader)) / args.epochs
-            optimizer.param_groups[1]["weight_decay"] = cosine(*args.weight_decay, done)  # biases and norms have none
-            momentum = cosine(args.momentum[0], args.momentum[-1], done)
+            optimizer.param_groups[1]["weight_decay"] = cosine(*args.weight_decay, now / args.epochs)  # of weights only
+            momentum = cosine(args.momentum[0], args.momentum[-1], now / args.epochs)
             views = [augment(x.to(device, non_blocking=True), args, i) for i, x in enumerate(crops)]
             if args.mixed_view == 2:  # D5
                 views[:2] = views[1], views[0]
