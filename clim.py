@@ -39,7 +39,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import get_ema_multi_avg_fn
-from torch.utils.data import DataLoader, Dataset, DistributedSampler
+from torch.utils.data import DataLoader, DistributedSampler
 from torchvision.transforms import v2
 
 import common
@@ -62,8 +62,7 @@ def parse_args(argv=None):
     add = parser.add_argument_group("positives").add_argument
     ways = ("none", "random", "knn", "kmeans", "center")
     add("--selection", choices=ways, default="center", help="how positives are selected (Table 6); none: MoCo v2")
-    add("--num-clusters", type=common.positive_int, default=10000, help="clusters (Table 8); --dataset folder: one per "
-        "128 images")  # fmt: skip
+    add("--num-clusters", type=common.positive_int, default=10000, help="clusters (Table 8); folder: 1 per 128 images")
     add("--knn-k", type=common.positive_int, default=40, help="nearest neighbors, k (Table 8)")
     add("--num-positives", type=common.positive_int, default=10, help="positives per image (App. A.2)")
     add("--refresh-every", type=common.positive_int, default=5, help="epochs between selections (App. A.2)")
@@ -71,8 +70,7 @@ def parse_args(argv=None):
 
     add = parser.add_argument_group("model").add_argument
     add("--arch", default="resnet50", help="encoder: resnet_mini, resnet18, resnet50, vit_small, or any timm model")
-    add("--image-size", type=common.positive_int, nargs="+", default=[224, 160], dest="resolutions", metavar="SIZE",
-        help="image sizes of views, in pixels; several: multi-resolution (Table 7)")  # fmt: skip
+    add("--image-size", type=common.positive_int, nargs="+", default=[224, 160], help="view sizes in pixels (Table 7)")
     add("--patch-size", type=common.positive_int, default=16, help="patch size of a ViT, in pixels")
     add("--dim", type=common.positive_int, default=128, help="embedding dimension")
     add("--bn-groups", type=common.positive_int, default=16, help="batch-norm groups per global batch; 8: as on 8 GPUs")
@@ -97,8 +95,7 @@ def parse_args(argv=None):
 
     args = common.parse_args(parser, argv, recipe)
     changed = {name for name, value in vars(args).items() if value != parser.get_default(name)}
-    args.resolutions = sorted(args.resolutions, reverse=True)
-    args.image_size = args.resolutions[0]  # views are cropped at the largest size
+    args.image_size = sorted(args.image_size, reverse=True)  # views are cropped at the largest size
     if args.selection == "none" and changed & {"mix", "alpha", "num_positives", "refresh_every", "clim_start"}:
         parser.error("--selection none: --mix, --alpha, --num-positives, --refresh-every, --clim-start have no effect")
     if args.mix == "none" and "alpha" in changed:
@@ -111,29 +108,26 @@ def parse_args(argv=None):
         parser.error("--local-size and --local-scale have no effect without --local-crops")
     if args.selection != "none" and args.clim_start >= args.epochs:
         parser.error(f"--clim-start {args.clim_start} is not below --epochs {args.epochs}: there would be no positives")
-    if args.local_crops and args.local_size > args.image_size:
-        parser.error(f"--local-size {args.local_size} is larger than a view, {args.image_size}")
-    sizes = args.resolutions + ([args.local_size] if args.local_crops else [])
-    if common.is_vit(args.arch) and any(size % args.patch_size for size in sizes):
-        parser.error(f"--patch-size {args.patch_size} does not divide views and local crops of {sizes} px")
+    if args.local_crops and args.local_size > args.image_size[0]:
+        parser.error(f"--local-size {args.local_size} is larger than --image-size {args.image_size[0]}")
     common.check_flags(parser, args)
     return args
 
 
 # fmt: off
 CIFAR = dict(  # not in the paper: MoCo's demo on CIFAR-10 (facebookresearch/moco, branch colab-notebook)
-    arch="resnet18", resolutions=[32], patch_size=4, epochs=200, batch_size=512, lr=0.03,  # 0.06 for 512
+    arch="resnet18", image_size=[32], patch_size=4, epochs=200, batch_size=512, lr=0.03,  # 0.06 for 512
     weight_decay=5e-4, momentum=0.99, queue=4096, bn_groups=8, crop_scale=[0.08, 1.0], blur_p=0.0, norm="cifar10",
     num_clusters=400, local_size=16,  # about as many images per cluster as on ImageNet
 )
 RECIPES = dict(  # what differs from the paper's values for ImageNet
     patterns=dict(  # not in the paper: for a laptop
-        arch="resnet_micro", resolutions=[32], patch_size=4, epochs=45, batch_size=64, lr=0.12, queue=128, blur_p=0.1,
+        arch="resnet_micro", image_size=[32], patch_size=4, epochs=45, batch_size=64, lr=0.12, queue=128, blur_p=0.1,
         crop_scale=[0.3, 1.0], bn_groups=2, momentum=0.95, warmup=5.0, num_clusters=32, norm="patterns", local_size=16,
     ),
     cifar10=CIFAR,
     cifar100=dict(CIFAR, norm="cifar100"),
-    stl10=dict(CIFAR, resolutions=[96], patch_size=8, queue=8192, num_clusters=800, norm="imagenet", local_size=48),
+    stl10=dict(CIFAR, image_size=[96], patch_size=8, queue=8192, num_clusters=800, norm="imagenet", local_size=48),
     imagenet100=dict(arch="resnet18", queue=16384, num_clusters=1000),  # not in the paper
     imagenet=dict(knn_every=50),  # its kNN takes minutes
     folder=dict(queue=None, num_clusters=None, bn_groups=2),  # None: a tenth of the images, 128 per cluster
@@ -149,7 +143,7 @@ def recipe(args):
     if args.selection == "knn":
         values["knn_k"] = 10  # section 4.4: for Table 6, positives are taken from the nearest ten
     if args.selection == "none" or args.local_crops:  # the baseline and Table 7's multi-crop have one size
-        values.setdefault("resolutions", [224])
+        values.setdefault("image_size", [224])
     return values
 
 
@@ -220,9 +214,6 @@ def cutmix(x, partner, lam, generator=None):
     mixed = torch.where(in_box, partner, x)  # Eq. 3: x where the mask M is 1
     kept = 1 - ((bottom - top) * (right - left)).flatten().double() / (height * width)
     return mixed, (kept.to(x.device, torch.promote_types(x.dtype, torch.float32)) if lam.dim() else kept.item())
-
-
-# The selection of positives: section 3.2.1 and App. A.2
 
 
 @torch.no_grad()
@@ -317,10 +308,8 @@ def random_members(assignment, count):
     everyone = torch.arange(len(assignment), device=assignment.device)
     by_cluster = assignment.argsort(stable=True).split(assignment.bincount().tolist())
     for rows in by_cluster:  # those of one cluster
-        if len(rows) > 1:
-            candidates, own_place = rows, everyone[: len(rows)]
-        else:
-            candidates, own_place = everyone, rows
+        candidates = rows if len(rows) > 1 else everyone
+        own_place = torch.searchsorted(candidates, rows)  # of each row among the candidates; both are in order
         place = torch.randint(len(candidates) - 1, (len(rows), count)).to(rows.device)
         place += place >= own_place[:, None]  # from the row's own place on, so that it is never drawn
         table[rows] = candidates[place]
@@ -352,23 +341,20 @@ def info_nce(q, k, queue, temperature):
 # ============================================================= 3. augmentation
 
 
-class ImageAndPositive(Dataset):
+class ImageAndPositive(common.Views):
     """Views of an image and, once there are positives, of one of them: items ((views, positive's views), label).
 
-    images: a dataset with items (PIL image, label). transforms, positive_transforms: see common.Views. positives: (N,
-    num_positives) int, the indices of each image's positives; below 0 before they are selected, and then there are no
-    views of them. Loader workers start at each epoch, so they see the table as it is then.
+    images, transforms: see common.Views; positive_transforms: those of positives. positives: (N, num_positives) int,
+    the indices of each image's positives; below 0 before they are selected, and then there are no views of them. Loader
+    workers start at each epoch, so they see the table as it is then.
     """
 
     def __init__(self, images, transforms, positive_transforms, positives):
-        self.views, self.positive_views = common.Views(images, transforms), common.Views(images, positive_transforms)
-        self.positives = positives
-
-    def __len__(self):
-        return len(self.views)
+        super().__init__(images, transforms)
+        self.positive_views, self.positives = common.Views(images, positive_transforms), positives
 
     def __getitem__(self, index):
-        views, label = self.views[index]
+        views, label = super().__getitem__(index)
         column = torch.randint(self.positives.shape[1], ())  # a random one in each epoch (not in the paper)
         positive = self.positives[index, column].item()
         return (views, self.positive_views[positive][0] if positive >= 0 else []), label
@@ -575,9 +561,9 @@ def main(args, train=None, test=None):
     torch.manual_seed(args.seed)
 
     # Data: views of each image and of one of its positives, cropped here and colored in the loop
-    train, test = common.open_data(args.dataset, args.data_dir, args.image_size, train, test)
+    train, test = common.open_data(args.dataset, args.data_dir, args.image_size[0], train, test)
     groups = common.split_batch(args.batch_size, len(train), world, args.bn_groups, "--bn-groups")  # per process
-    crop = v2.RandomResizedCrop(args.image_size, args.crop_scale)
+    crop = v2.RandomResizedCrop(args.image_size[0], args.crop_scale)
     local_crop = v2.RandomResizedCrop(args.local_size, args.local_scale)
     transforms = [v2.Compose([crop, key_and_query])] if args.same_crop else [crop, crop]  # a key and a query view (D5)
     transforms += [local_crop] * args.local_crops
@@ -591,14 +577,14 @@ def main(args, train=None, test=None):
         return show_views(args, loader, positives)
 
     # Model and optimizer
-    info = common.backbone_info(args.arch, args.image_size, args.patch_size, args.norm)
+    info = common.backbone_info(args.arch, args.image_size[0], args.patch_size, args.norm)
     backbone = common.build_backbone(info)
-    sizes = args.resolutions + ([args.local_size] if args.local_crops else [])
+    sizes = args.image_size + ([args.local_size] if args.local_crops else [])
     width = common.feature_width(backbone, *sizes)
     if args.init:
         common.load_weights(backbone, args.init, args.init_prefix)
     negatives = args.queue or min(65536, max(args.batch_size, len(train) // 10))
-    model = CLIM(backbone, width, args.resolutions, args.dim, negatives, args.temperature)
+    model = CLIM(backbone, width, args.image_size, args.dim, negatives, args.temperature)
     model = convert_split_batchnorm(model, groups) if groups > 1 else model
     model.to(device, memory_format=torch.channels_last)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0, momentum=0.9, weight_decay=args.weight_decay, fused=True)
@@ -606,7 +592,7 @@ def main(args, train=None, test=None):
     # The run
     amp = common.use_bf16(args.amp, device)
     state = dict(model=model, optimizer=optimizer, positives=positives)
-    terms = len(args.resolutions) ** 2 + args.local_crops  # of the loss, which is their sum
+    terms = len(args.image_size) ** 2 + args.local_crops  # of the loss, which is their sum
     derived = dict(negatives=negatives, loss_at_uniform_logits=terms * math.log(negatives + 1))
     derived |= dict(peak_lr=args.lr * args.batch_size / 256, batch_norm_groups=groups * world, bf16=amp)
     config, records = common.open_run(args, train, state, derived)  # a record per epoch that is done
