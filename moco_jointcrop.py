@@ -315,22 +315,16 @@ class JointCrop(v2.RandomResizedCrop):
         """Return a resized crop of an image. scale: (lowest, highest) fraction of the image's area."""
         image_height, image_width = v2.functional.get_size(image)
         top, left, height, width = box = self.get_params(image, scale, self.ratio)
-        if box == self.center_box(image_height, image_width):
+        highest = min(image_height, round(image_width / self.ratio[0]))
+        widest = min(image_width, round(image_height * self.ratio[1]))
+        center = (image_height - highest) // 2, (image_width - widest) // 2, highest, widest
+        if box == center:  # which `get_params` returns if no aspect ratio fits
             if self.whole:
                 top, left, height, width = 0, 0, image_height, image_width
         elif self.css_alpha != 1:
             top = center_suppressed(image_height - height, self.css_alpha)
             left = center_suppressed(image_width - width, self.css_alpha)
         return v2.functional.resized_crop(image, top, left, height, width, self.size, self.interpolation)
-
-    def center_box(self, image_height, image_width):
-        """Return (top, left, height, width) of the center crop, which `get_params` returns if no aspect ratio fits.
-
-        A drawn box that happens to equal it is treated as one.
-        """
-        height = min(image_height, round(image_width / self.ratio[0]))
-        width = min(image_width, round(image_height * self.ratio[1]))
-        return (image_height - height) // 2, (image_width - width) // 2, height, width
 
 
 class JointViews(Dataset):
