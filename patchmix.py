@@ -336,10 +336,6 @@ class PatchMix(nn.Module):
         self.terms = dict.fromkeys(TERMS, 1.0) if terms is None else terms
         self.temperature, self.smoothing = temperature, smoothing
 
-    def mix(self, x):
-        """Mix images as `mix_batch` does: (n, 3, H, W) -> (n, 3, H, W)."""
-        return mix_batch(x, self.num_mix, self.patch_size, self.slices)
-
     def query(self, x):
         """Return the queries of images, h = H(G(F(x))): (n, 3, H, W) -> (n, dim), in the dtype of x."""
         return self.predictor(self.projector(self.backbone(x))).to(x.dtype)
@@ -360,8 +356,9 @@ class PatchMix(nn.Module):
         """
         x1, x2, *local = views
         oto, mto, mtm = (term in self.terms for term in TERMS)
-        x1_mixed = self.mix(x1) if mto or mtm else None  # line 5
-        x2_mixed = self.mix(x2) if mtm else None  # line 6
+        mixing = self.num_mix, self.patch_size, self.slices
+        x1_mixed = mix_batch(x1, *mixing) if mto or mtm else None  # line 5
+        x2_mixed = mix_batch(x2, *mixing) if mtm else None  # line 6
         first = len(x1) * dist.get_rank() if dist.is_initialized() else 0
         targets = batch_targets(len(x1), self.num_mix, self.slices, first)  # lines 5 to 7
         h2 = self.query(x2) if oto else None  # line 8
@@ -369,11 +366,11 @@ class PatchMix(nn.Module):
         z1 = self.key(x1) if oto or local else None  # line 9
         z2 = self.key(x2) if mto or local else None
         z2_mixed = self.key(x2_mixed) if mtm else None
-        h_local = h_local_mixed = ()  # D6
+        h_local = {}  # queries of local crops, for each term (D6)
         if local and oto:
-            h_local = self.query(torch.cat(local)).chunk(len(local))
+            h_local["oto"] = self.query(torch.cat(local)).chunk(len(local))
         if local and mto:
-            h_local_mixed = self.query(torch.cat([self.mix(x) for x in local])).chunk(len(local))
+            h_local["mto"] = self.query(torch.cat([mix_batch(x, *mixing) for x in local])).chunk(len(local))
 
         def contrast(h, z, term):
             smoothing = self.smoothing if term == "oto" else 0.0  # D1
@@ -387,10 +384,8 @@ class PatchMix(nn.Module):
                 losses["mto"] = contrast(h1_mixed, z2, "mto")  # Eq. 13
             if mtm:
                 losses["mtm"] = contrast(h1_mixed, z2_mixed, "mtm")  # Eq. 14
-            if h_local:  # as released, against the keys of both views
-                losses["local_oto"] = sum(contrast(h, z, "oto") for h in h_local for z in (z1, z2)) / len(local)
-            if h_local_mixed:
-                losses["local_mto"] = sum(contrast(h, z, "mto") for h in h_local_mixed for z in (z1, z2)) / len(local)
+            for term, queries in h_local.items():  # as released, against the keys of both views
+                losses[f"local_{term}"] = sum(contrast(h, z, term) for h in queries for z in (z1, z2)) / len(local)
         weights = self.terms | dict(local_oto=1.0, local_mto=1.0)  # D6
         loss = sum(weights[name] * value for name, value in losses.items())  # line 10: Eq. 16
         metrics = dict(loss=loss.detach()) | {f"loss_{name}": value.detach() for name, value in losses.items()}
@@ -422,14 +417,6 @@ def learning_rate(args, epoch):
     if epoch < warmup:
         return peak * epoch / warmup
     return cosine(peak, last, (epoch - warmup) / (args.epochs - warmup))
-
-
-def uniform_loss(terms, num_mix, local_crops, batch_size):
-    """Return the loss at equal logits: the sum of the weights of all positives, times log N."""
-    total = sum(terms.values()) + (num_mix - 1) * terms.get("mtm", 0.0)  # mtm's weights sum to M (Eq. 12)
-    if local_crops:
-        total += 2 * len(terms.keys() & {"oto", "mto"})  # against the keys of both views
-    return total * math.log(batch_size)
 
 
 def main(args, train=None, test=None):
@@ -476,8 +463,10 @@ def main(args, train=None, test=None):
     # The run
     amp = common.use_bf16(args.amp, device)
     state = dict(model=model, optimizer=optimizer)
-    uniform = uniform_loss(terms, args.num_mix, args.local_crops, args.batch_size)
-    derived = dict(loss_at_uniform_logits=uniform, peak_lr=args.lr * args.batch_size / 256)
+    weight = sum(terms.values()) + (args.num_mix - 1) * terms.get("mtm", 0.0)  # of all positives; mtm's sum to M
+    if args.local_crops:
+        weight += 2 * len(terms.keys() & {"oto", "mto"})  # against the keys of both views
+    derived = dict(loss_at_uniform_logits=weight * math.log(args.batch_size), peak_lr=args.lr * args.batch_size / 256)
     derived |= dict(mix_slices=slices * world, batch_norm_groups=world if device.type == "cpu" else 1, bf16=amp)
     config, records = common.open_run(args, train, state, derived)  # a record per epoch that is done
     info |= dict(method="patchmix", encoder=args.key_encoder, dataset=args.dataset, images=config["images"])
