@@ -114,8 +114,6 @@ def parse_args(argv=None):
         parser.error("--lam has no effect without --l2l-weighting lambda")
     if args.local_crops and args.local_size > args.image_size:
         parser.error(f"--local-size {args.local_size} is larger than --image-size {args.image_size}")
-    if args.local_crops and common.is_vit(args.arch) and args.local_size % args.patch_size:
-        parser.error(f"--patch-size {args.patch_size} does not divide --local-size {args.local_size}")
     common.check_flags(parser, args)
     return args
 

@@ -43,6 +43,7 @@ MISTAKES = [  # scripts, flags, what the line has to name
     (["moco_jointcrop"], "--joint blur --blur-p 0", "--blur-p"),
     (["clim"], "--clim-start 2", "--clim-start"),
     (["clim"], "--image-size 24 12", "images of 12 px"),
+    (["moco_jointcrop", "clim", "logo"], "--local-crops 2 --local-size 12", "images of 12 px"),
     (["logo"], "--one-way", "--local-crops 0"),
     (["logo"], "--local-size 24", "--local-size"),
     (["patchmix"], "--terms oto,other", "--terms"),
