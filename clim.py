@@ -158,9 +158,8 @@ def clim_loss(q, k_anchor, k_positive, queue, temperature, lam):
     q: (N, C) queries, one per mixed image. k_anchor: (N, C), the keys of the images. k_positive: (N, C), the keys of
     the images that were pasted in. queue: (K, C). All are L2-normalized. temperature: tau > 0. lam: in [0, 1], the
     fraction of k_anchor's images in the mix, a float, or (N,) for a fraction per query.
-    Gradients reach q, and also the keys and the queue unless these are detached. float16 and bfloat16 are converted to
-    float32; call it outside autocast, which would undo that. Raises ValueError if the shapes do not fit, or a float lam
-    is not in [0, 1].
+    Gradients reach q, and also keys and queue unless these are detached. float16 and bfloat16 are converted to float32;
+    call it outside autocast, which would undo that. Raises ValueError for wrong shapes, or a float lam outside [0, 1].
     """
     keys_fit = q.dim() == 2 and k_anchor.shape == q.shape and k_positive.shape == q.shape
     lam_shape = tuple(lam.shape) if torch.is_tensor(lam) else ()
@@ -221,8 +220,7 @@ def nearest_neighbors(x, k, rows=None):
     """Return the k nearest other rows of each row by L2 distance, nearest first: (n, min(k, N - 1)) int64.
 
     x: (N, C). rows: (n,) int64, the rows whose neighbors are returned; None: all. A row is not its own neighbor, unless
-    it is the only one (D1). Distances are computed in float64. They are compared in float32, so that copies are equally
-    near.
+    it is the only one (D1). Distances are computed in float64, and compared in float32, so copies are equally near.
     """
     x = x.double() - x[:1].double()  # in float32, or far from 0, cdist confuses rows that are close to each other
     rows = torch.arange(len(x), device=x.device) if rows is None else rows
@@ -283,8 +281,7 @@ def select_positives(x, centers, assignment, k=40, num_positives=10, generator=N
 
     The candidates are those of an image's k nearest neighbors that are in its cluster and at most as far from its
     center as the image is. num_positives random ones are selected. If there are fewer, the nearest of the other
-    neighbors are added (D2). If the neighbors are too few, they repeat. Copy it with nearest_neighbors and
-    preferred_first.
+    neighbors are added (D2), and if these are too few, all repeat. Copy it with nearest_neighbors and preferred_first.
 
     x: (N, C), one embedding per image. centers: (m, C), and assignment: (N,) int64, the index of each image's center,
     as `kmeans` returns them. generator: a torch CPU generator; None: torch's global one. neighbors: (N, k) int64, as
@@ -468,10 +465,9 @@ class CLIM(nn.Module):
         """Return (loss, keys to enqueue (N, dim), queries (n, dim), {name: metric}). The loss is Eq. 6.
 
         queries: this process's query view and local crops, each (n, 3, H, W), normalized and, once there are positives,
-        mixed with theirs. shares: list of the images' shares in these. key_views: another view of the images and, once
-        there are positives, a view of these: list of one or two (n, 3, H, W). The keys to enqueue are the images' own
-        at the largest size (not in the paper), of all processes. Only the loss has a gradient, which reaches the query
-        encoder only.
+        mixed with theirs. shares: the images' shares in these. key_views: a view of the images and, once there are
+        positives, one of these: list of one or two (n, 3, H, W). The keys to enqueue are the images' own at the largest
+        size (not in the paper), of all processes. Only the loss has a gradient, which reaches the query encoder only.
         """
         q, keys = [], []  # for each size
         for i, size in enumerate(self.sizes):
@@ -493,13 +489,10 @@ class CLIM(nn.Module):
 
     @torch.no_grad()
     def update(self, m):
-        """Update the momentum encoder: theta_k <- m theta_k + (1 - m) theta_q (MoCo, Eq. 2).
-
-        Its weights must be float32 or float64: in bfloat16 a change by 1 - m is rounded away.
-        """
+        """Update the momentum encoder (float32 or float64): theta_k <- m theta_k + (1 - m) theta_q (MoCo, Eq. 2)."""
         theta_k = [*self.momentum_backbone.parameters(), *self.momentum_projector.parameters()]
         theta_q = [*self.backbone.parameters(), *self.projector.parameters()]
-        get_ema_multi_avg_fn(m)(theta_k, theta_q, None)  # all parameters in one operation
+        get_ema_multi_avg_fn(m)(theta_k, theta_q, None)  # all in one operation; in bfloat16 1 - m would be rounded away
 
 
 # ================================================================= 5. training
@@ -683,8 +676,7 @@ def encode_shuffled_keys(encode, views):
 class SplitBatchNorm(nn.BatchNorm2d):
     """Batch norm over each of `groups` equal slices of the batch, as on that many GPUs. x: (N, C) or (N, C, H, W).
 
-    As in MoCo's notebook for CIFAR, the running statistics are averages over the groups. Raises ValueError if the
-    groups do not divide the batch.
+    As in MoCo's notebook, running statistics are averaged over groups. Raises ValueError if they do not divide a batch.
     """
 
     def __init__(self, num_features, groups, **kwargs):
@@ -726,7 +718,7 @@ def convert_split_batchnorm(module, groups):
 
 # ================================== 7. differences between the paper and this file
 
-# There is no released code. What the paper does not give is marked "not in the paper".
+# What the paper does not give is marked "not in the paper".
 # D1 The image itself. Paper: it fulfills Eq. 2, as an equality. Here: it is no positive, unless it is the only image.
 # D2 Too few positives. Paper (App. A.2): the nearest of the remaining 40 neighbors. Here: read as those that Eq. 2
 #    excludes, nearest first, although that contradicts Eq. 2.

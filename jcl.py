@@ -83,10 +83,8 @@ def parse_args(argv=None):
 
     args = common.parse_args(parser, argv, recipe)
     changed = {name for name, value in vars(args).items() if value != parser.get_default(name)}
-    if args.num_keys == 1 and changed & {"lam", "lam_schedule", "vanilla"}:
-        parser.error("--lam, --lam-schedule and --vanilla have no effect with --num-keys 1, which is MoCo v2")
-    if args.vanilla and changed & {"lam", "lam_schedule"}:
-        parser.error("--lam and --lam-schedule have no effect with --vanilla, which replaces Eq. 8")
+    if (args.num_keys == 1 or args.vanilla) and changed & {"lam", "lam_schedule"}:
+        parser.error("--lam and --lam-schedule have no effect with --num-keys 1 or --vanilla, which are MoCo v2")
     common.check_flags(parser, args)
     return args
 
@@ -261,13 +259,10 @@ class JCL(nn.Module):
 
     @torch.no_grad()
     def update(self, m):
-        """Update the momentum encoder: theta_k <- m theta_k + (1 - m) theta_q (MoCo, Eq. 2).
-
-        Its weights must be float32 or float64: in bfloat16 a change by 1 - m is rounded away.
-        """
+        """Update the momentum encoder (float32 or float64): theta_k <- m theta_k + (1 - m) theta_q (MoCo, Eq. 2)."""
         theta_k = [*self.momentum_backbone.parameters(), *self.momentum_projector.parameters()]
         theta_q = [*self.backbone.parameters(), *self.projector.parameters()]
-        get_ema_multi_avg_fn(m)(theta_k, theta_q, None)  # all parameters in one operation
+        get_ema_multi_avg_fn(m)(theta_k, theta_q, None)  # all in one operation; in bfloat16 1 - m would be rounded away
 
 
 # ================================================================= 5. training
@@ -405,8 +400,7 @@ def encode_shuffled_keys(encode, views):
 class SplitBatchNorm(nn.BatchNorm2d):
     """Batch norm over each of `groups` equal slices of the batch, as on that many GPUs. x: (N, C) or (N, C, H, W).
 
-    As in MoCo's notebook for CIFAR, the running statistics are averages over the groups. Raises ValueError if the
-    groups do not divide the batch.
+    As in MoCo's notebook, running statistics are averaged over groups. Raises ValueError if they do not divide a batch.
     """
 
     def __init__(self, num_features, groups, **kwargs):

@@ -215,9 +215,8 @@ def combine(global_terms, local_terms, reduction="mean"):
 class Affinity(nn.Module):
     """The learned affinity of local crops: two (N, dim) -> scores (N,), high for two crops of one image.
 
-    Its initial weights must be the same on all processes. To copy LoGo, copy it with compared_views, affinity_loss,
-    local_dissimilarity, combine, descend, GatherWithGradient, gather, shard, and the blocks "LoGo" and "Algorithm 1" of
-    main.
+    Its initial weights must be equal on all processes. To copy LoGo, copy it with compared_views, affinity_loss,
+    local_dissimilarity, combine, descend, GatherWithGradient, gather, shard, main's blocks "LoGo" and "Algorithm 1".
     """
 
     def __init__(self, dim, hidden=256):
@@ -393,20 +392,16 @@ class MoCo(nn.Module):
 
     @torch.no_grad()
     def update(self, m):
-        """Update the momentum encoder: theta_k <- m theta_k + (1 - m) theta_q (MoCo, Eq. 2).
-
-        Its weights must be float32 or float64: in bfloat16 a change by 1 - m is rounded away.
-        """
+        """Update the momentum encoder (float32 or float64): theta_k <- m theta_k + (1 - m) theta_q (MoCo, Eq. 2)."""
         theta_k = [*self.momentum_backbone.parameters(), *self.momentum_projector.parameters()]
         theta_q = [*self.backbone.parameters(), *self.projector.parameters()]
-        get_ema_multi_avg_fn(m)(theta_k, theta_q, None)  # all parameters in one operation
+        get_ema_multi_avg_fn(m)(theta_k, theta_q, None)  # all in one operation; in bfloat16 1 - m would be rounded away
 
 
 class SimSiam(nn.Module):
     """SimSiam's encoder and predictor (SimSiam, section 3), with global and local views. It has no keys and no queue.
 
-    Copy it with compared_views and combine. layers: of the projector. hidden: width of the predictor. For the rest see
-    `MoCo`.
+    Copy it with compared_views and combine. layers: of the projector. hidden: of the predictor. For others see `MoCo`.
     """
 
     def __init__(self, backbone, width, pairs, dim=2048, layers=3, hidden=512, reduction="mean"):
@@ -634,8 +629,7 @@ def encode_shuffled_keys(encode, views):
 class SplitBatchNorm(nn.BatchNorm2d):
     """Batch norm over each of `groups` equal slices of the batch, as on that many GPUs. x: (N, C) or (N, C, H, W).
 
-    As in MoCo's notebook for CIFAR, the running statistics are averages over the groups. Raises ValueError if the
-    groups do not divide the batch.
+    As in MoCo's notebook, running statistics are averaged over groups. Raises ValueError if they do not divide a batch.
     """
 
     def __init__(self, num_features, groups, **kwargs):

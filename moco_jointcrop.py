@@ -413,10 +413,7 @@ class Queue(nn.Module):
 
 
 class MoCoBase(nn.Module):
-    """What all versions of MoCo share: a query encoder, and a momentum encoder, which makes the keys.
-
-    backbone: (n, 3, H, W) -> (n, width). projector: (n, width) -> (n, dim). temperature: of the loss.
-    """
+    """What all versions of MoCo share: a query encoder, and a momentum encoder, which makes the keys."""
 
     def __init__(self, backbone, projector, temperature):
         super().__init__()
@@ -430,13 +427,10 @@ class MoCoBase(nn.Module):
 
     @torch.no_grad()
     def update(self, m):
-        """Update the momentum encoder: theta_k <- m theta_k + (1 - m) theta_q (MoCo, Eq. 2).
-
-        Its weights must be float32 or float64: in bfloat16 a change by 1 - m is rounded away.
-        """
+        """Update the momentum encoder (float32 or float64): theta_k <- m theta_k + (1 - m) theta_q (MoCo, Eq. 2)."""
         theta_k = [*self.momentum_backbone.parameters(), *self.momentum_projector.parameters()]
         theta_q = [*self.backbone.parameters(), *self.projector.parameters()]
-        get_ema_multi_avg_fn(m)(theta_k, theta_q, None)  # all parameters in one operation
+        get_ema_multi_avg_fn(m)(theta_k, theta_q, None)  # all in one operation; in bfloat16 1 - m would be rounded away
 
 
 class MoCo(MoCoBase):
@@ -476,8 +470,7 @@ class MoCo(MoCoBase):
 class MoCoV3(MoCoBase):
     """MoCo v3's query encoder with a predictor, and its momentum encoder. It has no queue.
 
-    Copy it with MoCoBase, contrast, mlp and gather. backbone, dim, temperature: see `MoCo`. hidden: hidden width of the
-    projector and the predictor.
+    Copy it with MoCoBase, contrast, mlp and gather. hidden: of projector and predictor. For the rest see `MoCo`.
     """
 
     def __init__(self, backbone, width, hidden=4096, dim=256, temperature=1.0):
@@ -674,8 +667,7 @@ def encode_shuffled_keys(encode, views):
 class SplitBatchNorm(nn.BatchNorm2d):
     """Batch norm over each of `groups` equal slices of the batch, as on that many GPUs. x: (N, C) or (N, C, H, W).
 
-    As in MoCo's notebook for CIFAR, the running statistics are averages over the groups. Raises ValueError if the
-    groups do not divide the batch.
+    As in MoCo's notebook, running statistics are averaged over groups. Raises ValueError if they do not divide a batch.
     """
 
     def __init__(self, num_features, groups, **kwargs):

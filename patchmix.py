@@ -220,8 +220,7 @@ def mix_targets(n, num_mix, first=0):
     keys: rank * N if each process mixes its own N images and the keys of all processes are gathered.
     Returns (mto_index (n, M) int64, mto_weight (M,), mtm_index (n, 2M-1) int64, mtm_weight (2M-1,)). The indices are
     rows of keys, from `first` on, and wrap around modulo n. mto_weight is 1/M each. mtm_weight is 1/M, 2/M, ..., 1,
-    ..., 2/M, 1/M, which sum to M. With fewer than 2M - 1 images a positive can occur twice; its weights then add up in
-    `soft_info_nce`.
+    ..., 2/M, 1/M, which sum to M. With fewer than 2M - 1 images a positive can occur twice; its weights then add up.
     """
     i = torch.arange(n)[:, None]
     mto_index = first + (i + torch.arange(num_mix)) % n  # Eq. 10
@@ -342,10 +341,7 @@ class PatchMix(nn.Module):
 
     @torch.no_grad()
     def key(self, x):
-        """Return the keys of all processes' images, z = G(F(x)) by the momentum encoder, without a gradient (Eq. 16).
-
-        (n, 3, H, W) of this process -> (N, dim), in the dtype of x.
-        """
+        """Return the keys z = G(F(x)) of all processes: (n, 3, H, W) -> (N, dim), no gradient, in the dtype of x."""
         return gather(self.momentum_projector(self.momentum_backbone(x)).to(x.dtype))
 
     def forward(self, views):
@@ -393,13 +389,10 @@ class PatchMix(nn.Module):
 
     @torch.no_grad()
     def update(self, m):
-        """Update the momentum encoder: Xi <- m Xi + (1 - m) Theta (Algorithm 2, line 11).
-
-        Its weights must be float32 or float64: in bfloat16 a change by 1 - m is rounded away.
-        """
+        """Update the momentum encoder (float32 or float64): Xi <- m Xi + (1 - m) Theta (Algorithm 2, line 11)."""
         xi = [*self.momentum_backbone.parameters(), *self.momentum_projector.parameters()]
         theta = [*self.backbone.parameters(), *self.projector.parameters()]
-        get_ema_multi_avg_fn(m)(xi, theta, None)  # all parameters in one operation
+        get_ema_multi_avg_fn(m)(xi, theta, None)  # all in one operation; in bfloat16 1 - m would be rounded away
 
 
 # ================================================================= 5. training
@@ -542,8 +535,7 @@ def gather(x):
 #    `--mix-slices`, at least one per process; 1 on one process is the paper's ring. Each slice has its own shuffle of
 #    the patches (Eq. 2); the paper draws one for the batch.
 # Differences in rounding, indices and precision are listed in tests/golden/README.md.
-# Baseline: `--num-mix 1 --terms oto,mto` is L(q2, k1) + L(q1, k2), MoCo v3's symmetric loss without the factor 2 tau.
-# `--num-mix 1` alone counts the second term twice, because mtm is then mto.
+# The baseline lacks MoCo v3's factor 2 tau. `--num-mix 1` alone counts L(q1, k2) twice, because mtm is then mto.
 # Not here: the other mixes of Table 5 (CutMix and Mixup, RegionSwap, ResizeMix), COCO (Table 4), and Figs. 4, 8 to 11.
 
 

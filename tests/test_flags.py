@@ -202,7 +202,7 @@ REFUSED = {  # what a flag, the last one, has no effect with
                        "--joint none --beta 1", "--joint blur --local-crops 2 --joint-pair local",
                        "--joint-pair local", "--joint-prob 0.1", "--moco v1 --hidden 9", "--local-size 12",
                        "--local-scale 0.1 0.2"],
-    "jcl": ["--num-keys 1 --lam 1", "--vanilla --lam 1", "--num-keys 1 --vanilla", "--vanilla --lam-schedule ramp"],
+    "jcl": ["--num-keys 1 --lam 1", "--vanilla --lam 1", "--vanilla --lam-schedule ramp"],
     "clim": ["--selection none --mix none", "--selection none --num-positives 3", "--selection none --refresh-every 3",
              "--selection none --clim-start 3", "--mix none --alpha 1", "--selection knn --num-clusters 3",
              "--selection kmeans --knn-k 3", "--local-size 12", "--local-scale 0.1 0.2"],
