@@ -39,7 +39,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import get_ema_multi_avg_fn
-from torch.utils.data import DataLoader, Dataset, DistributedSampler
+from torch.utils.data import DataLoader, DistributedSampler
 from torchvision.transforms import v2
 
 import common
@@ -62,8 +62,7 @@ def parse_args(argv=None):
     add = parser.add_argument_group("positives").add_argument
     ways = ("none", "random", "knn", "kmeans", "center")
     add("--selection", choices=ways, default="center", help="how positives are selected (Table 6); none: MoCo v2")
-    add("--num-clusters", type=common.positive_int, default=10000, help="clusters (Table 8); --dataset folder: one per "
-        "128 images")  # fmt: skip
+    add("--num-clusters", type=common.positive_int, default=10000, help="clusters (Table 8); folder: 1 per 128 images")
     add("--knn-k", type=common.positive_int, default=40, help="nearest neighbors, k (Table 8)")
     add("--num-positives", type=common.positive_int, default=10, help="positives per image (App. A.2)")
     add("--refresh-every", type=common.positive_int, default=5, help="epochs between selections (App. A.2)")
@@ -71,8 +70,7 @@ def parse_args(argv=None):
 
     add = parser.add_argument_group("model").add_argument
     add("--arch", default="resnet50", help="encoder: resnet_mini, resnet18, resnet50, vit_small, or any timm model")
-    add("--image-size", type=common.positive_int, nargs="+", default=[224, 160], dest="resolutions", metavar="SIZE",
-        help="image sizes of views, in pixels; several: multi-resolution (Table 7)")  # fmt: skip
+    add("--image-size", type=common.positive_int, nargs="+", default=[224, 160], help="view sizes in pixels (Table 7)")
     add("--patch-size", type=common.positive_int, default=16, help="patch size of a ViT, in pixels")
     add("--dim", type=common.positive_int, default=128, help="embedding dimension")
     add("--bn-groups", type=common.positive_int, default=16, help="batch-norm groups per global batch; 8: as on 8 GPUs")
@@ -97,8 +95,7 @@ def parse_args(argv=None):
 
     args = common.parse_args(parser, argv, recipe)
     changed = {name for name, value in vars(args).items() if value != parser.get_default(name)}
-    args.resolutions = sorted(args.resolutions, reverse=True)
-    args.image_size = args.resolutions[0]  # views are cropped at the largest size
+    args.image_size = sorted(args.image_size, reverse=True)  # views are cropped at the largest size
     if args.selection == "none" and changed & {"mix", "alpha", "num_positives", "refresh_every", "clim_start"}:
         parser.error("--selection none: --mix, --alpha, --num-positives, --refresh-every, --clim-start have no effect")
     if args.mix == "none" and "alpha" in changed:
@@ -111,29 +108,26 @@ def parse_args(argv=None):
         parser.error("--local-size and --local-scale have no effect without --local-crops")
     if args.selection != "none" and args.clim_start >= args.epochs:
         parser.error(f"--clim-start {args.clim_start} is not below --epochs {args.epochs}: there would be no positives")
-    if args.local_crops and args.local_size > args.image_size:
-        parser.error(f"--local-size {args.local_size} is larger than a view, {args.image_size}")
-    sizes = args.resolutions + ([args.local_size] if args.local_crops else [])
-    if common.is_vit(args.arch) and any(size % args.patch_size for size in sizes):
-        parser.error(f"--patch-size {args.patch_size} does not divide views and local crops of {sizes} px")
+    if args.local_crops and args.local_size > args.image_size[0]:
+        parser.error(f"--local-size {args.local_size} is larger than --image-size {args.image_size[0]}")
     common.check_flags(parser, args)
     return args
 
 
 # fmt: off
 CIFAR = dict(  # not in the paper: MoCo's demo on CIFAR-10 (facebookresearch/moco, branch colab-notebook)
-    arch="resnet18", resolutions=[32], patch_size=4, epochs=200, batch_size=512, lr=0.03,  # 0.06 for 512
+    arch="resnet18", image_size=[32], patch_size=4, epochs=200, batch_size=512, lr=0.03,  # 0.06 for 512
     weight_decay=5e-4, momentum=0.99, queue=4096, bn_groups=8, crop_scale=[0.08, 1.0], blur_p=0.0, norm="cifar10",
     num_clusters=400, local_size=16,  # about as many images per cluster as on ImageNet
 )
 RECIPES = dict(  # what differs from the paper's values for ImageNet
     patterns=dict(  # not in the paper: for a laptop
-        arch="resnet_micro", resolutions=[32], patch_size=4, epochs=45, batch_size=64, lr=0.12, queue=128, blur_p=0.1,
+        arch="resnet_micro", image_size=[32], patch_size=4, epochs=45, batch_size=64, lr=0.12, queue=128, blur_p=0.1,
         crop_scale=[0.3, 1.0], bn_groups=2, momentum=0.95, warmup=5.0, num_clusters=32, norm="patterns", local_size=16,
     ),
     cifar10=CIFAR,
     cifar100=dict(CIFAR, norm="cifar100"),
-    stl10=dict(CIFAR, resolutions=[96], patch_size=8, queue=8192, num_clusters=800, norm="imagenet", local_size=48),
+    stl10=dict(CIFAR, image_size=[96], patch_size=8, queue=8192, num_clusters=800, norm="imagenet", local_size=48),
     imagenet100=dict(arch="resnet18", queue=16384, num_clusters=1000),  # not in the paper
     imagenet=dict(knn_every=50),  # its kNN takes minutes
     folder=dict(  # not in the paper; None: a tenth of the images, 128 per cluster
@@ -152,7 +146,7 @@ def recipe(args):
     if args.selection == "knn":
         values["knn_k"] = 10  # section 4.4: for Table 6, positives are taken from the nearest ten
     if args.selection == "none" or args.local_crops:  # the baseline and Table 7's multi-crop have one size
-        values.setdefault("resolutions", [224])
+        values.setdefault("image_size", [224])
     return values
 
 
@@ -167,9 +161,8 @@ def clim_loss(q, k_anchor, k_positive, queue, temperature, lam):
     q: (N, C) queries, one per mixed image. k_anchor: (N, C), the keys of the images. k_positive: (N, C), the keys of
     the images that were pasted in. queue: (K, C). All are L2-normalized. temperature: tau > 0. lam: in [0, 1], the
     fraction of k_anchor's images in the mix, a float, or (N,) for a fraction per query.
-    Gradients reach q, and also the keys and the queue unless these are detached. float16 and bfloat16 are converted to
-    float32; call it outside autocast, which would undo that. Raises ValueError if the shapes do not fit, or a float lam
-    is not in [0, 1].
+    Gradients reach q, and also keys and queue unless these are detached. float16 and bfloat16 are converted to float32;
+    call it outside autocast, which would undo that. Raises ValueError for wrong shapes, or a float lam outside [0, 1].
     """
     keys_fit = q.dim() == 2 and k_anchor.shape == q.shape and k_positive.shape == q.shape
     lam_shape = tuple(lam.shape) if torch.is_tensor(lam) else ()
@@ -225,16 +218,12 @@ def cutmix(x, partner, lam, generator=None):
     return mixed, (kept.to(x.device, torch.promote_types(x.dtype, torch.float32)) if lam.dim() else kept.item())
 
 
-# The selection of positives: section 3.2.1 and App. A.2
-
-
 @torch.no_grad()
 def nearest_neighbors(x, k, rows=None):
     """Return the k nearest other rows of each row by L2 distance, nearest first: (n, min(k, N - 1)) int64.
 
     x: (N, C). rows: (n,) int64, the rows whose neighbors are returned; None: all. A row is not its own neighbor, unless
-    it is the only one (D1). Distances are computed in float64. They are compared in float32, so that copies are equally
-    near.
+    it is the only one (D1). Distances are computed in float64, and compared in float32, so copies are equally near.
     """
     x = x.double() - x[:1].double()  # in float32, or far from 0, cdist confuses rows that are close to each other
     rows = torch.arange(len(x), device=x.device) if rows is None else rows
@@ -295,8 +284,7 @@ def select_positives(x, centers, assignment, k=40, num_positives=10, generator=N
 
     The candidates are those of an image's k nearest neighbors that are in its cluster and at most as far from its
     center as the image is. num_positives random ones are selected. If there are fewer, the nearest of the other
-    neighbors are added (D2). If the neighbors are too few, they repeat. Copy it with nearest_neighbors and
-    preferred_first.
+    neighbors are added (D2), and if these are too few, all repeat. Copy it with nearest_neighbors and preferred_first.
 
     x: (N, C), one embedding per image. centers: (m, C), and assignment: (N,) int64, the index of each image's center,
     as `kmeans` returns them. generator: a torch CPU generator; None: torch's global one. neighbors: (N, k) int64, as
@@ -320,10 +308,8 @@ def random_members(assignment, count):
     everyone = torch.arange(len(assignment), device=assignment.device)
     by_cluster = assignment.argsort(stable=True).split(assignment.bincount().tolist())
     for rows in by_cluster:  # those of one cluster
-        if len(rows) > 1:
-            candidates, own_place = rows, everyone[: len(rows)]
-        else:
-            candidates, own_place = everyone, rows
+        candidates = rows if len(rows) > 1 else everyone
+        own_place = torch.searchsorted(candidates, rows)  # of each row among the candidates; both are in order
         place = torch.randint(len(candidates) - 1, (len(rows), count)).to(rows.device)
         place += place >= own_place[:, None]  # from the row's own place on, so that it is never drawn
         table[rows] = candidates[place]
@@ -355,23 +341,20 @@ def info_nce(q, k, queue, temperature):
 # ============================================================= 3. augmentation
 
 
-class ImageAndPositive(Dataset):
+class ImageAndPositive(common.Views):
     """Views of an image and, once there are positives, of one of them: items ((views, positive's views), label).
 
-    images: a dataset with items (PIL image, label). transforms, positive_transforms: see common.Views. positives: (N,
-    num_positives) int, the indices of each image's positives; below 0 before they are selected, and then there are no
-    views of them. Loader workers start at each epoch, so they see the table as it is then.
+    images, transforms: see common.Views; positive_transforms: those of positives. positives: (N, num_positives) int,
+    the indices of each image's positives; below 0 before they are selected, and then there are no views of them. Loader
+    workers start at each epoch, so they see the table as it is then.
     """
 
     def __init__(self, images, transforms, positive_transforms, positives):
-        self.views, self.positive_views = common.Views(images, transforms), common.Views(images, positive_transforms)
-        self.positives = positives
-
-    def __len__(self):
-        return len(self.views)
+        super().__init__(images, transforms)
+        self.positive_views, self.positives = common.Views(images, positive_transforms), positives
 
     def __getitem__(self, index):
-        views, label = self.views[index]
+        views, label = super().__getitem__(index)
         column = torch.randint(self.positives.shape[1], ())  # a random one in each epoch (not in the paper)
         positive = self.positives[index, column].item()
         return (views, self.positive_views[positive][0] if positive >= 0 else []), label
@@ -485,10 +468,9 @@ class CLIM(nn.Module):
         """Return (loss, keys to enqueue (N, dim), queries (n, dim), {name: metric}). The loss is Eq. 6.
 
         queries: this process's query view and local crops, each (n, 3, H, W), normalized and, once there are positives,
-        mixed with theirs. shares: list of the images' shares in these. key_views: another view of the images and, once
-        there are positives, a view of these: list of one or two (n, 3, H, W). The keys to enqueue are the images' own
-        at the largest size (not in the paper), of all processes. Only the loss has a gradient, which reaches the query
-        encoder only.
+        mixed with theirs. shares: the images' shares in these. key_views: a view of the images and, once there are
+        positives, one of these: list of one or two (n, 3, H, W). The keys to enqueue are the images' own at the largest
+        size (not in the paper), of all processes. Only the loss has a gradient, which reaches the query encoder only.
         """
         q, keys = [], []  # for each size
         for i, size in enumerate(self.sizes):
@@ -510,16 +492,18 @@ class CLIM(nn.Module):
 
     @torch.no_grad()
     def update(self, m):
-        """Update the momentum encoder: theta_k <- m theta_k + (1 - m) theta_q (MoCo, Eq. 2).
-
-        Its weights must be float32 or float64: in bfloat16 a change by 1 - m is rounded away.
-        """
+        """Update the momentum encoder (float32 or float64): theta_k <- m theta_k + (1 - m) theta_q (MoCo, Eq. 2)."""
         theta_k = [*self.momentum_backbone.parameters(), *self.momentum_projector.parameters()]
         theta_q = [*self.backbone.parameters(), *self.projector.parameters()]
-        get_ema_multi_avg_fn(m)(theta_k, theta_q, None)  # all parameters in one operation
+        get_ema_multi_avg_fn(m)(theta_k, theta_q, None)  # all in one operation; in bfloat16 1 - m would be rounded away
 
 
 # ================================================================= 5. training
+
+
+def cosine(start, end, done):
+    """Return a value on half a cosine from `start` to `end`. done: the fraction of the way, from 0 to 1."""
+    return end + (start - end) * (1 + math.cos(math.pi * done)) / 2
 
 
 def learning_rate(args, epoch):
@@ -528,14 +512,7 @@ def learning_rate(args, epoch):
     warmup = min(args.warmup, args.epochs / 4)
     if epoch < warmup:
         return peak * epoch / warmup
-    done = (epoch - warmup) / (args.epochs - warmup)
-    return last + (peak - last) * (1 + math.cos(math.pi * done)) / 2
-
-
-def momentum_schedule(args, epoch):
-    """Return the momentum encoder's m at a time, in epochs from 0: a cosine between the values of --momentum."""
-    initial, final = args.momentum[0], args.momentum[-1]
-    return final + (initial - final) * (1 + math.cos(math.pi * epoch / args.epochs)) / 2
+    return cosine(peak, last, (epoch - warmup) / (args.epochs - warmup))
 
 
 def choose_positives(args, model, images, info, device):
@@ -580,9 +557,9 @@ def main(args, train=None, test=None):
     torch.manual_seed(args.seed)
 
     # Data: views of each image and of one of its positives, cropped here and colored in the loop
-    train, test = common.open_data(args.dataset, args.data_dir, args.image_size, train, test)
+    train, test = common.open_data(args.dataset, args.data_dir, args.image_size[0], train, test)
     groups = common.split_batch(args.batch_size, len(train), world, args.bn_groups, "--bn-groups")  # per process
-    crop = v2.RandomResizedCrop(args.image_size, args.crop_scale)
+    crop = v2.RandomResizedCrop(args.image_size[0], args.crop_scale)
     local_crop = v2.RandomResizedCrop(args.local_size, args.local_scale)
     transforms = [v2.Compose([crop, key_and_query])] if args.same_crop else [crop, crop]  # a key and a query view (D5)
     transforms += [local_crop] * args.local_crops
@@ -596,23 +573,22 @@ def main(args, train=None, test=None):
         return show_views(args, loader, positives)
 
     # Model and optimizer
-    info = common.backbone_info(args.arch, args.image_size, args.patch_size, args.norm)
+    info = common.backbone_info(args.arch, args.image_size[0], args.patch_size, args.norm)
     backbone = common.build_backbone(info)
-    sizes = args.resolutions + ([args.local_size] if args.local_crops else [])
+    sizes = args.image_size + ([args.local_size] if args.local_crops else [])
     width = common.feature_width(backbone, *sizes)
     if args.init:
         common.load_weights(backbone, args.init, args.init_prefix)
     negatives = args.queue or min(65536, max(args.batch_size, len(train) // 10))
-    model = CLIM(backbone, width, args.resolutions, args.dim, negatives, args.temperature)
+    model = CLIM(backbone, width, args.image_size, args.dim, negatives, args.temperature)
     model = convert_split_batchnorm(model, groups) if groups > 1 else model
     model.to(device, memory_format=torch.channels_last)
-    sgd = dict(lr=0.0, momentum=0.9, weight_decay=args.weight_decay, fused=True)
-    optimizer = torch.optim.SGD(model.parameters(), **sgd)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0, momentum=0.9, weight_decay=args.weight_decay, fused=True)
 
     # The run
     amp = common.use_bf16(args.amp, device)
     state = dict(model=model, optimizer=optimizer, positives=positives)
-    terms = len(args.resolutions) ** 2 + args.local_crops  # of the loss, which is their sum
+    terms = len(args.image_size) ** 2 + args.local_crops  # of the loss, which is their sum
     derived = dict(negatives=negatives, loss_at_uniform_logits=terms * math.log(negatives + 1))
     derived |= dict(peak_lr=args.lr * args.batch_size / 256, batch_norm_groups=groups * world, bf16=amp)
     config, records = common.open_run(args, train, state, derived)  # a record per epoch that is done
@@ -631,7 +607,8 @@ def main(args, train=None, test=None):
             positives.copy_(choose_positives(args, model, train, info, device))  # section 3.2.1
         meter = common.Meter(epoch, args.epochs, len(loader), args.batch_size)
         for step, (crops, _) in enumerate(loader):
-            lr = learning_rate(args, epoch + step / len(loader))
+            now = epoch + step / len(loader)  # in epochs
+            lr = learning_rate(args, now)
             for group in optimizer.param_groups:
                 group["lr"] = lr
             own, other = ([augment(x.to(device, non_blocking=True), args, i) for i, x in enumerate(xs)] for xs in crops)
@@ -642,7 +619,7 @@ def main(args, train=None, test=None):
             loss.backward()
             grad_norm = nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
             optimizer.step()
-            model.update(momentum_schedule(args, epoch + step / len(loader)))
+            model.update(cosine(args.momentum[0], args.momentum[-1], now / args.epochs))
             model.queue.enqueue(keys)
             meter.update(metrics | dict(grad_norm=grad_norm))
 
@@ -702,8 +679,7 @@ def encode_shuffled_keys(encode, views):
 class SplitBatchNorm(nn.BatchNorm2d):
     """Batch norm over each of `groups` equal slices of the batch, as on that many GPUs. x: (N, C) or (N, C, H, W).
 
-    As in MoCo's notebook for CIFAR, the running statistics are averages over the groups. Raises ValueError if the
-    groups do not divide the batch.
+    As in MoCo's notebook, running statistics are averaged over groups. Raises ValueError if they do not divide a batch.
     """
 
     def __init__(self, num_features, groups, **kwargs):
@@ -745,7 +721,7 @@ def convert_split_batchnorm(module, groups):
 
 # ================================== 7. differences between the paper and this file
 
-# There is no released code. What the paper does not give is marked "not in the paper".
+# What the paper does not give is marked "not in the paper".
 # D1 The image itself. Paper: it fulfills Eq. 2, as an equality. Here: it is no positive, unless it is the only image.
 # D2 Too few positives. Paper (App. A.2): the nearest of the remaining 40 neighbors. Here: read as those that Eq. 2
 #    excludes, nearest first, although that contradicts Eq. 2.

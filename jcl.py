@@ -83,10 +83,8 @@ def parse_args(argv=None):
 
     args = common.parse_args(parser, argv, recipe)
     changed = {name for name, value in vars(args).items() if value != parser.get_default(name)}
-    if args.num_keys == 1 and changed & {"lam", "lam_schedule", "vanilla"}:
-        parser.error("--lam, --lam-schedule and --vanilla have no effect with --num-keys 1, which is MoCo v2")
-    if args.vanilla and changed & {"lam", "lam_schedule"}:
-        parser.error("--lam and --lam-schedule have no effect with --vanilla, which replaces Eq. 8")
+    if (args.num_keys == 1 or args.vanilla) and changed & {"lam", "lam_schedule"}:
+        parser.error("--lam and --lam-schedule have no effect with --num-keys 1 or --vanilla, which are MoCo v2")
     common.check_flags(parser, args)
     return args
 
@@ -261,16 +259,18 @@ class JCL(nn.Module):
 
     @torch.no_grad()
     def update(self, m):
-        """Update the momentum encoder: theta_k <- m theta_k + (1 - m) theta_q (MoCo, Eq. 2).
-
-        Its weights must be float32 or float64: in bfloat16 a change by 1 - m is rounded away.
-        """
+        """Update the momentum encoder (float32 or float64): theta_k <- m theta_k + (1 - m) theta_q (MoCo, Eq. 2)."""
         theta_k = [*self.momentum_backbone.parameters(), *self.momentum_projector.parameters()]
         theta_q = [*self.backbone.parameters(), *self.projector.parameters()]
-        get_ema_multi_avg_fn(m)(theta_k, theta_q, None)  # all parameters in one operation
+        get_ema_multi_avg_fn(m)(theta_k, theta_q, None)  # all in one operation; in bfloat16 1 - m would be rounded away
 
 
 # ================================================================= 5. training
+
+
+def cosine(start, end, done):
+    """Return a value on half a cosine from `start` to `end`. done: the fraction of the way, from 0 to 1."""
+    return end + (start - end) * (1 + math.cos(math.pi * done)) / 2
 
 
 def learning_rate(args, epoch):
@@ -279,14 +279,7 @@ def learning_rate(args, epoch):
     warmup = min(args.warmup, args.epochs / 4)
     if epoch < warmup:
         return peak * epoch / warmup
-    done = (epoch - warmup) / (args.epochs - warmup)
-    return last + (peak - last) * (1 + math.cos(math.pi * done)) / 2
-
-
-def momentum_schedule(args, epoch):
-    """Return the momentum encoder's m at a time, in epochs from 0: a cosine between the values of --momentum."""
-    initial, final = args.momentum[0], args.momentum[-1]
-    return final + (initial - final) * (1 + math.cos(math.pi * epoch / args.epochs)) / 2
+    return cosine(peak, last, (epoch - warmup) / (args.epochs - warmup))
 
 
 def main(args, train=None, test=None):
@@ -297,8 +290,7 @@ def main(args, train=None, test=None):
     # Data: one query view and M' key views per image (Algorithm 1, line 4), cropped here and colored in the loop
     train, test = common.open_data(args.dataset, args.data_dir, args.image_size, train, test)
     groups = common.split_batch(args.batch_size, len(train), world, args.bn_groups, "--bn-groups")  # per process
-    crop = v2.RandomResizedCrop(args.image_size, args.crop_scale)
-    images = common.Views(train, [crop] * (1 + args.num_keys))
+    images = common.Views(train, [v2.RandomResizedCrop(args.image_size, args.crop_scale)] * (1 + args.num_keys))
     sampler = DistributedSampler(images, world, rank, seed=args.seed, drop_last=True)
     options = common.loader_options(args.workers, device)
     loader = DataLoader(images, args.batch_size // world, sampler=sampler, drop_last=True, **options)
@@ -316,8 +308,7 @@ def main(args, train=None, test=None):
     model = JCL(backbone, width, args.dim, negatives, args.temperature, args.vanilla)
     model = convert_split_batchnorm(model, groups) if groups > 1 else model
     model.to(device, memory_format=torch.channels_last)
-    sgd = dict(lr=0.0, momentum=0.9, weight_decay=args.weight_decay, fused=True)
-    optimizer = torch.optim.SGD(model.parameters(), **sgd)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0, momentum=0.9, weight_decay=args.weight_decay, fused=True)
 
     # The run
     amp = common.use_bf16(args.amp, device)
@@ -338,7 +329,8 @@ def main(args, train=None, test=None):
         lam = args.lam if args.lam_schedule == "constant" else args.lam * (epoch + 1) / args.epochs  # D1
         meter = common.Meter(epoch, args.epochs, len(loader), args.batch_size)
         for step, (crops, _) in enumerate(loader):
-            lr = learning_rate(args, epoch + step / len(loader))
+            now = epoch + step / len(loader)  # in epochs
+            lr = learning_rate(args, now)
             for group in optimizer.param_groups:
                 group["lr"] = lr
             views = [augment(x.to(device, non_blocking=True), args, i) for i, x in enumerate(crops)]
@@ -348,7 +340,7 @@ def main(args, train=None, test=None):
             loss.backward()
             grad_norm = nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
             optimizer.step()  # line 12
-            model.update(momentum_schedule(args, epoch + step / len(loader)))
+            model.update(cosine(args.momentum[0], args.momentum[-1], now / args.epochs))
             model.queue.enqueue(keys)  # line 13
             meter.update(metrics | dict(grad_norm=grad_norm))
 
@@ -408,8 +400,7 @@ def encode_shuffled_keys(encode, views):
 class SplitBatchNorm(nn.BatchNorm2d):
     """Batch norm over each of `groups` equal slices of the batch, as on that many GPUs. x: (N, C) or (N, C, H, W).
 
-    As in MoCo's notebook for CIFAR, the running statistics are averages over the groups. Raises ValueError if the
-    groups do not divide the batch.
+    As in MoCo's notebook, running statistics are averaged over groups. Raises ValueError if they do not divide a batch.
     """
 
     def __init__(self, num_features, groups, **kwargs):

@@ -114,8 +114,6 @@ def parse_args(argv=None):
         parser.error("--lam has no effect without --l2l-weighting lambda")
     if args.local_crops and args.local_size > args.image_size:
         parser.error(f"--local-size {args.local_size} is larger than --image-size {args.image_size}")
-    if args.local_crops and common.is_vit(args.arch) and args.local_size % args.patch_size:
-        parser.error(f"--patch-size {args.patch_size} does not divide --local-size {args.local_size}")
     common.check_flags(parser, args)
     return args
 
@@ -217,9 +215,8 @@ def combine(global_terms, local_terms, reduction="mean"):
 class Affinity(nn.Module):
     """The learned affinity of local crops: two (N, dim) -> scores (N,), high for two crops of one image.
 
-    Its initial weights must be the same on all processes. To copy LoGo, copy it with compared_views, affinity_loss,
-    local_dissimilarity, combine, descend, GatherWithGradient, gather, shard, and the blocks "LoGo" and "Algorithm 1" of
-    main.
+    Its initial weights must be equal on all processes. To copy LoGo, copy it with compared_views, affinity_loss,
+    local_dissimilarity, combine, descend, GatherWithGradient, gather, shard, main's blocks "LoGo" and "Algorithm 1".
     """
 
     def __init__(self, dim, hidden=256):
@@ -395,20 +392,16 @@ class MoCo(nn.Module):
 
     @torch.no_grad()
     def update(self, m):
-        """Update the momentum encoder: theta_k <- m theta_k + (1 - m) theta_q (MoCo, Eq. 2).
-
-        Its weights must be float32 or float64: in bfloat16 a change by 1 - m is rounded away.
-        """
+        """Update the momentum encoder (float32 or float64): theta_k <- m theta_k + (1 - m) theta_q (MoCo, Eq. 2)."""
         theta_k = [*self.momentum_backbone.parameters(), *self.momentum_projector.parameters()]
         theta_q = [*self.backbone.parameters(), *self.projector.parameters()]
-        get_ema_multi_avg_fn(m)(theta_k, theta_q, None)  # all parameters in one operation
+        get_ema_multi_avg_fn(m)(theta_k, theta_q, None)  # all in one operation; in bfloat16 1 - m would be rounded away
 
 
 class SimSiam(nn.Module):
     """SimSiam's encoder and predictor (SimSiam, section 3), with global and local views. It has no keys and no queue.
 
-    Copy it with compared_views and combine. layers: of the projector. hidden: width of the predictor. For the rest see
-    `MoCo`.
+    Copy it with compared_views and combine. layers: of the projector. hidden: of the predictor. For others see `MoCo`.
     """
 
     def __init__(self, backbone, width, pairs, dim=2048, layers=3, hidden=512, reduction="mean"):
@@ -448,6 +441,11 @@ class SimSiam(nn.Module):
 # ================================================================= 5. training
 
 
+def cosine(start, end, done):
+    """Return a value on half a cosine from `start` to `end`. done: the fraction of the way, from 0 to 1."""
+    return end + (start - end) * (1 + math.cos(math.pi * done)) / 2
+
+
 def learning_rate(args, epoch):
     """Return the learning rate at a time, in epochs from 0: a linear warmup from 0, then a cosine down to 0.
 
@@ -459,14 +457,7 @@ def learning_rate(args, epoch):
         return peak * epoch / warmup
     if args.milestones:
         return peak * 0.1 ** sum(epoch / args.epochs >= share for share in args.milestones)
-    done = (epoch - warmup) / (args.epochs - warmup)
-    return peak * (1 + math.cos(math.pi * done)) / 2
-
-
-def momentum_schedule(args, epoch):
-    """Return the momentum encoder's m at a time, in epochs from 0: a cosine between the values of --momentum."""
-    initial, final = args.momentum[0], args.momentum[-1]
-    return final + (initial - final) * (1 + math.cos(math.pi * epoch / args.epochs)) / 2
+    return cosine(peak, 0.0, (epoch - warmup) / (args.epochs - warmup))
 
 
 def main(args, train=None, test=None):
@@ -546,7 +537,8 @@ def main(args, train=None, test=None):
         torch.manual_seed(hash((args.seed, epoch, rank)))  # so that a resumed run draws the same numbers
         meter = common.Meter(epoch, args.epochs, len(loader), args.batch_size)
         for step, (crops, _) in enumerate(loader):
-            lr = learning_rate(args, epoch + step / len(loader))
+            now = epoch + step / len(loader)  # in epochs
+            lr = learning_rate(args, now)
             for group in optimizer.param_groups + l2l_optimizer.param_groups:
                 group["lr"] = lr
             views = [augment(x.to(device, non_blocking=True), args, i) for i, x in enumerate(crops)]
@@ -577,7 +569,7 @@ def main(args, train=None, test=None):
             previous_norm.copy_(grad_norm)  # for the clip in the next step (D4)
             optimizer.step()  # update the encoder
             if not simsiam:
-                model.update(momentum_schedule(args, epoch + step / len(loader)))
+                model.update(cosine(args.momentum[0], args.momentum[-1], now / args.epochs))
                 model.queue.enqueue(keys)
             meter.update(metrics | dict(grad_norm=grad_norm))
 
@@ -637,8 +629,7 @@ def encode_shuffled_keys(encode, views):
 class SplitBatchNorm(nn.BatchNorm2d):
     """Batch norm over each of `groups` equal slices of the batch, as on that many GPUs. x: (N, C) or (N, C, H, W).
 
-    As in MoCo's notebook for CIFAR, the running statistics are averages over the groups. Raises ValueError if the
-    groups do not divide the batch.
+    As in MoCo's notebook, running statistics are averaged over groups. Raises ValueError if they do not divide a batch.
     """
 
     def __init__(self, num_features, groups, **kwargs):

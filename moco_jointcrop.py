@@ -315,22 +315,16 @@ class JointCrop(v2.RandomResizedCrop):
         """Return a resized crop of an image. scale: (lowest, highest) fraction of the image's area."""
         image_height, image_width = v2.functional.get_size(image)
         top, left, height, width = box = self.get_params(image, scale, self.ratio)
-        if box == self.center_box(image_height, image_width):
+        highest = min(image_height, round(image_width / self.ratio[0]))
+        widest = min(image_width, round(image_height * self.ratio[1]))
+        center = (image_height - highest) // 2, (image_width - widest) // 2, highest, widest
+        if box == center:  # which `get_params` returns if no aspect ratio fits
             if self.whole:
                 top, left, height, width = 0, 0, image_height, image_width
         elif self.css_alpha != 1:
             top = center_suppressed(image_height - height, self.css_alpha)
             left = center_suppressed(image_width - width, self.css_alpha)
         return v2.functional.resized_crop(image, top, left, height, width, self.size, self.interpolation)
-
-    def center_box(self, image_height, image_width):
-        """Return (top, left, height, width) of the center crop, which `get_params` returns if no aspect ratio fits.
-
-        A drawn box that happens to equal it is treated as one.
-        """
-        height = min(image_height, round(image_width / self.ratio[0]))
-        width = min(image_width, round(image_height * self.ratio[1]))
-        return (image_height - height) // 2, (image_width - width) // 2, height, width
 
 
 class JointViews(Dataset):
@@ -419,10 +413,7 @@ class Queue(nn.Module):
 
 
 class MoCoBase(nn.Module):
-    """What all versions of MoCo share: a query encoder, and a momentum encoder, which makes the keys.
-
-    backbone: (n, 3, H, W) -> (n, width). projector: (n, width) -> (n, dim). temperature: of the loss.
-    """
+    """What all versions of MoCo share: a query encoder, and a momentum encoder, which makes the keys."""
 
     def __init__(self, backbone, projector, temperature):
         super().__init__()
@@ -436,13 +427,10 @@ class MoCoBase(nn.Module):
 
     @torch.no_grad()
     def update(self, m):
-        """Update the momentum encoder: theta_k <- m theta_k + (1 - m) theta_q (MoCo, Eq. 2).
-
-        Its weights must be float32 or float64: in bfloat16 a change by 1 - m is rounded away.
-        """
+        """Update the momentum encoder (float32 or float64): theta_k <- m theta_k + (1 - m) theta_q (MoCo, Eq. 2)."""
         theta_k = [*self.momentum_backbone.parameters(), *self.momentum_projector.parameters()]
         theta_q = [*self.backbone.parameters(), *self.projector.parameters()]
-        get_ema_multi_avg_fn(m)(theta_k, theta_q, None)  # all parameters in one operation
+        get_ema_multi_avg_fn(m)(theta_k, theta_q, None)  # all in one operation; in bfloat16 1 - m would be rounded away
 
 
 class MoCo(MoCoBase):
@@ -482,8 +470,7 @@ class MoCo(MoCoBase):
 class MoCoV3(MoCoBase):
     """MoCo v3's query encoder with a predictor, and its momentum encoder. It has no queue.
 
-    Copy it with MoCoBase, contrast, mlp and gather. backbone, dim, temperature: see `MoCo`. hidden: hidden width of the
-    projector and the predictor.
+    Copy it with MoCoBase, contrast, mlp and gather. hidden: of projector and predictor. For the rest see `MoCo`.
     """
 
     def __init__(self, backbone, width, hidden=4096, dim=256, temperature=1.0):
@@ -515,6 +502,11 @@ def mlp(inputs, hidden, outputs):
 # ================================================================= 5. training
 
 
+def cosine(start, end, done):
+    """Return a value on half a cosine from `start` to `end`. done: the fraction of the way, from 0 to 1."""
+    return end + (start - end) * (1 + math.cos(math.pi * done)) / 2
+
+
 def learning_rate(args, epoch):
     """Return the learning rate at a time, in epochs from 0: a linear warmup from 0, then a cosine down to --min-lr.
 
@@ -526,14 +518,7 @@ def learning_rate(args, epoch):
         return peak * epoch / warmup
     if args.milestones:
         return peak * 0.1 ** sum(epoch / args.epochs >= share for share in args.milestones)
-    done = (epoch - warmup) / (args.epochs - warmup)
-    return last + (peak - last) * (1 + math.cos(math.pi * done)) / 2
-
-
-def momentum_schedule(args, epoch):
-    """Return the momentum encoder's m at a time, in epochs from 0: a cosine between the values of --momentum."""
-    initial, final = args.momentum[0], args.momentum[-1]
-    return final + (initial - final) * (1 + math.cos(math.pi * epoch / args.epochs)) / 2
+    return cosine(peak, last, (epoch - warmup) / (args.epochs - warmup))
 
 
 def lars(model, weight_decay):
@@ -608,7 +593,8 @@ def main(args, train=None, test=None):
         torch.manual_seed(hash((args.seed, epoch, rank)))  # so that a resumed run draws the same numbers
         meter = common.Meter(epoch, args.epochs, len(loader), args.batch_size)
         for step, (crops, joint_blur) in enumerate(loader):
-            lr = learning_rate(args, epoch + step / len(loader))
+            now = epoch + step / len(loader)  # in epochs
+            lr = learning_rate(args, now)
             for group in optimizer.param_groups:
                 group["lr"] = lr
             sigmas = draw_sigmas(args, joint_blur)
@@ -619,7 +605,7 @@ def main(args, train=None, test=None):
             loss.backward()
             grad_norm = nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
             optimizer.step()
-            m = momentum_schedule(args, epoch + step / len(loader))
+            m = cosine(args.momentum[0], args.momentum[-1], now / args.epochs)
             model.update(m)
             if keys is not None:  # v3 has no queue
                 model.queue.enqueue(keys)
@@ -681,8 +667,7 @@ def encode_shuffled_keys(encode, views):
 class SplitBatchNorm(nn.BatchNorm2d):
     """Batch norm over each of `groups` equal slices of the batch, as on that many GPUs. x: (N, C) or (N, C, H, W).
 
-    As in MoCo's notebook for CIFAR, the running statistics are averages over the groups. Raises ValueError if the
-    groups do not divide the batch.
+    As in MoCo's notebook, running statistics are averaged over groups. Raises ValueError if they do not divide a batch.
     """
 
     def __init__(self, num_features, groups, **kwargs):

@@ -220,8 +220,7 @@ def mix_targets(n, num_mix, first=0):
     keys: rank * N if each process mixes its own N images and the keys of all processes are gathered.
     Returns (mto_index (n, M) int64, mto_weight (M,), mtm_index (n, 2M-1) int64, mtm_weight (2M-1,)). The indices are
     rows of keys, from `first` on, and wrap around modulo n. mto_weight is 1/M each. mtm_weight is 1/M, 2/M, ..., 1,
-    ..., 2/M, 1/M, which sum to M. With fewer than 2M - 1 images a positive can occur twice; its weights then add up in
-    `soft_info_nce`.
+    ..., 2/M, 1/M, which sum to M. With fewer than 2M - 1 images a positive can occur twice; its weights then add up.
     """
     i = torch.arange(n)[:, None]
     mto_index = first + (i + torch.arange(num_mix)) % n  # Eq. 10
@@ -336,20 +335,13 @@ class PatchMix(nn.Module):
         self.terms = dict.fromkeys(TERMS, 1.0) if terms is None else terms
         self.temperature, self.smoothing = temperature, smoothing
 
-    def mix(self, x):
-        """Mix images as `mix_batch` does: (n, 3, H, W) -> (n, 3, H, W)."""
-        return mix_batch(x, self.num_mix, self.patch_size, self.slices)
-
     def query(self, x):
         """Return the queries of images, h = H(G(F(x))): (n, 3, H, W) -> (n, dim), in the dtype of x."""
         return self.predictor(self.projector(self.backbone(x))).to(x.dtype)
 
     @torch.no_grad()
     def key(self, x):
-        """Return the keys of all processes' images, z = G(F(x)) by the momentum encoder, without a gradient (Eq. 16).
-
-        (n, 3, H, W) of this process -> (N, dim), in the dtype of x.
-        """
+        """Return the keys z = G(F(x)) of all processes: (n, 3, H, W) -> (N, dim), no gradient, in the dtype of x."""
         return gather(self.momentum_projector(self.momentum_backbone(x)).to(x.dtype))
 
     def forward(self, views):
@@ -360,8 +352,9 @@ class PatchMix(nn.Module):
         """
         x1, x2, *local = views
         oto, mto, mtm = (term in self.terms for term in TERMS)
-        x1_mixed = self.mix(x1) if mto or mtm else None  # line 5
-        x2_mixed = self.mix(x2) if mtm else None  # line 6
+        mixing = self.num_mix, self.patch_size, self.slices
+        x1_mixed = mix_batch(x1, *mixing) if mto or mtm else None  # line 5
+        x2_mixed = mix_batch(x2, *mixing) if mtm else None  # line 6
         first = len(x1) * dist.get_rank() if dist.is_initialized() else 0
         targets = batch_targets(len(x1), self.num_mix, self.slices, first)  # lines 5 to 7
         h2 = self.query(x2) if oto else None  # line 8
@@ -369,11 +362,11 @@ class PatchMix(nn.Module):
         z1 = self.key(x1) if oto or local else None  # line 9
         z2 = self.key(x2) if mto or local else None
         z2_mixed = self.key(x2_mixed) if mtm else None
-        h_local = h_local_mixed = ()  # D6
+        h_local = {}  # queries of local crops, for each term (D6)
         if local and oto:
-            h_local = self.query(torch.cat(local)).chunk(len(local))
+            h_local["oto"] = self.query(torch.cat(local)).chunk(len(local))
         if local and mto:
-            h_local_mixed = self.query(torch.cat([self.mix(x) for x in local])).chunk(len(local))
+            h_local["mto"] = self.query(torch.cat([mix_batch(x, *mixing) for x in local])).chunk(len(local))
 
         def contrast(h, z, term):
             smoothing = self.smoothing if term == "oto" else 0.0  # D1
@@ -387,10 +380,8 @@ class PatchMix(nn.Module):
                 losses["mto"] = contrast(h1_mixed, z2, "mto")  # Eq. 13
             if mtm:
                 losses["mtm"] = contrast(h1_mixed, z2_mixed, "mtm")  # Eq. 14
-            if h_local:  # as released, against the keys of both views
-                losses["local_oto"] = sum(contrast(h, z, "oto") for h in h_local for z in (z1, z2)) / len(local)
-            if h_local_mixed:
-                losses["local_mto"] = sum(contrast(h, z, "mto") for h in h_local_mixed for z in (z1, z2)) / len(local)
+            for term, queries in h_local.items():  # as released, against the keys of both views
+                losses[f"local_{term}"] = sum(contrast(h, z, term) for h in queries for z in (z1, z2)) / len(local)
         weights = self.terms | dict(local_oto=1.0, local_mto=1.0)  # D6
         loss = sum(weights[name] * value for name, value in losses.items())  # line 10: Eq. 16
         metrics = dict(loss=loss.detach()) | {f"loss_{name}": value.detach() for name, value in losses.items()}
@@ -398,20 +389,17 @@ class PatchMix(nn.Module):
 
     @torch.no_grad()
     def update(self, m):
-        """Update the momentum encoder: Xi <- m Xi + (1 - m) Theta (Algorithm 2, line 11).
-
-        Its weights must be float32 or float64: in bfloat16 a change by 1 - m is rounded away.
-        """
+        """Update the momentum encoder (float32 or float64): Xi <- m Xi + (1 - m) Theta (Algorithm 2, line 11)."""
         xi = [*self.momentum_backbone.parameters(), *self.momentum_projector.parameters()]
         theta = [*self.backbone.parameters(), *self.projector.parameters()]
-        get_ema_multi_avg_fn(m)(xi, theta, None)  # all parameters in one operation
+        get_ema_multi_avg_fn(m)(xi, theta, None)  # all in one operation; in bfloat16 1 - m would be rounded away
 
 
 # ================================================================= 5. training
 
 
 def cosine(start, end, done):
-    """Return a value on half a cosine from `start` to `end`. done: the share of the way, from 0 to 1."""
+    """Return a value on half a cosine from `start` to `end`. done: the fraction of the way, from 0 to 1."""
     return end + (start - end) * (1 + math.cos(math.pi * done)) / 2
 
 
@@ -422,14 +410,6 @@ def learning_rate(args, epoch):
     if epoch < warmup:
         return peak * epoch / warmup
     return cosine(peak, last, (epoch - warmup) / (args.epochs - warmup))
-
-
-def uniform_loss(terms, num_mix, local_crops, batch_size):
-    """Return the loss at equal logits: the sum of the weights of all positives, times log N."""
-    total = sum(terms.values()) + (num_mix - 1) * terms.get("mtm", 0.0)  # mtm's weights sum to M (Eq. 12)
-    if local_crops:
-        total += 2 * len(terms.keys() & {"oto", "mto"})  # against the keys of both views
-    return total * math.log(batch_size)
 
 
 def main(args, train=None, test=None):
@@ -476,8 +456,10 @@ def main(args, train=None, test=None):
     # The run
     amp = common.use_bf16(args.amp, device)
     state = dict(model=model, optimizer=optimizer)
-    uniform = uniform_loss(terms, args.num_mix, args.local_crops, args.batch_size)
-    derived = dict(loss_at_uniform_logits=uniform, peak_lr=args.lr * args.batch_size / 256)
+    weight = sum(terms.values()) + (args.num_mix - 1) * terms.get("mtm", 0.0)  # of all positives; mtm's sum to M
+    if args.local_crops:
+        weight += 2 * len(terms.keys() & {"oto", "mto"})  # against the keys of both views
+    derived = dict(loss_at_uniform_logits=weight * math.log(args.batch_size), peak_lr=args.lr * args.batch_size / 256)
     derived |= dict(mix_slices=slices * world, batch_norm_groups=world if device.type == "cpu" else 1, bf16=amp)
     config, records = common.open_run(args, train, state, derived)  # a record per epoch that is done
     info |= dict(method="patchmix", encoder=args.key_encoder, dataset=args.dataset, images=config["images"])
@@ -492,12 +474,12 @@ def main(args, train=None, test=None):
         torch.manual_seed(hash((args.seed, epoch, rank)))  # so that a resumed run draws the same numbers
         meter = common.Meter(epoch, args.epochs, len(loader), args.batch_size)
         for step, (crops, _) in enumerate(loader):
-            lr = learning_rate(args, epoch + step / len(loader))
+            now = epoch + step / len(loader)  # in epochs
+            lr = learning_rate(args, now)
             for group in optimizer.param_groups:
                 group["lr"] = lr
-            done = (epoch + step / len(loader)) / args.epochs
-            optimizer.param_groups[1]["weight_decay"] = cosine(*args.weight_decay, done)  # biases and norms have none
-            momentum = cosine(args.momentum[0], args.momentum[-1], done)
+            optimizer.param_groups[1]["weight_decay"] = cosine(*args.weight_decay, now / args.epochs)  # of weights only
+            momentum = cosine(args.momentum[0], args.momentum[-1], now / args.epochs)
             views = [augment(x.to(device, non_blocking=True), args, i) for i, x in enumerate(crops)]
             if args.mixed_view == 2:  # D5
                 views[:2] = views[1], views[0]
@@ -553,8 +535,7 @@ def gather(x):
 #    `--mix-slices`, at least one per process; 1 on one process is the paper's ring. Each slice has its own shuffle of
 #    the patches (Eq. 2); the paper draws one for the batch.
 # Differences in rounding, indices and precision are listed in tests/golden/README.md.
-# Baseline: `--num-mix 1 --terms oto,mto` is L(q2, k1) + L(q1, k2), MoCo v3's symmetric loss without the factor 2 tau.
-# `--num-mix 1` alone counts the second term twice, because mtm is then mto.
+# The baseline lacks MoCo v3's factor 2 tau. `--num-mix 1` alone counts L(q1, k2) twice, because mtm is then mto.
 # Not here: the other mixes of Table 5 (CutMix and Mixup, RegionSwap, ResizeMix), COCO (Table 4), and Figs. 4, 8 to 11.
 
 

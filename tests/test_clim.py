@@ -210,7 +210,9 @@ def data_set(monkeypatch, flags=""):
 TABLE = torch.randint(40, (40, 10), generator=seeded(0), dtype=torch.int32)
 
 
-@pytest.mark.parametrize("flags, others", [("", 2), ("--mix none", 1), ("--local-crops 2 --local-size 8", 4)])
+@pytest.mark.parametrize(
+    "flags, others", [("", 2), ("--mix none", 1), ("--local-crops 2 --local-size 8", 4), ("--image-size 12 16", 2)]
+)
 def test_views_of_the_image_and_of_its_positive(flags, others, monkeypatch):
     """Before the first choice there are none of a positive. Then all are of one in the image's row, and differ."""
     images, own, equal = data_set(monkeypatch, flags), [16, 16, 8, 8][: max(2, others)], 0
@@ -357,12 +359,12 @@ def test_recipes():
     assert values(clim, paper, "num_clusters knn_k num_positives refresh_every") == [10000, 40, 10, 5]  # App. A.2
     assert values(clim, paper, "arch batch_size weight_decay") == ["resnet50", 512, 1e-4]
     assert values(clim, paper, "alpha temperature queue momentum dim bn_groups") == [2.0, 0.2, 65536, [0.999], 128, 16]
-    assert values(clim, paper, "resolutions selection mix") == [[224, 160], "center", "cutmix"]
+    assert values(clim, paper, "image_size selection mix") == [[224, 160], "center", "cutmix"]
     assert values(clim, f"{paper} --selection knn", "knn_k") == [10]  # Table 6
-    for flags, *sizes in (("--image-size 24 40", 40, 24), ("--image-size 48", 48)):  # views are cut at the largest
-        assert values(clim, flags, "resolutions image_size") == [sizes, sizes[0]]
+    for flags, *sizes in (("--image-size 24 40", 40, 24), ("--image-size 48", 48)):  # the largest first
+        assert values(clim, flags, "image_size") == [sizes]
     for flags in ("--selection none", "--local-crops 2", "--image-size 224"):  # Table 7's multi-crop has one size
-        assert values(clim, f"--dataset imagenet {flags}", "resolutions") == [[224]]
+        assert values(clim, f"--dataset imagenet {flags}", "image_size") == [[224]]
 
 
 def test_the_loss_compiles_whole_for_any_share():

@@ -58,7 +58,7 @@ def test_recipes_have_values_that_the_flags_take(method, module, dataset, form):
         form += " --blur-p 0.5 0.5"  # these recipes do not blur
     argv = ["--dataset", dataset, *form.split()]
     args = vars(module.parse_args(argv))
-    assert args.keys() - {"method", "image_size"} == options(method).keys() - {"image_size"}
+    assert args.keys() - {"method"} == options(method).keys()
     for name, action in options(method).items():
         if action.default is None or name == "out":  # it is derived from others
             continue
@@ -132,7 +132,7 @@ def test_the_clusters_of_a_folder_are_one_per_128_images(monkeypatch):
 TINY = "--image-size 16 --batch-size 16 --epochs 1 --knn-every 0 --device cpu".split()  # two steps
 FORM = dict(clim=["--clim-start", "0", "--num-clusters", "4"])  # so that there are positives
 OTHER = """arch resnet_mini, selection kmeans, alpha 0.1, num_clusters 2, knn_k 2, num_positives 2, clim_start 1
-    refresh_every 1, image_size 24, batch_size 8, patch_size 2, bn_groups 4, resolutions 16 12, local_size 8
+    refresh_every 1, image_size 24, batch_size 8, patch_size 2, bn_groups 4, local_size 8
     min_lr 1e-5, milestones 0.5, terms mto,mtm, num_heads 4, drop_path 0.5, epochs 2, mix_slices 2, num_mix 3
     mixed_view 2, affinity_lr 0.5, layers 4, warmup 0"""
 # What to change a value to, where half the value, or one more, would not fit, or act later
@@ -202,7 +202,7 @@ REFUSED = {  # what a flag, the last one, has no effect with
                        "--joint none --beta 1", "--joint blur --local-crops 2 --joint-pair local",
                        "--joint-pair local", "--joint-prob 0.1", "--moco v1 --hidden 9", "--local-size 12",
                        "--local-scale 0.1 0.2"],
-    "jcl": ["--num-keys 1 --lam 1", "--vanilla --lam 1", "--num-keys 1 --vanilla", "--vanilla --lam-schedule ramp"],
+    "jcl": ["--num-keys 1 --lam 1", "--vanilla --lam 1", "--vanilla --lam-schedule ramp"],
     "clim": ["--selection none --mix none", "--selection none --num-positives 3", "--selection none --refresh-every 3",
              "--selection none --clim-start 3", "--mix none --alpha 1", "--selection knn --num-clusters 3",
              "--selection kmeans --knn-k 3", "--local-size 12", "--local-scale 0.1 0.2"],
