@@ -191,10 +191,10 @@ def three_epochs(name, recipe, images):
     module, out = importlib.import_module(script.removesuffix(".py")), RUNS / "begin" / f"{name}-{recipe}"
     where = f"--device cpu --workers 0 --knn-every 0 --dataset {recipe} --out {out}"
     args = module.parse_args([*flags, *where.split()])
-    record = dict(recipe=recipe, size=args.image_size, batch=args.batch_size)  # as it is
+    record = dict(recipe=recipe, size=np.max(args.image_size).item(), batch=args.batch_size)  # as it is
     args.arch = args.arch if recipe == "patterns" else VIT if script == "patchmix.py" else RESNET
     args.batch_size = min(args.batch_size, most)
-    for sides in {"image_size", "local_size", "patch_size", "resolutions"} & vars(args).keys():
+    for sides in {"image_size", "local_size", "patch_size"} & vars(args).keys():
         value = getattr(args, sides)
         setattr(args, sides, [side // factor for side in value] if isinstance(value, list) else value // factor)
     if script == "patchmix.py" and recipe != "patterns":
@@ -214,7 +214,7 @@ def three_epochs(name, recipe, images):
     epochs = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     names = ("epoch", "loss", "std", "rank", "grad_norm", "lr")
     record["epochs"] = [{name: float(f"{epoch[name]:.4g}") for name in names} for epoch in epochs]
-    record |= dict(command=BEGUN[name], arch=args.arch, used_size=args.image_size, used_batch=args.batch_size)
+    record |= dict(command=BEGUN[name], arch=args.arch, used_size=np.max(args.image_size).item(), used_batch=args.batch_size)
     record |= dict(
         images=len(images), steps=len(images) // args.batch_size, uniform=config.get("loss_at_uniform_logits")
     )
