@@ -214,7 +214,9 @@ def three_epochs(name, recipe, images):
     epochs = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     names = ("epoch", "loss", "std", "rank", "grad_norm", "lr")
     record["epochs"] = [{name: float(f"{epoch[name]:.4g}") for name in names} for epoch in epochs]
-    record |= dict(command=BEGUN[name], arch=args.arch, used_size=np.max(args.image_size).item(), used_batch=args.batch_size)
+    record |= dict(
+        command=BEGUN[name], arch=args.arch, used_size=np.max(args.image_size).item(), used_batch=args.batch_size
+    )
     record |= dict(
         images=len(images), steps=len(images) // args.batch_size, uniform=config.get("loss_at_uniform_logits")
     )
