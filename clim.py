@@ -93,8 +93,7 @@ def parse_args(argv=None):
     add("--local-size", type=common.positive_int, default=96, help="size of a local crop, in pixels (Table 7)")
     add("--local-scale", type=common.fraction, nargs=2, default=[0.05, 0.14], help="area range of local crops (4.4)")
 
-    args = common.parse_args(parser, argv, recipe)
-    changed = {name for name, value in vars(args).items() if value != parser.get_default(name)}
+    args, changed = common.parse_args(parser, argv, recipe)
     args.image_size = sorted(args.image_size, reverse=True)  # views are cropped at the largest size
     if args.selection == "none" and changed & {"mix", "alpha", "num_positives", "refresh_every", "clim_start"}:
         parser.error("--selection none: --mix, --alpha, --num-positives, --refresh-every, --clim-start have no effect")
@@ -104,13 +103,10 @@ def parse_args(argv=None):
         parser.error("--num-clusters has no effect without --selection kmeans or center")
     if args.selection not in ("knn", "center") and "knn_k" in changed:
         parser.error("--knn-k has no effect without --selection knn or center")
-    if args.local_crops == 0 and changed & {"local_size", "local_scale"}:
-        parser.error("--local-size and --local-scale have no effect without --local-crops")
     if args.selection != "none" and args.clim_start >= args.epochs:
         parser.error(f"--clim-start {args.clim_start} is not below --epochs {args.epochs}: there would be no positives")
     if args.local_crops and args.local_size > args.image_size[0]:
         parser.error(f"--local-size {args.local_size} is larger than --image-size {args.image_size[0]}")
-    common.check_flags(parser, args)
     return args
 
 

@@ -1198,8 +1198,8 @@ def add_evaluation_arguments(parser):
 def parse_args(parser, argv, recipe):
     """Add the arguments shared by all training scripts, and parse argv; if None, sys.argv.
 
-    recipe(args) returns the defaults, {name: value}, that the chosen dataset, encoder and method have. The default of
-    --out is runs/METHOD-DATASET-ARCH-sSEED plus every value that is not a default.
+    recipe(args) returns the defaults, {name: value}, that the chosen dataset, encoder and method have. Returns the
+    arguments, and the set of the names of those that are not defaults, which also name the default of --out.
     """
     add_run_arguments(parser)
     argv = sys.argv[1:] if argv is None else argv
@@ -1212,26 +1212,24 @@ def parse_args(parser, argv, recipe):
         parser.error(f"--show-views {args.show_views}: expected the name of a new file that ends in .png")
     if "." in args.arch:
         parser.error(f"--arch {args.arch}: weights are not downloaded: pass {args.arch.split('.')[0]}, and --init FILE")
-    if args.out is None:
-        named = {"dataset", "arch", "seed", *NOT_IN_CONFIG}
-        changed = [k for k, v in vars(args).items() if k not in named and v != parser.get_default(k)]
-        where = args.dataset if args.dataset != "folder" else f"folder-{os.path.basename(args.data_dir or '')}"
-        words = [args.method, where, args.arch, f"s{args.seed}"]
-        args.out = run_folder(words + [f"{name}{format_value(getattr(args, name))}" for name in changed])
-    return args
-
-
-def check_flags(parser, args):
-    """Report values that cannot be, or do not fit together, by parser.error."""
     for name, value in vars(args).items():
         if name.endswith("_scale") and not 0 < value[0] <= value[1]:
             parser.error(f"--{name.replace('_', '-')}: expected two numbers above 0, the smaller one first")
         if name in ("momentum", "blur_p") and len(value) > 2:
             parser.error(f"--{name.replace('_', '-')}: expected one or two numbers")
+    changed = [name for name, value in vars(args).items() if value != parser.get_default(name)]
+    if not getattr(args, "local_crops", True) and {"local_size", "local_scale"} & {*changed}:
+        parser.error("--local-size and --local-scale have no effect without --local-crops")
     if args.init_prefix and not args.init:
         parser.error("--init-prefix has no effect without --init")
     if getattr(args, "min_lr", 0) > args.lr:
         parser.error(f"--min-lr {args.min_lr} is above --lr {args.lr}, the peak of the learning rate")
+    if args.out is None:
+        where = args.dataset if args.dataset != "folder" else f"folder-{os.path.basename(args.data_dir or '')}"
+        words = [args.method, where, args.arch, f"s{args.seed}"]
+        named = [name for name in changed if name not in ("dataset", "arch", "seed", *NOT_IN_CONFIG)]
+        args.out = run_folder(words + [f"{name}{format_value(getattr(args, name))}" for name in named])
+    return args, {*changed}
 
 
 def run_folder(words):

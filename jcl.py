@@ -81,11 +81,9 @@ def parse_args(argv=None):
     add("--blur-p", type=common.fraction, nargs="+", default=[0.5], help="probability of blur; two values: query, keys")
     add("--norm", choices=common.NORMS, default="imagenet", help="dataset statistics used for normalization")
 
-    args = common.parse_args(parser, argv, recipe)
-    changed = {name for name, value in vars(args).items() if value != parser.get_default(name)}
+    args, changed = common.parse_args(parser, argv, recipe)
     if (args.num_keys == 1 or args.vanilla) and changed & {"lam", "lam_schedule"}:
         parser.error("--lam and --lam-schedule have no effect with --num-keys 1 or --vanilla, which are MoCo v2")
-    common.check_flags(parser, args)
     return args
 
 

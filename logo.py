@@ -96,16 +96,15 @@ def parse_args(argv=None):
     add("--blur-p", type=common.fraction, nargs="+", default=[0.5], help="probability of blur; two values: views 1, 2")
     add("--norm", choices=common.NORMS, default="imagenet", help="dataset statistics used for normalization")
 
-    args = common.parse_args(parser, argv, recipe)
-    changed = {name for name, value in vars(args).items() if value != parser.get_default(name)}
+    args, changed = common.parse_args(parser, argv, recipe)
     if args.base == "simsiam" and changed & {"queue", "temperature", "momentum", "bn_groups", "one_way"}:
         parser.error("--queue, --temperature, --momentum, --bn-groups and --one-way have no effect with --base simsiam")
     if args.base == "moco" and changed & {"layers", "hidden"}:
         parser.error("--layers and --hidden have no effect without --base simsiam")
     if args.local_crops and args.one_way:
         parser.error("--one-way is a form of the baseline: pass --local-crops 0, too")
-    if args.local_crops == 0 and changed & {"pairs", "l2l", "local_size", "local_scale"}:
-        parser.error("--pairs, --l2l, --local-size and --local-scale have no effect with --local-crops 0")
+    if args.local_crops == 0 and changed & {"pairs", "l2l"}:
+        parser.error("--pairs and --l2l have no effect with --local-crops 0")
     if not args.l2l and changed & {"l2l_weighting", "clip_ratio", "lam", "affinity_form", "affinity_lr"}:
         parser.error("--no-l2l: --l2l-weighting, --clip-ratio, --lam, --affinity-form, --affinity-lr have no effect")
     if args.l2l_weighting == "lambda" and "clip_ratio" in changed:
@@ -114,7 +113,6 @@ def parse_args(argv=None):
         parser.error("--lam has no effect without --l2l-weighting lambda")
     if args.local_crops and args.local_size > args.image_size:
         parser.error(f"--local-size {args.local_size} is larger than --image-size {args.image_size}")
-    common.check_flags(parser, args)
     return args
 
 

@@ -91,8 +91,7 @@ def parse_args(argv=None):
     add("--blur-p", type=common.fraction, nargs="+", default=[0.5], help="probability of blur; two values: query, key")
     add("--norm", choices=common.NORMS, default="imagenet", help="dataset statistics used for normalization")
 
-    args = common.parse_args(parser, argv, recipe)
-    changed = {name for name, value in vars(args).items() if value != parser.get_default(name)}
+    args, changed = common.parse_args(parser, argv, recipe)
     if args.joint in ("blur", "either", "both") and max(args.blur_p) == 0:
         parser.error(f"--joint {args.joint}: this recipe does not blur; give --blur-p 0.5")
     as_released = args.joint in ("none", "crop") and args.beta == 0 and args.css_alpha == 1 and args.local_crops == 0
@@ -114,9 +113,6 @@ def parse_args(argv=None):
         parser.error("--joint-prob has no effect without --joint either")
     if (args.joint in ("none", "blur") or args.local_crops < 2) and "joint_pair" in changed:
         parser.error("--joint-pair has no effect without JointCrop and --local-crops 2 or more")
-    if args.local_crops == 0 and changed & {"local_size", "local_scale"}:
-        parser.error("--local-size and --local-scale have no effect without --local-crops")
-    common.check_flags(parser, args)
     if args.local_size is None:  # 96 in App. D; here in whole patches of a ViT
         patch_size = args.patch_size if common.is_vit(args.arch) else 1
         args.local_size = max(patch_size, min(96, args.image_size // 2) // patch_size * patch_size)

@@ -92,8 +92,7 @@ def parse_args(argv=None):
     add("--blur-p", type=common.fraction, nargs="+", default=[1.0, 0.1], help="probability of blur, views 1 and 2")
     add("--norm", choices=common.NORMS, default="imagenet", help="dataset statistics used for normalization")
 
-    args = common.parse_args(parser, argv, recipe)
-    changed = {name for name, value in vars(args).items() if value != parser.get_default(name)}
+    args, changed = common.parse_args(parser, argv, recipe)
     terms = chosen_terms(args)
     if not terms or not set(args.terms.split(",")) <= set(TERMS):
         parser.error("--terms: give some of oto,mto,mtm, and --term-weights above 0")
@@ -107,9 +106,6 @@ def parse_args(argv=None):
         parser.error("--num-heads and --drop-path have no effect without a ViT (--arch)")
     if args.key_encoder == "query" and "momentum" in changed:
         parser.error("--momentum has no effect with --key-encoder query")
-    if not args.local_crops and changed & {"local_size", "local_scale"}:
-        parser.error("--local-size and --local-scale have no effect without --local-crops")
-    common.check_flags(parser, args)
     if args.local_size is None:  # 96 as released, in whole patches
         args.local_size = min(96, args.image_size // 2) // args.patch_size * args.patch_size
     for size in [args.image_size, args.local_size] if args.local_crops else [args.image_size]:
