@@ -126,16 +126,13 @@ RECIPES = dict(  # what differs from the paper's values for ImageNet
     stl10=dict(CIFAR, image_size=[96], patch_size=8, queue=8192, num_clusters=800, norm="imagenet", local_size=48),
     imagenet100=dict(arch="resnet18", queue=16384, num_clusters=1000),  # not in the paper
     imagenet=dict(knn_every=50),  # its kNN takes minutes
-    folder=dict(  # not in the paper; None: a tenth of the images, 128 per cluster
-        queue=None, num_clusters=None, bn_groups=2, momentum=0.99,
-        lr=0.0075,  # a quarter, because the loss is a sum of four (D3)
-    ),
+    folder=dict(queue=None, num_clusters=None, bn_groups=2, momentum=0.99),  # None: 1/10 of the images, 128 per cluster
 )
 # fmt: on
 
 
 def recipe(args):
-    """Return the defaults, {name: value}, for args.dataset, args.arch, args.selection and args.local_crops."""
+    """Return the defaults, {name: value}, for args.dataset, arch, image_size, selection and local_crops."""
     values = dict(RECIPES[args.dataset])
     if args.dataset == "folder" and args.arch in ("resnet_micro", "resnet_mini"):
         values["batch_size"] = 64  # not in the paper, because there may be few images
@@ -143,6 +140,8 @@ def recipe(args):
         values["knn_k"] = 10  # section 4.4: for Table 6, positives are taken from the nearest ten
     if args.selection == "none" or args.local_crops:  # the baseline and Table 7's multi-crop have one size
         values.setdefault("image_size", [224])
+    if args.dataset == "folder":  # not in the paper: 0.03 over the number of the loss's terms, which are summed (D3)
+        values["lr"] = 0.03 / len(values.get("image_size", args.image_size)) ** 2
     return values
 
 
@@ -454,19 +453,20 @@ class CLIM(nn.Module):
         """Return the momentum encoder's keys of images: (n, 3, H, W) -> (n, dim), L2-normalized, in the dtype of x."""
         return F.normalize(self.momentum_projector(self.momentum_backbone(x)).to(x.dtype), dim=1)
 
-    def contrast(self, q, k, share):
+    def contrast(self, q, k, fraction):
         """Return the loss of queries (n, dim): Eq. 4 for keys (2, n, dim), or Eq. 1 for keys (1, n, dim)."""
         if len(k) == 1:
             return info_nce(q, k[0], self.queue.keys, self.temperature)
-        return clim_loss(q, k[0], k[1], self.queue.keys, self.temperature, share)
+        return clim_loss(q, k[0], k[1], self.queue.keys, self.temperature, fraction)
 
-    def forward(self, queries, shares, key_views):
+    def forward(self, queries, fractions, key_views):
         """Return (loss, keys to enqueue (N, dim), queries (n, dim), {name: metric}). The loss is Eq. 6.
 
         queries: this process's query view and local crops, each (n, 3, H, W), normalized and, once there are positives,
-        mixed with theirs. shares: the images' shares in these. key_views: a view of the images and, once there are
-        positives, one of these: list of one or two (n, 3, H, W). The keys to enqueue are the images' own at the largest
-        size (not in the paper), of all processes. Only the loss has a gradient, which reaches the query encoder only.
+        mixed with theirs. fractions: for each of these, the fraction of the image's own pixels, lambda in Eq. 4 (D7).
+        key_views: a view of the images and, once there are positives, one of these: list of one or two (n, 3, H, W).
+        The keys to enqueue are the images' own at the largest size (not in the paper), of all processes. Only the loss
+        has a gradient, which reaches the query encoder only.
         """
         q, keys = [], []  # for each size
         for i, size in enumerate(self.sizes):
@@ -479,9 +479,9 @@ class CLIM(nn.Module):
         local_q = [self.query(crop) for crop in queries[1:]]
         with torch.autocast(q[0].device.type, enabled=False):  # the loss is computed in float32
             # Eq. 6: the queries of every size r with the keys of every size r'
-            losses = [self.contrast(q_r, k_r, shares[0]) for q_r in q for k_r in k]
+            losses = [self.contrast(q_r, k_r, fractions[0]) for q_r in q for k_r in k]
             # Table 7: local crops with the keys of the largest size (D6)
-            losses += [self.contrast(x, k[0], share) for x, share in zip(local_q, shares[1:], strict=True)]
+            losses += [self.contrast(x, k[0], fraction) for x, fraction in zip(local_q, fractions[1:], strict=True)]
             loss = sum(losses)
         own_keys = keys[0][0]  # of the images themselves, at the largest size
         return loss, own_keys, q[0].detach(), dict(loss=loss.detach())
@@ -491,7 +491,8 @@ class CLIM(nn.Module):
         """Update the momentum encoder (float32 or float64): theta_k <- m theta_k + (1 - m) theta_q (MoCo, Eq. 2)."""
         theta_k = [*self.momentum_backbone.parameters(), *self.momentum_projector.parameters()]
         theta_q = [*self.backbone.parameters(), *self.projector.parameters()]
-        get_ema_multi_avg_fn(m)(theta_k, theta_q, None)  # all in one operation; in bfloat16 1 - m would be rounded away
+        # theta_k.lerp_(theta_q, 1 - m), for all parameters at once. In bfloat16 the small change would be rounded away
+        get_ema_multi_avg_fn(m)(theta_k, theta_q, None)
 
 
 # ================================================================= 5. training
@@ -608,9 +609,9 @@ def main(args, train=None, test=None):
             for group in optimizer.param_groups:
                 group["lr"] = lr
             own, other = ([augment(x.to(device, non_blocking=True), args, i) for i, x in enumerate(xs)] for xs in crops)
-            queries, shares = mix_queries(own[1:], other[1:], args.alpha)  # Eq. 3
+            queries, fractions = mix_queries(own[1:], other[1:], args.alpha)  # Eq. 3
             with torch.autocast(device.type, torch.bfloat16, enabled=amp):
-                loss, keys, q, metrics = ddp(queries, shares, own[:1] + other[:1])  # Eq. 6
+                loss, keys, q, metrics = ddp(queries, fractions, own[:1] + other[:1])  # Eq. 6
             optimizer.zero_grad()
             loss.backward()
             grad_norm = nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])

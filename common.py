@@ -9,7 +9,6 @@ import collections
 import contextlib
 import copy
 import datetime
-import fcntl
 import functools
 import hashlib
 import json
@@ -155,7 +154,8 @@ def describe(dataset):
 def fingerprint(dataset):
     """Return a text that identifies the images, wherever their folder is: their number, and a hash.
 
-    The hash is of their number, labels and file names relative to the folder, and of the size of generated images.
+    The hash is of their number, labels and file names relative to the folder, and of the size of generated images. It
+    does not see changed pixels.
     """
     digest = hashlib.sha256(f"{len(dataset)} images".encode())
     digest.update(np.asarray(getattr(dataset, "targets", ()), np.int64).tobytes())
@@ -209,13 +209,12 @@ def load_dataset(name, root=None, train=True, image_size=32, unlabeled=False):
 
     name: one of DATASETS. root: a folder with train/, and val/, validation/ or test/, each with one folder per class;
     for "folder", also any tree of images, without labels; for CIFAR and STL-10, also where torchvision downloads them
-    to, data/ by default. image_size: that of "patterns", which also sets torch to one thread. unlabeled: add the images
-    of root/unlabeled/, or STL-10's. Returns None if there are no test images. Raises UsageError for other layouts.
+    to, data/ by default. image_size: that of "patterns". unlabeled: add the images of root/unlabeled/, or STL-10's.
+    Returns None if there are no test images. Raises UsageError for other layouts.
     """
     if name == "patterns":
         if root is not None:
             raise UsageError(f"--data-dir needs --dataset, which chooses the recipe: {', '.join(DATASETS[1:])}")
-        torch.set_num_threads(1)  # the demo is as fast beside other programs, and its digits do not depend on the cores
         return Patterns(4096, image_size, seed=0) if train else Patterns(1024, image_size, seed=1)
     if root is None and name in ("imagenet100", "imagenet", "folder"):
         other = ", or any folder of images" if name == "folder" else ""
@@ -291,6 +290,8 @@ def load_torchvision(name, root, train, unlabeled):
         try:
             dataset(root, **which)
         except RuntimeError:  # torchvision's, if files are missing
+            import fcntl  # not on Windows
+
             os.makedirs(root, exist_ok=True)
             with open(os.path.join(root, ".lock"), "w") as lock:
                 fcntl.flock(lock, fcntl.LOCK_EX)  # wait while another run downloads
@@ -713,8 +714,8 @@ def load_backbone(path, encoder=None):
     if encoder not in (None, info["encoder"]) or not weights:
         raise UsageError(f"{path} does not hold the {encoder or info['encoder']} encoder")
     info = dict(arch=info["timm_name"]) | info  # earlier versions have no arch
-    if (config := path.with_name("config.json")).exists():  # backbone.pt, which people publish, has no paths
-        info["data_dir"] = json.loads(config.read_text())["data_dir"]
+    with contextlib.suppress(OSError, ValueError, AttributeError):  # backbone.pt, which people publish, has no paths
+        info["data_dir"] = json.loads(path.with_name("config.json").read_text()).get("data_dir")
     if not timm.is_model(info["timm_name"]):
         how = "evaluate it in the script that registers it, by eval_knn.main(eval_knn.parse_args([RUN]))"
         raise UsageError(f"{path}: the encoder {info['timm_name']} is not registered with timm here: {how}")
@@ -804,15 +805,17 @@ def extract_features(encoder, images, info, device, batch_size=256, workers=0, a
     loader = DataLoader(crops, batch_size, **loader_options(workers, device))
     features, modes = None, {module: module.training for module in encoder.modules()}
     encoder.eval()
-    for i, ((batch,), _) in enumerate(loader):
-        x = normalize(batch.to(device, non_blocking=True).float() / 255, info["mean"], info["std"])
-        with torch.autocast(device.type, torch.bfloat16, enabled=amp):
-            part = encoder(x).flatten(1).float().cpu()
-        features = part.new_empty(len(crops), part.shape[1]) if features is None else features
-        features[i * batch_size :][: len(part)] = part  # a list of parts would need twice the memory
-        progress(f"features: {min((i + 1) * batch_size, len(crops))}/{len(crops)} images")
-    for module, training in modes.items():
-        module.training = training
+    try:
+        for i, ((batch,), _) in enumerate(loader):
+            x = normalize(batch.to(device, non_blocking=True).float() / 255, info["mean"], info["std"])
+            with torch.autocast(device.type, torch.bfloat16, enabled=amp):
+                part = encoder(x).flatten(1).float().cpu()
+            features = part.new_empty(len(crops), part.shape[1]) if features is None else features
+            features[i * batch_size :][: len(part)] = part  # a list of parts would need twice the memory
+            progress(f"features: {min((i + 1) * batch_size, len(crops))}/{len(crops)} images")
+    finally:
+        for module, training in modes.items():
+            module.training = training
     features = features[: len(rows)]
     if not all(all_gather_object(bool(features.isfinite().all()))):
         raise ValueError("the encoder's features are not all finite")
@@ -944,7 +947,7 @@ def log_demo(args, command):
     if command and args.dataset == "patterns" and os.environ.get("RANK", "0") == "0":
         log("Demo on synthetic images. For real data pass --dataset cifar10, or folder or imagenet with --data-dir DIR")
         log("Its learning rate, patch size, heads and other values are not the paper's, whatever --arch is.")
-        log(f"The paper's run: torchrun --nproc_per_node=8 {command}")
+        log(f"At full scale: torchrun --nproc_per_node=8 {command}")
 
 
 def start(main, parse_args, paper=None):
@@ -958,11 +961,13 @@ def start(main, parse_args, paper=None):
     warnings.filterwarnings("ignore", ".*Grad strides do not match")  # DistributedDataParallel's, about speed
     try:
         args = parse_args()
+        if getattr(args, "dataset", None) == "patterns":
+            torch.set_num_threads(1)  # the demo is as fast beside other programs, and has the same digits on any cores
         log_demo(args, paper)
         main(args)
         log_demo(args, paper)
     except KeyboardInterrupt:
-        log("interrupted: the same command resumes a training after its last saved epoch")
+        log("interrupted: a training resumes by the same command, after its last saved epoch")
         raise SystemExit(130) from None
     except UsageError as error:
         progress("")  # clear it
@@ -1220,6 +1225,8 @@ def parse_args(parser, argv, recipe):
     changed = [name for name, value in vars(args).items() if value != parser.get_default(name)]
     if not getattr(args, "local_crops", True) and {"local_size", "local_scale"} & {*changed}:
         parser.error("--local-size and --local-scale have no effect without --local-crops")
+    if hasattr(args, "bn_groups") and not is_vit(args.arch) and "patch_size" in changed:
+        parser.error("--patch-size has no effect without a ViT (--arch)")
     if args.init_prefix and not args.init:
         parser.error("--init-prefix has no effect without --init")
     if getattr(args, "min_lr", 0) > args.lr:
@@ -1300,7 +1307,8 @@ def open_run(args, train, state, derived):
     if getattr(args, "warmup", 0) > args.epochs / 4:
         derived["warmup_cut_to"] = args.epochs / 4
     if (queue := derived.get("negatives", 0)) > len(train) / 4:
-        log(f"warning: a queue of {queue} keys for {len(train)} images holds many keys of the query's own image")
+        text = f"the queue has {queue} keys for {len(train)} images"
+        log(f"warning: {text}, so negatives may be old keys of the query's own image (--queue)")
     log_values("values", config)
     log_values("derived", derived)
     records = []
@@ -1330,6 +1338,10 @@ def open_run(args, train, state, derived):
             raise UsageError(f"{path} does not fit this run: {'; '.join(reasons)}") from error
         if len(records) < args.epochs:
             log(f"resumed from {path}, after epoch {len(records)}" + "".join(f"; {text}" for text in differences))
+        with contextlib.suppress(OSError, ValueError, KeyError):
+            workers = json.loads(Path(path).with_name("config.json").read_text())["workers"]
+            if workers != args.workers:
+                log(f"workers: {workers} before, {args.workers} now: random numbers differ (--workers)")
         if saved.get("processes") != derived["processes"]:
             changed = "random numbers differ, as do batch-norm groups and mix slices if there are fewer than processes"
             log(f"processes: {saved.get('processes')} before, {derived['processes']} now: {changed}")

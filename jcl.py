@@ -260,7 +260,8 @@ class JCL(nn.Module):
         """Update the momentum encoder (float32 or float64): theta_k <- m theta_k + (1 - m) theta_q (MoCo, Eq. 2)."""
         theta_k = [*self.momentum_backbone.parameters(), *self.momentum_projector.parameters()]
         theta_q = [*self.backbone.parameters(), *self.projector.parameters()]
-        get_ema_multi_avg_fn(m)(theta_k, theta_q, None)  # all in one operation; in bfloat16 1 - m would be rounded away
+        # theta_k.lerp_(theta_q, 1 - m), for all parameters at once. In bfloat16 the small change would be rounded away
+        get_ema_multi_avg_fn(m)(theta_k, theta_q, None)
 
 
 # ================================================================= 5. training

@@ -170,10 +170,13 @@ def affinity_loss(affinity, local1, local2, noise=None, form="logistic"):
     E f(negative) - E f(positive) (supplement, Eq. 4). It is unbounded. That f is the softplus of the score is inferred.
 
     affinity: (N, C), (N, C) -> scores (N,). local1, local2: (N, C), L2-normalized. noise: (2, N, C), added to the
-    positives, or None. Gradients reach the affinity only. Raises ValueError if the shapes do not fit.
+    positives, or None. Gradients reach the affinity only. Raises ValueError if the shapes do not fit, N is 1, or form
+    is another.
     """
-    if local2.shape != local1.shape or (noise is not None and noise.shape != (2, *local1.shape)):
-        raise ValueError("affinity_loss takes local1 (N, C), local2 (N, C) and noise (2, N, C)")
+    noise_fits = noise is None or noise.shape == (2, *local1.shape)
+    if local1.dim() != 2 or len(local1) < 2 or local2.shape != local1.shape or not noise_fits:
+        shapes = f"{tuple(local1.shape)}, {tuple(local2.shape)} and {None if noise is None else tuple(noise.shape)}"
+        raise ValueError(f"affinity_loss takes local1, local2 (N, C), N >= 2, and noise (2, N, C), not {shapes}")
     a, b = local1.detach(), local2.detach()
     noise1, noise2 = (0, 0) if noise is None else noise
     if form == "linear":
@@ -393,7 +396,8 @@ class MoCo(nn.Module):
         """Update the momentum encoder (float32 or float64): theta_k <- m theta_k + (1 - m) theta_q (MoCo, Eq. 2)."""
         theta_k = [*self.momentum_backbone.parameters(), *self.momentum_projector.parameters()]
         theta_q = [*self.backbone.parameters(), *self.projector.parameters()]
-        get_ema_multi_avg_fn(m)(theta_k, theta_q, None)  # all in one operation; in bfloat16 1 - m would be rounded away
+        # theta_k.lerp_(theta_q, 1 - m), for all parameters at once. In bfloat16 the small change would be rounded away
+        get_ema_multi_avg_fn(m)(theta_k, theta_q, None)
 
 
 class SimSiam(nn.Module):
@@ -702,8 +706,8 @@ def convert_split_batchnorm(module, groups):
 # SimSiam, so all of that form is inference, and so is lambda on MoCo. The repository erceguder/LoGo is unofficial.
 # Caution: in the released code and here, the affinity sees pairs of one image and pairs of two images in separate
 # batches, and only the former have noise. So it can tell them apart by batch statistics or noise, without comparing the
-# local crops. In our runs it ranks all pairs correctly in such batches, but only about 61 % of them in a mixed batch
-# (tests/results/README.md).
+# local crops. In our runs it ranks all pairs correctly in such batches, but only 60 % of them (SimSiam: 62 %) in a
+# mixed batch (tests/results/README.md).
 # Not here: SwAV (supplement, Tables 4 and 5), the SVM on VOC after training on COCO (Table 7), and Fig. 2 (affinity).
 
 

@@ -122,12 +122,12 @@ def parse_args(argv=None):
 # fmt: off
 CIFAR = dict(  # MoCo's demo on CIFAR-10 (D5), but for patch_size; no blur: JointBlur needs --blur-p 0.5 0.5
     arch="resnet18", image_size=32, patch_size=4, epochs=200, batch_size=512, lr=0.03,  # 0.06 for 512
-    weight_decay=5e-4, momentum=[0.99, 0.99], queue=4096, crop_scale=[0.08, 1.0], blur_p=[0.0, 0.0], norm="cifar10",
+    weight_decay=5e-4, momentum=0.99, queue=4096, crop_scale=[0.08, 1.0], blur_p=0.0, norm="cifar10",
 )
 RECIPES = dict(  # what differs from MoCo v2's values for ImageNet
     patterns=dict(  # not in the paper: for a laptop
         arch="resnet_micro", image_size=32, patch_size=4, epochs=75, batch_size=64, lr=0.04, queue=128,
-        blur_p=[0.1, 0.1], crop_scale=[0.3, 1.0], bn_groups=2, momentum=[0.95, 0.95], warmup=1.0, norm="patterns",
+        blur_p=0.1, crop_scale=[0.3, 1.0], bn_groups=2, momentum=0.95, warmup=1.0, norm="patterns",
     ),
     cifar10=CIFAR,
     cifar100=dict(CIFAR, norm="cifar100"),
@@ -142,7 +142,7 @@ V3 = dict(  # the released code's and MoCo v3's for 100 epochs (for 300: --lr 0.
     lr=0.6, warmup=10.0, weight_decay=1e-6, momentum=[0.99, 1.0], temperature=1.0, dim=256,
     blur_p=[1.0, 0.1],
 )
-V3_CIFAR = dict(batch_size=512, hidden=2048, blur_p=[0.0, 0.0])  # not in the paper, as the next
+V3_CIFAR = dict(batch_size=512, hidden=2048, blur_p=0.0)  # not in the paper, as the next
 V3_PATTERNS = dict(lr=1.2, warmup=1.0, momentum=[0.98, 1.0], hidden=512)
 # fmt: on
 
@@ -320,7 +320,8 @@ class JointCrop(v2.RandomResizedCrop):
         elif self.css_alpha != 1:
             top = center_suppressed(image_height - height, self.css_alpha)
             left = center_suppressed(image_width - width, self.css_alpha)
-        return v2.functional.resized_crop(image, top, left, height, width, self.size, self.interpolation)
+        box = top, left, height, width
+        return v2.functional.resized_crop(image, *box, self.size, self.interpolation, self.antialias)
 
 
 class JointViews(Dataset):
@@ -426,7 +427,8 @@ class MoCoBase(nn.Module):
         """Update the momentum encoder (float32 or float64): theta_k <- m theta_k + (1 - m) theta_q (MoCo, Eq. 2)."""
         theta_k = [*self.momentum_backbone.parameters(), *self.momentum_projector.parameters()]
         theta_q = [*self.backbone.parameters(), *self.projector.parameters()]
-        get_ema_multi_avg_fn(m)(theta_k, theta_q, None)  # all in one operation; in bfloat16 1 - m would be rounded away
+        # theta_k.lerp_(theta_q, 1 - m), for all parameters at once. In bfloat16 the small change would be rounded away
+        get_ema_multi_avg_fn(m)(theta_k, theta_q, None)
 
 
 class MoCo(MoCoBase):

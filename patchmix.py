@@ -81,7 +81,7 @@ def parse_args(argv=None):
     add("--epochs", type=common.positive_int, default=300, help="number of epochs")  # section 4.1.2
     add("--batch-size", type=common.positive_int, default=1024, help="global batch size, over all processes")
     add("--lr", type=common.positive_float, default=2.5e-4, help="peak learning rate per 256 images")  # see ENCODERS
-    add("--min-lr", type=common.nonnegative_float, default=2.5e-7, help="final learning rate")  # released 1e-6 for 1024
+    add("--min-lr", type=common.nonnegative_float, default=2.5e-7, help="final learning rate per 256 images")  # 1e-6
     add("--warmup", type=common.nonnegative_float, default=10.0, help="linear warmup epochs, at most a quarter of all")
     add("--weight-decay", type=common.nonnegative_float, nargs=2, default=[0.04, 0.4], help="of AdamW: initial, final")
 
@@ -122,7 +122,7 @@ CIFAR = dict(  # section 4.1.2; Table 10: crop_scale; released: min_lr, and --no
 )
 SMALL_ENCODER = dict(  # not in the paper: for CPUs, with small heads, few patches, weak views
     batch_size=64, weight_decay=[0.02, 0.2], patch_size=8, num_mix=2, mix_slices=1, hidden=512, dim=128, drop_path=0.0,
-    crop_scale=[0.3, 1.0], blur_p=[0.1, 0.1], momentum=[0.98, 1.0], min_lr=4e-6,
+    crop_scale=[0.3, 1.0], blur_p=0.1, momentum=[0.98, 1.0], min_lr=4e-6,
 )
 RECIPES = dict(  # what differs from the paper's values for ImageNet: section 4.1.2, Tables 9 and 10
     patterns=dict(SMALL_ENCODER, arch="vit_micro", image_size=32, epochs=50, warmup=1.0, lr=4e-3, norm="patterns"),
@@ -237,7 +237,7 @@ def soft_info_nce(q, k, index, weight, temperature, smoothing=0.0):
     rows of k. weight: (P,), their weights. temperature: tau > 0. smoothing: label smoothing s in [0, 1] (D1); each
     weight is multiplied by 1 - s, and s of their sum is spread evenly over all keys.
     Gradients reach q, and also k unless it is detached, as in the paper. float16 and bfloat16 are converted to float32;
-    call it outside autocast, which would undo that. Raises ValueError if the shapes do not fit.
+    call it outside autocast, which would undo that. Raises ValueError if index or weight do not fit.
     """
     if len(index) != len(q) or weight.shape != index.shape[1:]:
         shapes = f"q {tuple(q.shape)}, index {tuple(index.shape)} and weight {tuple(weight.shape)}"
@@ -388,7 +388,8 @@ class PatchMix(nn.Module):
         """Update the momentum encoder (float32 or float64): Xi <- m Xi + (1 - m) Theta (Algorithm 2, line 11)."""
         xi = [*self.momentum_backbone.parameters(), *self.momentum_projector.parameters()]
         theta = [*self.backbone.parameters(), *self.projector.parameters()]
-        get_ema_multi_avg_fn(m)(xi, theta, None)  # all in one operation; in bfloat16 1 - m would be rounded away
+        # xi.lerp_(theta, 1 - m), for all parameters at once. In bfloat16 the small change would be rounded away
+        get_ema_multi_avg_fn(m)(xi, theta, None)
 
 
 # ================================================================= 5. training

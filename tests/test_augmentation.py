@@ -129,7 +129,7 @@ def test_an_image_is_drawn_with_probability_p(name):
         shares.setdefault(p, []).append(drawn)
     both = torch.stack(shares[0.5]).double()
     assert abs(torch.corrcoef(both)[0, 1]) < 4 / math.sqrt(n)
-    assert abs(torch.corrcoef(torch.stack([both[0, 1:], both[0, :-1]]))[0, 1]) < 4 / math.sqrt(n)  # of neighbours
+    assert abs(torch.corrcoef(torch.stack([both[0, 1:], both[0, :-1]]))[0, 1]) < 4 / math.sqrt(n)  # of neighbors
     for p in (0.0, 1.0):  # a batch of one
         assert torch.equal(operation(x[:1], p), x[:1]) == (p == 0)
 

@@ -104,7 +104,7 @@ def test_kmeans_as_many_clusters_as_points(kind, n, m):
 
 
 def obeys(chosen, i, neighbors, x, centers, assignment):
-    """Whether the chosen positives of row i are what Eq. 2 and App. A.2 make of these neighbours."""
+    """Whether the chosen positives of row i are what Eq. 2 and App. A.2 make of these neighbors."""
     center = centers[assignment[i]]
     omega1 = {j for j in range(len(x)) if assignment[j] == assignment[i]}
     omega_p = {j for j in omega1 & set(neighbors) if squared(x[j], center) <= squared(x[i], center)}
@@ -316,7 +316,7 @@ def test_each_share_is_drawn_from_beta(alpha, monkeypatch):
 def test_choose_positives(selection, count, monkeypatch, capsys):
     """Table 6: what each choice may contain, and all of it if there is room, by the momentum encoder's embeddings.
 
-    These are outputs of its projector, of unit length, by running statistics, for normalised images.
+    These are outputs of its projector, of unit length, by running statistics, for normalized images.
     """
     clusters, kmeans = [], clim.kmeans
     monkeypatch.setattr(clim, "kmeans", lambda *a, **b: clusters.append(kmeans(*a, **b)) or clusters[0])

@@ -51,7 +51,7 @@ def pictures(folder):
 
 
 def parts(places, *names, seed=0):
-    """[(ViT's features, normalised pixels, an untrained ViT's features, labels) of a part], without any loader."""
+    """[(ViT's features, normalized pixels, an untrained ViT's features, labels) of a part], without any loader."""
     (encoder, info), found = common.load_backbone(places["VIT"]), []
     torch.manual_seed(seed)
     untrained = common.build_backbone(info).eval()

@@ -30,7 +30,7 @@ def test_evaluation_crop_is_resize_then_center_crop(interpolation):
 
 
 def slow_knn(train_x, train_y, test_x, k, temperature, num_classes):
-    """Weighted k-nearest neighbours by a double loop in float64, scaled so that the nearest votes 1."""
+    """Weighted k-nearest neighbors by a double loop in float64, scaled so that the nearest votes 1."""
     bank, queries = ([row / np.sqrt((row * row).sum()) for row in x.double().numpy()] for x in (train_x, test_x))
     scores = torch.zeros(len(test_x), num_classes, dtype=torch.float64)
     for i, q in enumerate(queries):

@@ -107,7 +107,7 @@ def test_simsiams_projector(layers):
 
 
 def embed(model, x):
-    """What the affinity sees: L2-normalised, before SimSiam's predictor."""
+    """What the affinity sees: L2-normalized, before SimSiam's predictor."""
     return F.normalize(model.projector(model.backbone(x)), dim=1)
 
 

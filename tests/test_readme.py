@@ -141,4 +141,4 @@ def test_a_demo_says_so(monkeypatch, capsys):
         common.start(lambda args: print("main"), lambda flags=flags: jcl.parse_args(flags.split()), "jcl.py --queue 9")
         said = capsys.readouterr().out.splitlines()
         assert said[:lines] == said[lines + 1 :] and said[lines] == "main" and len(said) == 2 * lines + 1
-        assert not lines or said[2] == "The paper's run: torchrun --nproc_per_node=8 jcl.py --queue 9"
+        assert not lines or said[2] == "At full scale: torchrun --nproc_per_node=8 jcl.py --queue 9"

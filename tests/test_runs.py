@@ -139,17 +139,18 @@ def test_what_a_run_says_of_its_values(tmp_path, monkeypatch, capsys):
     config, _ = common.open_run(args, images, state, dict(negatives=11))
     said = " ".join(capsys.readouterr().out.split())
     assert "warmup 1 " in said and "warmup_cut_to 0.5" in said and "workers 3" in said
-    assert "a queue of 11 keys for 40 images" in said
+    assert "the queue has 11 keys for 40 images" in said
     common.save_run(args.out, config, None, state, [dict(epoch=1)])
     monkeypatch.setattr(common, "rank_and_world", lambda: (0, 2))
     args.warmup = config["warmup"] = 0.5
     with pytest.raises(common.UsageError, match="warmup was 1.0, is 0.5"):
         common.open_run(args, images, state, dict(negatives=10))
-    args.warmup = 1.0
+    args.warmup, args.workers = 1.0, 5
     capsys.readouterr()
     common.open_run(args, images, state, dict(negatives=10))
     said = capsys.readouterr().out
     assert "processes: 1 before, 2 now" in said and "batch-norm groups" in said and "queue" not in said
+    assert "workers: 3 before, 5 now" in said
 
 
 def test_a_run_that_collapses_says_so_once(capsys):
