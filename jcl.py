@@ -83,7 +83,7 @@ def parse_args(argv=None):
 
     args, changed = common.parse_args(parser, argv, recipe)
     if (args.num_keys == 1 or args.vanilla) and changed & {"lam", "lam_schedule"}:
-        parser.error("--lam and --lam-schedule have no effect with --num-keys 1 or --vanilla, whose losses have no lambda")
+        parser.error("--lam and --lam-schedule have no effect with --num-keys 1 or --vanilla, whose losses lack it")
     return args
 
 
