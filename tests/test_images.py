@@ -209,12 +209,6 @@ def test_test_images_of_ones_own_are_used_without_training_images_too(few_patter
     assert common.open_evaluation_data("patterns", None, INFO, test=own)[1] is own
 
 
-def test_the_demo_computes_with_one_thread(few_patterns):
-    torch.set_num_threads(2)
-    common.load_dataset("patterns", image_size=8)
-    assert torch.get_num_threads() == 1
-
-
 def test_imagenet100(tmp_path):
     """Its classes are chosen among others. It is an error if some lack, also if there are 100 of other names."""
     synsets, own = timm.data.ImageNetInfo("imagenet-1k").label_names(), common.IMAGENET100
