@@ -116,7 +116,7 @@ def values(module, flags, names):
 
 
 class Pictures(torch.utils.data.Dataset):
-    """Images of an array (n, H, W, 3) as a data set."""
+    """Images of an array (n, H, W, 3) as a dataset."""
 
     def __init__(self, array, targets=None, classes=()):
         self.array, self.classes = array, classes

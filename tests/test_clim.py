@@ -200,7 +200,7 @@ def number_of(view):
 
 
 def data_set(monkeypatch, flags=""):
-    """Return the data set that `main` gives to its loader, of `Coded`."""
+    """Return the dataset that `main` gives to its loader, of `Coded`."""
     caught, words = [], f"--batch-size 8 --image-size 16 --device cpu --show-views x.png {flags}".split()
     monkeypatch.setattr(clim, "show_views", lambda args, loader, positives: caught.append(loader.dataset))
     clim.main(clim.parse_args(words), train=Coded(40))

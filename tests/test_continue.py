@@ -212,7 +212,7 @@ def test_resume_from_a_checkpoint_that_does_not_fit(method, begun, tmp_path, cap
 
 
 def test_images_may_move_but_not_change(tmp_path, monkeypatch, capsys):
-    """A moved folder is the same data set. Folders of one name meet in one --out by default, which is refused."""
+    """A moved folder is the same dataset. Folders of one name meet in one --out by default, which is refused."""
     monkeypatch.chdir(tmp_path)
     for root in ("one", "two"):
         tiny.write_tree(tmp_path / root / "data", ["train/a", "train/b"], 12, (16, 16))

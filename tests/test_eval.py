@@ -1,4 +1,4 @@
-"""eval_knn.py and eval_linear.py end to end on a tiny data set, and the linear probe against a plain loop."""
+"""eval_knn.py and eval_linear.py end to end on a tiny dataset, and the linear probe against a plain loop."""
 
 import functools
 import math
@@ -45,7 +45,7 @@ def places(tmp_path_factory):
 
 
 def pictures(folder):
-    """The images of a folder as a data set in memory."""
+    """The images of a folder as a dataset in memory."""
     images, targets = zip(*((np.array(image), label) for image, label in ImageFolder(folder)), strict=True)
     return Pictures(np.stack(images), list(targets), [*CLASSES])
 
@@ -145,7 +145,7 @@ def test_own_data_give_the_scores_of_the_same_folder(script, flags, places):
 
 
 def test_a_run_is_evaluated_on_the_images_it_was_trained_on(places, tmp_path, capsys):
-    """Unless a data set is given. The folder may move."""
+    """Unless a dataset is given. The folder may move."""
     folder, data = (shutil.copytree(places[name], tmp_path / name) for name in ("VIT", "DATA"))
     expected = run(eval_knn, folder, "--k", 3)
     assert run(eval_knn, folder, "--k", 3, "--data-dir", data) == expected
