@@ -141,7 +141,7 @@ def recipe(args):
     if args.selection == "none" or args.local_crops:  # the baseline and Table 7's multi-crop have one size
         values.setdefault("image_size", [224])
     if args.dataset == "folder":  # not in the paper: 0.03 over the number of the loss's terms, which are summed (D3)
-        values["lr"] = 0.03 / len(values.get("image_size", args.image_size)) ** 2
+        values["lr"] = 0.03 / (len(values.get("image_size", args.image_size)) ** 2 + args.local_crops)
     return values
 
 

@@ -1338,7 +1338,7 @@ def open_run(args, train, state, derived):
             raise UsageError(f"{path} does not fit this run: {'; '.join(reasons)}") from error
         if len(records) < args.epochs:
             log(f"resumed from {path}, after epoch {len(records)}" + "".join(f"; {text}" for text in differences))
-        with contextlib.suppress(OSError, ValueError, KeyError):
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
             workers = json.loads(Path(path).with_name("config.json").read_text())["workers"]
             if workers != args.workers:
                 log(f"workers: {workers} before, {args.workers} now: random numbers differ (--workers)")

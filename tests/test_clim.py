@@ -372,3 +372,12 @@ def test_the_loss_compiles_whole_for_any_share():
     tensors = unit(4, 6, seed=1), unit(4, 6, seed=2), unit(4, 6, seed=3), unit(8, 6, seed=4)
     for share in (0.5, 0.3, 0.7):
         torch.testing.assert_close(loss(*tensors, 0.2, share), clim.clim_loss(*tensors, 0.2, share))
+
+
+@pytest.mark.parametrize(
+    "flags, terms", [("", 4), ("--image-size 64", 1), ("--selection none", 1), ("--local-crops 2", 3)]
+)
+def test_the_learning_rate_on_a_folder_is_over_the_number_of_terms(flags, terms):
+    """They are summed (D3), so that the baseline, with one term, has the whole rate."""
+    args = clim.parse_args(["--dataset", "folder", "--data-dir", "x", *flags.split()])
+    assert args.lr == 0.03 / terms and len(args.image_size) ** 2 + args.local_crops == terms

@@ -1,4 +1,4 @@
-"""Flags: listed with the defaults of a data set, held to their ranges, kept as given. Each acts or is refused."""
+"""Flags: listed with the defaults of a dataset, held to their ranges, kept as given. Each acts or is refused."""
 
 import argparse
 import functools

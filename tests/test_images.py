@@ -1,4 +1,4 @@
-"""Data sets: which images are read and how, which folders are refused, and how two data sets are told apart."""
+"""Datasets: which images are read and how, which folders are refused, and how two datasets are told apart."""
 
 import argparse
 import fcntl
@@ -265,7 +265,7 @@ def test_folders_that_are_not_laid_out_as_a_data_set_are_errors(tmp_path, name, 
 
 @pytest.fixture
 def asked(monkeypatch, tmp_path):
-    """Replace torchvision's data sets, which would download. Return a list of the arguments of the calls that succeed.
+    """Replace torchvision's datasets, which would download. Return a list of the arguments of the calls that succeed.
 
     While one downloads, no other run can have its lock.
     """
@@ -317,7 +317,7 @@ def test_nothing_is_downloaded_into_a_folder_of_other_files(tmp_path, asked):
 @pytest.mark.parametrize("rank, local", [(0, 0), (1, 1), (2, 0), (3, 1)])
 def test_each_node_downloads_once(rank, local, asked, tmp_path, monkeypatch):
     """Of two nodes with two processes each, the first process of a node downloads, and the other one waits."""
-    barriers = []  # how often the data set was opened before each
+    barriers = []  # how often the dataset was opened before each
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     others = tmp_path / "cifar.tar"  # another process has downloaded it by then
     monkeypatch.setattr(torch.distributed, "barrier", lambda: barriers.append(len(asked)) or others.touch())
