@@ -3,10 +3,11 @@
 1. speed: a step of the five scripts, of the network alone, with color, and of the whole loop, with and without
    --compile. All start at once, and are timed one after another.
 2. gpu_check.py, beside the first trainings.
-3. ARMS, some at once: trainings on CIFAR-10 in memory, each with its kNN and its linear probe; then with another seed.
+3. ARMS, some at once: trainings on CIFAR-10 in memory. Each is evaluated by kNN and a linear probe, beside the next.
 
 Each leaves one JSON file. A training that the time has cut is kept as far as it came, and goes on in the next call on
-the same machine, where its folder in runs/gpu still is. On another machine it begins anew.
+the same machine, where its folder in runs/gpu still is. On another machine it begins anew. --arms chooses from the
+list: speed, compiled (the same with --compile), gpu_check, and ARMS with the seed, as in moco-s0.
 """
 
 import contextlib
@@ -46,9 +47,17 @@ ARMS = {  # name: (how tables call it, its script with flags, the published kNN)
     "patchmix": ("PatchMix, M = 3", f"{VIT} --num-mix 3", ""),
     "patchmix-released": ("PatchMix, M = 3, released", f"{VIT} --num-mix 3 --variant released", ""),
     "mocov3": ("MoCo v3", f"{VIT} --num-mix 1 --terms oto,mto", ""),
+    # How CLIM's recipe for ImageNet-100 begins, on small views: `results.py begin` has its first 48 steps
+    "clim-imagenet100": (
+        "CLIM, recipe of ImageNet-100",
+        "clim.py --dataset imagenet100 --arch resnet_mini --clim-start 1 --image-size 28 20",
+        "",
+    ),
 }
 SPEEDS = dict(moco="moco_jointcrop.py", jcl="jcl.py", clim="clim.py --clim-start 0", logo="logo.py", patchmix=VIT)
-SPEEDS |= {f"{name}-compiled": f"{line} --compile" for name, line in SPEEDS.items()}
+COMPILED = {f"{name}-compiled": f"{line} --compile" for name, line in SPEEDS.items()}
+EVERYTHING = ["speed", "compiled", "gpu_check", *(f"{arm}-s{seed}" for seed in (0, 1) for arm in ARMS)]
+CHECKS = "loader numbers evaluations waits collectives group compiled".split()  # not recipes, which take much memory
 DRY = "--device cpu --batch-size 32"  # of --dry-run
 
 
@@ -92,7 +101,7 @@ def parse(line, out, dry, *more):
     """The module and the arguments of a command line; dry: with a small encoder, on the CPU."""
     script, *words = line.split()
     arch = ["--arch", "vit_micro" if script == "patchmix.py" else "resnet_mini"]
-    words += ["--dataset", "cifar10", "--out", str(out), *more, *(arch + DRY.split() if dry else [])]
+    words = ["--dataset", "cifar10", *words, "--out", str(out), *more, *(arch + DRY.split() if dry else [])]
     module = importlib.import_module(script.removesuffix(".py"))
     return module, module.parse_args(words)
 
@@ -112,9 +121,9 @@ def write(file, record):
 
 def speed(name, out, dry):
     """Time a step of a script: the network alone on views that are on the device, with color, and the whole loop."""
-    line, workers = SPEEDS[name], str(0 if dry else 5)
+    line, workers = (SPEEDS | COMPILED)[name], str(0 if dry else 8)
     module, args = parse(line, RUNS / "speed" / f"{os.getpid()}", dry, "--knn-every", "0", "--workers", workers)
-    warm, timed = (1, 2) if dry else (10, 30)
+    warm, timed = (1, 2) if dry else (8, 25)
     views, found, color, began = {}, {}, module.augment, time.perf_counter()
     wait = torch.cuda.synchronize if torch.cuda.is_available() else lambda: None
 
@@ -149,30 +158,31 @@ def speed(name, out, dry):
     write(f"{out}/speed-{name}.json", timed | dict(GB=round(memory, 1)) | card())
 
 
-def record(name, epochs):
-    """What is kept of a training of an arm, as far as it has come. epochs: of the whole."""
+def record(name, flags):
+    """What is kept of a training of an arm, as far as it has come. flags: that were added to those of ARMS."""
     arm, seed = name.rsplit("-s", 1)
     records = [json.loads(line) for line in (RUNS / name / "metrics.jsonl").read_text().splitlines()]
     images = int(json.loads((RUNS / name / "config.json").read_text())["images"].split()[0])
     speeds = [r["images_per_s"] for r in records]
-    found = dict(
-        command=f"{ARMS[arm][1]} --epochs {epochs} --seed {seed}", seconds=round(sum(images / np.array(speeds)))
-    )
+    found = dict(command=f"{ARMS[arm][1]} {flags} --seed {seed}", seconds=round(sum(images / np.array(speeds))))
     return found | dict(images_per_s=round(float(np.median(speeds))), epochs=records) | card()
 
 
-def train(name, out, dry, epochs, workers):
-    """Train an arm, evaluate it, and write its JSON."""
+def train(name, out, dry, flags, workers):
+    """Train an arm."""
     arm, seed = name.rsplit("-s", 1)
-    images, words = load(dry), ["--workers", workers]
-    training = [*words, "--knn-every", "50", "--epochs", epochs, "--seed", seed]
-    module, args = parse(ARMS[arm][1], RUNS / name, dry, *training)
-    module.main(args, *images)
-    words += [str(RUNS / name), "--no-baselines", *DRY.split()[:2] * dry]
-    found = record(name, epochs) | dict(kNN={})
-    for temperature in ("0.07", "0.1") if arm == "moco-demo" else ("0.07",):  # 0.1: the demo's own
-        flags = eval_knn.parse_args([*words, "--k", "20", "200", "--temperature", temperature])
-        found["kNN"][temperature] = eval_knn.main(flags, *images)["encoder"]
+    words = [*flags.split(), "--seed", seed, "--workers", workers]
+    module, args = parse(ARMS[arm][1], RUNS / name, dry, *words)
+    module.main(args, *load(dry))
+
+
+def evaluate(name, out, dry, flags, workers):
+    """Evaluate a trained arm, and write its JSON."""
+    images, words = load(dry), [str(RUNS / name), "--no-baselines", "--workers", workers, *DRY.split()[:2] * dry]
+    found = record(name, flags) | dict(kNN={})
+    for temperature in ("0.07", "0.1") if name.startswith("moco-demo") else ("0.07",):  # 0.1: the demo's own
+        args = eval_knn.parse_args([*words, "--k", "20", "200", "--temperature", temperature])
+        found["kNN"][temperature] = eval_knn.main(args, *images)["encoder"]
     found["linear"] = eval_linear.main(eval_linear.parse_args(words), *images)["encoder"]
     write(f"{out}/{name}.json", found)
 
@@ -194,41 +204,61 @@ def run(args):
     if not (RUNS / "images.npz").exists():
         unpack(args.archive)
     done = {name for where in (out, args.kept) for name in finished(where)}
-    dry, running = ["--dry-run"] * args.dry_run, {}
+    done |= {"gpu_check" for where in (out, args.kept) if (Path(where) / "gpu_check.log").exists()}
+    wanted = [name for name in args.arms or EVERYTHING if name not in done]
+    running, trained = {}, []
 
     def start(name, *words):
         log = open(RUNS / f"{name}.log", "a")
         environment = os.environ | {"OMP_NUM_THREADS": "1", "COMMIT": args.commit}
         running[name] = subprocess.Popen([sys.executable, *words], stdout=log, stderr=log, env=environment, cwd=ROOT)
 
+    def work(what, name, *words):
+        start(name if what != "evaluate" else f"{name} evaluated", __file__, what, name, str(out), *words)
+
+    def is_beside(name):
+        return name == "gpu_check" or name.endswith(" evaluated")
+
     def collect(until, at_most=0):
-        """Wait until at most so many processes run. Those that still run at a time are ended."""
-        while len(running) > at_most:
+        """Wait until at most so many processes run, but for those beside them. What still runs at a time is ended."""
+        while sum(not is_beside(name) for name in running) > at_most:
             for name, process in list(running.items()):
-                if time.time() > until:
+                if time.time() > until and not is_beside(name):
                     process.terminate()
                     process.wait()
                 if process.poll() is not None:
-                    print(f"{name}: exit status {running.pop(name).returncode}", flush=True)
+                    print(f"{time.time() - began:.0f} s: {name}, exit status {process.returncode}", flush=True)
+                    del running[name]
+                    if name in wanted and process.returncode == 0 and name.rsplit("-s", 1)[0] in ARMS:
+                        trained.append(name)
+                        work("evaluate", name, *options)
             time.sleep(0.5)
 
-    for name in SPEEDS:
-        collect(end, 0 if args.dry_run else len(SPEEDS))
-        if f"speed-{name}" not in done and not (args.dry_run and name.endswith("-compiled")):
-            start(f"speed-{name}", __file__, "speed", name, str(out), *dry)
-    collect(end if args.dry_run else min(end, time.time() + 200))  # what compiles longer must not take all the time
-    check = [str(ROOT / "tests/tools/gpu_check.py"), "--seconds", str(max(1, end - time.time()))]
-    if not any((where / "gpu_check.log").exists() for where in (out, args.kept)):
-        start("gpu_check", *check, *("--device cpu --only collectives".split() if args.dry_run else []))
-    arms = [name for seed in (0, 1) for name in (f"{arm}-s{seed}" for arm in ARMS) if name not in done]
+    began, dry = time.time(), ["--dry-run"] * args.dry_run
+    options = [*dry, args.flags, str(args.workers)]
+    timed = [name for what, names in (("speed", SPEEDS), ("compiled", COMPILED)) if what in wanted for name in names]
+    for name in timed:
+        if f"speed-{name}" not in done:
+            work("speed", name, *dry)
+            collect(end, 0 if args.dry_run else len(timed))
+    collect(end if args.dry_run else min(end, began + args.speed_seconds))  # what compiles longer must not take it all
+    if "gpu_check" in wanted:
+        check = [str(ROOT / "tests/tools/gpu_check.py"), "--seconds", str(max(1, end - time.time())), "--only"]
+        start("gpu_check", *check, *(["collectives", "--device", "cpu"] if args.dry_run else args.checks))
+    arms = [name for name in wanted if name.rsplit("-s", 1)[0] in ARMS]
     for name in arms:
         collect(end, args.at_once - 1)
         if time.time() < end:
-            start(name, __file__, "train", name, str(out), args.epochs, str(os.cpu_count() // args.at_once), *dry)
+            work("train", name, *options)
     collect(end)
+    for name, process in running.items():  # evaluations and checks
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(max(1, end - time.time()))
+        print(f"{time.time() - began:.0f} s: {name}, exit status {process.poll()}", flush=True)
+        process.terminate()
     for name in arms:
         if name not in finished(out) and (RUNS / name / "metrics.jsonl").exists():
-            write(out / f"{name}.json", record(name, args.epochs))
+            write(out / f"{name}.json", record(name, args.flags))
     for log in RUNS.glob("*.log"):
         (out / log.name).write_bytes(log.read_bytes())
 
@@ -237,4 +267,4 @@ if __name__ == "__main__":
     torch.set_flush_denormal(True)
     torch.backends.cudnn.benchmark = True
     action, *words = [word for word in sys.argv[1:] if word != "--dry-run"]
-    dict(speed=speed, train=train)[action](*words[:2], "--dry-run" in sys.argv, *words[2:])
+    dict(speed=speed, train=train, evaluate=evaluate)[action](*words[:2], "--dry-run" in sys.argv, *words[2:])
