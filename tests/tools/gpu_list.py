@@ -148,14 +148,26 @@ def speed(name, out, dry):
                 yield next(loaded) if mode == "loop" else first
             wait()
             found[mode] = round(1000 * (time.perf_counter() - start) / timed, 2)
+        keep()
+        with torch.profiler.profile() as profiler:  # what the device does in a step, with color
+            for _ in range(5):
+                yield first
+            wait()
+        events = [event for event in profiler.events() if not event.is_user_annotation]
+        kernels = [event for event in events if event.device_type.name == "CUDA"]
+        found["kernels"] = round(sum(event.self_device_time_total for event in kernels) / 5000, 2)
+        keep(kernels_per_step=len(kernels) // 5)
         raise KeyboardInterrupt
+
+    def keep(**more):
+        timed = dict(command=line, batch=args.batch_size, first_step_s=found["first_step_s"])
+        times = {mode: found[mode] for mode in found if mode != "first_step_s"}
+        memory = torch.cuda.max_memory_allocated() / 1e9 if not dry else 0
+        write(f"{out}/speed-{name}.json", timed | dict(ms=times, GB=round(memory, 1)) | more | card())
 
     with contextlib.suppress(KeyboardInterrupt), mock.patch.object(module, "augment", augment):
         with training_batches(batches):
             module.main(args, load(dry)[0])
-    memory = torch.cuda.max_memory_allocated() / 1e9 if not dry else 0
-    timed = dict(command=line, batch=args.batch_size, first_step_s=found.pop("first_step_s"), ms=found)
-    write(f"{out}/speed-{name}.json", timed | dict(GB=round(memory, 1)) | card())
 
 
 def record(name, flags):
