@@ -111,8 +111,8 @@ def parse_args(argv=None):
 
 
 # fmt: off
-CIFAR = dict(  # not in the paper: MoCo's demo on CIFAR-10 (facebookresearch/moco, branch colab-notebook)
-    arch="resnet18", image_size=[32], patch_size=4, epochs=200, batch_size=512, lr=0.03,  # 0.06 for 512
+CIFAR = dict(  # not in the paper: MoCo's demo on CIFAR-10 (facebookresearch/moco, branch colab-notebook), with a warmup
+    arch="resnet18", image_size=[32], patch_size=4, epochs=200, batch_size=512, lr=0.03, warmup=1.0,  # 0.06 for 512
     weight_decay=5e-4, momentum=0.99, queue=4096, bn_groups=8, crop_scale=[0.08, 1.0], blur_p=0.0, norm="cifar10",
     num_clusters=400, local_size=16,  # about as many images per cluster as on ImageNet
 )

@@ -120,8 +120,8 @@ def parse_args(argv=None):
 
 
 # fmt: off
-CIFAR = dict(  # MoCo's demo on CIFAR-10 (D5), but for patch_size; no blur: JointBlur needs --blur-p 0.5 0.5
-    arch="resnet18", image_size=32, patch_size=4, epochs=200, batch_size=512, lr=0.03,  # 0.06 for 512
+CIFAR = dict(  # MoCo's demo on CIFAR-10, with a warmup (D5); no blur: JointBlur needs --blur-p 0.5 0.5
+    arch="resnet18", image_size=32, patch_size=4, epochs=200, batch_size=512, lr=0.03, warmup=1.0,  # 0.06 for 512
     weight_decay=5e-4, momentum=0.99, queue=4096, crop_scale=[0.08, 1.0], blur_p=0.0, norm="cifar10",
 )
 RECIPES = dict(  # what differs from MoCo v2's values for ImageNet
@@ -137,7 +137,7 @@ RECIPES = dict(  # what differs from MoCo v2's values for ImageNet
     folder=dict(queue=None, bn_groups=2, momentum=0.99),  # not in the paper; None: a tenth of the images
 )
 V1 = dict(temperature=0.07, milestones=[0.6, 0.8])  # ContrastiveCrop's for ImageNet (App. G; D8)
-V1_CIFAR = dict(temperature=0.1)  # MoCo's demo, with a cosine
+V1_CIFAR = dict(temperature=0.1, warmup=0.0)  # MoCo's demo, with a cosine
 V3 = dict(  # the released code's and MoCo v3's for 100 epochs (for 300: --lr 0.3)
     lr=0.6, warmup=10.0, weight_decay=1e-6, momentum=[0.99, 1.0], temperature=1.0, dim=256,
     blur_p=[1.0, 0.1],
@@ -715,7 +715,8 @@ def convert_split_batchnorm(module, groups):
 # D5 Small datasets. ContrastiveCrop: 500 epochs, a learning rate of 0.5 for 512 images, a momentum of 0.999 and a queue
 #    of 65,536. Here: MoCo's own demo on CIFAR-10 (facebookresearch/moco, branch colab-notebook), which is `--moco v1
 #    --joint none`, except that the demo divides by a standard deviation of (0.2023, 0.1994, 0.2010), and changes the
-#    learning rate once per epoch. STL-10 has the same values, a queue of 8,192, and ImageNet's stem.
+#    learning rate once per epoch. MoCo v2 has its own head and temperature, and one epoch of warmup, without which a
+#    ResNet-18 nearly collapses while random keys leave the queue. STL-10: a queue of 8,192, and ImageNet's stem.
 # D6 The version of MoCo. Paper: v1 in App. F and G, all three in Table 9. Released: v3. Here: v2, or `--moco`.
 # D7 MoCo v3 on a ViT. Released: AdamW, a projector of three layers, a batch norm at the end of the predictor. Here:
 #    refused. The baseline of patchmix.py is MoCo v3 on a ViT.
