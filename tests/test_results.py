@@ -35,16 +35,21 @@ def test_tables():
 
 
 def test_tables_of_a_gpu(tmp_path, monkeypatch):
-    """They have what was measured to the end, and are empty before."""
+    """They have the trainings, cut ones too, and the steps, and are empty before."""
     monkeypatch.setattr(results, "KEPT", tmp_path)
     assert results.trained_on_gpu() == results.timed_on_gpu() == ""
-    run = dict(command="jcl.py --epochs 200 --seed 0", device="A", images_per_s=5000, seconds=120)
-    done = run | dict(kNN={"0.07": dict(knn20_top1=80.04, knn200_top1=79.0)}, linear=dict(linear_top1=85.0))
+    epochs = [dict(epoch=i + 1, std=0.1 * i) for i in range(6)]
+    run = dict(command="jcl.py --epochs 6 --seed 0", device="A", images_per_s=5000, seconds=120, epochs=epochs)
+    epochs = [*epochs[:5], epochs[5] | dict(knn20_top1=80.0)]
+    done = run | dict(
+        epochs=epochs, kNN={"0.07": dict(knn20_top1=80.04, knn200_top1=79.0)}, linear=dict(linear_top1=85.0)
+    )
     step = dict(command="jcl.py", batch=512, ms=dict(network=20, color=25, loop=32), GB=3.5, first_step_s=9, device="A")
     for name, record in {"jcl-s0": done, "jcl-s1": run, "speed-jcl": step}.items():
         gpu_list.write(tmp_path / "gpu" / f"{name}.json", record)
-    (row,) = results.trained_on_gpu().splitlines()[2:]
-    assert row == "| JCL | `jcl.py --epochs 200 --seed 0` | 80.0 | 79.0 | 85.0 |  |  | A | 5,000 | 2 |"
+    rows = results.trained_on_gpu().splitlines()[2:]
+    start, end = "| JCL | `jcl.py --epochs 6 --seed 0` | 6 | 0.00, 0.20, 0.40 |", "|  |  | A | 5,000 | 2 |"
+    assert rows == [f"{start} 80.0 after 6 | 79.0 | 85.0 {end}", f"{start}  |  |  {end}"]
     (row,) = results.timed_on_gpu().splitlines()[2:]
     assert row == "| `jcl.py` | 512 | 20.0 | 25.0 | 32.0 | 16,000 | 3.5 | 9 | A |"
 

@@ -1,7 +1,7 @@
 """What a GPU that is lent for some minutes measures, in this order: `results.py gpu` does what is not kept yet.
 
-1. speed: a step of the five scripts, of the network alone, with color, and of the whole loop, with and without
-   --compile. All start at once, and are timed one after another.
+1. speed: a step of the five scripts, of the network alone, with color, and of the whole loop; then with --compile. They
+   start at once, and are timed one after another. What compiles disturbs what is timed, so compare no two rows closely.
 2. gpu_check.py, beside the first trainings.
 3. ARMS, some at once: trainings on CIFAR-10 in memory. Each is evaluated by kNN and a linear probe, beside the next.
 
@@ -38,6 +38,7 @@ RUNS = ROOT / "runs" / "gpu"
 VIT = "patchmix.py --arch vit_tiny --patch-size 4"
 ARMS = {  # name: (how tables call it, its script with flags, the published kNN)
     "moco-demo": ("MoCo's demo", "moco_jointcrop.py --moco v1 --joint none", "82.6"),  # k 200, temperature 0.1
+    "moco-demo-compiled": ("MoCo's demo", "moco_jointcrop.py --moco v1 --joint none --compile", "82.6"),
     "moco": ("MoCo v2", "moco_jointcrop.py --joint none", ""),
     "jointcrop": ("J-Crop(0)", "moco_jointcrop.py", ""),
     "jcl": ("JCL", "jcl.py", ""),
@@ -248,12 +249,12 @@ def run(args):
 
     began, dry = time.time(), ["--dry-run"] * args.dry_run
     options = [*dry, args.flags, str(args.workers)]
-    timed = [name for what, names in (("speed", SPEEDS), ("compiled", COMPILED)) if what in wanted for name in names]
-    for name in timed:
-        if f"speed-{name}" not in done:
-            work("speed", name, *dry)
-            collect(end, 0 if args.dry_run else len(timed))
-    collect(end if args.dry_run else min(end, began + args.speed_seconds))  # what compiles longer must not take it all
+    for what, names in (("speed", SPEEDS), ("compiled", COMPILED)):
+        for name in names if what in wanted else ():
+            if f"speed-{name}" not in done:
+                work("speed", name, *dry)
+                collect(end, 0 if args.dry_run else len(names))
+        collect(end if args.dry_run else min(end, began + args.speed_seconds))  # what compiles must not take it all
     if "gpu_check" in wanted:
         check = [str(ROOT / "tests/tools/gpu_check.py"), "--seconds", str(max(1, end - time.time())), "--only"]
         start("gpu_check", *check, *(["collectives", "--device", "cpu"] if args.dry_run else args.checks))
