@@ -852,6 +852,7 @@ def knn_top1(train_x, train_y, test_x, test_y, k, temperature, num_classes):
     return {f"knn{count}_top1": percent for count, percent in zip(k, accuracy.tolist(), strict=True)}
 
 
+@torch.compiler.set_stance("force_eager")  # with --compile, too: evaluation mode would be compiled anew
 def knn_monitor(encoder, info, train, test, device, workers=0, amp=False):
     """Return the `knn_top1` of an encoder for 20 and 200 neighbors at temperature 0.07, from the labeled images."""
     train, test = with_labels(train), with_labels(test)
