@@ -408,9 +408,9 @@ def main():
     add = parser.add_argument_group("gpu").add_argument
     add("--archive", metavar="FILE", help="CIFAR-10's JPEG files, in a tar archive")
     add("--minutes", type=float, default=9, metavar="N", help="then what still runs is ended")
-    add("--at-once", type=int, default=2, metavar="N", help="trainings that share the GPU")
-    add("--workers", type=int, default=6, metavar="N", help="processes that load, of each training")
-    add("--flags", default="--epochs 200 --knn-every 50", metavar="TEXT", help="of each training")
+    add("--at-once", type=int, default=4, metavar="N", help="trainings that share the GPU")
+    add("--workers", type=int, default=4, metavar="N", help="processes that load, of each training")
+    add("--flags", default="--epochs 40 --knn-every 20", metavar="TEXT", help="of each training")
     add("--speed-seconds", type=float, default=200, metavar="N", help="then a step that is not timed yet is given up")
     add("--checks", nargs="+", default=[*gpu_list.CHECKS], metavar="NAME", help="the sections of gpu_check.py")
     add("--out", metavar="DIR", help="for its JSON files; if not given, tests/results/gpu")
