@@ -65,8 +65,8 @@ import common
 # inferred, because neither says it.
 # fmt: off
 PROBE = dict(epochs=50, batch_size=256, lrs=None, holdout=0.1)  # of no paper
-LBFGS = dict(  # LoGo, supplement 3: L2, iterations, metrics [P]; its grid: BYOL's, SimCLR's [I]
-    batch_size=256, strengths=[10 ** (i / 4) for i in range(-24, 21)], holdout=0.1, metric="top1", iterations=5000,
+LBFGS = dict(  # LoGo, supplement 3: L2, metrics [P]; its grid: BYOL's, SimCLR's [I]
+    batch_size=256, strengths=[10 ** (i / 4) for i in range(-24, 21)], holdout=0.1, metric="top1",
 )
 MOCO = dict(  # JCL, 4.2 [P]. CLIM, 4.1: learning rate and milestones [P], the rest as MoCo [I]
     epochs=100, batch_size=256, lr=30.0, milestones=[0.6, 0.8], min_lr=0.0, warmup=0.0, warmup_lr=0.0,
@@ -365,24 +365,20 @@ def linear_probe(x, y, test_x, num_classes, lrs=None, epochs=50, batch_size=256,
 
 
 @torch.inference_mode(False)
-def logistic_regression(x, y, num_classes, strength, start=None, iterations=5000, tolerance=1e-6):
-    """Fit a multinomial logistic regression with an L2 penalty by L-BFGS: (weights, largest entry of the gradient).
+def logistic_regression(x, y, num_classes, strength, iterations=5000, tolerance=1e-6):  # iterations: LoGo's [P]
+    """Fit a multinomial logistic regression with an L2 penalty by L-BFGS: weights (d + 1, num_classes).
 
-    The weights (d + 1, num_classes) are W and, as their last row, the bias b, which minimize
-    sum_i CE(x_i W + b, y_i) + strength / 2 |W|^2. The gradient is that of this sum divided by n, with respect to b and
-    to the whitened weights V below. The fit has converged if none of its entries is above `tolerance`.
+    They are W and, as their last row, the bias b, which minimize sum_i CE(x_i W + b, y_i) + strength / 2 |W|^2.
     x: (n, d) float64. y: (n,) int64. strength: 1 / C of scikit-learn, but 2 / C for two classes, where scikit-learn
-    penalizes one weight vector, the difference of the two here. start: weights to begin from.
+    penalizes one weight vector, the difference of the two here. tolerance: a warning is logged if an entry of the
+    gradient is above it in the end: that of the sum divided by n, with respect to b and the whitened weights V below.
     """
-    # L-BFGS finds V, with W = P V, where P whitens the features as far as the penalty allows, in tens of iterations
+    # L-BFGS finds V, with W = P V, where P whitens the features as far as the penalty allows: fewer iterations
     values, basis = torch.linalg.eigh(x.T @ x / len(x))
     decay = strength / len(x)
     scale = (values.clamp_min(0) / 4 + decay).rsqrt()[:, None]  # at most 1/4: the curvature of cross-entropy in a logit
     white = x @ (basis * scale.T)
-    weight = x.new_zeros(x.shape[1] + 1, num_classes)
-    if start is not None:
-        weight = torch.cat([basis.T @ start[:-1] / scale, start[-1:]])
-    weight.requires_grad_()
+    weight = x.new_zeros(x.shape[1] + 1, num_classes).requires_grad_()
     options = dict(tolerance_grad=tolerance, tolerance_change=0, history_size=20, line_search_fn="strong_wolfe")
     optimizer = torch.optim.LBFGS([weight], max_iter=iterations, max_eval=25 * iterations, **options)
 
@@ -395,40 +391,35 @@ def logistic_regression(x, y, num_classes, strength, start=None, iterations=5000
 
     optimizer.step(closure)
     closure()
+    left = weight.grad.abs().max().item()
+    if left > tolerance:
+        common.log(f"warning: L-BFGS has not converged for strength {strength:.3g}: gradient {left:.1e}")
     v = weight.detach()
-    return torch.cat([basis @ (scale * v[:-1]), v[-1:]]), weight.grad.abs().max().item()
+    return torch.cat([basis @ (scale * v[:-1]), v[-1:]])
 
 
-def lbfgs_probe(x, y, test_x, rest, check, num_classes, strengths, metric="top1", iterations=5000, tolerance=1e-6):
+def lbfgs_probe(x, y, test_x, rest, check, num_classes, strengths, metric="top1"):
     """Fit features by logistic regression. Held-out features choose the strength of its L2 penalty.
 
     x: (n, d) and test_x: (m, d), which are centered and divided by one number, the root mean square of x[rest]. So a
     strength means the same for every encoder, and directions keep their relative size. All is in float64. y: (n,)
     int64. rest, check: rows to fit and rows to choose by; if the latter are none, the fitted rows choose. Then all are
-    fitted. strengths: fitted from the strongest to the weakest, each from the weights of the one before. metric: the
-    score that chooses, top1 or per_class. Returns what `linear_probe` does.
+    fitted. metric: the score that chooses, top1 or per_class. Returns what `linear_probe` does.
     To copy it, also copy scores, best_of, affine and logistic_regression, and delete common.progress and common.log.
     """
     mean = x[rest].double().mean(0)
     scale = (x[rest] - mean).square().mean().sqrt().clamp_min(1e-12)
     x, test_x = affine(x, mean, scale), affine(test_x, mean, scale)
-    strengths = sorted(set(strengths), reverse=True)
-
-    def fit(rows, strength, start):
-        weight, left = logistic_regression(x[rows, :-1], y[rows], num_classes, strength, start, iterations, tolerance)
-        if left > tolerance:
-            common.log(f"warning: {strength:.3g} has not converged in {iterations} iterations: gradient {left:.1e}")
-        return weight
-
-    weights = []
+    strengths, percents = sorted(set(strengths), reverse=True), []
+    choosing = check if len(check) else rest
     for i, strength in enumerate(strengths, start=1):
         common.progress(f"L-BFGS: strength {strength:.3g}, {i} of {len(strengths)}")
-        weights.append(fit(rest, strength, weights[-1] if weights else None))
-    choosing = check if len(check) else rest
-    logits, labels = ((x[choosing] @ weight).cpu() for weight in weights), y[choosing].cpu()
-    percents = [scores(x, labels, num_classes)[f"linear_{metric}"] for x in logits]
+        weight = logistic_regression(x[rest, :-1], y[rest], num_classes, strength)
+        logits = (x[choosing] @ weight).cpu()
+        percents.append(scores(logits, y[choosing].cpu(), num_classes)[f"linear_{metric}"])
     best = best_of(percents)
-    weight = fit(torch.cat([check, rest]), strengths[best], weights[best])
+    rows = torch.cat([check, rest])
+    weight = logistic_regression(x[rows, :-1], y[rows], num_classes, strengths[best])
     return dict(logits=test_x @ weight, chosen=strengths[best], held_out=dict(zip(strengths, percents, strict=True)))
 
 
@@ -469,7 +460,7 @@ def evaluate_features(args, device, encoder, info, train, val, test):
         features = x.to(device), y.to(device), test_x.to(device)
         torch.manual_seed(args.seed)  # so that the probe has the same folds
         if lbfgs:
-            found = lbfgs_probe(*features, *folds[0], num_classes, args.strengths, args.metric, args.iterations)
+            found = lbfgs_probe(*features, *folds[0], num_classes, args.strengths, args.metric)
         else:
             found = linear_probe(*features, num_classes, args.lrs, args.epochs, args.batch_size, args.holdout)
         results[name] = scores(found["logits"].cpu(), torch.tensor(test.targets), num_classes)
