@@ -7,7 +7,6 @@ alike: raw pixels, and the untrained encoder.
 
     python eval_linear.py runs/patchmix-patterns-vit_micro-s0
     python eval_linear.py RUN --dataset cifar100 --data-dir DIR                # transfer
-    python eval_linear.py RUN --solver lbfgs                                   # transfer as in LoGo's Table 5
     torchrun --nproc_per_node=8 eval_linear.py RUN --data-dir DIR --protocol moco
     python eval_linear.py RUN --finetune --label-fraction 0.01
     python eval_linear.py FILE --arch resnet50 --prefix module.encoder_q. --dataset imagenet --data-dir DIR
@@ -31,7 +30,7 @@ Differences from the papers:
     D3 The encoder computes in bf16 on GPUs that support it (`--amp off`: in float32, convolutions in TF32). Linear
        classifiers are trained in float32, and by L-BFGS in float64.
     D4 PatchMix's protocols in fewer than 100 epochs. Released: the learning rate changes once per epoch, an epoch late,
-       so that two epochs of fine-tuning would never leave the warmup. Here: it still changes 100 times.
+       so that two epochs of fine-tuning would never leave the warmup. Here: it changes every step.
     D5 A warmup takes at most a quarter of the run.
 """
 
@@ -170,8 +169,8 @@ def parse_args(argv=None):
         names = LBFGS if args.solver == "lbfgs" else PROBE
     for name in PROBE | LBFGS | FINETUNE["clim"]:
         if name in args and name not in names:
-            what = f"--{name.replace('_', '-')} has no effect without another --protocol, --solver or --finetune"
-            parser.error(what + ("; the probe has --lrs" if name == "lr" else ""))
+            flag = f"--{name.replace('_', '-')}"
+            parser.error(f"{flag} has no effect without another --protocol, --solver or --finetune")
     return args
 
 
@@ -207,21 +206,18 @@ def complete(args, info):
 def open_data(args, info, train=None, test=None):
     """Load the images: (training images, those that choose the strength for L-BFGS or None, test images).
 
-    train, test: a caller's own datasets, which are used instead. If the folder has val/ and test/ with classes
-    (ImageNet's test/ has none), L-BFGS is evaluated on test/, and val/ chooses. If only some labels may be used, val/
-    is not, because it has more.
+    train, test: a caller's own datasets, which are used instead. If the folder has val/ and test/, L-BFGS is evaluated
+    on test/, and val/ chooses. If only some labels may be used, val/ is not, because it has more.
     """
-    root = args.data_dir or (info.get("data_dir") if args.dataset is None else None)
-    root = root if train is None and test is None and args.solver == "lbfgs" else None  # else there is no val
+    root = (args.data_dir or info.get("data_dir")) if args.solver == "lbfgs" and test is None else None
     train, test = common.open_evaluation_data(args.dataset, args.data_dir, info, True, train, test)
     folders, val = {*os.listdir(root)} if root else set(), None
     if folders >= {"train", "test"} and folders & {"val", "validation"}:
-        found = common.load_split(args.dataset or info["dataset"], root, ["test"], train=False, unlabeled=False)
-        if found.classes and found.classes != test.classes:
+        name = args.dataset or info["dataset"]
+        val, test = test, common.load_split(name, root, ["test"], train=False, unlabeled=False)
+        if val.classes != test.classes:
             raise common.UsageError(f"the classes of test/ and val/ in {root} differ: remove test/, or correct it")
-        if found.classes:
-            val, test = test, found
-            common.log(f"test/ is evaluated: {common.describe(test)}")
+        common.log(f"test/ is evaluated: {common.describe(test)}")
     if args.label_files:
         rows = listed_rows([path for path, _ in getattr(train, "samples", ())], args.label_files)
     elif args.label_fraction not in (None, 1):
@@ -449,8 +445,7 @@ def evaluate_features(args, device, encoder, info, train, val, test):
         encoders |= common.baselines(info, args.seed, len(train))
     if lbfgs:
         encoders.pop("raw pixels", None)  # with thousands of numbers per image it takes minutes to hours
-    amp = common.use_bf16(args.amp, device)
-    options = dict(batch_size=args.batch_size, workers=args.workers, amp=amp, whole=False)
+    options = dict(batch_size=args.batch_size, workers=args.workers, amp=common.use_bf16(args.amp, device), whole=False)
     results = {}
     for name, network in encoders.items():
         x = [common.extract_features(network.to(device), images, info, device, **options) for images in (train, test)]
@@ -524,15 +519,13 @@ def make_optimizer(args, model):
 def learning_rate(args, epoch):
     """Return the learning rate at a time, in epochs from 0, before a group's lr_scale.
 
-    It changes once per epoch, and with PatchMix's protocols at least 100 times (D4). After a linear warmup it is
-    divided by 10 at each milestone or, without milestones, follows a cosine to args.min_lr. The cosine counts the
-    epochs of the warmup, as timm's does.
+    It changes once per epoch. After a linear warmup it is divided by 10 at each milestone or, without milestones,
+    follows a cosine to args.min_lr. The cosine counts the epochs of the warmup, as timm's does.
     """
-    if args.protocol == "patchmix":  # timm's scheduler is called after each epoch, of which there are 100 at least (D4)
-        changes = max(100, args.epochs)
-        epoch = max(0, int(epoch * changes / args.epochs + 1e-9) - 1) * args.epochs / changes  # 1e-9: for rounding
-    else:
+    if args.protocol != "patchmix":
         epoch = int(epoch)
+    elif args.epochs >= 100:  # else it changes every step (D4)
+        epoch = max(0, int(epoch) - 1)  # timm's scheduler is called after each epoch
     peak = args.lr * args.batch_size / 256
     warmup = min(args.warmup, args.epochs / 4)  # D5
     if epoch < warmup:
@@ -557,8 +550,6 @@ def train_protocol(args, device, encoder, info, train, test):
     erase = RandomErasing(args.erase, mode="pixel", device=device)
     mix = None
     if args.mixup or args.cutmix:
-        if args.batch_size // world % 2:
-            raise common.UsageError(f"--batch-size {args.batch_size}: mixup needs an even number per process")
         mix = Mixup(args.mixup, args.cutmix, label_smoothing=args.smoothing, num_classes=num_classes)
 
     # Model and optimizer
@@ -634,11 +625,8 @@ def main(args, train=None, test=None):
     try:
         with torch.inference_mode(False), torch.random.fork_rng([device] if device.type == "cuda" else []):
             encoder, info = common.open_encoder(args)
-            if train is not None:  # not the images that the encoder was trained on
+            if train is not None or args.dataset is not None:  # not the images that the encoder was trained on
                 info = {name: value for name, value in info.items() if name not in ("dataset", "data_dir", "images")}
-            elif args.finetune and args.dataset is not None:  # an evaluation of the fine-tuned encoder compares them
-                images = common.load_dataset(args.dataset, args.data_dir, True, info["image_size"], unlabeled=True)
-                info |= dict(dataset=args.dataset, images=common.fingerprint(images))
             train, val, test = open_data(args, info, train, test)
             args = complete(args, info)
             if args.protocol == "probe":

@@ -121,15 +121,15 @@ def test_patchmix_has_timms_scheduler_called_after_each_epoch(places):
         assert learning_rates(places, *flags.split(), at=range(1000)) == pytest.approx(found)
 
 
-@pytest.mark.parametrize("epochs", [1, 3, 20])
-def test_a_short_fine_tuning_passes_through_the_learning_rates_of_a_long_one(places, epochs):
-    """Except for the warm-up, which is not shortened, and takes at most a quarter (D4, D5)."""
-    flags, steps = ["--finetune", "--epochs", epochs], range(100 * epochs)
-    whole, short, as_given = (completed(places, *f) for f in (flags[:1], [*flags, "--warmup", epochs / 10], flags))
-    found = [eval_linear.learning_rate(short, step / 100) for step in steps]
-    assert found == pytest.approx([eval_linear.learning_rate(whole, step // epochs) for step in steps])
-    found = [eval_linear.learning_rate(as_given, step / 100) for step in steps]
-    assert np.argmax(found) == pytest.approx(100 * min(10, epochs / 4), abs=epochs + 2)
+@pytest.mark.parametrize("epochs", [1, 3, 50])
+def test_a_short_fine_tuning_has_the_learning_rates_of_a_long_one(places, epochs):
+    """An epoch of 100 is a hundredth of it (D4). The warmup is not shortened, but takes at most a quarter (D5)."""
+    flags, steps = ["--finetune", "--epochs", epochs], [epochs * i / 100 for i in range(1000)]
+    found = learning_rates(places, *flags, "--warmup", epochs / 10, at=steps)
+    assert found[:990:10] == pytest.approx(learning_rates(places, "--finetune", at=range(10, 1000, 10)))
+    assert len({*found}) == 1000  # it changes every step
+    end_of_warmup = 1000 * min(10, epochs / 4) / epochs
+    assert np.argmax(learning_rates(places, *flags, at=steps)) == pytest.approx(end_of_warmup, abs=1)
 
 
 def test_patchmixs_linear_classifier_starts_as_torchs_does(places, tmp_path):
@@ -317,10 +317,11 @@ def tuned(places, tmp_path_factory):
     return flags, root / "run", run(*flags, "--out", root / "run")[0]
 
 
-def test_a_run_and_what_it_leaves(tuned):
+def test_a_run_and_what_it_leaves(tuned, capsys):
     """The same command again says its scores, and changes nothing. The fine-tuned encoder can be evaluated."""
     flags, out, result = tuned
-    assert test_eval.run(eval_knn, out, "--k", 3)["encoder"]["knn3_top1"] > 34
+    assert test_eval.run(eval_knn, out, "--k", 3, *flags[1:5])["encoder"]["knn3_top1"] > 34
+    assert "pass --dataset" in refused(capsys, test_eval.run, eval_knn, out)
     assert result["encoder"].keys() == {"finetune_top1", "finetune_per_class"}
     assert [(r["epoch"], "finetune_top1" in r) for r in records(out)] == [(1, False), (2, False), (3, True)]
     assert result["encoder"].items() <= records(out)[2].items()
