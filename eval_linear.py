@@ -73,7 +73,7 @@ MOCO = dict(  # JCL, 4.2 [P]. CLIM, 4.1: learning rate and milestones [P], the r
     pad=0, randaug=0, erase=0.0, mixup=0.0, cutmix=0.0, smoothing=0.0, out=None, resume=None,
 )
 LINEAR = {
-    "moco": MOCO, "jcl": MOCO, "clim": MOCO,
+    "probe": PROBE, "moco": MOCO, "jcl": MOCO, "clim": MOCO,
     "jointcrop": dict(MOCO, epochs=90, batch_size=1024, lr=0.1, milestones=[]),  # MoCo v3's [C]
     # CIFAR, STL-10, Tiny-ImageNet: as ContrastiveCrop's released code, where lr is 10 for 512 images [I]
     "jointcrop-small": dict(MOCO, batch_size=512, lr=5.0),
@@ -96,8 +96,8 @@ FINETUNE = {
 
 def recipe(args, info):
     """Return the hyper-parameters of a protocol, {name: value}. info: see `common.backbone_info`."""
-    if args.protocol == "probe":
-        return LBFGS if args.solver == "lbfgs" else PROBE
+    if args.solver == "lbfgs":
+        return LBFGS
     values = dict((FINETUNE if args.finetune else LINEAR)[args.protocol])
     arch = "_".join(re.sub("^deit3?_", "vit_", info["timm_name"]).split("_")[:2])  # vit_tiny, vit_small, resnet50, ...
     if args.protocol == "jcl" and args.dataset == "imagenet100":
@@ -122,7 +122,7 @@ def parse_args(argv=None):
     some = common.bounded("a number above 0, at most 1", float, lambda x: 0 < x <= 1)
     group = parser.add_argument_group("protocol")
     add = group.add_argument
-    add("--protocol", choices=("probe", *LINEAR), help="if None, probe; with --finetune, patchmix for ViTs, else clim")
+    add("--protocol", choices=tuple(LINEAR), help="if None, probe; with --finetune, patchmix for ViTs, else clim")
     add("--finetune", action="store_true", help="train all layers, with --protocol patchmix or clim")
     add("--solver", choices=("sgd", "lbfgs"), default="sgd", help="optimizer of the probe")
     add = group.add_mutually_exclusive_group().add_argument
@@ -161,12 +161,9 @@ def parse_args(argv=None):
     trained = args.finetune or args.protocol not in (None, "probe")
     if trained and (args.solver == "lbfgs" or args.no_baselines):
         parser.error("--solver lbfgs and --no-baselines need --protocol probe")
+    names = LBFGS if args.solver == "lbfgs" else LINEAR[args.protocol or "probe"]
     if args.finetune:
         names = FINETUNE["clim"]
-    elif trained:
-        names = MOCO
-    else:
-        names = LBFGS if args.solver == "lbfgs" else PROBE
     for name in PROBE | LBFGS | FINETUNE["clim"]:
         if name in args and name not in names:
             flag = f"--{name.replace('_', '-')}"
@@ -438,8 +435,7 @@ def evaluate_features(args, device, encoder, info, train, val, test):
         train = ConcatDataset([train, val])
     held = sum(len(check) for _, check in folds)
     flag, metric = ("--strengths", args.metric) if lbfgs else ("--lrs", "top1")
-    what = f"{held or len(y)} images choose one of {flag} by {metric}, folds: {len(folds)}"
-    common.log(f"{what}; then all {len(y)} are fitted")
+    common.log(f"{held or len(y)} images choose {flag} by {metric}, folds: {len(folds)}; then all {len(y)} are fitted")
     encoders = {"encoder": encoder}
     if not args.no_baselines:
         encoders |= common.baselines(info, args.seed, len(train))
