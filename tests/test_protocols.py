@@ -266,11 +266,8 @@ def test_the_strength_is_the_best_of_the_validation_part_and_then_all_is_fitted(
         weight = eval_linear.logistic_regression(x[rows], y[rows], 3, strength)
         return of @ weight[:-1] + weight[-1]
 
-    def percent(strength):
-        right = logits(rest, strength, x[check]).argmax(1) == y[check]
-        return 100 * np.mean([right[y[check] == c].double().mean() for c in range(3)])
-
-    percents = {strength: percent(strength) for strength in grid}
+    fits = {strength: logits(rest, strength, x[check]) for strength in grid}
+    percents = {strength: eval_linear.scores(fits[strength], y[check], 3)["linear_per_class"] for strength in grid}
     equals = [strength for strength in grid if percents[strength] == max(percents.values())]
     assert found["held_out"] == pytest.approx(percents) and found["chosen"] == equals[len(equals) // 2]
     assert 1 < len(equals) < len(grid)
