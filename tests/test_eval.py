@@ -1,6 +1,5 @@
 """eval_knn.py and eval_linear.py end to end on a tiny dataset, and the linear probe against a plain loop."""
 
-import functools
 import math
 import random
 import shutil
@@ -111,25 +110,21 @@ def test_two_processes_evaluate_as_one(places, tmp_path):
     np.testing.assert_allclose(*(np.load(dump)["train_features"] for dump in dumps), rtol=1e-4, atol=1e-5)
 
 
-def random_states():
-    return torch.get_rng_state(), np.random.get_state()[1], random.getstate()[1]
-
-
 @pytest.mark.parametrize("flags", ["", "--solver lbfgs --strengths 1", "--finetune --epochs 1 --batch-size 12 --out"])
 def test_an_evaluation_leaves_the_caller_as_it_was(flags, places, tmp_path):
     """Its random numbers and inference_mode stay, also if the evaluation fails because an image cannot be read."""
     own = dict(train=ImageFolder(places["DATA"] / "train"), test=pictures(places["DATA"] / "val"))
     flags = flags.split()
     torch.manual_seed(1), np.random.seed(2), random.seed(3)
-    before = random_states()
+    before = torch.get_rng_state(), np.random.get_state()[1], random.getstate()[1]
     with torch.inference_mode():
         assert run(eval_linear, places["VIT"], *flags, *[tmp_path / "run"] * ("--out" in flags), **own)["encoder"]
         assert torch.is_inference_mode_enabled()
     own["train"].samples[5] = (str(tmp_path / "none.png"), 0)
     with pytest.raises(OSError, match="none.png"):
         run(eval_linear, places["VIT"], *flags, *[tmp_path / "other"] * ("--out" in flags), **own)
-    for one, two in zip(before, random_states(), strict=True):
-        assert np.array_equal(one, two)
+    after = torch.get_rng_state(), np.random.get_state()[1], random.getstate()[1]
+    assert all(map(np.array_equal, before, after))
 
 
 @pytest.mark.parametrize("script, flags", [(eval_knn, ["--k", 3]), (eval_linear, ["--epochs", 2])])
@@ -217,30 +212,24 @@ def test_the_probe_is_sgd_by_autograd(epochs=7, lr=0.25):
     found = seeded(eval_linear.linear_probe, train_x, train_y, test_x, 3, [lr], epochs, batch_size=16)
     a, b = ((x - train_x.mean(0)) / train_x.std(0, correction=0) for x in (train_x, test_x))
 
-    def fit(rows):
-        layer = torch.nn.Linear(6, 3, dtype=torch.float64)
-        torch.nn.init.zeros_(layer.weight), torch.nn.init.zeros_(layer.bias)
-        optimizer = torch.optim.SGD(layer.parameters(), lr, momentum=0.9)
+    def fit(rows, x):
+        weight, bias = (torch.zeros(*size, dtype=torch.float64, requires_grad=True) for size in ((3, 6), (3,)))
+        optimizer = torch.optim.SGD([weight, bias], momentum=0.9)
         for epoch in range(epochs):
-            batches = rows[order(len(rows))].split(16)
+            batches = rows[torch.randperm(len(rows))].split(16)
             for i, batch in enumerate(batches):
-                optimizer.param_groups[0]["lr"] = (
-                    lr * 0.5 * (1 + math.cos(math.pi * (epoch + i / len(batches)) / epochs))
-                )
+                cosine = (1 + math.cos(math.pi * (epoch + i / len(batches)) / epochs)) / 2
+                optimizer.param_groups[0]["lr"] = lr * cosine
                 optimizer.zero_grad()
-                F.cross_entropy(layer(a[batch]), train_y[batch]).backward()
+                F.cross_entropy(F.linear(a[batch], weight, bias), train_y[batch]).backward()
                 optimizer.step()
-        return layer
+        return F.linear(x, weight, bias).detach()
 
     folds, right, total = seeded(eval_linear.hold_out, train_y, 0.1), 0, 0
-    draws = torch.Generator().manual_seed(0)
-    draws.set_state(torch.get_rng_state())  # a layer's initialization draws, too
-    order = functools.partial(torch.randperm, generator=draws)
     for rest, check in folds:
-        right += (fit(rest)(a[check]).argmax(1) == train_y[check]).sum().item()
+        right += (fit(rest, a[check]).argmax(1) == train_y[check]).sum().item()
         total += len(check)
-    layer = fit(torch.cat([check, rest]))
-    torch.testing.assert_close(found["logits"], layer(b).detach(), rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(found["logits"], fit(torch.cat([check, rest]), b), rtol=1e-9, atol=1e-9)
     assert len(folds) == 10 and total == 47 and found["held_out"] == {lr: pytest.approx(100 * right / total)}
 
 

@@ -59,7 +59,6 @@ MISTAKES = [  # scripts, flags, what the line has to name
     (["eval_linear"], "begun --lrs", "--lrs"),
     (["eval_linear"], "begun --solver lbfgs --strengths", "--strengths"),
     (["eval_linear"], "begun --protocol moco", "68 images"),
-    (["eval_linear"], "begun --finetune --batch-size 15", "--batch-size 15"),  # mixup pairs images
     (["eval_knn"], "begun --k", "--k"),
     (["eval_knn"], "begun --temperature 0", "--temperature"),
 ]
