@@ -191,16 +191,14 @@ def patch_mix(images, num_mix, patch_size, permutation=None):
     num_patches = rows * columns  # T, Eq. 1
     if not 1 <= num_mix <= num_patches:
         raise ValueError(f"patch_mix takes num_mix from 1 to the number of patches, {num_patches}, not {num_mix}")
-    # k, Eq. 2: Algorithm 1, line 2
-    permutation = torch.randperm(num_patches) if permutation is None else permutation.cpu()
+    permutation = torch.randperm(num_patches) if permutation is None else permutation.cpu()  # line 2: k, Eq. 2
     # The pixels need not be shuffled and put back. It is enough to know the group of the patch at each position.
     group_size = num_patches // num_mix  # S
     # Line 3, Eq. 3: the j-th shuffled patch is in group j // S. Remaining patches join group 0, the image's own.
     group_of_shuffled = torch.arange(num_patches) // group_size
     group_of_shuffled[group_size * num_mix :] = 0
     # Line 7, Eq. 5 and 7: by r = argsort(k) the patches return to their positions, and so do their groups.
-    group_of_patch = group_of_shuffled[permutation.argsort()].view(rows, columns)
-    group_of_patch = group_of_patch.to(images.device, non_blocking=True)
+    group_of_patch = group_of_shuffled[permutation.argsort()].view(rows, columns).to(images.device, non_blocking=True)
     group_of_pixel = group_of_patch.repeat_interleave(patch_size, 0).repeat_interleave(patch_size, 1)
     mixed = images
     # Lines 4 to 6, Eq. 4 and 6: group m of row i is of image (i + m) mod N, in row i of the batch rolled by -m.
@@ -256,11 +254,8 @@ def soft_info_nce(q, k, index, weight, temperature, smoothing=0.0):
 
 
 def augment(x, args, view):
-    """Flip and color crops (Table 10): uint8 (n, 3, S, S) -> normalized float (n, 3, S, S).
-
-    view: 0 for the paper's view 1, T_1; 1 for its view 2, T_2; 2 or more for local crops (D6).
-    """
-    blur_p = [args.blur_p[0], args.blur_p[-1]][view] if view < 2 else 0.5
+    """Flip and color crops as in Table 10: uint8 -> normalized float (n, 3, S, S). view: 0 and 1, then local crops."""
+    blur_p = [args.blur_p[0], args.blur_p[-1]][view] if view < 2 else 0.5  # of T_1, T_2, local crops (D6)
     x = common.horizontal_flip(x / 255, p=0.5)
     x = common.color_jitter(x, 0.4, 0.4, 0.2, 0.1, p=0.8)
     x = common.grayscale(x, p=0.2)
