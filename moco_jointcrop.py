@@ -353,10 +353,7 @@ def draw_sigmas(args, joint_blur):
 
 
 def augment(x, args, view, sigma):
-    """Flip and color crops as MoCo v2 or v3 does: uint8 (n, 3, S, S) -> normalized float (n, 3, S, S).
-
-    view: index of the view; v3 solarizes view 1. sigma: (n,) from `draw_sigmas`; images whose sigma is 0 stay sharp.
-    """
+    """Flip and color crops as MoCo v2 or v3 does: uint8 -> normalized float (n, 3, S, S). sigma: see `draw_sigmas`."""
     v3 = args.moco == "v3"
     x = common.horizontal_flip(x / 255, p=0.5)
     x = common.color_jitter(x, 0.4, 0.4, 0.2 if v3 else 0.4, 0.1, p=0.8)
