@@ -207,20 +207,20 @@ def patch_mix(images, num_mix, patch_size, permutation=None):
     return mixed
 
 
-def mix_targets(n, num_mix, first=0):
+def mix_targets(n, num_mix):
     """Return the positives of mixed images: their sources, and the mixed images that share some of them (Eq. 10-12).
 
-    n: the number of images that are mixed with each other, N. num_mix: M. first: the row of their first key among all
-    keys: rank * N if each process mixes its own N images and the keys of all processes are gathered.
+    n: the number of images that are mixed with each other, N. num_mix: M.
     Returns (mto_index (n, M) int64, mto_weight (M,), mtm_index (n, 2M-1) int64, mtm_weight (2M-1,)). The indices are
-    rows of keys, from `first` on, and wrap around modulo n. mto_weight is 1/M each. mtm_weight is 1/M, 2/M, ..., 1,
-    ..., 2/M, 1/M, which sum to M. With fewer than 2M - 1 images a positive can occur twice; its weights then add up.
+    rows of these images' keys, modulo n. Add rank * n to them if the keys of all processes are gathered. mto_weight is
+    1/M each. mtm_weight is 1/M, 2/M, ..., 1, ..., 2/M, 1/M, which sum to M. With fewer than 2M - 1 images a positive
+    can occur twice; its weights then add up.
     """
     i = torch.arange(n)[:, None]
-    mto_index = first + (i + torch.arange(num_mix)) % n  # Eq. 10
+    mto_index = (i + torch.arange(num_mix)) % n  # Eq. 10
     mto_weight = torch.full((num_mix,), 1 / num_mix)  # the 1/M of Eq. 13
     offset = torch.arange(2 * num_mix - 1) - (num_mix - 1)
-    mtm_index = first + (i + offset) % n  # Eq. 11
+    mtm_index = (i + offset) % n  # Eq. 11
     mtm_weight = 1 - offset.abs() / num_mix  # Eq. 12, where |M - j - 1| is |offset|
     return mto_index, mto_weight, mtm_index, mtm_weight
 
@@ -278,12 +278,12 @@ def batch_targets(n, num_mix, slices, first=0):
 
     first: the row of their first key among the keys of all processes.
     """
-    parts = [mix_targets(n // slices, num_mix, row) for row in range(first, first + n, n // slices)]
-    mto_index, mto_weight, mtm_index, mtm_weight = zip(*parts, strict=True)
+    mto_index, mto_weight, mtm_index, mtm_weight = mix_targets(n // slices, num_mix)
+    first_rows = torch.arange(first, first + n, n // slices)[:, None, None]  # of each slice
     return dict(
         oto=(first + torch.arange(n)[:, None], torch.ones(1)),
-        mto=(torch.cat(mto_index), mto_weight[0]),
-        mtm=(torch.cat(mtm_index), mtm_weight[0]),
+        mto=((first_rows + mto_index).flatten(0, 1), mto_weight),
+        mtm=((first_rows + mtm_index).flatten(0, 1), mtm_weight),
     )
 
 
