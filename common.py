@@ -61,15 +61,14 @@ IMAGENET100 = """
 02100583 03642806 04336792 03259280 02116738 02108089 03424325 01855672 02090622"""
 IMAGENET100 = sorted(f"n{number}" for number in IMAGENET100.split())
 
-
 # Extensions of the formats that Pillow decodes, such as .jpg, .jfif, .png, .gif and .webp
 FORMATS = ("AVIF", "BMP", "GIF", "JPEG", "PNG", "PPM", "TGA", "TIFF", "WEBP")
 EXTENSIONS = {extension for extension, name in Image.registered_extensions().items() if name in FORMATS}
 SYSTEM_FOLDERS = "@eaDir @Recycle @Recently-Snapshot #recycle #snapshot $RECYCLE.BIN lost+found".split()
 
 
-def to_rgb(image, use_exif=False):
-    """Convert a PIL image to RGB. use_exif: apply its EXIF orientation, unless these data are damaged.
+def to_rgb(image):
+    """Convert a PIL image to RGB.
 
     Raises ValueError if it is not a PIL image, or has more than 8 bits per channel, which Pillow would clip.
     """
@@ -78,17 +77,17 @@ def to_rgb(image, use_exif=False):
     tile = getattr(image, "tile", ())  # how an opened file will be decoded, for example from "RGB;16B"
     if image.mode.startswith(("I", "F")) or re.search(";16[BLN]", str(tile[:1])):
         raise ValueError("it has more than 8 bits per channel: convert it")
-    if use_exif:
-        with contextlib.suppress(Exception):
-            ImageOps.exif_transpose(image, in_place=True)
     return image if image.mode == "RGB" else image.convert("RGB")
 
 
 def load_image(path):
     """Load an RGB PIL image, with its EXIF orientation applied. Raises OSError, which names the file."""
     try:
-        with Image.open(path) as image:
-            return to_rgb(image, use_exif=True).copy()  # decodes it
+        with Image.open(path) as file:
+            image = to_rgb(file).copy()  # decodes it
+        with contextlib.suppress(Exception):  # its EXIF data are damaged
+            ImageOps.exif_transpose(image, in_place=True)
+        return image
     except Exception as error:  # Pillow raises many kinds
         reason = f"cannot read the image {path}: {error}"
         raise OSError(f"{reason} (tests/tools/check_images.py lists all such files)") from error
@@ -103,6 +102,7 @@ class ImageFiles(Dataset):
 
     def __init__(self, root, names, targets, classes):
         self.root, self.classes = os.fspath(root), classes
+        # Loader workers share arrays. Lists would be copied into each worker
         self.names = np.array([os.fsencode(name) for name in names])
         self.targets = np.array(targets, np.int64)
 
@@ -154,8 +154,7 @@ def describe(dataset):
 def fingerprint(dataset):
     """Return a text that identifies the images, wherever their folder is: their number, and a hash.
 
-    The hash is of their number, labels and file names relative to the folder, and of the size of generated images. It
-    does not see changed pixels.
+    The hash is of their number, labels and file names relative to the folder. It does not see changed pixels.
     """
     digest = hashlib.sha256(f"{len(dataset)} images".encode())
     digest.update(np.asarray(getattr(dataset, "targets", ()), np.int64).tobytes())
@@ -176,15 +175,14 @@ def list_files(folder, parents=()):
 
     parents: the real paths of the folders above. Raises UsageError if a link is broken, or leads to one of these.
     """
-    paths, parents = [], [*parents, os.path.realpath(folder)]
+    paths, parents = [], {*parents, os.path.realpath(folder)}
     for entry in sorted(os.scandir(folder), key=lambda entry: entry.name):
         if is_hidden(entry.name):
             continue
         if entry.is_file():
             paths.append(entry.path)
         elif entry.is_dir():
-            target = os.path.realpath(entry.path) if entry.is_symlink() else None
-            if target and any(os.path.commonpath([target, parent]) == target for parent in parents):
+            if os.path.realpath(entry.path) in parents:
                 raise UsageError(f"{entry.path} is a link to a folder that contains it: remove the link")
             paths += list_files(entry.path, parents)
         elif entry.is_symlink():
@@ -195,12 +193,18 @@ def list_files(folder, parents=()):
 def list_images(root, folder=""):
     """Return the file names, relative to `root`, of the images below root/folder. Log the number of other files."""
     start = len(os.path.join(root, ""))
-    files = [path[start:] for path in list_files(os.path.join(root, folder))]
-    names = [name for name in files if os.path.splitext(name)[1].lower() in EXTENSIONS]
-    skipped = collections.Counter(os.path.splitext(name)[1].lower() or "without an extension" for name in files)
-    skipped = [f"{count} {extension}" for extension, count in skipped.items() if extension not in EXTENSIONS]
+    names, skipped = [], collections.Counter()
+    for path in list_files(os.path.join(root, folder)):
+        extension = os.path.splitext(path)[1].lower()
+        if extension in EXTENSIONS:
+            names.append(path[start:])
+        else:
+            skipped[extension or "without an extension"] += 1
+    if not names:
+        raise UsageError(f"no images in {os.path.join(root, folder)}")
     if skipped:
-        log(f"skipped files in {os.path.join(root, folder)}: {', '.join(skipped)}")
+        counts = ", ".join(f"{count} {extension}" for extension, count in skipped.items())
+        log(f"skipped files in {os.path.join(root, folder)}: {counts}")
     return names
 
 
@@ -220,25 +224,21 @@ def load_dataset(name, root=None, train=True, image_size=32, unlabeled=False):
         other = ", or any folder of images" if name == "folder" else ""
         raise UsageError(f"--dataset {name} needs --data-dir, a folder with train/, and val/ or test/{other}")
     try:
-        entries = os.scandir(root) if root is not None else ()
-        folders = [e.name for e in entries if e.is_dir() or not os.path.exists(e.path)]  # or a broken link
+        folders = os.listdir(root) if root is not None else ()
         if "train" in folders:
             return load_split(name, root, folders, train, unlabeled)
         if name in ("cifar10", "cifar100", "stl10"):
             return load_torchvision(name, root or "data", train, unlabeled)
         if name != "folder":
-            other = "; --dataset folder takes any folder of images"
-            raise UsageError(f"--dataset {name}: expected train/, and val/ or test/, in --data-dir {root}{other}")
+            raise UsageError(f"no train/ in --data-dir {root}; --dataset folder takes any folder of images")
         parts = ("train", "training", "val", "validation", "test", "testing")
         if found := sorted(folder for folder in folders if folder.lower() in parts):
             raise UsageError(f"expected train/ in --data-dir {root}, which has {', '.join(found)}/")
+        if not train:
+            return None
         names = list_images(root)
     except (OSError, RuntimeError) as error:  # torchvision raises RuntimeErrors
         raise UsageError(f"cannot load --dataset {name} from {root or 'data/'}: {error}") from error
-    if not names:
-        raise UsageError(f"--data-dir {root} has no images")
-    if not train:
-        return None
     log(f"{root} has no train/, so its {len(names)} images are read without labels")
     return ImageFiles(root, names, [-1] * len(names), [])
 
@@ -255,22 +255,20 @@ def load_split(name, root, folders, train, unlabeled):
             if any(os.path.splitext(file)[1].lower() in EXTENSIONS for file in files):
                 raise UsageError(f"{root} has images in {other}/ beside train/, which would not be read")
     names = list_images(root, part)
-    folder_of_name = [name.split(os.sep)[1] if name.count(os.sep) > 1 else "" for name in names]  # train/FOLDER/...
+    found = {file.split(os.sep)[1] for file in names}  # the second of PART/CLASS/FILE, or of PART/FILE
     classes = sorted(e.name for e in os.scandir(os.path.join(root, part)) if e.is_dir() and not is_hidden(e.name))
-    if classes and "" in folder_of_name:
-        raise UsageError(f"{names[folder_of_name.index('')]} in {root} is beside the class folders")
-    if empty := sorted({*classes} - {*folder_of_name}):
+    if classes and (loose := sorted(found - {*classes})):
+        raise UsageError(f"{part}/{loose[0]} in {root} is beside the class folders")
+    if empty := sorted({*classes} - found):
         raise UsageError(f"folders without images in {root}/{part}: {', '.join(empty[:5])}")
-    if not names:
-        raise UsageError(f"no images in {root}/{part}")
     if name == "imagenet100" and classes:
         if missing := sorted({*IMAGENET100} - {*classes}):
             other = "for another subset pass --dataset imagenet"
             raise UsageError(f"{root}/{part} has no {missing[0]}, which is a class of JCL's ImageNet-100; {other}")
         classes = IMAGENET100
-    label = {folder: i for i, folder in enumerate(classes)} if classes else {"": -1}
-    targets = [label[folder] for folder in folder_of_name if folder in label]
-    names = [name for name, folder in zip(names, folder_of_name, strict=True) if folder in label]
+        names = [file for file in names if file.split(os.sep)[1] in classes]
+    label = {folder: i for i, folder in enumerate(classes)}
+    targets = [label.get(file.split(os.sep)[1], -1) for file in names]
     if train and unlabeled and "unlabeled" in folders:
         names += list_images(root, "unlabeled")
         targets += [-1] * (len(names) - len(targets))
