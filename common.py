@@ -658,22 +658,11 @@ def feature_width(backbone, *sizes):
     return features.shape[1]
 
 
-NO_CHECKPOINTS = {  # first bytes of a file: what it is
-    b"version https://git-lfs": "it is a Git LFS pointer: run git lfs pull",
-    b"<": "it is an HTML page: download the file itself",
-    b"\x1f\x8b": "it is a gzip archive: unpack it",
-    b"": "it is empty, cut off, damaged, or not a file of torch.save or safetensors",
-}
-
-
 def load_checkpoint(path):
     """Load a checkpoint of tensors and plain data to the CPU. Raises UsageError if that fails."""
-    if not os.path.isfile(path):
-        exists = os.path.exists(path)
-        raise UsageError(f"{path} {'is a folder: pass a file, such as backbone.pt' if exists else 'does not exist'}")
     try:
         with open(path, "rb") as file:
-            start = file.read(99).lstrip()
+            start = file.read(40)  # it tells an HTML page, a Git LFS pointer and an empty file
         if str(path).endswith(".safetensors"):
             return timm.models.load_state_dict(path)
         if zipfile.is_zipfile(path):  # torch does not compare the checksums of its archives
@@ -683,9 +672,9 @@ def load_checkpoint(path):
         with torch.serialization.safe_globals([argparse.Namespace]):  # MoCo v3, MAE and DINO save their args
             state = torch.load(path, map_location="cpu", weights_only=True)
     except OSError as error:
-        raise UsageError(f"cannot read {path}: {error}") from error
+        raise UsageError(f"cannot read {path}: {error.strerror}") from error
     except Exception as error:  # damaged files raise many kinds
-        reason = next(reason for sign, reason in NO_CHECKPOINTS.items() if start.startswith(sign))
+        reason = f"it is cut off, damaged, or not a file of torch.save or safetensors; it begins with {start!r}"
         if found := re.search(r"Unsupported global: GLOBAL (\S+)", str(error)):
             reason = f"it holds objects of {found[1]}, which would run code: save its state_dict alone"
         raise UsageError(f"cannot load {path} as a checkpoint: {reason}") from error
@@ -701,17 +690,17 @@ def load_backbone(path, encoder=None):
     the one that the paper evaluates. info: see `backbone_info`. Raises UsageError if there is no such encoder.
     """
     path = Path(path, "last.pt" if encoder else "backbone.pt") if os.path.isdir(path) else Path(path)
-    state = load_checkpoint(path)
-    if "backbone" in state:  # last.pt
-        info = state["backbone"] | dict(encoder=encoder or state["backbone"]["encoder"])
-        weights = encoder_weights(state["model"], info["encoder"])
-    elif "timm_name" in state:
-        info, weights = {name: x for name, x in state.items() if name != "state_dict"}, state["state_dict"]
-    else:
+    saved = load_checkpoint(path)
+    info = saved.get("backbone", saved)  # of last.pt, which has both encoders; backbone.pt has one
+    if "timm_name" not in info:
         raise UsageError(f"{path} is not of this project; for third-party weights pass --arch, for example resnet50")
+    info = dict(arch=info["timm_name"]) | info  # earlier versions have no arch
+    weights = info.pop("state_dict", None)
+    if "backbone" in saved:
+        info["encoder"] = encoder or info["encoder"]
+        weights = encoder_weights(saved["model"], info["encoder"])
     if encoder not in (None, info["encoder"]) or not weights:
         raise UsageError(f"{path} does not hold the {encoder or info['encoder']} encoder")
-    info = dict(arch=info["timm_name"]) | info  # earlier versions have no arch
     with contextlib.suppress(OSError, ValueError, AttributeError):  # backbone.pt, which people publish, has no paths
         info["data_dir"] = json.loads(path.with_name("config.json").read_text()).get("data_dir")
     if not timm.is_model(info["timm_name"]):
@@ -753,27 +742,22 @@ def load_weights(encoder, path, prefix=""):
     expected = encoder.state_dict()
     weights = {name.removeprefix(prefix): x for name, x in found.items() if name.startswith(prefix)}
     weights = {name: x for name, x in weights.items() if name in expected or not name.startswith(HEADS)}
-    if hasattr(encoder, "no_embed_class") and "pos_embed" in weights and "pos_embed" in expected:
-        positions, tokens = weights["pos_embed"], 0 if encoder.no_embed_class else encoder.num_prefix_tokens
-        patches = positions.shape[1] - tokens if positions.dim() == 3 else 0
-        if patches > 0 and math.isqrt(patches) ** 2 == patches:  # else it has other tokens
-            size = encoder.patch_embed.grid_size
-            weights["pos_embed"] = timm.layers.resample_abs_pos_embed(positions, size, num_prefix_tokens=tokens)
-    problems = dict(
-        missing=[name for name in expected if name not in weights and not name.endswith("num_batches_tracked")],
-        unexpected=[name for name in weights if name not in expected],
-        misshapen=[name for name in weights if name in expected and weights[name].shape != expected[name].shape],
-    )
-    if any(problems.values()):
-        what = "; ".join(f"{len(names)} {kind}: {', '.join(names[:3])}" for kind, names in problems.items() if names)
+    if hasattr(encoder, "no_embed_class") and "pos_embed" in weights:
+        size, tokens = encoder.patch_embed.grid_size, 0 if encoder.no_embed_class else encoder.num_prefix_tokens
+        with contextlib.suppress(RuntimeError):  # it has other tokens, which the next call reports
+            given = weights["pos_embed"]
+            weights["pos_embed"] = timm.layers.resample_abs_pos_embed(given, size, num_prefix_tokens=tokens)
+    try:
+        encoder.load_state_dict(weights)  # it adds num_batches_tracked, which files of 2018 do not have
+    except RuntimeError as error:
+        what = "; ".join(line.strip()[:100] for line in str(error).splitlines()[1:4])
         first, *_, last = [name for name, _ in encoder.named_parameters()]
         prefixes = {name.removesuffix(first) for name in found if name.endswith(first)}
         prefixes = sorted(repr(prefix) for prefix in prefixes if prefix + last in found)
         has = f"it has encoders with the prefixes {', '.join(prefixes)}" if prefixes else f"it has {[*found][:3]}"
-        if "conv1.weight" in problems["misshapen"]:
+        if "size mismatch for conv1.weight" in str(error):
             has += "; ResNets have a 3 x 3 stem for images of up to 64 px (--image-size)"
-        raise UsageError(f"{path} with the prefix {prefix!r} does not fit the encoder, {what}; {has}")
-    encoder.load_state_dict(weights, strict=False)  # files of 2018 have no num_batches_tracked
+        raise UsageError(f"{path} with the prefix {prefix!r} does not fit the encoder: {what}; {has}") from error
 
 
 # ================================================================ 4. evaluation
