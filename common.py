@@ -96,8 +96,7 @@ def load_image(path):
 class ImageFiles(Dataset):
     """Image files with items (RGB PIL image, label), like torchvision.datasets.ImageFolder.
 
-    root: a folder. names: file paths relative to it. targets: their labels. classes: list of class names. Names and
-    labels are stored in arrays, which loader workers share. Lists would be copied into each worker.
+    root: a folder. names: file paths relative to it. targets: their labels. classes: list of class names.
     """
 
     def __init__(self, root, names, targets, classes):
@@ -110,15 +109,13 @@ class ImageFiles(Dataset):
         return len(self.names)
 
     def __getitem__(self, index):
-        return load_image(self.path(index)), int(self.targets[index])
-
-    def path(self, index):
-        return os.path.join(self.root, os.fsdecode(self.names[index]))
+        return load_image(os.path.join(self.root, os.fsdecode(self.names[index]))), int(self.targets[index])
 
     @property
     def samples(self):
         """List of (path, label), as in torchvision.datasets.ImageFolder."""
-        return [(self.path(i), int(label)) for i, label in enumerate(self.targets)]
+        paths = [os.path.join(self.root, os.fsdecode(name)) for name in self.names]
+        return list(zip(paths, self.targets.tolist(), strict=True))
 
 
 class Subset(torch.utils.data.Subset):
@@ -776,7 +773,7 @@ def center_crop(image, size, interpolation="bilinear"):
 def extract_features(encoder, images, info, device, batch_size=256, workers=0, amp=False, whole=True):
     """Compute the features of the images of a dataset, in order: (n, width) float32 on the CPU.
 
-    encoder: (N, 3, H, W) -> (N, width), used in evaluation mode. Afterwards its modules are in the modes that they had.
+    encoder: (N, 3, H, W) -> (N, width). A copy of it is used, in evaluation mode and not compiled.
     info: see `backbone_info`. batch_size: per process. amp: encode in bf16. whole: return all rows on every process, or
     only its own (see `local_rows`). Raises ValueError if a feature is not finite.
     """
@@ -785,19 +782,14 @@ def extract_features(encoder, images, info, device, batch_size=256, workers=0, a
     crops = Views(images, [crop])
     crops = torch.utils.data.Subset(crops, rows.tolist() or [0])  # an empty shard encodes one image for the width
     loader = DataLoader(crops, batch_size, **loader_options(workers, device))
-    features, modes = None, {module: module.training for module in encoder.modules()}
-    encoder.eval()
-    try:
-        for i, ((batch,), _) in enumerate(loader):
-            x = normalize(batch.to(device, non_blocking=True).float() / 255, info["mean"], info["std"])
-            with torch.autocast(device.type, torch.bfloat16, enabled=amp):
-                part = encoder(x).flatten(1).float().cpu()
-            features = part.new_empty(len(crops), part.shape[1]) if features is None else features
-            features[i * batch_size :][: len(part)] = part  # a list of parts would need twice the memory
-            progress(f"features: {min((i + 1) * batch_size, len(crops))}/{len(crops)} images")
-    finally:
-        for module, training in modes.items():
-            module.training = training
+    features, encoder = None, copy.deepcopy(encoder).eval()
+    for i, ((batch,), _) in enumerate(loader):
+        x = normalize(batch.to(device, non_blocking=True).float() / 255, info["mean"], info["std"])
+        with torch.autocast(device.type, torch.bfloat16, enabled=amp):
+            part = encoder(x).flatten(1).float().cpu()
+        features = part.new_empty(len(crops), part.shape[1]) if features is None else features
+        features[i * batch_size :][: len(part)] = part  # a list of parts would need twice the memory
+        progress(f"features: {min((i + 1) * batch_size, len(crops))}/{len(crops)} images")
     features = features[: len(rows)]
     if not all(all_gather_object(bool(features.isfinite().all()))):
         raise ValueError("the encoder's features are not all finite")
@@ -834,7 +826,6 @@ def knn_top1(train_x, train_y, test_x, test_y, k, temperature, num_classes):
     return {f"knn{count}_top1": percent for count, percent in zip(k, accuracy.tolist(), strict=True)}
 
 
-@torch.compiler.set_stance("force_eager")  # with --compile, too: evaluation mode would be compiled anew
 def knn_monitor(encoder, info, train, test, device, workers=0, amp=False):
     """Return the `knn_top1` of an encoder for 20 and 200 neighbors at temperature 0.07, from the labeled images."""
     train, test = with_labels(train), with_labels(test)
