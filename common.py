@@ -961,9 +961,6 @@ def init_distributed(device="auto", timeout=datetime.timedelta(hours=1)):
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cuda":
-        processes, gpus = int(os.environ.get("LOCAL_WORLD_SIZE", 1)), torch.cuda.device_count()
-        if processes > gpus:
-            raise UsageError(f"torch sees {gpus} GPUs for {processes} processes: start fewer, or pass --device cpu")
         device = f"cuda:{os.environ.get('LOCAL_RANK', 0)}"
         torch.cuda.set_device(device)
     if int(os.environ.get("WORLD_SIZE", 1)) > 1 and not dist.is_initialized():
