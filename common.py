@@ -1121,23 +1121,6 @@ fraction = bounded("a number from 0 to 1", float, lambda x: 0 <= x <= 1)
 NOT_IN_CONFIG = ("data_dir", "out", "resume", "keep_every", "knn_every", "device", "compile", "workers", "show_views")
 
 
-def add_run_arguments(parser):
-    """Add the arguments shared by all training scripts."""
-    add = parser.add_argument_group("run").add_argument
-    add("--dataset", choices=DATASETS, default="patterns", help="dataset, which also selects the recipe")
-    add("--data-dir", type=os.path.abspath, metavar="DIR", help="folder with train/, and val/ or test/")
-    add("--seed", type=nonnegative_int, default=0, help="random seed")
-    add("--init", type=os.path.abspath, metavar="FILE", help="checkpoint to initialize the encoder from")
-    add("--init-prefix", default="", metavar="PREFIX", help="prefix of the encoder's keys in FILE")
-    add("--out", type=os.path.abspath, metavar="DIR", help="output folder; an existing run is resumed")
-    add("--resume", metavar="FILE", help="last.pt of another run, or its folder, to resume from in a new --out")
-    add("--keep-every", type=nonnegative_int, default=0, metavar="N", help="keep a checkpoint every N epochs; 0: never")
-    add("--knn-every", type=nonnegative_int, default=10, metavar="N", help="kNN monitor every N epochs; 0: never")
-    add("--show-views", metavar="FILE.png", help="write a picture of the views, and exit")
-    add_device_arguments(add)
-    add("--compile", action="store_true", help="compile the encoders: a slow start, then faster steps")
-
-
 def add_device_arguments(add):
     """Add the arguments shared by all scripts. add: `add_argument` of a parser or a group."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()  # not on macOS
@@ -1177,7 +1160,20 @@ def parse_args(parser, argv, recipe):
     recipe(args) returns the defaults, {name: value}, that the chosen dataset, encoder and method have. Returns the
     arguments, and the set of the names of those that are not defaults, which also name the default of --out.
     """
-    add_run_arguments(parser)
+    add = parser.add_argument_group("run").add_argument
+    add("--dataset", choices=DATASETS, default="patterns", help="dataset, which also selects the recipe")
+    add("--data-dir", type=os.path.abspath, metavar="DIR", help="folder with train/, and val/ or test/")
+    add("--seed", type=nonnegative_int, default=0, help="random seed")
+    add("--init", type=os.path.abspath, metavar="FILE", help="checkpoint to initialize the encoder from")
+    add("--init-prefix", default="", metavar="PREFIX", help="prefix of the encoder's keys in FILE")
+    add("--out", type=os.path.abspath, metavar="DIR", help="output folder; an existing run is resumed")
+    add("--resume", metavar="FILE", help="last.pt of another run, or its folder, to resume from in a new --out")
+    add("--keep-every", type=nonnegative_int, default=0, metavar="N", help="keep a checkpoint every N epochs; 0: never")
+    add("--knn-every", type=nonnegative_int, default=10, metavar="N", help="kNN monitor every N epochs; 0: never")
+    add("--show-views", metavar="FILE.png", help="write a picture of the views, and exit")
+    add_device_arguments(add)
+    add("--compile", action="store_true", help="compile the encoders: a slow start, then faster steps")
+
     argv = sys.argv[1:] if argv is None else argv
     chosen, _ = parser.parse_known_args([word for word in argv if word not in ("-h", "--help")])
     for name, value in recipe(chosen).items():  # before --help shows them
