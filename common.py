@@ -886,10 +886,10 @@ def open_evaluation_data(name, root, info, check=True, train=None, test=None):
     if own and fingerprint(train) != info["images"]:
         message = "these are not the images that the encoder was trained on"
         raise UsageError(f"{message}: pass --dataset {name}, and --data-dir, to evaluate it on these")
-    if check and not have_labels(train, test):
-        layout = "--data-dir with train/, and val/ or test/, each with one folder per class"
-        raise UsageError(f"an evaluation needs training and test images of the same classes, two at least: {layout}")
     if check:
+        if not have_labels(train, test):
+            layout = "--data-dir with train/, and val/ or test/, each with one folder per class"
+            raise UsageError(f"training and test images need labels of the same classes, two at least: {layout}")
         train, test = with_labels(train), with_labels(test)
     names = "encoder", "arch", "method", "image_size", "interpolation", "mean", "std"
     log_values("features", {name: info[name] for name in names})
@@ -1061,12 +1061,11 @@ class Meter:
         """
         values = torch.stack([*self.sums.values()]).double().cpu() / self.count
         values = torch.stack(all_gather_object(values)).mean(0).tolist()
-        if not all(map(math.isfinite, values)):
-            names = [name for name, value in zip(self.sums, values, strict=True) if not math.isfinite(value)]
-            what = f"the {' and the '.join(names)} of epoch {self.epoch + 1} are not finite"
+        averages = dict(zip(self.sums, values, strict=True))
+        if wrong := [name for name, value in averages.items() if not math.isfinite(value)]:
+            what = f"{' and '.join(wrong)} of epoch {self.epoch + 1} not finite"
             raise FloatingPointError(f"{what}: pass a lower --lr, a new --out, and --resume to keep the epochs before")
-        speed = self.batch_size * self.count / (time.perf_counter() - self.began)
-        return dict(zip(self.sums, values, strict=True), images_per_s=speed)
+        return averages | dict(images_per_s=self.batch_size * self.count / (time.perf_counter() - self.began))
 
 
 def log_values(title, values):
@@ -1267,39 +1266,40 @@ def open_run(args, train, state, derived):
     run in args.out has another configuration, and if the processes do not have the same one.
     """
     config = {name: value for name, value in vars(args).items() if name not in NOT_IN_CONFIG}
-    config |= dict(images=fingerprint(train))
+    config["images"] = fingerprint(train)
     machine = torch.cuda.get_device_name() if torch.cuda.is_initialized() else f"CPU, {torch.get_num_threads()} threads"
     derived = derived | dict(processes=rank_and_world()[1], workers=args.workers)
     derived |= dict(machine=machine, torch=torch.__version__)
     if getattr(args, "warmup", 0) > args.epochs / 4:
         derived["warmup_cut_to"] = args.epochs / 4
     if (queue := derived.get("negatives", 0)) > len(train) / 4:
-        text = f"the queue has {queue} keys for {len(train)} images"
-        log(f"warning: {text}, so negatives may be old keys of the query's own image (--queue)")
+        text = "negatives may be old keys of the query's own image"
+        log(f"warning: the queue has {queue} keys for {len(train)} images, so {text} (--queue)")
     log_values("values", config)
     log_values("derived", derived)
     records = []
     is_first = rank_and_world()[0] == 0
     path = all_gather_object(find_checkpoint(args.out, args.resume) if is_first else None)[0]
     if path is not None:
-        is_found = all_gather_object(os.path.isfile(path))
-        if any(is_found) and not all(is_found):
-            raise UsageError(f"not all processes find {path}: it must be on a disk that they share")
         saved = load_checkpoint(path)
         old, records = saved.get("config", {}), saved.get("records", [])
         differences = [f"{k} was {old.get(k)}, is {config.get(k)}" for k in old | config if old.get(k) != config.get(k)]
         resumes_other = path != os.path.join(args.out, "last.pt")
-        if "config" not in saved:
-            raise UsageError(f"{path} is not the last.pt of a run")
         if old.get("method") != config["method"]:
-            raise UsageError(f"{path} is a run of {old.get('method')}, not of {config['method']}")
+            raise UsageError(f"{path} is not the last.pt of a run of {config['method']}")
         if differences and not resumes_other:
             what = f"{args.out} is a run with other values ({'; '.join(differences)})"
             raise UsageError(f"{what}: pass another --out, with --resume {path} to start from its state")
         if resumes_other and len(records) >= args.epochs:
             raise UsageError(f"{path} has {len(records)} epochs already: pass more --epochs")
         try:
-            load_state(saved, state, is_same_run=not resumes_other)
+            for name, part in state.items():
+                if isinstance(part, torch.optim.Optimizer):  # its buffers; the learning rate is this run's
+                    part.load_state_dict(part.state_dict() | dict(state=saved[name]["state"]))
+                elif isinstance(part, nn.Module):
+                    part.load_state_dict(saved[name])
+                elif part.dim() == 0 or not resumes_other:
+                    part.copy_(saved[name])
         except (KeyError, RuntimeError, ValueError) as error:
             reasons = [*differences, (str(error) or repr(error)).splitlines()[-1].strip()[:200]]  # names a tensor
             raise UsageError(f"{path} does not fit this run: {'; '.join(reasons)}") from error
@@ -1319,17 +1319,6 @@ def open_run(args, train, state, derived):
         text = json.dumps(vars(args) | config | derived, indent=1, default=str)
         write_file(os.path.join(args.out, "config.json"), lambda file: file.write(text.encode()))
     return config, records
-
-
-def load_state(saved, state, is_same_run):
-    """Load the parts of a checkpoint into `state` in place. See `open_run`."""
-    for name, part in state.items():
-        if isinstance(part, torch.optim.Optimizer):  # its buffers; learning rate and weight decay are this run's
-            part.load_state_dict(part.state_dict() | dict(state=saved[name]["state"]))
-        elif isinstance(part, nn.Module):
-            part.load_state_dict(saved[name])
-        elif is_same_run or part.dim() == 0:
-            part.copy_(saved[name])
 
 
 def save_run(out, config, info, state, records, keep_every=0):
