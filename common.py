@@ -819,20 +819,18 @@ def knn_predict(train_x, train_y, test_x, k, temperature, num_classes):
     return torch.cat(predicted, 1)
 
 
-def knn_top1(train_x, train_y, test_x, test_y, k, temperature, num_classes):
-    """Return the accuracy of `knn_predict` on test images with labels test_y (m,): {"knn20_top1": percent, ...}."""
-    predicted = knn_predict(train_x, train_y, test_x, k, temperature, num_classes)
+def knn_monitor(
+    encoder, info, train, test, device, workers=0, amp=False, batch_size=256, k=(20, 200), temperature=0.07
+):
+    """Return an encoder's accuracy by `knn_predict` on the labeled images, {"knn20_top1": percent, ...}."""
+    options = dict(batch_size=batch_size, workers=workers, amp=amp)
+    train, test = with_labels(train), with_labels(test)
+    train_x = extract_features(encoder, train, info, device, whole=False, **options)
+    test_x = extract_features(encoder, test, info, device, **options)
+    train_y, test_y = local_rows(torch.as_tensor(train.targets)), torch.as_tensor(test.targets)
+    predicted = knn_predict(train_x.to(device), train_y, test_x.to(device), k, temperature, len(train.classes))
     accuracy = 100 * (predicted == test_y).double().mean(1)
     return {f"knn{count}_top1": percent for count, percent in zip(k, accuracy.tolist(), strict=True)}
-
-
-def knn_monitor(encoder, info, train, test, device, workers=0, amp=False):
-    """Return the `knn_top1` of an encoder for 20 and 200 neighbors at temperature 0.07, from the labeled images."""
-    train, test = with_labels(train), with_labels(test)
-    train_x = extract_features(encoder, train, info, device, workers=workers, amp=amp, whole=False)
-    test_x = extract_features(encoder, test, info, device, workers=workers, amp=amp)
-    train_y, test_y = local_rows(torch.tensor(train.targets)), torch.tensor(test.targets)
-    return knn_top1(train_x.to(device), train_y, test_x.to(device), test_y, (20, 200), 0.07, len(train.classes))
 
 
 @torch.no_grad()
