@@ -218,8 +218,7 @@ def load_dataset(name, root=None, train=True, image_size=32, unlabeled=False):
             raise UsageError(f"--data-dir needs --dataset, which chooses the recipe: {', '.join(DATASETS[1:])}")
         return Patterns(4096, image_size, seed=0) if train else Patterns(1024, image_size, seed=1)
     if root is None and name in ("imagenet100", "imagenet", "folder"):
-        other = ", or any folder of images" if name == "folder" else ""
-        raise UsageError(f"--dataset {name} needs --data-dir, a folder with train/, and val/ or test/{other}")
+        raise UsageError(f"--dataset {name} needs --data-dir with train/, and val/ or test/ (folder: or any images)")
     try:
         folders = os.listdir(root) if root is not None else ()
         if "train" in folders:
@@ -260,8 +259,7 @@ def load_split(name, root, folders, train, unlabeled):
         raise UsageError(f"folders without images in {root}/{part}: {', '.join(empty[:5])}")
     if name == "imagenet100" and classes:
         if missing := sorted({*IMAGENET100} - {*classes}):
-            other = "for another subset pass --dataset imagenet"
-            raise UsageError(f"{root}/{part} has no {missing[0]}, which is a class of JCL's ImageNet-100; {other}")
+            raise UsageError(f"{root}/{part} has no {missing[0]} of ImageNet-100; for others pass --dataset imagenet")
         classes = IMAGENET100
         names = [file for file in names if file.split(os.sep)[1] in classes]
     label = {folder: i for i, folder in enumerate(classes)}
@@ -586,9 +584,9 @@ def backbone_info(arch, image_size, patch_size=16, norm="imagenet", interpolatio
     a 3 x 3 stem for images of up to 64 px (of stride 2 in resnet_mini), except for resnet_micro. Raises UsageError if
     timm does not have the model, or if the patches do not fit.
     """
-    if arch not in ARCHS and not timm.is_model(arch):
-        raise UsageError(f"unknown --arch {arch}: choose {', '.join(ARCHS)}, or a timm model such as resnet50")
     name, changes = ARCHS.get(arch, (arch, {}))
+    if not timm.is_model(name):
+        raise UsageError(f"unknown --arch {arch}: choose {', '.join(ARCHS)}, or a timm model such as resnet50")
     try:
         published = timm.get_pretrained_cfg(name)
     except RuntimeError as error:  # an unknown tag
@@ -600,11 +598,11 @@ def backbone_info(arch, image_size, patch_size=16, norm="imagenet", interpolatio
         if image_size % patch_size or (fixed and int(fixed[1]) != patch_size):
             raise UsageError(f"--patch-size {patch_size} does not fit --arch {arch} and images of {image_size} px")
         kwargs |= dict(img_size=image_size, patch_size=patch_size, dynamic_img_size=True, weight_init="moco")
-    elif is_resnet:
+    elif timm_module(arch) == "timm.models.resnet":
         kwargs |= dict(zero_init_last=False)  # initialize residual branches as torchvision and MoCo do
-    is_plain = is_resnet and name.split(".")[0].removeprefix("resnet").isdigit()  # resnet26d has a stem of its own
-    small = is_plain and image_size <= 64 and arch != "resnet_micro"
-    stem = "timm" if not small else "3x3-s2" if arch == "resnet_mini" else "3x3"
+        is_plain = name.split(".")[0].removeprefix("resnet").isdigit() and arch != "resnet_micro"  # not resnet26d
+        if is_plain and image_size <= 64:
+            stem = "3x3-s2" if arch == "resnet_mini" else "3x3"
     mean, std = NORMS[norm or "imagenet"]
     if norm is None and "." in name and published is not None:
         mean, std = published.mean, published.std
