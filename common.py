@@ -68,14 +68,11 @@ SYSTEM_FOLDERS = "@eaDir @Recycle @Recently-Snapshot #recycle #snapshot $RECYCLE
 
 
 def to_rgb(image):
-    """Convert a PIL image to RGB.
-
-    Raises ValueError if it is not a PIL image, or has more than 8 bits per channel, which Pillow would clip.
-    """
+    """Convert a PIL image to RGB. Raises ValueError if it is none, or has more than 8 bits per channel."""
     if not isinstance(image, Image.Image):
         raise ValueError(f"expected a PIL image, not {type(image).__name__}")
     tile = getattr(image, "tile", ())  # how an opened file will be decoded, for example from "RGB;16B"
-    if image.mode.startswith(("I", "F")) or re.search(";16[BLN]", str(tile[:1])):
+    if image.mode.startswith(("I", "F")) or re.search(";16[BLN]", str(tile[:1])):  # Pillow would clip its values
         raise ValueError("it has more than 8 bits per channel: convert it")
     return image if image.mode == "RGB" else image.convert("RGB")
 
@@ -168,10 +165,7 @@ def is_hidden(name):
 
 
 def list_files(folder, parents=()):
-    """Return the sorted paths of all files below a folder. Hidden files and system folders are skipped.
-
-    parents: the real paths of the folders above. Raises UsageError if a link is broken, or leads to one of these.
-    """
+    """Return the sorted paths of the files below a folder that are not hidden. parents: real paths of those above."""
     paths, parents = [], {*parents, os.path.realpath(folder)}
     for entry in sorted(os.scandir(folder), key=lambda entry: entry.name):
         if is_hidden(entry.name):
@@ -189,19 +183,15 @@ def list_files(folder, parents=()):
 
 def list_images(root, folder=""):
     """Return the file names, relative to `root`, of the images below root/folder. Log the number of other files."""
-    start = len(os.path.join(root, ""))
-    names, skipped = [], collections.Counter()
-    for path in list_files(os.path.join(root, folder)):
-        extension = os.path.splitext(path)[1].lower()
-        if extension in EXTENSIONS:
-            names.append(path[start:])
-        else:
-            skipped[extension or "without an extension"] += 1
+    start, folder = len(os.path.join(root, "")), os.path.join(root, folder)
+    files = [(path[start:], os.path.splitext(path)[1].lower()) for path in list_files(folder)]
+    names = [name for name, extension in files if extension in EXTENSIONS]
     if not names:
-        raise UsageError(f"no images in {os.path.join(root, folder)}")
+        raise UsageError(f"no images in {folder}")
+    skipped = [extension or "without an extension" for _, extension in files if extension not in EXTENSIONS]
     if skipped:
-        counts = ", ".join(f"{count} {extension}" for extension, count in skipped.items())
-        log(f"skipped files in {os.path.join(root, folder)}: {counts}")
+        counts = collections.Counter(skipped).items()
+        log(f"skipped files in {folder}: {', '.join(f'{count} {extension}' for extension, count in counts)}")
     return names
 
 
@@ -307,11 +297,10 @@ def open_data(name, root=None, image_size=32, train=None, test=None):
         train = load_dataset(name, root, True, image_size, unlabeled=True)
         test = load_dataset(name, root, False, image_size) if test is None else test
     if not have_labels(train, test):
-        found = f"{describe(train)}; {describe(test) if test else 'no test images'}"
         names = [{*map(str, getattr(images, "classes", ()))} for images in (train, test)]
-        if has_labels(test) and names[0] != names[1]:
-            found += f"; not in both: {ascii(sorted(names[0] ^ names[1])[:3])}"  # ascii: equal letters may differ
-        log(f"no kNN in this training, which needs training and test images with labels of the same classes: {found}")
+        differ = ascii(sorted(names[0] ^ names[1])[:3])  # ascii: letters that look alike may differ
+        log("no kNN in this training, which needs training and test images with labels of the same classes")
+        log(f"train: {describe(train)}; test: {describe(test or [])}; classes that are not in both: {differ}")
         test = None
     return train, test
 
@@ -368,10 +357,7 @@ def draw_patterns(pattern, n, size, rng):
 
 
 class Patterns(Dataset):
-    """Synthetic images of ten kinds. Neither color nor single pixels tell the kind: an encoder has to learn the shape.
-
-    count: number of images. size: their height and width, in pixels. seed: of the random numbers.
-    """
+    """Synthetic images of ten kinds. Neither color nor single pixels tell the kind: an encoder has to learn shapes."""
 
     classes, is_generated = list(PATTERNS), True
 
@@ -540,15 +526,12 @@ def normalize(x, mean, std):
 
 
 def save_views(path, views, names, norm):
-    """Write a picture of the first twelve images of each view, one row per view.
-
-    views: list of (n, 3, H, W), normalized by NORMS[norm]. names: list of their names.
-    """
+    """Write a picture with twelve images of each view in a row. views: list of (n, 3, H, W), normalized by `norm`."""
     mean, std = (torch.tensor(v).view(3, 1, 1) for v in NORMS[norm])
     side = max(96, *(view.shape[-1] for view in views))
     rows = [F.interpolate(view[:12].float().cpu() * std + mean, side) for view in views]
-    options = dict(format="PNG", nrow=len(rows[0]), pad_value=1.0)
-    write_file(path, lambda file: torchvision.utils.save_image(torch.cat(rows), file, **options))
+    grid = torchvision.utils.make_grid(torch.cat(rows), nrow=len(rows[0]), pad_value=1.0)
+    write_file(path, lambda file: torchvision.utils.save_image(grid, file, "PNG"))
     log(f"{path}: rows are {', '.join(names)}")
 
 
@@ -591,8 +574,7 @@ def backbone_info(arch, image_size, patch_size=16, norm="imagenet", interpolatio
         published = timm.get_pretrained_cfg(name)
     except RuntimeError as error:  # an unknown tag
         raise UsageError(f"unknown --arch {arch}: {error}") from error
-    kwargs = changes | kwargs | dict(num_classes=0)
-    is_resnet = timm_module(arch) == "timm.models.resnet"
+    kwargs, stem = changes | kwargs | dict(num_classes=0), "timm"
     if is_vit(arch):
         fixed = re.search(r"patch(\d+)", arch)
         if image_size % patch_size or (fixed and int(fixed[1]) != patch_size):
@@ -637,10 +619,7 @@ def build_backbone(info, zero_init=False, **kwargs):
 
 @torch.no_grad()
 def feature_width(backbone, *sizes):
-    """Return the width of an encoder's features. sizes: sizes of the images that it must take, in pixels.
-
-    Raises UsageError if it does not map images of each size to (n, width).
-    """
+    """Return the width of an encoder's features. Raises UsageError unless images of all sizes give (n, width)."""
     backbone = copy.deepcopy(backbone).eval()
     for size in sizes:
         try:
@@ -880,12 +859,10 @@ def open_evaluation_data(name, root, info, check=True, train=None, test=None):
         train = load_dataset(name, root, True, info["image_size"], unlabeled=own)
         test = load_dataset(name, root, False, info["image_size"]) if test is None else test
     if own and fingerprint(train) != info["images"]:
-        message = "these are not the images that the encoder was trained on"
-        raise UsageError(f"{message}: pass --dataset {name}, and --data-dir, to evaluate it on these")
+        raise UsageError(f"not the images that the encoder was trained on: for these pass --dataset {name}, --data-dir")
     if check:
         if not have_labels(train, test):
-            layout = "--data-dir with train/, and val/ or test/, each with one folder per class"
-            raise UsageError(f"training and test images need labels of the same classes, two at least: {layout}")
+            raise UsageError("an evaluation needs training and test images of the same classes, two at least")
         train, test = with_labels(train), with_labels(test)
     names = "encoder", "arch", "method", "image_size", "interpolation", "mean", "std"
     log_values("features", {name: info[name] for name in names})
@@ -900,13 +877,11 @@ def have_labels(train, test):
 
 
 def baselines(info, seed, images):
-    """Return the baselines of an evaluation, {name: encoder}: raw pixels and the untrained encoder.
-
-    images: number of training images. Raw pixels are left out above 200,000, where they would need tens of GB.
-    """
+    """Return the baselines of an evaluation, {name: encoder}: raw pixels and the untrained encoder."""
     torch.default_generator.manual_seed(seed)  # the CPU's: no other is used
     pixels = nn.Sequential(nn.AdaptiveAvgPool2d(min(32, info["image_size"])), nn.Flatten())
-    return ({"raw pixels": pixels} if images <= 200_000 else {}) | {"untrained": build_backbone(info)}
+    few = images <= 200_000  # raw pixels of more would need tens of GB
+    return ({"raw pixels": pixels} if few else {}) | {"untrained": build_backbone(info)}
 
 
 # ================================================================= 5. processes
@@ -921,10 +896,7 @@ def log_demo(args, command):
 
 
 def start(main, parse_args, paper=None):
-    """Run a script: main(parse_args()). A UsageError is printed as one line, with exit status 2; Ctrl-C with 130.
-
-    paper: the command of the paper's training, see `log_demo`.
-    """
+    """Run main(parse_args()). A UsageError is one line and exit status 2, Ctrl-C 130. paper: see `log_demo`."""
     sys.stdout = sys.stdout or open(os.devnull, "w")  # None if it is closed
     torch.set_flush_denormal(True)  # denormal numbers make a CPU several times slower
     torch.backends.cudnn.benchmark = True
@@ -1051,10 +1023,7 @@ class Meter:
             show(f"{text}{self.batch_size / seconds:.0f} images/s  {left * seconds / 60:.1f} min left")
 
     def averages(self):
-        """Return the averages over the steps and the processes, {name: float}, and the speed.
-
-        Raises FloatingPointError if one is not finite.
-        """
+        """Return averages over steps and processes, {name: float}. Raises FloatingPointError if one is not finite."""
         values = torch.stack([*self.sums.values()]).double().cpu() / self.count
         values = torch.stack(all_gather_object(values)).mean(0).tolist()
         averages = dict(zip(self.sums, values, strict=True))
@@ -1211,10 +1180,7 @@ def run_folder(words):
 
 
 def write_file(path, write):
-    """Write a file atomically on the first process, by write(binary file).
-
-    Raises UsageError if that fails. The old file is then still there.
-    """
+    """Write a file atomically on the first process, by write(file). Raises UsageError, and keeps the old file."""
     if rank_and_world()[0] > 0:
         return
     temporary = Path(f"{path}.{socket.gethostname()}.{os.getpid()}.tmp")
@@ -1232,10 +1198,7 @@ def write_file(path, write):
 
 
 def find_checkpoint(out, resume):
-    """Return the path of the checkpoint to start from: last.pt in `out`, else `resume`, else None.
-
-    Removes the temporary files of a save that was killed. Raises UsageError if `out` is neither empty nor a run.
-    """
+    """Return the path of last.pt in `out`, else `resume`. Raises UsageError if `out` is neither empty nor a run."""
     try:
         files = sorted(file for file in os.listdir(out) if not is_hidden(file)) if os.path.exists(out) else []
         names = ("config.json", "backbone.pt", "metrics.jsonl")  # of a run that was killed in its first save
@@ -1243,7 +1206,7 @@ def find_checkpoint(out, resume):
         is_begun = {*files} <= {*temporary, *names} and ("config.json" in files or "backbone.pt" not in files)
         if "last.pt" not in files and not is_begun:
             raise UsageError(f"--out {out} is not empty, and is not a run: {', '.join(files[:3])}")
-        for file in temporary:
+        for file in temporary:  # of a save that was killed
             os.unlink(os.path.join(out, file))
     except OSError as error:
         raise UsageError(f"--out {out}: {error}") from error
@@ -1255,27 +1218,24 @@ def find_checkpoint(out, resume):
 def open_run(args, train, state, derived):
     """Start a run in args.out, or resume the one there: (configuration, records of its epochs). Print its values.
 
-    The configuration, {name: value}, must not change when a run is resumed. It has the arguments that are not in
-    NOT_IN_CONFIG, and the fingerprint of the training images. state: {name: module, optimizer or tensor}, with a
-    "model", which are loaded in place. derived: further values to print. With --resume, a new run starts from the state
-    of another one, except for tensors with a row per image, and the configuration may differ. Raises UsageError if the
-    run in args.out has another configuration, and if the processes do not have the same one.
+    The configuration, {name: value}, has the arguments that are not in NOT_IN_CONFIG and the images' fingerprint.
+    state: {name: module, optimizer or tensor}, which are loaded in place. derived: further values to print. With
+    --resume, a new run starts from the state of another one, except for tensors with a row per image. Raises UsageError
+    if the run in args.out has another configuration, or if the processes do not have the same one.
     """
     config = {name: value for name, value in vars(args).items() if name not in NOT_IN_CONFIG}
     config["images"] = fingerprint(train)
     machine = torch.cuda.get_device_name() if torch.cuda.is_initialized() else f"CPU, {torch.get_num_threads()} threads"
-    derived = derived | dict(processes=rank_and_world()[1], workers=args.workers)
-    derived |= dict(machine=machine, torch=torch.__version__)
+    rank, world = rank_and_world()
+    derived = derived | dict(processes=world, workers=args.workers, machine=machine, torch=torch.__version__)
     if getattr(args, "warmup", 0) > args.epochs / 4:
         derived["warmup_cut_to"] = args.epochs / 4
     if (queue := derived.get("negatives", 0)) > len(train) / 4:
-        text = "negatives may be old keys of the query's own image"
-        log(f"warning: the queue has {queue} keys for {len(train)} images, so {text} (--queue)")
+        log(f"warning: the queue has {queue} keys for {len(train)} images: some are of the query's own image (--queue)")
     log_values("values", config)
     log_values("derived", derived)
     records = []
-    is_first = rank_and_world()[0] == 0
-    path = all_gather_object(find_checkpoint(args.out, args.resume) if is_first else None)[0]
+    path = all_gather_object(find_checkpoint(args.out, args.resume) if rank == 0 else None)[0]
     if path is not None:
         saved = load_checkpoint(path)
         old, records = saved.get("config", {}), saved.get("records", [])
@@ -1305,9 +1265,9 @@ def open_run(args, train, state, derived):
             workers = json.loads(Path(path).with_name("config.json").read_text())["workers"]
             if workers != args.workers:
                 log(f"workers: {workers} before, {args.workers} now: random numbers differ (--workers)")
-        if saved.get("processes") != derived["processes"]:
+        if saved.get("processes") != world:
             changed = "random numbers differ, as do batch-norm groups and mix slices if there are fewer than processes"
-            log(f"processes: {saved.get('processes')} before, {derived['processes']} now: {changed}")
+            log(f"processes: {saved.get('processes')} before, {world} now: {changed}")
     own = config, str(args.out), len(records)
     if any(other != own for other in all_gather_object(own)):
         raise UsageError("the processes differ in flags, images or epoch: --out and --data-dir must be on shared disks")
