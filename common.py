@@ -750,14 +750,13 @@ def center_crop(image, size, interpolation="bilinear"):
 def extract_features(encoder, images, info, device, batch_size=256, workers=0, amp=False, whole=True):
     """Compute the features of the images of a dataset, in order: (n, width) float32 on the CPU.
 
-    encoder: (N, 3, H, W) -> (N, width). A copy of it is used, in evaluation mode and not compiled.
-    info: see `backbone_info`. batch_size: per process. amp: encode in bf16. whole: return all rows on every process, or
-    only its own (see `local_rows`). Raises ValueError if a feature is not finite.
+    encoder: (N, 3, H, W) -> (N, width). A copy of it is used, in evaluation mode and not compiled. info: see
+    `backbone_info`. batch_size: per process. amp: encode in bf16. whole: return all rows on every process, or only its
+    own (see `local_rows`). Raises ValueError if a feature is not finite.
     """
-    rows = local_rows(torch.arange(len(images)))
+    rows = local_rows(torch.arange(len(images))).tolist()
     crop = functools.partial(center_crop, size=info["image_size"], interpolation=info["interpolation"])
-    crops = Views(images, [crop])
-    crops = torch.utils.data.Subset(crops, rows.tolist() or [0])  # an empty shard encodes one image for the width
+    crops = torch.utils.data.Subset(Views(images, [crop]), rows or [0])  # an empty shard encodes one for the width
     loader = DataLoader(crops, batch_size, **loader_options(workers, device))
     features, encoder = None, copy.deepcopy(encoder).eval()
     for i, ((batch,), _) in enumerate(loader):
@@ -1035,10 +1034,10 @@ class Meter:
 
 def log_values(title, values):
     """Print {name: value} after a title, in lines of up to 120 characters."""
-    words = (f"{name} {format_value(value)}" for name, value in values.items() if value not in (None, ""))
-    words = (word.replace(" ", "\xa0") for word in words)
+    words = [f"{name} {format_value(value)}" for name, value in values.items() if value not in (None, "")]
+    text = "  ".join(word.replace(" ", "\xa0") for word in words)  # lines are broken between the words
     indent = dict(initial_indent=f"{title:10}", subsequent_indent=" " * 10)
-    log(textwrap.fill("  ".join(words), 120, break_on_hyphens=False, **indent).replace("\xa0", " "))
+    log(textwrap.fill(text, 120, break_on_hyphens=False, **indent).replace("\xa0", " "))
 
 
 def log_epoch(title, records, names=()):
@@ -1199,17 +1198,14 @@ def write_file(path, write):
 
 def find_checkpoint(out, resume):
     """Return the path of last.pt in `out`, else `resume`. Raises UsageError if `out` is neither empty nor a run."""
-    try:
-        files = sorted(file for file in os.listdir(out) if not is_hidden(file)) if os.path.exists(out) else []
-        names = ("config.json", "backbone.pt", "metrics.jsonl")  # of a run that was killed in its first save
-        temporary = [file for file in files if file.startswith((*names, "last.pt", "epoch-")) and file.endswith(".tmp")]
-        is_begun = {*files} <= {*temporary, *names} and ("config.json" in files or "backbone.pt" not in files)
-        if "last.pt" not in files and not is_begun:
-            raise UsageError(f"--out {out} is not empty, and is not a run: {', '.join(files[:3])}")
-        for file in temporary:  # of a save that was killed
-            os.unlink(os.path.join(out, file))
-    except OSError as error:
-        raise UsageError(f"--out {out}: {error}") from error
+    files = sorted(file for file in os.listdir(out) if not is_hidden(file)) if os.path.isdir(out) else []
+    names = ("config.json", "backbone.pt", "metrics.jsonl")  # of a run that was killed in its first save
+    temporary = [file for file in files if file.startswith((*names, "last.pt", "epoch-")) and file.endswith(".tmp")]
+    is_begun = {*files} <= {*temporary, *names} and ("config.json" in files or "backbone.pt" not in files)
+    if "last.pt" not in files and not is_begun:
+        raise UsageError(f"--out {out} is not empty, and is not a run: {', '.join(files[:3])}")
+    for file in temporary:  # of a save that was killed
+        os.unlink(os.path.join(out, file))
     if "last.pt" in files:
         return os.path.join(out, "last.pt")
     return os.path.join(resume, "last.pt") if resume and os.path.isdir(resume) else resume
