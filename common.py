@@ -305,30 +305,26 @@ def open_data(name, root=None, image_size=32, train=None, test=None):
     return train, test
 
 
-def _wave(x):
-    return np.tanh(np.sin(x) / 0.15)  # a soft square wave
-
-
-def _bump(x, threshold, softness=0.1):
-    return np.tanh((x - threshold) / softness)
+def _step(x, threshold=0.0, softness=0.15):
+    return np.tanh((x - threshold) / softness)  # from -1 to 1
 
 
 # Ten kinds: u, v are rotated coordinates in radians; r, t polar ones; c the cycles per image; p a phase.
 PATTERNS = {
-    "stripes": lambda u, v, r, t, c, p: _wave(u),
-    "checks": lambda u, v, r, t, c, p: _wave(u) * _wave(v),
-    "dots": lambda u, v, r, t, c, p: _bump(np.cos(u) + np.cos(v), 0.7, 0.2),
-    "rings": lambda u, v, r, t, c, p: _wave(2 * np.pi * c * r + p),
-    "grid": lambda u, v, r, t, c, p: _bump(np.maximum(np.cos(u), np.cos(v)), 0.8),
-    "waves": lambda u, v, r, t, c, p: _wave(u + 1.8 * np.sin(v)),
-    "triangles": lambda u, v, r, t, c, p: _bump((u / (2 * np.pi)) % 1 + (v / (2 * np.pi)) % 1, 1),
+    "stripes": lambda u, v, r, t, c, p: _step(np.sin(u)),
+    "checks": lambda u, v, r, t, c, p: _step(np.sin(u)) * _step(np.sin(v)),
+    "dots": lambda u, v, r, t, c, p: _step(np.cos(u) + np.cos(v), 0.7, 0.2),
+    "rings": lambda u, v, r, t, c, p: _step(np.sin(2 * np.pi * c * r + p)),
+    "grid": lambda u, v, r, t, c, p: _step(np.maximum(np.cos(u), np.cos(v)), 0.8, 0.1),
+    "waves": lambda u, v, r, t, c, p: _step(np.sin(u + 1.8 * np.sin(v))),
+    "triangles": lambda u, v, r, t, c, p: _step((u / (2 * np.pi)) % 1 + (v / (2 * np.pi)) % 1, 1, 0.1),
     "crosses": lambda u, v, r, t, c, p: (
-        _bump(np.minimum(abs(np.sin(u / 2)), abs(np.sin(v / 2))), 0.3)
-        * _bump(np.maximum(abs(np.sin(u / 2)), abs(np.sin(v / 2))), 0.8)
+        _step(np.minimum(abs(np.sin(u / 2)), abs(np.sin(v / 2))), 0.3, 0.1)
+        * _step(np.maximum(abs(np.sin(u / 2)), abs(np.sin(v / 2))), 0.8, 0.1)
     ),
-    "spokes": lambda u, v, r, t, c, p: _wave(np.round(1.6 * c) * t + p),
-    "bricks": lambda u, v, r, t, c, p: _bump(
-        np.maximum(np.cos(u), 2 * np.cos((v + np.pi * (np.cos(u / 2) > 0)) / 2) ** 8 - 1), 0.75
+    "spokes": lambda u, v, r, t, c, p: _step(np.sin(np.round(1.6 * c) * t + p)),
+    "bricks": lambda u, v, r, t, c, p: _step(
+        np.maximum(np.cos(u), 2 * np.cos((v + np.pi * (np.cos(u / 2) > 0)) / 2) ** 8 - 1), 0.75, 0.1
     ),
 }
 
