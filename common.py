@@ -993,10 +993,7 @@ def progress(text):
 
 
 class Meter:
-    """The averages of the metrics over an epoch, and the progress line.
-
-    epoch: counted from 0. steps: steps per epoch. batch_size: global batch size.
-    """
+    """The averages of an epoch's metrics, and its progress line. epoch: counted from 0. batch_size: the global one."""
 
     def __init__(self, epoch, epochs, steps, batch_size):
         self.epoch, self.epochs, self.steps, self.batch_size = epoch, epochs, steps, batch_size
@@ -1037,10 +1034,7 @@ def log_values(title, values):
 
 
 def log_epoch(title, records, names=()):
-    """Print the last epoch's scores, and its figures that have one of the names, after a title.
-
-    records: a dict per epoch. Another line says once if the `std` of the embeddings is below 0.1 for three epochs.
-    """
+    """Print the scores and the named figures of the last record, and once a warning if `std` stays below 0.1."""
     scores = [name for name in records[-1] if re.fullmatch(r"(knn\d+|linear|finetune)_(top1|top5|per_class)", name)]
     log("  ".join([title, *(f"{name} {format_value(records[-1][name])}" for name in [*names, *scores])]))
     if [record.get("std", 1) < 0.1 for record in records[-4:]] in ([True] * 3, [False, True, True, True]):
