@@ -102,10 +102,10 @@ def test_one_label_per_class(places, capsys):
 def test_two_processes_evaluate_as_one(places, tmp_path):
     said, dumps = [], [tmp_path / name for name in "12"]
     for world, dump in enumerate(dumps, start=1):
-        knn = "eval_knn", [places["VIT"], "--device", "cpu", "--k", 3, "--dump", dump]
-        linear = "eval_linear", [places["VIT"], "--device", "cpu", "--epochs", 3]
-        first, second = (succeed(tmp_path / "log", play, [words] * world)[0] for words in (knn, linear))
-        said.append([line for line in (first + second).splitlines() if " %" in line])
+        words = [("eval_knn", "--k", 3), ("eval_knn", "--dump", dump), ("eval_linear", "--epochs", 3)]
+        each = [(script, [places["VIT"], "--device", "cpu", *flags]) for script, *flags in words]
+        lines = [succeed(tmp_path / "log", play, [call] * world)[0].splitlines() for call in each]
+        said.append([line for line in sum(lines, []) if " %" in line])
     assert said[0] == said[1] and len(said[0]) == 6
     np.testing.assert_allclose(*(np.load(dump)["train_features"] for dump in dumps), rtol=1e-4, atol=1e-5)
 
@@ -176,9 +176,9 @@ def test_the_dump_has_all_images_of_which_those_without_labels_do_not_vote(place
     own = dict(train=ImageFolder(places["DATA"] / "train"), test=pictures(places["DATA"] / "val"))
     for images in own.values():
         images.targets[1::3] = [-1] * len(images.targets[1::3])
-    found = run(eval_knn, places["VIT"], "--k", 3, 99, "--dump", path, **own)
+    assert run(eval_knn, places["VIT"], "--dump", path, **own) == {}
     labeled = {part: common.with_labels(images) for part, images in own.items()}
-    assert found == run(eval_knn, places["VIT"], "--k", 3, 99, **labeled)
+    assert run(eval_knn, places["VIT"], "--k", 3, **own) == run(eval_knn, places["VIT"], "--k", 3, **labeled)
     data = dict(np.load(path, allow_pickle=False))
     names = {f"{part}_{what}" for part in own for what in ("features", "labels")}
     assert set(data) == names | {"train_paths", "classes", "protocol"} and data["classes"].tolist() == list(CLASSES)

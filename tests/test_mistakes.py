@@ -32,7 +32,7 @@ MISTAKES = [  # scripts, flags, what the line has to name
     (METHODS, "--init missing.pt", "missing.pt"),
     (METHODS, "--init begun/last.pt --init-prefix other.", "'other.'"),
     (METHODS, "--resume notes.txt", "notes.txt"),
-    (METHODS, "--resume missing.pt", "missing.pt does not exist"),
+    (METHODS, "--resume missing.pt", "missing.pt: No such file"),
     (METHODS, "--show-views views.jpg", "views.jpg"),
     (METHODS, "--show-views missing/../notes.txt/views.png", "notes.txt"),
     (METHODS, "--out busy", "thesis.txt"),

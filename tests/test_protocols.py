@@ -366,7 +366,7 @@ def test_another_evaluation_is_refused(places, tmp_path, capsys):
     assert "test_images was" in refused(capsys, run, vit, *flags, train=train, test=b)
     assert "checkpoint was" in refused(capsys, run, places["RESNET"], *flags, train=train, test=a)
     tuned = ["--finetune", *flags[2:]]
-    assert "a run of linear" in refused(capsys, run, vit, *tuned, train=train, test=a)
+    assert "a run of finetune" in refused(capsys, run, vit, *tuned, train=train, test=a)
     assert "peak" in refused(capsys, run, vit, "--finetune", "--lr", 1e-9, train=train, test=a)
 
 

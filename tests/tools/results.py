@@ -179,10 +179,10 @@ def baselines(args):
         info = common.backbone_info(arch, 32, 4, norm="cifar10")
         encoder = torch.nn.Flatten() if name == "raw pixels" else common.build_backbone(info)
         x, test_x = (common.extract_features(encoder, part, info, CPU) for part in (train, test))
-        scored = common.knn_top1(x, train_y, test_x, test_y, (20,), 0.07, 10)
+        (nearest,) = common.knn_predict(x, train_y, test_x, (20,), 0.07, 10)
         linear = eval_linear.linear_probe(x, train_y, test_x, 10)["logits"].argmax(1)
-        scored["linear_top1"] = 100 * (linear == test_y).double().mean().item()
-        found[name] = {measure: round(value, 4) for measure, value in scored.items()}
+        predicted = dict(knn20_top1=nearest, linear_top1=linear)
+        found[name] = {k: round(100 * (y == test_y).double().mean().item(), 4) for k, y in predicted.items()}
         print(f"{name}: {found[name]}", flush=True)
     keep("baselines", found)
 
