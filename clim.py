@@ -155,16 +155,14 @@ def clim_loss(q, k_anchor, k_positive, queue, temperature, lam):
 
     q: (N, C) queries, one per mixed image. k_anchor: (N, C), the keys of the images. k_positive: (N, C), the keys of
     the images that were pasted in. queue: (K, C). All are L2-normalized. temperature: tau > 0. lam: in [0, 1], the
-    fraction of k_anchor's images in the mix, a float, or (N,) for a fraction per query.
-    Gradients reach q, and also keys and queue unless these are detached. float16 and bfloat16 are converted to float32;
-    call it outside autocast, which would undo that. Raises ValueError for wrong shapes, or a float lam outside [0, 1].
+    fraction of k_anchor's images in the mix, a float, or (N,) for a fraction per query. Gradients reach q, and also
+    keys and queue unless these are detached. float16 and bfloat16 are converted to float32; call it outside autocast,
+    which would undo that. Raises ValueError if the keys or lam do not fit q, or a float lam is outside [0, 1].
     """
-    keys_fit = q.dim() == 2 and k_anchor.shape == q.shape and k_positive.shape == q.shape
     lam_shape = tuple(lam.shape) if torch.is_tensor(lam) else ()
-    if not keys_fit or queue.shape[1:] != q.shape[1:] or lam_shape not in ((), (len(q),)):
-        shapes = f"q {tuple(q.shape)}, k_anchor {tuple(k_anchor.shape)}, k_positive {tuple(k_positive.shape)}"
-        shapes += f", queue {tuple(queue.shape)} and lam {lam_shape}"
-        raise ValueError(f"clim_loss takes q, k_anchor, k_positive (N, C), queue (K, C), lam () or (N,), not {shapes}")
+    if not q.shape == k_anchor.shape == k_positive.shape or lam_shape not in ((), (len(q),)):
+        shapes = f"{tuple(q.shape)}, {tuple(k_anchor.shape)}, {tuple(k_positive.shape)} and {lam_shape}"
+        raise ValueError(f"clim_loss takes q, k_anchor, k_positive (N, C), and lam () or (N,), not {shapes}")
     if not torch.is_tensor(lam) and not 0 <= lam <= 1:
         raise ValueError(f"clim_loss takes lam in [0, 1], not {lam}")
     tensors = q, k_anchor, k_positive, queue
@@ -182,20 +180,18 @@ def clim_loss(q, k_anchor, k_positive, queue, temperature, lam):
 def cutmix(x, partner, lam, generator=None):
     """Mix two batches of images (Eq. 3): return (mixed images, the fraction of x that is left in them).
 
-    A box of about (1 - lam) of the area of x is replaced by the same box of the partner. The box has the image's aspect
-    ratio. Its center is uniform in the image. The part of it that lies outside the image is dropped, so the fraction
-    can exceed lam. Use the fraction, not lam, as the weight in the loss.
+    As in the code of CutMix (Yun et al., arXiv 1905.04899), a box of x is replaced by the same box of the partner. It
+    has about (1 - lam) of the image's area, its aspect ratio, and a uniform center. The part of it that lies outside
+    the image is dropped, so the fraction can exceed lam. Use the fraction, not lam, as the weight in the loss.
 
-    x, partner: (N, C, H, W); row i of partner is pasted into row i of x. lam: the requested fraction of x, in [0, 1],
-    often drawn from Beta(alpha, alpha); a float for one box in all images, or (N,) for a box per image. generator: a
-    torch CPU generator; None: torch's global one. The fraction is a float, or (N,) in float32 at least if lam is (N,).
-    Raises ValueError if the shapes do not fit, or lam is not in [0, 1].
-    Source: the code of CutMix (Yun et al., arXiv 1905.04899).
+    x, partner: (N, C, H, W); row i of partner is pasted into row i of x. lam: the requested fraction of x, in [0, 1], a
+    float for one box in all images, or (N,) for a box per image. generator: a torch CPU generator; None: torch's global
+    one. The fraction is a float, or (N,) in float32 at least if lam is (N,). Raises ValueError if x and partner differ
+    in shape, or lam is not in [0, 1].
     """
     lam = torch.as_tensor(lam, dtype=torch.float64).cpu()
-    if x.dim() != 4 or partner.shape != x.shape or tuple(lam.shape) not in ((), (len(x),)):
-        shapes = f"x {tuple(x.shape)}, partner {tuple(partner.shape)} and lam {tuple(lam.shape)}"
-        raise ValueError(f"cutmix takes x and partner (N, C, H, W), and lam () or (N,), not {shapes}")
+    if partner.shape != x.shape:
+        raise ValueError(f"cutmix takes x and partner of one shape, not {tuple(x.shape)} and {tuple(partner.shape)}")
     if not ((lam >= 0) & (lam <= 1)).all():
         raise ValueError(f"cutmix takes lam in [0, 1], not {lam}")
     height, width = x.shape[2:]
@@ -234,8 +230,7 @@ def nearest_neighbors(x, k, rows=None):
 def kmeans(x, num_clusters, iterations=20, generator=None):
     """Run Lloyd's k-means by L2 distance: return (centers (m, C), assignment (N,) int64 of each row to its center).
 
-    The initial centers are random rows. Empty clusters restart at the rows that are farthest from their centers. There
-    is no test of convergence. Distances are computed in float64.
+    The initial centers are random rows. Empty clusters restart at the rows that are farthest from their centers.
 
     x: (N, C); its rows are used as given, not normalized. m is min(num_clusters, N). iterations: the default is not in
     the paper; faiss's is 25. generator: a torch CPU generator; None: torch's global one.
@@ -260,8 +255,7 @@ def kmeans(x, num_clusters, iterations=20, generator=None):
 def preferred_first(neighbors, preferred, count, generator=None):
     """Select `count` neighbors per row (App. A.2): (N, count) int64.
 
-    Preferred ones come first, in random order. Then come the others, nearest first. If k < count, they repeat in that
-    order. Example: of the neighbors 7, 3, 5, where 3 and 5 are preferred, 4 are either 3, 5, 7, 3 or 5, 3, 7, 5.
+    Preferred ones come first, in random order, and then the others, nearest first. If k < count, all of them repeat.
 
     neighbors: (N, k) int64, nearest first. preferred: (N, k) bool.
     """
