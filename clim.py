@@ -289,14 +289,11 @@ def select_positives(x, centers, assignment, k=40, num_positives=10, generator=N
 def random_members(assignment, count):
     """Draw `count` other rows of each row's own cluster: (N,) int64 -> (N, count) int64. They may repeat.
 
-    A row that is alone in its cluster gets rows of any cluster. If it is the only row, it gets itself (D1).
+    A row that is alone in its cluster gets rows of any cluster.
     """
-    table = assignment.new_zeros(len(assignment), count)
-    if len(assignment) == 1:
-        return table
+    table = assignment.new_empty(len(assignment), count)
     everyone = torch.arange(len(assignment), device=assignment.device)
-    by_cluster = assignment.argsort(stable=True).split(assignment.bincount().tolist())
-    for rows in by_cluster:  # those of one cluster
+    for rows in assignment.argsort(stable=True).split(assignment.bincount().tolist()):  # those of one cluster
         candidates = rows if len(rows) > 1 else everyone
         own_place = torch.searchsorted(candidates, rows)  # of each row among the candidates; both are in order
         place = torch.randint(len(candidates) - 1, (len(rows), count)).to(rows.device)
@@ -513,10 +510,8 @@ def choose_positives(args, model, images, info, device):
     images have labels, how many of the positives are of the image's class.
     """
     began = time.perf_counter()
-    count = args.num_positives
-    if args.selection == "random":
-        table = random_members(torch.zeros(len(images), dtype=torch.int64, device=device), count)
-    else:
+    assignment = torch.zeros(len(images), dtype=torch.int64, device=device)  # random: all images are in one cluster
+    if args.selection != "random":
         encoder = nn.Sequential(model.momentum_backbone, model.momentum_projector)
         features = common.extract_features(encoder, images, info, device, workers=args.workers)
         x = F.normalize(features, dim=1).double().to(device)
@@ -525,12 +520,12 @@ def choose_positives(args, model, images, info, device):
         neighbors = common.gather_rows(nearest_neighbors(x, args.knn_k, rows))
     if args.selection in ("kmeans", "center"):
         centers, assignment = kmeans(x, args.num_clusters or max(1, len(x) // 128))
-    if args.selection == "knn":
-        table = preferred_first(neighbors, torch.ones_like(neighbors, dtype=torch.bool), count)
-    elif args.selection == "kmeans":
-        table = random_members(assignment, count)
-    elif args.selection == "center":
-        table = select_positives(x, centers, assignment, args.knn_k, count, neighbors=neighbors)
+    if args.selection == "center":
+        table = select_positives(x, centers, assignment, args.knn_k, args.num_positives, neighbors=neighbors)
+    elif args.selection == "knn":
+        table = preferred_first(neighbors, torch.ones_like(neighbors, dtype=torch.bool), args.num_positives)
+    else:
+        table = random_members(assignment, args.num_positives)
     if dist.is_initialized():
         dist.broadcast(table, 0)  # each process has drawn its own
     text = f"positives chosen in {time.perf_counter() - began:.1f} s"
@@ -713,7 +708,7 @@ def convert_split_batchnorm(module, groups):
 # ================================== 7. differences between the paper and this file
 
 # What the paper does not give is marked "not in the paper".
-# D1 The image itself. Paper: it fulfills Eq. 2, as an equality. Here: it is no positive, unless it is the only image.
+# D1 The image itself. Paper: it fulfills Eq. 2, as an equality. Here: it is no positive.
 # D2 Too few positives. Paper (App. A.2): the nearest of the remaining 40 neighbors. Here: read as those that Eq. 2
 #    excludes, nearest first, although that contradicts Eq. 2.
 # D3 The sum of Eq. 6. Paper and here: a sum, of four terms for two sizes, which raises the effective learning rate.
