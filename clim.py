@@ -213,15 +213,14 @@ def cutmix(x, partner, lam, generator=None):
 def nearest_neighbors(x, k, rows=None):
     """Return the k nearest other rows of each row by L2 distance, nearest first: (n, min(k, N - 1)) int64.
 
-    x: (N, C). rows: (n,) int64, the rows whose neighbors are returned; None: all. A row is not its own neighbor, unless
-    it is the only one (D1). Distances are computed in float64, and compared in float32, so copies are equally near.
+    x: (N, C). rows: (n,) int64, the rows whose neighbors are returned; None: all. A single row is its own neighbor.
     """
     x = x.double() - x[:1].double()  # in float32, or far from 0, cdist confuses rows that are close to each other
     rows = torch.arange(len(x), device=x.device) if rows is None else rows
     neighbors = []
     for chunk in rows.split(128):  # on ImageNet 1.3 GB of distances
         distance = torch.cdist(x[chunk], x).float().clamp_min(1e-7)  # rounded, so that copies are equally far
-        distance.scatter_(1, chunk[:, None], math.inf)  # from a row to itself
+        distance.scatter_(1, chunk[:, None], math.inf)  # from a row to itself (D1)
         neighbors.append(distance.topk(min(k, max(1, len(x) - 1)), largest=False).indices)
     return torch.cat(neighbors)
 
@@ -330,9 +329,8 @@ def info_nce(q, k, queue, temperature):
 class ImageAndPositive(common.Views):
     """Views of an image and, once there are positives, of one of them: items ((views, positive's views), label).
 
-    images, transforms: see common.Views; positive_transforms: those of positives. positives: (N, num_positives) int,
-    the indices of each image's positives; below 0 before they are selected, and then there are no views of them. Loader
-    workers start at each epoch, so they see the table as it is then.
+    images, transforms, positive_transforms: see common.Views. positives: (N, num_positives) int, the indices of each
+    image's positives; below 0 before they are selected. Loader workers start at each epoch, so they see its changes.
     """
 
     def __init__(self, images, transforms, positive_transforms, positives):
