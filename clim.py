@@ -409,18 +409,12 @@ class Queue(nn.Module):
 # ------------------------------------------------------------------------ CLIM
 
 
-def resize(x, size, mirrored=False):
-    """Resize images (n, 3, S, S) to (n, 3, size, size), with antialiasing, and mirror them if `mirrored`."""
-    x = x if x.shape[-1] == size else F.interpolate(x, (size, size), mode="bilinear", antialias=True)
-    return x.flip(-1) if mirrored else x
-
-
 class CLIM(nn.Module):
     """MoCo v2's query encoder, momentum encoder and queue, with mixed queries, keys of positives and several sizes.
 
-    Copy it with clim_loss, info_nce, resize, Queue, gather, shard and encode_shuffled_keys. On one process all images
-    are one group of batch norm, so that shuffling has no effect: apply `convert_split_batchnorm` (with SplitBatchNorm),
-    too. On several processes wrap the model in DistributedDataParallel, which also makes its weights and queue equal.
+    Copy it with clim_loss, info_nce, Queue, gather, shard and encode_shuffled_keys. On one process all images are one
+    group of batch norm, so that shuffling has no effect: apply `convert_split_batchnorm` (with SplitBatchNorm), too. On
+    several processes wrap the model in DistributedDataParallel, which also makes its weights and queue equal.
     backbone: (n, 3, H, W) -> (n, width). sizes: those at which views are encoded, the largest first. dim: of queries
     and keys. queue: number of negatives. temperature: tau.
     """
@@ -459,11 +453,12 @@ class CLIM(nn.Module):
         """
         q, keys = [], []  # for each size
         for i, size in enumerate(self.sizes):
-            mirrored = size in self.sizes[:i]  # D4
-            q.append(self.query(resize(queries[0], size, mirrored)))
+            views = [v2.functional.resize(view, [size, size]) for view in (queries[0], *key_views)]
+            if size in self.sizes[:i]:  # D4
+                views = [view.flip(-1) for view in views]
+            q.append(self.query(views[0]))
             # Both keys are encoded together (not in the paper): a batch-norm group holds twice as many keys as queries
-            resized = [resize(view, size, mirrored) for view in key_views]
-            keys.append(encode_shuffled_keys(self.key, resized))  # (1 or 2, N, dim), of all processes
+            keys.append(encode_shuffled_keys(self.key, views[1:]))  # (1 or 2, N, dim), of all processes
         k = [shard(keys_of_size, dim=1) for keys_of_size in keys]  # (1 or 2, n, dim), this process's
         local_q = [self.query(crop) for crop in queries[1:]]
         with torch.autocast(q[0].device.type, enabled=False):  # the loss is computed in float32
