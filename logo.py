@@ -690,9 +690,8 @@ def convert_split_batchnorm(module, groups):
 #    (.05, .3), and all ordered pairs. Inference, as it is not given: the mean of the 12 terms, --local-size, and a
 #    queue of global crops' keys.
 # Differences in rounding, indices and precision are listed in tests/golden/README.md.
-# Inference: we could read only the supplement of this paper. L_gg, L_lg, L_ll, Eq. 6, Eq. 9 and Algorithm 1 are from
-# the main text, as other papers quote it. On MoCo, this file follows the released code. There is no released code for
-# SimSiam, so all of that form is inference, and so is lambda on MoCo. The repository erceguder/LoGo is unofficial.
+# Inference: L_gg, L_lg, L_ll, Eq. 6, Eq. 9 and Algorithm 1 are from the main text, as other papers quote it. There is
+# no released code for SimSiam. lambda on MoCo is inferred, too. The repository erceguder/LoGo is unofficial.
 # Caution: in the released code and here, the affinity sees pairs of one image and pairs of two images in separate
 # batches, and only the former have noise. So it can tell them apart by batch statistics or noise, without comparing the
 # local crops. In our runs it ranks all pairs correctly in such batches, but only 60 % of them (SimSiam: 62 %) in a
