@@ -70,10 +70,15 @@ def parse_args(argv=None):
 
     add = parser.add_argument_group("model").add_argument
     add("--arch", default="resnet50", help="encoder: resnet_mini, resnet18, resnet50, vit_small, or any timm model")
-    add("--image-size", type=common.positive_int, nargs="+", default=[224, 160], help="view sizes in pixels (Table 7)")
+    add("--image-size", type=common.positive_int, nargs="+", help="view sizes in pixels (Table 7)")
     add("--patch-size", type=common.positive_int, default=16, help="patch size of a ViT, in pixels")
     add("--dim", type=common.positive_int, default=128, help="embedding dimension")
-    add("--bn-groups", type=common.positive_int, default=16, help="batch-norm groups per global batch; 8: as on 8 GPUs")
+    add(
+        "--bn-groups",
+        type=common.positive_int,
+        default=16,
+        help="batch-norm groups per global batch, as on that many GPUs",
+    )
     add("--momentum", type=common.fraction, nargs="+", default=[0.999], help="EMA momentum; two values: initial, final")
 
     add = parser.add_argument_group("schedule").add_argument
@@ -138,10 +143,10 @@ def recipe(args):
         values["batch_size"] = 64  # not in the paper, because there may be few images
     if args.selection == "knn":
         values["knn_k"] = 10  # section 4.4: for Table 6, positives are taken from the nearest ten
-    if args.selection == "none" or args.local_crops:  # the baseline and Table 7's multi-crop have one size
-        values.setdefault("image_size", [224])
+    has_one_size = args.selection == "none" or args.local_crops  # the baseline, and Table 7's multi-crop
+    values.setdefault("image_size", [224] if has_one_size else [224, 160])
     if args.dataset == "folder":  # not in the paper: 0.03 over the number of the loss's terms, which are summed (D3)
-        values["lr"] = 0.03 / (len(values.get("image_size", args.image_size)) ** 2 + args.local_crops)
+        values["lr"] = 0.03 / (len(args.image_size or values["image_size"]) ** 2 + args.local_crops)
     return values
 
 
@@ -312,10 +317,11 @@ def info_nce(q, k, queue, temperature):
 
     q, k: (N, C), L2-normalized. queue: (K, C), the negatives. temperature: tau > 0.
     Gradients reach q, and also k and queue unless these are detached. float16 and bfloat16 are converted to float32;
-    call it outside autocast, which would undo that. Raises ValueError if q and k differ in shape.
+    call it outside autocast, which would undo that. Raises ValueError if the shapes do not fit.
     """
-    if k.shape != q.shape:
-        raise ValueError(f"info_nce takes q and k of one shape (N, C), not {tuple(q.shape)} and {tuple(k.shape)}")
+    if k.shape != q.shape or queue.shape[1:] != q.shape[1:]:
+        shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, queue {tuple(queue.shape)}"
+        raise ValueError(f"info_nce takes q and k (N, C) and queue (K, C), not {shapes}")
     q, k, queue = (x.to(torch.promote_types(x.dtype, torch.float32)) for x in (q, k, queue))
     positive = (q * k).sum(1, keepdim=True)
     logits = torch.cat([positive, q @ queue.T], dim=1) / temperature

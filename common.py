@@ -904,7 +904,7 @@ def start(main, parse_args, paper=None):
         main(args)
         log_demo(args, paper)
     except KeyboardInterrupt:
-        log("interrupted: a training resumes by the same command, after its last saved epoch")
+        log("interrupted: the same command resumes a training after its last saved epoch")
         raise SystemExit(130) from None
     except UsageError as error:
         progress("")  # clear it
@@ -924,6 +924,9 @@ def init_distributed(device="auto", timeout=datetime.timedelta(hours=1)):
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cuda":
+        processes, gpus = int(os.environ.get("LOCAL_WORLD_SIZE", 1)), torch.cuda.device_count()
+        if processes > gpus:
+            raise UsageError(f"torch sees {gpus} GPUs for {processes} processes: start fewer, or pass --device cpu")
         device = f"cuda:{os.environ.get('LOCAL_RANK', 0)}"
         torch.cuda.set_device(device)
     if int(os.environ.get("WORLD_SIZE", 1)) > 1 and not dist.is_initialized():
@@ -1211,6 +1214,7 @@ def open_run(args, train, state, derived):
     """
     config = {name: value for name, value in vars(args).items() if name not in NOT_IN_CONFIG}
     config["images"] = fingerprint(train)
+    config = json.loads(json.dumps(config, default=str))  # plain numbers and strings, which any checkpoint can hold
     machine = torch.cuda.get_device_name() if torch.cuda.is_initialized() else f"CPU, {torch.get_num_threads()} threads"
     rank, world = rank_and_world()
     derived = derived | dict(processes=world, workers=args.workers, machine=machine, torch=torch.__version__)

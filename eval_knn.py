@@ -31,7 +31,7 @@ def parse_args(argv=None):
     common.add_evaluation_arguments(parser)
     add = parser.add_argument_group("kNN").add_argument
     add("--k", type=common.positive_int, nargs="+", default=[10, 20, 100, 200], help="numbers of neighbors")
-    add("--temperature", type=common.positive_float, default=0.07, help="softmax temperature of the votes")
+    add("--temperature", type=common.positive_float, default=0.07, help="temperature of the votes")
     add("--batch-size", type=common.positive_int, default=256, help="batch size per process")
     add("--dump", metavar="FILE.npz", help="write features, labels and paths for numpy.load, and exit")
     args = parser.parse_args(argv)

@@ -77,7 +77,12 @@ def parse_args(argv=None):
     add("--dim", type=common.positive_int, default=128, help="embedding dimension")
     add("--layers", type=common.positive_int, default=3, help="SimSiam: layers of the projector")  # inference (D12)
     add("--hidden", type=common.positive_int, default=512, help="SimSiam: hidden size of predictor")  # erceguder/LoGo's
-    add("--bn-groups", type=common.positive_int, default=8, help="batch-norm groups per global batch; 8: as on 8 GPUs")
+    add(
+        "--bn-groups",
+        type=common.positive_int,
+        default=8,
+        help="batch-norm groups per global batch, as on that many GPUs",
+    )
     add("--momentum", type=common.fraction, nargs="+", default=[0.999], help="EMA momentum; two values: initial, final")
 
     add = parser.add_argument_group("schedule").add_argument
@@ -271,10 +276,11 @@ def info_nce(q, k, queue, temperature):
 
     q, k: (N, C), L2-normalized. queue: (K, C), the negatives. temperature: tau > 0.
     Gradients reach q, and also k and queue unless these are detached. float16 and bfloat16 are converted to float32;
-    call it outside autocast, which would undo that. Raises ValueError if q and k differ in shape.
+    call it outside autocast, which would undo that. Raises ValueError if the shapes do not fit.
     """
-    if k.shape != q.shape:
-        raise ValueError(f"info_nce takes q and k of one shape (N, C), not {tuple(q.shape)} and {tuple(k.shape)}")
+    if k.shape != q.shape or queue.shape[1:] != q.shape[1:]:
+        shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, queue {tuple(queue.shape)}"
+        raise ValueError(f"info_nce takes q and k (N, C) and queue (K, C), not {shapes}")
     q, k, queue = (x.to(torch.promote_types(x.dtype, torch.float32)) for x in (q, k, queue))
     positive = (q * k).sum(1, keepdim=True)
     logits = torch.cat([positive, q @ queue.T], dim=1) / temperature

@@ -66,7 +66,12 @@ def parse_args(argv=None):
     add("--patch-size", type=common.positive_int, default=16, help="patch size of a ViT, in pixels")
     add("--dim", type=common.positive_int, default=128, help="embedding dimension")
     add("--hidden", type=common.positive_int, default=4096, help="hidden size of projector and predictor (v3)")
-    add("--bn-groups", type=common.positive_int, default=8, help="batch-norm groups per global batch; 8: as on 8 GPUs")
+    add(
+        "--bn-groups",
+        type=common.positive_int,
+        default=8,
+        help="batch-norm groups per global batch, as on that many GPUs",
+    )
     add("--momentum", type=common.fraction, nargs="+", default=[0.999], help="EMA momentum; two values: initial, final")
 
     add = parser.add_argument_group("schedule").add_argument
@@ -120,7 +125,7 @@ def parse_args(argv=None):
 
 
 # fmt: off
-CIFAR = dict(  # MoCo's demo on CIFAR-10, with a warmup (D5); no blur: JointBlur needs --blur-p 0.5 0.5
+CIFAR = dict(  # MoCo's demo on CIFAR-10, with a warmup (D5); no blur: JointBlur needs --blur-p 0.5
     arch="resnet18", image_size=32, patch_size=4, epochs=200, batch_size=512, lr=0.03, warmup=1.0,  # 0.06 for 512
     weight_decay=5e-4, momentum=0.99, queue=4096, crop_scale=[0.08, 1.0], blur_p=0.0, norm="cifar10",
 )
@@ -226,10 +231,11 @@ def info_nce(q, k, queue, temperature):
 
     q, k: (N, C), L2-normalized. queue: (K, C), the negatives. temperature: tau > 0.
     Gradients reach q, and also k and queue unless these are detached. float16 and bfloat16 are converted to float32;
-    call it outside autocast, which would undo that. Raises ValueError if q and k differ in shape.
+    call it outside autocast, which would undo that. Raises ValueError if the shapes do not fit.
     """
-    if k.shape != q.shape:
-        raise ValueError(f"info_nce takes q and k of one shape (N, C), not {tuple(q.shape)} and {tuple(k.shape)}")
+    if k.shape != q.shape or queue.shape[1:] != q.shape[1:]:
+        shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, queue {tuple(queue.shape)}"
+        raise ValueError(f"info_nce takes q and k (N, C) and queue (K, C), not {shapes}")
     q, k, queue = (x.to(torch.promote_types(x.dtype, torch.float32)) for x in (q, k, queue))
     positive = (q * k).sum(1, keepdim=True)
     logits = torch.cat([positive, q @ queue.T], dim=1) / temperature
@@ -245,8 +251,10 @@ def contrast(q, k, temperature, first):
     q: (n, C), this process's queries. k: (N, C), the keys of all processes. Key first + i is the positive of query i,
     and the other keys are its negatives. temperature: tau > 0. Both are L2-normalized here.
     Gradients reach q, and also k unless it is detached. float16 and bfloat16 are converted to float32; call it outside
-    autocast, which would undo that.
+    autocast, which would undo that. Raises ValueError if queries have no such key.
     """
+    if not 0 <= first <= len(k) - len(q):
+        raise ValueError(f"contrast takes first from 0 to {len(k) - len(q)}, not {first}")
     q, k = (x.to(torch.promote_types(x.dtype, torch.float32)) for x in (q, k))
     logits = F.normalize(q, dim=1) @ F.normalize(k, dim=1).T / temperature
     return 2 * temperature * F.cross_entropy(logits, first + torch.arange(len(q), device=q.device))

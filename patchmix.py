@@ -107,7 +107,7 @@ def parse_args(argv=None):
     if args.key_encoder == "query" and "momentum" in changed:
         parser.error("--momentum has no effect with --key-encoder query")
     if args.local_size is None:  # 96 as released, in whole patches
-        args.local_size = min(96, args.image_size // 2) // args.patch_size * args.patch_size
+        args.local_size = max(args.patch_size, min(96, args.image_size // 2) // args.patch_size * args.patch_size)
     for size in [args.image_size, args.local_size] if args.local_crops else [args.image_size]:
         if size % args.patch_size or args.num_mix > (size // args.patch_size) ** 2:
             needed = f"whole patches, and at least --num-mix {args.num_mix} of them"

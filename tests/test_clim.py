@@ -374,7 +374,8 @@ def test_the_loss_compiles_whole_for_any_share():
 
 
 @pytest.mark.parametrize(
-    "flags, terms", [("", 4), ("--image-size 64", 1), ("--selection none", 1), ("--local-crops 2", 3)]
+    "flags, terms",
+    [("", 4), ("--image-size 64", 1), ("--selection none", 1), ("--local-crops 2 --image-size 48 32", 6)],
 )
 def test_the_learning_rate_on_a_folder_is_over_the_number_of_terms(flags, terms):
     """They are summed (D3), so that the baseline, with one term, has the whole rate."""

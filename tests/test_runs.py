@@ -7,6 +7,7 @@ import math
 import re
 import sys
 
+import numpy as np
 import pytest
 import timm
 import tiny
@@ -114,8 +115,10 @@ def test_processes_wait_an_hour_for_each_other(monkeypatch):
 
 
 def test_values_that_a_program_sets(tmp_path):
-    """A Path for --out is fine."""
-    args = argparse.Namespace(method="m", seed=3, lr=0.1, out=tmp_path / "run", resume=None, epochs=2, workers=0)
+    """A Path for --out is fine, and so are numpy's numbers."""
+    args = argparse.Namespace(
+        method="m", seed=np.int64(3), lr=np.float64(0.1), out=tmp_path / "run", resume=None, epochs=2, workers=0
+    )
     images, state = common.Patterns(2, 8, 0), dict(model=nn.Linear(2, 2))
     for _ in range(2):
         config, records = common.open_run(args, images, state, {})
