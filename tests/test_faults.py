@@ -89,9 +89,8 @@ def test_a_closed_pipe_or_a_full_log_does_not_end_a_training(error, tmp_path, mo
         def write(self, _):
             raise error
 
-    with monkeypatch.context() as patch:
-        patch.setattr(sys, "stdout", Broken())
-        jcl.main(jcl.parse_args([*FLAGS, "--out", str(tmp_path)]))
+    monkeypatch.setattr(sys, "stdout", Broken())
+    jcl.main(jcl.parse_args([*FLAGS, "--out", str(tmp_path)]))
     assert epochs_of(tmp_path) == 2
 
 
@@ -102,22 +101,17 @@ def elsewhere(folder, argv):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("change, words", [
-    ("--lr 0.5", "lr was"), ("--lr 0.5 --out new", "differ"), ("--dataset folder --data-dir other", "differ"),
-    ("--dataset folder --data-dir missing", "missing"), ("", "differ"),
+@pytest.mark.parametrize("flags, change, words", [
+    ("--out run", "--lr 0.5", "lr was"), ("--out run", "", "differ"), ("--out new", "--lr 0.5", "differ"),
+    ("--dataset folder --data-dir data", "--data-dir other", "differ"),
+    ("--dataset folder --data-dir data", "--data-dir missing", "missing"),
 ])  # fmt: skip
-def test_processes_that_disagree_end_in_one_line(copies, tmp_path, change, words):
+def test_processes_that_disagree_end_in_one_line(copies, tmp_path, flags, change, words):
     """In flags, images or --out, as on nodes without a shared disk. One may be left waiting, and is ended."""
-    for root in ("data", "other"):
-        tiny.write_tree(tmp_path / root, ["train"], 20 if root == "data" else 21, (16, 16))
-    first = [*FLAGS, *QUIET, "--patch-size", "8", "--out", "run"]
-    if "folder" in change:
-        first += "--dataset folder --data-dir data --out new".split()
-    elif "new" in change:
-        first += ["--out", "new"]
-    else:
-        copies("jcl")
-    second = tmp_path / ("" if change else "data")
+    copies("jcl")  # in "run"
+    for root, count in (("data", 20), ("other", 21)):
+        tiny.write_tree(tmp_path / root, ["train"], count, (16, 16))
+    first, second = [*FLAGS, *QUIET, "--patch-size", "8", *flags.split()], tmp_path / ("" if change else "data")
     ends = processes(tmp_path / "log", elsewhere, [(tmp_path, first), (second, [*first, *change.split()])])
     lines = {line for _, _, error in ends for line in error.splitlines() if line.startswith("error: ")}
     assert len(lines) == 1 and words in lines.pop() and 2 in [status for status, *_ in ends], ends
@@ -129,8 +123,7 @@ def test_a_damaged_image_costs_an_epoch_at_most(tmp_path, part, workers):
     """The error has its path. If the kNN finds it, the epoch is already saved. Once it is mended, the run resumes."""
     tiny.write_tree(tmp_path / "data", ["train/a", "train/b", "test/a", "test/b"], 8, (16, 16))
     path, out = tmp_path / "data" / part / "b" / "1.png", tmp_path / "run"
-    words = "--dataset folder --batch-size 4 --patch-size 8 --workers".split()
-    words += [workers, "--data-dir", tmp_path / "data"]
+    words = f"--dataset folder --batch-size 4 --patch-size 8 --workers {workers} --data-dir {tmp_path}/data".split()
     whole = path.read_bytes()
     path.write_bytes(whole[:-200])
     with pytest.raises(OSError, match=str(path)):
