@@ -33,15 +33,14 @@ def test_a_step_is_measured():
 
 @pytest.mark.slow
 def test_operations_of_a_step_are_counted():
-    """JCL has every part but mixing. A GPU starts some 100,000 operations per second, so color has few per view."""
+    """JCL has every part but mixing. test_device.py bounds those of color."""
     command = [sys.executable, bench.__file__, *"device --methods jcl".split()]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     rows = {line[:35].strip(): line[35:].split() for line in done.stdout.splitlines()[2:]}
     counts = {name: [int(word.replace(",", "")) for word in words[:2]] for name, words in rows.items()}
-    *parts, whole, per_view = counts
+    *parts, whole, _ = counts
     assert counts[whole] == [sum(counts[name][i] for name in parts) for i in (0, 1)]
-    assert 20 < counts[per_view][0] <= 60
     assert all(counts[name][0] > 0 for name in parts if name != "mix")
 
 
