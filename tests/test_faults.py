@@ -83,11 +83,10 @@ def test_what_is_not_finite_is_never_saved(copies, monkeypatch, method, what, me
     assert_it_resumes(method, out, whole)
 
 
-@pytest.mark.parametrize("error", [BrokenPipeError(), OSError(errno.ENOSPC, "No space left on device")])
-def test_a_closed_pipe_or_a_full_log_does_not_end_a_training(error, tmp_path, monkeypatch):
+def test_a_closed_pipe_or_a_full_log_does_not_end_a_training(tmp_path, monkeypatch):
     class Broken(io.StringIO):
         def write(self, _):
-            raise error
+            raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(sys, "stdout", Broken())
     jcl.main(jcl.parse_args([*FLAGS, "--out", str(tmp_path)]))

@@ -62,15 +62,10 @@ def test_each_form_is_read(form, tmp_path, capsys):
     """By its prefix, which is not guessed: the message of a wrong one names those that the file has."""
     how, entry, *prefixes = FORMS[form]
     file = {"epoch": 3, "args": argparse.Namespace(lr=1.0), "optimizer": OPTIMIZER}
-    tensors = file.setdefault(entry, {}) if entry else file
-    tensors["module.queue"] = torch.ones(2, 8)
     encoders = {prefix: make_encoder(**how) for prefix in prefixes}
     for prefix, encoder in encoders.items():
-        if entry:
-            tensors |= under(prefix, encoder)
-        else:
-            outer, _, inner = prefix.partition(".")
-            file[outer] = under(inner, encoder)
+        outer, inner = (entry, prefix) if entry else prefix.split(".", 1)
+        file[outer] = {"module.queue": torch.ones(2, 8)} | file.get(outer, {}) | under(inner, encoder)
     torch.save(file, tmp_path / "model.pth.tar")
     for wrong in ({}, dict(prefix="encoder_x.")):
         line = refused(capsys, read, tmp_path / "model.pth.tar", **how, **wrong)
