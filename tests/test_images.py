@@ -130,6 +130,7 @@ def test_a_layout_of_class_folders_is_read_whatever_the_name(tmp_path, test_name
     assert both.targets.tolist() == [0, 0, 1, 1, 1, -1, -1, -1, -1] and both.classes == ["a", "b"]
     assert common.with_labels(both).samples == train.samples == both.samples[:5] and common.with_labels(train) is train
     assert os.path.relpath(both.path(8), root) == "unlabeled/x/y/3.png"
+    assert len(common.load_dataset(name, root, False, unlabeled=True)) == 3
 
 
 def test_names_that_begin_with_a_sign_are_read(tmp_path):
