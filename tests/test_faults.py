@@ -3,6 +3,7 @@
 import errno
 import io
 import itertools
+import math
 import os
 import shutil
 import sys
@@ -12,7 +13,7 @@ import pytest
 import tiny
 import torch
 from conftest import JCL_AT_ONCE
-from tiny import FLAGS, STEPS, assert_same_run, contents, epochs_of, load, processes, records, refused, run, unequal
+from tiny import FLAGS, assert_same_run, contents, epochs_of, load, processes, records, refused, run, unequal
 
 import common
 import jcl
@@ -59,24 +60,23 @@ def test_a_write_that_fails_is_one_line_and_costs_an_epoch(copies, monkeypatch, 
 @pytest.mark.parametrize("method", JCL_AT_ONCE)
 def test_what_is_not_finite_is_never_saved(copies, monkeypatch, method, what, message):
     """The last epoch that was saved stays: the loss is infinite, or one number after the epoch's last loss."""
-    (out, whole), open_run, update, states = copies(method), common.open_run, common.Meter.update, []
+    (out, whole), update, save_run = copies(method), common.Meter.update, common.save_run
     before = contents(out)
 
-    def opened(*args):
-        states.append(next(x for x in args if isinstance(x, dict) and "optimizer" in x))
-        return open_run(*args)
+    def infinite(meter, metrics):
+        update(meter, metrics | dict(loss=torch.tensor(math.inf)))
 
-    def spoil(meter, metrics):
-        update(meter, metrics)
-        if meter.count == (1 if what == "loss" else STEPS):
-            optimizer = states[0]["optimizer"]
-            weight = optimizer.param_groups[-1]["params"][0]
-            numbers = [x for x in optimizer.state[weight].values() if torch.is_tensor(x) and x.dim()]
-            (numbers[-1] if what == "optimizer" else weight.data).view(-1)[0] = float("inf")
+    def spoiled(out, config, info, state, *more):
+        weight = state["optimizer"].param_groups[-1]["params"][0]
+        numbers = [x for x in state["optimizer"].state[weight].values() if torch.is_tensor(x) and x.dim()]
+        (numbers[-1] if what == "optimizer" else weight.data).view(-1)[0] = math.inf
+        save_run(out, config, info, state, *more)
 
     with monkeypatch.context() as patch, pytest.raises(FloatingPointError, match=f"{message} .*not finite"):
-        patch.setattr(common, "open_run", opened)
-        patch.setattr(common.Meter, "update", spoil)
+        if what == "loss":
+            patch.setattr(common.Meter, "update", infinite)
+        else:
+            patch.setattr(common, "save_run", spoiled)
         run(method, out, *QUIET)
     after = contents(out)
     assert {path for path in before if after.pop(path) != before[path]} <= {Path("config.json")} and not after
