@@ -88,7 +88,8 @@ def test_an_image_that_cannot_be_read_is_an_error_that_names_it(tmp_path):
         if not path.endswith("whole.jpg"):
             with pytest.raises(OSError, match=f"{re.escape(path)}.*check_images"):
                 images[i]
-    for own in (Image.open(tmp_path / "gray.png"), Image.open(tmp_path / "deep0.png"), torch.zeros(3, 4, 4)):
+    gray = Image.fromarray(np.zeros((4, 4), "uint16"))
+    for own in (gray, Image.open(tmp_path / "deep0.png"), torch.zeros(3, 4, 4)):
         with pytest.raises(ValueError, match="8 bits|expected a PIL image, not Tensor"):  # of a dataset of one's own
             common.Views([(own, 0)], [])[0]
 
@@ -119,6 +120,7 @@ def test_a_layout_of_class_folders_is_read_whatever_the_name(tmp_path, test_name
     for other in ("notes.txt", "notes.TXT", "README", "._0.png"):
         (root / "train" / "b" / other).write_text("not an image")
     os.mkfifo(root / "train" / "b" / "pipe.png")
+    (root / "docs").mkdir()
     (root / "train" / "b" / "2.png").rename(root / "train" / "b" / "2.PNG")
     train, test = (common.load_dataset(name, root, part) for part in (True, False))
     said = capsys.readouterr().out
