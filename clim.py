@@ -155,16 +155,14 @@ def clim_loss(q, k_anchor, k_positive, queue, temperature, lam):
 
     q: (N, C) queries, one per mixed image. k_anchor: (N, C), the keys of the images. k_positive: (N, C), the keys of
     the images that were pasted in. queue: (K, C). All are L2-normalized. temperature: tau > 0. lam: in [0, 1], the
-    fraction of k_anchor's images in the mix, a float, or (N,) for a fraction per query.
-    Gradients reach q, and also keys and queue unless these are detached. float16 and bfloat16 are converted to float32;
-    call it outside autocast, which would undo that. Raises ValueError for wrong shapes, or a float lam outside [0, 1].
+    fraction of k_anchor's images in the mix, a float, or (N,) for a fraction per query. Gradients reach q, and also
+    keys and queue unless these are detached. float16 and bfloat16 are converted to float32; call it outside autocast,
+    which would undo that. Raises ValueError if the keys or lam do not fit q, or a float lam is outside [0, 1].
     """
-    keys_fit = q.dim() == 2 and k_anchor.shape == q.shape and k_positive.shape == q.shape
     lam_shape = tuple(lam.shape) if torch.is_tensor(lam) else ()
-    if not keys_fit or queue.shape[1:] != q.shape[1:] or lam_shape not in ((), (len(q),)):
-        shapes = f"q {tuple(q.shape)}, k_anchor {tuple(k_anchor.shape)}, k_positive {tuple(k_positive.shape)}"
-        shapes += f", queue {tuple(queue.shape)} and lam {lam_shape}"
-        raise ValueError(f"clim_loss takes q, k_anchor, k_positive (N, C), queue (K, C), lam () or (N,), not {shapes}")
+    if not q.shape == k_anchor.shape == k_positive.shape or lam_shape not in ((), (len(q),)):
+        shapes = f"{tuple(q.shape)}, {tuple(k_anchor.shape)}, {tuple(k_positive.shape)} and {lam_shape}"
+        raise ValueError(f"clim_loss takes q, k_anchor, k_positive (N, C), and lam () or (N,), not {shapes}")
     if not torch.is_tensor(lam) and not 0 <= lam <= 1:
         raise ValueError(f"clim_loss takes lam in [0, 1], not {lam}")
     tensors = q, k_anchor, k_positive, queue
@@ -182,20 +180,18 @@ def clim_loss(q, k_anchor, k_positive, queue, temperature, lam):
 def cutmix(x, partner, lam, generator=None):
     """Mix two batches of images (Eq. 3): return (mixed images, the fraction of x that is left in them).
 
-    A box of about (1 - lam) of the area of x is replaced by the same box of the partner. The box has the image's aspect
-    ratio. Its center is uniform in the image. The part of it that lies outside the image is dropped, so the fraction
-    can exceed lam. Use the fraction, not lam, as the weight in the loss.
+    As in the code of CutMix (Yun et al., arXiv 1905.04899), a box of x is replaced by the same box of the partner. It
+    has about (1 - lam) of the image's area, its aspect ratio, and a uniform center. The part of it that lies outside
+    the image is dropped, so the fraction can exceed lam. Use the fraction, not lam, as the weight in the loss.
 
-    x, partner: (N, C, H, W); row i of partner is pasted into row i of x. lam: the requested fraction of x, in [0, 1],
-    often drawn from Beta(alpha, alpha); a float for one box in all images, or (N,) for a box per image. generator: a
-    torch CPU generator; None: torch's global one. The fraction is a float, or (N,) in float32 at least if lam is (N,).
-    Raises ValueError if the shapes do not fit, or lam is not in [0, 1].
-    Source: the code of CutMix (Yun et al., arXiv 1905.04899).
+    x, partner: (N, C, H, W); row i of partner is pasted into row i of x. lam: the requested fraction of x, in [0, 1], a
+    float for one box in all images, or (N,) for a box per image. generator: a torch CPU generator; None: torch's global
+    one. The fraction is a float, or (N,) in float32 at least if lam is (N,). Raises ValueError if x and partner differ
+    in shape, or lam is not in [0, 1].
     """
     lam = torch.as_tensor(lam, dtype=torch.float64).cpu()
-    if x.dim() != 4 or partner.shape != x.shape or tuple(lam.shape) not in ((), (len(x),)):
-        shapes = f"x {tuple(x.shape)}, partner {tuple(partner.shape)} and lam {tuple(lam.shape)}"
-        raise ValueError(f"cutmix takes x and partner (N, C, H, W), and lam () or (N,), not {shapes}")
+    if partner.shape != x.shape:
+        raise ValueError(f"cutmix takes x and partner of one shape, not {tuple(x.shape)} and {tuple(partner.shape)}")
     if not ((lam >= 0) & (lam <= 1)).all():
         raise ValueError(f"cutmix takes lam in [0, 1], not {lam}")
     height, width = x.shape[2:]
@@ -217,15 +213,14 @@ def cutmix(x, partner, lam, generator=None):
 def nearest_neighbors(x, k, rows=None):
     """Return the k nearest other rows of each row by L2 distance, nearest first: (n, min(k, N - 1)) int64.
 
-    x: (N, C). rows: (n,) int64, the rows whose neighbors are returned; None: all. A row is not its own neighbor, unless
-    it is the only one (D1). Distances are computed in float64, and compared in float32, so copies are equally near.
+    x: (N, C). rows: (n,) int64, the rows whose neighbors are returned; None: all. A single row is its own neighbor.
     """
     x = x.double() - x[:1].double()  # in float32, or far from 0, cdist confuses rows that are close to each other
     rows = torch.arange(len(x), device=x.device) if rows is None else rows
     neighbors = []
     for chunk in rows.split(128):  # on ImageNet 1.3 GB of distances
         distance = torch.cdist(x[chunk], x).float().clamp_min(1e-7)  # rounded, so that copies are equally far
-        distance.scatter_(1, chunk[:, None], math.inf)  # from a row to itself
+        distance.scatter_(1, chunk[:, None], math.inf)  # from a row to itself (D1)
         neighbors.append(distance.topk(min(k, max(1, len(x) - 1)), largest=False).indices)
     return torch.cat(neighbors)
 
@@ -234,8 +229,7 @@ def nearest_neighbors(x, k, rows=None):
 def kmeans(x, num_clusters, iterations=20, generator=None):
     """Run Lloyd's k-means by L2 distance: return (centers (m, C), assignment (N,) int64 of each row to its center).
 
-    The initial centers are random rows. Empty clusters restart at the rows that are farthest from their centers. There
-    is no test of convergence. Distances are computed in float64.
+    The initial centers are random rows. Empty clusters restart at the rows that are farthest from their centers.
 
     x: (N, C); its rows are used as given, not normalized. m is min(num_clusters, N). iterations: the default is not in
     the paper; faiss's is 25. generator: a torch CPU generator; None: torch's global one.
@@ -260,8 +254,7 @@ def kmeans(x, num_clusters, iterations=20, generator=None):
 def preferred_first(neighbors, preferred, count, generator=None):
     """Select `count` neighbors per row (App. A.2): (N, count) int64.
 
-    Preferred ones come first, in random order. Then come the others, nearest first. If k < count, they repeat in that
-    order. Example: of the neighbors 7, 3, 5, where 3 and 5 are preferred, 4 are either 3, 5, 7, 3 or 5, 3, 7, 5.
+    Preferred ones come first, in random order, and then the others, nearest first. If k < count, all of them repeat.
 
     neighbors: (N, k) int64, nearest first. preferred: (N, k) bool.
     """
@@ -295,14 +288,11 @@ def select_positives(x, centers, assignment, k=40, num_positives=10, generator=N
 def random_members(assignment, count):
     """Draw `count` other rows of each row's own cluster: (N,) int64 -> (N, count) int64. They may repeat.
 
-    A row that is alone in its cluster gets rows of any cluster. If it is the only row, it gets itself (D1).
+    A row that is alone in its cluster gets rows of any cluster.
     """
-    table = assignment.new_zeros(len(assignment), count)
-    if len(assignment) == 1:
-        return table
+    table = assignment.new_empty(len(assignment), count)
     everyone = torch.arange(len(assignment), device=assignment.device)
-    by_cluster = assignment.argsort(stable=True).split(assignment.bincount().tolist())
-    for rows in by_cluster:  # those of one cluster
+    for rows in assignment.argsort(stable=True).split(assignment.bincount().tolist()):  # those of one cluster
         candidates = rows if len(rows) > 1 else everyone
         own_place = torch.searchsorted(candidates, rows)  # of each row among the candidates; both are in order
         place = torch.randint(len(candidates) - 1, (len(rows), count)).to(rows.device)
@@ -322,11 +312,10 @@ def info_nce(q, k, queue, temperature):
 
     q, k: (N, C), L2-normalized. queue: (K, C), the negatives. temperature: tau > 0.
     Gradients reach q, and also k and queue unless these are detached. float16 and bfloat16 are converted to float32;
-    call it outside autocast, which would undo that. Raises ValueError if the shapes do not fit.
+    call it outside autocast, which would undo that. Raises ValueError if q and k differ in shape.
     """
-    if q.dim() != 2 or k.shape != q.shape or queue.shape[1:] != q.shape[1:]:
-        shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, queue {tuple(queue.shape)}"
-        raise ValueError(f"info_nce takes q (N, C), k (N, C) and queue (K, C), not {shapes}")
+    if k.shape != q.shape:
+        raise ValueError(f"info_nce takes q and k of one shape (N, C), not {tuple(q.shape)} and {tuple(k.shape)}")
     q, k, queue = (x.to(torch.promote_types(x.dtype, torch.float32)) for x in (q, k, queue))
     positive = (q * k).sum(1, keepdim=True)
     logits = torch.cat([positive, q @ queue.T], dim=1) / temperature
@@ -339,9 +328,8 @@ def info_nce(q, k, queue, temperature):
 class ImageAndPositive(common.Views):
     """Views of an image and, once there are positives, of one of them: items ((views, positive's views), label).
 
-    images, transforms: see common.Views; positive_transforms: those of positives. positives: (N, num_positives) int,
-    the indices of each image's positives; below 0 before they are selected, and then there are no views of them. Loader
-    workers start at each epoch, so they see the table as it is then.
+    images, transforms, positive_transforms: see common.Views. positives: (N, num_positives) int, the indices of each
+    image's positives; below 0 before they are selected. Loader workers start at each epoch, so they see its changes.
     """
 
     def __init__(self, images, transforms, positive_transforms, positives):
@@ -420,18 +408,12 @@ class Queue(nn.Module):
 # ------------------------------------------------------------------------ CLIM
 
 
-def resize(x, size, mirrored=False):
-    """Resize images (n, 3, S, S) to (n, 3, size, size), with antialiasing, and mirror them if `mirrored`."""
-    x = x if x.shape[-1] == size else F.interpolate(x, (size, size), mode="bilinear", antialias=True)
-    return x.flip(-1) if mirrored else x
-
-
 class CLIM(nn.Module):
     """MoCo v2's query encoder, momentum encoder and queue, with mixed queries, keys of positives and several sizes.
 
-    Copy it with clim_loss, info_nce, resize, Queue, gather, shard and encode_shuffled_keys. On one process all images
-    are one group of batch norm, so that shuffling has no effect: apply `convert_split_batchnorm` (with SplitBatchNorm),
-    too. On several processes wrap the model in DistributedDataParallel, which also makes its weights and queue equal.
+    Copy it with clim_loss, info_nce, Queue, gather, shard and encode_shuffled_keys. On one process all images are one
+    group of batch norm, so that shuffling has no effect: apply `convert_split_batchnorm` (with SplitBatchNorm), too. On
+    several processes wrap the model in DistributedDataParallel, which also makes its weights and queue equal.
     backbone: (n, 3, H, W) -> (n, width). sizes: those at which views are encoded, the largest first. dim: of queries
     and keys. queue: number of negatives. temperature: tau.
     """
@@ -470,11 +452,12 @@ class CLIM(nn.Module):
         """
         q, keys = [], []  # for each size
         for i, size in enumerate(self.sizes):
-            mirrored = size in self.sizes[:i]  # D4
-            q.append(self.query(resize(queries[0], size, mirrored)))
+            views = [v2.functional.resize(view, [size, size]) for view in (queries[0], *key_views)]
+            if size in self.sizes[:i]:  # D4
+                views = [view.flip(-1) for view in views]
+            q.append(self.query(views[0]))
             # Both keys are encoded together (not in the paper): a batch-norm group holds twice as many keys as queries
-            resized = [resize(view, size, mirrored) for view in key_views]
-            keys.append(encode_shuffled_keys(self.key, resized))  # (1 or 2, N, dim), of all processes
+            keys.append(encode_shuffled_keys(self.key, views[1:]))  # (1 or 2, N, dim), of all processes
         k = [shard(keys_of_size, dim=1) for keys_of_size in keys]  # (1 or 2, n, dim), this process's
         local_q = [self.query(crop) for crop in queries[1:]]
         with torch.autocast(q[0].device.type, enabled=False):  # the loss is computed in float32
@@ -519,10 +502,8 @@ def choose_positives(args, model, images, info, device):
     images have labels, how many of the positives are of the image's class.
     """
     began = time.perf_counter()
-    count = args.num_positives
-    if args.selection == "random":
-        table = random_members(torch.zeros(len(images), dtype=torch.int64, device=device), count)
-    else:
+    assignment = torch.zeros(len(images), dtype=torch.int64, device=device)  # random: all images are in one cluster
+    if args.selection != "random":
         encoder = nn.Sequential(model.momentum_backbone, model.momentum_projector)
         features = common.extract_features(encoder, images, info, device, workers=args.workers)
         x = F.normalize(features, dim=1).double().to(device)
@@ -531,12 +512,12 @@ def choose_positives(args, model, images, info, device):
         neighbors = common.gather_rows(nearest_neighbors(x, args.knn_k, rows))
     if args.selection in ("kmeans", "center"):
         centers, assignment = kmeans(x, args.num_clusters or max(1, len(x) // 128))
-    if args.selection == "knn":
-        table = preferred_first(neighbors, torch.ones_like(neighbors, dtype=torch.bool), count)
-    elif args.selection == "kmeans":
-        table = random_members(assignment, count)
-    elif args.selection == "center":
-        table = select_positives(x, centers, assignment, args.knn_k, count, neighbors=neighbors)
+    if args.selection == "center":
+        table = select_positives(x, centers, assignment, args.knn_k, args.num_positives, neighbors=neighbors)
+    elif args.selection == "knn":
+        table = preferred_first(neighbors, torch.ones_like(neighbors, dtype=torch.bool), args.num_positives)
+    else:
+        table = random_members(assignment, args.num_positives)
     if dist.is_initialized():
         dist.broadcast(table, 0)  # each process has drawn its own
     text = f"positives chosen in {time.perf_counter() - began:.1f} s"
@@ -719,7 +700,7 @@ def convert_split_batchnorm(module, groups):
 # ================================== 7. differences between the paper and this file
 
 # What the paper does not give is marked "not in the paper".
-# D1 The image itself. Paper: it fulfills Eq. 2, as an equality. Here: it is no positive, unless it is the only image.
+# D1 The image itself. Paper: it fulfills Eq. 2, as an equality. Here: it is no positive.
 # D2 Too few positives. Paper (App. A.2): the nearest of the remaining 40 neighbors. Here: read as those that Eq. 2
 #    excludes, nearest first, although that contradicts Eq. 2.
 # D3 The sum of Eq. 6. Paper and here: a sum, of four terms for two sizes, which raises the effective learning rate.

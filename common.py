@@ -61,34 +61,30 @@ IMAGENET100 = """
 02100583 03642806 04336792 03259280 02116738 02108089 03424325 01855672 02090622"""
 IMAGENET100 = sorted(f"n{number}" for number in IMAGENET100.split())
 
-
 # Extensions of the formats that Pillow decodes, such as .jpg, .jfif, .png, .gif and .webp
 FORMATS = ("AVIF", "BMP", "GIF", "JPEG", "PNG", "PPM", "TGA", "TIFF", "WEBP")
 EXTENSIONS = {extension for extension, name in Image.registered_extensions().items() if name in FORMATS}
 SYSTEM_FOLDERS = "@eaDir @Recycle @Recently-Snapshot #recycle #snapshot $RECYCLE.BIN lost+found".split()
 
 
-def to_rgb(image, use_exif=False):
-    """Convert a PIL image to RGB. use_exif: apply its EXIF orientation, unless these data are damaged.
-
-    Raises ValueError if it is not a PIL image, or has more than 8 bits per channel, which Pillow would clip.
-    """
+def to_rgb(image):
+    """Convert a PIL image to RGB. Raises ValueError if it is none, or has more than 8 bits per channel."""
     if not isinstance(image, Image.Image):
         raise ValueError(f"expected a PIL image, not {type(image).__name__}")
     tile = getattr(image, "tile", ())  # how an opened file will be decoded, for example from "RGB;16B"
-    if image.mode.startswith(("I", "F")) or re.search(";16[BLN]", str(tile[:1])):
+    if image.mode.startswith(("I", "F")) or re.search(";16[BLN]", str(tile[:1])):  # Pillow would clip its values
         raise ValueError("it has more than 8 bits per channel: convert it")
-    if use_exif:
-        with contextlib.suppress(Exception):
-            ImageOps.exif_transpose(image, in_place=True)
     return image if image.mode == "RGB" else image.convert("RGB")
 
 
 def load_image(path):
     """Load an RGB PIL image, with its EXIF orientation applied. Raises OSError, which names the file."""
     try:
-        with Image.open(path) as image:
-            return to_rgb(image, use_exif=True).copy()  # decodes it
+        with Image.open(path) as file:
+            image = to_rgb(file).copy()  # decodes it
+        with contextlib.suppress(Exception):  # its EXIF data are damaged
+            ImageOps.exif_transpose(image, in_place=True)
+        return image
     except Exception as error:  # Pillow raises many kinds
         reason = f"cannot read the image {path}: {error}"
         raise OSError(f"{reason} (tests/tools/check_images.py lists all such files)") from error
@@ -97,12 +93,12 @@ def load_image(path):
 class ImageFiles(Dataset):
     """Image files with items (RGB PIL image, label), like torchvision.datasets.ImageFolder.
 
-    root: a folder. names: file paths relative to it. targets: their labels. classes: list of class names. Names and
-    labels are stored in arrays, which loader workers share. Lists would be copied into each worker.
+    root: a folder. names: file paths relative to it. targets: their labels. classes: list of class names.
     """
 
     def __init__(self, root, names, targets, classes):
         self.root, self.classes = os.fspath(root), classes
+        # Loader workers share arrays. Lists would be copied into each worker
         self.names = np.array([os.fsencode(name) for name in names])
         self.targets = np.array(targets, np.int64)
 
@@ -110,15 +106,13 @@ class ImageFiles(Dataset):
         return len(self.names)
 
     def __getitem__(self, index):
-        return load_image(self.path(index)), int(self.targets[index])
-
-    def path(self, index):
-        return os.path.join(self.root, os.fsdecode(self.names[index]))
+        return load_image(os.path.join(self.root, os.fsdecode(self.names[index]))), int(self.targets[index])
 
     @property
     def samples(self):
         """List of (path, label), as in torchvision.datasets.ImageFolder."""
-        return [(self.path(i), int(label)) for i, label in enumerate(self.targets)]
+        paths = [os.path.join(self.root, os.fsdecode(name)) for name in self.names]
+        return list(zip(paths, self.targets.tolist(), strict=True))
 
 
 class Subset(torch.utils.data.Subset):
@@ -154,8 +148,7 @@ def describe(dataset):
 def fingerprint(dataset):
     """Return a text that identifies the images, wherever their folder is: their number, and a hash.
 
-    The hash is of their number, labels and file names relative to the folder, and of the size of generated images. It
-    does not see changed pixels.
+    The hash is of their number, labels and file names relative to the folder. It does not see changed pixels.
     """
     digest = hashlib.sha256(f"{len(dataset)} images".encode())
     digest.update(np.asarray(getattr(dataset, "targets", ()), np.int64).tobytes())
@@ -172,19 +165,15 @@ def is_hidden(name):
 
 
 def list_files(folder, parents=()):
-    """Return the sorted paths of all files below a folder. Hidden files and system folders are skipped.
-
-    parents: the real paths of the folders above. Raises UsageError if a link is broken, or leads to one of these.
-    """
-    paths, parents = [], [*parents, os.path.realpath(folder)]
+    """Return the sorted paths of the files below a folder that are not hidden. parents: real paths of those above."""
+    paths, parents = [], {*parents, os.path.realpath(folder)}
     for entry in sorted(os.scandir(folder), key=lambda entry: entry.name):
         if is_hidden(entry.name):
             continue
         if entry.is_file():
             paths.append(entry.path)
         elif entry.is_dir():
-            target = os.path.realpath(entry.path) if entry.is_symlink() else None
-            if target and any(os.path.commonpath([target, parent]) == target for parent in parents):
+            if os.path.realpath(entry.path) in parents:
                 raise UsageError(f"{entry.path} is a link to a folder that contains it: remove the link")
             paths += list_files(entry.path, parents)
         elif entry.is_symlink():
@@ -194,13 +183,15 @@ def list_files(folder, parents=()):
 
 def list_images(root, folder=""):
     """Return the file names, relative to `root`, of the images below root/folder. Log the number of other files."""
-    start = len(os.path.join(root, ""))
-    files = [path[start:] for path in list_files(os.path.join(root, folder))]
-    names = [name for name in files if os.path.splitext(name)[1].lower() in EXTENSIONS]
-    skipped = collections.Counter(os.path.splitext(name)[1].lower() or "without an extension" for name in files)
-    skipped = [f"{count} {extension}" for extension, count in skipped.items() if extension not in EXTENSIONS]
+    start, folder = len(os.path.join(root, "")), os.path.join(root, folder)
+    files = [(path[start:], os.path.splitext(path)[1].lower()) for path in list_files(folder)]
+    names = [name for name, extension in files if extension in EXTENSIONS]
+    if not names:
+        raise UsageError(f"no images in {folder}")
+    skipped = [extension or "without an extension" for _, extension in files if extension not in EXTENSIONS]
     if skipped:
-        log(f"skipped files in {os.path.join(root, folder)}: {', '.join(skipped)}")
+        counts = collections.Counter(skipped).items()
+        log(f"skipped files in {folder}: {', '.join(f'{count} {extension}' for extension, count in counts)}")
     return names
 
 
@@ -217,28 +208,23 @@ def load_dataset(name, root=None, train=True, image_size=32, unlabeled=False):
             raise UsageError(f"--data-dir needs --dataset, which chooses the recipe: {', '.join(DATASETS[1:])}")
         return Patterns(4096, image_size, seed=0) if train else Patterns(1024, image_size, seed=1)
     if root is None and name in ("imagenet100", "imagenet", "folder"):
-        other = ", or any folder of images" if name == "folder" else ""
-        raise UsageError(f"--dataset {name} needs --data-dir, a folder with train/, and val/ or test/{other}")
+        raise UsageError(f"--dataset {name} needs --data-dir with train/, and val/ or test/ (folder: or any images)")
     try:
-        entries = os.scandir(root) if root is not None else ()
-        folders = [e.name for e in entries if e.is_dir() or not os.path.exists(e.path)]  # or a broken link
+        folders = os.listdir(root) if root is not None else ()
         if "train" in folders:
             return load_split(name, root, folders, train, unlabeled)
         if name in ("cifar10", "cifar100", "stl10"):
             return load_torchvision(name, root or "data", train, unlabeled)
         if name != "folder":
-            other = "; --dataset folder takes any folder of images"
-            raise UsageError(f"--dataset {name}: expected train/, and val/ or test/, in --data-dir {root}{other}")
+            raise UsageError(f"no train/ in --data-dir {root}; --dataset folder takes any folder of images")
         parts = ("train", "training", "val", "validation", "test", "testing")
         if found := sorted(folder for folder in folders if folder.lower() in parts):
             raise UsageError(f"expected train/ in --data-dir {root}, which has {', '.join(found)}/")
+        if not train:
+            return None
         names = list_images(root)
     except (OSError, RuntimeError) as error:  # torchvision raises RuntimeErrors
         raise UsageError(f"cannot load --dataset {name} from {root or 'data/'}: {error}") from error
-    if not names:
-        raise UsageError(f"--data-dir {root} has no images")
-    if not train:
-        return None
     log(f"{root} has no train/, so its {len(names)} images are read without labels")
     return ImageFiles(root, names, [-1] * len(names), [])
 
@@ -255,22 +241,19 @@ def load_split(name, root, folders, train, unlabeled):
             if any(os.path.splitext(file)[1].lower() in EXTENSIONS for file in files):
                 raise UsageError(f"{root} has images in {other}/ beside train/, which would not be read")
     names = list_images(root, part)
-    folder_of_name = [name.split(os.sep)[1] if name.count(os.sep) > 1 else "" for name in names]  # train/FOLDER/...
+    found = {file.split(os.sep)[1] for file in names}  # the second of PART/CLASS/FILE, or of PART/FILE
     classes = sorted(e.name for e in os.scandir(os.path.join(root, part)) if e.is_dir() and not is_hidden(e.name))
-    if classes and "" in folder_of_name:
-        raise UsageError(f"{names[folder_of_name.index('')]} in {root} is beside the class folders")
-    if empty := sorted({*classes} - {*folder_of_name}):
+    if classes and (loose := sorted(found - {*classes})):
+        raise UsageError(f"{part}/{loose[0]} in {root} is beside the class folders")
+    if empty := sorted({*classes} - found):
         raise UsageError(f"folders without images in {root}/{part}: {', '.join(empty[:5])}")
-    if not names:
-        raise UsageError(f"no images in {root}/{part}")
     if name == "imagenet100" and classes:
         if missing := sorted({*IMAGENET100} - {*classes}):
-            other = "for another subset pass --dataset imagenet"
-            raise UsageError(f"{root}/{part} has no {missing[0]}, which is a class of JCL's ImageNet-100; {other}")
+            raise UsageError(f"{root}/{part} has no {missing[0]} of ImageNet-100; for others pass --dataset imagenet")
         classes = IMAGENET100
-    label = {folder: i for i, folder in enumerate(classes)} if classes else {"": -1}
-    targets = [label[folder] for folder in folder_of_name if folder in label]
-    names = [name for name, folder in zip(names, folder_of_name, strict=True) if folder in label]
+        names = [file for file in names if file.split(os.sep)[1] in classes]
+    label = {folder: i for i, folder in enumerate(classes)}
+    targets = [label.get(file.split(os.sep)[1], -1) for file in names]
     if train and unlabeled and "unlabeled" in folders:
         names += list_images(root, "unlabeled")
         targets += [-1] * (len(names) - len(targets))
@@ -314,39 +297,34 @@ def open_data(name, root=None, image_size=32, train=None, test=None):
         train = load_dataset(name, root, True, image_size, unlabeled=True)
         test = load_dataset(name, root, False, image_size) if test is None else test
     if not have_labels(train, test):
-        found = f"{describe(train)}; {describe(test) if test else 'no test images'}"
         names = [{*map(str, getattr(images, "classes", ()))} for images in (train, test)]
-        if has_labels(test) and names[0] != names[1]:
-            found += f"; not in both: {ascii(sorted(names[0] ^ names[1])[:3])}"  # ascii: equal letters may differ
-        log(f"no kNN in this training, which needs training and test images with labels of the same classes: {found}")
+        differ = ascii(sorted(names[0] ^ names[1])[:3])  # ascii: letters that look alike may differ
+        log("no kNN in this training, which needs training and test images with labels of the same classes")
+        log(f"train: {describe(train)}; test: {describe(test or [])}; classes that are not in both: {differ}")
         test = None
     return train, test
 
 
-def _wave(x):
-    return np.tanh(np.sin(x) / 0.15)  # a soft square wave
-
-
-def _bump(x, threshold, softness=0.1):
-    return np.tanh((x - threshold) / softness)
+def _step(x, threshold=0.0, softness=0.15):
+    return np.tanh((x - threshold) / softness)  # from -1 to 1
 
 
 # Ten kinds: u, v are rotated coordinates in radians; r, t polar ones; c the cycles per image; p a phase.
 PATTERNS = {
-    "stripes": lambda u, v, r, t, c, p: _wave(u),
-    "checks": lambda u, v, r, t, c, p: _wave(u) * _wave(v),
-    "dots": lambda u, v, r, t, c, p: _bump(np.cos(u) + np.cos(v), 0.7, 0.2),
-    "rings": lambda u, v, r, t, c, p: _wave(2 * np.pi * c * r + p),
-    "grid": lambda u, v, r, t, c, p: _bump(np.maximum(np.cos(u), np.cos(v)), 0.8),
-    "waves": lambda u, v, r, t, c, p: _wave(u + 1.8 * np.sin(v)),
-    "triangles": lambda u, v, r, t, c, p: _bump((u / (2 * np.pi)) % 1 + (v / (2 * np.pi)) % 1, 1),
+    "stripes": lambda u, v, r, t, c, p: _step(np.sin(u)),
+    "checks": lambda u, v, r, t, c, p: _step(np.sin(u)) * _step(np.sin(v)),
+    "dots": lambda u, v, r, t, c, p: _step(np.cos(u) + np.cos(v), 0.7, 0.2),
+    "rings": lambda u, v, r, t, c, p: _step(np.sin(2 * np.pi * c * r + p)),
+    "grid": lambda u, v, r, t, c, p: _step(np.maximum(np.cos(u), np.cos(v)), 0.8, 0.1),
+    "waves": lambda u, v, r, t, c, p: _step(np.sin(u + 1.8 * np.sin(v))),
+    "triangles": lambda u, v, r, t, c, p: _step((u / (2 * np.pi)) % 1 + (v / (2 * np.pi)) % 1, 1, 0.1),
     "crosses": lambda u, v, r, t, c, p: (
-        _bump(np.minimum(abs(np.sin(u / 2)), abs(np.sin(v / 2))), 0.3)
-        * _bump(np.maximum(abs(np.sin(u / 2)), abs(np.sin(v / 2))), 0.8)
+        _step(np.minimum(abs(np.sin(u / 2)), abs(np.sin(v / 2))), 0.3, 0.1)
+        * _step(np.maximum(abs(np.sin(u / 2)), abs(np.sin(v / 2))), 0.8, 0.1)
     ),
-    "spokes": lambda u, v, r, t, c, p: _wave(np.round(1.6 * c) * t + p),
-    "bricks": lambda u, v, r, t, c, p: _bump(
-        np.maximum(np.cos(u), 2 * np.cos((v + np.pi * (np.cos(u / 2) > 0)) / 2) ** 8 - 1), 0.75
+    "spokes": lambda u, v, r, t, c, p: _step(np.sin(np.round(1.6 * c) * t + p)),
+    "bricks": lambda u, v, r, t, c, p: _step(
+        np.maximum(np.cos(u), 2 * np.cos((v + np.pi * (np.cos(u / 2) > 0)) / 2) ** 8 - 1), 0.75, 0.1
     ),
 }
 
@@ -375,10 +353,7 @@ def draw_patterns(pattern, n, size, rng):
 
 
 class Patterns(Dataset):
-    """Synthetic images of ten kinds. Neither color nor single pixels tell the kind: an encoder has to learn the shape.
-
-    count: number of images. size: their height and width, in pixels. seed: of the random numbers.
-    """
+    """Synthetic images of ten kinds. Neither color nor single pixels tell the kind: an encoder has to learn shapes."""
 
     classes, is_generated = list(PATTERNS), True
 
@@ -547,15 +522,12 @@ def normalize(x, mean, std):
 
 
 def save_views(path, views, names, norm):
-    """Write a picture of the first twelve images of each view, one row per view.
-
-    views: list of (n, 3, H, W), normalized by NORMS[norm]. names: list of their names.
-    """
+    """Write a picture with twelve images of each view in a row. views: list of (n, 3, H, W), normalized by `norm`."""
     mean, std = (torch.tensor(v).view(3, 1, 1) for v in NORMS[norm])
     side = max(96, *(view.shape[-1] for view in views))
     rows = [F.interpolate(view[:12].float().cpu() * std + mean, side) for view in views]
-    options = dict(format="PNG", nrow=len(rows[0]), pad_value=1.0)
-    write_file(path, lambda file: torchvision.utils.save_image(torch.cat(rows), file, **options))
+    grid = torchvision.utils.make_grid(torch.cat(rows), nrow=len(rows[0]), pad_value=1.0)
+    write_file(path, lambda file: torchvision.utils.save_image(grid, file, "PNG"))
     log(f"{path}: rows are {', '.join(names)}")
 
 
@@ -591,25 +563,24 @@ def backbone_info(arch, image_size, patch_size=16, norm="imagenet", interpolatio
     a 3 x 3 stem for images of up to 64 px (of stride 2 in resnet_mini), except for resnet_micro. Raises UsageError if
     timm does not have the model, or if the patches do not fit.
     """
-    if arch not in ARCHS and not timm.is_model(arch):
-        raise UsageError(f"unknown --arch {arch}: choose {', '.join(ARCHS)}, or a timm model such as resnet50")
     name, changes = ARCHS.get(arch, (arch, {}))
+    if not timm.is_model(name):
+        raise UsageError(f"unknown --arch {arch}: choose {', '.join(ARCHS)}, or a timm model such as resnet50")
     try:
         published = timm.get_pretrained_cfg(name)
     except RuntimeError as error:  # an unknown tag
         raise UsageError(f"unknown --arch {arch}: {error}") from error
-    kwargs = changes | kwargs | dict(num_classes=0)
-    is_resnet = timm_module(arch) == "timm.models.resnet"
+    kwargs, stem = changes | kwargs | dict(num_classes=0), "timm"
     if is_vit(arch):
         fixed = re.search(r"patch(\d+)", arch)
         if image_size % patch_size or (fixed and int(fixed[1]) != patch_size):
             raise UsageError(f"--patch-size {patch_size} does not fit --arch {arch} and images of {image_size} px")
         kwargs |= dict(img_size=image_size, patch_size=patch_size, dynamic_img_size=True, weight_init="moco")
-    elif is_resnet:
+    elif timm_module(arch) == "timm.models.resnet":
         kwargs |= dict(zero_init_last=False)  # initialize residual branches as torchvision and MoCo do
-    is_plain = is_resnet and name.split(".")[0].removeprefix("resnet").isdigit()  # resnet26d has a stem of its own
-    small = is_plain and image_size <= 64 and arch != "resnet_micro"
-    stem = "timm" if not small else "3x3-s2" if arch == "resnet_mini" else "3x3"
+        is_plain = name.split(".")[0].removeprefix("resnet").isdigit() and arch != "resnet_micro"  # not resnet26d
+        if is_plain and image_size <= 64:
+            stem = "3x3-s2" if arch == "resnet_mini" else "3x3"
     mean, std = NORMS[norm or "imagenet"]
     if norm is None and "." in name and published is not None:
         mean, std = published.mean, published.std
@@ -644,10 +615,7 @@ def build_backbone(info, zero_init=False, **kwargs):
 
 @torch.no_grad()
 def feature_width(backbone, *sizes):
-    """Return the width of an encoder's features. sizes: sizes of the images that it must take, in pixels.
-
-    Raises UsageError if it does not map images of each size to (n, width).
-    """
+    """Return the width of an encoder's features. Raises UsageError unless images of all sizes give (n, width)."""
     backbone = copy.deepcopy(backbone).eval()
     for size in sizes:
         try:
@@ -660,22 +628,11 @@ def feature_width(backbone, *sizes):
     return features.shape[1]
 
 
-NO_CHECKPOINTS = {  # first bytes of a file: what it is
-    b"version https://git-lfs": "it is a Git LFS pointer: run git lfs pull",
-    b"<": "it is an HTML page: download the file itself",
-    b"\x1f\x8b": "it is a gzip archive: unpack it",
-    b"": "it is empty, cut off, damaged, or not a file of torch.save or safetensors",
-}
-
-
 def load_checkpoint(path):
     """Load a checkpoint of tensors and plain data to the CPU. Raises UsageError if that fails."""
-    if not os.path.isfile(path):
-        exists = os.path.exists(path)
-        raise UsageError(f"{path} {'is a folder: pass a file, such as backbone.pt' if exists else 'does not exist'}")
     try:
         with open(path, "rb") as file:
-            start = file.read(99).lstrip()
+            start = file.read(40)  # it tells an HTML page, a Git LFS pointer and an empty file
         if str(path).endswith(".safetensors"):
             return timm.models.load_state_dict(path)
         if zipfile.is_zipfile(path):  # torch does not compare the checksums of its archives
@@ -685,9 +642,9 @@ def load_checkpoint(path):
         with torch.serialization.safe_globals([argparse.Namespace]):  # MoCo v3, MAE and DINO save their args
             state = torch.load(path, map_location="cpu", weights_only=True)
     except OSError as error:
-        raise UsageError(f"cannot read {path}: {error}") from error
+        raise UsageError(f"cannot read {path}: {error.strerror}") from error
     except Exception as error:  # damaged files raise many kinds
-        reason = next(reason for sign, reason in NO_CHECKPOINTS.items() if start.startswith(sign))
+        reason = f"it is cut off, damaged, or not a file of torch.save or safetensors; it begins with {start!r}"
         if found := re.search(r"Unsupported global: GLOBAL (\S+)", str(error)):
             reason = f"it holds objects of {found[1]}, which would run code: save its state_dict alone"
         raise UsageError(f"cannot load {path} as a checkpoint: {reason}") from error
@@ -703,17 +660,17 @@ def load_backbone(path, encoder=None):
     the one that the paper evaluates. info: see `backbone_info`. Raises UsageError if there is no such encoder.
     """
     path = Path(path, "last.pt" if encoder else "backbone.pt") if os.path.isdir(path) else Path(path)
-    state = load_checkpoint(path)
-    if "backbone" in state:  # last.pt
-        info = state["backbone"] | dict(encoder=encoder or state["backbone"]["encoder"])
-        weights = encoder_weights(state["model"], info["encoder"])
-    elif "timm_name" in state:
-        info, weights = {name: x for name, x in state.items() if name != "state_dict"}, state["state_dict"]
-    else:
+    saved = load_checkpoint(path)
+    info = saved.get("backbone", saved)  # of last.pt, which has both encoders; backbone.pt has one
+    if "timm_name" not in info:
         raise UsageError(f"{path} is not of this project; for third-party weights pass --arch, for example resnet50")
+    info = dict(arch=info["timm_name"]) | info  # earlier versions have no arch
+    weights = info.pop("state_dict", None)
+    if "backbone" in saved:
+        info["encoder"] = encoder or info["encoder"]
+        weights = encoder_weights(saved["model"], info["encoder"])
     if encoder not in (None, info["encoder"]) or not weights:
         raise UsageError(f"{path} does not hold the {encoder or info['encoder']} encoder")
-    info = dict(arch=info["timm_name"]) | info  # earlier versions have no arch
     with contextlib.suppress(OSError, ValueError, AttributeError):  # backbone.pt, which people publish, has no paths
         info["data_dir"] = json.loads(path.with_name("config.json").read_text()).get("data_dir")
     if not timm.is_model(info["timm_name"]):
@@ -755,27 +712,22 @@ def load_weights(encoder, path, prefix=""):
     expected = encoder.state_dict()
     weights = {name.removeprefix(prefix): x for name, x in found.items() if name.startswith(prefix)}
     weights = {name: x for name, x in weights.items() if name in expected or not name.startswith(HEADS)}
-    if hasattr(encoder, "no_embed_class") and "pos_embed" in weights and "pos_embed" in expected:
-        positions, tokens = weights["pos_embed"], 0 if encoder.no_embed_class else encoder.num_prefix_tokens
-        patches = positions.shape[1] - tokens if positions.dim() == 3 else 0
-        if patches > 0 and math.isqrt(patches) ** 2 == patches:  # else it has other tokens
-            size = encoder.patch_embed.grid_size
-            weights["pos_embed"] = timm.layers.resample_abs_pos_embed(positions, size, num_prefix_tokens=tokens)
-    problems = dict(
-        missing=[name for name in expected if name not in weights and not name.endswith("num_batches_tracked")],
-        unexpected=[name for name in weights if name not in expected],
-        misshapen=[name for name in weights if name in expected and weights[name].shape != expected[name].shape],
-    )
-    if any(problems.values()):
-        what = "; ".join(f"{len(names)} {kind}: {', '.join(names[:3])}" for kind, names in problems.items() if names)
+    if hasattr(encoder, "no_embed_class") and "pos_embed" in weights:
+        size, tokens = encoder.patch_embed.grid_size, 0 if encoder.no_embed_class else encoder.num_prefix_tokens
+        with contextlib.suppress(RuntimeError):  # it has other tokens, which the next call reports
+            given = weights["pos_embed"]
+            weights["pos_embed"] = timm.layers.resample_abs_pos_embed(given, size, num_prefix_tokens=tokens)
+    try:
+        encoder.load_state_dict(weights)  # it adds num_batches_tracked, which files of 2018 do not have
+    except RuntimeError as error:
+        what = "; ".join(line.strip()[:100] for line in str(error).splitlines()[1:4])
         first, *_, last = [name for name, _ in encoder.named_parameters()]
         prefixes = {name.removesuffix(first) for name in found if name.endswith(first)}
         prefixes = sorted(repr(prefix) for prefix in prefixes if prefix + last in found)
         has = f"it has encoders with the prefixes {', '.join(prefixes)}" if prefixes else f"it has {[*found][:3]}"
-        if "conv1.weight" in problems["misshapen"]:
+        if "size mismatch for conv1.weight" in str(error):
             has += "; ResNets have a 3 x 3 stem for images of up to 64 px (--image-size)"
-        raise UsageError(f"{path} with the prefix {prefix!r} does not fit the encoder, {what}; {has}")
-    encoder.load_state_dict(weights, strict=False)  # files of 2018 have no num_batches_tracked
+        raise UsageError(f"{path} with the prefix {prefix!r} does not fit the encoder: {what}; {has}") from error
 
 
 # ================================================================ 4. evaluation
@@ -794,28 +746,22 @@ def center_crop(image, size, interpolation="bilinear"):
 def extract_features(encoder, images, info, device, batch_size=256, workers=0, amp=False, whole=True):
     """Compute the features of the images of a dataset, in order: (n, width) float32 on the CPU.
 
-    encoder: (N, 3, H, W) -> (N, width), used in evaluation mode. Afterwards its modules are in the modes that they had.
-    info: see `backbone_info`. batch_size: per process. amp: encode in bf16. whole: return all rows on every process, or
-    only its own (see `local_rows`). Raises ValueError if a feature is not finite.
+    encoder: (N, 3, H, W) -> (N, width). A copy of it is used, in evaluation mode and not compiled. info: see
+    `backbone_info`. batch_size: per process. amp: encode in bf16. whole: return all rows on every process, or only its
+    own (see `local_rows`). Raises ValueError if a feature is not finite.
     """
-    rows = local_rows(torch.arange(len(images)))
+    rows = local_rows(torch.arange(len(images))).tolist()
     crop = functools.partial(center_crop, size=info["image_size"], interpolation=info["interpolation"])
-    crops = Views(images, [crop])
-    crops = torch.utils.data.Subset(crops, rows.tolist() or [0])  # an empty shard encodes one image for the width
+    crops = torch.utils.data.Subset(Views(images, [crop]), rows or [0])  # an empty shard encodes one for the width
     loader = DataLoader(crops, batch_size, **loader_options(workers, device))
-    features, modes = None, {module: module.training for module in encoder.modules()}
-    encoder.eval()
-    try:
-        for i, ((batch,), _) in enumerate(loader):
-            x = normalize(batch.to(device, non_blocking=True).float() / 255, info["mean"], info["std"])
-            with torch.autocast(device.type, torch.bfloat16, enabled=amp):
-                part = encoder(x).flatten(1).float().cpu()
-            features = part.new_empty(len(crops), part.shape[1]) if features is None else features
-            features[i * batch_size :][: len(part)] = part  # a list of parts would need twice the memory
-            progress(f"features: {min((i + 1) * batch_size, len(crops))}/{len(crops)} images")
-    finally:
-        for module, training in modes.items():
-            module.training = training
+    features, encoder = None, copy.deepcopy(encoder).eval()
+    for i, ((batch,), _) in enumerate(loader):
+        x = normalize(batch.to(device, non_blocking=True).float() / 255, info["mean"], info["std"])
+        with torch.autocast(device.type, torch.bfloat16, enabled=amp):
+            part = encoder(x).flatten(1).float().cpu()
+        features = part.new_empty(len(crops), part.shape[1]) if features is None else features
+        features[i * batch_size :][: len(part)] = part  # a list of parts would need twice the memory
+        progress(f"features: {min((i + 1) * batch_size, len(crops))}/{len(crops)} images")
     features = features[: len(rows)]
     if not all(all_gather_object(bool(features.isfinite().all()))):
         raise ValueError("the encoder's features are not all finite")
@@ -845,21 +791,18 @@ def knn_predict(train_x, train_y, test_x, k, temperature, num_classes):
     return torch.cat(predicted, 1)
 
 
-def knn_top1(train_x, train_y, test_x, test_y, k, temperature, num_classes):
-    """Return the accuracy of `knn_predict` on test images with labels test_y (m,): {"knn20_top1": percent, ...}."""
-    predicted = knn_predict(train_x, train_y, test_x, k, temperature, num_classes)
+def knn_monitor(
+    encoder, info, train, test, device, workers=0, amp=False, batch_size=256, k=(20, 200), temperature=0.07
+):
+    """Return an encoder's accuracy by `knn_predict` on the labeled images, {"knn20_top1": percent, ...}."""
+    options = dict(batch_size=batch_size, workers=workers, amp=amp)
+    train, test = with_labels(train), with_labels(test)
+    train_x = extract_features(encoder, train, info, device, whole=False, **options)
+    test_x = extract_features(encoder, test, info, device, **options)
+    train_y, test_y = local_rows(torch.as_tensor(train.targets)), torch.as_tensor(test.targets)
+    predicted = knn_predict(train_x.to(device), train_y, test_x.to(device), k, temperature, len(train.classes))
     accuracy = 100 * (predicted == test_y).double().mean(1)
     return {f"knn{count}_top1": percent for count, percent in zip(k, accuracy.tolist(), strict=True)}
-
-
-@torch.compiler.set_stance("force_eager")  # with --compile, too: evaluation mode would be compiled anew
-def knn_monitor(encoder, info, train, test, device, workers=0, amp=False):
-    """Return the `knn_top1` of an encoder for 20 and 200 neighbors at temperature 0.07, from the labeled images."""
-    train, test = with_labels(train), with_labels(test)
-    train_x = extract_features(encoder, train, info, device, workers=workers, amp=amp, whole=False)
-    test_x = extract_features(encoder, test, info, device, workers=workers, amp=amp)
-    train_y, test_y = local_rows(torch.tensor(train.targets)), torch.tensor(test.targets)
-    return knn_top1(train_x.to(device), train_y, test_x.to(device), test_y, (20, 200), 0.07, len(train.classes))
 
 
 @torch.no_grad()
@@ -911,12 +854,10 @@ def open_evaluation_data(name, root, info, check=True, train=None, test=None):
         train = load_dataset(name, root, True, info["image_size"], unlabeled=own)
         test = load_dataset(name, root, False, info["image_size"]) if test is None else test
     if own and fingerprint(train) != info["images"]:
-        message = "these are not the images that the encoder was trained on"
-        raise UsageError(f"{message}: pass --dataset {name}, and --data-dir, to evaluate it on these")
-    if check and not have_labels(train, test):
-        layout = "--data-dir with train/, and val/ or test/, each with one folder per class"
-        raise UsageError(f"an evaluation needs training and test images of the same classes, two at least: {layout}")
+        raise UsageError(f"not the images that the encoder was trained on: for these pass --dataset {name}, --data-dir")
     if check:
+        if not have_labels(train, test):
+            raise UsageError("an evaluation needs training and test images of the same classes, two at least")
         train, test = with_labels(train), with_labels(test)
     names = "encoder", "arch", "method", "image_size", "interpolation", "mean", "std"
     log_values("features", {name: info[name] for name in names})
@@ -931,13 +872,11 @@ def have_labels(train, test):
 
 
 def baselines(info, seed, images):
-    """Return the baselines of an evaluation, {name: encoder}: raw pixels and the untrained encoder.
-
-    images: number of training images. Raw pixels are left out above 200,000, where they would need tens of GB.
-    """
+    """Return the baselines of an evaluation, {name: encoder}: raw pixels and the untrained encoder."""
     torch.default_generator.manual_seed(seed)  # the CPU's: no other is used
     pixels = nn.Sequential(nn.AdaptiveAvgPool2d(min(32, info["image_size"])), nn.Flatten())
-    return ({"raw pixels": pixels} if images <= 200_000 else {}) | {"untrained": build_backbone(info)}
+    few = images <= 200_000  # raw pixels of more would need tens of GB
+    return ({"raw pixels": pixels} if few else {}) | {"untrained": build_backbone(info)}
 
 
 # ================================================================= 5. processes
@@ -952,10 +891,7 @@ def log_demo(args, command):
 
 
 def start(main, parse_args, paper=None):
-    """Run a script: main(parse_args()). A UsageError is printed as one line, with exit status 2; Ctrl-C with 130.
-
-    paper: the command of the paper's training, see `log_demo`.
-    """
+    """Run main(parse_args()). A UsageError is one line and exit status 2, Ctrl-C 130. paper: see `log_demo`."""
     sys.stdout = sys.stdout or open(os.devnull, "w")  # None if it is closed
     torch.set_flush_denormal(True)  # denormal numbers make a CPU several times slower
     torch.backends.cudnn.benchmark = True
@@ -988,9 +924,6 @@ def init_distributed(device="auto", timeout=datetime.timedelta(hours=1)):
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cuda":
-        processes, gpus = int(os.environ.get("LOCAL_WORLD_SIZE", 1)), torch.cuda.device_count()
-        if processes > gpus:
-            raise UsageError(f"torch sees {gpus} GPUs for {processes} processes: start fewer, or pass --device cpu")
         device = f"cuda:{os.environ.get('LOCAL_RANK', 0)}"
         torch.cuda.set_device(device)
     if int(os.environ.get("WORLD_SIZE", 1)) > 1 and not dist.is_initialized():
@@ -1060,10 +993,7 @@ def progress(text):
 
 
 class Meter:
-    """The averages of the metrics over an epoch, and the progress line.
-
-    epoch: counted from 0. steps: steps per epoch. batch_size: global batch size.
-    """
+    """The averages of an epoch's metrics, and its progress line. epoch: counted from 0. batch_size: the global one."""
 
     def __init__(self, epoch, epochs, steps, batch_size):
         self.epoch, self.epochs, self.steps, self.batch_size = epoch, epochs, steps, batch_size
@@ -1085,33 +1015,26 @@ class Meter:
             show(f"{text}{self.batch_size / seconds:.0f} images/s  {left * seconds / 60:.1f} min left")
 
     def averages(self):
-        """Return the averages over the steps and the processes, {name: float}, and the speed.
-
-        Raises FloatingPointError if one is not finite.
-        """
+        """Return averages over steps and processes, {name: float}. Raises FloatingPointError if one is not finite."""
         values = torch.stack([*self.sums.values()]).double().cpu() / self.count
         values = torch.stack(all_gather_object(values)).mean(0).tolist()
-        if not all(map(math.isfinite, values)):
-            names = [name for name, value in zip(self.sums, values, strict=True) if not math.isfinite(value)]
-            what = f"the {' and the '.join(names)} of epoch {self.epoch + 1} are not finite"
+        averages = dict(zip(self.sums, values, strict=True))
+        if wrong := [name for name, value in averages.items() if not math.isfinite(value)]:
+            what = f"{' and '.join(wrong)} of epoch {self.epoch + 1} not finite"
             raise FloatingPointError(f"{what}: pass a lower --lr, a new --out, and --resume to keep the epochs before")
-        speed = self.batch_size * self.count / (time.perf_counter() - self.began)
-        return dict(zip(self.sums, values, strict=True), images_per_s=speed)
+        return averages | dict(images_per_s=self.batch_size * self.count / (time.perf_counter() - self.began))
 
 
 def log_values(title, values):
     """Print {name: value} after a title, in lines of up to 120 characters."""
-    words = (f"{name} {format_value(value)}" for name, value in values.items() if value not in (None, ""))
-    words = (word.replace(" ", "\xa0") for word in words)
+    words = [f"{name} {format_value(value)}" for name, value in values.items() if value not in (None, "")]
+    text = "  ".join(word.replace(" ", "\xa0") for word in words)  # lines are broken between the words
     indent = dict(initial_indent=f"{title:10}", subsequent_indent=" " * 10)
-    log(textwrap.fill("  ".join(words), 120, break_on_hyphens=False, **indent).replace("\xa0", " "))
+    log(textwrap.fill(text, 120, break_on_hyphens=False, **indent).replace("\xa0", " "))
 
 
 def log_epoch(title, records, names=()):
-    """Print the last epoch's scores, and its figures that have one of the names, after a title.
-
-    records: a dict per epoch. Another line says once if the `std` of the embeddings is below 0.1 for three epochs.
-    """
+    """Print the scores and the named figures of the last record, and once a warning if `std` stays below 0.1."""
     scores = [name for name in records[-1] if re.fullmatch(r"(knn\d+|linear|finetune)_(top1|top5|per_class)", name)]
     log("  ".join([title, *(f"{name} {format_value(records[-1][name])}" for name in [*names, *scores])]))
     if [record.get("std", 1) < 0.1 for record in records[-4:]] in ([True] * 3, [False, True, True, True]):
@@ -1149,23 +1072,6 @@ fraction = bounded("a number from 0 to 1", float, lambda x: 0 <= x <= 1)
 
 # Arguments that may change when a run is resumed. With another number of workers the random numbers differ.
 NOT_IN_CONFIG = ("data_dir", "out", "resume", "keep_every", "knn_every", "device", "compile", "workers", "show_views")
-
-
-def add_run_arguments(parser):
-    """Add the arguments shared by all training scripts."""
-    add = parser.add_argument_group("run").add_argument
-    add("--dataset", choices=DATASETS, default="patterns", help="dataset, which also selects the recipe")
-    add("--data-dir", type=os.path.abspath, metavar="DIR", help="folder with train/, and val/ or test/")
-    add("--seed", type=nonnegative_int, default=0, help="random seed")
-    add("--init", type=os.path.abspath, metavar="FILE", help="checkpoint to initialize the encoder from")
-    add("--init-prefix", default="", metavar="PREFIX", help="prefix of the encoder's keys in FILE")
-    add("--out", type=os.path.abspath, metavar="DIR", help="output folder; an existing run is resumed")
-    add("--resume", metavar="FILE", help="last.pt of another run, or its folder, to resume from in a new --out")
-    add("--keep-every", type=nonnegative_int, default=0, metavar="N", help="keep a checkpoint every N epochs; 0: never")
-    add("--knn-every", type=nonnegative_int, default=10, metavar="N", help="kNN monitor every N epochs; 0: never")
-    add("--show-views", metavar="FILE.png", help="write a picture of the views, and exit")
-    add_device_arguments(add)
-    add("--compile", action="store_true", help="compile the encoders: a slow start, then faster steps")
 
 
 def add_device_arguments(add):
@@ -1207,7 +1113,20 @@ def parse_args(parser, argv, recipe):
     recipe(args) returns the defaults, {name: value}, that the chosen dataset, encoder and method have. Returns the
     arguments, and the set of the names of those that are not defaults, which also name the default of --out.
     """
-    add_run_arguments(parser)
+    add = parser.add_argument_group("run").add_argument
+    add("--dataset", choices=DATASETS, default="patterns", help="dataset, which also selects the recipe")
+    add("--data-dir", type=os.path.abspath, metavar="DIR", help="folder with train/, and val/ or test/")
+    add("--seed", type=nonnegative_int, default=0, help="random seed")
+    add("--init", type=os.path.abspath, metavar="FILE", help="checkpoint to initialize the encoder from")
+    add("--init-prefix", default="", metavar="PREFIX", help="prefix of the encoder's keys in FILE")
+    add("--out", type=os.path.abspath, metavar="DIR", help="output folder; an existing run is resumed")
+    add("--resume", metavar="FILE", help="last.pt of another run, or its folder, to resume from in a new --out")
+    add("--keep-every", type=nonnegative_int, default=0, metavar="N", help="keep a checkpoint every N epochs; 0: never")
+    add("--knn-every", type=nonnegative_int, default=10, metavar="N", help="kNN monitor every N epochs; 0: never")
+    add("--show-views", metavar="FILE.png", help="write a picture of the views, and exit")
+    add_device_arguments(add)
+    add("--compile", action="store_true", help="compile the encoders: a slow start, then faster steps")
+
     argv = sys.argv[1:] if argv is None else argv
     chosen, _ = parser.parse_known_args([word for word in argv if word not in ("-h", "--help")])
     for name, value in recipe(chosen).items():  # before --help shows them
@@ -1250,10 +1169,7 @@ def run_folder(words):
 
 
 def write_file(path, write):
-    """Write a file atomically on the first process, by write(binary file).
-
-    Raises UsageError if that fails. The old file is then still there.
-    """
+    """Write a file atomically on the first process, by write(file). Raises UsageError, and keeps the old file."""
     if rank_and_world()[0] > 0:
         return
     temporary = Path(f"{path}.{socket.gethostname()}.{os.getpid()}.tmp")
@@ -1271,21 +1187,15 @@ def write_file(path, write):
 
 
 def find_checkpoint(out, resume):
-    """Return the path of the checkpoint to start from: last.pt in `out`, else `resume`, else None.
-
-    Removes the temporary files of a save that was killed. Raises UsageError if `out` is neither empty nor a run.
-    """
-    try:
-        files = sorted(file for file in os.listdir(out) if not is_hidden(file)) if os.path.exists(out) else []
-        names = ("config.json", "backbone.pt", "metrics.jsonl")  # of a run that was killed in its first save
-        temporary = [file for file in files if file.startswith((*names, "last.pt", "epoch-")) and file.endswith(".tmp")]
-        is_begun = {*files} <= {*temporary, *names} and ("config.json" in files or "backbone.pt" not in files)
-        if "last.pt" not in files and not is_begun:
-            raise UsageError(f"--out {out} is not empty, and is not a run: {', '.join(files[:3])}")
-        for file in temporary:
-            os.unlink(os.path.join(out, file))
-    except OSError as error:
-        raise UsageError(f"--out {out}: {error}") from error
+    """Return the path of last.pt in `out`, else `resume`. Raises UsageError if `out` is neither empty nor a run."""
+    files = sorted(file for file in os.listdir(out) if not is_hidden(file)) if os.path.isdir(out) else []
+    names = ("config.json", "backbone.pt", "metrics.jsonl")  # of a run that was killed in its first save
+    temporary = [file for file in files if file.startswith((*names, "last.pt", "epoch-")) and file.endswith(".tmp")]
+    is_begun = {*files} <= {*temporary, *names} and ("config.json" in files or "backbone.pt" not in files)
+    if "last.pt" not in files and not is_begun:
+        raise UsageError(f"--out {out} is not empty, and is not a run: {', '.join(files[:3])}")
+    for file in temporary:  # of a save that was killed
+        os.unlink(os.path.join(out, file))
     if "last.pt" in files:
         return os.path.join(out, "last.pt")
     return os.path.join(resume, "last.pt") if resume and os.path.isdir(resume) else resume
@@ -1294,46 +1204,44 @@ def find_checkpoint(out, resume):
 def open_run(args, train, state, derived):
     """Start a run in args.out, or resume the one there: (configuration, records of its epochs). Print its values.
 
-    The configuration, {name: value}, must not change when a run is resumed. It has the arguments that are not in
-    NOT_IN_CONFIG, and the fingerprint of the training images. state: {name: module, optimizer or tensor}, with a
-    "model", which are loaded in place. derived: further values to print. With --resume, a new run starts from the state
-    of another one, except for tensors with a row per image, and the configuration may differ. Raises UsageError if the
-    run in args.out has another configuration, and if the processes do not have the same one.
+    The configuration, {name: value}, has the arguments that are not in NOT_IN_CONFIG and the images' fingerprint.
+    state: {name: module, optimizer or tensor}, which are loaded in place. derived: further values to print. With
+    --resume, a new run starts from the state of another one, except for tensors with a row per image. Raises UsageError
+    if the run in args.out has another configuration, or if the processes do not have the same one.
     """
     config = {name: value for name, value in vars(args).items() if name not in NOT_IN_CONFIG}
-    config |= dict(images=fingerprint(train))
+    config["images"] = fingerprint(train)
     machine = torch.cuda.get_device_name() if torch.cuda.is_initialized() else f"CPU, {torch.get_num_threads()} threads"
-    derived = derived | dict(processes=rank_and_world()[1], workers=args.workers)
-    derived |= dict(machine=machine, torch=torch.__version__)
+    rank, world = rank_and_world()
+    derived = derived | dict(processes=world, workers=args.workers, machine=machine, torch=torch.__version__)
     if getattr(args, "warmup", 0) > args.epochs / 4:
         derived["warmup_cut_to"] = args.epochs / 4
     if (queue := derived.get("negatives", 0)) > len(train) / 4:
-        text = f"the queue has {queue} keys for {len(train)} images"
-        log(f"warning: {text}, so negatives may be old keys of the query's own image (--queue)")
+        log(f"warning: the queue has {queue} keys for {len(train)} images: some are of the query's own image (--queue)")
     log_values("values", config)
     log_values("derived", derived)
     records = []
-    is_first = rank_and_world()[0] == 0
-    path = all_gather_object(find_checkpoint(args.out, args.resume) if is_first else None)[0]
+    path = all_gather_object(find_checkpoint(args.out, args.resume) if rank == 0 else None)[0]
     if path is not None:
-        is_found = all_gather_object(os.path.isfile(path))
-        if any(is_found) and not all(is_found):
-            raise UsageError(f"not all processes find {path}: it must be on a disk that they share")
         saved = load_checkpoint(path)
         old, records = saved.get("config", {}), saved.get("records", [])
         differences = [f"{k} was {old.get(k)}, is {config.get(k)}" for k in old | config if old.get(k) != config.get(k)]
         resumes_other = path != os.path.join(args.out, "last.pt")
-        if "config" not in saved:
-            raise UsageError(f"{path} is not the last.pt of a run")
         if old.get("method") != config["method"]:
-            raise UsageError(f"{path} is a run of {old.get('method')}, not of {config['method']}")
+            raise UsageError(f"{path} is not the last.pt of a run of {config['method']}")
         if differences and not resumes_other:
             what = f"{args.out} is a run with other values ({'; '.join(differences)})"
             raise UsageError(f"{what}: pass another --out, with --resume {path} to start from its state")
         if resumes_other and len(records) >= args.epochs:
             raise UsageError(f"{path} has {len(records)} epochs already: pass more --epochs")
         try:
-            load_state(saved, state, is_same_run=not resumes_other)
+            for name, part in state.items():
+                if isinstance(part, torch.optim.Optimizer):  # its buffers; the learning rate is this run's
+                    part.load_state_dict(part.state_dict() | dict(state=saved[name]["state"]))
+                elif isinstance(part, nn.Module):
+                    part.load_state_dict(saved[name])
+                elif part.dim() == 0 or not resumes_other:
+                    part.copy_(saved[name])
         except (KeyError, RuntimeError, ValueError) as error:
             reasons = [*differences, (str(error) or repr(error)).splitlines()[-1].strip()[:200]]  # names a tensor
             raise UsageError(f"{path} does not fit this run: {'; '.join(reasons)}") from error
@@ -1343,9 +1251,9 @@ def open_run(args, train, state, derived):
             workers = json.loads(Path(path).with_name("config.json").read_text())["workers"]
             if workers != args.workers:
                 log(f"workers: {workers} before, {args.workers} now: random numbers differ (--workers)")
-        if saved.get("processes") != derived["processes"]:
+        if saved.get("processes") != world:
             changed = "random numbers differ, as do batch-norm groups and mix slices if there are fewer than processes"
-            log(f"processes: {saved.get('processes')} before, {derived['processes']} now: {changed}")
+            log(f"processes: {saved.get('processes')} before, {world} now: {changed}")
     own = config, str(args.out), len(records)
     if any(other != own for other in all_gather_object(own)):
         raise UsageError("the processes differ in flags, images or epoch: --out and --data-dir must be on shared disks")
@@ -1353,17 +1261,6 @@ def open_run(args, train, state, derived):
         text = json.dumps(vars(args) | config | derived, indent=1, default=str)
         write_file(os.path.join(args.out, "config.json"), lambda file: file.write(text.encode()))
     return config, records
-
-
-def load_state(saved, state, is_same_run):
-    """Load the parts of a checkpoint into `state` in place. See `open_run`."""
-    for name, part in state.items():
-        if isinstance(part, torch.optim.Optimizer):  # its buffers; learning rate and weight decay are this run's
-            part.load_state_dict(part.state_dict() | dict(state=saved[name]["state"]))
-        elif isinstance(part, nn.Module):
-            part.load_state_dict(saved[name])
-        elif is_same_run or part.dim() == 0:
-            part.copy_(saved[name])
 
 
 def save_run(out, config, info, state, records, keep_every=0):

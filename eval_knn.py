@@ -16,7 +16,6 @@ to 36 px and center-cropped. LoGo's resizes ImageNet's images bicubically.
 """
 
 import argparse
-import functools
 import os
 
 import numpy as np
@@ -34,7 +33,7 @@ def parse_args(argv=None):
     add("--k", type=common.positive_int, nargs="+", default=[10, 20, 100, 200], help="numbers of neighbors")
     add("--temperature", type=common.positive_float, default=0.07, help="softmax temperature of the votes")
     add("--batch-size", type=common.positive_int, default=256, help="batch size per process")
-    add("--dump", metavar="FILE.npz", help="also write features, labels and paths, for numpy.load; needs no labels")
+    add("--dump", metavar="FILE.npz", help="write features, labels and paths for numpy.load, and exit")
     args = parser.parse_args(argv)
     if args.dump and os.path.exists(args.dump):
         parser.error(f"--dump: {args.dump} exists")
@@ -46,35 +45,30 @@ def main(args, train=None, test=None):
     """Evaluate an encoder. Return {"encoder" or a baseline: {"knn20_top1": percent, ...}}.
 
     args: from `parse_args`. train, test: datasets with items (PIL image, label), `targets` and `classes`, which are
-    used instead of --dataset. With --dump, labels and test images may be missing: the result is then empty.
+    used instead of --dataset. With --dump, which needs no labels and no test images, the result is empty.
     """
     device, *_ = common.init_distributed(args.device)
     encoder, info = common.open_encoder(args)
     train, test = common.open_evaluation_data(args.dataset, args.data_dir, info, not args.dump, train, test)
-    common.log(f"{'kNN':10}votes exp(cosine similarity / {args.temperature})")
-    encoders = {"encoder": encoder}
-    if not args.no_baselines:
-        encoders |= common.baselines(info, args.seed, len(train))
     options = dict(batch_size=args.batch_size, workers=args.workers, amp=common.use_bf16(args.amp, device))
+    if args.dump:
+        arrays = dict(classes=np.array(train.classes, str), protocol=str(info))
+        for part, images in ("train", train), ("test", test):
+            if images is not None:
+                x = common.extract_features(encoder.to(device), images, info, device, whole=False, **options)
+                arrays[f"{part}_features"] = common.gather_rows(x, to_first=True)
+                arrays[f"{part}_labels"] = np.array(images.targets)
+            if hasattr(images, "samples"):
+                arrays[f"{part}_paths"] = np.array([path for path, _ in images.samples])
+        common.write_file(args.dump, lambda file: np.savez(file, **arrays))
+        common.log(f"{args.dump}: features")
+        return {}
+    common.log(f"{'kNN':10}votes exp(cosine similarity / {args.temperature})")
+    options |= dict(k=args.k, temperature=args.temperature)
+    encoders = {"encoder": encoder} | ({} if args.no_baselines else common.baselines(info, args.seed, len(train)))
     results = {}
-    for name, network in encoders.items():  # each process keeps its own rows of the training features
-        train_x = common.extract_features(network.to(device), train, info, device, whole=False, **options)
-        test_x = common.extract_features(network, test, info, device, **options) if test else None
-        if name == "encoder" and args.dump:
-            arrays = dict(classes=np.array(train.classes, str), protocol=str(info | dict(temperature=args.temperature)))
-            for part, images, x in ("train", train, common.gather_rows(train_x, to_first=True)), ("test", test, test_x):
-                if images:
-                    arrays |= {f"{part}_features": x, f"{part}_labels": np.array(images.targets)}
-                if hasattr(images, "samples"):
-                    arrays[f"{part}_paths"] = np.array([path for path, _ in images.samples])
-            common.write_file(args.dump, functools.partial(np.savez, **arrays))
-            common.log(f"{args.dump}: the encoder's features")
-            if not common.have_labels(train, test):
-                break
-        train_y, test_y = common.local_rows(torch.as_tensor(train.targets)), torch.as_tensor(test.targets)
-        train_x, test_x = train_x[train_y >= 0].to(device), test_x[test_y >= 0].to(device)  # those with a label
-        features = train_x, train_y[train_y >= 0], test_x, test_y[test_y >= 0]
-        results[name] = common.knn_top1(*features, args.k, args.temperature, len(train.classes))
+    for name, network in encoders.items():
+        results[name] = common.knn_monitor(network.to(device), info, train, test, device, **options)
         common.log(f"{name:>10}  " + "  ".join(f"{score} {value:.2f} %" for score, value in results[name].items()))
     return results
 

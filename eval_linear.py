@@ -7,7 +7,6 @@ alike: raw pixels, and the untrained encoder.
 
     python eval_linear.py runs/patchmix-patterns-vit_micro-s0
     python eval_linear.py RUN --dataset cifar100 --data-dir DIR                # transfer
-    python eval_linear.py RUN --solver lbfgs                                   # transfer as in LoGo's Table 5
     torchrun --nproc_per_node=8 eval_linear.py RUN --data-dir DIR --protocol moco
     python eval_linear.py RUN --finetune --label-fraction 0.01
     python eval_linear.py FILE --arch resnet50 --prefix module.encoder_q. --dataset imagenet --data-dir DIR
@@ -31,7 +30,7 @@ Differences from the papers:
     D3 The encoder computes in bf16 on GPUs that support it (`--amp off`: in float32, convolutions in TF32). Linear
        classifiers are trained in float32, and by L-BFGS in float64.
     D4 PatchMix's protocols in fewer than 100 epochs. Released: the learning rate changes once per epoch, an epoch late,
-       so that two epochs of fine-tuning would never leave the warmup. Here: it still changes 100 times.
+       so that two epochs of fine-tuning would never leave the warmup. Here: it changes every step.
     D5 A warmup takes at most a quarter of the run.
 """
 
@@ -65,8 +64,8 @@ import common
 # inferred, because neither says it.
 # fmt: off
 PROBE = dict(epochs=50, batch_size=256, lrs=None, holdout=0.1)  # of no paper
-LBFGS = dict(  # LoGo, supplement 3: L2, iterations, metrics [P]; its grid: BYOL's, SimCLR's [I]
-    batch_size=256, strengths=[10 ** (i / 4) for i in range(-24, 21)], holdout=0.1, metric="top1", iterations=5000,
+LBFGS = dict(  # LoGo, supplement 3: L2, metrics [P]; its grid: BYOL's, SimCLR's [I]
+    batch_size=256, strengths=[10 ** (i / 4) for i in range(-24, 21)], holdout=0.1, metric="top1",
 )
 MOCO = dict(  # JCL, 4.2 [P]. CLIM, 4.1: learning rate and milestones [P], the rest as MoCo [I]
     epochs=100, batch_size=256, lr=30.0, milestones=[0.6, 0.8], min_lr=0.0, warmup=0.0, warmup_lr=0.0,
@@ -74,7 +73,7 @@ MOCO = dict(  # JCL, 4.2 [P]. CLIM, 4.1: learning rate and milestones [P], the r
     pad=0, randaug=0, erase=0.0, mixup=0.0, cutmix=0.0, smoothing=0.0, out=None, resume=None,
 )
 LINEAR = {
-    "moco": MOCO, "jcl": MOCO, "clim": MOCO,
+    "probe": PROBE, "moco": MOCO, "jcl": MOCO, "clim": MOCO,
     "jointcrop": dict(MOCO, epochs=90, batch_size=1024, lr=0.1, milestones=[]),  # MoCo v3's [C]
     # CIFAR, STL-10, Tiny-ImageNet: as ContrastiveCrop's released code, where lr is 10 for 512 images [I]
     "jointcrop-small": dict(MOCO, batch_size=512, lr=5.0),
@@ -97,8 +96,8 @@ FINETUNE = {
 
 def recipe(args, info):
     """Return the hyper-parameters of a protocol, {name: value}. info: see `common.backbone_info`."""
-    if args.protocol == "probe":
-        return LBFGS if args.solver == "lbfgs" else PROBE
+    if args.solver == "lbfgs":
+        return LBFGS
     values = dict((FINETUNE if args.finetune else LINEAR)[args.protocol])
     arch = "_".join(re.sub("^deit3?_", "vit_", info["timm_name"]).split("_")[:2])  # vit_tiny, vit_small, resnet50, ...
     if args.protocol == "jcl" and args.dataset == "imagenet100":
@@ -123,7 +122,7 @@ def parse_args(argv=None):
     some = common.bounded("a number above 0, at most 1", float, lambda x: 0 < x <= 1)
     group = parser.add_argument_group("protocol")
     add = group.add_argument
-    add("--protocol", choices=("probe", *LINEAR), help="if None, probe; with --finetune, patchmix for ViTs, else clim")
+    add("--protocol", choices=tuple(LINEAR), help="if None, probe; with --finetune, patchmix for ViTs, else clim")
     add("--finetune", action="store_true", help="train all layers, with --protocol patchmix or clim")
     add("--solver", choices=("sgd", "lbfgs"), default="sgd", help="optimizer of the probe")
     add = group.add_mutually_exclusive_group().add_argument
@@ -162,16 +161,13 @@ def parse_args(argv=None):
     trained = args.finetune or args.protocol not in (None, "probe")
     if trained and (args.solver == "lbfgs" or args.no_baselines):
         parser.error("--solver lbfgs and --no-baselines need --protocol probe")
+    names = LBFGS if args.solver == "lbfgs" else LINEAR[args.protocol or "probe"]
     if args.finetune:
         names = FINETUNE["clim"]
-    elif trained:
-        names = MOCO
-    else:
-        names = LBFGS if args.solver == "lbfgs" else PROBE
     for name in PROBE | LBFGS | FINETUNE["clim"]:
         if name in args and name not in names:
-            what = f"--{name.replace('_', '-')} has no effect without another --protocol, --solver or --finetune"
-            parser.error(what + ("; the probe has --lrs" if name == "lr" else ""))
+            flag = f"--{name.replace('_', '-')}"
+            parser.error(f"{flag} has no effect without another --protocol, --solver or --finetune")
     return args
 
 
@@ -207,21 +203,18 @@ def complete(args, info):
 def open_data(args, info, train=None, test=None):
     """Load the images: (training images, those that choose the strength for L-BFGS or None, test images).
 
-    train, test: a caller's own datasets, which are used instead. If the folder has val/ and test/ with classes
-    (ImageNet's test/ has none), L-BFGS is evaluated on test/, and val/ chooses. If only some labels may be used, val/
-    is not, because it has more.
+    train, test: a caller's own datasets, which are used instead. If the folder has val/ and test/, L-BFGS is evaluated
+    on test/, and val/ chooses. If only some labels may be used, val/ is not, because it has more.
     """
-    root = args.data_dir or (info.get("data_dir") if args.dataset is None else None)
-    root = root if train is None and test is None and args.solver == "lbfgs" else None  # else there is no val
+    root = (args.data_dir or info.get("data_dir")) if args.solver == "lbfgs" and test is None else None
     train, test = common.open_evaluation_data(args.dataset, args.data_dir, info, True, train, test)
     folders, val = {*os.listdir(root)} if root else set(), None
     if folders >= {"train", "test"} and folders & {"val", "validation"}:
-        found = common.load_split(args.dataset or info["dataset"], root, ["test"], train=False, unlabeled=False)
-        if found.classes and found.classes != test.classes:
+        name = args.dataset or info["dataset"]
+        val, test = test, common.load_split(name, root, ["test"], train=False, unlabeled=False)
+        if val.classes != test.classes:
             raise common.UsageError(f"the classes of test/ and val/ in {root} differ: remove test/, or correct it")
-        if found.classes:
-            val, test = test, found
-            common.log(f"test/ is evaluated: {common.describe(test)}")
+        common.log(f"test/ is evaluated: {common.describe(test)}")
     if args.label_files:
         rows = listed_rows([path for path, _ in getattr(train, "samples", ())], args.label_files)
     elif args.label_fraction not in (None, 1):
@@ -365,24 +358,20 @@ def linear_probe(x, y, test_x, num_classes, lrs=None, epochs=50, batch_size=256,
 
 
 @torch.inference_mode(False)
-def logistic_regression(x, y, num_classes, strength, start=None, iterations=5000, tolerance=1e-6):
-    """Fit a multinomial logistic regression with an L2 penalty by L-BFGS: (weights, largest entry of the gradient).
+def logistic_regression(x, y, num_classes, strength, iterations=5000, tolerance=1e-6):  # iterations: LoGo's [P]
+    """Fit a multinomial logistic regression with an L2 penalty by L-BFGS: weights (d + 1, num_classes).
 
-    The weights (d + 1, num_classes) are W and, as their last row, the bias b, which minimize
-    sum_i CE(x_i W + b, y_i) + strength / 2 |W|^2. The gradient is that of this sum divided by n, with respect to b and
-    to the whitened weights V below. The fit has converged if none of its entries is above `tolerance`.
+    They are W and, as their last row, the bias b, which minimize sum_i CE(x_i W + b, y_i) + strength / 2 |W|^2.
     x: (n, d) float64. y: (n,) int64. strength: 1 / C of scikit-learn, but 2 / C for two classes, where scikit-learn
-    penalizes one weight vector, the difference of the two here. start: weights to begin from.
+    penalizes one weight vector, the difference of the two here. tolerance: a warning is logged if an entry of the
+    gradient is above it in the end: that of the sum divided by n, with respect to b and the whitened weights V below.
     """
-    # L-BFGS finds V, with W = P V, where P whitens the features as far as the penalty allows, in tens of iterations
+    # L-BFGS finds V, with W = P V, where P whitens the features as far as the penalty allows: fewer iterations
     values, basis = torch.linalg.eigh(x.T @ x / len(x))
     decay = strength / len(x)
     scale = (values.clamp_min(0) / 4 + decay).rsqrt()[:, None]  # at most 1/4: the curvature of cross-entropy in a logit
     white = x @ (basis * scale.T)
-    weight = x.new_zeros(x.shape[1] + 1, num_classes)
-    if start is not None:
-        weight = torch.cat([basis.T @ start[:-1] / scale, start[-1:]])
-    weight.requires_grad_()
+    weight = x.new_zeros(x.shape[1] + 1, num_classes).requires_grad_()
     options = dict(tolerance_grad=tolerance, tolerance_change=0, history_size=20, line_search_fn="strong_wolfe")
     optimizer = torch.optim.LBFGS([weight], max_iter=iterations, max_eval=25 * iterations, **options)
 
@@ -395,40 +384,35 @@ def logistic_regression(x, y, num_classes, strength, start=None, iterations=5000
 
     optimizer.step(closure)
     closure()
+    left = weight.grad.abs().max().item()
+    if left > tolerance:
+        common.log(f"warning: L-BFGS has not converged for strength {strength:.3g}: gradient {left:.1e}")
     v = weight.detach()
-    return torch.cat([basis @ (scale * v[:-1]), v[-1:]]), weight.grad.abs().max().item()
+    return torch.cat([basis @ (scale * v[:-1]), v[-1:]])
 
 
-def lbfgs_probe(x, y, test_x, rest, check, num_classes, strengths, metric="top1", iterations=5000, tolerance=1e-6):
+def lbfgs_probe(x, y, test_x, rest, check, num_classes, strengths, metric="top1"):
     """Fit features by logistic regression. Held-out features choose the strength of its L2 penalty.
 
     x: (n, d) and test_x: (m, d), which are centered and divided by one number, the root mean square of x[rest]. So a
     strength means the same for every encoder, and directions keep their relative size. All is in float64. y: (n,)
     int64. rest, check: rows to fit and rows to choose by; if the latter are none, the fitted rows choose. Then all are
-    fitted. strengths: fitted from the strongest to the weakest, each from the weights of the one before. metric: the
-    score that chooses, top1 or per_class. Returns what `linear_probe` does.
+    fitted. metric: the score that chooses, top1 or per_class. Returns what `linear_probe` does.
     To copy it, also copy scores, best_of, affine and logistic_regression, and delete common.progress and common.log.
     """
     mean = x[rest].double().mean(0)
     scale = (x[rest] - mean).square().mean().sqrt().clamp_min(1e-12)
     x, test_x = affine(x, mean, scale), affine(test_x, mean, scale)
-    strengths = sorted(set(strengths), reverse=True)
-
-    def fit(rows, strength, start):
-        weight, left = logistic_regression(x[rows, :-1], y[rows], num_classes, strength, start, iterations, tolerance)
-        if left > tolerance:
-            common.log(f"warning: {strength:.3g} has not converged in {iterations} iterations: gradient {left:.1e}")
-        return weight
-
-    weights = []
+    strengths, percents = sorted(set(strengths), reverse=True), []
+    choosing = check if len(check) else rest
     for i, strength in enumerate(strengths, start=1):
         common.progress(f"L-BFGS: strength {strength:.3g}, {i} of {len(strengths)}")
-        weights.append(fit(rest, strength, weights[-1] if weights else None))
-    choosing = check if len(check) else rest
-    logits, labels = ((x[choosing] @ weight).cpu() for weight in weights), y[choosing].cpu()
-    percents = [scores(x, labels, num_classes)[f"linear_{metric}"] for x in logits]
+        weight = logistic_regression(x[rest, :-1], y[rest], num_classes, strength)
+        logits = (x[choosing] @ weight).cpu()
+        percents.append(scores(logits, y[choosing].cpu(), num_classes)[f"linear_{metric}"])
     best = best_of(percents)
-    weight = fit(torch.cat([check, rest]), strengths[best], weights[best])
+    rows = torch.cat([check, rest])
+    weight = logistic_regression(x[rows, :-1], y[rows], num_classes, strengths[best])
     return dict(logits=test_x @ weight, chosen=strengths[best], held_out=dict(zip(strengths, percents, strict=True)))
 
 
@@ -451,15 +435,13 @@ def evaluate_features(args, device, encoder, info, train, val, test):
         train = ConcatDataset([train, val])
     held = sum(len(check) for _, check in folds)
     flag, metric = ("--strengths", args.metric) if lbfgs else ("--lrs", "top1")
-    what = f"{held or len(y)} images choose one of {flag} by {metric}, folds: {len(folds)}"
-    common.log(f"{what}; then all {len(y)} are fitted")
+    common.log(f"{held or len(y)} images choose {flag} by {metric}, folds: {len(folds)}; then all {len(y)} are fitted")
     encoders = {"encoder": encoder}
     if not args.no_baselines:
         encoders |= common.baselines(info, args.seed, len(train))
     if lbfgs:
         encoders.pop("raw pixels", None)  # with thousands of numbers per image it takes minutes to hours
-    amp = common.use_bf16(args.amp, device)
-    options = dict(batch_size=args.batch_size, workers=args.workers, amp=amp, whole=False)
+    options = dict(batch_size=args.batch_size, workers=args.workers, amp=common.use_bf16(args.amp, device), whole=False)
     results = {}
     for name, network in encoders.items():
         x = [common.extract_features(network.to(device), images, info, device, **options) for images in (train, test)]
@@ -469,7 +451,7 @@ def evaluate_features(args, device, encoder, info, train, val, test):
         features = x.to(device), y.to(device), test_x.to(device)
         torch.manual_seed(args.seed)  # so that the probe has the same folds
         if lbfgs:
-            found = lbfgs_probe(*features, *folds[0], num_classes, args.strengths, args.metric, args.iterations)
+            found = lbfgs_probe(*features, *folds[0], num_classes, args.strengths, args.metric)
         else:
             found = linear_probe(*features, num_classes, args.lrs, args.epochs, args.batch_size, args.holdout)
         results[name] = scores(found["logits"].cpu(), torch.tensor(test.targets), num_classes)
@@ -533,15 +515,13 @@ def make_optimizer(args, model):
 def learning_rate(args, epoch):
     """Return the learning rate at a time, in epochs from 0, before a group's lr_scale.
 
-    It changes once per epoch, and with PatchMix's protocols at least 100 times (D4). After a linear warmup it is
-    divided by 10 at each milestone or, without milestones, follows a cosine to args.min_lr. The cosine counts the
-    epochs of the warmup, as timm's does.
+    It changes once per epoch. After a linear warmup it is divided by 10 at each milestone or, without milestones,
+    follows a cosine to args.min_lr. The cosine counts the epochs of the warmup, as timm's does.
     """
-    if args.protocol == "patchmix":  # timm's scheduler is called after each epoch, of which there are 100 at least (D4)
-        changes = max(100, args.epochs)
-        epoch = max(0, int(epoch * changes / args.epochs + 1e-9) - 1) * args.epochs / changes  # 1e-9: for rounding
-    else:
+    if args.protocol != "patchmix":
         epoch = int(epoch)
+    elif args.epochs >= 100:  # else it changes every step (D4)
+        epoch = max(0, int(epoch) - 1)  # timm's scheduler is called after each epoch
     peak = args.lr * args.batch_size / 256
     warmup = min(args.warmup, args.epochs / 4)  # D5
     if epoch < warmup:
@@ -566,8 +546,6 @@ def train_protocol(args, device, encoder, info, train, test):
     erase = RandomErasing(args.erase, mode="pixel", device=device)
     mix = None
     if args.mixup or args.cutmix:
-        if args.batch_size // world % 2:
-            raise common.UsageError(f"--batch-size {args.batch_size}: mixup needs an even number per process")
         mix = Mixup(args.mixup, args.cutmix, label_smoothing=args.smoothing, num_classes=num_classes)
 
     # Model and optimizer
@@ -643,11 +621,8 @@ def main(args, train=None, test=None):
     try:
         with torch.inference_mode(False), torch.random.fork_rng([device] if device.type == "cuda" else []):
             encoder, info = common.open_encoder(args)
-            if train is not None:  # not the images that the encoder was trained on
+            if train is not None or args.dataset is not None:  # not the images that the encoder was trained on
                 info = {name: value for name, value in info.items() if name not in ("dataset", "data_dir", "images")}
-            elif args.finetune and args.dataset is not None:  # an evaluation of the fine-tuned encoder compares them
-                images = common.load_dataset(args.dataset, args.data_dir, True, info["image_size"], unlabeled=True)
-                info |= dict(dataset=args.dataset, images=common.fingerprint(images))
             train, val, test = open_data(args, info, train, test)
             args = complete(args, info)
             if args.protocol == "probe":

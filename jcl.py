@@ -100,9 +100,8 @@ RECIPES = dict(  # what differs from the paper's values for ImageNet
     cifar10=CIFAR,
     cifar100=dict(CIFAR, norm="cifar100"),
     stl10=dict(CIFAR, image_size=96, patch_size=8, queue=8192, norm="imagenet"),
-    imagenet100=dict(  # App. D; it does not give queue and bn_groups, which are ImageNet's here
-        arch="resnet18", epochs=100, batch_size=128, lr=0.2,  # 0.1 for 128
-    ),
+    # App. D: a learning rate of 0.1 for 128 images. It does not give queue and bn_groups, which are ImageNet's here
+    imagenet100=dict(arch="resnet18", epochs=100, batch_size=128, lr=0.2),
     imagenet=dict(knn_every=50),  # its kNN takes minutes
     folder=dict(queue=None, bn_groups=2, momentum=0.99),  # not in the paper; None: a tenth of the images
 )
@@ -134,11 +133,10 @@ def jcl_loss(q, k, queue, temperature, lam):
     q: (N, C) queries, L2-normalized. k: (N, M', C) keys, each L2-normalized; the keys of q[i] are k[i], not k[:, i].
     queue: (K, C) negatives, for example earlier keys, or means of keys. temperature: tau > 0. lam: lambda >= 0.
     Gradients reach q, and also k and queue unless these are detached. float16 and bfloat16 are converted to float32;
-    call it outside autocast, which would undo that. Raises ValueError if the shapes do not fit.
+    call it outside autocast, which would undo that. Raises ValueError if k does not fit q.
     """
-    if q.dim() != 2 or k.dim() != 3 or k.shape[::2] != q.shape or queue.shape[1:] != q.shape[1:]:
-        shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, queue {tuple(queue.shape)}"
-        raise ValueError(f"jcl_loss takes q (N, C), k (N, M', C) and queue (K, C), not {shapes}")
+    if k.shape[::2] != q.shape:
+        raise ValueError(f"jcl_loss takes q (N, C) and k (N, M', C), not {tuple(q.shape)} and {tuple(k.shape)}")
     q, k, queue = (x.to(torch.promote_types(x.dtype, torch.float32)) for x in (q, k, queue))
     projections = (q[:, None] * k).sum(2) / temperature  # q.k_m / tau
     mean = projections.mean(1, keepdim=True)  # q.mu / tau: Algorithm 1, line 7
@@ -161,11 +159,10 @@ def info_nce(q, k, queue, temperature):
 
     q, k: (N, C), L2-normalized. queue: (K, C), the negatives. temperature: tau > 0.
     Gradients reach q, and also k and queue unless these are detached. float16 and bfloat16 are converted to float32;
-    call it outside autocast, which would undo that. Raises ValueError if the shapes do not fit.
+    call it outside autocast, which would undo that. Raises ValueError if q and k differ in shape.
     """
-    if q.dim() != 2 or k.shape != q.shape or queue.shape[1:] != q.shape[1:]:
-        shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, queue {tuple(queue.shape)}"
-        raise ValueError(f"info_nce takes q (N, C), k (N, C) and queue (K, C), not {shapes}")
+    if k.shape != q.shape:
+        raise ValueError(f"info_nce takes q and k of one shape (N, C), not {tuple(q.shape)} and {tuple(k.shape)}")
     q, k, queue = (x.to(torch.promote_types(x.dtype, torch.float32)) for x in (q, k, queue))
     positive = (q * k).sum(1, keepdim=True)
     logits = torch.cat([positive, q @ queue.T], dim=1) / temperature

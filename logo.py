@@ -70,8 +70,7 @@ def parse_args(argv=None):
     add("--queue", type=common.positive_int, default=4096, help="queue length; --dataset folder: 1/10 of the images")
 
     add = parser.add_argument_group("model").add_argument
-    names = "resnet_mini, resnet18, resnet50, vit_small, or any timm model"
-    add("--arch", default="resnet34", help=f"encoder: {names}")  # supplement, section 1, as --local-size
+    add("--arch", default="resnet34", help="encoder: resnet_mini, resnet18, resnet50, vit_small, or any timm model")
     add("--image-size", type=common.positive_int, default=224, help="image size of global crops, in pixels")
     add("--local-size", type=common.positive_int, default=96, help="size of a local crop, in pixels (D13)")
     add("--patch-size", type=common.positive_int, default=16, help="patch size of a ViT, in pixels")
@@ -128,20 +127,17 @@ RECIPES = dict(  # what differs from the values for MoCo on ImageNet-100
     cifar10=CIFAR,
     cifar100=dict(CIFAR, norm="cifar100"),
     stl10=dict(arch="resnet18", image_size=96, local_size=96, patch_size=8),  # supplement, section 1; D9, D13
-    imagenet100={},
+    imagenet100={},  # arch, local_size: supplement, section 1
     imagenet=dict(arch="resnet50", queue=65536, knn_every=50),  # not in the paper; its kNN takes minutes
-    folder=dict(  # not in the paper; None: a tenth of the images
-        arch="resnet50", queue=None, bn_groups=2, momentum=0.99,
-    ),
+    folder=dict(arch="resnet50", queue=None, bn_groups=2, momentum=0.99),  # not in the paper; None: 1/10 of the images
 )
 # fmt: on
 
 
 def recipe(args):
     """Return the defaults for args.dataset, args.base, args.arch, args.pairs, args.variant and args.local_crops."""
-    values = dict(RECIPES[args.dataset])
-    simsiam = args.base == "simsiam"
-    if simsiam:
+    values = dict(RECIPES[args.dataset], l2l=args.local_crops > 0)
+    if args.base == "simsiam":
         values |= dict(l2l_weighting="lambda", milestones=[], dim=2048)  # inference (D12)
         if args.dataset in ("cifar10", "cifar100"):
             values |= dict(layers=2, batch_size=512)  # erceguder/LoGo's
@@ -153,8 +149,6 @@ def recipe(args):
         values |= dict(crop_scale=[0.3, 1.0], local_scale=[0.05, 0.3], l2l=False)  # supplement, section 2
     if args.variant == "paper":
         values |= dict(affinity_form="linear", l2l_weighting="lambda")  # D1
-    if args.local_crops == 0:
-        values["l2l"] = False
     return values
 
 
@@ -203,8 +197,7 @@ def local_dissimilarity(affinity, local1, local2):
 def combine(global_terms, local_terms, reduction="mean"):
     """Return the loss of L_gg and L_lg, which are lists of scalars (D1).
 
-    reduction: "mean" (released) is the mean of all terms. "sum" (paper) is L_gg + L_lg, the mean of the global terms
-    plus the sum of the local ones.
+    reduction: "mean" (released): of all terms. "sum" (paper): the mean of the global plus the sum of the local terms.
     """
     if reduction == "mean":
         return (sum(global_terms) + sum(local_terms)) / (len(global_terms) + len(local_terms))
@@ -278,11 +271,10 @@ def info_nce(q, k, queue, temperature):
 
     q, k: (N, C), L2-normalized. queue: (K, C), the negatives. temperature: tau > 0.
     Gradients reach q, and also k and queue unless these are detached. float16 and bfloat16 are converted to float32;
-    call it outside autocast, which would undo that. Raises ValueError if the shapes do not fit.
+    call it outside autocast, which would undo that. Raises ValueError if q and k differ in shape.
     """
-    if q.dim() != 2 or k.shape != q.shape or queue.shape[1:] != q.shape[1:]:
-        shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, queue {tuple(queue.shape)}"
-        raise ValueError(f"info_nce takes q (N, C), k (N, C) and queue (K, C), not {shapes}")
+    if k.shape != q.shape:
+        raise ValueError(f"info_nce takes q and k of one shape (N, C), not {tuple(q.shape)} and {tuple(k.shape)}")
     q, k, queue = (x.to(torch.promote_types(x.dtype, torch.float32)) for x in (q, k, queue))
     positive = (q * k).sum(1, keepdim=True)
     logits = torch.cat([positive, q @ queue.T], dim=1) / temperature
@@ -412,13 +404,12 @@ class SimSiam(nn.Module):
         def layer(inputs, outputs):
             return [nn.Linear(inputs, outputs, bias=False), nn.BatchNorm1d(outputs), nn.ReLU(inplace=True)]
 
-        modules, inputs = [], width
+        projector = layer(width, dim)
         for _ in range(layers - 1):
-            modules += layer(inputs, dim)
-            inputs = dim
-        modules += [nn.Linear(inputs, dim, bias=False), nn.BatchNorm1d(dim, affine=False)]
+            projector += layer(dim, dim)
+        projector[-2:] = [nn.BatchNorm1d(dim, affine=False)]  # the last one has no weights, and no ReLU
         self.backbone = backbone
-        self.projector = nn.Sequential(*modules)
+        self.projector = nn.Sequential(*projector)
         self.predictor = nn.Sequential(*layer(dim, hidden), nn.Linear(hidden, dim))
         (self.global_pairs, self.local_pairs), self.reduction = pairs, reduction
 
@@ -449,10 +440,7 @@ def cosine(start, end, done):
 
 
 def learning_rate(args, epoch):
-    """Return the learning rate at a time, in epochs from 0: a linear warmup from 0, then a cosine down to 0.
-
-    With --milestones, as in MoCo v1, it falls to a tenth at each of them instead.
-    """
+    """Return the learning rate at a time, in epochs from 0: a linear warmup, then a cosine to 0, or --milestones."""
     peak = args.lr * args.batch_size / 256
     warmup = min(args.warmup, args.epochs / 4)
     if epoch < warmup:
@@ -701,9 +689,8 @@ def convert_split_batchnorm(module, groups):
 #    (.05, .3), and all ordered pairs. Inference, as it is not given: the mean of the 12 terms, --local-size, and a
 #    queue of global crops' keys.
 # Differences in rounding, indices and precision are listed in tests/golden/README.md.
-# Inference: we could read only the supplement of this paper. L_gg, L_lg, L_ll, Eq. 6, Eq. 9 and Algorithm 1 are from
-# the main text, as other papers quote it. On MoCo, this file follows the released code. There is no released code for
-# SimSiam, so all of that form is inference, and so is lambda on MoCo. The repository erceguder/LoGo is unofficial.
+# Inference: L_gg, L_lg, L_ll, Eq. 6, Eq. 9 and Algorithm 1 are from the main text, as other papers quote it. There is
+# no released code for SimSiam. lambda on MoCo is inferred, too. The repository erceguder/LoGo is unofficial.
 # Caution: in the released code and here, the affinity sees pairs of one image and pairs of two images in separate
 # batches, and only the former have noise. So it can tell them apart by batch statistics or noise, without comparing the
 # local crops. In our runs it ranks all pairs correctly in such batches, but only 60 % of them (SimSiam: 62 %) in a

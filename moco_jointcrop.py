@@ -38,7 +38,7 @@ from timm.optim import Lars, param_groups_weight_decay
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import get_ema_multi_avg_fn
-from torch.utils.data import DataLoader, Dataset, DistributedSampler
+from torch.utils.data import DataLoader, DistributedSampler
 from torchvision.transforms import v2
 
 import common
@@ -137,13 +137,14 @@ RECIPES = dict(  # what differs from MoCo v2's values for ImageNet
     folder=dict(queue=None, bn_groups=2, momentum=0.99),  # not in the paper; None: a tenth of the images
 )
 V1 = dict(temperature=0.07, milestones=[0.6, 0.8])  # ContrastiveCrop's for ImageNet (App. G; D8)
+V1_IMAGENET = dict(V1, epochs=100)
 V1_CIFAR = dict(temperature=0.1, warmup=0.0)  # MoCo's demo, with a cosine
 V3 = dict(  # the released code's and MoCo v3's for 100 epochs (for 300: --lr 0.3)
-    lr=0.6, warmup=10.0, weight_decay=1e-6, momentum=[0.99, 1.0], temperature=1.0, dim=256,
-    blur_p=[1.0, 0.1],
+    lr=0.6, warmup=10.0, weight_decay=1e-6, momentum=[0.99, 1.0], temperature=1.0, dim=256, blur_p=[1.0, 0.1],
 )
-V3_CIFAR = dict(batch_size=512, hidden=2048, blur_p=0.0)  # not in the paper, as the next
-V3_PATTERNS = dict(lr=1.2, warmup=1.0, momentum=[0.98, 1.0], hidden=512)
+V3_IMAGENET = dict(V3, epochs=100, batch_size=4096)
+V3_CIFAR = dict(V3, batch_size=512, hidden=2048, blur_p=0.0)  # not in the paper, as the next
+V3_PATTERNS = dict(V3, lr=1.2, warmup=1.0, momentum=[0.98, 1.0], hidden=512)
 # fmt: on
 
 
@@ -151,20 +152,12 @@ def recipe(args):
     """Return the defaults, {name: value}, for args.dataset, args.variant, args.moco and args.arch."""
     values = dict(RECIPES[args.dataset], moco="v3" if args.variant == "released" else "v2")
     moco = args.moco or values["moco"]
-    small_images = args.dataset in ("cifar10", "cifar100", "stl10")
-    large_images = args.dataset in ("imagenet100", "imagenet", "folder")
-    if moco == "v1":
-        values |= V1_CIFAR if small_images else V1
-        if large_images:
-            values["epochs"] = 100
-    if moco == "v3":
-        values |= V3
-        if large_images:
-            values |= dict(epochs=100, batch_size=4096)
-        elif small_images:
-            values |= V3_CIFAR
-        else:
-            values |= V3_PATTERNS
+    if args.dataset == "patterns":
+        values |= dict(v1=V1, v2={}, v3=V3_PATTERNS)[moco]
+    elif args.dataset in ("cifar10", "cifar100", "stl10"):
+        values |= dict(v1=V1_CIFAR, v2={}, v3=V3_CIFAR)[moco]
+    else:
+        values |= dict(v1=V1_IMAGENET, v2={}, v3=V3_IMAGENET)[moco]
     if args.dataset == "folder" and args.arch in ("resnet_micro", "resnet_mini"):
         values["batch_size"] = 64  # not in the paper, because there may be few images
     return values
@@ -180,9 +173,8 @@ def joint_from_uniform(u, v, low, high, beta, offset=0.0):
     normal with standard deviation s_b / beta, and truncated there. If beta < 0, a value x > 0 of the normal for -beta
     becomes s_b - x, and x < 0 becomes -s_b - x. Given the ratio, a is uniform where a and b are in range.
 
-    u, v: two uniform draws from [0, 1). u sets the ratio, and v sets a. low > 0. beta: any number, or None for two
-    independent uniform values (RandomCrop, Eq. 4-10). offset: 0.1 in the released code (D1).
-    Raises ValueError unless 0 < low <= high.
+    u, v: uniform draws from [0, 1), of the ratio and of a. beta: any number, or None for two independent uniform values
+    (RandomCrop, Eq. 4-10). offset: 0.1 in the released code (D1). Raises ValueError unless 0 < low <= high.
     """
     if not 0 < low <= high:
         raise ValueError(f"joint_from_uniform takes 0 < low <= high, not low {low} and high {high}")
@@ -191,9 +183,7 @@ def joint_from_uniform(u, v, low, high, beta, offset=0.0):
     s_b = math.log(high / low - offset)  # line 1
     if abs(beta) < 1e-6:
         log_ratio = s_b * (2 * u - 1)  # line 5, and the limit of both other cases
-    else:
-        # Lines 3 and 7: a normal of standard deviation s_b / |beta|, truncated at |beta| standard deviations, by its
-        # inverse cumulative distribution function
+    else:  # lines 3 and 7: a normal, truncated at |beta| standard deviations, by its inverse distribution function
         tail = math.erfc(abs(beta) / math.sqrt(2)) / 2
         normal = NormalDist().inv_cdf(max(tail + u * (1 - 2 * tail), 1e-300))
         log_ratio = min(max(normal * s_b / abs(beta), -s_b), s_b)
@@ -236,11 +226,10 @@ def info_nce(q, k, queue, temperature):
 
     q, k: (N, C), L2-normalized. queue: (K, C), the negatives. temperature: tau > 0.
     Gradients reach q, and also k and queue unless these are detached. float16 and bfloat16 are converted to float32;
-    call it outside autocast, which would undo that. Raises ValueError if the shapes do not fit.
+    call it outside autocast, which would undo that. Raises ValueError if q and k differ in shape.
     """
-    if q.dim() != 2 or k.shape != q.shape or queue.shape[1:] != q.shape[1:]:
-        shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, queue {tuple(queue.shape)}"
-        raise ValueError(f"info_nce takes q (N, C), k (N, C) and queue (K, C), not {shapes}")
+    if k.shape != q.shape:
+        raise ValueError(f"info_nce takes q and k of one shape (N, C), not {tuple(q.shape)} and {tuple(k.shape)}")
     q, k, queue = (x.to(torch.promote_types(x.dtype, torch.float32)) for x in (q, k, queue))
     positive = (q * k).sum(1, keepdim=True)
     logits = torch.cat([positive, q @ queue.T], dim=1) / temperature
@@ -256,11 +245,8 @@ def contrast(q, k, temperature, first):
     q: (n, C), this process's queries. k: (N, C), the keys of all processes. Key first + i is the positive of query i,
     and the other keys are its negatives. temperature: tau > 0. Both are L2-normalized here.
     Gradients reach q, and also k unless it is detached. float16 and bfloat16 are converted to float32; call it outside
-    autocast, which would undo that. Raises ValueError if the shapes do not fit.
+    autocast, which would undo that.
     """
-    if q.dim() != 2 or k.dim() != 2 or q.shape[1] != k.shape[1] or not 0 <= first <= len(k) - len(q):
-        shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)} and first {first}"
-        raise ValueError(f"contrast takes q (n, C), k (N, C) and first from 0 to N - n, not {shapes}")
     q, k = (x.to(torch.promote_types(x.dtype, torch.float32)) for x in (q, k))
     logits = F.normalize(q, dim=1) @ F.normalize(k, dim=1).T / temperature
     return 2 * temperature * F.cross_entropy(logits, first + torch.arange(len(q), device=q.device))
@@ -324,7 +310,7 @@ class JointCrop(v2.RandomResizedCrop):
         return v2.functional.resized_crop(image, *box, self.size, self.interpolation, self.antialias)
 
 
-class JointViews(Dataset):
+class JointViews(common.Views):
     """Crops of each image: items ([uint8 (3, S, S), ...], whether the blurs are joint).
 
     The crops are the query view, the key view and local crops. images: a dataset with items (PIL image, label). crop,
@@ -333,23 +319,20 @@ class JointViews(Dataset):
     """
 
     def __init__(self, images, crop, local_crop, local_crops=0, joint="crop", pair="global", probability=0.5):
-        self.images, self.crop, self.local_crop, self.local_crops = images, crop, local_crop, local_crops
-        self.joint, self.pair, self.probability = joint, pair, probability
-
-    def __len__(self):
-        return len(self.images)
+        super().__init__(images, [crop, local_crop])
+        self.local_crops, self.joint, self.pair, self.probability = local_crops, joint, pair, probability
 
     def __getitem__(self, index):
-        image, _ = self.images[index]
-        image = common.to_rgb(image)
+        image = common.to_rgb(self.images[index][0])
+        crop, local_crop = self.transforms
         joint_crop, joint_blur = self.joint in ("crop", "both"), self.joint in ("blur", "both")
         if self.joint == "either":  # App. F
             joint_crop = torch.rand(()).item() < self.probability
             joint_blur = not joint_crop
-        crops = self.crop(image, joint=joint_crop and self.pair != "local")  # App. D
+        crops = crop(image, joint=joint_crop and self.pair != "local")  # App. D
         for _ in range(0, self.local_crops, 2):  # local crops 1 and 2, 3 and 4, ...
-            crops += self.local_crop(image, joint=joint_crop and self.pair != "global")
-        return [common.to_tensor(crop) for crop in crops[: 2 + self.local_crops]], joint_blur
+            crops += local_crop(image, joint=joint_crop and self.pair != "global")
+        return [common.to_tensor(x) for x in crops[: 2 + self.local_crops]], joint_blur
 
 
 def draw_sigmas(args, joint_blur):
@@ -370,10 +353,7 @@ def draw_sigmas(args, joint_blur):
 
 
 def augment(x, args, view, sigma):
-    """Flip and color crops as MoCo v2 or v3 does: uint8 (n, 3, S, S) -> normalized float (n, 3, S, S).
-
-    view: index of the view; v3 solarizes view 1. sigma: (n,) from `draw_sigmas`; images whose sigma is 0 stay sharp.
-    """
+    """Flip and color crops as MoCo v2 or v3 does: uint8 -> normalized float (n, 3, S, S). sigma: see `draw_sigmas`."""
     v3 = args.moco == "v3"
     x = common.horizontal_flip(x / 255, p=0.5)
     x = common.color_jitter(x, 0.4, 0.4, 0.2 if v3 else 0.4, 0.1, p=0.8)
@@ -506,10 +486,7 @@ def cosine(start, end, done):
 
 
 def learning_rate(args, epoch):
-    """Return the learning rate at a time, in epochs from 0: a linear warmup from 0, then a cosine down to --min-lr.
-
-    With --milestones, as in MoCo v1, it falls to a tenth at each of them instead (D8).
-    """
+    """Return the learning rate at a time, in epochs from 0: a linear warmup, then a cosine, or --milestones (D8)."""
     peak, last = (lr * args.batch_size / 256 for lr in (args.lr, args.min_lr))
     warmup = min(args.warmup, args.epochs / 4)
     if epoch < warmup:

@@ -191,16 +191,14 @@ def patch_mix(images, num_mix, patch_size, permutation=None):
     num_patches = rows * columns  # T, Eq. 1
     if not 1 <= num_mix <= num_patches:
         raise ValueError(f"patch_mix takes num_mix from 1 to the number of patches, {num_patches}, not {num_mix}")
-    # k, Eq. 2: Algorithm 1, line 2
-    permutation = torch.randperm(num_patches) if permutation is None else permutation.cpu()
+    permutation = torch.randperm(num_patches) if permutation is None else permutation.cpu()  # line 2: k, Eq. 2
     # The pixels need not be shuffled and put back. It is enough to know the group of the patch at each position.
     group_size = num_patches // num_mix  # S
     # Line 3, Eq. 3: the j-th shuffled patch is in group j // S. Remaining patches join group 0, the image's own.
     group_of_shuffled = torch.arange(num_patches) // group_size
     group_of_shuffled[group_size * num_mix :] = 0
     # Line 7, Eq. 5 and 7: by r = argsort(k) the patches return to their positions, and so do their groups.
-    group_of_patch = group_of_shuffled[permutation.argsort()].view(rows, columns)
-    group_of_patch = group_of_patch.to(images.device, non_blocking=True)
+    group_of_patch = group_of_shuffled[permutation.argsort()].view(rows, columns).to(images.device, non_blocking=True)
     group_of_pixel = group_of_patch.repeat_interleave(patch_size, 0).repeat_interleave(patch_size, 1)
     mixed = images
     # Lines 4 to 6, Eq. 4 and 6: group m of row i is of image (i + m) mod N, in row i of the batch rolled by -m.
@@ -209,20 +207,20 @@ def patch_mix(images, num_mix, patch_size, permutation=None):
     return mixed
 
 
-def mix_targets(n, num_mix, first=0):
+def mix_targets(n, num_mix):
     """Return the positives of mixed images: their sources, and the mixed images that share some of them (Eq. 10-12).
 
-    n: the number of images that are mixed with each other, N. num_mix: M. first: the row of their first key among all
-    keys: rank * N if each process mixes its own N images and the keys of all processes are gathered.
+    n: the number of images that are mixed with each other, N. num_mix: M.
     Returns (mto_index (n, M) int64, mto_weight (M,), mtm_index (n, 2M-1) int64, mtm_weight (2M-1,)). The indices are
-    rows of keys, from `first` on, and wrap around modulo n. mto_weight is 1/M each. mtm_weight is 1/M, 2/M, ..., 1,
-    ..., 2/M, 1/M, which sum to M. With fewer than 2M - 1 images a positive can occur twice; its weights then add up.
+    rows of these images' keys, modulo n. Add rank * n to them if the keys of all processes are gathered. mto_weight is
+    1/M each. mtm_weight is 1/M, 2/M, ..., 1, ..., 2/M, 1/M, which sum to M. With fewer than 2M - 1 images a positive
+    can occur twice; its weights then add up.
     """
     i = torch.arange(n)[:, None]
-    mto_index = first + (i + torch.arange(num_mix)) % n  # Eq. 10
+    mto_index = (i + torch.arange(num_mix)) % n  # Eq. 10
     mto_weight = torch.full((num_mix,), 1 / num_mix)  # the 1/M of Eq. 13
     offset = torch.arange(2 * num_mix - 1) - (num_mix - 1)
-    mtm_index = first + (i + offset) % n  # Eq. 11
+    mtm_index = (i + offset) % n  # Eq. 11
     mtm_weight = 1 - offset.abs() / num_mix  # Eq. 12, where |M - j - 1| is |offset|
     return mto_index, mto_weight, mtm_index, mtm_weight
 
@@ -256,11 +254,8 @@ def soft_info_nce(q, k, index, weight, temperature, smoothing=0.0):
 
 
 def augment(x, args, view):
-    """Flip and color crops (Table 10): uint8 (n, 3, S, S) -> normalized float (n, 3, S, S).
-
-    view: 0 for the paper's view 1, T_1; 1 for its view 2, T_2; 2 or more for local crops (D6).
-    """
-    blur_p = [args.blur_p[0], args.blur_p[-1]][view] if view < 2 else 0.5
+    """Flip and color crops as in Table 10: uint8 -> normalized float (n, 3, S, S). view: 0 and 1, then local crops."""
+    blur_p = [args.blur_p[0], args.blur_p[-1]][view] if view < 2 else 0.5  # of T_1, T_2, local crops (D6)
     x = common.horizontal_flip(x / 255, p=0.5)
     x = common.color_jitter(x, 0.4, 0.4, 0.2, 0.1, p=0.8)
     x = common.grayscale(x, p=0.2)
@@ -283,12 +278,12 @@ def batch_targets(n, num_mix, slices, first=0):
 
     first: the row of their first key among the keys of all processes.
     """
-    parts = [mix_targets(n // slices, num_mix, row) for row in range(first, first + n, n // slices)]
-    mto_index, mto_weight, mtm_index, mtm_weight = zip(*parts, strict=True)
+    mto_index, mto_weight, mtm_index, mtm_weight = mix_targets(n // slices, num_mix)
+    first_rows = torch.arange(first, first + n, n // slices)[:, None, None]  # of each slice
     return dict(
         oto=(first + torch.arange(n)[:, None], torch.ones(1)),
-        mto=(torch.cat(mto_index), mto_weight[0]),
-        mtm=(torch.cat(mtm_index), mtm_weight[0]),
+        mto=((first_rows + mto_index).flatten(0, 1), mto_weight),
+        mtm=((first_rows + mtm_index).flatten(0, 1), mtm_weight),
     )
 
 

@@ -203,7 +203,7 @@ def test_resume_from_a_checkpoint_that_does_not_fit(method, begun, tmp_path, cap
         torch.save(saved, tmp_path / "last.pt")
         line = refused(capsys, run, method, tmp_path / "new", *more, *flags)
         assert str(tmp_path / "last.pt") in line and len(line) < 600
-    assert "is not the last.pt of a run" in line
+    assert "is not the last.pt of a run of" in line
     torch.save(state, tmp_path / "last.pt")
     run(method, tmp_path / "new", *more)
     assert epochs_of(tmp_path / "new") == 3

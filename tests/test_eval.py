@@ -1,6 +1,5 @@
 """eval_knn.py and eval_linear.py end to end on a tiny dataset, and the linear probe against a plain loop."""
 
-import functools
 import math
 import random
 import shutil
@@ -103,16 +102,12 @@ def test_one_label_per_class(places, capsys):
 def test_two_processes_evaluate_as_one(places, tmp_path):
     said, dumps = [], [tmp_path / name for name in "12"]
     for world, dump in enumerate(dumps, start=1):
-        knn = "eval_knn", [places["VIT"], "--device", "cpu", "--k", 3, "--dump", dump]
-        linear = "eval_linear", [places["VIT"], "--device", "cpu", "--epochs", 3]
-        first, second = (succeed(tmp_path / "log", play, [words] * world)[0] for words in (knn, linear))
-        said.append([line for line in (first + second).splitlines() if " %" in line])
+        words = [("eval_knn", "--k", 3), ("eval_knn", "--dump", dump), ("eval_linear", "--epochs", 3)]
+        each = [(script, [places["VIT"], "--device", "cpu", *flags]) for script, *flags in words]
+        lines = [succeed(tmp_path / "log", play, [call] * world)[0].splitlines() for call in each]
+        said.append([line for line in sum(lines, []) if " %" in line])
     assert said[0] == said[1] and len(said[0]) == 6
     np.testing.assert_allclose(*(np.load(dump)["train_features"] for dump in dumps), rtol=1e-4, atol=1e-5)
-
-
-def random_states():
-    return torch.get_rng_state(), np.random.get_state()[1], random.getstate()[1]
 
 
 @pytest.mark.parametrize("flags", ["", "--solver lbfgs --strengths 1", "--finetune --epochs 1 --batch-size 12 --out"])
@@ -121,15 +116,15 @@ def test_an_evaluation_leaves_the_caller_as_it_was(flags, places, tmp_path):
     own = dict(train=ImageFolder(places["DATA"] / "train"), test=pictures(places["DATA"] / "val"))
     flags = flags.split()
     torch.manual_seed(1), np.random.seed(2), random.seed(3)
-    before = random_states()
+    before = torch.get_rng_state(), np.random.get_state()[1], random.getstate()[1]
     with torch.inference_mode():
         assert run(eval_linear, places["VIT"], *flags, *[tmp_path / "run"] * ("--out" in flags), **own)["encoder"]
         assert torch.is_inference_mode_enabled()
     own["train"].samples[5] = (str(tmp_path / "none.png"), 0)
     with pytest.raises(OSError, match="none.png"):
         run(eval_linear, places["VIT"], *flags, *[tmp_path / "other"] * ("--out" in flags), **own)
-    for one, two in zip(before, random_states(), strict=True):
-        assert np.array_equal(one, two)
+    after = torch.get_rng_state(), np.random.get_state()[1], random.getstate()[1]
+    assert all(map(np.array_equal, before, after))
 
 
 @pytest.mark.parametrize("script, flags", [(eval_knn, ["--k", 3]), (eval_linear, ["--epochs", 2])])
@@ -181,9 +176,9 @@ def test_the_dump_has_all_images_of_which_those_without_labels_do_not_vote(place
     own = dict(train=ImageFolder(places["DATA"] / "train"), test=pictures(places["DATA"] / "val"))
     for images in own.values():
         images.targets[1::3] = [-1] * len(images.targets[1::3])
-    found = run(eval_knn, places["VIT"], "--k", 3, 99, "--dump", path, **own)
+    assert run(eval_knn, places["VIT"], "--dump", path, **own) == {}
     labeled = {part: common.with_labels(images) for part, images in own.items()}
-    assert found == run(eval_knn, places["VIT"], "--k", 3, 99, **labeled)
+    assert run(eval_knn, places["VIT"], "--k", 3, **own) == run(eval_knn, places["VIT"], "--k", 3, **labeled)
     data = dict(np.load(path, allow_pickle=False))
     names = {f"{part}_{what}" for part in own for what in ("features", "labels")}
     assert set(data) == names | {"train_paths", "classes", "protocol"} and data["classes"].tolist() == list(CLASSES)
@@ -217,30 +212,24 @@ def test_the_probe_is_sgd_by_autograd(epochs=7, lr=0.25):
     found = seeded(eval_linear.linear_probe, train_x, train_y, test_x, 3, [lr], epochs, batch_size=16)
     a, b = ((x - train_x.mean(0)) / train_x.std(0, correction=0) for x in (train_x, test_x))
 
-    def fit(rows):
-        layer = torch.nn.Linear(6, 3, dtype=torch.float64)
-        torch.nn.init.zeros_(layer.weight), torch.nn.init.zeros_(layer.bias)
-        optimizer = torch.optim.SGD(layer.parameters(), lr, momentum=0.9)
+    def fit(rows, x):
+        weight, bias = (torch.zeros(*size, dtype=torch.float64, requires_grad=True) for size in ((3, 6), (3,)))
+        optimizer = torch.optim.SGD([weight, bias], momentum=0.9)
         for epoch in range(epochs):
-            batches = rows[order(len(rows))].split(16)
+            batches = rows[torch.randperm(len(rows))].split(16)
             for i, batch in enumerate(batches):
-                optimizer.param_groups[0]["lr"] = (
-                    lr * 0.5 * (1 + math.cos(math.pi * (epoch + i / len(batches)) / epochs))
-                )
+                cosine = (1 + math.cos(math.pi * (epoch + i / len(batches)) / epochs)) / 2
+                optimizer.param_groups[0]["lr"] = lr * cosine
                 optimizer.zero_grad()
-                F.cross_entropy(layer(a[batch]), train_y[batch]).backward()
+                F.cross_entropy(F.linear(a[batch], weight, bias), train_y[batch]).backward()
                 optimizer.step()
-        return layer
+        return F.linear(x, weight, bias).detach()
 
     folds, right, total = seeded(eval_linear.hold_out, train_y, 0.1), 0, 0
-    draws = torch.Generator().manual_seed(0)
-    draws.set_state(torch.get_rng_state())  # a layer's initialization draws, too
-    order = functools.partial(torch.randperm, generator=draws)
     for rest, check in folds:
-        right += (fit(rest)(a[check]).argmax(1) == train_y[check]).sum().item()
+        right += (fit(rest, a[check]).argmax(1) == train_y[check]).sum().item()
         total += len(check)
-    layer = fit(torch.cat([check, rest]))
-    torch.testing.assert_close(found["logits"], layer(b).detach(), rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(found["logits"], fit(torch.cat([check, rest]), b), rtol=1e-9, atol=1e-9)
     assert len(folds) == 10 and total == 47 and found["held_out"] == {lr: pytest.approx(100 * right / total)}
 
 

@@ -131,7 +131,7 @@ def test_a_layout_of_class_folders_is_read_whatever_the_name(tmp_path, test_name
     both = common.load_dataset(name, root, unlabeled=True)
     assert both.targets.tolist() == [0, 0, 1, 1, 1, -1, -1, -1, -1] and both.classes == ["a", "b"]
     assert common.with_labels(both).samples == train.samples == both.samples[:5] and common.with_labels(train) is train
-    assert os.path.relpath(both.path(8), root) == "unlabeled/x/y/3.png"
+    assert os.path.relpath(both.samples[8][0], root) == "unlabeled/x/y/3.png"
     assert len(common.load_dataset(name, root, False, unlabeled=True)) == 3
 
 
@@ -221,9 +221,9 @@ INFO |= dict(encoder="query", arch="a", method="m")
 LAYOUTS = [  # --dataset, folders with two images each, folders without, links, what the message names
     ("folder", "train train/a train/b", "", "", "train/0.png in DIR"),  # images beside classes
     ("folder", "train/a train/b", "train/c", "", "without images in DIR/train: c"),
-    ("folder", "train/a train/b", "val/a", "", "without images in DIR/val: a"),
+    ("folder", "train/a train/b", "val/a", "", "no images in DIR/val"),
     ("folder", "", "train", "", "no images in DIR/train"),
-    ("folder", "", "x", "", "DIR has no images"),
+    ("folder", "", "x", "", "no images in DIR"),
     ("imagenet", "a b", "", "", "train/"),
     ("folder", "training/a val/a", "", "", "training, val/"),
     ("folder", "Train/a Val/a", "", "", "Train, Val/"),

@@ -79,10 +79,10 @@ def test_soft_info_nce_eq_13_to_15(term, n, num_mix, keys, temperature):
     """keys: how many the other processes have."""
     g = torch.Generator().manual_seed(0)
     q, k = (torch.randn(rows, 5, dtype=torch.float64, generator=g, requires_grad=True) for rows in (n, n + keys))
-    mto, mto_weight, mtm, mtm_weight = patchmix.mix_targets(n, num_mix, keys // 2)
-    own = keys // 2 + torch.arange(n)[:, None]
+    mto, mto_weight, mtm, mtm_weight = patchmix.mix_targets(n, num_mix)
+    own = torch.arange(n)[:, None]
     index, weight = dict(oto=(own, torch.ones(1)), mto=(mto, mto_weight), mtm=(mtm, mtm_weight))[term]
-    weight = weight.double()
+    index, weight = keys // 2 + index, weight.double()
     ours = patchmix.soft_info_nce(q, k, index, weight, temperature)
     theirs = nce_by_loops(q, k, index, weight, temperature)
     torch.testing.assert_close(ours, theirs)

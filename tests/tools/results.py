@@ -179,10 +179,10 @@ def baselines(args):
         info = common.backbone_info(arch, 32, 4, norm="cifar10")
         encoder = torch.nn.Flatten() if name == "raw pixels" else common.build_backbone(info)
         x, test_x = (common.extract_features(encoder, part, info, CPU) for part in (train, test))
-        scored = common.knn_top1(x, train_y, test_x, test_y, (20,), 0.07, 10)
+        (nearest,) = common.knn_predict(x, train_y, test_x, (20,), 0.07, 10)
         linear = eval_linear.linear_probe(x, train_y, test_x, 10)["logits"].argmax(1)
-        scored["linear_top1"] = 100 * (linear == test_y).double().mean().item()
-        found[name] = {measure: round(value, 4) for measure, value in scored.items()}
+        predicted = dict(knn20_top1=nearest, linear_top1=linear)
+        found[name] = {k: round(100 * (y == test_y).double().mean().item(), 4) for k, y in predicted.items()}
         print(f"{name}: {found[name]}", flush=True)
     keep("baselines", found)
 
@@ -408,9 +408,9 @@ def main():
     add = parser.add_argument_group("gpu").add_argument
     add("--archive", metavar="FILE", help="CIFAR-10's JPEG files, in a tar archive")
     add("--minutes", type=float, default=9, metavar="N", help="then what still runs is ended")
-    add("--at-once", type=int, default=2, metavar="N", help="trainings that share the GPU")
-    add("--workers", type=int, default=6, metavar="N", help="processes that load, of each training")
-    add("--flags", default="--epochs 200 --knn-every 50", metavar="TEXT", help="of each training")
+    add("--at-once", type=int, default=4, metavar="N", help="trainings that share the GPU")
+    add("--workers", type=int, default=4, metavar="N", help="processes that load, of each training")
+    add("--flags", default="--epochs 40 --knn-every 20", metavar="TEXT", help="of each training")
     add("--speed-seconds", type=float, default=200, metavar="N", help="then a step that is not timed yet is given up")
     add("--checks", nargs="+", default=[*gpu_list.CHECKS], metavar="NAME", help="the sections of gpu_check.py")
     add("--out", metavar="DIR", help="for its JSON files; if not given, tests/results/gpu")
