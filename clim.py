@@ -73,12 +73,7 @@ def parse_args(argv=None):
     add("--image-size", type=common.positive_int, nargs="+", help="view sizes in pixels (Table 7)")
     add("--patch-size", type=common.positive_int, default=16, help="patch size of a ViT, in pixels")
     add("--dim", type=common.positive_int, default=128, help="embedding dimension")
-    add(
-        "--bn-groups",
-        type=common.positive_int,
-        default=16,
-        help="batch-norm groups per global batch, as on that many GPUs",
-    )
+    add("--bn-groups", type=common.positive_int, default=16, help="batch-norm groups per global batch, as on N GPUs")
     add("--momentum", type=common.fraction, nargs="+", default=[0.999], help="EMA momentum; two values: initial, final")
 
     add = parser.add_argument_group("schedule").add_argument

@@ -77,12 +77,7 @@ def parse_args(argv=None):
     add("--dim", type=common.positive_int, default=128, help="embedding dimension")
     add("--layers", type=common.positive_int, default=3, help="SimSiam: layers of the projector")  # inference (D12)
     add("--hidden", type=common.positive_int, default=512, help="SimSiam: hidden size of predictor")  # erceguder/LoGo's
-    add(
-        "--bn-groups",
-        type=common.positive_int,
-        default=8,
-        help="batch-norm groups per global batch, as on that many GPUs",
-    )
+    add("--bn-groups", type=common.positive_int, default=8, help="batch-norm groups per global batch, as on N GPUs")
     add("--momentum", type=common.fraction, nargs="+", default=[0.999], help="EMA momentum; two values: initial, final")
 
     add = parser.add_argument_group("schedule").add_argument

@@ -66,12 +66,7 @@ def parse_args(argv=None):
     add("--patch-size", type=common.positive_int, default=16, help="patch size of a ViT, in pixels")
     add("--dim", type=common.positive_int, default=128, help="embedding dimension")
     add("--hidden", type=common.positive_int, default=4096, help="hidden size of projector and predictor (v3)")
-    add(
-        "--bn-groups",
-        type=common.positive_int,
-        default=8,
-        help="batch-norm groups per global batch, as on that many GPUs",
-    )
+    add("--bn-groups", type=common.positive_int, default=8, help="batch-norm groups per global batch, as on N GPUs")
     add("--momentum", type=common.fraction, nargs="+", default=[0.999], help="EMA momentum; two values: initial, final")
 
     add = parser.add_argument_group("schedule").add_argument

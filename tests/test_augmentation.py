@@ -99,15 +99,6 @@ def test_blur_is_torchvisions_by_each_images_sigma(shape):
     torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-6)
     torch.testing.assert_close(common.gaussian_blur(x.float(), sigma, p), theirs.float(), rtol=0, atol=2e-6)
     assert torch.equal(ours[p == 0], x[p == 0])
-    for i in range(9):  # alone: nearly as in the batch, whose largest sigma cuts it off
-        assert_close(common.gaussian_blur(x[i : i + 1], sigma[i : i + 1], p[i : i + 1]), ours[i : i + 1], 0.03)
-
-
-def test_normalize_is_torchvisions():
-    x, mean, std = noise(3), (0.1, 0.5, 0.7), (0.2, 0.3, 0.5)
-    before = x.clone()
-    torch.testing.assert_close(common.normalize(x, mean, std), TF.normalize(x, mean, std))
-    assert torch.equal(x, before)
 
 
 # ---------------------------------------------------------------------- draws
@@ -130,8 +121,6 @@ def test_an_image_is_drawn_with_probability_p(name):
     both = torch.stack(shares[0.5]).double()
     assert abs(torch.corrcoef(both)[0, 1]) < 4 / math.sqrt(n)
     assert abs(torch.corrcoef(torch.stack([both[0, 1:], both[0, :-1]]))[0, 1]) < 4 / math.sqrt(n)  # of neighbors
-    for p in (0.0, 1.0):  # a batch of one
-        assert torch.equal(operation(x[:1], p), x[:1]) == (p == 0)
 
 
 def test_factors_of_a_jitter_are_uniform_and_independent(monkeypatch):
@@ -139,11 +128,10 @@ def test_factors_of_a_jitter_are_uniform_and_independent(monkeypatch):
     torch.manual_seed(0)
     common.color_jitter(noise(4000, 2, 2), 0.4, 0.3, 1.5, 0.1, p=0.8)
     ranges = dict(brightness=(0.6, 1.4), contrast=(0.7, 1.3), saturation=(0, 2.5), hue=(-0.1, 0.1))
-    factors = {name: values.double().numpy() for name, values in made}
-    for name, (low, high) in ranges.items():
-        assert low <= factors[name].min() and factors[name].max() <= high
-        assert ks((factors[name] - low) / (high - low)) < 2
-    assert abs(np.corrcoef([*factors.values()]) - np.eye(4)).max() < 4.5 / 3000**0.5
+    for name, factors in made:
+        low, high = ranges[name]
+        assert low <= factors.min() and factors.max() <= high and ks((factors.numpy() - low) / (high - low)) < 2
+    assert abs(torch.corrcoef(torch.stack([factors for _, factors in made])) - torch.eye(4)).max() < 4.5 / 3000**0.5
 
 
 def test_all_orders_of_a_jitter_are_equally_likely(monkeypatch):
@@ -152,8 +140,8 @@ def test_all_orders_of_a_jitter_are_equally_likely(monkeypatch):
     for _ in range(n):
         common.color_jitter(torch.zeros(1, 3, 1, 1), 0.4, 0.4, 0.4, 0.1)
     orders = [tuple(name for name, _ in made[i : i + 4]) for i in range(0, 4 * n, 4)]
-    counts = [orders.count(order) for order in itertools.permutations(ADJUST)]
-    assert sum(counts) == n and np.abs(np.array(counts) - n / 24).max() < 5 * (n / 24) ** 0.5
+    counts = np.array([orders.count(order) for order in itertools.permutations(ADJUST)])
+    assert counts.sum() == n and abs(counts - n / 24).max() < 5 * (n / 24) ** 0.5
 
 
 def test_sigmas_of_a_blur_are_uniform():
@@ -239,10 +227,10 @@ def test_augment_is_a_composition_of_torchvisions_functions(line, view, jitter, 
     assert given.get("solarize", dict(p=0))["p"] == solarize_p
 
 
-@pytest.mark.parametrize(
-    "method, expected",
-    dict(jcl=[0.25, 0.75, 0.75], clim=[0.75, 0.25, 0.25], logo=[0.25, 0.75, 0.25], patchmix=[0.25, 0.75, 0.5]).items(),
-)
+BLURS = dict(jcl=[0.25, 0.75, 0.75], clim=[0.75, 0.25, 0.25], logo=[0.25, 0.75, 0.25], patchmix=[0.25, 0.75, 0.5])
+
+
+@pytest.mark.parametrize("method, expected", BLURS.items())
 def test_two_probabilities_of_blur(method, module, expected, monkeypatch):
     """The first is the query's or view 1's, and in three files that of local crops. CLIM's first view is the key's."""
     x, found = (noise(2, 8, 8) * 256).byte(), []

@@ -71,8 +71,7 @@ def test_ended_at_each_moment_in_turn(straight, tmp_path):
             break
         assert status == 130 and epochs_of(tmp_path) in (None, 1, 2, 3), said
         (tmp_path / "last.pt.elsewhere.1.tmp").write_bytes(b"half")
-    assert number > 15  # all moments of the first save, at least
-    assert not list(tmp_path.glob("*.tmp"))
+    assert number > 15 and not list(tmp_path.glob("*.tmp"))  # all moments of the first save, at least
     assert_same_run(straight(), tmp_path, [r["epoch"] for r in records(tmp_path) if "knn20_top1" not in r])
 
 
@@ -154,14 +153,13 @@ def test_each_bit_of_a_checkpoint_matters_or_is_found(tmp_path):
     assert found > 300  # the rest is padding, and dates of files
 
 
-@pytest.mark.parametrize("flag", ["--lr", "--epochs", "--seed"])
-def test_another_configuration(begun, capsys, flag):
+def test_another_configuration(begun, capsys):
     """The message has what differs, and --resume. Passing --resume with the same --out does not get around it."""
-    out, name = begun("jcl"), flag.strip("-")
+    out = begun("jcl")
     before = contents(out)
     for more in ([], ["--resume", out / "last.pt"]):
-        line = refused(capsys, run, "jcl", out, flag, 24, *more)
-        assert f"{name} was" in line and ", is 24" in line and "--resume" in line and contents(out) == before
+        line = refused(capsys, run, "jcl", out, "--epochs", 24, *more)
+        assert "epochs was 2, is 24" in line and "--resume" in line and contents(out) == before
 
 
 def test_resume_begins_another_folder(straight, tmp_path):

@@ -3,6 +3,7 @@
 import errno
 import io
 import itertools
+import math
 import os
 import shutil
 import sys
@@ -12,7 +13,7 @@ import pytest
 import tiny
 import torch
 from conftest import JCL_AT_ONCE
-from tiny import FLAGS, STEPS, assert_same_run, contents, epochs_of, load, processes, records, refused, run, unequal
+from tiny import FLAGS, assert_same_run, contents, epochs_of, load, processes, records, refused, run, unequal
 
 import common
 import jcl
@@ -59,39 +60,36 @@ def test_a_write_that_fails_is_one_line_and_costs_an_epoch(copies, monkeypatch, 
 @pytest.mark.parametrize("method", JCL_AT_ONCE)
 def test_what_is_not_finite_is_never_saved(copies, monkeypatch, method, what, message):
     """The last epoch that was saved stays: the loss is infinite, or one number after the epoch's last loss."""
-    (out, whole), open_run, update, states = copies(method), common.open_run, common.Meter.update, []
+    (out, whole), update, save_run = copies(method), common.Meter.update, common.save_run
     before = contents(out)
 
-    def opened(*args):
-        states.append(next(x for x in args if isinstance(x, dict) and "optimizer" in x))
-        return open_run(*args)
+    def infinite(meter, metrics):
+        update(meter, metrics | dict(loss=torch.tensor(math.inf)))
 
-    def spoil(meter, metrics):
-        update(meter, metrics)
-        if meter.count == (1 if what == "loss" else STEPS):
-            optimizer = states[0]["optimizer"]
-            weight = optimizer.param_groups[-1]["params"][0]
-            numbers = [x for x in optimizer.state[weight].values() if torch.is_tensor(x) and x.dim()]
-            (numbers[-1] if what == "optimizer" else weight.data).view(-1)[0] = float("inf")
+    def spoiled(out, config, info, state, *more):
+        weight = state["optimizer"].param_groups[-1]["params"][0]
+        numbers = [x for x in state["optimizer"].state[weight].values() if torch.is_tensor(x) and x.dim()]
+        (numbers[-1] if what == "optimizer" else weight.data).view(-1)[0] = math.inf
+        save_run(out, config, info, state, *more)
 
     with monkeypatch.context() as patch, pytest.raises(FloatingPointError, match=f"{message} .*not finite"):
-        patch.setattr(common, "open_run", opened)
-        patch.setattr(common.Meter, "update", spoil)
+        if what == "loss":
+            patch.setattr(common.Meter, "update", infinite)
+        else:
+            patch.setattr(common, "save_run", spoiled)
         run(method, out, *QUIET)
     after = contents(out)
     assert {path for path in before if after.pop(path) != before[path]} <= {Path("config.json")} and not after
     assert_it_resumes(method, out, whole)
 
 
-@pytest.mark.parametrize("error", [BrokenPipeError(), OSError(errno.ENOSPC, "No space left on device")])
-def test_a_closed_pipe_or_a_full_log_does_not_end_a_training(error, tmp_path, monkeypatch):
+def test_a_closed_pipe_or_a_full_log_does_not_end_a_training(tmp_path, monkeypatch):
     class Broken(io.StringIO):
         def write(self, _):
-            raise error
+            raise OSError(errno.ENOSPC, "No space left on device")
 
-    with monkeypatch.context() as patch:
-        patch.setattr(sys, "stdout", Broken())
-        jcl.main(jcl.parse_args([*FLAGS, "--out", str(tmp_path)]))
+    monkeypatch.setattr(sys, "stdout", Broken())
+    jcl.main(jcl.parse_args([*FLAGS, "--out", str(tmp_path)]))
     assert epochs_of(tmp_path) == 2
 
 
@@ -102,22 +100,17 @@ def elsewhere(folder, argv):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("change, words", [
-    ("--lr 0.5", "lr was"), ("--lr 0.5 --out new", "differ"), ("--dataset folder --data-dir other", "differ"),
-    ("--dataset folder --data-dir missing", "missing"), ("", "differ"),
+@pytest.mark.parametrize("flags, change, words", [
+    ("--out run", "--lr 0.5", "lr was"), ("--out run", "", "differ"), ("--out new", "--lr 0.5", "differ"),
+    ("--dataset folder --data-dir data", "--data-dir other", "differ"),
+    ("--dataset folder --data-dir data", "--data-dir missing", "missing"),
 ])  # fmt: skip
-def test_processes_that_disagree_end_in_one_line(copies, tmp_path, change, words):
+def test_processes_that_disagree_end_in_one_line(copies, tmp_path, flags, change, words):
     """In flags, images or --out, as on nodes without a shared disk. One may be left waiting, and is ended."""
-    for root in ("data", "other"):
-        tiny.write_tree(tmp_path / root, ["train"], 20 if root == "data" else 21, (16, 16))
-    first = [*FLAGS, *QUIET, "--patch-size", "8", "--out", "run"]
-    if "folder" in change:
-        first += "--dataset folder --data-dir data --out new".split()
-    elif "new" in change:
-        first += ["--out", "new"]
-    else:
-        copies("jcl")
-    second = tmp_path / ("" if change else "data")
+    copies("jcl")  # in "run"
+    for root, count in (("data", 20), ("other", 21)):
+        tiny.write_tree(tmp_path / root, ["train"], count, (16, 16))
+    first, second = [*FLAGS, *QUIET, "--patch-size", "8", *flags.split()], tmp_path / ("" if change else "data")
     ends = processes(tmp_path / "log", elsewhere, [(tmp_path, first), (second, [*first, *change.split()])])
     lines = {line for _, _, error in ends for line in error.splitlines() if line.startswith("error: ")}
     assert len(lines) == 1 and words in lines.pop() and 2 in [status for status, *_ in ends], ends
@@ -129,8 +122,7 @@ def test_a_damaged_image_costs_an_epoch_at_most(tmp_path, part, workers):
     """The error has its path. If the kNN finds it, the epoch is already saved. Once it is mended, the run resumes."""
     tiny.write_tree(tmp_path / "data", ["train/a", "train/b", "test/a", "test/b"], 8, (16, 16))
     path, out = tmp_path / "data" / part / "b" / "1.png", tmp_path / "run"
-    words = "--dataset folder --batch-size 4 --patch-size 8 --workers".split()
-    words += [workers, "--data-dir", tmp_path / "data"]
+    words = f"--dataset folder --batch-size 4 --patch-size 8 --workers {workers} --data-dir {tmp_path}/data".split()
     whole = path.read_bytes()
     path.write_bytes(whole[:-200])
     with pytest.raises(OSError, match=str(path)):

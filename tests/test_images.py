@@ -1,13 +1,12 @@
 """Datasets: which images are read and how, which folders are refused, and how two datasets are told apart."""
 
 import argparse
+import base64
 import fcntl
 import os
 import re
 import shutil
-import struct
 import sys
-import zlib
 
 import numpy as np
 import pytest
@@ -66,24 +65,19 @@ def test_images_of_ones_own_of_any_mode_become_rgb_before_they_are_resized(mode)
     assert all(torch.equal(one, two) for one, two in zip(*found, strict=True))
 
 
-def write_png16(path, values):
-    """Write a PNG of 16 bits per channel, which Pillow cannot write. values: (h, w, 3 or 4)."""
-
-    def chunk(name, data):
-        return struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data))
-
-    (height, width, channels), rows = values.shape, b"".join(b"\0" + row.astype(">u2").tobytes() for row in values)
-    header = struct.pack(">IIBBBBB", width, height, 16, {3: 2, 4: 6}[channels], 0, 0, 0)
-    chunks = chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(rows)) + chunk(b"IEND", b"")
-    path.write_bytes(b"\x89PNG\r\n\x1a\n" + chunks)
+# PNG files of one pixel of 16 bits per channel, RGB and RGBA, which Pillow reads, but cannot write
+PNG16 = [
+    "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABEAIAAADA54+dAAAADElEQVR4nGPg/w+CAAmyAysEKUClAAAAAElFTkSuQmCC",
+    "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABEAYAAABPhRjKAAAADElEQVR4nGPg/w+BABElBDlTtASBAAAAAElFTkSuQmCC",
+]
 
 
 def test_an_image_that_cannot_be_read_is_an_error_that_names_it(tmp_path):
     """Also one with more than 8 bits per channel, in any layout, whose values Pillow would clip."""
     for name, dtype in ("gray.png", "uint16"), ("float.tif", "f4"):
         Image.fromarray(np.arange(120, dtype=dtype).reshape(12, 10)).save(tmp_path / name)
-    for channels in (3, 4):
-        write_png16(tmp_path / f"{channels}.png", np.full((9, 8, channels), 4095))
+    for i, data in enumerate(PNG16):
+        (tmp_path / f"deep{i}.png").write_bytes(base64.b64decode(data))
     Image.fromarray(gradient(80, 80)).save(tmp_path / "whole.jpg")
     (tmp_path / "half.jpg").write_bytes((tmp_path / "whole.jpg").read_bytes()[:700])
     (tmp_path / "text.png").write_text("not an image")
@@ -94,13 +88,9 @@ def test_an_image_that_cannot_be_read_is_an_error_that_names_it(tmp_path):
         if not path.endswith("whole.jpg"):
             with pytest.raises(OSError, match=f"{re.escape(path)}.*check_images"):
                 images[i]
-    deep = "8 bits"
-    for own, words in (
-        (Image.fromarray(np.zeros((4, 4), "uint16")), deep),
-        (Image.open(tmp_path / "3.png"), deep),
-        (torch.zeros(3, 4, 4), "expected a PIL image, not Tensor"),
-    ):
-        with pytest.raises(ValueError, match=words):  # of a dataset of one's own
+    gray = Image.fromarray(np.zeros((4, 4), "uint16"))
+    for own in (gray, Image.open(tmp_path / "deep0.png"), torch.zeros(3, 4, 4)):
+        with pytest.raises(ValueError, match="8 bits|expected a PIL image, not Tensor"):  # of a dataset of one's own
             common.Views([(own, 0)], [])[0]
 
 
@@ -159,8 +149,8 @@ def test_names_are_in_one_array(tmp_path):
     images = common.ImageFiles(tmp_path, names, [0, 1, 1], ["a", "b"])
     arrays = [value for value in vars(images).values() if not isinstance(value, str) and value is not images.classes]
     assert len(arrays) == 2 and all(isinstance(a, np.ndarray) and a.dtype != object for a in arrays)
-    options = [common.loader_options(workers, torch.device("cpu")) for workers in (0, 2)]
-    assert [o["multiprocessing_context"] for o in options] == [None, "fork" if sys.platform == "linux" else None]
+    how = common.loader_options(2, torch.device("cpu"))["multiprocessing_context"]
+    assert how == ("fork" if sys.platform == "linux" else None)
     assert images.samples == [(f"{tmp_path}/{name}", label) for name, label in zip(names, [0, 1, 1], strict=True)]
 
 
@@ -188,11 +178,11 @@ def test_there_is_no_knn_without_test_images_of_the_same_classes(parts, tmp_path
 def test_there_is_no_knn_without_labels(capsys):
     images = Pictures(np.zeros((4, 8, 8, 3), np.uint8), [-1] * 4, "ab")
     assert common.open_data("folder", train=images, test=images)[1] is None
+    images.targets = torch.tensor([0, 1, -1, 0])
+    assert common.open_data("folder", train=images, test=images)[1] is images
     del images.targets
     assert common.open_data("folder", train=images, test=images)[1] is None
     assert capsys.readouterr().out.count("4 images of 2 classes, without labels") == 4
-    images.targets = torch.tensor([0, 1, -1, 0])
-    assert common.open_data("folder", train=images, test=images)[1] is images
 
 
 def test_names_of_classes_that_only_look_alike(capsys):
@@ -218,14 +208,12 @@ def test_imagenet100(tmp_path):
     images = common.load_dataset("imagenet100", root)
     assert images.classes == own and images.targets.tolist() == list(range(100))
     assert [path.split("/")[-2] for path, _ in images.samples] == own
-    assert len(common.load_dataset("imagenet", root).classes) == 102
     shutil.rmtree(root / "train" / own[7])
     with pytest.raises(common.UsageError, match=own[7]):
         common.load_dataset("imagenet100", root)
     shutil.rmtree(root / "train" / more[0])
     with pytest.raises(common.UsageError, match="--dataset imagenet"):
         common.load_dataset("imagenet100", root)
-    assert len(common.load_dataset("imagenet", root).classes) == 100
 
 
 INFO = dict(image_size=20, mean=(0.4, 0.5, 0.6), std=(0.2, 0.3, 0.4), interpolation="bilinear")
@@ -334,9 +322,9 @@ def test_the_fingerprint_is_of_the_images_not_of_their_place(tmp_path, monkeypat
 
     root = write_tree(tmp_path / "one", {"train/a": 3, "train/b": 2})
     found, file, other = [fingerprint(root)], root / "train" / "b" / "1.png", root / "train" / "a" / "7.png"
-    shutil.copytree(root, tmp_path / "deep" / "er" / "two")
+    shutil.copytree(root, tmp_path / "two")
     monkeypatch.chdir(tmp_path)
-    assert fingerprint("deep/er/two") == found[0]
+    assert fingerprint("two") == found[0]
     for change in (
         lambda: file.rename(file.with_name("7.png")),
         lambda: file.with_name("7.png").rename(other),  # another label
@@ -348,14 +336,11 @@ def test_the_fingerprint_is_of_the_images_not_of_their_place(tmp_path, monkeypat
 
 
 def test_the_fingerprint_reads_no_images():
-    """It depends on all names and labels, and on the number of images; of the demo's also on their size."""
-    names = [f"train/{i:08}.JPEG" for i in range(2000)]
-    several = names, [*names[:77], "other.JPEG", *names[78:]]
-    assert len({common.fingerprint(common.ImageFiles("/data", x, [0] * 2000, ["a"])) for x in several}) == 2
-    arrays, labels = np.zeros((2300, 8, 8, 3), np.uint8), np.zeros(2300, int)
-    other = labels.copy()
-    other[77] = 1
-    sets = [(arrays, labels), (arrays, other), (arrays[:-1], labels[:-1])]
-    assert len({common.fingerprint(Pictures(*images)) for images in sets}) == 3
-    assert common.fingerprint(Pictures(arrays, labels.tolist())) == common.fingerprint(Pictures(arrays, labels))
+    """Of one's own images it depends on their number and labels, of the demo's also on their size."""
+    arrays = np.zeros((3, 8, 8, 3), np.uint8)
+    labels = [0, 0, 0], [0, 1, 0], [0, 0]
+    assert len({common.fingerprint(Pictures(arrays[: len(some)], some)) for some in labels}) == 3
+    assert common.fingerprint(Pictures(arrays, np.zeros(3))) == common.fingerprint(Pictures(arrays, [0, 0, 0]))
     assert len({common.fingerprint(common.Patterns(20, size, 0)) for size in (8, 16)}) == 2
+    missing = common.ImageFiles("missing", ["a/0.png"], [0], ["a"])
+    assert common.fingerprint(missing) != common.fingerprint(Pictures(arrays[:1], [0]))

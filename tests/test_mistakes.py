@@ -73,8 +73,6 @@ def place(begun, tmp_path, monkeypatch):
     write_tree(tmp_path / "images", ["train/a"])
     (tmp_path / "begun").symlink_to(begun("jcl"))
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     return tmp_path
 
 

@@ -9,10 +9,10 @@ from conftest import Blank, info_nce, ks, state_of, unit, values
 from PIL import Image
 from tiny import run
 from torch import nn
-from torch.utils.data import DataLoader
 from torchvision.transforms import v2
 from torchvision.transforms.v2.functional import pil_to_tensor
 
+import common
 import moco_jointcrop as moco
 
 SAMPLERS = [(4.0, 0.2, 1.0), (3.0, 0.2, 1.0), (0.5, 0.1, 2.0), (0.0, 0.2, 1.0), (-0.7, 0.1, 2.0), (-4.0, 0.2, 1.0)]
@@ -140,23 +140,7 @@ def share_of(boxes, image):
     return boxes[:, 2] * boxes[:, 3] / (image.height * image.width)
 
 
-def assert_same_boxes(ours, theirs):
-    """Of one distribution: top, left, height, width, area, aspect ratio, bottom, right."""
-    a, b = ([*x.T, x[:, 2] * x[:, 3], x[:, 3] / x[:, 2], x[:, 0] + x[:, 2], x[:, 1] + x[:, 3]] for x in (ours, theirs))
-    assert max(ks(x, y) for x, y in zip(a, b, strict=True)) < 2
-
-
 SQUARE = Image.new("RGB", (224, 224))
-
-
-@pytest.mark.parametrize("beta", [-4.0, 0.0, 3.0])
-def test_joint_crops_are_algorithm1s(beta, crops_are_boxes):
-    ours, rng = boxes_by(moco.JointCrop(8, (0.2, 1.0), beta=beta), SQUARE), np.random.default_rng(1)
-    theirs = [boxes_of(ten(areas), rng) for areas in algorithm1(20_000, 0.2, 1.0, beta, rng).T]
-    for boxes in zip(ours, theirs, strict=True):
-        assert_same_boxes(*boxes)
-    one, two = (np.divide(*(share_of(boxes, SQUARE) for boxes in pair)) for pair in (ours, theirs))
-    assert ks(one, two) < 2  # the ratio of the areas
 
 
 def test_a_tensor_is_cropped_like_a_pil_image(crops_are_boxes):
@@ -173,8 +157,9 @@ def test_crops_that_are_not_joint_are_torchvisions(size, scale, ratio, crops_are
     ours, plain = boxes_by(moco.JointCrop(8, **how, beta=-4.0), image, joint=False), v2.RandomResizedCrop(8, **how)
     theirs = [plain.make_params([image]) for _ in range(3000)]
     theirs = np.array([[p[name] for name in ("top", "left", "height", "width")] for p in theirs], float)
-    for boxes in ours:
-        assert_same_boxes(boxes, theirs)
+    for boxes in ours:  # top, left, height, width, area, aspect ratio, bottom, right
+        a, b = ([*x.T, x[:, 2] * x[:, 3], x[:, 3] / x[:, 2], *(x[:, :2] + x[:, 2:]).T] for x in (boxes, theirs))
+        assert max(ks(x, y) for x, y in zip(a, b, strict=True)) < 2
     assert abs(np.corrcoef(*(share_of(boxes, image) for boxes in ours))[0, 1]) < 4 / 1200**0.5
 
 
@@ -200,17 +185,14 @@ def test_crops_are_inside(scale, css_alpha, crops_are_boxes):
 
 
 def drawn(flags, n=600):
-    """Of n images' views, in batches of 20: areas (views, n), sigmas (views, n), boxes (views, n, 4)."""
-    args, found = moco.parse_args(["--dataset", "imagenet", *flags.split()]), []
-    how = dict(beta=args.beta, css_alpha=args.css_alpha)
-    crops = moco.JointCrop(8, args.crop_scale, **how), moco.JointCrop(8, args.local_scale, **how)
-    images = [(SQUARE, 0)] * n
-    images = moco.JointViews(images, *crops, args.local_crops, args.joint, args.joint_pair, args.joint_prob)
-    torch.manual_seed(0)
-    for views, joint_blur in DataLoader(images, 20):
-        found.append(([boxes_in(view) for view in views], moco.draw_sigmas(args, joint_blur)))
-    boxes, sigmas = (np.concatenate(parts, 1) for parts in zip(*found, strict=True))
-    return np.stack([share_of(box, SQUARE) for box in boxes]), sigmas, boxes
+    """Of n images' views, as `main` makes them: areas (views, n), sigmas (views, n), boxes (views, n, 4)."""
+    boxes, sigmas = [], []
+    words = f"--dataset imagenet --show-views x.png --batch-size {n} --workers 0 --device cpu {flags}".split()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(moco, "augment", lambda x, _, view, sigma: (boxes.append(boxes_in(x)), sigmas.append(sigma)))
+        patch.setattr(common, "save_views", lambda *_: None)
+        moco.main(moco.parse_args(words), train=[(SQUARE, 0)] * n)
+    return np.stack([share_of(box, SQUARE) for box in boxes]), np.stack(sigmas), boxes
 
 
 def shares_of_extremes(areas):
@@ -263,19 +245,7 @@ def test_joint_pair_says_which_pairs_have_joint_areas(pair, joint, crops_are_box
 
 
 def test_an_odd_number_of_local_crops(crops_are_boxes):
-    assert len(drawn("--local-crops 3 --joint-pair both", 10)[0]) == 5
-
-
-@pytest.mark.parametrize("flags, expected", [
-    ("--beta -2 --css-alpha 0.5 --queue 8", (-2.0, 0.5, 0.0, False)), ("--variant released", (0.0, 1.0, 0.1, True)),
-])  # fmt: skip
-def test_main_crops_as_its_flags_say(flags, expected, monkeypatch):
-    """D1 and D2. test_multicrop.py has their sizes and areas."""
-    made = []
-    monkeypatch.setattr(moco, "JointViews", lambda train, *crops: made.extend(crops[:2]) or train)
-    state_of(moco, f"--dataset imagenet --arch resnet_micro --batch-size 16 {flags}")
-    found = [(crop.beta, crop.css_alpha, crop.offset, crop.whole) for crop in made]
-    assert found == [expected] * 2
+    assert len(drawn("--local-crops 3 --joint-pair both", 16)[0]) == 5
 
 
 def test_center_suppressed_positions(crops_are_boxes):
@@ -291,30 +261,25 @@ def test_center_suppressed_positions(crops_are_boxes):
 
 
 def test_each_image_has_the_sigmas_that_were_drawn_for_it(_tiny, tmp_path, monkeypatch):
-    """In `main`: whether its blurs are joint comes with its crops, which here have the value 1 if they are."""
-    draw, draw_sigmas, augment = moco.JointViews.__getitem__, moco.draw_sigmas, moco.augment
-    joint, sigmas, met = [], [], []
+    """In training: whether its blurs are joint comes with its crops, which here have the value 1 if they are."""
+    draw, augment, met = moco.JointViews.__getitem__, moco.augment, []
 
     def marked(views, index):
         crops, is_joint = draw(views, index)
         return [torch.full_like(crop, int(is_joint)) for crop in crops], is_joint
 
-    def record(args, is_joint):
-        sigmas.append(draw_sigmas(args, is_joint))
-        joint.append(is_joint)
-        return sigmas[-1]
-
-    def compare(x, args, view, sigma):
-        assert torch.equal(x[:, 0, 0, 0], joint[-1].byte()) and torch.equal(sigma, sigmas[-1][view])
-        met.append(view)
+    def record(x, args, view, sigma):
+        met.append((x[:, 0, 0, 0], view, sigma))
         return augment(x, args, view, sigma)
 
     monkeypatch.setattr(moco.JointViews, "__getitem__", marked)
-    monkeypatch.setattr(moco, "draw_sigmas", record)
-    monkeypatch.setattr(moco, "augment", compare)
-    flags = "--joint either --local-crops 2 --blur-p 0.5 0.5 --epochs 1 --knn-every 0"
-    run("moco_jointcrop", tmp_path, *flags.split(), train=Blank(32))
-    assert met == [0, 1, 2, 3] * 2 and {False, True} == {*torch.cat(joint).tolist()}
+    monkeypatch.setattr(moco, "augment", record)
+    run("moco_jointcrop", tmp_path, *"--joint either --blur-p 0.5 0.5 --knn-every 0".split(), train=Blank(32))
+    joint, views, sigmas = zip(*met, strict=True)
+    joint, one, two = torch.cat(joint[::2]) == 1, torch.cat(sigmas[::2]), torch.cat(sigmas[1::2])
+    alike = (one > 0) == (two > 0)
+    assert views == (0, 1) * 4 and alike[joint].all() and not alike[~joint].all()
+    assert not torch.equal(one, two)
 
 
 # ---------------------------------------------------------------------- MoCo

@@ -1,8 +1,5 @@
 """A user's own images through main(args, train=..., test=...), and an own encoder through timm's registry."""
 
-import sys
-import types
-
 import numpy as np
 import pytest
 import timm
@@ -59,18 +56,3 @@ def test_an_own_encoder_is_registered_by_the_script_that_evaluates_it(tmp_path, 
     torch.save(info | dict(timm_name="encoder_of_mine", state_dict=state), tmp_path / "backbone.pt")
     line = refused(capsys, common.load_backbone, tmp_path)
     assert "encoder_of_mine is not registered" in line and "eval_knn.main" in line
-
-
-def test_an_own_encoder_in_a_file_of_the_name_of_timms(monkeypatch):
-    """It is neither a ViT nor a ResNet of timm's, which take further arguments."""
-    for name in ("vision_transformer", "resnet"):
-        module = types.ModuleType(name)
-        monkeypatch.setitem(sys.modules, name, module)
-
-        def mine(pretrained=False, **kwargs):
-            return nn.Flatten()
-
-        mine.__module__, mine.__name__ = name, f"mine_in_{name}"
-        timm.models.register_model(mine)
-        assert not common.is_vit(mine.__name__)
-        assert common.backbone_info(mine.__name__, 30)["create_kwargs"] == dict(num_classes=0)

@@ -152,9 +152,9 @@ def test_batch_norm_in_groups_is_one_for_each_slice(kind, shape):
     ours = split(x)
     theirs = torch.cat([one(part) for one, part in zip(slices, x.chunk(4), strict=True)])
     torch.testing.assert_close(ours, theirs)
-    ours_of, theirs_of = [x, *split.parameters()], [x, *(p for one in slices for p in one.parameters())]
-    dx, *d_split = torch.autograd.grad((ours * weight).sum(), ours_of)
-    expected, *d_slices = torch.autograd.grad((theirs * weight).sum(), theirs_of)
+    dx, *d_split = torch.autograd.grad((ours * weight).sum(), [x, *split.parameters()])
+    of_slices = [p for one in slices for p in one.parameters()]
+    expected, *d_slices = torch.autograd.grad((theirs * weight).sum(), [x, *of_slices])
     torch.testing.assert_close(dx, expected)
     for i, gradient in enumerate(d_split):  # of the weight and the bias, summed over the slices
         torch.testing.assert_close(gradient, sum(d_slices[i :: len(d_split)]))

@@ -22,34 +22,34 @@ def test_bad_images_are_listed(tmp_path, capsys):
         assert str(tmp_path / name) in line
 
 
+def lines_of(tool, words):
+    """What a tool prints in a process of its own, without the first line."""
+    done = subprocess.run([sys.executable, tool.__file__, *words.split()], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout.splitlines()[1:]
+
+
 @pytest.mark.slow
 def test_a_step_is_measured():
-    command = [sys.executable, bench.__file__, *"steps --methods jcl --rounds 2".split()]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    speed = {line[:35].strip(): float(line[35:].split()[0]) for line in done.stdout.splitlines()[1:]}
+    lines = lines_of(bench, "steps --methods jcl --rounds 2")
+    speed = {line[:35].strip(): float(line[35:].split()[0]) for line in lines}
     assert 0 < speed["jcl: whole step"] < speed["jcl: loading and color"] < speed["jcl: loading"]
 
 
 @pytest.mark.slow
 def test_operations_of_a_step_are_counted():
-    """JCL has every part but mixing. A GPU starts some 100,000 operations per second, so color has few per view."""
-    command = [sys.executable, bench.__file__, *"device --methods jcl".split()]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    rows = {line[:35].strip(): line[35:].split() for line in done.stdout.splitlines()[2:]}
+    """JCL has every part but mixing. test_device.py bounds those of color."""
+    rows = {line[:35].strip(): line[35:].split() for line in lines_of(bench, "device --methods jcl")[1:]}
     counts = {name: [int(word.replace(",", "")) for word in words[:2]] for name, words in rows.items()}
-    *parts, whole, per_view = counts
+    *parts, whole, _ = counts
     assert counts[whole] == [sum(counts[name][i] for name in parts) for i in (0, 1)]
-    assert 20 < counts[per_view][0] <= 60
     assert all(counts[name][0] > 0 for name in parts if name != "mix")
 
 
 @pytest.mark.slow
 def test_the_check_for_gpus_runs_on_a_cpu():
-    command = [sys.executable, gpu_check.__file__, "--device", "cpu", "--seconds", "900"]
-    done = subprocess.run(command, capture_output=True, text=True)
-    verdicts = {line.split(":")[0] for line in done.stdout.splitlines()[1:] if line[0] != " "}
+    lines = lines_of(gpu_check, "--device cpu --seconds 900")
+    verdicts = {line.split(":")[0] for line in lines if line[0] != " "}
     passed = {f"PASS {name}" for name in ("loader", "collectives", "numbers", "evaluations", "group")}
     skipped = {f"SKIP {name}" for name in ("waits", "recipes", "compiled")}
-    assert done.returncode == 0 and verdicts == passed | skipped | {"VERDICT"}, done.stdout + done.stderr
+    assert verdicts == passed | skipped | {"VERDICT"}

@@ -3,11 +3,10 @@
     python tests/tools/bench.py steps [--methods jcl clim] [--against 7f3ffca]
     python tests/tools/bench.py device           the operations that a step of the CIFAR recipes gives to a GPU, counted
     python tests/tools/bench.py views            from JPEG files of 500 x 375 px to views of 224 px, without the model
-    python tests/tools/bench.py files            a folder of 200,000 files: the start, and a loader worker's own memory
 
 `steps` are the demo's. `views` has the ImageNet recipe, with a small encoder. --against: over the same by the files of
 a commit. Then both sides run at once, and take turns: A, B; B, A. Their ratio of times means more than the times,
-because other programs may use the machine, too. `files` is for Linux.
+because other programs may use the machine, too.
 
 `device` needs no GPU and no idle machine. It counts, by the part of a step, the operations that compute (not views, not
 allocations) and the copies from the host, in float32 and with 16 images, on whose number the counts do not depend.
@@ -16,13 +15,10 @@ What the CPU draws for itself is not counted. On a GPU in bf16 casts are added, 
 
 import argparse
 import contextlib
-import gc
 import importlib
 import io
 import json
-import multiprocessing
 import os
-import re
 import shlex
 import subprocess
 import sys
@@ -41,10 +37,7 @@ sys.path.insert(0, sys.argv[3] if sys.argv[1:2] == ["serve"] else str(ROOT))
 
 METHODS = ("moco_jointcrop", "jcl", "clim", "logo", "logo --base simsiam", "patchmix")
 KINDS = dict(  # methods, rounds, batch size, more flags
-    steps=(METHODS, 20, 64, ""),
-    views=(("jcl", "clim"), 5, 32, ""),
-    files=(("jcl",), 1, 400, "--workers 2 --image-size 32"),
-    device=(METHODS, 1, 16, "--dataset cifar10"),
+    steps=(METHODS, 20, 64, ""), views=(("jcl", "clim"), 5, 32, ""), device=(METHODS, 1, 16, "--dataset cifar10")
 )
 
 
@@ -54,8 +47,7 @@ def training_batches(load):
     begin = DataLoader.__iter__
 
     def batches(loader):
-        # The second: of 7f3ffca and before
-        in_training = isinstance(loader.sampler, DistributedSampler) or hasattr(loader.batch_sampler, "epoch")
+        in_training = isinstance(loader.sampler, DistributedSampler)
         return load(begin(loader)) if in_training else begin(loader)
 
     with mock.patch.object(DataLoader, "__iter__", batches):
@@ -79,12 +71,6 @@ def watched(before, after):
 # ------------------------------------------------------- the process that is measured
 
 
-def own_memory(process):
-    """The MB of a process that it shares with no other."""
-    lines = Path(f"/proc/{process.pid}/smaps_rollup").read_text()
-    return sum(map(int, re.findall(r"Private_\w+: +(\d+) kB", lines))) / 1000
-
-
 def serve(what, house, method, *flags):
     """Train with the files of the checkout `house`. Print the start's seconds, then a line for each line of stdin."""
     answer, clock = sys.stdout, []  # of a step: when it began, was loaded, was colored, ended
@@ -92,11 +78,6 @@ def serve(what, house, method, *flags):
     def in_turns(batches):
         print(time.process_time(), file=answer, flush=True)
         while sys.stdin.readline():
-            if what == "files":  # after a tenth of the files about all pages of a list of names would be copied
-                for _ in range(50):
-                    next(batches)
-                print(max(map(own_memory, multiprocessing.active_children())), file=answer, flush=True)
-                continue
             clock[:] = [time.process_time()]
             batch = next(batches)
             clock.append(time.process_time())
@@ -110,8 +91,6 @@ def serve(what, house, method, *flags):
             clock.append(time.process_time())
 
     torch.nn.modules.module.register_module_forward_pre_hook(on_forward)
-    if what == "files":
-        os.register_at_fork(before=gc.freeze)  # a full collection copies all of Python's objects, some 90 MB
     if what == "device":
         with contextlib.redirect_stdout(io.StringIO()):
             found = importlib.import_module("simulated_device").count(method, flags)
@@ -124,18 +103,13 @@ def serve(what, house, method, *flags):
 # ------------------------------------------------------------------- the measurements
 
 
-def write_images(what, folder):
-    """The images of `views` and `files`: links to a few files, which the file system's cache holds."""
-    photos, sources = sorted(ROOT.glob(".github/photos/*.jpg")), []
-    for i in range(64 if what == "views" else 10):  # a file may have 65,000 links
-        photo = Image.open(photos[i % len(photos)]).crop((i, i, 380 + i, 230 + i))
-        sources.append(f"{folder}/{i}.jpg")
-        photo.resize((500, 375) if what == "views" else (100, 100)).save(sources[-1], quality=90)
-    count, classes = (640, 10) if what == "views" else (200_000, 1000)
-    for c in range(classes):
-        os.makedirs(f"{folder}/images/train/class{c:04d}")
-    for i in range(count):
-        os.link(sources[i % len(sources)], f"{folder}/images/train/class{i % classes:04d}/image{i:08d}.jpg")
+def write_images(folder):
+    """The images of `views`."""
+    photos = sorted(ROOT.glob(".github/photos/*.jpg"))
+    os.makedirs(f"{folder}/images/train/class")
+    for i in range(640):
+        photo = Image.open(photos[i % len(photos)]).crop((i % 64, i % 64, 380 + i % 64, 230 + i % 64))
+        photo.resize((500, 375)).save(f"{folder}/images/train/class/{i}.jpg", quality=90)
 
 
 def measure(commands, rounds):
@@ -202,19 +176,17 @@ def main():
             os.mkdir(houses[1])
             archive = subprocess.run(["git", "archive", args.against], cwd=ROOT, capture_output=True, check=True).stdout
             subprocess.run(["tar", "-x", "-C", houses[1]], input=archive, check=True)
-        if args.what in ("views", "files"):
-            write_images(args.what, folder)
+        if args.what == "views":
+            write_images(folder)
         for method in args.methods or methods:
             own = f"{method} --device cpu --knn-every 0 --workers 0 --batch-size {batch} {more}"
             own += " --clim-start 0" * (method == "clim")
+            own += " --num-clusters 4" * (method == "clim" and args.what != "steps")
             if args.what == "device":
-                own += " --arch vit_tiny --patch-size 4" * (method == "patchmix") + " --num-clusters 4" * (
-                    method == "clim"
-                )
-            elif args.what != "steps":
+                own += " --arch vit_tiny --patch-size 4" * (method == "patchmix")
+            elif args.what == "views":
                 arch = "vit_micro --patch-size 16" if method == "patchmix" else "resnet_micro"
                 own += f" --dataset imagenet --data-dir {folder}/images --arch {arch}"
-                own += " --num-clusters 4" * (method == "clim")
             own = [*own.split(), *shlex.split(args.flags), "--out"]
             side = [sys.executable, __file__, "serve", args.what]
             commands = [[*side, house, *own, f"{folder}/{method}{i}"] for i, house in enumerate(houses)]
@@ -223,9 +195,6 @@ def main():
                 continue
             starts, found = measure(commands, 1 + (args.rounds or rounds))
             report(f"{method}: start", np.array([starts]), "s")
-            if args.what == "files":
-                report(f"{method}: a worker's own memory", found[:1, :, 0], "MB")
-                continue
             loading, color, rest = np.moveaxis(found[1:], 2, 0)  # without the first step
             report(f"{method}: loading", loading, "images/s", batch)
             report(f"{method}: color on the CPU", color, "images/s", batch)

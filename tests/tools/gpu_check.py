@@ -117,9 +117,8 @@ def resume(case, out, *flags):
     def compare(*words):
         records, saved = open_run(*words), common.load_checkpoint(out / "last.pt")
         for name, part in next(x for x in words if isinstance(x, dict) and "model" in x).items():
-            kept, loaded = map(
-                common.tensors_by_name, (saved[name], part if torch.is_tensor(part) else part.state_dict())
-            )
+            now = part if torch.is_tensor(part) else part.state_dict()
+            kept, loaded = common.tensors_by_name(saved[name]), common.tensors_by_name(now)
             wrong.extend(f"{name} {x}" for x in kept if x not in loaded or not loaded[x].cpu().equal(kept[x]))
         return records
 
@@ -128,10 +127,9 @@ def resume(case, out, *flags):
 
 
 # What is compared of the second epoch: not the gradient's norm, because rounding moves it too far. Where the first
-# weights have a relative noise of 1e-7, on a CPU in float32, it is 1.7 % off in the sixth step (LoGo; MoCo v2: 1.4 %),
-# and by 1e-6 in float64 17 and 28 %, but the loss 0.1 and 0.4 %, and std 0.6 and 0.1 %; by 1e-3 these are at most 0.4
-# and 2.8 % off. A lost part of LoGo's state moves the norm by 0.8 to 3 % only, so `resume` compares the state itself.
-# Without noise an ended and resumed run is equal on a CPU, bit for bit, in float32 and float64, with all of its state.
+# weights have a relative noise of 1e-6, on a CPU in float64, it is 17 % off in the sixth step (LoGo; MoCo v2: 28 %),
+# but the loss 0.1 and 0.4 %, and std 0.6 and 0.1 %. A lost part of LoGo's state moves the norm by 0.8 to 3 % only, so
+# `resume` compares the state itself.
 STEADY = ("loss", "std")
 
 
@@ -180,10 +178,8 @@ def numbers(device, folder):
             copied = shutil.copytree(ended, folder / f"{name} copied")
             again, wrong = resume(case, ended, *there, "--amp", "off")
             yield f"{name}, the resumed state", wrong
-            yield (
-                f"{name}, ended and resumed",
-                differ(again[0], exact[0], 1e-2) + differ(again[1], exact[1], 5e-2, STEADY),
-            )
+            differences = differ(again[0], exact[0], 1e-2) + differ(again[1], exact[1], 5e-2, STEADY)
+            yield f"{name}, ended and resumed", differences
             yield f"{name}, resumed on a CPU", differ(resume(case, copied, *here)[0][1], cpu[1], 5e-2, STEADY)
 
 
@@ -192,10 +188,9 @@ def evaluations(device, folder):
     train(CASES["PatchMix"], folder / "evaluated", "--device", "cpu")
     for name, case in EVALUATIONS.items():
         flags = ["--amp", "off"] + "--drop-path 0 --erase 0".split() * (name == "fine-tuning")  # draw on the device
-        where = ["cpu", device]
-        cpu, gpu = (evaluate(case, folder / f"{name} {d}", folder / "evaluated", *flags, "--device", d) for d in where)
-        pairs = [(measure, value, cpu[measure]) for measure, value in gpu.items()]
-        yield name, [f"{measure} {x:.1f}, not {y:.1f}" for measure, x, y in pairs if abs(x - y) > 7]
+        where, run = ("cpu", device), folder / "evaluated"
+        cpu, gpu = (evaluate(case, folder / f"{name} {d}", run, *flags, "--device", d) for d in where)
+        yield name, [f"{x} {gpu[x]:.1f}, not {cpu[x]:.1f}" for x in gpu if abs(gpu[x] - cpu[x]) > 7]
 
 
 def waits(device, folder):
