@@ -658,7 +658,7 @@ def encode_shuffled_keys(encode, views):
 class SplitBatchNorm(nn.BatchNorm2d):
     """Batch norm over each of `groups` equal slices of the batch, as on that many GPUs. x: (N, C) or (N, C, H, W).
 
-    As in MoCo's notebook, running statistics are averaged over groups. Each step replaces these two buffers by new ones.
+    As in MoCo's notebook, running statistics are averaged over groups. Each step makes them new tensors.
     Raises ValueError if the groups do not divide a batch.
     """
 
