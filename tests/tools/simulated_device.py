@@ -123,6 +123,9 @@ class OnDevice(torch.Tensor):
     def new_tensor(self, data):
         return torch.tensor(data, dtype=self.dtype, device="sim")
 
+    def __deepcopy__(self, memo):
+        return OnDevice(self.inner.detach().clone()).requires_grad_(self.requires_grad)
+
     def __reduce_ex__(self, protocol):  # to a file
         return self.inner.detach().__reduce_ex__(protocol)
 
