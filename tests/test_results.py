@@ -32,6 +32,7 @@ def test_tables():
     assert results.with_tables(text) == text
     found = re.findall(r"<!-- tests/tools/results.py: (.*) -->\n\| .*\n\| ---.*\n\| .*", text)
     assert {*found} == {what for what, make in results.TABLES.items() if make()}
+    assert [*results.kept("begin")] == [*results.BEGINS]  # every recipe has been begun
 
 
 def test_tables_of_a_gpu(tmp_path, monkeypatch):
