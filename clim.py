@@ -157,7 +157,8 @@ def clim_loss(q, k_anchor, k_positive, queue, temperature, lam):
     the images that were pasted in. queue: (K, C). All are L2-normalized. temperature: tau > 0. lam: in [0, 1], the
     fraction of k_anchor's images in the mix, a float, or (N,) for a fraction per query. Gradients reach q, and also
     keys and queue unless these are detached. float16 and bfloat16 are converted to float32; call it outside autocast,
-    which would undo that. Raises ValueError if the keys or lam do not fit q, or a float lam is outside [0, 1].
+    which would undo that. Raises ValueError if the keys or lam do not fit q, or a float lam is outside [0, 1]
+    (a tensor is not checked, which would wait for the GPU).
     """
     lam_shape = tuple(lam.shape) if torch.is_tensor(lam) else ()
     if not q.shape == k_anchor.shape == k_positive.shape or lam_shape not in ((), (len(q),)):
@@ -192,8 +193,8 @@ def cutmix(x, partner, lam, generator=None):
     lam = torch.as_tensor(lam, dtype=torch.float64).cpu()
     if partner.shape != x.shape:
         raise ValueError(f"cutmix takes x and partner of one shape, not {tuple(x.shape)} and {tuple(partner.shape)}")
-    if not ((lam >= 0) & (lam <= 1)).all():
-        raise ValueError(f"cutmix takes lam in [0, 1], not {lam}")
+    if lam.shape not in ((), (len(x),)) or not ((lam >= 0) & (lam <= 1)).all():
+        raise ValueError(f"cutmix takes lam in [0, 1], a float or one for each of {len(x)} images, not {lam}")
     height, width = x.shape[2:]
     side = (1 - lam.reshape(-1, 1)).sqrt()  # of each box, as a fraction of the image's: (boxes, 1), as all below
     center_y = (torch.rand(side.shape, dtype=torch.float64, generator=generator) * height).long()

@@ -1041,8 +1041,8 @@ def log_epoch(title, records, names=()):
     scores = [name for name in records[-1] if re.fullmatch(r"(knn\d+|linear|finetune)_(top1|top5|per_class)", name)]
     log("  ".join([title, *(f"{name} {format_value(records[-1][name])}" for name in [*names, *scores])]))
     if [record.get("std", 1) < 0.1 for record in records[-4:]] in ([True] * 3, [False, True, True, True]):
-        log("warning: std has been below 0.1 for three epochs: all images have nearly the same embedding (a collapse),")
-        log("and runs seldom recover. Look at --lr (too high?), --temperature, --queue and --momentum")
+        log("warning: std has been below 0.1 for three epochs: all images have nearly the same embedding, a collapse")
+        log("if it does not rise. Try --warmup, or look at --lr (too high?), --temperature, --queue and --momentum")
 
 
 def format_value(value):
@@ -1220,7 +1220,7 @@ def open_run(args, train, state, derived):
     derived = derived | dict(processes=world, workers=args.workers, machine=machine, torch=torch.__version__)
     if getattr(args, "warmup", 0) > args.epochs / 4:
         derived["warmup_cut_to"] = args.epochs / 4
-    if (queue := derived.get("negatives", 0)) > len(train) / 4:
+    if hasattr(state.get("model"), "queue") and (queue := derived["negatives"]) > len(train) / 4:
         log(f"warning: the queue has {queue} keys for {len(train)} images: some are of the query's own image (--queue)")
     log_values("values", config)
     log_values("derived", derived)

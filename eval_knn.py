@@ -52,12 +52,12 @@ def main(args, train=None, test=None):
     train, test = common.open_evaluation_data(args.dataset, args.data_dir, info, not args.dump, train, test)
     options = dict(batch_size=args.batch_size, workers=args.workers, amp=common.use_bf16(args.amp, device))
     if args.dump:
-        arrays = dict(classes=np.array(train.classes, str), protocol=str(info))
+        arrays = dict(classes=np.array(getattr(train, "classes", []), str), protocol=str(info))
         for part, images in ("train", train), ("test", test):
             if images is not None:
                 x = common.extract_features(encoder.to(device), images, info, device, whole=False, **options)
                 arrays[f"{part}_features"] = common.gather_rows(x, to_first=True)
-                arrays[f"{part}_labels"] = np.array(images.targets)
+                arrays[f"{part}_labels"] = np.array(getattr(images, "targets", [-1] * len(images)))
             if hasattr(images, "samples"):
                 arrays[f"{part}_paths"] = np.array([path for path, _ in images.samples])
         common.write_file(args.dump, lambda file: np.savez(file, **arrays))

@@ -130,7 +130,7 @@ def test_what_a_run_says_of_its_values(tmp_path, monkeypatch, capsys):
     A program may set them, with a Path for --out.
     """
     args = argparse.Namespace(method="m", out=tmp_path, resume=None, epochs=2, workers=3, warmup=1.0)
-    images, state = Blank(40), dict(model=nn.Linear(2, 2))
+    images, state = Blank(40), dict(model=nn.ModuleDict(dict(queue=nn.Linear(2, 2))))
     config, _ = common.open_run(args, images, state, dict(negatives=11))
     said = " ".join(capsys.readouterr().out.split())
     assert "warmup 1 " in said and "warmup_cut_to 0.5" in said and "workers 3" in said
