@@ -59,7 +59,7 @@ def test_patch_mix_eq_1_to_9(n, num_mix, size, patch):
 
 
 def nce_by_loops(q, k, index, weight, temperature):
-    """Eq. 13-15 as printed: sums over i, j and t, without the weights' normalisation."""
+    """Eq. 13-15 as printed: sums over i, j and t, without the weights' normalization."""
 
     def sim(h, z):
         return h.dot(z) / (h.dot(h).sqrt() * z.dot(z).sqrt())

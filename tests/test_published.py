@@ -184,7 +184,7 @@ def test_a_hostile_pickle_is_not_run(tmp_path, monkeypatch, zipped):
 
 @pytest.mark.parametrize("script, flags", [(eval_knn, "--k 3"), (eval_linear, "--epochs 2")])
 def test_a_file_of_third_parties_is_evaluated_as_a_run(script, flags, places, tmp_path, capsys):
-    """A run's own folder is refused as such a file, or its normalisation would be lost in silence."""
+    """A run's own folder is refused as such a file, or its normalization would be lost in silence."""
     torch.save(under("encoder.", common.load_backbone(places["VIT"])[0]), tmp_path / "model.pth")
     how = "--arch vit_micro --image-size 16 --patch-size 8 --norm patterns --dataset folder --data-dir"
     how = [*how.split(), places["DATA"], *flags.split()]
