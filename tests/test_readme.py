@@ -135,7 +135,7 @@ def test_the_lines_of_joint_crop():
 
 
 def test_a_demo_says_so(monkeypatch, capsys):
-    """The first lines and the last ones name the command of the paper's training. Trainings on other data do not, and neither do other processes."""
+    """The first lines and the last name the command of the paper's training, but not on other data or processes."""
     for flags, rank, lines in (("", "0", 3), ("--dataset cifar10", "0", 0), ("", "1", 0)):
         monkeypatch.setenv("RANK", rank)
         common.start(lambda args: print("main"), lambda flags=flags: jcl.parse_args(flags.split()), "jcl.py --queue 9")
