@@ -43,7 +43,7 @@ def test_learning_rate(method, module, flags, warmup):
         assert module.learning_rate(args, epoch) == pytest.approx(expected, rel=1e-12), f"epoch {epoch}"
 
 
-# Method and flags: the highest and the last learning rate. They are those of the sources, at their own batch sizes.
+# Method and flags: the highest and the final learning rate. They are those of the sources, at their own batch sizes.
 PEAKS = {
     "jcl --dataset imagenet": (0.06, 0), "jcl --dataset imagenet100": (0.1, 0),
     "jcl --dataset imagenet --variant released": (0.03, 0), "clim --dataset imagenet": (0.06, 0),
@@ -72,7 +72,7 @@ def test_learning_rates_of_the_recipes(line):
 def test_what_each_step_is_given(method, module, flags, _tiny, tmp_path, monkeypatch, request):
     """Each step gets its own learning rate, weight decay and momentum of the momentum encoder."""
     given, momenta, simsiam = {}, [], flags == "--base simsiam"
-    decays = [0.02, 0.2] if method == "patchmix" else [0.02]  # first and last
+    decays = [0.02, 0.2] if method == "patchmix" else [0.02]  # initial and final
     words = f"{flags} --lr 0.3 --warmup 0.4 --knn-every 0 --weight-decay".split() + [*map(str, decays)]
     words += [] if method == "logo" else ["--min-lr", "0.01"]
     words += [] if simsiam else "--momentum 0.9 1".split()

@@ -29,7 +29,7 @@ CHILDREN.set_forkserver_preload(["torch", "torchvision", "timm"])
 
 
 def shrink(patch):
-    """Make the recipes of the data set patterns tiny. patch: a MonkeyPatch."""
+    """Make the recipes of the dataset patterns tiny. patch: a MonkeyPatch."""
     make = common.Patterns
     patch.setattr(common, "Patterns", lambda count, size, seed: make(68 if count > 1024 else 32, size, seed))
     patch.setitem(common.ARCHS, "resnet_nano", ("resnet18", NANO))
