@@ -630,18 +630,18 @@ class SplitBatchNorm(nn.BatchNorm2d):
         self.drop = self.act = nn.Identity()  # replaced by those of timm's BatchNormAct2d, which has both
 
     def forward(self, x):
-        running, weight, bias = (self.running_mean, self.running_var), self.weight, self.bias
+        mean, var, weight, bias, groups = self.running_mean, self.running_var, self.weight, self.bias, self.groups
         if not self.training:
-            return self.act(self.drop(F.batch_norm(x, *running, weight, bias, eps=self.eps)))
-        if len(x) % self.groups:
-            raise ValueError(f"a batch of {len(x)} cannot be split into {self.groups} equal groups of batch norm")
+            return self.act(self.drop(F.batch_norm(x, mean, var, weight, bias, eps=self.eps)))
+        if len(x) % groups:
+            raise ValueError(f"a batch of {len(x)} cannot be split into {groups} equal groups of batch norm")
         if weight is not None:
-            weight, bias = weight.repeat(self.groups), bias.repeat(self.groups)
-        x = torch.cat(x.chunk(self.groups), dim=1)  # the groups' channels side by side: (N / groups, groups * C, ...)
-        running = torch.stack(running).repeat(1, self.groups)
+            weight, bias = (parameter.expand(groups, -1).flatten() for parameter in (weight, bias))
+        x = torch.cat(x.chunk(groups), dim=1)  # the groups' channels side by side: (N / groups, groups * C, ...)
+        running = torch.cat([mean] * groups + [var] * groups).view(2, -1)
         x = F.batch_norm(x, *running, weight, bias, True, self.momentum, self.eps)  # it updates `running`
-        self.running_mean, self.running_var = running.view(2, self.groups, -1).mean(1)
-        return self.act(self.drop(torch.cat(x.chunk(self.groups, dim=1))))
+        self.running_mean, self.running_var = running.view(2, groups, -1).mean(1)
+        return self.act(self.drop(torch.cat(x.chunk(groups, dim=1))))
 
 
 def convert_split_batchnorm(module, groups):
