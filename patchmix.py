@@ -172,7 +172,8 @@ def chosen_terms(args):
 
 # ================================================================ 2. the paper
 
-TERMS = ("oto", "mto", "mtm")  # of the loss, Eq. 16
+# The terms of Eq. 16, each with the images of its queries and those of its keys (Eq. 15, 13 and 14)
+TERMS = dict(oto=("x2", "x1"), mto=("x1_mixed", "x2"), mtm=("x1_mixed", "x2_mixed"))
 
 
 def patch_mix(images, num_mix, patch_size, permutation=None):
@@ -289,6 +290,16 @@ def batch_targets(n, num_mix, slices, first=0):
     )
 
 
+def encode_together(encoder, images):
+    """Encode batches of images in one forward pass, {name: (n, 3, H, W)} -> {name: (n, width)}.
+
+    The images in a ViT's batch do not affect each other. In the heads' batch norms they do, so that these take each
+    batch by itself.
+    """
+    features = encoder(torch.cat([*images.values()]))
+    return dict(zip(images, features.chunk(len(images)), strict=True))
+
+
 def mlp(*widths):
     """Make a head of Table 9: Linear, batch norm and ReLU per layer; the last norm has no ReLU and no parameters.
 
@@ -303,10 +314,11 @@ def mlp(*widths):
 class PatchMix(nn.Module):
     """Encoder F, projector G, predictor H, and the momentum encoder: slow copies of F and G (Algorithm 2).
 
-    Copy it with TERMS, mlp, batch_targets, mix_batch, soft_info_nce, mix_targets, patch_mix and gather.
-    backbone: (n, 3, H, W) -> (n, width). hidden, dim: of the heads. num_mix, patch_size, slices: see `mix_batch`.
-    terms: {name: weight} of those of Eq. 16 that are computed; None: all, with weight 1. temperature: tau. smoothing:
-    of oto (D1). key_encoder: "momentum", or "query" (D4).
+    Copy it with TERMS, mlp, encode_together, batch_targets, mix_batch, soft_info_nce, mix_targets, patch_mix, gather.
+    backbone: (n, 3, H, W) -> (n, width); a batch norm in it would see the images of several terms at once. hidden, dim:
+    of the heads. num_mix, patch_size, slices: see `mix_batch`. terms: {name: weight} of those of Eq. 16 that are
+    computed; None: all, with weight 1. temperature: tau. smoothing: of oto (D1). key_encoder: "momentum", or "query"
+    (D4).
     """
 
     def __init__(
@@ -330,12 +342,22 @@ class PatchMix(nn.Module):
 
     def query(self, x):
         """Return the queries of images, h = H(G(F(x))): (n, 3, H, W) -> (n, dim), in the dtype of x."""
-        return self.predictor(self.projector(self.backbone(x))).to(x.dtype)
+        return self.queries(dict(x=x))["x"]
 
-    @torch.no_grad()
     def key(self, x):
         """Return the keys z = G(F(x)) of all processes: (n, 3, H, W) -> (N, dim), no gradient, in the dtype of x."""
-        return gather(self.momentum_projector(self.momentum_backbone(x)).to(x.dtype))
+        return self.keys(dict(x=x))["x"]
+
+    def queries(self, images):
+        """Return `query` of batches of images, {name: (n, 3, H, W)} -> {name: (n, dim)}, in one forward pass of F."""
+        features = encode_together(self.backbone, images)
+        return {name: self.predictor(self.projector(features[name])).to(x.dtype) for name, x in images.items()}
+
+    @torch.no_grad()
+    def keys(self, images):
+        """Return `key` of batches of images, {name: (n, 3, H, W)} -> {name: (N, dim)}, in one forward pass of F."""
+        features = encode_together(self.momentum_backbone, images)
+        return {name: gather(self.momentum_projector(features[name]).to(x.dtype)) for name, x in images.items()}
 
     def forward(self, views):
         """Return (loss, queries (n, dim), {name: metric}): Algorithm 2, lines 5 to 9, and the loss of line 10.
@@ -344,41 +366,37 @@ class PatchMix(nn.Module):
         are those of the first. Only the loss has a gradient, which reaches the query encoder only.
         """
         x1, x2, *local = views
-        oto, mto, mtm = (term in self.terms for term in TERMS)
         mixing = self.num_mix, self.patch_size, self.slices
-        x1_mixed = mix_batch(x1, *mixing) if mto or mtm else None  # line 5
-        x2_mixed = mix_batch(x2, *mixing) if mtm else None  # line 6
+        images = dict(x1=x1, x2=x2)
+        if "mto" in self.terms or "mtm" in self.terms:
+            images["x1_mixed"] = mix_batch(x1, *mixing)  # line 5
+        if "mtm" in self.terms:
+            images["x2_mixed"] = mix_batch(x2, *mixing)  # line 6
         first = len(x1) * dist.get_rank() if dist.is_initialized() else 0
         targets = batch_targets(len(x1), self.num_mix, self.slices, first)  # lines 5 to 7
-        h2 = self.query(x2) if oto else None  # line 8
-        h1_mixed = self.query(x1_mixed) if mto or mtm else None
-        z1 = self.key(x1) if oto or local else None  # line 9
-        z2 = self.key(x2) if mto or local else None
-        z2_mixed = self.key(x2_mixed) if mtm else None
+        pairs = {term: pair for term, pair in TERMS.items() if term in self.terms}
+        h = self.queries({name: images[name] for name, _ in pairs.values()})  # line 8
+        keyed = [name for _, name in pairs.values()] + (["x1", "x2"] if local else [])
+        z = self.keys({name: images[name] for name in keyed})  # line 9
         h_local = {}  # queries of local crops, for each term (D6)
-        if local and oto:
+        if local and "oto" in self.terms:
             h_local["oto"] = self.query(torch.cat(local)).chunk(len(local))
-        if local and mto:
+        if local and "mto" in self.terms:
             h_local["mto"] = self.query(torch.cat([mix_batch(x, *mixing) for x in local])).chunk(len(local))
 
-        def contrast(h, z, term):
+        def contrast(q, k, term):
             smoothing = self.smoothing if term == "oto" else 0.0  # D1
-            return soft_info_nce(h, z, *targets[term], self.temperature, smoothing)
+            return soft_info_nce(q, k, *targets[term], self.temperature, smoothing)
 
-        losses = {}
         with torch.autocast(x1.device.type, enabled=False):  # the loss is computed in float32
-            if oto:
-                losses["oto"] = contrast(h2, z1, "oto")  # Eq. 15
-            if mto:
-                losses["mto"] = contrast(h1_mixed, z2, "mto")  # Eq. 13
-            if mtm:
-                losses["mtm"] = contrast(h1_mixed, z2_mixed, "mtm")  # Eq. 14
+            losses = {term: contrast(h[query], z[key], term) for term, (query, key) in pairs.items()}  # Eq. 13-15
             for term, queries in h_local.items():  # as released, against the keys of both views
-                losses[f"local_{term}"] = sum(contrast(h, z, term) for h in queries for z in (z1, z2)) / len(local)
+                terms = [contrast(q, z[name], term) for q in queries for name in ("x1", "x2")]
+                losses[f"local_{term}"] = sum(terms) / len(local)
         weights = self.terms | dict(local_oto=1.0, local_mto=1.0)  # D6
         loss = sum(weights[name] * value for name, value in losses.items())  # line 10: Eq. 16
         metrics = dict(loss=loss.detach()) | {f"loss_{name}": value.detach() for name, value in losses.items()}
-        return loss, (h2 if oto else h1_mixed).detach(), metrics
+        return loss, next(iter(h.values())).detach(), metrics
 
     @torch.no_grad()
     def update(self, m):
