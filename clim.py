@@ -49,9 +49,7 @@ import common
 
 def parse_args(argv=None):
     """Parse the command line. The defaults are the paper's for ImageNet, with the changes that `recipe` returns."""
-    options = dict(formatter_class=argparse.ArgumentDefaultsHelpFormatter, allow_abbrev=False)
-    parser = argparse.ArgumentParser("clim.py", "%(prog)s [options]", "CLIM (arXiv 2011.02697), on MoCo v2", **options)
-    parser.set_defaults(method="clim")
+    parser = argparse.ArgumentParser("clim.py", description="CLIM (arXiv 2011.02697), on MoCo v2")
 
     add = parser.add_argument_group("loss").add_argument
     add("--mix", choices=("cutmix", "none"), default="cutmix", help="none: half the loss to each key (Table 6)")

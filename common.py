@@ -1092,7 +1092,9 @@ def use_bf16(amp, device):
 
 
 def add_evaluation_arguments(parser):
-    """Add the arguments shared by both evaluations."""
+    """Add the arguments shared by both evaluations, and set the form of --help."""
+    parser.usage, parser.allow_abbrev = "%(prog)s RUN [options]", False
+    parser.formatter_class = argparse.ArgumentDefaultsHelpFormatter
     add = parser.add_argument_group("what is evaluated").add_argument
     add("checkpoint", metavar="RUN", help="a run's folder, last.pt or backbone.pt; or a third-party FILE, with --arch")
     add("--dataset", choices=DATASETS, help="if None, the dataset that the encoder was trained on")
@@ -1114,8 +1116,12 @@ def parse_args(parser, argv, recipe):
     """Add the arguments shared by all training scripts, and parse argv; if None, sys.argv.
 
     recipe(args) returns the defaults, {name: value}, that the chosen dataset, encoder and method have. Returns the
-    arguments, and the set of the names of those that are not defaults, which also name the default of --out.
+    arguments, and the set of the names of those that are not defaults, which also name the default of --out. The method
+    is the parser's prog, a script's name.
     """
+    parser.usage, parser.allow_abbrev = "%(prog)s [options]", False
+    parser.formatter_class = argparse.ArgumentDefaultsHelpFormatter
+    parser.set_defaults(method=parser.prog.removesuffix(".py"))
     add = parser.add_argument_group("run").add_argument
     add("--dataset", choices=DATASETS, default="patterns", help="dataset, which also selects the recipe")
     add("--data-dir", type=os.path.abspath, metavar="DIR", help="folder with train/, and val/ or test/")

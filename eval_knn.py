@@ -26,8 +26,7 @@ import common
 
 def parse_args(argv=None):
     """Parse the command line."""
-    options = dict(formatter_class=argparse.ArgumentDefaultsHelpFormatter, allow_abbrev=False)
-    parser = argparse.ArgumentParser("eval_knn.py", "%(prog)s RUN [options]", str(__doc__).splitlines()[0], **options)
+    parser = argparse.ArgumentParser("eval_knn.py", description=str(__doc__).splitlines()[0])
     common.add_evaluation_arguments(parser)
     add = parser.add_argument_group("kNN").add_argument
     add("--k", type=common.positive_int, nargs="+", default=[10, 20, 100, 200], help="numbers of neighbors")

@@ -115,9 +115,7 @@ def recipe(args, info):
 
 def parse_args(argv=None):
     """Parse the command line. Hyper-parameters that it does not set are absent, and `complete` adds them."""
-    options = dict(formatter_class=argparse.ArgumentDefaultsHelpFormatter, allow_abbrev=False)
-    first_line = str(__doc__).splitlines()[0]  # there is none with python -OO
-    parser = argparse.ArgumentParser("eval_linear.py", "%(prog)s RUN [options]", first_line, **options)
+    parser = argparse.ArgumentParser("eval_linear.py", description=str(__doc__).splitlines()[0])
     common.add_evaluation_arguments(parser)
     some = common.bounded("a number above 0, at most 1", float, lambda x: 0 < x <= 1)
     group = parser.add_argument_group("protocol")

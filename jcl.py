@@ -46,9 +46,7 @@ import common
 
 def parse_args(argv=None):
     """Parse the command line. The defaults are the paper's for ImageNet, with the changes that `recipe` returns."""
-    options = dict(formatter_class=argparse.ArgumentDefaultsHelpFormatter, allow_abbrev=False)
-    parser = argparse.ArgumentParser("jcl.py", "%(prog)s [options]", "JCL (arXiv 2009.14776), on MoCo v2", **options)
-    parser.set_defaults(method="jcl")
+    parser = argparse.ArgumentParser("jcl.py", description="JCL (arXiv 2009.14776), on MoCo v2")
     add = parser.add_argument
     add("--variant", choices=("paper", "released"), default="paper", help="follow the paper or the released code")
 

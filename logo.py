@@ -49,9 +49,7 @@ import common
 
 def parse_args(argv=None):
     """Parse the command line. The defaults are the released code's for ImageNet-100, changed by `recipe`."""
-    options = dict(formatter_class=argparse.ArgumentDefaultsHelpFormatter, allow_abbrev=False)
-    parser = argparse.ArgumentParser("logo.py", "%(prog)s [options]", "LoGo (arXiv 2203.17205)", **options)
-    parser.set_defaults(method="logo")
+    parser = argparse.ArgumentParser("logo.py", description="LoGo (arXiv 2203.17205)")
     add = parser.add_argument
     add("--variant", choices=("paper", "released"), default="released", help="follow the paper or the released code")
     add("--base", choices=("moco", "simsiam"), default="moco", help="what LoGo is added to")

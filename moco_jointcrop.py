@@ -48,9 +48,7 @@ import common
 
 def parse_args(argv=None):
     """Parse the command line. The defaults are MoCo v2's for ImageNet, with the changes that `recipe` returns."""
-    options = dict(formatter_class=argparse.ArgumentDefaultsHelpFormatter, allow_abbrev=False)
-    parser = argparse.ArgumentParser("moco_jointcrop.py", "%(prog)s [options]", "JointCrop and JointBlur", **options)
-    parser.set_defaults(method="moco_jointcrop")
+    parser = argparse.ArgumentParser("moco_jointcrop.py", description="JointCrop and JointBlur (arXiv 2412.16522)")
     add = parser.add_argument
     add("--variant", choices=("paper", "released"), default="paper", help="paper: any MoCo; released: J-Crop(0) on v3")
     add("--moco", choices=("v1", "v2", "v3"), help="version of MoCo (D6), which also chooses the defaults")

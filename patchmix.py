@@ -50,9 +50,7 @@ import common
 
 def parse_args(argv=None):
     """Parse the command line. The defaults are the paper's for ImageNet, with the changes that `recipe` returns."""
-    options = dict(formatter_class=argparse.ArgumentDefaultsHelpFormatter, allow_abbrev=False)
-    parser = argparse.ArgumentParser("patchmix.py", "%(prog)s [options]", "PatchMix (arXiv 2306.12243)", **options)
-    parser.set_defaults(method="patchmix")
+    parser = argparse.ArgumentParser("patchmix.py", description="PatchMix (arXiv 2306.12243)")
     add = parser.add_argument
     add("--variant", choices=("paper", "released"), default="paper", help="follow the paper or the released code")
 
