@@ -154,10 +154,9 @@ def test_last_pt_holds_both_encoders(tmp_path, capsys):
         loaded, said = common.load_backbone(where, encoder)
         assert said["encoder"] == (encoder or "momentum") and torch.equal(loaded(x), expected(x))
     assert "query" in refused(capsys, common.load_backbone, tmp_path / "backbone.pt", "query")
-    for wrong in ({"bn1.weight": torch.ones(1, 7)}, {"more": torch.ones(1)}):
-        torch.save(info | {"state_dict": momentum.state_dict() | wrong}, tmp_path / "backbone.pt")
-        with pytest.raises(RuntimeError, match=next(iter(wrong))):
-            common.load_backbone(tmp_path)
+    torch.save(info | {"state_dict": momentum.state_dict() | {"more": torch.ones(1)}}, tmp_path / "backbone.pt")
+    with pytest.raises(RuntimeError, match="more"):
+        common.load_backbone(tmp_path)
 
 
 def test_an_encoder_that_does_not_fit_is_refused(capsys):
