@@ -104,22 +104,19 @@ def test_two_processes_evaluate_as_one(places, tmp_path):
     np.testing.assert_allclose(*(np.load(dump)["train_features"] for dump in dumps), rtol=1e-4, atol=1e-5)
 
 
-TUNE = "--finetune --epochs 1 --batch-size 12".split()
-
-
-@pytest.mark.parametrize("script, flags", [(eval_knn, []), (eval_linear, []), (eval_linear, TUNE)])
+@pytest.mark.parametrize("script, flags", [(eval_knn, ""), (eval_linear, "--finetune --epochs 1 --batch-size 12")])
 def test_an_evaluation_leaves_the_caller_as_it_was(script, flags, places, tmp_path, monkeypatch):
     """Its random numbers and inference_mode stay, also if the evaluation fails because an image cannot be read."""
-    monkeypatch.chdir(tmp_path)
+    monkeypatch.chdir(tmp_path)  # for runs/
     own = dict(train=ImageFolder(places["DATA"] / "train"), test=pictures(places["DATA"] / "val"))
     torch.manual_seed(1), np.random.seed(2), random.seed(3)
     before = torch.get_rng_state(), np.random.get_state()[1], random.getstate()[1]
     with torch.inference_mode():
-        assert run(script, places["VIT"], *flags, **own)["encoder"]
+        assert run(script, places["VIT"], *flags.split(), **own)["encoder"]
         assert torch.is_inference_mode_enabled()
     own["train"].samples[5] = (str(tmp_path / "none.png"), 0)
     with pytest.raises(OSError, match="none.png"):
-        run(script, places["VIT"], *flags, "--seed", 1, **own)  # another run
+        run(script, places["VIT"], *flags.split(), "--seed", 1, **own)  # another run
     after = torch.get_rng_state(), np.random.get_state()[1], random.getstate()[1]
     assert all(map(np.array_equal, before, after))
 
@@ -229,30 +226,25 @@ def test_the_learning_rate_is_the_best_held_out_one_of_the_grid():
     torch.testing.assert_close(found["logits"], alone[best]["logits"])
 
 
-@pytest.mark.parametrize(
-    "n, fraction, sizes", [(320, 0.1, [32] * 9 + [29]), (4096, 0.1, [409]), (1100, 0.1, [110] * 4)]
-)
-def test_few_rows_choose_by_cross_validation(n, fraction, sizes):
-    """Until 400 have been held out, or all but one per class. A large fold is the only one."""
-    labels = torch.arange(n) % 3
-    folds = seeded(eval_linear.hold_out, labels, fraction)
-    assert [len(held) for _, held in folds] == sizes
-    for rest, held in folds:
-        assert torch.cat([rest, held]).sort().values.equal(torch.arange(n))
-    held = torch.cat([held for _, held in folds])
-    assert len(held.unique()) == len(held) and not held.equal(held.sort().values)
-
-
-def test_no_class_is_held_out_as_a_whole():
-    """With one image per class none is held out, and the fitted ones choose."""
-    labels = torch.tensor([0] * 50 + [1] * 2 + [2])
+@pytest.mark.parametrize("counts, fraction, sizes", [
+    ([107, 107, 106], 0.1, [32] * 9 + [29]), ([2000, 1000, 1000], 0.1, [400]), ([600, 500], 0.1, [110] * 4),
+    ([50, 2, 1], 0.9, [47, 3]), ([1, 1, 1], 0.5, [0]),
+])  # fmt: skip
+def test_few_rows_choose_by_cross_validation(counts, fraction, sizes):
+    """Until 400 have been held out, or all but one per class, which is always fitted."""
+    labels = torch.arange(len(counts)).repeat_interleave(torch.tensor(counts))
     for _ in range(20):
-        folds = eval_linear.hold_out(labels, 0.9)
-        assert [len(held) for _, held in folds] == [47, 3]
+        folds = eval_linear.hold_out(labels, fraction)
+        assert [len(held) for _, held in folds] == sizes
         for rest, held in folds:
-            assert sorted(torch.cat([rest, held]).tolist()) == [*range(53)] and labels[rest].bincount().min() >= 1
-    ((rest, held),) = eval_linear.hold_out(torch.arange(5), 0.5)
-    assert sorted(rest.tolist()) == [*range(5)] and len(held) == 0
+            assert torch.cat([rest, held]).sort().values.equal(torch.arange(len(labels)))
+            assert labels[rest].unique().tolist() == [*range(len(counts))]
+        held = torch.cat([held for _, held in folds])
+        assert len(held.unique()) == len(held) and (not len(held) or not held.equal(held.sort().values))
+
+
+def test_one_row_per_class():
+    """None is held out, and the fitted ones choose."""
     x, y, test_x, test_y = problem(3, 60, noise=0.1)
     found = eval_linear.linear_probe(x, y, test_x, 3, lrs=[1e-12, 0.01, 0.1, 1.0], epochs=20)
     assert max(found["held_out"].values()) == 100 and found["chosen"] > 1e-3
