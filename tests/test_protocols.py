@@ -172,9 +172,8 @@ def test_a_fine_tuning_is_a_plain_loop(flags, places, tmp_path, monkeypatch):
     network.load_state_dict(encoder.state_dict())
     torch.nn.init.normal_(head.weight, std=0.01), torch.nn.init.zeros_(head.bias)
     model = torch.nn.ModuleDict(dict(backbone=network, head=head)).train()
-    scales, _ = groups_of(places, "VIT")  # see test_layer_decay
-    rows = [(scale, decay, p) for (scale, decay), p in zip(scales.values(), model.parameters(), strict=True)]
-    optimizer = torch.optim.AdamW([dict(params=[p], weight_decay=decay, scale=scale) for scale, decay, p in rows])
+    pairs = zip(groups_of(places, "VIT")[0].values(), model.parameters(), strict=True)  # see test_layer_decay
+    optimizer = torch.optim.AdamW([dict(params=[p], weight_decay=decay, scale=scale) for (scale, decay), p in pairs])
     images = test_eval.pictures(places["DATA"] / "train")
     order = DistributedSampler(images, 1, 0, seed=2)
     loader = DataLoader([*zip(images.array, images.targets, strict=True)], 16, sampler=order, drop_last=True)  # D1
@@ -259,8 +258,8 @@ def test_the_strength_is_the_best_of_the_validation_part_and_then_all_is_fitted(
         weight = eval_linear.logistic_regression(x[rows], y[rows], 3, strength)
         return of @ weight[:-1] + weight[-1]
 
-    fits = {strength: logits(rest, strength, x[check]) for strength in grid}
-    percents = {strength: eval_linear.scores(fits[strength], y[check], 3)["linear_per_class"] for strength in grid}
+    fits = [eval_linear.scores(logits(rest, strength, x[check]), y[check], 3) for strength in grid]
+    percents = {strength: fit["linear_per_class"] for strength, fit in zip(grid, fits, strict=True)}
     equals = [strength for strength in grid if percents[strength] == max(percents.values())]
     assert found["held_out"] == pytest.approx(percents) and found["chosen"] == equals[len(equals) // 2]
     assert 1 < len(equals) < len(grid)
@@ -293,10 +292,7 @@ def test_lbfgs_of_a_checkpoint(places, tmp_path, capsys):
 
 @pytest.fixture(scope="module")
 def tuned(places, tmp_path_factory):
-    """(flags of a fine-tuning with all that draws, the folder of an undisturbed one, its scores).
-
-    The images have moved since the training of the encoder.
-    """
+    """(flags of a fine-tuning with all that draws, its folder, its scores). The encoder's images have moved."""
     root = tmp_path_factory.mktemp("tuned")
     (root / "moved").symlink_to(places["DATA"])
     flags = [places["VIT"], "--data-dir", root / "moved", "--finetune", "--erase", 0.9, "--label-fraction", 0.9, *FAST]
@@ -357,8 +353,7 @@ def test_another_evaluation_is_refused(places, tmp_path, capsys):
     assert "finished" in capsys.readouterr().out
     assert "test_images was" in refused(capsys, run, vit, *flags, train=train, test=b)
     assert "checkpoint was" in refused(capsys, run, places["RESNET"], *flags, train=train, test=a)
-    tuned = ["--finetune", *flags[2:]]
-    assert "a run of finetune" in refused(capsys, run, vit, *tuned, train=train, test=a)
+    assert "a run of finetune" in refused(capsys, run, vit, "--finetune", *flags[2:], train=train, test=a)
     assert "peak" in refused(capsys, run, vit, "--finetune", "--lr", 1e-9, train=train, test=a)
 
 
@@ -376,7 +371,7 @@ def test_augmentation_of_training_images():
     wanted, found = {x[:, ::flip].tobytes() for x in crops for flip in (1, -1)}, {x.tobytes() for x in made(150)}
     assert found <= wanted and len(found) > len(crops) + 10  # so both ways round
     small = made(40, pad=0)
-    assert np.shape(small) == (40, 16, 16, 3) and np.std(small, (1, 2)).mean() < np.std(image, (0, 1)).mean()
+    assert np.shape(small) == (40, 16, 16, 3) and np.std(small, (1, 2)).mean() < 0.4 * np.std(image, (0, 1)).mean()
     assert len({view.tobytes() for view in made(150, randaug=10)}) > 120  # the limit of all its operations is no error
 
 
