@@ -94,33 +94,24 @@ PUBLIC = """resnet18 convnextv2_atto cait_xxs24_224
 def test_public_encoders_are_read_by_timms_name(name, tmp_path, monkeypatch):
     """With their classifier and, after a point, the tag of the weights; of ResNets, torchvision's own.
 
-    DINOv2's and v3's have further tokens, and no embedding of positions or one without the class token. CaiT is no
-    plain ViT: its embedding is read as it is.
+    The position embeddings of ViTs are resampled for images of another size, as timm does where it encodes these.
+    DINOv2's and v3's have further tokens, and no embedding or one without the class token. CaiT's stays as it is.
     """
     options = dict(depth=2) if name.startswith(("vit_", "cait_")) else {}  # of 12 or 24 blocks, to save time
     monkeypatch.setattr(timm, "create_model", functools.partial(timm.create_model, **options))
-    size = dict(img_size=224) if name.startswith("vit_") else {}
-    theirs = torchvision.models.resnet18() if name == "resnet18" else timm.create_model(name, num_classes=5, **size)
+    size, any_size = (112, dict(dynamic_img_size=True)) if name.startswith("vit_") else (224, {})
+    theirs = torchvision.models.resnet18() if name == "resnet18" else timm.create_model(name, num_classes=5, **any_size)
     save_file(theirs.state_dict(), tmp_path / "model.safetensors")
     if name == "resnet18":
         theirs.fc = torch.nn.Identity()
     else:
         theirs.reset_classifier(0)
     known = timm.get_pretrained_cfg(name)  # of the weights that are timm's default
-    how = dict(arch=f"{name}.{known.tag}", patch_size=14 if "patch14" in name else 16)
+    how = dict(arch=f"{name}.{known.tag}", patch_size=14 if "patch14" in name else 16, image_size=size)
     found, info = read(tmp_path / "model.safetensors", **how)
-    assert same(found, theirs.eval(), 224) and (info["mean"], info["std"]) == (known.mean, known.std)
+    assert same(found, theirs.eval(), size) and (info["mean"], info["std"]) == (known.mean, known.std)
     info = read(tmp_path / "model.safetensors", **how, norm="cifar10")[1]
     assert (info["mean"], info["std"]) == common.NORMS["cifar10"]
-
-
-def test_position_embeddings_of_another_grid_are_resampled_as_timm_does(tmp_path):
-    theirs = make_encoder(**VIT)
-    torch.save({"model": theirs.state_dict()}, tmp_path / "vit.pth")
-    encoder, info = read(tmp_path / "vit.pth", **VIT | {"image_size": 48})
-    timms = common.build_backbone(info).eval()
-    timms.load_state_dict(timm.models.vision_transformer.checkpoint_filter_fn(theirs.state_dict(), timms))
-    assert same(encoder, timms, 48)
 
 
 UNFIT = {  # what is saved of a ResNet's state_dict; how it is read; words of the message
