@@ -1,11 +1,11 @@
 """eval_linear.py's protocols: recipes, schedules, labels, L-BFGS; trainings that are stopped, or on two processes."""
 
 import argparse
-import contextlib
+import functools
 import hashlib
-import io
 import math
 import random
+import shutil
 
 import numpy as np
 import pytest
@@ -13,13 +13,12 @@ import test_eval
 import timm
 import torch
 import torch.nn.functional as F
-from conftest import Pictures
 from PIL import Image
 from test_features import generator
 from timm.data import Mixup
 from timm.data.random_erasing import RandomErasing
 from timm.scheduler import CosineLRScheduler
-from tiny import TIMING, contents, epochs_of, flat, life, load, play, records, refused, succeed, unequal
+from tiny import TIMING, contents, epochs_of, flat, gradient, life, load, play, records, refused, succeed, unequal
 from torch.utils.data import DataLoader, DistributedSampler
 from torchvision.datasets import ImageFolder
 
@@ -28,13 +27,9 @@ import eval_knn
 import eval_linear
 
 places = test_eval.places
+run = functools.partial(test_eval.run, eval_linear)
 
 FAST = ["--batch-size", "16", "--epochs", "3"]  # of two steps: 42 images
-
-
-def run(*flags, **own):
-    with contextlib.redirect_stdout(io.StringIO()) as said:
-        return test_eval.run(eval_linear, *flags, **own), said.getvalue()
 
 
 def completed(places, *flags, encoder="VIT", **changed):
@@ -54,10 +49,8 @@ CLIM |= dict(randaug=0, mixup=0, cutmix=0, erase=0, smoothing=0)
 RESNET, VIT_S, VIT_B = "resnet50", "vit_small_patch16_224", "vit_base_patch16_224"
 
 RECIPES = [  # learning rates are per 256 images
-    ("--protocol moco", RESNET, MOCO),
-    ("--protocol jcl", RESNET, MOCO),
+    *((f"--protocol {protocol}", RESNET, MOCO) for protocol in ("moco", "jcl", "clim")),
     ("--protocol jcl --dataset imagenet100", RESNET, dict(MOCO, lr=10)),
-    ("--protocol clim", RESNET, MOCO),
     ("--protocol jointcrop", RESNET, dict(COSINE, epochs=90, batch_size=1024, lr=0.1, nesterov=False)),
     ("--protocol jointcrop", VIT_S, dict(COSINE, epochs=90, batch_size=1024, lr=3)),
     ("--protocol jointcrop-small", RESNET, dict(SGD, epochs=100, batch_size=512, lr=10 * 256 / 512)),
@@ -68,7 +61,6 @@ RECIPES = [  # learning rates are per 256 images
     ("--finetune --dataset cifar100", "deit_tiny_patch16_224", dict(TUNED, lr=1e-3, batch_size=256, pad=4)),
     ("--finetune", RESNET, dict(CLIM, protocol="clim")),
     ("--finetune --protocol clim --lr 1 --milestones", VIT_S, dict(CLIM, lr=1, milestones=[])),
-    ("--finetune --epochs 10 --mixup 0", VIT_S, dict(TUNED, epochs=10, mixup=0)),
     ("", RESNET, dict(protocol="probe", epochs=50, batch_size=256, holdout=0.1)),
     ("--solver lbfgs", RESNET, dict(metric="top1", batch_size=256, holdout=0.1)),
 ]
@@ -100,7 +92,6 @@ def learning_rates(places, *flags, at, encoder="VIT"):
 def test_schedules_are_the_papers(places):
     moco = learning_rates(places, "--protocol", "moco", at=(0, 599, 600, 799, 800, 999))
     assert moco == pytest.approx([30, 30, 3, 3, 0.3, 0.3])
-    assert learning_rates(places, "--protocol", "moco", "--batch-size", 512, at=(0,)) == [60]
     steps = (0, 9, 10, 500, 509, 899)
     cosine = [0.4 * (1 + math.cos(math.pi * (step // 10) / 90)) / 2 for step in steps]  # 0.1 * 1024 / 256
     assert learning_rates(places, "--protocol", "jointcrop", at=steps, encoder="RESNET") == pytest.approx(cosine)
@@ -132,14 +123,15 @@ def test_a_short_fine_tuning_has_the_learning_rates_of_a_long_one(places, epochs
 
 
 def test_patchmixs_linear_classifier_starts_as_torchs_does(places, tmp_path):
-    """As in its released code: uniform up to 1 / sqrt(width). The others': N(0, 0.01), and no bias."""
-    images = Pictures(np.zeros((32, 16, 16, 3), np.uint8), [i % 2 for i in range(32)], range(500))
-    for protocol, std in (("patchmix", (1 / 64 / 3) ** 0.5), ("moco", 0.01)):
-        flags = ["--protocol", protocol, "--epochs", 1, "--batch-size", 32, "--lr", 1e-9, "--out", tmp_path / protocol]
-        run(places["VIT"], *flags, train=images, test=images)
-        begun = load(tmp_path / protocol / "last.pt")["model"]
-        assert begun["weight"].std().item() == pytest.approx(std, rel=0.02)
-        assert begun["bias"].std().item() == pytest.approx(std * (protocol == "patchmix"), rel=0.1, abs=1e-6)
+    """As in its released code. The others': N(0, 0.01), and no bias."""
+    for protocol in ("patchmix", "moco"):
+        torch.manual_seed(0)
+        head = torch.nn.Linear(64, 3)
+        if protocol == "moco":
+            torch.nn.init.normal_(head.weight, std=0.01), torch.nn.init.zeros_(head.bias)
+        flags = ["--protocol", protocol, "--lr", 1e-9, *FAST, "--out", tmp_path / protocol]
+        run(places["VIT"], *flags)
+        torch.testing.assert_close(load(tmp_path / protocol / "last.pt")["model"], head.state_dict(), rtol=0, atol=1e-6)
 
 
 def groups_of(places, encoder, *flags):
@@ -154,7 +146,7 @@ def groups_of(places, encoder, *flags):
 def test_layer_decay(places):
     """Block i of 3 has 0.75^(3 - i) of the learning rate, the classifier all of it, the patches' embedding 0.75^4."""
     found, optimizer = groups_of(places, "VIT")
-    assert optimizer == "AdamW" and found["head.weight"] == (1, 0.05) and found["head.bias"] == (1, 0)
+    assert optimizer == "AdamW"
     for name, (scale, decay) in found.items():
         part, number, *_ = name.split(".") + [""]
         depth = int(number) if part == "blocks" else {"head": 3, "norm": 2}.get(part, -1)
@@ -170,9 +162,9 @@ def test_two_learning_rates(places):
 
 @pytest.mark.parametrize("flags", ["", "--mixup 0 --cutmix 0"])
 def test_a_fine_tuning_is_a_plain_loop(flags, places, tmp_path, monkeypatch):
-    """Its images are not cropped here. Erasing, mixup and drop-path draw as the seed says. 42 images: two steps."""
+    """Its images are not cropped here. Erasing, mixup and drop-path draw as seed and epoch say. An epoch: two steps."""
     monkeypatch.setattr(eval_linear, "training_transform", lambda *_: lambda image: image)
-    flags = [places["VIT"], *f"--finetune --batch-size 16 --epochs 1 --lr 0.05 --seed 2 {flags}".split()]
+    flags = [places["VIT"], *f"--finetune --batch-size 16 --epochs 2 --lr 0.05 --seed 2 {flags}".split()]
     run(*flags, "--out", tmp_path)
     args, (encoder, info) = completed(places, *flags[1:]), common.load_backbone(places["VIT"])
     torch.manual_seed(2)
@@ -180,38 +172,38 @@ def test_a_fine_tuning_is_a_plain_loop(flags, places, tmp_path, monkeypatch):
     network.load_state_dict(encoder.state_dict())
     torch.nn.init.normal_(head.weight, std=0.01), torch.nn.init.zeros_(head.bias)
     model = torch.nn.ModuleDict(dict(backbone=network, head=head)).train()
-    scales, _ = groups_of(places, "VIT")  # see test_layer_decay
-    rows = [(scale, decay, p) for (scale, decay), p in zip(scales.values(), model.parameters(), strict=True)]
-    optimizer = torch.optim.AdamW([dict(params=[p], weight_decay=decay, scale=scale) for scale, decay, p in rows])
+    pairs = zip(groups_of(places, "VIT")[0].values(), model.parameters(), strict=True)  # see test_layer_decay
+    optimizer = torch.optim.AdamW([dict(params=[p], weight_decay=decay, scale=scale) for (scale, decay), p in pairs])
     images = test_eval.pictures(places["DATA"] / "train")
-    timm.utils.random_seed(hash((2, 0, 0)) % 2**32)
     order = DistributedSampler(images, 1, 0, seed=2)
-    pairs = [*zip(images.array.transpose(0, 3, 1, 2), images.targets, strict=True)]
-    for step, (pixels, y) in enumerate(DataLoader(pairs, 16, sampler=order, drop_last=True)):  # D1
-        x = RandomErasing(0.25, mode="pixel", device="cpu")((pixels / 255 - 0.5) / 0.2)
-        target = 0.9 * F.one_hot(y, 3) + 0.1 / 3
-        if args.mixup:
-            x, target = Mixup(0.8, 1.0, label_smoothing=0.1, num_classes=3)(x, y)
-        for group in optimizer.param_groups:
-            group["lr"] = eval_linear.learning_rate(args, step / 2) * group["scale"]
-        optimizer.zero_grad()
-        (target * -head(network(x)).log_softmax(1)).sum(1).mean().backward()
-        optimizer.step()
+    loader = DataLoader([*zip(images.array, images.targets, strict=True)], 16, sampler=order, drop_last=True)  # D1
+    for epoch in range(2):
+        order.set_epoch(epoch)
+        timm.utils.random_seed(hash((2, epoch, 0)) % 2**32)
+        for step, (pixels, y) in enumerate(loader):
+            x = RandomErasing(0.25, mode="pixel", device="cpu")((pixels.permute(0, 3, 1, 2) / 255 - 0.5) / 0.2)
+            target = 0.9 * F.one_hot(y, 3) + 0.1 / 3
+            if args.mixup:
+                x, target = Mixup(0.8, 1.0, label_smoothing=0.1, num_classes=3)(x, y)
+            for group in optimizer.param_groups:
+                group["lr"] = eval_linear.learning_rate(args, epoch + step / 2) * group["scale"]
+            optimizer.zero_grad()
+            (target * -head(network(x)).log_softmax(1)).sum(1).mean().backward()
+            optimizer.step()
     trained = load(tmp_path / "last.pt")["model"]
     for name in trained.keys() - {f"backbone.blocks.{i}.attn.qkv.bias" for i in range(3)}:  # Adam scales up rounding
         torch.testing.assert_close(trained[name], model.state_dict()[name], rtol=1e-3, atol=1e-5)
 
 
-@pytest.mark.parametrize("fraction, total, digest", [(0.01, 7, "98da8038"), (0.1, 20, "f0ac84f9"), (1.0, 203, "")])
+@pytest.mark.parametrize("fraction, total, digest", [(0.01, 7, "98da8038"), (0.1, 20, "f0ac84f9")])
 def test_label_fractions_are_balanced_and_never_change(fraction, total, digest):
     labels = torch.arange(203) * 5 % 7
-    rows, again, other = (eval_linear.balanced_share(labels, fraction, seed) for seed in (0, 0, 1))
+    rows, other = (eval_linear.balanced_share(labels, fraction, seed) for seed in (0, 1))
     counts = labels[rows].bincount(minlength=7)
-    assert len(rows) == total and rows.equal(again) and (rows.diff() > 0).all()
+    assert len(rows) == len(other) == total and (rows.diff() > 0).all() and not rows.equal(other)
     assert counts.max() - counts.min() <= 1 and counts.min() >= 1
-    assert len(other) == total and (not rows.equal(other) or fraction == 1)
     assert hashlib.sha256(rows.numpy().astype("<i8").tobytes()).hexdigest().startswith(digest)
-    assert {*rows.tolist()} <= {*eval_linear.balanced_share(labels.tolist(), min(1, 2 * fraction), 0).tolist()}
+    assert {*rows.tolist()} <= {*eval_linear.balanced_share(labels.tolist(), 2 * fraction, 0).tolist()}
     labels = torch.tensor([0] * 30 + [1] * 30 + [2] * 2)  # a class that has too few gives all
     assert sorted(labels[eval_linear.balanced_share(labels, 0.5, 0)].bincount().tolist()) == [2, 10, 10]
 
@@ -225,15 +217,15 @@ def test_label_files(places, tmp_path, capsys):
     for text in ("1.png", "b/1.png\nnothing.png", "", ".png"):
         listed.write_text(text)
         assert "list.txt" in refused(capsys, eval_linear.listed_rows, paths, listed)
-    flags = [places["VIT"], "--epochs", 1, "--lrs", 0.1, "--no-baselines", "--label-files"]
+    assert "none.txt" in refused(capsys, eval_linear.listed_rows, paths, tmp_path / "none.txt")
+    flags = [places["VIT"], "--epochs", 1, "--lrs", 0.1, "--no-baselines", "--label-files", listed]
     listed.write_text("a03.png\nc/c05.png\n\nb00.png\na03.png\n")
-    result, said = run(*flags, listed)
-    assert "3 of 42 training images" in said
-    own = {part: ImageFolder(places["DATA"] / folder) for part, folder in (("train", "train"), ("test", "val"))}
-    assert run(*flags, listed, **own)[0] == result  # of data of one's own, too, if they are files
+    result, said = run(*flags), capsys.readouterr().out
+    assert "3 of 42 training images" in said and "of the fitted images" in said and "held out" not in said
+    own = dict(train=ImageFolder(places["DATA"] / "train"), test=test_eval.pictures(places["DATA"] / "val"))
+    assert run(*flags, **own) == result  # of data of one's own, too, if they are files
     own["train"] = test_eval.pictures(places["DATA"] / "train")
-    assert "files" in refused(capsys, run, *flags, listed, **own)
-    assert "none.txt" in refused(capsys, run, *flags, tmp_path / "none.txt")
+    assert "list.txt" in refused(capsys, run, *flags, **own)
 
 
 @pytest.mark.parametrize("classes, factor", [(3, 1), (2, 2)])
@@ -266,8 +258,8 @@ def test_the_strength_is_the_best_of_the_validation_part_and_then_all_is_fitted(
         weight = eval_linear.logistic_regression(x[rows], y[rows], 3, strength)
         return of @ weight[:-1] + weight[-1]
 
-    fits = {strength: logits(rest, strength, x[check]) for strength in grid}
-    percents = {strength: eval_linear.scores(fits[strength], y[check], 3)["linear_per_class"] for strength in grid}
+    fits = [eval_linear.scores(logits(rest, strength, x[check]), y[check], 3) for strength in grid]
+    percents = {strength: fit["linear_per_class"] for strength, fit in zip(grid, fits, strict=True)}
     equals = [strength for strength in grid if percents[strength] == max(percents.values())]
     assert found["held_out"] == pytest.approx(percents) and found["chosen"] == equals[len(equals) // 2]
     assert 1 < len(equals) < len(grid)
@@ -277,36 +269,34 @@ def test_the_strength_is_the_best_of_the_validation_part_and_then_all_is_fitted(
 
 def test_lbfgs_of_a_checkpoint(places, tmp_path, capsys):
     """val/ chooses where there is test/ too, else a part of train/. Of few labels a part chooses: val/ is left out."""
-    flags = ["--solver", "lbfgs", "--strengths", 0.1, 1, 10, "--metric", "per_class"]
-    result, said = run(places["VIT"], *flags)
+    flags = [places["VIT"], "--solver", "lbfgs", "--strengths", 0.1, 1, 10, "--metric", "per_class"]
+    result, said = run(*flags), capsys.readouterr().out
     assert list(result) == ["encoder", "untrained"] and "18 images choose" in said and "all 60 " in said
     train, val, (test_x, *_, test_y) = test_eval.parts(places, "train", "val", "test")
     x, *_, y = (torch.cat(pair) for pair in zip(train, val, strict=True))
     found = eval_linear.lbfgs_probe(x, y, test_x, *torch.arange(60).split([42, 18]), 3, [0.1, 1, 10])
     assert result["encoder"] == pytest.approx(eval_linear.scores(found["logits"], test_y, 3))
-    _, said = run(places["VIT"], *flags, "--label-fraction", 0.2)
+    run(*flags, "--label-fraction", 0.2)
+    said = capsys.readouterr().out
     assert "1 images choose" in said and "all 8 " in said and "test/ is evaluated: 18 " in said
-    for part in ("train", "test"):
-        (tmp_path / part).symlink_to(places["DATA"] / part)
-    _, said = run(places["VIT"], *flags, "--dataset", "folder", "--data-dir", tmp_path, "--holdout", 0.5)
+    data = shutil.copytree(places["DATA"], tmp_path / "data")
+    flags += ["--dataset", "folder", "--data-dir", data]
+    (data / "val").rename(tmp_path / "val")
+    run(*flags, "--holdout", 0.5)
+    said = capsys.readouterr().out
     assert "21 images choose" in said and "all 42 " in said
-    for part in ("train", "val", "test/b", "test/c"):
-        (tmp_path / "other" / part).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / "other" / part).symlink_to(places["DATA"] / part)
-    other = [*flags, "--dataset", "folder", "--data-dir", tmp_path / "other"]
-    assert "classes of test/" in refused(capsys, run, places["VIT"], *other)
+    (tmp_path / "val").rename(data / "val")
+    shutil.rmtree(data / "test" / "a")
+    assert "classes of test/" in refused(capsys, run, *flags)
 
 
 @pytest.fixture(scope="module")
 def tuned(places, tmp_path_factory):
-    """(flags of a fine-tuning with all that draws, the folder of an undisturbed one, its scores).
-
-    The images have moved since the training of the encoder.
-    """
+    """(flags of a fine-tuning with all that draws, its folder, its scores). The encoder's images have moved."""
     root = tmp_path_factory.mktemp("tuned")
     (root / "moved").symlink_to(places["DATA"])
     flags = [places["VIT"], "--data-dir", root / "moved", "--finetune", "--erase", 0.9, "--label-fraction", 0.9, *FAST]
-    return flags, root / "run", run(*flags, "--out", root / "run")[0]
+    return flags, root / "run", run(*flags, "--out", root / "run")
 
 
 def test_a_run_and_what_it_leaves(tuned):
@@ -322,7 +312,7 @@ def test_a_run_and_what_it_leaves(tuned):
     before, after = load(flags[0] / "backbone.pt")["state_dict"], load(out / "last.pt")["model"]
     assert not [name for name, value in before.items() if torch.equal(value, after[f"backbone.{name}"])]
     files = contents(out)
-    assert run(*flags, "--out", out)[0] == result and contents(out) == files
+    assert run(*flags, "--out", out) == result and contents(out) == files
 
 
 def test_an_encoder_that_was_fine_tuned_on_other_images_does_not_name_them(places, tmp_path, capsys):
@@ -338,23 +328,19 @@ def test_stopped_and_resumed(tuned, tmp_path):
     for moment, epochs in (("step 2", None), ("step 4", 1), ("save 4", 1), ("knn 1", 3)):
         assert life("eval_linear", [*flags, "--device", "cpu"], moment)[0] == 130 and epochs_of(tmp_path) == epochs
     random.seed(99), np.random.seed(98), torch.manual_seed(97)  # nothing depends on what these were
-    assert run(*flags)[0] == result
+    assert run(*flags) == result
     different = unequal(load(out / "last.pt"), load(tmp_path / "last.pt"))
     assert all(name.startswith("/optimizer/param_groups") and name.endswith("/lr") for name in different)
     assert unequal(load(out / "backbone.pt"), load(tmp_path / "backbone.pt")) == []
 
 
 def test_the_frozen_encoder_stays_as_it_is_and_learning_is_seen(places, tmp_path, monkeypatch):
-    network, info = common.load_backbone(places["RESNET"])
-    before = {k: v.clone() for k, v in network.state_dict().items()}
+    (network, info), before = common.load_backbone(places["RESNET"]), load(places["RESNET"] / "backbone.pt")
     monkeypatch.setattr(common, "load_backbone", lambda *_: (network, info))
-    seeds, seed = [], timm.utils.random_seed
-    monkeypatch.setattr(timm.utils, "random_seed", lambda number: seeds.append(number) or seed(number))
     flags = "--protocol moco --lr 1 --batch-size 16 --epochs 20".split()
-    result, _ = run(places["RESNET"], *flags, "--out", tmp_path)
-    assert all(torch.equal(before[k], v) for k, v in network.state_dict().items()) and not network.training
+    result = run(places["RESNET"], *flags, "--out", tmp_path)
+    assert unequal(network.state_dict(), before["state_dict"]) == [] and not network.training
     assert result["encoder"]["linear_top1"] > 50  # of three classes
-    assert len({*seeds}) == 20  # each epoch has its own augmentation
 
 
 def test_another_evaluation_is_refused(places, tmp_path, capsys):
@@ -362,30 +348,30 @@ def test_another_evaluation_is_refused(places, tmp_path, capsys):
     train, a, b = (common.Patterns(32, 16, i) for i in range(3))
     vit, flags = places["VIT"], ["--protocol", "moco", *FAST, "--out", tmp_path]
     run(vit, *flags, train=train, test=a)
-    assert "finished" in run(vit / "backbone.pt", *flags, train=train, test=a)[1]
+    capsys.readouterr()
+    run(vit / "backbone.pt", *flags, train=train, test=a)
+    assert "finished" in capsys.readouterr().out
     assert "test_images was" in refused(capsys, run, vit, *flags, train=train, test=b)
     assert "checkpoint was" in refused(capsys, run, places["RESNET"], *flags, train=train, test=a)
-    tuned = ["--finetune", *flags[2:]]
-    assert "a run of finetune" in refused(capsys, run, vit, *tuned, train=train, test=a)
+    assert "a run of finetune" in refused(capsys, run, vit, "--finetune", *flags[2:], train=train, test=a)
     assert "peak" in refused(capsys, run, vit, "--finetune", "--lr", 1e-9, train=train, test=a)
 
 
-def test_augmentation_of_training_images(places):
+def test_augmentation_of_training_images():
     """--pad: a flipped crop of the padded image. Else an area of it. RandAugment changes it further."""
     random.seed(0), np.random.seed(0), torch.manual_seed(0)
-    image, info = Image.fromarray(test_eval.pictures(places["DATA"] / "train").array[7]), dict(image_size=16)
-    info |= dict(interpolation="bicubic", mean=(0.5, 0.5, 0.5))
+    image, info = gradient(16, 16), dict(image_size=16, interpolation="bicubic", mean=(0.5, 0.5, 0.5))
 
-    def made(count, pad=3, randaug=0, crop_scale=(0.08, 1)):
-        args = argparse.Namespace(pad=pad, randaug=randaug, crop_scale=crop_scale)
-        return [np.array(eval_linear.training_transform(args, info)(image)) for _ in range(count)]
+    def made(count, pad=3, randaug=0):
+        args = argparse.Namespace(pad=pad, randaug=randaug, crop_scale=[0.08, 0.08])
+        return [np.array(eval_linear.training_transform(args, info)(Image.fromarray(image))) for _ in range(count)]
 
-    padded, corners = np.pad(np.array(image), ((3, 3), (3, 3), (0, 0))), np.ndindex(7, 7)
-    crops = [padded[top : top + 16, left : left + 16] for top, left in corners]
+    padded = np.pad(image, ((3, 3), (3, 3), (0, 0)))
+    crops = [padded[top : top + 16, left : left + 16] for top, left in np.ndindex(7, 7)]
     wanted, found = {x[:, ::flip].tobytes() for x in crops for flip in (1, -1)}, {x.tobytes() for x in made(150)}
     assert found <= wanted and len(found) > len(crops) + 10  # so both ways round
-    small = made(40, pad=0, crop_scale=(0.08, 0.08))
-    assert np.shape(small) == (40, 16, 16, 3) and np.std(small, (1, 2)).mean() < np.std(image, (0, 1)).mean()
+    small = made(40, pad=0)
+    assert np.shape(small) == (40, 16, 16, 3) and np.std(small, (1, 2)).mean() < 0.4 * np.std(image, (0, 1)).mean()
     assert len({view.tobytes() for view in made(150, randaug=10)}) > 120  # the limit of all its operations is no error
 
 
