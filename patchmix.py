@@ -376,11 +376,12 @@ class PatchMix(nn.Module):
         h = self.queries({name: images[name] for name, _ in pairs.values()})  # line 8
         keyed = [name for _, name in pairs.values()] + (["x1", "x2"] if local else [])
         z = self.keys({name: images[name] for name in keyed})  # line 9
-        h_local = {}  # queries of local crops, for each term (D6)
+        local_images = {}  # local crops, for each term (D6)
         if local and "oto" in self.terms:
-            h_local["oto"] = self.query(torch.cat(local)).chunk(len(local))
+            local_images["oto"] = torch.cat(local)
         if local and "mto" in self.terms:
-            h_local["mto"] = self.query(torch.cat([mix_batch(x, *mixing) for x in local])).chunk(len(local))
+            local_images["mto"] = torch.cat([mix_batch(x, *mixing) for x in local])
+        h_local = self.queries(local_images) if local_images else {}
 
         def contrast(q, k, term):
             smoothing = self.smoothing if term == "oto" else 0.0  # D1
@@ -389,7 +390,7 @@ class PatchMix(nn.Module):
         with torch.autocast(x1.device.type, enabled=False):  # the loss is computed in float32
             losses = {term: contrast(h[query], z[key], term) for term, (query, key) in pairs.items()}  # Eq. 13-15
             for term, queries in h_local.items():  # as released, against the keys of both views
-                terms = [contrast(q, z[name], term) for q in queries for name in ("x1", "x2")]
+                terms = [contrast(q, z[name], term) for q in queries.chunk(len(local)) for name in ("x1", "x2")]
                 losses[f"local_{term}"] = sum(terms) / len(local)
         weights = self.terms | dict(local_oto=1.0, local_mto=1.0)  # D6
         loss = sum(weights[name] * value for name, value in losses.items())  # line 10: Eq. 16
