@@ -267,10 +267,6 @@ def check(out, run, losses):
     names = d["final_names"].tolist()
     probes = dict(zip(names, torch.from_numpy(d["final_probes"]), strict=True))
     whole = {name: torch.from_numpy(d[f"final/{name}"]) for name in names if f"final/{name}" in d}
-    if run == "logo/released":  # D2: what its last step lacks is the next step's first move
-        moved = [name for name in names if name.startswith("momentum_")]
-        probes |= zip(moved, torch.from_numpy(d["momentum_before_last_move_probes"]), strict=True)
-        whole = {name: x for name, x in whole.items() if name not in moved}
     if run == "two_processes/logo":  # within a step's keys they are in another order
         del probes["queue.keys"]
     truth = torch.from_numpy(d["loss"])
