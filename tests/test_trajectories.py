@@ -26,17 +26,19 @@ import common
 
 GOLDEN = Path(__file__).parent / "golden"
 JCL, MOCO = "jcl --lam-schedule ramp --lam 2 --num-keys", "moco_jointcrop --joint none --moco"
-CLIM, LOGO, PATCHMIX = "clim --selection none", "logo --local-crops 0 --one-way", "patchmix --variant released"
+CLIM, LOGO = "clim --selection none", "logo --local-crops 0 --one-way"
+PATCHMIX = "patchmix --arch vit_golden --num-heads 4 --drop-path 0 --variant released"
 # Golden file and run, and flags. The baseline of all queue methods is MoCo v2.
 QUICK = [
     ("jcl/one_step_per_epoch", f"{JCL} 4"), ("jcl/released", f"{JCL} 3"), ("mocov3/constant", f"{MOCO} v3"),
     ("mocov2/v2_one_step_per_epoch", f"{MOCO} v2"), ("mocov2/v2_one_step_per_epoch", CLIM),
-    ("logo/aligned", "logo"), ("patchmix/constant", PATCHMIX),
+    ("logo/aligned", "logo --milestones 1"), ("patchmix/constant", PATCHMIX),  # 1: the learning rate never falls
 ]  # fmt: skip
 RUNS = QUICK + [
     ("mocov2/v1", f"{MOCO} v1"), ("mocov2/v2", f"{MOCO} v2"), ("mocov2/v2_one_step_per_epoch", "jcl --num-keys 1"),
-    ("mocov2/v2_one_step_per_epoch", LOGO), ("mocov3/released", f"{MOCO} v3"), ("patchmix/released", PATCHMIX),
-    ("patchmix/itself", PATCHMIX), ("logo/baseline", LOGO), ("logo/no_l2l", "logo --no-l2l"), ("logo/released", "logo"),
+    ("mocov2/v2_one_step_per_epoch", LOGO), ("mocov3/released", f"{MOCO} v3"), ("logo/baseline", LOGO),
+    ("logo/no_l2l", "logo --no-l2l"), ("logo/released", "logo"), ("patchmix/released", PATCHMIX),
+    ("patchmix/itself", f"{PATCHMIX} --key-encoder query"),
 ]  # fmt: skip
 OF_TWO_PROCESSES = [
     ("two_processes/mocov2", f"{MOCO} v2"), ("two_processes/mocov2", CLIM), ("two_processes/mocov3", f"{MOCO} v3"),
@@ -106,22 +108,17 @@ def released_pos_embed(posemb, new_size, **_):
 
 def flags_of(method, s):
     """Return the flags that the settings of a run mean for a method. Learning rates are per 256 images."""
-    n, epochs = s["batch_size"], s["epochs"]
-    values = dict(arch="vit_golden" if method == "patchmix" else "resnet_golden", device="cpu", knn_every=0, workers=0)
-    values |= dict(lr=s["lr_at_256"] if "lr_at_256" in s else s["lr"] * 256 / n, warmup=s.get("warmup_epochs", 0))
+    n = s["batch_size"]
+    values = dict(arch="resnet_golden", device="cpu", knn_every=0, workers=0, warmup=s.get("warmup_epochs", 0))
+    values["lr"] = s["lr_at_256"] if "lr_at_256" in s else s["lr"] * 256 / n
     names = "epochs batch_size image_size patch_size dim queue temperature hidden weight_decay num_mix momentum"
-    values |= {name: s[name] for name in names.split() if name in s}
+    values |= {name: s[name] for name in [*names.split(), "local_crops"] if s.get(name)}  # 0 is the default
     if method == "patchmix":
-        values |= dict(min_lr=s["min_lr"] * 256 / n, mix_slices=s.get("processes", 1), drop_path=0, num_heads=4)
-        values["local_crops"] = s["local_crops"]
-        if not s["momentum_encoder"]:
-            values["key_encoder"] = "query"
-            del values["momentum"]
+        values |= dict(min_lr=s["min_lr"] * 256 / n, mix_slices=s.get("processes", 1))
     elif "trust_coeff" not in s:
         values["bn_groups"] = s.get("processes", 1)
-    if "milestone_epochs" in s and method in ("logo", "moco_jointcrop"):
-        falls = [m / epochs for m in s["milestone_epochs"]]
-        values["milestones"] = falls or ([1.0] if method == "logo" and "lr_at_256" in s else [])  # 1: never falls
+    if s.get("milestone_epochs"):
+        values["milestones"] = [epoch / s["epochs"] for epoch in s["milestone_epochs"]]
     if s.get("l2l"):
         values["clip_ratio"] = s["clip_ratio"]
     words = []
