@@ -102,13 +102,12 @@ def test_torchrun_restarts_what_is_killed(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("method", ["jcl", "patchmix"])
 def test_resumed_by_another_number_of_processes(tmp_path, method):
-    """An epoch of one process, one of two, one of one. The run says so, and config.json has the last number."""
+    """An epoch of one process, one of two, one of one. config.json has the last number."""
     for epoch, world in enumerate((1, 2, 1), 1):
         words = [*FLAGS, "--knn-every", "0", "--epochs", 3, "--out", tmp_path / "run"]
         moment = f"step {STEPS + 1}" if epoch < 3 else ""
         said = processes(tmp_path / "log", tiny.play, [(method, words, moment)] * world)[0][1]
         assert epochs_of(tmp_path / "run") == epoch, said
-        assert (f"processes: {3 - world} before, {world} now" in said) == (epoch > 1)
         assert json.loads((tmp_path / "run/config.json").read_text())["processes"] == world
     assert all(torch.tensor(record["loss"]).isfinite() for record in records(tmp_path / "run"))
 
