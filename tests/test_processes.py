@@ -190,13 +190,13 @@ def test_parts_of_24_images_are_as_given_and_one_per_process_at_least(parts, wor
         assert common.split_batch(24, 24, world, parts, "--bn-groups") == each
 
 
-@pytest.mark.parametrize("method, flags, groups", [
-    *((method, "--bn-groups 8", 2) for method in QUEUES), ("moco_jointcrop", "--moco v3", 1),
-    ("logo", "--base simsiam", 1), ("patchmix", "--mix-slices 8", 1),
+@pytest.mark.parametrize("method, flags, world, groups", [
+    *((method, "--bn-groups 8", 4, 2) for method in QUEUES), ("moco_jointcrop", "--moco v3", 1, 1),
+    ("logo", "--base simsiam", 1, 1), ("patchmix", "--mix-slices 8", 4, 1),
 ])  # fmt: skip
-def test_groups_of_each_of_four_processes(method, module, flags, groups, monkeypatch):
+def test_groups_of_each_process(method, module, flags, world, groups, monkeypatch):
     """In both encoders. Without a queue batch norm is not split. PatchMix has slices to mix within."""
-    monkeypatch.setattr(common, "init_distributed", lambda *_: (torch.device("cpu"), 0, 4))
+    monkeypatch.setattr(common, "init_distributed", lambda *_: (torch.device("cpu"), 0, world))
     model = state_of(module, f"--batch-size 24 {flags}")["model"]
     norms = [m for m in model.modules() if isinstance(m, (nn.BatchNorm1d, nn.BatchNorm2d))]
     assert {getattr(norm, "groups", 1) for norm in norms} == {groups}
