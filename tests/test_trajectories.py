@@ -166,7 +166,7 @@ def follow(patch, module, method, run, s, d):
     if method == "patchmix":
         local = d.get("local_permutations", [()] * len(d["loss"]))
         steps = zip(d["permutations"], local, strict=True)  # D5: view 2 is mixed first, because it is the queries'
-        shuffles = iter([torch.from_numpy(x.copy()) for views, crops in steps for x in (*views[::-1], *crops)])
+        shuffles = iter([torch.from_numpy(x) for views, crops in steps for x in (*views[::-1], *crops)])
         mix = module.patch_mix
         patch.setattr(module, "patch_mix", lambda *args: mix(*args, next(shuffles)))
         patch.setattr(timm.models.vision_transformer, "resample_abs_pos_embed", released_pos_embed)
