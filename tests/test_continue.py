@@ -52,11 +52,8 @@ def test_a_disturbed_run_ends_as_an_undisturbed_one(straight, tmp_path, case, sc
     words = [*FLAGS, "--epochs", "3", *more, *flags.split(), "--out", tmp_path]
     for moment, epochs in ends:
         status, said = life(method, words, moment)
-        assert (status, epochs_of(tmp_path)) == (130, epochs), said
+        assert (status, epochs_of(tmp_path)) == (130, epochs) and "same command" in said.splitlines()[-1], said
     assert life(method, words)[0] == 0
-    assert ["knn20_top1" in r for r in records(tmp_path)] == [
-        "--knn-every 0" not in flags and epoch not in without_knn for epoch in (1, 2, 3)
-    ]
     assert_same_run(straight(f"{case} {flags}".strip()), tmp_path, without_knn)
 
 
@@ -105,13 +102,12 @@ def test_torchrun_restarts_what_is_killed(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("method", ["jcl", "patchmix"])
 def test_resumed_by_another_number_of_processes(tmp_path, method):
-    """An epoch of one process, one of two, one of one. The run says so, and config.json has the last number."""
+    """An epoch of one process, one of two, one of one. config.json has the last number."""
     for epoch, world in enumerate((1, 2, 1), 1):
         words = [*FLAGS, "--knn-every", "0", "--epochs", 3, "--out", tmp_path / "run"]
         moment = f"step {STEPS + 1}" if epoch < 3 else ""
         said = processes(tmp_path / "log", tiny.play, [(method, words, moment)] * world)[0][1]
         assert epochs_of(tmp_path / "run") == epoch, said
-        assert (f"processes: {3 - world} before, {world} now" in said) == (epoch > 1)
         assert json.loads((tmp_path / "run/config.json").read_text())["processes"] == world
     assert all(torch.tensor(record["loss"]).isfinite() for record in records(tmp_path / "run"))
 
@@ -193,8 +189,8 @@ def test_resume_with_other_images(method, begun, tmp_path, capsys):
 def test_resume_from_a_checkpoint_that_does_not_fit(method, begun, tmp_path, capsys):
     """Of another method, without a part, or with other shapes. --out can still be used afterwards."""
     state, more = load(begun(method) / "last.pt"), ["--epochs", 3, "--resume", tmp_path / "last.pt"]
-    wrong = [(load(begun("jcl" if method == "patchmix" else "patchmix") / "last.pt"), []), (state, ["--dim", 8])]
-    wrong += [(state | {"model": {"other": torch.ones(1)}}, [])]
+    wrong = [(load(begun("jcl" if method == "patchmix" else "patchmix") / "last.pt"), [])]
+    wrong += [(state, ["--dim", 8]), (state | {"model": {"other": torch.ones(1)}}, [])]
     parts = state.keys() - {"backbone", "processes", "positives"}
     wrong += [({k: v for k, v in state.items() if k != part}, []) for part in parts - {"records"}]
     wrong += [(state | {part: {}}, []) for part in parts if "optim" in part]

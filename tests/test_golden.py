@@ -59,13 +59,9 @@ def replace_encoders(model, query=lambda x: x[:, 0].flatten(1), key=lambda x: x[
     return model
 
 
-def parsed(module, n, *flags):
-    return module.parse_args(["--batch-size", str(n), "--device", "cpu", *flags])
-
-
-def patchmix_forward(n, query, key, *flags):
+def patchmix_forward(query, key, flags):
     """PatchMix.forward for embeddings by view and mixing: (loss, {term: its value})."""
-    args = parsed(patchmix, n, *flags)
+    n, args = len(query[0, False]), patchmix.parse_args(flags.split())
     terms, names = patchmix.chosen_terms(args), ("num_mix", "patch_size", "temperature", "smoothing")
     model = patchmix.PatchMix(nn.Identity(), 8, 8, 8, terms=terms, **{name: getattr(args, name) for name in names})
     replace_encoders(model, functools.partial(by_view, query), functools.partial(by_view, key))
@@ -99,8 +95,8 @@ def test_patchmix_forward():
             h2, h_mix1 = leaf(f["loss_h2"]), leaf(f["loss_h_mix1"])
             query = {(0, False): h2, (1, True): h_mix1}
             key = {(1, False): f["loss_z1"], (0, False): f["loss_z2"], (0, True): f["loss_z_mix2"]}
-            flags = f"--variant released --num-mix {m} --smoothing {smoothing}".split()
-            loss, terms = patchmix_forward(8, query, key, *flags)
+            flags = f"--variant released --num-mix {m} --smoothing {smoothing}"
+            loss, terms = patchmix_forward(query, key, flags)
             same(terms["loss_oto"], f[f"loss_oto_{kind}"])
             same(terms["loss_mto"], f[f"loss_mto_m{m}"])
             same(terms["loss_mtm"] / m, f[f"loss_mtm_m{m}"])
@@ -121,8 +117,7 @@ def test_patchmix_local_crops():
         for i in range(8):  # local crops are views 2 to 9
             query |= {(2 + i, False): h_local[i], (2 + i, True): h_mix_local[i]}
         key = {(1, False): f["loss_z1"], (0, False): f["loss_z2"], (0, True): f["loss_z_mix2"]}
-        flags = ["--variant", "released", "--num-mix", str(m), "--local-crops", "8"]
-        loss, _ = patchmix_forward(8, query, key, *flags)
+        loss, _ = patchmix_forward(query, key, f"--variant released --num-mix {m} --local-crops 8")
         same(loss, f[f"m{m}_total"])
         for gradient, name in zip(torch.autograd.grad(loss, leaves), ("h2", "hm", "hl", "hml"), strict=True):
             same(gradient, f[f"m{m}_grad_{name}"])
@@ -213,16 +208,16 @@ LEAST = {"min020": 0.2, "min008": 0.08}
 def test_jointcrop_areas_and_boxes(name, monkeypatch):
     f = golden("jointcrop")
     sizes, draws, areas, boxes = (f[f"{key}_{name}"] for key in ("image_height_width", "draws", "areas", "boxes"))
-    pairs = [moco_jointcrop.joint_from_uniform(u, v, LEAST[name], 1, 0, offset=0.1) for u, v in draws[:, :2].tolist()]
-    ours = torch.tensor(pairs)
+    uniform = draws[:, :2].tolist()
+    ours = torch.tensor([moco_jointcrop.joint_from_uniform(u, v, LEAST[name], 1, 0, offset=0.1) for u, v in uniform])
     same(ours, areas)
     same((ours[:, 1] / ours[:, 0]).log(), f[f"log_ratio_{name}"])
 
-    args = parsed(moco_jointcrop, 64, "--variant", "released", "--crop-scale", str(LEAST[name]), "1")
+    args = moco_jointcrop.parse_args(f"--variant released --crop-scale {LEAST[name]} 1 --device cpu".split())
     crops, found = [], []
     monkeypatch.setattr(moco_jointcrop, "JointViews", lambda images, *both: crops.extend(both))
     with pytest.raises(TypeError):  # main cannot continue without its views
-        moco_jointcrop.main(args, train=Blank(64))
+        moco_jointcrop.main(args, train=Blank(args.batch_size))
 
     def uniform_(x, low, high):  # torchvision draws an area, here from a range of one value, and an aspect ratio
         return x.fill_(low if low == high else low + (high - low) * next(aspects[len(found) % 2]))
@@ -265,8 +260,7 @@ def test_moco_v3_forward(t):
     loss, keys, *_ = model([as_images(q1, f["k1"]), as_images(q2, f["k2"])])
     assert keys is None  # nothing is enqueued
     query, key = {(0, False): q1, (1, False): q2}, {(0, False): f["k1"], (1, False): f["k2"]}
-    flags = f"--num-mix 1 --terms oto,mto --temperature {temperature}".split()
-    by_patchmix, _ = patchmix_forward(10, query, key, *flags)
+    by_patchmix, _ = patchmix_forward(query, key, f"--num-mix 1 --terms oto,mto --temperature {temperature}")
     for value in (loss, 2 * temperature * by_patchmix):
         same(value, f[f"loss_{t}"])
         for name, gradient in zip(("q1", "q2"), torch.autograd.grad(value, (q1, q2)), strict=True):

@@ -2,17 +2,20 @@
 
 import copy
 import importlib
+import os
 import zlib
 
 import pytest
 import tiny
 import torch
+import torch.nn.functional as F
 from conftest import NANO, QUEUES, Blank, slow_but, state_of
 from global_batch_norm import synchronize
 from timm.layers import BatchNormAct2d
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
+import clim
 import common
 import jcl
 import patchmix
@@ -35,30 +38,17 @@ CASES = [  # method and flags
     "patchmix --mix-slices 8 --num-mix 3 --hidden 16",
     "patchmix --mix-slices 16 --hidden 16 --variant released --image-size 32 --local-crops 2",
 ]
-QUICK, STEPS = [CASES[2], CASES[4], CASES[-2]], 3
+QUICK = [CASES[2], CASES[4], CASES[-2]]
 
 
-class Given:
-    """A loader of random views, of which each process gets its own rows."""
+def random_views():
+    """Return an `augment` that makes random views of the global batch, of which each process gets its own rows."""
+    g = torch.Generator().manual_seed(0)
 
-    def __init__(self, images, batch_size, **_):
-        self.images, self.size = images, batch_size * common.rank_and_world()[1]
+    def augment(x, *_):
+        return common.local_rows(torch.randn(len(x) * common.rank_and_world()[1], *x.shape[1:], generator=g))
 
-    def __len__(self):
-        return STEPS
-
-    def __iter__(self):
-        g = torch.Generator().manual_seed(0)
-
-        def batch(part):
-            if isinstance(part, list):
-                return [batch(one) for one in part]
-            if part.dim() == 4:
-                return common.local_rows(torch.randn(self.size, *part.shape[1:], generator=g))
-            return common.local_rows(part.repeat(self.size))
-
-        for _ in range(STEPS):
-            yield batch(torch.utils.data.default_collate([self.images[0]]))
+    return augment
 
 
 def seeded(function, per_process=False):
@@ -78,7 +68,6 @@ def process(folder, cases):
     torch.set_default_dtype(torch.float64)
     torch.Tensor.float = torch.Tensor.double
     torch.randn, torch.randperm = seeded(torch.randn), seeded(torch.randperm, per_process=True)  # noise; ShuffleBN
-    clim, patchmix = importlib.import_module("clim"), importlib.import_module("patchmix")
     choose, mix = seeded(clim.choose_positives, per_process=True), patchmix.patch_mix
 
     def choose_positives(*args):
@@ -98,9 +87,10 @@ def process(folder, cases):
     for case in cases:
         method, *flags = case.split()
         module = importlib.import_module(method)
-        module.DataLoader, module.augment, module.DistributedDataParallel = Given, lambda x, *_: x, parallel
+        module.augment, module.DistributedDataParallel = random_views(), parallel
         arch = ["--drop-path", "0"] if method == "patchmix" else ["--arch", "nano"]
-        module.main(module.parse_args([*SMALL, *arch, *flags, "--out", f"{folder}/{CASES.index(case)}"]))
+        args = module.parse_args([*SMALL, *arch, *flags, "--out", f"{folder}/{CASES.index(case)}"])
+        module.main(args, train=common.Patterns(96, 16, seed=0))  # three steps
 
 
 def load(out):
@@ -139,30 +129,23 @@ def test_processes_compute_what_one_computes(runs_of_one, runs_of_several, case)
 
 
 @pytest.mark.parametrize("kind, shape", [(nn.BatchNorm1d, (8, 3)), (nn.BatchNorm2d, (8, 3, 2, 5))])
-def test_batch_norm_in_groups_is_one_for_each_slice(kind, shape):
+def test_batch_norm_in_groups_is_one_for_each_slice(kind, shape, double):
     """Output, gradient and running statistics, of an input whose slices have other means and variances."""
-    g = torch.Generator().manual_seed(0)
-    x, weight = (torch.randn(shape, dtype=torch.float64, generator=g) for _ in range(2))
-    rows = torch.arange(8).view(-1, *[1] * (len(shape) - 1))
+    x, weight = torch.randn(2, *shape)
+    rows = torch.arange(8.0).view(-1, *[1] * (len(shape) - 1))
     x = (x * (1 + rows) + rows).requires_grad_()
-    norm = nn.Sequential(kind(3)).double()
-    nn.init.normal_(norm[0].weight, generator=g)
-    slices = [copy.deepcopy(norm) for _ in range(4)]
-    split = jcl.convert_split_batchnorm(norm, 4)
-    ours = split(x)
-    theirs = torch.cat([one(part) for one, part in zip(slices, x.chunk(4), strict=True)])
+    norm = jcl.convert_split_batchnorm(kind(3), 4)
+    nn.init.normal_(norm.weight)
+    ours, inputs, parts = norm(x), [x, norm.weight, norm.bias], x.chunk(4)
+    theirs = torch.cat([F.batch_norm(part, None, None, norm.weight, norm.bias, training=True) for part in parts])
     torch.testing.assert_close(ours, theirs)
-    dx, *d_split = torch.autograd.grad((ours * weight).sum(), [x, *split.parameters()])
-    of_slices = [p for one in slices for p in one.parameters()]
-    expected, *d_slices = torch.autograd.grad((theirs * weight).sum(), [x, *of_slices])
-    torch.testing.assert_close(dx, expected)
-    for i, gradient in enumerate(d_split):  # of the weight and the bias, summed over the slices
-        torch.testing.assert_close(gradient, sum(d_slices[i :: len(d_split)]))
-    for name in ("running_mean", "running_var"):
-        torch.testing.assert_close(getattr(split[0], name), sum(getattr(one[0], name) for one in slices) / 4)
+    gradients = [torch.autograd.grad((y * weight).sum(), inputs) for y in (ours, theirs)]
+    torch.testing.assert_close(*gradients)
+    all_but_channels = [0, *range(2, len(shape))]
+    mean, var = (sum(f(part, all_but_channels) for part in parts) / 4 for f in (torch.mean, torch.var))
+    torch.testing.assert_close([norm.running_mean, norm.running_var], [0.1 * mean, 0.9 + 0.1 * var])
     if len(shape) == 4:
-        assert split(x.to(memory_format=torch.channels_last)).is_contiguous(memory_format=torch.channels_last)
-    torch.testing.assert_close(split.eval()(x), norm.eval()(x))
+        assert norm(x.to(memory_format=torch.channels_last)).is_contiguous(memory_format=torch.channels_last)
 
 
 def test_batch_norm_in_groups_compiles_as_one_graph():
@@ -195,56 +178,51 @@ def test_batch_norm_groups_leave_an_encoder_its_function(norm):
     assert isinstance(split[0], jcl.SplitBatchNorm) == (norm in (NORMS[1], NORMS[2], NORMS[5]))
 
 
-@pytest.mark.parametrize("given, world, each", [  # each None: not equal slices of two images or more, as many on each
+@pytest.mark.parametrize("parts, world, each", [  # each None: not equal parts of two images or more, as many on each
     (2, 1, 2), (8, 4, 2), (2, 6, 1), (1, 1, 1), (5, 1, None), (24, 1, None), (3, 2, None), (1, 5, None), (1, 16, None)
 ])  # fmt: skip
-@pytest.mark.parametrize(
-    "method, flag", [*((method, "--bn-groups") for method in QUEUES), ("patchmix", "--mix-slices")]
-)
-def test_slices_of_24_images_are_as_given_and_one_per_process_at_least(
-    method, module, flag, given, world, each, monkeypatch
-):
-    """Groups of batch norm, in both encoders, and slices to mix within."""
-    flags = f"--batch-size 24 {flag} {given}"
-    monkeypatch.setattr(common, "init_distributed", lambda *_: (torch.device("cpu"), 0, world))
+def test_parts_of_24_images_are_as_given_and_one_per_process_at_least(parts, world, each):
     if each is None:
         with pytest.raises(common.UsageError, match=f"{world} process") as error:
-            module.main(module.parse_args(flags.split()), train=Blank(24))
-        assert (flag in str(error.value)) == (given > 1)  # one group has no effect there
+            common.split_batch(24, 24, world, parts, "--bn-groups")
+        assert ("--bn-groups" in str(error.value)) == (parts > 1)  # one group has no effect there
     else:
-        model = state_of(module, flags)["model"]
-        groups = {getattr(m, "groups", 1) for m in model.modules() if isinstance(m, (nn.BatchNorm1d, nn.BatchNorm2d))}
-        assert model.slices == each if method == "patchmix" else groups == {each}
+        assert common.split_batch(24, 24, world, parts, "--bn-groups") == each
 
 
-SYNCHRONISED = [("moco_jointcrop", "--moco v3"), ("logo", "--base simsiam"), ("patchmix", "")]  # on GPUs
-
-
-def train_and_keep(folder, method, flags):
-    """Train for an epoch, and keep the model of each process, not of the first one only."""
-
-    def keep(out, config, info, state, *_):
-        torch.save(state["model"].state_dict(), folder / f"{common.rank_and_world()[0]}.pt")
-
-    common.save_run = keep
-    words = f"--arch resnet_nano --knn-every 0 --epochs 1 {flags} --out".split()
-    tiny.play(method, [*tiny.FLAGS, *words, folder / "run"])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("method, flags", SYNCHRONISED)
-def test_after_an_epoch_all_processes_have_the_same_running_statistics(method, flags, tmp_path):
-    tiny.succeed(tmp_path / "log", train_and_keep, [(tmp_path, method, flags)] * 2)
-    one, two = (tiny.load(tmp_path / f"{rank}.pt") for rank in (0, 1))
-    assert one["backbone.bn1.running_mean"].abs().max() > 0 and tiny.unequal(one, two) == []
-
-
-@pytest.mark.parametrize("method, flags", SYNCHRONISED[:2])
-def test_without_a_queue_batch_norm_is_not_split(module, flags):
-    assert not any(isinstance(m, module.SplitBatchNorm) for m in state_of(module, flags)["model"].modules())
+@pytest.mark.parametrize("method, flags, world, groups", [
+    *((method, "--bn-groups 8", 4, 2) for method in QUEUES), ("moco_jointcrop", "--moco v3", 1, 1),
+    ("logo", "--base simsiam", 1, 1), ("patchmix", "--mix-slices 8", 4, 1),
+])  # fmt: skip
+def test_groups_of_each_process(method, module, flags, world, groups, monkeypatch):
+    """In both encoders. Without a queue batch norm is not split. PatchMix has slices to mix within."""
+    monkeypatch.setattr(common, "init_distributed", lambda *_: (torch.device("cpu"), 0, world))
+    model = state_of(module, f"--batch-size 24 {flags}")["model"]
+    norms = [m for m in model.modules() if isinstance(m, (nn.BatchNorm1d, nn.BatchNorm2d))]
+    assert {getattr(norm, "groups", 1) for norm in norms} == {groups}
+    assert getattr(model, "slices", 2) == 2
 
 
 def test_a_slice_has_all_images_of_a_mix():
     args = patchmix.parse_args("--batch-size 16 --mix-slices 8 --num-mix 3".split())
     with pytest.raises(common.UsageError, match="8 equal parts of 3 images"):
         patchmix.main(args, train=Blank(24))
+
+
+def train_and_keep(folder, method, flags):
+    """Train, and keep the model of each process, not of the first one only."""
+    path = folder / f"{os.environ['RANK']}.pt"
+    common.save_run = lambda out, config, info, state, *_: torch.save(state["model"].state_dict(), path)
+    words = f"--arch resnet_nano --knn-every 0 --epochs 1 {flags} --out".split()
+    tiny.play(method, [*tiny.FLAGS, *words, folder / "run"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "method, flags", [("moco_jointcrop", "--moco v3"), ("logo", "--base simsiam"), ("patchmix", "")]
+)
+def test_after_an_epoch_all_processes_have_the_same_running_statistics(method, flags, tmp_path):
+    """Of methods without a queue, for which torch has no SyncBatchNorm on CPUs. The others are compared with one's."""
+    tiny.succeed(tmp_path / "log", train_and_keep, [(tmp_path, method, flags)] * 2)
+    one, two = (tiny.load(tmp_path / f"{rank}.pt") for rank in (0, 1))
+    assert one["backbone.bn1.running_mean"].abs().max() > 0 and tiny.unequal(one, two) == []
