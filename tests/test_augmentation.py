@@ -36,17 +36,18 @@ def assert_close(ours, theirs, levels):
     torch.testing.assert_close(ours, theirs, rtol=0, atol=levels / 255)
 
 
-def recorded_factors(patch):
-    """Return a list that gets (name, factors) of each change of a jitter, in the order in which they are made."""
-    made = []
+@pytest.fixture
+def changes(monkeypatch):
+    """A list that gets (name, factors) of each change of a jitter, in the order in which they are made."""
+    changes = []
     for name in ADJUST:
 
         def adjust(x, factor, name=name, original=getattr(common, f"adjust_{name}")):
-            made.append((name, factor.flatten()))
+            changes.append((name, factor.flatten()))
             return original(x, factor)
 
-        patch.setattr(common, f"adjust_{name}", adjust)
-    return made
+        monkeypatch.setattr(common, f"adjust_{name}", adjust)
+    return changes
 
 
 def jitter_one(image, changes, i):
@@ -70,18 +71,17 @@ def test_an_adjustment_is_torchvisions_by_each_images_factor(name):
     assert torch.equal(x, before)
 
 
-def test_jitter_is_torchvisions_by_each_images_factors(monkeypatch):
+def test_jitter_is_torchvisions_by_each_images_factors(changes):
     """In many orders, and in batches of one or two images. Images that are not drawn keep all their bits."""
-    made = recorded_factors(monkeypatch)
     torch.manual_seed(0)
     for n in [1, 2, 9] * 12:
         x = noise(n, seed=n)
         before = x.clone()
-        made.clear()
+        changes.clear()
         y = common.color_jitter(x, 1.0, 1.0, 1.5, 0.5, p=0.7)
         drawn = (y != x).flatten(1).any(1)
-        assert torch.equal(x, before) and {len(factors) for _, factors in made} == {int(drawn.sum())}
-        theirs = [jitter_one(image, made, i) for i, image in enumerate(x[drawn])]
+        assert torch.equal(x, before) and {len(factors) for _, factors in changes} == {int(drawn.sum())}
+        theirs = [jitter_one(image, changes, i) for i, image in enumerate(x[drawn])]
         assert_close(y[drawn], torch.stack(theirs) if theirs else y[drawn], 5e-3)
 
 
@@ -121,23 +121,21 @@ def test_an_image_is_drawn_with_probability_p(name):
     assert abs(torch.corrcoef(torch.stack([both[0, 1:], both[0, :-1]]))[0, 1]) < 4 / math.sqrt(n)  # of neighbors
 
 
-def test_factors_of_a_jitter_are_uniform_and_independent(monkeypatch):
-    made = recorded_factors(monkeypatch)
+def test_factors_of_a_jitter_are_uniform_and_independent(changes):
     torch.manual_seed(0)
     common.color_jitter(noise(4000, 2, 2), 0.4, 0.3, 1.5, 0.1, p=0.8)
     ranges = dict(brightness=(0.6, 1.4), contrast=(0.7, 1.3), saturation=(0, 2.5), hue=(-0.1, 0.1))
-    for name, factors in made:
+    for name, factors in changes:
         low, high = ranges[name]
         assert low <= factors.min() and factors.max() <= high and ks((factors.numpy() - low) / (high - low)) < 2
-    assert abs(torch.corrcoef(torch.stack([factors for _, factors in made])) - torch.eye(4)).max() < 4.5 / 3000**0.5
+    assert abs(torch.corrcoef(torch.stack([factors for _, factors in changes])) - torch.eye(4)).max() < 4.5 / 3000**0.5
 
 
-def test_all_orders_of_a_jitter_are_equally_likely(monkeypatch):
-    made, n = recorded_factors(monkeypatch), 2400
+def test_all_orders_of_a_jitter_are_equally_likely(changes, n=2400):
     torch.manual_seed(0)
     for _ in range(n):
         common.color_jitter(torch.zeros(1, 3, 1, 1), 0.4, 0.4, 0.4, 0.1)
-    orders = [tuple(name for name, _ in made[i : i + 4]) for i in range(0, 4 * n, 4)]
+    orders = [tuple(name for name, _ in changes[i : i + 4]) for i in range(0, 4 * n, 4)]
     counts = np.array([orders.count(order) for order in itertools.permutations(ADJUST)])
     assert counts.sum() == n and abs(counts - n / 24).max() < 5 * (n / 24) ** 0.5
 
