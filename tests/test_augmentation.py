@@ -106,19 +106,19 @@ def test_blur_is_torchvisions_by_each_images_sigma(shape):
 def test_an_image_is_drawn_with_probability_p(name):
     """It is changed as by torchvision. The others keep all their bits. Two operations draw different images."""
     (operation, theirs), n, x = OPERATIONS[name], 4000, noise(4000, 4, 4)
-    before, shares = x.clone(), {}
+    before, found = x.clone(), []
     torch.manual_seed(0)
-    for p in (0.0, 0.2, 0.5, 1.0, 0.5):
+    for p in (0.0, 0.2, 1.0, 0.5, 0.5):
         y = operation(x, p)
         drawn = (y != x).flatten(1).any(1)
         assert torch.equal(x, before) and not y.requires_grad
         assert abs(drawn.double().mean() - p) <= 4 * math.sqrt(p * (1 - p) / n)
         if theirs:
             assert_close(y[drawn], theirs(x[drawn]), 1e-3)
-        shares.setdefault(p, []).append(drawn)
-    both = torch.stack(shares[0.5]).double()
-    assert abs(torch.corrcoef(both)[0, 1]) < 4 / math.sqrt(n)
-    assert abs(torch.corrcoef(torch.stack([both[0, 1:], both[0, :-1]]))[0, 1]) < 4 / math.sqrt(n)  # of neighbors
+        found.append(drawn.double())
+    *_, one, two = found
+    for a, b in (one, two), (one[1:], one[:-1]):  # of two operations, of neighbors
+        assert abs(torch.corrcoef(torch.stack([a, b]))[0, 1]) < 4 / math.sqrt(n)
 
 
 def test_factors_of_a_jitter_are_uniform_and_independent(changes):

@@ -45,17 +45,13 @@ MISTAKES = [  # scripts, flags, what the line has to name
     (["patchmix"], "--terms oto,other", "--terms"),
     (["patchmix"], "--patch-size 8 --num-mix 5", "--num-mix"),
     (["patchmix"], "--local-crops 2 --terms mtm", "--terms"),
-    (EVALUATIONS, "", "RUN"),
     (EVALUATIONS, "missing", "missing"),
     (EVALUATIONS, "notes.txt", "notes.txt"),
     (EVALUATIONS, "begun --norm cifar10", "--norm"),
     (EVALUATIONS, "begun --encoder momentum --dataset cifar10 --data-dir images", "classes"),
     (["eval_linear"], "begun --finetune --protocol moco", "--finetune"),
     (["eval_linear"], "begun --label-fraction 0.1 --label-files notes.txt", "--label-files"),
-    (["eval_linear"], "begun --lrs", "--lrs"),
-    (["eval_linear"], "begun --solver lbfgs --strengths", "--strengths"),
     (["eval_linear"], "begun --protocol moco", "68 images"),
-    (["eval_knn"], "begun --k", "--k"),
     (["eval_knn"], "begun --temperature 0", "--temperature"),
 ]
 
