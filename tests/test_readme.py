@@ -23,28 +23,23 @@ SCRIPTS = sorted({p.stem for p in ROOT.glob("*.py")} - {"common"})
 COMMAND = re.compile(rf"(?<!/)\b(?:{'|'.join(SCRIPTS)})\.py(?: [^`\n#]*)?")
 
 
-def commands():
-    """Every command line of a script, from its name on, in blocks and in the text."""
-    text = "\n".join(PAGES.values()).replace("\\\n", " ")
-    inline = re.findall(r"`([^`\n]+)`", re.sub(r"```.*?```", "", text, flags=re.S))
-    blocks = [line for block in re.findall(r"```bash[^\n]*\n(.*?)```", text, re.S) for line in block.splitlines()]
-    return sorted({c.strip() for line in inline + blocks for c in COMMAND.findall(line)})
+BLOCKS = [code for page in PAGES.values() for code in re.findall(r"^```python\n(.*?)^```", page, re.M | re.S)]
 
 
-def blocks(page, language="python"):
-    return re.findall(rf"^```{language}\n(.*?)^```", PAGES[page], re.M | re.S)
+def block_with(word):
+    """The only block of Python that has a word."""
+    (code,) = (code for code in BLOCKS if word in code)
+    return code
 
 
-EQUATION, LOOP, WEIGHTS = CHECKED = "variance =", "JCL(", "timm.create_model("  # tested below
-OTHERS = [code for page in PAGES for code in blocks(page) if not any(word in code for word in CHECKED)]
+EQUATION, LOOP, WEIGHTS = map(block_with, ("variance =", "JCL(", "timm.create_model("))
+OTHERS = [code for code in BLOCKS if code not in (EQUATION, LOOP, WEIGHTS)]
 
 
 def run_block(code, **names):
-    """Return what a block of Python leaves, {name: value}. code: the block, or a word that one block has."""
-    if code in CHECKED:
-        (code,) = (block for page in PAGES for block in blocks(page) if code in block)
-    names |= dict(__name__="__main__")
-    exec(compile(code, "README.md", "exec"), names)
+    """Return what a block of Python leaves, {name: value}."""
+    names["__name__"] = "__main__"
+    exec(code, names)
     return names
 
 
@@ -63,9 +58,14 @@ def test_links(page):
 
 
 def test_commands(monkeypatch, tmp_path):
+    """Every command line of a script, from its name on, in blocks and in the text."""
+    text = "\n".join(PAGES.values()).replace("\\\n", " ")
+    inline = re.findall(r"`([^`\n]+)`", re.sub(r"```.*?```", "", text, flags=re.S))
+    blocks = "\n".join(re.findall(r"```bash[^\n]*\n(.*?)```", text, re.S)).splitlines()
+    commands = {command.strip() for line in inline + blocks for command in COMMAND.findall(line)}
+    assert {line.split(".py")[0] for line in commands} == set(SCRIPTS)
     monkeypatch.chdir(tmp_path)
-    assert {line.split(".py")[0] for line in commands()} == set(SCRIPTS)
-    for line in commands():
+    for line in sorted(commands):
         script, *words = shlex.split(line)
         if words and "--help" not in words:  # a name alone is no command
             importlib.import_module(script[:-3]).parse_args(words)

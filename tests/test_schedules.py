@@ -72,11 +72,9 @@ def test_learning_rates_of_the_recipes(line):
 def test_what_each_step_is_given(method, module, flags, _tiny, tmp_path, monkeypatch, request):
     """Each step gets its own learning rate, weight decay and momentum of the momentum encoder."""
     given, momenta, simsiam = {}, [], flags == "--base simsiam"
-    decays = [0.02, 0.2] if method == "patchmix" else [0.02]  # initial and final
-    words = f"{flags} --lr 0.3 --warmup 0.4 --knn-every 0 --weight-decay".split() + [*map(str, decays)]
-    words += [] if method == "logo" else ["--min-lr", "0.01"]
-    words += [] if simsiam else "--momentum 0.9 1".split()
-    words += {"clim": ["--clim-start", "0"], "moco_jointcrop": ["--arch", "resnet_nano"]}.get(method, [])
+    flags += " --lr 0.3 --warmup 0.4 --knn-every 0 --weight-decay 0.02" + " 0.2" * (method == "patchmix")
+    flags += " --min-lr 0.01" * (method != "logo") + " --momentum 0.9 1" * (not simsiam)
+    flags += {"clim": " --clim-start 0", "moco_jointcrop": " --arch resnet_nano"}.get(method, "")
     for model in [kind for kind in vars(module).values() if isinstance(kind, type) and "update" in vars(kind)]:
         move = model.update
         monkeypatch.setattr(model, "update", lambda self, m, move=move: (momenta.append(m), move(self, m)))
@@ -86,19 +84,19 @@ def test_what_each_step_is_given(method, module, flags, _tiny, tmp_path, monkeyp
         given.setdefault(optimizer, []).append(values)
 
     request.addfinalizer(register_optimizer_step_pre_hook(note).remove)
-    tiny.run(method, tmp_path, *words)
-    args, steps = module.parse_args([*tiny.FLAGS, *words]), [i / (2 * tiny.STEPS) for i in range(2 * tiny.STEPS)]
-    lr, none = [module.learning_rate(args, 2 * done) for done in steps], [0.0] * len(steps)
+    tiny.run(method, tmp_path, *flags.split())
+    args, steps = module.parse_args([*tiny.FLAGS, *flags.split()]), np.arange(2 * tiny.STEPS) / (2 * tiny.STEPS)
+    lr, none = [module.learning_rate(args, 2 * done) for done in steps], 0 * steps
+    decays = np.ravel(args.weight_decay)  # initial and final
     decay = [between(decays[0], decays[-1], done) for done in steps]
     groups = len([*given.values()][-1][0]) // 2
     expected = [[lr, none] * (groups - 1) + [lr, decay]]  # of two groups the first has no decay
     if method == "logo":  # the affinity moves first, by the peak, and then the encoder by its second optimizer
-        affinity = [args.lr * args.batch_size / 256] * len(steps)
+        affinity = args.lr * args.batch_size / 256 + 0 * steps
         expected = [[affinity, decay], *([] if simsiam else [[lr, none]]), *expected]
     for ours, theirs in zip(given.values(), expected, strict=True):
         np.testing.assert_allclose(np.transpose(ours), theirs, rtol=1e-12)
-    first, last = args.momentum[0], args.momentum[-1]
-    expected = [] if simsiam else [between(first, last, done) for done in steps]  # SimSiam has no momentum encoder
+    expected = [] if simsiam else [between(0.9, 1, done) for done in steps]  # SimSiam has no momentum encoder
     assert momenta == pytest.approx(expected, rel=1e-12)
 
 
