@@ -1,13 +1,12 @@
 """Local crops of all methods, and the loss at uniform logits of all forms."""
 
-import importlib
 import re
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import info_nce
+from conftest import info_nce, values
 from PIL import Image
 from tiny import records, run
 from torch import nn
@@ -52,35 +51,29 @@ def test_crops_on_imagenet(method, module, flags, monkeypatch):
         assert 0.9 * low < areas.min() < low + margin and high - margin < areas.max() < 1.1 * high
 
 
-LOCAL_SIZES = {  # flags: the side of a local crop; by default 96, or in two files half a view's in whole patches
-    "moco_jointcrop --dataset imagenet --arch vit_small_patch14_dinov2 --patch-size 14 --image-size 126": 56,
-    "moco_jointcrop --dataset imagenet --image-size 160 --local-size 96": 96,
-    "moco_jointcrop --dataset imagenet --arch vit_small --image-size 16": 16,
-    "patchmix --dataset stl10 --image-size 90": 42,
-    "clim --dataset cifar10": 16,
-    "logo --dataset cifar10": 32,  # as the views, in the supplement (D13)
-}
-
-
-@pytest.mark.parametrize("line", LOCAL_SIZES)
-def test_size_of_a_local_crop(line):
-    method, *flags = line.split()
-    assert importlib.import_module(method).parse_args([*flags, "--local-crops", "2"]).local_size == LOCAL_SIZES[line]
-
-
-UNIFORM = [*FORMS, ("moco_jointcrop", ""), ("moco_jointcrop", "--moco v3"), ("jcl", ""), ("jcl", "--vanilla")]
-UNIFORM += [("clim", "--selection none"), ("clim", "--image-size 16 8"), ("logo", "--variant paper")]
-UNIFORM += [("logo", "--local-crops 0"), ("patchmix", ""), ("patchmix", "--num-mix 1 --terms oto,mto")]
+@pytest.mark.parametrize("method, flags, size", [  # by default 96, or in two files half a view's in whole patches
+    ("moco_jointcrop", "imagenet --arch vit_small_patch14_dinov2 --patch-size 14 --image-size 126", 56),
+    ("moco_jointcrop", "imagenet --image-size 160 --local-size 96", 96),
+    ("moco_jointcrop", "imagenet --arch vit_small --image-size 16", 16),
+    ("patchmix", "stl10 --image-size 90", 42),
+    ("clim", "cifar10", 16),
+    ("logo", "cifar10", 32),  # as the views, in the supplement (D13)
+])  # fmt: skip
+def test_size_of_a_local_crop(module, flags, size):
+    assert values(module, f"--local-crops 2 --dataset {flags}", "local_size") == [size]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method, flags", UNIFORM)
+@pytest.mark.parametrize("method, flags", [
+    ("moco_jointcrop", ""), ("moco_jointcrop", JOINTCROP), ("moco_jointcrop", "--moco v3 --arch resnet_nano"),
+    ("moco_jointcrop", f"{JOINTCROP} --moco v3 --arch resnet_nano"), ("jcl", ""), ("jcl", "--vanilla"),
+    ("clim", "--selection none"), ("clim", "--image-size 16 8"), ("clim", "--local-crops 2"),
+    ("logo", ""), ("logo", "--local-crops 0"), ("logo", "--pairs all"), ("logo", "--variant paper"),
+    ("patchmix", ""), ("patchmix", "--num-mix 1 --terms oto,mto"),
+    ("patchmix", "--variant released --local-crops 2 --patch-size 4"),
+])  # fmt: skip
 def test_loss_at_uniform_logits(method, flags, _tiny, tmp_path):
     """As the run's table says. A temperature of 10^6 makes them equal. MoCo v3's loss has it as a factor."""
-    flags += " --local-size 8" * ((method, flags) in FORMS and method != "patchmix")
-    flags += " --local-crops 2 --patch-size 4" * ("released" in flags)
-    flags += " --clim-start 0 --num-clusters 4" if method == "clim" and "none" not in flags else ""
-    flags += " --arch resnet_nano" if method == "moco_jointcrop" else ""
     said = run(method, tmp_path, *f"{flags} --temperature 1e6 --epochs 1 --knn-every 0".split())
     (record,) = records(tmp_path)
     assert float(re.search(r"loss_at_uniform_logits (\S+)", said)[1]) == pytest.approx(record["loss"], rel=1e-3)

@@ -35,31 +35,28 @@ def mix_by_loops(images, num_mix, p, k):
     return mixed
 
 
-MIXES = [  # N, M, (H, W), p
+@pytest.mark.parametrize("n, num_mix, size, patch", [
     (4, 3, (8, 8), 2),  # 16 patches: one is left over; N is no multiple of M
     (7, 3, (8, 12), 4),  # not square
     (3, 3, (8, 8), 4),  # N < 2M - 1, and four patches
     (2, 4, (6, 6), 2),  # N < M: an image meets itself again
     (4, 9, (6, 6), 2),  # M = T
     (3, 1, (8, 8), 2),
-]
-
-
-@pytest.mark.parametrize("n, num_mix, size, patch", MIXES)
+])  # fmt: skip
 def test_patch_mix_eq_1_to_9(n, num_mix, size, patch):
     g = torch.Generator().manual_seed(n)
     x, weight = (torch.randn(n, 2, *size, dtype=torch.float64, generator=g) for _ in range(2))
     k = torch.randperm(size[0] // patch * (size[1] // patch), generator=g)
-    ours, theirs = x.clone().requires_grad_(), x.clone().requires_grad_()
-    mixed = patchmix.patch_mix(ours, num_mix, patch, k)
-    gradient = torch.autograd.grad((mixed * weight).sum(), ours)[0]
-    expected = mix_by_loops(theirs, num_mix, patch, k)
+    mixed, expected = (mix(x.requires_grad_(), num_mix, patch, k) for mix in (patchmix.patch_mix, mix_by_loops))
     assert torch.equal(mixed, expected)
-    torch.testing.assert_close(gradient, torch.autograd.grad((expected * weight).sum(), theirs)[0])
+    torch.testing.assert_close(*(torch.autograd.grad((y * weight).sum(), x)[0] for y in (mixed, expected)))
 
 
-def nce_by_loops(q, k, index, weight, temperature):
-    """Eq. 13-15 as printed: sums over i, j and t, without the weights' normalization."""
+def nce_by_loops(q, k, index, weight, temperature, smoothing=0.0):
+    """Eq. 13-15 as printed: sums over i, j and t, without the weights' normalization.
+
+    smoothing: the fraction of all weights that is spread over the keys.
+    """
 
     def sim(h, z):
         return h.dot(z) / (h.dot(h).sqrt() * z.dot(z).sqrt())
@@ -67,41 +64,33 @@ def nce_by_loops(q, k, index, weight, temperature):
     total = 0
     for i in range(len(q)):
         scores = [(sim(q[i], z) / temperature).exp() for z in k]
-        below = sum(scores)
+        logs = [(score / sum(scores)).log() for score in scores]
         for j in range(index.shape[1]):
-            total = total - weight[j] * (scores[index[i, j]] / below).log()
+            total = total - (1 - smoothing) * weight[j] * logs[index[i, j]] - smoothing * weight[j] * sum(logs) / len(k)
     return total / len(q)
 
 
 @pytest.mark.parametrize("term", ["oto", "mto", "mtm"])
-@pytest.mark.parametrize("n, num_mix, keys, temperature", [(7, 2, 4, 0.5), (4, 3, 2, 1.0), (3, 1, 0, 0.07)])
-def test_soft_info_nce_eq_13_to_15(term, n, num_mix, keys, temperature):
-    """keys: how many the other processes have."""
+@pytest.mark.parametrize(
+    "n, num_mix, keys, temperature, smoothing", [(7, 2, 4, 0.5, 0.0), (5, 3, 2, 0.2, 0.1), (3, 1, 0, 0.07, 0.0)]
+)
+def test_soft_info_nce_eq_13_to_15(term, n, num_mix, keys, temperature, smoothing):
+    """Smoothing is also of several positives, whose weights do not sum to 1. keys: those of the other processes."""
     g = torch.Generator().manual_seed(0)
     q, k = (torch.randn(rows, 5, dtype=torch.float64, generator=g, requires_grad=True) for rows in (n, n + keys))
     mto, mto_weight, mtm, mtm_weight = patchmix.mix_targets(n, num_mix)
     own = torch.arange(n)[:, None]
     index, weight = dict(oto=(own, torch.ones(1)), mto=(mto, mto_weight), mtm=(mtm, mtm_weight))[term]
     index, weight = keys // 2 + index, weight.double()
-    ours = patchmix.soft_info_nce(q, k, index, weight, temperature)
-    theirs = nce_by_loops(q, k, index, weight, temperature)
+    settings = index, weight, temperature, smoothing
+    ours, theirs = patchmix.soft_info_nce(q, k, *settings), nce_by_loops(q, k, *settings)
     torch.testing.assert_close(ours, theirs)
     torch.testing.assert_close(torch.autograd.grad(ours, (q, k)), torch.autograd.grad(theirs, (q, k)))
-    scaled = patchmix.soft_info_nce(q * torch.rand(n, 1).add(0.1), k * 7, index, weight, temperature)
+    scaled = patchmix.soft_info_nce(q * torch.rand(n, 1).add(0.1), k * 7, *settings)
     torch.testing.assert_close(scaled, ours)  # cosines
     # Equal logits: the weights' sum times log N, whatever the temperature.
-    equal = patchmix.soft_info_nce(q, k[:1].expand(n + keys, -1), index, weight, temperature)
+    equal = patchmix.soft_info_nce(q, k[:1].expand(n + keys, -1), *settings)
     assert equal.item() == pytest.approx(weight.sum().item() * math.log(n + keys))
-
-
-def test_smoothing_spreads_a_share_of_all_weights_over_the_keys():
-    """Also of several positives, whose weights do not sum to 1 (mtm)."""
-    q, k, s = torch.randn(5, 6, dtype=torch.float64), torch.randn(7, 6, dtype=torch.float64), 0.1
-    *_, index, weight = patchmix.mix_targets(5, 3)
-    target = torch.zeros(5, 7, dtype=torch.float64).index_put((torch.arange(5)[:, None], index), weight.double(), True)
-    target = (1 - s) * target + s * target.sum(1, keepdim=True) / 7
-    expected = -(target * (torch.cosine_similarity(q[:, None], k[None], dim=2) / 0.2).log_softmax(1)).sum(1).mean()
-    torch.testing.assert_close(patchmix.soft_info_nce(q, k, index, weight, 0.2, smoothing=s), expected)
 
 
 def in_batch(n, slices, num_mix, first=0):
@@ -117,9 +106,8 @@ def in_batch(n, slices, num_mix, first=0):
 @pytest.mark.parametrize("n, slices, num_mix, first", [(12, 2, 3, 0), (12, 2, 3, 24), (4, 2, 2, 4), (5, 1, 1, 5)])
 def test_targets_are_eq_10_to_12(n, slices, num_mix, first):
     """Each slice is a ring of its own (D7). The keys are those of all processes."""
-    torch.testing.assert_close(
-        patchmix.batch_targets(n, num_mix, slices, first), in_batch(n, slices, num_mix, first), rtol=1e-6, atol=0
-    )
+    ours, theirs = patchmix.batch_targets(n, num_mix, slices, first), in_batch(n, slices, num_mix, first)
+    torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=0)
 
 
 def mixed_by_loops(images, shuffles):
