@@ -234,8 +234,7 @@ def test_positives_are_drawn_uniformly_and_anew_each_time(monkeypatch):
 def model_of(sizes=(16,)):
     torch.manual_seed(0)
     layers = nn.Conv2d(3, 4, 3, 2), nn.BatchNorm2d(4), nn.ReLU(), nn.AdaptiveAvgPool2d(2), nn.Flatten()
-    backbone = nn.Sequential(*layers)
-    model = clim.CLIM(backbone, 16, sizes, dim=8, queue=16).double()
+    model = clim.CLIM(nn.Sequential(*layers), 16, sizes, dim=8, queue=16).double()
     for p in (*model.momentum_backbone.parameters(), *model.momentum_projector.parameters()):
         p.add_(0.1 * torch.randn_like(p))  # so that the two encoders differ
     return model
@@ -292,20 +291,22 @@ def test_each_share_is_drawn_from_beta(monkeypatch):
     assert ks(2 / np.pi * np.arcsin(np.sqrt(shares))) < 1.95  # far beyond 0.1 %
 
 
-@pytest.mark.parametrize("selection, count", [("random", 400), ("knn", 6), ("kmeans", 400), ("center", 3)])
-def test_choose_positives(selection, count, monkeypatch, capsys):
+@pytest.mark.parametrize("selection, count, flags", [
+    ("random", 400, ""), ("knn", 6, "--knn-k 6"), ("kmeans", 400, "--num-clusters 4"),
+    ("center", 3, "--knn-k 6 --num-clusters 4"),
+])  # fmt: skip
+def test_choose_positives(selection, count, flags, monkeypatch, capsys):
     """Table 6: what each choice may contain, and all of it if there is room, by the momentum encoder's embeddings.
 
     These are outputs of its projector, of unit length, by running statistics, for normalized images.
     """
     clusters, kmeans = [], clim.kmeans
     monkeypatch.setattr(clim, "kmeans", lambda *a, **b: clusters.append(kmeans(*a, **b)) or clusters[0])
-    flags = f"--image-size 16 --selection {selection} --num-positives {count}"
-    flags += " --knn-k 6" * (selection in ("knn", "center")) + " --num-clusters 4" * (selection in ("kmeans", "center"))
+    args = clim.parse_args(f"--image-size 16 --selection {selection} --num-positives {count} {flags}".split())
     images, model, (query, key) = common.Patterns(30, 16, 0), model_of().float(), random_views(2, 8)
     model([query.float()], [1.0], [key.float()])  # statistics of some batch
     info = dict(image_size=16, mean=(0.4, 0.5, 0.6), std=(0.1, 0.2, 0.3), interpolation="bilinear")
-    table = clim.choose_positives(clim.parse_args(flags.split()), model, images, info, torch.device("cpu"))
+    table = clim.choose_positives(args, model, images, info, torch.device("cpu"))
     assert model.momentum_backbone.training and table.shape == (30, count)
     labels = torch.as_tensor(images.targets)
     assert f" {100 * (labels[:, None] == labels[table]).double().mean():.1f} % " in capsys.readouterr().out

@@ -141,8 +141,7 @@ def share_of(boxes):
 def test_crops_that_are_not_joint_are_torchvisions(size, scale, ratio, crops_are_boxes):
     image, how = Image.new("RGB", size), dict(scale=scale, ratio=(1 / ratio, ratio))
     ours = boxes_by(moco.JointCrop(8, **how, beta=-4.0), image, 1200, joint=False)
-    theirs = [v2.RandomResizedCrop.get_params(image, *how.values()) for _ in range(3000)]
-    theirs = np.array(theirs, float)
+    theirs = np.array([v2.RandomResizedCrop.get_params(image, *how.values()) for _ in range(3000)], float)
     for boxes in ours:  # top, left, height, width, area, aspect ratio, bottom, right
         a, b = ([*x.T, x[:, 2] * x[:, 3], x[:, 3] / x[:, 2], *(x[:, :2] + x[:, 2:]).T] for x in (boxes, theirs))
         assert max(ks(x, y) for x, y in zip(a, b, strict=True)) < 2
@@ -229,7 +228,6 @@ def test_joint_pair_says_which_pairs_have_joint_areas(pair, joint, crops_are_box
     areas, sigmas, _ = drawn(f"--local-crops 4 --joint both --beta -4 --joint-pair {pair}", 400)
     assert [share > 0.85 for share in shares_of_extremes(areas)] == [bool(one) for one in joint]
     assert abs(np.log(areas[2] / areas[4])).mean() > 0.3  # each pair by draws of its own
-    assert areas[:2].min() > 0.19 and areas[2:].max() < 0.41 and areas[2:].min() > 0.04
     assert ((sigmas[0] > 0) == (sigmas[1] > 0)).all()
     assert ((sigmas[2] > 0) == (sigmas[3] > 0)).mean() == pytest.approx(0.5, abs=0.09)
 
@@ -297,7 +295,6 @@ def test_recipes_of_moco():
     assert values(moco, "--dataset imagenet --moco v1", names)[:4] == [0.07, [0.6, 0.8], 65536, [0.999]]
     names = "batch_size momentum temperature hidden blur_p"
     assert values(moco, "--dataset imagenet --moco v3", names) == [4096, [0.99, 1], 1, 4096, [1, 0.1]]
-    assert state_of(moco, "--batch-size 8 --moco v3")["optimizer"].defaults["trust_coeff"] == 0.001
     models = [state_of(moco, f"--batch-size 8 --moco {v}")["model"] for v in ("v1", "v2")]
     assert [len(model.projector) for model in models] == [1, 3]  # Linear; Linear, ReLU, Linear
 
