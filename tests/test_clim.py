@@ -135,13 +135,12 @@ def test_select_positives_is_eq2(kind, n, clusters, k, count):
 
 def test_select_positives_is_uniform():
     """3 of 8 candidates: each is chosen alike, in each place."""
-    x = torch.tensor([[float(v)] for v in range(10)], dtype=torch.float64)  # anchor 8; 9 is farther from the center
-    centers, assignment, draws = torch.zeros(1, 1, dtype=torch.float64), torch.zeros(10, dtype=torch.int64), 2000
-    g = seeded(0)
-    rows = torch.stack([clim.select_positives(x, centers, assignment, 9, 3, g)[8] for _ in range(draws)])
-    for place in range(3):
-        expected, counts = draws / 8, rows[:, place].bincount(minlength=10)
-        assert (counts[:8] - expected).abs().max() < 5 * math.sqrt(expected) and counts[8:].sum() == 0
+    x, g = torch.arange(10.0)[:, None], seeded(0)  # anchor 8; 9 is farther from the center, 0
+    center, assignment = torch.zeros(1, 1), torch.zeros(10, dtype=torch.int64)
+    rows = torch.stack([clim.select_positives(x, center, assignment, 9, 3, g)[8] for _ in range(2000)])
+    for place in rows.T:
+        counts = place.bincount(minlength=10)
+        assert (counts[:8] - 250).abs().max() < 5 * math.sqrt(250) and counts[8:].sum() == 0
 
 
 def test_other_members_of_a_cluster():

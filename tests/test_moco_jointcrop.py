@@ -171,14 +171,13 @@ def test_crops_are_inside(scale, css_alpha, crops_are_boxes):
                 assert (box[:, :2] >= 0).all() and (box[:, 2:] >= 1).all() and (box[:, :2] + box[:, 2:] <= size).all()
 
 
-def drawn(flags, n=600):
+def drawn(flags):
     """Of n images' views, as a training makes them: areas (views, n), sigmas (views, n), boxes (views, n, 4)."""
-    made = []
-    words = f"--dataset imagenet --arch resnet_micro --dim 8 --batch-size {n} --workers 0 --device cpu {flags}".split()
+    made, words = [], "--dataset imagenet --arch resnet_micro --dim 8 --batch-size 600 --workers 0 --device cpu".split()
     with pytest.MonkeyPatch.context() as patch, pytest.raises(TypeError):  # a model cannot take what is no views
         patch.setattr(common, "open_run", lambda *_: (dict(images=None), []))
         patch.setattr(moco, "augment", lambda x, _, view, sigma: made.append((view, boxes_in(x), sigma)))
-        moco.main(moco.parse_args(words), train=[(Image.new("RGB", (224, 224)), 0)] * n)
+        moco.main(moco.parse_args([*words, *flags.split()]), train=[(Image.new("RGB", (224, 224)), 0)] * 600)
     views, boxes, sigmas = zip(*made, strict=True)
     assert views == (*range(len(views)),)
     return np.stack([share_of(box) for box in boxes]), np.stack(sigmas), boxes
@@ -225,7 +224,7 @@ def test_each_view_has_its_own_probability_of_a_blur(flags, expected, crops_are_
 @pytest.mark.parametrize("pair, joint", [("global", [1, 0, 0]), ("local", [0, 1, 1]), ("both", [1, 1, 1])])
 def test_joint_pair_says_which_pairs_have_joint_areas(pair, joint, crops_are_boxes):
     """App. D: the two large crops, local crops 1 and 2, 3 and 4. JointBlur is of the large views, whatever the pair."""
-    areas, sigmas, _ = drawn(f"--local-crops 4 --joint both --beta -4 --joint-pair {pair}", 400)
+    areas, sigmas, _ = drawn(f"--local-crops 4 --joint both --beta -4 --joint-pair {pair}")
     assert [share > 0.85 for share in shares_of_extremes(areas)] == [bool(one) for one in joint]
     assert abs(np.log(areas[2] / areas[4])).mean() > 0.3  # each pair by draws of its own
     assert ((sigmas[0] > 0) == (sigmas[1] > 0)).all()
@@ -234,7 +233,7 @@ def test_joint_pair_says_which_pairs_have_joint_areas(pair, joint, crops_are_box
 
 def test_center_suppressed_positions(crops_are_boxes):
     for joint in ("none", "crop"):
-        box = drawn(f"--joint {joint} --css-alpha 0.1", 400)[2][0]
+        box = drawn(f"--joint {joint} --css-alpha 0.1")[2][0]
         room = 224 - box[:, 2:]
         share = (box[:, :2] / np.maximum(room, 1))[room > 20]
         assert ((share < 0.1) | (share > 0.9)).mean() > 0.7  # the edges

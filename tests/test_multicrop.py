@@ -77,21 +77,19 @@ def test_loss_at_uniform_logits(method, flags, _tiny, tmp_path):
     assert float(re.search(r"loss_at_uniform_logits (\S+)", said)[1]) == pytest.approx(record["loss"], rel=1e-3)
 
 
-@pytest.mark.parametrize("form", ["v2", "v3"])
-def test_loss_and_its_gradient(form, double):
+@pytest.mark.parametrize("kind, size", [("MoCo", dict(queue=32)), ("MoCoV3", dict(hidden=24))])
+def test_loss_and_its_gradient(kind, size, double):
     """JointCrop's App. D on MoCo v2: the mean of all terms. On v3: twice the mean."""
-    heads = dict(queue=32, dim=24) if form == "v2" else dict(hidden=24, dim=24)
-    model = (moco_jointcrop.MoCo if form == "v2" else moco_jointcrop.MoCoV3)(nn.Identity(), 8, temperature=0.3, **heads)
+    model = getattr(moco_jointcrop, kind)(nn.Identity(), 8, dim=24, temperature=0.3, **size)
     model.query = lambda x: F.normalize(x[:, :, 0, :8].flatten(1), dim=1)  # pixels of an image of any size
     model.key = lambda x: F.normalize(x[:, :, 1, :8].flatten(1), dim=1).detach()
     views = [torch.randn(5, 3, size, size).requires_grad_() for size in (16, 16, 8, 8)]
-    t, q, keys = 0.3, [model.query(view) for view in views], [model.key(view) for view in views[:2]]
-    if form == "v2":
-        model.queue.keys = F.normalize(torch.randn(32, 24), dim=1)
-        expected = sum(info_nce(q[i], keys[1], model.queue.keys, t) for i in (0, 2, 3)) / 3
+    q, keys = [model.query(view) for view in views], [model.key(view) for view in views[:2]]
+    if kind == "MoCo":
+        expected = sum(info_nce(q[i], keys[1], model.queue.keys, 0.3) for i in (0, 2, 3)) / 3
     else:
         pairs = (0, 1), (1, 0), (2, 0), (2, 1), (3, 0), (3, 1)  # query of view i, keys of view j
-        expected = 2 * sum(moco_jointcrop.contrast(q[i], keys[j], t, 0) for i, j in pairs) / 6
+        expected = 2 * sum(moco_jointcrop.contrast(q[i], keys[j], 0.3, 0) for i, j in pairs) / 6
     loss = model(views)[0]
     torch.testing.assert_close(loss, expected, rtol=1e-12, atol=0)
     theirs, ours = (torch.autograd.grad(x, views, materialize_grads=True) for x in (expected, loss))
