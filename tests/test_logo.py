@@ -1,4 +1,4 @@
-"""logo.py against the supplement's Eq. 4, the main text's losses and Algorithm 1, as loops, and its limits."""
+"""logo.py against the supplement's Eq. 4, the main text's losses and Algorithm 1, written plainly, and its limits."""
 
 import functools
 import itertools

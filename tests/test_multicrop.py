@@ -38,14 +38,12 @@ def test_crops_on_imagenet(module, flags, small, of_large, of_small, monkeypatch
     module.main(module.parse_args(words.split()), train=[(image, 0)] * 128)
     views = [view for view, name in zip(views, names, strict=True) if not re.search("mixed|positive", name)]
     assert [view.shape[-1] for view in views] == [224] * 2 + [96] * small
-    for kind, (low, high) in ((views[:2], of_large), (views[2:], of_small)):
-        areas = []
-        for view in kind:
-            quarter = view.shape[-1] // 4  # the middle half, because borders are interpolated in another way
-            width = (view[:, 0, 0, 3 * quarter].double() - view[:, 0, 0, quarter]) * 2
-            height = (view[:, 1, 3 * quarter, 0].double() - view[:, 1, quarter, 0]) * 2
-            areas.append(width * height / 256**2)
-        areas, margin = torch.cat(areas), 0.06 * (high - low)
+    for crops, (low, high) in ((views[:2], of_large), (views[2:], of_small)):
+        x = torch.cat(crops).double()
+        quarter = x.shape[-1] // 4  # the middle half, because borders are interpolated in another way
+        width = (x[:, 0, 0, 3 * quarter] - x[:, 0, 0, quarter]) * 2
+        height = (x[:, 1, 3 * quarter, 0] - x[:, 1, quarter, 0]) * 2
+        areas, margin = width * height / 256**2, 0.06 * (high - low)
         assert 0.9 * low < areas.min() < low + margin and high - margin < areas.max() < 1.1 * high
 
 
@@ -77,10 +75,10 @@ def test_loss_at_uniform_logits(method, flags, _tiny, tmp_path):
     assert float(re.search(r"loss_at_uniform_logits (\S+)", said)[1]) == pytest.approx(record["loss"], rel=1e-3)
 
 
-@pytest.mark.parametrize("kind, size", [("MoCo", dict(queue=32)), ("MoCoV3", dict(hidden=24))])
-def test_loss_and_its_gradient(kind, size, double):
+@pytest.mark.parametrize("kind, own", [("MoCo", dict(queue=32)), ("MoCoV3", dict(hidden=24))])
+def test_loss_and_its_gradient(kind, own, double):
     """JointCrop's App. D on MoCo v2: the mean of all terms. On v3: twice the mean."""
-    model = getattr(moco_jointcrop, kind)(nn.Identity(), 8, dim=24, temperature=0.3, **size)
+    model = getattr(moco_jointcrop, kind)(nn.Identity(), 8, dim=24, temperature=0.3, **own)
     model.query = lambda x: F.normalize(x[:, :, 0, :8].flatten(1), dim=1)  # pixels of an image of any size
     model.key = lambda x: F.normalize(x[:, :, 1, :8].flatten(1), dim=1).detach()
     views = [torch.randn(5, 3, size, size).requires_grad_() for size in (16, 16, 8, 8)]
