@@ -118,7 +118,7 @@ def algorithm1(args, model, affinity, batches, noises):
     sgd = functools.partial(torch.optim.SGD, momentum=0.9)
     of_all = sgd([p for p in model.parameters() if p.requires_grad], lr, weight_decay=0.01)
     of_encoder = sgd([*model.backbone.parameters(), *model.projector.parameters()], lr)  # what L_ll moves
-    affinity_lr = 1e-4 if args.affinity_form == "linear" else lr
+    affinity_lr = args.affinity_lr or (1e-4 if args.affinity_form == "linear" else lr)
     of_affinity = sgd(affinity.parameters(), affinity_lr, weight_decay=0.01)
 
     def dissimilarity(views, noise):
@@ -147,7 +147,7 @@ RUNS = [
     "--base moco --variant paper --lam 0.5",
     "--base moco --pairs all",
     "--base simsiam --lam 0.5",
-    "--base simsiam --l2l-weighting clip --clip-ratio 0.3",
+    "--base simsiam --l2l-weighting clip --clip-ratio 0.3 --affinity-lr 0.03",
     "--base moco --affinity-form linear --clip-ratio 0.3",
     "--base moco --clip-ratio 1e6",  # never clipped
     "--base moco --local-crops 0",
@@ -196,20 +196,6 @@ def test_one_query_per_image_beside_local_crops():
     torch.testing.assert_close(model(views)[0], sum(terms) / 5)
 
 
-@pytest.mark.parametrize("flags, form, weighting, lr", [  # the affinity's learning rate, where the peak is 0.02
-    ("", "logistic", "clip", 0.02),
-    ("--base simsiam", "logistic", "lambda", 0.02),
-    ("--variant paper", "linear", "lambda", 1e-4),
-    ("--affinity-form linear", "linear", "clip", 1e-4),
-    ("--variant paper --affinity-form logistic --l2l-weighting clip", "logistic", "clip", 0.02),
-    ("--affinity-lr 0.3", "logistic", "clip", 0.3),
-])  # fmt: skip
-def test_forms(flags, form, weighting, lr):
-    assert values(logo, flags, "affinity_form l2l_weighting") == [form, weighting]
-    optimizer = state_of(logo, f"--arch nano --batch-size 16 --lr 0.32 {flags}")["affinity_optimizer"]
-    assert optimizer.param_groups[0]["lr"] == lr
-
-
 def test_recipes():
     imagenet100 = dict(arch="resnet34", image_size=224, local_size=96, epochs=200, batch_size=256, lr=0.03)
     imagenet100 |= dict(milestones=[0.6, 0.8], momentum=[0.999], temperature=0.07, queue=4096, dim=128, bn_groups=8)
@@ -219,7 +205,11 @@ def test_recipes():
     recipes = {"imagenet100": imagenet100, "cifar10": cifar, "cifar10 --base simsiam": simsiam}
     for flags, recipe in recipes.items():
         assert values(logo, f"--dataset {flags}", " ".join(recipe)) == [*recipe.values()]
-    assert [values(logo, flags, "l2l") for flags in ("", "--local-crops 0")] == [[True], [False]]
+    forms = {"": ["logistic", "clip", True], "--local-crops 0": ["logistic", "clip", False]}
+    forms |= {"--base simsiam": ["logistic", "lambda", True], "--variant paper": ["linear", "lambda", True]}
+    forms["--variant paper --affinity-form logistic --l2l-weighting clip"] = ["logistic", "clip", True]
+    for flags, expected in forms.items():
+        assert values(logo, flags, "affinity_form l2l_weighting l2l") == expected
     assert logo.Affinity(8).layers[0].out_features == 256
 
 
