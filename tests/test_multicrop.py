@@ -49,7 +49,6 @@ def test_crops_on_imagenet(module, flags, small, of_large, of_small, monkeypatch
 
 @pytest.mark.parametrize("method, flags, size", [  # by default 96, or in two files half a view's in whole patches
     ("moco_jointcrop", "imagenet --arch vit_small_patch14_dinov2 --patch-size 14 --image-size 126", 56),
-    ("moco_jointcrop", "imagenet --image-size 160 --local-size 96", 96),
     ("moco_jointcrop", "imagenet --arch vit_small --image-size 16", 16),
     ("patchmix", "stl10 --image-size 90", 42),
     ("clim", "cifar10", 16),

@@ -66,30 +66,28 @@ def nce_by_loops(q, k, index, weight, temperature, smoothing=0.0):
         scores = [(sim(q[i], z) / temperature).exp() for z in k]
         logs = [(score / sum(scores)).log() for score in scores]
         for j in range(index.shape[1]):
-            total = total - (1 - smoothing) * weight[j] * logs[index[i, j]] - smoothing * weight[j] * sum(logs) / len(k)
+            total = total - weight[j] * ((1 - smoothing) * logs[index[i, j]] + smoothing * sum(logs) / len(k))
     return total / len(q)
 
 
 @pytest.mark.parametrize("term", ["oto", "mto", "mtm"])
-@pytest.mark.parametrize(
-    "n, num_mix, keys, temperature, smoothing", [(7, 2, 4, 0.5, 0.0), (5, 3, 2, 0.2, 0.1), (3, 1, 0, 0.07, 0.0)]
-)
-def test_soft_info_nce_eq_13_to_15(term, n, num_mix, keys, temperature, smoothing):
-    """Smoothing is also of several positives, whose weights do not sum to 1. keys: those of the other processes."""
+@pytest.mark.parametrize("n, num_mix, keys, settings", [(7, 2, 4, [0.5]), (5, 3, 2, [0.2, 0.1]), (3, 1, 0, [0.07])])
+def test_soft_info_nce_eq_13_to_15(term, n, num_mix, keys, settings):
+    """keys: how many the other processes have. settings: temperature and, for any weights, smoothing."""
     g = torch.Generator().manual_seed(0)
     q, k = (torch.randn(rows, 5, dtype=torch.float64, generator=g, requires_grad=True) for rows in (n, n + keys))
     mto, mto_weight, mtm, mtm_weight = patchmix.mix_targets(n, num_mix)
     own = torch.arange(n)[:, None]
     index, weight = dict(oto=(own, torch.ones(1)), mto=(mto, mto_weight), mtm=(mtm, mtm_weight))[term]
     index, weight = keys // 2 + index, weight.double()
-    settings = index, weight, temperature, smoothing
-    ours, theirs = patchmix.soft_info_nce(q, k, *settings), nce_by_loops(q, k, *settings)
+    positives = index, weight
+    ours, theirs = patchmix.soft_info_nce(q, k, *positives, *settings), nce_by_loops(q, k, *positives, *settings)
     torch.testing.assert_close(ours, theirs)
     torch.testing.assert_close(torch.autograd.grad(ours, (q, k)), torch.autograd.grad(theirs, (q, k)))
-    scaled = patchmix.soft_info_nce(q * torch.rand(n, 1).add(0.1), k * 7, *settings)
+    scaled = patchmix.soft_info_nce(q * torch.rand(n, 1).add(0.1), k * 7, *positives, *settings)
     torch.testing.assert_close(scaled, ours)  # cosines
     # Equal logits: the weights' sum times log N, whatever the temperature.
-    equal = patchmix.soft_info_nce(q, k[:1].expand(n + keys, -1), *settings)
+    equal = patchmix.soft_info_nce(q, k[:1].expand(n + keys, -1), *positives, *settings)
     assert equal.item() == pytest.approx(weight.sum().item() * math.log(n + keys))
 
 
