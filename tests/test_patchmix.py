@@ -79,8 +79,7 @@ def test_soft_info_nce_eq_13_to_15(term, n, num_mix, keys, settings):
     mto, mto_weight, mtm, mtm_weight = patchmix.mix_targets(n, num_mix)
     own = torch.arange(n)[:, None]
     index, weight = dict(oto=(own, torch.ones(1)), mto=(mto, mto_weight), mtm=(mtm, mtm_weight))[term]
-    index, weight = keys // 2 + index, weight.double()
-    positives = index, weight
+    positives = keys // 2 + index, weight.double()
     ours, theirs = patchmix.soft_info_nce(q, k, *positives, *settings), nce_by_loops(q, k, *positives, *settings)
     torch.testing.assert_close(ours, theirs)
     torch.testing.assert_close(torch.autograd.grad(ours, (q, k)), torch.autograd.grad(theirs, (q, k)))
