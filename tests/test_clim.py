@@ -45,12 +45,15 @@ def eq4(q, k_anchor, k_positive, queue, tau, lam):
 
 @pytest.mark.parametrize("tau, lam", [(0.07, 0.3), (0.2, 0.0), (0.2, (0.0, 0.9, 0.25, 1.0)), (1.0, 0.7)])
 def test_clim_loss_is_eq4(tau, lam):
+    """Also compiled, in one graph."""
     q, anchor, positive, queue = unit(4, 6, grad=True), unit(4, 6, seed=1), unit(4, 6, seed=2), unit(9, 6, seed=3)
     each = torch.tensor(lam, dtype=torch.float64)
-    ours = clim.clim_loss(q, anchor, positive, queue, tau, each if each.dim() else lam)
     reference = eq4(q, anchor, positive, queue, tau, each.expand(4))
-    torch.testing.assert_close(ours, reference, rtol=1e-12, atol=0)
-    torch.testing.assert_close(*(torch.autograd.grad(loss, q)[0] for loss in (ours, reference)), rtol=1e-10, atol=1e-14)
+    for loss in (clim.clim_loss, torch.compile(clim.clim_loss, fullgraph=True, backend="eager")):
+        ours = loss(q, anchor, positive, queue, tau, each if each.dim() else lam)
+        torch.testing.assert_close(ours, reference, rtol=1e-12, atol=0)
+        gradients = (torch.autograd.grad(value, q, retain_graph=True)[0] for value in (ours, reference))
+        torch.testing.assert_close(*gradients, rtol=1e-10, atol=1e-14)
 
 
 def test_nearest_neighbors():
@@ -76,12 +79,10 @@ def clustered(x, m, iterations, seed=0):
 
 
 def lloyd(x, centers, iterations):
+    """Only where no cluster comes out empty."""
     for _ in range(iterations):
-        members = [[] for _ in centers]
-        for row in x:
-            members[min(range(len(centers)), key=lambda j: squared(row, centers[j]))].append(row)
-        assert all(members), "choose another seed: the reference does not know empty clusters"
-        centers = torch.stack([sum(rows) / len(rows) for rows in members])
+        nearest = (x[:, None] - centers).square().sum(2).argmin(1)
+        centers = torch.stack([x[nearest == j].mean(0) for j in range(len(centers))])
     return centers
 
 
@@ -89,10 +90,10 @@ def lloyd(x, centers, iterations):
 def test_kmeans_is_lloyds_algorithm(iterations, far):
     """It begins at rows. Far from 0, too, where 1e-8 is the last digit."""
     x, atol = far + points("normal", 60) + 4 * points("grid", 60, seed=10).sign(), 1e-7 if far else 1e-12
-    start, row = clustered(x, 5, 0)[0], (x - clustered(x, 5, 0)[0][:, None]).abs().amax(2).min(1)
+    start, ours = (clustered(x, 5, steps)[0] for steps in (0, iterations))
+    row = (x - start[:, None]).abs().amax(2).min(1)
     assert len({*row.indices.tolist()}) == 5 and row.values.max() <= atol
-    ours, reference = clustered(x, 5, iterations)[0], lloyd(x, start, iterations)
-    torch.testing.assert_close(ours - far, reference - far, rtol=1e-9, atol=atol)
+    torch.testing.assert_close(ours - far, lloyd(x, start, iterations) - far, rtol=1e-9, atol=atol)
 
 
 @pytest.mark.parametrize("kind, n, m", [("repeated", 15, 5), ("repeated", 15, 9), ("equal", 6, 3), ("normal", 3, 50)])
@@ -118,17 +119,14 @@ def obeys(chosen, i, neighbors, x, centers, assignment):
     return right and max(times) - min(times) <= 1  # too few are repeated, all alike
 
 
-CASES = [  # points, N, clusters, k, number of positives
+@pytest.mark.parametrize("kind, n, clusters, k, count", [
     ("normal", 40, 4, 12, 3), ("normal", 40, 12, 8, 20), ("grid", 24, 3, 6, 5), ("repeated", 18, 2, 7, 4),
     ("equal", 9, 2, 4, 3), ("normal", 7, 2, 100, 20), ("normal", 1, 1, 4, 3), ("normal", 2, 2, 1, 1),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("kind, n, m, k, count", CASES)
-def test_select_positives_is_eq2(kind, n, m, k, count):
-    x, centers = points(kind, n), points("grid", m, seed=1)
+])  # fmt: skip
+def test_select_positives_is_eq2(kind, n, clusters, k, count):
+    x, centers = points(kind, n), points("grid", clusters, seed=1)
     for seed in range(3):
-        assignment = torch.randint(m, (n,), generator=seeded(seed))
+        assignment = torch.randint(clusters, (n,), generator=seeded(seed))
         table = clim.select_positives(x, centers, assignment, k, count, seeded(seed))
         assert table.shape == (n, count)
         for i, near in enumerate(clim.nearest_neighbors(x, k).tolist()):
@@ -137,13 +135,12 @@ def test_select_positives_is_eq2(kind, n, m, k, count):
 
 def test_select_positives_is_uniform():
     """3 of 8 candidates: each is chosen alike, in each place."""
-    x = torch.tensor([[float(v)] for v in range(10)], dtype=torch.float64)  # anchor 8; 9 is farther from the center
-    centers, assignment, draws = torch.zeros(1, 1, dtype=torch.float64), torch.zeros(10, dtype=torch.int64), 2000
-    g = seeded(0)
-    rows = torch.stack([clim.select_positives(x, centers, assignment, 9, 3, g)[8] for _ in range(draws)])
-    for place in range(3):
-        expected, counts = draws / 8, rows[:, place].bincount(minlength=10)
-        assert (counts[:8] - expected).abs().max() < 5 * math.sqrt(expected) and counts[8:].sum() == 0
+    x, g = torch.arange(10.0)[:, None], seeded(0)  # anchor 8; 9 is farther from the center, 0
+    center, assignment = torch.zeros(1, 1), torch.zeros(10, dtype=torch.int64)
+    rows = torch.stack([clim.select_positives(x, center, assignment, 9, 3, g)[8] for _ in range(2000)])
+    for place in rows.T:
+        counts = place.bincount(minlength=10)
+        assert (counts[:8] - 250).abs().max() < 5 * math.sqrt(250) and counts[8:].sum() == 0
 
 
 def test_other_members_of_a_cluster():
@@ -201,12 +198,16 @@ def data_set(monkeypatch, flags=""):
 TABLE = torch.randint(40, (40, 10), generator=seeded(0), dtype=torch.int32)
 
 
-@pytest.mark.parametrize(
-    "flags, others", [("", 2), ("--mix none", 1), ("--local-crops 2 --local-size 8", 4), ("--image-size 12 16", 2)]
-)
+@pytest.mark.parametrize("flags, others", [
+    ("", 2), ("--mix none", 1), ("--image-size 12 16", 2), ("--local-crops 2 --local-size 8", 4),
+    ("--local-crops 2 --local-size 8 --same-crop", 4),
+])  # fmt: skip
 def test_views_of_the_image_and_of_its_positive(flags, others, monkeypatch):
-    """Before the first choice there are none of a positive. Then all are of one in the image's row, and differ."""
-    images, own, equal = data_set(monkeypatch, flags), [16, 16, 8, 8][: max(2, others)], 0
+    """Before the first choice there are none of a positive. Then all are of one in the image's row.
+
+    All have crops of their own, but with --same-crop a key has the crop of its query.
+    """
+    images, own, equal = data_set(monkeypatch, flags), [16, 16, 8, 8][: max(2, others)], Counter()
     (views, none), label = images[7]
     assert ([x.shape[-1] for x in views], none, label) == (own, [], 0) and len(images) == 40
     images.positives.copy_(TABLE)
@@ -215,20 +216,10 @@ def test_views_of_the_image_and_of_its_positive(flags, others, monkeypatch):
         assert [number_of(x) for x in views] == [index] * len(own) and [x.shape[-1] for x in views] == own
         (positive,) = {number_of(x) for x in others_views}
         assert positive in TABLE[index] and [x.shape[-1] for x in others_views] == own[:others]
-        boxes = [x[1:] for x in (*views, *others_views) if x.shape[-1] == 16]
-        equal += sum(torch.equal(a, b) for a, b in itertools.combinations(boxes, 2))
-    assert equal < 5
-
-
-def test_with_the_same_crop_a_key_has_the_crop_of_its_query(monkeypatch):
-    """It is anew for each image and for its positive. Local crops have their own."""
-    images = data_set(monkeypatch, "--same-crop --local-crops 2 --local-size 8")
-    images.positives.copy_(TABLE)
-    crops = [images[i][0] for i in range(40)]
-    assert all(torch.equal(key, query) for views in crops for key, query, *_ in views)
-    assert len({own[0][1:].numpy().tobytes() for own, _ in crops}) > 35
-    assert sum(torch.equal(own[0][1:], other[0][1:]) for own, other in crops) < 5
-    assert sum(torch.equal(*local) for views in crops for _, _, *local in views) < 5
+        boxes = enumerate(x[1:] for x in (*views, *others_views))
+        equal.update((i, j) for (i, x), (j, y) in itertools.combinations(boxes, 2) if torch.equal(x, y))
+    same = {(0, 1): 40, (4, 5): 40} if "same-crop" in flags else {}
+    assert {pair: count for pair, count in equal.items() if count > 2} == same
 
 
 def test_positives_are_drawn_uniformly_and_anew_each_time(monkeypatch):
@@ -242,8 +233,7 @@ def test_positives_are_drawn_uniformly_and_anew_each_time(monkeypatch):
 def model_of(sizes=(16,)):
     torch.manual_seed(0)
     layers = nn.Conv2d(3, 4, 3, 2), nn.BatchNorm2d(4), nn.ReLU(), nn.AdaptiveAvgPool2d(2), nn.Flatten()
-    backbone = nn.Sequential(*layers)
-    model = clim.CLIM(backbone, 16, sizes, dim=8, queue=16).double()
+    model = clim.CLIM(nn.Sequential(*layers), 16, sizes, dim=8, queue=16).double()
     for p in (*model.momentum_backbone.parameters(), *model.momentum_projector.parameters()):
         p.add_(0.1 * torch.randn_like(p))  # so that the two encoders differ
     return model
@@ -300,20 +290,22 @@ def test_each_share_is_drawn_from_beta(monkeypatch):
     assert ks(2 / np.pi * np.arcsin(np.sqrt(shares))) < 1.95  # far beyond 0.1 %
 
 
-@pytest.mark.parametrize("selection, count", [("random", 400), ("knn", 6), ("kmeans", 400), ("center", 3)])
-def test_choose_positives(selection, count, monkeypatch, capsys):
+@pytest.mark.parametrize("selection, count, flags", [
+    ("random", 400, ""), ("knn", 6, "--knn-k 6"), ("kmeans", 400, "--num-clusters 4"),
+    ("center", 3, "--knn-k 6 --num-clusters 4"),
+])  # fmt: skip
+def test_choose_positives(selection, count, flags, monkeypatch, capsys):
     """Table 6: what each choice may contain, and all of it if there is room, by the momentum encoder's embeddings.
 
     These are outputs of its projector, of unit length, by running statistics, for normalized images.
     """
     clusters, kmeans = [], clim.kmeans
     monkeypatch.setattr(clim, "kmeans", lambda *a, **b: clusters.append(kmeans(*a, **b)) or clusters[0])
-    flags = f"--image-size 16 --selection {selection} --num-positives {count}"
-    flags += " --knn-k 6" * (selection in ("knn", "center")) + " --num-clusters 4" * (selection in ("kmeans", "center"))
+    args = clim.parse_args(f"--image-size 16 --selection {selection} --num-positives {count} {flags}".split())
     images, model, (query, key) = common.Patterns(30, 16, 0), model_of().float(), random_views(2, 8)
     model([query.float()], [1.0], [key.float()])  # statistics of some batch
     info = dict(image_size=16, mean=(0.4, 0.5, 0.6), std=(0.1, 0.2, 0.3), interpolation="bilinear")
-    table = clim.choose_positives(clim.parse_args(flags.split()), model, images, info, torch.device("cpu"))
+    table = clim.choose_positives(args, model, images, info, torch.device("cpu"))
     assert model.momentum_backbone.training and table.shape == (30, count)
     labels = torch.as_tensor(images.targets)
     assert f" {100 * (labels[:, None] == labels[table]).double().mean():.1f} % " in capsys.readouterr().out
@@ -343,30 +335,16 @@ def test_positives_are_chosen_at_the_start_and_every_few_epochs(monkeypatch, tmp
 
 
 def test_recipes():
-    paper = "--dataset imagenet"
-    assert values(clim, paper, "num_clusters knn_k num_positives refresh_every") == [10000, 40, 10, 5]  # App. A.2
-    assert values(clim, paper, "arch batch_size weight_decay") == ["resnet50", 512, 1e-4]
-    assert values(clim, paper, "alpha temperature queue momentum dim bn_groups") == [2.0, 0.2, 65536, [0.999], 128, 16]
-    assert values(clim, paper, "image_size selection mix") == [[224, 160], "center", "cutmix"]
-    assert values(clim, f"{paper} --selection knn", "knn_k") == [10]  # Table 6
+    paper = dict(num_clusters=10000, knn_k=40, num_positives=10, refresh_every=5)  # App. A.2
+    paper |= dict(arch="resnet50", batch_size=512, weight_decay=1e-4, alpha=2.0, temperature=0.2, queue=65536)
+    paper |= dict(momentum=[0.999], dim=128, bn_groups=16, image_size=[224, 160], selection="center", mix="cutmix")
+    assert values(clim, "--dataset imagenet", " ".join(paper)) == [*paper.values()]
+    assert values(clim, "--dataset imagenet --selection knn", "knn_k") == [10]  # Table 6
     assert values(clim, "--image-size 24 40", "image_size") == [[40, 24]]  # the largest first
     for flags in ("--selection none", "--local-crops 2"):  # Table 7's multi-crop has one size
-        assert values(clim, f"{paper} {flags}", "image_size") == [[224]]
+        assert values(clim, f"--dataset imagenet {flags}", "image_size") == [[224]]
     # Terms are summed (D3), so that the baseline, with one term, has the whole rate
-    folder = "--dataset folder --data-dir x"
-    several = "--local-crops 2 --image-size 224 160"
-    for flags, terms in (
-        ("", 4),
-        ("--image-size 64", 1),
-        ("--selection none", 1),
-        ("--local-crops 2", 3),
-        (several, 6),
-    ):
-        assert values(clim, f"{folder} {flags}", "lr") == [0.03 / terms]
-
-
-def test_the_loss_compiles_whole_for_any_share():
-    loss = torch.compile(clim.clim_loss, fullgraph=True, backend="eager")
-    tensors = unit(4, 6, seed=1), unit(4, 6, seed=2), unit(4, 6, seed=3), unit(8, 6, seed=4)
-    for share in (0.5, 0.3, 0.7):
-        torch.testing.assert_close(loss(*tensors, 0.2, share), clim.clim_loss(*tensors, 0.2, share))
+    terms = {"": 4, "--image-size 64": 1, "--selection none": 1, "--local-crops 2": 3}
+    terms["--local-crops 2 --image-size 224 160"] = 6
+    for flags, count in terms.items():
+        assert values(clim, f"--dataset folder --data-dir x {flags}", "lr") == [0.03 / count]

@@ -1,4 +1,4 @@
-"""logo.py against the supplement's Eq. 4, the main text's losses and Algorithm 1, as loops, and its limits."""
+"""logo.py against the supplement's Eq. 4, the main text's losses and Algorithm 1, written plainly, and its limits."""
 
 import functools
 import itertools
@@ -21,49 +21,36 @@ def _small(monkeypatch, double):
     monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)
 
 
-def gradients(loss, inputs):
-    return torch.autograd.grad(loss, inputs, retain_graph=True, allow_unused=True)
-
-
-def affinity(dim=6):
-    """An affinity no parameter of which is what it is at the start."""
-    module, generator = logo.Affinity(dim, 10), torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for p in module.parameters():
-            p.normal_(generator=generator)
+def affinity():
+    """An affinity no parameter of which is what it is at the start. test_golden.py has the affinity itself."""
+    module, generator = logo.Affinity(6, 10), torch.Generator().manual_seed(0)
+    for p in module.parameters():
+        p.data.normal_(generator=generator)
     return module
 
 
-def scores(affinity, pairs):
-    """Of pairs of vectors, in one batch. test_golden.py has the affinity itself."""
-    firsts, seconds = zip(*pairs, strict=True)
-    return affinity(torch.stack(firsts), torch.stack(seconds))
-
-
 def omega(affinity, a, b, noise, form):
-    """What the affinity minimises, pair by pair: minus Eq. 4, or the released logistic form."""
-    n, (x, y) = len(a), noise
-    positives = [(a[i] + x[i], b[i] + y[i]) for i in range(n)]
-    negatives = [(a[i], b[i - 1]) for i in range(n)]  # b[-1] for the first
+    """What the affinity minimizes: minus Eq. 4, or the released logistic form."""
+    n, (x, y) = len(a), (0, 0) if noise is None else noise
+    before = [i - 1 for i in range(n)]  # the negative of each row; -1 is the last row
+    positive, negative = affinity(a + x, b + y), affinity(a, b[before])
     if form == "linear":
-        return -(sum(F.softplus(scores(affinity, positives))) - sum(F.softplus(scores(affinity, negatives)))) / n
-    other_positives = [(b[i] + x[i], a[i] + y[i]) for i in range(n)]
-    other_negatives = [(b[i], a[i - 1]) for i in range(n)]
-    right = [torch.sigmoid(scores(affinity, part)) for part in (positives, other_positives)]
-    wrong = [torch.sigmoid(scores(affinity, part)) for part in (negatives, other_negatives)]
-    return -(sum(torch.log(p).sum() for p in right) + sum(torch.log(1 - p).sum() for p in wrong)) / (2 * n)
+        return -(F.softplus(positive).sum() - F.softplus(negative).sum()) / n
+    right = torch.cat([positive, affinity(b + x, a + y)]).sigmoid()
+    wrong = torch.cat([negative, affinity(b, a[before])]).sigmoid()
+    return -(right.log().sum() + (1 - wrong).log().sum()) / (2 * n)
 
 
 @pytest.mark.parametrize("form", ["logistic", "linear"])
 @pytest.mark.parametrize("noisy", [True, False])
 def test_affinity_loss(form, noisy):
-    """Against loops over an odd batch; its gradient reaches the affinity and not the locals."""
-    a, b, module, other = unit(5, 6, grad=True), unit(5, 6, seed=1, grad=True), affinity(), affinity()
-    noise = noisy * torch.randn(2, 5, 6)
-    ours = logo.affinity_loss(module, a, b, noise if noisy else None, form)
-    reference = omega(other, a.detach(), b.detach(), noise, form)
+    """Of an odd batch. Its gradient reaches the affinity and not the locals."""
+    a, b, module = unit(5, 6, grad=True), unit(5, 6, seed=1, grad=True), affinity()
+    noise, weights = torch.randn(2, 5, 6) if noisy else None, list(module.parameters())
+    ours = logo.affinity_loss(module, a, b, noise, form)
+    reference = omega(module, a.detach(), b.detach(), noise, form)
     torch.testing.assert_close(ours, reference)
-    found = (gradients(loss, list(one.parameters())) for loss, one in ((ours, module), (reference, other)))
+    found = (torch.autograd.grad(loss, weights, retain_graph=True) for loss in (ours, reference))
     torch.testing.assert_close(*found, rtol=1e-6, atol=1e-8)
     ours.backward()
     assert a.grad is None and b.grad is None
@@ -73,9 +60,8 @@ def test_affinity_loss_limits():
     """At zero scores 2 ln 2 and 0; the least is 0 in the logistic form, none in the linear one; no order of the two."""
     a, b, module = unit(5, 6), unit(5, 6, seed=1), affinity()
     torch.testing.assert_close(logo.affinity_loss(module, b, a), logo.affinity_loss(module, a, b, None, "logistic"))
-    with torch.no_grad():
-        module.layers[-1].weight.zero_()
-        module.layers[-1].bias.zero_()
+    nn.init.zeros_(module.layers[-1].weight)
+    nn.init.zeros_(module.layers[-1].bias)
     assert logo.affinity_loss(module, a, b, None, "logistic").item() == pytest.approx(2 * math.log(2))
     assert logo.affinity_loss(module, a, b, None, "linear").item() == pytest.approx(0, abs=1e-15)
 
@@ -86,22 +72,10 @@ def test_affinity_loss_limits():
     assert logo.affinity_loss(oracle, a, b, None, "linear").item() == pytest.approx(-100)
 
 
-SMALL = "--arch nano --image-size 16 --batch-size 16 --dim 8 --lr 0.1 --warmup 0 --milestones 0.99 "
-SMALL += "--weight-decay 0.01 --epochs 1 --knn-every 0 --device cpu --workers 0"
-SMALL_BASE = {"moco": "--queue 40 --momentum 0.9 --temperature 0.2 --bn-groups 4", "simsiam": "--hidden 8"}
-
-
-def words(flags):
-    """Flags for images of 16 px and locals of 8 px, small heads, decay and momentum that can be seen."""
-    base = SMALL_BASE["simsiam" if "simsiam" in flags else "moco"]
-    local = "" if "--local-crops" in flags else "--local-size 8"
-    return f"{SMALL} {base} {local} {flags}"
-
-
 @pytest.mark.parametrize("layers", [1, 2, 3])
 def test_simsiams_projector(layers):
     """As many layers as asked for. The last one has no ReLU, and its batch norm no parameters."""
-    projector = state_of(logo, words(f"--base simsiam --layers {layers}"))["model"].projector
+    projector = state_of(logo, f"--base simsiam --layers {layers}")["model"].projector
     assert [type(m) for m in projector] == ([nn.Linear, nn.BatchNorm1d, nn.ReLU] * layers)[:-1]
     assert not list(projector[-1].parameters())
 
@@ -128,51 +102,52 @@ def main_loss(args, model, views):
     return sum(found) / len(found), keys[:2]
 
 
-def descend(optimizer, gradients):
-    for p, gradient in zip(optimizer.param_groups[0]["params"], gradients, strict=True):
-        p.grad = gradient
+def descend(optimizer, loss, max_norm=math.inf):
+    """Take a step. Return the norm of the gradient before it is clipped."""
+    parameters = optimizer.param_groups[0]["params"]
+    optimizer.zero_grad()
+    loss.backward(inputs=parameters)
+    norm = nn.utils.clip_grad_norm_(parameters, max_norm)
     optimizer.step()
+    return norm.item()
 
 
 def algorithm1(args, model, affinity, batches, noises):
     """A run in a plain way, the affinity first, then the encoder: (losses, norms of the gradients)."""
     lr, losses, norms = args.lr * 16 / 256, [], [0.0]
-    trained, of_affinity = [p for p in model.parameters() if p.requires_grad], list(affinity.parameters())
-    of_encoder = [*model.backbone.parameters(), *model.projector.parameters()]  # what L_ll moves
     sgd = functools.partial(torch.optim.SGD, momentum=0.9)
-    first, second = sgd(trained, lr, weight_decay=0.01), sgd(of_encoder, lr)
-    third = sgd(of_affinity, 1e-4 if args.affinity_form == "linear" else lr, weight_decay=0.01)
+    of_all = sgd([p for p in model.parameters() if p.requires_grad], lr, weight_decay=0.01)
+    of_encoder = sgd([*model.backbone.parameters(), *model.projector.parameters()], lr)  # what L_ll moves
+    affinity_lr = args.affinity_lr or (1e-4 if args.affinity_form == "linear" else lr)
+    of_affinity = sgd(affinity.parameters(), affinity_lr, weight_decay=0.01)
 
     def dissimilarity(views, noise):
         """L_ll by the affinity after its step."""
         a, b = (embed(model, x) for x in views[2:])
-        loss = omega(affinity, a.detach(), b.detach(), noise, args.affinity_form)
-        descend(third, gradients(loss, of_affinity))
-        return sum(F.softplus(scores(affinity, zip(a, b, strict=True)))) / 16
+        descend(of_affinity, omega(affinity, a.detach(), b.detach(), noise, args.affinity_form))
+        return F.softplus(affinity(a, b)).sum() / 16
 
     for views, noise in itertools.zip_longest(batches, noises):
         if args.l2l and args.l2l_weighting == "clip":
-            found = gradients(dissimilarity(views, noise), of_encoder)
-            scale = min(1.0, args.clip_ratio * norms[-1] / (torch.nn.utils.get_total_norm(found).item() + 1e-6))
-            descend(second, [scale * gradient for gradient in found])
+            descend(of_encoder, dissimilarity(views, noise), args.clip_ratio * norms[-1])
         loss, keys = main_loss(args, model, views)
         if args.l2l and args.l2l_weighting == "lambda":
             loss = loss + args.lam * dissimilarity(views, noise)  # Eq. 9
-        found = gradients(loss, trained)
-        descend(first, found)
         losses.append(loss.item())
-        norms.append(torch.nn.utils.get_total_norm(found).item())
+        norms.append(descend(of_all, loss))
         if args.base == "moco":
             model.queue.enqueue(torch.cat(keys))
             model.update(*args.momentum)
     return losses, norms[1:]
 
 
+SMALL = "--arch nano --image-size 16 --batch-size 16 --dim 8 --lr 0.1 --warmup 0 --milestones 0.99 "
+SMALL += "--weight-decay 0.01 --epochs 1 --knn-every 0 --device cpu"
 RUNS = [
     "--base moco --variant paper --lam 0.5",
     "--base moco --pairs all",
     "--base simsiam --lam 0.5",
-    "--base simsiam --l2l-weighting clip --clip-ratio 0.3",
+    "--base simsiam --l2l-weighting clip --clip-ratio 0.3 --affinity-lr 0.03",
     "--base moco --affinity-form linear --clip-ratio 0.3",
     "--base moco --clip-ratio 1e6",  # never clipped
     "--base moco --local-crops 0",
@@ -185,27 +160,28 @@ RUNS = [
 @pytest.mark.parametrize("flags", slow_but([RUNS[0], RUNS[3]], RUNS))
 def test_algorithm1(flags, tmp_path, monkeypatch):
     """Three steps of `main`: the weights, queue and affinity of a slow reference. test_trajectories.py has others."""
-    args, views, noises = logo.parse_args([*words(flags).split(), "--out", str(tmp_path)]), [], []
+    own = "--hidden 8" if "simsiam" in flags else "--queue 40 --momentum 0.9 --temperature 0.2 --bn-groups 4"
+    line, views, noises = f"{SMALL} {own} {flags}", [], []
+    args = logo.parse_args([*line.split(), "--out", str(tmp_path)])
     augment, affinity_loss = logo.augment, logo.affinity_loss
     monkeypatch.setattr(torch, "randperm", lambda n, **_: (5 * torch.arange(n) + 3) % n)  # also ShuffleBN's
+    monkeypatch.setattr(logo, "augment", lambda *given: views.append(augment(*given)) or views[-1])
+    monkeypatch.setattr(logo, "affinity_loss", lambda *given: noises.append(given[3]) or affinity_loss(*given))
     train = common.Patterns(48, 16, 0)
-    with monkeypatch.context() as patch:
-        patch.setattr(logo, "augment", lambda *given: views.append(augment(*given)) or views[-1])
-        patch.setattr(logo, "affinity_loss", lambda *given: noises.append(given[3]) or affinity_loss(*given))
-        logo.main(args, train=train)
+    logo.main(args, train=train)
     batches = [views[i : i + len(views) // 3] for i in range(0, len(views), len(views) // 3)]
-    saved, state = common.load_checkpoint(tmp_path / "last.pt"), state_of(logo, words(flags), train=train)
+    saved, state = common.load_checkpoint(tmp_path / "last.pt"), state_of(logo, line, train=train)
     assert len(noises) == 3 * args.l2l
     if args.affinity_form == "linear":
         assert noises == [None] * 3
-        noises = [torch.zeros(2, 16, 8)] * 3
     elif args.l2l:
         assert torch.stack(noises).std().item() == pytest.approx(0.3 / math.sqrt(8), rel=0.1)
     losses, norms = algorithm1(args, state["model"], state["affinity"], batches, noises)
     for part in ("model", "affinity"):
-        found = {name: value.detach() for name, value in state[part].named_parameters()}
-        found |= {"queue.keys": state["model"].queue.keys} if part + args.base == "modelmoco" else {}
-        torch.testing.assert_close({name: saved[part][name] for name in found}, found, rtol=1e-6, atol=1e-8)
+        for name, value in state[part].named_parameters():
+            torch.testing.assert_close(saved[part][name], value.detach(), rtol=1e-6, atol=1e-8)
+    if args.base == "moco":
+        torch.testing.assert_close(saved["model"]["queue.keys"], state["model"].queue.keys, rtol=1e-6, atol=1e-8)
     (record,) = saved["records"]
     assert record["loss"] == pytest.approx(sum(losses) / 3) and record["grad_norm"] == pytest.approx(sum(norms) / 3)
 
@@ -221,27 +197,20 @@ def test_one_query_per_image_beside_local_crops():
 
 
 def test_recipes():
-    for flags, *expected in (  # with the affinity's learning rate, where the peak is 0.02
-        ("", "logistic", "clip", 0.02),
-        ("--base simsiam", "logistic", "lambda", 0.02),
-        ("--variant paper", "linear", "lambda", 1e-4),
-        ("--affinity-form linear", "linear", "clip", 1e-4),
-        ("--variant paper --affinity-form logistic --l2l-weighting clip", "logistic", "clip", 0.02),
-        ("--affinity-lr 0.3", "logistic", "clip", 0.3),
-    ):
-        optimizer = state_of(logo, f"{SMALL} --lr 0.32 {flags}")["affinity_optimizer"]
-        found = [*values(logo, flags, "affinity_form l2l_weighting"), optimizer.param_groups[0]["lr"]]
-        assert found == expected
-    assert [values(logo, f, "l2l") for f in ("", "--local-crops 0")] == [[True], [False]]
-    names = "arch image_size local_size epochs batch_size lr milestones momentum temperature queue dim"
-    ours = ["resnet34", 224, 96, 200, 256, 0.03, [0.6, 0.8], [0.999], 0.07, 4096, 128]
-    assert values(logo, "--dataset imagenet100", names) == ours
-    names = "weight_decay clip_ratio blur_p bn_groups"
-    assert values(logo, "--dataset imagenet100", names) == [1e-4, 0.015, [0.5], 8]
+    imagenet100 = dict(arch="resnet34", image_size=224, local_size=96, epochs=200, batch_size=256, lr=0.03)
+    imagenet100 |= dict(milestones=[0.6, 0.8], momentum=[0.999], temperature=0.07, queue=4096, dim=128, bn_groups=8)
+    imagenet100 |= dict(weight_decay=1e-4, clip_ratio=0.015, blur_p=[0.5])
+    cifar = dict(image_size=32, local_size=32, local_scale=[0.08, 0.6])
+    simsiam = dict(arch="resnet18", batch_size=512, lr=0.03, layers=2, dim=2048, hidden=512, lam=1e-4, milestones=[])
+    recipes = {"imagenet100": imagenet100, "cifar10": cifar, "cifar10 --base simsiam": simsiam}
+    for flags, recipe in recipes.items():
+        assert values(logo, f"--dataset {flags}", " ".join(recipe)) == [*recipe.values()]
+    forms = {"": ["logistic", "clip", True], "--local-crops 0": ["logistic", "clip", False]}
+    forms |= {"--base simsiam": ["logistic", "lambda", True], "--variant paper": ["linear", "lambda", True]}
+    forms["--variant paper --affinity-form logistic --l2l-weighting clip"] = ["logistic", "clip", True]
+    for flags, expected in forms.items():
+        assert values(logo, flags, "affinity_form l2l_weighting l2l") == expected
     assert logo.Affinity(8).layers[0].out_features == 256
-    assert values(logo, "--dataset cifar10", "image_size local_size local_scale") == [32, 32, [0.08, 0.6]]
-    names = "arch batch_size lr layers dim hidden lam milestones"
-    assert values(logo, "--dataset cifar10 --base simsiam", names) == ["resnet18", 512, 0.03, 2, 2048, 512, 1e-4, []]
 
 
 def test_descend_leaves_unused_parameters_as_they_are():

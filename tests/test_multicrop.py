@@ -1,13 +1,12 @@
 """Local crops of all methods, and the loss at uniform logits of all forms."""
 
-import importlib
 import re
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import info_nce
+from conftest import info_nce, values
 from PIL import Image
 from tiny import records, run
 from torch import nn
@@ -15,92 +14,79 @@ from torch import nn
 import common
 import moco_jointcrop
 
-WHOLE, JOINTCROP = (0.2, 1.0), "--local-crops 4 --joint-pair both"
-FORMS = {  # (method, flags): the number of large and of small views on ImageNet, and their areas
-    ("patchmix", "--variant released"): (2, 8, (0.35, 1.0), (0.05, 0.35)),
-    ("clim", "--local-crops 2"): (2, 2, WHOLE, (0.05, 0.14)),
-    ("logo", ""): (2, 2, (0.4, 1.0), (0.08, 0.4)),
-    ("logo", "--pairs all"): (2, 2, (0.3, 1.0), (0.05, 0.3)),
-    ("moco_jointcrop", JOINTCROP): (2, 4, WHOLE, (0.05, 0.4)),
-    ("moco_jointcrop", f"{JOINTCROP} --moco v3"): (2, 4, WHOLE, (0.05, 0.4)),
-}
+JOINTCROP = "--local-crops 4 --joint-pair both"
 
 
-@pytest.mark.parametrize("method, flags", FORMS)
-def test_crops_on_imagenet(method, module, flags, monkeypatch):
-    """Their number, sizes and areas, as --show-views gets them, without colors.
+@pytest.mark.parametrize("method, flags, small, of_large, of_small", [
+    ("patchmix", "--variant released", 8, (0.35, 1.0), (0.05, 0.35)),
+    ("clim", "--local-crops 2", 2, (0.2, 1.0), (0.05, 0.14)),
+    ("logo", "", 2, (0.4, 1.0), (0.08, 0.4)),
+    ("logo", "--pairs all", 2, (0.3, 1.0), (0.05, 0.3)),
+    ("moco_jointcrop", JOINTCROP, 4, (0.2, 1.0), (0.05, 0.4)),
+])  # fmt: skip
+def test_crops_on_imagenet(module, flags, small, of_large, of_small, monkeypatch):
+    """Two large crops and some small ones: sizes and areas, as --show-views gets them, without colors.
 
     The image's red grows by 1 per column and its green by 1 per row, which tells a crop's size.
     """
     row, column = np.indices((256, 256), np.uint8)
     image = Image.fromarray(np.stack([column, row, row], 2))
-    (large, small, *ranges), views, names = FORMS[method, flags], [], []
+    views, names = [], []
     monkeypatch.setattr(module, "augment", lambda x, *_: x)
     monkeypatch.setattr(common, "save_views", lambda _, x, what, norm: (views.extend(x), names.extend(what)))
     words = f"--dataset imagenet --batch-size 128 --device cpu --workers 0 --show-views x.png {flags}"
     module.main(module.parse_args(words.split()), train=[(image, 0)] * 128)
     views = [view for view, name in zip(views, names, strict=True) if not re.search("mixed|positive", name)]
-    assert [view.shape[-1] for view in views] == [224] * large + [96] * small
-    for kind, (low, high) in zip((views[:large], views[large:]), ranges, strict=True):
-        areas = []
-        for view in kind:
-            quarter = view.shape[-1] // 4  # the middle half, because borders are interpolated in another way
-            width = (view[:, 0, 0, 3 * quarter].double() - view[:, 0, 0, quarter]) * 2
-            height = (view[:, 1, 3 * quarter, 0].double() - view[:, 1, quarter, 0]) * 2
-            areas.append(width * height / 256**2)
-        areas, margin = torch.cat(areas), 0.06 * (high - low)
+    assert [view.shape[-1] for view in views] == [224] * 2 + [96] * small
+    for crops, (low, high) in ((views[:2], of_large), (views[2:], of_small)):
+        x = torch.cat(crops).double()
+        quarter = x.shape[-1] // 4  # the middle half, because borders are interpolated in another way
+        width = (x[:, 0, 0, 3 * quarter] - x[:, 0, 0, quarter]) * 2
+        height = (x[:, 1, 3 * quarter, 0] - x[:, 1, quarter, 0]) * 2
+        areas, margin = width * height / 256**2, 0.06 * (high - low)
         assert 0.9 * low < areas.min() < low + margin and high - margin < areas.max() < 1.1 * high
 
 
-LOCAL_SIZES = {  # flags: the side of a local crop; by default 96, or in two files half a view's in whole patches
-    "moco_jointcrop --dataset imagenet --arch vit_small_patch14_dinov2 --patch-size 14 --image-size 126": 56,
-    "moco_jointcrop --dataset imagenet --image-size 160 --local-size 96": 96,
-    "moco_jointcrop --dataset imagenet --arch vit_small --image-size 16": 16,
-    "patchmix --dataset stl10 --image-size 90": 42,
-    "clim --dataset cifar10": 16,
-    "logo --dataset cifar10": 32,  # as the views, in the supplement (D13)
-}
-
-
-@pytest.mark.parametrize("line", LOCAL_SIZES)
-def test_size_of_a_local_crop(line):
-    method, *flags = line.split()
-    assert importlib.import_module(method).parse_args([*flags, "--local-crops", "2"]).local_size == LOCAL_SIZES[line]
-
-
-UNIFORM = [*FORMS, ("moco_jointcrop", ""), ("moco_jointcrop", "--moco v3"), ("jcl", ""), ("jcl", "--vanilla")]
-UNIFORM += [("clim", "--selection none"), ("clim", "--image-size 16 8"), ("logo", "--variant paper")]
-UNIFORM += [("logo", "--local-crops 0"), ("patchmix", ""), ("patchmix", "--num-mix 1 --terms oto,mto")]
+@pytest.mark.parametrize("method, flags, size", [  # by default 96, or in two files half a view's in whole patches
+    ("moco_jointcrop", "imagenet --arch vit_small_patch14_dinov2 --patch-size 14 --image-size 126", 56),
+    ("moco_jointcrop", "imagenet --arch vit_small --image-size 16", 16),
+    ("patchmix", "stl10 --image-size 90", 42),
+    ("clim", "cifar10", 16),
+    ("logo", "cifar10", 32),  # as the views, in the supplement (D13)
+])  # fmt: skip
+def test_size_of_a_local_crop(module, flags, size):
+    assert values(module, f"--local-crops 2 --dataset {flags}", "local_size") == [size]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method, flags", UNIFORM)
+@pytest.mark.parametrize("method, flags", [
+    ("moco_jointcrop", ""), ("moco_jointcrop", JOINTCROP), ("moco_jointcrop", "--moco v3 --arch resnet_nano"),
+    ("moco_jointcrop", f"{JOINTCROP} --moco v3 --arch resnet_nano"), ("jcl", ""), ("jcl", "--vanilla"),
+    ("clim", "--selection none"), ("clim", "--image-size 16 8"), ("clim", "--local-crops 2"),
+    ("logo", ""), ("logo", "--local-crops 0"), ("logo", "--pairs all"), ("logo", "--variant paper"),
+    ("patchmix", ""), ("patchmix", "--num-mix 1 --terms oto,mto"),
+    ("patchmix", "--variant released --local-crops 2 --patch-size 4"),
+])  # fmt: skip
 def test_loss_at_uniform_logits(method, flags, _tiny, tmp_path):
     """As the run's table says. A temperature of 10^6 makes them equal. MoCo v3's loss has it as a factor."""
-    flags += " --local-size 8" * ((method, flags) in FORMS and method != "patchmix")
-    flags += " --local-crops 2 --patch-size 4" * ("released" in flags)
-    flags += " --clim-start 0 --num-clusters 4" if method == "clim" and "none" not in flags else ""
-    flags += " --arch resnet_nano" if method == "moco_jointcrop" else ""
     said = run(method, tmp_path, *f"{flags} --temperature 1e6 --epochs 1 --knn-every 0".split())
     (record,) = records(tmp_path)
     assert float(re.search(r"loss_at_uniform_logits (\S+)", said)[1]) == pytest.approx(record["loss"], rel=1e-3)
 
 
-@pytest.mark.parametrize("form", ["v2", "v3"])
-def test_loss_and_its_gradient(form, double):
+@pytest.mark.parametrize("kind, own", [("MoCo", dict(queue=32)), ("MoCoV3", dict(hidden=24))])
+def test_loss_and_its_gradient(kind, own, double):
     """JointCrop's App. D on MoCo v2: the mean of all terms. On v3: twice the mean."""
-    heads = dict(queue=32, dim=24) if form == "v2" else dict(hidden=24, dim=24)
-    model = (moco_jointcrop.MoCo if form == "v2" else moco_jointcrop.MoCoV3)(nn.Identity(), 8, temperature=0.3, **heads)
+    model = getattr(moco_jointcrop, kind)(nn.Identity(), 8, dim=24, temperature=0.3, **own)
     model.query = lambda x: F.normalize(x[:, :, 0, :8].flatten(1), dim=1)  # pixels of an image of any size
     model.key = lambda x: F.normalize(x[:, :, 1, :8].flatten(1), dim=1).detach()
     views = [torch.randn(5, 3, size, size).requires_grad_() for size in (16, 16, 8, 8)]
-    t, q, keys = 0.3, [model.query(view) for view in views], [model.key(view) for view in views[:2]]
-    if form == "v2":
-        model.queue.keys = F.normalize(torch.randn(32, 24), dim=1)
-        expected = sum(info_nce(q[i], keys[1], model.queue.keys, t) for i in (0, 2, 3)) / 3
+    q, keys = [model.query(view) for view in views], [model.key(view) for view in views[:2]]
+    if kind == "MoCo":
+        expected = sum(info_nce(q[i], keys[1], model.queue.keys, 0.3) for i in (0, 2, 3)) / 3
     else:
         pairs = (0, 1), (1, 0), (2, 0), (2, 1), (3, 0), (3, 1)  # query of view i, keys of view j
-        expected = 2 * sum(moco_jointcrop.contrast(q[i], keys[j], t, 0) for i, j in pairs) / 6
+        expected = 2 * sum(moco_jointcrop.contrast(q[i], keys[j], 0.3, 0) for i, j in pairs) / 6
     loss = model(views)[0]
     torch.testing.assert_close(loss, expected, rtol=1e-12, atol=0)
     theirs, ours = (torch.autograd.grad(x, views, materialize_grads=True) for x in (expected, loss))

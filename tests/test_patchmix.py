@@ -35,31 +35,28 @@ def mix_by_loops(images, num_mix, p, k):
     return mixed
 
 
-MIXES = [  # N, M, (H, W), p
+@pytest.mark.parametrize("n, num_mix, size, patch", [
     (4, 3, (8, 8), 2),  # 16 patches: one is left over; N is no multiple of M
     (7, 3, (8, 12), 4),  # not square
     (3, 3, (8, 8), 4),  # N < 2M - 1, and four patches
     (2, 4, (6, 6), 2),  # N < M: an image meets itself again
     (4, 9, (6, 6), 2),  # M = T
     (3, 1, (8, 8), 2),
-]
-
-
-@pytest.mark.parametrize("n, num_mix, size, patch", MIXES)
+])  # fmt: skip
 def test_patch_mix_eq_1_to_9(n, num_mix, size, patch):
     g = torch.Generator().manual_seed(n)
     x, weight = (torch.randn(n, 2, *size, dtype=torch.float64, generator=g) for _ in range(2))
     k = torch.randperm(size[0] // patch * (size[1] // patch), generator=g)
-    ours, theirs = x.clone().requires_grad_(), x.clone().requires_grad_()
-    mixed = patchmix.patch_mix(ours, num_mix, patch, k)
-    gradient = torch.autograd.grad((mixed * weight).sum(), ours)[0]
-    expected = mix_by_loops(theirs, num_mix, patch, k)
+    mixed, expected = (mix(x.requires_grad_(), num_mix, patch, k) for mix in (patchmix.patch_mix, mix_by_loops))
     assert torch.equal(mixed, expected)
-    torch.testing.assert_close(gradient, torch.autograd.grad((expected * weight).sum(), theirs)[0])
+    torch.testing.assert_close(*(torch.autograd.grad((y * weight).sum(), x)[0] for y in (mixed, expected)))
 
 
-def nce_by_loops(q, k, index, weight, temperature):
-    """Eq. 13-15 as printed: sums over i, j and t, without the weights' normalization."""
+def nce_by_loops(q, k, index, weight, temperature, smoothing=0.0):
+    """Eq. 13-15 as printed: sums over i, j and t, without the weights' normalization.
+
+    smoothing: the fraction of all weights that is spread over the keys.
+    """
 
     def sim(h, z):
         return h.dot(z) / (h.dot(h).sqrt() * z.dot(z).sqrt())
@@ -67,41 +64,30 @@ def nce_by_loops(q, k, index, weight, temperature):
     total = 0
     for i in range(len(q)):
         scores = [(sim(q[i], z) / temperature).exp() for z in k]
-        below = sum(scores)
+        logs = [(score / sum(scores)).log() for score in scores]
         for j in range(index.shape[1]):
-            total = total - weight[j] * (scores[index[i, j]] / below).log()
+            total = total - weight[j] * ((1 - smoothing) * logs[index[i, j]] + smoothing * sum(logs) / len(k))
     return total / len(q)
 
 
 @pytest.mark.parametrize("term", ["oto", "mto", "mtm"])
-@pytest.mark.parametrize("n, num_mix, keys, temperature", [(7, 2, 4, 0.5), (4, 3, 2, 1.0), (3, 1, 0, 0.07)])
-def test_soft_info_nce_eq_13_to_15(term, n, num_mix, keys, temperature):
-    """keys: how many the other processes have."""
+@pytest.mark.parametrize("n, num_mix, keys, settings", [(7, 2, 4, [0.5]), (5, 3, 2, [0.2, 0.1]), (3, 1, 0, [0.07])])
+def test_soft_info_nce_eq_13_to_15(term, n, num_mix, keys, settings):
+    """keys: how many the other processes have. settings: temperature and, for any weights, smoothing."""
     g = torch.Generator().manual_seed(0)
     q, k = (torch.randn(rows, 5, dtype=torch.float64, generator=g, requires_grad=True) for rows in (n, n + keys))
     mto, mto_weight, mtm, mtm_weight = patchmix.mix_targets(n, num_mix)
     own = torch.arange(n)[:, None]
     index, weight = dict(oto=(own, torch.ones(1)), mto=(mto, mto_weight), mtm=(mtm, mtm_weight))[term]
-    index, weight = keys // 2 + index, weight.double()
-    ours = patchmix.soft_info_nce(q, k, index, weight, temperature)
-    theirs = nce_by_loops(q, k, index, weight, temperature)
+    positives = keys // 2 + index, weight.double()
+    ours, theirs = patchmix.soft_info_nce(q, k, *positives, *settings), nce_by_loops(q, k, *positives, *settings)
     torch.testing.assert_close(ours, theirs)
     torch.testing.assert_close(torch.autograd.grad(ours, (q, k)), torch.autograd.grad(theirs, (q, k)))
-    scaled = patchmix.soft_info_nce(q * torch.rand(n, 1).add(0.1), k * 7, index, weight, temperature)
+    scaled = patchmix.soft_info_nce(q * torch.rand(n, 1).add(0.1), k * 7, *positives, *settings)
     torch.testing.assert_close(scaled, ours)  # cosines
     # Equal logits: the weights' sum times log N, whatever the temperature.
-    equal = patchmix.soft_info_nce(q, k[:1].expand(n + keys, -1), index, weight, temperature)
+    equal = patchmix.soft_info_nce(q, k[:1].expand(n + keys, -1), *positives, *settings)
     assert equal.item() == pytest.approx(weight.sum().item() * math.log(n + keys))
-
-
-def test_smoothing_spreads_a_share_of_all_weights_over_the_keys():
-    """Also of several positives, whose weights do not sum to 1 (mtm)."""
-    q, k, s = torch.randn(5, 6, dtype=torch.float64), torch.randn(7, 6, dtype=torch.float64), 0.1
-    *_, index, weight = patchmix.mix_targets(5, 3)
-    target = torch.zeros(5, 7, dtype=torch.float64).index_put((torch.arange(5)[:, None], index), weight.double(), True)
-    target = (1 - s) * target + s * target.sum(1, keepdim=True) / 7
-    expected = -(target * (torch.cosine_similarity(q[:, None], k[None], dim=2) / 0.2).log_softmax(1)).sum(1).mean()
-    torch.testing.assert_close(patchmix.soft_info_nce(q, k, index, weight, 0.2, smoothing=s), expected)
 
 
 def in_batch(n, slices, num_mix, first=0):
@@ -117,46 +103,38 @@ def in_batch(n, slices, num_mix, first=0):
 @pytest.mark.parametrize("n, slices, num_mix, first", [(12, 2, 3, 0), (12, 2, 3, 24), (4, 2, 2, 4), (5, 1, 1, 5)])
 def test_targets_are_eq_10_to_12(n, slices, num_mix, first):
     """Each slice is a ring of its own (D7). The keys are those of all processes."""
-    torch.testing.assert_close(
-        patchmix.batch_targets(n, num_mix, slices, first), in_batch(n, slices, num_mix, first), rtol=1e-6, atol=0
-    )
+    ours, theirs = patchmix.batch_targets(n, num_mix, slices, first), in_batch(n, slices, num_mix, first)
+    torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=0)
 
 
-def mixed_by_loops(images, shuffles):
-    """Eq. 1-7 within each of two slices, by its own shuffle, of a list [(slice, shuffle)]."""
-    orders = [next(k for x, k in shuffles if torch.equal(x, part)) for part in images.chunk(2)]
-    assert not torch.equal(*orders)
-    return torch.cat([mix_by_loops(x, 3, 4, k) for x, k in zip(images.chunk(2), orders, strict=True)])
+def mixed_by_loops(images):
+    """Eq. 1-7 within each of two slices, by its own shuffle of patches of 4 px."""
+    return torch.cat([mix_by_loops(x, 3, 4, torch.randperm(x[0, 0].numel() // 16)) for x in images.chunk(2)])
 
 
-def terms_by_loops(model, views, terms, shuffles):
+def terms_by_loops(model, views, terms):
     """Eq. 13-15 from the model's own modules, {term: value}, and local crops as queries of both views' keys (D6)."""
     (x1, x2, *crops), targets = views, in_batch(12, 2, 3)
-    mixed = [mixed_by_loops(x, shuffles) for x in (x1, x2)[: 1 + ("mtm" in terms)]]
+    mixed = [mixed_by_loops(x) for x in (x1, x2)[: 1 + ("mtm" in terms)]]
     pairs = {"oto": (x2, x1), "mto": (mixed[0], x2), "mtm": mixed}
     found = {t: nce_by_loops(model.query(pairs[t][0]), model.key(pairs[t][1]), *targets[t], 0.3) for t in terms}
-    for term in {"oto", "mto"} & {*terms} if crops else ():
-        local = crops if term == "oto" else [mixed_by_loops(x, shuffles) for x in crops]
-        h = model.query(torch.cat(local)).chunk(len(local))
+    local = dict(oto=crops, mto=[mixed_by_loops(x) for x in crops])
+    for term in [term for term in local if crops and term in terms]:
+        h = model.query(torch.cat(local[term])).chunk(len(crops))
         values = [nce_by_loops(one, model.key(x), *targets[term], 0.3) for one in h for x in (x1, x2)]
         found[f"local_{term}"] = sum(values) / len(crops)
     return found
 
 
 @pytest.mark.parametrize("terms, local_crops", [("oto,mto", 0), ("mtm", 0), ("oto,mto,mtm", 2), ("oto,mtm", 2)])
-def test_total_is_eq_16(double, monkeypatch, terms, local_crops):
-    """With the weights of the terms, here 1, 2 and 0.5; local ones have 1."""
-    mix, shuffles = patchmix.patch_mix, []
-
-    def patch_mix(images, num_mix, patch_size):
-        shuffles.append((images, torch.randperm((images.shape[-1] // patch_size) ** 2)))
-        return mix(images, num_mix, patch_size, shuffles[-1][1])
-
-    monkeypatch.setattr(patchmix, "patch_mix", patch_mix)
+def test_total_is_eq_16(double, terms, local_crops):
+    """With the weights of the terms, here 1, 2 and 0.5; local ones have 1. Both sides draw the same shuffles."""
     flags = f"--num-mix 3 --mix-slices 2 --temperature 0.3 --terms {terms} --term-weights 1 2 0.5"
     model, views = make_model(flags), random_views(2, 12) + random_views(local_crops, 12, size=8)
+    torch.manual_seed(0)
     loss, q, metrics = model(views)
-    expected = terms_by_loops(model, views, terms.split(","), shuffles)
+    torch.manual_seed(0)
+    expected = terms_by_loops(model, views, terms.split(","))
     total = sum(dict(mto=2, mtm=0.5).get(term, 1) * value for term, value in expected.items())
     torch.testing.assert_close(metrics, dict(loss=total) | {f"loss_{term}": value for term, value in expected.items()})
     assert metrics["loss"] == loss and not q.requires_grad
@@ -172,28 +150,26 @@ def test_drop_path_is_of_queries_and_of_keys_that_the_encoder_itself_makes(doubl
     assert torch.equal(model.key(x), model.key(x)) != of_keys and not model.key(x).requires_grad
 
 
-NAMES = "weight_decay epochs warmup batch_size image_size patch_size crop_scale"
-TABLE = {  # section 4.1.2; test_schedules.py has the learning rates
-    ("cifar10", "vit_tiny"): [[0.02, 0.2], 800, 100, 512, 32, 2, [0.1, 1]],
-    ("cifar100", "vit_small"): [[0.04, 0.4], 800, 100, 512, 32, 2, [0.1, 1]],
-    ("cifar10", "vit_base"): [[0.04, 0.4], 800, 100, 512, 32, 2, [0.1, 1]],
-    ("imagenet", "vit_small"): [[0.04, 0.4], 300, 10, 1024, 224, 16, [0.05, 1]],
-    ("imagenet", "vit_base"): [[0.04, 0.4], 300, 10, 1024, 224, 16, [0.05, 1]],
-}
+CIFAR = dict(epochs=800, warmup=100, batch_size=512, image_size=32, patch_size=2, crop_scale=[0.1, 1])
+IMAGENET = dict(epochs=300, warmup=10, batch_size=1024, image_size=224, patch_size=16, crop_scale=[0.05, 1])
 
 
-@pytest.mark.parametrize("dataset, arch", TABLE)
+@pytest.mark.parametrize("dataset, arch", [
+    ("cifar10", "vit_tiny"), ("cifar100", "vit_small"), ("cifar10", "vit_base"), ("imagenet", "vit_small"),
+    ("imagenet", "vit_base"),
+])  # fmt: skip
 def test_recipes(dataset, arch):
-    """The paper's, and where the released code differs; also by timm's name of the encoder."""
-    expected, ours = TABLE[dataset, arch], f"--dataset {dataset} --arch {arch}"
-    for flags in (ours, f"{ours}_patch16_224 --patch-size {expected[5]}"):
-        assert values(patchmix, flags, f"{NAMES} lr") == [*expected, patchmix.ENCODERS[arch]["lr"]]
-        paper = values(patchmix, flags, "momentum num_mix temperature terms term_weights smoothing hidden dim")
-        assert paper == [[0.996, 1], 3, 0.2, "oto,mto,mtm", [1, 1, 1], 0, 4096, 256]
-        released = values(patchmix, f"{flags} --variant released", "num_mix smoothing term_weights mixed_view")
-        assert released == [2, 0.1, [1, 0.5, 0.25], 2]
-        keys, heads = values(patchmix, f"{flags} --variant released", "key_encoder num_heads")
-        assert (keys == "query") == (arch == "vit_tiny") and heads == (12 if arch == "vit_small" else None)
+    """Section 4.1.2, and where the released code differs; also by timm's name. test_schedules.py has learning rates."""
+    paper = (IMAGENET if dataset == "imagenet" else CIFAR) | dict(momentum=[0.996, 1], num_mix=3, temperature=0.2)
+    paper |= dict(terms="oto,mto,mtm", term_weights=[1, 1, 1], smoothing=0, hidden=4096, dim=256)
+    paper |= dict(weight_decay=[0.02, 0.2] if arch == "vit_tiny" else [0.04, 0.4], lr=patchmix.ENCODERS[arch]["lr"])
+    released = dict(num_mix=2, smoothing=0.1, term_weights=[1, 0.5, 0.25], mixed_view=2)
+    released["key_encoder"] = "query" if arch == "vit_tiny" else "momentum"
+    released["num_heads"] = 12 if arch == "vit_small" else None
+    for name in (arch, f"{arch}_patch16_224 --patch-size {paper['patch_size']}"):
+        flags = f"--dataset {dataset} --arch {name}"
+        assert values(patchmix, flags, " ".join(paper)) == [*paper.values()]
+        assert values(patchmix, f"{flags} --variant released", " ".join(released)) == [*released.values()]
 
 
 def test_what_follows_from_other_flags():
