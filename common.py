@@ -1154,7 +1154,7 @@ def parse_args(parser, argv, recipe):
     changed = [name for name, value in vars(args).items() if value != parser.get_default(name)]
     if not getattr(args, "local_crops", True) and {"local_size", "local_scale"} & {*changed}:
         parser.error("--local-size and --local-scale have no effect without --local-crops")
-    if hasattr(args, "bn_groups") and not is_vit(args.arch) and "patch_size" in changed:
+    if hasattr(args, "bn_groups") and not is_vit(args.arch) and "patch_size" in changed:  # PatchMix mixes patches, too
         parser.error("--patch-size has no effect without a ViT (--arch)")
     if args.init_prefix and not args.init:
         parser.error("--init-prefix has no effect without --init")
