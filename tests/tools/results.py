@@ -1,14 +1,14 @@
 """Does each paper's improvement over its baseline show? Makes the runs and the tables of their numbers, by hand.
 
     python tests/tools/results.py train --data-dir DIR [--arms jcl clim] [--seeds 0 1]
-    python tests/tools/results.py baselines --data-dir DIR         raw pixels, and untrained encoders
     python tests/tools/results.py begin --data-dir DIR [--arms jcl-stl10]      three epochs of every recipe
     python tests/tools/results.py gpu --archive FILE [--minutes 9] what gpu_list.py has for a GPU
     python tests/tools/results.py readme                           write the tables into tests/results/README.md
     python tests/tools/results.py curves                           draw the learning curves (needs matplotlib)
 
 The protocol (tests/results/README.md) was written down before the first run. `train` makes the runs that are missing,
-in runs/results, and resumes where it was stopped. The numbers are kept in tests/results/*.json.
+in runs/results, and resumes where it was stopped. The numbers are kept in tests/results/*.json. Those of raw pixels and
+of untrained encoders (baselines.json) are what eval_knn.py and eval_linear.py print beside a run's.
 """
 
 import argparse
@@ -34,7 +34,6 @@ import common
 import eval_linear
 
 KEPT, RUNS = ROOT / "tests" / "results", ROOT / "runs" / "results"
-CPU = torch.device("cpu")
 RESNET, VIT = "resnet_mini", "vit_micro"  # PatchMix has the ViT
 
 ARMS = {  # name: how tables call it, its script with flags
@@ -95,9 +94,9 @@ BEGUN = {
     "patchmix": "patchmix.py",
 }
 # What a CPU cannot do is reduced. CIFAR-10's images have 32 px, so larger views would show no more, and take longer.
-REDUCED = dict(  # recipe: (by what sides of views, local crops and patches are divided, images, largest batch)
-    patterns=(1, 4096, 512), cifar10=(1, 12800, 512), stl10=(3, 9600, 512), imagenet100=(8, 8192, 512),
-    imagenet=(8, 8192, 512), folder=(8, 8192, 512), resnet18=(4, 12800, 512),
+REDUCED = dict(  # recipe: (by what sides of views, local crops and patches are divided, images)
+    patterns=(1, 4096), cifar10=(1, 12800), stl10=(3, 9600), imagenet100=(8, 8192), imagenet=(8, 8192),
+    folder=(8, 8192), resnet18=(4, 12800),
 )  # fmt: skip
 WITH_RESNET18 = "resnet18"  # CIFAR-10's recipe with its own encoder: a small one may hide how that one begins
 BEGINS = {f"{name}-{recipe}": (name, recipe) for recipe in REDUCED for name in BEGUN}
@@ -167,26 +166,9 @@ def train(args):
         print(f"{arm}, seed {seed}: kNN and linear {scores(record)}", flush=True)
 
 
-def baselines(args):
-    """Raw pixels, and both encoders untrained."""
-    found, (train, test) = {}, [common.load_dataset("cifar10", args.data_dir, part) for part in (True, False)]
-    train_y, test_y = (torch.as_tensor(part.targets) for part in (train, test))
-    for name, arch in {"raw pixels": RESNET, "the ResNet untrained": RESNET, "the ViT untrained": VIT}.items():
-        torch.manual_seed(0)
-        info = common.backbone_info(arch, 32, 4, norm="cifar10")
-        encoder = torch.nn.Flatten() if name == "raw pixels" else common.build_backbone(info)
-        x, test_x = (common.extract_features(encoder, part, info, CPU) for part in (train, test))
-        (nearest,) = common.knn_predict(x, train_y, test_x, (20,), 0.07, 10)
-        linear = eval_linear.linear_probe(x, train_y, test_x, 10)["logits"].argmax(1)
-        predicted = dict(knn20_top1=nearest, linear_top1=linear)
-        found[name] = {k: round(100 * (y == test_y).double().mean().item(), 4) for k, y in predicted.items()}
-        print(f"{name}: {found[name]}", flush=True)
-    keep("baselines", found)
-
-
 def three_epochs(name, recipe, images):
     """The first three epochs of a recipe: a small encoder takes the place of its own, and REDUCED is heeded."""
-    (script, *flags), (factor, _, most) = BEGUN[name].split(), REDUCED[recipe]
+    (script, *flags), factor = BEGUN[name].split(), REDUCED[recipe][0]
     module, out = importlib.import_module(script.removesuffix(".py")), RUNS / "begin" / f"{name}-{recipe}"
     dataset = "cifar10" if recipe == WITH_RESNET18 else recipe
     where = f"--device cpu --workers 0 --knn-every 0 --dataset {dataset} --out {out}"
@@ -194,7 +176,7 @@ def three_epochs(name, recipe, images):
     own = dict(recipe=dataset, size=np.max(args.image_size).item(), batch=args.batch_size)
     if recipe not in ("patterns", WITH_RESNET18):
         args.arch = VIT if script == "patchmix.py" else RESNET
-    args.batch_size = min(args.batch_size, most)
+    args.batch_size = min(args.batch_size, 512)
     for sides in {"image_size", "local_size", "patch_size"} & vars(args).keys():
         setattr(args, sides, np.floor_divide(getattr(args, sides), factor).tolist())
     if script == "patchmix.py" and recipe != "patterns":
@@ -390,7 +372,7 @@ def curves(args):
 def main():
     raw = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser("tests/tools/results.py", description=__doc__, formatter_class=raw)
-    actions = dict(train=train, begin=begin, gpu=gpu_list.run, baselines=baselines, readme=write_page, curves=curves)
+    actions = dict(train=train, begin=begin, gpu=gpu_list.run, readme=write_page, curves=curves)
     parser.add_argument("action", choices=actions, metavar="ACTION")
     parser.add_argument("--data-dir", metavar="DIR", help="CIFAR-10's")
     parser.add_argument("--arms", nargs="+", choices=[*ARMS, *BEGINS, *gpu_list.EVERYTHING], metavar="ARM")
