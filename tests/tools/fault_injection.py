@@ -27,10 +27,10 @@ import time
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from conftest import METHODS, ROOT  # noqa: E402
-from tiny import assert_same_run, free_port, records, write_tree  # noqa: E402
+from conftest import METHODS, ROOT
+from tiny import assert_same_run, free_port, records, write_tree
 
-import common  # noqa: E402
+import common
 
 EPOCHS = 6  # of 12 steps: 100 images in batches of 8
 FLAGS = f"--dataset cifar10 --batch-size 8 --epochs {EPOCHS} --knn-every 1 --device cpu "
