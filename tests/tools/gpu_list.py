@@ -59,9 +59,9 @@ ARMS = {  # name: (how tables call it, its script with flags)
 PUBLISHED = 82.6  # kNN of MoCo's demo after 200 epochs, with k 200 and a temperature of 0.1
 SPEEDS = dict(moco="moco_jointcrop.py", jcl="jcl.py", clim="clim.py --clim-start 0", logo="logo.py", patchmix=VIT)
 COMPILED = {f"{name}-compiled": f"{line} --compile" for name, line in SPEEDS.items()}
+# Some 24,000 images/s in all, by four trainings at once on one H200: 40 epochs of four of MoCo's take six minutes
 EVERYTHING = ["speed", "compiled", "gpu_check"]
 EVERYTHING += [f"{arm}-s{seed}" for seed in (0, 1) for arm in ARMS if "no-warmup" not in arm]
-# Some 24,000 images/s in all, by four trainings at once on one H200: 40 epochs of four of MoCo's take six minutes
 SPEED_SECONDS = 200  # then a step that is not timed yet is given up: what compiles must not take all the time
 CHECKS = "loader numbers evaluations waits collectives group compiled".split()  # not recipes, which take much memory
 DRY = "--device cpu --batch-size 32"  # of --dry-run

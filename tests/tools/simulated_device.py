@@ -63,9 +63,10 @@ def part():
     """The part of a step that is at work: the outermost, but what the forward of a model calls need not be the loss."""
     found = "rest"
     for frame, _ in traceback.walk_stack(None):  # from the innermost
-        name, file = PARTS.get(frame.f_code.co_name), Path(frame.f_code.co_filename)
-        if name and file.parent in FOLDERS and file.name != "common.py" and (name != "loss" or found == "rest"):
-            found = name
+        name = PARTS.get(frame.f_code.co_name)
+        if name and (name != "loss" or found == "rest"):
+            file = Path(frame.f_code.co_filename)
+            found = name if file.parent in FOLDERS and file.name != "common.py" else found
     return found
 
 
@@ -78,12 +79,14 @@ def compute(_, function, types, args=(), kwargs=None):
     is_view = any(x.alias_info is not None and not x.alias_info.is_write for x in function._schema.returns)
     is_view |= function is aten._unsafe_view.default
     computes = here and to and not is_view and "empty" not in str(function)  # copies from the CPU do not
-    launches.update([part()] * computes)
+    if computes:
+        launches[part()] += 1
     if function in COPIES:
         onto, come, at_once = to, here, kwargs.get("non_blocking")
         if function is aten.copy_.default:
             onto, come, at_once = isinstance(args[0], OnDevice), isinstance(args[1], OnDevice), args[2:] == (True,)
-        copies.update([part()] * (onto and not come))
+        if onto and not come:
+            copies[part()] += 1
         if onto != come and not (onto and at_once):
             note("a copy that blocks")
     elif here:
