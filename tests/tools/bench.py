@@ -1,6 +1,6 @@
-"""Measures the CPU time of training steps, of loading and of the start, on one thread, by hand; counts operations.
+"""Measures the CPU time of training steps and of loading, on one thread, by hand; counts operations.
 
-    python tests/tools/bench.py steps [--methods jcl clim] [--against 7f3ffca]
+    python tests/tools/bench.py steps [--methods jcl clim] [--against COMMIT]
     python tests/tools/bench.py device           the operations that a step of the CIFAR recipes gives to a GPU, counted
     python tests/tools/bench.py views            from JPEG files of 500 x 375 px to views of 224 px, without the model
 
@@ -19,7 +19,6 @@ import importlib
 import io
 import json
 import os
-import shlex
 import subprocess
 import sys
 import tempfile
@@ -36,9 +35,16 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, sys.argv[3] if sys.argv[1:2] == ["serve"] else str(ROOT))
 
 METHODS = ("moco_jointcrop", "jcl", "clim", "logo", "logo --base simsiam", "patchmix")
-KINDS = dict(  # methods, rounds, batch size, more flags
-    steps=(METHODS, 20, 64, ""), views=(("jcl", "clim"), 5, 32, ""), device=(METHODS, 1, 16, "--dataset cifar10")
-)
+KINDS = {  # methods, rounds, batch size, flags
+    "steps": (METHODS, 20, 64, ""),
+    "views": (("jcl", "clim"), 5, 32, "--dataset imagenet --arch resnet_micro"),
+    "device": (METHODS, 1, 16, "--dataset cifar10"),
+}
+
+
+def records(out):
+    """The lines of a run's metrics.jsonl."""
+    return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
 
 
 @contextlib.contextmanager
@@ -72,11 +78,11 @@ def watched(before, after):
 
 
 def serve(what, house, method, *flags):
-    """Train with the files of the checkout `house`. Print the start's seconds, then a line for each line of stdin."""
+    """Train with the files of the checkout `house`. Print an empty line, then a step's times for each line of stdin."""
     answer, clock = sys.stdout, []  # of a step: when it began, was loaded, was colored, ended
 
     def in_turns(batches):
-        print(time.process_time(), file=answer, flush=True)
+        print(file=answer, flush=True)
         while sys.stdin.readline():
             clock[:] = [time.process_time()]
             batch = next(batches)
@@ -113,11 +119,12 @@ def write_images(folder):
 
 
 def measure(commands, rounds):
-    """Return (seconds of each side's start, what the sides answer in each round, (rounds, sides, numbers))."""
+    """Return the times of each side in each round, (rounds, sides, parts of a step)."""
     pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     environment, found = os.environ | {"OMP_NUM_THREADS": "1"}, []
     sides = [subprocess.Popen(command, env=environment, **pipes) for command in commands]
-    starts = [float(side.stdout.readline()) for side in sides]  # no number, if it has ended and said why
+    for side in sides:
+        side.stdout.readline()  # it is ready
     for turn in range(rounds):
         answers = [None] * len(sides)
         for i in range(len(sides))[:: (-1) ** turn]:  # in both orders, so that a slow spell meets both sides
@@ -126,17 +133,14 @@ def measure(commands, rounds):
         found.append(answers)
     for side in sides:
         side.communicate()
-    return starts, np.array(found)
+    return np.array(found)
 
 
-def report(name, values, unit, rate=None):
-    """Print a measurement of the sides, (rounds, sides): medians, and the median of the ratio within a round.
-
-    rate: the number of what takes the seconds that are the values; the medians are then a number per second.
-    """
-    text = " over ".join(f"{rate / x if rate else x:.4g} {unit}" for x in np.median(values, 0))
-    if values.shape[1] > 1:
-        text += f": ratio {np.median(values[:, 0] / values[:, 1]):.3f}" + " of the time" * bool(rate)
+def report(name, seconds, images):
+    """Print a part of a step, (rounds, sides): median speeds, and the median of the times' ratio within a round."""
+    text = " over ".join(f"{images / x:.4g} images/s" for x in np.median(seconds, 0))
+    if seconds.shape[1] > 1:
+        text += f": ratio {np.median(seconds[:, 0] / seconds[:, 1]):.3f} of the time"
     print(f"{name:35} {text}", flush=True)
 
 
@@ -163,11 +167,10 @@ def main():
     add = parser.add_argument
     add("what", choices=KINDS)
     add("--methods", nargs="+", choices=METHODS, metavar="NAME", help=", ".join(METHODS))
-    add("--flags", default="", metavar="TEXT", help="more of the scripts'")
     add("--against", metavar="COMMIT", help="over the same by the files of a commit")
     add("--rounds", type=int, metavar="N", help="steps of each side: by default 20, for views 5")
     args = parser.parse_args()
-    methods, rounds, batch, more = KINDS[args.what]
+    methods, rounds, batch, flags = KINDS[args.what]
     print(f"torch {torch.__version__}, one of {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}")
     with tempfile.TemporaryDirectory() as folder:
         houses = [str(ROOT)]
@@ -179,28 +182,23 @@ def main():
         if args.what == "views":
             write_images(folder)
         for method in args.methods or methods:
-            own = f"{method} --device cpu --knn-every 0 --workers 0 --batch-size {batch} {more}"
+            own = f"{method} --device cpu --knn-every 0 --workers 0 --batch-size {batch} {flags}"
             own += " --clim-start 0" * (method == "clim")
             own += " --num-clusters 4" * (method == "clim" and args.what != "steps")
-            if args.what == "device":
-                own += " --arch vit_tiny --patch-size 4" * (method == "patchmix")
-            elif args.what == "views":
-                arch = "vit_micro --patch-size 16" if method == "patchmix" else "resnet_micro"
-                own += f" --dataset imagenet --data-dir {folder}/images --arch {arch}"
-            own = [*own.split(), *shlex.split(args.flags), "--out"]
-            side = [sys.executable, __file__, "serve", args.what]
-            commands = [[*side, house, *own, f"{folder}/{method}{i}"] for i, house in enumerate(houses)]
+            own += " --arch vit_tiny --patch-size 4" * (method == "patchmix" and args.what == "device")
+            own += f" --data-dir {folder}/images" * (args.what == "views")
+            side, out = [sys.executable, __file__, "serve", args.what], f"{folder}/{method}"
+            commands = [[*side, house, *own.split(), "--out", f"{out}{i}"] for i, house in enumerate(houses)]
             if args.what == "device":
                 show_counts(method, commands)
                 continue
-            starts, found = measure(commands, 1 + (args.rounds or rounds))
-            report(f"{method}: start", np.array([starts]), "s")
-            loading, color, rest = np.moveaxis(found[1:], 2, 0)  # without the first step
-            report(f"{method}: loading", loading, "images/s", batch)
-            report(f"{method}: color on the CPU", color, "images/s", batch)
-            report(f"{method}: loading and color", loading + color, "images/s", batch)
+            found = measure(commands, 1 + (args.rounds or rounds))[1:]  # without the first step
+            loading, color, rest = np.moveaxis(found, 2, 0)
+            report(f"{method}: loading", loading, batch)
+            report(f"{method}: color on the CPU", color, batch)
+            report(f"{method}: loading and color", loading + color, batch)
             if args.what == "steps":
-                report(f"{method}: whole step", loading + color + rest, "images/s", batch)
+                report(f"{method}: whole step", loading + color + rest, batch)
 
 
 if __name__ == "__main__":

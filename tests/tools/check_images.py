@@ -4,10 +4,13 @@ It reads the files once, on all cores, as trainings and evaluations with --data-
 """
 
 import argparse
+import functools
 import os
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+
+from torch.utils.data import ConcatDataset
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import common
@@ -23,13 +26,12 @@ def problem(images, index):
 
 def main(folder):
     parts = [common.load_dataset("folder", folder, train, unlabeled=True) for train in (True, False)]
-    failed = 0
+    images, failed = ConcatDataset(part for part in parts if part), 0
     with ThreadPoolExecutor(os.cpu_count()) as pool:  # Pillow decodes outside Python's lock
-        for images in filter(None, parts):
-            for line in filter(None, pool.map(lambda index, images=images: problem(images, index), range(len(images)))):
-                common.log(line)
-                failed += 1
-    common.log(f"{sum(map(len, filter(None, parts)))} images, {failed} cannot be read")
+        for line in filter(None, pool.map(functools.partial(problem, images), range(len(images)))):
+            common.log(line)
+            failed += 1
+    common.log(f"{len(images)} images, {failed} cannot be read")
     raise SystemExit(failed > 0)
 
 

@@ -1,6 +1,6 @@
 """Whole runs killed at random moments, by hand, on Linux: a kill costs an epoch at most, and changes no number.
 
-    python tests/tools/fault_injection.py [--kills 50] [--methods clim]
+    python tests/tools/fault_injection.py [--kills 5] [--methods clim]
 
 For each method, on one process and on two (torchrun), a run of a few short epochs is the reference. The same command
 then runs into another folder, is killed by SIGTERM, SIGINT or SIGKILL, starts again, and so on until it ends: weights,
@@ -11,8 +11,8 @@ anything differs; then the runs are kept. Needs pytest.
 """
 
 import argparse
-import collections
 import contextlib
+import functools
 import itertools
 import json
 import os
@@ -26,12 +26,11 @@ import tempfile
 import time
 from pathlib import Path
 
-ROOT = Path(__file__).parents[2]
-sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
-from conftest import METHODS  # noqa: E402
-from tiny import assert_same_run, free_port, records, write_tree  # noqa: E402
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from conftest import METHODS, ROOT
+from tiny import assert_same_run, free_port, records, write_tree
 
-import common  # noqa: E402
+import common
 
 EPOCHS = 6  # of 12 steps: 100 images in batches of 8
 FLAGS = f"--dataset cifar10 --batch-size 8 --epochs {EPOCHS} --knn-every 1 --device cpu "
@@ -39,7 +38,7 @@ OWN = dict.fromkeys(METHODS, FLAGS + "--arch resnet_micro --queue 64 --bn-groups
 OWN["clim"] += "--clim-start 1 --refresh-every 1 --num-clusters 8"  # positives are chosen between any two epochs
 OWN["patchmix"] = FLAGS + "--arch vit_micro --patch-size 8 --mix-slices 2"
 TWO = ["--standalone", "--nproc_per_node=2"]  # torchrun's words
-WAYS = {1: itertools.cycle(("TERM", "INT", "KILL")), 2: itertools.cycle(("TERM", "INT", "KILL one", "KILL all"))}
+WAYS = {1: ("TERM", "INT", "KILL"), 2: ("TERM", "INT", "KILL one", "KILL all")}  # by number of processes
 LIMIT = 600  # seconds after which a run hangs
 
 
@@ -51,14 +50,13 @@ def about(process, name):
 
 
 class Life:
-    """One start of a run's command. What it says goes to the file OUT-NAME."""
+    """One start of a run's command. What it says goes to the file OUT-NAME. torchrun: its words, or []."""
 
     def __init__(self, method, out, torchrun, name="log"):
-        self.script, self.torchrun, self.out, self.log = f"{method}.py", torchrun, out, Path(f"{out}-{name}")
+        self.method, self.torchrun, self.out, self.log = method, torchrun, out, Path(f"{out}-{name}")
         launcher = ["-m", "torch.distributed.run", *torchrun] if torchrun else []
-        workers = "0" if torchrun else "1"
-        own = [*OWN[method].split(), "--workers", workers, "--data-dir", str(out.parent / "data")]
-        command = [sys.executable, *launcher, str(ROOT / self.script), *own, "--out", str(out)]
+        own = f"{OWN[method]} --workers {0 if torchrun else 1} --data-dir {out.parent}/data --out {out}"
+        command = [sys.executable, *launcher, f"{ROOT}/{method}.py", *own.split()]
         how = dict(stdout=open(self.log, "w"), stderr=subprocess.STDOUT, start_new_session=True)
         self.began, self.victims = time.time(), []
         self.process = subprocess.Popen(command, env=os.environ | {"OMP_NUM_THREADS": "1"}, **how)
@@ -86,8 +84,8 @@ class Life:
             return False
         children = about(self.process.pid, f"task/{self.process.pid}/children").split() if self.torchrun else []
         # The training processes, without their loaders' workers and torchrun's forks that are not Python yet
-        lines = {int(child): about(child, "cmdline") for child in children}
-        ranks = [child for child, line in lines.items() if self.script in line and "distributed.run" not in line]
+        lines, script = {int(child): about(child, "cmdline") for child in children}, f"{self.method}.py"
+        ranks = [child for child, line in lines.items() if script in line and "distributed.run" not in line]
         if way == "INT":
             os.killpg(self.process.pid, signal.SIGINT)
         elif way == "TERM":
@@ -134,83 +132,79 @@ def compare(reference, out, killed_after=range(EPOCHS + 1)):
     """Assert that two runs are the same bit for bit, but for lost kNN scores of epochs after which one was killed."""
     lost = {record["epoch"] for record in records(out) if "knn20_top1" not in record}
     assert lost <= {*killed_after}, f"no kNN after the epochs {lost}, but killed after {killed_after}"
-    assert_same_run(reference, out, lost)
+    assert_same_run(reference.out, out, lost)
 
 
-def disturbed_run(method, reference, torchrun, seconds, ways, kills):
+def disturbed_run(reference, ways):
     """Start a run until it ends, with a kill by each of `ways`, unless one comes too late: it ends as the reference.
 
-    seconds: that the reference took to start and to train. One kill in four comes at the start. kills: gets the ways.
+    One kill in four comes at the start.
     """
-    out, epochs, killed_after, (start, training) = Path(f"{reference}-killed"), 0, [], seconds
+    out, epochs, killed_after = Path(f"{reference.out}-killed"), 0, []
     for number, way in enumerate([*ways, None]):
-        life = Life(method, out, torchrun, f"log{number}")
+        life = Life(reference.method, out, reference.torchrun, f"log{number}")
         if way and random.random() < 0.25:
-            time.sleep(random.random() * start)
+            time.sleep(random.random() * reference.start)
         elif way:  # the part of the training that it may take leaves some for the other kills
             life.wait_until(life.trains)
-            time.sleep(random.random() * training * (1 - epochs / EPOCHS) * min(1, 2 / (len(ways) - number + 1)))
+            part = (1 - epochs / EPOCHS) * min(1, 2 / (len(ways) - number + 1))
+            time.sleep(random.random() * reference.training * part)
         in_time = way and life.kill(way)
         status = life.end()
         epochs = examine(life, status, epochs, way if in_time else None)
         if status == 0:
+            print(f"{len(killed_after)} of {len(ways)} kills came in time", flush=True)
             return compare(reference, out, killed_after)
         killed_after.append(epochs)
-        kills.append(way)
     raise AssertionError("it does not end")
 
 
-def restarted_by_torchrun(method, reference, training):
+def restarted_by_torchrun(reference):
     """A worker dies in training, some epochs after the first checkpoint, and torchrun starts all workers again."""
-    out, epoch = Path(f"{reference}-restarted"), random.randint(1, EPOCHS - 2)
-    life = Life(method, out, [*TWO, "--max-restarts=2"])
+    out, epoch = Path(f"{reference.out}-restarted"), random.randint(1, EPOCHS - 2)
+    life = Life(reference.method, out, [*TWO, "--max-restarts=2"])
     life.wait_until(lambda: f"\nepoch {epoch}/" in life.said())
-    time.sleep(random.random() * training / EPOCHS)
+    time.sleep(random.random() * reference.training / EPOCHS)
     life.kill("KILL one")
     assert life.end() == 0 and "resumed from" in life.said(), f"not restarted, see {life.log}"
     examine(life, 0, killed="KILL one")
     compare(reference, out)
 
 
-def two_agents(method, reference):
+def two_agents(reference):
     """Two nodes of one process each, that meet on this machine."""
     meet = f"--rdzv-backend=c10d --rdzv-endpoint=localhost:{free_port()} --rdzv-id=two"
-    out, nodes = Path(f"{reference}-agents"), f"--nnodes=2 --nproc_per_node=1 {meet}".split()
-    lives = [Life(method, out, nodes, name=f"log{i}") for i in (0, 1)]
+    out, nodes = Path(f"{reference.out}-agents"), f"--nnodes=2 --nproc_per_node=1 {meet}".split()
+    lives = [Life(reference.method, out, nodes, f"log{i}") for i in (0, 1)]
     assert [life.end() for life in lives] == [0, 0], f"see {lives[0].log}"
-    assert_same_run(reference, out)
+    assert_same_run(reference.out, out)
 
 
 def main():
     parser = argparse.ArgumentParser("tests/tools/fault_injection.py", description=__doc__.splitlines()[0])
-    parser.add_argument("--kills", type=int, default=50, metavar="N", help="in all")
+    parser.add_argument("--kills", type=int, default=5, metavar="N", help="of each method, on one process and on two")
     parser.add_argument("--methods", nargs="+", default=METHODS, choices=METHODS)
     args = parser.parse_args()
-    root, kills, failed = Path(tempfile.mkdtemp()), [], False
+    root, failed = Path(tempfile.mkdtemp()), False
     for part, count in (("train", 10), ("val", 4)):
         write_tree(root / "data" / part, [f"kind{i}" for i in range(10)], count, (32, 32))
-    worlds = list(itertools.product(args.methods, WAYS))
-    for i, (method, world) in enumerate(worlds):
-        reference, torchrun = root / f"{method}-{world}", TWO * (world == 2)
-        life = Life(method, reference, torchrun)
-        life.wait_until(life.trains)
-        start = life.age()
-        examine(life, life.end())
-        training = life.age() - start
-        number = args.kills * (i + 1) // len(worlds) - args.kills * i // len(worlds)
-        ways = list(itertools.islice(WAYS[world], number))
-        cases = {f"{number} kills": (disturbed_run, method, reference, torchrun, (start, training), ways, kills)}
+    for method, world in itertools.product(args.methods, WAYS):
+        reference = Life(method, root / f"{method}-{world}", TWO * (world == 2))
+        reference.wait_until(reference.trains)
+        reference.start = reference.age()
+        examine(reference, reference.end())
+        reference.training = reference.age() - reference.start
+        ways = random.choices(WAYS[world], k=args.kills)
+        cases = {f"kills by {', '.join(ways)}": functools.partial(disturbed_run, ways=ways)}
         if world == 2:
-            cases["a restart by torchrun"] = restarted_by_torchrun, method, reference, training
-            cases["two agents"] = two_agents, method, reference
-        for name, (case, *words) in cases.items():
+            cases |= {"a restart by torchrun": restarted_by_torchrun, "two agents": two_agents}
+        for name, case in cases.items():
             try:
-                case(*words)
+                case(reference)
                 found = "as the reference, bit for bit"
             except (Exception, SystemExit) as error:
                 failed, found = True, f"{type(error).__name__} {error}"
             print(f"{method}, {world} process(es), {name}: {found}", flush=True)
-    print(f"{len(kills)} came in time:", dict(collections.Counter(kills)))
     if failed:
         raise SystemExit(f"something differed: the runs are in {root}")
     shutil.rmtree(root)

@@ -2,36 +2,30 @@
 
 The photographs are in .github/photos. The methods' own files with their ImageNet recipes make every view, as they do
 for --show-views, and every mix, ratio, choice and weight. The seeds were chosen by eye, so that something can be
-recognised: if a method draws other numbers, look at its pictures again.
+recognized: if a method draws other numbers, look at its pictures again.
 """
 
 import argparse
 import contextlib
 import io
-import sys
 from pathlib import Path
 from unittest import mock
 
 import numpy as np
 import torch
+from bench import ROOT  # which puts the project's root on the path
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.patches import FancyArrowPatch, Rectangle
 from PIL import Image
 from torch.utils.data import DistributedSampler
 
-try:
-    from matplotlib import pyplot
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.patches import FancyArrowPatch, Rectangle
-except ImportError as error:
-    raise SystemExit(f"{__doc__}\n{error}: pip install matplotlib") from None
-
-ROOT = Path(__file__).parents[2]
-sys.path.insert(0, str(ROOT))
-import clim  # noqa: E402
-import common  # noqa: E402
-import jcl  # noqa: E402
-import logo  # noqa: E402
-import moco_jointcrop  # noqa: E402
-import patchmix  # noqa: E402
+import clim
+import common
+import jcl
+import logo
+import moco_jointcrop
+import patchmix
 
 WIDTH = 760  # px, as README shows it; written 1.6 times as large
 FLOWERS = (40, 110, 240), (0, 20, 320)  # (top, left, side) of two crops of flower.jpg that stand for two images
@@ -43,7 +37,7 @@ COLOR = (*PLAIN, "gaussian_blur", "horizontal_flip")
 # ------------------------------------------------------------ what is shown
 
 
-def shown(method, flags, images, seed, without):
+def shown(method, flags, images, seed, without=()):
     """The views that a method's main makes for --show-views: a list of (n, 3, S, S) in [0, 1].
 
     without: names of common's functions that leave images as they are.
@@ -60,17 +54,16 @@ def shown(method, flags, images, seed, without):
     return views
 
 
-def views(method, flags, photos, seed, without=()):
-    """A method's views of photos, as `shown`, and their boxes on the first photo, [(box, color), ...].
+def views(method, flags, photo, seed, without=()):
+    """A method's views of a photo, as `shown`, and their boxes on it, [(box, color), ...].
 
     A box is found on an image whose red and green tell the place: crops are drawn before colors.
     """
-    photos = photos * (1 + (len(photos) == 1))  # main refuses a batch of one image
-    width, height = photos[0].size
+    width, height = photo.size
     red, green = np.meshgrid(np.linspace(0, 255, width), np.linspace(0, 255, height))
     places = Image.fromarray(np.stack([red, green, 0 * red], 2).round().astype(np.uint8))
     boxes = []
-    for v, (crop, *_) in enumerate(shown(method, flags, [places] * len(photos), seed, COLOR)):
+    for v, (crop, _) in enumerate(shown(method, flags, [places] * 2, seed, COLOR)):  # main refuses one image
         size = crop.shape[-1]
         inner = slice(5, size - 5)  # values at the edges are those of fewer pixels
         lines = [
@@ -80,7 +73,7 @@ def views(method, flags, photos, seed, without=()):
         (top, left), (high, wide) = ([line[1] for line in lines], [line[0] * size for line in lines])
         is_key = v < 2 if method is logo else v > 0
         boxes.append(((top, left, high, wide), KEY if is_key else QUERY))
-    return shown(method, flags, photos, seed, without), boxes
+    return shown(method, flags, [photo] * 2, seed, without), boxes
 
 
 def clim_views(photos, seed, without=()):
@@ -90,8 +83,7 @@ def clim_views(photos, seed, without=()):
     and the mixed query.
     """
     images = [photos["flower"].crop((left, top, left + side, top + side)) for top, left, side in FLOWERS]
-    found, _ = views(clim, "--image-size 224", images, seed, without)
-    found = [view[0] for view in found]
+    found = [view[0] for view in shown(clim, "--image-size 224", images, seed, without)]
     changed = torch.nonzero((found[1] != found[4]).any(0))
     (top, left), (height, width) = changed.amin(0).tolist(), (changed.amax(0) - changed.amin(0) + 1).tolist()
     return images, found, ((top, left, height, width), QUERY), 1 - height * width / 224**2
@@ -101,7 +93,7 @@ class Page:
     """A sheet of WIDTH x height pixels, the origin top left."""
 
     def __init__(self, height, name="", idea=""):
-        self.figure, self.height = pyplot.Figure(figsize=(WIDTH / 100, height / 100), dpi=160), height
+        self.figure, self.height = Figure(figsize=(WIDTH / 100, height / 100), dpi=160), height
         self.axes = self.figure.add_axes((0, 0, 1, 1))
         self.axes.set(xlim=(0, WIDTH), ylim=(height, 0))
         self.axes.axis("off")
@@ -184,16 +176,16 @@ def overview(photos):
         for n, share in enumerate(shares):
             page.text(x + n * (size + 3) + size / 2, low + size + 12, f"{100 * share:.0f} %", color=KEY)
 
-    photo = [photos["astronaut"]]
+    photo = photos["astronaut"]
     (query, key), boxes = views(moco_jointcrop, "--joint none", photo, 13, PLAIN)
-    column(x[0], "MoCo v2", "the baseline: one\nview finds another", photo, query[:1], key[:1], boxes)
+    column(x[0], "MoCo v2", "the baseline: one\nview finds another", [photo], query[:1], key[:1], boxes)
 
     (query, key), boxes = views(moco_jointcrop, "", photo, 6, PLAIN)
-    column(x[1], "JointCrop", "the areas' ratio\nis drawn first", photo, query[:1], key[:1], boxes)
+    column(x[1], "JointCrop", "the areas' ratio\nis drawn first", [photo], query[:1], key[:1], boxes)
 
     (query, *keys), boxes = views(jcl, "", photo, 13, PLAIN)
     idea, note = "all keys of an image,\nin closed form", "their mean and\nhow they differ"
-    column(x[2], "JCL", idea, photo, query[:1], [key[0] for key in keys], boxes, note=note)
+    column(x[2], "JCL", idea, [photo], query[:1], [key[0] for key in keys], boxes, note=note)
 
     pair, (key, _, other_key, _, mixed), box, kept = clim_views(photos, 8, PLAIN)
     idea = "a similar image,\nmixed in, is a positive"
@@ -202,16 +194,16 @@ def overview(photos):
     crops, boxes = views(logo, "", photo, 17, PLAIN)
     globals_, locals_ = ([crop[0] for crop in part] for part in (crops[:2], crops[2:]))
     idea, note = "local crops, pushed\napart by a network", "both global crops"
-    column(x[4], "LoGo", idea, photo, locals_, globals_, boxes, note=note)
+    column(x[4], "LoGo", idea, [photo], locals_, globals_, boxes, note=note)
     page.arrow((x[4] + 22.25, middle + 18.75), (x[4] + 68.975, middle + 18.75), APART, True, -0.4)
 
     three = [photos[name] for name in ("astronaut", "cat", "coffee")]
-    (_, other, mixed, _), _ = views(patchmix, "--patch-size 32", three, 23, PLAIN)
+    _, other, mixed, _ = shown(patchmix, "--patch-size 32", three, 23, PLAIN)
     idea, shares = "patches of M images:\nfind each image again", patchmix.mix_targets(3, 3)[1]
     column(x[5], "PatchMix", idea, three, mixed[:1], other, shares=shares)
 
     five = [photos[name] for name in ("rocket", "retina", "deep_field", "coffee", "cat")]
-    (_, others), _ = views(moco_jointcrop, "--joint none", five, 5, PLAIN)
+    _, others = shown(moco_jointcrop, "--joint none", five, 5, PLAIN)
     page.row(others, x[0], last, 40, APART)
     text = "...  keys of other images: a queue of\nearlier ones, in PatchMix the batch"
     page.text(x[0] + 5 * 43 + 8, last + 20, text, ha="left")
@@ -241,7 +233,7 @@ def joint(photos):
         page.head(10, y + tile / 2 - 14, name, size=9, ha="left")
         page.text(10, y + tile / 2 + 16 + 5 * how.count("\n"), how, 7.2, color=GRAY, ha="left")
         for x, photo, seed in zip(starts, (photos["astronaut"], photos["coffee"]), seeds, strict=True):
-            pair, boxes = views(moco_jointcrop, flags, [photo], seed, PLAIN + ("horizontal_flip",) * blurs)
+            pair, boxes = views(moco_jointcrop, flags, photo, seed, PLAIN + ("horizontal_flip",) * blurs)
             if blurs:
                 pair = [view[:, :, 70:154, 70:154] for view in pair]
             else:
@@ -270,7 +262,7 @@ def joint_contrast(photos):
     x = [112 + n * (tile + 8) for n in range(7)]
     for place, text, color in zip(x, ("photograph", "query", "its key"), ("black", QUERY, KEY), strict=False):
         page.head(place + tile / 2, top - 16, text, color)
-    seen, boxes = views(jcl, "", [photos["cat"]], 15)
+    seen, boxes = views(jcl, "", photos["cat"], 15)
     for row, (name, how, keys) in enumerate((("MoCo v2", "one key", 1), ("JCL", "M' = 5 keys", 5))):
         y = top + row * (tile + 24)
         page.head(10, y + tile / 2 - 8, name, size=9, ha="left")
@@ -286,7 +278,7 @@ def joint_contrast(photos):
     page.text((x[2] + x[6] + tile) / 2, y - 2, note, color=KEY)
     page.head(10, y + 74, "both are\npushed\naway from", APART, size=9, ha="left")
     five = [photos[name] for name in ("astronaut", "coffee", "rocket", "retina", "deep_field")]
-    (_, keys), _ = views(jcl, "--num-keys 1", five, 4)
+    _, keys = shown(jcl, "--num-keys 1", five, 4)
     page.row(keys, x[0], y + 44, tile * 0.7, APART, gap=6)
     page.text(x[4] - 24, y + 74, "...  keys of the images before, in a queue", ha="left")
     return page
@@ -341,7 +333,7 @@ def local_global(photos):
     """LoGo: which crops are pulled together, and which are pushed apart."""
     idea = "Large crops see the same things. Small ones may see different things, so they are pushed apart"
     page, top = Page(356, "LoGo", idea), 92
-    seen, boxes = views(logo, "", [photos["astronaut"]], 17)
+    seen, boxes = views(logo, "", photos["astronaut"], 17)
     photo, size, small = 230, 96, 74
     page.head(14 + photo / 2, top - 18, "photograph, four crops")
     page.image(photos["astronaut"], 14, top, photo, boxes=boxes)
@@ -374,7 +366,7 @@ def patches(photos):
     idea = "Patches of M images make one mix. A ViT learns to find each image again, with its share"
     page, top, tile = Page(566, "PatchMix", idea), 84, 92
     order = [photos[name] for name in ("astronaut", "cat", "coffee", "flower", "palace", "rocket")]
-    (one, two, mixed, other), _ = views(patchmix, "--patch-size 32", order, 23, PLAIN)
+    one, two, mixed, other = shown(patchmix, "--patch-size 32", order, 23, PLAIN)
     x, y = [60 + n * (tile + 26) for n in range(3)], top + tile / 2
     page.head((x[0] + x[2] + tile) / 2, top - 14, "three images of the batch")
     page.row(one[:3], x[0], top, tile, gap=26)
@@ -420,12 +412,8 @@ def explain(folder):
         draw(photos).save(Path(folder) / f"{name}.png")
 
 
-def main():
+if __name__ == "__main__":
     parser = argparse.ArgumentParser("tests/tools/figures.py", description=__doc__.splitlines()[0])
     parser.add_argument("figures", choices=["explain"], help="those of README")
     parser.add_argument("folder", nargs="?", default=ROOT / ".github", metavar="FOLDER")
     explain(parser.parse_args().folder)
-
-
-if __name__ == "__main__":
-    main()

@@ -14,7 +14,6 @@ import gc
 import importlib
 import io
 import itertools
-import json
 import os
 import shutil
 import subprocess
@@ -29,7 +28,7 @@ from unittest import mock
 import numpy as np
 import torch
 import torch.distributed as dist
-from bench import training_batches, watched  # which puts the project's root on the path
+from bench import records, training_batches, watched  # which puts the project's root on the path
 from PIL import Image
 
 import common
@@ -48,15 +47,15 @@ EVALUATIONS = {
     "fine-tuning": "eval_linear --finetune --epochs 2 --batch-size 32",
 }
 RECIPES = {  # ImageNet's, as one of eight GPUs has them: images, and GB by tests/README.md
-    "moco_jointcrop --bn-groups 1": (32, 1.9), "jcl --bn-groups 1": (64, 5.9), "logo --bn-groups 1": (32, 4.1),
-    "clim --bn-groups 2 --clim-start 0 --num-clusters 16": (64, 4.8), "logo --base simsiam": (32, 3.8),
-    "patchmix --mix-slices 1": (128, 9.6), "moco_jointcrop --moco v3": (512, 45),
+    "moco_jointcrop --bn-groups 1": (32, 2.3), "jcl --bn-groups 1": (64, 5.7), "logo --bn-groups 1": (32, 4.4),
+    "clim --bn-groups 2 --clim-start 0 --num-clusters 16": (64, 5.6), "logo --base simsiam": (32, 4.1),
+    "patchmix --mix-slices 1": (128, 10.2), "moco_jointcrop --moco v3": (512, 48.9),
 }
 # fmt: on
 
 
 def noise(n, size):
-    """A data set of n times one image, without labels."""
+    """A dataset of n times one image, without labels."""
     return [(Image.effect_noise((size, size), 100).convert("RGB"), -1)] * n
 
 
@@ -64,10 +63,6 @@ def make_few_patterns():
     """From now on the demo's images are few: 3 steps per epoch."""
     make, few = functools.cache(common.Patterns), {4096: 96, 1024: 32}
     common.Patterns = lambda count, size, seed: make(few.get(count, count), size, seed)
-
-
-def records(out):
-    return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
 
 
 def train(case, out, *flags, **own):
@@ -114,13 +109,13 @@ def resume(case, out, *flags):
     """Let an ended run go on: (its records, the tensors of its state that were not, bit for bit, as in last.pt)."""
     wrong, open_run = [], common.open_run
 
-    def compare(*words):
-        records, saved = open_run(*words), common.load_checkpoint(out / "last.pt")
-        for name, part in next(x for x in words if isinstance(x, dict) and "model" in x).items():
+    def compare(args, images, state, derived):
+        resumed, saved = open_run(args, images, state, derived), common.load_checkpoint(out / "last.pt")
+        for name, part in state.items():
             now = part if torch.is_tensor(part) else part.state_dict()
             kept, loaded = common.tensors_by_name(saved[name]), common.tensors_by_name(now)
             wrong.extend(f"{name} {x}" for x in kept if x not in loaded or not loaded[x].cpu().equal(kept[x]))
-        return records
+        return resumed
 
     with mock.patch.object(common, "open_run", compare):
         return train(case, out, *flags), wrong
@@ -232,10 +227,9 @@ def group(device, folder):
     """By NCCL: ShuffleBN and, with several GPUs, DDP and SyncBatchNorm. All processes end with the same model."""
     device, rank, world = join_group(device)
 
-    def note(*words, **more):
-        state = next(x for x in (*words, *more.values()) if isinstance(x, dict) and "model" in x)
+    def note(out, config, info, state, *more):
         sums.append([x.double().sum().item() for x in state["model"].state_dict().values()])
-        return save_run(*words, **more)
+        return save_run(out, config, info, state, *more)
 
     save_run = common.save_run
     for name, case in CASES.items():

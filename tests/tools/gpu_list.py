@@ -21,12 +21,12 @@ import subprocess
 import sys
 import tarfile
 import time
-from pathlib import Path
+from concurrent.futures import ThreadPoolExecutor
 from unittest import mock
 
 import numpy as np
 import torch
-from bench import ROOT, training_batches  # which puts the project's root on the path
+from bench import ROOT, records, training_batches  # which puts the project's root on the path
 from PIL import Image
 from torch.utils._pytree import tree_map_only
 
@@ -36,39 +36,33 @@ import eval_linear
 
 RUNS = ROOT / "runs" / "gpu"
 VIT = "patchmix.py --arch vit_tiny --patch-size 4"
-ARMS = {  # name: (how tables call it, its script with flags, the published kNN)
-    "moco-demo": ("MoCo's demo", "moco_jointcrop.py --moco v1 --joint none", "82.6"),  # k 200, temperature 0.1
-    "moco-demo-compiled": ("MoCo's demo", "moco_jointcrop.py --moco v1 --joint none --compile", "82.6"),
-    "moco": ("MoCo v2", "moco_jointcrop.py --joint none", ""),
-    "jointcrop": ("J-Crop(0)", "moco_jointcrop.py", ""),
-    "jcl": ("JCL", "jcl.py", ""),
-    "clim": ("CLIM", "clim.py", ""),
-    "logo": ("LoGo on MoCo", "logo.py", ""),
-    "moco-symmetric": ("MoCo, both views as queries", "logo.py --local-crops 0", ""),
-    "patchmix": ("PatchMix, M = 3", f"{VIT} --num-mix 3", ""),
-    "patchmix-released": ("PatchMix, M = 3, released", f"{VIT} --num-mix 3 --variant released", ""),
-    "mocov3": ("MoCo v3", f"{VIT} --num-mix 1 --terms oto,mto", ""),
-    # What CIFAR-10's recipes were in commit 002d902
-    "moco-no-warmup": ("MoCo v2, no warmup", "moco_jointcrop.py --joint none --warmup 0", ""),
-    "jointcrop-no-warmup": ("J-Crop(0), no warmup", "moco_jointcrop.py --warmup 0", ""),
-    "jcl-no-warmup": ("JCL, no warmup", "jcl.py --warmup 0", ""),
-    "clim-no-warmup": ("CLIM, no warmup", "clim.py --warmup 0", ""),
-    # How CLIM's recipe for ImageNet-100 begins, on small views: `results.py begin` has its first 48 steps
-    "clim-imagenet100": (
-        "CLIM, recipe of ImageNet-100",
-        "clim.py --dataset imagenet100 --arch resnet_mini --clim-start 1 --image-size 28 20",
-        "",
-    ),
+DEMO = "moco_jointcrop.py --moco v1 --joint none"
+SMALL_VIEWS = "--arch resnet_mini --clim-start 1 --image-size 28 20"  # of which `results.py begin` has 48 steps
+ARMS = {  # name: (how tables call it, its script with flags)
+    "moco-demo": ("MoCo's demo", DEMO),
+    "moco-demo-compiled": ("MoCo's demo", f"{DEMO} --compile"),
+    "moco": ("MoCo v2", "moco_jointcrop.py --joint none"),
+    "jointcrop": ("J-Crop(0)", "moco_jointcrop.py"),
+    "jcl": ("JCL", "jcl.py"),
+    "clim": ("CLIM", "clim.py"),
+    "logo": ("LoGo on MoCo", "logo.py"),
+    "moco-symmetric": ("MoCo, both views as queries", "logo.py --local-crops 0"),
+    "patchmix": ("PatchMix, M = 3", f"{VIT} --num-mix 3"),
+    "patchmix-released": ("PatchMix, M = 3, released", f"{VIT} --num-mix 3 --variant released"),
+    "mocov3": ("MoCo v3", f"{VIT} --num-mix 1 --terms oto,mto"),
+    "moco-no-warmup": ("MoCo v2, no warmup", "moco_jointcrop.py --joint none --warmup 0"),
+    "jointcrop-no-warmup": ("J-Crop(0), no warmup", "moco_jointcrop.py --warmup 0"),
+    "jcl-no-warmup": ("JCL, no warmup", "jcl.py --warmup 0"),
+    "clim-no-warmup": ("CLIM, no warmup", "clim.py --warmup 0"),
+    "clim-imagenet100": ("CLIM, recipe of ImageNet-100", f"clim.py --dataset imagenet100 {SMALL_VIEWS}"),
 }
+PUBLISHED = 82.6  # kNN of MoCo's demo after 200 epochs, with k 200 and a temperature of 0.1
 SPEEDS = dict(moco="moco_jointcrop.py", jcl="jcl.py", clim="clim.py --clim-start 0", logo="logo.py", patchmix=VIT)
 COMPILED = {f"{name}-compiled": f"{line} --compile" for name, line in SPEEDS.items()}
-EVERYTHING = [
-    "speed",
-    "compiled",
-    "gpu_check",
-    *(f"{arm}-s{seed}" for seed in (0, 1) for arm in ARMS if "no-warmup" not in arm),
-]
 # Some 24,000 images/s in all, by four trainings at once on one H200: 40 epochs of four of MoCo's take six minutes
+EVERYTHING = ["speed", "compiled", "gpu_check"]
+EVERYTHING += [f"{arm}-s{seed}" for seed in (0, 1) for arm in ARMS if "no-warmup" not in arm]
+SPEED_SECONDS = 200  # then a step that is not timed yet is given up: what compiles must not take all the time
 CHECKS = "loader numbers evaluations waits collectives group compiled".split()  # not recipes, which take much memory
 DRY = "--device cpu --batch-size 32"  # of --dry-run
 
@@ -136,11 +130,12 @@ def speed(name, out, dry):
     line, workers = (SPEEDS | COMPILED)[name], str(0 if dry else 8)
     module, args = parse(line, RUNS / "speed" / f"{os.getpid()}", dry, "--knn-every", "0", "--workers", workers)
     warm, timed = (1, 2) if dry else (8, 25)
-    views, found, color, began = {}, {}, module.augment, time.perf_counter()
+    views, ms, color, began = {}, {}, module.augment, time.perf_counter()
+    found = dict(command=line, batch=args.batch_size)
     wait = torch.cuda.synchronize if torch.cuda.is_available() else lambda: None
 
     def augment(x, *more):
-        if "network" in found:
+        if "network" in ms:
             return color(x, *more)
         if x.data_ptr() not in views:
             views[x.data_ptr()] = color(x, *more)
@@ -159,7 +154,7 @@ def speed(name, out, dry):
                     start = time.perf_counter()
                 yield next(loaded) if mode == "loop" else first
             wait()
-            found[mode] = round(1000 * (time.perf_counter() - start) / timed, 2)
+            ms[mode] = round(1000 * (time.perf_counter() - start) / timed, 2)
         keep()
         with torch.profiler.profile() as profiler:  # what the device does in a step, with color
             for _ in range(5):
@@ -167,36 +162,33 @@ def speed(name, out, dry):
             wait()
         events = [event for event in profiler.events() if not event.is_user_annotation]
         kernels = [event for event in events if event.device_type.name == "CUDA"]
-        found["kernels"] = round(sum(event.self_device_time_total for event in kernels) / 5000, 2)
+        ms["kernels"] = round(sum(event.self_device_time_total for event in kernels) / 5000, 2)
         keep(kernels_per_step=len(kernels) // 5)
         raise KeyboardInterrupt
 
     def keep(**more):
-        timed = dict(command=line, batch=args.batch_size, first_step_s=found["first_step_s"])
-        times = {mode: found[mode] for mode in found if mode != "first_step_s"}
-        memory = torch.cuda.max_memory_allocated() / 1e9 if not dry else 0
-        write(f"{out}/speed-{name}.json", timed | dict(ms=times, GB=round(memory, 1)) | more | card())
+        memory = round(torch.cuda.max_memory_allocated() / 1e9, 1)  # 0 without a GPU
+        write(f"{out}/speed-{name}.json", found | dict(ms=ms, GB=memory) | more | card())
 
-    with contextlib.suppress(KeyboardInterrupt), mock.patch.object(module, "augment", augment):
-        with training_batches(batches):
-            module.main(args, load(dry)[0])
+    ended, patched = contextlib.suppress(KeyboardInterrupt), mock.patch.object(module, "augment", augment)
+    with ended, patched, training_batches(batches):
+        module.main(args, load(dry)[0])
 
 
 def record(name, flags):
     """What is kept of a training of an arm, as far as it has come. flags: that were added to those of ARMS."""
     arm, seed = name.rsplit("-s", 1)
-    records = [json.loads(line) for line in (RUNS / name / "metrics.jsonl").read_text().splitlines()]
     images = int(json.loads((RUNS / name / "config.json").read_text())["images"].split()[0])
-    speeds = [r["images_per_s"] for r in records]
+    epochs = records(RUNS / name)
+    speeds = [epoch["images_per_s"] for epoch in epochs]
     found = dict(command=f"{ARMS[arm][1]} {flags} --seed {seed}", seconds=round(sum(images / np.array(speeds))))
-    return found | dict(images_per_s=round(float(np.median(speeds))), epochs=records) | card()
+    return found | dict(images_per_s=round(float(np.median(speeds))), epochs=epochs) | card()
 
 
 def train(name, out, dry, flags, workers):
     """Train an arm."""
     arm, seed = name.rsplit("-s", 1)
-    words = [*flags.split(), "--seed", seed, "--workers", workers]
-    module, args = parse(ARMS[arm][1], RUNS / name, dry, *words)
+    module, args = parse(ARMS[arm][1], RUNS / name, dry, *flags.split(), "--seed", seed, "--workers", workers)
     module.main(args, *load(dry))
 
 
@@ -216,70 +208,55 @@ def evaluate(name, out, dry, flags, workers):
 
 def finished(folder):
     """The names of what a folder has, without trainings that the time has cut: {name: what is kept}."""
-    found = {file.stem: json.loads(file.read_text()) for file in sorted(Path(folder).glob("*.json"))}
+    found = {file.stem: json.loads(file.read_text()) for file in sorted(folder.glob("*.json"))}
     return {name: kept for name, kept in found.items() if "linear" in kept or "ms" in kept}
 
 
 def run(args):
     """Do what is not kept yet in args.kept or args.out, until args.minutes are over."""
-    end, out = time.time() + 60 * args.minutes, Path(args.out or args.kept).resolve()
+    end, out, dry = time.time() + 60 * args.minutes, args.out.resolve(), ["--dry-run"] * args.dry_run
     for folder in (RUNS, out):
         folder.mkdir(parents=True, exist_ok=True)
     if not (RUNS / "images.npz").exists():
         unpack(args.archive)
     done = {name for where in (out, args.kept) for name in finished(where)}
-    done |= {"gpu_check" for where in (out, args.kept) if (Path(where) / "gpu_check.log").exists()}
+    done |= {"gpu_check" for where in (out, args.kept) if (where / "gpu_check.log").exists()}
     wanted = [name for name in args.arms or EVERYTHING if name not in done]
-    running, trained = {}, []
+    began = time.time()
 
-    def start(name, *words):
-        log = open(RUNS / f"{name}.log", "a")
+    def work(name, *words, until=end):
+        """Run Python with these words, and end it at a time. Return its exit status."""
+        limit = ["timeout", "--foreground", str(max(1, until - time.time()))]  # in the foreground Ctrl-C ends it, too
         environment = os.environ | {"OMP_NUM_THREADS": "1", "COMMIT": args.commit}
-        running[name] = subprocess.Popen([sys.executable, *words], stdout=log, stderr=log, env=environment, cwd=ROOT)
+        how = dict(env=environment, cwd=ROOT, stderr=subprocess.STDOUT)
+        with open(RUNS / f"{name}.log", "a") as log:
+            status = subprocess.run([*limit, sys.executable, *words], stdout=log, **how).returncode
+        print(f"{time.time() - began:.0f} s: {name}, exit status {status}", flush=True)
+        return status
 
-    def work(what, name, *words):
-        start(name if what != "evaluate" else f"{name} evaluated", __file__, what, name, str(out), *words)
+    def time_a_step(name):
+        until = end if args.dry_run else min(end, began + SPEED_SECONDS)
+        work(name, __file__, "speed", name, str(out), *dry, until=until)
 
-    def is_beside(name):
-        return name == "gpu_check" or name.endswith(" evaluated")
+    def train_and_evaluate(name):
+        words = [name, str(out), *dry, args.flags, str(args.workers)]
+        if time.time() < end and work(name, __file__, "train", *words) == 0:
+            started.append(beside.submit(work, f"{name} evaluated", __file__, "evaluate", *words))
 
-    def collect(until, at_most=0):
-        """Wait until at most so many processes run, but for those beside them. What still runs at a time is ended."""
-        while sum(not is_beside(name) for name in running) > at_most:
-            for name, process in list(running.items()):
-                if time.time() > until and not is_beside(name):
-                    process.terminate()
-                    process.wait()
-                if process.poll() is not None:
-                    print(f"{time.time() - began:.0f} s: {name}, exit status {process.returncode}", flush=True)
-                    del running[name]
-                    if name in wanted and process.returncode == 0 and name.rsplit("-s", 1)[0] in ARMS:
-                        trained.append(name)
-                        work("evaluate", name, *options)
-            time.sleep(0.5)
-
-    began, dry = time.time(), ["--dry-run"] * args.dry_run
-    options = [*dry, args.flags, str(args.workers)]
-    for what, names in (("speed", SPEEDS), ("compiled", COMPILED)):
-        for name in names if what in wanted else ():
-            if f"speed-{name}" not in done:
-                work("speed", name, *dry)
-                collect(end, 0 if args.dry_run else len(names))
-        collect(end if args.dry_run else min(end, began + args.speed_seconds))  # what compiles must not take it all
-    if "gpu_check" in wanted:
-        check = [str(ROOT / "tests/tools/gpu_check.py"), "--seconds", str(max(1, end - time.time())), "--only"]
-        start("gpu_check", *check, *(["collectives", "--device", "cpu"] if args.dry_run else args.checks))
-    arms = [name for name in wanted if name.rsplit("-s", 1)[0] in ARMS]
-    for name in arms:
-        collect(end, args.at_once - 1)
-        if time.time() < end:
-            work("train", name, *options)
-    collect(end)
-    for name, process in running.items():  # evaluations and checks
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(max(1, end - time.time()))
-        print(f"{time.time() - began:.0f} s: {name}, exit status {process.poll()}", flush=True)
-        process.terminate()
+    for what, lines in (("speed", SPEEDS), ("compiled", COMPILED)):
+        with ThreadPoolExecutor(1 if args.dry_run else len(lines)) as at_once:
+            names = [name for name in lines if what in wanted and f"speed-{name}" not in done]
+            list(at_once.map(time_a_step, names))
+    arms, started = [name for name in wanted if name.rsplit("-s", 1)[0] in ARMS], []
+    with ThreadPoolExecutor() as beside:
+        if "gpu_check" in wanted:
+            sections = ["collectives", "--device", "cpu"] if args.dry_run else CHECKS
+            words = [f"{ROOT}/tests/tools/gpu_check.py", "--seconds", str(max(1, end - time.time())), "--only"]
+            started.append(beside.submit(work, "gpu_check", *words, *sections))
+        with ThreadPoolExecutor(args.at_once) as at_once:
+            list(at_once.map(train_and_evaluate, arms))
+    for work_beside in started:
+        work_beside.result()  # raises what it has raised
     for name in arms:
         if name not in finished(out) and (RUNS / name / "metrics.jsonl").exists():
             write(out / f"{name}.json", record(name, args.flags))

@@ -1,14 +1,14 @@
 """Does each paper's improvement over its baseline show? Makes the runs and the tables of their numbers, by hand.
 
     python tests/tools/results.py train --data-dir DIR [--arms jcl clim] [--seeds 0 1]
-    python tests/tools/results.py baselines --data-dir DIR         raw pixels, and untrained encoders
     python tests/tools/results.py begin --data-dir DIR [--arms jcl-stl10]      three epochs of every recipe
     python tests/tools/results.py gpu --archive FILE [--minutes 9] what gpu_list.py has for a GPU
     python tests/tools/results.py readme                           write the tables into tests/results/README.md
     python tests/tools/results.py curves                           draw the learning curves (needs matplotlib)
 
 The protocol (tests/results/README.md) was written down before the first run. `train` makes the runs that are missing,
-in runs/results, and resumes where it was stopped. The numbers are kept in tests/results/*.json.
+in runs/results, and resumes where it was stopped. The numbers are kept in tests/results/*.json. Those of raw pixels and
+of untrained encoders (baselines.json) are what eval_knn.py and eval_linear.py print beside a run's.
 """
 
 import argparse
@@ -28,15 +28,12 @@ from pathlib import Path
 import gpu_list
 import numpy as np
 import torch
-from bench import training_batches  # which puts the project's root on the path
-from gpu_list import InMemory
+from bench import ROOT, records, training_batches  # which puts the project's root on the path
 
 import common
 import eval_linear
 
-ROOT = Path(__file__).parents[2]
 KEPT, RUNS = ROOT / "tests" / "results", ROOT / "runs" / "results"
-CPU = torch.device("cpu")
 RESNET, VIT = "resnet_mini", "vit_micro"  # PatchMix has the ViT
 
 ARMS = {  # name: how tables call it, its script with flags
@@ -57,13 +54,11 @@ ARMS = {  # name: how tables call it, its script with flags
     "mocov3": ("MoCo v3", "patchmix.py --num-mix 1 --terms oto,mto"),
     "patchmix-released": ("PatchMix, M = 3, released", "patchmix.py --num-mix 3 --variant released"),
 }
-NAMES = {arm: name for arm, (name, _) in ARMS.items()}
-FORMER = {  # the recipe that small encoders had when the arms were trained, by script
-    "moco_jointcrop.py": "--lr 0.1 --momentum 0.99 --weight-decay 1e-4 --crop-scale 0.2 1 --blur-p 0.5",
-    "jcl.py": "--lr 0.1 --momentum 0.99 --weight-decay 1e-4 --crop-scale 0.2 1 --blur-p 0.5",
-    "clim.py": "--lr 0.1 --momentum 0.99 --weight-decay 1e-4 --crop-scale 0.2 1 --blur-p 0.5",
+MOCO_V2 = "--lr 0.1 --momentum 0.99 --weight-decay 1e-4 --crop-scale 0.2 1 --blur-p 0.5"
+FORMER = {  # flags of the arms' recipe, by script, where they are not MoCo v2's
     "logo.py": "--lr 0.1 --momentum 0.99 --temperature 0.2 --milestones --blur-p 0.5",
     "logo.py --base simsiam": "--lr 0.1 --blur-p 0.5 --dim 512 --hidden 128",
+    "patchmix.py": "",
 }
 LONGER = {"moco-twice": 100, "moco-half-more": 75}  # epochs; the others have 50
 
@@ -99,9 +94,9 @@ BEGUN = {
     "patchmix": "patchmix.py",
 }
 # What a CPU cannot do is reduced. CIFAR-10's images have 32 px, so larger views would show no more, and take longer.
-REDUCED = dict(  # recipe: (by what sides of views, local crops and patches are divided, images, largest batch)
-    patterns=(1, 4096, 512), cifar10=(1, 12800, 512), stl10=(3, 9600, 512), imagenet100=(8, 8192, 512),
-    imagenet=(8, 8192, 512), folder=(8, 8192, 512), resnet18=(4, 12800, 512),
+REDUCED = dict(  # recipe: (by what sides of views, local crops and patches are divided, images)
+    patterns=(1, 4096), cifar10=(1, 12800), stl10=(3, 9600), imagenet100=(8, 8192), imagenet=(8, 8192),
+    folder=(8, 8192), resnet18=(4, 12800),
 )  # fmt: skip
 WITH_RESNET18 = "resnet18"  # CIFAR-10's recipe with its own encoder: a small one may hide how that one begins
 BEGINS = {f"{name}-{recipe}": (name, recipe) for recipe in REDUCED for name in BEGUN}
@@ -120,9 +115,9 @@ def command(arm, seed):
 
 
 def former(line):
-    """A command line with the recipe that small encoders had."""
+    """A command line of an arm with the flags of its recipe."""
     script = line.split()[0] + " --base simsiam" * ("simsiam" in line)
-    return f"{line} {FORMER.get(script, '')}"
+    return f"{line} {FORMER.get(script, MOCO_V2)}"
 
 
 def kept(name):
@@ -148,9 +143,8 @@ def evaluate(line, out, where):
     linear = eval_linear.main(flags)["encoder"]["linear_top1"]
     config = json.loads((out / "config.json").read_text())
     record = dict(command=line, device=config["machine"]) | versions()
-    epochs = [json.loads(text) for text in (out / "metrics.jsonl").read_text().splitlines()]
     names = ("epoch", "loss", "std", "knn20_top1", "knn200_top1")
-    epochs = [{name: round(r[name], 4) for name in names} for r in epochs if "knn20_top1" in r]
+    epochs = [{name: round(r[name], 4) for name in names} for r in records(out) if "knn20_top1" in r]
     return record | dict(epochs=epochs, linear_top1=round(linear, 4))
 
 
@@ -158,49 +152,33 @@ def train(args):
     """Every run of the arms that is not kept yet, all arms of a seed before the next seed."""
     arms = args.arms or sum(CURVES.values(), [])
     where = ["--data-dir", args.data_dir] if args.data_dir else []
-    for arm, seed in ((arm, seed) for seed in args.seeds for arm in arms if str(seed) not in kept(arm)):
+    RUNS.mkdir(parents=True, exist_ok=True)
+    for seed, arm in itertools.product(args.seeds, arms):
+        if str(seed) in kept(arm):
+            continue
         line, out = command(arm, seed), RUNS / f"{arm}-s{seed}"
-        RUNS.mkdir(parents=True, exist_ok=True)
         words = [sys.executable, *former(line).split(), *where, "--workers", "0", "--out", str(out)]
-        how = dict(cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}, check=True)
+        environment = os.environ | {"OMP_NUM_THREADS": "1"}
         with open(f"{out}.log", "a") as log:
-            subprocess.run(words, stdout=log, stderr=subprocess.STDOUT, **how)
+            subprocess.run(words, stdout=log, stderr=log, env=environment, cwd=ROOT, check=True)
         record = evaluate(line, out, where)
         keep(arm, dict(sorted((kept(arm) | {str(seed): record}).items())))
         print(f"{arm}, seed {seed}: kNN and linear {scores(record)}", flush=True)
 
 
-def baselines(args):
-    """Raw pixels, and both encoders untrained."""
-    found, (train, test) = {}, [common.load_dataset("cifar10", args.data_dir, part) for part in (True, False)]
-    train_y, test_y = (torch.as_tensor(part.targets) for part in (train, test))
-    for name, arch in {"raw pixels": RESNET, "the ResNet untrained": RESNET, "the ViT untrained": VIT}.items():
-        torch.manual_seed(0)
-        info = common.backbone_info(arch, 32, 4, norm="cifar10")
-        encoder = torch.nn.Flatten() if name == "raw pixels" else common.build_backbone(info)
-        x, test_x = (common.extract_features(encoder, part, info, CPU) for part in (train, test))
-        (nearest,) = common.knn_predict(x, train_y, test_x, (20,), 0.07, 10)
-        linear = eval_linear.linear_probe(x, train_y, test_x, 10)["logits"].argmax(1)
-        predicted = dict(knn20_top1=nearest, linear_top1=linear)
-        found[name] = {k: round(100 * (y == test_y).double().mean().item(), 4) for k, y in predicted.items()}
-        print(f"{name}: {found[name]}", flush=True)
-    keep("baselines", found)
-
-
 def three_epochs(name, recipe, images):
     """The first three epochs of a recipe: a small encoder takes the place of its own, and REDUCED is heeded."""
-    (script, *flags), (factor, _, most) = BEGUN[name].split(), REDUCED[recipe]
+    (script, *flags), factor = BEGUN[name].split(), REDUCED[recipe][0]
     module, out = importlib.import_module(script.removesuffix(".py")), RUNS / "begin" / f"{name}-{recipe}"
     dataset = "cifar10" if recipe == WITH_RESNET18 else recipe
     where = f"--device cpu --workers 0 --knn-every 0 --dataset {dataset} --out {out}"
     args = module.parse_args([*flags, *where.split()])
-    record = dict(recipe=dataset, size=np.max(args.image_size).item(), batch=args.batch_size)  # as it is
+    own = dict(recipe=dataset, size=np.max(args.image_size).item(), batch=args.batch_size)
     if recipe not in ("patterns", WITH_RESNET18):
         args.arch = VIT if script == "patchmix.py" else RESNET
-    args.batch_size = min(args.batch_size, most)
+    args.batch_size = min(args.batch_size, 512)
     for sides in {"image_size", "local_size", "patch_size"} & vars(args).keys():
-        value = getattr(args, sides)
-        setattr(args, sides, [side // factor for side in value] if isinstance(value, list) else value // factor)
+        setattr(args, sides, np.floor_divide(getattr(args, sides), factor).tolist())
     if script == "patchmix.py" and recipe != "patterns":
         args.patch_size = 4  # more patches would take an hour
     epochs = itertools.count(1)
@@ -214,18 +192,12 @@ def three_epochs(name, recipe, images):
     began = time.time()
     with training_batches(begin_epoch), contextlib.suppress(KeyboardInterrupt):
         module.main(args, train=images)
-    config = json.loads((out / "config.json").read_text())
-    epochs = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     names = ("epoch", "loss", "std", "rank", "grad_norm", "lr")
-    record["epochs"] = [{name: float(f"{epoch[name]:.4g}") for name in names} for epoch in epochs]
-    record |= dict(
-        command=BEGUN[name], arch=args.arch, used_size=np.max(args.image_size).item(), used_batch=args.batch_size
-    )
-    record |= dict(
-        images=len(images), steps=len(images) // args.batch_size, uniform=config.get("loss_at_uniform_logits")
-    )
-    record["seconds"] = round(time.time() - began)
-    return record | versions()
+    epochs = [{name: float(f"{epoch[name]:.4g}") for name in names} for epoch in records(out)]
+    uniform = json.loads((out / "config.json").read_text()).get("loss_at_uniform_logits")
+    used = dict(arch=args.arch, used_size=np.max(args.image_size).item(), used_batch=args.batch_size)
+    made = dict(images=len(images), steps=len(images) // args.batch_size, uniform=uniform)
+    return own | dict(epochs=epochs, command=BEGUN[name]) | used | made | dict(seconds=round(time.time() - began))
 
 
 def begin(args):
@@ -240,8 +212,8 @@ def begin(args):
         else:
             rows = np.linspace(0, len(whole) - 1, REDUCED[recipe][1]).astype(int)
             pictures = np.stack([np.asarray(whole[row][0]) for row in rows])
-            images = InMemory(pictures, np.array(whole.targets)[rows], whole.classes)
-        record = three_epochs(name, recipe, images)
+            images = gpu_list.InMemory(pictures, np.array(whole.targets)[rows], whole.classes)
+        record = three_epochs(name, recipe, images) | versions()
         found = kept("begin") | {arm: record}
         keep("begin", {arm: found[arm] for arm in BEGINS if arm in found})
         print(f"{arm}: std {record['epochs'][-1]['std']}, {record['seconds']} s", flush=True)
@@ -290,7 +262,7 @@ def claims():
         lowest, highest = min(knn + linear), max(knn + linear)  # of all seeds and measures
         seeds = "both seeds" if len(knn) > 1 else "one seed"
         found = f"+ in {seeds}" if lowest > NOISE else f"- in {seeds}" if highest < -NOISE else f"unclear in {seeds}"
-        rows.append([NAMES[arm], NAMES[other], spread(knn, "+"), spread(linear, "+"), f"x {cost}", found])
+        rows.append([ARMS[arm][0], ARMS[other][0], spread(knn, "+"), spread(linear, "+"), f"x {cost}", found])
     return markdown(["method", "over", "gain, kNN", "gain, linear", "time", "verdict"], rows)
 
 
@@ -301,7 +273,7 @@ def analysis(table):
         if runs := [run[table] for run in kept("mechanisms").get(arm, {}).values() if table in run]:
             values = {name: [run[name] for run in runs] for name in runs[0]}
             cells = [spread(v, digits=2 if name.endswith("%") else 4) for name, v in values.items()]
-            rows.append([NAMES[arm], *cells])
+            rows.append([ARMS[arm][0], *cells])
     return markdown(["arm", *values], rows)
 
 
@@ -328,15 +300,15 @@ def trained_on_gpu():
     rows = []
     for file in sorted((KEPT / "gpu").glob("*-s?.json")):
         record = json.loads(file.read_text())
-        title, _, published = gpu_list.ARMS[file.stem.rsplit("-s", 1)[0]]
+        title, line = gpu_list.ARMS[file.stem.rsplit("-s", 1)[0]]
         epochs = record["epochs"]
-        stds = ", ".join(f"{epochs[i]['std']:.2f}" for i in (0, 2, 4))
-        scores = {f"{epoch['epoch']}": epoch["knn20_top1"] for epoch in epochs if "knn20_top1" in epoch}
-        knn = ", ".join(f"{score:.1f} after {epoch}" for epoch, score in scores.items())
-        finals = [record.get("kNN", {}).get("0.07", {}).get("knn200_top1"), record.get("linear", {}).get("linear_top1")]
-        finals += [record.get("kNN", {}).get("0.1", {}).get("knn200_top1")]
+        stds = ", ".join(f"{epoch['std']:.2f}" for epoch in epochs[:5:2])
+        knn = ", ".join(f"{e['knn20_top1']:.1f} after {e['epoch']}" for e in epochs if "knn20_top1" in e)
+        k_200 = {temperature: scores["knn200_top1"] for temperature, scores in record.get("kNN", {}).items()}
+        finals = [k_200.get("0.07"), record.get("linear", {}).get("linear_top1"), k_200.get("0.1")]
         cells = [title, f"`{record['command']}`", f"{len(epochs)}", stds, knn]
         cells += [f"{score:.1f}" if score else "" for score in finals]
+        published = f"{gpu_list.PUBLISHED}" if line.startswith(gpu_list.DEMO) else ""
         time = f"{record['images_per_s']:,}", f"{record['seconds'] / 60:.0f}"
         rows.append([*cells, published, record["device"], *time])
     heads = ["arm", "command", "epochs done", "`std` after epochs 1, 3, 5", "kNN, k 20", "k 200", "linear"]
@@ -387,7 +359,7 @@ def curves(args):
         for arm in arms:
             runs = [record["epochs"] for record in kept(arm).values()]
             epochs, values = [r["epoch"] for r in runs[0]], np.array([[r["knn20_top1"] for r in run] for run in runs])
-            (drawn,) = panel.plot(epochs, values.mean(0), marker="o", label=NAMES[arm])
+            (drawn,) = panel.plot(epochs, values.mean(0), marker="o", label=ARMS[arm][0])
             panel.fill_between(epochs, values.min(0), values.max(0), color=drawn.get_color(), alpha=0.15)
         panel.axhline(kept("baselines")["raw pixels"]["knn20_top1"], ls="--", c="gray", label="raw pixels")
         panel.set(title=title, xlabel="epoch")
@@ -400,7 +372,7 @@ def curves(args):
 def main():
     raw = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser("tests/tools/results.py", description=__doc__, formatter_class=raw)
-    actions = dict(train=train, begin=begin, gpu=gpu_list.run, baselines=baselines, readme=write_page, curves=curves)
+    actions = dict(train=train, begin=begin, gpu=gpu_list.run, readme=write_page, curves=curves)
     parser.add_argument("action", choices=actions, metavar="ACTION")
     parser.add_argument("--data-dir", metavar="DIR", help="CIFAR-10's")
     parser.add_argument("--arms", nargs="+", choices=[*ARMS, *BEGINS, *gpu_list.EVERYTHING], metavar="ARM")
@@ -411,9 +383,7 @@ def main():
     add("--at-once", type=int, default=4, metavar="N", help="trainings that share the GPU")
     add("--workers", type=int, default=4, metavar="N", help="processes that load, of each training")
     add("--flags", default="--epochs 40 --knn-every 20", metavar="TEXT", help="of each training")
-    add("--speed-seconds", type=float, default=200, metavar="N", help="then a step that is not timed yet is given up")
-    add("--checks", nargs="+", default=[*gpu_list.CHECKS], metavar="NAME", help="the sections of gpu_check.py")
-    add("--out", metavar="DIR", help="for its JSON files; if not given, tests/results/gpu")
+    add("--out", type=Path, default=KEPT / "gpu", metavar="DIR", help="for its JSON files; or tests/results/gpu")
     add("--commit", default="unknown", metavar="TEXT", help="of these files: where a GPU is lent, there may be no git")
     add("--dry-run", action="store_true", help="all of it on the CPU: small encoders, few images, few steps")
     parser.set_defaults(kept=KEPT / "gpu")

@@ -15,6 +15,7 @@ cannot show.
 import collections
 import contextlib
 import functools
+import gc
 import importlib
 import itertools
 import json
@@ -42,19 +43,31 @@ ROOT, aten = Path(common.__file__).parent, torch.ops.aten
 READS = {aten._local_scalar_dense.default, aten.nonzero.default, aten.masked_select.default, aten.equal.default}
 INDEXING = {aten.index.Tensor, aten.index_put.default, aten.index_put_.default, aten._index_put_impl_.default}
 COPIES = {aten._to_copy.default, aten.copy_.default}
-PARTS = dict(  # of a training step, by the functions and methods that do it
-    augment="color", mix="mix", mix_queries="mix", query="query", project="query", key="key",
+PARTS = dict(  # of a training step, by the functions that do it
+    augment="color", mix_batch="mix", mix_queries="mix", query="query", project="query", key="key",
     encode_shuffled_keys="key", forward="loss", backward="backward", grad="backward", step="optimizer",
     update="momentum update", enqueue="queue",
 )  # fmt: skip
+TORCH = Path(torch.__file__).parent
+FOLDERS = ROOT, TORCH, TORCH / "autograd", TORCH / "optim"  # which have these functions; other modules have a forward
 waits, launches, copies = collections.Counter(), collections.Counter(), collections.Counter()
-part = "rest"  # that is at work
 
 
 def note(what):
     """Count a wait by the innermost line of this repository."""
     lines = [f for f in traceback.extract_stack() if Path(f.filename).parent == ROOT]
     waits[f"{Path(lines[-1].filename).name}:{lines[-1].lineno}: {what}" if lines else what] += 1
+
+
+def part():
+    """The part of a step that is at work: the outermost, but what the forward of a model calls need not be the loss."""
+    found = "rest"
+    for frame, _ in traceback.walk_stack(None):  # from the innermost
+        name = PARTS.get(frame.f_code.co_name)
+        if name and (name != "loss" or found == "rest"):
+            file = Path(frame.f_code.co_filename)
+            found = name if file.parent in FOLDERS and file.name != "common.py" else found
+    return found
 
 
 def compute(_, function, types, args=(), kwargs=None):
@@ -66,12 +79,14 @@ def compute(_, function, types, args=(), kwargs=None):
     is_view = any(x.alias_info is not None and not x.alias_info.is_write for x in function._schema.returns)
     is_view |= function is aten._unsafe_view.default
     computes = here and to and not is_view and "empty" not in str(function)  # copies from the CPU do not
-    launches.update([part] * computes)
+    if computes:
+        launches[part()] += 1
     if function in COPIES:
         onto, come, at_once = to, here, kwargs.get("non_blocking")
         if function is aten.copy_.default:
             onto, come, at_once = isinstance(args[0], OnDevice), isinstance(args[1], OnDevice), args[2:] == (True,)
-        copies.update([part] * (onto and not come))
+        if onto and not come:
+            copies[part()] += 1
         if onto != come and not (onto and at_once):
             note("a copy that blocks")
     elif here:
@@ -177,37 +192,6 @@ def on(device, found, work, case, *words):
         return work(case, *words, "--device", "cpu")
 
 
-@contextlib.contextmanager
-def by_part(module, optimizers):
-    """Inside, operations and copies are counted by the part of a step that asks for them. `optimizers` gets all SGDs.
-
-    A part inside another belongs to the outer one, but what the forward of a model calls need not be the loss.
-    """
-
-    def named(owner, name):
-        function = vars(owner)[name]
-
-        @functools.wraps(function)
-        def call(*words, **more):
-            global part
-            outer, part = part, PARTS[name] if part in ("rest", "loss") else part
-            optimizers.update(words[:1] if owner is torch.optim.SGD else ())
-            try:
-                return function(*words, **more)
-            finally:
-                part = outer
-
-        return mock.patch.object(owner, name, call)
-
-    owners = [module, torch.Tensor, torch.autograd, torch.optim.SGD, torch.optim.Adam]
-    owners += [x for x in vars(module).values() if isinstance(x, type) and x.__module__ == module.__name__]
-    with contextlib.ExitStack() as stack:
-        for owner, name in itertools.product(owners, PARTS):
-            if name in vars(owner):
-                stack.enter_context(named(owner, name))
-        yield
-
-
 def count(method, words):
     """What one training step of a script gives to a device: {part: (operations, copies)}, and its number of views.
 
@@ -215,7 +199,7 @@ def count(method, words):
     would take some apart. Norms of gradients are foreach, and SGD is a loop, as on CPUs. "foreach SGD" is in its place
     on GPUs. The first step differs, because optimizers have no state yet.
     """
-    module, found, optimizers = importlib.import_module(method), {}, set()
+    module, found = importlib.import_module(method), {}
 
     def three_steps(batches):
         yield next(batches)
@@ -224,8 +208,9 @@ def count(method, words):
         yield batch
         found.update({name: (launches[name], copies[name]) for name in (*dict.fromkeys(PARTS.values()), "rest")})
         found["views"] = sum(x.dim() == 4 for x in tree_leaves(batch) if torch.is_tensor(x))
-        for group in itertools.chain(*(optimizer.param_groups for optimizer in optimizers)):
-            group["foreach"] = not group["fused"]
+        for optimizer in [x for x in gc.get_objects() if type(x) is torch.optim.SGD]:
+            for group in optimizer.param_groups:
+                group["foreach"] = not group["fused"]
         batch = next(batches)
         launches.clear()
         yield batch
@@ -239,9 +224,8 @@ def count(method, words):
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch.object(torch.nn.utils, "get_total_norm", norm))
         stack.enter_context(mock.patch.object(common, "init_distributed", lambda *_: (torch.device("cpu:0"), 0, 1)))
-        for context in (training_batches(three_steps), by_part(module, optimizers), Simulation()):
+        for context in (training_batches(three_steps), Simulation(), contextlib.suppress(KeyboardInterrupt)):
             stack.enter_context(context)
-        stack.enter_context(contextlib.suppress(KeyboardInterrupt))
         module.main(module.parse_args(words), train=common.Patterns(64, 32, seed=0))
     return found
 
