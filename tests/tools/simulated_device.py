@@ -44,8 +44,8 @@ READS = {aten._local_scalar_dense.default, aten.nonzero.default, aten.masked_sel
 INDEXING = {aten.index.Tensor, aten.index_put.default, aten.index_put_.default, aten._index_put_impl_.default}
 COPIES = {aten._to_copy.default, aten.copy_.default}
 PARTS = dict(  # of a training step, by the functions that do it
-    augment="color", mix_batch="mix", mix_queries="mix", query="query", project="query", key="key",
-    encode_shuffled_keys="key", forward="loss", backward="backward", grad="backward", step="optimizer",
+    augment="color", mix_batch="mix", mix_queries="mix", query="query", queries="query", project="query", key="key",
+    keys="key", encode_shuffled_keys="key", forward="loss", backward="backward", grad="backward", step="optimizer",
     update="momentum update", enqueue="queue",
 )  # fmt: skip
 TORCH = Path(torch.__file__).parent
