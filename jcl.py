@@ -249,7 +249,8 @@ class JCL(nn.Module):
             else:
                 loss = jcl_loss(q, k, self.queue.keys, self.temperature, lam)  # lines 7 to 10
         mean_keys = keys.mean(0)  # for line 13; not normalized again, so their norm is at most 1
-        metrics = dict(loss=loss.detach(), key_variance=k.var(1, correction=0).mean())  # the mean of Sigma's diagonal
+        key_variance = (k - k.mean(1, keepdim=True)).square().mean()  # the mean of Sigma's diagonal
+        metrics = dict(loss=loss.detach(), key_variance=key_variance)
         return loss, mean_keys, q.detach(), metrics
 
     @torch.no_grad()
