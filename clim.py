@@ -159,9 +159,10 @@ def clim_loss(q, k_anchor, k_positive, queue, temperature, lam):
     (a tensor is not checked, which would wait for the GPU).
     """
     lam_shape = tuple(lam.shape) if torch.is_tensor(lam) else ()
-    if not q.shape == k_anchor.shape == k_positive.shape or lam_shape not in ((), (len(q),)):
-        shapes = f"{tuple(q.shape)}, {tuple(k_anchor.shape)}, {tuple(k_positive.shape)} and {lam_shape}"
-        raise ValueError(f"clim_loss takes q, k_anchor, k_positive (N, C), and lam () or (N,), not {shapes}")
+    fits = q.shape == k_anchor.shape == k_positive.shape and queue.shape[1:] == q.shape[1:]
+    if not fits or lam_shape not in ((), (len(q),)):
+        shapes = f"{[tuple(x.shape) for x in (q, k_anchor, k_positive, queue)]} and {lam_shape}"
+        raise ValueError(f"clim_loss takes q and both keys (N, C), queue (K, C), lam () or (N,), not {shapes}")
     if not torch.is_tensor(lam) and not 0 <= lam <= 1:
         raise ValueError(f"clim_loss takes lam in [0, 1], not {lam}")
     tensors = q, k_anchor, k_positive, queue
@@ -313,7 +314,7 @@ def info_nce(q, k, queue, temperature):
     Gradients reach q, and also k and queue unless these are detached. float16 and bfloat16 are converted to float32;
     call it outside autocast, which would undo that. Raises ValueError if the shapes do not fit.
     """
-    if k.shape != q.shape or queue.shape[1:] != q.shape[1:]:
+    if q.dim() != 2 or k.shape != q.shape or queue.shape[1:] != q.shape[1:]:
         shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, queue {tuple(queue.shape)}"
         raise ValueError(f"info_nce takes q and k (N, C) and queue (K, C), not {shapes}")
     q, k, queue = (x.to(torch.promote_types(x.dtype, torch.float32)) for x in (q, k, queue))

@@ -1037,10 +1037,14 @@ def log_values(title, values):
 
 
 def log_epoch(title, records, names=()):
-    """Print the scores and the named figures of the last record, and once a warning if `std` stays below 0.1."""
+    """Print the scores and the named figures of the last record, and once a warning if `std` stays below 0.1.
+
+    names: of the figures; none after a run's last epoch, whose record was printed before.
+    """
     scores = [name for name in records[-1] if re.fullmatch(r"(knn\d+|linear|finetune)_(top1|top5|per_class)", name)]
     log("  ".join([title, *(f"{name} {format_value(records[-1][name])}" for name in [*names, *scores])]))
-    if [record.get("std", 1) < 0.1 for record in records[-4:]] in ([True] * 3, [False, True, True, True]):
+    is_low = [record.get("std", 1) < 0.1 for record in records[-4:]]
+    if names and is_low in ([True] * 3, [False, True, True, True]):
         log("warning: std has been below 0.1 for three epochs: all images have nearly the same embedding, a collapse")
         log("if it does not rise. Try --warmup, or look at --lr (too high?), --temperature, --queue and --momentum")
 

@@ -80,6 +80,8 @@ def parse_args(argv=None):
     add("--norm", choices=common.NORMS, default="imagenet", help="dataset statistics used for normalization")
 
     args, changed = common.parse_args(parser, argv, recipe)
+    if args.num_keys == 1 and args.vanilla:
+        parser.error("--vanilla has no effect with --num-keys 1, whose loss is InfoNCE already")
     if (args.num_keys == 1 or args.vanilla) and changed & {"lam", "lam_schedule"}:
         parser.error("--lam and --lam-schedule have no effect with --num-keys 1 or --vanilla, whose losses lack it")
     return args
@@ -160,7 +162,7 @@ def info_nce(q, k, queue, temperature):
     Gradients reach q, and also k and queue unless these are detached. float16 and bfloat16 are converted to float32;
     call it outside autocast, which would undo that. Raises ValueError if the shapes do not fit.
     """
-    if k.shape != q.shape or queue.shape[1:] != q.shape[1:]:
+    if q.dim() != 2 or k.shape != q.shape or queue.shape[1:] != q.shape[1:]:
         shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, queue {tuple(queue.shape)}"
         raise ValueError(f"info_nce takes q and k (N, C) and queue (K, C), not {shapes}")
     q, k, queue = (x.to(torch.promote_types(x.dtype, torch.float32)) for x in (q, k, queue))

@@ -103,7 +103,8 @@ def parse_args(argv=None):
     if args.local_crops == 0 and changed & {"pairs", "l2l"}:
         parser.error("--pairs and --l2l have no effect with --local-crops 0")
     if not args.l2l and changed & {"l2l_weighting", "clip_ratio", "lam", "affinity_form", "affinity_lr"}:
-        parser.error("--no-l2l: --l2l-weighting, --clip-ratio, --lam, --affinity-form, --affinity-lr have no effect")
+        names = "--l2l-weighting, --clip-ratio, --lam, --affinity-form and --affinity-lr"
+        parser.error(f"{names} have no effect without L_ll (--no-l2l, --local-crops 0 or --pairs all)")
     if args.l2l_weighting == "lambda" and "clip_ratio" in changed:
         parser.error("--clip-ratio has no effect without --l2l-weighting clip")
     if args.l2l_weighting == "clip" and "lam" in changed:
@@ -137,6 +138,7 @@ def recipe(args):
     values = dict(RECIPES[args.dataset], l2l=args.local_crops > 0)
     if args.base == "simsiam":
         values |= dict(l2l_weighting="lambda", milestones=[], dim=2048)  # inference (D12)
+        values |= dict(queue=None, temperature=None, bn_groups=None)  # it has none of them
         if args.dataset in ("cifar10", "cifar100"):
             values |= dict(layers=2, batch_size=512)  # erceguder/LoGo's
         if args.dataset == "patterns":
@@ -271,7 +273,7 @@ def info_nce(q, k, queue, temperature):
     Gradients reach q, and also k and queue unless these are detached. float16 and bfloat16 are converted to float32;
     call it outside autocast, which would undo that. Raises ValueError if the shapes do not fit.
     """
-    if k.shape != q.shape or queue.shape[1:] != q.shape[1:]:
+    if q.dim() != 2 or k.shape != q.shape or queue.shape[1:] != q.shape[1:]:
         shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, queue {tuple(queue.shape)}"
         raise ValueError(f"info_nce takes q and k (N, C) and queue (K, C), not {shapes}")
     q, k, queue = (x.to(torch.promote_types(x.dtype, torch.float32)) for x in (q, k, queue))

@@ -139,6 +139,7 @@ V1_IMAGENET = dict(V1, epochs=100)
 V1_CIFAR = dict(temperature=0.1, warmup=0.0)  # MoCo's demo, with a cosine
 V3 = dict(  # the released code's and MoCo v3's for 100 epochs (for 300: --lr 0.3)
     lr=0.6, warmup=10.0, weight_decay=1e-6, momentum=[0.99, 1.0], temperature=1.0, dim=256, blur_p=[1.0, 0.1],
+    queue=None, bn_groups=None,  # it has neither
 )
 V3_IMAGENET = dict(V3, epochs=100, batch_size=4096)
 V3_CIFAR = dict(V3, batch_size=512, hidden=2048, blur_p=0.0)  # not in the paper, as the next
@@ -226,7 +227,7 @@ def info_nce(q, k, queue, temperature):
     Gradients reach q, and also k and queue unless these are detached. float16 and bfloat16 are converted to float32;
     call it outside autocast, which would undo that. Raises ValueError if the shapes do not fit.
     """
-    if k.shape != q.shape or queue.shape[1:] != q.shape[1:]:
+    if q.dim() != 2 or k.shape != q.shape or queue.shape[1:] != q.shape[1:]:
         shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, queue {tuple(queue.shape)}"
         raise ValueError(f"info_nce takes q and k (N, C) and queue (K, C), not {shapes}")
     q, k, queue = (x.to(torch.promote_types(x.dtype, torch.float32)) for x in (q, k, queue))

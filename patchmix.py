@@ -98,6 +98,8 @@ def parse_args(argv=None):
         parser.error("--local-crops are queries of oto and mto: choose one of these --terms")
     if set(terms) == {"oto"} and changed & {"num_mix", "mix_slices"}:
         parser.error("--num-mix and --mix-slices have no effect with --terms oto, which mixes no images")
+    if args.num_mix == 1 and "mix_slices" in changed:
+        parser.error("--mix-slices has no effect with --num-mix 1, which mixes no images")
     if "oto" not in terms and "smoothing" in changed:
         parser.error("--smoothing has no effect without --terms oto")
     if not common.is_vit(args.arch) and changed & {"num_heads", "drop_path"}:
@@ -170,8 +172,7 @@ def chosen_terms(args):
 
 # ================================================================ 2. the paper
 
-# The terms of Eq. 16, each with the images of its queries and those of its keys (Eq. 15, 13 and 14)
-TERMS = dict(oto=("x2", "x1"), mto=("x1_mixed", "x2"), mtm=("x1_mixed", "x2_mixed"))
+TERMS = ("oto", "mto", "mtm")  # of the loss, Eq. 16
 
 
 def patch_mix(images, num_mix, patch_size, permutation=None):
@@ -288,14 +289,15 @@ def batch_targets(n, num_mix, slices, first=0):
     )
 
 
-def encode_together(encoder, images):
-    """Encode batches of images in one forward pass, {name: (n, 3, H, W)} -> {name: (n, width)}.
+def encode_together(encoder, head, batches):
+    """Return [head(encoder(x)) for x in batches], in the dtype of x, by one forward pass of the encoder.
 
-    The images in a ViT's batch do not affect each other. In the heads' batch norms they do, so that these take each
-    batch by itself.
+    The images in a ViT's batch do not affect each other. In a head's batch norms they do, so that the head takes each
+    batch by itself. batches: list of (n, 3, H, W), or of None, which stays None.
     """
-    features = encoder(torch.cat([*images.values()]))
-    return dict(zip(images, features.chunk(len(images)), strict=True))
+    images = [x for x in batches if x is not None]
+    features = iter(encoder(torch.cat(images)).chunk(len(images)))
+    return [None if x is None else head(next(features)).to(x.dtype) for x in batches]
 
 
 def mlp(*widths):
@@ -340,22 +342,20 @@ class PatchMix(nn.Module):
 
     def query(self, x):
         """Return the queries of images, h = H(G(F(x))): (n, 3, H, W) -> (n, dim), in the dtype of x."""
-        return self.queries(dict(x=x))["x"]
+        return self.queries(x)[0]
 
     def key(self, x):
         """Return the keys z = G(F(x)) of all processes: (n, 3, H, W) -> (N, dim), no gradient, in the dtype of x."""
-        return self.keys(dict(x=x))["x"]
+        return self.keys(x)[0]
 
-    def queries(self, images):
-        """Return `query` of batches of images, {name: (n, 3, H, W)} -> {name: (n, dim)}, in one forward pass of F."""
-        features = encode_together(self.backbone, images)
-        return {name: self.predictor(self.projector(features[name])).to(x.dtype) for name, x in images.items()}
+    def queries(self, *batches):
+        """Return the queries of batches of images, each (n, 3, H, W) or None, by one forward pass of F."""
+        return encode_together(self.backbone, lambda x: self.predictor(self.projector(x)), batches)
 
     @torch.no_grad()
-    def keys(self, images):
-        """Return `key` of batches of images, {name: (n, 3, H, W)} -> {name: (N, dim)}, in one forward pass of F."""
-        features = encode_together(self.momentum_backbone, images)
-        return {name: gather(self.momentum_projector(features[name]).to(x.dtype)) for name, x in images.items()}
+    def keys(self, *batches):
+        """Return the keys of batches of images, each (n, 3, H, W) or None, by one forward pass of F."""
+        return encode_together(self.momentum_backbone, lambda x: gather(self.momentum_projector(x)), batches)
 
     def forward(self, views):
         """Return (loss, queries (n, dim), {name: metric}): Algorithm 2, lines 5 to 9, and the loss of line 10.
@@ -364,38 +364,38 @@ class PatchMix(nn.Module):
         are those of the first. Only the loss has a gradient, which reaches the query encoder only.
         """
         x1, x2, *local = views
+        oto, mto, mtm = (term in self.terms for term in TERMS)
         mixing = self.num_mix, self.patch_size, self.slices
-        images = dict(x1=x1, x2=x2)
-        if "mto" in self.terms or "mtm" in self.terms:
-            images["x1_mixed"] = mix_batch(x1, *mixing)  # line 5
-        if "mtm" in self.terms:
-            images["x2_mixed"] = mix_batch(x2, *mixing)  # line 6
+        x1_mixed = mix_batch(x1, *mixing) if mto or mtm else None  # line 5
+        x2_mixed = mix_batch(x2, *mixing) if mtm else None  # line 6
         first = len(x1) * dist.get_rank() if dist.is_initialized() else 0
         targets = batch_targets(len(x1), self.num_mix, self.slices, first)  # lines 5 to 7
-        pairs = {term: pair for term, pair in TERMS.items() if term in self.terms}
-        h = self.queries({name: images[name] for name, _ in pairs.values()})  # line 8
-        keyed = [name for _, name in pairs.values()] + (["x1", "x2"] if local else [])
-        z = self.keys({name: images[name] for name in keyed})  # line 9
-        local_images = {}  # local crops, for each term (D6)
-        if local and "oto" in self.terms:
-            local_images["oto"] = torch.cat(local)
-        if local and "mto" in self.terms:
-            local_images["mto"] = torch.cat([mix_batch(x, *mixing) for x in local])
-        h_local = self.queries(local_images) if local_images else {}
+        h2, h1_mixed = self.queries(x2 if oto else None, x1_mixed)  # line 8
+        z1, z2, z2_mixed = self.keys(x1 if oto or local else None, x2 if mto or local else None, x2_mixed)  # line 9
+        h_local = {}  # queries of local crops, for each term (D6)
+        if local and oto:
+            h_local["oto"] = self.query(torch.cat(local)).chunk(len(local))
+        if local and mto:
+            h_local["mto"] = self.query(torch.cat([mix_batch(x, *mixing) for x in local])).chunk(len(local))
 
-        def contrast(q, k, term):
+        def contrast(h, z, term):
             smoothing = self.smoothing if term == "oto" else 0.0  # D1
-            return soft_info_nce(q, k, *targets[term], self.temperature, smoothing)
+            return soft_info_nce(h, z, *targets[term], self.temperature, smoothing)
 
+        losses = {}
         with torch.autocast(x1.device.type, enabled=False):  # the loss is computed in float32
-            losses = {term: contrast(h[query], z[key], term) for term, (query, key) in pairs.items()}  # Eq. 13-15
+            if oto:
+                losses["oto"] = contrast(h2, z1, "oto")  # Eq. 15
+            if mto:
+                losses["mto"] = contrast(h1_mixed, z2, "mto")  # Eq. 13
+            if mtm:
+                losses["mtm"] = contrast(h1_mixed, z2_mixed, "mtm")  # Eq. 14
             for term, queries in h_local.items():  # as released, against the keys of both views
-                terms = [contrast(q, z[name], term) for q in queries.chunk(len(local)) for name in ("x1", "x2")]
-                losses[f"local_{term}"] = sum(terms) / len(local)
+                losses[f"local_{term}"] = sum(contrast(h, z, term) for h in queries for z in (z1, z2)) / len(local)
         weights = self.terms | dict(local_oto=1.0, local_mto=1.0)  # D6
         loss = sum(weights[name] * value for name, value in losses.items())  # line 10: Eq. 16
         metrics = dict(loss=loss.detach()) | {f"loss_{name}": value.detach() for name, value in losses.items()}
-        return loss, next(iter(h.values())).detach(), metrics
+        return loss, (h2 if oto else h1_mixed).detach(), metrics
 
     @torch.no_grad()
     def update(self, m):
