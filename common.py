@@ -1116,12 +1116,12 @@ def add_evaluation_arguments(parser):
     add("--norm", choices=NORMS, help="dataset statistics used for normalization; if None, timm's of NAME.TAG")
 
 
-def parse_args(parser, argv, recipe):
+def parse_args(parser, argv, recipe, vit_only=("patch_size",)):
     """Add the arguments shared by all training scripts, and parse argv; if None, sys.argv.
 
     recipe(args) returns the defaults, {name: value}, that the chosen dataset, encoder and method have. Returns the
     arguments, and the set of the names of those that are not defaults, which also name the default of --out. The method
-    is the parser's prog, a script's name.
+    is the parser's prog, a script's name. vit_only: names of the arguments that only a ViT takes.
     """
     parser.usage, parser.allow_abbrev = "%(prog)s [options]", False
     parser.formatter_class = argparse.ArgumentDefaultsHelpFormatter
@@ -1158,8 +1158,8 @@ def parse_args(parser, argv, recipe):
     changed = [name for name, value in vars(args).items() if value != parser.get_default(name)]
     if not getattr(args, "local_crops", True) and {"local_size", "local_scale"} & {*changed}:
         parser.error("--local-size and --local-scale have no effect without --local-crops")
-    if hasattr(args, "bn_groups") and not is_vit(args.arch) and "patch_size" in changed:  # PatchMix mixes patches, too
-        parser.error("--patch-size has no effect without a ViT (--arch)")
+    if not is_vit(args.arch) and (given := sorted({*vit_only} & {*changed})):
+        parser.error(f"--{given[0].replace('_', '-')} has no effect without a ViT (--arch)")
     if args.init_prefix and not args.init:
         parser.error("--init-prefix has no effect without --init")
     if getattr(args, "min_lr", 0) > args.lr:

@@ -90,7 +90,7 @@ def parse_args(argv=None):
     add("--blur-p", type=common.fraction, nargs="+", default=[1.0, 0.1], help="probability of blur, views 1 and 2")
     add("--norm", choices=common.NORMS, default="imagenet", help="dataset statistics used for normalization")
 
-    args, changed = common.parse_args(parser, argv, recipe)
+    args, changed = common.parse_args(parser, argv, recipe, vit_only=("num_heads", "drop_path"))
     terms = chosen_terms(args)
     if not terms or not set(args.terms.split(",")) <= set(TERMS):
         parser.error("--terms: give some of oto,mto,mtm, and --term-weights above 0")
@@ -102,8 +102,6 @@ def parse_args(argv=None):
         parser.error("--mix-slices has no effect with --num-mix 1, which mixes no images")
     if "oto" not in terms and "smoothing" in changed:
         parser.error("--smoothing has no effect without --terms oto")
-    if not common.is_vit(args.arch) and changed & {"num_heads", "drop_path"}:
-        parser.error("--num-heads and --drop-path have no effect without a ViT (--arch)")
     if args.key_encoder == "query" and "momentum" in changed:
         parser.error("--momentum has no effect with --key-encoder query")
     if args.local_size is None:  # 96 as released, in whole patches
