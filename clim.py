@@ -55,7 +55,7 @@ def parse_args(argv=None):
     add("--mix", choices=("cutmix", "none"), default="cutmix", help="none: half the loss to each key (Table 6)")
     add("--alpha", type=common.positive_float, default=2.0, help="alpha of CutMix's Beta(alpha, alpha) (Table 9)")
     add("--temperature", type=common.positive_float, default=0.2, help="softmax temperature tau")  # MoCo v2's
-    add("--queue", type=common.positive_int, default=65536, help="queue length; --dataset folder: 1/10 of the images")
+    add("--queue", type=common.positive_int, default=65536, help="queue length; folder: 1/10 of the images, or a batch")
 
     add = parser.add_argument_group("positives").add_argument
     ways = ("none", "random", "knn", "kmeans", "center")
@@ -103,8 +103,6 @@ def parse_args(argv=None):
         parser.error("--knn-k has no effect without --selection knn or center")
     if args.selection != "none" and args.clim_start >= args.epochs:
         parser.error(f"--clim-start {args.clim_start} is not below --epochs {args.epochs}: there would be no positives")
-    if args.local_crops and args.local_size > args.image_size[0]:
-        parser.error(f"--local-size {args.local_size} is larger than --image-size {args.image_size[0]}")
     return args
 
 

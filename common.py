@@ -667,7 +667,8 @@ def load_backbone(path, encoder=None):
     info = dict(arch=info["timm_name"]) | info  # earlier versions have no arch
     weights = info.pop("state_dict", None)
     if "backbone" in saved:
-        info["encoder"] = encoder or info["encoder"]
+        if info["encoder"] != "fine-tuned":
+            info["encoder"] = encoder or info["encoder"]
         weights = encoder_weights(saved["model"], info["encoder"])
     if encoder not in (None, info["encoder"]) or not weights:
         raise UsageError(f"{path} does not hold the {encoder or info['encoder']} encoder")
@@ -1158,6 +1159,8 @@ def parse_args(parser, argv, recipe, vit_only=("patch_size",)):
     changed = [name for name, value in vars(args).items() if value != parser.get_default(name)]
     if not getattr(args, "local_crops", True) and {"local_size", "local_scale"} & {*changed}:
         parser.error("--local-size and --local-scale have no effect without --local-crops")
+    if getattr(args, "local_crops", 0) and (args.local_size or 0) > np.max(args.image_size):
+        parser.error(f"--local-size {args.local_size} is larger than --image-size {format_value(args.image_size)}")
     if not is_vit(args.arch) and (given := sorted({*vit_only} & {*changed})):
         parser.error(f"--{given[0].replace('_', '-')} has no effect without a ViT (--arch)")
     if args.init_prefix and not args.init:
@@ -1261,13 +1264,13 @@ def open_run(args, train, state, derived):
             raise UsageError(f"{path} does not fit this run: {'; '.join(reasons)}") from error
         if len(records) < args.epochs:
             log(f"resumed from {path}, after epoch {len(records)}" + "".join(f"; {text}" for text in differences))
-        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-            workers = json.loads(Path(path).with_name("config.json").read_text())["workers"]
-            if workers != args.workers:
-                log(f"workers: {workers} before, {args.workers} now: random numbers differ (--workers)")
-        if saved.get("processes") != world:
-            changed = "random numbers differ, as do batch-norm groups and mix slices if there are fewer than processes"
-            log(f"processes: {saved.get('processes')} before, {world} now: {changed}")
+            with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+                workers = json.loads(Path(path).with_name("config.json").read_text())["workers"]
+                if workers != args.workers:
+                    log(f"workers: {workers} before, {args.workers} now: random numbers differ (--workers)")
+            if saved.get("processes") != world:
+                why = "random numbers differ, as do batch-norm groups and mix slices if there are fewer than processes"
+                log(f"processes: {saved.get('processes')} before, {world} now: {why}")
     own = config, str(args.out), len(records)
     if any(other != own for other in all_gather_object(own)):
         raise UsageError("the processes differ in flags, images or epoch: --out and --data-dir must be on shared disks")

@@ -115,7 +115,7 @@ def recipe(args, info):
 
 def parse_args(argv=None):
     """Parse the command line. Hyper-parameters that it does not set are absent, and `complete` adds them."""
-    parser = argparse.ArgumentParser("eval_linear.py", description=str(__doc__).splitlines()[0])
+    parser = argparse.ArgumentParser("eval_linear.py", description="Train a linear classifier, or fine-tune")
     common.add_evaluation_arguments(parser)
     some = common.bounded("a number above 0, at most 1", float, lambda x: 0 < x <= 1)
     group = parser.add_argument_group("protocol")
@@ -567,7 +567,8 @@ def train_protocol(args, device, encoder, info, train, test):
     # The run. Its configuration has a hash of the encoder's weights, not their path, and the test images
     amp = common.use_bf16(args.amp, device)
     digest = hashlib.sha256(b"".join(x.float().numpy().tobytes() for x in weights.values())).hexdigest()[:16]
-    args = argparse.Namespace(**vars(args) | dict(checkpoint=digest, test_images=common.fingerprint(test)))
+    unused = dict(solver=None, no_baselines=None)
+    args = argparse.Namespace(**vars(args) | unused | dict(checkpoint=digest, test_images=common.fingerprint(test)))
     state = dict(model=model if args.finetune else model.head, optimizer=optimizer)
     config, records = common.open_run(args, train, state, dict(peak_lr=args.lr * args.batch_size / 256, bf16=amp))
     info.pop("data_dir", None)  # backbone.pt has no paths

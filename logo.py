@@ -65,7 +65,7 @@ def parse_args(argv=None):
     add("--affinity-form", choices=("logistic", "linear"), default="logistic", help="objective of the affinity (D1)")
     add("--affinity-lr", type=common.positive_float, help="if not given, 1e-4 for linear, else the peak of --lr")
     add("--temperature", type=common.positive_float, default=0.07, help="MoCo: softmax temperature tau")
-    add("--queue", type=common.positive_int, default=4096, help="queue length; --dataset folder: 1/10 of the images")
+    add("--queue", type=common.positive_int, default=4096, help="queue length; folder: 1/10 of the images, or a batch")
 
     add = parser.add_argument_group("model").add_argument
     add("--arch", default="resnet34", help="encoder: resnet_mini, resnet18, resnet50, vit_small, or any timm model")
@@ -109,8 +109,6 @@ def parse_args(argv=None):
         parser.error("--clip-ratio has no effect without --l2l-weighting clip")
     if args.l2l_weighting == "clip" and "lam" in changed:
         parser.error("--lam has no effect without --l2l-weighting lambda")
-    if args.local_crops and args.local_size > args.image_size:
-        parser.error(f"--local-size {args.local_size} is larger than --image-size {args.image_size}")
     return args
 
 
@@ -134,7 +132,7 @@ RECIPES = dict(  # what differs from the values for MoCo on ImageNet-100
 
 
 def recipe(args):
-    """Return the defaults for args.dataset, args.base, args.arch, args.pairs, args.variant and args.local_crops."""
+    """Return the defaults, {name: value}, for args.dataset, base, arch, pairs, variant, local_crops and image_size."""
     values = dict(RECIPES[args.dataset], l2l=args.local_crops > 0)
     if args.base == "simsiam":
         values |= dict(l2l_weighting="lambda", milestones=[], dim=2048)  # inference (D12)
@@ -143,6 +141,8 @@ def recipe(args):
             values |= dict(layers=2, batch_size=512)  # erceguder/LoGo's
         if args.dataset == "patterns":
             values |= dict(layers=2, dim=256, hidden=128)  # not in the paper
+    if args.dataset == "folder":
+        values["local_size"] = min(96, args.image_size)  # not in the paper
     if args.dataset == "folder" and args.arch in ("resnet_micro", "resnet_mini"):
         values["batch_size"] = 64  # not in the paper, because there may be few images
     if args.pairs == "all":

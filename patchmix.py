@@ -65,7 +65,7 @@ def parse_args(argv=None):
     add("--temperature", type=common.positive_float, default=0.2, help="softmax temperature tau")
 
     add = parser.add_argument_group("model").add_argument
-    add("--arch", help="encoder: vit_micro, vit_tiny, vit_small, vit_base, or any timm model")
+    add("--arch", help="encoder: vit_micro, vit_tiny, vit_small, vit_base, or any timm model without batch norm (D8)")
     add("--image-size", type=common.positive_int, default=224, help="image size in pixels")
     add("--patch-size", type=common.positive_int, default=16, help="patch size in pixels, of the ViT and of the mixing")
     add("--num-heads", type=common.positive_int, metavar="N", help="attention heads of the ViT, by default timm's (D3)")
@@ -535,7 +535,7 @@ def gather(x):
 # D2 The number of images M. Paper: 3. Released: 2.
 # D3 The attention heads of ViT-S. Paper (Table 8): 6. Released, and the paper's Fig. 11: 12.
 # D4 ViT-T's keys. Paper: of a momentum encoder. Released: of the query encoder, in training mode, `--key-encoder
-#    query`. There, queries and keys share a forward pass; here, each has its own.
+#    query`; both are then the same encoder. There, queries and keys share a forward pass; here, they have one each.
 # D5 The mixed query. Paper: of view 1, and the original one of view 2. Released: the reverse, `--mixed-view 2`.
 # D6 Local crops. Paper ("4(224)" views): none. Released, on ImageNet: 8 of 96 px with 0.05 to 0.35 of the area; large
 #    ones from 0.35. They add the terms local_oto and local_mto to the loss, whose weights are 1: the mean over local
@@ -543,6 +543,7 @@ def gather(x):
 # D7 The ring of images (Eq. 4, 10, 11: mod N). Paper: the batch. Released: a GPU's part. Here: a slice of the batch,
 #    `--mix-slices`, at least one per process; 1 on one process is the paper's ring. Each slice has its own shuffle of
 #    the patches (Eq. 2); the paper draws one for the batch.
+# D8 Encoders with batch norm. Paper: none. Here: they can be trained, but normalize the images of all terms together.
 # Differences in rounding, indices and precision are listed in tests/golden/README.md.
 # The baseline lacks MoCo v3's factor 2 tau. `--num-mix 1` alone counts L(q1, k2) twice, because mtm is then mto.
 # Not here: the other mixes of Table 5 (CutMix and Mixup, RegionSwap, ResizeMix), COCO (Table 4), and Figs. 4, 8 to 11.

@@ -16,6 +16,7 @@ from PIL import Image
 ROOT = Path(__file__).parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "tools")]
 pytest_plugins = ["tiny"]  # its fixtures
+torch.set_num_threads(1)  # a second one would wait for whatever else runs, and round in another way
 METHODS = ["moco_jointcrop", "jcl", "clim", "logo", "patchmix"]
 # (method, flags): each with its own model, and two with their other one.
 EACH_MODEL = [*((method, "") for method in METHODS), ("moco_jointcrop", "--moco v3"), ("logo", "--base simsiam")]
@@ -62,7 +63,7 @@ def pytest_collection_modifyitems(config, items):
 
 @pytest.fixture(autouse=True)
 def _quiet(monkeypatch):
-    torch.set_num_threads(1)  # a second one would wait for whatever else runs
+    torch.set_num_threads(1)  # a test may have changed it
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
     before = set(multiprocessing.active_children())

@@ -109,7 +109,7 @@ def test_what_is_given_is_in_the_runs_name(method, module):
 @pytest.mark.parametrize("method", QUEUES)
 def test_the_queue_of_a_folder_is_a_tenth_of_the_images(method, module, count, length):
     """A batch at least, which small encoders have of 64 images, and 65,536 at most."""
-    flags = "--dataset folder --arch resnet_mini --image-size 32" + " --local-size 32" * (method == "logo")
+    flags = "--dataset folder --arch resnet_mini --image-size 32"
     model = state_of(module, flags, train=Blank(count))["model"]
     assert len(model.queue.keys) == length
     assert module.parse_args(["--dataset", "folder"]).batch_size > 64

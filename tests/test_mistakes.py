@@ -41,7 +41,7 @@ MISTAKES = [  # scripts, flags, what the line has to name
     (["clim"], "--image-size 24 12", "images of 12 px"),
     (["moco_jointcrop", "clim", "logo"], "--local-crops 2 --local-size 12", "images of 12 px"),
     (["logo"], "--one-way", "--local-crops 0"),
-    (["logo"], "--local-size 24", "--local-size"),
+    (["moco_jointcrop", "clim", "logo", "patchmix"], "--local-crops 2 --local-size 48", "--local-size"),
     (["patchmix"], "--terms oto,other", "--terms"),
     (["patchmix"], "--patch-size 8 --num-mix 5", "--num-mix"),
     (["patchmix"], "--local-crops 2 --terms mtm", "--terms"),
