@@ -55,7 +55,7 @@ def parse_args(argv=None):
     add("--mix", choices=("cutmix", "none"), default="cutmix", help="none: half the loss to each key (Table 6)")
     add("--alpha", type=common.positive_float, default=2.0, help="alpha of CutMix's Beta(alpha, alpha) (Table 9)")
     add("--temperature", type=common.positive_float, default=0.2, help="softmax temperature tau")  # MoCo v2's
-    add("--queue", type=common.positive_int, default=65536, help="queue length; folder: 1/10 of the images, or a batch")
+    add("--queue", type=common.positive_int, default=65536, help="queue length; if None, 1/10 of the images or a batch")
 
     add = parser.add_argument_group("positives").add_argument
     ways = ("none", "random", "knn", "kmeans", "center")
@@ -656,7 +656,7 @@ def encode_shuffled_keys(encode, views):
 class SplitBatchNorm(nn.BatchNorm2d):
     """Batch norm over each of `groups` equal slices of the batch, as on that many GPUs. x: (N, C) or (N, C, H, W).
 
-    As in MoCo's notebook, running statistics are averaged over groups. Each step makes them new tensors.
+    As in MoCo's notebook, running statistics are averaged over groups. Each step replaces their tensors.
     Raises ValueError if the groups do not divide a batch.
     """
 

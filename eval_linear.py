@@ -201,18 +201,20 @@ def complete(args, info):
 def open_data(args, info, train=None, test=None):
     """Load the images: (training images, those that choose the strength for L-BFGS or None, test images).
 
-    train, test: a caller's own datasets, which are used instead. If the folder has val/ and test/, L-BFGS is evaluated
-    on test/, and val/ chooses. If only some labels may be used, val/ is not, because it has more.
+    train, test: a caller's own datasets, which are used instead. If the folder has val/ and a test/ with classes,
+    L-BFGS is evaluated on test/, and val/ chooses. If only some labels may be used, val/ is not, because it has more.
     """
     root = (args.data_dir or info.get("data_dir")) if args.solver == "lbfgs" and test is None else None
     train, test = common.open_evaluation_data(args.dataset, args.data_dir, info, True, train, test)
     folders, val = {*os.listdir(root)} if root else set(), None
     if folders >= {"train", "test"} and folders & {"val", "validation"}:
         name = args.dataset or info["dataset"]
-        val, test = test, common.load_split(name, root, ["test"], train=False, unlabeled=False)
-        if val.classes != test.classes:
+        labeled = common.load_split(name, root, ["test"], train=False, unlabeled=False)
+        if labeled.classes not in ([], test.classes):
             raise common.UsageError(f"the classes of test/ and val/ in {root} differ: remove test/, or correct it")
-        common.log(f"test/ is evaluated: {common.describe(test)}")
+        if labeled.classes:  # ImageNet's test/ has none
+            val, test = test, labeled
+            common.log(f"test/ is evaluated: {common.describe(test)}")
     if args.label_files:
         rows = listed_rows([path for path, _ in getattr(train, "samples", ())], args.label_files)
     elif args.label_fraction not in (None, 1):
@@ -389,6 +391,7 @@ def logistic_regression(x, y, num_classes, strength, iterations=5000, tolerance=
     return torch.cat([basis @ (scale * v[:-1]), v[-1:]])
 
 
+@torch.inference_mode(False)
 def lbfgs_probe(x, y, test_x, rest, check, num_classes, strengths, metric="top1"):
     """Fit features by logistic regression. Held-out features choose the strength of its L2 penalty.
 

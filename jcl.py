@@ -56,7 +56,7 @@ def parse_args(argv=None):
     add("--lam-schedule", choices=("constant", "ramp"), default="constant", help="ramp: linear, up to --lam (D1)")
     add("--vanilla", action="store_true", help="minimize the average InfoNCE loss over the keys (Eq. 2-3), not Eq. 8")
     add("--temperature", type=common.positive_float, default=0.2, help="softmax temperature tau (Fig. 2c)")
-    add("--queue", type=common.positive_int, default=65536, help="queue length; folder: 1/10 of the images, or a batch")
+    add("--queue", type=common.positive_int, default=65536, help="queue length; if None, 1/10 of the images or a batch")
 
     add = parser.add_argument_group("model").add_argument
     add("--arch", default="resnet50", help="encoder: resnet_mini, resnet18, resnet50, vit_small, or any timm model")
@@ -83,7 +83,7 @@ def parse_args(argv=None):
     if args.num_keys == 1 and args.vanilla:
         parser.error("--vanilla has no effect with --num-keys 1, whose loss is InfoNCE already")
     if (args.num_keys == 1 or args.vanilla) and changed & {"lam", "lam_schedule"}:
-        parser.error("--lam and --lam-schedule have no effect with --num-keys 1 or --vanilla, whose losses lack it")
+        parser.error("--lam and --lam-schedule have no effect with --num-keys 1 or --vanilla: these have no lambda")
     return args
 
 
@@ -399,7 +399,7 @@ def encode_shuffled_keys(encode, views):
 class SplitBatchNorm(nn.BatchNorm2d):
     """Batch norm over each of `groups` equal slices of the batch, as on that many GPUs. x: (N, C) or (N, C, H, W).
 
-    As in MoCo's notebook, running statistics are averaged over groups. Each step makes them new tensors.
+    As in MoCo's notebook, running statistics are averaged over groups. Each step replaces their tensors.
     Raises ValueError if the groups do not divide a batch.
     """
 

@@ -65,7 +65,7 @@ def parse_args(argv=None):
     add("--affinity-form", choices=("logistic", "linear"), default="logistic", help="objective of the affinity (D1)")
     add("--affinity-lr", type=common.positive_float, help="if not given, 1e-4 for linear, else the peak of --lr")
     add("--temperature", type=common.positive_float, default=0.07, help="MoCo: softmax temperature tau")
-    add("--queue", type=common.positive_int, default=4096, help="queue length; folder: 1/10 of the images, or a batch")
+    add("--queue", type=common.positive_int, default=4096, help="queue length; if None, 1/10 of the images or a batch")
 
     add = parser.add_argument_group("model").add_argument
     add("--arch", default="resnet34", help="encoder: resnet_mini, resnet18, resnet50, vit_small, or any timm model")
@@ -620,7 +620,7 @@ def encode_shuffled_keys(encode, views):
 class SplitBatchNorm(nn.BatchNorm2d):
     """Batch norm over each of `groups` equal slices of the batch, as on that many GPUs. x: (N, C) or (N, C, H, W).
 
-    As in MoCo's notebook, running statistics are averaged over groups. Each step makes them new tensors.
+    As in MoCo's notebook, running statistics are averaged over groups. Each step replaces their tensors.
     Raises ValueError if the groups do not divide a batch.
     """
 

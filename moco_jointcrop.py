@@ -56,7 +56,7 @@ def parse_args(argv=None):
     add = parser.add_argument_group("loss").add_argument
     add("--local-crops", type=common.nonnegative_int, default=0, help="local crops per image, as queries (App. D, D9)")
     add("--temperature", type=common.positive_float, default=0.2, help="softmax temperature tau")
-    add("--queue", type=common.positive_int, default=65536, help="queue length; folder: 1/10 of the images, or a batch")
+    add("--queue", type=common.positive_int, default=65536, help="queue length; if None, 1/10 of the images or a batch")
 
     add = parser.add_argument_group("model").add_argument
     add("--arch", default="resnet50", help="encoder: resnet_mini, resnet18, resnet50, vit_small, or any timm model")
@@ -245,10 +245,11 @@ def contrast(q, k, temperature, first):
     q: (n, C), this process's queries. k: (N, C), the keys of all processes. Key first + i is the positive of query i,
     and the other keys are its negatives. temperature: tau > 0. Both are L2-normalized here.
     Gradients reach q, and also k unless it is detached. float16 and bfloat16 are converted to float32; call it outside
-    autocast, which would undo that. Raises ValueError if queries have no such key.
+    autocast, which would undo that. Raises ValueError if the shapes do not fit, or queries have no such key.
     """
-    if not 0 <= first <= len(k) - len(q):
-        raise ValueError(f"contrast takes first from 0 to {len(k) - len(q)}, not {first}")
+    if k.shape[1:] != q.shape[1:] or not 0 <= first <= len(k) - len(q):
+        shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)} and first {first}"
+        raise ValueError(f"contrast takes q (n, C), k (N, C) and first from 0 to N - n, not {shapes}")
     q, k = (x.to(torch.promote_types(x.dtype, torch.float32)) for x in (q, k))
     logits = F.normalize(q, dim=1) @ F.normalize(k, dim=1).T / temperature
     return 2 * temperature * F.cross_entropy(logits, first + torch.arange(len(q), device=q.device))
@@ -644,7 +645,7 @@ def encode_shuffled_keys(encode, views):
 class SplitBatchNorm(nn.BatchNorm2d):
     """Batch norm over each of `groups` equal slices of the batch, as on that many GPUs. x: (N, C) or (N, C, H, W).
 
-    As in MoCo's notebook, running statistics are averaged over groups. Each step makes them new tensors.
+    As in MoCo's notebook, running statistics are averaged over groups. Each step replaces their tensors.
     Raises ValueError if the groups do not divide a batch.
     """
 
@@ -695,8 +696,8 @@ def convert_split_batchnorm(module, groups):
 # D5 Small datasets. ContrastiveCrop: 500 epochs, a learning rate of 0.5 for 512 images, a momentum of 0.999 and a queue
 #    of 65,536. Here: MoCo's own demo on CIFAR-10 (facebookresearch/moco, branch colab-notebook), which is `--moco v1
 #    --joint none`, except that the demo divides by a standard deviation of (0.2023, 0.1994, 0.2010), and changes the
-#    learning rate once per epoch. MoCo v2 has its own head and temperature, and one epoch of warmup, without which a
-#    ResNet-18 nearly collapses while random keys leave the queue. STL-10: a queue of 8,192, and ImageNet's stem.
+#    learning rate once per epoch. MoCo v2 has its own head and temperature, and one epoch of warmup, without which
+#    JointCrop's embeddings were nearly equal for three epochs. STL-10: a queue of 8,192, and ImageNet's stem.
 # D6 The version of MoCo. Paper: v1 in App. F and G, all three in Table 9. Released: v3. Here: v2, or `--moco`.
 # D7 MoCo v3 on a ViT. Released: AdamW, a projector of three layers, a batch norm at the end of the predictor. Here:
 #    refused. The baseline of patchmix.py is MoCo v3 on a ViT.

@@ -235,11 +235,11 @@ def soft_info_nce(q, k, index, weight, temperature, smoothing=0.0):
     rows of k. weight: (P,), their weights. temperature: tau > 0. smoothing: label smoothing s in [0, 1] (D1); each
     weight is multiplied by 1 - s, and s of their sum is spread evenly over all keys.
     Gradients reach q, and also k unless it is detached, as in the paper. float16 and bfloat16 are converted to float32;
-    call it outside autocast, which would undo that. Raises ValueError if index or weight do not fit.
+    call it outside autocast, which would undo that. Raises ValueError if the shapes do not fit.
     """
-    if len(index) != len(q) or weight.shape != index.shape[1:]:
-        shapes = f"q {tuple(q.shape)}, index {tuple(index.shape)} and weight {tuple(weight.shape)}"
-        raise ValueError(f"soft_info_nce takes q (n, C), index (n, P) and weight (P,), not {shapes}")
+    if k.shape[1:] != q.shape[1:] or len(index) != len(q) or weight.shape != index.shape[1:]:
+        shapes = [tuple(x.shape) for x in (q, k, index, weight)]
+        raise ValueError(f"soft_info_nce takes q (n, C), k (N, C), index (n, P) and weight (P,), not {shapes}")
     q, k = (x.to(torch.promote_types(x.dtype, torch.float32)) for x in (q, k))
     logits = F.normalize(q, dim=1) @ F.normalize(k, dim=1).T / temperature
     index, weight = index.to(q.device, non_blocking=True), weight.to(logits, non_blocking=True)

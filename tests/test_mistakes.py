@@ -92,12 +92,15 @@ def test_a_script_as_a_program(script, tmp_path):
 A, B, IMAGES = unit(4, 6), unit(8, 6), torch.zeros(4, 3, 8, 8)
 WRONG_ARGUMENTS = {  # of functions that other projects copy: those that torch would broadcast to a wrong number
     "moco: keys of other queries": lambda: moco_jointcrop.info_nce(A, B, B, 0.2),
+    "moco: keys that are no vectors": lambda: moco_jointcrop.info_nce(A[None], A[None], B[None], 0.2),
+    "moco v3: keys of another width": lambda: moco_jointcrop.contrast(A, B[:, :5], 0.2, 0),
     "moco: a range from 0": lambda: moco_jointcrop.sample_joint(3, 0.0, 1.0, 0.0),
     "moco: a range upside down": lambda: moco_jointcrop.sample_joint(3, 1.0, 0.2, 0.0),
     "jcl: keys of two dimensions": lambda: jcl.jcl_loss(A, A, B, 0.2, 4.0),
     "jcl: keys of other queries": lambda: jcl.jcl_loss(A, B[:, None], B, 0.2, 4.0),
     "jcl: a batch that is no equal groups": lambda: jcl.SplitBatchNorm(3, 2)(torch.zeros(5, 3)),
     "clim: keys of three dimensions": lambda: clim.clim_loss(A, A, A[:, None], B, 0.2, 0.5),
+    "clim: a queue of another width": lambda: clim.clim_loss(A, A, A, B[:, :5], 0.2, 0.5),
     "clim: shares as a column": lambda: clim.clim_loss(A, A, A, B, 0.2, torch.rand(4, 1)),
     "clim: a share of the loss above 1": lambda: clim.clim_loss(A, A, A, B, 0.2, 1.5),
     "clim: partners of other rows": lambda: clim.cutmix(IMAGES, IMAGES[:1], 0.5),

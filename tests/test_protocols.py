@@ -249,7 +249,8 @@ def test_the_strength_is_the_best_of_the_validation_part_and_then_all_is_fitted(
     noise, centers = torch.randn(120, 20, generator=g), torch.randn(3, 20, generator=g)
     x = torch.cat([(centers[y] + noise)[:, :4], 2 * noise[:, 4:]], 1)
     test_x, rest, check, grid = 2 * x[:7], torch.arange(80), torch.arange(80, 120), [0.1, 0.3, 1.0, 3.0, 10.0, 1e3]
-    found = eval_linear.lbfgs_probe(x, y, test_x, rest, check, 3, grid, "per_class")
+    with torch.inference_mode():  # a caller's, which is not in the way
+        found = eval_linear.lbfgs_probe(x.clone(), y.clone(), test_x, rest, check, 3, grid, "per_class")
     mean = x[:80].double().mean(0)
     scale = (x[:80] - mean).square().mean().sqrt()
     x, test_x = (x - mean) / scale, (test_x - mean) / scale
@@ -286,6 +287,13 @@ def test_lbfgs_of_a_checkpoint(places, tmp_path, capsys):
     said = capsys.readouterr().out
     assert "21 images choose" in said and "all 42 " in said
     (tmp_path / "val").rename(data / "val")
+    (data / "test").rename(tmp_path / "test")
+    shutil.copytree(data / "val" / "a", data / "test")  # without classes, as ImageNet's
+    run(*flags)
+    said = capsys.readouterr().out
+    assert "4 images choose" in said and "test/ is evaluated" not in said
+    shutil.rmtree(data / "test")
+    (tmp_path / "test").rename(data / "test")
     shutil.rmtree(data / "test" / "a")
     assert "classes of test/" in refused(capsys, run, *flags)
 
