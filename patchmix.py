@@ -294,7 +294,7 @@ def encode_together(encoder, head, batches):
     batch by itself. batches: list of (n, 3, H, W), or of None, which stays None.
     """
     images = [x for x in batches if x is not None]
-    features = iter(encoder(torch.cat(images)).chunk(len(images)))
+    features = iter(encoder(torch.cat(images)).split([len(x) for x in images]))
     return [None if x is None else head(next(features)).to(x.dtype) for x in batches]
 
 

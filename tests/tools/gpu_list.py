@@ -5,7 +5,7 @@
 2. gpu_check.py, beside the first trainings.
 3. ARMS, some at once: trainings on CIFAR-10 in memory. Each is evaluated by kNN and a linear probe, beside the next.
 
-Each leaves one JSON file. A training that the time has cut is kept as far as it came, and goes on in the next call on
+Each leaves one JSON file. A training that the time has cut is kept as far as it came, and resumed by the next call on
 the same machine, where its folder in runs/gpu still is. On another machine it begins anew. --arms chooses from the
 list: speed, compiled (the same with --compile), gpu_check, and ARMS with the seed, as in moco-s0.
 """
