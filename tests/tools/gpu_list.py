@@ -224,7 +224,7 @@ def evaluate(name, out, dry, flags, workers):
 def finished(folder):
     """The names of what a folder has, without trainings that the time has cut: {name: what is kept}."""
     found = {file.stem: json.loads(file.read_text()) for file in sorted(folder.glob("*.json"))}
-    return {name: kept for name, kept in found.items() if "linear" in kept or "ms" in kept}
+    return {name: kept for name, kept in found.items() if "kNN" in kept or "ms" in kept}
 
 
 def run(args):
