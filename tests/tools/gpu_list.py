@@ -214,6 +214,14 @@ def evaluate(name, out, dry, flags, workers):
     for temperature in ("0.07", "0.1") if name.startswith("moco-demo") else ("0.07",):  # 0.1: the demo's own
         args = eval_knn.parse_args([*words, "--k", "20", "200", "--temperature", temperature])
         found["kNN"][temperature] = eval_knn.main(args, *images)["encoder"]
+    if name.startswith("moco-demo"):  # whose notebook may vote by the embeddings, not the features
+        state, (encoder, info) = common.load_checkpoint(RUNS / name / "last.pt")["model"], common.open_encoder(args)
+        head = torch.nn.Linear(*state["projector.0.weight"].shape[::-1])
+        head.load_state_dict(dict(weight=state["projector.0.weight"], bias=state["projector.0.bias"]))
+        device, *_ = common.init_distributed(args.device)
+        options = dict(workers=args.workers, amp=common.use_bf16(args.amp, device), temperature=0.1)
+        model = torch.nn.Sequential(encoder, head).to(device)
+        found["kNN"]["0.1, embeddings"] = common.knn_monitor(model, info, *images, device, **options)
     found["linear"] = eval_linear.main(eval_linear.parse_args(words), *images)["encoder"]
     write(f"{out}/{name}.json", found)
 
