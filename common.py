@@ -892,7 +892,7 @@ def log_demo(args, command):
 
 
 def start(main, parse_args, paper=None):
-    """Run main(parse_args()). A UsageError is one line and exit status 2, Ctrl-C 130. paper: see `log_demo`."""
+    """Run main(parse_args()). Bad input and divergence are one line and exit status 2. paper: see `log_demo`."""
     sys.stdout = sys.stdout or open(os.devnull, "w")  # None if it is closed
     torch.set_flush_denormal(True)  # denormal numbers make a CPU several times slower
     torch.backends.cudnn.benchmark = True
@@ -907,7 +907,7 @@ def start(main, parse_args, paper=None):
     except KeyboardInterrupt:
         log("interrupted: the same command resumes a training after its last saved epoch")
         raise SystemExit(130) from None
-    except UsageError as error:
+    except (UsageError, FloatingPointError) as error:
         progress("")  # clear it
         if int(os.environ.get("LOCAL_RANK", 0)) > 0:
             time.sleep(5)  # usually all processes find the error, and torchrun stops them once the first has exited
@@ -1024,8 +1024,9 @@ class Meter:
         values = torch.stack(all_gather_object(values)).mean(0).tolist()
         averages = dict(zip(self.sums, values, strict=True))
         if wrong := [name for name, value in averages.items() if not math.isfinite(value)]:
-            what = f"{' and '.join(wrong)} of epoch {self.epoch + 1} not finite"
-            raise FloatingPointError(f"{what}: pass a lower --lr, a new --out, and --resume to keep the epochs before")
+            keep = ", a new --out, and --resume to keep the epochs before" if self.epoch else ""
+            what = f"{', '.join(wrong)} of epoch {self.epoch + 1} not finite"
+            raise FloatingPointError(f"{what}: pass a lower --lr{keep}")
         return averages | dict(images_per_s=self.batch_size * self.count / (time.perf_counter() - self.began))
 
 
@@ -1161,7 +1162,7 @@ def parse_args(parser, argv, recipe, vit_only=("patch_size",)):
         parser.error("--local-size and --local-scale have no effect without --local-crops")
     if getattr(args, "local_crops", 0) and (args.local_size or 0) > np.max(args.image_size):
         parser.error(f"--local-size {args.local_size} is larger than --image-size {format_value(args.image_size)}")
-    if not is_vit(args.arch) and (given := sorted({*vit_only} & {*changed})):
+    if timm_module(args.arch) and not is_vit(args.arch) and (given := sorted({*vit_only} & {*changed})):
         parser.error(f"--{given[0].replace('_', '-')} has no effect without a ViT (--arch)")
     if args.init_prefix and not args.init:
         parser.error("--init-prefix has no effect without --init")

@@ -188,7 +188,7 @@ def local_dissimilarity(affinity, local1, local2):
     """Return L_ll, which the encoder minimizes: the mean softplus of the scores of two local crops of one image.
 
     affinity: a module, (N, C), (N, C) -> scores (N,). local1, local2: (N, C), L2-normalized. Gradients reach local1 and
-    local2 only; the affinity's parameters are constants.
+    local2 only; the affinity's parameters are constants, but in training mode its running statistics change.
     """
     constants = {name: p.detach() for name, p in affinity.named_parameters()}
     return F.softplus(torch.func.functional_call(affinity, constants, (local1, local2))).mean()

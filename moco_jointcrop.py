@@ -451,7 +451,8 @@ class MoCo(MoCoBase):
 class MoCoV3(MoCoBase):
     """MoCo v3's query encoder with a predictor, and its momentum encoder. It has no queue.
 
-    Copy it with MoCoBase, contrast, mlp and gather. hidden: of projector and predictor. For the rest see `MoCo`.
+    Copy it with MoCoBase, contrast, mlp and gather. On several GPUs convert it by timm.layers.convert_sync_batchnorm,
+    and wrap it in DistributedDataParallel. hidden: of projector and predictor. For the other arguments see `MoCo`.
     """
 
     def __init__(self, backbone, width, hidden=4096, dim=256, temperature=1.0):
@@ -695,9 +696,10 @@ def convert_split_batchnorm(module, groups):
 #    Released script's default: from 0.08.
 # D5 Small datasets. ContrastiveCrop: 500 epochs, a learning rate of 0.5 for 512 images, a momentum of 0.999 and a queue
 #    of 65,536. Here: MoCo's own demo on CIFAR-10 (facebookresearch/moco, branch colab-notebook), which is `--moco v1
-#    --joint none`, except that the demo divides by a standard deviation of (0.2023, 0.1994, 0.2010), and changes the
-#    learning rate once per epoch. MoCo v2 has its own head and temperature, and one epoch of warmup, without which
-#    JointCrop's embeddings were nearly equal for three epochs. STL-10: a queue of 8,192, and ImageNet's stem.
+#    --joint none`, except that the demo divides by a standard deviation of (0.2023, 0.1994, 0.2010), changes the
+#    learning rate once per epoch, draws the order of the color jitter per image, and computes in float32 (here in bf16
+#    on GPUs that have it). MoCo v2 has its own head and temperature, and one epoch of warmup, without which JointCrop's
+#    embeddings were nearly equal for three epochs. STL-10: a queue of 8,192, and ImageNet's stem.
 # D6 The version of MoCo. Paper: v1 in App. F and G, all three in Table 9. Released: v3. Here: v2, or `--moco`.
 # D7 MoCo v3 on a ViT. Released: AdamW, a projector of three layers, a batch norm at the end of the predictor. Here:
 #    refused. The baseline of patchmix.py is MoCo v3 on a ViT.
