@@ -157,7 +157,7 @@ def clim_loss(q, k_anchor, k_positive, queue, temperature, lam):
     (a tensor is not checked, which would wait for the GPU).
     """
     lam_shape = tuple(lam.shape) if torch.is_tensor(lam) else ()
-    fits = q.shape == k_anchor.shape == k_positive.shape and queue.shape[1:] == q.shape[1:]
+    fits = q.dim() == 2 and q.shape == k_anchor.shape == k_positive.shape and queue.shape[1:] == q.shape[1:]
     if not fits or lam_shape not in ((), (len(q),)):
         shapes = f"{[tuple(x.shape) for x in (q, k_anchor, k_positive, queue)]} and {lam_shape}"
         raise ValueError(f"clim_loss takes q and both keys (N, C), queue (K, C), lam () or (N,), not {shapes}")
@@ -188,8 +188,9 @@ def cutmix(x, partner, lam, generator=None):
     in shape, or lam is not in [0, 1].
     """
     lam = torch.as_tensor(lam, dtype=torch.float64).cpu()
-    if partner.shape != x.shape:
-        raise ValueError(f"cutmix takes x and partner of one shape, not {tuple(x.shape)} and {tuple(partner.shape)}")
+    if x.dim() != 4 or partner.shape != x.shape:
+        shapes = f"{tuple(x.shape)} and {tuple(partner.shape)}"
+        raise ValueError(f"cutmix takes x and partner (N, C, H, W) of one shape, not {shapes}")
     if lam.shape not in ((), (len(x),)) or not ((lam >= 0) & (lam <= 1)).all():
         raise ValueError(f"cutmix takes lam in [0, 1], a float or one for each of {len(x)} images, not {lam}")
     height, width = x.shape[2:]
@@ -691,7 +692,7 @@ def convert_split_batchnorm(module, groups):
         result = SplitBatchNorm(module.num_features, groups, eps=module.eps, momentum=module.momentum)
         result.weight, result.bias = module.weight, module.bias
         result.running_mean, result.running_var = module.running_mean, module.running_var
-        result.num_batches_tracked = module.num_batches_tracked
+        result.num_batches_tracked, result.training = module.num_batches_tracked, module.training
     for name, child in module.named_children():
         setattr(result, name, convert_split_batchnorm(child, groups))
     return result

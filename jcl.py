@@ -434,7 +434,7 @@ def convert_split_batchnorm(module, groups):
         result = SplitBatchNorm(module.num_features, groups, eps=module.eps, momentum=module.momentum)
         result.weight, result.bias = module.weight, module.bias
         result.running_mean, result.running_var = module.running_mean, module.running_var
-        result.num_batches_tracked = module.num_batches_tracked
+        result.num_batches_tracked, result.training = module.num_batches_tracked, module.training
     for name, child in module.named_children():
         setattr(result, name, convert_split_batchnorm(child, groups))
     return result

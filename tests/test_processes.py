@@ -135,6 +135,7 @@ def test_batch_norm_in_groups_is_one_for_each_slice(kind, shape, double):
     rows = torch.arange(8.0).view(-1, *[1] * (len(shape) - 1))
     x = (x * (1 + rows) + rows).requires_grad_()
     norm = jcl.convert_split_batchnorm(kind(3), 4)
+    assert norm.training and not jcl.convert_split_batchnorm(kind(3).eval(), 4).training
     nn.init.normal_(norm.weight)
     ours, inputs, parts = norm(x), [x, norm.weight, norm.bias], x.chunk(4)
     theirs = torch.cat([F.batch_norm(part, None, None, norm.weight, norm.bias, training=True) for part in parts])
