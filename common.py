@@ -892,7 +892,7 @@ def log_demo(args, command):
 
 
 def start(main, parse_args, paper=None):
-    """Run main(parse_args()). Bad input and divergence are one line and exit status 2. paper: see `log_demo`."""
+    """Run main(parse_args()). Bad input or divergence: one line, exit status 2. Ctrl-C: 130. paper: see `log_demo`."""
     sys.stdout = sys.stdout or open(os.devnull, "w")  # None if it is closed
     torch.set_flush_denormal(True)  # denormal numbers make a CPU several times slower
     torch.backends.cudnn.benchmark = True

@@ -382,6 +382,7 @@ def shard(x, dim=0):
 def encode_shuffled_keys(encode, views):
     """Encode views of the global batch with ShuffleBN: keys (V, N, C), on every process.
 
+    Copy it with gather and shard.
     encode: a function, images (n, 3, H, W) -> keys (n, C). views: list of V views of this process, each (n, 3, H, W).
 
     A query and its key must not share batch statistics, from which the encoder could tell that they belong together
