@@ -430,7 +430,7 @@ def split_batch(batch_size, images, world, parts=1, flag="--batch-size", smalles
 # These functions take a batch of float32 images in [0, 1], (n, 3, H, W), on any device, and do not change it in place.
 # They do what torchvision's ColorJitter, RandomGrayscale, RandomSolarize, RandomHorizontalFlip and GaussianBlur do, but
 # draw random numbers for each image. They draw on the CPU, so that the CPU need not wait for the GPU. Call them outside
-# autocast, which would blur in half precision. To copy color_jitter, copy the adjust_* functions, too.
+# autocast, which would blur in half precision.
 
 
 def color_jitter(x, brightness, contrast, saturation, hue, p=1.0):
@@ -438,7 +438,8 @@ def color_jitter(x, brightness, contrast, saturation, hue, p=1.0):
 
     Brightness, contrast and saturation are multiplied by a factor from [max(0, 1 - v), 1 + v], where v is the argument.
     The hue is rotated by up to `hue` turns in both directions. The four are applied in random order, which is drawn per
-    batch, as in kornia. torchvision's ColorJitter draws it per image.
+    batch, as in kornia. torchvision's ColorJitter draws it per image. x: (n, 3, H, W), in [0, 1]. Copy it with
+    adjust_brightness, adjust_contrast, adjust_saturation and adjust_hue.
     """
     rows = (torch.rand(len(x)) < p).nonzero().flatten()
     changes = (adjust_brightness, adjust_contrast, adjust_saturation, adjust_hue)
@@ -495,7 +496,7 @@ def horizontal_flip(x, p=0.5):
 
 
 def gaussian_blur(x, sigma, p=1.0):
-    """Blur each image with probability p by a Gaussian kernel, cut off at 4 times the largest sigma.
+    """Blur each image (n, C, H, W) with probability p by a Gaussian kernel, cut off at 4 times the largest sigma.
 
     sigma: in pixels, above 0; a range (low, high) to draw it from, or a tensor (n,) on the CPU. p: a number, or such a
     tensor; an image whose p is 0 needs no sigma. Borders are mirrored.
@@ -507,7 +508,7 @@ def gaussian_blur(x, sigma, p=1.0):
     sigma = sigma[rows, None]
     reach = min(math.ceil(4 * sigma.max()), x.shape[2] - 1, x.shape[3] - 1)
     kernel = torch.exp(-0.5 * (torch.arange(-reach, reach + 1) / sigma) ** 2)
-    kernel = (kernel / kernel.sum(1, keepdim=True)).repeat_interleave(3, 0)  # one row per image and channel
+    kernel = (kernel / kernel.sum(1, keepdim=True)).repeat_interleave(x.shape[1], 0)  # one row per image and channel
     kernel, rows = kernel.to(x.device, x.dtype, non_blocking=True), rows.to(x.device, non_blocking=True)
     y = F.pad(x[rows].flatten(0, 1)[None], (reach,) * 4, mode="reflect")
     y = F.conv2d(y, kernel[:, None, :, None], groups=len(kernel))
@@ -777,6 +778,7 @@ def knn_predict(train_x, train_y, test_x, k, temperature, num_classes):
     train_x: (n, d) and train_y: (n,), this process's rows of the training images. test_x: (m, d), the same on every
     process. Features are L2-normalized here. k: list of numbers of neighbors. If one exceeds the number of training
     images, all of these vote. Each process finds the nearest of its own rows, among which are the nearest of all.
+    Copy it with gather_rows, all_gather_object and rank_and_world.
     """
     bank, queries, train_y = F.normalize(train_x, dim=1), F.normalize(test_x, dim=1), train_y.to(train_x.device)
     most = max(all_gather_object(len(bank)))  # the same on every process, so that all take the same chunks
