@@ -128,10 +128,8 @@ RECIPES = dict(  # what differs from the paper's values for ImageNet
 
 
 def recipe(args):
-    """Return the defaults, {name: value}, for args.dataset, arch, image_size, selection and local_crops."""
+    """Return the defaults, {name: value}, for args.dataset, image_size, selection and local_crops."""
     values = dict(RECIPES[args.dataset])
-    if args.dataset == "folder" and args.arch in ("resnet_micro", "resnet_mini"):
-        values["batch_size"] = 64  # not in the paper, because there may be few images
     if args.selection == "knn":
         values["knn_k"] = 10  # section 4.4: for Table 6, positives are taken from the nearest ten
     has_one_size = args.selection == "none" or args.local_crops  # the baseline, and Table 7's multi-crop

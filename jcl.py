@@ -109,14 +109,12 @@ RECIPES = dict(  # what differs from the paper's values for ImageNet
 
 
 def recipe(args):
-    """Return the defaults, {name: value}, for args.dataset, args.variant and args.arch."""
+    """Return the defaults, {name: value}, for args.dataset and args.variant."""
     values = dict(RECIPES[args.dataset])
     if args.variant == "released":
         values |= dict(num_keys=4, lam=2.0, lam_schedule="ramp")  # D1, D2
         if args.dataset in ("imagenet", "folder"):
             values["batch_size"] = 256  # D3
-    if args.dataset == "folder" and args.arch in ("resnet_micro", "resnet_mini"):
-        values["batch_size"] = 64  # not in the paper, because there may be few images
     return values
 
 

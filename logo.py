@@ -132,7 +132,7 @@ RECIPES = dict(  # what differs from the values for MoCo on ImageNet-100
 
 
 def recipe(args):
-    """Return the defaults, {name: value}, for args.dataset, base, arch, pairs, variant, local_crops and image_size."""
+    """Return the defaults, {name: value}, for args.dataset, base, pairs, variant, local_crops and image_size."""
     values = dict(RECIPES[args.dataset], l2l=args.local_crops > 0)
     if args.base == "simsiam":
         values |= dict(l2l_weighting="lambda", milestones=[], dim=2048)  # inference (D12)
@@ -143,8 +143,6 @@ def recipe(args):
             values |= dict(layers=2, dim=256, hidden=128)  # not in the paper
     if args.dataset == "folder":
         values["local_size"] = min(96, args.image_size)  # not in the paper
-    if args.dataset == "folder" and args.arch in ("resnet_micro", "resnet_mini"):
-        values["batch_size"] = 64  # not in the paper, because there may be few images
     if args.pairs == "all":
         values |= dict(crop_scale=[0.3, 1.0], local_scale=[0.05, 0.3], l2l=False)  # supplement, section 2
     if args.variant == "paper":

@@ -148,7 +148,7 @@ V3_PATTERNS = dict(V3, lr=1.2, warmup=1.0, momentum=[0.98, 1.0], hidden=512)
 
 
 def recipe(args):
-    """Return the defaults, {name: value}, for args.dataset, args.variant, args.moco and args.arch."""
+    """Return the defaults, {name: value}, for args.dataset, args.variant and args.moco."""
     values = dict(RECIPES[args.dataset], moco="v3" if args.variant == "released" else "v2")
     moco = args.moco or values["moco"]
     if args.dataset == "patterns":
@@ -157,8 +157,6 @@ def recipe(args):
         values |= dict(v1=V1_CIFAR, v2={}, v3=V3_CIFAR)[moco]
     else:
         values |= dict(v1=V1_IMAGENET, v2={}, v3=V3_IMAGENET)[moco]
-    if args.dataset == "folder" and args.arch in ("resnet_micro", "resnet_mini"):
-        values["batch_size"] = 64  # not in the paper, because there may be few images
     return values
 
 
