@@ -118,12 +118,12 @@ CIFAR = dict(  # section 4.1.2; Table 10: crop_scale; released: min_lr, and --no
     arch="vit_tiny", image_size=32, patch_size=2, epochs=800, warmup=100.0, batch_size=512, lr=5e-4, min_lr=5e-7,
     mix_slices=4, crop_scale=[0.1, 1.0],
 )
-SMALL_ENCODER = dict(  # not in the paper: for CPUs, with small heads, few patches, weak views
-    batch_size=64, weight_decay=[0.02, 0.2], patch_size=8, num_mix=2, mix_slices=1, hidden=512, dim=128, drop_path=0.0,
-    crop_scale=[0.3, 1.0], blur_p=0.1, momentum=[0.98, 1.0], min_lr=4e-6,
-)
 RECIPES = dict(  # what differs from the paper's values for ImageNet: section 4.1.2, Tables 9 and 10
-    patterns=dict(SMALL_ENCODER, arch="vit_micro", image_size=32, epochs=50, warmup=1.0, lr=4e-3, norm="patterns"),
+    patterns=dict(  # not in the paper: for a laptop, with small heads, few patches, weak views
+        arch="vit_micro", image_size=32, patch_size=8, epochs=50, batch_size=64, lr=4e-3, min_lr=4e-6, warmup=1.0,
+        weight_decay=[0.02, 0.2], momentum=[0.98, 1.0], num_mix=2, mix_slices=1, hidden=512, dim=128, drop_path=0.0,
+        crop_scale=[0.3, 1.0], blur_p=0.1, norm="patterns",
+    ),
     cifar10=CIFAR,
     cifar100=CIFAR,
     stl10=dict(CIFAR, image_size=96, patch_size=6),  # not in the paper
@@ -144,9 +144,7 @@ def recipe(args):
     """Return the defaults, {name: value}, for args.dataset, args.variant, args.arch, and args.num_mix if released."""
     values = dict(arch="vit_small", num_mix=3, local_crops=0) | RECIPES[args.dataset]
     arch = (args.arch or values["arch"]).removesuffix("_patch16_224")  # timm's own names, too
-    if args.dataset == "folder" and arch == "vit_micro":
-        values |= SMALL_ENCODER | dict(lr=8e-3)  # not in the paper
-    elif args.dataset in ("cifar10", "cifar100", "stl10") or (args.dataset != "patterns" and arch != "vit_micro"):
+    if args.dataset != "patterns":
         values |= ENCODERS.get(arch, {})
     if args.variant == "released":
         values |= dict(num_mix=2, smoothing=0.1, mixed_view=2)  # D2, D1, D5
