@@ -154,8 +154,6 @@ def fingerprint(dataset):
     digest.update(np.asarray(getattr(dataset, "targets", ()), np.int64).tobytes())
     if isinstance(dataset, ImageFiles):
         digest.update(b"\0".join(dataset.names.tolist()))
-    elif getattr(dataset, "is_generated", False):
-        digest.update(str(dataset.images.shape).encode())
     return f"{describe(dataset)}, {digest.hexdigest()[:16]}"
 
 
@@ -355,7 +353,7 @@ def draw_patterns(pattern, n, size, rng):
 class Patterns(Dataset):
     """Synthetic images of ten kinds. Neither color nor single pixels tell the kind: an encoder has to learn shapes."""
 
-    classes, is_generated = list(PATTERNS), True
+    classes = list(PATTERNS)
 
     def __init__(self, count, size, seed):
         rng = np.random.default_rng(seed)
@@ -665,7 +663,6 @@ def load_backbone(path, encoder=None):
     info = saved.get("backbone", saved)  # of last.pt, which has both encoders; backbone.pt has one
     if "timm_name" not in info:
         raise UsageError(f"{path} is not of this project; for third-party weights pass --arch, for example resnet50")
-    info = dict(arch=info["timm_name"]) | info  # earlier versions have no arch
     weights = info.pop("state_dict", None)
     if "backbone" in saved:
         if info["encoder"] != "fine-tuned":

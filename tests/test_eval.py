@@ -131,13 +131,13 @@ def test_own_data_give_the_scores_of_the_same_folder(script, flags, places):
 
 
 def test_a_run_is_evaluated_on_the_images_it_was_trained_on(places, tmp_path, capsys):
-    """Unless a dataset is given. The folder may move. A backbone of an earlier version does not name its images."""
+    """Unless a dataset is given. The folder may move. A backbone that does not name its images needs one."""
     expected, data = run(eval_knn, places["VIT"], "--k", 3), shutil.copytree(places["DATA"], tmp_path / "data")
     flags, state = ["--k", 3, "--data-dir", data], load(places["VIT"] / "backbone.pt")
     assert run(eval_knn, places["VIT"], *flags) == expected
     (data / "train" / "a" / "a00.png").rename(data / "train" / "a" / "a99.png")
-    earlier = {name: state[name] for name in state.keys() - {"arch", "dataset", "data_dir", "images"}}
-    torch.save(earlier, tmp_path / "backbone.pt")
+    unnamed = {name: state[name] for name in state.keys() - {"dataset", "images"}}
+    torch.save(unnamed, tmp_path / "backbone.pt")
     for folder, words in (places["VIT"], "trained on"), (tmp_path, "--dataset"):
         assert words in refused(capsys, run, eval_knn, folder, *flags)
         assert run(eval_knn, folder, *flags, "--dataset", "folder") == expected

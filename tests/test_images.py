@@ -187,7 +187,7 @@ def test_there_is_no_knn_without_labels_of_the_same_classes(capsys):
 def test_test_images_of_ones_own_are_used_without_training_images_too(few_patterns):
     own = common.Patterns(0, 8, seed=5)
     train, test = common.open_data("patterns", image_size=8, test=own)
-    assert test is own and train.is_generated and train is not own
+    assert test is own and train.classes == [*common.PATTERNS] and train is not own
     assert common.open_evaluation_data("patterns", None, INFO, test=own)[1] is own
 
 
@@ -312,11 +312,10 @@ def test_the_fingerprint_is_of_the_images_not_of_their_place(tmp_path, monkeypat
 
 
 def test_the_fingerprint_reads_no_images():
-    """Of one's own images it depends on their number and labels, of the demo's also on their size."""
+    """Of one's own images it depends on their number and labels."""
     labels = [0, 0, 0], [0, 1, 0], [0, 0], [0]
     images = [Pictures(np.zeros((len(some), 8, 8, 3), np.uint8), some) for some in labels]
     images += [common.ImageFiles("missing", ["a/0.png"], [0], ["a"])]
-    images += [common.Patterns(20, size, 0) for size in (8, 16)]
     assert len({common.fingerprint(some) for some in images}) == len(images)
     images[0].targets = np.zeros(3)
     assert common.fingerprint(images[0]) == common.fingerprint(Pictures(images[0].array, labels[0]))
