@@ -135,7 +135,7 @@ def with_labels(dataset):
 
 
 def has_labels(dataset):
-    """Whether a dataset has `targets`, of which at least one is a label. None and lists have none."""
+    """Whether a dataset has `targets` with at least one label. False for None and for lists."""
     return np.asarray(getattr(dataset, "targets", ())).max(initial=-1) >= 0
 
 
