@@ -2,15 +2,15 @@
 
     python tests/tools/bench.py steps [--methods jcl clim] [--against COMMIT]
     python tests/tools/bench.py device           the operations that a step of the CIFAR recipes gives to a GPU, counted
-    python tests/tools/bench.py views            from JPEG files of 500 x 375 px to views of 224 px, without the model
+    python tests/tools/bench.py views            from JPEG files to views of 224 px, without the model
 
-`steps` are the demo's. `views` has the ImageNet recipe, with a small encoder. --against: over the same by the files of
-a commit. Then both sides run at once, and take turns: A, B; B, A. Their ratio of times means more than the times,
-because other programs may use the machine, too.
+`steps` are the demo's. `views` has the ImageNet recipe with the photographs of .github, and a small encoder. --against:
+over the same by the files of a commit. Then both sides run at once, and take turns: A, B; B, A. Their ratio of times
+means more than the times, because other programs may use the machine, too.
 
-`device` needs no GPU and no idle machine. It counts, by the part of a step, the operations that compute (not views, not
-allocations) and the copies from the host, in float32 and with 16 images, on whose number the counts do not depend.
-What the CPU draws for itself is not counted. On a GPU in bf16 casts are added, and some operations are several kernels.
+`device` needs no GPU and no idle machine. It counts the operations that compute (not views, not allocations) and the
+copies from the host, in float32 and with 16 images, on whose number the counts do not depend. What the CPU draws for
+itself is not counted. On a GPU in bf16 casts are added, and some operations are several kernels.
 """
 
 import argparse
@@ -28,7 +28,6 @@ from unittest import mock
 
 import numpy as np
 import torch
-from PIL import Image
 from torch.utils.data import DataLoader, DistributedSampler
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -40,6 +39,13 @@ KINDS = {  # methods, rounds, batch size, flags
     "views": (("jcl", "clim"), 5, 32, "--dataset imagenet --arch resnet_micro"),
     "device": (METHODS, 1, 16, "--dataset cifar10"),
 }
+
+
+def parse(line, *more):
+    """The module and the arguments of a script's command line. more: words."""
+    script, *words = line.split()
+    module = importlib.import_module(script.removesuffix(".py"))
+    return module, module.parse_args([*words, *map(str, more)])
 
 
 def records(out):
@@ -97,25 +103,15 @@ def serve(what, house, method, *flags):
             clock.append(time.process_time())
 
     torch.nn.modules.module.register_module_forward_pre_hook(on_forward)
-    if what == "device":
-        with contextlib.redirect_stdout(io.StringIO()):
-            found = importlib.import_module("simulated_device").count(method, flags)
-        return print(json.dumps(found))
-    module = importlib.import_module(method)
-    with training_batches(in_turns), contextlib.redirect_stdout(io.StringIO()):
-        importlib.import_module("common").start(module.main, lambda: module.parse_args([*flags]))
+    with contextlib.redirect_stdout(io.StringIO()):
+        module, args = parse(method, *flags)
+        if what == "device":
+            return print(json.dumps(importlib.import_module("simulated_device").count(module, args)), file=answer)
+        with training_batches(in_turns):
+            importlib.import_module("common").start(module.main, lambda: args)
 
 
 # ------------------------------------------------------------------- the measurements
-
-
-def write_images(folder):
-    """The images of `views`."""
-    photos = sorted(ROOT.glob(".github/photos/*.jpg"))
-    os.makedirs(f"{folder}/images/train/class")
-    for i in range(640):
-        photo = Image.open(photos[i % len(photos)]).crop((i % 64, i % 64, 380 + i % 64, 230 + i % 64))
-        photo.resize((500, 375)).save(f"{folder}/images/train/class/{i}.jpg", quality=90)
 
 
 def measure(commands, rounds):
@@ -145,20 +141,13 @@ def report(name, seconds, images):
 
 
 def show_counts(method, commands):
-    """Print what a step gives to a device, by part: operations and copies of each side, and the ratio of the whole."""
+    """Print how many operations and copies a step gives to a device, of each side, and the operations' ratio."""
     sides = [json.loads(subprocess.run(c, stdout=subprocess.PIPE, check=True).stdout) for c in commands]
-    views, foreach = ([side.pop(name) for side in sides] for name in ("views", "foreach SGD"))
-    rows = {name: [side[name] for side in sides] for name in sides[0]}
-    rows["whole step"] = wholes = [np.sum([*side.values()], 0).tolist() for side in sides]
-    loops = [operations for operations, _ in rows["optimizer"]]
-    if foreach != loops:
-        both = zip(wholes, loops, foreach, strict=True)
-        rows["whole step, SGD as on GPUs"] = [(whole - loop + new, copies) for (whole, copies), loop, new in both]
-    rows["color, per view"] = [np.divide(side["color"], n).tolist() for side, n in zip(sides, views, strict=True)]
-    print(f"{method + ': a step gives to a device':35} operations, copies" + " (over before)" * (len(sides) > 1))
-    for name, counts in rows.items():
-        ratio = f"   ratio {counts[0][0] / counts[1][0]:.3f}" if len(sides) > 1 and counts[1][0] else ""
-        print(f"  {name:33} " + "  over  ".join(f"{n:>8,g} {copies:>6,g}" for n, copies in counts) + ratio, flush=True)
+    for how in sides[0]:
+        operations, copies = ([side[how][what] for side in sides] for what in ("operations", "copies"))
+        text = " over ".join(f"{n:,} and {m:,} copies" for n, m in zip(operations, copies, strict=True))
+        ratio = f": ratio {operations[0] / operations[1]:.3f}" if len(sides) > 1 else ""
+        print(f"{f'{method}, SGD {how}':35} {text}{ratio}", flush=True)
 
 
 def main():
@@ -179,8 +168,9 @@ def main():
             os.mkdir(houses[1])
             archive = subprocess.run(["git", "archive", args.against], cwd=ROOT, capture_output=True, check=True).stdout
             subprocess.run(["tar", "-x", "-C", houses[1]], input=archive, check=True)
-        if args.what == "views":
-            write_images(folder)
+        os.makedirs(f"{folder}/images/train")
+        for i, photo in enumerate(80 * sorted(ROOT.glob(".github/photos/*.jpg"))):
+            os.symlink(photo, f"{folder}/images/train/{i}.jpg")
         for method in args.methods or methods:
             own = f"{method} --device cpu --knn-every 0 --workers 0 --batch-size {batch} {flags}"
             own += " --clim-start 0" * (method == "clim")
