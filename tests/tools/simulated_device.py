@@ -173,23 +173,23 @@ def on(device, found, work, case, *words):
 
 
 def count(module, args):
-    """What a training step of a script gives to a device: {how SGD is made: {"operations": n, "copies": n}}.
+    """What a training step of a script gives to a device, with SGD as on CPUs and as on GPUs: [(operations, copies)].
 
     The device calls itself cpu:0, for which torch chooses an operation of its own where it would on a GPU; for `sim` it
     would take some apart. Norms of gradients are foreach. The first step differs, because optimizers have no state yet.
     """
-    found = {}
+    found = []
 
     def three_steps(batches):
         yield next(batches)
-        for how in ("as on CPUs", "as on GPUs"):
+        for foreach in (False, True):
             for optimizer in [x for x in gc.get_objects() if type(x) is torch.optim.SGD]:
                 for group in optimizer.param_groups:
-                    group["foreach"] = how == "as on GPUs" and not group["fused"]
+                    group["foreach"] = foreach and not group["fused"]
             batch = next(batches)
             launches.clear()
             yield batch
-            found[how] = dict(launches)
+            found.append((launches["operations"], launches["copies"]))
         raise KeyboardInterrupt
 
     make_device()
