@@ -31,9 +31,9 @@ def lines_of(tool, words):
 
 @pytest.mark.slow
 def test_a_step_is_measured():
-    lines = lines_of(bench, "steps --methods jcl --rounds 2")
+    lines = lines_of(bench, "steps --methods jcl --steps 2")
     speed = {line[:35].strip(): float(line[35:].split()[0]) for line in lines}
-    assert 0 < speed["jcl: whole step"] < speed["jcl: loading and color"] < speed["jcl: loading"]
+    assert 0 < speed["jcl: whole step"] < speed["jcl: loading"]
 
 
 @pytest.mark.slow
@@ -47,6 +47,6 @@ def test_operations_of_a_step_are_counted():
 def test_the_check_for_gpus_runs_on_a_cpu():
     lines = lines_of(gpu_check, "--device cpu --seconds 900")
     verdicts = {line.split(":")[0] for line in lines if line[0] != " "}
-    passed = {f"PASS {name}" for name in ("loader", "collectives", "numbers", "evaluations", "group")}
+    passed = {f"PASS {name}" for name in ("numbers", "evaluations", "group")}
     skipped = {f"SKIP {name}" for name in ("waits", "recipes", "compiled")}
     assert verdicts == passed | skipped | {"VERDICT"}
