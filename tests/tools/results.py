@@ -129,9 +129,8 @@ def keep(name, found):
 
 def versions():
     """What a run was made with."""
-    describe = ["git", "describe", "--always", "--dirty"]
-    commit = subprocess.run(describe, cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
-    return dict(torch=torch.__version__, commit=commit)
+    commit = subprocess.check_output(["git", "describe", "--always", "--dirty"], cwd=ROOT, text=True)
+    return dict(torch=torch.__version__, commit=commit.strip())
 
 
 def evaluate(line, out, where):
@@ -196,10 +195,8 @@ def begin(args):
         name, recipe = BEGINS[arm]
         if arm in kept("begin"):
             continue
-        if recipe == "patterns":
-            images = common.Patterns(4096, 32, seed=0)
-        else:
-            images = common.Subset(whole, np.linspace(0, len(whole) - 1, REDUCED[recipe][1]).astype(int).tolist())
+        rows = np.linspace(0, len(whole) - 1, REDUCED[recipe][1]).astype(int).tolist()
+        images = common.Patterns(4096, 32, seed=0) if recipe == "patterns" else common.Subset(whole, rows)
         record = three_epochs(name, recipe, images) | versions()
         found = kept("begin") | {arm: record}
         keep("begin", {arm: found[arm] for arm in BEGINS if arm in found})

@@ -8,8 +8,7 @@ GPU. Whatever makes a program wait for a GPU is counted by the line of ours that
 that depends on values, a copy that blocks. gpu_check.py's trainings, ended in the second epoch and resumed, and its
 evaluations are made on the CPU and on `sim`. FOLDER/found.json then has {case: {"cpu": records or scores, "sim": the
 same, "waits": {line: count} in training steps, "launches": how many operations color a view on `sim`}} and, under
-"noticed", what was seen of code that is wrong on purpose. Speed, memory, a GPU's own kernels and bf16 it
-cannot show.
+"noticed", what was seen of code that is wrong on purpose. It cannot show speed, memory, a GPU's kernels, bf16.
 """
 
 import collections
