@@ -89,13 +89,29 @@ def test_killed(tmp_path, method, world):
     assert_same_run(tmp_path / "straight", tmp_path / "run")
 
 
+def torchrun(out, words, moment=""):
+    """The command of a run by torchrun, with its words. The second process is killed at a moment, see tiny.py."""
+    launch = ["timeout", "300", sys.executable, "-m", "torch.distributed.run", *words.split()]
+    return [*launch, tiny.__file__, "jcl", moment, *FLAGS, "--out", str(out)]
+
+
 @pytest.mark.slow
 def test_torchrun_restarts_what_is_killed(tmp_path):
     lives(tmp_path / "straight", "jcl", 2)
-    launch = "-m torch.distributed.run --standalone --nproc_per_node=2 --max-restarts=1".split()
-    line = [sys.executable, *launch, tiny.__file__, "jcl", "step 6", *FLAGS, "--out", str(tmp_path / "run")]
-    done = subprocess.run(line, capture_output=True, text=True, timeout=300)
+    line = torchrun(tmp_path / "run", "--standalone --nproc_per_node=2 --max-restarts=1", "step 6")
+    done = subprocess.run(line, capture_output=True, text=True)
     assert done.returncode == 0 and "after epoch 1" in done.stdout, done.stderr
+    assert_same_run(tmp_path / "straight", tmp_path / "run")
+
+
+@pytest.mark.slow
+def test_two_nodes(tmp_path):
+    """Two agents with one process each, that meet on this machine."""
+    lives(tmp_path / "straight", "jcl", 2)
+    meet = f"--rdzv-backend=c10d --rdzv-endpoint=localhost:{tiny.free_port()} --rdzv-id=two"
+    line = torchrun(tmp_path / "run", f"--nnodes=2 --nproc_per_node=1 {meet}")
+    agents = [subprocess.Popen(line) for _ in range(2)]
+    assert [agent.wait() for agent in agents] == [0, 0]
     assert_same_run(tmp_path / "straight", tmp_path / "run")
 
 

@@ -59,7 +59,7 @@ def test_pictures_that_explain(tmp_path):
     pytest.importorskip("matplotlib")
     import figures
 
-    figures.explain(tmp_path)
+    figures.main(tmp_path)
     for name in figures.FIGURES:
         files = tmp_path / f"{name}.png", ROOT / ".github" / f"{name}.png"
         new, old = (np.asarray(Image.open(file).convert("RGB")).astype(int) for file in files)

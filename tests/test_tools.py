@@ -31,25 +31,22 @@ def lines_of(tool, words):
 
 @pytest.mark.slow
 def test_a_step_is_measured():
-    lines = lines_of(bench, "steps --methods jcl --rounds 2")
+    lines = lines_of(bench, "steps --methods jcl --steps 2")
     speed = {line[:35].strip(): float(line[35:].split()[0]) for line in lines}
-    assert 0 < speed["jcl: whole step"] < speed["jcl: loading and color"] < speed["jcl: loading"]
+    assert 0 < speed["jcl: whole step"] < speed["jcl: loading"]
 
 
 @pytest.mark.slow
 def test_operations_of_a_step_are_counted():
-    """JCL has every part but mixing. test_device.py bounds those of color."""
-    rows = {line[:35].strip(): line[35:].split() for line in lines_of(bench, "device --methods jcl")[1:]}
-    counts = {name: [int(word.replace(",", "")) for word in words[:2]] for name, words in rows.items()}
-    *parts, whole, _ = counts
-    assert counts[whole] == [sum(counts[name][i] for name in parts) for i in (0, 1)]
-    assert all(counts[name][0] > 0 for name in parts if name != "mix")
+    """tests/README.md has them. test_device.py bounds those of color. SGD is fused, not a loop over the parameters."""
+    loop, foreach = (line[35:].split() for line in lines_of(bench, "device --methods jcl"))
+    assert loop == foreach and 700 < int(loop[0].replace(",", "")) < 1200 and 20 < int(loop[2]) < 70
 
 
 @pytest.mark.slow
 def test_the_check_for_gpus_runs_on_a_cpu():
     lines = lines_of(gpu_check, "--device cpu --seconds 900")
     verdicts = {line.split(":")[0] for line in lines if line[0] != " "}
-    passed = {f"PASS {name}" for name in ("loader", "collectives", "numbers", "evaluations", "group")}
+    passed = {f"PASS {name}" for name in ("numbers", "evaluations", "group")}
     skipped = {f"SKIP {name}" for name in ("waits", "recipes", "compiled")}
     assert verdicts == passed | skipped | {"VERDICT"}

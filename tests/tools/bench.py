@@ -2,15 +2,15 @@
 
     python tests/tools/bench.py steps [--methods jcl clim] [--against COMMIT]
     python tests/tools/bench.py device           the operations that a step of the CIFAR recipes gives to a GPU, counted
-    python tests/tools/bench.py views            from JPEG files of 500 x 375 px to views of 224 px, without the model
+    python tests/tools/bench.py views            from JPEG files to views of 224 px, without the model
 
-`steps` are the demo's. `views` has the ImageNet recipe, with a small encoder. --against: over the same by the files of
-a commit. Then both sides run at once, and take turns: A, B; B, A. Their ratio of times means more than the times,
-because other programs may use the machine, too.
+`steps` are the demo's. `views` has the ImageNet recipe with the photographs of .github, and a small encoder. --against:
+over the same by the files of a commit. Both sides run at once. Their ratio of times means more than the times, because
+other programs may use the machine, too.
 
-`device` needs no GPU and no idle machine. It counts, by the part of a step, the operations that compute (not views, not
-allocations) and the copies from the host, in float32 and with 16 images, on whose number the counts do not depend.
-What the CPU draws for itself is not counted. On a GPU in bf16 casts are added, and some operations are several kernels.
+`device` needs no GPU and no idle machine. It counts the operations that compute (not views, not allocations) and the
+copies from the host, in float32 and with 16 images, on whose number the counts do not depend. What the CPU draws for
+itself is not counted. On a GPU in bf16 casts are added, and some operations are several kernels.
 """
 
 import argparse
@@ -28,18 +28,24 @@ from unittest import mock
 
 import numpy as np
 import torch
-from PIL import Image
 from torch.utils.data import DataLoader, DistributedSampler
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, sys.argv[3] if sys.argv[1:2] == ["serve"] else str(ROOT))
 
 METHODS = ("moco_jointcrop", "jcl", "clim", "logo", "logo --base simsiam", "patchmix")
-KINDS = {  # methods, rounds, batch size, flags
+KINDS = {  # methods, steps, batch size, flags
     "steps": (METHODS, 20, 64, ""),
     "views": (("jcl", "clim"), 5, 32, "--dataset imagenet --arch resnet_micro"),
     "device": (METHODS, 1, 16, "--dataset cifar10"),
 }
+
+
+def parse(line, *more):
+    """The module and the arguments of a script's command line. more: words."""
+    script, *words = line.split()
+    module = importlib.import_module(script.removesuffix(".py"))
+    return module, module.parse_args([*words, *map(str, more)])
 
 
 def records(out):
@@ -77,88 +83,53 @@ def watched(before, after):
 # ------------------------------------------------------- the process that is measured
 
 
-def serve(what, house, method, *flags):
-    """Train with the files of the checkout `house`. Print an empty line, then a step's times for each line of stdin."""
-    answer, clock = sys.stdout, []  # of a step: when it began, was loaded, was colored, ended
+def serve(what, house, steps, method, *flags):
+    """Train with the files of the checkout `house`. Print each step's time of loading and whole time, or counts."""
+    answer = sys.stdout
 
-    def in_turns(batches):
-        print(file=answer, flush=True)
-        while sys.stdin.readline():
-            clock[:] = [time.process_time()]
+    def timed(batches):
+        for _ in range(int(steps)):
+            began = time.process_time()
             batch = next(batches)
-            clock.append(time.process_time())
+            loaded = time.process_time() - began
             yield batch
-            clock.append(time.process_time())
-            print(*np.diff(clock), file=answer, flush=True)
+            print(loaded, time.process_time() - began, file=answer)
         raise SystemExit
 
-    def on_forward(module, inputs):  # the first module of a step takes the colored views
-        if len(clock) == 2:
-            clock.append(time.process_time())
-
-    torch.nn.modules.module.register_module_forward_pre_hook(on_forward)
-    if what == "device":
-        with contextlib.redirect_stdout(io.StringIO()):
-            found = importlib.import_module("simulated_device").count(method, flags)
-        return print(json.dumps(found))
-    module = importlib.import_module(method)
-    with training_batches(in_turns), contextlib.redirect_stdout(io.StringIO()):
-        importlib.import_module("common").start(module.main, lambda: module.parse_args([*flags]))
+    with contextlib.redirect_stdout(io.StringIO()):
+        module, args = parse(method, *flags)
+        if what == "device":
+            for counts in importlib.import_module("simulated_device").count(module, args):
+                print(*counts, file=answer)
+            return
+        with training_batches(timed):
+            importlib.import_module("common").start(module.main, lambda: args)
 
 
 # ------------------------------------------------------------------- the measurements
 
 
-def write_images(folder):
-    """The images of `views`."""
-    photos = sorted(ROOT.glob(".github/photos/*.jpg"))
-    os.makedirs(f"{folder}/images/train/class")
-    for i in range(640):
-        photo = Image.open(photos[i % len(photos)]).crop((i % 64, i % 64, 380 + i % 64, 230 + i % 64))
-        photo.resize((500, 375)).save(f"{folder}/images/train/class/{i}.jpg", quality=90)
-
-
-def measure(commands, rounds):
-    """Return the times of each side in each round, (rounds, sides, parts of a step)."""
-    pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    environment, found = os.environ | {"OMP_NUM_THREADS": "1"}, []
-    sides = [subprocess.Popen(command, env=environment, **pipes) for command in commands]
-    for side in sides:
-        side.stdout.readline()  # it is ready
-    for turn in range(rounds):
-        answers = [None] * len(sides)
-        for i in range(len(sides))[:: (-1) ** turn]:  # in both orders, so that a slow spell meets both sides
-            print(file=sides[i].stdin, flush=True)
-            answers[i] = [float(number) for number in sides[i].stdout.readline().split()]
-        found.append(answers)
-    for side in sides:
-        side.communicate()
-    return np.array(found)
+def measure(commands):
+    """Return what each side prints, (lines, sides, numbers). They run at once."""
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    sides = [subprocess.Popen(c, env=environment, stdout=subprocess.PIPE, text=True) for c in commands]
+    return np.stack([np.loadtxt(side.communicate()[0].splitlines()) for side in sides], 1)
 
 
 def report(name, seconds, images):
-    """Print a part of a step, (rounds, sides): median speeds, and the median of the times' ratio within a round."""
+    """Print a part of a step, (steps, sides): median speeds, and the median of the times' ratio."""
     text = " over ".join(f"{images / x:.4g} images/s" for x in np.median(seconds, 0))
     if seconds.shape[1] > 1:
         text += f": ratio {np.median(seconds[:, 0] / seconds[:, 1]):.3f} of the time"
     print(f"{name:35} {text}", flush=True)
 
 
-def show_counts(method, commands):
-    """Print what a step gives to a device, by part: operations and copies of each side, and the ratio of the whole."""
-    sides = [json.loads(subprocess.run(c, stdout=subprocess.PIPE, check=True).stdout) for c in commands]
-    views, foreach = ([side.pop(name) for side in sides] for name in ("views", "foreach SGD"))
-    rows = {name: [side[name] for side in sides] for name in sides[0]}
-    rows["whole step"] = wholes = [np.sum([*side.values()], 0).tolist() for side in sides]
-    loops = [operations for operations, _ in rows["optimizer"]]
-    if foreach != loops:
-        both = zip(wholes, loops, foreach, strict=True)
-        rows["whole step, SGD as on GPUs"] = [(whole - loop + new, copies) for (whole, copies), loop, new in both]
-    rows["color, per view"] = [np.divide(side["color"], n).tolist() for side, n in zip(sides, views, strict=True)]
-    print(f"{method + ': a step gives to a device':35} operations, copies" + " (over before)" * (len(sides) > 1))
-    for name, counts in rows.items():
-        ratio = f"   ratio {counts[0][0] / counts[1][0]:.3f}" if len(sides) > 1 and counts[1][0] else ""
-        print(f"  {name:33} " + "  over  ".join(f"{n:>8,g} {copies:>6,g}" for n, copies in counts) + ratio, flush=True)
+def report_counts(name, counts):
+    """Print what a step gives to a device, (sides, 2): operations and copies, and the ratio of the operations."""
+    text = " over ".join(f"{operations:,.0f} and {copies:,.0f} copies" for operations, copies in counts)
+    if len(counts) > 1:
+        text += f": ratio {counts[0, 0] / counts[1, 0]:.3f}"
+    print(f"{name:35} {text}", flush=True)
 
 
 def main():
@@ -168,37 +139,34 @@ def main():
     add("what", choices=KINDS)
     add("--methods", nargs="+", choices=METHODS, metavar="NAME", help=", ".join(METHODS))
     add("--against", metavar="COMMIT", help="over the same by the files of a commit")
-    add("--rounds", type=int, metavar="N", help="steps of each side: by default 20, for views 5")
+    add("--steps", type=int, metavar="N", help="of each side: by default 20, for views 5")
     args = parser.parse_args()
-    methods, rounds, batch, flags = KINDS[args.what]
+    methods, steps, batch, flags = KINDS[args.what]
+    steps = args.steps or steps
     print(f"torch {torch.__version__}, one of {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}")
     with tempfile.TemporaryDirectory() as folder:
         houses = [str(ROOT)]
         if args.against:
             houses.append(f"{folder}/before")
             os.mkdir(houses[1])
-            archive = subprocess.run(["git", "archive", args.against], cwd=ROOT, capture_output=True, check=True).stdout
-            subprocess.run(["tar", "-x", "-C", houses[1]], input=archive, check=True)
-        if args.what == "views":
-            write_images(folder)
+            subprocess.run(f"git archive {args.against} | tar -x -C {houses[1]}", cwd=ROOT, shell=True, check=True)
+        os.makedirs(f"{folder}/images/train")
+        for i, photo in enumerate(80 * sorted(ROOT.glob(".github/photos/*.jpg"))):
+            os.symlink(photo, f"{folder}/images/train/{i}.jpg")
         for method in args.methods or methods:
             own = f"{method} --device cpu --knn-every 0 --workers 0 --batch-size {batch} {flags}"
-            own += " --clim-start 0" * (method == "clim")
-            own += " --num-clusters 4" * (method == "clim" and args.what != "steps")
+            own += " --clim-start 0 --num-clusters 4" * (method == "clim")
             own += " --arch vit_tiny --patch-size 4" * (method == "patchmix" and args.what == "device")
             own += f" --data-dir {folder}/images" * (args.what == "views")
-            side, out = [sys.executable, __file__, "serve", args.what], f"{folder}/{method}"
-            commands = [[*side, house, *own.split(), "--out", f"{out}{i}"] for i, house in enumerate(houses)]
+            sides = [[sys.executable, __file__, "serve", args.what, house, str(1 + steps)] for house in houses]
+            found = measure([[*side, *own.split(), "--out", f"{folder}/{method}{i}"] for i, side in enumerate(sides)])
             if args.what == "device":
-                show_counts(method, commands)
+                report_counts(f"{method}, SGD as on CPUs", found[0])
+                report_counts(f"{method}, SGD as on GPUs", found[1])
                 continue
-            found = measure(commands, 1 + (args.rounds or rounds))[1:]  # without the first step
-            loading, color, rest = np.moveaxis(found, 2, 0)
-            report(f"{method}: loading", loading, batch)
-            report(f"{method}: color on the CPU", color, batch)
-            report(f"{method}: loading and color", loading + color, batch)
+            report(f"{method}: loading", found[1:, :, 0], batch)  # without the first step
             if args.what == "steps":
-                report(f"{method}: whole step", loading + color + rest, batch)
+                report(f"{method}: whole step", found[1:, :, 1], batch)
 
 
 if __name__ == "__main__":

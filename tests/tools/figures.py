@@ -1,13 +1,13 @@
-"""Makes README's pictures, by hand: python tests/tools/figures.py explain [FOLDER]. Needs matplotlib.
+"""Makes README's pictures, by hand: python tests/tools/figures.py [FOLDER]. Needs matplotlib.
 
 The photographs are in .github/photos. The methods' own files with their ImageNet recipes make every view, as they do
 for --show-views, and every mix, ratio, choice and weight. The seeds were chosen by eye, so that something can be
 recognized: if a method draws other numbers, look at its pictures again.
 """
 
-import argparse
 import contextlib
 import io
+import sys
 from pathlib import Path
 from unittest import mock
 
@@ -65,14 +65,11 @@ def views(method, flags, photo, seed, without=()):
     boxes = []
     for v, (crop, _) in enumerate(shown(method, flags, [places] * 2, seed, COLOR)):  # main refuses one image
         size = crop.shape[-1]
-        inner = slice(5, size - 5)  # values at the edges are those of fewer pixels
-        lines = [
-            np.polyfit(np.arange(size)[inner] + 0.5, side * x.numpy()[inner], 1)
-            for side, x in ((height, crop[1].mean(1)), (width, crop[0].mean(0)))
-        ]
-        (top, left), (high, wide) = ([line[1] for line in lines], [line[0] * size for line in lines])
+        inner = np.arange(5, size - 5)  # values at the edges are those of fewer pixels
+        rows_and_columns = torch.stack([height * crop[1].mean(1), width * crop[0].mean(0)], 1)
+        slopes, starts = np.polyfit(inner + 0.5, rows_and_columns[inner], 1)
         is_key = v < 2 if method is logo else v > 0
-        boxes.append(((top, left, high, wide), KEY if is_key else QUERY))
+        boxes.append(((*starts, *slopes * size), KEY if is_key else QUERY))
     return shown(method, flags, [photo] * 2, seed, without), boxes
 
 
@@ -405,7 +402,7 @@ FIGURES = {"overview": overview, "jointcrop": joint, "jcl": joint_contrast}
 FIGURES |= {"clim": mixture, "logo": local_global, "patchmix": patches}
 
 
-def explain(folder):
+def main(folder=ROOT / ".github"):
     photos = {path.stem: Image.open(path).convert("RGB") for path in ROOT.glob(".github/photos/*.jpg")}
     Path(folder).mkdir(parents=True, exist_ok=True)
     for name, draw in FIGURES.items():
@@ -413,7 +410,4 @@ def explain(folder):
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser("tests/tools/figures.py", description=__doc__.splitlines()[0])
-    parser.add_argument("figures", choices=["explain"], help="those of README")
-    parser.add_argument("folder", nargs="?", default=ROOT / ".github", metavar="FOLDER")
-    explain(parser.parse_args().folder)
+    main(*sys.argv[1:])

@@ -28,11 +28,11 @@ from unittest import mock
 import numpy as np
 import torch
 import torch.distributed as dist
-from bench import records, training_batches, watched  # which puts the project's root on the path
+from bench import parse, records, training_batches, watched  # which puts the project's root on the path
 from PIL import Image
+from torch.utils._pytree import tree_leaves
 
 import common
-import jcl
 
 # fmt: off
 FLAGS = "--epochs 2 --batch-size 32 --knn-every 1 --workers 0".split()
@@ -54,11 +54,6 @@ RECIPES = {  # ImageNet's, as one of eight GPUs has them: images, and GB by test
 # fmt: on
 
 
-def noise(n, size):
-    """A dataset of n times one image, without labels."""
-    return [(Image.effect_noise((size, size), 100).convert("RGB"), -1)] * n
-
-
 def make_few_patterns():
     """From now on the demo's images are few: 3 steps per epoch."""
     make, few = functools.cache(common.Patterns), {4096: 96, 1024: 32}
@@ -67,17 +62,15 @@ def make_few_patterns():
 
 def train(case, out, *flags, **own):
     """The records of a run in this process. own: its images."""
-    script, *more = case.split()
-    module = importlib.import_module(script)
-    module.main(module.parse_args([*FLAGS, *more, "--out", str(out), *flags]), **own)
+    module, args = parse(case, *FLAGS, "--out", out, *flags)
+    module.main(args, **own)
     return records(out)
 
 
 def evaluate(case, out, run, *flags):
     """The scores of a run's encoder."""
-    script, *more = case.split()
-    module, out = importlib.import_module(script), ["--out", str(out)] * ("--epochs" in more)
-    return module.main(module.parse_args([str(run), *more, *out, "--workers", "0", *flags]))["encoder"]
+    module, args = parse(case, run, *["--out", out] * ("--epochs" in case), "--workers", "0", *flags)
+    return module.main(args)["encoder"]
 
 
 def train_until(step, *words):
@@ -105,26 +98,9 @@ def drawn_on_the_cpu():
         yield
 
 
-def resume(case, out, *flags):
-    """Let an ended run go on: (its records, the tensors of its state that were not, bit for bit, as in last.pt)."""
-    wrong, open_run = [], common.open_run
-
-    def compare(args, images, state, derived):
-        resumed, saved = open_run(args, images, state, derived), common.load_checkpoint(out / "last.pt")
-        for name, part in state.items():
-            now = part if torch.is_tensor(part) else part.state_dict()
-            kept, loaded = common.tensors_by_name(saved[name]), common.tensors_by_name(now)
-            wrong.extend(f"{name} {x}" for x in kept if x not in loaded or not loaded[x].cpu().equal(kept[x]))
-        return resumed
-
-    with mock.patch.object(common, "open_run", compare):
-        return train(case, out, *flags), wrong
-
-
 # What is compared of the second epoch: not the gradient's norm, because rounding moves it too far. Where the first
 # weights have a relative noise of 1e-6, on a CPU in float64, it is 17 % off in the sixth step (LoGo; MoCo v2: 28 %),
-# but the loss 0.1 and 0.4 %, and std 0.6 and 0.1 %. A lost part of LoGo's state moves the norm by 0.8 to 3 % only, so
-# `resume` compares the state itself.
+# but the loss 0.1 and 0.4 %, and std 0.6 and 0.1 %.
 STEADY = ("loss", "std")
 
 
@@ -135,27 +111,6 @@ def differ(one, other, rounding, names=("loss", "grad_norm", "std")):
 
 
 # --------------------- the sections: each yields (what, what is wrong, a list); None: the device is too small for it
-
-
-def loader(device, folder):
-    """Workers that are forked after CUDA has begun; pinned batches; how fast they come, with color on the device."""
-    args, wrong, count = jcl.parse_args([]), [], 3072
-    device = torch.ones(8, device=device).device  # CUDA has begun
-
-    def drain(batches):
-        began = None  # after the first batch, for which workers start
-        for crops, _ in batches:
-            wrong.extend(["a batch is not pinned"] * (device.type == "cuda" and not crops[0].is_pinned()))
-            views = [jcl.augment(x.to(device, non_blocking=True), args, i) for i, x in enumerate(crops)]
-            began = began or time.time()
-        speed.append((count - len(views[0])) / (time.time() - began))
-        raise KeyboardInterrupt
-        yield
-
-    speed, flags = [], "--epochs 1 --batch-size 64 --workers 4 --queue 64".split()
-    with training_batches(drain), contextlib.suppress(KeyboardInterrupt):
-        train("jcl", folder / "loader", *flags, "--device", device.type, train=noise(count, 32))
-    yield f"{speed[0]:.0f} images/s by 4 workers", wrong[:1]
 
 
 def numbers(device, folder):
@@ -171,11 +126,9 @@ def numbers(device, folder):
             ended = folder / f"{name} ended"
             train_until(5, case, ended, *there, "--amp", "off")  # the second step of the second epoch
             copied = shutil.copytree(ended, folder / f"{name} copied")
-            again, wrong = resume(case, ended, *there, "--amp", "off")
-            yield f"{name}, the resumed state", wrong
-            differences = differ(again[0], exact[0], 1e-2) + differ(again[1], exact[1], 5e-2, STEADY)
-            yield f"{name}, ended and resumed", differences
-            yield f"{name}, resumed on a CPU", differ(resume(case, copied, *here)[0][1], cpu[1], 5e-2, STEADY)
+            resumed = train(case, ended, *there, "--amp", "off")
+            yield f"{name}, ended and resumed", differ(resumed[1], exact[1], 5e-2, STEADY)
+            yield f"{name}, resumed on a CPU", differ(train(case, copied, *here)[1], cpu[1], 5e-2, STEADY)
 
 
 def evaluations(device, folder):
@@ -189,43 +142,34 @@ def evaluations(device, folder):
 
 
 def waits(device, folder):
-    """No line of a step waits for the GPU, by CUDA's own account; but the first step may, for libraries that start."""
+    """No line of a step waits for the GPU, by CUDA's own account; but the first step may, for libraries that start.
+
+    Two workers, which are forked after CUDA has begun, load the batches, and these are pinned.
+    """
     mode = torch.cuda.set_sync_debug_mode
+
+    def look(batches):
+        for batch in batches:
+            pinned.extend(x.is_pinned() for x in tree_leaves(batch))
+            yield batch
+
     for name, case in CASES.items():
-        steps = itertools.chain(["default"], itertools.repeat("warn"))
+        pinned, steps = [], itertools.chain(["default"], itertools.repeat("warn"))
         with warnings.catch_warnings(record=True) as noted:
             warnings.simplefilter("always")
-            with watched(lambda steps=steps: mode(next(steps)), lambda: mode("default")):
+            with watched(lambda steps=steps: mode(next(steps)), lambda: mode("default")), training_batches(look):
                 train(case, folder / f"{name} waits", "--device", device, "--knn-every", "0", "--workers", "2")
         lines = [f"{Path(w.filename).name}:{w.lineno}" for w in noted if "called a synchronizing" in str(w.message)]
-        yield name, [f"{line} x {count}" for line, count in collections.Counter(lines).items()]
-
-
-def join_group(device):
-    """Like common.init_distributed, which makes no group of one process."""
-    device = common.init_distributed(device)[0]
-    if not dist.is_initialized():
-        dist.init_process_group("gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl")
-    return device, *common.rank_and_world()
-
-
-def collectives(device, folder):
-    """What the scripts ask of the process group, by tensors of the device and of the CPU."""
-    device, rank, world = join_group(device)
-    even, uneven = torch.full((2,), rank, device=device), torch.full((rank, 3), rank, device=device)  # 0, 1, ... rows
-    each, of_first = torch.arange(world), torch.tensor([rank])
-    dist.broadcast(of_first, 0)
-    right = dict(gather=jcl.gather(even).cpu().equal(each.repeat_interleave(2)), broadcast=of_first.item() == 0)
-    right["gather_rows"] = common.gather_rows(uneven)[:, 0].cpu().equal(each.repeat_interleave(each))
-    dist.all_reduce(even)
-    right["all_reduce"] = even.tolist() == [sum(range(world))] * 2
-    right["all_gather_object"] = common.all_gather_object(rank) == each.tolist()
-    yield f"of {world} process(es)", [name for name in right if not right[name]]
+        wrong = [f"{line} x {count}" for line, count in collections.Counter(lines).items()]
+        yield name, wrong + ["batches are not pinned"] * (not all(pinned))
 
 
 def group(device, folder):
     """By NCCL: ShuffleBN and, with several GPUs, DDP and SyncBatchNorm. All processes end with the same model."""
-    device, rank, world = join_group(device)
+    device = common.init_distributed(device)[0]
+    if not dist.is_initialized():  # one process
+        dist.init_process_group("gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl")
+    world = dist.get_world_size()
 
     def note(out, config, info, state, *more):
         sums.append([x.double().sum().item() for x in state["model"].state_dict().values()])
@@ -260,8 +204,9 @@ def recipes(device, folder):
         gc.collect()
         torch.cuda.empty_cache()
         flags = f"--dataset imagenet --batch-size {batch} --epochs 1 --knn-every 0 --workers 8".split()
+        images = [(Image.effect_noise((256, 256), 100).convert("RGB"), -1)] * 6 * batch
         with watched(note, note):
-            train(case, folder / case, *flags, train=noise(6 * batch, 256))
+            train(case, folder / case, *flags, train=images)
         peak, step = torch.cuda.max_memory_allocated() / 1e9, np.median(np.diff(times)[4::2])
         said = f"{case}: {peak:.1f} GB (tests/README.md: {expected}), {batch / step:.0f} images/s"
         yield said, ["more memory than expected"] * (peak > 1.3 * expected)
@@ -274,11 +219,9 @@ def compiled(device, folder):
     yield "JCL", differ(other[0], plain[0], 2e-2)
 
 
-PLAN = [  # (sections that share a start, torchrun's processes)
-    ((loader, numbers, evaluations, waits), 0), ((collectives, group), 1), ((collectives, group), 2), ((recipes,), 0),
-    ((compiled,), 0),
-]  # fmt: skip
-SECTIONS = {section.__name__: section for sections, _ in PLAN for section in sections}
+SECTIONS = {f.__name__: f for f in (numbers, evaluations, waits, group, recipes, compiled)}
+# Sections that share a start, and torchrun's processes
+PLAN = ("numbers evaluations waits", 0), ("group", 1), ("group", 2), ("recipes", 0), ("compiled", 0)
 
 
 def verdict(section, what, wrong):
@@ -320,24 +263,22 @@ def main():
     parser.add_argument("--only", nargs="*", choices=SECTIONS, default=SECTIONS, metavar="NAME", help=str([*SECTIONS]))
     args, gpus = parser.parse_args(), torch.cuda.device_count()
     name = torch.cuda.get_device_name() if gpus else "no GPU"
-    versions = f"python {sys.version.split()[0]}, torch {torch.__version__}, CUDA {torch.version.cuda}"
-    print(f"{gpus} x {name}; {versions}", flush=True)
+    print(f"{gpus} x {name}; torch {torch.__version__}, CUDA {torch.version.cuda}", flush=True)
     if not gpus and args.device == "cuda":
         raise SystemExit("FAIL: torch sees no GPU; nvidia-smi and the driver's version say why")
     end, failed = time.time() + args.seconds, []
     with tempfile.TemporaryDirectory() as folder:
         for sections, processes in PLAN:
-            names, words = [section.__name__ for section in sections if section.__name__ in args.only], []
-            for name in list(names):
+            names, words = [name for name in sections.split() if name in args.only], []
+            for name in [*names]:
                 if processes > gpus if args.device == "cuda" else name in ("waits", "recipes", "compiled"):
                     print(verdict(name, f"it needs {max(1, processes)} GPU(s)", None), flush=True)
                     names.remove(name)
             if processes:
                 words = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
             limit = ["timeout", str(max(1, end - time.time())), sys.executable]
-            environment = dict(OMP_NUM_THREADS="1") | os.environ
             words = [*limit, *words, __file__, "sections", args.device, folder, *names]
-            if names and (status := subprocess.run(words, env=environment).returncode):
+            if names and (status := subprocess.run(words, env={"OMP_NUM_THREADS": "1"} | os.environ).returncode):
                 failed.append(f"{' '.join(names)}: exit status {status}" + " (no time left)" * (status == 124))
     print("VERDICT: " + (f"something failed ({'; '.join(failed)})" if failed else "all that ran is right"))
     raise SystemExit(bool(failed))

@@ -12,9 +12,7 @@ list: speed, compiled (the same with --compile), gpu_check, and ARMS with the se
 
 import contextlib
 import fcntl
-import importlib
 import io
-import itertools
 import json
 import multiprocessing
 import os
@@ -27,7 +25,7 @@ from unittest import mock
 
 import numpy as np
 import torch
-from bench import ROOT, records, training_batches  # which puts the project's root on the path
+from bench import ROOT, parse, records, training_batches  # which puts the project's root on the path
 from PIL import Image
 from torch.utils._pytree import tree_map_only
 
@@ -35,7 +33,7 @@ import common
 import eval_knn
 import eval_linear
 
-RUNS = ROOT / "runs" / "gpu"
+RUNS, KEPT = ROOT / "runs" / "gpu", ROOT / "tests" / "results" / "gpu"
 VIT = "patchmix.py --arch vit_tiny --patch-size 4"
 DEMO = "moco_jointcrop.py --moco v1 --joint none"
 SMALL_VIEWS = "--arch resnet_mini --clim-start 1 --image-size 28 20"  # of which `results.py begin` has 48 steps
@@ -51,7 +49,6 @@ ARMS = {  # name: (how tables call it, its script with flags)
     "patchmix": ("PatchMix, M = 3", f"{VIT} --num-mix 3"),
     "patchmix-released": ("PatchMix, M = 3, released", f"{VIT} --num-mix 3 --variant released"),
     "mocov3": ("MoCo v3", f"{VIT} --num-mix 1 --terms oto,mto"),
-    "moco-jitter": ("MoCo v2, the jitter's order per image", "moco_jointcrop.py --joint none"),
     "moco-no-warmup": ("MoCo v2, no warmup", "moco_jointcrop.py --joint none --warmup 0"),
     "jointcrop-no-warmup": ("J-Crop(0), no warmup", "moco_jointcrop.py --warmup 0"),
     "jcl-no-warmup": ("JCL, no warmup", "jcl.py --warmup 0"),
@@ -65,21 +62,16 @@ COMPILED = {f"{name}-compiled": f"{line} --compile" for name, line in SPEEDS.ite
 EVERYTHING = ["speed", "compiled", "gpu_check"]
 EVERYTHING += [f"{arm}-s{seed}" for seed in (0, 1) for arm in ARMS if "no-warmup" not in arm]
 SPEED_SECONDS = 200  # then a step that is not timed yet is given up: what compiles must not take all the time
-CHECKS = "loader numbers evaluations waits collectives group compiled".split()  # not recipes, which take much memory
+CHECKS = "numbers evaluations waits group compiled".split()  # not recipes, which take much memory
 DRY = "--device cpu --batch-size 32"  # of --dry-run
 
 
-class InMemory(torch.utils.data.Dataset):
+class InMemory(list):
     """Images in memory: items (PIL image, label). images: (n, H, W, 3) uint8."""
 
     def __init__(self, images, targets, classes):
-        self.images, self.targets, self.classes = images, [int(target) for target in targets], list(classes)
-
-    def __len__(self):
-        return len(self.images)
-
-    def __getitem__(self, index):
-        return Image.fromarray(self.images[index]), self.targets[index]
+        self.targets, self.classes = [int(target) for target in targets], list(classes)
+        super().__init__(zip(map(Image.fromarray, images), self.targets, strict=True))
 
 
 def pixels(data):
@@ -105,13 +97,10 @@ def load(dry):
     return [InMemory(images[r], np.searchsorted(classes, label[r]), classes) for r in rows]
 
 
-def parse(line, out, dry, *more):
+def opened(line, out, dry, *more):
     """The module and the arguments of a command line; dry: with a small encoder, on the CPU."""
-    script, *words = line.split()
-    arch = ["--arch", "vit_micro" if script == "patchmix.py" else "resnet_mini"]
-    words = ["--dataset", "cifar10", *words, "--out", str(out), *more, *(arch + DRY.split() if dry else [])]
-    module = importlib.import_module(script.removesuffix(".py"))
-    return module, module.parse_args(words)
+    small = ["--arch", "vit_micro" if "patchmix" in line else "resnet_mini", *DRY.split()]
+    return parse(line.replace(".py", ".py --dataset cifar10"), "--out", out, *more, *small * dry)
 
 
 def card():
@@ -129,9 +118,8 @@ def write(file, record):
 
 def speed(name, out, dry):
     """Time a step of a script: the network alone on views that are on the device, with color, and the whole loop."""
-    line, workers = (SPEEDS | COMPILED)[name], str(0 if dry else 8)
-    module, args = parse(line, RUNS / "speed" / f"{os.getpid()}", dry, "--knn-every", "0", "--workers", workers)
-    warm, timed = (1, 2) if dry else (8, 25)
+    line, (workers, warm, timed) = (SPEEDS | COMPILED)[name], (0, 1, 2) if dry else (8, 8, 25)
+    module, args = opened(line, RUNS / f"speed/{os.getpid()}", dry, "--knn-every", 0, "--workers", workers)
     views, ms, color, began = {}, {}, module.augment, time.perf_counter()
     found = dict(command=line, batch=args.batch_size)
     wait = torch.cuda.synchronize if torch.cuda.is_available() else lambda: None
@@ -187,23 +175,10 @@ def record(name, flags):
     return found | dict(images_per_s=round(float(np.median(speeds))), epochs=epochs) | card()
 
 
-def jitter_per_image(x, *values, p, jitter=common.color_jitter):
-    """common.color_jitter with an order of the four changes that is drawn per image, as torchvision draws it."""
-    orders = list(itertools.permutations(range(4)))
-    drawn, y = torch.randint(len(orders), (len(x),)), x.clone()
-    for i, order in enumerate(orders):
-        rows = (drawn == i).nonzero().flatten().to(x.device)
-        with mock.patch.object(torch, "randperm", lambda n, order=order: torch.tensor(order)):
-            y[rows] = jitter(x[rows], *values, p=p)
-    return y
-
-
 def train(name, out, dry, flags, workers):
     """Train an arm."""
     arm, seed = name.rsplit("-s", 1)
-    if arm == "moco-jitter":
-        common.color_jitter = jitter_per_image
-    module, args = parse(ARMS[arm][1], RUNS / name, dry, *flags.split(), "--seed", seed, "--workers", workers)
+    module, args = opened(ARMS[arm][1], RUNS / name, dry, *flags.split(), "--seed", seed, "--workers", workers)
     module.main(args, *load(dry))
 
 
@@ -236,14 +211,13 @@ def finished(folder):
 
 
 def run(args):
-    """Do what is not kept yet in args.kept or args.out, until args.minutes are over."""
+    """Do what is not kept yet in tests/results/gpu or args.out, until args.minutes are over."""
     end, out, dry = time.time() + 60 * args.minutes, args.out.resolve(), ["--dry-run"] * args.dry_run
     for folder in (RUNS, out):
         folder.mkdir(parents=True, exist_ok=True)
     if not (RUNS / "images.npz").exists():
         unpack(args.archive)
-    done = {name for where in (out, args.kept) for name in finished(where)}
-    done |= {"gpu_check" for where in (out, args.kept) if (where / "gpu_check.log").exists()}
+    done = {*finished(out), *finished(KEPT), *(log.stem for log in out.glob("gpu_check.log"))}
     wanted = [name for name in args.arms or EVERYTHING if name not in done]
     began = time.time()
 
@@ -273,7 +247,7 @@ def run(args):
     arms, started = [name for name in wanted if name.rsplit("-s", 1)[0] in ARMS], []
     with ThreadPoolExecutor() as beside:
         if "gpu_check" in wanted:
-            sections = ["collectives", "--device", "cpu"] if args.dry_run else CHECKS
+            sections = ["group", "--device", "cpu"] if args.dry_run else CHECKS
             words = [f"{ROOT}/tests/tools/gpu_check.py", "--seconds", str(max(1, end - time.time())), "--only"]
             started.append(beside.submit(work, "gpu_check", *words, *sections))
         with ThreadPoolExecutor(args.at_once) as at_once:

@@ -19,66 +19,45 @@ from torchvision import transforms
 import common
 
 GROUPS, QUEUE, MOMENTUM, TEMPERATURE, MEAN, STD = 8, 4096, 0.99, 0.1, (0.4914, 0.4822, 0.4465), (0.2023, 0.1994, 0.2010)
+VIEW = transforms.Compose([
+    transforms.RandomResizedCrop(32),
+    transforms.RandomHorizontalFlip(),
+    transforms.RandomApply([transforms.ColorJitter(0.4, 0.4, 0.4, 0.1)], p=0.8),
+    transforms.RandomGrayscale(0.2),
+    transforms.ToTensor(),
+    transforms.Normalize(MEAN, STD),
+])  # fmt: skip
 
 
 class GroupedBatchNorm(nn.BatchNorm2d):
-    """Batch norm over each of GROUPS interleaved parts of the batch. `act`: what timm's batch norm does afterwards."""
+    """Batch norm over each of GROUPS interleaved parts of the batch."""
 
     def forward(self, x):
         if not self.training:
-            return self.act(super().forward(x))
-        y, found = torch.empty_like(x), []
-        for group in range(GROUPS):
-            mean, var = self.running_mean.clone(), self.running_var.clone()
-            y[group::GROUPS] = F.batch_norm(
-                x[group::GROUPS], mean, var, self.weight, self.bias, True, self.momentum, self.eps
-            )
-            found.append(torch.stack([mean, var]))
-        self.running_mean, self.running_var = torch.stack(found).mean(0)
-        return self.act(y)
+            return super().forward(x)
+        each = [v.repeat(GROUPS) for v in (self.running_mean, self.running_var, self.weight, self.bias)]
+        groups = x.view(-1, GROUPS * x.shape[1], *x.shape[2:])  # a group's channels as channels of their own
+        y = F.batch_norm(groups, *each, True, self.momentum, self.eps)
+        self.running_mean, self.running_var = (v.view(GROUPS, -1).mean(0) for v in each[:2])
+        return y.view_as(x)
 
 
-def grouped(module):
-    """Replace the batch norms of a module."""
-    for name, child in module.named_children():
-        if isinstance(child, nn.BatchNorm2d):
-            norm = GroupedBatchNorm(child.num_features)
-            norm.act = getattr(child, "act", nn.Identity())
-            setattr(module, name, norm)
-        else:
-            grouped(child)
-    return module
-
-
-class Pairs(torch.utils.data.Dataset):
-    """Two views of each image."""
-
-    def __init__(self, images):
-        self.images = [common.to_rgb(images[i][0]) for i in range(len(images))]
-        jitter = transforms.RandomApply([transforms.ColorJitter(0.4, 0.4, 0.4, 0.1)], p=0.8)
-        changes = [transforms.RandomResizedCrop(32), transforms.RandomHorizontalFlip(), jitter]
-        changes += [transforms.RandomGrayscale(0.2), transforms.ToTensor(), transforms.Normalize(MEAN, STD)]
-        self.view = transforms.Compose(changes)
-
-    def __len__(self):
-        return len(self.images)
-
-    def __getitem__(self, index):
-        return self.view(self.images[index]), self.view(self.images[index])
+def two_views(items):
+    """A batch of each, of items (image, label)."""
+    return [torch.stack([VIEW(image) for image, _ in items]) for _ in range(2)]
 
 
 def main(args):
     torch.manual_seed(args.seed)
-    device = torch.device(args.device)
+    device = common.init_distributed()[0]
     train, test = common.open_data("cifar10", args.data_dir)
     info = common.backbone_info(args.arch, 32, norm="cifar10") | dict(mean=MEAN, std=STD)
-    backbone = common.build_backbone(info)
-    query = nn.Sequential(backbone, nn.Linear(common.feature_width(backbone, 32), 128))
-    query = grouped(query).to(device)
+    backbone = common.build_backbone(info, norm_layer=GroupedBatchNorm)
+    query = nn.Sequential(backbone, nn.Linear(common.feature_width(backbone, 32), 128)).to(device)
     key, queue = copy.deepcopy(query).requires_grad_(False), F.normalize(torch.randn(QUEUE, 128), dim=1).to(device)
     optimizer = torch.optim.SGD(query.parameters(), lr=0.06, weight_decay=5e-4, momentum=0.9)
     options = common.loader_options(args.workers, device)
-    loader = torch.utils.data.DataLoader(Pairs(train), 512, shuffle=True, drop_last=True, **options)
+    loader = torch.utils.data.DataLoader(train, 512, True, collate_fn=two_views, drop_last=True, **options)
     for epoch in range(args.stop or args.epochs):
         losses = []
         optimizer.param_groups[0]["lr"] = 0.06 * (1 + math.cos(math.pi * epoch / args.epochs)) / 2
@@ -106,11 +85,11 @@ def main(args):
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser("moco_demo.py")
-    parser.add_argument("--data-dir", required=True)
-    parser.add_argument("--arch", default="resnet18")
-    parser.add_argument("--epochs", type=int, default=200)
-    parser.add_argument("--stop", type=int, help="stop after this epoch of the schedule")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--workers", type=int, default=0)
+    add = parser.add_argument
+    add("--data-dir", required=True)
+    add("--arch", default="resnet18")
+    add("--epochs", type=int, default=200)
+    add("--stop", type=int, help="stop after this epoch of the schedule")
+    add("--seed", type=int, default=0)
+    add("--workers", type=int, default=0)
     main(parser.parse_args())

@@ -14,21 +14,18 @@ of untrained encoders (baselines.json) are what eval_knn.py and eval_linear.py p
 import argparse
 import contextlib
 import functools
-import importlib
 import itertools
 import json
-import os
 import shutil
 import statistics
 import subprocess
-import sys
 import time
 from pathlib import Path
 
 import gpu_list
 import numpy as np
 import torch
-from bench import ROOT, records, training_batches  # which puts the project's root on the path
+from bench import ROOT, parse, records, training_batches  # which puts the project's root on the path
 
 import common
 import eval_linear
@@ -132,35 +129,28 @@ def keep(name, found):
 
 def versions():
     """What a run was made with."""
-    describe = ["git", "describe", "--always", "--dirty"]
-    commit = subprocess.run(describe, cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
-    return dict(torch=torch.__version__, commit=commit)
+    commit = subprocess.check_output(["git", "describe", "--always", "--dirty"], cwd=ROOT, text=True)
+    return dict(torch=torch.__version__, commit=commit.strip())
 
 
 def evaluate(line, out, where):
     """What is kept of a run: its command, what it was made with, its epochs with kNN, and the linear probe."""
-    flags = eval_linear.parse_args([str(out), *where, "--no-baselines", "--workers", "0"])
-    linear = eval_linear.main(flags)["encoder"]["linear_top1"]
-    config = json.loads((out / "config.json").read_text())
-    record = dict(command=line, device=config["machine"]) | versions()
+    linear = eval_linear.main(eval_linear.parse_args([str(out), *where, "--no-baselines"]))["encoder"]["linear_top1"]
     names = ("epoch", "loss", "std", "knn20_top1", "knn200_top1")
     epochs = [{name: round(r[name], 4) for name in names} for r in records(out) if "knn20_top1" in r]
-    return record | dict(epochs=epochs, linear_top1=round(linear, 4))
+    made = dict(command=line, device=json.loads((out / "config.json").read_text())["machine"]) | versions()
+    return made | dict(epochs=epochs, linear_top1=round(linear, 4))
 
 
 def train(args):
     """Every run of the arms that is not kept yet, all arms of a seed before the next seed."""
-    arms = args.arms or sum(CURVES.values(), [])
-    where = ["--data-dir", args.data_dir] if args.data_dir else []
-    RUNS.mkdir(parents=True, exist_ok=True)
-    for seed, arm in itertools.product(args.seeds, arms):
+    where = ["--workers", "0", *(["--data-dir", args.data_dir] if args.data_dir else [])]
+    for seed, arm in itertools.product(args.seeds, args.arms or sum(CURVES.values(), [])):
         if str(seed) in kept(arm):
             continue
         line, out = command(arm, seed), RUNS / f"{arm}-s{seed}"
-        words = [sys.executable, *former(line).split(), *where, "--workers", "0", "--out", str(out)]
-        environment = os.environ | {"OMP_NUM_THREADS": "1"}
-        with open(f"{out}.log", "a") as log:
-            subprocess.run(words, stdout=log, stderr=log, env=environment, cwd=ROOT, check=True)
+        module, own = parse(former(line), *where, "--out", out)
+        module.main(own)
         record = evaluate(line, out, where)
         keep(arm, dict(sorted((kept(arm) | {str(seed): record}).items())))
         print(f"{arm}, seed {seed}: kNN and linear {scores(record)}", flush=True)
@@ -168,18 +158,16 @@ def train(args):
 
 def three_epochs(name, recipe, images):
     """The first three epochs of a recipe: a small encoder takes the place of its own, and REDUCED is heeded."""
-    (script, *flags), factor = BEGUN[name].split(), REDUCED[recipe][0]
-    module, out = importlib.import_module(script.removesuffix(".py")), RUNS / "begin" / f"{name}-{recipe}"
-    dataset = "cifar10" if recipe == WITH_RESNET18 else recipe
+    out, dataset = RUNS / "begin" / f"{name}-{recipe}", "cifar10" if recipe == WITH_RESNET18 else recipe
     where = f"--device cpu --workers 0 --knn-every 0 --dataset {dataset} --out {out}"
-    args = module.parse_args([*flags, *where.split()])
+    module, args = parse(f"{BEGUN[name]} {where}")
     own = dict(recipe=dataset, size=np.max(args.image_size).item(), batch=args.batch_size)
     if recipe not in ("patterns", WITH_RESNET18):
-        args.arch = VIT if script == "patchmix.py" else RESNET
+        args.arch = VIT if name == "patchmix" else RESNET
     args.batch_size = min(args.batch_size, 512)
     for sides in {"image_size", "local_size", "patch_size"} & vars(args).keys():
-        setattr(args, sides, np.floor_divide(getattr(args, sides), factor).tolist())
-    if script == "patchmix.py" and recipe != "patterns":
+        setattr(args, sides, np.floor_divide(getattr(args, sides), REDUCED[recipe][0]).tolist())
+    if name == "patchmix" and recipe != "patterns":
         args.patch_size = 4  # more patches would take an hour
     epochs = itertools.count(1)
 
@@ -207,12 +195,8 @@ def begin(args):
         name, recipe = BEGINS[arm]
         if arm in kept("begin"):
             continue
-        if recipe == "patterns":
-            images = common.Patterns(4096, 32, seed=0)
-        else:
-            rows = np.linspace(0, len(whole) - 1, REDUCED[recipe][1]).astype(int)
-            pictures = np.stack([np.asarray(whole[row][0]) for row in rows])
-            images = gpu_list.InMemory(pictures, np.array(whole.targets)[rows], whole.classes)
+        rows = np.linspace(0, len(whole) - 1, REDUCED[recipe][1]).astype(int).tolist()
+        images = common.Patterns(4096, 32, seed=0) if recipe == "patterns" else common.Subset(whole, rows)
         record = three_epochs(name, recipe, images) | versions()
         found = kept("begin") | {arm: record}
         keep("begin", {arm: found[arm] for arm in BEGINS if arm in found})
@@ -345,11 +329,6 @@ def with_tables(page):
     return page
 
 
-def write_page(args):
-    """Write the tables into tests/results/README.md."""
-    PAGE.write_text(with_tables(PAGE.read_text()))
-
-
 def curves(args):
     """kNN accuracy over the epochs: mean and range over the seeds."""
     from matplotlib import pyplot
@@ -372,7 +351,8 @@ def curves(args):
 def main():
     raw = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser("tests/tools/results.py", description=__doc__, formatter_class=raw)
-    actions = dict(train=train, begin=begin, gpu=gpu_list.run, readme=write_page, curves=curves)
+    actions = dict(train=train, begin=begin, gpu=gpu_list.run, curves=curves)
+    actions["readme"] = lambda args: PAGE.write_text(with_tables(PAGE.read_text()))
     parser.add_argument("action", choices=actions, metavar="ACTION")
     parser.add_argument("--data-dir", metavar="DIR", help="CIFAR-10's")
     parser.add_argument("--arms", nargs="+", choices=[*ARMS, *BEGINS, *gpu_list.EVERYTHING], metavar="ARM")
@@ -383,12 +363,12 @@ def main():
     add("--at-once", type=int, default=4, metavar="N", help="trainings that share the GPU")
     add("--workers", type=int, default=4, metavar="N", help="processes that load, of each training")
     add("--flags", default="--epochs 40 --knn-every 20", metavar="TEXT", help="of each training")
-    add("--out", type=Path, default=KEPT / "gpu", metavar="DIR", help="for its JSON files; or tests/results/gpu")
+    add("--out", type=Path, default=gpu_list.KEPT, metavar="DIR", help="for its JSON files; or tests/results/gpu")
     add("--commit", default="unknown", metavar="TEXT", help="of these files: where a GPU is lent, there may be no git")
     add("--dry-run", action="store_true", help="all of it on the CPU: small encoders, few images, few steps")
-    parser.set_defaults(kept=KEPT / "gpu")
     args = parser.parse_args()
     torch.set_num_threads(1)
+    torch.set_flush_denormal(True)  # as common.start does
     actions[args.action](args)
 
 

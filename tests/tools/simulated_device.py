@@ -8,8 +8,7 @@ GPU. Whatever makes a program wait for a GPU is counted by the line of ours that
 that depends on values, a copy that blocks. gpu_check.py's trainings, ended in the second epoch and resumed, and its
 evaluations are made on the CPU and on `sim`. FOLDER/found.json then has {case: {"cpu": records or scores, "sim": the
 same, "waits": {line: count} in training steps, "launches": how many operations color a view on `sim`}} and, under
-"noticed", what was seen of code that is wrong on purpose. Speed, memory, a GPU's own kernels and bf16 it
-cannot show.
+"noticed", what was seen of code that is wrong on purpose. It cannot show speed, memory, a GPU's kernels, bf16.
 """
 
 import collections
@@ -43,31 +42,13 @@ ROOT, aten = Path(common.__file__).parent, torch.ops.aten
 READS = {aten._local_scalar_dense.default, aten.nonzero.default, aten.masked_select.default, aten.equal.default}
 INDEXING = {aten.index.Tensor, aten.index_put.default, aten.index_put_.default, aten._index_put_impl_.default}
 COPIES = {aten._to_copy.default, aten.copy_.default}
-PARTS = dict(  # of a training step, by the functions that do it
-    augment="color", mix_batch="mix", mix_queries="mix", query="query", queries="query", project="query", key="key",
-    keys="key", encode_shuffled_keys="key", forward="loss", backward="backward", grad="backward", step="optimizer",
-    update="momentum update", enqueue="queue",
-)  # fmt: skip
-TORCH = Path(torch.__file__).parent
-FOLDERS = ROOT, TORCH, TORCH / "autograd", TORCH / "optim"  # which have these functions; other modules have a forward
-waits, launches, copies = collections.Counter(), collections.Counter(), collections.Counter()
+waits, launches = collections.Counter(), collections.Counter()  # a wait's line; "operations", "copies": their numbers
 
 
 def note(what):
     """Count a wait by the innermost line of this repository."""
     lines = [f for f in traceback.extract_stack() if Path(f.filename).parent == ROOT]
     waits[f"{Path(lines[-1].filename).name}:{lines[-1].lineno}: {what}" if lines else what] += 1
-
-
-def part():
-    """The part of a step that is at work: the outermost, but what the forward of a model calls need not be the loss."""
-    found = "rest"
-    for frame, _ in traceback.walk_stack(None):  # from the innermost
-        name = PARTS.get(frame.f_code.co_name)
-        if name and (name != "loss" or found == "rest"):
-            file = Path(frame.f_code.co_filename)
-            found = name if file.parent in FOLDERS and file.name != "common.py" else found
-    return found
 
 
 def compute(_, function, types, args=(), kwargs=None):
@@ -78,15 +59,14 @@ def compute(_, function, types, args=(), kwargs=None):
     to = here if kwargs.get("device") is None else str(torch.device(kwargs["device"])) in DEVICES
     is_view = any(x.alias_info is not None and not x.alias_info.is_write for x in function._schema.returns)
     is_view |= function is aten._unsafe_view.default
-    computes = here and to and not is_view and "empty" not in str(function)  # copies from the CPU do not
-    if computes:
-        launches[part()] += 1
+    if here and to and not is_view and "empty" not in str(function):  # not for copies from the CPU
+        launches["operations"] += 1
     if function in COPIES:
         onto, come, at_once = to, here, kwargs.get("non_blocking")
         if function is aten.copy_.default:
             onto, come, at_once = isinstance(args[0], OnDevice), isinstance(args[1], OnDevice), args[2:] == (True,)
         if onto and not come:
-            copies[part()] += 1
+            launches["copies"] += 1
         if onto != come and not (onto and at_once):
             note("a copy that blocks")
     elif here:
@@ -173,60 +153,52 @@ def noticed():
 def on(device, found, work, case, *words):
     """Do work on a device. What is found of its training steps is added to `found`."""
     module = importlib.import_module(case.split()[0])
-    augment, join = getattr(module, "augment", None), common.init_distributed
+    augment, join = getattr(module, "augment", None), common.init_distributed  # evaluations have no augment
+
+    def joined(_, **more):
+        return torch.device(device), *join("cpu", **more)[1:]
 
     def counted(*x):
         launches.clear()
         views = augment(*x)
-        found["launches"] = max(found["launches"], launches.total())
+        found["launches"] = max(found["launches"], launches["operations"])
         return views
 
-    with contextlib.ExitStack() as stack:
-        joined = lambda name, **more: (torch.device(device), *join("cpu", **more)[1:])  # noqa: E731
-        stack.enter_context(mock.patch.object(common, "init_distributed", joined))
-        stack.enter_context(watched(waits.clear, lambda: found["waits"].update(waits)))
-        if augment is not None:
-            stack.enter_context(mock.patch.object(module, "augment", counted))
-        if device != "cpu":
-            stack.enter_context(Simulation())
+    placed = mock.patch.object(common, "init_distributed", joined)
+    counting = mock.patch.object(module, "augment", counted, create=True)
+    simulation = contextlib.nullcontext() if device == "cpu" else Simulation()
+    with placed, counting, watched(waits.clear, lambda: found["waits"].update(waits)), simulation:
         return work(case, *words, "--device", "cpu")
 
 
-def count(method, words):
-    """What one training step of a script gives to a device: {part: (operations, copies)}, and its number of views.
+def count(module, args):
+    """What a training step of a script gives to a device, with SGD as on CPUs and as on GPUs: [(operations, copies)].
 
     The device calls itself cpu:0, for which torch chooses an operation of its own where it would on a GPU; for `sim` it
-    would take some apart. Norms of gradients are foreach, and SGD is a loop, as on CPUs. "foreach SGD" is in its place
-    on GPUs. The first step differs, because optimizers have no state yet.
+    would take some apart. Norms of gradients are foreach. The first step differs, because optimizers have no state yet.
     """
-    module, found = importlib.import_module(method), {}
+    found = []
 
     def three_steps(batches):
         yield next(batches)
-        batch = next(batches)
-        launches.clear(), copies.clear()
-        yield batch
-        found.update({name: (launches[name], copies[name]) for name in (*dict.fromkeys(PARTS.values()), "rest")})
-        found["views"] = sum(x.dim() == 4 for x in tree_leaves(batch) if torch.is_tensor(x))
-        for optimizer in [x for x in gc.get_objects() if type(x) is torch.optim.SGD]:
-            for group in optimizer.param_groups:
-                group["foreach"] = not group["fused"]
-        batch = next(batches)
-        launches.clear()
-        yield batch
-        found["foreach SGD"] = launches["optimizer"]
+        for foreach in (False, True):
+            for optimizer in [x for x in gc.get_objects() if type(x) is torch.optim.SGD]:
+                for group in optimizer.param_groups:
+                    group["foreach"] = foreach and not group["fused"]
+            batch = next(batches)
+            launches.clear()
+            yield batch
+            found.append((launches["operations"], launches["copies"]))
         raise KeyboardInterrupt
 
     make_device()
     DEVICES[:] = ["cpu:0"]
     torch.__future__.set_overwrite_module_params_on_conversion(True)
     norm = functools.partial(torch.nn.utils.get_total_norm, foreach=True)
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(mock.patch.object(torch.nn.utils, "get_total_norm", norm))
-        stack.enter_context(mock.patch.object(common, "init_distributed", lambda *_: (torch.device("cpu:0"), 0, 1)))
-        for context in (training_batches(three_steps), Simulation(), contextlib.suppress(KeyboardInterrupt)):
-            stack.enter_context(context)
-        module.main(module.parse_args(words), train=common.Patterns(64, 32, seed=0))
+    foreach = mock.patch.object(torch.nn.utils, "get_total_norm", norm)
+    placed = mock.patch.object(common, "init_distributed", lambda *_: (torch.device("cpu:0"), 0, 1))
+    with foreach, placed, training_batches(three_steps), Simulation(), contextlib.suppress(KeyboardInterrupt):
+        module.main(args, train=common.Patterns(64, 32, seed=0))
     return found
 
 
