@@ -1,6 +1,5 @@
 """Shared by the tests: the project's root and tests/tools on the path, one thread, --slow, and small helpers."""
 
-import functools
 import gc
 import importlib
 import multiprocessing
@@ -152,17 +151,6 @@ def state_of(module, flags="", train=None):
         patch.setattr(common, "open_run", open_run)
         module.main(args, train=Blank(args.batch_size) if train is None else train)
     return caught.value.args[0]
-
-
-@pytest.fixture(scope="module")
-def few_patterns():
-    """The demo's images are 32."""
-    import common
-
-    with pytest.MonkeyPatch.context() as patch:
-        make = functools.cache(common.Patterns)
-        patch.setattr(common, "Patterns", lambda count, size, seed: make(32, size, seed))
-        yield
 
 
 @pytest.fixture

@@ -171,5 +171,6 @@ def test_what_is_known_of_an_encoder():
     """A tag without weights has a mean, too."""
     assert [common.backbone_info("resnet50", size, 2)["stem"] for size in (32, 64, 96)] == ["3x3", "3x3", "timm"]
     assert [common.backbone_info("resnet_mini", size, 2)["stem"] for size in (32, 96)] == ["3x3-s2", "timm"]
+    assert common.backbone_info("resnet10t", 32)["stem"] == "timm"  # its own has three convolutions
     assert [common.backbone_info(arch, 32, 4)["arch"] for arch in common.ARCHS] == [*common.ARCHS]
     assert common.backbone_info("test_vit4.r160_in1k", 160, norm=None)["mean"] == (0.5, 0.5, 0.5)

@@ -184,8 +184,8 @@ def test_there_is_no_knn_without_labels_of_the_same_classes(capsys):
     assert capsys.readouterr().out.count("4 images of 2 classes, without labels") == 4
 
 
-def test_test_images_of_ones_own_are_used_without_training_images_too(few_patterns):
-    own = common.Patterns(0, 8, seed=5)
+def test_test_images_of_ones_own_are_used_without_training_images_too():
+    own = common.Patterns(32, 8, seed=5)
     train, test = common.open_data("patterns", image_size=8, test=own)
     assert test is own and train.is_generated and train is not own
     assert common.open_evaluation_data("patterns", None, INFO, test=own)[1] is own

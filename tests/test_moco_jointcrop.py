@@ -15,10 +15,6 @@ from torchvision.transforms.v2.functional import pil_to_tensor
 import common
 import moco_jointcrop as moco
 
-# Figure 7, read from the paper: mean distance of the two crops' corners, for beta from 4 down to -4 in halves.
-FIGURE7 = (40.63, 42.33, 44.36, 47.14, 50.35, 53.73, 56.53, 58.41, 59.20)
-FIGURE7 += (59.73, 61.71, 64.53, 67.78, 71.29, 74.24, 76.77, 78.82)
-
 
 def draws(n, low, high, beta, offset=0.0):
     return moco.sample_joint(n, low, high, beta, torch.Generator().manual_seed(0), offset)
@@ -78,33 +74,6 @@ def test_randomcrop_ratio_density_eq8_eq10():
     a, b = draws(500_000, 0.2, 1.0, None)
     assert ks(cdf((a / b).numpy())) < 1.95
     assert (b / a).log().abs().mean().item() == pytest.approx(0.494, abs=0.003)
-
-
-def boxes_of(areas, rng):
-    """Algorithm 1's boxes in a 224 x 224 image: top, left, height, width, (n, 4). areas: (n, 1), or (n, 10) per try."""
-    aspect = np.exp(rng.uniform(-math.log(4 / 3), math.log(4 / 3), (len(areas), 10)))
-    sides = np.round(224 * np.sqrt([areas / aspect, areas * aspect]))  # height and width
-    fits = (sides <= 224).all(0)
-    size = sides[:, np.arange(len(areas)), fits.argmax(1)].T
-    size[~fits.any(1)] = 224
-    return np.hstack([np.floor(rng.random(size.shape) * (225 - size)), size])
-
-
-def mean_corner_distance(areas):
-    """Of the two top-left corners. areas: of both crops, as in `boxes_of`."""
-    rng = np.random.default_rng(0)
-    one, two = (boxes_of(a, rng) for a in areas)
-    return np.hypot(*(one - two)[:, :2].T).mean()
-
-
-@pytest.mark.slow
-def test_figure7_corner_distances():
-    random_crop = np.random.default_rng(1).uniform(0.2, 1, (2, 100_000, 10))
-    assert mean_corner_distance(random_crop) == pytest.approx(45.97, abs=0.3)
-    for i, distance in enumerate(FIGURE7):
-        for offset, error in ((0.0, 1.0), (0.1, 0.3)):
-            areas = torch.stack(draws(100_000, 0.2, 1.0, 4 - i / 2, offset)).numpy()
-            assert mean_corner_distance(areas[:, :, None]) == pytest.approx(distance, abs=error)
 
 
 # --------------------------------------------------------------- JointCrop
@@ -188,6 +157,15 @@ def shares_of_extremes(areas):
     return (abs(np.log(areas[::2] / areas[1::2])) > math.log(2)).mean(1)
 
 
+def shares_by_algorithm1(areas, rng):
+    """The shares of a 224 x 224 image that crops of these areas (n,) have: the first of ten boxes that fits, or all."""
+    aspect = np.exp(rng.uniform(-math.log(4 / 3), math.log(4 / 3), (10, len(areas))))
+    height, width = np.round(224 * np.sqrt([areas / aspect, areas * aspect]))
+    fits = np.maximum(height, width) <= 224
+    first = (height * width)[fits.argmax(0), np.arange(len(areas))] / 224**2
+    return np.where(fits.any(0), first, 1)
+
+
 def test_views_of_each_joint_mode(crops_are_boxes):
     """Areas are joint in two modes, blurs in two, by Algorithm 1. `either` is one of the two per image."""
     modes = dict(none="", crop="--beta -4", blur="--beta -4", both="--beta -4", either="--beta -4 --joint-prob 0.3")
@@ -201,7 +179,7 @@ def test_views_of_each_joint_mode(crops_are_boxes):
     assert alike["either"].mean() == pytest.approx(0.3 * 0.5 + 0.7, abs=0.06)
     assert shares_of_extremes(found["either"][0][:, ~alike["either"]])[0] > 0.9  # no JointBlur, so JointCrop
     rng = np.random.default_rng(0)
-    theirs = [share_of(boxes_of(areas[:, None], rng)) for areas in algorithm1(5000, 0.2, 1.0, -4.0, rng).T]
+    theirs = [shares_by_algorithm1(areas, rng) for areas in algorithm1(5000, 0.2, 1.0, -4.0, rng).T]
     for areas, *_ in (found["crop"], found["both"]):  # each image has areas of its own
         assert ks(areas[0], theirs[0]) < 2 and ks(areas[1] / areas[0], theirs[1] / theirs[0]) < 2
     theirs = algorithm1(5000, 0.1, 2.0, -4.0, rng).T

@@ -174,9 +174,3 @@ def test_compiled_encoders_change_nothing(method, tmp_path, monkeypatch):
     assert len(compiled) == 2 and graphs  # the query encoder and the momentum encoder
     usual, other = (load(tmp_path / name / "last.pt")["model"] for name in ("usual", "compiled"))
     torch.testing.assert_close(usual, other, rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("arch", ["resnet10t", "mobilenetv3_small_050", "convnext_atto"])
-def test_any_timm_model(arch, tmp_path):
-    run("jcl", tmp_path, "--arch", arch, "--image-size", "32", "--epochs", "1")
