@@ -44,6 +44,7 @@ MISTAKES = [  # scripts, flags, what the line has to name
     (["moco_jointcrop", "clim", "logo", "patchmix"], "--local-crops 2 --local-size 48", "--local-size"),
     (["patchmix"], "--terms oto,other", "--terms"),
     (["patchmix"], "--patch-size 8 --num-mix 5", "--num-mix"),
+    (["patchmix"], "--mix-slices 8 --num-mix 3", "8 equal parts of 3 images"),  # a slice has all images of a mix
     (["patchmix"], "--local-crops 2 --terms mtm", "--terms"),
     (EVALUATIONS, "missing", "missing"),
     (EVALUATIONS, "notes.txt", "notes.txt"),

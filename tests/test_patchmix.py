@@ -181,11 +181,7 @@ def test_what_follows_from_other_flags():
     assert chosen == dict(oto=1, mtm=3)
     for count, smallest in ((0, 0.05), (2, 0.35)):
         assert values(patchmix, f"{released} --local-crops {count}", "crop_scale") == [[smallest, 1]]
-
-
-def test_without_mixing_the_batch_need_not_be_split():
-    """CIFAR-10's recipe has four slices."""
-    for flags in ("--num-mix 1", "--terms oto"):
+    for flags in ("--num-mix 1", "--terms oto"):  # without mixing, CIFAR-10's four slices are one
         assert state_of(patchmix, f"--dataset cifar10 {TINY} {flags} --batch-size 18")["model"].slices == 1
 
 

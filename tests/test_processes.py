@@ -9,7 +9,7 @@ import pytest
 import tiny
 import torch
 import torch.nn.functional as F
-from conftest import NANO, QUEUES, Blank, slow_but, state_of
+from conftest import NANO, QUEUES, slow_but, state_of
 from global_batch_norm import synchronize
 from timm.layers import BatchNormAct2d
 from torch import nn
@@ -202,12 +202,6 @@ def test_groups_of_each_process(method, module, flags, world, groups, monkeypatc
     norms = [m for m in model.modules() if isinstance(m, (nn.BatchNorm1d, nn.BatchNorm2d))]
     assert {getattr(norm, "groups", 1) for norm in norms} == {groups}
     assert getattr(model, "slices", 2) == 2
-
-
-def test_a_slice_has_all_images_of_a_mix():
-    args = patchmix.parse_args("--batch-size 16 --mix-slices 8 --num-mix 3".split())
-    with pytest.raises(common.UsageError, match="8 equal parts of 3 images"):
-        patchmix.main(args, train=Blank(24))
 
 
 def train_and_keep(folder, method, flags):

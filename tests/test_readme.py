@@ -135,10 +135,15 @@ def test_the_lines_of_joint_crop():
 
 
 def test_a_demo_says_so(monkeypatch, capsys):
-    """The first lines and the last name the command of the paper's training, but not on other data or processes."""
-    for flags, rank, lines in (("", "0", 3), ("--dataset cifar10", "0", 0), ("", "1", 0)):
+    """The first lines and the last name the command of the paper's training, but not on other data or processes.
+
+    It computes with one thread.
+    """
+    for flags, rank, lines, threads in (("", "0", 3, 1), ("--dataset cifar10", "0", 0, 2), ("", "1", 0, 1)):
         monkeypatch.setenv("RANK", rank)
+        torch.set_num_threads(2)
         common.start(lambda args: print("main"), lambda flags=flags: jcl.parse_args(flags.split()), "jcl.py --queue 9")
         said = capsys.readouterr().out.splitlines()
         assert said[:lines] == said[lines + 1 :] and said[lines] == "main" and len(said) == 2 * lines + 1
+        assert torch.get_num_threads() == threads
         assert not lines or said[2] == "At full scale: torchrun --nproc_per_node=8 jcl.py --queue 9"

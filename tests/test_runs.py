@@ -147,13 +147,6 @@ def test_an_error_is_not_glued_to_the_progress_line(monkeypatch, capsys):
     assert said.out.endswith("step 3\r\x1b[K") and said.err == "error: a mistake\n"
 
 
-@pytest.mark.parametrize("dataset, threads", [("patterns", 1), ("cifar10", 2)])
-def test_the_demo_computes_with_one_thread(dataset, threads):
-    torch.set_num_threads(2)
-    common.start(lambda args: None, lambda: argparse.Namespace(dataset=dataset))
-    assert torch.get_num_threads() == threads
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("method", JCL_AT_ONCE)
 def test_compiled_encoders_change_nothing(method, tmp_path, monkeypatch):
