@@ -77,15 +77,19 @@ def module(method):
     return importlib.import_module(method)
 
 
+def generator(seed=0):
+    return torch.Generator().manual_seed(seed)
+
+
 def unit(*shape, seed=0, grad=False):
     """Random float64 rows of unit length."""
-    x = torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+    x = torch.randn(*shape, dtype=torch.float64, generator=generator(seed))
     return F.normalize(x, dim=-1).requires_grad_(grad)
 
 
 def random_views(count, n, size=16):
     """Views of n images as a model takes them, in float64."""
-    return list(torch.randn(count, n, 3, size, size, dtype=torch.float64, generator=torch.Generator().manual_seed(1)))
+    return list(torch.randn(count, n, 3, size, size, dtype=torch.float64, generator=generator(1)))
 
 
 def info_nce(q, k, queue, temperature):

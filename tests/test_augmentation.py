@@ -11,7 +11,7 @@ import pytest
 import timm
 import torch
 import torchvision.transforms.v2.functional as TF
-from conftest import METHODS, Blank, ks, slow_but
+from conftest import METHODS, Blank, generator, ks, slow_but
 from PIL import Image
 from tiny import run
 
@@ -28,7 +28,7 @@ OPERATIONS = {  # name: (the operation, of one strength for all images that it d
 
 
 def noise(n, height=20, width=17, seed=0):
-    return torch.rand(n, 3, height, width, generator=torch.Generator().manual_seed(seed))
+    return torch.rand(n, 3, height, width, generator=generator(seed))
 
 
 def assert_close(ours, theirs, levels):

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import Pictures
+from conftest import Pictures, generator
 from PIL import Image
-from test_features import generator, slow_knn
+from test_features import slow_knn
 from tiny import load, play, refused, save_encoder, succeed
 from torchvision.datasets import ImageFolder
 
@@ -171,7 +171,7 @@ def test_a_dump_has_all_images_also_those_without_labels(places, tmp_path):
 
 def problem(n=50, m=20, noise=1.0):
     """Features of six dimensions, and labels of three classes: n to fit, m to test."""
-    g, dtype = generator(n, m), torch.float64
+    g, dtype = generator(n + 1000 * m), torch.float64
     centers = 3 * torch.randn(3, 6, generator=g, dtype=dtype)
     y = torch.arange(n + m) % 3
     x = (centers[y] + noise * torch.randn(n + m, 6, generator=g, dtype=dtype)) * torch.linspace(0.1, 30, 6) + 5

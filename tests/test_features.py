@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from conftest import generator
 from PIL import Image
 from tiny import load, refused, succeed
 from torch import nn
@@ -13,10 +14,6 @@ from torch import nn
 import common
 
 CPU = torch.device("cpu")
-
-
-def generator(*numbers):
-    return torch.Generator().manual_seed(sum(number * 1000**i for i, number in enumerate(numbers)))
 
 
 @pytest.mark.parametrize("interpolation", ["bilinear", "bicubic"])
@@ -42,7 +39,7 @@ def slow_knn(train_x, train_y, test_x, k, temperature, num_classes):
 
 @pytest.mark.parametrize("n, m, d, classes, tau", [(23, 7, 5, 4, 0.07), (1, 3, 4, 1, 0.1), (11, 13, 2, 9, 1.0)])
 def test_knn_is_a_double_loop(n, m, d, classes, tau):
-    g = generator(n, m)
+    g = generator(n)
     train_x, test_x = torch.randn(n, d, generator=g) * 3, torch.randn(m, d, generator=g) * 0.2
     train_y, several = torch.randint(0, classes, (n,), generator=g), (5, 1, 200, 11)
     found = common.knn_predict(train_x, train_y, test_x, several, tau, classes)

@@ -6,7 +6,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from conftest import info_nce, ks, state_of, unit, values
+from conftest import generator, info_nce, ks, state_of, unit, values
 from PIL import Image
 from torch import nn
 from torchvision.transforms import v2
@@ -17,7 +17,7 @@ import moco_jointcrop as moco
 
 
 def draws(n, low, high, beta, offset=0.0):
-    return moco.sample_joint(n, low, high, beta, torch.Generator().manual_seed(0), offset)
+    return moco.sample_joint(n, low, high, beta, generator(), offset)
 
 
 def algorithm1(n, low, high, beta, rng):
@@ -58,7 +58,7 @@ def test_bounds_are_never_left(low, high):
 
 
 def test_beta_is_continuous_at_zero():
-    for u, v in torch.rand(1000, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).tolist():
+    for u, v in torch.rand(1000, 2, dtype=torch.float64, generator=generator()).tolist():
         middle, *near = (moco.joint_from_uniform(u, v, 0.2, 1.0, beta)[1] for beta in (0.0, 1e-5, 1e-7))
         assert near == pytest.approx([middle] * 2, abs=1e-4)
 

@@ -7,7 +7,7 @@ from collections import defaultdict
 
 import pytest
 import torch
-from conftest import ROOT, VARIANTS, state_of
+from conftest import ROOT, VARIANTS, generator, state_of
 from torch import nn
 from torch.nn import functional as F
 
@@ -40,7 +40,7 @@ def copied(method):
     return types.SimpleNamespace(**names)
 
 
-X = [torch.randn(4, 3, 8, 8, generator=torch.Generator().manual_seed(i)) for i in range(4)]
+X = [torch.randn(4, 3, 8, 8, generator=generator(i)) for i in range(4)]
 PAIRS = ([(0, 1), (1, 0)], [(2, 0)])
 MODELS = {  # file, class: arguments besides an encoder, its width and dim; what forward takes
     "jcl JCL": (dict(queue=8), (X, 4.0)),
