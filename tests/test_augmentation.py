@@ -275,7 +275,6 @@ def test_no_two_draws_are_equal(method, workers, _tiny, tmp_path):
 
 
 def test_views_are_bytes_in_the_order_of_the_transforms():
-    """A transform may return several."""
     image = Same.image.crop((0, 0, 5, 4))
     turn, both = (lambda x: x.rotate(180)), (lambda x: [x, x.crop((0, 0, 2, 2))])
     views, label = common.Views([(image, 7)], [turn, both, turn])[0]

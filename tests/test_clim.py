@@ -41,7 +41,6 @@ def eq4(q, k_anchor, k_positive, queue, tau, lam):
 
 @pytest.mark.parametrize("tau, lam", [(0.07, 0.3), (0.2, 0.0), (0.2, (0.0, 0.9, 0.25, 1.0)), (1.0, 0.7)])
 def test_clim_loss_is_eq4(tau, lam):
-    """Also compiled, in one graph."""
     q, anchor, positive, queue = unit(4, 6, grad=True), unit(4, 6, seed=1), unit(4, 6, seed=2), unit(9, 6, seed=3)
     each = torch.tensor(lam, dtype=torch.float64)
     reference = eq4(q, anchor, positive, queue, tau, each.expand(4))

@@ -82,8 +82,7 @@ def test_blocks_of_python_run(code, _tiny, tmp_path, monkeypatch):
     run_block(code)
 
 
-def test_the_shown_equation():
-    """It is the loss of jcl.py."""
+def test_the_shown_equation_is_jcl_loss():
     q, k, queue = unit(4, 6), unit(4, 3, 6, seed=1), unit(8, 6, seed=2)
     found = run_block(EQUATION, torch=torch, q=q, k=k, queue=queue, temperature=0.2, lam=4.0)
     torch.testing.assert_close(found["loss"], jcl.jcl_loss(q, k, queue, 0.2, 4.0))
