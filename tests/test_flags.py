@@ -187,8 +187,7 @@ REFUSED = {  # what a flag, the last one, has no effect with
              "--base simsiam --temperature 1", "--local-crops 0 --pairs all", "--local-crops 0 --l2l",
              "--no-l2l --affinity-lr 1", "--no-l2l --lam 1", "--l2l-weighting lambda --clip-ratio 1",
              "--lam 1", "--hidden 9", "--layers 1", "--local-crops 0 --local-size 12"],
-    "patchmix": ["--terms oto --num-mix 3", "--terms oto --mix-slices 2",
-                 "--terms mto --smoothing 0.1",
+    "patchmix": ["--terms oto --num-mix 3", "--terms oto --mix-slices 2", "--terms mto --smoothing 0.1",
                  "--arch resnet_mini --num-heads 4", "--arch resnet_mini --drop-path 0.1",
                  "--key-encoder query --momentum 0.5 1", "--local-size 12", "--local-scale 0.1 0.2"],
 }  # fmt: skip

@@ -157,19 +157,10 @@ def shares_of_extremes(areas):
     return (abs(np.log(areas[::2] / areas[1::2])) > math.log(2)).mean(1)
 
 
-def shares_by_algorithm1(areas, rng):
-    """The shares of a 224 x 224 image that crops of these areas (n,) have: the first of ten boxes that fits, or all."""
-    aspect = np.exp(rng.uniform(-math.log(4 / 3), math.log(4 / 3), (10, len(areas))))
-    height, width = np.round(224 * np.sqrt([areas / aspect, areas * aspect]))
-    fits = np.maximum(height, width) <= 224
-    first = (height * width)[fits.argmax(0), np.arange(len(areas))] / 224**2
-    return np.where(fits.any(0), first, 1)
-
-
 def test_views_of_each_joint_mode(crops_are_boxes):
     """Areas are joint in two modes, blurs in two, by Algorithm 1. `either` is one of the two per image."""
     modes = dict(none="", crop="--beta -4", blur="--beta -4", both="--beta -4", either="--beta -4 --joint-prob 0.3")
-    found = {mode: drawn(f"--joint {mode} {flags}") for mode, flags in modes.items()}
+    found = {mode: drawn(f"--crop-scale 0.14 0.7 --joint {mode} {flags}") for mode, flags in modes.items()}
     extremes = {mode: shares_of_extremes(areas)[0] for mode, (areas, *_) in found.items()}
     alike = {mode: (sigmas[0] > 0) == (sigmas[1] > 0) for mode, (_, sigmas, _) in found.items()}
     assert max(extremes["none"], extremes["blur"]) < 0.36 and min(extremes["crop"], extremes["both"]) > 0.93
@@ -179,7 +170,7 @@ def test_views_of_each_joint_mode(crops_are_boxes):
     assert alike["either"].mean() == pytest.approx(0.3 * 0.5 + 0.7, abs=0.06)
     assert shares_of_extremes(found["either"][0][:, ~alike["either"]])[0] > 0.9  # no JointBlur, so JointCrop
     rng = np.random.default_rng(0)
-    theirs = [shares_by_algorithm1(areas, rng) for areas in algorithm1(5000, 0.2, 1.0, -4.0, rng).T]
+    theirs = algorithm1(5000, 0.14, 0.7, -4.0, rng).T  # of which each fits into the image
     for areas, *_ in (found["crop"], found["both"]):  # each image has areas of its own
         assert ks(areas[0], theirs[0]) < 2 and ks(areas[1] / areas[0], theirs[1] / theirs[0]) < 2
     theirs = algorithm1(5000, 0.1, 2.0, -4.0, rng).T
