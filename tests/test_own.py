@@ -39,8 +39,7 @@ def own_encoder(pretrained=False, num_classes=0, **kwargs):
 @pytest.mark.parametrize("method", JCL_AT_ONCE)
 def test_own_encoder(method, tmp_path, capsys):
     """timm's registry makes it an --arch of trainings and, in a script that registers it, too, of evaluations."""
-    words = ["--arch", "own_encoder", "--patch-size", 8] if method == "patchmix" else ["--arch", "own_encoder"]
-    run(method, tmp_path, *words)
+    run(method, tmp_path, "--arch", "own_encoder")
     saved = load(tmp_path / "backbone.pt")
     encoder = timm.create_model(saved["timm_name"], **saved["create_kwargs"])
     encoder.load_state_dict(saved["state_dict"])
