@@ -19,9 +19,10 @@ torch.set_num_threads(1)  # a second one would wait for whatever else runs, and 
 METHODS = ["moco_jointcrop", "jcl", "clim", "logo", "patchmix"]
 # (method, flags): each with its own model, and two with their other one.
 EACH_MODEL = [*((method, "") for method in METHODS), ("moco_jointcrop", "--moco v3"), ("logo", "--base simsiam")]
+BLUR = "--blur-p 0.5 0.5"  # JointBlur's, where a recipe does not blur
 # What chooses another recipe or another form of a method.
 CHOICES = dict(
-    moco_jointcrop=("--moco v1", "--moco v3", "--joint blur", "--joint either", "--variant released"),
+    moco_jointcrop=("--moco v1", "--moco v3", f"--joint blur {BLUR}", f"--joint either {BLUR}", "--variant released"),
     jcl=("--variant released", "--vanilla"),
     clim=("--selection none", "--selection knn", "--image-size 24 16"),
     logo=("--base simsiam", "--variant paper", "--affinity-form linear"),

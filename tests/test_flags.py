@@ -54,8 +54,6 @@ def test_help_lists_every_flag_with_the_data_sets_default(method, module, datase
 @pytest.mark.parametrize("method, form", FORMS)
 def test_recipes_have_values_that_the_flags_take(method, module, dataset, form):
     """Given on the command line they are the same run. None has a name that is no flag."""
-    if any(joint in form for joint in ("blur", "either")) and dataset in ("cifar10", "cifar100", "stl10"):
-        form += " --blur-p 0.5 0.5"  # these recipes do not blur
     argv = ["--dataset", dataset, *form.split()]
     args = vars(module.parse_args(argv))
     assert args.keys() - {"method"} == options(method).keys()

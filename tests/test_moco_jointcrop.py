@@ -269,7 +269,6 @@ def test_recipes_of_moco():
 
 def test_moco_v1_on_cifar_is_the_demo_of_its_authors():
     """facebookresearch/moco, branch colab-notebook. Its learning rate is 0.06 for 512 images, with a cosine."""
-    args = moco.parse_args("--dataset cifar10 --moco v1 --joint none".split())
     demo = dict(arch="resnet18", epochs=200, batch_size=512, weight_decay=5e-4, temperature=0.1, queue=4096, dim=128)
     demo |= dict(bn_groups=8, momentum=[0.99], crop_scale=[0.08, 1.0], blur_p=[0.0], lr=0.03, warmup=0.0, milestones=[])
-    assert {name: getattr(args, name) for name in demo} == demo
+    assert values(moco, "--dataset cifar10 --moco v1 --joint none", " ".join(demo)) == [*demo.values()]
