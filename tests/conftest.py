@@ -31,6 +31,7 @@ CHOICES = dict(
 # timm's keywords of a ResNet for tests. No layer has fewer than 8 channels. With fewer, the gradient of a 1 x 1
 # convolution of stride 2 crashes in torch 2.8 to 2.15 on CPUs without AVX-512.
 NANO = dict(layers=(1, 1, 1, 1), channels=(8, 8, 8, 8))
+INFO = dict(image_size=16, mean=(0.4, 0.5, 0.6), std=(0.2, 0.3, 0.4), interpolation="bilinear")  # of an encoder
 VARIANTS = [(method, flags) for method in METHODS for flags in ("", *CHOICES.get(method, ()))]
 
 

@@ -9,7 +9,7 @@ import pytest
 import tiny
 import torch
 import torch.nn.functional as F
-from conftest import Blank, Pictures, generator, info_nce, ks, random_views, unit, values
+from conftest import INFO, Blank, Pictures, generator, info_nce, ks, random_views, unit, values
 from torch import nn
 from torchvision.transforms.v2.functional import pil_to_tensor
 
@@ -295,14 +295,13 @@ def test_choose_positives(selection, count, flags, monkeypatch, capsys):
     args = clim.parse_args(f"--image-size 16 --selection {selection} --num-positives {count} {flags}".split())
     images, model, (query, key) = common.Patterns(30, 16, 0), model_of().float(), random_views(2, 8)
     model([query.float()], [1.0], [key.float()])  # statistics of some batch
-    info = dict(image_size=16, mean=(0.4, 0.5, 0.6), std=(0.1, 0.2, 0.3), interpolation="bilinear")
-    table = clim.choose_positives(args, model, images, info, torch.device("cpu"))
+    table = clim.choose_positives(args, model, images, INFO, torch.device("cpu"))
     assert model.momentum_backbone.training and table.shape == (30, count)
     labels = torch.as_tensor(images.targets)
     assert f" {100 * (labels[:, None] == labels[table]).double().mean():.1f} % " in capsys.readouterr().out
 
     model.eval()
-    x = common.normalize(torch.stack([pil_to_tensor(image) for image, _ in images]) / 255, info["mean"], info["std"])
+    x = common.normalize(torch.stack([pil_to_tensor(image) for image, _ in images]) / 255, INFO["mean"], INFO["std"])
     with torch.no_grad():
         x = F.normalize(model.momentum_projector(model.momentum_backbone(x)), dim=1).double()
     neighbors, (centers, assignment) = clim.nearest_neighbors(x, 6), clusters[0] if clusters else (None, [0] * 30)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import generator
+from conftest import INFO, generator
 from PIL import Image
 from tiny import load, refused, succeed
 from torch import nn
@@ -61,9 +61,6 @@ class Tiny(nn.Sequential):
         layers = nn.Conv2d(3, 6, 3), nn.BatchNorm2d(6), nn.ReLU(), nn.Dropout(0.5), nn.AdaptiveAvgPool2d(2)
         super().__init__(*layers, nn.Flatten())
         self[1].running_mean.normal_()
-
-
-INFO = dict(image_size=16, mean=(0.4, 0.5, 0.6), std=(0.2, 0.3, 0.4), interpolation="bilinear")
 
 
 def patterns(n):
