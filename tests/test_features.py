@@ -63,14 +63,10 @@ class Tiny(nn.Sequential):
         self[1].running_mean.normal_()
 
 
-def patterns(n):
-    return common.Patterns(n, 16, seed=0)
-
-
 @pytest.mark.parametrize("batch_size, workers", [(256, 0), (4, 2), (1, 0)])
 def test_features_are_a_plain_loops(batch_size, workers):
     """The modes and statistics of the encoder stay, those of a frozen batch norm too, and so do random numbers."""
-    encoder, images = Tiny().train(), patterns(11)
+    encoder, images = Tiny().train(), common.Patterns(11, 16, seed=0)
     encoder[1].eval()
     modes, statistics = [m.training for m in encoder.modules()], encoder[1].running_mean.clone()
     state = torch.get_rng_state()
@@ -87,15 +83,15 @@ def test_features_are_a_plain_loops(batch_size, workers):
 def test_features_that_are_not_finite_are_an_error():
     wild = nn.Identity()
     wild.forward = lambda x: torch.tensor([[1.0], [math.inf]])[: len(x)]
-    assert common.extract_features(wild, patterns(1), INFO, CPU).tolist() == [[1]]
+    assert common.extract_features(wild, common.Patterns(1, 16, seed=0), INFO, CPU).tolist() == [[1]]
     with pytest.raises(ValueError, match="finite"):
-        common.extract_features(wild, patterns(2), INFO, CPU)
+        common.extract_features(wild, common.Patterns(2, 16, seed=0), INFO, CPU)
 
 
 def sharded(folder):
     """Save features, predictions, scores and health, as found by this process, alone or one of several."""
     _, rank, world = common.init_distributed("cpu")
-    encoder, few = Tiny().train(), patterns(32)
+    encoder, few = Tiny().train(), common.Patterns(32, 16, seed=0)
     test = common.Subset(few, range(5))
     result, test_x = [], common.extract_features(encoder, test, INFO, CPU)
     for n in (7, 2, 1):  # banks: the second and the third process have parts without images
