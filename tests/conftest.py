@@ -1,6 +1,5 @@
 """Shared by the tests: the project's root and tests/tools on the path, one thread, --slow, and small helpers."""
 
-import functools
 import gc
 import importlib
 import multiprocessing
@@ -20,9 +19,10 @@ torch.set_num_threads(1)  # a second one would wait for whatever else runs, and 
 METHODS = ["moco_jointcrop", "jcl", "clim", "logo", "patchmix"]
 # (method, flags): each with its own model, and two with their other one.
 EACH_MODEL = [*((method, "") for method in METHODS), ("moco_jointcrop", "--moco v3"), ("logo", "--base simsiam")]
+BLUR = "--blur-p 0.5 0.5"  # JointBlur's, where a recipe does not blur
 # What chooses another recipe or another form of a method.
 CHOICES = dict(
-    moco_jointcrop=("--moco v1", "--moco v3", "--joint blur", "--joint either", "--variant released"),
+    moco_jointcrop=("--moco v1", "--moco v3", f"--joint blur {BLUR}", f"--joint either {BLUR}", "--variant released"),
     jcl=("--variant released", "--vanilla"),
     clim=("--selection none", "--selection knn", "--image-size 24 16"),
     logo=("--base simsiam", "--variant paper", "--affinity-form linear"),
@@ -31,6 +31,7 @@ CHOICES = dict(
 # timm's keywords of a ResNet for tests. No layer has fewer than 8 channels. With fewer, the gradient of a 1 x 1
 # convolution of stride 2 crashes in torch 2.8 to 2.15 on CPUs without AVX-512.
 NANO = dict(layers=(1, 1, 1, 1), channels=(8, 8, 8, 8))
+INFO = dict(image_size=16, mean=(0.4, 0.5, 0.6), std=(0.2, 0.3, 0.4), interpolation="bilinear")  # of an encoder
 VARIANTS = [(method, flags) for method in METHODS for flags in ("", *CHOICES.get(method, ()))]
 
 
@@ -78,15 +79,19 @@ def module(method):
     return importlib.import_module(method)
 
 
+def generator(seed=0):
+    return torch.Generator().manual_seed(seed)
+
+
 def unit(*shape, seed=0, grad=False):
     """Random float64 rows of unit length."""
-    x = torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+    x = torch.randn(*shape, dtype=torch.float64, generator=generator(seed))
     return F.normalize(x, dim=-1).requires_grad_(grad)
 
 
 def random_views(count, n, size=16):
     """Views of n images as a model takes them, in float64."""
-    return list(torch.randn(count, n, 3, size, size, dtype=torch.float64, generator=torch.Generator().manual_seed(1)))
+    return list(torch.randn(count, n, 3, size, size, dtype=torch.float64, generator=generator(1)))
 
 
 def info_nce(q, k, queue, temperature):
@@ -152,17 +157,6 @@ def state_of(module, flags="", train=None):
         patch.setattr(common, "open_run", open_run)
         module.main(args, train=Blank(args.batch_size) if train is None else train)
     return caught.value.args[0]
-
-
-@pytest.fixture(scope="module")
-def few_patterns():
-    """The demo's images are 32."""
-    import common
-
-    with pytest.MonkeyPatch.context() as patch:
-        make = functools.cache(common.Patterns)
-        patch.setattr(common, "Patterns", lambda count, size, seed: make(32, size, seed))
-        yield
 
 
 @pytest.fixture

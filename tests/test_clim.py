@@ -9,7 +9,7 @@ import pytest
 import tiny
 import torch
 import torch.nn.functional as F
-from conftest import Blank, Pictures, info_nce, ks, random_views, unit, values
+from conftest import INFO, Blank, Pictures, generator, info_nce, ks, random_views, unit, values
 from torch import nn
 from torchvision.transforms.v2.functional import pil_to_tensor
 
@@ -17,13 +17,9 @@ import clim
 import common
 
 
-def seeded(seed):
-    return torch.Generator().manual_seed(seed)
-
-
 def points(kind, n, dims=3, seed=0):
     """Rows of float64: normal, on a coarse grid (distances tie, all sums are exact), repeated, all equal."""
-    g = seeded(seed)
+    g = generator(seed)
     if kind == "normal":
         return torch.randn(n, dims, dtype=torch.float64, generator=g)
     grid = torch.randint(-2, 3, (n, dims), generator=g).double()
@@ -45,7 +41,6 @@ def eq4(q, k_anchor, k_positive, queue, tau, lam):
 
 @pytest.mark.parametrize("tau, lam", [(0.07, 0.3), (0.2, 0.0), (0.2, (0.0, 0.9, 0.25, 1.0)), (1.0, 0.7)])
 def test_clim_loss_is_eq4(tau, lam):
-    """Also compiled, in one graph."""
     q, anchor, positive, queue = unit(4, 6, grad=True), unit(4, 6, seed=1), unit(4, 6, seed=2), unit(9, 6, seed=3)
     each = torch.tensor(lam, dtype=torch.float64)
     reference = eq4(q, anchor, positive, queue, tau, each.expand(4))
@@ -70,20 +65,12 @@ def test_nearest_neighbors():
 
 def clustered(x, m, iterations, seed=0):
     """(centers of kmeans, sum of squared distances to the assigned centers, which have to be the nearest)."""
-    centers, assignment = clim.kmeans(x, m, iterations, seeded(seed))
+    centers, assignment = clim.kmeans(x, m, iterations, generator(seed))
     assert centers.shape == (min(m, len(x)), x.shape[1]) and assignment.shape == (len(x),)
     distances = (x[:, None] - centers).square().sum(2)
     assigned = distances[torch.arange(len(x)), assignment]
     assert (assigned <= distances.min(1).values * (1 + 1e-9) + 1e-9).all()
     return centers, assigned.sum().item()
-
-
-def lloyd(x, centers, iterations):
-    """Only where no cluster comes out empty."""
-    for _ in range(iterations):
-        nearest = (x[:, None] - centers).square().sum(2).argmin(1)
-        centers = torch.stack([x[nearest == j].mean(0) for j in range(len(centers))])
-    return centers
 
 
 @pytest.mark.parametrize("iterations, far", [(1, 0.0), (2, 0.0), (6, 0.0), (6, 1e8)])
@@ -93,7 +80,11 @@ def test_kmeans_is_lloyds_algorithm(iterations, far):
     start, ours = (clustered(x, 5, steps)[0] for steps in (0, iterations))
     row = (x - start[:, None]).abs().amax(2).min(1)
     assert len({*row.indices.tolist()}) == 5 and row.values.max() <= atol
-    torch.testing.assert_close(ours - far, lloyd(x, start, iterations) - far, rtol=1e-9, atol=atol)
+    expected = start
+    for _ in range(iterations):  # no cluster comes out empty here
+        nearest = (x[:, None] - expected).square().sum(2).argmin(1)
+        expected = torch.stack([x[nearest == j].mean(0) for j in range(5)])
+    torch.testing.assert_close(ours - far, expected - far, rtol=1e-9, atol=atol)
 
 
 @pytest.mark.parametrize("kind, n, m", [("repeated", 15, 5), ("repeated", 15, 9), ("equal", 6, 3), ("normal", 3, 50)])
@@ -126,8 +117,8 @@ def obeys(chosen, i, neighbors, x, centers, assignment):
 def test_select_positives_is_eq2(kind, n, clusters, k, count):
     x, centers = points(kind, n), points("grid", clusters, seed=1)
     for seed in range(3):
-        assignment = torch.randint(clusters, (n,), generator=seeded(seed))
-        table = clim.select_positives(x, centers, assignment, k, count, seeded(seed))
+        assignment = torch.randint(clusters, (n,), generator=generator(seed))
+        table = clim.select_positives(x, centers, assignment, k, count, generator(seed))
         assert table.shape == (n, count)
         for i, near in enumerate(clim.nearest_neighbors(x, k).tolist()):
             assert obeys(table[i].tolist(), i, near, x, centers, assignment), i
@@ -135,7 +126,7 @@ def test_select_positives_is_eq2(kind, n, clusters, k, count):
 
 def test_select_positives_is_uniform():
     """3 of 8 candidates: each is chosen alike, in each place."""
-    x, g = torch.arange(10.0)[:, None], seeded(0)  # anchor 8; 9 is farther from the center, 0
+    x, g = torch.arange(10.0)[:, None], generator(0)  # anchor 8; 9 is farther from the center, 0
     center, assignment = torch.zeros(1, 1), torch.zeros(10, dtype=torch.int64)
     rows = torch.stack([clim.select_positives(x, center, assignment, 9, 3, g)[8] for _ in range(2000)])
     for place in rows.T:
@@ -167,12 +158,12 @@ def test_cutmix_with_a_share_per_image(lam, height, width):
     """Every box that CutMix can draw, as often as it draws it; the share that is left, to the pixel."""
     n = 3000
     x, partner = torch.rand(n, 3, height, width) / 2, 0.5 + torch.rand(n, 3, height, width) / 2
-    mixed, kept = clim.cutmix(x, partner, torch.full((n,), lam, dtype=torch.float64), seeded(0))
+    mixed, kept = clim.cutmix(x, partner, torch.full((n,), lam, dtype=torch.float64), generator(0))
     of_x, of_partner = (mixed == x).all(1), (mixed == partner).all(1)  # in all three channels
     assert (of_x ^ of_partner).all()
     torch.testing.assert_close(kept, of_x.to(kept).mean((1, 2)), rtol=0, atol=1e-6)
     pixels = (255 * x).byte()
-    assert clim.cutmix(pixels, pixels, torch.full((n,), lam), seeded(0))[1].equal(kept)
+    assert clim.cutmix(pixels, pixels, torch.full((n,), lam), generator(0))[1].equal(kept)
     count, expected = Counter(mask.tobytes() for mask in of_partner.numpy()), masks(lam, height, width)
     assert count.keys() == expected.keys()
     for mask, centers in expected.items():
@@ -195,7 +186,7 @@ def data_set(monkeypatch, flags=""):
     return caught[0]
 
 
-TABLE = torch.randint(40, (40, 10), generator=seeded(0), dtype=torch.int32)
+TABLE = torch.randint(40, (40, 10), generator=generator(0), dtype=torch.int32)
 
 
 @pytest.mark.parametrize("flags, others", [
@@ -304,14 +295,13 @@ def test_choose_positives(selection, count, flags, monkeypatch, capsys):
     args = clim.parse_args(f"--image-size 16 --selection {selection} --num-positives {count} {flags}".split())
     images, model, (query, key) = common.Patterns(30, 16, 0), model_of().float(), random_views(2, 8)
     model([query.float()], [1.0], [key.float()])  # statistics of some batch
-    info = dict(image_size=16, mean=(0.4, 0.5, 0.6), std=(0.1, 0.2, 0.3), interpolation="bilinear")
-    table = clim.choose_positives(args, model, images, info, torch.device("cpu"))
+    table = clim.choose_positives(args, model, images, INFO, torch.device("cpu"))
     assert model.momentum_backbone.training and table.shape == (30, count)
     labels = torch.as_tensor(images.targets)
     assert f" {100 * (labels[:, None] == labels[table]).double().mean():.1f} % " in capsys.readouterr().out
 
     model.eval()
-    x = common.normalize(torch.stack([pil_to_tensor(image) for image, _ in images]) / 255, info["mean"], info["std"])
+    x = common.normalize(torch.stack([pil_to_tensor(image) for image, _ in images]) / 255, INFO["mean"], INFO["std"])
     with torch.no_grad():
         x = F.normalize(model.momentum_projector(model.momentum_backbone(x)), dim=1).double()
     neighbors, (centers, assignment) = clim.nearest_neighbors(x, 6), clusters[0] if clusters else (None, [0] * 30)

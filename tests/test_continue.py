@@ -165,15 +165,6 @@ def test_each_bit_of_a_checkpoint_matters_or_is_found(tmp_path):
     assert found > 300  # the rest is padding, and dates of files
 
 
-def test_another_configuration(begun, capsys):
-    """The message has what differs, and --resume. Passing --resume with the same --out does not get around it."""
-    out = begun("jcl")
-    before = contents(out)
-    for more in ([], ["--resume", out / "last.pt"]):
-        line = refused(capsys, run, "jcl", out, "--epochs", 24, *more)
-        assert "epochs was 2, is 24" in line and "--resume" in line and contents(out) == before
-
-
 def test_resume_begins_another_folder(straight, tmp_path):
     """With --resume FILE: the same weights and records. The same command again resumes in --out."""
     source = straight(f"jcl {NANO} --keep-every 1")
@@ -222,7 +213,10 @@ def test_resume_from_a_checkpoint_that_does_not_fit(method, begun, tmp_path, cap
 
 
 def test_images_may_move_but_not_change(tmp_path, monkeypatch, capsys):
-    """A moved folder is the same dataset. Folders of one name meet in one --out by default, which is refused."""
+    """A moved folder is the same dataset. Folders of one name meet in one --out by default, which is refused.
+
+    So are other flags. The message has what differs, and --resume, which with the same --out does not get around it.
+    """
     monkeypatch.chdir(tmp_path)
     for root in ("one", "two"):
         tiny.write_tree(tmp_path / root / "data", ["train/a", "train/b"], 12, (16, 16))
@@ -232,4 +226,7 @@ def test_images_may_move_but_not_change(tmp_path, monkeypatch, capsys):
     os.rename("one/data", "moved")
     (out,) = (tmp_path / "runs").iterdir()
     assert life("jcl", [*words, "moved", "--out", out])[0] == 0 and epochs_of(out) == 2
-    assert "images was" in refused(capsys, tiny.play, "jcl", [*words, "two/data"])
+    before, resume, epochs = contents(out), ["--resume", out / "last.pt"], ["--out", out, "--epochs", 24]
+    for more, changed in ([], "images was"), (resume, "images was"), (epochs, "epochs was 2, is 24"):
+        line = refused(capsys, tiny.play, "jcl", [*words, "two/data", *more])
+        assert changed in line and "--resume" in line and contents(out) == before

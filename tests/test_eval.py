@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import Pictures
+from conftest import Pictures, generator
 from PIL import Image
-from test_features import generator, slow_knn
+from test_features import slow_knn
 from tiny import load, play, refused, save_encoder, succeed
 from torchvision.datasets import ImageFolder
 
@@ -131,7 +131,10 @@ def test_own_data_give_the_scores_of_the_same_folder(script, flags, places):
 
 
 def test_a_run_is_evaluated_on_the_images_it_was_trained_on(places, tmp_path, capsys):
-    """Unless a dataset is given. The folder may move. A backbone that does not name its images needs one."""
+    """Unless a dataset is given. The folder may move. A backbone that does not name its images needs one.
+
+    A config.json beside it may be another project's.
+    """
     expected, data = run(eval_knn, places["VIT"], "--k", 3), shutil.copytree(places["DATA"], tmp_path / "data")
     flags, state = ["--k", 3, "--data-dir", data], load(places["VIT"] / "backbone.pt")
     assert run(eval_knn, places["VIT"], *flags) == expected
@@ -141,20 +144,13 @@ def test_a_run_is_evaluated_on_the_images_it_was_trained_on(places, tmp_path, ca
     for folder, words in (places["VIT"], "trained on"), (tmp_path, "--dataset"):
         assert words in refused(capsys, run, eval_knn, folder, *flags)
         assert run(eval_knn, folder, *flags, "--dataset", "folder") == expected
+    for text in ("[]", "{}", "no JSON"):
+        (tmp_path / "config.json").write_text(text)
+        assert common.load_backbone(tmp_path)[1].get("data_dir") is None
 
 
-def test_a_dump_without_labels(places, tmp_path, capsys):
-    """Of a folder without classes."""
-    folder = places["DATA"] / "train" / "a"
-    flags = [places["VIT"], "--dataset", "folder", "--data-dir", folder]
-    assert run(eval_knn, *flags, "--dump", tmp_path / "f.npz") == {}
-    data = np.load(tmp_path / "f.npz")
-    assert data["train_paths"].tolist() == sorted(map(str, folder.iterdir())) and "test_features" not in data
-    assert len(data["train_features"]) == EACH and (data["train_labels"] == -1).all()
-    assert "exists" in refused(capsys, run, eval_knn, *flags, "--dump", tmp_path / "f.npz")
-
-
-def test_a_dump_has_all_images_also_those_without_labels(places, tmp_path):
+def test_a_dump_has_all_images_also_those_without_labels(places, tmp_path, capsys):
+    """Also of a folder without classes."""
     path = tmp_path / "features"  # the name stays as it was given
     own = dict(train=ImageFolder(places["DATA"] / "train"), test=pictures(places["DATA"] / "val"))
     for images in own.values():
@@ -167,11 +163,18 @@ def test_a_dump_has_all_images_also_those_without_labels(places, tmp_path):
     for (part, images), (x, *_) in zip(own.items(), parts(places, "train", "val"), strict=True):
         assert data[f"{part}_labels"].tolist() == images.targets
         np.testing.assert_allclose(data[f"{part}_features"], x.numpy(), rtol=1e-4, atol=1e-5)
+    folder = places["DATA"] / "train" / "a"
+    flags = [places["VIT"], "--dataset", "folder", "--data-dir", folder, "--dump"]
+    assert "exists" in refused(capsys, run, eval_knn, *flags, path)
+    assert run(eval_knn, *flags, tmp_path / "f.npz") == {}
+    data = np.load(tmp_path / "f.npz")
+    assert data["train_paths"].tolist() == sorted(map(str, folder.iterdir())) and "test_features" not in data
+    assert len(data["train_features"]) == EACH and (data["train_labels"] == -1).all()
 
 
 def problem(n=50, m=20, noise=1.0):
     """Features of six dimensions, and labels of three classes: n to fit, m to test."""
-    g, dtype = generator(n, m), torch.float64
+    g, dtype = generator(n + 1000 * m), torch.float64
     centers = 3 * torch.randn(3, 6, generator=g, dtype=dtype)
     y = torch.arange(n + m) % 3
     x = (centers[y] + noise * torch.randn(n + m, 6, generator=g, dtype=dtype)) * torch.linspace(0.1, 30, 6) + 5

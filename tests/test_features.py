@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from conftest import INFO, generator
 from PIL import Image
 from tiny import load, refused, succeed
 from torch import nn
@@ -13,10 +14,6 @@ from torch import nn
 import common
 
 CPU = torch.device("cpu")
-
-
-def generator(*numbers):
-    return torch.Generator().manual_seed(sum(number * 1000**i for i, number in enumerate(numbers)))
 
 
 @pytest.mark.parametrize("interpolation", ["bilinear", "bicubic"])
@@ -42,7 +39,7 @@ def slow_knn(train_x, train_y, test_x, k, temperature, num_classes):
 
 @pytest.mark.parametrize("n, m, d, classes, tau", [(23, 7, 5, 4, 0.07), (1, 3, 4, 1, 0.1), (11, 13, 2, 9, 1.0)])
 def test_knn_is_a_double_loop(n, m, d, classes, tau):
-    g = generator(n, m)
+    g = generator(n)
     train_x, test_x = torch.randn(n, d, generator=g) * 3, torch.randn(m, d, generator=g) * 0.2
     train_y, several = torch.randint(0, classes, (n,), generator=g), (5, 1, 200, 11)
     found = common.knn_predict(train_x, train_y, test_x, several, tau, classes)
@@ -66,17 +63,10 @@ class Tiny(nn.Sequential):
         self[1].running_mean.normal_()
 
 
-INFO = dict(image_size=16, mean=(0.4, 0.5, 0.6), std=(0.2, 0.3, 0.4), interpolation="bilinear")
-
-
-def patterns(n):
-    return common.Patterns(n, 16, seed=0)
-
-
 @pytest.mark.parametrize("batch_size, workers", [(256, 0), (4, 2), (1, 0)])
 def test_features_are_a_plain_loops(batch_size, workers):
     """The modes and statistics of the encoder stay, those of a frozen batch norm too, and so do random numbers."""
-    encoder, images = Tiny().train(), patterns(11)
+    encoder, images = Tiny().train(), common.Patterns(11, 16, seed=0)
     encoder[1].eval()
     modes, statistics = [m.training for m in encoder.modules()], encoder[1].running_mean.clone()
     state = torch.get_rng_state()
@@ -93,15 +83,15 @@ def test_features_are_a_plain_loops(batch_size, workers):
 def test_features_that_are_not_finite_are_an_error():
     wild = nn.Identity()
     wild.forward = lambda x: torch.tensor([[1.0], [math.inf]])[: len(x)]
-    assert common.extract_features(wild, patterns(1), INFO, CPU).tolist() == [[1]]
+    assert common.extract_features(wild, common.Patterns(1, 16, seed=0), INFO, CPU).tolist() == [[1]]
     with pytest.raises(ValueError, match="finite"):
-        common.extract_features(wild, patterns(2), INFO, CPU)
+        common.extract_features(wild, common.Patterns(2, 16, seed=0), INFO, CPU)
 
 
 def sharded(folder):
     """Save features, predictions, scores and health, as found by this process, alone or one of several."""
     _, rank, world = common.init_distributed("cpu")
-    encoder, few = Tiny().train(), patterns(32)
+    encoder, few = Tiny().train(), common.Patterns(32, 16, seed=0)
     test = common.Subset(few, range(5))
     result, test_x = [], common.extract_features(encoder, test, INFO, CPU)
     for n in (7, 2, 1):  # banks: the second and the third process have parts without images
@@ -171,5 +161,6 @@ def test_what_is_known_of_an_encoder():
     """A tag without weights has a mean, too."""
     assert [common.backbone_info("resnet50", size, 2)["stem"] for size in (32, 64, 96)] == ["3x3", "3x3", "timm"]
     assert [common.backbone_info("resnet_mini", size, 2)["stem"] for size in (32, 96)] == ["3x3-s2", "timm"]
+    assert common.backbone_info("resnet10t", 32)["stem"] == "timm"  # its own has three convolutions
     assert [common.backbone_info(arch, 32, 4)["arch"] for arch in common.ARCHS] == [*common.ARCHS]
     assert common.backbone_info("test_vit4.r160_in1k", 160, norm=None)["mean"] == (0.5, 0.5, 0.5)

@@ -10,7 +10,7 @@ import types
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, Blank, values
+from conftest import ROOT, Blank, generator, values
 from PIL import Image
 from torch import nn
 from torchvision.transforms import v2
@@ -242,8 +242,7 @@ def test_jointcrop_quantiles():
     f, worst = golden("jointcrop"), 0.0
     n, p = int(f["quantile_draws"]), f["quantile_probability"].numpy()
     for i, (name, least) in enumerate(LEAST.items()):
-        generator = torch.Generator().manual_seed(i)
-        a, b = (x.numpy() for x in moco_jointcrop.sample_joint(n, least, 1.0, 0.0, generator, offset=0.1))
+        a, b = (x.numpy() for x in moco_jointcrop.sample_joint(n, least, 1.0, 0.0, generator(i), offset=0.1))
         for what, ours in (("log_ratio", np.log(b / a)), ("area1", a), ("area2", b)):
             key = f"quantile_{what}_{name}"
             error = math.sqrt(2) * f[f"{key}_standard_error"].numpy()  # as many draws

@@ -13,7 +13,7 @@ import pytest
 import timm
 import torch
 import torchvision
-from conftest import Pictures
+from conftest import INFO, Pictures
 from PIL import Image
 from tiny import gradient, write_tree
 from torchvision.transforms import v2
@@ -22,8 +22,6 @@ import common
 import moco_jointcrop
 
 BEST = dict(quality=100, subsampling=0)  # of a JPEG
-INFO = dict(image_size=20, mean=(0.4, 0.5, 0.6), std=(0.2, 0.3, 0.4), interpolation="bilinear")
-INFO |= dict(encoder="query", arch="a", method="m")
 
 
 def read(path):
@@ -184,11 +182,12 @@ def test_there_is_no_knn_without_labels_of_the_same_classes(capsys):
     assert capsys.readouterr().out.count("4 images of 2 classes, without labels") == 4
 
 
-def test_test_images_of_ones_own_are_used_without_training_images_too(few_patterns):
-    own = common.Patterns(0, 8, seed=5)
+def test_test_images_of_ones_own_are_used_without_training_images_too():
+    own = common.Patterns(32, 8, seed=5)
     train, test = common.open_data("patterns", image_size=8, test=own)
     assert test is own and train.classes == [*common.PATTERNS] and train is not own
-    assert common.open_evaluation_data("patterns", None, INFO, test=own)[1] is own
+    info = INFO | dict(encoder="query", arch="a", method="m")
+    assert common.open_evaluation_data("patterns", None, info, test=own)[1] is own
 
 
 def test_imagenet100(tmp_path):

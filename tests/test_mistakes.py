@@ -25,8 +25,8 @@ MISTAKES = [  # scripts, flags, what the line has to name
     (METHODS, "--min-lr 99", "--min-lr"),
     (METHODS, "--patch-size 5", "--patch-size"),
     (METHODS, "--arch swin_tiny_patch4_window7_224", "16 px"),  # takes images of 224 px only
-    (METHODS, "--dataset folder --data-dir missing --patch-size 4", "missing"),
-    (METHODS, "--dataset cifar10 --data-dir notes.txt --patch-size 4", "notes.txt"),
+    (METHODS, "--dataset folder --data-dir missing --epochs 900 --image-size 224", "missing"),
+    (METHODS, "--dataset cifar10 --data-dir notes.txt --epochs 900 --image-size 224", "notes.txt"),
     (METHODS, "--batch-size 128", "68 images"),
     (METHODS, "--init missing.pt", "missing.pt"),
     (METHODS, "--init begun/last.pt --init-prefix other.", "'other.'"),
@@ -44,6 +44,7 @@ MISTAKES = [  # scripts, flags, what the line has to name
     (["moco_jointcrop", "clim", "logo", "patchmix"], "--local-crops 2 --local-size 48", "--local-size"),
     (["patchmix"], "--terms oto,other", "--terms"),
     (["patchmix"], "--patch-size 8 --num-mix 5", "--num-mix"),
+    (["patchmix"], "--mix-slices 8 --num-mix 3", "8 equal parts of 3 images"),  # a slice has all images of a mix
     (["patchmix"], "--local-crops 2 --terms mtm", "--terms"),
     (EVALUATIONS, "missing", "missing"),
     (EVALUATIONS, "notes.txt", "notes.txt"),
@@ -71,9 +72,6 @@ def place(begun, tmp_path, monkeypatch):
 @pytest.mark.parametrize("script, flags, name", [(s, *row) for scripts, *row in MISTAKES for s in scripts])
 def test_mistakes(place, capsys, script, flags, name):
     usual = [*FLAGS, *([] if "--out" in flags else ["--out", "run"])] if script in METHODS else ["--device", "cpu"]
-    if "--dataset" in flags:  # some recipes do not fit the other flags
-        fitting = dict(clim=["--clim-start", "0"], logo=["--local-size", "16"], patchmix=["--num-mix", "1"])
-        usual += fitting.get(script, [])
     before = contents(place)
     assert name in refused(capsys, play, script, [*usual, *flags.split()])
     assert contents(place) == before

@@ -37,21 +37,15 @@ def own_encoder(pretrained=False, num_classes=0, **kwargs):
 
 
 @pytest.mark.parametrize("method", JCL_AT_ONCE)
-def test_own_encoder(method, tmp_path):
-    """timm's registry makes it an --arch: of trainings, also resumed ones, and of evaluations."""
-    words = ["--arch", "own_encoder", "--patch-size", 8] if method == "patchmix" else ["--arch", "own_encoder"]
-    run(method, tmp_path, *words)
+def test_own_encoder(method, tmp_path, capsys):
+    """timm's registry makes it an --arch of trainings and, in a script that registers it, too, of evaluations."""
+    run(method, tmp_path, "--arch", "own_encoder")
     saved = load(tmp_path / "backbone.pt")
     encoder = timm.create_model(saved["timm_name"], **saved["create_kwargs"])
     encoder.load_state_dict(saved["state_dict"])
     assert encoder[1].running_mean.any() and not encoder[1].bias.any()  # trained, and frozen
     args = eval_knn.parse_args([str(tmp_path), "--device", "cpu", "--k", "20"])
     assert eval_knn.main(args)["encoder"]["knn20_top1"] == records(tmp_path)[-1]["knn20_top1"]
-
-
-def test_an_own_encoder_is_registered_by_the_script_that_evaluates_it(tmp_path, capsys):
-    info = common.backbone_info("resnet_micro", 16) | dict(encoder="query", method="m")
-    state = common.build_backbone(info).state_dict()
-    torch.save(info | dict(timm_name="encoder_of_mine", state_dict=state), tmp_path / "backbone.pt")
+    torch.save(saved | dict(timm_name="encoder_of_mine"), tmp_path / "backbone.pt")
     line = refused(capsys, common.load_backbone, tmp_path)
     assert "encoder_of_mine is not registered" in line and "eval_knn.main" in line

@@ -5,7 +5,7 @@ import math
 
 import pytest
 import torch
-from conftest import random_views, state_of, values
+from conftest import generator, random_views, state_of, values
 
 import common
 import patchmix
@@ -44,7 +44,7 @@ def mix_by_loops(images, num_mix, p, k):
     (3, 1, (8, 8), 2),
 ])  # fmt: skip
 def test_patch_mix_eq_1_to_9(n, num_mix, size, patch):
-    g = torch.Generator().manual_seed(n)
+    g = generator(n)
     x, weight = (torch.randn(n, 2, *size, dtype=torch.float64, generator=g) for _ in range(2))
     k = torch.randperm(size[0] // patch * (size[1] // patch), generator=g)
     mixed, expected = (mix(x.requires_grad_(), num_mix, patch, k) for mix in (patchmix.patch_mix, mix_by_loops))
@@ -74,7 +74,7 @@ def nce_by_loops(q, k, index, weight, temperature, smoothing=0.0):
 @pytest.mark.parametrize("n, num_mix, keys, settings", [(7, 2, 4, [0.5]), (5, 3, 2, [0.2, 0.1]), (3, 1, 0, [0.07])])
 def test_soft_info_nce_eq_13_to_15(term, n, num_mix, keys, settings):
     """keys: how many the other processes have. settings: temperature and, for any weights, smoothing."""
-    g = torch.Generator().manual_seed(0)
+    g = generator()
     q, k = (torch.randn(rows, 5, dtype=torch.float64, generator=g, requires_grad=True) for rows in (n, n + keys))
     mto, mto_weight, mtm, mtm_weight = patchmix.mix_targets(n, num_mix)
     own = torch.arange(n)[:, None]
@@ -181,11 +181,7 @@ def test_what_follows_from_other_flags():
     assert chosen == dict(oto=1, mtm=3)
     for count, smallest in ((0, 0.05), (2, 0.35)):
         assert values(patchmix, f"{released} --local-crops {count}", "crop_scale") == [[smallest, 1]]
-
-
-def test_without_mixing_the_batch_need_not_be_split():
-    """CIFAR-10's recipe has four slices."""
-    for flags in ("--num-mix 1", "--terms oto"):
+    for flags in ("--num-mix 1", "--terms oto"):  # without mixing, CIFAR-10's four slices are one
         assert state_of(patchmix, f"--dataset cifar10 {TINY} {flags} --batch-size 18")["model"].slices == 1
 
 

@@ -13,8 +13,8 @@ import test_eval
 import timm
 import torch
 import torch.nn.functional as F
+from conftest import generator
 from PIL import Image
-from test_features import generator
 from timm.data import Mixup
 from timm.data.random_erasing import RandomErasing
 from timm.scheduler import CosineLRScheduler

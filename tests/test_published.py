@@ -10,7 +10,7 @@ import torch
 import torchvision
 from conftest import EACH_MODEL
 from safetensors.torch import save_file
-from tiny import FLAGS, epochs_of, life, load, refused, run, save_encoder
+from tiny import FLAGS, epochs_of, life, load, refused, run
 
 import common
 import eval_knn
@@ -186,12 +186,3 @@ def test_training_starts_from_init_and_is_resumed(method, variant, _tiny, tmp_pa
             torch.testing.assert_close(saved[prefix + name], value.detach(), rtol=0, atol=1e-6)
     save_file(load(out / "backbone.pt")["state_dict"], tmp_path / "backbone.safetensors")
     assert "after epoch 1" in run(method, out, *flags) and epochs_of(out) == 2
-
-
-def test_a_foreign_config_beside_a_backbone(tmp_path):
-    """As of other projects, whose folders have one, too."""
-    info = common.backbone_info("resnet_mini", 32) | dict(method="m", encoder="query")
-    save_encoder(tmp_path / "weights", info)
-    for text in ("[]", "{}", "no JSON"):
-        (tmp_path / "weights" / "config.json").write_text(text)
-        assert common.load_backbone(tmp_path / "weights")[1].get("data_dir") is None

@@ -82,8 +82,7 @@ def test_blocks_of_python_run(code, _tiny, tmp_path, monkeypatch):
     run_block(code)
 
 
-def test_the_shown_equation():
-    """It is the loss of jcl.py."""
+def test_the_shown_equation_is_jcl_loss():
     q, k, queue = unit(4, 6), unit(4, 3, 6, seed=1), unit(8, 6, seed=2)
     found = run_block(EQUATION, torch=torch, q=q, k=k, queue=queue, temperature=0.2, lam=4.0)
     torch.testing.assert_close(found["loss"], jcl.jcl_loss(q, k, queue, 0.2, 4.0))
@@ -135,10 +134,15 @@ def test_the_lines_of_joint_crop():
 
 
 def test_a_demo_says_so(monkeypatch, capsys):
-    """The first lines and the last name the command of the paper's training, but not on other data or processes."""
-    for flags, rank, lines in (("", "0", 3), ("--dataset cifar10", "0", 0), ("", "1", 0)):
+    """The first lines and the last name the command of the paper's training, but not on other data or processes.
+
+    It computes with one thread.
+    """
+    for flags, rank, lines, threads in (("", "0", 3, 1), ("--dataset cifar10", "0", 0, 2), ("", "1", 0, 1)):
         monkeypatch.setenv("RANK", rank)
+        torch.set_num_threads(2)
         common.start(lambda args: print("main"), lambda flags=flags: jcl.parse_args(flags.split()), "jcl.py --queue 9")
         said = capsys.readouterr().out.splitlines()
         assert said[:lines] == said[lines + 1 :] and said[lines] == "main" and len(said) == 2 * lines + 1
+        assert torch.get_num_threads() == threads
         assert not lines or said[2] == "At full scale: torchrun --nproc_per_node=8 jcl.py --queue 9"

@@ -7,7 +7,7 @@ from collections import defaultdict
 
 import pytest
 import torch
-from conftest import METHODS, ROOT, VARIANTS, state_of
+from conftest import ROOT, VARIANTS, generator, state_of
 from torch import nn
 from torch.nn import functional as F
 
@@ -40,7 +40,7 @@ def copied(method):
     return types.SimpleNamespace(**names)
 
 
-X = [torch.randn(4, 3, 8, 8, generator=torch.Generator().manual_seed(i)) for i in range(4)]
+X = [torch.randn(4, 3, 8, 8, generator=generator(i)) for i in range(4)]
 PAIRS = ([(0, 1), (1, 0)], [(2, 0)])
 MODELS = {  # file, class: arguments besides an encoder, its width and dim; what forward takes
     "jcl JCL": (dict(queue=8), (X, 4.0)),
@@ -57,6 +57,7 @@ MODELS = {  # file, class: arguments besides an encoder, its width and dim; what
 def test_a_model_works_alone(name):
     """By tensors and numbers, in a user's own loop. torch's global generator shuffles the keys, or the patches."""
     (method, kind), (arguments, given), losses = name.split(), MODELS[name], []
+    assert not re.search(r"\b(common|args)\.", sections(method))
     for seed in (3, 3, 4):
         torch.manual_seed(0)
         encoder = nn.Sequential(nn.Flatten(), nn.Linear(192, 8), nn.BatchNorm1d(8))
@@ -103,11 +104,6 @@ def test_a_model_works_within_autocast(name, monkeypatch):
         if enabled:
             monkeypatch.setattr(nn.Linear, "forward", linear)
     assert losses[2] == losses[0] != losses[1] == pytest.approx(losses[0], rel=0.05, abs=0.01)
-
-
-@pytest.mark.parametrize("method", METHODS)
-def test_what_is_copied_needs_neither_flags_nor_common(method):
-    assert not re.search(r"\b(common|args)\.", sections(method))
 
 
 def test_common_trains_nothing():

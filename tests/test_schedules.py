@@ -70,7 +70,6 @@ def test_learning_rates_of_the_recipes(line):
 
 @pytest.mark.parametrize("method, flags", EACH_MODEL)
 def test_what_each_step_is_given(method, module, flags, _tiny, tmp_path, monkeypatch, request):
-    """Each step gets its own learning rate, weight decay and momentum of the momentum encoder."""
     given, momenta, simsiam = {}, [], flags == "--base simsiam"
     flags += " --lr 0.3 --warmup 0.4 --knn-every 0 --weight-decay 0.02" + " 0.2" * (method == "patchmix")
     flags += " --min-lr 0.01" * (method != "logo") + " --momentum 0.9 1" * (not simsiam)
