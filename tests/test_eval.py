@@ -139,7 +139,7 @@ def test_a_run_is_evaluated_on_the_images_it_was_trained_on(places, tmp_path, ca
     flags, state = ["--k", 3, "--data-dir", data], load(places["VIT"] / "backbone.pt")
     assert run(eval_knn, places["VIT"], *flags) == expected
     (data / "train" / "a" / "a00.png").rename(data / "train" / "a" / "a99.png")
-    unnamed = {name: state[name] for name in state.keys() - {"dataset", "images"}}
+    unnamed = {name: state[name] for name in state.keys() - {"dataset", "data_dir", "images"}}
     torch.save(unnamed, tmp_path / "backbone.pt")
     for folder, words in (places["VIT"], "trained on"), (tmp_path, "--dataset"):
         assert words in refused(capsys, run, eval_knn, folder, *flags)

@@ -15,6 +15,10 @@ from torchvision.transforms.v2.functional import pil_to_tensor
 import common
 import moco_jointcrop as moco
 
+# Figure 7, read from the paper: mean distance of the two crops' corners, for beta from 4 down to -4 in halves.
+FIGURE7 = (40.63, 42.33, 44.36, 47.14, 50.35, 53.73, 56.53, 58.41, 59.20)
+FIGURE7 += (59.73, 61.71, 64.53, 67.78, 71.29, 74.24, 76.77, 78.82)
+
 
 def draws(n, low, high, beta, offset=0.0):
     return moco.sample_joint(n, low, high, beta, generator(), offset)
@@ -74,6 +78,30 @@ def test_randomcrop_ratio_density_eq8_eq10():
     a, b = draws(500_000, 0.2, 1.0, None)
     assert ks(cdf((a / b).numpy())) < 1.95
     assert (b / a).log().abs().mean().item() == pytest.approx(0.494, abs=0.003)
+
+
+def mean_corner_distance(areas):
+    """The mean distance of the top-left corners of two crops of 224 x 224 px. areas: (2, n, 10), of each try."""
+    rng, corners = np.random.default_rng(0), []
+    for tries in areas:
+        aspect = np.exp(rng.uniform(-math.log(4 / 3), math.log(4 / 3), tries.shape))
+        sides = np.round(224 * np.sqrt([tries / aspect, tries * aspect]))  # height and width
+        fits = (sides <= 224).all(0)
+        size = sides[:, np.arange(len(tries)), fits.argmax(1)].T
+        size[~fits.any(1)] = 224
+        corners.append(np.floor(rng.random(size.shape) * (225 - size)))
+    return np.hypot(*(corners[0] - corners[1]).T).mean()
+
+
+@pytest.mark.slow
+def test_figure7_corner_distances():
+    random_crop = np.random.default_rng(1).uniform(0.2, 1, (2, 100_000, 10))
+    assert mean_corner_distance(random_crop) == pytest.approx(45.97, abs=0.3)
+    for i, distance in enumerate(FIGURE7):
+        for offset, error in ((0.0, 1.0), (0.1, 0.3)):
+            areas = torch.stack(draws(100_000, 0.2, 1.0, 4 - i / 2, offset)).numpy()
+            areas = np.repeat(areas[:, :, None], 10, axis=2)
+            assert mean_corner_distance(areas) == pytest.approx(distance, abs=error)
 
 
 # --------------------------------------------------------------- JointCrop

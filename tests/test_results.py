@@ -34,6 +34,15 @@ def test_tables():
     assert [*results.kept("begin")] == [*results.BEGINS]  # every recipe has been begun
 
 
+def test_the_numbers_of_the_front_page():
+    """The last column of README's table of methods has the means of kNN over the seeds."""
+    pairs = "moco jointcrop", "moco jcl", "moco clim", "moco-symmetric logo-moco", "mocov3 patchmix-3"
+    shown = re.findall(r"\| ([\d.]+) → ([\d.]+)[^|]*\|$", (ROOT / "README.md").read_text(), re.M)
+    for arms, percents in zip((pair.split() for pair in pairs), shown, strict=True):
+        means = [np.mean([results.scores(record)[0] for record in results.kept(arm).values()]) for arm in arms]
+        assert percents == tuple(f"{mean:.1f}" for mean in means)
+
+
 def test_the_table_of_steps(tmp_path, monkeypatch):
     """It is empty before a step has been timed on a GPU, so the page does not show it."""
     monkeypatch.setattr(results, "KEPT", tmp_path)

@@ -8,9 +8,9 @@
 over the same by the files of a commit. Both sides run at once. Their ratio of times means more than the times, because
 other programs may use the machine, too.
 
-`device` needs no GPU and no idle machine. It counts the operations that compute (not views, not allocations) and the
-copies from the host, in float32 and with 16 images, on whose number the counts do not depend. What the CPU draws for
-itself is not counted. On a GPU in bf16 casts are added, and some operations are several kernels.
+`device` needs no GPU and no idle machine. It counts, by the part of a step, the operations that compute (not views, not
+allocations) and the copies from the host, in float32 and with 16 images, on whose number the counts do not depend. What
+the CPU draws for itself is not counted. On a GPU in bf16 casts are added, and some operations are several kernels.
 """
 
 import argparse
@@ -99,9 +99,7 @@ def serve(what, house, steps, method, *flags):
     with contextlib.redirect_stdout(io.StringIO()):
         module, args = parse(method, *flags)
         if what == "device":
-            for counts in importlib.import_module("simulated_device").count(module, args):
-                print(*counts, file=answer)
-            return
+            return print(json.dumps(importlib.import_module("simulated_device").count(module, args)), file=answer)
         with training_batches(timed):
             importlib.import_module("common").start(module.main, lambda: args)
 
@@ -110,10 +108,10 @@ def serve(what, house, steps, method, *flags):
 
 
 def measure(commands):
-    """Return what each side prints, (lines, sides, numbers). They run at once."""
+    """Return the lines that each side prints. They run at once."""
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     sides = [subprocess.Popen(c, env=environment, stdout=subprocess.PIPE, text=True) for c in commands]
-    return np.stack([np.loadtxt(side.communicate()[0].splitlines()) for side in sides], 1)
+    return [side.communicate()[0].splitlines() for side in sides]
 
 
 def report(name, seconds, images):
@@ -124,12 +122,17 @@ def report(name, seconds, images):
     print(f"{name:35} {text}", flush=True)
 
 
-def report_counts(name, counts):
-    """Print what a step gives to a device, (sides, 2): operations and copies, and the ratio of the operations."""
-    text = " over ".join(f"{operations:,.0f} and {copies:,.0f} copies" for operations, copies in counts)
-    if len(counts) > 1:
-        text += f": ratio {counts[0, 0] / counts[1, 0]:.3f}"
-    print(f"{name:35} {text}", flush=True)
+def report_counts(method, sides):
+    """Print what a step gives to a device, {part: [operations, copies]} of each side, and the ratios of the whole."""
+    on_gpus = [side.pop("SGD as on GPUs")[0] - side["optimizer"][0] for side in sides]
+    rows = {part: [side[part] for side in sides] for part in sides[0]}
+    rows["whole step"] = wholes = [np.sum([*side.values()], 0).tolist() for side in sides]
+    rows["whole step, SGD as on GPUs"] = [[n + more, m] for (n, m), more in zip(wholes, on_gpus, strict=True)]
+    print(f"{method}: operations and copies that a step gives to a device")
+    for part, counts in rows.items():
+        text = " over ".join(f"{operations:,} and {copies:,}" for operations, copies in counts)
+        is_compared = len(sides) > 1 and part.startswith("whole")
+        print(f"  {part:33} {text}" + (f": ratio {counts[0][0] / counts[1][0]:.3f}" if is_compared else ""), flush=True)
 
 
 def main():
@@ -161,12 +164,12 @@ def main():
             sides = [[sys.executable, __file__, "serve", args.what, house, str(1 + steps)] for house in houses]
             found = measure([[*side, *own.split(), "--out", f"{folder}/{method}{i}"] for i, side in enumerate(sides)])
             if args.what == "device":
-                report_counts(f"{method}, SGD as on CPUs", found[0])
-                report_counts(f"{method}, SGD as on GPUs", found[1])
+                report_counts(method, [json.loads(line) for (line,) in found])
                 continue
-            report(f"{method}: loading", found[1:, :, 0], batch)  # without the first step
+            loading, whole = np.stack([np.loadtxt(lines)[1:] for lines in found], 1).T  # without the first step
+            report(f"{method}: loading", loading.T, batch)
             if args.what == "steps":
-                report(f"{method}: whole step", found[1:, :, 1], batch)
+                report(f"{method}: whole step", whole.T, batch)
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ list: speed, compiled (the same with --compile), gpu_check, and ARMS with the se
 import contextlib
 import fcntl
 import io
+import itertools
 import json
 import multiprocessing
 import os
@@ -49,6 +50,7 @@ ARMS = {  # name: (how tables call it, its script with flags)
     "patchmix": ("PatchMix, M = 3", f"{VIT} --num-mix 3"),
     "patchmix-released": ("PatchMix, M = 3, released", f"{VIT} --num-mix 3 --variant released"),
     "mocov3": ("MoCo v3", f"{VIT} --num-mix 1 --terms oto,mto"),
+    "moco-jitter": ("MoCo v2, the jitter's order per image", "moco_jointcrop.py --joint none"),
     "moco-no-warmup": ("MoCo v2, no warmup", "moco_jointcrop.py --joint none --warmup 0"),
     "jointcrop-no-warmup": ("J-Crop(0), no warmup", "moco_jointcrop.py --warmup 0"),
     "jcl-no-warmup": ("JCL, no warmup", "jcl.py --warmup 0"),
@@ -175,9 +177,22 @@ def record(name, flags):
     return found | dict(images_per_s=round(float(np.median(speeds))), epochs=epochs) | card()
 
 
+def jitter_per_image(x, *values, p, jitter=common.color_jitter):
+    """common.color_jitter with an order of the four changes that is drawn per image, as torchvision draws it."""
+    orders = list(itertools.permutations(range(4)))
+    drawn, y = torch.randint(len(orders), (len(x),)), x.clone()
+    for i, order in enumerate(orders):
+        rows = (drawn == i).nonzero().flatten().to(x.device)
+        with mock.patch.object(torch, "randperm", lambda n, order=order: torch.tensor(order)):
+            y[rows] = jitter(x[rows], *values, p=p)
+    return y
+
+
 def train(name, out, dry, flags, workers):
     """Train an arm."""
     arm, seed = name.rsplit("-s", 1)
+    if arm == "moco-jitter":
+        common.color_jitter = jitter_per_image
     module, args = opened(ARMS[arm][1], RUNS / name, dry, *flags.split(), "--seed", seed, "--workers", workers)
     module.main(args, *load(dry))
 

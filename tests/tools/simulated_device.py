@@ -42,13 +42,31 @@ ROOT, aten = Path(common.__file__).parent, torch.ops.aten
 READS = {aten._local_scalar_dense.default, aten.nonzero.default, aten.masked_select.default, aten.equal.default}
 INDEXING = {aten.index.Tensor, aten.index_put.default, aten.index_put_.default, aten._index_put_impl_.default}
 COPIES = {aten._to_copy.default, aten.copy_.default}
-waits, launches = collections.Counter(), collections.Counter()  # a wait's line; "operations", "copies": their numbers
+PARTS = dict(  # of a training step, by the functions that do it
+    augment="color", mix_batch="mix", mix_queries="mix", query="query", queries="query", project="query", key="key",
+    keys="key", encode_shuffled_keys="key", forward="loss", backward="backward", grad="backward", step="optimizer",
+    update="momentum update", enqueue="queue",
+)  # fmt: skip
+TORCH = Path(torch.__file__).parent
+FOLDERS = ROOT, TORCH, TORCH / "autograd", TORCH / "optim"  # which have these functions; other modules have a forward
+waits, launches, copies = collections.Counter(), collections.Counter(), collections.Counter()
 
 
 def note(what):
     """Count a wait by the innermost line of this repository."""
     lines = [f for f in traceback.extract_stack() if Path(f.filename).parent == ROOT]
     waits[f"{Path(lines[-1].filename).name}:{lines[-1].lineno}: {what}" if lines else what] += 1
+
+
+def part():
+    """The part of a step that is at work: the outermost, but what the forward of a model calls need not be the loss."""
+    found = "rest"
+    for frame, _ in traceback.walk_stack(None):  # from the innermost
+        name = PARTS.get(frame.f_code.co_name)
+        if name and (name != "loss" or found == "rest"):
+            file = Path(frame.f_code.co_filename)
+            found = name if file.parent in FOLDERS and file.name != "common.py" else found
+    return found
 
 
 def compute(_, function, types, args=(), kwargs=None):
@@ -60,13 +78,13 @@ def compute(_, function, types, args=(), kwargs=None):
     is_view = any(x.alias_info is not None and not x.alias_info.is_write for x in function._schema.returns)
     is_view |= function is aten._unsafe_view.default
     if here and to and not is_view and "empty" not in str(function):  # not for copies from the CPU
-        launches["operations"] += 1
+        launches[part()] += 1
     if function in COPIES:
         onto, come, at_once = to, here, kwargs.get("non_blocking")
         if function is aten.copy_.default:
             onto, come, at_once = isinstance(args[0], OnDevice), isinstance(args[1], OnDevice), args[2:] == (True,)
         if onto and not come:
-            launches["copies"] += 1
+            copies[part()] += 1
         if onto != come and not (onto and at_once):
             note("a copy that blocks")
     elif here:
@@ -161,7 +179,7 @@ def on(device, found, work, case, *words):
     def counted(*x):
         launches.clear()
         views = augment(*x)
-        found["launches"] = max(found["launches"], launches["operations"])
+        found["launches"] = max(found["launches"], launches.total())
         return views
 
     placed = mock.patch.object(common, "init_distributed", joined)
@@ -172,23 +190,27 @@ def on(device, found, work, case, *words):
 
 
 def count(module, args):
-    """What a training step of a script gives to a device, with SGD as on CPUs and as on GPUs: [(operations, copies)].
+    """What a training step of a script gives to a device, by part: {part: [operations, copies]}.
 
     The device calls itself cpu:0, for which torch chooses an operation of its own where it would on a GPU; for `sim` it
     would take some apart. Norms of gradients are foreach. The first step differs, because optimizers have no state yet.
+    "SGD as on GPUs" has the optimizer's operations as a GPU's foreach kernels, in place of a CPU's loop.
     """
-    found = []
+    found = {}
 
     def three_steps(batches):
         yield next(batches)
-        for foreach in (False, True):
-            for optimizer in [x for x in gc.get_objects() if type(x) is torch.optim.SGD]:
-                for group in optimizer.param_groups:
-                    group["foreach"] = foreach and not group["fused"]
-            batch = next(batches)
-            launches.clear()
-            yield batch
-            found.append((launches["operations"], launches["copies"]))
+        batch = next(batches)
+        launches.clear(), copies.clear()
+        yield batch
+        found.update({name: [launches[name], copies[name]] for name in (*dict.fromkeys(PARTS.values()), "rest")})
+        for optimizer in [x for x in gc.get_objects() if type(x) is torch.optim.SGD]:
+            for group in optimizer.param_groups:
+                group["foreach"] = not group["fused"]
+        batch = next(batches)
+        launches.clear()
+        yield batch
+        found["SGD as on GPUs"] = [launches["optimizer"], 0]
         raise KeyboardInterrupt
 
     make_device()
