@@ -41,6 +41,7 @@ SMALL_VIEWS = "--arch resnet_mini --clim-start 1 --image-size 28 20"  # of which
 ARMS = {  # name: (how tables call it, its script with flags)
     "moco-demo": ("MoCo's demo", DEMO),
     "moco-demo-compiled": ("MoCo's demo", f"{DEMO} --compile"),
+    "moco-demo-q95": ("MoCo's demo, JPEG files of quality 95, full color", f"{DEMO} --compile"),  # another --archive
     "moco": ("MoCo v2", "moco_jointcrop.py --joint none"),
     "jointcrop": ("J-Crop(0)", "moco_jointcrop.py"),
     "jcl": ("JCL", "jcl.py"),
@@ -62,7 +63,7 @@ SPEEDS = dict(moco="moco_jointcrop.py", jcl="jcl.py", clim="clim.py --clim-start
 COMPILED = {f"{name}-compiled": f"{line} --compile" for name, line in SPEEDS.items()}
 # Some 24,000 images/s in all, by four trainings at once on one H200: 40 epochs of four of MoCo's take six minutes
 EVERYTHING = ["speed", "compiled", "gpu_check"]
-EVERYTHING += [f"{arm}-s{seed}" for seed in (0, 1) for arm in ARMS if "no-warmup" not in arm]
+EVERYTHING += [f"{arm}-s{seed}" for seed in (0, 1) for arm in ARMS if not arm.endswith(("no-warmup", "q95"))]
 SPEED_SECONDS = 200  # then a step that is not timed yet is given up: what compiles must not take all the time
 CHECKS = "numbers evaluations waits group compiled".split()  # not recipes, which take much memory
 DRY = "--device cpu --batch-size 32"  # of --dry-run
