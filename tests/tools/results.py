@@ -355,7 +355,7 @@ def main():
     actions["readme"] = lambda args: PAGE.write_text(with_tables(PAGE.read_text()))
     parser.add_argument("action", choices=actions, metavar="ACTION")
     parser.add_argument("--data-dir", metavar="DIR", help="CIFAR-10's")
-    parser.add_argument("--arms", nargs="+", choices=[*ARMS, *BEGINS, *gpu_list.EVERYTHING], metavar="ARM")
+    parser.add_argument("--arms", nargs="+", choices=[*ARMS, *BEGINS, *gpu_list.CHOICES], metavar="ARM")
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1], metavar="N")
     add = parser.add_argument_group("gpu").add_argument
     add("--archive", metavar="FILE", help="CIFAR-10's JPEG files, in a tar archive")
