@@ -1163,6 +1163,8 @@ def parse_args(parser, argv, recipe, vit_only=("patch_size",)):
         parser.error(f"--local-size {args.local_size} is larger than --image-size {format_value(args.image_size)}")
     if timm_module(args.arch) and not is_vit(args.arch) and (given := sorted({*vit_only} & {*changed})):
         parser.error(f"--{given[0].replace('_', '-')} has no effect without a ViT (--arch)")
+    if is_vit(args.arch) and "bn_groups" in changed:
+        parser.error("--bn-groups has no effect with a ViT, which has no batch norm (--arch)")
     if args.init_prefix and not args.init:
         parser.error("--init-prefix has no effect without --init")
     if getattr(args, "min_lr", 0) > args.lr:

@@ -141,7 +141,7 @@ def parse_args(argv=None):
     add("--mixup", type=common.nonnegative_float, help="mixup alpha; 0: none")
     add("--cutmix", type=common.nonnegative_float, help="CutMix alpha; 0: none")
     add("--smoothing", type=common.fraction, help="label smoothing")
-    add("--head-lr", type=common.nonnegative_float, help="--finetune: learning rate of the classifier; 0: --lr")
+    add("--head-lr", type=common.nonnegative_float, help="--finetune: --lr of the head; 0: the same")
     add("--layer-decay", type=common.fraction, help="--finetune: layer-wise learning rate decay")
     add("--drop-path", type=common.fraction, help="--finetune: stochastic depth rate of the last block")
     add("--out", metavar="DIR", help="output folder, by default in runs/; an existing run is resumed")
@@ -516,8 +516,8 @@ def make_optimizer(args, model):
 def learning_rate(args, epoch):
     """Return the learning rate at a time, in epochs from 0, before a group's lr_scale.
 
-    It changes once per epoch. After a linear warmup it is divided by 10 at each milestone or, without milestones,
-    follows a cosine to args.min_lr. The cosine counts the epochs of the warmup, as timm's does.
+    It changes once per epoch, or every step (D4). After a linear warmup it is divided by 10 at each milestone or,
+    without milestones, follows a cosine to args.min_lr. The cosine counts the epochs of the warmup, as timm's does.
     """
     if args.protocol != "patchmix":
         epoch = int(epoch)

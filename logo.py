@@ -580,7 +580,7 @@ def main(args, train=None, test=None):
 
 
 def gather(x):
-    """Concatenate the tensors (n, ...) of all processes to (N, ...), in rank order. No gradient."""
+    """Concatenate the tensors (n, ...) of all processes, with one n, to (N, ...), in rank order. No gradient."""
     if not dist.is_initialized():
         return x
     x = x.contiguous()
@@ -606,7 +606,8 @@ def encode_shuffled_keys(encode, views):
 
     A query and its key must not share batch statistics, from which the encoder could tell that they belong together
     (MoCo, section 3.3). So the images of all processes are shuffled, each process encodes its part, and the keys are
-    put back in order. All views of the global batch are in memory at once: 0.3 GB each for 512 images of 224 px.
+    put back in order. All V views are encoded at once, as in JCL (App. C), and take 0.3 GB each for 512 images of
+    224 px. On one process this has no effect without SplitBatchNorm.
     """
     images = torch.cat([gather(view) for view in views])  # row v * N + i is view v of image i
     shuffle = torch.randperm(len(images), device=images.device)
@@ -646,7 +647,8 @@ class SplitBatchNorm(nn.BatchNorm2d):
 def convert_split_batchnorm(module, groups):
     """Convert the batch norms of a module to SplitBatchNorm, like torch's convert_sync_batchnorm. Return the module.
 
-    Only torch's and timm's own batch norms with running statistics are converted, not subclasses of them.
+    These are BatchNorm1d, BatchNorm2d and timm's BatchNormAct2d with running statistics and a momentum. Others, also
+    subclasses of these, stay as they are, so ShuffleBN does not act on them.
     """
     result = module
     is_plain = type(module) in (nn.BatchNorm1d, nn.BatchNorm2d, timm.layers.BatchNormAct2d)

@@ -5,7 +5,7 @@ relations are known: it cuts M images of a batch into patches, and combines patc
 original position. A ViT then learns that such a mixed image is similar to each of its sources, in equal shares.
 
 Queries are encoded by the encoder, keys by a momentum encoder. The negatives of a query are the other keys of the
-batch. The loss is the sum of three contrasts: oto, mto and mtm. Only oto has queries of natural images.
+batch. The loss is the sum of three contrasts: oto, mto and mtm. Only in oto are the queries of unmixed images.
 
     Eq. 1-9       patch_mix           M images into one, patch by patch (Eq. 8-9 and 17: the same by flat indices)
     Eq. 10-12     mix_targets         the positives of a mixed query and their weights (also Eq. 18-19)
@@ -30,6 +30,7 @@ The baseline is MoCo v3, without its frozen patch projection and fixed positions
 import argparse
 import copy
 import math
+import re
 from itertools import pairwise
 
 import timm
@@ -65,7 +66,7 @@ def parse_args(argv=None):
     add("--temperature", type=common.positive_float, default=0.2, help="softmax temperature tau")
 
     add = parser.add_argument_group("model").add_argument
-    add("--arch", help="encoder: vit_micro, vit_tiny, vit_small, vit_base, or any timm model without batch norm (D8)")
+    add("--arch", help="encoder: vit_micro, vit_tiny, vit_small, vit_base, or any timm model (D8)")
     add("--image-size", type=common.positive_int, default=224, help="image size in pixels")
     add("--patch-size", type=common.positive_int, default=16, help="patch size in pixels, of the ViT and of the mixing")
     add("--num-heads", type=common.positive_int, metavar="N", help="attention heads of the ViT, by default timm's (D3)")
@@ -78,7 +79,7 @@ def parse_args(argv=None):
     add = parser.add_argument_group("schedule").add_argument
     add("--epochs", type=common.positive_int, default=300, help="number of epochs")  # section 4.1.2
     add("--batch-size", type=common.positive_int, default=1024, help="global batch size, over all processes")
-    add("--lr", type=common.positive_float, default=2.5e-4, help="peak learning rate per 256 images")  # see ENCODERS
+    add("--lr", type=common.positive_float, default=5e-4, help="peak learning rate per 256 images")  # for ViT-S
     add("--min-lr", type=common.nonnegative_float, default=2.5e-7, help="final learning rate per 256 images")  # 1e-6
     add("--warmup", type=common.nonnegative_float, default=10.0, help="linear warmup epochs, at most a quarter of all")
     add("--weight-decay", type=common.nonnegative_float, nargs=2, default=[0.04, 0.4], help="of AdamW: initial, final")
@@ -115,7 +116,7 @@ def parse_args(argv=None):
 
 # fmt: off
 CIFAR = dict(  # section 4.1.2; Table 10: crop_scale; released: min_lr, and --norm; not in the paper: mix_slices
-    arch="vit_tiny", image_size=32, patch_size=2, epochs=800, warmup=100.0, batch_size=512, lr=5e-4, min_lr=5e-7,
+    arch="vit_tiny", image_size=32, patch_size=2, epochs=800, warmup=100.0, batch_size=512, min_lr=5e-7,
     mix_slices=4, crop_scale=[0.1, 1.0],
 )
 RECIPES = dict(  # what differs from the paper's values for ImageNet: section 4.1.2, Tables 9 and 10
@@ -131,10 +132,9 @@ RECIPES = dict(  # what differs from the paper's values for ImageNet: section 4.
     imagenet=dict(knn_every=50),  # its kNN takes minutes
     folder=dict(mix_slices=1),  # not in the paper, because there may be few images
 )
-ENCODERS = dict(  # section 4.1.2, the same per 256 images on CIFAR, for 512, and on ImageNet, for 1024
+ENCODERS = dict(  # section 4.1.2, on CIFAR and on ImageNet; others are as ViT-S, 1e-3 for 512 and 2e-3 for 1024
     vit_micro=dict(lr=1e-3, weight_decay=[0.02, 0.2], patch_size=8, hidden=512, dim=128),  # not in the paper: for CPUs
     vit_tiny=dict(lr=2e-3, weight_decay=[0.02, 0.2]),  # 4e-3 for 512; ImageNet: as released, 8e-3 for 1024
-    vit_small=dict(lr=5e-4),  # 1e-3 for 512, 2e-3 for 1024
     vit_base=dict(lr=7.5e-4),  # 1.5e-3 for 512, 3e-3 for 1024
 )
 # fmt: on
@@ -143,7 +143,8 @@ ENCODERS = dict(  # section 4.1.2, the same per 256 images on CIFAR, for 512, an
 def recipe(args):
     """Return the defaults, {name: value}, for args.dataset, args.variant, args.arch, and args.num_mix if released."""
     values = dict(arch="vit_small", num_mix=3, local_crops=0) | RECIPES[args.dataset]
-    arch = (args.arch or values["arch"]).removesuffix("_patch16_224")  # timm's own names, too
+    # vit_tiny, vit_small, ..., also of timm's own names, such as deit_small_patch16_224
+    arch = "_".join(re.sub("^deit3?_", "vit_", args.arch or values["arch"]).split("_")[:2])
     if args.dataset != "patterns":
         values |= ENCODERS.get(arch, {})
     if args.variant == "released":
@@ -274,7 +275,7 @@ def mix_batch(x, num_mix, patch_size, slices):
 def batch_targets(n, num_mix, slices, first=0):
     """Return the positives of n images that are mixed by `mix_batch`, {term: (index (n, P) int64, weight (P,))}.
 
-    first: the row of their first key among the keys of all processes.
+    slices: divides n. first: the row of their first key among the keys of all processes.
     """
     mto_index, mto_weight, mtm_index, mtm_weight = mix_targets(n // slices, num_mix)
     first_rows = torch.arange(first, first + n, n // slices)[:, None, None]  # of each slice
@@ -443,8 +444,10 @@ def main(args, train=None, test=None):
     if args.show_views:
         views = [augment(x, args, i) for i, x in enumerate(next(iter(loader))[0])]
         names = ["view 1", "view 2"] + ["local crop"] * args.local_crops
-        views += [mix_batch(x, **mixing) for x in views]
-        return common.save_views(args.show_views, views, names + [f"mixed {name}" for name in names], args.norm)
+        if mixes:
+            views += [mix_batch(x, **mixing) for x in views]
+            names += [f"mixed {name}" for name in names]
+        return common.save_views(args.show_views, views, names, args.norm)
 
     # Model and optimizer
     heads = dict(num_heads=args.num_heads) if args.num_heads else {}
@@ -519,7 +522,7 @@ def main(args, train=None, test=None):
 
 
 def gather(x):
-    """Concatenate the tensors (n, ...) of all processes to (N, ...), in rank order. No gradient."""
+    """Concatenate the tensors (n, ...) of all processes, with one n, to (N, ...), in rank order. No gradient."""
     if not dist.is_initialized():
         return x
     x = x.contiguous()

@@ -162,11 +162,12 @@ def test_recipes(dataset, arch):
     """Section 4.1.2, and where the released code differs; also by timm's name. test_schedules.py has learning rates."""
     paper = (IMAGENET if dataset == "imagenet" else CIFAR) | dict(momentum=[0.996, 1], num_mix=3, temperature=0.2)
     paper |= dict(terms="oto,mto,mtm", term_weights=[1, 1, 1], smoothing=0, hidden=4096, dim=256)
-    paper |= dict(weight_decay=[0.02, 0.2] if arch == "vit_tiny" else [0.04, 0.4], lr=patchmix.ENCODERS[arch]["lr"])
+    lr = dict(vit_tiny=2e-3, vit_small=5e-4, vit_base=7.5e-4)[arch]  # per 256 images
+    paper |= dict(weight_decay=[0.02, 0.2] if arch == "vit_tiny" else [0.04, 0.4], lr=lr)
     released = dict(num_mix=2, smoothing=0.1, term_weights=[1, 0.5, 0.25], mixed_view=2)
     released["key_encoder"] = "query" if arch == "vit_tiny" else "momentum"
     released["num_heads"] = 12 if arch == "vit_small" else None
-    for name in (arch, f"{arch}_patch16_224 --patch-size {paper['patch_size']}"):
+    for name in (arch, f"{arch.replace('vit', 'deit')}_patch16_224 --patch-size {paper['patch_size']}"):
         flags = f"--dataset {dataset} --arch {name}"
         assert values(patchmix, flags, " ".join(paper)) == [*paper.values()]
         assert values(patchmix, f"{flags} --variant released", " ".join(released)) == [*released.values()]
