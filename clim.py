@@ -55,7 +55,7 @@ def parse_args(argv=None):
     add("--mix", choices=("cutmix", "none"), default="cutmix", help="none: half the loss to each key (Table 6)")
     add("--alpha", type=common.positive_float, default=2.0, help="alpha of CutMix's Beta(alpha, alpha) (Table 9)")
     add("--temperature", type=common.positive_float, default=0.2, help="softmax temperature tau")  # MoCo v2's
-    add("--queue", type=common.positive_int, default=65536, help="queue length; if None, 1/10 of the images or a batch")
+    add("--queue", type=common.positive_int, default=65536, help="queue length; folder: a tenth of the images")
 
     add = parser.add_argument_group("positives").add_argument
     ways = ("none", "random", "knn", "kmeans", "center")
@@ -283,7 +283,7 @@ def select_positives(x, centers, assignment, k=40, num_positives=10, generator=N
 
 
 def random_members(assignment, count):
-    """Draw `count` other rows of each row's own cluster: (N,) int64 -> (N, count) int64. They may repeat.
+    """Draw `count` other rows of each row's own cluster: (N,) int64 -> (N, count) int64, N >= 2. They may repeat.
 
     A row that is alone in its cluster gets rows of any cluster.
     """

@@ -16,6 +16,7 @@ to 36 px and center-cropped. LoGo's resizes ImageNet's images bicubically.
 """
 
 import argparse
+import json
 import os
 
 import numpy as np
@@ -51,7 +52,8 @@ def main(args, train=None, test=None):
     train, test = common.open_evaluation_data(args.dataset, args.data_dir, info, not args.dump, train, test)
     options = dict(batch_size=args.batch_size, workers=args.workers, amp=common.use_bf16(args.amp, device))
     if args.dump:
-        arrays = dict(classes=np.array(getattr(train, "classes", []), str), protocol=str(info))
+        info.pop("data_dir", None)  # what people publish has no paths of the training
+        arrays = dict(classes=np.array(getattr(train, "classes", []), str), protocol=json.dumps(info))
         for part, images in ("train", train), ("test", test):
             if images is not None:
                 x = common.extract_features(encoder.to(device), images, info, device, whole=False, **options)

@@ -65,7 +65,7 @@ def parse_args(argv=None):
     add("--affinity-form", choices=("logistic", "linear"), default="logistic", help="objective of the affinity (D1)")
     add("--affinity-lr", type=common.positive_float, help="if not given, 1e-4 for linear, else the peak of --lr")
     add("--temperature", type=common.positive_float, default=0.07, help="MoCo: softmax temperature tau")
-    add("--queue", type=common.positive_int, default=4096, help="queue length; if None, 1/10 of the images or a batch")
+    add("--queue", type=common.positive_int, default=4096, help="queue length; folder: a tenth of the images")
 
     add = parser.add_argument_group("model").add_argument
     add("--arch", default="resnet34", help="encoder: resnet_mini, resnet18, resnet50, vit_small, or any timm model")

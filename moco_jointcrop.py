@@ -56,7 +56,7 @@ def parse_args(argv=None):
     add = parser.add_argument_group("loss").add_argument
     add("--local-crops", type=common.nonnegative_int, default=0, help="local crops per image, as queries (App. D, D9)")
     add("--temperature", type=common.positive_float, default=0.2, help="softmax temperature tau")
-    add("--queue", type=common.positive_int, default=65536, help="queue length; if None, 1/10 of the images or a batch")
+    add("--queue", type=common.positive_int, default=65536, help="queue length; folder: a tenth of the images")
 
     add = parser.add_argument_group("model").add_argument
     add("--arch", default="resnet50", help="encoder: resnet_mini, resnet18, resnet50, vit_small, or any timm model")
@@ -166,7 +166,7 @@ def recipe(args):
 def joint_from_uniform(u, v, low, high, beta, offset=0.0):
     """Return a pair (a, b) of numbers in [low, high] by Algorithm 1, which draws their ratio first.
 
-    ln(b / a) lies in [-s_b, s_b], where s_b = ln(high / low - offset). It is uniform if beta = 0. If beta > 0, it is
+    ln(b / a) lies in [-s_b, s_b], where s_b = ln(high / low - offset), or 0 if that is negative. It is uniform if beta = 0. If beta > 0, it is
     normal with standard deviation s_b / beta, and truncated there. If beta < 0, a value x > 0 of the normal for -beta
     becomes s_b - x, and x < 0 becomes -s_b - x. Given the ratio, a is uniform where a and b are in range.
 
@@ -177,7 +177,7 @@ def joint_from_uniform(u, v, low, high, beta, offset=0.0):
         raise ValueError(f"joint_from_uniform takes 0 < low <= high, not low {low} and high {high}")
     if beta is None:
         return low + (high - low) * u, low + (high - low) * v
-    s_b = math.log(high / low - offset)  # line 1
+    s_b = math.log(max(high / low - offset, 1.0))  # line 1
     if abs(beta) < 1e-6:
         log_ratio = s_b * (2 * u - 1)  # line 5, and the limit of both other cases
     else:  # lines 3 and 7: a normal, truncated at |beta| standard deviations, by its inverse distribution function

@@ -283,7 +283,7 @@ def joint_contrast(photos):
 
 def mixture(photos):
     """CLIM: whom an image is mixed with, the mix, and what the mix is pulled towards."""
-    idea = "Other images are positives, too: neighbours nearer to their cluster's center, mixed in by CutMix"
+    idea = "Other images are positives, too: neighbors nearer to their cluster's center, mixed in by CutMix"
     page, tile, top = Page(306, "CLIM", idea), 104, 92
     page.head(128, top - 20, "1. choose positives")
     plot = page.plot(14, top - 6, 228, 172)
@@ -299,7 +299,7 @@ def mixture(photos):
     for m, color in enumerate(("#9ec5f8", "#c9b8f0", "#f4c79a")):
         plot.scatter(*points[assignment == m].T, s=9, color=color)
     plot.scatter(*centers.T, marker="x", s=46, color="black", lw=1.6, label="center of a cluster")
-    plot.scatter(*points[near].T, s=22, facecolors="none", edgecolors=GRAY, lw=0.9, label="neighbour of the image")
+    plot.scatter(*points[near].T, s=22, facecolors="none", edgecolors=GRAY, lw=0.9, label="neighbor of the image")
     plot.scatter(*points[chosen].T, s=22, color=KEY, label="its positives")
     plot.scatter(*points[anchor], s=80, marker="*", color=QUERY, zorder=3, label="the image")
     plot.axis("off")

@@ -61,7 +61,7 @@ ARMS = {  # name: (how tables call it, its script with flags)
 PUBLISHED = 82.6  # kNN of MoCo's demo after 200 epochs, with k 200 and a temperature of 0.1
 SPEEDS = dict(moco="moco_jointcrop.py", jcl="jcl.py", clim="clim.py --clim-start 0", logo="logo.py", patchmix=VIT)
 COMPILED = {f"{name}-compiled": f"{line} --compile" for name, line in SPEEDS.items()}
-# Some 24,000 images/s in all, by four trainings at once on one H200: 40 epochs of four of MoCo's take six minutes
+# Some 22,000 images/s in all, by four trainings at once on one H200: 40 epochs of four of MoCo's take six minutes
 CHOICES = ["speed", "compiled", "gpu_check"] + [f"{arm}-s{seed}" for seed in (0, 1) for arm in ARMS]
 EVERYTHING = [name for name in CHOICES if "no-warmup" not in name and "q95" not in name]
 SPEED_SECONDS = 200  # then a step that is not timed yet is given up: what compiles must not take all the time
