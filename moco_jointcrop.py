@@ -166,9 +166,10 @@ def recipe(args):
 def joint_from_uniform(u, v, low, high, beta, offset=0.0):
     """Return a pair (a, b) of numbers in [low, high] by Algorithm 1, which draws their ratio first.
 
-    ln(b / a) lies in [-s_b, s_b], where s_b = ln(high / low - offset), or 0 if that is negative. It is uniform if beta = 0. If beta > 0, it is
-    normal with standard deviation s_b / beta, and truncated there. If beta < 0, a value x > 0 of the normal for -beta
-    becomes s_b - x, and x < 0 becomes -s_b - x. Given the ratio, a is uniform where a and b are in range.
+    ln(b / a) lies in [-s_b, s_b], where s_b = ln(high / low - offset), or 0 if that is negative. It is uniform if
+    beta = 0. If beta > 0, it is normal with standard deviation s_b / beta, and truncated there. If beta < 0, a value
+    x > 0 of the normal for -beta becomes s_b - x, and x < 0 becomes -s_b - x. Given the ratio, a is uniform where a and
+    b are in range.
 
     u, v: uniform draws from [0, 1), of the ratio and of a. beta: any number, or None for two independent uniform values
     (RandomCrop, Eq. 4-10). offset: 0.1 in the released code (D1). Raises ValueError unless 0 < low <= high.
