@@ -91,16 +91,13 @@ def parse_args(argv=None):
     add("--local-size", type=common.positive_int, default=96, help="size of a local crop, in pixels (Table 7)")
     add("--local-scale", type=common.fraction, nargs=2, default=[0.05, 0.14], help="area range of local crops (4.4)")
 
-    args, changed = common.parse_args(parser, argv, recipe)
+    args, refuse = common.parse_args(parser, argv, recipe)
     args.image_size = sorted(args.image_size, reverse=True)  # views are cropped at the largest size
-    if args.selection == "none" and changed & {"mix", "alpha", "num_positives", "refresh_every", "clim_start"}:
-        parser.error("--selection none: --mix, --alpha, --num-positives, --refresh-every, --clim-start have no effect")
-    if args.mix == "none" and "alpha" in changed:
-        parser.error("--alpha has no effect with --mix none")
-    if args.selection not in ("kmeans", "center") and "num_clusters" in changed:
-        parser.error("--num-clusters has no effect without --selection kmeans or center")
-    if args.selection not in ("knn", "center") and "knn_k" in changed:
-        parser.error("--knn-k has no effect without --selection knn or center")
+    of_positives = ["mix", "alpha", "num_positives", "refresh_every", "clim_start"]
+    refuse(args.selection == "none", of_positives, "with --selection none")
+    refuse(args.selection not in ("kmeans", "center"), ["num_clusters"], "without --selection kmeans or center")
+    refuse(args.selection not in ("knn", "center"), ["knn_k"], "without --selection knn or center")
+    refuse(args.mix == "none", ["alpha"], "with --mix none")
     if args.selection != "none" and args.clim_start >= args.epochs:
         parser.error(f"--clim-start {args.clim_start} is not below --epochs {args.epochs}: there would be no positives")
     return args

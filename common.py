@@ -1120,9 +1120,10 @@ def add_evaluation_arguments(parser):
 def parse_args(parser, argv, recipe, vit_only=("patch_size",)):
     """Add the arguments shared by all training scripts, and parse argv; if None, sys.argv.
 
-    recipe(args) returns the defaults, {name: value}, that the chosen dataset, encoder and method have. Returns the
-    arguments, and the set of the names of those that are not defaults, which also name the default of --out. The method
-    is the parser's prog, a script's name. vit_only: names of the arguments that only a ViT takes.
+    recipe(args) returns the defaults, {name: value}, that the chosen dataset, encoder and method have. Values that are
+    not defaults name the default of --out. The method is the parser's prog, a script's name. vit_only: names of the
+    arguments that only a ViT takes. Returns the arguments, and the function refuse(condition, names, why), which
+    reports the first of these arguments that is not its default if, by the condition, it has no effect.
     """
     parser.usage, parser.allow_abbrev = "%(prog)s [options]", False
     parser.formatter_class = argparse.ArgumentDefaultsHelpFormatter
@@ -1157,16 +1158,18 @@ def parse_args(parser, argv, recipe, vit_only=("patch_size",)):
         if name in ("momentum", "blur_p") and len(value) > 2:
             parser.error(f"--{name.replace('_', '-')}: expected one or two numbers")
     changed = [name for name, value in vars(args).items() if value != parser.get_default(name)]
-    if not getattr(args, "local_crops", True) and {"local_size", "local_scale"} & {*changed}:
-        parser.error("--local-size and --local-scale have no effect without --local-crops")
+
+    def refuse(condition, names, why):
+        for name in changed:
+            if condition and name in names:
+                parser.error(f"--{name.replace('_', '-')} has no effect {why}")
+
+    refuse(not getattr(args, "local_crops", True), ["local_size", "local_scale"], "without --local-crops")
+    refuse(timm_module(args.arch) and not is_vit(args.arch), vit_only, "without a ViT (--arch)")
+    refuse(is_vit(args.arch), ["bn_groups"], "with a ViT (--arch), which has no batch norm")
+    refuse(not args.init, ["init_prefix"], "without --init")
     if getattr(args, "local_crops", 0) and (args.local_size or 0) > np.max(args.image_size):
         parser.error(f"--local-size {args.local_size} is larger than --image-size {format_value(args.image_size)}")
-    if timm_module(args.arch) and not is_vit(args.arch) and (given := sorted({*vit_only} & {*changed})):
-        parser.error(f"--{given[0].replace('_', '-')} has no effect without a ViT (--arch)")
-    if is_vit(args.arch) and "bn_groups" in changed:
-        parser.error("--bn-groups has no effect with a ViT, which has no batch norm (--arch)")
-    if args.init_prefix and not args.init:
-        parser.error("--init-prefix has no effect without --init")
     if getattr(args, "min_lr", 0) > args.lr:
         parser.error(f"--min-lr {args.min_lr} is above --lr {args.lr}, the peak of the learning rate")
     if args.out is None:
@@ -1174,7 +1177,7 @@ def parse_args(parser, argv, recipe, vit_only=("patch_size",)):
         words = [args.method, where, args.arch, f"s{args.seed}"]
         named = [name for name in changed if name not in ("dataset", "arch", "seed", *NOT_IN_CONFIG)]
         args.out = run_folder(words + [f"{name}{format_value(getattr(args, name))}" for name in named])
-    return args, {*changed}
+    return args, refuse
 
 
 def run_folder(words):

@@ -79,11 +79,9 @@ def parse_args(argv=None):
     add("--blur-p", type=common.fraction, nargs="+", default=[0.5], help="probability of blur; two values: query, keys")
     add("--norm", choices=common.NORMS, default="imagenet", help="dataset statistics used for normalization")
 
-    args, changed = common.parse_args(parser, argv, recipe)
-    if args.num_keys == 1 and args.vanilla:
-        parser.error("--vanilla has no effect with --num-keys 1, whose loss is InfoNCE already")
-    if (args.num_keys == 1 or args.vanilla) and changed & {"lam", "lam_schedule"}:
-        parser.error("--lam and --lam-schedule have no effect with --num-keys 1 or --vanilla: these have no lambda")
+    args, refuse = common.parse_args(parser, argv, recipe)
+    refuse(args.num_keys == 1, ["vanilla", "lam", "lam_schedule"], "with --num-keys 1, whose loss is InfoNCE")
+    refuse(args.vanilla, ["lam", "lam_schedule"], "with --vanilla")
     return args
 
 

@@ -93,22 +93,17 @@ def parse_args(argv=None):
     add("--blur-p", type=common.fraction, nargs="+", default=[0.5], help="probability of blur; two values: views 1, 2")
     add("--norm", choices=common.NORMS, default="imagenet", help="dataset statistics used for normalization")
 
-    args, changed = common.parse_args(parser, argv, recipe)
-    if args.base == "simsiam" and changed & {"queue", "temperature", "momentum", "bn_groups", "one_way"}:
-        parser.error("--queue, --temperature, --momentum, --bn-groups and --one-way have no effect with --base simsiam")
-    if args.base == "moco" and changed & {"layers", "hidden"}:
-        parser.error("--layers and --hidden have no effect without --base simsiam")
+    args, refuse = common.parse_args(parser, argv, recipe)
+    of_moco = ["queue", "temperature", "momentum", "bn_groups", "one_way"]
+    refuse(args.base == "simsiam", of_moco, "with --base simsiam")
+    refuse(args.base == "moco", ["layers", "hidden"], "without --base simsiam")
+    refuse(args.local_crops == 0, ["pairs", "l2l"], "with --local-crops 0")
+    of_l_ll = ["l2l_weighting", "clip_ratio", "lam", "affinity_form", "affinity_lr"]
+    refuse(not args.l2l, of_l_ll, "without L_ll (--no-l2l, --local-crops 0 or --pairs all)")
+    refuse(args.l2l_weighting == "lambda", ["clip_ratio"], "without --l2l-weighting clip")
+    refuse(args.l2l_weighting == "clip", ["lam"], "without --l2l-weighting lambda")
     if args.local_crops and args.one_way:
         parser.error("--one-way is a form of the baseline: pass --local-crops 0, too")
-    if args.local_crops == 0 and changed & {"pairs", "l2l"}:
-        parser.error("--pairs and --l2l have no effect with --local-crops 0")
-    if not args.l2l and changed & {"l2l_weighting", "clip_ratio", "lam", "affinity_form", "affinity_lr"}:
-        names = "--l2l-weighting, --clip-ratio, --lam, --affinity-form and --affinity-lr"
-        parser.error(f"{names} have no effect without L_ll (--no-l2l, --local-crops 0 or --pairs all)")
-    if args.l2l_weighting == "lambda" and "clip_ratio" in changed:
-        parser.error("--clip-ratio has no effect without --l2l-weighting clip")
-    if args.l2l_weighting == "clip" and "lam" in changed:
-        parser.error("--lam has no effect without --l2l-weighting lambda")
     return args
 
 

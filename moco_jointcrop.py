@@ -89,7 +89,7 @@ def parse_args(argv=None):
     add("--blur-p", type=common.fraction, nargs="+", default=[0.5], help="probability of blur; two values: query, key")
     add("--norm", choices=common.NORMS, default="imagenet", help="dataset statistics used for normalization")
 
-    args, changed = common.parse_args(parser, argv, recipe)
+    args, refuse = common.parse_args(parser, argv, recipe)
     if args.joint in ("blur", "either", "both") and max(args.blur_p) == 0:
         parser.error(f"--joint {args.joint}: this recipe does not blur; give --blur-p 0.5")
     as_released = args.joint in ("none", "crop") and args.beta == 0 and args.css_alpha == 1 and args.local_crops == 0
@@ -99,18 +99,13 @@ def parse_args(argv=None):
         parser.error("expected a finite --beta, and --css-alpha 0.01 or more")
     if args.moco == "v3" and common.is_vit(args.arch):
         parser.error("--moco v3 has the recipe of ResNets (D7): for MoCo v3 on a ViT, see the baseline of patchmix.py")
-    if args.moco == "v3" and changed & {"queue", "bn_groups"}:
-        parser.error("--queue and --bn-groups have no effect with --moco v3")
-    if args.moco != "v3" and "hidden" in changed:
-        parser.error("--hidden has no effect without --moco v3")
-    if args.milestones and "min_lr" in changed:
-        parser.error("--min-lr has no effect with --milestones; pass --milestones without numbers for a cosine")
-    if args.joint == "none" and "beta" in changed:
-        parser.error("--beta has no effect with --joint none")
-    if args.joint != "either" and "joint_prob" in changed:
-        parser.error("--joint-prob has no effect without --joint either")
-    if (args.joint in ("none", "blur") or args.local_crops < 2) and "joint_pair" in changed:
-        parser.error("--joint-pair has no effect without JointCrop and --local-crops 2 or more")
+    refuse(args.moco == "v3", ["queue", "bn_groups"], "with --moco v3")
+    refuse(args.moco != "v3", ["hidden"], "without --moco v3")
+    refuse(args.milestones, ["min_lr"], "with --milestones; pass --milestones without numbers for a cosine")
+    refuse(args.joint == "none", ["beta"], "with --joint none")
+    refuse(args.joint != "either", ["joint_prob"], "without --joint either")
+    refuse(args.joint in ("none", "blur"), ["joint_pair"], f"with --joint {args.joint}")
+    refuse(args.local_crops < 2, ["joint_pair"], "without --local-crops 2 or more")
     if args.local_size is None:  # 96 in App. D; here in whole patches of a ViT
         patch_size = args.patch_size if common.is_vit(args.arch) else 1
         args.local_size = max(patch_size, min(96, args.image_size // 2) // patch_size * patch_size)

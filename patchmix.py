@@ -91,20 +91,16 @@ def parse_args(argv=None):
     add("--blur-p", type=common.fraction, nargs="+", default=[1.0, 0.1], help="probability of blur, views 1 and 2")
     add("--norm", choices=common.NORMS, default="imagenet", help="dataset statistics used for normalization")
 
-    args, changed = common.parse_args(parser, argv, recipe, vit_only=("num_heads", "drop_path"))
+    args, refuse = common.parse_args(parser, argv, recipe, vit_only=("num_heads", "drop_path"))
     terms = chosen_terms(args)
     if not terms or not set(args.terms.split(",")) <= set(TERMS):
         parser.error("--terms: give some of oto,mto,mtm, and --term-weights above 0")
     if args.local_crops and set(terms) == {"mtm"}:
         parser.error("--local-crops are queries of oto and mto: choose one of these --terms")
-    if set(terms) == {"oto"} and changed & {"num_mix", "mix_slices"}:
-        parser.error("--num-mix and --mix-slices have no effect with --terms oto, which mixes no images")
-    if args.num_mix == 1 and "mix_slices" in changed:
-        parser.error("--mix-slices has no effect with --num-mix 1, which mixes no images")
-    if "oto" not in terms and "smoothing" in changed:
-        parser.error("--smoothing has no effect without --terms oto")
-    if args.key_encoder == "query" and "momentum" in changed:
-        parser.error("--momentum has no effect with --key-encoder query")
+    refuse(set(terms) == {"oto"}, ["num_mix", "mix_slices"], "with --terms oto, which mixes no images")
+    refuse(args.num_mix == 1, ["mix_slices"], "with --num-mix 1, which mixes no images")
+    refuse("oto" not in terms, ["smoothing"], "without oto in --terms")
+    refuse(args.key_encoder == "query", ["momentum"], "with --key-encoder query")
     if args.local_size is None:  # 96 as released, in whole patches
         args.local_size = max(args.patch_size, min(96, args.image_size // 2) // args.patch_size * args.patch_size)
     for size in [args.image_size, args.local_size] if args.local_crops else [args.image_size]:
