@@ -884,7 +884,8 @@ def baselines(info, seed, images):
 
 def log_demo(args, command):
     """Print how to train on real data, if a training is the demo. command: the paper's, a script and its flags."""
-    if command and args.dataset == "patterns" and os.environ.get("RANK", "0") == "0":
+    is_demo = command and args.dataset == "patterns" and not args.show_views
+    if is_demo and os.environ.get("RANK", "0") == "0":
         log("Demo on synthetic images. For real data pass --dataset cifar10, or folder or imagenet with --data-dir DIR")
         log("Its learning rate, patch size, heads and other values are not the paper's, whatever --arch is.")
         log(f"At full scale: torchrun --nproc_per_node=8 {command}")
