@@ -357,7 +357,7 @@ def main(args, train=None, test=None):
 
 
 def gather(x):
-    """Concatenate the tensors (n, ...) of all processes, with one n, to (N, ...), in rank order. No gradient."""
+    """Concatenate the tensors (n, ...) of all processes, whose n is the same, in rank order: (N, ...). No gradient."""
     if not dist.is_initialized():
         return x
     x = x.contiguous()
