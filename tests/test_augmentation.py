@@ -97,6 +97,7 @@ def test_blur_is_torchvisions_by_each_images_sigma(shape):
     torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-6)
     torch.testing.assert_close(common.gaussian_blur(x.float(), sigma, p), theirs.float(), rtol=0, atol=2e-6)
     assert torch.equal(ours[p == 0], x[p == 0])
+    torch.testing.assert_close(common.gaussian_blur(x[:, :1], sigma, p), ours[:, :1])  # gray images
 
 
 # ---------------------------------------------------------------------- draws

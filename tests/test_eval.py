@@ -1,5 +1,6 @@
 """eval_knn.py and eval_linear.py end to end on a tiny dataset, and the linear probe against a plain loop."""
 
+import json
 import math
 import random
 import shutil
@@ -159,6 +160,8 @@ def test_a_dump_has_all_images_also_those_without_labels(places, tmp_path, capsy
     data = dict(np.load(path, allow_pickle=False))
     names = {f"{part}_{what}" for part in own for what in ("features", "labels")}
     assert set(data) == names | {"train_paths", "classes", "protocol"} and data["classes"].tolist() == list(CLASSES)
+    protocol = json.loads(str(data["protocol"]))
+    assert protocol["image_size"] == load(places["VIT"] / "backbone.pt")["image_size"] and "data_dir" not in protocol
     assert data["train_paths"].tolist() == [path for path, _ in own["train"].samples]
     for (part, images), (x, *_) in zip(own.items(), parts(places, "train", "val"), strict=True):
         assert data[f"{part}_labels"].tolist() == images.targets

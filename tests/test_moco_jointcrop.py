@@ -61,6 +61,12 @@ def test_bounds_are_never_left(low, high):
             assert s.dtype == torch.float64 and s.isfinite().all() and s.min() >= low and s.max() <= high
 
 
+@pytest.mark.parametrize("beta", [0.0, 2.0, -2.0])
+def test_an_offset_beyond_the_range_leaves_equal_areas(beta):
+    a, b = moco.joint_from_uniform(0.9, 0.5, 0.95, 1.0, beta, offset=0.1)
+    assert a == b == pytest.approx(0.975)
+
+
 def test_beta_is_continuous_at_zero():
     for u, v in torch.rand(1000, 2, dtype=torch.float64, generator=generator()).tolist():
         middle, *near = (moco.joint_from_uniform(u, v, 0.2, 1.0, beta)[1] for beta in (0.0, 1e-5, 1e-7))
