@@ -842,8 +842,9 @@ def open_evaluation_data(name, root, info, check=True, train=None, test=None):
     """Load the images of an evaluation, (training images, test images), and log what is evaluated.
 
     name: see `load_dataset`; if None, the dataset that the encoder was trained on. train, test: datasets to use
-    instead. check: require labels of the same classes in both, and drop the images without a label. Raises UsageError
-    if that is not so, or if the images are not those that the encoder was trained on.
+    instead. info: see `backbone_info`; the dataset's name and fingerprint are set in it. check: require labels of the
+    same classes in both, and drop the images without a label. Raises UsageError if that is not so, or if the images are
+    not those that the encoder was trained on.
     """
     own = name is None and train is None
     if own:
@@ -851,10 +852,13 @@ def open_evaluation_data(name, root, info, check=True, train=None, test=None):
             raise UsageError("the checkpoint does not name its dataset: pass --dataset")
         name, root = info["dataset"], root or info.get("data_dir")
     if train is None:
-        train = load_dataset(name, root, True, info["image_size"], unlabeled=own)
+        train = load_dataset(name, root, True, info["image_size"], unlabeled=True)
         test = load_dataset(name, root, False, info["image_size"]) if test is None else test
-    if own and fingerprint(train) != info["images"]:
-        raise UsageError(f"not the images that the encoder was trained on: for these pass --dataset {name}, --data-dir")
+        images = fingerprint(train)
+        if own and images != info["images"]:
+            what = "not the images that the encoder was trained on"
+            raise UsageError(f"{what}: for these pass --dataset {name}, --data-dir")
+        info |= dict(dataset=name, images=images)
     if check:
         if not have_labels(train, test):
             raise UsageError("an evaluation needs training and test images of the same classes, two at least")
