@@ -63,7 +63,7 @@ import common
 # [P]: printed in the paper. [C]: from its released code, or from the code that it builds on, which is named. [I]:
 # inferred, because neither says it.
 # fmt: off
-PROBE = dict(epochs=50, batch_size=256, lrs=None, holdout=0.1)  # of no paper
+PROBE = dict(epochs=50, batch_size=256, lrs=None, holdout=0.1)  # not from a paper
 LBFGS = dict(  # LoGo, supplement 3: L2, metrics [P]; its grid: BYOL's, SimCLR's [I]
     batch_size=256, strengths=[10 ** (i / 4) for i in range(-24, 21)], holdout=0.1, metric="top1",
 )

@@ -241,7 +241,7 @@ def contrast(q, k, temperature, first):
     Gradients reach q, and also k unless it is detached. float16 and bfloat16 are converted to float32; call it outside
     autocast, which would undo that. Raises ValueError if the shapes do not fit, or queries have no such key.
     """
-    if k.shape[1:] != q.shape[1:] or not 0 <= first <= len(k) - len(q):
+    if q.dim() != 2 or k.shape[1:] != q.shape[1:] or not 0 <= first <= len(k) - len(q):
         shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)} and first {first}"
         raise ValueError(f"contrast takes q (n, C), k (N, C) and first from 0 to N - n, not {shapes}")
     q, k = (x.to(torch.promote_types(x.dtype, torch.float32)) for x in (q, k))
@@ -297,7 +297,7 @@ class JointCrop(v2.RandomResizedCrop):
         highest = min(image_height, round(image_width / self.ratio[0]))
         widest = min(image_width, round(image_height * self.ratio[1]))
         center = (image_height - highest) // 2, (image_width - widest) // 2, highest, widest
-        if box == center:  # which `get_params` returns if no aspect ratio fits
+        if box == center:  # `get_params` returns it if no aspect ratio fits, and rarely by chance
             if self.whole:
                 top, left, height, width = 0, 0, image_height, image_width
         elif self.css_alpha != 1:

@@ -95,6 +95,8 @@ WRONG_ARGUMENTS = {  # of functions that other projects copy: those that torch w
     "moco: a range from 0": lambda: moco_jointcrop.sample_joint(3, 0.0, 1.0, 0.0),
     "moco: a range upside down": lambda: moco_jointcrop.sample_joint(3, 1.0, 0.2, 0.0),
     "jcl: keys of two dimensions": lambda: jcl.jcl_loss(A, A, B, 0.2, 4.0),
+    "moco v3: queries that are no vectors": lambda: moco_jointcrop.contrast(A[None], A[None], 0.2, 0),
+    "jcl: no keys": lambda: jcl.jcl_loss(A, A[:, None][:, :0], B, 0.2, 4.0),
     "jcl: keys of other queries": lambda: jcl.jcl_loss(A, B[:, None], B, 0.2, 4.0),
     "jcl: a batch that is no equal groups": lambda: jcl.SplitBatchNorm(3, 2)(torch.zeros(5, 3)),
     "clim: keys of three dimensions": lambda: clim.clim_loss(A, A, A[:, None], B, 0.2, 0.5),
@@ -108,6 +110,7 @@ WRONG_ARGUMENTS = {  # of functions that other projects copy: those that torch w
     "logo: pairs in capitals": lambda: logo.compared_views("ALL"),
     "patchmix: more images than patches": lambda: patchmix.patch_mix(IMAGES, 5, 4),
     "patchmix: index of other rows": lambda: patchmix.soft_info_nce(A, A, torch.zeros(3, 3), torch.ones(3), 1),
+    "patchmix: a query alone": lambda: patchmix.soft_info_nce(A[0], A[0], torch.zeros(6, 3), torch.ones(3), 1),
 }
 
 
