@@ -8,6 +8,7 @@ import re
 import shutil
 import sys
 
+import check_images
 import numpy as np
 import pytest
 import timm
@@ -92,6 +93,18 @@ def test_an_image_that_cannot_be_read_is_an_error_that_names_it(tmp_path):
     for own in (gray, Image.open(tmp_path / "deep0.png"), torch.zeros(3, 4, 4)):
         with pytest.raises(ValueError, match="8 bits|expected a PIL image, not Tensor"):  # of a dataset of one's own
             common.Views([(own, 0)], [])[0]
+
+
+def test_bad_images_are_listed(tmp_path, capsys):
+    write_tree(tmp_path, ["train/a", "train/b", "val/a"], count=2)
+    bad = [str(tmp_path / name) for name in ("train/b/1.png", "val/a/0.png")]
+    for path in bad:
+        os.truncate(path, 40)
+    with pytest.raises(SystemExit) as stop:
+        check_images.main(str(tmp_path))
+    *lines, summary = capsys.readouterr().out.splitlines()
+    assert stop.value.code == 1 and summary == "6 images, 2 cannot be read"
+    assert all(path in line for path, line in zip(bad, lines, strict=True))
 
 
 def test_the_images_of_the_demo_do_not_change():
@@ -238,15 +251,12 @@ def test_folders_that_are_not_laid_out_as_a_data_set_are_errors(tmp_path, name, 
 
 @pytest.fixture
 def asked(monkeypatch, tmp_path):
-    """Replace torchvision's datasets, which would download. Return a list of the arguments of the calls that succeed.
-
-    While one downloads, no other run can have its lock.
-    """
+    """Replace torchvision's datasets, which download. Return a list of the arguments of the calls that succeed."""
     monkeypatch.chdir(tmp_path)
     asked = []
 
     def fake(root, download=False, **split):
-        if download:
+        if download:  # so no other run can have its lock
             with open(os.path.join(root, ".lock")) as lock, pytest.raises(BlockingIOError):
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             open(os.path.join(root, "cifar.tar"), "w").close()
