@@ -194,10 +194,7 @@ TABLE = torch.randint(40, (40, 10), generator=generator(0), dtype=torch.int32)
     ("--local-crops 2 --local-size 8 --same-crop", 4),
 ])  # fmt: skip
 def test_views_of_the_image_and_of_its_positive(flags, others, monkeypatch):
-    """Before the first choice there are none of a positive. Then all are of one in the image's row.
-
-    All have crops of their own, but with --same-crop a key has the crop of its query.
-    """
+    """Of one positive in the image's row, once these are chosen. With --same-crop a key has the crop of its query."""
     images, own, equal = data_set(monkeypatch, flags), [16, 16, 8, 8][: max(2, others)], Counter()
     (views, none), label = images[7]
     assert ([x.shape[-1] for x in views], none, label) == (own, [], 0) and len(images) == 40
@@ -286,10 +283,7 @@ def test_each_share_is_drawn_from_beta(monkeypatch):
     ("center", 3, "--knn-k 6 --num-clusters 4"),
 ])  # fmt: skip
 def test_choose_positives(selection, count, flags, monkeypatch, capsys):
-    """Table 6: what each choice may contain, and all of it if there is room, by the momentum encoder's embeddings.
-
-    These are outputs of its projector, of unit length, by running statistics, for normalized images.
-    """
+    """Table 6: what each choice may contain, and all of it if there is room, by the momentum encoder's embeddings."""
     clusters, kmeans = [], clim.kmeans
     monkeypatch.setattr(clim, "kmeans", lambda *a, **b: clusters.append(kmeans(*a, **b)) or clusters[0])
     args = clim.parse_args(f"--image-size 16 --selection {selection} --num-positives {count} {flags}".split())

@@ -58,16 +58,13 @@ def test_a_disturbed_run_ends_as_an_undisturbed_one(straight, tmp_path, case, sc
 
 
 def test_ended_at_each_moment_in_turn(straight, tmp_path):
-    """The n-th start ends at its n-th step, write, flush, renaming or kNN, until one lasts. last.pt is always whole.
-
-    Temporary files are removed, also those of other hosts.
-    """
+    """The n-th start ends at its n-th step, write, flush, renaming or kNN, until one lasts. last.pt is always whole."""
     for number in itertools.count(1):
         status, said = life("jcl", [*JCL, "--out", tmp_path], f"anything {number}")
         if status == 0:
             break
         assert status == 130 and epochs_of(tmp_path) in (None, 1, 2, 3), said
-        (tmp_path / "last.pt.elsewhere.1.tmp").write_bytes(b"half")
+        (tmp_path / "last.pt.elsewhere.1.tmp").write_bytes(b"half")  # another host's, which is removed, too
     assert number > 15 and not list(tmp_path.glob("*.tmp"))  # all moments of the first save, at least
     assert_same_run(straight(), tmp_path, [r["epoch"] for r in records(tmp_path) if "knn20_top1" not in r])
 
@@ -213,10 +210,7 @@ def test_resume_from_a_checkpoint_that_does_not_fit(method, begun, tmp_path, cap
 
 
 def test_images_may_move_but_not_change(tmp_path, monkeypatch, capsys):
-    """A moved folder is the same dataset. Folders of one name meet in one --out by default, which is refused.
-
-    So are other flags. The message has what differs, and --resume, which with the same --out does not get around it.
-    """
+    """A moved folder is the same data. Another of its name has the same --out, and is refused, as other flags are."""
     monkeypatch.chdir(tmp_path)
     for root in ("one", "two"):
         tiny.write_tree(tmp_path / root / "data", ["train/a", "train/b"], 12, (16, 16))

@@ -132,10 +132,7 @@ def test_own_data_give_the_scores_of_the_same_folder(script, flags, places):
 
 
 def test_a_run_is_evaluated_on_the_images_it_was_trained_on(places, tmp_path, capsys):
-    """Unless a dataset is given. The folder may move. A backbone that does not name its images needs one.
-
-    A config.json beside it may be another project's.
-    """
+    """Unless a dataset is given. The folder may move. A backbone that does not name its images needs one."""
     expected, data = run(eval_knn, places["VIT"], "--k", 3), shutil.copytree(places["DATA"], tmp_path / "data")
     flags, state = ["--k", 3, "--data-dir", data], load(places["VIT"] / "backbone.pt")
     assert run(eval_knn, places["VIT"], *flags) == expected
@@ -145,7 +142,7 @@ def test_a_run_is_evaluated_on_the_images_it_was_trained_on(places, tmp_path, ca
     for folder, words in (places["VIT"], "trained on"), (tmp_path, "--dataset"):
         assert words in refused(capsys, run, eval_knn, folder, *flags)
         assert run(eval_knn, folder, *flags, "--dataset", "folder") == expected
-    for text in ("[]", "{}", "no JSON"):
+    for text in ("[]", "{}", "no JSON"):  # another project's
         (tmp_path / "config.json").write_text(text)
         assert common.load_backbone(tmp_path)[1].get("data_dir") is None
 

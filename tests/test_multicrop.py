@@ -25,12 +25,9 @@ JOINTCROP = "--local-crops 4 --joint-pair both"
     ("moco_jointcrop", JOINTCROP, 4, (0.2, 1.0), (0.05, 0.4)),
 ])  # fmt: skip
 def test_crops_on_imagenet(module, flags, small, of_large, of_small, monkeypatch):
-    """Two large crops and some small ones: sizes and areas, as --show-views gets them, without colors.
-
-    The image's red grows by 1 per column and its green by 1 per row, which tells a crop's size.
-    """
+    """Two large crops and some small ones: sizes and areas, as --show-views gets them, without colors."""
     row, column = np.indices((256, 256), np.uint8)
-    image = Image.fromarray(np.stack([column, row, row], 2))
+    image = Image.fromarray(np.stack([column, row, row], 2))  # slopes of 1, which tell a crop's size
     views, names = [], []
     monkeypatch.setattr(module, "augment", lambda x, *_: x)
     monkeypatch.setattr(common, "save_views", lambda _, x, what, norm: (views.extend(x), names.extend(what)))

@@ -53,10 +53,7 @@ def test_patch_mix_eq_1_to_9(n, num_mix, size, patch):
 
 
 def nce_by_loops(q, k, index, weight, temperature, smoothing=0.0):
-    """Eq. 13-15 as printed: sums over i, j and t, without the weights' normalization.
-
-    smoothing: the fraction of all weights that is spread over the keys.
-    """
+    """Eq. 13-15 as printed, without the weights' normalization. smoothing: the share of them that all keys get."""
 
     def sim(h, z):
         return h.dot(z) / (h.dot(h).sqrt() * z.dot(z).sqrt())

@@ -86,6 +86,7 @@ def test_a_plain_state_dict_needs_no_prefix(tmp_path):
     assert read(path, arch="resnet_mini")[1]["image_size"] == 224
 
 
+# DINOv2 and v3 have further tokens, and an embedding without the class token, or none. CaiT's stays as it is.
 PUBLIC = """resnet18 convnextv2_atto cait_xxs24_224
     vit_tiny_patch16_224 vit_small_patch14_reg4_dinov2 vit_small_patch16_dinov3""".split()
 
@@ -95,7 +96,6 @@ def test_public_encoders_are_read_by_timms_name(name, tmp_path, monkeypatch):
     """With their classifier and, after a point, the tag of the weights; of ResNets, torchvision's own.
 
     The position embeddings of ViTs are resampled for images of another size, as timm does where it encodes these.
-    DINOv2's and v3's have further tokens, and no embedding or one without the class token. CaiT's stays as it is.
     """
     options = dict(depth=2) if name.startswith(("vit_", "cait_")) else {}  # of 12 or 24 blocks, to save time
     monkeypatch.setattr(timm, "create_model", functools.partial(timm.create_model, **options))

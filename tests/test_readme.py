@@ -110,10 +110,7 @@ def test_weights_elsewhere(arch, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("method", METHODS)
 def test_tops_and_ends(method):
-    """A file has at most 30 lines before its imports. Each (D3) that it cites is in the list at its end.
-
-    The command that its demo prints is that of its top.
-    """
+    """At most 30 lines before the imports, with the command that the demo prints. Each (D3) is listed at the end."""
     text = (ROOT / f"{method}.py").read_text()
     (command,) = re.findall(r'common.start\(main, parse_args, "(.*)"\)', text)
     assert f"    torchrun --nproc_per_node=8 {command}" in text
@@ -134,10 +131,7 @@ def test_the_lines_of_joint_crop():
 
 
 def test_a_demo_says_so(monkeypatch, capsys):
-    """The first lines and the last name the command of the paper's training, but not on other data or processes.
-
-    It computes with one thread.
-    """
+    """Its first and last lines name the paper's command, but not on other data or processes. It has one thread."""
     for flags, rank, lines, threads in (("", "0", 3, 1), ("--dataset cifar10", "0", 0, 2), ("", "1", 0, 1)):
         monkeypatch.setenv("RANK", rank)
         torch.set_num_threads(2)

@@ -27,10 +27,7 @@ def knn(*words):
 
 @pytest.mark.parametrize("line", [*METHODS, "patchmix --key-encoder query"])
 def test_a_runs_folder(line, tmp_path):
-    """Every second of three epochs has its kNN, and the last one.
-
-    It is that of the encoder in backbone.pt, which is the one that the method's authors evaluate.
-    """
+    """Every second epoch and the last have a kNN, of the encoder in backbone.pt, which the authors evaluate."""
     method, *flags = line.split()
     said = run(method, tmp_path, "--epochs", 3, "--keep-every", 2, "--knn-every", 2, *flags)
     names = {"config.json", "metrics.jsonl", "last.pt", "backbone.pt", "epoch-0002.pt"}
@@ -63,13 +60,10 @@ def test_a_run_on_images_of_a_folder(tmp_path):
 
 
 def test_the_progress_and_the_averages_of_an_epoch(monkeypatch, capsys):
-    """The second of three, of 10 steps of 122 images. A log file gets a line every minute, here after a step.
-
-    Of two processes one has twice the other's loss.
-    """
+    """The second of three, of 10 steps of 122 images. A log file gets a line every minute, here after a step."""
     times = iter((0.0, 61.0, 100.0, 122.0))
     monkeypatch.setattr("time.perf_counter", lambda: next(times))
-    monkeypatch.setattr(common, "all_gather_object", lambda values: [values, 2 * values])
+    monkeypatch.setattr(common, "all_gather_object", lambda values: [values, 2 * values])  # two processes
     meter = common.Meter(1, 3, 10, 122)
     for loss in (2.5, 3.5):
         meter.update(dict(loss=torch.tensor(loss)))
@@ -92,10 +86,7 @@ def test_processes_wait_an_hour_for_each_other(monkeypatch):
 
 
 def test_what_a_run_says_of_its_values(tmp_path, monkeypatch, capsys):
-    """A warmup that is cut, a queue that is not much smaller than the images, other workers and processes.
-
-    A program may set them, with a Path for --out and numpy's numbers.
-    """
+    """A warmup that is cut, a large queue, other workers and processes. Values may be a Path and numpy's numbers."""
     numbers = dict(seed=np.int64(3), lr=np.float64(0.1), epochs=2, warmup=1.0)
     args = argparse.Namespace(method="m", out=tmp_path, resume=None, workers=3, **numbers)
     images, state = Blank(40), dict(model=nn.ModuleDict(dict(queue=nn.Linear(2, 2))))

@@ -144,10 +144,7 @@ def unequal(one, two):
 
 
 def assert_same_run(one, two, without_knn=()):
-    """Assert that two runs are the same bit for bit: weights, optimizers, configuration, the records of all epochs.
-
-    without_knn: epochs whose kNN the second run has lost.
-    """
+    """Assert that two runs are the same bit for bit, but for the kNN of epochs `without_knn`, lost by the second."""
     files = {path.name for path in one.glob("*.pt")}
     assert files == {path.name for path in two.glob("*.pt")}
     for file in files:
@@ -196,10 +193,7 @@ def strike(patch, moment, end=stop):
 
 
 def life(script, argv, moment=""):
-    """Run a script in this process as `python SCRIPT ...` does; Ctrl-C ends it at a moment, see `strike`.
-
-    Return (exit status, what it prints).
-    """
+    """Run a script in this process; Ctrl-C ends it at a moment (see `strike`). Return (exit status, what it prints)."""
     module = importlib.import_module(script)
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(io.StringIO()) as said:
         strike(patch, moment)
