@@ -156,15 +156,10 @@ def test_jcl_forward():
         assert model.queue.position.item() == f["queue_position_after"].item()
 
 
-def affinity():
+def test_logo_affinity_loss_and_dissimilarity():
     f = golden("logo")
     ours = logo.Affinity(f["local1"].shape[1], len(f["affinity.0.bias"]))
     ours.load_state_dict(ours.state_dict() | {f"layers.{n[9:]}": v for n, v in f.items() if n.startswith("affinity.")})
-    return f, ours.train()
-
-
-def test_logo_affinity_loss():
-    f, ours = affinity()
     loss = logo.affinity_loss(ours, f["local1"], f["local2"], f["noise"])
     same(loss, f["affinity_loss_rolled"])
     loss.backward()
@@ -173,10 +168,6 @@ def test_logo_affinity_loss():
         before_norm = name in ("0.bias", "3.bias")  # gradients that are 0 but for rounding
         scale = f[f"grad_affinity_loss_rolled.{name.replace('bias', 'weight')}"].abs().max() if before_norm else None
         same(parameter.grad, theirs, scale=scale)
-
-
-def test_logo_dissimilarity():
-    f, ours = affinity()
     locals_ = [leaf(f[name]) for name in ("local1", "local2")]
     loss = logo.local_dissimilarity(ours, *locals_)
     same(loss, f["local_dissimilarity"])
