@@ -156,7 +156,7 @@ IMAGENET = dict(epochs=300, warmup=10, batch_size=1024, image_size=224, patch_si
     ("imagenet", "vit_base"),
 ])  # fmt: skip
 def test_recipes(dataset, arch):
-    """Section 4.1.2, and where the released code differs; also by timm's name. test_schedules.py has learning rates."""
+    """Section 4.1.2, and where the released code differs; also by timm's name."""
     paper = (IMAGENET if dataset == "imagenet" else CIFAR) | dict(momentum=[0.996, 1], num_mix=3, temperature=0.2)
     paper |= dict(terms="oto,mto,mtm", term_weights=[1, 1, 1], smoothing=0, hidden=4096, dim=256)
     lr = dict(vit_tiny=2e-3, vit_small=5e-4, vit_base=7.5e-4)[arch]  # per 256 images
