@@ -3,7 +3,6 @@
 import importlib
 import re
 
-import gpu_list
 import numpy as np
 import pytest
 import results
@@ -41,16 +40,6 @@ def test_the_numbers_of_the_front_page():
     for arms, percents in zip((pair.split() for pair in pairs), shown, strict=True):
         means = [np.mean([results.scores(record)[0] for record in results.kept(arm).values()]) for arm in arms]
         assert percents == tuple(f"{mean:.1f}" for mean in means)
-
-
-def test_the_table_of_steps(tmp_path, monkeypatch):
-    """It is empty before a step has been timed on a GPU, so the page does not show it."""
-    monkeypatch.setattr(results, "KEPT", tmp_path)
-    assert results.timed_on_gpu() == ""
-    step = dict(command="jcl.py", batch=512, ms=dict(network=20, color=25, loop=32), GB=3.5, first_step_s=9, device="A")
-    gpu_list.write(tmp_path / "gpu" / "speed-jcl.json", step)
-    (row,) = results.timed_on_gpu().splitlines()[2:]
-    assert row == "| `jcl.py` | 512 | 20.0 | 25.0 | 32.0 | 16,000 | 3.5 | 9 | A |"
 
 
 def test_gain_is_paired(tmp_path, monkeypatch):

@@ -300,20 +300,7 @@ def trained_on_gpu():
     return markdown(heads, rows) if rows else ""
 
 
-def timed_on_gpu():
-    """Markdown of what a step takes on a GPU."""
-    rows = []
-    for record in gpu_list.finished(KEPT / "gpu").values():
-        if "ms" in record:
-            times = [f"{record['ms'][mode]:.1f}" for mode in ("network", "color", "loop")]
-            speed = f"{1000 * record['batch'] / record['ms']['loop']:,.0f}"
-            cells = [f"`{record['command']}`", f"{record['batch']}", *times, speed, f"{record['GB']}"]
-            rows.append([*cells, f"{record['first_step_s']:.0f}", record["device"]])
-    heads = ["command", "batch", "network alone, ms", "with color", "whole loop", "images/s", "GB"]
-    return markdown([*heads, "s until the second step", "card"], rows) if rows else ""
-
-
-TABLES = {"gpu": trained_on_gpu, "gpu, a step": timed_on_gpu, "begin": begun, "claims": claims, "arms": table}
+TABLES = {"gpu": trained_on_gpu, "begin": begun, "claims": claims, "arms": table}
 for name in ("CLIM", "JointCrop", "LoGo", "PatchMix"):
     TABLES[f"mechanisms, {name}"] = functools.partial(analysis, name)
 PAGE = KEPT / "README.md"
