@@ -86,29 +86,17 @@ def test_killed(tmp_path, method, world):
     assert_same_run(tmp_path / "straight", tmp_path / "run")
 
 
-def torchrun(out, words, moment=""):
-    """The command of a run by torchrun, with its words. The second process is killed at a moment, see tiny.py."""
-    launch = ["timeout", "300", sys.executable, "-m", "torch.distributed.run", *words.split()]
-    return [*launch, tiny.__file__, "jcl", moment, *FLAGS, "--out", str(out)]
-
-
 @pytest.mark.slow
-def test_torchrun_restarts_what_is_killed(tmp_path):
+@pytest.mark.parametrize("nodes, moment", [(1, "step 6"), (2, "")])
+def test_torchrun(tmp_path, nodes, moment):
+    """It restarts what is killed, here the second process. Two nodes are two agents that meet on this machine."""
     lives(tmp_path / "straight", "jcl", 2)
-    line = torchrun(tmp_path / "run", "--standalone --nproc_per_node=2 --max-restarts=1", "step 6")
-    done = subprocess.run(line, capture_output=True, text=True)
-    assert done.returncode == 0 and "after epoch 1" in done.stdout, done.stderr
-    assert_same_run(tmp_path / "straight", tmp_path / "run")
-
-
-@pytest.mark.slow
-def test_two_nodes(tmp_path):
-    """Two agents with one process each, that meet on this machine."""
-    lives(tmp_path / "straight", "jcl", 2)
-    meet = f"--rdzv-backend=c10d --rdzv-endpoint=localhost:{tiny.free_port()} --rdzv-id=two"
-    line = torchrun(tmp_path / "run", f"--nnodes=2 --nproc_per_node=1 {meet}")
-    agents = [subprocess.Popen(line) for _ in range(2)]
-    assert [agent.wait() for agent in agents] == [0, 0]
+    words = f"--nnodes={nodes} --nproc_per_node={2 // nodes} --max-restarts={2 - nodes} --rdzv-id=one"
+    words += f" --rdzv-backend=c10d --rdzv-endpoint=localhost:{tiny.free_port()} {tiny.__file__} jcl"
+    line = ["timeout", "300", sys.executable, "-m", "torch.distributed.run", *words.split(), moment, *FLAGS]
+    agents = [subprocess.Popen([*line, "--out", tmp_path / "run"], stdout=subprocess.PIPE) for _ in range(nodes)]
+    said = [agent.communicate()[0] for agent in agents]
+    assert [agent.returncode for agent in agents] == [0] * nodes and (b"after epoch 1" in said[0]) == bool(moment)
     assert_same_run(tmp_path / "straight", tmp_path / "run")
 
 
