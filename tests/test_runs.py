@@ -1,4 +1,4 @@
-"""What a run writes and says, what a program may pass to it, and switches that leave its numbers as they are."""
+"""What a run writes and says, what a program may pass to it, also own images and encoders, and --compile."""
 
 import argparse
 import functools
@@ -9,10 +9,11 @@ import sys
 
 import numpy as np
 import pytest
+import timm
 import tiny
 import torch
-from conftest import JCL_AT_ONCE, METHODS, Blank
-from tiny import load, records, run
+from conftest import JCL_AT_ONCE, METHODS, Blank, Pictures
+from tiny import load, records, refused, run, unequal
 from torch import nn
 
 import common
@@ -151,3 +152,42 @@ def test_compiled_encoders_change_nothing(method, tmp_path, monkeypatch):
     assert len(compiled) == 2 and graphs  # the query encoder and the momentum encoder
     usual, other = (load(tmp_path / name / "last.pt")["model"] for name in ("usual", "compiled"))
     torch.testing.assert_close(usual, other, rtol=1e-4, atol=1e-5)
+
+
+# ------------------------------------------------- own images, and an own encoder
+
+
+def pictures(count):
+    arrays = np.random.default_rng(count).integers(0, 256, (count, 20, 24, 3), np.uint8)
+    return Pictures(arrays, [i % 3 for i in range(count)], ["a", "b", "c"])
+
+
+@pytest.mark.parametrize("method", JCL_AT_ONCE)
+def test_own_images(method, tmp_path):
+    """Only kNN needs labels. Images alone, of which CLIM chooses positives, give the same training."""
+    run(method, tmp_path / "labels", "--epochs", 1, train=pictures(68), test=pictures(24))
+    run(method, tmp_path / "items", "--epochs", 1, train=[*pictures(68)])
+    assert unequal(*(load(tmp_path / name / "last.pt")["model"] for name in ("labels", "items"))) == []
+    assert ["knn20_top1" in records(tmp_path / name)[0] for name in ("labels", "items")] == [True, False]
+
+
+@timm.models.register_model
+def own_encoder(pretrained=False, num_classes=0, **kwargs):
+    """An encoder that timm does not have, (n, 3, H, W) -> (n, 8). One parameter is frozen."""
+    net = nn.Sequential(nn.Conv2d(3, 8, 3, 2), nn.BatchNorm2d(8), nn.AdaptiveAvgPool2d(1), nn.Flatten())
+    net[1].bias.requires_grad_(False)
+    return net
+
+
+@pytest.mark.parametrize("method", JCL_AT_ONCE)
+def test_own_encoder(method, tmp_path, capsys):
+    """timm's registry makes it an --arch of trainings and, in a script that registers it, too, of evaluations."""
+    run(method, tmp_path, "--arch", "own_encoder")
+    saved = load(tmp_path / "backbone.pt")
+    encoder = timm.create_model(saved["timm_name"], **saved["create_kwargs"])
+    encoder.load_state_dict(saved["state_dict"])
+    assert encoder[1].running_mean.any() and not encoder[1].bias.any()  # trained, and frozen
+    assert knn(tmp_path, "--k", 20)["knn20_top1"] == records(tmp_path)[-1]["knn20_top1"]
+    torch.save(saved | dict(timm_name="encoder_of_mine"), tmp_path / "backbone.pt")
+    line = refused(capsys, common.load_backbone, tmp_path)
+    assert "encoder_of_mine is not registered" in line and "eval_knn.main" in line
