@@ -1,6 +1,7 @@
 """Several processes compute what one computes from the same views and shuffles. Batch norm in groups."""
 
 import copy
+import functools
 import importlib
 import os
 import zlib
@@ -101,27 +102,24 @@ def load(out):
     return {k: x for k, x in tiny.flat(saved).items() if torch.is_tensor(x) and "num_batches" not in k}, record
 
 
-def train(request, folders, world):
-    """Train the cases in so many processes. Return the folder of their runs."""
-    folder, cases = folders.mktemp("runs"), CASES if request.config.getoption("--slow") else QUICK
-    tiny.succeed(folder / "log", process, [(str(folder), cases)] * world, seconds=900)
+@pytest.fixture(scope="module")
+def runs_of(request, tmp_path_factory):
+    """A function: number of processes -> the folder of their runs of all cases, made once."""
+
+    @functools.cache
+    def folder(world):
+        folder, cases = tmp_path_factory.mktemp("runs"), CASES if request.config.getoption("--slow") else QUICK
+        tiny.succeed(folder / "log", process, [(str(folder), cases)] * world, seconds=900)
+        return folder
+
     return folder
 
 
-@pytest.fixture(scope="module")
-def runs_of_one(request, tmp_path_factory):
-    return train(request, tmp_path_factory, 1)
-
-
-@pytest.fixture(scope="module", params=[2, pytest.param(8, marks=pytest.mark.slow)])
-def runs_of_several(request, tmp_path_factory):
-    return train(request, tmp_path_factory, request.param)
-
-
+@pytest.mark.parametrize("world", slow_but([2], [2, 8]))
 @pytest.mark.parametrize("case", slow_but(QUICK, CASES))
-def test_processes_compute_what_one_computes(runs_of_one, runs_of_several, case):
+def test_processes_compute_what_one_computes(runs_of, world, case):
     """The loss, gradients (in the optimizer's state), weights, statistics, queue and positives."""
-    (one, means), (several, others) = (load(runs / str(CASES.index(case))) for runs in (runs_of_one, runs_of_several))
+    (one, means), (several, others) = (load(runs_of(n) / str(CASES.index(case))) for n in (1, world))
     assert several.keys() == one.keys() and others == pytest.approx(means, rel=1e-7, abs=1e-9)
     assert others["loss"] == pytest.approx(means["loss"], rel=1e-9)
     for name, value in one.items():
