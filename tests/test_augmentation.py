@@ -254,9 +254,7 @@ def images_of(made):
 
 
 @pytest.mark.filterwarnings("ignore:This DataLoader will create")
-@pytest.mark.parametrize(
-    "method, workers", slow_but([("jcl", 0), ("clim", 2)], [(m, w) for m in METHODS for w in (0, 2)])
-)
+@pytest.mark.parametrize("method, workers", slow_but([("jcl", 0), ("clim", 2)], itertools.product(METHODS, (0, 2))))
 def test_no_two_draws_are_equal(method, workers, _tiny, tmp_path):
     """Of images, views, steps, workers, epochs, processes and seeds. A run that is resumed draws the same again."""
     flags = ["--workers", workers]

@@ -191,9 +191,7 @@ REFUSED = {  # what a flag, the last one, has no effect with
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "method, flags", [(m, flags) for m in METHODS for flags in [*REFUSED.get(m, []), "--init-prefix x."]]
-)
+@pytest.mark.parametrize("method, flags", [(m, flags) for m in METHODS for flags in (*REFUSED[m], "--init-prefix x.")])
 def test_a_flag_without_effect_is_refused(method, module, flags, capsys):
     line = refused(capsys, module.parse_args, flags.split())
     assert re.findall(r"--[a-z]\S+", flags)[-1] in line and "no effect" in line

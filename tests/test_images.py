@@ -212,12 +212,10 @@ def test_imagenet100(tmp_path):
     images = common.load_dataset("imagenet100", root)
     assert images.classes == own and images.targets.tolist() == list(range(100))
     assert [path.split("/")[-2] for path, _ in images.samples] == own
-    shutil.rmtree(root / "train" / own[7])
-    with pytest.raises(common.UsageError, match=own[7]):
-        common.load_dataset("imagenet100", root)
-    shutil.rmtree(root / "train" / more[0])
-    with pytest.raises(common.UsageError, match="--dataset imagenet"):
-        common.load_dataset("imagenet100", root)
+    for missing, words in (own[7], own[7]), (more[0], "--dataset imagenet"):
+        shutil.rmtree(root / "train" / missing)
+        with pytest.raises(common.UsageError, match=words):
+            common.load_dataset("imagenet100", root)
 
 
 LAYOUTS = [  # --dataset, folders with two images each, folders without, links, what the message names

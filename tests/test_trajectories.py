@@ -10,7 +10,6 @@ import itertools
 import math
 import os
 import zlib
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -19,12 +18,11 @@ import tiny
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from conftest import Blank, slow_but
+from conftest import ROOT, Blank, slow_but
 from global_batch_norm import synchronize
 
 import common
 
-GOLDEN = Path(__file__).parent / "golden"
 JCL, MOCO = "jcl --lam-schedule ramp --lam 2 --num-keys", "moco_jointcrop --joint none --moco"
 CLIM, LOGO = "clim --selection none", "logo --local-crops 0 --one-way"
 PATCHMIX = "patchmix --arch vit_golden --num-heads 4 --drop-path 0 --variant released"
@@ -231,7 +229,7 @@ def depart(patch, logo, s):
 def load_golden(run):
     """Return (settings, measurements) of a run: {name: number or array}."""
     file, run = run.split("/")
-    arrays = np.load(GOLDEN / f"trajectory_{file}.npz")
+    arrays = np.load(ROOT / f"tests/golden/trajectory_{file}.npz")
     d = {name.partition("/")[2]: arrays[name] for name in arrays.files if name.startswith(f"{run}/")}
     s = {name.removeprefix("settings/"): x.tolist() for name, x in d.items() if name.startswith("settings/")}
     return s, d
