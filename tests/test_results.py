@@ -3,6 +3,7 @@
 import importlib
 import re
 
+import gpu_list
 import numpy as np
 import pytest
 import results
@@ -46,7 +47,8 @@ def test_gain_is_paired(tmp_path, monkeypatch):
     """A gain compares runs of the same seed only, and its spread is that of the differences."""
     monkeypatch.setattr(results, "KEPT", tmp_path)
     for arm, values in {"moco": {0: 40, 1: 50, 5: 99}, "jcl": {0: 42, 1: 54, 2: 10}}.items():
-        results.keep(arm, {seed: dict(epochs=[dict(knn20_top1=v)], linear_top1=2 * v) for seed, v in values.items()})
+        runs = {seed: dict(epochs=[dict(knn20_top1=v)], linear_top1=2 * v) for seed, v in values.items()}
+        gpu_list.write(tmp_path / f"{arm}.json", runs)
     assert results.gains("jcl", "moco") == [[2, 4], [4, 8]]
     assert results.spread([2, 4], "+") == "+3.0 ± 1.4"
 

@@ -48,7 +48,7 @@ def two_views(items):
 
 
 def main(args):
-    torch.manual_seed(args.seed)
+    torch.manual_seed(0)
     device = common.init_distributed()[0]
     train, test = common.open_data("cifar10", args.data_dir)
     info = common.backbone_info(args.arch, 32, norm="cifar10") | dict(mean=MEAN, std=STD)
@@ -90,6 +90,5 @@ if __name__ == "__main__":
     add("--arch", default="resnet18")
     add("--epochs", type=int, default=200)
     add("--stop", type=int, help="stop after this epoch of the schedule")
-    add("--seed", type=int, default=0)
     add("--workers", type=int, default=0)
     main(parser.parse_args())

@@ -123,10 +123,6 @@ def kept(name):
     return json.loads(file.read_text()) if file.exists() else {}
 
 
-def keep(name, found):
-    (KEPT / f"{name}.json").write_text(json.dumps(found, indent=1) + "\n")
-
-
 def versions():
     """What a run was made with."""
     commit = subprocess.check_output(["git", "describe", "--always", "--dirty"], cwd=ROOT, text=True)
@@ -152,7 +148,7 @@ def train(args):
         module, own = parse(former(line), *where, "--out", out)
         module.main(own)
         record = evaluate(line, out, where)
-        keep(arm, dict(sorted((kept(arm) | {str(seed): record}).items())))
+        gpu_list.write(KEPT / f"{arm}.json", dict(sorted((kept(arm) | {str(seed): record}).items())))
         print(f"{arm}, seed {seed}: kNN and linear {scores(record)}", flush=True)
 
 
@@ -199,7 +195,7 @@ def begin(args):
         images = common.Patterns(4096, 32, seed=0) if recipe == "patterns" else common.Subset(whole, rows)
         record = three_epochs(name, recipe, images) | versions()
         found = kept("begin") | {arm: record}
-        keep("begin", {arm: found[arm] for arm in BEGINS if arm in found})
+        gpu_list.write(KEPT / "begin.json", {arm: found[arm] for arm in BEGINS if arm in found})
         print(f"{arm}: std {record['epochs'][-1]['std']}, {record['seconds']} s", flush=True)
 
 
