@@ -6,14 +6,12 @@ import importlib
 import os
 import re
 import tempfile
-import types
 
 import pytest
 import torch
 from conftest import CHOICES, METHODS, QUEUES, Blank, state_of
 from tiny import flat, load, refused
 
-import clim
 import common
 
 SMALL = {method: f"--arch {'vit_micro' if method == 'patchmix' else 'resnet_mini'}" for method in METHODS}
@@ -102,17 +100,6 @@ def test_the_queue_of_a_folder_is_a_tenth_of_the_images(method, module, count, l
     flags = "--dataset folder --arch resnet_mini --image-size 32 --batch-size 64"
     model = state_of(module, flags, train=Blank(count))["model"]
     assert len(model.queue.keys) == length
-
-
-def test_the_clusters_of_a_folder_are_one_per_128_images(monkeypatch):
-    asked = []
-    monkeypatch.setattr(clim, "kmeans", lambda x, m: asked.append(m) or (x[:m], torch.zeros(len(x)).long()))
-    monkeypatch.setattr(common, "extract_features", lambda _, images, *__, **___: torch.randn(len(images), 4))
-    args = clim.parse_args(["--dataset", "folder", "--selection", "kmeans"])
-    model = types.SimpleNamespace(momentum_backbone=torch.nn.Identity(), momentum_projector=torch.nn.Identity())
-    for count in (100, 128, 1300):
-        clim.choose_positives(args, model, Blank(count), {}, torch.device("cpu"))
-    assert asked == [1, 1, 10]
 
 
 TINY = "--image-size 16 --batch-size 16 --epochs 1 --knn-every 0 --device cpu".split()  # two steps
