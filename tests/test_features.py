@@ -133,22 +133,6 @@ def test_embedding_health():
     assert all(math.isfinite(v) for v in common.embedding_health(x[:1]).values())
 
 
-def test_last_pt_holds_both_encoders(tmp_path, capsys):
-    info = common.backbone_info("resnet_micro", 16, 2) | dict(method="m", encoder="momentum")
-    query, momentum = (common.build_backbone(info).eval() for _ in range(2))
-    model = nn.ModuleDict(dict(backbone=query, momentum_backbone=momentum, projector=nn.Linear(2, 2)))
-    torch.save(dict(backbone=info, model=model.state_dict()), tmp_path / "last.pt")
-    torch.save(info | {"state_dict": momentum.state_dict()}, tmp_path / "backbone.pt")
-    x, last = torch.randn(2, 3, 16, 16), tmp_path / "last.pt"
-    for where, encoder, expected in ((tmp_path, None, momentum), (last, None, momentum), (last, "query", query)):
-        loaded, said = common.load_backbone(where, encoder)
-        assert said["encoder"] == (encoder or "momentum") and torch.equal(loaded(x), expected(x))
-    assert "query" in refused(capsys, common.load_backbone, tmp_path / "backbone.pt", "query")
-    torch.save(info | {"state_dict": momentum.state_dict() | {"more": torch.ones(1)}}, tmp_path / "backbone.pt")
-    with pytest.raises(RuntimeError, match="more"):
-        common.load_backbone(tmp_path)
-
-
 def test_an_encoder_that_does_not_fit_is_refused(capsys):
     """It takes other images, or returns no (n, width)."""
     two = nn.Identity()

@@ -27,7 +27,7 @@ def knn(*words):
 
 
 @pytest.mark.parametrize("line", [*METHODS, "patchmix --key-encoder query"])
-def test_a_runs_folder(line, tmp_path):
+def test_a_runs_folder(line, tmp_path, capsys):
     """Every second epoch and the last have a kNN, of the encoder in backbone.pt, which the authors evaluate."""
     method, *flags = line.split()
     said = run(method, tmp_path, "--epochs", 3, "--keep-every", 2, "--knn-every", 2, *flags)
@@ -48,8 +48,16 @@ def test_a_runs_folder(line, tmp_path):
     assert knn(tmp_path, "--k", "20")["knn20_top1"] == found[-1]["knn20_top1"]
     saved, encoder = load(tmp_path / "backbone.pt"), "momentum" if line == "patchmix" else "query"
     assert (saved["stem"], saved["method"], saved["encoder"]) == ("timm", method, encoder)
-    prefix = dict(momentum="momentum_backbone.", query="backbone.")[encoder]
-    assert all(torch.equal(value, last["model"][prefix + name]) for name, value in saved["state_dict"].items())
+    for path, asked in (tmp_path, None), (tmp_path / "last.pt", None), (tmp_path / "last.pt", "query"):  # it has both
+        network, info = common.load_backbone(path, asked)
+        assert info["encoder"] == (asked or encoder) and not network.training
+        prefix = dict(momentum="momentum_backbone.", query="backbone.")[info["encoder"]]
+        assert all(torch.equal(value, last["model"][prefix + name]) for name, value in network.state_dict().items())
+    other = "query" if encoder == "momentum" else "momentum"
+    assert other in refused(capsys, common.load_backbone, tmp_path / "backbone.pt", other)
+    torch.save(saved | {"state_dict": saved["state_dict"] | {"more": torch.ones(1)}}, tmp_path / "backbone.pt")
+    with pytest.raises(RuntimeError, match="more"):
+        common.load_backbone(tmp_path)
 
 
 def test_a_run_on_images_of_a_folder(tmp_path):
