@@ -26,8 +26,8 @@ def test_runs(arm):
 
 
 def test_tables():
-    """The tables are what tests/tools/results.py makes of tests/results/, and the page has all that are not empty."""
-    text = results.PAGE.read_text()
+    """The tables are what tests/tools/results.py makes of tests/results/, and the pages have all that are not empty."""
+    text = "".join(page.read_text() for page in results.PAGES)
     assert results.with_tables(text) == text
     found = re.findall(r"<!-- tests/tools/results.py: (.*) -->\n\| .*\n\| ---.*\n\| .*", text)
     assert {*found} == {what for what, make in results.TABLES.items() if make()}
@@ -37,10 +37,14 @@ def test_tables():
 def test_the_numbers_of_the_front_page():
     """The last column of README's table of methods has the means of kNN over the seeds."""
     pairs = "moco jointcrop", "moco jcl", "moco clim", "moco-symmetric logo-moco", "mocov3 patchmix-3"
-    shown = re.findall(r"\| ([\d.]+) → ([\d.]+)[^|]*\|$", (ROOT / "README.md").read_text(), re.M)
+    page = (ROOT / "README.md").read_text()
+    shown = re.findall(r"\| ([\d.]+) → ([\d.]+)[^|]*\|$", page, re.M)
     for arms, percents in zip((pair.split() for pair in pairs), shown, strict=True):
         means = [np.mean([results.scores(record)[0] for record in results.kept(arm).values()]) for arm in arms]
         assert percents == tuple(f"{mean:.1f}" for mean in means)
+    (record,) = results.kept("patchmix-released").values()
+    flags = results.ARMS["patchmix-released"][1].removeprefix("patchmix.py ")
+    assert f"`{flags}`: {results.scores(record)[0]:.1f} |" in page
 
 
 def test_gain_is_paired(tmp_path, monkeypatch):

@@ -3,7 +3,7 @@
     python tests/tools/results.py train --data-dir DIR [--arms jcl clim] [--seeds 0 1]
     python tests/tools/results.py begin --data-dir DIR [--arms jcl-stl10]      three epochs of every recipe
     python tests/tools/results.py gpu --archive FILE [--minutes 9] what gpu_list.py has for a GPU
-    python tests/tools/results.py readme                           write the tables into tests/results/README.md
+    python tests/tools/results.py readme                           write the tables into tests/results/*.md
     python tests/tools/results.py curves                           draw the learning curves (needs matplotlib)
 
 The protocol (tests/results/README.md) was written down before the first run. `train` makes the runs that are missing,
@@ -299,7 +299,7 @@ def trained_on_gpu():
 TABLES = {"gpu": trained_on_gpu, "begin": begun, "claims": claims, "arms": table}
 for name in ("CLIM", "JointCrop", "LoGo", "PatchMix"):
     TABLES[f"mechanisms, {name}"] = functools.partial(analysis, name)
-PAGE = KEPT / "README.md"
+PAGES = KEPT / "README.md", KEPT / "begin.md"
 
 
 def with_tables(page):
@@ -335,7 +335,7 @@ def main():
     raw = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser("tests/tools/results.py", description=__doc__, formatter_class=raw)
     actions = dict(train=train, begin=begin, gpu=gpu_list.run, curves=curves)
-    actions["readme"] = lambda args: PAGE.write_text(with_tables(PAGE.read_text()))
+    actions["readme"] = lambda args: [page.write_text(with_tables(page.read_text())) for page in PAGES]
     parser.add_argument("action", choices=actions, metavar="ACTION")
     parser.add_argument("--data-dir", metavar="DIR", help="CIFAR-10's")
     parser.add_argument("--arms", nargs="+", choices=[*ARMS, *BEGINS, *gpu_list.CHOICES], metavar="ARM")
