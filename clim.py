@@ -380,28 +380,6 @@ def show_views(args, loader, positives):
 
 # ==================================================================== 4. model
 
-# ------------------------------------------------------- queue (shared block)
-
-
-class Queue(nn.Module):
-    """The last `length` keys, (length, dim), first in, first out. It begins with random L2-normalized vectors."""
-
-    def __init__(self, length, dim):
-        super().__init__()
-        self.register_buffer("keys", F.normalize(torch.randn(length, dim), dim=1))
-        self.register_buffer("position", torch.zeros(1, dtype=torch.int64))  # of the oldest key
-
-    @torch.no_grad()
-    def enqueue(self, keys):
-        """Replace the oldest keys by `keys` (n, dim), the same on every process. Call it after backward."""
-        length = len(self.keys)
-        rows = (self.position + torch.arange(len(keys), device=keys.device)) % length
-        self.keys.index_copy_(0, rows[-length:], keys[-length:].to(self.keys))
-        self.position.add_(len(keys)).remainder_(length)
-
-
-# ------------------------------------------------------------------------ CLIM
-
 
 class CLIM(nn.Module):
     """MoCo v2's query encoder, momentum encoder and queue, with mixed queries, keys of positives and several sizes.
@@ -471,6 +449,26 @@ class CLIM(nn.Module):
         theta_q = [*self.backbone.parameters(), *self.projector.parameters()]
         # theta_k.lerp_(theta_q, 1 - m), for all parameters at once. In bfloat16 the small change would be rounded away
         get_ema_multi_avg_fn(m)(theta_k, theta_q, None)
+
+
+# ------------------------------------------------------- queue (shared block)
+
+
+class Queue(nn.Module):
+    """The last `length` keys, (length, dim), first in, first out. It begins with random L2-normalized vectors."""
+
+    def __init__(self, length, dim):
+        super().__init__()
+        self.register_buffer("keys", F.normalize(torch.randn(length, dim), dim=1))
+        self.register_buffer("position", torch.zeros(1, dtype=torch.int64))  # of the oldest key
+
+    @torch.no_grad()
+    def enqueue(self, keys):
+        """Replace the oldest keys by `keys` (n, dim), the same on every process. Call it after backward."""
+        length = len(self.keys)
+        rows = (self.position + torch.arange(len(keys), device=keys.device)) % length
+        self.keys.index_copy_(0, rows[-length:], keys[-length:].to(self.keys))
+        self.position.add_(len(keys)).remainder_(length)
 
 
 # ================================================================= 5. training

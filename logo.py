@@ -289,28 +289,6 @@ def augment(x, args, view):
 
 # ==================================================================== 4. model
 
-# ------------------------------------------------------- queue (shared block)
-
-
-class Queue(nn.Module):
-    """The last `length` keys, (length, dim), first in, first out. It begins with random L2-normalized vectors."""
-
-    def __init__(self, length, dim):
-        super().__init__()
-        self.register_buffer("keys", F.normalize(torch.randn(length, dim), dim=1))
-        self.register_buffer("position", torch.zeros(1, dtype=torch.int64))  # of the oldest key
-
-    @torch.no_grad()
-    def enqueue(self, keys):
-        """Replace the oldest keys by `keys` (n, dim), the same on every process. Call it after backward."""
-        length = len(self.keys)
-        rows = (self.position + torch.arange(len(keys), device=keys.device)) % length
-        self.keys.index_copy_(0, rows[-length:], keys[-length:].to(self.keys))
-        self.position.add_(len(keys)).remainder_(length)
-
-
-# ------------------------------------------------------------ MoCo and SimSiam
-
 
 def compared_views(pairs="logo", local_crops=2, one_way=False):
     """Return the pairs (i, j) of views where i is pulled to j: (list of L_gg's pairs, list of L_lg's pairs).
@@ -423,6 +401,26 @@ class SimSiam(nn.Module):
             l_lg = [-F.cosine_similarity(p[i], z[j].detach(), dim=1).mean() for i, j in self.local_pairs]
             loss = combine(l_gg, l_lg, self.reduction)
         return loss, None, z[0].detach(), dict(loss=loss.detach())
+
+
+# ------------------------------------------------------- queue (shared block)
+
+
+class Queue(nn.Module):
+    """The last `length` keys, (length, dim), first in, first out. It begins with random L2-normalized vectors."""
+
+    def __init__(self, length, dim):
+        super().__init__()
+        self.register_buffer("keys", F.normalize(torch.randn(length, dim), dim=1))
+        self.register_buffer("position", torch.zeros(1, dtype=torch.int64))  # of the oldest key
+
+    @torch.no_grad()
+    def enqueue(self, keys):
+        """Replace the oldest keys by `keys` (n, dim), the same on every process. Call it after backward."""
+        length = len(self.keys)
+        rows = (self.position + torch.arange(len(keys), device=keys.device)) % length
+        self.keys.index_copy_(0, rows[-length:], keys[-length:].to(self.keys))
+        self.position.add_(len(keys)).remainder_(length)
 
 
 # ================================================================= 5. training

@@ -208,6 +208,22 @@ def center_suppressed(room, alpha):
     return min(int(fraction * (room + 1)), room)  # the fraction may be rounded to 1
 
 
+def contrast(q, k, temperature, first):
+    """Return MoCo v3's loss, ctr of its Algorithm 1: 2 tau times the cross-entropy of cosine similarities.
+
+    q: (n, C), this process's queries. k: (N, C), the keys of all processes. Key first + i is the positive of query i,
+    and the other keys are its negatives. temperature: tau > 0. Both are L2-normalized here.
+    Gradients reach q, and also k unless it is detached. float16 and bfloat16 are converted to float32; call it outside
+    autocast, which would undo that. Raises ValueError if the shapes do not fit, or queries have no such key.
+    """
+    if q.dim() != 2 or k.shape[1:] != q.shape[1:] or not 0 <= first <= len(k) - len(q):
+        shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)} and first {first}"
+        raise ValueError(f"contrast takes q (n, C), k (N, C) and first from 0 to N - n, not {shapes}")
+    q, k = (x.to(torch.promote_types(x.dtype, torch.float32)) for x in (q, k))
+    logits = F.normalize(q, dim=1) @ F.normalize(k, dim=1).T / temperature
+    return 2 * temperature * F.cross_entropy(logits, first + torch.arange(len(q), device=q.device))
+
+
 # ---------------------------------------- InfoNCE with a queue (shared block)
 
 
@@ -228,25 +244,6 @@ def info_nce(q, k, queue, temperature):
     positive = (q * k).sum(1, keepdim=True)
     logits = torch.cat([positive, q @ queue.T], dim=1) / temperature
     return F.cross_entropy(logits, logits.new_zeros(len(q), dtype=torch.int64))  # the positive is in column 0
-
-
-# ----------------------------------------------------------------- MoCo v3's
-
-
-def contrast(q, k, temperature, first):
-    """Return MoCo v3's loss, ctr of its Algorithm 1: 2 tau times the cross-entropy of cosine similarities.
-
-    q: (n, C), this process's queries. k: (N, C), the keys of all processes. Key first + i is the positive of query i,
-    and the other keys are its negatives. temperature: tau > 0. Both are L2-normalized here.
-    Gradients reach q, and also k unless it is detached. float16 and bfloat16 are converted to float32; call it outside
-    autocast, which would undo that. Raises ValueError if the shapes do not fit, or queries have no such key.
-    """
-    if q.dim() != 2 or k.shape[1:] != q.shape[1:] or not 0 <= first <= len(k) - len(q):
-        shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)} and first {first}"
-        raise ValueError(f"contrast takes q (n, C), k (N, C) and first from 0 to N - n, not {shapes}")
-    q, k = (x.to(torch.promote_types(x.dtype, torch.float32)) for x in (q, k))
-    logits = F.normalize(q, dim=1) @ F.normalize(k, dim=1).T / temperature
-    return 2 * temperature * F.cross_entropy(logits, first + torch.arange(len(q), device=q.device))
 
 
 # ============================================================= 3. augmentation
@@ -363,28 +360,6 @@ def augment(x, args, view, sigma):
 
 # ==================================================================== 4. model
 
-# ------------------------------------------------------- queue (shared block)
-
-
-class Queue(nn.Module):
-    """The last `length` keys, (length, dim), first in, first out. It begins with random L2-normalized vectors."""
-
-    def __init__(self, length, dim):
-        super().__init__()
-        self.register_buffer("keys", F.normalize(torch.randn(length, dim), dim=1))
-        self.register_buffer("position", torch.zeros(1, dtype=torch.int64))  # of the oldest key
-
-    @torch.no_grad()
-    def enqueue(self, keys):
-        """Replace the oldest keys by `keys` (n, dim), the same on every process. Call it after backward."""
-        length = len(self.keys)
-        rows = (self.position + torch.arange(len(keys), device=keys.device)) % length
-        self.keys.index_copy_(0, rows[-length:], keys[-length:].to(self.keys))
-        self.position.add_(len(keys)).remainder_(length)
-
-
-# ---------------------------------------------------------- MoCo v1, v2 and v3
-
 
 class MoCoBase(nn.Module):
     """What all versions of MoCo share: a query encoder, and a momentum encoder, which makes the keys."""
@@ -473,6 +448,26 @@ def mlp(inputs, hidden, outputs):
     """Return a head of MoCo v3: linear, batch norm, ReLU, linear."""
     first = nn.Linear(inputs, hidden, bias=False)
     return nn.Sequential(first, nn.BatchNorm1d(hidden), nn.ReLU(inplace=True), nn.Linear(hidden, outputs, bias=False))
+
+
+# ------------------------------------------------------- queue (shared block)
+
+
+class Queue(nn.Module):
+    """The last `length` keys, (length, dim), first in, first out. It begins with random L2-normalized vectors."""
+
+    def __init__(self, length, dim):
+        super().__init__()
+        self.register_buffer("keys", F.normalize(torch.randn(length, dim), dim=1))
+        self.register_buffer("position", torch.zeros(1, dtype=torch.int64))  # of the oldest key
+
+    @torch.no_grad()
+    def enqueue(self, keys):
+        """Replace the oldest keys by `keys` (n, dim), the same on every process. Call it after backward."""
+        length = len(self.keys)
+        rows = (self.position + torch.arange(len(keys), device=keys.device)) % length
+        self.keys.index_copy_(0, rows[-length:], keys[-length:].to(self.keys))
+        self.position.add_(len(keys)).remainder_(length)
 
 
 # ================================================================= 5. training
