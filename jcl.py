@@ -376,13 +376,12 @@ def shard(x, dim=0):
 def encode_shuffled_keys(encode, views):
     """Encode views of the global batch with ShuffleBN: keys (V, N, C), on every process.
 
-    Copy it with gather and shard.
+    Copy it with gather and shard. On one process it has no effect without SplitBatchNorm.
     encode: a function, images (n, 3, H, W) -> keys (n, C). views: list of V views of this process, each (n, 3, H, W).
 
     A query and its key must not share batch statistics, from which the encoder could tell that they belong together
     (MoCo, section 3.3). So the images of all processes are shuffled, each process encodes its part, and the keys are
-    put back in order. All V views are encoded at once, as in JCL (App. C), and take 0.3 GB each for 512 images of
-    224 px. On one process this has no effect without SplitBatchNorm.
+    put back in order. All V views are encoded at once, as in JCL (App. C): 0.3 GB each for 512 images of 224 px.
     """
     images = torch.cat([gather(view) for view in views])  # row v * N + i is view v of image i
     shuffle = torch.randperm(len(images), device=images.device)
