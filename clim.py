@@ -106,20 +106,20 @@ def parse_args(argv=None):
 # fmt: off
 CIFAR = dict(  # not in the paper: MoCo's demo on CIFAR-10 (facebookresearch/moco, branch colab-notebook), with a warmup
     arch="resnet18", image_size=[32], patch_size=4, epochs=200, batch_size=512, lr=0.03, warmup=1.0,  # 0.06 for 512
-    weight_decay=5e-4, momentum=0.99, queue=4096, bn_groups=8, crop_scale=[0.08, 1.0], blur_p=0.0, norm="cifar10",
+    weight_decay=5e-4, momentum=[0.99], queue=4096, bn_groups=8, crop_scale=[0.08, 1.0], blur_p=[0.0], norm="cifar10",
     num_clusters=400, local_size=16,  # about as many images per cluster as on ImageNet
 )
 RECIPES = dict(  # what differs from the paper's values for ImageNet
     patterns=dict(  # not in the paper: for a laptop
-        arch="resnet_micro", image_size=[32], patch_size=4, epochs=45, batch_size=64, lr=0.12, queue=128, blur_p=0.1,
-        crop_scale=[0.3, 1.0], bn_groups=2, momentum=0.95, warmup=5.0, num_clusters=32, norm="patterns", local_size=16,
+        arch="resnet_micro", image_size=[32], patch_size=4, epochs=45, batch_size=64, lr=0.12, queue=128, blur_p=[0.1],
+        crop_scale=[0.3, 1.0], bn_groups=2, momentum=[0.95], warmup=5.0, num_clusters=32, norm="patterns", local_size=16
     ),
     cifar10=CIFAR,
     cifar100=dict(CIFAR, norm="cifar100"),
     stl10=dict(CIFAR, image_size=[96], patch_size=8, queue=8192, num_clusters=800, norm="imagenet", local_size=48),
     imagenet100=dict(arch="resnet18", queue=16384, num_clusters=1000),  # not in the paper
     imagenet=dict(knn_every=50),  # its kNN takes minutes
-    folder=dict(queue=None, num_clusters=None, bn_groups=2, momentum=0.99),  # None: 1/10 of the images, 128 per cluster
+    folder=dict(queue=None, num_clusters=None, bn_groups=2, momentum=[0.99]),  # None: 1/10 of images, 128 per cluster
 )
 # fmt: on
 

@@ -1149,9 +1149,7 @@ def parse_args(parser, argv, recipe, vit_only=("patch_size",)):
 
     argv = sys.argv[1:] if argv is None else argv
     chosen, _ = parser.parse_known_args([word for word in argv if word not in ("-h", "--help")])
-    for name, value in recipe(chosen).items():  # before --help shows them
-        takes_several = isinstance(parser.get_default(name), list) and not isinstance(value, list)
-        parser.set_defaults(**{name: [value] if takes_several else value})
+    parser.set_defaults(**recipe(chosen))  # before --help shows them
     args = parser.parse_args(argv)
     if args.show_views and (not args.show_views.endswith(".png") or os.path.exists(args.show_views)):
         parser.error(f"--show-views {args.show_views}: expected the name of a new file that ends in .png")

@@ -109,19 +109,19 @@ def parse_args(argv=None):
 
 # fmt: off
 CIFAR = dict(  # supplement, section 1; released: no blur; not in the paper: patch_size
-    arch="resnet18", image_size=32, local_size=32, patch_size=4, blur_p=0.0, local_scale=[0.08, 0.6], norm="cifar10",
+    arch="resnet18", image_size=32, local_size=32, patch_size=4, blur_p=[0.0], local_scale=[0.08, 0.6], norm="cifar10",
 )
 RECIPES = dict(  # what differs from the values for MoCo on ImageNet-100
     patterns=dict(  # not in the paper: for a laptop
         arch="resnet_micro", image_size=32, local_size=16, patch_size=4, epochs=28, batch_size=64, lr=0.12, queue=128,
-        blur_p=0.1, bn_groups=2, momentum=0.95, warmup=5.0, milestones=[], temperature=0.2, norm="patterns",
+        blur_p=[0.1], bn_groups=2, momentum=[0.95], warmup=5.0, milestones=[], temperature=0.2, norm="patterns",
     ),
     cifar10=CIFAR,
     cifar100=dict(CIFAR, norm="cifar100"),
     stl10=dict(arch="resnet18", image_size=96, local_size=96, patch_size=8),  # supplement, section 1; D9, D13
     imagenet100={},  # arch, local_size: supplement, section 1
     imagenet=dict(arch="resnet50", queue=65536, knn_every=50),  # not in the paper; its kNN takes minutes
-    folder=dict(arch="resnet50", queue=None, bn_groups=2, momentum=0.99),  # not in the paper; None: 1/10 of the images
+    folder=dict(arch="resnet50", queue=None, bn_groups=2, momentum=[0.99]),  # not in the paper; None: 1/10 of images
 )
 # fmt: on
 

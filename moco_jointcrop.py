@@ -115,19 +115,19 @@ def parse_args(argv=None):
 # fmt: off
 CIFAR = dict(  # MoCo's demo on CIFAR-10, with a warmup (D5); no blur: JointBlur needs --blur-p 0.5
     arch="resnet18", image_size=32, patch_size=4, epochs=200, batch_size=512, lr=0.03, warmup=1.0,  # 0.06 for 512
-    weight_decay=5e-4, momentum=0.99, queue=4096, crop_scale=[0.08, 1.0], blur_p=0.0, norm="cifar10",
+    weight_decay=5e-4, momentum=[0.99], queue=4096, crop_scale=[0.08, 1.0], blur_p=[0.0], norm="cifar10",
 )
 RECIPES = dict(  # what differs from MoCo v2's values for ImageNet
     patterns=dict(  # not in the paper: for a laptop
         arch="resnet_micro", image_size=32, patch_size=4, epochs=75, batch_size=64, lr=0.04, queue=128,
-        blur_p=0.1, crop_scale=[0.3, 1.0], bn_groups=2, momentum=0.95, warmup=1.0, norm="patterns",
+        blur_p=[0.1], crop_scale=[0.3, 1.0], bn_groups=2, momentum=[0.95], warmup=1.0, norm="patterns",
     ),
     cifar10=CIFAR,
     cifar100=dict(CIFAR, norm="cifar100"),
     stl10=dict(CIFAR, image_size=96, patch_size=8, queue=8192, norm="imagenet"),
     imagenet100=dict(arch="resnet18", queue=16384),  # not in the paper
     imagenet=dict(knn_every=50),  # its kNN takes minutes
-    folder=dict(queue=None, bn_groups=2, momentum=0.99),  # not in the paper; None: a tenth of the images
+    folder=dict(queue=None, bn_groups=2, momentum=[0.99]),  # not in the paper; None: a tenth of the images
 )
 V1 = dict(temperature=0.07, milestones=[0.6, 0.8])  # ContrastiveCrop's for ImageNet (App. G; D8)
 V1_IMAGENET = dict(V1, epochs=100)
@@ -137,7 +137,7 @@ V3 = dict(  # the released code's and MoCo v3's for 100 epochs (for 300: --lr 0.
     queue=None, bn_groups=None,  # it has neither
 )
 V3_IMAGENET = dict(V3, epochs=100, batch_size=4096)
-V3_CIFAR = dict(V3, batch_size=512, hidden=2048, blur_p=0.0)  # not in the paper, as the next
+V3_CIFAR = dict(V3, batch_size=512, hidden=2048, blur_p=[0.0])  # not in the paper, as the next
 V3_PATTERNS = dict(V3, lr=1.2, warmup=1.0, momentum=[0.98, 1.0], hidden=512)
 # fmt: on
 

@@ -119,7 +119,7 @@ RECIPES = dict(  # what differs from the paper's values for ImageNet: section 4.
     patterns=dict(  # not in the paper: for a laptop, with small heads, few patches, weak views
         arch="vit_micro", image_size=32, patch_size=8, epochs=50, batch_size=64, lr=4e-3, min_lr=4e-6, warmup=1.0,
         weight_decay=[0.02, 0.2], momentum=[0.98, 1.0], num_mix=2, mix_slices=1, hidden=512, dim=128, drop_path=0.0,
-        crop_scale=[0.3, 1.0], blur_p=0.1, norm="patterns",
+        crop_scale=[0.3, 1.0], blur_p=[0.1], norm="patterns",
     ),
     cifar10=CIFAR,
     cifar100=CIFAR,
