@@ -366,18 +366,6 @@ def mix_queries(queries, partners, alpha):
     return [x for x, _ in mixed], [fraction for _, fraction in mixed]
 
 
-def show_views(args, loader, positives):
-    """Write the picture of --show-views: views of images and of random positives, and mixed query views."""
-    if args.selection != "none":
-        positives.random_(len(positives))  # no encoder has selected any
-    own, other = ([augment(x, args, i) for i, x in enumerate(part)] for part in next(iter(loader))[0])
-    mixed = mix_queries(own[1:], other[1:], args.alpha)[0] if other[1:] else []
-    names = ["key", "query"] + ["local crop"] * args.local_crops
-    positive_names = [f"random positive's {name}" for name in names[: len(other)]]
-    mixed_names = [f"mixed {name}" for name in names[1 : 1 + len(mixed)]]
-    common.save_views(args.show_views, own + other + mixed, names + positive_names + mixed_names, args.norm)
-
-
 # ==================================================================== 4. model
 
 
@@ -540,8 +528,15 @@ def main(args, train=None, test=None):
     sampler = DistributedSampler(images, world, rank, seed=args.seed, drop_last=True)
     options = common.loader_options(args.workers, device)
     loader = DataLoader(images, args.batch_size // world, sampler=sampler, drop_last=True, **options)
-    if args.show_views:
-        return show_views(args, loader, positives)
+    if args.show_views:  # views of images and of random positives, and mixed query views
+        if args.selection != "none":
+            positives.random_(len(positives))  # no encoder has selected any
+        own, other = ([augment(x, args, i) for i, x in enumerate(part)] for part in next(iter(loader))[0])
+        mixed = mix_queries(own[1:], other[1:], args.alpha)[0] if other[1:] else []
+        names = ["key", "query"] + ["local crop"] * args.local_crops
+        names += [f"random positive's {name}" for name in names[: len(other)]]
+        names += [f"mixed {name}" for name in names[1 : 1 + len(mixed)]]
+        return common.save_views(args.show_views, own + other + mixed, names, args.norm)
 
     # Model and optimizer
     info = common.backbone_info(args.arch, args.image_size[0], args.patch_size, args.norm)

@@ -3,6 +3,7 @@
 import itertools
 import math
 from collections import Counter
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -179,11 +180,12 @@ def number_of(view):
 
 def data_set(monkeypatch, flags=""):
     """The dataset that `main` gives to its loader, of images whose red is their index; green, blue are coordinates."""
-    caught, words = [], f"--batch-size 8 --image-size 16 --device cpu --show-views x.png {flags}".split()
-    monkeypatch.setattr(clim, "show_views", lambda args, loader, positives: caught.append(loader.dataset))
+    words = f"--batch-size 8 --image-size 16 --device cpu {flags}".split()
+    monkeypatch.setattr(clim, "DataLoader", given := Mock(side_effect=InterruptedError))
     index, x, y = np.meshgrid(np.arange(40), 8 * np.arange(32), 8 * np.arange(32), indexing="ij")
-    clim.main(clim.parse_args(words), train=Pictures(np.stack([index, x, y], 3).astype(np.uint8)))
-    return caught[0]
+    with pytest.raises(InterruptedError):
+        clim.main(clim.parse_args(words), train=Pictures(np.stack([index, x, y], 3).astype(np.uint8)))
+    return given.call_args.args[0]
 
 
 TABLE = torch.randint(40, (40, 10), generator=generator(0), dtype=torch.int32)
