@@ -372,9 +372,8 @@ def mix_queries(queries, partners, alpha):
 class CLIM(nn.Module):
     """MoCo v2's query encoder, momentum encoder and queue, with mixed queries, keys of positives and several sizes.
 
-    Copy it with clim_loss, info_nce, Queue, gather, shard and encode_shuffled_keys. On one process all images are one
-    group of batch norm, so that shuffling has no effect: apply `convert_split_batchnorm` (with SplitBatchNorm), too. On
-    several processes wrap the model in DistributedDataParallel, which also makes its weights and queue equal.
+    Copy it with clim_loss, info_nce, Queue, gather, shard and encode_shuffled_keys. On one process also apply
+    convert_split_batchnorm; on several, wrap it in DistributedDataParallel, which makes weights and queue equal.
     backbone: (n, 3, H, W) -> (n, width). sizes: those at which views are encoded, the largest first. dim: of queries
     and keys. queue: number of negatives. temperature: tau.
     """

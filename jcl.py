@@ -185,9 +185,8 @@ def augment(x, args, view):
 class JCL(nn.Module):
     """MoCo v2's query encoder, momentum encoder and queue, with M' keys per query (Algorithm 1).
 
-    Copy it with jcl_loss, info_nce, Queue, gather, shard and encode_shuffled_keys. On one process all images are one
-    group of batch norm, so that shuffling has no effect: apply `convert_split_batchnorm` (with SplitBatchNorm), too. On
-    several processes wrap the model in DistributedDataParallel, which also makes its weights and queue equal.
+    Copy it with jcl_loss, info_nce, Queue, gather, shard and encode_shuffled_keys. On one process also apply
+    convert_split_batchnorm; on several, wrap it in DistributedDataParallel, which makes weights and queue equal.
     backbone: (n, 3, H, W) -> (n, width). dim: of queries and keys. queue: number of negatives. temperature: tau.
     vanilla: the loss is the average of info_nce over the keys.
     """

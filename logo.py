@@ -307,10 +307,8 @@ def compared_views(pairs="logo", local_crops=2, one_way=False):
 class MoCo(nn.Module):
     """MoCo v2's query encoder, momentum encoder and queue, with global and local views.
 
-    Copy it with compared_views, info_nce, combine, Queue, gather, shard and encode_shuffled_keys. On one process all
-    images are one group of batch norm, so that shuffling has no effect: apply `convert_split_batchnorm` (with
-    SplitBatchNorm), too. On several processes wrap the model in DistributedDataParallel, which also makes its weights
-    and queue equal.
+    Copy it with compared_views, info_nce, combine, Queue, gather, shard and encode_shuffled_keys. On one process also
+    apply convert_split_batchnorm; on several, wrap it in DistributedDataParallel, which makes weights and queue equal.
     backbone: (n, 3, H, W) -> (n, width). pairs: see `compared_views`. dim: of queries and keys. queue: number of
     negatives. temperature: tau. reduction: see `combine`.
     """

@@ -386,9 +386,8 @@ class MoCoBase(nn.Module):
 class MoCo(MoCoBase):
     """MoCo v2's query encoder, momentum encoder and queue. With a projector of one layer it is MoCo v1.
 
-    Copy it with MoCoBase, info_nce, Queue, gather, shard and encode_shuffled_keys. On one process all images are one
-    group of batch norm, so that shuffling has no effect: apply `convert_split_batchnorm` (with SplitBatchNorm), too. On
-    several processes wrap the model in DistributedDataParallel, which also makes its weights and queue equal.
+    Copy it with MoCoBase, info_nce, Queue, gather, shard and encode_shuffled_keys. On one process also apply
+    convert_split_batchnorm; on several, wrap it in DistributedDataParallel, which makes weights and queue equal.
     backbone: (n, 3, H, W) -> (n, width). layers: of the projector, 1 or 2. dim: of queries and keys. queue: number of
     negatives. temperature: of the loss.
     """
