@@ -60,8 +60,7 @@ import common
 
 # ========================================================= 1. hyper-parameters
 
-# [P]: printed in the paper. [C]: from its released code, or from the code that it builds on, which is named. [I]:
-# inferred, because neither says it.
+# [P]: printed in the paper. [C]: from its released code, or from code that it builds on, which is named. [I]: inferred.
 # fmt: off
 PROBE = dict(epochs=50, batch_size=256, lrs=None, holdout=0.1)  # not from a paper
 LBFGS = dict(  # LoGo, supplement 3: L2, metrics [P]; its grid: BYOL's, SimCLR's [I]

@@ -682,8 +682,7 @@ def convert_split_batchnorm(module, groups):
 # D1 s_b, line 1. Paper: ln(s_max / s_min). Released: ln(s_max / s_min - 0.1).
 # D2 If none of ten aspect ratios fits. Paper: a center crop. Released: the whole image.
 # D3 What is joint. Paper: crops and blurs, any beta, App. G. Released: crops, beta 0.
-# D4 The areas of crops. Here: from 0.2, as in the released README's command, and on small datasets from 0.08 (D5).
-#    Released script's default: from 0.08.
+# D4 The areas of crops. Released: from 0.2 (its README's command), or 0.08 (its default). Here: 0.2; small data: 0.08.
 # D5 Small datasets. ContrastiveCrop: 500 epochs, a learning rate of 0.5 for 512 images, a momentum of 0.999 and a queue
 #    of 65,536. Here: MoCo's own demo on CIFAR-10 (facebookresearch/moco, branch colab-notebook), which is `--moco v1
 #    --joint none`, except that the demo divides by a standard deviation of (0.2023, 0.1994, 0.2010), changes the
@@ -693,8 +692,7 @@ def convert_split_batchnorm(module, groups):
 # D6 The version of MoCo. Paper: v1 in App. F and G, all three in Table 9. Released: v3. Here: v2, or `--moco`.
 # D7 MoCo v3 on a ViT. Released: AdamW, a projector of three layers, a batch norm at the end of the predictor. Here:
 #    refused. The baseline of patchmix.py is MoCo v3 on a ViT.
-# D8 MoCo v1's learning rate from 60 % of the epochs. ContrastiveCrop's file: 0. Here: a tenth, and a hundredth from
-#    80 %.
+# D8 MoCo v1's learning rate from 60 % of the epochs. ContrastiveCrop's file: 0. Here: a tenth; from 80 %, a hundredth.
 # D9 Multi-crop (App. D). Paper: DINO (Table 10). Here (not in the paper): local crops are queries only, and are blurred
 #    as the query view is in MoCo. Each is compared with the key view's key (v1, v2), or with the keys of both views
 #    (v3). The loss is the mean over all terms (v3: twice the mean, as its loss is a sum of two). App. D's setting:

@@ -312,9 +312,8 @@ class PatchMix(nn.Module):
     On several GPUs convert it by timm.layers.convert_sync_batchnorm, and wrap it in DistributedDataParallel.
 
     backbone: (n, 3, H, W) -> (n, width); a batch norm in it would see the images of several terms at once. hidden, dim:
-    of the heads. num_mix, patch_size, slices: see `mix_batch`. terms: {name: weight} of those of Eq. 16 that are
-    computed; None: all, with weight 1. temperature: tau. smoothing: of oto (D1). key_encoder: "momentum", or "query"
-    (D4).
+    of the heads. num_mix, patch_size, slices: see `mix_batch`. terms: {name: weight}, those of Eq. 16 to compute; None:
+    all, with weight 1. temperature: tau. smoothing: of oto (D1). key_encoder: "momentum", or "query" (D4).
     """
 
     def __init__(
