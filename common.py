@@ -146,10 +146,7 @@ def describe(dataset):
 
 
 def fingerprint(dataset):
-    """Return a text that identifies the images, wherever their folder is: their number, and a hash.
-
-    The hash is of their number, labels and file names relative to the folder. It does not see changed pixels.
-    """
+    """Return the numbers of images and classes, and a hash of labels and relative file names, but not of pixels."""
     digest = hashlib.sha256(f"{len(dataset)} images".encode())
     digest.update(np.asarray(getattr(dataset, "targets", ()), np.int64).tobytes())
     if isinstance(dataset, ImageFiles):
@@ -374,8 +371,7 @@ class Patterns(Dataset):
 class Views(Dataset):
     """Views of the images of a dataset, with items ([uint8 (3, H, W), ...], label).
 
-    images: a dataset with items (PIL image, label). transforms: functions of an RGB PIL image, each of which returns a
-    PIL image or a list of them.
+    images: a dataset with items (PIL image, label). transforms: functions, RGB PIL image -> PIL image or list of them.
     """
 
     def __init__(self, images, transforms):
