@@ -1,4 +1,9 @@
-"""Shared by the method files and the evaluations: data, augmentation, encoders, evaluation, processes, flags and runs.
+"""Shared by the method files and the evaluations. Nothing in it trains.
+
+    1. data          open_data, load_dataset, ImageFiles, Views      5. processes  start, init_distributed, gather_rows
+    2. augmentation  color_jitter, gaussian_blur, ..., of a batch    6. printing   log, Meter, log_epoch
+    3. encoders      backbone_info, build_backbone, load_backbone    7. flags      parse_args
+    4. evaluation    extract_features, knn_predict, embedding_health 8. runs       open_run, save_run
 
 Images are RGB: PIL images in a dataset, uint8 (3, H, W) from `Views`, and floats in [0, 1] on the device until they are
 normalized. An image without a label has the label -1.
