@@ -645,7 +645,7 @@ def encode_shuffled_keys(encode, views):
 class SplitBatchNorm(nn.BatchNorm2d):
     """Batch norm over each of `groups` equal slices of the batch, as on that many GPUs. x: (N, C) or (N, C, H, W).
 
-    As in MoCo's notebook, running statistics are averaged over groups. Each step replaces their tensors.
+    As in MoCo's notebook, running statistics are averaged over groups.
     Raises ValueError if the groups do not divide a batch.
     """
 
@@ -665,7 +665,8 @@ class SplitBatchNorm(nn.BatchNorm2d):
         x = torch.cat(x.chunk(groups), dim=1)  # the groups' channels side by side: (N / groups, groups * C, ...)
         running = torch.cat([mean] * groups + [var] * groups).view(2, -1)
         x = F.batch_norm(x, *running, weight, bias, True, self.momentum, self.eps)  # it updates `running`
-        self.running_mean, self.running_var = running.view(2, groups, -1).mean(1)
+        for buffer, average in zip((mean, var), running.view(2, groups, -1).mean(1), strict=True):
+            buffer.copy_(average)
         return self.act(self.drop(torch.cat(x.chunk(groups, dim=1))))
 
 

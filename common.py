@@ -156,6 +156,8 @@ def fingerprint(dataset):
     digest.update(np.asarray(getattr(dataset, "targets", ()), np.int64).tobytes())
     if isinstance(dataset, ImageFiles):
         digest.update(b"\0".join(dataset.names.tolist()))
+    if isinstance(dataset, torch.utils.data.Subset):
+        digest.update(np.asarray(dataset.indices, np.int64).tobytes() + fingerprint(dataset.dataset).encode())
     return f"{describe(dataset)}, {digest.hexdigest()[:16]}"
 
 
@@ -1030,8 +1032,8 @@ class Meter:
         averages = dict(zip(self.sums, values, strict=True))
         if wrong := [name for name, value in averages.items() if not math.isfinite(value)]:
             keep = ", a new --out, and --resume to keep the epochs before" if self.epoch else ""
-            what = f"{', '.join(wrong)} of epoch {self.epoch + 1} not finite"
-            raise FloatingPointError(f"{what}: pass a lower --lr{keep}")
+            what = f"not finite in epoch {self.epoch + 1}: {', '.join(wrong)}"
+            raise FloatingPointError(f"{what}; pass a lower --lr{keep}")
         return averages | dict(images_per_s=self.batch_size * self.count / (time.perf_counter() - self.began))
 
 
@@ -1171,6 +1173,8 @@ def parse_args(parser, argv, recipe, vit_only=("patch_size",)):
     refuse(not getattr(args, "local_crops", True), ["local_size", "local_scale"], "without --local-crops")
     refuse(timm_module(args.arch) and not is_vit(args.arch), vit_only, "without a ViT (--arch)")
     refuse(is_vit(args.arch), ["bn_groups"], "with a ViT (--arch), which has no batch norm")
+    if is_vit(args.arch) and "bn_groups" in args:
+        args.bn_groups = 1
     refuse(not args.init, ["init_prefix"], "without --init")
     if getattr(args, "local_crops", 0) and (args.local_size or 0) > np.max(args.image_size):
         parser.error(f"--local-size {args.local_size} is larger than --image-size {format_value(args.image_size)}")
@@ -1242,7 +1246,7 @@ def open_run(args, train, state, derived):
     derived = derived | dict(processes=world, workers=args.workers, machine=machine, torch=torch.__version__)
     if getattr(args, "warmup", 0) > args.epochs / 4:
         derived["warmup_cut_to"] = args.epochs / 4
-    if hasattr(state.get("model"), "queue") and (queue := derived["negatives"]) > len(train) / 4:
+    if hasattr(state.get("model"), "queue") and (queue := len(state["model"].queue.keys)) > len(train) / 4:
         log(f"warning: the queue has {queue} keys for {len(train)} images: some are of the query's own image (--queue)")
     log_values("values", config)
     log_values("derived", derived)

@@ -166,7 +166,7 @@ def joint_from_uniform(u, v, low, high, beta, offset=0.0):
     x > 0 of the normal for -beta becomes s_b - x, and x < 0 becomes -s_b - x. Given the ratio, a is uniform where a and
     b are in range.
 
-    u, v: uniform draws from [0, 1), of the ratio and of a. beta: any number, or None for two independent uniform values
+    u, v: uniform draws from [0, 1), of the ratio and of a. beta: a finite number, or None for two independent uniform values
     (RandomCrop, Eq. 4-10). offset: 0.1 in the released code (D1). Raises ValueError unless 0 < low <= high.
     """
     if not 0 < low <= high:
@@ -635,7 +635,7 @@ def encode_shuffled_keys(encode, views):
 class SplitBatchNorm(nn.BatchNorm2d):
     """Batch norm over each of `groups` equal slices of the batch, as on that many GPUs. x: (N, C) or (N, C, H, W).
 
-    As in MoCo's notebook, running statistics are averaged over groups. Each step replaces their tensors.
+    As in MoCo's notebook, running statistics are averaged over groups.
     Raises ValueError if the groups do not divide a batch.
     """
 
@@ -655,7 +655,8 @@ class SplitBatchNorm(nn.BatchNorm2d):
         x = torch.cat(x.chunk(groups), dim=1)  # the groups' channels side by side: (N / groups, groups * C, ...)
         running = torch.cat([mean] * groups + [var] * groups).view(2, -1)
         x = F.batch_norm(x, *running, weight, bias, True, self.momentum, self.eps)  # it updates `running`
-        self.running_mean, self.running_var = running.view(2, groups, -1).mean(1)
+        for buffer, average in zip((mean, var), running.view(2, groups, -1).mean(1), strict=True):
+            buffer.copy_(average)
         return self.act(self.drop(torch.cat(x.chunk(groups, dim=1))))
 
 

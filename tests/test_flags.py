@@ -178,6 +178,12 @@ REFUSED = {  # what a flag, the last one, has no effect with
 }  # fmt: skip
 
 
+@pytest.mark.parametrize("method", QUEUES)
+def test_a_vit_is_one_group_of_batch_norm(method, module):
+    """It has none, so the recipe's groups must not forbid a number of processes."""
+    assert module.parse_args(["--arch", "vit_micro"]).bn_groups == 1
+
+
 @pytest.mark.parametrize("method, flags", [(m, flags) for m in METHODS for flags in (*REFUSED[m], "--init-prefix x.")])
 def test_a_flag_without_effect_is_refused(method, module, flags, capsys):
     line = refused(capsys, module.parse_args, flags.split())

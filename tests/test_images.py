@@ -319,10 +319,11 @@ def test_the_fingerprint_is_of_the_images_not_of_their_place(tmp_path, monkeypat
 
 
 def test_the_fingerprint_reads_no_images():
-    """Of one's own images it depends on their number and labels."""
+    """Of one's own images it depends on their number and labels, and on which of them are chosen."""
     labels = [0, 0, 0], [0, 1, 0], [0, 0], [0]
     images = [Pictures(np.zeros((len(some), 8, 8, 3), np.uint8), some) for some in labels]
     images += [common.ImageFiles("missing", ["a/0.png"], [0], ["a"])]
+    images += [common.Subset(images[0], rows) for rows in ([0], [1])]
     assert len({common.fingerprint(some) for some in images}) == len(images)
     images[0].targets = np.zeros(3)
     assert common.fingerprint(images[0]) == common.fingerprint(Pictures(images[0].array, labels[0]))
