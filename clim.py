@@ -665,8 +665,8 @@ class SplitBatchNorm(nn.BatchNorm2d):
         x = torch.cat(x.chunk(groups), dim=1)  # the groups' channels side by side: (N / groups, groups * C, ...)
         running = torch.cat([mean] * groups + [var] * groups).view(2, -1)
         x = F.batch_norm(x, *running, weight, bias, True, self.momentum, self.eps)  # it updates `running`
-        for buffer, average in zip((mean, var), running.view(2, groups, -1).mean(1), strict=True):
-            buffer.copy_(average)
+        for buffer, values in zip((mean, var), running.view(2, groups, -1), strict=True):
+            torch.mean(values, 0, out=buffer)
         return self.act(self.drop(torch.cat(x.chunk(groups, dim=1))))
 
 
