@@ -166,7 +166,7 @@ def joint_from_uniform(u, v, low, high, beta, offset=0.0):
     x > 0 of the normal for -beta becomes s_b - x, and x < 0 becomes -s_b - x. Given the ratio, a is uniform where a and
     b are in range.
 
-    u, v: uniform draws from [0, 1), of the ratio and of a. beta: a finite number, or None for two independent uniform values
+    u, v: uniform draws from [0, 1), of the ratio and of a. beta: a finite number; None: two independent uniform values
     (RandomCrop, Eq. 4-10). offset: 0.1 in the released code (D1). Raises ValueError unless 0 < low <= high.
     """
     if not 0 < low <= high:
