@@ -665,7 +665,7 @@ def load_backbone(path, encoder=None):
     saved = load_checkpoint(path)
     info = saved.get("backbone", saved)  # of last.pt, which has both encoders; backbone.pt has one
     if "timm_name" not in info:
-        raise UsageError(f"{path} is not of this project; for third-party weights pass --arch, for example resnet50")
+        raise UsageError(f"{path} has no encoder of this project; for third-party weights pass --arch")
     weights = info.pop("state_dict", None)
     if "backbone" in saved:
         if info["encoder"] != "fine-tuned":
@@ -864,7 +864,8 @@ def open_evaluation_data(name, root, info, check=True, train=None, test=None):
         info |= dict(dataset=name, images=images)
     if check:
         if not have_labels(train, test):
-            raise UsageError("an evaluation needs training and test images of the same classes, two at least")
+            found = f"train/: {describe(train)}; val/ or test/: {describe(test or [])}"
+            raise UsageError(f"an evaluation needs images of the same classes in both, two classes at least: {found}")
         train, test = with_labels(train), with_labels(test)
     names = "encoder", "arch", "method", "image_size", "interpolation", "mean", "std"
     log_values("features", {name: info[name] for name in names})
@@ -899,7 +900,7 @@ def log_demo(args, command):
 
 
 def start(main, parse_args, paper=None):
-    """Run main(parse_args()). Bad input or divergence: one line, exit status 2. Ctrl-C: 130. paper: see `log_demo`."""
+    """Run main(parse_args()). UsageErrors, divergence: one line, exit status 2. Ctrl-C: 130. paper: see `log_demo`."""
     sys.stdout = sys.stdout or open(os.devnull, "w")  # None if it is closed
     torch.set_flush_denormal(True)  # denormal numbers make a CPU several times slower
     torch.backends.cudnn.benchmark = True

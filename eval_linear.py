@@ -123,7 +123,7 @@ def parse_args(argv=None):
     add("--finetune", action="store_true", help="train all layers, with --protocol patchmix or clim")
     add("--solver", choices=("sgd", "lbfgs"), default="sgd", help="optimizer of the probe")
     add = group.add_mutually_exclusive_group().add_argument
-    add("--label-fraction", type=some, metavar="X", help="fraction of the labels, balanced over the classes")
+    add("--label-fraction", type=some, metavar="X", help="fraction of the labels, balanced; fewer if a class is small")
     add("--label-files", metavar="FILE", help="list of the training images to use: file names, or paths in train/")
 
     unset = dict(argument_default=argparse.SUPPRESS)  # the defaults are the recipe's
@@ -186,9 +186,11 @@ def complete(args, info):
     if args.out is None:  # named after the encoder's run and all flags that are set
         path = Path(args.checkpoint).resolve()
         source = f"{path.stem}-{args.arch}" if args.arch else (path if path.is_dir() else path.parent).name
+        if path.stem.startswith("epoch-"):  # one of --keep-every
+            source += f"-{path.stem}"
         words = [args.method, args.protocol, args.dataset or "own", source, f"s{args.seed}"]
-        for name in (*values, "prefix", "data_dir", "encoder", "label_fraction", "label_files"):
-            if given.get(name) is not None and name != "resume":
+        for name in (*values, "amp", "prefix", "data_dir", "encoder", "label_fraction", "label_files"):
+            if given.get(name) not in (None, "auto") and name != "resume":
                 words.append(name + os.path.basename(common.format_value(given[name])))
         args.out = common.run_folder(words)
     return args
@@ -398,7 +400,7 @@ def lbfgs_probe(x, y, test_x, rest, check, num_classes, strengths, metric="top1"
     strength means the same for every encoder, and directions keep their relative size. All is in float64. y: (n,)
     int64. rest, check: rows to fit and rows to choose by; if the latter are none, the fitted rows choose. Then all are
     fitted. metric: the score that chooses, top1 or per_class. Returns what `linear_probe` does.
-    To copy it, also copy scores, best_of, affine and logistic_regression, and delete common.progress and common.log.
+    To copy it, also copy scores, best_of, affine and logistic_regression, and delete what calls common.
     """
     mean = x[rest].double().mean(0)
     scale = (x[rest] - mean).square().mean().sqrt().clamp_min(1e-12)

@@ -134,6 +134,17 @@ def test_patchmixs_linear_classifier_starts_as_torchs_does(places, tmp_path):
         torch.testing.assert_close(load(tmp_path / protocol / "last.pt")["model"], head.state_dict(), rtol=0, atol=1e-6)
 
 
+def test_what_differs_has_a_folder_of_its_own(places):
+    """By default. A run and its last.pt are one encoder."""
+    info, run_folder = common.load_backbone(places["VIT"])[1], places["VIT"]
+    lines = ["", "--amp off", "--lr 2", "--dataset cifar10", "--label-fraction 0.5"]
+    lines = [[run_folder, *line.split()] for line in lines]
+    lines += [[run_folder / f"{name}.pt"] for name in ("epoch-0001", "epoch-0002", "last")]
+    lines = [eval_linear.parse_args([*map(str, line), "--protocol", "moco"]) for line in lines]
+    *outs, last = [eval_linear.complete(args, info).out for args in lines]
+    assert last == outs[0] and len({*outs}) == len(outs)
+
+
 def groups_of(places, encoder, *flags):
     args = completed(places, "--finetune", *flags, encoder=encoder)
     model = eval_linear.Classifier(common.load_backbone(places[encoder])[0], 64, 3)
