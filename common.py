@@ -1033,8 +1033,8 @@ class Meter:
         averages = dict(zip(self.sums, values, strict=True))
         if wrong := [name for name, value in averages.items() if not math.isfinite(value)]:
             keep = ", a new --out, and --resume to keep the epochs before" if self.epoch else ""
-            what = f"not finite in epoch {self.epoch + 1}: {', '.join(wrong)}"
-            raise FloatingPointError(f"{what}; pass a lower --lr{keep}")
+            what = f"{', '.join(wrong)} not finite in epoch {self.epoch + 1}"
+            raise FloatingPointError(f"{what}: pass a lower --lr{keep}")
         return averages | dict(images_per_s=self.batch_size * self.count / (time.perf_counter() - self.began))
 
 
@@ -1247,7 +1247,7 @@ def open_run(args, train, state, derived):
     derived = derived | dict(processes=world, workers=args.workers, machine=machine, torch=torch.__version__)
     if getattr(args, "warmup", 0) > args.epochs / 4:
         derived["warmup_cut_to"] = args.epochs / 4
-    if hasattr(state.get("model"), "queue") and (queue := len(state["model"].queue.keys)) > len(train) / 4:
+    if hasattr(state.get("model"), "queue") and (queue := derived.get("negatives", 0)) > len(train) / 4:
         log(f"warning: the queue has {queue} keys for {len(train)} images: some are of the query's own image (--queue)")
     log_values("values", config)
     log_values("derived", derived)
