@@ -674,7 +674,7 @@ def convert_split_batchnorm(module, groups):
     """Convert the batch norms of a module to SplitBatchNorm, like torch's convert_sync_batchnorm. Return the module.
 
     These are BatchNorm1d, BatchNorm2d and timm's BatchNormAct2d with running statistics and a momentum. Others, also
-    subclasses of these, stay as they are, so ShuffleBN does not act on them.
+    subclasses of these, stay as they are, so ShuffleBN does not act on them. Copy it with SplitBatchNorm.
     """
     result = module
     is_plain = type(module) in (nn.BatchNorm1d, nn.BatchNorm2d, timm.layers.BatchNormAct2d)

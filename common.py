@@ -209,7 +209,7 @@ def load_dataset(name, root=None, train=True, image_size=32, unlabeled=False):
         if root is not None:
             raise UsageError(f"--data-dir needs --dataset, which chooses the recipe: {', '.join(DATASETS[1:])}")
         return Patterns(4096, image_size, seed=0) if train else Patterns(1024, image_size, seed=1)
-    if root is None and name in ("imagenet100", "imagenet", "folder"):
+    if root is None and name not in ("cifar10", "cifar100", "stl10"):
         raise UsageError(f"--dataset {name} needs --data-dir with train/, and val/ or test/ (folder: or any images)")
     try:
         folders = os.listdir(root) if root is not None else ()
@@ -1129,10 +1129,11 @@ def add_evaluation_arguments(parser):
 def parse_args(parser, argv, recipe, vit_only=("patch_size",)):
     """Add the arguments shared by all training scripts, and parse argv; if None, sys.argv.
 
-    recipe(args) returns the defaults, {name: value}, that the chosen dataset, encoder and method have. Values that are
-    not defaults name the default of --out. The method is the parser's prog, a script's name. vit_only: names of the
-    arguments that only a ViT takes. Returns the arguments, and the function refuse(condition, names, why), which
-    reports the first of these arguments that is not its default if, by the condition, it has no effect.
+    parser: has --arch, --image-size and --lr at least. recipe(args) returns the defaults, {name: value}, that the
+    chosen dataset, encoder and method have. Values that are not defaults name the default of --out. The method is the
+    parser's prog, a script's name. vit_only: names of the arguments that only a ViT takes. Returns the arguments, and
+    the function refuse(condition, names, why), which reports the first of these arguments that is not its default if,
+    by the condition, it has no effect.
     """
     parser.usage, parser.allow_abbrev = "%(prog)s [options]", False
     parser.formatter_class = argparse.ArgumentDefaultsHelpFormatter
@@ -1162,7 +1163,7 @@ def parse_args(parser, argv, recipe, vit_only=("patch_size",)):
     for name, value in vars(args).items():
         if name.endswith("_scale") and not 0 < value[0] <= value[1]:
             parser.error(f"--{name.replace('_', '-')}: expected two numbers above 0, the smaller one first")
-        if name in ("momentum", "blur_p") and len(value) > 2:
+        if name in ("momentum", "blur_p") and np.size(value) > 2:
             parser.error(f"--{name.replace('_', '-')}: expected one or two numbers")
     changed = [name for name, value in vars(args).items() if value != parser.get_default(name)]
 

@@ -11,7 +11,7 @@ import pytest
 import timm
 import torch
 import torchvision.transforms.v2.functional as TF
-from conftest import METHODS, Blank, generator, ks, slow_but
+from conftest import Blank, generator, ks, slow_but
 from PIL import Image
 from tiny import run
 
@@ -254,7 +254,7 @@ def images_of(made):
 
 
 @pytest.mark.filterwarnings("ignore:This DataLoader will create")
-@pytest.mark.parametrize("method, workers", slow_but([("jcl", 0), ("clim", 2)], itertools.product(METHODS, (0, 2))))
+@pytest.mark.parametrize("method, workers", slow_but([("jcl", 0), ("clim", 2)], itertools.product(TRAININGS, (0, 2))))
 def test_no_two_draws_are_equal(method, workers, _tiny, tmp_path):
     """Of images, views, steps, workers, epochs, processes and seeds. A run that is resumed draws the same again."""
     flags = ["--workers", workers]
