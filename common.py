@@ -73,7 +73,7 @@ SYSTEM_FOLDERS = "@eaDir @Recycle @Recently-Snapshot #recycle #snapshot $RECYCLE
 
 
 def to_rgb(image):
-    """Convert a PIL image to RGB. Raises ValueError if it is none, or has more than 8 bits per channel."""
+    """Convert a PIL image to RGB. Raises ValueError if it is another type or has more than 8 bits per channel."""
     if not isinstance(image, Image.Image):
         raise ValueError(f"expected a PIL image, not {type(image).__name__}")
     tile = getattr(image, "tile", None)  # how an opened file will be decoded, for example from "RGB;16B"
@@ -156,8 +156,11 @@ def fingerprint(dataset):
     digest.update(np.asarray(getattr(dataset, "targets", ()), np.int64).tobytes())
     if isinstance(dataset, ImageFiles):
         digest.update(b"\0".join(dataset.names.tolist()))
-    if isinstance(dataset, torch.utils.data.Subset):
+    elif isinstance(dataset, torch.utils.data.Subset):
         digest.update(np.asarray(dataset.indices, np.int64).tobytes() + fingerprint(dataset.dataset).encode())
+    elif paths := [os.fspath(path) for path, _ in getattr(dataset, "samples", ())]:  # as in torchvision's ImageFolder
+        names = [os.path.relpath(path, os.path.commonpath(paths)) for path in paths]
+        digest.update(os.fsencode("\0".join(names)))
     return f"{describe(dataset)}, {digest.hexdigest()[:16]}"
 
 
@@ -210,7 +213,8 @@ def load_dataset(name, root=None, train=True, image_size=32, unlabeled=False):
             raise UsageError(f"--data-dir needs --dataset, which chooses the recipe: {', '.join(DATASETS[1:])}")
         return Patterns(4096, image_size, seed=0) if train else Patterns(1024, image_size, seed=1)
     if root is None and name not in ("cifar10", "cifar100", "stl10"):
-        raise UsageError(f"--dataset {name} needs --data-dir with train/, and val/ or test/ (folder: or any images)")
+        other = ", or any folder of images" if name == "folder" else ""
+        raise UsageError(f"--dataset {name} needs --data-dir, a folder with train/, and val/ or test/{other}")
     try:
         folders = os.listdir(root) if root is not None else ()
         if "train" in folders:
@@ -298,11 +302,13 @@ def open_data(name, root=None, image_size=32, train=None, test=None):
     if train is None:
         train = load_dataset(name, root, True, image_size, unlabeled=True)
         test = load_dataset(name, root, False, image_size) if test is None else test
-    if not have_labels(train, test):
+    if test is None:
+        log("no kNN in this training, because there are no test images")
+    elif not have_labels(train, test):
         names = [{*map(str, getattr(images, "classes", ()))} for images in (train, test)]
         differ = ascii(sorted(names[0] ^ names[1])[:3])  # ascii: letters that look alike may differ
         log("no kNN in this training, which needs training and test images with labels of the same classes")
-        log(f"train: {describe(train)}; test: {describe(test or [])}; classes that are not in both: {differ}")
+        log(f"train: {describe(train)}; test: {describe(test)}; classes that are not in both: {differ}")
         test = None
     return train, test
 

@@ -35,7 +35,6 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim.swa_utils import get_ema_multi_avg_fn
 from torch.utils.data import DataLoader, DistributedSampler
 from torchvision.transforms import v2
 
@@ -231,10 +230,10 @@ class JCL(nn.Module):
     @torch.no_grad()
     def update(self, m):
         """Update the momentum encoder (float32 or float64): theta_k <- m theta_k + (1 - m) theta_q (MoCo, Eq. 2)."""
-        theta_k = [*self.momentum_backbone.parameters(), *self.momentum_projector.parameters()]
-        theta_q = [*self.backbone.parameters(), *self.projector.parameters()]
-        # theta_k.lerp_(theta_q, 1 - m), for all parameters at once. In bfloat16 the small change would be rounded away
-        get_ema_multi_avg_fn(m)(theta_k, theta_q, None)
+        slow = [*self.momentum_backbone.parameters(), *self.momentum_projector.parameters()]
+        fast = [*self.backbone.parameters(), *self.projector.parameters()]
+        for theta_k, theta_q in zip(slow, fast, strict=True):
+            theta_k.lerp_(theta_q, 1 - m)  # in bfloat16 the small change would be rounded away
 
 
 # ------------------------------------------------------- queue (shared block)

@@ -16,10 +16,11 @@ can score its training pairs without comparing the crops. The end of this file s
     Algorithm 1   main                                       each step: first Eq. 6, then Eq. 9
 
     python logo.py                                                            # a laptop, no data
-    python logo.py --dataset cifar10 --local-crops 0 --one-way                # the baseline, MoCo, on one GPU
+    python logo.py --dataset cifar10 --local-crops 0                          # the baseline, MoCo, on one GPU
     torchrun --nproc_per_node=8 logo.py --dataset imagenet100 --data-dir DIR --base simsiam
 
-The baseline is MoCo or SimSiam with two global crops: `--local-crops 0`. Both are queries, or one: `--one-way`.
+The baseline is MoCo or SimSiam with two global crops, both of which are queries: `--local-crops 0`. `--one-way` leaves
+one query, as in MoCo v2 (D11).
 LoGo changes three things:
     loss = the mean of the two terms of L_gg  ->  of these and the four terms of L_lg           (MoCo.forward, combine)
     one step of the encoder                   ->  another, down L_ll, clipped; or a term        (main)
@@ -38,7 +39,6 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim.swa_utils import get_ema_multi_avg_fn
 from torch.utils.data import DataLoader, DistributedSampler
 from torchvision.transforms import v2
 
@@ -356,10 +356,10 @@ class MoCo(nn.Module):
     @torch.no_grad()
     def update(self, m):
         """Update the momentum encoder (float32 or float64): theta_k <- m theta_k + (1 - m) theta_q (MoCo, Eq. 2)."""
-        theta_k = [*self.momentum_backbone.parameters(), *self.momentum_projector.parameters()]
-        theta_q = [*self.backbone.parameters(), *self.projector.parameters()]
-        # theta_k.lerp_(theta_q, 1 - m), for all parameters at once. In bfloat16 the small change would be rounded away
-        get_ema_multi_avg_fn(m)(theta_k, theta_q, None)
+        slow = [*self.momentum_backbone.parameters(), *self.momentum_projector.parameters()]
+        fast = [*self.backbone.parameters(), *self.projector.parameters()]
+        for theta_k, theta_q in zip(slow, fast, strict=True):
+            theta_k.lerp_(theta_q, 1 - m)  # in bfloat16 the small change would be rounded away
 
 
 class SimSiam(nn.Module):

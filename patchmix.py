@@ -40,7 +40,6 @@ import torch.nn.functional as F
 from timm.optim import param_groups_weight_decay
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim.swa_utils import get_ema_multi_avg_fn
 from torch.utils.data import DataLoader, DistributedSampler
 from torchvision.transforms import v2
 
@@ -395,10 +394,10 @@ class PatchMix(nn.Module):
     @torch.no_grad()
     def update(self, m):
         """Update the momentum encoder (float32 or float64): Xi <- m Xi + (1 - m) Theta (Algorithm 2, line 11)."""
-        xi = [*self.momentum_backbone.parameters(), *self.momentum_projector.parameters()]
-        theta = [*self.backbone.parameters(), *self.projector.parameters()]
-        # xi.lerp_(theta, 1 - m), for all parameters at once. In bfloat16 the small change would be rounded away
-        get_ema_multi_avg_fn(m)(xi, theta, None)
+        slow = [*self.momentum_backbone.parameters(), *self.momentum_projector.parameters()]
+        fast = [*self.backbone.parameters(), *self.projector.parameters()]
+        for xi, theta in zip(slow, fast, strict=True):
+            xi.lerp_(theta, 1 - m)  # in bfloat16 the small change would be rounded away
 
 
 # ================================================================= 5. training

@@ -17,6 +17,7 @@ import torchvision
 from conftest import INFO, Pictures
 from PIL import Image
 from tiny import gradient, write_tree
+from torchvision.datasets import ImageFolder
 from torchvision.transforms import v2
 
 import common
@@ -307,14 +308,18 @@ def test_each_node_downloads_once(local_rank, downloads, asked, tmp_path, monkey
     assert [call["download"] for call in asked] == downloads and before == [len(asked) - 1]
 
 
-def test_the_fingerprint_is_of_the_images_not_of_their_place(tmp_path, monkeypatch):
+LOADERS = [lambda root: common.load_dataset("folder", root), lambda root: ImageFolder(f"{root}/train")]
+
+
+@pytest.mark.parametrize("load", LOADERS, ids=["ours", "torchvision's"])
+def test_the_fingerprint_is_of_the_images_not_of_their_place(load, tmp_path, monkeypatch):
     """It is of their names and labels. The path of the folder may be a relative one."""
     root = write_tree(tmp_path / "one", {"train/a": 3, "train/b": 2})
     monkeypatch.chdir(shutil.copytree(root, tmp_path / "two"))
-    found = [common.fingerprint(common.load_dataset("folder", folder)) for folder in (root, ".")]
+    found = [common.fingerprint(load(folder)) for folder in (root, ".")]
     for old, new in ("b/1.png", "b/7.png"), ("b/7.png", "a/7.png"), ("a/7.png", "../7.png"):
         (root / "train" / old).rename(root / "train" / new)  # the last time out of train/
-        found.append(common.fingerprint(common.load_dataset("folder", root)))
+        found.append(common.fingerprint(load(root)))
     assert found[0] == found[1] and len(set(found)) == 4
 
 
