@@ -158,8 +158,8 @@ def fingerprint(dataset):
         digest.update(b"\0".join(dataset.names.tolist()))
     elif isinstance(dataset, torch.utils.data.Subset):
         digest.update(np.asarray(dataset.indices, np.int64).tobytes() + fingerprint(dataset.dataset).encode())
-    elif paths := [os.fspath(path) for path, _ in getattr(dataset, "samples", ())]:  # as in torchvision's ImageFolder
-        names = [os.path.relpath(path, os.path.commonpath(paths)) for path in paths]
+    elif isinstance(dataset, torchvision.datasets.DatasetFolder):  # for example an ImageFolder
+        names = [os.path.relpath(path, dataset.root) for path, _ in dataset.samples]
         digest.update(os.fsencode("\0".join(names)))
     return f"{describe(dataset)}, {digest.hexdigest()[:16]}"
 
