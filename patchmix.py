@@ -50,7 +50,8 @@ import common
 
 def parse_args(argv=None):
     """Parse the command line. The defaults are the paper's for ImageNet, with the changes that `recipe` returns."""
-    parser = argparse.ArgumentParser("patchmix.py", description="PatchMix (arXiv 2306.12243)")
+    title = "PatchMix: Inter-Instance Similarity Modeling for Contrastive Learning (arXiv 2306.12243)"
+    parser = argparse.ArgumentParser("patchmix.py", description=title)
     add = parser.add_argument
     add("--variant", choices=("paper", "released"), default="paper", help="follow the paper or the released code")
 
@@ -90,16 +91,16 @@ def parse_args(argv=None):
     add("--blur-p", type=common.fraction, nargs="+", default=[1.0, 0.1], help="probability of blur, views 1 and 2")
     add("--norm", choices=common.NORMS, default="imagenet", help="dataset statistics used for normalization")
 
-    args, refuse = common.parse_args(parser, argv, recipe, vit_only=("num_heads", "drop_path"))
+    args = common.parse_args(parser, argv, recipe, vit_only=("num_heads", "drop_path"))
     terms = chosen_terms(args)
     if not terms or not set(args.terms.split(",")) <= set(TERMS):
         parser.error("--terms: give some of oto,mto,mtm, and --term-weights above 0")
     if args.local_crops and set(terms) == {"mtm"}:
         parser.error("--local-crops are queries of oto and mto: choose one of these --terms")
-    refuse(set(terms) == {"oto"}, ["num_mix", "mix_slices"], "with --terms oto, which mixes no images")
-    refuse(args.num_mix == 1, ["mix_slices"], "with --num-mix 1, which mixes no images")
-    refuse("oto" not in terms, ["smoothing"], "without oto in --terms")
-    refuse(args.key_encoder == "query", ["momentum"], "with --key-encoder query")
+    common.refuse(parser, args, set(terms) == {"oto"}, ["num_mix", "mix_slices"], "with --terms oto, without mixing")
+    common.refuse(parser, args, args.num_mix == 1, ["mix_slices"], "with --num-mix 1, which mixes no images")
+    common.refuse(parser, args, "oto" not in terms, ["smoothing"], "without oto in --terms")
+    common.refuse(parser, args, args.key_encoder == "query", ["momentum"], "with --key-encoder query")
     if args.local_size is None:  # 96 as released, in whole patches
         args.local_size = max(args.patch_size, min(96, args.image_size // 2) // args.patch_size * args.patch_size)
     for size in [args.image_size, args.local_size] if args.local_crops else [args.image_size]:
@@ -282,15 +283,14 @@ def batch_targets(n, num_mix, slices, first=0):
     )
 
 
-def encode_together(encoder, head, batches):
-    """Return [head(encoder(x)) for x in batches], in the dtype of x, by one forward pass of the encoder.
+def encode_together(encoder, head, images):
+    """Encode batches of images, {name: (n, 3, H, W)} -> {name: head(encoder(x)), in the dtype of x}.
 
-    The images in a ViT's batch do not affect each other. In a head's batch norms they do, so that the head takes each
-    batch by itself. batches: list of (n, 3, H, W), or of None, which stays None.
+    They share a forward pass of the encoder, a ViT, in which images do not affect each other. In the head's batch norms
+    they do, so the head takes each batch by itself.
     """
-    images = [x for x in batches if x is not None]
-    features = iter(encoder(torch.cat(images)).split([len(x) for x in images]))
-    return [None if x is None else head(next(features)).to(x.dtype) for x in batches]
+    features = encoder(torch.cat([*images.values()])).chunk(len(images))
+    return {name: head(x).to(images[name].dtype) for name, x in zip(images, features, strict=True)}
 
 
 def mlp(*widths):
@@ -336,20 +336,20 @@ class PatchMix(nn.Module):
 
     def query(self, x):
         """Return the queries of images, h = H(G(F(x))): (n, 3, H, W) -> (n, dim), in the dtype of x."""
-        return self.queries(x)[0]
+        return self.queries(dict(x=x))["x"]
 
     def key(self, x):
         """Return the keys z = G(F(x)) of all processes: (n, 3, H, W) -> (N, dim), no gradient, in the dtype of x."""
-        return self.keys(x)[0]
+        return self.keys(dict(x=x))["x"]
 
-    def queries(self, *batches):
-        """Return the queries of batches of images, each (n, 3, H, W) or None, by one forward pass of F."""
-        return encode_together(self.backbone, lambda x: self.predictor(self.projector(x)), batches)
+    def queries(self, images):
+        """Return the `query` of each batch of images, {name: (n, 3, H, W)} -> {name: (n, dim)}."""
+        return encode_together(self.backbone, lambda x: self.predictor(self.projector(x)), images)
 
     @torch.no_grad()
-    def keys(self, *batches):
-        """Return the keys of batches of images, each (n, 3, H, W) or None, by one forward pass of F."""
-        return encode_together(self.momentum_backbone, lambda x: gather(self.momentum_projector(x)), batches)
+    def keys(self, images):
+        """Return the `key` of each batch of images, {name: (n, 3, H, W)} -> {name: (N, dim)}."""
+        return encode_together(self.momentum_backbone, lambda x: gather(self.momentum_projector(x)), images)
 
     def forward(self, views):
         """Return (loss, queries (n, dim), {name: metric}): Algorithm 2, lines 5 to 9, and the loss of line 10.
@@ -360,36 +360,45 @@ class PatchMix(nn.Module):
         x1, x2, *local = views
         oto, mto, mtm = (term in self.terms for term in TERMS)
         mixing = self.num_mix, self.patch_size, self.slices
-        x1_mixed = mix_batch(x1, *mixing) if mto or mtm else None  # line 5
-        x2_mixed = mix_batch(x2, *mixing) if mtm else None  # line 6
+        queried, keyed = {}, {}  # the images whose queries, and whose keys, the terms need
+        if oto:
+            queried["x2"] = x2
+        if mto or mtm:
+            queried["x1_mixed"] = mix_batch(x1, *mixing)  # line 5
+        if oto or local:
+            keyed["x1"] = x1
+        if mto or local:
+            keyed["x2"] = x2
+        if mtm:
+            keyed["x2_mixed"] = mix_batch(x2, *mixing)  # line 6
         first = len(x1) * dist.get_rank() if dist.is_initialized() else 0
         targets = batch_targets(len(x1), self.num_mix, self.slices, first)  # lines 5 to 7
-        h2, h1_mixed = self.queries(x2 if oto else None, x1_mixed)  # line 8
-        z1, z2, z2_mixed = self.keys(x1 if oto or local else None, x2 if mto or local else None, x2_mixed)  # line 9
+        h, z = self.queries(queried), self.keys(keyed)  # lines 8 and 9
         h_local = {}  # queries of local crops, for each term (D6)
         if local and oto:
             h_local["oto"] = self.query(torch.cat(local)).chunk(len(local))
         if local and mto:
             h_local["mto"] = self.query(torch.cat([mix_batch(x, *mixing) for x in local])).chunk(len(local))
 
-        def contrast(h, z, term):
+        def contrast(q, k, term):
             smoothing = self.smoothing if term == "oto" else 0.0  # D1
-            return soft_info_nce(h, z, *targets[term], self.temperature, smoothing)
+            return soft_info_nce(q, k, *targets[term], self.temperature, smoothing)
 
         losses = {}
         with torch.autocast(x1.device.type, enabled=False):  # the loss is computed in float32
             if oto:
-                losses["oto"] = contrast(h2, z1, "oto")  # Eq. 15
+                losses["oto"] = contrast(h["x2"], z["x1"], "oto")  # Eq. 15
             if mto:
-                losses["mto"] = contrast(h1_mixed, z2, "mto")  # Eq. 13
+                losses["mto"] = contrast(h["x1_mixed"], z["x2"], "mto")  # Eq. 13
             if mtm:
-                losses["mtm"] = contrast(h1_mixed, z2_mixed, "mtm")  # Eq. 14
+                losses["mtm"] = contrast(h["x1_mixed"], z["x2_mixed"], "mtm")  # Eq. 14
             for term, queries in h_local.items():  # as released, against the keys of both views
-                losses[f"local_{term}"] = sum(contrast(h, z, term) for h in queries for z in (z1, z2)) / len(local)
+                parts = [contrast(query, z[view], term) for query in queries for view in ("x1", "x2")]
+                losses[f"local_{term}"] = sum(parts) / len(local)
         weights = self.terms | dict(local_oto=1.0, local_mto=1.0)  # D6
         loss = sum(weights[name] * value for name, value in losses.items())  # line 10: Eq. 16
         metrics = dict(loss=loss.detach()) | {f"loss_{name}": value.detach() for name, value in losses.items()}
-        return loss, (h2 if oto else h1_mixed).detach(), metrics
+        return loss, h["x2" if oto else "x1_mixed"].detach(), metrics
 
     @torch.no_grad()
     def update(self, m):
