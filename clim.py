@@ -48,7 +48,8 @@ import common
 
 def parse_args(argv=None):
     """Parse the command line. The defaults are the paper's for ImageNet, with the changes that `recipe` returns."""
-    parser = argparse.ArgumentParser("clim.py", description="CLIM (arXiv 2011.02697), on MoCo v2")
+    title = "CLIM: Center-wise Local Image Mixture (arXiv 2011.02697), on MoCo v2"
+    parser = argparse.ArgumentParser("clim.py", description=title)
 
     add = parser.add_argument_group("loss").add_argument
     add("--mix", choices=("cutmix", "none"), default="cutmix", help="none: half the loss to each key (Table 6)")
@@ -90,13 +91,14 @@ def parse_args(argv=None):
     add("--local-size", type=common.positive_int, default=96, help="size of a local crop, in pixels (Table 7)")
     add("--local-scale", type=common.fraction, nargs=2, default=[0.05, 0.14], help="area range of local crops (4.4)")
 
-    args, refuse = common.parse_args(parser, argv, recipe)
+    args = common.parse_args(parser, argv, recipe)
     args.image_size = sorted(args.image_size, reverse=True)  # views are cropped at the largest size
     of_positives = ["mix", "alpha", "num_positives", "refresh_every", "clim_start"]
-    refuse(args.selection == "none", of_positives, "with --selection none")
-    refuse(args.selection not in ("kmeans", "center"), ["num_clusters"], "without --selection kmeans or center")
-    refuse(args.selection not in ("knn", "center"), ["knn_k"], "without --selection knn or center")
-    refuse(args.mix == "none", ["alpha"], "with --mix none")
+    why = f"with --selection {args.selection}"
+    common.refuse(parser, args, args.selection == "none", of_positives, why)
+    common.refuse(parser, args, args.selection not in ("kmeans", "center"), ["num_clusters"], why)
+    common.refuse(parser, args, args.selection not in ("knn", "center"), ["knn_k"], why)
+    common.refuse(parser, args, args.mix == "none", ["alpha"], "with --mix none")
     if args.selection != "none" and args.clim_start >= args.epochs:
         parser.error(f"--clim-start {args.clim_start} is not below --epochs {args.epochs}: there would be no positives")
     return args

@@ -901,7 +901,7 @@ def log_demo(args, command):
     is_demo = command and args.dataset == "patterns" and not args.show_views
     if is_demo and os.environ.get("RANK", "0") == "0":
         log("Demo on synthetic images. For real data pass --dataset cifar10, or folder or imagenet with --data-dir DIR")
-        log("Its learning rate, patch size, heads and other values are not the paper's, whatever --arch is.")
+        log("Its learning rate, patch size, heads and other values are not the paper's.")
         log(f"At full scale: torchrun --nproc_per_node=8 {command}")
 
 
@@ -1133,13 +1133,11 @@ def add_evaluation_arguments(parser):
 
 
 def parse_args(parser, argv, recipe, vit_only=("patch_size",)):
-    """Add the arguments shared by all training scripts, and parse argv; if None, sys.argv.
+    """Add the arguments shared by all training scripts, parse argv (if None, sys.argv), and return the arguments.
 
     parser: has --arch, --image-size and --lr at least. recipe(args) returns the defaults, {name: value}, that the
     chosen dataset, encoder and method have. Values that are not defaults name the default of --out. The method is the
-    parser's prog, a script's name. vit_only: names of the arguments that only a ViT takes. Returns the arguments, and
-    the function refuse(condition, names, why), which reports the first of these arguments that is not its default if,
-    by the condition, it has no effect.
+    parser's prog, a script's name. vit_only: names of the arguments that only a ViT takes.
     """
     parser.usage, parser.allow_abbrev = "%(prog)s [options]", False
     parser.formatter_class = argparse.ArgumentDefaultsHelpFormatter
@@ -1161,7 +1159,21 @@ def parse_args(parser, argv, recipe, vit_only=("patch_size",)):
     argv = sys.argv[1:] if argv is None else argv
     chosen, _ = parser.parse_known_args([word for word in argv if word not in ("-h", "--help")])
     parser.set_defaults(**recipe(chosen))  # before --help shows them
+    if "bn_groups" in chosen and is_vit(chosen.arch):
+        parser.set_defaults(bn_groups=1)  # a ViT has no batch norm
     args = parser.parse_args(argv)
+    check_args(parser, args, vit_only)
+    if args.out is None:
+        where = args.dataset if args.dataset != "folder" else f"folder-{os.path.basename(args.data_dir or '')}"
+        words = [args.method, where, args.arch, f"s{args.seed}"]
+        unnamed = ("dataset", "arch", "seed", *NOT_IN_CONFIG)
+        changed = {k: x for k, x in vars(args).items() if k not in unnamed and x != parser.get_default(k)}
+        args.out = run_folder(words + [f"{name}{format_value(value)}" for name, value in changed.items()])
+    return args
+
+
+def check_args(parser, args, vit_only):
+    """Report arguments of a training that do not fit each other. For the parameters see `parse_args`."""
     if args.show_views and (not args.show_views.endswith(".png") or os.path.exists(args.show_views)):
         parser.error(f"--show-views {args.show_views}: expected the name of a new file that ends in .png")
     if "." in args.arch:
@@ -1171,29 +1183,22 @@ def parse_args(parser, argv, recipe, vit_only=("patch_size",)):
             parser.error(f"--{name.replace('_', '-')}: expected two numbers above 0, the smaller one first")
         if name in ("momentum", "blur_p") and np.size(value) > 2:
             parser.error(f"--{name.replace('_', '-')}: expected one or two numbers")
-    changed = [name for name, value in vars(args).items() if value != parser.get_default(name)]
-
-    def refuse(condition, names, why):
-        for name in changed:
-            if condition and name in names:
-                parser.error(f"--{name.replace('_', '-')} has no effect {why}")
-
-    refuse(not getattr(args, "local_crops", True), ["local_size", "local_scale"], "without --local-crops")
-    refuse(timm_module(args.arch) and not is_vit(args.arch), vit_only, "without a ViT (--arch)")
-    refuse(is_vit(args.arch), ["bn_groups"], "with a ViT (--arch), which has no batch norm")
-    if is_vit(args.arch) and "bn_groups" in args:
-        args.bn_groups = 1
-    refuse(not args.init, ["init_prefix"], "without --init")
-    if getattr(args, "local_crops", 0) and (args.local_size or 0) > np.max(args.image_size):
+    local_crops = getattr(args, "local_crops", 0)
+    refuse(parser, args, not local_crops, ["local_size", "local_scale"], "without --local-crops")
+    refuse(parser, args, timm_module(args.arch) and not is_vit(args.arch), vit_only, "without a ViT (--arch)")
+    refuse(parser, args, is_vit(args.arch), ["bn_groups"], "with a ViT (--arch), which has no batch norm")
+    refuse(parser, args, not args.init, ["init_prefix"], "without --init")
+    if local_crops and (args.local_size or 0) > np.max(args.image_size):
         parser.error(f"--local-size {args.local_size} is larger than --image-size {format_value(args.image_size)}")
     if getattr(args, "min_lr", 0) > args.lr:
         parser.error(f"--min-lr {args.min_lr} is above --lr {args.lr}, the peak of the learning rate")
-    if args.out is None:
-        where = args.dataset if args.dataset != "folder" else f"folder-{os.path.basename(args.data_dir or '')}"
-        words = [args.method, where, args.arch, f"s{args.seed}"]
-        named = [name for name in changed if name not in ("dataset", "arch", "seed", *NOT_IN_CONFIG)]
-        args.out = run_folder(words + [f"{name}{format_value(getattr(args, name))}" for name in named])
-    return args, refuse
+
+
+def refuse(parser, args, condition, names, why):
+    """Report the first of the named arguments that is not its default if, by the condition, it has no effect."""
+    for name in names:
+        if condition and name in args and getattr(args, name) != parser.get_default(name):
+            parser.error(f"--{name.replace('_', '-')} has no effect {why}")
 
 
 def run_folder(words):
@@ -1258,40 +1263,8 @@ def open_run(args, train, state, derived):
         log(f"warning: the queue has {queue} keys for {len(train)} images: some are of the query's own image (--queue)")
     log_values("values", config)
     log_values("derived", derived)
-    records = []
     path = all_gather_object(find_checkpoint(args.out, args.resume) if rank == 0 else None)[0]
-    if path is not None:
-        saved = load_checkpoint(path)
-        old, records = saved.get("config", {}), saved.get("records", [])
-        differences = [f"{k} was {old.get(k)}, is {config.get(k)}" for k in old | config if old.get(k) != config.get(k)]
-        resumes_other = path != os.path.join(args.out, "last.pt")
-        if old.get("method") != config["method"]:
-            raise UsageError(f"{path} is not the last.pt of a run of {config['method']}")
-        if differences and not resumes_other:
-            what = f"{args.out} is a run with other values ({'; '.join(differences)})"
-            raise UsageError(f"{what}: pass another --out, with --resume {path} to start from its state")
-        if resumes_other and len(records) >= args.epochs:
-            raise UsageError(f"{path} has {len(records)} epochs already: pass more --epochs")
-        try:
-            for name, part in state.items():
-                if isinstance(part, torch.optim.Optimizer):  # its buffers; the learning rate is this run's
-                    part.load_state_dict(part.state_dict() | dict(state=saved[name]["state"]))
-                elif isinstance(part, nn.Module):
-                    part.load_state_dict(saved[name])
-                elif part.dim() == 0 or not resumes_other:
-                    part.copy_(saved[name])
-        except (KeyError, RuntimeError, ValueError) as error:
-            reasons = [*differences, (str(error) or repr(error)).splitlines()[-1].strip()[:200]]  # names a tensor
-            raise UsageError(f"{path} does not fit this run: {'; '.join(reasons)}") from error
-        if len(records) < args.epochs:
-            log(f"resumed from {path}, after epoch {len(records)}" + "".join(f"; {text}" for text in differences))
-            with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-                workers = json.loads(Path(path).with_name("config.json").read_text())["workers"]
-                if workers != args.workers:
-                    log(f"workers: {workers} before, {args.workers} now: random numbers differ (--workers)")
-            if saved.get("processes") != world:
-                why = "random numbers differ, as do batch-norm groups and mix slices if there are fewer than processes"
-                log(f"processes: {saved.get('processes')} before, {world} now: {why}")
+    records = [] if path is None else load_run(path, args, config, state)
     own = config, str(args.out), len(records)
     if any(other != own for other in all_gather_object(own)):
         raise UsageError("the processes differ in flags, images or epoch: --out and --data-dir must be on shared disks")
@@ -1299,6 +1272,43 @@ def open_run(args, train, state, derived):
         text = json.dumps(vars(args) | config | derived, indent=1, default=str)
         write_file(os.path.join(args.out, "config.json"), lambda file: file.write(text.encode()))
     return config, records
+
+
+def load_run(path, args, config, state):
+    """Load a run's last.pt into `state`, in place, and return its records. For the parameters see `open_run`."""
+    saved = load_checkpoint(path)
+    old, records = saved.get("config", {}), saved.get("records", [])
+    differences = [f"{k} was {old.get(k)}, is {config.get(k)}" for k in old | config if old.get(k) != config.get(k)]
+    resumes_other = path != os.path.join(args.out, "last.pt")
+    if old.get("method") != config["method"]:
+        raise UsageError(f"{path} is not the last.pt of a run of {config['method']}")
+    if differences and not resumes_other:
+        what = f"{args.out} is a run with other values ({'; '.join(differences)})"
+        raise UsageError(f"{what}: pass another --out, with --resume {path} to start from its state")
+    if resumes_other and len(records) >= args.epochs:
+        raise UsageError(f"{path} has {len(records)} epochs already: pass more --epochs")
+    try:
+        for name, part in state.items():
+            if isinstance(part, torch.optim.Optimizer):  # its buffers; the learning rate is this run's
+                part.load_state_dict(part.state_dict() | dict(state=saved[name]["state"]))
+            elif isinstance(part, nn.Module):
+                part.load_state_dict(saved[name])
+            elif part.dim() == 0 or not resumes_other:
+                part.copy_(saved[name])
+    except (KeyError, RuntimeError, ValueError) as error:
+        reasons = [*differences, (str(error) or repr(error)).splitlines()[-1].strip()[:200]]  # names a tensor
+        raise UsageError(f"{path} does not fit this run: {'; '.join(reasons)}") from error
+    if len(records) < args.epochs:
+        log(f"resumed from {path}, after epoch {len(records)}" + "".join(f"; {text}" for text in differences))
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+            workers = json.loads(Path(path).with_name("config.json").read_text())["workers"]
+            if workers != args.workers:
+                log(f"workers: {workers} before, {args.workers} now: random numbers differ (--workers)")
+        world = rank_and_world()[1]
+        if saved.get("processes") != world:
+            why = "random numbers differ, as do batch-norm groups and mix slices if there are fewer than processes"
+            log(f"processes: {saved.get('processes')} before, {world} now: {why}")
+    return records
 
 
 def save_run(out, config, info, state, records, keep_every=0):

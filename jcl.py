@@ -45,7 +45,8 @@ import common
 
 def parse_args(argv=None):
     """Parse the command line. The defaults are the paper's for ImageNet, with the changes that `recipe` returns."""
-    parser = argparse.ArgumentParser("jcl.py", description="JCL (arXiv 2009.14776), on MoCo v2")
+    title = "JCL: Joint Contrastive Learning with Infinite Possibilities (arXiv 2009.14776), on MoCo v2"
+    parser = argparse.ArgumentParser("jcl.py", description=title)
     add = parser.add_argument
     add("--variant", choices=("paper", "released"), default="paper", help="follow the paper or the released code")
 
@@ -78,9 +79,10 @@ def parse_args(argv=None):
     add("--blur-p", type=common.fraction, nargs="+", default=[0.5], help="probability of blur; two values: query, keys")
     add("--norm", choices=common.NORMS, default="imagenet", help="dataset statistics used for normalization")
 
-    args, refuse = common.parse_args(parser, argv, recipe)
-    refuse(args.num_keys == 1, ["vanilla", "lam", "lam_schedule"], "with --num-keys 1, whose loss is InfoNCE")
-    refuse(args.vanilla, ["lam", "lam_schedule"], "with --vanilla")
+    args = common.parse_args(parser, argv, recipe)
+    why = "with --num-keys 1, whose loss is InfoNCE"
+    common.refuse(parser, args, args.num_keys == 1, ["vanilla", "lam", "lam_schedule"], why)
+    common.refuse(parser, args, args.vanilla, ["lam", "lam_schedule"], "with --vanilla")
     return args
 
 

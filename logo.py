@@ -49,7 +49,8 @@ import common
 
 def parse_args(argv=None):
     """Parse the command line. The defaults are the released code's for ImageNet-100, changed by `recipe`."""
-    parser = argparse.ArgumentParser("logo.py", description="LoGo (arXiv 2203.17205)")
+    title = "LoGo: Leverage Your Local and Global Representations (arXiv 2203.17205)"
+    parser = argparse.ArgumentParser("logo.py", description=title)
     add = parser.add_argument
     add("--variant", choices=("paper", "released"), default="released", help="follow the paper or the released code")
     add("--base", choices=("moco", "simsiam"), default="moco", help="what LoGo is added to")
@@ -93,15 +94,15 @@ def parse_args(argv=None):
     add("--blur-p", type=common.fraction, nargs="+", default=[0.5], help="probability of blur; two values: views 1, 2")
     add("--norm", choices=common.NORMS, default="imagenet", help="dataset statistics used for normalization")
 
-    args, refuse = common.parse_args(parser, argv, recipe)
+    args = common.parse_args(parser, argv, recipe)
     of_moco = ["queue", "temperature", "momentum", "bn_groups", "one_way"]
-    refuse(args.base == "simsiam", of_moco, "with --base simsiam")
-    refuse(args.base == "moco", ["layers", "hidden"], "without --base simsiam")
-    refuse(args.local_crops == 0, ["pairs", "l2l"], "with --local-crops 0")
+    common.refuse(parser, args, args.base == "simsiam", of_moco, "with --base simsiam")
+    common.refuse(parser, args, args.base == "moco", ["layers", "hidden"], "without --base simsiam")
+    common.refuse(parser, args, args.local_crops == 0, ["pairs", "l2l"], "with --local-crops 0")
     of_l_ll = ["l2l_weighting", "clip_ratio", "lam", "affinity_form", "affinity_lr"]
-    refuse(not args.l2l, of_l_ll, "without L_ll (--no-l2l, --local-crops 0 or --pairs all)")
-    refuse(args.l2l_weighting == "lambda", ["clip_ratio"], "without --l2l-weighting clip")
-    refuse(args.l2l_weighting == "clip", ["lam"], "without --l2l-weighting lambda")
+    common.refuse(parser, args, not args.l2l, of_l_ll, "without L_ll (--no-l2l, --local-crops 0 or --pairs all)")
+    common.refuse(parser, args, args.l2l_weighting == "lambda", ["clip_ratio"], "without --l2l-weighting clip")
+    common.refuse(parser, args, args.l2l_weighting == "clip", ["lam"], "without --l2l-weighting lambda")
     if args.local_crops and args.one_way:
         parser.error("--one-way is a form of the baseline: pass --local-crops 0, too")
     return args

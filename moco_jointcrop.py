@@ -47,7 +47,8 @@ import common
 
 def parse_args(argv=None):
     """Parse the command line. The defaults are MoCo v2's for ImageNet, with the changes that `recipe` returns."""
-    parser = argparse.ArgumentParser("moco_jointcrop.py", description="JointCrop and JointBlur (arXiv 2412.16522)")
+    title = "JointCrop and JointBlur (arXiv 2412.16522), on MoCo"
+    parser = argparse.ArgumentParser("moco_jointcrop.py", description=title)
     add = parser.add_argument
     add("--variant", choices=("paper", "released"), default="paper", help="paper: any MoCo; released: J-Crop(0) on v3")
     add("--moco", choices=("v1", "v2", "v3"), help="version of MoCo (D6), which also chooses the defaults")
@@ -88,7 +89,7 @@ def parse_args(argv=None):
     add("--blur-p", type=common.fraction, nargs="+", default=[0.5], help="probability of blur; two values: query, key")
     add("--norm", choices=common.NORMS, default="imagenet", help="dataset statistics used for normalization")
 
-    args, refuse = common.parse_args(parser, argv, recipe)
+    args = common.parse_args(parser, argv, recipe)
     if args.joint in ("blur", "either", "both") and max(args.blur_p) == 0:
         parser.error(f"--joint {args.joint}: this recipe does not blur; give --blur-p 0.5")
     as_released = args.joint in ("none", "crop") and args.beta == 0 and args.css_alpha == 1 and args.local_crops == 0
@@ -98,13 +99,13 @@ def parse_args(argv=None):
         parser.error("expected a finite --beta, and --css-alpha 0.01 or more")
     if args.moco == "v3" and common.is_vit(args.arch):
         parser.error("--moco v3 has the recipe of ResNets (D7): for MoCo v3 on a ViT, see the baseline of patchmix.py")
-    refuse(args.moco == "v3", ["queue", "bn_groups"], "with --moco v3")
-    refuse(args.moco != "v3", ["hidden"], "without --moco v3")
-    refuse(args.milestones, ["min_lr"], "with --milestones; pass --milestones without numbers for a cosine")
-    refuse(args.joint == "none", ["beta"], "with --joint none")
-    refuse(args.joint != "either", ["joint_prob"], "without --joint either")
-    refuse(args.joint in ("none", "blur"), ["joint_pair"], f"with --joint {args.joint}")
-    refuse(args.local_crops < 2, ["joint_pair"], "without --local-crops 2 or more")
+    common.refuse(parser, args, args.moco == "v3", ["queue", "bn_groups"], "with --moco v3")
+    common.refuse(parser, args, args.moco != "v3", ["hidden"], "without --moco v3")
+    common.refuse(parser, args, args.milestones, ["min_lr"], "with --milestones (none: a cosine)")
+    common.refuse(parser, args, args.joint == "none", ["beta"], "with --joint none")
+    common.refuse(parser, args, args.joint != "either", ["joint_prob"], "without --joint either")
+    common.refuse(parser, args, args.joint in ("none", "blur"), ["joint_pair"], f"with --joint {args.joint}")
+    common.refuse(parser, args, args.local_crops < 2, ["joint_pair"], "without --local-crops 2 or more")
     if args.local_size is None:  # 96 in App. D; here in whole patches of a ViT
         patch_size = args.patch_size if common.is_vit(args.arch) else 1
         args.local_size = max(patch_size, min(96, args.image_size // 2) // patch_size * patch_size)
