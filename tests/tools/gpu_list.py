@@ -17,6 +17,7 @@ import itertools
 import json
 import multiprocessing
 import os
+import re
 import subprocess
 import sys
 import tarfile
@@ -113,7 +114,9 @@ def card():
 
 
 def write(file, record):
-    common.write_file(file, lambda f: f.write((json.dumps(record, indent=1) + "\n").encode()))
+    text = json.dumps(record, indent=1) + "\n"
+    text = re.sub(r"\{[^{}]*\}", lambda found: " ".join(found[0].split()), text)  # an epoch per line
+    common.write_file(file, lambda f: f.write(text.encode()))
 
 
 # ------------------------------------------------- each in a process of its own
