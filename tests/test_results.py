@@ -42,9 +42,6 @@ def test_the_numbers_of_the_front_page():
     for arms, percents in zip((pair.split() for pair in pairs), shown, strict=True):
         means = [np.mean([results.scores(record)[0] for record in results.kept(arm).values()]) for arm in arms]
         assert percents == tuple(f"{mean:.1f}" for mean in means)
-    (record,) = results.kept("patchmix-released").values()
-    flags = results.ARMS["patchmix-released"][1].removeprefix("patchmix.py ")
-    assert f"`{flags}`: {results.scores(record)[0]:.1f} |" in page
 
 
 def test_gain_is_paired(tmp_path, monkeypatch):
