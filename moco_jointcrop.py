@@ -651,12 +651,12 @@ class SplitBatchNorm(nn.BatchNorm2d):
         if len(x) % groups:
             raise ValueError(f"a batch of {len(x)} cannot be split into {groups} equal groups of batch norm")
         if weight is not None:
-            weight, bias = (parameter.expand(groups, -1).flatten() for parameter in (weight, bias))
+            weight, bias = weight.repeat(groups), bias.repeat(groups)
         x = torch.cat(x.chunk(groups), dim=1)  # the groups' channels side by side: (N / groups, groups * C, ...)
-        running = torch.cat([mean] * groups + [var] * groups).view(2, -1)
-        x = F.batch_norm(x, *running, weight, bias, True, self.momentum, self.eps)  # it updates `running`
-        for buffer, values in zip((mean, var), running.view(2, groups, -1), strict=True):
-            torch.mean(values, 0, out=buffer)
+        means, variances = torch.cat([mean] * groups + [var] * groups).chunk(2)
+        x = F.batch_norm(x, means, variances, weight, bias, True, self.momentum, self.eps)
+        torch.mean(means.view(groups, -1), 0, out=mean)  # F.batch_norm has updated means and variances
+        torch.mean(variances.view(groups, -1), 0, out=var)
         return self.act(self.drop(torch.cat(x.chunk(groups, dim=1))))
 
 
