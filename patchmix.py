@@ -66,7 +66,7 @@ def parse_args(argv=None):
     add("--temperature", type=common.positive_float, default=0.2, help="softmax temperature tau")
 
     add = parser.add_argument_group("model").add_argument
-    add("--arch", help="encoder: vit_micro, vit_tiny, vit_small, vit_base, or any timm model (D8)")
+    add("--arch", help="encoder: vit_micro, vit_tiny, vit_small, vit_base, or any timm model")
     add("--image-size", type=common.positive_int, default=224, help="image size in pixels")
     add("--patch-size", type=common.positive_int, default=16, help="patch size in pixels, of the ViT and of the mixing")
     add("--num-heads", type=common.positive_int, metavar="N", help="attention heads of the ViT, by default timm's (D3)")
@@ -283,16 +283,6 @@ def batch_targets(n, num_mix, slices, first=0):
     )
 
 
-def encode_together(encoder, head, images):
-    """Encode batches of images, {name: (n, 3, H, W)} -> {name: head(encoder(x)), in the dtype of x}.
-
-    They share a forward pass of the encoder, a ViT, in which images do not affect each other. In the head's batch norms
-    they do, so the head takes each batch by itself.
-    """
-    features = encoder(torch.cat([*images.values()])).chunk(len(images))
-    return {name: head(x).to(images[name].dtype) for name, x in zip(images, features, strict=True)}
-
-
 def mlp(*widths):
     """Make a head of Table 9: Linear, batch norm and ReLU per layer; the last norm has no ReLU and no parameters.
 
@@ -307,12 +297,12 @@ def mlp(*widths):
 class PatchMix(nn.Module):
     """Encoder F, projector G, predictor H, and the momentum encoder: slow copies of F and G (Algorithm 2).
 
-    Copy it with TERMS, mlp, encode_together, batch_targets, mix_batch, soft_info_nce, mix_targets, patch_mix, gather.
+    Copy it with TERMS, mlp, batch_targets, mix_batch, soft_info_nce, mix_targets, patch_mix, gather.
     On several GPUs convert it by timm.layers.convert_sync_batchnorm, and wrap it in DistributedDataParallel.
 
-    backbone: (n, 3, H, W) -> (n, width); a batch norm in it would see the images of several terms at once. hidden, dim:
-    of the heads. num_mix, patch_size, slices: see `mix_batch`. terms: {name: weight}, those of Eq. 16 to compute; None:
-    all, with weight 1. temperature: tau. smoothing: of oto (D1). key_encoder: "momentum", or "query" (D4).
+    backbone: (n, 3, H, W) -> (n, width). hidden, dim: of the heads. num_mix, patch_size, slices: see `mix_batch`.
+    terms: {name: weight}, those of Eq. 16 to compute; None: all, with weight 1. temperature: tau. smoothing: of oto
+    (D1). key_encoder: "momentum", or "query" (D4).
     """
 
     def __init__(
@@ -336,20 +326,12 @@ class PatchMix(nn.Module):
 
     def query(self, x):
         """Return the queries of images, h = H(G(F(x))): (n, 3, H, W) -> (n, dim), in the dtype of x."""
-        return self.queries(dict(x=x))["x"]
-
-    def key(self, x):
-        """Return the keys z = G(F(x)) of all processes: (n, 3, H, W) -> (N, dim), no gradient, in the dtype of x."""
-        return self.keys(dict(x=x))["x"]
-
-    def queries(self, images):
-        """Return the `query` of each batch of images, {name: (n, 3, H, W)} -> {name: (n, dim)}."""
-        return encode_together(self.backbone, lambda x: self.predictor(self.projector(x)), images)
+        return self.predictor(self.projector(self.backbone(x))).to(x.dtype)
 
     @torch.no_grad()
-    def keys(self, images):
-        """Return the `key` of each batch of images, {name: (n, 3, H, W)} -> {name: (N, dim)}."""
-        return encode_together(self.momentum_backbone, lambda x: gather(self.momentum_projector(x)), images)
+    def key(self, x):
+        """Return the keys z = G(F(x)) of all processes: (n, 3, H, W) -> (N, dim), no gradient, in the dtype of x."""
+        return gather(self.momentum_projector(self.momentum_backbone(x)).to(x.dtype))
 
     def forward(self, views):
         """Return (loss, queries (n, dim), {name: metric}): Algorithm 2, lines 5 to 9, and the loss of line 10.
@@ -360,45 +342,39 @@ class PatchMix(nn.Module):
         x1, x2, *local = views
         oto, mto, mtm = (term in self.terms for term in TERMS)
         mixing = self.num_mix, self.patch_size, self.slices
-        queried, keyed = {}, {}  # the images whose queries, and whose keys, the terms need
-        if oto:
-            queried["x2"] = x2
-        if mto or mtm:
-            queried["x1_mixed"] = mix_batch(x1, *mixing)  # line 5
-        if oto or local:
-            keyed["x1"] = x1
-        if mto or local:
-            keyed["x2"] = x2
-        if mtm:
-            keyed["x2_mixed"] = mix_batch(x2, *mixing)  # line 6
+        x1_mixed = mix_batch(x1, *mixing) if mto or mtm else None  # line 5
+        x2_mixed = mix_batch(x2, *mixing) if mtm else None  # line 6
         first = len(x1) * dist.get_rank() if dist.is_initialized() else 0
         targets = batch_targets(len(x1), self.num_mix, self.slices, first)  # lines 5 to 7
-        h, z = self.queries(queried), self.keys(keyed)  # lines 8 and 9
+        h2 = self.query(x2) if oto else None  # line 8
+        h1_mixed = self.query(x1_mixed) if mto or mtm else None
+        z1 = self.key(x1) if oto or local else None  # line 9
+        z2 = self.key(x2) if mto or local else None
+        z2_mixed = self.key(x2_mixed) if mtm else None
         h_local = {}  # queries of local crops, for each term (D6)
         if local and oto:
             h_local["oto"] = self.query(torch.cat(local)).chunk(len(local))
         if local and mto:
             h_local["mto"] = self.query(torch.cat([mix_batch(x, *mixing) for x in local])).chunk(len(local))
 
-        def contrast(q, k, term):
+        def contrast(h, z, term):
             smoothing = self.smoothing if term == "oto" else 0.0  # D1
-            return soft_info_nce(q, k, *targets[term], self.temperature, smoothing)
+            return soft_info_nce(h, z, *targets[term], self.temperature, smoothing)
 
         losses = {}
         with torch.autocast(x1.device.type, enabled=False):  # the loss is computed in float32
             if oto:
-                losses["oto"] = contrast(h["x2"], z["x1"], "oto")  # Eq. 15
+                losses["oto"] = contrast(h2, z1, "oto")  # Eq. 15
             if mto:
-                losses["mto"] = contrast(h["x1_mixed"], z["x2"], "mto")  # Eq. 13
+                losses["mto"] = contrast(h1_mixed, z2, "mto")  # Eq. 13
             if mtm:
-                losses["mtm"] = contrast(h["x1_mixed"], z["x2_mixed"], "mtm")  # Eq. 14
+                losses["mtm"] = contrast(h1_mixed, z2_mixed, "mtm")  # Eq. 14
             for term, queries in h_local.items():  # as released, against the keys of both views
-                parts = [contrast(query, z[view], term) for query in queries for view in ("x1", "x2")]
-                losses[f"local_{term}"] = sum(parts) / len(local)
+                losses[f"local_{term}"] = sum(contrast(h, z, term) for h in queries for z in (z1, z2)) / len(local)
         weights = self.terms | dict(local_oto=1.0, local_mto=1.0)  # D6
         loss = sum(weights[name] * value for name, value in losses.items())  # line 10: Eq. 16
         metrics = dict(loss=loss.detach()) | {f"loss_{name}": value.detach() for name, value in losses.items()}
-        return loss, h["x2" if oto else "x1_mixed"].detach(), metrics
+        return loss, (h2 if oto else h1_mixed).detach(), metrics
 
     @torch.no_grad()
     def update(self, m):
@@ -550,7 +526,6 @@ def gather(x):
 # D7 The ring of images (Eq. 4, 10, 11: mod N). Paper: the batch. Released: a GPU's part. Here: a slice of the batch,
 #    `--mix-slices`, at least one per process; 1 on one process is the paper's ring. Each slice has its own shuffle of
 #    the patches (Eq. 2); the paper draws one for the batch.
-# D8 Encoders with batch norm. Paper: none. Here: they can be trained, but normalize the images of all terms together.
 # Differences in rounding, indices and precision are listed in tests/golden/README.md.
 # The baseline lacks MoCo v3's factor 2 tau. `--num-mix 1` alone counts L(q1, k2) twice, because mtm is then mto.
 # Not here: the other mixes of Table 5 (CutMix and Mixup, RegionSwap, ResizeMix), COCO (Table 4), and Figs. 4, 8 to 11.
