@@ -422,7 +422,7 @@ def split_batch(batch_size, images, world, parts=1, flag="--batch-size", smalles
     a batch, or if the batch cannot be split over the processes into equal parts of at least `smallest` images.
     """
     if batch_size > images:
-        raise UsageError(f"--batch-size {batch_size} is larger than the training set of {images} images")
+        raise UsageError(f"--batch-size {batch_size} is more than the {images} training images: pass a smaller one")
     total = max(parts, world)
     if total % world:
         raise UsageError(f"{flag} {parts} cannot be split over {world} processes: pass a multiple of {world}")
@@ -1087,10 +1087,10 @@ def bounded(what, kind, is_valid):
     return convert
 
 
-positive_int = bounded("an integer above 0", int, lambda x: x > 0)
-nonnegative_int = bounded("an integer from 0", int, lambda x: x >= 0)
-positive_float = bounded("a number above 0", float, lambda x: 0 < x < math.inf)
-nonnegative_float = bounded("a number from 0", float, lambda x: 0 <= x < math.inf)
+positive_int = bounded("a positive integer", int, lambda x: x > 0)
+nonnegative_int = bounded("a non-negative integer", int, lambda x: x >= 0)
+positive_float = bounded("a positive number", float, lambda x: 0 < x < math.inf)
+nonnegative_float = bounded("a non-negative number", float, lambda x: 0 <= x < math.inf)
 fraction = bounded("a number from 0 to 1", float, lambda x: 0 <= x <= 1)
 
 # Arguments that may change when a run is resumed. With another number of workers the random numbers differ.
@@ -1173,14 +1173,14 @@ def parse_args(parser, argv, recipe, vit_only=("patch_size",)):
 
 
 def check_args(parser, args, vit_only):
-    """Report arguments of a training that do not fit each other. For the parameters see `parse_args`."""
+    """Exit with an error if the arguments of a training contradict each other. For the parameters see `parse_args`."""
     if args.show_views and (not args.show_views.endswith(".png") or os.path.exists(args.show_views)):
         parser.error(f"--show-views {args.show_views}: expected the name of a new file that ends in .png")
     if "." in args.arch:
         parser.error(f"--arch {args.arch}: weights are not downloaded: pass {args.arch.split('.')[0]}, and --init FILE")
     for name, value in vars(args).items():
         if name.endswith("_scale") and not 0 < value[0] <= value[1]:
-            parser.error(f"--{name.replace('_', '-')}: expected two numbers above 0, the smaller one first")
+            parser.error(f"--{name.replace('_', '-')}: expected two positive numbers, the smaller one first")
         if name in ("momentum", "blur_p") and np.size(value) > 2:
             parser.error(f"--{name.replace('_', '-')}: expected one or two numbers")
     local_crops = getattr(args, "local_crops", 0)

@@ -116,7 +116,7 @@ def parse_args(argv=None):
     """Parse the command line. Hyper-parameters that it does not set are absent, and `complete` adds them."""
     parser = argparse.ArgumentParser("eval_linear.py", description="Train a linear classifier, or fine-tune")
     common.add_evaluation_arguments(parser)
-    some = common.bounded("a number above 0, at most 1", float, lambda x: 0 < x <= 1)
+    some = common.bounded("a positive number, at most 1", float, lambda x: 0 < x <= 1)
     group = parser.add_argument_group("protocol")
     add = group.add_argument
     add("--protocol", choices=tuple(LINEAR), help="if None, probe; with --finetune, patchmix for ViTs, else clim")

@@ -71,7 +71,7 @@ def parse_args(argv=None):
     add("--batch-size", type=common.positive_int, default=512, help="global batch size, over all processes")
     add("--lr", type=common.positive_float, default=0.03, help="peak learning rate per 256 images")  # 0.06 for 512
     add("--min-lr", type=common.nonnegative_float, default=0.0, help="final learning rate per 256 images")
-    add("--warmup", type=common.nonnegative_float, default=0.0, help="linear warmup epochs, at most a quarter of all")
+    add("--warmup", type=common.nonnegative_float, default=0.0, help="linear warmup epochs, at most --epochs / 4")
     add("--weight-decay", type=common.nonnegative_float, default=1e-4, help="weight decay of SGD")
 
     add = parser.add_argument_group("augmentation").add_argument

@@ -85,13 +85,13 @@ def parse_args(argv=None):
     add("--lr", type=common.positive_float, default=0.03, help="peak learning rate per 256 images")
     add("--milestones", type=common.fraction, nargs="*", default=[0.6, 0.8], help="fractions of training at which the "
         "learning rate is divided by 10; none: a cosine")  # fmt: skip
-    add("--warmup", type=common.nonnegative_float, default=0.0, help="linear warmup epochs, at most a quarter of all")
+    add("--warmup", type=common.nonnegative_float, default=0.0, help="linear warmup epochs, at most --epochs / 4")
     add("--weight-decay", type=common.nonnegative_float, default=1e-4, help="weight decay of SGD")
 
     add = parser.add_argument_group("augmentation").add_argument
     add("--crop-scale", type=common.fraction, nargs=2, default=[0.4, 1.0], help="area range of global crops (Table 9)")
     add("--local-scale", type=common.fraction, nargs=2, default=[0.08, 0.4], help="area range of local crops (D7)")
-    add("--blur-p", type=common.fraction, nargs="+", default=[0.5], help="probability of blur; two values: views 1, 2")
+    add("--blur-p", type=common.fraction, nargs="+", default=[0.5], help="probability of blur; two values: one per view")
     add("--norm", choices=common.NORMS, default="imagenet", help="dataset statistics used for normalization")
 
     args = common.parse_args(parser, argv, recipe)

@@ -74,7 +74,7 @@ def parse_args(argv=None):
     add("--min-lr", type=common.nonnegative_float, default=0.0, help="final learning rate per 256 images")
     add("--milestones", type=common.fraction, nargs="*", default=[], help="fractions of training at which the learning "
         "rate is divided by 10; none: a cosine")  # fmt: skip
-    add("--warmup", type=common.nonnegative_float, default=0.0, help="linear warmup epochs, at most a quarter of all")
+    add("--warmup", type=common.nonnegative_float, default=0.0, help="linear warmup epochs, at most --epochs / 4")
     add("--weight-decay", type=common.nonnegative_float, default=1e-4, help="weight decay of SGD, or of LARS (v3)")
 
     add = parser.add_argument_group("augmentation").add_argument

@@ -81,7 +81,7 @@ def parse_args(argv=None):
     add("--batch-size", type=common.positive_int, default=1024, help="global batch size, over all processes")
     add("--lr", type=common.positive_float, default=5e-4, help="peak learning rate per 256 images")  # for ViT-S
     add("--min-lr", type=common.nonnegative_float, default=2.5e-7, help="final learning rate per 256 images")  # 1e-6
-    add("--warmup", type=common.nonnegative_float, default=10.0, help="linear warmup epochs, at most a quarter of all")
+    add("--warmup", type=common.nonnegative_float, default=10.0, help="linear warmup epochs, at most --epochs / 4")
     add("--weight-decay", type=common.nonnegative_float, nargs=2, default=[0.04, 0.4], help="of AdamW: initial, final")
 
     add = parser.add_argument_group("augmentation").add_argument
@@ -128,7 +128,7 @@ RECIPES = dict(  # what differs from the paper's values for ImageNet: section 4.
     imagenet=dict(knn_every=50),  # its kNN takes minutes
     folder=dict(mix_slices=1),  # not in the paper, because there may be few images
 )
-ENCODERS = dict(  # section 4.1.2, on CIFAR and on ImageNet; others are as ViT-S, 1e-3 for 512 and 2e-3 for 1024
+ENCODERS = dict(  # section 4.1.2, on CIFAR and on ImageNet; others have ViT-S's, 1e-3 for 512 and 2e-3 for 1024
     vit_micro=dict(lr=1e-3, weight_decay=[0.02, 0.2], patch_size=8, hidden=512, dim=128),  # not in the paper: for CPUs
     vit_tiny=dict(lr=2e-3, weight_decay=[0.02, 0.2]),  # 4e-3 for 512; ImageNet: as released, 8e-3 for 1024
     vit_base=dict(lr=7.5e-4),  # 1.5e-3 for 512, 3e-3 for 1024
