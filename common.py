@@ -422,7 +422,7 @@ def split_batch(batch_size, images, world, parts=1, flag="--batch-size", smalles
     a batch, or if the batch cannot be split over the processes into equal parts of at least `smallest` images.
     """
     if batch_size > images:
-        raise UsageError(f"--batch-size {batch_size} is more than the {images} training images: pass a smaller one")
+        raise UsageError(f"--batch-size {batch_size} is larger than the training set of {images} images: reduce it")
     total = max(parts, world)
     if total % world:
         raise UsageError(f"{flag} {parts} cannot be split over {world} processes: pass a multiple of {world}")

@@ -91,7 +91,7 @@ def parse_args(argv=None):
     add = parser.add_argument_group("augmentation").add_argument
     add("--crop-scale", type=common.fraction, nargs=2, default=[0.4, 1.0], help="area range of global crops (Table 9)")
     add("--local-scale", type=common.fraction, nargs=2, default=[0.08, 0.4], help="area range of local crops (D7)")
-    add("--blur-p", type=common.fraction, nargs="+", default=[0.5], help="probability of blur; two values: one per view")
+    add("--blur-p", type=common.fraction, nargs="+", default=[0.5], help="probability of blur; two values: views 1, 2")
     add("--norm", choices=common.NORMS, default="imagenet", help="dataset statistics used for normalization")
 
     args = common.parse_args(parser, argv, recipe)
