@@ -1173,7 +1173,7 @@ def parse_args(parser, argv, recipe, vit_only=("patch_size",)):
 
 
 def check_args(parser, args, vit_only):
-    """Exit with an error if the arguments of a training contradict each other. For the parameters see `parse_args`."""
+    """Check the arguments that several scripts have. Exit with an error if they contradict each other."""
     if args.show_views and (not args.show_views.endswith(".png") or os.path.exists(args.show_views)):
         parser.error(f"--show-views {args.show_views}: expected the name of a new file that ends in .png")
     if "." in args.arch:

@@ -611,8 +611,8 @@ def encode_shuffled_keys(encode, views):
 class SplitBatchNorm(nn.BatchNorm2d):
     """Batch norm over each of `groups` equal slices of the batch, as on that many GPUs. x: (N, C) or (N, C, H, W).
 
-    As in MoCo's notebook, running statistics are averaged over groups.
-    Raises ValueError if the groups do not divide a batch.
+    As in MoCo's notebook, running statistics are averaged over groups, and all groups share one call of F.batch_norm:
+    a loop over them gives a GPU many more operations. Raises ValueError if the groups do not divide a batch.
     """
 
     def __init__(self, num_features, groups, **kwargs):
