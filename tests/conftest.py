@@ -5,6 +5,7 @@ import importlib
 import multiprocessing
 import sys
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -46,20 +47,16 @@ QUEUES = [method for method in METHODS if method != "patchmix"]
 
 
 def pytest_addoption(parser):
-    parser.addoption(
-        "--slow", action="store_true", help="also the tests that take long: whole runs, several processes, kills"
-    )
+    parser.addoption("--slow", action="store_true", help="also long tests: whole runs, several processes, kills")
 
 
 def pytest_configure(config):
     config.addinivalue_line("markers", "slow: run with --slow only")
 
 
-def pytest_collection_modifyitems(config, items):
-    if not config.getoption("--slow"):
-        for item in items:
-            if item.get_closest_marker("slow"):
-                item.add_marker(pytest.mark.skip(reason="--slow runs it"))
+def pytest_runtest_setup(item):
+    if item.get_closest_marker("slow") and not item.config.getoption("--slow"):
+        pytest.skip("--slow runs it")
 
 
 @pytest.fixture(autouse=True)
@@ -144,19 +141,10 @@ class Blank(Pictures):
 
 def state_of(module, flags="", train=None):
     """What `main` trains and saves, as it begins: {name: module, optimizer or tensor}."""
-    import common
-
-    class Begun(Exception):
-        pass
-
-    def open_run(args, train, state, derived):
-        raise Begun(state)
-
     args = module.parse_args([*flags.split(), "--device", "cpu"])
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(Begun) as caught:
-        patch.setattr(common, "open_run", open_run)
+    with mock.patch("common.open_run", side_effect=InterruptedError) as begun, pytest.raises(InterruptedError):
         module.main(args, train=Blank(args.batch_size) if train is None else train)
-    return caught.value.args[0]
+    return begun.call_args.args[2]
 
 
 @pytest.fixture

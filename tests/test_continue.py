@@ -110,7 +110,6 @@ def test_resumed_by_another_number_of_processes(tmp_path, method):
         said = processes(tmp_path / "log", tiny.play, [(method, words, moment)] * world)[0][1]
         assert epochs_of(tmp_path / "run") == epoch, said
         assert json.loads((tmp_path / "run/config.json").read_text())["processes"] == world
-    assert all(torch.tensor(record["loss"]).isfinite() for record in records(tmp_path / "run"))
 
 
 def test_a_damaged_checkpoint_is_left_alone(straight, tmp_path, capsys):

@@ -1,12 +1,12 @@
 """What a machine does to a run: writes that fail, values that are not finite, processes that differ, damaged images."""
 
 import errno
-import io
 import math
 import os
 import shutil
 import sys
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import tiny
@@ -33,9 +33,7 @@ def assert_it_resumes(method, out, whole):
     assert_same_run(whole, out)
 
 
-@pytest.mark.parametrize(
-    "moment, error", [("save 3", RuntimeError), ("save 5", OSError), ("save 6", OSError), ("save 8", RuntimeError)]
-)
+@pytest.mark.parametrize("moment, error", [("save 5", OSError), ("save 6", OSError), ("save 8", RuntimeError)])
 def test_a_write_that_fails_is_one_line_and_costs_an_epoch(copies, capsys, moment, error):
     """In the middle, where it is torch that raises, or when it is flushed or renamed. The run resumes from last.pt."""
     out, whole = copies("jcl")
@@ -80,11 +78,8 @@ def test_what_is_not_finite_is_never_saved(copies, monkeypatch, method, what, me
 
 
 def test_a_closed_pipe_or_a_full_log_does_not_end_a_training(tmp_path, monkeypatch):
-    class Broken(io.StringIO):
-        def write(self, _):
-            raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(sys, "stdout", Broken())
+    full = OSError(errno.ENOSPC, "No space left on device")
+    monkeypatch.setattr(sys, "stdout", Mock(write=Mock(side_effect=full)))
     jcl.main(jcl.parse_args([*FLAGS, "--out", str(tmp_path)]))
     assert epochs_of(tmp_path) == 2
 

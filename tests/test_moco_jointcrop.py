@@ -13,6 +13,7 @@ from torchvision.transforms import v2
 from torchvision.transforms.v2.functional import pil_to_tensor
 
 import common
+import logo
 import moco_jointcrop as moco
 
 # Figure 7, read from the paper: mean distance of the two crops' corners, for beta from 4 down to -4 in halves.
@@ -43,9 +44,7 @@ def algorithm1(n, low, high, beta, rng):
     return np.array(pairs)
 
 
-@pytest.mark.parametrize("beta, low, high", [
-    (4.0, 0.2, 1.0), (3.0, 0.2, 1.0), (0.5, 0.1, 2.0), (0.0, 0.2, 1.0), (-0.7, 0.1, 2.0), (-4.0, 0.2, 1.0)
-])  # fmt: skip
+@pytest.mark.parametrize("beta, low, high", [(4, 0.2, 1), (0.5, 0.1, 2), (0, 0.2, 1), (-0.7, 0.1, 2), (-4, 0.2, 1)])
 def test_algorithm1_against_rejection_sampling(beta, low, high):
     reference, ours = algorithm1(20_000, low, high, beta, np.random.default_rng(1)).T, draws(200_000, low, high, beta)
     assert ks(reference[0], ours[0]) < 1.9  # far beyond 0.1 %
@@ -110,9 +109,6 @@ def test_figure7_corner_distances():
             assert mean_corner_distance(areas) == pytest.approx(distance, abs=error)
 
 
-# --------------------------------------------------------------- JointCrop
-
-
 @pytest.fixture
 def crops_are_boxes(monkeypatch):
     """torchvision's crop returns an image of two pixels, whose values are the box."""
@@ -162,11 +158,10 @@ def test_if_no_aspect_ratio_fits_the_crop_is_torchvisions_or_the_whole_image(siz
         assert all(one == expected for joint in (True, False) for one in crop(image, joint=joint))
 
 
-@pytest.mark.parametrize("css_alpha", [1, 0.05])
 @pytest.mark.parametrize("scale", [(0.08, 1.0), (1.0, 1.0), (1e-5, 1e-4)])
-def test_crops_are_inside(scale, css_alpha, crops_are_boxes):
-    """Of PIL images and of tensors."""
-    transform = moco.JointCrop(8, scale, css_alpha=css_alpha)
+def test_crops_are_inside(scale, crops_are_boxes):
+    """Of PIL images and of tensors, also where App. G moves them."""
+    transform = moco.JointCrop(8, scale, css_alpha=0.05)
     for size in [(1, 1), (1, 2), (2, 1), (1, 250), (250, 1), (2, 3), (7, 5), (32, 32), (31, 97), (250, 180)]:
         images = Image.new("RGB", size[::-1]), torch.zeros(3, *size)
         for image, joint in itertools.product(images, (True, False)):
@@ -246,9 +241,6 @@ def test_center_suppressed_positions(crops_are_boxes):
     assert {0, 3} <= {moco.center_suppressed(3, 0.01) for _ in range(200)} <= {0, 1, 2, 3}
 
 
-# ---------------------------------------------------------------------- MoCo
-
-
 def test_queue_is_first_in_first_out():
     """It wraps, and holds the last ones of more keys than it has rows."""
     queue = moco.Queue(5, 3)
@@ -284,9 +276,9 @@ def test_v3_contrast_is_info_nce_of_cosines_among_all_keys():
     assert moco.contrast(q, k[:1].expand(8, -1), 0.5, first=0).item() == pytest.approx(2 * 0.5 * math.log(8))
 
 
-def test_v3_starts_from_zero_residual_branches():
-    for flags, is_zero in ("--moco v3", True), ("--moco v2", False):
-        model = state_of(moco, f"--arch resnet_micro --batch-size 8 {flags}")["model"]
+def test_v3_and_simsiam_start_from_zero_residual_branches():
+    for module, flags, is_zero in (moco, "--moco v3", True), (moco, "--moco v2", False), (logo, "--base simsiam", True):
+        model = state_of(module, f"--arch resnet_micro --batch-size 8 {flags}")["model"]
         blocks = [block for block in model.modules() if hasattr(block, "zero_init_last")]
         assert blocks and all(block.bn2.weight.any() != is_zero for block in blocks)
 

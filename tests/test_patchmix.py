@@ -54,13 +54,9 @@ def test_patch_mix_eq_1_to_9(n, num_mix, size, patch):
 
 def nce_by_loops(q, k, index, weight, temperature, smoothing=0.0):
     """Eq. 13-15 as printed, without the weights' normalization. smoothing: the share of them that all keys get."""
-
-    def sim(h, z):
-        return h.dot(z) / (h.dot(h).sqrt() * z.dot(z).sqrt())
-
     total = 0
     for i in range(len(q)):
-        scores = [(sim(q[i], z) / temperature).exp() for z in k]
+        scores = [(torch.cosine_similarity(q[i], z, dim=0) / temperature).exp() for z in k]
         logs = [(score / sum(scores)).log() for score in scores]
         for j in range(index.shape[1]):
             total = total - weight[j] * ((1 - smoothing) * logs[index[i, j]] + smoothing * sum(logs) / len(k))

@@ -10,7 +10,7 @@ import pytest
 import tiny
 import torch
 import torch.nn.functional as F
-from conftest import NANO, QUEUES, generator, slow_but, state_of
+from conftest import NANO, generator, slow_but
 from global_batch_norm import synchronize
 from timm.layers import BatchNormAct2d
 from torch import nn
@@ -190,33 +190,18 @@ def test_parts_of_24_images_are_as_given_and_one_per_process_at_least(parts, wor
         assert common.split_batch(24, 24, world, parts, "--bn-groups") == each
 
 
-@pytest.mark.parametrize("method, flags, world, groups", [
-    *((method, "--bn-groups 8", 4, 2) for method in QUEUES), ("moco_jointcrop", "--moco v3", 1, 1),
-    ("logo", "--base simsiam", 1, 1), ("patchmix", "--mix-slices 8", 4, 1),
-])  # fmt: skip
-def test_groups_of_each_process(method, module, flags, world, groups, monkeypatch):
-    """In both encoders. Without a queue batch norm is not split. PatchMix has slices to mix within."""
-    monkeypatch.setattr(common, "init_distributed", lambda *_: (torch.device("cpu"), 0, world))
-    model = state_of(module, f"--batch-size 24 {flags}")["model"]
-    norms = [m for m in model.modules() if isinstance(m, (nn.BatchNorm1d, nn.BatchNorm2d))]
-    assert {getattr(norm, "groups", 1) for norm in norms} == {groups}
-    assert getattr(model, "slices", 2) == 2
-
-
-def train_and_keep(folder, method, flags):
+def train_and_keep(folder, line):
     """Train, and keep the model of each process, not of the first one only."""
-    path = folder / f"{os.environ['RANK']}.pt"
+    (method, *flags), path = line.split(), folder / f"{os.environ['RANK']}.pt"
     common.save_run = lambda out, config, info, state, *_: torch.save(state["model"].state_dict(), path)
-    words = f"--arch resnet_nano --knn-every 0 --epochs 1 {flags} --out".split()
-    tiny.play(method, [*tiny.FLAGS, *words, folder / "run"])
+    words = [*tiny.FLAGS, *"--arch resnet_nano --knn-every 0 --epochs 1".split()]
+    tiny.play(method, [*words, *flags, "--out", folder / "run"])
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "method, flags", [("moco_jointcrop", "--moco v3"), ("logo", "--base simsiam"), ("patchmix", "")]
-)
-def test_after_an_epoch_all_processes_have_the_same_running_statistics(method, flags, tmp_path):
+@pytest.mark.parametrize("line", ["moco_jointcrop --moco v3", "logo --base simsiam", "patchmix"])
+def test_after_an_epoch_all_processes_have_the_same_running_statistics(line, tmp_path):
     """Of methods without a queue, for which torch has no SyncBatchNorm on CPUs. The others are compared with one's."""
-    tiny.succeed(tmp_path / "log", train_and_keep, [(tmp_path, method, flags)] * 2)
+    tiny.succeed(tmp_path / "log", train_and_keep, [(tmp_path, line)] * 2)
     one, two = (tiny.load(tmp_path / f"{rank}.pt") for rank in (0, 1))
     assert one["backbone.bn1.running_mean"].abs().max() > 0 and tiny.unequal(one, two) == []

@@ -12,7 +12,7 @@ import pytest
 import timm
 import tiny
 import torch
-from conftest import JCL_AT_ONCE, METHODS, Blank, Pictures
+from conftest import JCL_AT_ONCE, METHODS, Blank
 from tiny import load, records, refused, run, unequal
 from torch import nn
 
@@ -162,19 +162,12 @@ def test_compiled_encoders_change_nothing(method, tmp_path, monkeypatch):
     torch.testing.assert_close(usual, other, rtol=1e-4, atol=1e-5)
 
 
-# ------------------------------------------------- own images, and an own encoder
-
-
-def pictures(count):
-    arrays = np.random.default_rng(count).integers(0, 256, (count, 20, 24, 3), np.uint8)
-    return Pictures(arrays, [i % 3 for i in range(count)], ["a", "b", "c"])
-
-
 @pytest.mark.parametrize("method", JCL_AT_ONCE)
 def test_own_images(method, tmp_path):
     """Only kNN needs labels. Images alone, of which CLIM chooses positives, give the same training."""
-    run(method, tmp_path / "labels", "--epochs", 1, train=pictures(68), test=pictures(24))
-    run(method, tmp_path / "items", "--epochs", 1, train=[*pictures(68)])
+    train, test = common.Patterns(4096, 20, seed=7), common.Patterns(1024, 20, seed=8)  # 68 and 32 images
+    run(method, tmp_path / "labels", "--epochs", 1, train=train, test=test)
+    run(method, tmp_path / "items", "--epochs", 1, train=[*train])
     assert unequal(*(load(tmp_path / name / "last.pt")["model"] for name in ("labels", "items"))) == []
     assert ["knn20_top1" in records(tmp_path / name)[0] for name in ("labels", "items")] == [True, False]
 

@@ -3,7 +3,7 @@
     python tests/tools/gpu_check.py [--seconds 480] [--only numbers waits]
     python tests/tools/gpu_check.py --device cpu                             tries the script itself
 
-Sections that need the same number of processes share a start. The longest comes last.
+The first three sections share a start. The longest section comes last.
 """
 
 import argparse
