@@ -237,7 +237,8 @@ def run(args):
         folder.mkdir(parents=True, exist_ok=True)
     if not (RUNS / "images.npz").exists():
         unpack(args.archive)
-    done = {*finished(out), *finished(KEPT), *(log.stem for log in out.glob("gpu_check.log") if "VERDICT: all" in log.read_text())}
+    checked = [log.stem for log in out.glob("gpu_check.log") if "VERDICT: all" in log.read_text()]
+    done = {*finished(out), *finished(KEPT), *checked}
     wanted = [name for name in args.arms or EVERYTHING if name not in done]
     began = time.time()
 

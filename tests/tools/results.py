@@ -349,7 +349,7 @@ def main():
     add("--workers", type=int, default=4, metavar="N", help="data loading processes per training")
     add("--flags", default="--epochs 40 --knn-every 20", metavar="TEXT", help="flags added to each training")
     add("--out", type=Path, default=gpu_list.KEPT, metavar="DIR", help="folder of the JSON files")
-    add("--commit", default="unknown", metavar="TEXT", help="commit of these files, because the GPU's machine may have no git")
+    add("--commit", default="unknown", metavar="TEXT", help="commit of these files, for a machine without git")
     add("--dry-run", action="store_true", help="all of it on the CPU: small encoders, few images, few steps")
     args = parser.parse_args()
     torch.set_num_threads(1)
