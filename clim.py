@@ -48,8 +48,7 @@ import common
 
 def parse_args(argv=None):
     """Parse the command line. The defaults are the paper's for ImageNet, with the changes that `recipe` returns."""
-    title = "CLIM: Center-wise Local Image Mixture (arXiv 2011.02697), on MoCo v2"
-    parser = argparse.ArgumentParser("clim.py", description=title)
+    parser = argparse.ArgumentParser("clim.py", description=__doc__.splitlines()[0])
 
     add = parser.add_argument_group("loss").add_argument
     add("--mix", choices=("cutmix", "none"), default="cutmix", help="none: half the loss to each key (Table 6)")
@@ -64,14 +63,14 @@ def parse_args(argv=None):
     add("--knn-k", type=common.positive_int, default=40, help="nearest neighbors, k (Table 8)")
     add("--num-positives", type=common.positive_int, default=10, help="positives per image (App. A.2)")
     add("--refresh-every", type=common.positive_int, default=5, help="epochs between selections (App. A.2)")
-    add("--clim-start", type=common.nonnegative_int, default=5, help="epochs before positives are used")
+    add("--clim-start", type=common.nonnegative_int, default=5, help="epochs before positives")  # not in the paper
 
     add = parser.add_argument_group("model").add_argument
     add("--arch", default="resnet50", help="encoder: resnet_mini, resnet18, resnet50, vit_small, or any timm model")
     add("--image-size", type=common.positive_int, nargs="+", help="view sizes in pixels (Table 7)")
     add("--patch-size", type=common.positive_int, default=16, help="patch size of a ViT, in pixels")
     add("--dim", type=common.positive_int, default=128, help="embedding dimension")
-    add("--bn-groups", type=common.positive_int, default=16, help="batch-norm groups per global batch, as on N GPUs")
+    add("--bn-groups", type=common.positive_int, default=16, help="batch-norm groups per global batch, for ShuffleBN")
     add("--momentum", type=common.fraction, nargs="+", default=[0.999], help="EMA momentum; two values: initial, final")
 
     add = parser.add_argument_group("schedule").add_argument
@@ -100,12 +99,12 @@ def parse_args(argv=None):
     common.refuse(parser, args, args.selection not in ("knn", "center"), ["knn_k"], why)
     common.refuse(parser, args, args.mix == "none", ["alpha"], "with --mix none")
     if args.selection != "none" and args.clim_start >= args.epochs:
-        parser.error(f"--clim-start {args.clim_start} is not below --epochs {args.epochs}: there would be no positives")
+        parser.error(f"--clim-start {args.clim_start} is not below --epochs {args.epochs}: pass a smaller --clim-start")
     return args
 
 
 # fmt: off
-CIFAR = dict(  # not in the paper: MoCo's demo on CIFAR-10 (facebookresearch/moco, branch colab-notebook), with a warmup
+CIFAR = dict(  # not in the paper: MoCo's CIFAR-10 demo (facebookresearch/moco, branch colab-notebook), and a warmup
     arch="resnet18", image_size=[32], patch_size=4, epochs=200, batch_size=512, lr=0.03, warmup=1.0,  # 0.06 for 512
     weight_decay=5e-4, momentum=[0.99], queue=4096, bn_groups=8, crop_scale=[0.08, 1.0], blur_p=[0.0], norm="cifar10",
     num_clusters=400, local_size=16,  # about as many images per cluster as on ImageNet
@@ -162,11 +161,10 @@ def clim_loss(q, k_anchor, k_positive, queue, temperature, lam):
     tensors = q, k_anchor, k_positive, queue
     q, k_anchor, k_positive, queue = (x.to(torch.promote_types(x.dtype, torch.float32)) for x in tensors)
     negatives = q @ queue.T
-    target = torch.zeros(len(q), dtype=torch.int64, device=q.device)  # the positive is in column 0
 
-    def nce(k):  # Eq. 1 for each query: (N,)
+    def nce(k):  # Eq. 1 for each query: (N,); the positive is in column 0
         logits = torch.cat([(q * k).sum(1, keepdim=True), negatives], dim=1) / temperature
-        return F.cross_entropy(logits, target, reduction="none")
+        return F.cross_entropy(logits, logits.new_zeros(len(q), dtype=torch.int64), reduction="none")
 
     return (lam * nce(k_anchor) + (1 - lam) * nce(k_positive)).mean()  # Eq. 4
 
@@ -310,8 +308,7 @@ def info_nce(q, k, queue, temperature):
     call it outside autocast, which would undo that. Raises ValueError if the shapes do not fit.
     """
     if q.dim() != 2 or k.shape != q.shape or queue.shape[1:] != q.shape[1:]:
-        shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, queue {tuple(queue.shape)}"
-        raise ValueError(f"info_nce takes q and k (N, C) and queue (K, C), not {shapes}")
+        raise ValueError(f"info_nce takes q and k (N, C) and queue (K, C), not {q.shape}, {k.shape} and {queue.shape}")
     q, k, queue = (x.to(torch.promote_types(x.dtype, torch.float32)) for x in (q, k, queue))
     positive = (q * k).sum(1, keepdim=True)
     logits = torch.cat([positive, q @ queue.T], dim=1) / temperature
@@ -358,7 +355,7 @@ def mix_queries(queries, partners, alpha):
 
     queries: list of (n, 3, H, W). partners: list of the positives' query views; if it is empty, nothing is mixed, and
     the fractions are 0.5, which gives half the loss to each key (not in the paper). alpha: the fraction is drawn from
-    Beta(alpha, alpha) (section 3.2.2), once per batch, as in the code of CutMix. Copy it with cutmix.
+    Beta(alpha, alpha) (section 3.2.2), once per batch of a process, as in the code of CutMix. Copy it with cutmix.
     """
     if not partners:
         return queries, [0.5] * len(queries)
@@ -427,8 +424,7 @@ class CLIM(nn.Module):
             # Table 7: local crops with the keys of the largest size (D6)
             losses += [self.contrast(x, k[0], fraction) for x, fraction in zip(local_q, fractions[1:], strict=True)]
             loss = sum(losses)
-        own_keys = keys[0][0]  # of the images themselves, at the largest size
-        return loss, own_keys, q[0].detach(), dict(loss=loss.detach())
+        return loss, keys[0][0], q[0].detach(), dict(loss=loss.detach())
 
     @torch.no_grad()
     def update(self, m):
@@ -502,8 +498,8 @@ def choose_positives(args, model, images, info, device):
     if dist.is_initialized():
         dist.broadcast(table, 0)  # each process has drawn its own
     text = f"positives chosen in {time.perf_counter() - began:.1f} s"
-    labels = torch.as_tensor(getattr(images, "targets", [-1]))
-    if labels.min() >= 0:
+    labels = torch.as_tensor(getattr(images, "targets", ()))
+    if len(labels) and labels.min() >= 0:
         of_class = (labels[:, None] == labels[table.cpu()]).double().mean()
         text += f", {100 * of_class:.1f} % of them of the image's class"
     common.log(text)
@@ -633,7 +629,7 @@ def encode_shuffled_keys(encode, views):
 
     A query and its key must not share batch statistics, from which the encoder could tell that they belong together
     (MoCo, section 3.3). So the images of all processes are shuffled, each process encodes its part, and the keys are
-    put back in order. All V views are encoded at once, as in JCL (App. C): 0.3 GB each for 512 images of 224 px.
+    put back in order. All V views are encoded at once, as in JCL (App. C): 0.6 GB each for 512 images of 224 px.
     """
     images = torch.cat([gather(view) for view in views])  # row v * N + i is view v of image i
     shuffle = torch.randperm(len(images), device=images.device)
@@ -674,16 +670,15 @@ class SplitBatchNorm(nn.BatchNorm2d):
 def convert_split_batchnorm(module, groups):
     """Convert the batch norms of a module to SplitBatchNorm, like torch's convert_sync_batchnorm. Return the module.
 
-    These are BatchNorm1d, BatchNorm2d and timm's BatchNormAct2d with running statistics and a momentum. Others, also
-    subclasses of these, stay as they are, so ShuffleBN does not act on them. Copy it with SplitBatchNorm.
+    It converts BatchNorm1d, BatchNorm2d and timm's BatchNormAct2d that have running statistics and a momentum. All
+    others, including subclasses of these, stay as they are. Copy it with SplitBatchNorm.
     """
     result = module
     is_plain = type(module) in (nn.BatchNorm1d, nn.BatchNorm2d, timm.layers.BatchNormAct2d)
     if is_plain and module.track_running_stats and module.momentum is not None:
         result = SplitBatchNorm(module.num_features, groups, eps=module.eps, momentum=module.momentum)
-        result.weight, result.bias = module.weight, module.bias
-        result.running_mean, result.running_var = module.running_mean, module.running_var
-        result.num_batches_tracked, result.training = module.num_batches_tracked, module.training
+        for name in ("weight", "bias", "running_mean", "running_var", "num_batches_tracked", "training"):
+            setattr(result, name, getattr(module, name))
     for name, child in module.named_children():
         setattr(result, name, convert_split_batchnorm(child, groups))
     return result
@@ -692,24 +687,27 @@ def convert_split_batchnorm(module, groups):
 # ================================== 7. differences between the paper and this file
 
 # What the paper does not give is marked "not in the paper".
-# D1 The image itself. Paper: it fulfills Eq. 2, as an equality. Here: it is no positive.
+# D1 The image itself. Paper: it satisfies Eq. 2, as an equality. Here: it is no positive.
 # D2 Too few positives. Paper (App. A.2): the nearest of the remaining 40 neighbors. Here: read as those that Eq. 2
 #    excludes, nearest first, although that contradicts Eq. 2.
 # D3 The sum of Eq. 6. Paper and here: a sum, of four terms for two sizes, which raises the effective learning rate: the
 #    embeddings' std rises slowly at first (0.03 after 48 steps of ImageNet's recipe with a small encoder), and faster
 #    with `--warmup 1` (the paper names no warmup). Local crops add their terms. Paper: r is the size of the image's
 #    views, r' of the positive's. Here: r is the size of the query, r' of both its keys.
-# D4 The sizes {224, 224} of Table 7. Paper: silent. Here: both have one crop with its colors, one is mirrored.
+# D4 The sizes {224, 224} of Table 7. Paper: silent. Here: both have the same view, flipped for the second.
 # D5 Crops of multi-resolution. Paper (section 3.3): fixed over the sizes. Here: a view has one crop at all sizes, and
 #    query and key have different crops. `--same-crop` is the other reading: a key has the crop of its query.
 # D6 Multi-crop. Paper (section 4.4): only sizes and areas. Here (not in the paper): local crops are queries, which are
 #    mixed with local crops of the positive.
 # D7 The weight of Eq. 4. Paper: lambda, drawn from Beta(alpha, alpha). Here, as in CutMix's code: the fraction of the
 #    image that is left, which is larger than lambda where a part of the box is outside.
+# D8 Color jitter. Paper (App. A.1): of brightness, contrast and saturation, without strengths. Here: MoCo v2's, which
+#    also changes the hue.
 # Differences in rounding, indices and precision are listed in tests/golden/README.md.
 # Eq. 5 is not computed: it defines the scale of a crop. Table 6: the other selections are made in the same epochs as
-# CLIM's (not in the paper). Tables 6, 8 and 9 take one image size: `--dataset imagenet --image-size 224`, and the flags
-# whose help names the table. Table 7 is `--image-size 224 96` and so on. Its multi-crop is `--local-crops 2`.
+# CLIM's, and also give ten positives per image (neither is in the paper). Tables 6, 8 and 9 take one image size:
+# `--dataset imagenet --image-size 224`, and the flags whose help names the table. Table 7 is `--image-size 224 96` and
+# so on. Its multi-crop is `--local-crops 2`.
 # Not here: detection and segmentation on VOC, COCO and LVIS (Tables 3 to 5), Table 10, and the t-SNE of Fig. 3.
 
 

@@ -91,8 +91,7 @@ def load_image(path):
             ImageOps.exif_transpose(image, in_place=True)
         return image
     except Exception as error:  # Pillow raises many kinds
-        reason = f"cannot read the image {path}: {error}"
-        raise OSError(f"{reason} (tests/tools/check_images.py lists all such files)") from error
+        raise OSError(f"cannot read the image {path}: {error} (tests/tools/check_images.py lists all)") from error
 
 
 class ImageFiles(Dataset):
@@ -165,62 +164,58 @@ def fingerprint(dataset):
 
 
 def is_hidden(name):
-    """Whether a name is that of a hidden file or of a system's folder, such as .DS_Store, @eaDir and lost+found."""
+    """Whether a name is that of a hidden file or a system folder, such as .DS_Store, @eaDir and lost+found."""
     return name.startswith(".") or name in SYSTEM_FOLDERS
 
 
 def list_files(folder, parents=()):
-    """Return the sorted paths of the files below a folder that are not hidden. parents: real paths of those above."""
-    paths, parents = [], {*parents, os.path.realpath(folder)}
-    for entry in sorted(os.scandir(folder), key=lambda entry: entry.name):
-        if is_hidden(entry.name):
-            continue
+    """Yield the sorted paths of the files below a folder that are not hidden. parents: real paths above it."""
+    parents = {*parents, os.path.realpath(folder)}
+    entries = [entry for entry in os.scandir(folder) if not is_hidden(entry.name)]
+    for entry in sorted(entries, key=lambda entry: entry.name):
         if entry.is_file():
-            paths.append(entry.path)
+            yield entry.path
         elif entry.is_dir():
             if os.path.realpath(entry.path) in parents:
                 raise UsageError(f"{entry.path} is a link to a folder that contains it: remove the link")
-            paths += list_files(entry.path, parents)
+            yield from list_files(entry.path, parents)
         elif entry.is_symlink():
             raise UsageError(f"{entry.path} is a broken link: mount its disk, or remove the link")
-    return paths
 
 
 def list_images(root, folder=""):
     """Return the file names, relative to `root`, of the images below root/folder. Log the number of other files."""
     start, folder = len(os.path.join(root, "")), os.path.join(root, folder)
     files = [(path[start:], os.path.splitext(path)[1].lower()) for path in list_files(folder)]
-    names = [name for name, extension in files if extension in EXTENSIONS]
+    names = [name for name, suffix in files if suffix in EXTENSIONS]
     if not names:
         raise UsageError(f"no images in {folder}")
-    skipped = [extension or "without an extension" for _, extension in files if extension not in EXTENSIONS]
+    skipped = collections.Counter(suffix or "without an extension" for _, suffix in files if suffix not in EXTENSIONS)
     if skipped:
-        counts = collections.Counter(skipped).items()
-        log(f"skipped files in {folder}: {', '.join(f'{count} {extension}' for extension, count in counts)}")
+        log(f"skipped files in {folder}: {', '.join(f'{count} {suffix}' for suffix, count in skipped.items())}")
     return names
 
 
-def load_dataset(name, root=None, train=True, image_size=32, unlabeled=False):
+def load_dataset(name, root=None, train=True, image_size=32):
     """Load the training or the test images of a dataset, with items (PIL image, label), `targets` and `classes`.
 
     name: one of DATASETS. root: a folder with train/, and val/, validation/ or test/, each with one folder per class;
     for "folder", also any tree of images, without labels; for CIFAR and STL-10, also where torchvision downloads them
-    to, data/ by default. image_size: that of "patterns". unlabeled: add the images of root/unlabeled/, or STL-10's.
-    Returns None if there are no test images. Raises UsageError for other layouts.
+    to, data/ by default. The training images include those of root/unlabeled/, or STL-10's unlabeled ones. image_size:
+    that of "patterns". Returns None if there are no test images. Raises UsageError for other layouts.
     """
     if name == "patterns":
         if root is not None:
             raise UsageError(f"--data-dir needs --dataset, which chooses the recipe: {', '.join(DATASETS[1:])}")
         return Patterns(4096, image_size, seed=0) if train else Patterns(1024, image_size, seed=1)
     if root is None and name not in ("cifar10", "cifar100", "stl10"):
-        other = ", or any folder of images" if name == "folder" else ""
-        raise UsageError(f"--dataset {name} needs --data-dir, a folder with train/, and val/ or test/{other}")
+        raise UsageError(f"--dataset {name} needs --data-dir, with train/, and val/ or test/ (folder: any images)")
     try:
         folders = os.listdir(root) if root is not None else ()
         if "train" in folders:
-            return load_split(name, root, folders, train, unlabeled)
+            return load_split(name, root, folders, train)
         if name in ("cifar10", "cifar100", "stl10"):
-            return load_torchvision(name, root or "data", train, unlabeled)
+            return load_torchvision(name, root or "data", train)
         if name != "folder":
             raise UsageError(f"no train/ in --data-dir {root}; --dataset folder takes any folder of images")
         parts = ("train", "training", "val", "validation", "test", "testing")
@@ -235,7 +230,7 @@ def load_dataset(name, root=None, train=True, image_size=32, unlabeled=False):
     return ImageFiles(root, names, [-1] * len(names), [])
 
 
-def load_split(name, root, folders, train, unlabeled):
+def load_split(name, root, folders, train):
     """Load root/train/, or the first of val/, validation/ and test/ that root has. See `load_dataset`."""
     parts = ("train",) if train else ("val", "validation", "test")
     part = next((part for part in parts if part in folders), None)
@@ -260,20 +255,18 @@ def load_split(name, root, folders, train, unlabeled):
         names = [file for file in names if file.split(os.sep)[1] in classes]
     label = {folder: i for i, folder in enumerate(classes)}
     targets = [label.get(file.split(os.sep)[1], -1) for file in names]
-    if train and unlabeled and "unlabeled" in folders:
+    if train and "unlabeled" in folders:
         names += list_images(root, "unlabeled")
         targets += [-1] * (len(names) - len(targets))
     return ImageFiles(root, names, targets, classes)
 
 
-def load_torchvision(name, root, train, unlabeled):
+def load_torchvision(name, root, train):
     """Load torchvision's CIFAR10, CIFAR100 or STL10, which one process per node downloads. See `load_dataset`."""
     files = [file for file in os.listdir(root) if not is_hidden(file)] if os.path.isdir(root) else []
     if files and root != "data" and not any(file.startswith(("cifar", "stl10")) for file in files):
         raise UsageError(f"--data-dir {root} has no train/ and no files of {name}; to download, pass an empty folder")
-    which = dict(train=train)
-    if name == "stl10":
-        which = dict(split="test" if not train else "train+unlabeled" if unlabeled else "train")
+    which = dict(split="train+unlabeled" if train else "test") if name == "stl10" else dict(train=train)
     dataset = getattr(torchvision.datasets, name.upper())
     if os.environ.get("LOCAL_RANK", "0") == "0":  # the first process of each node
         try:
@@ -300,14 +293,14 @@ def open_data(name, root=None, image_size=32, train=None, test=None):
     are no test images. There is no kNN monitor unless both have labels of the same classes.
     """
     if train is None:
-        train = load_dataset(name, root, True, image_size, unlabeled=True)
+        train = load_dataset(name, root, True, image_size)
         test = load_dataset(name, root, False, image_size) if test is None else test
     if test is None:
         log("no kNN in this training, because there are no test images")
     elif not have_labels(train, test):
         names = [{*map(str, getattr(images, "classes", ()))} for images in (train, test)]
         differ = ascii(sorted(names[0] ^ names[1])[:3])  # ascii: letters that look alike may differ
-        log("no kNN in this training, which needs training and test images with labels of the same classes")
+        log("no kNN in this training: it needs training and test images with labels of the same classes")
         log(f"train: {describe(train)}; test: {describe(test)}; classes that are not in both: {differ}")
         test = None
     return train, test
@@ -445,8 +438,7 @@ def color_jitter(x, brightness, contrast, saturation, hue, p=1.0):
 
     Brightness, contrast and saturation are multiplied by a factor from [max(0, 1 - v), 1 + v], where v is the argument.
     The hue is rotated by up to `hue` turns in both directions. The four are applied in random order, which is drawn per
-    batch, as in kornia. torchvision's ColorJitter draws it per image. x: (n, 3, H, W), in [0, 1]. Copy it with
-    adjust_brightness, adjust_contrast, adjust_saturation and adjust_hue.
+    batch, as in kornia; torchvision's ColorJitter draws it per image. Copy it with the four functions below.
     """
     rows = (torch.rand(len(x)) < p).nonzero().flatten()
     changes = (adjust_brightness, adjust_contrast, adjust_saturation, adjust_hue)
@@ -512,9 +504,8 @@ def gaussian_blur(x, sigma, p=1.0):
     if len(rows) == 0:
         return x
     sigma = sigma if torch.is_tensor(sigma) else torch.empty(len(x)).uniform_(*sigma)
-    sigma = sigma[rows, None]
-    reach = min(math.ceil(4 * sigma.max()), x.shape[2] - 1, x.shape[3] - 1)
-    kernel = torch.exp(-0.5 * (torch.arange(-reach, reach + 1) / sigma) ** 2)
+    reach = min(math.ceil(4 * sigma[rows].max()), x.shape[2] - 1, x.shape[3] - 1)
+    kernel = torch.exp(-0.5 * (torch.arange(-reach, reach + 1) / sigma[rows, None]) ** 2)
     kernel = (kernel / kernel.sum(1, keepdim=True)).repeat_interleave(x.shape[1], 0)  # one row per image and channel
     kernel, rows = kernel.to(x.device, x.dtype, non_blocking=True), rows.to(x.device, non_blocking=True)
     y = F.pad(x[rows].flatten(0, 1)[None], (reach,) * 4, mode="reflect")
@@ -566,18 +557,13 @@ def is_vit(arch):
 def backbone_info(arch, image_size, patch_size=16, norm="imagenet", interpolation="bilinear", **kwargs):
     """Return the metadata that rebuilds an encoder, a dict that backbone.pt holds: arguments of timm, and its images.
 
-    arch: a name in ARCHS, or any timm model. norm: a name in NORMS; if None, timm's mean and deviation for the weights
-    NAME.TAG, or else ImageNet's. kwargs: further arguments of timm.create_model, such as num_heads. Plain ResNets have
-    a 3 x 3 stem for images of up to 64 px (of stride 2 in resnet_mini), except for resnet_micro. Raises UsageError if
-    timm does not have the model, or if the patches do not fit.
+    arch: a name in ARCHS, or any timm model. norm: a name in NORMS. kwargs: further arguments of timm.create_model,
+    such as num_heads. Plain ResNets have a 3 x 3 stem for images of up to 64 px (of stride 2 in resnet_mini), except
+    for resnet_micro. Raises UsageError if timm does not have the model, or if the patches do not fit.
     """
     name, changes = ARCHS.get(arch, (arch, {}))
     if not timm.is_model(name):
         raise UsageError(f"unknown --arch {arch}: choose {', '.join(ARCHS)}, or a timm model such as resnet50")
-    try:
-        published = timm.get_pretrained_cfg(name)
-    except RuntimeError as error:  # an unknown tag
-        raise UsageError(f"unknown --arch {arch}: {error}") from error
     kwargs, stem = changes | kwargs | dict(num_classes=0), "timm"
     if is_vit(arch):
         fixed = re.search(r"patch(\d+)", arch)
@@ -589,9 +575,7 @@ def backbone_info(arch, image_size, patch_size=16, norm="imagenet", interpolatio
         is_plain = name.split(".")[0].removeprefix("resnet").isdigit() and arch != "resnet_micro"  # not resnet26d
         if is_plain and image_size <= 64:
             stem = "3x3-s2" if arch == "resnet_mini" else "3x3"
-    mean, std = NORMS[norm or "imagenet"]
-    if norm is None and "." in name and published is not None:
-        mean, std = published.mean, published.std
+    mean, std = NORMS[norm]
     images = dict(image_size=image_size, mean=mean, std=std, interpolation=interpolation)
     return dict(timm_name=name, create_kwargs=kwargs, stem=stem, arch=arch) | images
 
@@ -604,7 +588,7 @@ def build_backbone(info, zero_init=False, **kwargs):
     """
     try:
         backbone = timm.create_model(info["timm_name"], **info["create_kwargs"], **kwargs)
-    except (AssertionError, TypeError) as error:  # for example, a ResNet has no --num-heads
+    except (AssertionError, RuntimeError, TypeError) as error:  # for example, a ResNet has no --num-heads
         raise UsageError(f"--arch {info['arch']}: {error}") from error
     if info["stem"] != "timm":  # no 7 x 7 convolution and no max-pooling, as is usual on CIFAR
         stride = 2 if info["stem"] == "3x3-s2" else 1
@@ -624,16 +608,18 @@ def build_backbone(info, zero_init=False, **kwargs):
 @torch.no_grad()
 def feature_width(backbone, *sizes):
     """Return the width of an encoder's features. Raises UsageError unless images of all sizes give (n, width)."""
-    backbone = copy.deepcopy(backbone).eval()
+    backbone, width = copy.deepcopy(backbone).eval(), None
     for size in sizes:
         try:
             features = backbone(torch.zeros(1, 3, size, size))
         except Exception as error:  # each encoder has its own
             reason = (str(error) or repr(error)).splitlines()[0]
             raise UsageError(f"the encoder does not take images of {size} px: {reason}") from error
-        if getattr(features, "ndim", None) != 2:
-            raise UsageError(f"the encoder maps images to {getattr(features, 'shape', type(features))}, not (n, width)")
-    return features.shape[1]
+        if getattr(features, "ndim", None) != 2 or width not in (None, features.shape[1]):
+            shape = getattr(features, "shape", type(features))
+            raise UsageError(f"the encoder maps images of {size} px to {shape}, not (n, {width or 'width'})")
+        width = features.shape[1]
+    return width
 
 
 def load_checkpoint(path):
@@ -682,8 +668,7 @@ def load_backbone(path, encoder=None):
     with contextlib.suppress(OSError, ValueError, AttributeError):  # backbone.pt, which people publish, has no paths
         info["data_dir"] = json.loads(path.with_name("config.json").read_text()).get("data_dir")
     if not timm.is_model(info["timm_name"]):
-        how = "evaluate it in the script that registers it, by eval_knn.main(eval_knn.parse_args([RUN]))"
-        raise UsageError(f"{path}: the encoder {info['timm_name']} is not registered with timm here: {how}")
+        raise UsageError(f"{path}: {info['timm_name']} is not registered with timm: call eval_knn.main where it is")
     backbone = build_backbone(info)
     backbone.load_state_dict(weights)
     return backbone.eval(), info
@@ -692,8 +677,7 @@ def load_backbone(path, encoder=None):
 def encoder_weights(model_state, encoder):
     """Return the state_dict of the encoder, "momentum" or else the query encoder, in a model's state_dict."""
     prefix = "momentum_backbone." if encoder == "momentum" else "backbone."
-    weights = {name: x for name, x in model_state.items() if name.startswith(prefix)}
-    return {name.removeprefix(prefix): x.cpu().contiguous() for name, x in weights.items()}
+    return {k.removeprefix(prefix): x.cpu().contiguous() for k, x in model_state.items() if k.startswith(prefix)}
 
 
 # What a third-party checkpoint may hold besides the encoder; the last two are MAE's
@@ -742,7 +726,7 @@ def load_weights(encoder, path, prefix=""):
 
 
 def center_crop(image, size, interpolation="bilinear"):
-    """Resize the shorter side of a PIL image to 256/224 of `size`, and crop its center. Images of that size stay."""
+    """Resize the shorter side of a PIL image to 256/224 of `size`, and crop its center, unless it has that size."""
     if image.size == (size, size):
         return image
     image = v2.functional.resize(image, [size * 256 // 224], v2.InterpolationMode(interpolation))
@@ -804,10 +788,9 @@ def knn_monitor(
     encoder, info, train, test, device, workers=0, amp=False, batch_size=256, k=(20, 200), temperature=0.07
 ):
     """Return an encoder's accuracy by `knn_predict` on the labeled images, {"knn20_top1": percent, ...}."""
-    options = dict(batch_size=batch_size, workers=workers, amp=amp)
     train, test = with_labels(train), with_labels(test)
-    train_x = extract_features(encoder, train, info, device, whole=False, **options)
-    test_x = extract_features(encoder, test, info, device, **options)
+    train_x = extract_features(encoder, train, info, device, batch_size, workers, amp, whole=False)
+    test_x = extract_features(encoder, test, info, device, batch_size, workers, amp)
     train_y, test_y = local_rows(torch.as_tensor(train.targets)), torch.as_tensor(test.targets)
     predicted = knn_predict(train_x.to(device), train_y, test_x.to(device), k, temperature, len(train.classes))
     accuracy = 100 * (predicted == test_y).double().mean(1)
@@ -840,8 +823,10 @@ def open_encoder(args):
     if args.encoder is not None:
         raise UsageError("--encoder is for runs of this project; for third-party weights pass --prefix")
     prefix = given.pop("prefix", "")
-    info = backbone_info(args.arch, **dict(image_size=224, norm=None) | given)
+    info = backbone_info(args.arch, **dict(image_size=224) | given)
     backbone = build_backbone(info)
+    if args.norm is None and "." in args.arch:  # timm's, of the weights NAME.TAG
+        info |= {name: backbone.pretrained_cfg[name] for name in ("mean", "std")}
     feature_width(backbone, info["image_size"])
     load_weights(backbone, args.checkpoint, prefix)
     return backbone.eval(), info | dict(method=Path(args.checkpoint).name, encoder=prefix or "only")
@@ -851,27 +836,26 @@ def open_evaluation_data(name, root, info, check=True, train=None, test=None):
     """Load the images of an evaluation, (training images, test images), and log what is evaluated.
 
     name: see `load_dataset`; if None, the dataset that the encoder was trained on. train, test: datasets to use
-    instead. info: see `backbone_info`; the dataset's name and fingerprint are set in it. check: require labels of the
+    instead. info: see `backbone_info`; its name, folder and fingerprint are set in it. check: require labels of the
     same classes in both, and drop the images without a label. Raises UsageError if that is not so, or if the images are
     not those that the encoder was trained on.
     """
     own = name is None and train is None
     if own:
-        if "dataset" not in info:
+        if info.get("dataset") is None:
             raise UsageError("the checkpoint does not name its dataset: pass --dataset")
         name, root = info["dataset"], root or info.get("data_dir")
     if train is None:
-        train = load_dataset(name, root, True, info["image_size"], unlabeled=True)
+        train = load_dataset(name, root, True, info["image_size"])
         test = load_dataset(name, root, False, info["image_size"]) if test is None else test
-        images = fingerprint(train)
-        if own and images != info["images"]:
-            what = "not the images that the encoder was trained on"
-            raise UsageError(f"{what}: for these pass --dataset {name}, --data-dir")
-        info |= dict(dataset=name, images=images)
+    images = fingerprint(train)
+    if own and images != info["images"]:
+        raise UsageError(f"the encoder was trained on other images; for these pass --dataset {name} --data-dir DIR")
+    info |= dict(dataset=name, data_dir=root, images=images)
     if check:
         if not have_labels(train, test):
             found = f"train/: {describe(train)}; val/ or test/: {describe(test or [])}"
-            raise UsageError(f"an evaluation needs images of the same classes in both, two classes at least: {found}")
+            raise UsageError(f"an evaluation needs training and test images of the same classes, two at least: {found}")
         train, test = with_labels(train), with_labels(test)
     names = "encoder", "arch", "method", "image_size", "interpolation", "mean", "std"
     log_values("features", {name: info[name] for name in names})
@@ -886,7 +870,7 @@ def have_labels(train, test):
 
 
 def baselines(info, seed, images):
-    """Return the baselines of an evaluation, {name: encoder}: raw pixels and the untrained encoder."""
+    """Return the baselines of an evaluation, {name: encoder}: raw pixels (of few images) and the untrained encoder."""
     torch.default_generator.manual_seed(seed)  # the CPU's: no other is used
     pixels = nn.Sequential(nn.AdaptiveAvgPool2d(min(32, info["image_size"])), nn.Flatten())
     few = images <= 200_000  # raw pixels of more would need tens of GB
@@ -897,7 +881,7 @@ def baselines(info, seed, images):
 
 
 def log_demo(args, command):
-    """Print how to train on real data, if a training is the demo. command: the paper's, a script and its flags."""
+    """If a training is the demo, print how to train on real data. command: the paper's, a script and its flags."""
     is_demo = command and args.dataset == "patterns" and not args.show_views
     if is_demo and os.environ.get("RANK", "0") == "0":
         log("Demo on synthetic images. For real data pass --dataset cifar10, or folder or imagenet with --data-dir DIR")
@@ -906,7 +890,7 @@ def log_demo(args, command):
 
 
 def start(main, parse_args, paper=None):
-    """Run main(parse_args()). UsageErrors, divergence: one line, exit status 2. Ctrl-C: 130. paper: see `log_demo`."""
+    """Run main(parse_args()). UsageErrors and divergence: a line, exit status 2. Ctrl-C: 130. paper: see `log_demo`."""
     sys.stdout = sys.stdout or open(os.devnull, "w")  # None if it is closed
     torch.set_flush_denormal(True)  # denormal numbers make a CPU several times slower
     torch.backends.cudnn.benchmark = True
@@ -1000,7 +984,7 @@ def gather_rows(x, to_first=False):
 def log(text, end="\n"):
     """Print a line from the first process only. On a terminal it replaces the progress line."""
     if rank_and_world()[0] == 0:
-        with contextlib.suppress(OSError):  # a closed pipe or a full disk of the log must not end a training
+        with contextlib.suppress(OSError, ValueError):  # a closed pipe or a full disk must not end a training
             print(("\r\x1b[K" if sys.stdout.isatty() else "") + text, end=end, flush=True)
 
 
@@ -1037,19 +1021,17 @@ class Meter:
         values = torch.stack([*self.sums.values()]).double().cpu() / self.count
         values = torch.stack(all_gather_object(values)).mean(0).tolist()
         averages = dict(zip(self.sums, values, strict=True))
-        if wrong := [name for name, value in averages.items() if not math.isfinite(value)]:
+        if bad := [name for name, value in averages.items() if not math.isfinite(value)]:
             keep = ", a new --out, and --resume to keep the epochs before" if self.epoch else ""
-            what = f"{', '.join(wrong)} not finite in epoch {self.epoch + 1}"
-            raise FloatingPointError(f"{what}: pass a lower --lr{keep}")
+            raise FloatingPointError(f"{', '.join(bad)} not finite in epoch {self.epoch + 1}: pass a lower --lr{keep}")
         return averages | dict(images_per_s=self.batch_size * self.count / (time.perf_counter() - self.began))
 
 
 def log_values(title, values):
     """Print {name: value} after a title, in lines of up to 120 characters."""
     words = [f"{name} {format_value(value)}" for name, value in values.items() if value not in (None, "")]
-    text = "  ".join(word.replace(" ", "\xa0") for word in words)  # lines are broken between the words
-    indent = dict(initial_indent=f"{title:10}", subsequent_indent=" " * 10)
-    log(textwrap.fill(text, 120, break_on_hyphens=False, **indent).replace("\xa0", " "))
+    text = f"{title:10}" + "  ".join(word.replace(" ", "\xa0") for word in words)  # lines are broken between the words
+    log(textwrap.fill(text, 120, subsequent_indent=" " * 10, break_on_hyphens=False).replace("\xa0", " "))
 
 
 def log_epoch(title, records, names=()):
@@ -1061,8 +1043,8 @@ def log_epoch(title, records, names=()):
     log("  ".join([title, *(f"{name} {format_value(records[-1][name])}" for name in [*names, *scores])]))
     is_low = [record.get("std", 1) < 0.1 for record in records[-4:]]
     if names and is_low in ([True] * 3, [False, True, True, True]):
-        log("warning: std has been below 0.1 for three epochs: all images have nearly the same embedding, a collapse")
-        log("if it does not rise. Try --warmup, or look at --lr (too high?), --temperature, --queue and --momentum")
+        log("warning: std has been below 0.1 for three epochs: all embeddings are nearly equal. If it does not rise,")
+        log("it is a collapse: try --warmup, or look at --lr (too high?), --temperature, --queue and --momentum")
 
 
 def format_value(value):
@@ -1076,7 +1058,7 @@ def format_value(value):
 
 
 def bounded(what, kind, is_valid):
-    """Return a `type` for argparse: numbers of a kind, int or float, that are valid. what: for the error message."""
+    """Return a `type` for argparse that accepts valid numbers of a kind, int or float. what: describes them."""
 
     def convert(text):
         with contextlib.suppress(ValueError):
@@ -1097,10 +1079,12 @@ fraction = bounded("a number from 0 to 1", float, lambda x: 0 <= x <= 1)
 NOT_IN_CONFIG = ("data_dir", "out", "resume", "keep_every", "knn_every", "device", "compile", "workers", "show_views")
 
 
-def add_device_arguments(add):
-    """Add the arguments shared by all scripts. add: `add_argument` of a parser or a group."""
+def add_shared_arguments(parser, add):
+    """Add the arguments shared by all scripts, and set the form of --help. add: `add_argument` of a group."""
+    parser.allow_abbrev, parser.formatter_class = False, argparse.ArgumentDefaultsHelpFormatter
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()  # not on macOS
     workers = min(16, cores // int(os.environ.get("LOCAL_WORLD_SIZE", 1))) if torch.cuda.is_available() else 0
+    add("--seed", type=nonnegative_int, default=0, help="random seed")
     add("--workers", type=nonnegative_int, default=workers, help="data loading processes per training process")
     add("--device", choices=("auto", "cuda", "cpu"), default="auto", help="auto: a GPU if there is one")
     add("--amp", choices=("auto", "off"), default="auto", help="auto: bf16 on GPUs that support it; off: float32")
@@ -1112,17 +1096,15 @@ def use_bf16(amp, device):
 
 
 def add_evaluation_arguments(parser):
-    """Add the arguments shared by both evaluations, and set the form of --help."""
-    parser.usage, parser.allow_abbrev = "%(prog)s RUN [options]", False
-    parser.formatter_class = argparse.ArgumentDefaultsHelpFormatter
+    """Add the arguments shared by both evaluations."""
+    parser.usage = "%(prog)s RUN [options]"
     add = parser.add_argument_group("what is evaluated").add_argument
     add("checkpoint", metavar="RUN", help="a run's folder, last.pt or backbone.pt; or a third-party FILE, with --arch")
     add("--dataset", choices=DATASETS, help="if None, the dataset that the encoder was trained on")
     add("--data-dir", type=os.path.abspath, metavar="DIR", help="folder of the dataset; if None, that of the training")
     add("--encoder", choices=("query", "momentum"), help="if None, the encoder that the paper evaluates")
     add("--no-baselines", action="store_true", help="do not evaluate raw pixels and the untrained encoder")
-    add("--seed", type=nonnegative_int, default=0, help="random seed")
-    add_device_arguments(add)
+    add_shared_arguments(parser, add)
     add = parser.add_argument_group("the encoder in a third-party FILE").add_argument
     add("--arch", help="vit_tiny, resnet18, ..., or any timm model")
     add("--prefix", help="prefix of the encoder's keys in the state_dict, for example module.encoder_q.")
@@ -1136,16 +1118,14 @@ def parse_args(parser, argv, recipe, vit_only=("patch_size",)):
     """Add the arguments shared by all training scripts, parse argv (if None, sys.argv), and return the arguments.
 
     parser: has --arch, --image-size and --lr at least. recipe(args) returns the defaults, {name: value}, that the
-    chosen dataset, encoder and method have. Values that are not defaults name the default of --out. The method is the
-    parser's prog, a script's name. vit_only: names of the arguments that only a ViT takes.
+    chosen dataset, encoder and method have. The default of --out is named after the values that are not defaults. The
+    method is the parser's prog, a script's name. vit_only: names of the arguments that only a ViT takes.
     """
-    parser.usage, parser.allow_abbrev = "%(prog)s [options]", False
-    parser.formatter_class = argparse.ArgumentDefaultsHelpFormatter
+    parser.usage = "%(prog)s [options]"
     parser.set_defaults(method=parser.prog.removesuffix(".py"))
     add = parser.add_argument_group("run").add_argument
     add("--dataset", choices=DATASETS, default="patterns", help="dataset, which also selects the recipe")
     add("--data-dir", type=os.path.abspath, metavar="DIR", help="folder with train/, and val/ or test/")
-    add("--seed", type=nonnegative_int, default=0, help="random seed")
     add("--init", type=os.path.abspath, metavar="FILE", help="checkpoint to initialize the encoder from")
     add("--init-prefix", default="", metavar="PREFIX", help="prefix of the encoder's keys in FILE")
     add("--out", type=os.path.abspath, metavar="DIR", help="output folder; an existing run is resumed")
@@ -1153,7 +1133,7 @@ def parse_args(parser, argv, recipe, vit_only=("patch_size",)):
     add("--keep-every", type=nonnegative_int, default=0, metavar="N", help="keep a checkpoint every N epochs; 0: never")
     add("--knn-every", type=nonnegative_int, default=10, metavar="N", help="kNN monitor every N epochs; 0: never")
     add("--show-views", metavar="FILE.png", help="write a picture of the views, and exit")
-    add_device_arguments(add)
+    add_shared_arguments(parser, add)
     add("--compile", action="store_true", help="compile the encoders: a slow start, then faster steps")
 
     argv = sys.argv[1:] if argv is None else argv
@@ -1195,14 +1175,14 @@ def check_args(parser, args, vit_only):
 
 
 def refuse(parser, args, condition, names, why):
-    """Report the first of the named arguments that is not its default if, by the condition, it has no effect."""
+    """If the condition is true, exit with an error for the first named argument that is not its default."""
     for name in names:
         if condition and name in args and getattr(args, name) != parser.get_default(name):
             parser.error(f"--{name.replace('_', '-')} has no effect {why}")
 
 
 def run_folder(words):
-    """Return a default for --out that is named by words."""
+    """Return a default for --out, which is made of words."""
     name = re.sub(r"[^\w.-]+", ",", "-".join(words))
     return f"runs/{name if len(name) < 160 else name[:150] + hashlib.sha256(name.encode()).hexdigest()[:8]}"
 
@@ -1251,8 +1231,7 @@ def open_run(args, train, state, derived):
     --resume, a new run starts from the state of another one, except for tensors with a row per image. Raises UsageError
     if the run in args.out has another configuration, or if the processes do not have the same one.
     """
-    config = {name: value for name, value in vars(args).items() if name not in NOT_IN_CONFIG}
-    config["images"] = fingerprint(train)
+    config = {k: x for k, x in vars(args).items() if k not in NOT_IN_CONFIG} | dict(images=fingerprint(train))
     config = json.loads(json.dumps(config, default=str))  # plain numbers and strings, which any checkpoint can hold
     machine = torch.cuda.get_device_name() if torch.cuda.is_initialized() else f"CPU, {torch.get_num_threads()} threads"
     rank, world = rank_and_world()
@@ -1260,7 +1239,7 @@ def open_run(args, train, state, derived):
     if getattr(args, "warmup", 0) > args.epochs / 4:
         derived["warmup_cut_to"] = args.epochs / 4
     if hasattr(state.get("model"), "queue") and (queue := derived.get("negatives", 0)) > len(train) / 4:
-        log(f"warning: the queue has {queue} keys for {len(train)} images: some are of the query's own image (--queue)")
+        log(f"warning: the queue has {queue} keys for {len(train)} images, so some are of the query's own (--queue)")
     log_values("values", config)
     log_values("derived", derived)
     path = all_gather_object(find_checkpoint(args.out, args.resume) if rank == 0 else None)[0]

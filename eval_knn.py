@@ -1,8 +1,7 @@
 """Evaluate an encoder by weighted k-nearest-neighbor classification of its frozen features.
 
 The k nearest training images vote for the class of a test image, each with the weight exp(cosine similarity /
-temperature), as in Wu et al. (arXiv 1805.01978). Nothing is trained. Two baselines are evaluated alike: raw pixels, and
-the untrained encoder.
+temperature), as in Wu et al. (arXiv 1805.01978). Raw pixels and the untrained encoder are evaluated alike.
 
     python eval_knn.py runs/patchmix-patterns-vit_micro-s0
     python eval_knn.py RUN/last.pt --encoder query --dataset cifar10 --data-dir DIR

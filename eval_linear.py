@@ -1,9 +1,9 @@
 """Evaluate an encoder with labels: train a linear classifier on its frozen features, or fine-tune all its layers.
 
 The default, `--protocol probe`, computes the features once, standardizes them, and trains linear classifiers on them
-with a grid of learning rates, all at once, in seconds. The learning rate is chosen on a held-out tenth of the training
-images or, if that is less than 400, by cross-validation. The test images are used once. Two baselines are evaluated
-alike: raw pixels, and the untrained encoder.
+with a grid of learning rates, all at once. The learning rate is chosen on a held-out tenth of the training
+images or, if that is less than 400, by cross-validation. The test images are used once. Raw pixels (of up to 200,000
+images, not by L-BFGS) and the untrained encoder are evaluated alike.
 
     python eval_linear.py runs/patchmix-patterns-vit_micro-s0
     python eval_linear.py RUN --dataset cifar100 --data-dir DIR                # transfer
@@ -38,7 +38,6 @@ import argparse
 import datetime
 import hashlib
 import math
-import os
 import random
 import re
 from pathlib import Path
@@ -131,7 +130,7 @@ def parse_args(argv=None):
     add("--epochs", type=common.positive_int, help="number of epochs")
     add("--batch-size", type=common.positive_int, help="global batch size")
     add("--lr", type=common.positive_float, help="peak learning rate per 256 images")
-    add("--milestones", type=common.fraction, nargs="*", help="--lr is divided by 10 at these fractions; none: cosine")
+    add("--milestones", type=common.fraction, nargs="*", help="fractions at which --lr is divided by 10; none: cosine")
     add("--warmup", type=common.nonnegative_float, help="linear warmup epochs, at most a quarter of --epochs")
     add("--weight-decay", type=common.nonnegative_float, help="weight decay, except for biases and norms")
     add("--pad", type=common.nonnegative_int, help="RandomCrop with N pixels of padding; 0: RandomResizedCrop")
@@ -147,7 +146,7 @@ def parse_args(argv=None):
     add("--resume", metavar="FILE", help="last.pt of another run, to resume in a new --out")
 
     add = parser.add_argument_group("probe (also --epochs and --batch-size)", **unset).add_argument
-    add("--holdout", type=some, help="held-out fraction, which chooses --lrs or --strengths (default: 0.1)")
+    add("--holdout", type=some, help="held-out fraction, chooses --lrs or --strengths if val/ does not (default: 0.1)")
     add("--lrs", type=common.positive_float, nargs="+", help="learning rates (default: 13 from 10^-4.5 to 10^1.5)")
     add("--strengths", type=common.positive_float, nargs="+", help="lbfgs: L2 penalties (default: 45 from 1e-6 to 1e5)")
     add("--metric", choices=("top1", "per_class"), help="lbfgs: score that chooses the penalty (default: top1)")
@@ -163,8 +162,7 @@ def parse_args(argv=None):
         names = FINETUNE["clim"]
     for name in PROBE | LBFGS | FINETUNE["clim"]:
         if name in args and name not in names:
-            flag = f"--{name.replace('_', '-')}"
-            parser.error(f"{flag} has no effect without another --protocol, --solver or --finetune")
+            parser.error(f"--{name.replace('_', '-')} has no effect with this --protocol, --solver and --finetune")
     return args
 
 
@@ -189,9 +187,10 @@ def complete(args, info):
         if path.stem.startswith("epoch-"):  # one of --keep-every
             source += f"-{path.stem}"
         words = [args.method, args.protocol, args.dataset or "own", source, f"s{args.seed}"]
-        for name in (*values, "amp", "prefix", "data_dir", "encoder", "label_fraction", "label_files"):
+        names = *values, "amp", "prefix", "data_dir", "encoder", "label_fraction", "label_files"
+        for name in (*names, "image_size", "patch_size", "num_heads", "norm"):
             if given.get(name) not in (None, "auto") and name != "resume":
-                words.append(name + os.path.basename(common.format_value(given[name])))
+                words.append(name + Path(common.format_value(given[name])).name)
         args.out = common.run_folder(words)
     return args
 
@@ -203,19 +202,19 @@ def open_data(args, info, train=None, test=None):
     """Load the images: (training images, those that choose the strength for L-BFGS or None, test images).
 
     train, test: a caller's own datasets, which are used instead. If the folder has val/ and a test/ with classes,
-    L-BFGS is evaluated on test/, and val/ chooses. If only some labels may be used, val/ is not, because it has more.
+    L-BFGS is evaluated on test/, and val/ chooses. With few labels (--label-fraction, --label-files) val/ is not used.
     """
-    root = (args.data_dir or info.get("data_dir")) if args.solver == "lbfgs" and test is None else None
+    may_choose = args.solver == "lbfgs" and test is None
     train, test = common.open_evaluation_data(args.dataset, args.data_dir, info, True, train, test)
-    folders, val = {*os.listdir(root)} if root else set(), None
+    root, val = info["data_dir"], None
+    folders = {path.name for path in Path(root).iterdir()} if may_choose and root else set()
     if folders >= {"train", "test"} and folders & {"val", "validation"}:
-        name = args.dataset or info["dataset"]
-        labeled = common.load_split(name, root, ["test"], train=False, unlabeled=False)
+        labeled = common.load_split(info["dataset"], root, ["test"], train=False)
         if labeled.classes not in ([], test.classes):
             raise common.UsageError(f"the classes of test/ and val/ in {root} differ: remove test/, or correct it")
         if labeled.classes:  # ImageNet's test/ has none
             val, test = test, labeled
-            common.log(f"test/ is evaluated: {common.describe(test)}")
+            common.log(f"val/ chooses --strengths, and test/ is evaluated: {common.describe(test)}")
     if args.label_files:
         rows = listed_rows([path for path, _ in getattr(train, "samples", ())], args.label_files)
     elif args.label_fraction not in (None, 1):
@@ -253,12 +252,11 @@ def listed_rows(paths, file):
     except OSError as error:
         raise common.UsageError(f"--label-files: {error}") from error
     found = {line.strip().removeprefix("./"): [] for line in lines if line.strip()}
-    depths = {name.count("/") + 1 for name in found}
     for row, path in enumerate(paths):
         parts = str(path).split("/")
-        for name in ("/".join(parts[-depth:]) for depth in depths):
-            if name in found:
-                found[name].append(row)
+        for start in range(len(parts)):
+            if (end := "/".join(parts[start:])) in found:
+                found[end].append(row)
     wrong = sorted(name for name, rows in found.items() if len(rows) != 1)
     if wrong or not found:
         what = f"{len(wrong)} of {len(found)} lines do not name exactly one training image: {', '.join(wrong[:3])}"
@@ -274,7 +272,7 @@ def scores(logits, labels, num_classes, name="linear"):
     """Return the scores of logits (m, num_classes) for labels (m,), in percent: {name: float}.
 
     linear_top1; linear_top5 if there are more than five classes; linear_per_class, the mean over the classes of each
-    class's top-1. name: replaces "linear".
+    class's top-1. name: prefix of the scores.
     """
     ranked = logits.topk(min(5, num_classes), dim=1).indices == labels[:, None]
     right, counts = ranked[:, 0].double(), labels.bincount()
@@ -305,7 +303,7 @@ def best_of(percents):
 
 
 def affine(x, mean, scale):
-    """Return (x - mean) / scale of features (n, d), and a column of ones for the bias: (n, d + 1). Copies x once."""
+    """Return (x - mean) / scale of features (n, d), and a column of ones for the bias: (n, d + 1)."""
     x = F.pad(x.to(mean.dtype), (0, 1), value=1.0)
     x[:, :-1].sub_(mean).div_(scale)
     return x
@@ -337,7 +335,7 @@ def linear_probe(x, y, test_x, num_classes, lrs=None, epochs=50, batch_size=256,
             for i, batch in enumerate(batches):
                 logits = (x[batch] @ weight.flatten(1)).view(-1, num_classes)
                 losses = F.cross_entropy(logits, y[batch].repeat_interleave(len(lrs)), reduction="none")
-                # A factor of a loss acts as a learning rate. That of SGD is the cosine, which all share
+                # A factor of a loss scales its gradient, as a learning rate does. SGD's own is the cosine
                 loss = (lr * losses.view(-1, len(lrs)).mean(0)).sum()
                 optimizer.param_groups[0]["lr"] = (1 + math.cos(math.pi * (epoch + i / len(batches)) / epochs)) / 2
                 optimizer.zero_grad()
@@ -429,7 +427,7 @@ def evaluate_features(args, device, encoder, info, train, val, test):
     """
     lbfgs, num_classes = args.solver == "lbfgs", len(train.classes)
     torch.manual_seed(args.seed)
-    y = torch.tensor(train.targets)
+    y = torch.as_tensor(train.targets).long()
     folds = hold_out(y, args.holdout, least=1 if lbfgs else 400)
     if val is not None:
         y = torch.cat([y, torch.tensor(val.targets)])
@@ -438,9 +436,7 @@ def evaluate_features(args, device, encoder, info, train, val, test):
     held = sum(len(check) for _, check in folds)
     flag, metric = ("--strengths", args.metric) if lbfgs else ("--lrs", "top1")
     common.log(f"{held or len(y)} images choose {flag} by {metric}, folds: {len(folds)}; then all {len(y)} are fitted")
-    encoders = {"encoder": encoder}
-    if not args.no_baselines:
-        encoders |= common.baselines(info, args.seed, len(train))
+    encoders = {"encoder": encoder} | ({} if args.no_baselines else common.baselines(info, args.seed, len(train)))
     if lbfgs:
         encoders.pop("raw pixels", None)  # with thousands of numbers per image it takes minutes to hours
     options = dict(batch_size=args.batch_size, workers=args.workers, amp=common.use_bf16(args.amp, device), whole=False)
@@ -456,7 +452,7 @@ def evaluate_features(args, device, encoder, info, train, val, test):
             found = lbfgs_probe(*features, *folds[0], num_classes, args.strengths, args.metric)
         else:
             found = linear_probe(*features, num_classes, args.lrs, args.epochs, args.batch_size, args.holdout)
-        results[name] = scores(found["logits"].cpu(), torch.tensor(test.targets), num_classes)
+        results[name] = scores(found["logits"].cpu(), torch.as_tensor(test.targets), num_classes)
         chosen, grid = found["chosen"], found["held_out"]
         text = "  ".join(f"{score} {value:.2f} %" for score, value in results[name].items())
         where = "held out" if held else "of the fitted images"
@@ -520,14 +516,14 @@ def learning_rate(args, epoch):
     It changes once per epoch, or every step (D4). After a linear warmup it is divided by 10 at each milestone or,
     without milestones, follows a cosine to args.min_lr. The cosine counts the epochs of the warmup, as timm's does.
     """
-    if args.protocol != "patchmix":
-        epoch = int(epoch)
-    elif args.epochs >= 100:  # else it changes every step (D4)
+    if args.protocol == "patchmix" and args.epochs >= 100:  # else it changes every step (D4)
         epoch = max(0, int(epoch) - 1)  # timm's scheduler is called after each epoch
     peak = args.lr * args.batch_size / 256
     warmup = min(args.warmup, args.epochs / 4)  # D5
     if epoch < warmup:
         return args.warmup_lr + (peak - args.warmup_lr) * epoch / warmup
+    if args.protocol != "patchmix":
+        epoch = int(epoch)
     if args.milestones:
         return peak * 0.1 ** sum(epoch / args.epochs >= milestone for milestone in args.milestones)
     return args.min_lr + (peak - args.min_lr) * (1 + math.cos(math.pi * epoch / args.epochs)) / 2
@@ -568,7 +564,7 @@ def train_protocol(args, device, encoder, info, train, test):
     model.train(args.finetune)
     optimizer = make_optimizer(args, model)
 
-    # The run. Its configuration has a hash of the encoder's weights, not their path, and the test images
+    # The run. Its configuration has a hash of the encoder's weights instead of their path, and the test images
     amp = common.use_bf16(args.amp, device)
     digest = hashlib.sha256(b"".join(x.float().numpy().tobytes() for x in weights.values())).hexdigest()[:16]
     unused = dict(solver=None, no_baselines=None)
@@ -607,9 +603,8 @@ def train_protocol(args, device, encoder, info, train, test):
         common.log_epoch(f"epoch {epoch + 1}/{args.epochs}", records, ("loss", "train_top1", "images_per_s"))
 
     if f"{args.method}_top1" not in records[-1]:  # else it was finished before
-        options = dict(batch_size=args.batch_size // world, workers=args.workers, amp=amp)
-        logits = common.extract_features(model, test, info, device, **options)
-        records[-1] |= scores(logits, torch.tensor(test.targets), num_classes, args.method)
+        logits = common.extract_features(model, test, info, device, args.batch_size // world, args.workers, amp)
+        records[-1] |= scores(logits, torch.as_tensor(test.targets), num_classes, args.method)
         common.save_run(args.out, config, tuned, state, records)  # a damaged test image must not cost the epoch
     common.log_epoch(f"finished: {args.out}", records)
     return {"encoder": {name: value for name, value in records[-1].items() if name.startswith(args.method)}}
@@ -626,8 +621,6 @@ def main(args, train=None, test=None):
     try:
         with torch.inference_mode(False), torch.random.fork_rng([device] if device.type == "cuda" else []):
             encoder, info = common.open_encoder(args)
-            if train is not None or args.dataset is not None:  # not the images that the encoder was trained on
-                info = {name: value for name, value in info.items() if name not in ("dataset", "data_dir", "images")}
             train, val, test = open_data(args, info, train, test)
             args = complete(args, info)
             if args.protocol == "probe":

@@ -45,8 +45,7 @@ import common
 
 def parse_args(argv=None):
     """Parse the command line. The defaults are the paper's for ImageNet, with the changes that `recipe` returns."""
-    title = "JCL: Joint Contrastive Learning with Infinite Possibilities (arXiv 2009.14776), on MoCo v2"
-    parser = argparse.ArgumentParser("jcl.py", description=title)
+    parser = argparse.ArgumentParser("jcl.py", description=__doc__.splitlines()[0])
     add = parser.add_argument
     add("--variant", choices=("paper", "released"), default="paper", help="follow the paper or the released code")
 
@@ -63,7 +62,7 @@ def parse_args(argv=None):
     add("--image-size", type=common.positive_int, default=224, help="image size of views, in pixels")
     add("--patch-size", type=common.positive_int, default=16, help="patch size of a ViT, in pixels")
     add("--dim", type=common.positive_int, default=128, help="embedding dimension")
-    add("--bn-groups", type=common.positive_int, default=8, help="batch-norm groups per global batch, as on N GPUs")
+    add("--bn-groups", type=common.positive_int, default=8, help="batch-norm groups per global batch, for ShuffleBN")
     add("--momentum", type=common.fraction, nargs="+", default=[0.999], help="EMA momentum; two values: initial, final")
 
     add = parser.add_argument_group("schedule").add_argument
@@ -80,14 +79,13 @@ def parse_args(argv=None):
     add("--norm", choices=common.NORMS, default="imagenet", help="dataset statistics used for normalization")
 
     args = common.parse_args(parser, argv, recipe)
-    why = "with --num-keys 1, whose loss is InfoNCE"
-    common.refuse(parser, args, args.num_keys == 1, ["vanilla", "lam", "lam_schedule"], why)
+    common.refuse(parser, args, args.num_keys == 1, ["vanilla", "lam", "lam_schedule"], "with --num-keys 1")
     common.refuse(parser, args, args.vanilla, ["lam", "lam_schedule"], "with --vanilla")
     return args
 
 
 # fmt: off
-CIFAR = dict(  # not in the paper: MoCo's demo on CIFAR-10 (facebookresearch/moco, branch colab-notebook), with a warmup
+CIFAR = dict(  # not in the paper: MoCo's CIFAR-10 demo (facebookresearch/moco, branch colab-notebook), and a warmup
     arch="resnet18", image_size=32, patch_size=4, epochs=200, batch_size=512, lr=0.03, warmup=1.0,  # 0.06 for 512
     weight_decay=5e-4, momentum=[0.99], queue=4096, crop_scale=[0.08, 1.0], blur_p=[0.0], norm="cifar10",
 )
@@ -121,7 +119,7 @@ def recipe(args):
 
 
 def jcl_loss(q, k, queue, temperature, lam):
-    """Return JCL's loss (Eq. 8-9), for lam >= 1 an upper bound on the expected InfoNCE loss over Gaussian keys.
+    """Return JCL's loss (Eq. 8-9). For lam >= 1 it bounds the expected InfoNCE loss over Gaussian keys from above.
 
     The loss is log[exp(q.mu / tau + lam / (2 tau^2) q^T Sigma q) + sum_j exp(q.queue_j / tau)] - q.mu / tau, averaged
     over the batch. mu and Sigma are the mean and the biased covariance (divided by M') of an image's keys. With one
@@ -133,8 +131,7 @@ def jcl_loss(q, k, queue, temperature, lam):
     call it outside autocast, which would undo that. Raises ValueError if the shapes do not fit.
     """
     if k.dim() != 3 or k.shape[::2] != q.shape or k.shape[1] == 0 or queue.shape[1:] != q.shape[1:]:
-        shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, queue {tuple(queue.shape)}"
-        raise ValueError(f"jcl_loss takes q (N, C), k (N, M', C) and queue (K, C), not {shapes}")
+        raise ValueError(f"expected q (N, C), k (N, M', C), queue (K, C), not {q.shape}, {k.shape}, {queue.shape}")
     q, k, queue = (x.to(torch.promote_types(x.dtype, torch.float32)) for x in (q, k, queue))
     projections = (q[:, None] * k).sum(2) / temperature  # q.k_m / tau
     mean = projections.mean(1, keepdim=True)  # q.mu / tau: Algorithm 1, line 7
@@ -160,8 +157,7 @@ def info_nce(q, k, queue, temperature):
     call it outside autocast, which would undo that. Raises ValueError if the shapes do not fit.
     """
     if q.dim() != 2 or k.shape != q.shape or queue.shape[1:] != q.shape[1:]:
-        shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, queue {tuple(queue.shape)}"
-        raise ValueError(f"info_nce takes q and k (N, C) and queue (K, C), not {shapes}")
+        raise ValueError(f"info_nce takes q and k (N, C) and queue (K, C), not {q.shape}, {k.shape} and {queue.shape}")
     q, k, queue = (x.to(torch.promote_types(x.dtype, torch.float32)) for x in (q, k, queue))
     positive = (q * k).sum(1, keepdim=True)
     logits = torch.cat([positive, q @ queue.T], dim=1) / temperature
@@ -225,8 +221,7 @@ class JCL(nn.Module):
             else:
                 loss = jcl_loss(q, k, self.queue.keys, self.temperature, lam)  # lines 7 to 10
         mean_keys = keys.mean(0)  # for line 13; not normalized again, so their norm is at most 1
-        key_variance = (k - k.mean(1, keepdim=True)).square().mean()  # the mean of Sigma's diagonal
-        metrics = dict(loss=loss.detach(), key_variance=key_variance)
+        metrics = dict(loss=loss.detach(), key_variance=k.var(1, correction=0).mean())  # the mean of Sigma's diagonal
         return loss, mean_keys, q.detach(), metrics
 
     @torch.no_grad()
@@ -381,7 +376,7 @@ def encode_shuffled_keys(encode, views):
 
     A query and its key must not share batch statistics, from which the encoder could tell that they belong together
     (MoCo, section 3.3). So the images of all processes are shuffled, each process encodes its part, and the keys are
-    put back in order. All V views are encoded at once, as in JCL (App. C): 0.3 GB each for 512 images of 224 px.
+    put back in order. All V views are encoded at once, as in JCL (App. C): 0.6 GB each for 512 images of 224 px.
     """
     images = torch.cat([gather(view) for view in views])  # row v * N + i is view v of image i
     shuffle = torch.randperm(len(images), device=images.device)
@@ -422,16 +417,15 @@ class SplitBatchNorm(nn.BatchNorm2d):
 def convert_split_batchnorm(module, groups):
     """Convert the batch norms of a module to SplitBatchNorm, like torch's convert_sync_batchnorm. Return the module.
 
-    These are BatchNorm1d, BatchNorm2d and timm's BatchNormAct2d with running statistics and a momentum. Others, also
-    subclasses of these, stay as they are, so ShuffleBN does not act on them. Copy it with SplitBatchNorm.
+    It converts BatchNorm1d, BatchNorm2d and timm's BatchNormAct2d that have running statistics and a momentum. All
+    others, including subclasses of these, stay as they are. Copy it with SplitBatchNorm.
     """
     result = module
     is_plain = type(module) in (nn.BatchNorm1d, nn.BatchNorm2d, timm.layers.BatchNormAct2d)
     if is_plain and module.track_running_stats and module.momentum is not None:
         result = SplitBatchNorm(module.num_features, groups, eps=module.eps, momentum=module.momentum)
-        result.weight, result.bias = module.weight, module.bias
-        result.running_mean, result.running_var = module.running_mean, module.running_var
-        result.num_batches_tracked, result.training = module.num_batches_tracked, module.training
+        for name in ("weight", "bias", "running_mean", "running_var", "num_batches_tracked", "training"):
+            setattr(result, name, getattr(module, name))
     for name, child in module.named_children():
         setattr(result, name, convert_split_batchnorm(child, groups))
     return result

@@ -6,8 +6,8 @@ local crops apart, because they show different parts of the image. Their similar
 trained to score two local crops of one image above local crops of two images. The encoder takes a small step to reduce
 the scores of its own pairs. By default this file follows the released code, because the paper's form is ill-posed (D1).
 
-Inference: only the paper's supplement was available, so all that concerns SimSiam is inferred. Caution: the affinity
-can score its training pairs without comparing the crops. The end of this file says more on both.
+Inference: only the paper's supplement and the code for MoCo were available, so all that concerns SimSiam is inferred.
+Caution: the affinity can score its training pairs without comparing the crops. The end of this file says more on both.
 
     L_gg, L_lg    MoCo.forward, SimSiam.forward, combine
     Eq. 6         affinity_loss                              what the affinity learns (supplement, Eq. 4)
@@ -23,7 +23,7 @@ The baseline is MoCo or SimSiam with two global crops, both of which are queries
 one query, as in MoCo v2 (D11).
 LoGo changes three things:
     loss = the mean of the two terms of L_gg  ->  of these and the four terms of L_lg           (MoCo.forward, combine)
-    one step of the encoder                   ->  another, down L_ll, clipped; or a term        (main)
+    one step of the encoder                   ->  a second, clipped step on L_ll; or a term     (main)
     no affinity                               ->  a step of the affinity before these, Eq. 6    (main)
 (D1), (D2), ... are the differences between the paper, the released code and this file, listed at the end.
 """
@@ -49,8 +49,7 @@ import common
 
 def parse_args(argv=None):
     """Parse the command line. The defaults are the released code's for ImageNet-100, changed by `recipe`."""
-    title = "LoGo: Leverage Your Local and Global Representations (arXiv 2203.17205)"
-    parser = argparse.ArgumentParser("logo.py", description=title)
+    parser = argparse.ArgumentParser("logo.py", description=__doc__.splitlines()[0])
     add = parser.add_argument
     add("--variant", choices=("paper", "released"), default="released", help="follow the paper or the released code")
     add("--base", choices=("moco", "simsiam"), default="moco", help="what LoGo is added to")
@@ -61,10 +60,10 @@ def parse_args(argv=None):
     add("--one-way", action="store_true", help="one query per image, as in MoCo v2; with --local-crops 0")
     add("--l2l", action=argparse.BooleanOptionalAction, default=True, help="push local crops apart, by L_ll")
     add("--l2l-weighting", choices=("clip", "lambda"), default="clip", help="L_ll as a clipped step, or a term (D1)")
-    add("--clip-ratio", type=common.positive_float, default=0.015, help="ratio to the last gradient's norm (D1)")
+    add("--clip-ratio", type=common.positive_float, default=0.015, help="clip, over the last gradient's norm (D1)")
     add("--lam", type=common.positive_float, default=1e-4, help="lambda of Eq. 9")  # erceguder/LoGo's
     add("--affinity-form", choices=("logistic", "linear"), default="logistic", help="objective of the affinity (D1)")
-    add("--affinity-lr", type=common.positive_float, help="if not given, 1e-4 for linear, else the peak of --lr")
+    add("--affinity-lr", type=common.positive_float, help="learning rate; if None, 1e-4 for linear, else --lr's peak")
     add("--temperature", type=common.positive_float, default=0.07, help="MoCo: softmax temperature tau")
     add("--queue", type=common.positive_int, default=4096, help="queue length; folder: a tenth of the images")
 
@@ -76,7 +75,7 @@ def parse_args(argv=None):
     add("--dim", type=common.positive_int, default=128, help="embedding dimension")
     add("--layers", type=common.positive_int, default=3, help="SimSiam: layers of the projector")  # inference (D12)
     add("--hidden", type=common.positive_int, default=512, help="SimSiam: hidden size of predictor")  # erceguder/LoGo's
-    add("--bn-groups", type=common.positive_int, default=8, help="batch-norm groups per global batch, as on N GPUs")
+    add("--bn-groups", type=common.positive_int, default=8, help="batch-norm groups per global batch, for ShuffleBN")
     add("--momentum", type=common.fraction, nargs="+", default=[0.999], help="EMA momentum; two values: initial, final")
 
     add = parser.add_argument_group("schedule").add_argument
@@ -91,11 +90,11 @@ def parse_args(argv=None):
     add = parser.add_argument_group("augmentation").add_argument
     add("--crop-scale", type=common.fraction, nargs=2, default=[0.4, 1.0], help="area range of global crops (Table 9)")
     add("--local-scale", type=common.fraction, nargs=2, default=[0.08, 0.4], help="area range of local crops (D7)")
-    add("--blur-p", type=common.fraction, nargs="+", default=[0.5], help="probability of blur; two values: views 1, 2")
+    add("--blur-p", type=common.fraction, nargs="+", default=[0.5], help="probability of blur; second value: of view 2")
     add("--norm", choices=common.NORMS, default="imagenet", help="dataset statistics used for normalization")
 
     args = common.parse_args(parser, argv, recipe)
-    of_moco = ["queue", "temperature", "momentum", "bn_groups", "one_way"]
+    of_moco = ["queue", "temperature", "momentum", "bn_groups"]
     common.refuse(parser, args, args.base == "simsiam", of_moco, "with --base simsiam")
     common.refuse(parser, args, args.base == "moco", ["layers", "hidden"], "without --base simsiam")
     common.refuse(parser, args, args.local_crops == 0, ["pairs", "l2l"], "with --local-crops 0")
@@ -268,8 +267,7 @@ def info_nce(q, k, queue, temperature):
     call it outside autocast, which would undo that. Raises ValueError if the shapes do not fit.
     """
     if q.dim() != 2 or k.shape != q.shape or queue.shape[1:] != q.shape[1:]:
-        shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, queue {tuple(queue.shape)}"
-        raise ValueError(f"info_nce takes q and k (N, C) and queue (K, C), not {shapes}")
+        raise ValueError(f"info_nce takes q and k (N, C) and queue (K, C), not {q.shape}, {k.shape} and {queue.shape}")
     q, k, queue = (x.to(torch.promote_types(x.dtype, torch.float32)) for x in (q, k, queue))
     positive = (q * k).sum(1, keepdim=True)
     logits = torch.cat([positive, q @ queue.T], dim=1) / temperature
@@ -339,17 +337,15 @@ class MoCo(nn.Module):
         local views' projections, if they are already computed. The keys are the global views', of all processes; the
         queries are view 0's. Only the loss has a gradient, which reaches the query encoder only.
         """
-        pairs = self.global_pairs + self.local_pairs
-        queried = {i for i, _ in pairs}  # numbers of the views that are queries
-        keyed = {j for _, j in pairs}  # and of those that are keys
+        queried = {i for i, _ in self.global_pairs}  # numbers of the views that are queries; local views always are
+        keyed = {j for _, j in self.global_pairs + self.local_pairs}  # and of those that are keys
         z = {i: self.project(views[i]) for i in (0, 1) if i in queried}  # by the number of the view
         z |= dict(enumerate(local or [self.project(view) for view in views[2:]], start=2))
         q = {i: F.normalize(x, dim=1) for i, x in z.items()}
         keys = {j: encode_shuffled_keys(self.key, [views[j]])[0] for j in sorted(keyed)}  # (N, dim) each
-        k = {j: shard(keys[j]) for j in keys}
         with torch.autocast(q[0].device.type, enabled=False):  # the loss is computed in float32
-            l_gg = [info_nce(q[i], k[j], self.queue.keys, self.temperature) for i, j in self.global_pairs]
-            l_lg = [info_nce(q[i], k[j], self.queue.keys, self.temperature) for i, j in self.local_pairs]
+            l_gg = [info_nce(q[i], shard(keys[j]), self.queue.keys, self.temperature) for i, j in self.global_pairs]
+            l_lg = [info_nce(q[i], shard(keys[j]), self.queue.keys, self.temperature) for i, j in self.local_pairs]
             loss = combine(l_gg, l_lg, self.reduction)
         global_keys = torch.cat([keys[j] for j in keys if j < 2])
         return loss, global_keys, q[0].detach(), dict(loss=loss.detach())
@@ -449,8 +445,7 @@ def main(args, train=None, test=None):
     # Data: two global and two local views of each image, cropped here and colored in the loop
     train, test = common.open_data(args.dataset, args.data_dir, args.image_size, train, test)
     simsiam = args.base == "simsiam"
-    bn_groups = 1 if simsiam else args.bn_groups
-    groups = common.split_batch(args.batch_size, len(train), world, bn_groups, "--bn-groups")  # per process
+    groups = common.split_batch(args.batch_size, len(train), world, args.bn_groups or 1, "--bn-groups")  # per process
     crop = v2.RandomResizedCrop(args.image_size, args.crop_scale)
     local_crop = v2.RandomResizedCrop(args.local_size, args.local_scale)
     images = common.Views(train, [crop] * 2 + [local_crop] * args.local_crops)
@@ -495,7 +490,7 @@ def main(args, train=None, test=None):
     affinity_lr = args.affinity_lr or (1e-4 if linear else peak_lr)  # 1e-4: erceguder/LoGo's
     affinity_optimizer = torch.optim.SGD(affinity.parameters(), lr=affinity_lr, **sgd)
     encoder = [p for part in (model.backbone, model.projector) for p in part.parameters() if p.requires_grad]
-    # Of the steps down L_ll, without weight decay (D3). The loop below sets its learning rate
+    # Of the steps down L_ll, without weight decay (D3). The loop sets its learning rate
     l2l_optimizer = torch.optim.SGD(encoder, lr=peak_lr, momentum=0.9, fused=True)
     previous_norm = torch.zeros((), device=device)  # of the loss's gradient, in the last step
 
@@ -598,7 +593,7 @@ def encode_shuffled_keys(encode, views):
 
     A query and its key must not share batch statistics, from which the encoder could tell that they belong together
     (MoCo, section 3.3). So the images of all processes are shuffled, each process encodes its part, and the keys are
-    put back in order. All V views are encoded at once, as in JCL (App. C): 0.3 GB each for 512 images of 224 px.
+    put back in order. All V views are encoded at once, as in JCL (App. C): 0.6 GB each for 512 images of 224 px.
     """
     images = torch.cat([gather(view) for view in views])  # row v * N + i is view v of image i
     shuffle = torch.randperm(len(images), device=images.device)
@@ -639,16 +634,15 @@ class SplitBatchNorm(nn.BatchNorm2d):
 def convert_split_batchnorm(module, groups):
     """Convert the batch norms of a module to SplitBatchNorm, like torch's convert_sync_batchnorm. Return the module.
 
-    These are BatchNorm1d, BatchNorm2d and timm's BatchNormAct2d with running statistics and a momentum. Others, also
-    subclasses of these, stay as they are, so ShuffleBN does not act on them. Copy it with SplitBatchNorm.
+    It converts BatchNorm1d, BatchNorm2d and timm's BatchNormAct2d that have running statistics and a momentum. All
+    others, including subclasses of these, stay as they are. Copy it with SplitBatchNorm.
     """
     result = module
     is_plain = type(module) in (nn.BatchNorm1d, nn.BatchNorm2d, timm.layers.BatchNormAct2d)
     if is_plain and module.track_running_stats and module.momentum is not None:
         result = SplitBatchNorm(module.num_features, groups, eps=module.eps, momentum=module.momentum)
-        result.weight, result.bias = module.weight, module.bias
-        result.running_mean, result.running_var = module.running_mean, module.running_var
-        result.num_batches_tracked, result.training = module.num_batches_tracked, module.training
+        for name in ("weight", "bias", "running_mean", "running_var", "num_batches_tracked", "training"):
+            setattr(result, name, getattr(module, name))
     for name, child in module.named_children():
         setattr(result, name, convert_split_batchnorm(child, groups))
     return result

@@ -47,8 +47,7 @@ import common
 
 def parse_args(argv=None):
     """Parse the command line. The defaults are MoCo v2's for ImageNet, with the changes that `recipe` returns."""
-    title = "JointCrop and JointBlur (arXiv 2412.16522), on MoCo"
-    parser = argparse.ArgumentParser("moco_jointcrop.py", description=title)
+    parser = argparse.ArgumentParser("moco_jointcrop.py", description=__doc__.splitlines()[0])
     add = parser.add_argument
     add("--variant", choices=("paper", "released"), default="paper", help="paper: any MoCo; released: J-Crop(0) on v3")
     add("--moco", choices=("v1", "v2", "v3"), help="version of MoCo (D6), which also chooses the defaults")
@@ -64,7 +63,7 @@ def parse_args(argv=None):
     add("--patch-size", type=common.positive_int, default=16, help="patch size of a ViT, in pixels")
     add("--dim", type=common.positive_int, default=128, help="embedding dimension")
     add("--hidden", type=common.positive_int, default=4096, help="hidden size of projector and predictor (v3)")
-    add("--bn-groups", type=common.positive_int, default=8, help="batch-norm groups per global batch, as on N GPUs")
+    add("--bn-groups", type=common.positive_int, default=8, help="batch-norm groups per global batch, for ShuffleBN")
     add("--momentum", type=common.fraction, nargs="+", default=[0.999], help="EMA momentum; two values: initial, final")
 
     add = parser.add_argument_group("schedule").add_argument
@@ -82,30 +81,30 @@ def parse_args(argv=None):
     add("--joint-pair", choices=("global", "local", "both"), default="global", help="which crops are joint (App. D)")
     add("--joint-prob", type=common.fraction, default=0.5, help="probability of JointCrop in --joint either (App. F)")
     add("--beta", type=float, default=0.0, help="beta of J-Crop(beta) and J-Blur(beta), of any sign")
-    add("--css-alpha", type=common.positive_float, default=1.0, help="alpha of App. G; 1: uniform positions")
+    add("--css-alpha", type=common.positive_float, default=1.0, help="alpha of center-suppressed crops (App. G)")
     add("--crop-scale", type=common.fraction, nargs=2, default=[0.2, 1.0], help="area range of RandomResizedCrop")
-    add("--local-size", type=common.positive_int, help="size of a local crop; if not given, at most 96 and half a view")
+    add("--local-size", type=common.positive_int, help="size of a local crop; if None, at most 96 and half a view")
     add("--local-scale", type=common.fraction, nargs=2, default=[0.05, 0.4], help="area range of local crops (D9)")
     add("--blur-p", type=common.fraction, nargs="+", default=[0.5], help="probability of blur; two values: query, key")
     add("--norm", choices=common.NORMS, default="imagenet", help="dataset statistics used for normalization")
 
     args = common.parse_args(parser, argv, recipe)
-    if args.joint in ("blur", "either", "both") and max(args.blur_p) == 0:
-        parser.error(f"--joint {args.joint}: this recipe does not blur; give --blur-p 0.5")
-    as_released = args.joint in ("none", "crop") and args.beta == 0 and args.css_alpha == 1 and args.local_crops == 0
+    if args.joint in ("blur", "either", "both") and min(args.blur_p) == 0:
+        parser.error(f"--joint {args.joint} needs blurs of both views: pass --blur-p 0.5")
+    as_released = args.joint == "crop" and args.beta == 0 and args.css_alpha == 1 and args.local_crops == 0
     if args.variant == "released" and not (as_released and args.moco == "v3"):
         parser.error("--variant released is JointCrop with beta 0 on two views, on MoCo v3 (D3, D6)")
     if not math.isfinite(args.beta) or args.css_alpha < 0.01:  # below that, Beta's draws underflow
         parser.error("expected a finite --beta, and --css-alpha 0.01 or more")
     if args.moco == "v3" and common.is_vit(args.arch):
-        parser.error("--moco v3 has the recipe of ResNets (D7): for MoCo v3 on a ViT, see the baseline of patchmix.py")
+        parser.error("--moco v3 has recipes for ResNets only (D7): for a ViT, run the baseline of patchmix.py")
     common.refuse(parser, args, args.moco == "v3", ["queue", "bn_groups"], "with --moco v3")
     common.refuse(parser, args, args.moco != "v3", ["hidden"], "without --moco v3")
     common.refuse(parser, args, args.milestones, ["min_lr"], "with --milestones (none: a cosine)")
     common.refuse(parser, args, args.joint == "none", ["beta"], "with --joint none")
     common.refuse(parser, args, args.joint != "either", ["joint_prob"], "without --joint either")
-    common.refuse(parser, args, args.joint in ("none", "blur"), ["joint_pair"], f"with --joint {args.joint}")
-    common.refuse(parser, args, args.local_crops < 2, ["joint_pair"], "without --local-crops 2 or more")
+    one_pair = args.joint in ("none", "blur") or args.local_crops < 2
+    common.refuse(parser, args, one_pair, ["joint_pair"], "without JointCrop (--joint) and --local-crops 2 or more")
     if args.local_size is None:  # 96 in App. D; here in whole patches of a ViT
         patch_size = args.patch_size if common.is_vit(args.arch) else 1
         args.local_size = max(patch_size, min(96, args.image_size // 2) // patch_size * patch_size)
@@ -130,13 +129,11 @@ RECIPES = dict(  # what differs from MoCo v2's values for ImageNet
     folder=dict(queue=None, bn_groups=2, momentum=[0.99]),  # not in the paper; None: a tenth of the images
 )
 V1 = dict(temperature=0.07, milestones=[0.6, 0.8])  # ContrastiveCrop's for ImageNet (App. G; D8)
-V1_IMAGENET = dict(V1, epochs=100)
 V1_CIFAR = dict(temperature=0.1, warmup=0.0)  # MoCo's demo, with a cosine
 V3 = dict(  # the released code's and MoCo v3's for 100 epochs (for 300: --lr 0.3)
     lr=0.6, warmup=10.0, weight_decay=1e-6, momentum=[0.99, 1.0], temperature=1.0, dim=256, blur_p=[1.0, 0.1],
     queue=None, bn_groups=None,  # it has neither
 )
-V3_IMAGENET = dict(V3, epochs=100, batch_size=4096)
 V3_CIFAR = dict(V3, batch_size=512, hidden=2048, blur_p=[0.0])  # not in the paper, as the next
 V3_PATTERNS = dict(V3, lr=1.2, warmup=1.0, momentum=[0.98, 1.0], hidden=512)
 # fmt: on
@@ -151,7 +148,7 @@ def recipe(args):
     elif args.dataset in ("cifar10", "cifar100", "stl10"):
         values |= dict(v1=V1_CIFAR, v2={}, v3=V3_CIFAR)[moco]
     else:
-        values |= dict(v1=V1_IMAGENET, v2={}, v3=V3_IMAGENET)[moco]
+        values |= dict(v1=dict(V1, epochs=100), v2={}, v3=dict(V3, epochs=100, batch_size=4096))[moco]
     return values
 
 
@@ -162,9 +159,9 @@ def joint_from_uniform(u, v, low, high, beta, offset=0.0):
     """Return a pair (a, b) of numbers in [low, high] by Algorithm 1, which draws their ratio first.
 
     ln(b / a) lies in [-s_b, s_b], where s_b = ln(high / low - offset), or 0 if that is negative. It is uniform if
-    beta = 0. If beta > 0, it is normal with standard deviation s_b / beta, and truncated there. If beta < 0, a value
-    x > 0 of the normal for -beta becomes s_b - x, and x < 0 becomes -s_b - x. Given the ratio, a is uniform where a and
-    b are in range.
+    beta = 0. If beta > 0, it is normal with standard deviation s_b / beta, truncated to that interval. If beta < 0, a
+    value x is drawn as for -beta and mirrored within its half: s_b - x if x > 0, and -s_b - x if x < 0. Given the
+    ratio, a is uniform where a and b are in range.
 
     u, v: uniform draws from [0, 1), of the ratio and of a. beta: a finite number; None: two independent uniform values
     (RandomCrop, Eq. 4-10). offset: 0.1 in the released code (D1). Raises ValueError unless 0 < low <= high.
@@ -191,8 +188,7 @@ def joint_from_uniform(u, v, low, high, beta, offset=0.0):
 def sample_joint(n, low, high, beta, generator=None, offset=0.0):
     """Draw n pairs by Algorithm 1: two (n,) float64 tensors in [low, high], of areas (J-Crop) or sigmas (J-Blur).
 
-    generator: a torch.Generator on the CPU, or None for the global one. For the other arguments see
-    `joint_from_uniform`. Copy it with that function.
+    generator: a torch.Generator on the CPU, or None. Copy it with joint_from_uniform, which has the other arguments.
     """
     draws = torch.rand(n, 2, dtype=torch.float64, generator=generator).tolist()
     pairs = [joint_from_uniform(u, v, low, high, beta, offset) for u, v in draws]
@@ -205,7 +201,7 @@ def center_suppressed(room, alpha):
     room: the largest position, in pixels. alpha: 0.01 or more; values below 1 prefer the edges; 1 is uniform.
     """
     fraction = torch.distributions.Beta(alpha, alpha).sample().item()
-    return min(int(fraction * (room + 1)), room)  # the fraction may be rounded to 1
+    return int(fraction * (room + 1))
 
 
 def contrast(q, k, temperature, first):
@@ -217,8 +213,7 @@ def contrast(q, k, temperature, first):
     autocast, which would undo that. Raises ValueError if the shapes do not fit, or queries have no such key.
     """
     if q.dim() != 2 or k.shape[1:] != q.shape[1:] or not 0 <= first <= len(k) - len(q):
-        shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)} and first {first}"
-        raise ValueError(f"contrast takes q (n, C), k (N, C) and first from 0 to N - n, not {shapes}")
+        raise ValueError(f"expected q (n, C), k (N, C), first from 0 to N - n, not {q.shape}, {k.shape}, {first}")
     q, k = (x.to(torch.promote_types(x.dtype, torch.float32)) for x in (q, k))
     logits = F.normalize(q, dim=1) @ F.normalize(k, dim=1).T / temperature
     return 2 * temperature * F.cross_entropy(logits, first + torch.arange(len(q), device=q.device))
@@ -238,8 +233,7 @@ def info_nce(q, k, queue, temperature):
     call it outside autocast, which would undo that. Raises ValueError if the shapes do not fit.
     """
     if q.dim() != 2 or k.shape != q.shape or queue.shape[1:] != q.shape[1:]:
-        shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, queue {tuple(queue.shape)}"
-        raise ValueError(f"info_nce takes q and k (N, C) and queue (K, C), not {shapes}")
+        raise ValueError(f"info_nce takes q and k (N, C) and queue (K, C), not {q.shape}, {k.shape} and {queue.shape}")
     q, k, queue = (x.to(torch.promote_types(x.dtype, torch.float32)) for x in (q, k, queue))
     positive = (q * k).sum(1, keepdim=True)
     logits = torch.cat([positive, q @ queue.T], dim=1) / temperature
@@ -255,17 +249,19 @@ class JointCrop(v2.RandomResizedCrop):
         crop = JointCrop(224, scale=(0.2, 1.0), beta=0.0)
         view1, view2 = [transform(view) for view in crop(image)]  # later transforms draw for each view separately
 
-    The image is an RGB PIL image or a tensor (..., H, W). Inside v2.Compose, later transforms change both crops alike.
+    The image is an RGB PIL image or a tensor (..., H, W). Inside v2.Compose, later transforms change both crops
+    alike, or only the first if they are plain tensors.
 
     Ten aspect ratios are tried for the same area, while torchvision redraws the area each time. So in a wide or tall
-    image a large area never fits, and becomes the center crop (D2): with areas from 0.2, 40 % of crops of 640 x 320 px.
+    image a large area never fits, and the center crop is taken instead (D2). With areas from 0.2 this happens to 40 %
+    of the crops of a 640 x 320 image.
 
-    Copy it with joint_from_uniform and center_suppressed. It takes the arguments of torchvision's RandomResizedCrop,
-    and: beta, offset: see `joint_from_uniform`. css_alpha: see `center_suppressed`; 1 keeps torchvision's positions.
+    Copy it with joint_from_uniform and center_suppressed. It has the arguments of torchvision's RandomResizedCrop, and
+    these. beta, offset: see `joint_from_uniform`. css_alpha: see `center_suppressed`; 1 keeps torchvision's positions.
     whole: if none of the aspect ratios fits, take the whole image, not a center crop (D2).
 
-    Without this class, by sample_joint, RandomResizedCrop of torchvision.transforms, and resized_crop and gaussian_blur
-    of torchvision.transforms.functional (the first three lines are JointCrop, the others JointBlur):
+    The same without this class, with RandomResizedCrop of torchvision.transforms, and resized_crop and gaussian_blur of
+    torchvision.transforms.functional. The first three lines are JointCrop, the others JointBlur:
 
         areas = torch.cat(sample_joint(1, 0.2, 1.0, beta=0.0)).tolist()
         boxes = [RandomResizedCrop.get_params(image, scale=[area, area], ratio=[3 / 4, 4 / 3]) for area in areas]
@@ -308,8 +304,8 @@ class JointViews(common.Views):
     """Crops of each image: items ([uint8 (3, S, S), ...], whether the blurs are joint).
 
     The crops are the query view, the key view and local crops. images: a dataset with items (PIL image, label). crop,
-    local_crop: JointCrop of the two views, and of two local crops. local_crops: their number. joint, pair, probability:
-    --joint, --joint-pair and --joint-prob.
+    local_crop: JointCrop of the two views, and of two local crops. local_crops: their number per image. joint, pair,
+    probability: --joint, --joint-pair and --joint-prob.
     """
 
     def __init__(self, images, crop, local_crop, local_crops=0, joint="crop", pair="global", probability=0.5):
@@ -503,8 +499,7 @@ def main(args, train=None, test=None):
 
     # Data: the views of each image (Algorithm 1), cropped here and colored in the loop
     train, test = common.open_data(args.dataset, args.data_dir, args.image_size, train, test)
-    bn_groups = 1 if v3 else args.bn_groups
-    groups = common.split_batch(args.batch_size, len(train), world, bn_groups, "--bn-groups")  # per process
+    groups = common.split_batch(args.batch_size, len(train), world, args.bn_groups or 1, "--bn-groups")  # per process
     released = args.variant == "released"
     joint = dict(beta=args.beta, offset=0.1 if released else 0.0, css_alpha=args.css_alpha, whole=released)  # D1, D2
     crop = JointCrop(args.image_size, args.crop_scale, **joint)
@@ -532,8 +527,7 @@ def main(args, train=None, test=None):
         model = MoCoV3(backbone, width, args.hidden, args.dim, args.temperature)
     else:
         negatives = args.queue or min(65536, max(args.batch_size, len(train) // 10))
-        layers = 1 if args.moco == "v1" else 2
-        model = MoCo(backbone, width, layers, args.dim, negatives, args.temperature)
+        model = MoCo(backbone, width, 1 if args.moco == "v1" else 2, args.dim, negatives, args.temperature)
     synchronize = v3 and world > 1 and device.type == "cuda"  # torch synchronizes batch norm on GPUs only
     model = timm.layers.convert_sync_batchnorm(model) if synchronize else model
     model = convert_split_batchnorm(model, groups) if groups > 1 else model
@@ -622,7 +616,7 @@ def encode_shuffled_keys(encode, views):
 
     A query and its key must not share batch statistics, from which the encoder could tell that they belong together
     (MoCo, section 3.3). So the images of all processes are shuffled, each process encodes its part, and the keys are
-    put back in order. All V views are encoded at once, as in JCL (App. C): 0.3 GB each for 512 images of 224 px.
+    put back in order. All V views are encoded at once, as in JCL (App. C): 0.6 GB each for 512 images of 224 px.
     """
     images = torch.cat([gather(view) for view in views])  # row v * N + i is view v of image i
     shuffle = torch.randperm(len(images), device=images.device)
@@ -663,16 +657,15 @@ class SplitBatchNorm(nn.BatchNorm2d):
 def convert_split_batchnorm(module, groups):
     """Convert the batch norms of a module to SplitBatchNorm, like torch's convert_sync_batchnorm. Return the module.
 
-    These are BatchNorm1d, BatchNorm2d and timm's BatchNormAct2d with running statistics and a momentum. Others, also
-    subclasses of these, stay as they are, so ShuffleBN does not act on them. Copy it with SplitBatchNorm.
+    It converts BatchNorm1d, BatchNorm2d and timm's BatchNormAct2d that have running statistics and a momentum. All
+    others, including subclasses of these, stay as they are. Copy it with SplitBatchNorm.
     """
     result = module
     is_plain = type(module) in (nn.BatchNorm1d, nn.BatchNorm2d, timm.layers.BatchNormAct2d)
     if is_plain and module.track_running_stats and module.momentum is not None:
         result = SplitBatchNorm(module.num_features, groups, eps=module.eps, momentum=module.momentum)
-        result.weight, result.bias = module.weight, module.bias
-        result.running_mean, result.running_var = module.running_mean, module.running_var
-        result.num_batches_tracked, result.training = module.num_batches_tracked, module.training
+        for name in ("weight", "bias", "running_mean", "running_var", "num_batches_tracked", "training"):
+            setattr(result, name, getattr(module, name))
     for name, child in module.named_children():
         setattr(result, name, convert_split_batchnorm(child, groups))
     return result
@@ -684,12 +677,13 @@ def convert_split_batchnorm(module, groups):
 # D2 If none of ten aspect ratios fits. Paper: a center crop. Released: the whole image.
 # D3 What is joint. Paper: crops and blurs, any beta, App. G. Released: crops, beta 0.
 # D4 The areas of crops. Released: from 0.2 (its README's command), or 0.08 (its default). Here: 0.2; small data: 0.08.
-# D5 Small datasets. ContrastiveCrop: 500 epochs, a learning rate of 0.5 for 512 images, a momentum of 0.999 and a queue
-#    of 65,536. Here: MoCo's own demo on CIFAR-10 (facebookresearch/moco, branch colab-notebook), which is `--moco v1
-#    --joint none`, except that the demo divides by a standard deviation of (0.2023, 0.1994, 0.2010), changes the
-#    learning rate once per epoch, draws the order of the color jitter per image, and computes in float32 (here in bf16
-#    on GPUs that have it). MoCo v2 has its own head and temperature, and one epoch of warmup, without which JointCrop's
-#    embeddings were nearly equal for three epochs. STL-10: a queue of 8,192, and ImageNet's stem.
+# D5 Small datasets. ContrastiveCrop: 500 epochs, a learning rate from 0.5 for 512 images to a tenth of it, a momentum
+#    of 0.999, a weight decay of 1e-4, areas from 0.2 and a queue of 65,536. Here: MoCo's own demo on CIFAR-10
+#    (facebookresearch/moco, branch colab-notebook), which is `--moco v1 --joint none`, except that the demo divides by
+#    a standard deviation of (0.2023, 0.1994, 0.2010), changes the learning rate once per epoch, draws the order of the
+#    color jitter per image, and computes in float32 (here in bf16 on GPUs that have it). MoCo v2 has its own head and
+#    temperature, and one epoch of warmup, without which JointCrop's embeddings were nearly equal for three epochs.
+#    STL-10: a queue of 8,192, and ImageNet's stem.
 # D6 The version of MoCo. Paper: v1 in App. F and G, all three in Table 9. Released: v3. Here: v2, or `--moco`.
 # D7 MoCo v3 on a ViT. Released: AdamW, a projector of three layers, a batch norm at the end of the predictor. Here:
 #    refused. The baseline of patchmix.py is MoCo v3 on a ViT.

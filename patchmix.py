@@ -20,7 +20,7 @@ batch. The loss is the sum of three contrasts: oto, mto and mtm. Only in oto are
     python patchmix.py --dataset cifar10 --arch vit_tiny                      # one GPU
     torchrun --nproc_per_node=8 patchmix.py --dataset imagenet --data-dir DIR --arch vit_small
 
-The baseline is MoCo v3, without its frozen patch projection and fixed positions: `--num-mix 1 --terms oto,mto`.
+The baseline is MoCo v3, except for what the end of the file lists: `--num-mix 1 --terms oto,mto`.
     queries of both views                ->  queries of one view are of mixed images    (PatchMix.forward)
     L(q2, k1) + L(q1, k2)                ->  oto + mto + mtm, with mixed keys           (PatchMix.forward)
     InfoNCE with one positive per query  ->  M, or 2M - 1, positives with weights       (mix_targets, soft_info_nce)
@@ -50,8 +50,7 @@ import common
 
 def parse_args(argv=None):
     """Parse the command line. The defaults are the paper's for ImageNet, with the changes that `recipe` returns."""
-    title = "PatchMix: Inter-Instance Similarity Modeling for Contrastive Learning (arXiv 2306.12243)"
-    parser = argparse.ArgumentParser("patchmix.py", description=title)
+    parser = argparse.ArgumentParser("patchmix.py", description=__doc__.splitlines()[0])
     add = parser.add_argument
     add("--variant", choices=("paper", "released"), default="paper", help="follow the paper or the released code")
 
@@ -60,7 +59,7 @@ def parse_args(argv=None):
     add("--mix-slices", type=common.positive_int, default=8, help="slices of the batch to mix within (D7)")
     add("--mixed-view", type=int, choices=(1, 2), default=1, help="view whose mixed images are the queries (D5)")
     add("--terms", default="oto,mto,mtm", help="terms of the loss, Eq. 16: some of oto,mto,mtm (Table 7)")
-    add("--term-weights", type=common.nonnegative_float, nargs=3, default=[1.0, 1.0, 1.0], help="of oto, mto, mtm (D1)")
+    add("--term-weights", type=common.nonnegative_float, nargs=3, default=[1.0, 1.0, 1.0], help="their weights (D1)")
     add("--local-crops", type=common.nonnegative_int, help="local crops per image, as queries of oto and mto (D6)")
     add("--smoothing", type=common.fraction, default=0.0, help="label smoothing of oto (D1)")
     add("--temperature", type=common.positive_float, default=0.2, help="softmax temperature tau")
@@ -104,7 +103,7 @@ def parse_args(argv=None):
     if args.local_size is None:  # 96 as released, in whole patches
         args.local_size = max(args.patch_size, min(96, args.image_size // 2) // args.patch_size * args.patch_size)
     for size in [args.image_size, args.local_size] if args.local_crops else [args.image_size]:
-        if size % args.patch_size or args.num_mix > (size // args.patch_size) ** 2:
+        if set(terms) != {"oto"} and (size % args.patch_size or args.num_mix > (size // args.patch_size) ** 2):
             needed = f"whole patches, and at least --num-mix {args.num_mix} of them"
             parser.error(f"--patch-size {args.patch_size}: a view of {size} px must be {needed}")
     return args
@@ -177,13 +176,11 @@ def patch_mix(images, num_mix, patch_size, permutation=None):
 
     images: (N, C, H, W), any values. num_mix: M, from 1 to T. patch_size: p, which divides H and W. permutation: (T,)
     int64, the shuffle k of Eq. 2 for T = H/p * W/p patches; if None, it is drawn.
-    Returns the mixed images, (N, C, H, W). Gradients pass. Raises ValueError if num_mix or patch_size does not fit.
+    Returns the mixed images, (N, C, H, W). Gradients pass. Raises ValueError if num_mix does not fit.
     """
     height, width = images.shape[2:]
     rows, columns = height // patch_size, width // patch_size
     num_patches = rows * columns  # T, Eq. 1
-    if height % patch_size or width % patch_size:
-        raise ValueError(f"patch_mix takes a patch_size that divides {height} x {width}, not {patch_size}")
     if not 1 <= num_mix <= num_patches:
         raise ValueError(f"patch_mix takes num_mix from 1 to the number of patches, {num_patches}, not {num_mix}")
     permutation = torch.randperm(num_patches) if permutation is None else permutation.cpu()  # line 2: k, Eq. 2
@@ -527,7 +524,8 @@ def gather(x):
 #    `--mix-slices`, at least one per process; 1 on one process is the paper's ring. Each slice has its own shuffle of
 #    the patches (Eq. 2); the paper draws one for the batch.
 # Differences in rounding, indices and precision are listed in tests/golden/README.md.
-# The baseline lacks MoCo v3's factor 2 tau. `--num-mix 1` alone counts L(q1, k2) twice, because mtm is then mto.
+# The baseline differs from MoCo v3: it has no factor 2 tau, no frozen patch projection and no fixed positions, but
+# PatchMix's heads of ViT-S and drop path. `--num-mix 1` alone counts L(q1, k2) twice, because mtm is then mto.
 # Not here: the other mixes of Table 5 (CutMix and Mixup, RegionSwap, ResizeMix), COCO (Table 4), and Figs. 4, 8 to 11.
 
 

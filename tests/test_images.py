@@ -141,13 +141,11 @@ def test_a_layout_of_class_folders_is_read_whatever_the_name(tmp_path, test_name
     said = capsys.readouterr().out
     assert said.count("\n") == 1 and "2 .txt" in said and "1 without an extension" in said
     assert train.classes == test.classes == ["#a", "@b"]
-    assert train.targets.tolist() == [0, 0, 1, 1, 1] and test.targets.tolist() == [0, 1, 1]
+    assert train.targets.tolist() == [0, 0, 1, 1, 1, -1, -1, -1, -1] and test.targets.tolist() == [0, 1, 1]
     assert np.array_equal(train[1][0], Image.open(tmp_path / "elsewhere" / "1.png")) and train[1][1] == 0
-    both = common.load_dataset(name, root, unlabeled=True)
-    assert both.targets.tolist() == [0, 0, 1, 1, 1, -1, -1, -1, -1] and both.classes == ["#a", "@b"]
-    assert common.with_labels(both).samples == train.samples == both.samples[:5] and common.with_labels(train) is train
-    assert os.path.relpath(both.samples[8][0], root) == "unlabeled/x/y/3.png"
-    assert len(common.load_dataset(name, root, False, unlabeled=True)) == 3
+    labeled = common.with_labels(train)
+    assert labeled.samples == train.samples[:5] and common.with_labels(labeled) is labeled
+    assert os.path.relpath(train.samples[8][0], root) == "unlabeled/x/y/3.png"
 
 
 def test_names_are_in_one_array(tmp_path):
@@ -270,10 +268,10 @@ def asked(monkeypatch, tmp_path):
 
 def test_torchvisions_data_sets(tmp_path, asked):
     """Each call reads its own split. STL-10's images without labels are for training only."""
-    calls = [("cifar10", True, True, dict(train=True)), ("cifar100", False, True, dict(train=False))]
-    calls += [("stl10", True, False, dict(split="train")), ("stl10", True, True, dict(split="train+unlabeled"))]
-    for name, train, unlabeled, split in (*calls, ("stl10", False, True, dict(split="test"))):
-        images = common.load_dataset(name, tmp_path, train, unlabeled=unlabeled)
+    calls = [("cifar10", True, dict(train=True)), ("cifar100", False, dict(train=False))]
+    calls += [("stl10", True, dict(split="train+unlabeled")), ("stl10", False, dict(split="test"))]
+    for name, train, split in calls:
+        images = common.load_dataset(name, tmp_path, train)
         assert asked[-1] == dict(root=tmp_path, download=False, **split)
         assert list(images.targets) == ([1, -1] if split.get("split") == "train+unlabeled" else [0, 1])
     common.load_dataset("cifar10")

@@ -37,27 +37,23 @@ def completed(places, *flags, encoder="VIT", **changed):
     return eval_linear.complete(args, common.load_backbone(places[encoder])[1] | changed)
 
 
-SGD = dict(optimizer="sgd", weight_decay=0, crop_scale=[0.08, 1], milestones=[0.6, 0.8], warmup=0, pad=0, randaug=0)
+SGD = dict(optimizer="sgd", weight_decay=0, crop_scale=[0.08, 1], pad=0, randaug=0, erase=0, mixup=0, smoothing=0)
 MOCO = dict(SGD, epochs=100, batch_size=256, lr=30, nesterov=False)
-COSINE = dict(SGD, milestones=[], min_lr=0)
-PATCHMIX = dict(COSINE, epochs=100, batch_size=1024, nesterov=True)
-TUNED = dict(optimizer="adamw", epochs=100, lr=5e-4, weight_decay=0.05, layer_decay=0.75, drop_path=0.1, head_lr=0)
-TUNED |= dict(warmup=10, warmup_lr=1e-6, min_lr=1e-5, milestones=[], smoothing=0.1)
-TUNED |= dict(randaug=9, erase=0.25, mixup=0.8, cutmix=1, pad=0)
-CLIM = dict(SGD, epochs=60, lr=1e-4, head_lr=10, milestones=[1 / 3, 2 / 3], layer_decay=1, drop_path=0)
-CLIM |= dict(randaug=0, mixup=0, cutmix=0, erase=0, smoothing=0)
+PATCHMIX = dict(SGD, epochs=100, batch_size=1024, nesterov=True, milestones=[])
+TUNED = dict(crop_scale=[0.08, 1], epochs=100, lr=5e-4, batch_size=1024, randaug=9, pad=0)
+CLIM = dict(SGD, epochs=60, lr=1e-4, cutmix=0, drop_path=0)
 RESNET, VIT_S, VIT_B = "resnet50", "vit_small_patch16_224", "vit_base_patch16_224"
 
-RECIPES = [  # learning rates are per 256 images
+RECIPES = [  # learning rates are per 256 images. Other tests have schedules, layer decay, mixup, ...
     *((f"--protocol {protocol}", RESNET, MOCO) for protocol in ("moco", "jcl", "clim")),
     ("--protocol jcl --dataset imagenet100", RESNET, dict(MOCO, lr=10)),
-    ("--protocol jointcrop", RESNET, dict(COSINE, epochs=90, batch_size=1024, lr=0.1, nesterov=False)),
-    ("--protocol jointcrop", VIT_S, dict(COSINE, epochs=90, batch_size=1024, lr=3)),
-    ("--protocol jointcrop-small", RESNET, dict(SGD, epochs=100, batch_size=512, lr=10 * 256 / 512)),
+    ("--protocol jointcrop", RESNET, dict(MOCO, epochs=90, batch_size=1024, lr=0.1)),
+    ("--protocol jointcrop", VIT_S, dict(MOCO, epochs=90, batch_size=1024, lr=3)),
+    ("--protocol jointcrop-small", RESNET, dict(MOCO, batch_size=512, lr=10 * 256 / 512, milestones=[0.6, 0.8])),
     ("--protocol patchmix", "vit_tiny_patch16_224", dict(PATCHMIX, lr=0.05)),
     ("--protocol patchmix", VIT_S, dict(PATCHMIX, lr=0.02)),
     ("--protocol patchmix --dataset cifar10", VIT_B, dict(PATCHMIX, lr=0.01, batch_size=256)),
-    ("--finetune", VIT_S, dict(TUNED, protocol="patchmix", batch_size=1024)),
+    ("--finetune", VIT_S, dict(TUNED, protocol="patchmix")),
     ("--finetune --dataset cifar100", "deit_tiny_patch16_224", dict(TUNED, lr=1e-3, batch_size=256, pad=4)),
     ("--finetune", RESNET, dict(CLIM, protocol="clim")),
     ("--finetune --protocol clim --lr 1 --milestones", VIT_S, dict(CLIM, lr=1, milestones=[])),
@@ -125,12 +121,11 @@ def test_a_short_fine_tuning_has_the_learning_rates_of_a_long_one(places, epochs
 def test_patchmixs_linear_classifier_starts_as_torchs_does(places, tmp_path):
     """As in its released code. The others': N(0, 0.01), and no bias."""
     for protocol in ("patchmix", "moco"):
+        run(places["VIT"], "--protocol", protocol, "--lr", 1e-9, *FAST, "--out", tmp_path / protocol)
         torch.manual_seed(0)
         head = torch.nn.Linear(64, 3)
         if protocol == "moco":
             torch.nn.init.normal_(head.weight, std=0.01), torch.nn.init.zeros_(head.bias)
-        flags = ["--protocol", protocol, "--lr", 1e-9, *FAST, "--out", tmp_path / protocol]
-        run(places["VIT"], *flags)
         torch.testing.assert_close(load(tmp_path / protocol / "last.pt")["model"], head.state_dict(), rtol=0, atol=1e-6)
 
 
@@ -155,7 +150,7 @@ def groups_of(places, encoder, *flags):
 
 
 def test_layer_decay(places):
-    """Block i of 3 has 0.75^(3 - i) of the learning rate, the classifier all of it, the patches' embedding 0.75^4."""
+    """ViTs: block i of 3 has 0.75^(3 - i), the patches' embedding 0.75^4, the classifier all. ResNets have but two."""
     found, optimizer = groups_of(places, "VIT")
     assert optimizer == "AdamW"
     for name, (scale, decay) in found.items():
@@ -163,9 +158,6 @@ def test_layer_decay(places):
         depth = int(number) if part == "blocks" else {"head": 3, "norm": 2}.get(part, -1)
         assert scale == pytest.approx(0.75 ** (3 - depth)), name
         assert decay == (0.05 if name.endswith("weight") and "norm" not in name else 0), name
-
-
-def test_two_learning_rates(places):
     found, optimizer = groups_of(places, "RESNET")
     assert optimizer == "SGD"
     assert found == {name: (pytest.approx(10 / 1e-4 if name.startswith("head.") else 1), 0) for name in found}
@@ -288,25 +280,17 @@ def test_lbfgs_of_a_checkpoint(places, tmp_path, capsys):
     x, *_, y = (torch.cat(pair) for pair in zip(train, val, strict=True))
     found = eval_linear.lbfgs_probe(x, y, test_x, *torch.arange(60).split([42, 18]), 3, [0.1, 1, 10])
     assert result["encoder"] == pytest.approx(eval_linear.scores(found["logits"], test_y, 3))
-    run(*flags, "--label-fraction", 0.2)
+    run(*flags, "--label-fraction", 0.2, "--holdout", 0.5)
     said = capsys.readouterr().out
-    assert "1 images choose" in said and "all 8 " in said and "test/ is evaluated: 18 " in said
-    data = shutil.copytree(places["DATA"], tmp_path / "data")
-    flags += ["--dataset", "folder", "--data-dir", data]
-    (data / "val").rename(tmp_path / "val")
-    run(*flags, "--holdout", 0.5)
-    said = capsys.readouterr().out
-    assert "21 images choose" in said and "all 42 " in said
-    (tmp_path / "val").rename(data / "val")
-    (data / "test").rename(tmp_path / "test")
-    shutil.copytree(data / "val" / "a", data / "test")  # without classes, as ImageNet's
-    run(*flags)
-    said = capsys.readouterr().out
-    assert "4 images choose" in said and "test/ is evaluated" not in said
-    shutil.rmtree(data / "test")
-    (tmp_path / "test").rename(data / "test")
-    shutil.rmtree(data / "test" / "a")
-    assert "classes of test/" in refused(capsys, run, *flags)
+    assert "4 images choose" in said and "all 8 " in said and "test/ is evaluated: 18 " in said
+    data, info = shutil.copytree(places["DATA"], tmp_path / "data"), common.load_backbone(places["VIT"])[1]
+    args = eval_linear.parse_args([*map(str, flags), "--dataset", "folder", "--data-dir", str(data)])
+    (data / "test" / "a").rename(tmp_path / "a")
+    assert "classes of test/" in refused(capsys, eval_linear.open_data, args, info)
+    for test in (tmp_path / "a", data / "val"):  # images without classes, as ImageNet's; no other than test/
+        shutil.rmtree(data / "test")
+        test.rename(data / "test")
+        assert eval_linear.open_data(args, info)[1] is None
 
 
 @pytest.fixture(scope="module")

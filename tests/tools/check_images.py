@@ -25,7 +25,7 @@ def problem(images, index):
 
 
 def main(folder):
-    parts = [common.load_dataset("folder", folder, train, unlabeled=True) for train in (True, False)]
+    parts = [common.load_dataset("folder", folder, train) for train in (True, False)]
     images, failed = ConcatDataset(part for part in parts if part), 0
     with ThreadPoolExecutor(os.cpu_count()) as pool:  # Pillow decodes outside Python's lock
         for line in filter(None, pool.map(functools.partial(problem, images), range(len(images)))):
