@@ -104,7 +104,7 @@ def parse_args(argv=None):
 
 
 # fmt: off
-CIFAR = dict(  # not in the paper: MoCo's CIFAR-10 demo (facebookresearch/moco, branch colab-notebook), and a warmup
+CIFAR = dict(  # not in the paper: facebookresearch/moco's demo (colab-notebook), with MoCo v2's head, tau, a warmup
     arch="resnet18", image_size=[32], patch_size=4, epochs=200, batch_size=512, lr=0.03, warmup=1.0,  # 0.06 for 512
     weight_decay=5e-4, momentum=[0.99], queue=4096, bn_groups=8, crop_scale=[0.08, 1.0], blur_p=[0.0], norm="cifar10",
     num_clusters=400, local_size=16,  # about as many images per cluster as on ImageNet
@@ -424,7 +424,7 @@ class CLIM(nn.Module):
             # Table 7: local crops with the keys of the largest size (D6)
             losses += [self.contrast(x, k[0], fraction) for x, fraction in zip(local_q, fractions[1:], strict=True)]
             loss = sum(losses)
-        return loss, keys[0][0], q[0].detach(), dict(loss=loss.detach())
+        return loss, keys[0][0], q[0].detach(), dict(loss=loss.detach())  # the images' own keys at the largest size
 
     @torch.no_grad()
     def update(self, m):

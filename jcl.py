@@ -85,7 +85,7 @@ def parse_args(argv=None):
 
 
 # fmt: off
-CIFAR = dict(  # not in the paper: MoCo's CIFAR-10 demo (facebookresearch/moco, branch colab-notebook), and a warmup
+CIFAR = dict(  # not in the paper: facebookresearch/moco's demo (colab-notebook), with MoCo v2's head, tau, a warmup
     arch="resnet18", image_size=32, patch_size=4, epochs=200, batch_size=512, lr=0.03, warmup=1.0,  # 0.06 for 512
     weight_decay=5e-4, momentum=[0.99], queue=4096, crop_scale=[0.08, 1.0], blur_p=[0.0], norm="cifar10",
 )

@@ -60,7 +60,7 @@ def parse_args(argv=None):
     add("--one-way", action="store_true", help="one query per image, as in MoCo v2; with --local-crops 0")
     add("--l2l", action=argparse.BooleanOptionalAction, default=True, help="push local crops apart, by L_ll")
     add("--l2l-weighting", choices=("clip", "lambda"), default="clip", help="L_ll as a clipped step, or a term (D1)")
-    add("--clip-ratio", type=common.positive_float, default=0.015, help="clip, over the last gradient's norm (D1)")
+    add("--clip-ratio", type=common.positive_float, default=0.015, help="clip, relative to the last gradient norm (D1)")
     add("--lam", type=common.positive_float, default=1e-4, help="lambda of Eq. 9")  # erceguder/LoGo's
     add("--affinity-form", choices=("logistic", "linear"), default="logistic", help="objective of the affinity (D1)")
     add("--affinity-lr", type=common.positive_float, help="learning rate; if None, 1e-4 for linear, else --lr's peak")
