@@ -513,8 +513,8 @@ def make_optimizer(args, model):
 def learning_rate(args, epoch):
     """Return the learning rate at a time, in epochs from 0, before a group's lr_scale.
 
-    It changes once per epoch, or every step (D4). After a linear warmup it is divided by 10 at each milestone or,
-    without milestones, follows a cosine to args.min_lr. The cosine counts the epochs of the warmup, as timm's does.
+    After a linear warmup it is divided by 10 at each milestone or, without milestones, follows a cosine to args.min_lr,
+    once per epoch or every step (D4). The cosine counts the epochs of the warmup, as timm's does.
     """
     if args.protocol == "patchmix" and args.epochs >= 100:  # else it changes every step (D4)
         epoch = max(0, int(epoch) - 1)  # timm's scheduler is called after each epoch

@@ -93,6 +93,8 @@ def test_schedules_are_the_papers(places):
     assert learning_rates(places, "--protocol", "jointcrop", at=steps, encoder="RESNET") == pytest.approx(cosine)
     clim = learning_rates(places, "--finetune", at=(199, 200, 399, 400, 599), encoder="RESNET")
     assert clim == pytest.approx([1e-4, 1e-5, 1e-5, 1e-6, 1e-6])
+    warm = learning_rates(places, "--protocol", "moco", "--warmup", 1, at=(0, 5, 10))
+    assert warm == pytest.approx([0, 15, 30])  # it changes every step
 
 
 def test_patchmix_has_timms_scheduler_called_after_each_epoch(places):
@@ -132,7 +134,7 @@ def test_patchmixs_linear_classifier_starts_as_torchs_does(places, tmp_path):
 def test_what_differs_has_a_folder_of_its_own(places):
     """By default. A run and its last.pt are one encoder."""
     info, run_folder = common.load_backbone(places["VIT"])[1], places["VIT"]
-    lines = ["", "--amp off", "--lr 2", "--dataset cifar10", "--label-fraction 0.5"]
+    lines = ["", "--amp off", "--lr 2", "--dataset cifar10", "--label-fraction 0.5", "--norm cifar10"]
     lines = [[run_folder, *line.split()] for line in lines]
     lines += [[run_folder / f"{name}.pt"] for name in ("epoch-0001", "epoch-0002", "last")]
     lines = [eval_linear.parse_args([*map(str, line), "--protocol", "moco"]) for line in lines]
