@@ -1042,7 +1042,7 @@ def log_epoch(title, records, names=()):
     scores = [name for name in records[-1] if re.fullmatch(r"(knn\d+|linear|finetune)_(top1|top5|per_class)", name)]
     log("  ".join([title, *(f"{name} {format_value(records[-1][name])}" for name in [*names, *scores])]))
     is_low = [record.get("std", 1) < 0.1 for record in records[-4:]]
-    if names and is_low in ([True] * 3, [False, True, True, True]):
+    if names and is_low in ([True] * 3, [False] + [True] * 3):  # for exactly three epochs, so that it is said once
         log("warning: std has been below 0.1 for three epochs: all embeddings are nearly equal. If it does not rise,")
         log("it is a collapse: try --warmup, or look at --lr (too high?), --temperature, --queue and --momentum")
 

@@ -407,7 +407,7 @@ class SplitBatchNorm(nn.BatchNorm2d):
         if weight is not None:
             weight, bias = weight.repeat(groups), bias.repeat(groups)
         x = torch.cat(x.chunk(groups), dim=1)  # the groups' channels side by side: (N / groups, groups * C, ...)
-        means, variances = torch.cat([mean] * groups + [var] * groups).chunk(2)
+        means, variances = torch.cat([mean] * groups + [var] * groups).chunk(2)  # a copy for each group
         x = F.batch_norm(x, means, variances, weight, bias, True, self.momentum, self.eps)
         torch.mean(means.view(groups, -1), 0, out=mean)  # F.batch_norm has updated means and variances
         torch.mean(variances.view(groups, -1), 0, out=var)
