@@ -490,8 +490,7 @@ def main(args, train=None, test=None):
     affinity_lr = args.affinity_lr or (1e-4 if linear else peak_lr)  # 1e-4: erceguder/LoGo's
     affinity_optimizer = torch.optim.SGD(affinity.parameters(), lr=affinity_lr, **sgd)
     encoder = [p for part in (model.backbone, model.projector) for p in part.parameters() if p.requires_grad]
-    # Of the steps down L_ll, without weight decay (D3). The loop sets its learning rate
-    l2l_optimizer = torch.optim.SGD(encoder, lr=peak_lr, momentum=0.9, fused=True)
+    l2l_optimizer = torch.optim.SGD(encoder, lr=0.0, momentum=0.9, fused=True)  # of L_ll, without weight decay (D3)
     previous_norm = torch.zeros((), device=device)  # of the loss's gradient, in the last step
 
     # The run

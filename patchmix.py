@@ -176,11 +176,13 @@ def patch_mix(images, num_mix, patch_size, permutation=None):
 
     images: (N, C, H, W), any values. num_mix: M, from 1 to T. patch_size: p, which divides H and W. permutation: (T,)
     int64, the shuffle k of Eq. 2 for T = H/p * W/p patches; if None, it is drawn.
-    Returns the mixed images, (N, C, H, W). Gradients pass. Raises ValueError if num_mix does not fit.
+    Returns the mixed images, (N, C, H, W). Gradients pass. Raises ValueError if num_mix or patch_size does not fit.
     """
     height, width = images.shape[2:]
     rows, columns = height // patch_size, width // patch_size
     num_patches = rows * columns  # T, Eq. 1
+    if height % patch_size or width % patch_size:
+        raise ValueError(f"patch_mix takes a patch_size that divides {height} x {width}, not {patch_size}")
     if not 1 <= num_mix <= num_patches:
         raise ValueError(f"patch_mix takes num_mix from 1 to the number of patches, {num_patches}, not {num_mix}")
     permutation = torch.randperm(num_patches) if permutation is None else permutation.cpu()  # line 2: k, Eq. 2
