@@ -553,7 +553,8 @@ def main(args, train=None, test=None):
     terms = len(args.image_size) ** 2 + args.local_crops  # of the loss, which is their sum
     derived = dict(negatives=negatives, loss_at_uniform_logits=terms * math.log(negatives + 1))
     derived |= dict(peak_lr=args.lr * args.batch_size / 256, batch_norm_groups=groups * world, bf16=amp)
-    derived |= dict(clusters=args.num_clusters or max(1, len(train) // 128))
+    if args.selection in ("kmeans", "center"):
+        derived |= dict(clusters=args.num_clusters or max(1, len(train) // 128))
     config, records = common.open_run(args, train, state, derived)  # a record per epoch that is done
     info |= dict(method="clim", encoder="query", dataset=args.dataset, images=config["images"])
     if args.compile:

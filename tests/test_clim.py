@@ -311,12 +311,17 @@ def test_choose_positives(selection, count, flags, monkeypatch, capsys):
             assert {*chosen} == dict(random=others, knn={*near}, kmeans=members)[selection]
 
 
+class Unlabeled(list):
+    targets = []
+
+
 def test_the_clusters_of_a_folder_are_one_per_128_images(monkeypatch):
     asked, kmeans = [], clim.kmeans
     monkeypatch.setattr(clim, "kmeans", lambda x, m: asked.append(m) or kmeans(x, m))
     args = clim.parse_args("--dataset folder --selection kmeans --image-size 16".split())
     for count in (100, 128, 1300):
-        clim.choose_positives(args, model_of().float(), Blank(count, 16), INFO, torch.device("cpu"))
+        images = Unlabeled(Blank(count, 16))
+        clim.choose_positives(args, model_of().float(), images, INFO, torch.device("cpu"))
     assert asked == [1, 1, 10]
 
 

@@ -77,9 +77,9 @@ def test_what_is_not_finite_is_never_saved(copies, monkeypatch, method, what, me
     assert_it_resumes(method, out, whole)
 
 
-def test_a_closed_pipe_or_a_full_log_does_not_end_a_training(tmp_path, monkeypatch):
-    full = OSError(errno.ENOSPC, "No space left on device")
-    monkeypatch.setattr(sys, "stdout", Mock(write=Mock(side_effect=full)))
+@pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "No space left on device"), UnicodeError()])
+def test_a_log_that_cannot_be_written_does_not_end_a_training(error, tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "stdout", Mock(write=Mock(side_effect=error)))
     jcl.main(jcl.parse_args([*FLAGS, "--out", str(tmp_path)]))
     assert epochs_of(tmp_path) == 2
 

@@ -137,6 +137,8 @@ def test_an_encoder_that_does_not_fit_is_refused(capsys):
     two.forward = lambda x: (x, x)
     for encoder, words in ((nn.Linear(9, 9), "16 px"), (nn.Identity(), "1, 3, 16, 16"), (two, "tuple")):
         assert words in refused(capsys, common.feature_width, encoder, 16)
+    unpooled = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten())  # 144 features of images of 8 px
+    assert "(n, 144)" in refused(capsys, common.feature_width, unpooled, 8, 6)
 
 
 def test_what_is_known_of_an_encoder():
