@@ -221,7 +221,7 @@ class JCL(nn.Module):
             else:
                 loss = jcl_loss(q, k, self.queue.keys, self.temperature, lam)  # lines 7 to 10
         mean_keys = keys.mean(0)  # for line 13; not normalized again, so their norm is at most 1
-        metrics = dict(loss=loss.detach(), key_variance=k.var(1, correction=0).mean())  # the mean of Sigma's diagonal
+        metrics = dict(loss=loss.detach(), key_variance=(keys - mean_keys).square().mean())  # Sigma's mean diagonal
         return loss, mean_keys, q.detach(), metrics
 
     @torch.no_grad()
@@ -405,7 +405,7 @@ class SplitBatchNorm(nn.BatchNorm2d):
         if len(x) % groups:
             raise ValueError(f"a batch of {len(x)} cannot be split into {groups} equal groups of batch norm")
         if weight is not None:
-            weight, bias = weight.repeat(groups), bias.repeat(groups)
+            weight, bias = weight.expand(groups, -1).flatten(), bias.expand(groups, -1).flatten()
         x = torch.cat(x.chunk(groups), dim=1)  # the groups' channels side by side: (N / groups, groups * C, ...)
         means, variances = torch.cat([mean] * groups + [var] * groups).chunk(2)  # a copy for each group
         x = F.batch_norm(x, means, variances, weight, bias, True, self.momentum, self.eps)

@@ -645,7 +645,7 @@ class SplitBatchNorm(nn.BatchNorm2d):
         if len(x) % groups:
             raise ValueError(f"a batch of {len(x)} cannot be split into {groups} equal groups of batch norm")
         if weight is not None:
-            weight, bias = weight.repeat(groups), bias.repeat(groups)
+            weight, bias = weight.expand(groups, -1).flatten(), bias.expand(groups, -1).flatten()
         x = torch.cat(x.chunk(groups), dim=1)  # the groups' channels side by side: (N / groups, groups * C, ...)
         means, variances = torch.cat([mean] * groups + [var] * groups).chunk(2)  # a copy for each group
         x = F.batch_norm(x, means, variances, weight, bias, True, self.momentum, self.eps)
