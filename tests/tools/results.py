@@ -13,7 +13,6 @@ of untrained encoders (baselines.json) are what eval_knn.py and eval_linear.py p
 
 import argparse
 import contextlib
-import functools
 import itertools
 import json
 import shutil
@@ -207,10 +206,10 @@ def scores(record):
     return record["epochs"][-1]["knn20_top1"], record["linear_top1"]
 
 
-def spread(values, sign="", digits=1):
+def spread(values, sign=""):
     """Mean and standard deviation in words."""
-    mean = f"{round(statistics.mean(values), digits) + 0.0:{sign}.{digits}f}"  # + 0.0: never "-0.0"
-    return mean + (f" ± {statistics.stdev(values):.{digits}f}" if len(values) > 1 else "")
+    mean = f"{round(statistics.mean(values), 1) + 0.0:{sign}.1f}"  # + 0.0: never "-0.0"
+    return mean + (f" ± {statistics.stdev(values):.1f}" if len(values) > 1 else "")
 
 
 def gains(arm, other):
@@ -244,17 +243,6 @@ def claims():
         found = f"+ in {seeds}" if lowest > NOISE else f"- in {seeds}" if highest < -NOISE else f"unclear in {seeds}"
         rows.append([ARMS[arm][0], ARMS[other][0], spread(knn, "+"), spread(linear, "+"), f"x {cost}", found])
     return markdown(["method", "over", "gain, kNN", "gain, linear", "time", "verdict"], rows)
-
-
-def analysis(table):
-    """Markdown of a table of mechanisms.json: an arm per row, a measure per column."""
-    rows = []
-    for arm in ARMS:
-        if runs := [run[table] for run in kept("mechanisms").get(arm, {}).values() if table in run]:
-            values = {name: [run[name] for run in runs] for name in runs[0]}
-            cells = [spread(v, digits=2 if name.endswith("%") else 4) for name, v in values.items()]
-            rows.append([ARMS[arm][0], *cells])
-    return markdown(["arm", *values], rows)
 
 
 def begun():
@@ -299,8 +287,6 @@ def trained_on_gpu():
 
 
 TABLES = {"gpu": trained_on_gpu, "begin": begun, "claims": claims, "arms": table}
-for name in ("CLIM", "JointCrop", "LoGo", "PatchMix"):
-    TABLES[f"mechanisms, {name}"] = functools.partial(analysis, name)
 PAGES = KEPT / "README.md", KEPT / "begin.md"
 
 
