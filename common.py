@@ -297,7 +297,7 @@ def open_data(name, root=None, image_size=32, train=None, test=None):
         test = load_dataset(name, root, False, image_size) if test is None else test
     if test is None:
         log("no kNN in this training, because there are no test images")
-    elif not have_labels(train, test):
+    elif not have_same_classes(train, test):
         names = [{*map(str, getattr(images, "classes", ()))} for images in (train, test)]
         differ = ascii(sorted(names[0] ^ names[1])[:3])  # ascii: letters that look alike may differ
         log("no kNN in this training: it needs training and test images with labels of the same classes")
@@ -853,7 +853,7 @@ def open_evaluation_data(name, root, info, check=True, train=None, test=None):
         raise UsageError(f"the encoder was trained on other images; for these pass --dataset {name} --data-dir DIR")
     info |= dict(dataset=name, data_dir=root, images=images)
     if check:
-        if not have_labels(train, test):
+        if not have_same_classes(train, test):
             found = f"train/: {describe(train)}; val/ or test/: {describe(test or [])}"
             raise UsageError(f"an evaluation needs training and test images of the same classes, two at least: {found}")
         train, test = with_labels(train), with_labels(test)
@@ -863,7 +863,7 @@ def open_evaluation_data(name, root, info, check=True, train=None, test=None):
     return train, test
 
 
-def have_labels(train, test):
+def have_same_classes(train, test):
     """Whether both datasets have labels of the same classes, two at least. test may be None."""
     classes = [[*getattr(images, "classes", ())] if has_labels(images) else [] for images in (train, test)]
     return len(classes[0]) > 1 and classes[0] == classes[1]
