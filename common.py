@@ -297,13 +297,20 @@ def open_data(name, root=None, image_size=32, train=None, test=None):
         test = load_dataset(name, root, False, image_size) if test is None else test
     if test is None:
         log("no kNN in this training, because there are no test images")
-    elif not have_same_classes(train, test):
-        names = [{*map(str, getattr(images, "classes", ()))} for images in (train, test)]
-        differ = ascii(sorted(names[0] ^ names[1])[:3])  # ascii: letters that look alike may differ
-        log("no kNN in this training: it needs training and test images with labels of the same classes")
-        log(f"train: {describe(train)}; test: {describe(test)}; classes that are not in both: {differ}")
+    elif problem := compare_classes(train, test):
+        log(f"no kNN in this training: {problem}")
         test = None
     return train, test
+
+
+def compare_classes(train, test):
+    """Return why images cannot be classified, or "" if both datasets have labels of the same classes, two at least."""
+    one, two = ([*getattr(images, "classes", ())] for images in (train, test))
+    if has_labels(train) and has_labels(test) and len(one) > 1 and one == two:
+        return ""
+    differ = ascii(sorted({*map(str, one)} ^ {*map(str, two)})[:3])  # ascii: letters that look alike may differ
+    what = f"train: {describe(train)}; test: {describe(test)}; classes that are not in both: {differ}"
+    return f"training and test images need labels of the same classes, two at least ({what})"
 
 
 def _step(x, threshold=0.0, softness=0.15):
@@ -853,20 +860,13 @@ def open_evaluation_data(name, root, info, check=True, train=None, test=None):
         raise UsageError(f"the encoder was trained on other images; for these pass --dataset {name} --data-dir DIR")
     info |= dict(dataset=name, data_dir=root, images=images)
     if check:
-        if not have_same_classes(train, test):
-            found = f"train/: {describe(train)}; val/ or test/: {describe(test or [])}"
-            raise UsageError(f"an evaluation needs training and test images of the same classes, two at least: {found}")
+        if problem := compare_classes(train, test or []):
+            raise UsageError(problem)
         train, test = with_labels(train), with_labels(test)
     names = "encoder", "arch", "method", "image_size", "interpolation", "mean", "std"
     log_values("features", {name: info[name] for name in names})
     log(f"{'images':10}train: {describe(train)}; test: {describe(test or [])}")
     return train, test
-
-
-def have_same_classes(train, test):
-    """Whether both datasets have labels of the same classes, two at least. test may be None."""
-    classes = [[*getattr(images, "classes", ())] if has_labels(images) else [] for images in (train, test)]
-    return len(classes[0]) > 1 and classes[0] == classes[1]
 
 
 def baselines(info, seed, images):
