@@ -665,11 +665,9 @@ def load_backbone(path, encoder=None):
     info = saved.get("backbone", saved)  # of last.pt, which has both encoders; backbone.pt has one
     if "timm_name" not in info:
         raise UsageError(f"{path} has no encoder of this project; for third-party weights pass --arch")
-    weights = info.pop("state_dict", None)
-    if "backbone" in saved:
-        if info["encoder"] != "fine-tuned":
-            info["encoder"] = encoder or info["encoder"]
-        weights = encoder_weights(saved["model"], info["encoder"])
+    if encoder and "backbone" in saved and info["encoder"] != "fine-tuned":
+        info["encoder"] = encoder
+    weights = info.pop("state_dict", None) or encoder_weights(saved.get("model", {}), info["encoder"])
     if encoder not in (None, info["encoder"]) or not weights:
         raise UsageError(f"{path} does not hold the {encoder or info['encoder']} encoder")
     with contextlib.suppress(OSError, ValueError, AttributeError):  # backbone.pt, which people publish, has no paths
@@ -1257,10 +1255,10 @@ def load_run(path, args, config, state):
     """Load a run's last.pt into `state`, in place, and return its records. For the parameters see `open_run`."""
     saved = load_checkpoint(path)
     old, records = saved.get("config", {}), saved.get("records", [])
-    differences = [f"{k} was {old.get(k)}, is {config.get(k)}" for k in old | config if old.get(k) != config.get(k)]
-    resumes_other = path != os.path.join(args.out, "last.pt")
     if old.get("method") != config["method"]:
         raise UsageError(f"{path} is not the last.pt of a run of {config['method']}")
+    differences = [f"{k} was {old.get(k)}, is {config.get(k)}" for k in old | config if old.get(k) != config.get(k)]
+    resumes_other = path != os.path.join(args.out, "last.pt")
     if differences and not resumes_other:
         what = f"{args.out} is a run with other values ({'; '.join(differences)})"
         raise UsageError(f"{what}: pass another --out, with --resume {path} to start from its state")
@@ -1278,7 +1276,7 @@ def load_run(path, args, config, state):
         reasons = [*differences, (str(error) or repr(error)).splitlines()[-1].strip()[:200]]  # names a tensor
         raise UsageError(f"{path} does not fit this run: {'; '.join(reasons)}") from error
     if len(records) < args.epochs:
-        log(f"resumed from {path}, after epoch {len(records)}" + "".join(f"; {text}" for text in differences))
+        log("; ".join([f"resumed from {path}, after epoch {len(records)}", *differences]))
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
             workers = json.loads(Path(path).with_name("config.json").read_text())["workers"]
             if workers != args.workers:
