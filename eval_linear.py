@@ -160,9 +160,8 @@ def parse_args(argv=None):
     names = LBFGS if args.solver == "lbfgs" else LINEAR[args.protocol or "probe"]
     if args.finetune:
         names = FINETUNE["clim"]
-    for name in PROBE | LBFGS | FINETUNE["clim"]:
-        if name in args and name not in names:
-            parser.error(f"--{name.replace('_', '-')} has no effect with this --protocol, --solver and --finetune")
+    others = [name for name in PROBE | LBFGS | FINETUNE["clim"] if name not in names]
+    common.refuse(parser, args, True, others, "with this --protocol, --solver and --finetune")
     return args
 
 
