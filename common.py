@@ -208,14 +208,14 @@ def load_dataset(name, root=None, train=True, image_size=32):
         if root is not None:
             raise UsageError(f"--data-dir needs --dataset, which chooses the recipe: {', '.join(DATASETS[1:])}")
         return Patterns(4096, image_size, seed=0) if train else Patterns(1024, image_size, seed=1)
-    if root is None and name not in ("cifar10", "cifar100", "stl10"):
-        raise UsageError(f"--dataset {name} needs --data-dir, with train/, and val/ or test/ (folder: any images)")
     try:
         folders = os.listdir(root) if root is not None else ()
         if "train" in folders:
             return load_split(name, root, folders, train)
         if name in ("cifar10", "cifar100", "stl10"):
             return load_torchvision(name, root or "data", train)
+        if root is None:
+            raise UsageError(f"--dataset {name} needs --data-dir, with train/, and val/ or test/ (folder: any images)")
         if name != "folder":
             raise UsageError(f"no train/ in --data-dir {root}; --dataset folder takes any folder of images")
         parts = ("train", "training", "val", "validation", "test", "testing")
@@ -304,13 +304,13 @@ def open_data(name, root=None, image_size=32, train=None, test=None):
 
 
 def compare_classes(train, test):
-    """Return why images cannot be classified, or "" if both datasets have labels of the same classes, two at least."""
+    """Return "" if both datasets have labels of the same classes in the same order, two at least; else what differs."""
     one, two = ([*getattr(images, "classes", ())] for images in (train, test))
     if has_labels(train) and has_labels(test) and len(one) > 1 and one == two:
         return ""
     differ = ascii(sorted({*map(str, one)} ^ {*map(str, two)})[:3])  # ascii: letters that look alike may differ
     what = f"train: {describe(train)}; test: {describe(test)}; classes that are not in both: {differ}"
-    return f"training and test images need labels of the same classes, two at least ({what})"
+    return f"training and test images need labels of the same classes in the same order, two at least ({what})"
 
 
 def _step(x, threshold=0.0, softness=0.15):
@@ -718,9 +718,9 @@ def load_weights(encoder, path, prefix=""):
         encoder.load_state_dict(weights)  # it adds num_batches_tracked, which files of 2018 do not have
     except RuntimeError as error:
         what = "; ".join(line.strip()[:100] for line in str(error).splitlines()[1:4])
-        first, *_, last = [name for name, _ in encoder.named_parameters()]
-        prefixes = {name.removesuffix(first) for name in found if name.endswith(first)}
-        prefixes = sorted(repr(prefix) for prefix in prefixes if prefix + last in found)
+        names = [name for name, _ in encoder.named_parameters()]
+        prefixes = {name.removesuffix(names[0]) for name in found if name.endswith(names[0])}
+        prefixes = sorted(repr(prefix) for prefix in prefixes if prefix + names[-1] in found)
         has = f"it has encoders with the prefixes {', '.join(prefixes)}" if prefixes else f"it has {[*found][:3]}"
         if "size mismatch for conv1.weight" in str(error):
             has += "; ResNets have a 3 x 3 stem for images of up to 64 px (--image-size)"
@@ -1060,8 +1060,8 @@ def bounded(what, kind, is_valid):
 
     def convert(text):
         with contextlib.suppress(ValueError):
-            if is_valid(kind(text)):
-                return kind(text)
+            if is_valid(value := kind(text)):
+                return value
         raise argparse.ArgumentTypeError(f"{text!r} is not {what}")
 
     return convert

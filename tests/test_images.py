@@ -174,17 +174,19 @@ def test_there_is_no_knn_without_test_images_of_the_same_classes(parts, tmp_path
     root = write_tree(tmp_path, parts.split() or ["x", "y"])
     assert common.open_data("folder", root)[1] is None
     assert "no kNN in this training" in capsys.readouterr().out
-    with pytest.raises(common.UsageError, match="same classes"):
+    with pytest.raises(common.UsageError, match=r"same classes.* not in both: \["):
         common.open_evaluation_data("folder", root, dict(image_size=32))
 
 
 def test_there_is_no_knn_without_labels_of_the_same_classes(capsys):
-    """Classes of different names may look alike: the letter e with an accent has two forms in Unicode."""
+    """In the same order. Different names may look alike: the letter e with an accent has two forms in Unicode."""
     arrays, labels = np.zeros((4, 8, 8, 3), np.uint8), torch.tensor([0, 1, -1, 0])
     images, alike = (Pictures(arrays, labels, ["a", e]) for e in ("\u00e9", "e\u0301"))
     assert common.open_data("folder", train=images, test=images)[1] is images
     assert common.open_data("folder", train=images, test=alike)[1] is None
     assert r"not in both: ['e\u0301', '\xe9']" in capsys.readouterr().out
+    assert common.open_data("folder", train=images, test=Pictures(arrays, labels, images.classes[::-1]))[1] is None
+    assert "same order" in capsys.readouterr().out
     images.targets = [-1] * 4
     assert common.open_data("folder", train=images, test=images)[1] is None
     del images.targets
