@@ -27,10 +27,6 @@ def points(kind, n, dims=3, seed=0):
     return {"grid": grid, "repeated": grid[torch.arange(n) // 3], "equal": grid[:1].expand(n, -1).clone()}[kind]
 
 
-def squared(a, b):
-    return sum((p - q) ** 2 for p, q in zip(a.tolist(), b.tolist(), strict=True))
-
-
 def eq4(q, k_anchor, k_positive, queue, tau, lam):
     """Eq. 4, image by image; lam: a number per image."""
     terms = [
@@ -99,13 +95,13 @@ def obeys(chosen, i, neighbors, x, centers, assignment):
     """Whether the chosen positives of row i are what Eq. 2 and App. A.2 make of these neighbors."""
     center = centers[assignment[i]]
     omega1 = {j for j in range(len(x)) if assignment[j] == assignment[i]}
-    omega_p = {j for j in omega1 & set(neighbors) if squared(x[j], center) <= squared(x[i], center)}
+    omega_p = {j for j in omega1 & set(neighbors) if torch.dist(x[j], center) <= torch.dist(x[i], center)}
     size = min(len(chosen), len(neighbors))
     if len(omega_p) >= size:
         right = len(set(chosen)) == size and set(chosen) <= omega_p
     else:
-        topped_up = sorted(squared(x[i], x[j]) for j in set(chosen) - omega_p)
-        nearest = sorted(squared(x[i], x[j]) for j in neighbors if j not in omega_p)[: size - len(omega_p)]
+        topped_up = sorted(torch.dist(x[i], x[j]) for j in set(chosen) - omega_p)
+        nearest = sorted(torch.dist(x[i], x[j]) for j in neighbors if j not in omega_p)[: size - len(omega_p)]
         right = omega_p <= set(chosen) <= set(neighbors) and topped_up == nearest
     times = [chosen.count(j) for j in set(chosen)]
     return right and max(times) - min(times) <= 1  # too few are repeated, all alike

@@ -1,4 +1,4 @@
-"""jcl.py against the paper: Eq. 8 with an explicit covariance, the bound of Eq. 5-7, its limits, and Eq. 3."""
+"""jcl.py against the paper: Eq. 8 with an explicit covariance, the bound of Eq. 5-7, and Eq. 3."""
 
 import math
 
@@ -28,17 +28,6 @@ def test_jcl_loss_is_eq8(keys, tau, lam):
     ours, reference = jcl.jcl_loss(q, k, queue, tau, lam), eq8(q, k, queue, tau, lam)
     torch.testing.assert_close(ours, reference)
     torch.testing.assert_close(*(torch.autograd.grad(loss, q)[0] for loss in (ours, reference)))
-
-
-def test_limits():
-    """InfoNCE without variance, and on the mean key at lambda 0. The loss grows with lambda."""
-    q, k, queue = unit(4, 6), unit(4, 5, 6, seed=1), unit(9, 6, seed=2)
-    for keys, lam in ((k[:, :1], 0.0), (k[:, :1], 4.0), (k[:, :1].expand(-1, 5, -1), 4.0), (k, 0.0)):
-        expected = info_nce(q, keys.mean(1), queue, 0.2)
-        torch.testing.assert_close(jcl.jcl_loss(q, keys, queue, 0.2, lam), expected)
-        torch.testing.assert_close(jcl.info_nce(q, keys.mean(1), queue, 0.2), expected)
-    losses = [jcl.jcl_loss(q, k, queue, 0.2, lam).item() for lam in (0.0, 1.0, 4.0, 10.0)]
-    assert losses == sorted(set(losses))
 
 
 @pytest.mark.parametrize("spread", [0.05, 0.2, 0.5, 0.0])

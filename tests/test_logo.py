@@ -1,4 +1,4 @@
-"""logo.py against the supplement's Eq. 4, the main text's losses and Algorithm 1, written plainly, and its limits."""
+"""logo.py against the supplement's Eq. 4, the main text's losses and Algorithm 1, written plainly."""
 
 import functools
 import itertools
@@ -54,22 +54,6 @@ def test_affinity_loss(form, noisy):
     torch.testing.assert_close(*found, rtol=1e-6, atol=1e-8)
     ours.backward()
     assert a.grad is None and b.grad is None
-
-
-def test_affinity_loss_limits():
-    """At zero scores 2 ln 2 and 0; the least is 0 in the logistic form, none in the linear one; no order of the two."""
-    a, b, module = unit(5, 6), unit(5, 6, seed=1), affinity()
-    torch.testing.assert_close(logo.affinity_loss(module, b, a), logo.affinity_loss(module, a, b, None, "logistic"))
-    nn.init.zeros_(module.layers[-1].weight)
-    nn.init.zeros_(module.layers[-1].bias)
-    assert logo.affinity_loss(module, a, b, None, "logistic").item() == pytest.approx(2 * math.log(2))
-    assert logo.affinity_loss(module, a, b, None, "linear").item() == pytest.approx(0, abs=1e-15)
-
-    def oracle(x, y):  # knows that a[i] and b[i] belong together
-        return torch.where(((x == a) & (y == b) | (x == b) & (y == a)).all(1), 100.0, -100.0)
-
-    assert logo.affinity_loss(oracle, a, b, None, "logistic").item() == pytest.approx(0)
-    assert logo.affinity_loss(oracle, a, b, None, "linear").item() == pytest.approx(-100)
 
 
 @pytest.mark.parametrize("layers", [1, 2, 3])

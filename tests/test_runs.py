@@ -10,7 +10,6 @@ import sys
 import numpy as np
 import pytest
 import timm
-import tiny
 import torch
 from conftest import JCL_AT_ONCE, METHODS, Blank
 from tiny import load, records, refused, run, unequal
@@ -58,14 +57,6 @@ def test_a_runs_folder(line, tmp_path, capsys):
     torch.save(saved | {"state_dict": saved["state_dict"] | {"more": torch.ones(1)}}, tmp_path / "backbone.pt")
     with pytest.raises(RuntimeError, match="more"):
         common.load_backbone(tmp_path)
-
-
-def test_a_run_on_images_of_a_folder(tmp_path):
-    """Those without labels are trained on, too. An evaluation finds the run's images."""
-    data = tiny.write_tree(tmp_path / "data", ["train/a", "train/b", "test/a", "test/b", "unlabeled"], 8, (16, 16))
-    words = ["--dataset", "folder", "--data-dir", data, "--patch-size", 8, "--epochs", 1, "--knn-every", 1]
-    assert "knn20_top1" in run("jcl", tmp_path / "run", *words)
-    assert knn(tmp_path / "run", "--k", 16).keys() == {"knn16_top1"}
 
 
 def test_the_progress_and_the_averages_of_an_epoch(monkeypatch, capsys):
