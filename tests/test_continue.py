@@ -92,7 +92,7 @@ def test_torchrun(tmp_path, nodes, moment):
     """It restarts what is killed, here the second process. Two nodes are two agents that meet on this machine."""
     lives(tmp_path / "straight", "jcl", 2)
     words = f"--nnodes={nodes} --nproc_per_node={2 // nodes} --max-restarts={2 - nodes} --rdzv-id=one"
-    words += f" --rdzv-backend=c10d --rdzv-endpoint=localhost:{tiny.free_port()} {tiny.__file__} jcl"
+    words += f" --rdzv-backend=c10d --rdzv-endpoint=localhost:{tiny.get_free_port()} {tiny.__file__} jcl"
     line = ["timeout", "300", sys.executable, "-m", "torch.distributed.run", *words.split(), moment, *FLAGS]
     agents = [subprocess.Popen([*line, "--out", tmp_path / "run"], stdout=subprocess.PIPE) for _ in range(nodes)]
     said = [agent.communicate()[0] for agent in agents]

@@ -1,6 +1,5 @@
 """The runs behind the tables, the tables, and the pictures."""
 
-import importlib
 import re
 
 import gpu_list
@@ -18,8 +17,7 @@ def test_runs(arm):
         command = record["command"].replace(" --amp bf16", "")  # which earlier commits had on CPUs
         # --blur-p had these values in an earlier recipe
         command = re.sub("--joint blur(?! --blur-p)", "--joint blur --blur-p 0.5 0.5", command)
-        script, *words = results.former(command).split()
-        args = importlib.import_module(script.removesuffix(".py")).parse_args(words)
+        _, args = results.parse(results.former(command))
         assert command == results.command(arm, seed)
         assert (args.dataset, args.seed, args.batch_size) == ("cifar10", int(seed), 128)
         assert record["epochs"][-1]["epoch"] == args.epochs

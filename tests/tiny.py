@@ -8,7 +8,6 @@ import itertools
 import json
 import os
 import signal
-import socket
 import sys
 import time
 from pathlib import Path
@@ -18,6 +17,7 @@ import pytest
 import torch
 from conftest import METHODS, NANO
 from PIL import Image
+from torch.distributed.elastic.utils.distributed import get_free_port
 
 import common
 
@@ -209,12 +209,6 @@ def life(script, argv, moment=""):
 # ------------------------------------------------------- processes of their own
 
 
-def free_port():
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
-
-
 def begin(function, log, environment, args):
     """Begin a process: its output goes to files LOG.out and LOG.err."""
     for stream, suffix in ((sys.stdout, ".out"), (sys.stderr, ".err")):
@@ -238,7 +232,7 @@ def processes(log, function, each, seconds=240):
 
     What waits for a process that has ended is ended, as by torchrun. None is the status of one that hangs.
     """
-    group, started = dict(WORLD_SIZE=str(len(each)), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port())), []
+    group, started = dict(WORLD_SIZE=str(len(each)), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(get_free_port())), []
     for rank, args in enumerate(each):
         environment = group | dict(RANK=str(rank)) if len(each) > 1 else {}
         started.append(CHILDREN.Process(target=begin, args=(function, f"{log}{rank}", environment, args)))

@@ -4,7 +4,6 @@ It reads the files once, on all cores, as trainings and evaluations with --data-
 """
 
 import argparse
-import functools
 import os
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -16,19 +15,18 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import common
 
 
-def problem(images, index):
-    """Return why an image cannot be read, or None."""
-    try:
-        images[index]
-    except OSError as error:
-        return str(error)
-
-
 def main(folder):
     parts = [common.load_dataset("folder", folder, train) for train in (True, False)]
     images, failed = ConcatDataset(part for part in parts if part), 0
+
+    def problem(index):
+        try:
+            images[index]
+        except OSError as error:
+            return str(error)
+
     with ThreadPoolExecutor(os.cpu_count()) as pool:  # Pillow decodes outside Python's lock
-        for line in filter(None, pool.map(functools.partial(problem, images), range(len(images)))):
+        for line in filter(None, pool.map(problem, range(len(images)))):
             common.log(line)
             failed += 1
     common.log(f"{len(images)} images, {failed} cannot be read")
