@@ -13,6 +13,7 @@ import torchvision.transforms.v2.functional as TF
 from conftest import Blank, generator, ks, slow_but
 from PIL import Image
 from tiny import run
+from torchvision.transforms.v2.functional import pil_to_tensor
 
 import common
 
@@ -28,11 +29,6 @@ OPERATIONS = {  # name: (the operation, of one strength for all images that it d
 
 def noise(n, height=20, width=17, seed=0):
     return torch.rand(n, 3, height, width, generator=generator(seed))
-
-
-def assert_close(ours, theirs, levels):
-    """Assert that values in [0, 1] differ by at most `levels` of 255."""
-    torch.testing.assert_close(ours, theirs, rtol=0, atol=levels / 255)
 
 
 @pytest.fixture
@@ -64,7 +60,7 @@ def test_jitter_is_torchvisions_by_each_images_factors(changes):
         for name, factors in changes:
             adjust = getattr(TF, f"adjust_{name}")
             theirs = [adjust(image, factor) for image, factor in zip(theirs, factors.tolist(), strict=True)]
-        assert_close(y[drawn], torch.stack(theirs) if theirs else y[drawn], 5e-3)
+        torch.testing.assert_close([*y[drawn]], theirs, rtol=0, atol=2e-5)
 
 
 @pytest.mark.parametrize("shape", [(21, 18), (18, 40), (33, 17), (9, 2), (1, 7), (1, 1)])
@@ -94,7 +90,7 @@ def test_an_image_is_drawn_with_probability_p(name):
         assert torch.equal(x, before) and not y.requires_grad
         assert abs(drawn.double().mean() - p) <= 4 * math.sqrt(p * (1 - p) / n)
         if theirs:
-            assert_close(y[drawn], theirs(x[drawn]), 1e-3)
+            torch.testing.assert_close(y[drawn], theirs(x[drawn]), rtol=0, atol=4e-6)
         found.append(drawn.double())
     *_, one, two = found
     for a, b in (one, two), (one[1:], one[:-1]):  # of two operations, of neighbors
@@ -240,6 +236,18 @@ def test_no_two_draws_are_equal(method, workers, _tiny, tmp_path):
     for parts in [*zip(*found, *others, strict=True)][1:]:
         numbers = sum(parts, [])
         assert len(set(numbers)) == len(numbers) >= 16 * 8
+
+
+def test_the_picture_of_the_views(tmp_path):
+    """Twelve images of a view in a row, enlarged to 96 px, as they were before they were normalized."""
+    x, norm = (noise(14, 48, 48) * 256).byte(), common.NORMS["cifar10"]
+    views = [common.normalize(view / 255, *norm) for view in (x, x[:, :, :24, :24].flip(0))]
+    common.save_views(tmp_path / "views.png", views, ["one", "two"], "cifar10")
+    picture = pil_to_tensor(Image.open(tmp_path / "views.png"))
+    tiles = picture[:, 2:, 2:].unfold(1, 96, 98).unfold(2, 96, 98)  # with edges of two pixels
+    assert tiles.shape == (3, 2, 12, 96, 96)
+    assert torch.equal(tiles[:, 0, :, ::2, ::2], x[:12].transpose(0, 1))
+    assert torch.equal(tiles[:, 1, :, ::4, ::4], x[:, :, :24, :24].flip(0)[:12].transpose(0, 1))
 
 
 def test_views_are_bytes_in_the_order_of_the_transforms():

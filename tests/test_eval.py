@@ -85,7 +85,9 @@ def test_linear_probe_of_a_checkpoint_and_its_baselines(places, capsys):
     flags = ["--epochs", 5, "--lrs", 0.01, 0.1, 1, "--holdout", 0.5, "--seed", 4]
     results = run(eval_linear, places["VIT"] / "backbone.pt", *flags)
     assert list(results) == ["encoder", "raw pixels", "untrained"]
-    said = [line for line in capsys.readouterr().out.splitlines() if "held out" in line]
+    out = capsys.readouterr().out
+    said = [line for line in out.splitlines() if "held out" in line]
+    assert "--lrs 0.01," in said[0] and out.count("widen it") == 1  # not said of baselines
     train, test = parts(places, "train", "val", seed=4)
     for which, name in enumerate(results):
         options = dict(lrs=[0.01, 0.1, 1], epochs=5, holdout=0.5)

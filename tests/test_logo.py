@@ -3,6 +3,7 @@
 import functools
 import itertools
 import math
+from collections import defaultdict
 
 import pytest
 import torch
@@ -97,8 +98,8 @@ def descend(optimizer, loss, max_norm=math.inf):
 
 
 def algorithm1(args, model, affinity, batches, noises):
-    """A run in a plain way, the affinity first, then the encoder: (losses, norms of the gradients)."""
-    lr, losses, norms = args.lr * 16 / 256, [], [0.0]
+    """A run in a plain way, the affinity first, then the encoder: each step's values, {metric: list}."""
+    lr, norm, steps = args.lr * 16 / 256, 0.0, defaultdict(list)
     sgd = functools.partial(torch.optim.SGD, momentum=0.9)
     of_all = sgd([p for p in model.parameters() if p.requires_grad], lr, weight_decay=0.01)
     of_encoder = sgd([*model.backbone.parameters(), *model.projector.parameters()], lr)  # what L_ll moves
@@ -108,21 +109,26 @@ def algorithm1(args, model, affinity, batches, noises):
     def dissimilarity(views, noise):
         """L_ll by the affinity after its step."""
         a, b = (embed(model, x) for x in views[2:])
-        descend(of_affinity, omega(affinity, a.detach(), b.detach(), noise, args.affinity_form))
-        return F.softplus(affinity(a, b)).sum() / 16
+        loss = omega(affinity, a.detach(), b.detach(), noise, args.affinity_form)
+        descend(of_affinity, loss)
+        l_ll = F.softplus(affinity(a, b)).sum() / 16
+        steps["affinity_loss"].append(loss.item())
+        steps["dissimilarity"].append(l_ll.item())
+        return l_ll
 
     for views, noise in itertools.zip_longest(batches, noises):
         if args.l2l and args.l2l_weighting == "clip":
-            descend(of_encoder, dissimilarity(views, noise), args.clip_ratio * norms[-1])
+            descend(of_encoder, dissimilarity(views, noise), args.clip_ratio * norm)
         loss, keys = main_loss(args, model, views)
         if args.l2l and args.l2l_weighting == "lambda":
             loss = loss + args.lam * dissimilarity(views, noise)  # Eq. 9
-        losses.append(loss.item())
-        norms.append(descend(of_all, loss))
+        norm = descend(of_all, loss)
+        steps["loss"].append(loss.item())
+        steps["grad_norm"].append(norm)
         if args.base == "moco":
             model.queue.enqueue(torch.cat(keys))
             model.update(*args.momentum)
-    return losses, norms[1:]
+    return steps
 
 
 SMALL = "--arch nano --image-size 16 --batch-size 16 --dim 8 --lr 0.1 --warmup 0 --milestones 0.99 "
@@ -159,14 +165,14 @@ def test_algorithm1(flags, tmp_path, monkeypatch):
         assert noises == [None] * 3
     elif args.l2l:
         assert torch.stack(noises).std().item() == pytest.approx(0.3 / math.sqrt(8), rel=0.1)
-    losses, norms = algorithm1(args, state["model"], state["affinity"], batches, noises)
+    steps = algorithm1(args, state["model"], state["affinity"], batches, noises)
     for part in ("model", "affinity"):
         for name, value in state[part].named_parameters():
             torch.testing.assert_close(saved[part][name], value.detach(), rtol=1e-6, atol=1e-8)
     if args.base == "moco":
         torch.testing.assert_close(saved["model"]["queue.keys"], state["model"].queue.keys, rtol=1e-6, atol=1e-8)
     (record,) = saved["records"]
-    assert record["loss"] == pytest.approx(sum(losses) / 3) and record["grad_norm"] == pytest.approx(sum(norms) / 3)
+    assert {name: record[name] for name in steps} == pytest.approx({name: sum(x) / 3 for name, x in steps.items()})
 
 
 def test_recipes():

@@ -1,10 +1,12 @@
 """patchmix.py against slow references written from the paper, its limit cases and its tables."""
 
 import itertools
+from unittest import mock
 
 import pytest
 import torch
-from conftest import generator, random_views, state_of, values
+from conftest import Blank, generator, random_views, state_of, values
+from torchvision.transforms import InterpolationMode
 
 import common
 import patchmix
@@ -174,6 +176,14 @@ def test_what_follows_from_other_flags():
         assert values(patchmix, f"{released} --local-crops {count}", "crop_scale") == [[smallest, 1]]
     for flags in ("--num-mix 1", "--terms oto"):  # without mixing, CIFAR-10's four slices are one
         assert state_of(patchmix, f"--dataset cifar10 {TINY} {flags} --batch-size 18")["model"].slices == 1
+
+
+def test_crops_are_bicubic():
+    """As released."""
+    args = patchmix.parse_args(f"{TINY} --local-crops 2 --local-size 8 --device cpu".split())
+    with mock.patch("common.Views", side_effect=InterruptedError) as views, pytest.raises(InterruptedError):
+        patchmix.main(args, train=Blank(12))
+    assert [crop.interpolation for crop in views.call_args.args[1]] == [InterpolationMode.BICUBIC] * 4
 
 
 def test_encoders_are_table_8():

@@ -17,7 +17,7 @@ import eval_knn
 import eval_linear
 
 places = test_eval.places
-VIT = dict(arch="vit_micro", image_size=32, patch_size=8)
+VIT = dict(arch="vit_micro", image_size=32, patch_size=8, num_heads=4)
 RESNET = dict(arch="resnet_mini", image_size=96)
 
 FORMS = {  # how timm builds it; the entry of the file, and the prefixes of the query and of the momentum encoder
@@ -37,9 +37,9 @@ def under(prefix, encoder):
     return {prefix + name: value for name, value in weights.items()}
 
 
-def make_encoder(arch, image_size, patch_size=16):
+def make_encoder(arch, image_size, patch_size=16, **heads):
     """An encoder with weights and statistics that no other has."""
-    encoder = common.build_backbone(common.backbone_info(arch, image_size, patch_size))
+    encoder = common.build_backbone(common.backbone_info(arch, image_size, patch_size, **heads))
     for value in encoder.state_dict().values():
         if value.is_floating_point():
             value.copy_(torch.rand_like(value) / 10 + 0.1 * value)

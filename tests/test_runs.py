@@ -47,6 +47,7 @@ def test_a_runs_folder(line, tmp_path, capsys):
     assert knn(tmp_path, "--k", "20")["knn20_top1"] == found[-1]["knn20_top1"]
     saved, encoder = load(tmp_path / "backbone.pt"), "momentum" if line == "patchmix" else "query"
     assert (saved["stem"], saved["method"], saved["encoder"]) == ("timm", method, encoder)
+    assert saved["interpolation"] == ("bicubic" if method == "patchmix" else "bilinear")
     for path, asked in (tmp_path, None), (tmp_path / "last.pt", None), (tmp_path / "last.pt", "query"):  # it has both
         network, info = common.load_backbone(path, asked)
         assert info["encoder"] == (asked or encoder) and not network.training
@@ -118,14 +119,15 @@ def test_a_run_that_collapses_says_so_once(capsys):
         assert capsys.readouterr().out.count("a collapse") == count
 
 
-def test_an_error_is_not_glued_to_the_progress_line(monkeypatch, capsys):
+@pytest.mark.parametrize("kind", [common.UsageError, FloatingPointError])
+def test_an_error_is_not_glued_to_the_progress_line(kind, monkeypatch, capsys):
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
 
     def main(args):
         common.progress("step 3")
-        raise common.UsageError("a mistake")
+        raise kind("a mistake")
 
-    with pytest.raises(SystemExit):
+    with pytest.raises(SystemExit, match="2"):
         common.start(main, lambda: None)
     said = capsys.readouterr()
     assert said.out.endswith("step 3\r\x1b[K") and said.err == "error: a mistake\n"

@@ -94,6 +94,8 @@ def test_what_each_step_is_given(method, module, flags, _tiny, tmp_path, monkeyp
         np.testing.assert_allclose(np.transpose(ours), theirs, rtol=1e-12)
     expected = [] if simsiam else [between(0.9, 1, done) for done in steps]  # SimSiam has no momentum encoder
     assert momenta == pytest.approx(expected, rel=1e-12)
+    *_, last = tiny.records(tmp_path)
+    assert last["lr"] == lr[-1] and last.get("momentum") in (None, *momenta[-1:])
 
 
 def test_lars_adapts_without_weight_decay_too():
