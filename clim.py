@@ -103,12 +103,11 @@ def parse_args(argv=None):
     return args
 
 
-# fmt: off
 CIFAR = dict(  # not in the paper: facebookresearch/moco's demo (colab-notebook), with MoCo v2's head, tau, a warmup
     arch="resnet18", image_size=[32], patch_size=4, epochs=200, batch_size=512, lr=0.03, warmup=1.0,  # 0.06 for 512
     weight_decay=5e-4, momentum=[0.99], queue=4096, bn_groups=8, crop_scale=[0.08, 1.0], blur_p=[0.0], norm="cifar10",
     num_clusters=400, local_size=16,  # about as many images per cluster as on ImageNet
-)
+)  # fmt: skip
 RECIPES = dict(  # what differs from the paper's values for ImageNet
     patterns=dict(  # not in the paper: for a laptop
         arch="resnet_micro", image_size=[32], patch_size=4, epochs=45, batch_size=64, lr=0.12, queue=128, blur_p=[0.1],
@@ -120,8 +119,7 @@ RECIPES = dict(  # what differs from the paper's values for ImageNet
     imagenet100=dict(arch="resnet18", queue=16384, num_clusters=1000),  # not in the paper
     imagenet=dict(knn_every=50),  # its kNN takes minutes
     folder=dict(queue=None, num_clusters=None, bn_groups=2, momentum=[0.99]),  # None: 1/10 of images, 128 per cluster
-)
-# fmt: on
+)  # fmt: skip
 
 
 def recipe(args):

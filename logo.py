@@ -107,10 +107,9 @@ def parse_args(argv=None):
     return args
 
 
-# fmt: off
 CIFAR = dict(  # supplement, section 1; released: no blur; not in the paper: patch_size
     arch="resnet18", image_size=32, local_size=32, patch_size=4, blur_p=[0.0], local_scale=[0.08, 0.6], norm="cifar10",
-)
+)  # fmt: skip
 RECIPES = dict(  # what differs from the values for MoCo on ImageNet-100
     patterns=dict(  # not in the paper: for a laptop
         arch="resnet_micro", image_size=32, local_size=16, patch_size=4, epochs=28, batch_size=64, lr=0.12, queue=128,
@@ -122,8 +121,7 @@ RECIPES = dict(  # what differs from the values for MoCo on ImageNet-100
     imagenet100={},  # arch, local_size: supplement, section 1
     imagenet=dict(arch="resnet50", queue=65536, knn_every=50),  # not in the paper; its kNN takes minutes
     folder=dict(arch="resnet50", queue=None, bn_groups=2, momentum=[0.99]),  # not in the paper; None: 1/10 of images
-)
-# fmt: on
+)  # fmt: skip
 
 
 def recipe(args):

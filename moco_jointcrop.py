@@ -111,11 +111,10 @@ def parse_args(argv=None):
     return args
 
 
-# fmt: off
 CIFAR = dict(  # MoCo's demo on CIFAR-10, with a warmup (D5); no blur: JointBlur needs --blur-p 0.5
     arch="resnet18", image_size=32, patch_size=4, epochs=200, batch_size=512, lr=0.03, warmup=1.0,  # 0.06 for 512
     weight_decay=5e-4, momentum=[0.99], queue=4096, crop_scale=[0.08, 1.0], blur_p=[0.0], norm="cifar10",
-)
+)  # fmt: skip
 RECIPES = dict(  # what differs from MoCo v2's values for ImageNet
     patterns=dict(  # not in the paper: for a laptop
         arch="resnet_micro", image_size=32, patch_size=4, epochs=75, batch_size=64, lr=0.04, queue=128,
@@ -127,16 +126,15 @@ RECIPES = dict(  # what differs from MoCo v2's values for ImageNet
     imagenet100=dict(arch="resnet18", queue=16384),  # not in the paper
     imagenet=dict(knn_every=50),  # its kNN takes minutes
     folder=dict(queue=None, bn_groups=2, momentum=[0.99]),  # not in the paper; None: a tenth of the images
-)
+)  # fmt: skip
 V1 = dict(temperature=0.07, milestones=[0.6, 0.8])  # ContrastiveCrop's for ImageNet (App. G; D8)
 V1_CIFAR = dict(temperature=0.1, warmup=0.0)  # MoCo's demo, with a cosine
 V3 = dict(  # the released code's and MoCo v3's for 100 epochs (for 300: --lr 0.3)
     lr=0.6, warmup=10.0, weight_decay=1e-6, momentum=[0.99, 1.0], temperature=1.0, dim=256, blur_p=[1.0, 0.1],
     queue=None, bn_groups=None,  # it has neither
-)
+)  # fmt: skip
 V3_CIFAR = dict(V3, batch_size=512, hidden=2048, blur_p=[0.0])  # not in the paper, as the next
 V3_PATTERNS = dict(V3, lr=1.2, warmup=1.0, momentum=[0.98, 1.0], hidden=512)
-# fmt: on
 
 
 def recipe(args):

@@ -109,11 +109,10 @@ def parse_args(argv=None):
     return args
 
 
-# fmt: off
 CIFAR = dict(  # section 4.1.2; Table 10: crop_scale; released: min_lr, and --norm; not in the paper: mix_slices
     arch="vit_tiny", image_size=32, patch_size=2, epochs=800, warmup=100.0, batch_size=512, min_lr=5e-7,
     mix_slices=4, crop_scale=[0.1, 1.0],
-)
+)  # fmt: skip
 RECIPES = dict(  # what differs from the paper's values for ImageNet: section 4.1.2, Tables 9 and 10
     patterns=dict(  # not in the paper: for a laptop, with small heads, few patches, weak views
         arch="vit_micro", image_size=32, patch_size=8, epochs=50, batch_size=64, lr=4e-3, min_lr=4e-6, warmup=1.0,
@@ -126,13 +125,12 @@ RECIPES = dict(  # what differs from the paper's values for ImageNet: section 4.
     imagenet100={},  # not in the paper
     imagenet=dict(knn_every=50),  # its kNN takes minutes
     folder=dict(mix_slices=1),  # not in the paper, because there may be few images
-)
+)  # fmt: skip
 ENCODERS = dict(  # section 4.1.2, on CIFAR and on ImageNet; others have ViT-S's, 1e-3 for 512 and 2e-3 for 1024
     vit_micro=dict(lr=1e-3, weight_decay=[0.02, 0.2], patch_size=8, hidden=512, dim=128),  # not in the paper: for CPUs
     vit_tiny=dict(lr=2e-3, weight_decay=[0.02, 0.2]),  # 4e-3 for 512; ImageNet: as released, 8e-3 for 1024
     vit_base=dict(lr=7.5e-4),  # 1.5e-3 for 512, 3e-3 for 1024
 )
-# fmt: on
 
 
 def recipe(args):
