@@ -225,10 +225,9 @@ class JCL(nn.Module):
     @torch.no_grad()
     def update(self, m):
         """Update the momentum encoder (float32 or float64): theta_k <- m theta_k + (1 - m) theta_q (MoCo, Eq. 2)."""
-        slow = [*self.momentum_backbone.parameters(), *self.momentum_projector.parameters()]
-        fast = [*self.backbone.parameters(), *self.projector.parameters()]
-        for theta_k, theta_q in zip(slow, fast, strict=True):
-            theta_k.lerp_(theta_q, 1 - m)  # in bfloat16 the small change would be rounded away
+        for slow, fast in ((self.momentum_backbone, self.backbone), (self.momentum_projector, self.projector)):
+            for theta_k, theta_q in zip(slow.parameters(), fast.parameters(), strict=True):
+                theta_k.lerp_(theta_q, 1 - m)  # in bfloat16 the small change would be rounded away
 
 
 # ------------------------------------------------------- queue (shared block)

@@ -376,10 +376,9 @@ class PatchMix(nn.Module):
     @torch.no_grad()
     def update(self, m):
         """Update the momentum encoder (float32 or float64): Xi <- m Xi + (1 - m) Theta (Algorithm 2, line 11)."""
-        slow = [*self.momentum_backbone.parameters(), *self.momentum_projector.parameters()]
-        fast = [*self.backbone.parameters(), *self.projector.parameters()]
-        for xi, theta in zip(slow, fast, strict=True):
-            xi.lerp_(theta, 1 - m)  # in bfloat16 the small change would be rounded away
+        for slow, fast in ((self.momentum_backbone, self.backbone), (self.momentum_projector, self.projector)):
+            for xi, theta in zip(slow.parameters(), fast.parameters(), strict=True):
+                xi.lerp_(theta, 1 - m)  # in bfloat16 the small change would be rounded away
 
 
 # ================================================================= 5. training
