@@ -245,10 +245,7 @@ class GatherWithGradient(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, gradient):
-        gradient = gradient.clone()
-        if dist.is_initialized():
-            dist.all_reduce(gradient)
-        return shard(gradient)
+        return shard(gather(gradient[None]).sum(0))  # of the sum over the processes
 
 
 # ---------------------------------------- InfoNCE with a queue (shared block)
@@ -335,12 +332,11 @@ class MoCo(nn.Module):
         local views' projections, if they are already computed. The keys are the global views', of all processes; the
         queries are view 0's. Only the loss has a gradient, which reaches the query encoder only.
         """
-        queried = {i for i, _ in self.global_pairs}  # numbers of the views that are queries; local views always are
-        keyed = {j for _, j in self.global_pairs + self.local_pairs}  # and of those that are keys
-        z = {i: self.project(views[i]) for i in (0, 1) if i in queried}  # by the number of the view
-        z |= dict(enumerate(local or [self.project(view) for view in views[2:]], start=2))
+        pairs = self.global_pairs + self.local_pairs  # view i is a query, and view j is its key
+        z = dict(enumerate(local or [], start=2))  # projections, by the number of the view
+        z |= {i: self.project(views[i]) for i in sorted({i for i, _ in pairs} - z.keys())}
         q = {i: F.normalize(x, dim=1) for i, x in z.items()}
-        keys = {j: encode_shuffled_keys(self.key, [views[j]])[0] for j in sorted(keyed)}  # (N, dim) each
+        keys = {j: encode_shuffled_keys(self.key, [views[j]])[0] for j in sorted({j for _, j in pairs})}  # (N, dim)
         with torch.autocast(q[0].device.type, enabled=False):  # the loss is computed in float32
             l_gg = [info_nce(q[i], shard(keys[j]), self.queue.keys, self.temperature) for i, j in self.global_pairs]
             l_lg = [info_nce(q[i], shard(keys[j]), self.queue.keys, self.temperature) for i, j in self.local_pairs]
@@ -472,8 +468,7 @@ def main(args, train=None, test=None):
         negatives = args.queue or min(65536, max(args.batch_size, len(train) // 10))
         model = MoCo(backbone, width, pairs, args.dim, negatives, args.temperature, reduction)
         model = convert_split_batchnorm(model, groups) if groups > 1 else model
-        global_terms, local_terms = ([math.log(negatives + 1)] * len(part) for part in pairs)
-        uniform = combine(global_terms, local_terms, reduction)
+        uniform = combine(*([math.log(negatives + 1)] * len(part) for part in pairs), reduction)
         derived = dict(negatives=negatives, loss_at_uniform_logits=uniform, batch_norm_groups=groups * world)
     model.to(device, memory_format=torch.channels_last)
     sgd = dict(momentum=0.9, weight_decay=args.weight_decay, fused=True)
