@@ -350,9 +350,8 @@ def gather(x):
     """Concatenate the tensors (n, ...) of all processes, whose n is the same, in rank order: (N, ...). No gradient."""
     if not dist.is_initialized():
         return x
-    x = x.contiguous()
-    parts = [torch.empty_like(x) for _ in range(dist.get_world_size())]
-    dist.all_gather(parts, x)
+    parts = [x.new_empty(x.shape) for _ in range(dist.get_world_size())]
+    dist.all_gather(parts, x.contiguous())
     return torch.cat(parts)
 
 
