@@ -11,8 +11,7 @@ it to 4. So the loss is low where the keys of an image agree. Gradients reach th
     Eq. 1-2          info_nce                 MoCo v2's loss
     Eq. 3            JCL.forward, --vanilla   its average over the keys
     Eq. 8-9          jcl_loss                 the bound (Eq. 4-7 derive it; see the tests), and its mean over the batch
-    Algorithm 1      main                     views (line 4), the update of the encoders (12), the queue (13)
-                     JCL.forward              queries, keys and the loss (lines 5 to 10; 7 to 10 are jcl_loss)
+    Algorithm 1      main, JCL.forward        lines 4, 12 and 13, and lines 5 to 10, of which 7 to 10 are jcl_loss
 
     python jcl.py                                                             # a laptop, no data
     python jcl.py --dataset cifar10 --num-keys 1                              # the baseline, MoCo v2, on one GPU
@@ -432,8 +431,7 @@ def convert_split_batchnorm(module, groups):
 # D1 lambda. Paper: 4.0, constant. Released: a linear ramp over the epochs, up to 2.0.
 # D2 The number of keys M'. Paper: 5. Released: 4, because the 5 in its script counts the query, too.
 # D3 Batch size on ImageNet-1K. Paper: 512. Released: 256. The learning rate per image is the same.
-# D4 The queue. Paper (App. C): 256 old keys leave while N = 512 enter, so it would grow. Here and released: as many
-#    leave as enter.
+# D4 The queue. Paper (App. C): 256 keys leave while N = 512 enter, so it would grow. Here and released: N leave, too.
 # D5 The key encoder g. Paper: trained (Alg. 1; 3.2), or a momentum encoder (App. C). Here: a momentum encoder.
 # D6 The queue with --vanilla. Paper: not given. Here (not in the paper): the mean keys enter, too.
 # D7 The classes of ImageNet-100. Paper (App. D): the list has two misprints. Here: common.py corrects them.
