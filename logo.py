@@ -20,8 +20,7 @@ Caution: the affinity can score its training pairs without comparing the crops. 
     torchrun --nproc_per_node=8 logo.py --dataset imagenet100 --data-dir DIR --base simsiam
 
 The baseline is MoCo or SimSiam with two global crops, both of which are queries: `--local-crops 0`. `--one-way` leaves
-one query, as in MoCo v2 (D11).
-LoGo changes three things:
+one query, as in MoCo v2 (D11). LoGo changes three things:
     loss = the mean of the two terms of L_gg  ->  of these and the four terms of L_lg           (MoCo.forward, combine)
     one step of the encoder                   ->  a second, clipped step on L_ll; or a term     (main)
     no affinity                               ->  a step of the affinity before these, Eq. 6    (main)
@@ -640,17 +639,15 @@ def convert_split_batchnorm(module, groups):
 
 # ============ 7. differences between the paper, the released code and this file
 
-# D1 Terms and weights. Paper, `--variant paper`: the affinity's objective is linear, so it is unbounded; L_lg is the
-#    sum of its four terms, so the loss is five times as large; and lambda L_ll is a term of the loss. Here and
-#    released: the objective is logistic, so it is bounded; the loss is the mean of the six terms; and L_ll has a step
+# D1 Terms and weights, all that `--variant` changes. Paper: the affinity's objective is linear, so it is unbounded;
+#    L_lg is the sum of its four terms, so the loss is five times as large; and lambda L_ll is a term of the loss.
+#    Released: the objective is logistic, so it is bounded; the loss is the mean of the six terms; and L_ll has a step
 #    of its own without lambda, clipped to 1.5 % of the last gradient's norm. On SimSiam both variants use lambda.
-# D2 Updates of the momentum encoder. Here: one per step. Released: two, one per forward pass (not reproduced).
-# D3 Weight decay. Here: once per step. Released: twice, in both optimizers of the encoder (not reproduced).
-# D4 The norm for the clip. Here: kept between epochs. Released: 0 at the start of an epoch, so that its first step
-#    lacks L_ll (not reproduced).
+# D2 Updates of the momentum encoder. Here: one per step. Released: two, one per forward pass.
+# D3 Weight decay. Here: once per step. Released: twice, in both optimizers of the encoder.
+# D4 The norm for the clip. Here: kept between epochs. Released: 0 before an epoch, so its first step lacks L_ll.
 # D5 The affinity. Here: one for all processes, which sees the whole batch. Released: each process has its own.
-# D6 Pairs of two images. Here: the batch rolled by one. Released: the batch reversed, so that in an odd batch the
-#    middle image is paired with itself.
+# D6 Pairs of two images. Here: the batch rolled by one. Released: reversed; an odd batch's middle meets itself.
 # D7 The smallest area of a local crop. Paper (supplement, Table 8) and here: 0.08. Released: 0.05.
 # D8 Keys of local crops, and a clip of the main gradient to 100. Released: both; the keys are unused. Here: neither.
 # D9 The encoder on STL-10. Paper: a small AlexNet. Here: ResNet-18, because timm has no such AlexNet.
@@ -658,18 +655,16 @@ def convert_split_batchnorm(module, groups):
 #    jitter, gray, flip and normalization come twice.
 # D11 The baseline. Here: it has global crops, and with `--one-way` the keys of one view are enqueued. Released: its
 #    crops take at least 0.08 of the area, and the keys of both views are enqueued.
-# D12 SimSiam (inference). Learning rate, batch size and weight decay are LoGo's on MoCo. On CIFAR the batch has 512
-#    images, as in erceguder/LoGo, whose learning rate is half of the one here. The encoder's and the predictor's
-#    learning rates follow a cosine; in SimSiam's own code the predictor's is constant. The affinity's is constant, on
-#    MoCo, too. The projector is SimSiam's: three layers of 2048, on CIFAR two, as in erceguder/LoGo.
-# D13 The size of local crops. Paper (supplement): on CIFAR 32 px, as large as the global ones, so that they differ
-#    only in area. On STL-10 it is not given; 96 px is not from the paper.
-# D14 `--pairs all`, the "(4-crop)" of Tables 2 and 3. Paper (supplement, section 2): four crops with areas (.3, 1) and
-#    (.05, .3), and all ordered pairs. Inference, as it is not given: the mean of the 12 terms, --local-size, and a
-#    queue of global crops' keys.
+# D12 SimSiam (inference). Learning rate, batch size and weight decay are LoGo's on MoCo; the projector is SimSiam's. On
+#    CIFAR a batch of 512 and two layers are erceguder/LoGo's, whose learning rate is half of the one here. The learning
+#    rate of the encoder and the predictor follows a cosine (in SimSiam's code the predictor's is constant); the
+#    affinity's is constant, on MoCo, too.
+# D13 The size of local crops. Paper (supplement): 32 px on CIFAR, as global crops. On STL-10 not given; here 96 px.
+# D14 `--pairs all`, the "(4-crop)" of Tables 2 and 3 (supplement, section 2). Inference: the mean of the 12 terms,
+#    --local-size, and a queue of global crops' keys.
 # Differences in rounding, indices and precision are listed in tests/golden/README.md.
-# Inference: L_gg, L_lg, L_ll, Eq. 6, Eq. 9 and Algorithm 1 are from the main text, as other papers quote it. There is
-# no released code for SimSiam. lambda on MoCo is inferred, too. The repository erceguder/LoGo is unofficial.
+# Inference: L_gg, L_lg, L_ll, Eq. 6, Eq. 9 and Algorithm 1 are from the main text, as other papers quote it. lambda on
+# MoCo is inferred, too. The repository erceguder/LoGo is unofficial.
 # Caution: in the released code and here, the affinity sees pairs of one image and pairs of two images in separate
 # batches, and only the former have noise. So it can tell them apart by batch statistics or noise, without comparing the
 # local crops. In our runs it ranks all pairs correctly in such batches, but only 60 % of them (SimSiam: 62 %) in a
