@@ -684,14 +684,12 @@ def convert_split_batchnorm(module, groups):
 
 # ================================== 7. differences between the paper and this file
 
-# What the paper does not give is marked "not in the paper".
 # D1 The image itself. Paper: it satisfies Eq. 2, as an equality. Here: it is no positive.
 # D2 Too few positives. Paper (App. A.2): the nearest of the remaining 40 neighbors. Here: read as those that Eq. 2
 #    excludes, nearest first, although that contradicts Eq. 2.
 # D3 The sum of Eq. 6. Paper and here: a sum, of four terms for two sizes, which raises the effective learning rate: the
-#    embeddings' std rises slowly at first (0.03 after 48 steps of ImageNet's recipe with a small encoder), and faster
-#    with `--warmup 1` (the paper names no warmup). Local crops add their terms. Paper: r is the size of the image's
-#    views, r' of the positive's. Here: r is the size of the query, r' of both its keys.
+#    embeddings' std rises slowly at first, and faster with `--warmup 1` (the paper names no warmup). Local crops add
+#    their terms. Paper: r is the size of the image's views, r' of the positive's. Here: of the query, of both its keys.
 # D4 The sizes {224, 224} of Table 7. Paper: silent. Here: both have the same view, flipped for the second.
 # D5 Crops of multi-resolution. Paper (section 3.3): fixed over the sizes. Here: a view has one crop at all sizes, and
 #    query and key have different crops. `--same-crop` is the other reading: a key has the crop of its query.
