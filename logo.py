@@ -157,18 +157,17 @@ def affinity_loss(affinity, local1, local2, noise=None, form="logistic"):
     positives, or None. Gradients reach the affinity only. Raises ValueError if the shapes do not fit, N is 1, or form
     is another.
     """
-    noise_fits = noise is None or noise.shape == (2, *local1.shape)
-    if local1.dim() != 2 or len(local1) < 2 or local2.shape != local1.shape or not noise_fits:
-        shapes = f"{tuple(local1.shape)}, {tuple(local2.shape)} and {None if noise is None else tuple(noise.shape)}"
+    noise = local1.new_zeros(2, *local1.shape) if noise is None else noise
+    if local1.dim() != 2 or len(local1) < 2 or local2.shape != local1.shape or noise.shape != (2, *local1.shape):
+        shapes = f"{tuple(local1.shape)}, {tuple(local2.shape)} and {tuple(noise.shape)}"
         raise ValueError(f"affinity_loss takes local1, local2 (N, C), N >= 2, and noise (2, N, C), not {shapes}")
     a, b = local1.detach(), local2.detach()
-    noise1, noise2 = (0, 0) if noise is None else noise
     if form == "linear":
-        positive = affinity(a + noise1, b + noise2)
+        positive = affinity(a + noise[0], b + noise[1])
         negative = affinity(a, b.roll(1, 0))
         return F.softplus(negative).mean() - F.softplus(positive).mean()  # -Eq. 4
     if form == "logistic":
-        positive = F.softplus(-affinity(a + noise1, b + noise2)) + F.softplus(-affinity(b + noise1, a + noise2))
+        positive = F.softplus(-affinity(a + noise[0], b + noise[1])) + F.softplus(-affinity(b + noise[0], a + noise[1]))
         negative = F.softplus(affinity(a, b.roll(1, 0))) + F.softplus(affinity(b, a.roll(1, 0)))
         return (positive + negative).mean() / 2
     raise ValueError(f"form is 'logistic' or 'linear', not {form!r}")
