@@ -175,9 +175,8 @@ def cutmix(x, partner, lam, generator=None):
     the image is dropped, so the fraction can exceed lam. Use the fraction, not lam, as the weight in the loss.
 
     x, partner: (N, C, H, W); row i of partner is pasted into row i of x. lam: the requested fraction of x, in [0, 1], a
-    float for one box in all images, or (N,) for a box per image. generator: a torch CPU generator; None: torch's global
-    one. The fraction is a float, or (N,) in float32 at least if lam is (N,). Raises ValueError if x and partner differ
-    in shape, or lam is not in [0, 1].
+    float for one box in all images, or (N,) for a box per image; the fraction is such a float, or (N,) in float32 at
+    least. generator: a torch CPU generator, or None. Raises ValueError if the shapes or lam do not fit.
     """
     lam = torch.as_tensor(lam, dtype=torch.float64).cpu()
     if x.dim() != 4 or partner.shape != x.shape:
@@ -693,17 +692,13 @@ def convert_split_batchnorm(module, groups):
 # D4 The sizes {224, 224} of Table 7. Paper: silent. Here: both have the same view, flipped for the second.
 # D5 Crops of multi-resolution. Paper (section 3.3): fixed over the sizes. Here: a view has one crop at all sizes, and
 #    query and key have different crops. `--same-crop` is the other reading: a key has the crop of its query.
-# D6 Multi-crop. Paper (section 4.4): only sizes and areas. Here (not in the paper): local crops are queries, which are
-#    mixed with local crops of the positive.
-# D7 The weight of Eq. 4. Paper: lambda, drawn from Beta(alpha, alpha). Here, as in CutMix's code: the fraction of the
-#    image that is left, which is larger than lambda where a part of the box is outside.
-# D8 Color jitter. Paper (App. A.1): of brightness, contrast and saturation, without strengths. Here: MoCo v2's, which
-#    also changes the hue.
+# D6 Multi-crop. Paper (section 4.4): only sizes and areas. Here: local crops are queries, mixed with the positive's.
+# D7 The weight of Eq. 4. Paper: lambda. Here, as in CutMix's code: the fraction of the image that is left in `cutmix`.
+# D8 Color jitter. Paper (App. A.1): brightness, contrast, saturation, no strengths. Here: MoCo v2's, also of the hue.
 # Differences in rounding, indices and precision are listed in tests/golden/README.md.
 # Eq. 5 is not computed: it defines the scale of a crop. Table 6: the other selections are made in the same epochs as
-# CLIM's, and also give ten positives per image (neither is in the paper). Tables 6, 8 and 9 take one image size:
-# `--dataset imagenet --image-size 224`, and the flags whose help names the table. Table 7 is `--image-size 224 96` and
-# so on. Its multi-crop is `--local-crops 2`.
+# CLIM's, and also give ten positives per image (not in the paper). Tables 6, 8 and 9 take one image size, `--dataset
+# imagenet --image-size 224`, and the flags whose help names them. Table 7: `--image-size 224 96`, or `--local-crops 2`.
 # Not here: detection and segmentation on VOC, COCO and LVIS (Tables 3 to 5), Table 10, and the t-SNE of Fig. 3.
 
 

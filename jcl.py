@@ -118,9 +118,8 @@ def recipe(args):
 def jcl_loss(q, k, queue, temperature, lam):
     """Return JCL's loss (Eq. 8-9). For lam >= 1 it bounds the expected InfoNCE loss over Gaussian keys from above.
 
-    The loss is log[exp(q.mu / tau + lam / (2 tau^2) q^T Sigma q) + sum_j exp(q.queue_j / tau)] - q.mu / tau, averaged
-    over the batch. mu and Sigma are the mean and the biased covariance (divided by M') of an image's keys. With one
-    key it is InfoNCE, whatever lam is.
+    It is the mean of log[exp(q.mu / tau + lam / (2 tau^2) q^T Sigma q) + sum_j exp(q.queue_j / tau)] - q.mu / tau. mu
+    and Sigma are the mean and biased covariance (divided by M') of an image's keys. With one key it is InfoNCE.
 
     q: (N, C) queries, L2-normalized. k: (N, M', C) keys, each L2-normalized; the keys of q[i] are k[i], not k[:, i].
     queue: (K, C) negatives, for example earlier keys, or means of keys. temperature: tau > 0. lam: lambda >= 0.

@@ -154,8 +154,7 @@ def affinity_loss(affinity, local1, local2, noise=None, form="logistic"):
     E f(negative) - E f(positive) (supplement, Eq. 4). It is unbounded. That f is the softplus of the score is inferred.
 
     affinity: (N, C), (N, C) -> scores (N,). local1, local2: (N, C), L2-normalized. noise: (2, N, C), added to the
-    positives, or None. Gradients reach the affinity only. Raises ValueError if the shapes do not fit, N is 1, or form
-    is another.
+    positives, or None. Gradients reach the affinity only. Raises ValueError if shapes or form do not fit, or N is 1.
     """
     noise = local1.new_zeros(2, *local1.shape) if noise is None else noise
     if local1.dim() != 2 or len(local1) < 2 or local2.shape != local1.shape or noise.shape != (2, *local1.shape):
@@ -666,8 +665,7 @@ def convert_split_batchnorm(module, groups):
 # MoCo is inferred, too. The repository erceguder/LoGo is unofficial.
 # Caution: in the released code and here, the affinity sees pairs of one image and pairs of two images in separate
 # batches, and only the former have noise. So it can tell them apart by batch statistics or noise, without comparing the
-# local crops. In our runs it ranks all pairs correctly in such batches, but only 60 % of them (SimSiam: 62 %) in a
-# mixed batch (tests/results/README.md).
+# crops. In our runs (tests/results) it ranks all pairs of such batches correctly, but in mixed ones only 60 to 62 %.
 # Not here: SwAV (supplement, Tables 4 and 5), the SVM on VOC after training on COCO (Table 7), and Fig. 2 (affinity).
 
 

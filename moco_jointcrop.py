@@ -250,9 +250,8 @@ class JointCrop(v2.RandomResizedCrop):
     The image is an RGB PIL image or a tensor (..., H, W). Inside v2.Compose, later transforms change both crops
     alike, or only the first if they are plain tensors.
 
-    Ten aspect ratios are tried for the same area, while torchvision redraws the area each time. So in a wide or tall
-    image a large area never fits, and the center crop is taken instead (D2). With areas from 0.2 this happens to 40 %
-    of the crops of a 640 x 320 image.
+    Ten aspect ratios are tried for the same area (torchvision redraws it each time). So in a wide or tall image a large
+    area never fits, and the center crop is taken (D2): with areas from 0.2 in 40 % of the crops of a 640 x 320 image.
 
     Copy it with joint_from_uniform and center_suppressed. It has the arguments of torchvision's RandomResizedCrop, and
     these. beta, offset: see `joint_from_uniform`. css_alpha: see `center_suppressed`; 1 keeps torchvision's positions.
@@ -679,7 +678,6 @@ def convert_split_batchnorm(module, groups):
 #    a standard deviation of (0.2023, 0.1994, 0.2010), changes the learning rate once per epoch, draws the order of the
 #    color jitter per image, and computes in float32 (here in bf16 on GPUs that have it). MoCo v2 has its own head and
 #    temperature, and one epoch of warmup, without which JointCrop's embeddings were nearly equal for three epochs.
-#    STL-10: a queue of 8,192, and ImageNet's stem.
 # D6 The version of MoCo. Paper: v1 in App. F and G, all three in Table 9. Released: v3. Here: v2, or `--moco`.
 # D7 MoCo v3 on a ViT. Released: AdamW, a projector of three layers, a batch norm at the end of the predictor. Here:
 #    refused. The baseline of patchmix.py is MoCo v3 on a ViT.
