@@ -688,7 +688,7 @@ def convert_split_batchnorm(module, groups):
 #    excludes, nearest first, although that contradicts Eq. 2.
 # D3 The sum of Eq. 6. Paper and here: a sum, of four terms for two sizes, which raises the effective learning rate: the
 #    embeddings' std rises slowly at first, and faster with `--warmup 1` (the paper names no warmup). Local crops add
-#    their terms. Paper: r is the size of the image's views, r' of the positive's. Here: of the query, of both its keys.
+#    their terms. Paper: r is the size of the image's views, r' of the positive's. Here: r is the query's, r' its keys'.
 # D4 The sizes {224, 224} of Table 7. Paper: silent. Here: both have the same view, flipped for the second.
 # D5 Crops of multi-resolution. Paper (section 3.3): fixed over the sizes. Here: a view has one crop at all sizes, and
 #    query and key have different crops. `--same-crop` is the other reading: a key has the crop of its query.

@@ -11,7 +11,8 @@ it to 4. So the loss is low where the keys of an image agree. Gradients reach th
     Eq. 1-2          info_nce                 MoCo v2's loss
     Eq. 3            JCL.forward, --vanilla   its average over the keys
     Eq. 8-9          jcl_loss                 the bound (Eq. 4-7 derive it; see the tests), and its mean over the batch
-    Algorithm 1      main, JCL.forward        lines 4, 12 and 13, and lines 5 to 10, of which 7 to 10 are jcl_loss
+    Algorithm 1      main                     views (line 4), the update of the encoders (12), the queue (13)
+                     JCL.forward              queries, keys and the loss (lines 5 to 10; 7 to 10 are jcl_loss)
 
     python jcl.py                                                             # a laptop, no data
     python jcl.py --dataset cifar10 --num-keys 1                              # the baseline, MoCo v2, on one GPU

@@ -465,7 +465,8 @@ def main(args, train=None, test=None):
         negatives = args.queue or min(65536, max(args.batch_size, len(train) // 10))
         model = MoCo(backbone, width, pairs, args.dim, negatives, args.temperature, reduction)
         model = convert_split_batchnorm(model, groups) if groups > 1 else model
-        uniform = combine(*([math.log(negatives + 1)] * len(part) for part in pairs), reduction)
+        global_terms, local_terms = ([math.log(negatives + 1)] * len(part) for part in pairs)
+        uniform = combine(global_terms, local_terms, reduction)
         derived = dict(negatives=negatives, loss_at_uniform_logits=uniform, batch_norm_groups=groups * world)
     model.to(device, memory_format=torch.channels_last)
     sgd = dict(momentum=0.9, weight_decay=args.weight_decay, fused=True)
@@ -645,7 +646,8 @@ def convert_split_batchnorm(module, groups):
 # D3 Weight decay. Here: once per step. Released: twice, in both optimizers of the encoder.
 # D4 The norm for the clip. Here: kept between epochs. Released: 0 before an epoch, so its first step lacks L_ll.
 # D5 The affinity. Here: one for all processes, which sees the whole batch. Released: each process has its own.
-# D6 Pairs of two images. Here: the batch rolled by one. Released: reversed; an odd batch's middle meets itself.
+# D6 Pairs of two images. Here: the batch rolled by one. Released: the batch reversed, so that in an odd batch the
+#    middle image is paired with itself.
 # D7 The smallest area of a local crop. Paper (supplement, Table 8) and here: 0.08. Released: 0.05.
 # D8 Keys of local crops, and a clip of the main gradient to 100. Released: both; the keys are unused. Here: neither.
 # D9 The encoder on STL-10. Paper: a small AlexNet. Here: ResNet-18, because timm has no such AlexNet.
@@ -657,7 +659,7 @@ def convert_split_batchnorm(module, groups):
 #    CIFAR a batch of 512 and two layers are erceguder/LoGo's, whose learning rate is half of the one here. The learning
 #    rate of the encoder and the predictor follows a cosine (in SimSiam's code the predictor's is constant); the
 #    affinity's is constant, on MoCo, too.
-# D13 The size of local crops. Paper (supplement): 32 px on CIFAR, as global crops. On STL-10 not given; here 96 px.
+# D13 The size of local crops. Paper (supplement): on CIFAR 32 px, as the global ones. On STL-10 not given; here 96.
 # D14 `--pairs all`, the "(4-crop)" of Tables 2 and 3 (supplement, section 2). Inference: the mean of the 12 terms,
 #    --local-size, and a queue of global crops' keys.
 # Differences in rounding, indices and precision are listed in tests/golden/README.md.
