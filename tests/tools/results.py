@@ -15,6 +15,7 @@ import argparse
 import contextlib
 import itertools
 import json
+import re
 import shutil
 import statistics
 import subprocess
@@ -239,28 +240,20 @@ def claims():
     for arm, other, cost in CLAIMS:
         knn, linear = gains(arm, other)
         lowest, highest = min(knn + linear), max(knn + linear)  # of all seeds and measures
-        seeds = "both seeds" if len(knn) > 1 else "one seed"
-        found = f"+ in {seeds}" if lowest > NOISE else f"- in {seeds}" if highest < -NOISE else f"unclear in {seeds}"
+        found = "+" if lowest > NOISE else "-" if highest < -NOISE else "unclear"
         rows.append([ARMS[arm][0], ARMS[other][0], spread(knn, "+"), spread(linear, "+"), f"x {cost}", found])
     return markdown(["method", "over", "gain, kNN", "gain, linear", "time", "verdict"], rows)
 
 
 def begun():
-    """Markdown of the first three epochs of all recipes."""
-    rows = []
-    for record in kept("begin").values():
-        first, *_, last = record["epochs"]
-        names = ("std", "rank", "loss", "grad_norm")
-        std, rank, loss, norm = (f"{first[name]:.3g}, {last[name]:.3g}" for name in names)
-        pairs = [(record[f"used_{name}"], record[name]) for name in ("size", "batch")]
-        size, batch = (f"{used}" if used == own else f"{used} for {own}" for used, own in pairs)
-        counts = f"{record['images']:,} in {record['steps']}"
-        uniform = f"{record['uniform']:.2f}" if record["uniform"] else ""
-        verdict = "begins" if last["std"] >= COLLAPSED else f"`std` below {COLLAPSED}"
-        cells = [f"`{record['command']}`", record["recipe"], record["arch"], size, batch, counts]
-        rows.append([*cells, std, rank, loss, uniform, norm, verdict])
-    heads = ["script", "recipe", "encoder", "px", "batch", "images in steps, per epoch", "`std`", "rank", "loss"]
-    return markdown([*heads, "at uniform logits", "gradient's norm", "verdict"], rows) if rows else ""
+    """Markdown of `std` after the first and the third epoch of each recipe."""
+    cells = {}
+    for arm, record in kept("begin").items():
+        first, _, last = (epoch["std"] for epoch in record["epochs"])
+        bold = "**" * (last < COLLAPSED)
+        cells[BEGINS[arm]] = f"{bold}{first:.2f}, {last:.2f}{bold}"
+    rows = [[f"`{script}`", *(cells.get((name, recipe), "") for recipe in REDUCED)] for name, script in BEGUN.items()]
+    return markdown(["script", *REDUCED], rows)
 
 
 def trained_on_gpu():
@@ -268,22 +261,21 @@ def trained_on_gpu():
     rows = []
     for file in sorted((KEPT / "gpu").glob("*-s?.json")):
         record = json.loads(file.read_text())
-        title, line = gpu_list.ARMS[file.stem.rsplit("-s", 1)[0]]
+        title, _ = gpu_list.ARMS[file.stem.rsplit("-s", 1)[0]]
         epochs = record["epochs"]
         if f"--epochs {len(epochs)} " not in record["command"]:
             continue  # the time was over
         stds = ", ".join(f"{epoch['std']:.2f}" for epoch in epochs[:5:2])
         knn = ", ".join(f"{e['knn20_top1']:.1f} after {e['epoch']}" for e in epochs if "knn20_top1" in e)
         k_200 = {temperature: scores["knn200_top1"] for temperature, scores in record.get("kNN", {}).items()}
-        finals = [k_200.get("0.07"), record.get("linear", {}).get("linear_top1"), k_200.get("0.1")]
-        cells = [title, f"`{record['command']}`", stds, knn]
-        cells += [f"{score:.1f}" if score else "" for score in finals]
-        published = f"{gpu_list.PUBLISHED}" if line.startswith(gpu_list.DEMO) else ""
+        finals = [k_200.get("0.07"), k_200.get("0.1"), record.get("linear", {}).get("linear_top1")]
+        line = re.sub(r" --(knn-every|seed) \d+", "", record["command"])
+        percents = [f"{score:.1f}" if score else "" for score in finals]
+        card = record["device"].removeprefix("NVIDIA ")
         time = f"{record['images_per_s']:,}", f"{record['seconds'] / 60:.0f}"
-        rows.append([*cells, published, record["device"], *time])
-    heads = ["arm", "command", "`std` after epochs 1, 3, 5", "kNN, k 20", "k 200", "linear"]
-    heads += ["k 200, T 0.1", "published, 200 epochs", "card", "images/s", "minutes"]
-    return markdown(heads, rows) if rows else ""
+        rows.append([f"{title}, `{line}`", stds, knn, *percents, card, *time])
+    heads = ["training", "`std` after epochs 1, 3, 5", "kNN, k 20", "k 200", "k 200, T 0.1", "linear"]
+    return markdown([*heads, "card", "images/s", "minutes"], rows) if rows else ""
 
 
 TABLES = {"gpu": trained_on_gpu, "begin": begun, "claims": claims, "arms": table}
