@@ -49,7 +49,7 @@ def test_gain_is_paired(tmp_path, monkeypatch):
         runs = {seed: dict(epochs=[dict(knn20_top1=v)], linear_top1=2 * v) for seed, v in values.items()}
         gpu_list.write(tmp_path / f"{arm}.json", runs)
     assert results.gains("jcl", "moco") == [[2, 4], [4, 8]]
-    assert results.spread([2, 4], "+") == "+3.0 ± 1.4"
+    assert results.spread([2, 4]) == "+3.0 ± 1.4"
 
 
 @pytest.mark.slow
