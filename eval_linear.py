@@ -133,7 +133,7 @@ def parse_args(argv=None):
     add("--milestones", type=common.fraction, nargs="*", help="fractions at which --lr is divided by 10; none: cosine")
     add("--warmup", type=common.nonnegative_float, help="linear warmup epochs, at most a quarter of --epochs")
     add("--weight-decay", type=common.nonnegative_float, help="weight decay, except for biases and norms")
-    add("--pad", type=common.nonnegative_int, help="RandomCrop with N pixels of padding; 0: RandomResizedCrop")
+    add("--pad", type=common.nonnegative_int, help="padding of RandomCrop, in pixels; 0: RandomResizedCrop")
     add("--randaug", type=int, choices=range(11), help="magnitude of RandAugment (rand-mN-mstd0.5-inc1); 0: none")
     add("--erase", type=common.fraction, help="probability of random erasing")
     add("--mixup", type=common.nonnegative_float, help="mixup alpha; 0: none")
@@ -146,7 +146,7 @@ def parse_args(argv=None):
     add("--resume", metavar="FILE", help="last.pt of another run, to resume in a new --out")
 
     add = parser.add_argument_group("probe (also --epochs and --batch-size)", **unset).add_argument
-    add("--holdout", type=some, help="held-out fraction, chooses --lrs or --strengths if val/ does not (default: 0.1)")
+    add("--holdout", type=some, help="held-out fraction to choose --lrs or --strengths unless val/ does (default: 0.1)")
     add("--lrs", type=common.positive_float, nargs="+", help="learning rates (default: 13 from 10^-4.5 to 10^1.5)")
     add("--strengths", type=common.positive_float, nargs="+", help="lbfgs: L2 penalties (default: 45 from 1e-6 to 1e5)")
     add("--metric", choices=("top1", "per_class"), help="lbfgs: score that chooses the penalty (default: top1)")

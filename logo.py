@@ -62,7 +62,7 @@ def parse_args(argv=None):
     add("--clip-ratio", type=common.positive_float, default=0.015, help="clip, relative to the last gradient norm (D1)")
     add("--lam", type=common.positive_float, default=1e-4, help="lambda of Eq. 9")  # erceguder/LoGo's
     add("--affinity-form", choices=("logistic", "linear"), default="logistic", help="objective of the affinity (D1)")
-    add("--affinity-lr", type=common.positive_float, help="learning rate; if None, 1e-4 for linear, else --lr's peak")
+    add("--affinity-lr", type=common.positive_float, help="its learning rate; if None, 1e-4 for linear, else peak_lr")
     add("--temperature", type=common.positive_float, default=0.07, help="MoCo: softmax temperature tau")
     add("--queue", type=common.positive_int, default=4096, help="queue length; folder: a tenth of the images")
 
@@ -89,7 +89,7 @@ def parse_args(argv=None):
     add = parser.add_argument_group("augmentation").add_argument
     add("--crop-scale", type=common.fraction, nargs=2, default=[0.4, 1.0], help="area range of global crops (Table 9)")
     add("--local-scale", type=common.fraction, nargs=2, default=[0.08, 0.4], help="area range of local crops (D7)")
-    add("--blur-p", type=common.fraction, nargs="+", default=[0.5], help="probability of blur; second value: of view 2")
+    add("--blur-p", type=common.fraction, nargs="+", default=[0.5], help="probability of blur; two values: views 1, 2")
     add("--norm", choices=common.NORMS, default="imagenet", help="dataset statistics used for normalization")
 
     args = common.parse_args(parser, argv, recipe)

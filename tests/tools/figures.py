@@ -5,9 +5,9 @@ for --show-views, and every mix, ratio, choice and weight. The seeds were chosen
 recognized: if a method draws other numbers, look at its pictures again.
 """
 
+import argparse
 import contextlib
 import io
-import sys
 from pathlib import Path
 from unittest import mock
 
@@ -402,7 +402,7 @@ FIGURES = {"overview": overview, "jointcrop": joint, "jcl": joint_contrast}
 FIGURES |= {"clim": mixture, "logo": local_global, "patchmix": patches}
 
 
-def main(folder=ROOT / ".github"):
+def main(folder):
     photos = {path.stem: Image.open(path).convert("RGB") for path in ROOT.glob(".github/photos/*.jpg")}
     Path(folder).mkdir(parents=True, exist_ok=True)
     for name, draw in FIGURES.items():
@@ -410,4 +410,6 @@ def main(folder=ROOT / ".github"):
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    parser = argparse.ArgumentParser(description="Make README's pictures")
+    parser.add_argument("folder", nargs="?", default=ROOT / ".github", help="where they are written (default: .github)")
+    main(parser.parse_args().folder)
