@@ -83,7 +83,7 @@ def parse_args(argv=None):
     add("--beta", type=float, default=0.0, help="beta of J-Crop(beta) and J-Blur(beta), of any sign")
     add("--css-alpha", type=common.positive_float, default=1.0, help="alpha of center-suppressed crops (App. G)")
     add("--crop-scale", type=common.fraction, nargs=2, default=[0.2, 1.0], help="area range of RandomResizedCrop")
-    add("--local-size", type=common.positive_int, help="size; if None, the smaller of 96 and half a view")
+    add("--local-size", type=common.positive_int, help="local crop size; if None, min(96, half a view)")
     add("--local-scale", type=common.fraction, nargs=2, default=[0.05, 0.4], help="area range of local crops (D9)")
     add("--blur-p", type=common.fraction, nargs="+", default=[0.5], help="probability of blur; two values: query, key")
     add("--norm", choices=common.NORMS, default="imagenet", help="dataset statistics used for normalization")

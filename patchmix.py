@@ -85,7 +85,7 @@ def parse_args(argv=None):
 
     add = parser.add_argument_group("augmentation").add_argument
     add("--crop-scale", type=common.fraction, nargs=2, default=[0.05, 1.0], help="area range of RandomResizedCrop")
-    add("--local-size", type=common.positive_int, help="size; if None, the smaller of 96 and half a view (D6)")
+    add("--local-size", type=common.positive_int, help="local crop size; if None, min(96, half a view) (D6)")
     add("--local-scale", type=common.fraction, nargs=2, default=[0.05, 0.35], help="area range of local crops (D6)")
     add("--blur-p", type=common.fraction, nargs="+", default=[1.0, 0.1], help="probability of blur, views 1 and 2")
     add("--norm", choices=common.NORMS, default="imagenet", help="dataset statistics used for normalization")
