@@ -678,6 +678,7 @@ def convert_split_batchnorm(module, groups):
 #    a standard deviation of (0.2023, 0.1994, 0.2010), changes the learning rate once per epoch, draws the order of the
 #    color jitter per image, and computes in float32 (here in bf16 on GPUs that have it). MoCo v2 has its own head and
 #    temperature, and one epoch of warmup, without which JointCrop's embeddings were nearly equal for three epochs.
+#    STL-10: a queue of 8,192, and ImageNet's stem.
 # D6 The version of MoCo. Paper: v1 in App. F and G, all three in Table 9. Released: v3. Here: v2, or `--moco`.
 # D7 MoCo v3 on a ViT. Released: AdamW, a projector of three layers, a batch norm at the end of the predictor. Here:
 #    refused. The baseline of patchmix.py is MoCo v3 on a ViT.
