@@ -883,7 +883,8 @@ def log_demo(args, command):
     is_demo = command and args.dataset == "patterns" and not args.show_views
     if is_demo and os.environ.get("RANK", "0") == "0":
         log("Demo on synthetic images. For real data pass --dataset cifar10, or folder or imagenet with --data-dir DIR")
-        log("Its learning rate, patch size, heads and other values are not the paper's.")
+        what = "learning rate, patch size, heads" if is_vit(args.arch) else "learning rate, image size"
+        log(f"Its {what} and other values are not the paper's.")
         log(f"At full scale: torchrun --nproc_per_node=8 {command}")
 
 
@@ -923,7 +924,7 @@ def init_distributed(device="auto", timeout=datetime.timedelta(hours=1)):
     if device == "cuda":
         processes, gpus = int(os.environ.get("LOCAL_WORLD_SIZE", 1)), torch.cuda.device_count()
         if processes > gpus:
-            raise UsageError(f"torch sees {gpus} GPUs for {processes} processes: start fewer, or pass --device cpu")
+            raise UsageError(f"processes: {processes}, GPUs: {gpus}; start one process per GPU, or pass --device cpu")
         device = f"cuda:{os.environ.get('LOCAL_RANK', 0)}"
         torch.cuda.set_device(device)
     if int(os.environ.get("WORLD_SIZE", 1)) > 1 and not dist.is_initialized():

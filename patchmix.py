@@ -521,6 +521,7 @@ def gather(x):
 # D7 The ring of images (Eq. 4, 10, 11: mod N). Paper: the batch. Released: a GPU's part. Here: a slice of the batch,
 #    `--mix-slices`, at least one per process; 1 on one process is the paper's ring. Each slice has its own shuffle of
 #    the patches (Eq. 2); the paper draws one for the batch.
+# D8 The schedule. Paper: of 300 epochs, 10 of warmup and "the rest 260" of a cosine. Released, and here: 290.
 # Differences in rounding, indices and precision are listed in tests/golden/README.md.
 # The baseline differs from MoCo v3: it has no factor 2 tau, no frozen patch projection and no fixed positions, but
 # PatchMix's heads of ViT-S and drop path. `--num-mix 1` alone counts L(q1, k2) twice, because mtm is then mto.

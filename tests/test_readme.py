@@ -18,7 +18,7 @@ import common
 import jcl
 import moco_jointcrop
 
-PAGES = "README.md", "tests/README.md", "tests/results/README.md", "tests/results/begin.md"
+PAGES = "README.md", "tests/README.md", "tests/results/README.md"
 PAGES = {page: (ROOT / page).read_text() for page in PAGES}
 SCRIPTS = sorted({p.stem for p in ROOT.glob("*.py")} - {"common"})
 COMMAND = re.compile(rf"(?<!/)\b(?:{'|'.join(SCRIPTS)})\.py(?: [^`\n#]*)?")

@@ -13,7 +13,7 @@ from PIL import Image
 @pytest.mark.parametrize("arm", results.ARMS)
 def test_runs(arm):
     """Each kept run has the command that results.py would start for it, which its script takes, and its last epoch."""
-    for seed, record in results.kept(arm).items():
+    for seed, record in results.runs_of(arm).items():
         command = record["command"].replace(" --amp bf16", "")  # which earlier commits had on CPUs
         # --blur-p had these values in an earlier recipe
         command = re.sub("--joint blur(?! --blur-p)", "--joint blur --blur-p 0.5 0.5", command)
@@ -24,8 +24,8 @@ def test_runs(arm):
 
 
 def test_tables():
-    """The tables are what tests/tools/results.py makes of tests/results/, and the pages have all that are not empty."""
-    text = "".join(page.read_text() for page in results.PAGES)
+    """The tables are what tests/tools/results.py makes of tests/results/, and the page has all that are not empty."""
+    text = results.PAGE.read_text()
     assert results.with_tables(text) == text
     found = re.findall(r"<!-- tests/tools/results.py: (.*) -->\n\| .*\n\| ---.*\n\| .*", text)
     assert {*found} == {what for what, make in results.TABLES.items() if make()}
@@ -38,16 +38,19 @@ def test_the_numbers_of_the_front_page():
     page = (ROOT / "README.md").read_text()
     shown = re.findall(r"\| ([\d.]+) → ([\d.]+)[^|]*\|$", page, re.M)
     for arms, percents in zip((pair.split() for pair in pairs), shown, strict=True):
-        means = [np.mean([results.scores(record)[0] for record in results.kept(arm).values()]) for arm in arms]
+        means = [np.mean([results.scores(record)[0] for record in results.runs_of(arm).values()]) for arm in arms]
         assert percents == tuple(f"{mean:.1f}" for mean in means)
 
 
 def test_gain_is_paired(tmp_path, monkeypatch):
     """A gain compares runs of the same seed only, and its spread is that of the differences."""
     monkeypatch.setattr(results, "KEPT", tmp_path)
-    for arm, values in {"moco": {0: 40, 1: 50, 5: 99}, "jcl": {0: 42, 1: 54, 2: 10}}.items():
-        runs = {seed: dict(epochs=[dict(knn20_top1=v)], linear_top1=2 * v) for seed, v in values.items()}
-        gpu_list.write(tmp_path / f"{arm}.json", runs)
+    values = {"moco": {0: 40, 1: 50, 5: 99}, "jcl": {0: 42, 1: 54, 2: 10}}
+    runs = {
+        arm: {seed: dict(epochs=[dict(knn20_top1=v)], linear_top1=2 * v) for seed, v in seeds.items()}
+        for arm, seeds in values.items()
+    }
+    gpu_list.write(tmp_path / "claims.json", runs)
     assert results.gains("jcl", "moco") == [[2, 4], [4, 8]]
     assert results.spread([2, 4]) == "+3.0 ± 1.4"
 

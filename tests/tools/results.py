@@ -3,12 +3,12 @@
     python tests/tools/results.py train --data-dir DIR [--arms jcl clim] [--seeds 0 1]
     python tests/tools/results.py begin --data-dir DIR [--arms jcl-stl10]      three epochs of every recipe
     python tests/tools/results.py gpu --archive FILE [--minutes 9] what gpu_list.py has for a GPU
-    python tests/tools/results.py readme                           write the tables into tests/results/*.md
+    python tests/tools/results.py readme                           write the tables into tests/results/README.md
     python tests/tools/results.py curves                           draw the learning curves (needs matplotlib)
 
 The protocol (tests/results/README.md) was written down before the first run. `train` makes the runs that are missing,
-in runs/results, and resumes where it was stopped. The numbers are kept in tests/results/*.json. Those of raw pixels and
-of untrained encoders (baselines.json) are what eval_knn.py and eval_linear.py print beside a run's.
+in runs/results, and resumes where it was stopped. The numbers are kept in claims.json. Its "baselines", raw pixels and
+untrained encoders, are what eval_knn.py and eval_linear.py print beside a run's.
 """
 
 import argparse
@@ -118,9 +118,14 @@ def former(line):
 
 
 def kept(name):
-    """What is kept under a name; of an arm {seed: record} of its runs, else nothing."""
+    """What is kept in a file of tests/results."""
     file = KEPT / f"{name}.json"
     return json.loads(file.read_text()) if file.exists() else {}
+
+
+def runs_of(arm):
+    """What is kept of an arm's runs: {seed: record}."""
+    return kept("claims").get(arm, {})
 
 
 def versions():
@@ -139,16 +144,17 @@ def evaluate(line, out, where):
 
 
 def train(args):
-    """Every run of the arms that is not kept yet, all arms of a seed before the next seed."""
+    """Make every run of the arms that is not kept yet, all arms of a seed before the next seed."""
     where = ["--workers", "0", *(["--data-dir", args.data_dir] if args.data_dir else [])]
     for seed, arm in itertools.product(args.seeds, args.arms or sum(CURVES.values(), [])):
-        if str(seed) in kept(arm):
+        if str(seed) in runs_of(arm):
             continue
         line, out = command(arm, seed), RUNS / f"{arm}-s{seed}"
         module, own = parse(former(line), *where, "--out", out)
         module.main(own)
         record = evaluate(line, out, where)
-        gpu_list.write(KEPT / f"{arm}.json", dict(sorted((kept(arm) | {str(seed): record}).items())))
+        runs = dict(sorted((runs_of(arm) | {str(seed): record}).items()))
+        gpu_list.write(KEPT / "claims.json", kept("claims") | {arm: runs})
         print(f"{arm}, seed {seed}: kNN and linear {scores(record)}", flush=True)
 
 
@@ -215,7 +221,7 @@ def spread(values):
 
 def gains(arm, other):
     """Points by which an arm is above another, one for each seed that both have: (kNN's, linear's)."""
-    runs, others = kept(arm), kept(other)
+    runs, others = runs_of(arm), runs_of(other)
     pairs = [(scores(runs[seed]), scores(others[seed])) for seed in sorted(runs.keys() & others.keys())]
     return [[ours[i] - theirs[i] for ours, theirs in pairs] for i in (0, 1)]
 
@@ -228,10 +234,10 @@ def claims():
     """Markdown of all comparisons, over the seeds that both arms have, and the verdicts that follow."""
     rows = []
     for arm, other, cost in CLAIMS:
-        seeds = kept(arm).keys() & kept(other).keys()
+        seeds = runs_of(arm).keys() & runs_of(other).keys()
         cells, found = [ARMS[arm][0], ARMS[other][0]], gains(arm, other)
         for i, gained in enumerate(found):
-            before = statistics.mean(scores(kept(other)[seed])[i] for seed in seeds)
+            before = statistics.mean(scores(runs_of(other)[seed])[i] for seed in seeds)
             cells += [f"{before:.1f} → {before + statistics.mean(gained):.1f}", spread(gained)]
         lowest, highest = min(sum(found, [])), max(sum(found, []))  # of all seeds and measures
         verdict = "+" if lowest > NOISE else "-" if highest < -NOISE else "unclear"
@@ -274,7 +280,7 @@ def trained_on_gpu():
 
 
 TABLES = {"gpu": trained_on_gpu, "begin": begun, "claims": claims}
-PAGES = KEPT / "README.md", KEPT / "begin.md"
+PAGE = KEPT / "README.md"
 
 
 def with_tables(page):
@@ -294,11 +300,11 @@ def curves(args):
     figure, panels = pyplot.subplots(1, len(CURVES), figsize=(5 * len(CURVES), 4.2), sharey=True, layout="tight")
     for panel, (title, arms) in zip(panels, CURVES.items(), strict=True):
         for arm in arms:
-            runs = [record["epochs"] for record in kept(arm).values()]
+            runs = [record["epochs"] for record in runs_of(arm).values()]
             epochs, values = [r["epoch"] for r in runs[0]], np.array([[r["knn20_top1"] for r in run] for run in runs])
             (drawn,) = panel.plot(epochs, values.mean(0), marker="o", label=ARMS[arm][0])
             panel.fill_between(epochs, values.min(0), values.max(0), color=drawn.get_color(), alpha=0.15)
-        panel.axhline(kept("baselines")["raw pixels"]["knn20_top1"], ls="--", c="gray", label="raw pixels")
+        panel.axhline(kept("claims")["baselines"]["raw pixels"]["knn20_top1"], ls="--", c="gray", label="raw pixels")
         panel.set(title=title, xlabel="epoch")
         panel.legend(fontsize=8)
         panel.grid(alpha=0.3)
@@ -310,7 +316,7 @@ def main():
     raw = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser("tests/tools/results.py", description=__doc__, formatter_class=raw)
     actions = dict(train=train, begin=begin, gpu=gpu_list.run, curves=curves)
-    actions["readme"] = lambda args: [page.write_text(with_tables(page.read_text())) for page in PAGES]
+    actions["readme"] = lambda args: PAGE.write_text(with_tables(PAGE.read_text()))
     parser.add_argument("action", choices=actions, metavar="ACTION")
     parser.add_argument("--data-dir", metavar="DIR", help="folder of CIFAR-10")
     parser.add_argument("--arms", nargs="+", choices=[*ARMS, *BEGINS, *gpu_list.CHOICES], metavar="ARM")
