@@ -240,8 +240,8 @@ def test_the_strength_is_scikit_learns(classes, factor, capsys):
     x[:, 0] += y
     with torch.inference_mode():  # a caller's, which is not in the way
         weight = eval_linear.logistic_regression(x, y, classes, factor * strength, tolerance=1e-9).requires_grad_()
-    penalised = weight[:-1] if classes > 2 else weight[:-1].diff(dim=1)
-    loss = F.cross_entropy(x @ weight[:-1] + weight[-1], y, reduction="sum") + strength / 2 * penalised.square().sum()
+    penalized = weight[:-1] if classes > 2 else weight[:-1].diff(dim=1)
+    loss = F.cross_entropy(x @ weight[:-1] + weight[-1], y, reduction="sum") + strength / 2 * penalized.square().sum()
     assert torch.autograd.grad(loss, weight)[0].abs().max() < 1e-6
     assert not capsys.readouterr().out
     eval_linear.logistic_regression(x, y, classes, strength, iterations=1)
